@@ -1,0 +1,142 @@
+//! Moving requests, replies and bulk bytes between StrakeFS processes.
+//!
+//! A [`Fabric`] connects and listens; a [`Connection`] carries calls, many at a time, in both directions; a
+//! [`Service`] answers them. TCP is one implementation, the simulator's network another. Bulk bytes travel in
+//! [`Buf`]s: aligned, pooled, shared by reference from socket to disk.
+
+pub mod buf;
+pub mod endpoint;
+pub mod env;
+pub mod tcp;
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+pub use buf::{Buf, BufMut, Pool};
+use bytes::Bytes;
+pub use endpoint::Endpoint;
+pub use env::{Clock, Env};
+use strake_proto::{Error, Result};
+
+/// What a connection's other end proved to be in the handshake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Knows the client key: may open sessions and present capabilities.
+    Client,
+    /// Knows the cluster key: an mds or oss.
+    Server,
+}
+
+/// A request, or what a service answers to it.
+#[derive(Clone, Debug, Default)]
+pub struct Message {
+    pub opcode: u16,
+    /// Carried along to every request made on behalf of this one.
+    pub trace: u64,
+    pub body: Bytes,
+    /// Bulk bytes in order. A received payload is one segment, from the receiver's pool.
+    pub payload: Vec<Buf>,
+}
+
+impl Message {
+    pub fn new(opcode: u16, body: impl Into<Bytes>) -> Message {
+        Message { opcode, trace: 0, body: body.into(), payload: Vec::new() }
+    }
+    #[must_use]
+    pub fn with_payload(mut self, payload: Vec<Buf>) -> Message {
+        self.payload = payload;
+        self
+    }
+    pub fn payload_len(&self) -> usize {
+        self.payload.iter().map(Buf::len).sum()
+    }
+}
+
+/// The other end of a connection, as a service sees it.
+#[derive(Clone)]
+pub struct Peer {
+    pub role: Role,
+    /// Where it connected from, for messages to people.
+    pub addr: String,
+    /// Unique per connection within this process.
+    pub id: u64,
+    /// For requests in the other direction (lease recalls). Fails when the connection is gone.
+    pub back: Option<Arc<dyn Connection>>,
+}
+
+/// Answers requests. Called concurrently, once per request; a bounded number at a time per connection.
+#[async_trait]
+pub trait Service: Send + Sync + 'static {
+    /// The reply's opcode is ignored. An error reaches the caller as it is, code and message.
+    async fn handle(&self, peer: &Peer, request: Message) -> Result<Message>;
+    /// The connection is gone; nothing more comes from this peer.
+    fn disconnected(&self, _peer: &Peer) {}
+}
+
+/// One connection to a peer. Calls are answered in any order.
+#[async_trait]
+pub trait Connection: Send + Sync + 'static {
+    /// Sends and waits. Waits for room first when the window is full. Dropping the future abandons the answer, never
+    /// the connection. Errors of the transport: `Disconnected`, `TimedOut` (the request may have run), `Protocol`.
+    async fn call(&self, request: Message, timeout: std::time::Duration) -> Result<Message>;
+    fn is_closed(&self) -> bool;
+    /// What the peer is reached at, for messages to people.
+    fn addr(&self) -> String;
+    /// Stops it; calls in flight end with `Disconnected`.
+    fn close(&self);
+}
+
+#[async_trait]
+pub trait Fabric: Send + Sync + 'static {
+    /// Connects and completes the handshake. `back` answers requests that the peer sends over this connection.
+    async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>>;
+    /// Listens until the returned guard is dropped. Port 0 picks one: see [`Listener::endpoint`].
+    async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener>;
+    /// Where received payloads come from and where senders should take their buffers.
+    fn pool(&self) -> &Pool;
+}
+
+/// Keeps a listening socket and its connections alive.
+pub struct Listener {
+    endpoint: Endpoint,
+    _stop: Box<dyn std::any::Any + Send + Sync>,
+}
+
+impl Listener {
+    pub fn new(endpoint: Endpoint, stop: Box<dyn std::any::Any + Send + Sync>) -> Listener {
+        Listener { endpoint, _stop: stop }
+    }
+    /// Where it really listens.
+    pub fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+}
+
+/// What a process proves in the handshake: that it knows the key of its role. Derived from the cluster key by
+/// [`strake_proto::cap::derive_key`] with purposes "strake server v1" and "strake client v1".
+#[derive(Clone)]
+pub struct Identity {
+    pub role: Role,
+    /// Servers hold both keys, clients only the client key.
+    pub server_key: Option<[u8; 32]>,
+    pub client_key: [u8; 32],
+}
+
+impl Identity {
+    pub fn server(cluster_key: &[u8; 32]) -> Identity {
+        use strake_proto::cap::derive_key;
+        Identity {
+            role: Role::Server,
+            server_key: Some(derive_key(cluster_key, "strake server v1")),
+            client_key: derive_key(cluster_key, "strake client v1"),
+        }
+    }
+    pub fn client(client_key: [u8; 32]) -> Identity {
+        Identity { role: Role::Client, server_key: None, client_key }
+    }
+}
+
+/// The answer to an opcode a service does not know.
+pub fn unknown_opcode(opcode: u16) -> Error {
+    Error::new(strake_proto::Code::OpNotSupp, format!("this server does not know request {opcode:#06x}"))
+}

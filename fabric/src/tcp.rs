@@ -1,0 +1,1 @@
+//! Frames over TCP.

@@ -1,0 +1,146 @@
+//! Capabilities: what a data request must carry so that whoever speaks the protocol by hand reaches nothing he was
+//! not given. The mds makes them, an oss checks them; both know the key, clients do not.
+
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+
+use crate::{Code, DataId, Error, Ino, Result, SessionId};
+
+pub const CAP_LEN: usize = 64;
+
+/// Bits of [`Capability::rights`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rights(pub u32);
+
+impl Rights {
+    pub const READ: Rights = Rights(1);
+    pub const WRITE: Rights = Rights(2);
+    pub const TRIM: Rights = Rights(4);
+
+    pub const fn has(self, other: Rights) -> bool {
+        self.0 & other.0 == other.0
+    }
+    #[must_use]
+    pub const fn and(self, other: Rights) -> Rights {
+        Rights(self.0 | other.0)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capability {
+    pub ino: Ino,
+    pub data: DataId,
+    pub session: SessionId,
+    /// Refused when below the session's minimum epoch at the oss (eviction).
+    pub session_epoch: u64,
+    /// Milliseconds since 1970-01-01 UTC after which it is refused.
+    pub expiry_ms: u64,
+    pub rights: Rights,
+}
+
+/// Key for making and checking capabilities, derived from the cluster key.
+#[derive(Clone)]
+pub struct CapKey([u8; 32]);
+
+fn mac(key: &[u8; 32], parts: &[&[u8]]) -> [u8; 32] {
+    // HMAC pads a short key with zeros to the hash's block of 64 bytes; doing it here makes the length fit by type.
+    let mut block = [0u8; 64];
+    block[..32].copy_from_slice(key);
+    let mut m = Hmac::<Sha256>::new(&block.into());
+    for p in parts {
+        m.update(p);
+    }
+    m.finalize().into_bytes().into()
+}
+
+/// A key for one purpose out of another key: HMAC-SHA256 over the purpose's name (RFC 2104, NIST SP 800-108 style).
+pub fn derive_key(key: &[u8; 32], purpose: &str) -> [u8; 32] {
+    mac(key, &[purpose.as_bytes()])
+}
+
+/// HMAC-SHA256 of the concatenated parts.
+pub fn hmac_sha256(key: &[u8; 32], parts: &[&[u8]]) -> [u8; 32] {
+    mac(key, parts)
+}
+
+/// Comparison whose time does not depend on where the first difference is.
+pub fn same_bytes(a: &[u8], b: &[u8]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).fold(0u8, |d, (x, y)| d | (x ^ y)) == 0
+}
+
+impl CapKey {
+    pub fn from_cluster_key(cluster_key: &[u8; 32]) -> CapKey {
+        CapKey(derive_key(cluster_key, "strake capability v1"))
+    }
+
+    pub fn seal(&self, c: &Capability) -> [u8; CAP_LEN] {
+        let mut b = [0u8; CAP_LEN];
+        b[0..8].copy_from_slice(&c.ino.to_le_bytes());
+        b[8..16].copy_from_slice(&c.data.to_le_bytes());
+        b[16..24].copy_from_slice(&c.session.to_le_bytes());
+        b[24..32].copy_from_slice(&c.session_epoch.to_le_bytes());
+        b[32..40].copy_from_slice(&c.expiry_ms.to_le_bytes());
+        b[40..44].copy_from_slice(&c.rights.0.to_le_bytes());
+        // 44..48: key id, 0 today.
+        let tag = mac(&self.0, &[&b[..48]]);
+        b[48..64].copy_from_slice(&tag[..16]);
+        b
+    }
+
+    /// Checks the MAC and the expiry. Who may do what to which file is in the result.
+    pub fn open(&self, b: &[u8], now_ms: u64) -> Result<Capability> {
+        let bad = |m: &str| Error::new(Code::BadCap, m);
+        let b: &[u8; CAP_LEN] = b.try_into().map_err(|_| bad("capability is not 64 bytes"))?;
+        let tag = mac(&self.0, &[&b[..48]]);
+        if !same_bytes(&tag[..16], &b[48..]) {
+            return Err(bad("capability was not made by this cluster's mds"));
+        }
+        let c = peek(b);
+        if now_ms > c.expiry_ms {
+            return Err(bad("capability expired; open the file again"));
+        }
+        Ok(c)
+    }
+}
+
+/// The fields without any check, for the client that was given it.
+pub fn peek(b: &[u8; CAP_LEN]) -> Capability {
+    let u64_at = |i: usize| u64::from_le_bytes(b[i..i + 8].try_into().unwrap_or_default());
+    Capability {
+        ino: u64_at(0),
+        data: u64_at(8),
+        session: u64_at(16),
+        session_epoch: u64_at(24),
+        expiry_ms: u64_at(32),
+        rights: Rights(u64_at(40) as u32),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn forged_changed_and_expired_capabilities_are_refused() {
+        let key = CapKey::from_cluster_key(&[7; 32]);
+        let cap = Capability {
+            ino: 5,
+            data: 9,
+            session: 3,
+            session_epoch: 1,
+            expiry_ms: 1000,
+            rights: Rights::READ.and(Rights::WRITE),
+        };
+        let sealed = key.seal(&cap);
+        assert_eq!(key.open(&sealed, 1000).unwrap(), cap);
+        assert_eq!(peek(&sealed), cap);
+        assert!(key.open(&sealed, 1001).is_err());
+        assert!(CapKey::from_cluster_key(&[8; 32]).open(&sealed, 0).is_err());
+        assert!(key.open(&sealed[..63], 0).is_err());
+        for bit in 0..CAP_LEN * 8 {
+            let mut b = sealed;
+            b[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(key.open(&b, 0).unwrap_err().code, Code::BadCap, "bit {bit}");
+        }
+    }
+}

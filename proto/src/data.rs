@@ -1,0 +1,430 @@
+//! Fixed-layout bodies of data-plane frames. Little-endian; specified in `docs/formats.md`.
+//!
+//! A request body is a 96-byte [`DataRequest`] head, then (as counted in it) a 64-byte capability, block checksums,
+//! recent-writer records and memory regions. A reply body is a 40-byte [`DataReply`] head, then block checksums and
+//! replica start stamps.
+
+use bytes::{BufMut, Bytes, BytesMut};
+
+use crate::{ChainId, ChunkId, Code, Error, Result, SessionId, TargetId, cap::CAP_LEN};
+
+pub const REQUEST_HEAD: usize = 96;
+pub const REPLY_HEAD: usize = 40;
+const VERSION: u16 = 1;
+/// Blocks of a 16 MiB chunk, plus one for an unaligned start.
+pub const MAX_SUMS: usize = 4097;
+pub const MAX_WRITERS: usize = 64;
+pub const MAX_REGIONS: usize = 256;
+pub const MAX_STAMPS: usize = 16;
+
+/// What an update does to its chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// Reads, flushes, lists: no update.
+    None = 0,
+    /// Puts `len` bytes at `offset`, extending the chunk (a gap reads as zeros).
+    Write = 1,
+    /// Cuts the chunk to `offset` bytes if it is longer.
+    Truncate = 2,
+    /// Removes the chunk; its version stays as a tombstone.
+    Remove = 3,
+    /// Replaces the whole chunk by `len` bytes and takes `version` as given (resync). Absent if version is a tombstone's.
+    Replace = 4,
+}
+
+/// Commit number of a chunk's last change: ordered by epoch of the chain first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Version {
+    /// Chain epoch in which it was assigned.
+    pub epoch: u64,
+    /// Counts the changes of this chunk, 1 for the first.
+    pub number: u64,
+}
+
+/// A change already applied to a chunk, kept so that a retry is answered and not applied twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Writer {
+    pub session: SessionId,
+    pub seq: u64,
+    pub version: Version,
+}
+
+/// A part of the requester's memory the oss may read or write itself (RDMA). Empty on TCP: bytes follow the frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Region {
+    pub addr: u64,
+    pub key: u32,
+    pub len: u32,
+}
+
+pub const FLAG_CAP: u8 = 1;
+/// Answer only when the update is flushed on every in-sync replica.
+pub const FLAG_STABLE: u8 = 2;
+/// A repetition of an unstable write after a replica restarted; `version` is what the first attempt was given.
+pub const FLAG_REPLAY: u8 = 4;
+/// SYNC_PUT of a removed chunk.
+pub const FLAG_TOMBSTONE: u8 = 8;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DataRequest {
+    pub kind: Kind,
+    /// [`FLAG_STABLE`] | [`FLAG_REPLAY`] | [`FLAG_TOMBSTONE`]; [`FLAG_CAP`] is set by the encoder.
+    pub flags: u8,
+    pub chain: ChainId,
+    /// The sender's idea of the chain's epoch; a replica with another one answers `StaleEpoch`.
+    pub epoch: u64,
+    pub chunk: ChunkId,
+    /// The target addressed on the receiving oss.
+    pub target: TargetId,
+    /// Bytes from the start of the chunk. TRIM: unused.
+    pub offset: u32,
+    /// Bytes read or written. TRIM: bytes kept of chunk `index - 1`, `u32::MAX` = leave it. Lists: entries wanted.
+    pub len: u32,
+    pub session: SessionId,
+    pub seq: u64,
+    pub version: Version,
+    pub cap: Option<[u8; CAP_LEN]>,
+    /// One CRC32C per 4 KiB block touched, see [`crate::checksum`].
+    pub sums: Vec<u32>,
+    pub writers: Vec<Writer>,
+    pub regions: Vec<Region>,
+}
+
+impl DataRequest {
+    /// A request with nothing but an address; fill in the rest with struct update syntax.
+    pub fn new(chain: ChainId, epoch: u64, target: TargetId, chunk: ChunkId) -> DataRequest {
+        DataRequest {
+            kind: Kind::None,
+            flags: 0,
+            chain,
+            epoch,
+            chunk,
+            target,
+            offset: 0,
+            len: 0,
+            session: 0,
+            seq: 0,
+            version: Version::default(),
+            cap: None,
+            sums: Vec::new(),
+            writers: Vec::new(),
+            regions: Vec::new(),
+        }
+    }
+
+    pub fn encode(&self) -> Bytes {
+        let cap = if self.cap.is_some() { CAP_LEN } else { 0 };
+        let mut b = BytesMut::with_capacity(
+            REQUEST_HEAD + cap + self.sums.len() * 4 + self.writers.len() * 32 + self.regions.len() * 16,
+        );
+        b.put_u16_le(VERSION);
+        b.put_u8(self.kind as u8);
+        b.put_u8(self.flags & !FLAG_CAP | if self.cap.is_some() { FLAG_CAP } else { 0 });
+        b.put_u32_le(self.chain);
+        b.put_u64_le(self.epoch);
+        b.put_u64_le(self.chunk.ino);
+        b.put_u64_le(self.chunk.data);
+        b.put_u64_le(self.chunk.index);
+        b.put_u32_le(self.target);
+        b.put_u32_le(self.offset);
+        b.put_u32_le(self.len);
+        b.put_u32_le(self.sums.len() as u32);
+        b.put_u64_le(self.session);
+        b.put_u64_le(self.seq);
+        b.put_u64_le(self.version.epoch);
+        b.put_u64_le(self.version.number);
+        b.put_u16_le(self.writers.len() as u16);
+        b.put_u16_le(self.regions.len() as u16);
+        b.put_u32_le(0);
+        if let Some(c) = &self.cap {
+            b.put_slice(c);
+        }
+        for s in &self.sums {
+            b.put_u32_le(*s);
+        }
+        for w in &self.writers {
+            b.put_u64_le(w.session);
+            b.put_u64_le(w.seq);
+            b.put_u64_le(w.version.epoch);
+            b.put_u64_le(w.version.number);
+        }
+        for r in &self.regions {
+            b.put_u64_le(r.addr);
+            b.put_u32_le(r.key);
+            b.put_u32_le(r.len);
+        }
+        b.freeze()
+    }
+
+    pub fn decode(body: &[u8]) -> Result<DataRequest> {
+        let mut r = Reader(body);
+        if r.u16()? != VERSION {
+            return Err(bad("data request of another version"));
+        }
+        let kind = match r.u8()? {
+            0 => Kind::None,
+            1 => Kind::Write,
+            2 => Kind::Truncate,
+            3 => Kind::Remove,
+            4 => Kind::Replace,
+            k => return Err(bad(&format!("unknown update kind {k}"))),
+        };
+        let flags = r.u8()?;
+        let chain = r.u32()?;
+        let epoch = r.u64()?;
+        let chunk = ChunkId { ino: r.u64()?, data: r.u64()?, index: r.u64()? };
+        let (target, offset, len) = (r.u32()?, r.u32()?, r.u32()?);
+        let sums = r.u32()? as usize;
+        let (session, seq) = (r.u64()?, r.u64()?);
+        let version = Version { epoch: r.u64()?, number: r.u64()? };
+        let (writers, regions) = (r.u16()? as usize, r.u16()? as usize);
+        r.u32()?;
+        if sums > MAX_SUMS || writers > MAX_WRITERS || regions > MAX_REGIONS {
+            return Err(bad("data request lists too long"));
+        }
+        let cap = if flags & FLAG_CAP != 0 { Some(r.take::<CAP_LEN>()?) } else { None };
+        let sums = (0..sums).map(|_| r.u32()).collect::<Result<_>>()?;
+        let writers = (0..writers)
+            .map(|_| {
+                Ok(Writer { session: r.u64()?, seq: r.u64()?, version: Version { epoch: r.u64()?, number: r.u64()? } })
+            })
+            .collect::<Result<_>>()?;
+        let regions =
+            (0..regions).map(|_| Ok(Region { addr: r.u64()?, key: r.u32()?, len: r.u32()? })).collect::<Result<_>>()?;
+        r.end()?;
+        Ok(DataRequest {
+            kind,
+            flags: flags & !FLAG_CAP,
+            chain,
+            epoch,
+            chunk,
+            target,
+            offset,
+            len,
+            session,
+            seq,
+            version,
+            cap,
+            sums,
+            writers,
+            regions,
+        })
+    }
+}
+
+pub const REPLY_STABLE: u8 = 1;
+
+/// A replica as it was when it answered: if its stamp has changed since, it restarted and may have lost unstable bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Stamp {
+    pub target: TargetId,
+    pub stamp: u64,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DataReply {
+    pub stable: bool,
+    /// The chunk's version after (updates) or at (reads) the request.
+    pub version: Version,
+    /// The chain's epoch when it was answered.
+    pub epoch: u64,
+    /// Reads: bytes that exist, at most what was asked; what is missing reads as zeros up to the file's size.
+    pub len: u32,
+    pub sums: Vec<u32>,
+    pub stamps: Vec<Stamp>,
+}
+
+impl DataReply {
+    pub fn encode(&self) -> Bytes {
+        let mut b = BytesMut::with_capacity(REPLY_HEAD + self.sums.len() * 4 + self.stamps.len() * 16);
+        b.put_u16_le(VERSION);
+        b.put_u8(if self.stable { REPLY_STABLE } else { 0 });
+        b.put_u8(0);
+        b.put_u32_le(self.len);
+        b.put_u64_le(self.version.epoch);
+        b.put_u64_le(self.version.number);
+        b.put_u64_le(self.epoch);
+        b.put_u32_le(self.sums.len() as u32);
+        b.put_u16_le(self.stamps.len() as u16);
+        b.put_u16_le(0);
+        for s in &self.sums {
+            b.put_u32_le(*s);
+        }
+        for s in &self.stamps {
+            b.put_u32_le(s.target);
+            b.put_u32_le(0);
+            b.put_u64_le(s.stamp);
+        }
+        b.freeze()
+    }
+
+    pub fn decode(body: &[u8]) -> Result<DataReply> {
+        let mut r = Reader(body);
+        if r.u16()? != VERSION {
+            return Err(bad("data reply of another version"));
+        }
+        let stable = r.u8()? & REPLY_STABLE != 0;
+        r.u8()?;
+        let len = r.u32()?;
+        let version = Version { epoch: r.u64()?, number: r.u64()? };
+        let epoch = r.u64()?;
+        let (sums, stamps) = (r.u32()? as usize, r.u16()? as usize);
+        r.u16()?;
+        if sums > MAX_SUMS || stamps > MAX_STAMPS {
+            return Err(bad("data reply lists too long"));
+        }
+        let sums = (0..sums).map(|_| r.u32()).collect::<Result<_>>()?;
+        let stamps = (0..stamps)
+            .map(|_| {
+                let target = r.u32()?;
+                r.u32()?;
+                Ok(Stamp { target, stamp: r.u64()? })
+            })
+            .collect::<Result<_>>()?;
+        r.end()?;
+        Ok(DataReply { stable, version, epoch, len, sums, stamps })
+    }
+}
+
+/// One chunk in the payload of a SYNC_LIST or LIST_CHUNKS reply, 48 bytes. Sorted by chunk id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ListEntry {
+    pub chunk: ChunkId,
+    pub version: Version,
+    pub len: u32,
+    pub tombstone: bool,
+}
+
+pub const LIST_ENTRY: usize = 48;
+
+impl ListEntry {
+    pub fn encode_all(entries: &[ListEntry]) -> Bytes {
+        let mut b = BytesMut::with_capacity(entries.len() * LIST_ENTRY);
+        for e in entries {
+            b.put_u64_le(e.chunk.ino);
+            b.put_u64_le(e.chunk.data);
+            b.put_u64_le(e.chunk.index);
+            b.put_u64_le(e.version.epoch);
+            b.put_u64_le(e.version.number);
+            b.put_u32_le(e.len);
+            b.put_u32_le(u32::from(e.tombstone));
+        }
+        b.freeze()
+    }
+
+    pub fn decode_all(payload: &[u8]) -> Result<Vec<ListEntry>> {
+        let mut r = Reader(payload);
+        let mut out = Vec::with_capacity(payload.len() / LIST_ENTRY);
+        while !r.0.is_empty() {
+            out.push(ListEntry {
+                chunk: ChunkId { ino: r.u64()?, data: r.u64()?, index: r.u64()? },
+                version: Version { epoch: r.u64()?, number: r.u64()? },
+                len: r.u32()?,
+                tombstone: r.u32()? & 1 != 0,
+            });
+        }
+        Ok(out)
+    }
+}
+
+fn bad(m: &str) -> Error {
+    Error::new(Code::Protocol, m)
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let (head, rest) = self.0.split_first_chunk::<N>().ok_or_else(|| bad("data body cut short"))?;
+        self.0 = rest;
+        Ok(*head)
+    }
+    fn u8(&mut self) -> Result<u8> {
+        self.take::<1>().map(|b| b[0])
+    }
+    fn u16(&mut self) -> Result<u16> {
+        self.take().map(u16::from_le_bytes)
+    }
+    fn u32(&mut self) -> Result<u32> {
+        self.take().map(u32::from_le_bytes)
+    }
+    fn u64(&mut self) -> Result<u64> {
+        self.take().map(u64::from_le_bytes)
+    }
+    fn end(&self) -> Result<()> {
+        if self.0.is_empty() { Ok(()) } else { Err(bad("data body has bytes left over")) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request() -> DataRequest {
+        DataRequest {
+            kind: Kind::Write,
+            flags: FLAG_STABLE,
+            offset: 5,
+            len: 9,
+            session: 77,
+            seq: 3,
+            version: Version { epoch: 2, number: 8 },
+            cap: Some([9; CAP_LEN]),
+            sums: vec![1, 2, 3],
+            writers: vec![Writer { session: 1, seq: 2, version: Version { epoch: 3, number: 4 } }],
+            regions: vec![Region { addr: 1 << 40, key: 5, len: 6 }],
+            ..DataRequest::new(4, 11, 2, ChunkId { ino: 1, data: 2, index: 3 })
+        }
+    }
+
+    #[test]
+    fn requests_and_replies_round_trip() {
+        let r = request();
+        assert_eq!(DataRequest::decode(&r.encode()).unwrap(), r);
+        let bare = DataRequest { cap: None, sums: vec![], writers: vec![], regions: vec![], ..r };
+        assert_eq!(bare.encode().len(), REQUEST_HEAD);
+        assert_eq!(DataRequest::decode(&bare.encode()).unwrap(), bare);
+        let p = DataReply {
+            stable: true,
+            version: Version { epoch: 1, number: 2 },
+            epoch: 3,
+            len: 4,
+            sums: vec![5],
+            stamps: vec![Stamp { target: 1, stamp: 2 }],
+        };
+        assert_eq!(DataReply::decode(&p.encode()).unwrap(), p);
+        assert_eq!(DataReply::default().encode().len(), REPLY_HEAD);
+    }
+
+    #[test]
+    fn truncated_overlong_and_lying_bodies_are_errors() {
+        let good = request().encode();
+        for n in 0..good.len() {
+            assert!(DataRequest::decode(&good[..n]).is_err(), "cut at {n}");
+        }
+        let mut long = good.to_vec();
+        long.push(0);
+        assert!(DataRequest::decode(&long).is_err());
+        let mut lying = good.to_vec();
+        lying[52..56].copy_from_slice(&u32::MAX.to_le_bytes());
+        assert!(DataRequest::decode(&lying).is_err());
+        let mut kind = good.to_vec();
+        kind[2] = 200;
+        assert!(DataRequest::decode(&kind).is_err());
+    }
+
+    #[test]
+    fn lists_round_trip() {
+        let e = ListEntry {
+            chunk: ChunkId { ino: 1, data: 2, index: 3 },
+            version: Version { epoch: 4, number: 5 },
+            len: 6,
+            tombstone: true,
+        };
+        let b = ListEntry::encode_all(&[e, e]);
+        assert_eq!(b.len(), 2 * LIST_ENTRY);
+        assert_eq!(ListEntry::decode_all(&b).unwrap(), vec![e, e]);
+        assert!(ListEntry::decode_all(&b[..50]).is_err());
+    }
+}

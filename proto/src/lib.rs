@@ -1,0 +1,29 @@
+//! The words StrakeFS processes speak: ids, errors, frames, data-plane headers, capabilities, the cluster map and
+//! the arithmetic that turns a file offset into a chunk on a chain. No I/O, no clock, no randomness.
+//!
+//! Every format here is specified in `docs/formats.md`.
+
+pub mod cap;
+pub mod checksum;
+pub mod data;
+pub mod error;
+pub mod frame;
+pub mod ids;
+pub mod layout;
+pub mod map;
+pub mod opcode;
+
+/// Control messages generated from `schema/*.proto`.
+#[allow(clippy::all, rustdoc::all)]
+pub mod pb {
+    include!(concat!(env!("OUT_DIR"), "/strake.v1.rs"));
+}
+
+pub use cap::{CapKey, Capability, Rights};
+pub use error::{Code, Error, Result};
+pub use ids::{ChainId, ChunkId, DataId, Fid, Ino, NodeId, SessionId, TargetId};
+
+/// Version of the wire protocol this build speaks; the handshake picks the highest that both ends have.
+pub const WIRE_VERSION: u16 = 1;
+/// Oldest wire version this build still speaks.
+pub const WIRE_VERSION_MIN: u16 = 1;

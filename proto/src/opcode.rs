@@ -1,0 +1,36 @@
+//! What a frame asks for. Wire format: append only.
+
+/// Client to mds; bodies in `schema/meta.proto`.
+pub const SESSION_OPEN: u16 = 0x0001;
+pub const SESSION_RENEW: u16 = 0x0002;
+pub const SESSION_CLOSE: u16 = 0x0003;
+pub const META: u16 = 0x0004;
+/// Anyone to mds: the cluster map.
+pub const MAP: u16 = 0x0005;
+
+/// oss to mds; bodies in `schema/cluster.proto`.
+pub const REGISTER: u16 = 0x0041;
+pub const HEARTBEAT: u16 = 0x0042;
+
+/// mds to mds.
+pub const RAFT: u16 = 0x0061;
+pub const SNAPSHOT: u16 = 0x0062;
+
+/// Data plane; bodies are [`crate::data`] headers.
+pub const READ: u16 = 0x0101;
+pub const WRITE: u16 = 0x0102;
+/// Makes every write of a chain stable.
+pub const FLUSH: u16 = 0x0103;
+/// Cuts a file's chunks on one chain to a size (0 removes them all).
+pub const TRIM: u16 = 0x0104;
+/// Chain-internal: the same update going to the next replica.
+pub const FORWARD: u16 = 0x0111;
+pub const FORWARD_FLUSH: u16 = 0x0112;
+/// Chain-internal resync: list versions of the successor, put a whole chunk, finish.
+pub const SYNC_LIST: u16 = 0x0113;
+pub const SYNC_PUT: u16 = 0x0114;
+/// Chunks of a target, for fsck.
+pub const LIST_CHUNKS: u16 = 0x0121;
+
+/// Answered by every service with its own body, for measuring round trips.
+pub const ECHO: u16 = 0x01ff;

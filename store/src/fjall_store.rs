@@ -1,0 +1,3 @@
+//! On disk.
+#[derive(Debug)]
+pub struct FjallStore {}

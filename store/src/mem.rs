@@ -1,0 +1,3 @@
+//! In memory.
+#[derive(Debug, Default)]
+pub struct MemStore {}
