@@ -11,10 +11,13 @@ use std::ops::Bound;
 
 use bytes::Bytes;
 pub use fjall_store::FjallStore;
-pub use mem::MemStore;
-use strake_proto::Result;
+pub use mem::{Fault, MemStore};
+use strake_proto::{Code, Error, Result};
 
-/// Puts and deletes that become visible together, applied in order.
+/// Longest key, in bytes. Keys are not empty.
+pub const MAX_KEY: usize = 65_535;
+
+/// Puts and deletes that become visible together, applied in order: the last one on a key counts.
 #[derive(Clone, Debug, Default)]
 pub struct Batch {
     /// `None` deletes.
@@ -36,6 +39,24 @@ impl Batch {
 pub type Pair = (Bytes, Bytes);
 pub type PairIter<'a> = Box<dyn Iterator<Item = Result<Pair>> + Send + 'a>;
 
+/// `EINVAL` for a key that no store can hold.
+fn check_key(key: &[u8]) -> Result<()> {
+    if key.is_empty() || key.len() > MAX_KEY {
+        return Err(Error::new(Code::Inval, format!("store keys have 1 to {MAX_KEY} bytes, not {}", key.len())));
+    }
+    Ok(())
+}
+
+/// Whether no key can lie between the bounds (also when they are the wrong way round).
+fn is_empty_range(from: Bound<&[u8]>, to: Bound<&[u8]>) -> bool {
+    use Bound::*;
+    match (from, to) {
+        (Unbounded, _) | (_, Unbounded) => false,
+        (Included(a), Included(b)) => a > b,
+        (Included(a) | Excluded(a), Included(b) | Excluded(b)) => a >= b,
+    }
+}
+
 /// Reads common to a store and to a frozen view of it. Keys are ordered bytewise.
 pub trait Reader: Send + Sync {
     fn get(&self, key: &[u8]) -> Result<Option<Bytes>>;
@@ -52,6 +73,8 @@ pub trait Reader: Send + Sync {
 }
 
 pub trait MetaStore: Reader {
+    /// Makes a batch visible, all or nothing. Survives the process at once, the machine after [`MetaStore::sync`].
+    /// `NoSpc` when the disk is full, `Inval` for a key that is empty or longer than [`MAX_KEY`].
     fn commit(&self, batch: Batch) -> Result<()>;
     /// Makes every commit so far durable.
     fn sync(&self) -> Result<()>;
@@ -59,7 +82,7 @@ pub trait MetaStore: Reader {
     fn snapshot(&self) -> Result<Box<dyn Reader>>;
     /// Bytes on disk, roughly.
     fn disk_bytes(&self) -> u64;
-    /// Deletes everything (before a snapshot from a peer is loaded).
+    /// Deletes everything (before a snapshot from a peer is loaded). Snapshots taken earlier keep their view.
     fn clear(&self) -> Result<()>;
 }
 
