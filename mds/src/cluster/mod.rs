@@ -1,1 +1,6 @@
-//! See the crate documentation.
+//! The cluster map: who is in the cluster and which replicas of which chain are in sync.
+//!
+//! [`state`] holds the part that is agreed on by Raft: pure functions on the map, called at apply. [`manager`] holds what
+//! only the leader knows, heartbeats and leases, and turns it into proposals.
+
+pub mod state;

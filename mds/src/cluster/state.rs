@@ -1,0 +1,421 @@
+//! Changes of the cluster map, as pure functions called at apply. Either the whole change is made and the version grows
+//! by one, or the map stays as it was and the reason is returned. A change that changes nothing keeps the version.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use pb::ReplicaState;
+use strake_proto::{
+    ChainId, Code, Error, NodeId, Result, TargetId,
+    ids::TARGET_UNASSIGNED,
+    map::{MapView, ROLE_MDS, ROLE_OSS},
+    pb,
+};
+
+/// Node ids below are Raft ids of metadata servers, from here on those of storage servers.
+pub const FIRST_OSS_NODE: NodeId = 1001;
+/// Targets one registration may name.
+pub const MAX_NODE_TARGETS: usize = 256;
+/// Targets of a cluster; a limit on what the map may grow to.
+pub const MAX_TARGETS: usize = 4096;
+/// Longest pool name, as in Lustre.
+pub const MAX_POOL_NAME: usize = 15;
+/// Chain sets are made for 1 up to this many copies.
+pub const MAX_COPIES: usize = 3;
+
+const MAX_NAME: usize = 255;
+const MAX_ENDPOINTS: usize = 16;
+
+fn inval(message: String) -> Error {
+    Error::new(Code::Inval, message)
+}
+
+fn commit(map: &mut pb::ClusterMap, mut next: pb::ClusterMap) {
+    if next != *map {
+        next.version = map.version + 1;
+        *map = next;
+    }
+}
+
+/// Registers a storage server and its targets. Idempotent by node name and target uuids: ids are assigned once.
+///
+/// `EINVAL` for nonsense or an identity of another cluster, `EBUSY` while the name or a target is in use by a live node.
+/// Whether a target is alive is decided by heartbeats, not here.
+pub fn register(map: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> Result<pb::RegisterReply> {
+    check_register(map, r)?;
+    let mut next = map.clone();
+    let node = register_node(&mut next, r);
+    let mut target_ids = Vec::with_capacity(r.targets.len());
+    for t in &r.targets {
+        target_ids.push(register_target(&mut next, node, t)?);
+    }
+    commit(map, next);
+    Ok(pb::RegisterReply { node, target_ids, fs_uuid: map.fs_uuid.clone(), map: None })
+}
+
+fn check_text(what: &str, s: &str) -> Result<()> {
+    if s.is_empty() || s.len() > MAX_NAME || s.chars().any(char::is_control) {
+        return Err(inval(format!("{what} must be 1 to {MAX_NAME} bytes of printable text")));
+    }
+    Ok(())
+}
+
+fn check_register(map: &pb::ClusterMap, r: &pb::RegisterRequest) -> Result<()> {
+    check_text("the node's name", &r.name)?;
+    if r.endpoints.is_empty() || r.endpoints.len() > MAX_ENDPOINTS {
+        return Err(inval(format!("node '{}' must have 1 to {MAX_ENDPOINTS} endpoints", r.name)));
+    }
+    for e in &r.endpoints {
+        check_text("an endpoint", e)?;
+    }
+    if r.version.len() > MAX_NAME || r.targets.len() > MAX_NODE_TARGETS {
+        return Err(inval(format!("node '{}' names more than {MAX_NODE_TARGETS} targets", r.name)));
+    }
+    if !r.fs_uuid.is_empty() && r.fs_uuid != map.fs_uuid {
+        return Err(inval(format!(
+            "the targets of node '{}' belong to another cluster; give it this cluster's own",
+            r.name
+        )));
+    }
+    let mut seen = BTreeSet::new();
+    if r.targets.iter().any(|t| t.uuid.len() != 16 || !seen.insert(&t.uuid)) {
+        return Err(inval(format!("node '{}': target uuids must be 16 bytes and differ", r.name)));
+    }
+    let Some(node) = map.nodes.iter().find(|n| n.role == ROLE_OSS && n.name == r.name) else { return Ok(()) };
+    let own: Vec<&pb::Target> = map.targets.iter().filter(|t| t.node == node.id).collect();
+    let shared = own.iter().any(|t| seen.contains(&t.uuid));
+    if !shared && own.iter().any(|t| t.alive) {
+        return Err(Error::new(
+            Code::Busy,
+            format!("another live node is registered as '{}' with other targets; give this one its own name", r.name),
+        ));
+    }
+    Ok(())
+}
+
+fn register_node(next: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> NodeId {
+    if let Some(n) = next.nodes.iter_mut().find(|n| n.role == ROLE_OSS && n.name == r.name) {
+        n.endpoints = r.endpoints.clone();
+        n.version = r.version.clone();
+        return n.id;
+    }
+    let id = next.nodes.iter().map(|n| n.id).max().map_or(FIRST_OSS_NODE, |m| (m + 1).max(FIRST_OSS_NODE));
+    next.nodes.push(pb::Node {
+        id,
+        role: ROLE_OSS,
+        endpoints: r.endpoints.clone(),
+        name: r.name.clone(),
+        version: r.version.clone(),
+    });
+    id
+}
+
+fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarget) -> Result<TargetId> {
+    if let Some(have) = next.targets.iter_mut().find(|h| h.uuid == t.uuid) {
+        if t.id != TARGET_UNASSIGNED && t.id != have.id {
+            return Err(inval(format!("the superblock says target {}, the cluster knows it as {}", t.id, have.id)));
+        }
+        if have.node != node && have.alive {
+            let m = format!("target {} is alive on node {}; stop it there first", have.id, have.node);
+            return Err(Error::new(Code::Busy, m));
+        }
+        have.node = node;
+        have.capacity = t.capacity;
+        return Ok(have.id);
+    }
+    if t.id != TARGET_UNASSIGNED {
+        return Err(inval(format!(
+            "the superblock says target {}, which this cluster does not know by its uuid",
+            t.id
+        )));
+    }
+    if next.targets.len() >= MAX_TARGETS {
+        return Err(Error::new(Code::NoSpc, format!("the cluster already has {MAX_TARGETS} targets")));
+    }
+    let id = next.targets.iter().map(|h| h.id + 1).max().unwrap_or(0);
+    next.targets.push(pb::Target { id, node, uuid: t.uuid.clone(), capacity: t.capacity, ..Default::default() });
+    Ok(id)
+}
+
+/// Replaces parts of the map by id, in this order: nodes, targets, chains, sets. `EBUSY` unless the map is at
+/// `expect_version`; `EINVAL` for a change that the membership rules never make (see `docs/replication.md`).
+pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
+    if u.expect_version != map.version {
+        let m = format!("the map is at version {}, the update expects {}", map.version, u.expect_version);
+        return Err(Error::new(Code::Busy, m));
+    }
+    let mut next = map.clone();
+    for n in &u.nodes {
+        let have = find(&mut next.nodes, |h| h.id == n.id, "node", n.id)?;
+        if have.role != n.role || have.name != n.name {
+            return Err(inval(format!("node {} cannot change its role or name", n.id)));
+        }
+        *have = n.clone();
+    }
+    for t in &u.targets {
+        let have = find(&mut next.targets, |h| h.id == t.id, "target", t.id)?;
+        if have.uuid != t.uuid || have.node != t.node {
+            return Err(inval(format!("target {} changes its node or uuid by registration only", t.id)));
+        }
+        *have = t.clone();
+    }
+    for c in &u.chains {
+        check_chain(c)?;
+        match next.chains.iter_mut().find(|h| h.id == c.id) {
+            Some(have) => {
+                check_transition(have, c)?;
+                *have = c.clone();
+            }
+            None => {
+                check_new_chain(c)?;
+                next.chains.push(c.clone());
+            }
+        }
+    }
+    for s in &u.sets {
+        if next.sets.iter().any(|h| h.id == s.id) {
+            return Err(inval(format!("chain set {} exists; sets never change", s.id)));
+        }
+        if s.chains.is_empty() || s.chains.iter().any(|c| next.chains.iter().all(|h| h.id != *c)) {
+            return Err(inval(format!("chain set {} must name chains of the map", s.id)));
+        }
+        next.sets.push(s.clone());
+    }
+    MapView::new(next.clone()).map_err(|e| inval(e.message))?;
+    commit(map, next);
+    Ok(())
+}
+
+fn find<'a, T>(items: &'a mut [T], is: impl Fn(&T) -> bool, what: &str, id: u32) -> Result<&'a mut T> {
+    items.iter_mut().find(|x| is(x)).ok_or_else(|| inval(format!("{what} {id} is not registered")))
+}
+
+fn rank(s: ReplicaState) -> u8 {
+    match s {
+        ReplicaState::ReplicaServing => 0,
+        ReplicaState::ReplicaSyncing => 1,
+        _ => 2,
+    }
+}
+
+pub(crate) fn count(c: &pb::Chain, state: ReplicaState) -> usize {
+    c.replicas.iter().filter(|r| r.state() == state).count()
+}
+
+/// What is true of every chain in every map.
+fn check_chain(c: &pb::Chain) -> Result<()> {
+    let bad = |why: &str| Err(inval(format!("chain {}: {why}", c.id)));
+    let members: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
+    if c.replicas.is_empty() || members.len() != c.replicas.len() {
+        return bad("no replicas, or one twice");
+    }
+    if members != c.preferred.iter().copied().collect() || c.preferred.len() != c.replicas.len() {
+        return bad("its replicas are not the targets it was made with");
+    }
+    if count(c, ReplicaState::ReplicaUnknown) > 0 {
+        return bad("a replica without a state");
+    }
+    if !c.replicas.is_sorted_by_key(|r| rank(r.state())) {
+        return bad("replicas out of order: SERVING, then SYNCING, then the rest");
+    }
+    let serving = count(c, ReplicaState::ReplicaServing);
+    let last = count(c, ReplicaState::ReplicaLastsrv);
+    if (serving == 0) == (last == 0) {
+        return bad("either some replica is SERVING, or some are known to be the last that were");
+    }
+    let syncing = count(c, ReplicaState::ReplicaSyncing);
+    if syncing > 1 || (syncing == 1 && serving == 0) {
+        return bad("one replica at a time is SYNCING, from a SERVING one");
+    }
+    Ok(())
+}
+
+fn check_new_chain(c: &pb::Chain) -> Result<()> {
+    if c.epoch != 1 || count(c, ReplicaState::ReplicaServing) != c.replicas.len() {
+        return Err(inval(format!("chain {}: a new chain is SERVING at epoch 1", c.id)));
+    }
+    Ok(())
+}
+
+/// The second half of the membership rules' assertion: whoever proposed this, no replica that missed an epoch may serve.
+fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
+    use ReplicaState::*;
+    let bad = |why: &str| Err(inval(format!("chain {} from epoch {} to {}: {why}", old.id, old.epoch, new.epoch)));
+    if new.epoch <= old.epoch {
+        return bad("epochs only grow");
+    }
+    if new.preferred != old.preferred {
+        return bad("the targets of a chain never change");
+    }
+    let before: BTreeMap<TargetId, ReplicaState> = old.replicas.iter().map(|r| (r.target, r.state())).collect();
+    let had_source = count(old, ReplicaServing) > 0;
+    for r in &new.replicas {
+        let was = before.get(&r.target).copied().unwrap_or(ReplicaUnknown);
+        let allowed = match r.state() {
+            ReplicaServing if had_source => matches!(was, ReplicaServing | ReplicaSyncing),
+            ReplicaServing => was == ReplicaLastsrv && count(new, ReplicaServing) == 1,
+            ReplicaLastsrv => matches!(was, ReplicaServing | ReplicaLastsrv),
+            _ => true,
+        };
+        if !allowed {
+            return bad(&format!("target {} cannot go from {was:?} to {:?}", r.target, r.state()));
+        }
+    }
+    Ok(())
+}
+
+/// Records the metadata servers by Raft id. Others already in the map stay.
+pub fn mds_nodes(map: &mut pb::ClusterMap, m: &pb::MdsNodes) -> Result<()> {
+    let mut next = map.clone();
+    for n in &m.nodes {
+        if n.id == 0 || n.id >= FIRST_OSS_NODE || n.role != ROLE_MDS {
+            return Err(inval(format!("metadata server ids are 1 to {}, not {}", FIRST_OSS_NODE - 1, n.id)));
+        }
+        check_text("the node's name", &n.name)?;
+        if n.endpoints.is_empty() || n.endpoints.len() > MAX_ENDPOINTS || n.version.len() > MAX_NAME {
+            return Err(inval(format!("metadata server {} must have 1 to {MAX_ENDPOINTS} endpoints", n.id)));
+        }
+        for e in &n.endpoints {
+            check_text("an endpoint", e)?;
+        }
+        match next.nodes.iter_mut().find(|h| h.id == n.id) {
+            Some(have) => *have = n.clone(),
+            None => next.nodes.push(n.clone()),
+        }
+    }
+    next.nodes.sort_by_key(|n| n.id);
+    commit(map, next);
+    Ok(())
+}
+
+/// Action numbers of [`pb::PoolChange`].
+pub mod pool_action {
+    pub const NEW: u32 = 1;
+    pub const ADD: u32 = 2;
+    pub const REMOVE: u32 = 3;
+    pub const DESTROY: u32 = 4;
+}
+
+/// Makes, fills, empties and removes pools, with the errors of Lustre's `lctl pool_*`: `EEXIST` for what is there already,
+/// `ENOENT` for what is not, `ENOTEMPTY` for removing a pool with members.
+pub fn pool_change(map: &mut pb::ClusterMap, p: &pb::PoolChange) -> Result<()> {
+    let name = &p.pool;
+    let ok = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+    if name.is_empty() || name.len() > MAX_POOL_NAME || !name.chars().all(ok) {
+        return Err(inval(format!("pool name '{name}': 1 to {MAX_POOL_NAME} of letters, digits, '_', '-' and '.'")));
+    }
+    if let Some(t) = p.targets.iter().find(|t| map.targets.iter().all(|h| h.id != **t)) {
+        return Err(Error::new(Code::NoEnt, format!("target {t} is not registered")));
+    }
+    let mut next = map.clone();
+    let at = next.pools.iter().position(|h| h.name == *name);
+    let missing = || Error::new(Code::NoEnt, format!("there is no pool '{name}'"));
+    match p.action {
+        pool_action::NEW if at.is_some() => return Err(Error::new(Code::Exist, format!("pool '{name}' exists"))),
+        pool_action::NEW => {
+            let targets: BTreeSet<TargetId> = p.targets.iter().copied().collect();
+            next.pools.push(pb::Pool { name: name.clone(), targets: targets.into_iter().collect() });
+        }
+        pool_action::ADD | pool_action::REMOVE => {
+            let pool = &mut next.pools[at.ok_or_else(missing)?];
+            let mut members: BTreeSet<TargetId> = pool.targets.iter().copied().collect();
+            for t in &p.targets {
+                if p.action == pool_action::ADD && !members.insert(*t) {
+                    return Err(Error::new(Code::Exist, format!("target {t} is in pool '{name}' already")));
+                }
+                if p.action == pool_action::REMOVE && !members.remove(t) {
+                    return Err(Error::new(Code::NoEnt, format!("target {t} is not in pool '{name}'")));
+                }
+            }
+            pool.targets = members.into_iter().collect();
+        }
+        pool_action::DESTROY => {
+            let at = at.ok_or_else(missing)?;
+            if !next.pools[at].targets.is_empty() {
+                return Err(Error::new(Code::NotEmpty, format!("pool '{name}' has members; remove them first")));
+            }
+            next.pools.remove(at);
+        }
+        a => return Err(inval(format!("unknown pool action {a}"))),
+    }
+    commit(map, next);
+    Ok(())
+}
+
+/// Chains and chain sets for what is alive and has none yet: per number of copies that the live nodes allow, one set of
+/// one chain per target that does not head a chain of that many copies. `None` if nothing is missing.
+///
+/// Further replicas stand on other nodes. They are dealt so that every target gets as many as the others and shares
+/// chains with as many different targets as possible: what a dead target served is then spread over many.
+pub fn make_chains(map: &pb::ClusterMap) -> Option<(Vec<pb::Chain>, Vec<pb::ChainSet>)> {
+    let live: Vec<(TargetId, NodeId)> = map.targets.iter().filter(|t| t.alive).map(|t| (t.id, t.node)).collect();
+    let nodes: BTreeSet<NodeId> = live.iter().map(|t| t.1).collect();
+    let mut next_chain: ChainId = map.chains.iter().map(|c| c.id).max().unwrap_or(0) + 1;
+    let mut next_set = map.sets.iter().map(|s| s.id).max().unwrap_or(0) + 1;
+    let (mut chains, mut sets) = (Vec::new(), Vec::new());
+    for copies in 1..=MAX_COPIES.min(nodes.len()) {
+        let same: Vec<&pb::Chain> = map.chains.iter().filter(|c| c.preferred.len() == copies).collect();
+        let heads: BTreeSet<TargetId> = same.iter().filter_map(|c| c.preferred.first().copied()).collect();
+        let mut deal = Deal::new(same.iter().map(|c| &c.preferred[..]));
+        let mut members = Vec::new();
+        for &(target, node) in live.iter().filter(|t| !heads.contains(&t.0)) {
+            let preferred = deal.chain(target, node, copies, &live);
+            let serving = |t: &TargetId| pb::Replica { target: *t, state: ReplicaState::ReplicaServing as i32 };
+            let replicas = preferred.iter().map(serving).collect();
+            members.push(next_chain);
+            chains.push(pb::Chain { id: next_chain, epoch: 1, replicas, preferred });
+            next_chain += 1;
+        }
+        if !members.is_empty() {
+            sets.push(pb::ChainSet { id: next_set, pool: String::new(), copies: copies as u32, chains: members });
+            next_set += 1;
+        }
+    }
+    if sets.is_empty() { None } else { Some((chains, sets)) }
+}
+
+/// How often each target follows in a chain, and how often two share one.
+struct Deal {
+    follows: BTreeMap<TargetId, u32>,
+    together: BTreeMap<(TargetId, TargetId), u32>,
+}
+
+impl Deal {
+    fn new<'a>(chains: impl Iterator<Item = &'a [TargetId]>) -> Deal {
+        let mut d = Deal { follows: BTreeMap::new(), together: BTreeMap::new() };
+        for c in chains {
+            for i in 1..c.len() {
+                d.add(&c[..i], c[i]);
+            }
+        }
+        d
+    }
+
+    fn add(&mut self, before: &[TargetId], t: TargetId) {
+        *self.follows.entry(t).or_default() += 1;
+        for b in before {
+            *self.together.entry((*b.min(&t), *b.max(&t))).or_default() += 1;
+        }
+    }
+
+    fn chain(&mut self, head: TargetId, node: NodeId, copies: usize, live: &[(TargetId, NodeId)]) -> Vec<TargetId> {
+        let (mut chain, mut used) = (vec![head], BTreeSet::from([node]));
+        while chain.len() < copies {
+            let cost = |t: TargetId| {
+                let shared: u32 =
+                    chain.iter().map(|b| self.together.get(&(*b.min(&t), *b.max(&t))).copied().unwrap_or(0)).sum();
+                // The distance from the head rotates equals, so that neighbours do not all pick the same target.
+                (self.follows.get(&t).copied().unwrap_or(0), shared, t.wrapping_sub(head))
+            };
+            let pick = live.iter().filter(|t| !used.contains(&t.1)).min_by_key(|t| cost(t.0));
+            let Some(&(t, n)) = pick else { break };
+            self.add(&chain, t);
+            chain.push(t);
+            used.insert(n);
+        }
+        chain
+    }
+}
+
+#[cfg(test)]
+#[path = "state_tests.rs"]
+mod tests;

@@ -1,0 +1,279 @@
+//! Tests of the map's pure functions.
+
+use super::*;
+use ReplicaState::*;
+
+fn uuid(n: u8) -> bytes::Bytes {
+    bytes::Bytes::from(vec![n; 16])
+}
+
+fn target(n: u8) -> pb::RegisterTarget {
+    pb::RegisterTarget { uuid: uuid(n), capacity: 1000, stamp: 7, id: TARGET_UNASSIGNED }
+}
+
+fn request(name: &str, uuids: &[u8]) -> pb::RegisterRequest {
+    pb::RegisterRequest {
+        name: name.into(),
+        endpoints: vec!["tcp:h:1".into()],
+        targets: uuids.iter().map(|n| target(*n)).collect(),
+        version: "0.1".into(),
+        fs_uuid: bytes::Bytes::new(),
+    }
+}
+
+/// A map of `nodes` with `per` live targets each.
+pub(crate) fn cluster(nodes: u8, per: u8) -> pb::ClusterMap {
+    let mut map = pb::ClusterMap { version: 1, fs_uuid: uuid(99), default_copies: 2, ..Default::default() };
+    for n in 0..nodes {
+        let uuids: Vec<u8> = (0..per).map(|t| n * per + t).collect();
+        register(&mut map, &request(&format!("n{n}"), &uuids)).unwrap();
+    }
+    for t in &mut map.targets {
+        t.alive = true;
+        t.stamp = 100 + u64::from(t.id);
+    }
+    map
+}
+
+fn with_chains(nodes: u8, per: u8) -> pb::ClusterMap {
+    let mut map = cluster(nodes, per);
+    let (chains, sets) = make_chains(&map).unwrap();
+    let u = pb::MapUpdate { expect_version: map.version, chains, sets, ..Default::default() };
+    update(&mut map, &u).unwrap();
+    map
+}
+
+fn code<T: std::fmt::Debug>(r: Result<T>) -> Code {
+    r.unwrap_err().code
+}
+
+#[test]
+fn registration_is_idempotent_and_assigns_ids_once() {
+    let mut map = pb::ClusterMap { version: 1, fs_uuid: uuid(99), ..Default::default() };
+    let a = register(&mut map, &request("a", &[1, 2])).unwrap();
+    assert_eq!((a.node, &a.target_ids[..], map.version), (1001, &[0, 1][..], 2));
+    let again = register(&mut map, &request("a", &[2, 1])).unwrap();
+    assert_eq!((again.node, &again.target_ids[..], map.version), (1001, &[1, 0][..], 2));
+    let b = register(&mut map, &request("b", &[3])).unwrap();
+    assert_eq!((b.node, &b.target_ids[..], map.version), (1002, &[2][..], 3));
+    // New endpoint, capacity, and one more target.
+    let mut more = request("a", &[1, 2, 4]);
+    more.endpoints = vec!["tcp:other:1".into()];
+    more.targets[0].capacity = 5;
+    more.targets[0].id = 0;
+    more.fs_uuid = uuid(99);
+    assert_eq!(register(&mut map, &more).unwrap().target_ids, vec![0, 1, 3]);
+    assert_eq!((map.targets[0].capacity, map.nodes[0].endpoints[0].as_str(), map.version), (5, "tcp:other:1", 4));
+    assert!(!map.targets[0].alive, "only a heartbeat makes a target alive");
+}
+
+#[test]
+fn registration_refuses_what_could_harm() {
+    let mut map = cluster(2, 1);
+    let before = map.clone();
+    let mut other = request("n0", &[0]);
+    other.fs_uuid = uuid(1);
+    assert_eq!(code(register(&mut map, &other)), Code::Inval);
+    assert_eq!(code(register(&mut map, &request("n0", &[50]))), Code::Busy, "same name, other targets, alive");
+    assert_eq!(code(register(&mut map, &request("n0", &[0, 1]))), Code::Busy, "target 1 lives on n1");
+    assert_eq!(code(register(&mut map, &request("", &[5]))), Code::Inval);
+    assert_eq!(code(register(&mut map, &request("x", &[5, 5]))), Code::Inval);
+    let mut short = request("x", &[5]);
+    short.targets[0].uuid = bytes::Bytes::from_static(b"short");
+    assert_eq!(code(register(&mut map, &short)), Code::Inval);
+    let mut claims = request("x", &[5]);
+    claims.targets[0].id = 1;
+    assert_eq!(code(register(&mut map, &claims)), Code::Inval, "an id that is another's");
+    claims.targets[0].uuid = uuid(1);
+    claims.targets[0].id = 0;
+    assert_eq!(code(register(&mut map, &claims)), Code::Inval, "its own uuid with another id");
+    assert_eq!(code(register(&mut map, &request("x", &(0..=255).map(|_| 1).collect::<Vec<_>>()))), Code::Inval);
+    assert_eq!(map, before, "a refused change changes nothing");
+}
+
+#[test]
+fn a_dead_target_may_move_and_a_dead_name_be_reused() {
+    let mut map = cluster(2, 1);
+    map.targets[1].alive = false;
+    assert_eq!(register(&mut map, &request("n0", &[0, 1])).unwrap().target_ids, vec![0, 1]);
+    assert_eq!(map.targets[1].node, 1001);
+    map.targets[0].alive = false;
+    assert_eq!(register(&mut map, &request("n0", &[60])).unwrap().target_ids, vec![2]);
+}
+
+#[test]
+fn updates_are_checked_against_version_epoch_and_transitions() {
+    let mut map = with_chains(3, 1);
+    let before = map.clone();
+    let chain = map.chains.iter().find(|c| c.preferred.len() == 3).unwrap().clone();
+    let put = |map: &mut pb::ClusterMap, epoch: u64, states: [ReplicaState; 3]| {
+        let mut c = chain.clone();
+        c.epoch = epoch;
+        for (r, s) in c.replicas.iter_mut().zip(states) {
+            r.state = s as i32;
+        }
+        update(map, &pb::MapUpdate { expect_version: map.version, chains: vec![c], ..Default::default() })
+    };
+    let stale = pb::MapUpdate { expect_version: map.version - 1, ..Default::default() };
+    assert_eq!(code(update(&mut map, &stale)), Code::Busy);
+    for (epoch, states) in [
+        (1, [ReplicaServing, ReplicaServing, ReplicaOffline]),
+        (2, [ReplicaOffline, ReplicaOffline, ReplicaOffline]),
+        (2, [ReplicaServing, ReplicaOffline, ReplicaLastsrv]),
+        (2, [ReplicaOffline, ReplicaServing, ReplicaServing]),
+        (2, [ReplicaServing, ReplicaSyncing, ReplicaSyncing]),
+        (2, [ReplicaServing, ReplicaServing, ReplicaUnknown]),
+    ] {
+        assert_eq!(code(put(&mut map, epoch, states)), Code::Inval, "{states:?}");
+    }
+    assert_eq!(map, before);
+    put(&mut map, 2, [ReplicaServing, ReplicaServing, ReplicaOffline]).unwrap();
+    // The third missed an epoch: it may not serve, nor count as last.
+    assert_eq!(code(put(&mut map, 3, [ReplicaServing, ReplicaServing, ReplicaServing])), Code::Inval);
+    assert_eq!(code(put(&mut map, 3, [ReplicaLastsrv, ReplicaLastsrv, ReplicaLastsrv])), Code::Inval);
+    put(&mut map, 3, [ReplicaServing, ReplicaServing, ReplicaSyncing]).unwrap();
+    put(&mut map, 4, [ReplicaServing, ReplicaServing, ReplicaServing]).unwrap();
+    put(&mut map, 5, [ReplicaLastsrv, ReplicaLastsrv, ReplicaOffline]).unwrap();
+    assert_eq!(code(put(&mut map, 6, [ReplicaServing, ReplicaServing, ReplicaOffline])), Code::Inval, "two sources");
+    put(&mut map, 6, [ReplicaServing, ReplicaOffline, ReplicaOffline]).unwrap();
+    assert_eq!(map.version, before.version + 5);
+}
+
+#[test]
+fn updates_refuse_nonsense() {
+    let mut map = with_chains(2, 1);
+    let before = map.clone();
+    let v = map.version;
+    let with = |f: &dyn Fn(&mut pb::MapUpdate)| {
+        let mut u = pb::MapUpdate { expect_version: v, ..Default::default() };
+        f(&mut u);
+        u
+    };
+    let c = map.chains[0].clone();
+    let set = map.sets[0].clone();
+    let moved = pb::Target { node: 1002, ..map.targets[0].clone() };
+    let renamed = pb::Node { name: "other".into(), ..map.nodes[0].clone() };
+    let cases = [
+        with(&|u| u.targets.push(pb::Target { id: 77, ..Default::default() })),
+        with(&|u| u.targets.push(moved.clone())),
+        with(&|u| u.nodes.push(renamed.clone())),
+        with(&|u| u.nodes.push(pb::Node { id: 5, ..Default::default() })),
+        with(&|u| u.chains.push(pb::Chain { id: 900, ..c.clone() })).tap(|u| u.chains[0].epoch = 2),
+        with(&|u| u.chains.push(pb::Chain { id: 900, replicas: vec![], ..c.clone() })),
+        with(&|u| u.chains.push(pb::Chain { epoch: 9, preferred: vec![1], ..c.clone() })),
+        with(&|u| u.sets.push(set.clone())),
+        with(&|u| u.sets.push(pb::ChainSet { id: 90, chains: vec![12345], ..set.clone() })),
+        with(&|u| {
+            let replicas = vec![pb::Replica { target: 44, state: ReplicaServing as i32 }];
+            u.chains.push(pb::Chain { id: 900, epoch: 1, replicas, preferred: vec![44] });
+        }),
+    ];
+    for u in cases {
+        assert_eq!(code(update(&mut map, &u)), Code::Inval, "{u:?}");
+        assert_eq!(map, before);
+    }
+}
+
+trait Tap: Sized {
+    fn tap(mut self, f: impl Fn(&mut Self)) -> Self {
+        f(&mut self);
+        self
+    }
+}
+impl Tap for pb::MapUpdate {}
+
+#[test]
+fn mds_nodes_keep_their_raft_ids() {
+    let mut map = cluster(1, 1);
+    let mds = |id| pb::Node {
+        id,
+        role: ROLE_MDS,
+        endpoints: vec!["tcp:h:2".into()],
+        name: format!("m{id}"),
+        ..Default::default()
+    };
+    mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(1), mds(2)] }).unwrap();
+    let v = map.version;
+    mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(2)] }).unwrap();
+    assert_eq!(map.version, v, "nothing new");
+    assert_eq!(map.nodes.iter().map(|n| n.id).collect::<Vec<_>>(), vec![1, 2, 1001]);
+    assert_eq!(code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(1001)] })), Code::Inval);
+    assert_eq!(code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(0)] })), Code::Inval);
+    // A storage server registered later still gets an id of its own range.
+    assert_eq!(register(&mut map, &request("z", &[9])).unwrap().node, 1002);
+}
+
+#[test]
+fn pools_answer_as_lustre_does() {
+    let mut map = cluster(3, 1);
+    let mut change = |action, pool: &str, targets: &[u32]| {
+        pool_change(&mut map, &pb::PoolChange { pool: pool.into(), action, targets: targets.to_vec() })
+    };
+    use pool_action::*;
+    assert_eq!(code(change(ADD, "fast", &[0])), Code::NoEnt);
+    change(NEW, "fast", &[]).unwrap();
+    assert_eq!(code(change(NEW, "fast", &[])), Code::Exist);
+    change(ADD, "fast", &[2, 0]).unwrap();
+    assert_eq!(code(change(ADD, "fast", &[1, 0])), Code::Exist);
+    assert_eq!(code(change(ADD, "fast", &[9])), Code::NoEnt);
+    assert_eq!(code(change(DESTROY, "fast", &[])), Code::NotEmpty);
+    assert_eq!(code(change(REMOVE, "fast", &[1])), Code::NoEnt);
+    change(REMOVE, "fast", &[0, 2]).unwrap();
+    change(DESTROY, "fast", &[]).unwrap();
+    assert_eq!(code(change(9, "fast", &[])), Code::Inval);
+    for name in ["", "way-too-long-for-a-pool", "a/b", "a b"] {
+        assert_eq!(code(change(NEW, name, &[])), Code::Inval);
+    }
+}
+
+#[test]
+fn chains_stand_on_different_nodes_and_are_dealt_evenly() {
+    for (nodes, per) in [(1, 1), (1, 4), (2, 1), (2, 3), (3, 1), (3, 4), (5, 2), (8, 3)] {
+        let map = with_chains(nodes, per);
+        let n = usize::from(nodes) * usize::from(per);
+        let kinds = usize::from(nodes).min(3);
+        assert_eq!((map.sets.len(), map.chains.len()), (kinds, kinds * n), "{nodes}x{per}");
+        for (k, set) in map.sets.iter().enumerate() {
+            assert_eq!((set.copies as usize, set.chains.len()), (k + 1, n));
+            let mut follows = vec![0; n];
+            let mut partners = vec![BTreeSet::<u32>::new(); n];
+            for (i, id) in set.chains.iter().enumerate() {
+                let c = map.chains.iter().find(|c| c.id == *id).unwrap();
+                assert_eq!((c.preferred[0] as usize, c.preferred.len(), c.epoch), (i, k + 1, 1));
+                assert_eq!(count(c, ReplicaServing), k + 1);
+                let on: BTreeSet<u32> = c.preferred.iter().map(|t| map.targets[*t as usize].node).collect();
+                assert_eq!(on.len(), k + 1, "two copies on one node");
+                for t in &c.preferred[1..] {
+                    follows[*t as usize] += 1;
+                }
+                for a in &c.preferred {
+                    partners[*a as usize].extend(c.preferred.iter().filter(|b| *b != a));
+                }
+            }
+            let (min, max) = (follows.iter().min().unwrap(), follows.iter().max().unwrap());
+            assert!(max - min <= 2, "{nodes}x{per} copies {}: {follows:?}", k + 1);
+            // What a dead target served is taken over by several others.
+            let elsewhere = n - usize::from(per);
+            let want = (k * (k + 1)).min(elsewhere).div_ceil(2).max(k);
+            assert!(partners.iter().all(|p| p.len() >= want), "{nodes}x{per} copies {}: {partners:?}", k + 1);
+        }
+        assert!(make_chains(&map).is_none(), "everything has its chains");
+    }
+}
+
+#[test]
+fn new_targets_make_new_sets_and_leave_the_old_alone() {
+    let mut map = with_chains(2, 2);
+    let before = map.clone();
+    register(&mut map, &request("late", &[200])).unwrap();
+    assert!(make_chains(&map).is_none(), "not alive yet");
+    map.targets.last_mut().unwrap().alive = true;
+    let (chains, sets) = make_chains(&map).unwrap();
+    // One chain of one and of two copies for the new target, and now three copies are possible for all five.
+    assert_eq!(sets.iter().map(|s| (s.copies, s.chains.len())).collect::<Vec<_>>(), vec![(1, 1), (2, 1), (3, 5)]);
+    let u = pb::MapUpdate { expect_version: map.version, chains, sets, ..Default::default() };
+    update(&mut map, &u).unwrap();
+    assert_eq!(&map.sets[..before.sets.len()], &before.sets[..]);
+    assert_eq!(&map.chains[..before.chains.len()], &before.chains[..]);
+    MapView::new(map).unwrap();
+}
