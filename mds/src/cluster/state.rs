@@ -11,6 +11,8 @@ use strake_proto::{
     pb,
 };
 
+use super::membership;
+
 /// Node ids below are Raft ids of metadata servers, from here on those of storage servers.
 pub const FIRST_OSS_NODE: NodeId = 1001;
 /// Targets one registration may name.
@@ -39,7 +41,8 @@ fn commit(map: &mut pb::ClusterMap, mut next: pb::ClusterMap) {
 /// Registers a storage server and its targets. Idempotent by node name and target uuids: ids are assigned once.
 ///
 /// `EINVAL` for nonsense or an identity of another cluster, `EBUSY` while the name or a target is in use by a live node.
-/// Whether a target is alive is decided by heartbeats, not here.
+/// A target is alive from its first heartbeat on, not from here. A known target with another stamp has restarted: it
+/// leaves the in-sync sets of its chains in this same change, so that no decision about its former life can overtake it.
 pub fn register(map: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> Result<pb::RegisterReply> {
     check_register(map, r)?;
     let mut next = map.clone();
@@ -120,7 +123,17 @@ fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarg
         }
         have.node = node;
         have.capacity = t.capacity;
-        return Ok(have.id);
+        let id = have.id;
+        if have.stamp != t.stamp {
+            have.stamp = t.stamp;
+            have.alive = false;
+            for c in &mut next.chains {
+                if let Some(changed) = membership::restarted(c, id) {
+                    *c = changed;
+                }
+            }
+        }
+        return Ok(id);
     }
     if t.id != TARGET_UNASSIGNED {
         return Err(inval(format!(
@@ -132,7 +145,14 @@ fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarg
         return Err(Error::new(Code::NoSpc, format!("the cluster already has {MAX_TARGETS} targets")));
     }
     let id = next.targets.iter().map(|h| h.id + 1).max().unwrap_or(0);
-    next.targets.push(pb::Target { id, node, uuid: t.uuid.clone(), capacity: t.capacity, ..Default::default() });
+    next.targets.push(pb::Target {
+        id,
+        node,
+        uuid: t.uuid.clone(),
+        capacity: t.capacity,
+        stamp: t.stamp,
+        ..Default::default()
+    });
     Ok(id)
 }
 
@@ -418,4 +438,4 @@ impl Deal {
 
 #[cfg(test)]
 #[path = "state_tests.rs"]
-mod tests;
+pub(crate) mod tests;

@@ -11,7 +11,7 @@ fn target(n: u8) -> pb::RegisterTarget {
     pb::RegisterTarget { uuid: uuid(n), capacity: 1000, stamp: 7, id: TARGET_UNASSIGNED }
 }
 
-fn request(name: &str, uuids: &[u8]) -> pb::RegisterRequest {
+pub(crate) fn request(name: &str, uuids: &[u8]) -> pb::RegisterRequest {
     pb::RegisterRequest {
         name: name.into(),
         endpoints: vec!["tcp:h:1".into()],
@@ -30,12 +30,11 @@ pub(crate) fn cluster(nodes: u8, per: u8) -> pb::ClusterMap {
     }
     for t in &mut map.targets {
         t.alive = true;
-        t.stamp = 100 + u64::from(t.id);
     }
     map
 }
 
-fn with_chains(nodes: u8, per: u8) -> pb::ClusterMap {
+pub(crate) fn with_chains(nodes: u8, per: u8) -> pb::ClusterMap {
     let mut map = cluster(nodes, per);
     let (chains, sets) = make_chains(&map).unwrap();
     let u = pb::MapUpdate { expect_version: map.version, chains, sets, ..Default::default() };
@@ -89,6 +88,30 @@ fn registration_refuses_what_could_harm() {
     assert_eq!(code(register(&mut map, &claims)), Code::Inval, "its own uuid with another id");
     assert_eq!(code(register(&mut map, &request("x", &(0..=255).map(|_| 1).collect::<Vec<_>>()))), Code::Inval);
     assert_eq!(map, before, "a refused change changes nothing");
+}
+
+#[test]
+fn a_new_life_leaves_the_in_sync_sets_as_it_registers() {
+    let mut map = with_chains(2, 1);
+    let mut again = request("n0", &[0]);
+    let before = map.clone();
+    register(&mut map, &again).unwrap();
+    assert_eq!(map, before, "the same life, asked twice");
+    again.targets[0].stamp = 8;
+    register(&mut map, &again).unwrap();
+    assert_eq!((map.version, map.targets[0].stamp, map.targets[0].alive), (before.version + 1, 8, false));
+    for (c, old) in map.chains.iter().zip(&before.chains) {
+        let state = c.replicas.iter().find(|r| r.target == 0).map(|r| r.state());
+        match (state, c.replicas.len()) {
+            (None, _) => assert_eq!(c, old),
+            (Some(s), 1) => assert_eq!((s, c.epoch), (ReplicaLastsrv, 2)),
+            (Some(s), _) => assert_eq!((s, c.epoch), (ReplicaOffline, 2)),
+        }
+        check_chain(c).unwrap();
+        if c != old {
+            check_transition(old, c).unwrap();
+        }
+    }
 }
 
 #[test]

@@ -1,0 +1,364 @@
+//! What only the leader knows about storage servers, their heartbeats and leases, and the map changes that follow from
+//! it. A pure state machine: heartbeats, ticks and maps in; proposals and grants out. A new leader starts a new one.
+//!
+//! A lease is counted here from the heartbeat's arrival and by its holder from when it sent it, so the holder stops first.
+//! While a change that takes a target out of a chain is under way, its node is granted nothing: it would go on serving
+//! by the map it has.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use pb::ReplicaState;
+use strake_proto::{
+    ChainId, Code, Error, NodeId, Result, TargetId,
+    map::{ChainExt, MapView},
+    pb,
+};
+
+use super::{membership, state};
+
+/// New targets wait this long for company before chains are made.
+pub const SETTLE: Duration = Duration::from_secs(1);
+/// Small changes of a target's used bytes reach the map this often.
+const USED_PERIOD: Duration = Duration::from_secs(10);
+/// Longest `unreachable` list that is looked at.
+const MAX_UNREACHABLE: usize = 1024;
+/// A node that others report unreachable for this long, though it heartbeats itself, is taken out.
+const SHUN_AFTER: Duration = Duration::from_millis(1500);
+/// What was not repeated for this long is not continuous: reports, and a node's own heartbeats.
+const GAP: Duration = Duration::from_millis(600);
+/// How long it then stays out at first, and at most.
+const SHUN_MIN: Duration = Duration::from_secs(10);
+const SHUN_MAX: Duration = Duration::from_secs(300);
+
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// How long a storage server may act on an answered heartbeat.
+    pub lease: Duration,
+    /// Chains are made once so many targets are alive; 0: any.
+    pub expect_targets: usize,
+}
+
+/// A map change to propose. [`Manager::resolved`] must be called with what became of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Proposal {
+    pub update: pb::MapUpdate,
+    /// One sentence per chain and target changed, for the log.
+    pub why: Vec<String>,
+}
+
+#[derive(Default)]
+struct Seen {
+    at: Duration,
+    used: u64,
+    capacity: u64,
+    /// The stamp of the life whose device failed.
+    failed: Option<u64>,
+    synced: BTreeSet<ChainId>,
+    /// Map version the reporter acted on.
+    version: u64,
+}
+
+/// A node that its peers cannot reach.
+#[derive(Default)]
+struct Shun {
+    /// Who says so, since when, and when last.
+    reports: BTreeMap<NodeId, (Duration, Duration)>,
+    until: Duration,
+    /// How long the next time.
+    backoff: Duration,
+}
+
+/// See the module.
+pub struct Manager {
+    options: Options,
+    elected: Duration,
+    seen: BTreeMap<TargetId, Seen>,
+    /// Targets that lose a SERVING or SYNCING place by the proposal under way.
+    leaving: BTreeSet<TargetId>,
+    in_flight: bool,
+    /// Per chain: its epoch, and the first map version known to have it.
+    since: BTreeMap<ChainId, (u64, u64)>,
+    targets: usize,
+    last_registration: Duration,
+    used_written: Duration,
+    shuns: BTreeMap<NodeId, Shun>,
+    /// Since when each node heartbeats without a gap, and its last one.
+    beating: BTreeMap<NodeId, (Duration, Duration)>,
+}
+
+impl Manager {
+    /// `now` (time since boot) is the election, or later; all leases count as renewed then.
+    pub fn new(options: Options, now: Duration, map: &MapView) -> Manager {
+        let mut m = Manager {
+            options,
+            elected: now,
+            seen: BTreeMap::new(),
+            leaving: BTreeSet::new(),
+            in_flight: false,
+            since: BTreeMap::new(),
+            targets: map.map.targets.len(),
+            last_registration: now,
+            used_written: now,
+            shuns: BTreeMap::new(),
+            beating: BTreeMap::new(),
+        };
+        m.map_changed(now, map);
+        m
+    }
+
+    /// To be called with every map that was applied, before anything else that uses it.
+    pub fn map_changed(&mut self, now: Duration, map: &MapView) {
+        for c in &map.map.chains {
+            let have = self.since.entry(c.id).or_insert((0, 0));
+            if have.0 != c.epoch {
+                *have = (c.epoch, map.version());
+            }
+        }
+        if map.map.targets.len() != self.targets {
+            self.targets = map.map.targets.len();
+            self.last_registration = now;
+        }
+    }
+
+    /// A heartbeat arrived at `now`. `ESTALE` asks the sender to register first: its node, target or stamp is not the
+    /// registered one. `Overloaded`: it is shut out for now, and its leases run out.
+    pub fn heartbeat(&mut self, now: Duration, h: &pb::HeartbeatRequest, map: &MapView) -> Result<()> {
+        if map.node(h.node).is_none_or(|n| n.role != strake_proto::map::ROLE_OSS) {
+            return Err(Error::new(
+                Code::Stale,
+                format!("storage server {} is not registered; register first", h.node),
+            ));
+        }
+        if h.targets.len() > state::MAX_NODE_TARGETS || h.unreachable.len() > MAX_UNREACHABLE {
+            return Err(Error::new(Code::Inval, "heartbeat lists too long"));
+        }
+        for r in &h.targets {
+            if map.target(r.target).is_none_or(|t| t.node != h.node || t.stamp != r.stamp) {
+                let m = format!("target {} is registered by another node or start; register it again", r.target);
+                return Err(Error::new(Code::Stale, m));
+            }
+        }
+        if self.shunned(now, h.node) {
+            return Err(Error::new(Code::Overloaded, "other storage servers cannot reach this node; it gets no lease"));
+        }
+        for r in &h.targets {
+            let s = self.seen.entry(r.target).or_default();
+            s.at = now;
+            s.used = r.used;
+            s.capacity = r.capacity;
+            if r.failed {
+                s.failed = Some(r.stamp);
+            }
+            // Only chains it is a member of: the list is bounded by the map.
+            let own = |c: &&ChainId| map.chain(**c).is_some_and(|c| c.state_of(r.target).is_some());
+            s.synced = r.synced_chains.iter().filter(own).copied().collect();
+            s.version = h.map_version;
+        }
+        self.note_unreachable(now, h, map);
+        Ok(())
+    }
+
+    /// The lease to answer a heartbeat with, in milliseconds. To be asked when leadership was confirmed after the
+    /// heartbeat arrived, and answered together with the newest applied map. `Overloaded`: none now, ask again.
+    pub fn grant(&self, node: NodeId, map: &MapView) -> Result<u32> {
+        if map.map.targets.iter().any(|t| t.node == node && self.leaving.contains(&t.id)) {
+            return Err(Error::new(Code::Overloaded, "a map change about this node is under way; ask again"));
+        }
+        Ok(u32::try_from(self.options.lease.as_millis()).unwrap_or(u32::MAX))
+    }
+
+    /// How much longer the lease of a target counts, zero if it ran out.
+    pub fn lease_left(&self, now: Duration, target: &pb::Target) -> Duration {
+        let from = match self.seen.get(&target.id) {
+            Some(s) if s.failed == Some(target.stamp) => return Duration::ZERO,
+            Some(s) => s.at,
+            None if target.alive => self.elected,
+            None => return Duration::ZERO,
+        };
+        (from + self.options.lease).saturating_sub(now)
+    }
+
+    /// All that is due at `now`, `None` if nothing is or a proposal is under way.
+    pub fn tick(&mut self, now: Duration, map: &MapView) -> Option<Proposal> {
+        if self.in_flight {
+            return None;
+        }
+        self.judge_unreachable(now);
+        let mut why = Vec::new();
+        let targets = self.changed_targets(now, map, &mut why);
+        let mut next = map.map.clone();
+        for t in &targets {
+            if let Some(have) = next.targets.iter_mut().find(|h| h.id == t.id) {
+                *have = t.clone();
+            }
+        }
+        let alive: BTreeSet<TargetId> = next.targets.iter().filter(|t| t.alive).map(|t| t.id).collect();
+        let mut chains = self.changed_chains(map, &alive, &mut why);
+        let mut sets = Vec::new();
+        let settled = now.saturating_sub(self.last_registration) >= SETTLE;
+        if settled
+            && alive.len() >= self.options.expect_targets
+            && let Some((new_chains, new_sets)) = state::make_chains(&next)
+        {
+            why.push(format!("{} new chains in {} sets", new_chains.len(), new_sets.len()));
+            chains.extend(new_chains);
+            sets = new_sets;
+        }
+        if targets.is_empty() && chains.is_empty() && sets.is_empty() {
+            return None;
+        }
+        self.in_flight = true;
+        self.leaving = leaving(map, &chains);
+        let update = pb::MapUpdate { expect_version: map.version(), chains, targets, sets, nodes: Vec::new() };
+        Some(Proposal { update, why })
+    }
+
+    /// The proposal was applied or refused (`known`), or its fate is unknown: then this manager proposes and grants
+    /// nothing more to those concerned, and the next leader's takes over.
+    pub fn resolved(&mut self, known: bool) {
+        if known {
+            self.in_flight = false;
+            self.leaving.clear();
+        }
+    }
+
+    fn changed_targets(&mut self, now: Duration, map: &MapView, why: &mut Vec<String>) -> Vec<pb::Target> {
+        let period = now.saturating_sub(self.used_written) >= USED_PERIOD;
+        if period {
+            self.used_written = now;
+        }
+        let mut changed = Vec::new();
+        for t in &map.map.targets {
+            let mut n = t.clone();
+            n.alive = !self.lease_left(now, t).is_zero();
+            if let Some(s) = self.seen.get(&t.id).filter(|_| n.alive) {
+                let moved = s.used.abs_diff(t.used) > t.capacity / 100 || s.capacity != t.capacity;
+                if moved || period || n.alive != t.alive {
+                    (n.used, n.capacity) = (s.used, s.capacity);
+                }
+            }
+            if n.alive != t.alive {
+                why.push(format!(
+                    "target {} is {}",
+                    t.id,
+                    if n.alive { "alive" } else { "not alive: its lease ran out" }
+                ));
+            }
+            if n != *t {
+                changed.push(n);
+            }
+        }
+        changed
+    }
+
+    fn changed_chains(&self, map: &MapView, alive: &BTreeSet<TargetId>, why: &mut Vec<String>) -> Vec<pb::Chain> {
+        let mut changed = Vec::new();
+        for c in &map.map.chains {
+            if let Some(n) = membership::evaluate(c, |t| alive.contains(&t), self.synced(c)) {
+                why.push(format!("chain {} epoch {}: {} -> {}", c.id, n.epoch, describe(c), describe(&n)));
+                changed.push(n);
+            }
+        }
+        changed
+    }
+
+    /// Whether the tail says, knowing the chain's current epoch, that its successor holds all it has.
+    fn synced(&self, chain: &pb::Chain) -> bool {
+        let Some(seen) = chain.tail().and_then(|t| self.seen.get(&t)) else { return false };
+        let known = self.since.get(&chain.id).is_some_and(|(epoch, v)| *epoch == chain.epoch && seen.version >= *v);
+        known && seen.synced.contains(&chain.id)
+    }
+
+    fn shunned(&self, now: Duration, node: NodeId) -> bool {
+        self.shuns.get(&node).is_some_and(|s| now < s.until)
+    }
+
+    fn note_unreachable(&mut self, now: Duration, h: &pb::HeartbeatRequest, map: &MapView) {
+        let (since, last) = self.beating.entry(h.node).or_insert((now, now));
+        if now.saturating_sub(*last) > GAP {
+            *since = now;
+        }
+        *last = now;
+        for n in h.unreachable.iter().filter(|n| **n != h.node && map.node(**n).is_some()) {
+            let shun = self.shuns.entry(*n).or_default();
+            let (since, last) = shun.reports.entry(h.node).or_insert((now, now));
+            if now.saturating_sub(*last) > GAP {
+                *since = now;
+            }
+            *last = now;
+        }
+        for (n, s) in &mut self.shuns {
+            if !h.unreachable.contains(n) {
+                s.reports.remove(&h.node);
+            }
+        }
+    }
+
+    /// A link between two nodes that both reach this server would stall their chains for ever. Of the two the one that
+    /// more nodes complain about goes, of equals the one with the higher id; it is let in again after a while, later
+    /// each time.
+    fn judge_unreachable(&mut self, now: Duration) {
+        let complaints = |node: &NodeId, s: &Shun| {
+            // One that is silent or only just back is not cut off, it is dead or starting.
+            let Some((beats_since, beat)) = self.beating.get(node) else { return 0 };
+            if now.saturating_sub(*beat) > GAP {
+                return 0;
+            }
+            let lasting = |(since, last): &&(Duration, Duration)| {
+                now.saturating_sub(*last) <= GAP && last.saturating_sub(*since.max(beats_since)) >= SHUN_AFTER
+            };
+            s.reports.values().filter(lasting).count()
+        };
+        // A node that is out already has no say: what it cannot reach is its own trouble.
+        let out: BTreeSet<NodeId> = self.shuns.iter().filter(|(_, s)| now < s.until).map(|(n, _)| *n).collect();
+        for s in self.shuns.values_mut() {
+            s.reports.retain(|from, _| !out.contains(from));
+        }
+        let worst = self
+            .shuns
+            .iter()
+            .filter(|(n, _)| !out.contains(n))
+            .map(|(n, s)| (complaints(n, s), *n))
+            .filter(|(reports, _)| *reports > 0)
+            .max();
+        if let Some(s) = worst.and_then(|(_, n)| self.shuns.get_mut(&n)) {
+            s.backoff = (s.backoff * 2).clamp(SHUN_MIN, SHUN_MAX);
+            s.until = now + s.backoff;
+            s.reports.clear();
+        }
+    }
+}
+
+fn leaving(map: &MapView, chains: &[pb::Chain]) -> BTreeSet<TargetId> {
+    let takes_part =
+        |s: Option<ReplicaState>| matches!(s, Some(ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing));
+    let mut out = BTreeSet::new();
+    for n in chains {
+        let Some(old) = map.chain(n.id) else { continue };
+        let left = |t: &&pb::Replica| takes_part(old.state_of(t.target)) && !takes_part(n.state_of(t.target));
+        out.extend(n.replicas.iter().filter(left).map(|r| r.target));
+    }
+    out
+}
+
+fn describe(c: &pb::Chain) -> String {
+    let word = |r: &pb::Replica| {
+        let state = match r.state() {
+            ReplicaState::ReplicaUnknown => "unknown",
+            ReplicaState::ReplicaServing => "serving",
+            ReplicaState::ReplicaSyncing => "syncing",
+            ReplicaState::ReplicaWaiting => "waiting",
+            ReplicaState::ReplicaOffline => "offline",
+            ReplicaState::ReplicaLastsrv => "last-serving",
+        };
+        format!("{}:{state}", r.target)
+    };
+    c.replicas.iter().map(word).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+#[path = "manager_tests.rs"]
+mod tests;

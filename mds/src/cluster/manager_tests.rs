@@ -1,0 +1,513 @@
+//! Tests of the leader's volatile part, and the random one of all membership rules together.
+
+use rand::{Rng, RngExt, SeedableRng, rngs::StdRng};
+
+use super::*;
+use crate::cluster::state::tests::{cluster, request, with_chains};
+use ReplicaState::*;
+
+const LEASE: Duration = Duration::from_secs(2);
+
+fn ms(n: u64) -> Duration {
+    Duration::from_millis(n)
+}
+
+/// A manager with its map, fed by hand.
+struct Rig {
+    map: MapView,
+    m: Manager,
+}
+
+impl Rig {
+    fn new(map: pb::ClusterMap, expect_targets: usize) -> Rig {
+        let map = MapView::new(map).unwrap();
+        Rig { m: Manager::new(Options { lease: LEASE, expect_targets }, ms(0), &map), map }
+    }
+    fn beat(&mut self, now: u64, target: TargetId) {
+        self.beat_with(now, target, |_| ()).unwrap();
+    }
+    fn beat_with(&mut self, now: u64, target: TargetId, f: impl Fn(&mut pb::HeartbeatRequest)) -> Result<u32> {
+        let t = self.map.target(target).unwrap();
+        let report =
+            pb::TargetReport { target, stamp: t.stamp, capacity: t.capacity, used: t.used, ..Default::default() };
+        let mut h = pb::HeartbeatRequest {
+            node: t.node,
+            map_version: self.map.version(),
+            targets: vec![report],
+            ..Default::default()
+        };
+        f(&mut h);
+        self.m.heartbeat(ms(now), &h, &self.map)?;
+        self.m.grant(h.node, &self.map)
+    }
+    /// Ticks, applies what comes out, and says whether something did.
+    fn tick(&mut self, now: u64) -> bool {
+        let Some(p) = self.m.tick(ms(now), &self.map) else { return false };
+        assert!(!p.why.is_empty() || !p.update.targets.is_empty());
+        self.apply(now, &p);
+        true
+    }
+    fn apply(&mut self, now: u64, p: &Proposal) {
+        let mut map = self.map.map.clone();
+        state::update(&mut map, &p.update).unwrap();
+        self.set(now, map);
+        self.m.resolved(true);
+    }
+    fn set(&mut self, now: u64, map: pb::ClusterMap) {
+        self.map = MapView::new(map).unwrap();
+        self.m.map_changed(ms(now), &self.map);
+    }
+    /// States of the chain of `copies` that target 0 was made the head of, by target.
+    fn states(&self, copies: usize) -> Vec<(TargetId, ReplicaState)> {
+        self.chain(copies).replicas.iter().map(|r| (r.target, r.state())).collect()
+    }
+    fn chain(&self, copies: usize) -> &pb::Chain {
+        self.map.map.chains.iter().find(|c| c.preferred.len() == copies && c.preferred[0] == 0).unwrap()
+    }
+}
+
+#[test]
+fn chains_are_made_when_all_expected_targets_live_and_a_second_has_passed() {
+    let mut map = cluster(3, 1);
+    for t in &mut map.targets {
+        t.alive = false;
+    }
+    let mut r = Rig::new(map, 3);
+    r.beat(100, 0);
+    r.beat(100, 1);
+    assert!(r.tick(1500), "two are alive now");
+    assert!(r.map.map.sets.is_empty());
+    r.beat(1600, 0);
+    r.beat(1600, 1);
+    r.beat(1600, 2);
+    assert!(r.tick(1600));
+    assert_eq!(r.map.map.sets.iter().map(|s| s.copies).collect::<Vec<_>>(), vec![1, 2, 3]);
+    assert!(!r.tick(1700), "nothing is left to do");
+    // A new target waits a second for company.
+    let mut map = r.map.map.clone();
+    state::register(&mut map, &request("late", &[77])).unwrap();
+    r.set(1800, map);
+    r.beat(1900, 3);
+    assert!(r.tick(1900));
+    assert_eq!(r.map.map.sets.len(), 3);
+    for t in 0..4 {
+        r.beat(2800, t);
+    }
+    assert!(r.tick(2800));
+    assert_eq!(r.map.map.sets.len(), 6);
+}
+
+#[test]
+fn a_new_leader_counts_leases_from_its_election() {
+    let mut r = Rig::new(with_chains(2, 1), 0);
+    r.m = Manager::new(Options { lease: LEASE, expect_targets: 0 }, ms(10_000), &r.map);
+    assert!(!r.tick(11_900), "renewed at the election");
+    r.beat(11_900, 1);
+    assert!(r.tick(12_000));
+    assert_eq!(r.states(2), vec![(1, ReplicaServing), (0, ReplicaOffline)]);
+    assert_eq!(r.states(1), vec![(0, ReplicaLastsrv)]);
+    // What was dead before the election is not alive by it.
+    r.m = Manager::new(Options { lease: LEASE, expect_targets: 0 }, ms(20_000), &r.map);
+    assert!(!r.tick(20_100));
+}
+
+#[test]
+fn the_last_ones_come_back_by_one_source() {
+    let mut r = Rig::new(with_chains(3, 1), 0);
+    assert!(r.tick(2000));
+    assert!(r.states(3).iter().all(|s| s.1 == ReplicaLastsrv), "all leases ran out in one evaluation");
+    // Two return, one of them restarted: the other is the source.
+    let mut map = r.map.map.clone();
+    let mut again = request("n0", &[0]);
+    again.targets[0].stamp = 99;
+    state::register(&mut map, &again).unwrap();
+    r.set(2100, map);
+    r.beat(2200, 0);
+    r.beat(2200, 2);
+    assert!(r.tick(2200));
+    assert_eq!(r.states(3)[0], (2, ReplicaServing));
+    assert!(r.tick(2300));
+    let states = r.states(3);
+    assert_eq!((states[0], states[1]), ((2, ReplicaServing), (0, ReplicaSyncing)));
+    assert_eq!(states[2], (1, ReplicaOffline));
+}
+
+#[test]
+fn synced_counts_from_the_tail_at_the_current_epoch_only() {
+    let mut r = Rig::new(with_chains(2, 1), 0);
+    r.beat(1000, 1);
+    assert!(r.tick(2000));
+    let offline = r.map.version();
+    r.beat(2100, 0);
+    r.beat(2100, 1);
+    assert!(r.tick(2100));
+    assert_eq!(r.states(2), vec![(1, ReplicaServing), (0, ReplicaSyncing)]);
+    let id = r.chain(2).id;
+    let synced = |h: &mut pb::HeartbeatRequest| h.targets[0].synced_chains = vec![id, 4000];
+    r.beat_with(2300, 0, synced).unwrap();
+    assert!(!r.tick(2300), "the successor does not judge itself");
+    r.beat_with(2300, 1, |h| {
+        synced(h);
+        h.map_version = offline;
+    })
+    .unwrap();
+    assert!(!r.tick(2300), "said by one who does not know this epoch");
+    r.beat_with(2400, 1, synced).unwrap();
+    assert!(r.tick(2400));
+    assert_eq!(r.states(2), vec![(1, ReplicaServing), (0, ReplicaServing)]);
+}
+
+#[test]
+fn a_failed_device_is_out_until_it_is_registered_anew() {
+    let mut r = Rig::new(with_chains(2, 1), 0);
+    r.beat(100, 1);
+    r.beat_with(100, 0, |h| h.targets[0].failed = true).unwrap();
+    assert!(r.tick(100), "no need to wait for its lease");
+    assert_eq!(r.states(2)[1], (0, ReplicaOffline));
+    r.beat(200, 0);
+    assert!(!r.tick(200), "the same life is not trusted again");
+    let mut map = r.map.map.clone();
+    let mut again = request("n0", &[0]);
+    again.targets[0].stamp = 99;
+    state::register(&mut map, &again).unwrap();
+    r.set(300, map);
+    r.beat(400, 0);
+    assert!(r.tick(400));
+    assert_eq!(r.states(2)[1], (0, ReplicaSyncing));
+}
+
+#[test]
+fn nothing_is_granted_to_a_node_that_is_being_taken_out() {
+    let mut r = Rig::new(with_chains(2, 1), 0);
+    r.beat(1000, 1);
+    let p = r.m.tick(ms(2000), &r.map).unwrap();
+    assert!(r.m.tick(ms(2000), &r.map).is_none(), "one proposal at a time");
+    assert_eq!(r.beat_with(2050, 0, |_| ()).unwrap_err().code, Code::Overloaded);
+    assert_eq!(r.beat_with(2050, 1, |_| ()).unwrap(), 2000);
+    r.m.resolved(false);
+    assert_eq!(r.beat_with(2060, 0, |_| ()).unwrap_err().code, Code::Overloaded, "it may still be applied");
+    r.apply(2100, &p);
+    assert_eq!(r.beat_with(2200, 0, |_| ()).unwrap(), 2000);
+}
+
+#[test]
+fn heartbeats_of_unregistered_lives_ask_for_registration() {
+    let mut r = Rig::new(with_chains(2, 1), 0);
+    let mut code = |f: &dyn Fn(&mut pb::HeartbeatRequest)| r.beat_with(100, 0, f).unwrap_err().code;
+    assert_eq!(code(&|h| h.node = 5), Code::Stale);
+    assert_eq!(code(&|h| h.node = 1002), Code::Stale);
+    assert_eq!(code(&|h| h.targets[0].stamp += 1), Code::Stale);
+    assert_eq!(code(&|h| h.targets[0].target = 9), Code::Stale);
+    assert_eq!(code(&|h| h.unreachable = vec![1; 5000]), Code::Inval);
+    assert!(r.m.seen.is_empty(), "nothing of a refused heartbeat counts");
+}
+
+#[test]
+fn used_bytes_reach_the_map_when_they_matter() {
+    let mut r = Rig::new(with_chains(1, 1), 0);
+    r.beat_with(100, 0, |h| h.targets[0].used = 5).unwrap();
+    assert!(!r.tick(100), "half a percent");
+    r.beat_with(200, 0, |h| h.targets[0].used = 500).unwrap();
+    assert!(r.tick(200));
+    assert_eq!(r.map.map.targets[0].used, 500);
+    for t in (300..10_100).step_by(500) {
+        r.beat_with(t, 0, |h| h.targets[0].used = 501).unwrap();
+        let changed = r.tick(t);
+        assert_eq!(changed, t >= 10_000, "at {t}");
+    }
+}
+
+#[test]
+fn a_cut_link_takes_one_node_out_and_a_dead_node_is_not_punished() {
+    let mut r = Rig::new(with_chains(3, 1), 0);
+    let lost = |a: u32, b: u32| {
+        move |h: &mut pb::HeartbeatRequest| {
+            if h.node == a {
+                h.unreachable = vec![b];
+            } else if h.node == b {
+                h.unreachable = vec![a];
+            }
+        }
+    };
+    let mut refused = None;
+    for t in (0..6000).step_by(250) {
+        for target in 0..3 {
+            if r.beat_with(t, target, lost(1001, 1002)).is_err() {
+                refused.get_or_insert((t, target));
+            }
+        }
+        r.tick(t);
+    }
+    let (at, who) = refused.unwrap();
+    assert!(who == 1 && (1500..2500).contains(&at), "{at} {who}");
+    assert_eq!(r.states(2).iter().filter(|s| s.1 == ReplicaServing).count(), 1);
+    assert!(r.map.target(0).unwrap().alive && !r.map.target(1).unwrap().alive && r.map.target(2).unwrap().alive);
+    // Let in again later.
+    for t in (6000..13_000).step_by(250) {
+        for target in 0..3 {
+            let _ = r.beat_with(t, target, |_| ());
+        }
+        r.tick(t);
+    }
+    assert!(r.map.target(1).unwrap().alive);
+
+    // One that is silent, however many complain, may return at once.
+    let mut r = Rig::new(with_chains(3, 1), 0);
+    for t in (0..4000).step_by(250) {
+        for target in [0, 2] {
+            r.beat_with(t, target, |h| h.unreachable = vec![1002]).unwrap();
+        }
+        r.tick(t);
+    }
+    r.beat(4000, 1);
+}
+
+/// One storage server as the random test sees it.
+#[derive(Clone, Default)]
+struct Oss {
+    up: bool,
+    cut: bool,
+    stamp: u64,
+    map_version: u64,
+    /// The map it acts on says it is SERVING in these chains.
+    serves: BTreeSet<ChainId>,
+    lease_until: Duration,
+    failed: bool,
+}
+
+struct World {
+    rng: StdRng,
+    now: Duration,
+    map: MapView,
+    history: BTreeMap<u64, pb::ClusterMap>,
+    m: Manager,
+    oss: Vec<Oss>,
+    /// Heartbeats on their way: sent at, arrives at, what.
+    sent: Vec<(Duration, Duration, pb::HeartbeatRequest)>,
+    /// Answers on their way: arrives at, node, stamp, lease end, map version.
+    answers: Vec<(Duration, usize, u64, Duration, u64)>,
+    proposals: Vec<(Duration, pb::MapUpdate, u64)>,
+    term: u64,
+    /// Per chain: targets that hold everything that was acknowledged.
+    holds: BTreeMap<ChainId, BTreeSet<TargetId>>,
+    rounds: [usize; 4],
+}
+
+impl World {
+    fn new(seed: u64) -> World {
+        let map = MapView::new(with_chains(4, 1)).unwrap();
+        let m = Manager::new(Options { lease: LEASE, expect_targets: 0 }, ms(0), &map);
+        let oss = map.map.targets.iter().map(|t| Oss { up: true, stamp: t.stamp, ..Oss::default() }).collect();
+        let holds = map.map.chains.iter().map(|c| (c.id, c.serving().collect())).collect();
+        let history = BTreeMap::from([(map.version(), map.map.clone())]);
+        World {
+            rng: StdRng::seed_from_u64(seed),
+            now: ms(0),
+            map,
+            history,
+            m,
+            oss,
+            sent: vec![],
+            answers: vec![],
+            proposals: vec![],
+            term: 1,
+            holds,
+            rounds: [0; 4],
+        }
+    }
+
+    fn adopt(&mut self, next: pb::ClusterMap) {
+        for (old, new) in self.map.map.chains.iter().zip(&next.chains) {
+            if old == new {
+                continue;
+            }
+            let serving: BTreeSet<TargetId> = new.serving().collect();
+            let holds = self.holds.get_mut(&new.id).unwrap();
+            assert!(serving.is_subset(holds), "chain {}: {serving:?} serve, {holds:?} hold all", new.id);
+            let last: BTreeSet<TargetId> =
+                new.replicas.iter().filter(|r| r.state() == ReplicaLastsrv).map(|r| r.target).collect();
+            assert!(last.is_subset(holds), "chain {}: {last:?} are not of the last in-sync set", new.id);
+            if old.head().is_none() {
+                assert!(serving.len() <= 1, "two sources");
+                self.rounds[1] += serving.len();
+            }
+            // From here on acknowledged writes are on the SERVING ones only.
+            if !serving.is_empty() {
+                *holds = serving;
+            }
+        }
+        self.map = MapView::new(next).unwrap();
+        self.history.insert(self.map.version(), self.map.map.clone());
+        self.m.map_changed(self.now, &self.map);
+    }
+
+    fn report(&mut self, i: usize) -> pb::HeartbeatRequest {
+        let (o, id) = (&self.oss[i], i as u32);
+        let mut report = pb::TargetReport { target: id, stamp: o.stamp, failed: o.failed, ..Default::default() };
+        if let Some(known) = self.history.get(&o.map_version) {
+            for c in &known.chains {
+                let syncing = c.replicas.iter().find(|r| r.state() == ReplicaSyncing);
+                let Some(syncing) = syncing.filter(|_| c.tail() == Some(id)) else { continue };
+                // It was filled, if it still lives the life in which it was made SYNCING.
+                let s = &self.oss[syncing.target as usize];
+                if s.up && !s.cut && s.map_version >= o.map_version && self.rng.random_ratio(1, 4) {
+                    report.synced_chains.push(c.id);
+                    if self.map.chain(c.id).unwrap().epoch == c.epoch {
+                        self.holds.get_mut(&c.id).unwrap().insert(syncing.target);
+                    }
+                }
+            }
+        }
+        pb::HeartbeatRequest {
+            node: 1001 + id,
+            map_version: o.map_version,
+            targets: vec![report],
+            ..Default::default()
+        }
+    }
+
+    fn know(&mut self, i: usize, version: u64) {
+        if version > self.oss[i].map_version {
+            let map = &self.history[&version];
+            let serves = map.chains.iter().filter(|c| c.state_of(i as u32) == Some(ReplicaServing));
+            self.oss[i].serves = serves.map(|c| c.id).collect();
+            self.oss[i].map_version = version;
+        }
+    }
+
+    fn start(&mut self, i: usize) {
+        let mut r = request(&format!("n{i}"), &[i as u8]);
+        r.targets[0].stamp = self.rng.next_u64();
+        self.oss[i] = Oss { up: true, stamp: r.targets[0].stamp, ..Oss::default() };
+        // Its former life may have been filled; this one may have lost what was not flushed and is behind.
+        let id = i as u32;
+        for c in self.map.map.chains.clone() {
+            if c.serving().any(|t| t != id) || c.state_of(id) == Some(ReplicaSyncing) {
+                self.holds.get_mut(&c.id).unwrap().remove(&id);
+            }
+        }
+        let mut map = self.map.map.clone();
+        state::register(&mut map, &r).unwrap();
+        self.adopt(map);
+        self.know(i, self.map.version());
+    }
+
+    fn step(&mut self) {
+        self.now += ms(50);
+        let now = self.now;
+        for i in 0..self.oss.len() {
+            match self.rng.random_range(0..1200) {
+                0..8 => self.oss[i].up = false,
+                8..16 => self.oss[i].cut = !self.oss[i].cut,
+                16..18 => self.oss[i].failed = true,
+                18..60 if !self.oss[i].up || self.oss[i].failed => self.start(i),
+                _ => (),
+            }
+            if self.oss[i].up && !self.oss[i].cut && self.rng.random_ratio(1, 5) {
+                let arrives = now + ms(self.rng.random_range(0..300));
+                let h = self.report(i);
+                self.sent.push((now, arrives, h));
+            }
+        }
+        for (at, arrives, h) in std::mem::take(&mut self.sent) {
+            if arrives > now {
+                self.sent.push((at, arrives, h));
+            } else if self.m.heartbeat(now, &h, &self.map).is_ok() && self.m.grant(h.node, &self.map).is_ok() {
+                self.rounds[2] += 1;
+                let arrives = now + ms(self.rng.random_range(0..300));
+                let i = (h.node - 1001) as usize;
+                self.answers.push((arrives, i, h.targets[0].stamp, at + LEASE, self.map.version()));
+            }
+        }
+        for (arrives, i, stamp, until, version) in std::mem::take(&mut self.answers) {
+            if arrives > now {
+                self.answers.push((arrives, i, stamp, until, version));
+            } else if self.oss[i].up && self.oss[i].stamp == stamp && !self.oss[i].cut {
+                self.know(i, version);
+                self.oss[i].lease_until = self.oss[i].lease_until.max(until);
+            }
+        }
+        self.lead();
+        self.check();
+    }
+
+    fn lead(&mut self) {
+        let now = self.now;
+        if let Some(p) = self.m.tick(now, &self.map) {
+            self.rounds[0] += 1;
+            let at = now + ms(self.rng.random_range(0..400));
+            self.proposals.push((at, p.update, self.term));
+        }
+        for (at, u, term) in std::mem::take(&mut self.proposals) {
+            if at > now {
+                self.proposals.push((at, u, term));
+                continue;
+            }
+            let mut map = self.map.map.clone();
+            match state::update(&mut map, &u) {
+                Ok(()) => self.adopt(map),
+                Err(e) => assert_eq!(e.code, Code::Busy, "{e}"),
+            }
+            if term == self.term {
+                self.m.resolved(true);
+            }
+        }
+        if self.rng.random_ratio(1, 300) {
+            // A new leader: what the old one proposed is applied before it is ready, or never.
+            self.rounds[3] += 1;
+            self.term += 1;
+            for (_, u, _) in std::mem::take(&mut self.proposals) {
+                let mut map = self.map.map.clone();
+                if self.rng.random() && state::update(&mut map, &u).is_ok() {
+                    self.adopt(map);
+                }
+            }
+            self.m = Manager::new(Options { lease: LEASE, expect_targets: 0 }, now, &self.map);
+        }
+    }
+
+    /// Nobody who may read old bytes has a lease.
+    fn check(&self) {
+        for (i, o) in self.oss.iter().enumerate().filter(|(_, o)| o.up && o.lease_until > self.now) {
+            for c in &o.serves {
+                let state = self.map.chain(*c).unwrap().state_of(i as u32);
+                let ok = o.failed || matches!(state, Some(ReplicaServing | ReplicaLastsrv));
+                assert!(ok, "target {i} answers reads of chain {c} and is {state:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn random_histories_keep_the_invariants() {
+    let mut total = [0; 4];
+    for seed in 0..60 {
+        let mut w = World::new(seed);
+        for _ in 0..2500 {
+            w.step();
+        }
+        // When faults end, everything serves again.
+        for i in 0..w.oss.len() {
+            w.start(i);
+        }
+        let done = |w: &World| w.map.map.chains.iter().all(|c| c.serving().count() == c.replicas.len());
+        let mut left = 4000;
+        while !done(&w) && left > 0 {
+            for o in &mut w.oss {
+                (o.up, o.cut) = (true, false);
+            }
+            for i in 0..w.oss.len() {
+                if w.oss[i].failed {
+                    w.start(i);
+                }
+            }
+            w.step();
+            left -= 1;
+        }
+        assert!(left > 0, "seed {seed}: not all chains recovered: {:?}", w.map.map.chains);
+        for (t, r) in total.iter_mut().zip(w.rounds) {
+            *t += r;
+        }
+    }
+    assert!(total.iter().all(|t| *t > 100), "the histories reach little: {total:?}");
+}

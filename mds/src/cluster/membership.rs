@@ -1,0 +1,180 @@
+//! Which replicas of a chain are in sync: the rules of `docs/replication.md`, "Membership", one chain at a time.
+//!
+//! Rows 1 and 6 come in two forms. A lease that ran out is seen by the leader ([`evaluate`]); a restart is seen at apply,
+//! when the new life registers ([`restarted`]), so that it can never be overtaken by a promotion decided before it.
+
+use pb::ReplicaState::{self, ReplicaLastsrv, ReplicaOffline, ReplicaServing, ReplicaSyncing, ReplicaWaiting};
+use strake_proto::{TargetId, map::ChainExt, pb};
+
+/// A chain with changed replicas: in the order of the format, one epoch on. `None` if nothing changed.
+fn next(old: &pb::Chain, mut replicas: Vec<pb::Replica>) -> Option<pb::Chain> {
+    replicas.sort_by_key(|r| match r.state() {
+        ReplicaServing => 0,
+        ReplicaSyncing => 1,
+        _ => 2,
+    });
+    if replicas == old.replicas {
+        return None;
+    }
+    Some(pb::Chain { epoch: old.epoch + 1, replicas, ..old.clone() })
+}
+
+fn any(replicas: &[pb::Replica], state: ReplicaState) -> bool {
+    replicas.iter().any(|r| r.state() == state)
+}
+
+/// The chain after one evaluation, `None` if it stays. `alive`: the target holds a lease and its device works.
+/// `synced`: the tail reports, at this epoch, that the SYNCING replica holds all it has.
+pub fn evaluate(chain: &pb::Chain, alive: impl Fn(TargetId) -> bool, synced: bool) -> Option<pb::Chain> {
+    if chain.head().is_some() { with_source(chain, alive, synced) } else { without_source(chain, alive) }
+}
+
+fn with_source(chain: &pb::Chain, alive: impl Fn(TargetId) -> bool, synced: bool) -> Option<pb::Chain> {
+    let survives = chain.serving().any(&alive);
+    let mut replicas = chain.replicas.clone();
+    for r in &mut replicas {
+        let to = match r.state() {
+            ReplicaServing if !survives => ReplicaLastsrv,
+            ReplicaSyncing if !survives => ReplicaOffline,
+            ReplicaServing | ReplicaSyncing | ReplicaWaiting if !alive(r.target) => ReplicaOffline,
+            ReplicaSyncing if synced => ReplicaServing,
+            ReplicaOffline if alive(r.target) => ReplicaWaiting,
+            s => s,
+        };
+        r.set_state(to);
+    }
+    if survives
+        && !any(&replicas, ReplicaSyncing)
+        && let Some(r) = replicas.iter_mut().find(|r| r.state() == ReplicaWaiting)
+    {
+        r.set_state(ReplicaSyncing);
+    }
+    next(chain, replicas)
+}
+
+fn without_source(chain: &pb::Chain, alive: impl Fn(TargetId) -> bool) -> Option<pb::Chain> {
+    // Those that restarted stand behind those that did not (see `restarted`): the first one lost the least.
+    let source = chain.replicas.iter().find(|r| r.state() == ReplicaLastsrv && alive(r.target)).map(|r| r.target);
+    let mut replicas = chain.replicas.clone();
+    for r in &mut replicas {
+        let to = match r.state() {
+            ReplicaLastsrv if Some(r.target) == source => ReplicaServing,
+            ReplicaLastsrv if source.is_some() => ReplicaOffline,
+            ReplicaOffline if alive(r.target) => ReplicaWaiting,
+            ReplicaWaiting if !alive(r.target) => ReplicaOffline,
+            s => s,
+        };
+        r.set_state(to);
+    }
+    next(chain, replicas)
+}
+
+/// The chain after a target of it restarted, `None` if it stays.
+pub fn restarted(chain: &pb::Chain, target: TargetId) -> Option<pb::Chain> {
+    let others_serve = chain.serving().any(|t| t != target);
+    let mut replicas = chain.replicas.clone();
+    let at = replicas.iter().position(|r| r.target == target)?;
+    let was = replicas[at].state();
+    let to = match was {
+        ReplicaServing if !others_serve => ReplicaLastsrv,
+        ReplicaLastsrv => ReplicaLastsrv,
+        _ => ReplicaOffline,
+    };
+    replicas[at].set_state(to);
+    if was == ReplicaServing && !others_serve {
+        for r in replicas.iter_mut().filter(|r| r.state() == ReplicaSyncing) {
+            r.set_state(ReplicaOffline);
+        }
+    }
+    if was == ReplicaLastsrv {
+        let r = replicas.remove(at);
+        replicas.push(r);
+    }
+    next(chain, replicas)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chain(text: &str) -> pb::Chain {
+        let replicas: Vec<pb::Replica> = text
+            .split_whitespace()
+            .map(|w| {
+                let state = match &w[..1] {
+                    "S" => ReplicaServing,
+                    "y" => ReplicaSyncing,
+                    "w" => ReplicaWaiting,
+                    "o" => ReplicaOffline,
+                    _ => ReplicaLastsrv,
+                };
+                pb::Replica { target: w[1..].parse().unwrap(), state: state as i32 }
+            })
+            .collect();
+        let preferred = replicas.iter().map(|r| r.target).collect();
+        pb::Chain { id: 1, epoch: 5, replicas, preferred }
+    }
+
+    fn text(c: Option<pb::Chain>) -> String {
+        let Some(c) = c else { return "-".into() };
+        assert_eq!(c.epoch, 6);
+        let word = |r: &pb::Replica| {
+            let s = match r.state() {
+                ReplicaServing => "S",
+                ReplicaSyncing => "y",
+                ReplicaWaiting => "w",
+                ReplicaOffline => "o",
+                _ => "L",
+            };
+            format!("{s}{}", r.target)
+        };
+        c.replicas.iter().map(word).collect::<Vec<_>>().join(" ")
+    }
+
+    /// Every row: chain, live targets, synced, what becomes of it.
+    #[test]
+    fn evaluation_follows_the_table() {
+        for (row, before, live, synced, after) in [
+            ("none", "S1 S2 S3", &[1, 2, 3][..], false, "-"),
+            ("1 head", "S1 S2 S3", &[2, 3], false, "S2 S3 o1"),
+            ("1 tail", "S1 S2 S3", &[1, 2], false, "S1 S2 o3"),
+            ("1 two", "S1 S2 S3", &[2], false, "S2 o1 o3"),
+            ("2", "S1 S2 y3", &[3], false, "L1 L2 o3"),
+            ("2 last one", "S1 o2", &[], false, "L1 o2"),
+            ("3", "L1 L2 o3", &[2], false, "S2 o1 o3"),
+            ("3 both return: the first", "L1 L2", &[1, 2], false, "S1 o2"),
+            ("3 not by an OFFLINE one", "L1 o2", &[2], false, "L1 w2"),
+            ("3 with a WAITING one", "L1 w2", &[1, 2], false, "S1 w2"),
+            ("4 first", "S1 o2 o3", &[1, 2], false, "S1 y2 o3"),
+            ("4 both", "S1 o2 o3", &[1, 2, 3], false, "S1 y2 w3"),
+            ("4 another syncs", "S1 y2 o3", &[1, 2, 3], false, "S1 y2 w3"),
+            ("4 its turn", "S1 w3 o2", &[1, 3], false, "S1 y3 o2"),
+            ("5", "S1 y2", &[1, 2], true, "S1 S2"),
+            ("5 and the next one's turn", "S1 y2 w3", &[1, 2, 3], true, "S1 S2 y3"),
+            ("5 not when it is dead", "S1 y2", &[1], true, "S1 o2"),
+            ("5 not when the source is dead", "S1 y2", &[2], true, "L1 o2"),
+            ("6 SYNCING", "S1 y2 w3", &[1, 3], false, "S1 y3 o2"),
+            ("6 WAITING", "S1 y2 w3", &[1, 2], false, "S1 y2 o3"),
+            ("6 WAITING, no source", "L1 w2", &[], false, "L1 o2"),
+        ] {
+            assert_eq!(text(evaluate(&chain(before), |t| live.contains(&t), synced)), after, "row {row}");
+        }
+    }
+
+    #[test]
+    fn restarts_follow_the_table() {
+        for (row, before, who, after) in [
+            ("1", "S1 S2", 1, "S2 o1"),
+            ("2", "S1 y2", 1, "L1 o2"),
+            ("2 others wait", "S1 w2", 1, "L1 w2"),
+            ("6", "S1 y2", 2, "S1 o2"),
+            ("6", "S1 w2", 2, "S1 o2"),
+            ("offline already", "S1 o2", 2, "-"),
+            ("of the last ones, behind those that lost nothing", "L1 L2 o3", 1, "L2 o3 L1"),
+            ("the only last one", "o2 L1", 1, "-"),
+            ("not a member", "S1 S2", 9, "-"),
+        ] {
+            assert_eq!(text(restarted(&chain(before), who)), after, "row {row}: {before}");
+        }
+    }
+}
