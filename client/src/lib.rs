@@ -1,1 +1,121 @@
-//! See docs/architecture.md.
+//! The file system as a library: names, attributes and striped file I/O over the metadata and object storage servers.
+//!
+//! ```no_run
+//! # async fn example(fabric: std::sync::Arc<dyn strake_fabric::Fabric>) -> strake_proto::Result<()> {
+//! use strake_client::{Client, Config, Creds};
+//!
+//! let config = Config::new(vec!["tcp:mds1:7400".parse()?, "tcp:mds2:7400".parse()?]);
+//! let client = Client::connect(config, strake_fabric::Env::system(), fabric).await?;
+//! let me = Creds { uid: 1000, gid: 1000, groups: vec![] };
+//! let (file, _) = client.create(&me, client.root(), b"data", 0o644, 2, false, None).await?;
+//! file.write_all_at(0, b"hello").await?;
+//! file.close().await?; // stable on every in-sync replica from here on
+//! client.close().await
+//! # }
+//! ```
+//!
+//! What is cached, for how long, and what happens to unstable bytes when servers fail is in `docs/client.md`.
+//!
+//! Where to read: [`Client::open`] makes a [`File`] (`file.rs`); a write splits into pieces (`data.rs`), is kept until a
+//! flush of its chain says it is stable (`flush.rs`, `unstable.rs`), and its size goes to the metadata leader
+//! (`inode.rs`, `mds.rs`). The pure parts are `retry`, `leader`, `seqs`, `route`, `readahead`, `cache`, `unstable` and the
+//! queue in `ranges`.
+
+mod cache;
+mod config;
+mod conns;
+mod core;
+mod data;
+mod file;
+mod flush;
+mod inode;
+mod leader;
+mod mds;
+mod meta;
+mod ranges;
+mod readahead;
+mod retry;
+mod route;
+mod segments;
+mod seqs;
+mod unstable;
+
+use std::sync::Arc;
+
+pub use config::{Config, Stats};
+pub use file::File;
+pub use meta::{DirPage, LayoutInfo};
+use strake_fabric::{Env, Fabric};
+use strake_proto::{Ino, Result, map::MapView};
+pub use strake_proto::{
+    ids::ROOT_INO,
+    pb::{Attr, Creds, Layout, LayoutSpec, SetAttr, StatfsReply},
+};
+
+use crate::core::Core;
+
+/// A mounted file system: one session at the metadata servers. Clones are the same client.
+#[derive(Clone)]
+pub struct Client {
+    pub(crate) core: Arc<Core>,
+}
+
+impl Client {
+    /// Connects and opens a session. Waits up to [`Config::op_timeout`] for a metadata leader.
+    ///
+    /// `Unauthenticated` when the key is another cluster's, `TimedOut` when no leader answers.
+    pub async fn connect(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Result<Client> {
+        let core = Arc::new(Core::new(cfg, env, fabric));
+        core.session().await?;
+        core.start_background();
+        Ok(Client { core })
+    }
+
+    /// Makes everything written stable, then ends the session; open files are closed by that. The client does nothing
+    /// afterwards, even if this fails.
+    pub async fn close(&self) -> Result<()> {
+        let core = self.core.clone();
+        let closing = async move {
+            let mut outcome = Ok(());
+            for inode in core.live_inodes() {
+                outcome = outcome.and(core.sync_inode(&inode).await);
+            }
+            outcome = outcome.and(core.end_session().await);
+            core.set_closed();
+            core.conns.close();
+            outcome
+        };
+        self.core.detached(closing).await
+    }
+
+    /// The newest cluster map this client has.
+    pub fn map(&self) -> Arc<MapView> {
+        self.core.map()
+    }
+
+    /// The newest cluster map the metadata servers have.
+    pub async fn fetch_map(&self) -> Result<Arc<MapView>> {
+        self.core.session().await?;
+        self.core.refresh_map(self.core.map().version()).await;
+        Ok(self.core.map())
+    }
+
+    /// The root directory.
+    pub fn root(&self) -> Ino {
+        self.core.current_session().map_or(ROOT_INO, |s| s.root)
+    }
+
+    /// The file system's UUID, 16 bytes.
+    pub fn fs_uuid(&self) -> Vec<u8> {
+        self.core.current_session().map_or_else(Vec::new, |s| s.fs_uuid.to_vec())
+    }
+
+    pub fn stats(&self) -> Stats {
+        self.core.stats.read(self.core.unstable.lock().bytes())
+    }
+
+    /// Where buffers for [`File::write`] should come from: aligned, so that nothing is copied on the way.
+    pub fn pool(&self) -> &strake_fabric::Pool {
+        self.core.fabric.pool()
+    }
+}

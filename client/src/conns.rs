@@ -1,0 +1,96 @@
+//! Connections to object storage servers: a few per node, made when first needed and again after they broke.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use strake_fabric::{Connection, Endpoint, Fabric};
+use strake_proto::{Code, Error, NodeId, Result, pb};
+use tokio::{sync::Mutex as AsyncMutex, time::Instant};
+
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
+/// After a failure, others are told so for this long before the node is tried again.
+const FAILURE_STANDS: Duration = Duration::from_millis(100);
+
+#[derive(Default)]
+struct Slot {
+    conn: Option<Arc<dyn Connection>>,
+    failed: Option<(Instant, Error)>,
+}
+
+struct Node {
+    slots: Vec<AsyncMutex<Slot>>,
+    turn: AtomicUsize,
+}
+
+pub(crate) struct Conns {
+    per_node: usize,
+    nodes: Mutex<BTreeMap<NodeId, Arc<Node>>>,
+}
+
+impl Conns {
+    pub fn new(per_node: usize) -> Conns {
+        Conns { per_node, nodes: Mutex::default() }
+    }
+
+    /// A working connection to a node, in turn among its connections.
+    pub async fn get(&self, fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Result<Arc<dyn Connection>> {
+        let n = self.nodes.lock().entry(node.id).or_insert_with(|| self.new_node()).clone();
+        let turn = n.turn.fetch_add(1, Relaxed) % n.slots.len();
+        let mut slot = n.slots[turn].lock().await;
+        if let Some(c) = slot.conn.as_ref().filter(|c| !c.is_closed()) {
+            return Ok(c.clone());
+        }
+        if let Some((at, e)) = &slot.failed
+            && at.elapsed() < FAILURE_STANDS
+        {
+            return Err(e.clone());
+        }
+        slot.conn = None;
+        match connect(fabric, node).await {
+            Ok(c) => {
+                *slot = Slot { conn: Some(c.clone()), failed: None };
+                Ok(c)
+            }
+            Err(e) => {
+                slot.failed = Some((Instant::now(), e.clone()));
+                Err(e)
+            }
+        }
+    }
+
+    fn new_node(&self) -> Arc<Node> {
+        Arc::new(Node { slots: (0..self.per_node).map(|_| AsyncMutex::default()).collect(), turn: AtomicUsize::new(0) })
+    }
+
+    pub fn close(&self) {
+        for n in std::mem::take(&mut *self.nodes.lock()).into_values() {
+            for s in &n.slots {
+                if let Ok(s) = s.try_lock()
+                    && let Some(c) = &s.conn
+                {
+                    c.close();
+                }
+            }
+        }
+    }
+}
+
+async fn connect(fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Result<Arc<dyn Connection>> {
+    let mut last = Error::new(Code::Disconnected, format!("node {} ({}) has no usable endpoint", node.id, node.name));
+    for e in &node.endpoints {
+        let Ok(endpoint) = e.parse::<Endpoint>() else { continue };
+        last = match tokio::time::timeout(CONNECT_TIMEOUT, fabric.connect(&endpoint, None)).await {
+            Ok(Ok(c)) => return Ok(c),
+            Ok(Err(e)) => e.context(format_args!("connecting to {} at {endpoint}", node.name)),
+            Err(_) => Error::new(Code::Disconnected, format!("{} at {endpoint} does not answer", node.name)),
+        };
+    }
+    Err(last)
+}

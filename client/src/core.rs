@@ -1,0 +1,306 @@
+//! What all handles of one client share: the cluster map, the session, connections, bounded resources, and the
+//! background tasks that keep them fresh.
+
+use std::{
+    collections::BTreeMap,
+    future::Future,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+use arc_swap::ArcSwap;
+use parking_lot::Mutex;
+use prost::Message as _;
+use strake_fabric::{Buf, Endpoint, Env, Fabric};
+use strake_proto::{
+    ChainId, Code, Error, Ino, NodeId, Result,
+    map::{MapView, ROLE_MDS},
+    opcode, pb,
+};
+use tokio::{
+    sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, Semaphore, watch},
+    time::Instant,
+};
+
+use crate::{
+    config::{Config, Counters},
+    conns::Conns,
+    inode::Inode,
+    leader::LeaderFinder,
+    mds::{Link, Session},
+    retry::{Backoff, in_doubt},
+    route,
+    unstable::Unstable,
+};
+
+/// What an unstable write keeps alive until it is stable.
+pub(crate) struct Hold {
+    pub inode: Arc<Inode>,
+    /// Its share of [`Config::unstable_limit`].
+    pub _room: Option<OwnedSemaphorePermit>,
+}
+
+pub(crate) struct Core {
+    pub cfg: Config,
+    pub env: Env,
+    pub fabric: Arc<dyn Fabric>,
+    pub stats: Counters,
+    pub uuid: [u8; 16],
+    map: ArcSwap<MapView>,
+    pub map_changed: watch::Sender<u64>,
+    map_refresh: AsyncMutex<()>,
+    pub(crate) finder: Mutex<LeaderFinder>,
+    pub(crate) link: AsyncMutex<Link>,
+    pub(crate) session: Mutex<Option<Arc<Session>>>,
+    pub(crate) session_change: AsyncMutex<()>,
+    inodes: Mutex<BTreeMap<Ino, Weak<Inode>>>,
+    pub conns: Conns,
+    /// Data requests in flight.
+    pub pieces: Arc<Semaphore>,
+    /// Room for unstable bytes and for bytes read ahead, in [`ROOM_UNIT`]s.
+    pub unstable_room: Arc<Semaphore>,
+    pub cache_room: Arc<Semaphore>,
+    pub unstable: Mutex<Unstable<Hold>>,
+    pub flush_wanted: Notify,
+    pub(crate) flushing: Mutex<BTreeMap<ChainId, Arc<AsyncMutex<()>>>>,
+    /// A run of zeros, for holes.
+    pub zero: Buf,
+    closed: AtomicBool,
+}
+
+/// Granularity of the memory limits, bytes.
+pub(crate) const ROOM_UNIT: usize = 4096;
+
+pub(crate) fn room_for(bytes: usize) -> u32 {
+    bytes.div_ceil(ROOM_UNIT).min(u32::MAX as usize) as u32
+}
+
+/// One operation's time limit and pauses.
+pub(crate) struct Attempts {
+    what: &'static str,
+    began: Instant,
+    deadline: Instant,
+    backoff: Backoff,
+    /// An attempt may have run without an answer.
+    pub in_doubt: bool,
+}
+
+impl Attempts {
+    pub fn left(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now())
+    }
+
+    /// After a failed attempt: pauses, or gives up with the cause when the time is over. A new cluster map ends the
+    /// pause early.
+    pub async fn pause(&mut self, core: &Core, cause: Error) -> Result<()> {
+        self.in_doubt |= in_doubt(&cause);
+        Counters::add(&core.stats.retries, 1);
+        let waited = self.began.elapsed();
+        core.stats.stalled(waited);
+        let left = self.left();
+        if left.is_zero() || core.is_closed() {
+            let m = format!("{}: gave up after {:.1} s: {cause}", self.what, waited.as_secs_f64());
+            return Err(Error::new(Code::TimedOut, m));
+        }
+        if self.backoff.attempts() == 6 {
+            tracing::warn!(what = self.what, cause = %cause, "still trying");
+        }
+        let mut changed = core.map_changed.subscribe();
+        let pause = self.backoff.next(core.env.random_u64()).min(left);
+        tokio::select! {
+            biased;
+            _ = changed.changed() => {}
+            () = tokio::time::sleep(pause) => {}
+        }
+        Ok(())
+    }
+}
+
+impl Core {
+    pub fn new(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Core {
+        let rooms = |bytes: usize| Arc::new(Semaphore::new((bytes / ROOM_UNIT).clamp(1, Semaphore::MAX_PERMITS)));
+        Core {
+            uuid: env.random_bytes(),
+            map: ArcSwap::default(),
+            map_changed: watch::Sender::new(0),
+            map_refresh: AsyncMutex::default(),
+            finder: Mutex::new(LeaderFinder::new(cfg.mds.clone())),
+            link: AsyncMutex::default(),
+            session: Mutex::new(None),
+            session_change: AsyncMutex::default(),
+            inodes: Mutex::default(),
+            conns: Conns::new(cfg.connections_per_node.max(1)),
+            pieces: Arc::new(Semaphore::new(cfg.max_inflight_pieces.max(1))),
+            unstable_room: rooms(cfg.unstable_limit),
+            cache_room: rooms(cfg.cache_bytes),
+            unstable: Mutex::default(),
+            flush_wanted: Notify::new(),
+            flushing: Mutex::default(),
+            zero: {
+                let mut z = fabric.pool().get_now(1 << 20);
+                z.fill(0);
+                z.freeze()
+            },
+            closed: AtomicBool::new(false),
+            stats: Counters::default(),
+            fabric,
+            env,
+            cfg,
+        }
+    }
+
+    pub fn attempts(&self, what: &'static str) -> Attempts {
+        self.attempts_for(what, self.cfg.op_timeout)
+    }
+
+    pub fn attempts_for(&self, what: &'static str, limit: Duration) -> Attempts {
+        let began = Instant::now();
+        Attempts { what, began, deadline: began + limit, backoff: Backoff::default(), in_doubt: false }
+    }
+
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Relaxed)
+    }
+    pub fn set_closed(&self) {
+        self.closed.store(true, Relaxed);
+    }
+
+    /// Runs an operation to its end even if the caller goes away: what was begun is finished or retried, never left
+    /// half done.
+    pub async fn detached<T, F>(&self, f: F) -> Result<T>
+    where
+        T: Send + 'static,
+        F: Future<Output = Result<T>> + Send + 'static,
+    {
+        self.env.spawn(f).await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))?
+    }
+
+    // --- cluster map ---
+
+    pub fn map(&self) -> Arc<MapView> {
+        self.map.load_full()
+    }
+
+    /// Takes a map if it is newer.
+    pub fn install_map(&self, map: pb::ClusterMap) -> Result<()> {
+        if map.version <= self.map.load().version() && self.map.load().version() != 0 {
+            return Ok(());
+        }
+        let view = MapView::new(map)?;
+        let mds = view.map.nodes.iter().filter(|n| n.role == ROLE_MDS);
+        let mds = mds.flat_map(|n| &n.endpoints).filter_map(|e| e.parse::<Endpoint>().ok());
+        self.finder.lock().learn(mds);
+        let version = view.version();
+        self.map.store(Arc::new(view));
+        self.map_changed.send_replace(version);
+        Ok(())
+    }
+
+    /// Asks for a map newer than `than`; one request serves all who ask at once. Quiet when there is none yet.
+    pub async fn refresh_map(self: &Arc<Self>, than: u64) {
+        let _one = self.map_refresh.lock().await;
+        if self.map.load().version() > than {
+            return;
+        }
+        let body = pb::MapRequest { have: than }.encode_to_vec();
+        let mut at = self.attempts_for("fetching the cluster map", Duration::from_secs(1));
+        let reply = self.mds_call(opcode::MAP, body.into(), Duration::from_secs(1), &mut at).await;
+        match reply.and_then(|m| crate::mds::decode::<pb::MapReply>(&m)) {
+            Ok(pb::MapReply { map: Some(map) }) => {
+                if let Err(e) = self.install_map(map) {
+                    tracing::warn!("{e}");
+                }
+            }
+            Ok(_) => {}
+            Err(e) => tracing::debug!("{e}"),
+        }
+    }
+
+    pub fn local_node(&self, map: &MapView) -> Option<NodeId> {
+        route::local_node(map, &self.cfg.hostname)
+    }
+
+    // --- inodes ---
+
+    /// The shared state of an inode if this client has it in use.
+    pub fn live_inode(&self, ino: Ino) -> Option<Arc<Inode>> {
+        self.inodes.lock().get(&ino).and_then(Weak::upgrade)
+    }
+
+    /// The shared state of an inode, made by `new` if it is not in use yet.
+    pub fn inode(&self, ino: Ino, new: impl FnOnce() -> Inode) -> Arc<Inode> {
+        let mut all = self.inodes.lock();
+        if let Some(i) = all.get(&ino).and_then(Weak::upgrade) {
+            return i;
+        }
+        if all.len() >= 64 && all.len().is_power_of_two() {
+            all.retain(|_, w| w.strong_count() > 0);
+        }
+        let i = Arc::new(new());
+        all.insert(ino, Arc::downgrade(&i));
+        i
+    }
+
+    pub fn live_inodes(&self) -> Vec<Arc<Inode>> {
+        self.inodes.lock().values().filter_map(Weak::upgrade).collect()
+    }
+
+    // --- background ---
+
+    pub fn start_background(self: &Arc<Self>) {
+        let weak = Arc::downgrade(self);
+        self.env.spawn(every(weak.clone(), |c| c.renew_interval(), |c| async move { c.renew().await }));
+        let extend = self.cfg.extend_interval;
+        self.env.spawn(every(weak.clone(), move |_| extend, |c| async move { c.push_sizes().await }));
+        self.env.spawn(flush_loop(weak));
+    }
+
+    /// Reports all sizes that grew, some at a time; forgets what was read ahead and never used.
+    async fn push_sizes(self: Arc<Self>) {
+        let now = Instant::now();
+        for inode in self.live_inodes() {
+            inode.cache.lock().expire(now, self.cfg.cache_ttl);
+            if inode.is_dirty()
+                && let Err(e) = self.push_size(&inode).await
+            {
+                tracing::warn!(ino = inode.ino, "could not report the size of a file: {e}");
+            }
+        }
+    }
+}
+
+/// Calls `f` again and again until the client is gone.
+async fn every<F>(core: Weak<Core>, pause: impl Fn(&Core) -> Duration, f: impl Fn(Arc<Core>) -> F)
+where
+    F: Future<Output = ()>,
+{
+    loop {
+        let Some(c) = core.upgrade() else { return };
+        let pause = pause(&c);
+        drop(c);
+        tokio::time::sleep(pause).await;
+        match core.upgrade() {
+            Some(c) if !c.is_closed() => f(c).await,
+            _ => return,
+        }
+    }
+}
+
+/// Flushes chains whose unstable bytes are old or many, on a timer and when somebody waits for room.
+async fn flush_loop(core: Weak<Core>) {
+    loop {
+        let Some(c) = core.upgrade() else { return };
+        if c.is_closed() {
+            return;
+        }
+        tokio::select! {
+            biased;
+            () = c.flush_wanted.notified() => {}
+            () = tokio::time::sleep((c.cfg.flush_age / 4).max(Duration::from_millis(1))) => {}
+        }
+        c.flush_due();
+    }
+}

@@ -1,0 +1,390 @@
+//! Striped reads and writes: one request per piece of a chunk, in parallel, each repeated through failures.
+//!
+//! A write goes to the head of its chain and keeps its number through every retry, so that it is applied once. A read
+//! goes to a replica of the reader's choice and is checked against the checksums in its reply.
+
+use std::{
+    ops::Range,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Duration,
+};
+
+use futures_util::future::join_all;
+use strake_fabric::{Buf, Connection, Message};
+use strake_proto::{
+    ChainId, ChunkId, Code, Error, Result, TargetId,
+    checksum::{block_sums, verify},
+    data::{DataReply, DataRequest, FLAG_STABLE, Kind, Version},
+    layout::Piece,
+    map::{ChainExt, MapView},
+    opcode, pb,
+};
+
+use crate::{
+    config::Counters,
+    core::{Attempts, Core, Hold, room_for},
+    inode::{Cap, Inode},
+    retry::{DataVerdict, data_verdict},
+    route, segments,
+    unstable::Entry,
+};
+
+/// One attempt at a request. A server that died is noticed by the transport and by the map much earlier.
+const DATA_TRY: Duration = Duration::from_secs(10);
+/// Copies of a write sent after its bytes arrived changed, before that is an error.
+const MAX_RESENDS: u32 = 8;
+/// New capabilities asked for one request, before a refusal is an error.
+const MAX_NEW_CAPS: u32 = 3;
+/// Times all replicas may answer with bad bytes before the reader is told.
+const MAX_CORRUPT_ROUNDS: u32 = 2;
+
+/// One update of one chunk on its way.
+pub(crate) struct Update<'a> {
+    pub inode: &'a Inode,
+    pub chain: ChainId,
+    pub chunk: ChunkId,
+    pub offset: u32,
+    pub data: Vec<Buf>,
+    pub session: u64,
+    pub seq: u64,
+    pub flags: u8,
+    pub version: Version,
+}
+
+fn not_serving(m: String) -> Error {
+    Error::new(Code::NotServing, m)
+}
+
+fn chain_of(map: &MapView, id: ChainId) -> Result<&pb::Chain> {
+    map.chain(id).ok_or_else(|| not_serving(format!("chain {id} is not in the cluster map")))
+}
+
+impl Core {
+    async fn connection_to(&self, map: &MapView, target: TargetId) -> Result<Arc<dyn Connection>> {
+        let node = map.node_of(target).ok_or_else(|| not_serving(format!("target {target} has no node")))?;
+        self.conns.get(&self.fabric, node).await
+    }
+
+    /// One request. Ends early when the chain changes meanwhile: the addressed replica may never answer.
+    async fn data_call(&self, map: &MapView, chain: &pb::Chain, target: TargetId, m: Message) -> Result<Message> {
+        let mut changed = self.map_changed.subscribe();
+        let is_old = || self.map().chain(chain.id).is_none_or(|c| c.epoch != chain.epoch);
+        let conn = self.connection_to(map, target).await?;
+        if is_old() {
+            return Err(Error::new(Code::StaleEpoch, format!("chain {} changed", chain.id)));
+        }
+        Counters::add(&self.stats.data_requests, 1);
+        let call = conn.call(m, DATA_TRY);
+        tokio::pin!(call);
+        loop {
+            tokio::select! {
+                biased;
+                r = &mut call => return r,
+                _ = changed.changed() => {
+                    if is_old() {
+                        return Err(Error::new(Code::StaleEpoch, format!("chain {} changed under a request", chain.id)));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Sends an update or a flush to the head of a chain until it is answered.
+    pub(crate) async fn to_head(&self, map: &MapView, chain: ChainId, m: Message, r: DataRequest) -> Result<DataReply> {
+        let chain = chain_of(map, chain)?;
+        let head = chain.head().ok_or_else(|| not_serving(format!("chain {} has no replica in sync", chain.id)))?;
+        let body = DataRequest { chain: chain.id, epoch: chain.epoch, target: head, ..r }.encode();
+        let reply = self.data_call(map, chain, head, Message { body, ..m }).await?;
+        DataReply::decode(&reply.body)
+    }
+
+    /// The pause after a failed attempt, with a new map if that may help.
+    pub(crate) async fn refresh_and_pause(self: &Arc<Self>, map: &MapView, at: &mut Attempts, e: Error) -> Result<()> {
+        if e.code != Code::Overloaded {
+            self.refresh_map(map.version()).await;
+        }
+        at.pause(self, e).await
+    }
+
+    /// An oss does not know the session: asks the metadata servers, who decide.
+    pub(crate) async fn verify_session(self: &Arc<Self>) {
+        if let Some(s) = self.current_session() {
+            self.clone().renew().await;
+            if self.current_session().is_some_and(|n| n.id == s.id) {
+                tracing::debug!(session = s.id, "an oss refused the session that the metadata servers still know");
+            }
+        }
+    }
+
+    /// One update, repeated with the same number until it is answered.
+    pub(crate) async fn update(self: &Arc<Self>, u: &mut Update<'_>, at: &mut Attempts) -> Result<DataReply> {
+        let (mut resends, mut caps) = (0, 0);
+        let mut cap = self.capability(u.inode, true, None).await?;
+        let mut sums = block_sums(u64::from(u.offset), u.data.iter().map(|b| &b[..]));
+        loop {
+            if cap.session != u.session {
+                return Err(Error::new(Code::Io, "the session was lost during a write; the bytes may be lost"));
+            }
+            let map = self.map();
+            let e = match self.try_update(&map, u, &cap, &sums).await {
+                Ok(r) => return Ok(r),
+                Err(e) => e,
+            };
+            match data_verdict(&e) {
+                DataVerdict::Resend if resends < MAX_RESENDS => {
+                    // Somebody changes the caller's memory, or a link is bad: from now on send what nobody can change.
+                    resends += 1;
+                    Counters::add(&self.stats.resends, 1);
+                    u.data = vec![segments::copy(self.fabric.pool(), &u.data)];
+                    sums = block_sums(u64::from(u.offset), u.data.iter().map(|b| &b[..]));
+                    if resends > 1 {
+                        at.pause(self, e).await?;
+                    }
+                }
+                DataVerdict::NewCapability if caps < MAX_NEW_CAPS => {
+                    caps += 1;
+                    cap = self.capability(u.inode, true, Some(&cap)).await?;
+                    at.pause(self, e).await?;
+                }
+                DataVerdict::SessionLost => {
+                    self.verify_session().await;
+                    at.pause(self, e).await?;
+                    cap = self.capability(u.inode, true, None).await?;
+                }
+                DataVerdict::Refresh | DataVerdict::AskTail => self.refresh_and_pause(&map, at, e).await?,
+                _ => return Err(e),
+            }
+        }
+    }
+
+    async fn try_update(&self, map: &MapView, u: &Update<'_>, cap: &Cap, sums: &[u32]) -> Result<DataReply> {
+        let _slot = self.pieces.acquire().await.map_err(|_| shut_down())?;
+        let request = DataRequest {
+            kind: Kind::Write,
+            flags: u.flags,
+            offset: u.offset,
+            len: segments::total(&u.data) as u32,
+            session: u.session,
+            seq: u.seq,
+            version: u.version,
+            cap: Some(cap.bytes),
+            sums: sums.to_vec(),
+            ..DataRequest::new(u.chain, 0, 0, u.chunk)
+        };
+        let m = Message::new(opcode::WRITE, Vec::new()).with_payload(u.data.clone());
+        self.to_head(map, u.chain, m, request).await
+    }
+
+    // --- writes ---
+
+    /// Puts bytes on their replicas. The caller holds the range's lock. `stable`: on disk, not only in memory.
+    pub(crate) async fn write_range(
+        self: &Arc<Self>,
+        inode: &Arc<Inode>,
+        offset: u64,
+        data: &[Buf],
+        stable: bool,
+        mut room: Option<tokio::sync::OwnedSemaphorePermit>,
+    ) -> (u64, Result<()>) {
+        let stripes = inode.placed().stripes;
+        let len = segments::total(data) as u64;
+        let writes = stripes.split(offset, len).map(|p| {
+            let part = segments::cut(data, (p.file_offset - offset) as usize, p.len as usize);
+            let share = room.as_mut().and_then(|r| {
+                let n = (room_for(p.len as usize) as usize).min(r.num_permits());
+                r.split(n)
+            });
+            self.write_piece(inode, p, part, stable, share)
+        });
+        let writes: Vec<_> = writes.collect();
+        let mut done = 0;
+        let mut first_error = None;
+        for (p, r) in stripes.split(offset, len).zip(join_all(writes).await) {
+            match r {
+                Ok(()) if first_error.is_none() => done += u64::from(p.len),
+                Ok(()) => {}
+                Err(e) => first_error = first_error.or(Some(e)),
+            }
+        }
+        Counters::add(&self.stats.written_bytes, done);
+        (done, first_error.map_or(Ok(()), Err))
+    }
+
+    async fn write_piece(
+        self: &Arc<Self>,
+        inode: &Arc<Inode>,
+        p: Piece,
+        data: Vec<Buf>,
+        stable: bool,
+        room: Option<tokio::sync::OwnedSemaphorePermit>,
+    ) -> Result<()> {
+        let mut at = self.attempts("write");
+        let cap = self.capability(inode, true, None).await?;
+        let session = self.current_session().filter(|s| s.id == cap.session).ok_or_else(session_lost)?;
+        let seq = session.data_seq.fetch_add(1, Relaxed);
+        let flags = if stable { FLAG_STABLE } else { 0 };
+        let mut u = Update {
+            inode,
+            chain: p.chain,
+            chunk: p.chunk,
+            offset: p.offset,
+            data,
+            session: session.id,
+            seq,
+            flags,
+            version: Version::default(),
+        };
+        let r = self.update(&mut u, &mut at).await?;
+        if !r.stable {
+            let data = u.data;
+            self.keep_unstable(p, data, (session.id, seq), &r, inode, room)?;
+        }
+        Ok(())
+    }
+
+    fn keep_unstable(
+        &self,
+        p: Piece,
+        data: Vec<Buf>,
+        (session, seq): (u64, u64),
+        r: &DataReply,
+        inode: &Arc<Inode>,
+        room: Option<tokio::sync::OwnedSemaphorePermit>,
+    ) -> Result<()> {
+        let mut unstable = self.unstable.lock();
+        if self.current_session().is_none_or(|s| s.id != session) {
+            // It would never be replayed under its number.
+            return Err(session_lost());
+        }
+        let entry = Entry {
+            chunk: p.chunk,
+            offset: p.offset,
+            file_offset: p.file_offset,
+            data,
+            session,
+            seq,
+            version: r.version,
+            stamps: r.stamps.clone(),
+            at_ms: self.env.boot().as_millis() as u64,
+            tag: Arc::new(Hold { inode: inode.clone(), _room: room }),
+        };
+        unstable.add(p.chain, entry);
+        Ok(())
+    }
+
+    // --- reads ---
+
+    /// Bytes of a range that lies below the file's size; holes as zeros.
+    pub(crate) async fn read_range(self: &Arc<Self>, inode: &Inode, range: Range<u64>) -> Result<Vec<Buf>> {
+        let stripes = inode.placed().stripes;
+        let reads = stripes.split(range.start, range.end - range.start).map(|p| self.read_piece(inode, p));
+        let reads: Vec<_> = reads.collect();
+        let mut out = Vec::new();
+        for r in join_all(reads).await {
+            out.extend(r?);
+        }
+        Ok(out)
+    }
+
+    async fn read_piece(self: &Arc<Self>, inode: &Inode, p: Piece) -> Result<Vec<Buf>> {
+        let mut at = self.attempts("read");
+        let mut cap = self.capability(inode, false, None).await?;
+        let (mut corrupt, mut caps) = (0, 0);
+        loop {
+            let map = self.map();
+            let e = match self.read_round(&map, p, &cap).await {
+                Ok(bufs) => return Ok(bufs),
+                Err(e) => e,
+            };
+            match data_verdict(&e) {
+                DataVerdict::OtherReplica if corrupt + 1 < MAX_CORRUPT_ROUNDS => {
+                    corrupt += 1;
+                    self.refresh_and_pause(&map, &mut at, e).await?;
+                }
+                DataVerdict::NewCapability if caps < MAX_NEW_CAPS => {
+                    caps += 1;
+                    cap = self.capability(inode, false, Some(&cap)).await?;
+                    at.pause(self, e).await?;
+                }
+                DataVerdict::SessionLost => {
+                    self.verify_session().await;
+                    at.pause(self, e).await?;
+                    cap = self.capability(inode, false, None).await?;
+                }
+                DataVerdict::Refresh | DataVerdict::AskTail => self.refresh_and_pause(&map, &mut at, e).await?,
+                _ => return Err(e),
+            }
+        }
+    }
+
+    /// Asks the replicas in turn, each once. The error is of the last one; `Corrupt` only if all that answered had bad
+    /// bytes.
+    async fn read_round(&self, map: &MapView, p: Piece, cap: &Cap) -> Result<Vec<Buf>> {
+        let chain = chain_of(map, p.chain)?;
+        let mut order = route::read_order(map, chain, p.chunk, self.local_node(map));
+        let mut passing = None;
+        let mut last = not_serving(format!("chain {} has no replica in sync", chain.id));
+        while !order.is_empty() {
+            let target = order.remove(0);
+            let e = match self.try_read(map, chain, target, p, cap).await {
+                Ok(bufs) => return Ok(bufs),
+                Err(e) => e,
+            };
+            match data_verdict(&e) {
+                DataVerdict::Fail | DataVerdict::NewCapability | DataVerdict::SessionLost => return Err(e),
+                DataVerdict::AskTail => {
+                    // The tail always knows what is committed.
+                    if let Some(i) = chain.tail().and_then(|t| order.iter().position(|o| *o == t)) {
+                        let tail = order.remove(i);
+                        order.insert(0, tail);
+                    }
+                    passing = Some(e);
+                }
+                DataVerdict::Refresh | DataVerdict::Resend => passing = Some(e),
+                DataVerdict::OtherReplica => last = e,
+            }
+        }
+        Err(passing.unwrap_or(last))
+    }
+
+    async fn try_read(
+        &self,
+        map: &MapView,
+        chain: &pb::Chain,
+        target: TargetId,
+        p: Piece,
+        cap: &Cap,
+    ) -> Result<Vec<Buf>> {
+        let _slot = self.pieces.acquire().await.map_err(|_| shut_down())?;
+        let request = DataRequest {
+            offset: p.offset,
+            len: p.len,
+            session: cap.session,
+            cap: Some(cap.bytes),
+            ..DataRequest::new(chain.id, chain.epoch, target, p.chunk)
+        };
+        let m = self.data_call(map, chain, target, Message::new(opcode::READ, request.encode())).await?;
+        let r = DataReply::decode(&m.body)?;
+        let bad = |what: &str| {
+            Counters::add(&self.stats.corrupt_replies, 1);
+            Error::new(Code::Corrupt, format!("chunk {} from target {target}: {what}", p.chunk))
+        };
+        if r.len > p.len || m.payload_len() != r.len as usize {
+            return Err(bad("the reply's length is wrong"));
+        }
+        if let Some(i) = verify(u64::from(p.offset), m.payload.iter().map(|b| &b[..]), &r.sums) {
+            return Err(bad(&format!("block {i} does not match its checksum")));
+        }
+        let mut out = m.payload;
+        segments::push_zeros(&mut out, &self.zero, (p.len - r.len) as usize);
+        Ok(out)
+    }
+}
+
+fn shut_down() -> Error {
+    Error::new(Code::Io, "the client is being shut down")
+}
+
+fn session_lost() -> Error {
+    Error::new(Code::Io, "the session was lost during a write; the bytes may be lost")
+}

@@ -1,0 +1,427 @@
+//! Open files.
+
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+};
+
+use futures_util::future::join_all;
+use parking_lot::Mutex;
+use strake_fabric::Buf;
+use strake_proto::{
+    Code, Error, Ino, Result, SessionId,
+    cap::{self, CAP_LEN},
+    layout::{MAX_FILE_SIZE, StripeMap},
+    pb,
+};
+use tokio::{sync::watch, time::Instant};
+
+use crate::{
+    Client,
+    cache::{Part, UNIT},
+    config::Counters,
+    core::{Core, ROOM_UNIT},
+    inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed},
+    meta::{ok, op},
+    readahead::ReadAhead,
+    segments,
+};
+
+const O_TRUNC: u32 = 0o1000;
+const O_APPEND: u32 = 0o2000;
+const O_DSYNC: u32 = 0o10000;
+const O_DIRECT: u32 = 0o40000;
+
+/// An open file. Clones are the same open file; the last one to go closes it, but only [`File::close`] tells whether
+/// the bytes are safe.
+#[derive(Clone)]
+pub struct File(Arc<Handle>);
+
+struct Handle {
+    core: Arc<Core>,
+    inode: Arc<Inode>,
+    creds: pb::Creds,
+    flags: u32,
+    session: SessionId,
+    ahead: Mutex<ReadAhead>,
+    /// Write-back errors of the inode that this handle has reported, or that came before it.
+    seen_errors: AtomicU64,
+    closed: AtomicBool,
+}
+
+impl Client {
+    /// Opens a regular file. `flags` as on Linux: access mode, O_APPEND (use [`File::append`]), O_TRUNC, O_DSYNC/O_SYNC
+    /// (writes return when stable), O_DIRECT (no read-ahead).
+    pub async fn open(&self, creds: &pb::Creds, ino: Ino, flags: u32) -> Result<(File, pb::Attr)> {
+        let (core, creds) = (self.core.clone(), creds.clone());
+        let opening = async move {
+            let open = op(pb::op::Op::Open(pb::Open { ino, flags: flags & (O_ACCMODE | O_APPEND) }));
+            let r = ok(core.meta(&creds, vec![open]).await?)?;
+            let file = core.file(r, &creds, flags).await?;
+            file.truncate_at_open(flags & O_TRUNC != 0).await
+        };
+        self.core.detached(opening).await
+    }
+
+    /// Creates and opens a regular file in one request; opens it when it is there, unless `exclusive` (`EEXIST`).
+    /// `mode` has the umask applied; `layout` goes over the directory's default.
+    pub async fn create(
+        &self,
+        creds: &pb::Creds,
+        parent: Ino,
+        name: &[u8],
+        mode: u32,
+        flags: u32,
+        exclusive: bool,
+        layout: Option<pb::LayoutSpec>,
+    ) -> Result<(File, pb::Attr)> {
+        let (core, creds) = (self.core.clone(), creds.clone());
+        let name = name.to_vec().into();
+        let opening = async move {
+            let flags_sent = flags & (O_ACCMODE | O_APPEND);
+            let create = pb::Create { parent, name, mode, exclusive, layout, flags: flags_sent };
+            let r = ok(core.meta(&creds, vec![op(pb::op::Op::Create(create))]).await?)?;
+            let created = r.last().is_some_and(|r| r.created);
+            let file = core.file(r, &creds, flags).await?;
+            file.truncate_at_open(flags & O_TRUNC != 0 && !created).await
+        };
+        self.core.detached(opening).await
+    }
+}
+
+impl Core {
+    /// A handle from the answer to an open.
+    async fn file(self: &Arc<Self>, mut r: Vec<pb::OpResult>, creds: &pb::Creds, flags: u32) -> Result<File> {
+        let bad = |m: &str| Error::new(Code::Protocol, m);
+        let r = r.pop().ok_or_else(|| bad("an empty answer to an open"))?;
+        let attr = r.attr.ok_or_else(|| bad("no attributes in the answer to an open"))?;
+        let made = async {
+            let not_regular = || Error::new(Code::IsDir, "only regular files are opened for data");
+            let layout = r.layout.ok_or_else(not_regular)?;
+            let stripes = Arc::new(self.resolve(attr.ino, &layout).await?);
+            let placed = Placed { layout, stripes };
+            let sealed: &[u8; CAP_LEN] =
+                r.capability[..].try_into().map_err(|_| bad("no capability for an open file"))?;
+            let session = cap::peek(sealed).session;
+            let inode = self.inode(attr.ino, || Inode::new(attr.clone(), placed.clone()));
+            inode.set_placed(placed);
+            inode.take_attr(&attr);
+            inode.take_cap(&r.capability, session, flags & (O_ACCMODE | O_APPEND), creds)?;
+            Ok((inode, session))
+        };
+        match made.await {
+            Ok((inode, session)) => {
+                inode.opened(session);
+                Ok(File(Arc::new(Handle {
+                    core: self.clone(),
+                    creds: creds.clone(),
+                    flags,
+                    session,
+                    ahead: Mutex::new(ReadAhead::new(self.cfg.read_ahead_bytes as u64)),
+                    seen_errors: AtomicU64::new(inode.errors()),
+                    closed: AtomicBool::new(false),
+                    inode,
+                })))
+            }
+            Err(e) => {
+                // The server counts it as open.
+                let close = op(pb::op::Op::Close(pb::Close { ino: attr.ino }));
+                if let Err(e) = self.meta(creds, vec![close]).await {
+                    tracing::debug!("{e}");
+                }
+                Err(e)
+            }
+        }
+    }
+
+    /// The layout's arithmetic; with a newer map if it names chains that this one lacks.
+    async fn resolve(self: &Arc<Self>, ino: Ino, layout: &pb::Layout) -> Result<StripeMap> {
+        let map = self.map();
+        match StripeMap::resolve(ino, layout, &map) {
+            Err(e) if e.code == Code::Io => {
+                self.refresh_map(map.version()).await;
+                StripeMap::resolve(ino, layout, &self.map())
+            }
+            r => r,
+        }
+    }
+
+    /// Fetches a range into the cache, unit by unit, as far as there is room.
+    fn prefetch(self: &Arc<Self>, inode: &Arc<Inode>, range: Range<u64>, size: u64) {
+        for unit in range.start / UNIT..range.end.div_ceil(UNIT) {
+            let units = unit * UNIT..((unit + 1) * UNIT).min(size);
+            let mut cache = inode.cache.lock();
+            if cache.has(unit) || units.is_empty() {
+                continue;
+            }
+            let room = self.cache_room.clone().try_acquire_many_owned((UNIT as usize / ROOM_UNIT) as u32);
+            let Ok(room) = room else { return };
+            let (done, rx) = watch::channel(false);
+            let id = cache.begin(unit, Instant::now(), rx, room);
+            drop(cache);
+            let (core, inode) = (self.clone(), inode.clone());
+            self.env.spawn(async move {
+                let bytes = core.read_range(&inode, units).await.ok();
+                inode.cache.lock().arrived(unit, id, bytes);
+                done.send_replace(true);
+            });
+        }
+    }
+
+    /// One part of a read: from the cache if it came, else from the servers.
+    async fn fetch_part(self: &Arc<Self>, inode: &Inode, part: Part) -> Result<Vec<Buf>> {
+        match part {
+            Part::Here(bufs) => {
+                Counters::add(&self.stats.read_ahead_bytes, segments::total(&bufs) as u64);
+                Ok(bufs)
+            }
+            Part::Fetch(range) => self.read_range(inode, range).await,
+            Part::Coming(mut done, range) => {
+                // An error means that the fetcher is gone; the range is then not here either.
+                let _ = done.wait_for(|d| *d).await;
+                let again = inode.cache.lock().plan(range.clone(), Instant::now(), self.cfg.cache_ttl, &mut false);
+                match <[Part; 1]>::try_from(again) {
+                    Ok([Part::Here(bufs)]) => {
+                        Counters::add(&self.stats.read_ahead_bytes, segments::total(&bufs) as u64);
+                        Ok(bufs)
+                    }
+                    _ => self.read_range(inode, range).await,
+                }
+            }
+        }
+    }
+
+    /// All bytes written through this client are stable and the size is in the metadata log.
+    pub(crate) async fn sync_inode(self: &Arc<Self>, inode: &Inode) -> Result<()> {
+        self.flush_inode(inode.ino).await?;
+        self.push_size(inode).await
+    }
+}
+
+impl File {
+    async fn truncate_at_open(self, wanted: bool) -> Result<(File, pb::Attr)> {
+        let attr = if wanted && self.is_writable() { self.truncate(0).await? } else { self.attr() };
+        Ok((self, attr))
+    }
+
+    fn is_writable(&self) -> bool {
+        matches!(self.0.flags & O_ACCMODE, O_WRONLY | O_RDWR)
+    }
+
+    fn check(&self, ok: bool, what: &str) -> Result<()> {
+        match (self.0.closed.load(Relaxed), ok) {
+            (true, _) => Err(Error::new(Code::BadF, "the file is closed")),
+            (false, false) => Err(Error::new(Code::BadF, format!("the file is not open for {what}"))),
+            (false, true) => Ok(()),
+        }
+    }
+
+    pub fn ino(&self) -> Ino {
+        self.0.inode.ino
+    }
+
+    pub fn layout(&self) -> pb::Layout {
+        self.0.inode.placed().layout
+    }
+
+    /// The flags it was opened with.
+    pub fn flags(&self) -> u32 {
+        self.0.flags
+    }
+
+    /// Attributes as last heard, with the size of this client's own writes. [`Client::getattr`] asks.
+    pub fn attr(&self) -> pb::Attr {
+        self.0.inode.attr()
+    }
+
+    /// The bytes of `[offset, offset + len)` below the end of the file, as segments in order; holes as zeros.
+    pub async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
+        let h = &self.0;
+        self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
+        let size = h.core.fresh_size(&h.inode).await?;
+        let end = offset.saturating_add(len as u64).min(size);
+        if offset >= end {
+            return Ok(Vec::new());
+        }
+        let bufs = if h.flags & O_DIRECT != 0 {
+            h.core.read_range(&h.inode, offset..end).await?
+        } else {
+            self.read_cached(offset..end, size).await?
+        };
+        Counters::add(&h.core.stats.read_bytes, end - offset);
+        Ok(bufs)
+    }
+
+    async fn read_cached(&self, range: Range<u64>, size: u64) -> Result<Vec<Buf>> {
+        let h = &self.0;
+        let mut expired = false;
+        let parts = h.inode.cache.lock().plan(range.clone(), Instant::now(), h.core.cfg.cache_ttl, &mut expired);
+        let ahead = {
+            let mut a = h.ahead.lock();
+            if expired {
+                a.wasted();
+            }
+            a.on_read(range.start, range.end - range.start, size)
+        };
+        if let Some(ahead) = ahead {
+            h.core.prefetch(&h.inode, ahead, size);
+        }
+        let mut out = Vec::new();
+        for r in join_all(parts.into_iter().map(|p| h.core.fetch_part(&h.inode, p))).await {
+            out.extend(r?);
+        }
+        Ok(out)
+    }
+
+    /// As [`File::read`], copied. Returns the bytes read.
+    pub async fn read_into(&self, offset: u64, dst: &mut [u8]) -> Result<usize> {
+        let mut at = 0;
+        for b in self.read(offset, dst.len()).await? {
+            dst[at..at + b.len()].copy_from_slice(&b);
+            at += b.len();
+        }
+        Ok(at)
+    }
+
+    /// Writes `data` at `offset`: when it returns, every byte is with all in-sync replicas, in memory or on disk (on
+    /// disk with O_DSYNC or O_SYNC). Overlapping writes of one client land in the order they were called. The
+    /// buffers must not change any more.
+    ///
+    /// Returns the bytes written: fewer than given only when space ran out on the way. After an error each 4 KiB block is
+    /// old or new.
+    pub async fn write(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
+        self.check(self.is_writable(), "writing")?;
+        let me = self.clone();
+        self.0.core.detached(async move { me.write_now(offset, data).await }).await
+    }
+
+    /// As [`File::write`], from a slice (copied), all of it.
+    pub async fn write_all_at(&self, offset: u64, data: &[u8]) -> Result<()> {
+        let mut b = self.0.core.fabric.pool().get(data.len()).await?;
+        b.copy_from_slice(data);
+        let n = self.write(offset, vec![b.freeze()]).await?;
+        if n < data.len() { Err(Error::new(Code::NoSpc, "no space left for all of the bytes")) } else { Ok(()) }
+    }
+
+    /// Writes at the end of the file; returns where. Appends of this client never overlap; those of several mounts may
+    /// until leases exist.
+    pub async fn append(&self, data: Vec<Buf>) -> Result<u64> {
+        self.check(self.is_writable(), "writing")?;
+        let me = self.clone();
+        let appending = async move {
+            let inode = me.0.inode.clone();
+            let _one = inode.appending.lock().await;
+            let offset = me.0.core.fresh_size(&inode).await?;
+            let len = segments::total(&data);
+            let n = me.write_now(offset, data).await?;
+            if n < len { Err(Error::new(Code::NoSpc, "no space left for all of the bytes")) } else { Ok(offset) }
+        };
+        self.0.core.detached(appending).await
+    }
+
+    async fn write_now(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
+        let h = &self.0;
+        let len = segments::total(&data);
+        if len == 0 {
+            return Ok(0);
+        }
+        let end = offset.checked_add(len as u64).filter(|e| *e <= MAX_FILE_SIZE);
+        let end = end.ok_or_else(|| Error::new(Code::FBig, "beyond the largest file size"))?;
+        let stable = h.flags & O_DSYNC != 0;
+        // Room first: who waits for it must not hold up the flush that makes it.
+        let room = if stable { None } else { Some(h.core.reserve(len).await?) };
+        let _turn = h.inode.ranges.lock(offset..end).await;
+        h.inode.cache.lock().invalidate(offset..end);
+        let (done, outcome) = h.core.write_range(&h.inode, offset, &data, stable, room).await;
+        // Again: a fetch that began during the write may have seen the old bytes.
+        h.inode.cache.lock().invalidate(offset..end);
+        if done > 0 {
+            h.inode.wrote(offset + done, &h.creds);
+        }
+        match outcome {
+            Err(e) if done == 0 || e.code != Code::NoSpc => return Err(e),
+            _ => {}
+        }
+        if stable {
+            h.core.push_size(&h.inode).await?;
+        }
+        Ok(done as usize)
+    }
+
+    /// Cuts or extends the file. Returns when the bytes beyond are gone from every replica.
+    pub async fn truncate(&self, size: u64) -> Result<pb::Attr> {
+        self.check(self.is_writable(), "writing")?;
+        let me = self.clone();
+        let set = pb::SetAttr { ino: self.ino(), size: Some(size), ..Default::default() };
+        let h = &self.0;
+        h.core.detached(async move { me.0.core.setattr(&me.0.creds, set, true).await }).await
+    }
+
+    /// Returns when all bytes written are stable on every in-sync replica and the size is in the metadata servers'
+    /// log. An error of an earlier write-back is reported once per open file.
+    pub async fn fsync(&self) -> Result<()> {
+        self.check(true, "")?;
+        self.sync().await
+    }
+
+    /// What close(2) does: as [`File::fsync`].
+    pub async fn flush(&self) -> Result<()> {
+        self.fsync().await
+    }
+
+    async fn sync(&self) -> Result<()> {
+        let me = self.clone();
+        let syncing = async move {
+            let h = &me.0;
+            let outcome = h.core.sync_inode(&h.inode).await;
+            if let Some((errors, e)) = h.inode.error_since(h.seen_errors.load(Relaxed)) {
+                h.seen_errors.store(errors, Relaxed);
+                return Err(e);
+            }
+            outcome
+        };
+        self.0.core.detached(syncing).await
+    }
+
+    /// Flushes and closes, for all clones. The file is closed even when it fails.
+    pub async fn close(self) -> Result<()> {
+        if self.0.closed.swap(true, Relaxed) {
+            return Err(Error::new(Code::BadF, "the file is closed"));
+        }
+        let outcome = self.sync().await;
+        let h = &self.0;
+        let (core, inode, session, creds) = (h.core.clone(), h.inode.clone(), h.session, h.creds.clone());
+        let gone = h.core.detached(async move { forget(core, inode, session, creds).await }).await;
+        outcome.and(gone)
+    }
+}
+
+/// Tells the metadata server that a handle is gone.
+async fn forget(core: Arc<Core>, inode: Arc<Inode>, session: SessionId, creds: pb::Creds) -> Result<()> {
+    let now = core.current_session().map(|s| s.id);
+    if inode.closed(session, now) {
+        let close = op(pb::op::Op::Close(pb::Close { ino: inode.ino }));
+        ok(core.meta(&creds, vec![close]).await?)?;
+    }
+    Ok(())
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        if self.closed.load(Relaxed) || self.core.is_closed() || tokio::runtime::Handle::try_current().is_err() {
+            return;
+        }
+        let (core, inode, session, creds) = (self.core.clone(), self.inode.clone(), self.session, self.creds.clone());
+        self.core.env.spawn(async move {
+            if let Err(e) = core.sync_inode(&inode).await {
+                tracing::warn!(ino = inode.ino, "a file that nobody closed could not be flushed: {e}");
+            }
+            if let Err(e) = forget(core, inode, session, creds).await {
+                tracing::debug!("{e}");
+            }
+        });
+    }
+}

@@ -1,0 +1,252 @@
+//! Making written bytes stable: flushes of chains, and replays of what a restarted replica lost.
+
+use std::sync::{Arc, atomic::Ordering::Relaxed};
+
+use futures_util::future::join_all;
+use strake_fabric::Message;
+use strake_proto::{
+    ChainId, Code, Error, Ino, Result,
+    data::{DataReply, DataRequest, FLAG_REPLAY, Stamp},
+    opcode,
+};
+use tokio::sync::{Mutex as AsyncMutex, OwnedSemaphorePermit};
+
+use crate::{
+    config::Counters,
+    core::{Attempts, Core, Hold, room_for},
+    data::Update,
+    inode::Inode,
+    retry::{DataVerdict, data_verdict},
+    segments,
+    unstable::{Entry, Replay},
+};
+
+/// A chunk remembers its last 64 writers; more unstable writes than it remembers could not be told from lost ones.
+const WRITES_PER_CHUNK: usize = 32;
+
+impl Core {
+    /// Waits for room for `len` unstable bytes. `ETIMEDOUT` when none comes free in time.
+    pub(crate) async fn reserve(self: &Arc<Self>, len: usize) -> Result<OwnedSemaphorePermit> {
+        let total = room_for(self.cfg.unstable_limit).max(1);
+        let n = room_for(len).min(total);
+        if let Ok(p) = self.unstable_room.clone().try_acquire_many_owned(n) {
+            if self.unstable_room.available_permits() < total as usize / 2 {
+                self.flush_wanted.notify_one();
+            }
+            return Ok(p);
+        }
+        let mut at = self.attempts("waiting for earlier writes to become stable");
+        let wait = self.unstable_room.clone().acquire_many_owned(n);
+        tokio::pin!(wait);
+        loop {
+            self.flush_wanted.notify_one();
+            let busy = || Error::new(Code::Overloaded, "too many bytes are not stable yet");
+            tokio::select! {
+                biased;
+                p = &mut wait => return p.map_err(|_| Error::new(Code::Io, "the client is being shut down")),
+                r = at.pause(self, busy()) => r?,
+            }
+        }
+    }
+
+    /// Starts flushes in the background for chains that need one.
+    pub(crate) fn flush_due(self: &Arc<Self>) {
+        let now = self.env.boot().as_millis() as u64;
+        let limit = self.cfg.unstable_limit as u64;
+        let due = {
+            let u = self.unstable.lock();
+            let short = self.unstable_room.available_permits() < room_for(self.cfg.unstable_limit) as usize / 2;
+            let old = now.saturating_sub(self.cfg.flush_age.as_millis() as u64);
+            u.due(old, if short { 0 } else { limit / 4 }, WRITES_PER_CHUNK)
+        };
+        for chain in due {
+            let Ok(turn) = self.flush_lock(chain).try_lock_owned() else { continue };
+            let core = self.clone();
+            self.env.spawn(async move {
+                let mark = core.unstable.lock().mark();
+                let mut at = core.attempts("flushing in the background");
+                if let Err(e) = core.flush_locked(chain, None, mark, &mut at).await {
+                    tracing::warn!(chain, "{e}");
+                }
+                drop(turn);
+            });
+        }
+    }
+
+    fn flush_lock(&self, chain: ChainId) -> Arc<AsyncMutex<()>> {
+        self.flushing.lock().entry(chain).or_default().clone()
+    }
+
+    /// Makes stable what this client wrote to an inode: every chain it touched, in parallel.
+    pub(crate) async fn flush_inode(self: &Arc<Self>, ino: Ino) -> Result<()> {
+        let (chains, mark) = {
+            let u = self.unstable.lock();
+            (u.chains_of(ino), u.mark())
+        };
+        let flushes = chains.into_iter().map(|chain| async move {
+            let mut at = self.attempts("fsync");
+            let _turn = self.flush_lock(chain).lock_owned().await;
+            self.flush_locked(chain, Some(ino), mark, &mut at).await
+        });
+        join_all(flushes).await.into_iter().collect()
+    }
+
+    /// One flush of a chain at a time: those who waited find their bytes stable already.
+    async fn flush_locked(
+        self: &Arc<Self>,
+        chain: ChainId,
+        ino: Option<Ino>,
+        mark: u64,
+        at: &mut Attempts,
+    ) -> Result<()> {
+        loop {
+            let (sample, covered) = {
+                let u = self.unstable.lock();
+                if !u.pending(chain, mark, ino) {
+                    return Ok(());
+                }
+                let Some(e) = u.sample(chain) else { return Ok(()) };
+                ((e.tag.inode.clone(), e.chunk), u.mark())
+            };
+            let request = DataRequest::new(chain, 0, 0, sample.1);
+            let stamps = match self.send_flush(chain, &sample.0, request, at).await? {
+                Some(r) => r.stamps,
+                None => continue,
+            };
+            let lost = self.unstable.lock().flushed(chain, covered, &stamps);
+            for hold in lost.into_values() {
+                self.replay(chain, &hold.inode, &stamps, at).await?;
+            }
+            if at.left().is_zero() {
+                return Err(Error::new(Code::TimedOut, format!("chain {chain} does not become stable")));
+            }
+        }
+    }
+
+    /// A flush, repeated until it is answered. `None`: the file whose right it was sent under cannot be opened any
+    /// more; its bytes were given up.
+    async fn send_flush(
+        self: &Arc<Self>,
+        chain: ChainId,
+        inode: &Inode,
+        request: DataRequest,
+        at: &mut Attempts,
+    ) -> Result<Option<DataReply>> {
+        let mut refused = None;
+        loop {
+            let cap = match self.capability(inode, true, refused.as_ref()).await {
+                Ok(c) => c,
+                Err(e) if e.code == Code::TimedOut => return Err(e),
+                Err(e) => {
+                    self.unstable.lock().forget_inode(inode.ino);
+                    inode.fail(e.context("written bytes cannot be made stable"));
+                    return Ok(None);
+                }
+            };
+            let map = self.map();
+            let request = DataRequest { session: cap.session, cap: Some(cap.bytes), ..request.clone() };
+            let e = match self.to_head(&map, chain, Message::new(opcode::FLUSH, Vec::new()), request).await {
+                Ok(r) if r.stamps.is_empty() || !r.stable => {
+                    return Err(Error::new(Code::Protocol, format!("chain {chain} answered a flush without stamps")));
+                }
+                Ok(r) => return Ok(Some(r)),
+                Err(e) => e,
+            };
+            match data_verdict(&e) {
+                DataVerdict::NewCapability if refused.is_none() => refused = Some(cap),
+                DataVerdict::SessionLost => {
+                    self.verify_session().await;
+                    at.pause(self, e).await?;
+                    if self.unstable.lock().sample(chain).is_none() {
+                        return Ok(None);
+                    }
+                }
+                DataVerdict::Refresh | DataVerdict::AskTail => self.refresh_and_pause(&map, at, e).await?,
+                _ => return Err(e.context("flush")),
+            }
+        }
+    }
+
+    /// Sends the lost bytes of one inode on one chain again. No write of this client to the inode is under way
+    /// meanwhile, so that what is replayed never lands on top of something newer.
+    async fn replay(
+        self: &Arc<Self>,
+        chain: ChainId,
+        inode: &Arc<Inode>,
+        stamps: &[Stamp],
+        at: &mut Attempts,
+    ) -> Result<()> {
+        let _all = inode.ranges.lock_all().await;
+        let (plan, before) = {
+            let u = self.unstable.lock();
+            (u.plan(chain, inode.ino, stamps), u.mark())
+        };
+        tracing::warn!(
+            chain,
+            ino = inode.ino,
+            writes = plan.len(),
+            "a replica restarted: writing unstable bytes again"
+        );
+        Counters::add(&self.stats.replays, plan.len() as u64);
+        let limit = at.left();
+        let parts = join_all(plan.into_iter().map(|p| self.replay_part(chain, inode, p, limit))).await;
+        let mut again = Vec::new();
+        let mut dead = None;
+        for p in parts {
+            match p {
+                Ok(entry) => again.extend(entry),
+                // Nothing is forgotten: the next flush finds the same bytes lost.
+                Err(e) if e.code == Code::TimedOut => return Err(e),
+                Err(e) => dead = Some(e),
+            }
+        }
+        if let Some(e) = dead {
+            inode.fail(Error { code: Code::Io, ..e.context("unstable bytes could not be written again") });
+        }
+        let mut u = self.unstable.lock();
+        u.forget_lost(chain, inode.ino, before, stamps);
+        for e in again {
+            u.add(chain, e);
+        }
+        Ok(())
+    }
+
+    /// One lost part. The entry to keep if it is still not stable.
+    async fn replay_part(
+        self: &Arc<Self>,
+        chain: ChainId,
+        inode: &Arc<Inode>,
+        p: Replay<Hold>,
+        limit: std::time::Duration,
+    ) -> Result<Option<Entry<Hold>>> {
+        let lost = || Error::new(Code::Io, "the session was lost");
+        let session = self.current_session().filter(|s| s.id == p.session).ok_or_else(lost)?;
+        let seq = p.seq.unwrap_or_else(|| session.data_seq.fetch_add(1, Relaxed));
+        let mut at = self.attempts_for("repeating a write", limit);
+        let mut u = Update {
+            inode,
+            chain,
+            chunk: p.chunk,
+            offset: p.offset,
+            data: p.data,
+            session: p.session,
+            seq,
+            flags: FLAG_REPLAY,
+            version: p.version,
+        };
+        let r = self.update(&mut u, &mut at).await?;
+        debug_assert!(segments::total(&u.data) > 0);
+        Ok((!r.stable).then(|| Entry {
+            chunk: p.chunk,
+            offset: p.offset,
+            file_offset: p.file_offset,
+            data: u.data,
+            session: p.session,
+            seq,
+            version: r.version,
+            stamps: r.stamps,
+            at_ms: self.env.boot().as_millis() as u64,
+            tag: p.tag,
+        }))
+    }
+}

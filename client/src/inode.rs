@@ -1,0 +1,369 @@
+//! What all open handles of one inode share in this client: size, layout, capabilities, locks, errors.
+//!
+//! The size a reader sees is the larger of the metadata server's and the end of this client's own writes. Own writes are
+//! reported (`Extend`) in the background, and before anything returns that promises or shows the size.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use parking_lot::Mutex;
+use strake_proto::{
+    Code, Error, Ino, Result, Rights, SessionId,
+    cap::{self, CAP_LEN},
+    layout::StripeMap,
+    pb,
+};
+use tokio::{sync::Mutex as AsyncMutex, time::Instant};
+
+use crate::{
+    cache::ReadCache,
+    core::Core,
+    meta::{ok, op},
+    ranges::RangeLock,
+};
+
+pub(crate) const O_ACCMODE: u32 = 3;
+pub(crate) const O_WRONLY: u32 = 1;
+pub(crate) const O_RDWR: u32 = 2;
+
+/// Capabilities are renewed when less than this is left, milliseconds.
+const RENEW_BEFORE_MS: u64 = 120_000;
+
+/// A capability and how to get the next one.
+#[derive(Clone)]
+pub(crate) struct Cap {
+    pub bytes: [u8; CAP_LEN],
+    pub session: SessionId,
+    expiry_ms: u64,
+    creds: pb::Creds,
+    flags: u32,
+}
+
+#[derive(Clone)]
+pub(crate) struct Placed {
+    pub layout: pb::Layout,
+    pub stripes: Arc<StripeMap>,
+}
+
+struct State {
+    attr: pb::Attr,
+    attr_at: Instant,
+    /// End of the furthest own write that is not reported yet.
+    local_end: u64,
+    /// Own writes so far, and how many of them the metadata server knows of.
+    writes: u64,
+    reported: u64,
+    last_writer: pb::Creds,
+    /// Open handles by the session that opened them.
+    handles: BTreeMap<SessionId, usize>,
+    read_cap: Option<Cap>,
+    write_cap: Option<Cap>,
+    /// Write-back errors so far, and the last one; each handle reports those that came in its time, once.
+    errors: u64,
+    error: Option<Error>,
+    placed: Placed,
+}
+
+pub(crate) struct Inode {
+    pub ino: Ino,
+    pub ranges: RangeLock,
+    pub cache: Mutex<ReadCache>,
+    /// One report, refresh or capability renewal at a time.
+    reporting: AsyncMutex<()>,
+    refreshing: AsyncMutex<()>,
+    capping: AsyncMutex<()>,
+    /// Serialises appends.
+    pub appending: AsyncMutex<()>,
+    state: Mutex<State>,
+}
+
+impl Inode {
+    pub fn new(attr: pb::Attr, placed: Placed) -> Inode {
+        Inode {
+            ino: attr.ino,
+            ranges: RangeLock::default(),
+            cache: Mutex::default(),
+            reporting: AsyncMutex::default(),
+            refreshing: AsyncMutex::default(),
+            capping: AsyncMutex::default(),
+            appending: AsyncMutex::default(),
+            state: Mutex::new(State {
+                attr,
+                attr_at: Instant::now(),
+                local_end: 0,
+                writes: 0,
+                reported: 0,
+                last_writer: pb::Creds::default(),
+                handles: BTreeMap::new(),
+                read_cap: None,
+                write_cap: None,
+                errors: 0,
+                error: None,
+                placed,
+            }),
+        }
+    }
+
+    pub fn placed(&self) -> Placed {
+        self.state.lock().placed.clone()
+    }
+
+    /// Takes a layout if it is newer (set on a file that had no data yet).
+    pub fn set_placed(&self, placed: Placed) {
+        let mut s = self.state.lock();
+        if placed.layout.generation > s.placed.layout.generation {
+            s.placed = placed;
+        }
+    }
+
+    // --- attributes and size ---
+
+    /// Attributes as this client's user must see them.
+    pub fn attr(&self) -> pb::Attr {
+        let s = self.state.lock();
+        let mut a = s.attr.clone();
+        a.size = a.size.max(s.local_end);
+        a
+    }
+
+    /// Takes attributes unless they are older than those here. Returns them as [`Inode::attr`] does.
+    pub fn take_attr(&self, attr: &pb::Attr) -> pb::Attr {
+        let mut s = self.state.lock();
+        if attr.change >= s.attr.change {
+            s.attr = attr.clone();
+            s.attr_at = Instant::now();
+        }
+        drop(s);
+        self.attr()
+    }
+
+    pub fn size(&self) -> u64 {
+        let s = self.state.lock();
+        s.attr.size.max(s.local_end)
+    }
+
+    /// A write of this client up to `end` is on its replicas.
+    pub fn wrote(&self, end: u64, creds: &pb::Creds) {
+        let mut s = self.state.lock();
+        s.local_end = s.local_end.max(end);
+        s.writes += 1;
+        if s.last_writer != *creds {
+            s.last_writer = creds.clone();
+        }
+    }
+
+    pub fn is_dirty(&self) -> bool {
+        let s = self.state.lock();
+        s.writes != s.reported
+    }
+
+    fn to_report(&self) -> Option<(u64, u64, pb::Creds)> {
+        let s = self.state.lock();
+        (s.writes != s.reported).then(|| (s.writes, s.local_end, s.last_writer.clone()))
+    }
+
+    fn reported(&self, writes: u64, attr: Option<&pb::Attr>) {
+        let mut s = self.state.lock();
+        s.reported = s.reported.max(writes);
+        if let Some(a) = attr
+            && a.change >= s.attr.change
+        {
+            s.attr = a.clone();
+            s.attr_at = Instant::now();
+        }
+        if s.reported == s.writes {
+            s.local_end = 0;
+        }
+    }
+
+    /// The size was set through this client, with no write of its own under way: nothing of before counts any more.
+    pub fn resized(&self, attr: &pb::Attr) {
+        let mut s = self.state.lock();
+        s.reported = s.writes;
+        s.local_end = 0;
+        s.attr = attr.clone();
+        s.attr_at = Instant::now();
+    }
+
+    // --- handles and capabilities ---
+
+    pub fn opened(&self, session: SessionId) {
+        *self.state.lock().handles.entry(session).or_default() += 1;
+    }
+
+    /// A handle goes. Whether the metadata server counts it.
+    pub fn closed(&self, opened_in: SessionId, now: Option<SessionId>) -> bool {
+        let mut s = self.state.lock();
+        // A handle that was opened in a lost session may have been moved to the present one.
+        let session = if s.handles.contains_key(&opened_in) { Some(opened_in) } else { now };
+        let Some(session) = session else { return false };
+        let Some(n) = s.handles.get_mut(&session) else { return false };
+        *n -= 1;
+        if *n == 0 {
+            s.handles.remove(&session);
+        }
+        now == Some(session)
+    }
+
+    pub fn handles_of(&self, session: SessionId) -> usize {
+        self.state.lock().handles.get(&session).copied().unwrap_or(0)
+    }
+
+    /// Handles that the present session does not know of yet.
+    fn strangers(&self, session: SessionId) -> usize {
+        self.state.lock().handles.iter().filter(|(s, _)| **s != session).map(|(_, n)| n).sum()
+    }
+
+    fn adopt(&self, session: SessionId) {
+        let mut s = self.state.lock();
+        let n: usize = s.handles.values().sum();
+        s.handles = BTreeMap::from([(session, n)]);
+    }
+
+    /// Keeps the capability that an open was answered with.
+    pub fn take_cap(&self, bytes: &[u8], session: SessionId, flags: u32, creds: &pb::Creds) -> Result<()> {
+        let m = "the metadata server gave no capability for an open file";
+        let bytes: [u8; CAP_LEN] = bytes.try_into().map_err(|_| Error::new(Code::Protocol, m))?;
+        let seen = cap::peek(&bytes);
+        let c = Cap { bytes, session, expiry_ms: seen.expiry_ms, creds: creds.clone(), flags };
+        let mut s = self.state.lock();
+        if seen.rights.has(Rights::READ) {
+            s.read_cap = Some(c.clone());
+        }
+        if seen.rights.has(Rights::WRITE) {
+            s.write_cap = Some(c);
+        }
+        Ok(())
+    }
+
+    fn cap(&self, write: bool) -> Option<Cap> {
+        let s = self.state.lock();
+        if write { s.write_cap.clone() } else { s.read_cap.clone() }
+    }
+
+    // --- write-back errors ---
+
+    /// Bytes that were written are lost: every handle's next fsync or close says so.
+    pub fn fail(&self, e: Error) {
+        let mut s = self.state.lock();
+        s.errors += 1;
+        s.error = Some(e);
+    }
+
+    pub fn errors(&self) -> u64 {
+        self.state.lock().errors
+    }
+
+    /// The last error if there were any since `seen`.
+    pub fn error_since(&self, seen: u64) -> Option<(u64, Error)> {
+        let s = self.state.lock();
+        (s.errors > seen).then(|| (s.errors, s.error.clone().unwrap_or(Error::new(Code::Io, "a write was lost"))))
+    }
+}
+
+impl Core {
+    /// A request on behalf of an open handle. The right was checked at open, as for any file descriptor: when the mode
+    /// has changed since (or never allowed it, as for a file created read-only), it still holds.
+    pub(crate) async fn meta_as_opener(
+        self: &Arc<Self>,
+        creds: &pb::Creds,
+        ops: Vec<pb::Op>,
+    ) -> Result<Vec<pb::OpResult>> {
+        let r = ok(self.meta(creds, ops.clone()).await?);
+        match r {
+            Err(e) if matches!(e.code, Code::Access | Code::Perm) && creds.uid != 0 => {
+                ok(self.meta(&pb::Creds::default(), ops).await?)
+            }
+            r => r,
+        }
+    }
+
+    /// Reports own writes to the metadata server: size and mtime.
+    pub(crate) async fn push_size(self: &Arc<Self>, inode: &Inode) -> Result<()> {
+        let _one = inode.reporting.lock().await;
+        let Some((writes, end, creds)) = inode.to_report() else { return Ok(()) };
+        let extend = op(pb::op::Op::Extend(pb::Extend { ino: inode.ino, end }));
+        match self.meta_as_opener(&creds, vec![extend]).await {
+            Ok(r) => {
+                inode.reported(writes, r.first().and_then(|r| r.attr.as_ref()));
+                Ok(())
+            }
+            Err(e) => {
+                if matches!(e.code, Code::NoEnt | Code::Stale) {
+                    // The file is gone; there is nobody left to tell.
+                    inode.reported(writes, None);
+                }
+                Err(e.context("reporting the size"))
+            }
+        }
+    }
+
+    /// The size for a read that begins now: asks the metadata server when what is known is old.
+    pub(crate) async fn fresh_size(self: &Arc<Self>, inode: &Inode) -> Result<u64> {
+        let is_fresh = || inode.state.lock().attr_at.elapsed() < self.cfg.attr_ttl;
+        if !is_fresh() {
+            let _one = inode.refreshing.lock().await;
+            if !is_fresh() {
+                let get = op(pb::op::Op::Getattr(pb::GetAttr { ino: inode.ino }));
+                let r = ok(self.meta(&pb::Creds::default(), vec![get]).await?)?;
+                if let Some(a) = r.first().and_then(|r| r.attr.as_ref()) {
+                    inode.take_attr(a);
+                }
+            }
+        }
+        Ok(inode.size())
+    }
+
+    /// A capability that is good for a while. `refused`: an oss did not like this one.
+    pub(crate) async fn capability(self: &Arc<Self>, inode: &Inode, write: bool, refused: Option<&Cap>) -> Result<Cap> {
+        let good = |c: &Cap| {
+            self.current_session().is_some_and(|s| s.id == c.session)
+                && c.expiry_ms > self.env.unix_ms() + RENEW_BEFORE_MS.min(c.expiry_ms / 4)
+                && refused.is_none_or(|r| r.bytes != c.bytes)
+        };
+        let none = || Error::new(Code::BadF, "the file is not open for this kind of access");
+        let c = inode.cap(write).ok_or_else(none)?;
+        if good(&c) {
+            return Ok(c);
+        }
+        let _one = inode.capping.lock().await;
+        let c = inode.cap(write).ok_or_else(none)?;
+        if good(&c) {
+            return Ok(c);
+        }
+        self.reopen(inode, &c).await?;
+        inode.cap(write).ok_or_else(none)
+    }
+
+    /// Opens an inode again for a new capability, in the present session. Handles that were opened in a lost session
+    /// become known to the present one.
+    async fn reopen(self: &Arc<Self>, inode: &Inode, old: &Cap) -> Result<()> {
+        let session = self.session().await?;
+        let strangers = inode.strangers(session.id);
+        let open = || op(pb::op::Op::Open(pb::Open { ino: inode.ino, flags: old.flags }));
+        let mut ops = vec![open()];
+        // One open per handle that the session must learn of; else the one open is taken back at once.
+        ops.extend((1..strangers).map(|_| open()));
+        if strangers == 0 {
+            ops.push(op(pb::op::Op::Close(pb::Close { ino: inode.ino })));
+        }
+        let r = self.meta_as_opener(&old.creds, ops).await.map_err(|e| e.context("reopening the file"))?;
+        if strangers > 0 {
+            inode.adopt(session.id);
+        }
+        let first = r.first().ok_or_else(|| Error::new(Code::Protocol, "an empty answer to an open"))?;
+        inode.take_cap(&first.capability, session.id, old.flags, &old.creds)
+    }
+
+    /// After a lost session: makes the new one know all open files, so that unlinked ones stay.
+    pub(crate) async fn reopen_all(self: &Arc<Self>) {
+        let Some(s) = self.current_session() else { return };
+        for inode in self.live_inodes() {
+            if inode.strangers(s.id) > 0 {
+                let write = inode.cap(true).is_some();
+                if let Err(e) = self.capability(&inode, write, None).await {
+                    tracing::warn!(ino = inode.ino, "an open file could not be reopened: {e}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,380 @@
+//! The way to the metadata leader: one connection, one session, exactly-once mutations.
+//!
+//! A mutation gets a sequence number once and keeps it through every retry and every leader, so that the servers run it
+//! once. When a new leader answers, the session reasserts what it holds open before anything else is sent there. When
+//! the servers say that the session is gone, a new one is opened; unstable bytes of the old one are lost to their
+//! handles (`EIO`).
+
+use std::{sync::Arc, sync::atomic::AtomicU64, time::Duration};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use prost::Message as _;
+use strake_fabric::{Connection, Endpoint, Message};
+use strake_proto::{Code, Error, Result, SessionId, opcode, pb};
+use tokio::time::timeout;
+
+use crate::{
+    config::Counters,
+    core::{Attempts, Core},
+    retry::meta_passes,
+    seqs::Seqs,
+};
+
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
+/// One attempt at a request. A leader that is cut off says nothing; the next one answers the retry.
+const META_TRY: Duration = Duration::from_secs(5);
+/// A shrink is answered when the bytes are gone from every replica.
+const SHRINK_TRY: Duration = Duration::from_secs(30);
+
+/// The connection to the server that led last.
+#[derive(Default)]
+pub(crate) struct Link {
+    current: Option<Leader>,
+    made: u64,
+}
+
+#[derive(Clone)]
+struct Leader {
+    conn: Arc<dyn Connection>,
+    at: Endpoint,
+    number: u64,
+}
+
+/// One session at the metadata servers.
+pub(crate) struct Session {
+    pub id: SessionId,
+    pub root: u64,
+    pub term: Duration,
+    pub fs_uuid: Bytes,
+    seqs: Mutex<Seqs>,
+    /// Numbers of data writes: a space of their own.
+    pub data_seq: AtomicU64,
+}
+
+/// A mutation's number, given back when its answer came or nobody waits for one.
+struct Turn<'a>(&'a Session, u64);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.seqs.lock().end(self.1);
+    }
+}
+
+/// A reply's body.
+pub(crate) fn decode<M: prost::Message + Default>(m: &Message) -> Result<M> {
+    M::decode(m.body.clone()).map_err(|e| Error::new(Code::Protocol, format!("a metadata server's reply: {e}")))
+}
+
+/// Whether a list changes anything.
+pub(crate) fn is_mutation(ops: &[pb::Op]) -> bool {
+    use pb::op::Op::*;
+    ops.iter().any(|o| {
+        !matches!(
+            o.op,
+            None | Some(
+                Lookup(_)
+                    | Getattr(_)
+                    | Open(_)
+                    | Close(_)
+                    | Readdir(_)
+                    | Readlink(_)
+                    | Getxattr(_)
+                    | Listxattr(_)
+                    | Statfs(_)
+                    | Getlayout(_)
+                    | PathOf(_)
+                    | Access(_)
+            )
+        )
+    })
+}
+
+fn is_resize(ops: &[pb::Op]) -> bool {
+    ops.iter().any(|o| matches!(&o.op, Some(pb::op::Op::Setattr(s)) if s.size.is_some()))
+}
+
+impl Core {
+    /// Sends a request to the leader, whoever that is, until it is answered or the time is over.
+    pub(crate) async fn mds_call(
+        self: &Arc<Self>,
+        opcode: u16,
+        body: Bytes,
+        one_try: Duration,
+        at: &mut Attempts,
+    ) -> Result<Message> {
+        loop {
+            let cause = match self.leader().await {
+                Ok(leader) => {
+                    Counters::add(&self.stats.meta_requests, 1);
+                    let limit = one_try.min(at.left()).max(Duration::from_millis(1));
+                    match leader.conn.call(Message::new(opcode, body.clone()), limit).await {
+                        Ok(m) => return Ok(m),
+                        Err(e) => {
+                            self.leader_failed(&leader, &e).await;
+                            e
+                        }
+                    }
+                }
+                Err(e) => e,
+            };
+            if !meta_passes(&cause) {
+                return Err(cause);
+            }
+            at.pause(self, cause).await?;
+        }
+    }
+
+    /// The connection to the leader. Makes one to the next candidate when there is none; fails when that one fails.
+    async fn leader(self: &Arc<Self>) -> Result<Leader> {
+        let mut link = self.link.lock().await;
+        if let Some(l) = link.current.as_ref().filter(|l| !l.conn.is_closed()) {
+            return Ok(l.clone());
+        }
+        link.current = None;
+        let none = || Error::new(Code::Inval, "no metadata server is configured");
+        let at = self.finder.lock().next().ok_or_else(none)?;
+        let unreachable = |e: Error| {
+            self.finder.lock().failed(&at);
+            let e = e.context(format_args!("metadata server {at}"));
+            // A host that does not resolve or refuses now may do better later; a wrong key never does.
+            if e.code == Code::Unauthenticated { e } else { Error { code: Code::Disconnected, ..e } }
+        };
+        let conn = match timeout(CONNECT_TIMEOUT, self.fabric.connect(&at, None)).await {
+            Ok(r) => r.map_err(unreachable)?,
+            Err(_) => return Err(unreachable(Error::new(Code::Disconnected, "does not answer"))),
+        };
+        let leader = Leader { conn, at, number: link.made + 1 };
+        if let Some(s) = self.current_session() {
+            match self.renew_on(&leader.conn, &s, true).await {
+                // No session: the leader is right, the session is what must be replaced, by whoever needs it.
+                Ok(()) => {}
+                Err(e) if e.code == Code::NoSession => {}
+                Err(e) => {
+                    self.note_failure(&leader, &e);
+                    return Err(e);
+                }
+            }
+        }
+        link.made += 1;
+        if link.made > 1 {
+            Counters::add(&self.stats.failovers, 1);
+        }
+        self.finder.lock().found(&leader.at);
+        link.current = Some(leader.clone());
+        Ok(leader)
+    }
+
+    fn note_failure(&self, leader: &Leader, e: &Error) {
+        let mut finder = self.finder.lock();
+        finder.failed(&leader.at);
+        if e.code == Code::NotLeader && e.leader != 0 {
+            let map = self.map();
+            let hint = map.node(e.leader).and_then(|n| n.endpoints.iter().find_map(|e| e.parse().ok()));
+            if let Some(h) = hint {
+                finder.hint(h);
+            }
+        }
+    }
+
+    async fn leader_failed(&self, leader: &Leader, e: &Error) {
+        if !matches!(e.code, Code::NotLeader | Code::Disconnected | Code::TimedOut) {
+            return;
+        }
+        let mut link = self.link.lock().await;
+        if link.current.as_ref().is_some_and(|l| l.number == leader.number) {
+            link.current = None;
+            self.note_failure(leader, e);
+        }
+    }
+
+    // --- session ---
+
+    pub(crate) fn current_session(&self) -> Option<Arc<Session>> {
+        self.session.lock().clone()
+    }
+
+    /// The session, opened if there is none.
+    pub(crate) async fn session(self: &Arc<Self>) -> Result<Arc<Session>> {
+        if let Some(s) = self.current_session() {
+            return Ok(s);
+        }
+        let _one = self.session_change.lock().await;
+        if let Some(s) = self.current_session() {
+            return Ok(s);
+        }
+        let body = pb::SessionOpenRequest {
+            client_uuid: self.uuid.to_vec().into(),
+            hostname: self.cfg.hostname.clone(),
+            version: self.cfg.version.clone(),
+            pid: self.cfg.pid,
+        };
+        let mut at = self.attempts("opening a session");
+        let m = self.mds_call(opcode::SESSION_OPEN, body.encode_to_vec().into(), META_TRY, &mut at).await?;
+        let r: pb::SessionOpenReply = decode(&m)?;
+        if let Some(map) = r.map {
+            self.install_map(map)?;
+        }
+        let s = Arc::new(Session {
+            id: r.session,
+            root: r.root,
+            term: Duration::from_millis(u64::from(r.term_ms)),
+            fs_uuid: r.fs_uuid,
+            seqs: Mutex::default(),
+            data_seq: AtomicU64::new(1),
+        });
+        *self.session.lock() = Some(s.clone());
+        Ok(s)
+    }
+
+    /// The servers do not know `session` any more: its unstable writes are lost to their files. The next operation
+    /// opens a new session.
+    pub(crate) fn session_gone(&self, session: &Session) {
+        let mut current = self.session.lock();
+        if current.as_ref().is_none_or(|s| s.id != session.id) {
+            return;
+        }
+        *current = None;
+        drop(current);
+        Counters::add(&self.stats.sessions_lost, 1);
+        tracing::warn!(session = session.id, "the session is gone; unstable writes of open files are lost");
+        let owners = self.unstable.lock().forget_session(session.id);
+        for hold in owners.into_values() {
+            let m = "the session was evicted; bytes written since the last fsync may be lost";
+            hold.inode.fail(Error::new(Code::Io, m));
+        }
+    }
+
+    pub(crate) fn renew_interval(&self) -> Duration {
+        let term = self.current_session().map_or(Duration::from_secs(4), |s| s.term);
+        (term / 4).clamp(Duration::from_millis(10), Duration::from_secs(1))
+    }
+
+    async fn renew_on(&self, conn: &Arc<dyn Connection>, s: &Session, reassert: bool) -> Result<()> {
+        let mut opens = Vec::new();
+        if reassert {
+            // Once per handle: the server counts.
+            for i in self.live_inodes() {
+                opens.extend(std::iter::repeat_n(i.ino, i.handles_of(s.id)));
+            }
+        }
+        let body = pb::SessionRenewRequest { session: s.id, map_version: self.map().version(), reassert, opens };
+        let m = Message::new(opcode::SESSION_RENEW, body.encode_to_vec());
+        Counters::add(&self.stats.meta_requests, 1);
+        let m = conn.call(m, Duration::from_secs(1)).await?;
+        match decode::<pb::SessionRenewReply>(&m)?.map {
+            Some(map) => self.install_map(map),
+            None => Ok(()),
+        }
+    }
+
+    /// Background: keeps the session, or replaces a lost one and reopens what is open.
+    pub(crate) async fn renew(self: Arc<Self>) {
+        let Some(s) = self.current_session() else {
+            match self.session().await {
+                Ok(_) => self.reopen_all().await,
+                Err(e) => tracing::warn!("{e}"),
+            }
+            return;
+        };
+        let outcome = match self.leader().await {
+            Ok(leader) => match self.renew_on(&leader.conn, &s, false).await {
+                Ok(()) => Ok(()),
+                Err(e) => {
+                    self.leader_failed(&leader, &e).await;
+                    Err(e)
+                }
+            },
+            Err(e) => Err(e),
+        };
+        match outcome {
+            Ok(()) => {}
+            Err(e) if e.code == Code::NoSession => self.session_gone(&s),
+            // The pause is short: this runs again before the term is over.
+            Err(e) => tracing::debug!("renewing the session: {e}"),
+        }
+    }
+
+    /// Ends the session; what is open is closed by that.
+    pub(crate) async fn end_session(self: &Arc<Self>) -> Result<()> {
+        let Some(s) = self.session.lock().take() else { return Ok(()) };
+        let body = pb::SessionCloseRequest { session: s.id }.encode_to_vec();
+        let mut at = self.attempts_for("closing the session", Duration::from_secs(5));
+        match self.mds_call(opcode::SESSION_CLOSE, body.into(), Duration::from_secs(2), &mut at).await {
+            Err(e) if e.code != Code::NoSession => Err(e),
+            _ => Ok(()),
+        }
+    }
+
+    // --- requests ---
+
+    /// Runs a list of operations; mutations exactly once. The answer ends with the first failure, if any.
+    ///
+    /// `EIO` when the session was lost while a mutation was in doubt: it may or may not have run.
+    pub(crate) async fn meta(self: &Arc<Self>, creds: &pb::Creds, ops: Vec<pb::Op>) -> Result<Vec<pb::OpResult>> {
+        let mut at = self.attempts("metadata request");
+        let mutation = is_mutation(&ops);
+        let one_try = if is_resize(&ops) { SHRINK_TRY } else { META_TRY };
+        let sent = ops.len();
+        let mut request = pb::MetaRequest { creds: Some(creds.clone()), ops, ..Default::default() };
+        loop {
+            let s = self.session().await?;
+            let turn = mutation.then(|| {
+                let mut seqs = s.seqs.lock();
+                Turn(&s, seqs.begin())
+            });
+            request.session = s.id;
+            request.seq = turn.as_ref().map_or(0, |t| t.1);
+            request.lowest_unanswered = s.seqs.lock().lowest_unanswered();
+            let reply = self.mds_call(opcode::META, request.encode_to_vec().into(), one_try, &mut at).await;
+            drop(turn);
+            match reply {
+                Ok(m) => return check(decode::<pb::MetaReply>(&m)?, sent),
+                Err(e) if e.code == Code::NoSession => {
+                    self.session_gone(&s);
+                    if mutation && at.in_doubt {
+                        return Err(e.context("the session was lost and with it the answer"));
+                    }
+                    at.pause(self, e).await?;
+                }
+                Err(e) => return Err(e),
+            }
+        }
+    }
+}
+
+/// A reply must be as long as the list, or end with a failure.
+fn check(reply: pb::MetaReply, sent: usize) -> Result<Vec<pb::OpResult>> {
+    let r = reply.results;
+    let failed_at = r.iter().position(|o| o.status.as_ref().is_some_and(|s| s.code != 0));
+    match failed_at {
+        None if r.len() == sent => Ok(r),
+        Some(i) if i + 1 == r.len() && i < sent => Ok(r),
+        _ => Err(Error::new(Code::Protocol, format!("{} results for {sent} operations", r.len()))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replies_of_the_wrong_shape_are_refused() {
+        let ok = pb::OpResult::default;
+        let bad = || pb::OpResult { status: Some(Error::new(Code::NoEnt, "").to_status()), ..Default::default() };
+        let reply = |results| pb::MetaReply { results };
+        assert!(check(reply(vec![ok(), ok()]), 2).is_ok());
+        assert!(check(reply(vec![ok(), bad()]), 3).is_ok());
+        assert!(check(reply(vec![ok()]), 2).is_err());
+        assert!(check(reply(vec![bad(), ok()]), 2).is_err());
+        assert!(check(reply(vec![ok(), ok(), ok()]), 2).is_err());
+    }
+
+    #[test]
+    fn reads_have_no_number() {
+        use pb::op::Op::*;
+        let op = |op| pb::Op { op: Some(op) };
+        assert!(!is_mutation(&[op(Getattr(pb::GetAttr { ino: 1 })), op(Open(pb::Open { ino: 1, flags: 2 }))]));
+        assert!(is_mutation(&[op(Getattr(pb::GetAttr { ino: 1 })), op(Extend(pb::Extend { ino: 1, end: 2 }))]));
+    }
+}

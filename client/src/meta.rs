@@ -1,0 +1,247 @@
+//! The namespace: one method per operation, each one request. Attributes are merged with what this client wrote.
+//!
+//! Mutations run to their end even if the caller's future is dropped.
+
+use std::sync::Arc;
+
+use strake_proto::{Code, Error, Ino, Result, pb};
+
+use crate::{Client, core::Core};
+
+pub(crate) fn op(o: pb::op::Op) -> pb::Op {
+    pb::Op { op: Some(o) }
+}
+
+/// The results of a list that went through, or its failure.
+pub(crate) fn ok(mut results: Vec<pb::OpResult>) -> Result<Vec<pb::OpResult>> {
+    match results.last_mut().and_then(|r| r.status.take()) {
+        Some(s) if s.code != 0 => Err(s.into()),
+        _ => Ok(results),
+    }
+}
+
+fn attr_of(r: pb::OpResult) -> Result<pb::Attr> {
+    r.attr.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the attributes out"))
+}
+
+/// What [`Client::get_layout`] tells.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LayoutInfo {
+    /// Of a regular file.
+    pub layout: Option<pb::Layout>,
+    /// A directory's own default, if it has one.
+    pub spec: Option<pb::LayoutSpec>,
+    /// What a file created in the directory now would get (without chains).
+    pub effective: Option<pb::Layout>,
+}
+
+/// A page of a directory.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct DirPage {
+    pub entries: Vec<pb::DirEntry>,
+    /// Nothing comes after the last entry.
+    pub end: bool,
+}
+
+impl Client {
+    async fn read_op(&self, creds: &pb::Creds, o: pb::op::Op) -> Result<pb::OpResult> {
+        one(self.core.meta(creds, vec![op(o)]).await?)
+    }
+
+    async fn write_op(&self, creds: &pb::Creds, o: pb::op::Op) -> Result<pb::OpResult> {
+        let (core, creds) = (self.core.clone(), creds.clone());
+        self.core.detached(async move { one(core.meta(&creds, vec![op(o)]).await?) }).await
+    }
+
+    async fn merged(&self, r: pb::OpResult) -> Result<pb::Attr> {
+        self.core.merge(attr_of(r)?).await
+    }
+
+    /// The inode behind a name. `ENOENT`, `ENOTDIR`, `EACCES`.
+    pub async fn lookup(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
+        let o = pb::op::Op::Lookup(pb::Lookup { parent, name: name.to_vec().into() });
+        self.merged(self.read_op(creds, o).await?).await
+    }
+
+    /// Attributes, with the size and mtime of this client's own writes.
+    pub async fn getattr(&self, creds: &pb::Creds, ino: Ino) -> Result<pb::Attr> {
+        if let Some(inode) = self.core.live_inode(ino)
+            && inode.is_dirty()
+        {
+            self.core.push_size(&inode).await?;
+        }
+        self.merged(self.read_op(creds, pb::op::Op::Getattr(pb::GetAttr { ino })).await?).await
+    }
+
+    /// Changes attributes. With a size it returns when the bytes beyond it are gone from every replica; writes of this
+    /// client that were begun before are done first.
+    pub async fn setattr(&self, creds: &pb::Creds, set: pb::SetAttr) -> Result<pb::Attr> {
+        let (core, creds) = (self.core.clone(), creds.clone());
+        self.core.detached(async move { core.setattr(&creds, set, false).await }).await
+    }
+
+    /// Whether `creds` may do what `mask` (R_OK 4 | W_OK 2 | X_OK 1) asks. `EACCES`.
+    pub async fn access(&self, creds: &pb::Creds, ino: Ino, mask: u32) -> Result<()> {
+        self.read_op(creds, pb::op::Op::Access(pb::Access { ino, mask })).await.map(drop)
+    }
+
+    /// Makes a directory; `mode` has the umask applied.
+    pub async fn mkdir(&self, creds: &pb::Creds, parent: Ino, name: &[u8], mode: u32) -> Result<pb::Attr> {
+        attr_of(self.write_op(creds, pb::op::Op::Mkdir(pb::Mkdir { parent, name: name.to_vec().into(), mode })).await?)
+    }
+
+    /// Makes a file, fifo, socket or device; `mode` has the type and the umask applied, `rdev` is Linux-encoded.
+    pub async fn mknod(&self, creds: &pb::Creds, parent: Ino, name: &[u8], mode: u32, rdev: u32) -> Result<pb::Attr> {
+        let o = pb::op::Op::Mknod(pb::Mknod { parent, name: name.to_vec().into(), mode, rdev });
+        attr_of(self.write_op(creds, o).await?)
+    }
+
+    pub async fn symlink(&self, creds: &pb::Creds, parent: Ino, name: &[u8], target: &[u8]) -> Result<pb::Attr> {
+        let (name, target) = (name.to_vec().into(), target.to_vec().into());
+        attr_of(self.write_op(creds, pb::op::Op::Symlink(pb::Symlink { parent, name, target })).await?)
+    }
+
+    pub async fn readlink(&self, creds: &pb::Creds, ino: Ino) -> Result<Vec<u8>> {
+        Ok(self.read_op(creds, pb::op::Op::Readlink(pb::Readlink { ino })).await?.data.to_vec())
+    }
+
+    pub async fn link(&self, creds: &pb::Creds, ino: Ino, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
+        let o = pb::op::Op::Link(pb::Link { ino, parent, name: name.to_vec().into() });
+        self.merged(self.write_op(creds, o).await?).await
+    }
+
+    pub async fn unlink(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<()> {
+        let o = pb::op::Op::Unlink(pb::Unlink { parent, name: name.to_vec().into() });
+        self.write_op(creds, o).await.map(drop)
+    }
+
+    pub async fn rmdir(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<()> {
+        let o = pb::op::Op::Rmdir(pb::Rmdir { parent, name: name.to_vec().into() });
+        self.write_op(creds, o).await.map(drop)
+    }
+
+    /// `flags`: RENAME_NOREPLACE 1, RENAME_EXCHANGE 2.
+    pub async fn rename(&self, creds: &pb::Creds, from: (Ino, &[u8]), to: (Ino, &[u8]), flags: u32) -> Result<()> {
+        let o = pb::op::Op::Rename(pb::Rename {
+            parent: from.0,
+            name: from.1.to_vec().into(),
+            new_parent: to.0,
+            new_name: to.1.to_vec().into(),
+            flags,
+        });
+        self.write_op(creds, o).await.map(drop)
+    }
+
+    /// Entries after `cookie` (0 = from the start, else of the last entry seen), at most `limit`, with attributes if
+    /// wanted.
+    pub async fn readdir(&self, creds: &pb::Creds, dir: Ino, cookie: u64, limit: u32, attrs: bool) -> Result<DirPage> {
+        let r = self.read_op(creds, pb::op::Op::Readdir(pb::Readdir { dir, cookie, limit, attrs })).await?;
+        let mut page = DirPage { entries: r.entries, end: r.end };
+        for e in &mut page.entries {
+            if let Some(a) = e.attr.take() {
+                e.attr = Some(self.core.merge(a).await?);
+            }
+        }
+        Ok(page)
+    }
+
+    pub async fn getxattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
+        let o = pb::op::Op::Getxattr(pb::GetXattr { ino, name: name.to_vec().into() });
+        Ok(self.read_op(creds, o).await?.data.to_vec())
+    }
+
+    /// `flags`: XATTR_CREATE 1, XATTR_REPLACE 2.
+    pub async fn setxattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8], value: &[u8], flags: u32) -> Result<()> {
+        let (name, value) = (name.to_vec().into(), value.to_vec().into());
+        self.write_op(creds, pb::op::Op::Setxattr(pb::SetXattr { ino, name, value, flags })).await.map(drop)
+    }
+
+    pub async fn listxattr(&self, creds: &pb::Creds, ino: Ino) -> Result<Vec<Vec<u8>>> {
+        let r = self.read_op(creds, pb::op::Op::Listxattr(pb::ListXattr { ino })).await?;
+        Ok(r.names.iter().map(|n| n.to_vec()).collect())
+    }
+
+    pub async fn removexattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8]) -> Result<()> {
+        let o = pb::op::Op::Removexattr(pb::RemoveXattr { ino, name: name.to_vec().into() });
+        self.write_op(creds, o).await.map(drop)
+    }
+
+    /// Space of the file system, or of one pool if named.
+    pub async fn statfs(&self, creds: &pb::Creds, pool: &str) -> Result<pb::StatfsReply> {
+        let r = self.read_op(creds, pb::op::Op::Statfs(pb::Statfs { pool: pool.into() })).await?;
+        r.statfs.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the space out"))
+    }
+
+    pub async fn get_layout(&self, creds: &pb::Creds, ino: Ino) -> Result<LayoutInfo> {
+        let r = self.read_op(creds, pb::op::Op::Getlayout(pb::GetLayout { ino })).await?;
+        Ok(LayoutInfo { layout: r.layout, spec: r.spec, effective: r.effective })
+    }
+
+    /// A directory's default (`None` deletes it), or the layout of a file without data (`EEXIST` when it has some).
+    pub async fn set_layout(&self, creds: &pb::Creds, ino: Ino, layout: Option<pb::LayoutSpec>) -> Result<()> {
+        self.write_op(creds, pb::op::Op::Setlayout(pb::SetLayout { ino, layout })).await.map(drop)
+    }
+
+    /// One path of an inode from the root.
+    pub async fn path_of(&self, creds: &pb::Creds, ino: Ino) -> Result<Vec<u8>> {
+        Ok(self.read_op(creds, pb::op::Op::PathOf(pb::PathOf { ino })).await?.data.to_vec())
+    }
+
+    /// Runs a list of operations in one round trip (many stats, a walk, create and set): see `MetaRequest`. If any of
+    /// them mutates, the list is atomic. The results end with the first failure, if any, as a status.
+    ///
+    /// Sizes are the metadata server's, and an `Open` or `Create` in the list is the caller's to `Close`; it is
+    /// not reasserted after a failover. Use [`Client::open`] and [`Client::create`] for files to be kept open.
+    pub async fn compound(&self, creds: &pb::Creds, ops: Vec<pb::Op>) -> Result<Vec<pb::OpResult>> {
+        let (core, creds) = (self.core.clone(), creds.clone());
+        self.core.detached(async move { core.meta(&creds, ops).await }).await
+    }
+}
+
+fn one(results: Vec<pb::OpResult>) -> Result<pb::OpResult> {
+    let none = || Error::new(Code::Protocol, "an empty answer");
+    ok(results)?.pop().ok_or_else(none)
+}
+
+impl Core {
+    /// Attributes from the metadata server as this client's user must see them. What this client wrote is reported
+    /// first, so that the mtime seen now is the one seen later.
+    pub(crate) async fn merge(self: &Arc<Self>, attr: pb::Attr) -> Result<pb::Attr> {
+        let Some(inode) = self.live_inode(attr.ino) else { return Ok(attr) };
+        if inode.is_dirty() {
+            self.push_size(&inode).await?;
+        }
+        Ok(inode.take_attr(&attr))
+    }
+
+    /// `by_handle`: through a handle that is open for writing.
+    pub(crate) async fn setattr(
+        self: &Arc<Self>,
+        creds: &pb::Creds,
+        set: pb::SetAttr,
+        by_handle: bool,
+    ) -> Result<pb::Attr> {
+        let inode = self.live_inode(set.ino);
+        let size = set.size;
+        // A new size waits for writes under way and holds later ones up; what was read ahead goes.
+        let guard = match (&inode, size) {
+            (Some(i), Some(_)) => Some(i.ranges.lock_all().await),
+            _ => None,
+        };
+        if let Some(i) = &inode {
+            // Own writes count as made before: an mtime set now must stay.
+            self.push_size(i).await?;
+        }
+        let ops = vec![op(pb::op::Op::Setattr(set))];
+        let r = if by_handle { self.meta_as_opener(creds, ops).await? } else { ok(self.meta(creds, ops).await?)? };
+        let attr = attr_of(one(r)?)?;
+        let Some(i) = inode else { return Ok(attr) };
+        if let Some(size) = size {
+            self.unstable.lock().clip(i.ino, size);
+            i.cache.lock().invalidate(0..u64::MAX);
+            i.resized(&attr);
+        }
+        drop(guard);
+        Ok(i.take_attr(&attr))
+    }
+}

@@ -1,0 +1,72 @@
+//! Lists of buffers as one run of bytes: cutting without copying.
+
+use strake_fabric::{Buf, Pool};
+
+pub(crate) fn total(bufs: &[Buf]) -> usize {
+    bufs.iter().map(Buf::len).sum()
+}
+
+/// `len` bytes from `start`, sharing memory; fewer when the list is shorter.
+pub(crate) fn cut(bufs: &[Buf], mut start: usize, mut len: usize) -> Vec<Buf> {
+    let mut out = Vec::new();
+    for b in bufs {
+        if len == 0 {
+            break;
+        }
+        if start >= b.len() {
+            start -= b.len();
+            continue;
+        }
+        let n = len.min(b.len() - start);
+        out.push(b.slice(start..start + n));
+        start = 0;
+        len -= n;
+    }
+    out
+}
+
+/// A private copy in one buffer.
+pub(crate) fn copy(pool: &Pool, bufs: &[Buf]) -> Buf {
+    let mut out = pool.get_now(total(bufs));
+    let mut at = 0;
+    for b in bufs {
+        out[at..at + b.len()].copy_from_slice(b);
+        at += b.len();
+    }
+    out.freeze()
+}
+
+/// Appends `len` zeros as slices of `zero`.
+pub(crate) fn push_zeros(out: &mut Vec<Buf>, zero: &Buf, mut len: usize) {
+    while len > 0 {
+        let n = len.min(zero.len());
+        out.push(zero.slice(0..n));
+        len -= n;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cuts_are_the_same_bytes() {
+        let data: Vec<u8> = (0..100).collect();
+        let bufs = [
+            Buf::copy_from(&data[..10]),
+            Buf::copy_from(&[]),
+            Buf::copy_from(&data[10..77]),
+            Buf::copy_from(&data[77..]),
+        ];
+        for start in 0..=100 {
+            for len in 0..=100 {
+                let got: Vec<u8> = cut(&bufs, start, len).iter().flat_map(|b| b.to_vec()).collect();
+                assert_eq!(got, data[start..(start + len).min(100)]);
+            }
+        }
+        assert_eq!(&copy(&Pool::default(), &bufs)[..], &data[..]);
+        let mut z = Vec::new();
+        push_zeros(&mut z, &Buf::copy_from(&[0; 8]), 21);
+        assert_eq!(total(&z), 21);
+    }
+}

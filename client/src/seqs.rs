@@ -1,0 +1,52 @@
+//! Sequence numbers of a session's mutations: pure bookkeeping behind exactly-once.
+
+use std::collections::BTreeSet;
+
+/// Numbers given out, and which of them still wait for an answer.
+#[derive(Debug)]
+pub struct Seqs {
+    next: u64,
+    waiting: BTreeSet<u64>,
+}
+
+impl Default for Seqs {
+    fn default() -> Seqs {
+        Seqs { next: 1, waiting: BTreeSet::new() }
+    }
+}
+
+impl Seqs {
+    pub fn begin(&mut self) -> u64 {
+        let seq = self.next;
+        self.next += 1;
+        self.waiting.insert(seq);
+        seq
+    }
+    /// `seq` was answered, or nobody will ever repeat it.
+    pub fn end(&mut self, seq: u64) {
+        self.waiting.remove(&seq);
+    }
+    /// Everything below was answered: the server may forget those replies.
+    pub fn lowest_unanswered(&self) -> u64 {
+        self.waiting.first().copied().unwrap_or(self.next)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lowest_waits_for_the_slowest() {
+        let mut s = Seqs::default();
+        assert_eq!(s.lowest_unanswered(), 1);
+        let (a, b, c) = (s.begin(), s.begin(), s.begin());
+        assert_eq!((a, b, c), (1, 2, 3));
+        s.end(b);
+        assert_eq!(s.lowest_unanswered(), 1);
+        s.end(a);
+        assert_eq!(s.lowest_unanswered(), 3);
+        s.end(c);
+        assert_eq!(s.lowest_unanswered(), 4);
+    }
+}

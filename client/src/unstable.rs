@@ -1,0 +1,358 @@
+//! Which written bytes are not yet known to be stable, and what to send again when a replica restarted: pure
+//! bookkeeping.
+//!
+//! A write that is answered *unstable* is kept with the start stamps of the replicas that took it. A flush of its chain
+//! is answered with the stamps of the replicas that flushed. If one of them is the same life of the same replica, the
+//! bytes were there and are now on disk, and the chain's other members agree with it. If none is, the bytes may be lost
+//! and are sent again.
+
+use std::{collections::BTreeMap, ops::Range, sync::Arc};
+
+use strake_fabric::Buf;
+use strake_proto::{
+    ChainId, ChunkId, Ino,
+    data::{Stamp, Version},
+};
+
+use crate::segments;
+
+/// One unstable write: a part of one chunk. `T` is what the shell needs to send it again (the inode, its share of the
+/// memory limit).
+pub(crate) struct Entry<T> {
+    pub chunk: ChunkId,
+    /// From the start of the chunk.
+    pub offset: u32,
+    pub file_offset: u64,
+    pub data: Vec<Buf>,
+    pub session: u64,
+    pub seq: u64,
+    pub version: Version,
+    pub stamps: Vec<Stamp>,
+    /// Milliseconds on the caller's clock.
+    pub at_ms: u64,
+    pub tag: Arc<T>,
+}
+
+impl<T> Entry<T> {
+    fn len(&self) -> u64 {
+        segments::total(&self.data) as u64
+    }
+    fn range(&self) -> Range<u64> {
+        u64::from(self.offset)..u64::from(self.offset) + self.len()
+    }
+    fn survives(&self, flushed: &[Stamp]) -> bool {
+        self.stamps.iter().any(|s| flushed.contains(s))
+    }
+}
+
+/// A lost part to send again.
+pub(crate) struct Replay<T> {
+    pub chunk: ChunkId,
+    pub offset: u32,
+    pub file_offset: u64,
+    pub data: Vec<Buf>,
+    /// The first attempt's number if the entry is whole; a part needs a number of its own.
+    pub seq: Option<u64>,
+    pub session: u64,
+    pub version: Version,
+    pub tag: Arc<T>,
+}
+
+/// The unstable writes of one client, by chain, in the order they were answered.
+pub(crate) struct Unstable<T> {
+    chains: BTreeMap<ChainId, BTreeMap<u64, Entry<T>>>,
+    next: u64,
+    bytes: u64,
+}
+
+impl<T> Default for Unstable<T> {
+    fn default() -> Unstable<T> {
+        Unstable { chains: BTreeMap::new(), next: 1, bytes: 0 }
+    }
+}
+
+impl<T> Unstable<T> {
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub fn add(&mut self, chain: ChainId, entry: Entry<T>) {
+        self.bytes += entry.len();
+        self.chains.entry(chain).or_default().insert(self.next, entry);
+        self.next += 1;
+    }
+
+    /// Taken before a flush is sent: the flush covers what was answered before.
+    pub fn mark(&self) -> u64 {
+        self.next
+    }
+
+    /// Whether anything of the chain from below `mark` is left (of one inode, or of any).
+    pub fn pending(&self, chain: ChainId, mark: u64, ino: Option<Ino>) -> bool {
+        self.chains.get(&chain).is_some_and(|c| c.range(..mark).any(|(_, e)| ino.is_none_or(|i| e.chunk.ino == i)))
+    }
+
+    /// Chains with unstable bytes of an inode.
+    pub fn chains_of(&self, ino: Ino) -> Vec<ChainId> {
+        self.chains.iter().filter(|(_, c)| c.values().any(|e| e.chunk.ino == ino)).map(|(id, _)| *id).collect()
+    }
+
+    /// Some write of the chain: its chunk names a file whose capability permits the flush.
+    pub fn sample(&self, chain: ChainId) -> Option<&Entry<T>> {
+        self.chains.get(&chain)?.values().next()
+    }
+
+    /// Chains whose oldest write is from `before_ms` or earlier, and those with more than `bytes` or with more than
+    /// `per_chunk` writes to one chunk.
+    pub fn due(&self, before_ms: u64, bytes: u64, per_chunk: usize) -> Vec<ChainId> {
+        let is_due = |c: &BTreeMap<u64, Entry<T>>| {
+            let mut counts: BTreeMap<ChunkId, usize> = BTreeMap::new();
+            c.values().next().is_some_and(|e| e.at_ms <= before_ms)
+                || c.values().map(Entry::len).sum::<u64>() > bytes
+                || c.values().any(|e| {
+                    let n = counts.entry(e.chunk).or_default();
+                    *n += 1;
+                    *n > per_chunk
+                })
+        };
+        self.chains.iter().filter(|(_, c)| is_due(c)).map(|(id, _)| *id).collect()
+    }
+
+    /// A flush was answered with these stamps: drops what is stable now. Returns the tags, by inode, of what may be
+    /// lost.
+    pub fn flushed(&mut self, chain: ChainId, mark: u64, stamps: &[Stamp]) -> BTreeMap<Ino, Arc<T>> {
+        let mut lost = BTreeMap::new();
+        let Some(c) = self.chains.get_mut(&chain) else { return lost };
+        let mut freed = 0;
+        c.retain(|order, e| {
+            if *order >= mark {
+                return true;
+            }
+            if e.survives(stamps) {
+                freed += e.len();
+                return false;
+            }
+            lost.insert(e.chunk.ino, e.tag.clone());
+            true
+        });
+        self.bytes -= freed;
+        if c.is_empty() {
+            self.chains.remove(&chain);
+        }
+        lost
+    }
+
+    /// The lost bytes of one inode on one chain, without those that a later write covers: disjoint, so that they can be
+    /// sent in any order. What survived is left alone: it may be newer.
+    pub fn plan(&self, chain: ChainId, ino: Ino, stamps: &[Stamp]) -> Vec<Replay<T>> {
+        let mut covered: BTreeMap<ChunkId, Vec<Range<u64>>> = BTreeMap::new();
+        let mut out = Vec::new();
+        let Some(c) = self.chains.get(&chain) else { return out };
+        for e in c.values().rev().filter(|e| e.chunk.ino == ino) {
+            let above = covered.entry(e.chunk).or_default();
+            if !e.survives(stamps) {
+                for r in subtract(e.range(), above) {
+                    let skip = (r.start - u64::from(e.offset)) as usize;
+                    out.push(Replay {
+                        chunk: e.chunk,
+                        offset: r.start as u32,
+                        file_offset: e.file_offset + skip as u64,
+                        data: segments::cut(&e.data, skip, (r.end - r.start) as usize),
+                        seq: (r == e.range()).then_some(e.seq),
+                        session: e.session,
+                        version: e.version,
+                        tag: e.tag.clone(),
+                    });
+                }
+            }
+            above.push(e.range());
+        }
+        out
+    }
+
+    /// Forgets the lost writes of an inode on a chain: they were replayed (and added anew as far as still unstable).
+    pub fn forget_lost(&mut self, chain: ChainId, ino: Ino, before: u64, stamps: &[Stamp]) {
+        self.retain(chain, |order, e| order >= before || e.chunk.ino != ino || e.survives(stamps));
+    }
+
+    /// Forgets everything of an inode on all chains. Returns whether there was anything.
+    pub fn forget_inode(&mut self, ino: Ino) -> bool {
+        let before = self.bytes;
+        for chain in self.chains.keys().copied().collect::<Vec<_>>() {
+            self.retain(chain, |_, e| e.chunk.ino != ino);
+        }
+        self.bytes != before
+    }
+
+    /// Forgets the writes of a lost session; returns whose they were.
+    pub fn forget_session(&mut self, session: u64) -> BTreeMap<Ino, Arc<T>> {
+        let mut owners = BTreeMap::new();
+        for chain in self.chains.keys().copied().collect::<Vec<_>>() {
+            self.retain(chain, |_, e| {
+                if e.session == session {
+                    owners.insert(e.chunk.ino, e.tag.clone());
+                }
+                e.session != session
+            });
+        }
+        owners
+    }
+
+    /// The file was cut to `size`: nothing beyond it may ever be replayed.
+    pub fn clip(&mut self, ino: Ino, size: u64) {
+        let mut freed = 0;
+        for c in self.chains.values_mut() {
+            c.retain(|_, e| {
+                if e.chunk.ino != ino || e.file_offset + e.len() <= size {
+                    return true;
+                }
+                freed += e.len();
+                if e.file_offset >= size {
+                    return false;
+                }
+                e.data = segments::cut(&e.data, 0, (size - e.file_offset) as usize);
+                freed -= e.len();
+                true
+            });
+        }
+        self.chains.retain(|_, c| !c.is_empty());
+        self.bytes -= freed;
+    }
+
+    fn retain(&mut self, chain: ChainId, mut keep: impl FnMut(u64, &Entry<T>) -> bool) {
+        let Some(c) = self.chains.get_mut(&chain) else { return };
+        let mut freed = 0;
+        c.retain(|order, e| {
+            let k = keep(*order, e);
+            if !k {
+                freed += e.len();
+            }
+            k
+        });
+        self.bytes -= freed;
+        if c.is_empty() {
+            self.chains.remove(&chain);
+        }
+    }
+}
+
+/// What of `r` lies outside of all of `holes`.
+fn subtract(r: Range<u64>, holes: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut parts = vec![r];
+    for h in holes {
+        parts = parts
+            .into_iter()
+            .flat_map(|p| [p.start..p.end.min(h.start), p.start.max(h.end)..p.end])
+            .filter(|p| p.start < p.end)
+            .collect();
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const CHUNK: ChunkId = ChunkId { ino: 1, data: 1, index: 0 };
+
+    fn entry(offset: u32, byte: u8, len: usize, stamps: &[(u32, u64)]) -> Entry<()> {
+        Entry {
+            chunk: CHUNK,
+            offset,
+            file_offset: u64::from(offset),
+            data: vec![Buf::copy_from(&vec![byte; len])],
+            session: 1,
+            seq: u64::from(byte),
+            version: Version::default(),
+            stamps: stamps.iter().map(|(target, stamp)| Stamp { target: *target, stamp: *stamp }).collect(),
+            at_ms: 0,
+            tag: Arc::new(()),
+        }
+    }
+
+    fn stamps(s: &[(u32, u64)]) -> Vec<Stamp> {
+        s.iter().map(|(target, stamp)| Stamp { target: *target, stamp: *stamp }).collect()
+    }
+
+    #[test]
+    fn one_unchanged_replica_is_enough_and_none_means_lost() {
+        let mut u = Unstable::default();
+        u.add(7, entry(0, 1, 10, &[(1, 100), (2, 200)]));
+        let mark = u.mark();
+        u.add(7, entry(0, 2, 10, &[(1, 100), (2, 200)]));
+        assert!(u.flushed(7, mark, &stamps(&[(2, 200), (3, 300)])).is_empty());
+        assert_eq!(u.bytes(), 10, "what came after the mark is not covered");
+        let mark = u.mark();
+        assert!(u.flushed(7, mark, &stamps(&[(1, 101), (2, 201)])).contains_key(&1));
+        assert!(u.pending(7, mark, Some(1)) && !u.pending(7, mark, Some(2)));
+        let plan = u.plan(7, 1, &stamps(&[(1, 101)]));
+        assert_eq!((plan.len(), plan[0].seq), (1, Some(2)));
+        u.forget_lost(7, 1, mark, &stamps(&[(1, 101)]));
+        assert_eq!((u.bytes(), u.pending(7, u64::MAX, None)), (0, false));
+    }
+
+    #[test]
+    fn a_cut_file_is_never_replayed_beyond_its_end() {
+        let mut u = Unstable::default();
+        u.add(7, entry(0, 1, 10, &[(1, 1)]));
+        u.add(8, entry(10, 2, 10, &[(1, 1)]));
+        u.clip(1, 4);
+        assert_eq!(u.bytes(), 4);
+        assert_eq!(u.chains_of(1), vec![7]);
+        assert_eq!(u.plan(7, 1, &[])[0].data[0].len(), 4);
+        assert_eq!(u.forget_session(1).len(), 1);
+        assert_eq!(u.bytes(), 0);
+    }
+
+    #[test]
+    fn what_is_due_is_old_big_or_crowded() {
+        let mut u = Unstable::default();
+        for i in 0..3 {
+            u.add(7, entry(i * 10, 1, 10, &[(1, 1)]));
+        }
+        assert_eq!(u.due(0, u64::MAX, 99), vec![7]);
+        u.chains.get_mut(&7).unwrap().values_mut().for_each(|e| e.at_ms = 5);
+        assert!(u.due(4, 30, 3).is_empty());
+        assert_eq!(u.due(4, 29, 3), vec![7]);
+        assert_eq!(u.due(4, 30, 2), vec![7]);
+    }
+
+    proptest! {
+        /// Writes on a server that forgets some suffix of a first life; then a second life takes more writes. After the
+        /// replay the chunk holds what it would hold had nothing been lost.
+        #[test]
+        fn a_replay_restores_the_last_writer_of_every_byte(
+            first in prop::collection::vec((0u32..64, 1usize..32), 0..12),
+            second in prop::collection::vec((0u32..64, 1usize..32), 0..6),
+            kept in 0usize..12,
+        ) {
+            let mut u = Unstable::default();
+            let (mut want, mut have) = (vec![0u8; 128], vec![0u8; 128]);
+            let put = |m: &mut Vec<u8>, o: u32, b: u8, n: usize| m[o as usize..o as usize + n].fill(b);
+            for (i, (o, n)) in first.iter().enumerate() {
+                put(&mut want, *o, i as u8 + 1, *n);
+                if i < kept {
+                    put(&mut have, *o, i as u8 + 1, *n);
+                }
+                u.add(3, entry(*o, i as u8 + 1, *n, &[(1, 1)]));
+            }
+            for (i, (o, n)) in second.iter().enumerate() {
+                put(&mut want, *o, i as u8 + 101, *n);
+                put(&mut have, *o, i as u8 + 101, *n);
+                u.add(3, entry(*o, i as u8 + 101, *n, &[(1, 2)]));
+            }
+            let now = stamps(&[(1, 2)]);
+            let mark = u.mark();
+            u.flushed(3, mark, &now);
+            for p in u.plan(3, 1, &now) {
+                let bytes: Vec<u8> = p.data.iter().flat_map(|b| b.to_vec()).collect();
+                have[p.offset as usize..p.offset as usize + bytes.len()].copy_from_slice(&bytes);
+            }
+            prop_assert_eq!(have, want);
+            u.forget_lost(3, 1, mark, &now);
+            prop_assert_eq!(u.bytes(), 0);
+        }
+    }
+}
