@@ -1,1 +1,292 @@
-//! See the crate documentation.
+//! The chunk store of one target: chunks on a [`Device`], found through a table in a [`MetaStore`].
+//!
+//! Every update is copy-on-write: [`Engine::stage`] puts bytes into fresh device blocks, [`Engine::commit`] makes the
+//! table in memory name them, [`Engine::flush`] makes that durable. The order of a flush is what crash safety rests on:
+//!
+//! 1. freeze the records changed since the last flush;
+//! 2. flush the device: every byte those records name is durable;
+//! 3. commit the records to the store in one batch, and sync it;
+//! 4. only now may the blocks that the batch replaced be used again, when no reader still holds them.
+//!
+//! So the durable table never names bytes that are not durable, and after a power loss each chunk is as it was at some
+//! flush. Formats are in `docs/formats.md`, "Chunk store".
+//!
+//! | file | idea |
+//! |---|---|
+//! | `stage.rs` | from an update to staged blocks and the records that will name them |
+//! | `read.rs` | consistent views of a chunk, verified reads |
+//! | `list.rs` | listings, forgetting tombstones |
+//! | `flush.rs` | the order above, shared by concurrent callers; reuse of space |
+//! | `open.rs` | formatting, and rebuilding the allocator from the table |
+//! | `record.rs`, `superblock.rs` | the formats |
+//! | `overlay.rs`, `alloc.rs` | the table's part in memory; free space |
+
+mod alloc;
+mod flush;
+mod list;
+mod open;
+mod overlay;
+mod read;
+pub mod record;
+mod stage;
+pub mod superblock;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use alloc::{Allocator, Extent};
+use overlay::Overlay;
+use parking_lot::Mutex;
+use record::{Header, Segment};
+pub use stage::Staged;
+use strake_fabric::{Buf, Pool};
+pub use strake_proto::data::ListEntry;
+use strake_proto::{
+    ChainId, ChunkId, Code, Error, Result,
+    data::{Version, Writer},
+};
+use strake_store::MetaStore;
+use superblock::Superblock;
+
+use crate::device::{BLOCK, Device};
+
+/// A chunk on this target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Key {
+    pub chain: ChainId,
+    pub chunk: ChunkId,
+}
+
+impl std::fmt::Display for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "chunk {} of chain {}", self.chunk, self.chain)
+    }
+}
+
+/// What is known of a chunk besides its bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ChunkMeta {
+    pub version: Version,
+    /// Bytes; 0 for a tombstone.
+    pub len: u32,
+    /// Removed; kept so that resync knows the removal's version.
+    pub tombstone: bool,
+    /// The last 8 changes, oldest first.
+    pub writers: Vec<Writer>,
+}
+
+/// A change to a chunk.
+#[derive(Clone, Debug)]
+pub enum Update {
+    /// Puts `data` at `offset`, extending the chunk; a gap reads as zeros. `sums`: CRC32C per 4 KiB block of the chunk
+    /// touched, see [`strake_proto::checksum`].
+    Write { offset: u32, data: Vec<Buf>, sums: Vec<u32> },
+    /// Cuts to `len` bytes if longer.
+    Truncate { len: u32 },
+    /// Removes the bytes; the version stays as a tombstone.
+    Remove,
+    /// The whole chunk anew, whatever state it was in: also damaged.
+    Replace { data: Vec<Buf>, sums: Vec<u32>, tombstone: bool },
+}
+
+/// What a read found.
+#[derive(Clone, Debug, Default)]
+pub struct ReadOut {
+    /// Segments in order, `len` bytes together.
+    pub data: Vec<Buf>,
+    /// One per 4 KiB block of the chunk touched by `[offset, offset + len)`.
+    pub sums: Vec<u32>,
+    /// Bytes that exist of those asked for.
+    pub len: u32,
+    pub version: Version,
+}
+
+/// Whose a target is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TargetIdentity {
+    /// All zeros until the target has joined a cluster.
+    pub fs_uuid: [u8; 16],
+    pub target_uuid: [u8; 16],
+    /// [`strake_proto::ids::TARGET_UNASSIGNED`] until the mds has given one.
+    pub target_id: u32,
+    /// Name of the node it belongs to, at most 255 bytes.
+    pub node: String,
+}
+
+/// Limits of an engine.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Changed records kept in memory before updates wait for a flush (a record is up to about 800 bytes).
+    pub dirty_records: usize,
+    /// Staged bytes not flushed before updates wait for a flush.
+    pub dirty_bytes: u64,
+    /// Unchanged records cached.
+    pub cached_records: usize,
+    /// Tell the device which blocks are free again.
+    pub discard: bool,
+    /// Commit to the store on tokio's blocking threads: for a store that waits for a disk. The simulator says no.
+    pub offload_store: bool,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options {
+            dirty_records: 80_000,
+            dirty_bytes: 256 << 20,
+            cached_records: 80_000,
+            discard: true,
+            offload_store: false,
+        }
+    }
+}
+
+/// Space and counters. Bytes, except where said.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// What chunks can use.
+    pub capacity: u64,
+    /// Allocated, including what a flush has not yet given back.
+    pub used: u64,
+    /// Chunks that are no tombstones.
+    pub chunks: u64,
+    pub reads: u64,
+    pub writes: u64,
+    pub read_bytes: u64,
+    pub write_bytes: u64,
+    /// Blocks and records found damaged.
+    pub checksum_errors: u64,
+}
+
+#[derive(Default)]
+struct Counters {
+    reads: AtomicU64,
+    writes: AtomicU64,
+    read_bytes: AtomicU64,
+    write_bytes: AtomicU64,
+    damaged: AtomicU64,
+}
+
+fn add(counter: &AtomicU64, n: u64) {
+    counter.fetch_add(n, Ordering::Relaxed);
+}
+
+/// Everything that changes, under one lock that is never held over I/O.
+struct State {
+    headers: Overlay<Key, Header>,
+    segments: Overlay<(Key, u8), Segment>,
+    alloc: Allocator,
+    /// Chunks with an update between stage and commit.
+    staging: BTreeSet<Key>,
+    /// Blocks replaced by commits since the last flush began, or whose write was abandoned.
+    freed: Vec<Extent>,
+    /// The same of the flush that runs.
+    flushing_freed: Vec<Extent>,
+    /// Freed blocks whose flush is done, by the epoch in which it was; see [`State::epoch`].
+    reclaim: VecDeque<(u64, Vec<Extent>)>,
+    /// Counts flushes. A reader that began in epoch `e` may look at blocks freed in epoch `e` or later.
+    epoch: u64,
+    /// Readers at work by the epoch they began in.
+    readers: BTreeMap<u64, usize>,
+    /// Commits so far; of them, those in the flush that runs; and those durable.
+    committed: u64,
+    flushing: u64,
+    flushed: u64,
+    /// Staged bytes not durable, and those of them in the flush that runs.
+    dirty_bytes: u64,
+    flushing_bytes: u64,
+    chunks: u64,
+    /// Set when durability can no longer be promised; nothing is changed any more.
+    failed: Option<Error>,
+}
+
+struct Shared {
+    device: Arc<dyn Device>,
+    table: Arc<dyn MetaStore>,
+    pool: Pool,
+    options: Options,
+    /// Blocks that only truncations may use, so that space can always be given back.
+    reserve: u64,
+    /// Blocks that chunks can use.
+    capacity: u64,
+    superblock: tokio::sync::Mutex<Superblock>,
+    identity: Mutex<TargetIdentity>,
+    state: Mutex<State>,
+    /// Held by the flush that runs.
+    gate: Arc<tokio::sync::Mutex<()>>,
+    counters: Counters,
+    /// For holes.
+    zeros: Buf,
+    /// Keeps the target's folder locked, where it has one.
+    _lock: Option<std::fs::File>,
+}
+
+/// The chunk store of one target. See the module documentation.
+///
+/// At most one update per chunk may be staged at a time (another is refused with `Busy`); reads run at any time.
+pub struct Engine {
+    shared: Arc<Shared>,
+}
+
+impl Engine {
+    /// What a chunk is, `None` if it was never written (or its tombstone is forgotten). `Corrupt` if its record is damaged.
+    pub fn meta(&self, key: &Key) -> Result<Option<ChunkMeta>> {
+        match self.shared.header(key)? {
+            Some(h) if h.damaged => Err(damaged(key)),
+            h => Ok(h.map(|h| h.meta.clone())),
+        }
+    }
+
+    pub fn identity(&self) -> TargetIdentity {
+        self.shared.identity.lock().clone()
+    }
+
+    /// Writes the superblock, durably. The target uuid cannot change: the table carries it too.
+    pub async fn set_identity(&self, id: TargetIdentity) -> Result<()> {
+        let mut current = self.shared.superblock.lock().await;
+        if id.target_uuid != current.identity.target_uuid {
+            return Err(Error::new(Code::Inval, "a target keeps its uuid for life; format it anew instead"));
+        }
+        let next = Superblock { sequence: current.sequence + 1, identity: id.clone(), ..*current };
+        next.write(&*self.shared.device, &self.shared.pool).await?;
+        *current = next;
+        *self.shared.identity.lock() = id;
+        Ok(())
+    }
+
+    pub fn usage(&self) -> Usage {
+        let (s, c) = (self.shared.state.lock(), &self.shared.counters);
+        let waiting: u64 = s.reclaim.iter().flat_map(|(_, list)| list).map(|e| e.count).sum();
+        let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
+        Usage {
+            capacity: self.shared.capacity * BLOCK,
+            used: (self.shared.capacity - s.alloc.free_blocks()).saturating_sub(waiting) * BLOCK,
+            chunks: s.chunks,
+            reads: get(&c.reads),
+            writes: get(&c.writes),
+            read_bytes: get(&c.read_bytes),
+            write_bytes: get(&c.write_bytes),
+            checksum_errors: get(&c.damaged),
+        }
+    }
+
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.shared.device
+    }
+
+    /// Whether commits wait for a flush.
+    pub fn is_dirty(&self) -> bool {
+        let s = self.shared.state.lock();
+        s.committed > s.flushed
+    }
+}
+
+fn damaged(key: &Key) -> Error {
+    Error::new(Code::Corrupt, format!("{key}: its record in the chunk table is damaged; a good copy must replace it"))
+}

@@ -1,0 +1,235 @@
+//! A device in memory that can lose power. What was written but not flushed survives a crash in part: each sector on
+//! its own keeps any of the contents it had since the last flush, so writes are lost, torn and reordered. Errors
+//! and bit flips are injected on request. One thread, no clock but tokio's: the simulator's disk.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+use strake_fabric::{Buf, BufMut};
+use strake_proto::{Code, Error, Result};
+
+use super::{BLOCK, Device, check_range};
+
+type Block = Box<[u8; BLOCK as usize]>;
+
+/// What an injected error hits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    Read,
+    Write,
+    Flush,
+    Discard,
+}
+
+/// How finely a power loss tears writes that were not flushed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tear {
+    /// Blocks of 4 KiB stay whole.
+    Block,
+    /// Sectors of 512 bytes stay whole.
+    Sector,
+}
+
+/// Operations and bytes since creation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    pub reads: u64,
+    pub writes: u64,
+    pub flushes: u64,
+    pub discards: u64,
+    pub read_bytes: u64,
+    pub write_bytes: u64,
+}
+
+#[derive(Default)]
+struct Inner {
+    /// What reads see; absent blocks are zeros.
+    blocks: BTreeMap<u64, Block>,
+    /// Per block written since the last flush, every content it had since then, the flushed one first.
+    unflushed: BTreeMap<u64, Vec<Block>>,
+    faults: Vec<(Op, u64, Code)>,
+    power_left: Option<u64>,
+    latency: Option<Duration>,
+    counters: Counters,
+}
+
+/// See the module documentation.
+pub struct MemDevice {
+    capacity: u64,
+    inner: Mutex<Inner>,
+}
+
+fn zeros() -> Block {
+    Box::new([0; BLOCK as usize])
+}
+
+impl MemDevice {
+    /// An empty device of `capacity` bytes, rounded down to whole blocks. Memory is used only for blocks written.
+    pub fn new(capacity: u64) -> MemDevice {
+        MemDevice { capacity: capacity / BLOCK * BLOCK, inner: Mutex::default() }
+    }
+
+    /// Power goes and comes back: see the module documentation. Ends a power failure set by [`MemDevice::power_off_after`].
+    pub fn crash(&self, seed: u64, tear: Tear) {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut inner = self.inner.lock();
+        let unit = match tear {
+            Tear::Block => BLOCK as usize,
+            Tear::Sector => 512,
+        };
+        for (at, mut versions) in std::mem::take(&mut inner.unflushed) {
+            versions.push(inner.blocks.get(&at).cloned().unwrap_or_else(zeros));
+            let mut left = zeros();
+            for from in (0..BLOCK as usize).step_by(unit) {
+                let kept = &versions[rng.random_range(0..versions.len())];
+                left[from..from + unit].copy_from_slice(&kept[from..from + unit]);
+            }
+            inner.blocks.insert(at, left);
+        }
+        inner.power_left = None;
+    }
+
+    /// After `operations` more operations every further one fails, until [`MemDevice::crash`].
+    pub fn power_off_after(&self, operations: u64) {
+        self.inner.lock().power_left = Some(operations);
+    }
+
+    /// The `nth` operation of this kind from now (0 is the next) fails with `code`, once.
+    pub fn fail(&self, op: Op, nth: u64, code: Code) {
+        self.inner.lock().faults.push((op, nth, code));
+    }
+
+    /// Inverts one bit of the byte at `offset`, as a decaying medium would.
+    pub fn flip_bit(&self, offset: u64, bit: u8) {
+        let mut inner = self.inner.lock();
+        let block = inner.blocks.entry(offset / BLOCK).or_insert_with(zeros);
+        block[(offset % BLOCK) as usize] ^= 1 << (bit % 8);
+    }
+
+    /// Every operation takes this long by tokio's clock.
+    pub fn set_latency(&self, latency: Option<Duration>) {
+        self.inner.lock().latency = latency;
+    }
+
+    pub fn counters(&self) -> Counters {
+        self.inner.lock().counters
+    }
+
+    /// Runs one operation under the lock, then takes the set time. A change is in the device from the start: whoever loses
+    /// power in between finds any part of it.
+    async fn operate<T>(&self, op: Op, run: impl FnOnce(&mut Inner) -> T) -> Result<T> {
+        let (done, latency) = {
+            let mut inner = self.inner.lock();
+            if let Some(left) = &mut inner.power_left {
+                if *left == 0 {
+                    return Err(Error::new(Code::Io, format!("{}: power lost", self.name())));
+                }
+                *left -= 1;
+            }
+            let mut fault = None;
+            inner.faults.retain_mut(|(kind, nth, code)| {
+                if *kind != op {
+                    return true;
+                }
+                if *nth == 0 && fault.is_none() {
+                    fault = Some(*code);
+                    return false;
+                }
+                *nth = nth.saturating_sub(1);
+                true
+            });
+            if let Some(code) = fault {
+                return Err(Error::new(code, format!("{}: injected {op:?} error", self.name())));
+            }
+            (run(&mut inner), inner.latency)
+        };
+        if let Some(latency) = latency {
+            tokio::time::sleep(latency).await;
+        }
+        Ok(done)
+    }
+}
+
+impl Inner {
+    fn set(&mut self, at: u64, new: Option<Block>) {
+        let old = match new {
+            Some(b) => self.blocks.insert(at, b),
+            None => self.blocks.remove(&at),
+        };
+        self.unflushed.entry(at).or_default().push(old.unwrap_or_else(zeros));
+    }
+}
+
+#[async_trait]
+impl Device for MemDevice {
+    fn capacity(&self) -> u64 {
+        self.capacity
+    }
+    fn direct(&self) -> bool {
+        true
+    }
+    fn name(&self) -> String {
+        "memory device".into()
+    }
+
+    async fn read(&self, offset: u64, mut buf: BufMut) -> Result<BufMut> {
+        check_range("memory device", self.capacity, offset, buf.len() as u64)?;
+        self.operate(Op::Read, move |inner| {
+            inner.counters.reads += 1;
+            inner.counters.read_bytes += buf.len() as u64;
+            for (i, part) in buf.chunks_mut(BLOCK as usize).enumerate() {
+                match inner.blocks.get(&(offset / BLOCK + i as u64)) {
+                    Some(b) => part.copy_from_slice(&b[..]),
+                    None => part.fill(0),
+                }
+            }
+            buf
+        })
+        .await
+    }
+
+    async fn write(&self, offset: u64, bufs: Vec<Buf>) -> Result<()> {
+        let total: u64 = bufs.iter().map(|b| b.len() as u64).sum();
+        check_range("memory device", self.capacity, offset, total)?;
+        self.operate(Op::Write, move |inner| {
+            inner.counters.writes += 1;
+            inner.counters.write_bytes += total;
+            let (mut at, mut block, mut filled) = (offset / BLOCK, zeros(), 0);
+            for buf in &bufs {
+                let mut rest: &[u8] = buf;
+                while !rest.is_empty() {
+                    let n = rest.len().min(BLOCK as usize - filled);
+                    block[filled..filled + n].copy_from_slice(&rest[..n]);
+                    rest = &rest[n..];
+                    filled += n;
+                    if filled == BLOCK as usize {
+                        inner.set(at, Some(std::mem::replace(&mut block, zeros())));
+                        (at, filled) = (at + 1, 0);
+                    }
+                }
+            }
+        })
+        .await
+    }
+
+    async fn flush(&self) -> Result<()> {
+        self.operate(Op::Flush, |inner| {
+            inner.counters.flushes += 1;
+            inner.unflushed.clear();
+        })
+        .await
+    }
+
+    async fn discard(&self, offset: u64, len: u64) -> Result<()> {
+        check_range("memory device", self.capacity, offset, len)?;
+        self.operate(Op::Discard, |inner| {
+            inner.counters.discards += 1;
+            for at in offset / BLOCK..(offset + len) / BLOCK {
+                inner.set(at, None);
+            }
+        })
+        .await
+    }
+}

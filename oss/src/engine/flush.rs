@@ -1,0 +1,196 @@
+//! Making commits durable, and giving replaced blocks back afterwards. The order is in the module documentation of
+//! [`engine`](super).
+
+use std::sync::Arc;
+
+use strake_proto::{Code, Error, Result};
+use strake_store::Batch;
+use tokio::sync::OwnedMutexGuard;
+
+use super::{
+    Engine, Shared, State,
+    alloc::{Extent, coalesce},
+    record::{header_key, segment_key},
+};
+use crate::device::BLOCK;
+
+/// Shorter runs of free blocks are not worth telling the device.
+const DISCARD_BLOCKS: u64 = 16;
+
+impl State {
+    /// The reason why nothing may be changed any more.
+    pub(super) fn check(&self) -> Result<()> {
+        self.failed.clone().map_or(Ok(()), Err)
+    }
+
+    pub(super) fn give_back(&mut self, e: Extent) {
+        if !self.alloc.free(e) {
+            // Space that is lost until the target is opened again is better than space used twice.
+            tracing::error!("blocks {}+{} were freed twice; a bug, please report it", e.start, e.count);
+            debug_assert!(false, "double free of {e:?}");
+        }
+    }
+
+    /// Ends a flush that did not reach the store: what it froze is dirty again.
+    fn abort(&mut self) {
+        self.headers.abort();
+        self.segments.abort();
+        let freed = std::mem::take(&mut self.flushing_freed);
+        self.freed.extend(freed);
+    }
+}
+
+impl Engine {
+    /// Everything committed before the call is durable when this returns. Concurrent callers share one flush.
+    pub async fn flush(&self) -> Result<()> {
+        let want = self.shared.state.lock().committed;
+        let gate = self.shared.gate.clone().lock_owned().await;
+        if self.shared.state.lock().flushed >= want {
+            return self.shared.state.lock().check();
+        }
+        self.flush_with(gate).await
+    }
+
+    /// Flushes even if nothing was committed: gives back space whose writes were abandoned, too.
+    pub(super) async fn flush_now(&self) -> Result<()> {
+        let gate = self.shared.gate.clone().lock_owned().await;
+        self.flush_with(gate).await
+    }
+
+    /// Back-pressure: waits for a flush while too much is unflushed.
+    pub(super) async fn throttle(&self) -> Result<()> {
+        let o = &self.shared.options;
+        let full = {
+            let s = self.shared.state.lock();
+            s.check()?;
+            s.headers.dirty_len() + s.segments.dirty_len() >= o.dirty_records || s.dirty_bytes >= o.dirty_bytes
+        };
+        if full { self.flush().await } else { Ok(()) }
+    }
+
+    async fn flush_with(&self, gate: OwnedMutexGuard<()>) -> Result<()> {
+        let shared = &self.shared;
+        {
+            let mut s = shared.state.lock();
+            s.check()?;
+            s.abort(); // of a flush whose caller went away
+            s.headers.begin();
+            s.segments.begin();
+            s.flushing_freed = std::mem::take(&mut s.freed);
+            s.flushing = s.committed;
+            s.flushing_bytes = s.dirty_bytes;
+        }
+        if let Err(e) = shared.device.flush().await {
+            // The kernel reports a lost write once; a second flush would claim success.
+            let e = Error::new(Code::Io, format!("flush failed ({e}); unflushed writes may be lost, restart this target"));
+            let mut s = shared.state.lock();
+            s.abort();
+            s.failed = Some(e.clone());
+            return Err(e);
+        }
+        let done = if shared.options.offload_store {
+            let shared = shared.clone();
+            // The gate goes along: should the caller go away, no other flush starts before this one has ended.
+            let task = tokio::task::spawn_blocking(move || shared.commit_frozen(gate));
+            task.await.map_err(|e| Error::new(Code::Io, format!("flush: {e}")))?
+        } else {
+            shared.commit_frozen(gate)
+        };
+        done?;
+        self.reclaim().await
+    }
+
+    /// Blocks that no durable record and no reader names: first discarded, then free.
+    async fn reclaim(&self) -> Result<()> {
+        let mut back = GiveBack { shared: self.shared.clone(), extents: Vec::new() };
+        {
+            let mut s = self.shared.state.lock();
+            let oldest = s.readers.keys().next().copied().unwrap_or(u64::MAX);
+            while s.reclaim.front().is_some_and(|(epoch, _)| *epoch < oldest) {
+                back.extents.extend(s.reclaim.pop_front().map(|(_, list)| list).unwrap_or_default());
+            }
+        }
+        back.extents = coalesce(std::mem::take(&mut back.extents));
+        if self.shared.options.discard {
+            for e in back.extents.iter().filter(|e| e.count >= DISCARD_BLOCKS) {
+                if let Err(e) = self.shared.device.discard(e.start * BLOCK, e.count * BLOCK).await {
+                    tracing::warn!("{}: discard: {e}", self.shared.device.name());
+                    break;
+                }
+            }
+        }
+        let mut s = self.shared.state.lock();
+        for e in back.extents.drain(..) {
+            s.give_back(e);
+        }
+        Ok(())
+    }
+}
+
+/// Blocks being discarded. If that is abandoned they wait for the next flush, which waits for the discard.
+struct GiveBack {
+    shared: Arc<Shared>,
+    extents: Vec<Extent>,
+}
+
+impl Drop for GiveBack {
+    fn drop(&mut self) {
+        if !self.extents.is_empty() {
+            self.shared.state.lock().freed.append(&mut self.extents);
+        }
+    }
+}
+
+impl Shared {
+    /// Steps 3 and 4 of a flush.
+    fn commit_frozen(&self, _gate: OwnedMutexGuard<()>) -> Result<()> {
+        let batch = self.frozen();
+        if !batch.is_empty() {
+            if let Err(e) = self.table.commit(batch) {
+                self.state.lock().abort();
+                return Err(e.context("chunk table"));
+            }
+            if let Err(e) = self.table.sync() {
+                let m = format!("chunk table: sync failed ({e}); unflushed writes may be lost, restart this target");
+                let mut s = self.state.lock();
+                s.abort();
+                s.failed = Some(Error::new(Code::Io, m));
+                return s.check();
+            }
+        }
+        let mut s = self.state.lock();
+        s.headers.end();
+        s.segments.end();
+        s.flushed = s.flushing;
+        s.dirty_bytes -= s.flushing_bytes;
+        let (epoch, freed) = (s.epoch, std::mem::take(&mut s.flushing_freed));
+        if !freed.is_empty() {
+            s.reclaim.push_back((epoch, freed));
+        }
+        s.epoch += 1;
+        Ok(())
+    }
+
+    fn frozen(&self) -> Batch {
+        let (headers, segments) = {
+            let s = self.state.lock();
+            (s.headers.flushing(), s.segments.flushing())
+        };
+        let mut batch = Batch::default();
+        for (key, header) in headers.iter() {
+            let k = header_key(key);
+            match header {
+                Some(h) => batch.put(k.clone(), h.encode(&k)),
+                None => batch.delete(k),
+            }
+        }
+        for ((key, n), segment) in segments.iter() {
+            let k = segment_key(key, *n);
+            match segment {
+                Some(v) => batch.put(k.clone(), v.encode(&k)),
+                None => batch.delete(k),
+            }
+        }
+        batch
+    }
+}

@@ -1,0 +1,179 @@
+//! Formatting a target, and opening one: whose it is, and which blocks are free.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use parking_lot::Mutex;
+use strake_fabric::{Buf, Pool};
+use strake_proto::{Code, Error, Result};
+use strake_store::{Batch, MetaStore, Reader};
+
+use super::{
+    Counters, Engine, Key, Options, Shared, State, TargetIdentity,
+    alloc::{Allocator, Extent, coalesce},
+    overlay::Overlay,
+    record::{
+        HEADER_PREFIX, HOLE, Header, SEGMENT_PREFIX, Segment, TARGET_KEY, decode_target, encode_target,
+        parse_header_key, parse_segment_key,
+    },
+    superblock::{DATA_START, Superblock},
+};
+use crate::device::{BLOCK, Device};
+
+/// Bytes of zeros that holes are read from.
+const ZEROS: usize = 1 << 20;
+/// The least a target must have for data.
+const MIN_DATA_BLOCKS: u64 = 256;
+
+impl Engine {
+    /// Makes an empty target. Everything the store held is deleted. `Inval` for a device of less than 2 MiB.
+    pub async fn format(device: &dyn Device, table: &dyn MetaStore, id: TargetIdentity) -> Result<()> {
+        let blocks = device.capacity() / BLOCK;
+        if blocks < DATA_START + MIN_DATA_BLOCKS {
+            let least = (DATA_START + MIN_DATA_BLOCKS) * BLOCK;
+            let m = format!("{} has {} bytes; a target needs {least}", device.name(), device.capacity());
+            return Err(Error::new(Code::Inval, m));
+        }
+        table.clear()?;
+        let mut batch = Batch::default();
+        batch.put(TARGET_KEY, encode_target(&id.target_uuid));
+        table.commit(batch)?;
+        table.sync()?;
+        // Both copies, so that one of an earlier life cannot win.
+        let pool = Pool::default();
+        for sequence in 1..=2 {
+            Superblock { sequence, blocks, identity: id.clone() }.write(device, &pool).await?;
+        }
+        Ok(())
+    }
+
+    /// Opens a formatted target: reads the whole table once. `Corrupt` when device and table do not belong together or two
+    /// chunks claim one block; a damaged record only costs its own chunk.
+    pub async fn open(
+        device: Arc<dyn Device>,
+        table: Arc<dyn MetaStore>,
+        pool: Pool,
+        options: Options,
+    ) -> Result<Arc<Engine>> {
+        Engine::open_locked(device, table, pool, options, None).await
+    }
+
+    pub(super) async fn open_locked(
+        device: Arc<dyn Device>,
+        table: Arc<dyn MetaStore>,
+        pool: Pool,
+        options: Options,
+        lock: Option<std::fs::File>,
+    ) -> Result<Arc<Engine>> {
+        let superblock = Superblock::read(&*device, &pool).await?;
+        check_table(&*table, &superblock, &device.name())?;
+        let capacity = superblock.blocks - DATA_START;
+        let counters = Counters::default();
+        let alloc = rebuild(&*table, superblock.blocks, &counters).map_err(|e| e.context(device.name()))?;
+        let state = State {
+            headers: Overlay::new(options.cached_records),
+            segments: Overlay::new(options.cached_records),
+            alloc,
+            staging: Default::default(),
+            freed: Vec::new(),
+            flushing_freed: Vec::new(),
+            reclaim: Default::default(),
+            epoch: 0,
+            readers: Default::default(),
+            committed: 0,
+            flushing: 0,
+            flushed: 0,
+            dirty_bytes: 0,
+            flushing_bytes: 0,
+            chunks: count_chunks(&*table, &counters)?,
+            failed: None,
+        };
+        let shared = Shared {
+            reserve: (capacity / 1024).clamp(16, 4096),
+            capacity,
+            identity: Mutex::new(superblock.identity.clone()),
+            superblock: tokio::sync::Mutex::new(superblock),
+            state: Mutex::new(state),
+            gate: Default::default(),
+            counters,
+            zeros: Buf::copy_from(&vec![0; ZEROS]),
+            device,
+            table,
+            pool,
+            options,
+            _lock: lock,
+        };
+        Ok(Arc::new(Engine { shared: Arc::new(shared) }))
+    }
+}
+
+fn check_table(table: &dyn MetaStore, superblock: &Superblock, device: &str) -> Result<()> {
+    let record = table.get(TARGET_KEY)?.ok_or_else(|| {
+        let m = format!("{device}: its chunk table is empty; restore the table or format the target and resync it");
+        Error::new(Code::Corrupt, m)
+    })?;
+    if decode_target(&record)? != superblock.identity.target_uuid {
+        let m = format!("{device}: the chunk table belongs to another target; put back the one it was formatted with");
+        return Err(Error::new(Code::Corrupt, m));
+    }
+    Ok(())
+}
+
+fn count_chunks(table: &dyn MetaStore, counters: &Counters) -> Result<u64> {
+    let mut live = 0;
+    for pair in table.prefix(&[HEADER_PREFIX]) {
+        let (k, v) = pair?;
+        match Header::decode(&k, &v) {
+            Ok(h) if parse_header_key(&k).is_some() => live += u64::from(h.is_live()),
+            _ => note(counters, &k),
+        }
+    }
+    Ok(live)
+}
+
+fn note(counters: &Counters, key: &[u8]) {
+    counters.damaged.fetch_add(1, Ordering::Relaxed);
+    let chunk = parse_header_key(key).or_else(|| parse_segment_key(key).map(|(k, _)| k));
+    match chunk {
+        Some(k) => tracing::error!("{k}: its record in the chunk table is damaged"),
+        None => tracing::error!("the chunk table has a key that is none: {key:02x?}"),
+    }
+}
+
+/// Free space: everything that no segment record names.
+fn rebuild(table: &dyn MetaStore, blocks: u64, counters: &Counters) -> Result<Allocator> {
+    let mut alloc = Allocator::new(DATA_START, blocks);
+    for pair in table.prefix(&[SEGMENT_PREFIX]) {
+        let (k, v) = pair?;
+        let (Some((key, _)), Ok(segment)) = (parse_segment_key(&k), Segment::decode(&k, &v)) else {
+            note(counters, &k);
+            continue;
+        };
+        for e in extents(&segment) {
+            if !alloc.take(e) {
+                return Err(conflict(table, blocks, key, e));
+            }
+        }
+    }
+    Ok(alloc)
+}
+
+fn extents(s: &Segment) -> Vec<Extent> {
+    coalesce(s.blocks.iter().filter(|b| **b != HOLE).map(|b| Extent { start: *b, count: 1 }).collect())
+}
+
+/// Finds who else claims a block, for the message.
+fn conflict(table: &dyn MetaStore, blocks: u64, key: Key, e: Extent) -> Error {
+    let end = e.start.saturating_add(e.count);
+    if e.start < DATA_START || end > blocks {
+        let m = format!("{key} names device blocks {}+{} of {DATA_START}..{blocks}", e.start, e.count);
+        return Error::new(Code::Corrupt, m);
+    }
+    let other = table.prefix(&[SEGMENT_PREFIX]).filter_map(Result::ok).find_map(|(k, v)| {
+        let (other, _) = parse_segment_key(&k)?;
+        let s = Segment::decode(&k, &v).ok()?;
+        s.blocks.iter().any(|b| (e.start..end).contains(b)).then_some(other)
+    });
+    let other = other.map_or_else(|| "itself".into(), |k| k.to_string());
+    let m = format!("{key} and {other} both name device blocks {}+{}; format the target and resync it", e.start, e.count);
+    Error::new(Code::Corrupt, m)
+}

@@ -1,0 +1,290 @@
+//! Consistent views of a chunk and verified reads of its bytes.
+
+use std::{collections::BTreeMap, ops::Range, sync::Arc};
+
+use futures_util::future::try_join_all;
+use strake_fabric::Buf;
+use strake_proto::{
+    Code, Error, Result,
+    checksum::{BLOCK, crc32c},
+};
+
+use super::{
+    Engine, Key, ReadOut, Shared, add, damaged,
+    overlay::Slot,
+    record::{HOLE, Header, SEG_BLOCKS, SEG_BYTES, Segment, header_key, parse_segment_key, segment_key},
+};
+
+/// Blocks one device read covers at most.
+const READ_BLOCKS: usize = 1024;
+
+/// Keeps blocks freed from now on from being used again while it lives.
+pub(super) struct Ticket {
+    shared: Arc<Shared>,
+    epoch: u64,
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let mut s = self.shared.state.lock();
+        if let Some(n) = s.readers.get_mut(&self.epoch) {
+            *n -= 1;
+            if *n == 0 {
+                s.readers.remove(&self.epoch);
+            }
+        }
+    }
+}
+
+/// A chunk's header and some of its segments as of one moment.
+pub(super) struct View {
+    pub header: Slot<Header>,
+    /// The segments asked for, in order.
+    pub segments: Vec<(u8, Slot<Segment>)>,
+    pub _ticket: Ticket,
+}
+
+/// What was read from the store in an epoch; worthless in the next one.
+#[derive(Default)]
+struct Loaded {
+    epoch: u64,
+    header: Option<Slot<Header>>,
+    segments: BTreeMap<u8, Slot<Segment>>,
+}
+
+enum Missing {
+    Header,
+    Segments(Range<u8>),
+}
+
+/// Segments that bytes `[from, to)` of a chunk touch.
+pub(super) fn segments_of(from: u32, to: u32) -> Range<u8> {
+    if from >= to {
+        return 0..0;
+    }
+    (from / SEG_BYTES) as u8..to.div_ceil(SEG_BYTES) as u8
+}
+
+impl Shared {
+    /// The header and the segments that `want` names, given the header. Reads the store without the lock, and again if a
+    /// flush ended meanwhile: in the same epoch, what memory does not know is in the store as it was read.
+    pub(super) fn view(self: &Arc<Self>, key: &Key, want: impl Fn(Option<&Header>) -> Range<u8>) -> Result<View> {
+        let mut loaded = Loaded::default();
+        loop {
+            let missing = match self.try_view(key, &want, &mut loaded) {
+                Ok(view) => return Ok(view),
+                Err(missing) => missing,
+            };
+            match missing {
+                Missing::Header => loaded.header = Some(self.load_header(key)?),
+                Missing::Segments(range) => self.load_segments(key, range, &mut loaded.segments)?,
+            }
+        }
+    }
+
+    fn try_view(
+        self: &Arc<Self>,
+        key: &Key,
+        want: &impl Fn(Option<&Header>) -> Range<u8>,
+        loaded: &mut Loaded,
+    ) -> Result<View, Missing> {
+        let mut s = self.state.lock();
+        if loaded.epoch != s.epoch {
+            *loaded = Loaded { epoch: s.epoch, ..Loaded::default() };
+        }
+        let Some(header) = s.headers.get(key).or_else(|| loaded.header.clone()) else { return Err(Missing::Header) };
+        let mut segments = Vec::new();
+        let mut missing: Option<Range<u8>> = None;
+        for seg in want(header.as_deref()) {
+            match s.segments.get(&(*key, seg)).or_else(|| loaded.segments.get(&seg).cloned()) {
+                Some(v) => segments.push((seg, v)),
+                None => missing = Some(missing.map_or(seg, |m| m.start)..seg + 1),
+            }
+        }
+        if let Some(range) = missing {
+            return Err(Missing::Segments(range));
+        }
+        if let Some(h) = loaded.header.take() {
+            s.headers.cache(*key, h);
+        }
+        for (seg, v) in std::mem::take(&mut loaded.segments) {
+            s.segments.cache((*key, seg), v);
+        }
+        let epoch = s.epoch;
+        *s.readers.entry(epoch).or_default() += 1;
+        drop(s);
+        Ok(View { header, segments, _ticket: Ticket { shared: self.clone(), epoch } })
+    }
+
+    pub(super) fn header(self: &Arc<Self>, key: &Key) -> Result<Slot<Header>> {
+        if let Some(h) = self.state.lock().headers.get(key) {
+            return Ok(h);
+        }
+        self.view(key, |_| 0..0).map(|v| v.header)
+    }
+
+    fn load_header(&self, key: &Key) -> Result<Slot<Header>> {
+        let k = header_key(key);
+        Ok(self.table.get(&k)?.map(|v| {
+            Arc::new(Header::decode(&k, &v).unwrap_or_else(|e| {
+                self.note_damage(key, &e);
+                Header::damaged()
+            }))
+        }))
+    }
+
+    fn load_segments(&self, key: &Key, range: Range<u8>, into: &mut BTreeMap<u8, Slot<Segment>>) -> Result<()> {
+        let decode = |k: &[u8], v: &[u8]| {
+            Arc::new(Segment::decode(k, v).unwrap_or_else(|e| {
+                self.note_damage(key, &e);
+                Segment::damaged()
+            }))
+        };
+        let from = segment_key(key, range.start);
+        if range.len() == 1 {
+            into.insert(range.start, self.table.get(&from)?.map(|v| decode(&from, &v)));
+            return Ok(());
+        }
+        for seg in range.clone() {
+            into.insert(seg, None);
+        }
+        let to = segment_key(key, range.end);
+        for pair in self.table.range(std::ops::Bound::Included(&from), std::ops::Bound::Excluded(&to)) {
+            let (k, v) = pair?;
+            if let Some((_, seg)) = parse_segment_key(&k) {
+                into.insert(seg, Some(decode(&k, &v)));
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn note_damage(&self, key: &Key, e: &Error) {
+        add(&self.counters.damaged, 1);
+        tracing::error!("{}: {key}: {e}", self.device.name());
+    }
+
+    /// Reads device blocks into one buffer and checks each against its sum. `wait`: for room in the pool.
+    pub(super) async fn read_blocks(&self, key: &Key, block: u64, at: usize, sums: &[u32], wait: bool) -> Result<Buf> {
+        let len = sums.len() * BLOCK;
+        let buf = if wait { self.pool.get(len).await? } else { self.pool.get_now(len) };
+        let buf = self.device.read(block * BLOCK as u64, buf).await.map_err(|e| e.context(key))?;
+        if buf.len() != len {
+            return Err(Error::new(Code::Io, format!("{key}: {} read {} of {len} bytes", self.device.name(), buf.len())));
+        }
+        if let Some(i) = buf.chunks(BLOCK).zip(sums).position(|(bytes, sum)| crc32c(bytes) != *sum) {
+            let e = Error::new(
+                Code::Corrupt,
+                format!(
+                    "{key}: block {} does not match its checksum (device block {} of {})",
+                    at + i,
+                    block + i as u64,
+                    self.device.name()
+                ),
+            );
+            self.note_damage(key, &e);
+            return Err(e);
+        }
+        Ok(buf.freeze())
+    }
+}
+
+/// Adjoining blocks of a chunk that lie in one run on the device, or are holes.
+struct Piece {
+    /// First block, counted in the chunk.
+    at: usize,
+    /// Where on the device; [`HOLE`] for holes.
+    block: u64,
+    sums: Vec<u32>,
+}
+
+fn pieces(key: &Key, segments: &[(u8, Slot<Segment>)], blocks: Range<usize>, zero_sum: u32) -> Result<Vec<Piece>> {
+    let mut out: Vec<Piece> = Vec::new();
+    for at in blocks {
+        let found = segments.iter().find(|(seg, _)| usize::from(*seg) == at / SEG_BLOCKS).and_then(|(_, s)| s.as_ref());
+        let (block, sum) = match found {
+            Some(s) if s.damaged => return Err(damaged(key)),
+            Some(s) if s.blocks[at % SEG_BLOCKS] != HOLE => (s.blocks[at % SEG_BLOCKS], s.sums[at % SEG_BLOCKS]),
+            _ => (HOLE, zero_sum),
+        };
+        match out.last_mut() {
+            Some(p)
+                if p.sums.len() < READ_BLOCKS
+                    && ((p.block == HOLE && block == HOLE)
+                        || (p.block != HOLE && block != HOLE && p.block + p.sums.len() as u64 == block)) =>
+            {
+                p.sums.push(sum);
+            }
+            _ => out.push(Piece { at, block, sums: vec![sum] }),
+        }
+    }
+    Ok(out)
+}
+
+impl Engine {
+    /// The committed bytes of `[offset, offset + len)` as far as they exist. Every block was checked against its checksum
+    /// (`Corrupt` on a mismatch) and all are of one version. A chunk that is absent or removed has none.
+    pub async fn read(&self, key: &Key, offset: u32, len: u32) -> Result<ReadOut> {
+        let shared = &self.shared;
+        let end_in = |h: Option<&Header>| h.map_or(0, |h| h.meta.len.min(offset.saturating_add(len)));
+        let view = shared.view(key, |h| segments_of(offset, end_in(h)))?;
+        add(&shared.counters.reads, 1);
+        let Some(header) = &view.header else { return Ok(ReadOut::default()) };
+        if header.damaged {
+            return Err(damaged(key));
+        }
+        let (version, end) = (header.meta.version, end_in(Some(header)));
+        if offset >= end {
+            return Ok(ReadOut { version, ..ReadOut::default() });
+        }
+        let (from, to) = (offset as usize, end as usize);
+        let zero_sum = crc32c(&shared.zeros[..BLOCK]);
+        let pieces = pieces(key, &view.segments, from / BLOCK..to.div_ceil(BLOCK), zero_sum)?;
+        let reads = pieces.iter().enumerate().filter(|(_, p)| p.block != HOLE);
+        // Waiting for room while holding some could wait for ever: only the first buffer is waited for.
+        let reads = reads.enumerate().map(|(n, (i, p))| async move {
+            shared.read_blocks(key, p.block, p.at, &p.sums, n == 0).await.map(|buf| (i, buf))
+        });
+        let mut bufs: BTreeMap<usize, Buf> = try_join_all(reads).await?.into_iter().collect();
+
+        let mut out = ReadOut { version, len: end - offset, ..ReadOut::default() };
+        for (i, p) in pieces.into_iter().enumerate() {
+            let (start, stop) = (p.at * BLOCK, (p.at + p.sums.len()) * BLOCK);
+            let wanted = from.max(start) - start..to.min(stop) - start;
+            match bufs.remove(&i) {
+                Some(buf) => out.data.push(buf.slice(wanted)),
+                None => shared.push_zeros(wanted.len(), &mut out.data),
+            }
+            out.sums.extend(p.sums);
+        }
+        fix_partial_sums(from, to, &mut out);
+        add(&shared.counters.read_bytes, u64::from(out.len));
+        Ok(out)
+    }
+}
+
+/// The first and last sum cover whole blocks so far; where the range cuts a block they become the sum of what is in it.
+fn fix_partial_sums(from: usize, to: usize, out: &mut ReadOut) {
+    let one_block = from / BLOCK == (to - 1) / BLOCK;
+    if !from.is_multiple_of(BLOCK) || (one_block && !to.is_multiple_of(BLOCK)) {
+        let head = (BLOCK - from % BLOCK).min(to - from);
+        if let (Some(sum), Some(first)) = (out.sums.first_mut(), out.data.first()) {
+            *sum = crc32c(&first[..head]);
+        }
+    }
+    if !to.is_multiple_of(BLOCK)
+        && !one_block
+        && let (Some(sum), Some(last)) = (out.sums.last_mut(), out.data.last())
+    {
+        *sum = crc32c(&last[last.len() - to % BLOCK..]);
+    }
+}
+
+impl Shared {
+    pub(super) fn push_zeros(&self, mut len: usize, into: &mut Vec<Buf>) {
+        while len > 0 {
+            let n = len.min(self.zeros.len());
+            into.push(self.zeros.slice(0..n));
+            len -= n;
+        }
+    }
+}

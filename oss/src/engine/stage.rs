@@ -1,0 +1,494 @@
+//! From an update to staged blocks: checks, allocation, merging with old bytes, writing, and the records that will name
+//! the new blocks once the update is committed.
+
+use std::{ops::Range, sync::Arc};
+
+use futures_util::future::try_join_all;
+use strake_fabric::Buf;
+use strake_proto::{
+    Code, Error, Result,
+    checksum::{self, BLOCK, crc32c},
+    data::{Version, Writer},
+    layout::MAX_CHUNK,
+};
+
+use super::{
+    ChunkMeta, Engine, Key, Shared, Update, add,
+    alloc::{Extent, push_block},
+    damaged,
+    overlay::Slot,
+    read::{View, segments_of},
+    record::{HOLE, Header, KEPT_WRITERS, MAX_SEGS, SEG_BLOCKS, Segment},
+};
+
+/// More segments than this in one write are copied into one buffer first (the kernel's limit is 1,024).
+const MAX_IOVECS: usize = 512;
+
+/// An update whose bytes are on the device and visible to nobody. Dropping it frees them.
+pub struct Staged {
+    slot: Slotted,
+    /// Blocks the update takes.
+    space: Space,
+    /// Of the header to be; version and writers come with the commit.
+    len: u32,
+    tombstone: bool,
+    /// Writers before this update; empty when they are replaced.
+    writers: Vec<Writer>,
+    was_live: bool,
+    /// Segment records that change.
+    segments: Vec<(u8, Slot<Segment>)>,
+    /// Blocks the update no longer needs.
+    freed: Vec<Extent>,
+    bytes: u64,
+}
+
+impl Staged {
+    pub fn key(&self) -> Key {
+        self.slot.key
+    }
+    /// The chunk's length once committed.
+    pub fn len(&self) -> u32 {
+        self.len
+    }
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+/// The chunk's one place for an update.
+struct Slotted {
+    shared: Arc<Shared>,
+    key: Key,
+}
+
+impl Drop for Slotted {
+    fn drop(&mut self) {
+        self.shared.state.lock().staging.remove(&self.key);
+    }
+}
+
+/// Allocated blocks on their way into a record.
+struct Space {
+    shared: Arc<Shared>,
+    extents: Vec<Extent>,
+    /// A write may still change them: then they wait for a flush, which waits for the write.
+    in_flight: bool,
+}
+
+impl Drop for Space {
+    fn drop(&mut self) {
+        if self.extents.is_empty() {
+            return;
+        }
+        let mut s = self.shared.state.lock();
+        if self.in_flight {
+            s.freed.append(&mut self.extents);
+        } else {
+            for e in self.extents.drain(..) {
+                s.give_back(e);
+            }
+        }
+    }
+}
+
+/// Whole blocks to be written, from block `first` of the chunk on.
+struct Image {
+    first: usize,
+    data: Vec<Buf>,
+    sums: Vec<u32>,
+}
+
+/// Segment records being rewritten, and what that frees.
+#[derive(Default)]
+struct Rewrite {
+    segments: Vec<(u8, Segment)>,
+    freed: Vec<Extent>,
+}
+
+impl Rewrite {
+    fn new(segments: &[(u8, Slot<Segment>)]) -> Rewrite {
+        let own = |s: &Slot<Segment>| s.as_ref().map_or_else(Segment::empty, |s| (**s).clone());
+        Rewrite { segments: segments.iter().map(|(n, s)| (*n, own(s))).collect(), freed: Vec::new() }
+    }
+
+    fn set(&mut self, at: usize, block: u64, sum: u32) {
+        let Some((_, s)) = self.segments.iter_mut().find(|(n, _)| usize::from(*n) == at / SEG_BLOCKS) else { return };
+        let old = std::mem::replace(&mut s.blocks[at % SEG_BLOCKS], block);
+        s.sums[at % SEG_BLOCKS] = sum;
+        if old != HOLE {
+            push_block(&mut self.freed, old);
+        }
+    }
+
+    /// Makes everything a hole.
+    fn clear(&mut self) {
+        for (_, s) in &mut self.segments {
+            s.blocks.iter().filter(|b| **b != HOLE).for_each(|b| push_block(&mut self.freed, *b));
+            *s = Segment::empty();
+        }
+    }
+}
+
+/// The chunk before the update: its header and the segments concerned.
+#[derive(Default)]
+struct Old {
+    header: Slot<Header>,
+    segments: Vec<(u8, Slot<Segment>)>,
+}
+
+fn total(data: &[Buf]) -> usize {
+    data.iter().map(Buf::len).sum()
+}
+
+fn check_data(offset: u32, data: &[Buf], sums: &[u32]) -> Result<()> {
+    if u64::from(offset) + total(data) as u64 > MAX_CHUNK {
+        let m = format!("{} bytes at {offset} reach beyond the largest chunk, {MAX_CHUNK} bytes", total(data));
+        return Err(Error::new(Code::Inval, m));
+    }
+    match checksum::verify(u64::from(offset), data.iter().map(|b| &b[..]), sums) {
+        None => Ok(()),
+        Some(i) => {
+            let m = format!("block {i} of an update does not match its checksum; send it again from a private copy");
+            Err(Error::new(Code::Resend, m))
+        }
+    }
+}
+
+impl Engine {
+    /// Checks an update (`Resend`: bytes do not match their sums), finds space for it (`NoSpc`) and writes its bytes where
+    /// nobody sees them. Waits for a flush when too much is unflushed. `Busy`: the chunk has a staged update.
+    pub async fn stage(&self, key: Key, update: Update) -> Result<Staged> {
+        match &update {
+            Update::Write { offset, data, sums } => check_data(*offset, data, sums)?,
+            Update::Replace { data, tombstone: true, .. } if !data.is_empty() => {
+                return Err(Error::new(Code::Inval, "a tombstone has no bytes"));
+            }
+            Update::Replace { data, sums, .. } => check_data(0, data, sums)?,
+            Update::Truncate { .. } | Update::Remove => {}
+        }
+        self.throttle().await?;
+        let slot = self.take_slot(key)?;
+        match update {
+            Update::Write { offset, data, sums } => self.stage_write(slot, offset, data, sums).await,
+            Update::Truncate { len } => self.stage_truncate(slot, len).await,
+            Update::Remove => self.stage_whole(slot, Vec::new(), Vec::new(), true, true).await,
+            Update::Replace { data, sums, tombstone } => self.stage_whole(slot, data, sums, tombstone, false).await,
+        }
+    }
+
+    fn take_slot(&self, key: Key) -> Result<Slotted> {
+        let mut s = self.shared.state.lock();
+        s.check()?;
+        if !s.staging.insert(key) {
+            return Err(Error::new(Code::Busy, format!("{key}: an update is staged already")));
+        }
+        Ok(Slotted { shared: self.shared.clone(), key })
+    }
+
+    async fn stage_write(&self, slot: Slotted, offset: u32, data: Vec<Buf>, sums: Vec<u32>) -> Result<Staged> {
+        let bytes = total(&data);
+        let end = offset + bytes as u32;
+        let old = slot.look(|_| segments_of(offset, end))?.whole(&slot.key)?;
+        let mut rewrite = Rewrite::new(&old.segments);
+        let mut space = slot.no_space();
+        let mut len = old.len();
+        if bytes > 0 {
+            let image = self.shared.image(&slot.key, &old, offset, data, sums).await?;
+            space = self.write(&slot.key, &image, self.shared.reserve).await?;
+            rewrite.place(&image, &space.extents);
+            len = len.max(end);
+        }
+        Ok(slot.staged(&old, len, false, rewrite, space))
+    }
+
+    /// Bytes beyond a chunk's end are zeros in its last block, so that growing it again needs no look back: a cut inside a
+    /// block writes that block anew. That one block may come from the reserve.
+    async fn stage_truncate(&self, slot: Slotted, len: u32) -> Result<Staged> {
+        let old = slot.look(|h| h.map_or(0..0, |h| segments_of(len, h.meta.len)))?.whole(&slot.key)?;
+        let tombstone = old.header.as_ref().is_some_and(|h| h.meta.tombstone);
+        let mut rewrite = Rewrite::new(&old.segments);
+        let mut space = slot.no_space();
+        if old.len() <= len {
+            return Ok(slot.staged(&old, old.len(), tombstone, rewrite, space));
+        }
+        for at in (len as usize).div_ceil(BLOCK)..(old.len() as usize).div_ceil(BLOCK) {
+            rewrite.set(at, HOLE, 0);
+        }
+        let (at, kept) = (len as usize / BLOCK, len as usize % BLOCK);
+        if kept > 0
+            && let Some(bytes) = self.shared.old_block(&slot.key, &old, at).await?
+        {
+            let mut block = self.shared.pool.get_now(BLOCK);
+            block[..kept].copy_from_slice(&bytes[..kept]);
+            block[kept..].fill(0);
+            let sums = vec![crc32c(&block)];
+            let image = Image { first: at, data: vec![block.freeze()], sums };
+            space = self.write(&slot.key, &image, 0).await?;
+            rewrite.place(&image, &space.extents);
+        }
+        Ok(slot.staged(&old, len, tombstone, rewrite, space))
+    }
+
+    /// The chunk anew, or without bytes. Old records are dropped unread where they are damaged: opening the target did not
+    /// count their blocks as used either.
+    async fn stage_whole(
+        &self,
+        slot: Slotted,
+        data: Vec<Buf>,
+        sums: Vec<u32>,
+        tombstone: bool,
+        keep_writers: bool,
+    ) -> Result<Staged> {
+        let old = slot.look(|h| match h {
+            Some(h) if h.damaged => 0..MAX_SEGS,
+            h => segments_of(0, h.map_or(0, |h| h.meta.len)),
+        })?;
+        let bytes = total(&data);
+        let mut rewrite = Rewrite::new(&old.segments);
+        rewrite.clear();
+        for n in segments_of(0, bytes as u32) {
+            if !rewrite.segments.iter().any(|(have, _)| *have == n) {
+                rewrite.segments.push((n, Segment::empty()));
+            }
+        }
+        let mut space = slot.no_space();
+        if bytes > 0 {
+            let image = self.shared.image(&slot.key, &Old::default(), 0, data, sums).await?;
+            for part in image.without_zeros(crc32c(&self.shared.zeros[..BLOCK])) {
+                let mut more = self.write(&slot.key, &part, self.shared.reserve).await?;
+                rewrite.place(&part, &more.extents);
+                space.extents.append(&mut more.extents);
+            }
+        }
+        let mut staged = slot.staged(&old, bytes as u32, tombstone, rewrite, space);
+        if !keep_writers {
+            staged.writers.clear();
+        }
+        Ok(staged)
+    }
+
+    /// Allocates and writes. On failure or when dropped halfway the space goes back by itself.
+    async fn write(&self, key: &Key, image: &Image, reserve: u64) -> Result<Space> {
+        let count = image.sums.len() as u64;
+        let alloc = || self.shared.state.lock().alloc.alloc(count, reserve);
+        let mut extents = alloc();
+        if extents.is_none() {
+            self.flush_now().await?; // it gives back what is already deleted
+            extents = alloc();
+        }
+        let extents = extents.ok_or_else(|| self.no_space(key, count))?;
+        let mut space = Space { shared: self.shared.clone(), extents, in_flight: true };
+        let mut at = 0;
+        let writes = space.extents.iter().map(|e| {
+            let bufs = cut(&image.data, at..at + e.count as usize * BLOCK);
+            at += e.count as usize * BLOCK;
+            self.shared.device.write(e.start * BLOCK as u64, bufs)
+        });
+        try_join_all(writes).await.map_err(|e| e.context(key))?;
+        space.in_flight = false;
+        add(&self.shared.counters.writes, 1);
+        add(&self.shared.counters.write_bytes, count * BLOCK as u64);
+        Ok(space)
+    }
+
+    fn no_space(&self, key: &Key, count: u64) -> Error {
+        let free = self.shared.state.lock().alloc.free_blocks();
+        let m = format!(
+            "{key}: no space for {} bytes on {} ({} free, {} of them kept for truncation); delete files or add targets",
+            count * BLOCK as u64,
+            self.shared.device.name(),
+            free * BLOCK as u64,
+            self.shared.reserve * BLOCK as u64
+        );
+        Error::new(Code::NoSpc, m)
+    }
+
+    /// Makes a staged update visible: at once, durable at the next flush. Write, truncate and remove append `writers` to
+    /// the chunk's list (the last 8 stay), replace sets it.
+    pub fn commit(&self, mut staged: Staged, version: Version, writers: Vec<Writer>) -> Result<ChunkMeta> {
+        let mut list = std::mem::take(&mut staged.writers);
+        list.extend(writers);
+        list.drain(..list.len().saturating_sub(KEPT_WRITERS));
+        let meta = ChunkMeta { version, len: staged.len, tombstone: staged.tombstone, writers: list };
+        let key = staged.slot.key;
+        let mut s = self.shared.state.lock();
+        s.check()?;
+        s.chunks = s.chunks + u64::from(!staged.tombstone) - u64::from(staged.was_live);
+        s.headers.put(key, Some(Arc::new(Header::new(meta.clone()))));
+        for (n, segment) in staged.segments.drain(..) {
+            s.segments.put((key, n), segment);
+        }
+        s.freed.append(&mut staged.freed);
+        s.dirty_bytes += staged.bytes;
+        s.committed += 1;
+        staged.space.extents.clear(); // the records own them now
+        Ok(meta)
+    }
+}
+
+/// Part of a list of buffers, shared.
+fn cut(data: &[Buf], range: Range<usize>) -> Vec<Buf> {
+    let (mut out, mut at) = (Vec::new(), 0);
+    for b in data {
+        let (from, to) = (range.start.max(at), range.end.min(at + b.len()));
+        if from < to {
+            out.push(b.slice(from - at..to - at));
+        }
+        at += b.len();
+    }
+    out
+}
+
+impl Slotted {
+    /// What is there now. Nobody else changes the chunk while this value lives, so its blocks stay.
+    fn look(&self, want: impl Fn(Option<&Header>) -> Range<u8>) -> Result<Old> {
+        let View { header, segments, .. } = self.shared.view(&self.key, want)?;
+        Ok(Old { header, segments })
+    }
+
+    fn no_space(&self) -> Space {
+        Space { shared: self.shared.clone(), extents: Vec::new(), in_flight: false }
+    }
+
+    fn staged(self, old: &Old, len: u32, tombstone: bool, rewrite: Rewrite, space: Space) -> Staged {
+        let slot = |s: Segment| if s.is_empty() { None } else { Some(Arc::new(s)) };
+        Staged {
+            bytes: space.extents.iter().map(|e| e.count * BLOCK as u64).sum(),
+            space,
+            len,
+            tombstone,
+            writers: old.header.as_ref().map_or_else(Vec::new, |h| h.meta.writers.clone()),
+            was_live: old.header.as_ref().is_some_and(|h| h.is_live()),
+            segments: rewrite.segments.into_iter().map(|(n, s)| (n, slot(s))).collect(),
+            freed: rewrite.freed,
+            slot: self,
+        }
+    }
+}
+
+impl Old {
+    fn len(&self) -> u32 {
+        self.header.as_ref().map_or(0, |h| h.meta.len)
+    }
+
+    /// Refuses a chunk any of whose records here is damaged.
+    fn whole(self, key: &Key) -> Result<Old> {
+        let bad = self.header.as_ref().is_some_and(|h| h.damaged)
+            || self.segments.iter().any(|(_, s)| s.as_ref().is_some_and(|s| s.damaged));
+        if bad { Err(damaged(key)) } else { Ok(self) }
+    }
+}
+
+impl Image {
+    /// The parts that are not zeros: what is zero becomes holes. `zero_sum` is the checksum of a block of zeros.
+    fn without_zeros(self, zero_sum: u32) -> Vec<Image> {
+        let blocks = self.data.iter().flat_map(|b| b.chunks(BLOCK));
+        let zero = |(bytes, sum): (&[u8], &u32)| *sum == zero_sum && bytes.iter().all(|b| *b == 0);
+        let zeros: Vec<bool> = blocks.zip(&self.sums).map(zero).collect();
+        let (mut parts, mut at) = (Vec::new(), 0);
+        for run in zeros.chunk_by(|a, b| a == b) {
+            if !run[0] {
+                parts.push(Image {
+                    first: self.first + at,
+                    data: cut(&self.data, at * BLOCK..(at + run.len()) * BLOCK),
+                    sums: self.sums[at..at + run.len()].to_vec(),
+                });
+            }
+            at += run.len();
+        }
+        parts
+    }
+}
+
+impl Rewrite {
+    /// Puts an image's blocks where they were written.
+    fn place(&mut self, image: &Image, extents: &[Extent]) {
+        let blocks = extents.iter().flat_map(|e| e.start..e.start + e.count);
+        for (i, (block, sum)) in blocks.zip(&image.sums).enumerate() {
+            self.set(image.first + i, block, *sum);
+        }
+    }
+}
+
+impl Shared {
+    /// A block of the chunk as stored, checked; `None` for a hole.
+    async fn old_block(&self, key: &Key, old: &Old, at: usize) -> Result<Option<Buf>> {
+        let found = old.segments.iter().find(|(n, _)| usize::from(*n) == at / SEG_BLOCKS);
+        let Some((_, Some(s))) = found else { return Ok(None) };
+        let (block, sum) = (s.blocks[at % SEG_BLOCKS], s.sums[at % SEG_BLOCKS]);
+        if block == HOLE {
+            return Ok(None);
+        }
+        self.read_blocks(key, block, at, &[sum], false).await.map(Some)
+    }
+
+    /// Whole aligned blocks out of any bytes: as they came where they are aligned already, else copied; a first or last
+    /// block that is only partly written is filled up with its old bytes.
+    async fn image(
+        &self,
+        key: &Key,
+        old: &Old,
+        offset: u32,
+        data: Vec<Buf>,
+        mut sums: Vec<u32>,
+    ) -> Result<Image> {
+        let (from, to) = (offset as usize, offset as usize + total(&data));
+        let (first, last) = (from / BLOCK, (to - 1) / BLOCK);
+        let (head, tail) = (from % BLOCK, to % BLOCK);
+        let old_head = if head > 0 && old.len() as usize > first * BLOCK {
+            self.old_block(key, old, first).await?
+        } else {
+            None
+        };
+        let needs_tail = tail > 0 && old.len() as usize > to;
+        let old_tail = match (&old_head, needs_tail) {
+            (_, false) => None,
+            (Some(b), true) if first == last => Some(b.clone()),
+            (_, true) => self.old_block(key, old, last).await?,
+        };
+        if head == 0 && tail == 0 && is_aligned(&data) {
+            return Ok(Image { first, data, sums });
+        }
+        let mut out = Vec::new();
+        let whole = if head == 0 { to / BLOCK * BLOCK - from } else { 0 };
+        let front = cut(&data, 0..whole);
+        let copied_from = if is_aligned(&front) {
+            out = front;
+            whole
+        } else {
+            0
+        };
+        let base = from - head + copied_from;
+        let mut buf = self.pool.get_now((last + 1) * BLOCK - base);
+        let size = buf.len();
+        fill(&mut buf[..from.max(base) - base], old_head.as_deref());
+        let mut at = from.max(base) - base;
+        for b in cut(&data, copied_from..to - from) {
+            buf[at..at + b.len()].copy_from_slice(&b);
+            at += b.len();
+        }
+        // `at` is now `to - base`; the rest of the last block follows.
+        fill(&mut buf[at..], old_tail.as_deref().map(|b| &b[BLOCK - (size - at)..]));
+        if head > 0 {
+            sums[0] = crc32c(&buf[..BLOCK]);
+        }
+        if tail > 0 {
+            sums[last - first] = crc32c(&buf[size - BLOCK..]);
+        }
+        out.push(buf.freeze());
+        Ok(Image { first, data: out, sums })
+    }
+}
+
+fn fill(to: &mut [u8], from: Option<&[u8]>) {
+    match from.and_then(|f| f.get(..to.len())) {
+        Some(f) => to.copy_from_slice(f),
+        None => to.fill(0),
+    }
+}
+
+/// Whether buffers can go to a device that bypasses the page cache as they are.
+fn is_aligned(data: &[Buf]) -> bool {
+    data.len() <= MAX_IOVECS
+        && data.iter().all(|b| b.len().is_multiple_of(BLOCK) && (b.as_ptr() as usize).is_multiple_of(BLOCK))
+}
