@@ -155,7 +155,10 @@ mod tests {
                             assert_eq!(got.iter().map(|e| e.count).sum::<u64>(), want);
                             for e in got {
                                 for b in e.start..e.start + e.count {
-                                    assert!(b >= start && !std::mem::replace(&mut taken[b as usize], true), "block {b}");
+                                    assert!(
+                                        b >= start && !std::mem::replace(&mut taken[b as usize], true),
+                                        "block {b}"
+                                    );
                                 }
                                 held.push(e);
                             }

@@ -82,7 +82,8 @@ impl Engine {
         }
         if let Err(e) = shared.device.flush().await {
             // The kernel reports a lost write once; a second flush would claim success.
-            let e = Error::new(Code::Io, format!("flush failed ({e}); unflushed writes may be lost, restart this target"));
+            let e =
+                Error::new(Code::Io, format!("flush failed ({e}); unflushed writes may be lost, restart this target"));
             let mut s = shared.state.lock();
             s.abort();
             s.failed = Some(e.clone());

@@ -1,15 +1,11 @@
 //! Listings over the table in the store and the changes in memory, and forgetting tombstones.
 
-use std::{
-    collections::BTreeMap,
-    ops::Bound,
-    sync::Arc,
-};
+use std::{collections::BTreeMap, ops::Bound, sync::Arc};
 
 use strake_proto::{ChainId, ChunkId, Result, data::ListEntry};
 
 use super::{
-    Engine, Key, Shared, add,
+    Engine, Key, Shared,
     overlay::Slot,
     record::{Header, header_key, parse_header_key},
 };

@@ -5,7 +5,7 @@ use std::sync::{Arc, atomic::Ordering};
 use parking_lot::Mutex;
 use strake_fabric::{Buf, Pool};
 use strake_proto::{Code, Error, Result};
-use strake_store::{Batch, MetaStore, Reader};
+use strake_store::{Batch, MetaStore};
 
 use super::{
     Counters, Engine, Key, Options, Shared, State, TargetIdentity,
@@ -174,6 +174,7 @@ fn conflict(table: &dyn MetaStore, blocks: u64, key: Key, e: Extent) -> Error {
         s.blocks.iter().any(|b| (e.start..end).contains(b)).then_some(other)
     });
     let other = other.map_or_else(|| "itself".into(), |k| k.to_string());
-    let m = format!("{key} and {other} both name device blocks {}+{}; format the target and resync it", e.start, e.count);
+    let m =
+        format!("{key} and {other} both name device blocks {}+{}; format the target and resync it", e.start, e.count);
     Error::new(Code::Corrupt, m)
 }

@@ -169,7 +169,10 @@ impl Shared {
         let buf = if wait { self.pool.get(len).await? } else { self.pool.get_now(len) };
         let buf = self.device.read(block * BLOCK as u64, buf).await.map_err(|e| e.context(key))?;
         if buf.len() != len {
-            return Err(Error::new(Code::Io, format!("{key}: {} read {} of {len} bytes", self.device.name(), buf.len())));
+            return Err(Error::new(
+                Code::Io,
+                format!("{key}: {} read {} of {len} bytes", self.device.name(), buf.len()),
+            ));
         }
         if let Some(i) = buf.chunks(BLOCK).zip(sums).position(|(bytes, sum)| crc32c(bytes) != *sum) {
             let e = Error::new(

@@ -424,22 +424,12 @@ impl Shared {
 
     /// Whole aligned blocks out of any bytes: as they came where they are aligned already, else copied; a first or last
     /// block that is only partly written is filled up with its old bytes.
-    async fn image(
-        &self,
-        key: &Key,
-        old: &Old,
-        offset: u32,
-        data: Vec<Buf>,
-        mut sums: Vec<u32>,
-    ) -> Result<Image> {
+    async fn image(&self, key: &Key, old: &Old, offset: u32, data: Vec<Buf>, mut sums: Vec<u32>) -> Result<Image> {
         let (from, to) = (offset as usize, offset as usize + total(&data));
         let (first, last) = (from / BLOCK, (to - 1) / BLOCK);
         let (head, tail) = (from % BLOCK, to % BLOCK);
-        let old_head = if head > 0 && old.len() as usize > first * BLOCK {
-            self.old_block(key, old, first).await?
-        } else {
-            None
-        };
+        let old_head =
+            if head > 0 && old.len() as usize > first * BLOCK { self.old_block(key, old, first).await? } else { None };
         let needs_tail = tail > 0 && old.len() as usize > to;
         let old_tail = match (&old_head, needs_tail) {
             (_, false) => None,

@@ -71,7 +71,8 @@ impl Superblock {
             return Err(Error::new(Code::OpNotSupp, m));
         }
         let name = usize::from(u32_at(68) as u16);
-        let node = b.get(NAME_AT..NAME_AT + name).filter(|_| name <= NAME_MAX).ok_or_else(|| bad("node name too long"))?;
+        let node =
+            b.get(NAME_AT..NAME_AT + name).filter(|_| name <= NAME_MAX).ok_or_else(|| bad("node name too long"))?;
         Ok(Superblock {
             sequence: u64_at(16),
             blocks: u64_at(24),
@@ -143,7 +144,7 @@ mod tests {
         assert_eq!(&hex[64..128], "f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f57a7a7a7a7a7a7a7a7a7a7a7a7a7a7a7a");
         assert_eq!(&hex[128..], "03000000070000006f73732dc3a93100");
         assert!(b[80..LEN - 4].iter().all(|x| *x == 0));
-        assert_eq!(u32::from_le_bytes(b[LEN - 4..].try_into().unwrap()), 0);
+        assert_eq!(u32::from_le_bytes(b[LEN - 4..].try_into().unwrap()), 0x7e92_54ed);
         assert_eq!(Superblock::decode(&b).unwrap(), sample(2));
     }
 

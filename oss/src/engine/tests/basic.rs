@@ -1,0 +1,197 @@
+//! What each call does, one at a time.
+
+use strake_proto::Code;
+
+use super::*;
+
+#[tokio::test]
+async fn writes_are_read_back_before_and_after_a_flush_and_a_restart() {
+    let bed = Bed::new(4096).await;
+    let e = bed.open().await;
+    assert_eq!(e.meta(&key(0)).unwrap(), None);
+    assert_eq!(e.read(&key(0), 0, 100).await.unwrap().len, 0);
+    let data = pattern(1, 700_001);
+    apply(&e, key(0), write(0, &data), 1).await.unwrap();
+    for _ in 0..2 {
+        assert_eq!(read_all(&e, key(0)).await.unwrap(), data);
+        for (offset, len) in [(0, 1), (4095, 2), (4096, 4096), (262_143, 3), (699_999, 500), (700_001, 5), (800_000, 1)]
+        {
+            let end = (offset + len).min(data.len()).max(offset.min(data.len()));
+            let want = &data[offset.min(data.len())..end];
+            assert_eq!(read(&e, key(0), offset as u32, len as u32).await.unwrap(), want, "{offset}+{len}");
+        }
+        e.flush().await.unwrap();
+    }
+    drop(e);
+    let e = bed.open().await;
+    assert_eq!(read_all(&e, key(0)).await.unwrap(), data);
+    let meta = e.meta(&key(0)).unwrap().unwrap();
+    assert_eq!((meta.len, meta.version, meta.tombstone), (700_001, version(1), false));
+    assert_eq!(meta.writers, vec![Writer { session: 9, seq: 1, version: version(1) }]);
+    assert_eq!((e.usage().chunks, e.usage().used), (1, 171 * BLOCK));
+}
+
+#[tokio::test]
+async fn a_staged_update_is_invisible_and_exclusive_and_leaves_nothing_when_dropped() {
+    let bed = Bed::new(1024).await;
+    let e = bed.open().await;
+    let staged = e.stage(key(0), write(0, &pattern(1, 5000))).await.unwrap();
+    assert_eq!(e.meta(&key(0)).unwrap(), None);
+    assert_eq!(e.stage(key(0), Update::Remove).await.err().unwrap().code, Code::Busy);
+    assert_eq!(e.usage().used, 2 * BLOCK);
+    drop(staged);
+    assert_eq!(e.usage().used, 0);
+    apply(&e, key(0), write(0, &pattern(2, 10)), 1).await.unwrap();
+}
+
+#[tokio::test]
+async fn bad_updates_are_refused() {
+    let bed = Bed::new(1024).await;
+    let e = bed.open().await;
+    let Update::Write { data, mut sums, .. } = write(0, &pattern(1, 9000)) else { unreachable!() };
+    sums[1] ^= 1;
+    let code = |r: strake_proto::Result<crate::engine::Staged>| r.err().unwrap().code;
+    assert_eq!(code(e.stage(key(0), Update::Write { offset: 0, data: data.clone(), sums }).await), Code::Resend);
+    assert_eq!(
+        code(e.stage(key(0), Update::Write { offset: 0, data: data.clone(), sums: vec![] }).await),
+        Code::Resend
+    );
+    assert_eq!(code(e.stage(key(0), write((16 << 20) - 1, &[1, 2])).await), Code::Inval);
+    assert_eq!(code(e.stage(key(0), write(u32::MAX, &[1, 2])).await), Code::Inval);
+    let tombstone = Update::Replace { data, sums: vec![], tombstone: true };
+    assert_eq!(code(e.stage(key(0), tombstone).await), Code::Inval);
+    assert_eq!(e.usage().used, 0);
+}
+
+#[tokio::test]
+async fn holes_and_cut_ends_read_as_zeros() {
+    let bed = Bed::new(4096).await;
+    let e = bed.open().await;
+    apply(&e, key(0), write(10_000, &pattern(1, 10)), 1).await.unwrap();
+    let mut want = vec![0; 10_000];
+    want.extend(pattern(1, 10));
+    assert_eq!(read_all(&e, key(0)).await.unwrap(), want);
+    assert_eq!(e.usage().used, BLOCK);
+    apply(&e, key(0), write(0, &pattern(2, 10_005)), 2).await.unwrap();
+    apply(&e, key(0), Update::Truncate { len: 5000 }, 3).await.unwrap();
+    apply(&e, key(0), Update::Truncate { len: 6000 }, 4).await.unwrap();
+    assert_eq!(e.meta(&key(0)).unwrap().unwrap().len, 5000);
+    apply(&e, key(0), write(3_000_000, b"x"), 5).await.unwrap();
+    let mut want = pattern(2, 5000);
+    want.resize(3_000_000, 0);
+    want.push(b'x');
+    assert_eq!(read_all(&e, key(0)).await.unwrap(), want);
+    apply(&e, key(0), Update::Truncate { len: 0 }, 6).await.unwrap();
+    e.flush().await.unwrap();
+    assert_eq!((e.usage().used, e.usage().chunks), (0, 1));
+}
+
+#[tokio::test]
+async fn removal_leaves_a_tombstone_until_it_is_forgotten() {
+    let bed = Bed::new(4096).await;
+    let e = bed.open().await;
+    for i in 0..5 {
+        apply(&e, key(i), write(0, &pattern(i, 300_000)), 1).await.unwrap();
+    }
+    e.flush().await.unwrap();
+    apply(&e, key(1), Update::Remove, 2).await.unwrap();
+    apply(&e, key(3), Update::Remove, 2).await.unwrap();
+    let meta = e.meta(&key(1)).unwrap().unwrap();
+    assert!(meta.tombstone && meta.len == 0 && meta.version == version(2) && meta.writers.len() == 2);
+    assert_eq!(read_all(&e, key(1)).await.unwrap(), []);
+    let flags =
+        |e: &Engine| e.list(CHAIN, None, 100).unwrap().iter().map(|x| (x.chunk.index, x.tombstone)).collect::<Vec<_>>();
+    assert_eq!(flags(&e), vec![(0, false), (1, true), (2, false), (3, true), (4, false)]);
+    apply(&e, key(3), write(0, b"again"), 3).await.unwrap();
+    assert_eq!(e.forget_tombstones(CHAIN, 5, 6).unwrap(), 1);
+    assert_eq!(e.forget_tombstones(CHAIN, 5, 7).unwrap(), 0);
+    assert_eq!(flags(&e), vec![(0, false), (2, false), (3, false), (4, false)]);
+    e.flush().await.unwrap();
+    drop(e);
+    let e = bed.open().await;
+    assert_eq!(flags(&e), vec![(0, false), (2, false), (3, false), (4, false)]);
+    assert_eq!(e.meta(&key(1)).unwrap(), None);
+    assert_eq!((e.usage().chunks, e.usage().used), (4, (3 * 74 + 1) * BLOCK));
+}
+
+#[tokio::test]
+async fn replace_takes_the_place_of_everything_and_keeps_zeros_as_holes() {
+    let bed = Bed::new(4096).await;
+    let e = bed.open().await;
+    apply(&e, key(0), write(0, &pattern(1, 600_000)), 1).await.unwrap();
+    let mut data = pattern(2, 400_000);
+    data[8192..300_000].fill(0);
+    apply(&e, key(0), replace(&data), 9).await.unwrap();
+    assert_eq!(read_all(&e, key(0)).await.unwrap(), data);
+    let meta = e.meta(&key(0)).unwrap().unwrap();
+    assert_eq!((meta.version, meta.writers.len()), (version(9), 1));
+    e.flush().await.unwrap();
+    assert_eq!(e.usage().used, (2 + 98 - 73) * BLOCK);
+    let gone = Update::Replace { data: vec![], sums: vec![], tombstone: true };
+    apply(&e, key(0), gone, 10).await.unwrap();
+    e.flush().await.unwrap();
+    assert_eq!((e.usage().used, e.usage().chunks), (0, 0));
+    assert!(e.meta(&key(0)).unwrap().unwrap().tombstone);
+}
+
+#[tokio::test]
+async fn the_last_eight_writers_are_kept() {
+    let bed = Bed::new(4096).await;
+    let e = bed.open().await;
+    for n in 1..=20 {
+        apply(&e, key(0), write(0, &[1]), n).await.unwrap();
+    }
+    let seqs: Vec<u64> = e.meta(&key(0)).unwrap().unwrap().writers.iter().map(|w| w.seq).collect();
+    assert_eq!(seqs, (13..=20).collect::<Vec<_>>());
+}
+
+#[tokio::test]
+async fn listings_page_through_memory_and_store() {
+    let bed = Bed::new(8192).await;
+    let e = bed.open().await;
+    for i in 0..3000 {
+        let k = Key { chain: CHAIN, chunk: ChunkId { ino: i % 3, data: 1, index: i } };
+        apply(&e, k, write(0, &[1]), 1).await.unwrap();
+        if i % 7 == 0 {
+            e.flush().await.unwrap();
+        }
+    }
+    apply(&e, Key { chain: CHAIN + 1, chunk: key(0).chunk }, write(0, &[1]), 1).await.unwrap();
+    for page in [1, 10, 999, 5000] {
+        let (mut all, mut after) = (Vec::new(), None);
+        loop {
+            let got = e.list(CHAIN, after, page).unwrap();
+            assert!(got.len() <= page);
+            let Some(last) = got.last() else { break };
+            after = Some(last.chunk);
+            all.extend(got);
+        }
+        assert_eq!(all.len(), 3000);
+        assert!(all.is_sorted_by(|a, b| a.chunk < b.chunk));
+    }
+    let of = e.chunks_of(CHAIN, 1, 1, 1501, 10).unwrap();
+    assert_eq!(of.iter().map(|x| x.chunk.index).take(3).collect::<Vec<_>>(), vec![1501, 1504, 1507]);
+    assert_eq!(e.chunks_of(CHAIN, 1, 1, 0, 5000).unwrap().len(), 1000);
+}
+
+#[tokio::test]
+async fn identity_is_kept_and_a_strange_table_is_refused() {
+    let bed = Bed::new(1024).await;
+    let e = bed.open().await;
+    assert_eq!(e.identity(), identity());
+    let joined = TargetIdentity { target_id: 44, node: "elsewhere".into(), ..identity() };
+    e.set_identity(joined.clone()).await.unwrap();
+    let other = TargetIdentity { target_uuid: [9; 16], ..identity() };
+    assert_eq!(e.set_identity(other.clone()).await.unwrap_err().code, Code::Inval);
+    drop(e);
+    assert_eq!(bed.open().await.identity(), joined);
+    let second = Bed::new(1024).await;
+    let mixed = Bed { device: bed.device.clone(), table: MemStore::new(), options: Options::default() };
+    assert_eq!(mixed.try_open().await.err().unwrap().code, Code::Corrupt);
+    Engine::format(&*second.device, &second.table, other).await.unwrap();
+    let mixed = Bed { device: bed.device.clone(), table: second.table.clone(), options: Options::default() };
+    let e = mixed.try_open().await.err().unwrap();
+    assert!(e.message.contains("another target"), "{e}");
+    let small = MemDevice::new(1 << 20);
+    assert_eq!(Engine::format(&small, &MemStore::new(), identity()).await.unwrap_err().code, Code::Inval);
+}
