@@ -1,0 +1,509 @@
+//! `/dev/fuse` through the fuser crate: translates its calls into the [VFS core](crate::vfs)'s and answers.
+//!
+//! fuser's threads only parse; every request runs as a task on the tokio runtime. When too many run, the threads stop
+//! taking requests from the kernel until one ends.
+
+use std::{
+    ffi::OsStr,
+    future::Future,
+    io,
+    os::unix::ffi::OsStrExt,
+    path::Path,
+    sync::Arc,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use fuser::{
+    AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags,
+    Generation, INodeNo, KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData,
+    ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite,
+    ReplyXattr, Request, TimeOrNow, WriteFlags,
+};
+use strake_fabric::Pool;
+use strake_proto::{Error, Result, pb};
+use tokio::{runtime::Handle, sync::Semaphore};
+
+use super::kernel::{self, MAX_REQUEST};
+use crate::{
+    MountConfig,
+    vfs::{Caller, Change, Entry, Opened, Place, Time, Vfs},
+};
+
+const GENERATION: Generation = Generation(0);
+
+pub(crate) struct Transport {
+    shared: Arc<Shared>,
+    runtime: Handle,
+    room: Arc<Semaphore>,
+    open_flags: FopenFlags,
+}
+
+/// What a request's task needs.
+struct Shared {
+    vfs: Arc<Vfs>,
+    pool: Pool,
+    attr_timeout: Duration,
+    entry_timeout: Duration,
+}
+
+impl Transport {
+    pub(crate) fn new(vfs: Arc<Vfs>, cfg: &MountConfig, runtime: Handle) -> Transport {
+        let pool = vfs.pool().clone();
+        let (attr_timeout, entry_timeout) = (cfg.attr_timeout, cfg.entry_timeout);
+        Transport {
+            shared: Arc::new(Shared { vfs, pool, attr_timeout, entry_timeout }),
+            runtime,
+            room: Arc::new(Semaphore::new(cfg.max_requests.max(1))),
+            open_flags: FopenFlags::empty(),
+        }
+    }
+
+    /// Runs a request as a task, first waiting for room. Dropping an unanswered reply answers EIO, so a request is
+    /// answered whatever becomes of its task.
+    fn run<F>(&self, work: impl FnOnce(Arc<Shared>) -> F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let permit = match self.room.clone().try_acquire_owned() {
+            Ok(p) => p,
+            Err(_) => match self.runtime.block_on(self.room.clone().acquire_owned()) {
+                Ok(p) => p,
+                Err(_) => return,
+            },
+        };
+        let work = work(self.shared.clone());
+        self.runtime.spawn(async move {
+            work.await;
+            drop(permit);
+        });
+    }
+
+    /// What an open is answered with.
+    fn flags_of(&self, opened: Opened) -> FopenFlags {
+        if opened.clean_close { self.open_flags | FopenFlags::FOPEN_NOFLUSH } else { self.open_flags }
+    }
+}
+
+impl Shared {
+    fn entry(&self, result: Result<pb::Attr>, reply: ReplyEntry) {
+        match result {
+            Ok(a) => reply.entry_with_ttls(&self.attr_timeout, &self.entry_timeout, &file_attr(&a), GENERATION),
+            Err(e) => reply.error(errno(&e)),
+        }
+    }
+
+    fn attr(&self, result: Result<pb::Attr>, reply: ReplyAttr) {
+        match result {
+            Ok(a) => reply.attr(&self.attr_timeout, &file_attr(&a)),
+            Err(e) => reply.error(errno(&e)),
+        }
+    }
+}
+
+fn empty(result: Result<()>, reply: ReplyEmpty) {
+    match result {
+        Ok(()) => reply.ok(),
+        Err(e) => reply.error(errno(&e)),
+    }
+}
+
+/// An xattr's value or its length, as asked.
+fn xattr(result: Result<impl AsRef<[u8]>>, room: u32, reply: ReplyXattr) {
+    match result {
+        Err(e) => reply.error(errno(&e)),
+        Ok(v) if v.as_ref().len() > 64 << 10 => reply.error(Errno::E2BIG),
+        Ok(v) if room == 0 => reply.size(v.as_ref().len() as u32),
+        Ok(v) if v.as_ref().len() > room as usize => reply.error(Errno::ERANGE),
+        Ok(v) => reply.data(v.as_ref()),
+    }
+}
+
+/// What a program sees. Retries are over when an error gets here, so "try again" would make it spin: that is EIO.
+fn errno(e: &Error) -> Errno {
+    match e.errno() {
+        libc::EAGAIN => {
+            tracing::warn!("request given up: {e}");
+            Errno::EIO
+        }
+        libc::EIO => {
+            tracing::warn!("I/O error: {e}");
+            Errno::EIO
+        }
+        n => Errno::from_i32(n),
+    }
+}
+
+fn caller(req: &Request) -> Caller {
+    Caller { uid: req.uid(), gid: req.gid(), pid: req.pid() }
+}
+
+fn name(n: &OsStr) -> Vec<u8> {
+    n.as_bytes().to_vec()
+}
+
+fn file_type(mode: u32) -> FileType {
+    match mode & libc::S_IFMT {
+        libc::S_IFDIR => FileType::Directory,
+        libc::S_IFLNK => FileType::Symlink,
+        libc::S_IFIFO => FileType::NamedPipe,
+        libc::S_IFSOCK => FileType::Socket,
+        libc::S_IFCHR => FileType::CharDevice,
+        libc::S_IFBLK => FileType::BlockDevice,
+        _ => FileType::RegularFile,
+    }
+}
+
+fn system_time(ns: i64) -> SystemTime {
+    let d = Duration::from_nanos(ns.unsigned_abs());
+    if ns < 0 { UNIX_EPOCH - d } else { UNIX_EPOCH + d }
+}
+
+fn time(t: TimeOrNow) -> Time {
+    let ns = |d: Duration| i64::try_from(d.as_nanos()).unwrap_or(i64::MAX);
+    match t {
+        TimeOrNow::Now => Time::Now,
+        TimeOrNow::SpecificTime(t) => Time::At(match t.duration_since(UNIX_EPOCH) {
+            Ok(after) => ns(after),
+            Err(before) => {
+                // fuser subtracts the nanoseconds of a time before 1970 where it should add them; put that right.
+                let d = before.duration();
+                let seconds = i64::try_from(d.as_secs()).unwrap_or(i64::MAX / 1_000_000_000);
+                i64::from(d.subsec_nanos()) - seconds.saturating_mul(1_000_000_000)
+            }
+        }),
+    }
+}
+
+fn file_attr(a: &pb::Attr) -> FileAttr {
+    FileAttr {
+        ino: INodeNo(a.ino),
+        size: a.size,
+        blocks: a.size.div_ceil(512),
+        atime: system_time(a.atime_ns),
+        mtime: system_time(a.mtime_ns),
+        ctime: system_time(a.ctime_ns),
+        crtime: system_time(a.btime_ns),
+        kind: file_type(a.mode),
+        perm: (a.mode & 0o7777) as u16,
+        nlink: a.nlink,
+        uid: a.uid,
+        gid: a.gid,
+        rdev: a.rdev,
+        blksize: if a.mode & libc::S_IFMT == libc::S_IFREG { MAX_REQUEST } else { 4096 },
+        flags: 0,
+    }
+}
+
+impl Filesystem for Transport {
+    fn init(&mut self, _: &Request, kernel: &mut KernelConfig) -> io::Result<()> {
+        self.open_flags = kernel::negotiate(kernel);
+        Ok(())
+    }
+
+    fn lookup(&self, req: &Request, parent: INodeNo, n: &OsStr, reply: ReplyEntry) {
+        let (who, n) = (caller(req), name(n));
+        self.run(async move |s| s.entry(s.vfs.lookup(who, parent.0, &n).await, reply));
+    }
+
+    fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
+        self.run(async move |s| s.attr(s.vfs.getattr(ino.0).await, reply));
+    }
+
+    fn setattr(
+        &self,
+        req: &Request,
+        ino: INodeNo,
+        mode: Option<u32>,
+        uid: Option<u32>,
+        gid: Option<u32>,
+        size: Option<u64>,
+        atime: Option<TimeOrNow>,
+        mtime: Option<TimeOrNow>,
+        _: Option<SystemTime>,
+        fh: Option<FileHandle>,
+        _: Option<SystemTime>,
+        _: Option<SystemTime>,
+        _: Option<SystemTime>,
+        _: Option<BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        let who = caller(req);
+        let (atime, mtime) = (atime.map(time), mtime.map(time));
+        let change = Change { mode, uid, gid, size, atime, mtime, handle: fh.map(|h| h.0) };
+        self.run(async move |s| s.attr(s.vfs.setattr(who, ino.0, change).await, reply));
+    }
+
+    fn readlink(&self, req: &Request, ino: INodeNo, reply: ReplyData) {
+        let who = caller(req);
+        self.run(async move |s| match s.vfs.readlink(who, ino.0).await {
+            Ok(target) => reply.data(&target),
+            Err(e) => reply.error(errno(&e)),
+        });
+    }
+
+    fn mknod(&self, req: &Request, parent: INodeNo, n: &OsStr, mode: u32, umask: u32, rdev: u32, reply: ReplyEntry) {
+        let (who, n) = (caller(req), name(n));
+        self.run(async move |s| s.entry(s.vfs.mknod(who, parent.0, &n, mode, umask, rdev).await, reply));
+    }
+
+    fn mkdir(&self, req: &Request, parent: INodeNo, n: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
+        let (who, n) = (caller(req), name(n));
+        self.run(async move |s| s.entry(s.vfs.mkdir(who, parent.0, &n, mode, umask).await, reply));
+    }
+
+    fn unlink(&self, req: &Request, parent: INodeNo, n: &OsStr, reply: ReplyEmpty) {
+        let (who, n) = (caller(req), name(n));
+        self.run(async move |s| empty(s.vfs.unlink(who, parent.0, &n).await, reply));
+    }
+
+    fn rmdir(&self, req: &Request, parent: INodeNo, n: &OsStr, reply: ReplyEmpty) {
+        let (who, n) = (caller(req), name(n));
+        self.run(async move |s| empty(s.vfs.rmdir(who, parent.0, &n).await, reply));
+    }
+
+    fn symlink(&self, req: &Request, parent: INodeNo, n: &OsStr, target: &Path, reply: ReplyEntry) {
+        let (who, n, target) = (caller(req), name(n), name(target.as_os_str()));
+        self.run(async move |s| s.entry(s.vfs.symlink(who, parent.0, &n, &target).await, reply));
+    }
+
+    fn rename(
+        &self,
+        req: &Request,
+        parent: INodeNo,
+        n: &OsStr,
+        newparent: INodeNo,
+        newname: &OsStr,
+        flags: RenameFlags,
+        reply: ReplyEmpty,
+    ) {
+        let (who, n, newname) = (caller(req), name(n), name(newname));
+        self.run(async move |s| {
+            empty(s.vfs.rename(who, (parent.0, &n), (newparent.0, &newname), flags.bits()).await, reply);
+        });
+    }
+
+    fn link(&self, req: &Request, ino: INodeNo, newparent: INodeNo, newname: &OsStr, reply: ReplyEntry) {
+        let (who, newname) = (caller(req), name(newname));
+        self.run(async move |s| s.entry(s.vfs.link(who, ino.0, newparent.0, &newname).await, reply));
+    }
+
+    fn open(&self, req: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        let who = caller(req);
+        let (dirty, clean) = (self.open_flags, self.flags_of(Opened { handle: 0, clean_close: true }));
+        self.run(async move |s| match s.vfs.open(who, ino.0, flags.0).await {
+            Ok(o) => reply.opened(FileHandle(o.handle), if o.clean_close { clean } else { dirty }),
+            Err(e) => reply.error(errno(&e)),
+        });
+    }
+
+    fn create(&self, req: &Request, parent: INodeNo, n: &OsStr, mode: u32, umask: u32, flags: i32, reply: ReplyCreate) {
+        let (who, n) = (caller(req), name(n));
+        let (dirty, clean) = (self.open_flags, self.flags_of(Opened { handle: 0, clean_close: true }));
+        self.run(async move |s| match s.vfs.create(who, parent.0, &n, mode, umask, flags).await {
+            Ok((attr, o)) => {
+                // One timeout for both in this reply.
+                let ttl = s.attr_timeout.min(s.entry_timeout);
+                let open_flags = if o.clean_close { clean } else { dirty };
+                reply.created(&ttl, &file_attr(&attr), GENERATION, FileHandle(o.handle), open_flags);
+            }
+            Err(e) => reply.error(errno(&e)),
+        });
+    }
+
+    fn read(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        size: u32,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        self.run(async move |s| match s.vfs.read(fh.0, offset, size as usize).await {
+            Ok(parts) => match Vfs::gather(parts, &s.pool) {
+                Some(whole) => reply.data(&whole),
+                None => reply.data(&[]),
+            },
+            Err(e) => reply.error(errno(&e)),
+        });
+    }
+
+    fn write(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        data: &[u8],
+        write_flags: WriteFlags,
+        flags: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        // The one copy: fuser's buffer is reused for the next request and its data is not aligned.
+        let mut buf = self.shared.pool.get_now(data.len());
+        buf.copy_from_slice(data);
+        let data = buf.freeze();
+        // Pages of a mapping go where they are mapped, whatever the handle's flags say.
+        let append = flags.0 & libc::O_APPEND != 0 && !write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
+        let place = if append { Place::End } else { Place::At(offset) };
+        self.run(async move |s| match s.vfs.write(fh.0, place, data).await {
+            Ok(n) => reply.written(n as u32),
+            Err(e) => reply.error(errno(&e)),
+        });
+    }
+
+    fn flush(&self, _: &Request, _: INodeNo, fh: FileHandle, _: LockOwner, reply: ReplyEmpty) {
+        self.run(async move |s| empty(s.vfs.flush(fh.0).await, reply));
+    }
+
+    fn release(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        fh: FileHandle,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        _: bool,
+        reply: ReplyEmpty,
+    ) {
+        self.run(async move |s| {
+            s.vfs.release(fh.0).await;
+            reply.ok();
+        });
+    }
+
+    fn fsync(&self, _: &Request, _: INodeNo, fh: FileHandle, _: bool, reply: ReplyEmpty) {
+        self.run(async move |s| empty(s.vfs.fsync(fh.0).await, reply));
+    }
+
+    fn opendir(&self, req: &Request, ino: INodeNo, _: OpenFlags, reply: ReplyOpen) {
+        let who = caller(req);
+        reply.opened(FileHandle(self.shared.vfs.opendir(who, ino.0)), FopenFlags::empty());
+    }
+
+    fn readdir(&self, _: &Request, _: INodeNo, fh: FileHandle, offset: u64, mut reply: ReplyDirectory) {
+        self.run(async move |s| {
+            let take = |e: &Entry| {
+                !reply.add(INodeNo(e.ino), e.offset, file_type(e.kind << 12), OsStr::from_bytes(&e.name))
+            };
+            match s.vfs.readdir(fh.0, offset, false, take).await {
+                Ok(()) => reply.ok(),
+                Err(e) => reply.error(errno(&e)),
+            }
+        });
+    }
+
+    fn readdirplus(&self, _: &Request, _: INodeNo, fh: FileHandle, offset: u64, mut reply: ReplyDirectoryPlus) {
+        self.run(async move |s| {
+            let ttl = s.attr_timeout.min(s.entry_timeout);
+            let take = |e: &Entry| {
+                // The kernel ignores the attributes of "." and "..".
+                let bare = pb::Attr { ino: e.ino, mode: e.kind << 12, ..Default::default() };
+                let attr = file_attr(e.attr.as_ref().unwrap_or(&bare));
+                !reply.add(INodeNo(e.ino), e.offset, OsStr::from_bytes(&e.name), &ttl, &attr, GENERATION)
+            };
+            match s.vfs.readdir(fh.0, offset, true, take).await {
+                Ok(()) => reply.ok(),
+                Err(e) => reply.error(errno(&e)),
+            }
+        });
+    }
+
+    fn releasedir(&self, _: &Request, _: INodeNo, fh: FileHandle, _: OpenFlags, reply: ReplyEmpty) {
+        self.shared.vfs.releasedir(fh.0);
+        reply.ok();
+    }
+
+    /// Every change of a directory is in the Raft log before it is answered.
+    fn fsyncdir(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        reply.ok();
+    }
+
+    fn statfs(&self, _: &Request, _: INodeNo, reply: ReplyStatfs) {
+        self.run(async move |s| match s.vfs.statfs().await {
+            Ok(f) => {
+                let block = 4096;
+                let (total, free) = (f.total_bytes / block, f.free_bytes / block);
+                let files = f.inodes.saturating_add(f.free_inodes);
+                reply.statfs(total, free, free, files, f.free_inodes, block as u32, 255, block as u32);
+            }
+            Err(e) => reply.error(errno(&e)),
+        });
+    }
+
+    fn setxattr(&self, req: &Request, ino: INodeNo, n: &OsStr, value: &[u8], flags: i32, _: u32, reply: ReplyEmpty) {
+        let (who, n, value) = (caller(req), name(n), value.to_vec());
+        self.run(async move |s| empty(s.vfs.setxattr(who, ino.0, &n, &value, flags as u32).await, reply));
+    }
+
+    fn getxattr(&self, req: &Request, ino: INodeNo, n: &OsStr, size: u32, reply: ReplyXattr) {
+        let (who, n) = (caller(req), name(n));
+        self.run(async move |s| xattr(s.vfs.getxattr(who, ino.0, &n).await, size, reply));
+    }
+
+    fn listxattr(&self, req: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+        let who = caller(req);
+        self.run(async move |s| xattr(s.vfs.listxattr(who, ino.0).await, size, reply));
+    }
+
+    fn removexattr(&self, req: &Request, ino: INodeNo, n: &OsStr, reply: ReplyEmpty) {
+        let (who, n) = (caller(req), name(n));
+        self.run(async move |s| empty(s.vfs.removexattr(who, ino.0, &n).await, reply));
+    }
+
+    fn access(&self, req: &Request, ino: INodeNo, mask: AccessFlags, reply: ReplyEmpty) {
+        let who = caller(req);
+        self.run(async move |s| empty(s.vfs.access(who, ino.0, mask.bits() as u32).await, reply));
+    }
+
+    fn fallocate(&self, _: &Request, _: INodeNo, fh: FileHandle, offset: u64, len: u64, mode: i32, reply: ReplyEmpty) {
+        self.run(async move |s| empty(s.vfs.fallocate(fh.0, offset, len, mode).await, reply));
+    }
+
+    /// ENOSYS makes the kernel answer SEEK_DATA and SEEK_HOLE itself, as if a file were all data up to its size.
+    fn lseek(&self, _: &Request, _: INodeNo, _: FileHandle, _: i64, _: i32, reply: ReplyLseek) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    /// ENOSYS makes the kernel copy by reading and writing.
+    fn copy_file_range(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        _: u64,
+        _: INodeNo,
+        _: FileHandle,
+        _: u64,
+        _: u64,
+        _: CopyFileRangeFlags,
+        reply: ReplyWrite,
+    ) {
+        reply.error(Errno::ENOSYS);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_before_1970_survive_fuser() {
+        // fuser's reading of -1 s + 500 ms is 1.5 s before 1970.
+        let wrong = UNIX_EPOCH - Duration::from_millis(1500);
+        assert_eq!(time(TimeOrNow::SpecificTime(wrong)), Time::At(-500_000_000));
+        assert_eq!(time(TimeOrNow::SpecificTime(UNIX_EPOCH + Duration::from_nanos(7))), Time::At(7));
+        assert_eq!(system_time(-1), UNIX_EPOCH - Duration::from_nanos(1));
+    }
+
+    #[test]
+    fn programs_never_see_eagain() {
+        for code in strake_proto::Code::ALL {
+            let seen = errno(&Error::new(*code, "x"));
+            assert_ne!(seen.code(), libc::EAGAIN, "{code:?}");
+        }
+    }
+}

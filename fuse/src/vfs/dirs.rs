@@ -1,0 +1,139 @@
+//! Requests about open directories.
+//!
+//! Offsets the kernel sees: 1 is ".", 2 is "..", the rest are the mds's cookies, which are never 0 to 2.
+
+use std::sync::Arc;
+
+use strake_proto::{Ino, Result, ids::ROOT_INO, pb};
+use tokio::sync::Mutex;
+
+use super::{Caller, Vfs};
+
+/// Entries asked of the mds at a time.
+const BATCH: u32 = 1000;
+const DOT: u64 = 1;
+const DOTDOT: u64 = 2;
+/// What libfuse too shows for an inode number that nobody asked for.
+const UNKNOWN_INO: Ino = 0xffff_ffff;
+const S_IFDIR: u32 = 4;
+
+/// A directory entry as the kernel wants it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Entry {
+    pub name: Vec<u8>,
+    pub ino: Ino,
+    /// `S_IFMT` bits >> 12.
+    pub kind: u32,
+    /// Where to go on after this entry.
+    pub offset: u64,
+    /// With readdirplus, except for "." and "..".
+    pub attr: Option<pb::Attr>,
+}
+
+pub(super) struct OpenDir {
+    ino: Ino,
+    creds: pb::Creds,
+    batch: Mutex<Batch>,
+}
+
+/// Entries after `from`, as last fetched.
+#[derive(Default)]
+struct Batch {
+    from: u64,
+    entries: Vec<Entry>,
+    end: bool,
+    attrs: bool,
+}
+
+impl Batch {
+    /// The rest of the batch after `offset`, if the batch has it.
+    fn after(&self, offset: u64) -> Option<&[Entry]> {
+        let start = if offset == self.from { 0 } else { self.entries.iter().position(|e| e.offset == offset)? + 1 };
+        let rest = &self.entries[start..];
+        (!rest.is_empty() || self.end).then_some(rest)
+    }
+}
+
+impl Vfs {
+    /// The mds checks the caller's right to read it at each batch.
+    pub fn opendir(&self, caller: Caller, ino: Ino) -> u64 {
+        let creds = self.creds(caller);
+        self.dirs.insert(OpenDir { ino, creds, batch: Mutex::default() })
+    }
+
+    /// Entries after `offset` (0: from the start), none at the end. `take` returns false when it has no more room;
+    /// what it did not take comes again at the next call.
+    pub async fn readdir(
+        &self,
+        handle: u64,
+        offset: u64,
+        attrs: bool,
+        mut take: impl FnMut(&Entry) -> bool + Send,
+    ) -> Result<()> {
+        let dir = self.dirs.get(handle)?;
+        for dot in dots(dir.ino).iter().filter(|d| d.offset > offset) {
+            if !take(dot) {
+                return Ok(());
+            }
+        }
+        let mut offset = if offset <= DOTDOT { 0 } else { offset };
+        let mut batch = dir.batch.lock().await;
+        // From the start means afresh (rewinddir).
+        if offset == 0 || (attrs && !batch.attrs) || batch.after(offset).is_none() {
+            *batch = self.fetch(&dir, offset, attrs).await?;
+        }
+        let mut taken = 0;
+        loop {
+            for entry in batch.after(offset).unwrap_or_default() {
+                if !take(entry) {
+                    return Ok(());
+                }
+                taken += 1;
+                offset = entry.offset;
+            }
+            // Go on only while nothing at all was taken, so that one answer costs at most one round trip more.
+            if batch.end || taken > 0 {
+                return Ok(());
+            }
+            *batch = self.fetch(&dir, offset, attrs).await?;
+        }
+    }
+
+    async fn fetch(&self, dir: &Arc<OpenDir>, from: u64, attrs: bool) -> Result<Batch> {
+        let (entries, end) = self.client.readdir(&dir.creds, dir.ino, from, BATCH, attrs).await?;
+        // A server that sends nothing and no end would be asked for ever.
+        let end = end || entries.is_empty();
+        let entries = entries
+            .into_iter()
+            .map(|e| Entry { name: e.name.to_vec(), ino: e.ino, kind: e.r#type, offset: e.cookie, attr: e.attr })
+            .collect();
+        Ok(Batch { from, entries, end, attrs })
+    }
+
+    pub fn releasedir(&self, handle: u64) {
+        self.dirs.remove(handle);
+    }
+}
+
+fn dots(ino: Ino) -> [Entry; 2] {
+    let parent = if ino == ROOT_INO { ROOT_INO } else { UNKNOWN_INO };
+    let dot = |name: &[u8], ino, offset| Entry { name: name.to_vec(), ino, kind: S_IFDIR, offset, attr: None };
+    [dot(b".", ino, DOT), dot(b"..", parent, DOTDOT)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_batch_continues_where_the_kernel_stopped() {
+        let entry = |offset| Entry { name: vec![b'x'], ino: offset, kind: 8, offset, attr: None };
+        let mut b = Batch { from: 0, entries: vec![entry(10), entry(7), entry(90)], end: false, attrs: false };
+        assert_eq!(b.after(0).unwrap().len(), 3);
+        assert_eq!(b.after(10).unwrap()[0].offset, 7);
+        assert_eq!(b.after(90), None, "more may follow");
+        assert_eq!(b.after(11), None, "seekdir to somewhere else");
+        b.end = true;
+        assert_eq!(b.after(90), Some(&[][..]));
+    }
+}

@@ -1,0 +1,97 @@
+//! Requests about names and attributes.
+
+use strake_proto::{Code, Error, Ino, Result, pb};
+
+use super::{Caller, Change, Time, Vfs};
+
+/// renameat2(2) flags that exist here. `RENAME_WHITEOUT` (4) is for overlay file systems' own use.
+const RENAME_NOREPLACE: u32 = 1;
+const RENAME_EXCHANGE: u32 = 2;
+
+impl Vfs {
+    /// The inode behind a name.
+    pub async fn lookup(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
+        self.client.lookup(&self.creds(caller), parent, name).await
+    }
+
+    pub async fn getattr(&self, ino: Ino) -> Result<pb::Attr> {
+        // Not an access of the caller's: stat(2) needs no right on the file itself.
+        self.client.getattr(&pb::Creds::default(), ino).await
+    }
+
+    pub async fn setattr(&self, caller: Caller, ino: Ino, change: Change) -> Result<pb::Attr> {
+        let mut wanted = pb::SetAttr { ino, mode: change.mode, uid: change.uid, gid: change.gid, ..Default::default() };
+        match change.atime {
+            Some(Time::Now) => wanted.atime_now = true,
+            Some(Time::At(ns)) => wanted.atime_ns = Some(ns),
+            None => {}
+        }
+        match change.mtime {
+            Some(Time::Now) => wanted.mtime_now = true,
+            Some(Time::At(ns)) => wanted.mtime_ns = Some(ns),
+            None => {}
+        }
+        match (change.size, change.handle) {
+            (Some(size), Some(handle)) => self.files.get(handle)?.file.truncate(size).await?,
+            (size, _) => wanted.size = size,
+        }
+        let only_truncated = wanted == pb::SetAttr { ino, ..Default::default() };
+        if only_truncated { self.getattr(ino).await } else { self.client.setattr(&self.creds(caller), wanted).await }
+    }
+
+    pub async fn readlink(&self, caller: Caller, ino: Ino) -> Result<Vec<u8>> {
+        self.client.readlink(&self.creds(caller), ino).await
+    }
+
+    /// A file without opening it, a fifo, a socket or a device. `mode` with its type, `umask` applied here.
+    pub async fn mknod(&self, c: Caller, parent: Ino, name: &[u8], mode: u32, umask: u32, rdev: u32) -> Result<pb::Attr> {
+        self.client.mknod(&self.creds(c), parent, name, masked(mode, umask), rdev).await
+    }
+
+    pub async fn mkdir(&self, c: Caller, parent: Ino, name: &[u8], mode: u32, umask: u32) -> Result<pb::Attr> {
+        self.client.mkdir(&self.creds(c), parent, name, masked(mode, umask)).await
+    }
+
+    pub async fn symlink(&self, caller: Caller, parent: Ino, name: &[u8], target: &[u8]) -> Result<pb::Attr> {
+        self.client.symlink(&self.creds(caller), parent, name, target).await
+    }
+
+    pub async fn link(&self, caller: Caller, ino: Ino, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
+        self.client.link(&self.creds(caller), ino, parent, name).await
+    }
+
+    pub async fn unlink(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<()> {
+        self.client.unlink(&self.creds(caller), parent, name).await
+    }
+
+    pub async fn rmdir(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<()> {
+        self.client.rmdir(&self.creds(caller), parent, name).await
+    }
+
+    pub async fn rename(&self, caller: Caller, from: (Ino, &[u8]), to: (Ino, &[u8]), flags: u32) -> Result<()> {
+        if flags & !(RENAME_NOREPLACE | RENAME_EXCHANGE) != 0 || flags == RENAME_NOREPLACE | RENAME_EXCHANGE {
+            return Err(Error::new(Code::Inval, format!("rename flags {flags:#x} are not supported")));
+        }
+        self.client.rename(&self.creds(caller), from.0, from.1, to.0, to.1, flags).await
+    }
+
+    /// access(2) as `caller`; `mask` of `R_OK` 4, `W_OK` 2, `X_OK` 1.
+    pub async fn access(&self, caller: Caller, ino: Ino, mask: u32) -> Result<()> {
+        self.client.access(&self.creds(caller), ino, mask).await
+    }
+}
+
+/// Permission bits without those of the umask. The kernel has masked them too; doing it again changes nothing.
+pub(super) fn masked(mode: u32, umask: u32) -> u32 {
+    mode & !(umask & 0o777)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_umask_leaves_type_and_special_bits() {
+        assert_eq!(masked(0o102_777, 0o7027), 0o102_750);
+    }
+}

@@ -1,0 +1,147 @@
+//! Extended attributes, and the virtual ones through which `lfs` talks to a mount with its caller's rights.
+//!
+//! Virtual names are not listed. `strake.layout`: a file's encoded [`pb::Layout`], or a directory's own default as a
+//! [`pb::LayoutSpec`] (`ENODATA` if it has none). `strake.effective`: the [`pb::Layout`] a file created in the directory
+//! would get. `strake.spec`, to be set: an encoded [`pb::LayoutSpec`] as a directory's default or an unwritten file's
+//! layout; removing it deletes a directory's default. `strake.fid`: the FID in text. `strake.statfs`: an encoded
+//! [`pb::StatfsReply`]. `strake.map.N`: part N of the encoded cluster map, see [`map_part`]. `strake.path.FID`: the path
+//! of that FID from the root, for root only, since it looks past search permissions.
+
+use bytes::Bytes;
+use prost::Message as _;
+use strake_proto::{Code, Error, Fid, Ino, Result, pb};
+
+use super::{Caller, Vfs};
+
+const VIRTUAL: &[u8] = b"strake.";
+/// Bytes of the map in one part. Linux takes at most 64 KiB as the value of an xattr.
+pub const MAP_PART: usize = 60 << 10;
+/// Bytes of [`map_part`]'s head.
+pub const MAP_HEAD: usize = 16;
+
+fn no_data(what: impl Into<String>) -> Error {
+    Error::new(Code::NoData, what)
+}
+
+impl Vfs {
+    pub async fn getxattr(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<Bytes> {
+        match name.strip_prefix(VIRTUAL) {
+            Some(rest) => self.get_virtual(caller, ino, rest).await,
+            None => self.client.getxattr(&self.creds(caller), ino, name).await,
+        }
+    }
+
+    /// `flags`: `XATTR_CREATE` 1, `XATTR_REPLACE` 2.
+    pub async fn setxattr(&self, caller: Caller, ino: Ino, name: &[u8], value: &[u8], flags: u32) -> Result<()> {
+        let creds = self.creds(caller);
+        match name.strip_prefix(VIRTUAL) {
+            Some(b"spec") => {
+                let spec = pb::LayoutSpec::decode(value)
+                    .map_err(|e| Error::new(Code::Inval, format!("strake.spec is not a layout spec: {e}")))?;
+                self.client.set_layout(&creds, ino, Some(spec)).await
+            }
+            Some(_) => Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be set")),
+            None => self.client.setxattr(&creds, ino, name, value, flags).await,
+        }
+    }
+
+    pub async fn removexattr(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<()> {
+        let creds = self.creds(caller);
+        match name.strip_prefix(VIRTUAL) {
+            Some(b"spec") => self.client.set_layout(&creds, ino, None).await,
+            Some(_) => Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be removed")),
+            None => self.client.removexattr(&creds, ino, name).await,
+        }
+    }
+
+    /// The names, each followed by a NUL.
+    pub async fn listxattr(&self, caller: Caller, ino: Ino) -> Result<Vec<u8>> {
+        let names = self.client.listxattr(&self.creds(caller), ino).await?;
+        let mut all = Vec::new();
+        for n in names.iter().filter(|n| !n.starts_with(VIRTUAL)) {
+            all.extend_from_slice(n);
+            all.push(0);
+        }
+        Ok(all)
+    }
+
+    async fn get_virtual(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<Bytes> {
+        let name = std::str::from_utf8(name).map_err(|_| no_data("no such strake.* attribute"))?;
+        match name {
+            "fid" => return Ok(Fid::from_ino(ino).to_string().into_bytes().into()),
+            "statfs" => return Ok(self.statfs().await?.encode_to_vec().into()),
+            "layout" => {
+                let found = self.client.get_layout(&self.creds(caller), ino).await?;
+                return match (found.layout, found.spec) {
+                    (Some(layout), _) => Ok(layout.encode_to_vec().into()),
+                    (None, Some(spec)) => Ok(spec.encode_to_vec().into()),
+                    (None, None) => Err(no_data("no layout of its own")),
+                };
+            }
+            "effective" => {
+                let found = self.client.get_layout(&self.creds(caller), ino).await?;
+                let layout = found.effective.or(found.layout).ok_or_else(|| no_data("no layout"))?;
+                return Ok(layout.encode_to_vec().into());
+            }
+            _ => {}
+        }
+        if let Some(number) = name.strip_prefix("map.") {
+            let number = number.parse().map_err(|_| no_data("strake.map.N takes a number"))?;
+            let map = self.client.map();
+            return map_part(map.version(), &map.map.encode_to_vec(), number);
+        }
+        if let Some(fid) = name.strip_prefix("path.") {
+            if caller.uid != 0 {
+                return Err(Error::new(Code::Perm, "only root may ask for the path of a FID"));
+            }
+            let ino = fid.parse::<Fid>()?.to_ino()?;
+            return self.client.path_of(&self.creds(caller), ino).await.map(Bytes::from);
+        }
+        Err(no_data("no such strake.* attribute"))
+    }
+}
+
+/// Part `number` of the encoded map: version of the map (u64), length of the whole encoding (u64), both little-endian,
+/// then the bytes from `number` × [`MAP_PART`] on. `ENODATA` beyond the end. Parts of different versions do not fit
+/// together: the reader starts again.
+fn map_part(version: u64, map: &[u8], number: usize) -> Result<Bytes> {
+    let start = number.saturating_mul(MAP_PART);
+    if start > 0 && start >= map.len() {
+        return Err(no_data("beyond the end of the map"));
+    }
+    let part = &map[start..map.len().min(start + MAP_PART)];
+    let mut out = Vec::with_capacity(MAP_HEAD + part.len());
+    out.extend_from_slice(&version.to_le_bytes());
+    out.extend_from_slice(&(map.len() as u64).to_le_bytes());
+    out.extend_from_slice(part);
+    Ok(out.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn map_parts_tile_the_map() {
+        for len in [0, 1, MAP_PART - 1, MAP_PART, MAP_PART + 1, 3 * MAP_PART + 7] {
+            let map: Vec<u8> = (0..len).map(|i| (i * 7 % 256) as u8).collect();
+            let mut whole = Vec::new();
+            for n in 0.. {
+                match map_part(9, &map, n) {
+                    Ok(part) => {
+                        assert!(part.len() <= 64 << 10);
+                        assert_eq!(part[..8], 9u64.to_le_bytes());
+                        assert_eq!(part[8..16], (len as u64).to_le_bytes());
+                        whole.extend_from_slice(&part[MAP_HEAD..]);
+                    }
+                    Err(e) => {
+                        assert_eq!(e.code, Code::NoData);
+                        break;
+                    }
+                }
+            }
+            assert_eq!(whole, map);
+        }
+        assert!(map_part(1, &[1], usize::MAX).is_err());
+    }
+}
