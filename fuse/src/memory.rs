@@ -13,7 +13,7 @@ use fuser::{
     OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyWrite, ReplyXattr,
     Request, TimeOrNow, WriteFlags,
 };
-use strake_proto::Result;
+use strake_proto::{Error, Result};
 
 use crate::{
     MountConfig,
@@ -39,8 +39,16 @@ pub fn mount_memory_limit(cfg: &MountConfig, size: u64) -> Result<MemoryLimit> {
 }
 
 impl MemoryLimit {
-    pub async fn unmount(self) -> Result<()> {
-        self.session.unmount()?;
+    /// Gives the mount back when it is in use.
+    pub async fn unmount(self) -> Result<(), (Error, MemoryLimit)> {
+        match self.session.unmount() {
+            Ok(()) => self.session.ended().await.map_err(|e| (e, self)),
+            Err(e) => Err((e, self)),
+        }
+    }
+
+    /// Returns when somebody has unmounted it.
+    pub async fn ended(&self) -> Result<()> {
         self.session.ended().await
     }
 }

@@ -386,9 +386,8 @@ impl Filesystem for Transport {
 
     fn readdir(&self, _: &Request, _: INodeNo, fh: FileHandle, offset: u64, mut reply: ReplyDirectory) {
         self.run(async move |s| {
-            let take = |e: &Entry| {
-                !reply.add(INodeNo(e.ino), e.offset, file_type(e.kind << 12), OsStr::from_bytes(&e.name))
-            };
+            let take =
+                |e: &Entry| !reply.add(INodeNo(e.ino), e.offset, file_type(e.kind << 12), OsStr::from_bytes(&e.name));
             match s.vfs.readdir(fh.0, offset, false, take).await {
                 Ok(()) => reply.ok(),
                 Err(e) => reply.error(errno(&e)),

@@ -100,10 +100,11 @@ impl Vfs {
     }
 
     async fn fetch(&self, dir: &Arc<OpenDir>, from: u64, attrs: bool) -> Result<Batch> {
-        let (entries, end) = self.client.readdir(&dir.creds, dir.ino, from, BATCH, attrs).await?;
+        let page = self.client.readdir(&dir.creds, dir.ino, from, BATCH, attrs).await?;
         // A server that sends nothing and no end would be asked for ever.
-        let end = end || entries.is_empty();
-        let entries = entries
+        let end = page.end || page.entries.is_empty();
+        let entries = page
+            .entries
             .into_iter()
             .map(|e| Entry { name: e.name.to_vec(), ino: e.ino, kind: e.r#type, offset: e.cookie, attr: e.attr })
             .collect();

@@ -26,13 +26,8 @@ impl Vfs {
         let exclusive = flags & libc::O_EXCL != 0;
         let mode = masked(mode, umask) & 0o7777;
         let creds = self.creds(caller);
-        let (file, mut attr) =
-            self.client.create(&creds, parent, name, mode, flags as u32, exclusive, None).await?;
-        // Another mount made it since the kernel looked; the kernel believes it new and will not cut it.
-        if flags & libc::O_TRUNC != 0 && attr.size > 0 {
-            file.truncate(0).await?;
-            attr = self.getattr(attr.ino).await?;
-        }
+        // The kernel believes the file new and will not cut it; the client does if another mount was faster.
+        let (file, attr) = self.client.create(&creds, parent, name, mode, flags as u32, exclusive, None).await?;
         let ino = attr.ino;
         Ok((attr, self.keep(OpenFile { file, ino, flags })))
     }

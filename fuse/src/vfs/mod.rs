@@ -85,7 +85,7 @@ impl Vfs {
 
     /// Space, inodes and targets.
     pub async fn statfs(&self) -> Result<pb::StatfsReply> {
-        self.client.statfs("").await
+        self.client.statfs(&pb::Creds::default(), "").await
     }
 
     /// Flushes and closes whatever is still open, after the kernel is gone.
@@ -125,4 +125,3 @@ impl OpenFile {
         self.flags & libc::O_ACCMODE != libc::O_RDONLY
     }
 }
-

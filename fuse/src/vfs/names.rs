@@ -31,12 +31,15 @@ impl Vfs {
             Some(Time::At(ns)) => wanted.mtime_ns = Some(ns),
             None => {}
         }
+        let mut cut = None;
         match (change.size, change.handle) {
-            (Some(size), Some(handle)) => self.files.get(handle)?.file.truncate(size).await?,
+            (Some(size), Some(handle)) => cut = Some(self.files.get(handle)?.file.truncate(size).await?),
             (size, _) => wanted.size = size,
         }
-        let only_truncated = wanted == pb::SetAttr { ino, ..Default::default() };
-        if only_truncated { self.getattr(ino).await } else { self.client.setattr(&self.creds(caller), wanted).await }
+        match cut {
+            Some(attr) if wanted == (pb::SetAttr { ino, ..Default::default() }) => Ok(attr),
+            _ => self.client.setattr(&self.creds(caller), wanted).await,
+        }
     }
 
     pub async fn readlink(&self, caller: Caller, ino: Ino) -> Result<Vec<u8>> {
@@ -44,7 +47,15 @@ impl Vfs {
     }
 
     /// A file without opening it, a fifo, a socket or a device. `mode` with its type, `umask` applied here.
-    pub async fn mknod(&self, c: Caller, parent: Ino, name: &[u8], mode: u32, umask: u32, rdev: u32) -> Result<pb::Attr> {
+    pub async fn mknod(
+        &self,
+        c: Caller,
+        parent: Ino,
+        name: &[u8],
+        mode: u32,
+        umask: u32,
+        rdev: u32,
+    ) -> Result<pb::Attr> {
         self.client.mknod(&self.creds(c), parent, name, masked(mode, umask), rdev).await
     }
 
@@ -72,7 +83,7 @@ impl Vfs {
         if flags & !(RENAME_NOREPLACE | RENAME_EXCHANGE) != 0 || flags == RENAME_NOREPLACE | RENAME_EXCHANGE {
             return Err(Error::new(Code::Inval, format!("rename flags {flags:#x} are not supported")));
         }
-        self.client.rename(&self.creds(caller), from.0, from.1, to.0, to.1, flags).await
+        self.client.rename(&self.creds(caller), from, to, flags).await
     }
 
     /// access(2) as `caller`; `mask` of `R_OK` 4, `W_OK` 2, `X_OK` 1.

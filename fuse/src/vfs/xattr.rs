@@ -27,7 +27,7 @@ impl Vfs {
     pub async fn getxattr(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<Bytes> {
         match name.strip_prefix(VIRTUAL) {
             Some(rest) => self.get_virtual(caller, ino, rest).await,
-            None => self.client.getxattr(&self.creds(caller), ino, name).await,
+            None => self.client.getxattr(&self.creds(caller), ino, name).await.map(Bytes::from),
         }
     }
 
