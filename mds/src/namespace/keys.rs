@@ -1,0 +1,106 @@
+//! Keys of the metadata state. One prefix byte, then big-endian integers, so that the store's order is the order we
+//! list in. The values are the records of `proto/schema/log.proto`; `docs/formats.md`, "Metadata state", has the table.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use siphasher::sip::SipHasher24;
+use strake_proto::{Ino, SessionId};
+
+pub const HEADER: &[u8] = b"H";
+pub const MAP: &[u8] = b"M";
+pub const DENTRY: u8 = b'd';
+pub const INODE: u8 = b'i';
+pub const XATTR: u8 = b'x';
+pub const SESSION: u8 = b's';
+pub const REPLY: u8 = b'r';
+pub const ORPHAN: u8 = b'o';
+pub const GC: u8 = b'g';
+pub const TRIM: u8 = b't';
+pub const EVICTED: u8 = b'e';
+
+/// Names of one directory whose hashes collide; a 257th is refused with `ENOSPC` (odds: beyond any directory).
+pub const SLOTS: u64 = 256;
+/// Reserved for directories that are split over shards.
+const BUCKET: u16 = 0;
+
+/// `prefix | number`: inodes, sessions, orphans, gc, trims, evictions, and the prefix of what hangs below a number.
+pub fn numbered(prefix: u8, number: u64) -> Bytes {
+    let mut b = BytesMut::with_capacity(9);
+    b.put_u8(prefix);
+    b.put_u64(number);
+    b.freeze()
+}
+
+pub fn xattr(ino: Ino, name: &[u8]) -> Bytes {
+    let mut b = BytesMut::with_capacity(9 + name.len());
+    b.put_u8(XATTR);
+    b.put_u64(ino);
+    b.put_slice(name);
+    b.freeze()
+}
+
+pub fn reply(session: SessionId, seq: u64) -> Bytes {
+    let mut b = BytesMut::with_capacity(17);
+    b.put_u8(REPLY);
+    b.put_u64(session);
+    b.put_u64(seq);
+    b.freeze()
+}
+
+pub fn dentry(dir: Ino, cookie: u64) -> Bytes {
+    let mut b = BytesMut::with_capacity(19);
+    b.put_u8(DENTRY);
+    b.put_u64(dir);
+    b.put_u16(BUCKET);
+    b.put_u64(cookie);
+    b.freeze()
+}
+
+/// The big-endian number in the last eight bytes of a key; `None` for a key that no program of ours wrote.
+pub fn last_number(key: &[u8]) -> Option<u64> {
+    key.last_chunk::<8>().map(|b| u64::from_be_bytes(*b))
+}
+
+/// Where a directory's names sit. A cookie is 55 bits of keyed hash and an 8-bit slot for names whose hashes collide:
+/// it belongs to one name as long as that name exists, so a listing can go on from it whatever others do.
+pub struct NameHash {
+    sip: SipHasher24,
+    mask: u64,
+}
+
+impl NameHash {
+    /// `mask` thins out the hash so that tests can make collisions; all ones otherwise.
+    pub fn new(key: &[u8], mask: u64) -> NameHash {
+        let key: [u8; 16] = key.try_into().unwrap_or_default();
+        NameHash { sip: SipHasher24::new_with_key(&key), mask }
+    }
+
+    /// The first of the [`SLOTS`] cookies a name may have. Never below 256, so 0, 1 and 2 stay free for "start", "."
+    /// and "..", and never above 2^63 - 1.
+    pub fn first_cookie(&self, name: &[u8]) -> u64 {
+        ((self.sip.hash(name) >> 9) & self.mask).max(1) << 8
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_have_the_documented_bytes() {
+        assert_eq!(&numbered(INODE, 0x0102)[..], b"i\0\0\0\0\0\0\x01\x02");
+        assert_eq!(&xattr(1, b"user.a")[..], b"x\0\0\0\0\0\0\0\x01user.a");
+        assert_eq!(&reply(1, 2)[..], b"r\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02");
+        assert_eq!(&dentry(3, 0x0500)[..], b"d\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0\0\x05\0");
+        assert_eq!(last_number(&numbered(GC, 77)), Some(77));
+    }
+
+    #[test]
+    fn cookies_are_fixed_for_ever() {
+        let key: Vec<u8> = (0..16).collect();
+        let names = NameHash::new(&key, u64::MAX);
+        // SipHash-2-4 reference vector: key 00..0f, message 00..0e -> a129ca6149be45e5.
+        let message: Vec<u8> = (0..15).collect();
+        assert_eq!(names.first_cookie(&message), (0xa129_ca61_49be_45e5_u64 >> 9) << 8);
+        assert_eq!(NameHash::new(&key, 0).first_cookie(b"x"), 256);
+    }
+}

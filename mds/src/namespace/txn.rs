@@ -1,0 +1,229 @@
+//! A transaction over the store: reads see its own writes, then those of earlier entries of the same batch, then the
+//! store. Dropping it undoes it.
+
+use std::{collections::BTreeMap, ops::Bound, sync::Arc};
+
+use bytes::Bytes;
+use prost::Message;
+use strake_proto::{Code, Error, Ino, pb};
+use strake_store::{Reader, prefix_end};
+
+use super::{
+    keys::{self, NameHash, SLOTS},
+    placement::Placement,
+};
+
+/// Why an operation did not happen. An `Op` failure is an answer, the same on every member. A `Store` failure is this
+/// member's own trouble: nothing may be answered, the whole batch is given up.
+pub enum Fail {
+    Op(Error),
+    Store(Error),
+}
+
+pub type Res<T> = Result<T, Fail>;
+
+impl From<Error> for Fail {
+    fn from(e: Error) -> Fail {
+        Fail::Op(e)
+    }
+}
+
+/// A failed operation with its cause in words.
+pub fn fail<T>(code: Code, message: impl Into<String>) -> Res<T> {
+    Err(Fail::Op(Error::new(code, message)))
+}
+
+/// Reads a stored record; bytes that are none are this member's corruption.
+pub fn decode<M: Message + Default>(key: &[u8], value: Bytes) -> Res<M> {
+    M::decode(value).map_err(|e| {
+        let m = format!("metadata record {:02x?} is damaged ({e}); restore this member from its peers", key);
+        Fail::Store(Error::new(Code::Corrupt, m))
+    })
+}
+
+/// Writes not in the store yet; `None` = deleted. Inodes stay decoded, they change often within a batch.
+#[derive(Default)]
+pub struct Layer {
+    kv: BTreeMap<Bytes, Option<Bytes>>,
+    inodes: BTreeMap<Ino, Option<pb::InodeRecord>>,
+}
+
+impl Layer {
+    /// Puts a later layer on top of this one.
+    pub fn merge(&mut self, later: Layer) {
+        self.kv.extend(later.kv);
+        self.inodes.extend(later.inodes);
+    }
+
+    pub fn put(&mut self, key: Bytes, value: Option<Bytes>) {
+        self.kv.insert(key, value);
+    }
+
+    pub fn get(&self, key: &[u8]) -> Option<&Option<Bytes>> {
+        self.kv.get(key)
+    }
+
+    pub fn into_batch(self) -> strake_store::Batch {
+        let mut ops: Vec<_> = self.kv.into_iter().collect();
+        let inodes = self.inodes.into_iter();
+        ops.extend(inodes.map(|(ino, r)| (keys::numbered(keys::INODE, ino), r.map(|r| r.encode_to_vec().into()))));
+        strake_store::Batch { ops }
+    }
+}
+
+/// Where a name is, or where it would go.
+pub enum Spot {
+    Taken(u64, pb::DentryRecord),
+    /// `None`: all slots of its hash are taken.
+    Free(Option<u64>),
+}
+
+pub struct Txn<'a> {
+    store: &'a dyn Reader,
+    base: &'a Layer,
+    own: Layer,
+    names: NameHash,
+    pub header: pb::StateHeader,
+    pub place: Arc<Placement>,
+}
+
+impl<'a> Txn<'a> {
+    pub fn new(
+        store: &'a dyn Reader,
+        base: &'a Layer,
+        header: pb::StateHeader,
+        place: Arc<Placement>,
+        hash_mask: u64,
+    ) -> Txn<'a> {
+        let names = NameHash::new(&header.name_hash_key, hash_mask);
+        Txn { store, base, own: Layer::default(), names, header, place }
+    }
+
+    /// What it wrote, and the header it leaves.
+    pub fn finish(self) -> (Layer, pb::StateHeader) {
+        (self.own, self.header)
+    }
+
+    pub fn now(&self) -> i64 {
+        self.header.now_ns
+    }
+
+    pub fn get(&self, key: &[u8]) -> Res<Option<Bytes>> {
+        if let Some(v) = self.own.kv.get(key).or_else(|| self.base.kv.get(key)) {
+            return Ok(v.clone());
+        }
+        self.store.get(key).map_err(Fail::Store)
+    }
+
+    pub fn put(&mut self, key: Bytes, value: impl Into<Bytes>) {
+        self.own.kv.insert(key, Some(value.into()));
+    }
+
+    pub fn delete(&mut self, key: Bytes) {
+        self.own.kv.insert(key, None);
+    }
+
+    /// Calls `each` for the pairs after `after` and within `prefix`, in key order, until it answers false. True if it
+    /// saw them all. Inode records are not seen (they are never listed).
+    pub fn scan(&self, prefix: &[u8], after: &[u8], mut each: impl FnMut(&[u8], Bytes) -> Res<bool>) -> Res<bool> {
+        let from = if after < prefix { Bound::Included(prefix) } else { Bound::Excluded(after) };
+        let end = prefix_end(prefix);
+        let to = end.as_deref().map_or(Bound::Unbounded, Bound::Excluded);
+        let mut over: BTreeMap<&[u8], Option<&Bytes>> = BTreeMap::new();
+        for layer in [self.base, &self.own] {
+            over.extend(layer.kv.range::<[u8], _>((from, to)).map(|(k, v)| (&k[..], v.as_ref())));
+        }
+        let mut over = over.into_iter().peekable();
+        let mut stored = self.store.range(from, to);
+        let mut next = stored.next().transpose().map_err(Fail::Store)?;
+        loop {
+            let key = next.as_ref().map(|(k, _)| &k[..]);
+            match (over.peek().map(|(k, _)| *k), key) {
+                (None, None) => return Ok(true),
+                (Some(o), k) if k.is_none_or(|k| o <= k) => {
+                    if k == Some(o) {
+                        next = stored.next().transpose().map_err(Fail::Store)?;
+                    }
+                    if let Some((o, Some(v))) = over.next()
+                        && !each(o, v.clone())?
+                    {
+                        return Ok(false);
+                    }
+                }
+                _ => {
+                    let taken = std::mem::replace(&mut next, stored.next().transpose().map_err(Fail::Store)?);
+                    if let Some((k, v)) = taken
+                        && !each(&k, v)?
+                    {
+                        return Ok(false);
+                    }
+                }
+            }
+        }
+    }
+
+    pub fn inode(&self, ino: Ino) -> Res<Option<pb::InodeRecord>> {
+        if let Some(r) = self.own.inodes.get(&ino).or_else(|| self.base.inodes.get(&ino)) {
+            return Ok(r.clone());
+        }
+        let key = keys::numbered(keys::INODE, ino);
+        self.store.get(&key).map_err(Fail::Store)?.map(|v| decode(&key, v)).transpose()
+    }
+
+    /// The inode, or `ENOENT`.
+    pub fn need(&self, ino: Ino) -> Res<pb::InodeRecord> {
+        match self.inode(ino)? {
+            Some(r) => Ok(r),
+            None => fail(Code::NoEnt, format!("inode {ino} does not exist (any more)")),
+        }
+    }
+
+    pub fn put_inode(&mut self, ino: Ino, record: pb::InodeRecord) {
+        self.own.inodes.insert(ino, Some(record));
+    }
+
+    pub fn delete_inode(&mut self, ino: Ino) {
+        self.own.inodes.insert(ino, None);
+    }
+
+    fn dentry(&self, dir: Ino, cookie: u64) -> Res<Option<pb::DentryRecord>> {
+        let key = keys::dentry(dir, cookie);
+        self.get(&key)?.map(|v| decode(&key, v)).transpose()
+    }
+
+    /// Walks the slots of the name's hash up to the first that was never used.
+    pub fn find(&self, dir: Ino, name: &[u8]) -> Res<Spot> {
+        let first = self.names.first_cookie(name);
+        let mut free = None;
+        for cookie in first..first + SLOTS {
+            match self.dentry(dir, cookie)? {
+                Some(d) if d.ino == 0 => free = free.or(Some(cookie)),
+                Some(d) if d.name == name => return Ok(Spot::Taken(cookie, d)),
+                Some(_) => {}
+                None => return Ok(Spot::Free(free.or(Some(cookie)))),
+            }
+        }
+        Ok(Spot::Free(free))
+    }
+
+    pub fn put_name(&mut self, dir: Ino, cookie: u64, name: &[u8], ino: Ino, kind: u32) {
+        let d = pb::DentryRecord { ino, r#type: kind, name: Bytes::copy_from_slice(name) };
+        self.put(keys::dentry(dir, cookie), d.encode_to_vec());
+    }
+
+    /// Within a run of colliding names the slot stays marked, so that those behind it are still found.
+    pub fn remove_name(&mut self, dir: Ino, cookie: u64) -> Res<()> {
+        let last_slot = cookie % SLOTS == SLOTS - 1;
+        if !last_slot && self.dentry(dir, cookie + 1)?.is_some() {
+            self.put(keys::dentry(dir, cookie), Bytes::new());
+            return Ok(());
+        }
+        self.delete(keys::dentry(dir, cookie));
+        let mut at = cookie;
+        while at % SLOTS != 0 && self.dentry(dir, at - 1)?.is_some_and(|d| d.ino == 0) {
+            at -= 1;
+            self.delete(keys::dentry(dir, at));
+        }
+        Ok(())
+    }
+}
