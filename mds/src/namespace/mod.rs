@@ -1,1 +1,240 @@
-//! See the crate documentation.
+//! The namespace as a deterministic state machine over a [`MetaStore`]: log entries in, replies out.
+//!
+//! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs` have the operations that
+//! change) on a `txn` (overlay over the store); `placement` chooses chains, `perm` decides who may, `gc` is what goes
+//! after its name went, `keys` is the on-disk key format.
+
+mod apply;
+mod attrs;
+mod gc;
+mod keys;
+mod names;
+mod ops;
+mod perm;
+mod placement;
+mod txn;
+
+#[cfg(test)]
+mod tests;
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use bytes::Bytes;
+use parking_lot::{Mutex, RwLock};
+use prost::Message;
+use strake_proto::{Code, Error, Ino, Result, SessionId, map::MapView, pb};
+use strake_store::MetaStore;
+
+use apply::{Apply, Session};
+use placement::Placement;
+use txn::{Fail, Layer, Txn};
+
+/// Version of the state's format; a newer one is refused.
+pub const FORMAT_VERSION: u32 = 1;
+
+/// What is kept decoded; always equal to what is in the store.
+#[derive(Default)]
+struct Memory {
+    header: pb::StateHeader,
+    place: Arc<Placement>,
+    sessions: BTreeMap<SessionId, Session>,
+    uuids: BTreeMap<Bytes, SessionId>,
+}
+
+/// The metadata of a file system. One task applies; any number read and see whole commits only.
+pub struct Namespace {
+    store: Arc<dyn MetaStore>,
+    memory: RwLock<Memory>,
+    /// Held by the one that applies.
+    applier: Mutex<()>,
+    hash_mask: u64,
+}
+
+fn damaged(what: &str, e: impl std::fmt::Display) -> Error {
+    Error::new(Code::Corrupt, format!("metadata state: {what} is damaged ({e}); restore this member from its peers"))
+}
+
+fn load(store: &dyn MetaStore) -> Result<Memory> {
+    let mut m = Memory::default();
+    m.header.format_version = FORMAT_VERSION;
+    if let Some(h) = store.get(keys::HEADER)? {
+        m.header = pb::StateHeader::decode(h).map_err(|e| damaged("the header", e))?;
+    }
+    if m.header.format_version > FORMAT_VERSION {
+        let v = m.header.format_version;
+        let text = format!("metadata state has format {v}, this program knows {FORMAT_VERSION}: run a newer strake");
+        return Err(Error::new(Code::Protocol, text));
+    }
+    if let Some(map) = store.get(keys::MAP)? {
+        let map = pb::ClusterMap::decode(map).map_err(|e| damaged("the cluster map", e))?;
+        m.place = Arc::new(Placement::new(Arc::new(MapView::new(map)?)));
+    }
+    for pair in store.prefix(&[keys::SESSION]) {
+        let (key, value) = pair?;
+        let id = keys::last_number(&key).ok_or_else(|| damaged("a session's key", "too short"))?;
+        let record = pb::SessionRecord::decode(value).map_err(|e| damaged("a session", e))?;
+        m.uuids.insert(record.client_uuid.clone(), id);
+        m.sessions.insert(id, Session { record, ..Default::default() });
+    }
+    for pair in store.prefix(&[keys::REPLY]) {
+        let (key, _) = pair?;
+        let id = key.get(1..9).and_then(keys::last_number);
+        let session = id.and_then(|id| m.sessions.get_mut(&id));
+        let seq = keys::last_number(&key);
+        match (session, seq) {
+            (Some(s), Some(seq)) => s.seqs.insert(seq),
+            _ => return Err(damaged("a kept reply", "it belongs to no session")),
+        };
+    }
+    Ok(m)
+}
+
+impl Namespace {
+    /// Loads header, map and sessions; an empty store is a file system not formatted yet. Refuses a newer format.
+    pub fn open(store: Arc<dyn MetaStore>) -> Result<Namespace> {
+        Namespace::open_with(store, u64::MAX)
+    }
+
+    fn open_with(store: Arc<dyn MetaStore>, hash_mask: u64) -> Result<Namespace> {
+        let memory = RwLock::new(load(&*store)?);
+        Ok(Namespace { store, memory, applier: Mutex::new(()), hash_mask })
+    }
+
+    /// Reads everything again after the store was replaced by a snapshot.
+    pub fn reload(&self) -> Result<()> {
+        let _one = self.applier.lock();
+        let fresh = load(&*self.store)?;
+        *self.memory.write() = fresh;
+        Ok(())
+    }
+
+    /// Applies entries `(index, term, data)` in log order, in one commit that also records `last` (index and term) and
+    /// the configuration of the Raft group. One reply per entry; empty or foreign data is answered with an error and
+    /// changes nothing. On `Err` (the store failed) nothing has changed, and the same call may be made again.
+    pub fn apply(
+        &self,
+        entries: &[(u64, u64, Bytes)],
+        last: (u64, u64),
+        conf_state: Option<&[u8]>,
+    ) -> Result<Vec<pb::LogReply>> {
+        let _one = self.applier.lock();
+        // Nobody else writes `memory`, so this read lock only keeps others from waiting for us.
+        let memory = self.memory.read();
+        if last.0 < memory.header.applied_index {
+            let m = format!("asked to apply up to entry {} after {}", last.0, memory.header.applied_index);
+            return Err(Error::new(Code::Inval, m));
+        }
+        let mut work = Apply::new(&*self.store, &memory, self.hash_mask);
+        let replies: Vec<_> = entries.iter().map(|(index, _, data)| work.entry(*index, data)).collect::<Result<_>>()?;
+        (work.header.applied_index, work.header.applied_term) = last;
+        if let Some(c) = conf_state {
+            work.header.conf_state = Bytes::copy_from_slice(c);
+        }
+        let batch = work.take_batch();
+        let Apply { header, place, sessions, uuids, .. } = work;
+        drop(memory);
+        let mut memory = self.memory.write();
+        self.store.commit(batch).map_err(|e| e.context("committing applied log entries"))?;
+        memory.header = header;
+        memory.place = place;
+        merge(&mut memory.sessions, sessions);
+        merge(&mut memory.uuids, uuids);
+        Ok(replies)
+    }
+
+    /// Answers operations that change nothing, up to the first failure, from all entries applied so far. `session` 0
+    /// is the server itself.
+    pub fn read(&self, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> pb::MetaReply {
+        let memory = self.memory.read();
+        let failed = |e: &Error| {
+            let result = pb::OpResult { status: Some(e.to_status()), ..Default::default() };
+            pb::MetaReply { results: vec![result] }
+        };
+        if session != 0 && !memory.sessions.contains_key(&session) {
+            return failed(&Error::new(Code::NoSession, format!("session {session} has ended; mount again")));
+        }
+        let none = Layer::default();
+        let mut t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
+        match ops::run(&mut t, creds, ops, false) {
+            Ok((reply, _)) => reply,
+            Err(Fail::Op(e) | Fail::Store(e)) => failed(&e),
+        }
+    }
+
+    /// Whether a list has to go through the log.
+    pub fn is_mutation(ops: &[pb::Op]) -> bool {
+        ops.iter().any(ops::is_mutation)
+    }
+
+    /// Counters, applied index and identity; `fs_uuid` is empty before the file system is formatted.
+    pub fn header(&self) -> pb::StateHeader {
+        self.memory.read().header.clone()
+    }
+
+    pub fn map(&self) -> Arc<MapView> {
+        self.memory.read().place.view.clone()
+    }
+
+    pub fn session(&self, id: SessionId) -> Option<pb::SessionRecord> {
+        self.memory.read().sessions.get(&id).map(|s| s.record.clone())
+    }
+
+    /// All sessions by id.
+    pub fn sessions(&self) -> Vec<(SessionId, pb::SessionRecord)> {
+        self.memory.read().sessions.iter().map(|(id, s)| (*id, s.record.clone())).collect()
+    }
+
+    /// Evictions with a number above `number`, oldest first; the last 10,000 are kept.
+    pub fn evicted_after(&self, number: u64) -> Vec<pb::Evicted> {
+        let all = self.list(keys::EVICTED, number, usize::MAX);
+        let decoded = all.into_iter().filter_map(|(n, v)| Some((n, pb::EvictedRecord::decode(v).ok()?)));
+        decoded.map(|(n, r)| pb::Evicted { number: n, session: r.session, min_epoch: r.min_epoch }).collect()
+    }
+
+    /// The oldest `limit` sets of chunks to delete, with the numbers for `GcDone`.
+    pub fn gc_queue(&self, limit: usize) -> Vec<(u64, pb::GcRecord)> {
+        let queue = self.list(keys::GC, 0, limit);
+        queue.into_iter().filter_map(|(n, v)| Some((n, pb::GcRecord::decode(v).ok()?))).collect()
+    }
+
+    /// Up to `limit` files whose chunks are to be cut, by inode id.
+    pub fn trims(&self, limit: usize) -> Vec<(Ino, pb::Trim, pb::Layout)> {
+        let queue = self.list(keys::TRIM, 0, limit).into_iter();
+        queue.filter_map(|(ino, v)| Some((ino, pb::Trim::decode(v).ok()?, self.inode(ino)?.layout?))).collect()
+    }
+
+    /// The cut an inode waits for.
+    pub fn trim_of(&self, ino: Ino) -> Option<pb::Trim> {
+        self.inode(ino)?.trim
+    }
+
+    /// Up to `limit` files without a name, by inode id.
+    pub fn orphans(&self, limit: usize) -> Vec<Ino> {
+        self.list(keys::ORPHAN, 0, limit).into_iter().map(|(ino, _)| ino).collect()
+    }
+
+    fn inode(&self, ino: Ino) -> Option<pb::InodeRecord> {
+        let value = self.store.get(&keys::numbered(keys::INODE, ino)).ok().flatten()?;
+        pb::InodeRecord::decode(value).ok()
+    }
+
+    /// Numbered records above `after`. What cannot be read is left out: these lists feed workers that look again, and
+    /// whoever applies to a damaged store stops with the reason.
+    fn list(&self, prefix: u8, after: u64, limit: usize) -> Vec<(u64, Bytes)> {
+        let _whole = self.memory.read();
+        let from = keys::numbered(prefix, after.saturating_add(1));
+        let end = [prefix + 1];
+        let pairs = self.store.range(std::ops::Bound::Included(&from), std::ops::Bound::Excluded(&end));
+        let good = pairs.take(limit).map_while(Result::ok);
+        good.filter_map(|(k, v)| Some((keys::last_number(&k)?, v))).collect()
+    }
+}
+
+fn merge<K: Ord, V>(into: &mut BTreeMap<K, V>, changes: BTreeMap<K, Option<V>>) {
+    for (k, v) in changes {
+        match v {
+            Some(v) => into.insert(k, v),
+            None => into.remove(&k),
+        };
+    }
+}

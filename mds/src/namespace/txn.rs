@@ -59,10 +59,6 @@ impl Layer {
         self.kv.insert(key, value);
     }
 
-    pub fn get(&self, key: &[u8]) -> Option<&Option<Bytes>> {
-        self.kv.get(key)
-    }
-
     pub fn into_batch(self) -> strake_store::Batch {
         let mut ops: Vec<_> = self.kv.into_iter().collect();
         let inodes = self.inodes.into_iter();

@@ -1,0 +1,346 @@
+//! Applies log entries: commands in, replies and one batch of writes out. Nothing here looks at a clock, at random
+//! numbers or at anything but the state, the entry and its place in the log.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use bytes::Bytes;
+use prost::Message;
+use strake_proto::{Code, Error, Result, SessionId, ids::ROOT_INO, map::MapView, pb};
+use strake_store::{Batch, MetaStore};
+
+use super::{
+    Memory, gc, keys,
+    ops::{self, DIR_SIZE},
+    perm,
+    placement::Placement,
+    txn::{Fail, Layer, Res, Txn, decode, fail},
+};
+use crate::cluster;
+use pb::log_command::Command;
+
+/// Replies kept per session; beyond, the oldest goes and with it the answer to a late retry.
+pub const MAX_REPLIES: usize = 4_096;
+pub const MAX_EVICTED: usize = 10_000;
+const MAX_SESSIONS: usize = 65_536;
+/// Longest hostname and version a client may register.
+const MAX_TEXT: usize = 255;
+/// Session ids are never reused, so one epoch per session is enough; eviction asks for the next.
+const SESSION_EPOCH: u64 = 1;
+const FIRST_INO: u64 = 2;
+
+/// A session and the sequence numbers whose replies are kept.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Session {
+    pub record: pb::SessionRecord,
+    pub seqs: BTreeSet<u64>,
+}
+
+/// The state after the entries so far, as far as it differs from store and memory.
+pub struct Apply<'a> {
+    store: &'a dyn MetaStore,
+    memory: &'a Memory,
+    batch: Layer,
+    hash_mask: u64,
+    pub header: pb::StateHeader,
+    pub place: Arc<Placement>,
+    /// `None` = ended.
+    pub sessions: BTreeMap<SessionId, Option<Session>>,
+    pub uuids: BTreeMap<Bytes, Option<SessionId>>,
+}
+
+fn ok() -> pb::LogReply {
+    pb::LogReply::default()
+}
+
+fn refused(e: &Error) -> pb::LogReply {
+    pb::LogReply { status: Some(e.to_status()), reply: None }
+}
+
+fn refusal(code: Code, message: &str) -> pb::LogReply {
+    refused(&Error::new(code, message))
+}
+
+impl<'a> Apply<'a> {
+    pub fn new(store: &'a dyn MetaStore, memory: &'a Memory, hash_mask: u64) -> Apply<'a> {
+        Apply {
+            store,
+            memory,
+            batch: Layer::default(),
+            hash_mask,
+            header: memory.header.clone(),
+            place: memory.place.clone(),
+            sessions: BTreeMap::new(),
+            uuids: BTreeMap::new(),
+        }
+    }
+
+    /// Everything to write, the header last changed included; the rest of `self` is for [`Memory`].
+    pub fn take_batch(&mut self) -> Batch {
+        let mut layer = std::mem::take(&mut self.batch);
+        for (id, s) in &self.sessions {
+            let value = s.as_ref().map(|s| s.record.encode_to_vec().into());
+            layer.put(keys::numbered(keys::SESSION, *id), value);
+        }
+        layer.put(Bytes::from_static(keys::HEADER), Some(self.header.encode_to_vec().into()));
+        layer.into_batch()
+    }
+
+    /// One entry. An `Err` is this member's trouble with its store; the batch must be given up.
+    pub fn entry(&mut self, index: u64, data: &Bytes) -> Result<pb::LogReply> {
+        if index <= self.header.applied_index {
+            return Ok(refusal(Code::ReplyGone, "the log entry was applied before"));
+        }
+        let (now_ns, command) = match pb::LogCommand::decode(data.clone()) {
+            Ok(pb::LogCommand { now_ns, command: Some(c) }) => (now_ns, c),
+            _ => return Ok(refusal(Code::Protocol, "the log entry is no command that this version knows")),
+        };
+        if self.header.fs_uuid.is_empty() && !matches!(command, Command::Format(_)) {
+            return Ok(refusal(Code::NoDev, "the file system is not formatted yet; try again"));
+        }
+        self.header.now_ns = self.header.now_ns.max(now_ns);
+        match self.command(command) {
+            Ok(reply) => Ok(reply),
+            Err(Fail::Op(e)) => Ok(refused(&e)),
+            Err(Fail::Store(e)) => Err(e.context(format!("applying log entry {index}"))),
+        }
+    }
+
+    fn command(&mut self, command: Command) -> Res<pb::LogReply> {
+        match command {
+            Command::Format(f) => self.format(&f),
+            Command::Meta(m) => self.meta(m),
+            Command::SessionOpen(o) => self.session_open(o),
+            Command::SessionEnd(e) => self.session_end(&e),
+            Command::Register(r) => {
+                let reply = self.change_map(|map| cluster::state::register(map, &r))?;
+                let register = pb::RegisterReply { map: None, ..reply };
+                Ok(pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Register(register)) })
+            }
+            Command::MapUpdate(u) => self.change_map(|map| cluster::state::update(map, &u)).map(|()| ok()),
+            Command::MdsNodes(n) => self.change_map(|map| cluster::state::mds_nodes(map, &n)).map(|()| ok()),
+            Command::PoolChange(p) => self.change_map(|map| cluster::state::pool_change(map, &p)).map(|()| ok()),
+            Command::GcDone(g) => self.change(|t| gc::gc_done(t, &g.numbers)).map(|()| ok()),
+            Command::TrimDone(d) => self.change(|t| gc::trim_done(t, &d)).map(|()| ok()),
+            Command::FreeOrphans(f) => self.change(|t| gc::free_orphans(t, &f.inos)).map(|()| ok()),
+        }
+    }
+
+    fn txn(&self) -> Txn<'_> {
+        Txn::new(self.store, &self.batch, self.header.clone(), self.place.clone(), self.hash_mask)
+    }
+
+    /// Runs a change that is kept if it succeeds and undone otherwise.
+    fn change<T>(&mut self, run: impl FnOnce(&mut Txn<'_>) -> Res<T>) -> Res<T> {
+        let mut t = self.txn();
+        let out = run(&mut t)?;
+        let (layer, header) = t.finish();
+        self.batch.merge(layer);
+        self.header = header;
+        Ok(out)
+    }
+
+    /// Changes the cluster map, unless the change is refused or leaves a map that makes no sense.
+    fn change_map<T>(&mut self, change: impl FnOnce(&mut pb::ClusterMap) -> Result<T>) -> Res<T> {
+        let mut map = self.place.view.map.clone();
+        let out = change(&mut map)?;
+        if map != self.place.view.map {
+            self.set_map(map)?;
+        }
+        Ok(out)
+    }
+
+    fn set_map(&mut self, map: pb::ClusterMap) -> Res<()> {
+        let bytes = map.encode_to_vec();
+        self.place = Arc::new(Placement::new(Arc::new(MapView::new(map)?)));
+        self.batch.put(Bytes::from_static(keys::MAP), Some(bytes.into()));
+        Ok(())
+    }
+
+    fn format(&mut self, f: &pb::Format) -> Res<pb::LogReply> {
+        if !self.header.fs_uuid.is_empty() {
+            return fail(Code::Exist, "the file system is formatted already");
+        }
+        if f.fs_uuid.len() != 16 || f.name_hash_key.len() != 16 {
+            return fail(Code::Inval, "file system uuid and name hash key must have 16 bytes");
+        }
+        if !(1..=3).contains(&f.default_copies) {
+            return fail(Code::Inval, format!("{} default copies; 1 to 3 are possible", f.default_copies));
+        }
+        self.set_map(pb::ClusterMap {
+            version: 1,
+            fs_uuid: f.fs_uuid.clone(),
+            fs_name: f.fs_name.clone(),
+            default_copies: f.default_copies,
+            shard_groups: vec![0],
+            ..Default::default()
+        })?;
+        let h = &mut self.header;
+        h.fs_uuid.clone_from(&f.fs_uuid);
+        h.fs_name.clone_from(&f.fs_name);
+        h.name_hash_key.clone_from(&f.name_hash_key);
+        (h.next_ino, h.next_data_id, h.next_session, h.next_number, h.inodes) = (FIRST_INO, 1, 1, 1, 1);
+        let now = h.now_ns;
+        let attr = pb::Attr {
+            ino: ROOT_INO,
+            mode: perm::S_IFDIR | f.root_mode & 0o7777,
+            nlink: 2,
+            size: DIR_SIZE,
+            atime_ns: now,
+            mtime_ns: now,
+            ctime_ns: now,
+            btime_ns: now,
+            change: 1,
+            ..Default::default()
+        };
+        self.change(|t| {
+            t.put_inode(ROOT_INO, pb::InodeRecord { attr: Some(attr), ..Default::default() });
+            Ok(ok())
+        })
+    }
+
+    /// A request of a session, run at most once.
+    fn meta(&mut self, m: pb::MetaRequest) -> Res<pb::LogReply> {
+        let Some(s) = self.session(m.session) else {
+            return fail(Code::NoSession, format!("session {} has ended; mount again", m.session));
+        };
+        if s.seqs.contains(&m.seq) {
+            return self.kept_reply(m.session, m.seq);
+        }
+        if m.seq == 0 || m.seq == u64::MAX {
+            return fail(Code::Inval, "a change needs a sequence number between 0 and 2^64-1");
+        }
+        if m.seq < s.record.answered_below {
+            let m = format!("request {} ran or was given up, and its reply is no longer kept", m.seq);
+            return fail(Code::ReplyGone, m);
+        }
+        let Some(creds) = &m.creds else {
+            return fail(Code::Inval, "the request does not say for whom it is");
+        };
+        let reply = self.run(creds, &m.ops)?;
+        let reply = pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Meta(reply)) };
+        self.batch.put(keys::reply(m.session, m.seq), Some(reply.encode_to_vec().into()));
+        self.answered(m.session, m.seq, m.lowest_unanswered);
+        Ok(reply)
+    }
+
+    fn run(&mut self, creds: &pb::Creds, ops: &[pb::Op]) -> Res<pb::MetaReply> {
+        let mut t = self.txn();
+        let (reply, all) = ops::run(&mut t, creds, ops, true)?;
+        if all {
+            let (layer, header) = t.finish();
+            self.batch.merge(layer);
+            self.header = header;
+        }
+        Ok(reply)
+    }
+
+    fn kept_reply(&self, session: SessionId, seq: u64) -> Res<pb::LogReply> {
+        let key = keys::reply(session, seq);
+        match self.txn().get(&key)? {
+            Some(v) => decode(&key, v),
+            None => {
+                let m = format!("the reply to request {seq} of session {session} is missing; restore this member");
+                Err(Fail::Store(Error::new(Code::Corrupt, m)))
+            }
+        }
+    }
+
+    /// Notes that the reply to `seq` is kept, and drops replies below `lowest` and the lowest ones beyond the limit.
+    fn answered(&mut self, id: SessionId, seq: u64, lowest: u64) {
+        let Some(Some(s)) = self.sessions.get_mut(&id) else { return };
+        s.seqs.insert(seq);
+        let mut below = s.record.answered_below.max(lowest.min(seq));
+        while let Some(first) = s.seqs.first().copied() {
+            if first >= below && s.seqs.len() <= MAX_REPLIES {
+                break;
+            }
+            below = below.max(first.saturating_add(1));
+            s.seqs.remove(&first);
+            self.batch.put(keys::reply(id, first), None);
+        }
+        s.record.answered_below = below;
+    }
+
+    /// A living session, from now on among those this batch writes.
+    fn session(&mut self, id: SessionId) -> Option<&Session> {
+        if !self.sessions.contains_key(&id) {
+            let s = self.memory.sessions.get(&id)?.clone();
+            self.sessions.insert(id, Some(s));
+        }
+        self.sessions.get(&id)?.as_ref()
+    }
+
+    fn living_sessions(&self) -> usize {
+        let changed = self.sessions.iter().filter(|(id, s)| s.is_some() != self.memory.sessions.contains_key(id));
+        changed.fold(self.memory.sessions.len(), |n, (_, s)| if s.is_some() { n + 1 } else { n - 1 })
+    }
+
+    fn session_open(&mut self, o: pb::SessionOpenRequest) -> Res<pb::LogReply> {
+        if o.client_uuid.len() != 16 || o.hostname.len() > MAX_TEXT || o.version.len() > MAX_TEXT {
+            return fail(Code::Inval, "a session needs a client uuid of 16 bytes and short names");
+        }
+        let known = self.uuids.get(&o.client_uuid).copied();
+        let known = known.unwrap_or_else(|| self.memory.uuids.get(&o.client_uuid).copied());
+        let (id, mut s) = match known.and_then(|id| Some((id, self.session(id)?.clone()))) {
+            Some(found) => found,
+            None => {
+                if self.living_sessions() >= MAX_SESSIONS {
+                    return fail(Code::Overloaded, format!("{MAX_SESSIONS} sessions are open; try again later"));
+                }
+                let id = self.header.next_session;
+                self.header.next_session += 1;
+                self.uuids.insert(o.client_uuid.clone(), Some(id));
+                (id, Session::default())
+            }
+        };
+        s.record = pb::SessionRecord {
+            client_uuid: o.client_uuid,
+            hostname: o.hostname,
+            version: o.version,
+            pid: o.pid,
+            epoch: SESSION_EPOCH,
+            answered_below: s.record.answered_below,
+        };
+        self.sessions.insert(id, Some(s));
+        let reply = pb::SessionOpenReply {
+            session: id,
+            epoch: SESSION_EPOCH,
+            root: ROOT_INO,
+            fs_uuid: self.header.fs_uuid.clone(),
+            ..Default::default()
+        };
+        Ok(pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::SessionOpen(reply)) })
+    }
+
+    fn session_end(&mut self, e: &pb::SessionEnd) -> Res<pb::LogReply> {
+        for id in &e.sessions {
+            let Some(s) = self.session(*id).cloned() else { continue };
+            for seq in &s.seqs {
+                self.batch.put(keys::reply(*id, *seq), None);
+            }
+            self.uuids.insert(s.record.client_uuid.clone(), None);
+            self.sessions.insert(*id, None);
+            if e.evict {
+                let n = self.header.next_number;
+                self.header.next_number += 1;
+                let r = pb::EvictedRecord { session: *id, min_epoch: s.record.epoch + 1 };
+                self.batch.put(keys::numbered(keys::EVICTED, n), Some(r.encode_to_vec().into()));
+            }
+        }
+        if e.evict { self.forget_old_evictions() } else { Ok(ok()) }
+    }
+
+    fn forget_old_evictions(&mut self) -> Res<pb::LogReply> {
+        let mut numbers = Vec::new();
+        self.txn().scan(&[keys::EVICTED], &[], |key, _| {
+            numbers.push(Bytes::copy_from_slice(key));
+            Ok(true)
+        })?;
+        let old = numbers.len().saturating_sub(MAX_EVICTED);
+        numbers.into_iter().take(old).for_each(|key| self.batch.put(key, None));
+        Ok(ok())
+    }
+}

@@ -1,0 +1,88 @@
+//! What goes after its name went: orphans, chunks to delete, chunks to cut.
+
+use prost::Message;
+use strake_proto::{Ino, pb};
+
+use super::{
+    keys,
+    ops::Inode,
+    perm,
+    txn::{Res, Txn},
+};
+
+/// The next of the numbers that order deletions, cuts and evictions.
+pub fn number(t: &mut Txn<'_>) -> u64 {
+    let n = t.header.next_number;
+    t.header.next_number += 1;
+    n
+}
+
+/// Puts the chunks of a file's present data id on the list of what is to be deleted. Whether any exist the mds does
+/// not know: writers report an end after they wrote.
+pub fn discard_data(t: &mut Txn<'_>, r: &pb::InodeRecord) {
+    let Some(layout) = &r.layout else { return };
+    let a = r.attr();
+    let g = pb::GcRecord { ino: a.ino, layout: Some(layout.clone()), size: a.size };
+    let key = keys::numbered(keys::GC, number(t));
+    t.put(key, g.encode_to_vec());
+}
+
+/// Removes an inode that nothing refers to any more.
+pub fn remove_inode(t: &mut Txn<'_>, r: &pb::InodeRecord) -> Res<()> {
+    let ino = r.attr().ino;
+    if r.xattrs > 0 {
+        let mut found = Vec::new();
+        t.scan(&keys::numbered(keys::XATTR, ino), &[], |key, _| {
+            found.push(bytes::Bytes::copy_from_slice(key));
+            Ok(true)
+        })?;
+        found.into_iter().for_each(|key| t.delete(key));
+    }
+    if r.trim.is_some() {
+        t.delete(keys::numbered(keys::TRIM, ino));
+    }
+    if perm::is_file(r.attr()) {
+        discard_data(t, r);
+    }
+    t.delete_inode(ino);
+    t.header.inodes = t.header.inodes.saturating_sub(1);
+    Ok(())
+}
+
+/// Removes those of the inodes that are orphans; nobody has them open any more.
+pub fn free_orphans(t: &mut Txn<'_>, inos: &[Ino]) -> Res<()> {
+    for ino in inos {
+        let key = keys::numbered(keys::ORPHAN, *ino);
+        if t.get(&key)?.is_none() {
+            continue;
+        }
+        t.delete(key);
+        if let Some(r) = t.inode(*ino)? {
+            remove_inode(t, &r)?;
+        }
+    }
+    Ok(())
+}
+
+/// The chunks of these records are gone.
+pub fn gc_done(t: &mut Txn<'_>, numbers: &[u64]) -> Res<()> {
+    for n in numbers {
+        let key = keys::numbered(keys::GC, *n);
+        if t.get(&key)?.is_some() {
+            t.delete(key);
+        }
+    }
+    Ok(())
+}
+
+/// The cut with this number is done; a newer one of the same inode stays.
+pub fn trim_done(t: &mut Txn<'_>, done: &pb::TrimDone) -> Res<()> {
+    let Some(mut r) = t.inode(done.ino)? else { return Ok(()) };
+    if r.trim.is_none_or(|trim| trim.number != done.number) {
+        return Ok(());
+    }
+    r.trim = None;
+    t.put_inode(done.ino, r);
+    t.delete(keys::numbered(keys::TRIM, done.ino));
+    Ok(())
+}

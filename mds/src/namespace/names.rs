@@ -1,0 +1,431 @@
+//! Operations that make and remove names: create, mkdir, mknod, symlink, link, unlink, rmdir, rename.
+//!
+//! The order of the checks is that of Linux (`fs/namei.c`): search permission, existence, then permission to change.
+
+use bytes::Bytes;
+use strake_proto::{Code, Ino, ids::ROOT_INO, pb};
+
+use super::{
+    gc, keys,
+    ops::{DIR_SIZE, Inode, Run, check_name, opened, shown},
+    perm::{self, W, X},
+    txn::{Res, Spot, fail},
+};
+
+pub const LINK_MAX: u32 = 65_000;
+const SYMLINK_MAX: usize = 4095;
+/// Names of an inode kept in its record.
+const LINKS_KEPT: usize = 32;
+const RENAME_NOREPLACE: u32 = 1;
+const RENAME_EXCHANGE: u32 = 2;
+
+/// What a new inode is besides its name.
+struct New {
+    mode: u32,
+    rdev: u32,
+    symlink: Bytes,
+    layout: Option<pb::LayoutSpec>,
+}
+
+/// One side of a rename.
+struct Side<'a> {
+    dir: pb::InodeRecord,
+    name: &'a [u8],
+    cookie: u64,
+    inode: pb::InodeRecord,
+}
+
+impl Side<'_> {
+    fn at(&self) -> Ino {
+        self.dir.attr().ino
+    }
+    fn ino(&self) -> Ino {
+        self.inode.attr().ino
+    }
+    fn is_dir(&self) -> bool {
+        perm::is_dir(self.inode.attr())
+    }
+}
+
+impl Run<'_, '_> {
+    /// Where a new name would go, `EEXIST` if it is taken; then the permission to make it.
+    fn vacancy(&self, parent: Ino, name: &[u8]) -> Res<(pb::InodeRecord, u64)> {
+        let dir = self.dir(parent, X)?;
+        check_name(name, Code::Exist)?;
+        match self.t.find(dir.attr().ino, name)? {
+            Spot::Taken(..) => fail(Code::Exist, "the name exists"),
+            Spot::Free(cookie) => {
+                perm::check(self.creds, dir.attr(), W | X)?;
+                Ok((dir, room(cookie)?))
+            }
+        }
+    }
+
+    fn add(&mut self, mut dir: pb::InodeRecord, cookie: u64, name: &[u8], new: New) -> Res<pb::InodeRecord> {
+        let mut r = self.make(&dir, new)?;
+        let ino = r.attr().ino;
+        self.t.put_name(dir.attr().ino, cookie, name, ino, r.attr().mode >> 12);
+        r.links.push(pb::LinkRecord { parent: dir.attr().ino, name: Bytes::copy_from_slice(name) });
+        self.t.put_inode(ino, r.clone());
+        dir.entries += 1;
+        if perm::is_dir(r.attr()) {
+            dir.attr_mut().nlink += 1;
+        }
+        self.save_dir(dir);
+        Ok(r)
+    }
+
+    fn make(&mut self, dir: &pb::InodeRecord, new: New) -> Res<pb::InodeRecord> {
+        let h = &mut self.t.header;
+        let ino = h.next_ino;
+        h.next_ino += 1;
+        h.inodes += 1;
+        let now = h.now_ns;
+        let (mode, gid) = perm::born(self.creds, dir.attr(), new.mode);
+        let mut attr = pb::Attr {
+            ino,
+            mode,
+            uid: self.creds.uid,
+            gid,
+            nlink: 1,
+            size: new.symlink.len() as u64,
+            atime_ns: now,
+            mtime_ns: now,
+            ctime_ns: now,
+            btime_ns: now,
+            rdev: new.rdev,
+            change: 1,
+            data_id: 0,
+        };
+        let mut r = pb::InodeRecord { symlink: new.symlink, ..Default::default() };
+        if perm::is_dir(&attr) {
+            attr.nlink = 2;
+            attr.size = DIR_SIZE;
+            // Copied, as Lustre does; the root's default is looked up at run time instead.
+            r.default_layout = if dir.attr().ino == ROOT_INO { None } else { dir.default_layout.clone() };
+        } else if perm::is_file(&attr) {
+            attr.data_id = self.new_data_id();
+            let spec = self.spec_in(dir, new.layout.as_ref())?;
+            r.layout = Some(self.t.place.layout(&spec, ino, attr.data_id, 0)?);
+        }
+        r.attr = Some(attr);
+        Ok(r)
+    }
+
+    pub fn new_data_id(&mut self) -> u64 {
+        let id = self.t.header.next_data_id;
+        self.t.header.next_data_id += 1;
+        id
+    }
+
+    /// Stores a directory whose names changed.
+    fn save_dir(&mut self, mut dir: pb::InodeRecord) {
+        dir.attr_mut().mtime_ns = self.t.now();
+        self.save(dir);
+    }
+
+    pub fn create(&mut self, o: &pb::Create) -> Res<pb::OpResult> {
+        let dir = self.dir(o.parent, X)?;
+        check_name(&o.name, Code::IsDir)?;
+        let cookie = match self.t.find(dir.attr().ino, &o.name)? {
+            Spot::Taken(..) if o.exclusive => return fail(Code::Exist, "the name exists"),
+            Spot::Taken(_, d) => {
+                let r = self.t.need(d.ino)?;
+                if perm::is_dir(r.attr()) {
+                    return fail(Code::IsDir, "the name is that of a directory");
+                }
+                self.may_open(&r, o.flags)?;
+                return Ok(opened(&r));
+            }
+            Spot::Free(cookie) => room(cookie)?,
+        };
+        perm::check(self.creds, dir.attr(), W | X)?;
+        let new = New { mode: plain(o.mode, perm::S_IFREG), rdev: 0, symlink: Bytes::new(), layout: o.layout.clone() };
+        let r = self.add(dir, cookie, &o.name, new)?;
+        Ok(pb::OpResult { created: true, ..opened(&r) })
+    }
+
+    pub fn mkdir(&mut self, o: &pb::Mkdir) -> Res<pb::OpResult> {
+        let (dir, cookie) = self.vacancy(o.parent, &o.name)?;
+        // Linux ignores set-id bits asked of mkdir; the sticky bit counts.
+        let mode = o.mode & 0o1777 | perm::S_IFDIR;
+        let r = self.add(dir, cookie, &o.name, New { mode, rdev: 0, symlink: Bytes::new(), layout: None })?;
+        Ok(shown(&r))
+    }
+
+    pub fn mknod(&mut self, o: &pb::Mknod) -> Res<pb::OpResult> {
+        let (dir, cookie) = self.vacancy(o.parent, &o.name)?;
+        let kind = match o.mode & perm::S_IFMT {
+            0 => perm::S_IFREG,
+            k @ (perm::S_IFREG | perm::S_IFIFO | perm::S_IFSOCK) => k,
+            // A 0:0 character device is overlayfs's whiteout, which anybody may make.
+            k @ (perm::S_IFCHR | perm::S_IFBLK) => {
+                if !perm::is_root(self.creds) && !(k == perm::S_IFCHR && o.rdev == 0) {
+                    return fail(Code::Perm, "only root may make device nodes");
+                }
+                k
+            }
+            perm::S_IFDIR => return fail(Code::Perm, "mknod does not make directories; use mkdir"),
+            k => return fail(Code::Inval, format!("file type {k:#o} cannot be made by mknod")),
+        };
+        let rdev = if matches!(kind, perm::S_IFCHR | perm::S_IFBLK) { o.rdev } else { 0 };
+        let new = New { mode: plain(o.mode, kind), rdev, symlink: Bytes::new(), layout: None };
+        let r = self.add(dir, cookie, &o.name, new)?;
+        Ok(opened(&r))
+    }
+
+    pub fn symlink(&mut self, o: &pb::Symlink) -> Res<pb::OpResult> {
+        if o.target.is_empty() {
+            return fail(Code::NoEnt, "empty symbolic link target");
+        }
+        if o.target.len() > SYMLINK_MAX {
+            let m = format!("a symbolic link target of {} bytes; {SYMLINK_MAX} are the limit", o.target.len());
+            return fail(Code::NameTooLong, m);
+        }
+        if o.target.contains(&0) {
+            return fail(Code::Inval, "a symbolic link target cannot contain NUL");
+        }
+        let (dir, cookie) = self.vacancy(o.parent, &o.name)?;
+        let new = New { mode: perm::S_IFLNK | 0o777, rdev: 0, symlink: o.target.clone(), layout: None };
+        let r = self.add(dir, cookie, &o.name, new)?;
+        Ok(shown(&r))
+    }
+
+    pub fn link(&mut self, o: &pb::Link) -> Res<pb::OpResult> {
+        let mut r = self.inode(o.ino)?;
+        let (mut dir, cookie) = self.vacancy(o.parent, &o.name)?;
+        if perm::is_dir(r.attr()) {
+            return fail(Code::Perm, "a directory cannot have a second name");
+        }
+        if r.attr().nlink == 0 {
+            return fail(Code::NoEnt, "the file was removed");
+        }
+        if r.attr().nlink >= LINK_MAX {
+            return fail(Code::MLink, format!("the file has {LINK_MAX} names already"));
+        }
+        let at = dir.attr().ino;
+        self.t.put_name(at, cookie, &o.name, r.attr().ino, r.attr().mode >> 12);
+        r.attr_mut().nlink += 1;
+        remember(&mut r, at, &o.name);
+        let r = self.save(r);
+        dir.entries += 1;
+        self.save_dir(dir);
+        Ok(shown(&r))
+    }
+
+    /// An existing name and what it names.
+    fn side<'n>(&self, parent: Ino, name: &'n [u8], here: Code) -> Res<Side<'n>> {
+        let dir = self.dir(parent, X)?;
+        check_name(name, here)?;
+        match self.t.find(dir.attr().ino, name)? {
+            Spot::Taken(cookie, d) => Ok(Side { dir, name, cookie, inode: self.t.need(d.ino)? }),
+            Spot::Free(_) => fail(Code::NoEnt, "no such name"),
+        }
+    }
+
+    pub fn unlink(&mut self, parent: Ino, name: &[u8]) -> Res<pb::OpResult> {
+        let mut s = self.side(parent, name, Code::IsDir)?;
+        perm::may_delete(self.creds, s.dir.attr(), s.inode.attr())?;
+        if s.is_dir() {
+            return fail(Code::IsDir, "a directory is removed by rmdir");
+        }
+        self.t.remove_name(s.at(), s.cookie)?;
+        s.dir.entries = s.dir.entries.saturating_sub(1);
+        let (ino, at) = (s.ino(), s.at());
+        self.save_dir(s.dir);
+        let left = self.drop_name(s.inode, at, name)?;
+        Ok(pb::OpResult { ino, attr: left.and_then(|r| r.attr), ..Default::default() })
+    }
+
+    pub fn rmdir(&mut self, parent: Ino, name: &[u8]) -> Res<pb::OpResult> {
+        let mut s = self.side(parent, name, if name == b".." { Code::NotEmpty } else { Code::Inval })?;
+        perm::may_delete(self.creds, s.dir.attr(), s.inode.attr())?;
+        if !s.is_dir() {
+            return fail(Code::NotDir, "the name is not that of a directory");
+        }
+        if s.inode.entries > 0 {
+            return fail(Code::NotEmpty, format!("the directory has {} entries", s.inode.entries));
+        }
+        self.t.remove_name(s.at(), s.cookie)?;
+        s.dir.entries = s.dir.entries.saturating_sub(1);
+        let nlink = &mut s.dir.attr_mut().nlink;
+        *nlink = nlink.saturating_sub(1);
+        let (ino, at) = (s.ino(), s.at());
+        self.save_dir(s.dir);
+        self.drop_name(s.inode, at, name)?;
+        Ok(pb::OpResult { ino, ..Default::default() })
+    }
+
+    /// Takes one name off an inode. What has none left goes: a regular file waits as an orphan for its last close,
+    /// everything else at once. Returns what is left.
+    fn drop_name(&mut self, mut r: pb::InodeRecord, parent: Ino, name: &[u8]) -> Res<Option<pb::InodeRecord>> {
+        let ino = r.attr().ino;
+        if perm::is_dir(r.attr()) {
+            gc::remove_inode(self.t, &r)?;
+            return Ok(None);
+        }
+        r.links.retain(|l| l.parent != parent || l.name != name);
+        let nlink = &mut r.attr_mut().nlink;
+        *nlink = nlink.saturating_sub(1);
+        if r.attr().nlink == 0 && !perm::is_file(r.attr()) {
+            gc::remove_inode(self.t, &r)?;
+            return Ok(None);
+        }
+        if r.attr().nlink == 0 {
+            self.t.put(keys::numbered(keys::ORPHAN, ino), Bytes::new());
+        }
+        Ok(Some(self.save(r)))
+    }
+
+    pub fn rename(&mut self, o: &pb::Rename) -> Res<pb::OpResult> {
+        let exchange = o.flags == RENAME_EXCHANGE;
+        if o.flags & !(RENAME_NOREPLACE | RENAME_EXCHANGE) != 0 || o.flags == RENAME_NOREPLACE | RENAME_EXCHANGE {
+            return fail(Code::Inval, format!("rename flags {:#x} are not supported", o.flags));
+        }
+        let from = self.side(o.parent, &o.name, Code::Busy)?;
+        let new_dir = self.dir(o.new_parent, X)?;
+        check_name(&o.new_name, if o.flags == RENAME_NOREPLACE { Code::Exist } else { Code::Busy })?;
+        let to_dir = new_dir.attr().ino;
+        let to = match self.t.find(to_dir, &o.new_name)? {
+            Spot::Taken(..) if o.flags == RENAME_NOREPLACE => return fail(Code::Exist, "the new name exists"),
+            Spot::Taken(cookie, d) => {
+                Some(Side { dir: new_dir, name: &o.new_name, cookie, inode: self.t.need(d.ino)? })
+            }
+            Spot::Free(_) if exchange => return fail(Code::NoEnt, "no such new name to exchange with"),
+            Spot::Free(_) => {
+                self.check_not_within(to_dir, &from, Code::Inval)?;
+                perm::may_delete(self.creds, from.dir.attr(), from.inode.attr())?;
+                perm::check(self.creds, new_dir.attr(), W | X)?;
+                self.check_move(&from, to_dir)?;
+                None
+            }
+        };
+        let Some(to) = to else {
+            return self.move_name(from, to_dir, &o.new_name);
+        };
+        self.check_not_within(to_dir, &from, Code::Inval)?;
+        self.check_not_within(from.at(), &to, if exchange { Code::Inval } else { Code::NotEmpty })?;
+        if from.ino() == to.ino() {
+            return Ok(shown(&from.inode));
+        }
+        perm::may_delete(self.creds, from.dir.attr(), from.inode.attr())?;
+        perm::may_delete(self.creds, to.dir.attr(), to.inode.attr())?;
+        if exchange {
+            self.check_move(&from, to.at())?;
+            self.check_move(&to, from.at())?;
+            return self.exchange(from, to);
+        }
+        match (from.is_dir(), to.is_dir()) {
+            (true, false) => return fail(Code::NotDir, "a directory cannot replace what is none"),
+            (false, true) => return fail(Code::IsDir, "a directory is replaced only by a directory"),
+            _ => {}
+        }
+        self.check_move(&from, to.at())?;
+        if to.inode.entries > 0 {
+            return fail(Code::NotEmpty, format!("the directory to replace has {} entries", to.inode.entries));
+        }
+        self.replace(from, to)
+    }
+
+    /// A directory must not move into itself: `code` if `dir` is `side`'s inode or below it.
+    fn check_not_within(&self, dir: Ino, side: &Side<'_>, code: Code) -> Res<()> {
+        if !side.is_dir() || dir == side.at() {
+            return Ok(());
+        }
+        let mut at = dir;
+        // Each step goes up; more steps than there are inodes would be a circle.
+        for _ in 0..=self.t.header.inodes {
+            if at == side.ino() {
+                return fail(code, "a directory cannot be moved into itself or replace one that it lies in");
+            }
+            if at == ROOT_INO {
+                return Ok(());
+            }
+            at = self.t.need(at)?.links.first().map_or(ROOT_INO, |l| l.parent);
+        }
+        fail(Code::Corrupt, format!("directory {dir} is not below the root; check the file system"))
+    }
+
+    /// Moving a directory elsewhere changes its "..", which needs write permission on it.
+    fn check_move(&self, side: &Side<'_>, to_dir: Ino) -> Res<()> {
+        if side.is_dir() && side.at() != to_dir {
+            perm::check(self.creds, side.inode.attr(), W)?;
+        }
+        Ok(())
+    }
+
+    fn move_name(&mut self, from: Side<'_>, to_dir: Ino, name: &[u8]) -> Res<pb::OpResult> {
+        self.t.remove_name(from.at(), from.cookie)?;
+        // Looked up again: the removal may have freed a better slot.
+        let Spot::Free(cookie) = self.t.find(to_dir, name)? else {
+            return fail(Code::Exist, "the new name exists");
+        };
+        let inode = from.inode.attr();
+        self.t.put_name(to_dir, room(cookie)?, name, inode.ino, inode.mode >> 12);
+        let dirs = i32::from(from.is_dir());
+        self.count(from.at(), -1, -dirs)?;
+        self.count(to_dir, 1, dirs)?;
+        let r = self.renamed(from.inode, (from.dir.attr().ino, from.name), (to_dir, name));
+        Ok(shown(&r))
+    }
+
+    fn replace(&mut self, from: Side<'_>, to: Side<'_>) -> Res<pb::OpResult> {
+        self.t.remove_name(from.at(), from.cookie)?;
+        let inode = from.inode.attr();
+        self.t.put_name(to.at(), to.cookie, to.name, inode.ino, inode.mode >> 12);
+        let (at, to_at) = (from.at(), to.at());
+        self.count(at, -1, -i32::from(from.is_dir()))?;
+        self.count(to_at, 0, i32::from(from.is_dir()) - i32::from(to.is_dir()))?;
+        self.drop_name(to.inode, to_at, to.name)?;
+        let r = self.renamed(from.inode, (at, from.name), (to_at, to.name));
+        Ok(shown(&r))
+    }
+
+    fn exchange(&mut self, from: Side<'_>, to: Side<'_>) -> Res<pb::OpResult> {
+        let (at, to_at) = (from.at(), to.at());
+        self.t.put_name(at, from.cookie, from.name, to.ino(), to.inode.attr().mode >> 12);
+        self.t.put_name(to_at, to.cookie, to.name, from.ino(), from.inode.attr().mode >> 12);
+        let dirs = i32::from(to.is_dir()) - i32::from(from.is_dir());
+        self.count(at, 0, dirs)?;
+        self.count(to_at, 0, -dirs)?;
+        self.renamed(to.inode, (to_at, to.name), (at, from.name));
+        let r = self.renamed(from.inode, (at, from.name), (to_at, to.name));
+        Ok(shown(&r))
+    }
+
+    /// A directory whose names and subdirectories changed in number (each entry change also sets its times).
+    fn count(&mut self, dir: Ino, entries: i64, subdirs: i32) -> Res<()> {
+        let now = self.t.now();
+        self.edit(dir, |d| {
+            d.entries = d.entries.saturating_add_signed(entries);
+            let a = d.attr_mut();
+            a.nlink = a.nlink.saturating_add_signed(subdirs);
+            a.mtime_ns = now;
+        })?;
+        Ok(())
+    }
+
+    /// `stale` may not be used here: the inode's record is as the rename found it, its links are replaced.
+    fn renamed(&mut self, mut r: pb::InodeRecord, old: (Ino, &[u8]), new: (Ino, &[u8])) -> pb::InodeRecord {
+        r.links.retain(|l| l.parent != old.0 || l.name != old.1);
+        remember(&mut r, new.0, new.1);
+        self.save(r)
+    }
+}
+
+fn remember(r: &mut pb::InodeRecord, parent: Ino, name: &[u8]) {
+    if r.links.len() < LINKS_KEPT {
+        r.links.push(pb::LinkRecord { parent, name: Bytes::copy_from_slice(name) });
+    }
+}
+
+fn plain(mode: u32, kind: u32) -> u32 {
+    mode & 0o7777 | kind
+}
+
+fn room(cookie: Option<u64>) -> Res<u64> {
+    match cookie {
+        Some(c) => Ok(c),
+        None => fail(Code::NoSpc, "too many names with the same hash in one directory"),
+    }
+}

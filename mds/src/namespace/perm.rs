@@ -1,0 +1,177 @@
+//! Who may do what: mode bits against credentials, as Linux decides it (`fs/namei.c`, `fs/attr.c`).
+
+use strake_proto::{Code, Error, Result, pb};
+
+pub const S_IFMT: u32 = 0o170_000;
+pub const S_IFSOCK: u32 = 0o140_000;
+pub const S_IFLNK: u32 = 0o120_000;
+pub const S_IFREG: u32 = 0o100_000;
+pub const S_IFBLK: u32 = 0o060_000;
+pub const S_IFDIR: u32 = 0o040_000;
+pub const S_IFCHR: u32 = 0o020_000;
+pub const S_IFIFO: u32 = 0o010_000;
+pub const S_ISUID: u32 = 0o4000;
+pub const S_ISGID: u32 = 0o2000;
+pub const S_ISVTX: u32 = 0o1000;
+const S_IXGRP: u32 = 0o010;
+
+pub const R: u32 = 4;
+pub const W: u32 = 2;
+pub const X: u32 = 1;
+
+/// Linux x86-64 open flags that decide what an open may do.
+const O_ACCMODE: u32 = 0o3;
+/// Set by the kernel for the open of a program to run: it needs the x bit and not the r bit.
+const FMODE_EXEC: u32 = 0x20;
+
+pub fn is_dir(a: &pb::Attr) -> bool {
+    a.mode & S_IFMT == S_IFDIR
+}
+
+pub fn is_file(a: &pb::Attr) -> bool {
+    a.mode & S_IFMT == S_IFREG
+}
+
+pub fn is_root(c: &pb::Creds) -> bool {
+    c.uid == 0
+}
+
+pub fn owns(c: &pb::Creds, a: &pb::Attr) -> bool {
+    is_root(c) || c.uid == a.uid
+}
+
+pub fn in_group(c: &pb::Creds, gid: u32) -> bool {
+    c.gid == gid || c.groups.contains(&gid)
+}
+
+/// `EACCES` unless the mode bits grant all of `mask` ([`R`] | [`W`] | [`X`]).
+pub fn check(c: &pb::Creds, a: &pb::Attr, mask: u32) -> Result<()> {
+    let granted = if is_root(c) {
+        // Root runs only what somebody may run.
+        if mask & X == 0 || is_dir(a) || a.mode & 0o111 != 0 { mask } else { mask & !X }
+    } else if c.uid == a.uid {
+        a.mode >> 6
+    } else if in_group(c, a.gid) {
+        a.mode >> 3
+    } else {
+        a.mode
+    };
+    if mask & !granted & 7 == 0 {
+        return Ok(());
+    }
+    let m = format!("mode {:04o} of inode {} does not let user {} do this", a.mode & 0o7777, a.ino, c.uid);
+    Err(Error::new(Code::Access, m))
+}
+
+/// What an open with these flags needs of the mode bits.
+pub fn mask_of_open(flags: u32) -> u32 {
+    match flags & O_ACCMODE {
+        0 if flags & FMODE_EXEC != 0 => X,
+        0 => R,
+        1 => W,
+        _ => R | W,
+    }
+}
+
+/// Whether a name of `victim` may be taken out of `dir`.
+pub fn may_delete(c: &pb::Creds, dir: &pb::Attr, victim: &pb::Attr) -> Result<()> {
+    check(c, dir, W | X)?;
+    if dir.mode & S_ISVTX != 0 && !owns(c, victim) && !owns(c, dir) {
+        let m = format!("directory {} is sticky and neither it nor inode {} is yours", dir.ino, victim.ino);
+        return Err(Error::new(Code::Perm, m));
+    }
+    Ok(())
+}
+
+/// Mode and group of an inode made in `dir`.
+pub fn born(c: &pb::Creds, dir: &pb::Attr, mode: u32) -> (u32, u32) {
+    if dir.mode & S_ISGID == 0 {
+        return (mode, c.gid);
+    }
+    if mode & S_IFMT == S_IFDIR {
+        return (mode | S_ISGID, dir.gid);
+    }
+    let stranger = !is_root(c) && !in_group(c, dir.gid);
+    let keeps = mode & (S_ISGID | S_IXGRP) != (S_ISGID | S_IXGRP) || !stranger;
+    (if keeps { mode } else { mode & !S_ISGID }, dir.gid)
+}
+
+/// The mode after somebody other than root changed the contents.
+pub fn after_write(c: &pb::Creds, mode: u32) -> u32 {
+    if is_root(c) || mode & S_IFMT != S_IFREG { mode } else { without_set_ids(mode) }
+}
+
+/// The mode after a change of owner or group, by whomever.
+pub fn after_chown(c: &pb::Creds, a: &pb::Attr) -> u32 {
+    if is_dir(a) {
+        return a.mode;
+    }
+    let mode = without_set_ids(a.mode);
+    if is_root(c) || in_group(c, a.gid) { mode } else { mode & !S_ISGID }
+}
+
+/// Set-group-id without group execution means mandatory locking and stays.
+fn without_set_ids(mode: u32) -> u32 {
+    let mode = mode & !S_ISUID;
+    if mode & S_IXGRP != 0 { mode & !S_ISGID } else { mode }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn creds(uid: u32, gid: u32, groups: &[u32]) -> pb::Creds {
+        pb::Creds { uid, gid, groups: groups.to_vec() }
+    }
+    fn attr(mode: u32, uid: u32, gid: u32) -> pb::Attr {
+        pb::Attr { ino: 5, mode, uid, gid, ..Default::default() }
+    }
+
+    #[test]
+    fn the_first_class_that_matches_decides() {
+        let a = attr(S_IFREG | 0o074, 1, 10);
+        assert!(check(&creds(1, 10, &[]), &a, R).is_err(), "the owner has no bits although his group has");
+        assert!(check(&creds(2, 10, &[]), &a, R | W | X).is_ok());
+        assert!(check(&creds(2, 11, &[10]), &a, R | W | X).is_ok(), "supplementary group");
+        assert!(check(&creds(2, 11, &[]), &a, R).is_ok());
+        assert!(check(&creds(2, 11, &[]), &a, W).is_err());
+        assert!(check(&creds(0, 0, &[]), &a, R | W | X).is_ok());
+        assert_eq!(check(&creds(0, 0, &[]), &attr(S_IFREG | 0o666, 1, 1), X).unwrap_err().code, Code::Access);
+        assert!(check(&creds(0, 0, &[]), &attr(S_IFDIR, 1, 1), X).is_ok());
+    }
+
+    #[test]
+    fn open_flags_ask_for_the_right_bits() {
+        assert_eq!([0, 1, 2, 3, 0o2001, 0x20].map(mask_of_open), [R, W, R | W, R | W, W, X]);
+    }
+
+    #[test]
+    fn sticky_directories_protect_other_peoples_names() {
+        let dir = attr(S_IFDIR | 0o1777, 1, 1);
+        let file = attr(S_IFREG | 0o666, 2, 2);
+        assert_eq!(may_delete(&creds(3, 3, &[]), &dir, &file).unwrap_err().code, Code::Perm);
+        for uid in [0, 1, 2] {
+            assert!(may_delete(&creds(uid, 9, &[]), &dir, &file).is_ok(), "uid {uid}");
+        }
+    }
+
+    #[test]
+    fn set_group_id_directories_hand_their_group_down() {
+        let dir = attr(S_IFDIR | 0o2775, 1, 10);
+        let user = creds(2, 20, &[]);
+        assert_eq!(born(&user, &dir, S_IFDIR | 0o755), (S_IFDIR | 0o2755, 10));
+        assert_eq!(born(&user, &dir, S_IFREG | 0o2755), (S_IFREG | 0o755, 10), "not a member of group 10");
+        assert_eq!(born(&creds(2, 10, &[]), &dir, S_IFREG | 0o2755), (S_IFREG | 0o2755, 10));
+        assert_eq!(born(&user, &attr(S_IFDIR | 0o755, 1, 10), S_IFREG | 0o644), (S_IFREG | 0o644, 20));
+    }
+
+    #[test]
+    fn writing_and_chown_take_set_id_bits() {
+        let user = creds(2, 20, &[]);
+        assert_eq!(after_write(&user, S_IFREG | 0o6755), S_IFREG | 0o755);
+        assert_eq!(after_write(&user, S_IFREG | 0o6745), S_IFREG | 0o2745);
+        assert_eq!(after_write(&creds(0, 0, &[]), S_IFREG | 0o6755), S_IFREG | 0o6755);
+        assert_eq!(after_chown(&creds(0, 0, &[]), &attr(S_IFREG | 0o6755, 1, 1)), S_IFREG | 0o755);
+        assert_eq!(after_chown(&user, &attr(S_IFDIR | 0o6755, 1, 1)), S_IFDIR | 0o6755);
+    }
+}

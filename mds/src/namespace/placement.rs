@@ -1,0 +1,343 @@
+//! Which chains a new file's stripes go to: a pure function of what was asked for, the cluster map and the inode id.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use strake_proto::{
+    ChainId, Code, Error, Ino, Result, TargetId,
+    layout::{DEFAULT_STRIPE_SIZE, EOF, MAX_STRIPES, STRIPE_UNIT, set_members, splitmix64},
+    map::{ChainExt, MapView},
+    pb,
+};
+
+/// Up to this many stripes a layout lists its chains; beyond, it refers to a chain set where it can.
+const EXPLICIT_CHAINS: usize = 16;
+const MAX_COPIES: u32 = 3;
+/// Lustre's limit.
+const MAX_POOL_NAME: usize = 15;
+/// Free space differing by less than this many percent is equal (Lustre's `qos_threshold_rr`).
+const EQUAL_PERCENT: u64 = 17;
+/// No chain set and no first target: see `OpResult.effective`.
+const NONE: u32 = u32::MAX;
+
+/// A chain a stripe could go to.
+#[derive(Clone, Debug, PartialEq)]
+struct Candidate {
+    chain: ChainId,
+    target: TargetId,
+    /// It has an in-sync replica.
+    serving: bool,
+    /// Its first target is alive too.
+    whole: bool,
+    /// Free space of its fullest replica, MiB.
+    free: u64,
+}
+
+/// A cluster map and what choosing needs of it, computed once per map.
+#[derive(Default)]
+pub struct Placement {
+    pub view: Arc<MapView>,
+    /// By copies - 1; in the order of the chain sets.
+    candidates: [Vec<Candidate>; MAX_COPIES as usize],
+}
+
+/// Checks a request's own words; whether targets and pool exist is checked against the map where it is used.
+pub fn validate(s: &pb::LayoutSpec) -> Result<()> {
+    let bad = |m: String| Err(Error::new(Code::Inval, m));
+    if !s.stripe_size.is_multiple_of(STRIPE_UNIT) {
+        return bad(format!("stripe size {} is not a multiple of 64 KiB", s.stripe_size));
+    }
+    if s.stripe_count < -1 || s.stripe_count > MAX_STRIPES as i32 {
+        return bad(format!("stripe count {} is not in -1..{MAX_STRIPES}", s.stripe_count));
+    }
+    if s.overstripe < -32 || s.overstripe > MAX_STRIPES as i32 {
+        return bad(format!("overstripe count {} is not in -32..{MAX_STRIPES}", s.overstripe));
+    }
+    if s.copies > MAX_COPIES {
+        return bad(format!("{} copies; 1 to {MAX_COPIES} are possible", s.copies));
+    }
+    if s.pool.len() > MAX_POOL_NAME {
+        return bad(format!("pool name '{}' is longer than {MAX_POOL_NAME} characters", s.pool));
+    }
+    if s.targets.len() > MAX_STRIPES {
+        return bad(format!("{} targets listed; {MAX_STRIPES} are the limit", s.targets.len()));
+    }
+    if !s.targets.is_empty() && s.stripe_count > 0 && s.stripe_count as usize != s.targets.len() {
+        return bad(format!("stripe count {} but {} targets listed", s.stripe_count, s.targets.len()));
+    }
+    if let (Some(start), false) = (s.start, s.targets.is_empty())
+        && !s.targets.contains(&start)
+    {
+        return bad(format!("first target {start} is not in the list of targets"));
+    }
+    Ok(())
+}
+
+/// Fills what `spec` leaves open from `under`. Stripe count, overstriping and target list are one choice, taken from
+/// the first that makes it; a first target is inherited only by who makes no choice of pool or targets himself.
+fn over(spec: &pb::LayoutSpec, under: &pb::LayoutSpec) -> pb::LayoutSpec {
+    let mut s = spec.clone();
+    if s.stripe_size == 0 {
+        s.stripe_size = under.stripe_size;
+    }
+    if s.copies == 0 {
+        s.copies = under.copies;
+    }
+    if s.start.is_none() && s.targets.is_empty() && s.pool.is_empty() {
+        s.start = under.start;
+    }
+    if s.pool.is_empty() && s.targets.is_empty() {
+        s.pool.clone_from(&under.pool);
+    }
+    if s.stripe_count == 0 && s.overstripe == 0 && s.targets.is_empty() {
+        s.stripe_count = under.stripe_count;
+        s.overstripe = under.overstripe;
+        // An own pool or first target overrides an inherited list of targets.
+        if spec.pool.is_empty() && spec.start.is_none() {
+            s.targets.clone_from(&under.targets);
+        }
+    }
+    s
+}
+
+impl Placement {
+    pub fn new(view: Arc<MapView>) -> Placement {
+        let candidates = std::array::from_fn(|i| candidates(&view, i as u32 + 1));
+        Placement { view, candidates }
+    }
+
+    /// The whole specification for a file: `layers` from the most to the least specific, below them the defaults of
+    /// the file system.
+    pub fn resolve<'a>(&self, layers: impl IntoIterator<Item = &'a pb::LayoutSpec>) -> Result<pb::LayoutSpec> {
+        let mut s = pb::LayoutSpec::default();
+        for layer in layers {
+            s = over(&s, layer);
+        }
+        let copies = self.view.map.default_copies.max(1);
+        let system = pb::LayoutSpec {
+            stripe_size: DEFAULT_STRIPE_SIZE,
+            stripe_count: i32::from(s.targets.is_empty()),
+            copies,
+            ..Default::default()
+        };
+        s = over(&s, &system);
+        if s.pool == "none" || s.pool == "ignore" {
+            s.pool.clear();
+        }
+        validate(&s)?;
+        self.pool(&s.pool)?;
+        Ok(s)
+    }
+
+    /// `EINVAL` if a directory's default names a pool or a target that is not there.
+    pub fn validate_default(&self, s: &pb::LayoutSpec) -> Result<()> {
+        validate(s)?;
+        if s.pool != "none" && s.pool != "ignore" {
+            self.pool(&s.pool)?;
+        }
+        for t in s.targets.iter().copied().chain(s.start) {
+            self.known(t)?;
+        }
+        Ok(())
+    }
+
+    fn known(&self, target: TargetId) -> Result<()> {
+        match self.view.target(target) {
+            Some(_) => Ok(()),
+            None => Err(Error::new(Code::Inval, format!("there is no target {target}; see lfs osts"))),
+        }
+    }
+
+    /// Members of a pool, `None` for the pool "" of all.
+    pub fn pool(&self, name: &str) -> Result<Option<&pb::Pool>> {
+        if name.is_empty() {
+            return Ok(None);
+        }
+        match self.view.map.pools.iter().find(|p| p.name == name) {
+            Some(p) => Ok(Some(p)),
+            None => Err(Error::new(Code::Inval, format!("there is no pool '{name}'; see lfs pool_list"))),
+        }
+    }
+
+    /// Those a file of this resolved specification may use; one whose first target is dead only if all are such.
+    fn usable(&self, s: &pb::LayoutSpec) -> Result<Vec<&Candidate>> {
+        let none: &[Candidate] = &[];
+        let all = self.candidates.get(s.copies.wrapping_sub(1) as usize).map_or(none, |c| c);
+        let pool = self.pool(&s.pool)?;
+        let member = |c: &&Candidate| pool.is_none_or(|p| p.targets.contains(&c.target));
+        let serving: Vec<&Candidate> = all.iter().filter(|c| c.serving).filter(member).collect();
+        let any_whole = serving.iter().any(|c| c.whole);
+        Ok(serving.into_iter().filter(|c| c.whole || !any_whole).collect())
+    }
+
+    /// A layout for a new file. `spec` is resolved; the choice depends on nothing but it, the map and `ino`.
+    pub fn layout(&self, spec: &pb::LayoutSpec, ino: Ino, data_id: u64, generation: u32) -> Result<pb::Layout> {
+        let chains = self.chains(spec, ino)?;
+        let set = self.as_set(&chains, spec.copies);
+        let chains = if set.is_some() { Vec::new() } else { chains };
+        Ok(layout(spec, data_id, generation, chains, set))
+    }
+
+    /// What [`Placement::layout`] would give now, without choosing; see `OpResult.effective`.
+    pub fn effective(&self, spec: &pb::LayoutSpec) -> Result<pb::Layout> {
+        let count = match spec.targets.len() {
+            0 => stripes(spec, self.usable(spec)?.len()),
+            n => n,
+        };
+        let first = spec.start.or(spec.targets.first().copied()).unwrap_or(NONE);
+        let set = pb::ChainSetRef { set: NONE, seed: 0, start: first, count: count as u32 };
+        Ok(layout(spec, 0, 0, Vec::new(), Some(set)))
+    }
+
+    fn chains(&self, s: &pb::LayoutSpec, ino: Ino) -> Result<Vec<ChainId>> {
+        if !s.targets.is_empty() {
+            return s.targets.iter().map(|t| self.explicit(s.copies, *t)).collect();
+        }
+        let usable = self.usable(s)?;
+        let n = usable.len();
+        let count = stripes(s, n);
+        if n == 0 || count == 0 {
+            let pool = if s.pool.is_empty() { String::new() } else { format!(" in pool '{}'", s.pool) };
+            let m = format!("no targets{pool} can take a file with {} copies; see strake status", s.copies);
+            return Err(Error::new(Code::NoSpc, m));
+        }
+        let first = match s.start {
+            Some(t) => {
+                self.known(t)?;
+                let at = usable.iter().position(|c| c.target == t);
+                at.ok_or_else(|| Error::new(Code::NoDev, format!("target {t} is not available for new files")))?
+            }
+            None if count < n && !balanced(&usable) => return Ok(by_free_space(usable, count, ino)),
+            None => (ino % n as u64) as usize,
+        };
+        Ok((0..count).map(|i| usable[(first + i) % n].chain).collect())
+    }
+
+    fn explicit(&self, copies: u32, target: TargetId) -> Result<ChainId> {
+        self.known(target)?;
+        let of =
+            self.candidates.get(copies.wrapping_sub(1) as usize).and_then(|c| c.iter().find(|c| c.target == target));
+        match of {
+            Some(c) if c.serving => Ok(c.chain),
+            _ => {
+                let m = format!("target {target} is not available for new files with {copies} copies");
+                Err(Error::new(Code::NoDev, m))
+            }
+        }
+    }
+
+    /// The chains as consecutive members of one chain set, if they are many and are that.
+    fn as_set(&self, chains: &[ChainId], copies: u32) -> Option<pb::ChainSetRef> {
+        if chains.len() <= EXPLICIT_CHAINS {
+            return None;
+        }
+        let sets = self.view.map.sets.iter().filter(|s| s.copies == copies);
+        sets.filter_map(|s| Some((s, s.chains.iter().position(|c| *c == chains[0])?)))
+            .find(|(s, at)| set_members(&s.chains, 0, *at as u32, chains.len() as u32) == chains)
+            .map(|(s, at)| pb::ChainSetRef { set: s.id, seed: 0, start: at as u32, count: chains.len() as u32 })
+    }
+}
+
+fn layout(
+    s: &pb::LayoutSpec,
+    data_id: u64,
+    generation: u32,
+    chains: Vec<ChainId>,
+    set: Option<pb::ChainSetRef>,
+) -> pb::Layout {
+    let c = pb::Component {
+        start: 0,
+        end: EOF,
+        stripe_size: s.stripe_size,
+        pattern: 0,
+        copies: s.copies,
+        pool: s.pool.clone(),
+        data_id,
+        chains,
+        set,
+    };
+    pb::Layout { generation, components: vec![c] }
+}
+
+/// Stripes of a file when `n` targets are usable.
+fn stripes(s: &pb::LayoutSpec, n: usize) -> usize {
+    let wanted = match (s.overstripe, s.stripe_count) {
+        (o, _) if o > 0 && n > 0 => o as usize,
+        (o, _) if o < 0 => o.unsigned_abs() as usize * n,
+        (_, c) if c < 0 => n,
+        (_, c) => (c as usize).min(n),
+    };
+    wanted.min(MAX_STRIPES)
+}
+
+fn candidates(view: &MapView, copies: u32) -> Vec<Candidate> {
+    let mut seen = BTreeMap::new();
+    let mut out = Vec::new();
+    let sets = view.map.sets.iter().filter(|s| s.pool.is_empty() && s.copies == copies);
+    for chain in sets.flat_map(|s| &s.chains).filter_map(|id| view.chain(*id)) {
+        let target = chain.ost_index();
+        let serving = chain.head().is_some();
+        let whole = serving && view.target(target).is_some_and(|t| t.alive);
+        let free = chain.preferred.iter().filter_map(|t| view.target(*t)).map(free_mib).min().unwrap_or(0);
+        if seen.insert(target, chain.id).is_none() {
+            out.push(Candidate { chain: chain.id, target, serving, whole, free });
+        }
+    }
+    out
+}
+
+fn free_mib(t: &pb::Target) -> u64 {
+    t.capacity.saturating_sub(t.used) >> 20
+}
+
+fn balanced(c: &[&Candidate]) -> bool {
+    let most = c.iter().map(|c| c.free).max().unwrap_or(0);
+    let least = c.iter().map(|c| c.free).min().unwrap_or(0);
+    u128::from(least) * 100 >= u128::from(most) * u128::from(100 - EQUAL_PERCENT)
+}
+
+/// Weighted by free space, without replacement.
+fn by_free_space(mut left: Vec<&Candidate>, count: usize, ino: Ino) -> Vec<ChainId> {
+    let mut state = ino;
+    let mut chosen = Vec::with_capacity(count);
+    // + 1: a full target is chosen only where nearly nothing else is left, and the sum is never 0.
+    let mut total: u64 = left.iter().map(|c| c.free + 1).sum();
+    while chosen.len() < count && !left.is_empty() {
+        let mut at = splitmix64(&mut state) % total;
+        let pick = left.iter().position(|c| {
+            let here = at < c.free + 1;
+            at = at.wrapping_sub(c.free + 1);
+            here
+        });
+        let c = left.remove(pick.unwrap_or(0));
+        total -= c.free + 1;
+        chosen.push(c.chain);
+    }
+    chosen
+}
+
+/// Free and used space as `statfs` and `lfs df` show it: raw bytes, as Lustre does, of what is alive.
+pub fn statfs(place: &Placement, header: &pb::StateHeader, pool: &str) -> Result<pb::StatfsReply> {
+    let pool = place.pool(pool)?;
+    let mut r = pb::StatfsReply {
+        inodes: header.inodes,
+        // Inode ids are 48 bits per shard and never reused.
+        free_inodes: (1u64 << 48).saturating_sub(header.next_ino),
+        ..Default::default()
+    };
+    for t in place.view.map.targets.iter().filter(|t| pool.is_none_or(|p| p.targets.contains(&t.id))) {
+        let free = t.capacity.saturating_sub(t.used);
+        if t.alive {
+            r.total_bytes = r.total_bytes.saturating_add(t.capacity);
+            r.free_bytes = r.free_bytes.saturating_add(free);
+        }
+        r.targets.push(pb::TargetSpace {
+            target: t.id,
+            total: t.capacity,
+            free,
+            alive: t.alive,
+            node: t.node,
+            inodes: 0,
+        });
+    }
+    Ok(r)
+}

@@ -1,0 +1,202 @@
+//! Attributes, sizes, cuts, extended attributes, and what goes after its name went.
+
+use super::*;
+
+fn set(ino: Ino) -> pb::SetAttr {
+    pb::SetAttr { ino, ..Default::default() }
+}
+fn chmod(ino: Ino, mode: u32) -> Op {
+    Op::Setattr(pb::SetAttr { mode: Some(mode), ..set(ino) })
+}
+fn chown(ino: Ino, uid: Option<u32>, gid: Option<u32>) -> Op {
+    Op::Setattr(pb::SetAttr { uid, gid, ..set(ino) })
+}
+fn mode(fs: &mut Fs, ino: Ino) -> u32 {
+    fs.attr(ino).mode & 0o7777
+}
+
+#[test]
+fn chmod_and_chown_follow_the_rules() {
+    let mut fs = Fs::new();
+    let f = fs.as_user(5, |fs| fs.create(ROOT, "f"));
+    fs.as_user(6, |fs| {
+        fs.fails(chmod(f, 0o777), Code::Perm);
+        fs.fails(chown(f, Some(6), None), Code::Perm);
+        fs.fails(chown(f, None, Some(6)), Code::Perm);
+    });
+    fs.as_user(5, |fs| {
+        fs.one(chmod(f, 0o6755));
+        assert_eq!(mode(fs, f), 0o6755);
+        fs.fails(chown(f, Some(6), None), Code::Perm);
+        fs.fails(chown(f, None, Some(77)), Code::Perm);
+        fs.creds.groups = vec![77];
+        fs.one(chown(f, Some(5), Some(77)));
+        assert_eq!((mode(fs, f), fs.attr(f).gid), (0o755, 77));
+        fs.creds.groups.clear();
+        fs.one(chmod(f, 0o2755));
+        assert_eq!(mode(fs, f), 0o755, "not a member of group 77");
+    });
+    fs.one(chown(f, Some(9), Some(10)));
+    let a = fs.attr(f);
+    assert_eq!((a.uid, a.gid, a.ctime_ns), (9, 10, fs.now));
+    fs.fails(chown(f, Some(u32::MAX), None), Code::Inval);
+}
+
+#[test]
+fn times_follow_the_rules() {
+    let mut fs = Fs::new();
+    let f = fs.as_user(5, |fs| fs.create(ROOT, "f"));
+    let explicit = Op::Setattr(pb::SetAttr { atime_ns: Some(-5), mtime_ns: Some(7), ..set(f) });
+    let now = Op::Setattr(pb::SetAttr { atime_now: true, mtime_now: true, ..set(f) });
+    fs.as_user(6, |fs| {
+        fs.fails(explicit.clone(), Code::Perm);
+        fs.fails(now.clone(), Code::Access);
+    });
+    fs.as_user(5, |fs| {
+        let a = fs.one(explicit.clone()).attr.unwrap();
+        assert_eq!((a.atime_ns, a.mtime_ns, a.ctime_ns), (-5, 7, fs.now));
+        fs.one(chmod(f, 0o666));
+    });
+    fs.as_user(6, |fs| {
+        let a = fs.one(now.clone()).attr.unwrap();
+        assert_eq!((a.atime_ns, a.mtime_ns), (fs.now, fs.now));
+        fs.fails(explicit.clone(), Code::Perm);
+    });
+}
+
+#[test]
+fn time_never_runs_backwards() {
+    let mut fs = Fs::new();
+    let before = fs.now;
+    fs.now = T0 - 1_000_000_000_000;
+    let f = fs.create(ROOT, "f");
+    assert_eq!(fs.attr(f).btime_ns, before);
+}
+
+#[test]
+fn writes_extend_and_take_set_id_bits() {
+    let mut fs = Fs::new();
+    let f = fs.as_user(5, |fs| fs.create(ROOT, "f"));
+    let extend = |end| Op::Extend(pb::Extend { ino: f, end });
+    fs.one(chmod(f, 0o6755));
+    assert_eq!(fs.one(extend(100)).attr.unwrap().size, 100);
+    assert_eq!(mode(&mut fs, f), 0o6755, "root keeps them");
+    let a = fs.as_user(6, |fs| fs.one(extend(50)).attr.unwrap());
+    assert_eq!((a.size, a.mode & 0o7777, a.mtime_ns), (100, 0o755, fs.now));
+    fs.fails(extend((1 << 50) + 1), Code::FBig);
+    fs.fails(mk_size(f, (1 << 50) + 1), Code::FBig);
+    fs.fails(Op::Extend(pb::Extend { ino: ROOT, end: 1 }), Code::IsDir);
+    fs.fails(mk_size(ROOT, 0), Code::IsDir);
+}
+
+#[test]
+fn a_shrink_leaves_a_cut_to_do() {
+    let mut fs = Fs::new();
+    let f = fs.create(ROOT, "f");
+    fs.one(mk_size(f, 1000));
+    assert_eq!(fs.ns.trim_of(f), None, "growing cuts nothing");
+    assert_eq!(fs.one(mk_size(f, 100)).attr.unwrap().size, 100);
+    let first = fs.ns.trim_of(f).unwrap();
+    assert_eq!(first.size, 100);
+    fs.one(mk_size(f, 500));
+    assert_eq!(fs.ns.trim_of(f), Some(first), "growing again changes no cut");
+    fs.one(mk_size(f, 300));
+    let second = fs.ns.trim_of(f).unwrap();
+    assert_eq!(second.size, 100, "the lowest size ever shrunk to counts");
+    assert!(second.number > first.number);
+    let (ino, trim, layout) = fs.ns.trims(10).remove(0);
+    assert_eq!((ino, trim), (f, second));
+    assert_eq!(Some(layout), fs.record(f).unwrap().layout);
+    fs.log(Command::TrimDone(pb::TrimDone { ino: f, number: first.number }));
+    assert_eq!(fs.ns.trim_of(f), Some(second), "an overtaken cut does not count");
+    fs.log(Command::TrimDone(pb::TrimDone { ino: f, number: second.number }));
+    assert_eq!(fs.ns.trim_of(f), None);
+    assert!(fs.ns.trims(10).is_empty());
+    fs.as_user(5, |fs| fs.fails(mk_size(f, 0), Code::Access));
+    // The owner may whatever the mode says: he may hold it open for writing.
+    let g = fs.as_user(5, |fs| fs.create(ROOT, "g"));
+    fs.one(chmod(g, 0o444));
+    fs.as_user(5, |fs| fs.one(mk_size(g, 1)));
+}
+
+#[test]
+fn an_unlinked_file_waits_for_its_last_close_and_its_chunks_for_deletion() {
+    let mut fs = Fs::new();
+    let f = fs.create(ROOT, "f");
+    fs.one(Op::Setxattr(pb::SetXattr { ino: f, name: bytes("user.a"), value: bytes("1"), flags: 0 }));
+    fs.one(mk_size(f, 10));
+    fs.one(mk_size(f, 5));
+    let layout = fs.record(f).unwrap().layout;
+    fs.one(mk_unlink(ROOT, "f"));
+    assert_eq!(fs.ns.orphans(10), vec![f]);
+    fs.one(Op::Extend(pb::Extend { ino: f, end: 20 }));
+    assert_eq!(fs.ns.header().inodes, 2);
+    // Not an orphan: left alone.
+    fs.log(Command::FreeOrphans(pb::FreeOrphans { inos: vec![ROOT, f, 999] }));
+    assert_eq!(fs.ns.header().inodes, 1);
+    fs.fails(Op::Getattr(pb::GetAttr { ino: f }), Code::NoEnt);
+    let (number, gc) = fs.ns.gc_queue(10).remove(0);
+    assert_eq!(gc, pb::GcRecord { ino: f, layout, size: 20 });
+    fs.log(Command::GcDone(pb::GcDone { numbers: vec![number, 12345] }));
+    assert!(fs.ns.gc_queue(10).is_empty() && fs.ns.orphans(10).is_empty() && fs.ns.trims(10).is_empty());
+}
+
+#[test]
+fn extended_attributes() {
+    let mut fs = Fs::new();
+    let f = fs.as_user(5, |fs| fs.create(ROOT, "f"));
+    let setx = |name: &str, value: &str, flags| {
+        Op::Setxattr(pb::SetXattr { ino: f, name: bytes(name), value: bytes(value), flags })
+    };
+    let getx = |name: &str| Op::Getxattr(pb::GetXattr { ino: f, name: bytes(name) });
+    fs.as_user(5, |fs| {
+        fs.fails(getx("user.a"), Code::NoData);
+        fs.fails(setx("user.a", "1", 2), Code::NoData);
+        fs.one(setx("user.a", "1", 1));
+        fs.fails(setx("user.a", "2", 1), Code::Exist);
+        fs.one(setx("user.a", "3", 2));
+        fs.one(setx("user.empty", "", 0));
+        assert_eq!(fs.one(getx("user.a")).data, bytes("3"));
+        fs.fails(setx("user.a", "", 4), Code::Inval);
+        fs.fails(setx("trusted.t", "", 0), Code::Perm);
+        fs.fails(setx("security.s", "", 0), Code::Perm);
+        fs.fails(setx("other.o", "", 0), Code::OpNotSupp);
+        fs.fails(setx("user.", "", 0), Code::Inval);
+        fs.fails(setx("", "", 0), Code::Range);
+        fs.fails(setx(&format!("user.{}", "n".repeat(251)), "", 0), Code::Range);
+        fs.fails(setx("user.big", &"v".repeat(65_537), 0), Code::TooBig);
+        fs.one(setx("user.big", &"v".repeat(65_536), 0));
+        fs.one(setx("system.posix_acl_access", "acl", 0));
+        fs.fails(setx("system.posix_acl_default", "acl", 0), Code::Access);
+    });
+    fs.one(setx("trusted.t", "x", 0));
+    fs.one(setx("security.capability", "x", 0));
+    let list = Op::Listxattr(pb::ListXattr { ino: f });
+    assert_eq!(fs.one(list.clone()).names.len(), 6);
+    fs.as_user(6, |fs| {
+        assert_eq!(fs.one(list.clone()).names.len(), 5, "trusted names are not shown");
+        fs.fails(getx("trusted.t"), Code::NoData);
+        fs.one(getx("user.a"));
+        fs.fails(setx("user.a", "", 0), Code::Access);
+        fs.fails(setx("system.posix_acl_access", "", 0), Code::Perm);
+        fs.fails(Op::Removexattr(pb::RemoveXattr { ino: f, name: bytes("user.a") }), Code::Access);
+    });
+    fs.one(Op::Removexattr(pb::RemoveXattr { ino: f, name: bytes("user.a") }));
+    fs.fails(Op::Removexattr(pb::RemoveXattr { ino: f, name: bytes("user.a") }), Code::NoData);
+    let link = Op::Symlink(pb::Symlink { parent: ROOT, name: bytes("s"), target: bytes("t") });
+    let ino = fs.one(link).ino;
+    fs.fails(Op::Setxattr(pb::SetXattr { ino, name: bytes("user.a"), ..Default::default() }), Code::Perm);
+    fs.fails(Op::Getxattr(pb::GetXattr { ino, name: bytes("user.a") }), Code::NoData);
+}
+
+#[test]
+fn an_inode_has_so_many_extended_attributes() {
+    let mut fs = Fs::new();
+    let setx = |i: u32| {
+        let name = Bytes::from(format!("user.{i}"));
+        op(Op::Setxattr(pb::SetXattr { ino: ROOT, name, value: Bytes::new(), flags: 0 }))
+    };
+    assert!(fs.list((0..1024).map(setx).collect()).iter().all(|r| r.status.is_none()));
+    let r = fs.list(vec![setx(5), setx(1024)]);
+    assert_eq!(code_of(r[1].status.as_ref()), Some(Code::NoSpc));
+}

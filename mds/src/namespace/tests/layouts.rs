@@ -1,0 +1,183 @@
+//! Layouts, placement and space.
+
+use super::*;
+use strake_proto::{layout::StripeMap, map::ChainExt};
+
+fn spec() -> pb::LayoutSpec {
+    pb::LayoutSpec::default()
+}
+
+fn create(fs: &mut Fs, parent: Ino, spec: pb::LayoutSpec) -> Result<(pb::Component, Vec<u32>), Code> {
+    let name = bytes(&format!("f{}", fs.index));
+    let c = pb::Create { parent, name, mode: 0o644, exclusive: true, layout: Some(spec), flags: 0 };
+    let r = fs.try_one(Op::Create(c))?;
+    let layout = r.layout.unwrap();
+    let map = fs.ns.map();
+    let chains = StripeMap::resolve(r.ino, &layout, &map).unwrap().chains;
+    let targets = chains.iter().map(|c| map.chain(*c).unwrap().ost_index()).collect();
+    Ok((layout.components[0].clone(), targets))
+}
+
+fn targets(fs: &mut Fs, spec: pb::LayoutSpec) -> Vec<u32> {
+    create(fs, ROOT, spec).unwrap().1
+}
+
+fn distinct(v: &[u32]) -> usize {
+    v.iter().collect::<BTreeSet<_>>().len()
+}
+
+#[test]
+fn defaults_inheritance_and_overrides() {
+    let mut fs = Fs::new();
+    let (c, t) = create(&mut fs, ROOT, spec()).unwrap();
+    assert_eq!((c.stripe_size, c.copies, t.len(), c.pattern), (4 << 20, 1, 1, 0));
+    let set = |ino, layout| Op::Setlayout(pb::SetLayout { ino, layout });
+    let d = fs.mkdir(ROOT, "d");
+    fs.one(set(ROOT, Some(pb::LayoutSpec { stripe_size: 1 << 20, stripe_count: 2, ..spec() })));
+    let (c, t) = create(&mut fs, d, spec()).unwrap();
+    assert_eq!((c.stripe_size, t.len()), (1 << 20, 2), "the root's default holds everywhere, at run time");
+    fs.one(set(d, Some(pb::LayoutSpec { stripe_count: 3, copies: 2, ..spec() })));
+    let e = fs.mkdir(d, "e");
+    let (c, t) = create(&mut fs, e, spec()).unwrap();
+    assert_eq!((c.stripe_size, c.copies, t.len()), (1 << 20, 2, 3), "copied at mkdir");
+    let (c, t) = create(&mut fs, e, pb::LayoutSpec { stripe_count: 1, ..spec() }).unwrap();
+    assert_eq!((c.copies, t.len()), (2, 1));
+    let g = fs.one(Op::Getlayout(pb::GetLayout { ino: d }));
+    assert_eq!(g.spec.unwrap().stripe_count, 3);
+    let shown = &g.effective.unwrap().components[0];
+    assert_eq!(shown.set, Some(pb::ChainSetRef { set: u32::MAX, seed: 0, start: u32::MAX, count: 3 }));
+    assert_eq!((shown.stripe_size, shown.copies, shown.chains.len()), (1 << 20, 2, 0));
+    fs.one(set(d, None));
+    assert_eq!(fs.one(Op::Getlayout(pb::GetLayout { ino: d })).spec, None);
+}
+
+#[test]
+fn nonsense_is_refused_with_words() {
+    let mut fs = Fs::new();
+    let bad = [
+        pb::LayoutSpec { stripe_size: 4096, ..spec() },
+        pb::LayoutSpec { stripe_count: -2, ..spec() },
+        pb::LayoutSpec { stripe_count: 2001, ..spec() },
+        pb::LayoutSpec { overstripe: -33, ..spec() },
+        pb::LayoutSpec { copies: 4, ..spec() },
+        pb::LayoutSpec { pool: "none such".into(), ..spec() },
+        pb::LayoutSpec { targets: vec![99], ..spec() },
+        pb::LayoutSpec { start: Some(99), ..spec() },
+        pb::LayoutSpec { targets: vec![1, 2], stripe_count: 3, ..spec() },
+        pb::LayoutSpec { targets: vec![1, 2], start: Some(4), ..spec() },
+    ];
+    for s in bad {
+        assert_eq!(create(&mut fs, ROOT, s.clone()).unwrap_err(), Code::Inval, "{s:?}");
+        let layout = Some(s.clone());
+        fs.fails(Op::Setlayout(pb::SetLayout { ino: ROOT, layout }), Code::Inval);
+    }
+}
+
+#[test]
+fn explicit_targets_starts_and_overstriping() {
+    let mut fs = Fs::new();
+    assert_eq!(targets(&mut fs, pb::LayoutSpec { targets: vec![4, 0, 4], ..spec() }), [4, 0, 4]);
+    assert_eq!(targets(&mut fs, pb::LayoutSpec { start: Some(4), stripe_count: 3, ..spec() }), [4, 5, 0]);
+    let all = targets(&mut fs, pb::LayoutSpec { stripe_count: -1, ..spec() });
+    assert_eq!((all.len(), distinct(&all)), (6, 6));
+    assert_eq!(targets(&mut fs, pb::LayoutSpec { stripe_count: 100, ..spec() }).len(), 6);
+    let twice = targets(&mut fs, pb::LayoutSpec { overstripe: -2, ..spec() });
+    assert_eq!((twice.len(), distinct(&twice)), (12, 6));
+    assert_eq!(targets(&mut fs, pb::LayoutSpec { overstripe: 9, ..spec() }).len(), 9);
+    // Wide ones refer to the chain set and stay small.
+    let (c, t) = create(&mut fs, ROOT, pb::LayoutSpec { overstripe: 2000, ..spec() }).unwrap();
+    assert_eq!((t.len(), distinct(&t), c.chains.len()), (2000, 6, 0));
+    assert!(c.encoded_len() < 100);
+}
+
+#[test]
+fn pools_bound_the_choice() {
+    let mut fs = Fs::new();
+    for (action, targets) in [(1, vec![]), (2, vec![1, 3])] {
+        let p = pb::PoolChange { pool: "flash".into(), action, targets };
+        assert_eq!(fs.log(Command::PoolChange(p)).status, None);
+    }
+    for _ in 0..20 {
+        let (c, t) = create(&mut fs, ROOT, pb::LayoutSpec { pool: "flash".into(), ..spec() }).unwrap();
+        assert!([1, 3].contains(&t[0]) && c.pool == "flash");
+    }
+    let all = targets(&mut fs, pb::LayoutSpec { pool: "flash".into(), stripe_count: -1, ..spec() });
+    assert_eq!(distinct(&all), 2);
+    let d = fs.mkdir(ROOT, "d");
+    let layout = Some(pb::LayoutSpec { pool: "flash".into(), ..spec() });
+    fs.one(Op::Setlayout(pb::SetLayout { ino: d, layout }));
+    assert_eq!(create(&mut fs, d, spec()).unwrap().0.pool, "flash");
+    assert_eq!(create(&mut fs, d, pb::LayoutSpec { pool: "none".into(), ..spec() }).unwrap().0.pool, "");
+    let s = fs.one(Op::Statfs(pb::Statfs { pool: "flash".into() })).statfs.unwrap();
+    assert_eq!((s.total_bytes, s.targets.len()), (2 << 40, 2));
+    fs.fails(Op::Statfs(pb::Statfs { pool: "x".into() }), Code::Inval);
+}
+
+#[test]
+fn dead_targets_get_no_new_files() {
+    let mut fs = Fs::new();
+    fs.targets(|t| t.alive = t.id != 2);
+    for _ in 0..20 {
+        assert!(!targets(&mut fs, pb::LayoutSpec { stripe_count: 2, ..spec() }).contains(&2));
+    }
+    let s = fs.one(Op::Statfs(pb::Statfs::default())).statfs.unwrap();
+    assert_eq!((s.total_bytes, s.free_bytes, s.targets.len(), s.targets[2].alive), (5 << 40, 5 << 40, 6, false));
+    // No replica serves: no place at all.
+    let map = fs.ns.map();
+    let dead = |c: &pb::Chain| {
+        let replicas = c.replicas.iter();
+        let replicas = replicas.map(|r| pb::Replica { state: pb::ReplicaState::ReplicaLastsrv as i32, ..*r }).collect();
+        pb::Chain { epoch: c.epoch + 1, replicas, ..c.clone() }
+    };
+    let chains = map.map.chains.iter().map(dead).collect();
+    let u = pb::MapUpdate { expect_version: map.version(), chains, ..Default::default() };
+    assert_eq!(fs.log(Command::MapUpdate(u)).status, None);
+    assert_eq!(create(&mut fs, ROOT, spec()), Err(Code::NoSpc));
+    assert_eq!(create(&mut fs, ROOT, pb::LayoutSpec { targets: vec![1], ..spec() }), Err(Code::NoDev));
+}
+
+#[test]
+fn equal_space_goes_round_and_unequal_space_by_weight() {
+    let mut fs = Fs::new();
+    let count = |fs: &mut Fs, n: usize| {
+        let mut hits = vec![0; 6];
+        for _ in 0..n {
+            for t in targets(fs, pb::LayoutSpec { stripe_count: 2, ..spec() }) {
+                hits[t as usize] += 1;
+            }
+        }
+        hits
+    };
+    fs.targets(|t| t.used = u64::from(t.id) << 34);
+    let even = count(&mut fs, 60);
+    assert!(even.iter().all(|h| *h == 20), "{even:?}");
+    // One target has most of the free space, one none.
+    fs.targets(|t| {
+        t.used = match t.id {
+            0 => 0,
+            5 => t.capacity,
+            _ => t.capacity / 10 * 9,
+        }
+    });
+    let skewed = count(&mut fs, 200);
+    assert!(skewed[0] > 180 && skewed[5] == 0 && skewed[1..5].iter().all(|h| *h > 20), "{skewed:?}");
+}
+
+#[test]
+fn a_files_layout_can_change_only_before_it_has_data() {
+    let mut fs = Fs::new();
+    let f = fs.create(ROOT, "f");
+    let old = fs.record(f).unwrap();
+    let set = |n| Op::Setlayout(pb::SetLayout { ino: f, layout: Some(pb::LayoutSpec { stripe_count: n, ..spec() }) });
+    let new = fs.one(set(3));
+    let layout = new.layout.unwrap();
+    assert_eq!((layout.generation, layout.components[0].chains.len()), (1, 3));
+    assert_ne!(layout.components[0].data_id, old.attr.unwrap().data_id);
+    assert_eq!(new.attr.unwrap().data_id, layout.components[0].data_id);
+    assert_eq!(fs.ns.gc_queue(9)[0].1.layout, old.layout, "the old name's chunks go");
+    fs.as_user(5, |fs| fs.fails(set(2), Code::Access));
+    fs.one(mk_size(f, 10));
+    fs.one(mk_size(f, 0));
+    fs.fails(set(2), Code::Exist);
+    fs.fails(Op::Setlayout(pb::SetLayout { ino: f, layout: None }), Code::Inval);
+}

@@ -1,0 +1,335 @@
+//! Tests of the namespace: a file system in memory to drive, and a check of the whole state that every test ends with.
+
+mod attrs;
+mod layouts;
+mod names;
+
+mod replay;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bytes::Bytes;
+use prost::Message;
+use sha2::{Digest, Sha256};
+use strake_proto::{Code, Ino, pb};
+use strake_store::{MemStore, Reader};
+
+use super::{FORMAT_VERSION, Namespace, keys, perm};
+use pb::{log_command::Command, op::Op};
+
+pub const ROOT: Ino = 1;
+pub const T0: i64 = 1_700_000_000_000_000_000;
+
+pub fn creds(uid: u32) -> pb::Creds {
+    pb::Creds { uid, gid: uid, groups: vec![] }
+}
+
+pub fn op(op: Op) -> pb::Op {
+    pb::Op { op: Some(op) }
+}
+
+pub fn bytes(s: &str) -> Bytes {
+    Bytes::copy_from_slice(s.as_bytes())
+}
+
+pub fn entry(now_ns: i64, command: Command) -> Bytes {
+    pb::LogCommand { now_ns, command: Some(command) }.encode_to_vec().into()
+}
+
+pub fn format() -> Command {
+    Command::Format(pb::Format {
+        fs_uuid: vec![7; 16].into(),
+        fs_name: "test".into(),
+        name_hash_key: (0..16).collect::<Vec<u8>>().into(),
+        default_copies: 1,
+        root_mode: 0o1777,
+    })
+}
+
+pub fn code_of(s: Option<&pb::Status>) -> Option<Code> {
+    s.map(|s| Code::from_wire(s.code))
+}
+
+/// A namespace with one session, and commands as functions. Time goes on by a second per command.
+pub struct Fs {
+    pub store: MemStore,
+    pub ns: Namespace,
+    pub index: u64,
+    pub now: i64,
+    pub seq: u64,
+    pub session: u64,
+    pub creds: pb::Creds,
+}
+
+impl Fs {
+    pub fn new() -> Fs {
+        Fs::with_mask(u64::MAX)
+    }
+
+    /// With few hash bits, so that names collide.
+    pub fn with_mask(mask: u64) -> Fs {
+        let store = MemStore::new();
+        let ns = Namespace::open_with(std::sync::Arc::new(store.clone()), mask).unwrap();
+        let mut fs = Fs { store, ns, index: 0, now: T0, seq: 0, session: 0, creds: creds(0) };
+        assert_eq!(fs.log(format()).status, None);
+        fs.session = fs.open_session(1);
+        fs.cluster(3, 2);
+        fs
+    }
+
+    /// Registers `nodes` storage servers of `each` targets of 1 TiB and makes their chains.
+    fn cluster(&mut self, nodes: u32, each: u32) {
+        for n in 0..nodes {
+            let target = |t: u32| pb::RegisterTarget {
+                uuid: vec![(n * each + t + 1) as u8; 16].into(),
+                capacity: 1 << 40,
+                stamp: 1,
+                id: u32::MAX,
+            };
+            let r = pb::RegisterRequest {
+                name: format!("oss{n}"),
+                endpoints: vec![format!("tcp:oss{n}:7000")],
+                targets: (0..each).map(target).collect(),
+                version: "1".into(),
+                fs_uuid: Bytes::new(),
+            };
+            assert_eq!(self.log(Command::Register(r)).status, None);
+        }
+        self.targets(|t| t.alive = true);
+        let map = self.ns.map();
+        let (chains, sets) = crate::cluster::state::make_chains(&map.map).unwrap();
+        let u = pb::MapUpdate { expect_version: map.version(), chains, sets, ..Default::default() };
+        assert_eq!(self.log(Command::MapUpdate(u)).status, None);
+    }
+
+    /// Changes all targets of the map.
+    pub fn targets(&mut self, change: impl FnMut(&mut pb::Target)) {
+        let map = self.ns.map();
+        let mut targets = map.map.targets.clone();
+        targets.iter_mut().for_each(change);
+        let u = pb::MapUpdate { expect_version: map.version(), targets, ..Default::default() };
+        assert_eq!(self.log(Command::MapUpdate(u)).status, None);
+    }
+
+    pub fn open_session(&mut self, client: u8) -> u64 {
+        let o =
+            pb::SessionOpenRequest { client_uuid: vec![client; 16].into(), hostname: "h".into(), ..Default::default() };
+        match self.log(Command::SessionOpen(o)).reply {
+            Some(pb::log_reply::Reply::SessionOpen(r)) => r.session,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Applies one command.
+    pub fn log(&mut self, command: Command) -> pb::LogReply {
+        self.index += 1;
+        self.now += 1_000_000_000;
+        let e = (self.index, 1, entry(self.now, command));
+        self.ns.apply(&[e], (self.index, 1), None).unwrap().remove(0)
+    }
+
+    /// Runs a list as `self.creds`, through the log if it changes anything.
+    pub fn list(&mut self, ops: Vec<pb::Op>) -> Vec<pb::OpResult> {
+        if !Namespace::is_mutation(&ops) {
+            return self.ns.read(self.session, &self.creds, &ops).results;
+        }
+        self.seq += 1;
+        let m = pb::MetaRequest {
+            session: self.session,
+            seq: self.seq,
+            lowest_unanswered: self.seq,
+            creds: Some(self.creds.clone()),
+            ops,
+        };
+        match self.log(Command::Meta(m)) {
+            pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Meta(m)) } => m.results,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn try_one(&mut self, o: Op) -> Result<pb::OpResult, Code> {
+        let r = self.list(vec![op(o)]).remove(0);
+        match code_of(r.status.as_ref()) {
+            Some(code) => Err(code),
+            None => Ok(r),
+        }
+    }
+
+    #[track_caller]
+    pub fn one(&mut self, o: Op) -> pb::OpResult {
+        self.try_one(o.clone()).unwrap_or_else(|e| panic!("{o:?}: {e:?}"))
+    }
+
+    #[track_caller]
+    pub fn fails(&mut self, o: Op, code: Code) {
+        assert_eq!(self.try_one(o.clone()).map(|r| r.ino), Err(code), "{o:?}");
+    }
+
+    /// The same as another user.
+    pub fn as_user<T>(&mut self, uid: u32, f: impl FnOnce(&mut Fs) -> T) -> T {
+        let before = std::mem::replace(&mut self.creds, creds(uid));
+        let out = f(self);
+        self.creds = before;
+        out
+    }
+
+    #[track_caller]
+    pub fn mkdir(&mut self, parent: Ino, name: &str) -> Ino {
+        self.one(Op::Mkdir(pb::Mkdir { parent, name: bytes(name), mode: 0o755 })).ino
+    }
+    #[track_caller]
+    pub fn create(&mut self, parent: Ino, name: &str) -> Ino {
+        self.one(mk_create(parent, name)).ino
+    }
+    #[track_caller]
+    pub fn attr(&mut self, ino: Ino) -> pb::Attr {
+        self.one(Op::Getattr(pb::GetAttr { ino })).attr.unwrap()
+    }
+    pub fn record(&self, ino: Ino) -> Option<pb::InodeRecord> {
+        self.ns.inode(ino)
+    }
+    pub fn lookup(&mut self, parent: Ino, name: &str) -> Result<Ino, Code> {
+        self.try_one(Op::Lookup(pb::Lookup { parent, name: bytes(name) })).map(|r| r.ino)
+    }
+    pub fn path(&mut self, ino: Ino) -> Result<String, Code> {
+        let r = self.try_one(Op::PathOf(pb::PathOf { ino }))?;
+        Ok(String::from_utf8(r.data.to_vec()).unwrap())
+    }
+    /// All names of a directory, read `limit` at a time.
+    pub fn names(&mut self, dir: Ino, limit: u32) -> Vec<String> {
+        let (mut cookie, mut names) = (0, Vec::new());
+        loop {
+            let r = self.one(Op::Readdir(pb::Readdir { dir, cookie, limit, attrs: true }));
+            for e in &r.entries {
+                assert!(e.cookie > cookie && e.cookie > 2 && e.cookie < 1 << 63);
+                assert_eq!(e.attr.as_ref().map(|a| (a.ino, a.mode >> 12)), Some((e.ino, e.r#type)));
+                cookie = e.cookie;
+                names.push(String::from_utf8(e.name.to_vec()).unwrap());
+            }
+            if r.end {
+                return names;
+            }
+            assert!(!r.entries.is_empty());
+        }
+    }
+}
+
+pub fn mk_create(parent: Ino, name: &str) -> Op {
+    Op::Create(pb::Create { parent, name: bytes(name), mode: 0o644, exclusive: true, layout: None, flags: 2 })
+}
+pub fn mk_unlink(parent: Ino, name: &str) -> Op {
+    Op::Unlink(pb::Unlink { parent, name: bytes(name) })
+}
+pub fn mk_rmdir(parent: Ino, name: &str) -> Op {
+    Op::Rmdir(pb::Rmdir { parent, name: bytes(name) })
+}
+pub fn mk_link(ino: Ino, parent: Ino, name: &str) -> Op {
+    Op::Link(pb::Link { ino, parent, name: bytes(name) })
+}
+pub fn mk_rename(parent: Ino, name: &str, new_parent: Ino, new_name: &str, flags: u32) -> Op {
+    Op::Rename(pb::Rename { parent, name: bytes(name), new_parent, new_name: bytes(new_name), flags })
+}
+pub fn mk_size(ino: Ino, size: u64) -> Op {
+    Op::Setattr(pb::SetAttr { ino, size: Some(size), ..Default::default() })
+}
+
+pub fn dump(store: &dyn Reader) -> Vec<(Bytes, Bytes)> {
+    store.prefix(b"").map(Result::unwrap).collect()
+}
+
+/// SHA-256 over all pairs, each with its lengths.
+pub fn digest(store: &dyn Reader) -> String {
+    let mut h = Sha256::new();
+    for (k, v) in dump(store) {
+        for part in [&k, &v] {
+            h.update((part.len() as u64).to_le_bytes());
+            h.update(part);
+        }
+    }
+    h.finalize().iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// Everything that must be true of a state, whatever happened before.
+pub fn fsck(fs: &Fs) {
+    let mut inodes: BTreeMap<Ino, pb::InodeRecord> = BTreeMap::new();
+    let mut names: BTreeMap<Ino, Vec<(Ino, Bytes)>> = BTreeMap::new();
+    let mut in_dir: BTreeMap<Ino, u64> = BTreeMap::new();
+    let mut subdirs: BTreeMap<Ino, u32> = BTreeMap::new();
+    let mut xattrs: BTreeMap<Ino, u32> = BTreeMap::new();
+    let (mut orphans, mut trims, mut replies) = (BTreeSet::new(), BTreeMap::new(), BTreeSet::new());
+    let mut kinds = Vec::new();
+    let mut header = pb::StateHeader::default();
+    for (k, v) in dump(&fs.store) {
+        let n = keys::last_number(&k).unwrap_or_default();
+        let at = k.get(1..9).and_then(keys::last_number).unwrap_or_default();
+        match k[0] {
+            b'H' => header = pb::StateHeader::decode(v).unwrap(),
+            b'M' => {}
+            b'd' => {
+                let d = pb::DentryRecord::decode(v).unwrap();
+                if d.ino != 0 {
+                    *in_dir.entry(at).or_default() += 1;
+                    if d.r#type == perm::S_IFDIR >> 12 {
+                        *subdirs.entry(at).or_default() += 1;
+                    }
+                    kinds.push((d.ino, d.r#type));
+                    names.entry(d.ino).or_default().push((at, d.name));
+                }
+            }
+            b'i' => drop(inodes.insert(at, pb::InodeRecord::decode(v).unwrap())),
+            b'x' => *xattrs.entry(at).or_default() += 1,
+            b's' => assert!(fs.ns.session(at).is_some()),
+            b'r' => drop(replies.insert((at, n))),
+            b'o' => drop(orphans.insert(at)),
+            b't' => drop(trims.insert(at, pb::Trim::decode(v).unwrap())),
+            b'g' => assert!(n < header.next_number && pb::GcRecord::decode(v).unwrap().layout.is_some()),
+            b'e' => drop(pb::EvictedRecord::decode(v).unwrap()),
+            other => panic!("unknown key prefix {other}"),
+        }
+    }
+    assert_eq!((header.inodes, header.format_version), (inodes.len() as u64, FORMAT_VERSION));
+    assert_eq!(header, fs.ns.header());
+    for (ino, kind) in kinds {
+        assert_eq!(inodes[&ino].attr.unwrap().mode >> 12, kind, "type in the name of {ino}");
+    }
+    for (ino, r) in &inodes {
+        let a = r.attr.unwrap();
+        let mut known: Vec<_> = r.links.iter().map(|l| (l.parent, l.name.clone())).collect();
+        let mut real = names.remove(ino).unwrap_or_default();
+        let nlink = real.len() as u32;
+        known.sort();
+        real.sort();
+        assert_eq!(a.ino, *ino);
+        assert!(*ino < header.next_ino && a.change > 0);
+        if nlink <= 32 && known.len() == real.len() {
+            assert_eq!(known, real, "links of {ino}");
+        } else {
+            assert!(known.iter().all(|l| real.contains(l)) && nlink > 0, "links of {ino}");
+        }
+        if a.mode & perm::S_IFMT == perm::S_IFDIR {
+            assert_eq!(a.nlink, 2 + subdirs.get(ino).unwrap_or(&0), "nlink of directory {ino}");
+            assert_eq!(r.entries, in_dir.remove(ino).unwrap_or(0), "entries of {ino}");
+            assert_eq!(nlink, u32::from(*ino != ROOT), "names of directory {ino}");
+        } else {
+            assert_eq!(a.nlink, nlink, "nlink of {ino}");
+        }
+        assert_eq!(a.nlink == 0, orphans.remove(ino), "orphan {ino}");
+        assert_eq!(r.trim, trims.remove(ino), "trim of {ino}");
+        assert_eq!(r.xattrs, xattrs.remove(ino).unwrap_or(0), "xattrs of {ino}");
+        assert_eq!(r.layout.is_some(), a.mode & perm::S_IFMT == perm::S_IFREG);
+    }
+    assert!(names.is_empty() && in_dir.is_empty() && xattrs.is_empty(), "{names:?} {in_dir:?} {xattrs:?}");
+    assert!(orphans.is_empty() && trims.is_empty(), "{orphans:?} {trims:?}");
+    let memory = fs.ns.memory.read();
+    let kept = memory.sessions.iter().flat_map(|(id, s)| s.seqs.iter().map(move |n| (*id, *n)));
+    assert_eq!(kept.collect::<BTreeSet<_>>(), replies);
+    assert_eq!(memory.uuids.len(), memory.sessions.len());
+}
+
+impl Drop for Fs {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            fsck(self);
+        }
+    }
+}

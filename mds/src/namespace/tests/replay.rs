@@ -1,0 +1,223 @@
+//! Sessions, exactly-once, hostile log entries, failing stores, formats.
+
+use std::sync::Arc;
+
+use super::*;
+use crate::namespace::apply::{MAX_EVICTED, MAX_REPLIES};
+use strake_store::{MetaStore, mem::Fault};
+
+fn request(fs: &Fs, session: u64, seq: u64, lowest: u64, name: &str) -> Command {
+    let ops = vec![op(mk_create(ROOT, name))];
+    let creds = Some(fs.creds.clone());
+    Command::Meta(pb::MetaRequest { session, seq, lowest_unanswered: lowest, creds, ops })
+}
+
+fn refused(r: &pb::LogReply) -> Option<Code> {
+    code_of(r.status.as_ref())
+}
+
+#[test]
+fn a_repeated_request_gets_the_same_reply_and_runs_once() {
+    let mut fs = Fs::new();
+    let (s, other) = (fs.session, fs.open_session(2));
+    let first = fs.log(request(&fs, s, 10, 1, "a"));
+    let before = fs.ns.header();
+    assert_eq!(fs.log(request(&fs, s, 10, 1, "a")), first);
+    assert_eq!(fs.ns.header().next_ino, before.next_ino);
+    // A failure is an answer too.
+    let failed = fs.log(request(&fs, s, 11, 1, "a"));
+    fs.one(mk_unlink(ROOT, "a"));
+    assert_eq!(fs.log(request(&fs, s, 11, 1, "a")), failed);
+    assert_eq!(fs.lookup(ROOT, "a"), Err(Code::NoEnt));
+    // Sequence numbers are a session's own, and need not come in order.
+    assert_eq!(refused(&fs.log(request(&fs, other, 10, 1, "b"))), None);
+    assert_eq!(refused(&fs.log(request(&fs, s, 9, 1, "c"))), None);
+    // What the client has seen answered is dropped, and refused when it comes again.
+    assert_eq!(refused(&fs.log(request(&fs, s, 12, 11, "d"))), None);
+    assert_eq!(refused(&fs.log(request(&fs, s, 10, 1, "a"))), Some(Code::ReplyGone));
+    assert_eq!(fs.log(request(&fs, s, 11, 1, "a")), failed);
+    // The same after a restart.
+    fs.ns = Namespace::open(Arc::new(fs.store.clone())).unwrap();
+    assert_eq!(fs.log(request(&fs, s, 11, 1, "a")), failed);
+    assert_eq!(refused(&fs.log(request(&fs, s, 10, 1, "a"))), Some(Code::ReplyGone));
+}
+
+#[test]
+fn who_may_not_run_anything() {
+    let mut fs = Fs::new();
+    let s = fs.session;
+    assert_eq!(refused(&fs.log(request(&fs, 99, 1, 0, "a"))), Some(Code::NoSession));
+    assert_eq!(refused(&fs.log(request(&fs, s, 0, 0, "a"))), Some(Code::Inval));
+    assert_eq!(refused(&fs.log(request(&fs, s, u64::MAX, 0, "a"))), Some(Code::Inval));
+    let nobody = pb::MetaRequest { session: s, seq: 5, ops: vec![op(mk_create(ROOT, "a"))], ..Default::default() };
+    assert_eq!(refused(&fs.log(Command::Meta(nobody))), Some(Code::Inval), "no credentials is not root");
+    assert_eq!(refused(&fs.log(Command::SessionOpen(pb::SessionOpenRequest::default()))), Some(Code::Inval));
+    let evict = |evict| Command::SessionEnd(pb::SessionEnd { sessions: vec![s, 77], evict });
+    fs.log(request(&fs, s, 1, 0, "a"));
+    fs.log(evict(true));
+    assert_eq!(refused(&fs.log(request(&fs, s, 1, 0, "a"))), Some(Code::NoSession));
+    let r = fs.ns.read(s, &creds(0), &[op(Op::Getattr(pb::GetAttr { ino: ROOT }))]);
+    assert_eq!(code_of(r.results[0].status.as_ref()), Some(Code::NoSession));
+    let evicted = fs.ns.evicted_after(0);
+    assert_eq!(evicted.iter().map(|e| (e.session, e.min_epoch)).collect::<Vec<_>>(), [(s, 2)]);
+    assert!(fs.ns.evicted_after(evicted[0].number).is_empty());
+    assert!(fs.ns.session(s).is_none());
+    let again = fs.open_session(1);
+    assert!(again > s, "session ids are never reused");
+    fs.session = again;
+}
+
+#[test]
+fn a_client_that_opens_again_resumes_its_session() {
+    let mut fs = Fs::new();
+    let s = fs.open_session(9);
+    fs.log(request(&fs, s, 5, 5, "a"));
+    assert_eq!(fs.open_session(9), s);
+    assert_eq!(fs.ns.session(s).unwrap().answered_below, 5);
+    assert_eq!(fs.ns.sessions().len(), 2);
+    fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![s], evict: false }));
+    assert!(fs.ns.evicted_after(0).is_empty());
+}
+
+#[test]
+fn kept_replies_and_evictions_are_bounded() {
+    let mut fs = Fs::new();
+    let (s, base) = (fs.session, fs.index);
+    let n = MAX_REPLIES as u64 + 10;
+    let all: Vec<_> = (1..=n).map(|i| (base + i, 1, entry(T0, request(&fs, s, i, 1, &i.to_string())))).collect();
+    fs.ns.apply(&all, (base + n, 1), None).unwrap();
+    fs.index = base + n;
+    assert_eq!(fs.store.prefix(&[keys::REPLY]).count(), MAX_REPLIES);
+    assert_eq!(refused(&fs.log(request(&fs, s, 10, 1, "10"))), Some(Code::ReplyGone));
+    assert_eq!(refused(&fs.log(request(&fs, s, 11, 1, "11"))), None);
+    for round in 0..11u64 {
+        let ids: Vec<u64> = (0..1000)
+            .map(|i| {
+                let client_uuid = [round.to_be_bytes(), u64::to_be_bytes(i)].concat().into();
+                let o = pb::SessionOpenRequest { client_uuid, ..Default::default() };
+                match fs.log(Command::SessionOpen(o)).reply {
+                    Some(pb::log_reply::Reply::SessionOpen(r)) => r.session,
+                    other => panic!("{other:?}"),
+                }
+            })
+            .collect();
+        fs.log(Command::SessionEnd(pb::SessionEnd { sessions: ids, evict: true }));
+    }
+    let kept = fs.ns.evicted_after(0);
+    assert_eq!(kept.len(), MAX_EVICTED);
+    assert_eq!(kept.last().unwrap().number + 1, fs.ns.header().next_number, "the newest are kept");
+}
+
+#[test]
+fn garbage_in_the_log_is_answered_and_changes_nothing() {
+    let mut fs = Fs::new();
+    let before = dump(&fs.store);
+    let unknown = pb::LogCommand { now_ns: i64::MAX, command: None }.encode_to_vec();
+    let bad: [&[u8]; 4] = [b"", b"\xff\xff\xff", &[0x12, 0xff, 0xff, 0xff, 0xff, 0x0f], &unknown];
+    for data in bad {
+        fs.index += 1;
+        let e = (fs.index, 1, Bytes::copy_from_slice(data));
+        let r = fs.ns.apply(&[e], (fs.index, 1), None).unwrap();
+        assert_eq!(refused(&r[0]), Some(Code::Protocol));
+    }
+    let after = dump(&fs.store);
+    assert_eq!(before[1..], after[1..], "only the header's applied index moved");
+    assert_eq!(refused(&fs.log(format())), Some(Code::Exist));
+    // An entry that was applied before does not run again.
+    let old = (fs.index, 1, entry(T0, request(&fs, fs.session, 77, 1, "x")));
+    assert_eq!(refused(&fs.ns.apply(&[old], (fs.index, 1), None).unwrap()[0]), Some(Code::ReplyGone));
+    assert!(fs.ns.apply(&[], (fs.index - 1, 1), None).is_err(), "the log never runs backwards");
+}
+
+#[test]
+fn nothing_runs_before_format_but_the_group_is_recorded() {
+    let store = MemStore::new();
+    let ns = Namespace::open(Arc::new(store.clone())).unwrap();
+    let end = Command::SessionEnd(pb::SessionEnd::default());
+    let r = ns.apply(&[(5, 2, entry(1, end))], (5, 2), Some(b"conf")).unwrap();
+    assert_eq!(refused(&r[0]), Some(Code::NoDev));
+    let short = pb::Format { fs_uuid: bytes("short"), ..Default::default() };
+    let r = ns.apply(&[(6, 2, entry(1, Command::Format(short)))], (6, 2), None).unwrap();
+    assert_eq!(refused(&r[0]), Some(Code::Inval));
+    let h = Namespace::open(Arc::new(store)).unwrap().header();
+    assert_eq!((h.applied_index, h.applied_term, &h.conf_state[..]), (6, 2, &b"conf"[..]));
+    assert!(h.fs_uuid.is_empty());
+    let r = ns.read(0, &creds(0), &[op(Op::Getattr(pb::GetAttr { ino: ROOT }))]);
+    assert_eq!(code_of(r.results[0].status.as_ref()), Some(Code::NoEnt));
+}
+
+#[test]
+fn a_store_that_fails_leaves_memory_and_disk_as_they_were() {
+    let mut fs = Fs::new();
+    fs.create(ROOT, "a");
+    for (fault, code) in [(Fault::Commit, Code::NoSpc), (Fault::Read, Code::Io)] {
+        let (before, header, sessions) = (dump(&fs.store), fs.ns.header(), fs.ns.sessions());
+        let e = [
+            (fs.index + 1, 1, entry(T0 * 2, request(&fs, fs.session, 90, 1, "b"))),
+            (fs.index + 2, 1, entry(T0 * 2, Command::SessionEnd(pb::SessionEnd { sessions: vec![1], evict: true }))),
+        ];
+        fs.store.fail_next(fault, 1, code);
+        assert_eq!(fs.ns.apply(&e, (fs.index + 2, 1), Some(b"new")).unwrap_err().code, code);
+        assert_eq!((dump(&fs.store), fs.ns.header(), fs.ns.sessions()), (before, header, sessions));
+        fsck(&fs);
+    }
+    // The same entry succeeds later.
+    let r = fs.log(request(&fs, fs.session, 90, 1, "b"));
+    assert_eq!(refused(&r), None);
+    fs.store.fail_next(Fault::Read, 1, Code::Io);
+    assert_eq!(fs.lookup(ROOT, "b"), Err(Code::Io));
+    assert!(fs.lookup(ROOT, "b").is_ok());
+}
+
+#[test]
+fn a_newer_format_and_damage_are_refused() {
+    let mut fs = Fs::new();
+    let put = |store: &MemStore, key: &[u8], value: Vec<u8>| {
+        let mut b = strake_store::Batch::default();
+        b.put(Bytes::copy_from_slice(key), value);
+        store.commit(b).unwrap();
+    };
+    let good = fs.store.get(keys::HEADER).unwrap().unwrap();
+    let newer = pb::StateHeader { format_version: FORMAT_VERSION + 1, ..fs.ns.header() };
+    put(&fs.store, keys::HEADER, newer.encode_to_vec());
+    let e = Namespace::open(Arc::new(fs.store.clone())).err().unwrap();
+    assert!(e.code == Code::Protocol && e.message.contains("newer strake"), "{e}");
+    put(&fs.store, keys::HEADER, vec![0xff]);
+    assert_eq!(Namespace::open(Arc::new(fs.store.clone())).err().unwrap().code, Code::Corrupt);
+    put(&fs.store, keys::HEADER, good.to_vec());
+    // A damaged record stops the member that meets it; it is no answer.
+    let d = fs.mkdir(ROOT, "d");
+    let key = keys::numbered(keys::INODE, d);
+    let whole = fs.store.get(&key).unwrap().unwrap();
+    put(&fs.store, &key, vec![0xff]);
+    let e = (fs.index + 1, 1, entry(T0, request(&fs, fs.session, 500, 1, "x")));
+    let into_damage = pb::MetaRequest {
+        session: fs.session,
+        seq: 501,
+        creds: Some(creds(0)),
+        ops: vec![op(mk_create(d, "x"))],
+        ..Default::default()
+    };
+    let bad = (fs.index + 2, 1, entry(T0, Command::Meta(into_damage)));
+    assert_eq!(fs.ns.apply(&[e, bad], (fs.index + 2, 1), None).unwrap_err().code, Code::Corrupt);
+    assert_eq!(fs.lookup(ROOT, "x"), Err(Code::NoEnt));
+    put(&fs.store, &key, whole.to_vec());
+}
+
+#[test]
+fn reload_reads_what_a_snapshot_put_there() {
+    let mut a = Fs::new();
+    a.create(ROOT, "f");
+    let empty = MemStore::new();
+    let b = Namespace::open(Arc::new(empty.clone())).unwrap();
+    let mut batch = strake_store::Batch::default();
+    dump(&a.store).into_iter().for_each(|(k, v)| batch.put(k, v));
+    empty.commit(batch).unwrap();
+    b.reload().unwrap();
+    assert_eq!(
+        (b.header(), b.sessions(), b.map().map.clone()),
+        (a.ns.header(), a.ns.sessions(), a.ns.map().map.clone())
+    );
+    let r = b.read(a.session, &creds(0), &[op(Op::Lookup(pb::Lookup { parent: ROOT, name: bytes("f") }))]);
+    assert_eq!(r.results[0].status, None);
+}
