@@ -235,11 +235,8 @@ impl Core {
             version: Version::default(),
         };
         let r = self.update(&mut u, &mut at).await?;
-        if !r.stable {
-            let data = u.data;
-            self.keep_unstable(p, data, (session.id, seq), &r, inode, room)?;
-        }
-        Ok(())
+        let data = u.data;
+        self.keep_unstable(p, data, (session.id, seq), &r, inode, room)
     }
 
     fn keep_unstable(
@@ -252,6 +249,9 @@ impl Core {
         room: Option<tokio::sync::OwnedSemaphorePermit>,
     ) -> Result<()> {
         let mut unstable = self.unstable.lock();
+        if r.stable && !unstable.overlaps(p.chain, p.chunk, p.offset, u64::from(p.len)) {
+            return Ok(());
+        }
         if self.current_session().is_none_or(|s| s.id != session) {
             // It would never be replayed under its number.
             return Err(session_lost());

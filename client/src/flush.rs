@@ -17,7 +17,6 @@ use crate::{
     data::Update,
     inode::Inode,
     retry::{DataVerdict, data_verdict},
-    segments,
     unstable::{Entry, Replay},
 };
 
@@ -115,7 +114,7 @@ impl Core {
             };
             let lost = self.unstable.lock().flushed(chain, covered, &stamps);
             for hold in lost.into_values() {
-                self.replay(chain, &hold.inode, &stamps, at).await?;
+                self.replay(chain, &hold.inode, &stamps, covered, at).await?;
             }
             if at.left().is_zero() {
                 return Err(Error::new(Code::TimedOut, format!("chain {chain} does not become stable")));
@@ -174,10 +173,11 @@ impl Core {
         chain: ChainId,
         inode: &Arc<Inode>,
         stamps: &[Stamp],
+        mark: u64,
         at: &mut Attempts,
     ) -> Result<()> {
         let _all = inode.ranges.lock_all().await;
-        let (plan, before) = {
+        let (plan, planned) = {
             let u = self.unstable.lock();
             (u.plan(chain, inode.ino, stamps), u.mark())
         };
@@ -204,9 +204,9 @@ impl Core {
             inode.fail(Error { code: Code::Io, ..e.context("unstable bytes could not be written again") });
         }
         let mut u = self.unstable.lock();
-        u.forget_lost(chain, inode.ino, before, stamps);
-        for e in again {
-            u.add(chain, e);
+        u.replayed(chain, inode.ino, mark, planned, stamps);
+        for (order, e) in again {
+            u.add_again(chain, order, e);
         }
         Ok(())
     }
@@ -218,7 +218,7 @@ impl Core {
         inode: &Arc<Inode>,
         p: Replay<Hold>,
         limit: std::time::Duration,
-    ) -> Result<Option<Entry<Hold>>> {
+    ) -> Result<Option<(u64, Entry<Hold>)>> {
         let lost = || Error::new(Code::Io, "the session was lost");
         let session = self.current_session().filter(|s| s.id == p.session).ok_or_else(lost)?;
         let seq = p.seq.unwrap_or_else(|| session.data_seq.fetch_add(1, Relaxed));
@@ -235,8 +235,7 @@ impl Core {
             version: p.version,
         };
         let r = self.update(&mut u, &mut at).await?;
-        debug_assert!(segments::total(&u.data) > 0);
-        Ok((!r.stable).then(|| Entry {
+        let entry = Entry {
             chunk: p.chunk,
             offset: p.offset,
             file_offset: p.file_offset,
@@ -247,6 +246,7 @@ impl Core {
             stamps: r.stamps,
             at_ms: self.env.boot().as_millis() as u64,
             tag: p.tag,
-        }))
+        };
+        Ok((!r.stable).then_some((p.order, entry)))
     }
 }

@@ -120,7 +120,7 @@ impl Inode {
     /// Attributes as this client's user must see them.
     pub fn attr(&self) -> pb::Attr {
         let s = self.state.lock();
-        let mut a = s.attr.clone();
+        let mut a = s.attr;
         a.size = a.size.max(s.local_end);
         a
     }
@@ -129,7 +129,7 @@ impl Inode {
     pub fn take_attr(&self, attr: &pb::Attr) -> pb::Attr {
         let mut s = self.state.lock();
         if attr.change >= s.attr.change {
-            s.attr = attr.clone();
+            s.attr = *attr;
             s.attr_at = Instant::now();
         }
         drop(s);
@@ -167,7 +167,7 @@ impl Inode {
         if let Some(a) = attr
             && a.change >= s.attr.change
         {
-            s.attr = a.clone();
+            s.attr = *a;
             s.attr_at = Instant::now();
         }
         if s.reported == s.writes {
@@ -180,7 +180,7 @@ impl Inode {
         let mut s = self.state.lock();
         s.reported = s.writes;
         s.local_end = 0;
-        s.attr = attr.clone();
+        s.attr = *attr;
         s.attr_at = Instant::now();
     }
 
@@ -319,6 +319,7 @@ impl Core {
             self.current_session().is_some_and(|s| s.id == c.session)
                 && c.expiry_ms > self.env.unix_ms() + RENEW_BEFORE_MS.min(c.expiry_ms / 4)
                 && refused.is_none_or(|r| r.bytes != c.bytes)
+                && inode.strangers(c.session) == 0
         };
         let none = || Error::new(Code::BadF, "the file is not open for this kind of access");
         let c = inode.cap(write).ok_or_else(none)?;

@@ -47,6 +47,8 @@ impl<T> Entry<T> {
 
 /// A lost part to send again.
 pub(crate) struct Replay<T> {
+    /// Place of the entry it comes from, which it keeps.
+    pub order: u64,
     pub chunk: ChunkId,
     pub offset: u32,
     pub file_offset: u64,
@@ -58,16 +60,20 @@ pub(crate) struct Replay<T> {
     pub tag: Arc<T>,
 }
 
+/// Place in the order of answers, and a number that tells the parts of one entry apart.
+type Key = (u64, u64);
+
 /// The unstable writes of one client, by chain, in the order they were answered.
 pub(crate) struct Unstable<T> {
-    chains: BTreeMap<ChainId, BTreeMap<u64, Entry<T>>>,
+    chains: BTreeMap<ChainId, BTreeMap<Key, Entry<T>>>,
     next: u64,
+    part: u64,
     bytes: u64,
 }
 
 impl<T> Default for Unstable<T> {
     fn default() -> Unstable<T> {
-        Unstable { chains: BTreeMap::new(), next: 1, bytes: 0 }
+        Unstable { chains: BTreeMap::new(), next: 1, part: 0, bytes: 0 }
     }
 }
 
@@ -77,9 +83,20 @@ impl<T> Unstable<T> {
     }
 
     pub fn add(&mut self, chain: ChainId, entry: Entry<T>) {
-        self.bytes += entry.len();
-        self.chains.entry(chain).or_default().insert(self.next, entry);
+        let order = self.next;
         self.next += 1;
+        self.put(chain, order, entry);
+    }
+
+    /// A part that was replayed and is unstable again, in its old place: a flush that someone waits for must cover it.
+    pub fn add_again(&mut self, chain: ChainId, order: u64, entry: Entry<T>) {
+        self.put(chain, order, entry);
+    }
+
+    fn put(&mut self, chain: ChainId, order: u64, entry: Entry<T>) {
+        self.bytes += entry.len();
+        self.part += 1;
+        self.chains.entry(chain).or_default().insert((order, self.part), entry);
     }
 
     /// Taken before a flush is sent: the flush covers what was answered before.
@@ -89,7 +106,7 @@ impl<T> Unstable<T> {
 
     /// Whether anything of the chain from below `mark` is left (of one inode, or of any).
     pub fn pending(&self, chain: ChainId, mark: u64, ino: Option<Ino>) -> bool {
-        self.chains.get(&chain).is_some_and(|c| c.range(..mark).any(|(_, e)| ino.is_none_or(|i| e.chunk.ino == i)))
+        self.chains.get(&chain).is_some_and(|c| c.range(..(mark, 0)).any(|(_, e)| ino.is_none_or(|i| e.chunk.ino == i)))
     }
 
     /// Chains with unstable bytes of an inode.
@@ -105,7 +122,7 @@ impl<T> Unstable<T> {
     /// Chains whose oldest write is from `before_ms` or earlier, and those with more than `bytes` or with more than
     /// `per_chunk` writes to one chunk.
     pub fn due(&self, before_ms: u64, bytes: u64, per_chunk: usize) -> Vec<ChainId> {
-        let is_due = |c: &BTreeMap<u64, Entry<T>>| {
+        let is_due = |c: &BTreeMap<Key, Entry<T>>| {
             let mut counts: BTreeMap<ChunkId, usize> = BTreeMap::new();
             c.values().next().is_some_and(|e| e.at_ms <= before_ms)
                 || c.values().map(Entry::len).sum::<u64>() > bytes
@@ -119,26 +136,15 @@ impl<T> Unstable<T> {
     }
 
     /// A flush was answered with these stamps: drops what is stable now. Returns the tags, by inode, of what may be
-    /// lost.
+    /// lost. Of such an inode nothing is dropped yet: a later write that survived says what must not be replayed.
     pub fn flushed(&mut self, chain: ChainId, mark: u64, stamps: &[Stamp]) -> BTreeMap<Ino, Arc<T>> {
-        let mut lost = BTreeMap::new();
-        let Some(c) = self.chains.get_mut(&chain) else { return lost };
-        let mut freed = 0;
-        c.retain(|order, e| {
-            if *order >= mark {
-                return true;
-            }
-            if e.survives(stamps) {
-                freed += e.len();
-                return false;
-            }
-            lost.insert(e.chunk.ino, e.tag.clone());
-            true
-        });
-        self.bytes -= freed;
-        if c.is_empty() {
-            self.chains.remove(&chain);
-        }
+        let Some(c) = self.chains.get(&chain) else { return BTreeMap::new() };
+        let lost: BTreeMap<Ino, Arc<T>> = c
+            .range(..(mark, 0))
+            .filter(|(_, e)| !e.survives(stamps))
+            .map(|(_, e)| (e.chunk.ino, e.tag.clone()))
+            .collect();
+        self.retain(chain, |order, e| order >= mark || lost.contains_key(&e.chunk.ino));
         lost
     }
 
@@ -148,12 +154,13 @@ impl<T> Unstable<T> {
         let mut covered: BTreeMap<ChunkId, Vec<Range<u64>>> = BTreeMap::new();
         let mut out = Vec::new();
         let Some(c) = self.chains.get(&chain) else { return out };
-        for e in c.values().rev().filter(|e| e.chunk.ino == ino) {
+        for ((order, _), e) in c.iter().rev().filter(|(_, e)| e.chunk.ino == ino) {
             let above = covered.entry(e.chunk).or_default();
             if !e.survives(stamps) {
                 for r in subtract(e.range(), above) {
                     let skip = (r.start - u64::from(e.offset)) as usize;
                     out.push(Replay {
+                        order: *order,
                         chunk: e.chunk,
                         offset: r.start as u32,
                         file_offset: e.file_offset + skip as u64,
@@ -170,9 +177,18 @@ impl<T> Unstable<T> {
         out
     }
 
-    /// Forgets the lost writes of an inode on a chain: they were replayed (and added anew as far as still unstable).
-    pub fn forget_lost(&mut self, chain: ChainId, ino: Ino, before: u64, stamps: &[Stamp]) {
-        self.retain(chain, |order, e| order >= before || e.chunk.ino != ino || e.survives(stamps));
+    /// The plan for an inode on a chain was carried out: forgets what was stable at `mark`, and what was lost before
+    /// `planned` (as far as it is still unstable it was added anew).
+    pub fn replayed(&mut self, chain: ChainId, ino: Ino, mark: u64, planned: u64, stamps: &[Stamp]) {
+        self.retain(chain, |order, e| e.chunk.ino != ino || order >= planned || (order >= mark && e.survives(stamps)));
+    }
+
+    /// Whether unstable bytes of a chunk overlap these: then a stable write is kept too, lest they be replayed over it.
+    pub fn overlaps(&self, chain: ChainId, chunk: ChunkId, offset: u32, len: u64) -> bool {
+        let r = u64::from(offset)..u64::from(offset) + len;
+        self.chains
+            .get(&chain)
+            .is_some_and(|c| c.values().any(|e| e.chunk == chunk && e.range().start < r.end && r.start < e.range().end))
     }
 
     /// Forgets everything of an inode on all chains. Returns whether there was anything.
@@ -222,7 +238,7 @@ impl<T> Unstable<T> {
     fn retain(&mut self, chain: ChainId, mut keep: impl FnMut(u64, &Entry<T>) -> bool) {
         let Some(c) = self.chains.get_mut(&chain) else { return };
         let mut freed = 0;
-        c.retain(|order, e| {
+        c.retain(|(order, _), e| {
             let k = keep(*order, e);
             if !k {
                 freed += e.len();
@@ -289,7 +305,7 @@ mod tests {
         assert!(u.pending(7, mark, Some(1)) && !u.pending(7, mark, Some(2)));
         let plan = u.plan(7, 1, &stamps(&[(1, 101)]));
         assert_eq!((plan.len(), plan[0].seq), (1, Some(2)));
-        u.forget_lost(7, 1, mark, &stamps(&[(1, 101)]));
+        u.replayed(7, 1, mark, u.mark(), &stamps(&[(1, 101)]));
         assert_eq!((u.bytes(), u.pending(7, u64::MAX, None)), (0, false));
     }
 
@@ -351,7 +367,7 @@ mod tests {
                 have[p.offset as usize..p.offset as usize + bytes.len()].copy_from_slice(&bytes);
             }
             prop_assert_eq!(have, want);
-            u.forget_lost(3, 1, mark, &now);
+            u.replayed(3, 1, mark, u.mark(), &now);
             prop_assert_eq!(u.bytes(), 0);
         }
     }

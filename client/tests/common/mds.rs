@@ -1,0 +1,295 @@
+//! Metadata servers: one state behind three nodes of which one leads. One directory; just the operations the tests need.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use prost::Message as _;
+use strake_fabric::{Message, Peer, Service};
+use strake_proto::{
+    CapKey, Capability, Code, Error, Result, Rights,
+    layout::StripeMap,
+    map::MapView,
+    opcode,
+    pb::{self, op::Op},
+};
+
+use super::Oss;
+
+#[derive(Default)]
+struct Session {
+    uuid: Vec<u8>,
+    alive: bool,
+    replies: BTreeMap<u64, pb::MetaReply>,
+    answered_below: u64,
+}
+
+#[derive(Clone)]
+struct Inode {
+    attr: pb::Attr,
+    layout: pb::Layout,
+}
+
+struct State {
+    leader: u32,
+    map: pb::ClusterMap,
+    names: BTreeMap<Vec<u8>, u64>,
+    inodes: BTreeMap<u64, Inode>,
+    sessions: BTreeMap<u64, Session>,
+    opens: BTreeMap<(u64, u64), i64>,
+    next: u64,
+    now_ns: i64,
+    cap_ms: u64,
+    /// Mutations that ran, for exactly-once.
+    ran: u64,
+}
+
+pub struct Mds {
+    key: CapKey,
+    oss: Arc<Oss>,
+    state: Mutex<State>,
+}
+
+fn e<T>(code: Code, m: &str) -> Result<T> {
+    Err(Error::new(code, m))
+}
+
+impl Mds {
+    pub fn new(map: pb::ClusterMap, key: CapKey, oss: Arc<Oss>) -> Mds {
+        let state = State {
+            leader: 1,
+            map,
+            names: BTreeMap::new(),
+            inodes: BTreeMap::new(),
+            sessions: BTreeMap::new(),
+            opens: BTreeMap::new(),
+            next: 100,
+            now_ns: 1,
+            cap_ms: u64::MAX / 2,
+            ran: 0,
+        };
+        Mds { key, oss, state: Mutex::new(state) }
+    }
+    pub fn map(&self) -> pb::ClusterMap {
+        self.state.lock().map.clone()
+    }
+    pub fn set_map(&self, map: pb::ClusterMap) {
+        self.state.lock().map = map;
+    }
+    /// Another server leads; the volatile open table is gone, as after an election.
+    pub fn elect(&self, leader: u32) {
+        let mut s = self.state.lock();
+        s.leader = leader;
+        s.opens.clear();
+    }
+    pub fn evict_all(&self) {
+        let mut s = self.state.lock();
+        s.sessions.values_mut().for_each(|s| s.alive = false);
+        s.opens.clear();
+    }
+    pub fn opens(&self) -> i64 {
+        self.state.lock().opens.values().sum()
+    }
+    pub fn ran(&self) -> u64 {
+        self.state.lock().ran
+    }
+    pub fn size_of(&self, ino: u64) -> u64 {
+        self.state.lock().inodes[&ino].attr.size
+    }
+    /// Capabilities given from now on expire at this wall clock time, milliseconds.
+    pub fn caps_expire(&self, at_ms: u64) {
+        self.state.lock().cap_ms = at_ms;
+    }
+
+    fn leads(&self, node: u32) -> Result<()> {
+        let leader = self.state.lock().leader;
+        if leader == node { Ok(()) } else { Err(Error::not_leader(leader)) }
+    }
+
+    fn session_open(&self, r: pb::SessionOpenRequest) -> pb::SessionOpenReply {
+        let s = &mut *self.state.lock();
+        let found = s.sessions.iter().find(|(_, x)| x.alive && x.uuid == r.client_uuid[..]).map(|(id, _)| *id);
+        let id = found.unwrap_or_else(|| {
+            s.next += 1;
+            let new = Session { uuid: r.client_uuid.to_vec(), alive: true, ..Default::default() };
+            s.sessions.insert(s.next, new);
+            s.next
+        });
+        pb::SessionOpenReply {
+            session: id,
+            epoch: 1,
+            term_ms: 4000,
+            root: 1,
+            map: Some(s.map.clone()),
+            ..Default::default()
+        }
+    }
+
+    fn renew(&self, r: pb::SessionRenewRequest) -> Result<pb::SessionRenewReply> {
+        let s = &mut *self.state.lock();
+        s.sessions.get(&r.session).filter(|s| s.alive).ok_or_else(|| Error::new(Code::NoSession, "no session"))?;
+        if r.reassert {
+            s.opens.retain(|(id, _), _| *id != r.session);
+            for ino in r.opens {
+                *s.opens.entry((r.session, ino)).or_default() += 1;
+            }
+        }
+        Ok(pb::SessionRenewReply { map: (s.map.version > r.map_version).then(|| s.map.clone()) })
+    }
+
+    fn meta(&self, r: pb::MetaRequest) -> Result<pb::MetaReply> {
+        let s = &mut *self.state.lock();
+        let session = s.sessions.get_mut(&r.session).filter(|s| s.alive);
+        let session = session.ok_or_else(|| Error::new(Code::NoSession, "no session"))?;
+        if r.seq > 0 {
+            if let Some(reply) = session.replies.get(&r.seq) {
+                return Ok(reply.clone());
+            }
+            if r.seq < session.answered_below {
+                return e(Code::ReplyGone, "reply gone");
+            }
+            session.answered_below = session.answered_below.max(r.lowest_unanswered);
+            let below = session.answered_below;
+            session.replies.retain(|q, _| *q >= below);
+            s.ran += 1;
+        }
+        let mut reply = pb::MetaReply::default();
+        for op in r.ops {
+            let result = self.op(s, r.session, op.op.unwrap());
+            let failed = result.is_err();
+            reply
+                .results
+                .push(result.unwrap_or_else(|e| pb::OpResult { status: Some(e.to_status()), ..Default::default() }));
+            if failed {
+                break;
+            }
+        }
+        if r.seq > 0 {
+            s.sessions.get_mut(&r.session).unwrap().replies.insert(r.seq, reply.clone());
+        }
+        Ok(reply)
+    }
+
+    fn op(&self, s: &mut State, session: u64, op: Op) -> Result<pb::OpResult> {
+        s.now_ns += 1_000_000;
+        let now = s.now_ns;
+        let gone = || Error::new(Code::NoEnt, "no such inode");
+        let with = |i: &Inode| pb::OpResult { ino: i.attr.ino, attr: Some(i.attr.clone()), ..Default::default() };
+        match op {
+            Op::Lookup(l) => {
+                let ino = s.names.get(&l.name[..]).ok_or_else(gone)?;
+                Ok(with(&s.inodes[ino]))
+            }
+            Op::Getattr(g) => Ok(with(s.inodes.get(&g.ino).ok_or_else(gone)?)),
+            Op::Open(o) => self.open(s, session, o.ino, o.flags),
+            Op::Close(c) => {
+                *s.opens.entry((session, c.ino)).or_default() -= 1;
+                Ok(pb::OpResult::default())
+            }
+            Op::Create(c) => {
+                if let Some(ino) = s.names.get(&c.name[..]).copied() {
+                    return if c.exclusive { e(Code::Exist, "exists") } else { self.open(s, session, ino, c.flags) };
+                }
+                s.next += 1;
+                let (ino, spec) = (s.next, c.layout.unwrap_or_default());
+                let all = s.map.chains.len() as u32;
+                let count = if spec.stripe_count <= 0 { all } else { spec.stripe_count as u32 };
+                let component = pb::Component {
+                    end: u64::MAX,
+                    stripe_size: if spec.stripe_size == 0 { 1 << 20 } else { spec.stripe_size },
+                    data_id: ino,
+                    set: Some(pb::ChainSetRef { set: 1, seed: 0, start: 0, count }),
+                    ..Default::default()
+                };
+                let attr = pb::Attr { ino, mode: 0o100_000 | c.mode, nlink: 1, mtime_ns: now, ..Default::default() };
+                let layout = pb::Layout { generation: 1, components: vec![component] };
+                s.inodes.insert(ino, Inode { attr, layout });
+                s.names.insert(c.name.to_vec(), ino);
+                Ok(pb::OpResult { created: true, ..self.open(s, session, ino, c.flags)? })
+            }
+            Op::Unlink(u) => {
+                s.names.remove(&u.name[..]).ok_or_else(gone)?;
+                Ok(pb::OpResult::default())
+            }
+            Op::Extend(x) => {
+                let i = s.inodes.get_mut(&x.ino).ok_or_else(gone)?;
+                i.attr.size = i.attr.size.max(x.end);
+                i.attr.mtime_ns = now;
+                i.attr.change += 1;
+                Ok(with(i))
+            }
+            Op::Setattr(a) => self.setattr(s, a, now),
+            _ => e(Code::OpNotSupp, "not in this fake"),
+        }
+    }
+
+    fn setattr(&self, s: &mut State, a: pb::SetAttr, now: i64) -> Result<pb::OpResult> {
+        let map = MapView::new(s.map.clone())?;
+        let i = s.inodes.get_mut(&a.ino).ok_or_else(|| Error::new(Code::NoEnt, "no such inode"))?;
+        if let Some(size) = a.size {
+            if size < i.attr.size {
+                let cut = StripeMap::resolve(a.ino, &i.layout, &map)?.cut(size);
+                self.oss.trim(a.ino, cut.first_gone, cut.kept);
+            }
+            i.attr.size = size;
+            i.attr.mtime_ns = now;
+        }
+        if let Some(t) = a.mtime_ns {
+            i.attr.mtime_ns = t;
+        }
+        i.attr.change += 1;
+        Ok(pb::OpResult { ino: a.ino, attr: Some(i.attr.clone()), ..Default::default() })
+    }
+
+    fn open(&self, s: &mut State, session: u64, ino: u64, flags: u32) -> Result<pb::OpResult> {
+        let i = s.inodes.get(&ino).ok_or_else(|| Error::new(Code::NoEnt, "no such inode"))?;
+        let rights = match flags & 3 {
+            0 => Rights::READ,
+            1 => Rights::WRITE,
+            _ => Rights::READ.and(Rights::WRITE),
+        };
+        let data = i.layout.components[0].data_id;
+        let cap = Capability { ino, data, session, session_epoch: 1, expiry_ms: s.cap_ms, rights };
+        *s.opens.entry((session, ino)).or_default() += 1;
+        Ok(pb::OpResult {
+            ino,
+            attr: Some(i.attr.clone()),
+            layout: Some(i.layout.clone()),
+            capability: self.key.seal(&cap).to_vec().into(),
+            ..Default::default()
+        })
+    }
+}
+
+pub struct Front(pub Arc<Mds>, pub u32);
+
+fn body<M: prost::Message + Default>(m: &Message) -> M {
+    M::decode(m.body.clone()).unwrap()
+}
+
+#[async_trait]
+impl Service for Front {
+    async fn handle(&self, _peer: &Peer, m: Message) -> Result<Message> {
+        tokio::time::sleep(Duration::from_micros(200)).await;
+        self.0.leads(self.1)?;
+        let reply = match m.opcode {
+            opcode::SESSION_OPEN => self.0.session_open(body(&m)).encode_to_vec(),
+            opcode::SESSION_RENEW => self.0.renew(body(&m))?.encode_to_vec(),
+            opcode::SESSION_CLOSE => {
+                let r: pb::SessionCloseRequest = body(&m);
+                let mut s = self.0.state.lock();
+                s.opens.retain(|(id, _), _| *id != r.session);
+                s.sessions.remove(&r.session);
+                vec![]
+            }
+            opcode::MAP => {
+                let r: pb::MapRequest = body(&m);
+                let map = self.0.map();
+                pb::MapReply { map: (map.version > r.have).then_some(map) }.encode_to_vec()
+            }
+            opcode::META => self.0.meta(body(&m))?.encode_to_vec(),
+            o => return Err(strake_fabric::unknown_opcode(o)),
+        };
+        Ok(Message::new(0, reply))
+    }
+}

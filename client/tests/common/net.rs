@@ -1,0 +1,159 @@
+//! A network in memory: nodes are services by number; they can die, fall silent, or lose replies.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use strake_client::Config;
+use strake_fabric::{Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
+use strake_proto::{Code, Error, Result};
+
+#[derive(Default)]
+pub struct Net {
+    services: Mutex<BTreeMap<u32, Arc<dyn Service>>>,
+    /// Refuse connections and break the present ones.
+    down: Mutex<BTreeSet<u32>>,
+    /// Take requests and never answer.
+    silent: Mutex<BTreeSet<u32>>,
+    /// Of so many requests to a node the reply is lost: they run, and the connection breaks.
+    lose: Mutex<BTreeMap<u32, u32>>,
+    pool: Pool,
+    calls: AtomicU64,
+}
+
+impl Net {
+    pub fn put(&self, node: u32, service: Arc<dyn Service>) {
+        self.services.lock().insert(node, service);
+    }
+    pub fn set_down(&self, node: u32, down: bool) {
+        if down {
+            self.down.lock().insert(node)
+        } else {
+            self.down.lock().remove(&node)
+        };
+    }
+    pub fn set_silent(&self, node: u32, silent: bool) {
+        if silent {
+            self.silent.lock().insert(node)
+        } else {
+            self.silent.lock().remove(&node)
+        };
+    }
+    pub fn lose_replies(&self, node: u32, n: u32) {
+        self.lose.lock().insert(node, n);
+    }
+    fn is_down(&self, node: u32) -> bool {
+        self.down.lock().contains(&node)
+    }
+    fn loses(&self, node: u32) -> bool {
+        let mut l = self.lose.lock();
+        let n = l.entry(node).or_default();
+        let lost = *n > 0;
+        *n = n.saturating_sub(1);
+        lost
+    }
+}
+
+pub struct MemFabric(pub Arc<Net>);
+
+#[async_trait]
+impl Fabric for MemFabric {
+    async fn connect(&self, to: &Endpoint, _back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        let Endpoint::Sim(node) = *to else { return Err(Error::new(Code::Inval, "not a simulated node")) };
+        if self.0.is_down(node) || !self.0.services.lock().contains_key(&node) {
+            return Err(Error::new(Code::Disconnected, "connection refused"));
+        }
+        if self.0.silent.lock().contains(&node) {
+            std::future::pending::<()>().await;
+        }
+        Ok(Arc::new(MemConn { net: self.0.clone(), node, broken: AtomicBool::new(false) }))
+    }
+    async fn listen(&self, _at: &Endpoint, _service: Arc<dyn Service>) -> Result<Listener> {
+        Err(Error::new(Code::OpNotSupp, "clients do not listen"))
+    }
+    fn pool(&self) -> &Pool {
+        &self.0.pool
+    }
+}
+
+struct MemConn {
+    net: Arc<Net>,
+    node: u32,
+    broken: AtomicBool,
+}
+
+#[async_trait]
+impl Connection for MemConn {
+    async fn call(&self, request: Message, timeout: Duration) -> Result<Message> {
+        let gone = || Error::new(Code::Disconnected, format!("node {} is gone", self.node));
+        if self.is_closed() {
+            return Err(gone());
+        }
+        self.net.calls.fetch_add(1, SeqCst);
+        let service = self.net.services.lock().get(&self.node).cloned().ok_or_else(gone)?;
+        let peer = Peer { role: Role::Client, addr: "client".into(), id: 1, back: None };
+        let silent = self.net.silent.lock().contains(&self.node);
+        // In a task: an abandoned call runs on, as on a real network.
+        let running = tokio::spawn(async move { service.handle(&peer, request).await });
+        let answered = async {
+            if silent {
+                std::future::pending::<()>().await;
+            }
+            running.await.map_err(|e| Error::new(Code::Io, e.to_string()))?
+        };
+        tokio::pin!(answered);
+        let end = tokio::time::Instant::now() + timeout;
+        loop {
+            let step = tokio::time::Instant::now() + Duration::from_millis(2);
+            match tokio::time::timeout_at(step.min(end), &mut answered).await {
+                Ok(_) if self.net.loses(self.node) => {
+                    self.broken.store(true, SeqCst);
+                    return Err(gone());
+                }
+                Ok(r) => return r,
+                Err(_) if self.is_closed() => return Err(gone()),
+                Err(_) if tokio::time::Instant::now() >= end => return Err(Error::new(Code::TimedOut, "no answer")),
+                Err(_) => {}
+            }
+        }
+    }
+    fn is_closed(&self) -> bool {
+        if self.net.is_down(self.node) {
+            self.broken.store(true, SeqCst);
+        }
+        self.broken.load(SeqCst)
+    }
+    fn addr(&self) -> String {
+        format!("sim:{}", self.node)
+    }
+    fn close(&self) {
+        self.broken.store(true, SeqCst);
+    }
+}
+
+/// Tokio's clock, which tests pause.
+struct TestClock(tokio::time::Instant);
+
+impl Clock for TestClock {
+    fn unix_ns(&self) -> i64 {
+        1_700_000_000_000_000_000 + self.0.elapsed().as_nanos() as i64
+    }
+    fn boot(&self) -> Duration {
+        Duration::from_secs(1000) + self.0.elapsed()
+    }
+}
+
+pub fn env(seed: u8) -> Env {
+    Env::new(Arc::new(TestClock(tokio::time::Instant::now())), [seed; 32])
+}
+
+pub fn config() -> Config {
+    Config { hostname: "tester".into(), ..Config::new(vec![Endpoint::Sim(1), Endpoint::Sim(2), Endpoint::Sim(3)]) }
+}

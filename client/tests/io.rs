@@ -1,0 +1,249 @@
+//! File I/O on a healthy cluster: striping against a model, sizes between mounts, caches, appends.
+
+mod common;
+
+use std::time::Duration;
+
+use common::*;
+use strake_client::Config;
+use strake_fabric::Buf;
+use strake_proto::{Code, layout::splitmix64, pb};
+
+const RW: u32 = 2;
+
+fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let mut s = seed;
+    (0..len.div_ceil(8)).flat_map(|_| splitmix64(&mut s).to_le_bytes()).take(len).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn striped_io_of_random_sizes_equals_a_model() {
+    for (targets, copies, stripe, count) in [(4u32, 1u32, 65536u32, -1i32), (3, 3, 1 << 20, 2), (2, 2, 262_144, 1)] {
+        let c = Cluster::new(targets, copies);
+        let a = c.client(1).await;
+        let b = c.client(2).await;
+        let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(stripe, count)).await.unwrap();
+        let mut model: Vec<u8> = Vec::new();
+        let mut rnd = u64::from(stripe);
+        for i in 0..60 {
+            let mut next = |n: u64| splitmix64(&mut rnd) % n;
+            let bits = next(21);
+            let (offset, len) = (next(3 << 20) as usize, next(1 << bits) as usize);
+            match next(8) {
+                0..4 => {
+                    let data = pattern(i, len);
+                    let cut = next(len as u64 + 1) as usize;
+                    let segments = vec![Buf::copy_from(&data[..cut]), Buf::copy_from(&data[cut..])];
+                    assert_eq!(f.write(offset as u64, segments).await.unwrap(), len);
+                    if len > 0 && model.len() < offset + len {
+                        model.resize(offset + len, 0);
+                    }
+                    if len > 0 {
+                        model[offset..offset + len].copy_from_slice(&data);
+                    }
+                }
+                4 => {
+                    f.truncate(offset as u64).await.unwrap();
+                    model.resize(offset, 0);
+                }
+                _ => {
+                    let got = join(&f.read(offset as u64, len).await.unwrap());
+                    let end = (offset + len).min(model.len());
+                    assert!(got == model[offset.min(end)..end], "read {i} of {len} at {offset}");
+                }
+            }
+            assert_eq!(f.attr().size, model.len() as u64);
+        }
+        f.fsync().await.unwrap();
+        assert_eq!(a.stats().unstable_bytes, 0);
+        let (g, attr) = b.open(&user(), f.ino(), 0).await.unwrap();
+        assert_eq!(attr.size, model.len() as u64);
+        let mut got = vec![0; model.len() + 10];
+        assert_eq!(g.read_into(0, &mut got).await.unwrap(), model.len());
+        assert!(got[..model.len()] == model);
+        f.close().await.unwrap();
+        g.close().await.unwrap();
+        assert_eq!(c.mds.opens(), 0);
+        a.close().await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn parallel_writers_of_one_file_fill_it_completely() {
+    let c = Cluster::new(4, 2);
+    let a = c.client(1).await;
+    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(65536, -1)).await.unwrap();
+    let data = pattern(7, 8 << 20);
+    let writes = data.chunks(100_000).enumerate().map(|(i, part)| {
+        let (f, part) = (f.clone(), part.to_vec());
+        tokio::spawn(async move { f.write_all_at(i as u64 * 100_000, &part).await })
+    });
+    for w in writes.collect::<Vec<_>>() {
+        w.await.unwrap().unwrap();
+    }
+    assert!(join(&f.read(0, 9 << 20).await.unwrap()) == data);
+    f.close().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn overlapping_writes_land_in_the_order_they_were_called() {
+    let c = Cluster::new(3, 1);
+    c.oss.faults(|f| f.write_delay = Duration::from_millis(3));
+    let a = c.client(1).await;
+    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(65536, -1)).await.unwrap();
+    let mut running = Vec::new();
+    for i in 0..20u8 {
+        let mut w = Box::pin(f.write(u64::from(i) * 1000, vec![Buf::copy_from(&vec![i + 1; 150_000])]));
+        // Polled once, so that the order of the calls is known; then half of them are dropped.
+        assert!(tokio::time::timeout(Duration::ZERO, &mut w).await.is_err());
+        if i % 2 == 0 {
+            running.push(w);
+        }
+    }
+    for w in running {
+        w.await.unwrap();
+    }
+    // The last call was dropped half way; a read of a later write's turn waits for it.
+    f.write_all_at(0, &[99]).await.unwrap();
+    f.truncate(19_000 + 150_000).await.unwrap();
+    let got = join(&f.read(0, 1 << 20).await.unwrap());
+    let mut want = vec![0; 19_000 + 150_000];
+    for i in 0..20usize {
+        want[i * 1000..i * 1000 + 150_000].fill(i as u8 + 1);
+    }
+    want[0] = 99;
+    assert!(got == want);
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_mount_sees_growth_within_a_second_and_at_fsync() {
+    let c = Cluster::new(2, 1);
+    let (a, b) = (c.client(1).await, c.client(2).await);
+    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, None).await.unwrap();
+    let (g, _) = b.open(&user(), f.ino(), 0).await.unwrap();
+    assert_eq!(g.read(0, 100).await.unwrap().len(), 0);
+    f.write_all_at(0, b"hello").await.unwrap();
+    assert_eq!(f.attr().size, 5, "at once for the writer");
+    tokio::time::sleep(Duration::from_millis(1000)).await;
+    assert_eq!(join(&g.read(0, 100).await.unwrap()), b"hello");
+    f.write_all_at(5, b" world").await.unwrap();
+    assert_eq!(c.mds.size_of(f.ino()), 5);
+    assert_eq!(a.getattr(&user(), f.ino()).await.unwrap().size, 11);
+    assert_eq!(c.mds.size_of(f.ino()), 11, "reported before the attributes were shown");
+    f.write_all_at(11, b"!").await.unwrap();
+    f.fsync().await.unwrap();
+    assert_eq!(b.getattr(&user(), f.ino()).await.unwrap().size, 12);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_time_that_was_set_after_a_write_stays() {
+    let c = Cluster::new(2, 1);
+    let a = c.client(1).await;
+    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, None).await.unwrap();
+    f.write_all_at(0, b"hello").await.unwrap();
+    let set = pb::SetAttr { ino: f.ino(), mtime_ns: Some(12345), ..Default::default() };
+    a.setattr(&user(), set).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let ino = f.ino();
+    f.close().await.unwrap();
+    let attr = a.getattr(&user(), ino).await.unwrap();
+    assert_eq!((attr.mtime_ns, attr.size), (12345, 5));
+}
+
+#[tokio::test(start_paused = true)]
+async fn read_ahead_serves_a_sequential_reader_and_never_old_bytes() {
+    let c = Cluster::new(4, 1);
+    let (a, b) = (c.client(1).await, c.client(2).await);
+    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(1 << 20, -1)).await.unwrap();
+    let mut data = pattern(3, 24 << 20);
+    f.write_all_at(0, &data).await.unwrap();
+    f.fsync().await.unwrap();
+    let (g, _) = b.open(&user(), f.ino(), RW).await.unwrap();
+    for at in (0..data.len()).step_by(256 << 10) {
+        assert!(join(&g.read(at as u64, 256 << 10).await.unwrap()) == data[at..at + (256 << 10)]);
+    }
+    let ahead = b.stats().read_ahead_bytes;
+    assert!(ahead > 20 << 20, "only {ahead} bytes came from read-ahead");
+    // Own writes into what was read ahead are seen at once; another mount's within the cache's time to live.
+    for at in (0..4u64 << 20).step_by(1 << 20) {
+        g.read(at, 1 << 20).await.unwrap();
+    }
+    g.write_all_at(5 << 20, b"mine").await.unwrap();
+    data[5 << 20..(5 << 20) + 4].copy_from_slice(b"mine");
+    assert!(join(&g.read(5 << 20, 1 << 20).await.unwrap()) == data[5 << 20..6 << 20]);
+    f.write_all_at(7 << 20, b"theirs").await.unwrap();
+    tokio::time::sleep(Config::new(vec![]).cache_ttl).await;
+    assert_eq!(join(&g.read(7 << 20, 6).await.unwrap()), b"theirs");
+    // O_DIRECT reads nothing ahead.
+    let before = b.stats().read_ahead_bytes;
+    let (d, _) = b.open(&user(), f.ino(), 0o40000).await.unwrap();
+    for at in (8u64 << 20..16 << 20).step_by(1 << 20) {
+        d.read(at, 1 << 20).await.unwrap();
+    }
+    assert_eq!(b.stats().read_ahead_bytes, before);
+}
+
+#[tokio::test(start_paused = true)]
+async fn appends_of_one_client_never_overlap() {
+    let c = Cluster::new(2, 1);
+    let a = c.client(1).await;
+    let (f, _) = a.create(&user(), a.root(), b"log", 0o644, 0o2000 | 1, true, None).await.unwrap();
+    let (g, _) = a.open(&user(), f.ino(), 0o2001).await.unwrap();
+    let appends: Vec<_> = (0..50u8)
+        .map(|i| {
+            let f = if i % 2 == 0 { f.clone() } else { g.clone() };
+            tokio::spawn(async move { f.append(vec![Buf::copy_from(&[i; 7])]).await.unwrap() })
+        })
+        .collect();
+    let mut offsets = Vec::new();
+    for a in appends {
+        offsets.push(a.await.unwrap());
+    }
+    offsets.sort_unstable();
+    assert_eq!(offsets, (0..50).map(|i| i * 7).collect::<Vec<u64>>());
+    assert_eq!(f.read(0, 1).await.unwrap_err().code, Code::BadF, "opened for writing only");
+}
+
+#[tokio::test(start_paused = true)]
+async fn sync_writes_are_stable_when_they_return_and_errors_have_their_errno() {
+    let c = Cluster::new(2, 2);
+    let a = c.client(1).await;
+    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW | 0o10000, true, None).await.unwrap();
+    f.write_all_at(0, &[7; 100_000]).await.unwrap();
+    assert_eq!((a.stats().unstable_bytes, c.mds.size_of(f.ino())), (0, 100_000));
+    c.restart(&[0, 1]);
+    assert!(join(&f.read(0, 100_000).await.unwrap()) == [7; 100_000]);
+    let e = a.create(&user(), a.root(), b"f", 0o644, RW, true, None).await.err().unwrap();
+    assert_eq!((e.code, e.errno()), (Code::Exist, 17));
+    assert_eq!(a.lookup(&user(), a.root(), b"none").await.unwrap_err().errno(), 2);
+    assert_eq!(f.write_all_at(1 << 50, &[1]).await.unwrap_err().errno(), 27);
+    c.oss.faults(|f| f.full = true);
+    assert_eq!(f.write_all_at(0, &[1]).await.unwrap_err().errno(), 28);
+    c.oss.faults(|f| f.full = false);
+    f.write_all_at(0, &[1]).await.unwrap();
+    let (g, attr) = a.open(&user(), f.ino(), RW | 0o1000).await.unwrap();
+    assert_eq!(attr.size, 0, "O_TRUNC");
+    f.close().await.unwrap();
+    g.close().await.unwrap();
+    assert_eq!(c.mds.opens(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn handles_that_nobody_closes_are_flushed_and_closed() {
+    let c = Cluster::new(2, 1);
+    let a = c.client(1).await;
+    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, None).await.unwrap();
+    f.write_all_at(0, b"hello").await.unwrap();
+    let ino = f.ino();
+    drop(f);
+    while c.mds.opens() > 0 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!((a.stats().unstable_bytes, c.mds.size_of(ino)), (0, 5));
+    // A cancelled open leaves nothing open.
+    let who = user();
+    let opening = a.open(&who, ino, 0);
+    assert!(tokio::time::timeout(Duration::from_micros(50), opening).await.is_err());
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert_eq!(c.mds.opens(), 0);
+}
