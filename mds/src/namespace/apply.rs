@@ -38,6 +38,13 @@ pub struct Session {
     pub seqs: BTreeSet<u64>,
 }
 
+/// The words of an error are no state: versions that run side by side may word it differently.
+fn wordless(reply: &pb::MetaReply) -> pb::MetaReply {
+    let mut r = reply.clone();
+    r.results.iter_mut().filter_map(|r| r.status.as_mut()).for_each(|s| s.message.clear());
+    r
+}
+
 /// The state after the entries so far, as far as it differs from store and memory.
 pub struct Apply<'a> {
     store: &'a dyn MetaStore,
@@ -220,10 +227,10 @@ impl<'a> Apply<'a> {
             return fail(Code::Inval, "the request does not say for whom it is");
         };
         let reply = self.run(creds, &m.ops)?;
-        let reply = pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Meta(reply)) };
-        self.batch.put(keys::reply(m.session, m.seq), Some(reply.encode_to_vec().into()));
+        let kept = pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Meta(wordless(&reply))) };
+        self.batch.put(keys::reply(m.session, m.seq), Some(kept.encode_to_vec().into()));
         self.answered(m.session, m.seq, m.lowest_unanswered);
-        Ok(reply)
+        Ok(pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Meta(reply)) })
     }
 
     fn run(&mut self, creds: &pb::Creds, ops: &[pb::Op]) -> Res<pb::MetaReply> {

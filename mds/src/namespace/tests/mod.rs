@@ -2,7 +2,9 @@
 
 mod attrs;
 mod layouts;
+mod model;
 mod names;
+mod random;
 
 mod replay;
 
