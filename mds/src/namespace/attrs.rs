@@ -62,10 +62,11 @@ impl Run<'_, '_> {
         if o.uid == Some(u32::MAX) || o.gid == Some(u32::MAX) {
             return fail(Code::Inval, "user and group -1 do not exist");
         }
-        if o.uid.is_some_and(|uid| !perm::is_root(c) && !(owner && uid == a.uid)) {
+        if o.uid.is_some_and(|uid| uid != a.uid || !owner) && !perm::is_root(c) {
             return fail(Code::Perm, "only root may give a file away");
         }
-        if o.gid.is_some_and(|gid| !perm::is_root(c) && !(owner && (gid == a.gid || perm::in_group(c, gid)))) {
+        let own_group = |gid| owner && (gid == a.gid || perm::in_group(c, gid));
+        if o.gid.is_some_and(|gid| !own_group(gid)) && !perm::is_root(c) {
             return fail(Code::Perm, "only the owner may change the group, and only to one of his own");
         }
         if o.mode.is_some() && !perm::owns(c, a) {

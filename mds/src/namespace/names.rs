@@ -160,7 +160,8 @@ impl Run<'_, '_> {
             k @ (perm::S_IFREG | perm::S_IFIFO | perm::S_IFSOCK) => k,
             // A 0:0 character device is overlayfs's whiteout, which anybody may make.
             k @ (perm::S_IFCHR | perm::S_IFBLK) => {
-                if !perm::is_root(self.creds) && !(k == perm::S_IFCHR && o.rdev == 0) {
+                let whiteout = k == perm::S_IFCHR && o.rdev == 0;
+                if !whiteout && !perm::is_root(self.creds) {
                     return fail(Code::Perm, "only root may make device nodes");
                 }
                 k
@@ -393,7 +394,7 @@ impl Run<'_, '_> {
         Ok(shown(&r))
     }
 
-    /// A directory whose names and subdirectories changed in number (each entry change also sets its times).
+    /// A directory whose names or subdirectories changed, in number or not.
     fn count(&mut self, dir: Ino, entries: i64, subdirs: i32) -> Res<()> {
         let now = self.t.now();
         self.edit(dir, |d| {
@@ -405,7 +406,8 @@ impl Run<'_, '_> {
         Ok(())
     }
 
-    /// `stale` may not be used here: the inode's record is as the rename found it, its links are replaced.
+    /// Notes an inode's new name instead of the old one. A rename changes no other field of what it moves, so the
+    /// record as the rename found it is still good.
     fn renamed(&mut self, mut r: pb::InodeRecord, old: (Ino, &[u8]), new: (Ino, &[u8])) -> pb::InodeRecord {
         r.links.retain(|l| l.parent != old.0 || l.name != old.1);
         remember(&mut r, new.0, new.1);

@@ -216,7 +216,7 @@ impl<'a> Txn<'a> {
         }
         self.delete(keys::dentry(dir, cookie));
         let mut at = cookie;
-        while at % SLOTS != 0 && self.dentry(dir, at - 1)?.is_some_and(|d| d.ino == 0) {
+        while !at.is_multiple_of(SLOTS) && self.dentry(dir, at - 1)?.is_some_and(|d| d.ino == 0) {
             at -= 1;
             self.delete(keys::dentry(dir, at));
         }
