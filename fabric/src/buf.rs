@@ -1,86 +1,479 @@
 //! The one buffer type from socket to disk: page-aligned, pooled, shared by reference.
+//!
+//! A [`Pool`] hands out [`BufMut`]s of power-of-two capacity from 4 KiB up; a filled one is frozen into a [`Buf`], which
+//! can be sliced and cloned without copying, and goes back to the pool when the last clone is dropped. Memory is
+//! zeroed once, when it comes from the system, and not again: **the contents of a fresh buffer are unspecified**
+//! (they are some earlier buffer's), so whoever hands one out must fill it first.
 
-use std::{ops::Range, sync::Arc};
+use std::{
+    alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
+    fmt,
+    num::NonZero,
+    ops::{Deref, DerefMut, Range},
+    ptr::NonNull,
+    sync::{Arc, atomic::AtomicU64, atomic::Ordering::Relaxed},
+};
 
-use strake_proto::Result;
+use bytes::Bytes;
+use parking_lot::Mutex;
+use strake_proto::{Code, Error, Result};
+use tokio::sync::Semaphore;
 
 /// Alignment of every pooled buffer: enough for `O_DIRECT` and for registration.
 pub const ALIGN: usize = 4096;
+/// Largest limit of a [`Pool::default`].
+pub const DEFAULT_LIMIT: u64 = 256 << 20;
+/// Capacities above this are not kept for reuse.
+const MAX_CLASS: usize = 16 << 20;
+const DANGLING: NonZero<usize> = NonZero::new(ALIGN).unwrap();
+const CLASSES: usize = (MAX_CLASS / ALIGN).trailing_zeros() as usize + 1;
 
-/// Read-only shared bytes: a slice of a pooled buffer.
-#[derive(Clone, Debug)]
-pub struct Buf {
-    inner: Arc<BufMut>,
-    range: Range<usize>,
+/// Aligned memory of `cap` initialised bytes; `cap` is 0 or a power of two of at least [`ALIGN`].
+struct Block {
+    ptr: NonNull<u8>,
+    cap: usize,
+}
+
+// SAFETY: a block owns its memory exclusively, like a `Box<[u8]>`.
+unsafe impl Send for Block {}
+// SAFETY: shared references only read it.
+unsafe impl Sync for Block {}
+
+impl Block {
+    fn layout(cap: usize) -> Layout {
+        // Callers bound lengths far below `isize::MAX`: the wire by 16 MiB, files by their requests.
+        Layout::from_size_align(cap, ALIGN).expect("a buffer length below isize::MAX")
+    }
+
+    fn new(cap: usize) -> Block {
+        if cap == 0 {
+            // Dangling but aligned, as slices of length 0 need.
+            return Block { ptr: NonNull::without_provenance(DANGLING), cap };
+        }
+        let layout = Block::layout(cap);
+        // SAFETY: the layout's size is `cap`, which is not 0.
+        let ptr = unsafe { alloc_zeroed(layout) };
+        Block { ptr: NonNull::new(ptr).unwrap_or_else(|| handle_alloc_error(layout)), cap }
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        if self.cap > 0 {
+            // SAFETY: allocated in `new` with this very layout, and owned by this value alone.
+            unsafe { dealloc(self.ptr.as_ptr(), Block::layout(self.cap)) }
+        }
+    }
+}
+
+/// Where buffers come from. Clones share one pool.
+#[derive(Clone)]
+pub struct Pool {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    limit: u64,
+    /// Room below the limit, in units of [`ALIGN`].
+    room: Semaphore,
+    free: [Mutex<Vec<Block>>; CLASSES],
+    free_bytes: AtomicU64,
+    used_bytes: AtomicU64,
+    waits: AtomicU64,
+    allocations: AtomicU64,
+}
+
+/// What a pool is doing, in bytes where not said otherwise.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PoolStats {
+    pub limit: u64,
+    /// Capacity of the buffers that are out; those of [`Pool::get_now`] may take it beyond the limit.
+    pub used: u64,
+    /// Capacity kept for reuse.
+    pub free: u64,
+    /// How often [`Pool::get`] had to wait.
+    pub waits: u64,
+    /// How often memory was taken from the system.
+    pub allocations: u64,
+}
+
+impl Default for Pool {
+    /// A limit of 256 MiB or an eighth of the machine's memory, whichever is smaller.
+    fn default() -> Pool {
+        let info = rustix::system::sysinfo();
+        let memory = info.totalram as u64 * u64::from(info.mem_unit);
+        Pool::new((memory / 8).clamp(16 << 20, DEFAULT_LIMIT))
+    }
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Pool").field(&self.stats()).finish()
+    }
+}
+
+/// The capacity a buffer of `len` bytes gets.
+fn capacity(len: usize) -> usize {
+    if len == 0 { 0 } else { len.max(ALIGN).next_power_of_two() }
+}
+
+impl Pool {
+    /// A pool whose buffers, out and kept for reuse, take at most `limit` bytes (rounded down to 4 KiB).
+    pub fn new(limit: u64) -> Pool {
+        let pages = (limit / ALIGN as u64).min(Semaphore::MAX_PERMITS as u64 / 2) as usize;
+        Pool {
+            shared: Arc::new(Shared {
+                limit: (pages * ALIGN) as u64,
+                room: Semaphore::new(pages),
+                free: std::array::from_fn(|_| Mutex::default()),
+                free_bytes: AtomicU64::new(0),
+                used_bytes: AtomicU64::new(0),
+                waits: AtomicU64::new(0),
+                allocations: AtomicU64::new(0),
+            }),
+        }
+    }
+
+    /// A buffer of exactly `len` visible bytes (contents unspecified), start aligned to [`ALIGN`]. Waits while the
+    /// pool's limit is reached, first come first served; `NoMem` if `len` alone is beyond it.
+    pub async fn get(&self, len: usize) -> Result<BufMut> {
+        let s = &self.shared;
+        let cap = capacity(len);
+        if cap as u64 > s.limit {
+            let m = format!("a buffer of {len} bytes is more than the whole pool of {} bytes", s.limit);
+            return Err(Error::new(Code::NoMem, m));
+        }
+        let pages = (cap / ALIGN) as u32;
+        let permit = match s.room.try_acquire_many(pages) {
+            Ok(p) => p,
+            Err(_) => {
+                s.waits.fetch_add(1, Relaxed);
+                let closed = |_| Error::new(Code::NoMem, "the buffer pool is closed");
+                s.room.acquire_many(pages).await.map_err(closed)?
+            }
+        };
+        permit.forget();
+        Ok(self.take(len, cap, pages))
+    }
+
+    /// As [`Pool::get`], beyond the limit if need be; for small or rare buffers.
+    pub fn get_now(&self, len: usize) -> BufMut {
+        self.take(len, capacity(len), 0)
+    }
+
+    pub fn stats(&self) -> PoolStats {
+        let s = &self.shared;
+        PoolStats {
+            limit: s.limit,
+            used: s.used_bytes.load(Relaxed),
+            free: s.free_bytes.load(Relaxed),
+            waits: s.waits.load(Relaxed),
+            allocations: s.allocations.load(Relaxed),
+        }
+    }
+
+    fn take(&self, len: usize, cap: usize, pages: u32) -> BufMut {
+        let s = &self.shared;
+        let block = s.class(cap).and_then(|c| c.lock().pop());
+        let block = match block {
+            Some(b) => {
+                s.free_bytes.fetch_sub(cap as u64, Relaxed);
+                b
+            }
+            None => {
+                s.make_room(cap as u64);
+                s.allocations.fetch_add(1, Relaxed);
+                Block::new(cap)
+            }
+        };
+        s.used_bytes.fetch_add(cap as u64, Relaxed);
+        BufMut { block, len, home: Some(Home { pool: s.clone(), pages }) }
+    }
+}
+
+impl Shared {
+    fn class(&self, cap: usize) -> Option<&Mutex<Vec<Block>>> {
+        if cap < ALIGN {
+            return None;
+        }
+        self.free.get((cap / ALIGN).trailing_zeros() as usize)
+    }
+
+    /// Gives kept memory of other sizes back to the system, largest first, until `more` bytes fit below the limit.
+    fn make_room(&self, more: u64) {
+        let over = || self.used_bytes.load(Relaxed) + self.free_bytes.load(Relaxed) + more > self.limit;
+        for class in self.free.iter().rev() {
+            while over() {
+                let Some(b) = class.lock().pop() else { break };
+                self.free_bytes.fetch_sub(b.cap as u64, Relaxed);
+            }
+        }
+    }
+
+    fn put(&self, block: Block, pages: u32) {
+        let cap = block.cap as u64;
+        self.used_bytes.fetch_sub(cap, Relaxed);
+        if let Some(class) = self.class(block.cap) {
+            let free = self.free_bytes.fetch_add(cap, Relaxed) + cap;
+            if free + self.used_bytes.load(Relaxed) <= self.limit {
+                class.lock().push(block);
+            } else {
+                self.free_bytes.fetch_sub(cap, Relaxed);
+            }
+        }
+        self.room.add_permits(pages as usize);
+    }
+}
+
+/// The pool a buffer returns to, and the room it takes there.
+struct Home {
+    pool: Arc<Shared>,
+    pages: u32,
 }
 
 /// A buffer owned by one holder, to be filled. Goes back to its pool when dropped.
-#[derive(Debug)]
 pub struct BufMut {
-    bytes: Vec<u8>,
-}
-
-/// Where buffers come from.
-#[derive(Clone, Debug, Default)]
-pub struct Pool {}
-
-impl Pool {
-    /// A zero-length-initialised buffer of exactly `len` visible bytes (contents unspecified), start aligned to [`ALIGN`].
-    /// Waits while the pool's limit is reached.
-    pub async fn get(&self, len: usize) -> Result<BufMut> {
-        Ok(BufMut { bytes: vec![0; len] })
-    }
-    /// As [`Pool::get`], beyond the limit if need be; for small or rare buffers.
-    pub fn get_now(&self, len: usize) -> BufMut {
-        BufMut { bytes: vec![0; len] }
-    }
+    block: Block,
+    len: usize,
+    home: Option<Home>,
 }
 
 impl BufMut {
-    pub fn freeze(self) -> Buf {
-        let range = 0..self.bytes.len();
-        Buf { inner: Arc::new(self), range }
+    /// A zeroed buffer that belongs to no pool.
+    pub fn unpooled(len: usize) -> BufMut {
+        BufMut { block: Block::new(capacity(len)), len, home: None }
     }
+
+    pub fn freeze(self) -> Buf {
+        let range = 0..self.len;
+        Buf { owner: Owner::Pooled(Arc::new(self)), range }
+    }
+
     /// Shortens the visible length.
     pub fn truncate(&mut self, len: usize) {
-        self.bytes.truncate(len);
+        self.len = self.len.min(len);
+    }
+
+    /// Start of the memory, for the kernel to read from. Valid for [`BufMut::capacity`] bytes.
+    pub fn as_ptr(&self) -> *const u8 {
+        self.block.ptr.as_ptr()
+    }
+
+    /// Start of the memory, for the kernel to write to. Valid for [`BufMut::capacity`] bytes.
+    pub fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.block.ptr.as_ptr()
+    }
+
+    /// Bytes behind the pointer: the length rounded up to a power of two of at least 4 KiB.
+    pub fn capacity(&self) -> usize {
+        self.block.cap
     }
 }
 
-impl std::ops::Deref for BufMut {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        &self.bytes
+impl Drop for BufMut {
+    fn drop(&mut self) {
+        if let Some(home) = self.home.take() {
+            let block = std::mem::replace(&mut self.block, Block::new(0));
+            home.pool.put(block, home.pages);
+        }
     }
 }
-impl std::ops::DerefMut for BufMut {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes
+
+impl fmt::Debug for BufMut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "BufMut({} bytes)", self.len)
     }
+}
+
+impl Deref for BufMut {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: `len <= cap` bytes behind `ptr` are initialised and owned by this value.
+        unsafe { std::slice::from_raw_parts(self.block.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl DerefMut for BufMut {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and `&mut self` makes this the only reference.
+        unsafe { std::slice::from_raw_parts_mut(self.block.ptr.as_ptr(), self.len) }
+    }
+}
+
+/// Read-only shared bytes: a slice of a pooled buffer, or of a `Bytes`.
+#[derive(Clone)]
+pub struct Buf {
+    owner: Owner,
+    range: Range<usize>,
+}
+
+#[derive(Clone)]
+enum Owner {
+    Pooled(Arc<BufMut>),
+    Bytes(Bytes),
 }
 
 impl Buf {
     pub fn len(&self) -> usize {
         self.range.len()
     }
+
     pub fn is_empty(&self) -> bool {
         self.range.is_empty()
     }
+
     /// A part of this one, sharing its memory. Panics when out of range, like slicing.
     #[must_use]
     pub fn slice(&self, r: Range<usize>) -> Buf {
         assert!(r.start <= r.end && r.end <= self.len());
-        Buf { inner: self.inner.clone(), range: self.range.start + r.start..self.range.start + r.end }
+        Buf { owner: self.owner.clone(), range: self.range.start + r.start..self.range.start + r.end }
     }
-    /// A copy of `bytes`.
+
+    /// Takes the first `n` bytes off, without copying. Panics when there are fewer.
+    #[must_use]
+    pub fn split_to(&mut self, n: usize) -> Buf {
+        let head = self.slice(0..n);
+        self.range.start += n;
+        head
+    }
+
+    /// A copy of `bytes`, aligned, outside of any pool.
     pub fn copy_from(bytes: &[u8]) -> Buf {
-        BufMut { bytes: bytes.to_vec() }.freeze()
+        let mut b = BufMut::unpooled(bytes.len());
+        b.copy_from_slice(bytes);
+        b.freeze()
+    }
+
+    /// Whether start address and length are multiples of [`ALIGN`], as `O_DIRECT` wants them.
+    pub fn is_aligned(&self) -> bool {
+        self.as_ptr().addr().is_multiple_of(ALIGN) && self.len().is_multiple_of(ALIGN)
+    }
+
+    /// The buffer for writing again, if this is its only holder and starts where the memory starts.
+    pub fn try_mut(self) -> Result<BufMut, Buf> {
+        let Buf { owner, range } = self;
+        match owner {
+            Owner::Pooled(b) if range.start == 0 => match Arc::try_unwrap(b) {
+                Ok(mut b) => {
+                    b.truncate(range.end);
+                    Ok(b)
+                }
+                Err(b) => Err(Buf { owner: Owner::Pooled(b), range }),
+            },
+            owner => Err(Buf { owner, range }),
+        }
     }
 }
 
-impl std::ops::Deref for Buf {
+impl From<Bytes> for Buf {
+    /// Without copying; not aligned.
+    fn from(b: Bytes) -> Buf {
+        let range = 0..b.len();
+        Buf { owner: Owner::Bytes(b), range }
+    }
+}
+
+impl fmt::Debug for Buf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Buf({} bytes)", self.len())
+    }
+}
+
+impl Deref for Buf {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        &self.inner.bytes[self.range.clone()]
+        match &self.owner {
+            Owner::Pooled(b) => &b[self.range.clone()],
+            Owner::Bytes(b) => &b[self.range.clone()],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn buffers_are_aligned_exact_and_reused() {
+        let pool = Pool::new(64 << 20);
+        for len in [0, 1, 100, 4096, 4097, 1 << 20, (1 << 20) + 1, 16 << 20, 20 << 20] {
+            let before = pool.stats();
+            for _ in 0..3 {
+                let mut b = pool.get(len).await.unwrap();
+                assert_eq!(b.len(), len);
+                assert!(b.as_ptr().addr().is_multiple_of(ALIGN) && b.capacity() >= len);
+                b.fill(7);
+                assert!(b.freeze().iter().all(|x| *x == 7));
+            }
+            let after = pool.stats();
+            assert_eq!(after.used, 0);
+            if len > 0 && capacity(len) <= MAX_CLASS {
+                assert!(after.allocations - before.allocations <= 1, "{len}: reused");
+            }
+            assert!(after.free <= after.limit);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn get_waits_at_the_limit_and_get_now_does_not() {
+        let pool = Pool::new(1 << 20);
+        let a = pool.get(512 << 10).await.unwrap();
+        let b = pool.get(512 << 10).await.unwrap().freeze();
+        let mut waiting = tokio_task(pool.clone(), 4096);
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished());
+        let extra = pool.get_now(4096);
+        assert_eq!(pool.stats().used, (1 << 20) + 4096);
+        drop(extra);
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished(), "what came from beyond the limit makes no room");
+        let part = b.slice(10..20);
+        drop(b);
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished(), "a slice keeps its buffer");
+        drop(part);
+        assert_eq!((&mut waiting).await.unwrap(), 4096);
+        drop(a);
+        assert_eq!(pool.stats().waits, 1);
+        assert_eq!(pool.get(2 << 20).await.unwrap_err().code, Code::NoMem);
+        assert!(pool.get(1 << 20).await.is_ok(), "all room came back");
+    }
+
+    fn tokio_task(pool: Pool, len: usize) -> tokio::task::JoinHandle<usize> {
+        tokio::spawn(async move { pool.get(len).await.unwrap().len() })
+    }
+
+    #[tokio::test]
+    async fn kept_memory_of_one_size_makes_way_for_another() {
+        let pool = Pool::new(1 << 20);
+        let small: Vec<BufMut> = (0..256).map(|_| pool.get_now(4096)).collect();
+        drop(small);
+        assert_eq!(pool.stats().free, 1 << 20);
+        let big = pool.get(1 << 20).await.unwrap();
+        assert_eq!((pool.stats().used, pool.stats().free), (1 << 20, 0));
+        drop(big);
+    }
+
+    #[test]
+    fn slices_splits_and_recovery() {
+        let pool = Pool::new(1 << 20);
+        let mut m = pool.get_now(8192);
+        m.iter_mut().enumerate().for_each(|(i, b)| *b = (i / 100) as u8);
+        let mut b = m.freeze();
+        assert!(b.is_aligned() && b.slice(4096..8192).is_aligned());
+        assert!(!b.slice(1..4097).is_aligned() && !b.slice(0..100).is_aligned());
+        let head = b.split_to(100);
+        assert!(head.iter().all(|x| *x == 0) && b.len() == 8092 && b[0] == 1);
+        let b = b.try_mut().unwrap_err();
+        drop(b);
+        let mut m = head.try_mut().unwrap();
+        assert_eq!(m.len(), 100);
+        m[0] = 9;
+        assert_eq!(m.freeze()[0], 9);
+        let from = Buf::from(Bytes::from_static(b"hello"));
+        assert_eq!(&from.slice(1..3)[..], b"el");
+        assert!(from.try_mut().is_err());
+        assert_eq!(&Buf::copy_from(b"xyz")[..], b"xyz");
+        assert!(Buf::copy_from(b"").is_empty());
     }
 }

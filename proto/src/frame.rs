@@ -21,10 +21,12 @@ pub const FLAG_PAYLOAD_SUMMED: u8 = 1;
 pub enum Kind {
     Request = 1,
     Response = 2,
-    /// Handshake, before any request; see `fabric`.
+    /// Reserved.
     Hello = 3,
     /// No more requests on this connection; those in flight are answered.
     GoAway = 4,
+    /// Nothing but a sign of life, sent while the other end waits for an answer. Needs none.
+    KeepAlive = 5,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,6 +86,7 @@ impl Header {
             2 => Kind::Response,
             3 => Kind::Hello,
             4 => Kind::GoAway,
+            5 => Kind::KeepAlive,
             k => return Err(bad(format!("unknown frame kind {k}"))),
         };
         let h = Header {

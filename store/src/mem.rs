@@ -236,11 +236,12 @@ impl<V: std::borrow::Borrow<MemView>> Iterator for MemIter<V> {
     type Item = Result<Pair>;
 
     fn next(&mut self) -> Option<Result<Pair>> {
-        if self.page.is_empty() && !self.done {
-            if let Err(e) = self.refill() {
-                self.done = true;
-                return Some(Err(e));
-            }
+        if self.page.is_empty()
+            && !self.done
+            && let Err(e) = self.refill()
+        {
+            self.done = true;
+            return Some(Err(e));
         }
         self.page.pop_front().map(Ok)
     }

@@ -1,0 +1,499 @@
+//! One connection after its handshake: calls, their windows, handlers and their limits, liveness, the end.
+//!
+//! Three tasks serve a connection: the reader (`read.rs`), the writer (`write.rs`) and the pulse below. Requests get a task
+//! each while they are handled.
+//!
+//! **Windows.** A caller holds a slot (and its payload's bytes) from before its request is queued until it is answered or
+//! given up, and longer if the request is still to be written. A receiver runs a bounded number of handlers; a handler's
+//! place is free again when its response is written. When all places are taken the reader stops, which fills the
+//! socket and then the peer's window. It stops for a limited time only, because the answers to this end's own calls
+//! come through the same reader and a handler may be waiting for one; then it refuses requests as `Overloaded`.
+//!
+//! **Liveness.** An end that owes an answer sends something at least every fifth of `Options::silence`; an end that waits for an
+//! answer and hears nothing for that long gives the connection up. Idle connections send nothing.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use parking_lot::Mutex;
+use strake_proto::{
+    Code, Error, Result,
+    frame::{FLAG_PAYLOAD_SUMMED, HEADER_LEN, Header, Kind, MAX_BODY, MAX_PAYLOAD},
+    opcode,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch},
+    time::{Instant, sleep, timeout},
+};
+
+use super::{Options, read, write};
+use crate::{Buf, Connection, Env, Message, Peer, Pool, Role, Service};
+
+/// How a connection goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Phase {
+    Open,
+    /// Takes no new requests and ends when those running are answered.
+    Draining,
+    Closed,
+}
+
+/// What is needed to run a connection, and known when its handshake is over.
+pub(super) struct Setup {
+    pub env: Env,
+    pub options: Options,
+    pub pool: Pool,
+    pub version: u16,
+    pub role: Role,
+    pub addr: String,
+    pub id: u64,
+    pub service: Option<Arc<dyn Service>>,
+}
+
+/// A frame on its way out.
+pub(super) struct Outgoing {
+    pub header: Header,
+    pub body: Bytes,
+    pub payload: Vec<Buf>,
+    /// Room that is taken until the frame is written.
+    pub hold: Hold,
+}
+
+pub(super) enum Hold {
+    Nothing,
+    Request(Arc<Slot>),
+    #[allow(dead_code)] // held for its drop
+    Response(Place),
+}
+
+/// A caller's place in the window.
+pub(super) struct Slot {
+    _call: OwnedSemaphorePermit,
+    _bytes: OwnedSemaphorePermit,
+    /// Nobody waits for the answer any more; if the request is not written yet, it need not be.
+    pub abandoned: AtomicBool,
+}
+
+/// A handler's place, with the bytes of the request it handles.
+pub(super) struct Place {
+    pub handler: OwnedSemaphorePermit,
+    pub bytes: OwnedSemaphorePermit,
+}
+
+/// The answers waited for.
+struct Pending {
+    waiting: BTreeMap<u64, oneshot::Sender<Result<Message>>>,
+    next_id: u64,
+    /// Why no call can be made any more.
+    over: Option<Error>,
+}
+
+pub(super) struct Shared {
+    pub env: Env,
+    pub options: Options,
+    pub pool: Pool,
+    pub version: u16,
+    pub addr: String,
+    out: mpsc::Sender<Outgoing>,
+    pending: Mutex<Pending>,
+    window: Arc<Semaphore>,
+    window_bytes: Arc<Semaphore>,
+    pub handlers: Arc<Semaphore>,
+    pub handler_bytes: Arc<Semaphore>,
+    phase: watch::Sender<Phase>,
+    /// The peer takes no new requests.
+    going_away: AtomicBool,
+    /// Calls waiting for an answer, and answers owed (handlers, a frame half read, a reader waiting for room).
+    awaited: AtomicU32,
+    owed: AtomicU32,
+    /// The reader waits for room here, so that silence says nothing about the peer.
+    pub stalled: AtomicBool,
+    pub received: AtomicU64,
+    pub sent: AtomicU64,
+    pulse_sleeps: AtomicBool,
+    pulse: Notify,
+}
+
+/// Whether the transport sums a payload of this opcode: yes, unless its body carries block checksums.
+pub(super) fn is_summed(op: u16) -> bool {
+    op < 0x0100 || matches!(op, opcode::SYNC_LIST | opcode::LIST_CHUNKS)
+}
+
+pub(super) fn sum(payload: &[Buf]) -> u32 {
+    use strake_proto::checksum::{combine, crc32c};
+    payload.iter().fold(0, |crc, b| combine(crc, crc32c(b), b.len()))
+}
+
+/// Starts a connection's tasks over a byte stream.
+pub(super) fn start<R, W>(setup: Setup, rd: R, wr: W) -> Arc<Shared>
+where
+    R: AsyncRead + Send + Unpin + 'static,
+    W: AsyncWrite + Send + Unpin + 'static,
+{
+    let o = &setup.options;
+    // Every frame in the queue holds a slot or a place, but for keep-alives, refusals (one per slot of the peer) and one GoAway.
+    let (out, queue) = mpsc::channel(o.max_inflight * 2 + o.max_handlers + 16);
+    let shared = Arc::new(Shared {
+        window: Arc::new(Semaphore::new(o.max_inflight)),
+        window_bytes: Arc::new(Semaphore::new(o.max_inflight_bytes)),
+        handlers: Arc::new(Semaphore::new(o.max_handlers)),
+        handler_bytes: Arc::new(Semaphore::new(o.max_inflight_bytes)),
+        options: setup.options,
+        env: setup.env,
+        pool: setup.pool,
+        version: setup.version,
+        addr: setup.addr,
+        out,
+        pending: Mutex::new(Pending { waiting: BTreeMap::new(), next_id: 1, over: None }),
+        phase: watch::Sender::new(Phase::Open),
+        going_away: AtomicBool::new(false),
+        awaited: AtomicU32::new(0),
+        owed: AtomicU32::new(0),
+        stalled: AtomicBool::new(false),
+        received: AtomicU64::new(0),
+        sent: AtomicU64::new(0),
+        pulse_sleeps: AtomicBool::new(false),
+        pulse: Notify::new(),
+    });
+    let peer = Arc::new(Peer {
+        role: setup.role,
+        addr: shared.addr.clone(),
+        id: setup.id,
+        back: Some(Arc::new(Back(shared.clone()))),
+    });
+    shared.env.spawn(run_reader(shared.clone(), rd, peer, setup.service));
+    shared.env.spawn(run_writer(shared.clone(), wr, queue));
+    shared.env.spawn(run_pulse(shared.clone()));
+    shared
+}
+
+async fn run_reader<R: AsyncRead + Unpin>(s: Arc<Shared>, rd: R, peer: Arc<Peer>, service: Option<Arc<dyn Service>>) {
+    let ended = tokio::select! {
+        biased;
+        () = s.closed() => None,
+        e = read::run(&s, rd, &peer, service.as_ref()) => Some(e),
+    };
+    if let Some(e) = ended {
+        s.fail(&e);
+    }
+    if let Some(service) = service {
+        service.disconnected(&peer);
+    }
+}
+
+async fn run_writer<W: AsyncWrite + Unpin>(s: Arc<Shared>, wr: W, queue: mpsc::Receiver<Outgoing>) {
+    let ended = tokio::select! {
+        biased;
+        () = s.closed() => None,
+        e = write::run(&s, wr, queue) => Some(e),
+    };
+    if let Some(e) = ended {
+        s.fail(&e);
+    }
+}
+
+/// Keeps the connection alive while this end owes answers, and gives it up when the peer owes some and is silent.
+async fn run_pulse(s: Arc<Shared>) {
+    tokio::select! {
+        biased;
+        () = s.closed() => {}
+        () = pulse(&s) => {}
+    }
+}
+
+async fn pulse(s: &Arc<Shared>) {
+    const TICKS: u32 = 5;
+    let tick = s.options.silence / TICKS;
+    let (mut received, mut sent, mut silent) = (0, 0, 0);
+    loop {
+        if !s.is_busy() {
+            s.pulse_sleeps.store(true, SeqCst);
+            if !s.is_busy() {
+                s.pulse.notified().await;
+            }
+            s.pulse_sleeps.store(false, SeqCst);
+            silent = 0;
+            received = s.received.load(Relaxed);
+        }
+        sleep(tick).await;
+        let now_sent = s.sent.load(Relaxed);
+        if s.owed.load(Relaxed) > 0 && now_sent == sent {
+            s.send(frame(s, Kind::KeepAlive));
+        }
+        sent = now_sent;
+        let now_received = s.received.load(Relaxed);
+        let excused = s.awaited.load(Relaxed) == 0 || s.stalled.load(Relaxed);
+        silent = if now_received == received && !excused { silent + 1 } else { 0 };
+        received = now_received;
+        // The first silent tick may have begun after a sign of life within it, hence one less than TICKS.
+        if silent >= TICKS - 1 {
+            let m = format!("{} is silent for {:?} and is taken for dead", s.addr, s.options.silence);
+            s.fail(&Error::new(Code::Disconnected, m));
+            return;
+        }
+    }
+}
+
+fn frame(s: &Shared, kind: Kind) -> Outgoing {
+    let header = Header {
+        version: s.version,
+        kind,
+        flags: 0,
+        opcode: 0,
+        status: 0,
+        deadline_ms: 0,
+        request_id: 0,
+        body_len: 0,
+        payload_len: 0,
+        body_crc: 0,
+        payload_crc: 0,
+        trace: 0,
+    };
+    Outgoing { header, body: Bytes::new(), payload: Vec::new(), hold: Hold::Nothing }
+}
+
+/// Fills in lengths and checksums. `TooBig` for what no receiver would take.
+pub(super) fn outgoing(s: &Shared, kind: Kind, id: u64, op: u16, m: Message, hold: Hold) -> Result<Outgoing> {
+    let payload_len = m.payload_len();
+    if m.body.len() > MAX_BODY as usize || payload_len > MAX_PAYLOAD as usize {
+        let m = format!("message {op:#06x} too large to send (body {}, payload {payload_len})", m.body.len());
+        return Err(Error::new(Code::TooBig, m));
+    }
+    let mut f = frame(s, kind);
+    let summed = payload_len > 0 && is_summed(op);
+    f.header.flags = if summed { FLAG_PAYLOAD_SUMMED } else { 0 };
+    f.header.opcode = op;
+    f.header.request_id = id;
+    f.header.body_len = m.body.len() as u32;
+    f.header.payload_len = payload_len as u32;
+    f.header.body_crc = strake_proto::checksum::crc32c(&m.body);
+    f.header.payload_crc = if summed { sum(&m.payload) } else { 0 };
+    f.header.trace = m.trace;
+    f.body = m.body;
+    f.payload = m.payload;
+    f.hold = hold;
+    Ok(f)
+}
+
+impl Shared {
+    /// Queues a frame. The queue is as long as the windows allow frames to exist, so a full one means that the peer
+    /// does not keep to them; and a closed one, that the connection is gone.
+    pub fn send(&self, f: Outgoing) {
+        if let Err(mpsc::error::TrySendError::Full(_)) = self.out.try_send(f) {
+            self.fail(&Error::new(Code::Protocol, format!("{} does not keep to its window", self.addr)));
+        }
+    }
+
+    /// Resolves when the connection is closed.
+    pub async fn closed(&self) {
+        let _ = self.phase.subscribe().wait_for(|p| *p == Phase::Closed).await;
+    }
+
+    pub fn phase(&self) -> Phase {
+        *self.phase.borrow()
+    }
+
+    /// Ends the connection; the first cause counts.
+    pub fn fail(&self, cause: &Error) {
+        let waiting = {
+            let mut p = self.pending.lock();
+            if p.over.is_none() || self.phase() != Phase::Closed {
+                p.over = Some(cause.clone());
+            }
+            std::mem::take(&mut p.waiting)
+        };
+        if self.phase.send_replace(Phase::Closed) != Phase::Closed {
+            match cause.code {
+                Code::Protocol => tracing::warn!(peer = %self.addr, "closing the connection: {cause}"),
+                _ => tracing::debug!(peer = %self.addr, "connection ended: {cause}"),
+            }
+        }
+        self.window.close();
+        self.window_bytes.close();
+        for w in waiting.into_values() {
+            let _ = w.send(Err(self.gone(cause)));
+        }
+    }
+
+    fn gone(&self, cause: &Error) -> Error {
+        match cause.code {
+            Code::Disconnected => cause.clone(),
+            _ => Error::new(Code::Disconnected, format!("connection to {} lost: {cause}", self.addr)),
+        }
+    }
+
+    /// The error of a call that cannot be made, or was not answered, because the connection is over.
+    fn over(&self) -> Error {
+        let cause = self.pending.lock().over.clone();
+        self.gone(&cause.unwrap_or_else(|| Error::new(Code::Disconnected, format!("{} is closed", self.addr))))
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.going_away.load(Relaxed) || self.phase() == Phase::Closed
+    }
+
+    /// The peer said that it takes no more requests.
+    pub fn peer_goes_away(&self) {
+        self.going_away.store(true, Relaxed);
+        let mut p = self.pending.lock();
+        p.over.get_or_insert_with(|| Error::new(Code::Disconnected, format!("{} is shutting down", self.addr)));
+    }
+
+    /// Tells the peer that no more requests are taken, answers those that run, for at most `limit`, and closes.
+    pub async fn drain(&self, limit: Duration) {
+        self.phase.send_if_modified(|p| {
+            let open = *p == Phase::Open;
+            if open {
+                *p = Phase::Draining;
+            }
+            open
+        });
+        self.send(frame(self, Kind::GoAway));
+        let all = self.handlers.acquire_many(self.options.max_handlers as u32);
+        let _ = timeout(limit, all).await;
+        self.fail(&Error::new(Code::Disconnected, "this process stopped listening"));
+    }
+
+    /// Who waits for this answer, taken out.
+    pub fn take_waiting(&self, id: u64) -> Option<oneshot::Sender<Result<Message>>> {
+        self.pending.lock().waiting.remove(&id)
+    }
+
+    fn is_busy(&self) -> bool {
+        self.awaited.load(SeqCst) > 0 || self.owed.load(SeqCst) > 0
+    }
+
+    fn wake_pulse(&self) {
+        if self.pulse_sleeps.load(SeqCst) {
+            self.pulse.notify_one();
+        }
+    }
+
+    /// While the result lives, this end sends signs of life.
+    pub fn owe(self: &Arc<Self>) -> Owed {
+        self.owed.fetch_add(1, SeqCst);
+        self.wake_pulse();
+        Owed(self.clone())
+    }
+
+    async fn slot(&self, payload: usize) -> Result<Arc<Slot>> {
+        let closed = |_| self.over();
+        let call = self.window.clone().acquire_owned().await.map_err(closed)?;
+        let bytes = payload.min(self.options.max_inflight_bytes) as u32;
+        let bytes = self.window_bytes.clone().acquire_many_owned(bytes).await.map_err(closed)?;
+        Ok(Arc::new(Slot { _call: call, _bytes: bytes, abandoned: AtomicBool::new(false) }))
+    }
+
+    async fn call(self: &Arc<Self>, request: Message, limit: Duration) -> Result<Message> {
+        let start = Instant::now();
+        let op = request.opcode;
+        let call = async {
+            let slot = self.slot(request.payload_len()).await?;
+            let (tx, rx) = oneshot::channel();
+            let mut f = outgoing(self, Kind::Request, 0, op, request, Hold::Request(slot.clone()))?;
+            let left = limit.saturating_sub(start.elapsed()).as_millis();
+            f.header.deadline_ms = u32::try_from(left).unwrap_or(u32::MAX).max(1);
+            f.header.request_id = self.register(tx)?;
+            let _waiting = Waiting { shared: self, slot, id: f.header.request_id };
+            self.wake_pulse();
+            self.send(f);
+            rx.await.unwrap_or_else(|_| Err(self.over()))
+        };
+        timeout(limit, call).await.unwrap_or_else(|_| {
+            let m = format!("{} did not answer request {op:#06x} within {limit:?}", self.addr);
+            Err(Error::new(Code::TimedOut, m))
+        })
+    }
+
+    fn register(&self, tx: oneshot::Sender<Result<Message>>) -> Result<u64> {
+        let mut p = self.pending.lock();
+        if let Some(cause) = &p.over {
+            return Err(self.gone(cause));
+        }
+        let id = p.next_id;
+        p.next_id += 1;
+        p.waiting.insert(id, tx);
+        drop(p);
+        self.awaited.fetch_add(1, SeqCst);
+        Ok(id)
+    }
+}
+
+/// See [`Shared::owe`].
+pub(super) struct Owed(Arc<Shared>);
+
+impl Drop for Owed {
+    fn drop(&mut self) {
+        self.0.owed.fetch_sub(1, SeqCst);
+    }
+}
+
+/// A call that waits for its answer; when it ends in any way, the answer is not waited for any more.
+struct Waiting<'a> {
+    shared: &'a Shared,
+    slot: Arc<Slot>,
+    id: u64,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.shared.awaited.fetch_sub(1, SeqCst);
+        self.shared.take_waiting(self.id);
+        self.slot.abandoned.store(true, Relaxed);
+    }
+}
+
+/// What the one who connected holds: the connection ends with it.
+pub(super) struct Handle(pub Arc<Shared>);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+#[async_trait]
+impl Connection for Handle {
+    async fn call(&self, request: Message, timeout: Duration) -> Result<Message> {
+        self.0.call(request, timeout).await
+    }
+    fn is_closed(&self) -> bool {
+        self.0.is_over()
+    }
+    fn addr(&self) -> String {
+        self.0.addr.clone()
+    }
+    fn close(&self) {
+        self.0.fail(&Error::new(Code::Disconnected, format!("connection to {} was closed here", self.0.addr)));
+    }
+}
+
+/// What a service holds for requests the other way: does not keep the connection open.
+struct Back(Arc<Shared>);
+
+#[async_trait]
+impl Connection for Back {
+    async fn call(&self, request: Message, timeout: Duration) -> Result<Message> {
+        self.0.call(request, timeout).await
+    }
+    fn is_closed(&self) -> bool {
+        self.0.is_over()
+    }
+    fn addr(&self) -> String {
+        self.0.addr.clone()
+    }
+    fn close(&self) {
+        self.0.fail(&Error::new(Code::Disconnected, format!("connection to {} was closed here", self.0.addr)));
+    }
+}
+
+const _: () = assert!(HEADER_LEN == 64);
