@@ -163,7 +163,13 @@ impl<'a> Txn<'a> {
             return Ok(r.clone());
         }
         let key = keys::numbered(keys::INODE, ino);
-        self.store.get(&key).map_err(Fail::Store)?.map(|v| decode(&key, v)).transpose()
+        let Some(value) = self.store.get(&key).map_err(Fail::Store)? else { return Ok(None) };
+        let r: pb::InodeRecord = decode(&key, value)?;
+        if r.attr.is_none_or(|a| a.ino != ino) {
+            let m = format!("the record of inode {ino} is not that inode's; restore this member from its peers");
+            return Err(Fail::Store(Error::new(Code::Corrupt, m)));
+        }
+        Ok(Some(r))
     }
 
     /// The inode, or `ENOENT`.

@@ -198,7 +198,7 @@ fn a_newer_format_and_damage_are_refused() {
     let d = fs.mkdir(ROOT, "d");
     let key = keys::numbered(keys::INODE, d);
     let whole = fs.store.get(&key).unwrap().unwrap();
-    put(&fs.store, &key, vec![0xff]);
+    let other = fs.store.get(&keys::numbered(keys::INODE, ROOT)).unwrap().unwrap();
     let e = (fs.index + 1, 1, entry(T0, request(&fs, fs.session, 500, 1, "x")));
     let into_damage = pb::MetaRequest {
         session: fs.session,
@@ -208,9 +208,43 @@ fn a_newer_format_and_damage_are_refused() {
         ..Default::default()
     };
     let bad = (fs.index + 2, 1, entry(T0, Command::Meta(into_damage)));
-    assert_eq!(fs.ns.apply(&[e, bad], (fs.index + 2, 1), None).unwrap_err().code, Code::Corrupt);
-    assert_eq!(fs.lookup(ROOT, "x"), Err(Code::NoEnt));
+    for damage in [vec![0xff], vec![], other.to_vec()] {
+        put(&fs.store, &key, damage);
+        let r = fs.ns.apply(&[e.clone(), bad.clone()], (fs.index + 2, 1), None);
+        assert_eq!(r.unwrap_err().code, Code::Corrupt);
+        assert_eq!(fs.lookup(ROOT, "x"), Err(Code::NoEnt));
+    }
     put(&fs.store, &key, whole.to_vec());
+}
+
+#[test]
+fn readers_see_whole_commits_only() {
+    let mut fs = Fs::new();
+    fs.create(ROOT, "a");
+    let ns = &fs.ns;
+    let (session, first) = (fs.session, fs.index + 1);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|s| {
+        s.spawn(|| {
+            // The file is always there under exactly one of its names.
+            for _ in 0..10_000_000 {
+                if stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    break;
+                }
+                let r =
+                    ns.read(session, &creds(0), &[op(Op::Readdir(pb::Readdir { dir: ROOT, ..Default::default() }))]);
+                assert_eq!(r.results[0].entries.len(), 1);
+            }
+        });
+        for i in 0..2_000 {
+            let names = if i % 2 == 0 { ("a", "b") } else { ("b", "a") };
+            let ops = vec![op(mk_rename(ROOT, names.0, ROOT, names.1, 0))];
+            let m = pb::MetaRequest { session, seq: 1_000 + i, creds: Some(creds(0)), ops, lowest_unanswered: i };
+            let e = (first + i, 1, entry(T0, Command::Meta(m)));
+            ns.apply(&[e], (first + i, 1), None).unwrap();
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
 }
 
 #[test]
