@@ -6,7 +6,7 @@ use std::{
     future::Future,
     sync::{
         Arc, Weak,
-        atomic::{AtomicBool, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -52,6 +52,8 @@ pub(crate) struct Core {
     map: ArcSwap<MapView>,
     pub map_changed: watch::Sender<u64>,
     map_refresh: AsyncMutex<()>,
+    /// Ended requests for a map.
+    map_refreshes: AtomicU64,
     pub(crate) finder: Mutex<LeaderFinder>,
     pub(crate) link: AsyncMutex<Link>,
     pub(crate) session: Mutex<Option<Arc<Session>>>,
@@ -127,6 +129,7 @@ impl Core {
             map: ArcSwap::default(),
             map_changed: watch::Sender::new(0),
             map_refresh: AsyncMutex::default(),
+            map_refreshes: AtomicU64::new(0),
             finder: Mutex::new(LeaderFinder::new(cfg.mds.clone())),
             link: AsyncMutex::default(),
             session: Mutex::new(None),
@@ -201,8 +204,9 @@ impl Core {
 
     /// Asks for a map newer than `than`; one request serves all who ask at once. Quiet when there is none yet.
     pub async fn refresh_map(self: &Arc<Self>, than: u64) {
+        let ended = self.map_refreshes.load(Relaxed);
         let _one = self.map_refresh.lock().await;
-        if self.map.load().version() > than {
+        if self.map.load().version() > than || self.map_refreshes.load(Relaxed) != ended {
             return;
         }
         let body = pb::MapRequest { have: than }.encode_to_vec();
@@ -217,6 +221,7 @@ impl Core {
             Ok(_) => {}
             Err(e) => tracing::debug!("{e}"),
         }
+        self.map_refreshes.fetch_add(1, Relaxed);
     }
 
     pub fn local_node(&self, map: &MapView) -> Option<NodeId> {

@@ -89,13 +89,19 @@ impl Core {
         }
     }
 
-    /// Sends an update or a flush to the head of a chain until it is answered.
-    pub(crate) async fn to_head(&self, map: &MapView, chain: ChainId, m: Message, r: DataRequest) -> Result<DataReply> {
+    /// Sends an update or a flush to the head of a chain, which is returned with the answer.
+    pub(crate) async fn to_head(
+        &self,
+        map: &MapView,
+        chain: ChainId,
+        m: Message,
+        r: DataRequest,
+    ) -> Result<(TargetId, DataReply)> {
         let chain = chain_of(map, chain)?;
         let head = chain.head().ok_or_else(|| not_serving(format!("chain {} has no replica in sync", chain.id)))?;
         let body = DataRequest { chain: chain.id, epoch: chain.epoch, target: head, ..r }.encode();
         let reply = self.data_call(map, chain, head, Message { body, ..m }).await?;
-        DataReply::decode(&reply.body)
+        Ok((head, DataReply::decode(&reply.body)?))
     }
 
     /// The pause after a failed attempt, with a new map if that may help.
@@ -172,7 +178,7 @@ impl Core {
             ..DataRequest::new(u.chain, 0, 0, u.chunk)
         };
         let m = Message::new(opcode::WRITE, Vec::new()).with_payload(u.data.clone());
-        self.to_head(map, u.chain, m, request).await
+        Ok(self.to_head(map, u.chain, m, request).await?.1)
     }
 
     // --- writes ---

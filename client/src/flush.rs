@@ -6,7 +6,7 @@ use futures_util::future::join_all;
 use strake_fabric::Message;
 use strake_proto::{
     ChainId, Code, Error, Ino, Result,
-    data::{DataReply, DataRequest, FLAG_REPLAY, Stamp},
+    data::{DataRequest, FLAG_REPLAY, Stamp},
     opcode,
 };
 use tokio::sync::{Mutex as AsyncMutex, OwnedSemaphorePermit};
@@ -109,7 +109,7 @@ impl Core {
             };
             let request = DataRequest::new(chain, 0, 0, sample.1);
             let stamps = match self.send_flush(chain, &sample.0, request, at).await? {
-                Some(r) => r.stamps,
+                Some(head) => [head],
                 None => continue,
             };
             let lost = self.unstable.lock().flushed(chain, covered, &stamps);
@@ -122,7 +122,9 @@ impl Core {
         }
     }
 
-    /// A flush, repeated until it is answered. `None`: the file whose right it was sent under cannot be opened any
+    /// A flush, repeated until it is answered: the head's stamp. Only the head counts: members join at the tail, so it has
+    /// been in sync longest, while one behind it may have been filled, in the same life, from a source that had lost
+    /// bytes. `None`: the file whose right it was sent under cannot be opened any
     /// more; its bytes were given up.
     async fn send_flush(
         self: &Arc<Self>,
@@ -130,7 +132,7 @@ impl Core {
         inode: &Inode,
         request: DataRequest,
         at: &mut Attempts,
-    ) -> Result<Option<DataReply>> {
+    ) -> Result<Option<Stamp>> {
         let mut refused = None;
         loop {
             let cap = match self.capability(inode, true, refused.as_ref()).await {
@@ -145,10 +147,13 @@ impl Core {
             let map = self.map();
             let request = DataRequest { session: cap.session, cap: Some(cap.bytes), ..request.clone() };
             let e = match self.to_head(&map, chain, Message::new(opcode::FLUSH, Vec::new()), request).await {
-                Ok(r) if r.stamps.is_empty() || !r.stable => {
-                    return Err(Error::new(Code::Protocol, format!("chain {chain} answered a flush without stamps")));
-                }
-                Ok(r) => return Ok(Some(r)),
+                Ok((head, r)) => match r.stamps.iter().find(|s| s.target == head && r.stable) {
+                    Some(s) => return Ok(Some(*s)),
+                    None => {
+                        let m = format!("chain {chain} answered a flush without its head's stamp");
+                        return Err(Error::new(Code::Protocol, m));
+                    }
+                },
                 Err(e) => e,
             };
             match data_verdict(&e) {

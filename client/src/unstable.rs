@@ -2,9 +2,9 @@
 //! bookkeeping.
 //!
 //! A write that is answered *unstable* is kept with the start stamps of the replicas that took it. A flush of its chain
-//! is answered with the stamps of the replicas that flushed. If one of them is the same life of the same replica, the
-//! bytes were there and are now on disk, and the chain's other members agree with it. If none is, the bytes may be lost
-//! and are sent again.
+//! is answered with stamps of replicas that flushed (the shell counts the head's only). If one of them is the same life
+//! of the same replica, the bytes were there and are now on disk, and the chain's other members agree with it. If none is,
+//! the bytes may be lost and are sent again.
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 

@@ -174,7 +174,7 @@ impl Mds {
         s.now_ns += 1_000_000;
         let now = s.now_ns;
         let gone = || Error::new(Code::NoEnt, "no such inode");
-        let with = |i: &Inode| pb::OpResult { ino: i.attr.ino, attr: Some(i.attr.clone()), ..Default::default() };
+        let with = |i: &Inode| pb::OpResult { ino: i.attr.ino, attr: Some(i.attr), ..Default::default() };
         match op {
             Op::Lookup(l) => {
                 let ino = s.names.get(&l.name[..]).ok_or_else(gone)?;
@@ -238,7 +238,7 @@ impl Mds {
             i.attr.mtime_ns = t;
         }
         i.attr.change += 1;
-        Ok(pb::OpResult { ino: a.ino, attr: Some(i.attr.clone()), ..Default::default() })
+        Ok(pb::OpResult { ino: a.ino, attr: Some(i.attr), ..Default::default() })
     }
 
     fn open(&self, s: &mut State, session: u64, ino: u64, flags: u32) -> Result<pb::OpResult> {
@@ -253,7 +253,7 @@ impl Mds {
         *s.opens.entry((session, ino)).or_default() += 1;
         Ok(pb::OpResult {
             ino,
-            attr: Some(i.attr.clone()),
+            attr: Some(i.attr),
             layout: Some(i.layout.clone()),
             capability: self.key.seal(&cap).to_vec().into(),
             ..Default::default()
