@@ -15,13 +15,16 @@ use super::{BLOCK, Device, check_range};
 type Block = Box<[u8; BLOCK as usize]>;
 
 /// What an injected error hits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Op {
     Read,
     Write,
     Flush,
     Discard,
 }
+
+/// Every kind of operation.
+pub const OPS: &[Op] = &[Op::Read, Op::Write, Op::Flush, Op::Discard];
 
 /// How finely a power loss tears writes that were not flushed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +54,7 @@ struct Inner {
     unflushed: BTreeMap<u64, Vec<Block>>,
     faults: Vec<(Op, u64, Code)>,
     power_left: Option<u64>,
-    latency: Option<Duration>,
+    latency: BTreeMap<Op, Duration>,
     counters: Counters,
 }
 
@@ -108,19 +111,23 @@ impl MemDevice {
         block[(offset % BLOCK) as usize] ^= 1 << (bit % 8);
     }
 
-    /// Every operation takes this long by tokio's clock.
-    pub fn set_latency(&self, latency: Option<Duration>) {
-        self.inner.lock().latency = latency;
+    /// Operations of these kinds take this long by tokio's clock.
+    pub fn set_latency(&self, ops: &[Op], latency: Duration) {
+        self.inner.lock().latency.extend(ops.iter().map(|op| (*op, latency)));
     }
 
     pub fn counters(&self) -> Counters {
         self.inner.lock().counters
     }
 
-    /// Runs one operation under the lock, then takes the set time. A change is in the device from the start: whoever loses
-    /// power in between finds any part of it.
+    /// Runs one operation under the lock and takes the set time. A change is in the device from the start: whoever loses
+    /// power in between finds any part of it. A read looks at the end, when what it reads may have changed.
     async fn operate<T>(&self, op: Op, run: impl FnOnce(&mut Inner) -> T) -> Result<T> {
-        let (done, latency) = {
+        let latency = self.inner.lock().latency.get(&op).copied().unwrap_or_default();
+        if op == Op::Read && !latency.is_zero() {
+            tokio::time::sleep(latency).await;
+        }
+        let done = {
             let mut inner = self.inner.lock();
             if let Some(left) = &mut inner.power_left {
                 if *left == 0 {
@@ -143,9 +150,9 @@ impl MemDevice {
             if let Some(code) = fault {
                 return Err(Error::new(code, format!("{}: injected {op:?} error", self.name())));
             }
-            (run(&mut inner), inner.latency)
+            run(&mut inner)
         };
-        if let Some(latency) = latency {
+        if op != Op::Read && !latency.is_zero() {
             tokio::time::sleep(latency).await;
         }
         Ok(done)

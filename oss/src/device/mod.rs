@@ -2,16 +2,27 @@
 //!
 //! | implementation | what it is |
 //! |---|---|
+//! | [`UringDevice`] | a file or block device through io_uring, direct where the file system allows |
+//! | [`FileDevice`] | the same through plain system calls, where io_uring is not to be had |
 //! | [`MemDevice`] | memory that models power loss, errors and bit flips; the simulator's disk |
 //!
 //! Everything above speaks in bytes that are multiples of [`BLOCK`].
 
+pub mod file;
 pub mod mem;
+mod node;
+#[cfg(test)]
+mod tests;
+pub mod uring;
+
+use std::{path::Path, sync::Arc};
 
 use async_trait::async_trait;
+pub use file::FileDevice;
 pub use mem::MemDevice;
 use strake_fabric::{Buf, BufMut};
 use strake_proto::{Code, Error, Result};
+pub use uring::UringDevice;
 
 /// Unit of offsets and lengths, and of what a power loss may tear at best.
 pub const BLOCK: u64 = 4096;
@@ -38,6 +49,18 @@ pub trait Device: Send + Sync + 'static {
     async fn flush(&self) -> Result<()>;
     /// Tells that the bytes are no longer needed; they read as anything afterwards. Best effort.
     async fn discard(&self, offset: u64, len: u64) -> Result<()>;
+}
+
+/// The best device for a file or block device: io_uring, or plain system calls with a notice.
+pub fn open(path: &Path) -> Result<Arc<dyn Device>> {
+    let node = Arc::new(node::Node::open(path)?);
+    match UringDevice::on(node.clone(), uring::DEPTH) {
+        Ok(d) => Ok(Arc::new(d)),
+        Err(e) => {
+            tracing::warn!("{e}; using plain reads and writes instead, which cost more CPU");
+            Ok(Arc::new(FileDevice::on(node)))
+        }
+    }
 }
 
 /// Refuses what no caller of a device may ask: unaligned or beyond the end.

@@ -18,6 +18,7 @@
 //! | `list.rs` | listings, forgetting tombstones |
 //! | `flush.rs` | the order above, shared by concurrent callers; reuse of space |
 //! | `open.rs` | formatting, and rebuilding the allocator from the table |
+//! | `target.rs` | the folder of a target: device, table, lock |
 //! | `record.rs`, `superblock.rs` | the formats |
 //! | `overlay.rs`, `alloc.rs` | the table's part in memory; free space |
 
@@ -30,6 +31,7 @@ mod read;
 pub mod record;
 mod stage;
 pub mod superblock;
+mod target;
 #[cfg(test)]
 mod tests;
 
@@ -54,6 +56,7 @@ use strake_proto::{
 };
 use strake_store::MetaStore;
 use superblock::Superblock;
+pub use target::{TargetLayout, create_target_dir, open_target_dir};
 
 use crate::device::{BLOCK, Device};
 
@@ -220,6 +223,8 @@ struct Shared {
     state: Mutex<State>,
     /// Held by the flush that runs.
     gate: Arc<tokio::sync::Mutex<()>>,
+    /// Told when the last reader of an epoch ends.
+    reader_done: tokio::sync::Notify,
     counters: Counters,
     /// For holes.
     zeros: Buf,

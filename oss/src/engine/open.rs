@@ -94,6 +94,7 @@ impl Engine {
             superblock: tokio::sync::Mutex::new(superblock),
             state: Mutex::new(state),
             gate: Default::default(),
+            reader_done: Default::default(),
             counters,
             zeros: Buf::copy_from(&vec![0; ZEROS]),
             device,

@@ -31,6 +31,7 @@ impl Drop for Ticket {
             *n -= 1;
             if *n == 0 {
                 s.readers.remove(&self.epoch);
+                self.shared.reader_done.notify_waiters();
             }
         }
     }

@@ -1,7 +1,7 @@
 //! From an update to staged blocks: checks, allocation, merging with old bytes, writing, and the records that will name
 //! the new blocks once the update is committed.
 
-use std::{ops::Range, sync::Arc};
+use std::{ops::Range, sync::Arc, time::Duration};
 
 use futures_util::future::try_join_all;
 use strake_fabric::Buf;
@@ -23,6 +23,10 @@ use super::{
 
 /// More segments than this in one write are copied into one buffer first (the kernel's limit is 1,024).
 const MAX_IOVECS: usize = 512;
+
+/// How often, and how long each time, a full device waits for readers of deleted blocks.
+const FULL_RETRIES: usize = 4;
+const FULL_WAIT: Duration = Duration::from_millis(50);
 
 /// An update whose bytes are on the device and visible to nobody. Dropping it frees them.
 pub struct Staged {
@@ -270,13 +274,7 @@ impl Engine {
     /// Allocates and writes. On failure or when dropped halfway the space goes back by itself.
     async fn write(&self, key: &Key, image: &Image, reserve: u64) -> Result<Space> {
         let count = image.sums.len() as u64;
-        let alloc = || self.shared.state.lock().alloc.alloc(count, reserve);
-        let mut extents = alloc();
-        if extents.is_none() {
-            self.flush_now().await?; // it gives back what is already deleted
-            extents = alloc();
-        }
-        let extents = extents.ok_or_else(|| self.no_space(key, count))?;
+        let extents = self.allocate(key, count, reserve).await?;
         let mut space = Space { shared: self.shared.clone(), extents, in_flight: true };
         let mut at = 0;
         let writes = space.extents.iter().map(|e| {
@@ -289,6 +287,26 @@ impl Engine {
         add(&self.shared.counters.writes, 1);
         add(&self.shared.counters.write_bytes, count * BLOCK as u64);
         Ok(space)
+    }
+
+    /// Before it gives up, takes what deletions and finished readers give back.
+    async fn allocate(&self, key: &Key, count: u64, reserve: u64) -> Result<Vec<Extent>> {
+        let alloc = || self.shared.state.lock().alloc.alloc(count, reserve);
+        if let Some(extents) = alloc() {
+            return Ok(extents);
+        }
+        for _ in 0..FULL_RETRIES {
+            let reader_done = self.shared.reader_done.notified();
+            self.flush_now().await?;
+            if let Some(extents) = alloc() {
+                return Ok(extents);
+            }
+            if self.shared.state.lock().reclaim.is_empty() {
+                break;
+            }
+            let _ = tokio::time::timeout(FULL_WAIT, reader_done).await;
+        }
+        Err(self.no_space(key, count))
     }
 
     fn no_space(&self, key: &Key, count: u64) -> Error {

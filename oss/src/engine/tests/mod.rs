@@ -1,6 +1,10 @@
 //! Tests of the chunk store as a whole.
 
 mod basic;
+mod crash;
+mod damage;
+mod dir;
+mod load;
 
 use std::sync::Arc;
 

@@ -1,0 +1,66 @@
+//! A regular file or block device, opened for the devices that live on one.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{Seek, SeekFrom},
+    os::unix::fs::{FileTypeExt, OpenOptionsExt},
+    path::Path,
+};
+
+use strake_fabric::{Buf, Pool};
+use strake_proto::{Code, Error, Result};
+
+use super::BLOCK;
+
+pub(super) struct Node {
+    pub file: File,
+    /// Bytes, whole blocks.
+    pub capacity: u64,
+    pub direct: bool,
+    /// Block devices are not told of free space unless asked: many do it slowly.
+    pub can_discard: bool,
+    pub name: String,
+}
+
+impl Node {
+    /// Bypasses the page cache where the file system allows it, and says so where it does not.
+    pub fn open(path: &Path) -> Result<Node> {
+        let name = path.display().to_string();
+        let with = |flags: i32| OpenOptions::new().read(true).write(true).custom_flags(flags).open(path);
+        let (mut file, direct) = match with(libc::O_DIRECT) {
+            Ok(f) => (f, true),
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
+                tracing::warn!("{name}: its file system has no direct I/O; data passes through the page cache");
+                (with(0).map_err(|e| Error::from(e).context(&name))?, false)
+            }
+            Err(e) => return Err(Error::from(e).context(&name)),
+        };
+        let kind = file.metadata().map_err(|e| Error::from(e).context(&name))?;
+        let can_discard = kind.is_file();
+        if !can_discard && !kind.file_type().is_block_device() {
+            return Err(Error::new(Code::Inval, format!("{name} is neither a regular file nor a block device")));
+        }
+        let bytes = file.seek(SeekFrom::End(0)).map_err(|e| Error::from(e).context(&name))?;
+        Ok(Node { file, capacity: bytes / BLOCK * BLOCK, direct, can_discard, name })
+    }
+
+    /// Buffers as direct I/O needs them: copied into one aligned buffer unless every one is aligned and there are few.
+    pub fn aligned(&self, pool: &Pool, bufs: Vec<Buf>) -> Vec<Buf> {
+        let fits =
+            |b: &Buf| b.len().is_multiple_of(BLOCK as usize) && (b.as_ptr() as usize).is_multiple_of(BLOCK as usize);
+        if bufs.len() <= libc::UIO_MAXIOV as usize && (!self.direct || bufs.iter().all(fits)) {
+            return bufs;
+        }
+        let mut one = pool.get_now(bufs.iter().map(Buf::len).sum());
+        let mut at = 0;
+        for b in &bufs {
+            one[at..at + b.len()].copy_from_slice(b);
+            at += b.len();
+        }
+        vec![one.freeze()]
+    }
+
+    pub fn error(&self, what: &str, offset: u64, len: u64, e: std::io::Error) -> Error {
+        Error::from(e).context(format!("{}: {what} of {len} bytes at {offset}", self.name))
+    }
+}

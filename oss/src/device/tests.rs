@@ -1,0 +1,177 @@
+//! One suite for every device.
+
+use std::sync::Arc;
+
+use futures_util::future::join_all;
+use strake_fabric::{Buf, BufMut, Pool};
+use strake_proto::Code;
+
+use super::*;
+
+const SIZE: u64 = 8 << 20;
+
+fn fill(pool: &Pool, len: usize, with: impl Fn(usize) -> u8) -> BufMut {
+    let mut b = pool.get_now(len);
+    b.iter_mut().enumerate().for_each(|(i, x)| *x = with(i));
+    b
+}
+
+async fn read(d: &dyn Device, pool: &Pool, offset: u64, len: usize) -> Vec<u8> {
+    d.read(offset, pool.get_now(len)).await.unwrap().to_vec()
+}
+
+async fn conformance(d: Arc<dyn Device>) {
+    let pool = Pool::default();
+    assert_eq!(d.capacity(), SIZE);
+    assert!(!d.name().is_empty());
+    // What was never written reads as something, in full.
+    assert_eq!(read(&*d, &pool, SIZE - 4096, 4096).await.len(), 4096);
+
+    // Vectored writes, whole or in odd pieces, land one after the other.
+    let whole = fill(&pool, 3 * 4096, |i| (i / 7) as u8).freeze();
+    d.write(4096, vec![whole.slice(0..4096), whole.slice(4096..12288)]).await.unwrap();
+    assert_eq!(read(&*d, &pool, 4096, 12288).await, whole.to_vec());
+    let odd = [0..1, 1..5000, 5000..5001, 5001..12288].map(|r| Buf::copy_from(&whole[r]));
+    d.write(1 << 20, odd.to_vec()).await.unwrap();
+    assert_eq!(read(&*d, &pool, 1 << 20, 12288).await, whole.to_vec());
+    let many: Vec<Buf> = (0..1500).map(|i| fill(&pool, 4096, |_| i as u8).freeze()).collect();
+    d.write(2 << 20, many).await.unwrap();
+    for i in [0u64, 1023, 1024, 1499] {
+        assert_eq!(read(&*d, &pool, (2 << 20) + i * 4096, 4096).await, vec![i as u8; 4096]);
+    }
+
+    // Concurrent operations, more than the device takes at a time, do not mix.
+    join_all((0..1000u64).map(|i| {
+        let (d, pool) = (&d, &pool);
+        async move {
+            let b = fill(pool, 4096, |n| (i as usize * 31 + n) as u8).freeze();
+            d.write(i * 4096, vec![b.clone()]).await.unwrap();
+            assert_eq!(d.read(i * 4096, pool.get_now(4096)).await.unwrap()[..], b[..]);
+        }
+    }))
+    .await;
+    d.flush().await.unwrap();
+
+    for (offset, len) in [(0, 0), (1, 4096), (0, 100), (SIZE, 4096), (SIZE - 4096, 8192), (u64::MAX - 4095, 4096)] {
+        assert_eq!(d.read(offset, pool.get_now(len)).await.unwrap_err().code, Code::Inval, "{offset} {len}");
+        let buf = pool.get_now(len).freeze();
+        assert_eq!(d.write(offset, vec![buf]).await.unwrap_err().code, Code::Inval, "{offset} {len}");
+    }
+
+    // Abandoned operations end, and a flush waits for them; the device serves on.
+    for i in 0..50 {
+        let op = d.write(i * 4096, vec![fill(&pool, 4096, |_| 1).freeze()]);
+        let _ = tokio::time::timeout(std::time::Duration::ZERO, op).await;
+        let op = d.read(i * 4096, pool.get_now(4096));
+        let _ = tokio::time::timeout(std::time::Duration::ZERO, op).await;
+    }
+    d.flush().await.unwrap();
+    d.discard(0, 1 << 20).await.unwrap();
+    d.write(0, vec![whole.clone()]).await.unwrap();
+    d.flush().await.unwrap();
+    assert_eq!(read(&*d, &pool, 0, 12288).await, whole.to_vec());
+}
+
+fn file(dir: &tempfile::TempDir) -> std::path::PathBuf {
+    let path = dir.path().join("data");
+    std::fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
+    path
+}
+
+#[tokio::test]
+async fn memory() {
+    conformance(Arc::new(MemDevice::new(SIZE))).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn plain_file() {
+    let dir = tempfile::tempdir().unwrap();
+    conformance(Arc::new(FileDevice::open(&file(&dir)).unwrap())).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn uring() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = file(&dir);
+    for depth in [1, 7, uring::DEPTH] {
+        match UringDevice::open(&path, depth) {
+            Ok(d) => conformance(Arc::new(d)).await,
+            Err(e) => eprintln!("not run: {e}"),
+        }
+    }
+    // Opening picks one that works in any case.
+    conformance(open(&path).unwrap()).await;
+}
+
+#[tokio::test]
+async fn what_is_no_device_is_refused_in_words() {
+    let dir = tempfile::tempdir().unwrap();
+    assert_eq!(open(&dir.path().join("absent")).err().unwrap().code, Code::NoEnt);
+    let e = open(std::path::Path::new("/dev/null")).err().unwrap();
+    assert!(e.code == Code::Inval && e.message.contains("neither"), "{e}");
+}
+
+#[tokio::test]
+async fn a_file_cut_short_is_an_error_not_zeros() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = file(&dir);
+    let pool = Pool::default();
+    let devices = [Some(Arc::new(FileDevice::open(&path).unwrap()) as Arc<dyn Device>), open(&path).ok()];
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(1 << 20).unwrap();
+    for d in devices.into_iter().flatten() {
+        assert!(d.read(2 << 20, pool.get_now(4096)).await.is_err());
+        assert!(d.read((1 << 20) - 4096, pool.get_now(8192)).await.is_err());
+        assert!(d.read(0, pool.get_now(4096)).await.is_ok());
+    }
+}
+
+#[tokio::test]
+async fn power_loss_keeps_what_was_flushed_and_any_part_of_the_rest() {
+    let pool = Pool::default();
+    let (mut old, mut new, mut torn) = (0, 0, 0);
+    for seed in 0..64 {
+        let d = MemDevice::new(SIZE);
+        for value in [1u8, 2] {
+            d.write(0, vec![fill(&pool, 4096, |_| value).freeze()]).await.unwrap();
+            if value == 1 {
+                d.flush().await.unwrap();
+            }
+        }
+        d.power_off_after(0);
+        assert_eq!(d.flush().await.unwrap_err().code, Code::Io);
+        d.crash(seed, mem::Tear::Sector);
+        let got = read(&d, &pool, 0, 4096).await;
+        assert!(got.chunks(512).all(|s| s.iter().all(|b| *b == s[0] && (1..=2).contains(b))));
+        match (got.contains(&1), got.contains(&2)) {
+            (true, true) => torn += 1,
+            (true, false) => old += 1,
+            _ => new += 1,
+        }
+        let d2 = MemDevice::new(SIZE);
+        d2.write(0, vec![fill(&pool, 8192, |_| 3).freeze()]).await.unwrap();
+        d2.crash(seed, mem::Tear::Block);
+        let got = read(&d2, &pool, 0, 8192).await;
+        assert!(got.chunks(4096).all(|b| b.iter().all(|x| *x == b[0])));
+    }
+    assert!(torn > 40 && old + new < 24, "{old} {new} {torn}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn faults_and_latency_are_as_asked() {
+    let d = MemDevice::new(SIZE);
+    let pool = Pool::default();
+    let block = fill(&pool, 4096, |_| 9).freeze();
+    d.fail(mem::Op::Write, 1, Code::NoSpc);
+    d.write(0, vec![block.clone()]).await.unwrap();
+    assert_eq!(d.write(4096, vec![block.clone()]).await.unwrap_err().code, Code::NoSpc);
+    d.write(4096, vec![block.clone()]).await.unwrap();
+    d.flip_bit(5000, 3);
+    let mut want = vec![9; 8192];
+    want[5000] ^= 8;
+    assert_eq!(read(&d, &pool, 0, 8192).await, want);
+    d.set_latency(mem::OPS, std::time::Duration::from_millis(5));
+    let start = tokio::time::Instant::now();
+    d.flush().await.unwrap();
+    assert_eq!(start.elapsed().as_millis(), 5);
+    assert_eq!(d.counters().write_bytes, 8192);
+}

@@ -1,0 +1,131 @@
+//! The folder of a target: `data` (a file, or a link to a block device), `table/` (the chunk table), `target.lock` (held
+//! by the process that serves it) and, while it is being made, `INCOMPLETE`.
+
+use std::{
+    fs::{self, File, OpenOptions, TryLockError},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use strake_fabric::Pool;
+use strake_proto::{Code, Error, Result};
+use strake_store::FjallStore;
+
+use super::{Engine, Options, TargetIdentity};
+use crate::device;
+
+const DATA: &str = "data";
+const TABLE: &str = "table";
+const LOCK: &str = "target.lock";
+const INCOMPLETE: &str = "INCOMPLETE";
+
+/// Where a new target's bytes go.
+#[derive(Clone, Debug)]
+pub enum TargetLayout {
+    /// A sparse file of this many bytes in the target's folder.
+    File { size: u64 },
+    /// A whole block device; everything on it is lost.
+    BlockDevice { path: PathBuf },
+}
+
+fn at(path: &Path, e: std::io::Error) -> Error {
+    Error::from(e).context(path.display())
+}
+
+/// Makes a target in a folder that is empty, absent, or holds one that was left half made. `Exist`: there is one already.
+/// Nothing counts until all of it is durable.
+pub async fn create_target_dir(path: &Path, layout: TargetLayout, id: TargetIdentity) -> Result<()> {
+    fs::create_dir_all(path).map_err(|e| at(path, e))?;
+    let _lock = lock(path)?;
+    let (data, table, marker) = (path.join(DATA), path.join(TABLE), path.join(INCOMPLETE));
+    if !marker.exists() {
+        if data.symlink_metadata().is_ok() || table.exists() {
+            return Err(Error::new(Code::Exist, format!("{} holds a target already", path.display())));
+        }
+        File::create(&marker).and_then(|f| f.sync_all()).map_err(|e| at(&marker, e))?;
+        sync_dir(path)?;
+    }
+    if data.symlink_metadata().is_ok() {
+        fs::remove_file(&data).map_err(|e| at(&data, e))?;
+    }
+    match layout {
+        TargetLayout::File { size } => {
+            let make = |f: File| f.set_len(size).and_then(|()| f.sync_all());
+            File::create_new(&data).and_then(make).map_err(|e| at(&data, e))?;
+        }
+        TargetLayout::BlockDevice { path } => {
+            std::os::unix::fs::symlink(&path, &data).map_err(|e| at(&data, e))?;
+        }
+    }
+    let device = device::open(&data)?;
+    let store = FjallStore::open(&table)?;
+    Engine::format(&*device, &store, id).await?;
+    drop(store);
+    sync_dir(path)?;
+    fs::remove_file(&marker).map_err(|e| at(&marker, e))?;
+    sync_dir(path)
+}
+
+/// Opens a target and locks its folder for as long as the engine lives. `fs_uuid`: the cluster it must belong to, if it
+/// belongs to one. `NoEnt`: there is no target here, or a part is missing. `Busy`: another process serves it.
+pub async fn open_target_dir(
+    path: &Path,
+    fs_uuid: Option<[u8; 16]>,
+    pool: Pool,
+    options: Options,
+) -> Result<Arc<Engine>> {
+    if !path.is_dir() {
+        return Err(Error::new(
+            Code::NoEnt,
+            format!("{}: no such target folder; create the target first", path.display()),
+        ));
+    }
+    let lock = lock(path)?;
+    if path.join(INCOMPLETE).exists() {
+        let m = format!("{} was left half made; create the target again", path.display());
+        return Err(Error::new(Code::NoEnt, m));
+    }
+    for part in [DATA, TABLE] {
+        if !path.join(part).exists() {
+            let m = format!(
+                "{}: {part} is missing; if the target is new create it, else mount or restore what is missing, or \
+                 format the target and resync it",
+                path.display()
+            );
+            return Err(Error::new(Code::NoEnt, m));
+        }
+    }
+    let device = device::open(&path.join(DATA))?;
+    let table = Arc::new(FjallStore::open(path.join(TABLE))?);
+    let options = Options { offload_store: true, ..options };
+    let engine = Engine::open_locked(device, table, pool, options, Some(lock)).await?;
+    let found = engine.identity().fs_uuid;
+    match fs_uuid {
+        Some(want) if found != [0; 16] && found != want => {
+            let m = format!("{} belongs to another cluster ({}, not {})", path.display(), uuid(&found), uuid(&want));
+            Err(Error::new(Code::Perm, m))
+        }
+        _ => Ok(engine),
+    }
+}
+
+fn uuid(b: &[u8; 16]) -> String {
+    b.iter().map(|x| format!("{x:02x}")).collect()
+}
+
+fn lock(path: &Path) -> Result<File> {
+    let name = path.join(LOCK);
+    let open = OpenOptions::new().create(true).truncate(false).write(true).open(&name);
+    let file = open.map_err(|e| at(&name, e))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => {
+            Err(Error::new(Code::Busy, format!("{}: another process serves this target", path.display())))
+        }
+        Err(TryLockError::Error(e)) => Err(at(&name, e)),
+    }
+}
+
+fn sync_dir(path: &Path) -> Result<()> {
+    File::open(path).and_then(|d| d.sync_all()).map_err(|e| at(path, e))
+}

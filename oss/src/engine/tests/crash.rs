@@ -1,0 +1,298 @@
+//! Random updates against a model, with power lost at every single operation of device and table. What is found
+//! afterwards must be exactly the model's state after some commit since the last flush, for all chunks together.
+
+use std::{collections::BTreeMap, ops::Bound, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+use strake_proto::{Code, Error, Result};
+use strake_store::{Batch, MetaStore, PairIter, Reader};
+
+use super::*;
+use crate::{
+    device::mem::{OPS, Tear},
+    engine::ListEntry,
+};
+
+/// A table on the same power supply as the device.
+pub(super) struct Powered {
+    pub store: MemStore,
+    pub device: Arc<MemDevice>,
+    /// Commits and syncs left until power fails.
+    pub left: Mutex<Option<u64>>,
+    pub written: Mutex<(u64, u64)>,
+}
+
+impl Powered {
+    pub fn new(bed: &Bed, left: Option<u64>) -> Arc<Powered> {
+        let (store, device) = (bed.table.clone(), bed.device.clone());
+        Arc::new(Powered { store, device, left: Mutex::new(left), written: Mutex::default() })
+    }
+    fn tick(&self) -> Result<()> {
+        match &mut *self.left.lock() {
+            Some(0) => {
+                self.device.power_off_after(0);
+                Err(Error::new(Code::Io, "power lost"))
+            }
+            Some(n) => {
+                *n -= 1;
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+impl Reader for Powered {
+    fn get(&self, key: &[u8]) -> Result<Option<Bytes>> {
+        self.store.get(key)
+    }
+    fn range(&self, from: Bound<&[u8]>, to: Bound<&[u8]>) -> PairIter<'_> {
+        self.store.range(from, to)
+    }
+}
+
+impl MetaStore for Powered {
+    fn commit(&self, batch: Batch) -> Result<()> {
+        self.tick()?;
+        let bytes: usize = batch.ops.iter().map(|(k, v)| k.len() + v.as_ref().map_or(0, Bytes::len)).sum();
+        let mut w = self.written.lock();
+        *w = (w.0 + 1, w.1 + bytes as u64);
+        self.store.commit(batch)
+    }
+    fn sync(&self) -> Result<()> {
+        self.tick()?;
+        self.store.sync()
+    }
+    fn snapshot(&self) -> Result<Box<dyn Reader>> {
+        self.store.snapshot()
+    }
+    fn disk_bytes(&self) -> u64 {
+        self.store.disk_bytes()
+    }
+    fn clear(&self) -> Result<()> {
+        self.store.clear()
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Chunk {
+    bytes: Vec<u8>,
+    number: u64,
+    tombstone: bool,
+}
+
+type Model = BTreeMap<u64, Chunk>;
+
+struct Run {
+    rng: StdRng,
+    engine: Arc<Engine>,
+    /// After each commit; those from `flushed` on may be what a crash leaves.
+    history: Vec<Model>,
+    flushed: usize,
+    number: u64,
+    /// Give up waiting for some operations halfway.
+    abandon: bool,
+}
+
+/// The update and what it makes of the chunk.
+fn random_update(rng: &mut StdRng, old: &Chunk, number: u64) -> (Update, Chunk) {
+    let mut bytes = old.bytes.clone();
+    let mut tombstone = old.tombstone;
+    let span = [5_000u32, 40_000, 600_000][rng.random_range(0..3)];
+    let update = match rng.random_range(0..10) {
+        0..6 => {
+            let mut offset = rng.random_range(0..span);
+            let most = [200, 9_000, 60_000][rng.random_range(0..3)];
+            let mut len = rng.random_range(1..most);
+            if rng.random_bool(0.4) {
+                (offset, len) = (offset / 4096 * 4096, (len / 4096 + 1) * 4096);
+            }
+            let data = pattern(number, len as usize);
+            let end = (offset + len) as usize;
+            bytes.resize(bytes.len().max(end), 0);
+            bytes[offset as usize..end].copy_from_slice(&data);
+            tombstone = false;
+            write(offset, &data)
+        }
+        6..8 => {
+            let len = rng.random_range(0..span);
+            bytes.truncate(len as usize);
+            Update::Truncate { len }
+        }
+        8 => {
+            (bytes, tombstone) = (Vec::new(), true);
+            Update::Remove
+        }
+        _ => {
+            bytes = pattern(number, rng.random_range(0..span / 8) as usize);
+            tombstone = false;
+            replace(&bytes)
+        }
+    };
+    (update, Chunk { bytes, number, tombstone })
+}
+
+impl Run {
+    /// Runs `op`, or leaves it in the middle: `None`.
+    async fn maybe<T>(&mut self, op: impl Future<Output = T>) -> Option<T> {
+        if self.abandon && self.rng.random_bool(0.2) {
+            let limit = Duration::from_millis(self.rng.random_range(0..40));
+            return tokio::time::timeout(limit, op).await.ok();
+        }
+        Some(op.await)
+    }
+
+    fn model(&self) -> &Model {
+        self.history.last().unwrap()
+    }
+
+    async fn step(&mut self) -> Result<()> {
+        let e = self.engine.clone();
+        let index = self.rng.random_range(0..5);
+        match self.rng.random_range(0..20) {
+            0..2 => {
+                let now = self.history.len() - 1;
+                if let Some(done) = self.maybe(e.flush()).await {
+                    done?;
+                    self.flushed = now;
+                }
+            }
+            2 => {
+                let mut model = self.model().clone();
+                let before = model.len();
+                model.retain(|_, c| !c.tombstone);
+                let forgotten = e.forget_tombstones(CHAIN, 5, 6)?;
+                assert_eq!(forgotten, before - model.len());
+                self.history.push(model);
+            }
+            3 => assert_eq!(state(&e).await?, *self.model()),
+            roll => {
+                self.number += 1;
+                let absent = Chunk { bytes: Vec::new(), number: 0, tombstone: false };
+                let old = self.model().get(&index).cloned().unwrap_or(absent);
+                let (update, new) = random_update(&mut self.rng, &old, self.number);
+                let staged = match self.maybe(e.stage(key(index), update)).await {
+                    Some(Err(e)) if e.code == Code::NoSpc => return Ok(()),
+                    Some(r) => r?,
+                    None => return Ok(()),
+                };
+                if roll == 4 {
+                    return Ok(()); // dropped, never committed
+                }
+                e.commit(staged, version(self.number), Vec::new())?;
+                let mut model = self.model().clone();
+                model.insert(index, new);
+                self.history.push(model);
+            }
+        }
+        Ok(())
+    }
+}
+
+async fn check(e: &Engine, model: &Model) {
+    assert_eq!(state(e).await.unwrap(), *model);
+}
+
+async fn state(e: &Engine) -> Result<Model> {
+    let mut out = Model::new();
+    for ListEntry { chunk, version, len, tombstone } in e.list(CHAIN, None, 100)? {
+        let bytes = read_all(e, key(chunk.index)).await?;
+        assert_eq!(bytes.len(), len as usize);
+        out.insert(chunk.index, Chunk { bytes, number: version.number, tombstone });
+    }
+    Ok(out)
+}
+
+/// Blocks in use must be what a fresh look at the table finds.
+async fn check_space(bed: &Bed, e: Arc<Engine>) {
+    e.flush_now().await.unwrap();
+    e.flush_now().await.unwrap();
+    let (used, chunks) = (e.usage().used, e.usage().chunks);
+    let model = state(&e).await.unwrap();
+    drop(e);
+    let e = bed.open().await;
+    assert_eq!((e.usage().used, e.usage().chunks, e.usage().checksum_errors), (used, chunks, 0));
+    check(&e, &model).await;
+}
+
+async fn one_run(seed: u64, device_ops: Option<u64>, table_ops: Option<u64>, abandon: bool) -> (u64, bool) {
+    let mut bed = Bed::new(420).await;
+    bed.options.dirty_bytes = 300_000;
+    bed.options.cached_records = 32;
+    let table = Powered::new(&bed, table_ops);
+    let engine = Engine::open(bed.device.clone(), table, Pool::default(), bed.options.clone()).await.unwrap();
+    let before = bed.device.counters();
+    if abandon {
+        bed.device.set_latency(OPS, Duration::from_millis(7));
+    }
+    if let Some(n) = device_ops {
+        bed.device.power_off_after(n);
+    }
+    let rng = StdRng::seed_from_u64(seed);
+    let mut run = Run { rng, engine, history: vec![Model::new()], flushed: 0, number: 0, abandon };
+    let mut lost = false;
+    for _ in 0..70 {
+        if let Err(e) = run.step().await {
+            assert!(e.message.contains("power lost"), "{e}");
+            lost = true;
+            break;
+        }
+    }
+    let after = bed.device.counters();
+    let ops = after.reads + after.writes + after.flushes + after.discards
+        - (before.reads + before.writes + before.flushes + before.discards);
+    let Run { mut rng, engine, history, flushed, number, .. } = run;
+    drop(engine);
+    let crash_seed = rng.random_range(0..u64::MAX);
+    bed.device.crash(crash_seed, if crash_seed % 2 == 0 { Tear::Sector } else { Tear::Block });
+    bed.device.set_latency(OPS, Duration::ZERO);
+    bed.table.crash(|unsynced| (crash_seed % (unsynced as u64 + 1)) as usize);
+
+    let engine = bed.open().await;
+    let found = state(&engine).await.unwrap();
+    assert!(
+        history[flushed..].contains(&found),
+        "seed {seed}, power lost after {device_ops:?} device and {table_ops:?} table operations: not a state since the flush"
+    );
+    // Life goes on.
+    let mut run = Run { rng, engine, history: vec![found], flushed: 0, number, abandon: false };
+    for _ in 0..10 {
+        run.step().await.unwrap();
+    }
+    check(&run.engine, run.model()).await;
+    check_space(&bed, run.engine).await;
+    (ops, lost)
+}
+
+#[tokio::test(start_paused = true)]
+async fn power_lost_at_any_device_operation() {
+    for seed in 0..4 {
+        let (ops, lost) = one_run(seed, None, None, false).await;
+        assert!(ops > 40 && !lost, "{ops} operations");
+        for n in 0..ops {
+            one_run(seed, Some(n), None, false).await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn power_lost_at_any_table_operation() {
+    for seed in 100..110 {
+        let mut n = 0;
+        while one_run(seed, None, Some(n), false).await.1 {
+            n += 1;
+        }
+        assert!(n >= 4, "only {n} table operations");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_that_go_away_halfway_leave_no_trace() {
+    for seed in 200..240 {
+        let (ops, _) = one_run(seed, None, None, true).await;
+        one_run(seed, Some(ops / 2), None, true).await;
+        one_run(seed, None, Some(seed % 8), true).await;
+    }
+}

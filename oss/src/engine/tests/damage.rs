@@ -1,0 +1,111 @@
+//! Decay of data and table: noticed, confined to its chunk, healed by a replacement.
+
+use strake_proto::Code;
+use strake_store::{Batch, MetaStore, Reader};
+
+use super::*;
+use crate::engine::record::{Segment, segment_key};
+
+async fn two_chunks() -> (Bed, Vec<u8>, Vec<u8>) {
+    let bed = Bed::new(1024).await;
+    let e = bed.open().await;
+    let (a, b) = (pattern(1, 9000), pattern(2, 300_000));
+    apply(&e, key(0), write(0, &a), 1).await.unwrap();
+    apply(&e, key(1), write(0, &b), 1).await.unwrap();
+    e.flush().await.unwrap();
+    (bed, a, b)
+}
+
+#[tokio::test]
+async fn every_flipped_bit_of_a_block_is_found() {
+    let (bed, a, b) = two_chunks().await;
+    let e = bed.open().await;
+    let start = 256 * BLOCK; // first fit: chunk 0 has the first three blocks
+    for bit in (0..3 * BLOCK * 8).step_by(7) {
+        bed.device.flip_bit(start + bit / 8, (bit % 8) as u8);
+        let block = (bit / 8 / BLOCK) as u32;
+        let err = e.read(&key(0), block * 4096, 10).await.unwrap_err();
+        assert_eq!(err.code, Code::Corrupt);
+        assert!(err.message.contains(&format!("block {block} ")), "{err}");
+        bed.device.flip_bit(start + bit / 8, (bit % 8) as u8);
+    }
+    assert_eq!(read_all(&e, key(0)).await.unwrap(), a);
+    bed.device.flip_bit(start + 5000, 1);
+    // A partial overwrite of a bad block must not make it look good.
+    assert_eq!(e.stage(key(0), write(4100, b"x")).await.err().unwrap().code, Code::Corrupt);
+    assert_eq!(read(&e, key(0), 0, 4096).await.unwrap(), a[..4096]);
+    assert_eq!(read_all(&e, key(1)).await.unwrap(), b);
+    apply(&e, key(0), replace(&a), 1).await.unwrap();
+    assert_eq!(read_all(&e, key(0)).await.unwrap(), a);
+    assert!(e.usage().checksum_errors > 0);
+}
+
+#[tokio::test]
+async fn every_flipped_bit_of_a_record_costs_its_chunk_only_and_a_replacement_heals() {
+    let (bed, a, b) = two_chunks().await;
+    let victim = key(0).chunk;
+    let records: Vec<_> = bed.table.prefix(b"").map(Result::unwrap).filter(|(k, _)| k.len() > 28).collect();
+    let mine = |k: &[u8]| k[21..29] == victim.index.to_be_bytes();
+    let mut flips = 0;
+    for (k, v) in records.iter().filter(|(k, _)| mine(k)) {
+        for bit in 0..v.len() * 8 {
+            let mut bad = v.to_vec();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            let put = |value: Vec<u8>| {
+                let mut batch = Batch::default();
+                batch.put(k.clone(), value);
+                bed.table.commit(batch).unwrap();
+            };
+            put(bad);
+            let e = bed.open().await;
+            assert_eq!(e.read(&key(0), 0, 100).await.unwrap_err().code, Code::Corrupt, "bit {bit} of {k:02x?}");
+            assert_eq!(e.stage(key(0), write(0, b"x")).await.err().unwrap().code, Code::Corrupt);
+            assert!(e.usage().checksum_errors > 0);
+            assert_eq!(e.list(CHAIN, None, 10).unwrap().len(), 2);
+            if bit % 64 == 0 {
+                assert_eq!(read_all(&e, key(1)).await.unwrap(), b);
+                apply(&e, key(0), replace(&a), 1).await.unwrap();
+                assert_eq!(read_all(&e, key(0)).await.unwrap(), a);
+                assert_eq!(e.meta(&key(0)).unwrap().unwrap().version, version(1));
+            }
+            drop(e);
+            put(v.to_vec());
+            flips += 1;
+        }
+    }
+    assert!(flips > 700, "{flips}");
+}
+
+#[tokio::test]
+async fn a_healed_chunk_is_whole_after_a_restart() {
+    let (bed, a, _) = two_chunks().await;
+    let mut batch = Batch::default();
+    batch.put(segment_key(&key(0), 0), b"junk".to_vec());
+    bed.table.commit(batch).unwrap();
+    let e = bed.open().await;
+    apply(&e, key(0), replace(&a), 2).await.unwrap();
+    e.flush().await.unwrap();
+    drop(e);
+    let e = bed.open().await;
+    assert_eq!(read_all(&e, key(0)).await.unwrap(), a);
+    assert_eq!((e.usage().checksum_errors, e.usage().used), (0, (3 + 74) * BLOCK));
+}
+
+#[tokio::test]
+async fn two_owners_of_a_block_and_blocks_outside_stop_the_opening() {
+    let (bed, ..) = two_chunks().await;
+    let mut segment = Segment::empty();
+    for (block, words) in
+        [(257, "chunk 5.6.0 of chain 7 and"), (5, "of 256.."), (1 << 40, "of 256.."), (1280, "of 256..")]
+    {
+        segment.blocks[9] = block;
+        let k = segment_key(&key(2), 0);
+        let mut batch = Batch::default();
+        batch.put(k.clone(), segment.encode(&k));
+        bed.table.commit(batch).unwrap();
+        let e = bed.try_open().await.err().unwrap();
+        assert_eq!(e.code, Code::Corrupt);
+        let named = e.message.contains("5.6.2") && (e.message.contains(words) || e.message.contains("5.6.0"));
+        assert!(named, "{e}");
+    }
+}

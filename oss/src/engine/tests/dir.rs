@@ -1,0 +1,66 @@
+//! Target folders on the real file system.
+
+use std::{fs, path::Path};
+
+use strake_proto::{Code, Result};
+
+use super::*;
+use crate::engine::{TargetLayout, create_target_dir, open_target_dir};
+
+async fn create(path: &Path) -> Result<()> {
+    create_target_dir(path, TargetLayout::File { size: 64 << 20 }, identity()).await
+}
+
+async fn open(path: &Path) -> Result<Arc<Engine>> {
+    open_target_dir(path, Some([1; 16]), Pool::default(), Options::default()).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_target_is_created_used_and_opened_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("t0");
+    create(&path).await.unwrap();
+    assert_eq!(create(&path).await.unwrap_err().code, Code::Exist);
+    let data = pattern(3, 3_000_000);
+    let e = open(&path).await.unwrap();
+    assert_eq!(open(&path).await.err().unwrap().code, Code::Busy);
+    apply(&e, key(0), write(100, &data), 1).await.unwrap();
+    apply(&e, key(1), write(0, &data), 1).await.unwrap();
+    e.flush().await.unwrap();
+    apply(&e, key(1), Update::Remove, 2).await.unwrap();
+    e.flush().await.unwrap();
+    drop(e);
+    let e = open(&path).await.unwrap();
+    assert_eq!(read(&e, key(0), 100, 5_000_000).await.unwrap(), data);
+    assert!(e.meta(&key(1)).unwrap().unwrap().tombstone);
+    assert_eq!(e.usage().used, 733 * BLOCK);
+    drop(e);
+    let other = open_target_dir(&path, Some([7; 16]), Pool::default(), Options::default()).await.err().unwrap();
+    assert!(other.code == Code::Perm && other.message.contains("another cluster"), "{other}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn half_made_and_incomplete_targets_are_told_apart() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("t0");
+    assert_eq!(open(&path).await.err().unwrap().code, Code::NoEnt);
+    create(&path).await.unwrap();
+    fs::write(path.join("INCOMPLETE"), "").unwrap();
+    let e = open(&path).await.err().unwrap();
+    assert!(e.code == Code::NoEnt && e.message.contains("half made"), "{e}");
+    create(&path).await.unwrap();
+    drop(open(&path).await.unwrap());
+    for part in ["data", "table"] {
+        let away = dir.path().join("away");
+        fs::rename(path.join(part), &away).unwrap();
+        let e = open(&path).await.err().unwrap();
+        assert!(e.code == Code::NoEnt && e.message.contains(part), "{e}");
+        fs::rename(&away, path.join(part)).unwrap();
+    }
+    // A table of nothing never reads as "no chunks".
+    fs::rename(path.join("table"), dir.path().join("table")).unwrap();
+    fs::create_dir(path.join("table")).unwrap();
+    assert_eq!(open(&path).await.err().unwrap().code, Code::Corrupt);
+    fs::File::options().write(true).open(path.join("data")).unwrap().set_len(1 << 20).unwrap();
+    assert_eq!(open(&path).await.err().unwrap().code, Code::Corrupt);
+}

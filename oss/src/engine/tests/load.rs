@@ -1,0 +1,194 @@
+//! Space, cost and concurrency.
+
+use std::time::Duration;
+
+use strake_proto::Code;
+
+use super::{crash::Powered, *};
+use crate::device::mem::{OPS, Op};
+
+#[tokio::test]
+async fn a_full_device_says_so_and_deletes_give_everything_back() {
+    let bed = Bed::new(300).await;
+    let e = bed.open().await;
+    let mut written = 0;
+    let full = loop {
+        match apply(&e, key(written), write(0, &pattern(written, 8 * 4096 - 5)), 1).await {
+            Ok(()) => written += 1,
+            Err(e) => break e,
+        }
+    };
+    assert_eq!(full.code, Code::NoSpc);
+    assert!(full.message.contains("delete files"), "{full}");
+    assert_eq!(written, (300 - 16) / 8);
+    e.flush().await.unwrap();
+    // The reserve lets every file shrink although nothing is free.
+    for i in 0..written.min(16) {
+        apply(&e, key(i), Update::Truncate { len: 10_000 }, 2).await.unwrap();
+    }
+    // Space given back by an update is there for the next one without an explicit flush.
+    apply(&e, key(99), write(0, &pattern(99, 40 * 4096)), 1).await.unwrap();
+    for i in (0..written).chain([99]) {
+        apply(&e, key(i), Update::Remove, 3).await.unwrap();
+    }
+    e.flush().await.unwrap();
+    assert_eq!((e.usage().used, e.usage().chunks), (0, 0));
+    apply(&e, key(0), write(0, &pattern(1, 284 * 4096)), 4).await.unwrap();
+    assert_eq!(read_all(&e, key(0)).await.unwrap(), pattern(1, 284 * 4096));
+}
+
+#[tokio::test]
+async fn writes_to_fragmented_space_are_cut_into_pieces() {
+    let bed = Bed::new(272).await;
+    let e = bed.open().await;
+    for i in 0..256 {
+        apply(&e, key(i), write(0, &pattern(i, 4096)), 1).await.unwrap();
+    }
+    for i in (0..256).step_by(2) {
+        apply(&e, key(i), Update::Remove, 2).await.unwrap();
+    }
+    e.flush().await.unwrap();
+    let data = pattern(1000, 128 * 4096);
+    apply(&e, key(500), write(0, &data), 1).await.unwrap();
+    e.flush().await.unwrap();
+    drop(e);
+    let e = bed.open().await;
+    assert_eq!(read_all(&e, key(500)).await.unwrap(), data);
+    assert_eq!(read(&e, key(500), 5000, 300_000).await.unwrap(), data[5000..305_000]);
+}
+
+#[tokio::test]
+async fn a_4_kib_overwrite_costs_about_4_kib() {
+    let bed = Bed::new(8192).await;
+    let table = Powered::new(&bed, None);
+    let e = Engine::open(bed.device.clone(), table.clone(), Pool::default(), Options::default()).await.unwrap();
+    apply(&e, key(0), write(0, &pattern(1, 16 << 20)), 1).await.unwrap();
+    e.flush().await.unwrap();
+    let (start, table_start) = (bed.device.counters(), *table.written.lock());
+    for i in 0..200u32 {
+        apply(&e, key(0), write(i * 7919 % 4096 * 4096, &pattern(9, 4096)), 2).await.unwrap();
+        e.flush().await.unwrap();
+    }
+    let (end, table_end) = (bed.device.counters(), *table.written.lock());
+    assert_eq!((end.write_bytes - start.write_bytes, end.reads - start.reads), (200 * 4096, 0));
+    assert_eq!(table_end.0 - table_start.0, 200);
+    let each = (table_end.1 - table_start.1) / 200;
+    assert!(each < 1200, "{each} bytes of table per overwrite");
+}
+
+#[tokio::test]
+async fn appends_read_nothing_and_partial_overwrites_one_block_at_each_end() {
+    let bed = Bed::new(8192).await;
+    let e = bed.open().await;
+    apply(&e, key(0), write(0, &pattern(1, 10_000)), 1).await.unwrap();
+    apply(&e, key(0), write(12_288, &pattern(2, 100)), 2).await.unwrap();
+    apply(&e, key(0), write(1 << 20, &pattern(2, 5000)), 3).await.unwrap();
+    assert_eq!(bed.device.counters().reads, 2, "only the superblock's copies");
+    apply(&e, key(0), write(100, &pattern(3, 9000)), 4).await.unwrap();
+    assert_eq!(bed.device.counters().reads, 4);
+}
+
+/// Each version of a chunk is one byte repeated, so a reader that meets reused space sees it, if the checksum did not.
+#[tokio::test(start_paused = true)]
+async fn readers_see_whole_versions_while_space_is_reused_under_them() {
+    let mut bed = Bed::new(260).await;
+    bed.options.cached_records = 32;
+    let e = bed.open().await;
+    bed.device.set_latency(OPS, Duration::from_millis(2));
+    bed.device.set_latency(&[Op::Read], Duration::from_millis(23));
+    let len = 20 * 4096u32;
+    let mut tasks = Vec::new();
+    for index in 0..4u64 {
+        let e = e.clone();
+        tasks.push(tokio::spawn(async move {
+            for n in 1..150u64 {
+                let update = if n % 3 == 0 {
+                    replace(&vec![n as u8; len as usize])
+                } else {
+                    write(0, &vec![n as u8; len as usize])
+                };
+                while let Err(err) = apply(&e, key(index), update.clone(), n).await {
+                    assert_eq!(err.code, Code::NoSpc); // the others hold what is left
+                    tokio::time::sleep(Duration::from_millis(2)).await;
+                }
+            }
+        }));
+    }
+    for reader in 0..6u64 {
+        let e = e.clone();
+        tasks.push(tokio::spawn(async move {
+            let mut last = [0; 4];
+            for i in 0..300u64 {
+                let index = (i + reader) % 4;
+                let out = e.read(&key(index), 0, len).await.unwrap();
+                let n = out.version.number;
+                assert!(n >= last[index as usize], "went back");
+                last[index as usize] = n;
+                assert!(out.data.iter().all(|b| b.iter().all(|x| *x == n as u8)), "mixed versions");
+            }
+        }));
+    }
+    let flusher = {
+        let e = e.clone();
+        tokio::spawn(async move {
+            loop {
+                e.flush().await.unwrap();
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        })
+    };
+    for t in tasks {
+        t.await.unwrap();
+    }
+    flusher.abort();
+    bed.device.set_latency(OPS, Duration::ZERO);
+    e.flush().await.unwrap();
+    e.flush_now().await.unwrap();
+    assert_eq!(e.usage().used, 80 * BLOCK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn concurrent_flushes_are_one() {
+    let bed = Bed::new(1024).await;
+    let e = bed.open().await;
+    bed.device.set_latency(OPS, Duration::from_millis(3));
+    apply(&e, key(0), write(0, b"x"), 1).await.unwrap();
+    let before = bed.device.counters().flushes;
+    let all = (0..50).map(|_| e.flush());
+    assert!(futures_util::future::join_all(all).await.iter().all(Result::is_ok));
+    assert_eq!(bed.device.counters().flushes - before, 1);
+    assert!(!e.is_dirty());
+}
+
+#[tokio::test]
+async fn a_failed_device_flush_stops_changes_and_a_failed_write_does_not() {
+    let bed = Bed::new(1024).await;
+    let e = bed.open().await;
+    bed.device.fail(Op::Write, 0, Code::Io);
+    assert_eq!(apply(&e, key(0), write(0, b"x"), 1).await.unwrap_err().code, Code::Io);
+    apply(&e, key(0), write(0, b"y"), 1).await.unwrap();
+    e.flush().await.unwrap();
+    assert_eq!(e.usage().used, BLOCK);
+    apply(&e, key(0), write(0, b"z"), 2).await.unwrap();
+    bed.device.fail(Op::Flush, 0, Code::Io);
+    let first = e.flush().await.unwrap_err();
+    assert!(first.message.contains("restart"), "{first}");
+    // The second attempt must not claim that all is well.
+    assert_eq!(e.flush().await.unwrap_err(), first);
+    assert_eq!(apply(&e, key(0), write(0, b"w"), 3).await.unwrap_err(), first);
+    assert_eq!(read_all(&e, key(0)).await.unwrap(), b"z");
+}
+
+#[tokio::test]
+async fn a_full_table_delays_durability_and_loses_nothing() {
+    let bed = Bed::new(1024).await;
+    let e = bed.open().await;
+    apply(&e, key(0), write(0, b"x"), 1).await.unwrap();
+    bed.table.fail_next(strake_store::mem::Fault::Commit, 1, Code::NoSpc);
+    assert_eq!(e.flush().await.unwrap_err().code, Code::NoSpc);
+    assert!(e.is_dirty());
+    apply(&e, key(0), write(1, b"y"), 2).await.unwrap();
+    e.flush().await.unwrap();
+    drop(e);
+    assert_eq!(read_all(&*bed.open().await, key(0)).await.unwrap(), b"xy");
+}
