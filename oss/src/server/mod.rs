@@ -1,1 +1,116 @@
-//! See the crate documentation.
+//! The object storage server: a thin shell that connects chains, engines and the fabric.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `service.rs` | requests as they arrive: rights, sanity, dispatch |
+//! | `replica.rs` | carries out what a chain's state machine asks for |
+//! | `sync.rs` | filling a replica that is out of sync; repairing a damaged chunk |
+//! | `node.rs` | registration, heartbeats, lease, the cluster map |
+//! | `peers.rs` | connections to other servers |
+//! | `config.rs` | configuration keys |
+
+pub mod config;
+mod node;
+mod peers;
+mod replica;
+mod service;
+mod sync;
+#[cfg(test)]
+mod tests;
+
+use std::{sync::Arc, time::Duration};
+
+pub use config::{Config, TargetConfig};
+use node::Node;
+use peers::{MdsLink, Peers};
+use strake_fabric::{Endpoint, Env, Fabric, Listener};
+use strake_proto::{CapKey, Code, Result, pb};
+
+use crate::engine::Engine;
+
+/// What a server is made of; the simulator brings its own.
+pub struct Parts {
+    pub env: Env,
+    pub fabric: Arc<dyn Fabric>,
+    /// One per target, opened.
+    pub targets: Vec<Arc<Engine>>,
+    pub cap_key: CapKey,
+}
+
+/// A running server. Dropping it ends it without a flush; [`OssServer::shutdown`] flushes first.
+pub struct OssServer {
+    node: Arc<Node>,
+    listener: Option<Listener>,
+    endpoint: Endpoint,
+    tasks: Vec<tokio::task::JoinHandle<()>>,
+}
+
+/// Listens, registers (trying until a metadata leader answers) and serves. `EINVAL` if a target belongs to another
+/// cluster.
+pub async fn start(cfg: Config, parts: Parts) -> Result<OssServer> {
+    cfg.check()?;
+    let Parts { env, fabric, targets, cap_key } = parts;
+    let peers = Peers::new(env.clone(), fabric.clone());
+    let node = Node::new(cfg, env.clone(), cap_key, peers, targets);
+    let listener = fabric.listen(&node.cfg.listen, Arc::new(service::OssService { node: node.clone() })).await?;
+    let mut mds = MdsLink::new(fabric, node.cfg.mds.clone());
+    let mut pause = Duration::from_millis(50);
+    while let Err(e) = node.register(&mut mds, listener.endpoint()).await {
+        if e.code == Code::Inval {
+            return Err(e.context(format!("storage server '{}' cannot join", node.cfg.name)));
+        }
+        tracing::warn!("registration failed, trying again: {e}");
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(Duration::from_secs(1));
+    }
+    let mut tasks = vec![env.spawn(node.clone().stay_registered(mds, listener.endpoint().clone()))];
+    for t in &node.targets {
+        let (t, every) = (t.clone(), Duration::from_millis(node.cfg.flush_ms));
+        tasks.push(env.spawn(async move {
+            loop {
+                tokio::time::sleep(every).await;
+                if t.engine.is_dirty()
+                    && let Err(e) = t.engine.flush().await
+                {
+                    t.note(&e);
+                }
+            }
+        }));
+    }
+    let endpoint = listener.endpoint().clone();
+    Ok(OssServer { node, listener: Some(listener), endpoint, tasks })
+}
+
+impl OssServer {
+    /// Where it listens.
+    pub fn endpoint(&self) -> Endpoint {
+        self.endpoint.clone()
+    }
+
+    pub fn status(&self) -> pb::StatusReply {
+        self.node.status()
+    }
+
+    /// Stops serving, flushes, and ends. Chains go on without it once its lease has run out.
+    pub async fn shutdown(mut self) -> Result<()> {
+        self.stop();
+        for t in &self.node.targets {
+            t.engine.flush().await?;
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) {
+        self.listener = None;
+        for t in &self.tasks {
+            t.abort();
+        }
+        self.node.stop();
+    }
+}
+
+impl Drop for OssServer {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}

@@ -1,0 +1,427 @@
+//! The state machine of one replica of one chain.
+
+use std::collections::BTreeMap;
+
+use strake_proto::{
+    ChainId, ChunkId, Code, Error, Result,
+    data::{Stamp, Version, Writer},
+    pb::ReplicaState,
+};
+
+use super::{
+    Input, Local, MAX_QUEUE, Op, OpId, Outcome, Output, View, What,
+    slot::{Current, Due, Next, Refusal, Slot, Staging, Update},
+};
+
+#[derive(Debug)]
+pub struct ChainCore {
+    chain: ChainId,
+    me: Stamp,
+    view: View,
+    /// Epochs up to this one were about an earlier life of this target.
+    stale_through: u64,
+    /// The predecessor has spoken in an epoch in which it knew this replica as SERVING.
+    confirmed: bool,
+    failed: bool,
+    slots: BTreeMap<ChunkId, Slot>,
+    /// Chunk of each operation that is in a slot.
+    ops: BTreeMap<OpId, ChunkId>,
+}
+
+fn refuse(op: OpId, code: Code, message: String) -> Output {
+    Output::Done { op, outcome: Outcome::Refused(Error::new(code, message)) }
+}
+
+impl ChainCore {
+    /// `stale_through`: the chain's epoch in the map that this target registered with, if it was in the chain then.
+    pub fn new(chain: ChainId, me: Stamp, stale_through: u64) -> ChainCore {
+        ChainCore {
+            chain,
+            me,
+            view: View::outside(0),
+            stale_through,
+            confirmed: false,
+            failed: false,
+            slots: BTreeMap::new(),
+            ops: BTreeMap::new(),
+        }
+    }
+
+    pub fn view(&self) -> &View {
+        &self.view
+    }
+
+    pub fn failed(&self) -> bool {
+        self.failed
+    }
+
+    /// Chunks with something in flight.
+    pub fn busy(&self) -> usize {
+        self.slots.len()
+    }
+
+    pub fn handle(&mut self, input: Input, local: &mut dyn Local) -> Vec<Output> {
+        let mut out = Vec::new();
+        match input {
+            Input::View(v) => self.new_view(v, local, &mut out),
+            Input::Op(op) => self.admit(op, local, &mut out),
+            Input::Staged { op, result } => {
+                if let Some(u) = self.update(op) {
+                    u.staging = result.map_or_else(Staging::Failed, |()| Staging::Ok);
+                    self.advance(op, local, &mut out);
+                }
+            }
+            Input::Answer { op, attempt, result } => self.answer(op, attempt, result, local, &mut out),
+            Input::Pushed { op, attempt, result } => self.pushed(op, attempt, result, local, &mut out),
+            Input::Retry { op, attempt } => {
+                if let Some(u) = self.update(op).filter(|u| u.attempt == attempt && matches!(u.next, Next::Paused)) {
+                    u.next = Next::Idle;
+                    self.advance(op, local, &mut out);
+                }
+            }
+            Input::Release { op } => {
+                let Some(chunk) = self.ops.remove(&op) else { return out };
+                if let Some(s) = self.slots.get_mut(&chunk) {
+                    s.current = None;
+                }
+                self.next_in_queue(chunk, local, &mut out);
+            }
+        }
+        out
+    }
+
+    /// Whether committed bytes of a chunk may be answered to a reader now.
+    pub fn read(&self, chunk: &ChunkId, epoch: u64) -> Result<()> {
+        self.check_epoch(epoch)?;
+        if !self.view.serving() {
+            return Err(self.not_serving("is not in sync here"));
+        }
+        if !self.confirmed {
+            return Err(self.not_serving("has just come into sync; ask again"));
+        }
+        let current = self.slots.get(chunk).and_then(|s| s.current.as_ref());
+        if !self.view.tail && matches!(current, Some(Current::Update(u)) if u.exposed && !u.dropped) {
+            return Err(Error::new(Code::NotServing, format!("chunk {chunk} is being changed (dirty); ask the tail")));
+        }
+        Ok(())
+    }
+
+    /// For flushes and other messages of the chain that are no updates: the same epoch, and this replica in it.
+    pub fn check_member(&self, epoch: u64) -> Result<()> {
+        self.check_epoch(epoch)?;
+        if self.view.takes_updates() { Ok(()) } else { Err(self.not_serving("is not in sync here")) }
+    }
+
+    /// A message from the predecessor at `epoch` arrived and was accepted.
+    pub fn heard_predecessor(&mut self, epoch: u64) {
+        self.confirmed |= epoch == self.view.epoch && self.view.serving();
+    }
+
+    fn check_epoch(&self, epoch: u64) -> Result<()> {
+        if self.failed {
+            return Err(self.not_serving("is on a failed target"));
+        }
+        if epoch != self.view.epoch {
+            let m = format!("chain {}: epoch {epoch} asked, {} here", self.chain, self.view.epoch);
+            return Err(Error::new(Code::StaleEpoch, m));
+        }
+        Ok(())
+    }
+
+    fn not_serving(&self, why: &str) -> Error {
+        let m = format!("chain {} {why} (target {}, epoch {})", self.chain, self.me.target, self.view.epoch);
+        Error::new(Code::NotServing, m)
+    }
+
+    fn update(&mut self, op: OpId) -> Option<&mut Update> {
+        let slot = self.slots.get_mut(self.ops.get(&op)?)?;
+        match slot.current.as_mut()? {
+            Current::Update(u) if u.op == op => Some(u),
+            _ => None,
+        }
+    }
+
+    // --- a new epoch
+
+    fn new_view(&mut self, mut view: View, local: &mut dyn Local, out: &mut Vec<Output>) {
+        if view.epoch <= self.view.epoch {
+            return;
+        }
+        if view.epoch <= self.stale_through {
+            view = View::outside(view.epoch);
+        }
+        let was_serving = self.view.serving();
+        self.confirmed = view.serving() && (view.head || (was_serving && self.confirmed));
+        self.view = view;
+        if let Some(to) = self.view.serving_successor() {
+            out.push(Output::Greet { to, epoch: self.view.epoch });
+        }
+        let keeps = matches!(self.view.state, ReplicaState::ReplicaServing | ReplicaState::ReplicaLastsrv);
+        let chunks: Vec<ChunkId> = self.slots.keys().copied().collect();
+        for chunk in chunks {
+            let Some(slot) = self.slots.get_mut(&chunk) else { continue };
+            for op in slot.queue.drain(..) {
+                out.push(refuse(op.id, Code::StaleEpoch, format!("chain {} has a new epoch", self.chain)));
+            }
+            let Some(Current::Update(u)) = slot.current.as_mut() else { continue };
+            u.new_epoch();
+            if !keeps && !u.dropped {
+                u.dropped = true;
+                for id in std::iter::once(u.op).chain(u.also.drain(..)) {
+                    out.push(refuse(id, Code::NotServing, format!("chain {} is not in sync here", self.chain)));
+                }
+            }
+            let op = u.op;
+            self.advance(op, local, out);
+        }
+    }
+
+    // --- into the slot
+
+    fn admit(&mut self, op: Op, local: &mut dyn Local, out: &mut Vec<Output>) {
+        if op.epoch > self.view.epoch {
+            out.push(Output::RefreshMap);
+        }
+        if let Err(e) = self.may_enter(&op) {
+            out.push(Output::Done { op: op.id, outcome: Outcome::Refused(e) });
+            return;
+        }
+        if matches!(op.what, What::Forward { .. }) {
+            self.heard_predecessor(op.epoch);
+        }
+        let slot = self.slots.entry(op.chunk).or_default();
+        if let (Some(Current::Update(u)), What::Forward { version, .. }) = (slot.current.as_mut(), &op.what)
+            && u.version == *version
+            && !u.dropped
+        {
+            u.also.push(op.id);
+            return;
+        }
+        if slot.queue.len() >= MAX_QUEUE {
+            out.push(refuse(op.id, Code::Overloaded, format!("chunk {} has {MAX_QUEUE} updates waiting", op.chunk)));
+            return;
+        }
+        let chunk = op.chunk;
+        slot.queue.push_back(op);
+        if slot.current.is_none() {
+            self.next_in_queue(chunk, local, out);
+        }
+    }
+
+    fn may_enter(&self, op: &Op) -> Result<()> {
+        self.check_member(op.epoch)?;
+        match op.what {
+            What::Client { .. } if !(self.view.serving() && self.view.head) => {
+                Err(self.not_serving("takes updates at its head, not here"))
+            }
+            What::Forward { .. } if self.view.head => {
+                Err(self.not_serving("has its head here, which nobody forwards to"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn next_in_queue(&mut self, chunk: ChunkId, local: &mut dyn Local, out: &mut Vec<Output>) {
+        loop {
+            let Some(slot) = self.slots.get_mut(&chunk) else { return };
+            if slot.current.is_some() {
+                return;
+            }
+            let Some(op) = slot.queue.pop_front() else {
+                self.slots.remove(&chunk);
+                return;
+            };
+            self.start(op, local, out);
+        }
+    }
+
+    /// Gives the free slot to an operation, or answers it at once.
+    fn start(&mut self, op: Op, local: &mut dyn Local, out: &mut Vec<Output>) {
+        let current = match op.what {
+            What::Hold => {
+                out.push(Output::Done { op: op.id, outcome: Outcome::Granted });
+                Current::Hold(op.id)
+            }
+            What::Client { session, seq, replay } => match self.assign(&op, session, seq, replay, local) {
+                Ok(u) => Current::Update(Box::new(u)),
+                Err(outcome) => return out.push(Output::Done { op: op.id, outcome }),
+            },
+            What::Forward { session, seq, version, prev } => match accept(&op, session, seq, version, prev, local) {
+                Ok(u) => Current::Update(Box::new(u)),
+                Err(outcome) => return out.push(Output::Done { op: op.id, outcome }),
+            },
+        };
+        let update = matches!(current, Current::Update(_));
+        self.ops.insert(op.id, op.chunk);
+        self.slots.entry(op.chunk).or_default().current = Some(current);
+        if update {
+            out.push(Output::Stage { op: op.id });
+            self.advance(op.id, local, out);
+        }
+    }
+
+    /// At the head: answers a repetition, else gives the update its version.
+    fn assign(
+        &self,
+        op: &Op,
+        session: u64,
+        seq: u64,
+        replay: Option<Version>,
+        local: &dyn Local,
+    ) -> Result<Update, Outcome> {
+        let now = local.committed(&op.chunk).map_err(Outcome::Refused)?;
+        if session != 0
+            && let Some(w) = now.writers.iter().find(|w| w.session == session && w.seq == seq)
+        {
+            return Err(Outcome::Known { version: w.version });
+        }
+        if let Some(first) = replay
+            && now.writers.iter().any(|w| w.version > first && w.session != session)
+        {
+            let m = format!("chunk {} was changed by others since; this write's bytes are lost", op.chunk);
+            return Err(Outcome::Refused(Error::new(Code::Overtaken, m)));
+        }
+        let version = Version { epoch: self.view.epoch, number: now.version.number.saturating_add(1) };
+        Ok(Update::new(op, version, now.version, Writer { session, seq, version }))
+    }
+
+    // --- through the slot
+
+    /// Does what is due for the update, until it waits for something.
+    fn advance(&mut self, op: OpId, local: &mut dyn Local, out: &mut Vec<Output>) {
+        let Some(chunk) = self.ops.get(&op).copied() else { return };
+        let (view, me) = (self.view.clone(), self.me);
+        let Some(u) = self.update(op) else { return };
+        match u.due(&view) {
+            Due::Wait => {}
+            Due::Forward(to) => {
+                u.attempt = u.attempt.wrapping_add(1);
+                (u.next, u.exposed) = (Next::Asked, true);
+                let (attempt, version, prev) = (u.attempt, u.version, u.prev);
+                out.push(Output::Forward { op, attempt, to, epoch: view.epoch, version, prev });
+            }
+            Due::Commit(behind) => match local.commit(op, u.version, u.writer) {
+                Ok(()) => {
+                    let version = u.version;
+                    let stamps: Vec<Stamp> = std::iter::once(me).chain(behind).collect();
+                    self.finish(chunk, || Outcome::Applied { version, stamps: stamps.clone() }, local, out);
+                }
+                Err(e) => self.fail(e.context("commit of an update failed"), out),
+            },
+            Due::Refuse(e) => self.finish(chunk, || Outcome::Refused(e.clone()), local, out),
+            Due::Fail(e) => {
+                self.fail(e.context("the successor committed an update that cannot be stored here"), out);
+            }
+            Due::Free => {
+                if let Some(s) = self.slots.get_mut(&chunk) {
+                    s.current = None;
+                }
+                self.ops.remove(&op);
+                self.next_in_queue(chunk, local, out);
+            }
+        }
+    }
+
+    /// Answers the update in the slot and all who asked for the same, and goes on to the next.
+    fn finish(&mut self, chunk: ChunkId, outcome: impl Fn() -> Outcome, local: &mut dyn Local, out: &mut Vec<Output>) {
+        let Some(slot) = self.slots.get_mut(&chunk) else { return };
+        if let Some(Current::Update(u)) = slot.current.take() {
+            self.ops.remove(&u.op);
+            for id in std::iter::once(u.op).chain(u.also) {
+                out.push(Output::Done { op: id, outcome: outcome() });
+            }
+        }
+        self.next_in_queue(chunk, local, out);
+    }
+
+    fn fail(&mut self, reason: Error, out: &mut Vec<Output>) {
+        if !self.failed {
+            self.failed = true;
+            out.push(Output::Failed { reason });
+        }
+    }
+
+    fn answer(
+        &mut self,
+        op: OpId,
+        attempt: u32,
+        result: Result<Vec<Stamp>>,
+        local: &mut dyn Local,
+        out: &mut Vec<Output>,
+    ) {
+        let syncing = self.view.syncing_successor();
+        let (chain, epoch, me) = (self.chain, self.view.epoch, self.me.target);
+        let chunk = self.ops.get(&op).copied();
+        let Some(u) = self.update(op).filter(|u| u.attempt == attempt && matches!(u.next, Next::Asked)) else { return };
+        let error = match result {
+            Ok(stamps) => {
+                u.next = Next::Done(stamps);
+                return self.advance(op, local, out);
+            }
+            Err(e) => e,
+        };
+        match (Refusal::of(error.code), syncing, chunk) {
+            (Refusal::Final, _, _) if !u.unanswered => {
+                u.next = Next::Refused(error);
+                return self.advance(op, local, out);
+            }
+            (Refusal::Gap, Some(to), Some(chunk)) => {
+                u.attempt = u.attempt.wrapping_add(1);
+                u.next = Next::Pushing;
+                return out.push(Output::Push { op, attempt: u.attempt, to, epoch, chunk });
+            }
+            (Refusal::Gap, _, _) => {
+                let message = format!(
+                    "chain {chain} epoch {epoch}: the in-sync successor of target {me} refused version {:?} built on \
+                     {:?}: {error}",
+                    u.version, u.prev
+                );
+                out.push(Output::Alarm { message });
+            }
+            (Refusal::Unanswered, _, _) => u.unanswered = true,
+            (Refusal::Transient, _, _) if error.code == Code::StaleEpoch => out.push(Output::RefreshMap),
+            _ => {}
+        }
+        u.next = Next::Paused;
+        out.push(Output::RetryLater { op, attempt: u.attempt });
+    }
+
+    fn pushed(&mut self, op: OpId, attempt: u32, result: Result<()>, local: &mut dyn Local, out: &mut Vec<Output>) {
+        let Some(u) = self.update(op).filter(|u| u.attempt == attempt && matches!(u.next, Next::Pushing)) else {
+            return;
+        };
+        match result {
+            Ok(()) => {
+                u.next = Next::Idle;
+                self.advance(op, local, out);
+            }
+            Err(e) => {
+                if e.code == Code::StaleEpoch {
+                    out.push(Output::RefreshMap);
+                }
+                u.next = Next::Paused;
+                out.push(Output::RetryLater { op, attempt });
+            }
+        }
+    }
+}
+
+/// At any other replica: takes an update that builds on what is committed here.
+fn accept(
+    op: &Op,
+    session: u64,
+    seq: u64,
+    version: Version,
+    prev: Version,
+    local: &dyn Local,
+) -> Result<Update, Outcome> {
+    let now = local.committed(&op.chunk).map_err(Outcome::Refused)?.version;
+    if now == version {
+        return Err(Outcome::Known { version });
+    }
+    if now != prev {
+        let m = format!("chunk {} is at {now:?} here, the update builds on {prev:?}", op.chunk);
+        return Err(Outcome::Refused(Error::new(Code::VersionGap, m)));
+    }
+    Ok(Update::new(op, version, prev, Writer { session, seq, version }))
+}

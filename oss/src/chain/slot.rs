@@ -1,0 +1,155 @@
+//! The one thing a chunk has in flight, and what is to be done about it next.
+
+use std::collections::VecDeque;
+
+use strake_proto::{
+    Code, Error, TargetId,
+    data::{Stamp, Version, Writer},
+};
+
+use super::{Op, OpId, View};
+
+#[derive(Debug, Default)]
+pub struct Slot {
+    pub current: Option<Current>,
+    pub queue: VecDeque<Op>,
+}
+
+#[derive(Debug)]
+pub enum Current {
+    Hold(OpId),
+    Update(Box<Update>),
+}
+
+#[derive(Debug)]
+pub enum Staging {
+    Pending,
+    Ok,
+    Failed(Error),
+}
+
+/// Where the update stands with the successor, in the present epoch.
+#[derive(Debug)]
+pub enum Next {
+    /// Not asked.
+    Idle,
+    Asked,
+    /// Being given the whole chunk first.
+    Pushing,
+    /// Asked without success; to be asked again after a pause.
+    Paused,
+    Done(Vec<Stamp>),
+    Refused(Error),
+}
+
+#[derive(Debug)]
+pub struct Update {
+    pub op: OpId,
+    /// Repetitions of the same forward, answered with it.
+    pub also: Vec<OpId>,
+    pub eager: bool,
+    pub version: Version,
+    pub prev: Version,
+    pub writer: Writer,
+    pub staging: Staging,
+    pub next: Next,
+    /// Counts messages to the successor; answers to older ones are ignored.
+    pub attempt: u32,
+    /// A message of this epoch got no answer: it may still arrive and be applied.
+    pub unanswered: bool,
+    /// Some replica behind has been sent it: it may be committed there.
+    pub exposed: bool,
+    /// Answered `NotServing`; only staging is waited for.
+    pub dropped: bool,
+}
+
+/// What the tables of `docs/replication.md` say is due.
+#[derive(Debug)]
+pub enum Due {
+    Wait,
+    Forward(TargetId),
+    Commit(Vec<Stamp>),
+    Refuse(Error),
+    /// The successor has what this replica cannot have.
+    Fail(Error),
+    /// Dropped, and staging is over.
+    Free,
+}
+
+impl Update {
+    pub fn new(op: &Op, version: Version, prev: Version, writer: Writer) -> Update {
+        Update {
+            op: op.id,
+            also: Vec::new(),
+            eager: op.eager,
+            version,
+            prev,
+            writer,
+            staging: Staging::Pending,
+            next: Next::Idle,
+            attempt: 0,
+            unanswered: false,
+            exposed: false,
+            dropped: false,
+        }
+    }
+
+    pub fn due(&mut self, view: &View) -> Due {
+        if self.dropped {
+            return if matches!(self.staging, Staging::Pending) { Due::Wait } else { Due::Free };
+        }
+        if !view.takes_updates() {
+            return Due::Wait; // LASTSRV: kept until this replica knows whether it is the source
+        }
+        let successor = view.successor.map(|(t, _)| t);
+        match (&self.staging, &mut self.next, successor) {
+            (Staging::Pending, Next::Idle, Some(s)) if self.eager || self.exposed => Due::Forward(s),
+            (Staging::Pending, _, _) => Due::Wait,
+            (Staging::Ok, _, None) => Due::Commit(Vec::new()),
+            (Staging::Ok, Next::Done(stamps), Some(_)) => Due::Commit(std::mem::take(stamps)),
+            (Staging::Ok, Next::Idle, Some(s)) => Due::Forward(s),
+            (_, Next::Refused(e), Some(_)) => Due::Refuse(e.clone()),
+            // The lost successor may have shown it to readers; those before this replica may have it.
+            (Staging::Failed(e), _, None) if self.exposed && !view.head => Due::Fail(e.clone()),
+            (Staging::Failed(e), _, None) => Due::Refuse(e.clone()),
+            (Staging::Failed(e), Next::Done(_), Some(_)) => Due::Fail(e.clone()),
+            // Sent to somebody in an earlier epoch: the present successor may have it from there.
+            (Staging::Failed(_), Next::Idle, Some(s)) if self.exposed => Due::Forward(s),
+            (Staging::Failed(e), Next::Idle, Some(_)) => Due::Refuse(e.clone()),
+            (_, Next::Asked | Next::Pushing | Next::Paused, Some(_)) => Due::Wait,
+        }
+    }
+
+    /// Forgets what was said to the successor of the epoch before.
+    pub fn new_epoch(&mut self) {
+        self.next = Next::Idle;
+        self.attempt = self.attempt.wrapping_add(1);
+        self.unanswered = false;
+    }
+}
+
+/// How a successor's refusal is to be taken.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// It did not and will not apply the update.
+    Final,
+    /// It may have applied it.
+    Unanswered,
+    /// Not now.
+    Transient,
+    /// It does not have what the update builds on.
+    Gap,
+}
+
+impl Refusal {
+    pub fn of(code: Code) -> Refusal {
+        match code {
+            Code::Disconnected | Code::TimedOut => Refusal::Unanswered,
+            Code::VersionGap => Refusal::Gap,
+            Code::StaleEpoch | Code::NotServing | Code::LeaseExpired | Code::Overloaded | Code::NotLeader => {
+                Refusal::Transient
+            }
+            _ => Refusal::Final,
+        }
+    }
+}

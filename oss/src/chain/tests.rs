@@ -1,0 +1,304 @@
+//! The tables of `docs/replication.md`, row by row, and the random runs of [`super::model`].
+
+use std::collections::BTreeMap;
+
+use strake_proto::{
+    Code,
+    pb::{
+        self,
+        ReplicaState::{self, *},
+    },
+};
+
+use super::{model::Cluster, *};
+
+const CHUNK: ChunkId = ChunkId { ino: 2, data: 1, index: 0 };
+
+fn v(epoch: u64, number: u64) -> Version {
+    Version { epoch, number }
+}
+
+#[derive(Default)]
+struct Mem(BTreeMap<ChunkId, Committed>, bool);
+
+impl Local for Mem {
+    fn committed(&self, chunk: &ChunkId) -> Result<Committed> {
+        Ok(self.0.get(chunk).cloned().unwrap_or_default())
+    }
+    fn commit(&mut self, _: OpId, version: Version, writer: Writer) -> Result<()> {
+        if self.1 {
+            return Err(Error::new(Code::Io, "broken"));
+        }
+        let c = self.0.entry(CHUNK).or_default();
+        c.version = version;
+        c.writers.push(writer);
+        Ok(())
+    }
+}
+
+/// Target 5 in a chain of which `before` are upstream and `after` downstream, at an epoch.
+struct One {
+    core: ChainCore,
+    mem: Mem,
+}
+
+fn view(epoch: u64, replicas: &[(u32, ReplicaState)]) -> View {
+    let replicas = replicas.iter().map(|(target, s)| pb::Replica { target: *target, state: *s as i32 }).collect();
+    View::of(&pb::Chain { id: 1, epoch, replicas, preferred: vec![] }, 5)
+}
+
+impl One {
+    fn new(replicas: &[(u32, ReplicaState)]) -> One {
+        let core = ChainCore::new(1, Stamp { target: 5, stamp: 55 }, 0);
+        let mut one = One { core, mem: Mem::default() };
+        one.go(Input::View(view(3, replicas)));
+        one.core.heard_predecessor(3);
+        one
+    }
+    /// Everything asked for, as words.
+    fn go(&mut self, input: Input) -> Vec<String> {
+        let say = |o: Output| match o {
+            Output::Stage { op } => format!("stage {op}"),
+            Output::Forward { op, to, version, attempt, .. } => {
+                format!("forward {op} #{attempt} to {to} n{}", version.number)
+            }
+            Output::Push { op, to, .. } => format!("push {op} to {to}"),
+            Output::RetryLater { op, .. } => format!("later {op}"),
+            Output::Done { op, outcome } => match outcome {
+                Outcome::Applied { version, stamps } => format!("applied {op} n{} x{}", version.number, stamps.len()),
+                Outcome::Known { version } => format!("known {op} n{}", version.number),
+                Outcome::Granted => format!("granted {op}"),
+                Outcome::Refused(e) => format!("refused {op} {:?}", e.code),
+            },
+            Output::Greet { to, .. } => format!("greet {to}"),
+            Output::RefreshMap => "refresh".into(),
+            Output::Failed { .. } => "failed".into(),
+            Output::Alarm { .. } => "alarm".into(),
+        };
+        self.core.handle(input, &mut self.mem).into_iter().map(say).collect()
+    }
+    fn client(&mut self, id: OpId, seq: u64, eager: bool) -> Vec<String> {
+        let what = What::Client { session: 9, seq, replay: None };
+        self.go(Input::Op(Op { id, chunk: CHUNK, epoch: self.core.view().epoch, eager, what }))
+    }
+    fn forward(&mut self, id: OpId, epoch: u64, version: Version, prev: Version) -> Vec<String> {
+        let what = What::Forward { session: 9, seq: id, version, prev };
+        self.go(Input::Op(Op { id, chunk: CHUNK, epoch, eager: true, what }))
+    }
+    fn staged(&mut self, op: OpId, code: Option<Code>) -> Vec<String> {
+        self.go(Input::Staged { op, result: code.map_or(Ok(()), |c| Err(Error::new(c, "test"))) })
+    }
+    fn answer(&mut self, op: OpId, attempt: u32, code: Option<Code>) -> Vec<String> {
+        let ok = vec![Stamp { target: 6, stamp: 66 }];
+        self.go(Input::Answer { op, attempt, result: code.map_or(Ok(ok), |c| Err(Error::new(c, "test"))) })
+    }
+}
+
+const ALONE: &[(u32, ReplicaState)] = &[(5, ReplicaServing)];
+const HEAD: &[(u32, ReplicaState)] = &[(5, ReplicaServing), (6, ReplicaServing)];
+const MIDDLE: &[(u32, ReplicaState)] = &[(4, ReplicaServing), (5, ReplicaServing), (6, ReplicaServing)];
+const TAIL: &[(u32, ReplicaState)] = &[(4, ReplicaServing), (5, ReplicaServing)];
+const FILLING: &[(u32, ReplicaState)] = &[(5, ReplicaServing), (6, ReplicaSyncing)];
+
+#[test]
+fn a_lone_replica_commits_what_is_staged_and_knows_it_again() {
+    let mut r = One::new(ALONE);
+    assert_eq!(r.client(1, 7, true), ["stage 1"]);
+    assert_eq!(r.client(2, 7, true), [""; 0], "queued behind the first");
+    assert_eq!(r.staged(1, None), ["applied 1 n1 x1", "known 2 n1"]);
+    assert_eq!(r.client(3, 8, true), ["stage 3"]);
+    assert_eq!(r.staged(3, Some(Code::NoSpc)), ["refused 3 NoSpc"]);
+    assert_eq!(r.mem.0[&CHUNK].version, v(3, 1));
+}
+
+#[test]
+fn the_head_forwards_at_once_with_room_and_after_staging_without() {
+    let mut r = One::new(HEAD);
+    assert_eq!(r.client(1, 1, true), ["stage 1", "forward 1 #1 to 6 n1"]);
+    assert_eq!(r.answer(1, 1, None), [""; 0]);
+    assert_eq!(r.staged(1, None), ["applied 1 n1 x2"]);
+    assert_eq!(r.client(2, 2, false), ["stage 2"]);
+    assert_eq!(r.staged(2, None), ["forward 2 #1 to 6 n2"]);
+    assert_eq!(r.answer(2, 1, None), ["applied 2 n2 x2"]);
+}
+
+#[test]
+fn refusals_are_final_only_if_nothing_is_unanswered() {
+    let mut r = One::new(HEAD);
+    r.client(1, 1, true);
+    r.staged(1, None);
+    assert_eq!(r.answer(1, 1, Some(Code::NoSpc)), ["refused 1 NoSpc"]);
+    r.client(2, 2, true);
+    r.staged(2, None);
+    assert_eq!(r.answer(2, 1, Some(Code::TimedOut)), ["later 2"]);
+    assert_eq!(r.go(Input::Retry { op: 2, attempt: 1 }), ["forward 2 #2 to 6 n1"]);
+    assert_eq!(r.answer(2, 2, Some(Code::NoSpc)), ["later 2"], "the first attempt may still be applied");
+    assert_eq!(r.answer(2, 1, None), [""; 0], "an answer to an older attempt says nothing");
+    assert_eq!(r.go(Input::Retry { op: 2, attempt: 2 }), ["forward 2 #3 to 6 n1"]);
+    assert_eq!(r.answer(2, 3, None), ["applied 2 n1 x2"]);
+}
+
+#[test]
+fn a_replica_that_cannot_have_what_its_successor_has_fails() {
+    let mut r = One::new(HEAD);
+    r.client(1, 1, true);
+    assert_eq!(r.staged(1, Some(Code::NoSpc)), [""; 0], "the successor may have it");
+    assert_eq!(r.answer(1, 1, None), ["failed"]);
+    assert_eq!(r.client(2, 2, true), ["refused 2 NotServing"]);
+    let mut r = One::new(HEAD);
+    r.client(1, 1, true);
+    r.staged(1, Some(Code::NoSpc));
+    assert_eq!(r.answer(1, 1, Some(Code::Resend)), ["refused 1 Resend"], "nobody has it");
+    let mut r = One::new(ALONE);
+    r.mem.1 = true;
+    r.client(1, 1, true);
+    assert_eq!(r.staged(1, None), ["failed"], "a commit that fails");
+}
+
+#[test]
+fn forwards_are_taken_known_or_refused_by_version() {
+    let mut r = One::new(TAIL);
+    assert_eq!(r.client(1, 1, true), ["refused 1 NotServing"], "clients go to the head");
+    assert_eq!(r.forward(2, 3, v(2, 1), v(0, 0)), ["stage 2"]);
+    assert_eq!(r.forward(3, 3, v(2, 1), v(0, 0)), [""; 0], "the same again shares the answer");
+    assert_eq!(r.staged(2, None), ["applied 2 n1 x1", "applied 3 n1 x1"]);
+    assert_eq!(r.forward(4, 3, v(2, 1), v(0, 0)), ["known 4 n1"]);
+    assert_eq!(r.forward(5, 3, v(3, 3), v(3, 2)), ["refused 5 VersionGap"]);
+    assert_eq!(r.forward(6, 3, v(3, 2), v(1, 1)), ["refused 6 VersionGap"], "the same number of another history");
+    assert_eq!(r.forward(7, 2, v(3, 2), v(2, 1)), ["refused 7 StaleEpoch"]);
+    assert_eq!(r.forward(8, 4, v(3, 2), v(2, 1)), ["refresh", "refused 8 StaleEpoch"]);
+}
+
+#[test]
+fn a_syncing_successor_is_given_the_chunk_first_and_a_serving_one_raises_the_alarm() {
+    let mut r = One::new(FILLING);
+    assert_eq!(r.client(1, 1, true), ["stage 1", "forward 1 #1 to 6 n1"]);
+    r.staged(1, None);
+    assert_eq!(r.answer(1, 1, Some(Code::VersionGap)), ["push 1 to 6"]);
+    assert_eq!(r.go(Input::Pushed { op: 1, attempt: 2, result: Ok(()) }), ["forward 1 #3 to 6 n1"]);
+    assert_eq!(r.answer(1, 3, None), ["applied 1 n1 x2"]);
+    let mut r = One::new(HEAD);
+    r.client(1, 1, true);
+    assert_eq!(r.answer(1, 1, Some(Code::VersionGap)), ["alarm", "later 1"]);
+}
+
+#[test]
+fn a_new_epoch_resends_completes_keeps_or_drops() {
+    let in_flight = || {
+        let mut r = One::new(MIDDLE);
+        assert_eq!(r.forward(1, 3, v(3, 1), v(0, 0)), ["stage 1", "forward 1 #1 to 6 n1"]);
+        assert_eq!(r.staged(1, None), [""; 0]);
+        assert_eq!(r.forward(2, 3, v(3, 2), v(3, 1)), [""; 0]);
+        r
+    };
+    let stale = "refused 2 StaleEpoch";
+    let mut r = in_flight();
+    let next = [(5, ReplicaServing), (7, ReplicaServing)];
+    assert_eq!(r.go(Input::View(view(4, &next))), ["greet 7", stale, "forward 1 #3 to 7 n1"]);
+    let mut r = in_flight();
+    assert_eq!(r.go(Input::View(view(4, TAIL))), [stale, "applied 1 n1 x1"]);
+    let mut r = in_flight();
+    assert_eq!(r.go(Input::View(view(4, &[(5, ReplicaLastsrv)]))), [stale]);
+    assert_eq!(r.go(Input::View(view(5, ALONE))), ["applied 1 n1 x1"], "the source completes it");
+    for state in [ReplicaSyncing, ReplicaWaiting, ReplicaOffline] {
+        let mut r = in_flight();
+        let out = r.go(Input::View(view(4, &[(4, ReplicaServing), (5, state)])));
+        assert_eq!(out, [stale, "refused 1 NotServing"], "{state:?}");
+        assert_eq!(r.core.busy(), 0);
+    }
+    let mut r = in_flight();
+    assert_eq!(r.go(Input::View(view(3, TAIL))), [""; 0], "not newer");
+}
+
+#[test]
+fn a_dropped_update_keeps_the_slot_until_its_staging_is_over() {
+    let mut r = One::new(TAIL);
+    r.forward(1, 3, v(3, 1), v(0, 0));
+    let syncing = [(4, ReplicaServing), (5, ReplicaSyncing)];
+    assert_eq!(r.go(Input::View(view(4, &syncing))), ["refused 1 NotServing"]);
+    assert_eq!(r.forward(2, 4, v(3, 1), v(0, 0)), [""; 0]);
+    assert_eq!(r.staged(1, None), ["stage 2"]);
+    assert_eq!(r.staged(2, None), ["applied 2 n1 x1"]);
+}
+
+#[test]
+fn reads_are_answered_where_bytes_are_known_to_be_committed() {
+    let code = |r: &One, epoch| r.core.read(&CHUNK, epoch).err().map(|e| e.code);
+    let mut r = One::new(MIDDLE);
+    assert_eq!((code(&r, 3), code(&r, 2)), (None, Some(Code::StaleEpoch)));
+    r.forward(1, 3, v(3, 1), v(0, 0));
+    assert_eq!(code(&r, 3), Some(Code::NotServing), "dirty");
+    r.staged(1, None);
+    r.answer(1, 1, None);
+    assert_eq!(code(&r, 3), None);
+    let mut r = One::new(TAIL);
+    r.forward(1, 3, v(3, 1), v(0, 0));
+    assert_eq!(code(&r, 3), None, "the tail's committed bytes");
+    r.go(Input::View(view(4, &[(4, ReplicaServing), (5, ReplicaSyncing)])));
+    assert_eq!(code(&r, 4), Some(Code::NotServing));
+    r.go(Input::View(view(5, TAIL)));
+    assert_eq!(code(&r, 5), Some(Code::NotServing), "its predecessor may take itself for the tail");
+    r.core.heard_predecessor(4);
+    assert_eq!(code(&r, 5), Some(Code::NotServing));
+    r.core.heard_predecessor(5);
+    assert_eq!(code(&r, 5), None);
+}
+
+#[test]
+fn an_epoch_of_a_former_life_does_not_count() {
+    let mut r = One { core: ChainCore::new(1, Stamp { target: 5, stamp: 1 }, 3), mem: Mem::default() };
+    r.go(Input::View(view(3, ALONE)));
+    assert_eq!(r.client(1, 1, true), ["refused 1 NotServing"]);
+    r.go(Input::View(view(4, ALONE)));
+    assert_eq!(r.client(2, 1, true), ["stage 2"]);
+}
+
+#[test]
+fn holds_keep_updates_off_and_queues_are_bounded() {
+    let mut r = One::new(ALONE);
+    let hold = |id| Input::Op(Op { id, chunk: CHUNK, epoch: 3, eager: true, what: What::Hold });
+    assert_eq!(r.go(hold(1)), ["granted 1"]);
+    assert_eq!(r.core.read(&CHUNK, 3), Ok(()));
+    for i in 0..MAX_QUEUE as u64 {
+        assert_eq!(r.client(10 + i, i, true), [""; 0]);
+    }
+    assert_eq!(r.client(99, 99, true), ["refused 99 Overloaded"]);
+    assert_eq!(r.go(Input::Release { op: 1 }), ["stage 10"]);
+    assert_eq!(r.go(Input::Release { op: 1 }), [""; 0]);
+}
+
+#[test]
+fn replays_are_known_applied_or_overtaken() {
+    let replay = |r: &mut One, id, seq, first| {
+        let what = What::Client { session: 9, seq, replay: Some(first) };
+        r.go(Input::Op(Op { id, chunk: CHUNK, epoch: 3, eager: true, what }))
+    };
+    let writer = |session, seq, version| Writer { session, seq, version };
+    let mut r = One::new(ALONE);
+    let writers = vec![writer(9, 1, v(2, 4)), writer(9, 2, v(3, 5))];
+    r.mem.0.insert(CHUNK, Committed { version: v(3, 5), writers });
+    assert_eq!(replay(&mut r, 1, 1, v(2, 4)), ["known 1 n4"]);
+    assert_eq!(replay(&mut r, 2, 3, v(2, 6)), ["stage 2"], "only this session wrote since");
+    r.staged(2, None);
+    r.mem.0.get_mut(&CHUNK).unwrap().writers.push(writer(8, 1, v(3, 7)));
+    assert_eq!(replay(&mut r, 3, 4, v(2, 7)), ["refused 3 Overtaken"]);
+}
+
+#[test]
+fn random_faults_keep_what_is_promised() {
+    let seeds: u64 = std::env::var("STRAKE_SEEDS").ok().and_then(|s| s.parse().ok()).unwrap_or(300);
+    let (mut reads, mut writes) = (0, 0);
+    for seed in 0..seeds {
+        let run = std::panic::catch_unwind(|| {
+            let mut c = Cluster::new(seed);
+            for _ in 0..6_000 {
+                c.step();
+            }
+            c.settle();
+            (c.reads, c.writes)
+        });
+        let (r, w) = run.unwrap_or_else(|_| panic!("seed {seed}"));
+        (reads, writes) = (reads + r, writes + w);
+    }
+    assert!(reads > seeds * 20 && writes > seeds * 20, "runs did too little: {reads} reads, {writes} writes");
+}

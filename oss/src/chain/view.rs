@@ -1,0 +1,66 @@
+//! What a replica knows of its chain at one epoch.
+
+use strake_proto::{
+    TargetId,
+    map::ChainExt,
+    pb::{self, ReplicaState},
+};
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct View {
+    pub epoch: u64,
+    /// This replica's state; `ReplicaUnknown` when it is not in the chain.
+    pub state: ReplicaState,
+    pub head: bool,
+    /// The last SERVING replica: it answers reads of chunks that are being changed.
+    pub tail: bool,
+    pub successor: Option<(TargetId, ReplicaState)>,
+    /// SERVING replicas, head to tail.
+    pub serving: Vec<TargetId>,
+}
+
+impl View {
+    pub fn of(chain: &pb::Chain, me: TargetId) -> View {
+        let state = chain.state_of(me).unwrap_or(ReplicaState::ReplicaUnknown);
+        let takes_part = matches!(state, ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing);
+        View {
+            epoch: chain.epoch,
+            state,
+            head: chain.head() == Some(me),
+            tail: chain.tail() == Some(me),
+            successor: if takes_part { chain.successor(me) } else { None },
+            serving: chain.serving().collect(),
+        }
+    }
+
+    /// As of before this replica's first map, or of an epoch that was about its former life.
+    pub fn outside(epoch: u64) -> View {
+        View {
+            epoch,
+            state: ReplicaState::ReplicaUnknown,
+            head: false,
+            tail: false,
+            successor: None,
+            serving: Vec::new(),
+        }
+    }
+
+    pub fn serving(&self) -> bool {
+        self.state == ReplicaState::ReplicaServing
+    }
+
+    /// SERVING or SYNCING: updates run through this replica.
+    pub fn takes_updates(&self) -> bool {
+        matches!(self.state, ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing)
+    }
+
+    /// The SERVING successor, which flushes go to.
+    pub fn serving_successor(&self) -> Option<TargetId> {
+        self.successor.filter(|(_, s)| *s == ReplicaState::ReplicaServing).map(|(t, _)| t)
+    }
+
+    /// The successor that the tail has to fill.
+    pub fn syncing_successor(&self) -> Option<TargetId> {
+        self.successor.filter(|(_, s)| *s == ReplicaState::ReplicaSyncing).map(|(t, _)| t)
+    }
+}

@@ -1,0 +1,124 @@
+//! Configuration of an object storage server.
+
+use std::{net::SocketAddr, path::PathBuf};
+
+use serde::{Deserialize, Deserializer, de::Error as _};
+use strake_fabric::Endpoint;
+use strake_proto::{Code, Error, Result};
+
+fn endpoint<'de, D: Deserializer<'de>>(d: D) -> Result<Endpoint, D::Error> {
+    String::deserialize(d)?.parse().map_err(D::Error::custom)
+}
+
+fn endpoint_option<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Endpoint>, D::Error> {
+    Option::<String>::deserialize(d)?.map(|s| s.parse().map_err(D::Error::custom)).transpose()
+}
+
+fn endpoints<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Endpoint>, D::Error> {
+    Vec::<String>::deserialize(d)?.iter().map(|s| s.parse().map_err(D::Error::custom)).collect()
+}
+
+/// One target: a folder (with its chunk table, and its data unless `size` is of a block device named in it).
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TargetConfig {
+    /// Folder of the target. Made and formatted on the first start.
+    pub path: PathBuf,
+    /// Bytes its data may take. Only read when the target is made.
+    pub size: u64,
+}
+
+/// See `docs/operations.md`, "Object storage server configuration".
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// Stable name of this node, unique in the cluster.
+    pub name: String,
+    /// Where it listens, `tcp:HOST:PORT`. Port 0 picks one.
+    #[serde(deserialize_with = "endpoint")]
+    pub listen: Endpoint,
+    /// What others reach it at, when that is not `listen`.
+    #[serde(default, deserialize_with = "endpoint_option")]
+    pub advertise: Option<Endpoint>,
+    /// Where the gRPC administration service listens; none if absent.
+    #[serde(default)]
+    pub admin: Option<SocketAddr>,
+    /// The metadata servers, in any order.
+    #[serde(deserialize_with = "endpoints")]
+    pub mds: Vec<Endpoint>,
+    #[serde(default)]
+    pub targets: Vec<TargetConfig>,
+    /// Milliseconds between heartbeats.
+    #[serde(default = "defaults::heartbeat")]
+    pub heartbeat_ms: u64,
+    /// Milliseconds between flushes of a target with unflushed changes.
+    #[serde(default = "defaults::flush")]
+    pub flush_ms: u64,
+    /// Bytes per second that a resync may send per chain, 0 = no limit.
+    #[serde(default)]
+    pub sync_rate: u64,
+    /// Chunks a resync keeps in flight per chain.
+    #[serde(default = "defaults::sync_parallel")]
+    pub sync_parallel: usize,
+    /// Requests of clients worked on at a time; beyond it they are told to come again.
+    #[serde(default = "defaults::max_requests")]
+    pub max_requests: usize,
+    /// Milliseconds to wait for another storage server's answer before it is asked again.
+    #[serde(default = "defaults::peer_timeout")]
+    pub peer_timeout_ms: u64,
+}
+
+mod defaults {
+    pub fn heartbeat() -> u64 {
+        250
+    }
+    pub fn flush() -> u64 {
+        1000
+    }
+    pub fn sync_parallel() -> usize {
+        4
+    }
+    pub fn max_requests() -> usize {
+        1024
+    }
+    pub fn peer_timeout() -> u64 {
+        4000
+    }
+}
+
+impl Config {
+    /// With defaults for everything else.
+    pub fn new(name: impl Into<String>, listen: Endpoint, mds: Vec<Endpoint>) -> Config {
+        Config {
+            name: name.into(),
+            listen,
+            advertise: None,
+            admin: None,
+            mds,
+            targets: Vec::new(),
+            heartbeat_ms: defaults::heartbeat(),
+            flush_ms: defaults::flush(),
+            sync_rate: 0,
+            sync_parallel: defaults::sync_parallel(),
+            max_requests: defaults::max_requests(),
+            peer_timeout_ms: defaults::peer_timeout(),
+        }
+    }
+
+    pub fn check(&self) -> Result<()> {
+        let bad = |m: &str| Err(Error::new(Code::Inval, format!("storage server configuration: {m}")));
+        if self.name.is_empty() || self.name.len() > 255 {
+            return bad("name must be 1 to 255 bytes");
+        }
+        if self.mds.is_empty() {
+            return bad("mds must name at least one metadata server");
+        }
+        if self.heartbeat_ms == 0 || self.flush_ms == 0 || self.peer_timeout_ms == 0 {
+            return bad("heartbeat_ms, flush_ms and peer_timeout_ms must be above 0");
+        }
+        if self.sync_parallel == 0 || self.max_requests == 0 {
+            return bad("sync_parallel and max_requests must be above 0");
+        }
+        Ok(())
+    }
+}

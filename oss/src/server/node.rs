@@ -1,0 +1,389 @@
+//! What all parts of one storage server share, and its place in the cluster: registration, heartbeats, the map.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use arc_swap::ArcSwap;
+use parking_lot::Mutex;
+use prost::Message as _;
+use strake_fabric::{Endpoint, Env, Message};
+use strake_proto::{
+    CapKey, ChainId, Code, Error, Result, SessionId, TargetId,
+    ids::TARGET_UNASSIGNED,
+    map::{ChainExt, MapView},
+    opcode,
+    pb::{self, ReplicaState},
+};
+use tokio::sync::{Notify, Semaphore};
+
+use super::{
+    Config,
+    peers::{MdsLink, Peers},
+    replica::Replica,
+};
+use crate::{chain::View, engine::Engine};
+
+/// Evicted sessions remembered; their capabilities expire long before so many follow.
+const MAX_EVICTED: usize = 65_536;
+/// Below this much free space an update is staged before anybody hears of it.
+const ROOM: u64 = 256 << 20;
+const REGISTER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// One target in this life of the process.
+pub struct Target {
+    pub engine: Arc<Engine>,
+    pub stamp: u64,
+    /// `TARGET_UNASSIGNED` until registered.
+    pub id: AtomicU32,
+    pub repaired: AtomicU64,
+    failed: AtomicBool,
+}
+
+impl Target {
+    pub fn id(&self) -> TargetId {
+        self.id.load(Ordering::Acquire)
+    }
+    pub fn failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+    pub fn fail(&self, why: &Error) {
+        if !self.failed.swap(true, Ordering::AcqRel) {
+            tracing::error!("target {} has failed and leaves its chains: {why}", self.id());
+        }
+    }
+    /// An error of the engine: one of the device takes the target out.
+    pub fn note(&self, e: &Error) {
+        if e.code == Code::Io {
+            self.fail(e);
+        }
+    }
+    pub fn has_room(&self) -> bool {
+        let u = self.engine.usage();
+        u.capacity.saturating_sub(u.used) > ROOM.min(u.capacity / 8)
+    }
+}
+
+/// Minimum epochs of evicted sessions.
+#[derive(Default)]
+struct Evictions {
+    seen: u64,
+    min_epoch: BTreeMap<SessionId, (u64, u64)>,
+    order: BTreeMap<u64, SessionId>,
+}
+
+impl Evictions {
+    fn add(&mut self, e: &pb::Evicted) {
+        self.seen = self.seen.max(e.number);
+        self.min_epoch.insert(e.session, (e.min_epoch, e.number));
+        self.order.insert(e.number, e.session);
+        while self.order.len() > MAX_EVICTED {
+            let Some((number, session)) = self.order.pop_first() else { return };
+            if self.min_epoch.get(&session).is_some_and(|(_, n)| *n == number) {
+                self.min_epoch.remove(&session);
+            }
+        }
+    }
+}
+
+pub struct Node {
+    pub cfg: Config,
+    pub env: Env,
+    pub cap_key: CapKey,
+    pub peers: Peers,
+    pub targets: Vec<Arc<Target>>,
+    pub id: AtomicU32,
+    pub map: ArcSwap<MapView>,
+    /// Heartbeat now: the map is stale, or there is news.
+    pub kick: Notify,
+    /// Bounds what clients have in progress.
+    pub clients: Semaphore,
+    pub started: Duration,
+    replicas: Mutex<BTreeMap<(TargetId, ChainId), Arc<Replica>>>,
+    /// On the boot clock.
+    lease_until: Mutex<Duration>,
+    evictions: Mutex<Evictions>,
+    next_op: AtomicU64,
+    /// One map at a time, in order.
+    applying: Mutex<()>,
+}
+
+impl Node {
+    pub fn new(cfg: Config, env: Env, cap_key: CapKey, peers: Peers, engines: Vec<Arc<Engine>>) -> Arc<Node> {
+        let target = |engine: Arc<Engine>| {
+            let id = AtomicU32::new(engine.identity().target_id);
+            let stamp = env.random_u64();
+            Arc::new(Target { engine, stamp, id, repaired: AtomicU64::new(0), failed: AtomicBool::new(false) })
+        };
+        Arc::new(Node {
+            clients: Semaphore::new(cfg.max_requests),
+            targets: engines.into_iter().map(target).collect(),
+            cap_key,
+            peers,
+            id: AtomicU32::new(0),
+            map: ArcSwap::from_pointee(MapView::default()),
+            kick: Notify::new(),
+            started: env.boot(),
+            replicas: Mutex::default(),
+            lease_until: Mutex::default(),
+            evictions: Mutex::default(),
+            next_op: AtomicU64::new(1),
+            applying: Mutex::default(),
+            cfg,
+            env,
+        })
+    }
+
+    pub fn next_op(&self) -> u64 {
+        self.next_op.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub fn lease_left(&self) -> Duration {
+        self.lease_until.lock().saturating_sub(self.env.boot())
+    }
+
+    pub fn check_lease(&self) -> Result<()> {
+        if self.lease_left().is_zero() {
+            let m = format!("storage server '{}' has no lease: it does not reach the metadata leader", self.cfg.name);
+            return Err(Error::new(Code::LeaseExpired, m));
+        }
+        Ok(())
+    }
+
+    pub fn check_session(&self, session: SessionId, epoch: u64) -> Result<()> {
+        match self.evictions.lock().min_epoch.get(&session) {
+            Some((min, _)) if epoch < *min => {
+                Err(Error::new(Code::NoSession, format!("session {session:x} was evicted")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The replica of a chain on a target of this server.
+    pub fn replica(&self, target: TargetId, chain: ChainId) -> Result<Arc<Replica>> {
+        self.replicas.lock().get(&(target, chain)).cloned().ok_or_else(|| {
+            self.kick.notify_one();
+            let m = format!("target {target} of storage server '{}' has no replica of chain {chain}", self.cfg.name);
+            Error::new(Code::NotServing, m)
+        })
+    }
+
+    pub fn target(&self, id: TargetId) -> Option<&Arc<Target>> {
+        self.targets.iter().find(|t| t.id() == id)
+    }
+
+    /// Takes a newer map: every replica gets its chain's new state.
+    pub fn apply_map(self: &Arc<Self>, map: pb::ClusterMap) -> Result<()> {
+        let _one = self.applying.lock();
+        let before = self.map.load_full();
+        if map.version <= before.version() {
+            return Ok(());
+        }
+        let first = before.version() == 0;
+        let map = Arc::new(MapView::new(map)?);
+        self.map.store(map.clone());
+        for target in self.targets.iter().filter(|t| t.id() != TARGET_UNASSIGNED) {
+            let id = target.id();
+            for chain in map.chains_of(id) {
+                let in_former_life = first
+                    && matches!(chain.state_of(id), Some(ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing));
+                let stale_through = if in_former_life { chain.epoch } else { 0 };
+                let new = || Replica::new(self.clone(), target.clone(), id, chain.id, stale_through);
+                self.replicas.lock().entry((id, chain.id)).or_insert_with(new);
+            }
+        }
+        let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().cloned().collect();
+        for r in replicas {
+            if let Some(chain) = map.chain(r.chain) {
+                r.take_view(View::of(chain, r.id));
+            }
+        }
+        self.kick.notify_one(); // acknowledges it
+        Ok(())
+    }
+
+    // --- registration and heartbeats
+
+    fn advertised(&self, listening: &Endpoint) -> String {
+        self.cfg.advertise.as_ref().unwrap_or(listening).to_string()
+    }
+
+    fn register_request(&self, listening: &Endpoint) -> pb::RegisterRequest {
+        let ids: Vec<_> = self.targets.iter().map(|t| t.engine.identity()).collect();
+        let fs = ids.iter().map(|i| i.fs_uuid).find(|u| *u != [0; 16]);
+        let targets = self.targets.iter().zip(&ids).map(|(t, id)| pb::RegisterTarget {
+            uuid: id.target_uuid.to_vec().into(),
+            capacity: t.engine.usage().capacity,
+            stamp: t.stamp,
+            id: id.target_id,
+        });
+        pb::RegisterRequest {
+            name: self.cfg.name.clone(),
+            endpoints: vec![self.advertised(listening)],
+            targets: targets.collect(),
+            version: env!("CARGO_PKG_VERSION").into(),
+            fs_uuid: fs.map(Vec::from).unwrap_or_default().into(),
+        }
+    }
+
+    /// One attempt to register. `EINVAL`: this server or its targets belong elsewhere, trying again is no use.
+    pub async fn register(self: &Arc<Self>, mds: &mut MdsLink, listening: &Endpoint) -> Result<()> {
+        let body = self.register_request(listening).encode_to_vec();
+        let map = self.map.load_full();
+        let m = mds.call(&map, Message::new(opcode::REGISTER, body), REGISTER_TIMEOUT).await?;
+        let bad = |e: prost::DecodeError| Error::new(Code::Protocol, format!("answer to registration: {e}"));
+        let r = pb::RegisterReply::decode(&m.body[..]).map_err(bad)?;
+        let fs: [u8; 16] = r.fs_uuid[..]
+            .try_into()
+            .map_err(|_| Error::new(Code::Protocol, "answer to registration: cluster uuid is not 16 bytes"))?;
+        if r.target_ids.len() != self.targets.len() {
+            return Err(Error::new(Code::Protocol, "answer to registration: not one id per target"));
+        }
+        for (t, id) in self.targets.iter().zip(&r.target_ids) {
+            let mut have = t.engine.identity();
+            if have.fs_uuid != [0; 16] && have.fs_uuid != fs {
+                let m = format!("target {} belongs to another cluster; it is not touched", have.target_id);
+                return Err(Error::new(Code::Inval, m));
+            }
+            if have.fs_uuid != fs || have.target_id != *id || have.node != self.cfg.name {
+                (have.fs_uuid, have.target_id, have.node) = (fs, *id, self.cfg.name.clone());
+                t.engine.set_identity(have).await?;
+            }
+            t.id.store(*id, Ordering::Release);
+        }
+        self.id.store(r.node, Ordering::Release);
+        if let Some(map) = r.map {
+            self.apply_map(map)?;
+        }
+        Ok(())
+    }
+
+    /// Registers, then sends heartbeats for ever.
+    pub async fn stay_registered(self: Arc<Self>, mut mds: MdsLink, listening: Endpoint) {
+        let period = Duration::from_millis(self.cfg.heartbeat_ms);
+        loop {
+            match self.heartbeat(&mut mds, period).await {
+                Ok(()) => {}
+                Err(e) if e.code == Code::Stale => {
+                    tracing::warn!("registering again: {e}");
+                    if let Err(e) = self.register(&mut mds, &listening).await {
+                        tracing::warn!("registration failed, trying again: {e}");
+                        tokio::time::sleep(period).await;
+                    }
+                    continue;
+                }
+                Err(e) if e.code == Code::NotLeader => {
+                    // The answer named another server, or the next one is asked; no reason to wait a whole period.
+                    tokio::time::sleep(period / 5).await;
+                    continue;
+                }
+                Err(e) => tracing::debug!("heartbeat: {e}"),
+            }
+            tokio::select! {
+                biased;
+                () = self.kick.notified() => tokio::time::sleep(Duration::from_millis(5)).await,
+                () = tokio::time::sleep(period) => {}
+            }
+        }
+    }
+
+    fn heartbeat_request(&self) -> pb::HeartbeatRequest {
+        let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().cloned().collect();
+        let map_version = self.map.load().version();
+        let report = |t: &Arc<Target>| {
+            let u = t.engine.usage();
+            let synced = replicas.iter().filter(|r| r.id == t.id() && r.has_synced()).map(|r| r.chain).collect();
+            pb::TargetReport {
+                target: t.id(),
+                stamp: t.stamp,
+                capacity: u.capacity,
+                used: u.used,
+                failed: t.failed(),
+                synced_chains: synced,
+                chunks: u.chunks,
+            }
+        };
+        pb::HeartbeatRequest {
+            node: self.id.load(Ordering::Acquire),
+            map_version,
+            targets: self.targets.iter().map(report).collect(),
+            unreachable: self.peers.unreachable(),
+            evicted_seen: self.evictions.lock().seen,
+        }
+    }
+
+    async fn heartbeat(self: &Arc<Self>, mds: &mut MdsLink, period: Duration) -> Result<()> {
+        let map = self.map.load_full();
+        let body = self.heartbeat_request().encode_to_vec();
+        let sent = self.env.boot();
+        let m = mds.call(&map, Message::new(opcode::HEARTBEAT, body), period * 2).await?;
+        let bad = |e: prost::DecodeError| Error::new(Code::Protocol, format!("answer to a heartbeat: {e}"));
+        let r = pb::HeartbeatReply::decode(&m.body[..]).map_err(bad)?;
+        {
+            let mut ev = self.evictions.lock();
+            r.evicted.iter().for_each(|e| ev.add(e));
+        }
+        // The map first: a lease must not cover what the answer has just taken away.
+        if let Some(map) = r.map {
+            self.apply_map(map)?;
+        }
+        let until = sent + Duration::from_millis(u64::from(r.lease_ms));
+        let mut lease = self.lease_until.lock();
+        *lease = until.max(*lease);
+        Ok(())
+    }
+
+    /// Gives up its lease and its replicas, which hold on to this node.
+    pub fn stop(&self) {
+        *self.lease_until.lock() = Duration::ZERO;
+        self.replicas.lock().clear();
+    }
+
+    pub fn status(&self) -> pb::StatusReply {
+        let lease_left_ms = self.lease_left().as_millis() as u64;
+        let target = |t: &Arc<Target>| {
+            let u = t.engine.usage();
+            let device = t.engine.device();
+            pb::TargetStatus {
+                id: t.id(),
+                device: device.name(),
+                capacity: u.capacity,
+                used: u.used,
+                chunks: u.chunks,
+                direct_io: device.direct(),
+                reads: u.reads,
+                writes: u.writes,
+                read_bytes: u.read_bytes,
+                write_bytes: u.write_bytes,
+                checksum_errors: u.checksum_errors,
+                lease_left_ms,
+            }
+        };
+        let mut notices = Vec::new();
+        for t in &self.targets {
+            if t.failed() {
+                notices.push(format!("target {} has failed; replace its device and restart", t.id()));
+            }
+            if !t.engine.device().direct() {
+                notices.push(format!("target {} runs without direct I/O: its file system refuses it", t.id()));
+            }
+        }
+        pb::StatusReply {
+            role: "oss".into(),
+            node: self.id.load(Ordering::Acquire),
+            name: self.cfg.name.clone(),
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid: u64::from(std::process::id()),
+            uptime_ms: self.env.boot().saturating_sub(self.started).as_millis() as u64,
+            map: Some(self.map.load().map.clone()),
+            notices,
+            targets: self.targets.iter().map(target).collect(),
+            ..pb::StatusReply::default()
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! Connections to other storage servers and to the metadata servers.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use parking_lot::Mutex;
+use strake_fabric::{Connection, Endpoint, Env, Fabric, Message};
+use strake_proto::{Code, Error, NodeId, Result, map::MapView};
+
+/// Failures older than this are no longer reported.
+const RECENT: Duration = Duration::from_secs(1);
+const CONNECT: Duration = Duration::from_secs(1);
+
+/// Keeps messages that wait for others apart from those they wait for, so that full windows cannot block in a circle:
+/// what goes to a replica with `n` replicas behind it travels on a connection of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Lane {
+    Forward(u8),
+    Flush(u8),
+    /// Answered by the receiver alone.
+    Other,
+}
+
+type Shared = Arc<tokio::sync::Mutex<Option<Arc<dyn Connection>>>>;
+
+pub struct Peers {
+    env: Env,
+    fabric: Arc<dyn Fabric>,
+    conns: Mutex<BTreeMap<(NodeId, Lane), Shared>>,
+    /// When a node last failed to answer, without an answer since.
+    failing: Mutex<BTreeMap<NodeId, Duration>>,
+}
+
+fn unanswered(e: &Error) -> bool {
+    matches!(e.code, Code::Disconnected | Code::TimedOut | Code::Unauthenticated)
+}
+
+impl Peers {
+    pub fn new(env: Env, fabric: Arc<dyn Fabric>) -> Peers {
+        Peers { env, fabric, conns: Mutex::default(), failing: Mutex::default() }
+    }
+
+    /// Calls a node of the map. Connection errors read as `Disconnected`.
+    pub async fn call(
+        &self,
+        map: &MapView,
+        node: NodeId,
+        lane: Lane,
+        m: Message,
+        timeout: Duration,
+    ) -> Result<Message> {
+        let result = match self.connect(map, node, lane).await {
+            Ok(conn) => conn.call(m, timeout).await,
+            Err(e) => Err(Error::new(Code::Disconnected, e.message)),
+        };
+        let mut failing = self.failing.lock();
+        match &result {
+            Err(e) if unanswered(e) => failing.insert(node, self.env.boot()),
+            _ => failing.remove(&node),
+        };
+        result
+    }
+
+    async fn connect(&self, map: &MapView, node: NodeId, lane: Lane) -> Result<Arc<dyn Connection>> {
+        let shared = self.conns.lock().entry((node, lane)).or_default().clone();
+        let mut slot = shared.lock().await;
+        if let Some(c) = slot.as_ref().filter(|c| !c.is_closed()) {
+            return Ok(c.clone());
+        }
+        let n =
+            map.node(node).ok_or_else(|| Error::new(Code::Disconnected, format!("node {node} is not in the map")))?;
+        let mut last = Error::new(Code::Disconnected, format!("node {node} has no endpoint"));
+        for e in &n.endpoints {
+            match connect(&*self.fabric, &e.parse()?).await {
+                Ok(c) => {
+                    *slot = Some(c.clone());
+                    return Ok(c);
+                }
+                Err(e) => last = e,
+            }
+        }
+        Err(last.context(format!("connecting to node {node}")))
+    }
+
+    /// Nodes that lately did not answer, for the heartbeat.
+    pub fn unreachable(&self) -> Vec<NodeId> {
+        let now = self.env.boot();
+        let mut failing = self.failing.lock();
+        failing.retain(|_, at| now.saturating_sub(*at) < RECENT);
+        failing.keys().copied().collect()
+    }
+}
+
+async fn connect(fabric: &dyn Fabric, to: &Endpoint) -> Result<Arc<dyn Connection>> {
+    match tokio::time::timeout(CONNECT, fabric.connect(to, None)).await {
+        Ok(r) => r,
+        Err(_) => Err(Error::new(Code::TimedOut, format!("{to} does not accept connections"))),
+    }
+}
+
+/// The way to the leading metadata server.
+pub struct MdsLink {
+    fabric: Arc<dyn Fabric>,
+    endpoints: Vec<Endpoint>,
+    at: usize,
+    conn: Option<Arc<dyn Connection>>,
+}
+
+impl MdsLink {
+    pub fn new(fabric: Arc<dyn Fabric>, endpoints: Vec<Endpoint>) -> MdsLink {
+        MdsLink { fabric, endpoints, at: 0, conn: None }
+    }
+
+    /// One attempt. After a failure the next attempt goes to the leader if the answer named it, else to the next server.
+    pub async fn call(&mut self, map: &MapView, m: Message, timeout: Duration) -> Result<Message> {
+        let result = self.try_call(m, timeout).await;
+        if let Err(e) = &result {
+            let hint = (e.code == Code::NotLeader).then(|| map.node(e.leader)).flatten();
+            let hint = hint.and_then(|n| n.endpoints.iter().find_map(|e| e.parse().ok()));
+            match (e.code, hint) {
+                (_, Some(leader)) => {
+                    self.at = self.endpoints.iter().position(|e| *e == leader).unwrap_or_else(|| {
+                        self.endpoints.push(leader);
+                        self.endpoints.len() - 1
+                    });
+                    self.conn = None;
+                }
+                (
+                    Code::NotLeader | Code::Disconnected | Code::TimedOut | Code::Unauthenticated | Code::Protocol,
+                    None,
+                ) => {
+                    self.at = (self.at + 1) % self.endpoints.len().max(1);
+                    self.conn = None;
+                }
+                _ => {}
+            }
+        }
+        result
+    }
+
+    async fn try_call(&mut self, m: Message, timeout: Duration) -> Result<Message> {
+        if self.conn.as_ref().is_none_or(|c| c.is_closed()) {
+            let to = self
+                .endpoints
+                .get(self.at)
+                .ok_or_else(|| Error::new(Code::Inval, "no metadata server is configured"))?;
+            self.conn = Some(connect(&*self.fabric, to).await.map_err(|e| Error::new(Code::Disconnected, e.message))?);
+        }
+        match &self.conn {
+            Some(c) => c.call(m, timeout).await,
+            None => Err(Error::new(Code::Disconnected, "no metadata server answers")),
+        }
+    }
+}

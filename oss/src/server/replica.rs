@@ -1,0 +1,429 @@
+//! The shell around one [`ChainCore`]: carries out what it asks for, and feeds it what came of it.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use strake_fabric::{Buf, Message};
+use strake_proto::{
+    ChainId, ChunkId, Code, Error, Result, TargetId,
+    data::{DataReply, DataRequest, FLAG_REPLAY, FLAG_TOMBSTONE, Kind, Stamp, Version, Writer},
+    opcode,
+};
+use tokio::sync::oneshot;
+
+use super::{
+    node::{Node, Target},
+    peers::Lane,
+};
+use crate::{
+    chain::{ChainCore, Committed, Input, Local, Op, OpId, Outcome, Output, View, What},
+    engine::{Engine, Key, Staged, Update},
+};
+
+/// Pause before a successor that did not take an update is asked again.
+const RETRY: Duration = Duration::from_millis(20);
+
+/// An update as it came, kept until it is answered.
+pub struct Carried {
+    pub request: DataRequest,
+    pub payload: Vec<Buf>,
+    pub trace: u64,
+}
+
+struct Running {
+    carried: Option<Arc<Carried>>,
+    staged: Option<Staged>,
+    reply: oneshot::Sender<Outcome>,
+}
+
+struct Inner {
+    core: ChainCore,
+    ops: BTreeMap<OpId, Running>,
+}
+
+pub struct Replica {
+    pub node: Arc<Node>,
+    pub target: Arc<Target>,
+    pub chain: ChainId,
+    pub id: TargetId,
+    inner: Mutex<Inner>,
+    /// The epoch in which the SYNCING successor was completely filled.
+    pub synced: AtomicU64,
+}
+
+struct Store<'a> {
+    engine: &'a Engine,
+    chain: ChainId,
+    ops: &'a mut BTreeMap<OpId, Running>,
+}
+
+impl Local for Store<'_> {
+    fn committed(&self, chunk: &ChunkId) -> Result<Committed> {
+        let meta = self.engine.meta(&Key { chain: self.chain, chunk: *chunk })?.unwrap_or_default();
+        Ok(Committed { version: meta.version, writers: meta.writers })
+    }
+
+    fn commit(&mut self, op: OpId, version: Version, writer: Writer) -> Result<()> {
+        let staged = self.ops.get_mut(&op).and_then(|o| o.staged.take());
+        let staged = staged.ok_or_else(|| Error::new(Code::Io, "an update to be committed was not staged"))?;
+        self.engine.commit(staged, version, vec![writer]).map(drop)
+    }
+}
+
+/// A chunk's slot, held; given back when dropped.
+pub struct Hold {
+    replica: Arc<Replica>,
+    op: OpId,
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.replica.feed(Input::Release { op: self.op });
+    }
+}
+
+/// What the request's update is to the engine.
+pub fn update_of(c: &Carried) -> Result<Update> {
+    let (r, data) = (&c.request, || c.payload.clone());
+    Ok(match r.kind {
+        Kind::Write => Update::Write { offset: r.offset, data: data(), sums: r.sums.clone() },
+        Kind::Truncate => Update::Truncate { len: r.offset },
+        Kind::Remove => Update::Remove,
+        Kind::Replace => {
+            Update::Replace { data: data(), sums: r.sums.clone(), tombstone: r.flags & FLAG_TOMBSTONE != 0 }
+        }
+        Kind::None => return Err(Error::new(Code::Inval, "an update that updates nothing")),
+    })
+}
+
+impl Replica {
+    pub fn new(node: Arc<Node>, target: Arc<Target>, id: TargetId, chain: ChainId, stale_through: u64) -> Arc<Replica> {
+        let core = ChainCore::new(chain, Stamp { target: id, stamp: target.stamp }, stale_through);
+        let inner = Mutex::new(Inner { core, ops: BTreeMap::new() });
+        Arc::new(Replica { node, target, chain, id, inner, synced: AtomicU64::new(0) })
+    }
+
+    pub fn engine(&self) -> &Arc<Engine> {
+        &self.target.engine
+    }
+    pub fn key(&self, chunk: ChunkId) -> Key {
+        Key { chain: self.chain, chunk }
+    }
+    pub fn view(&self) -> View {
+        self.inner.lock().core.view().clone()
+    }
+    pub fn stamp(&self) -> Stamp {
+        Stamp { target: self.id, stamp: self.target.stamp }
+    }
+    pub fn check_read(&self, chunk: &ChunkId, epoch: u64) -> Result<()> {
+        self.inner.lock().core.read(chunk, epoch)
+    }
+    pub fn check_member(&self, epoch: u64) -> Result<()> {
+        let known = {
+            let inner = self.inner.lock();
+            inner.core.check_member(epoch).map_err(|e| (e, inner.core.view().epoch))
+        };
+        known.map_err(|(e, ours)| {
+            if epoch > ours {
+                self.node.kick.notify_one();
+            }
+            e
+        })
+    }
+    pub fn heard_predecessor(&self, epoch: u64) {
+        self.inner.lock().core.heard_predecessor(epoch);
+    }
+
+    // --- into the core
+
+    /// Hands an update to the chain and waits for what becomes of it.
+    pub async fn submit(self: &Arc<Self>, carried: Carried, what: What) -> Result<Outcome> {
+        let r = &carried.request;
+        let (id, chunk, epoch) = (self.node.next_op(), r.chunk, r.epoch);
+        let op = Op { id, chunk, epoch, eager: self.target.has_room(), what };
+        let (reply, answer) = oneshot::channel();
+        let running = Running { carried: Some(Arc::new(carried)), staged: None, reply };
+        self.enter(op, running);
+        let gone = || Error::new(Code::Disconnected, "this storage server is stopping");
+        match answer.await.map_err(|_| gone())? {
+            Outcome::Refused(e) => Err(e),
+            outcome => Ok(outcome),
+        }
+    }
+
+    /// Waits until nothing is in flight for a chunk and keeps it so.
+    pub async fn hold(self: &Arc<Self>, chunk: ChunkId, epoch: u64) -> Result<Hold> {
+        let id = self.node.next_op();
+        let (reply, answer) = oneshot::channel();
+        let op = Op { id, chunk, epoch, eager: true, what: What::Hold };
+        self.enter(op, Running { carried: None, staged: None, reply });
+        // From here on, so that what is granted to a caller that goes away is given back.
+        let hold = Hold { replica: self.clone(), op: id };
+        match answer.await {
+            Ok(Outcome::Granted) => Ok(hold),
+            Ok(Outcome::Refused(e)) => Err(e),
+            _ => Err(Error::new(Code::Disconnected, "this storage server is stopping")),
+        }
+    }
+
+    fn enter(self: &Arc<Self>, op: Op, running: Running) {
+        let mut inner = self.inner.lock();
+        inner.ops.insert(op.id, running);
+        self.run(&mut inner, Input::Op(op));
+    }
+
+    pub fn feed(self: &Arc<Self>, input: Input) {
+        self.run(&mut self.inner.lock(), input);
+    }
+
+    /// Everything that follows at once from an input, in order, under the lock.
+    fn run(self: &Arc<Self>, inner: &mut Inner, input: Input) {
+        let mut inputs = VecDeque::from([input]);
+        while let Some(input) = inputs.pop_front() {
+            let Inner { core, ops } = inner;
+            let out = core.handle(input, &mut Store { engine: &self.target.engine, chain: self.chain, ops });
+            for o in out {
+                self.carry_out(inner, o, &mut inputs);
+            }
+        }
+    }
+
+    fn carry_out(self: &Arc<Self>, inner: &mut Inner, o: Output, inputs: &mut VecDeque<Input>) {
+        let me = self.clone();
+        let env = &self.node.env;
+        match o {
+            Output::Stage { op } => {
+                if let Some(c) = inner.ops.get(&op).and_then(|o| o.carried.clone()) {
+                    env.spawn(async move { me.stage(op, c).await });
+                }
+            }
+            Output::Forward { op, attempt, to, epoch, version, prev } => {
+                if let Some(c) = inner.ops.get(&op).and_then(|o| o.carried.clone()) {
+                    env.spawn(async move {
+                        let result = me.forward(&c, to, epoch, version, prev).await;
+                        me.feed(Input::Answer { op, attempt, result });
+                    });
+                }
+            }
+            Output::Push { op, attempt, to, epoch, chunk } => {
+                env.spawn(async move {
+                    let result = me.push(to, epoch, chunk).await.map(drop);
+                    me.feed(Input::Pushed { op, attempt, result });
+                });
+            }
+            Output::RetryLater { op, attempt } => {
+                env.spawn(async move {
+                    tokio::time::sleep(RETRY).await;
+                    me.feed(Input::Retry { op, attempt });
+                });
+            }
+            Output::Done { op, outcome } => {
+                let granted = matches!(outcome, Outcome::Granted);
+                let sent = inner.ops.remove(&op).map(|o| o.reply.send(outcome));
+                if granted && !matches!(sent, Some(Ok(()))) {
+                    inputs.push_back(Input::Release { op });
+                }
+            }
+            Output::Greet { to, epoch } => {
+                env.spawn(async move { me.greet(to, epoch).await });
+            }
+            Output::RefreshMap => self.node.kick.notify_one(),
+            Output::Failed { reason } => self.target.fail(&reason),
+            Output::Alarm { message } => tracing::error!("{message}"),
+        }
+    }
+
+    async fn stage(self: Arc<Self>, op: OpId, c: Arc<Carried>) {
+        let key = self.key(c.request.chunk);
+        let mut result = match update_of(&c) {
+            Ok(update) => self.engine().stage(key, update).await,
+            Err(e) => Err(e),
+        };
+        if matches!(&result, Err(e) if e.code == Code::Corrupt)
+            && self.repair_held(c.request.chunk).await.is_ok()
+            && let Ok(update) = update_of(&c)
+        {
+            result = self.engine().stage(key, update).await;
+        }
+        let mut inner = self.inner.lock();
+        let result = match (result, inner.ops.get_mut(&op)) {
+            (Ok(staged), Some(running)) => {
+                running.staged = Some(staged);
+                Ok(())
+            }
+            (Ok(dropped), None) => {
+                drop(dropped);
+                Ok(())
+            }
+            (Err(e), _) => {
+                self.target.note(&e);
+                Err(e)
+            }
+        };
+        self.run(&mut inner, Input::Staged { op, result });
+    }
+
+    // --- to other replicas
+
+    /// Calls the oss of a target of this chain.
+    pub async fn call(&self, to: TargetId, lane: Lane, m: Message) -> Result<(DataReply, Vec<Buf>)> {
+        let map = self.node.map.load_full();
+        let target = map.target(to).ok_or_else(|| {
+            Error::new(Code::NotServing, format!("target {to} of chain {} is not in the map", self.chain))
+        })?;
+        let timeout = Duration::from_millis(self.node.cfg.peer_timeout_ms);
+        let reply = self.node.peers.call(&map, target.node, lane, m, timeout).await?;
+        Ok((DataReply::decode(&reply.body)?, reply.payload))
+    }
+
+    /// Replicas that take updates behind one of this chain.
+    fn behind(&self, target: TargetId) -> u8 {
+        use strake_proto::map::ChainExt;
+        let map = self.node.map.load();
+        let Some(chain) = map.chain(self.chain) else { return 0 };
+        let (mut n, mut at) = (0, target);
+        while let Some((next, _)) = chain.successor(at) {
+            (n, at) = (n + 1, next);
+        }
+        n
+    }
+
+    async fn forward(
+        &self,
+        c: &Carried,
+        to: TargetId,
+        epoch: u64,
+        version: Version,
+        prev: Version,
+    ) -> Result<Vec<Stamp>> {
+        let request = DataRequest {
+            epoch,
+            target: to,
+            version,
+            flags: c.request.flags & FLAG_TOMBSTONE,
+            cap: None,
+            writers: vec![Writer { session: 0, seq: 0, version: prev }],
+            regions: Vec::new(),
+            ..c.request.clone()
+        };
+        let mut m = Message::new(opcode::FORWARD, request.encode()).with_payload(c.payload.clone());
+        m.trace = c.trace;
+        self.call(to, Lane::Forward(self.behind(to)), m).await.map(|(r, _)| r.stamps)
+    }
+
+    /// Flushes this replica and all in-sync ones behind it; their stamps, this one's first. `forget`: the file whose
+    /// tombstones may go.
+    pub async fn flush_chain(&self, epoch: u64, forget: Option<ChunkId>) -> Result<Vec<Stamp>> {
+        self.check_member(epoch)?;
+        let next = self.view().serving_successor();
+        let behind = async {
+            let Some(to) = next else { return Ok(Vec::new()) };
+            self.forward_flush(to, epoch, forget).await
+        };
+        let local = self.flush();
+        let (behind, local) = tokio::join!(behind, local);
+        local?;
+        if let Some(f) = forget {
+            self.engine().forget_tombstones(self.chain, f.ino, f.data)?;
+        }
+        Ok(std::iter::once(self.stamp()).chain(behind?).collect())
+    }
+
+    async fn forward_flush(&self, to: TargetId, epoch: u64, forget: Option<ChunkId>) -> Result<Vec<Stamp>> {
+        let chunk = forget.unwrap_or(ChunkId { ino: 0, data: 0, index: 0 });
+        let flags = if forget.is_some() { FLAG_TOMBSTONE } else { 0 };
+        let r = DataRequest { flags, ..DataRequest::new(self.chain, epoch, to, chunk) };
+        let m = Message::new(opcode::FORWARD_FLUSH, r.encode());
+        let result = self.call(to, Lane::Flush(self.behind(to)), m).await;
+        if matches!(&result, Err(e) if e.code == Code::StaleEpoch) {
+            self.node.kick.notify_one();
+        }
+        result.map(|(r, _)| r.stamps)
+    }
+
+    /// Flushes this target.
+    pub async fn flush(&self) -> Result<()> {
+        let r = self.engine().flush().await;
+        if let Err(e) = &r {
+            self.target.note(e);
+        }
+        r
+    }
+
+    /// Fills the successor before it is in sync: flush it without waiting for replicas behind.
+    pub async fn flush_successor(&self, to: TargetId, epoch: u64) -> Result<()> {
+        self.forward_flush(to, epoch, None).await.map(drop)
+    }
+
+    async fn greet(&self, to: TargetId, epoch: u64) {
+        while self.view().epoch == epoch && self.forward_flush(to, epoch, None).await.is_err() {
+            tokio::time::sleep(RETRY).await;
+        }
+    }
+
+    /// A FORWARD as it arrives.
+    pub async fn forwarded(self: &Arc<Self>, carried: Carried) -> Result<DataReply> {
+        let r = &carried.request;
+        let [prev] = r.writers[..] else {
+            return Err(Error::new(Code::Protocol, "FORWARD does not say what it builds on"));
+        };
+        let (epoch, version) = (r.epoch, r.version);
+        let what = What::Forward { session: r.session, seq: r.seq, version, prev: prev.version };
+        self.answer(self.submit(carried, what).await?, epoch, false).await
+    }
+
+    /// An update as it arrives from a client, or from the mds (session 0).
+    pub async fn update(self: &Arc<Self>, carried: Carried, stable: bool) -> Result<DataReply> {
+        let r = &carried.request;
+        let epoch = r.epoch;
+        let replay = (r.flags & FLAG_REPLAY != 0).then_some(r.version);
+        let what = What::Client { session: r.session, seq: r.seq, replay };
+        self.answer(self.submit(carried, what).await?, epoch, stable).await
+    }
+
+    async fn answer(&self, outcome: Outcome, epoch: u64, stable: bool) -> Result<DataReply> {
+        let reply = |version, stable, stamps| DataReply { stable, version, epoch, stamps, ..DataReply::default() };
+        Ok(match outcome {
+            Outcome::Applied { version, stamps } if !stable => reply(version, false, stamps),
+            Outcome::Applied { version, .. } | Outcome::Known { version } => {
+                let epoch = self.view().epoch;
+                reply(version, true, self.flush_chain(epoch, None).await?)
+            }
+            Outcome::Granted => return Err(Error::new(Code::Io, "an update was answered as a hold")),
+            Outcome::Refused(e) => return Err(e),
+        })
+    }
+
+    pub fn take_view(self: &Arc<Self>, view: View) {
+        let epoch = view.epoch;
+        let before = self.view().epoch;
+        self.feed(Input::View(view));
+        let now = self.view();
+        if before < epoch
+            && let (true, Some(to)) = (now.tail, now.syncing_successor())
+        {
+            let me = self.clone();
+            self.node.env.spawn(async move { me.fill(to, epoch).await });
+        }
+    }
+
+    /// Whether the tail's report says that its successor is filled.
+    pub fn has_synced(&self) -> bool {
+        let v = self.view();
+        v.tail && v.syncing_successor().is_some() && self.synced.load(Ordering::Acquire) == v.epoch
+    }
+}
+
+/// A body-less reply.
+pub fn reply(r: &DataReply, payload: Vec<Buf>) -> Message {
+    let body: Bytes = r.encode();
+    Message::new(0, body).with_payload(payload)
+}

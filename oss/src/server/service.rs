@@ -1,0 +1,293 @@
+//! Requests as they arrive: who may ask for what, are the numbers sane, then on to a replica.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use futures_util::{StreamExt, stream};
+use strake_fabric::{Buf, Message, Peer, Role, Service, unknown_opcode};
+use strake_proto::{
+    Capability, ChunkId, Code, Error, Result, Rights,
+    checksum::pieces,
+    data::{DataReply, DataRequest, FLAG_STABLE, FLAG_TOMBSTONE, Kind, ListEntry},
+    layout::MAX_CHUNK,
+    opcode,
+};
+
+use super::{
+    node::Node,
+    replica::{Carried, Replica, reply},
+    sync::LIST_ONE,
+};
+
+/// Most entries of a list in one answer.
+const MAX_LIST: u32 = 4096;
+/// Updates that one TRIM keeps in flight.
+const TRIM_PARALLEL: usize = 16;
+const TRIM_PAGE: usize = 256;
+
+pub struct OssService {
+    pub node: Arc<Node>,
+}
+
+fn inval(m: impl Into<String>) -> Error {
+    Error::new(Code::Inval, m)
+}
+
+/// Offsets, lengths, payload and checksums belong together and stay within a chunk.
+fn check_shape(r: &DataRequest, payload: usize) -> Result<()> {
+    if u64::from(r.offset) + u64::from(r.len) > MAX_CHUNK {
+        return Err(inval(format!("{} bytes at {} reach beyond a chunk of 16 MiB", r.len, r.offset)));
+    }
+    let carries = matches!(r.kind, Kind::Write | Kind::Replace);
+    let (want, sums) = match r.kind {
+        Kind::Write if r.len == 0 => return Err(inval("a write of no bytes")),
+        Kind::Write | Kind::Replace => (r.len as usize, pieces(u64::from(r.offset), r.len as usize)),
+        _ => (0, 0),
+    };
+    if payload != want || r.sums.len() != sums {
+        return Err(inval(format!("{payload} bytes with {} checksums, {want} with {sums} expected", r.sums.len())));
+    }
+    if r.kind == Kind::Replace && r.offset != 0 {
+        return Err(inval("a chunk is replaced as a whole"));
+    }
+    if carries && r.flags & FLAG_TOMBSTONE != 0 && r.len != 0 {
+        return Err(inval("a tombstone has no bytes"));
+    }
+    Ok(())
+}
+
+#[async_trait]
+impl Service for OssService {
+    async fn handle(&self, peer: &Peer, m: Message) -> Result<Message> {
+        let server_only = matches!(
+            m.opcode,
+            opcode::FORWARD | opcode::FORWARD_FLUSH | opcode::SYNC_LIST | opcode::SYNC_PUT | opcode::LIST_CHUNKS
+        );
+        if server_only && peer.role != Role::Server {
+            tracing::warn!("{} asked for {:#06x}, which only servers may", peer.addr, m.opcode);
+            return Err(Error::new(Code::Access, "only servers of the cluster may ask for this"));
+        }
+        match m.opcode {
+            opcode::ECHO => return Ok(Message::new(opcode::ECHO, m.body).with_payload(m.payload)),
+            opcode::READ | opcode::WRITE | opcode::FLUSH | opcode::TRIM => {}
+            _ if server_only => {}
+            other => return Err(unknown_opcode(other)),
+        }
+        let r = DataRequest::decode(&m.body)?;
+        if m.opcode == opcode::LIST_CHUNKS {
+            return self.list_chunks(&r);
+        }
+        self.node.check_lease()?;
+        let replica = self.node.replica(r.target, r.chain)?;
+        let _admitted = match peer.role {
+            Role::Client => Some(self.admit()?),
+            Role::Server => None, // bounded by what their clients are admitted to
+        };
+        let carried = |request| Carried { request, payload: m.payload.clone(), trace: m.trace };
+        match m.opcode {
+            opcode::READ => self.read(peer, &replica, r).await,
+            opcode::WRITE => {
+                self.check_write(peer, &r, m.payload_len())?;
+                let stable = r.flags & FLAG_STABLE != 0;
+                Ok(reply(&replica.update(carried(r), stable).await?, Vec::new()))
+            }
+            opcode::FLUSH => self.flush(peer, &replica, &r).await,
+            opcode::TRIM => {
+                self.check_cap(peer, &r, Rights::TRIM)?;
+                Ok(reply(&trim(&replica, &r, m.trace).await?, Vec::new()))
+            }
+            opcode::FORWARD => {
+                check_shape(&r, m.payload_len())?;
+                Ok(reply(&replica.forwarded(carried(r)).await?, Vec::new()))
+            }
+            opcode::FORWARD_FLUSH => {
+                replica.check_member(r.epoch)?;
+                replica.heard_predecessor(r.epoch);
+                let forget = (r.flags & FLAG_TOMBSTONE != 0).then_some(r.chunk);
+                let stamps = replica.flush_chain(r.epoch, forget).await?;
+                Ok(reply(&DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() }, Vec::new()))
+            }
+            opcode::SYNC_LIST => sync_list(&replica, &r),
+            opcode::SYNC_PUT => {
+                check_shape(&r, m.payload_len())?;
+                if r.kind != Kind::Replace {
+                    return Err(inval("SYNC_PUT replaces a chunk"));
+                }
+                Ok(reply(&replica.put(carried(r)).await?, Vec::new()))
+            }
+            other => Err(unknown_opcode(other)),
+        }
+    }
+}
+
+impl OssService {
+    fn admit(&self) -> Result<tokio::sync::SemaphorePermit<'_>> {
+        self.node.clients.try_acquire().map_err(|_| {
+            let m = format!("storage server '{}' has all the requests it can take; come again", self.node.cfg.name);
+            Error::new(Code::Overloaded, m)
+        })
+    }
+
+    /// A client's right to do this to this file. Servers need none.
+    fn check_cap(&self, peer: &Peer, r: &DataRequest, need: Rights) -> Result<Option<Capability>> {
+        if peer.role == Role::Server {
+            return Ok(None);
+        }
+        let bad = |m: &str| Error::new(Code::BadCap, m);
+        let sealed = r.cap.as_ref().ok_or_else(|| bad("request without a capability"))?;
+        let c = self.node.cap_key.open(sealed, self.node.env.unix_ms())?;
+        if c.ino != r.chunk.ino || c.data != r.chunk.data {
+            return Err(bad("capability is for another file"));
+        }
+        if !c.rights.has(need) {
+            return Err(bad("capability does not give this right"));
+        }
+        self.node.check_session(c.session, c.session_epoch)?;
+        Ok(Some(c))
+    }
+
+    fn check_write(&self, peer: &Peer, r: &DataRequest, payload: usize) -> Result<()> {
+        let need = match r.kind {
+            Kind::Write => Rights::WRITE,
+            Kind::Truncate | Kind::Remove => Rights::TRIM,
+            Kind::None | Kind::Replace => return Err(inval("WRITE writes, truncates or removes")),
+        };
+        check_shape(r, payload)?;
+        if let Some(c) = self.check_cap(peer, r, need)?
+            && (c.session != r.session || r.session == 0)
+        {
+            return Err(Error::new(Code::BadCap, "capability is of another session"));
+        }
+        Ok(())
+    }
+
+    async fn read(&self, peer: &Peer, replica: &Arc<Replica>, r: DataRequest) -> Result<Message> {
+        self.check_cap(peer, &r, Rights::READ)?;
+        if u64::from(r.offset) + u64::from(r.len) > MAX_CHUNK {
+            return Err(inval(format!("{} bytes at {} reach beyond a chunk of 16 MiB", r.len, r.offset)));
+        }
+        // Another replica that repairs its copy knows which version it needs, and checks that it gets it.
+        let repair = peer.role == Role::Server && r.kind == Kind::Replace;
+        match replica.check_read(&r.chunk, r.epoch) {
+            Err(_) if repair && replica.view().serving() => replica.check_member(r.epoch)?,
+            other => other.inspect_err(|e| {
+                if e.code == Code::StaleEpoch && r.epoch > replica.view().epoch {
+                    self.node.kick.notify_one();
+                }
+            })?,
+        }
+        let key = replica.key(r.chunk);
+        let mut out = replica.engine().read(&key, r.offset, r.len).await;
+        // A replica that repairs must not ask others to repair: two damaged copies would wait for each other.
+        if !repair && matches!(&out, Err(e) if e.code == Code::Corrupt) {
+            replica.repair(r.chunk).await?;
+            out = replica.engine().read(&key, r.offset, r.len).await;
+        }
+        if let Err(e) = &out {
+            replica.target.note(e);
+        }
+        let out = out?;
+        let head = DataReply {
+            version: out.version,
+            epoch: r.epoch,
+            len: out.len,
+            sums: out.sums,
+            stamps: vec![replica.stamp()],
+            ..DataReply::default()
+        };
+        Ok(reply(&head, out.data))
+    }
+
+    async fn flush(&self, peer: &Peer, replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
+        if peer.role == Role::Client
+            && let Some(cap) = &r.cap
+        {
+            let c = self.node.cap_key.open(cap, self.node.env.unix_ms())?;
+            self.node.check_session(c.session, c.session_epoch)?;
+        }
+        let view = replica.view();
+        if view.epoch == r.epoch && !view.head {
+            return Err(Error::new(Code::NotServing, format!("chain {} is flushed at its head, not here", r.chain)));
+        }
+        let stamps = replica.flush_chain(r.epoch, None).await?;
+        Ok(reply(&DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() }, Vec::new()))
+    }
+
+    /// For fsck: what is on a target, in sync or not.
+    fn list_chunks(&self, r: &DataRequest) -> Result<Message> {
+        let target = self.node.target(r.target).ok_or_else(|| {
+            Error::new(Code::NoEnt, format!("storage server '{}' has no target {}", self.node.cfg.name, r.target))
+        })?;
+        let entries = target.engine.list(r.chain, after(r.chunk), r.len.clamp(1, MAX_LIST) as usize)?;
+        list_reply(r, &entries)
+    }
+}
+
+/// Chunk 0.0.0 stands for the beginning.
+fn after(c: ChunkId) -> Option<ChunkId> {
+    (c != ChunkId { ino: 0, data: 0, index: 0 }).then_some(c)
+}
+
+fn list_reply(r: &DataRequest, entries: &[ListEntry]) -> Result<Message> {
+    let head = DataReply { epoch: r.epoch, len: entries.len() as u32, ..DataReply::default() };
+    let payload = if entries.is_empty() { Vec::new() } else { vec![Buf::copy_from(&ListEntry::encode_all(entries))] };
+    Ok(reply(&head, payload))
+}
+
+fn sync_list(replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
+    replica.check_member(r.epoch)?;
+    let entries = if r.offset == LIST_ONE {
+        let entry = |version, len, tombstone| vec![ListEntry { chunk: r.chunk, version, len, tombstone }];
+        match replica.engine().meta(&replica.key(r.chunk)) {
+            Ok(None) => Vec::new(),
+            Ok(Some(m)) => entry(m.version, m.len, m.tombstone),
+            // A damaged record: listed as engine lists do.
+            Err(e) if e.code == Code::Corrupt => entry(Default::default(), 0, false),
+            Err(e) => return Err(e),
+        }
+    } else {
+        replica.engine().list(replica.chain, after(r.chunk), r.len.clamp(1, MAX_LIST) as usize)?
+    };
+    list_reply(r, &entries)
+}
+
+/// Removes a file's chunks of this chain from `chunk.index` on, and cuts the one before.
+async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Result<DataReply> {
+    replica.check_member(r.epoch)?;
+    if !replica.view().head {
+        return Err(Error::new(Code::NotServing, format!("chain {} is trimmed at its head, not here", r.chain)));
+    }
+    let update = |kind, index, offset| {
+        let request =
+            DataRequest { kind, offset, ..DataRequest::new(r.chain, r.epoch, r.target, ChunkId { index, ..r.chunk }) };
+        replica.update(Carried { request, payload: Vec::new(), trace }, false)
+    };
+    let mut from = r.chunk.index;
+    loop {
+        let page = replica.engine().chunks_of(r.chain, r.chunk.ino, r.chunk.data, from, TRIM_PAGE)?;
+        let live: Vec<u64> = page.iter().filter(|e| !e.tombstone).map(|e| e.chunk.index).collect();
+        let mut removals = stream::iter(live).map(|i| update(Kind::Remove, i, 0)).buffer_unordered(TRIM_PARALLEL);
+        while let Some(done) = removals.next().await {
+            done?;
+        }
+        match page.last().and_then(|e| e.chunk.index.checked_add(1)) {
+            Some(next) if page.len() == TRIM_PAGE => from = next,
+            _ => break,
+        }
+    }
+    if let Some(index) = r.chunk.index.checked_sub(1)
+        && r.len != u32::MAX
+    {
+        let key = replica.key(ChunkId { index, ..r.chunk });
+        let cut = match replica.engine().meta(&key) {
+            Err(e) if e.code == Code::Corrupt => true,
+            other => other?.is_some_and(|m| !m.tombstone && m.len > r.len),
+        };
+        if cut {
+            update(Kind::Truncate, index, r.len).await?;
+        }
+    }
+    let forget = (r.chunk.index == 0).then_some(r.chunk);
+    let stamps = replica.flush_chain(r.epoch, forget).await?;
+    Ok(DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() })
+}

@@ -1,0 +1,232 @@
+//! Resync of a SYNCING successor, and repair of a damaged chunk from another replica.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use futures_util::{StreamExt, stream};
+use strake_fabric::{Buf, Message};
+use strake_proto::{
+    ChunkId, Code, Error, Result, TargetId,
+    data::{DataReply, DataRequest, FLAG_TOMBSTONE, Kind, ListEntry, Version},
+    opcode,
+};
+
+use super::{
+    peers::Lane,
+    replica::{Carried, Replica, update_of},
+};
+use crate::engine::{ChunkMeta, Update};
+
+const PAGE: u32 = 1024;
+const PAUSE_MIN: Duration = Duration::from_millis(50);
+const PAUSE_MAX: Duration = Duration::from_secs(2);
+/// In SYNC_LIST's `offset`: only the chunk named, if it exists.
+pub const LIST_ONE: u32 = 1;
+const FIRST: ChunkId = ChunkId { ino: 0, data: 0, index: 0 };
+
+/// A tombstone of version 0 stands for no record at all.
+fn same(a: Option<&ListEntry>, b: Option<&ListEntry>) -> bool {
+    let state = |e: Option<&ListEntry>| e.map_or((Version::default(), true), |e| (e.version, e.tombstone));
+    state(a) == state(b)
+}
+
+impl Replica {
+    /// Fills the successor until it holds all that is committed here, or the epoch is over.
+    pub(super) async fn fill(self: Arc<Self>, to: TargetId, epoch: u64) {
+        let mut pause = PAUSE_MIN;
+        while self.view().epoch == epoch {
+            match self.pass(to, epoch).await {
+                Ok(pushed) => {
+                    tracing::info!("chain {}: target {to} is filled ({pushed} chunks sent), epoch {epoch}", self.chain);
+                    self.synced.store(epoch, Ordering::Release);
+                    self.node.kick.notify_one();
+                    return;
+                }
+                Err(e) => {
+                    if self.view().epoch == epoch {
+                        tracing::warn!("chain {}: filling target {to} is interrupted: {e}", self.chain);
+                    }
+                    self.node.kick.notify_one();
+                    tokio::time::sleep(pause).await;
+                    pause = (pause * 2).min(PAUSE_MAX);
+                }
+            }
+        }
+    }
+
+    /// Compares both lists page by page, pushes what differs, flushes the successor.
+    async fn pass(self: &Arc<Self>, to: TargetId, epoch: u64) -> Result<usize> {
+        let (mut after, mut pushed) = (FIRST, 0);
+        loop {
+            let ours = self.engine().list(self.chain, (after != FIRST).then_some(after), PAGE as usize)?;
+            let theirs = self.list_of(to, epoch, after, PAGE, 0).await?;
+            // Beyond the end of a full page there may be more on that side: compare up to the nearer end.
+            let full = |l: &[ListEntry]| (l.len() >= PAGE as usize).then(|| l.last().map(|e| e.chunk)).flatten();
+            let end = [full(&ours), full(&theirs)].into_iter().flatten().min();
+            let within = |e: &&ListEntry| end.is_none_or(|end| e.chunk <= end);
+            let mut both: BTreeMap<ChunkId, (Option<&ListEntry>, Option<&ListEntry>)> = BTreeMap::new();
+            for e in ours.iter().filter(within) {
+                both.entry(e.chunk).or_default().0 = Some(e);
+            }
+            for e in theirs.iter().filter(within) {
+                both.entry(e.chunk).or_default().1 = Some(e);
+            }
+            let differing: Vec<ChunkId> = both.iter().filter(|(_, (a, b))| !same(*a, *b)).map(|(c, _)| *c).collect();
+            pushed += differing.len();
+            let mut pushes = stream::iter(differing)
+                .map(|chunk| self.push_held(to, epoch, chunk))
+                .buffer_unordered(self.node.cfg.sync_parallel);
+            while let Some(r) = pushes.next().await {
+                r?;
+            }
+            match end {
+                Some(e) => after = e,
+                None => break,
+            }
+        }
+        self.flush_successor(to, epoch).await?;
+        Ok(pushed)
+    }
+
+    async fn list_of(&self, to: TargetId, epoch: u64, chunk: ChunkId, len: u32, mode: u32) -> Result<Vec<ListEntry>> {
+        let r = DataRequest { len, offset: mode, ..DataRequest::new(self.chain, epoch, to, chunk) };
+        let (_, payload) = self.call(to, Lane::Other, Message::new(opcode::SYNC_LIST, r.encode())).await?;
+        let mut entries = Vec::new();
+        for p in payload {
+            entries.extend(ListEntry::decode_all(&p)?);
+        }
+        Ok(entries)
+    }
+
+    async fn push_held(self: &Arc<Self>, to: TargetId, epoch: u64, chunk: ChunkId) -> Result<()> {
+        let hold = self.hold(chunk, epoch).await?;
+        let sent = self.push(to, epoch, chunk).await?;
+        drop(hold);
+        let rate = self.node.cfg.sync_rate;
+        if let Some(ms) = (sent * 1000 * self.node.cfg.sync_parallel as u64).checked_div(rate) {
+            tokio::time::sleep(Duration::from_millis(ms)).await;
+        }
+        Ok(())
+    }
+
+    /// Sends the committed chunk, whose slot the caller occupies. Returns the bytes sent.
+    pub(super) async fn push(self: &Arc<Self>, to: TargetId, epoch: u64, chunk: ChunkId) -> Result<u64> {
+        let theirs = self.list_of(to, epoch, chunk, 1, LIST_ONE).await?;
+        let expected = theirs.first().map(|e| e.version).unwrap_or_default();
+        let key = self.key(chunk);
+        let meta = match self.engine().meta(&key) {
+            Err(e) if e.code == Code::Corrupt => {
+                self.repair_held(chunk).await?;
+                self.engine().meta(&key)?
+            }
+            other => other?,
+        };
+        let meta = meta.unwrap_or(ChunkMeta { tombstone: true, ..ChunkMeta::default() });
+        let mut r = DataRequest {
+            kind: Kind::Replace,
+            version: meta.version,
+            writers: meta.writers,
+            // The version it replaces; another one there means that this message is late.
+            session: expected.epoch,
+            seq: expected.number,
+            ..DataRequest::new(self.chain, epoch, to, chunk)
+        };
+        let mut payload = Vec::new();
+        if meta.tombstone {
+            r.flags = FLAG_TOMBSTONE;
+        } else {
+            let out = match self.engine().read(&key, 0, meta.len).await {
+                Err(e) if e.code == Code::Corrupt => {
+                    self.repair_held(chunk).await?;
+                    self.engine().read(&key, 0, meta.len).await?
+                }
+                other => other?,
+            };
+            (r.len, r.sums, payload) = (out.len, out.sums, out.data);
+        }
+        let sent = u64::from(r.len);
+        let m = Message::new(opcode::SYNC_PUT, r.encode()).with_payload(payload);
+        self.call(to, Lane::Other, m).await?;
+        Ok(sent)
+    }
+
+    /// A SYNC_PUT as it arrives.
+    pub(super) async fn put(self: &Arc<Self>, carried: Carried) -> Result<DataReply> {
+        let r = &carried.request;
+        let (chunk, epoch) = (r.chunk, r.epoch);
+        if self.view().serving() {
+            return Err(Error::new(Code::NotServing, format!("chain {} is in sync here", self.chain)));
+        }
+        let hold = self.hold(chunk, epoch).await?;
+        let key = self.key(chunk);
+        // A damaged record has no version; it may be replaced by anything.
+        let now = match self.engine().meta(&key) {
+            Err(e) if e.code == Code::Corrupt => Version::default(),
+            other => other?.map(|m| m.version).unwrap_or_default(),
+        };
+        let expected = Version { epoch: r.session, number: r.seq };
+        if now != expected && now != r.version {
+            let m = format!("chunk {chunk} is at {now:?}, not {expected:?} as the sender believes");
+            return Err(Error::new(Code::VersionGap, m));
+        }
+        if now != r.version || now == Version::default() {
+            let staged = self.engine().stage(key, update_of(&carried)?).await;
+            if let Err(e) = &staged {
+                self.target.note(e);
+            }
+            self.check_member(epoch)?;
+            self.engine().commit(staged?, r.version, r.writers.clone())?;
+        }
+        drop(hold);
+        Ok(DataReply { version: r.version, epoch, stamps: vec![self.stamp()], ..DataReply::default() })
+    }
+
+    /// Repairs a chunk that nothing is in flight for.
+    pub(super) async fn repair(self: &Arc<Self>, chunk: ChunkId) -> Result<()> {
+        let epoch = self.view().epoch;
+        let _hold = self.hold(chunk, epoch).await?;
+        self.repair_held(chunk).await
+    }
+
+    /// Replaces the committed chunk, whose slot the caller occupies, by the same version from another in-sync replica.
+    pub(super) async fn repair_held(self: &Arc<Self>, chunk: ChunkId) -> Result<()> {
+        let view = self.view();
+        let key = self.key(chunk);
+        let (meta, known) = match self.engine().meta(&key) {
+            Ok(m) => (m.unwrap_or_default(), true),
+            Err(e) if e.code == Code::Corrupt => (ChunkMeta::default(), false),
+            Err(e) => return Err(e),
+        };
+        let mut last = Error::new(Code::Corrupt, format!("chunk {chunk} of chain {} has no other copy", self.chain));
+        for to in view.serving.iter().copied().filter(|t| *t != self.id) {
+            match self.fetch(to, view.epoch, chunk, known).await {
+                Ok((r, data)) if !known || r.version == meta.version => {
+                    let update = Update::Replace { data, sums: r.sums, tombstone: false };
+                    let staged = self.engine().stage(key, update).await?;
+                    self.engine().commit(staged, r.version, meta.writers)?;
+                    tracing::warn!(
+                        "chunk {chunk} of chain {} was damaged on target {}; repaired from {to}",
+                        self.chain,
+                        self.id
+                    );
+                    self.target.repaired.fetch_add(1, Ordering::Relaxed);
+                    return Ok(());
+                }
+                Ok(_) => {}
+                Err(e) => last = e.context(format!("chunk {chunk} is damaged and target {to} could not help")),
+            }
+        }
+        Err(Error::new(Code::Corrupt, last.message))
+    }
+
+    /// The whole committed chunk of another replica. `even_dirty`: this replica knows which version it wants.
+    async fn fetch(&self, to: TargetId, epoch: u64, chunk: ChunkId, even_dirty: bool) -> Result<(DataReply, Vec<Buf>)> {
+        let kind = if even_dirty { Kind::Replace } else { Kind::None };
+        let len = strake_proto::layout::MAX_CHUNK as u32;
+        let r = DataRequest { kind, len, ..DataRequest::new(self.chain, epoch, to, chunk) };
+        self.call(to, Lane::Other, Message::new(opcode::READ, r.encode())).await
+    }
+}

@@ -1,0 +1,281 @@
+//! Clusters of storage servers under failures.
+
+mod bed;
+
+use std::time::Duration;
+
+use bed::{CHAIN, Cluster, SESSION, bytes};
+use strake_fabric::Role;
+use strake_proto::{
+    Code, Rights,
+    checksum::block_sums,
+    data::{DataRequest, FLAG_REPLAY, FLAG_STABLE, Kind, Version},
+    layout::MAX_CHUNK,
+    opcode, pb,
+};
+
+#[tokio::test(start_paused = true)]
+async fn writes_of_all_sizes_are_read_from_every_replica() {
+    let c = Cluster::start(3).await;
+    let mut model = vec![0u8; MAX_CHUNK as usize];
+    let mut end = 0;
+    let cases = [(0, 1), (1, 4096), (4095, 2), (8192, 4096), (100_000, 70_001), (300_000, 1 << 20), (5, 12_000)];
+    for (seq, (offset, len)) in cases.into_iter().enumerate() {
+        let data = bytes(seq as u64, len);
+        let r = c.write(0, offset, &data, seq as u64 + 1).await.unwrap();
+        assert_eq!((r.version.number, r.stamps.len(), r.stable), (seq as u64 + 1, 3, false));
+        model[offset as usize..offset as usize + len].copy_from_slice(&data);
+        end = end.max(offset as usize + len);
+        for t in 0..3 {
+            let (v, got) = c.read(t, 0, 0, MAX_CHUNK as u32).await.unwrap();
+            assert_eq!(v, r.version);
+            assert!(got == model[..end], "target {t} after write {seq}");
+        }
+    }
+    let (_, part) = c.read(1, 0, 4000, 5000).await.unwrap();
+    assert_eq!(part, model[4000..9000]);
+    let whole = bytes(9, MAX_CHUNK as usize);
+    c.write(1, 0, &whole, 100).await.unwrap();
+    assert!(c.read(2, 1, 0, MAX_CHUNK as u32).await.unwrap().1 == whole);
+    assert_eq!(c.read(0, 7, 0, 10).await.unwrap(), (Version::default(), vec![]), "an absent chunk");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_repeated_write_is_answered_and_not_applied_again() {
+    let c = Cluster::start(3).await;
+    let first = c.write(0, 0, b"first", 1).await.unwrap();
+    c.write(0, 0, b"other", 2).await.unwrap();
+    let again = c.write(0, 0, b"first", 1).await.unwrap();
+    assert_eq!((again.version, again.stable, again.stamps), (first.version, true, first.stamps));
+    assert_eq!(c.read(0, 0, 0, 5).await.unwrap().1, b"other");
+}
+
+#[tokio::test(start_paused = true)]
+async fn acknowledged_writes_survive_the_death_of_any_replica_while_writing() {
+    for victim in 0..3 {
+        let mut c = Cluster::start(3).await;
+        for i in 0..10u64 {
+            c.write(i, 0, &bytes(i, 10_000), i + 1).await.unwrap();
+        }
+        c.kill(victim);
+        for i in 10..20u64 {
+            c.write(i, 0, &bytes(i, 10_000), i + 1).await.unwrap();
+        }
+        c.write(3, 100, b"changed while one was away", 50).await.unwrap();
+        c.boot(victim).await;
+        c.whole().await;
+        for i in 0..20u64 {
+            let mut want = bytes(i, 10_000);
+            if i == 3 {
+                want[100..126].copy_from_slice(b"changed while one was away");
+            }
+            for t in 0..3 {
+                assert!(c.read(t, i, 0, 10_000).await.unwrap().1 == want, "victim {victim}, chunk {i}, target {t}");
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cut_off_replica_answers_nothing_once_its_lease_is_over() {
+    let c = Cluster::start(2).await;
+    c.write(0, 0, b"old", 1).await.unwrap();
+    c.net.cut.lock().insert(1);
+    c.write(0, 0, b"new", 2).await.unwrap();
+    assert_eq!(c.authority.chain().epoch, 2);
+    // Its own idea of the chain is the old one; a client with that idea reaches it by another road.
+    c.net.cut.lock().clear();
+    c.net.cut.lock().insert(900);
+    let old = DataRequest { epoch: 1, len: 3, ..c.request(1, 0) };
+    assert_eq!(c.call(1, opcode::READ, &old, &[]).await.unwrap_err().code, Code::LeaseExpired);
+    c.net.cut.lock().clear();
+    c.whole().await;
+    assert_eq!(c.read(1, 0, 0, 3).await.unwrap().1, b"new");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_restart_of_all_loses_only_what_was_not_flushed_and_shows_in_the_stamps() {
+    let mut c = Cluster::start(3).await;
+    let data = bytes(1, 5000);
+    let stable = {
+        let make = || DataRequest { flags: FLAG_STABLE, ..c.write_request(0, 0, &data, 1) };
+        c.retry(opcode::WRITE, &data, make).await.unwrap().0
+    };
+    assert!(stable.stable && stable.stamps.len() == 3);
+    let unstable = c.write(0, 0, b"unflushed", 2).await.unwrap();
+    for i in 0..3 {
+        c.kill(i);
+    }
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    for i in 0..3 {
+        c.boot(i).await;
+    }
+    c.whole().await;
+    let (v, got) = c.read(2, 0, 0, 5000).await.unwrap();
+    assert!(got == data && v == stable.version);
+    assert_ne!(c.flush().await.unwrap().stamps, unstable.stamps, "the client learns that it must send again");
+    let replay =
+        || DataRequest { flags: FLAG_REPLAY, version: unstable.version, ..c.write_request(0, 0, b"unflushed", 2) };
+    let again = c.retry(opcode::WRITE, b"unflushed", replay).await.unwrap().0;
+    assert!(again.version > unstable.version);
+    assert_eq!(c.read(0, 0, 0, 9).await.unwrap().1, b"unflushed");
+    let flushed = c.flush().await.unwrap();
+    assert_eq!(flushed.stamps, again.stamps);
+}
+
+#[tokio::test(start_paused = true)]
+async fn trim_removes_cuts_and_lets_resync_know() {
+    let mut c = Cluster::start(3).await;
+    for i in 0..40u64 {
+        c.write(i, 0, &bytes(i, 6000), i + 1).await.unwrap();
+    }
+    c.kill(2);
+    let trim = |index, len| DataRequest { len, ..c.request(c.head(), index) };
+    let r = c.retry(opcode::TRIM, &[], || trim(11, 100)).await.unwrap().0;
+    assert!(r.stable);
+    c.boot(2).await;
+    c.whole().await;
+    for t in 0..3 {
+        assert_eq!(c.read(t, 9, 0, 9000).await.unwrap().1.len(), 6000);
+        assert_eq!(c.read(t, 10, 0, 9000).await.unwrap().1, bytes(10, 6000)[..100]);
+        assert_eq!(c.read(t, 11, 0, 9000).await.unwrap().1.len(), 0);
+        assert_eq!(c.read(t, 39, 0, 9000).await.unwrap().1.len(), 0);
+    }
+    let list = |t| DataRequest { len: 100, ..DataRequest::new(CHAIN, 0, t, bed::chunk(0)) };
+    let from = |r: DataRequest| DataRequest { chunk: strake_proto::ChunkId { ino: 0, data: 0, index: 0 }, ..r };
+    let trim = |index, len| DataRequest { len, ..c.request(c.head(), index) };
+    c.retry(opcode::TRIM, &[], || trim(0, u32::MAX)).await.unwrap();
+    for t in 0..3 {
+        let (r, _) = c.call_as(Role::Server, t, opcode::LIST_CHUNKS, &from(list(t)), &[]).await.unwrap();
+        assert_eq!(r.len, 0, "target {t} keeps no tombstones of a deleted file");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_without_right_are_refused() {
+    let c = Cluster::start(1).await;
+    c.write(0, 0, b"data", 1).await.unwrap();
+    let code = async |op, r: DataRequest, data: &[u8]| c.call(0, op, &r, data).await.err().map(|e| e.code);
+    let read = |cap| DataRequest { cap, len: 4, ..c.request(0, 0) };
+    let seal = |change: &dyn Fn(&mut strake_proto::Capability)| {
+        let mut cap = c.cap(Rights::READ);
+        change(&mut cap);
+        Some(c.key.seal(&cap))
+    };
+    assert_eq!(code(opcode::READ, read(seal(&|_| {})), &[]).await, None);
+    let mut forged = c.key.seal(&c.cap(Rights::READ));
+    forged[60] ^= 1;
+    for cap in [
+        None,
+        Some(forged),
+        seal(&|c| c.ino = 5),
+        seal(&|c| c.data = 8),
+        seal(&|c| c.expiry_ms = 1_700_000_000_000),
+        seal(&|c| c.rights = Rights::WRITE),
+    ] {
+        assert_eq!(code(opcode::READ, read(cap), &[]).await, Some(Code::BadCap));
+    }
+    let w = c.write_request(0, 0, b"data", 2);
+    let only_read = DataRequest { cap: seal(&|_| {}), ..w.clone() };
+    assert_eq!(code(opcode::WRITE, only_read, b"data").await, Some(Code::BadCap));
+    let other_session = DataRequest { session: SESSION + 1, ..w.clone() };
+    assert_eq!(code(opcode::WRITE, other_session, b"data").await, Some(Code::BadCap));
+    for op in [opcode::FORWARD, opcode::FORWARD_FLUSH, opcode::SYNC_LIST, opcode::SYNC_PUT, opcode::LIST_CHUNKS] {
+        assert_eq!(code(op, w.clone(), b"data").await, Some(Code::Access));
+    }
+    let bad = [
+        DataRequest { len: 5, ..w.clone() },
+        DataRequest { sums: vec![], ..w.clone() },
+        DataRequest { offset: u32::MAX, ..w.clone() },
+        DataRequest { kind: Kind::Replace, ..w.clone() },
+        DataRequest { kind: Kind::None, ..w.clone() },
+    ];
+    for r in bad {
+        assert_eq!(code(opcode::WRITE, r.clone(), b"data").await, Some(Code::Inval), "{r:?}");
+    }
+    assert_eq!(code(opcode::WRITE, w.clone(), b"dat0").await, Some(Code::Resend));
+    assert_eq!(code(opcode::WRITE, DataRequest { epoch: 9, ..w.clone() }, b"data").await, Some(Code::StaleEpoch));
+    c.authority.evicted.lock().push(pb::Evicted { number: 1, session: SESSION, min_epoch: 2 });
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(code(opcode::WRITE, w, b"data").await, Some(Code::NoSession));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_damaged_block_is_repaired_from_another_replica_and_never_returned() {
+    let c = Cluster::start(2).await;
+    let data = bytes(3, 64 << 10);
+    c.write(0, 0, &data, 1).await.unwrap();
+    c.flush().await.unwrap();
+    for damaged in 0..2u32 {
+        flip_everywhere(&c, damaged, &data[8192..12288]).await;
+        assert!(c.read(damaged, 0, 0, 64 << 10).await.unwrap().1 == data);
+        let status = c.nodes[damaged as usize].server.as_ref().unwrap().status();
+        assert!(status.targets[0].checksum_errors > 0);
+    }
+    // A partial write onto a damaged block of either needs the good copy first.
+    for (seq, damaged) in [(2, 0u32), (3, 1)] {
+        flip_everywhere(&c, damaged, &data[16384..20480]).await;
+        c.write(0, 16384 + 4000, &[seq as u8], seq).await.unwrap();
+        let mut want = data[16384..20384].to_vec();
+        want.extend([seq as u8]);
+        assert!(c.read(damaged, 0, 16384, 4001).await.unwrap().1 == want);
+        c.write(0, 16384, &data[16384..20480], seq + 10).await.unwrap();
+    }
+    flip_everywhere(&c, 0, &data[8192..12288]).await;
+    flip_everywhere(&c, 1, &data[8192..12288]).await;
+    let e = c.read(0, 0, 0, 64 << 10).await.unwrap_err();
+    assert_eq!(e.code, Code::Corrupt, "no good copy is left");
+}
+
+/// Damages every block of a target's device with these contents.
+async fn flip_everywhere(c: &Cluster, target: u32, block: &[u8]) {
+    use crate::device::Device;
+    c.flush().await.unwrap();
+    let device = &c.nodes[target as usize].device;
+    let mut hits = 0;
+    for at in (0..device.capacity()).step_by(4096) {
+        let got = device.read(at, strake_fabric::Pool::default().get_now(4096)).await.unwrap();
+        if got[..4000] == block[..4000] {
+            device.flip_bit(at + 77, 3);
+            hits += 1;
+        }
+    }
+    assert!(hits > 0, "target {target} does not hold the block");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failed_device_leaves_the_chain_and_service_goes_on() {
+    let c = Cluster::start(3).await;
+    c.write(0, 0, b"before", 1).await.unwrap();
+    c.nodes[1].device.fail(crate::device::mem::Op::Write, 0, Code::Io);
+    c.write(1, 0, &bytes(1, 8192), 2).await.unwrap();
+    let serving = c.authority.states().iter().filter(|(_, s)| *s == pb::ReplicaState::ReplicaServing).count();
+    assert_eq!(serving, 2, "{:?}", c.authority.states());
+    assert_eq!(c.read(2, 1, 0, 8192).await.unwrap().1, bytes(1, 8192));
+    assert!(!c.nodes[1].server.as_ref().unwrap().status().notices.is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn writers_to_one_chunk_queue_and_all_succeed_with_a_resync_beside_them() {
+    let mut c = Cluster::start(3).await;
+    c.kill(1);
+    c.write(0, 0, b"x", 1).await.unwrap();
+    c.boot(1).await;
+    let writes = (0..60u64).map(|i| {
+        let c = &c;
+        async move {
+            for round in 0..5 {
+                let data = bytes(i * 10 + round, 3000);
+                c.write(i % 3, (i * 3000) as u32, &data, 100 + i * 10 + round).await.unwrap();
+            }
+        }
+    });
+    futures_util::future::join_all(writes).await;
+    c.whole().await;
+    for i in 0..60u64 {
+        for t in 0..3 {
+            let (_, got) = c.read(t, i % 3, (i * 3000) as u32, 3000).await.unwrap();
+            assert_eq!(block_sums(0, [&got[..]]), block_sums(0, [&bytes(i * 10 + 4, 3000)[..]]), "{i} at {t}");
+        }
+    }
+}
