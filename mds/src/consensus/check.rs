@@ -1,0 +1,63 @@
+//! What a raft message from a peer must satisfy before raft-rs sees it: raft-rs panics on messages that no correct peer
+//! sends, and a member must not die of what arrives on a socket.
+
+use raft::{
+    Raft, Storage,
+    eraftpb::{Message, MessageType},
+};
+
+/// The reason why `m` must be dropped, `None` if it may be stepped.
+pub fn refuse<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
+    use MessageType::*;
+    if m.to != raft.id {
+        return Some("is for another member");
+    }
+    if m.from == 0 || m.from == raft.id {
+        return Some("has no proper sender");
+    }
+    if m.term == 0 || m.term > u64::MAX / 2 {
+        return Some("has no proper term");
+    }
+    let log = &raft.raft_log;
+    match m.get_msg_type() {
+        MsgAppend => refuse_append(raft, m),
+        MsgHeartbeat if m.term >= raft.term && m.commit > log.last_index() => {
+            Some("says that entries are committed which this member never had")
+        }
+        MsgAppendResponse => {
+            if m.term == raft.term && m.index > log.last_index() {
+                return Some("acknowledges entries that do not exist");
+            }
+            // raft-rs 0.7.0 lets a late rejection put the next index to send at or below what the follower is known to
+            // have (fixed upstream by #557).
+            let matched = raft.prs().get(m.from).map_or(0, |p| p.matched);
+            (m.reject && m.request_snapshot == 0 && m.index <= matched && m.term == raft.term)
+                .then_some("rejects what its sender has acknowledged")
+        }
+        MsgSnapshot => {
+            let meta = m.get_snapshot().get_metadata();
+            let voters = &meta.get_conf_state().voters;
+            (meta.index == 0 || meta.term == 0 || meta.term > m.term || voters.is_empty())
+                .then_some("has an improper snapshot")
+        }
+        MsgRequestVote | MsgRequestPreVote | MsgRequestVoteResponse | MsgRequestPreVoteResponse | MsgHeartbeat
+        | MsgHeartbeatResponse | MsgTimeoutNow => None,
+        _ => Some("is of a kind that members do not send each other"),
+    }
+}
+
+fn refuse_append<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
+    let log = &raft.raft_log;
+    let (mut index, mut term) = (m.index, m.log_term);
+    for e in &m.entries {
+        if index.checked_add(1) != Some(e.index) || e.term < term || e.term > m.term {
+            return Some("has entries that do not follow each other");
+        }
+        (index, term) = (e.index, e.term);
+        let known = e.index > log.applied && e.index <= log.committed;
+        if known && m.term >= raft.term && log.term(e.index).is_ok_and(|t| t != e.term) {
+            return Some("contradicts committed entries");
+        }
+    }
+    None
+}

@@ -1,0 +1,524 @@
+//! The protocol: raft-rs with guards, as a state machine without clock, socket, disk or randomness.
+//!
+//! Inputs are ticks, messages, proposals, reads, and word that something is persisted or applied. [`Core::ready`] gives
+//! what to do next. Rules that hold here whatever the driver does:
+//!
+//! - A message that promises something (a vote, an acknowledgement) leaves only after what it promises is persisted.
+//! - Entries are handed out for applying only when committed and persisted in this member's own log.
+//! - Election timeouts come from the seed. raft-rs draws its own from a huge range, so that each of its draws is
+//!   recognised and replaced.
+//! - A restarted member that may have promised something gives no vote for one election timeout.
+//! - A member whose state is being replaced, or whose disk does not take writes, does not ask to be elected.
+
+use bytes::Bytes;
+use protobuf::Message as _;
+use raft::{
+    GetEntriesContext, RawNode, ReadOnlyOption, SnapshotStatus, StateRole, Storage,
+    eraftpb::{
+        ConfChange, ConfChangeV2, ConfState, Entry, EntryType, HardState, Message, MessageType, Snapshot,
+    },
+    prelude::ConfChangeI,
+    storage::RaftState,
+};
+use strake_proto::{Code, Error, Result, layout::splitmix64};
+
+use super::{Config, LogImage, LogOp, check, logger::logger};
+
+/// raft-rs reads all committed and unapplied entries at once when it asks to be elected (bounded upstream by #530):
+/// with more than this many it does not ask.
+const MAX_UNAPPLIED_AT_ELECTION: u64 = 4096;
+/// Bytes of entries in one append message, and handed out for applying at once.
+const MAX_APPEND: u64 = 1 << 20;
+/// raft-rs's own draws lie almost surely above this; ours below.
+const OWN_TIMEOUTS: usize = 1 << 20;
+
+/// What raft-rs reads back: the log and where the state stands.
+struct Store {
+    image: LogImage,
+    conf: ConfState,
+    applied: (u64, u64),
+}
+
+/// What to do next, in this order: persist `ops`, and then call [`Core::persisted`]; send `messages` at once; apply.
+#[derive(Default)]
+pub struct Output {
+    pub number: u64,
+    /// `Some`: hand it to the log, even if empty, and report it as persisted in order. `None`: nothing to report.
+    pub persist: Option<Vec<LogOp>>,
+    /// The state that was received from a peer becomes this member's own before `persist`: (index, term, membership).
+    pub restore: Option<(u64, u64, ConfState)>,
+    pub messages: Vec<Message>,
+    /// To be applied in order; then call [`Core::applied`].
+    pub committed: Vec<Entry>,
+    /// The membership after the last of `committed`, if one of them changed it.
+    pub conf_state: Option<ConfState>,
+    /// Endpoints of members that `committed` adds.
+    pub endpoints: Vec<(u64, String)>,
+    /// Reads that were asked for with this number may be answered once this index is applied.
+    pub reads: Vec<(u64, u64)>,
+}
+
+pub struct Core {
+    raw: RawNode<Store>,
+    id: u64,
+    timeouts: (usize, usize),
+    rng: u64,
+    /// Ticks during which no vote is given.
+    quiet: usize,
+    /// The state is being replaced, or is lost: nothing is applied until a snapshot is in.
+    lost_state: bool,
+    /// The log does not take writes at the moment.
+    stalled: bool,
+    /// Numbers that the driver has yet to report as persisted, with the messages that wait for it.
+    waiting: std::collections::VecDeque<(u64, Vec<Message>)>,
+    written: HardState,
+}
+
+fn oops(e: raft::Error) -> Error {
+    Error::new(Code::Io, format!("raft: {e}"))
+}
+
+impl Core {
+    /// `applied` and `conf` as the state machine has them; `conf` empty if it never saw a membership change.
+    pub fn new(cfg: &Config, mut image: LogImage, applied: (u64, u64), conf: &[u8], seed: u64) -> Result<Core> {
+        let conf = if conf.is_empty() {
+            ConfState { voters: image.voters.clone(), ..Default::default() }
+        } else {
+            ConfState::parse_from_bytes(conf).map_err(|_| bad_state("its membership record is unreadable"))?
+        };
+        let lost_state = image.restoring.is_some() || applied.0 < image.base.0 || conf.voters.is_empty();
+        if lost_state && conf.voters == [cfg.id] {
+            return Err(bad_state("its state is lost and there is no other member to copy it from; restore a backup"));
+        }
+        check_applied(&image, applied, lost_state)?;
+        let pristine = image.is_pristine();
+        let floor = if lost_state { image.base.0 } else { applied.0 };
+        image.hard.commit = image.hard.commit.max(floor).min(image.last());
+        let written = image.hard.clone();
+        let config = raft::Config {
+            id: cfg.id,
+            election_tick: cfg.election_ticks.0,
+            heartbeat_tick: cfg.heartbeat_ticks,
+            // Nothing is applied while the state is lost, so nothing may be handed out either.
+            applied: if lost_state { image.hard.commit } else { applied.0 },
+            max_size_per_msg: MAX_APPEND,
+            max_inflight_msgs: cfg.max_inflight,
+            check_quorum: true,
+            pre_vote: true,
+            min_election_tick: cfg.election_ticks.0,
+            max_election_tick: usize::MAX / 2,
+            read_only_option: ReadOnlyOption::Safe,
+            max_uncommitted_size: cfg.max_uncommitted.max(MAX_APPEND),
+            max_committed_size_per_ready: MAX_APPEND,
+            ..raft::Config::default()
+        };
+        let raw = RawNode::new(&config, Store { image, conf, applied }, &logger()).map_err(oops)?;
+        let mut core = Core {
+            raw,
+            id: cfg.id,
+            timeouts: cfg.election_ticks,
+            rng: seed,
+            quiet: if pristine { 0 } else { cfg.election_ticks.0 },
+            lost_state,
+            stalled: false,
+            waiting: Default::default(),
+            written,
+        };
+        core.own_timeout();
+        if core.voters() == [core.id] {
+            core.quiet = 0;
+            core.raw.campaign().map_err(oops)?;
+        }
+        Ok(core)
+    }
+
+    pub fn tick(&mut self) {
+        self.quiet = self.quiet.saturating_sub(1);
+        let raft = &self.raw.raft;
+        let fires = raft.election_elapsed + 1 >= raft.randomized_election_timeout();
+        if raft.state != StateRole::Leader && fires && !self.may_campaign() {
+            return;
+        }
+        self.raw.tick();
+        if self.lost_state && self.raw.raft.leader_id != 0 && self.raw.raft.pending_request_snapshot == 0 {
+            let _ = self.raw.request_snapshot();
+        }
+        self.own_timeout();
+    }
+
+    /// Takes a message from a peer. Improper ones are dropped.
+    pub fn step(&mut self, m: Message) {
+        use MessageType::*;
+        let kind = m.get_msg_type();
+        if let Some(why) = check::refuse(&self.raw.raft, &m) {
+            tracing::warn!(from = m.from, ?kind, "dropped a raft message that {why}");
+            return;
+        }
+        if self.quiet > 0 && matches!(kind, MsgRequestVote | MsgRequestPreVote) {
+            return;
+        }
+        if kind == MsgTimeoutNow && !self.may_campaign() {
+            return;
+        }
+        let from = m.from;
+        // Errors are about messages from members that were removed.
+        if let Err(e) = self.raw.step(m) {
+            tracing::debug!(from, ?kind, "raft message not taken: {e}");
+        }
+        if let Some(p) = self.raw.raft.mut_prs().get_mut(from)
+            && p.next_idx <= p.matched
+        {
+            p.next_idx = p.matched + 1;
+        }
+        self.own_timeout();
+    }
+
+    /// Appends entries; they stand at the returned index and after it, in the returned term, if they are ever applied.
+    pub fn propose(&mut self, data: impl IntoIterator<Item = Bytes>) -> Result<(u64, u64)> {
+        let entries = data.into_iter().map(|d| Entry { data: d, ..Default::default() });
+        self.propose_entries(entries.collect())
+    }
+
+    /// Proposes a membership change. Refused (`Busy`) while another one is under way.
+    pub fn propose_change(&mut self, change: &ConfChangeV2) -> Result<(u64, u64)> {
+        if self.raw.raft.has_pending_conf() || !self.raw.store().conf.voters_outgoing.is_empty() {
+            return Err(Error::new(Code::Busy, "another membership change is under way; try again when it is done"));
+        }
+        let data = change.write_to_bytes().map_err(|e| Error::new(Code::Inval, e.to_string()))?;
+        let mut e = Entry { data: data.into(), ..Default::default() };
+        e.set_entry_type(EntryType::EntryConfChangeV2);
+        self.propose_entries(vec![e])
+    }
+
+    fn propose_entries(&mut self, entries: Vec<Entry>) -> Result<(u64, u64)> {
+        if !self.is_leader() {
+            return Err(Error::not_leader(self.leader() as u32));
+        }
+        let first = self.raw.raft.raft_log.last_index() + 1;
+        let mut m = Message { from: self.id, ..Default::default() };
+        m.set_msg_type(MessageType::MsgPropose);
+        m.set_entries(entries.into());
+        match self.raw.step(m) {
+            Ok(()) => Ok((first, self.term())),
+            Err(_) => Err(Error::new(Code::Overloaded, "too many metadata changes wait for a majority; try again")),
+        }
+    }
+
+    /// Asks for a read index under a number of the caller's; see [`Output::reads`]. Only a leader whose
+    /// [`Core::can_read`] holds answers.
+    pub fn read_index(&mut self, number: u64) {
+        self.raw.read_index(number.to_le_bytes().to_vec());
+    }
+    /// This member leads and has committed an entry of its own term.
+    pub fn can_read(&self) -> bool {
+        self.is_leader() && self.raw.raft.commit_to_current_term()
+    }
+
+    /// What to do next, `None` if nothing.
+    pub fn ready(&mut self) -> Option<Output> {
+        if !self.raw.has_ready() {
+            return None;
+        }
+        let mut rd = self.raw.ready();
+        let mut out = Output { number: rd.number(), ..Output::default() };
+        let must_sync = rd.must_sync();
+        let mut ops = Vec::new();
+        let image = &mut self.raw.mut_store().image;
+        if let Some(hard) = rd.hs() {
+            image.hard = hard.clone();
+        }
+        if must_sync && image.hard != self.written {
+            self.written = image.hard.clone();
+            ops.push(LogOp::HardState(image.hard.clone()));
+        }
+        if !rd.snapshot().is_empty() {
+            let meta = rd.snapshot().get_metadata();
+            ops.push(LogOp::Reset { index: meta.index, term: meta.term });
+            out.restore = Some((meta.index, meta.term, meta.get_conf_state().clone()));
+        }
+        ops.extend(rd.take_entries().into_iter().map(LogOp::Append));
+        for op in &ops {
+            // raft-rs gives what follows on what it gave before; a failure here is a bug and not an input.
+            image.apply(op).expect("raft's own entries are consecutive");
+        }
+        out.messages = rd.take_messages();
+        let mut after = rd.take_persisted_messages();
+        out.committed = rd.take_committed_entries();
+        out.reads = rd.take_read_states().iter().filter_map(read_number).collect();
+        self.raw.advance_append_async(rd);
+        if ops.is_empty() && self.waiting.is_empty() {
+            self.raw.on_persist_ready(out.number);
+            out.messages.append(&mut after);
+        } else {
+            self.waiting.push_back((out.number, after));
+            out.persist = Some(ops);
+        }
+        if let Some((index, term, conf)) = &out.restore {
+            let store = self.raw.mut_store();
+            (store.applied, store.conf) = ((*index, *term), conf.clone());
+            self.lost_state = false;
+        }
+        self.take_committed(&mut out);
+        self.own_timeout();
+        Some(out)
+    }
+
+    /// Membership changes take effect as they are handed out. While the state is lost, all are skipped: the snapshot
+    /// that is to come includes them.
+    fn take_committed(&mut self, out: &mut Output) {
+        if self.lost_state {
+            if let Some(last) = out.committed.last().map(|e| e.index) {
+                self.raw.advance_apply_to(last);
+            }
+            out.committed.clear();
+            return;
+        }
+        for i in 0..out.committed.len() {
+            let entry = &out.committed[i];
+            let change = match entry.get_entry_type() {
+                EntryType::EntryNormal => continue,
+                EntryType::EntryConfChange => ConfChange::parse_from_bytes(&entry.data).map(|c| c.into_v2()),
+                EntryType::EntryConfChangeV2 => ConfChangeV2::parse_from_bytes(&entry.data),
+            };
+            let applied = change.map_err(|e| e.to_string()).and_then(|change| {
+                out.endpoints.extend(endpoint_of(&change));
+                self.raw.apply_conf_change(&change).map_err(|e| e.to_string())
+            });
+            match applied {
+                Ok(conf) => {
+                    self.raw.mut_store().conf = conf.clone();
+                    out.conf_state = Some(conf);
+                }
+                // The same everywhere: all members refuse it alike.
+                Err(e) => tracing::warn!(index = entry.index, "membership change not possible: {e}"),
+            }
+        }
+    }
+
+    /// Everything up to `number` is durable. Returns the messages that may leave now.
+    pub fn persisted(&mut self, number: u64) -> Vec<Message> {
+        let mut out = Vec::new();
+        while self.waiting.front().is_some_and(|(n, _)| *n <= number) {
+            out.extend(self.waiting.pop_front().into_iter().flat_map(|(_, m)| m));
+        }
+        self.raw.on_persist_ready(number);
+        // A snapshot that is persisted is applied.
+        let (base, log) = (self.raw.store().image.base.0, &self.raw.raft.raft_log);
+        if log.applied < base && log.persisted >= base {
+            self.raw.advance_apply_to(base);
+        }
+        self.own_timeout();
+        out
+    }
+
+    /// The state machine has applied everything up to here.
+    pub fn applied(&mut self, index: u64, term: u64) {
+        self.raw.mut_store().applied = (index, term);
+        self.raw.advance_apply_to(index);
+    }
+
+    /// Forgets entries up to `index`, which must be applied; returns the change to write.
+    pub fn cut(&mut self, index: u64) -> Option<LogOp> {
+        let image = &mut self.raw.mut_store().image;
+        let op = LogOp::Cut { index, term: image.term(index)? };
+        (index > image.base.0 && image.apply(&op).is_ok()).then_some(op)
+    }
+
+    /// Records another member's log stamp; returns the change to write.
+    pub fn note_peer(&mut self, id: u64, stamp: u64) -> LogOp {
+        self.raw.mut_store().image.peers.insert(id, stamp);
+        LogOp::Peer { id, stamp }
+    }
+
+    /// A peer's state as of (index, term) is about to replace this member's; returns the change to write first.
+    pub fn begin_restore(&mut self, index: u64, term: u64) -> LogOp {
+        self.lost_state = true;
+        self.raw.mut_store().image.restoring = Some((index, term));
+        LogOp::Restoring { index, term }
+    }
+
+    pub fn transfer(&mut self, to: u64) {
+        self.raw.transfer_leader(to);
+    }
+    /// Stops leading at once; the others elect after their timeouts.
+    pub fn step_down(&mut self) {
+        if self.is_leader() {
+            let term = self.term();
+            self.raw.raft.become_follower(term, 0);
+            self.own_timeout();
+        }
+    }
+    /// While set, this member does not ask to be elected and does not lead.
+    pub fn set_stalled(&mut self, stalled: bool) {
+        self.stalled = stalled;
+        if stalled {
+            self.step_down();
+        }
+    }
+    pub fn report_unreachable(&mut self, to: u64) {
+        self.raw.report_unreachable(to);
+    }
+    pub fn report_snapshot(&mut self, to: u64, ok: bool) {
+        self.raw.report_snapshot(to, if ok { SnapshotStatus::Finish } else { SnapshotStatus::Failure });
+    }
+
+    pub fn is_leader(&self) -> bool {
+        self.raw.raft.state == StateRole::Leader
+    }
+    /// Leading and not handing over.
+    pub fn is_settled_leader(&self) -> bool {
+        self.is_leader() && self.raw.raft.lead_transferee.is_none()
+    }
+    pub fn leader(&self) -> u64 {
+        self.raw.raft.leader_id
+    }
+    pub fn term(&self) -> u64 {
+        self.raw.raft.term
+    }
+    pub fn role(&self) -> StateRole {
+        self.raw.raft.state
+    }
+    pub fn committed(&self) -> u64 {
+        self.raw.raft.raft_log.committed
+    }
+    pub fn applied_to(&self) -> (u64, u64) {
+        self.raw.store().applied
+    }
+    pub fn image(&self) -> &LogImage {
+        &self.raw.store().image
+    }
+    pub fn conf(&self) -> &ConfState {
+        &self.raw.store().conf
+    }
+    pub fn voters(&self) -> &[u64] {
+        &self.conf().voters
+    }
+    pub fn has_lost_state(&self) -> bool {
+        self.lost_state
+    }
+    /// Batches handed out and not yet reported as persisted.
+    pub fn unpersisted(&self) -> usize {
+        self.waiting.len()
+    }
+    /// What a follower is known to have, `None` if it is no member or this member does not lead.
+    pub fn matched(&self, id: u64) -> Option<u64> {
+        if !self.is_leader() {
+            return None;
+        }
+        self.raw.raft.prs().get(id).map(|p| p.matched)
+    }
+
+    /// raft-rs asserts that nothing is on its way to the disk when a member becomes leader.
+    fn may_campaign(&self) -> bool {
+        let log = &self.raw.raft.raft_log;
+        self.quiet == 0
+            && !self.lost_state
+            && !self.stalled
+            && self.waiting.is_empty()
+            && log.persisted == log.last_index()
+            && log.committed - log.applied.min(log.committed) <= MAX_UNAPPLIED_AT_ELECTION
+    }
+
+    fn own_timeout(&mut self) {
+        let raft = &mut self.raw.raft;
+        if raft.randomized_election_timeout() >= OWN_TIMEOUTS {
+            let (min, max) = self.timeouts;
+            let draw = splitmix64(&mut self.rng) % (max - min).max(1) as u64;
+            raft.set_randomized_election_timeout(min + draw as usize);
+        }
+    }
+}
+
+fn bad_state(m: &str) -> Error {
+    Error::new(Code::Corrupt, format!("this metadata server cannot start: {m}"))
+}
+
+/// The state must be one that this log can have produced.
+fn check_applied(image: &LogImage, applied: (u64, u64), lost_state: bool) -> Result<()> {
+    if lost_state {
+        return Ok(());
+    }
+    let fits = match image.term(applied.0) {
+        Some(term) => term == applied.1,
+        None => false,
+    };
+    if fits {
+        return Ok(());
+    }
+    Err(bad_state(&format!(
+        "its state has applied entry {} of term {}, which its log (entries {} to {}) does not have: the log is damaged \
+         or belongs to another state. It must not vote again: remove it and add a new member with `strake mds replace`",
+        applied.0,
+        applied.1,
+        image.first(),
+        image.last()
+    )))
+}
+
+fn read_number(r: &raft::ReadState) -> Option<(u64, u64)> {
+    Some((u64::from_le_bytes(r.request_ctx.as_slice().try_into().ok()?), r.index))
+}
+
+/// The context of a change that adds a member is `ID=ENDPOINT`.
+fn endpoint_of(change: &ConfChangeV2) -> Option<(u64, String)> {
+    let (id, endpoint) = std::str::from_utf8(&change.context).ok()?.split_once('=')?;
+    Some((id.parse().ok()?, endpoint.to_string()))
+}
+
+impl Storage for Store {
+    fn initial_state(&self) -> raft::Result<RaftState> {
+        Ok(RaftState::new(self.image.hard.clone(), self.conf.clone()))
+    }
+
+    fn entries(
+        &self,
+        low: u64,
+        high: u64,
+        max_size: impl Into<Option<u64>>,
+        _: GetEntriesContext,
+    ) -> raft::Result<Vec<Entry>> {
+        if low < self.image.first() {
+            return Err(raft::StorageError::Compacted.into());
+        }
+        if high > self.image.last() + 1 {
+            return Err(raft::StorageError::Unavailable.into());
+        }
+        let limit = max_size.into().unwrap_or(u64::MAX);
+        let mut size = 0;
+        let mut out = Vec::new();
+        for index in low..high {
+            let Some(e) = self.image.get(index) else { break };
+            size += super::log::entry_cost(e) as u64;
+            if size > limit && !out.is_empty() {
+                break;
+            }
+            out.push(e.clone());
+        }
+        Ok(out)
+    }
+
+    fn term(&self, index: u64) -> raft::Result<u64> {
+        if index < self.image.base.0 {
+            return Err(raft::StorageError::Compacted.into());
+        }
+        self.image.term(index).ok_or_else(|| raft::StorageError::Unavailable.into())
+    }
+    fn first_index(&self) -> raft::Result<u64> {
+        Ok(self.image.first())
+    }
+    fn last_index(&self) -> raft::Result<u64> {
+        Ok(self.image.last())
+    }
+
+    /// Only says which state could be sent: the driver sends the bulk first and then names what it really sent.
+    fn snapshot(&self, request_index: u64, _to: u64) -> raft::Result<Snapshot> {
+        if self.applied.0 == 0 || self.applied.0 < request_index {
+            return Err(raft::StorageError::SnapshotTemporarilyUnavailable.into());
+        }
+        let mut s = Snapshot::default();
+        let meta = s.mut_metadata();
+        (meta.index, meta.term) = self.applied;
+        meta.set_conf_state(self.conf.clone());
+        Ok(s)
+    }
+}

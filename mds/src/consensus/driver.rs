@@ -1,0 +1,775 @@
+//! The task that feeds the protocol: it batches proposals, hands changes to the log's task (one durable write for all
+//! that waits), sends messages while the write runs, and applies what is committed.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use protobuf::Message as _;
+use raft::{
+    StateRole,
+    eraftpb::{ConfChangeSingle, ConfChangeTransition, ConfChangeType, ConfChangeV2, ConfState, Entry, EntryType, Message,
+        MessageType,
+    },
+};
+use strake_fabric::{Endpoint, Env};
+use strake_proto::{Code, Error, Result, pb};
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    task::JoinHandle,
+    time::MissedTickBehavior,
+};
+
+use super::{
+    Committed, Config, Leadership, LogImage, LogOp, LogStore, MemberChange, StateMachine,
+    core::{Core, Output},
+    reads::{self, Reads},
+    snapshot::{self, Incoming, Outgoing},
+    transport::Peers,
+};
+
+/// Batches on their way to the log.
+const MAX_UNPERSISTED: usize = 16;
+/// Proposals taken together, and their bytes.
+const BATCH: (usize, usize) = (1024, 4 << 20);
+/// A learner that is at most this far behind may be promoted.
+const CAUGHT_UP: u64 = 1000;
+const RETRY: Duration = Duration::from_millis(200);
+
+pub type Reply = oneshot::Sender<Result<()>>;
+
+pub struct Proposal {
+    pub data: Bytes,
+    pub reply: oneshot::Sender<Result<Bytes>>,
+}
+
+pub enum RaftInput {
+    Batch { from: u64, stamp: u64, messages: Vec<Message>, reply: Reply },
+    Chunk(pb::SnapshotChunk, Reply),
+}
+
+pub enum Control {
+    Transfer(u64, Reply),
+    Change(MemberChange, Reply),
+    Stop,
+}
+
+pub struct Inputs {
+    pub raft: mpsc::Receiver<RaftInput>,
+    pub proposals: mpsc::Receiver<Proposal>,
+    pub reads: mpsc::Receiver<reads::Reply>,
+    pub control: mpsc::Receiver<Control>,
+    pub unreachable: mpsc::Receiver<u64>,
+}
+
+pub struct Shared {
+    pub status: Mutex<pb::RaftStatus>,
+    pub stopped: watch::Sender<Option<Error>>,
+}
+
+/// For the log's task: changes to write, then which ready they were of.
+struct Job {
+    ops: Vec<LogOp>,
+    number: Option<u64>,
+    /// The changes mark the start of this incoming copy.
+    restoring: Option<u64>,
+}
+
+/// What the driver's own tasks tell it.
+enum Event {
+    Persisted { number: Option<u64>, restoring: Vec<u64> },
+    Stalled(Error),
+    Failed(Error),
+    Synced(u64, Result<()>),
+    Sent { to: u64, id: u64, result: Result<()> },
+}
+
+enum Waiter {
+    Proposal(oneshot::Sender<Result<Bytes>>),
+    Change(Reply),
+}
+
+struct ToApply {
+    entries: Vec<Entry>,
+    conf: Option<ConfState>,
+}
+
+pub struct Driver {
+    cfg: Arc<Config>,
+    env: Env,
+    core: Core,
+    sm: Arc<dyn StateMachine>,
+    peers: Arc<Peers>,
+    shared: Arc<Shared>,
+    leadership: watch::Sender<Leadership>,
+    inputs: Option<Inputs>,
+    events: mpsc::Receiver<Event>,
+    events_tx: mpsc::Sender<Event>,
+    jobs: mpsc::Sender<Job>,
+    tasks: Vec<JoinHandle<()>>,
+    waiters: BTreeMap<u64, (u64, Waiter)>,
+    /// Changes that are applied and wait for the end of the joint configuration.
+    leaving_joint: Vec<Reply>,
+    reads: Reads,
+    /// Applying these found the disk full.
+    backlog: Option<ToApply>,
+    stalled: Option<Error>,
+    syncing: bool,
+    /// Copies on their way out: peer → (id, index, task).
+    outgoing: BTreeMap<u64, (u64, u64, JoinHandle<()>)>,
+    incoming: Option<Incoming>,
+    /// Term and whether this member led, when last looked.
+    was: (u64, bool),
+    /// The membership is to be given with the next apply, though it did not change.
+    conf_unknown: bool,
+}
+
+impl Driver {
+    #[allow(clippy::too_many_arguments)]
+    pub fn new(
+        cfg: Arc<Config>,
+        env: Env,
+        image: LogImage,
+        log: Arc<dyn LogStore>,
+        sm: Arc<dyn StateMachine>,
+        peers: Arc<Peers>,
+        shared: Arc<Shared>,
+        leadership: watch::Sender<Leadership>,
+        inputs: Inputs,
+    ) -> Result<Driver> {
+        let conf = sm.conf_state();
+        let core = Core::new(&cfg, image, sm.applied(), &conf, env.random_u64())?;
+        let (events_tx, events) = mpsc::channel(256);
+        let (jobs, jobs_rx) = mpsc::channel(256);
+        let writer = env.spawn(write_log(log, jobs_rx, events_tx.clone()));
+        Ok(Driver {
+            cfg,
+            env,
+            core,
+            sm,
+            peers,
+            shared,
+            leadership,
+            inputs: Some(inputs),
+            events,
+            events_tx,
+            jobs,
+            tasks: vec![writer],
+            waiters: BTreeMap::new(),
+            leaving_joint: Vec::new(),
+            reads: Reads::default(),
+            backlog: None,
+            stalled: None,
+            syncing: false,
+            outgoing: BTreeMap::new(),
+            incoming: None,
+            was: (0, false),
+            conf_unknown: conf.is_empty(),
+        })
+    }
+
+    /// Runs until it is stopped or cannot go on.
+    pub async fn run(mut self) {
+        let Some(mut inputs) = self.inputs.take() else { return };
+        let cause = match self.drive(&mut inputs).await {
+            Ok(()) => Error::new(Code::Disconnected, "this metadata server was stopped"),
+            Err(e) => {
+                tracing::error!("this metadata server cannot go on: {e}");
+                e
+            }
+        };
+        self.shared.stopped.send_replace(Some(cause.clone()));
+        self.fail_all(&cause);
+        let l = Leadership { term: self.core.term(), leader: 0, ready: false, since: self.env.boot() };
+        self.leadership.send_replace(l);
+        self.tasks.iter().for_each(JoinHandle::abort);
+        self.outgoing.values().for_each(|(_, _, task)| task.abort());
+        self.core.conf().voters.iter().chain(&self.core.conf().learners).for_each(|id| self.peers.remove(*id));
+    }
+
+    async fn drive(&mut self, inputs: &mut Inputs) -> Result<()> {
+        let mut ticks = tokio::time::interval(self.cfg.tick);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        self.process()?;
+        loop {
+            tokio::select! {
+                biased;
+                Some(event) = self.events.recv() => self.event(event)?,
+                _ = ticks.tick() => self.core.tick(),
+                Some(m) = inputs.raft.recv() => {
+                    self.raft_input(m)?;
+                    for _ in 0..256 {
+                        let Ok(m) = inputs.raft.try_recv() else { break };
+                        self.raft_input(m)?;
+                    }
+                }
+                Some(id) = inputs.unreachable.recv() => self.core.report_unreachable(id),
+                c = inputs.control.recv() => match c {
+                    Some(Control::Transfer(to, reply)) => self.transfer(to, reply),
+                    Some(Control::Change(change, reply)) => self.change(change, reply),
+                    Some(Control::Stop) | None => return Ok(()),
+                },
+                Some(reply) = inputs.reads.recv() => self.read(reply),
+                Some(p) = inputs.proposals.recv() => self.propose(p, &mut inputs.proposals),
+            }
+            for _ in 0..BATCH.0 {
+                let Ok(reply) = inputs.reads.try_recv() else { break };
+                self.read(reply);
+            }
+            self.process()?;
+        }
+    }
+
+    /// Why this member takes no proposals, if it does not.
+    fn not_ready(&self) -> Option<Error> {
+        if let (Some(e), 0) = (&self.stalled, self.core.leader()) {
+            return Some(e.clone());
+        }
+        (!self.core.is_leader()).then(|| Error::not_leader(self.core.leader() as u32))
+    }
+
+    fn read(&mut self, reply: reads::Reply) {
+        if let Some(e) = self.not_ready() {
+            let _ = reply.send(Err(e));
+        } else if self.reads.len() >= self.cfg.queue {
+            let _ = reply.send(Err(Error::new(Code::Overloaded, "too many metadata reads wait")));
+        } else {
+            self.reads.add(reply);
+        }
+    }
+
+    fn propose(&mut self, first: Proposal, more: &mut mpsc::Receiver<Proposal>) {
+        let mut size = first.data.len();
+        let mut batch = vec![first];
+        while batch.len() < BATCH.0 && size < BATCH.1 {
+            let Ok(p) = more.try_recv() else { break };
+            size += p.data.len();
+            batch.push(p);
+        }
+        let proposed = match self.not_ready() {
+            Some(e) => Err(e),
+            None => self.core.propose(batch.iter().map(|p| p.data.clone())),
+        };
+        for (i, p) in batch.into_iter().enumerate() {
+            match &proposed {
+                Ok((index, term)) => {
+                    self.waiters.insert(index + i as u64, (*term, Waiter::Proposal(p.reply)));
+                }
+                Err(e) => drop(p.reply.send(Err(e.clone()))),
+            }
+        }
+    }
+
+    fn transfer(&mut self, to: u64, reply: Reply) {
+        let refused = match self.not_ready() {
+            Some(e) => Err(e),
+            None if !self.core.voters().contains(&to) || to == self.cfg.id => {
+                Err(Error::new(Code::Inval, format!("metadata server {to} is not another voter of this group")))
+            }
+            None => Ok(()),
+        };
+        if refused.is_ok() {
+            self.core.transfer(to);
+        }
+        let _ = reply.send(refused);
+    }
+
+    fn change(&mut self, change: MemberChange, reply: Reply) {
+        match self.checked_change(&change).and_then(|c| self.core.propose_change(&c)) {
+            Ok((index, term)) => {
+                if let MemberChange::AddLearner { id, endpoint } = change {
+                    self.peers.set(id, endpoint);
+                }
+                self.waiters.insert(index, (term, Waiter::Change(reply)));
+            }
+            Err(e) => drop(reply.send(Err(e))),
+        }
+    }
+
+    fn checked_change(&self, change: &MemberChange) -> Result<ConfChangeV2> {
+        if let Some(e) = self.not_ready() {
+            return Err(e);
+        }
+        let (voters, learners) = (&self.core.conf().voters, &self.core.conf().learners);
+        let bad = |m: String| Err(Error::new(Code::Inval, m));
+        let mut c = ConfChangeV2::default();
+        let mut add = |id: u64, kind: ConfChangeType| {
+            let mut one = ConfChangeSingle { node_id: id, ..Default::default() };
+            one.set_change_type(kind);
+            c.mut_changes().push(one);
+        };
+        let promote = match change {
+            MemberChange::AddLearner { id, .. } if *id == 0 || voters.contains(id) || learners.contains(id) => {
+                return bad(format!("metadata server {id} is a member already, or no id"));
+            }
+            MemberChange::AddLearner { id, endpoint } => {
+                add(*id, ConfChangeType::AddLearnerNode);
+                c.context = format!("{id}={endpoint}").into_bytes().into();
+                return Ok(c);
+            }
+            MemberChange::Remove { id } | MemberChange::Replace { old: id, .. } if *id == self.cfg.id => {
+                return bad(format!("metadata server {id} leads; transfer the leadership first"));
+            }
+            MemberChange::Remove { id } | MemberChange::Replace { old: id, .. }
+                if !voters.contains(id) && !learners.contains(id) =>
+            {
+                return bad(format!("metadata server {id} is not a member"));
+            }
+            MemberChange::Remove { id } => {
+                add(*id, ConfChangeType::RemoveNode);
+                return Ok(c);
+            }
+            MemberChange::Promote { id } => *id,
+            MemberChange::Replace { old, new } => {
+                add(*old, ConfChangeType::RemoveNode);
+                *new
+            }
+        };
+        if !learners.contains(&promote) {
+            return bad(format!("metadata server {promote} is not a learner; add it first"));
+        }
+        if self.core.matched(promote).unwrap_or(0) + CAUGHT_UP < self.core.image().last() {
+            return Err(Error::new(Code::Busy, format!("metadata server {promote} has not caught up yet")));
+        }
+        add(promote, ConfChangeType::AddNode);
+        if c.changes.len() > 1 {
+            c.set_transition(ConfChangeTransition::Implicit);
+        }
+        Ok(c)
+    }
+
+    fn raft_input(&mut self, input: RaftInput) -> Result<()> {
+        match input {
+            RaftInput::Batch { from, stamp, messages, reply } => {
+                let known = self.known_peer(from, stamp);
+                if known.is_ok() {
+                    messages.into_iter().for_each(|m| self.step(m));
+                }
+                let _ = reply.send(known);
+                Ok(())
+            }
+            RaftInput::Chunk(chunk, reply) => self.chunk(chunk, reply),
+        }
+    }
+
+    /// A member that comes back with another log has lost what it acknowledged.
+    fn known_peer(&mut self, from: u64, stamp: u64) -> Result<()> {
+        match self.core.image().peers.get(&from) {
+            Some(s) if *s == stamp => Ok(()),
+            Some(_) => {
+                let m = format!(
+                    "metadata server {from} came back with another raft log; it must not vote again under this id: remove \
+                     it and add a new one with `strake mds replace`"
+                );
+                Err(Error::new(Code::Stale, m))
+            }
+            None => {
+                let op = self.core.note_peer(from, stamp);
+                self.write(Job { ops: vec![op], number: None, restoring: None })
+            }
+        }
+    }
+
+    fn step(&mut self, m: Message) {
+        if m.get_msg_type() == MessageType::MsgSnapshot {
+            let s = m.get_snapshot();
+            let id = s.data.as_ref().try_into().map(u64::from_le_bytes).ok();
+            let there = self.incoming.as_ref().is_some_and(|i| {
+                let meta = s.get_metadata();
+                i.complete && i.from == m.from && Some(i.id) == id && (i.index, i.term) == (meta.index, meta.term)
+            });
+            if !there {
+                tracing::warn!(from = m.from, "dropped a raft snapshot whose data did not arrive");
+                return;
+            }
+        }
+        self.core.step(m);
+    }
+
+    fn write(&mut self, job: Job) -> Result<()> {
+        self.jobs.try_send(job).map_err(|_| Error::new(Code::Overloaded, "the raft log cannot keep up"))
+    }
+
+    fn event(&mut self, event: Event) -> Result<()> {
+        match event {
+            Event::Persisted { number, restoring } => {
+                if self.stalled.take().is_some() {
+                    tracing::info!("the raft log takes writes again");
+                }
+                self.core.set_stalled(self.backlog.is_some());
+                if let Some(n) = number {
+                    self.core.persisted(n).into_iter().for_each(|m| self.send(m));
+                }
+                restoring.into_iter().try_for_each(|id| self.restore_marked(id))
+            }
+            Event::Stalled(e) => {
+                tracing::error!("this metadata server cannot write its log and does not lead until it can: {e}");
+                self.core.set_stalled(true);
+                self.stalled = Some(e);
+                Ok(())
+            }
+            Event::Failed(e) => Err(e),
+            Event::Synced(index, result) => self.synced(index, result),
+            Event::Sent { to, id, result } => {
+                if self.outgoing.get(&to).is_some_and(|o| o.0 == id) {
+                    self.outgoing.remove(&to);
+                    if let Err(e) = &result {
+                        tracing::warn!(to, "copying the state failed, will be tried again: {e}");
+                    }
+                    self.core.report_snapshot(to, result.is_ok());
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Does all that the protocol asks for.
+    fn process(&mut self) -> Result<()> {
+        self.notice_role();
+        if self.core.can_read()
+            && let Some(number) = self.reads.ask()
+        {
+            self.core.read_index(number);
+        }
+        loop {
+            if let Some(work) = self.backlog.take() {
+                self.apply(work)?;
+            }
+            if self.backlog.is_some() || self.core.unpersisted() >= MAX_UNPERSISTED {
+                break;
+            }
+            let Some(out) = self.core.ready() else { break };
+            self.output(out)?;
+        }
+        self.notice_role();
+        self.reads.applied(self.core.applied_to().0);
+        self.maybe_sync();
+        self.publish();
+        Ok(())
+    }
+
+    fn output(&mut self, out: Output) -> Result<()> {
+        if let Some((index, term, conf)) = out.restore {
+            self.sm.restore_end(index, term, conf_bytes(&conf)?)?;
+            self.sm.sync()?;
+            (self.incoming, self.conf_unknown) = (None, false);
+            tracing::info!(index, term, "took over the state of the leader");
+        }
+        if let Some(ops) = out.persist {
+            self.write(Job { ops, number: Some(out.number), restoring: None })?;
+        }
+        out.messages.into_iter().for_each(|m| self.send(m));
+        out.reads.into_iter().for_each(|(number, index)| self.reads.allow(number, index));
+        for (id, endpoint) in out.endpoints {
+            match endpoint.parse::<Endpoint>() {
+                Ok(e) => self.peers.set(id, e),
+                Err(e) => tracing::warn!(id, "endpoint of a new metadata server: {e}"),
+            }
+        }
+        self.apply(ToApply { entries: out.committed, conf: out.conf_state })
+    }
+
+    fn apply(&mut self, work: ToApply) -> Result<()> {
+        let Some(last) = work.entries.last().map(|e| (e.index, e.term)) else { return Ok(()) };
+        let committed = |e: &Entry| Committed {
+            index: e.index,
+            term: e.term,
+            data: if e.get_entry_type() == EntryType::EntryNormal { e.data.clone() } else { Bytes::new() },
+        };
+        let entries: Vec<Committed> = work.entries.iter().map(committed).collect();
+        let conf = match &work.conf {
+            Some(c) => Some(conf_bytes(c)?),
+            None if self.conf_unknown => Some(conf_bytes(self.core.conf())?),
+            None => None,
+        };
+        let replies = match self.sm.apply(entries, last, conf) {
+            Ok(r) => r,
+            Err(e) if e.code == Code::NoSpc => {
+                if self.backlog.is_none() && self.stalled.is_none() {
+                    tracing::error!("this metadata server cannot store its state and does not lead until it can: {e}");
+                }
+                self.core.set_stalled(true);
+                self.stalled = Some(e);
+                self.backlog = Some(work);
+                return Ok(());
+            }
+            Err(e) => return Err(e.context("applying metadata changes")),
+        };
+        if self.stalled.take().is_some() {
+            self.core.set_stalled(false);
+        }
+        self.conf_unknown = false;
+        self.answer(&work, replies);
+        self.core.applied(last.0, last.1);
+        if let Some(conf) = work.conf {
+            self.membership_changed(&conf);
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, work: &ToApply, replies: Vec<Bytes>) {
+        for (e, reply) in work.entries.iter().zip(replies) {
+            let Some((term, waiter)) = self.waiters.remove(&e.index) else { continue };
+            match waiter {
+                Waiter::Proposal(w) if term == e.term => drop(w.send(Ok(reply))),
+                Waiter::Proposal(w) => drop(w.send(Err(lost()))),
+                Waiter::Change(w) if term != e.term => drop(w.send(Err(lost()))),
+                Waiter::Change(w) if e.get_entry_type() == EntryType::EntryNormal => {
+                    let _ = w.send(Err(Error::new(Code::Busy, "another membership change was under way; try again")));
+                }
+                Waiter::Change(w) => self.leaving_joint.push(w),
+            }
+        }
+        if self.core.conf().voters_outgoing.is_empty() {
+            self.leaving_joint.drain(..).for_each(|w| drop(w.send(Ok(()))));
+        }
+    }
+
+    fn membership_changed(&mut self, conf: &ConfState) {
+        tracing::info!(voters = ?conf.voters, learners = ?conf.learners, "members of the metadata group");
+        if self.core.is_leader() && conf.voters_outgoing.is_empty() && !conf.voters.contains(&self.cfg.id) {
+            self.core.step_down();
+        }
+    }
+
+    fn send(&mut self, m: Message) {
+        if m.get_msg_type() == MessageType::MsgSnapshot {
+            let to = m.to;
+            if let Err(e) = self.send_snapshot(m) {
+                tracing::warn!(to, "cannot copy the state: {e}");
+                self.core.report_snapshot(to, false);
+            }
+        } else {
+            self.peers.send(m);
+        }
+    }
+
+    fn send_snapshot(&mut self, mut message: Message) -> Result<()> {
+        let to = message.to;
+        let gone = || Error::new(Code::NoEnt, format!("the address of metadata server {to} is not known"));
+        let endpoint = self.peers.endpoint(to).ok_or_else(gone)?;
+        let view = self.sm.snapshot()?;
+        let conf = match &view.conf_state[..] {
+            [] => self.core.conf().clone(),
+            b => ConfState::parse_from_bytes(b).map_err(|e| Error::new(Code::Corrupt, e.to_string()))?,
+        };
+        let id = self.env.random_u64();
+        let s = message.mut_snapshot();
+        s.data = id.to_le_bytes().to_vec().into();
+        let meta = s.mut_metadata();
+        (meta.index, meta.term) = (view.index, view.term);
+        meta.set_conf_state(conf);
+        tracing::info!(to, index = view.index, "copying the state to a metadata server that is behind");
+        let out = Outgoing { id, index: view.index, term: view.term, view: view.view, message, endpoint };
+        let (sender, events, index) = (self.peers.sender(), self.events_tx.clone(), view.index);
+        let task = self.env.spawn(async move {
+            let result = snapshot::send(sender, out).await;
+            let _ = events.send(Event::Sent { to, id, result }).await;
+        });
+        if let Some((_, _, old)) = self.outgoing.insert(to, (id, index, task)) {
+            old.abort();
+        }
+        Ok(())
+    }
+
+    /// Part of a peer's state. The first one is taken only from the leader this member follows, and only if this member
+    /// cannot do without.
+    fn chunk(&mut self, chunk: pb::SnapshotChunk, reply: Reply) -> Result<()> {
+        if chunk.number == 0 {
+            let wanted = chunk.index > self.core.committed() || self.core.has_lost_state();
+            if self.core.leader() != chunk.from || !wanted || chunk.index == 0 || chunk.term > self.core.term() {
+                let _ = reply.send(Err(Error::new(Code::NotServing, "this metadata server wants no copy from there")));
+                return Ok(());
+            }
+            let op = self.core.begin_restore(chunk.index, chunk.term);
+            let id = chunk.snapshot;
+            self.incoming = Some(Incoming {
+                from: chunk.from,
+                id,
+                index: chunk.index,
+                term: chunk.term,
+                next: 1,
+                complete: false,
+                first: Some((chunk, reply)),
+            });
+            return self.write(Job { ops: vec![op], number: None, restoring: Some(id) });
+        }
+        let expected = self.incoming.as_ref().is_some_and(|i| {
+            i.first.is_none() && !i.complete && (i.from, i.id, i.next) == (chunk.from, chunk.snapshot, chunk.number)
+        });
+        if !expected {
+            let _ = reply.send(Err(Error::new(Code::Stale, "not the part of the copy that was expected")));
+            return Ok(());
+        }
+        self.take_pairs(chunk, reply)
+    }
+
+    /// The log says that the state is void; from here on it may be overwritten.
+    fn restore_marked(&mut self, id: u64) -> Result<()> {
+        let first = self.incoming.as_mut().filter(|i| i.id == id).and_then(|i| i.first.take());
+        let Some((chunk, reply)) = first else { return Ok(()) };
+        self.sm.restore_begin()?;
+        self.take_pairs(chunk, reply)
+    }
+
+    fn take_pairs(&mut self, chunk: pb::SnapshotChunk, reply: Reply) -> Result<()> {
+        let pairs = chunk.pairs.into_iter().map(|p| (p.key, p.value)).collect();
+        match self.sm.restore_pairs(pairs) {
+            Ok(()) => {
+                if let Some(i) = &mut self.incoming {
+                    (i.next, i.complete) = (chunk.number + 1, chunk.last);
+                }
+                let _ = reply.send(Ok(()));
+                Ok(())
+            }
+            Err(e) if e.code == Code::NoSpc => {
+                self.incoming = None;
+                let _ = reply.send(Err(e));
+                Ok(())
+            }
+            Err(e) => Err(e.context("taking over the leader's state")),
+        }
+    }
+
+    /// Cuts the log when it is long: first the state must be durable.
+    fn maybe_sync(&mut self) {
+        let image = self.core.image();
+        let long = image.bytes() > self.cfg.log_bytes || image.entries.len() > self.cfg.log_entries;
+        let (index, _) = self.core.applied_to();
+        if !long || self.syncing || self.core.has_lost_state() || self.cut_target(index) <= image.base.0 {
+            return;
+        }
+        self.syncing = true;
+        let (sm, events) = (self.sm.clone(), self.events_tx.clone());
+        let task = self.env.spawn(async move {
+            let result = sm.sync();
+            let _ = events.send(Event::Synced(index, result)).await;
+        });
+        self.tasks.retain(|t| !t.is_finished());
+        self.tasks.push(task);
+    }
+
+    /// Up to where to cut if everything up to `durable` may go: half the limit stays, and what copies under way need.
+    fn cut_target(&self, durable: u64) -> u64 {
+        let image = self.core.image();
+        let (mut kept, mut index) = (0, image.last());
+        while let Some(e) = image.get(index) {
+            kept += super::log::entry_cost(e);
+            if kept > self.cfg.log_bytes / 2 || image.last() - index >= self.cfg.log_entries as u64 / 2 {
+                break;
+            }
+            index -= 1;
+        }
+        let hard_limit = image.bytes() > self.cfg.log_bytes.saturating_mul(4);
+        let copies = self.outgoing.values().map(|o| o.1).min().filter(|_| !hard_limit).unwrap_or(u64::MAX);
+        index.min(durable).min(copies)
+    }
+
+    fn synced(&mut self, index: u64, result: Result<()>) -> Result<()> {
+        self.syncing = false;
+        match result {
+            Ok(()) if !self.core.has_lost_state() => {
+                let target = self.cut_target(index);
+                match self.core.cut(target) {
+                    Some(op) => self.write(Job { ops: vec![op], number: None, restoring: None }),
+                    None => Ok(()),
+                }
+            }
+            Ok(()) => Ok(()),
+            Err(e) if e.code == Code::NoSpc => {
+                tracing::error!("the metadata state cannot be made durable, the raft log grows: {e}");
+                Ok(())
+            }
+            Err(e) => Err(e.context("making the metadata state durable")),
+        }
+    }
+
+    /// What waits for a leadership that ended gets its answer.
+    fn notice_role(&mut self) {
+        let now = (self.core.term(), self.core.is_leader());
+        if self.was.1 && now != self.was {
+            self.fail_all(&Error::not_leader(self.core.leader() as u32));
+        }
+        self.was = now;
+    }
+
+    fn fail_all(&mut self, reads: &Error) {
+        for (_, waiter) in std::mem::take(&mut self.waiters).into_values() {
+            match waiter {
+                Waiter::Proposal(w) => drop(w.send(Err(lost()))),
+                Waiter::Change(w) => drop(w.send(Err(lost()))),
+            }
+        }
+        self.leaving_joint.drain(..).for_each(|w| drop(w.send(Err(lost()))));
+        self.reads.fail(reads);
+    }
+
+    fn publish(&mut self) {
+        let (term, leader) = (self.core.term(), self.core.leader());
+        let ready = self.core.is_settled_leader() && self.core.applied_to().1 == term && self.stalled.is_none();
+        let since = self.env.boot();
+        self.leadership.send_if_modified(|l| {
+            let changed = (l.term, l.leader, l.ready) != (term, leader, ready);
+            if changed {
+                *l = Leadership { term, leader, ready, since };
+            }
+            changed
+        });
+        let image = self.core.image();
+        let state = match self.core.role() {
+            StateRole::Leader => "leader",
+            StateRole::Follower if self.core.conf().learners.contains(&self.cfg.id) => "learner",
+            StateRole::Follower => "follower",
+            StateRole::Candidate | StateRole::PreCandidate => "candidate",
+        };
+        let mut status = self.shared.status.lock();
+        status.state.clear();
+        status.state.push_str(state);
+        (status.id, status.term, status.leader) = (self.cfg.id, term, leader);
+        (status.committed, status.applied) = (self.core.committed(), self.core.applied_to().0);
+        (status.first_index, status.last_index) = (image.first(), image.last());
+        status.voters.clone_from(&self.core.conf().voters);
+        status.learners.clone_from(&self.core.conf().learners);
+    }
+}
+
+fn lost() -> Error {
+    Error::new(Code::Disconnected, "this metadata server lost its leadership; the change may or may not have been made")
+}
+
+fn conf_bytes(conf: &ConfState) -> Result<Vec<u8>> {
+    conf.write_to_bytes().map_err(|e| Error::new(Code::Inval, e.to_string()))
+}
+
+/// Writes what waits, all of it at once. A full disk is waited out; other errors end the member.
+async fn write_log(log: Arc<dyn LogStore>, mut jobs: mpsc::Receiver<Job>, events: mpsc::Sender<Event>) {
+    while let Some(first) = jobs.recv().await {
+        let (mut ops, mut number) = (first.ops, first.number);
+        let mut restoring: Vec<u64> = first.restoring.into_iter().collect();
+        for _ in 0..MAX_UNPERSISTED {
+            let Ok(job) = jobs.try_recv() else { break };
+            ops.extend(job.ops);
+            number = job.number.or(number);
+            restoring.extend(job.restoring);
+        }
+        let mut told = false;
+        while !ops.is_empty() {
+            match log.write(&ops).await {
+                Ok(()) => break,
+                Err(e) if e.code == Code::NoSpc => {
+                    if !std::mem::replace(&mut told, true) {
+                        let _ = events.send(Event::Stalled(e)).await;
+                    }
+                    tokio::time::sleep(RETRY).await;
+                }
+                Err(e) => {
+                    let _ = events.send(Event::Failed(e)).await;
+                    return;
+                }
+            }
+        }
+        if events.send(Event::Persisted { number, restoring }).await.is_err() {
+            return;
+        }
+    }
+}

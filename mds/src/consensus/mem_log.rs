@@ -1,0 +1,85 @@
+//! A log in memory that loses what power loss would lose: for tests and the simulator.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use strake_proto::{Code, Error, Result};
+
+use super::{LogImage, LogOp, LogStore};
+
+/// Outlives the node that writes to it, like a disk. Share it by `Arc`.
+pub struct MemLog {
+    state: Mutex<State>,
+    latency: Duration,
+}
+
+struct State {
+    durable: LogImage,
+    /// The batch on its way to the medium.
+    in_flight: Option<Vec<LogOp>>,
+    fault: Option<Error>,
+    lost: bool,
+    writes: u64,
+}
+
+impl MemLog {
+    /// An empty log of a group that starts with `voters`; each write takes `latency`. `stamp` must differ between logs.
+    pub fn new(voters: Vec<u64>, stamp: u64, latency: Duration) -> MemLog {
+        let durable = LogImage::new(voters, stamp);
+        MemLog { state: Mutex::new(State { durable, in_flight: None, fault: None, lost: false, writes: 0 }), latency }
+    }
+
+    /// Power loss, after the node was ended: the batch in flight survives whole (`keep`) or is cut as a torn tail. A
+    /// batch is never half there: that is what the pages of the real log are for.
+    pub fn crash(&self, keep: bool) {
+        let mut s = self.state.lock();
+        if let Some(ops) = s.in_flight.take().filter(|_| keep) {
+            for op in &ops {
+                let _ = s.durable.apply(op);
+            }
+        }
+    }
+    /// From now on every write fails with this error (`NoSpc`: a full disk), until `None` is set.
+    pub fn set_fault(&self, fault: Option<Error>) {
+        self.state.lock().fault = fault;
+    }
+    /// The medium is damaged where the member may have acknowledged: `load` refuses.
+    pub fn damage(&self) {
+        self.state.lock().lost = true;
+    }
+    /// What is durable now.
+    pub fn image(&self) -> LogImage {
+        self.state.lock().durable.clone()
+    }
+    /// Batches written so far.
+    pub fn writes(&self) -> u64 {
+        self.state.lock().writes
+    }
+}
+
+#[async_trait]
+impl LogStore for MemLog {
+    async fn load(&self) -> Result<LogImage> {
+        let mut s = self.state.lock();
+        s.in_flight = None;
+        if s.lost { Err(super::disk_log::refusal("the simulated medium is damaged")) } else { Ok(s.durable.clone()) }
+    }
+
+    async fn write(&self, ops: &[LogOp]) -> Result<()> {
+        {
+            let mut s = self.state.lock();
+            if let Some(e) = &s.fault {
+                return Err(e.clone());
+            }
+            s.in_flight = Some(ops.to_vec());
+        }
+        tokio::time::sleep(self.latency).await;
+        let mut s = self.state.lock();
+        let Some(ops) = s.in_flight.take() else {
+            return Err(Error::new(Code::Io, "the log was taken away in mid-write"));
+        };
+        s.writes += 1;
+        ops.iter().try_for_each(|op| s.durable.apply(op))
+    }
+}

@@ -1,0 +1,197 @@
+//! The handle to a member: what the server calls. The work is done by the driver's task.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use prost::Message as _;
+use protobuf::Message as _;
+use raft::eraftpb;
+use strake_fabric::{Endpoint, Env, Fabric, Message};
+use strake_proto::{Code, Error, Result, opcode, pb};
+use tokio::sync::{mpsc, oneshot, watch};
+
+use super::{
+    Config, Leadership, LogStore, MemberChange, StateMachine,
+    driver::{Control, Driver, Inputs, Proposal, RaftInput, Shared},
+    reads,
+    transport::{Peers, Sender},
+};
+
+/// Messages from peers that wait for the driver.
+const INBOX: usize = 4096;
+
+/// A member of the group. Clones are the same member; it ends with [`Node::shutdown`] or [`Env::kill`].
+#[derive(Clone)]
+pub struct Node {
+    cfg: Arc<Config>,
+    shared: Arc<Shared>,
+    peers: Arc<Peers>,
+    raft: mpsc::Sender<RaftInput>,
+    proposals: mpsc::Sender<Proposal>,
+    reads: mpsc::Sender<reads::Reply>,
+    control: mpsc::Sender<Control>,
+    leadership: watch::Receiver<Leadership>,
+}
+
+impl Node {
+    /// Loads the log and starts taking part. `Corrupt`: the log or the state is not whole, see the message.
+    pub async fn start(
+        cfg: Config,
+        env: Env,
+        fabric: Arc<dyn Fabric>,
+        log: Arc<dyn LogStore>,
+        sm: Arc<dyn StateMachine>,
+    ) -> Result<Node> {
+        let image = log.load().await?;
+        let cfg = Arc::new(cfg);
+        let (unreachable, unreachable_rx) = mpsc::channel(64);
+        let (id, cluster, stamp) = (cfg.id, cfg.cluster, image.stamp);
+        let peers = Arc::new(Peers::new(Sender { id, cluster, stamp, env: env.clone(), fabric, unreachable }));
+        let (raft, raft_rx) = mpsc::channel(INBOX);
+        let (proposals, proposals_rx) = mpsc::channel(cfg.queue.max(1));
+        let (reads, reads_rx) = mpsc::channel(cfg.queue.max(1));
+        let (control, control_rx) = mpsc::channel(64);
+        let (watch_tx, leadership) = watch::channel(Leadership::default());
+        let shared = Arc::new(Shared { status: Mutex::default(), stopped: watch::channel(None).0 });
+        let inputs = Inputs {
+            raft: raft_rx,
+            proposals: proposals_rx,
+            reads: reads_rx,
+            control: control_rx,
+            unreachable: unreachable_rx,
+        };
+        let driver =
+            Driver::new(cfg.clone(), env.clone(), image, log, sm, peers.clone(), shared.clone(), watch_tx, inputs)?;
+        for (id, endpoint) in &cfg.peers {
+            peers.set(*id, endpoint.clone());
+        }
+        env.spawn(driver.run());
+        Ok(Node { cfg, shared, peers, raft, proposals, reads, control, leadership })
+    }
+
+    fn gone(&self) -> Error {
+        let stopped = self.shared.stopped.borrow().clone();
+        stopped.unwrap_or_else(|| Error::new(Code::Disconnected, "this metadata server lost its leadership"))
+    }
+
+    fn full<T>(&self, e: &mpsc::error::TrySendError<T>) -> Error {
+        match e {
+            mpsc::error::TrySendError::Full(_) => Error::new(Code::Overloaded, "the metadata server is overloaded"),
+            mpsc::error::TrySendError::Closed(_) => self.gone(),
+        }
+    }
+
+    /// Gets `data` into the log and applied; returns what applying it answered. `NotLeader`: it did not run.
+    /// `Disconnected`: leadership was lost, it may or may not run. `Overloaded`, `NoSpc`: it did not run.
+    pub async fn propose(&self, data: Bytes) -> Result<Bytes> {
+        if data.len() > self.cfg.max_entry {
+            let m = format!("a metadata change of {} bytes is longer than {}", data.len(), self.cfg.max_entry);
+            return Err(Error::new(Code::TooBig, m));
+        }
+        let (reply, rx) = oneshot::channel();
+        self.proposals.try_send(Proposal { data, reply }).map_err(|e| self.full(&e))?;
+        rx.await.unwrap_or_else(|_| Err(self.gone()))
+    }
+
+    /// Returns when this member's applied state includes everything that was answered anywhere before the call, and
+    /// this member was the leader during the call. `NotLeader` otherwise.
+    pub async fn read_barrier(&self) -> Result<()> {
+        let (reply, rx) = oneshot::channel();
+        self.reads.try_send(reply).map_err(|e| self.full(&e))?;
+        rx.await.unwrap_or_else(|_| Err(self.gone()))
+    }
+
+    pub fn leadership(&self) -> watch::Receiver<Leadership> {
+        self.leadership.clone()
+    }
+
+    pub fn status(&self) -> pb::RaftStatus {
+        self.shared.status.lock().clone()
+    }
+
+    /// Waits until this member has stopped for good, and says why. The process should end then.
+    pub async fn stopped(&self) -> Error {
+        let mut rx = self.shared.stopped.subscribe();
+        let found = rx.wait_for(Option::is_some).await.ok().and_then(|e| e.clone());
+        found.unwrap_or_else(|| self.gone())
+    }
+
+    /// Answers [`opcode::RAFT`] and [`opcode::SNAPSHOT`]; only from servers of this cluster.
+    pub async fn handle(&self, request: Message) -> Result<Message> {
+        match request.opcode {
+            opcode::RAFT => self.batch(&request.body).await,
+            opcode::SNAPSHOT => self.chunk(&request.body).await,
+            other => Err(strake_fabric::unknown_opcode(other)),
+        }
+    }
+
+    fn check_address(&self, from: u64, to: u64, cluster: &[u8]) -> Result<()> {
+        if cluster != self.cfg.cluster {
+            return Err(Error::new(Code::Unauthenticated, "this metadata server belongs to another cluster"));
+        }
+        if to != self.cfg.id || from == 0 || from == self.cfg.id {
+            let m = format!("a raft message from {from} to {to} reached metadata server {}", self.cfg.id);
+            return Err(Error::new(Code::Inval, m));
+        }
+        Ok(())
+    }
+
+    async fn batch(&self, body: &[u8]) -> Result<Message> {
+        let batch = pb::RaftBatch::decode(body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
+        self.check_address(batch.from, batch.to, &batch.cluster)?;
+        let decode = |b: &Bytes| {
+            let m = eraftpb::Message::parse_from_bytes(b).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
+            if m.from == batch.from { Ok(m) } else { Err(Error::new(Code::Protocol, "a raft message of another sender")) }
+        };
+        let messages = batch.messages.iter().map(decode).collect::<Result<Vec<_>>>()?;
+        let (reply, rx) = oneshot::channel();
+        let input = RaftInput::Batch { from: batch.from, stamp: batch.stamp, messages, reply };
+        self.raft.try_send(input).map_err(|e| self.full(&e))?;
+        rx.await.unwrap_or_else(|_| Err(self.gone()))?;
+        Ok(Message::new(opcode::RAFT, pb::RaftAck {}.encode_to_vec()))
+    }
+
+    async fn chunk(&self, body: &[u8]) -> Result<Message> {
+        let chunk = pb::SnapshotChunk::decode(body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
+        self.check_address(chunk.from, chunk.to, &chunk.cluster)?;
+        let (reply, rx) = oneshot::channel();
+        self.raft.try_send(RaftInput::Chunk(chunk, reply)).map_err(|e| self.full(&e))?;
+        rx.await.unwrap_or_else(|_| Err(self.gone()))?;
+        Ok(Message::new(opcode::SNAPSHOT, pb::RaftAck {}.encode_to_vec()))
+    }
+
+    /// Hands leadership to `to`. Returns when this member no longer leads, `TimedOut` if it still does after a while.
+    pub async fn transfer(&self, to: u64) -> Result<()> {
+        let (reply, rx) = oneshot::channel();
+        self.control.try_send(Control::Transfer(to, reply)).map_err(|e| self.full(&e))?;
+        rx.await.unwrap_or_else(|_| Err(self.gone()))?;
+        let mut watch = self.leadership();
+        let me = self.cfg.id;
+        let limit = self.cfg.tick * (2 * self.cfg.election_ticks.1) as u32;
+        match tokio::time::timeout(limit, watch.wait_for(|l| l.leader != me && l.leader != 0)).await {
+            Ok(_) => Ok(()),
+            Err(_) => Err(Error::new(Code::TimedOut, format!("metadata server {to} did not take over; is it up?"))),
+        }
+    }
+
+    /// Changes the members; returns when the change is in force. `Busy`: another change is under way, or a learner has
+    /// not caught up. `Disconnected`: it may or may not happen.
+    pub async fn change_members(&self, change: MemberChange) -> Result<()> {
+        let (reply, rx) = oneshot::channel();
+        self.control.try_send(Control::Change(change, reply)).map_err(|e| self.full(&e))?;
+        rx.await.unwrap_or_else(|_| Err(self.gone()))
+    }
+
+    /// Where a member is from now on (it moved, or was added before this process started).
+    pub fn set_peer(&self, id: u64, endpoint: Endpoint) {
+        self.peers.set(id, endpoint);
+    }
+
+    /// Stops taking part. What was proposed and not answered may or may not run.
+    pub async fn shutdown(&self) {
+        if self.control.send(Control::Stop).await.is_ok() {
+            self.control.closed().await;
+        }
+    }
+}

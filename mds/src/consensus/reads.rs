@@ -1,0 +1,60 @@
+//! Linearizable reads: all that wait are answered by one read index, while the next ones gather.
+
+use strake_proto::{Error, Result};
+use tokio::sync::oneshot;
+
+pub type Reply = oneshot::Sender<Result<()>>;
+
+#[derive(Default)]
+pub struct Reads {
+    number: u64,
+    gathering: Vec<Reply>,
+    /// Asked for under this number.
+    asked: Option<(u64, Vec<Reply>)>,
+    /// Allowed once this index is applied.
+    allowed: Vec<(u64, Vec<Reply>)>,
+}
+
+impl Reads {
+    pub fn add(&mut self, reply: Reply) {
+        self.gathering.push(reply);
+    }
+    pub fn len(&self) -> usize {
+        self.gathering.len()
+    }
+
+    /// The number to ask for a read index under, if it is time to.
+    pub fn ask(&mut self) -> Option<u64> {
+        if self.asked.is_some() || self.gathering.is_empty() {
+            return None;
+        }
+        self.number += 1;
+        self.asked = Some((self.number, std::mem::take(&mut self.gathering)));
+        Some(self.number)
+    }
+
+    pub fn allow(&mut self, number: u64, index: u64) {
+        if let Some((_, replies)) = self.asked.take_if(|(n, _)| *n == number) {
+            self.allowed.push((index, replies));
+        }
+    }
+
+    pub fn applied(&mut self, index: u64) {
+        self.allowed.retain_mut(|(needed, replies)| {
+            let wait = *needed > index;
+            if !wait {
+                replies.drain(..).for_each(|r| drop(r.send(Ok(()))));
+            }
+            wait
+        });
+    }
+
+    /// This member cannot answer any of them.
+    pub fn fail(&mut self, e: &Error) {
+        let asked = self.asked.take().into_iter().flat_map(|(_, r)| r);
+        let allowed = self.allowed.drain(..).flat_map(|(_, r)| r);
+        for r in self.gathering.drain(..).chain(asked).chain(allowed) {
+            let _ = r.send(Err(e.clone()));
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Copying a whole state to a member that is too far behind for the log: the pairs in order, in SNAPSHOT frames over a
+//! connection of their own, and after them the raft message that names the copy.
+//!
+//! The receiver writes the pairs over its own state as they come (its log says so first), and counts as a member
+//! without a state until the raft message ends the copy. See `docs/decisions/raft.md`.
+
+use std::{ops::Bound, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use prost::Message as _;
+use raft::eraftpb;
+use strake_fabric::{Connection, Endpoint, Message};
+use strake_proto::{Result, opcode, pb};
+use strake_store::Reader;
+use tokio::sync::oneshot;
+
+use super::transport::Sender;
+
+const CHUNK: usize = 1 << 20;
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A copy on its way to a peer.
+pub struct Outgoing {
+    pub id: u64,
+    pub index: u64,
+    pub term: u64,
+    pub view: Box<dyn Reader>,
+    /// Ends the copy.
+    pub message: eraftpb::Message,
+    pub endpoint: Endpoint,
+}
+
+/// A copy that arrives.
+pub struct Incoming {
+    pub from: u64,
+    pub id: u64,
+    pub index: u64,
+    pub term: u64,
+    /// Number of the chunk to come.
+    pub next: u64,
+    pub complete: bool,
+    /// The first chunk, until the log has the mark.
+    pub first: Option<(pb::SnapshotChunk, oneshot::Sender<Result<()>>)>,
+}
+
+pub async fn send(s: Arc<Sender>, out: Outgoing) -> Result<()> {
+    let conn = s.fabric.connect(&out.endpoint, None).await?;
+    let sent = send_over(&s, &out, &*conn).await;
+    conn.close();
+    sent
+}
+
+async fn send_over(s: &Sender, out: &Outgoing, conn: &dyn Connection) -> Result<()> {
+    let to = out.message.to;
+    let mut after: Option<Bytes> = None;
+    for number in 0.. {
+        let (pairs, last) = read_chunk(&*out.view, after.as_ref())?;
+        after = pairs.last().map(|p| p.key.clone());
+        let chunk = pb::SnapshotChunk {
+            from: s.id,
+            to,
+            snapshot: out.id,
+            index: out.index,
+            number,
+            last,
+            total_keys: 0,
+            pairs,
+            term: out.term,
+            cluster: s.cluster.to_vec().into(),
+        };
+        conn.call(Message::new(opcode::SNAPSHOT, chunk.encode_to_vec()), CALL_TIMEOUT).await?;
+        if last {
+            break;
+        }
+    }
+    conn.call(s.batch(to, std::slice::from_ref(&out.message))?, CALL_TIMEOUT).await.map(drop)
+}
+
+/// About [`CHUNK`] bytes of pairs after a key, and whether they are the last.
+fn read_chunk(view: &dyn Reader, after: Option<&Bytes>) -> Result<(Vec<pb::Pair>, bool)> {
+    let from = after.map_or(Bound::Unbounded, |k| Bound::Excluded(&k[..]));
+    let mut pairs = Vec::new();
+    let mut size = 0;
+    for pair in view.range(from, Bound::Unbounded) {
+        let (key, value) = pair?;
+        if size >= CHUNK {
+            return Ok((pairs, false));
+        }
+        size += key.len() + value.len() + 16;
+        pairs.push(pb::Pair { key, value });
+    }
+    Ok((pairs, true))
+}

@@ -1,0 +1,161 @@
+//! Raft messages to the other members: one task and one bounded queue per peer. A message that finds its queue full is
+//! dropped; Raft sends again. A batch is in flight at a time, which keeps messages in order.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use parking_lot::Mutex;
+use prost::Message as _;
+use protobuf::Message as _;
+use raft::eraftpb;
+use strake_fabric::{Connection, Endpoint, Env, Fabric, Message};
+use strake_proto::{Code, Result, opcode, pb};
+use tokio::{sync::mpsc, task::JoinHandle};
+
+const QUEUE: usize = 1024;
+/// Bytes of messages in one batch; one message may be longer.
+const BATCH: usize = 2 << 20;
+const CALL_TIMEOUT: Duration = Duration::from_secs(2);
+const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+
+/// What every batch from this member says about it, and what its tasks use.
+pub struct Sender {
+    pub id: u64,
+    pub cluster: [u8; 16],
+    pub stamp: u64,
+    pub env: Env,
+    pub fabric: Arc<dyn Fabric>,
+    /// Told when a batch to a peer may be lost.
+    pub unreachable: mpsc::Sender<u64>,
+}
+
+struct Peer {
+    endpoint: Endpoint,
+    queue: mpsc::Sender<eraftpb::Message>,
+    task: JoinHandle<()>,
+}
+
+pub struct Peers {
+    sender: Arc<Sender>,
+    peers: Mutex<BTreeMap<u64, Peer>>,
+}
+
+impl Sender {
+    pub fn batch(&self, to: u64, messages: &[eraftpb::Message]) -> Result<Message> {
+        let encode = |m: &eraftpb::Message| {
+            m.write_to_bytes().map(Into::into).map_err(|e| strake_proto::Error::new(Code::Inval, e.to_string()))
+        };
+        let batch = pb::RaftBatch {
+            from: self.id,
+            to,
+            messages: messages.iter().map(encode).collect::<Result<_>>()?,
+            cluster: self.cluster.to_vec().into(),
+            stamp: self.stamp,
+        };
+        Ok(Message::new(opcode::RAFT, batch.encode_to_vec()))
+    }
+}
+
+impl Peers {
+    pub fn new(sender: Sender) -> Peers {
+        Peers { sender: Arc::new(sender), peers: Mutex::default() }
+    }
+    pub fn sender(&self) -> Arc<Sender> {
+        self.sender.clone()
+    }
+
+    /// Where a member is from now on. Connects at once, so that members know each other's logs before they need to.
+    pub fn set(&self, id: u64, endpoint: Endpoint) {
+        let mut peers = self.peers.lock();
+        if id == self.sender.id || peers.get(&id).is_some_and(|p| p.endpoint == endpoint) {
+            return;
+        }
+        let (queue, rx) = mpsc::channel(QUEUE);
+        let task = self.sender.env.spawn(run(self.sender.clone(), id, endpoint.clone(), rx));
+        if let Some(old) = peers.insert(id, Peer { endpoint, queue, task }) {
+            old.task.abort();
+        }
+    }
+    pub fn remove(&self, id: u64) {
+        if let Some(p) = self.peers.lock().remove(&id) {
+            p.task.abort();
+        }
+    }
+    pub fn endpoint(&self, id: u64) -> Option<Endpoint> {
+        self.peers.lock().get(&id).map(|p| p.endpoint.clone())
+    }
+    pub fn send(&self, m: eraftpb::Message) {
+        if let Some(p) = self.peers.lock().get(&m.to) {
+            let _ = p.queue.try_send(m);
+        }
+    }
+}
+
+impl Drop for Peers {
+    fn drop(&mut self) {
+        self.peers.lock().values().for_each(|p| p.task.abort());
+    }
+}
+
+async fn run(s: Arc<Sender>, to: u64, endpoint: Endpoint, mut queue: mpsc::Receiver<eraftpb::Message>) {
+    let mut backoff = BACKOFF.0;
+    loop {
+        match s.fabric.connect(&endpoint, None).await {
+            Ok(conn) => {
+                if let Err(e) = feed(&s, to, &*conn, &mut queue, &mut backoff).await {
+                    match e.code {
+                        Code::Stale | Code::Unauthenticated => tracing::error!(peer = to, %endpoint, "raft: {e}"),
+                        _ => tracing::debug!(peer = to, %endpoint, "raft connection: {e}"),
+                    }
+                }
+                conn.close();
+            }
+            Err(e) => tracing::debug!(peer = to, %endpoint, "raft: cannot connect: {e}"),
+        }
+        if queue.is_closed() {
+            return;
+        }
+        let _ = s.unreachable.try_send(to);
+        let jitter = Duration::from_millis(s.env.random_u64() % (backoff.as_millis() as u64 / 4 + 1));
+        tokio::time::sleep(backoff + jitter).await;
+        backoff = (backoff * 2).min(BACKOFF.1);
+        // What waited is out of date.
+        while queue.try_recv().is_ok() {}
+    }
+}
+
+/// Sends until something fails; an empty batch first, to get acquainted.
+async fn feed(
+    s: &Sender,
+    to: u64,
+    conn: &dyn Connection,
+    queue: &mut mpsc::Receiver<eraftpb::Message>,
+    backoff: &mut Duration,
+) -> Result<()> {
+    conn.call(s.batch(to, &[])?, CALL_TIMEOUT).await?;
+    *backoff = BACKOFF.0;
+    let mut next = None;
+    loop {
+        let first = match next.take() {
+            Some(m) => m,
+            None => match queue.recv().await {
+                Some(m) => m,
+                None => return Ok(()),
+            },
+        };
+        let mut size = first.compute_size() as usize;
+        let mut batch = vec![first];
+        while let Ok(m) = queue.try_recv() {
+            size += m.compute_size() as usize;
+            if size > BATCH {
+                next = Some(m);
+                break;
+            }
+            batch.push(m);
+        }
+        match conn.call(s.batch(to, &batch)?, CALL_TIMEOUT).await {
+            Ok(_) => {}
+            Err(e) if e.code == Code::Overloaded => drop(s.unreachable.try_send(to)),
+            Err(e) => return Err(e),
+        }
+    }
+}
