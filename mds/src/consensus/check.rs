@@ -40,8 +40,13 @@ pub fn refuse<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
             (meta.index == 0 || meta.term == 0 || meta.term > m.term || voters.is_empty())
                 .then_some("has an improper snapshot")
         }
-        MsgRequestVote | MsgRequestPreVote | MsgRequestVoteResponse | MsgRequestPreVoteResponse | MsgHeartbeat
-        | MsgHeartbeatResponse | MsgTimeoutNow => None,
+        MsgRequestVote
+        | MsgRequestPreVote
+        | MsgRequestVoteResponse
+        | MsgRequestPreVoteResponse
+        | MsgHeartbeat
+        | MsgHeartbeatResponse
+        | MsgTimeoutNow => None,
         _ => Some("is of a kind that members do not send each other"),
     }
 }

@@ -14,10 +14,7 @@ use bytes::Bytes;
 use protobuf::Message as _;
 use raft::{
     GetEntriesContext, RawNode, ReadOnlyOption, SnapshotStatus, StateRole, Storage,
-    eraftpb::{
-        ConfChange, ConfChangeV2, ConfState, Entry, EntryType, HardState, Message, MessageType, Snapshot,
-    },
-    prelude::ConfChangeI,
+    eraftpb::{ConfChangeV2, ConfState, Entry, EntryType, HardState, Message, MessageType, Snapshot},
     storage::RaftState,
 };
 use strake_proto::{Code, Error, Result, layout::splitmix64};
@@ -277,7 +274,8 @@ impl Core {
             let entry = &out.committed[i];
             let change = match entry.get_entry_type() {
                 EntryType::EntryNormal => continue,
-                EntryType::EntryConfChange => ConfChange::parse_from_bytes(&entry.data).map(|c| c.into_v2()),
+                // Never proposed by this program.
+                EntryType::EntryConfChange => continue,
                 EntryType::EntryConfChangeV2 => ConfChangeV2::parse_from_bytes(&entry.data),
             };
             let applied = change.map_err(|e| e.to_string()).and_then(|change| {

@@ -151,11 +151,15 @@ fn list_segments(dir: &Path) -> Result<Vec<u64>> {
 fn check_owner(found: &SegmentHeader, wanted: &SegmentHeader, path: &Path) -> Result<()> {
     let path = path.display();
     if found.cluster != wanted.cluster {
-        return Err(Error::new(Code::Inval, format!("{path} belongs to another cluster; give this server its own folder")));
+        return Err(Error::new(
+            Code::Inval,
+            format!("{path} belongs to another cluster; give this server its own folder"),
+        ));
     }
     if found.member != wanted.member {
         let (found, wanted) = (found.member, wanted.member);
-        let m = format!("{path} is the log of metadata server {found}, not of {wanted}; give each server its own folder");
+        let m =
+            format!("{path} is the log of metadata server {found}, not of {wanted}; give each server its own folder");
         return Err(Error::new(Code::Inval, m));
     }
     Ok(())
@@ -199,7 +203,8 @@ fn create(dir: &Path, h: &SegmentHeader, found: &[u64], options: &DiskOptions) -
     let image = LogImage::new(h.voters.clone(), h.stamp);
     make_segment(dir, &SegmentHeader { segment: 1, first_batch: 1, ..h.clone() }, &image, options.segment_bytes)?;
     let tmp = dir.join("member.tmp");
-    let written = File::create(&tmp).and_then(|f| f.write_all_at(&pages::encode_header(h), 0).and_then(|()| f.sync_all()));
+    let written =
+        File::create(&tmp).and_then(|f| f.write_all_at(&pages::encode_header(h), 0).and_then(|()| f.sync_all()));
     written.and_then(|()| fs::rename(&tmp, dir.join(MARKER))).map_err(|e| at(&tmp, e))?;
     sync_dir(dir)?;
     Ok(vec![1])

@@ -8,7 +8,8 @@ use parking_lot::Mutex;
 use protobuf::Message as _;
 use raft::{
     StateRole,
-    eraftpb::{ConfChangeSingle, ConfChangeTransition, ConfChangeType, ConfChangeV2, ConfState, Entry, EntryType, Message,
+    eraftpb::{
+        ConfChangeSingle, ConfChangeTransition, ConfChangeType, ConfChangeV2, ConfState, Entry, EntryType, Message,
         MessageType,
     },
 };

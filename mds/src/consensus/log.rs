@@ -17,13 +17,25 @@ pub enum LogOp {
     Append(Entry),
     HardState(HardState),
     /// Entries up to `index` are no longer needed: the durable state has them applied.
-    Cut { index: u64, term: u64 },
+    Cut {
+        index: u64,
+        term: u64,
+    },
     /// A peer's state as of `index` replaces this member's; no entries are left. Ends `Restoring`.
-    Reset { index: u64, term: u64 },
+    Reset {
+        index: u64,
+        term: u64,
+    },
     /// The state is about to be overwritten by a peer's as of `index`: from here to `Reset` it is of no use.
-    Restoring { index: u64, term: u64 },
+    Restoring {
+        index: u64,
+        term: u64,
+    },
     /// The log of member `id` was seen with this stamp; another stamp later means that it lost its log.
-    Peer { id: u64, stamp: u64 },
+    Peer {
+        id: u64,
+        stamp: u64,
+    },
 }
 
 /// The state that a log describes.

@@ -142,7 +142,11 @@ impl Node {
         self.check_address(batch.from, batch.to, &batch.cluster)?;
         let decode = |b: &Bytes| {
             let m = eraftpb::Message::parse_from_bytes(b).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
-            if m.from == batch.from { Ok(m) } else { Err(Error::new(Code::Protocol, "a raft message of another sender")) }
+            if m.from == batch.from {
+                Ok(m)
+            } else {
+                Err(Error::new(Code::Protocol, "a raft message of another sender"))
+            }
         };
         let messages = batch.messages.iter().map(decode).collect::<Result<Vec<_>>>()?;
         let (reply, rx) = oneshot::channel();

@@ -38,7 +38,8 @@ pub fn encode_header(h: &SegmentHeader) -> [u8; PAGE] {
     p[8..12].copy_from_slice(&VERSION.to_le_bytes());
     p[12..16].copy_from_slice(&(h.voters.len() as u32).to_le_bytes());
     p[16..32].copy_from_slice(&h.cluster);
-    for (i, v) in [h.member, h.segment, h.first_batch, h.stamp].iter().chain(h.voters.iter().take(MAX_VOTERS)).enumerate()
+    for (i, v) in
+        [h.member, h.segment, h.first_batch, h.stamp].iter().chain(h.voters.iter().take(MAX_VOTERS)).enumerate()
     {
         p[32 + i * 8..40 + i * 8].copy_from_slice(&v.to_le_bytes());
     }
@@ -100,7 +101,12 @@ enum Page<'a> {
     /// Zeros, or not all there: not written.
     Absent,
     Bad,
-    Good { batch: u64, number: u32, last: bool, body: &'a [u8] },
+    Good {
+        batch: u64,
+        number: u32,
+        last: bool,
+        body: &'a [u8],
+    },
 }
 
 fn classify(p: &[u8], stamp: u64) -> Page<'_> {
@@ -111,7 +117,8 @@ fn classify(p: &[u8], stamp: u64) -> Page<'_> {
     let u64_at = |i: usize| u64::from(u32_at(i)) | u64::from(u32_at(i + 4)) << 32;
     let len = usize::from(u16::from_le_bytes([p[4], p[5]]));
     let (flags, number) = (p[6], u32_at(8));
-    let well_formed = len <= BODY && flags <= 3 && p[7] == 0 && u32_at(12) == 0 && (flags & FIRST != 0) == (number == 0);
+    let well_formed =
+        len <= BODY && flags <= 3 && p[7] == 0 && u32_at(12) == 0 && (flags & FIRST != 0) == (number == 0);
     if crc32c(&p[4..]) != u32_at(0) || !well_formed || u64_at(24) != stamp {
         return Page::Bad;
     }
