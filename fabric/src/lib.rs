@@ -5,6 +5,8 @@
 //! [`Buf`]s: aligned, pooled, shared by reference from socket to disk.
 
 pub mod buf;
+#[cfg(any(test, feature = "conformance"))]
+pub mod conformance;
 pub mod endpoint;
 pub mod env;
 pub mod tcp;
@@ -12,11 +14,12 @@ pub mod tcp;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-pub use buf::{Buf, BufMut, Pool};
+pub use buf::{Buf, BufMut, Pool, PoolStats};
 use bytes::Bytes;
 pub use endpoint::Endpoint;
 pub use env::{Clock, Env};
 use strake_proto::{Error, Result};
+pub use tcp::TcpFabric;
 
 /// What a connection's other end proved to be in the handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

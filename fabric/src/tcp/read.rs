@@ -281,7 +281,7 @@ async fn place(s: &Shared, payload: usize) -> Result<Place> {
     let handler = s.handlers.clone().acquire_owned().await.map_err(closed)?;
     let bytes = payload.min(s.options.max_inflight_bytes) as u32;
     let bytes = s.handler_bytes.clone().acquire_many_owned(bytes).await.map_err(closed)?;
-    Ok(Place { handler, bytes })
+    Ok(Place { _handler: handler, _bytes: bytes })
 }
 
 /// A request's answer, which is sent exactly once: a handler that dies answers with an error.
