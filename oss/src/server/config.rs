@@ -18,14 +18,21 @@ fn endpoints<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Endpoint>, D::Error>
     Vec::<String>::deserialize(d)?.iter().map(|s| s.parse().map_err(D::Error::custom)).collect()
 }
 
-/// One target: a folder (with its chunk table, and its data unless `size` is of a block device named in it).
+/// One target: a folder with its chunk table and its data, or a link to the block device that holds the data.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TargetConfig {
-    /// Folder of the target. Made and formatted on the first start.
+    /// Folder of the target.
     pub path: PathBuf,
-    /// Bytes its data may take. Only read when the target is made.
+    /// Bytes of the data file made in the folder. Only read when the target is made.
+    #[serde(default)]
     pub size: u64,
+    /// Block device for the data, instead of `size`; all that is on it is lost. Only read when the target is made.
+    #[serde(default)]
+    pub device: Option<PathBuf>,
+    /// Make and format the target if its folder is absent or empty. Off: refuse to start (a disk that is not mounted).
+    #[serde(default = "defaults::create")]
+    pub create: bool,
 }
 
 /// See `docs/operations.md`, "Object storage server configuration".
@@ -69,6 +76,9 @@ pub struct Config {
 }
 
 mod defaults {
+    pub fn create() -> bool {
+        true
+    }
     pub fn heartbeat() -> u64 {
         250
     }

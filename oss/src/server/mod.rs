@@ -8,8 +8,11 @@
 //! | `node.rs` | registration, heartbeats, lease, the cluster map |
 //! | `peers.rs` | connections to other servers |
 //! | `config.rs` | configuration keys |
+//! | `disk.rs`, `admin.rs` | starting from target folders; gRPC status |
 
+mod admin;
 pub mod config;
+mod disk;
 mod node;
 mod peers;
 mod replica;
@@ -21,6 +24,7 @@ mod tests;
 use std::{sync::Arc, time::Duration};
 
 pub use config::{Config, TargetConfig};
+pub use disk::start_on_disk;
 use node::Node;
 use peers::{MdsLink, Peers};
 use strake_fabric::{Endpoint, Env, Fabric, Listener};
@@ -91,13 +95,25 @@ impl OssServer {
         self.node.status()
     }
 
-    /// Stops serving, flushes, and ends. Chains go on without it once its lease has run out.
+    /// Stops serving, flushes, and ends; its targets may be opened again. Chains go on without it once its lease has
+    /// run out.
     pub async fn shutdown(mut self) -> Result<()> {
         self.stop();
-        for t in &self.node.targets {
-            t.engine.flush().await?;
+        for t in std::mem::take(&mut self.tasks) {
+            let _ = t.await; // ended by `stop`
         }
-        Ok(())
+        let mut result = Ok(());
+        for t in &self.node.targets {
+            result = result.and(t.engine.flush().await);
+        }
+        let engines: Vec<_> = self.node.targets.iter().map(|t| Arc::downgrade(&t.engine)).collect();
+        drop(self);
+        // Requests in progress and connections still hold them for a moment.
+        let until = tokio::time::Instant::now() + Duration::from_secs(5);
+        while engines.iter().any(|e| e.strong_count() > 0) && tokio::time::Instant::now() < until {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        result
     }
 
     fn stop(&mut self) {

@@ -109,6 +109,7 @@ pub struct Node {
     lease_until: Mutex<Duration>,
     evictions: Mutex<Evictions>,
     next_op: AtomicU64,
+    stopped: AtomicBool,
     /// One map at a time, in order.
     applying: Mutex<()>,
 }
@@ -133,6 +134,7 @@ impl Node {
             lease_until: Mutex::default(),
             evictions: Mutex::default(),
             next_op: AtomicU64::new(1),
+            stopped: AtomicBool::new(false),
             applying: Mutex::default(),
             cfg,
             env,
@@ -340,8 +342,13 @@ impl Node {
 
     /// Gives up its lease and its replicas, which hold on to this node.
     pub fn stop(&self) {
+        self.stopped.store(true, Ordering::Release);
         *self.lease_until.lock() = Duration::ZERO;
         self.replicas.lock().clear();
+    }
+
+    pub fn stopped(&self) -> bool {
+        self.stopped.load(Ordering::Acquire)
     }
 
     pub fn status(&self) -> pb::StatusReply {

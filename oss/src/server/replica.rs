@@ -186,6 +186,10 @@ impl Replica {
 
     /// Everything that follows at once from an input, in order, under the lock.
     fn run(self: &Arc<Self>, inner: &mut Inner, input: Input) {
+        if self.node.stopped() {
+            inner.ops.clear(); // their callers are told
+            return;
+        }
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
             let Inner { core, ops } = inner;
@@ -363,8 +367,13 @@ impl Replica {
         self.forward_flush(to, epoch, None).await.map(drop)
     }
 
+    /// Whether work for an epoch is still wanted.
+    pub fn goes_on(&self, epoch: u64) -> bool {
+        !self.node.stopped() && self.view().epoch == epoch
+    }
+
     async fn greet(&self, to: TargetId, epoch: u64) {
-        while self.view().epoch == epoch && self.forward_flush(to, epoch, None).await.is_err() {
+        while self.goes_on(epoch) && self.forward_flush(to, epoch, None).await.is_err() {
             tokio::time::sleep(RETRY).await;
         }
     }

@@ -37,7 +37,7 @@ impl Replica {
     /// Fills the successor until it holds all that is committed here, or the epoch is over.
     pub(super) async fn fill(self: Arc<Self>, to: TargetId, epoch: u64) {
         let mut pause = PAUSE_MIN;
-        while self.view().epoch == epoch {
+        while self.goes_on(epoch) {
             match self.pass(to, epoch).await {
                 Ok(pushed) => {
                     tracing::info!("chain {}: target {to} is filled ({pushed} chunks sent), epoch {epoch}", self.chain);
@@ -46,7 +46,7 @@ impl Replica {
                     return;
                 }
                 Err(e) => {
-                    if self.view().epoch == epoch {
+                    if self.goes_on(epoch) {
                         tracing::warn!("chain {}: filling target {to} is interrupted: {e}", self.chain);
                     }
                     self.node.kick.notify_one();

@@ -1,0 +1,44 @@
+//! Administration over gRPC. Not authenticated: listens only where the configuration says.
+
+use std::{net::SocketAddr, sync::Arc};
+
+use strake_proto::{Error, Result, pb};
+use tonic::{Request, Response, Status, transport::server::TcpIncoming};
+
+use super::node::Node;
+use pb::admin_server::{Admin, AdminServer};
+
+struct Shell(Arc<Node>);
+
+fn at_the_mds<T>() -> Result<T, Status> {
+    Err(Status::unimplemented("this is a storage server; ask a metadata server"))
+}
+
+#[tonic::async_trait]
+impl Admin for Shell {
+    async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusReply>, Status> {
+        Ok(Response::new(self.0.status()))
+    }
+    async fn transfer_leader(
+        &self,
+        _: Request<pb::TransferLeaderRequest>,
+    ) -> Result<Response<pb::TransferLeaderReply>, Status> {
+        at_the_mds()
+    }
+    async fn pool_change(&self, _: Request<pb::PoolChangeRequest>) -> Result<Response<pb::PoolChangeReply>, Status> {
+        at_the_mds()
+    }
+}
+
+/// Serves until the future is dropped. Fails at once if the address cannot be had.
+pub(super) fn serve(node: Arc<Node>, at: SocketAddr) -> Result<impl Future<Output = ()> + Send> {
+    let incoming = TcpIncoming::bind(at).map_err(|e| Error::from(e).context(format_args!("admin address {at}")))?;
+    let server = tonic::transport::Server::builder()
+        .concurrency_limit_per_connection(16)
+        .add_service(AdminServer::new(Shell(node)));
+    Ok(async move {
+        if let Err(e) = server.serve_with_incoming(incoming).await {
+            tracing::error!("administration at {at} stopped: {e}");
+        }
+    })
+}

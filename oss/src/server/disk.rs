@@ -1,0 +1,62 @@
+//! A storage server from its target folders.
+
+use std::{path::Path, sync::Arc};
+
+use strake_fabric::{Env, Identity, Pool, tcp::TcpFabric};
+use strake_proto::{CapKey, Code, Error, Result, ids::TARGET_UNASSIGNED};
+
+use super::{Config, OssServer, Parts, TargetConfig, admin};
+use crate::engine::{self, Engine, Options, TargetIdentity, TargetLayout};
+
+/// Starts a server on TCP from `cfg.targets`, making targets whose folders are absent or empty. `cluster_key` is the secret
+/// that all servers of the cluster share.
+///
+/// Errors name the folder and what is wrong with it: in use, of another cluster, newer, damaged, incomplete.
+pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Result<OssServer> {
+    cfg.check()?;
+    if cfg.targets.is_empty() {
+        return Err(Error::new(Code::Inval, "storage server configuration: targets must name at least one folder"));
+    }
+    let pool = Pool::default();
+    let mut targets = Vec::new();
+    let mut fs_uuid = None;
+    for t in &cfg.targets {
+        let engine = open(t, &cfg.name, fs_uuid, &env, &pool).await?;
+        fs_uuid = fs_uuid.or(Some(engine.identity().fs_uuid).filter(|u| *u != [0; 16]));
+        targets.push(engine);
+    }
+    let fabric = TcpFabric::new(env.clone(), Identity::server(&cluster_key), None, pool, Default::default());
+    let cap_key = CapKey::from_cluster_key(&cluster_key);
+    let at = cfg.admin;
+    let mut server = super::start(cfg, Parts { env: env.clone(), fabric: Arc::new(fabric), targets, cap_key }).await?;
+    if let Some(at) = at {
+        server.tasks.push(env.spawn(admin::serve(server.node.clone(), at)?));
+    }
+    Ok(server)
+}
+
+fn is_new(path: &Path) -> bool {
+    let empty = path.read_dir().is_ok_and(|mut entries| {
+        // What a creation that was cut short leaves besides its marker; `lost+found` is a fresh ext4's.
+        entries.all(|e| e.is_ok_and(|e| e.file_name() == "lost+found" || e.file_name() == "target.lock"))
+    });
+    !path.exists() || empty || path.join("INCOMPLETE").exists()
+}
+
+async fn open(t: &TargetConfig, node: &str, fs_uuid: Option<[u8; 16]>, env: &Env, pool: &Pool) -> Result<Arc<Engine>> {
+    if t.create && is_new(&t.path) {
+        let layout = match (&t.device, t.size) {
+            (Some(path), 0) => TargetLayout::BlockDevice { path: path.clone() },
+            (None, size) if size > 0 => TargetLayout::File { size: size / 4096 * 4096 },
+            _ => {
+                let m = format!("target {}: give either size or device to make it", t.path.display());
+                return Err(Error::new(Code::Inval, m));
+            }
+        };
+        let (target_uuid, target_id) = (env.random_bytes(), TARGET_UNASSIGNED);
+        let id = TargetIdentity { fs_uuid: [0; 16], target_uuid, target_id, node: node.into() };
+        tracing::info!("making target {}", t.path.display());
+        engine::create_target_dir(&t.path, layout, id).await?;
+    }
+    engine::open_target_dir(&t.path, fs_uuid, pool.clone(), Options::default()).await
+}
