@@ -1,0 +1,161 @@
+//! What `lfs` asks of a mount: where it is, and its virtual extended attributes.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use prost::Message;
+use rustix::{
+    fs::{XattrFlags, getxattr, lgetxattr, lsetxattr, removexattr},
+    io::Errno,
+};
+use strake_fuse::{mount_line, vfs};
+use strake_proto::{map::MapView, pb};
+
+use super::Failure;
+
+/// The type of a StrakeFS mount in `/proc/self/mountinfo`.
+const FS_TYPE: &str = "fuse.strake";
+
+/// Where StrakeFS is mounted.
+pub fn mounts() -> Result<Vec<PathBuf>, Failure> {
+    let table = fs::read_to_string("/proc/self/mountinfo")
+        .map_err(|e| Failure::new(libc::EIO, format!("/proc/self/mountinfo: {e}")))?;
+    let found: Vec<PathBuf> =
+        table.lines().filter_map(mount_line).filter(|(_, t)| *t == FS_TYPE).map(|(at, _)| at).collect();
+    if found.is_empty() {
+        return Err(Failure::new(libc::ENODEV, "StrakeFS is not mounted here"));
+    }
+    Ok(found)
+}
+
+/// The mount that a path lies in.
+pub fn mount_of(path: &Path) -> Result<PathBuf, Failure> {
+    let full = path.canonicalize().map_err(|e| {
+        let errno = Errno::from_io_error(&e).unwrap_or(Errno::IO);
+        Failure::os(format_args!("cannot find '{}'", path.display()), errno)
+    })?;
+    let mut found = mounts()?;
+    found.retain(|m| full.starts_with(m));
+    found.sort_by_key(|m| m.as_os_str().len());
+    found.pop().ok_or_else(|| not_ours(path))
+}
+
+/// The named mounts' folders, or all of them.
+pub fn chosen(paths: &[std::ffi::OsString]) -> Result<Vec<PathBuf>, Failure> {
+    if paths.is_empty() { mounts() } else { paths.iter().map(|p| mount_of(Path::new(p))).collect() }
+}
+
+/// The mount of a file system's name, or that a path lies in.
+pub fn by_name_or_path(name: &str) -> Result<PathBuf, Failure> {
+    if name.contains('/') || Path::new(name).exists() {
+        return mount_of(Path::new(name));
+    }
+    for m in mounts()? {
+        if map(&m)?.map.fs_name == name {
+            return Ok(m);
+        }
+    }
+    Err(Failure::new(libc::ENODEV, format!("file system '{name}' is not mounted here")))
+}
+
+fn not_ours(path: &Path) -> Failure {
+    Failure::new(libc::EOPNOTSUPP, format!("'{}' is not on a StrakeFS mount", path.display()))
+}
+
+/// A virtual attribute's value; `None` when it has none. Does not follow a symlink at the end.
+pub fn read(path: &Path, name: &str) -> Result<Option<Vec<u8>>, Failure> {
+    let mut value = vec![0; 64 << 10];
+    match lgetxattr(path, name, &mut value[..]) {
+        Ok(n) => {
+            value.truncate(n);
+            Ok(Some(value))
+        }
+        Err(Errno::NODATA) => Ok(None),
+        Err(Errno::OPNOTSUPP) => Err(not_ours(path)),
+        Err(e) => Err(Failure::os(format_args!("'{}'", path.display()), e)),
+    }
+}
+
+fn decoded<M: Message + Default>(path: &Path, name: &str) -> Result<Option<M>, Failure> {
+    let Some(bytes) = read(path, name)? else { return Ok(None) };
+    let bad = |e| Failure::new(libc::EPROTO, format!("'{}': the mount's answer is not understood: {e}", path.display()));
+    M::decode(&bytes[..]).map(Some).map_err(bad)
+}
+
+/// The layout of a regular file.
+pub fn layout(path: &Path) -> Result<pb::Layout, Failure> {
+    decoded(path, "strake.layout")?.ok_or_else(|| not_ours(path))
+}
+
+/// A directory's own default.
+pub fn default_layout(path: &Path) -> Result<Option<pb::LayoutSpec>, Failure> {
+    decoded(path, "strake.layout")
+}
+
+/// What a file created in the directory now would get.
+pub fn effective(path: &Path) -> Result<pb::Layout, Failure> {
+    decoded(path, "strake.effective")?.ok_or_else(|| not_ours(path))
+}
+
+pub fn statfs(mount: &Path) -> Result<pb::StatfsReply, Failure> {
+    decoded(mount, "strake.statfs")?.ok_or_else(|| not_ours(mount))
+}
+
+/// Sets a directory's default or the layout of a file that was never written.
+pub fn set_layout(path: &Path, spec: &pb::LayoutSpec) -> Result<(), Errno> {
+    lsetxattr(path, "strake.spec", &spec.encode_to_vec(), XattrFlags::empty())
+}
+
+pub fn delete_default(path: &Path) -> Result<(), Errno> {
+    removexattr(path, "strake.spec")
+}
+
+/// The FID of a path, in text.
+pub fn fid(path: &Path) -> Result<String, Failure> {
+    let value = read(path, "strake.fid")?.ok_or_else(|| not_ours(path))?;
+    Ok(String::from_utf8_lossy(&value).into_owned())
+}
+
+/// The cluster map, put together from its parts. Parts of different versions do not fit: it starts again.
+pub fn map(mount: &Path) -> Result<MapView, Failure> {
+    'again: for _ in 0..16 {
+        let (mut bytes, mut version) = (Vec::new(), None);
+        for number in 0.. {
+            let name = format!("strake.map.{number}");
+            let part = match read_following(mount, &name)? {
+                Some(p) if p.len() >= vfs::MAP_HEAD => p,
+                _ => return Err(not_ours(mount)),
+            };
+            let word = |at: usize| u64::from_le_bytes(part[at..at + 8].try_into().unwrap_or_default());
+            let (this, whole) = (word(0), word(8));
+            if *version.get_or_insert(this) != this {
+                continue 'again;
+            }
+            bytes.extend_from_slice(&part[vfs::MAP_HEAD..]);
+            if bytes.len() as u64 >= whole {
+                let map = pb::ClusterMap::decode(&bytes[..])
+                    .map_err(|e| Failure::new(libc::EPROTO, format!("the cluster map is not understood: {e}")))?;
+                return Ok(MapView::new(map)?);
+            }
+            if part.len() == vfs::MAP_HEAD {
+                continue 'again;
+            }
+        }
+    }
+    Err(Failure::new(libc::EAGAIN, "the cluster map changes too fast to be read; try again"))
+}
+
+fn read_following(path: &Path, name: &str) -> Result<Option<Vec<u8>>, Failure> {
+    let mut value = vec![0; 64 << 10];
+    match getxattr(path, name, &mut value[..]) {
+        Ok(n) => {
+            value.truncate(n);
+            Ok(Some(value))
+        }
+        Err(Errno::NODATA) => Ok(None),
+        Err(Errno::OPNOTSUPP) => Err(not_ours(path)),
+        Err(e) => Err(Failure::os(format_args!("'{}'", path.display()), e)),
+    }
+}
