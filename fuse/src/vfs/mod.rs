@@ -18,6 +18,7 @@ pub use dirs::Entry;
 use dirs::OpenDir;
 use groups::Groups;
 use handles::Table;
+pub use xattr::{MAP_HEAD, MAP_PART};
 
 /// Who asks, as the kernel reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -138,9 +138,9 @@ impl Reader<'_> {
             }
             let attached = (!tail.is_empty()).then(|| OsString::from_vec(tail.to_vec()));
             let value = match (found.takes, attached) {
-                (Takes::Value, None) => Some(
-                    self.rest.next().ok_or_else(|| self.usage(format!("option requires an argument -- '{c}'")))?,
-                ),
+                (Takes::Value, None) => {
+                    Some(self.rest.next().ok_or_else(|| self.usage(format!("option requires an argument -- '{c}'")))?)
+                }
                 (_, v) => v,
             };
             self.out.options.push((found.id, value));

@@ -119,8 +119,11 @@ fn lines(p: &Parsed, map: &MapView, space: &pb::StatfsReply, pool: &str, inodes:
     let mut lines = Vec::new();
     if with_mdts && mdt.is_none_or(|i| i == 0) {
         // The metadata servers' own space is not known to clients; their inodes are.
-        let (total, used, available) =
-            if inodes { (space.inodes.saturating_add(space.free_inodes), space.inodes, space.free_inodes) } else { (0, 0, 0) };
+        let (total, used, available) = if inodes {
+            (space.inodes.saturating_add(space.free_inodes), space.inodes, space.free_inodes)
+        } else {
+            (0, 0, 0)
+        };
         lines.push(Line::Row(Row { name: mdt_uuid(name), index: "MDT:0".into(), total, used, available }));
     }
     let wanted = |t: &&pb::TargetSpace| {
@@ -247,14 +250,23 @@ mod tests {
         assert_eq!(table(Path::new("/mnt/demo"), &lines, PLAIN), include_str!("../../tests/fixtures/lfs/df.txt"));
 
         let human = Style { unit: Unit::Human(1024), ..PLAIN };
-        let lines = rows("testfs", 1 << 10, &[("MDT", 0, 1_782_579, 3072, 1_779_507), ("OST", 0, 7_549_747, 3072, 7_546_675)]);
+        let lines =
+            rows("testfs", 1 << 10, &[("MDT", 0, 1_782_579, 3072, 1_779_507), ("OST", 0, 7_549_747, 3072, 7_546_675)]);
         assert_eq!(table(Path::new("/mnt/lustre"), &lines, human), include_str!("../../tests/fixtures/lfs/df_h.txt"));
     }
 
     #[test]
     fn inode_rows_print_as_lustre_does() {
         let style = Style { inodes: true, ..PLAIN };
-        let lines = rows("phoenix", 1, &[("MDT", 0, 4_194_304, 12_280, 4_182_024), ("OST", 1, 655_360, 266, 655_094), ("OST", 2, 655_360, 265, 655_095)]);
+        let lines = rows(
+            "phoenix",
+            1,
+            &[
+                ("MDT", 0, 4_194_304, 12_280, 4_182_024),
+                ("OST", 1, 655_360, 266, 655_094),
+                ("OST", 2, 655_360, 265, 655_095),
+            ],
+        );
         let text = table(Path::new("/lustre"), &lines, style);
         // Lustre's summary takes the OSTs' limit on objects into account, which there is none of here.
         let rows_of = |t: &str| t.lines().take(5).map(str::to_string).collect::<Vec<_>>();
@@ -278,7 +290,8 @@ mod tests {
             ..Default::default()
         };
         let map = MapView::new(map).unwrap();
-        let target = |target, alive| pb::TargetSpace { target, total: 10 << 10, free: 4 << 10, alive, ..Default::default() };
+        let target =
+            |target, alive| pb::TargetSpace { target, total: 10 << 10, free: 4 << 10, alive, ..Default::default() };
         let space = pb::StatfsReply { targets: vec![target(0, true), target(1, false)], ..Default::default() };
         let run = |args: &[&str], pool: &str| {
             let p = parse("df", OPTIONS, args.iter().map(OsString::from).collect()).unwrap();

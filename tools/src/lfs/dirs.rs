@@ -58,7 +58,10 @@ pub fn mkdir(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
         return Err(Failure::new(libc::EOPNOTSUPP, format!("MDT count {n}: there is one MDT, so it can only be 1")));
     }
     if let Some(i) = p.text("mdt-index").filter(|i| !["0", "-1"].contains(&&i[..])) {
-        return Err(Failure::new(libc::EOPNOTSUPP, format!("MDT index {i}: there is one MDT, so it can only be 0 or -1")));
+        return Err(Failure::new(
+            libc::EOPNOTSUPP,
+            format!("MDT index {i}: there is one MDT, so it can only be 0 or -1"),
+        ));
     }
     if let Some(hash) = p.text("mdt-hash")
         && !["crush", "crush2", "fnv_1a_64", "all_char"].contains(&&hash[..])

@@ -140,7 +140,11 @@ impl Plain {
     }
 
     fn offset(&self, hex: bool) -> String {
-        if hex && self.stripe_offset >= 0 { format!("{:#x}", self.stripe_offset) } else { self.stripe_offset.to_string() }
+        if hex && self.stripe_offset >= 0 {
+            format!("{:#x}", self.stripe_offset)
+        } else {
+            self.stripe_offset.to_string()
+        }
     }
 }
 
@@ -287,7 +291,12 @@ mod tests {
     fn directories_print_as_lustre_does() {
         let f = Fields::DEFAULT;
         let listing = layout("striping_example/", &default_of(1, 1 << 20), f, None)
-            + &layout("striping_example//example_file", &file(2, 1 << 20, "", &[(2, 3_714_477, 0x3_0000_0400)]), f, None);
+            + &layout(
+                "striping_example//example_file",
+                &file(2, 1 << 20, "", &[(2, 3_714_477, 0x3_0000_0400)]),
+                f,
+                None,
+            );
         assert_eq!(listing, fixture!("getstripe_dir.txt"));
         let alone = Fields { path: false, ..f };
         assert_eq!(layout("d", &default_of(128, 1 << 20), alone, None), fixture!("getstripe_dir_default.txt"));

@@ -19,15 +19,16 @@ use super::Failure;
 const FS_TYPE: &str = "fuse.strake";
 
 /// Where StrakeFS is mounted.
-pub fn mounts() -> Result<Vec<PathBuf>, Failure> {
+fn all_mounts() -> Result<Vec<PathBuf>, Failure> {
     let table = fs::read_to_string("/proc/self/mountinfo")
         .map_err(|e| Failure::new(libc::EIO, format!("/proc/self/mountinfo: {e}")))?;
-    let found: Vec<PathBuf> =
-        table.lines().filter_map(mount_line).filter(|(_, t)| *t == FS_TYPE).map(|(at, _)| at).collect();
-    if found.is_empty() {
-        return Err(Failure::new(libc::ENODEV, "StrakeFS is not mounted here"));
-    }
-    Ok(found)
+    Ok(table.lines().filter_map(mount_line).filter(|(_, t)| *t == FS_TYPE).map(|(at, _)| at).collect())
+}
+
+/// As [`all_mounts`], at least one.
+fn mounts() -> Result<Vec<PathBuf>, Failure> {
+    let found = all_mounts()?;
+    if found.is_empty() { Err(Failure::new(libc::ENODEV, "StrakeFS is not mounted here")) } else { Ok(found) }
 }
 
 /// The mount that a path lies in.
@@ -36,7 +37,7 @@ pub fn mount_of(path: &Path) -> Result<PathBuf, Failure> {
         let errno = Errno::from_io_error(&e).unwrap_or(Errno::IO);
         Failure::os(format_args!("cannot find '{}'", path.display()), errno)
     })?;
-    let mut found = mounts()?;
+    let mut found = all_mounts()?;
     found.retain(|m| full.starts_with(m));
     found.sort_by_key(|m| m.as_os_str().len());
     found.pop().ok_or_else(|| not_ours(path))
@@ -80,7 +81,8 @@ pub fn read(path: &Path, name: &str) -> Result<Option<Vec<u8>>, Failure> {
 
 fn decoded<M: Message + Default>(path: &Path, name: &str) -> Result<Option<M>, Failure> {
     let Some(bytes) = read(path, name)? else { return Ok(None) };
-    let bad = |e| Failure::new(libc::EPROTO, format!("'{}': the mount's answer is not understood: {e}", path.display()));
+    let bad =
+        |e| Failure::new(libc::EPROTO, format!("'{}': the mount's answer is not understood: {e}", path.display()));
     M::decode(&bytes[..]).map(Some).map_err(bad)
 }
 

@@ -80,7 +80,8 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
 
 fn delete(path: &Path) -> Result<(), Failure> {
     mount::mount_of(path)?;
-    mount::delete_default(path).map_err(|e| Failure::os(format_args!("cannot delete the default of '{}'", path.display()), e))
+    mount::delete_default(path)
+        .map_err(|e| Failure::os(format_args!("cannot delete the default of '{}'", path.display()), e))
 }
 
 fn set(path: &Path, spec: &pb::LayoutSpec) -> Result<(), Failure> {
@@ -105,7 +106,8 @@ fn set(path: &Path, spec: &pb::LayoutSpec) -> Result<(), Failure> {
             let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
             mount::mount_of(parent)?;
             // mknod makes the name and fails if it is there; the layout goes onto the file nobody has written.
-            mknodat(CWD, path, FileType::RegularFile, Mode::from_raw_mode(0o666), 0).map_err(|e| Failure::os(&what, e))?;
+            mknodat(CWD, path, FileType::RegularFile, Mode::from_raw_mode(0o666), 0)
+                .map_err(|e| Failure::os(&what, e))?;
             set(path).inspect_err(|_| {
                 let _ = unlink(path);
             })
@@ -251,8 +253,13 @@ mod tests {
     #[test]
     fn options_make_the_spec() {
         let s = ask(&["-c4", "-S", "1M", "-i", "2", "-p", "fs.flash", "f"]).unwrap();
-        let want =
-            pb::LayoutSpec { stripe_count: 4, stripe_size: 1 << 20, start: Some(2), pool: "flash".into(), ..Default::default() };
+        let want = pb::LayoutSpec {
+            stripe_count: 4,
+            stripe_size: 1 << 20,
+            start: Some(2),
+            pool: "flash".into(),
+            ..Default::default()
+        };
         assert_eq!(s, want);
         assert_eq!(ask(&["f"]).unwrap(), pb::LayoutSpec::default());
         assert_eq!(ask(&["-c", "-1", "-i", "-1", "f"]).unwrap().stripe_count, -1);
@@ -264,7 +271,15 @@ mod tests {
 
     #[test]
     fn sizes() {
-        for (text, want) in [("0", 0), ("64", 65_536), ("64k", 65_536), ("1M", 1 << 20), ("1MiB", 1 << 20), ("65536", 65_536), ("1g", 1 << 30)] {
+        for (text, want) in [
+            ("0", 0),
+            ("64", 65_536),
+            ("64k", 65_536),
+            ("1M", 1 << 20),
+            ("1MiB", 1 << 20),
+            ("65536", 65_536),
+            ("1g", 1 << 30),
+        ] {
             assert_eq!(stripe_size(text).unwrap(), want, "{text}");
         }
         for text in ["", "M", "1", "65537", "4G", "1X", "-1", "99999999999999999999", "1T", "1.5M", "20000000P"] {

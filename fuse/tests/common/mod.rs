@@ -1,0 +1,222 @@
+//! A cluster in this process for mount tests: the real namespace of the metadata server without Raft, and storage
+//! servers that keep chunks in memory. Requests are calls; what is tested is the mount.
+
+mod data;
+
+use std::sync::{Arc, atomic::AtomicBool};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use parking_lot::Mutex;
+use prost::Message as _;
+use strake_client::{Client, Config};
+use strake_fabric::{Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
+use strake_mds::{cluster::state::make_chains, namespace::Namespace};
+use strake_proto::{
+    CapKey, Capability, Code, Error, Result, Rights,
+    layout::StripeMap,
+    opcode,
+    pb::{self, log_command::Command, op::Op},
+};
+use strake_store::MemStore;
+
+const MDS: u32 = 1;
+const TARGETS: u32 = 4;
+
+/// Metadata server: every mutation is one log entry, applied at once.
+struct Mds {
+    ns: Namespace,
+    log: Mutex<u64>,
+    key: CapKey,
+    env: Env,
+    data: Arc<data::Data>,
+}
+
+impl Mds {
+    fn propose(&self, command: Command) -> Result<pb::LogReply> {
+        let mut index = self.log.lock();
+        *index += 1;
+        let entry: Bytes = pb::LogCommand { now_ns: self.env.unix_ns(), command: Some(command) }.encode_to_vec().into();
+        let mut replies = self.ns.apply(&[(*index, 1, entry)], (*index, 1), None)?;
+        let reply = replies.pop().unwrap();
+        match reply.status.clone() {
+            Some(s) if s.code != 0 => Err(s.into()),
+            _ => Ok(reply),
+        }
+    }
+
+    fn format(&self, endpoints: impl Fn(u32) -> String) {
+        let format = pb::Format {
+            fs_uuid: vec![7; 16].into(),
+            fs_name: "strake".into(),
+            name_hash_key: vec![1; 16].into(),
+            default_copies: 1,
+            root_mode: 0o777,
+        };
+        self.propose(Command::Format(format)).unwrap();
+        for t in 0..TARGETS {
+            let target =
+                pb::RegisterTarget { uuid: vec![t as u8 + 1; 16].into(), capacity: 1 << 40, stamp: 1, id: u32::MAX };
+            let r = pb::RegisterRequest {
+                name: format!("oss{t}"),
+                endpoints: vec![endpoints(t)],
+                targets: vec![target],
+                ..Default::default()
+            };
+            self.propose(Command::Register(r)).unwrap();
+        }
+        let map = self.ns.map();
+        let mut targets = map.map.targets.clone();
+        targets.iter_mut().for_each(|t| t.alive = true);
+        let alive = pb::MapUpdate { expect_version: map.version(), targets, ..Default::default() };
+        self.propose(Command::MapUpdate(alive)).unwrap();
+        let map = self.ns.map();
+        let (chains, sets) = make_chains(&map.map).unwrap();
+        let made = pb::MapUpdate { expect_version: map.version(), chains, sets, ..Default::default() };
+        self.propose(Command::MapUpdate(made)).unwrap();
+        let pool = |action, targets| pb::PoolChange { pool: "flash".into(), action, targets };
+        self.propose(Command::PoolChange(pool(1, vec![]))).unwrap();
+        self.propose(Command::PoolChange(pool(2, vec![0, 1]))).unwrap();
+    }
+
+    fn meta(&self, request: pb::MetaRequest) -> Result<pb::MetaReply> {
+        let (session, ops) = (request.session, request.ops.clone());
+        let creds = request.creds.clone().unwrap_or_default();
+        let mut reply = if Namespace::is_mutation(&ops) {
+            match self.propose(Command::Meta(request))?.reply {
+                Some(pb::log_reply::Reply::Meta(m)) => m,
+                other => panic!("{other:?}"),
+            }
+        } else {
+            self.ns.read(session, &creds, &ops)
+        };
+        for (op, result) in ops.iter().zip(&mut reply.results) {
+            self.finish(op, result, session);
+        }
+        Ok(reply)
+    }
+
+    /// What the real server adds outside the state: capabilities, and cutting chunks before a shrink is answered.
+    fn finish(&self, op: &pb::Op, result: &mut pb::OpResult, session: u64) {
+        let flags = match &op.op {
+            Some(Op::Open(o)) => o.flags,
+            Some(Op::Create(c)) => c.flags,
+            Some(Op::Setattr(_)) => {
+                for (ino, trim, layout) in self.ns.trims(100) {
+                    let cut = StripeMap::resolve(ino, &layout, &self.ns.map()).unwrap().cut(trim.size);
+                    self.data.trim(ino, cut.first_gone, cut.kept);
+                    self.propose(Command::TrimDone(pb::TrimDone { ino, number: trim.number })).unwrap();
+                }
+                return;
+            }
+            _ => return,
+        };
+        let Some(layout) = &result.layout else { return };
+        let rights = match flags & 3 {
+            0 => Rights::READ,
+            1 => Rights::WRITE,
+            _ => Rights::READ.and(Rights::WRITE),
+        };
+        let data = layout.components[0].data_id;
+        let cap = Capability { ino: result.ino, data, session, session_epoch: 1, expiry_ms: u64::MAX / 2, rights };
+        result.capability = self.key.seal(&cap).to_vec().into();
+    }
+}
+
+fn body<M: prost::Message + Default>(m: &Message) -> Result<M> {
+    M::decode(m.body.clone()).map_err(|e| Error::new(Code::Protocol, e.to_string()))
+}
+
+#[async_trait]
+impl Service for Mds {
+    async fn handle(&self, _: &Peer, m: Message) -> Result<Message> {
+        let reply = match m.opcode {
+            opcode::SESSION_OPEN => match self.propose(Command::SessionOpen(body(&m)?))?.reply {
+                Some(pb::log_reply::Reply::SessionOpen(r)) => {
+                    pb::SessionOpenReply { map: Some(self.ns.map().map.clone()), term_ms: 30_000, ..r }.encode_to_vec()
+                }
+                other => panic!("{other:?}"),
+            },
+            opcode::SESSION_RENEW => pb::SessionRenewReply { map: None }.encode_to_vec(),
+            opcode::SESSION_CLOSE => vec![],
+            opcode::MAP => {
+                let have = body::<pb::MapRequest>(&m)?.have;
+                let map = self.ns.map();
+                pb::MapReply { map: (map.version() > have).then(|| map.map.clone()) }.encode_to_vec()
+            }
+            opcode::META => self.meta(body(&m)?)?.encode_to_vec(),
+            o => return Err(strake_fabric::unknown_opcode(o)),
+        };
+        Ok(Message::new(0, reply))
+    }
+}
+
+/// Connects to services by number.
+struct Calls {
+    services: Vec<(u32, Arc<dyn Service>)>,
+    pool: Pool,
+}
+
+#[async_trait]
+impl Fabric for Calls {
+    async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        let found = self.services.iter().find(|(n, _)| *to == Endpoint::Sim(*n));
+        let found = found.ok_or_else(|| Error::new(Code::Disconnected, format!("nobody at {to}")))?;
+        Ok(Arc::new(Call { service: found.1.clone(), closed: AtomicBool::new(false) }))
+    }
+    async fn listen(&self, _: &Endpoint, _: Arc<dyn Service>) -> Result<Listener> {
+        Err(Error::new(Code::OpNotSupp, "clients do not listen"))
+    }
+    fn pool(&self) -> &Pool {
+        &self.pool
+    }
+}
+
+struct Call {
+    service: Arc<dyn Service>,
+    closed: AtomicBool,
+}
+
+#[async_trait]
+impl Connection for Call {
+    async fn call(&self, request: Message, _: std::time::Duration) -> Result<Message> {
+        let peer = Peer { role: Role::Client, addr: "test".into(), id: 1, back: None };
+        let service = self.service.clone();
+        let running = tokio::spawn(async move { service.handle(&peer, request).await });
+        running.await.map_err(|e| Error::new(Code::Io, e.to_string()))?
+    }
+    fn is_closed(&self) -> bool {
+        self.closed.load(std::sync::atomic::Ordering::Relaxed)
+    }
+    fn addr(&self) -> String {
+        "test".into()
+    }
+    fn close(&self) {
+        self.closed.store(true, std::sync::atomic::Ordering::Relaxed);
+    }
+}
+
+/// A cluster that clients reach by calls.
+pub struct Cluster {
+    fabric: Arc<Calls>,
+}
+
+impl Cluster {
+    pub fn new() -> Cluster {
+        let key = CapKey::from_cluster_key(&[9; 32]);
+        let data = Arc::new(data::Data::new(key.clone()));
+        let ns = Namespace::open(Arc::new(MemStore::new())).unwrap();
+        let mds = Arc::new(Mds { ns, log: Mutex::new(0), key, env: Env::system(), data: data.clone() });
+        mds.format(|t| format!("sim:{}", 100 + t));
+        let mut services: Vec<(u32, Arc<dyn Service>)> = vec![(MDS, mds)];
+        for t in 0..TARGETS {
+            services.push((100 + t, data.clone()));
+        }
+        Cluster { fabric: Arc::new(Calls { services, pool: Pool::default() }) }
+    }
+
+    pub async fn client(&self) -> Client {
+        let cfg = Config::new(vec![Endpoint::Sim(MDS)]);
+        Client::connect(cfg, Env::system(), self.fabric.clone()).await.unwrap()
+    }
+}

@@ -1,0 +1,130 @@
+#!/bin/bash
+# Programs on a mount. $1: the mountpoint. Prints each check; the first that fails ends it.
+set -u
+M=$1
+T=$(mktemp -d)
+trap 'rm -rf "$T"' EXIT
+cd "$M" || exit 1
+
+ok() { echo "ok: $1"; }
+fail() { echo "FAILED: $1"; exit 1; }
+check() { local what=$1; shift; if "$@"; then ok "$what"; else fail "$what"; fi; }
+refused() { local what=$1; shift; if "$@" 2>/dev/null; then fail "$what (was allowed)"; else ok "$what"; fi; }
+
+# Data
+head -c 9000001 /dev/urandom > "$T/data"
+check "write and read back" cmp "$T/data" <(cp "$T/data" data && cat data)
+check "size" test "$(stat -c %s data)" = 9000001
+dd if="$T/data" of=odd bs=12345 2>/dev/null && check "odd block size" cmp "$T/data" odd
+dd if="$T/data" of=direct bs=1M oflag=direct iflag=fullblock 2>/dev/null; dd if=direct of="$T/direct" bs=1M iflag=direct 2>/dev/null
+check "O_DIRECT" cmp -n 8388608 "$T/data" "$T/direct"
+printf x | dd of=data bs=1 seek=5000000 conv=notrunc 2>/dev/null
+check "overwrite one byte" test "$(dd if=data bs=1 skip=5000000 count=1 2>/dev/null)" = x
+truncate -s 100 odd && check "shrink" cmp -n 100 odd "$T/data" && check "shrunk size" test "$(stat -c %s odd)" = 100
+truncate -s 200 odd && check "a grown tail is zeros" cmp <(tail -c 100 odd) <(head -c 100 /dev/zero)
+truncate -s 1G sparse && printf end >> sparse && check "sparse file" test "$(tail -c 3 sparse)" = end
+rm -f log; for i in 1 2 3 4 5 6 7 8; do echo "line $i" >> log & done; wait
+check "O_APPEND from eight programs" test "$(sort log | uniq | wc -l)" = 8
+fallocate -l 5000 alloc && check "fallocate extends" test "$(stat -c %s alloc)" = 5000
+python3 - <<'PY' && ok "an unlinked open file lives" || fail "an unlinked open file lives"
+import os
+f = open("orphan", "w+b", buffering=0)
+f.write(b"kept "); os.unlink("orphan"); f.write(b"more")
+assert os.pread(f.fileno(), 100, 0) == b"kept more" and os.fstat(f.fileno()).st_nlink == 0
+os.ftruncate(f.fileno(), 4)
+assert os.pread(f.fileno(), 100, 0) == b"kept" and not os.path.exists("orphan")
+PY
+python3 - <<'PY' && ok "ftruncate of a read-only-mode file by its open handle" || fail "ftruncate by handle"
+import os
+fd = os.open("locked", os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o444)
+os.write(fd, b"abc"); os.ftruncate(fd, 1); assert os.fstat(fd).st_size == 1
+try: os.open("locked", os.O_CREAT | os.O_EXCL | os.O_WRONLY); assert False
+except FileExistsError: pass
+assert os.lseek(fd, 0, os.SEEK_DATA) == 0 and os.lseek(fd, 0, os.SEEK_HOLE) == 1
+PY
+
+# Names
+mkdir -p d/e/f && check "mkdir -p" test -d d/e/f
+refused "rmdir of a full folder" rmdir d/e
+mv d/e d2 && check "rename a folder" test -d d2/f
+echo one > r1; echo two > r2; mv -f r1 r2; check "rename over" test "$(cat r2)" = one
+ln r2 hard && check "hard link" test "$(stat -c %h r2)" = 2
+ln -s r2 soft && check "symlink" test "$(cat soft)" = one
+refused "open of a loop" bash -c 'ln -s loop loop; cat loop'
+mkfifo fifo && check "fifo" test -p fifo
+check "names of 255 bytes" touch "$(printf 'n%.0s' {1..255})"
+refused "names of 256 bytes" touch "$(printf 'n%.0s' {1..256})"
+mkdir many && (cd many && seq 1 3000 | xargs touch) && check "3000 files listed" test "$(ls -f many | wc -l)" = 3002
+check "3000 files with attributes" test "$(ls -l many | wc -l)" = 3001
+check "3000 files removed" rm -r many
+python3 - <<'PY' && ok "rename flags" || fail "rename flags"
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+def renameat2(a, b, flags):
+    return 0 if libc.renameat2(-100, a.encode(), -100, b.encode(), flags) == 0 else ctypes.get_errno()
+open("x1", "w").write("1"); open("x2", "w").write("2")
+assert renameat2("x1", "x2", 1) == 17, "NOREPLACE"
+assert renameat2("x1", "x2", 2) == 0 and open("x1").read() == "2", "EXCHANGE"
+assert renameat2("x1", "x2", 4) == 22, "WHITEOUT"
+PY
+
+# Attributes
+touch -d '1999-12-31 23:59:59.123456789 UTC' r2
+check "mtime to the nanosecond" test "$(stat -c %.9Y r2)" = 946684799.123456789
+touch -d '1969-12-31 23:59:58.5 UTC' r2 && check "a time before 1970" test "$(date -r r2 +%s)" = -2
+chmod 640 r2 && check "chmod" test "$(stat -c %a r2)" = 640
+(umask 027; touch um; mkdir umd); check "umask" test "$(stat -c %a um)$(stat -c %a umd)" = 640750
+python3 - <<'PY' && ok "xattrs" || fail "xattrs"
+import os
+os.setxattr("um", "user.a", b"1"); os.setxattr("um", "user.b", b"x" * 1000)
+assert sorted(os.listxattr("um")) == ["user.a", "user.b"], os.listxattr("um")
+assert os.getxattr("um", "user.b") == b"x" * 1000
+os.removexattr("um", "user.a")
+try: os.getxattr("um", "user.a"); assert False
+except OSError as e: assert e.errno == 61
+assert os.getxattr("um", "strake.fid").startswith(b"[0x200000400:0x"), "virtual"
+PY
+check "statfs" test "$(stat -f -c %l .)" = 255
+
+# Mappings
+python3 - <<'PY' && ok "mmap reads and writes" || fail "mmap reads and writes"
+import mmap, os
+open("map", "wb").write(b"a" * 100000)
+with open("map", "r+b") as f, mmap.mmap(f.fileno(), 0) as m:
+    assert m[99999] == 97
+    m[50000:50005] = b"HELLO"
+    m.flush()
+data = open("map", "rb").read()
+assert data[50000:50005] == b"HELLO" and len(data) == 100000, data[49990:50010]
+PY
+
+# Users
+if [ "$(id -u)" = 0 ]; then
+    as() { setpriv --reuid 12345 --regid 12345 --groups 23456 "$@"; }
+    mkdir -m 777 open && as touch open/mine && check "files belong to their maker" test "$(stat -c %u:%g open/mine)" = 12345:12345
+    echo secret > private; chmod 600 private; refused "reading another user's file" as cat private
+    chgrp 23456 private; chmod 640 private; check "supplementary groups count" test "$(as cat private)" = secret
+    refused "chown as a user" as chown 0 open/mine
+    mkdir -m 700 closed; touch closed/f; refused "passing a closed folder" as cat closed/f
+    mkdir -m 1777 sticky; touch sticky/root; refused "removing from a sticky folder" as rm -f sticky/root
+    chmod 4755 open/mine; as sh -c 'echo x > open/mine'; check "a write clears set-uid" test "$(stat -c %a open/mine)" = 755
+fi
+
+# Programs
+mkdir tree && cp -a /usr/share/perl5 tree/ 2>/dev/null || cp -a /etc/ssl tree/
+SRC=$( [ -d tree/perl5 ] && echo /usr/share/perl5 || echo /etc/ssl )
+check "cp -a" diff -r --no-dereference "$SRC" "tree/$(basename "$SRC")"
+tar cf "$T/t.tar" tree && mkdir un && tar xf "$T/t.tar" -C un && check "tar" diff -r --no-dereference tree un/tree
+command -v rsync > /dev/null && { rsync -a tree/ rs/ && check "rsync" diff -r --no-dereference tree rs; }
+if command -v git > /dev/null; then
+    git init -q "$T/repo" && (cd "$T/repo" && cp -r "$SRC"/. . && git add -A && git -c user.name=t -c user.email=t@t commit -qm x)
+    git clone -q "$T/repo" clone 2>/dev/null && check "git clone and fsck" git -C clone fsck --strict
+fi
+if command -v sqlite3 > /dev/null; then
+    sqlite3 db 'create table t(a); with recursive c(x) as (select 1 union all select x+1 from c where x<2000) insert into t select x from c;'
+    check "sqlite3" test "$(sqlite3 db 'select sum(a) from t; pragma integrity_check;' | tr '\n' ' ')" = "2001000 ok "
+fi
+for i in 1 2 3 4; do (cmp "$T/data" direct; echo $? > "$T/c$i") & done; wait
+check "four readers at a time" test "$(cat "$T"/c? | tr -d '\n')" = 0000
+check "everything removed" rm -rf tree un rs clone
+exit 0
