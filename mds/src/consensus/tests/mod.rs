@@ -1,6 +1,7 @@
 //! Tests of the module; this file has the network, the state machine and the cluster they share.
 
 mod cluster;
+mod disk;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
