@@ -123,6 +123,14 @@ impl Manager {
         }
     }
 
+    /// All were heard of just now: for a server that did not run for a while and could not listen.
+    pub fn all_heard(&mut self, now: Duration) {
+        self.elected = now;
+        for s in self.seen.values_mut() {
+            s.at = s.at.max(now);
+        }
+    }
+
     /// A heartbeat arrived at `now`. `ESTALE` asks the sender to register first: its node, target or stamp is not the
     /// registered one. `Overloaded`: it is shut out for now, and its leases run out.
     pub fn heartbeat(&mut self, now: Duration, h: &pb::HeartbeatRequest, map: &MapView) -> Result<()> {

@@ -1,1 +1,253 @@
-//! See the crate documentation.
+//! The metadata server as a process: the thin shell around `namespace`, `cluster` and `consensus`.
+//!
+//! `service` answers requests: reads after a barrier, changes through the log. `machine` is what the log is applied to.
+//! `leader` runs what only the leader does: membership ticks, session terms, orphans; `chunks` are its workers that cut
+//! and delete chunks at the storage servers. `sessions` is its pure table of sessions and opens. `disk` starts all that
+//! from a folder, `admin` serves gRPC.
+
+mod admin;
+mod chunks;
+pub mod config;
+pub mod disk;
+mod leader;
+mod machine;
+mod service;
+pub mod sessions;
+
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, OnceLock, atomic::AtomicU64},
+    time::Duration,
+};
+
+use bytes::Bytes;
+pub use config::{Config, parse_peer};
+pub use disk::start_on_disk;
+use machine::Machine;
+use parking_lot::Mutex;
+use prost::Message as _;
+use strake_fabric::{Endpoint, Env, Fabric, Listener};
+use strake_proto::{CapKey, Code, Error, Result, map::MapView, pb};
+use strake_store::MetaStore;
+use tokio::{
+    sync::{Notify, watch},
+    task::JoinHandle,
+};
+
+use crate::{
+    cluster::manager::Manager,
+    consensus::{self, Leadership, LogStore, MemberChange, Node},
+};
+use sessions::Sessions;
+
+/// What a server runs on; everything outside of it comes from here.
+pub struct Parts {
+    pub env: Env,
+    pub fabric: Arc<dyn Fabric>,
+    pub log: Arc<dyn LogStore>,
+    pub store: Arc<dyn MetaStore>,
+    /// For making capabilities.
+    pub cap_key: CapKey,
+    /// Names the group of metadata servers: the same on all its members, different in other clusters.
+    pub cluster: [u8; 16],
+}
+
+/// A running metadata server. Dropping it stops it.
+pub struct MdsServer {
+    mds: Arc<Mds>,
+    endpoint: Endpoint,
+    listener: Option<Listener>,
+    tasks: Vec<JoinHandle<()>>,
+    /// Of the folder it runs on, if it does.
+    lock: Option<std::fs::File>,
+}
+
+/// What the leader knows and nobody else: gone with its term.
+struct Lead {
+    term: u64,
+    manager: Manager,
+    sessions: Sessions,
+}
+
+/// What all parts of the shell share.
+struct Mds {
+    cfg: Config,
+    env: Env,
+    machine: Arc<Machine>,
+    node: Node,
+    cap_key: CapKey,
+    leadership: watch::Receiver<Leadership>,
+    lead: Mutex<Option<Lead>>,
+    links: chunks::Links,
+    /// A reply waits for a file to be cut.
+    trim_wanted: Notify,
+    advertised: OnceLock<Endpoint>,
+    /// Requests of clients that only servers may send.
+    refused: AtomicU64,
+    started: Duration,
+}
+
+/// Starts a server on its parts and returns when it listens. It serves clients once a leader is elected.
+pub async fn start(cfg: Config, parts: Parts) -> Result<MdsServer> {
+    cfg.check()?;
+    let machine = Arc::new(Machine::open(parts.store)?);
+    let peers: BTreeMap<u64, Endpoint> = cfg.peers.iter().filter(|p| p.0 != cfg.id).cloned().collect();
+    let raft = consensus::Config {
+        tick: Duration::from_millis(cfg.tick_ms),
+        ..consensus::Config::new(cfg.id, parts.cluster, peers)
+    };
+    let node = Node::start(raft, parts.env.clone(), parts.fabric.clone(), parts.log, machine.clone()).await?;
+    let mds = Arc::new(Mds {
+        env: parts.env.clone(),
+        machine,
+        leadership: node.leadership(),
+        node,
+        cap_key: parts.cap_key,
+        lead: Mutex::new(None),
+        links: chunks::Links::new(parts.fabric.clone()),
+        trim_wanted: Notify::new(),
+        advertised: OnceLock::new(),
+        refused: AtomicU64::new(0),
+        started: parts.env.boot(),
+        cfg,
+    });
+    let listener = parts.fabric.listen(&mds.cfg.listen, mds.clone()).await?;
+    let endpoint = listener.endpoint().clone();
+    let _ = mds.advertised.set(mds.cfg.advertise.clone().unwrap_or_else(|| endpoint.clone()));
+    let tasks = vec![mds.env.spawn(leader::run(mds.clone()))];
+    tracing::info!(id = mds.cfg.id, at = %endpoint, "metadata server listens");
+    Ok(MdsServer { mds, endpoint, listener: Some(listener), tasks, lock: None })
+}
+
+impl MdsServer {
+    /// Where it listens.
+    pub fn endpoint(&self) -> Endpoint {
+        self.endpoint.clone()
+    }
+
+    /// What `strake status` shows.
+    pub fn status(&self) -> pb::StatusReply {
+        self.mds.status()
+    }
+
+    /// Whether this server is the leader and serves clients.
+    pub fn leads(&self) -> bool {
+        self.mds.leading().is_ok()
+    }
+
+    /// The consensus handle: leadership, transfer, membership of the group.
+    pub fn node(&self) -> &Node {
+        &self.mds.node
+    }
+
+    /// Changes the group's members; the leader only.
+    pub async fn change_members(&self, change: MemberChange) -> Result<()> {
+        self.mds.node.change_members(change).await
+    }
+
+    /// Hands leadership over if it can, then stops. What was acknowledged is durable already.
+    pub async fn shutdown(mut self) {
+        if self.mds.leading().is_ok()
+            && let Some((id, _)) = self.mds.cfg.peers.iter().find(|p| p.0 != self.mds.cfg.id)
+        {
+            let limit = Duration::from_secs(1);
+            let _ = tokio::time::timeout(limit, self.mds.node.transfer(*id)).await;
+        }
+        self.listener = None;
+        self.stop();
+    }
+
+    fn stop(&mut self) {
+        for t in self.tasks.drain(..) {
+            t.abort();
+        }
+    }
+}
+
+impl Drop for MdsServer {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Mds {
+    fn map(&self) -> Arc<MapView> {
+        self.machine.namespace.map()
+    }
+
+    fn leading(&self) -> Result<u64> {
+        self.with_lead(|l| Ok(l.term))
+    }
+
+    /// Runs `f` on the leader's knowledge, or says who leads.
+    fn with_lead<R>(&self, f: impl FnOnce(&mut Lead) -> Result<R>) -> Result<R> {
+        let l = *self.leadership.borrow();
+        let mut lead = self.lead.lock();
+        match lead.as_mut() {
+            Some(lead) if l.ready && lead.term == l.term => f(lead),
+            _ => {
+                let hint = if l.leader == self.cfg.id { 0 } else { l.leader };
+                Err(Error::not_leader(u32::try_from(hint).unwrap_or(0)))
+            }
+        }
+    }
+
+    /// Has a command agreed on and applied. Errors of consensus and of the command itself alike.
+    async fn propose(&self, command: pb::log_command::Command) -> Result<pb::LogReply> {
+        let command = pb::LogCommand { now_ns: self.env.unix_ns(), command: Some(command) };
+        let bytes: Bytes = self.node.propose(command.encode_to_vec().into()).await?;
+        let reply = pb::LogReply::decode(bytes)
+            .map_err(|e| Error::new(Code::Io, format!("a command's reply cannot be read: {e}")))?;
+        match reply.status {
+            Some(s) if s.code != 0 => Err(s.into()),
+            _ => Ok(reply),
+        }
+    }
+
+    fn status(&self) -> pb::StatusReply {
+        let ns = &self.machine.namespace;
+        let (header, map, now) = (ns.header(), self.map(), self.env.boot());
+        let mut notices = Vec::new();
+        if self.leading().is_err() {
+            notices.push("not the leader: idle times and opens of sessions are known to the leader only".into());
+        }
+        let lead = self.lead.lock();
+        let sessions = ns.sessions().into_iter().map(|(id, s)| pb::SessionStatus {
+            id,
+            hostname: s.hostname,
+            pid: s.pid,
+            version: s.version,
+            idle_ms: lead.as_ref().and_then(|l| l.sessions.idle_of(now, id)).map_or(0, |d| d.as_millis() as u64),
+            opens: lead.as_ref().map_or(0, |l| l.sessions.opens_of(id) as u32),
+        });
+        let targets = map.map.targets.iter().map(|t| pb::TargetStatus {
+            id: t.id,
+            capacity: t.capacity,
+            used: t.used,
+            lease_left_ms: lead.as_ref().map_or(0, |l| l.manager.lease_left(now, t).as_millis() as u64),
+            ..Default::default()
+        });
+        pb::StatusReply {
+            role: "mds".into(),
+            node: u32::try_from(self.cfg.id).unwrap_or(0),
+            name: self.cfg.name(),
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid: u64::from(std::process::id()),
+            uptime_ms: now.saturating_sub(self.started).as_millis() as u64,
+            raft: Some(self.node.status()),
+            sessions: sessions.collect(),
+            targets: targets.collect(),
+            inodes: header.inodes,
+            orphans: ns.orphans(STATUS_LIMIT).len() as u64,
+            gc_queue: ns.gc_queue(STATUS_LIMIT).len() as u64,
+            notices,
+            map: Some(map.map.clone()),
+        }
+    }
+}
+
+/// Queues are counted up to here for `status`.
+const STATUS_LIMIT: usize = 10_000;

@@ -1,0 +1,222 @@
+//! The leader's workers at the storage servers: they cut what a shrink left over and delete what has no file any more.
+//! Both are idempotent and are tried again until done; what cannot be done now does not hold up the rest.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    future::Future,
+    sync::Arc,
+    time::Duration,
+};
+
+use futures_util::{
+    FutureExt,
+    future::try_join_all,
+    stream::{self, FuturesUnordered, StreamExt},
+};
+use parking_lot::Mutex;
+use strake_fabric::{Connection, Endpoint, Fabric, Message};
+use strake_proto::{
+    ChunkId, Code, Error, Ino, Result,
+    data::DataRequest,
+    layout::{Cut, StripeMap},
+    map::{ChainExt, MapView},
+    opcode, pb,
+};
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::Mds;
+use pb::log_command::Command;
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Chains of one file that are asked at the same time.
+const CHAINS_AT_ONCE: usize = 16;
+/// Files that are being cut at the same time.
+const CUTS_AT_ONCE: usize = 64;
+/// Pauses before another try.
+const RETRY_MIN: Duration = Duration::from_millis(50);
+const RETRY_MAX: Duration = Duration::from_secs(5);
+/// Jobs that wait for another try; beyond, new ones wait in the state.
+const MAX_LATER: usize = 4096;
+const CUT_POLL: Duration = Duration::from_secs(1);
+const DELETE_POLL: Duration = Duration::from_millis(200);
+
+/// The connection to one endpoint; locked while it is made.
+type Slot = Arc<tokio::sync::Mutex<Option<Arc<dyn Connection>>>>;
+
+/// One connection per storage server.
+pub(super) struct Links {
+    fabric: Arc<dyn Fabric>,
+    open: Mutex<BTreeMap<Endpoint, Slot>>,
+}
+
+impl Links {
+    pub fn new(fabric: Arc<dyn Fabric>) -> Links {
+        Links { fabric, open: Mutex::default() }
+    }
+
+    async fn get(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
+        let mut last = Error::new(Code::Inval, format!("storage server '{}' has no endpoint", node.name));
+        for at in node.endpoints.iter().filter_map(|e| e.parse::<Endpoint>().ok()) {
+            let slot = self.open.lock().entry(at.clone()).or_default().clone();
+            let mut slot = slot.lock().await;
+            if let Some(c) = slot.as_ref().filter(|c| !c.is_closed()) {
+                return Ok(c.clone());
+            }
+            match timeout(CONNECT_TIMEOUT, self.fabric.connect(&at, None)).await {
+                Ok(Ok(c)) => {
+                    *slot = Some(c.clone());
+                    return Ok(c);
+                }
+                Ok(Err(e)) => last = e.context(format_args!("storage server '{}' at {at}", node.name)),
+                Err(_) => last = Error::new(Code::TimedOut, format!("storage server '{}' at {at}", node.name)),
+            }
+        }
+        Err(last)
+    }
+}
+
+/// Files whose size went down: their chunks are cut on every chain, then the shrink is answered.
+pub(super) async fn cut_files(mds: &Mds) {
+    let list = |n: usize| {
+        let trims = mds.machine.namespace.trims(n);
+        trims.into_iter().map(|(ino, t, layout)| ((ino, t.number), (ino, t.size, layout))).collect::<Vec<_>>()
+    };
+    let job = |(ino, size, layout): (Ino, u64, pb::Layout)| async move { trim_file(mds, ino, &layout, size).await };
+    let done = |keys: Vec<(Ino, u64)>| async move {
+        let each = |(ino, number)| mds.propose(Command::TrimDone(pb::TrimDone { ino, number }));
+        try_join_all(keys.into_iter().map(each)).await.map(|_| ())
+    };
+    work_off(CUTS_AT_ONCE, CUT_POLL, || mds.trim_wanted.notified(), list, job, done).await;
+}
+
+/// Files that are gone: all their chunks are removed.
+pub(super) async fn delete_files(mds: &Mds) {
+    let list = |n: usize| mds.machine.namespace.gc_queue(n);
+    let job = |r: pb::GcRecord| async move {
+        match &r.layout {
+            Some(layout) => trim_file(mds, r.ino, layout, 0).await,
+            None => Ok(()),
+        }
+    };
+    let done =
+        |numbers: Vec<u64>| async move { mds.propose(Command::GcDone(pb::GcDone { numbers })).await.map(|_| ()) };
+    work_off(mds.cfg.gc_parallel, DELETE_POLL, std::future::pending, list, job, done).await;
+}
+
+/// Runs `job` for all that `list` names, at most `parallel` at a time, and reports the finished ones by `done`. Looks for
+/// new ones when woken, after each job and every `poll`. Never returns.
+async fn work_off<K, T, W, J, D>(
+    parallel: usize,
+    poll: Duration,
+    wake: impl Fn() -> W,
+    list: impl Fn(usize) -> Vec<(K, T)>,
+    job: impl Fn(T) -> J,
+    done: impl Fn(Vec<K>) -> D,
+) where
+    K: Ord + Copy + std::fmt::Debug,
+    W: Future<Output = ()>,
+    J: Future<Output = Result<()>>,
+    D: Future<Output = Result<()>>,
+{
+    let mut running = FuturesUnordered::new();
+    // Jobs that run or failed: when to try again, and the pause after that.
+    let mut busy: BTreeMap<K, (Option<Instant>, Duration)> = BTreeMap::new();
+    loop {
+        if running.len() < parallel && busy.len() < MAX_LATER {
+            let now = Instant::now();
+            let listed = list(busy.len() + parallel);
+            let due: BTreeSet<K> = listed.iter().map(|l| l.0).collect();
+            busy.retain(|k, (at, _)| at.is_none() || due.contains(k));
+            for (key, what) in listed {
+                if running.len() >= parallel {
+                    break;
+                }
+                let state = busy.entry(key).or_insert((Some(now), RETRY_MIN));
+                if state.0.is_some_and(|at| at <= now) {
+                    state.0 = None;
+                    let run = job(what);
+                    running.push(async move { (key, run.await) });
+                }
+            }
+        }
+        let next_try = busy.values().filter_map(|(at, _)| *at).min();
+        let wait = Instant::now() + poll;
+        let until = next_try.map_or(wait, |t| t.min(wait)).max(Instant::now() + Duration::from_millis(1));
+        tokio::select! {
+            biased;
+            Some((key, result)) = running.next(), if !running.is_empty() => {
+                let mut finished = Vec::new();
+                settle(&mut busy, &mut finished, key, result);
+                while let Some(Some((key, result))) = running.next().now_or_never() {
+                    settle(&mut busy, &mut finished, key, result);
+                }
+                if finished.is_empty() {
+                    continue;
+                }
+                let reported = done(finished.clone()).await;
+                for key in finished {
+                    match &reported {
+                        Ok(()) => drop(busy.remove(&key)),
+                        Err(e) => settle(&mut busy, &mut Vec::new(), key, Err(e.clone())),
+                    }
+                }
+            }
+            () = wake() => (),
+            () = sleep_until(until) => (),
+        }
+    }
+}
+
+fn settle<K: Ord + Copy + std::fmt::Debug>(
+    busy: &mut BTreeMap<K, (Option<Instant>, Duration)>,
+    finished: &mut Vec<K>,
+    key: K,
+    result: Result<()>,
+) {
+    match result {
+        Ok(()) => finished.push(key),
+        Err(e) => {
+            tracing::debug!(?key, "cutting chunks, to be tried again: {e}");
+            let state = busy.entry(key).or_insert((None, RETRY_MIN));
+            state.0 = Some(Instant::now() + state.1);
+            state.1 = (state.1 * 2).min(RETRY_MAX);
+        }
+    }
+}
+
+/// Cuts a file's chunks to `size` on all its chains.
+async fn trim_file(mds: &Mds, ino: Ino, layout: &pb::Layout, size: u64) -> Result<()> {
+    let map = mds.map();
+    let stripes = StripeMap::resolve(ino, layout, &map)?;
+    let requests = trim_requests(&stripes, size, &map)?;
+    let calls = requests.into_iter().map(|(node, request)| async move {
+        let conn = mds.links.get(&node).await?;
+        conn.call(Message::new(opcode::TRIM, request.encode()), CALL_TIMEOUT).await.map(|_| ())
+    });
+    let mut calls = stream::iter(calls).buffer_unordered(CHAINS_AT_ONCE);
+    while let Some(r) = calls.next().await {
+        r?;
+    }
+    Ok(())
+}
+
+/// What to ask of the head of each chain.
+fn trim_requests(stripes: &StripeMap, size: u64, map: &MapView) -> Result<Vec<(pb::Node, DataRequest)>> {
+    let Cut { first_gone, kept } = stripes.cut(size);
+    // Only one chain has the chunk that keeps some of its bytes.
+    let partial = (kept != u32::MAX).then(|| stripes.chain_of(first_gone.saturating_sub(1)));
+    let mut chains = stripes.chains.clone();
+    chains.sort_unstable();
+    chains.dedup();
+    let mut out = Vec::with_capacity(chains.len());
+    for id in chains {
+        let chain = map.chain(id).ok_or_else(|| Error::new(Code::Io, format!("the map has no chain {id}")))?;
+        let head = chain.head().ok_or_else(|| Error::new(Code::NotServing, format!("chain {id} has no source")))?;
+        let node = map.node_of(head).ok_or_else(|| Error::new(Code::Io, format!("target {head} has no node")))?;
+        let chunk = ChunkId { ino: stripes.ino, data: stripes.data, index: first_gone };
+        let len = if partial == Some(id) { kept } else { u32::MAX };
+        out.push((node.clone(), DataRequest { len, ..DataRequest::new(id, chain.epoch, head, chunk) }));
+    }
+    Ok(out)
+}

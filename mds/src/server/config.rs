@@ -1,0 +1,239 @@
+//! What a metadata server is told at its start. `docs/operations.md` has the table for people.
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+use serde::{Deserialize, Deserializer, de::Error as _};
+use strake_fabric::Endpoint;
+use strake_proto::{Code, Error, Result};
+
+use crate::cluster::state::{FIRST_OSS_NODE, MAX_COPIES};
+
+/// Configuration of one metadata server, section `[mds]` of the configuration file.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// This server's Raft id, 1 to 1000. Never given to another server again, not even after this one lost its disk.
+    pub id: u64,
+    /// Name for people, default `mds-ID`.
+    #[serde(default)]
+    pub name: String,
+    /// Where it listens for clients, storage servers and the other metadata servers: `tcp:HOST:PORT`.
+    #[serde(deserialize_with = "endpoint")]
+    pub listen: Endpoint,
+    /// What others connect to, if that is not what it listens at (`0.0.0.0`, NAT).
+    #[serde(default, deserialize_with = "some_endpoint")]
+    pub advertise: Option<Endpoint>,
+    /// Where it answers administration (gRPC): `HOST:PORT`. Absent: not at all. It is not authenticated: keep it on a
+    /// loopback or management address.
+    #[serde(default)]
+    pub admin: Option<SocketAddr>,
+    /// The group's members, as `"ID=tcp:HOST:PORT"`; this server may be among them. The same on all members.
+    #[serde(default, deserialize_with = "peers")]
+    pub peers: Vec<(u64, Endpoint)>,
+    /// This server joins a group that exists (`strake mds replace`): it does not vote before the group takes it in.
+    #[serde(default)]
+    pub join: bool,
+    /// Folder for the Raft log and the metadata.
+    pub dir: PathBuf,
+    /// Name of the file system, used when it is formatted at the cluster's first start.
+    #[serde(default = "fs_name")]
+    pub fs_name: String,
+    /// Copies of files whose directory does not say otherwise, 1 to 3; used at the first start.
+    #[serde(default = "one")]
+    pub default_copies: u32,
+    /// Chains are made once so many targets are alive; 0: with the first ones.
+    #[serde(default)]
+    pub expect_targets: usize,
+    /// How long a storage server may act on one answered heartbeat, milliseconds.
+    #[serde(default = "lease_ms")]
+    pub lease_ms: u64,
+    /// How long a client's session lives without a renewal, milliseconds.
+    #[serde(default = "session_term_ms")]
+    pub session_term_ms: u64,
+    /// How long a capability for a file's data is valid, milliseconds.
+    #[serde(default = "capability_ms")]
+    pub capability_ms: u64,
+    /// One Raft tick, milliseconds; followers wait 8 to 16 of them for a dead leader.
+    #[serde(default = "tick_ms")]
+    pub tick_ms: u64,
+    /// Files whose chunks are deleted at the same time.
+    #[serde(default = "gc_parallel")]
+    pub gc_parallel: usize,
+    /// Memory for the metadata store's block cache, bytes.
+    #[serde(default = "cache_bytes")]
+    pub cache_bytes: u64,
+}
+
+fn fs_name() -> String {
+    "strake".into()
+}
+const fn one() -> u32 {
+    1
+}
+const fn lease_ms() -> u64 {
+    2000
+}
+const fn session_term_ms() -> u64 {
+    30_000
+}
+const fn capability_ms() -> u64 {
+    600_000
+}
+const fn tick_ms() -> u64 {
+    50
+}
+const fn gc_parallel() -> usize {
+    32
+}
+const fn cache_bytes() -> u64 {
+    64 << 20
+}
+
+fn endpoint<'de, D: Deserializer<'de>>(d: D) -> std::result::Result<Endpoint, D::Error> {
+    String::deserialize(d)?.parse().map_err(D::Error::custom)
+}
+
+fn some_endpoint<'de, D: Deserializer<'de>>(d: D) -> std::result::Result<Option<Endpoint>, D::Error> {
+    endpoint(d).map(Some)
+}
+
+fn peers<'de, D: Deserializer<'de>>(d: D) -> std::result::Result<Vec<(u64, Endpoint)>, D::Error> {
+    Vec::<String>::deserialize(d)?.iter().map(|s| parse_peer(s).map_err(D::Error::custom)).collect()
+}
+
+/// `ID=tcp:HOST:PORT`, as in the configuration file and on the command line.
+pub fn parse_peer(s: &str) -> Result<(u64, Endpoint)> {
+    let bad = || Error::new(Code::Inval, format!("'{s}' is not a metadata server; expected ID=tcp:HOST:PORT"));
+    let (id, at) = s.split_once('=').ok_or_else(bad)?;
+    Ok((id.trim().parse().map_err(|_| bad())?, at.trim().parse()?))
+}
+
+impl Config {
+    /// Defaults for everything but the three that have none.
+    pub fn new(id: u64, listen: Endpoint, dir: PathBuf) -> Config {
+        Config {
+            id,
+            name: String::new(),
+            listen,
+            advertise: None,
+            admin: None,
+            peers: Vec::new(),
+            join: false,
+            dir,
+            fs_name: fs_name(),
+            default_copies: one(),
+            expect_targets: 0,
+            lease_ms: lease_ms(),
+            session_term_ms: session_term_ms(),
+            capability_ms: capability_ms(),
+            tick_ms: tick_ms(),
+            gc_parallel: gc_parallel(),
+            cache_bytes: cache_bytes(),
+        }
+    }
+
+    /// `EINVAL` naming the key that cannot be.
+    pub fn check(&self) -> Result<()> {
+        let bad = |m: String| Err(Error::new(Code::Inval, format!("metadata server configuration: {m}")));
+        let id_ok = |id: u64| id > 0 && id < u64::from(FIRST_OSS_NODE);
+        if !id_ok(self.id) || self.peers.iter().any(|p| !id_ok(p.0)) {
+            return bad(format!("ids are 1 to {}", FIRST_OSS_NODE - 1));
+        }
+        let mut ids: Vec<u64> = self.peers.iter().map(|p| p.0).collect();
+        ids.sort_unstable();
+        if ids.windows(2).any(|w| w[0] == w[1]) {
+            return bad("`peers` names an id twice".into());
+        }
+        if self.default_copies == 0 || self.default_copies as usize > MAX_COPIES {
+            return bad(format!("`default_copies` is 1 to {MAX_COPIES}"));
+        }
+        if self.fs_name.is_empty() || self.fs_name.len() > 64 || self.fs_name.chars().any(char::is_control) {
+            return bad("`fs_name` is 1 to 64 bytes of printable text".into());
+        }
+        if self.join && self.peers.iter().all(|p| p.0 == self.id) {
+            return bad("`join` needs the group's members in `peers`".into());
+        }
+        for (key, value, min) in [
+            ("lease_ms", self.lease_ms, 100),
+            ("session_term_ms", self.session_term_ms, 100),
+            ("capability_ms", self.capability_ms, 1000),
+            ("tick_ms", self.tick_ms, 1),
+            ("gc_parallel", self.gc_parallel as u64, 1),
+            ("cache_bytes", self.cache_bytes, 1 << 20),
+        ] {
+            if value < min || value > u64::from(u32::MAX) * 64 {
+                return bad(format!("`{key}` = {value} is out of range, the least is {min}"));
+            }
+        }
+        Ok(())
+    }
+
+    pub fn name(&self) -> String {
+        if self.name.is_empty() { format!("mds-{}", self.id) } else { self.name.clone() }
+    }
+    pub fn lease(&self) -> Duration {
+        Duration::from_millis(self.lease_ms)
+    }
+    pub fn session_term(&self) -> Duration {
+        Duration::from_millis(self.session_term_ms)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> std::result::Result<Config, toml::de::Error> {
+        toml::from_str(text)
+    }
+
+    const LEAST: &str = "id = 2\nlisten = 'tcp:0.0.0.0:7000'\ndir = '/d'\n";
+
+    #[test]
+    fn keys_and_defaults() {
+        let c = parse(LEAST).unwrap();
+        c.check().unwrap();
+        assert_eq!((c.name(), c.lease_ms, c.session_term_ms, c.default_copies), ("mds-2".into(), 2000, 30_000, 1));
+        let new = Config::new(2, "tcp:0.0.0.0:7000".parse().unwrap(), "/d".into());
+        assert_eq!(format!("{c:?}"), format!("{new:?}"), "both ways give the same defaults");
+        let c = parse(&format!(
+            "{LEAST}peers = ['1=tcp:a:1', '2=tcp:b:1']\nadvertise = 'tcp:b:1'\nadmin = '127.0.0.1:1'\n"
+        ));
+        let c = c.unwrap();
+        c.check().unwrap();
+        assert_eq!(c.peers[0], (1, "tcp:a:1".parse().unwrap()));
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_its_key() {
+        for (line, word) in [
+            ("nodes = 3", "nodes"),
+            ("peers = ['a:1']", "expected ID=tcp:HOST:PORT"),
+            ("peers = ['1=a:1', '1=b:1']", "peers"),
+            ("peers = ['2000=a:1']", "ids"),
+            ("default_copies = 4", "default_copies"),
+            ("lease_ms = 0", "lease_ms"),
+            ("join = true", "join"),
+            ("fs_name = ''", "fs_name"),
+            ("advertise = 'x'", "endpoint"),
+        ] {
+            let text = match parse(&format!("{LEAST}{line}\n")) {
+                Err(e) => e.to_string(),
+                Ok(c) => c.check().unwrap_err().message,
+            };
+            assert!(text.contains(word), "{line}: {text}");
+        }
+        assert!(parse("listen = 'tcp:a:1'\ndir = '/d'\n").unwrap_err().to_string().contains("id"));
+    }
+
+    /// Every key is in the table for people.
+    #[test]
+    fn all_keys_are_documented() {
+        let table = include_str!("../../../docs/operations.md");
+        let source = include_str!("config.rs");
+        let fields = source.split("pub struct Config {").nth(1).unwrap().split("\n}").next().unwrap();
+        let keys = fields.lines().filter_map(|l| l.trim().strip_prefix("pub ")?.split(':').next());
+        let missing: Vec<&str> = keys.filter(|k| !table.contains(&format!("| `{k}` |"))).collect();
+        assert!(missing.is_empty(), "not in docs/operations.md: {missing:?}");
+    }
+}

@@ -1,0 +1,222 @@
+//! What the leader does besides answering: formats a new file system, says who the metadata servers are, and runs the
+//! membership tick, the sessions' terms and the orphans. All of it ends with its term.
+
+use std::{sync::Arc, time::Duration};
+
+use strake_proto::{Code, Error, Result, map::ROLE_MDS, pb};
+use tokio::{sync::watch, time::sleep};
+
+use super::{Lead, Mds, chunks, sessions::Sessions};
+use crate::{
+    cluster::manager::{Manager, Options, Proposal},
+    consensus::Leadership,
+};
+use pb::log_command::Command;
+
+/// Between two evaluations of leases and chains.
+const CLUSTER_TICK: Duration = Duration::from_millis(100);
+/// A tick that comes this late means that the process was stopped: nobody could be heard.
+const STALL: Duration = Duration::from_secs(1);
+/// Orphans are not freed sooner after an election, however short sessions are.
+const MIN_GRACE: Duration = Duration::from_secs(5);
+/// For so long nobody may have had an orphan open.
+const ORPHAN_PAUSE: Duration = Duration::from_secs(1);
+const ORPHAN_TICK: Duration = Duration::from_millis(500);
+const ORPHANS: usize = 16_384;
+/// Sessions or inodes named in one log entry.
+const BATCH: usize = 1024;
+
+/// Follows leadership for ever.
+pub(super) async fn run(mds: Arc<Mds>) {
+    let mut leadership = mds.leadership.clone();
+    loop {
+        let l = *leadership.borrow_and_update();
+        if !l.ready {
+            if leadership.changed().await.is_err() {
+                return;
+            }
+            continue;
+        }
+        tracing::info!(term = l.term, "this metadata server leads");
+        tokio::select! {
+            biased;
+            () = lost(&mut leadership, l.term) => (),
+            () = mds.lead(l.term) => (),
+        }
+        *mds.lead.lock() = None;
+        tracing::info!(term = l.term, "this metadata server leads no longer");
+    }
+}
+
+async fn lost(leadership: &mut watch::Receiver<Leadership>, term: u64) {
+    while leadership.changed().await.is_ok() {
+        let l = *leadership.borrow_and_update();
+        if !l.ready || l.term != term {
+            return;
+        }
+    }
+}
+
+/// Whether a failed proposal certainly did not and will not run.
+fn never_ran(e: &Error) -> bool {
+    !matches!(e.code, Code::Disconnected | Code::TimedOut)
+}
+
+impl Mds {
+    async fn lead(&self, term: u64) {
+        while let Err(e) = self.format().await {
+            tracing::warn!("formatting the file system: {e}");
+            sleep(CLUSTER_TICK).await;
+        }
+        let now = self.env.boot();
+        let options = Options { lease: self.cfg.lease(), expect_targets: self.cfg.expect_targets };
+        let mut sessions = Sessions::default();
+        for (id, s) in self.machine.namespace.sessions() {
+            sessions.learn(now, id, s.epoch);
+        }
+        let manager = Manager::new(options, now, &self.map());
+        *self.lead.lock() = Some(Lead { term, manager, sessions });
+        tokio::join!(
+            self.announce(),
+            self.tick_cluster(),
+            self.end_sessions(),
+            self.free_orphans(),
+            chunks::cut_files(self),
+            chunks::delete_files(self),
+        );
+    }
+
+    async fn format(&self) -> Result<()> {
+        if !self.machine.namespace.header().fs_uuid.is_empty() {
+            return Ok(());
+        }
+        let format = pb::Format {
+            fs_uuid: self.env.random_bytes::<16>().to_vec().into(),
+            fs_name: self.cfg.fs_name.clone(),
+            name_hash_key: self.env.random_bytes::<16>().to_vec().into(),
+            default_copies: self.cfg.default_copies,
+            root_mode: 0o755,
+        };
+        self.propose(Command::Format(format)).await?;
+        tracing::info!(name = self.cfg.fs_name, "made a new file system");
+        Ok(())
+    }
+
+    /// Puts the metadata servers into the map, so that clients find all of them.
+    async fn announce(&self) {
+        loop {
+            let map = self.map();
+            let known = |id: u32| map.map.nodes.iter().find(|n| n.id == id && n.role == ROLE_MDS);
+            let mut nodes = Vec::new();
+            for (id, at) in self.cfg.peers.iter().filter(|p| p.0 != self.cfg.id) {
+                let id = u32::try_from(*id).unwrap_or(0);
+                let (name, version) = match known(id) {
+                    Some(n) => (n.name.clone(), n.version.clone()),
+                    None => (format!("mds-{id}"), String::new()),
+                };
+                nodes.push(pb::Node { id, role: ROLE_MDS, endpoints: vec![at.to_string()], name, version });
+            }
+            let own = self.advertised.get().unwrap_or(&self.cfg.listen).to_string();
+            nodes.push(pb::Node {
+                id: u32::try_from(self.cfg.id).unwrap_or(0),
+                role: ROLE_MDS,
+                endpoints: vec![own],
+                name: self.cfg.name(),
+                version: env!("CARGO_PKG_VERSION").into(),
+            });
+            if nodes.iter().all(|n| known(n.id) == Some(n)) {
+                return;
+            }
+            if let Err(e) = self.propose(Command::MdsNodes(pb::MdsNodes { nodes })).await {
+                tracing::warn!("announcing the metadata servers: {e}");
+                sleep(STALL).await;
+            }
+        }
+    }
+
+    async fn tick_cluster(&self) {
+        loop {
+            let before = self.env.boot();
+            sleep(CLUSTER_TICK).await;
+            let now = self.env.boot();
+            let proposal = self.with_lead(|l| {
+                if now.saturating_sub(before) > STALL {
+                    l.manager.all_heard(now);
+                    l.sessions.all_heard(now);
+                }
+                let map = self.map();
+                l.manager.map_changed(now, &map);
+                Ok(l.manager.tick(now, &map))
+            });
+            if let Ok(Some(p)) = proposal {
+                self.change_map(p).await;
+            }
+        }
+    }
+
+    async fn change_map(&self, p: Proposal) {
+        for w in &p.why {
+            tracing::info!("cluster: {w}");
+        }
+        let known = match self.propose(Command::MapUpdate(p.update)).await {
+            Ok(_) => true,
+            Err(e) => {
+                tracing::info!("the map change was not made: {e}");
+                never_ran(&e)
+            }
+        };
+        let now = self.env.boot();
+        let _ = self.with_lead(|l| {
+            l.manager.map_changed(now, &self.map());
+            l.manager.resolved(known);
+            Ok(())
+        });
+    }
+
+    async fn end_sessions(&self) {
+        let term = self.cfg.session_term();
+        let pause = (term / 16).clamp(Duration::from_millis(20), Duration::from_secs(1));
+        loop {
+            sleep(pause).await;
+            let now = self.env.boot();
+            let known = self.machine.namespace.sessions();
+            let silent = self.with_lead(|l| {
+                for (id, s) in &known {
+                    // Ended since it was listed? Then it must not come back into the table.
+                    if self.machine.namespace.session(*id).is_some() {
+                        l.sessions.learn(now, *id, s.epoch);
+                    }
+                }
+                for id in l.sessions.ids() {
+                    if self.machine.namespace.session(id).is_none() {
+                        l.sessions.remove(id);
+                    }
+                }
+                Ok(l.sessions.expire(now, term))
+            });
+            let Ok(silent) = silent else { continue };
+            for batch in silent.chunks(BATCH) {
+                tracing::warn!(sessions = ?batch, "sessions were silent for their term and are evicted");
+                let end = pb::SessionEnd { sessions: batch.to_vec(), evict: true };
+                if let Err(e) = self.propose(Command::SessionEnd(end)).await {
+                    tracing::warn!("ending sessions: {e}");
+                }
+            }
+        }
+    }
+
+    async fn free_orphans(&self) {
+        sleep(self.cfg.session_term().max(MIN_GRACE)).await;
+        loop {
+            sleep(ORPHAN_TICK).await;
+            let orphans = self.machine.namespace.orphans(ORPHANS);
+            let now = self.env.boot();
+            let Ok(free) = self.with_lead(|l| Ok(l.sessions.free(now, &orphans, ORPHAN_PAUSE))) else { continue };
+            for batch in free.chunks(BATCH) {
+                if let Err(e) = self.propose(Command::FreeOrphans(pb::FreeOrphans { inos: batch.to_vec() })).await {
+                    tracing::warn!("freeing removed files: {e}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! The namespace as what Raft replicates.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use prost::Message;
+use strake_proto::{Code, Error, Result};
+use strake_store::{Batch, MetaStore};
+use tokio::sync::watch;
+
+use crate::{
+    consensus::{Committed, StateMachine, StateSnapshot},
+    namespace::Namespace,
+};
+
+/// See the module.
+pub struct Machine {
+    pub namespace: Namespace,
+    store: Arc<dyn MetaStore>,
+    applied: watch::Sender<u64>,
+}
+
+impl Machine {
+    pub fn open(store: Arc<dyn MetaStore>) -> Result<Machine> {
+        let namespace = Namespace::open(store.clone())?;
+        let applied = watch::Sender::new(namespace.header().applied_index);
+        Ok(Machine { namespace, store, applied })
+    }
+
+    /// The last applied index, whenever it changes.
+    pub fn applied_watch(&self) -> watch::Receiver<u64> {
+        self.applied.subscribe()
+    }
+}
+
+impl StateMachine for Machine {
+    fn applied(&self) -> (u64, u64) {
+        let h = self.namespace.header();
+        (h.applied_index, h.applied_term)
+    }
+
+    fn conf_state(&self) -> Vec<u8> {
+        self.namespace.header().conf_state.to_vec()
+    }
+
+    fn apply(&self, entries: Vec<Committed>, last: (u64, u64), conf_state: Option<Vec<u8>>) -> Result<Vec<Bytes>> {
+        let entries: Vec<_> = entries.into_iter().map(|e| (e.index, e.term, e.data)).collect();
+        let replies = self.namespace.apply(&entries, last, conf_state.as_deref())?;
+        self.applied.send_replace(last.0);
+        Ok(replies.into_iter().map(|r| r.encode_to_vec().into()).collect())
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.store.sync()
+    }
+
+    fn snapshot(&self) -> Result<StateSnapshot> {
+        let h = self.namespace.header();
+        let view = self.store.snapshot()?;
+        Ok(StateSnapshot { index: h.applied_index, term: h.applied_term, conf_state: h.conf_state.to_vec(), view })
+    }
+
+    fn restore_begin(&self) -> Result<()> {
+        self.store.clear()
+    }
+
+    fn restore_pairs(&self, pairs: Vec<(Bytes, Bytes)>) -> Result<()> {
+        let ops = pairs.into_iter().map(|(k, v)| (k, Some(v))).collect();
+        self.store.commit(Batch { ops })
+    }
+
+    fn restore_end(&self, index: u64, term: u64, conf_state: Vec<u8>) -> Result<()> {
+        self.namespace.reload()?;
+        let h = self.namespace.header();
+        if (h.applied_index, h.applied_term) != (index, term) {
+            let m = format!("the snapshot of entry {index} holds a state of entry {}", h.applied_index);
+            return Err(Error::new(Code::Corrupt, m));
+        }
+        self.namespace.apply(&[], (index, term), Some(&conf_state))?;
+        self.store.sync()?;
+        self.applied.send_replace(index);
+        Ok(())
+    }
+}

@@ -1,0 +1,265 @@
+//! Answers requests from the fabric: clients', storage servers' and other metadata servers'.
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use strake_fabric::{Message, Peer, Role, Service, unknown_opcode};
+use strake_proto::{Capability, Code, Error, Ino, Result, Rights, SessionId, frame::MAX_BODY, opcode, pb};
+
+use super::Mds;
+use crate::namespace::Namespace;
+use pb::{log_command::Command, op::Op};
+
+/// Operations in one list.
+const MAX_OPS: usize = 8192;
+/// How long the reply to a shrink waits for the bytes to be gone from every replica.
+const TRIM_WAIT: Duration = Duration::from_secs(25);
+/// Evictions named in one heartbeat reply; the next one has more.
+const MAX_EVICTED: usize = 1024;
+const S_IFMT: u32 = 0o170_000;
+const S_IFREG: u32 = 0o100_000;
+
+#[async_trait]
+impl Service for Mds {
+    async fn handle(&self, peer: &Peer, request: Message) -> Result<Message> {
+        let body = request.body.clone();
+        let reply = match request.opcode {
+            opcode::META => self.meta(decode(body)?).await?,
+            opcode::SESSION_OPEN => self.session_open(decode(body)?).await?,
+            opcode::SESSION_RENEW => self.session_renew(decode(body)?).await?,
+            opcode::SESSION_CLOSE => self.session_close(decode(body)?).await?,
+            opcode::MAP => self.send_map(&decode(body)?),
+            opcode::ECHO => return Ok(Message::new(opcode::ECHO, body).with_payload(request.payload)),
+            opcode::REGISTER | opcode::HEARTBEAT | opcode::RAFT | opcode::SNAPSHOT if peer.role != Role::Server => {
+                return Err(self.refuse(peer, request.opcode));
+            }
+            opcode::REGISTER => self.register(decode(body)?).await?,
+            opcode::HEARTBEAT => self.heartbeat(decode(body)?).await?,
+            opcode::RAFT | opcode::SNAPSHOT => return self.node.handle(request).await,
+            other => return Err(unknown_opcode(other)),
+        };
+        if reply.len() > MAX_BODY as usize {
+            return Err(Error::new(Code::TooBig, "the answer is longer than a reply may be; ask for less at once"));
+        }
+        Ok(Message::new(request.opcode, reply))
+    }
+}
+
+fn decode<M: prost::Message + Default>(body: Bytes) -> Result<M> {
+    M::decode(body).map_err(|e| Error::new(Code::Protocol, format!("the request's body cannot be read: {e}")))
+}
+
+fn encode(m: &impl prost::Message) -> Bytes {
+    m.encode_to_vec().into()
+}
+
+fn ok(r: &pb::OpResult) -> bool {
+    r.status.as_ref().is_none_or(|s| s.code == 0)
+}
+
+fn misread() -> Error {
+    Error::new(Code::Io, "the log answered something else than was asked")
+}
+
+impl Mds {
+    /// Refuses a client what only servers may ask. Logged ever more rarely: it must not fill the log.
+    fn refuse(&self, peer: &Peer, opcode: u16) -> Error {
+        let count = self.refused.fetch_add(1, Ordering::Relaxed) + 1;
+        if count.is_power_of_two() {
+            tracing::warn!(from = peer.addr, opcode, count, "a client sent a request of servers; refused");
+        }
+        Error::new(Code::Access, "only servers of this cluster may ask this")
+    }
+
+    /// The session's epoch, after noting that it was heard of.
+    fn heard(&self, session: SessionId) -> Result<u64> {
+        let now = self.env.boot();
+        self.with_lead(|l| {
+            if let Some(epoch) = l.sessions.heard(now, session)? {
+                return Ok(epoch);
+            }
+            let gone = || Error::new(Code::NoSession, format!("session {session} has ended; mount again"));
+            let record = self.machine.namespace.session(session).ok_or_else(gone)?;
+            l.sessions.learn(now, session, record.epoch);
+            Ok(record.epoch)
+        })
+    }
+
+    async fn session_open(&self, request: pb::SessionOpenRequest) -> Result<Bytes> {
+        self.with_lead(|l| {
+            if l.sessions.len() < super::sessions::MAX_SESSIONS {
+                return Ok(());
+            }
+            Err(Error::new(Code::Overloaded, format!("{} sessions are open, which is the limit", l.sessions.len())))
+        })?;
+        let reply = self.propose(Command::SessionOpen(request)).await?;
+        let Some(pb::log_reply::Reply::SessionOpen(mut r)) = reply.reply else { return Err(misread()) };
+        // Resumed while its end is on the way: the next try gets a new one.
+        let ending = |e: Error| if e.code == Code::NoSession { Error { code: Code::Overloaded, ..e } } else { e };
+        self.heard(r.session).map_err(ending)?;
+        r.term_ms = u32::try_from(self.cfg.session_term_ms).unwrap_or(u32::MAX);
+        r.map = Some(self.map().map.clone());
+        Ok(encode(&r))
+    }
+
+    async fn session_renew(&self, request: pb::SessionRenewRequest) -> Result<Bytes> {
+        self.heard(request.session)?;
+        // A leader that was replaced meanwhile must not promise another term.
+        self.node.read_barrier().await?;
+        if request.reassert {
+            self.with_lead(|l| l.sessions.reassert(request.session, &request.opens))?;
+        }
+        let map = self.map();
+        let newer = map.version() > request.map_version;
+        Ok(encode(&pb::SessionRenewReply { map: newer.then(|| map.map.clone()) }))
+    }
+
+    async fn session_close(&self, request: pb::SessionCloseRequest) -> Result<Bytes> {
+        self.heard(request.session)?;
+        self.propose(Command::SessionEnd(pb::SessionEnd { sessions: vec![request.session], evict: false })).await?;
+        let _ = self.with_lead(|l| {
+            l.sessions.remove(request.session);
+            Ok(())
+        });
+        Ok(encode(&pb::SessionCloseReply {}))
+    }
+
+    fn send_map(&self, request: &pb::MapRequest) -> Bytes {
+        let map = self.map();
+        encode(&pb::MapReply { map: (map.version() > request.have).then(|| map.map.clone()) })
+    }
+
+    async fn register(&self, request: pb::RegisterRequest) -> Result<Bytes> {
+        self.leading()?;
+        tracing::info!(name = request.name, targets = request.targets.len(), "a storage server registers");
+        let reply = self.propose(Command::Register(request)).await?;
+        let Some(pb::log_reply::Reply::Register(mut r)) = reply.reply else { return Err(misread()) };
+        r.map = Some(self.map().map.clone());
+        Ok(encode(&r))
+    }
+
+    async fn heartbeat(&self, request: pb::HeartbeatRequest) -> Result<Bytes> {
+        let now = self.env.boot();
+        self.with_lead(|l| l.manager.heartbeat(now, &request, &self.map()))?;
+        // The holder counts its lease from before this, so no later leader can count it as over while it is not.
+        self.node.read_barrier().await?;
+        let (lease_ms, map) = self.with_lead(|l| {
+            // Under the lock: whatever was resolved is in this map.
+            let map = self.map();
+            Ok((l.manager.grant(request.node, &map)?, map))
+        })?;
+        let mut evicted = self.machine.namespace.evicted_after(request.evicted_seen);
+        evicted.truncate(MAX_EVICTED);
+        let newer = map.version() > request.map_version;
+        Ok(encode(&pb::HeartbeatReply { lease_ms, map: newer.then(|| map.map.clone()), evicted }))
+    }
+
+    async fn meta(&self, request: pb::MetaRequest) -> Result<Bytes> {
+        let epoch = self.heard(request.session)?;
+        if request.ops.len() > MAX_OPS {
+            return Err(Error::new(Code::TooBig, format!("a list of more than {MAX_OPS} operations")));
+        }
+        let (session, ops) = (request.session, request.ops.clone());
+        if !Namespace::is_mutation(&ops) {
+            self.node.read_barrier().await?;
+            let creds = request.creds.unwrap_or_default();
+            let mut reply = self.machine.namespace.read(session, &creds, &ops);
+            self.note_handles(session, epoch, &ops, &mut reply.results)?;
+            return Ok(encode(&reply));
+        }
+        if request.seq == 0 {
+            return Err(Error::new(Code::Inval, "a list that changes something needs a sequence number"));
+        }
+        let term = self.leading()?;
+        let reply = self.propose(Command::Meta(request)).await?;
+        let Some(pb::log_reply::Reply::Meta(mut reply)) = reply.reply else { return Err(misread()) };
+        if reply.results.iter().all(ok) {
+            self.wait_for_trims(term, &ops, &reply.results).await?;
+            self.note_handles(session, epoch, &ops, &mut reply.results)?;
+        }
+        Ok(encode(&reply))
+    }
+
+    /// Opens and closes of an answered list go into the table; opens get their capability.
+    fn note_handles(&self, session: SessionId, epoch: u64, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
+        let touches = |o: &pb::Op| matches!(o.op, Some(Op::Open(_) | Op::Create(_) | Op::Close(_)));
+        if !ops.iter().any(touches) {
+            return Ok(());
+        }
+        self.with_lead(|l| {
+            for (op, r) in ops.iter().zip(results) {
+                if !ok(r) {
+                    break;
+                }
+                let flags = match &op.op {
+                    Some(Op::Open(o)) => o.flags,
+                    Some(Op::Create(c)) => c.flags,
+                    Some(Op::Close(c)) => {
+                        l.sessions.close(session, if c.ino == 0 { r.ino } else { c.ino });
+                        continue;
+                    }
+                    _ => continue,
+                };
+                let ino = r.attr.as_ref().map_or(r.ino, |a| a.ino);
+                if let Err(e) = l.sessions.open(session, ino) {
+                    *r = pb::OpResult { status: Some(e.to_status()), ..Default::default() };
+                    break;
+                }
+                r.capability = self.capability(session, epoch, flags, r).unwrap_or_default();
+            }
+            Ok(())
+        })
+    }
+
+    /// The right to a regular file's data, as its open flags ask for it; the open itself was allowed.
+    fn capability(&self, session: SessionId, session_epoch: u64, flags: u32, r: &pb::OpResult) -> Option<Bytes> {
+        let attr = r.attr.as_ref().filter(|a| a.mode & S_IFMT == S_IFREG)?;
+        let data = r.layout.as_ref()?.components.first()?.data_id;
+        let rights = match flags & 3 {
+            0 => Rights::READ,
+            1 => Rights::WRITE.and(Rights::TRIM),
+            2 => Rights::READ.and(Rights::WRITE).and(Rights::TRIM),
+            _ => return None,
+        };
+        let expiry_ms = self.env.unix_ms() + self.cfg.capability_ms;
+        let cap = Capability { ino: attr.ino, data, session, session_epoch, expiry_ms, rights };
+        Some(Bytes::copy_from_slice(&self.cap_key.seal(&cap)))
+    }
+
+    /// Holds the reply of a list that sets sizes until no bytes beyond a cut are left anywhere: they must not come back
+    /// when the file grows again.
+    async fn wait_for_trims(&self, term: u64, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
+        for (op, r) in ops.iter().zip(results) {
+            let ino = match &op.op {
+                Some(Op::Setattr(s)) if s.size.is_some() => s.ino,
+                Some(Op::Extend(e)) => e.ino,
+                _ => continue,
+            };
+            self.wait_for_trim(term, if ino == 0 { r.ino } else { ino }).await?;
+        }
+        Ok(())
+    }
+
+    async fn wait_for_trim(&self, term: u64, ino: Ino) -> Result<()> {
+        let mut applied = self.machine.applied_watch();
+        let mut leadership = self.leadership.clone();
+        let deadline = tokio::time::Instant::now() + TRIM_WAIT;
+        while self.machine.namespace.trim_of(ino).is_some() {
+            if self.leading()? != term {
+                return Err(Error::not_leader(0));
+            }
+            self.trim_wanted.notify_one();
+            tokio::select! {
+                biased;
+                r = applied.changed() => r.map_err(|_| Error::new(Code::Disconnected, "the server stops"))?,
+                r = leadership.changed() => r.map_err(|_| Error::new(Code::Disconnected, "the server stops"))?,
+                () = tokio::time::sleep_until(deadline) => {
+                    let m = format!("inode {ino:#x} was cut, but not all replicas have dropped the bytes yet");
+                    return Err(Error::new(Code::TimedOut, m));
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,252 @@
+//! What only the leader knows about client sessions: when each was last heard of, and what it holds open. A pure table;
+//! a new leader starts with all sessions as just heard of and nothing open, and clients tell it what they hold.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use strake_proto::{Code, Error, Ino, Result, SessionId};
+
+/// Sessions at the same time.
+pub const MAX_SESSIONS: usize = 65_536;
+/// Inodes one session may hold open.
+pub const MAX_OPENS: usize = 1 << 20;
+
+struct Entry {
+    heard: Duration,
+    epoch: u64,
+    opens: BTreeMap<Ino, u32>,
+    /// Its end was proposed.
+    ending: bool,
+}
+
+/// See the module.
+#[derive(Default)]
+pub struct Sessions {
+    entries: BTreeMap<SessionId, Entry>,
+    /// How many sessions hold an inode open.
+    holders: BTreeMap<Ino, u32>,
+    /// Orphans that are being freed: nobody may open them any more.
+    freeing: BTreeSet<Ino>,
+    /// Orphans nobody had open, and since when that was seen.
+    idle: BTreeMap<Ino, Duration>,
+}
+
+fn gone(id: SessionId) -> Error {
+    Error::new(Code::NoSession, format!("session {id} has ended; mount again"))
+}
+
+impl Sessions {
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// A session that the namespace knows. Keeps what is known of it.
+    pub fn learn(&mut self, now: Duration, id: SessionId, epoch: u64) {
+        let fresh = || Entry { heard: now, epoch, opens: BTreeMap::new(), ending: false };
+        self.entries.entry(id).or_insert_with(fresh);
+    }
+
+    /// A session was heard of at `now`; its epoch. `None`: not in this table.
+    pub fn heard(&mut self, now: Duration, id: SessionId) -> Result<Option<u64>> {
+        match self.entries.get_mut(&id) {
+            None => Ok(None),
+            Some(e) if e.ending => Err(gone(id)),
+            Some(e) => {
+                e.heard = e.heard.max(now);
+                Ok(Some(e.epoch))
+            }
+        }
+    }
+
+    /// All were heard of just now: for a server that did not run for a while and could not listen.
+    pub fn all_heard(&mut self, now: Duration) {
+        for e in self.entries.values_mut() {
+            e.heard = e.heard.max(now);
+        }
+    }
+
+    /// Sessions silent for `term`, now marked as ending. Those marked before and still there are named again.
+    pub fn expire(&mut self, now: Duration, term: Duration) -> Vec<SessionId> {
+        let mut out = Vec::new();
+        for (id, e) in &mut self.entries {
+            e.ending |= now.saturating_sub(e.heard) >= term;
+            if e.ending {
+                out.push(*id);
+            }
+        }
+        out
+    }
+
+    /// The session has ended: nothing of it is open.
+    pub fn remove(&mut self, id: SessionId) {
+        if let Some(e) = self.entries.remove(&id) {
+            for ino in e.opens.keys() {
+                self.unhold(*ino);
+            }
+        }
+    }
+
+    fn unhold(&mut self, ino: Ino) {
+        if let Some(n) = self.holders.get_mut(&ino) {
+            *n = n.saturating_sub(1);
+            if *n == 0 {
+                self.holders.remove(&ino);
+            }
+        }
+    }
+
+    /// One more handle. `ENOENT` for an orphan that is being freed.
+    pub fn open(&mut self, id: SessionId, ino: Ino) -> Result<()> {
+        if self.freeing.contains(&ino) {
+            return Err(Error::new(Code::NoEnt, "the file was removed"));
+        }
+        let e = self.entries.get_mut(&id).ok_or_else(|| gone(id))?;
+        if e.opens.len() >= MAX_OPENS && !e.opens.contains_key(&ino) {
+            return Err(Error::new(Code::Overloaded, format!("session {id} holds {MAX_OPENS} files open; close some")));
+        }
+        let n = e.opens.entry(ino).or_insert(0);
+        *n = n.saturating_add(1);
+        if *n == 1 {
+            *self.holders.entry(ino).or_insert(0) += 1;
+        }
+        self.idle.remove(&ino);
+        Ok(())
+    }
+
+    /// One handle less; one that is not known is ignored.
+    pub fn close(&mut self, id: SessionId, ino: Ino) {
+        let Some(e) = self.entries.get_mut(&id) else { return };
+        let Some(n) = e.opens.get_mut(&ino) else { return };
+        *n -= 1;
+        if *n == 0 {
+            e.opens.remove(&ino);
+            self.unhold(ino);
+        }
+    }
+
+    /// All that a session holds open, once per handle; replaces what was known.
+    pub fn reassert(&mut self, id: SessionId, opens: &[Ino]) -> Result<()> {
+        let had = std::mem::take(&mut self.entries.get_mut(&id).ok_or_else(|| gone(id))?.opens);
+        for ino in had.into_keys() {
+            self.unhold(ino);
+        }
+        for ino in opens {
+            // One that is being freed is lost to its holder; the others count.
+            match self.open(id, *ino) {
+                Err(e) if e.code != Code::NoEnt => return Err(e),
+                _ => (),
+            }
+        }
+        Ok(())
+    }
+
+    /// Ids of all sessions in the table.
+    pub fn ids(&self) -> Vec<SessionId> {
+        self.entries.keys().copied().collect()
+    }
+
+    /// Inodes a session holds open, 0 for an unknown one.
+    pub fn opens_of(&self, id: SessionId) -> usize {
+        self.entries.get(&id).map_or(0, |e| e.opens.len())
+    }
+    pub fn idle_of(&self, now: Duration, id: SessionId) -> Option<Duration> {
+        self.entries.get(&id).map(|e| now.saturating_sub(e.heard))
+    }
+
+    /// Of the current orphans, those that nobody has had open for `pause`: they count as being freed from now on. An open
+    /// that was being answered while the last name went is in the table before the pause is over.
+    pub fn free(&mut self, now: Duration, orphans: &[Ino], pause: Duration) -> Vec<Ino> {
+        let current: BTreeSet<Ino> = orphans.iter().copied().collect();
+        self.freeing.retain(|i| current.contains(i));
+        self.idle.retain(|i, _| current.contains(i));
+        let mut out = Vec::new();
+        for ino in current {
+            if self.holders.contains_key(&ino) {
+                self.idle.remove(&ino);
+                continue;
+            }
+            let since = *self.idle.entry(ino).or_insert(now);
+            if now.saturating_sub(since) >= pause {
+                self.freeing.insert(ino);
+                out.push(ino);
+            }
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TERM: Duration = Duration::from_secs(30);
+
+    fn s(n: u64) -> Duration {
+        Duration::from_secs(n)
+    }
+
+    #[test]
+    fn sessions_end_when_silent_for_a_term() {
+        let mut t = Sessions::default();
+        t.learn(s(0), 1, 7);
+        t.learn(s(0), 2, 8);
+        assert_eq!(t.heard(s(20), 1).unwrap(), Some(7));
+        assert_eq!(t.heard(s(20), 3).unwrap(), None);
+        assert_eq!(t.expire(s(29), TERM), Vec::<u64>::new());
+        assert_eq!(t.expire(s(30), TERM), vec![2]);
+        assert_eq!(t.heard(s(31), 2).unwrap_err().code, Code::NoSession, "its end is on the way");
+        assert_eq!(t.expire(s(31), TERM), vec![2], "named until it is gone");
+        t.remove(2);
+        assert_eq!(t.expire(s(49), TERM), Vec::<u64>::new());
+        t.all_heard(s(100));
+        assert_eq!(t.expire(s(101), TERM), Vec::<u64>::new());
+    }
+
+    #[test]
+    fn orphans_are_freed_when_nobody_has_them_open() {
+        let mut t = Sessions::default();
+        t.learn(s(0), 1, 1);
+        t.learn(s(0), 2, 1);
+        t.open(1, 50).unwrap();
+        t.open(1, 50).unwrap();
+        t.open(2, 50).unwrap();
+        assert!(t.free(s(1), &[50, 60], s(1)).is_empty());
+        assert_eq!(t.free(s(2), &[50, 60], s(1)), vec![60]);
+        assert_eq!(t.open(1, 60).unwrap_err().code, Code::NoEnt);
+        t.close(1, 50);
+        t.close(2, 50);
+        t.close(2, 50);
+        assert!(t.free(s(3), &[50], s(0)).is_empty(), "session 1 has one handle left");
+        t.remove(1);
+        assert!(t.free(s(4), &[50], s(1)).is_empty());
+        t.open(2, 50).unwrap();
+        t.close(2, 50);
+        assert!(t.free(s(5), &[50], s(1)).is_empty(), "the pause starts anew");
+        assert_eq!(t.free(s(6), &[50], s(1)), vec![50]);
+        assert_eq!(t.free(s(7), &[50], s(1)), vec![50], "again, if the first attempt failed");
+        assert!(t.holders.is_empty());
+        t.free(s(8), &[], s(1));
+        assert!(t.freeing.is_empty() && t.idle.is_empty());
+    }
+
+    #[test]
+    fn reasserted_opens_replace_what_was_known() {
+        let mut t = Sessions::default();
+        t.learn(s(0), 1, 1);
+        t.open(1, 5).unwrap();
+        t.reassert(1, &[6, 6, 7]).unwrap();
+        assert_eq!(t.opens_of(1), 2);
+        assert_eq!(t.holders.keys().copied().collect::<Vec<_>>(), vec![6, 7]);
+        t.close(1, 6);
+        t.close(1, 7);
+        t.close(1, 99);
+        assert_eq!(t.holders.keys().copied().collect::<Vec<_>>(), vec![6]);
+        assert_eq!(t.reassert(9, &[]).unwrap_err().code, Code::NoSession);
+        assert_eq!(t.open(9, 1).unwrap_err().code, Code::NoSession);
+    }
+}

@@ -1,0 +1,147 @@
+//! Servers on folders and loopback TCP.
+
+use std::{net::TcpListener, path::Path, time::Duration};
+
+use strake_fabric::{Endpoint, Env, Fabric, Identity, Message, Pool, tcp::TcpFabric};
+use strake_proto::{Code, Error, Result, cap::derive_key, ids::ROOT_INO, opcode, pb};
+use tokio::time::{sleep, timeout};
+
+use crate::server::{Config, MdsServer, start_on_disk};
+
+const KEY: [u8; 32] = [8; 32];
+
+/// Ports that were free a moment ago.
+fn free_ports(n: usize) -> Vec<u16> {
+    let held: Vec<TcpListener> = (0..n).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+    held.iter().map(|l| l.local_addr().unwrap().port()).collect()
+}
+
+fn configs(dir: &Path, n: usize) -> Vec<Config> {
+    let ports = free_ports(n);
+    let at = |i: usize| Endpoint::Tcp("127.0.0.1".into(), ports[i]);
+    let peers: Vec<(u64, Endpoint)> = (0..n).map(|i| (i as u64 + 1, at(i))).collect();
+    (0..n)
+        .map(|i| Config { peers: peers.clone(), ..Config::new(i as u64 + 1, at(i), dir.join(format!("m{i}"))) })
+        .collect()
+}
+
+async fn start_all(cfgs: &[Config]) -> Vec<Option<MdsServer>> {
+    let mut all = Vec::new();
+    for c in cfgs {
+        all.push(Some(start_on_disk(c.clone(), Env::system(), KEY).await.unwrap()));
+    }
+    all
+}
+
+fn client_fabric() -> TcpFabric {
+    let identity = Identity::client(derive_key(&KEY, "strake client v1"));
+    TcpFabric::new(Env::system(), identity, None, Pool::default(), Default::default())
+}
+
+/// Asks one server after the other until the leader answers.
+async fn ask<R: prost::Message + Default>(cfgs: &[Config], opcode: u16, body: &impl prost::Message) -> Result<R> {
+    let fabric = client_fabric();
+    let body = body.encode_to_vec();
+    let attempt = async {
+        loop {
+            for c in cfgs {
+                let Ok(conn) = fabric.connect(&c.listen, None).await else { continue };
+                match conn.call(Message::new(opcode, body.clone()), Duration::from_secs(5)).await {
+                    Ok(m) => return R::decode(m.body).map_err(|e| Error::new(Code::Protocol, e.to_string())),
+                    Err(e) if e.is_retryable() => (),
+                    Err(e) => return Err(e),
+                }
+            }
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(Duration::from_secs(60), attempt).await.expect("an answer within a minute")
+}
+
+fn mkdir(session: u64, seq: u64, name: &str) -> pb::MetaRequest {
+    let op = pb::op::Op::Mkdir(pb::Mkdir { parent: ROOT_INO, name: name.as_bytes().to_vec().into(), mode: 0o755 });
+    pb::MetaRequest {
+        session,
+        seq,
+        lowest_unanswered: seq,
+        creds: Some(pb::Creds::default()),
+        ops: vec![pb::Op { op: Some(op) }],
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn three_members_on_disk_survive_a_leaders_end_and_a_full_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let cfgs = configs(dir.path(), 3);
+    let mut all = start_all(&cfgs).await;
+    let open = pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), ..Default::default() };
+    let s: pb::SessionOpenReply = ask(&cfgs, opcode::SESSION_OPEN, &open).await.unwrap();
+    let first: pb::MetaReply = ask(&cfgs, opcode::META, &mkdir(s.session, 1, "a")).await.unwrap();
+    assert!(first.results[0].ino > 1);
+    let leader = all.iter().position(|m| m.as_ref().unwrap().leads()).unwrap();
+    drop(all[leader].take());
+    let again: pb::MetaReply = ask(&cfgs, opcode::META, &mkdir(s.session, 1, "a")).await.unwrap();
+    assert_eq!(again, first, "a retry at the next leader");
+    let second: pb::MetaReply = ask(&cfgs, opcode::META, &mkdir(s.session, 2, "b")).await.unwrap();
+    assert!(second.results[0].ino > first.results[0].ino);
+    for m in all.into_iter().flatten() {
+        m.shutdown().await;
+    }
+    // A folder is released when its server is gone.
+    let restart = async {
+        loop {
+            match start_on_disk(cfgs[0].clone(), Env::system(), KEY).await {
+                Ok(m) => return m,
+                Err(e) if e.code == Code::Busy => sleep(Duration::from_millis(20)).await,
+                Err(e) => panic!("{e}"),
+            }
+        }
+    };
+    let mut all = vec![timeout(Duration::from_secs(20), restart).await.unwrap()];
+    for c in &cfgs[1..] {
+        all.push(start_on_disk(c.clone(), Env::system(), KEY).await.unwrap());
+    }
+    let r: pb::MetaReply = ask(&cfgs, opcode::META, &mkdir(s.session, 2, "b")).await.unwrap();
+    assert_eq!(r, second);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn administration_answers_over_grpc() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut cfgs = configs(dir.path(), 1);
+    cfgs[0].admin = Some(([127, 0, 0, 1], free_ports(1)[0]).into());
+    let _server = start_all(&cfgs).await;
+    let open = pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), hostname: "h".into(), ..Default::default() };
+    let _: pb::SessionOpenReply = ask(&cfgs, opcode::SESSION_OPEN, &open).await.unwrap();
+    let at = format!("http://{}", cfgs[0].admin.unwrap());
+    let mut admin = pb::admin_client::AdminClient::connect(at.clone()).await.unwrap();
+    let s = admin.status(pb::StatusRequest {}).await.unwrap().into_inner();
+    assert_eq!((s.role.as_str(), s.sessions[0].hostname.as_str()), ("mds", "h"));
+    assert_eq!(s.raft.unwrap().leader, 1);
+    let pool = |action| pb::PoolChangeRequest { pool: "fast".into(), action, targets: vec![] };
+    admin.pool_change(pool(1)).await.unwrap();
+    assert_eq!(admin.pool_change(pool(1)).await.unwrap_err().code(), tonic::Code::AlreadyExists);
+    let mut members = pb::mds_admin_client::MdsAdminClient::connect(at).await.unwrap();
+    let bad = pb::ChangeMembersRequest { action: 9, id: 5, ..Default::default() };
+    assert_eq!(members.change_members(bad).await.unwrap_err().code(), tonic::Code::InvalidArgument);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_second_server_on_the_same_folder_or_with_another_key_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let cfgs = configs(dir.path(), 1);
+    let running = start_on_disk(cfgs[0].clone(), Env::system(), KEY).await.unwrap();
+    let twice = start_on_disk(cfgs[0].clone(), Env::system(), KEY).await.err().unwrap();
+    assert_eq!(twice.code, Code::Busy);
+    running.shutdown().await;
+    let other = async {
+        loop {
+            match start_on_disk(cfgs[0].clone(), Env::system(), [9; 32]).await.err().unwrap() {
+                e if e.code == Code::Busy => sleep(Duration::from_millis(20)).await,
+                e => return e,
+            }
+        }
+    };
+    let e = timeout(Duration::from_secs(20), other).await.unwrap();
+    assert!(e.message.contains("another cluster"), "{e}");
+}

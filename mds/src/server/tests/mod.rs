@@ -1,0 +1,306 @@
+//! Whole servers: groups of one and three members, fake storage servers, raw requests.
+
+mod disk;
+mod world;
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use prost::Message as _;
+use strake_fabric::Role;
+use strake_proto::{CapKey, Code, Rights, cap::CAP_LEN, data::Kind, ids::ROOT_INO, opcode, pb};
+use tokio::time::sleep;
+
+use pb::{ReplicaState, op::Op};
+use world::{KEY, World, until};
+
+fn create(name: &str, flags: u32) -> Op {
+    Op::Create(pb::Create {
+        parent: ROOT_INO,
+        name: name.as_bytes().to_vec().into(),
+        mode: 0o644,
+        flags,
+        ..Default::default()
+    })
+}
+fn lookup(name: &str) -> Op {
+    Op::Lookup(pb::Lookup { parent: ROOT_INO, name: name.as_bytes().to_vec().into() })
+}
+fn unlink(name: &str) -> Op {
+    Op::Unlink(pb::Unlink { parent: ROOT_INO, name: name.as_bytes().to_vec().into() })
+}
+fn rename(from: &str, to: &str) -> Op {
+    Op::Rename(pb::Rename {
+        parent: ROOT_INO,
+        name: from.as_bytes().to_vec().into(),
+        new_parent: ROOT_INO,
+        new_name: to.as_bytes().to_vec().into(),
+        flags: 0,
+    })
+}
+fn mkdir(name: &str) -> Op {
+    Op::Mkdir(pb::Mkdir { parent: ROOT_INO, name: name.as_bytes().to_vec().into(), mode: 0o755 })
+}
+fn set_size(ino: u64, size: u64) -> Op {
+    Op::Setattr(pb::SetAttr { ino, size: Some(size), ..Default::default() })
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_member_serves_names_exactly_once() {
+    let w = World::new(1, |_| ()).await;
+    let mut c = w.client(1).await;
+    assert_eq!((c.open.root, c.open.term_ms), (ROOT_INO, 30_000));
+    assert_eq!(c.open.fs_uuid.len(), 16);
+    let made = c.one(mkdir("a")).await.ino;
+    assert_eq!(c.one(lookup("a")).await.ino, made);
+    assert_eq!(c.fails(mkdir("a")).await, Code::Exist);
+    let request = c.request(vec![rename("a", "b")]);
+    let first = c.send(&request).await.unwrap();
+    // The same request again, as a client does that lost the answer: the answer, not ENOENT.
+    assert_eq!(c.send(&request).await.unwrap(), first);
+    assert_eq!(c.fails(lookup("a")).await, Code::NoEnt);
+    assert_eq!(c.one(lookup("b")).await.ino, made);
+    let mut no_number = c.request(vec![mkdir("x")]);
+    no_number.seq = 0;
+    assert_eq!(c.send(&no_number).await.unwrap_err().code, Code::Inval);
+    // The same client again gets a session; after closing it, nothing more runs.
+    let close = pb::SessionCloseRequest { session: c.session };
+    let _: pb::SessionCloseReply = w.ask(Role::Client, opcode::SESSION_CLOSE, &close).await.unwrap();
+    assert_eq!(c.run(vec![lookup("b")]).await.unwrap_err().code, Code::NoSession);
+    assert_eq!(c.renew(false, &[]).await.unwrap_err().code, Code::NoSession);
+    let status = w.server().await.status();
+    assert_eq!((status.role.as_str(), status.node, status.sessions.len()), ("mds", 1, 0));
+    assert_eq!(status.map.unwrap().nodes[0].endpoints, vec!["sim:1"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_death_of_the_leader_loses_and_repeats_nothing() {
+    let mut w = World::new(3, |_| ()).await;
+    let leader = w.leader().await;
+    let (session, request, first) = {
+        let mut c = w.client(1).await;
+        c.one(mkdir("kept")).await;
+        let request = c.request(vec![mkdir("once")]);
+        let first = c.send(&request).await.unwrap();
+        // Followers say who leads.
+        for i in (0..3).filter(|i| *i != leader) {
+            let e = w.ask_at(i, Role::Client, opcode::META, request.encode_to_vec().into()).await.unwrap_err();
+            assert_eq!((e.code, e.leader as usize), (Code::NotLeader, leader + 1));
+        }
+        (c.session, request, first)
+    };
+    w.kill(leader);
+    let next = w.leader().await;
+    assert_ne!(next, leader);
+    let reply: pb::MetaReply = w.ask(Role::Client, opcode::META, &request).await.unwrap();
+    assert_eq!(reply.results, first, "the reply cache is replicated");
+    let list = pb::MetaRequest { session, seq: 0, ..request.clone() };
+    let look = |name: &str| pb::MetaRequest { ops: vec![pb::Op { op: Some(lookup(name)) }], ..list.clone() };
+    let r: pb::MetaReply = w.ask(Role::Client, opcode::META, &look("kept")).await.unwrap();
+    assert!(r.results[0].ino > 1);
+    // All three members come into the map; the dead one returns and follows.
+    w.start(leader).await;
+    until("three members in the map", || {
+        let s = w.mds[next].as_ref().unwrap().1.status();
+        s.map.unwrap().nodes.len() == 3
+    })
+    .await;
+    until("the member that was dead has caught up", || {
+        let of = |i: usize| w.mds[i].as_ref().unwrap().1.status().raft.unwrap().applied;
+        of(leader) == of(next)
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn files_get_chains_and_capabilities_by_their_open_flags() {
+    let w = World::new(1, |c| {
+        c.expect_targets = 2;
+        c.default_copies = 2;
+    })
+    .await;
+    let mut c = w.client(1).await;
+    assert_eq!(c.fails(create("early", 2)).await, Code::NoSpc, "no target yet");
+    let (_a, _b) = (w.oss(1).await, w.oss(2).await);
+    until("chains", || w.mds[0].as_ref().unwrap().1.status().map.unwrap().sets.len() == 2).await;
+    let key = CapKey::from_cluster_key(&KEY);
+    let now = 1_700_000_000_000;
+    let r = c.one(create("f", 2)).await;
+    let layout = r.layout.clone().unwrap();
+    let cap = key.open(&r.capability, now).unwrap();
+    assert_eq!((cap.ino, cap.data, cap.session), (r.ino, layout.components[0].data_id, c.session));
+    assert_eq!((cap.session_epoch, cap.rights), (c.open.epoch, Rights(7)));
+    assert!(cap.expiry_ms >= now + 600_000);
+    for (flags, rights) in [(0, Some(Rights::READ)), (1, Some(Rights(6))), (2, Some(Rights(7))), (3, None)] {
+        let r = c.one(Op::Open(pb::Open { ino: r.ino, flags })).await;
+        let got = r.capability.len().eq(&CAP_LEN).then(|| key.open(&r.capability, now).unwrap().rights);
+        assert_eq!(got, rights, "flags {flags}");
+    }
+    assert!(c.one(mkdir("d")).await.capability.is_empty());
+    // A target that falls silent is taken out; the chain goes on with the other.
+    w.oss(3).await.up.store(false, Ordering::Relaxed);
+    _a.up.store(false, Ordering::Relaxed);
+    let map = || w.mds[0].as_ref().unwrap().1.status().map.unwrap();
+    until("the silent target is out of its chains", || {
+        let out = |r: &pb::Replica| r.target != 0 || r.state() != ReplicaState::ReplicaServing;
+        map().chains.iter().all(|c| c.replicas.iter().all(out))
+    })
+    .await;
+    assert!(
+        map().chains.iter().any(|c| c.replicas.len() == 2 && c.replicas[0].state() == ReplicaState::ReplicaServing)
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_shrink_is_answered_when_the_bytes_are_gone() {
+    let w = World::new(1, |_| ()).await;
+    let oss = w.oss(1).await;
+    let mut c = w.client(1).await;
+    until("chains", || w.mds[0].as_ref().unwrap().1.status().map.unwrap().sets.len() == 1).await;
+    let f = c.one(create("f", 2)).await;
+    c.one(Op::Extend(pb::Extend { ino: f.ino, end: 10 << 20 })).await;
+    oss.refuse.store(true, Ordering::Relaxed);
+    let cut = c.request(vec![set_size(f.ino, (4 << 20) + 5)]);
+    let r = {
+        let held = c.send(&cut);
+        tokio::pin!(held);
+        tokio::select! {
+            biased;
+            r = &mut held => panic!("answered while the bytes are there: {r:?}"),
+            () = sleep(Duration::from_secs(5)) => (),
+        }
+        oss.refuse.store(false, Ordering::Relaxed);
+        held.await.unwrap()
+    };
+    assert_eq!(r[0].attr.as_ref().unwrap().size, (4 << 20) + 5);
+    let trims = std::mem::take(&mut *oss.trims.lock());
+    let t = &trims[0];
+    assert_eq!((t.kind, t.chunk.ino, t.chunk.index, t.len, t.session), (Kind::None, f.ino, 2, 5, 0));
+    assert_eq!(t.chunk.data, f.layout.unwrap().components[0].data_id);
+    assert_eq!(t.epoch, 1);
+    // Growing afterwards asks nobody.
+    c.one(set_size(f.ino, 1 << 30)).await;
+    assert!(oss.trims.lock().is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn removed_files_live_while_open_and_their_chunks_go_after() {
+    let w = World::new(1, |_| ()).await;
+    let oss = w.oss(1).await;
+    let mut c = w.client(1).await;
+    until("chains", || w.mds[0].as_ref().unwrap().1.status().map.unwrap().sets.len() == 1).await;
+    let f = c.one(create("f", 2)).await;
+    let kept = c.one(Op::Open(pb::Open { ino: f.ino, flags: 0 })).await;
+    assert_eq!(kept.ino, f.ino);
+    c.one(unlink("f")).await;
+    c.one(Op::Close(pb::Close { ino: f.ino })).await;
+    // Past the grace period after the election; the session stays alive by its requests.
+    for _ in 0..10 {
+        sleep(Duration::from_secs(5)).await;
+        c.renew(false, &[]).await.unwrap();
+    }
+    c.one(Op::Getattr(pb::GetAttr { ino: f.ino })).await;
+    assert_eq!(w.server().await.status().orphans, 1);
+    assert!(oss.trims.lock().is_empty());
+    c.one(Op::Close(pb::Close { ino: f.ino })).await;
+    until("the chunks are removed", || !oss.trims.lock().is_empty()).await;
+    let t = oss.trims.lock()[0].clone();
+    assert_eq!((t.chunk.ino, t.chunk.index, t.len), (f.ino, 0, u32::MAX));
+    let status = || w.mds[0].as_ref().unwrap().1.status();
+    until("the queue is empty", || status().gc_queue == 0 && status().orphans == 0).await;
+    assert_eq!(c.fails(Op::Getattr(pb::GetAttr { ino: f.ino })).await, Code::NoEnt);
+}
+
+#[tokio::test(start_paused = true)]
+async fn opens_are_reasserted_to_a_new_leader_and_orphans_wait_for_them() {
+    let mut w = World::new(3, |_| ()).await;
+    let oss = w.oss(1).await;
+    let (session, ino) = {
+        let mut c = w.client(1).await;
+        let server = w.server().await;
+        until("chains", || server.status().map.unwrap().sets.len() == 1).await;
+        let f = c.one(create("f", 2)).await;
+        c.one(unlink("f")).await;
+        (c.session, f.ino)
+    };
+    let leader = w.leader().await;
+    w.kill(leader);
+    let renew = |reassert| pb::SessionRenewRequest { session, map_version: 0, reassert, opens: vec![ino] };
+    let _: pb::SessionRenewReply = w.ask(Role::Client, opcode::SESSION_RENEW, &renew(true)).await.unwrap();
+    for _ in 0..8 {
+        sleep(Duration::from_secs(6)).await;
+        let _: pb::SessionRenewReply = w.ask(Role::Client, opcode::SESSION_RENEW, &renew(false)).await.unwrap();
+    }
+    assert_eq!(w.server().await.status().orphans, 1);
+    // The holder dies: its term runs out, the file goes, and storage servers are told to fence it.
+    let server = w.server().await;
+    until("the orphan is freed", || server.status().orphans == 0 && server.status().sessions.is_empty()).await;
+    until("its chunks are removed", || !oss.trims.lock().is_empty()).await;
+    until("the session is fenced", || oss.evicted.lock().contains(&session)).await;
+    let e = w.ask::<pb::SessionRenewReply>(Role::Client, opcode::SESSION_RENEW, &renew(true)).await.unwrap_err();
+    assert_eq!(e.code, Code::NoSession);
+}
+
+#[tokio::test(start_paused = true)]
+async fn hostile_clients_are_refused_without_harm() {
+    let w = World::new(1, |_| ()).await;
+    let mut c = w.client(1).await;
+    c.one(mkdir("d")).await;
+    let before = w.server().await.status().map.unwrap();
+    for op in [opcode::REGISTER, opcode::HEARTBEAT, opcode::RAFT, opcode::SNAPSHOT] {
+        let e = w.ask_at(0, Role::Client, op, Default::default()).await.unwrap_err();
+        assert_eq!(e.code, Code::Access, "{op:#x}");
+    }
+    for op in [opcode::META, opcode::SESSION_OPEN, opcode::SESSION_RENEW, opcode::SESSION_CLOSE, opcode::MAP] {
+        for garbage in [
+            &b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"[..],
+            &[0x0a, 0x7f, 1],
+            &[0x2a, 0xff, 0xff, 0xff, 0xff, 0x0f],
+        ] {
+            let r = w.ask_at(0, Role::Client, op, bytes::Bytes::copy_from_slice(garbage)).await;
+            assert!(matches!(r.as_ref().unwrap_err().code, Code::Protocol), "{op:#x} {garbage:?}: {r:?}");
+        }
+    }
+    for op in [opcode::READ, 0, 0xffff] {
+        assert_eq!(w.ask_at(0, Role::Client, op, Default::default()).await.unwrap_err().code, Code::OpNotSupp);
+    }
+    let mut foreign = c.request(vec![mkdir("e")]);
+    foreign.session = 999;
+    assert_eq!(c.send(&foreign).await.unwrap_err().code, Code::NoSession);
+    foreign.session = 0;
+    assert_eq!(c.send(&foreign).await.unwrap_err().code, Code::NoSession);
+    let nothing = pb::Op { op: None };
+    let mut long = c.request(vec![]);
+    long.ops = vec![nothing.clone(); 10_000];
+    assert_eq!(c.send(&long).await.unwrap_err().code, Code::TooBig);
+    long.ops = vec![nothing];
+    let refused = c.send(&long).await;
+    assert!(refused.is_err() || refused.unwrap()[0].status.as_ref().unwrap().code != 0);
+    // Servers too are only believed what fits the map.
+    for h in [pb::HeartbeatRequest::default(), pb::HeartbeatRequest { node: 1001, ..Default::default() }] {
+        let r = w.ask::<pb::HeartbeatReply>(Role::Server, opcode::HEARTBEAT, &h).await;
+        assert_eq!(r.unwrap_err().code, Code::Stale);
+    }
+    let r = w.ask::<pb::RegisterReply>(Role::Server, opcode::REGISTER, &pb::RegisterRequest::default()).await;
+    assert_eq!(r.unwrap_err().code, Code::Inval);
+    assert_eq!(w.server().await.status().map.unwrap(), before);
+    c.one(lookup("d")).await;
+    let echo = w.ask_at(0, Role::Client, opcode::ECHO, "hello".into()).await.unwrap();
+    assert_eq!(&echo.body[..], b"hello");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_disk_refuses_changes_and_recovers() {
+    let w = World::new(1, |_| ()).await;
+    let mut c = w.client(1).await;
+    c.one(mkdir("before")).await;
+    w.logs[0].set_fault(Some(strake_proto::Error::new(Code::NoSpc, "no space left on device")));
+    let r = c.request(vec![mkdir("during")]);
+    let body: bytes::Bytes = r.encode_to_vec().into();
+    let sent = tokio::time::timeout(Duration::from_secs(20), w.ask_at(0, Role::Client, opcode::META, body)).await;
+    let e = sent.expect("an answer").unwrap_err();
+    assert!(matches!(e.code, Code::NoSpc | Code::NotLeader | Code::Disconnected | Code::Overloaded), "{e:?}");
+    w.logs[0].set_fault(None);
+    let made = c.send(&r).await.unwrap();
+    assert_eq!(c.one(lookup("during")).await.ino, made[0].ino);
+    c.one(lookup("before")).await;
+}

@@ -1,0 +1,380 @@
+//! A group of metadata servers, fake storage servers and hand-driven clients in one thread under paused time, on a network
+//! that is a map of services.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use parking_lot::Mutex;
+use prost::Message as _;
+use strake_fabric::{Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
+use strake_proto::{
+    CapKey, Code, Error, Result,
+    data::{DataReply, DataRequest},
+    ids::TARGET_UNASSIGNED,
+    opcode, pb,
+};
+use strake_store::MemStore;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::{
+    consensus::MemLog,
+    server::{Config, MdsServer, Parts, start},
+};
+
+pub const KEY: [u8; 32] = [5; 32];
+
+struct TestClock(Instant);
+
+impl Clock for TestClock {
+    fn unix_ns(&self) -> i64 {
+        1_700_000_000_000_000_000 + self.0.elapsed().as_nanos() as i64
+    }
+    fn boot(&self) -> Duration {
+        self.0.elapsed()
+    }
+}
+
+/// Services by `sim:N`.
+#[derive(Default)]
+pub struct Net {
+    services: Mutex<BTreeMap<u32, Arc<dyn Service>>>,
+    peers: AtomicU64,
+}
+
+pub struct NetFabric {
+    net: Arc<Net>,
+    role: Role,
+    pool: Pool,
+}
+
+pub struct NetConnection {
+    net: Arc<Net>,
+    to: u32,
+    role: Role,
+    id: u64,
+    closed: AtomicBool,
+}
+
+struct Unlisten(Arc<Net>, u32);
+
+impl Drop for Unlisten {
+    fn drop(&mut self) {
+        self.0.services.lock().remove(&self.1);
+    }
+}
+
+fn sim(at: &Endpoint) -> Result<u32> {
+    match at {
+        Endpoint::Sim(n) => Ok(*n),
+        _ => Err(Error::new(Code::Inval, "not of this network")),
+    }
+}
+
+impl Net {
+    pub fn connect(self: &Arc<Self>, to: u32, role: Role) -> Arc<NetConnection> {
+        let id = self.peers.fetch_add(1, Ordering::Relaxed);
+        Arc::new(NetConnection { net: self.clone(), to, role, id, closed: AtomicBool::new(false) })
+    }
+    pub fn fabric(self: &Arc<Self>, role: Role) -> Arc<NetFabric> {
+        Arc::new(NetFabric { net: self.clone(), role, pool: Pool::default() })
+    }
+}
+
+#[async_trait]
+impl Fabric for NetFabric {
+    async fn connect(&self, to: &Endpoint, _back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        let to = sim(to)?;
+        if !self.net.services.lock().contains_key(&to) {
+            return Err(Error::new(Code::Disconnected, format!("nobody listens at sim:{to}")));
+        }
+        Ok(self.net.connect(to, self.role))
+    }
+    async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {
+        let n = sim(at)?;
+        self.net.services.lock().insert(n, service);
+        Ok(Listener::new(at.clone(), Box::new(Unlisten(self.net.clone(), n))))
+    }
+    fn pool(&self) -> &Pool {
+        &self.pool
+    }
+}
+
+#[async_trait]
+impl Connection for NetConnection {
+    async fn call(&self, request: Message, limit: Duration) -> Result<Message> {
+        let gone = || Error::new(Code::Disconnected, "the peer is gone");
+        let service = self.net.services.lock().get(&self.to).cloned().ok_or_else(gone)?;
+        let peer = Peer { role: self.role, addr: format!("test-{}", self.id), id: self.id, back: None };
+        let answer = tokio::spawn(async move { service.handle(&peer, request).await });
+        let (to, net) = (self.to, self.net.clone());
+        let died = async move {
+            while net.services.lock().contains_key(&to) {
+                sleep(Duration::from_millis(10)).await;
+            }
+        };
+        tokio::select! {
+            biased;
+            r = timeout(limit, answer) => match r {
+                Ok(r) => r.unwrap_or_else(|_| Err(gone())),
+                Err(_) => Err(Error::new(Code::TimedOut, "no answer")),
+            },
+            () = died => Err(gone()),
+        }
+    }
+    fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Relaxed) || !self.net.services.lock().contains_key(&self.to)
+    }
+    fn addr(&self) -> String {
+        format!("sim:{}", self.to)
+    }
+    fn close(&self) {
+        self.closed.store(true, Ordering::Relaxed);
+    }
+}
+
+pub struct World {
+    pub net: Arc<Net>,
+    started: Instant,
+    pub logs: Vec<Arc<MemLog>>,
+    stores: Vec<Arc<MemStore>>,
+    pub mds: Vec<Option<(Env, MdsServer)>>,
+    change: Box<dyn Fn(&mut Config)>,
+}
+
+impl World {
+    pub async fn new(members: usize, change: impl Fn(&mut Config) + 'static) -> World {
+        let voters: Vec<u64> = (1..=members as u64).collect();
+        let log = |i: &u64| Arc::new(MemLog::new(voters.clone(), 1000 + i, Duration::from_micros(500)));
+        let mut w = World {
+            net: Arc::default(),
+            started: Instant::now(),
+            logs: voters.iter().map(log).collect(),
+            stores: voters.iter().map(|_| Arc::new(MemStore::default())).collect(),
+            mds: Vec::new(),
+            change: Box::new(change),
+        };
+        for i in 0..members {
+            w.mds.push(None);
+            w.start(i).await;
+        }
+        w
+    }
+
+    fn env(&self, seed: u8) -> Env {
+        Env::new(Arc::new(TestClock(self.started)), [seed; 32])
+    }
+
+    pub async fn start(&mut self, i: usize) {
+        let env = self.env(i as u8 + 1);
+        let mut cfg = Config::new(i as u64 + 1, Endpoint::Sim(i as u32 + 1), "/unused".into());
+        cfg.peers = (1..=self.logs.len()).map(|n| (n as u64, Endpoint::Sim(n as u32))).collect();
+        (self.change)(&mut cfg);
+        let parts = Parts {
+            env: env.clone(),
+            fabric: self.net.fabric(Role::Server),
+            log: self.logs[i].clone(),
+            store: self.stores[i].clone(),
+            cap_key: CapKey::from_cluster_key(&KEY),
+            cluster: [3; 16],
+        };
+        self.mds[i] = Some((env, start(cfg, parts).await.unwrap()));
+    }
+
+    /// Ends a member without a goodbye.
+    pub fn kill(&mut self, i: usize) {
+        if let Some((env, server)) = self.mds[i].take() {
+            env.kill();
+            drop(server);
+            self.logs[i].crash(true);
+        }
+    }
+
+    /// The member that leads, once there is one.
+    pub async fn leader(&self) -> usize {
+        let find = async {
+            loop {
+                if let Some(i) = self.mds.iter().position(|m| m.as_ref().is_some_and(|(_, s)| s.leads())) {
+                    return i;
+                }
+                sleep(Duration::from_millis(10)).await;
+            }
+        };
+        timeout(Duration::from_secs(30), find).await.expect("a leader within 30 s")
+    }
+
+    pub async fn server(&self) -> &MdsServer {
+        let i = self.leader().await;
+        &self.mds[i].as_ref().unwrap().1
+    }
+
+    /// Asks the leader, whoever that is, until it answers.
+    pub async fn ask<R: prost::Message + Default>(
+        &self,
+        role: Role,
+        opcode: u16,
+        body: &impl prost::Message,
+    ) -> Result<R> {
+        for _ in 0..600 {
+            let i = self.leader().await;
+            match self.ask_at(i, role, opcode, body.encode_to_vec().into()).await {
+                Err(e) if matches!(e.code, Code::NotLeader | Code::Disconnected | Code::Overloaded) => {
+                    sleep(Duration::from_millis(50)).await;
+                }
+                r => return r.map(|m| R::decode(m.body).unwrap()),
+            }
+        }
+        panic!("no answer for 30 s");
+    }
+
+    pub async fn ask_at(&self, i: usize, role: Role, opcode: u16, body: Bytes) -> Result<Message> {
+        let conn = self.net.connect(i as u32 + 1, role);
+        conn.call(Message::new(opcode, body), Duration::from_secs(40)).await
+    }
+
+    pub async fn client(&self, uuid: u8) -> Client<'_> {
+        let body = pb::SessionOpenRequest { client_uuid: vec![uuid; 16].into(), ..Default::default() };
+        let r: pb::SessionOpenReply = self.ask(Role::Client, opcode::SESSION_OPEN, &body).await.unwrap();
+        Client { world: self, session: r.session, open: r, seq: 0 }
+    }
+
+    /// Starts a storage server with one target that lives until its [`FakeOss::up`] is cleared.
+    pub async fn oss(&self, n: u8) -> Arc<FakeOss> {
+        let oss = Arc::new(FakeOss { up: AtomicBool::new(true), refuse: AtomicBool::new(false), ..Default::default() });
+        let at = Endpoint::Sim(100 + u32::from(n));
+        let listener = self.net.fabric(Role::Server).listen(&at, oss.clone()).await.unwrap();
+        let stamp = 1 + self.started.elapsed().as_nanos() as u64;
+        let register = pb::RegisterRequest {
+            name: format!("oss-{n}"),
+            endpoints: vec![at.to_string()],
+            targets: vec![pb::RegisterTarget {
+                uuid: vec![n; 16].into(),
+                capacity: 1 << 40,
+                stamp,
+                id: TARGET_UNASSIGNED,
+            }],
+            ..Default::default()
+        };
+        let r: pb::RegisterReply = self.ask(Role::Server, opcode::REGISTER, &register).await.unwrap();
+        tokio::spawn(oss.clone().beat(self.net.clone(), self.logs.len(), r, stamp, listener));
+        oss
+    }
+}
+
+/// Heartbeats, and notes what it is asked to trim.
+#[derive(Default)]
+pub struct FakeOss {
+    pub up: AtomicBool,
+    /// Trims are refused.
+    pub refuse: AtomicBool,
+    pub trims: Mutex<Vec<DataRequest>>,
+    pub evicted: Mutex<BTreeSet<u64>>,
+    pub map: Mutex<pb::ClusterMap>,
+}
+
+impl FakeOss {
+    async fn beat(self: Arc<Self>, net: Arc<Net>, mds: usize, r: pb::RegisterReply, stamp: u64, listener: Listener) {
+        *self.map.lock() = r.map.unwrap();
+        let mut seen = 0;
+        while self.up.load(Ordering::Relaxed) {
+            let h = pb::HeartbeatRequest {
+                node: r.node,
+                map_version: self.map.lock().version,
+                targets: vec![pb::TargetReport {
+                    target: r.target_ids[0],
+                    stamp,
+                    capacity: 1 << 40,
+                    ..Default::default()
+                }],
+                evicted_seen: seen,
+                ..Default::default()
+            };
+            for i in 0..mds {
+                let conn = net.connect(i as u32 + 1, Role::Server);
+                let m = Message::new(opcode::HEARTBEAT, h.encode_to_vec());
+                let Ok(m) = conn.call(m, Duration::from_millis(500)).await else { continue };
+                let reply = pb::HeartbeatReply::decode(m.body).unwrap();
+                assert!(reply.lease_ms > 0);
+                if let Some(map) = reply.map {
+                    *self.map.lock() = map;
+                }
+                for e in reply.evicted {
+                    seen = seen.max(e.number);
+                    self.evicted.lock().insert(e.session);
+                }
+            }
+            sleep(Duration::from_millis(250)).await;
+        }
+        drop(listener);
+    }
+}
+
+#[async_trait]
+impl Service for FakeOss {
+    async fn handle(&self, peer: &Peer, request: Message) -> Result<Message> {
+        assert_eq!((peer.role, request.opcode), (Role::Server, opcode::TRIM));
+        if self.refuse.load(Ordering::Relaxed) {
+            return Err(Error::new(Code::NotServing, "not now"));
+        }
+        self.trims.lock().push(DataRequest::decode(&request.body).unwrap());
+        Ok(Message::new(opcode::TRIM, DataReply::default().encode()))
+    }
+}
+
+/// A client that sends what it is told.
+pub struct Client<'a> {
+    world: &'a World,
+    pub session: u64,
+    pub open: pb::SessionOpenReply,
+    pub seq: u64,
+}
+
+impl Client<'_> {
+    pub fn request(&mut self, ops: Vec<pb::op::Op>) -> pb::MetaRequest {
+        let ops: Vec<pb::Op> = ops.into_iter().map(|op| pb::Op { op: Some(op) }).collect();
+        let seq = if crate::namespace::Namespace::is_mutation(&ops) { self.seq + 1 } else { 0 };
+        self.seq = self.seq.max(seq);
+        let lowest_unanswered = if seq == 0 { self.seq + 1 } else { seq };
+        pb::MetaRequest { session: self.session, seq, lowest_unanswered, creds: Some(pb::Creds::default()), ops }
+    }
+    pub async fn send(&self, request: &pb::MetaRequest) -> Result<Vec<pb::OpResult>> {
+        self.world.ask::<pb::MetaReply>(Role::Client, opcode::META, request).await.map(|r| r.results)
+    }
+    pub async fn run(&mut self, ops: Vec<pb::op::Op>) -> Result<Vec<pb::OpResult>> {
+        let r = self.request(ops);
+        self.send(&r).await
+    }
+    /// One operation that must succeed.
+    pub async fn one(&mut self, op: pb::op::Op) -> pb::OpResult {
+        let mut results = self.run(vec![op]).await.unwrap();
+        let r = results.pop().unwrap();
+        assert!(r.status.as_ref().is_none_or(|s| s.code == 0), "{:?}", r.status);
+        r
+    }
+    pub async fn fails(&mut self, op: pb::op::Op) -> Code {
+        let results = self.run(vec![op]).await.unwrap();
+        Code::from_wire(results[0].status.as_ref().map_or(0, |s| s.code))
+    }
+    pub async fn renew(&self, reassert: bool, opens: &[u64]) -> Result<pb::SessionRenewReply> {
+        let r = pb::SessionRenewRequest { session: self.session, map_version: 0, reassert, opens: opens.to_vec() };
+        self.world.ask(Role::Client, opcode::SESSION_RENEW, &r).await
+    }
+}
+
+/// Waits until `f` is true, at most a minute of the test's time.
+pub async fn until(what: &str, mut f: impl FnMut() -> bool) {
+    for _ in 0..6000 {
+        if f() {
+            return;
+        }
+        sleep(Duration::from_millis(10)).await;
+    }
+    panic!("not within a minute: {what}");
+}
