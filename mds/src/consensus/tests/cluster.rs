@@ -41,3 +41,259 @@ async fn followers_say_who_leads() {
         assert_eq!(c.node(id).read_barrier().await.unwrap_err().code, Code::NotLeader);
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_leader_cut_off_stops_leading_and_gives_no_stale_reads() {
+    let c = Cluster::new(3, 4, |_| {}).await;
+    c.put("a", "1").await;
+    let old = c.leader().await;
+    c.net.cut_off.lock().insert(old as u32);
+    let (write, read) = tokio::join!(c.node(old).propose("a=lost".into()), async { c.node(old).read_barrier().await });
+    assert_eq!(write.unwrap_err().code, Code::Disconnected);
+    assert_eq!(read.unwrap_err().code, Code::NotLeader);
+    assert!(!c.node(old).leadership().borrow().ready);
+    assert_eq!(c.put("a", "2").await, "1");
+    c.net.cut_off.lock().clear();
+    assert_eq!(c.put("a", "3").await, "2");
+    c.settled(&[1, 2, 3]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn reads_see_every_answered_write_and_share_a_round() {
+    let c = Cluster::new(3, 5, |_| {}).await;
+    for i in 0..50 {
+        c.put("n", &i.to_string()).await;
+        let leader = c.leader().await;
+        let barriers = (0..100).map(|_| c.node(leader).read_barrier());
+        for r in futures_util::future::join_all(barriers).await {
+            r.unwrap();
+        }
+        assert_eq!(c.kv(leader).value("n").unwrap(), i.to_string());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn proposals_share_log_writes() {
+    let c = Cluster::new(3, 6, |_| {}).await;
+    c.put("warm", "up").await;
+    let leader = c.leader().await;
+    let before = c.members[&leader].log.writes();
+    let all = (0..1000).map(|i| c.node(leader).propose(format!("k{i}=v").into()));
+    assert!(futures_util::future::join_all(all).await.iter().all(Result::is_ok));
+    let writes = c.members[&leader].log.writes() - before;
+    assert!(writes < 20, "{writes} durable writes for 1000 proposals");
+}
+
+#[tokio::test(start_paused = true)]
+async fn too_much_is_refused_and_not_lost() {
+    let c = Cluster::new(1, 7, |cfg| cfg.queue = 10).await;
+    c.put("a", "1").await;
+    let all = (0..100).map(|i| c.node(1).propose(format!("k{i}=v").into()));
+    let results = futures_util::future::join_all(all).await;
+    let refused = results.iter().filter(|r| r.as_ref().is_err_and(|e| e.code == Code::Overloaded)).count();
+    assert_eq!(refused, 90);
+    let long = Bytes::from(vec![b'x'; 3 << 20]);
+    assert_eq!(c.node(1).propose(long).await.unwrap_err().code, Code::TooBig);
+}
+
+fn small_logs(cfg: &mut Config) {
+    cfg.log_entries = 20;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_member_far_behind_gets_a_copy_and_keeps_up_again() {
+    let mut c = Cluster::new(3, 8, small_logs).await;
+    c.put("first", "1").await;
+    let lagging = c.leader().await % 3 + 1;
+    c.kill(lagging, true).await;
+    let long = "v".repeat(100_000);
+    for i in 0..100 {
+        c.put(&format!("k{i}"), &long).await;
+    }
+    let leader = c.leader().await;
+    within("a cut", || (c.node(leader).status().first_index > 50).then_some(())).await;
+    c.start(lagging).await.unwrap();
+    c.settled(&[1, 2, 3]).await;
+    assert!(c.members[&lagging].log.image().base.0 > 50, "it came as a copy");
+    c.put("after", "1").await;
+    c.settled(&[1, 2, 3]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_copy_broken_in_the_middle_is_made_again() {
+    let mut c = Cluster::new(3, 9, small_logs).await;
+    c.put("first", "1").await;
+    let lagging = c.leader().await % 3 + 1;
+    c.kill(lagging, true).await;
+    let long = "v".repeat(100_000);
+    for i in 0..100 {
+        c.put(&format!("k{i}"), &long).await;
+    }
+    for keep in [false, true, false] {
+        c.start(lagging).await.unwrap();
+        within("the copy to begin", || c.members[&lagging].log.image().restoring).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        c.kill(lagging, keep).await;
+        assert!(c.members[&lagging].log.image().restoring.is_some());
+    }
+    c.start(lagging).await.unwrap();
+    c.settled(&[1, 2, 3]).await;
+    assert_eq!(c.members[&lagging].log.image().restoring, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_member_whose_state_was_lost_copies_it() {
+    let mut c = Cluster::new(3, 10, small_logs).await;
+    for i in 0..60 {
+        c.put(&format!("k{i}"), "v").await;
+    }
+    let id = c.leader().await % 3 + 1;
+    c.settled(&[1, 2, 3]).await;
+    c.kill(id, true).await;
+    c.members.get_mut(&id).unwrap().kv = Kv::new();
+    c.start(id).await.unwrap();
+    c.settled(&[1, 2, 3]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_member_without_its_log_is_refused_by_itself_and_by_the_others() {
+    let mut c = Cluster::new(3, 11, |_| {}).await;
+    for i in 0..10 {
+        c.put(&format!("k{i}"), "v").await;
+    }
+    c.settled(&[1, 2, 3]).await;
+    let id = c.leader().await % 3 + 1;
+    c.kill(id, true).await;
+    // The state is there, the log is new: it knows by itself.
+    let fresh = || Arc::new(MemLog::new(vec![1, 2, 3], 5, Duration::ZERO));
+    let old = std::mem::replace(&mut c.members.get_mut(&id).unwrap().log, fresh());
+    let e = c.start(id).await.unwrap_err();
+    assert!(e.code == Code::Corrupt && e.message.contains("strake mds replace"), "{e}");
+    // Both are new: the others know its old log's stamp, and it never gets to vote.
+    c.members.get_mut(&id).unwrap().kv = Kv::new();
+    c.start(id).await.unwrap();
+    c.put("while", "away").await;
+    let leader = c.leader().await;
+    c.kill(leader, true).await;
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    let lone = (1..=3).find(|i| *i != id && *i != leader).unwrap();
+    assert!(!c.node(lone).leadership().borrow().ready, "one member and one that lost its log are no majority");
+    // The right log comes back.
+    c.kill(id, true).await;
+    c.members.get_mut(&id).unwrap().log = old;
+    c.start(id).await.unwrap();
+    c.put("again", "1").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn members_are_added_promoted_replaced_and_removed() {
+    let mut c = Cluster::new(3, 12, small_logs).await;
+    for i in 0..60 {
+        c.put(&format!("k{i}"), "v").await;
+    }
+    c.add(4, vec![]).await;
+    let leader = c.leader().await;
+    let add = MemberChange::AddLearner { id: 4, endpoint: Endpoint::Sim(4) };
+    let e = c.node(leader).change_members(MemberChange::Promote { id: 4 }).await.unwrap_err();
+    assert_eq!(e.code, Code::Inval);
+    c.node(leader).change_members(add.clone()).await.unwrap();
+    assert_eq!(c.node(leader).change_members(add).await.unwrap_err().code, Code::Inval);
+    // The new one reaches the others, too.
+    (1..=3u64).for_each(|id| c.node(4).set_peer(id, Endpoint::Sim(id as u32)));
+    c.settled(&[1, 2, 3, 4]).await;
+    assert_eq!(c.node(4).status().state, "learner");
+    let old = leader % 3 + 1;
+    c.node(leader).change_members(MemberChange::Replace { old, new: 4 }).await.unwrap();
+    let status = c.node(leader).status();
+    assert!(status.voters.contains(&4) && !status.voters.contains(&old) && status.voters.len() == 3);
+    c.kill(old, true).await;
+    c.put("x", "1").await;
+    // Any two of the three now suffice.
+    c.kill(leader, true).await;
+    c.put("x", "2").await;
+    let now = c.leader().await;
+    let e = c.node(now).change_members(MemberChange::Remove { id: now }).await.unwrap_err();
+    assert!(e.message.contains("transfer"), "{e}");
+    c.node(now).change_members(MemberChange::Remove { id: leader }).await.unwrap();
+    assert_eq!(c.node(now).status().voters.len(), 2);
+    c.put("x", "3").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn leadership_is_handed_over() {
+    let c = Cluster::new(3, 13, |_| {}).await;
+    c.put("a", "1").await;
+    for _ in 0..5 {
+        let from = c.leader().await;
+        let to = from % 3 + 1;
+        c.node(from).transfer(to).await.unwrap();
+        within("the new one to be ready", || c.node(to).leadership().borrow().ready.then_some(())).await;
+        c.put("a", "2").await;
+    }
+    let leader = c.leader().await;
+    assert_eq!(c.node(leader).transfer(9).await.unwrap_err().code, Code::Inval);
+    assert_eq!(c.node(leader % 3 + 1).transfer(leader).await.unwrap_err().code, Code::NotLeader);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_log_disk_moves_the_leadership_and_heals() {
+    let c = Cluster::new(3, 14, |_| {}).await;
+    c.put("a", "1").await;
+    let full = c.leader().await;
+    c.members[&full].log.set_fault(Some(Error::new(Code::NoSpc, "log disk full")));
+    c.put("a", "2").await;
+    assert_ne!(c.leader().await, full);
+    for i in 0..20 {
+        c.put(&format!("k{i}"), "v").await;
+    }
+    c.members[&full].log.set_fault(None);
+    c.settled(&[1, 2, 3]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_disk_of_a_lone_member_is_told_and_heals() {
+    let c = Cluster::new(1, 15, |_| {}).await;
+    c.put("a", "1").await;
+    c.members[&1].log.set_fault(Some(Error::new(Code::NoSpc, "log disk full")));
+    assert_eq!(c.node(1).propose("a=2".into()).await.unwrap_err().code, Code::Disconnected);
+    assert_eq!(c.node(1).propose("a=3".into()).await.unwrap_err().code, Code::NoSpc);
+    c.members[&1].log.set_fault(None);
+    assert_eq!(c.put("a", "4").await, "2");
+    // The state's disk.
+    *c.kv(1).full.lock() = true;
+    let e = c.node(1).propose("a=5".into()).await.unwrap_err();
+    assert_eq!(e.code, Code::Disconnected);
+    assert_eq!(c.node(1).propose("a=6".into()).await.unwrap_err().code, Code::NoSpc);
+    *c.kv(1).full.lock() = false;
+    assert_eq!(c.put("a", "7").await, "5");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_broken_log_disk_ends_the_member_with_the_cause() {
+    let c = Cluster::new(3, 16, |_| {}).await;
+    c.put("a", "1").await;
+    let broken = c.leader().await;
+    c.members[&broken].log.set_fault(Some(Error::new(Code::Io, "medium error")));
+    c.put("a", "2").await;
+    assert_eq!(c.node(broken).stopped().await.message, "medium error");
+    assert_eq!(c.node(broken).propose("a=3".into()).await.unwrap_err().message, "medium error");
+}
+
+#[tokio::test(start_paused = true)]
+async fn foreign_and_malformed_requests_are_refused() {
+    use prost::Message as _;
+    let c = Cluster::new(1, 17, |_| {}).await;
+    let n = c.node(1);
+    let batch = |from, to, cluster: &[u8], messages: Vec<Bytes>| {
+        let b = strake_proto::pb::RaftBatch { from, to, messages, cluster: cluster.to_vec().into(), stamp: 1 };
+        Message::new(strake_proto::opcode::RAFT, b.encode_to_vec())
+    };
+    let code = async |m: Message| n.handle(m).await.unwrap_err().code;
+    assert_eq!(code(batch(2, 1, &[9; 16], vec![])).await, Code::Unauthenticated);
+    assert_eq!(code(batch(2, 3, &CLUSTER, vec![])).await, Code::Inval);
+    assert_eq!(code(batch(2, 1, &CLUSTER, vec![Bytes::from_static(b"\xff\xff")])).await, Code::Protocol);
+    assert_eq!(code(Message::new(strake_proto::opcode::RAFT, &b"\x0f\xff"[..])).await, Code::Protocol);
+    assert_eq!(code(Message::new(strake_proto::opcode::SNAPSHOT, &b"\x0f\xff"[..])).await, Code::Protocol);
+    assert_eq!(code(Message::new(strake_proto::opcode::META, &b""[..])).await, Code::OpNotSupp);
+    c.put("still", "here").await;
+}

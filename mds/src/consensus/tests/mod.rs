@@ -2,6 +2,7 @@
 
 mod cluster;
 mod disk;
+mod shuffle;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -61,7 +62,8 @@ impl Net {
 #[async_trait]
 impl Connection for Link {
     async fn call(&self, request: Message, timeout: Duration) -> Result<Message> {
-        tokio::time::sleep(Duration::from_micros(100)).await;
+        let bulk = request.opcode == strake_proto::opcode::SNAPSHOT;
+        tokio::time::sleep(Duration::from_micros(if bulk { 20_000 } else { 100 })).await;
         let node = self.net.reach(self.me, self.to)?;
         let answer = tokio::time::timeout(timeout, node.handle(request)).await;
         answer.map_err(|_| Error::new(Code::TimedOut, "no answer"))?
