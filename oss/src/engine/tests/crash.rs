@@ -94,6 +94,8 @@ struct Run {
     number: u64,
     /// Give up waiting for some operations halfway.
     abandon: bool,
+    /// Update while flushes run.
+    overlap: bool,
 }
 
 /// The update and what it makes of the chunk.
@@ -150,14 +152,28 @@ impl Run {
 
     async fn step(&mut self) -> Result<()> {
         let e = self.engine.clone();
-        let index = self.rng.random_range(0..5);
         match self.rng.random_range(0..20) {
+            0..3 if self.overlap => {
+                // Updates go on while a flush runs.
+                let now = self.history.len() - 1;
+                let (flushed, updated) = futures_util::future::join(e.flush(), async {
+                    for _ in 0..3 {
+                        self.update(false).await?;
+                    }
+                    Ok(())
+                })
+                .await;
+                flushed?;
+                self.flushed = now;
+                updated
+            }
             0..2 => {
                 let now = self.history.len() - 1;
                 if let Some(done) = self.maybe(e.flush()).await {
                     done?;
                     self.flushed = now;
                 }
+                Ok(())
             }
             2 => {
                 let mut model = self.model().clone();
@@ -166,27 +182,36 @@ impl Run {
                 let forgotten = e.forget_tombstones(CHAIN, 5, 6)?;
                 assert_eq!(forgotten, before - model.len());
                 self.history.push(model);
+                Ok(())
             }
-            3 => assert_eq!(state(&e).await?, *self.model()),
-            roll => {
-                self.number += 1;
-                let absent = Chunk { bytes: Vec::new(), number: 0, tombstone: false };
-                let old = self.model().get(&index).cloned().unwrap_or(absent);
-                let (update, new) = random_update(&mut self.rng, &old, self.number);
-                let staged = match self.maybe(e.stage(key(index), update)).await {
-                    Some(Err(e)) if e.code == Code::NoSpc => return Ok(()),
-                    Some(r) => r?,
-                    None => return Ok(()),
-                };
-                if roll == 4 {
-                    return Ok(()); // dropped, never committed
-                }
-                e.commit(staged, version(self.number), Vec::new())?;
-                let mut model = self.model().clone();
-                model.insert(index, new);
-                self.history.push(model);
+            3 => {
+                assert_eq!(state(&e).await?, *self.model());
+                Ok(())
             }
+            roll => self.update(roll == 4).await,
         }
+    }
+
+    /// A random update, committed or only staged.
+    async fn update(&mut self, only_stage: bool) -> Result<()> {
+        let e = self.engine.clone();
+        let index = self.rng.random_range(0..5);
+        self.number += 1;
+        let absent = Chunk { bytes: Vec::new(), number: 0, tombstone: false };
+        let old = self.model().get(&index).cloned().unwrap_or(absent);
+        let (update, new) = random_update(&mut self.rng, &old, self.number);
+        let staged = match self.maybe(e.stage(key(index), update)).await {
+            Some(Err(e)) if e.code == Code::NoSpc => return Ok(()),
+            Some(r) => r?,
+            None => return Ok(()),
+        };
+        if only_stage {
+            return Ok(());
+        }
+        e.commit(staged, version(self.number), Vec::new())?;
+        let mut model = self.model().clone();
+        model.insert(index, new);
+        self.history.push(model);
         Ok(())
     }
 }
@@ -217,21 +242,30 @@ async fn check_space(bed: &Bed, e: Arc<Engine>) {
     check(&e, &model).await;
 }
 
-async fn one_run(seed: u64, device_ops: Option<u64>, table_ops: Option<u64>, abandon: bool) -> (u64, bool) {
+/// How a run differs from the plain one.
+#[derive(Clone, Copy, PartialEq)]
+enum Style {
+    Plain,
+    Abandon,
+    Overlap,
+}
+
+async fn one_run(seed: u64, device_ops: Option<u64>, table_ops: Option<u64>, style: Style) -> (u64, bool) {
     let mut bed = Bed::new(420).await;
     bed.options.dirty_bytes = 300_000;
     bed.options.cached_records = 32;
     let table = Powered::new(&bed, table_ops);
     let engine = Engine::open(bed.device.clone(), table, Pool::default(), bed.options.clone()).await.unwrap();
     let before = bed.device.counters();
-    if abandon {
+    if style != Style::Plain {
         bed.device.set_latency(OPS, Duration::from_millis(7));
     }
     if let Some(n) = device_ops {
         bed.device.power_off_after(n);
     }
     let rng = StdRng::seed_from_u64(seed);
-    let mut run = Run { rng, engine, history: vec![Model::new()], flushed: 0, number: 0, abandon };
+    let (abandon, overlap) = (style == Style::Abandon, style == Style::Overlap);
+    let mut run = Run { rng, engine, history: vec![Model::new()], flushed: 0, number: 0, abandon, overlap };
     let mut lost = false;
     for _ in 0..70 {
         if let Err(e) = run.step().await {
@@ -257,7 +291,7 @@ async fn one_run(seed: u64, device_ops: Option<u64>, table_ops: Option<u64>, aba
         "seed {seed}, power lost after {device_ops:?} device and {table_ops:?} table operations: not a state since the flush"
     );
     // Life goes on.
-    let mut run = Run { rng, engine, history: vec![found], flushed: 0, number, abandon: false };
+    let mut run = Run { rng, engine, history: vec![found], flushed: 0, number, abandon: false, overlap };
     for _ in 0..10 {
         run.step().await.unwrap();
     }
@@ -268,20 +302,21 @@ async fn one_run(seed: u64, device_ops: Option<u64>, table_ops: Option<u64>, aba
 
 #[tokio::test(start_paused = true)]
 async fn power_lost_at_any_device_operation() {
-    for seed in 0..3 {
-        let (ops, lost) = one_run(seed, None, None, false).await;
+    for (seed, style) in [(0, Style::Plain), (2, Style::Overlap)] {
+        let (ops, lost) = one_run(seed, None, None, style).await;
         assert!(ops > 40 && !lost, "{ops} operations");
         for n in 0..ops {
-            one_run(seed, Some(n), None, false).await;
+            one_run(seed, Some(n), None, style).await;
         }
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn power_lost_at_any_table_operation() {
-    for seed in 100..106 {
+    for seed in 100..108 {
+        let style = if seed % 2 == 0 { Style::Plain } else { Style::Overlap };
         let mut n = 0;
-        while one_run(seed, None, Some(n), false).await.1 {
+        while one_run(seed, None, Some(n), style).await.1 {
             n += 1;
         }
         assert!(n >= 4, "only {n} table operations");
@@ -291,8 +326,8 @@ async fn power_lost_at_any_table_operation() {
 #[tokio::test(start_paused = true)]
 async fn callers_that_go_away_halfway_leave_no_trace() {
     for seed in 200..220 {
-        let (ops, _) = one_run(seed, None, None, true).await;
-        one_run(seed, Some(ops / 2), None, true).await;
-        one_run(seed, None, Some(seed % 8), true).await;
+        let (ops, _) = one_run(seed, None, None, Style::Abandon).await;
+        one_run(seed, Some(ops / 2), None, Style::Abandon).await;
+        one_run(seed, None, Some(seed % 8), Style::Abandon).await;
     }
 }
