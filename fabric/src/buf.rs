@@ -182,7 +182,7 @@ impl Pool {
             }
             None => {
                 s.make_room(cap as u64);
-                s.allocations.fetch_add(1, Relaxed);
+                s.allocations.fetch_add(u64::from(cap > 0), Relaxed);
                 Block::new(cap)
             }
         };

@@ -175,7 +175,6 @@ async fn bad_frames_end_their_connection_only() {
         b[bit / 8] ^= 1 << (bit % 8);
         b
     }));
-    let mut gone = 0;
     for (i, bytes) in bad.iter().enumerate() {
         let mut s = shaken(&guard).await;
         s.write_all(bytes).await.unwrap();
@@ -183,8 +182,7 @@ async fn bad_frames_end_their_connection_only() {
         let mut rest = Vec::new();
         let _ = s.read_to_end(&mut rest).await; // a reset is fine, an answer is not
         assert!(rest.is_empty(), "case {i} was answered");
-        gone += 1;
-        service.until(|s| s.disconnected.load(SeqCst) == gone).await;
+        service.until(|s| s.disconnected.load(SeqCst) == i + 1).await;
         works(&*friend).await;
     }
     // The same bytes unharmed are answered, also one at a time.
@@ -213,6 +211,23 @@ async fn bad_handshakes_are_dropped() {
     let _ = s.read_to_end(&mut rest).await;
     assert!(rest.is_empty());
     assert_eq!(service.handled.load(SeqCst), 1);
+}
+
+#[tokio::test]
+async fn one_connection_too_many_is_told_so() {
+    let few = Options { max_connections: 1, ..Options::default() };
+    let f = fabric_with(Identity::server(&[1; 32]), None, few);
+    let (service, guard) = serve(&f).await;
+    let first = f.connect(guard.endpoint(), None).await.unwrap();
+    let e = f.connect(guard.endpoint(), None).await.err().unwrap();
+    assert_eq!(e.code, Code::Overloaded, "{e}");
+    works(&*first).await;
+    drop(first);
+    service.until(|s| s.disconnected.load(SeqCst) == 1).await;
+    // Its place is free when its task has ended, which is a moment later.
+    while f.connect(guard.endpoint(), None).await.is_err() {
+        tokio::task::yield_now().await;
+    }
 }
 
 #[tokio::test]

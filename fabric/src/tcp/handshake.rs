@@ -440,4 +440,42 @@ mod tests {
         assert_eq!(ending(&Err(Error::new(Code::Unauthenticated, "no"))), b"\xf6\x03\x02\0\0\0\0\0no");
         assert_eq!(ending(&Ok(&[7; 32])).len(), PROOF_LEN);
     }
+
+    /// A whole handshake against bytes computed by an independent implementation (Python's hmac).
+    #[tokio::test]
+    async fn golden_exchange() {
+        let hex = |b: &[u8]| b.iter().map(|b| format!("{b:02x}")).collect::<String>();
+        let (mut us, mut wire) = tokio::io::duplex(4096);
+        let dialer = party(Identity::client(server(1).client_key), None, 0x11);
+        let wire = async {
+            let mut hello = [0; HELLO_LEN];
+            wire.read_exact(&mut hello).await.unwrap();
+            assert_eq!(hex(&hello), ["535452414b4548530100010001000000", &"00".repeat(16), &"11".repeat(32)].concat());
+            let (mut a, mut b) = tokio::io::duplex(4096);
+            a.write_all(&hello).await.unwrap();
+            let relay = async {
+                let mut welcome = [0; WELCOME_LEN];
+                a.read_exact(&mut welcome).await.unwrap();
+                let head = ["535452414b4548530100000000000100", &"cc".repeat(16), &"22".repeat(32)].concat();
+                assert_eq!(hex(&welcome), head + LISTENER_PROOF);
+                wire.write_all(&welcome).await.unwrap();
+                let mut proof = [0; PROOF_LEN];
+                wire.read_exact(&mut proof).await.unwrap();
+                assert_eq!(hex(&proof), "0000000000000000".to_string() + DIALER_PROOF);
+                a.write_all(&proof).await.unwrap();
+                let mut verdict = [0; VERDICT_LEN];
+                a.read_exact(&mut verdict).await.unwrap();
+                assert_eq!(verdict, [0; VERDICT_LEN]);
+                wire.write_all(&verdict).await.unwrap();
+            };
+            let listener = party(server(1), Some([0xcc; 16]), 0x22);
+            let (answered, ()) = tokio::join!(answer(&mut b, &listener), relay);
+            answered.unwrap();
+        };
+        let (dialed, ()) = tokio::join!(dial(&mut us, &dialer), wire);
+        dialed.unwrap();
+    }
+
+    const LISTENER_PROOF: &str = "3c824a183c8063b4f01e250b55e01cb9a48e41a29b90285beb7bc43047b844db";
+    const DIALER_PROOF: &str = "558be15723e622234800f960566518ab94f2ee2a6a03db2eefe53521046bc169";
 }

@@ -213,7 +213,7 @@ impl TcpFabric {
             self.env.spawn(async move {
                 let Ok(_room) = room.try_acquire_owned() else {
                     let e = Error::new(Code::Overloaded, "this server has too many connections; try again later");
-                    let _ = fabric.within(async { Ok(handshake::refuse(&mut stream, &e).await) }).await;
+                    let _ = timeout(fabric.options.handshake_timeout, handshake::refuse(&mut stream, &e)).await;
                     return;
                 };
                 tune(&stream);
