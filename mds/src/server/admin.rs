@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, sync::Arc};
 
-use strake_proto::{Code, Error, pb};
+use strake_proto::{Code, Error, map::ROLE_MDS, pb};
 use tonic::{Request, Response, Status, transport::server::TcpIncoming};
 
 use super::Mds;
@@ -59,8 +59,17 @@ impl MdsAdmin for Shell {
         &self,
         r: Request<pb::ChangeMembersRequest>,
     ) -> Result<Response<pb::ChangeMembersReply>, Status> {
-        let change = member_change(&r.into_inner()).map_err(status)?;
+        let r = r.into_inner();
+        let change = member_change(&r).map_err(status)?;
+        let added = matches!(change, MemberChange::AddLearner { .. });
         self.0.node.change_members(change).await.map_err(status)?;
+        if added {
+            // For clients, and for members that restart with an older configuration.
+            let id = u32::try_from(r.id).unwrap_or(0);
+            let (name, endpoints) = (format!("mds-{id}"), vec![r.endpoint]);
+            let node = pb::Node { id, role: ROLE_MDS, endpoints, name, version: String::new() };
+            self.0.propose(Command::MdsNodes(pb::MdsNodes { nodes: vec![node] })).await.map_err(status)?;
+        }
         Ok(Response::new(pb::ChangeMembersReply {}))
     }
 }

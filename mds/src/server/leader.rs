@@ -118,7 +118,7 @@ impl Mds {
             }
             let own = self.advertised.get().unwrap_or(&self.cfg.listen).to_string();
             nodes.push(pb::Node {
-                id: u32::try_from(self.cfg.id).unwrap_or(0),
+                id: self.own_id(),
                 role: ROLE_MDS,
                 endpoints: vec![own],
                 name: self.cfg.name(),

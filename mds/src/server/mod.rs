@@ -30,7 +30,11 @@ use machine::Machine;
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Endpoint, Env, Fabric, Listener};
-use strake_proto::{CapKey, Code, Error, Result, map::MapView, pb};
+use strake_proto::{
+    CapKey, Code, Error, Result,
+    map::{MapView, ROLE_MDS},
+    pb,
+};
 use strake_store::MetaStore;
 use tokio::{
     sync::{Notify, watch},
@@ -117,6 +121,13 @@ pub async fn start(cfg: Config, parts: Parts) -> Result<MdsServer> {
     let listener = parts.fabric.listen(&mds.cfg.listen, mds.clone()).await?;
     let endpoint = listener.endpoint().clone();
     let _ = mds.advertised.set(mds.cfg.advertise.clone().unwrap_or_else(|| endpoint.clone()));
+    // Members that came later than the configuration are known from the map.
+    for n in mds.map().map.nodes.iter().filter(|n| n.role == ROLE_MDS) {
+        let configured = n.id == mds.own_id() || mds.cfg.peers.iter().any(|p| p.0 == u64::from(n.id));
+        if let Some(at) = n.endpoints.iter().find_map(|e| e.parse().ok()).filter(|_| !configured) {
+            mds.node.set_peer(u64::from(n.id), at);
+        }
+    }
     let tasks = vec![mds.env.spawn(leader::run(mds.clone()))];
     tracing::info!(id = mds.cfg.id, at = %endpoint, "metadata server listens");
     Ok(MdsServer { mds, endpoint, listener: Some(listener), tasks, lock: None })
@@ -157,23 +168,35 @@ impl MdsServer {
             let _ = tokio::time::timeout(limit, self.mds.node.transfer(*id)).await;
         }
         self.listener = None;
-        self.stop();
+        self.mds.node.shutdown().await;
     }
 
-    fn stop(&mut self) {
-        for t in self.tasks.drain(..) {
-            t.abort();
-        }
+    /// Waits until this server has stopped by itself for good, and says why: its log or state failed. The process
+    /// should end then.
+    pub async fn stopped(&self) -> Error {
+        self.mds.node.stopped().await
     }
 }
 
 impl Drop for MdsServer {
     fn drop(&mut self) {
-        self.stop();
+        for t in self.tasks.drain(..) {
+            t.abort();
+        }
+        // Without a runtime nothing runs any more that would have to be stopped.
+        if tokio::runtime::Handle::try_current().is_ok() {
+            let node = self.mds.node.clone();
+            self.mds.env.spawn(async move { node.shutdown().await });
+        }
     }
 }
 
 impl Mds {
+    /// This server's node id in the map: its Raft id, which the configuration keeps small.
+    fn own_id(&self) -> u32 {
+        u32::try_from(self.cfg.id).unwrap_or(0)
+    }
+
     fn map(&self) -> Arc<MapView> {
         self.machine.namespace.map()
     }
@@ -232,7 +255,7 @@ impl Mds {
         });
         pb::StatusReply {
             role: "mds".into(),
-            node: u32::try_from(self.cfg.id).unwrap_or(0),
+            node: self.own_id(),
             name: self.cfg.name(),
             version: env!("CARGO_PKG_VERSION").into(),
             pid: u64::from(std::process::id()),

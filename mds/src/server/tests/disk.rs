@@ -105,6 +105,46 @@ async fn three_members_on_disk_survive_a_leaders_end_and_a_full_restart() {
     assert_eq!(r, second);
 }
 
+/// `strake mds replace`: a new member learns, takes the place of an old one, and the group goes on without it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_member_is_replaced_over_grpc() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut cfgs = configs(dir.path(), 4);
+    let joiner = Config { join: true, ..cfgs.pop().unwrap() };
+    for c in &mut cfgs {
+        c.peers.pop();
+        c.admin = Some(([127, 0, 0, 1], free_ports(1)[0]).into());
+    }
+    let mut all = start_all(&cfgs).await;
+    let open = pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), ..Default::default() };
+    let s: pb::SessionOpenReply = ask(&cfgs, opcode::SESSION_OPEN, &open).await.unwrap();
+    let _: pb::MetaReply = ask(&cfgs, opcode::META, &mkdir(s.session, 1, "a")).await.unwrap();
+    let leader = all.iter().position(|m| m.as_ref().unwrap().leads()).unwrap();
+    let old = (leader + 1) % 3;
+    drop(all[old].take());
+    let new = start_on_disk(joiner.clone(), Env::system(), KEY).await.unwrap();
+    let mut admin =
+        pb::mds_admin_client::MdsAdminClient::connect(format!("http://{}", cfgs[leader].admin.unwrap())).await.unwrap();
+    let endpoint = joiner.listen.to_string();
+    let add = pb::ChangeMembersRequest { action: 1, id: 4, endpoint, ..Default::default() };
+    admin.change_members(add).await.unwrap();
+    let replace = pb::ChangeMembersRequest { action: 4, id: 4, old: old as u64 + 1, ..Default::default() };
+    let swap = async {
+        // Busy until the learner has caught up.
+        while let Err(e) = admin.change_members(replace.clone()).await {
+            assert_eq!(e.code(), tonic::Code::FailedPrecondition, "{e}");
+            sleep(Duration::from_millis(50)).await;
+        }
+    };
+    timeout(Duration::from_secs(60), swap).await.unwrap();
+    // The leader goes too: of the three members two are left, one of them the new one.
+    drop(all[leader].take());
+    let now: Vec<Config> = cfgs.iter().cloned().chain([joiner]).collect();
+    let r: pb::MetaReply = ask(&now, opcode::META, &mkdir(s.session, 2, "b")).await.unwrap();
+    assert!(r.results[0].ino > 1);
+    assert!(new.status().map.unwrap().nodes.iter().any(|n| n.id == 4));
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn administration_answers_over_grpc() {
     let dir = tempfile::tempdir().unwrap();
