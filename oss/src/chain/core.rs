@@ -100,7 +100,10 @@ impl ChainCore {
             return Err(self.not_serving("has just come into sync; ask again"));
         }
         let current = self.slots.get(chunk).and_then(|s| s.current.as_ref());
-        if !self.view.tail && matches!(current, Some(Current::Update(u)) if u.exposed && !u.dropped) {
+        if let Some(Current::Update(u)) = current
+            && !u.dropped
+            && (u.shown || (u.exposed && !self.view.tail))
+        {
             return Err(Error::new(Code::NotServing, format!("chunk {chunk} is being changed (dirty); ask the tail")));
         }
         Ok(())
@@ -297,6 +300,7 @@ impl ChainCore {
             Due::Forward(to) => {
                 u.attempt = u.attempt.wrapping_add(1);
                 (u.next, u.exposed) = (Next::Asked, true);
+                u.shown |= view.serving_successor() == Some(to);
                 let (attempt, version, prev) = (u.attempt, u.version, u.prev);
                 out.push(Output::Forward { op, attempt, to, epoch: view.epoch, version, prev });
             }

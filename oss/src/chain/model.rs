@@ -92,6 +92,8 @@ struct Replica {
     staging: BTreeSet<OpId>,
     retries: Vec<(OpId, u32)>,
     map: u64,
+    /// The cluster's losses when it last reached the mds.
+    losses: u64,
     leased: bool,
     /// Cannot reach the mds.
     cut: bool,
@@ -337,6 +339,7 @@ impl Cluster {
             });
         }
         self.r[i].leased = true;
+        self.r[i].losses = self.losses;
         if self.r[i].map != self.version {
             self.r[i].map = self.version;
             self.r[i].synced.clear();
@@ -396,7 +399,8 @@ impl Cluster {
         match ctx.from {
             From::Client { value } => {
                 let client = ctx.session as usize - 1;
-                self.msgs.push(Msg::Reply { client, value, losses: self.losses, result });
+                let losses = self.r[i].losses;
+                self.msgs.push(Msg::Reply { client, value, losses, result });
             }
             From::Replica { at, life, op, attempt } => {
                 let result = result.map(|r| r.1);
@@ -710,6 +714,7 @@ fn fresh(i: usize, life: u64, stale_through: u64, durable: BTreeMap<ChunkId, Chu
         staging: BTreeSet::new(),
         retries: Vec::new(),
         map: 0,
+        losses: 0,
         leased: false,
         cut: false,
         synced: BTreeSet::new(),

@@ -59,6 +59,8 @@ pub struct Update {
     pub unanswered: bool,
     /// Some replica behind has been sent it: it may be committed there.
     pub exposed: bool,
+    /// It was sent to a SERVING one, which may have committed it and shown it to readers.
+    pub shown: bool,
     /// Answered `NotServing`; only staging is waited for.
     pub dropped: bool,
 }
@@ -90,6 +92,7 @@ impl Update {
             attempt: 0,
             unanswered: false,
             exposed: false,
+            shown: false,
             dropped: false,
         }
     }
