@@ -1,0 +1,48 @@
+//! The table at the end.
+
+use std::time::Duration;
+
+#[derive(Default)]
+pub struct Report {
+    rows: Vec<(String, u64, Duration)>,
+    verified: u64,
+    longest_stall: Duration,
+}
+
+impl Report {
+    pub fn row(&mut self, what: &str, bytes: u64, took: Duration) {
+        println!("    {what}: {}", rate(bytes, took));
+        self.rows.push((what.to_string(), bytes, took));
+    }
+    pub fn verified(&mut self, bytes: u64) {
+        self.verified += bytes;
+    }
+    pub fn stall(&mut self, d: Duration) {
+        self.longest_stall = self.longest_stall.max(d);
+    }
+
+    pub fn print(&self, total: Duration) {
+        let width = self.rows.iter().map(|r| r.0.len()).max().unwrap_or(0);
+        println!("\n{:<width$}  {:>9}  {:>8}  {:>8}", "what was done", "MB", "seconds", "MB/s");
+        for (what, bytes, took) in &self.rows {
+            let (mb, s) = (*bytes as f64 / 1e6, took.as_secs_f64());
+            if *bytes > 0 {
+                println!("{what:<width$}  {mb:>9.0}  {s:>8.1}  {:>8.0}", mb / s);
+            } else {
+                println!("{what:<width$}  {:>9}  {s:>8.1}  {:>8}", "-", "-");
+            }
+        }
+        println!("\nlongest time without service  {:.2} s", self.longest_stall.as_secs_f64());
+        println!("bytes verified by SHA-256     {:.0} MB", self.verified as f64 / 1e6);
+        println!("total time                    {:.0} s", total.as_secs_f64());
+    }
+}
+
+fn rate(bytes: u64, took: Duration) -> String {
+    let s = took.as_secs_f64();
+    if bytes == 0 {
+        format!("{s:.1} s")
+    } else {
+        format!("{:.0} MB in {s:.1} s, {:.0} MB/s", bytes as f64 / 1e6, bytes as f64 / 1e6 / s)
+    }
+}

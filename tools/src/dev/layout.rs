@@ -1,0 +1,192 @@
+//! The folder of a local cluster: what is where, and the configuration files made from its parameters.
+
+use std::{
+    fmt::Write as _,
+    fs,
+    net::TcpListener,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+use strake_proto::{Code, Error, Result, cap::derive_key};
+
+use super::{UpArgs, process::Role};
+use crate::config;
+
+const FILE: &str = "cluster.toml";
+
+/// `cluster.toml`: written once when the cluster is made.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Parameters {
+    /// Of this file.
+    version: u32,
+    mds: u32,
+    oss: u32,
+    targets_per_oss: u32,
+    mirror: u32,
+    target_gib: u64,
+    mount: Option<PathBuf>,
+    /// Ports in order: fabric and admin of each mds, then of each oss.
+    ports: Vec<u16>,
+}
+
+pub struct Cluster {
+    dir: PathBuf,
+    p: Parameters,
+}
+
+impl Cluster {
+    pub fn open(dir: &Path) -> Result<Cluster> {
+        let dir = std::path::absolute(dir)?;
+        let path = dir.join(FILE);
+        let p: Parameters = config::load(Some(&path), vec![]).map_err(|e| {
+            if e.code == Code::NoEnt { e.context(format!("no cluster in {}; make one with `strake up --dir`", dir.display())) } else { e }
+        })?;
+        if p.version != 1 {
+            let m = format!("{}: version {} is newer than this program knows", path.display(), p.version);
+            return Err(Error::new(Code::Inval, m));
+        }
+        Ok(Cluster { dir, p })
+    }
+
+    /// Opens what is there (its own numbers hold, only the mount point may change) or makes a new one.
+    pub fn open_or_create(args: &UpArgs) -> Result<Cluster> {
+        let mount = if args.mount.as_os_str() == "none" { None } else { Some(std::path::absolute(&args.mount)?) };
+        if args.dir.join(FILE).exists() {
+            let mut c = Cluster::open(&args.dir)?;
+            let same = (c.p.mds, c.p.oss, c.p.targets_per_oss) == (args.mds, args.oss, args.targets_per_oss);
+            if !same {
+                eprintln!("note: {} has {} mds, {} oss; the numbers given are ignored", c.dir.display(), c.p.mds, c.p.oss);
+            }
+            c.p.mount = mount;
+            c.write_configs()?;
+            return Ok(c);
+        }
+        fs::create_dir_all(&args.dir)?;
+        if fs::read_dir(&args.dir)?.next().is_some() {
+            let m = format!("{} is not empty and holds no cluster; name another --dir", args.dir.display());
+            return Err(Error::new(Code::NotEmpty, m));
+        }
+        let p = Parameters {
+            version: 1,
+            mds: args.mds,
+            oss: args.oss,
+            targets_per_oss: args.targets_per_oss,
+            mirror: args.mirror,
+            target_gib: args.target_gib,
+            mount,
+            ports: free_ports(2 * (args.mds + args.oss) as usize)?,
+        };
+        let c = Cluster { dir: std::path::absolute(&args.dir)?, p };
+        for sub in ["logs", "run"] {
+            fs::create_dir_all(c.dir.join(sub))?;
+        }
+        let mut key = [0u8; 32];
+        getrandom::fill(&mut key).map_err(|e| Error::new(Code::Io, format!("the kernel's random source: {e}")))?;
+        config::write_key(&c.cluster_key(), &key)?;
+        config::write_key(&c.client_key(), &derive_key(&key, "strake client v1"))?;
+        c.write_configs()?;
+        Ok(c)
+    }
+
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+    pub fn logs(&self) -> PathBuf {
+        self.dir.join("logs")
+    }
+    pub fn cluster_key(&self) -> PathBuf {
+        self.dir.join("cluster.key")
+    }
+    pub fn client_key(&self) -> PathBuf {
+        self.dir.join("client.key")
+    }
+    pub fn mountpoint(&self) -> Option<PathBuf> {
+        self.p.mount.clone()
+    }
+    pub fn target_count(&self) -> usize {
+        (self.p.oss * self.p.targets_per_oss) as usize
+    }
+
+    /// The servers, metadata first.
+    pub fn roles(&self) -> Vec<Role> {
+        (1..=self.p.mds).map(Role::Mds).chain((1..=self.p.oss).map(Role::Oss)).collect()
+    }
+
+    pub fn config_of(&self, role: &Role) -> PathBuf {
+        self.dir.join(format!("{}.toml", role.name()))
+    }
+
+    fn port(&self, role: &Role, admin: bool) -> u16 {
+        let n = match role {
+            Role::Mds(n) => n - 1,
+            Role::Oss(n) => self.p.mds + n - 1,
+            Role::Mount => return 0,
+        };
+        self.p.ports.get(2 * n as usize + usize::from(admin)).copied().unwrap_or(0)
+    }
+
+    pub fn mds_endpoints(&self) -> Vec<String> {
+        (1..=self.p.mds).map(|n| format!("tcp:127.0.0.1:{}", self.port(&Role::Mds(n), false))).collect()
+    }
+    pub fn admin_mds(&self) -> Vec<String> {
+        (1..=self.p.mds).map(|n| format!("127.0.0.1:{}", self.port(&Role::Mds(n), true))).collect()
+    }
+    pub fn admin_oss(&self) -> Vec<String> {
+        (1..=self.p.oss).map(|n| format!("127.0.0.1:{}", self.port(&Role::Oss(n), true))).collect()
+    }
+
+    fn write_configs(&self) -> Result<()> {
+        for role in self.roles() {
+            let text = match role {
+                Role::Mds(n) => self.mds_config(n),
+                _ => self.oss_config(&role),
+            };
+            fs::write(self.config_of(&role), text)?;
+        }
+        if let Some(m) = &self.p.mount {
+            let text = format!(
+                "client_key = {:?}\n\n[mount]\nmds = {:?}\nmountpoint = {:?}\nallow_other = {}\n",
+                self.client_key(),
+                self.mds_endpoints(),
+                m,
+                rustix::process::geteuid().is_root()
+            );
+            fs::write(self.config_of(&Role::Mount), text)?;
+        }
+        let text = toml::to_string(&self.p).map_err(|e| Error::new(Code::Io, e.to_string()))?;
+        Ok(fs::write(self.dir.join(FILE), text)?)
+    }
+
+    fn mds_config(&self, n: u32) -> String {
+        let role = Role::Mds(n);
+        let mut s = format!("cluster_key = {:?}\n\n[mds]\nid = {n}\nname = {:?}\n", self.cluster_key(), role.name());
+        let _ = writeln!(s, "dir = {:?}", self.dir.join(role.name()));
+        let _ = writeln!(s, "listen = \"tcp:127.0.0.1:{}\"", self.port(&role, false));
+        let _ = writeln!(s, "admin = \"127.0.0.1:{}\"", self.port(&role, true));
+        let _ = writeln!(s, "default_copies = {}\nexpect_targets = {}", self.p.mirror, self.target_count());
+        for (i, e) in self.mds_endpoints().iter().enumerate() {
+            let _ = writeln!(s, "\n[[mds.peers]]\nid = {}\nendpoint = {e:?}", i + 1);
+        }
+        s
+    }
+
+    fn oss_config(&self, role: &Role) -> String {
+        let mut s = format!("cluster_key = {:?}\n\n[oss]\nname = {:?}\n", self.cluster_key(), role.name());
+        let _ = writeln!(s, "listen = \"tcp:127.0.0.1:{}\"", self.port(role, false));
+        let _ = writeln!(s, "admin = \"127.0.0.1:{}\"", self.port(role, true));
+        let _ = writeln!(s, "mds = {:?}", self.mds_endpoints());
+        for t in 0..self.p.targets_per_oss {
+            let path = self.dir.join(role.name()).join(format!("target{t}"));
+            let _ = writeln!(s, "\n[[oss.targets]]\npath = {path:?}\nsize = {}", self.p.target_gib << 30);
+        }
+        s
+    }
+}
+
+/// Ports nobody listens on now. They are taken from the kernel together, so that no two are equal.
+fn free_ports(n: usize) -> Result<Vec<u16>> {
+    let sockets: Vec<TcpListener> = (0..n).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<std::io::Result<_>>()?;
+    sockets.iter().map(|s| Ok(s.local_addr()?.port())).collect()
+}

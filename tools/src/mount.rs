@@ -1,0 +1,234 @@
+//! `strake mount` and `strake umount`.
+
+use std::{
+    fs,
+    io::{Read, Write},
+    os::{fd::AsRawFd, unix::process::CommandExt},
+    path::{Path, PathBuf},
+    process::{Command, ExitCode, Stdio},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use clap::Args;
+use serde::Deserialize;
+use strake_client::Client;
+use strake_fabric::{Endpoint, Env, Identity, Pool, tcp::TcpFabric};
+use strake_fuse::MountConfig;
+use strake_proto::{Code, Error, Result};
+
+use crate::config::{self, Overrides};
+
+#[derive(Args)]
+pub struct MountArgs {
+    /// Metadata servers, HOST:PORT, separated by commas.
+    #[arg(value_delimiter = ',', required_unless_present = "config")]
+    mds: Vec<String>,
+    /// Where to mount: an existing folder.
+    mountpoint: Option<PathBuf>,
+    /// Configuration file (TOML).
+    #[arg(long, short)]
+    config: Option<PathBuf>,
+    /// File with the client key.
+    #[arg(long)]
+    client_key: Option<PathBuf>,
+    /// Let other users in.
+    #[arg(long)]
+    allow_other: bool,
+    /// Mount read-only.
+    #[arg(long)]
+    read_only: bool,
+    /// Stay in the foreground.
+    #[arg(long, short)]
+    foreground: bool,
+    /// What to log: error, warn, info, debug, or per module.
+    #[arg(long)]
+    log: Option<String>,
+}
+
+/// The configuration file of a mount.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct MountFile {
+    client_key: PathBuf,
+    #[serde(default = "default_log")]
+    log: String,
+    #[serde(default)]
+    threads: usize,
+    mount: MountSection,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct MountSection {
+    mds: Vec<String>,
+    mountpoint: PathBuf,
+    #[serde(default)]
+    allow_other: bool,
+    #[serde(default)]
+    read_only: bool,
+    #[serde(default = "one_second")]
+    attr_timeout: f64,
+    #[serde(default = "one_second")]
+    entry_timeout: f64,
+    #[serde(default = "sixty")]
+    op_timeout_s: u64,
+}
+
+fn default_log() -> String {
+    "info".into()
+}
+fn one_second() -> f64 {
+    1.0
+}
+fn sixty() -> u64 {
+    60
+}
+
+fn load(args: &MountArgs) -> Result<MountFile> {
+    let mut o = Overrides::new();
+    let mut mds = args.mds.clone();
+    let mut mountpoint = args.mountpoint.clone();
+    if args.config.is_some() && mountpoint.is_none() && mds.len() == 1 {
+        mountpoint = mds.pop().map(PathBuf::from); // strake mount --config FILE MOUNTPOINT
+    }
+    if !mds.is_empty() {
+        o.push(("mount", "mds", toml::Value::Array(mds.into_iter().map(toml::Value::String).collect())));
+    }
+    if let Some(m) = mountpoint {
+        o.push(("mount", "mountpoint", m.display().to_string().into()));
+    }
+    o.extend(args.client_key.as_ref().map(|p| ("", "client_key", p.display().to_string().into())));
+    o.extend(args.allow_other.then_some(("mount", "allow_other", true.into())));
+    o.extend(args.read_only.then_some(("mount", "read_only", true.into())));
+    o.extend(args.log.clone().map(|l| ("", "log", l.into())));
+    config::load(args.config.as_deref(), o)
+}
+
+pub fn mount(args: MountArgs) -> Result<ExitCode> {
+    let file = load(&args)?;
+    let key = config::read_key(&file.client_key)?;
+    if !args.foreground {
+        return in_background(&file.mount.mountpoint);
+    }
+    crate::init_log(&file.log);
+    crate::run(file.threads, serve(file.mount, key))
+}
+
+/// Connects a client of a running cluster.
+pub async fn connect(mds: &[String], client_key: [u8; 32], op_timeout: Duration) -> Result<Client> {
+    let mds = mds.iter().map(|s| s.parse()).collect::<Result<Vec<Endpoint>>>()?;
+    let env = Env::system();
+    let fabric = TcpFabric::new(env.clone(), Identity::client(client_key), None, Pool::default(), Default::default());
+    let config = strake_client::Config { mds, op_timeout, ..Default::default() };
+    Client::connect(config, env, Arc::new(fabric)).await
+}
+
+async fn serve(section: MountSection, key: [u8; 32]) -> Result<ExitCode> {
+    let client = connect(&section.mds, key, Duration::from_secs(section.op_timeout_s)).await?;
+    let config = MountConfig {
+        mountpoint: section.mountpoint.clone(),
+        allow_other: section.allow_other,
+        read_only: section.read_only,
+        attr_timeout: Duration::from_secs_f64(section.attr_timeout),
+        entry_timeout: Duration::from_secs_f64(section.entry_timeout),
+        ..Default::default()
+    };
+    let mount = strake_fuse::mount(config, client.clone()).await?;
+    tracing::info!("mounted at {}", section.mountpoint.display());
+    tokio::select! {
+        biased;
+        r = crate::serve::until_signal() => { r?; mount.unmount().await?; }
+        r = mount.wait() => r?,
+    }
+    client.close().await?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Starts this same command in the foreground of a new session and returns when it is mounted or has failed.
+fn in_background(mountpoint: &Path) -> Result<ExitCode> {
+    let (mut errors, writer) = std::io::pipe()?;
+    let mut child = Command::new(std::env::current_exe()?);
+    child.args(std::env::args_os().skip(1)).arg("--foreground");
+    child.stdin(Stdio::null()).stdout(Stdio::null()).stderr(writer);
+    // SAFETY: setsid is async-signal-safe and touches nothing of the parent.
+    unsafe {
+        child.pre_exec(|| {
+            libc::setsid();
+            Ok(())
+        });
+    }
+    let mut child = child.spawn()?;
+    drop(child.stdin.take());
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(60) {
+        if is_mounted(mountpoint)? {
+            // The daemon keeps its end of the pipe; nobody reads it from now on, which its logger tolerates.
+            std::mem::forget(errors);
+            return Ok(ExitCode::SUCCESS);
+        }
+        if let Some(status) = child.try_wait()? {
+            let mut text = String::new();
+            set_nonblocking(&errors)?;
+            let _ = errors.read_to_string(&mut text);
+            std::io::stderr().write_all(text.as_bytes())?;
+            return Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let _ = child.kill();
+    Err(Error::new(Code::TimedOut, "no answer from the cluster in 60 s; is it up? Try `strake status`"))
+}
+
+fn set_nonblocking(fd: &impl AsRawFd) -> Result<()> {
+    // SAFETY: plain fcntl on a descriptor we own.
+    let r = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
+    if r < 0 { Err(std::io::Error::last_os_error().into()) } else { Ok(()) }
+}
+
+/// Whether a StrakeFS is mounted exactly there.
+pub fn is_mounted(mountpoint: &Path) -> Result<bool> {
+    let Ok(path) = std::path::absolute(mountpoint) else { return Ok(false) };
+    // Not canonicalize(): it would hang on a mount whose daemon does not answer.
+    let wanted = path.to_string_lossy().replace(' ', "\\040");
+    let info = fs::read_to_string("/proc/self/mountinfo")?;
+    Ok(info.lines().any(|l| {
+        let mut fields = l.split(' ');
+        fields.nth(4) == Some(wanted.trim_end_matches('/')) && l.contains(" - fuse.strake ")
+    }))
+}
+
+#[derive(Args)]
+pub struct UmountArgs {
+    mountpoint: PathBuf,
+    /// Detach even if busy: open files go on until closed.
+    #[arg(long, short)]
+    lazy: bool,
+}
+
+pub fn umount(args: &UmountArgs) -> Result<ExitCode> {
+    unmount(&args.mountpoint, args.lazy)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+pub fn unmount(mountpoint: &Path, lazy: bool) -> Result<()> {
+    if !is_mounted(mountpoint)? {
+        return Err(Error::new(Code::Inval, format!("{} is not a StrakeFS mount", mountpoint.display())));
+    }
+    let path = std::path::absolute(mountpoint)?;
+    let flags = if lazy { rustix::mount::UnmountFlags::DETACH } else { rustix::mount::UnmountFlags::empty() };
+    match rustix::mount::unmount(&path, flags) {
+        Ok(()) => Ok(()),
+        Err(rustix::io::Errno::PERM) => {
+            let mut c = Command::new("fusermount3");
+            c.arg("-u").args(lazy.then_some("-z")).arg(&path);
+            let status = c.status().map_err(|e| Error::from(e).context("fusermount3 (package fuse3)"))?;
+            if status.success() { Ok(()) } else { Err(Error::new(Code::Busy, "fusermount3 could not unmount")) }
+        }
+        Err(rustix::io::Errno::BUSY) => {
+            let m = format!("{} is in use; see `fuser -vm {0}`, or use --lazy", path.display());
+            Err(Error::new(Code::Busy, m))
+        }
+        Err(e) => Err(Error::from(std::io::Error::from(e)).context(format!("unmount {}", path.display()))),
+    }
+}

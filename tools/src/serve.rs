@@ -1,0 +1,145 @@
+//! `strake mds` and `strake oss`: configuration, then the server until a signal ends it.
+
+use std::{path::PathBuf, process::ExitCode};
+
+use clap::Args;
+use serde::Deserialize;
+use strake_fabric::Env;
+use strake_proto::{Error, Result};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::config::{self, Overrides};
+
+#[derive(Args)]
+pub struct Common {
+    /// Configuration file (TOML).
+    #[arg(long, short)]
+    config: Option<PathBuf>,
+    /// File with the cluster key; all servers of a cluster share it.
+    #[arg(long)]
+    cluster_key: Option<PathBuf>,
+    /// Address for requests of clients and servers, tcp:HOST:PORT.
+    #[arg(long)]
+    listen: Option<String>,
+    /// Address for administration (gRPC), HOST:PORT.
+    #[arg(long)]
+    admin: Option<String>,
+    /// What to log: error, warn, info, debug, or per module.
+    #[arg(long)]
+    log: Option<String>,
+    /// Worker threads; 0 = one per core.
+    #[arg(long)]
+    threads: Option<usize>,
+}
+
+impl Common {
+    fn overrides(&self, section: &'static str) -> Overrides {
+        let text = |p: &PathBuf| toml::Value::String(p.display().to_string());
+        let mut o = Overrides::new();
+        o.extend(self.cluster_key.as_ref().map(|p| ("", "cluster_key", text(p))));
+        o.extend(self.listen.clone().map(|s| (section, "listen", s.into())));
+        o.extend(self.admin.clone().map(|s| (section, "admin", s.into())));
+        o.extend(self.log.clone().map(|s| ("", "log", s.into())));
+        o.extend(self.threads.map(|n| ("", "threads", (n as i64).into())));
+        o
+    }
+}
+
+#[derive(Args)]
+pub struct MdsArgs {
+    #[command(flatten)]
+    common: Common,
+    /// This member's id in the metadata group, 1 or more.
+    #[arg(long)]
+    id: Option<u64>,
+    /// Folder for the Raft log and the metadata.
+    #[arg(long)]
+    dir: Option<PathBuf>,
+}
+
+#[derive(Args)]
+pub struct OssArgs {
+    #[command(flatten)]
+    common: Common,
+    /// Unique name of this server in the cluster.
+    #[arg(long)]
+    name: Option<String>,
+    /// Metadata servers, tcp:HOST:PORT, separated by commas.
+    #[arg(long, value_delimiter = ',')]
+    mds: Vec<String>,
+}
+
+/// The configuration file of a metadata server.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct MdsFile {
+    cluster_key: PathBuf,
+    #[serde(default = "default_log")]
+    log: String,
+    #[serde(default)]
+    threads: usize,
+    mds: strake_mds::server::Config,
+}
+
+/// The configuration file of an object storage server.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OssFile {
+    cluster_key: PathBuf,
+    #[serde(default = "default_log")]
+    log: String,
+    #[serde(default)]
+    threads: usize,
+    oss: strake_oss::server::Config,
+}
+
+fn default_log() -> String {
+    "info".into()
+}
+
+pub fn mds(args: MdsArgs) -> Result<ExitCode> {
+    let mut o = args.common.overrides("mds");
+    o.extend(args.id.map(|id| ("mds", "id", (id as i64).into())));
+    o.extend(args.dir.as_ref().map(|d| ("mds", "dir", d.display().to_string().into())));
+    let file: MdsFile = config::load(args.common.config.as_deref(), o)?;
+    let key = config::read_key(&file.cluster_key)?;
+    crate::init_log(&file.log);
+    crate::run(file.threads, async move {
+        let server = strake_mds::server::start_on_disk(file.mds, Env::system(), key).await?;
+        tracing::info!("metadata server is up at {}", server.endpoint());
+        until_signal().await?;
+        server.shutdown().await;
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+pub fn oss(args: OssArgs) -> Result<ExitCode> {
+    let mut o = args.common.overrides("oss");
+    o.extend(args.name.map(|n| ("oss", "name", n.into())));
+    if !args.mds.is_empty() {
+        let list = args.mds.into_iter().map(toml::Value::String).collect();
+        o.push(("oss", "mds", toml::Value::Array(list)));
+    }
+    let file: OssFile = config::load(args.common.config.as_deref(), o)?;
+    let key = config::read_key(&file.cluster_key)?;
+    crate::init_log(&file.log);
+    crate::run(file.threads, async move {
+        let server = strake_oss::server::start_on_disk(file.oss, Env::system(), key).await?;
+        tracing::info!("object storage server is up at {}", server.endpoint());
+        until_signal().await?;
+        server.shutdown().await;
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+/// Waits for SIGTERM or SIGINT.
+pub async fn until_signal() -> Result<()> {
+    let mut term = signal(SignalKind::terminate()).map_err(Error::from)?;
+    let mut int = signal(SignalKind::interrupt()).map_err(Error::from)?;
+    tokio::select! {
+        biased;
+        _ = term.recv() => {}
+        _ = int.recv() => {}
+    }
+    Ok(())
+}

@@ -1,0 +1,224 @@
+//! `strake status`: what runs where, and whether it is whole.
+
+use std::{path::PathBuf, process::ExitCode, time::Duration};
+
+use clap::Args;
+use serde_json::{Value, json};
+use strake_proto::{
+    Code, Error, Result,
+    map::{ChainExt, ROLE_MDS},
+    pb,
+    pb::{ReplicaState, admin_client::AdminClient},
+};
+
+use crate::{
+    dev::Cluster,
+    term::{size, table},
+};
+
+#[derive(Args)]
+pub struct StatusArgs {
+    /// Folder of a local cluster (see `strake up`).
+    #[arg(long, default_value = "strake-cluster")]
+    dir: PathBuf,
+    /// Admin addresses of servers, HOST:PORT, instead of a local cluster.
+    #[arg(long, value_delimiter = ',')]
+    admin: Vec<String>,
+    #[arg(long)]
+    json: bool,
+    /// Also list every chain.
+    #[arg(long, short)]
+    verbose: bool,
+}
+
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Asks one server.
+pub async fn ask(addr: &str) -> Result<pb::StatusReply> {
+    let failed = |e: &dyn std::fmt::Display| Error::new(Code::Disconnected, format!("{addr}: {e}"));
+    let call = async {
+        let channel = tonic::transport::Endpoint::from_shared(format!("http://{addr}"))
+            .map_err(|e| failed(&e))?
+            .connect_timeout(PATIENCE)
+            .connect()
+            .await
+            .map_err(|e| failed(&e))?;
+        let reply = AdminClient::new(channel).status(pb::StatusRequest {}).await.map_err(|e| failed(&e.message()))?;
+        Ok(reply.into_inner())
+    };
+    tokio::time::timeout(PATIENCE, call).await.map_err(|_| failed(&"no answer in 2 s"))?
+}
+
+/// The status of the mds that leads.
+pub async fn leader_status(mds: &[String]) -> Result<pb::StatusReply> {
+    let mut cause = Error::new(Code::NoDev, "no metadata server leads");
+    for addr in mds {
+        match ask(addr).await {
+            Ok(s) if s.raft.as_ref().is_some_and(|r| r.leader == r.id && r.id != 0) => return Ok(s),
+            Ok(_) => {}
+            Err(e) => cause = e,
+        }
+    }
+    Err(cause)
+}
+
+pub fn status(args: &StatusArgs) -> Result<ExitCode> {
+    let addrs = if args.admin.is_empty() {
+        let c = Cluster::open(&args.dir)?;
+        [c.admin_mds(), c.admin_oss()].concat()
+    } else {
+        args.admin.clone()
+    };
+    let answers = crate::run(1, async {
+        let mut all = Vec::new();
+        for a in addrs {
+            let r = ask(&a).await;
+            all.push((a, r));
+        }
+        Ok(all)
+    })?;
+    let map = newest_map(&answers);
+    if args.json {
+        println!("{:#}", as_json(&answers, map));
+    } else {
+        print_nodes(&answers);
+        if let Some(map) = map {
+            print_map(map, args.verbose);
+        }
+        print_sessions(&answers);
+    }
+    let healthy = answers.iter().all(|(_, r)| r.is_ok()) && map.is_some_and(is_whole);
+    Ok(if healthy { ExitCode::SUCCESS } else { ExitCode::from(2) })
+}
+
+type Answers = [(String, Result<pb::StatusReply>)];
+
+fn newest_map(answers: &Answers) -> Option<&pb::ClusterMap> {
+    answers.iter().filter_map(|(_, r)| r.as_ref().ok()?.map.as_ref()).max_by_key(|m| m.version)
+}
+
+fn is_whole(map: &pb::ClusterMap) -> bool {
+    map.chains.iter().all(|c| c.serving().count() == c.replicas.len())
+}
+
+fn print_nodes(answers: &Answers) {
+    let head = ["NODE", "ROLE", "ADDRESS", "STATE", "TERM", "LEADER", "APPLIED", "VERSION", "UP"];
+    let mut rows = vec![head.map(String::from).to_vec()];
+    for (addr, r) in answers {
+        rows.push(match r {
+            Err(e) => vec!["-".into(), "-".into(), addr.clone(), format!("unreachable ({})", e.message)],
+            Ok(s) => {
+                let raft = s.raft.clone().unwrap_or_default();
+                let on_mds = |v: String| if s.raft.is_some() { v } else { "-".into() };
+                vec![
+                    s.name.clone(),
+                    s.role.clone(),
+                    addr.clone(),
+                    on_mds(raft.state),
+                    on_mds(raft.term.to_string()),
+                    on_mds(raft.leader.to_string()),
+                    on_mds(raft.applied.to_string()),
+                    s.version.clone(),
+                    format!("{} s", s.uptime_ms / 1000),
+                ]
+            }
+        });
+    }
+    print!("{}", table(&rows));
+    for (addr, r) in answers {
+        for n in r.iter().flat_map(|s| &s.notices) {
+            println!("note: {addr}: {n}");
+        }
+    }
+}
+
+fn state_name(s: ReplicaState) -> &'static str {
+    match s {
+        ReplicaState::ReplicaServing => "serving",
+        ReplicaState::ReplicaSyncing => "syncing",
+        ReplicaState::ReplicaWaiting => "waiting",
+        ReplicaState::ReplicaOffline => "offline",
+        ReplicaState::ReplicaLastsrv => "lastsrv",
+        ReplicaState::ReplicaUnknown => "unknown",
+    }
+}
+
+fn print_map(map: &pb::ClusterMap, verbose: bool) {
+    println!();
+    let mut rows = vec![["TARGET", "NODE", "STATE", "CAPACITY", "USED", "CHAINS"].map(String::from).to_vec()];
+    for t in &map.targets {
+        let node = map.nodes.iter().find(|n| n.id == t.node).map_or_else(|| t.node.to_string(), |n| n.name.clone());
+        let of = map.chains.iter().filter(|c| c.state_of(t.id).is_some());
+        let (mut serving, mut all) = (0, 0);
+        for c in of {
+            all += 1;
+            serving += usize::from(c.state_of(t.id) == Some(ReplicaState::ReplicaServing));
+        }
+        rows.push(vec![
+            t.id.to_string(),
+            node,
+            if t.alive { "alive" } else { "dead" }.into(),
+            size(t.capacity),
+            size(t.used),
+            format!("{serving}/{all} in sync"),
+        ]);
+    }
+    print!("{}", table(&rows));
+    let whole = map.chains.iter().filter(|c| c.serving().count() == c.replicas.len()).count();
+    println!("\nfile system {}, map version {}: {whole} of {} chains whole", map.fs_name, map.version, map.chains.len());
+    for c in map.chains.iter().filter(|c| verbose || c.serving().count() < c.replicas.len()) {
+        let replicas: Vec<String> = c.replicas.iter().map(|r| format!("{}:{}", r.target, state_name(r.state()))).collect();
+        println!("  chain {} epoch {}: {}", c.id, c.epoch, replicas.join(" "));
+    }
+}
+
+fn print_sessions(answers: &Answers) {
+    let leader = answers.iter().filter_map(|(_, r)| r.as_ref().ok()).find(|s| !s.sessions.is_empty());
+    let Some(s) = leader else { return };
+    println!("\n{} inodes, {} orphans, {} files being deleted", s.inodes, s.orphans, s.gc_queue);
+    let mut rows = vec![["SESSION", "HOST", "PID", "VERSION", "OPENS", "IDLE"].map(String::from).to_vec()];
+    for c in &s.sessions {
+        let idle = format!("{} ms", c.idle_ms);
+        rows.push(vec![c.id.to_string(), c.hostname.clone(), c.pid.to_string(), c.version.clone(), c.opens.to_string(), idle]);
+    }
+    print!("{}", table(&rows));
+}
+
+fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
+    let servers: Vec<Value> = answers
+        .iter()
+        .map(|(addr, r)| match r {
+            Err(e) => json!({ "admin": addr, "reachable": false, "error": e.message }),
+            Ok(s) => json!({
+                "admin": addr, "reachable": true, "role": s.role, "node": s.node, "name": s.name, "version": s.version,
+                "pid": s.pid, "uptime_ms": s.uptime_ms, "notices": s.notices,
+                "raft": s.raft.as_ref().map(|r| json!({
+                    "id": r.id, "term": r.term, "leader": r.leader, "state": r.state, "committed": r.committed,
+                    "applied": r.applied, "first_index": r.first_index, "last_index": r.last_index,
+                    "voters": r.voters, "learners": r.learners })),
+                "inodes": s.inodes, "orphans": s.orphans, "gc_queue": s.gc_queue,
+                "sessions": s.sessions.iter().map(|c| json!({ "id": c.id, "hostname": c.hostname, "pid": c.pid,
+                    "version": c.version, "idle_ms": c.idle_ms, "opens": c.opens })).collect::<Vec<_>>(),
+                "targets": s.targets.iter().map(|t| json!({ "id": t.id, "device": t.device, "capacity": t.capacity,
+                    "used": t.used, "chunks": t.chunks, "direct_io": t.direct_io, "reads": t.reads, "writes": t.writes,
+                    "read_bytes": t.read_bytes, "write_bytes": t.write_bytes, "checksum_errors": t.checksum_errors,
+                    "lease_left_ms": t.lease_left_ms })).collect::<Vec<_>>(),
+            }),
+        })
+        .collect();
+    let map = map.map(|m| {
+        json!({
+            "version": m.version, "fs_name": m.fs_name, "default_copies": m.default_copies, "whole": is_whole(m),
+            "nodes": m.nodes.iter().map(|n| json!({ "id": n.id, "name": n.name, "version": n.version,
+                "role": if n.role == ROLE_MDS { "mds" } else { "oss" }, "endpoints": n.endpoints })).collect::<Vec<_>>(),
+            "targets": m.targets.iter().map(|t| json!({ "id": t.id, "node": t.node, "alive": t.alive,
+                "capacity": t.capacity, "used": t.used, "stamp": t.stamp.to_string() })).collect::<Vec<_>>(),
+            "chains": m.chains.iter().map(|c| json!({ "id": c.id, "epoch": c.epoch, "ost_index": c.ost_index(),
+                "in_sync": c.serving().collect::<Vec<_>>(),
+                "replicas": c.replicas.iter().map(|r| json!({ "target": r.target, "state": state_name(r.state()) }))
+                    .collect::<Vec<_>>() })).collect::<Vec<_>>(),
+            "pools": m.pools.iter().map(|p| json!({ "name": p.name, "targets": p.targets })).collect::<Vec<_>>(),
+        })
+    });
+    json!({ "servers": servers, "map": map })
+}

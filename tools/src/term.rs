@@ -1,0 +1,75 @@
+//! Small things for people at a terminal: progress lines, sizes, tables.
+
+use std::io::{IsTerminal, Write};
+
+/// Bytes as people read them, binary units: `3.4 GiB`.
+pub fn size(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit < UNITS.len() - 1 {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{bytes} B") } else { format!("{value:.1} {}", UNITS[unit]) }
+}
+
+/// A line that is rewritten in place on a terminal and printed once per change elsewhere.
+pub struct Progress {
+    live: bool,
+    last: String,
+}
+
+impl Progress {
+    pub fn new() -> Progress {
+        Progress { live: std::io::stderr().is_terminal(), last: String::new() }
+    }
+
+    pub fn say(&mut self, line: impl Into<String>) {
+        let line = line.into();
+        if line == self.last {
+            return;
+        }
+        let mut err = std::io::stderr();
+        // Progress is a courtesy: a closed stderr must not stop the work.
+        let _ = if self.live { write!(err, "\r\x1b[K{line}") } else { writeln!(err, "{line}") };
+        let _ = err.flush();
+        self.last = line;
+    }
+
+    pub fn done(self) {
+        if self.live && !self.last.is_empty() {
+            eprintln!();
+        }
+    }
+}
+
+/// Rows with columns padded to their widest cell, two blanks apart.
+pub fn table(rows: &[Vec<String>]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let mut out = String::new();
+    for row in rows {
+        let mut line = String::new();
+        for (cell, w) in row.iter().zip(&widths) {
+            line.push_str(&format!("{cell:<w$}  "));
+        }
+        out.push_str(line.trim_end());
+        out.push('\n');
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_tables() {
+        assert_eq!(size(1023), "1023 B");
+        assert_eq!(size(3 << 30), "3.0 GiB");
+        let rows = vec![vec!["a".into(), "b".into()], vec!["long".into(), "c".into()]];
+        assert_eq!(table(&rows), "a     b\nlong  c\n");
+    }
+}
