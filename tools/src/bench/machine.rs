@@ -1,0 +1,43 @@
+//! What a run cost the whole machine.
+
+use std::{fs, time::Instant};
+
+use strake_proto::{Code, Error, Result};
+
+/// Started before the work, read after it.
+pub struct Meter {
+    start: Instant,
+    busy: f64,
+}
+
+pub struct Cost {
+    pub seconds: f64,
+    /// Of all processes and the kernel together.
+    pub cpu_seconds: f64,
+}
+
+impl Meter {
+    pub fn start() -> Result<Meter> {
+        Ok(Meter { start: Instant::now(), busy: busy_seconds()? })
+    }
+    pub fn stop(&self) -> Result<Cost> {
+        Ok(Cost { seconds: self.start.elapsed().as_secs_f64(), cpu_seconds: busy_seconds()? - self.busy })
+    }
+}
+
+/// User, nice, system, irq and softirq time of all cores (`/proc/stat`, proc(5)).
+fn busy_seconds() -> Result<f64> {
+    let text = fs::read_to_string("/proc/stat")?;
+    let fields: Vec<f64> =
+        text.lines().next().unwrap_or_default().split_whitespace().skip(1).filter_map(|f| f.parse().ok()).collect();
+    let [user, nice, system, _idle, _iowait, irq, softirq, ..] = fields[..] else {
+        return Err(Error::new(Code::Io, "/proc/stat has no cpu line"));
+    };
+    Ok((user + nice + system + irq + softirq) / rustix::param::clock_ticks_per_second() as f64)
+}
+
+/// Empties the kernel's page cache; false when not permitted.
+pub fn drop_caches() -> bool {
+    rustix::fs::sync();
+    fs::write("/proc/sys/vm/drop_caches", "3").is_ok()
+}

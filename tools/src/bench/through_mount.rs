@@ -1,0 +1,135 @@
+//! The rows measured with ordinary system calls on the mount.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{Read, Write},
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
+
+use strake_proto::{Result, layout::splitmix64};
+
+use super::{JOBS, MIB, Scale, in_threads, machine::Meter, nth};
+
+pub struct Mounted {
+    dir: PathBuf,
+    scale: Scale,
+}
+
+impl Mounted {
+    pub fn new(mnt: &Path, scale: Scale) -> Result<Mounted> {
+        let dir = mnt.join("strake-bench-mount");
+        if dir.exists() {
+            fs::remove_dir_all(&dir)?;
+        }
+        fs::create_dir_all(dir.join("small"))?;
+        Ok(Mounted { dir, scale })
+    }
+
+    fn large(&self) -> PathBuf {
+        self.dir.join("large")
+    }
+    fn small(&self) -> PathBuf {
+        self.dir.join("small")
+    }
+
+    pub fn write(&self) -> Result<f64> {
+        let mut f = File::create(self.large())?;
+        let block = vec![0x5au8; MIB as usize];
+        for _ in 0..self.scale.bytes / MIB {
+            f.write_all(&block)?;
+        }
+        f.sync_all()?;
+        Ok(self.scale.bytes as f64)
+    }
+
+    fn ensure_large(&self) -> Result<()> {
+        if fs::metadata(self.large()).is_ok_and(|m| m.len() == self.scale.bytes) { Ok(()) } else { self.write().map(|_| ()) }
+    }
+
+    /// Each of `readers` reads its own part of the file, once.
+    pub fn read(&self, readers: u64) -> Result<f64> {
+        self.ensure_large()?;
+        read_parts(&self.large(), self.scale.bytes, readers)
+    }
+
+    pub fn random_read(&self) -> Result<f64> {
+        self.ensure_large()?;
+        let blocks = self.scale.bytes / 4096;
+        in_threads(|n| {
+            let f = File::open(self.large())?;
+            let (mut block, mut seed) = ([0u8; 4096], n + 1);
+            for _ in 0..self.scale.random_ops / JOBS {
+                f.read_exact_at(&mut block, splitmix64(&mut seed) % blocks * 4096)?;
+            }
+            Ok(self.scale.random_ops / JOBS)
+        })
+    }
+
+    fn each(&self, job: impl Fn(&Path) -> Result<()> + Sync) -> Result<f64> {
+        let dir = self.small();
+        in_threads(|n| {
+            let per = self.scale.files / JOBS;
+            for i in n * per..(n + 1) * per {
+                job(&nth(&dir, i))?;
+            }
+            Ok(per)
+        })
+    }
+
+    pub fn create(&self) -> Result<f64> {
+        self.each(|p| Ok(OpenOptions::new().write(true).create_new(true).open(p).map(|_| ())?))
+    }
+    pub fn stat(&self) -> Result<f64> {
+        self.each(|p| Ok(fs::metadata(p).map(|_| ())?))
+    }
+    pub fn ensure_files(&self) -> Result<f64> {
+        self.each(|p| Ok(File::create(p).map(|_| ())?))
+    }
+    pub fn unlink_all(&self) -> Result<f64> {
+        self.each(|p| match fs::remove_file(p) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(e.into()),
+            _ => Ok(()),
+        })
+    }
+
+    pub fn clean(&self) -> Result<()> {
+        Ok(fs::remove_dir_all(&self.dir)?)
+    }
+}
+
+fn read_parts(path: &Path, bytes: u64, readers: u64) -> Result<f64> {
+    let part = bytes / readers;
+    std::thread::scope(|s| -> Result<()> {
+        let threads: Vec<_> = (0..readers)
+            .map(|r| {
+                s.spawn(move || -> Result<()> {
+                    use std::io::Seek;
+                    let mut f = File::open(path)?;
+                    f.seek(std::io::SeekFrom::Start(r * part))?;
+                    let mut block = vec![0u8; MIB as usize];
+                    for _ in 0..part / MIB {
+                        f.read_exact(&mut block)?;
+                    }
+                    Ok(())
+                })
+            })
+            .collect();
+        for t in threads {
+            t.join().map_err(|_| strake_proto::Error::new(strake_proto::Code::Io, "a reader panicked"))??;
+        }
+        Ok(())
+    })?;
+    Ok(bytes as f64)
+}
+
+/// Rate of the same reads on a mount of the same kind that answers from memory.
+pub fn memory_limit(at: &Path, bytes: u64) -> Result<f64> {
+    fs::create_dir_all(at)?;
+    let mount = strake_fuse::mount_memory_limit(at, bytes)?;
+    let meter = Meter::start()?;
+    let read = read_parts(&at.join(strake_fuse::MEMORY_FILE), bytes, 1);
+    let cost = meter.stop()?;
+    drop(mount);
+    Ok(read? / cost.seconds)
+}
