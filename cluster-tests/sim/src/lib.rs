@@ -1,1 +1,5 @@
-//! See docs/architecture.md.
+//! The deterministic simulator: the real mds, oss and client code in one thread, with network, clocks and disks driven
+//! by one seed. See docs/testing.md.
+
+pub mod clock;
+pub mod net;

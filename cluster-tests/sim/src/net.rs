@@ -1,0 +1,327 @@
+//! The simulated network: an implementation of [`Fabric`] whose delays, losses and partitions come from the seed.
+//!
+//! A connection is between two lives of two nodes. When either dies, calls on it end with `Disconnected`. On a blocked
+//! link nothing arrives; the caller learns so as over TCP: after its dead-peer limit the connection is closed.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+use sha2::{Digest, Sha256};
+use strake_fabric::{Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
+use strake_proto::{Code, Error, Result};
+use tokio::{
+    sync::oneshot,
+    time::{Instant, sleep, timeout},
+};
+
+/// As the real transport's dead-peer detection.
+const DEAD_PEER: Duration = Duration::from_secs(2);
+
+/// What the network does to messages.
+#[derive(Clone, Copy, Debug)]
+pub struct Weather {
+    pub min_delay: Duration,
+    pub max_delay: Duration,
+    /// Parts per thousand of connections that break at a message.
+    pub break_per_mille: u32,
+}
+
+struct Listening {
+    service: Arc<dyn Service>,
+    env: Env,
+    life: u64,
+}
+
+struct State {
+    rng: StdRng,
+    weather: Weather,
+    listening: BTreeMap<u32, Listening>,
+    /// Directed links over which nothing arrives.
+    blocked: BTreeSet<(u32, u32)>,
+    connections: Vec<Weak<SimConnection>>,
+    trace: Sha256,
+    messages: u64,
+}
+
+/// The network all nodes of one simulation share.
+#[derive(Clone)]
+pub struct Network {
+    state: Arc<Mutex<State>>,
+    start: Instant,
+    ids: Arc<AtomicU64>,
+}
+
+impl Network {
+    pub fn new(seed: u64, weather: Weather) -> Network {
+        let state = State {
+            rng: StdRng::seed_from_u64(seed),
+            weather,
+            listening: BTreeMap::new(),
+            blocked: BTreeSet::new(),
+            connections: Vec::new(),
+            trace: Sha256::new(),
+            messages: 0,
+        };
+        Network { state: Arc::new(Mutex::new(state)), start: Instant::now(), ids: Arc::default() }
+    }
+
+    /// A node's view of it, for one life of that node.
+    pub fn fabric(&self, node: u32, role: Role, env: Env) -> SimFabric {
+        let life = self.ids.fetch_add(1, Ordering::Relaxed);
+        SimFabric { net: self.clone(), node, life, role, env, pool: Pool::default() }
+    }
+
+    /// Nothing sent by `from` reaches `to` any more.
+    pub fn block(&self, from: u32, to: u32) {
+        self.state.lock().blocked.insert((from, to));
+    }
+    pub fn heal(&self) {
+        self.state.lock().blocked.clear();
+    }
+    pub fn is_blocked(&self, from: u32, to: u32) -> bool {
+        self.state.lock().blocked.contains(&(from, to))
+    }
+    pub fn set_weather(&self, weather: Weather) {
+        self.state.lock().weather = weather;
+    }
+
+    /// The node died: it does not listen any more and all its connections are gone.
+    pub fn node_died(&self, node: u32) {
+        let connections = {
+            let mut s = self.state.lock();
+            s.listening.remove(&node);
+            let all = std::mem::take(&mut s.connections);
+            let (gone, stay): (Vec<_>, Vec<_>) =
+                all.into_iter().filter(|c| c.strong_count() > 0).partition(|c| c.upgrade().is_some_and(|c| c.touches(node)));
+            s.connections = stay;
+            gone
+        };
+        for c in connections.iter().filter_map(Weak::upgrade) {
+            c.close();
+        }
+    }
+
+    /// Adds to the trace that two runs of one seed must share.
+    pub fn note(&self, what: &str) {
+        let at = self.start.elapsed().as_nanos();
+        let mut s = self.state.lock();
+        s.trace.update(at.to_le_bytes());
+        s.trace.update(what.as_bytes());
+    }
+
+    /// Hash of everything that happened so far, and the number of messages delivered.
+    pub fn trace(&self) -> ([u8; 32], u64) {
+        let s = self.state.lock();
+        (s.trace.clone().finalize().into(), s.messages)
+    }
+
+    fn delay(&self) -> Duration {
+        let mut s = self.state.lock();
+        let (lo, hi) = (s.weather.min_delay.as_nanos() as u64, s.weather.max_delay.as_nanos() as u64);
+        Duration::from_nanos(s.rng.random_range(lo..=hi.max(lo)))
+    }
+
+    /// Whether this message breaks its connection.
+    fn breaks(&self) -> bool {
+        let mut s = self.state.lock();
+        let p = s.weather.break_per_mille;
+        p > 0 && s.rng.random_range(0..1000) < p
+    }
+
+    fn delivered(&self, from: u32, to: u32, m: &Message) {
+        let at = self.start.elapsed().as_nanos();
+        let mut s = self.state.lock();
+        s.messages += 1;
+        s.trace.update(at.to_le_bytes());
+        s.trace.update([from.to_le_bytes(), to.to_le_bytes()].concat());
+        s.trace.update(m.opcode.to_le_bytes());
+        s.trace.update(&m.body);
+        for b in &m.payload {
+            s.trace.update(&b[..]);
+        }
+    }
+}
+
+/// Where requests over a connection end up.
+#[derive(Clone)]
+struct End {
+    node: u32,
+    life: u64,
+    env: Env,
+    service: Option<Arc<dyn Service>>,
+}
+
+struct SimConnection {
+    net: Network,
+    from: End,
+    to: End,
+    /// How the receiver sees the sender.
+    peer: Mutex<Option<Peer>>,
+    closed: AtomicBool,
+    closing: tokio::sync::Notify,
+    other: Mutex<Weak<SimConnection>>,
+}
+
+impl SimConnection {
+    fn touches(&self, node: u32) -> bool {
+        self.from.node == node || self.to.node == node
+    }
+
+    fn gone(&self) -> Error {
+        Error::new(Code::Disconnected, format!("connection to sim:{} is gone", self.to.node))
+    }
+
+    async fn closed(&self) {
+        while !self.closed.load(Ordering::SeqCst) {
+            self.closing.notified().await;
+        }
+    }
+
+    /// One message over one direction: its delay, then whether it arrives.
+    async fn travel(&self, from: u32, to: u32) -> Result<()> {
+        sleep(self.net.delay()).await;
+        if self.net.is_blocked(from, to) {
+            sleep(DEAD_PEER).await;
+            self.close();
+        }
+        if self.net.breaks() {
+            self.close();
+        }
+        if self.closed.load(Ordering::SeqCst) { Err(self.gone()) } else { Ok(()) }
+    }
+
+    async fn exchange(&self, request: Message) -> Result<Message> {
+        self.travel(self.from.node, self.to.node).await?;
+        let service = self.to.service.clone().ok_or_else(|| strake_fabric::unknown_opcode(request.opcode))?;
+        let peer = self.peer.lock().clone().ok_or_else(|| self.gone())?;
+        self.net.delivered(self.from.node, self.to.node, &request);
+        let (answer, answered) = oneshot::channel();
+        let trace = request.trace;
+        self.to.env.spawn(async move {
+            let _ = answer.send(service.handle(&peer, request).await);
+        });
+        // The handler's node may die: its task is aborted and the channel ends.
+        let mut reply = answered.await.map_err(|_| self.gone())?;
+        self.travel(self.to.node, self.from.node).await?;
+        if let Ok(m) = &mut reply {
+            m.trace = trace;
+            self.net.delivered(self.to.node, self.from.node, m);
+        }
+        reply
+    }
+}
+
+#[async_trait]
+impl Connection for SimConnection {
+    async fn call(&self, request: Message, limit: Duration) -> Result<Message> {
+        let call = async {
+            tokio::select! {
+                biased;
+                () = self.closed() => Err(self.gone()),
+                r = self.exchange(request) => r,
+            }
+        };
+        timeout(limit, call).await.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "no answer in time")))
+    }
+
+    fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::SeqCst)
+    }
+
+    fn addr(&self) -> String {
+        format!("sim:{}", self.to.node)
+    }
+
+    fn close(&self) {
+        if self.closed.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        self.closing.notify_waiters();
+        self.closing.notify_one();
+        let other = self.other.lock().upgrade();
+        if let Some(o) = other {
+            o.close();
+        }
+        if let (Some(service), Some(peer)) = (&self.to.service, self.peer.lock().take()) {
+            service.disconnected(&peer);
+        }
+    }
+}
+
+pub struct SimFabric {
+    net: Network,
+    node: u32,
+    life: u64,
+    role: Role,
+    env: Env,
+    pool: Pool,
+}
+
+#[async_trait]
+impl Fabric for SimFabric {
+    async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        let Endpoint::Sim(to) = *to else {
+            return Err(Error::new(Code::Inval, format!("{to} is not a node of the simulator")));
+        };
+        sleep(self.net.delay()).await;
+        if self.net.is_blocked(self.node, to) || self.net.is_blocked(to, self.node) {
+            sleep(Duration::from_secs(1)).await;
+            return Err(Error::new(Code::TimedOut, format!("sim:{to} does not answer")));
+        }
+        let there = {
+            let s = self.net.state.lock();
+            let l = s.listening.get(&to).ok_or_else(|| Error::new(Code::Disconnected, format!("sim:{to} refuses")))?;
+            End { node: to, life: l.life, env: l.env.clone(), service: Some(l.service.clone()) }
+        };
+        let here = End { node: self.node, life: self.life, env: self.env.clone(), service: back };
+        let id = self.net.ids.fetch_add(1, Ordering::Relaxed);
+        let make = |from: &End, to: &End| {
+            Arc::new(SimConnection {
+                net: self.net.clone(),
+                from: from.clone(),
+                to: to.clone(),
+                peer: Mutex::new(None),
+                closed: AtomicBool::new(false),
+                closing: tokio::sync::Notify::new(),
+                other: Mutex::new(Weak::new()),
+            })
+        };
+        let (forth, backward) = (make(&here, &there), make(&there, &here));
+        *forth.other.lock() = Arc::downgrade(&backward);
+        *backward.other.lock() = Arc::downgrade(&forth);
+        let seen = |role, end: &End, back| Peer { role, addr: format!("sim:{}/{}", end.node, end.life), id, back };
+        *forth.peer.lock() = Some(seen(self.role, &here, Some(backward.clone() as Arc<dyn Connection>)));
+        *backward.peer.lock() = Some(seen(Role::Server, &there, None));
+        self.net.state.lock().connections.push(Arc::downgrade(&forth));
+        Ok(forth)
+    }
+
+    async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {
+        let at = if *at == Endpoint::Sim(0) { Endpoint::Sim(self.node) } else { at.clone() };
+        let listening = Listening { service, env: self.env.clone(), life: self.life };
+        self.net.state.lock().listening.insert(self.node, listening);
+        struct Stop(Network, u32, u64);
+        impl Drop for Stop {
+            fn drop(&mut self) {
+                let mut s = self.0.state.lock();
+                if s.listening.get(&self.1).is_some_and(|l| l.life == self.2) {
+                    s.listening.remove(&self.1);
+                }
+            }
+        }
+        Ok(Listener::new(at, Box::new(Stop(self.net.clone(), self.node, self.life))))
+    }
+
+    fn pool(&self) -> &Pool {
+        &self.pool
+    }
+}
