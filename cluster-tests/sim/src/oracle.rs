@@ -1,0 +1,148 @@
+//! What a reader may see: per file and cell of 512 bytes, the tags of the writes whose bytes may be there.
+//!
+//! Each write has a tag that no other write has; every word of its bytes names tag and place. A cell holds what the last
+//! fsync made durable, or any later write; after an fsync that succeeded, only the newest. A cell never written reads
+//! as zeros. Anything else is a violated promise.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+pub const CELL: usize = 512;
+/// Tag of bytes never written: zeros.
+const NEVER: u32 = 0;
+
+/// The bytes of a write: 8-byte words, tag in the high half, offset in the file in words in the low half.
+pub fn fill(tag: u32, offset: u64, out: &mut [u8]) {
+    for (i, word) in out.chunks_exact_mut(8).enumerate() {
+        let place = (offset / 8 + i as u64) as u32;
+        word.copy_from_slice(&((u64::from(tag) << 32) | u64::from(place)).to_le_bytes());
+    }
+}
+
+#[derive(Clone, Debug, Default)]
+struct Cell {
+    /// Every tag that may be read; the last one is the newest write.
+    tags: Vec<u32>,
+}
+
+/// One file as its single writer knows it.
+#[derive(Clone, Debug, Default)]
+pub struct FileModel {
+    cells: BTreeMap<u64, Cell>,
+    /// Bytes an fsync promised, and bytes any write may have reached.
+    pub durable_size: u64,
+    pub most_size: u64,
+}
+
+impl FileModel {
+    /// A write was sent; whether it answers or not, its bytes may be there from now on.
+    pub fn wrote(&mut self, tag: u32, offset: u64, len: usize) {
+        for c in offset / CELL as u64..(offset + len as u64) / CELL as u64 {
+            let cell = self.cells.entry(c).or_default();
+            if cell.tags.is_empty() {
+                cell.tags.push(NEVER);
+            }
+            cell.tags.push(tag);
+        }
+        self.most_size = self.most_size.max(offset + len as u64);
+    }
+
+    /// An fsync succeeded that began when `self` was as it is.
+    pub fn synced(&mut self) {
+        for cell in self.cells.values_mut() {
+            let newest = cell.tags.last().copied().unwrap_or(NEVER);
+            cell.tags = vec![newest];
+        }
+        self.durable_size = self.most_size;
+    }
+
+    /// Whether `bytes`, read at `offset` (a multiple of the cell size), may be what the file holds.
+    pub fn check(&self, offset: u64, bytes: &[u8]) -> Result<(), String> {
+        for (i, got) in bytes.chunks(CELL).enumerate() {
+            let at = offset + (i * CELL) as u64;
+            let tags = self.cells.get(&(at / CELL as u64)).map_or(&[NEVER][..], |c| &c.tags[..]);
+            if !tags.iter().any(|t| matches(*t, at, got)) {
+                let word = got.first_chunk::<8>().map_or(0, |w| u64::from_le_bytes(*w));
+                return Err(format!(
+                    "at {at}: found tag {} place {}, allowed tags {tags:?}",
+                    word >> 32,
+                    word & 0xffff_ffff
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// The size a reader may be told.
+    pub fn check_size(&self, size: u64) -> Result<(), String> {
+        if size < self.durable_size || size > self.most_size {
+            return Err(format!("size {size}, allowed {}..={}", self.durable_size, self.most_size));
+        }
+        Ok(())
+    }
+}
+
+fn matches(tag: u32, offset: u64, got: &[u8]) -> bool {
+    if tag == NEVER {
+        return got.iter().all(|b| *b == 0);
+    }
+    let mut want = [0u8; CELL];
+    fill(tag, offset, &mut want);
+    got == &want[..got.len()]
+}
+
+/// The names of one directory as their single user knows them.
+#[derive(Clone, Debug, Default)]
+pub struct NameModel {
+    /// Acknowledged to exist.
+    pub there: BTreeSet<String>,
+    /// Asked for, not answered: may or may not exist.
+    pub open: BTreeSet<String>,
+}
+
+impl NameModel {
+    pub fn check(&self, listed: &BTreeSet<String>) -> Result<(), String> {
+        if let Some(lost) = self.there.iter().find(|n| !listed.contains(*n) && !self.open.contains(*n)) {
+            return Err(format!("acknowledged name {lost} is gone"));
+        }
+        match listed.iter().find(|n| !self.there.contains(*n) && !self.open.contains(*n)) {
+            Some(extra) => Err(format!("name {extra} was never there or was removed")),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stale_torn_foreign_and_zeroed_bytes_are_found() {
+        let mut m = FileModel::default();
+        let mut a = vec![0; 2048];
+        m.wrote(1, 0, 2048);
+        fill(1, 0, &mut a);
+        assert!(m.check(0, &a).is_ok());
+        assert!(m.check(0, &[0; 2048]).is_ok(), "not synced yet: may be lost");
+        m.synced();
+        assert!(m.check(0, &[0; 2048]).is_err(), "zeros for synced bytes");
+        let mut b = vec![0; 512];
+        m.wrote(2, 512, 512);
+        fill(2, 512, &mut b);
+        assert!(m.check(512, &b).is_ok() && m.check(512, &a[512..1024]).is_ok());
+        assert!(m.check(0, &b).is_err(), "bytes of another place");
+        let mut torn = b.clone();
+        torn[256..].copy_from_slice(&a[768..1024]);
+        assert!(m.check(512, &torn).is_err(), "torn within a cell");
+        m.synced();
+        assert!(m.check(512, &a[512..1024]).is_err(), "stale");
+        assert!(m.check_size(2048).is_ok() && m.check_size(512).is_err() && m.check_size(4096).is_err());
+    }
+
+    #[test]
+    fn lost_and_resurrected_names_are_found() {
+        let set = |n: &[&str]| n.iter().map(|s| s.to_string()).collect::<BTreeSet<_>>();
+        let m = NameModel { there: set(&["a", "b"]), open: set(&["c"]) };
+        assert!(m.check(&set(&["a", "b"])).is_ok() && m.check(&set(&["a", "b", "c"])).is_ok());
+        assert!(m.check(&set(&["a"])).is_err() && m.check(&set(&["a", "b", "d"])).is_err());
+    }
+}
