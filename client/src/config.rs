@@ -38,6 +38,8 @@ pub struct Config {
     pub op_timeout: Duration,
     /// Connections to each object storage server.
     pub connections_per_node: usize,
+    /// Read from this replica of each chain only (0 = first), to verify copies one by one. `None`: from any.
+    pub read_replica: Option<usize>,
 }
 
 impl Config {
@@ -58,6 +60,7 @@ impl Config {
             extend_interval: Duration::from_millis(400),
             op_timeout: Duration::from_secs(60),
             connections_per_node: 2,
+            read_replica: None,
         }
     }
 }

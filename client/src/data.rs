@@ -327,7 +327,10 @@ impl Core {
     /// bytes.
     async fn read_round(&self, map: &MapView, p: Piece, cap: &Cap) -> Result<Vec<Buf>> {
         let chain = chain_of(map, p.chain)?;
-        let mut order = route::read_order(map, chain, p.chunk, self.local_node(map));
+        let mut order = match self.cfg.read_replica {
+            Some(n) => route::only_replica(chain, n)?,
+            None => route::read_order(map, chain, p.chunk, self.local_node(map)),
+        };
         let mut passing = None;
         let mut last = not_serving(format!("chain {} has no replica in sync", chain.id));
         while !order.is_empty() {

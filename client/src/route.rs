@@ -1,7 +1,7 @@
 //! Which replica a data request goes to: pure choices over the cluster map.
 
 use strake_proto::{
-    ChunkId, NodeId, TargetId,
+    ChunkId, Code, Error, NodeId, Result, TargetId,
     layout::splitmix64,
     map::{ChainExt, MapView},
     pb,
@@ -22,6 +22,20 @@ pub fn read_order(map: &MapView, chain: &pb::Chain, chunk: ChunkId, local: Optio
         }
     }
     order
+}
+
+/// The `n`-th replica of the chain as it was made (0 = first), and no other: for verifying copies one by one.
+///
+/// `Inval` if the chain has fewer copies, `NotServing` while that one is out of sync.
+pub fn only_replica(chain: &pb::Chain, n: usize) -> Result<Vec<TargetId>> {
+    let target = *chain.preferred.get(n).ok_or_else(|| {
+        let m = format!("chain {} has {} copies; there is no replica {n}", chain.id, chain.preferred.len());
+        Error::new(Code::Inval, m)
+    })?;
+    if chain.serving().any(|t| t == target) {
+        return Ok(vec![target]);
+    }
+    Err(Error::new(Code::NotServing, format!("replica {n} of chain {} (target {target}) is out of sync", chain.id)))
 }
 
 /// The node that runs on this host, if the map has one.
@@ -72,5 +86,15 @@ mod tests {
         }
         assert!(first.values().all(|n| *n > 60), "{first:?}");
         assert_eq!(local_node(&m, ""), None);
+    }
+
+    #[test]
+    fn one_replica_is_that_one_or_none() {
+        let m = map();
+        let mut chain = m.chain(1).unwrap().clone();
+        assert_eq!(only_replica(&chain, 1).unwrap(), vec![2]);
+        assert_eq!(only_replica(&chain, 3).unwrap_err().code, Code::Inval);
+        chain.replicas[1].state = pb::ReplicaState::ReplicaSyncing as i32;
+        assert_eq!(only_replica(&chain, 1).unwrap_err().code, Code::NotServing);
     }
 }

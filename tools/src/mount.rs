@@ -38,6 +38,9 @@ pub struct MountArgs {
     /// Mount read-only.
     #[arg(long)]
     read_only: bool,
+    /// Read from this replica of each chain only (0 = first), to verify copies one by one.
+    #[arg(long)]
+    read_replica: Option<usize>,
     /// Stay in the foreground.
     #[arg(long, short)]
     foreground: bool,
@@ -73,6 +76,7 @@ struct MountSection {
     entry_timeout: f64,
     #[serde(default = "sixty")]
     op_timeout_s: u64,
+    read_replica: Option<usize>,
 }
 
 fn default_log() -> String {
@@ -100,6 +104,7 @@ fn load(args: &MountArgs) -> Result<MountFile> {
     }
     o.extend(args.client_key.as_ref().map(|p| ("", "client_key", p.display().to_string().into())));
     o.extend(args.allow_other.then_some(("mount", "allow_other", true.into())));
+    o.extend(args.read_replica.map(|n| ("mount", "read_replica", (n as i64).into())));
     o.extend(args.read_only.then_some(("mount", "read_only", true.into())));
     o.extend(args.log.clone().map(|l| ("", "log", l.into())));
     config::load(args.config.as_deref(), o)
@@ -116,16 +121,27 @@ pub fn mount(args: MountArgs) -> Result<ExitCode> {
 }
 
 /// Connects a client of a running cluster.
-pub async fn connect(mds: &[String], client_key: [u8; 32], op_timeout: Duration) -> Result<Client> {
+pub async fn connect(mds: &[String], client_key: [u8; 32]) -> Result<Client> {
+    connect_with(client_config(mds)?, client_key).await
+}
+
+fn client_config(mds: &[String]) -> Result<strake_client::Config> {
     let mds = mds.iter().map(|s| s.parse()).collect::<Result<Vec<Endpoint>>>()?;
+    let hostname = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    Ok(strake_client::Config { hostname, ..strake_client::Config::new(mds) })
+}
+
+async fn connect_with(config: strake_client::Config, client_key: [u8; 32]) -> Result<Client> {
     let env = Env::system();
     let fabric = TcpFabric::new(env.clone(), Identity::client(client_key), None, Pool::default(), Default::default());
-    let config = strake_client::Config { mds, op_timeout, ..Default::default() };
     Client::connect(config, env, Arc::new(fabric)).await
 }
 
 async fn serve(section: MountSection, key: [u8; 32]) -> Result<ExitCode> {
-    let client = connect(&section.mds, key, Duration::from_secs(section.op_timeout_s)).await?;
+    let mut config = client_config(&section.mds)?;
+    config.op_timeout = Duration::from_secs(section.op_timeout_s);
+    config.read_replica = section.read_replica;
+    let client = connect_with(config, key).await?;
     let config = MountConfig {
         mountpoint: section.mountpoint.clone(),
         allow_other: section.allow_other,

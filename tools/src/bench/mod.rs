@@ -99,7 +99,7 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let mut rows = Vec::new();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let key = config::read_key(&cluster.client_key())?;
-    let client = runtime.block_on(mount::connect(&cluster.mds_endpoints(), key, Duration::from_secs(60)))?;
+    let client = runtime.block_on(mount::connect(&cluster.mds_endpoints(), key))?;
     let on_mount = through_mount::Mounted::new(&mnt, scale)?;
     let by_client = runtime.block_on(through_client::ByClient::new(client, scale))?;
     let plans = plans(&on_mount, &by_client, &runtime);
