@@ -2,4 +2,8 @@
 //! by one seed. See docs/testing.md.
 
 pub mod clock;
+pub mod cluster;
 pub mod net;
+pub mod oracle;
+pub mod run;
+pub mod workload;

@@ -166,9 +166,9 @@ impl Cluster {
         let _ = writeln!(s, "listen = \"tcp:127.0.0.1:{}\"", self.port(&role, false));
         let _ = writeln!(s, "admin = \"127.0.0.1:{}\"", self.port(&role, true));
         let _ = writeln!(s, "default_copies = {}\nexpect_targets = {}", self.p.mirror, self.target_count());
-        for (i, e) in self.mds_endpoints().iter().enumerate() {
-            let _ = writeln!(s, "\n[[mds.peers]]\nid = {}\nendpoint = {e:?}", i + 1);
-        }
+        let peers: Vec<String> =
+            self.mds_endpoints().iter().enumerate().map(|(i, e)| format!("{}={e}", i + 1)).collect();
+        let _ = writeln!(s, "peers = {peers:?}");
         s
     }
 

@@ -1,0 +1,227 @@
+//! A cluster in the simulator: real metadata servers, object servers and clients on simulated disks, clocks and network.
+
+use std::{path::PathBuf, sync::Arc, time::Duration};
+
+use rand::{Rng, RngExt, SeedableRng, rngs::StdRng};
+use strake_client::Client;
+use strake_fabric::{Endpoint, Env, Pool, Role};
+use strake_mds::{
+    consensus::MemLog,
+    server::{self as mds_server, MdsServer},
+};
+use strake_oss::{
+    device::mem::{MemDevice, Tear},
+    engine::{Engine, Options, TargetIdentity},
+    server::{self as oss_server, OssServer},
+};
+use strake_proto::{CapKey, Result};
+use strake_store::MemStore;
+use tokio::time::{Instant, timeout};
+
+use crate::{
+    clock::SimClock,
+    net::{Network, Weather},
+};
+
+/// Secret of every simulated cluster.
+const KEY: [u8; 32] = [0x5e; 32];
+const TARGET_BYTES: u64 = 256 << 20;
+pub const MDS: u32 = 3;
+pub const OSS: u32 = 3;
+pub const COPIES: u32 = 2;
+/// Node numbers on the network: metadata servers from 1, object servers from 101, clients from 201.
+pub const FIRST_OSS: u32 = 101;
+pub const FIRST_CLIENT: u32 = 201;
+
+struct Mds {
+    node: u32,
+    clock: SimClock,
+    log: Arc<MemLog>,
+    store: Arc<MemStore>,
+    life: Option<(Env, MdsServer)>,
+}
+
+struct Oss {
+    node: u32,
+    clock: SimClock,
+    device: Arc<MemDevice>,
+    table: Arc<MemStore>,
+    formatted: bool,
+    life: Option<(Env, OssServer)>,
+}
+
+pub struct Cluster {
+    pub net: Network,
+    rng: StdRng,
+    start: Instant,
+    mds: Vec<Mds>,
+    oss: Vec<Oss>,
+}
+
+fn bytes32(rng: &mut StdRng) -> [u8; 32] {
+    let mut b = [0; 32];
+    rng.fill_bytes(&mut b);
+    b
+}
+
+impl Cluster {
+    /// Nothing runs yet.
+    pub fn new(seed: u64) -> Cluster {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let start = Instant::now();
+        let ms = Duration::from_millis;
+        let weather = Weather { min_delay: ms(0), max_delay: ms(3), break_per_mille: 0 };
+        let net = Network::new(rng.random(), weather);
+        let voters: Vec<u64> = (1..=u64::from(MDS)).collect();
+        let mut skew = |rng: &mut StdRng| SimClock::new(start, rng.random_range(-20_000_000..20_000_000));
+        let mds = (1..=MDS)
+            .map(|node| Mds {
+                node,
+                clock: skew(&mut rng),
+                log: Arc::new(MemLog::new(voters.clone(), rng.random(), ms(1))),
+                store: Arc::new(MemStore::new()),
+                life: None,
+            })
+            .collect();
+        let oss = (0..OSS)
+            .map(|n| Oss {
+                node: FIRST_OSS + n,
+                clock: skew(&mut rng),
+                device: Arc::new(MemDevice::new(TARGET_BYTES)),
+                table: Arc::new(MemStore::new()),
+                formatted: false,
+                life: None,
+            })
+            .collect();
+        Cluster { net, rng, start, mds, oss }
+    }
+
+    pub fn nodes(&self) -> Vec<u32> {
+        self.mds.iter().map(|m| m.node).chain(self.oss.iter().map(|o| o.node)).collect()
+    }
+
+    pub fn is_up(&self, node: u32) -> bool {
+        self.mds.iter().any(|m| m.node == node && m.life.is_some())
+            || self.oss.iter().any(|o| o.node == node && o.life.is_some())
+    }
+
+    pub async fn start(&mut self, node: u32) -> Result<()> {
+        self.net.note(&format!("start {node}"));
+        let seed = bytes32(&mut self.rng);
+        if let Some(i) = self.mds.iter().position(|m| m.node == node) {
+            let m = &self.mds[i];
+            let env = m.clock.env(seed);
+            let parts = mds_server::Parts {
+                env: env.clone(),
+                fabric: Arc::new(self.net.fabric(node, Role::Server, env.clone())),
+                log: m.log.clone(),
+                store: m.store.clone(),
+                cap_key: CapKey::from_cluster_key(&KEY),
+            };
+            let server = mds_server::start(mds_config(node), parts).await?;
+            self.mds[i].life = Some((env, server));
+        } else if let Some(i) = self.oss.iter().position(|o| o.node == node) {
+            self.format_once(i).await?;
+            let o = &self.oss[i];
+            let env = o.clock.env(seed);
+            let engine = Engine::open(o.device.clone(), o.table.clone(), Pool::default(), Options::default()).await?;
+            let parts = oss_server::Parts {
+                env: env.clone(),
+                fabric: Arc::new(self.net.fabric(node, Role::Server, env.clone())),
+                targets: vec![engine],
+                cap_key: CapKey::from_cluster_key(&KEY),
+            };
+            let mds = (1..=MDS).map(Endpoint::Sim).collect();
+            let config = oss_server::Config::new(format!("oss{node}"), Endpoint::Sim(node), mds);
+            // Registration needs a metadata leader; without one it goes on in the background of the real server, and a
+            // start that takes longer than any election is a failure to report.
+            let server = timeout(Duration::from_secs(60), oss_server::start(config, parts))
+                .await
+                .map_err(|_| strake_proto::Error::new(strake_proto::Code::TimedOut, "an oss did not start in 60 s"))??;
+            self.oss[i].life = Some((env, server));
+        }
+        Ok(())
+    }
+
+    async fn format_once(&mut self, i: usize) -> Result<()> {
+        if !self.oss[i].formatted {
+            let target_uuid = u128::from(self.rng.next_u64()) << 64 | u128::from(self.rng.next_u64());
+            let o = &mut self.oss[i];
+            let id = TargetIdentity {
+                fs_uuid: [0; 16],
+                target_uuid: target_uuid.to_le_bytes(),
+                target_id: u32::MAX,
+                node: format!("oss{}", o.node),
+            };
+            Engine::format(&*o.device, &*o.table, id).await?;
+            o.formatted = true;
+        }
+        Ok(())
+    }
+
+    /// The process is gone from one instruction to the next; with `power`, its machine too: unsynced disk writes are lost
+    /// or torn. Without, what reached the kernel stays.
+    pub fn kill(&mut self, node: u32, power: bool) {
+        self.net.note(&format!("kill {node} power={power}"));
+        let (dice, keep) = (self.rng.next_u64(), self.rng.random_bool(0.5));
+        if let Some(m) = self.mds.iter_mut().find(|m| m.node == node)
+            && let Some((env, server)) = m.life.take()
+        {
+            env.kill();
+            drop(server);
+            m.log.crash(keep);
+            m.store.crash(|n| if power { (dice % (n as u64 + 1)) as usize } else { n });
+        }
+        if let Some(o) = self.oss.iter_mut().find(|o| o.node == node)
+            && let Some((env, server)) = o.life.take()
+        {
+            env.kill();
+            drop(server);
+            if power {
+                o.device.crash(dice, Tear::Sector);
+            }
+            o.table.crash(|n| if power { (dice % (n as u64 + 1)) as usize } else { n });
+        }
+        self.net.node_died(node);
+    }
+
+    /// A client on a node of its own.
+    pub async fn client(&mut self, n: u32) -> Result<Client> {
+        let node = FIRST_CLIENT + n;
+        let env = SimClock::new(self.start, 0).env(bytes32(&mut self.rng));
+        let fabric = Arc::new(self.net.fabric(node, Role::Client, env.clone()));
+        let mut config = strake_client::Config::new((1..=MDS).map(Endpoint::Sim).collect());
+        config.pid = u64::from(node);
+        config.op_timeout = Duration::from_secs(120);
+        Client::connect(config, env, fabric).await
+    }
+
+    /// The chains of the leader's map, and whether all replicas of all are in sync.
+    pub fn whole(&self) -> bool {
+        use strake_proto::map::ChainExt;
+        let statuses = self.mds.iter().filter_map(|m| Some(m.life.as_ref()?.1.status()));
+        let newest = statuses.filter_map(|s| s.map).max_by_key(|m| m.version);
+        newest.is_some_and(|m| !m.chains.is_empty() && m.chains.iter().all(|c| c.serving().count() == c.replicas.len()))
+    }
+
+    /// Cuts a node off, in both directions or one.
+    pub fn isolate(&mut self, node: u32, one_way: bool) {
+        self.net.note(&format!("isolate {node} one_way={one_way}"));
+        let others: Vec<u32> =
+            self.nodes().into_iter().filter(|n| *n != node).chain((0..8).map(|n| FIRST_CLIENT + n)).collect();
+        for n in others {
+            self.net.block(n, node);
+            if !one_way {
+                self.net.block(node, n);
+            }
+        }
+    }
+}
+
+fn mds_config(node: u32) -> mds_server::Config {
+    let mut c = mds_server::Config::new(u64::from(node), Endpoint::Sim(node), PathBuf::new());
+    c.peers = (1..=MDS).map(|n| (u64::from(n), Endpoint::Sim(n))).collect();
+    c.default_copies = COPIES;
+    c.expect_targets = OSS as usize;
+    c
+}

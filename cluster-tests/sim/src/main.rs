@@ -1,0 +1,54 @@
+//! `strake-sim`: runs seeds, prints what happened, exits 1 when a promise was broken.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use strake_sim::run::{Scenario, run};
+
+/// Run the deterministic simulator over a range of seeds.
+#[derive(Parser)]
+struct Args {
+    /// First seed.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// How many seeds.
+    #[arg(long, default_value_t = 1)]
+    count: u64,
+    /// Simulated seconds under faults.
+    #[arg(long, default_value_t = 15)]
+    seconds: u64,
+    /// Run each seed twice and compare the traces.
+    #[arg(long)]
+    replay: bool,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let mut failed = 0;
+    for seed in args.seed..args.seed + args.count {
+        let scenario = Scenario { length: std::time::Duration::from_secs(args.seconds), ..Scenario::new(seed) };
+        match run(scenario) {
+            Ok(o) => {
+                let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
+                println!(
+                    "seed {seed}: {} faults, {} writes, {} syncs, {} reads, {} names, {} errors, {} messages, {:.0?} simulated, trace {hash}",
+                    o.faults, o.writes, o.syncs, o.reads, o.names, o.errors, o.messages, o.simulated
+                );
+                for v in &o.violations {
+                    println!("  VIOLATION: {v}");
+                }
+                failed += u64::from(!o.violations.is_empty());
+                if args.replay && run(scenario).map(|again| again.trace).ok() != Some(o.trace) {
+                    println!("  NOT REPLAYED: the second run of seed {seed} took another course");
+                    failed += 1;
+                }
+            }
+            Err(e) => {
+                println!("seed {seed}: FAILED: {e:?}");
+                failed += 1;
+            }
+        }
+    }
+    println!("{} passed, {failed} failed", args.count.saturating_sub(failed));
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

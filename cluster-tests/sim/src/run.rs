@@ -1,0 +1,184 @@
+//! One simulated run: a seed decides everything, and the same seed gives the same trace to the byte.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IndexedRandom};
+use strake_proto::{Code, Error, Result};
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::{
+    cluster::{Cluster, FIRST_OSS},
+    net::Weather,
+    workload::{Actor, Findings, Shared},
+};
+
+const CLIENTS: u32 = 3;
+
+/// How long and how hard.
+#[derive(Clone, Copy, Debug)]
+pub struct Scenario {
+    pub seed: u64,
+    /// Simulated time under faults.
+    pub length: Duration,
+    /// Mean simulated time between faults.
+    pub fault_every: Duration,
+}
+
+impl Scenario {
+    pub fn new(seed: u64) -> Scenario {
+        Scenario { seed, length: Duration::from_secs(15), fault_every: Duration::from_millis(1500) }
+    }
+}
+
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    pub seed: u64,
+    /// SHA-256 over everything every message carried and when, and every fault.
+    pub trace: [u8; 32],
+    pub messages: u64,
+    pub faults: u64,
+    pub simulated: Duration,
+    pub writes: u64,
+    pub syncs: u64,
+    pub reads: u64,
+    pub names: u64,
+    pub errors: u64,
+    /// Promises broken, in words. Empty is the only good answer.
+    pub violations: Vec<String>,
+}
+
+/// Runs it on a single-threaded runtime whose clock only moves when nothing else can.
+pub fn run(s: Scenario) -> Result<Outcome> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
+    let outcome = runtime.block_on(simulate(s));
+    runtime.shutdown_background();
+    outcome
+}
+
+async fn simulate(s: Scenario) -> Result<Outcome> {
+    let begun = Instant::now();
+    let mut cluster = Cluster::new(s.seed);
+    let mut rng = StdRng::seed_from_u64(s.seed ^ 0x0fau64);
+    for node in cluster.nodes() {
+        cluster.start(node).await.map_err(|e| e.context(format!("starting node {node}")))?;
+    }
+    wait_whole(&cluster, "after the start").await?;
+    let found: Shared = Arc::new(Mutex::new(Findings::default()));
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut tasks = Vec::new();
+    for id in 1..=CLIENTS {
+        let client = cluster.client(id).await?;
+        let mut actor = Actor::new(id, client, rng.random(), found.clone()).await?;
+        let stop = stop.clone();
+        tasks.push(tokio::spawn(async move {
+            actor.run(stop).await;
+            actor
+        }));
+    }
+    let faults = harm(&mut cluster, &mut rng, s).await?;
+    for node in cluster.nodes() {
+        if !cluster.is_up(node) {
+            cluster.start(node).await?;
+        }
+    }
+    cluster.net.heal();
+    stop.store(true, Ordering::Relaxed);
+    let other = cluster.client(7).await?;
+    for t in tasks {
+        let actor = timeout(Duration::from_secs(300), t)
+            .await
+            .map_err(|_| Error::new(Code::TimedOut, "a client did not finish 300 s after the last fault"))?
+            .map_err(|e| Error::new(Code::Io, format!("a client failed: {e}")))?;
+        actor.finish(&other).await?;
+    }
+    wait_whole(&cluster, "after the last fault").await?;
+    let (trace, messages) = cluster.net.trace();
+    let f = found.lock();
+    Ok(Outcome {
+        seed: s.seed,
+        trace,
+        messages,
+        faults,
+        simulated: begun.elapsed(),
+        writes: f.writes,
+        syncs: f.syncs,
+        reads: f.reads,
+        names: f.names,
+        errors: f.errors,
+        violations: f.violations.clone(),
+    })
+}
+
+async fn wait_whole(cluster: &Cluster, when: &str) -> Result<()> {
+    let start = Instant::now();
+    while !cluster.whole() {
+        if start.elapsed() > Duration::from_secs(120) {
+            return Err(Error::new(Code::TimedOut, format!("chains were not whole 120 s {when}")));
+        }
+        sleep(Duration::from_millis(100)).await;
+    }
+    Ok(())
+}
+
+/// Kills, restarts, partitions and bad weather, as the seed says. Returns how many struck a node that was up.
+async fn harm(cluster: &mut Cluster, rng: &mut StdRng, s: Scenario) -> Result<u64> {
+    let (end, mut faults) = (Instant::now() + s.length, 0);
+    while Instant::now() < end {
+        sleep(s.fault_every.mul_f64(rng.random_range(0.2..1.8))).await;
+        let nodes = cluster.nodes();
+        let up: Vec<u32> = nodes.iter().copied().filter(|n| cluster.is_up(*n)).collect();
+        let down: Vec<u32> = nodes.iter().copied().filter(|n| !cluster.is_up(*n)).collect();
+        match rng.random_range(0..10) {
+            0..=3 if !up.is_empty() => {
+                if let Some(node) = up.choose(rng) {
+                    cluster.kill(*node, rng.random_bool(0.5));
+                    faults += 1;
+                }
+            }
+            4 => {
+                // Power loss of everything, or of every object server.
+                let power = rng.random_bool(0.7);
+                let from = if rng.random_bool(0.5) { 0 } else { FIRST_OSS };
+                for node in up.into_iter().filter(|n| *n >= from) {
+                    cluster.kill(node, power);
+                    faults += 1;
+                }
+            }
+            5 => {
+                if let Some(node) = up.choose(rng) {
+                    cluster.isolate(*node, rng.random_bool(0.3));
+                    faults += 1;
+                }
+            }
+            6 => cluster.net.heal(),
+            7 => {
+                let break_per_mille = if rng.random_bool(0.5) { 3 } else { 0 };
+                let max_delay = Duration::from_millis(rng.random_range(1..30));
+                cluster.net.set_weather(Weather { min_delay: Duration::ZERO, max_delay, break_per_mille });
+            }
+            _ => {}
+        }
+        // A server that waits for a leader to register must not hold up the others.
+        let mds_down: Vec<u32> = down.iter().copied().filter(|n| *n < FIRST_OSS).collect();
+        for node in mds_down {
+            if rng.random_bool(0.7) {
+                cluster.start(node).await?;
+            }
+        }
+        let leader_possible = nodes.iter().filter(|n| **n < FIRST_OSS && cluster.is_up(**n)).count() >= 2;
+        for node in down.into_iter().filter(|n| *n >= FIRST_OSS) {
+            if leader_possible && rng.random_bool(0.5) {
+                cluster.net.heal();
+                cluster.start(node).await?;
+            }
+        }
+    }
+    Ok(faults)
+}

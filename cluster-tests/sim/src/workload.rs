@@ -1,0 +1,201 @@
+//! What the simulated clients do, and the checks of what they see.
+
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
+
+use parking_lot::Mutex;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+use strake_client::{Client, Creds, File};
+use strake_proto::{Code, Error, Ino, Result};
+use tokio::time::sleep;
+
+use crate::oracle::{CELL, FileModel, NameModel, fill};
+
+const FILES: usize = 3;
+const FILE_BYTES: u64 = 1 << 20;
+/// O_RDWR on Linux.
+const RDWR: u32 = 2;
+
+/// Promises found broken, and what was done; shared by all tasks of a run.
+#[derive(Default)]
+pub struct Findings {
+    pub violations: Vec<String>,
+    pub writes: u64,
+    pub syncs: u64,
+    pub reads: u64,
+    pub names: u64,
+    pub errors: u64,
+}
+
+pub type Shared = Arc<Mutex<Findings>>;
+
+fn root() -> Creds {
+    Creds { uid: 0, gid: 0, groups: vec![] }
+}
+
+/// One client with files and names of its own, which other clients read.
+pub struct Actor {
+    id: u32,
+    client: Client,
+    rng: StdRng,
+    found: Shared,
+    dir: Ino,
+    files: Vec<(File, FileModel)>,
+    names: NameModel,
+    next_tag: u32,
+    next_name: u32,
+}
+
+impl Actor {
+    pub async fn new(id: u32, client: Client, seed: u64, found: Shared) -> Result<Actor> {
+        let dir = match client.mkdir(&root(), client.root(), format!("d{id}").as_bytes(), 0o755).await {
+            Err(e) if e.code == Code::Exist => client.lookup(&root(), client.root(), format!("d{id}").as_bytes()).await?.ino,
+            r => r?.ino,
+        };
+        let mut files = Vec::new();
+        for n in 0..FILES {
+            let name = format!("file{n}");
+            let (f, _) = client.create(&root(), dir, name.as_bytes(), 0o644, RDWR, false, None).await?;
+            files.push((f, FileModel::default()));
+        }
+        let names = NameModel { there: (0..FILES).map(|n| format!("file{n}")).collect(), ..NameModel::default() };
+        let rng = StdRng::seed_from_u64(seed);
+        Ok(Actor { id, client, rng, found, dir, files, names, next_tag: id << 24 | 1, next_name: 0 })
+    }
+
+    fn violation(&self, what: String) {
+        self.found.lock().violations.push(format!("client {}: {what}", self.id));
+    }
+
+    /// Random operations until told to stop.
+    pub async fn run(&mut self, stop: Arc<std::sync::atomic::AtomicBool>) {
+        while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+            let result = match self.rng.random_range(0..20) {
+                0..=7 => self.write().await,
+                8..=10 => self.sync().await,
+                11..=14 => self.read().await,
+                15..=17 => self.rename_dance().await,
+                _ => self.list().await,
+            };
+            if let Err(e) = result {
+                self.found.lock().errors += 1;
+                tracing_note(&e);
+            }
+            sleep(Duration::from_millis(self.rng.random_range(0..40))).await;
+        }
+    }
+
+    async fn write(&mut self) -> Result<()> {
+        let n = self.rng.random_range(0..FILES);
+        let cells = FILE_BYTES / CELL as u64;
+        let first = self.rng.random_range(0..cells);
+        let count = self.rng.random_range(1..=(cells - first).min(300));
+        let (offset, len) = (first * CELL as u64, (count as usize) * CELL);
+        let tag = self.next_tag;
+        self.next_tag += 1;
+        let mut bytes = vec![0; len];
+        fill(tag, offset, &mut bytes);
+        let (file, model) = &mut self.files[n];
+        model.wrote(tag, offset, len);
+        file.write_all_at(offset, &bytes).await?;
+        self.found.lock().writes += 1;
+        Ok(())
+    }
+
+    async fn sync(&mut self) -> Result<()> {
+        let n = self.rng.random_range(0..FILES);
+        let (file, model) = &mut self.files[n];
+        file.fsync().await?;
+        model.synced();
+        self.found.lock().syncs += 1;
+        Ok(())
+    }
+
+    async fn read(&mut self) -> Result<()> {
+        let n = self.rng.random_range(0..FILES);
+        self.read_file(n).await
+    }
+
+    async fn read_file(&mut self, n: usize) -> Result<()> {
+        let (file, model) = &self.files[n];
+        let mut bytes = Vec::new();
+        for b in file.read(0, FILE_BYTES as usize).await? {
+            bytes.extend_from_slice(&b);
+        }
+        if let Err(e) = model.check_size(bytes.len() as u64).and_then(|()| model.check(0, &bytes)) {
+            self.violation(format!("file{n}: {e}"));
+        }
+        self.found.lock().reads += 1;
+        Ok(())
+    }
+
+    /// A name is made, renamed and perhaps removed; each acknowledgement is held against the listing later.
+    async fn rename_dance(&mut self) -> Result<()> {
+        let (a, b) = (format!("n{}", self.next_name), format!("m{}", self.next_name));
+        self.next_name += 1;
+        self.names.open.extend([a.clone(), b.clone()]);
+        self.client.mknod(&root(), self.dir, a.as_bytes(), 0o100_644, 0).await?;
+        self.client.rename(&root(), self.dir, a.as_bytes(), self.dir, b.as_bytes(), 0).await?;
+        self.names.open.remove(&a);
+        if self.rng.random_bool(0.5) {
+            self.client.unlink(&root(), self.dir, b.as_bytes()).await?;
+        } else {
+            self.names.there.insert(b.clone());
+        }
+        self.names.open.remove(&b);
+        self.found.lock().names += 1;
+        Ok(())
+    }
+
+    async fn list(&mut self) -> Result<()> {
+        let listed = list(&self.client, self.dir).await?;
+        if let Err(e) = self.names.check(&listed) {
+            self.violation(e);
+        }
+        Ok(())
+    }
+
+    /// After the faults: everything is synced and compared once more, by another client too.
+    pub async fn finish(mut self, other: &Client) -> Result<()> {
+        for n in 0..FILES {
+            self.files[n].0.fsync().await.map_err(|e| e.context(format!("client {}: last fsync", self.id)))?;
+            self.files[n].1.synced();
+            self.read_file(n).await?;
+            let ino = self.files[n].0.ino();
+            let (file, attr) = other.open(&root(), ino, 0).await?;
+            let model = &self.files[n].1;
+            let mut bytes = Vec::new();
+            for b in file.read(0, FILE_BYTES as usize).await? {
+                bytes.extend_from_slice(&b);
+            }
+            if let Err(e) = model.check_size(attr.size).and_then(|()| model.check(0, &bytes)) {
+                self.violation(format!("file{n} read by another client: {e}"));
+            }
+            file.close().await?;
+        }
+        self.list().await?;
+        for (f, _) in std::mem::take(&mut self.files) {
+            f.close().await?;
+        }
+        self.client.close().await
+    }
+}
+
+async fn list(client: &Client, dir: Ino) -> Result<BTreeSet<String>> {
+    let (mut names, mut cookie) = (BTreeSet::new(), 0);
+    loop {
+        let page = client.readdir(&root(), dir, cookie, 100, false).await?;
+        for e in &page.entries {
+            names.insert(String::from_utf8_lossy(&e.name).into_owned());
+            cookie = e.cookie;
+        }
+        if page.end || page.entries.is_empty() {
+            return Ok(names);
+        }
+    }
+}
+
+fn tracing_note(e: &Error) {
+    if std::env::var_os("STRAKE_SIM_VERBOSE").is_some() {
+        eprintln!("    operation failed: {e:?}");
+    }
+}

@@ -1,0 +1,23 @@
+//! Twenty seeds, each run twice: no promise broken, and both runs alike to the byte.
+
+use strake_sim::run::{Scenario, run};
+
+fn twice(seed: u64) {
+    let first = run(Scenario::new(seed)).unwrap();
+    assert!(first.violations.is_empty(), "seed {seed}: {:#?}", first.violations);
+    assert!(first.writes > 0 && first.syncs > 0 && first.names > 0, "seed {seed} did nothing: {first:?}");
+    let second = run(Scenario::new(seed)).unwrap();
+    assert_eq!(first.trace, second.trace, "seed {seed}: {first:?} against {second:?}");
+}
+
+macro_rules! seeds {
+    ($($name:ident: $range:expr,)*) => { $(#[test] fn $name() { $range.for_each(twice); })* };
+}
+
+// Four tests, so that a runner with several workers shares them out.
+seeds! {
+    seeds_1_to_5: 1..=5,
+    seeds_6_to_10: 6..=10,
+    seeds_11_to_15: 11..=15,
+    seeds_16_to_20: 16..=20,
+}
