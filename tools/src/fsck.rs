@@ -1,0 +1,358 @@
+//! `strake fsck`: metadata and stored chunks cross-checked while the file system is in use. It changes nothing.
+//!
+//! The namespace is walked through the client library; every target lists the chunks it has. What differs is looked at a
+//! second time after a pause, because a file may have changed in between, and reported only if it still differs.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    process::ExitCode,
+    sync::Arc,
+    time::Duration,
+};
+
+use clap::Args;
+use serde_json::json;
+use strake_client::{Client, Creds};
+use strake_fabric::{Connection, Endpoint, Env, Fabric, Identity, Message, Pool, tcp::TcpFabric};
+use strake_proto::{
+    ChunkId, Code, Error, Ino, NodeId, Result, TargetId,
+    data::{DataRequest, ListEntry, Version},
+    layout::StripeMap,
+    map::{ChainExt, MapView},
+    opcode, pb,
+};
+
+use crate::{config, dev::Cluster, mount, term::Progress};
+
+#[derive(Args)]
+pub struct FsckArgs {
+    /// Folder of a local cluster (see `strake up`).
+    #[arg(long, default_value = "strake-cluster", conflicts_with_all = ["mds", "cluster_key"])]
+    dir: PathBuf,
+    /// Metadata servers, tcp:HOST:PORT, instead of a local cluster.
+    #[arg(long, value_delimiter = ',', requires = "cluster_key")]
+    mds: Vec<String>,
+    /// File with the cluster key.
+    #[arg(long)]
+    cluster_key: Option<PathBuf>,
+    /// Also read every byte of every file and check its checksums.
+    #[arg(long)]
+    read_data: bool,
+    #[arg(long)]
+    json: bool,
+}
+
+/// One thing that should not be.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Finding {
+    /// Chunks of a file that no name and no deletion in progress refers to.
+    Leaked { ino: Ino, data: u64, target: TargetId, chunks: u64 },
+    /// A chunk on a chain that the file's layout does not put it on.
+    Misplaced { chunk: String, target: TargetId },
+    /// In-sync replicas of one chunk disagree.
+    Diverged { chunk: String, chain: u32, versions: Vec<(TargetId, String)> },
+    /// A chunk wholly beyond the end of its file.
+    BeyondEnd { chunk: String, target: TargetId, size: u64 },
+    /// A directory entry whose inode cannot be read.
+    Dangling { path: String, ino: Ino, error: String },
+    /// A file whose bytes could not be read.
+    Unreadable { path: String, error: String },
+}
+
+struct FileInfo {
+    path: String,
+    size: u64,
+    map: StripeMap,
+}
+
+struct Checker {
+    client: Client,
+    fabric: TcpFabric,
+    creds: Creds,
+    connections: BTreeMap<NodeId, Arc<dyn Connection>>,
+    progress: Progress,
+}
+
+const PAGE: u32 = 10_000;
+
+pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
+    let (mds, key) = match &args.cluster_key {
+        Some(path) => (args.mds.clone(), config::read_key(path)?),
+        None => {
+            let c = Cluster::open(&args.dir)?;
+            (c.mds_endpoints(), config::read_key(&c.cluster_key())?)
+        }
+    };
+    crate::run(0, async {
+        let identity = Identity::server(&key);
+        let client = mount::connect(&mds, identity.client_key).await?;
+        let fabric = TcpFabric::new(Env::system(), identity, None, Pool::default(), Default::default());
+        let creds = Creds { uid: 0, gid: 0, groups: vec![] };
+        let progress = Progress::new();
+        let mut checker = Checker { client, fabric, creds, connections: BTreeMap::new(), progress };
+        let result = checker.run(args.read_data).await;
+        checker.progress.done();
+        checker.client.close().await?;
+        let (findings, files, chunks) = result?;
+        report(&findings, files, chunks, args.json);
+        Ok(if findings.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(4) })
+    })
+}
+
+impl Checker {
+    async fn run(&mut self, read_data: bool) -> Result<(Vec<Finding>, u64, u64)> {
+        let (mut findings, files, chunks) = self.pass().await?;
+        if !findings.is_empty() {
+            // Files being written, deleted or truncated look wrong for a moment.
+            self.progress.say(format!("{} differences; looking again", findings.len()));
+            tokio::time::sleep(Duration::from_secs(3)).await;
+            let again: BTreeSet<Finding> = self.pass().await?.0.into_iter().collect();
+            findings.retain(|f| again.contains(f));
+        }
+        if read_data {
+            let (_, unreadable) = self.walk(true).await?;
+            findings.extend(unreadable);
+        }
+        Ok((findings, files, chunks))
+    }
+
+    async fn pass(&mut self) -> Result<(Vec<Finding>, u64, u64)> {
+        // Chunks first: a file deleted after its chunks were listed is then known to be gone in both looks, and a file
+        // made after them has its chunks missing from the list, which is no finding.
+        let map = self.client.fetch_map().await?;
+        let mut lists = BTreeMap::new();
+        let mut count = 0;
+        for target in map.map.targets.iter().filter(|t| t.alive) {
+            self.progress.say(format!("listing the chunks of target {}", target.id));
+            for chain in map.chains_of(target.id).filter(|c| c.serving().any(|t| t == target.id)) {
+                let list = self.list(&map, chain, target.id).await?;
+                count += list.len() as u64;
+                lists.insert((chain.id, target.id), list);
+            }
+        }
+        let (files, mut findings) = self.walk(false).await?;
+        findings.extend(compare(&map, &files, &lists));
+        findings.sort();
+        Ok((findings, files.len() as u64, count))
+    }
+
+    /// Every regular file, by inode; and names that lead nowhere. With `read`, reads them all.
+    async fn walk(&mut self, read: bool) -> Result<(BTreeMap<Ino, FileInfo>, Vec<Finding>)> {
+        let (mut files, mut findings) = (BTreeMap::new(), Vec::new());
+        let mut folders = vec![(self.client.root(), String::new())];
+        while let Some((dir, path)) = folders.pop() {
+            let mut cookie = 0;
+            loop {
+                let page = self.client.readdir(&self.creds, dir, cookie, 1000, true).await?;
+                for e in &page.entries {
+                    cookie = e.cookie;
+                    let path = format!("{path}/{}", String::from_utf8_lossy(&e.name));
+                    match e.r#type << 12 {
+                        libc::S_IFDIR => folders.push((e.ino, path)),
+                        libc::S_IFREG if read => findings.extend(self.read_file(e.ino, path).await),
+                        libc::S_IFREG => match self.file(e.ino, &path).await {
+                            Ok(f) => drop(files.insert(e.ino, f)),
+                            Err(x) => findings.push(Finding::Dangling { path, ino: e.ino, error: x.message }),
+                        },
+                        _ => {}
+                    }
+                }
+                self.progress.say(format!("{} files walked", files.len()));
+                if page.end || page.entries.is_empty() {
+                    break;
+                }
+            }
+        }
+        Ok((files, findings))
+    }
+
+    async fn file(&self, ino: Ino, path: &str) -> Result<FileInfo> {
+        let attr = self.client.getattr(&self.creds, ino).await?;
+        let info = self.client.get_layout(&self.creds, ino).await?;
+        let layout = info.layout.ok_or_else(|| Error::new(Code::Io, "has no layout"))?;
+        let map = StripeMap::resolve(ino, &layout, &self.client.map())?;
+        Ok(FileInfo { path: path.to_string(), size: attr.size, map })
+    }
+
+    async fn read_file(&mut self, ino: Ino, path: String) -> Option<Finding> {
+        self.progress.say(format!("reading {path}"));
+        let all = async {
+            let (file, attr) = self.client.open(&self.creds, ino, 0).await?;
+            for at in (0..attr.size).step_by(4 << 20) {
+                file.read(at, 4 << 20).await?;
+            }
+            file.close().await
+        };
+        all.await.err().map(|e: Error| Finding::Unreadable { path, error: e.message })
+    }
+
+    async fn connection(&mut self, map: &MapView, target: TargetId) -> Result<Arc<dyn Connection>> {
+        let node = map.node_of(target).ok_or_else(|| Error::new(Code::NoDev, format!("target {target} has no node")))?;
+        if let Some(c) = self.connections.get(&node.id).filter(|c| !c.is_closed()) {
+            return Ok(c.clone());
+        }
+        let at = node.endpoints.iter().find_map(|e| e.parse::<Endpoint>().ok());
+        let at = at.ok_or_else(|| Error::new(Code::NoDev, format!("node {} has no endpoint", node.name)))?;
+        let c = self.fabric.connect(&at, None).await.map_err(|e| e.context(&node.name))?;
+        self.connections.insert(node.id, c.clone());
+        Ok(c)
+    }
+
+    async fn list(&mut self, map: &MapView, chain: &pb::Chain, target: TargetId) -> Result<Vec<ListEntry>> {
+        let connection = self.connection(map, target).await?;
+        let mut all: Vec<ListEntry> = Vec::new();
+        let mut after = ChunkId { ino: 0, data: 0, index: 0 };
+        loop {
+            let request = DataRequest { len: PAGE, ..DataRequest::new(chain.id, chain.epoch, target, after) };
+            let reply = connection.call(Message::new(opcode::LIST_CHUNKS, request.encode()), Duration::from_secs(30)).await?;
+            let bytes: Vec<u8> = reply.payload.iter().flat_map(|b| b.iter().copied()).collect();
+            let page = ListEntry::decode_all(&bytes)?;
+            let Some(last) = page.last() else { return Ok(all) };
+            after = last.chunk;
+            let full = page.len() as u32 >= PAGE;
+            all.extend(page);
+            if !full {
+                return Ok(all);
+            }
+        }
+    }
+}
+
+type Lists = BTreeMap<(u32, TargetId), Vec<ListEntry>>;
+
+/// What the lists say against what the files say.
+fn compare(map: &MapView, files: &BTreeMap<Ino, FileInfo>, lists: &Lists) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let mut leaks: BTreeMap<(Ino, u64, TargetId), u64> = BTreeMap::new();
+    for ((chain, target), list) in lists {
+        for e in list.iter().filter(|e| !e.tombstone) {
+            let chunk = e.chunk.to_string();
+            match files.get(&e.chunk.ino).filter(|f| f.map.data == e.chunk.data) {
+                None => *leaks.entry((e.chunk.ino, e.chunk.data, *target)).or_default() += 1,
+                Some(f) if f.map.chain_of(e.chunk.index) != *chain => {
+                    findings.push(Finding::Misplaced { chunk: format!("{chunk} ({})", f.path), target: *target });
+                }
+                Some(f) if e.chunk.index >= f.map.cut(f.size).first_gone => {
+                    let chunk = format!("{chunk} ({})", f.path);
+                    findings.push(Finding::BeyondEnd { chunk, target: *target, size: f.size });
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    findings.extend(leaks.into_iter().map(|((ino, data, target), chunks)| Finding::Leaked { ino, data, target, chunks }));
+    for chain in &map.map.chains {
+        findings.extend(diverged(chain, lists));
+    }
+    findings
+}
+
+/// Chunks whose versions differ between the chain's in-sync replicas.
+fn diverged(chain: &pb::Chain, lists: &Lists) -> Vec<Finding> {
+    let members: Vec<TargetId> = chain.serving().collect();
+    let mut seen: BTreeMap<ChunkId, BTreeMap<TargetId, (Version, bool, u32)>> = BTreeMap::new();
+    for t in &members {
+        for e in lists.get(&(chain.id, *t)).into_iter().flatten() {
+            seen.entry(e.chunk).or_default().insert(*t, (e.version, e.tombstone, e.len));
+        }
+    }
+    let tell = |v: Option<&(Version, bool, u32)>| match v {
+        None => "absent".to_string(),
+        Some((v, tombstone, len)) => format!("{}.{}{}", v.epoch, v.number, if *tombstone { " removed".into() } else { format!(" {len} bytes") }),
+    };
+    let differs = |by: &BTreeMap<TargetId, (Version, bool, u32)>| {
+        // A tombstone may be forgotten on one replica before the other; both mean "not there".
+        let there = |t: &TargetId| by.get(t).filter(|v| !v.1);
+        members.windows(2).any(|w| there(&w[0]) != there(&w[1]))
+    };
+    seen.iter()
+        .filter(|(_, by)| differs(by))
+        .map(|(chunk, by)| Finding::Diverged {
+            chunk: chunk.to_string(),
+            chain: chain.id,
+            versions: members.iter().map(|t| (*t, tell(by.get(t)))).collect(),
+        })
+        .collect()
+}
+
+fn text(f: &Finding) -> String {
+    match f {
+        Finding::Leaked { ino, data, target, chunks } => {
+            format!("leaked: {chunks} chunks of inode {ino:#x}, data {data:#x}, on target {target}: no file has them")
+        }
+        Finding::Misplaced { chunk, target } => format!("misplaced: chunk {chunk} on target {target}"),
+        Finding::Diverged { chunk, chain, versions } => {
+            let v: Vec<String> = versions.iter().map(|(t, v)| format!("target {t}: {v}")).collect();
+            format!("diverged: chunk {chunk} of chain {chain}: {}", v.join(", "))
+        }
+        Finding::BeyondEnd { chunk, target, size } => {
+            format!("beyond the end: chunk {chunk} on target {target}; the file has {size} bytes")
+        }
+        Finding::Dangling { path, ino, error } => format!("dangling: {path} (inode {ino:#x}): {error}"),
+        Finding::Unreadable { path, error } => format!("unreadable: {path}: {error}"),
+    }
+}
+
+fn report(findings: &[Finding], files: u64, chunks: u64, as_json: bool) {
+    if as_json {
+        let list: Vec<String> = findings.iter().map(text).collect();
+        println!("{:#}", json!({ "files": files, "chunks": chunks, "findings": list, "clean": findings.is_empty() }));
+        return;
+    }
+    for f in findings {
+        println!("{}", text(f));
+    }
+    let verdict = if findings.is_empty() { "clean".to_string() } else { format!("{} findings", findings.len()) };
+    println!("{files} files, {chunks} chunk replicas: {verdict}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(ino: Ino, index: u64, number: u64) -> ListEntry {
+        let version = Version { epoch: 1, number };
+        ListEntry { chunk: ChunkId { ino, data: 1, index }, version, len: 10, tombstone: false }
+    }
+
+    fn map() -> MapView {
+        let serving = |target| pb::Replica { target, state: pb::ReplicaState::ReplicaServing as i32 };
+        let chain = |id| pb::Chain { id, epoch: 1, replicas: vec![serving(1), serving(2)], preferred: vec![1, 2] };
+        let target = |id| pb::Target { id, alive: true, ..Default::default() };
+        let map = pb::ClusterMap { chains: vec![chain(1), chain(2)], targets: vec![target(1), target(2)], ..Default::default() };
+        MapView::new(map).unwrap()
+    }
+
+    fn files() -> BTreeMap<Ino, FileInfo> {
+        let map = StripeMap { ino: 7, data: 1, stripe_size: 1 << 20, chains: vec![1, 2] };
+        BTreeMap::from([(7, FileInfo { path: "/f".into(), size: 2 << 20, map })])
+    }
+
+    #[test]
+    fn a_whole_file_system_has_no_findings() {
+        let lists = Lists::from([
+            ((1, 1), vec![entry(7, 0, 3)]),
+            ((1, 2), vec![entry(7, 0, 3)]),
+            ((2, 1), vec![entry(7, 1, 1)]),
+            ((2, 2), vec![entry(7, 1, 1)]),
+        ]);
+        assert_eq!(compare(&map(), &files(), &lists), vec![]);
+    }
+
+    #[test]
+    fn each_planted_fault_is_found() {
+        let lists = Lists::from([
+            ((1, 1), vec![entry(7, 0, 3), entry(7, 1, 1), entry(8, 0, 1), entry(8, 2, 1)]),
+            ((1, 2), vec![entry(7, 0, 2)]),
+            ((2, 1), vec![entry(7, 3, 1)]),
+            ((2, 2), vec![]),
+        ]);
+        let found = compare(&map(), &files(), &lists);
+        let has = |f: fn(&Finding) -> bool| found.iter().any(f);
+        assert!(has(|f| matches!(f, Finding::Leaked { ino: 8, target: 1, chunks: 2, .. })), "{found:?}");
+        assert!(has(|f| matches!(f, Finding::Misplaced { target: 1, .. })), "{found:?}");
+        assert!(has(|f| matches!(f, Finding::BeyondEnd { target: 1, .. })), "{found:?}");
+        assert!(has(|f| matches!(f, Finding::Diverged { chunk, .. } if chunk == "7.1.0")), "{found:?}");
+    }
+}
