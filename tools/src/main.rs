@@ -1,5 +1,6 @@
 //! `strake`: every role of StrakeFS in one binary. Invoked as `lfs`, it is the Lustre-like tool.
 
+mod bench;
 mod config;
 mod dev;
 mod fsck;
@@ -38,6 +39,8 @@ enum Command {
     Down(dev::DownArgs),
     /// Show nodes, Raft, targets, chains and space.
     Status(status::StatusArgs),
+    /// Measure the file system beside what this machine can do at all.
+    Bench(bench::BenchArgs),
     /// Cross-check metadata and stored chunks (changes nothing).
     Fsck(fsck::FsckArgs),
     /// The Lustre-like user tool (also by calling this binary `lfs`).
@@ -67,6 +70,7 @@ fn main() -> ExitCode {
         Command::Up(a) => dev::up(a),
         Command::Down(a) => dev::down(&a),
         Command::Status(a) => status::status(&a),
+        Command::Bench(a) => bench::bench(&a),
         Command::Fsck(a) => fsck::fsck(&a),
         Command::Lfs { args } => return exit_code(lfs::main(args)),
     };

@@ -143,12 +143,11 @@ async fn serve(section: MountSection, key: [u8; 32]) -> Result<ExitCode> {
     config.read_replica = section.read_replica;
     let client = connect_with(config, key).await?;
     let config = MountConfig {
-        mountpoint: section.mountpoint.clone(),
         allow_other: section.allow_other,
         read_only: section.read_only,
         attr_timeout: Duration::from_secs_f64(section.attr_timeout),
         entry_timeout: Duration::from_secs_f64(section.entry_timeout),
-        ..Default::default()
+        ..MountConfig::new(&section.mountpoint)
     };
     let mount = strake_fuse::mount(config, client.clone()).await?;
     tracing::info!("mounted at {}", section.mountpoint.display());
@@ -206,12 +205,8 @@ fn set_nonblocking(fd: &impl AsRawFd) -> Result<()> {
 pub fn is_mounted(mountpoint: &Path) -> Result<bool> {
     let Ok(path) = std::path::absolute(mountpoint) else { return Ok(false) };
     // Not canonicalize(): it would hang on a mount whose daemon does not answer.
-    let wanted = path.to_string_lossy().replace(' ', "\\040");
     let info = fs::read_to_string("/proc/self/mountinfo")?;
-    Ok(info.lines().any(|l| {
-        let mut fields = l.split(' ');
-        fields.nth(4) == Some(wanted.trim_end_matches('/')) && l.contains(" - fuse.strake ")
-    }))
+    Ok(info.lines().filter_map(strake_fuse::mount_line).any(|(at, kind)| at == path && kind == "fuse.strake"))
 }
 
 #[derive(Args)]

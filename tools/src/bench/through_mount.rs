@@ -126,7 +126,7 @@ fn read_parts(path: &Path, bytes: u64, readers: u64) -> Result<f64> {
 /// Rate of the same reads on a mount of the same kind that answers from memory.
 pub fn memory_limit(at: &Path, bytes: u64) -> Result<f64> {
     fs::create_dir_all(at)?;
-    let mount = strake_fuse::mount_memory_limit(at, bytes)?;
+    let mount = strake_fuse::mount_memory_limit(&strake_fuse::MountConfig::new(at), bytes)?;
     let meter = Meter::start()?;
     let read = read_parts(&at.join(strake_fuse::MEMORY_FILE), bytes, 1);
     let cost = meter.stop()?;
