@@ -117,6 +117,7 @@ impl Cluster {
                 log: m.log.clone(),
                 store: m.store.clone(),
                 cap_key: CapKey::from_cluster_key(&KEY),
+                cluster: [7; 16],
             };
             let server = mds_server::start(mds_config(node), parts).await?;
             self.mds[i].life = Some((env, server));

@@ -134,7 +134,7 @@ impl Actor {
         self.next_name += 1;
         self.names.open.extend([a.clone(), b.clone()]);
         self.client.mknod(&root(), self.dir, a.as_bytes(), 0o100_644, 0).await?;
-        self.client.rename(&root(), self.dir, a.as_bytes(), self.dir, b.as_bytes(), 0).await?;
+        self.client.rename(&root(), (self.dir, a.as_bytes()), (self.dir, b.as_bytes()), 0).await?;
         self.names.open.remove(&a);
         if self.rng.random_bool(0.5) {
             self.client.unlink(&root(), self.dir, b.as_bytes()).await?;
