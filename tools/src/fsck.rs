@@ -74,7 +74,8 @@ struct Checker {
     progress: Progress,
 }
 
-const PAGE: u32 = 10_000;
+/// What a server gives at most.
+const PAGE: u32 = 4096;
 
 pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
     let (mds, key) = match &args.cluster_key {

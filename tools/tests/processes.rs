@@ -1,0 +1,174 @@
+//! The binary as a user runs it: real processes, bad configurations, small clusters.
+
+use std::{
+    fs,
+    net::TcpListener,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+use serde_json::Value;
+
+fn strake() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_strake"))
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[track_caller]
+fn ok(out: &Output) -> String {
+    assert!(out.status.success(), "{}\n{}", text(&out.stdout), text(&out.stderr));
+    text(&out.stdout)
+}
+
+/// Fails with exactly one clear message that has all of `words`.
+#[track_caller]
+fn refused(out: &Output, words: &[&str]) {
+    let err = text(&out.stderr);
+    assert!(!out.status.success(), "succeeded: {}", text(&out.stdout));
+    for w in words {
+        assert!(err.contains(w), "'{w}' is not in: {err}");
+    }
+    assert!(!err.contains("panicked"), "{err}");
+}
+
+/// A small cluster in a folder of its own; stopped when dropped.
+struct Small {
+    _root: tempfile::TempDir,
+    dir: PathBuf,
+    mnt: PathBuf,
+}
+
+impl Small {
+    fn new() -> Small {
+        let root = tempfile::tempdir().unwrap();
+        Small { dir: root.path().join("cluster"), mnt: root.path().join("mnt"), _root: root }
+    }
+
+    fn up(&self, extra: &[&str]) -> Output {
+        strake()
+            .args(["up", "--mds", "1", "--oss", "2", "--targets-per-oss", "1", "--target-gib", "1", "--dir"])
+            .arg(&self.dir)
+            .args(extra)
+            .output()
+            .unwrap()
+    }
+
+    fn on_cluster(&self, command: &str, extra: &[&str]) -> Output {
+        strake().arg(command).arg("--dir").arg(&self.dir).args(extra).output().unwrap()
+    }
+
+    fn status(&self) -> Value {
+        serde_json::from_slice(&self.on_cluster("status", &["--json"]).stdout).unwrap()
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        if self.dir.exists() {
+            let _ = self.on_cluster("down", &[]);
+        }
+    }
+}
+
+fn can_mount() -> bool {
+    let there = Path::new("/dev/fuse").exists();
+    if !there {
+        println!("skipped: /dev/fuse is missing");
+    }
+    there
+}
+
+#[test]
+fn an_unknown_key_is_an_error_with_its_line() {
+    let dir = tempfile::tempdir().unwrap();
+    for (role, section) in [("mds", "mds"), ("oss", "oss")] {
+        let file = dir.path().join(format!("{role}.toml"));
+        fs::write(&file, format!("cluster_key = '/k'\n\n[{section}]\nlisten = 'tcp:127.0.0.1:0'\nlisen = 'x'\n")).unwrap();
+        refused(&strake().arg(role).arg("--config").arg(&file).output().unwrap(), &[&format!("{role}.toml:5"), "lisen"]);
+    }
+    let gone = dir.path().join("gone.toml");
+    refused(&strake().args(["mds", "--config"]).arg(&gone).output().unwrap(), &["gone.toml", "No such file"]);
+}
+
+#[test]
+fn missing_and_open_keys_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let key = dir.path().join("key");
+    let run = || strake().args(["mds", "--id", "1", "--listen", "tcp:127.0.0.1:0", "--dir"]).arg(dir.path().join("d"))
+        .arg("--cluster-key").arg(&key).output().unwrap();
+    refused(&run(), &["key", "No such file"]);
+    fs::write(&key, "00".repeat(32)).unwrap();
+    refused(&run(), &["chmod 600"]);
+}
+
+#[test]
+fn a_port_in_use_is_named() {
+    let small = Small::new();
+    ok(&small.up(&["--mount", "none"]));
+    ok(&small.on_cluster("down", &[]));
+    let config = fs::read_to_string(small.dir.join("mds1.toml")).unwrap();
+    let port: u16 = config.lines().find(|l| l.starts_with("listen")).and_then(|l| l.rsplit(':').next())
+        .and_then(|p| p.trim_end_matches('"').parse().ok()).unwrap();
+    let _taken = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    let out = strake().args(["mds", "--config"]).arg(small.dir.join("mds1.toml")).output().unwrap();
+    refused(&out, &[&port.to_string(), "in use"]);
+}
+
+#[test]
+fn up_adopts_status_tells_fsck_is_clean_down_stops() {
+    let small = Small::new();
+    let out = ok(&small.up(&["--mount", "none"]));
+    assert!(out.contains("metadata  tcp:127.0.0.1:"), "{out}");
+    let first = small.status();
+    assert_eq!(first["map"]["whole"], true, "{first:#}");
+    assert_eq!(first["map"]["targets"].as_array().map(Vec::len), Some(2));
+    let pids = |s: &Value| s["servers"].as_array().unwrap().iter().map(|v| v["pid"].clone()).collect::<Vec<_>>();
+    ok(&small.up(&["--mount", "none"]));
+    assert_eq!(pids(&small.status()), pids(&first), "adopted, not restarted");
+    assert!(ok(&small.on_cluster("status", &[])).contains("leader"));
+    assert!(ok(&small.on_cluster("fsck", &[])).contains("clean"));
+    ok(&small.on_cluster("down", &[]));
+    assert!(small.status()["servers"].as_array().unwrap().iter().all(|s| s["reachable"] == false));
+    refused(&small.on_cluster("fsck", &["--mds", "x"]), &["cannot be used with"]);
+}
+
+#[test]
+fn a_target_of_another_cluster_is_refused() {
+    let (a, b) = (Small::new(), Small::new());
+    for c in [&a, &b] {
+        ok(&c.up(&["--mount", "none"]));
+        ok(&c.on_cluster("down", &[]));
+    }
+    let target = |c: &Small| c.dir.join("oss1/target0");
+    fs::remove_dir_all(target(&a)).unwrap();
+    fs::rename(target(&b), target(&a)).unwrap();
+    refused(&a.up(&["--mount", "none", "--timeout", "20"]), &["oss1", "cluster"]);
+}
+
+#[test]
+fn a_mount_keeps_its_files_over_a_restart_of_everything() {
+    if !can_mount() {
+        return;
+    }
+    let small = Small::new();
+    let mount = ["--mount", small.mnt.to_str().unwrap()];
+    ok(&small.up(&mount));
+    let data: Vec<u8> = (0..3_000_000u32).map(|i| (i * 7 + i / 251) as u8).collect();
+    fs::write(small.mnt.join("a"), &data).unwrap();
+    fs::create_dir(small.mnt.join("d")).unwrap();
+    fs::rename(small.mnt.join("a"), small.mnt.join("d/b")).unwrap();
+    let lfs = |args: &[&str]| strake().arg("lfs").args(args).current_dir(&small.mnt).output().unwrap();
+    ok(&lfs(&["setstripe", "-c", "2", "-S", "64K", "d"]));
+    fs::write(small.mnt.join("d/c"), &data[..500_000]).unwrap();
+    assert_eq!(ok(&lfs(&["getstripe", "-c", "d/c"])).trim(), "2");
+    ok(&small.on_cluster("down", &[]));
+    ok(&small.up(&mount));
+    assert!(fs::read(small.mnt.join("d/b")).unwrap() == data);
+    assert!(fs::read(small.mnt.join("d/c")).unwrap() == data[..500_000]);
+    assert!(ok(&small.on_cluster("fsck", &["--read-data"])).contains("2 files"));
+    fs::remove_dir_all(small.mnt.join("d")).unwrap();
+    assert_eq!(fs::read_dir(&small.mnt).unwrap().count(), 0);
+}
