@@ -25,6 +25,9 @@ impl Meter {
     }
 }
 
+/// Ticks per second in which the kernel counts for user space, on every architecture (proc(5)).
+const USER_HZ: f64 = 100.0;
+
 /// User, nice, system, irq and softirq time of all cores (`/proc/stat`, proc(5)).
 fn busy_seconds() -> Result<f64> {
     let text = fs::read_to_string("/proc/stat")?;
@@ -33,7 +36,7 @@ fn busy_seconds() -> Result<f64> {
     let [user, nice, system, _idle, _iowait, irq, softirq, ..] = fields[..] else {
         return Err(Error::new(Code::Io, "/proc/stat has no cpu line"));
     };
-    Ok((user + nice + system + irq + softirq) / rustix::param::clock_ticks_per_second() as f64)
+    Ok((user + nice + system + irq + softirq) / USER_HZ)
 }
 
 /// Empties the kernel's page cache; false when not permitted.
