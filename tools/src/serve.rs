@@ -107,7 +107,12 @@ pub fn mds(args: MdsArgs) -> Result<ExitCode> {
     crate::run(file.threads, async move {
         let server = strake_mds::server::start_on_disk(file.mds, Env::system(), key).await?;
         tracing::info!("metadata server is up at {}", server.endpoint());
-        until_signal().await?;
+        tokio::select! {
+            biased;
+            r = until_signal() => r?,
+            // Its log or its state cannot go on: whoever supervises this process must hear of it.
+            cause = server.stopped() => return Err(cause),
+        }
         server.shutdown().await;
         Ok(ExitCode::SUCCESS)
     })
@@ -127,7 +132,7 @@ pub fn oss(args: OssArgs) -> Result<ExitCode> {
         let server = strake_oss::server::start_on_disk(file.oss, Env::system(), key).await?;
         tracing::info!("object storage server is up at {}", server.endpoint());
         until_signal().await?;
-        server.shutdown().await;
+        server.shutdown().await?;
         Ok(ExitCode::SUCCESS)
     })
 }

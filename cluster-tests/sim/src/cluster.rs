@@ -73,7 +73,7 @@ impl Cluster {
         let weather = Weather { min_delay: ms(0), max_delay: ms(3), break_per_mille: 0 };
         let net = Network::new(rng.random(), weather);
         let voters: Vec<u64> = (1..=u64::from(MDS)).collect();
-        let mut skew = |rng: &mut StdRng| SimClock::new(start, rng.random_range(-20_000_000..20_000_000));
+        let skew = |rng: &mut StdRng| SimClock::new(start, rng.random_range(-20_000_000..20_000_000));
         let mds = (1..=MDS)
             .map(|node| Mds {
                 node,
