@@ -188,11 +188,7 @@ fn in_path(program: &str) -> bool {
 fn mounted_at(folder: &Path) -> bool {
     let Ok(folder) = folder.canonicalize() else { return false };
     let table = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    table
-        .lines()
-        .filter_map(mount_line)
-        .rfind(|(at, _)| *at == folder)
-        .is_some_and(|(_, t)| t == "fuse.strake")
+    table.lines().filter_map(mount_line).rfind(|(at, _)| *at == folder).is_some_and(|(_, t)| t == "fuse.strake")
 }
 
 /// Mountpoint and type of a line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).

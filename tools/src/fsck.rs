@@ -189,7 +189,8 @@ impl Checker {
     }
 
     async fn connection(&mut self, map: &MapView, target: TargetId) -> Result<Arc<dyn Connection>> {
-        let node = map.node_of(target).ok_or_else(|| Error::new(Code::NoDev, format!("target {target} has no node")))?;
+        let node =
+            map.node_of(target).ok_or_else(|| Error::new(Code::NoDev, format!("target {target} has no node")))?;
         if let Some(c) = self.connections.get(&node.id).filter(|c| !c.is_closed()) {
             return Ok(c.clone());
         }
@@ -206,7 +207,8 @@ impl Checker {
         let mut after = ChunkId { ino: 0, data: 0, index: 0 };
         loop {
             let request = DataRequest { len: PAGE, ..DataRequest::new(chain.id, chain.epoch, target, after) };
-            let reply = connection.call(Message::new(opcode::LIST_CHUNKS, request.encode()), Duration::from_secs(30)).await?;
+            let reply =
+                connection.call(Message::new(opcode::LIST_CHUNKS, request.encode()), Duration::from_secs(30)).await?;
             let bytes: Vec<u8> = reply.payload.iter().flat_map(|b| b.iter().copied()).collect();
             let page = ListEntry::decode_all(&bytes)?;
             let Some(last) = page.last() else { return Ok(all) };
@@ -242,7 +244,12 @@ fn compare(map: &MapView, files: &BTreeMap<Ino, FileInfo>, lists: &Lists) -> Vec
             }
         }
     }
-    findings.extend(leaks.into_iter().map(|((ino, data, target), chunks)| Finding::Leaked { ino, data, target, chunks }));
+    findings.extend(leaks.into_iter().map(|((ino, data, target), chunks)| Finding::Leaked {
+        ino,
+        data,
+        target,
+        chunks,
+    }));
     for chain in &map.map.chains {
         findings.extend(diverged(chain, lists));
     }
@@ -260,7 +267,9 @@ fn diverged(chain: &pb::Chain, lists: &Lists) -> Vec<Finding> {
     }
     let tell = |v: Option<&(Version, bool, u32)>| match v {
         None => "absent".to_string(),
-        Some((v, tombstone, len)) => format!("{}.{}{}", v.epoch, v.number, if *tombstone { " removed".into() } else { format!(" {len} bytes") }),
+        Some((v, tombstone, len)) => {
+            format!("{}.{}{}", v.epoch, v.number, if *tombstone { " removed".into() } else { format!(" {len} bytes") })
+        }
     };
     let differs = |by: &BTreeMap<TargetId, (Version, bool, u32)>| {
         // A tombstone may be forgotten on one replica before the other; both mean "not there".
@@ -321,7 +330,11 @@ mod tests {
         let serving = |target| pb::Replica { target, state: pb::ReplicaState::ReplicaServing as i32 };
         let chain = |id| pb::Chain { id, epoch: 1, replicas: vec![serving(1), serving(2)], preferred: vec![1, 2] };
         let target = |id| pb::Target { id, alive: true, ..Default::default() };
-        let map = pb::ClusterMap { chains: vec![chain(1), chain(2)], targets: vec![target(1), target(2)], ..Default::default() };
+        let map = pb::ClusterMap {
+            chains: vec![chain(1), chain(2)],
+            targets: vec![target(1), target(2)],
+            ..Default::default()
+        };
         MapView::new(map).unwrap()
     }
 

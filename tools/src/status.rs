@@ -165,9 +165,15 @@ fn print_map(map: &pb::ClusterMap, verbose: bool) {
     }
     print!("{}", table(&rows));
     let whole = map.chains.iter().filter(|c| c.serving().count() == c.replicas.len()).count();
-    println!("\nfile system {}, map version {}: {whole} of {} chains whole", map.fs_name, map.version, map.chains.len());
+    println!(
+        "\nfile system {}, map version {}: {whole} of {} chains whole",
+        map.fs_name,
+        map.version,
+        map.chains.len()
+    );
     for c in map.chains.iter().filter(|c| verbose || c.serving().count() < c.replicas.len()) {
-        let replicas: Vec<String> = c.replicas.iter().map(|r| format!("{}:{}", r.target, state_name(r.state()))).collect();
+        let replicas: Vec<String> =
+            c.replicas.iter().map(|r| format!("{}:{}", r.target, state_name(r.state()))).collect();
         println!("  chain {} epoch {}: {}", c.id, c.epoch, replicas.join(" "));
     }
 }
@@ -179,7 +185,14 @@ fn print_sessions(answers: &Answers) {
     let mut rows = vec![["SESSION", "HOST", "PID", "VERSION", "OPENS", "IDLE"].map(String::from).to_vec()];
     for c in &s.sessions {
         let idle = format!("{} ms", c.idle_ms);
-        rows.push(vec![c.id.to_string(), c.hostname.clone(), c.pid.to_string(), c.version.clone(), c.opens.to_string(), idle]);
+        rows.push(vec![
+            c.id.to_string(),
+            c.hostname.clone(),
+            c.pid.to_string(),
+            c.version.clone(),
+            c.opens.to_string(),
+            idle,
+        ]);
     }
     print!("{}", table(&rows));
 }

@@ -86,8 +86,12 @@ fn an_unknown_key_is_an_error_with_its_line() {
     let dir = tempfile::tempdir().unwrap();
     for (role, section) in [("mds", "mds"), ("oss", "oss")] {
         let file = dir.path().join(format!("{role}.toml"));
-        fs::write(&file, format!("cluster_key = '/k'\n\n[{section}]\nlisten = 'tcp:127.0.0.1:0'\nlisen = 'x'\n")).unwrap();
-        refused(&strake().arg(role).arg("--config").arg(&file).output().unwrap(), &[&format!("{role}.toml:5"), "lisen"]);
+        fs::write(&file, format!("cluster_key = '/k'\n\n[{section}]\nlisten = 'tcp:127.0.0.1:0'\nlisen = 'x'\n"))
+            .unwrap();
+        refused(
+            &strake().arg(role).arg("--config").arg(&file).output().unwrap(),
+            &[&format!("{role}.toml:5"), "lisen"],
+        );
     }
     let gone = dir.path().join("gone.toml");
     refused(&strake().args(["mds", "--config"]).arg(&gone).output().unwrap(), &["gone.toml", "No such file"]);
@@ -97,8 +101,15 @@ fn an_unknown_key_is_an_error_with_its_line() {
 fn missing_and_open_keys_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let key = dir.path().join("key");
-    let run = || strake().args(["mds", "--id", "1", "--listen", "tcp:127.0.0.1:0", "--dir"]).arg(dir.path().join("d"))
-        .arg("--cluster-key").arg(&key).output().unwrap();
+    let run = || {
+        strake()
+            .args(["mds", "--id", "1", "--listen", "tcp:127.0.0.1:0", "--dir"])
+            .arg(dir.path().join("d"))
+            .arg("--cluster-key")
+            .arg(&key)
+            .output()
+            .unwrap()
+    };
     refused(&run(), &["key", "No such file"]);
     fs::write(&key, "00".repeat(32)).unwrap();
     refused(&run(), &["chmod 600"]);
@@ -110,8 +121,12 @@ fn a_port_in_use_is_named() {
     ok(&small.up(&["--mount", "none"]));
     ok(&small.on_cluster("down", &[]));
     let config = fs::read_to_string(small.dir.join("mds1.toml")).unwrap();
-    let port: u16 = config.lines().find(|l| l.starts_with("listen")).and_then(|l| l.rsplit(':').next())
-        .and_then(|p| p.trim_end_matches('"').parse().ok()).unwrap();
+    let port: u16 = config
+        .lines()
+        .find(|l| l.starts_with("listen"))
+        .and_then(|l| l.rsplit(':').next())
+        .and_then(|p| p.trim_end_matches('"').parse().ok())
+        .unwrap();
     let _taken = TcpListener::bind(("127.0.0.1", port)).unwrap();
     let out = strake().args(["mds", "--config"]).arg(small.dir.join("mds1.toml")).output().unwrap();
     refused(&out, &[&port.to_string(), "in use"]);

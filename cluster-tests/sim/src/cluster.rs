@@ -136,9 +136,9 @@ impl Cluster {
             let config = oss_server::Config::new(format!("oss{node}"), Endpoint::Sim(node), mds);
             // Registration needs a metadata leader; without one it goes on in the background of the real server, and a
             // start that takes longer than any election is a failure to report.
-            let server = timeout(Duration::from_secs(60), oss_server::start(config, parts))
-                .await
-                .map_err(|_| strake_proto::Error::new(strake_proto::Code::TimedOut, "an oss did not start in 60 s"))??;
+            let server = timeout(Duration::from_secs(60), oss_server::start(config, parts)).await.map_err(|_| {
+                strake_proto::Error::new(strake_proto::Code::TimedOut, "an oss did not start in 60 s")
+            })??;
             self.oss[i].life = Some((env, server));
         }
         Ok(())

@@ -100,8 +100,10 @@ impl Network {
             let mut s = self.state.lock();
             s.listening.remove(&node);
             let all = std::mem::take(&mut s.connections);
-            let (gone, stay): (Vec<_>, Vec<_>) =
-                all.into_iter().filter(|c| c.strong_count() > 0).partition(|c| c.upgrade().is_some_and(|c| c.touches(node)));
+            let (gone, stay): (Vec<_>, Vec<_>) = all
+                .into_iter()
+                .filter(|c| c.strong_count() > 0)
+                .partition(|c| c.upgrade().is_some_and(|c| c.touches(node)));
             s.connections = stay;
             gone
         };

@@ -48,7 +48,9 @@ pub struct Actor {
 impl Actor {
     pub async fn new(id: u32, client: Client, seed: u64, found: Shared) -> Result<Actor> {
         let dir = match client.mkdir(&root(), client.root(), format!("d{id}").as_bytes(), 0o755).await {
-            Err(e) if e.code == Code::Exist => client.lookup(&root(), client.root(), format!("d{id}").as_bytes()).await?.ino,
+            Err(e) if e.code == Code::Exist => {
+                client.lookup(&root(), client.root(), format!("d{id}").as_bytes()).await?.ino
+            }
             r => r?.ino,
         };
         let mut files = Vec::new();

@@ -41,8 +41,17 @@ pub fn socket_copy(bytes: u64) -> Result<u64> {
 
 /// A file of `bytes` next to the cluster's data, written whole (no holes), for the device's own speed.
 pub fn scratch(path: &Path, bytes: u64) -> Result<File> {
-    let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).custom_flags(libc::O_DIRECT).open(path)?;
-    uring(&file, Pattern { write: true, block: MIB, depth: 16, span: bytes, count: bytes / MIB as u64, random: false })?;
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(path)?;
+    uring(
+        &file,
+        Pattern { write: true, block: MIB, depth: 16, span: bytes, count: bytes / MIB as u64, random: false },
+    )?;
     file.sync_all()?;
     Ok(file)
 }
@@ -81,7 +90,9 @@ pub fn uring(file: &File, p: Pattern) -> Result<()> {
             };
             // SAFETY: the buffer of a slot lives in `bufs` until the ring is drained and is used by one operation at a
             // time: the slot is free only after its completion.
-            unsafe { ring.submission().push(&op.user_data(slot as u64)).map_err(|e| Error::new(Code::Io, e.to_string()))? };
+            unsafe {
+                ring.submission().push(&op.user_data(slot as u64)).map_err(|e| Error::new(Code::Io, e.to_string()))?
+            };
             issued += 1;
         }
         ring.submit_and_wait(1)?;

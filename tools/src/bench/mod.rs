@@ -90,7 +90,8 @@ struct Plan<'a> {
 
 pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let cluster = Cluster::open(&args.dir)?;
-    let mnt = cluster.mountpoint().ok_or_else(|| Error::new(Code::NoDev, "this cluster has no mount; run `strake up`"))?;
+    let mnt =
+        cluster.mountpoint().ok_or_else(|| Error::new(Code::NoDev, "this cluster has no mount; run `strake up`"))?;
     if !mount::is_mounted(&mnt)? {
         return Err(Error::new(Code::NoDev, format!("{} is not mounted; run `strake up`", mnt.display())));
     }
@@ -148,10 +149,34 @@ fn plans<'a>(
         plan("mount: unlink", Ops, Box::new(|| m.ensure_files()), Box::new(|| m.unlink_all()), "synced appends"),
         plan("client: write 1 MiB", Bytes, nothing(), Box::new(|| rt.block_on(c.write())), "device write"),
         plan("client: read 1 MiB", Bytes, cold(), Box::new(|| rt.block_on(c.read())), "socket copy"),
-        plan("client: read 4 KiB random", Ops, cold(), Box::new(|| rt.block_on(c.random_read())), "device 4 KiB random"),
-        plan("client: create", Ops, Box::new(|| rt.block_on(c.unlink_all())), Box::new(|| rt.block_on(c.create())), "synced appends"),
-        plan("client: stat", Ops, Box::new(|| rt.block_on(c.ensure_files())), Box::new(|| rt.block_on(c.stat())), "synced appends"),
-        plan("client: unlink", Ops, Box::new(|| rt.block_on(c.ensure_files())), Box::new(|| rt.block_on(c.unlink_all())), "synced appends"),
+        plan(
+            "client: read 4 KiB random",
+            Ops,
+            cold(),
+            Box::new(|| rt.block_on(c.random_read())),
+            "device 4 KiB random",
+        ),
+        plan(
+            "client: create",
+            Ops,
+            Box::new(|| rt.block_on(c.unlink_all())),
+            Box::new(|| rt.block_on(c.create())),
+            "synced appends",
+        ),
+        plan(
+            "client: stat",
+            Ops,
+            Box::new(|| rt.block_on(c.ensure_files())),
+            Box::new(|| rt.block_on(c.stat())),
+            "synced appends",
+        ),
+        plan(
+            "client: unlink",
+            Ops,
+            Box::new(|| rt.block_on(c.ensure_files())),
+            Box::new(|| rt.block_on(c.unlink_all())),
+            "synced appends",
+        ),
     ]
 }
 
@@ -177,7 +202,8 @@ impl Bench {
     /// The limit's rate, per second.
     fn limit(&self, name: &str) -> Result<f64> {
         let (bytes, span) = (self.scale.bytes, self.scale.bytes);
-        let sequential = |write| Pattern { write, block: MIB as usize, depth: 16, span, count: bytes / MIB, random: false };
+        let sequential =
+            |write| Pattern { write, block: MIB as usize, depth: 16, span, count: bytes / MIB, random: false };
         let meter = Meter::start()?;
         let amount = match name {
             "socket copy" => limits::socket_copy(bytes)? as f64,
@@ -259,7 +285,11 @@ fn print(rows: &[Row], fio: Vec<(&str, f64, f64)>, scale: Scale, runs: usize) {
         scale.files,
         scale.random_ops
     );
-    let mut out = vec![["row", "StrakeFS", "interval", "limit", "limit's rate", "ratio", "CPU, whole machine"].map(String::from).to_vec()];
+    let mut out = vec![
+        ["row", "StrakeFS", "interval", "limit", "limit's rate", "ratio", "CPU, whole machine"]
+            .map(String::from)
+            .to_vec(),
+    ];
     for r in rows {
         let (ours, limit) = (stats::median(&r.ours), stats::median(&r.limits));
         let (lo, hi) = stats::interval(&r.ours);

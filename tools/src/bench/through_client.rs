@@ -23,7 +23,11 @@ const FOLDER: &[u8] = b"strake-bench-client";
 
 impl ByClient {
     pub async fn new(client: Client, scale: Scale) -> Result<ByClient> {
-        let creds = pb::Creds { uid: rustix::process::geteuid().as_raw(), gid: rustix::process::getegid().as_raw(), groups: vec![] };
+        let creds = pb::Creds {
+            uid: rustix::process::geteuid().as_raw(),
+            gid: rustix::process::getegid().as_raw(),
+            groups: vec![],
+        };
         let root = client.root();
         let dir = match client.mkdir(&creds, root, FOLDER, 0o755).await {
             Err(e) if e.code == Code::Exist => client.lookup(&creds, root, FOLDER).await?.ino,

@@ -44,7 +44,11 @@ impl Mounted {
     }
 
     fn ensure_large(&self) -> Result<()> {
-        if fs::metadata(self.large()).is_ok_and(|m| m.len() == self.scale.bytes) { Ok(()) } else { self.write().map(|_| ()) }
+        if fs::metadata(self.large()).is_ok_and(|m| m.len() == self.scale.bytes) {
+            Ok(())
+        } else {
+            self.write().map(|_| ())
+        }
     }
 
     /// Each of `readers` reads its own part of the file, once.

@@ -41,7 +41,11 @@ impl Cluster {
         let dir = std::path::absolute(dir)?;
         let path = dir.join(FILE);
         let p: Parameters = config::load(Some(&path), vec![]).map_err(|e| {
-            if e.code == Code::NoEnt { e.context(format!("no cluster in {}; make one with `strake up --dir`", dir.display())) } else { e }
+            if e.code == Code::NoEnt {
+                e.context(format!("no cluster in {}; make one with `strake up --dir`", dir.display()))
+            } else {
+                e
+            }
         })?;
         if p.version != 1 {
             let m = format!("{}: version {} is newer than this program knows", path.display(), p.version);
@@ -57,7 +61,12 @@ impl Cluster {
             let mut c = Cluster::open(&args.dir)?;
             let same = (c.p.mds, c.p.oss, c.p.targets_per_oss) == (args.mds, args.oss, args.targets_per_oss);
             if !same {
-                eprintln!("note: {} has {} mds, {} oss; the numbers given are ignored", c.dir.display(), c.p.mds, c.p.oss);
+                eprintln!(
+                    "note: {} has {} mds, {} oss; the numbers given are ignored",
+                    c.dir.display(),
+                    c.p.mds,
+                    c.p.oss
+                );
             }
             c.p.mount = mount;
             c.write_configs()?;

@@ -62,7 +62,10 @@ pub struct DownArgs {
 pub fn up(args: UpArgs) -> Result<ExitCode> {
     let mut progress = Progress::new();
     if args.oss < args.mirror {
-        let m = format!("{} copies need at least as many object storage servers; give --oss {0} or --mirror 1", args.mirror);
+        let m = format!(
+            "{} copies need at least as many object storage servers; give --oss {0} or --mirror 1",
+            args.mirror
+        );
         return Err(Error::new(Code::Inval, m));
     }
     let cluster = Cluster::open_or_create(&args)?;
