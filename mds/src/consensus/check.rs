@@ -37,8 +37,11 @@ pub fn refuse<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
         MsgSnapshot => {
             let meta = m.get_snapshot().get_metadata();
             let voters = &meta.get_conf_state().voters;
-            (meta.index == 0 || meta.term == 0 || meta.term > m.term || voters.is_empty())
-                .then_some("has an improper snapshot")
+            if meta.index == 0 || meta.term == 0 || meta.term > m.term || voters.is_empty() {
+                return Some("has an improper snapshot");
+            }
+            // raft-rs would take it and drop acknowledged entries after it.
+            (meta.index < raft.pending_request_snapshot).then_some("has an older snapshot than was asked for")
         }
         MsgRequestVote
         | MsgRequestPreVote

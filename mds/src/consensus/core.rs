@@ -157,6 +157,10 @@ impl Core {
         if kind == MsgTimeoutNow && !self.may_campaign() {
             return;
         }
+        if m.term > self.term() {
+            // What was asked of an earlier leader may never exist: let this one's entries come, then ask again.
+            self.raw.raft.pending_request_snapshot = 0;
+        }
         let from = m.from;
         // Errors are about messages from members that were removed.
         if let Err(e) = self.raw.step(m) {
@@ -335,8 +339,24 @@ impl Core {
         LogOp::Restoring { index, term }
     }
 
+    /// Whether a copy of `from`'s state as of (index, term) is of use: this member follows `from`, and its own log cannot
+    /// lead to that state, or its own state is lost. raft-rs, once it has asked for a snapshot, would take one older than
+    /// that and drop entries this member has acknowledged.
+    pub fn wants_snapshot(&self, from: u64, index: u64, term: u64) -> bool {
+        let asked = self.raw.raft.pending_request_snapshot;
+        let news = if asked > 0 { index >= asked } else { self.image().term(index) != Some(term) };
+        self.leader() == from
+            && term <= self.term()
+            && index > 0
+            && news
+            && (self.lost_state || index > self.committed())
+    }
+
+    /// Hands leadership over, if this member leads.
     pub fn transfer(&mut self, to: u64) {
-        self.raw.transfer_leader(to);
+        if self.is_leader() {
+            self.raw.transfer_leader(to);
+        }
     }
     /// Stops leading at once; the others elect after their timeouts.
     pub fn step_down(&mut self) {

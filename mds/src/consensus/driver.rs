@@ -577,8 +577,7 @@ impl Driver {
     /// cannot do without.
     fn chunk(&mut self, chunk: pb::SnapshotChunk, reply: Reply) -> Result<()> {
         if chunk.number == 0 {
-            let wanted = chunk.index > self.core.committed() || self.core.has_lost_state();
-            if self.core.leader() != chunk.from || !wanted || chunk.index == 0 || chunk.term > self.core.term() {
+            if !self.core.wants_snapshot(chunk.from, chunk.index, chunk.term) {
                 let _ = reply.send(Err(Error::new(Code::NotServing, "this metadata server wants no copy from there")));
                 return Ok(());
             }

@@ -127,7 +127,7 @@ impl World {
             let meta = m.get_snapshot().get_metadata();
             let (index, term, from) = (meta.index, meta.term, m.from);
             let n = self.node(m.to);
-            if n.core.leader() != from || !(index > n.core.committed() || n.core.has_lost_state()) {
+            if !n.core.wants_snapshot(from, index, term) {
                 self.node(from).core.report_snapshot(m.to, false);
                 return;
             }
@@ -213,7 +213,9 @@ impl World {
 
     fn crash(&mut self, id: u64) {
         let survive = self.below(self.nodes[&id].writes.len() + 1);
-        let (lose_state, seed) = (self.below(2) == 0, self.rand());
+        let (lose_state, lose_all, seed) = (self.below(2) == 0, self.below(5) == 0, self.rand());
+        // Two lost states of three are beyond what the group can mend by itself.
+        let lose_all = lose_all && (1..=3).all(|other| !self.nodes[&other].core.has_lost_state());
         let n = self.node(id);
         for (_, ops) in n.writes.drain(..).take(survive) {
             ops.iter().for_each(|op| n.durable.apply(op).unwrap());
@@ -221,18 +223,22 @@ impl World {
         if lose_state {
             n.state = n.synced.clone();
         }
+        if lose_all && n.durable.base.0 > 0 {
+            (n.state, n.synced) = (State::default(), State::default());
+        }
         let state = &n.state;
         n.core = Core::new(&config(id), n.durable.clone(), state.last(), &state.conf, seed).unwrap();
     }
 
     fn block(&mut self) {
-        if self.below(2) == 0 {
+        if self.below(3) == 0 {
             return self.blocked.clear();
         }
         let (a, b) = (self.anyone(), self.anyone());
-        self.blocked.insert((a, b));
-        if self.below(2) == 0 {
-            self.blocked.insert((b, a));
+        match self.below(3) {
+            0 => self.blocked.extend([(a, b)]),
+            1 => self.blocked.extend([(a, b), (b, a)]),
+            _ => self.blocked.extend((1..=4).flat_map(|x| [(a, x), (x, a)])),
         }
     }
 
