@@ -89,7 +89,10 @@ impl UringDevice {
             .spawn(move || match Ring::new(n, q, depth) {
                 Ok(mut ring) => {
                     let _ = started.send(Ok(()));
-                    ring.run();
+                    let run = std::panic::AssertUnwindSafe(|| ring.run());
+                    if std::panic::catch_unwind(run).is_err() {
+                        ring.give_up(&std::io::Error::other("its thread panicked"));
+                    }
                 }
                 Err(e) => {
                     let _ = started.send(Err(e));

@@ -185,6 +185,9 @@ struct State {
     headers: Overlay<Key, Header>,
     segments: Overlay<(Key, u8), Segment>,
     alloc: Allocator,
+    /// Segments found damaged when the target was opened. Their blocks were counted as free, so they stay damaged until they
+    /// are written anew, whatever a later look finds.
+    lost: BTreeSet<(Key, u8)>,
     /// Chunks with an update between stage and commit.
     staging: BTreeSet<Key>,
     /// Blocks replaced by commits since the last flush began, or whose write was abandoned.

@@ -1,6 +1,9 @@
 //! Formatting a target, and opening one: whose it is, and which blocks are free.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, atomic::Ordering},
+};
 
 use parking_lot::Mutex;
 use strake_fabric::{Buf, Pool};
@@ -68,11 +71,12 @@ impl Engine {
         check_table(&*table, &superblock, &device.name())?;
         let capacity = superblock.blocks - DATA_START;
         let counters = Counters::default();
-        let alloc = rebuild(&*table, superblock.blocks, &counters).map_err(|e| e.context(device.name()))?;
+        let (alloc, lost) = rebuild(&*table, superblock.blocks, &counters).map_err(|e| e.context(device.name()))?;
         let state = State {
             headers: Overlay::new(options.cached_records),
             segments: Overlay::new(options.cached_records),
             alloc,
+            lost,
             staging: Default::default(),
             freed: Vec::new(),
             flushing_freed: Vec::new(),
@@ -140,13 +144,16 @@ fn note(counters: &Counters, key: &[u8]) {
     }
 }
 
-/// Free space: everything that no segment record names.
-fn rebuild(table: &dyn MetaStore, blocks: u64, counters: &Counters) -> Result<Allocator> {
+/// Free space: everything that no segment record names. Also the segments that could not be read.
+fn rebuild(table: &dyn MetaStore, blocks: u64, counters: &Counters) -> Result<(Allocator, BTreeSet<(Key, u8)>)> {
+    let mut lost = BTreeSet::new();
     let mut alloc = Allocator::new(DATA_START, blocks);
     for pair in table.prefix(&[SEGMENT_PREFIX]) {
         let (k, v) = pair?;
-        let (Some((key, _)), Ok(segment)) = (parse_segment_key(&k), Segment::decode(&k, &v)) else {
+        let place = parse_segment_key(&k);
+        let (Some((key, _)), Ok(segment)) = (place, Segment::decode(&k, &v)) else {
             note(counters, &k);
+            lost.extend(place);
             continue;
         };
         for e in extents(&segment) {
@@ -155,7 +162,7 @@ fn rebuild(table: &dyn MetaStore, blocks: u64, counters: &Counters) -> Result<Al
             }
         }
     }
-    Ok(alloc)
+    Ok((alloc, lost))
 }
 
 fn extents(s: &Segment) -> Vec<Extent> {

@@ -98,6 +98,7 @@ impl Shared {
         let mut missing: Option<Range<u8>> = None;
         for seg in want(header.as_deref()) {
             match s.segments.get(&(*key, seg)).or_else(|| loaded.segments.get(&seg).cloned()) {
+                Some(_) if s.lost.contains(&(*key, seg)) => segments.push((seg, Some(Arc::new(Segment::damaged())))),
                 Some(v) => segments.push((seg, v)),
                 None => missing = Some(missing.map_or(seg, |m| m.start)..seg + 1),
             }
@@ -201,11 +202,16 @@ struct Piece {
     sums: Vec<u32>,
 }
 
+/// The record of a block among segments that follow each other.
+pub(super) fn find(segments: &[(u8, Slot<Segment>)], at: usize) -> Option<&Segment> {
+    let first = usize::from(segments.first()?.0);
+    segments.get((at / SEG_BLOCKS).checked_sub(first)?)?.1.as_deref()
+}
+
 fn pieces(key: &Key, segments: &[(u8, Slot<Segment>)], blocks: Range<usize>, zero_sum: u32) -> Result<Vec<Piece>> {
     let mut out: Vec<Piece> = Vec::new();
     for at in blocks {
-        let found = segments.iter().find(|(seg, _)| usize::from(*seg) == at / SEG_BLOCKS).and_then(|(_, s)| s.as_ref());
-        let (block, sum) = match found {
+        let (block, sum) = match find(segments, at) {
             Some(s) if s.damaged => return Err(damaged(key)),
             Some(s) if s.blocks[at % SEG_BLOCKS] != HOLE => (s.blocks[at % SEG_BLOCKS], s.sums[at % SEG_BLOCKS]),
             _ => (HOLE, zero_sum),
@@ -256,7 +262,7 @@ impl Engine {
             let wanted = from.max(start) - start..to.min(stop) - start;
             match bufs.remove(&i) {
                 Some(buf) => out.data.push(buf.slice(wanted)),
-                None => shared.push_zeros(wanted.len(), &mut out.data),
+                None => shared.push_zeros(wanted, &mut out.data),
             }
             out.sums.extend(p.sums);
         }
@@ -284,11 +290,13 @@ fn fix_partial_sums(from: usize, to: usize, out: &mut ReadOut) {
 }
 
 impl Shared {
-    pub(super) fn push_zeros(&self, mut len: usize, into: &mut Vec<Buf>) {
-        while len > 0 {
-            let n = len.min(self.zeros.len());
+    /// Zeros for a part of a hole, cut at block borders only.
+    fn push_zeros(&self, part: Range<usize>, into: &mut Vec<Buf>) {
+        let mut at = part.start;
+        while at < part.end {
+            let n = (self.zeros.len() - at % BLOCK).min(part.end - at);
             into.push(self.zeros.slice(0..n));
-            len -= n;
+            at += n;
         }
     }
 }

@@ -17,7 +17,7 @@ use super::{
     alloc::{Extent, push_block},
     damaged,
     overlay::Slot,
-    read::{View, segments_of},
+    read::{View, find, segments_of},
     record::{HOLE, Header, KEPT_WRITERS, MAX_SEGS, SEG_BLOCKS, Segment},
 };
 
@@ -102,7 +102,7 @@ struct Image {
     sums: Vec<u32>,
 }
 
-/// Segment records being rewritten, and what that frees.
+/// Segment records being rewritten, which follow each other, and what that frees.
 #[derive(Default)]
 struct Rewrite {
     segments: Vec<(u8, Segment)>,
@@ -116,7 +116,9 @@ impl Rewrite {
     }
 
     fn set(&mut self, at: usize, block: u64, sum: u32) {
-        let Some((_, s)) = self.segments.iter_mut().find(|(n, _)| usize::from(*n) == at / SEG_BLOCKS) else { return };
+        let first = self.segments.first().map_or(0, |(n, _)| usize::from(*n));
+        let index = (at / SEG_BLOCKS).wrapping_sub(first);
+        let Some((_, s)) = self.segments.get_mut(index) else { return };
         let old = std::mem::replace(&mut s.blocks[at % SEG_BLOCKS], block);
         s.sums[at % SEG_BLOCKS] = sum;
         if old != HOLE {
@@ -335,6 +337,7 @@ impl Engine {
         s.headers.put(key, Some(Arc::new(Header::new(meta.clone()))));
         for (n, segment) in staged.segments.drain(..) {
             s.segments.put((key, n), segment);
+            s.lost.remove(&(key, n));
         }
         s.freed.append(&mut staged.freed);
         s.dirty_bytes += staged.bytes;
@@ -431,8 +434,7 @@ impl Rewrite {
 impl Shared {
     /// A block of the chunk as stored, checked; `None` for a hole.
     async fn old_block(&self, key: &Key, old: &Old, at: usize) -> Result<Option<Buf>> {
-        let found = old.segments.iter().find(|(n, _)| usize::from(*n) == at / SEG_BLOCKS);
-        let Some((_, Some(s))) = found else { return Ok(None) };
+        let Some(s) = find(&old.segments, at) else { return Ok(None) };
         let (block, sum) = (s.blocks[at % SEG_BLOCKS], s.sums[at % SEG_BLOCKS]);
         if block == HOLE {
             return Ok(None);

@@ -81,6 +81,10 @@ async fn holes_and_cut_ends_read_as_zeros() {
     want.resize(3_000_000, 0);
     want.push(b'x');
     assert_eq!(read_all(&e, key(0)).await.unwrap(), want);
+    for (offset, len) in [(8292, (1 << 20) + 50), (8193, 2 << 20), (9000, (1 << 20) - 808), (4999, 1 << 20)] {
+        let got = read(&e, key(0), offset, len).await.unwrap();
+        assert_eq!(got, want[offset as usize..(offset + len) as usize], "{offset}+{len}");
+    }
     apply(&e, key(0), Update::Truncate { len: 0 }, 6).await.unwrap();
     e.flush().await.unwrap();
     assert_eq!((e.usage().used, e.usage().chunks), (0, 1));

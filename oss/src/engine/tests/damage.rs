@@ -109,3 +109,27 @@ async fn two_owners_of_a_block_and_blocks_outside_stop_the_opening() {
         assert!(named, "{e}");
     }
 }
+
+/// What could not be read at the opening lost its blocks to others; it must not come back when it can be read again.
+#[tokio::test]
+async fn a_record_that_was_unreadable_once_stays_damaged() {
+    let (bed, a, _) = two_chunks().await;
+    let k = segment_key(&key(0), 0);
+    let good = bed.table.get(&k).unwrap().unwrap();
+    let put = |value: bytes::Bytes| {
+        let mut batch = Batch::default();
+        batch.put(k.clone(), value);
+        bed.table.commit(batch).unwrap();
+    };
+    put(bytes::Bytes::from_static(b"junk"));
+    let e = bed.open().await;
+    put(good);
+    apply(&e, key(5), write(0, &pattern(5, 9000)), 1).await.unwrap();
+    assert_eq!(read_all(&e, key(0)).await.unwrap_err().code, Code::Corrupt);
+    apply(&e, key(0), replace(&a), 1).await.unwrap();
+    e.flush().await.unwrap();
+    assert_eq!(read_all(&e, key(0)).await.unwrap(), a);
+    assert_eq!(read_all(&e, key(5)).await.unwrap(), pattern(5, 9000));
+    drop(e);
+    assert_eq!(bed.open().await.usage().used, (3 + 3 + 74) * BLOCK);
+}
