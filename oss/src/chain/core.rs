@@ -17,6 +17,8 @@ use super::{
 pub struct ChainCore {
     chain: ChainId,
     me: Stamp,
+    /// The target's start stamp; `me.stamp` also changes whenever this replica falls out of sync.
+    life: u64,
     view: View,
     /// Epochs up to this one were about an earlier life of this target.
     stale_through: u64,
@@ -38,6 +40,7 @@ impl ChainCore {
         ChainCore {
             chain,
             me,
+            life: me.stamp,
             view: View::outside(0),
             stale_through,
             confirmed: false,
@@ -49,6 +52,12 @@ impl ChainCore {
 
     pub fn view(&self) -> &View {
         &self.view
+    }
+
+    /// What acknowledgements carry: the same value means that this replica has been in sync all the time between, without
+    /// a restart, and so still has all it committed.
+    pub fn stamp(&self) -> Stamp {
+        self.me
     }
 
     pub fn failed(&self) -> bool {
@@ -160,6 +169,10 @@ impl ChainCore {
             out.push(Output::Greet { to, epoch: self.view.epoch });
         }
         let keeps = matches!(self.view.state, ReplicaState::ReplicaServing | ReplicaState::ReplicaLastsrv);
+        if !keeps {
+            // What was committed may be replaced by a source that lacks some of it.
+            self.me.stamp = self.life ^ self.view.epoch.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        }
         let chunks: Vec<ChunkId> = self.slots.keys().copied().collect();
         for chunk in chunks {
             let Some(slot) = self.slots.get_mut(&chunk) else { continue };

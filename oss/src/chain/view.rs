@@ -54,7 +54,7 @@ impl View {
         matches!(self.state, ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing)
     }
 
-    /// The SERVING successor, which flushes go to.
+    /// The successor if it is in sync.
     pub fn serving_successor(&self) -> Option<TargetId> {
         self.successor.filter(|(_, s)| *s == ReplicaState::ReplicaServing).map(|(t, _)| t)
     }

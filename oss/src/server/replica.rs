@@ -121,7 +121,7 @@ impl Replica {
         self.inner.lock().core.view().clone()
     }
     pub fn stamp(&self) -> Stamp {
-        Stamp { target: self.id, stamp: self.target.stamp }
+        self.inner.lock().core.stamp()
     }
     pub fn check_read(&self, chunk: &ChunkId, epoch: u64) -> Result<()> {
         self.inner.lock().core.read(chunk, epoch)
@@ -323,11 +323,12 @@ impl Replica {
         self.call(to, Lane::Forward(self.behind(to)), m).await.map(|(r, _)| r.stamps)
     }
 
-    /// Flushes this replica and all in-sync ones behind it; their stamps, this one's first. `forget`: the file whose
+    /// Flushes this replica and all behind it, the SYNCING one too: it may have become in sync in a newer epoch, and must
+    /// then hold what is called stable in this one. Their stamps, this one's first. `forget`: the file whose
     /// tombstones may go.
     pub async fn flush_chain(&self, epoch: u64, forget: Option<ChunkId>) -> Result<Vec<Stamp>> {
         self.check_member(epoch)?;
-        let next = self.view().serving_successor();
+        let next = self.view().successor.map(|(t, _)| t);
         let behind = async {
             let Some(to) = next else { return Ok(Vec::new()) };
             self.forward_flush(to, epoch, forget).await
