@@ -1,7 +1,5 @@
 //! The TCP fabric: what every fabric must do, and what only a network can do to it.
 
-#![cfg(feature = "conformance")]
-
 use std::{
     sync::{Arc, atomic::Ordering::SeqCst},
     time::Duration,
