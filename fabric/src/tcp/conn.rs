@@ -238,6 +238,7 @@ async fn pulse(s: &Arc<Shared>) {
         received = now_received;
         // The first silent tick may have begun after a sign of life within it, hence one less than TICKS.
         if silent >= TICKS - 1 {
+            tracing::warn!(peer = %s.addr, "closing the connection: the peer owes answers and is silent");
             let m = format!("{} is silent for {:?} and is taken for dead", s.addr, s.options.silence);
             s.fail(&Error::new(Code::Disconnected, m));
             return;
