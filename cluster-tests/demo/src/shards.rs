@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 
 use crate::{Result, samples::Sample};
 
-const SHARD_BYTES: u64 = 64 << 20;
+const SHARD_BYTES: u64 = 16 << 20;
 
 /// Packs the samples in order; each shard is synced before the next is begun. The samples' bytes are taken from their
 /// sources again, so a source that changes in between is found by `verify`.

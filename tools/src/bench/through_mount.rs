@@ -22,15 +22,15 @@ impl Mounted {
         if dir.exists() {
             fs::remove_dir_all(&dir)?;
         }
-        fs::create_dir_all(dir.join("small"))?;
+        // A folder per job: the kernel lets one create at a time into a folder, whatever the file system.
+        for job in 0..JOBS {
+            fs::create_dir_all(dir.join(format!("job{job}")))?;
+        }
         Ok(Mounted { dir, scale })
     }
 
     fn large(&self) -> PathBuf {
         self.dir.join("large")
-    }
-    fn small(&self) -> PathBuf {
-        self.dir.join("small")
     }
 
     pub fn write(&self) -> Result<f64> {
@@ -71,10 +71,9 @@ impl Mounted {
     }
 
     fn each(&self, job: impl Fn(&Path) -> Result<()> + Sync) -> Result<f64> {
-        let dir = self.small();
         in_threads(|n| {
-            let per = self.scale.files / JOBS;
-            for i in n * per..(n + 1) * per {
+            let (dir, per) = (self.dir.join(format!("job{n}")), self.scale.files / JOBS);
+            for i in 0..per {
                 job(&nth(&dir, i))?;
             }
             Ok(per)
