@@ -38,7 +38,7 @@ mod tests {
         assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
         assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
         let (lo, hi) = interval(&[1.0, 2.0, 3.0, 4.0, 100.0]);
-        assert!(lo >= 1.0 && lo <= 3.0 && hi >= 3.0 && hi <= 100.0);
+        assert!((1.0..=3.0).contains(&lo) && (3.0..=100.0).contains(&hi));
         assert_eq!(interval(&[5.0; 5]), (5.0, 5.0));
     }
 }
