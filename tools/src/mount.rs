@@ -21,11 +21,9 @@ use crate::config::{self, Overrides};
 
 #[derive(Args)]
 pub struct MountArgs {
-    /// Metadata servers, HOST:PORT, separated by commas.
-    #[arg(value_delimiter = ',', required_unless_present = "config")]
-    mds: Vec<String>,
-    /// Where to mount: an existing folder.
-    mountpoint: Option<PathBuf>,
+    /// Metadata servers (HOST:PORT, separated by commas), then an existing folder. With --config: the folder or nothing.
+    #[arg(value_names = ["MDS", "MOUNTPOINT"], num_args = 0..=2)]
+    what: Vec<String>,
     /// Configuration file (TOML).
     #[arg(long, short)]
     config: Option<PathBuf>,
@@ -91,16 +89,18 @@ fn sixty() -> u64 {
 
 fn load(args: &MountArgs) -> Result<MountFile> {
     let mut o = Overrides::new();
-    let mut mds = args.mds.clone();
-    let mut mountpoint = args.mountpoint.clone();
-    if args.config.is_some() && mountpoint.is_none() && mds.len() == 1 {
-        mountpoint = mds.pop().map(PathBuf::from); // strake mount --config FILE MOUNTPOINT
-    }
-    if !mds.is_empty() {
-        o.push(("mount", "mds", toml::Value::Array(mds.into_iter().map(toml::Value::String).collect())));
+    let (mds, mountpoint) = match &args.what[..] {
+        [] if args.config.is_some() => (None, None),
+        [mountpoint] if args.config.is_some() => (None, Some(mountpoint)),
+        [mds, mountpoint] => (Some(mds), Some(mountpoint)),
+        _ => return Err(Error::new(Code::Inval, "expected MDS[,MDS...] MOUNTPOINT, or --config FILE [MOUNTPOINT]")),
+    };
+    if let Some(mds) = mds {
+        let list = mds.split(',').map(|s| toml::Value::String(s.into())).collect();
+        o.push(("mount", "mds", toml::Value::Array(list)));
     }
     if let Some(m) = mountpoint {
-        o.push(("mount", "mountpoint", m.display().to_string().into()));
+        o.push(("mount", "mountpoint", m.clone().into()));
     }
     o.extend(args.client_key.as_ref().map(|p| ("", "client_key", p.display().to_string().into())));
     o.extend(args.allow_other.then_some(("mount", "allow_other", true.into())));

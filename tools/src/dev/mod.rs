@@ -116,7 +116,11 @@ fn wait_in_service(cluster: &Cluster, limit: Duration, progress: &mut Progress) 
                 }
             }
             let lacking = match status::leader_status(&cluster.admin_mds()).await {
-                Ok(s) => lacking(&s, cluster),
+                // After a restart of everything the map may still name targets alive that do not come back.
+                Ok(s) => match lacking(&s, cluster) {
+                    None => silent_oss(cluster).await,
+                    some => some,
+                },
                 Err(_) => Some("no metadata leader yet".to_string()),
             };
             let Some(what) = lacking else { return Ok(()) };
@@ -128,6 +132,15 @@ fn wait_in_service(cluster: &Cluster, limit: Duration, progress: &mut Progress) 
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     })
+}
+
+async fn silent_oss(cluster: &Cluster) -> Option<String> {
+    for addr in cluster.admin_oss() {
+        if status::ask(&addr).await.is_err() {
+            return Some(format!("the object server at {addr} does not answer yet"));
+        }
+    }
+    None
 }
 
 /// What a cluster in full service still lacks.

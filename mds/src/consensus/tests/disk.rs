@@ -116,7 +116,7 @@ async fn segments_roll_go_when_cut_and_reopen_at_every_step() {
         assert_eq!(image(dir.path()).await.unwrap(), model, "after {i}");
         most = most.max(segments(dir.path()).len());
     }
-    assert!(most >= 2 && most < 8, "{most} segments at once");
+    assert!((2..8).contains(&most), "{most} segments at once");
     assert!(!segments(dir.path()).contains(&"log-00000001".to_string()));
 }
 
