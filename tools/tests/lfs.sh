@@ -40,15 +40,15 @@ is "inherited by folders" 3 "$(lfs getstripe -c "$M/d/sub")"
 is "a listing has folder and entries" "$M/d $M/d/new $M/d/sub" "$(lfs getstripe "$M/d" | grep "^$M" | sort | xargs)"
 lfs setstripe -d "$M/d" && is "deleted" "1" "$(lfs getstripe -c "$M/d")"
 
-is "osts" "$(printf 'OBDS:\n0: strake-OST0000_UUID ACTIVE\n1: strake-OST0001_UUID ACTIVE\n2: strake-OST0002_UUID ACTIVE\n3: strake-OST0003_UUID ACTIVE')" "$(lfs osts "$M")"
-is "mdts" "$(printf 'MDTS:\n0: strake-MDT0000_UUID ACTIVE')" "$(lfs mdts "$M")"
+is "osts" "$(printf 'OBDS:\n0: lfstest-OST0000_UUID ACTIVE\n1: lfstest-OST0001_UUID ACTIVE\n2: lfstest-OST0002_UUID ACTIVE\n3: lfstest-OST0003_UUID ACTIVE')" "$(lfs osts "$M")"
+is "mdts" "$(printf 'MDTS:\n0: lfstest-MDT0000_UUID ACTIVE')" "$(lfs mdts "$M")"
 is "df" "9" "$(lfs df "$M" | wc -l)"
-is "df of a target" "strake-OST0002_UUID 1073741824 0 1073741824 0% $M[OST:2]" "$(lfs df "$M" | grep OST0002 | xargs)"
-is "df of a pool" "2" "$(lfs df -p strake.flash | grep -c OST)"
+is "df of a target" "lfstest-OST0002_UUID 1073741824 0 1073741824 0% $M[OST:2]" "$(lfs df "$M" | grep OST0002 | xargs)"
+is "df of a pool" "2" "$(lfs df -p lfstest.flash | grep -c OST)"
 status "df elsewhere" 95 lfs df /proc
 is "check" 5 "$(lfs check all "$M" | grep -c active)"
-is "pools" "$(printf 'Pools from strake:\nstrake.flash')" "$(lfs pool_list strake)"
-is "a pool" "$(printf 'Pool: strake.flash\nstrake-OST0000_UUID\nstrake-OST0001_UUID')" "$(lfs pool_list strake.flash)"
+is "pools" "$(printf 'Pools from lfstest:\nlfstest.flash')" "$(lfs pool_list lfstest)"
+is "a pool" "$(printf 'Pool: lfstest.flash\nlfstest-OST0000_UUID\nlfstest-OST0001_UUID')" "$(lfs pool_list lfstest.flash)"
 
 fid=$(lfs path2fid "$M/d/new")
 [[ $fid =~ ^\[0x200000400:0x[0-9a-f]+:0x0\]$ ]] || fail "path2fid" "$fid"
@@ -56,7 +56,7 @@ is "the root's FID" "[0x200000007:0x1:0x0]" "$(lfs path2fid "$M")"
 is "parents" "[0x200000007:0x1:0x0]/f" "$(lfs path2fid --parents "$M/f")"
 if [ "$(id -u)" = 0 ]; then
     is "fid2path" "$M/d/new" "$(lfs fid2path "$M" "$fid")"
-    is "fid2path by name, without brackets" "$M/d/new" "$(lfs fid2path strake "${fid:1:-1}")"
+    is "fid2path by name, without brackets" "$M/d/new" "$(lfs fid2path lfstest "${fid:1:-1}")"
     chmod 755 "$(dirname "$M")" "$M" 2> /dev/null
     chmod 600 "$M/f"
     status "another user's file" 13 setpriv --reuid 12345 --clear-groups "$STRAKE" lfs getstripe "$M/f"

@@ -48,7 +48,7 @@ impl Mds {
     fn format(&self, endpoints: impl Fn(u32) -> String) {
         let format = pb::Format {
             fs_uuid: vec![7; 16].into(),
-            fs_name: "strake".into(),
+            fs_name: "lfstest".into(),
             name_hash_key: vec![1; 16].into(),
             default_copies: 1,
             root_mode: 0o777,
