@@ -5,11 +5,8 @@
 
 use std::{collections::BTreeMap, ops::Range, time::Duration};
 
-use strake_fabric::Buf;
-use tokio::{
-    sync::{OwnedSemaphorePermit, watch},
-    time::Instant,
-};
+use strake_fabric::{Buf, watch};
+use tokio::{sync::OwnedSemaphorePermit, time::Instant};
 
 use crate::segments;
 

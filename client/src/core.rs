@@ -14,14 +14,14 @@ use std::{
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Buf, Endpoint, Env, Fabric};
+use strake_fabric::{Buf, Endpoint, Env, Fabric, watch};
 use strake_proto::{
     ChainId, Code, Error, Ino, NodeId, Result,
     map::{MapView, ROLE_MDS},
     opcode, pb,
 };
 use tokio::{
-    sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, Semaphore, watch},
+    sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, Semaphore},
     time::Instant,
 };
 

@@ -10,14 +10,14 @@ use std::{
 
 use futures_util::future::join_all;
 use parking_lot::Mutex;
-use strake_fabric::Buf;
+use strake_fabric::{Buf, watch};
 use strake_proto::{
     Code, Error, Ino, Result, SessionId,
     cap::{self, CAP_LEN},
     layout::{MAX_FILE_SIZE, StripeMap},
     pb,
 };
-use tokio::{sync::watch, time::Instant};
+use tokio::time::Instant;
 
 use crate::{
     Client,

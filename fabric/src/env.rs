@@ -3,7 +3,7 @@
 //!
 //! Monotonic timers are tokio's (`tokio::time`), which the simulator runs paused. Code under simulation must not ask
 //! the system for time or randomness in any other way, must not iterate over randomly seeded hash maps, and must
-//! mark every `select!` as `biased`.
+//! mark every `select!` as `biased`, and must use [`crate::watch`] in place of tokio's.
 
 use std::{future::Future, sync::Arc, time::Duration};
 

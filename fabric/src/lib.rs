@@ -10,6 +10,7 @@ pub mod conformance;
 pub mod endpoint;
 pub mod env;
 pub mod tcp;
+pub mod watch;
 
 use std::sync::Arc;
 

@@ -38,9 +38,15 @@ fn main() -> ExitCode {
                     println!("  VIOLATION: {v}");
                 }
                 failed += u64::from(!o.violations.is_empty());
-                if args.replay && run(scenario).map(|again| again.trace).ok() != Some(o.trace) {
-                    println!("  NOT REPLAYED: the second run of seed {seed} took another course");
-                    failed += 1;
+                if args.replay {
+                    let other = match run(scenario) {
+                        Ok(again) => o.parting(&again),
+                        Err(e) => Some(format!("it failed: {e:?}")),
+                    };
+                    if let Some(how) = other {
+                        println!("  NOT REPLAYED: the second run of seed {seed} took another course at {how}");
+                        failed += 1;
+                    }
                 }
             }
             Err(e) => {

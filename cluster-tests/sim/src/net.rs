@@ -49,6 +49,8 @@ struct State {
     blocked: BTreeSet<(u32, u32)>,
     connections: Vec<Weak<SimConnection>>,
     trace: Sha256,
+    /// The same, one line per event, to see where two runs part.
+    events: Vec<String>,
     messages: u64,
 }
 
@@ -69,6 +71,7 @@ impl Network {
             blocked: BTreeSet::new(),
             connections: Vec::new(),
             trace: Sha256::new(),
+            events: Vec::new(),
             messages: 0,
         };
         Network { state: Arc::new(Mutex::new(state)), start: Instant::now(), ids: Arc::default() }
@@ -118,12 +121,13 @@ impl Network {
         let mut s = self.state.lock();
         s.trace.update(at.to_le_bytes());
         s.trace.update(what.as_bytes());
+        s.events.push(format!("{at} {what}"));
     }
 
-    /// Hash of everything that happened so far, and the number of messages delivered.
-    pub fn trace(&self) -> ([u8; 32], u64) {
+    /// Hash of everything that happened so far, the number of messages delivered, and a line per event.
+    pub fn trace(&self) -> ([u8; 32], u64, Vec<String>) {
         let s = self.state.lock();
-        (s.trace.clone().finalize().into(), s.messages)
+        (s.trace.clone().finalize().into(), s.messages, s.events.clone())
     }
 
     fn delay(&self) -> Duration {
@@ -150,6 +154,12 @@ impl Network {
         for b in &m.payload {
             s.trace.update(&b[..]);
         }
+        let body = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &m.body);
+        let payload: usize = m.payload.iter().map(|b| b.len()).sum();
+        let (opcode, len) = (m.opcode, m.body.len());
+        s.events.push(format!(
+            "{at} {from} > {to}: opcode {opcode:#x}, body {len} bytes crc {body:08x}, payload {payload}"
+        ));
     }
 }
 

@@ -42,6 +42,8 @@ pub struct Outcome {
     pub seed: u64,
     /// SHA-256 over everything every message carried and when, and every fault.
     pub trace: [u8; 32],
+    /// The same, a line per event.
+    pub events: Vec<String>,
     pub messages: u64,
     pub faults: u64,
     pub simulated: Duration,
@@ -52,6 +54,21 @@ pub struct Outcome {
     pub errors: u64,
     /// Promises broken, in words. Empty is the only good answer.
     pub violations: Vec<String>,
+}
+
+impl Outcome {
+    /// Where another run of the same seed first took another course: a few events before it, and both events.
+    pub fn parting(&self, other: &Outcome) -> Option<String> {
+        let (a, b) = (&self.events, &other.events);
+        let at = (0..a.len().max(b.len())).find(|i| a.get(*i) != b.get(*i));
+        if at.is_none() && self.trace == other.trace {
+            return None;
+        }
+        let at = at.unwrap_or(a.len());
+        let line = |e: &[String]| e.get(at).cloned().unwrap_or_else(|| "the end".into());
+        let before = a.get(at.saturating_sub(5)..at).unwrap_or_default().join("\n    ");
+        Some(format!("event {at}:\n    {before}\n  first  {}\n  second {}", line(a), line(b)))
+    }
 }
 
 /// Runs it on a single-threaded runtime whose clock only moves when nothing else can.
@@ -99,11 +116,12 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
         actor.finish(&other).await?;
     }
     wait_whole(&cluster, "after the last fault").await?;
-    let (trace, messages) = cluster.net.trace();
+    let (trace, messages, events) = cluster.net.trace();
     let f = found.lock();
     Ok(Outcome {
         seed: s.seed,
         trace,
+        events,
         messages,
         faults,
         simulated: begun.elapsed(),

@@ -13,10 +13,10 @@ use raft::{
         MessageType,
     },
 };
-use strake_fabric::{Endpoint, Env};
+use strake_fabric::{Endpoint, Env, watch};
 use strake_proto::{Code, Error, Result, pb};
 use tokio::{
-    sync::{mpsc, oneshot, watch},
+    sync::{mpsc, oneshot},
     task::JoinHandle,
     time::MissedTickBehavior,
 };

@@ -7,9 +7,9 @@ use parking_lot::Mutex;
 use prost::Message as _;
 use protobuf::Message as _;
 use raft::eraftpb;
-use strake_fabric::{Endpoint, Env, Fabric, Message};
+use strake_fabric::{Endpoint, Env, Fabric, Message, watch};
 use strake_proto::{Code, Error, Result, opcode, pb};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot};
 
 use super::{
     Config, Leadership, LogStore, MemberChange, StateMachine,

@@ -3,8 +3,9 @@
 
 use std::{sync::Arc, time::Duration};
 
+use strake_fabric::watch;
 use strake_proto::{Code, Error, Result, map::ROLE_MDS, pb};
-use tokio::{sync::watch, time::sleep};
+use tokio::time::sleep;
 
 use super::{Lead, Mds, chunks, sessions::Sessions};
 use crate::{

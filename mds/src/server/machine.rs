@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use prost::Message;
+use strake_fabric::watch;
 use strake_proto::{Code, Error, Result};
 use strake_store::{Batch, MetaStore};
-use tokio::sync::watch;
 
 use crate::{
     consensus::{Committed, StateMachine, StateSnapshot},

@@ -29,17 +29,14 @@ pub use disk::start_on_disk;
 use machine::Machine;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Endpoint, Env, Fabric, Listener};
+use strake_fabric::{Endpoint, Env, Fabric, Listener, watch};
 use strake_proto::{
     CapKey, Code, Error, Result,
     map::{MapView, ROLE_MDS},
     pb,
 };
 use strake_store::MetaStore;
-use tokio::{
-    sync::{Notify, watch},
-    task::JoinHandle,
-};
+use tokio::{sync::Notify, task::JoinHandle};
 
 use crate::{
     cluster::manager::Manager,
