@@ -352,6 +352,13 @@ impl Core {
             && (self.lost_state || index > self.committed())
     }
 
+    /// Whether this member's log leads to (index, term) by itself. A snapshot message of it then only moves the commit
+    /// index: the leader knew less of this log than there is.
+    pub fn needs_no_copy(&self, index: u64, term: u64) -> bool {
+        let known = index < self.committed() || self.image().term(index) == Some(term);
+        known && !self.lost_state && self.raw.raft.pending_request_snapshot == 0
+    }
+
     /// Hands leadership over, if this member leads.
     pub fn transfer(&mut self, to: u64) {
         if self.is_leader() {

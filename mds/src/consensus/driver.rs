@@ -374,12 +374,13 @@ impl Driver {
     fn step(&mut self, m: Message) {
         if m.get_msg_type() == MessageType::MsgSnapshot {
             let s = m.get_snapshot();
+            let needless = self.core.needs_no_copy(s.get_metadata().index, s.get_metadata().term);
             let id = s.data.as_ref().try_into().map(u64::from_le_bytes).ok();
             let there = self.incoming.as_ref().is_some_and(|i| {
                 let meta = s.get_metadata();
                 i.complete && i.from == m.from && Some(i.id) == id && (i.index, i.term) == (meta.index, meta.term)
             });
-            if !there {
+            if !there && !needless {
                 tracing::warn!(from = m.from, "dropped a raft snapshot whose data did not arrive");
                 return;
             }
@@ -577,6 +578,10 @@ impl Driver {
     /// cannot do without.
     fn chunk(&mut self, chunk: pb::SnapshotChunk, reply: Reply) -> Result<()> {
         if chunk.number == 0 {
+            if self.core.leader() == chunk.from && self.core.needs_no_copy(chunk.index, chunk.term) {
+                let _ = reply.send(Err(Error::new(Code::Exist, "this metadata server has that state")));
+                return Ok(());
+            }
             if !self.core.wants_snapshot(chunk.from, chunk.index, chunk.term) {
                 let _ = reply.send(Err(Error::new(Code::NotServing, "this metadata server wants no copy from there")));
                 return Ok(());

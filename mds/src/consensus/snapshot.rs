@@ -10,7 +10,7 @@ use bytes::Bytes;
 use prost::Message as _;
 use raft::eraftpb;
 use strake_fabric::{Connection, Endpoint, Message};
-use strake_proto::{Result, opcode, pb};
+use strake_proto::{Code, Result, opcode, pb};
 use strake_store::Reader;
 use tokio::sync::oneshot;
 
@@ -68,9 +68,12 @@ async fn send_over(s: &Sender, out: &Outgoing, conn: &dyn Connection) -> Result<
             term: out.term,
             cluster: s.cluster.to_vec().into(),
         };
-        conn.call(Message::new(opcode::SNAPSHOT, chunk.encode_to_vec()), CALL_TIMEOUT).await?;
-        if last {
-            break;
+        match conn.call(Message::new(opcode::SNAPSHOT, chunk.encode_to_vec()), CALL_TIMEOUT).await {
+            Ok(_) if last => break,
+            Ok(_) => {}
+            // Its log has it all; the message alone tells both.
+            Err(e) if e.code == Code::Exist && number == 0 => break,
+            Err(e) => return Err(e),
         }
     }
     conn.call(s.batch(to, std::slice::from_ref(&out.message))?, CALL_TIMEOUT).await.map(drop)

@@ -127,6 +127,11 @@ impl World {
             let meta = m.get_snapshot().get_metadata();
             let (index, term, from) = (meta.index, meta.term, m.from);
             let n = self.node(m.to);
+            if n.core.leader() == from && n.core.needs_no_copy(index, term) {
+                n.core.step(m.clone());
+                self.node(from).core.report_snapshot(m.to, true);
+                return;
+            }
             if !n.core.wants_snapshot(from, index, term) {
                 self.node(from).core.report_snapshot(m.to, false);
                 return;
