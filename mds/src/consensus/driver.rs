@@ -395,10 +395,10 @@ impl Driver {
     fn event(&mut self, event: Event) -> Result<()> {
         match event {
             Event::Persisted { number, restoring } => {
-                if self.stalled.take().is_some() {
+                if self.backlog.is_none() && self.stalled.take().is_some() {
                     tracing::info!("the raft log takes writes again");
+                    self.core.set_stalled(false);
                 }
-                self.core.set_stalled(self.backlog.is_some());
                 if let Some(n) = number {
                     self.core.persisted(n).into_iter().for_each(|m| self.send(m));
                 }

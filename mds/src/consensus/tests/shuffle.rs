@@ -388,7 +388,7 @@ fn run(seed: u64, steps: usize) -> (u64, usize, String) {
 
 #[test]
 fn members_agree_whatever_the_schedule() {
-    let seeds = std::env::var("STRAKE_SEEDS").ok().and_then(|s| s.parse().ok()).unwrap_or(40);
+    let seeds = std::env::var("STRAKE_SEEDS").ok().and_then(|s| s.parse().ok()).unwrap_or(200);
     let from = std::env::var("STRAKE_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(0);
     let (mut entries, mut reads) = (0, 0);
     for seed in from..from + seeds {
