@@ -29,7 +29,7 @@ pub struct MountConfig {
     pub threads: usize,
     /// One `/dev/fuse` descriptor per thread.
     pub clone_fd: bool,
-    /// First column of `df` and `/proc/mounts`.
+    /// First column of `df` and `/proc/mounts`; empty: the name of the file system.
     pub fsname: String,
     /// The type shown is `fuse.SUBTYPE`. `lfs` looks for `fuse.strake`.
     pub subtype: String,
@@ -50,7 +50,7 @@ impl MountConfig {
             read_only: false,
             threads: 2,
             clone_fd: true,
-            fsname: "strake".into(),
+            fsname: String::new(),
             subtype: "strake".into(),
             attr_timeout: Duration::from_secs(1),
             entry_timeout: Duration::from_secs(1),
@@ -69,8 +69,11 @@ pub struct Mount {
 ///
 /// Errors say what to do: `ENOENT` and `ENOTDIR` for the mountpoint, `EBUSY` when StrakeFS is mounted there already,
 /// `ENODEV` without `/dev/fuse`, `EPERM` when neither root nor fusermount3 is there to mount.
-pub async fn mount(cfg: MountConfig, client: Client) -> Result<Mount> {
+pub async fn mount(mut cfg: MountConfig, client: Client) -> Result<Mount> {
     check(&cfg)?;
+    if cfg.fsname.is_empty() {
+        cfg.fsname.clone_from(&client.map().map.fs_name);
+    }
     let vfs = Arc::new(Vfs::new(client));
     let transport = Transport::new(vfs.clone(), &cfg, tokio::runtime::Handle::current());
     let session = MountedSession::start(transport, &cfg)?;

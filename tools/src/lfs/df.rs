@@ -81,7 +81,7 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
         only_summary: p.has("only-summary"),
     };
     let mut shown = 0;
-    for m in mount::chosen(&p.operands)? {
+    for m in mount::chosen(&p.operands, fs)? {
         let map = mount::map(&m)?;
         if fs.is_some_and(|f| f != map.map.fs_name) {
             continue;

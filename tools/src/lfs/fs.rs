@@ -18,11 +18,19 @@ use super::Failure;
 /// The type of a StrakeFS mount in `/proc/self/mountinfo`.
 const FS_TYPE: &str = "fuse.strake";
 
-/// Where StrakeFS is mounted.
-fn all_mounts() -> Result<Vec<PathBuf>, Failure> {
+/// Where StrakeFS is mounted, with the file system's name (the mount's source). Asks no mount: another one's servers may
+/// be down.
+fn named_mounts() -> Result<Vec<(PathBuf, String)>, Failure> {
     let table = fs::read_to_string("/proc/self/mountinfo")
         .map_err(|e| Failure::new(libc::EIO, format!("/proc/self/mountinfo: {e}")))?;
-    Ok(table.lines().filter_map(mount_line).filter(|(_, t)| *t == FS_TYPE).map(|(at, _)| at).collect())
+    let source =
+        |line: &str| line.split_once(" - ").and_then(|(_, b)| b.split(' ').nth(1)).unwrap_or_default().to_string();
+    let ours = |line| mount_line(line).filter(|(_, t)| *t == FS_TYPE).map(|(at, _)| (at, source(line)));
+    Ok(table.lines().filter_map(ours).collect())
+}
+
+fn all_mounts() -> Result<Vec<PathBuf>, Failure> {
+    Ok(named_mounts()?.into_iter().map(|(at, _)| at).collect())
 }
 
 /// As [`all_mounts`], at least one.
@@ -43,8 +51,11 @@ pub fn mount_of(path: &Path) -> Result<PathBuf, Failure> {
     found.pop().ok_or_else(|| not_ours(path))
 }
 
-/// The named mounts' folders, or all of them.
-pub fn chosen(paths: &[std::ffi::OsString]) -> Result<Vec<PathBuf>, Failure> {
+/// The named mounts' folders, or all of them, or all of one file system.
+pub fn chosen(paths: &[std::ffi::OsString], fs_name: Option<&str>) -> Result<Vec<PathBuf>, Failure> {
+    if let (true, Some(name)) = (paths.is_empty(), fs_name) {
+        return Ok(named_mounts()?.into_iter().filter(|(_, n)| n == name).map(|(at, _)| at).collect());
+    }
     if paths.is_empty() { mounts() } else { paths.iter().map(|p| mount_of(Path::new(p))).collect() }
 }
 
@@ -53,12 +64,8 @@ pub fn by_name_or_path(name: &str) -> Result<PathBuf, Failure> {
     if name.contains('/') || Path::new(name).exists() {
         return mount_of(Path::new(name));
     }
-    for m in mounts()? {
-        if map(&m)?.map.fs_name == name {
-            return Ok(m);
-        }
-    }
-    Err(Failure::new(libc::ENODEV, format!("file system '{name}' is not mounted here")))
+    let found = named_mounts()?.into_iter().find(|(_, n)| n == name).map(|(at, _)| at);
+    found.ok_or_else(|| Failure::new(libc::ENODEV, format!("file system '{name}' is not mounted here")))
 }
 
 fn not_ours(path: &Path) -> Failure {

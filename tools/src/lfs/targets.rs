@@ -51,14 +51,14 @@ fn osts_text(map: &MapView) -> String {
 }
 
 pub fn osts(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
-    for m in mount::chosen(&parse("osts", NO_OPTIONS, args)?.operands)? {
+    for m in mount::chosen(&parse("osts", NO_OPTIONS, args)?.operands, None)? {
         out.print(&osts_text(&mount::map(&m)?));
     }
     Ok(())
 }
 
 pub fn mdts(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
-    for m in mount::chosen(&parse("mdts", NO_OPTIONS, args)?.operands)? {
+    for m in mount::chosen(&parse("mdts", NO_OPTIONS, args)?.operands, None)? {
         let map = mount::map(&m)?;
         out.print(&list("MDTS", [(0, mdt_uuid(&map.map.fs_name), true)].into_iter()));
     }
@@ -77,7 +77,7 @@ pub fn check(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
         Some("all" | "servers") => (true, true),
         _ => return Err(Failure::usage("check", format!("cannot check '{}'", what.to_string_lossy()))),
     };
-    for m in mount::chosen(&p.operands)? {
+    for m in mount::chosen(&p.operands, None)? {
         let map = mount::map(&m)?;
         // The connection's part of the name, a kernel address in Lustre.
         let by = map.map.fs_uuid.iter().take(8).map(|b| format!("{b:02x}")).collect::<String>();
