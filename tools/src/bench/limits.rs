@@ -39,6 +39,47 @@ pub fn socket_copy(bytes: u64) -> Result<u64> {
     Ok(bytes / MIB as u64 * MIB as u64)
 }
 
+/// 128-byte round trips over loopback TCP by `pairs` pairs of threads for `limit`. Returns how many.
+pub fn round_trips(pairs: u64, limit: Duration) -> Result<u64> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let addr = listener.local_addr()?;
+    let echo = |mut s: TcpStream| -> std::io::Result<()> {
+        s.set_nodelay(true)?;
+        let mut block = [0u8; 128];
+        // Ends when the other side hangs up.
+        while s.read_exact(&mut block).is_ok() {
+            s.write_all(&block)?;
+        }
+        Ok(())
+    };
+    thread::scope(|scope| -> Result<u64> {
+        let callers: Vec<_> = (0..pairs)
+            .map(|_| {
+                scope.spawn(move || -> std::io::Result<u64> {
+                    let mut s = TcpStream::connect(addr)?;
+                    s.set_nodelay(true)?;
+                    let (start, mut block, mut n) = (Instant::now(), [7u8; 128], 0);
+                    while start.elapsed() < limit {
+                        s.write_all(&block)?;
+                        s.read_exact(&mut block)?;
+                        n += 1;
+                    }
+                    Ok(n)
+                })
+            })
+            .collect();
+        for _ in 0..pairs {
+            let (s, _) = listener.accept()?;
+            scope.spawn(move || echo(s));
+        }
+        let mut sum = 0;
+        for c in callers {
+            sum += c.join().map_err(|_| Error::new(Code::Io, "a caller failed"))??;
+        }
+        Ok(sum)
+    })
+}
+
 /// A file of `bytes` next to the cluster's data, written whole (no holes), for the device's own speed.
 pub fn scratch(path: &Path, bytes: u64) -> Result<File> {
     let file = OpenOptions::new()

@@ -145,7 +145,7 @@ fn plans<'a>(
         plan("mount: read 1 MiB, 4 readers", Bytes, cold(), Box::new(|| m.read(4)), "device read"),
         plan("mount: read 4 KiB random", Ops, cold(), Box::new(|| m.random_read()), "device 4 KiB random"),
         plan("mount: create", Ops, Box::new(|| m.unlink_all()), Box::new(|| m.create()), "synced appends"),
-        plan("mount: stat", Ops, Box::new(|| m.ensure_files()), Box::new(|| m.stat()), "synced appends"),
+        plan("mount: stat", Ops, Box::new(|| m.ensure_files()), Box::new(|| m.stat()), "socket round trips"),
         plan("mount: unlink", Ops, Box::new(|| m.ensure_files()), Box::new(|| m.unlink_all()), "synced appends"),
         plan("client: write 1 MiB", Bytes, nothing(), Box::new(|| rt.block_on(c.write())), "device write"),
         plan("client: read 1 MiB", Bytes, cold(), Box::new(|| rt.block_on(c.read())), "socket copy"),
@@ -168,7 +168,7 @@ fn plans<'a>(
             Ops,
             Box::new(|| rt.block_on(c.ensure_files())),
             Box::new(|| rt.block_on(c.stat())),
-            "synced appends",
+            "socket round trips",
         ),
         plan(
             "client: unlink",
@@ -214,6 +214,7 @@ impl Bench {
                 self.scale.random_ops as f64
             }
             "synced appends" => limits::synced_appends(&self.dir.join("appends"), Duration::from_secs(2))? as f64,
+            "socket round trips" => limits::round_trips(JOBS, Duration::from_secs(1))? as f64,
             "FUSE from memory" => return through_mount::memory_limit(&self.dir.join("memory"), bytes),
             _ => return Err(Error::new(Code::Inval, format!("no limit named {name}"))),
         };
