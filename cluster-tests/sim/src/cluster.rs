@@ -10,11 +10,11 @@ use strake_mds::{
     server::{self as mds_server, MdsServer},
 };
 use strake_oss::{
-    device::mem::{MemDevice, Tear},
+    device::mem::{MemDevice, Op, Tear},
     engine::{Engine, Options, TargetIdentity},
     server::{self as oss_server, OssServer},
 };
-use strake_proto::{CapKey, Result};
+use strake_proto::{CapKey, Code, Error, Result};
 use strake_store::MemStore;
 use tokio::time::{Instant, timeout};
 
@@ -23,6 +23,7 @@ use crate::{
     net::{Network, Weather},
 };
 
+const CALM: Weather = Weather { min_delay: Duration::ZERO, max_delay: Duration::from_millis(3), break_per_mille: 0 };
 /// Secret of every simulated cluster.
 const KEY: [u8; 32] = [0x5e; 32];
 const TARGET_BYTES: u64 = 256 << 20;
@@ -47,6 +48,8 @@ struct Oss {
     device: Arc<MemDevice>,
     table: Arc<MemStore>,
     formatted: bool,
+    /// Its device failed in this life: a target that saw that serves again only after a restart.
+    harmed: bool,
     life: Option<(Env, OssServer)>,
 }
 
@@ -70,8 +73,7 @@ impl Cluster {
         let mut rng = StdRng::seed_from_u64(seed);
         let start = Instant::now();
         let ms = Duration::from_millis;
-        let weather = Weather { min_delay: ms(0), max_delay: ms(3), break_per_mille: 0 };
-        let net = Network::new(rng.random(), weather);
+        let net = Network::new(rng.random(), CALM);
         let voters: Vec<u64> = (1..=u64::from(MDS)).collect();
         let skew = |rng: &mut StdRng| SimClock::new(start, rng.random_range(-20_000_000..20_000_000));
         let mds = (1..=MDS)
@@ -90,6 +92,7 @@ impl Cluster {
                 device: Arc::new(MemDevice::new(TARGET_BYTES)),
                 table: Arc::new(MemStore::new()),
                 formatted: false,
+                harmed: false,
                 life: None,
             })
             .collect();
@@ -136,10 +139,11 @@ impl Cluster {
             let config = oss_server::Config::new(format!("oss{node}"), Endpoint::Sim(node), mds);
             // Registration needs a metadata leader; without one it goes on in the background of the real server, and a
             // start that takes longer than any election is a failure to report.
-            let server = timeout(Duration::from_secs(60), oss_server::start(config, parts)).await.map_err(|_| {
-                strake_proto::Error::new(strake_proto::Code::TimedOut, "an oss did not start in 60 s")
-            })??;
+            let server = timeout(Duration::from_secs(60), oss_server::start(config, parts))
+                .await
+                .map_err(|_| Error::new(Code::TimedOut, "an oss did not start in 60 s"))??;
             self.oss[i].life = Some((env, server));
+            self.oss[i].harmed = false;
         }
         Ok(())
     }
@@ -203,6 +207,73 @@ impl Cluster {
         let statuses = self.mds.iter().filter_map(|m| Some(m.life.as_ref()?.1.status()));
         let newest = statuses.filter_map(|s| s.map).max_by_key(|m| m.version);
         newest.is_some_and(|m| !m.chains.is_empty() && m.chains.iter().all(|c| c.serving().count() == c.replicas.len()))
+    }
+
+    /// Cuts the link between two nodes, in both directions or one.
+    pub fn cut(&mut self, a: u32, b: u32, one_way: bool) {
+        self.net.note(&format!("cut {a} {b} one_way={one_way}"));
+        self.net.block(a, b);
+        if !one_way {
+            self.net.block(b, a);
+        }
+    }
+
+    /// A node's wall clock is suddenly this far off.
+    pub fn jump_clock(&mut self, node: u32, seconds: i64) {
+        self.net.note(&format!("clock of {node} jumps to {seconds} s"));
+        let mds = self.mds.iter().filter(|m| m.node == node).map(|m| &m.clock);
+        let oss = self.oss.iter().filter(|o| o.node == node).map(|o| &o.clock);
+        for clock in mds.chain(oss) {
+            clock.set_skew(seconds * 1_000_000_000);
+        }
+    }
+
+    /// The disk of a node is full (`NoSpc`: a metadata server's log refuses writes until told otherwise, an object
+    /// server's device the next few) or broken (`Io`: one write of an object server fails). `None` ends what lasts.
+    pub fn set_disk_fault(&mut self, fault: Option<(u32, Code)>) {
+        self.net.note(&format!("disk fault {fault:?}"));
+        let error = |code| Error::new(code, "injected fault");
+        for m in &self.mds {
+            let full = fault.filter(|(n, code)| *n == m.node && *code == Code::NoSpc);
+            m.log.set_fault(full.map(|(_, code)| error(code)));
+        }
+        if fault.is_none() {
+            self.oss.iter().for_each(|o| o.device.end_faults());
+        }
+        if let Some((node, code)) = fault
+            && let Some(o) = self.oss.iter_mut().find(|o| o.node == node)
+        {
+            let times = if code == Code::NoSpc { 5 } else { 1 };
+            o.harmed = true;
+            (0..times).for_each(|n| o.device.fail(Op::Write, n, code));
+        }
+    }
+
+    /// All nodes up, all links whole, disks and clocks right: what a system in order recovers under.
+    pub async fn repair(&mut self) -> Result<()> {
+        self.net.heal();
+        self.net.set_weather(CALM);
+        self.set_disk_fault(None);
+        for node in self.nodes() {
+            self.jump_clock(node, 0);
+            if self.oss.iter().any(|o| o.node == node && o.harmed) {
+                self.kill(node, false);
+            }
+        }
+        for node in self.nodes() {
+            if !self.is_up(node) {
+                self.start(node).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes and flushes of an object server's disk take this long from now on.
+    pub fn slow_disk(&mut self, node: u32, latency: Duration) {
+        self.net.note(&format!("disk of {node} takes {latency:?}"));
+        for o in self.oss.iter().filter(|o| o.node == node) {
+            o.device.set_latency(&[Op::Write, Op::Flush], latency);
+        }
     }
 
     /// Cuts a node off, in both directions or one.

@@ -17,16 +17,34 @@ struct Args {
     /// Simulated seconds under faults.
     #[arg(long, default_value_t = 15)]
     seconds: u64,
+    /// Faults three times as often and of more kinds.
+    #[arg(long)]
+    harsh: bool,
     /// Run each seed twice and compare the traces.
     #[arg(long)]
     replay: bool,
 }
 
+/// Log lines carry simulated time.
+struct SimTime;
+
+impl tracing_subscriber::fmt::time::FormatTime for SimTime {
+    fn format_time(&self, w: &mut tracing_subscriber::fmt::format::Writer<'_>) -> std::fmt::Result {
+        write!(w, "{:9.3}", strake_sim::run::simulated().as_secs_f64())
+    }
+}
+
 fn main() -> ExitCode {
     let args = Args::parse();
+    tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::from_env("STRAKE_SIM_LOG"))
+        .with_writer(std::io::stderr)
+        .with_timer(SimTime)
+        .init();
     let mut failed = 0;
     for seed in args.seed..args.seed + args.count {
-        let scenario = Scenario { length: std::time::Duration::from_secs(args.seconds), ..Scenario::new(seed) };
+        let base = if args.harsh { Scenario::harsh(seed) } else { Scenario::new(seed) };
+        let scenario = Scenario { length: std::time::Duration::from_secs(args.seconds), ..base };
         match run(scenario) {
             Ok(o) => {
                 let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();

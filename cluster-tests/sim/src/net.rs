@@ -122,6 +122,7 @@ impl Network {
         s.trace.update(at.to_le_bytes());
         s.trace.update(what.as_bytes());
         s.events.push(format!("{at} {what}"));
+        tracing::info!("{what}");
     }
 
     /// Hash of everything that happened so far, the number of messages delivered, and a line per event.

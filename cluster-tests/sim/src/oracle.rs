@@ -1,8 +1,9 @@
 //! What a reader may see: per file and cell of 512 bytes, the tags of the writes whose bytes may be there.
 //!
 //! Each write has a tag that no other write has; every word of its bytes names tag and place. A cell holds what the last
-//! fsync made durable, or any later write; after an fsync that succeeded, only the newest. A cell never written reads
-//! as zeros. Anything else is a violated promise.
+//! fsync made durable, or any later write; after an fsync that succeeded, only the newest. A write that was answered with
+//! an error, or whose fsync was, may be there or not, and a later fsync does not change that. A cell never written reads as
+//! zeros. Anything else is a violated promise.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,6 +23,8 @@ pub fn fill(tag: u32, offset: u64, out: &mut [u8]) {
 struct Cell {
     /// Every tag that may be read; the last one is the newest write.
     tags: Vec<u32>,
+    /// Of these, the ones whose writer was told of an error.
+    failed: BTreeSet<u32>,
 }
 
 /// One file as its single writer knows it.
@@ -31,9 +34,16 @@ pub struct FileModel {
     /// Bytes an fsync promised, and bytes any write may have reached.
     pub durable_size: u64,
     pub most_size: u64,
+    /// Where the furthest write ends of whose failure nobody was told.
+    good_size: u64,
 }
 
 impl FileModel {
+    /// A write was answered.
+    pub fn answered(&mut self, end: u64) {
+        self.good_size = self.good_size.max(end);
+    }
+
     /// A write was sent; whether it answers or not, its bytes may be there from now on.
     pub fn wrote(&mut self, tag: u32, offset: u64, len: usize) {
         for c in offset / CELL as u64..(offset + len as u64) / CELL as u64 {
@@ -49,10 +59,25 @@ impl FileModel {
     /// An fsync succeeded that began when `self` was as it is.
     pub fn synced(&mut self) {
         for cell in self.cells.values_mut() {
-            let newest = cell.tags.last().copied().unwrap_or(NEVER);
-            cell.tags = vec![newest];
+            let newest = cell.tags.iter().rposition(|t| !cell.failed.contains(t)).unwrap_or(0);
+            cell.tags.drain(..newest);
         }
-        self.durable_size = self.most_size;
+        self.durable_size = self.durable_size.max(self.good_size);
+    }
+
+    /// A write was answered with an error.
+    pub fn write_failed(&mut self, tag: u32) {
+        for cell in self.cells.values_mut().filter(|c| c.tags.contains(&tag)) {
+            cell.failed.insert(tag);
+        }
+    }
+
+    /// An fsync was answered with an error: what was not durable before may be lost.
+    pub fn sync_failed(&mut self) {
+        for cell in self.cells.values_mut() {
+            cell.failed.extend(cell.tags.iter().skip(1));
+        }
+        self.good_size = self.durable_size;
     }
 
     /// Whether `bytes`, read at `offset` (a multiple of the cell size), may be what the file holds.
@@ -120,6 +145,7 @@ mod tests {
         let mut m = FileModel::default();
         let mut a = vec![0; 2048];
         m.wrote(1, 0, 2048);
+        m.answered(2048);
         fill(1, 0, &mut a);
         assert!(m.check(0, &a).is_ok());
         assert!(m.check(0, &[0; 2048]).is_ok(), "not synced yet: may be lost");
@@ -136,6 +162,35 @@ mod tests {
         m.synced();
         assert!(m.check(512, &a[512..1024]).is_err(), "stale");
         assert!(m.check_size(2048).is_ok() && m.check_size(512).is_err() && m.check_size(4096).is_err());
+    }
+
+    #[test]
+    fn a_reported_failure_leaves_both_possible() {
+        let bytes = |tag| {
+            let mut b = vec![0; 512];
+            fill(tag, 0, &mut b);
+            b
+        };
+        let mut m = FileModel::default();
+        for tag in 1..=2 {
+            m.wrote(tag, 0, 512);
+            m.answered(512);
+        }
+        m.wrote(3, 0, 512);
+        m.write_failed(3);
+        m.synced();
+        assert!(m.check(0, &bytes(1)).is_err(), "older than what was synced");
+        assert!(m.check(0, &bytes(2)).is_ok() && m.check(0, &bytes(3)).is_ok());
+        m.wrote(4, 0, 1024);
+        m.answered(1024);
+        m.sync_failed();
+        m.synced();
+        assert!((2..=4).all(|t| m.check(0, &bytes(t)).is_ok()), "lost, and the writer was told");
+        assert!(m.check_size(512).is_ok() && m.check_size(1024).is_ok());
+        m.wrote(5, 0, 512);
+        m.answered(512);
+        m.synced();
+        assert!(m.check(0, &bytes(5)).is_ok() && (1..=4).all(|t| m.check(0, &bytes(t)).is_err()));
     }
 
     #[test]

@@ -29,11 +29,18 @@ pub struct Scenario {
     pub length: Duration,
     /// Mean simulated time between faults.
     pub fault_every: Duration,
+    /// Also: single links cut, clocks that jump, full and failing disks, slow disks.
+    pub harsh: bool,
 }
 
 impl Scenario {
     pub fn new(seed: u64) -> Scenario {
-        Scenario { seed, length: Duration::from_secs(15), fault_every: Duration::from_millis(1500) }
+        Scenario { seed, length: Duration::from_secs(15), fault_every: Duration::from_millis(1500), harsh: false }
+    }
+
+    /// Faults three times as often and of more kinds.
+    pub fn harsh(seed: u64) -> Scenario {
+        Scenario { fault_every: Duration::from_millis(500), harsh: true, ..Scenario::new(seed) }
     }
 }
 
@@ -71,6 +78,15 @@ impl Outcome {
     }
 }
 
+thread_local! {
+    static BEGUN: std::cell::Cell<Option<Instant>> = const { std::cell::Cell::new(None) };
+}
+
+/// Simulated time since this thread's run began, for log lines.
+pub fn simulated() -> Duration {
+    BEGUN.get().map_or(Duration::ZERO, |b| b.elapsed())
+}
+
 /// Runs it on a single-threaded runtime whose clock only moves when nothing else can.
 pub fn run(s: Scenario) -> Result<Outcome> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
@@ -81,6 +97,7 @@ pub fn run(s: Scenario) -> Result<Outcome> {
 
 async fn simulate(s: Scenario) -> Result<Outcome> {
     let begun = Instant::now();
+    BEGUN.set(Some(begun));
     let mut cluster = Cluster::new(s.seed);
     let mut rng = StdRng::seed_from_u64(s.seed ^ 0x0fau64);
     for node in cluster.nodes() {
@@ -100,12 +117,7 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
         }));
     }
     let faults = harm(&mut cluster, &mut rng, s).await?;
-    for node in cluster.nodes() {
-        if !cluster.is_up(node) {
-            cluster.start(node).await?;
-        }
-    }
-    cluster.net.heal();
+    cluster.repair().await?;
     stop.store(true, Ordering::Relaxed);
     let other = cluster.client(7).await?;
     for t in tasks {
@@ -143,6 +155,21 @@ async fn wait_whole(cluster: &Cluster, when: &str) -> Result<()> {
         sleep(Duration::from_millis(100)).await;
     }
     Ok(())
+}
+
+/// What [`Scenario::harsh`] adds to one round of faults.
+fn harsher(cluster: &mut Cluster, rng: &mut StdRng) {
+    let nodes = cluster.nodes();
+    let (Some(a), Some(b)) = (nodes.choose(rng).copied(), nodes.choose(rng).copied()) else { return };
+    match rng.random_range(0..8) {
+        0 | 1 => cluster.cut(a, b, rng.random_bool(0.5)),
+        2 => cluster.jump_clock(a, rng.random_range(-240..240)),
+        3 => cluster.set_disk_fault(Some((a, if rng.random_bool(0.5) { Code::NoSpc } else { Code::Io }))),
+        4 => cluster.set_disk_fault(None),
+        5 => cluster.slow_disk(a, Duration::from_micros(rng.random_range(0..20_000))),
+        6 => cluster.net.heal(),
+        _ => {}
+    }
 }
 
 /// Kills, restarts, partitions and bad weather, as the seed says. Returns how many struck a node that was up.
@@ -183,6 +210,9 @@ async fn harm(cluster: &mut Cluster, rng: &mut StdRng, s: Scenario) -> Result<u6
             }
             _ => {}
         }
+        if s.harsh {
+            harsher(cluster, rng);
+        }
         // A server that waits for a leader to register must not hold up the others.
         let mds_down: Vec<u32> = down.iter().copied().filter(|n| *n < FIRST_OSS).collect();
         for node in mds_down {
@@ -194,6 +224,7 @@ async fn harm(cluster: &mut Cluster, rng: &mut StdRng, s: Scenario) -> Result<u6
         for node in down.into_iter().filter(|n| *n >= FIRST_OSS) {
             if leader_possible && rng.random_bool(0.5) {
                 cluster.net.heal();
+                cluster.set_disk_fault(None);
                 cluster.start(node).await?;
             }
         }

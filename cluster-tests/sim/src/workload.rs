@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use strake_client::{Client, Creds, File};
-use strake_proto::{Code, Error, Ino, Result};
+use strake_proto::{Code, Ino, Result};
 use tokio::time::sleep;
 
 use crate::oracle::{CELL, FileModel, NameModel, fill};
@@ -80,7 +80,7 @@ impl Actor {
             };
             if let Err(e) = result {
                 self.found.lock().errors += 1;
-                tracing_note(&e);
+                tracing::info!("client {}: {e:?}", self.id);
             }
             sleep(Duration::from_millis(self.rng.random_range(0..40))).await;
         }
@@ -98,7 +98,8 @@ impl Actor {
         fill(tag, offset, &mut bytes);
         let (file, model) = &mut self.files[n];
         model.wrote(tag, offset, len);
-        file.write_all_at(offset, &bytes).await?;
+        file.write_all_at(offset, &bytes).await.inspect_err(|_| model.write_failed(tag))?;
+        model.answered(offset + len as u64);
         self.found.lock().writes += 1;
         Ok(())
     }
@@ -106,7 +107,7 @@ impl Actor {
     async fn sync(&mut self) -> Result<()> {
         let n = self.rng.random_range(0..FILES);
         let (file, model) = &mut self.files[n];
-        file.fsync().await?;
+        file.fsync().await.inspect_err(|_| model.sync_failed())?;
         model.synced();
         self.found.lock().syncs += 1;
         Ok(())
@@ -156,11 +157,22 @@ impl Actor {
         Ok(())
     }
 
+    /// A failure is reported once; when nothing is broken any more, the next fsync succeeds.
+    async fn last_sync(&mut self, n: usize) -> Result<()> {
+        let (file, model) = &mut self.files[n];
+        if let Err(e) = file.fsync().await {
+            tracing::info!("client {}: file{n}: {e:?}", self.id);
+            model.sync_failed();
+            file.fsync().await.map_err(|e| e.context(format!("client {}: last fsync of file{n}", self.id)))?;
+        }
+        model.synced();
+        Ok(())
+    }
+
     /// After the faults: everything is synced and compared once more, by another client too.
     pub async fn finish(mut self, other: &Client) -> Result<()> {
         for n in 0..FILES {
-            self.files[n].0.fsync().await.map_err(|e| e.context(format!("client {}: last fsync", self.id)))?;
-            self.files[n].1.synced();
+            self.last_sync(n).await?;
             self.read_file(n).await?;
             let ino = self.files[n].0.ino();
             let (file, attr) = other.open(&root(), ino, 0).await?;
@@ -193,11 +205,5 @@ async fn list(client: &Client, dir: Ino) -> Result<BTreeSet<String>> {
         if page.end || page.entries.is_empty() {
             return Ok(names);
         }
-    }
-}
-
-fn tracing_note(e: &Error) {
-    if std::env::var_os("STRAKE_SIM_VERBOSE").is_some() {
-        eprintln!("    operation failed: {e:?}");
     }
 }

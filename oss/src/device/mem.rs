@@ -104,6 +104,11 @@ impl MemDevice {
         self.inner.lock().faults.push((op, nth, code));
     }
 
+    /// Failures that did not happen yet will not.
+    pub fn end_faults(&self) {
+        self.inner.lock().faults.clear();
+    }
+
     /// Inverts one bit of the byte at `offset`, as a decaying medium would.
     pub fn flip_bit(&self, offset: u64, bit: u8) {
         let mut inner = self.inner.lock();
