@@ -57,11 +57,15 @@ is "parents" "[0x200000007:0x1:0x0]/f" "$(lfs path2fid --parents "$M/f")"
 if [ "$(id -u)" = 0 ]; then
     is "fid2path" "$M/d/new" "$(lfs fid2path "$M" "$fid")"
     is "fid2path by name, without brackets" "$M/d/new" "$(lfs fid2path lfstest "${fid:1:-1}")"
-    chmod 755 "$M"
-    chmod 600 "$M/f"
-    status "another user's file" 13 setpriv --reuid 12345 --clear-groups "$STRAKE" lfs getstripe "$M/f"
-    status "a user may not set a folder's default" 13 setpriv --reuid 12345 --clear-groups "$STRAKE" lfs setstripe -c 1 "$M/d"
-    status "fid2path is root's" 1 setpriv --reuid 12345 --clear-groups "$STRAKE" lfs fid2path "$M" "$fid"
+    if setpriv --reuid 12345 --clear-groups "$STRAKE" --version > /dev/null 2>&1; then
+        chmod 755 "$M"
+        chmod 600 "$M/f"
+        status "another user's file" 13 setpriv --reuid 12345 --clear-groups "$STRAKE" lfs getstripe "$M/f"
+        status "a user may not set a folder's default" 13 setpriv --reuid 12345 --clear-groups "$STRAKE" lfs setstripe -c 1 "$M/d"
+        status "fid2path is root's" 1 setpriv --reuid 12345 --clear-groups "$STRAKE" lfs fid2path "$M" "$fid"
+    else
+        echo "skipped: what other users may do: they cannot run $STRAKE where it lies"
+    fi
 fi
 status "fid2path of no FID" 22 lfs fid2path "$M" nonsense
 lfs mkdir -c 1 -i -1 "$M/made" && ok "mkdir"
