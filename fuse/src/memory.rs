@@ -35,7 +35,8 @@ pub struct MemoryLimit {
 /// MiB. Writes are taken and forgotten. `cfg` gives mountpoint and threads; its timeouts are not used.
 pub fn mount_memory_limit(cfg: &MountConfig, size: u64) -> Result<MemoryLimit> {
     mount::check(cfg)?;
-    Ok(MemoryLimit { session: MountedSession::start(MemoryFs::new(size), cfg)? })
+    let cfg = MountConfig { fsname: "strake-memory".into(), ..cfg.clone() };
+    Ok(MemoryLimit { session: MountedSession::start(MemoryFs::new(size), &cfg)? })
 }
 
 impl MemoryLimit {

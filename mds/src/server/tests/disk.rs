@@ -142,7 +142,13 @@ async fn a_member_is_replaced_over_grpc() {
     let now: Vec<Config> = cfgs.iter().cloned().chain([joiner]).collect();
     let r: pb::MetaReply = ask(&now, opcode::META, &mkdir(s.session, 2, "b")).await.unwrap();
     assert!(r.results[0].ino > 1);
-    assert!(new.status().map.unwrap().nodes.iter().any(|n| n.id == 4));
+    // The new leader records the members it finds; the new one applies that when it comes.
+    let recorded = async {
+        while !new.status().map.unwrap_or_default().nodes.iter().any(|n| n.id == 4) {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(Duration::from_secs(30), recorded).await.expect("the new member is not in the map");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
