@@ -1,0 +1,167 @@
+//! Full disks under real processes: the caller gets ENOSPC, reads and the service go on, freed space is usable again.
+
+use std::{
+    fs::{self, File},
+    io::{ErrorKind, Write},
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+const MIB: usize = 1 << 20;
+
+/// A cluster of one metadata server and two storage servers with one small target each, mounted; stopped when dropped.
+struct Small {
+    root: tempfile::TempDir,
+    /// A file system of its own under the metadata server.
+    tmpfs: Option<PathBuf>,
+}
+
+fn strake() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_strake"))
+}
+
+impl Small {
+    fn new() -> Small {
+        Small { root: tempfile::tempdir().unwrap(), tmpfs: None }
+    }
+    fn dir(&self) -> PathBuf {
+        self.root.path().join("cluster")
+    }
+    fn mnt(&self) -> PathBuf {
+        self.root.path().join("mnt")
+    }
+
+    fn up(&self) {
+        let out = strake()
+            .args(["up", "--mds", "1", "--oss", "2", "--targets-per-oss", "1", "--target-gib", "1", "--dir"])
+            .arg(self.dir())
+            .arg("--mount")
+            .arg(self.mnt())
+            .output()
+            .unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    }
+
+    /// Every server answers and every chain is whole.
+    #[track_caller]
+    fn is_in_service(&self) {
+        let out = strake().arg("status").arg("--dir").arg(self.dir()).output().unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stdout));
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = strake().arg("down").arg("--dir").arg(self.dir()).output();
+        if let Some(t) = &self.tmpfs {
+            let _ = Command::new("umount").arg("-l").arg(t).status();
+        }
+    }
+}
+
+fn can_mount() -> bool {
+    let there = Path::new("/dev/fuse").exists();
+    if !there {
+        println!("skipped: /dev/fuse is missing");
+    }
+    there
+}
+
+/// Written and synced, so that every error has come out.
+fn put(path: &Path, content: &[u8]) -> std::io::Result<()> {
+    let mut f = File::create(path)?;
+    f.write_all(content)?;
+    f.sync_all()
+}
+
+/// Tries again until it works; the last error is the failure.
+#[track_caller]
+fn soon<T>(what: &str, mut f: impl FnMut() -> std::io::Result<T>) -> T {
+    let start = Instant::now();
+    loop {
+        match f() {
+            Ok(v) => return v,
+            Err(e) if start.elapsed() > Duration::from_secs(120) => panic!("{what}: {e}"),
+            Err(_) => std::thread::sleep(Duration::from_millis(100)),
+        }
+    }
+}
+
+#[test]
+fn full_targets_refuse_and_take_again() {
+    if !can_mount() {
+        return;
+    }
+    let c = Small::new();
+    c.up();
+    let content: Vec<u8> = (0..32 * MIB).map(|i| (i * 7 + i / 251) as u8).collect();
+    let file = |n: usize| c.mnt().join(format!("f{n}"));
+    // Two copies on two targets of 1 GiB: less than 1 GiB fits.
+    let (full, error) = (0..40).find_map(|n| put(&file(n), &content).err().map(|e| (n, e))).expect("it never filled");
+    assert_eq!(error.kind(), ErrorKind::StorageFull, "{error}");
+    assert!(full >= 16, "full after {full} files of 32 MiB already");
+    c.is_in_service();
+    for n in [0, full / 2, full - 1] {
+        assert!(fs::read(file(n)).unwrap() == content, "file {n} changed");
+    }
+    // Metadata goes on.
+    fs::create_dir(c.mnt().join("d")).unwrap();
+    fs::rename(file(1), c.mnt().join("d/f1")).unwrap();
+    // Space comes back after deletes.
+    for n in 2..=full {
+        fs::remove_file(file(n)).unwrap();
+    }
+    soon("writing after deletes", || put(&c.mnt().join("again"), &content));
+    assert!(fs::read(c.mnt().join("again")).unwrap() == content);
+    assert!(fs::read(c.mnt().join("d/f1")).unwrap() == content);
+    c.is_in_service();
+}
+
+#[test]
+fn a_full_metadata_disk_refuses_changes_and_recovers() {
+    if !can_mount() {
+        return;
+    }
+    let mut c = Small::new();
+    let tmpfs = c.root.path().join("small");
+    fs::create_dir(&tmpfs).unwrap();
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=1g", "strake-test"]).arg(&tmpfs).output();
+    if !mounted.is_ok_and(|o| o.status.success()) {
+        println!("skipped: mounting a tmpfs needs root");
+        return;
+    }
+    c.tmpfs = Some(tmpfs.clone());
+    // The whole cluster is made first; then the metadata server's folder moves to the small file system.
+    c.up();
+    let kept = c.mnt().join("kept");
+    put(&kept, b"here before").unwrap();
+    let down = strake().arg("down").arg("--dir").arg(c.dir()).output().unwrap();
+    assert!(down.status.success(), "{}", String::from_utf8_lossy(&down.stderr));
+    let mds = c.dir().join("mds1");
+    assert!(Command::new("cp").arg("-a").arg(&mds).arg(tmpfs.join("mds1")).status().unwrap().success());
+    fs::remove_dir_all(&mds).unwrap();
+    std::os::unix::fs::symlink(tmpfs.join("mds1"), &mds).unwrap();
+    c.up();
+    assert_eq!(fs::read(&kept).unwrap(), b"here before");
+    // Something else takes all that is left of that disk.
+    let ballast = tmpfs.join("ballast");
+    let mut f = File::create(&ballast).unwrap();
+    let zeros = vec![0; MIB];
+    while f.write_all(&zeros).is_ok() {}
+    let mut f2 = File::create(tmpfs.join("ballast2")).unwrap();
+    while f2.write_all(&zeros[..4096]).is_ok() {}
+    // What is preallocated of the log goes first; then nothing can be promised any more.
+    let big = "v".repeat(200);
+    let error = (0..100_000).find_map(|n| fs::create_dir(c.mnt().join(format!("{big}{n}"))).err());
+    let error = error.expect("100,000 directories fit into a full disk");
+    assert!(matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::TimedOut), "{error}");
+    assert_eq!(fs::read(&kept).unwrap(), b"here before", "reads go on");
+    drop((f, f2));
+    fs::remove_file(&ballast).unwrap();
+    fs::remove_file(tmpfs.join("ballast2")).unwrap();
+    soon("a change after space was made", || fs::create_dir(c.mnt().join("after")));
+    soon("data after space was made", || put(&c.mnt().join("new"), b"here after"));
+    assert_eq!(fs::read(c.mnt().join("new")).unwrap(), b"here after");
+    assert_eq!(fs::read(&kept).unwrap(), b"here before");
+}
