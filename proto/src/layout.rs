@@ -79,7 +79,9 @@ impl StripeMap {
         let stripe = offset / self.stripe_size;
         let within = offset % self.stripe_size;
         let sub = within / MAX_CHUNK;
-        let end = (stripe * self.stripe_size + (sub + 1) * MAX_CHUNK).min((stripe + 1) * self.stripe_size);
+        // Saturating: an offset may come from a peer and lie beyond every file.
+        let start = stripe * self.stripe_size;
+        let end = start.saturating_add((sub + 1) * MAX_CHUNK).min(start.saturating_add(self.stripe_size));
         let piece = Piece {
             chunk: ChunkId { ino: self.ino, data: self.data, index: stripe * self.chunks_per_stripe() + sub },
             chain: self.chains[(stripe % self.chains.len() as u64) as usize],
@@ -174,6 +176,19 @@ mod tests {
         let lens: Vec<u64> = pieces.iter().map(|p| u64::from(p.len) >> 20).collect();
         assert_eq!(lens, vec![16, 16, 8, 16, 16, 8]);
         assert_eq!(pieces.iter().map(|p| p.chain).collect::<Vec<_>>(), vec![0, 0, 0, 1, 1, 1]);
+    }
+
+    #[test]
+    fn offsets_beyond_every_file_do_no_harm() {
+        for stripe in [u64::from(STRIPE_UNIT), 4 << 20, 40 << 20, u64::from(u32::MAX - 65_535)] {
+            let m = map(stripe, 3);
+            for offset in [MAX_FILE_SIZE, u64::MAX - 1, u64::MAX] {
+                let (piece, end) = m.locate(offset);
+                assert!(end >= offset && m.chain_of(piece.chunk.index) == piece.chain);
+                assert_eq!(m.split(offset, u64::MAX).count(), 0);
+                assert!(m.cut(offset).first_gone >= piece.chunk.index);
+            }
+        }
     }
 
     proptest! {
