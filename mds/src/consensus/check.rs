@@ -6,6 +6,8 @@ use raft::{
     eraftpb::{Message, MessageType},
 };
 
+use super::log::MAX_INDEX;
+
 /// The reason why `m` must be dropped, `None` if it may be stepped.
 pub fn refuse<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
     use MessageType::*;
@@ -37,7 +39,7 @@ pub fn refuse<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
         MsgSnapshot => {
             let meta = m.get_snapshot().get_metadata();
             let voters = &meta.get_conf_state().voters;
-            if meta.index == 0 || meta.term == 0 || meta.term > m.term || voters.is_empty() {
+            if meta.index == 0 || meta.index > MAX_INDEX || meta.term == 0 || meta.term > m.term || voters.is_empty() {
                 return Some("has an improper snapshot");
             }
             // raft-rs would take it and drop acknowledged entries after it.
@@ -57,6 +59,10 @@ pub fn refuse<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
 fn refuse_append<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
     let log = &raft.raft_log;
     let (mut index, mut term) = (m.index, m.log_term);
+    // raft-rs takes term 0 for that of any index which it does not have.
+    if (index > 0 && term == 0) || m.entries.iter().any(|e| e.term == 0) {
+        return Some("has entries without a term");
+    }
     for e in &m.entries {
         if index.checked_add(1) != Some(e.index) || e.term < term || e.term > m.term {
             return Some("has entries that do not follow each other");

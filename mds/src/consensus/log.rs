@@ -55,6 +55,9 @@ pub struct LogImage {
     bytes: usize,
 }
 
+/// No log gets this far, so that counting on from an index that was read cannot overflow.
+pub const MAX_INDEX: u64 = u64::MAX / 2;
+
 /// Memory and log space of an entry, roughly.
 pub fn entry_cost(e: &Entry) -> usize {
     e.data.len() + e.context.len() + 64
@@ -109,6 +112,7 @@ impl LogImage {
                 }
                 Ok(())
             }
+            LogOp::Reset { index, .. } if *index > MAX_INDEX => Err(damaged(format!("starts after entry {index}"))),
             LogOp::Reset { index, term } => {
                 self.entries.clear();
                 self.bytes = 0;

@@ -67,6 +67,10 @@ pub fn decode_header(p: &[u8]) -> Result<SegmentHeader> {
     if voters > MAX_VOTERS {
         return Err(bad("its header names too many members"));
     }
+    // Counters that no log reaches, so that counting on from here cannot overflow.
+    if u64_at(40).max(u64_at(48)) > u64::MAX / 2 {
+        return Err(bad("its header has impossible numbers"));
+    }
     let mut cluster = [0; 16];
     cluster.copy_from_slice(&p[16..32]);
     Ok(SegmentHeader {

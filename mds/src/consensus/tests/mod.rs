@@ -2,6 +2,7 @@
 
 mod cluster;
 mod disk;
+mod hostile;
 mod shuffle;
 
 use std::{
