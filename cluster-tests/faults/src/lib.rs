@@ -10,6 +10,7 @@ mod writers;
 use std::{
     fs,
     io::Write,
+    os::fd::{AsRawFd, FromRawFd, OwnedFd},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread::sleep,
@@ -53,6 +54,9 @@ struct Cluster {
     mirror: u32,
 }
 
+/// How long after the last kill `strake fsck` may still find deletions in progress.
+const FSCK_PATIENCE: Duration = Duration::from_secs(60);
+
 const ROLES: [&str; 8] = ["mds1", "mds2", "mds3", "oss1", "oss2", "oss3", "oss4", "mount"];
 
 impl Cluster {
@@ -79,19 +83,26 @@ impl Cluster {
         Ok(Restart(child))
     }
 
-    /// Findings of `strake fsck`, printed.
+    /// Findings of `strake fsck`, printed. Files unlinked shortly before wait for the end of a grace period and look
+    /// leaked until then, so it is asked again for a while. Chunks beyond the end of their file are told but not counted:
+    /// a writer that is killed between its data and its sync leaves them, and no call promised anything about them.
     fn fsck(&self) -> Result<u64> {
-        let out = Command::new(&self.strake).arg("fsck").arg("--read-data").arg("--dir").arg(&self.dir).output()?;
-        let text = String::from_utf8_lossy(&out.stdout);
-        match out.status.code() {
-            Some(0) => Ok(0),
-            // The last line sums up.
-            Some(4) => {
-                let findings: Vec<&str> = text.lines().collect();
-                findings.iter().for_each(|l| println!("BROKEN: fsck: {l}"));
-                Ok((findings.len() as u64).saturating_sub(1).max(1))
+        let start = Instant::now();
+        loop {
+            let out = Command::new(&self.strake).arg("fsck").arg("--read-data").arg("--dir").arg(&self.dir).output()?;
+            let text = String::from_utf8_lossy(&out.stdout);
+            if !matches!(out.status.code(), Some(0 | 4)) {
+                return Err(format!("strake fsck: {text}{}", String::from_utf8_lossy(&out.stderr)).into());
             }
-            _ => Err(format!("strake fsck: {text}{}", String::from_utf8_lossy(&out.stderr)).into()),
+            let mut lines: Vec<&str> = text.lines().collect();
+            let sum = lines.pop().unwrap_or_default();
+            let (left, found): (Vec<&str>, Vec<&str>) = lines.iter().partition(|l| l.starts_with("beyond the end:"));
+            if found.is_empty() || start.elapsed() > FSCK_PATIENCE {
+                found.iter().for_each(|l| println!("BROKEN: fsck: {l}"));
+                println!("fsck: {sum}, {} of them chunks beyond the end of a file", left.len());
+                return Ok(found.len() as u64);
+            }
+            sleep(Duration::from_millis(500));
         }
     }
 
@@ -99,11 +110,31 @@ impl Cluster {
         let _ = Command::new(&self.strake).arg("down").arg("--dir").arg(&self.dir).output();
     }
 
-    fn kill(&self, role: &str) -> Result<()> {
-        let file = self.dir.join("run").join(format!("{role}.pid"));
-        let pid: i32 = fs::read_to_string(file)?.trim().parse()?;
-        // SAFETY: plain kill(2) on a process of the cluster this program started.
-        unsafe { libc::kill(pid, libc::SIGKILL) };
+    /// All signals leave within microseconds of each other; returns when the processes are gone, because a dying one
+    /// still holds its locks and ports.
+    fn kill(&self, roles: &[&str]) -> Result<()> {
+        let open = |role: &&str| -> Result<OwnedFd> {
+            let pid: i32 = fs::read_to_string(self.dir.join("run").join(format!("{role}.pid")))?.trim().parse()?;
+            // SAFETY: a system call without pointers; the pid is of a process of the cluster this program started.
+            let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+            if fd < 0 {
+                return Err(format!("{role}, pid {pid}: {}", std::io::Error::last_os_error()).into());
+            }
+            // SAFETY: a descriptor the kernel just made for us.
+            Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+        };
+        let processes = roles.iter().map(open).collect::<Result<Vec<OwnedFd>>>()?;
+        for p in &processes {
+            // SAFETY: no siginfo is passed; the descriptor is open.
+            unsafe { libc::syscall(libc::SYS_pidfd_send_signal, p.as_raw_fd(), libc::SIGKILL, 0, 0) };
+        }
+        for (p, role) in processes.iter().zip(roles) {
+            let mut poll = libc::pollfd { fd: p.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: one pollfd that lives through the call. Readable means that every thread has ended.
+            if unsafe { libc::poll(&mut poll, 1, 30_000) } != 1 {
+                return Err(format!("{role} still runs 30 s after SIGKILL").into());
+            }
+        }
         Ok(())
     }
 }
@@ -157,8 +188,7 @@ fn rounds(o: &Options, cluster: &Cluster, journal: &Journal) -> Result<u64> {
         let alive = Duration::from_millis(rng.random_range(300..2500));
         let up = writers::under_load(&cluster.mount, round, rng.random(), journal, || {
             sleep(alive);
-            // All signals leave within microseconds of each other.
-            victims.iter().try_for_each(|v| cluster.kill(v))?;
+            cluster.kill(&victims)?;
             // Writers whose mount lives go on through the failure and the recovery.
             let t = Instant::now();
             restart.go()?;

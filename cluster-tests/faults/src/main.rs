@@ -29,7 +29,7 @@ fn options() -> Result<Options> {
 fn main() -> ExitCode {
     match options().and_then(|o| strake_faults::run(&o)) {
         Ok(Outcome { broken: 0, promises }) => {
-            println!("no promise of {promises} was broken, fsck is clean");
+            println!("no promise of {promises} was broken");
             ExitCode::SUCCESS
         }
         Ok(Outcome { broken, promises }) => {
