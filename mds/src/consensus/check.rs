@@ -3,7 +3,7 @@
 
 use raft::{
     Raft, Storage,
-    eraftpb::{Message, MessageType},
+    eraftpb::{ConfState, Message, MessageType},
 };
 
 use super::log::MAX_INDEX;
@@ -17,8 +17,12 @@ pub fn refuse<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
     if m.from == 0 || m.from == raft.id {
         return Some("has no proper sender");
     }
-    if m.term == 0 || m.term > u64::MAX / 2 {
+    if m.term == 0 || m.term > MAX_INDEX {
         return Some("has no proper term");
+    }
+    let snapshot_index = m.get_snapshot().get_metadata().index;
+    if [m.index, m.commit, m.reject_hint, m.request_snapshot, snapshot_index].iter().any(|i| *i > MAX_INDEX) {
+        return Some("has an index out of all bounds");
     }
     let log = &raft.raft_log;
     match m.get_msg_type() {
@@ -38,8 +42,7 @@ pub fn refuse<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
         }
         MsgSnapshot => {
             let meta = m.get_snapshot().get_metadata();
-            let voters = &meta.get_conf_state().voters;
-            if meta.index == 0 || meta.index > MAX_INDEX || meta.term == 0 || meta.term > m.term || voters.is_empty() {
+            if meta.index == 0 || meta.term == 0 || meta.term > m.term || !is_membership(meta.get_conf_state()) {
                 return Some("has an improper snapshot");
             }
             // raft-rs would take it and drop acknowledged entries after it.
@@ -56,13 +59,28 @@ pub fn refuse<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
     }
 }
 
+/// Ids are above 0, nobody is named twice, and only those that are leaving as voters become learners next.
+fn is_membership(c: &ConfState) -> bool {
+    let distinct = |ids: &[&[u64]]| {
+        let mut all = ids.concat();
+        let count = all.len();
+        all.sort_unstable();
+        all.dedup();
+        all.len() == count && !all.contains(&0)
+    };
+    distinct(&[&c.voters, &c.learners, &c.learners_next])
+        && distinct(&[&c.voters_outgoing, &c.learners])
+        && c.learners_next.iter().all(|id| c.voters_outgoing.contains(id))
+        && !c.voters.is_empty()
+}
+
 fn refuse_append<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
     let log = &raft.raft_log;
-    let (mut index, mut term) = (m.index, m.log_term);
     // raft-rs takes term 0 for that of any index which it does not have.
-    if (index > 0 && term == 0) || m.entries.iter().any(|e| e.term == 0) {
+    if (m.log_term == 0) != (m.index == 0) || m.entries.iter().any(|e| e.term == 0) {
         return Some("has entries without a term");
     }
+    let (mut index, mut term) = (m.index, m.log_term);
     for e in &m.entries {
         if index.checked_add(1) != Some(e.index) || e.term < term || e.term > m.term {
             return Some("has entries that do not follow each other");

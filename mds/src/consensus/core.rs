@@ -143,11 +143,16 @@ impl Core {
         self.own_timeout();
     }
 
+    /// Why a message from a peer would be dropped as improper, if it would.
+    pub fn refuses(&self, m: &Message) -> Option<&'static str> {
+        check::refuse(&self.raw.raft, m)
+    }
+
     /// Takes a message from a peer. Improper ones are dropped.
     pub fn step(&mut self, m: Message) {
         use MessageType::*;
         let kind = m.get_msg_type();
-        if let Some(why) = check::refuse(&self.raw.raft, &m) {
+        if let Some(why) = self.refuses(&m) {
             tracing::warn!(from = m.from, ?kind, "dropped a raft message that {why}");
             return;
         }

@@ -406,3 +406,72 @@ fn the_same_seed_gives_the_same_history() {
         assert_eq!(run(seed, 3000), run(seed, 3000));
     }
 }
+
+impl World {
+    /// A message that a broken peer could send: any kind, numbers near or far from what makes sense.
+    fn nonsense(&mut self, to: u64) -> RaftMessage {
+        use protobuf::ProtobufEnum as _;
+        let (term, last) = (self.nodes[&to].core.term(), self.nodes[&to].core.image().last());
+        let mut near = |base: u64| match splitmix64(&mut self.rng) % 12 {
+            0 => 0,
+            1 => u64::MAX,
+            n => base.saturating_add(n).saturating_sub(6),
+        };
+        let kinds = MessageType::values();
+        let kind = kinds[near(7) as usize % kinds.len()];
+        let mut m = RaftMessage { to, from: near(8) % 6, term: near(term), ..Default::default() };
+        m.set_msg_type(kind);
+        (m.log_term, m.index, m.commit, m.commit_term) = (near(term), near(last), near(last), near(term));
+        (m.reject, m.reject_hint, m.request_snapshot) = (near(6) % 2 == 0, near(last), near(last) * (near(6) % 2));
+        let mut at = m.index;
+        for _ in 0..near(6) % 4 {
+            at = if near(6) > 1 { at.wrapping_add(1) } else { near(last) };
+            let e = raft::eraftpb::Entry { index: at, term: near(m.log_term), ..Default::default() };
+            m.mut_entries().push(e);
+        }
+        if kind == MessageType::MsgSnapshot {
+            let meta = m.mut_snapshot().mut_metadata();
+            (meta.index, meta.term) = (near(last), near(term));
+            meta.set_conf_state(ConfState { voters: vec![near(7) % 5, near(7) % 5], ..Default::default() });
+        }
+        m
+    }
+}
+
+/// Nothing is asserted of what members agree on under a lying peer, only that they survive it.
+#[test]
+fn no_message_brings_a_member_down() {
+    let (mut taken, mut all) = (0, 0);
+    let seeds = std::env::var("STRAKE_SEEDS").ok().and_then(|s| s.parse().ok()).unwrap_or(60);
+    for seed in 0..seeds {
+        let mut w = World::new(seed);
+        for _ in 0..500 {
+            w.act();
+        }
+        let id = 1 + seed % 3;
+        for _ in 0..400 {
+            let m = w.nonsense(id);
+            let what = format!("seed {seed}, member {id}: {m:?}");
+            let n = w.nodes.get_mut(&id).unwrap();
+            (all, taken) = (all + 1, taken + usize::from(check_passes(n, &m)));
+            let ran = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                n.core.step(m);
+                n.core.tick();
+                while let Some(out) = n.core.ready() {
+                    if let Some(e) = out.committed.last() {
+                        n.core.applied(e.index, e.term);
+                    }
+                    if out.persist.is_some() {
+                        n.core.persisted(out.number);
+                    }
+                }
+            }));
+            assert!(ran.is_ok(), "{what}");
+        }
+    }
+    assert!(taken * 20 > all, "{taken} of {all} got past the checks");
+}
+
+fn check_passes(n: &Sim, m: &RaftMessage) -> bool {
+    n.core.refuses(m).is_none()
+}
