@@ -11,6 +11,8 @@ pub const MAP: u16 = 0x0005;
 /// oss to mds; bodies in `schema/cluster.proto`.
 pub const REGISTER: u16 = 0x0041;
 pub const HEARTBEAT: u16 = 0x0042;
+/// What is about to be deleted or cut, for fsck.
+pub const PENDING: u16 = 0x0043;
 
 /// mds to mds.
 pub const RAFT: u16 = 0x0061;

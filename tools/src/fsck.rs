@@ -1,7 +1,8 @@
 //! `strake fsck`: metadata and stored chunks cross-checked while the file system is in use. It changes nothing.
 //!
 //! The namespace is walked through the client library; every target lists the chunks it has. What differs is looked at a
-//! second time after a pause, because a file may have changed in between, and reported only if it still differs.
+//! second time after a pause, because a file may have changed in between, and reported only if it still differs. Chunks
+//! that the metadata servers are about to delete are counted apart: a removed file keeps them for a grace period.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,7 +12,9 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
 use clap::Args;
+use prost::Message as _;
 use serde_json::json;
 use strake_client::{Client, Creds};
 use strake_fabric::{Connection, Endpoint, Env, Fabric, Identity, Message, Pool, tcp::TcpFabric};
@@ -66,10 +69,24 @@ struct FileInfo {
     map: StripeMap,
 }
 
+/// What one or two looks found.
+#[derive(Default)]
+struct Outcome {
+    findings: Vec<Finding>,
+    files: u64,
+    chunks: u64,
+    /// Chunk replicas that wait for their deletion.
+    pending: u64,
+}
+
+/// What the metadata servers are about to delete: the lowest size in bytes that a pair of inode and data id is cut to.
+type Pending = BTreeMap<(Ino, u64), u64>;
+
 struct Checker {
     client: Client,
     fabric: TcpFabric,
     creds: Creds,
+    mds: Vec<Endpoint>,
     connections: BTreeMap<NodeId, Arc<dyn Connection>>,
     progress: Progress,
 }
@@ -91,51 +108,92 @@ pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
         let fabric = TcpFabric::new(Env::system(), identity, None, Pool::default(), Default::default());
         let creds = Creds { uid: 0, gid: 0, groups: vec![] };
         let progress = Progress::new();
-        let mut checker = Checker { client, fabric, creds, connections: BTreeMap::new(), progress };
+        let mds = mds.iter().map(|e| e.parse()).collect::<Result<Vec<Endpoint>>>()?;
+        let mut checker = Checker { client, fabric, creds, mds, connections: BTreeMap::new(), progress };
         let result = checker.run(args.read_data).await;
         checker.progress.done();
         checker.client.close().await?;
-        let (findings, files, chunks) = result?;
-        report(&findings, files, chunks, args.json);
-        Ok(if findings.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(4) })
+        let outcome = result?;
+        report(&outcome, args.json);
+        Ok(if outcome.findings.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(4) })
     })
 }
 
 impl Checker {
-    async fn run(&mut self, read_data: bool) -> Result<(Vec<Finding>, u64, u64)> {
-        let (mut findings, files, chunks) = self.pass().await?;
-        if !findings.is_empty() {
+    async fn run(&mut self, read_data: bool) -> Result<Outcome> {
+        let mut outcome = self.pass().await?;
+        if !outcome.findings.is_empty() {
             // Files being written, deleted or truncated look wrong for a moment.
-            self.progress.say(format!("{} differences; looking again", findings.len()));
+            self.progress.say(format!("{} differences; looking again", outcome.findings.len()));
             tokio::time::sleep(Duration::from_secs(3)).await;
-            let again: BTreeSet<Finding> = self.pass().await?.0.into_iter().collect();
-            findings.retain(|f| again.contains(f));
+            let again = self.pass().await?;
+            let still: BTreeSet<Finding> = again.findings.into_iter().collect();
+            outcome.findings.retain(|f| still.contains(f));
+            outcome.pending = again.pending;
         }
         if read_data {
             let (_, unreadable) = self.walk(true).await?;
-            findings.extend(unreadable);
+            outcome.findings.extend(unreadable);
         }
-        Ok((findings, files, chunks))
+        Ok(outcome)
     }
 
-    async fn pass(&mut self) -> Result<(Vec<Finding>, u64, u64)> {
-        // Chunks first: a file deleted after its chunks were listed is then known to be gone in both looks, and a file
-        // made after them has its chunks missing from the list, which is no finding.
+    async fn pass(&mut self) -> Result<Outcome> {
+        // Chunks first, what is pending last: a file deleted after its chunks were listed is then known to be gone or
+        // going, and a file made after them has its chunks missing from the list, which is no finding.
         let map = self.client.fetch_map().await?;
         let mut lists = BTreeMap::new();
-        let mut count = 0;
+        let mut chunks = 0;
         for target in map.map.targets.iter().filter(|t| t.alive) {
             self.progress.say(format!("listing the chunks of target {}", target.id));
             for chain in map.chains_of(target.id).filter(|c| c.serving().any(|t| t == target.id)) {
                 let list = self.list(&map, chain, target.id).await?;
-                count += list.len() as u64;
+                chunks += list.len() as u64;
                 lists.insert((chain.id, target.id), list);
             }
         }
         let (files, mut findings) = self.walk(false).await?;
-        findings.extend(compare(&map, &files, &lists));
+        let pending = self.pending().await?;
+        let (found, pending) = compare(&map, &files, &lists, &pending);
+        findings.extend(found);
         findings.sort();
-        Ok((findings, files.len() as u64, count))
+        Ok(Outcome { findings, files: files.len() as u64, chunks, pending })
+    }
+
+    /// Asked of the leader. A deletion that ends between the listing of chunks and this looks leaked until the second look.
+    async fn pending(&self) -> Result<Pending> {
+        let mut last = Error::new(Code::NoDev, "no metadata server is known");
+        for at in &self.mds {
+            match self.pending_at(at).await {
+                Ok(p) => return Ok(p),
+                Err(e) => last = e.context(format_args!("deletions in progress at {at}")),
+            }
+        }
+        Err(last)
+    }
+
+    async fn pending_at(&self, at: &Endpoint) -> Result<Pending> {
+        let connection = self.fabric.connect(at, None).await?;
+        let mut all = Pending::new();
+        for kind in 1..=3 {
+            let mut after = 0;
+            loop {
+                let body = Bytes::from(pb::PendingRequest { kind, after, limit: PAGE }.encode_to_vec());
+                let reply = connection.call(Message::new(opcode::PENDING, body), Duration::from_secs(10)).await?;
+                let reply =
+                    pb::PendingReply::decode(reply.body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
+                let Some(last) = reply.items.last() else { break };
+                if last.key <= after {
+                    return Err(Error::new(Code::Protocol, "items out of order"));
+                }
+                after = last.key;
+                for i in reply.items {
+                    let size = all.entry((i.ino, i.data_id)).or_insert(i.size);
+                    *size = i.size.min(*size);
+                }
+            }
+        }
+        Ok(all)
     }
 
     /// Every regular file, by inode; and names that lead nowhere. With `read`, reads them all.
@@ -224,18 +282,22 @@ impl Checker {
 
 type Lists = BTreeMap<(u32, TargetId), Vec<ListEntry>>;
 
-/// What the lists say against what the files say.
-fn compare(map: &MapView, files: &BTreeMap<Ino, FileInfo>, lists: &Lists) -> Vec<Finding> {
+/// What the lists say against what the files say; and how many chunk replicas wait for their deletion.
+fn compare(map: &MapView, files: &BTreeMap<Ino, FileInfo>, lists: &Lists, pending: &Pending) -> (Vec<Finding>, u64) {
     let mut findings = Vec::new();
+    let mut waiting = 0;
     let mut leaks: BTreeMap<(Ino, u64, TargetId), u64> = BTreeMap::new();
     for ((chain, target), list) in lists {
         for e in list.iter().filter(|e| !e.tombstone) {
             let chunk = e.chunk.to_string();
+            let cut = pending.get(&(e.chunk.ino, e.chunk.data));
             match files.get(&e.chunk.ino).filter(|f| f.map.data == e.chunk.data) {
+                None if cut == Some(&0) => waiting += 1,
                 None => *leaks.entry((e.chunk.ino, e.chunk.data, *target)).or_default() += 1,
                 Some(f) if f.map.chain_of(e.chunk.index) != *chain => {
                     findings.push(Finding::Misplaced { chunk: format!("{chunk} ({})", f.path), target: *target });
                 }
+                Some(f) if cut.is_some_and(|size| e.chunk.index >= f.map.cut(*size).first_gone) => waiting += 1,
                 Some(f) if e.chunk.index >= f.map.cut(f.size).first_gone => {
                     let chunk = format!("{chunk} ({})", f.path);
                     findings.push(Finding::BeyondEnd { chunk, target: *target, size: f.size });
@@ -253,7 +315,7 @@ fn compare(map: &MapView, files: &BTreeMap<Ino, FileInfo>, lists: &Lists) -> Vec
     for chain in &map.map.chains {
         findings.extend(diverged(chain, lists));
     }
-    findings
+    (findings, waiting)
 }
 
 /// Chunks whose versions differ between the chain's in-sync replicas.
@@ -304,17 +366,22 @@ fn text(f: &Finding) -> String {
     }
 }
 
-fn report(findings: &[Finding], files: u64, chunks: u64, as_json: bool) {
+fn report(o: &Outcome, as_json: bool) {
+    let (findings, clean) = (&o.findings, o.findings.is_empty());
     if as_json {
         let list: Vec<String> = findings.iter().map(text).collect();
-        println!("{:#}", json!({ "files": files, "chunks": chunks, "findings": list, "clean": findings.is_empty() }));
+        let all = json!({
+            "files": o.files, "chunks": o.chunks, "pending_deletion": o.pending, "findings": list, "clean": clean
+        });
+        println!("{all:#}");
         return;
     }
     for f in findings {
         println!("{}", text(f));
     }
-    let verdict = if findings.is_empty() { "clean".to_string() } else { format!("{} findings", findings.len()) };
-    println!("{files} files, {chunks} chunk replicas: {verdict}");
+    let verdict = if clean { "clean".to_string() } else { format!("{} findings", findings.len()) };
+    let pending = if o.pending > 0 { format!(" ({} pending deletion)", o.pending) } else { String::new() };
+    println!("{} files, {} chunk replicas{pending}: {verdict}", o.files, o.chunks);
 }
 
 #[cfg(test)]
@@ -351,7 +418,20 @@ mod tests {
             ((2, 1), vec![entry(7, 1, 1)]),
             ((2, 2), vec![entry(7, 1, 1)]),
         ]);
-        assert_eq!(compare(&map(), &files(), &lists), vec![]);
+        assert_eq!(compare(&map(), &files(), &lists, &Pending::new()), (vec![], 0));
+    }
+
+    #[test]
+    fn chunks_that_are_about_to_go_are_no_findings() {
+        let both = |e: Vec<ListEntry>| Lists::from([((1, 1), e.clone()), ((1, 2), e)]);
+        let lists = both(vec![entry(7, 0, 1), entry(7, 2, 1), entry(8, 0, 1)]);
+        assert_eq!(compare(&map(), &files(), &lists, &Pending::new()).0.len(), 4);
+        // The file is cut to its size, the other one is removed.
+        let pending = Pending::from([((7, 1), 2 << 20), ((8, 1), 0)]);
+        assert_eq!(compare(&map(), &files(), &lists, &pending), (vec![], 4));
+        // Another generation of the data is removed: not these chunks.
+        let pending = Pending::from([((8, 2), 0)]);
+        assert_eq!(compare(&map(), &files(), &lists, &pending).0.len(), 4);
     }
 
     #[test]
@@ -362,7 +442,8 @@ mod tests {
             ((2, 1), vec![entry(7, 3, 1)]),
             ((2, 2), vec![]),
         ]);
-        let found = compare(&map(), &files(), &lists);
+        let (found, waiting) = compare(&map(), &files(), &lists, &Pending::new());
+        assert_eq!(waiting, 0);
         let has = |f: fn(&Finding) -> bool| found.iter().any(f);
         assert!(has(|f| matches!(f, Finding::Leaked { ino: 8, target: 1, chunks: 2, .. })), "{found:?}");
         assert!(has(|f| matches!(f, Finding::Misplaced { target: 1, .. })), "{found:?}");

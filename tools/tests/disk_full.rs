@@ -89,7 +89,6 @@ fn soon<T>(what: &str, mut f: impl FnMut() -> std::io::Result<T>) -> T {
 }
 
 #[test]
-#[ignore = "not passing reliably yet: see docs/testing.md, Known gaps"]
 fn full_targets_refuse_and_take_again() {
     if !can_mount() {
         return;

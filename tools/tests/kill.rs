@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use strake_faults::{Options, run};
 
 #[test]
-#[ignore = "not passing reliably yet: see docs/testing.md, Known gaps"]
 fn what_was_promised_survives_sigkill() {
     if !Path::new("/dev/fuse").exists() {
         println!("skipped: /dev/fuse is missing");

@@ -54,7 +54,7 @@ struct Cluster {
     mirror: u32,
 }
 
-/// How long after the last kill `strake fsck` may still find deletions in progress.
+/// How long after the last kill `strake fsck` may still find something.
 const FSCK_PATIENCE: Duration = Duration::from_secs(60);
 
 const ROLES: [&str; 8] = ["mds1", "mds2", "mds3", "oss1", "oss2", "oss3", "oss4", "mount"];
@@ -83,9 +83,9 @@ impl Cluster {
         Ok(Restart(child))
     }
 
-    /// Findings of `strake fsck`, printed. Files unlinked shortly before wait for the end of a grace period and look
-    /// leaked until then, so it is asked again for a while. Chunks beyond the end of their file are told but not counted:
-    /// a writer that is killed between its data and its sync leaves them, and no call promised anything about them.
+    /// Findings of `strake fsck`, printed. What a dead client left half done takes a while to be mended, so it is asked
+    /// again for a while. Chunks beyond the end of their file are told but not counted: a writer that is killed between
+    /// its data and its sync leaves them, and no call promised anything about them.
     fn fsck(&self) -> Result<u64> {
         let start = Instant::now();
         loop {

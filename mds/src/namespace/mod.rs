@@ -213,6 +213,35 @@ impl Namespace {
         self.list(keys::ORPHAN, 0, limit).into_iter().map(|(ino, _)| ino).collect()
     }
 
+    /// Up to `limit` of the chunks that are about to go, of the kinds and in the order that `PendingRequest` names.
+    pub fn pending(&self, kind: u32, after: u64, limit: usize) -> Result<Vec<pb::PendingItem>> {
+        let item = |key, ino, layout: Option<pb::Layout>, size| {
+            let data_id = layout?.components.first()?.data_id;
+            Some(pb::PendingItem { key, ino, data_id, size })
+        };
+        // What has no chunks is kept with data id 0, so that a page is short only at the end.
+        let bare = |key, ino| pb::PendingItem { key, ino, data_id: 0, size: 0 };
+        let read = |prefix| self.list(prefix, after, limit).into_iter();
+        Ok(match kind {
+            1 => read(keys::ORPHAN)
+                .map(|(ino, _)| item(ino, ino, self.inode(ino).and_then(|r| r.layout), 0).unwrap_or(bare(ino, ino)))
+                .collect(),
+            2 => read(keys::GC)
+                .map(|(n, v)| {
+                    let g = pb::GcRecord::decode(v).unwrap_or_default();
+                    item(n, g.ino, g.layout, 0).unwrap_or(bare(n, g.ino))
+                })
+                .collect(),
+            3 => read(keys::TRIM)
+                .map(|(ino, v)| {
+                    let size = pb::Trim::decode(v).map_or(u64::MAX, |t| t.size);
+                    item(ino, ino, self.inode(ino).and_then(|r| r.layout), size).unwrap_or(bare(ino, ino))
+                })
+                .collect(),
+            _ => return Err(Error::new(Code::Inval, format!("unknown kind {kind} of pending deletions"))),
+        })
+    }
+
     fn inode(&self, ino: Ino) -> Option<pb::InodeRecord> {
         let value = self.store.get(&keys::numbered(keys::INODE, ino)).ok().flatten()?;
         pb::InodeRecord::decode(value).ok()

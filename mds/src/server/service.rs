@@ -17,6 +17,8 @@ const MAX_OPS: usize = 8192;
 const TRIM_WAIT: Duration = Duration::from_secs(25);
 /// Evictions named in one heartbeat reply; the next one has more.
 const MAX_EVICTED: usize = 1024;
+/// Items of one reply about what is to be deleted.
+const MAX_PENDING: u32 = 10_000;
 const S_IFMT: u32 = 0o170_000;
 const S_IFREG: u32 = 0o100_000;
 
@@ -31,11 +33,14 @@ impl Service for Mds {
             opcode::SESSION_CLOSE => self.session_close(decode(body)?).await?,
             opcode::MAP => self.send_map(&decode(body)?),
             opcode::ECHO => return Ok(Message::new(opcode::ECHO, body).with_payload(request.payload)),
-            opcode::REGISTER | opcode::HEARTBEAT | opcode::RAFT | opcode::SNAPSHOT if peer.role != Role::Server => {
+            opcode::REGISTER | opcode::HEARTBEAT | opcode::PENDING | opcode::RAFT | opcode::SNAPSHOT
+                if peer.role != Role::Server =>
+            {
                 return Err(self.refuse(peer, request.opcode));
             }
             opcode::REGISTER => self.register(decode(body)?).await?,
             opcode::HEARTBEAT => self.heartbeat(decode(body)?).await?,
+            opcode::PENDING => self.pending(decode(body)?).await?,
             opcode::RAFT | opcode::SNAPSHOT => return self.node.handle(request).await,
             other => return Err(unknown_opcode(other)),
         };
@@ -153,6 +158,14 @@ impl Mds {
         evicted.truncate(MAX_EVICTED);
         let newer = map.version() > request.map_version;
         Ok(encode(&pb::HeartbeatReply { lease_ms, map: newer.then(|| map.map.clone()), evicted }))
+    }
+
+    async fn pending(&self, request: pb::PendingRequest) -> Result<Bytes> {
+        self.leading()?;
+        self.node.read_barrier().await?;
+        let limit = request.limit.min(MAX_PENDING) as usize;
+        let items = self.machine.namespace.pending(request.kind, request.after, limit)?;
+        Ok(encode(&pb::PendingReply { items }))
     }
 
     async fn meta(&self, request: pb::MetaRequest) -> Result<Bytes> {

@@ -8,10 +8,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
+};
 use strake_proto::{Code, Error, Result};
 
 use super::Cluster;
+
+/// How long a killed process may take to let go of everything.
+const ENDING_LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
@@ -38,19 +44,73 @@ fn log_file(c: &Cluster, role: &Role) -> PathBuf {
     c.logs().join(format!("{}.log", role.name()))
 }
 
-/// The pid in the file, if that process runs with this role's configuration file (pids are reused).
-pub fn running(c: &Cluster, role: &Role) -> Option<Pid> {
-    let pid: i32 = fs::read_to_string(pid_file(c, role)).ok()?.trim().parse().ok()?;
-    let cmdline = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-    let config = c.config_of(role).display().to_string();
-    let ours = cmdline.split(|b| *b == 0).any(|arg| arg == config.as_bytes());
-    if ours { Pid::from_raw(pid) } else { None }
+/// What became of the process in a role's pid file.
+enum State {
+    Gone,
+    /// Killed or exiting: it serves nobody, but may still hold its ports and locks.
+    Ending,
+    Running(Pid),
 }
 
-/// Starts it unless it runs; true if it was started.
+/// Whether a process is on its way out. `None`: there is no such process.
+fn is_ending(pid: i32) -> Option<bool> {
+    const PF_EXITING: u64 = 4;
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // Behind the command, which may hold blanks: state first, flags seventh.
+    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
+    let dead = matches!(fields.next()?, "Z" | "X");
+    let flags: u64 = fields.nth(5)?.parse().ok()?;
+    Some(dead || flags & PF_EXITING != 0 || kill_is_pending(pid))
+}
+
+/// SIGKILL was sent and not acted on yet.
+fn kill_is_pending(pid: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let masks = status.lines().filter_map(|l| l.strip_prefix("SigPnd:").or_else(|| l.strip_prefix("ShdPnd:")));
+    masks.filter_map(|m| u64::from_str_radix(m.trim(), 16).ok()).any(|m| m & (1 << (libc::SIGKILL - 1)) != 0)
+}
+
+/// Whether every thread of a process has ended; the state of its first thread does not tell that.
+fn all_ended(pid: Pid) -> bool {
+    let Ok(fd) = pidfd_open(pid, PidfdFlags::empty()) else { return true };
+    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n == 1)
+}
+
+/// Pids are reused: a running process must have been given this role's configuration file. One that ends has no command
+/// line any more; should it be a stranger, waiting for it does no harm.
+fn state(c: &Cluster, role: &Role) -> State {
+    let text = fs::read_to_string(pid_file(c, role)).unwrap_or_default();
+    let Some(pid) = text.trim().parse().ok().and_then(Pid::from_raw) else { return State::Gone };
+    let number = pid.as_raw_nonzero().get();
+    let Some(ends) = is_ending(number).filter(|_| !all_ended(pid)) else { return State::Gone };
+    if ends {
+        return State::Ending;
+    }
+    let cmdline = fs::read(format!("/proc/{number}/cmdline")).unwrap_or_default();
+    let config = c.config_of(role).display().to_string();
+    let ours = cmdline.split(|b| *b == 0).any(|arg| arg == config.as_bytes());
+    if ours { State::Running(pid) } else { State::Gone }
+}
+
+/// The pid of the process that serves this role.
+pub fn running(c: &Cluster, role: &Role) -> Option<Pid> {
+    match state(c, role) {
+        State::Running(pid) => Some(pid),
+        State::Gone | State::Ending => None,
+    }
+}
+
+/// Starts it unless it runs; true if it was started. One that is on its way out is waited for: it may still hold its
+/// ports and locks.
 pub fn ensure_running(c: &Cluster, role: &Role) -> Result<bool> {
-    if running(c, role).is_some() {
-        return Ok(false);
+    match state(c, role) {
+        State::Running(_) => return Ok(false),
+        State::Ending if !wait_end(c, role, ENDING_LIMIT) => {
+            let m = format!("{} was killed but has not ended in {} s", role.name(), ENDING_LIMIT.as_secs());
+            return Err(Error::new(Code::Busy, m));
+        }
+        State::Ending | State::Gone => {}
     }
     let log = fs::OpenOptions::new().create(true).append(true).open(log_file(c, role))?;
     let mut cmd = Command::new(std::env::current_exe()?);
@@ -85,11 +145,10 @@ pub fn stop(c: &Cluster, role: &Role) {
     let _ = fs::remove_file(pid_file(c, role));
 }
 
+/// Waits until the process is gone with all it held; false after `limit`.
 pub fn wait_end(c: &Cluster, role: &Role, limit: Duration) -> bool {
     let start = Instant::now();
-    while let Some(pid) = running(c, role) {
-        // A child of ours stays a zombie until it is waited for; a zombie has no command line, so this is only tidy.
-        let _ = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::NOHANG);
+    while !matches!(state(c, role), State::Gone) {
         if start.elapsed() > limit {
             return false;
         }

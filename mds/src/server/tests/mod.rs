@@ -168,6 +168,9 @@ async fn a_shrink_is_answered_when_the_bytes_are_gone() {
             r = &mut held => panic!("answered while the bytes are there: {r:?}"),
             () = sleep(Duration::from_secs(5)) => (),
         }
+        let data_id = f.layout.as_ref().unwrap().components[0].data_id;
+        let wanted = pb::PendingItem { key: f.ino, ino: f.ino, data_id, size: (4 << 20) + 5 };
+        assert_eq!(pending(&w, 3, 0).await, [wanted]);
         oss.refuse.store(false, Ordering::Relaxed);
         held.await.unwrap()
     };
@@ -180,6 +183,12 @@ async fn a_shrink_is_answered_when_the_bytes_are_gone() {
     // Growing afterwards asks nobody.
     c.one(set_size(f.ino, 1 << 30)).await;
     assert!(oss.trims.lock().is_empty());
+}
+
+/// What `strake fsck` asks for.
+async fn pending(w: &World, kind: u32, after: u64) -> Vec<pb::PendingItem> {
+    let request = pb::PendingRequest { kind, after, limit: 10 };
+    w.ask::<pb::PendingReply>(Role::Server, opcode::PENDING, &request).await.unwrap().items
 }
 
 #[tokio::test(start_paused = true)]
@@ -201,7 +210,16 @@ async fn removed_files_live_while_open_and_their_chunks_go_after() {
     c.one(Op::Getattr(pb::GetAttr { ino: f.ino })).await;
     assert_eq!(w.server().await.status().orphans, 1);
     assert!(oss.trims.lock().is_empty());
+    let data_id = f.layout.as_ref().unwrap().components[0].data_id;
+    let wanted = pb::PendingItem { key: f.ino, ino: f.ino, data_id, size: 0 };
+    assert_eq!(pending(&w, 1, 0).await, [wanted]);
+    assert_eq!((pending(&w, 1, f.ino).await, pending(&w, 2, 0).await), (vec![], vec![]));
+    oss.refuse.store(true, Ordering::Relaxed);
     c.one(Op::Close(pb::Close { ino: f.ino })).await;
+    until("the deletion waits", || w.mds[0].as_ref().unwrap().1.status().gc_queue == 1).await;
+    let queued = pending(&w, 2, 0).await;
+    assert_eq!((queued.len(), queued[0].ino, queued[0].data_id, queued[0].size), (1, f.ino, data_id, 0));
+    oss.refuse.store(false, Ordering::Relaxed);
     until("the chunks are removed", || !oss.trims.lock().is_empty()).await;
     let t = oss.trims.lock()[0].clone();
     assert_eq!((t.chunk.ino, t.chunk.index, t.len), (f.ino, 0, u32::MAX));
@@ -246,7 +264,7 @@ async fn hostile_clients_are_refused_without_harm() {
     let mut c = w.client(1).await;
     c.one(mkdir("d")).await;
     let before = w.server().await.status().map.unwrap();
-    for op in [opcode::REGISTER, opcode::HEARTBEAT, opcode::RAFT, opcode::SNAPSHOT] {
+    for op in [opcode::REGISTER, opcode::HEARTBEAT, opcode::PENDING, opcode::RAFT, opcode::SNAPSHOT] {
         let e = w.ask_at(0, Role::Client, op, Default::default()).await.unwrap_err();
         assert_eq!(e.code, Code::Access, "{op:#x}");
     }
