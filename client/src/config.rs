@@ -40,6 +40,10 @@ pub struct Config {
     pub connections_per_node: usize,
     /// Read from this replica of each chain only (0 = first), to verify copies one by one. `None`: from any.
     pub read_replica: Option<usize>,
+    /// This client's uuid; random unless given.
+    pub uuid: Option<[u8; 16]>,
+    /// Uuids of clients that are certainly gone; their sessions end when this one's begins. At most 64.
+    pub dead: Vec<[u8; 16]>,
 }
 
 impl Config {
@@ -61,6 +65,8 @@ impl Config {
             op_timeout: Duration::from_secs(60),
             connections_per_node: 2,
             read_replica: None,
+            uuid: None,
+            dead: Vec::new(),
         }
     }
 }

@@ -28,9 +28,10 @@ use tokio::{
 use crate::{
     config::{Config, Counters},
     conns::Conns,
-    inode::Inode,
+    inode::{Inode, Release},
     leader::LeaderFinder,
     mds::{Link, Session},
+    meta::op,
     retry::{Backoff, in_doubt},
     route,
     unstable::Unstable,
@@ -59,6 +60,8 @@ pub(crate) struct Core {
     pub(crate) session: Mutex<Option<Arc<Session>>>,
     pub(crate) session_change: AsyncMutex<()>,
     inodes: Mutex<BTreeMap<Ino, Weak<Inode>>>,
+    /// Files that are to be released, see [`Core::release_later`].
+    releases: Mutex<BTreeMap<Ino, Release>>,
     pub conns: Conns,
     /// Data requests in flight.
     pub pieces: Arc<Semaphore>,
@@ -72,6 +75,10 @@ pub(crate) struct Core {
     pub zero: Buf,
     closed: AtomicBool,
 }
+
+/// How long a release may wait for others, and how many make one request.
+const RELEASE_INTERVAL: Duration = Duration::from_millis(200);
+const RELEASES_AT_ONCE: usize = 1024;
 
 /// Granularity of the memory limits, bytes.
 pub(crate) const ROOM_UNIT: usize = 4096;
@@ -125,7 +132,7 @@ impl Core {
     pub fn new(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Core {
         let rooms = |bytes: usize| Arc::new(Semaphore::new((bytes / ROOM_UNIT).clamp(1, Semaphore::MAX_PERMITS)));
         Core {
-            uuid: env.random_bytes(),
+            uuid: cfg.uuid.unwrap_or_else(|| env.random_bytes()),
             map: ArcSwap::default(),
             map_changed: watch::Sender::new(0),
             map_refresh: AsyncMutex::default(),
@@ -135,6 +142,7 @@ impl Core {
             session: Mutex::new(None),
             session_change: AsyncMutex::default(),
             inodes: Mutex::default(),
+            releases: Mutex::default(),
             conns: Conns::new(cfg.connections_per_node.max(1)),
             pieces: Arc::new(Semaphore::new(cfg.max_inflight_pieces.max(1))),
             unstable_room: rooms(cfg.unstable_limit),
@@ -253,6 +261,33 @@ impl Core {
         self.inodes.lock().values().filter_map(Weak::upgrade).collect()
     }
 
+    /// The metadata servers learn in a while, many files in one request, that this client does not write them any more.
+    pub fn release_later(&self, ino: Ino, release: Option<Release>) {
+        let Some(mut new) = release.filter(|r| r.writer.index != 0) else { return };
+        let mut all = self.releases.lock();
+        if let Some(old) = all.get(&ino).filter(|old| old.writer.session == new.writer.session) {
+            new.writer.index = new.writer.index.max(old.writer.index);
+            new.surplus |= old.surplus;
+        }
+        all.insert(ino, new);
+    }
+
+    /// Tells what was released. What belongs to a lost session was released by its end.
+    pub async fn send_releases(self: Arc<Self>) {
+        let Some(session) = self.current_session() else { return };
+        let mut all: Vec<_> = std::mem::take(&mut *self.releases.lock()).into_iter().collect();
+        all.retain(|(_, r)| r.writer.session == session.id);
+        for part in all.chunks(RELEASES_AT_ONCE) {
+            let one = |(ino, r): &(Ino, Release)| {
+                op(pb::op::Op::Release(pb::Release { ino: *ino, writer: r.writer.index, surplus: r.surplus }))
+            };
+            if let Err(e) = self.meta(&pb::Creds::default(), part.iter().map(one).collect()).await {
+                tracing::debug!("releasing files: {e}");
+                part.iter().for_each(|(ino, r)| self.release_later(*ino, Some(*r)));
+            }
+        }
+    }
+
     // --- background ---
 
     pub fn start_background(self: &Arc<Self>) {
@@ -260,6 +295,8 @@ impl Core {
         self.env.spawn(every(weak.clone(), |c| c.renew_interval(), |c| async move { c.renew().await }));
         let extend = self.cfg.extend_interval;
         self.env.spawn(every(weak.clone(), move |_| extend, |c| async move { c.push_sizes().await }));
+        let release = |c: Arc<Core>| async move { c.send_releases().await };
+        self.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, release));
         self.env.spawn(flush_loop(weak));
     }
 

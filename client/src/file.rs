@@ -24,7 +24,7 @@ use crate::{
     cache::{Part, UNIT},
     config::Counters,
     core::{Core, ROOM_UNIT},
-    inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed},
+    inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed, Release, Writer},
     meta::{ok, op},
     readahead::ReadAhead,
     segments,
@@ -112,9 +112,10 @@ impl Core {
             inode.take_cap(&r.capability, session, flags & (O_ACCMODE | O_APPEND), creds)?;
             Ok((inode, session))
         };
+        let writer = r.writer;
         match made.await {
             Ok((inode, session)) => {
-                inode.opened(session);
+                inode.opened(session, writer);
                 Ok(File(Arc::new(Handle {
                     core: self.clone(),
                     creds: creds.clone(),
@@ -132,6 +133,12 @@ impl Core {
                 if let Err(e) = self.meta(creds, vec![close]).await {
                     tracing::debug!("{e}");
                 }
+                let session = self.current_session().map_or(0, |s| s.id);
+                let release = match self.live_inode(attr.ino) {
+                    Some(inode) => inode.opened_again(session, writer),
+                    None => Some(Release { writer: Writer { session, index: writer }, surplus: false }),
+                };
+                self.release_later(attr.ino, release);
                 Err(e)
             }
         }
@@ -341,6 +348,9 @@ impl File {
         if done > 0 {
             h.inode.wrote(offset + done, &h.creds);
         }
+        if done < len as u64 {
+            h.inode.write_failed(end);
+        }
         match outcome {
             Err(e) if done == 0 || e.code != Code::NoSpc => return Err(e),
             _ => {}
@@ -402,10 +412,12 @@ impl File {
 /// Tells the metadata server that a handle is gone.
 async fn forget(core: Arc<Core>, inode: Arc<Inode>, session: SessionId, creds: pb::Creds) -> Result<()> {
     let now = core.current_session().map(|s| s.id);
+    // A release that waits for a close which fails is made up for when the session ends.
     if inode.closed(session, now) {
         let close = op(pb::op::Op::Close(pb::Close { ino: inode.ino }));
         ok(core.meta(&creds, vec![close]).await?)?;
     }
+    core.release_later(inode.ino, inode.release());
     Ok(())
 }
 

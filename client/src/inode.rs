@@ -38,6 +38,13 @@ pub(crate) struct Cap {
     flags: u32,
 }
 
+/// The session that a file was opened for writing in, and the highest `writer` of the answers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Writer {
+    pub session: SessionId,
+    pub index: u64,
+}
+
 #[derive(Clone)]
 pub(crate) struct Placed {
     pub layout: pb::Layout,
@@ -57,6 +64,10 @@ struct State {
     handles: BTreeMap<SessionId, usize>,
     read_cap: Option<Cap>,
     write_cap: Option<Cap>,
+    /// As what the metadata servers have this client on record as a writer, while any handle is open.
+    writer: Option<Writer>,
+    /// A write failed that may have left bytes beyond the end.
+    surplus: bool,
     /// Write-back errors so far, and the last one; each handle reports those that came in its time, once.
     errors: u64,
     error: Option<Error>,
@@ -74,6 +85,29 @@ pub(crate) struct Inode {
     /// Serialises appends.
     pub appending: AsyncMutex<()>,
     state: Mutex<State>,
+}
+
+/// A file this client writes no longer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Release {
+    pub writer: Writer,
+    pub surplus: bool,
+}
+
+impl State {
+    fn enlisted(&mut self, session: SessionId, index: u64) {
+        if index != 0 && self.writer.is_none_or(|w| w.session != session || w.index < index) {
+            self.writer = Some(Writer { session, index });
+        }
+    }
+
+    fn release(&mut self) -> Option<Release> {
+        if !self.handles.is_empty() {
+            return None;
+        }
+        let writer = self.writer.take()?;
+        Some(Release { writer, surplus: std::mem::take(&mut self.surplus) })
+    }
 }
 
 impl Inode {
@@ -96,6 +130,8 @@ impl Inode {
                 handles: BTreeMap::new(),
                 read_cap: None,
                 write_cap: None,
+                writer: None,
+                surplus: false,
                 errors: 0,
                 error: None,
                 placed,
@@ -186,8 +222,28 @@ impl Inode {
 
     // --- handles and capabilities ---
 
-    pub fn opened(&self, session: SessionId) {
-        *self.state.lock().handles.entry(session).or_default() += 1;
+    pub fn opened(&self, session: SessionId, writer: u64) {
+        let mut s = self.state.lock();
+        *s.handles.entry(session).or_default() += 1;
+        s.enlisted(session, writer);
+    }
+
+    /// An open was answered that adds no handle. What to release, if there is none any more.
+    pub fn opened_again(&self, session: SessionId, writer: u64) -> Option<Release> {
+        let mut s = self.state.lock();
+        s.enlisted(session, writer);
+        s.release()
+    }
+
+    /// What to release when the last handle has gone.
+    pub fn release(&self) -> Option<Release> {
+        self.state.lock().release()
+    }
+
+    /// A write to bytes below `end` failed; some of them may be on some replicas.
+    pub fn write_failed(&self, end: u64) {
+        let mut s = self.state.lock();
+        s.surplus |= end > s.attr.size;
     }
 
     /// A handle goes. Whether the metadata server counts it.
@@ -351,6 +407,8 @@ impl Core {
         if strangers > 0 {
             inode.adopt(session.id);
         }
+        let index = r.iter().map(|r| r.writer).max().unwrap_or(0);
+        self.release_later(inode.ino, inode.opened_again(session.id, index));
         let first = r.first().ok_or_else(|| Error::new(Code::Protocol, "an empty answer to an open"))?;
         inode.take_cap(&first.capability, session.id, old.flags, &old.creds)
     }

@@ -80,6 +80,7 @@ impl Client {
             for inode in core.live_inodes() {
                 outcome = outcome.and(core.sync_inode(&inode).await);
             }
+            core.clone().send_releases().await;
             outcome = outcome.and(core.end_session().await);
             core.set_closed();
             core.conns.close();

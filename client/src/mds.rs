@@ -17,6 +17,7 @@ use tokio::time::timeout;
 use crate::{
     config::Counters,
     core::{Attempts, Core},
+    inode::O_ACCMODE,
     retry::meta_passes,
     seqs::Seqs,
 };
@@ -70,12 +71,14 @@ pub(crate) fn decode<M: prost::Message + Default>(m: &Message) -> Result<M> {
 pub(crate) fn is_mutation(ops: &[pb::Op]) -> bool {
     use pb::op::Op::*;
     ops.iter().any(|o| {
+        if let Some(Open(o)) = &o.op {
+            return o.flags & O_ACCMODE != 0;
+        }
         !matches!(
             o.op,
             None | Some(
                 Lookup(_)
                     | Getattr(_)
-                    | Open(_)
                     | Close(_)
                     | Readdir(_)
                     | Readlink(_)
@@ -88,6 +91,12 @@ pub(crate) fn is_mutation(ops: &[pb::Op]) -> bool {
             )
         )
     })
+}
+
+/// Whether running a list twice does what running it once does, as far as its sender can tell.
+fn is_repeatable(ops: &[pb::Op]) -> bool {
+    use pb::op::Op::*;
+    ops.iter().all(|o| matches!(o.op, Some(Open(_) | Close(_) | Release(_)))) || !is_mutation(ops)
 }
 
 fn is_resize(ops: &[pb::Op]) -> bool {
@@ -208,6 +217,7 @@ impl Core {
             hostname: self.cfg.hostname.clone(),
             version: self.cfg.version.clone(),
             pid: self.cfg.pid,
+            dead: self.cfg.dead.iter().map(|uuid| uuid.to_vec().into()).collect(),
         };
         let mut at = self.attempts("opening a session");
         let m = self.mds_call(opcode::SESSION_OPEN, body.encode_to_vec().into(), META_TRY, &mut at).await?;
@@ -332,7 +342,7 @@ impl Core {
                 Ok(m) => return check(decode::<pb::MetaReply>(&m)?, sent),
                 Err(e) if e.code == Code::NoSession => {
                     self.session_gone(&s);
-                    if mutation && at.in_doubt {
+                    if at.in_doubt && !is_repeatable(&request.ops) {
                         return Err(e.context("the session was lost and with it the answer"));
                     }
                     at.pause(self, e).await?;
@@ -374,7 +384,8 @@ mod tests {
     fn reads_have_no_number() {
         use pb::op::Op::*;
         let op = |op| pb::Op { op: Some(op) };
-        assert!(!is_mutation(&[op(Getattr(pb::GetAttr { ino: 1 })), op(Open(pb::Open { ino: 1, flags: 2 }))]));
+        assert!(!is_mutation(&[op(Getattr(pb::GetAttr { ino: 1 })), op(Open(pb::Open { ino: 1, flags: 0 }))]));
+        assert!(is_mutation(&[op(Open(pb::Open { ino: 1, flags: 2 }))]), "it makes the session a writer");
         assert!(is_mutation(&[op(Getattr(pb::GetAttr { ino: 1 })), op(Extend(pb::Extend { ino: 1, end: 2 }))]));
     }
 }

@@ -5,6 +5,7 @@ mod config;
 mod dev;
 mod fsck;
 mod lfs;
+mod lifeline;
 mod mount;
 mod serve;
 mod status;

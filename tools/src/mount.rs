@@ -17,7 +17,10 @@ use strake_fabric::{Endpoint, Env, Identity, Pool, tcp::TcpFabric};
 use strake_fuse::MountConfig;
 use strake_proto::{Code, Error, Result};
 
-use crate::config::{self, Overrides};
+use crate::{
+    config::{self, Overrides},
+    lifeline::{self, Lifeline},
+};
 
 #[derive(Args)]
 pub struct MountArgs {
@@ -75,6 +78,7 @@ struct MountSection {
     #[serde(default = "sixty")]
     op_timeout_s: u64,
     read_replica: Option<usize>,
+    run_dir: Option<PathBuf>,
 }
 
 fn default_log() -> String {
@@ -141,7 +145,11 @@ async fn serve(section: MountSection, key: [u8; 32]) -> Result<ExitCode> {
     let mut config = client_config(&section.mds)?;
     config.op_timeout = Duration::from_secs(section.op_timeout_s);
     config.read_replica = section.read_replica;
+    let mut lifeline = lifeline(&section, &mut config);
     let client = connect_with(config, key).await?;
+    if let Some(l) = &mut lifeline {
+        l.told();
+    }
     let config = MountConfig {
         allow_other: section.allow_other,
         read_only: section.read_only,
@@ -158,6 +166,23 @@ async fn serve(section: MountSection, key: [u8; 32]) -> Result<ExitCode> {
     }
     client.close().await?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Without one the mount works, and what a killed one before it had open is free a session's term later.
+fn lifeline(section: &MountSection, config: &mut strake_client::Config) -> Option<Lifeline> {
+    let folder = section.run_dir.clone().or_else(lifeline::default_folder)?;
+    let uuid = Env::system().random_bytes();
+    match Lifeline::start(&folder, &section.mds, uuid) {
+        Ok(l) => {
+            config.uuid = Some(uuid);
+            config.dead.clone_from(&l.dead);
+            Some(l)
+        }
+        Err(e) => {
+            tracing::warn!("a mount that is killed will not be missed before its session's term: {e}");
+            None
+        }
+    }
 }
 
 /// Starts this same command in the foreground of a new session and returns when it is mounted or has failed.

@@ -87,6 +87,8 @@ pub struct Manager {
     shuns: BTreeMap<NodeId, Shun>,
     /// Since when each node heartbeats without a gap, and its last one.
     beating: BTreeMap<NodeId, (Duration, Duration)>,
+    /// When each node last said up to which number it knows the evictions, and that number.
+    told: BTreeMap<NodeId, (Duration, u64)>,
 }
 
 impl Manager {
@@ -104,6 +106,7 @@ impl Manager {
             used_written: now,
             shuns: BTreeMap::new(),
             beating: BTreeMap::new(),
+            told: BTreeMap::new(),
         };
         m.map_changed(now, map);
         m
@@ -131,6 +134,15 @@ impl Manager {
         }
     }
 
+    /// Whether every storage server that may hold a lease refuses the sessions evicted by number `eviction` and before.
+    pub fn all_know(&self, now: Duration, eviction: u64, map: &MapView) -> bool {
+        let elected = (self.elected, 0);
+        map.map.nodes.iter().filter(|n| n.role == strake_proto::map::ROLE_OSS).all(|n| {
+            let (at, number) = self.told.get(&n.id).copied().unwrap_or(elected);
+            number >= eviction || now.saturating_sub(at.max(self.elected)) > self.options.lease
+        })
+    }
+
     /// A heartbeat arrived at `now`. `ESTALE` asks the sender to register first: its node, target or stamp is not the
     /// registered one. `Overloaded`: it is shut out for now, and its leases run out.
     pub fn heartbeat(&mut self, now: Duration, h: &pb::HeartbeatRequest, map: &MapView) -> Result<()> {
@@ -152,6 +164,7 @@ impl Manager {
         if self.shunned(now, h.node) {
             return Err(Error::new(Code::Overloaded, "other storage servers cannot reach this node; it gets no lease"));
         }
+        self.told.insert(h.node, (now, h.evicted_seen));
         for r in &h.targets {
             let s = self.seen.entry(r.target).or_default();
             s.at = now;

@@ -17,6 +17,7 @@ use super::{
     perm,
     placement::Placement,
     txn::{Fail, Layer, Res, Txn, decode, fail},
+    writers::{self, Left},
 };
 use crate::cluster;
 use pb::log_command::Command;
@@ -27,6 +28,8 @@ pub const MAX_EVICTED: usize = 10_000;
 const MAX_SESSIONS: usize = 65_536;
 /// Longest hostname and version a client may register.
 const MAX_TEXT: usize = 255;
+/// Dead clients that one new session may name.
+const MAX_DEAD: usize = 64;
 /// Session ids are never reused, so one epoch per session is enough; eviction asks for the next.
 const SESSION_EPOCH: u64 = 1;
 const FIRST_INO: u64 = 2;
@@ -108,17 +111,17 @@ impl<'a> Apply<'a> {
             return Ok(refusal(Code::NoDev, "the file system is not formatted yet; try again"));
         }
         self.header.now_ns = self.header.now_ns.max(now_ns);
-        match self.command(command) {
+        match self.command(index, command) {
             Ok(reply) => Ok(reply),
             Err(Fail::Op(e)) => Ok(refused(&e)),
             Err(Fail::Store(e)) => Err(e.context(format!("applying log entry {index}"))),
         }
     }
 
-    fn command(&mut self, command: Command) -> Res<pb::LogReply> {
+    fn command(&mut self, index: u64, command: Command) -> Res<pb::LogReply> {
         match command {
             Command::Format(f) => self.format(&f),
-            Command::Meta(m) => self.meta(m),
+            Command::Meta(m) => self.meta(index, m),
             Command::SessionOpen(o) => self.session_open(o),
             Command::SessionEnd(e) => self.session_end(&e),
             Command::Register(r) => {
@@ -209,7 +212,7 @@ impl<'a> Apply<'a> {
     }
 
     /// A request of a session, run at most once.
-    fn meta(&mut self, m: pb::MetaRequest) -> Res<pb::LogReply> {
+    fn meta(&mut self, index: u64, m: pb::MetaRequest) -> Res<pb::LogReply> {
         let Some(s) = self.session(m.session) else {
             return fail(Code::NoSession, format!("session {} has ended; mount again", m.session));
         };
@@ -226,16 +229,16 @@ impl<'a> Apply<'a> {
         let Some(creds) = &m.creds else {
             return fail(Code::Inval, "the request does not say for whom it is");
         };
-        let reply = self.run(creds, &m.ops)?;
+        let reply = self.run(ops::By { creds, session: m.session, index }, &m.ops)?;
         let kept = pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Meta(wordless(&reply))) };
         self.batch.put(keys::reply(m.session, m.seq), Some(kept.encode_to_vec().into()));
         self.answered(m.session, m.seq, m.lowest_unanswered);
         Ok(pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Meta(reply)) })
     }
 
-    fn run(&mut self, creds: &pb::Creds, ops: &[pb::Op]) -> Res<pb::MetaReply> {
+    fn run(&mut self, by: ops::By<'_>, ops: &[pb::Op]) -> Res<pb::MetaReply> {
         let mut t = self.txn();
-        let (reply, all) = ops::run(&mut t, creds, ops, true)?;
+        let (reply, all) = ops::run(&mut t, by, ops, true)?;
         if all {
             let (layer, header) = t.finish();
             self.batch.merge(layer);
@@ -280,6 +283,11 @@ impl<'a> Apply<'a> {
         self.sessions.get(&id)?.as_ref()
     }
 
+    fn session_of(&self, uuid: &Bytes) -> Option<SessionId> {
+        let changed = self.uuids.get(uuid).copied();
+        changed.unwrap_or_else(|| self.memory.uuids.get(uuid).copied())
+    }
+
     fn living_sessions(&self) -> usize {
         let changed = self.sessions.iter().filter(|(id, s)| s.is_some() != self.memory.sessions.contains_key(id));
         changed.fold(self.memory.sessions.len(), |n, (_, s)| if s.is_some() { n + 1 } else { n - 1 })
@@ -289,8 +297,15 @@ impl<'a> Apply<'a> {
         if o.client_uuid.len() != 16 || o.hostname.len() > MAX_TEXT || o.version.len() > MAX_TEXT {
             return fail(Code::Inval, "a session needs a client uuid of 16 bytes and short names");
         }
-        let known = self.uuids.get(&o.client_uuid).copied();
-        let known = known.unwrap_or_else(|| self.memory.uuids.get(&o.client_uuid).copied());
+        if o.dead.len() > MAX_DEAD {
+            return fail(Code::Inval, format!("{} dead clients named at once; {MAX_DEAD} are the limit", o.dead.len()));
+        }
+        let dead = o.dead.iter().filter(|uuid| **uuid != o.client_uuid).filter_map(|uuid| self.session_of(uuid));
+        let sessions: Vec<_> = dead.collect();
+        if !sessions.is_empty() {
+            self.session_end(&pb::SessionEnd { sessions, evict: true })?;
+        }
+        let known = self.session_of(&o.client_uuid);
         let (id, mut s) = match known.and_then(|id| Some((id, self.session(id)?.clone()))) {
             Some(found) => found,
             None => {
@@ -330,12 +345,15 @@ impl<'a> Apply<'a> {
             }
             self.uuids.insert(s.record.client_uuid.clone(), None);
             self.sessions.insert(*id, None);
+            let mut left = Left::Surplus;
             if e.evict {
                 let n = self.header.next_number;
                 self.header.next_number += 1;
+                left = Left::Evicted(n);
                 let r = pb::EvictedRecord { session: *id, min_epoch: s.record.epoch + 1 };
                 self.batch.put(keys::numbered(keys::EVICTED, n), Some(r.encode_to_vec().into()));
             }
+            self.change(|t| writers::release_all(t, *id, left))?;
         }
         if e.evict { self.forget_old_evictions() } else { Ok(ok()) }
     }

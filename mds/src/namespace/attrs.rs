@@ -1,7 +1,6 @@
 //! Operations on one inode: attributes, sizes, extended attributes, layouts.
 
 use bytes::Bytes;
-use prost::Message;
 use strake_proto::{Code, Ino, pb};
 
 use super::{
@@ -26,10 +25,10 @@ impl Run<'_, '_> {
         self.may_setattr(&r, o)?;
         let mut mode = r.attr().mode;
         if o.uid.is_some() || o.gid.is_some() {
-            mode = perm::after_chown(self.creds, r.attr());
+            mode = perm::after_chown(self.by.creds, r.attr());
         }
         if let Some(size) = o.size {
-            mode = perm::after_write(self.creds, mode);
+            mode = perm::after_write(self.by.creds, mode);
             self.set_size(&mut r, size)?;
         }
         let now = self.t.now();
@@ -38,7 +37,7 @@ impl Run<'_, '_> {
         a.gid = o.gid.unwrap_or(a.gid);
         if let Some(m) = o.mode {
             mode = mode & perm::S_IFMT | m & 0o7777;
-            if !perm::is_root(self.creds) && !perm::in_group(self.creds, a.gid) {
+            if !perm::is_root(self.by.creds) && !perm::in_group(self.by.creds, a.gid) {
                 mode &= !S_ISGID;
             }
         }
@@ -57,7 +56,7 @@ impl Run<'_, '_> {
     }
 
     fn may_setattr(&self, r: &pb::InodeRecord, o: &pb::SetAttr) -> Res<()> {
-        let (c, a) = (self.creds, r.attr());
+        let (c, a) = (self.by.creds, r.attr());
         let owner = c.uid == a.uid;
         if o.uid == Some(u32::MAX) || o.gid == Some(u32::MAX) {
             return fail(Code::Inval, "user and group -1 do not exist");
@@ -88,15 +87,10 @@ impl Run<'_, '_> {
         Ok(())
     }
 
-    /// A shrink leaves a [`pb::Trim`]: the bytes beyond go later, and none may reappear when the file grows again.
     fn set_size(&mut self, r: &mut pb::InodeRecord, size: u64) -> Res<()> {
         check_size(size)?;
-        let ino = r.attr().ino;
         if size < r.attr().size {
-            let lowest = r.trim.map_or(size, |t| t.size.min(size));
-            let trim = pb::Trim { number: gc::number(self.t), size: lowest };
-            self.t.put(keys::numbered(keys::TRIM, ino), trim.encode_to_vec());
-            r.trim = Some(trim);
+            gc::cut(self.t, r, size);
         }
         r.written |= size > 0;
         r.attr_mut().size = size;
@@ -113,7 +107,7 @@ impl Run<'_, '_> {
         let a = r.attr_mut();
         a.size = a.size.max(o.end);
         a.mtime_ns = now;
-        a.mode = perm::after_write(self.creds, a.mode);
+        a.mode = perm::after_write(self.by.creds, a.mode);
         Ok(shown(&self.save(r)))
     }
 
@@ -135,7 +129,7 @@ impl Run<'_, '_> {
         if r.xattrs > 0 {
             self.t.scan(&keys::numbered(keys::XATTR, ino), &[], |key, _| {
                 let name = key.get(9..).unwrap_or_default();
-                if perm::is_root(self.creds) || !name.starts_with(b"trusted.") {
+                if perm::is_root(self.by.creds) || !name.starts_with(b"trusted.") {
                     names.push(Bytes::copy_from_slice(name));
                 }
                 Ok(true)
@@ -193,7 +187,7 @@ impl Run<'_, '_> {
         if name.contains(&0) || [&b"user."[..], b"trusted.", b"security."].contains(&name) {
             return fail(Code::Inval, "the extended attribute has no proper name");
         }
-        let (c, a) = (self.creds, r.attr());
+        let (c, a) = (self.by.creds, r.attr());
         if name.starts_with(b"user.") {
             if !perm::is_file(a) && !perm::is_dir(a) {
                 return if write {
@@ -229,7 +223,7 @@ impl Run<'_, '_> {
         if write && name.ends_with(b"default") && !perm::is_dir(a) {
             return fail(Code::Access, "only directories have a default ACL");
         }
-        if write && !perm::owns(self.creds, a) {
+        if write && !perm::owns(self.by.creds, a) {
             return fail(Code::Perm, "only the owner may change an ACL");
         }
         Ok(())
@@ -237,7 +231,7 @@ impl Run<'_, '_> {
 
     pub fn setlayout(&mut self, o: &pb::SetLayout) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
-        perm::check(self.creds, r.attr(), W)?;
+        perm::check(self.by.creds, r.attr(), W)?;
         if perm::is_dir(r.attr()) {
             if let Some(s) = &o.layout {
                 self.t.place.validate_default(s)?;

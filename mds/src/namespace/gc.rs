@@ -27,6 +27,14 @@ pub fn discard_data(t: &mut Txn<'_>, r: &pb::InodeRecord) {
     t.put(key, g.encode_to_vec());
 }
 
+/// The bytes from `size` on are to go: leaves a [`pb::Trim`]. None may reappear when the file grows again.
+pub fn cut(t: &mut Txn<'_>, r: &mut pb::InodeRecord, size: u64) {
+    let before = r.trim.unwrap_or(pb::Trim { size, ..Default::default() });
+    let trim = pb::Trim { number: number(t), size: before.size.min(size), fence: before.fence.max(r.fence) };
+    t.put(keys::numbered(keys::TRIM, r.attr().ino), trim.encode_to_vec());
+    r.trim = Some(trim);
+}
+
 /// Removes an inode that nothing refers to any more.
 pub fn remove_inode(t: &mut Txn<'_>, r: &pb::InodeRecord) -> Res<()> {
     let ino = r.attr().ino;

@@ -16,6 +16,7 @@ pub const ORPHAN: u8 = b'o';
 pub const GC: u8 = b'g';
 pub const TRIM: u8 = b't';
 pub const EVICTED: u8 = b'e';
+pub const WRITER: u8 = b'w';
 
 /// Names of one directory whose hashes collide; a 257th is refused with `ENOSPC` (odds: beyond any directory).
 pub const SLOTS: u64 = 256;
@@ -43,6 +44,15 @@ pub fn reply(session: SessionId, seq: u64) -> Bytes {
     b.put_u8(REPLY);
     b.put_u64(session);
     b.put_u64(seq);
+    b.freeze()
+}
+
+/// A file that a session may write; the value is the log index of its last open, big-endian.
+pub fn writer(session: SessionId, ino: Ino) -> Bytes {
+    let mut b = BytesMut::with_capacity(17);
+    b.put_u8(WRITER);
+    b.put_u64(session);
+    b.put_u64(ino);
     b.freeze()
 }
 
@@ -90,6 +100,7 @@ mod tests {
         assert_eq!(&numbered(INODE, 0x0102)[..], b"i\0\0\0\0\0\0\x01\x02");
         assert_eq!(&xattr(1, b"user.a")[..], b"x\0\0\0\0\0\0\0\x01user.a");
         assert_eq!(&reply(1, 2)[..], b"r\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02");
+        assert_eq!(&writer(1, 2)[..], b"w\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02");
         assert_eq!(&dentry(3, 0x0500)[..], b"d\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0\0\x05\0");
         assert_eq!(last_number(&numbered(GC, 77)), Some(77));
     }

@@ -2,7 +2,7 @@
 //!
 //! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs` have the operations that
 //! change) on a `txn` (overlay over the store); `placement` chooses chains, `perm` decides who may, `gc` is what goes
-//! after its name went, `keys` is the on-disk key format.
+//! after its name went, `writers` who may write, `keys` is the on-disk key format.
 
 mod apply;
 mod attrs;
@@ -13,6 +13,7 @@ mod ops;
 mod perm;
 mod placement;
 mod txn;
+mod writers;
 
 #[cfg(test)]
 mod tests;
@@ -155,7 +156,7 @@ impl Namespace {
         }
         let none = Layer::default();
         let mut t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
-        match ops::run(&mut t, creds, ops, false) {
+        match ops::run(&mut t, ops::By { creds, session, index: 0 }, ops, false) {
             Ok((reply, _)) => reply,
             Err(Fail::Op(e) | Fail::Store(e)) => failed(&e),
         }

@@ -55,7 +55,7 @@ impl Run<'_, '_> {
         match self.t.find(dir.attr().ino, name)? {
             Spot::Taken(..) => fail(Code::Exist, "the name exists"),
             Spot::Free(cookie) => {
-                perm::check(self.creds, dir.attr(), W | X)?;
+                perm::check(self.by.creds, dir.attr(), W | X)?;
                 Ok((dir, room(cookie)?))
             }
         }
@@ -81,11 +81,11 @@ impl Run<'_, '_> {
         h.next_ino += 1;
         h.inodes += 1;
         let now = h.now_ns;
-        let (mode, gid) = perm::born(self.creds, dir.attr(), new.mode);
+        let (mode, gid) = perm::born(self.by.creds, dir.attr(), new.mode);
         let mut attr = pb::Attr {
             ino,
             mode,
-            uid: self.creds.uid,
+            uid: self.by.creds.uid,
             gid,
             nlink: 1,
             size: new.symlink.len() as u64,
@@ -135,14 +135,14 @@ impl Run<'_, '_> {
                     return fail(Code::IsDir, "the name is that of a directory");
                 }
                 self.may_open(&r, o.flags)?;
-                return Ok(opened(&r));
+                return self.open_as(r, o.flags);
             }
             Spot::Free(cookie) => room(cookie)?,
         };
-        perm::check(self.creds, dir.attr(), W | X)?;
+        perm::check(self.by.creds, dir.attr(), W | X)?;
         let new = New { mode: plain(o.mode, perm::S_IFREG), rdev: 0, symlink: Bytes::new(), layout: o.layout.clone() };
         let r = self.add(dir, cookie, &o.name, new)?;
-        Ok(pb::OpResult { created: true, ..opened(&r) })
+        Ok(pb::OpResult { created: true, ..self.open_as(r, o.flags)? })
     }
 
     pub fn mkdir(&mut self, o: &pb::Mkdir) -> Res<pb::OpResult> {
@@ -161,7 +161,7 @@ impl Run<'_, '_> {
             // A 0:0 character device is overlayfs's whiteout, which anybody may make.
             k @ (perm::S_IFCHR | perm::S_IFBLK) => {
                 let whiteout = k == perm::S_IFCHR && o.rdev == 0;
-                if !whiteout && !perm::is_root(self.creds) {
+                if !whiteout && !perm::is_root(self.by.creds) {
                     return fail(Code::Perm, "only root may make device nodes");
                 }
                 k
@@ -226,7 +226,7 @@ impl Run<'_, '_> {
 
     pub fn unlink(&mut self, parent: Ino, name: &[u8]) -> Res<pb::OpResult> {
         let mut s = self.side(parent, name, Code::IsDir)?;
-        perm::may_delete(self.creds, s.dir.attr(), s.inode.attr())?;
+        perm::may_delete(self.by.creds, s.dir.attr(), s.inode.attr())?;
         if s.is_dir() {
             return fail(Code::IsDir, "a directory is removed by rmdir");
         }
@@ -240,7 +240,7 @@ impl Run<'_, '_> {
 
     pub fn rmdir(&mut self, parent: Ino, name: &[u8]) -> Res<pb::OpResult> {
         let mut s = self.side(parent, name, if name == b".." { Code::NotEmpty } else { Code::Inval })?;
-        perm::may_delete(self.creds, s.dir.attr(), s.inode.attr())?;
+        perm::may_delete(self.by.creds, s.dir.attr(), s.inode.attr())?;
         if !s.is_dir() {
             return fail(Code::NotDir, "the name is not that of a directory");
         }
@@ -295,8 +295,8 @@ impl Run<'_, '_> {
             Spot::Free(_) if exchange => return fail(Code::NoEnt, "no such new name to exchange with"),
             Spot::Free(_) => {
                 self.check_not_within(to_dir, &from, Code::Inval)?;
-                perm::may_delete(self.creds, from.dir.attr(), from.inode.attr())?;
-                perm::check(self.creds, new_dir.attr(), W | X)?;
+                perm::may_delete(self.by.creds, from.dir.attr(), from.inode.attr())?;
+                perm::check(self.by.creds, new_dir.attr(), W | X)?;
                 self.check_move(&from, to_dir)?;
                 None
             }
@@ -309,8 +309,8 @@ impl Run<'_, '_> {
         if from.ino() == to.ino() {
             return Ok(shown(&from.inode));
         }
-        perm::may_delete(self.creds, from.dir.attr(), from.inode.attr())?;
-        perm::may_delete(self.creds, to.dir.attr(), to.inode.attr())?;
+        perm::may_delete(self.by.creds, from.dir.attr(), from.inode.attr())?;
+        perm::may_delete(self.by.creds, to.dir.attr(), to.inode.attr())?;
         if exchange {
             self.check_move(&from, to.at())?;
             self.check_move(&to, from.at())?;
@@ -350,7 +350,7 @@ impl Run<'_, '_> {
     /// Moving a directory elsewhere changes its "..", which needs write permission on it.
     fn check_move(&self, side: &Side<'_>, to_dir: Ino) -> Res<()> {
         if side.is_dir() && side.at() != to_dir {
-            perm::check(self.creds, side.inode.attr(), W)?;
+            perm::check(self.by.creds, side.inode.attr(), W)?;
         }
         Ok(())
     }

@@ -2,13 +2,14 @@
 
 use bytes::Bytes;
 use prost::Message;
-use strake_proto::{Code, Ino, ids::ROOT_INO, layout::MAX_FILE_SIZE, pb};
+use strake_proto::{Code, Ino, SessionId, ids::ROOT_INO, layout::MAX_FILE_SIZE, pb};
 
 use super::{
     keys,
     perm::{self, R, W, X},
     placement,
     txn::{Fail, Res, Spot, Txn, decode, fail},
+    writers::{self, Left},
 };
 use pb::op::Op;
 
@@ -23,10 +24,20 @@ const READDIR_MAX: u32 = 16_384;
 const MAX_PATH: usize = 64 << 10;
 pub const DIR_SIZE: u64 = 4096;
 
+/// Who asks, and when.
+#[derive(Clone, Copy)]
+pub struct By<'a> {
+    pub creds: &'a pb::Creds,
+    /// 0: the server itself.
+    pub session: SessionId,
+    /// Index of the log entry; 0: a read.
+    pub index: u64,
+}
+
 /// One list of operations on its way.
 pub struct Run<'a, 't> {
     pub t: &'a mut Txn<'t>,
-    pub creds: &'a pb::Creds,
+    pub by: By<'a>,
     /// What inode id 0 means.
     prev: Ino,
     /// Bytes the reply may still grow by.
@@ -34,12 +45,14 @@ pub struct Run<'a, 't> {
 }
 
 pub fn is_mutation(op: &pb::Op) -> bool {
+    if let Some(Op::Open(o)) = &op.op {
+        return writers::asks_to_write(o.flags);
+    }
     !matches!(
         op.op,
         None | Some(
             Op::Lookup(_)
                 | Op::Getattr(_)
-                | Op::Open(_)
                 | Op::Close(_)
                 | Op::Readdir(_)
                 | Op::Readlink(_)
@@ -54,9 +67,9 @@ pub fn is_mutation(op: &pb::Op) -> bool {
 }
 
 /// Runs a list; the second part says whether every operation succeeded. `mutations` allows operations that change.
-pub fn run(t: &mut Txn<'_>, creds: &pb::Creds, ops: &[pb::Op], mutations: bool) -> Result<(pb::MetaReply, bool), Fail> {
+pub fn run(t: &mut Txn<'_>, by: By<'_>, ops: &[pb::Op], mutations: bool) -> Result<(pb::MetaReply, bool), Fail> {
     let mut results = Vec::with_capacity(ops.len().min(MAX_OPS));
-    let mut run = Run { t, creds, prev: 0, room: MAX_REPLY };
+    let mut run = Run { t, by, prev: 0, room: MAX_REPLY };
     for op in ops {
         let result = if ops.len() > MAX_OPS {
             fail(Code::TooBig, format!("a list of {} operations; {MAX_OPS} are the limit", ops.len()))
@@ -163,6 +176,7 @@ impl Run<'_, '_> {
             Op::Setxattr(o) => self.setxattr(o),
             Op::Removexattr(o) => self.removexattr(o),
             Op::Extend(o) => self.extend(o),
+            Op::Release(o) => self.release(o),
             Op::Setlayout(o) => self.setlayout(o),
         }?;
         match self.room.checked_sub(r.encoded_len() + 8) {
@@ -186,7 +200,7 @@ impl Run<'_, '_> {
         if !perm::is_dir(d.attr()) {
             return fail(Code::NotDir, format!("inode {} is not a directory", d.attr().ino));
         }
-        perm::check(self.creds, d.attr(), mask)?;
+        perm::check(self.by.creds, d.attr(), mask)?;
         Ok(d)
     }
 
@@ -227,7 +241,24 @@ impl Run<'_, '_> {
     fn open(&mut self, o: &pb::Open) -> Res<pb::OpResult> {
         let r = self.inode(o.ino)?;
         self.may_open(&r, o.flags)?;
-        Ok(opened(&r))
+        self.open_as(r, o.flags)
+    }
+
+    /// The answer to an allowed open; one for writing makes the session a writer.
+    pub fn open_as(&mut self, mut r: pb::InodeRecord, flags: u32) -> Res<pb::OpResult> {
+        let mut result = opened(&r);
+        if writers::asks_to_write(flags) && perm::is_file(r.attr()) {
+            writers::enlist(self.t, &self.by, &mut r)?;
+            result.writer = self.by.index;
+        }
+        Ok(result)
+    }
+
+    fn release(&mut self, o: &pb::Release) -> Res<pb::OpResult> {
+        let ino = self.id(o.ino);
+        let left = if o.surplus { Left::Surplus } else { Left::Clean };
+        writers::release(self.t, self.by.session, ino, Some(o.writer), left)?;
+        Ok(pb::OpResult { ino, ..Default::default() })
     }
 
     pub fn may_open(&self, r: &pb::InodeRecord, flags: u32) -> Res<()> {
@@ -237,7 +268,7 @@ impl Run<'_, '_> {
             perm::S_IFLNK => return fail(Code::Loop, "a symbolic link cannot be opened"),
             _ => {}
         }
-        Ok(perm::check(self.creds, r.attr(), mask)?)
+        Ok(perm::check(self.by.creds, r.attr(), mask)?)
     }
 
     fn readdir(&mut self, o: &pb::Readdir) -> Res<pb::OpResult> {
@@ -291,7 +322,7 @@ impl Run<'_, '_> {
         if o.mask & !7 != 0 {
             return fail(Code::Inval, format!("access mask {:#o} has unknown bits", o.mask));
         }
-        perm::check(self.creds, r.attr(), o.mask)?;
+        perm::check(self.by.creds, r.attr(), o.mask)?;
         Ok(shown(&r))
     }
 

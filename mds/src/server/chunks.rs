@@ -80,14 +80,26 @@ impl Links {
 pub(super) async fn cut_files(mds: &Mds) {
     let list = |n: usize| {
         let trims = mds.machine.namespace.trims(n);
-        trims.into_iter().map(|(ino, t, layout)| ((ino, t.number), (ino, t.size, layout))).collect::<Vec<_>>()
+        trims.into_iter().map(|(ino, t, layout)| ((ino, t.number), (ino, t, layout))).collect::<Vec<_>>()
     };
-    let job = |(ino, size, layout): (Ino, u64, pb::Layout)| async move { trim_file(mds, ino, &layout, size).await };
+    let job = |(ino, trim, layout): (Ino, pb::Trim, pb::Layout)| async move {
+        fenced(mds, trim.fence)?;
+        trim_file(mds, ino, &layout, trim.size).await
+    };
     let done = |keys: Vec<(Ino, u64)>| async move {
         let each = |(ino, number)| mds.propose(Command::TrimDone(pb::TrimDone { ino, number }));
         try_join_all(keys.into_iter().map(each)).await.map(|_| ())
     };
     work_off(CUTS_AT_ONCE, CUT_POLL, || mds.trim_wanted.notified(), list, job, done).await;
+}
+
+/// A cut because of an evicted session's writes waits until none of them can arrive after it.
+fn fenced(mds: &Mds, eviction: u64) -> Result<()> {
+    let now = mds.env.boot();
+    if eviction == 0 || mds.with_lead(|l| Ok(l.manager.all_know(now, eviction, &mds.map())))? {
+        return Ok(());
+    }
+    Err(Error::new(Code::Overloaded, format!("not all storage servers know of eviction {eviction} yet")))
 }
 
 /// Files that are gone: all their chunks are removed.

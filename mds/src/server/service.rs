@@ -15,6 +15,8 @@ use pb::{log_command::Command, op::Op};
 const MAX_OPS: usize = 8192;
 /// How long the reply to a shrink waits for the bytes to be gone from every replica.
 const TRIM_WAIT: Duration = Duration::from_secs(25);
+/// How long the reply to an open does; then the client asks again.
+const OPEN_WAIT: Duration = Duration::from_secs(4);
 /// Evictions named in one heartbeat reply; the next one has more.
 const MAX_EVICTED: usize = 1024;
 /// Items of one reply about what is to be deleted.
@@ -240,24 +242,25 @@ impl Mds {
         Some(Bytes::copy_from_slice(&self.cap_key.seal(&cap)))
     }
 
-    /// Holds the reply of a list that sets sizes until no bytes beyond a cut are left anywhere: they must not come back
-    /// when the file grows again.
+    /// Holds the reply of a list that sets sizes or gives leave to write until no bytes beyond a cut are left anywhere:
+    /// they must not come back when the file grows again, and what is written from now on must not be cut.
     async fn wait_for_trims(&self, term: u64, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
         for (op, r) in ops.iter().zip(results) {
-            let ino = match &op.op {
-                Some(Op::Setattr(s)) if s.size.is_some() => s.ino,
-                Some(Op::Extend(e)) => e.ino,
+            let (ino, limit) = match &op.op {
+                Some(Op::Setattr(s)) if s.size.is_some() => (s.ino, TRIM_WAIT),
+                Some(Op::Extend(e)) => (e.ino, TRIM_WAIT),
+                Some(Op::Open(_) | Op::Create(_)) if r.writer != 0 => (0, OPEN_WAIT),
                 _ => continue,
             };
-            self.wait_for_trim(term, if ino == 0 { r.ino } else { ino }).await?;
+            self.wait_for_trim(term, if ino == 0 { r.ino } else { ino }, limit).await?;
         }
         Ok(())
     }
 
-    async fn wait_for_trim(&self, term: u64, ino: Ino) -> Result<()> {
+    async fn wait_for_trim(&self, term: u64, ino: Ino, limit: Duration) -> Result<()> {
         let mut applied = self.machine.applied_watch();
         let mut leadership = self.leadership.clone();
-        let deadline = tokio::time::Instant::now() + TRIM_WAIT;
+        let deadline = tokio::time::Instant::now() + limit;
         while self.machine.namespace.trim_of(ino).is_some() {
             if self.leading()? != term {
                 return Err(Error::not_leader(0));
@@ -269,7 +272,8 @@ impl Mds {
                 r = leadership.changed() => r.map_err(|_| Error::new(Code::Disconnected, "the server stops"))?,
                 () = tokio::time::sleep_until(deadline) => {
                     let m = format!("inode {ino:#x} was cut, but not all replicas have dropped the bytes yet");
-                    return Err(Error::new(Code::TimedOut, m));
+                    // Asked again under the same number, a list that ran waits on.
+                    return Err(Error::new(if limit < TRIM_WAIT { Code::Overloaded } else { Code::TimedOut }, m));
                 }
             }
         }

@@ -69,6 +69,12 @@ impl ChainCore {
         self.slots.len()
     }
 
+    /// Indices from `from.index` on of the chunks of a file that have something in flight.
+    pub fn busy_from(&self, from: ChunkId) -> Vec<u64> {
+        let end = ChunkId { index: u64::MAX, ..from };
+        self.slots.range(from..=end).map(|(c, _)| c.index).collect()
+    }
+
     pub fn handle(&mut self, input: Input, local: &mut dyn Local) -> Vec<Output> {
         let mut out = Vec::new();
         match input {

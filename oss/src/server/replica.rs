@@ -120,6 +120,10 @@ impl Replica {
     pub fn view(&self) -> View {
         self.inner.lock().core.view().clone()
     }
+    /// See [`ChainCore::busy_from`].
+    pub fn busy_from(&self, from: ChunkId) -> Vec<u64> {
+        self.inner.lock().core.busy_from(from)
+    }
     pub fn stamp(&self) -> Stamp {
         self.inner.lock().core.stamp()
     }

@@ -262,10 +262,13 @@ async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Result<Dat
             DataRequest { kind, offset, ..DataRequest::new(r.chain, r.epoch, r.target, ChunkId { index, ..r.chunk }) };
         replica.update(Carried { request, payload: Vec::new(), trace }, false)
     };
+    // What is being written right now may make chunks that no list has yet: those are removed after it, in their slot.
+    let mut busy = replica.busy_from(r.chunk);
     let mut from = r.chunk.index;
     loop {
         let page = replica.engine().chunks_of(r.chain, r.chunk.ino, r.chunk.data, from, TRIM_PAGE)?;
-        let live: Vec<u64> = page.iter().filter(|e| !e.tombstone).map(|e| e.chunk.index).collect();
+        let mut live: Vec<u64> = page.iter().filter(|e| !e.tombstone).map(|e| e.chunk.index).collect();
+        live.extend(std::mem::take(&mut busy).into_iter().filter(|i| !live.contains(i)).collect::<Vec<_>>());
         let mut removals = stream::iter(live).map(|i| update(Kind::Remove, i, 0)).buffer_unordered(TRIM_PARALLEL);
         while let Some(done) = removals.next().await {
             done?;
@@ -280,6 +283,7 @@ async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Result<Dat
     {
         let key = replica.key(ChunkId { index, ..r.chunk });
         let cut = match replica.engine().meta(&key) {
+            _ if replica.busy_from(key.chunk).first() == Some(&index) => true,
             Err(e) if e.code == Code::Corrupt => true,
             other => other?.is_some_and(|m| !m.tombstone && m.len > r.len),
         };

@@ -7,6 +7,7 @@ mod names;
 mod random;
 
 mod replay;
+mod writers;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -258,6 +259,7 @@ pub fn fsck(fs: &Fs) {
     let mut in_dir: BTreeMap<Ino, u64> = BTreeMap::new();
     let mut subdirs: BTreeMap<Ino, u32> = BTreeMap::new();
     let mut xattrs: BTreeMap<Ino, u32> = BTreeMap::new();
+    let mut writers: BTreeMap<Ino, u32> = BTreeMap::new();
     let (mut orphans, mut trims, mut replies) = (BTreeSet::new(), BTreeMap::new(), BTreeSet::new());
     let mut kinds = Vec::new();
     let mut header = pb::StateHeader::default();
@@ -286,6 +288,11 @@ pub fn fsck(fs: &Fs) {
             b't' => drop(trims.insert(at, pb::Trim::decode(v).unwrap())),
             b'g' => assert!(n < header.next_number && pb::GcRecord::decode(v).unwrap().layout.is_some()),
             b'e' => drop(pb::EvictedRecord::decode(v).unwrap()),
+            b'w' => {
+                assert!(fs.ns.session(at).is_some(), "a writer without a session");
+                assert!(u64::from_be_bytes(v[..].try_into().unwrap()) <= header.applied_index);
+                *writers.entry(n).or_default() += 1;
+            }
             other => panic!("unknown key prefix {other}"),
         }
     }
@@ -317,6 +324,8 @@ pub fn fsck(fs: &Fs) {
         }
         assert_eq!(a.nlink == 0, orphans.remove(ino), "orphan {ino}");
         assert_eq!(r.trim, trims.remove(ino), "trim of {ino}");
+        assert_eq!(r.writers, writers.remove(ino).unwrap_or(0), "writers of {ino}");
+        assert!(!r.surplus || r.writers > 0, "surplus of {ino} that nobody keeps from being cut");
         assert_eq!(r.xattrs, xattrs.remove(ino).unwrap_or(0), "xattrs of {ino}");
         assert_eq!(r.layout.is_some(), a.mode & perm::S_IFMT == perm::S_IFREG);
     }

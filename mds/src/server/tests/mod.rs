@@ -192,6 +192,40 @@ async fn pending(w: &World, kind: u32, after: u64) -> Vec<pb::PendingItem> {
 }
 
 #[tokio::test(start_paused = true)]
+async fn nobody_writes_before_what_a_dead_writer_left_is_cut() {
+    let w = World::new(1, |_| ()).await;
+    let oss = w.oss(1).await;
+    let status = || w.mds[0].as_ref().unwrap().1.status();
+    until("chains", || status().map.unwrap().sets.len() == 1).await;
+    let mut dead = w.client(1).await;
+    let f = dead.one(create("f", 2)).await;
+    dead.one(Op::Extend(pb::Extend { ino: f.ino, end: 5 })).await;
+    let mut c = w.client(2).await;
+    oss.refuse.store(true, Ordering::Relaxed);
+    while status().sessions.len() == 2 {
+        sleep(Duration::from_secs(1)).await;
+        c.renew(false, &[]).await.unwrap();
+    }
+    c.one(Op::Open(pb::Open { ino: f.ino, flags: 0 })).await;
+    let open = c.request(vec![Op::Open(pb::Open { ino: f.ino, flags: 1 })]);
+    let r = {
+        let held = c.send(&open);
+        tokio::pin!(held);
+        tokio::select! {
+            biased;
+            r = &mut held => panic!("answered while the bytes are there: {r:?}"),
+            () = sleep(Duration::from_secs(10)) => (),
+        }
+        oss.refuse.store(false, Ordering::Relaxed);
+        held.await.unwrap()
+    };
+    assert!(oss.evicted.lock().contains(&dead.session), "cut before its writes were fenced");
+    assert!(!r[0].capability.is_empty() && r[0].writer > 0);
+    let t = oss.trims.lock()[0].clone();
+    assert_eq!((t.chunk.ino, t.chunk.index, t.len), (f.ino, 1, 5));
+}
+
+#[tokio::test(start_paused = true)]
 async fn removed_files_live_while_open_and_their_chunks_go_after() {
     let w = World::new(1, |_| ()).await;
     let oss = w.oss(1).await;

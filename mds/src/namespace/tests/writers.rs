@@ -1,0 +1,130 @@
+//! Who may write is on record, and what a writer that went silently left is cut before anybody may write there anew.
+
+use super::*;
+
+fn open(ino: Ino) -> Op {
+    Op::Open(pb::Open { ino, flags: 1 })
+}
+fn release(ino: Ino, writer: u64, surplus: bool) -> Op {
+    Op::Release(pb::Release { ino, writer, surplus })
+}
+fn extend(ino: Ino, end: u64) -> Op {
+    Op::Extend(pb::Extend { ino, end })
+}
+fn end(session: u64, evict: bool) -> Command {
+    Command::SessionEnd(pb::SessionEnd { sessions: vec![session], evict })
+}
+
+impl Fs {
+    /// The same as another session.
+    fn of_session<T>(&mut self, session: u64, f: impl FnOnce(&mut Fs) -> T) -> T {
+        let before = std::mem::replace(&mut self.session, session);
+        let out = f(self);
+        self.session = before;
+        out
+    }
+}
+
+fn cut_of(fs: &Fs, ino: Ino) -> Option<(u64, u64)> {
+    fs.record(ino).unwrap().trim.map(|t| (t.size, t.fence))
+}
+
+#[test]
+fn an_orderly_writer_leaves_nothing_to_cut() {
+    let mut fs = Fs::new();
+    let made = fs.one(mk_create(ROOT, "f"));
+    let ino = made.ino;
+    assert_eq!((made.writer, fs.record(ino).unwrap().writers), (fs.index, 1));
+    let before = fs.attr(ino);
+    let again = fs.one(open(ino));
+    assert!(again.writer > made.writer);
+    assert_eq!(fs.record(ino).unwrap().writers, 1, "a session counts once");
+    fs.one(release(ino, made.writer, false));
+    assert_eq!(fs.record(ino).unwrap().writers, 1, "it has opened the file again since");
+    fs.one(extend(ino, 100));
+    fs.one(release(ino, again.writer, false));
+    fs.one(release(ino, again.writer, false));
+    assert_eq!(fs.record(ino).unwrap().writers, 0);
+    assert_eq!((fs.attr(ino).ctime_ns > before.ctime_ns, cut_of(&fs, ino)), (true, None));
+    let ctime = fs.attr(ino).ctime_ns;
+    assert_eq!(fs.one(Op::Open(pb::Open { ino, flags: 0 })).writer, 0, "readers are not on record");
+    let third = fs.one(open(ino)).writer;
+    fs.one(release(ino, third, false));
+    assert_eq!(fs.attr(ino).ctime_ns, ctime, "an open is no change of the file");
+    // What does not exist any more is no reason to fail a list.
+    fs.one(release(999, 5, true));
+    let s = fs.session;
+    fs.log(end(s, true));
+    assert_eq!(cut_of(&fs, ino), None);
+    fs.session = fs.open_session(1);
+}
+
+#[test]
+fn a_writer_that_goes_silently_has_its_surplus_cut_behind_the_eviction() {
+    let mut fs = Fs::new();
+    let (dead, polite) = (fs.open_session(5), fs.open_session(6));
+    let ino = fs.of_session(dead, |fs| {
+        let ino = fs.create(ROOT, "f");
+        fs.one(extend(ino, 4096));
+        ino
+    });
+    fs.log(end(dead, true));
+    let eviction = fs.ns.evicted_after(0)[0].number;
+    assert_eq!(cut_of(&fs, ino), Some((4096, eviction)));
+    let (_, trim, _) = fs.ns.trims(1).remove(0);
+    assert!(trim.number > eviction);
+    // A later shrink keeps the fence.
+    fs.one(mk_size(ino, 10));
+    assert_eq!(cut_of(&fs, ino), Some((10, eviction)));
+    let number = fs.record(ino).unwrap().trim.unwrap().number;
+    fs.log(Command::TrimDone(pb::TrimDone { ino, number }));
+    assert_eq!(cut_of(&fs, ino), None);
+    // One that says goodbye with the file open, and one whose write failed: cut too, nobody to fence.
+    fs.of_session(polite, |fs| fs.one(open(ino)));
+    fs.log(end(polite, false));
+    assert_eq!(cut_of(&fs, ino), Some((10, 0)));
+    let number = fs.record(ino).unwrap().trim.unwrap().number;
+    fs.log(Command::TrimDone(pb::TrimDone { ino, number }));
+    let writer = fs.one(open(ino)).writer;
+    fs.one(release(ino, writer, true));
+    assert_eq!(cut_of(&fs, ino), Some((10, 0)));
+}
+
+#[test]
+fn living_writers_keep_their_unreported_bytes() {
+    let mut fs = Fs::new();
+    let (dead, alive) = (fs.open_session(5), fs.open_session(6));
+    let ino = fs.of_session(dead, |fs| fs.create(ROOT, "f"));
+    let writer = fs.of_session(alive, |fs| fs.one(open(ino)).writer);
+    assert_eq!(fs.record(ino).unwrap().writers, 2);
+    fs.log(end(dead, true));
+    assert_eq!((fs.record(ino).unwrap().writers, cut_of(&fs, ino)), (1, None));
+    let eviction = fs.ns.evicted_after(0)[0].number;
+    fs.of_session(alive, |fs| {
+        fs.one(extend(ino, 1 << 20));
+        fs.one(release(ino, writer, false));
+    });
+    assert_eq!(cut_of(&fs, ino), Some((1 << 20, eviction)), "cut once the last writer has reported its end");
+    assert!(!fs.record(ino).unwrap().surplus);
+}
+
+#[test]
+fn a_new_client_reports_its_dead_predecessors() {
+    let mut fs = Fs::new();
+    let dead = fs.open_session(5);
+    let ino = fs.of_session(dead, |fs| fs.create(ROOT, "f"));
+    let open = |dead: Vec<Bytes>| {
+        Command::SessionOpen(pb::SessionOpenRequest { client_uuid: vec![8; 16].into(), dead, ..Default::default() })
+    };
+    let too_many = fs.log(open(vec![Bytes::from_static(&[9; 16]); 65]));
+    assert_eq!(code_of(too_many.status.as_ref()), Some(Code::Inval));
+    // Unknown ones and its own are ignored.
+    let uuids = [5u8, 77, 8].map(|n| Bytes::from(vec![n; 16])).to_vec();
+    let reply = fs.log(open(uuids.clone()));
+    assert_eq!(reply.status, None);
+    assert!(fs.ns.session(dead).is_none() && fs.ns.evicted_after(0).len() == 1);
+    assert!(cut_of(&fs, ino).is_some_and(|(size, fence)| size == 0 && fence > 0));
+    // The same request again resumes the session.
+    assert_eq!(fs.log(open(uuids)), reply);
+    assert_eq!(fs.ns.evicted_after(0).len(), 1);
+}

@@ -1,0 +1,77 @@
+//! Which sessions may write a file, so that nothing of a writer that went silently shows up later.
+//!
+//! A write is on its replicas before its end is in the inode. Whoever dies in between leaves bytes beyond the file's end,
+//! which would be read as data, not as zeros, when the file grows over them. So every session that may write is on
+//! record (in the log, so that it outlives leaders); when one ends without saying that all is reported, the file is cut at
+//! its recorded end as soon as nobody else may be writing there, and before anybody new may.
+
+use strake_proto::{Ino, SessionId, pb};
+
+use super::{
+    gc, keys,
+    ops::{By, Inode},
+    txn::{Res, Txn},
+};
+
+const O_ACCMODE: u32 = 3;
+
+pub fn asks_to_write(flags: u32) -> bool {
+    flags & O_ACCMODE != 0
+}
+
+/// The session may write the file from now on.
+pub fn enlist(t: &mut Txn<'_>, by: &By<'_>, r: &mut pb::InodeRecord) -> Res<()> {
+    let ino = r.attr().ino;
+    let key = keys::writer(by.session, ino);
+    if t.get(&key)?.is_none() {
+        r.writers += 1;
+        t.put_inode(ino, r.clone());
+    }
+    t.put(key, by.index.to_be_bytes().to_vec());
+    Ok(())
+}
+
+/// How a writer went.
+#[derive(Clone, Copy)]
+pub enum Left {
+    /// All it wrote is reported.
+    Clean,
+    /// It may have left bytes beyond the recorded end.
+    Surplus,
+    /// Likewise, by the eviction with this number.
+    Evicted(u64),
+}
+
+/// The session writes the file no longer. `opened`: only if that was its last open.
+pub fn release(t: &mut Txn<'_>, session: SessionId, ino: Ino, opened: Option<u64>, left: Left) -> Res<()> {
+    let key = keys::writer(session, ino);
+    let Some(last) = t.get(&key)? else { return Ok(()) };
+    let goes = opened.is_none_or(|o| last == o.to_be_bytes()[..]);
+    if goes {
+        t.delete(key);
+    }
+    let Some(mut r) = t.inode(ino)? else { return Ok(()) };
+    r.writers = r.writers.saturating_sub(goes.into());
+    match left {
+        Left::Clean => {}
+        Left::Surplus => r.surplus = true,
+        Left::Evicted(number) => (r.surplus, r.fence) = (true, r.fence.max(number)),
+    }
+    if r.writers == 0 && r.surplus && r.layout.is_some() {
+        let end = r.attr().size;
+        gc::cut(t, &mut r, end);
+        (r.surplus, r.fence) = (false, 0);
+    }
+    t.put_inode(ino, r);
+    Ok(())
+}
+
+/// The session has ended; `left` is how it left all that it did not release.
+pub fn release_all(t: &mut Txn<'_>, session: SessionId, left: Left) -> Res<()> {
+    let mut inos = Vec::new();
+    t.scan(&keys::numbered(keys::WRITER, session), &[], |key, _| {
+        inos.extend(keys::last_number(key));
+        Ok(true)
+    })?;
+    inos.into_iter().try_for_each(|ino| release(t, session, ino, None, left))
+}
