@@ -192,13 +192,19 @@ impl Cluster {
 
     /// A client on a node of its own.
     pub async fn client(&mut self, n: u32) -> Result<Client> {
+        Ok(self.mortal(n, None, Vec::new()).await?.0)
+    }
+
+    /// A client that can be killed, which knows that some others were.
+    pub async fn mortal(&mut self, n: u32, uuid: Option<[u8; 16]>, dead: Vec<[u8; 16]>) -> Result<(Client, Env)> {
         let node = FIRST_CLIENT + n;
         let env = SimClock::new(self.start, 0).env(bytes32(&mut self.rng));
         let fabric = Arc::new(self.net.fabric(node, Role::Client, env.clone()));
         let mut config = strake_client::Config::new((1..=MDS).map(Endpoint::Sim).collect());
         config.pid = u64::from(node);
         config.op_timeout = Duration::from_secs(120);
-        Client::connect(config, env, fabric).await
+        (config.uuid, config.dead) = (uuid, dead);
+        Ok((Client::connect(config, env.clone(), fabric).await?, env))
     }
 
     /// The chains of the leader's map, and whether all replicas of all are in sync.

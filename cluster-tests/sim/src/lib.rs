@@ -3,6 +3,7 @@
 
 pub mod clock;
 pub mod cluster;
+pub mod ghost;
 pub mod net;
 pub mod oracle;
 pub mod run;

@@ -14,12 +14,16 @@ use strake_proto::{Code, Error, Result};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
-    cluster::{Cluster, FIRST_OSS},
+    cluster::{Cluster, FIRST_CLIENT, FIRST_OSS},
+    ghost::Ghost,
     net::Weather,
     workload::{Actor, Findings, Shared},
 };
 
 const CLIENTS: u32 = 3;
+/// Clients that die on the way.
+const GHOSTS: u32 = 2;
+const SESSION_TERM: Duration = Duration::from_secs(30);
 
 /// How long and how hard.
 #[derive(Clone, Copy, Debug)]
@@ -116,10 +120,28 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
             actor
         }));
     }
-    let faults = harm(&mut cluster, &mut rng, s).await?;
+    let mut ghosts = Vec::new();
+    for id in CLIENTS + 1..=CLIENTS + GHOSTS {
+        let uuid = (u128::from(s.seed) << 8 | u128::from(id)).to_be_bytes();
+        let (client, env) = cluster.mortal(id, Some(uuid), Vec::new()).await?;
+        let dies = Instant::now() + s.length.mul_f64(rng.random());
+        ghosts.push(Ghost::start(client, env, FIRST_CLIENT + id, uuid, rng.random(), dies));
+    }
+    let faults = harm(&mut cluster, &mut rng, s, &mut ghosts).await?;
     cluster.repair().await?;
     stop.store(true, Ordering::Relaxed);
-    let other = cluster.client(7).await?;
+    for g in ghosts.iter_mut().filter_map(|g| g.die(true).then_some(g.node)) {
+        cluster.net.node_died(g);
+    }
+    // The dead are reported, or missed when their term is over.
+    let told = s.seed.is_multiple_of(2);
+    let (other, _) = cluster.mortal(7, None, ghosts.iter().filter(|_| told).map(|g| g.uuid).collect()).await?;
+    if !told {
+        sleep(SESSION_TERM + Duration::from_secs(2)).await;
+    }
+    for g in &ghosts {
+        g.check(&other, &found).await.map_err(|e| e.context(format!("after client {} had died", g.node)))?;
+    }
     for t in tasks {
         let actor = timeout(Duration::from_secs(300), t)
             .await
@@ -173,10 +195,14 @@ fn harsher(cluster: &mut Cluster, rng: &mut StdRng) {
 }
 
 /// Kills, restarts, partitions and bad weather, as the seed says. Returns how many struck a node that was up.
-async fn harm(cluster: &mut Cluster, rng: &mut StdRng, s: Scenario) -> Result<u64> {
+async fn harm(cluster: &mut Cluster, rng: &mut StdRng, s: Scenario, ghosts: &mut [Ghost]) -> Result<u64> {
     let (end, mut faults) = (Instant::now() + s.length, 0);
     while Instant::now() < end {
         sleep(s.fault_every.mul_f64(rng.random_range(0.2..1.8))).await;
+        for node in ghosts.iter_mut().filter_map(|g| g.die(false).then_some(g.node)) {
+            cluster.net.note(&format!("kill client {node}"));
+            cluster.net.node_died(node);
+        }
         let nodes = cluster.nodes();
         let up: Vec<u32> = nodes.iter().copied().filter(|n| cluster.is_up(*n)).collect();
         let down: Vec<u32> = nodes.iter().copied().filter(|n| !cluster.is_up(*n)).collect();

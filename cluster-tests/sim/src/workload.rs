@@ -13,7 +13,7 @@ use crate::oracle::{CELL, FileModel, NameModel, fill};
 const FILES: usize = 3;
 const FILE_BYTES: u64 = 1 << 20;
 /// O_RDWR on Linux.
-const RDWR: u32 = 2;
+pub const RDWR: u32 = 2;
 
 /// Promises found broken, and what was done; shared by all tasks of a run.
 #[derive(Default)]
@@ -28,7 +28,7 @@ pub struct Findings {
 
 pub type Shared = Arc<Mutex<Findings>>;
 
-fn root() -> Creds {
+pub fn root() -> Creds {
     Creds { uid: 0, gid: 0, groups: vec![] }
 }
 
@@ -120,10 +120,7 @@ impl Actor {
 
     async fn read_file(&mut self, n: usize) -> Result<()> {
         let (file, model) = &self.files[n];
-        let mut bytes = Vec::new();
-        for b in file.read(0, FILE_BYTES as usize).await? {
-            bytes.extend_from_slice(&b);
-        }
+        let bytes = read_all(file, FILE_BYTES).await?;
         if let Err(e) = model.check_size(bytes.len() as u64).and_then(|()| model.check(0, &bytes)) {
             self.violation(format!("file{n}: {e}"));
         }
@@ -177,10 +174,7 @@ impl Actor {
             let ino = self.files[n].0.ino();
             let (file, attr) = other.open(&root(), ino, 0).await?;
             let model = &self.files[n].1;
-            let mut bytes = Vec::new();
-            for b in file.read(0, FILE_BYTES as usize).await? {
-                bytes.extend_from_slice(&b);
-            }
+            let bytes = read_all(&file, FILE_BYTES).await?;
             if let Err(e) = model.check_size(attr.size).and_then(|()| model.check(0, &bytes)) {
                 self.violation(format!("file{n} read by another client: {e}"));
             }
@@ -192,6 +186,11 @@ impl Actor {
         }
         self.client.close().await
     }
+}
+
+/// The first `most` bytes of a file.
+pub async fn read_all(file: &File, most: u64) -> Result<Vec<u8>> {
+    Ok(file.read(0, most as usize).await?.iter().flat_map(|b| b.iter().copied()).collect())
 }
 
 async fn list(client: &Client, dir: Ino) -> Result<BTreeSet<String>> {
