@@ -5,12 +5,14 @@
 //! suffix of whole commits.
 
 pub mod fjall_store;
+mod folder;
 pub mod mem;
 
 use std::ops::Bound;
 
 use bytes::Bytes;
 pub use fjall_store::FjallStore;
+pub use folder::make_folder;
 pub use mem::{Fault, MemStore};
 use strake_proto::{Code, Error, Result};
 

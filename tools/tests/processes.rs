@@ -4,7 +4,7 @@ use std::{
     fs,
     io::{Read, Write},
     net::TcpListener,
-    os::unix::fs::FileExt,
+    os::unix::fs::{FileExt, PermissionsExt},
     path::{Path, PathBuf},
     process::{Command, Output},
     time::{Duration, Instant},
@@ -116,6 +116,28 @@ fn missing_and_open_keys_are_refused() {
     refused(&run(), &["key", "No such file"]);
     fs::write(&key, "00".repeat(32)).unwrap();
     refused(&run(), &["chmod 600"]);
+}
+
+#[test]
+fn a_missing_folder_is_named_and_not_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let key = dir.path().join("key");
+    fs::write(&key, "00".repeat(32)).unwrap();
+    fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).unwrap();
+    let disk = dir.path().join("disk");
+    let folder = disk.join("data");
+    let config = |role: &str, keys: &str| {
+        let file = dir.path().join(format!("{role}.toml"));
+        let common = format!("cluster_key = '{}'\n[{role}]\nlisten = 'tcp:127.0.0.1:0'\n", key.display());
+        fs::write(&file, common + keys).unwrap();
+        strake().arg(role).arg("--config").arg(&file).output().unwrap()
+    };
+    let at = folder.display();
+    let words = ["disk does not exist", "mount"];
+    refused(&config("mds", &format!("id = 1\ndir = '{at}'\n")), &words);
+    let oss = format!("name = 'a'\nmds = ['tcp:127.0.0.1:1']\ntargets = [{{ path = '{at}', size = 67108864 }}]\n");
+    refused(&config("oss", &oss), &words);
+    assert!(!disk.exists());
 }
 
 #[test]

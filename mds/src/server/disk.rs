@@ -125,7 +125,7 @@ fn at(path: &Path, e: impl Into<Error>) -> Error {
 /// Checks that the folder is this member's or nobody's, and locks it until the file is closed.
 fn open_folder(cfg: &Config, cluster: [u8; 16]) -> Result<File> {
     let dir = &cfg.dir;
-    fs::create_dir_all(dir).map_err(|e| at(dir, e))?;
+    strake_store::make_folder(dir)?;
     let lock_path = dir.join(LOCK);
     let lock =
         File::options().create(true).truncate(false).write(true).open(&lock_path).map_err(|e| at(&lock_path, e))?;

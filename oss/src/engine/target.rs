@@ -35,7 +35,7 @@ fn at(path: &Path, e: std::io::Error) -> Error {
 /// Makes a target in a folder that is empty, absent, or holds one that was left half made. `Exist`: there is one already.
 /// Nothing counts until all of it is durable.
 pub async fn create_target_dir(path: &Path, layout: TargetLayout, id: TargetIdentity) -> Result<()> {
-    fs::create_dir_all(path).map_err(|e| at(path, e))?;
+    strake_store::make_folder(path)?;
     let _lock = lock(path)?;
     let (data, table, marker) = (path.join(DATA), path.join(TABLE), path.join(INCOMPLETE));
     if !marker.exists() {

@@ -88,7 +88,8 @@ impl Cluster {
             ports: free_ports(2 * (args.mds + args.oss) as usize)?,
         };
         let c = Cluster { dir: std::path::absolute(&args.dir)?, p };
-        for sub in ["logs", "run"] {
+        let servers = c.roles().into_iter().map(|r| r.name());
+        for sub in servers.chain(["logs".into(), "run".into()]) {
             fs::create_dir_all(c.dir.join(sub))?;
         }
         let mut key = [0u8; 32];
