@@ -24,7 +24,8 @@ pub fn load<T: DeserializeOwned>(path: Option<&Path>, overrides: Overrides) -> R
     parse(&name, &text, overrides)
 }
 
-fn parse<T: DeserializeOwned>(name: &str, text: &str, overrides: Overrides) -> Result<T> {
+/// As [`load`], from text; `name` is for messages.
+pub fn parse<T: DeserializeOwned>(name: &str, text: &str, overrides: Overrides) -> Result<T> {
     // The file alone first: only its text has lines to point at. What it lacks may still come from flags.
     if let Err(e) = toml::from_str::<T>(text)
         && !e.message().starts_with("missing field")
@@ -54,6 +55,16 @@ fn located(name: &str, text: &str, e: &toml::de::Error) -> Error {
     }
 }
 
+/// A configuration file of each kind as text, read and checked as its program does at its start; `kind` chooses which.
+pub fn read_text(kind: u8, text: &str) -> Result<()> {
+    match kind % 4 {
+        0 => crate::serve::check_mds(text),
+        1 => crate::serve::check_oss(text),
+        2 => crate::mount::check(text),
+        _ => crate::dev::check(text),
+    }
+}
+
 /// A key file: 64 hexadecimal digits. Refuses one that others may read.
 pub fn read_key(path: &Path) -> Result<[u8; 32]> {
     use std::os::unix::fs::PermissionsExt;
@@ -63,10 +74,11 @@ pub fn read_key(path: &Path) -> Result<[u8; 32]> {
         return Err(what(invalid("is readable by others; run chmod 600 on it".into())));
     }
     let text = fs::read_to_string(path).map_err(|e| what(e.into()))?;
-    parse_hex(text.trim()).ok_or_else(|| what(invalid("is not 64 hexadecimal digits".into())))
+    decode_hex(text.trim()).ok_or_else(|| what(invalid("is not 64 hexadecimal digits".into())))
 }
 
-fn parse_hex(s: &str) -> Option<[u8; 32]> {
+/// 64 hexadecimal digits.
+pub fn decode_hex(s: &str) -> Option<[u8; 32]> {
     if s.len() != 64 || !s.is_ascii() {
         return None;
     }

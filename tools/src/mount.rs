@@ -91,6 +91,33 @@ fn sixty() -> u64 {
     60
 }
 
+/// The longest time that may be asked for, seconds: a year.
+const LONGEST: u64 = 366 * 86_400;
+
+impl MountSection {
+    /// `EINVAL` naming the key that cannot be.
+    fn check(&self) -> Result<()> {
+        let bad = |key: &str| {
+            let m = format!("mount configuration: `{key}` is 0 to {LONGEST} seconds");
+            Err(Error::new(Code::Inval, m))
+        };
+        for (key, t) in [("attr_timeout", self.attr_timeout), ("entry_timeout", self.entry_timeout)] {
+            if !(0.0..=LONGEST as f64).contains(&t) {
+                return bad(key);
+            }
+        }
+        if self.op_timeout_s > LONGEST {
+            return bad("op_timeout_s");
+        }
+        client_config(&self.mds).map(drop)
+    }
+}
+
+/// Reads a mount's configuration and checks it.
+pub fn check(text: &str) -> Result<()> {
+    config::parse::<MountFile>("text", text, Overrides::new())?.mount.check()
+}
+
 fn load(args: &MountArgs) -> Result<MountFile> {
     let mut o = Overrides::new();
     let (mds, mountpoint) = match &args.what[..] {
@@ -116,6 +143,7 @@ fn load(args: &MountArgs) -> Result<MountFile> {
 
 pub fn mount(args: MountArgs) -> Result<ExitCode> {
     let file = load(&args)?;
+    file.mount.check()?;
     let key = config::read_key(&file.client_key)?;
     if !args.foreground {
         return in_background(&file.mount.mountpoint);

@@ -137,6 +137,16 @@ pub fn oss(args: OssArgs) -> Result<ExitCode> {
     })
 }
 
+/// Reads a metadata server's configuration and checks it.
+pub fn check_mds(text: &str) -> Result<()> {
+    config::parse::<MdsFile>("text", text, Overrides::new())?.mds.check()
+}
+
+/// Reads a storage server's configuration and checks it.
+pub fn check_oss(text: &str) -> Result<()> {
+    config::parse::<OssFile>("text", text, Overrides::new())?.oss.check()
+}
+
 /// Waits for SIGTERM or SIGINT.
 pub async fn until_signal() -> Result<()> {
     let mut term = signal(SignalKind::terminate()).map_err(Error::from)?;

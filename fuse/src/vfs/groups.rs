@@ -47,7 +47,8 @@ impl Groups {
     }
 }
 
-fn parse(status: &str) -> Vec<u32> {
+/// The groups in the text of `/proc/TID/status`.
+pub fn parse(status: &str) -> Vec<u32> {
     let line = status.lines().find_map(|l| l.strip_prefix("Groups:")).unwrap_or_default();
     line.split_whitespace().filter_map(|g| g.parse().ok()).take(MOST_GROUPS).collect()
 }

@@ -20,6 +20,12 @@ use groups::Groups;
 use handles::Table;
 pub use xattr::{MAP_HEAD, MAP_PART};
 
+/// For the fuzz targets: readers of what comes from outside.
+#[doc(hidden)]
+pub mod fuzzing {
+    pub use super::{groups::parse as read_groups, xattr::map_part};
+}
+
 /// Who asks, as the kernel reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caller {

@@ -104,7 +104,7 @@ impl Vfs {
 /// Part `number` of the encoded map: version of the map (u64), length of the whole encoding (u64), both little-endian,
 /// then the bytes from `number` × [`MAP_PART`] on. `ENODATA` beyond the end. Parts of different versions do not fit
 /// together: the reader starts again.
-fn map_part(version: u64, map: &[u8], number: usize) -> Result<Bytes> {
+pub fn map_part(version: u64, map: &[u8], number: usize) -> Result<Bytes> {
     let start = number.saturating_mul(MAP_PART);
     if start > 0 && start >= map.len() {
         return Err(no_data("beyond the end of the map"));

@@ -118,6 +118,12 @@ impl Record {
     }
 }
 
+/// For the fuzz targets: reads the text of an identity file; what reads is written the same way again.
+#[doc(hidden)]
+pub fn read_identity(text: &str) -> Result<String> {
+    Record::parse(text).map(|r| r.text())
+}
+
 fn at(path: &Path, e: impl Into<Error>) -> Error {
     e.into().context(path.display())
 }

@@ -75,6 +75,10 @@ pub struct Config {
     pub peer_timeout_ms: u64,
 }
 
+/// More at a time than any machine does.
+const MOST: usize = 65_536;
+const LONGEST_MS: u64 = 86_400_000;
+
 mod defaults {
     pub fn create() -> bool {
         true
@@ -128,6 +132,12 @@ impl Config {
         }
         if self.sync_parallel == 0 || self.max_requests == 0 {
             return bad("sync_parallel and max_requests must be above 0");
+        }
+        if self.sync_parallel > MOST || self.max_requests > MOST {
+            return bad("sync_parallel and max_requests are at most 65536");
+        }
+        if self.heartbeat_ms.max(self.flush_ms).max(self.peer_timeout_ms) > LONGEST_MS {
+            return bad("heartbeat_ms, flush_ms and peer_timeout_ms are at most a day");
         }
         Ok(())
     }

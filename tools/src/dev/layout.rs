@@ -31,6 +31,41 @@ struct Parameters {
     ports: Vec<u16>,
 }
 
+impl Parameters {
+    /// The numbers that [`UpArgs`] allows, and a port for each server.
+    fn check(&self) -> Result<()> {
+        let bad = |m: &str| Err(Error::new(Code::Inval, m));
+        if self.version != 1 {
+            return bad(&format!("version {} is newer than this program knows", self.version));
+        }
+        let numbers = (1..=7).contains(&self.mds)
+            && (1..=64).contains(&self.oss)
+            && (1..=16).contains(&self.targets_per_oss)
+            && (1..=3).contains(&self.mirror);
+        if !numbers {
+            return bad("no cluster was made with such numbers; restore the file or make the cluster anew");
+        }
+        if self.ports.len() != 2 * (self.mds + self.oss) as usize {
+            return bad("`ports` must have two ports for each server");
+        }
+        Ok(())
+    }
+}
+
+/// Reads a cluster's parameters, checks them and writes the configurations of its servers, in memory.
+pub fn check(text: &str) -> Result<()> {
+    let p: Parameters = config::parse("text", text, vec![])?;
+    p.check()?;
+    let c = Cluster { dir: "/".into(), p };
+    for role in c.roles() {
+        match role {
+            Role::Mds(n) => config::read_text(0, &c.mds_config(n)).map_err(|e| e.context(c.mds_config(n)))?,
+            _ => config::read_text(1, &c.oss_config(&role)).map_err(|e| e.context(c.oss_config(&role)))?,
+        }
+    }
+    Ok(())
+}
+
 pub struct Cluster {
     dir: PathBuf,
     p: Parameters,
@@ -47,10 +82,7 @@ impl Cluster {
                 e
             }
         })?;
-        if p.version != 1 {
-            let m = format!("{}: version {} is newer than this program knows", path.display(), p.version);
-            return Err(Error::new(Code::Inval, m));
-        }
+        p.check().map_err(|e| e.context(path.display()))?;
         Ok(Cluster { dir, p })
     }
 

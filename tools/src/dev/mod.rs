@@ -13,7 +13,7 @@ use std::{
 use clap::Args;
 use strake_proto::{Code, Error, Result, map::ChainExt, pb};
 
-pub use layout::Cluster;
+pub use layout::{Cluster, check};
 use process::Role;
 
 use crate::{mount, status, term::Progress};

@@ -63,6 +63,14 @@ struct Style {
     only_summary: bool,
 }
 
+/// The text that arguments ask for of one mount with this map and space.
+pub fn read(args: Vec<OsString>, map: &MapView, space: &pb::StatfsReply) -> Result<String, Failure> {
+    let p = parse("df", OPTIONS, args)?;
+    let style = style(&p);
+    let lines = lines(&p, map, space, "", style.inodes)?;
+    Ok(table(Path::new("/mnt"), &lines, style))
+}
+
 pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     let p = parse("df", OPTIONS, args)?;
     let pool = p.text("pool");
@@ -70,16 +78,7 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
         None => (None, ""),
         Some((fs, pool)) => (Some(fs), pool),
     };
-    let style = Style {
-        inodes: p.has("inodes"),
-        unit: match (p.has("human-readable"), p.has("si")) {
-            (true, _) => Unit::Human(1024),
-            (_, true) => Unit::Human(1000),
-            _ => Unit::Plain,
-        },
-        header: !p.has("no-header"),
-        only_summary: p.has("only-summary"),
-    };
+    let style = style(&p);
     let mut shown = 0;
     for m in mount::chosen(&p.operands, fs)? {
         let map = mount::map(&m)?;
@@ -94,6 +93,19 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     match fs {
         Some(fs) if shown == 0 => Err(Failure::new(libc::ENODEV, format!("file system '{fs}' is not mounted here"))),
         _ => Ok(()),
+    }
+}
+
+fn style(p: &Parsed) -> Style {
+    Style {
+        inodes: p.has("inodes"),
+        unit: match (p.has("human-readable"), p.has("si")) {
+            (true, _) => Unit::Human(1024),
+            (_, true) => Unit::Human(1000),
+            _ => Unit::Plain,
+        },
+        header: !p.has("no-header"),
+        only_summary: p.has("only-summary"),
     }
 }
 

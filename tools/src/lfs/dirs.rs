@@ -6,7 +6,7 @@ use rustix::fs::{Mode, mkdir as make};
 
 use super::{
     Failure, Output,
-    args::{Opt, Takes::*, alias, lacking, opt, parse},
+    args::{Opt, Parsed, Takes::*, alias, lacking, opt, parse},
     fs as mount,
 };
 
@@ -49,14 +49,13 @@ const GET: &[Opt] = &[
     lacking('X', "max-inherit", Nothing),
 ];
 
-pub fn mkdir(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
-    let p = parse("mkdir", MKDIR, args)?;
-    if p.operands.is_empty() {
-        return Err(Failure::usage("mkdir", "no directory given".into()));
-    }
-    if let Some(n) = p.text("mdt-count").filter(|n| !["0", "1"].contains(&&n[..])) {
-        return Err(Failure::new(libc::EOPNOTSUPP, format!("MDT count {n}: there is one MDT, so it can only be 1")));
-    }
+/// The mode that the arguments of `mkdir` ask for.
+pub fn read(args: Vec<OsString>) -> Result<u32, Failure> {
+    mode(&parse("mkdir", MKDIR, args)?)
+}
+
+/// The new directory's mode; options that ask for what is not there are errors.
+fn mode(p: &Parsed) -> Result<u32, Failure> {
     if let Some(i) = p.text("mdt-index").filter(|i| !["0", "-1"].contains(&&i[..])) {
         return Err(Failure::new(
             libc::EOPNOTSUPP,
@@ -68,13 +67,24 @@ pub fn mkdir(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     {
         return Err(Failure::invalid(format!("invalid hash type '{hash}'")));
     }
-    let mode = match p.text("mode") {
-        None => 0o777,
+    match p.text("mode") {
+        None => Ok(0o777),
         Some(m) => u32::from_str_radix(&m, 8)
             .ok()
             .filter(|m| *m <= 0o7777)
-            .ok_or_else(|| Failure::invalid(format!("invalid mode '{m}'")))?,
-    };
+            .ok_or_else(|| Failure::invalid(format!("invalid mode '{m}'"))),
+    }
+}
+
+pub fn mkdir(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
+    let p = parse("mkdir", MKDIR, args)?;
+    if p.operands.is_empty() {
+        return Err(Failure::usage("mkdir", "no directory given".into()));
+    }
+    if let Some(n) = p.text("mdt-count").filter(|n| !["0", "1"].contains(&&n[..])) {
+        return Err(Failure::new(libc::EOPNOTSUPP, format!("MDT count {n}: there is one MDT, so it can only be 1")));
+    }
+    let mode = mode(&p)?;
     for path in &p.operands {
         let at = Path::new(path);
         let parent = at.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));

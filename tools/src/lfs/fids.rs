@@ -50,6 +50,17 @@ fn parent_of(path: &Path) -> Result<String, Failure> {
     }
 }
 
+/// Reads arguments of `fid2path` as FIDs.
+pub fn read(args: Vec<OsString>) -> Result<(), Failure> {
+    let p = parse("fid2path", FID2PATH, args)?;
+    for text in &p.operands {
+        let fid: Fid = text.to_string_lossy().parse()?;
+        fid.to_ino()?;
+        full_path(text, text.as_bytes());
+    }
+    Ok(())
+}
+
 pub fn fid2path(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     let p = parse("fid2path", FID2PATH, args)?;
     let [root, fids @ ..] = &p.operands[..] else {

@@ -8,7 +8,7 @@ use std::{
 };
 
 use rustix::io::Errno;
-use strake_proto::{TargetId, map::MapView};
+use strake_proto::{TargetId, map::MapView, pb};
 
 use super::{
     Failure, Output,
@@ -83,6 +83,35 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
         }
     }
     Ok(())
+}
+
+/// What arguments ask to be shown of `map`'s targets.
+pub fn read(args: Vec<OsString>, map: &MapView) -> Result<Option<TargetId>, Failure> {
+    let p = parse("getstripe", OPTIONS, args)?;
+    job(&p);
+    p.text("obd").map(|name| targets::ost_of(map, &name)).transpose()
+}
+
+/// The text of a file and of directories with these layouts; each bit of `flags` is one field.
+pub fn show_all(flags: u32, ino: u64, layout: &pb::Layout, spec: &pb::LayoutSpec, map: &MapView) -> String {
+    let on = |bit: u32| flags >> bit & 1 == 1;
+    let f = Fields {
+        path: on(0),
+        count: on(1),
+        size: on(2),
+        pattern: on(3),
+        generation: on(4),
+        offset: on(5),
+        pool: on(6),
+        fid: on(7),
+        objects: on(8),
+        detail: on(9),
+        yaml: on(10),
+        hex: on(11),
+    };
+    let file = Plain::of_file(ino, layout, map);
+    let all = [Plain::of_default(ino, spec, on(12)), Plain::of_effective(ino, layout)];
+    all.into_iter().chain(file).map(|p| format::layout("path", &p, f, on(13).then_some(0))).collect()
 }
 
 fn job(p: &Parsed) -> Job {

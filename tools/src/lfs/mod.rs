@@ -16,7 +16,7 @@ mod targets;
 
 use std::{ffi::OsString, fmt::Write as _, io::Write as _};
 
-use strake_proto::Error;
+use strake_proto::{Error, Ino, map::MapView, pb};
 
 /// Why a command failed: a line for stderr and the exit status, a Linux errno as with Lustre's `lfs`.
 #[derive(Debug)]
@@ -208,6 +208,23 @@ fn help(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
         out.print(&format!("usage: {}", found.usage));
     }
     Ok(())
+}
+
+/// Reads the arguments of a command as the command does, and does nothing.
+pub fn read_arguments(command: u8, args: Vec<OsString>, map: &MapView, space: &pb::StatfsReply) {
+    let _ = match command % 6 {
+        0 => setstripe::read(args).map(drop),
+        1 => getstripe::read(args, map).map(drop),
+        2 => df::read(args, map, space).map(drop),
+        3 => dirs::read(args).map(drop),
+        4 => fids::read(args),
+        _ => targets::read(args, map),
+    };
+}
+
+/// What `lfs getstripe` prints of a file or a directory, whatever the options `flags` stands for.
+pub fn show(flags: u32, ino: Ino, layout: &pb::Layout, spec: &pb::LayoutSpec, map: &MapView) -> String {
+    getstripe::show_all(flags, ino, layout, spec, map)
 }
 
 #[cfg(test)]

@@ -78,6 +78,11 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The layout that arguments ask for.
+pub fn read(args: Vec<OsString>) -> Result<pb::LayoutSpec, Failure> {
+    spec(&parse("setstripe", OPTIONS, args)?)
+}
+
 fn delete(path: &Path) -> Result<(), Failure> {
     mount::mount_of(path)?;
     mount::delete_default(path)

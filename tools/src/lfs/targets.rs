@@ -65,6 +65,17 @@ pub fn mdts(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Reads arguments as names of OSTs and pools of `map`.
+pub fn read(args: Vec<OsString>, map: &MapView) -> Result<(), Failure> {
+    let p = parse("pool_list", NO_OPTIONS, args)?;
+    osts_text(map);
+    for name in &p.operands {
+        ost_of(map, &name.to_string_lossy())?;
+        pools_text(map, Some(&name.to_string_lossy()))?;
+    }
+    pools_text(map, None).map(drop)
+}
+
 pub fn check(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     let mut p = parse("check", NO_OPTIONS, args)?;
     if p.operands.is_empty() {

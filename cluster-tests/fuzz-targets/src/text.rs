@@ -1,0 +1,77 @@
+//! Text from people and from the kernel: configurations, command lines, addresses, key and identity files, `/proc`, and what
+//! `lfs` reads from a mount and prints.
+
+use std::{ffi::OsString, os::unix::ffi::OsStringExt};
+
+use prost::Message;
+use strake_fabric::Endpoint;
+use strake_fuse::{
+    mount_line,
+    vfs::fuzzing::{map_part, read_groups},
+};
+use strake_mds::server::{disk::read_identity, parse_peer};
+use strake_proto::{Fid, map::MapView, pb};
+use strake_tools::fuzzing::{decode_hex, read_arguments, read_text, show};
+
+use crate::input::Input;
+
+/// The first byte chooses what is read.
+pub fn run(data: &[u8]) {
+    let mut i = Input(data);
+    let kind = i.u8() % 8;
+    match kind {
+        0..4 => {
+            let text = String::from_utf8_lossy(i.0);
+            let _ = read_text(kind, &text);
+        }
+        4 => small(&String::from_utf8_lossy(i.0)),
+        5 | 6 => arguments(&mut i),
+        _ => layouts(&mut i),
+    }
+}
+
+fn small(text: &str) {
+    if let Ok(e) = text.parse::<Endpoint>() {
+        assert_eq!(e.to_string().parse::<Endpoint>().expect("its own text"), e);
+    }
+    let _ = (parse_peer(text), read_groups(text), mount_line(text));
+    if let Some(key) = decode_hex(text) {
+        let again: String = key.iter().map(|b| format!("{b:02x}")).collect();
+        assert_eq!(decode_hex(&again), Some(key));
+    }
+    if let Ok(fid) = text.parse::<Fid>() {
+        assert_eq!(fid.to_string().parse::<Fid>().expect("its own text"), fid);
+        if let Ok(ino) = fid.to_ino() {
+            assert_eq!(Fid::from_ino(ino), fid);
+        }
+    }
+    for identity in [text.to_string(), format!("strake mds 1\n{text}")] {
+        if let Ok(own) = read_identity(&identity) {
+            assert_eq!(read_identity(&own).expect("its own text"), own);
+        }
+    }
+}
+
+fn map(i: &mut Input) -> MapView {
+    let target = |id| pb::Target { id, alive: id != 1, ..Default::default() };
+    let plain = pb::ClusterMap { fs_name: "f".into(), targets: (0..3).map(target).collect(), ..Default::default() };
+    let decoded = pb::ClusterMap::decode(i.bytes()).ok().and_then(|m| MapView::new(m).ok());
+    decoded.unwrap_or_else(|| MapView::new(plain).expect("a small map"))
+}
+
+/// A command's arguments, parted by NUL, against a map and a space report.
+fn arguments(i: &mut Input) {
+    let (command, map) = (i.u8(), map(i));
+    let space = pb::StatfsReply::decode(i.bytes()).unwrap_or_default();
+    let args = i.0.split(|b| *b == 0).map(|a| OsString::from_vec(a.to_vec())).collect();
+    read_arguments(command, args, &map, &space);
+}
+
+/// What a mount answers to `lfs getstripe`, and the map in parts.
+fn layouts(i: &mut Input) {
+    let (flags, ino, map) = (i.u32(), i.number(), map(i));
+    let layout = pb::Layout::decode(i.bytes()).unwrap_or_default();
+    let spec = pb::LayoutSpec::decode(i.bytes()).unwrap_or_default();
+    show(flags, ino, &layout, &spec, &map);
+    let _ = map_part(i.number(), i.bytes(), i.number() as usize);
+}

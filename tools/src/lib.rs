@@ -1,0 +1,125 @@
+//! `strake`: every role of StrakeFS in one binary. Invoked as `lfs`, it is the Lustre-like tool. A library so that what
+//! reads text from outside can be fuzzed; the program is [`main`].
+
+mod bench;
+mod config;
+mod dev;
+mod fsck;
+mod lfs;
+mod lifeline;
+mod mount;
+mod serve;
+mod status;
+mod term;
+
+use std::{ffi::OsString, path::Path, process::ExitCode};
+
+use clap::{Parser, Subcommand};
+use strake_proto::{Code, Error, Result};
+
+const MAX_THREADS: usize = 1024;
+
+/// A scale-out parallel file system for AI clusters.
+#[derive(Parser)]
+#[command(name = "strake", version, propagate_version = true, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run a metadata server.
+    Mds(serve::MdsArgs),
+    /// Run an object storage server.
+    Oss(serve::OssArgs),
+    /// Mount a file system.
+    Mount(mount::MountArgs),
+    /// Unmount it and wait until everything written is safe.
+    Umount(mount::UmountArgs),
+    /// Start a cluster of real processes on this machine, or restart what is missing of it.
+    Up(dev::UpArgs),
+    /// Unmount and stop such a cluster; its data stays.
+    Down(dev::DownArgs),
+    /// Show nodes, Raft, targets, chains and space.
+    Status(status::StatusArgs),
+    /// Measure the file system beside what this machine can do at all.
+    Bench(bench::BenchArgs),
+    /// Cross-check metadata and stored chunks (changes nothing).
+    Fsck(fsck::FsckArgs),
+    /// The Lustre-like user tool (also by calling this binary `lfs`).
+    #[command(disable_help_flag = true)]
+    Lfs {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<OsString>,
+    },
+}
+
+/// The program: reads the command line and does what it says.
+pub fn main() -> ExitCode {
+    // A closed pipe (`strake status | head`) ends the program quietly instead of by a panic in println.
+    // SAFETY: restoring a signal's default disposition before any thread exists.
+    unsafe {
+        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+    }
+    let argv: Vec<OsString> = std::env::args_os().collect();
+    let called_as = argv.first().and_then(|a| Path::new(a).file_name()).unwrap_or_default();
+    if called_as == "lfs" {
+        return exit_code(lfs::main(argv[1..].to_vec()));
+    }
+    let result = match Cli::parse().command {
+        Command::Mds(a) => serve::mds(a),
+        Command::Oss(a) => serve::oss(a),
+        Command::Mount(a) => mount::mount(a),
+        Command::Umount(a) => mount::umount(&a),
+        Command::Up(a) => dev::up(a),
+        Command::Down(a) => dev::down(&a),
+        Command::Status(a) => status::status(&a),
+        Command::Bench(a) => bench::bench(&a),
+        Command::Fsck(a) => fsck::fsck(&a),
+        Command::Lfs { args } => return exit_code(lfs::main(args)),
+    };
+    match result {
+        Ok(code) => code,
+        Err(e) => {
+            eprintln!("strake: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// For the fuzz targets: the readers of text from outside, without doing what they read.
+#[doc(hidden)]
+pub mod fuzzing {
+    pub use crate::{
+        config::{decode_hex, read_text},
+        lfs::{read_arguments, show},
+    };
+}
+
+fn exit_code(status: i32) -> ExitCode {
+    ExitCode::from(u8::try_from(status).unwrap_or(1))
+}
+
+/// Runs a future on a multi-threaded runtime with `threads` workers (0 = one per core).
+fn run<T>(threads: usize, future: impl Future<Output = Result<T>>) -> Result<T> {
+    if threads > MAX_THREADS {
+        return Err(Error::new(Code::Inval, format!("`threads` is at most {MAX_THREADS}; 0 is one per core")));
+    }
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    if threads > 0 {
+        builder.worker_threads(threads);
+    }
+    builder.enable_all().build()?.block_on(future)
+}
+
+fn init_log(filter: &str) {
+    let filter = std::env::var("STRAKE_LOG").unwrap_or_else(|_| filter.to_string());
+    let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::new(filter))
+        .with_ansi(ansi)
+        .with_target(false)
+        .with_writer(std::io::stderr)
+        .init();
+}
