@@ -62,6 +62,19 @@ impl ReadCache {
         out
     }
 
+    /// Whether all of a range is here and fresh: [`ReadCache::plan`] would give it without a wait.
+    pub fn is_here(&self, range: &Range<u64>, now: Instant, ttl: Duration) -> bool {
+        (range.start / UNIT..range.end.div_ceil(UNIT)).all(|n| {
+            self.units.get(&n).is_some_and(|u| match &u.state {
+                State::Here(bufs) => {
+                    let end = range.end.min((n + 1) * UNIT) - n * UNIT;
+                    now.duration_since(u.since) < ttl && segments::total(bufs) as u64 >= end
+                }
+                State::Coming(_) => false,
+            })
+        })
+    }
+
     fn take(&mut self, unit: u64, range: Range<u64>) -> Option<Part> {
         let skip = (range.start - unit * UNIT) as usize;
         let len = (range.end - range.start) as usize;
@@ -153,6 +166,8 @@ mod tests {
         let id = c.begin(1, now, rx.clone(), room());
         assert_eq!(here(&mut c, 0..3 * UNIT, now), ["fetch", "coming", "fetch"]);
         c.arrived(1, id, Some(unit(7)));
+        assert!(c.is_here(&(UNIT..2 * UNIT), now, TTL) && !c.is_here(&(UNIT..2 * UNIT), now + TTL, TTL));
+        assert!(!c.is_here(&(UNIT - 1..UNIT + 1), now, TTL) && !c.is_here(&(UNIT..2 * UNIT + 1), now, TTL));
         assert_eq!(here(&mut c, UNIT..UNIT + 10, now), ["here"]);
         c.invalidate(UNIT + 5..UNIT + 6);
         assert_eq!(here(&mut c, UNIT..UNIT + 10, now), ["fetch"]);
@@ -168,6 +183,7 @@ mod tests {
         // Bytes read to the end go; short units do not answer for what they lack.
         let id = c.begin(0, now, rx.clone(), room());
         c.arrived(0, id, Some(vec![Buf::copy_from(&[1; 100])]));
+        assert!(c.is_here(&(0..100), now, TTL) && !c.is_here(&(0..101), now, TTL));
         assert_eq!(here(&mut c, 0..101, now), ["fetch"]);
         assert_eq!(here(&mut c, 0..100, now), ["here"]);
         let id = c.begin(0, now, rx, room());

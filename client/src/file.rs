@@ -262,6 +262,40 @@ impl File {
         Ok(bufs)
     }
 
+    /// What [`File::read`] would return, if everything it needs was read ahead: never waits. `None`: ask `read`. Must be
+    /// called where tasks can be spawned, because reading on may start the next fetch.
+    pub fn read_ready(&self, offset: u64, len: usize) -> Option<Vec<Buf>> {
+        let h = &self.0;
+        self.check(h.flags & O_ACCMODE != O_WRONLY, "reading").ok()?;
+        let size = h.core.known_size(&h.inode)?;
+        let range = offset..offset.saturating_add(len as u64).min(size);
+        if h.flags & O_DIRECT != 0 || range.is_empty() {
+            return None;
+        }
+        let (now, ttl) = (Instant::now(), h.core.cfg.cache_ttl);
+        let parts = {
+            let mut cache = h.inode.cache.lock();
+            if !cache.is_here(&range, now, ttl) {
+                return None;
+            }
+            cache.plan(range.clone(), now, ttl, &mut false)
+        };
+        let mut out = Vec::with_capacity(parts.len());
+        for p in parts {
+            match p {
+                Part::Here(bufs) => out.extend(bufs),
+                Part::Coming(..) | Part::Fetch(_) => return None,
+            }
+        }
+        let ahead = h.ahead.lock().on_read(range.start, range.end - range.start, size);
+        if let Some(ahead) = ahead {
+            h.core.prefetch(&h.inode, ahead, size);
+        }
+        Counters::add(&h.core.stats.read_ahead_bytes, range.end - range.start);
+        Counters::add(&h.core.stats.read_bytes, range.end - range.start);
+        Some(out)
+    }
+
     async fn read_cached(&self, range: Range<u64>, size: u64) -> Result<Vec<Buf>> {
         let h = &self.0;
         let mut expired = false;

@@ -353,12 +353,17 @@ impl Core {
         }
     }
 
+    /// The size for a read that begins now, unless what is known is old.
+    pub(crate) fn known_size(&self, inode: &Inode) -> Option<u64> {
+        let is_fresh = inode.state.lock().attr_at.elapsed() < self.cfg.attr_ttl;
+        is_fresh.then(|| inode.size())
+    }
+
     /// The size for a read that begins now: asks the metadata server when what is known is old.
     pub(crate) async fn fresh_size(self: &Arc<Self>, inode: &Inode) -> Result<u64> {
-        let is_fresh = || inode.state.lock().attr_at.elapsed() < self.cfg.attr_ttl;
-        if !is_fresh() {
+        if self.known_size(inode).is_none() {
             let _one = inode.refreshing.lock().await;
-            if !is_fresh() {
+            if self.known_size(inode).is_none() {
                 let get = op(pb::op::Op::Getattr(pb::GetAttr { ino: inode.ino }));
                 let r = ok(self.meta(&pb::Creds::default(), vec![get]).await?)?;
                 if let Some(a) = r.first().and_then(|r| r.attr.as_ref()) {

@@ -184,6 +184,32 @@ async fn read_ahead_serves_a_sequential_reader_and_never_old_bytes() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_is_ready_is_read_without_waiting_and_never_old() {
+    let c = Cluster::new(4, 2);
+    let (a, b) = (c.client(1).await, c.client(2).await);
+    let data = pattern(5, 8 << 20);
+    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(1 << 20, -1)).await.unwrap();
+    f.write_all_at(0, &data).await.unwrap();
+    f.fsync().await.unwrap();
+    let (g, _) = b.open(&user(), f.ino(), RW).await.unwrap();
+    let step = 1 << 20;
+    assert!(g.read_ready(0, step).is_none(), "nothing was read ahead");
+    for i in 0..3 {
+        assert!(join(&g.read((i * step) as u64, step).await.unwrap()) == data[i * step..(i + 1) * step]);
+    }
+    tokio::time::sleep(Duration::from_millis(50)).await; // what was asked for arrives
+    assert!(join(&g.read_ready(3 * step as u64, step).unwrap()) == data[3 * step..4 * step]);
+    assert!(g.read_ready(3 * step as u64, step).is_none(), "a unit that was read to its end is gone");
+    // An own write, and age, take it away.
+    g.write_all_at(4 * step as u64, b"new").await.unwrap();
+    assert!(g.read_ready(4 * step as u64, 3).is_none());
+    assert_eq!(join(&g.read(4 * step as u64, 3).await.unwrap()), b"new");
+    tokio::time::sleep(Config::new(vec![]).cache_ttl).await;
+    assert!(g.read_ready(5 * step as u64, step).is_none());
+    assert!(g.read_ready(100 << 20, step).is_none(), "beyond the end");
+}
+
+#[tokio::test(start_paused = true)]
 async fn appends_of_one_client_never_overlap() {
     let c = Cluster::new(2, 1);
     let a = c.client(1).await;

@@ -25,10 +25,8 @@ pub fn pieces(offset: u64, len: usize) -> usize {
     (last - first + 1) as usize
 }
 
-/// Checksums of a range that starts at `offset` in its chunk: one per block it touches, the first and the last of
-/// which may be partial. `bytes` may come in segments of any size.
-pub fn block_sums<'a>(offset: u64, bytes: impl IntoIterator<Item = &'a [u8]>) -> Vec<u32> {
-    let mut sums = Vec::new();
+/// Calls `found` with the checksum of each block that a range starting at `offset` in its chunk touches, in order.
+fn each_sum<'a>(offset: u64, bytes: impl IntoIterator<Item = &'a [u8]>, mut found: impl FnMut(u32)) {
     let mut room = BLOCK - (offset % BLOCK as u64) as usize;
     let mut open: Option<u32> = None;
     for mut seg in bytes {
@@ -39,22 +37,32 @@ pub fn block_sums<'a>(offset: u64, bytes: impl IntoIterator<Item = &'a [u8]>) ->
             seg = &seg[n..];
             room -= n;
             if room == 0 {
-                sums.extend(open.take());
+                open.take().into_iter().for_each(&mut found);
                 room = BLOCK;
             }
         }
     }
-    sums.extend(open);
+    open.into_iter().for_each(found);
+}
+
+/// Checksums of a range that starts at `offset` in its chunk: one per block it touches, the first and the last of
+/// which may be partial. `bytes` may come in segments of any size.
+pub fn block_sums<'a>(offset: u64, bytes: impl IntoIterator<Item = &'a [u8]>) -> Vec<u32> {
+    let mut sums = Vec::new();
+    each_sum(offset, bytes, |s| sums.push(s));
     sums
 }
 
 /// Index of the first piece whose checksum differs, `None` when all match. `Some(0)` if the counts differ.
 pub fn verify<'a>(offset: u64, bytes: impl IntoIterator<Item = &'a [u8]>, sums: &[u32]) -> Option<usize> {
-    let got = block_sums(offset, bytes);
-    if got.len() != sums.len() {
-        return Some(0);
-    }
-    got.iter().zip(sums).position(|(a, b)| a != b)
+    let (mut n, mut bad) = (0, None);
+    each_sum(offset, bytes, |s| {
+        if bad.is_none() && sums.get(n) != Some(&s) {
+            bad = Some(n);
+        }
+        n += 1;
+    });
+    if n == sums.len() { bad } else { Some(0) }
 }
 
 #[cfg(test)]

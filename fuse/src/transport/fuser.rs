@@ -1,7 +1,7 @@
 //! `/dev/fuse` through the fuser crate: translates its calls into the [VFS core](crate::vfs)'s and answers.
 //!
-//! fuser's threads only parse; every request runs as a task on the tokio runtime. When too many run, the threads stop
-//! taking requests from the kernel until one ends.
+//! fuser's threads parse, and answer reads of bytes that are here already; every other request runs as a task on the
+//! tokio runtime. When too many run, the threads stop taking requests from the kernel until one ends.
 
 use std::{
     ffi::OsStr,
@@ -19,7 +19,7 @@ use fuser::{
     ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite,
     ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
-use strake_fabric::Pool;
+use strake_fabric::{Buf, Pool};
 use strake_proto::{Error, Result, pb};
 use tokio::{runtime::Handle, sync::Semaphore};
 
@@ -104,6 +104,13 @@ fn empty(result: Result<()>, reply: ReplyEmpty) {
     match result {
         Ok(()) => reply.ok(),
         Err(e) => reply.error(errno(&e)),
+    }
+}
+
+fn data(parts: Vec<Buf>, pool: &Pool, reply: ReplyData) {
+    match Vfs::gather(parts, pool) {
+        Some(whole) => reply.data(&whole),
+        None => reply.data(&[]),
     }
 }
 
@@ -321,11 +328,16 @@ impl Filesystem for Transport {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
+        // A sequential reader finds most bytes read ahead: answered here, they wake no other thread.
+        let ready = {
+            let _tasks_go_there = self.runtime.enter();
+            self.shared.vfs.read_ready(fh.0, offset, size as usize)
+        };
+        if let Some(parts) = ready {
+            return data(parts, &self.shared.pool, reply);
+        }
         self.run(async move |s| match s.vfs.read(fh.0, offset, size as usize).await {
-            Ok(parts) => match Vfs::gather(parts, &s.pool) {
-                Some(whole) => reply.data(&whole),
-                None => reply.data(&[]),
-            },
+            Ok(parts) => data(parts, &s.pool, reply),
             Err(e) => reply.error(errno(&e)),
         });
     }

@@ -37,6 +37,11 @@ impl Vfs {
         Opened { handle: self.files.insert(open), clean_close }
     }
 
+    /// What [`Vfs::read`] would return, if it needs not wait. To be called within the runtime.
+    pub fn read_ready(&self, handle: u64, offset: u64, len: usize) -> Option<Vec<Buf>> {
+        self.files.get(handle).ok()?.file.read_ready(offset, len)
+    }
+
     /// Exactly the bytes of `[offset, offset + len)` that the file has, in segments.
     pub async fn read(&self, handle: u64, offset: u64, len: usize) -> Result<Vec<Buf>> {
         self.files.get(handle)?.file.read(offset, len).await

@@ -210,6 +210,7 @@ pub(super) fn find(segments: &[(u8, Slot<Segment>)], at: usize) -> Option<&Segme
 
 fn pieces(key: &Key, segments: &[(u8, Slot<Segment>)], blocks: Range<usize>, zero_sum: u32) -> Result<Vec<Piece>> {
     let mut out: Vec<Piece> = Vec::new();
+    let end = blocks.end;
     for at in blocks {
         let (block, sum) = match find(segments, at) {
             Some(s) if s.damaged => return Err(damaged(key)),
@@ -224,7 +225,11 @@ fn pieces(key: &Key, segments: &[(u8, Slot<Segment>)], blocks: Range<usize>, zer
             {
                 p.sums.push(sum);
             }
-            _ => out.push(Piece { at, block, sums: vec![sum] }),
+            _ => {
+                let mut sums = Vec::with_capacity((end - at).min(READ_BLOCKS));
+                sums.push(sum);
+                out.push(Piece { at, block, sums });
+            }
         }
     }
     Ok(out)
@@ -264,7 +269,11 @@ impl Engine {
                 Some(buf) => out.data.push(buf.slice(wanted)),
                 None => shared.push_zeros(wanted, &mut out.data),
             }
-            out.sums.extend(p.sums);
+            if out.sums.is_empty() {
+                out.sums = p.sums;
+            } else {
+                out.sums.extend(p.sums);
+            }
         }
         fix_partial_sums(from, to, &mut out);
         add(&shared.counters.read_bytes, u64::from(out.len));
