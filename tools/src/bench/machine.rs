@@ -1,6 +1,6 @@
 //! What a run cost the whole machine.
 
-use std::{fs, time::Instant};
+use std::{fs, path::Path, time::Instant};
 
 use strake_proto::{Code, Error, Result};
 
@@ -43,4 +43,19 @@ fn busy_seconds() -> Result<f64> {
 pub fn drop_caches() -> bool {
     rustix::fs::sync();
     fs::write("/proc/sys/vm/drop_caches", "3").is_ok()
+}
+
+/// Cores, kernel, and what the cluster's folder lies on.
+pub fn describe(cores: usize, dir: &Path) -> Result<String> {
+    let kernel = rustix::system::uname().release().to_string_lossy().into_owned();
+    // Numbers of statfs(2).
+    let fs = match rustix::fs::statfs(dir).map_err(std::io::Error::from)?.f_type as u32 {
+        0xef53 => "ext4",
+        0x5846_5342 => "XFS",
+        0x9123_683e => "Btrfs",
+        0x0102_1994 => "tmpfs",
+        0x794c_7630 => "overlay",
+        _ => "another file system",
+    };
+    Ok(format!("{cores} cores, Linux {kernel}, data on {fs}"))
 }

@@ -2,6 +2,7 @@
 
 mod limits;
 mod machine;
+mod report;
 mod stats;
 mod through_client;
 mod through_mount;
@@ -15,16 +16,10 @@ use std::{
 
 use clap::Args;
 use limits::Pattern;
-use machine::Meter;
-use serde_json::{Value, json};
+use machine::{Cost, Meter};
 use strake_proto::{Code, Error, Result};
 
-use crate::{
-    config,
-    dev::Cluster,
-    mount,
-    term::{Progress, table},
-};
+use crate::{config, dev::Cluster, mount, term::Progress};
 
 #[derive(Args)]
 pub struct BenchArgs {
@@ -47,6 +42,9 @@ pub struct BenchArgs {
     only: Option<String>,
     #[arg(long)]
     json: bool,
+    /// The table as Markdown, as in docs/performance.md.
+    #[arg(long, conflicts_with = "json")]
+    markdown: bool,
 }
 
 /// Sizes shared by all rows.
@@ -67,16 +65,24 @@ enum Unit {
     Ops,
 }
 
-struct Row {
+/// What several runs of one thing gave.
+#[derive(Default)]
+struct Series {
     name: &'static str,
-    unit: Unit,
-    limit: &'static str,
-    ours: Vec<f64>,
-    limits: Vec<f64>,
-    /// CPU seconds per GB, or microseconds per operation.
+    /// Bytes or operations per second.
+    rates: Vec<f64>,
+    /// CPU of the whole machine: seconds per GB, or microseconds per operation.
     cpu: Vec<f64>,
 }
 
+struct Row {
+    unit: Unit,
+    ours: Series,
+    /// The one the row is named against, then the others that every byte or operation passes too.
+    limits: Vec<Series>,
+}
+
+/// A work's amount, in bytes or operations.
 type Work<'a> = Box<dyn FnMut() -> Result<f64> + 'a>;
 
 struct Plan<'a> {
@@ -85,7 +91,7 @@ struct Plan<'a> {
     /// Not timed: what must be there before each run.
     prepare: Work<'a>,
     work: Work<'a>,
-    limit: &'static str,
+    limits: &'static [&'static str],
 }
 
 pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
@@ -97,6 +103,8 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
     }
     let scale = Scale { bytes: args.size_mib * MIB, files: args.files, random_ops: args.random_ops };
     let mut bench = Bench::new(&cluster, scale, args.runs)?;
+    let cores = std::thread::available_parallelism()?.get();
+    let machine = machine::describe(cores, cluster.dir())?;
     let mut rows = Vec::new();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let key = config::read_key(&cluster.client_key())?;
@@ -111,15 +119,35 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
     }
     on_mount.clean()?;
     runtime.block_on(by_client.clean())?;
-    let checked = bench.fio_check();
+    let report = report::Report {
+        cores,
+        machine,
+        copies: cluster.copies(),
+        scale,
+        runs: args.runs,
+        rows,
+        fio: bench.fio_check(),
+    };
     bench.clean()?;
     if args.json {
-        println!("{:#}", as_json(&rows, checked, scale, args.runs));
+        println!("{:#}", report.json());
     } else {
-        print(&rows, checked, scale, args.runs);
+        print!("{}", report.text(args.markdown));
     }
     Ok(ExitCode::SUCCESS)
 }
+
+const SOCKET: &str = "socket copy";
+const SOCKET_WRITE: &str = "socket copy, all copies";
+const DEVICE_READ: &str = "device read";
+const DEVICE_WRITE: &str = "device write, all copies";
+const DEVICE_RANDOM: &str = "device 4 KiB random";
+const FUSE_READ: &str = "FUSE from memory";
+const FUSE_READ_4: &str = "FUSE from memory, 4 readers";
+const FUSE_WRITE: &str = "FUSE to memory";
+const FUSE_RANDOM: &str = "FUSE from memory, 4 KiB random";
+const APPENDS: &str = "synced appends";
+const ROUND_TRIPS: &str = "socket round trips";
 
 fn plans<'a>(
     m: &'a through_mount::Mounted,
@@ -129,63 +157,101 @@ fn plans<'a>(
     fn nothing<'a>() -> Work<'a> {
         Box::new(|| Ok(0.0))
     }
-    fn plan<'a>(name: &'static str, unit: Unit, prepare: Work<'a>, work: Work<'a>, limit: &'static str) -> Plan<'a> {
-        Plan { name, unit, prepare, work, limit }
+    fn plan<'a>(
+        name: &'static str,
+        unit: Unit,
+        prepare: Work<'a>,
+        work: Work<'a>,
+        limits: &'static [&'static str],
+    ) -> Plan<'a> {
+        Plan { name, unit, prepare, work, limits }
     }
     use Unit::{Bytes, Ops};
-    let cold = || -> Work<'a> {
-        Box::new(|| {
+    // The server's and the kernel's caches are cold, the file is there.
+    fn cold<'a>(ensure: impl Fn() -> Result<()> + 'a) -> Work<'a> {
+        Box::new(move || {
+            ensure()?;
             machine::drop_caches();
             Ok(0.0)
         })
-    };
-    vec![
-        plan("mount: write 1 MiB", Bytes, nothing(), Box::new(|| m.write()), "device write"),
-        plan("mount: read 1 MiB", Bytes, cold(), Box::new(|| m.read(1)), "FUSE from memory"),
-        plan("mount: read 1 MiB, 4 readers", Bytes, cold(), Box::new(|| m.read(4)), "device read"),
-        plan("mount: read 4 KiB random", Ops, cold(), Box::new(|| m.random_read()), "device 4 KiB random"),
-        plan("mount: create", Ops, Box::new(|| m.unlink_all()), Box::new(|| m.create()), "synced appends"),
-        plan("mount: stat", Ops, Box::new(|| m.ensure_files()), Box::new(|| m.stat()), "socket round trips"),
-        plan("mount: unlink", Ops, Box::new(|| m.ensure_files()), Box::new(|| m.unlink_all()), "synced appends"),
-        plan("client: write 1 MiB", Bytes, nothing(), Box::new(|| rt.block_on(c.write())), "device write"),
-        plan("client: read 1 MiB", Bytes, cold(), Box::new(|| rt.block_on(c.read())), "socket copy"),
+    }
+    let (m_cold, c_cold) = (|| cold(|| m.ensure_large()), || cold(|| rt.block_on(c.ensure_large())));
+    let mut list = vec![
+        plan("mount: write 1 MiB", Bytes, nothing(), Box::new(|| m.write()), &[DEVICE_WRITE, FUSE_WRITE, SOCKET_WRITE]),
+        plan("mount: read 1 MiB", Bytes, m_cold(), Box::new(|| m.read(1)), &[FUSE_READ, DEVICE_READ, SOCKET]),
+        plan(
+            "mount: read 1 MiB, 4 readers",
+            Bytes,
+            m_cold(),
+            Box::new(|| m.read(4)),
+            &[FUSE_READ_4, DEVICE_READ, SOCKET],
+        ),
+        plan(
+            "mount: read 4 KiB random",
+            Ops,
+            m_cold(),
+            Box::new(|| m.random_read()),
+            &[DEVICE_RANDOM, FUSE_RANDOM, ROUND_TRIPS],
+        ),
+        plan("mount: create", Ops, Box::new(|| m.unlink_all()), Box::new(|| m.create()), &[APPENDS]),
+        plan("mount: stat", Ops, Box::new(|| m.ensure_files()), Box::new(|| m.stat()), &[ROUND_TRIPS]),
+        plan("mount: unlink", Ops, Box::new(|| m.ensure_files()), Box::new(|| m.unlink_all()), &[APPENDS]),
+    ];
+    list.extend([
+        plan(
+            "client: write 1 MiB",
+            Bytes,
+            nothing(),
+            Box::new(|| rt.block_on(c.write())),
+            &[DEVICE_WRITE, SOCKET_WRITE],
+        ),
+        plan("client: read 1 MiB", Bytes, c_cold(), Box::new(|| rt.block_on(c.read())), &[SOCKET, DEVICE_READ]),
         plan(
             "client: read 4 KiB random",
             Ops,
-            cold(),
+            c_cold(),
             Box::new(|| rt.block_on(c.random_read())),
-            "device 4 KiB random",
+            &[DEVICE_RANDOM, ROUND_TRIPS],
         ),
         plan(
             "client: create",
             Ops,
             Box::new(|| rt.block_on(c.unlink_all())),
             Box::new(|| rt.block_on(c.create())),
-            "synced appends",
+            &[APPENDS],
         ),
         plan(
             "client: stat",
             Ops,
             Box::new(|| rt.block_on(c.ensure_files())),
             Box::new(|| rt.block_on(c.stat())),
-            "socket round trips",
+            &[ROUND_TRIPS],
         ),
         plan(
             "client: unlink",
             Ops,
             Box::new(|| rt.block_on(c.ensure_files())),
             Box::new(|| rt.block_on(c.unlink_all())),
-            "synced appends",
+            &[APPENDS],
         ),
-    ]
+    ]);
+    list
 }
 
 struct Bench {
     scale: Scale,
+    copies: u32,
     runs: usize,
     dir: PathBuf,
     scratch: fs::File,
     progress: Progress,
+}
+
+impl Series {
+    fn add(&mut self, unit: Unit, amount: f64, cost: &Cost) {
+        self.rates.push(amount / cost.seconds);
+        self.cpu.push(cost.cpu_seconds / amount * if unit == Unit::Bytes { 1e9 } else { 1e6 });
+    }
 }
 
 impl Bench {
@@ -196,45 +262,59 @@ impl Bench {
         let mut progress = Progress::new();
         progress.say("preparing");
         let scratch = limits::scratch(&dir.join("scratch"), scale.bytes)?;
-        Ok(Bench { scale, runs, dir, scratch, progress })
+        Ok(Bench { scale, copies: cluster.copies(), runs, dir, scratch, progress })
     }
 
-    /// The limit's rate, per second.
-    fn limit(&self, name: &str) -> Result<f64> {
-        let (bytes, span) = (self.scale.bytes, self.scale.bytes);
-        let sequential =
-            |write| Pattern { write, block: MIB as usize, depth: 16, span, count: bytes / MIB, random: false };
+    /// What is moved or done, and at what cost.
+    fn limit(&self, name: &str) -> Result<(f64, Cost)> {
+        let (bytes, copies) = (self.scale.bytes, u64::from(self.copies));
+        let span = bytes;
+        let device = |write, n| {
+            let p = Pattern { write, block: MIB as usize, depth: 16, span, count: n / MIB, random: false };
+            limits::uring(&self.scratch, p).map(|()| bytes as f64)
+        };
+        let memory =
+            |work: &dyn Fn(&Path) -> Result<f64>| through_mount::on_memory(&self.dir.join("memory"), bytes, work);
+        match name {
+            FUSE_READ => return memory(&|f| through_mount::read_parts(f, bytes, 1)),
+            FUSE_READ_4 => return memory(&|f| through_mount::read_parts(f, bytes, 4)),
+            FUSE_WRITE => return memory(&|f| through_mount::write_file(f, bytes)),
+            FUSE_RANDOM => return memory(&|f| through_mount::random_read(f, self.scale)),
+            _ => {}
+        }
         let meter = Meter::start()?;
         let amount = match name {
-            "socket copy" => limits::socket_copy(bytes)? as f64,
-            "device write" => limits::uring(&self.scratch, sequential(true)).map(|()| bytes as f64)?,
-            "device read" => limits::uring(&self.scratch, sequential(false)).map(|()| bytes as f64)?,
-            "device 4 KiB random" => {
+            SOCKET => limits::socket_copy(bytes)? as f64,
+            SOCKET_WRITE => limits::socket_copy(bytes * copies)? as f64 / copies as f64,
+            DEVICE_WRITE => device(true, bytes * copies)?,
+            DEVICE_READ => device(false, bytes)?,
+            DEVICE_RANDOM => {
                 limits::uring(&self.scratch, random(self.scale))?;
                 self.scale.random_ops as f64
             }
-            "synced appends" => limits::synced_appends(&self.dir.join("appends"), Duration::from_secs(2))? as f64,
-            "socket round trips" => limits::round_trips(JOBS, Duration::from_secs(1))? as f64,
-            "FUSE from memory" => return through_mount::memory_limit(&self.dir.join("memory"), bytes),
+            APPENDS => limits::synced_appends(&self.dir.join("appends"), Duration::from_secs(2))? as f64,
+            ROUND_TRIPS => limits::round_trips(JOBS, Duration::from_secs(1))? as f64,
             _ => return Err(Error::new(Code::Inval, format!("no limit named {name}"))),
         };
-        Ok(amount / meter.stop()?.seconds)
+        Ok((amount, meter.stop()?))
     }
 
     fn run(&mut self, mut plan: Plan) -> Result<Row> {
-        let (name, unit, limit) = (plan.name, plan.unit, plan.limit);
-        let mut row = Row { name, unit, limit, ours: vec![], limits: vec![], cpu: vec![] };
+        let (name, unit) = (plan.name, plan.unit);
+        let mut ours = Series { name, ..Series::default() };
+        let mut limits: Vec<Series> = plan.limits.iter().map(|name| Series { name, ..Series::default() }).collect();
         for n in 0..self.runs {
             self.progress.say(format!("{name}: run {} of {}", n + 1, self.runs));
             (plan.prepare)().map_err(|e| e.context(name))?;
             let meter = Meter::start()?;
             let amount = (plan.work)().map_err(|e| e.context(name))?;
-            let cost = meter.stop()?;
-            row.ours.push(amount / cost.seconds);
-            row.cpu.push(cost.cpu_seconds / amount * if unit == Unit::Bytes { 1e9 } else { 1e6 });
-            row.limits.push(self.limit(limit).map_err(|e| e.context(limit))?);
+            ours.add(unit, amount, &meter.stop()?);
+            for l in &mut limits {
+                let (amount, cost) = self.limit(l.name).map_err(|e| e.context(l.name))?;
+                l.add(unit, amount, &cost);
+            }
         }
-        Ok(row)
+        Ok(Row { unit, ours, limits })
     }
 
     /// Our own device figures beside fio's on the same file: (pattern, ours, fio's), bytes per second.
@@ -273,62 +353,6 @@ pub fn in_threads(job: impl Fn(u64) -> Result<u64> + Sync) -> Result<f64> {
         }
         Ok(sum as f64)
     })
-}
-
-fn rate(unit: Unit, v: f64) -> String {
-    if unit == Unit::Bytes { format!("{:.0} MB/s", v / 1e6) } else { format!("{v:.0} /s") }
-}
-
-fn print(rows: &[Row], fio: Vec<(&str, f64, f64)>, scale: Scale, runs: usize) {
-    println!(
-        "median of {runs} runs [95 % bootstrap interval]; {} MiB files, {} files, {} random reads, {JOBS} jobs\n",
-        scale.bytes / MIB,
-        scale.files,
-        scale.random_ops
-    );
-    let mut out = vec![
-        ["row", "StrakeFS", "interval", "limit", "limit's rate", "ratio", "CPU, whole machine"]
-            .map(String::from)
-            .to_vec(),
-    ];
-    for r in rows {
-        let (ours, limit) = (stats::median(&r.ours), stats::median(&r.limits));
-        let (lo, hi) = stats::interval(&r.ours);
-        let cpu = stats::median(&r.cpu);
-        out.push(vec![
-            r.name.into(),
-            rate(r.unit, ours),
-            format!("[{} .. {}]", rate(r.unit, lo), rate(r.unit, hi)),
-            r.limit.into(),
-            rate(r.unit, limit),
-            format!("{:.2}", ours / limit),
-            if r.unit == Unit::Bytes { format!("{cpu:.2} s/GB") } else { format!("{cpu:.0} us/op") },
-        ]);
-    }
-    print!("{}", table(&out));
-    for (name, ours, theirs) in &fio {
-        println!("check: device {name}: {:.0} MB/s here, {:.0} MB/s by fio", ours / 1e6, theirs / 1e6);
-    }
-    if fio.is_empty() {
-        println!("check skipped: fio is not installed");
-    }
-}
-
-fn as_json(rows: &[Row], fio: Vec<(&str, f64, f64)>, scale: Scale, runs: usize) -> Value {
-    let list: Vec<Value> = rows
-        .iter()
-        .map(|r| {
-            let ((lo, hi), (llo, lhi)) = (stats::interval(&r.ours), stats::interval(&r.limits));
-            let unit = if r.unit == Unit::Bytes { "bytes/s" } else { "ops/s" };
-            json!({ "name": r.name, "unit": unit, "runs": r.ours, "median": stats::median(&r.ours), "interval": [lo, hi],
-                "limit": { "name": r.limit, "runs": r.limits, "median": stats::median(&r.limits), "interval": [llo, lhi] },
-                "ratio": stats::median(&r.ours) / stats::median(&r.limits),
-                "cpu": { "unit": if r.unit == Unit::Bytes { "s/GB" } else { "us/op" }, "runs": r.cpu, "median": stats::median(&r.cpu) } })
-        })
-        .collect();
-    let fio: Vec<Value> = fio.iter().map(|(n, o, f)| json!({ "pattern": n, "ours": o, "fio": f })).collect();
-    json!({ "version": env!("CARGO_PKG_VERSION"), "runs": runs, "bytes": scale.bytes, "files": scale.files,
-        "random_ops": scale.random_ops, "rows": list, "fio": fio })
 }
 
 /// Where the files of a row lie below a folder.

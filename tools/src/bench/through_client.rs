@@ -54,7 +54,8 @@ impl ByClient {
         Ok(self.scale.bytes as f64)
     }
 
-    async fn ensure_large(&self) -> Result<()> {
+    /// The large file is there, whole.
+    pub async fn ensure_large(&self) -> Result<()> {
         if self.large.attr().size < self.scale.bytes {
             self.write().await?;
         }
@@ -62,7 +63,6 @@ impl ByClient {
     }
 
     pub async fn read(&self) -> Result<f64> {
-        self.ensure_large().await?;
         stream::iter(0..self.scale.bytes / MIB)
             .map(|n| async move { self.large.read(n * MIB, MIB as usize).await })
             .buffer_unordered(DEPTH)
@@ -72,7 +72,6 @@ impl ByClient {
     }
 
     pub async fn random_read(&self) -> Result<f64> {
-        self.ensure_large().await?;
         let (mut seed, blocks) = (7, self.scale.bytes / 4096);
         stream::iter((0..self.scale.random_ops).map(|_| splitmix64(&mut seed) % blocks * 4096).collect::<Vec<_>>())
             .map(|at| async move { self.large.read(at, 4096).await })

@@ -1,4 +1,5 @@
-//! The rows measured with ordinary system calls on the mount.
+//! The rows measured with ordinary system calls on the mount. Buffers are aligned to pages, as those of dd, fio and IOR
+//! are: one that is not touches 257 pages per MiB, and the kernel cuts each such read or write in two requests.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -7,9 +8,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use strake_fabric::BufMut;
 use strake_proto::{Result, layout::splitmix64};
 
-use super::{JOBS, MIB, Scale, in_threads, machine::Meter, nth};
+use super::{
+    JOBS, MIB, Scale, in_threads,
+    machine::{Cost, Meter},
+    nth,
+};
 
 pub struct Mounted {
     dir: PathBuf,
@@ -34,16 +40,11 @@ impl Mounted {
     }
 
     pub fn write(&self) -> Result<f64> {
-        let mut f = File::create(self.large())?;
-        let block = vec![0x5au8; MIB as usize];
-        for _ in 0..self.scale.bytes / MIB {
-            f.write_all(&block)?;
-        }
-        f.sync_all()?;
-        Ok(self.scale.bytes as f64)
+        write_file(&self.large(), self.scale.bytes)
     }
 
-    fn ensure_large(&self) -> Result<()> {
+    /// The large file is there, whole.
+    pub fn ensure_large(&self) -> Result<()> {
         if fs::metadata(self.large()).is_ok_and(|m| m.len() == self.scale.bytes) {
             Ok(())
         } else {
@@ -53,21 +54,11 @@ impl Mounted {
 
     /// Each of `readers` reads its own part of the file, once.
     pub fn read(&self, readers: u64) -> Result<f64> {
-        self.ensure_large()?;
         read_parts(&self.large(), self.scale.bytes, readers)
     }
 
     pub fn random_read(&self) -> Result<f64> {
-        self.ensure_large()?;
-        let blocks = self.scale.bytes / 4096;
-        in_threads(|n| {
-            let f = File::open(self.large())?;
-            let (mut block, mut seed) = ([0u8; 4096], n + 1);
-            for _ in 0..self.scale.random_ops / JOBS {
-                f.read_exact_at(&mut block, splitmix64(&mut seed) % blocks * 4096)?;
-            }
-            Ok(self.scale.random_ops / JOBS)
-        })
+        random_read(&self.large(), self.scale)
     }
 
     fn each(&self, job: impl Fn(&Path) -> Result<()> + Sync) -> Result<f64> {
@@ -101,7 +92,33 @@ impl Mounted {
     }
 }
 
-fn read_parts(path: &Path, bytes: u64, readers: u64) -> Result<f64> {
+/// Writes a file of `bytes` anew, 1 MiB at a time, and syncs it.
+pub fn write_file(path: &Path, bytes: u64) -> Result<f64> {
+    let mut f = File::create(path)?;
+    let mut block = BufMut::unpooled(MIB as usize);
+    block.fill(0x5a);
+    for _ in 0..bytes / MIB {
+        f.write_all(&block)?;
+    }
+    f.sync_all()?;
+    Ok(bytes as f64)
+}
+
+/// Reads 4 KiB at random places, in threads.
+pub fn random_read(path: &Path, scale: Scale) -> Result<f64> {
+    let blocks = scale.bytes / 4096;
+    in_threads(|n| {
+        let f = File::open(path)?;
+        let (mut block, mut seed) = ([0u8; 4096], n + 1);
+        for _ in 0..scale.random_ops / JOBS {
+            f.read_exact_at(&mut block, splitmix64(&mut seed) % blocks * 4096)?;
+        }
+        Ok(scale.random_ops / JOBS)
+    })
+}
+
+/// Reads the file in parts, one for each reader, 1 MiB at a time.
+pub fn read_parts(path: &Path, bytes: u64, readers: u64) -> Result<f64> {
     let part = bytes / readers;
     std::thread::scope(|s| -> Result<()> {
         let threads: Vec<_> = (0..readers)
@@ -110,7 +127,7 @@ fn read_parts(path: &Path, bytes: u64, readers: u64) -> Result<f64> {
                     use std::io::Seek;
                     let mut f = File::open(path)?;
                     f.seek(std::io::SeekFrom::Start(r * part))?;
-                    let mut block = vec![0u8; MIB as usize];
+                    let mut block = BufMut::unpooled(MIB as usize);
                     for _ in 0..part / MIB {
                         f.read_exact(&mut block)?;
                     }
@@ -126,13 +143,13 @@ fn read_parts(path: &Path, bytes: u64, readers: u64) -> Result<f64> {
     Ok(bytes as f64)
 }
 
-/// Rate of the same reads on a mount of the same kind that answers from memory.
-pub fn memory_limit(at: &Path, bytes: u64) -> Result<f64> {
+/// The same work on a file of a mount of the same kind that answers from memory. Returns its amount and cost.
+pub fn on_memory(at: &Path, bytes: u64, work: impl Fn(&Path) -> Result<f64>) -> Result<(f64, Cost)> {
     fs::create_dir_all(at)?;
     let mount = strake_fuse::mount_memory_limit(&strake_fuse::MountConfig::new(at), bytes)?;
     let meter = Meter::start()?;
-    let read = read_parts(&at.join(strake_fuse::MEMORY_FILE), bytes, 1);
+    let done = work(&at.join(strake_fuse::MEMORY_FILE));
     let cost = meter.stop()?;
     drop(mount);
-    Ok(read? / cost.seconds)
+    Ok((done?, cost))
 }

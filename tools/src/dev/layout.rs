@@ -151,6 +151,11 @@ impl Cluster {
         (self.p.oss * self.p.targets_per_oss) as usize
     }
 
+    /// Copies of each file's data.
+    pub fn copies(&self) -> u32 {
+        self.p.mirror.max(1)
+    }
+
     /// The servers, metadata first.
     pub fn roles(&self) -> Vec<Role> {
         (1..=self.p.mds).map(Role::Mds).chain((1..=self.p.oss).map(Role::Oss)).collect()

@@ -1,0 +1,175 @@
+//! The figures of a bench as a table for people, as Markdown, and as JSON.
+
+use serde_json::{Value, json};
+
+use super::{JOBS, MIB, Row, Scale, Series, Unit, stats};
+use crate::term::table;
+
+pub struct Report {
+    pub cores: usize,
+    /// Cores, kernel, file system.
+    pub machine: String,
+    /// Copies of each byte written.
+    pub copies: u32,
+    pub scale: Scale,
+    pub runs: usize,
+    pub rows: Vec<Row>,
+    /// Pattern, our own device figure, fio's; bytes per second.
+    pub fio: Vec<(&'static str, f64, f64)>,
+}
+
+fn rate(unit: Unit, v: f64) -> String {
+    if unit == Unit::Bytes { format!("{:.0} MB/s", v / 1e6) } else { format!("{v:.0} /s") }
+}
+
+fn cpu(unit: Unit, v: f64) -> String {
+    if unit == Unit::Bytes { format!("{v:.2} s/GB") } else { format!("{v:.0} us/op") }
+}
+
+impl Series {
+    fn rate(&self) -> f64 {
+        stats::median(&self.rates)
+    }
+    fn cpu(&self) -> f64 {
+        stats::median(&self.cpu)
+    }
+    fn json(&self) -> Value {
+        let (lo, hi) = stats::interval(&self.rates);
+        json!({ "name": self.name, "runs": self.rates, "median": self.rate(), "interval": [lo, hi],
+            "cpu": { "runs": self.cpu, "median": self.cpu() } })
+    }
+}
+
+impl Row {
+    /// What binds on this machine, and its rate: the lowest limit, or all cores busy with the CPU of all limits.
+    fn binding(&self, cores: usize) -> (&'static str, f64) {
+        let unit = if self.unit == Unit::Bytes { 1e9 } else { 1e6 };
+        let cpu = ("all cores", cores as f64 / self.floor() * unit);
+        self.limits.iter().map(|l| (l.name, l.rate())).chain([cpu]).min_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or(cpu)
+    }
+
+    /// CPU of all limits together: every byte or operation passes each of them, so no structure of these steps costs less.
+    fn floor(&self) -> f64 {
+        self.limits.iter().map(Series::cpu).sum()
+    }
+
+    fn cells(&self, cores: usize) -> Vec<String> {
+        let ours = self.ours.rate();
+        let (lo, hi) = stats::interval(&self.ours.rates);
+        let (name, limit, ratio) = match self.limits.first() {
+            Some(s) => (s.name.to_string(), rate(self.unit, s.rate()), format!("{:.2}", ours / s.rate())),
+            None => Default::default(),
+        };
+        let (binding, most) = self.binding(cores);
+        vec![
+            self.ours.name.into(),
+            rate(self.unit, ours),
+            format!("[{} .. {}]", rate(self.unit, lo), rate(self.unit, hi)),
+            name,
+            limit,
+            ratio,
+            binding.into(),
+            format!("{:.2}", ours / most),
+            cpu(self.unit, self.ours.cpu()),
+            cpu(self.unit, self.floor()),
+        ]
+    }
+
+    fn json(&self, cores: usize) -> Value {
+        let (bytes, ours) = (self.unit == Unit::Bytes, self.ours.rate());
+        let mut v = self.ours.json();
+        v["unit"] = if bytes { "bytes/s" } else { "ops/s" }.into();
+        v["cpu"]["unit"] = if bytes { "s/GB" } else { "us/op" }.into();
+        v["cpu"]["floor"] = self.floor().into();
+        v["limits"] = self.limits.iter().map(Series::json).collect();
+        v["ratio"] = self.limits.first().map(|l| ours / l.rate()).into();
+        let (binding, most) = self.binding(cores);
+        v["binding"] = json!({ "name": binding, "rate": most, "ratio": ours / most });
+        v
+    }
+}
+
+const HEAD: [&str; 10] = [
+    "row",
+    "StrakeFS",
+    "95 % interval",
+    "limit",
+    "limit's rate",
+    "ratio",
+    "what binds",
+    "ratio to it",
+    "CPU",
+    "limits' CPU",
+];
+
+impl Report {
+    pub fn text(&self, markdown: bool) -> String {
+        let s = self.scale;
+        let mut out = format!(
+            "{}; medians of {} runs; {} MiB files in {} copies, {} files, {} random reads, {JOBS} jobs; CPU of the whole \
+             machine\n\n",
+            self.machine,
+            self.runs,
+            s.bytes / MIB,
+            self.copies,
+            s.files,
+            s.random_ops
+        );
+        let mut rows = vec![HEAD.map(String::from).to_vec()];
+        rows.extend(self.rows.iter().map(|r| r.cells(self.cores)));
+        if markdown {
+            rows.insert(1, vec!["---".into(); HEAD.len()]);
+            for r in rows {
+                out += &format!("| {} |\n", r.join(" | "));
+            }
+            out.push('\n');
+        } else {
+            out += &table(&rows);
+        }
+        for (name, ours, theirs) in &self.fio {
+            out += &format!("check: device {name}: {:.0} MB/s here, {:.0} MB/s by fio\n", ours / 1e6, theirs / 1e6);
+        }
+        if self.fio.is_empty() {
+            out += "check skipped: fio is not installed\n";
+        }
+        out
+    }
+
+    pub fn json(&self) -> Value {
+        let s = self.scale;
+        let fio: Vec<Value> = self.fio.iter().map(|(n, o, f)| json!({ "pattern": n, "ours": o, "fio": f })).collect();
+        json!({ "version": env!("CARGO_PKG_VERSION"), "machine": self.machine, "copies": self.copies, "runs": self.runs,
+            "bytes": s.bytes, "files": s.files, "random_ops": s.random_ops,
+            "cores": self.cores,
+            "rows": self.rows.iter().map(|r| r.json(self.cores)).collect::<Vec<_>>(), "fio": fio })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn series(name: &'static str, rate: f64, cpu: f64) -> Series {
+        Series { name, rates: vec![rate], cpu: vec![cpu] }
+    }
+
+    #[test]
+    fn what_binds_is_named_and_the_floor_adds_up() {
+        let limits = vec![series("FUSE from memory", 4e9, 0.2), series("device read", 1e9, 0.05)];
+        let row = Row { unit: Unit::Bytes, ours: series("mount: read 1 MiB", 8e8, 0.5), limits };
+        let v = row.json(2);
+        assert_eq!(v["ratio"], 0.2);
+        assert_eq!(v["cpu"]["floor"], 0.25);
+        assert_eq!((&v["binding"]["name"], v["binding"]["ratio"].as_f64()), (&"device read".into(), Some(0.8)));
+        assert_eq!(row.binding(1), ("device read", 1e9));
+        let slow = Row { limits: vec![series("socket copy", 3e9, 2.0)], ..row };
+        assert_eq!(slow.binding(1), ("all cores", 5e8));
+        let scale = Scale { bytes: MIB, files: 1, random_ops: 1 };
+        let rows = vec![slow];
+        let r = Report { cores: 1, machine: "m".into(), copies: 2, scale, runs: 1, rows, fio: vec![] };
+        let text = r.text(true);
+        assert!(text.contains("| --- | ---"), "{text}");
+        let line = "| 800 MB/s | [800 MB/s .. 800 MB/s] | socket copy | 3000 MB/s | 0.27 | all cores | 1.60 | 0.50 s/GB | 2.00 s/GB |";
+        assert!(text.contains(line), "{text}");
+    }
+}
