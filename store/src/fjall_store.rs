@@ -4,18 +4,32 @@
 //! machine); [`sync`](MetaStore::sync) fsyncs the journal. The contents live in one keyspace whose name counts how often
 //! the store was cleared: clearing makes the next, empty one in a single durable step and then drops the old one, so that
 //! a crash leaves either all of the old contents or none.
+//!
+//! fjall takes no more writes after one that failed. Where the cause was a full disk, the next commit that finds space
+//! again opens the store anew; until then reads go on from what is open. A failed commit may still reach the journal when
+//! fjall lets go of it, so what its keys held before is written back first.
 
-use std::{collections::BTreeMap, ops::Bound, path::Path};
+use std::{
+    collections::BTreeMap,
+    ops::Bound,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use bytes::Bytes;
 use fjall::{Database, Keyspace, KeyspaceCreateOptions, LsmError, PersistMode, Readable};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::RwLock;
 use strake_proto::{Code, Error, Result};
 
 use crate::{Batch, MetaStore, PairIter, Reader, check_key, is_empty_range};
 
 /// Memory for cached blocks when [`Options`] does not say otherwise.
 pub const DEFAULT_CACHE: u64 = 64 << 20;
+/// With less free space a store that met a full disk is not opened again.
+const REOPEN_ROOM: u64 = 1 << 20;
+/// A background write that failed is taken for a full disk once in so long.
+const UNKNOWN_AGAIN: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -35,16 +49,31 @@ impl Default for Options {
 
 /// A [`MetaStore`] in a directory of its own, which it locks while open.
 pub struct FjallStore {
-    db: Database,
+    path: PathBuf,
+    options: Options,
     /// Read-locked by commits, so that none lands in a keyspace that `clear` has already left.
-    current: RwLock<Current>,
-    /// What made fjall refuse further writes, told again by each refusal.
-    cause: Mutex<Option<Error>>,
+    state: RwLock<State>,
 }
 
-struct Current {
+struct State {
+    /// `None` after it could not be opened again; the next commit tries.
+    open: Option<Arc<Open>>,
+    failure: Option<Failure>,
+    /// When a background write last failed for a reason that fjall does not tell.
+    unknown: Option<Instant>,
+}
+
+struct Open {
+    db: Database,
     generation: u64,
     keyspace: Keyspace,
+}
+
+/// Why fjall takes no more writes.
+struct Failure {
+    cause: Error,
+    /// What the keys of the failed commit held before it.
+    undo: Batch,
 }
 
 impl FjallStore {
@@ -55,6 +84,117 @@ impl FjallStore {
 
     pub fn open_with(path: impl AsRef<Path>, options: &Options) -> Result<FjallStore> {
         let path = path.as_ref();
+        let open = Some(Arc::new(Open::at(path, options)?));
+        let state = RwLock::new(State { open, failure: None, unknown: None });
+        Ok(FjallStore { path: path.to_path_buf(), options: options.clone(), state })
+    }
+
+    fn view(&self) -> Result<FjallView> {
+        self.state.read().view()
+    }
+
+    /// Runs a write, on a store that was opened anew if an earlier one met a full disk.
+    fn write(
+        &self,
+        undo: impl FnOnce(&State) -> Result<Batch>,
+        f: impl FnOnce(&Open) -> fjall::Result<()>,
+    ) -> Result<()> {
+        let state = self.healthy()?;
+        let Some(open) = &state.open else { return Err(closed()) };
+        let Err(e) = f(open) else { return Ok(()) };
+        // Unless it was this write that failed, it left nothing behind.
+        let undo = if matches!(e, fjall::Error::Poisoned) { Batch::default() } else { undo(&state)? };
+        drop(state);
+        Err(self.state.write().failed(&e, undo))
+    }
+
+    fn healthy(&self) -> Result<parking_lot::RwLockReadGuard<'_, State>> {
+        let state = self.state.read();
+        if state.failure.is_none() {
+            return Ok(state);
+        }
+        drop(state);
+        let mut state = self.state.write();
+        self.recover(&mut state)?;
+        Ok(parking_lot::RwLockWriteGuard::downgrade(state))
+    }
+
+    fn recover(&self, state: &mut State) -> Result<()> {
+        let Some(failure) = &state.failure else { return Ok(()) };
+        let refused = |why: &str| Err(failure.cause.clone().context(format!("metadata store: {why}")));
+        if failure.cause.code != Code::NoSpc {
+            return refused("it takes no more writes after an error; fix the cause and restart");
+        }
+        if self.free_bytes() < REOPEN_ROOM {
+            return refused("it takes no writes until there is space");
+        }
+        if let Some(open) = state.open.take() {
+            match Arc::try_unwrap(open) {
+                Ok(open) => drop(open),
+                Err(open) => {
+                    state.open = Some(open);
+                    return refused("it takes writes again when what is being read from it has been read");
+                }
+            }
+        }
+        let open = match Open::at(&self.path, &self.options) {
+            Ok(open) => Arc::new(open),
+            // Another descriptor of the lock may take a moment to go.
+            Err(e) if matches!(e.code, Code::Busy | Code::NoSpc) => return refused(&e.message),
+            Err(e) => return Err(e),
+        };
+        state.open = Some(open.clone());
+        if let Err(e) = open.commit(&failure.undo) {
+            let error = map_error(&e);
+            return Err(error.context("metadata store, after it was opened again"));
+        }
+        state.failure = None;
+        tracing::info!(path = %self.path.display(), "the store takes writes again");
+        Ok(())
+    }
+}
+
+fn closed() -> Error {
+    Error::new(Code::NoSpc, "metadata store: it could not be opened again after the disk was full")
+}
+
+impl State {
+    fn view(&self) -> Result<FjallView> {
+        let open = self.open.clone().ok_or_else(closed)?;
+        Ok(FjallView { snapshot: open.db.snapshot(), open })
+    }
+
+    /// What the keys of a batch hold now.
+    fn undo(&self, batch: &Batch) -> Result<Batch> {
+        let view = self.view()?;
+        let old = |(key, _): &(Bytes, Option<Bytes>)| Ok((key.clone(), view.get(key)?));
+        Ok(Batch { ops: batch.ops.iter().map(old).collect::<Result<_>>()? })
+    }
+
+    /// Notes why no more writes are taken.
+    fn failed(&mut self, e: &fjall::Error, undo: Batch) -> Error {
+        if let Some(first) = &self.failure {
+            return first.cause.clone().context("metadata store");
+        }
+        let cause = if matches!(e, fjall::Error::Poisoned) { self.background_failure() } else { map_error(e) };
+        tracing::error!("the store takes no more writes: {cause}");
+        self.failure = Some(Failure { cause: cause.clone(), undo });
+        cause.context("metadata store")
+    }
+
+    /// fjall does not say what its threads died of. Most often that is a full disk.
+    fn background_failure(&mut self) -> Error {
+        let now = Instant::now();
+        let before = self.unknown.replace(now);
+        if before.is_some_and(|b| now.duration_since(b) < UNKNOWN_AGAIN) {
+            return Error::new(Code::Io, "background writes fail, see the log");
+        }
+        Error::new(Code::NoSpc, "a background write failed, is the disk full?")
+    }
+}
+
+impl Open {
+    fn at(path: &Path, options: &Options) -> Result<Open> {
         let what = |e: fjall::Error| map_error(&e).context(format!("metadata store {}", path.display()));
         let db = Database::builder(path)
             .cache_size(options.cache_bytes)
@@ -71,23 +211,20 @@ impl FjallStore {
             // Left by a crash in the middle of `clear`.
             db.delete_keyspace(open_keyspace(&db, old).map_err(what)?).map_err(what)?;
         }
-        Ok(FjallStore { db, current: RwLock::new(Current { generation, keyspace }), cause: Mutex::new(None) })
+        Ok(Open { db, generation, keyspace })
     }
 
-    fn view(&self) -> FjallView {
-        let current = self.current.read();
-        FjallView { snapshot: self.db.snapshot(), keyspace: current.keyspace.clone() }
-    }
-
-    fn failed(&self, e: &fjall::Error) -> Error {
-        let error = map_error(e);
-        let mut cause = self.cause.lock();
-        if matches!(e, fjall::Error::Poisoned) {
-            let first = cause.clone().unwrap_or_else(|| Error::new(Code::Io, "a background write failed, see the log"));
-            return first.context("metadata store takes no more writes after an error; fix the cause and restart");
+    fn commit(&self, batch: &Batch) -> fjall::Result<()> {
+        // All operations of a batch get one sequence number, so of several on one key only the last may go in.
+        let ops: BTreeMap<_, _> = batch.ops.iter().map(|(k, v)| (&k[..], v)).collect();
+        let mut b = self.db.batch().durability(Some(PersistMode::Buffer));
+        for (key, value) in ops {
+            match value {
+                Some(v) => b.insert(&self.keyspace, key, &v[..]),
+                None => b.remove(&self.keyspace, key),
+            }
         }
-        cause.get_or_insert_with(|| error.clone());
-        error.context("metadata store")
+        b.commit()
     }
 }
 
@@ -123,7 +260,8 @@ fn map_error(e: &fjall::Error) -> Error {
 /// The store as it was at one commit.
 struct FjallView {
     snapshot: fjall::Snapshot,
-    keyspace: Keyspace,
+    /// Also keeps the store from being opened anew below this view.
+    open: Arc<Open>,
 }
 
 impl FjallView {
@@ -131,17 +269,19 @@ impl FjallView {
         if is_empty_range(from, to) {
             return Box::new(std::iter::empty());
         }
-        let pair = |g: fjall::Guard| {
+        let open = self.open.clone();
+        let pair = move |g: fjall::Guard| {
+            let _open = &open;
             let (k, v) = g.into_inner().map_err(|e| map_error(&e).context("metadata store"))?;
             Ok((Bytes::copy_from_slice(&k), Bytes::copy_from_slice(&v)))
         };
-        Box::new(self.snapshot.range::<&[u8], _>(&self.keyspace, (from, to)).map(pair))
+        Box::new(self.snapshot.range::<&[u8], _>(&self.open.keyspace, (from, to)).map(pair))
     }
 }
 
 impl Reader for FjallView {
     fn get(&self, key: &[u8]) -> Result<Option<Bytes>> {
-        let value = self.snapshot.get(&self.keyspace, key).map_err(|e| map_error(&e).context("metadata store"))?;
+        let value = self.snapshot.get(&self.open.keyspace, key).map_err(|e| map_error(&e).context("metadata store"))?;
         Ok(value.map(|v| Bytes::copy_from_slice(&v)))
     }
 
@@ -153,51 +293,58 @@ impl Reader for FjallView {
 impl Reader for FjallStore {
     // Through a snapshot, because fjall's direct reads can see a batch while it is being applied.
     fn get(&self, key: &[u8]) -> Result<Option<Bytes>> {
-        self.view().get(key)
+        self.view()?.get(key)
     }
 
     fn range(&self, from: Bound<&[u8]>, to: Bound<&[u8]>) -> PairIter<'_> {
-        self.view().pairs(from, to)
+        match self.view() {
+            Ok(view) => view.pairs(from, to),
+            Err(e) => Box::new(std::iter::once(Err(e))),
+        }
     }
 }
 
 impl MetaStore for FjallStore {
     fn commit(&self, batch: Batch) -> Result<()> {
-        // All operations of a batch get one sequence number, so of several on one key only the last may go in.
-        let mut ops = BTreeMap::new();
-        for (key, value) in &batch.ops {
-            check_key(key)?;
-            ops.insert(&key[..], value);
-        }
-        let current = self.current.read();
-        let mut b = self.db.batch().durability(Some(PersistMode::Buffer));
-        for (key, value) in ops {
-            match value {
-                Some(v) => b.insert(&current.keyspace, key, &v[..]),
-                None => b.remove(&current.keyspace, key),
-            }
-        }
-        b.commit().map_err(|e| self.failed(&e))
+        batch.ops.iter().try_for_each(|(key, _)| check_key(key))?;
+        self.write(|state| state.undo(&batch), |open| open.commit(&batch))
     }
 
     fn sync(&self) -> Result<()> {
-        self.db.persist(PersistMode::SyncAll).map_err(|e| self.failed(&e))
+        let state = self.healthy()?;
+        let Some(open) = &state.open else { return Err(closed()) };
+        let Err(e) = open.db.persist(PersistMode::SyncAll) else { return Ok(()) };
+        drop(state);
+        // After a failed flush nobody knows what the disk holds, so that it is not tried again.
+        let e = if matches!(e, fjall::Error::Poisoned) {
+            e
+        } else {
+            fjall::Error::Io(std::io::Error::other(e.to_string()))
+        };
+        Err(self.state.write().failed(&e, Batch::default()))
     }
 
     fn snapshot(&self) -> Result<Box<dyn Reader>> {
-        Ok(Box::new(self.view()))
+        Ok(Box::new(self.view()?))
     }
 
     fn disk_bytes(&self) -> u64 {
-        self.db.disk_space().unwrap_or(0)
+        self.state.read().open.as_ref().and_then(|o| o.db.disk_space().ok()).unwrap_or(0)
+    }
+
+    fn free_bytes(&self) -> u64 {
+        rustix::fs::statvfs(&self.path).map_or(u64::MAX, |s| s.f_bavail.saturating_mul(s.f_frsize))
     }
 
     fn clear(&self) -> Result<()> {
-        let mut current = self.current.write();
-        let generation = current.generation + 1;
-        let keyspace = open_keyspace(&self.db, generation).map_err(|e| self.failed(&e))?;
-        let old = std::mem::replace(&mut *current, Current { generation, keyspace });
-        self.db.delete_keyspace(old.keyspace).map_err(|e| self.failed(&e))
+        drop(self.healthy()?);
+        let mut state = self.state.write();
+        let Some(old) = state.open.clone() else { return Err(closed()) };
+        let generation = old.generation + 1;
+        let failed = |e: fjall::Error| map_error(&e).context("metadata store");
+        let keyspace = open_keyspace(&old.db, generation).map_err(failed)?;
+        state.open = Some(Arc::new(Open { db: old.db.clone(), generation, keyspace }));
+        old.db.delete_keyspace(old.keyspace.clone()).map_err(failed)
     }
 }
 
@@ -215,12 +362,40 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_after_a_full_disk_still_says_so() {
+    fn only_a_full_disk_is_waited_out() {
         let dir = tempfile::tempdir().unwrap();
         let s = FjallStore::open(dir.path()).unwrap();
-        assert_eq!(s.failed(&fjall::Error::Poisoned).code, Code::Io);
-        s.failed(&fjall::Error::Io(std::io::Error::from_raw_os_error(28)));
-        assert_eq!(s.failed(&fjall::Error::Poisoned).code, Code::NoSpc);
+        let mut b = Batch::default();
+        b.put("a", "1");
+        s.commit(b.clone()).unwrap();
+        let mut undo = Batch::default();
+        undo.put("a", "0");
+        undo.delete("b");
+        s.state.write().failed(&fjall::Error::Io(std::io::Error::from_raw_os_error(28)), undo);
+        // A view that is still read keeps the store from being opened anew, and no longer.
+        let view = s.snapshot().unwrap();
+        assert_eq!(s.commit(b.clone()).unwrap_err().code, Code::NoSpc);
+        assert_eq!(view.get(b"a").unwrap().unwrap(), "1");
+        drop(view);
+        let mut c = Batch::default();
+        c.put("c", "3");
+        s.commit(c).unwrap();
+        let all: Vec<_> = s.prefix(b"").map(Result::unwrap).collect();
+        assert_eq!(all, [("a".into(), "0".into()), ("c".into(), "3".into())], "the failed commit was undone");
+        s.state.write().failed(&fjall::Error::Io(std::io::Error::from_raw_os_error(5)), Batch::default());
+        assert_eq!(s.commit(b.clone()).unwrap_err().code, Code::Io);
+        assert_eq!(s.commit(b).unwrap_err().code, Code::Io);
+        assert_eq!(s.get(b"a").unwrap().unwrap(), "0");
+    }
+
+    #[test]
+    fn background_writes_that_keep_failing_are_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let s = FjallStore::open(dir.path()).unwrap();
+        assert_eq!(s.state.write().failed(&fjall::Error::Poisoned, Batch::default()).code, Code::NoSpc);
+        s.sync().unwrap();
+        assert_eq!(s.state.write().failed(&fjall::Error::Poisoned, Batch::default()).code, Code::Io);
+        assert_eq!(s.sync().unwrap_err().code, Code::Io);
     }
 
     #[test]
@@ -231,11 +406,11 @@ mod tests {
         b.put("a", "1");
         s.commit(b).unwrap();
         s.sync().unwrap();
-        open_keyspace(&s.db, 1).unwrap();
+        open_keyspace(&s.state.read().open.as_ref().unwrap().db, 1).unwrap();
         drop(s);
         let s = FjallStore::open(dir.path()).unwrap();
         assert_eq!(s.prefix(b"").count(), 0);
-        assert_eq!(s.db.keyspace_count(), 1);
+        assert_eq!(s.state.read().open.as_ref().unwrap().db.keyspace_count(), 1);
     }
 
     #[test]

@@ -76,7 +76,8 @@ pub trait Reader: Send + Sync {
 
 pub trait MetaStore: Reader {
     /// Makes a batch visible, all or nothing. Survives the process at once, the machine after [`MetaStore::sync`].
-    /// `NoSpc` when the disk is full, `Inval` for a key that is empty or longer than [`MAX_KEY`].
+    /// `NoSpc` when the disk is full: nothing changed, reads go on, and a later commit works when there is space again.
+    /// `Inval` for a key that is empty or longer than [`MAX_KEY`].
     fn commit(&self, batch: Batch) -> Result<()>;
     /// Makes every commit so far durable.
     fn sync(&self) -> Result<()>;
@@ -84,6 +85,10 @@ pub trait MetaStore: Reader {
     fn snapshot(&self) -> Result<Box<dyn Reader>>;
     /// Bytes on disk, roughly.
     fn disk_bytes(&self) -> u64;
+    /// Bytes that the file system below still has for this process; `u64::MAX` where there is no such limit.
+    fn free_bytes(&self) -> u64 {
+        u64::MAX
+    }
     /// Deletes everything (before a snapshot from a peer is loaded). Snapshots taken earlier keep their view.
     fn clear(&self) -> Result<()>;
 }
