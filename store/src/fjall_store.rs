@@ -28,8 +28,13 @@ use crate::{Batch, MetaStore, PairIter, Reader, check_key, is_empty_range};
 pub const DEFAULT_CACHE: u64 = 64 << 20;
 /// With less free space a store that met a full disk is not opened again.
 const REOPEN_ROOM: u64 = 1 << 20;
-/// A background write that failed is taken for a full disk once in so long.
+/// fjall does not say what a background write died of. With less free space it is a full disk; with more it is taken for
+/// one that had space again, once in so long.
+const LITTLE: u64 = 1 << 30;
 const UNKNOWN_AGAIN: Duration = Duration::from_secs(60);
+/// What flushes and compactions lacked may still be lacking: tried again with so much more space, or after so long.
+const MORE: u64 = 64 << 20;
+const BACKGROUND_PAUSE: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -37,13 +42,15 @@ pub struct Options {
     pub cache_bytes: u64,
     /// Bytes of the journal on disk before memtables are forced out; at least 64 MiB.
     pub journal_bytes: u64,
+    /// Bytes of the table in memory that is written out at once; fixed when the store is made.
+    pub memtable_bytes: u64,
     /// Threads that flush and compact.
     pub threads: usize,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { cache_bytes: DEFAULT_CACHE, journal_bytes: 256 << 20, threads: 2 }
+        Options { cache_bytes: DEFAULT_CACHE, journal_bytes: 256 << 20, memtable_bytes: 64 << 20, threads: 2 }
     }
 }
 
@@ -74,6 +81,8 @@ struct Failure {
     cause: Error,
     /// What the keys of the failed commit held before it.
     undo: Batch,
+    /// For a background write: when it was noticed and how much space there was.
+    background: Option<(Instant, u64)>,
 }
 
 impl FjallStore {
@@ -105,7 +114,7 @@ impl FjallStore {
         // Unless it was this write that failed, it left nothing behind.
         let undo = if matches!(e, fjall::Error::Poisoned) { Batch::default() } else { undo(&state)? };
         drop(state);
-        Err(self.state.write().failed(&e, undo))
+        Err(self.state.write().failed(&e, undo, self.free_bytes()))
     }
 
     fn healthy(&self) -> Result<parking_lot::RwLockReadGuard<'_, State>> {
@@ -125,7 +134,9 @@ impl FjallStore {
         if failure.cause.code != Code::NoSpc {
             return refused("it takes no more writes after an error; fix the cause and restart");
         }
-        if self.free_bytes() < REOPEN_ROOM {
+        let free = self.free_bytes();
+        let early = |(when, had): (Instant, u64)| when.elapsed() < BACKGROUND_PAUSE && free < had.saturating_add(MORE);
+        if free < REOPEN_ROOM || failure.background.is_some_and(early) {
             return refused("it takes no writes until there is space");
         }
         if let Some(open) = state.open.take() {
@@ -172,21 +183,23 @@ impl State {
     }
 
     /// Notes why no more writes are taken.
-    fn failed(&mut self, e: &fjall::Error, undo: Batch) -> Error {
+    fn failed(&mut self, e: &fjall::Error, undo: Batch, free: u64) -> Error {
         if let Some(first) = &self.failure {
             return first.cause.clone().context("metadata store");
         }
-        let cause = if matches!(e, fjall::Error::Poisoned) { self.background_failure() } else { map_error(e) };
+        let background = matches!(e, fjall::Error::Poisoned).then(|| (Instant::now(), free));
+        let cause = match background {
+            Some((now, free)) => self.background_failure(now, free),
+            None => map_error(e),
+        };
         tracing::error!("the store takes no more writes: {cause}");
-        self.failure = Some(Failure { cause: cause.clone(), undo });
+        self.failure = Some(Failure { cause: cause.clone(), undo, background: background.filter(|b| b.1 < LITTLE) });
         cause.context("metadata store")
     }
 
-    /// fjall does not say what its threads died of. Most often that is a full disk.
-    fn background_failure(&mut self) -> Error {
-        let now = Instant::now();
+    fn background_failure(&mut self, now: Instant, free: u64) -> Error {
         let before = self.unknown.replace(now);
-        if before.is_some_and(|b| now.duration_since(b) < UNKNOWN_AGAIN) {
+        if free >= LITTLE && before.is_some_and(|b| now.duration_since(b) < UNKNOWN_AGAIN) {
             return Error::new(Code::Io, "background writes fail, see the log");
         }
         Error::new(Code::NoSpc, "a background write failed, is the disk full?")
@@ -206,10 +219,10 @@ impl Open {
             db.list_keyspace_names().iter().filter_map(|n| n.strip_prefix("meta-")?.parse().ok()).collect();
         generations.sort_unstable();
         let generation = generations.pop().unwrap_or(0);
-        let keyspace = open_keyspace(&db, generation).map_err(what)?;
+        let keyspace = open_keyspace(&db, generation, options).map_err(what)?;
         for old in generations {
             // Left by a crash in the middle of `clear`.
-            db.delete_keyspace(open_keyspace(&db, old).map_err(what)?).map_err(what)?;
+            db.delete_keyspace(open_keyspace(&db, old, options).map_err(what)?).map_err(what)?;
         }
         Ok(Open { db, generation, keyspace })
     }
@@ -228,8 +241,9 @@ impl Open {
     }
 }
 
-fn open_keyspace(db: &Database, generation: u64) -> fjall::Result<Keyspace> {
-    db.keyspace(&format!("meta-{generation}"), KeyspaceCreateOptions::default)
+fn open_keyspace(db: &Database, generation: u64, options: &Options) -> fjall::Result<Keyspace> {
+    let options = || KeyspaceCreateOptions::default().max_memtable_size(options.memtable_bytes.max(1 << 20));
+    db.keyspace(&format!("meta-{generation}"), options)
 }
 
 /// Keeps the errno where there is one; damage is `Corrupt`.
@@ -321,7 +335,7 @@ impl MetaStore for FjallStore {
         } else {
             fjall::Error::Io(std::io::Error::other(e.to_string()))
         };
-        Err(self.state.write().failed(&e, Batch::default()))
+        Err(self.state.write().failed(&e, Batch::default(), self.free_bytes()))
     }
 
     fn snapshot(&self) -> Result<Box<dyn Reader>> {
@@ -342,7 +356,7 @@ impl MetaStore for FjallStore {
         let Some(old) = state.open.clone() else { return Err(closed()) };
         let generation = old.generation + 1;
         let failed = |e: fjall::Error| map_error(&e).context("metadata store");
-        let keyspace = open_keyspace(&old.db, generation).map_err(failed)?;
+        let keyspace = open_keyspace(&old.db, generation, &self.options).map_err(failed)?;
         state.open = Some(Arc::new(Open { db: old.db.clone(), generation, keyspace }));
         old.db.delete_keyspace(old.keyspace.clone()).map_err(failed)
     }
@@ -371,7 +385,7 @@ mod tests {
         let mut undo = Batch::default();
         undo.put("a", "0");
         undo.delete("b");
-        s.state.write().failed(&fjall::Error::Io(std::io::Error::from_raw_os_error(28)), undo);
+        s.state.write().failed(&fjall::Error::Io(std::io::Error::from_raw_os_error(28)), undo, 0);
         // A view that is still read keeps the store from being opened anew, and no longer.
         let view = s.snapshot().unwrap();
         assert_eq!(s.commit(b.clone()).unwrap_err().code, Code::NoSpc);
@@ -382,7 +396,7 @@ mod tests {
         s.commit(c).unwrap();
         let all: Vec<_> = s.prefix(b"").map(Result::unwrap).collect();
         assert_eq!(all, [("a".into(), "0".into()), ("c".into(), "3".into())], "the failed commit was undone");
-        s.state.write().failed(&fjall::Error::Io(std::io::Error::from_raw_os_error(5)), Batch::default());
+        s.state.write().failed(&fjall::Error::Io(std::io::Error::from_raw_os_error(5)), Batch::default(), 0);
         assert_eq!(s.commit(b.clone()).unwrap_err().code, Code::Io);
         assert_eq!(s.commit(b).unwrap_err().code, Code::Io);
         assert_eq!(s.get(b"a").unwrap().unwrap(), "0");
@@ -392,10 +406,14 @@ mod tests {
     fn background_writes_that_keep_failing_are_told() {
         let dir = tempfile::tempdir().unwrap();
         let s = FjallStore::open(dir.path()).unwrap();
-        assert_eq!(s.state.write().failed(&fjall::Error::Poisoned, Batch::default()).code, Code::NoSpc);
+        assert_eq!(s.state.write().failed(&fjall::Error::Poisoned, Batch::default(), LITTLE).code, Code::NoSpc);
         s.sync().unwrap();
-        assert_eq!(s.state.write().failed(&fjall::Error::Poisoned, Batch::default()).code, Code::Io);
+        assert_eq!(s.state.write().failed(&fjall::Error::Poisoned, Batch::default(), LITTLE).code, Code::Io);
         assert_eq!(s.sync().unwrap_err().code, Code::Io);
+        // With little space they are waited out, but not at once.
+        s.state.write().failure = None;
+        let e = s.state.write().failed(&fjall::Error::Poisoned, Batch::default(), s.free_bytes().min(LITTLE - 1));
+        assert_eq!(e.code, Code::NoSpc);
     }
 
     #[test]
@@ -406,7 +424,7 @@ mod tests {
         b.put("a", "1");
         s.commit(b).unwrap();
         s.sync().unwrap();
-        open_keyspace(&s.state.read().open.as_ref().unwrap().db, 1).unwrap();
+        open_keyspace(&s.state.read().open.as_ref().unwrap().db, 1, &s.options).unwrap();
         drop(s);
         let s = FjallStore::open(dir.path()).unwrap();
         assert_eq!(s.prefix(b"").count(), 0);

@@ -114,6 +114,9 @@ pub struct Driver {
     reads: Reads,
     /// Applying these found the disk full.
     backlog: Option<ToApply>,
+    /// The end of a copy of the leader's state, which found the disk full.
+    unfinished: Option<Output>,
+    /// The disk is full, with what it said.
     stalled: Option<Error>,
     syncing: bool,
     /// Copies on their way out: peer → (id, index, task).
@@ -160,6 +163,7 @@ impl Driver {
             leaving_joint: Vec::new(),
             reads: Reads::default(),
             backlog: None,
+            unfinished: None,
             stalled: None,
             syncing: false,
             outgoing: BTreeMap::new(),
@@ -223,13 +227,56 @@ impl Driver {
 
     /// Why this member takes no proposals, if it does not.
     fn not_ready(&self) -> Option<Error> {
+        if self.core.is_leader() {
+            return self.stalled.clone();
+        }
         if let (Some(e), 0) = (&self.stalled, self.core.leader()) {
             return Some(e.clone());
         }
-        (!self.core.is_leader()).then(|| Error::not_leader(self.core.leader() as u32))
+        Some(Error::not_leader(self.core.leader() as u32))
+    }
+
+    /// The only voter: nobody else could lead.
+    fn alone(&self) -> bool {
+        let c = self.core.conf();
+        c.voters_outgoing.is_empty() && c.voters == [self.cfg.id]
+    }
+
+    /// On a full disk this member, alone, still answers reads from what it has applied: that is everything that was
+    /// answered in this term, and in terms before. What is committed beyond it nobody was told of.
+    fn reads_while_stalled(&self) -> bool {
+        self.stalled.is_some() && self.alone() && self.leads_own_term()
+    }
+
+    fn leads_own_term(&self) -> bool {
+        self.core.is_settled_leader() && self.core.applied_to().1 == self.core.term()
+    }
+
+    /// The disk is full: another member should lead, where there is one.
+    fn stall(&mut self, e: Error) {
+        if self.stalled.is_none() {
+            tracing::error!("this metadata server takes no changes until its disk has space: {e}");
+        }
+        if self.alone() {
+            self.fail_waiters();
+        } else {
+            self.core.set_stalled(true);
+        }
+        self.stalled = Some(e);
+    }
+
+    fn unstall(&mut self) {
+        if self.stalled.take().is_some() {
+            tracing::info!("this metadata server takes changes again");
+            self.core.set_stalled(false);
+        }
     }
 
     fn read(&mut self, reply: reads::Reply) {
+        if self.reads_while_stalled() {
+            let _ = reply.send(Ok(()));
+            return;
+        }
         if let Some(e) = self.not_ready() {
             let _ = reply.send(Err(e));
         } else if self.reads.len() >= self.cfg.queue {
@@ -395,9 +442,8 @@ impl Driver {
     fn event(&mut self, event: Event) -> Result<()> {
         match event {
             Event::Persisted { number, restoring } => {
-                if self.backlog.is_none() && self.stalled.take().is_some() {
-                    tracing::info!("the raft log takes writes again");
-                    self.core.set_stalled(false);
+                if !self.is_blocked() {
+                    self.unstall();
                 }
                 if let Some(n) = number {
                     self.core.persisted(n).into_iter().for_each(|m| self.send(m));
@@ -405,9 +451,7 @@ impl Driver {
                 restoring.into_iter().try_for_each(|id| self.restore_marked(id))
             }
             Event::Stalled(e) => {
-                tracing::error!("this metadata server cannot write its log and does not lead until it can: {e}");
-                self.core.set_stalled(true);
-                self.stalled = Some(e);
+                self.stall(e);
                 Ok(())
             }
             Event::Failed(e) => Err(e),
@@ -434,10 +478,8 @@ impl Driver {
             self.core.read_index(number);
         }
         loop {
-            if let Some(work) = self.backlog.take() {
-                self.apply(work)?;
-            }
-            if self.backlog.is_some() || self.core.unpersisted() >= MAX_UNPERSISTED {
+            self.try_again()?;
+            if self.is_blocked() || self.core.unpersisted() >= MAX_UNPERSISTED {
                 break;
             }
             let Some(out) = self.core.ready() else { break };
@@ -445,17 +487,56 @@ impl Driver {
         }
         self.notice_role();
         self.reads.applied(self.core.applied_to().0);
+        if self.reads_while_stalled() {
+            self.reads.allow_all();
+        }
         self.maybe_sync();
         self.publish();
         Ok(())
     }
 
+    /// Something that was handed out waits for space for the state.
+    fn is_blocked(&self) -> bool {
+        self.backlog.is_some() || self.unfinished.is_some()
+    }
+
+    fn try_again(&mut self) -> Result<()> {
+        if !self.is_blocked() {
+            return Ok(());
+        }
+        if let Some(out) = self.unfinished.take() {
+            self.output(out)?;
+        }
+        if self.unfinished.is_none()
+            && let Some(work) = self.backlog.take()
+        {
+            self.apply(work)?;
+        }
+        if !self.is_blocked() {
+            self.unstall();
+        }
+        Ok(())
+    }
+
+    fn finish_restore(&mut self, index: u64, term: u64, conf: &ConfState) -> Result<()> {
+        self.sm.restore_end(index, term, conf_bytes(conf)?)?;
+        self.sm.sync()?;
+        (self.incoming, self.conf_unknown) = (None, false);
+        tracing::info!(index, term, "took over the state of the leader");
+        Ok(())
+    }
+
     fn output(&mut self, out: Output) -> Result<()> {
-        if let Some((index, term, conf)) = out.restore {
-            self.sm.restore_end(index, term, conf_bytes(&conf)?)?;
-            self.sm.sync()?;
-            (self.incoming, self.conf_unknown) = (None, false);
-            tracing::info!(index, term, "took over the state of the leader");
+        if let Some((index, term, conf)) = &out.restore {
+            match self.finish_restore(*index, *term, conf) {
+                // The log must not say that the copy is whole before it is.
+                Err(e) if e.code == Code::NoSpc => {
+                    self.stall(e);
+                    self.unfinished = Some(out);
+                    return Ok(());
+                }
+                r => r?,
+            }
         }
         if let Some(ops) = out.persist {
             self.write(Job { ops, number: Some(out.number), restoring: None })?;
@@ -487,19 +568,12 @@ impl Driver {
         let replies = match self.sm.apply(entries, last, conf) {
             Ok(r) => r,
             Err(e) if e.code == Code::NoSpc => {
-                if self.backlog.is_none() && self.stalled.is_none() {
-                    tracing::error!("this metadata server cannot store its state and does not lead until it can: {e}");
-                }
-                self.core.set_stalled(true);
-                self.stalled = Some(e);
+                self.stall(e);
                 self.backlog = Some(work);
                 return Ok(());
             }
             Err(e) => return Err(e.context("applying metadata changes")),
         };
-        if self.stalled.take().is_some() {
-            self.core.set_stalled(false);
-        }
         self.conf_unknown = false;
         self.answer(&work, replies);
         self.core.applied(last.0, last.1);
@@ -582,6 +656,10 @@ impl Driver {
                 let _ = reply.send(Err(Error::new(Code::Exist, "this metadata server has that state")));
                 return Ok(());
             }
+            if let Some(e) = &self.stalled {
+                let _ = reply.send(Err(e.clone()));
+                return Ok(());
+            }
             if !self.core.wants_snapshot(chunk.from, chunk.index, chunk.term) {
                 let _ = reply.send(Err(Error::new(Code::NotServing, "this metadata server wants no copy from there")));
                 return Ok(());
@@ -613,8 +691,15 @@ impl Driver {
     fn restore_marked(&mut self, id: u64) -> Result<()> {
         let first = self.incoming.as_mut().filter(|i| i.id == id).and_then(|i| i.first.take());
         let Some((chunk, reply)) = first else { return Ok(()) };
-        self.sm.restore_begin()?;
-        self.take_pairs(chunk, reply)
+        match self.sm.restore_begin() {
+            Ok(()) => self.take_pairs(chunk, reply),
+            Err(e) if e.code == Code::NoSpc => {
+                self.incoming = None;
+                let _ = reply.send(Err(e));
+                Ok(())
+            }
+            Err(e) => Err(e.context("dropping the old state")),
+        }
     }
 
     fn take_pairs(&mut self, chunk: pb::SnapshotChunk, reply: Reply) -> Result<()> {
@@ -699,6 +784,12 @@ impl Driver {
     }
 
     fn fail_all(&mut self, reads: &Error) {
+        self.fail_waiters();
+        self.reads.fail(reads);
+    }
+
+    /// Nobody knows (yet) whether what they wait for will happen.
+    fn fail_waiters(&mut self) {
         for (_, waiter) in std::mem::take(&mut self.waiters).into_values() {
             match waiter {
                 Waiter::Proposal(w) => drop(w.send(Err(lost()))),
@@ -706,12 +797,11 @@ impl Driver {
             }
         }
         self.leaving_joint.drain(..).for_each(|w| drop(w.send(Err(lost()))));
-        self.reads.fail(reads);
     }
 
     fn publish(&mut self) {
         let (term, leader) = (self.core.term(), self.core.leader());
-        let ready = self.core.is_settled_leader() && self.core.applied_to().1 == term && self.stalled.is_none();
+        let ready = self.leads_own_term() && (self.stalled.is_none() || self.alone());
         let since = self.env.boot();
         self.leadership.send_if_modified(|l| {
             let changed = (l.term, l.leader, l.ready) != (term, leader, ready);
@@ -739,7 +829,8 @@ impl Driver {
 }
 
 fn lost() -> Error {
-    Error::new(Code::Disconnected, "this metadata server lost its leadership; the change may or may not have been made")
+    let m = "this metadata server could not finish a change; it may or may not have been made";
+    Error::new(Code::Disconnected, m)
 }
 
 fn conf_bytes(conf: &ConfState) -> Result<Vec<u8>> {
@@ -757,14 +848,11 @@ async fn write_log(log: Arc<dyn LogStore>, mut jobs: mpsc::Receiver<Job>, events
             number = job.number.or(number);
             restoring.extend(job.restoring);
         }
-        let mut told = false;
         while !ops.is_empty() {
             match log.write(&ops).await {
                 Ok(()) => break,
                 Err(e) if e.code == Code::NoSpc => {
-                    if !std::mem::replace(&mut told, true) {
-                        let _ = events.send(Event::Stalled(e)).await;
-                    }
+                    let _ = events.send(Event::Stalled(e)).await;
                     tokio::time::sleep(RETRY).await;
                 }
                 Err(e) => {

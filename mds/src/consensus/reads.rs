@@ -51,10 +51,19 @@ impl Reads {
 
     /// This member cannot answer any of them.
     pub fn fail(&mut self, e: &Error) {
+        self.answer(|| Err(e.clone()));
+    }
+
+    /// All of them may look at what is applied now.
+    pub fn allow_all(&mut self) {
+        self.answer(|| Ok(()));
+    }
+
+    fn answer(&mut self, with: impl Fn() -> Result<()>) {
         let asked = self.asked.take().into_iter().flat_map(|(_, r)| r);
         let allowed = self.allowed.drain(..).flat_map(|(_, r)| r);
         for r in self.gathering.drain(..).chain(asked).chain(allowed) {
-            let _ = r.send(Err(e.clone()));
+            let _ = r.send(with());
         }
     }
 }

@@ -180,6 +180,11 @@ impl Namespace {
         self.memory.read().sessions.get(&id).map(|s| s.record.clone())
     }
 
+    /// Whether a session's request ran and its reply is kept.
+    pub fn has_reply(&self, id: SessionId, seq: u64) -> bool {
+        self.memory.read().sessions.get(&id).is_some_and(|s| s.seqs.contains(&seq))
+    }
+
     /// All sessions by id.
     pub fn sessions(&self) -> Vec<(SessionId, pb::SessionRecord)> {
         self.memory.read().sessions.iter().map(|(id, s)| (*id, s.record.clone())).collect()

@@ -62,6 +62,10 @@ pub struct Config {
     /// Memory for the metadata store's block cache, bytes.
     #[serde(default = "cache_bytes")]
     pub cache_bytes: u64,
+    /// Disk space kept back in `dir`, bytes: with less, nothing new is accepted, but removals are. 0: none. Absent: 5 % of
+    /// the file system, at most 256 MiB.
+    #[serde(default)]
+    pub reserve_bytes: Option<u64>,
 }
 
 fn fs_name() -> String {
@@ -129,6 +133,7 @@ impl Config {
             tick_ms: tick_ms(),
             gc_parallel: gc_parallel(),
             cache_bytes: cache_bytes(),
+            reserve_bytes: None,
         }
     }
 

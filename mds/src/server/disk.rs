@@ -1,4 +1,5 @@
-//! A metadata server from its folder: `lock`, `identity`, `log/` (Raft), `state/` (the namespace).
+//! A metadata server from its folder: `lock`, `identity`, `log/` (Raft), `state/` (the namespace), `reserve` (space kept
+//! back, see `room`).
 //!
 //! `identity` says whose folder it is and whether it was ever complete. It is written before anything else and once more
 //! when everything is there; from then on a missing log is a damaged one, never a new one.
@@ -10,12 +11,12 @@ use std::{
     sync::Arc,
 };
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, flock, statvfs};
 use strake_fabric::{Env, Identity, Pool, tcp::TcpFabric};
 use strake_proto::{CapKey, Code, Error, Result, cap::derive_key};
 use strake_store::{FjallStore, fjall_store};
 
-use super::{Config, MdsServer, Parts, admin};
+use super::{Config, Disk, MdsServer, Parts, admin, room};
 use crate::consensus::{DiskLog, DiskOptions, disk_log};
 
 const MAGIC: &str = "strake mds";
@@ -24,6 +25,7 @@ const IDENTITY: &str = "identity";
 const LOCK: &str = "lock";
 const LOG: &str = "log";
 const STATE: &str = "state";
+const RESERVE: &str = "reserve";
 
 /// Starts a server on TCP from `cfg.dir`, making the folder at the first start. `cluster_key` is the secret that all servers
 /// of the cluster share; what clients and other clusters must not forge is derived from it.
@@ -33,7 +35,11 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
     cfg.check()?;
     let cluster = cluster_id(&cluster_key, &cfg.fs_name);
     let lock = open_folder(&cfg, cluster)?;
-    let options = fjall_store::Options { cache_bytes: cfg.cache_bytes, ..Default::default() };
+    let total = statvfs(&cfg.dir).map(|s| s.f_blocks.saturating_mul(s.f_frsize)).map_err(|e| at(&cfg.dir, std::io::Error::from(e)))?;
+    // On a small disk all of it has to do with less at once.
+    let segment = (total / 64).clamp(1 << 20, super::LOG_BYTES) & !4095;
+    let memtable_bytes = (total / 32).clamp(1 << 20, 64 << 20);
+    let options = fjall_store::Options { cache_bytes: cfg.cache_bytes, memtable_bytes, ..Default::default() };
     let store = FjallStore::open_with(cfg.dir.join(STATE), &options)?;
     let mut voters: Vec<u64> = cfg.peers.iter().map(|p| p.0).chain([cfg.id]).collect();
     voters.sort_unstable();
@@ -41,7 +47,8 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
     if cfg.join {
         voters.clear();
     }
-    let log = DiskLog::open(&cfg.dir.join(LOG), cluster, cfg.id, &voters, env.random_u64(), DiskOptions::default())?;
+    let log_options = DiskOptions { segment_bytes: segment as usize };
+    let log = DiskLog::open(&cfg.dir.join(LOG), cluster, cfg.id, &voters, env.random_u64(), log_options)?;
     write_identity(&cfg.dir, &Record { member: cfg.id, cluster, complete: true })?;
     let fabric = TcpFabric::new(env.clone(), Identity::server(&cluster_key), None, Pool::default(), Default::default());
     let parts = Parts {
@@ -52,10 +59,12 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
         cap_key: CapKey::from_cluster_key(&cluster_key),
         cluster,
     };
-    let at = cfg.admin;
-    let mut server = super::start(cfg, parts).await?;
+    let admin_at = cfg.admin;
+    let reserve = cfg.reserve_bytes.unwrap_or_else(|| room::default_reserve(total));
+    let disk = Disk { reserve_file: Some(cfg.dir.join(RESERVE)), reserve, segment };
+    let mut server = super::start_with(cfg, parts, disk).await?;
     server.lock = Some(lock);
-    if let Some(at) = at {
+    if let Some(at) = admin_at {
         let serve = admin::serve(server.mds.clone(), at)?;
         server.tasks.push(server.mds.env.spawn(serve));
     }

@@ -22,6 +22,7 @@ const STALL: Duration = Duration::from_secs(1);
 const MIN_GRACE: Duration = Duration::from_secs(5);
 /// For so long nobody may have had an orphan open.
 const ORPHAN_PAUSE: Duration = Duration::from_secs(1);
+const YIELD_TICK: Duration = Duration::from_secs(30);
 const ORPHAN_TICK: Duration = Duration::from_millis(500);
 const ORPHANS: usize = 16_384;
 /// Sessions or inodes named in one log entry.
@@ -59,7 +60,7 @@ async fn lost(leadership: &mut watch::Receiver<Leadership>, term: u64) {
 }
 
 /// Whether a failed proposal certainly did not and will not run.
-fn never_ran(e: &Error) -> bool {
+pub(super) fn never_ran(e: &Error) -> bool {
     !matches!(e.code, Code::Disconnected | Code::TimedOut)
 }
 
@@ -84,6 +85,7 @@ impl Mds {
             self.free_orphans(),
             chunks::cut_files(self),
             chunks::delete_files(self),
+            self.yield_full_disk(),
         );
     }
 
@@ -131,6 +133,26 @@ impl Mds {
             if let Err(e) = self.propose(Command::MdsNodes(pb::MdsNodes { nodes })).await {
                 tracing::warn!("announcing the metadata servers: {e}");
                 sleep(STALL).await;
+            }
+        }
+    }
+
+    /// With a full disk here and space elsewhere, another member should lead. If theirs are full too, leadership goes
+    /// round slowly.
+    async fn yield_full_disk(&self) {
+        loop {
+            sleep(YIELD_TICK).await;
+            if !self.room.look().0 {
+                continue;
+            }
+            let voters = self.node.status().voters;
+            let next =
+                voters.iter().filter(|id| **id > self.cfg.id).chain(voters.iter().filter(|id| **id < self.cfg.id));
+            for id in next {
+                tracing::warn!(to = id, "hands leadership over: the disk here is full");
+                if self.node.transfer(*id).await.is_ok() {
+                    break;
+                }
             }
         }
     }

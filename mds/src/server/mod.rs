@@ -3,7 +3,7 @@
 //! `service` answers requests: reads after a barrier, changes through the log. `machine` is what the log is applied to.
 //! `leader` runs what only the leader does: membership ticks, session terms, orphans; `chunks` are its workers that cut
 //! and delete chunks at the storage servers. `sessions` is its pure table of sessions and opens. `disk` starts all that
-//! from a folder, `admin` serves gRPC.
+//! from a folder, `room` says which changes its disk has space for, `admin` serves gRPC.
 
 mod admin;
 mod chunks;
@@ -11,6 +11,7 @@ pub mod config;
 pub mod disk;
 mod leader;
 mod machine;
+mod room;
 mod service;
 pub mod sessions;
 
@@ -18,7 +19,8 @@ pub mod sessions;
 mod tests;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
     sync::{Arc, OnceLock, atomic::AtomicU64},
     time::Duration,
 };
@@ -31,7 +33,7 @@ use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Endpoint, Env, Fabric, Listener, watch};
 use strake_proto::{
-    CapKey, Code, Error, Result,
+    CapKey, Code, Error, Result, SessionId,
     map::{MapView, ROLE_MDS},
     pb,
 };
@@ -42,6 +44,7 @@ use crate::{
     cluster::manager::Manager,
     consensus::{self, Leadership, LogStore, MemberChange, Node},
 };
+use room::{Need, Room};
 use sessions::Sessions;
 
 /// What a server runs on; everything outside of it comes from here.
@@ -83,6 +86,9 @@ struct Mds {
     leadership: watch::Receiver<Leadership>,
     lead: Mutex<Option<Lead>>,
     links: chunks::Links,
+    room: Room,
+    /// Requests that were proposed and whose outcome is not known here: (session, sequence number).
+    unsettled: Mutex<BTreeSet<(SessionId, u64)>>,
     /// A reply waits for a file to be cut.
     trim_wanted: Notify,
     advertised: OnceLock<Endpoint>,
@@ -91,13 +97,35 @@ struct Mds {
     started: Duration,
 }
 
+/// What a server's folder is on.
+struct Disk {
+    /// The file that reserves space, see [`room`].
+    reserve_file: Option<PathBuf>,
+    /// Its size, bytes.
+    reserve: u64,
+    /// Bytes the Raft log takes at once.
+    segment: u64,
+}
+
 /// Starts a server on its parts and returns when it listens. It serves clients once a leader is elected.
 pub async fn start(cfg: Config, parts: Parts) -> Result<MdsServer> {
+    let reserve = cfg.reserve_bytes.unwrap_or(0);
+    start_with(cfg, parts, Disk { reserve_file: None, reserve, segment: LOG_BYTES }).await
+}
+
+/// Bytes of the Raft log that are kept, where the disk is not small.
+const LOG_BYTES: u64 = 64 << 20;
+/// And where it is.
+const LEAST_LOG_BYTES: u64 = 4 << 20;
+
+async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> {
     cfg.check()?;
+    let room = Room::new(parts.store.clone(), disk.reserve_file, disk.reserve, disk.segment);
     let machine = Arc::new(Machine::open(parts.store)?);
     let peers: BTreeMap<u64, Endpoint> = cfg.peers.iter().filter(|p| p.0 != cfg.id).cloned().collect();
     let raft = consensus::Config {
         tick: Duration::from_millis(cfg.tick_ms),
+        log_bytes: disk.segment.max(LEAST_LOG_BYTES) as usize,
         ..consensus::Config::new(cfg.id, parts.cluster, peers)
     };
     let node = Node::start(raft, parts.env.clone(), parts.fabric.clone(), parts.log, machine.clone()).await?;
@@ -109,6 +137,8 @@ pub async fn start(cfg: Config, parts: Parts) -> Result<MdsServer> {
         cap_key: parts.cap_key,
         lead: Mutex::new(None),
         links: chunks::Links::new(parts.fabric.clone()),
+        room,
+        unsettled: Mutex::default(),
         trim_wanted: Notify::new(),
         advertised: OnceLock::new(),
         refused: AtomicU64::new(0),
@@ -125,9 +155,20 @@ pub async fn start(cfg: Config, parts: Parts) -> Result<MdsServer> {
             mds.node.set_peer(u64::from(n.id), at);
         }
     }
-    let tasks = vec![mds.env.spawn(leader::run(mds.clone()))];
+    let mut tasks = vec![mds.env.spawn(leader::run(mds.clone()))];
+    if disk.reserve > 0 {
+        tasks.push(mds.env.spawn(watch_room(mds.clone())));
+    }
     tracing::info!(id = mds.cfg.id, at = %endpoint, "metadata server listens");
     Ok(MdsServer { mds, endpoint, listener: Some(listener), tasks, lock: None })
+}
+
+/// Also members that do not lead give up their reserve when they need it.
+async fn watch_room(mds: Arc<Mds>) {
+    loop {
+        mds.room.look();
+        tokio::time::sleep(ROOM_TICK).await;
+    }
 }
 
 impl MdsServer {
@@ -215,8 +256,37 @@ impl Mds {
         }
     }
 
-    /// Has a command agreed on and applied. Errors of consensus and of the command itself alike.
+    /// Has a command agreed on and applied. Errors of consensus and of the command itself alike; `NoSpc`: this server's
+    /// disk has no room for it.
     async fn propose(&self, command: pb::log_command::Command) -> Result<pb::LogReply> {
+        self.room.check(Need::of(&command))?;
+        self.propose_anyway(command).await
+    }
+
+    /// A client's list of changes. A retry of one that ran, or that may yet run, is not answered with `NoSpc`.
+    async fn propose_list(&self, request: pb::MetaRequest) -> Result<pb::LogReply> {
+        let (key, session, seq) = ((request.session, request.seq), request.session, request.seq);
+        let again = self.machine.namespace.has_reply(session, seq) || self.unsettled.lock().contains(&key);
+        let command = pb::log_command::Command::Meta(request);
+        if !again {
+            self.room.check(Need::of(&command))?;
+            let mut unsettled = self.unsettled.lock();
+            unsettled.insert(key);
+            if unsettled.len() > MAX_UNSETTLED {
+                unsettled.pop_first();
+            }
+        }
+        match self.propose_anyway(command).await {
+            Err(e) if e.code == Code::NoSpc && again => Err(Error::new(Code::Disconnected, e.message)),
+            Err(e) if !leader::never_ran(&e) => Err(e),
+            result => {
+                self.unsettled.lock().remove(&key);
+                result
+            }
+        }
+    }
+
+    async fn propose_anyway(&self, command: pb::log_command::Command) -> Result<pb::LogReply> {
         let command = pb::LogCommand { now_ns: self.env.unix_ns(), command: Some(command) };
         let bytes: Bytes = self.node.propose(command.encode_to_vec().into()).await?;
         let reply = pb::LogReply::decode(bytes)
@@ -233,6 +303,9 @@ impl Mds {
         let mut notices = Vec::new();
         if self.leading().is_err() {
             notices.push("not the leader: idle times and opens of sessions are known to the leader only".into());
+        }
+        if self.room.look().0 {
+            notices.push("the disk is almost full: nothing new is accepted here until there is space".into());
         }
         let lead = self.lead.lock();
         let sessions = ns.sessions().into_iter().map(|(id, s)| pb::SessionStatus {
@@ -268,6 +341,9 @@ impl Mds {
         }
     }
 }
+
+const MAX_UNSETTLED: usize = 65_536;
+const ROOM_TICK: Duration = Duration::from_millis(250);
 
 /// Queues are counted up to here for `status`.
 const STATUS_LIMIT: usize = 10_000;

@@ -187,7 +187,7 @@ impl Mds {
             return Err(Error::new(Code::Inval, "a list that changes something needs a sequence number"));
         }
         let term = self.leading()?;
-        let reply = self.propose(Command::Meta(request)).await?;
+        let reply = self.propose_list(request).await?;
         let Some(pb::log_reply::Reply::Meta(mut reply)) = reply.reply else { return Err(misread()) };
         if reply.results.iter().all(ok) {
             self.wait_for_trims(term, &ops, &reply.results).await?;

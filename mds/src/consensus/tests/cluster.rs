@@ -250,22 +250,55 @@ async fn a_full_log_disk_moves_the_leadership_and_heals() {
     c.settled(&[1, 2, 3]).await;
 }
 
+/// Who was on the way when the disk filled learns no result, who comes later that it is full; all of them can read.
 #[tokio::test(start_paused = true)]
-async fn a_full_disk_of_a_lone_member_is_told_and_heals() {
+async fn a_lone_member_reads_on_with_a_full_disk_and_heals() {
     let c = Cluster::new(1, 15, |_| {}).await;
     c.put("a", "1").await;
     c.members[&1].log.set_fault(Some(Error::new(Code::NoSpc, "log disk full")));
     assert_eq!(c.node(1).propose("a=2".into()).await.unwrap_err().code, Code::Disconnected);
     assert_eq!(c.node(1).propose("a=3".into()).await.unwrap_err().code, Code::NoSpc);
+    c.node(1).read_barrier().await.unwrap();
+    assert_eq!(c.kv(1).value("a").unwrap(), "1");
     c.members[&1].log.set_fault(None);
     assert_eq!(c.put("a", "4").await, "2");
     // The state's disk.
     *c.kv(1).full.lock() = true;
-    let e = c.node(1).propose("a=5".into()).await.unwrap_err();
-    assert_eq!(e.code, Code::Disconnected);
+    let (term, node) = (c.node(1).leadership().borrow().term, c.node(1));
+    let proposal = node.propose("a=5".into());
+    let reads = async {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        futures_util::future::join_all((0..10).map(|_| node.read_barrier())).await
+    };
+    let (e, reads) = tokio::join!(proposal, reads);
+    assert_eq!(e.unwrap_err().code, Code::Disconnected);
+    assert!(reads.iter().all(Result::is_ok));
     assert_eq!(c.node(1).propose("a=6".into()).await.unwrap_err().code, Code::NoSpc);
+    c.node(1).read_barrier().await.unwrap();
+    assert_eq!(c.kv(1).value("a").unwrap(), "4");
+    let l = *c.node(1).leadership().borrow();
+    assert!(l.ready && l.term == term, "{l:?}");
     *c.kv(1).full.lock() = false;
     assert_eq!(c.put("a", "7").await, "5");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_follower_with_a_full_disk_hurts_nobody_and_catches_up() {
+    let c = Cluster::new(3, 19, small_logs).await;
+    c.put("a", "1").await;
+    let leader = c.leader().await;
+    let full = leader % 3 + 1;
+    *c.kv(full).full.lock() = true;
+    c.members[&full].log.set_fault(Some(Error::new(Code::NoSpc, "log disk full")));
+    for i in 0..200 {
+        c.node(leader).propose(format!("k{i}=v").into()).await.unwrap();
+    }
+    assert_eq!(c.leader().await, leader);
+    c.members[&full].log.set_fault(None);
+    c.put("b", "1").await;
+    *c.kv(full).full.lock() = false;
+    c.settled(&[1, 2, 3]).await;
+    assert_eq!(c.leader().await, leader);
 }
 
 #[tokio::test(start_paused = true)]

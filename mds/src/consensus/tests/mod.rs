@@ -256,14 +256,14 @@ impl Cluster {
         .await
     }
 
-    /// Proposes at whoever leads, trying again as a client would.
+    /// Proposes at whoever leads, trying again as a client would, and until there is space.
     async fn put(&self, key: &str, value: &str) -> Bytes {
         loop {
             let leader = self.leader().await;
             let cmd = Bytes::from(format!("{key}={value}"));
             match tokio::time::timeout(Duration::from_secs(2), self.node(leader).propose(cmd)).await {
                 Ok(Ok(reply)) => return reply,
-                Ok(Err(e)) => assert!(e.is_retryable(), "{e:?}"),
+                Ok(Err(e)) => assert!(e.is_retryable() || e.code == Code::NoSpc, "{e:?}"),
                 Err(_) => {}
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
