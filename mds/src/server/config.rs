@@ -62,7 +62,7 @@ pub struct Config {
     /// Memory for the metadata store's block cache, bytes.
     #[serde(default = "cache_bytes")]
     pub cache_bytes: u64,
-    /// Disk space kept back in `dir`, bytes: with less, nothing new is accepted, but removals are. 0: none. Absent: 5 % of
+    /// Disk space kept back in `dir`, bytes: with less, nothing new is accepted, but removals are. 0: none. Absent: 10 % of
     /// the file system, at most 256 MiB.
     #[serde(default)]
     pub reserve_bytes: Option<u64>,

@@ -35,11 +35,15 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
     cfg.check()?;
     let cluster = cluster_id(&cluster_key, &cfg.fs_name);
     let lock = open_folder(&cfg, cluster)?;
-    let total = statvfs(&cfg.dir).map(|s| s.f_blocks.saturating_mul(s.f_frsize)).map_err(|e| at(&cfg.dir, std::io::Error::from(e)))?;
+    let total = statvfs(&cfg.dir)
+        .map(|s| s.f_blocks.saturating_mul(s.f_frsize))
+        .map_err(|e| at(&cfg.dir, std::io::Error::from(e)))?;
     // On a small disk all of it has to do with less at once.
     let segment = (total / 64).clamp(1 << 20, super::LOG_BYTES) & !4095;
-    let memtable_bytes = (total / 32).clamp(1 << 20, 64 << 20);
-    let options = fjall_store::Options { cache_bytes: cfg.cache_bytes, memtable_bytes, ..Default::default() };
+    let memtable_bytes = (total / 64).clamp(1 << 20, 64 << 20);
+    let journal_bytes = (total / 8).clamp(64 << 20, 256 << 20);
+    let options =
+        fjall_store::Options { cache_bytes: cfg.cache_bytes, journal_bytes, memtable_bytes, ..Default::default() };
     let store = FjallStore::open_with(cfg.dir.join(STATE), &options)?;
     let mut voters: Vec<u64> = cfg.peers.iter().map(|p| p.0).chain([cfg.id]).collect();
     voters.sort_unstable();

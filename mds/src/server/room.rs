@@ -13,7 +13,7 @@ use pb::{log_command::Command, op::Op};
 
 const MIB: u64 = 1 << 20;
 /// By default so much of the file system is reserved, and no more than that.
-const SHARE: u64 = 20;
+const SHARE: u64 = 10;
 const MOST: u64 = 256 * MIB;
 
 /// What a change asks of the disk.

@@ -8,7 +8,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::server::{Config, MdsServer, start_on_disk};
 
-const KEY: [u8; 32] = [8; 32];
+pub(super) const KEY: [u8; 32] = [8; 32];
 
 /// Ports that were free a moment ago.
 fn free_ports(n: usize) -> Vec<u16> {
@@ -16,7 +16,7 @@ fn free_ports(n: usize) -> Vec<u16> {
     held.iter().map(|l| l.local_addr().unwrap().port()).collect()
 }
 
-fn configs(dir: &Path, n: usize) -> Vec<Config> {
+pub(super) fn configs(dir: &Path, n: usize) -> Vec<Config> {
     let ports = free_ports(n);
     let at = |i: usize| Endpoint::Tcp("127.0.0.1".into(), ports[i]);
     let peers: Vec<(u64, Endpoint)> = (0..n).map(|i| (i as u64 + 1, at(i))).collect();
@@ -25,7 +25,7 @@ fn configs(dir: &Path, n: usize) -> Vec<Config> {
         .collect()
 }
 
-async fn start_all(cfgs: &[Config]) -> Vec<Option<MdsServer>> {
+pub(super) async fn start_all(cfgs: &[Config]) -> Vec<Option<MdsServer>> {
     let mut all = Vec::new();
     for c in cfgs {
         all.push(Some(start_on_disk(c.clone(), Env::system(), KEY).await.unwrap()));
@@ -33,13 +33,17 @@ async fn start_all(cfgs: &[Config]) -> Vec<Option<MdsServer>> {
     all
 }
 
-fn client_fabric() -> TcpFabric {
+pub(super) fn client_fabric() -> TcpFabric {
     let identity = Identity::client(derive_key(&KEY, "strake client v1"));
     TcpFabric::new(Env::system(), identity, None, Pool::default(), Default::default())
 }
 
 /// Asks one server after the other until the leader answers.
-async fn ask<R: prost::Message + Default>(cfgs: &[Config], opcode: u16, body: &impl prost::Message) -> Result<R> {
+pub(super) async fn ask<R: prost::Message + Default>(
+    cfgs: &[Config],
+    opcode: u16,
+    body: &impl prost::Message,
+) -> Result<R> {
     let fabric = client_fabric();
     let body = body.encode_to_vec();
     let attempt = async {

@@ -1,6 +1,7 @@
 //! Whole servers: groups of one and three members, fake storage servers, raw requests.
 
 mod disk;
+mod full_disk;
 mod world;
 
 use std::{sync::atomic::Ordering, time::Duration};
