@@ -438,6 +438,20 @@ impl Core {
         self.raw.raft.prs().get(id).map(|p| p.matched)
     }
 
+    /// Whether a majority of the voters knows, as far as this leader heard, that everything up to `index` is committed.
+    pub fn majority_knows(&self, index: u64) -> bool {
+        let (raft, voters) = (&self.raw.raft, self.voters());
+        let knows = |id: &u64| {
+            let known = if *id == raft.id {
+                raft.raft_log.committed
+            } else {
+                raft.prs().get(*id).map_or(0, |p| p.committed_index)
+            };
+            known >= index
+        };
+        voters.iter().filter(|id| knows(id)).count() * 2 > voters.len()
+    }
+
     /// raft-rs asserts that nothing is on its way to the disk when a member becomes leader.
     fn may_campaign(&self) -> bool {
         let log = &self.raw.raft.raft_log;

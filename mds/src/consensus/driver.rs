@@ -109,8 +109,11 @@ pub struct Driver {
     jobs: mpsc::Sender<Job>,
     tasks: Vec<JoinHandle<()>>,
     waiters: BTreeMap<u64, (u64, Waiter)>,
-    /// Changes that are applied and wait for the end of the joint configuration.
+    /// Changes that are applied and wait for the end of the joint configuration, and until a majority knows of it: a
+    /// member that does not know still needs a majority of the old members to be elected.
     leaving_joint: Vec<Reply>,
+    /// The last entry of those changes, once the joint configuration has ended.
+    joint_left: Option<u64>,
     reads: Reads,
     /// Applying these found the disk full.
     backlog: Option<ToApply>,
@@ -161,6 +164,7 @@ impl Driver {
             tasks: vec![writer],
             waiters: BTreeMap::new(),
             leaving_joint: Vec::new(),
+            joint_left: None,
             reads: Reads::default(),
             backlog: None,
             unfinished: None,
@@ -490,6 +494,7 @@ impl Driver {
         if self.reads_while_stalled() {
             self.reads.allow_all();
         }
+        self.answer_changes();
         self.maybe_sync();
         self.publish();
         Ok(())
@@ -596,7 +601,13 @@ impl Driver {
                 Waiter::Change(w) => self.leaving_joint.push(w),
             }
         }
-        if self.core.conf().voters_outgoing.is_empty() {
+        if self.core.conf().voters_outgoing.is_empty() && !self.leaving_joint.is_empty() && self.joint_left.is_none() {
+            self.joint_left = work.entries.last().map(|e| e.index);
+        }
+    }
+
+    fn answer_changes(&mut self) {
+        if self.joint_left.take_if(|index| self.core.majority_knows(*index)).is_some() {
             self.leaving_joint.drain(..).for_each(|w| drop(w.send(Ok(()))));
         }
     }
@@ -796,6 +807,7 @@ impl Driver {
                 Waiter::Change(w) => drop(w.send(Err(lost()))),
             }
         }
+        self.joint_left = None;
         self.leaving_joint.drain(..).for_each(|w| drop(w.send(Err(lost()))));
     }
 

@@ -219,6 +219,26 @@ async fn members_are_added_promoted_replaced_and_removed() {
     c.put("x", "3").await;
 }
 
+/// As soon as a change is answered, a majority of the new members must be able to do without the others.
+#[tokio::test(start_paused = true)]
+async fn the_leader_may_die_as_soon_as_it_answered_a_replacement() {
+    for seed in 0..20 {
+        let mut c = Cluster::new(3, 100 + seed, |_| {}).await;
+        c.put("a", "1").await;
+        let leader = c.leader().await;
+        let (old, other) = (leader % 3 + 1, (leader + 1) % 3 + 1);
+        c.kill(old, true).await;
+        c.add(4, vec![]).await;
+        let add = MemberChange::AddLearner { id: 4, endpoint: Endpoint::Sim(4) };
+        c.node(leader).change_members(add).await.unwrap();
+        (1..=3u64).for_each(|id| c.node(4).set_peer(id, Endpoint::Sim(id as u32)));
+        c.settled(&[leader, other, 4]).await;
+        c.node(leader).change_members(MemberChange::Replace { old, new: 4 }).await.unwrap();
+        c.kill(leader, true).await;
+        assert_eq!(c.put("a", "2").await, "1", "seed {seed}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn leadership_is_handed_over() {
     let c = Cluster::new(3, 13, |_| {}).await;
