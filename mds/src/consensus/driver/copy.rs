@@ -1,0 +1,122 @@
+//! The bulk copy of a state, out to a member that is behind and in from the leader.
+
+use bytes::Bytes;
+use protobuf::Message as _;
+use raft::eraftpb::{ConfState, Message};
+use strake_proto::{Code, Error, Result, pb};
+
+use super::{
+    super::snapshot::{self, Incoming, Outgoing},
+    Driver, Event, Job, Reply, conf_bytes,
+};
+
+impl Driver {
+    pub(super) fn finish_restore(&mut self, index: u64, term: u64, conf: &ConfState) -> Result<()> {
+        self.sm.restore_end(index, term, conf_bytes(conf)?)?;
+        self.sm.sync()?;
+        (self.incoming, self.conf_unknown) = (None, false);
+        tracing::info!(index, term, "took over the state of the leader");
+        Ok(())
+    }
+
+    pub(super) fn send_snapshot(&mut self, mut message: Message) -> Result<()> {
+        let to = message.to;
+        let gone = || Error::new(Code::NoEnt, format!("the address of metadata server {to} is not known"));
+        let endpoint = self.peers.endpoint(to).ok_or_else(gone)?;
+        let view = self.sm.snapshot()?;
+        let conf = match &view.conf_state[..] {
+            [] => self.core.conf().clone(),
+            b => ConfState::parse_from_bytes(b).map_err(|e| Error::new(Code::Corrupt, e.to_string()))?,
+        };
+        let id = self.env.random_u64();
+        let s = message.mut_snapshot();
+        s.data = id.to_le_bytes().to_vec().into();
+        let meta = s.mut_metadata();
+        (meta.index, meta.term) = (view.index, view.term);
+        meta.set_conf_state(conf);
+        tracing::info!(to, index = view.index, "copying the state to a metadata server that is behind");
+        let out = Outgoing { id, index: view.index, term: view.term, view: view.view, message, endpoint };
+        let (sender, events, index) = (self.peers.sender(), self.events_tx.clone(), view.index);
+        let task = self.env.spawn(async move {
+            let result = snapshot::send(sender, out).await;
+            let _ = events.send(Event::Sent { to, id, result }).await;
+        });
+        if let Some((_, _, old)) = self.outgoing.insert(to, (id, index, task)) {
+            old.abort();
+        }
+        Ok(())
+    }
+
+    /// Part of a peer's state. The first one is taken only from the leader this member follows, and only if this member
+    /// cannot do without.
+    pub(super) fn chunk(&mut self, chunk: pb::SnapshotChunk, reply: Reply) -> Result<()> {
+        if chunk.number == 0 {
+            if self.core.leader() == chunk.from && self.core.needs_no_copy(chunk.index, chunk.term) {
+                let _ = reply.send(Err(Error::new(Code::Exist, "this metadata server has that state")));
+                return Ok(());
+            }
+            if let Some(e) = &self.stalled {
+                let _ = reply.send(Err(e.clone()));
+                return Ok(());
+            }
+            if !self.core.wants_snapshot(chunk.from, chunk.index, chunk.term) {
+                let _ = reply.send(Err(Error::new(Code::NotServing, "this metadata server wants no copy from there")));
+                return Ok(());
+            }
+            let op = self.core.begin_restore(chunk.index, chunk.term);
+            let id = chunk.snapshot;
+            self.incoming = Some(Incoming {
+                from: chunk.from,
+                id,
+                index: chunk.index,
+                term: chunk.term,
+                next: 1,
+                complete: false,
+                first: Some((chunk, reply)),
+            });
+            return self.write(Job { ops: vec![op], number: None, restoring: Some(id) });
+        }
+        let expected = self.incoming.as_ref().is_some_and(|i| {
+            i.first.is_none() && !i.complete && (i.from, i.id, i.next) == (chunk.from, chunk.snapshot, chunk.number)
+        });
+        if !expected {
+            let _ = reply.send(Err(Error::new(Code::Stale, "not the part of the copy that was expected")));
+            return Ok(());
+        }
+        self.take_pairs(chunk, reply)
+    }
+
+    /// The log says that the state is void; from here on it may be overwritten.
+    pub(super) fn restore_marked(&mut self, id: u64) -> Result<()> {
+        let first = self.incoming.as_mut().filter(|i| i.id == id).and_then(|i| i.first.take());
+        let Some((chunk, reply)) = first else { return Ok(()) };
+        match self.sm.restore_begin() {
+            Ok(()) => self.take_pairs(chunk, reply),
+            Err(e) if e.code == Code::NoSpc => {
+                self.incoming = None;
+                let _ = reply.send(Err(e));
+                Ok(())
+            }
+            Err(e) => Err(e.context("dropping the old state")),
+        }
+    }
+
+    fn take_pairs(&mut self, chunk: pb::SnapshotChunk, reply: Reply) -> Result<()> {
+        let pairs = chunk.pairs.into_iter().map(|p| (p.key, p.value)).collect();
+        match self.sm.restore_pairs(pairs) {
+            Ok(()) => {
+                if let Some(i) = &mut self.incoming {
+                    (i.next, i.complete) = (chunk.number + 1, chunk.last);
+                }
+                let _ = reply.send(Ok(()));
+                Ok(())
+            }
+            Err(e) if e.code == Code::NoSpc => {
+                self.incoming = None;
+                let _ = reply.send(Err(e));
+                Ok(())
+            }
+            Err(e) => Err(e.context("taking over the leader's state")),
+        }
+    }
+}
