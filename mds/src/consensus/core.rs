@@ -251,6 +251,12 @@ impl Core {
         let mut after = rd.take_persisted_messages();
         out.committed = rd.take_committed_entries();
         out.reads = rd.take_read_states().iter().filter_map(read_number).collect();
+        if self.lost_state && out.restore.is_none() && self.conf().voters.is_empty() {
+            // What a new member acknowledges makes it promotable, and without the state it is of no use to the group.
+            let mute = |m: &Message| m.get_msg_type() != MessageType::MsgAppendResponse || m.reject;
+            out.messages.retain(mute);
+            after.retain(mute);
+        }
         self.raw.advance_append_async(rd);
         if ops.is_empty() && self.waiting.is_empty() {
             self.raw.on_persist_ready(out.number);

@@ -382,7 +382,9 @@ impl Driver {
         if !learners.contains(&promote) {
             return bad(format!("metadata server {promote} is not a learner; add it first"));
         }
-        if self.core.matched(promote).unwrap_or(0) + CAUGHT_UP < self.core.image().last() {
+        // Nothing is acknowledged before the first copy of the state has arrived.
+        let matched = self.core.matched(promote).unwrap_or(0);
+        if matched == 0 || matched + CAUGHT_UP < self.core.image().last() {
             return Err(Error::new(Code::Busy, format!("metadata server {promote} has not caught up yet")));
         }
         add(promote, ConfChangeType::AddNode);

@@ -1,6 +1,5 @@
 //! The bulk copy of a state, out to a member that is behind and in from the leader.
 
-use bytes::Bytes;
 use protobuf::Message as _;
 use raft::eraftpb::{ConfState, Message};
 use strake_proto::{Code, Error, Result, pb};
