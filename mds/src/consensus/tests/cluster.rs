@@ -234,7 +234,7 @@ async fn the_leader_may_die_as_soon_as_it_answered_a_replacement() {
         (1..=3u64).for_each(|id| c.node(4).set_peer(id, Endpoint::Sim(id as u32)));
         while let Err(e) = c.node(leader).change_members(MemberChange::Replace { old, new: 4 }).await {
             assert_eq!(e.code, Code::Busy, "{e}");
-            tokio::time::sleep(Duration::from_millis(seed)).await;
+            tokio::time::sleep(Duration::from_millis(1 + seed)).await;
         }
         c.kill(leader, true).await;
         assert_eq!(c.put("a", "2").await, "1", "seed {seed}");
