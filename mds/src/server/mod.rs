@@ -121,6 +121,8 @@ const LEAST_LOG_BYTES: u64 = 4 << 20;
 async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> {
     cfg.check()?;
     let room = Room::new(parts.store.clone(), disk.reserve_file, disk.reserve, disk.segment);
+    // Before there is anything that must not wait.
+    room.look();
     let machine = Arc::new(Machine::open(parts.store)?);
     let peers: BTreeMap<u64, Endpoint> = cfg.peers.iter().filter(|p| p.0 != cfg.id).cloned().collect();
     let raft = consensus::Config {

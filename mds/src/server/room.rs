@@ -133,8 +133,8 @@ impl Room {
 /// A file that has its blocks, or none. File systems that cannot promise that have the limit only.
 fn allocate(path: &PathBuf, size: u64) -> std::io::Result<()> {
     let made = fs::File::create(path).and_then(|f| {
-        rustix::fs::fallocate(&f, rustix::fs::FallocateFlags::empty(), 0, size)?;
-        f.sync_all()
+        // Not synced: that could take long, and after a crash it is made again.
+        Ok(rustix::fs::fallocate(&f, rustix::fs::FallocateFlags::empty(), 0, size)?)
     });
     if made.is_err() {
         let _ = fs::remove_file(path);
