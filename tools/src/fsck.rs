@@ -55,8 +55,8 @@ enum Finding {
     Misplaced { chunk: String, target: TargetId },
     /// In-sync replicas of one chunk disagree.
     Diverged { chunk: String, chain: u32, versions: Vec<(TargetId, String)> },
-    /// A chunk wholly beyond the end of its file.
-    BeyondEnd { chunk: String, target: TargetId, size: u64 },
+    /// A chunk wholly beyond the end of its file, which nobody has open for writing.
+    BeyondEnd { ino: Ino, chunk: String, target: TargetId, size: u64 },
     /// A directory entry whose inode cannot be read.
     Dangling { path: String, ino: Ino, error: String },
     /// A file whose bytes could not be read.
@@ -153,47 +153,31 @@ impl Checker {
             }
         }
         let (files, mut findings) = self.walk(false).await?;
-        let pending = self.pending().await?;
+        let pending = self.of_leader(async |c| going(c).await).await?;
         let (found, pending) = compare(&map, &files, &lists, &pending);
         findings.extend(found);
+        // Writers write before they report an end.
+        let beyond = |f: &Finding| if let Finding::BeyondEnd { ino, .. } = f { Some(*ino) } else { None };
+        let inos: Vec<Ino> = findings.iter().filter_map(beyond).collect::<BTreeSet<_>>().into_iter().collect();
+        if !inos.is_empty() {
+            let written = self.of_leader(async |c| written(c, &inos).await).await?;
+            findings.retain(|f| beyond(f).is_none_or(|ino| !written.contains(&ino)));
+        }
         findings.sort();
         Ok(Outcome { findings, files: files.len() as u64, chunks, pending })
     }
 
-    /// Asked of the leader. A deletion that ends between the listing of chunks and this looks leaked until the second look.
-    async fn pending(&self) -> Result<Pending> {
+    /// Asks the metadata servers in turn until the leader answers.
+    async fn of_leader<T>(&self, ask: impl AsyncFn(&dyn Connection) -> Result<T>) -> Result<T> {
         let mut last = Error::new(Code::NoDev, "no metadata server is known");
         for at in &self.mds {
-            match self.pending_at(at).await {
-                Ok(p) => return Ok(p),
+            let answer = async { ask(&*self.fabric.connect(at, None).await?).await };
+            match answer.await {
+                Ok(a) => return Ok(a),
                 Err(e) => last = e.context(format_args!("deletions in progress at {at}")),
             }
         }
         Err(last)
-    }
-
-    async fn pending_at(&self, at: &Endpoint) -> Result<Pending> {
-        let connection = self.fabric.connect(at, None).await?;
-        let mut all = Pending::new();
-        for kind in 1..=3 {
-            let mut after = 0;
-            loop {
-                let body = Bytes::from(pb::PendingRequest { kind, after, limit: PAGE }.encode_to_vec());
-                let reply = connection.call(Message::new(opcode::PENDING, body), Duration::from_secs(10)).await?;
-                let reply =
-                    pb::PendingReply::decode(reply.body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
-                let Some(last) = reply.items.last() else { break };
-                if last.key <= after {
-                    return Err(Error::new(Code::Protocol, "items out of order"));
-                }
-                after = last.key;
-                for i in reply.items {
-                    let size = all.entry((i.ino, i.data_id)).or_insert(i.size);
-                    *size = i.size.min(*size);
-                }
-            }
-        }
-        Ok(all)
     }
 
     /// Every regular file, by inode; and names that lead nowhere. With `read`, reads them all.
@@ -280,6 +264,44 @@ impl Checker {
     }
 }
 
+async fn ask_pending(c: &dyn Connection, request: pb::PendingRequest) -> Result<Vec<pb::PendingItem>> {
+    let body = Bytes::from(request.encode_to_vec());
+    let reply = c.call(Message::new(opcode::PENDING, body), Duration::from_secs(10)).await?;
+    let reply = pb::PendingReply::decode(reply.body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
+    Ok(reply.items)
+}
+
+/// All that is about to go. A deletion that ends between the listing of chunks and this looks leaked until the second look.
+async fn going(c: &dyn Connection) -> Result<Pending> {
+    let mut all = Pending::new();
+    for kind in 1..=3 {
+        let mut after = 0;
+        loop {
+            let items = ask_pending(c, pb::PendingRequest { kind, after, limit: PAGE, inos: vec![] }).await?;
+            let Some(last) = items.last() else { break };
+            if last.key <= after {
+                return Err(Error::new(Code::Protocol, "items out of order"));
+            }
+            after = last.key;
+            for i in items {
+                let size = all.entry((i.ino, i.data_id)).or_insert(i.size);
+                *size = i.size.min(*size);
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// Which of the files somebody has open for writing.
+async fn written(c: &dyn Connection, inos: &[Ino]) -> Result<BTreeSet<Ino>> {
+    let mut all = BTreeSet::new();
+    for part in inos.chunks(PAGE as usize) {
+        let request = pb::PendingRequest { kind: 4, after: 0, limit: PAGE, inos: part.to_vec() };
+        all.extend(ask_pending(c, request).await?.iter().map(|i| i.ino));
+    }
+    Ok(all)
+}
+
 type Lists = BTreeMap<(u32, TargetId), Vec<ListEntry>>;
 
 /// What the lists say against what the files say; and how many chunk replicas wait for their deletion.
@@ -300,7 +322,8 @@ fn compare(map: &MapView, files: &BTreeMap<Ino, FileInfo>, lists: &Lists, pendin
                 Some(f) if cut.is_some_and(|size| e.chunk.index >= f.map.cut(*size).first_gone) => waiting += 1,
                 Some(f) if e.chunk.index >= f.map.cut(f.size).first_gone => {
                     let chunk = format!("{chunk} ({})", f.path);
-                    findings.push(Finding::BeyondEnd { chunk, target: *target, size: f.size });
+                    let ino = e.chunk.ino;
+                    findings.push(Finding::BeyondEnd { ino, chunk, target: *target, size: f.size });
                 }
                 Some(_) => {}
             }
@@ -358,7 +381,7 @@ fn text(f: &Finding) -> String {
             let v: Vec<String> = versions.iter().map(|(t, v)| format!("target {t}: {v}")).collect();
             format!("diverged: chunk {chunk} of chain {chain}: {}", v.join(", "))
         }
-        Finding::BeyondEnd { chunk, target, size } => {
+        Finding::BeyondEnd { chunk, target, size, .. } => {
             format!("beyond the end: chunk {chunk} on target {target}; the file has {size} bytes")
         }
         Finding::Dangling { path, ino, error } => format!("dangling: {path} (inode {ino:#x}): {error}"),

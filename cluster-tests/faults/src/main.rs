@@ -4,12 +4,14 @@ use std::{env, process::ExitCode};
 
 use strake_faults::{Options, Outcome, Result};
 
-const USAGE: &str = "usage: strake-faults [--rounds N] [--seed N] [--dir DIR] [--mirror N] [--all-at-once]";
+const USAGE: &str = "usage: strake-faults [--rounds N] [--seed N] [--dir DIR] [--mirror N] [--all-at-once] [--power-loss]\n\
+    --all-at-once: every round kills every process\n\
+    --power-loss: and cuts the power of the disk under them (needs root, ext4, a loop device)";
 
 fn options() -> Result<Options> {
     let strake = env::current_exe()?.with_file_name("strake");
     let dir = env::temp_dir().join("strake-faults");
-    let mut o = Options { strake, rounds: 30, seed: 1, dir, mirror: 2, all: false };
+    let mut o = Options { strake, rounds: 30, seed: 1, dir, mirror: 2, all: false, power_loss: false };
     let mut args = env::args().skip(1);
     while let Some(a) = args.next() {
         let mut value = || args.next().ok_or_else(|| format!("{a} needs a value\n{USAGE}"));
@@ -18,6 +20,7 @@ fn options() -> Result<Options> {
             "--seed" => o.seed = value()?.parse()?,
             "--dir" => o.dir = value()?.into(),
             "--mirror" => o.mirror = value()?.parse()?,
+            "--power-loss" => o.power_loss = true,
             "--all-at-once" => o.all = true,
             _ => return Err(USAGE.into()),
         }

@@ -34,6 +34,17 @@ pub const COPIES: u32 = 2;
 pub const FIRST_OSS: u32 = 101;
 pub const FIRST_CLIENT: u32 = 201;
 
+/// A sync that a build might forget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Sync {
+    /// Of the Raft log.
+    Log,
+    /// Of an object server's device.
+    Device,
+    /// Of an object server's chunk table.
+    Table,
+}
+
 struct Mds {
     node: u32,
     clock: SimClock,
@@ -164,6 +175,15 @@ impl Cluster {
         Ok(())
     }
 
+    /// From now on the servers leave out one kind of sync; what they acknowledge is not durable.
+    pub fn skip(&self, sync: Sync) {
+        match sync {
+            Sync::Log => self.mds.iter().for_each(|m| m.log.skip_sync()),
+            Sync::Device => self.oss.iter().for_each(|o| o.device.skip_flush()),
+            Sync::Table => self.oss.iter().for_each(|o| o.table.skip_sync()),
+        }
+    }
+
     /// The process is gone from one instruction to the next; with `power`, its machine too: unsynced disk writes are lost
     /// or torn. Without, what reached the kernel stays.
     pub fn kill(&mut self, node: u32, power: bool) {
@@ -174,6 +194,9 @@ impl Cluster {
         {
             env.kill();
             drop(server);
+            if power {
+                m.log.lose_unsynced();
+            }
             m.log.crash(keep);
             m.store.crash(|n| if power { (dice % (n as u64 + 1)) as usize } else { n });
         }

@@ -3,7 +3,10 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use strake_sim::run::{Scenario, run};
+use strake_sim::{
+    cluster::Sync,
+    run::{Scenario, run},
+};
 
 /// Run the deterministic simulator over a range of seeds.
 #[derive(Parser)]
@@ -20,6 +23,9 @@ struct Args {
     /// Faults three times as often and of more kinds.
     #[arg(long)]
     harsh: bool,
+    /// Run with servers that leave out one kind of sync: most seeds must fail.
+    #[arg(long)]
+    skip_sync: Option<Sync>,
     /// Run each seed twice and compare the traces.
     #[arg(long)]
     replay: bool,
@@ -44,7 +50,7 @@ fn main() -> ExitCode {
     let mut failed = 0;
     for seed in args.seed..args.seed + args.count {
         let base = if args.harsh { Scenario::harsh(seed) } else { Scenario::new(seed) };
-        let scenario = Scenario { length: std::time::Duration::from_secs(args.seconds), ..base };
+        let scenario = Scenario { length: std::time::Duration::from_secs(args.seconds), skip: args.skip_sync, ..base };
         match run(scenario) {
             Ok(o) => {
                 let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();

@@ -14,7 +14,7 @@ use strake_proto::{Code, Error, Result};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
-    cluster::{Cluster, FIRST_CLIENT, FIRST_OSS},
+    cluster::{Cluster, FIRST_CLIENT, FIRST_OSS, Sync},
     ghost::Ghost,
     net::Weather,
     workload::{Actor, Findings, Shared},
@@ -35,11 +35,14 @@ pub struct Scenario {
     pub fault_every: Duration,
     /// Also: single links cut, clocks that jump, full and failing disks, slow disks.
     pub harsh: bool,
+    /// The servers leave out this sync: a run that must end in violations.
+    pub skip: Option<Sync>,
 }
 
 impl Scenario {
     pub fn new(seed: u64) -> Scenario {
-        Scenario { seed, length: Duration::from_secs(15), fault_every: Duration::from_millis(1500), harsh: false }
+        let (length, fault_every) = (Duration::from_secs(15), Duration::from_millis(1500));
+        Scenario { seed, length, fault_every, harsh: false, skip: None }
     }
 
     /// Faults three times as often and of more kinds.
@@ -108,6 +111,9 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
         cluster.start(node).await.map_err(|e| e.context(format!("starting node {node}")))?;
     }
     wait_whole(&cluster, "after the start").await?;
+    if let Some(sync) = s.skip {
+        cluster.skip(sync);
+    }
     let found: Shared = Arc::new(Mutex::new(Findings::default()));
     let stop = Arc::new(AtomicBool::new(false));
     let mut tasks = Vec::new();

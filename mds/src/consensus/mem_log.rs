@@ -18,6 +18,9 @@ struct State {
     durable: LogImage,
     /// The batch on its way to the medium.
     in_flight: Option<Vec<LogOp>>,
+    /// Acknowledged without being durable; only where `skip_sync` was asked for.
+    unsynced: Vec<LogOp>,
+    skip_sync: bool,
     fault: Option<Error>,
     lost: bool,
     writes: u64,
@@ -27,18 +30,36 @@ impl MemLog {
     /// An empty log of a group that starts with `voters`; each write takes `latency`. `stamp` must differ between logs.
     pub fn new(voters: Vec<u64>, stamp: u64, latency: Duration) -> MemLog {
         let durable = LogImage::new(voters, stamp);
-        MemLog { state: Mutex::new(State { durable, in_flight: None, fault: None, lost: false, writes: 0 }), latency }
+        let state = State {
+            durable,
+            in_flight: None,
+            unsynced: Vec::new(),
+            skip_sync: false,
+            fault: None,
+            lost: false,
+            writes: 0,
+        };
+        MemLog { state: Mutex::new(state), latency }
     }
 
     /// Power loss, after the node was ended: the batch in flight survives whole (`keep`) or is cut as a torn tail. A
     /// batch is never half there: that is what the pages of the real log are for.
     pub fn crash(&self, keep: bool) {
         let mut s = self.state.lock();
+        s.write_back();
         if let Some(ops) = s.in_flight.take().filter(|_| keep) {
             for op in &ops {
                 let _ = s.durable.apply(op);
             }
         }
+    }
+    /// From now on writes are acknowledged but not synced, as by a build that forgot its fsync: for tests that must notice.
+    pub fn skip_sync(&self) {
+        self.state.lock().skip_sync = true;
+    }
+    /// Call it before `crash` where the machine dies and not only the process: what `skip_sync` left unsynced is gone.
+    pub fn lose_unsynced(&self) {
+        self.state.lock().unsynced.clear();
     }
     /// From now on every write fails with this error (`NoSpc`: a full disk), until `None` is set.
     pub fn set_fault(&self, fault: Option<Error>) {
@@ -55,6 +76,14 @@ impl MemLog {
     /// Batches written so far.
     pub fn writes(&self) -> u64 {
         self.state.lock().writes
+    }
+}
+
+impl State {
+    fn write_back(&mut self) {
+        for op in std::mem::take(&mut self.unsynced) {
+            let _ = self.durable.apply(&op);
+        }
     }
 }
 
@@ -80,6 +109,10 @@ impl LogStore for MemLog {
             return Err(Error::new(Code::Io, "the log was taken away in mid-write"));
         };
         s.writes += 1;
+        if s.skip_sync {
+            s.unsynced.extend(ops);
+            return Ok(());
+        }
         ops.iter().try_for_each(|op| s.durable.apply(op))
     }
 }

@@ -220,7 +220,8 @@ impl Namespace {
     }
 
     /// Up to `limit` of the chunks that are about to go, of the kinds and in the order that `PendingRequest` names.
-    pub fn pending(&self, kind: u32, after: u64, limit: usize) -> Result<Vec<pb::PendingItem>> {
+    pub fn pending(&self, request: &pb::PendingRequest, limit: usize) -> Result<Vec<pb::PendingItem>> {
+        let after = request.after;
         let item = |key, ino, layout: Option<pb::Layout>, size| {
             let data_id = layout?.components.first()?.data_id;
             Some(pb::PendingItem { key, ino, data_id, size })
@@ -228,7 +229,7 @@ impl Namespace {
         // What has no chunks is kept with data id 0, so that a page is short only at the end.
         let bare = |key, ino| pb::PendingItem { key, ino, data_id: 0, size: 0 };
         let read = |prefix| self.list(prefix, after, limit).into_iter();
-        Ok(match kind {
+        Ok(match request.kind {
             1 => read(keys::ORPHAN)
                 .map(|(ino, _)| item(ino, ino, self.inode(ino).and_then(|r| r.layout), 0).unwrap_or(bare(ino, ino)))
                 .collect(),
@@ -244,7 +245,11 @@ impl Namespace {
                     item(ino, ino, self.inode(ino).and_then(|r| r.layout), size).unwrap_or(bare(ino, ino))
                 })
                 .collect(),
-            _ => return Err(Error::new(Code::Inval, format!("unknown kind {kind} of pending deletions"))),
+            4 => {
+                let written = |ino: &&Ino| self.inode(**ino).is_some_and(|r| r.writers > 0);
+                request.inos.iter().take(limit).filter(written).map(|ino| bare(*ino, *ino)).collect()
+            }
+            kind => return Err(Error::new(Code::Inval, format!("unknown kind {kind} of pending deletions"))),
         })
     }
 

@@ -166,7 +166,7 @@ impl Mds {
         self.leading()?;
         self.node.read_barrier().await?;
         let limit = request.limit.min(MAX_PENDING) as usize;
-        let items = self.machine.namespace.pending(request.kind, request.after, limit)?;
+        let items = self.machine.namespace.pending(&request, limit)?;
         Ok(encode(&pb::PendingReply { items }))
     }
 

@@ -190,7 +190,7 @@ impl Cluster {
                 Role::Mds(n) => self.mds_config(n),
                 _ => self.oss_config(&role),
             };
-            fs::write(self.config_of(&role), text)?;
+            put(&self.config_of(&role), &text)?;
         }
         if let Some(m) = &self.p.mount {
             let text = format!(
@@ -200,10 +200,11 @@ impl Cluster {
                 m,
                 rustix::process::geteuid().is_root()
             );
-            fs::write(self.config_of(&Role::Mount), text)?;
+            put(&self.config_of(&Role::Mount), &text)?;
         }
         let text = toml::to_string(&self.p).map_err(|e| Error::new(Code::Io, e.to_string()))?;
-        Ok(fs::write(self.dir.join(FILE), text)?)
+        put(&self.dir.join(FILE), &text)?;
+        Ok(fs::File::open(&self.dir)?.sync_all()?)
     }
 
     fn mds_config(&self, n: u32) -> String {
@@ -230,6 +231,17 @@ impl Cluster {
         }
         s
     }
+}
+
+/// Replaces a file whole, unless it holds this already: a machine that stops meanwhile leaves the old one or the new one.
+fn put(path: &Path, text: &str) -> Result<()> {
+    if fs::read_to_string(path).is_ok_and(|old| old == text) {
+        return Ok(());
+    }
+    let new = path.with_extension("new");
+    fs::write(&new, text)?;
+    fs::File::open(&new)?.sync_all()?;
+    Ok(fs::rename(new, path)?)
 }
 
 /// Ports nobody listens on now. They are taken from the kernel together, so that no two are equal.

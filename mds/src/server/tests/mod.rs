@@ -188,7 +188,7 @@ async fn a_shrink_is_answered_when_the_bytes_are_gone() {
 
 /// What `strake fsck` asks for.
 async fn pending(w: &World, kind: u32, after: u64) -> Vec<pb::PendingItem> {
-    let request = pb::PendingRequest { kind, after, limit: 10 };
+    let request = pb::PendingRequest { kind, after, limit: 10, inos: (1..100).collect() };
     w.ask::<pb::PendingReply>(Role::Server, opcode::PENDING, &request).await.unwrap().items
 }
 
@@ -248,6 +248,7 @@ async fn removed_files_live_while_open_and_their_chunks_go_after() {
     let data_id = f.layout.as_ref().unwrap().components[0].data_id;
     let wanted = pb::PendingItem { key: f.ino, ino: f.ino, data_id, size: 0 };
     assert_eq!(pending(&w, 1, 0).await, [wanted]);
+    assert_eq!(pending(&w, 4, 0).await.len(), 1);
     assert_eq!((pending(&w, 1, f.ino).await, pending(&w, 2, 0).await), (vec![], vec![]));
     oss.refuse.store(true, Ordering::Relaxed);
     c.one(Op::Close(pb::Close { ino: f.ino })).await;
