@@ -185,6 +185,7 @@ pub fn run(data: &[u8]) {
             let _ = client.close().await;
         }
         env.kill();
+        net.end();
     });
 }
 

@@ -50,6 +50,7 @@ pub fn run(data: &[u8]) {
             net.ask(ME, Role::Client, map).await.expect("it is there").expect("it answers");
         }
         env.kill();
+        net.end();
     });
 }
 

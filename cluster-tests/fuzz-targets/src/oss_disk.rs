@@ -144,7 +144,7 @@ fn pair(i: &mut Input) -> (Bytes, Bytes) {
             let mut s = Segment::empty();
             for _ in 0..1 + i.u8() % 4 {
                 let at = usize::from(i.u8() % 64);
-                (s.blocks[at], s.sums[at]) = (200 + i.number(), i.u32());
+                (s.blocks[at], s.sums[at]) = (i.number().wrapping_add(200), i.u32());
             }
             s.blocks.iter_mut().filter(|b| **b != u64::MAX).for_each(|b| *b &= (1 << 47) - 1);
             let value = if i.u8() & 1 == 0 { s.encode(&key) } else { sealed(&key, &[&[1], i.bytes()].concat()) };

@@ -236,10 +236,11 @@ async fn server(mut i: Input<'_>) {
     let _ = server.status();
     if MapView::new(mds.map.lock().clone()).is_ok() {
         let before = mds.beats.load(Relaxed);
-        tokio::time::sleep(Duration::from_secs(20)).await;
+        tokio::time::sleep(Duration::from_secs(3)).await;
         assert!(mds.beats.load(Relaxed) > before, "it goes on sending heartbeats");
     }
     env.kill();
+    net.end();
 }
 
 const OPCODES: [u16; 10] = [

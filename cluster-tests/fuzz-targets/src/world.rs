@@ -43,6 +43,11 @@ impl Net {
     pub fn put(&self, at: u32, service: Arc<dyn Service>) {
         self.services.lock().insert(at, service);
     }
+    /// Ends all services, which hold on to this network.
+    pub fn end(&self) {
+        let services = std::mem::take(&mut *self.services.lock());
+        drop(services);
+    }
     /// Asks a service as a peer of this role. `None`: it is not there.
     pub async fn ask(&self, at: u32, role: Role, request: Message) -> Option<Result<Message>> {
         let service = self.services.lock().get(&at).cloned()?;

@@ -351,7 +351,8 @@ impl Recovery {
     fn checkpoint(&mut self, base: [u64; 4], ops: &[LogOp], oldest: bool) -> Result<()> {
         let [index, term, last, last_term] = base;
         if oldest {
-            self.image.base = (last, last_term);
+            // Also refuses an index that no log reaches.
+            self.image.apply(&LogOp::Reset { index: last, term: last_term })?;
             self.gap = last > index;
         } else if !self.gap && (self.image.base != (index, term) || self.image.last() != last) {
             return Err(Error::new(Code::Corrupt, "its checkpoint does not continue the segment before it"));
