@@ -58,7 +58,7 @@ pub struct DiskLog {
 pub fn refusal(cause: impl std::fmt::Display) -> Error {
     let m = format!(
         "the raft log of this metadata server is damaged: {cause}. It may have lost what it acknowledged, so it must not \
-         vote again: remove this member and add a new one under a new id with `strake mds replace`"
+         vote again: replace it under a new id (docs/operations.md, 'Replacing a metadata server')"
     );
     Error::new(Code::Corrupt, m)
 }

@@ -414,8 +414,8 @@ impl Driver {
             Some(s) if *s == stamp => Ok(()),
             Some(_) => {
                 let m = format!(
-                    "metadata server {from} came back with another raft log; it must not vote again under this id: remove \
-                     it and add a new one with `strake mds replace`"
+                    "metadata server {from} came back with another raft log; it must not vote again under this id: replace \
+                     it (docs/operations.md, 'Replacing a metadata server')"
                 );
                 Err(Error::new(Code::Stale, m))
             }

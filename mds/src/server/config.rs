@@ -30,7 +30,7 @@ pub struct Config {
     /// The group's members, as `"ID=tcp:HOST:PORT"`; this server may be among them. The same on all members.
     #[serde(default, deserialize_with = "peers")]
     pub peers: Vec<(u64, Endpoint)>,
-    /// This server joins a group that exists (`strake mds replace`): it does not vote before the group takes it in.
+    /// This server joins a group that exists (see "Replacing a metadata server"): it does not vote before the group takes it in.
     #[serde(default)]
     pub join: bool,
     /// Folder for the Raft log and the metadata.

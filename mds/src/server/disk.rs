@@ -250,7 +250,7 @@ mod tests {
         assert!(moved.message.contains("metadata server 1"), "{moved}");
         write_identity(dir.path(), &Record { member: 1, cluster, complete: true }).unwrap();
         let lost = open_folder(&cfg, cluster).unwrap_err();
-        assert!(lost.code == Code::Corrupt && lost.message.contains("strake mds replace"), "{lost}");
+        assert!(lost.code == Code::Corrupt && lost.message.contains("Replacing a metadata server"), "{lost}");
         fs::write(dir.path().join(IDENTITY), "strake mds 9\n").unwrap();
         assert!(open_folder(&cfg, cluster).unwrap_err().message.contains("newer"));
 

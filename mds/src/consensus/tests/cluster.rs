@@ -168,7 +168,7 @@ async fn a_member_without_its_log_is_refused_by_itself_and_by_the_others() {
     let fresh = || Arc::new(MemLog::new(vec![1, 2, 3], 5, Duration::ZERO));
     let old = std::mem::replace(&mut c.members.get_mut(&id).unwrap().log, fresh());
     let e = c.start(id).await.unwrap_err();
-    assert!(e.code == Code::Corrupt && e.message.contains("strake mds replace"), "{e}");
+    assert!(e.code == Code::Corrupt && e.message.contains("Replacing a metadata server"), "{e}");
     // Both are new: the others know its old log's stamp, and it never gets to vote.
     c.members.get_mut(&id).unwrap().kv = Kv::new();
     c.start(id).await.unwrap();

@@ -144,7 +144,7 @@ async fn change_members(cfgs: &[Config], all: &[Option<MdsServer>], request: pb:
     timeout(Duration::from_secs(60), done).await.expect("a member changed within a minute");
 }
 
-/// `strake mds replace`: a new member learns, takes the place of an old one, and the group goes on without it.
+/// A new member learns, takes the place of an old one, and the group goes on without it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_member_is_replaced_over_grpc() {
     let dir = tempfile::tempdir().unwrap();
