@@ -88,9 +88,14 @@ impl Room {
         }
         let mut state = self.state.lock();
         let free = self.store.free_bytes();
+        let usable = free.saturating_add(state.kept);
         // Growth begins again a little later than it ends.
-        let needed = self.reserve + self.margin + if state.short { self.margin } else { 0 };
-        let short = free.saturating_add(state.kept) < needed;
+        let mut needed = self.reserve + self.margin + if state.short { self.margin } else { 0 };
+        if usable < needed + MOST {
+            // A compaction may write all of the state anew before it deletes anything.
+            needed += self.store.disk_bytes().min(MOST);
+        }
+        let short = usable < needed;
         if short != state.short {
             state.short = short;
             if short {
