@@ -2,7 +2,7 @@
 //!
 //! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs` have the operations that
 //! change) on a `txn` (overlay over the store); `placement` chooses chains, `perm` decides who may, `gc` is what goes
-//! after its name went, `writers` who may write, `keys` is the on-disk key format.
+//! after its name went (`queue` finds it), `writers` who may write, `keys` is the on-disk key format.
 
 mod apply;
 mod attrs;
@@ -12,6 +12,7 @@ mod names;
 mod ops;
 mod perm;
 mod placement;
+mod queue;
 mod txn;
 mod writers;
 
@@ -28,10 +29,14 @@ use strake_store::MetaStore;
 
 use apply::{Apply, Session};
 use placement::Placement;
+use queue::{Found, Queue};
 use txn::{Fail, Layer, Txn};
 
 /// Version of the state's format; a newer one is refused.
 pub const FORMAT_VERSION: u32 = 1;
+
+/// Prefixes of the numbered records that workers take from the lowest on.
+const QUEUES: [u8; 3] = [keys::GC, keys::TRIM, keys::ORPHAN];
 
 /// What is kept decoded; always equal to what is in the store.
 #[derive(Default)]
@@ -46,6 +51,8 @@ struct Memory {
 pub struct Namespace {
     store: Arc<dyn MetaStore>,
     memory: RwLock<Memory>,
+    /// By key prefix, see [`QUEUES`]. Changed together with the store, under `memory`.
+    queues: Mutex<[Queue; QUEUES.len()]>,
     /// Held by the one that applies.
     applier: Mutex<()>,
     hash_mask: u64,
@@ -98,14 +105,16 @@ impl Namespace {
 
     fn open_with(store: Arc<dyn MetaStore>, hash_mask: u64) -> Result<Namespace> {
         let memory = RwLock::new(load(&*store)?);
-        Ok(Namespace { store, memory, applier: Mutex::new(()), hash_mask })
+        Ok(Namespace { store, memory, queues: Mutex::default(), applier: Mutex::new(()), hash_mask })
     }
 
     /// Reads everything again after the store was replaced by a snapshot.
     pub fn reload(&self) -> Result<()> {
         let _one = self.applier.lock();
         let fresh = load(&*self.store)?;
-        *self.memory.write() = fresh;
+        let mut memory = self.memory.write();
+        *memory = fresh;
+        *self.queues.lock() = Default::default();
         Ok(())
     }
 
@@ -132,10 +141,14 @@ impl Namespace {
             work.header.conf_state = Bytes::copy_from_slice(c);
         }
         let batch = work.take_batch();
+        let queued: Vec<_> = batch.ops.iter().filter_map(|(k, v)| Some((queue_of(k)?, v.is_some()))).collect();
         let Apply { header, place, sessions, uuids, .. } = work;
         drop(memory);
         let mut memory = self.memory.write();
         self.store.commit(batch).map_err(|e| e.context("committing applied log entries"))?;
+        let mut queues = self.queues.lock();
+        queued.into_iter().for_each(|((queue, key), live)| queues[queue].note(key, live));
+        drop(queues);
         memory.header = header;
         memory.place = place;
         merge(&mut memory.sessions, sessions);
@@ -199,14 +212,14 @@ impl Namespace {
 
     /// The oldest `limit` sets of chunks to delete, with the numbers for `GcDone`.
     pub fn gc_queue(&self, limit: usize) -> Vec<(u64, pb::GcRecord)> {
-        let queue = self.list(keys::GC, 0, limit);
-        queue.into_iter().filter_map(|(n, v)| Some((n, pb::GcRecord::decode(v).ok()?))).collect()
+        let record = |n| pb::GcRecord::decode(self.store.get(&keys::numbered(keys::GC, n)).ok()??).ok();
+        self.lowest(keys::GC, limit).into_iter().filter_map(|n| Some((n, record(n)?))).collect()
     }
 
     /// Up to `limit` files whose chunks are to be cut, by inode id.
     pub fn trims(&self, limit: usize) -> Vec<(Ino, pb::Trim, pb::Layout)> {
-        let queue = self.list(keys::TRIM, 0, limit).into_iter();
-        queue.filter_map(|(ino, v)| Some((ino, pb::Trim::decode(v).ok()?, self.inode(ino)?.layout?))).collect()
+        let of = |ino| self.inode(ino).and_then(|r| Some((ino, r.trim?, r.layout?)));
+        self.lowest(keys::TRIM, limit).into_iter().filter_map(of).collect()
     }
 
     /// The cut an inode waits for.
@@ -216,7 +229,7 @@ impl Namespace {
 
     /// Up to `limit` files without a name, by inode id.
     pub fn orphans(&self, limit: usize) -> Vec<Ino> {
-        self.list(keys::ORPHAN, 0, limit).into_iter().map(|(ino, _)| ino).collect()
+        self.lowest(keys::ORPHAN, limit)
     }
 
     /// Up to `limit` of the chunks that are about to go, of the kinds and in the order that `PendingRequest` names.
@@ -258,6 +271,29 @@ impl Namespace {
         pb::InodeRecord::decode(value).ok()
     }
 
+    /// The first numbers in one of the [`QUEUES`].
+    fn lowest(&self, prefix: u8, limit: usize) -> Vec<u64> {
+        let _whole = self.memory.read();
+        let Some(queue) = QUEUES.iter().position(|p| *p == prefix) else { return Vec::new() };
+        let search = |from: u64, most: usize| {
+            let (from, end) = (keys::numbered(prefix, from), [prefix + 1]);
+            let pairs = self.store.range(std::ops::Bound::Included(&from), std::ops::Bound::Excluded(&end));
+            let (mut keys, mut all) = (Vec::new(), true);
+            for pair in pairs {
+                match pair {
+                    Ok((k, _)) if keys.len() < most => keys.extend(keys::last_number(&k)),
+                    // Cut short, by the limit or by what cannot be read.
+                    _ => {
+                        all = false;
+                        break;
+                    }
+                }
+            }
+            Found { keys, all }
+        };
+        self.queues.lock()[queue].lowest(limit, search)
+    }
+
     /// Numbered records above `after`. What cannot be read is left out: these lists feed workers that look again, and
     /// whoever applies to a damaged store stops with the reason.
     fn list(&self, prefix: u8, after: u64, limit: usize) -> Vec<(u64, Bytes)> {
@@ -268,6 +304,12 @@ impl Namespace {
         let good = pairs.take(limit).map_while(Result::ok);
         good.filter_map(|(k, v)| Some((keys::last_number(&k)?, v))).collect()
     }
+}
+
+/// Which queue a key belongs to, and its number there.
+fn queue_of(key: &[u8]) -> Option<(usize, u64)> {
+    let queue = QUEUES.iter().position(|p| key.first() == Some(p))?;
+    Some((queue, keys::last_number(key)?))
 }
 
 fn merge<K: Ord, V>(into: &mut BTreeMap<K, V>, changes: BTreeMap<K, Option<V>>) {
