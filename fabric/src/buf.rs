@@ -3,7 +3,8 @@
 //! A [`Pool`] hands out [`BufMut`]s of power-of-two capacity from 4 KiB up; a filled one is frozen into a [`Buf`], which
 //! can be sliced and cloned without copying, and goes back to the pool when the last clone is dropped. Memory is
 //! zeroed once, when it comes from the system, and not again: **the contents of a fresh buffer are unspecified**
-//! (they are some earlier buffer's), so whoever hands one out must fill it first.
+//! (they are some earlier buffer's), so whoever hands one out must fill it first. Buffers up to 4 MiB lie in
+//! [`Region`]s, which an io_uring registers once.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
@@ -19,19 +20,20 @@ use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result};
 use tokio::sync::Semaphore;
 
+use crate::region::{Arena, Place, REGION, Region};
+
 /// Alignment of every pooled buffer: enough for `O_DIRECT` and for registration.
 pub const ALIGN: usize = 4096;
 /// Largest limit of a [`Pool::default`].
 pub const DEFAULT_LIMIT: u64 = 256 << 20;
-/// Capacities above this are not kept for reuse.
-const MAX_CLASS: usize = 16 << 20;
 const DANGLING: NonZero<usize> = NonZero::new(ALIGN).unwrap();
-const CLASSES: usize = (MAX_CLASS / ALIGN).trailing_zeros() as usize + 1;
 
 /// Aligned memory of `cap` initialised bytes; `cap` is 0 or a power of two of at least [`ALIGN`].
 struct Block {
     ptr: NonNull<u8>,
     cap: usize,
+    /// Where it lies in its pool's arena; `None`: it is an allocation of its own.
+    place: Option<Place>,
 }
 
 // SAFETY: a block owns its memory exclusively, like a `Box<[u8]>`.
@@ -48,18 +50,18 @@ impl Block {
     fn new(cap: usize) -> Block {
         if cap == 0 {
             // Dangling but aligned, as slices of length 0 need.
-            return Block { ptr: NonNull::without_provenance(DANGLING), cap };
+            return Block { ptr: NonNull::without_provenance(DANGLING), cap, place: None };
         }
         let layout = Block::layout(cap);
         // SAFETY: the layout's size is `cap`, which is not 0.
         let ptr = unsafe { alloc_zeroed(layout) };
-        Block { ptr: NonNull::new(ptr).unwrap_or_else(|| handle_alloc_error(layout)), cap }
+        Block { ptr: NonNull::new(ptr).unwrap_or_else(|| handle_alloc_error(layout)), cap, place: None }
     }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        if self.cap > 0 {
+        if self.cap > 0 && self.place.is_none() {
             // SAFETY: allocated in `new` with this very layout, and owned by this value alone.
             unsafe { dealloc(self.ptr.as_ptr(), Block::layout(self.cap)) }
         }
@@ -76,8 +78,7 @@ struct Shared {
     limit: u64,
     /// Room below the limit, in units of [`ALIGN`].
     room: Semaphore,
-    free: [Mutex<Vec<Block>>; CLASSES],
-    free_bytes: AtomicU64,
+    arena: Mutex<Arena>,
     used_bytes: AtomicU64,
     waits: AtomicU64,
     allocations: AtomicU64,
@@ -89,11 +90,11 @@ pub struct PoolStats {
     pub limit: u64,
     /// Capacity of the buffers that are out; those of [`Pool::get_now`] may take it beyond the limit.
     pub used: u64,
-    /// Capacity kept for reuse.
+    /// Memory kept for reuse.
     pub free: u64,
     /// How often [`Pool::get`] had to wait.
     pub waits: u64,
-    /// How often memory was taken from the system.
+    /// Buffers that found no room in a region.
     pub allocations: u64,
 }
 
@@ -118,15 +119,14 @@ fn capacity(len: usize) -> usize {
 }
 
 impl Pool {
-    /// A pool whose buffers, out and kept for reuse, take at most `limit` bytes (rounded down to 4 KiB).
+    /// A pool whose buffers, out and kept for reuse, take at most `limit` bytes (rounded down to 4 KiB), but one region.
     pub fn new(limit: u64) -> Pool {
         let pages = (limit / ALIGN as u64).min(Semaphore::MAX_PERMITS as u64 / 2) as usize;
         Pool {
             shared: Arc::new(Shared {
                 limit: (pages * ALIGN) as u64,
                 room: Semaphore::new(pages),
-                free: std::array::from_fn(|_| Mutex::default()),
-                free_bytes: AtomicU64::new(0),
+                arena: Mutex::default(),
                 used_bytes: AtomicU64::new(0),
                 waits: AtomicU64::new(0),
                 allocations: AtomicU64::new(0),
@@ -166,7 +166,7 @@ impl Pool {
         PoolStats {
             limit: s.limit,
             used: s.used_bytes.load(Relaxed),
-            free: s.free_bytes.load(Relaxed),
+            free: s.arena.lock().spare() as u64,
             waits: s.waits.load(Relaxed),
             allocations: s.allocations.load(Relaxed),
         }
@@ -174,14 +174,11 @@ impl Pool {
 
     fn take(&self, len: usize, cap: usize, pages: u32) -> BufMut {
         let s = &self.shared;
-        let block = s.class(cap).and_then(|c| c.lock().pop());
-        let block = match block {
-            Some(b) => {
-                s.free_bytes.fetch_sub(cap as u64, Relaxed);
-                b
-            }
+        let in_region = (ALIGN..=REGION).contains(&cap);
+        let place = if in_region { s.arena.lock().take(cap, s.regions()) } else { None };
+        let block = match place {
+            Some(place) => Block { ptr: place.as_ptr(), cap, place: Some(place) },
             None => {
-                s.make_room(cap as u64);
                 s.allocations.fetch_add(u64::from(cap > 0), Relaxed);
                 Block::new(cap)
             }
@@ -192,34 +189,15 @@ impl Pool {
 }
 
 impl Shared {
-    fn class(&self, cap: usize) -> Option<&Mutex<Vec<Block>>> {
-        if cap < ALIGN {
-            return None;
-        }
-        self.free.get((cap / ALIGN).trailing_zeros() as usize)
-    }
-
-    /// Gives kept memory of other sizes back to the system, largest first, until `more` bytes fit below the limit.
-    fn make_room(&self, more: u64) {
-        let over = || self.used_bytes.load(Relaxed) + self.free_bytes.load(Relaxed) + more > self.limit;
-        for class in self.free.iter().rev() {
-            while over() {
-                let Some(b) = class.lock().pop() else { break };
-                self.free_bytes.fetch_sub(b.cap as u64, Relaxed);
-            }
-        }
+    /// How many regions there may be.
+    fn regions(&self) -> usize {
+        (self.limit as usize / REGION).max(1)
     }
 
     fn put(&self, block: Block, pages: u32) {
-        let cap = block.cap as u64;
-        self.used_bytes.fetch_sub(cap, Relaxed);
-        if let Some(class) = self.class(block.cap) {
-            let free = self.free_bytes.fetch_add(cap, Relaxed) + cap;
-            if free + self.used_bytes.load(Relaxed) <= self.limit {
-                class.lock().push(block);
-            } else {
-                self.free_bytes.fetch_sub(cap, Relaxed);
-            }
+        self.used_bytes.fetch_sub(block.cap as u64, Relaxed);
+        if let Some(place) = &block.place {
+            self.arena.lock().put(place, block.cap);
         }
         self.room.add_permits(pages as usize);
     }
@@ -262,6 +240,11 @@ impl BufMut {
     /// Start of the memory, for the kernel to write to. Valid for [`BufMut::capacity`] bytes.
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
         self.block.ptr.as_ptr()
+    }
+
+    /// The region it lies in, if it lies in one.
+    pub fn region(&self) -> Option<&Arc<Region>> {
+        self.block.place.as_ref().map(|p| &p.region)
     }
 
     /// Bytes behind the pointer: the length rounded up to a power of two of at least 4 KiB.
@@ -344,6 +327,14 @@ impl Buf {
         b.freeze()
     }
 
+    /// The region it lies in, if it lies in one.
+    pub fn region(&self) -> Option<&Arc<Region>> {
+        match &self.owner {
+            Owner::Pooled(b) => b.region(),
+            Owner::Bytes(_) => None,
+        }
+    }
+
     /// Whether start address and length are multiples of [`ALIGN`], as `O_DIRECT` wants them.
     pub fn is_aligned(&self) -> bool {
         self.as_ptr().addr().is_multiple_of(ALIGN) && self.len().is_multiple_of(ALIGN)
@@ -396,6 +387,7 @@ mod tests {
     #[tokio::test]
     async fn buffers_are_aligned_exact_and_reused() {
         let pool = Pool::new(64 << 20);
+        pool.get_now(1);
         for len in [0, 1, 100, 4096, 4097, 1 << 20, (1 << 20) + 1, 16 << 20, 20 << 20] {
             let before = pool.stats();
             for _ in 0..3 {
@@ -407,10 +399,9 @@ mod tests {
             }
             let after = pool.stats();
             assert_eq!(after.used, 0);
-            if len > 0 && capacity(len) <= MAX_CLASS {
-                assert!(after.allocations - before.allocations <= 1, "{len}: reused");
-            }
-            assert!(after.free <= after.limit);
+            let outside = if capacity(len) > REGION { 3 } else { 0 };
+            assert_eq!(after.allocations - before.allocations, outside, "{len}");
+            assert_eq!(after.free, REGION as u64, "one region, used again");
         }
     }
 
@@ -445,13 +436,16 @@ mod tests {
 
     #[tokio::test]
     async fn kept_memory_of_one_size_makes_way_for_another() {
-        let pool = Pool::new(1 << 20);
-        let small: Vec<BufMut> = (0..256).map(|_| pool.get_now(4096)).collect();
+        let pool = Pool::new(REGION as u64);
+        let small: Vec<BufMut> = (0..REGION / 4096).map(|_| pool.get_now(4096)).collect();
+        let beyond = pool.get_now(4096);
+        assert!(beyond.region().is_none() && small.iter().all(|b| b.region().is_some()));
+        assert_eq!(pool.stats().free, 0);
         drop(small);
-        assert_eq!(pool.stats().free, 1 << 20);
-        let big = pool.get(1 << 20).await.unwrap();
-        assert_eq!((pool.stats().used, pool.stats().free), (1 << 20, 0));
-        drop(big);
+        let big = pool.get(REGION).await.unwrap();
+        assert!(big.region().is_some());
+        let s = pool.stats();
+        assert_eq!((s.used, s.free, s.allocations), (REGION as u64 + 4096, 0, 1));
     }
 
     #[test]

@@ -9,6 +9,7 @@ pub mod buf;
 pub mod conformance;
 pub mod endpoint;
 pub mod env;
+pub mod region;
 pub mod tcp;
 pub mod watch;
 
@@ -19,6 +20,7 @@ pub use buf::{Buf, BufMut, Pool, PoolStats};
 use bytes::Bytes;
 pub use endpoint::Endpoint;
 pub use env::{Clock, Env};
+pub use region::{REGION, Region};
 use strake_proto::{Error, Result};
 pub use tcp::TcpFabric;
 

@@ -30,12 +30,12 @@ use strake_proto::{
     opcode,
 };
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
+    io::AsyncWrite,
     sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch},
     time::{Instant, sleep, timeout},
 };
 
-use super::{Options, read, write};
+use super::{Options, read, read::Incoming, write};
 use crate::{Buf, Connection, Env, Message, Peer, Pool, Role, Service};
 
 /// How a connection goes on.
@@ -136,7 +136,7 @@ pub(super) fn sum(payload: &[Buf]) -> u32 {
 /// Starts a connection's tasks over a byte stream.
 pub(super) fn start<R, W>(setup: Setup, rd: R, wr: W) -> Arc<Shared>
 where
-    R: AsyncRead + Send + Unpin + 'static,
+    R: Incoming,
     W: AsyncWrite + Send + Unpin + 'static,
 {
     let o = &setup.options;
@@ -176,7 +176,7 @@ where
     shared
 }
 
-async fn run_reader<R: AsyncRead + Unpin>(s: Arc<Shared>, rd: R, peer: Arc<Peer>, service: Option<Arc<dyn Service>>) {
+async fn run_reader<R: Incoming>(s: Arc<Shared>, rd: R, peer: Arc<Peer>, service: Option<Arc<dyn Service>>) {
     let ended = tokio::select! {
         biased;
         () = s.closed() => None,

@@ -21,10 +21,11 @@ use async_trait::async_trait;
 use conn::{Handle, Setup, Shared};
 use handshake::{Agreed, Party};
 use parking_lot::RwLock;
+pub use read::Incoming;
 use rustix::net::sockopt;
 use strake_proto::{Code, Error, Result};
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
+    io::AsyncWrite,
     net::{TcpListener, TcpStream},
     sync::{Semaphore, watch},
     time::{sleep, timeout},
@@ -111,7 +112,7 @@ impl TcpFabric {
         back: Option<Arc<dyn Service>>,
     ) -> Result<Arc<dyn Connection>>
     where
-        R: AsyncRead + Send + Unpin + 'static,
+        R: Incoming,
         W: AsyncWrite + Send + Unpin + 'static,
     {
         let mut stream = tokio::io::join(rd, wr);
@@ -134,7 +135,7 @@ impl TcpFabric {
         stop: watch::Receiver<()>,
     ) -> Result<()>
     where
-        R: AsyncRead + Send + Unpin + 'static,
+        R: Incoming,
         W: AsyncWrite + Send + Unpin + 'static,
     {
         let shared = self.welcome(rd, wr, addr, service).await?;
@@ -144,7 +145,7 @@ impl TcpFabric {
 
     async fn welcome<R, W>(&self, rd: R, wr: W, addr: String, service: Arc<dyn Service>) -> Result<Arc<Shared>>
     where
-        R: AsyncRead + Send + Unpin + 'static,
+        R: Incoming,
         W: AsyncWrite + Send + Unpin + 'static,
     {
         let mut stream = tokio::io::join(rd, wr);

@@ -2,6 +2,7 @@
 //! buffer, so that many small frames cost one system call; payloads go from the socket into a pool buffer.
 
 use std::{
+    os::fd::AsRawFd,
     sync::{Arc, atomic::Ordering::Relaxed},
     time::Duration,
 };
@@ -16,11 +17,33 @@ use strake_proto::{
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt},
+    net::tcp::OwnedReadHalf,
     time::{Instant, timeout},
 };
 
 use super::conn::{Hold, Outgoing, Owed, Phase, Place, Shared, outgoing};
 use crate::{Buf, BufMut, Message, Peer, Service};
+
+/// Payloads with at least so much still to come are waited for in as large parts as the kernel allows.
+const LARGE: usize = 128 << 10;
+
+/// The receiving side of a stream.
+pub trait Incoming: AsyncRead + Send + Unpin + 'static {
+    /// Wake the reader only when so many bytes are there, or as many as fit: each time costs two context switches.
+    fn wake_at(&self, _bytes: usize) {}
+}
+
+impl Incoming for OwnedReadHalf {
+    fn wake_at(&self, bytes: usize) {
+        let bytes = bytes as libc::c_int;
+        let (fd, value) = (self.as_ref().as_raw_fd(), (&raw const bytes).cast());
+        // SAFETY: `value` points to a `c_int`, whose size is given. Failure leaves the reader woken more often.
+        unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, value, size_of::<libc::c_int>() as u32) };
+    }
+}
+
+/// A pipe within the process.
+impl Incoming for tokio::io::ReadHalf<tokio::io::DuplexStream> {}
 
 /// Bytes read ahead. What is read ahead of a payload must be copied into its buffer, so it is kept small.
 const AHEAD: usize = 8 << 10;
@@ -34,7 +57,7 @@ struct Inbox<'a, R> {
     end: usize,
 }
 
-impl<R: AsyncRead + Unpin> Inbox<'_, R> {
+impl<R: Incoming> Inbox<'_, R> {
     fn io(&self, e: std::io::Error) -> Error {
         Error::new(Code::Disconnected, format!("receiving from {} failed: {e}", self.shared.addr))
     }
@@ -71,7 +94,11 @@ impl<R: AsyncRead + Unpin> Inbox<'_, R> {
         to[..ahead].copy_from_slice(&self.buf[self.start..self.start + ahead]);
         self.start += ahead;
         let mut at = ahead;
+        let large = to.len() - at >= LARGE;
         while at < to.len() {
+            if large {
+                self.rd.wake_at(to.len() - at);
+            }
             let n = self.rd.read(&mut to[at..]).await.map_err(|e| self.io(e))?;
             if n == 0 {
                 let m = format!("{} closed the connection within a frame", self.shared.addr);
@@ -79,6 +106,9 @@ impl<R: AsyncRead + Unpin> Inbox<'_, R> {
             }
             at += n;
             self.shared.received.fetch_add(n as u64, Relaxed);
+        }
+        if large {
+            self.rd.wake_at(1);
         }
         Ok(())
     }
@@ -133,7 +163,7 @@ fn damaged() -> Error {
 }
 
 /// Reads until the connection ends, and says why it did.
-pub(super) async fn run<R: AsyncRead + Unpin>(
+pub(super) async fn run<R: Incoming>(
     s: &Arc<Shared>,
     rd: R,
     peer: &Arc<Peer>,
@@ -171,7 +201,7 @@ fn empty(h: &Header) -> Result<()> {
     Err(Error::new(Code::Protocol, format!("{:?} frame that is not empty", h.kind)))
 }
 
-async fn response<R: AsyncRead + Unpin>(s: &Arc<Shared>, inbox: &mut Inbox<'_, R>, h: &Header) -> Result<()> {
+async fn response<R: Incoming>(s: &Arc<Shared>, inbox: &mut Inbox<'_, R>, h: &Header) -> Result<()> {
     let body = inbox.body(h).await?;
     let Some(waiting) = s.take_waiting(h.request_id) else {
         // Given up by its caller.
@@ -221,7 +251,7 @@ async fn waiting_for_room<T>(s: &Arc<Shared>, room: impl Future<Output = T>) -> 
     r
 }
 
-async fn request<R: AsyncRead + Unpin>(
+async fn request<R: Incoming>(
     s: &Arc<Shared>,
     inbox: &mut Inbox<'_, R>,
     h: &Header,

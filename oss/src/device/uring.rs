@@ -3,12 +3,12 @@
 //! queued.
 
 use std::{
-    collections::{BTreeSet, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     os::fd::{AsRawFd, OwnedFd},
     path::Path,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::JoinHandle,
 };
@@ -16,7 +16,7 @@ use std::{
 use async_trait::async_trait;
 use io_uring::{IoUring, opcode, squeue, types};
 use parking_lot::Mutex;
-use strake_fabric::{Buf, BufMut, Pool};
+use strake_fabric::{Buf, BufMut, Pool, REGION, Region};
 use strake_proto::{Code, Error, Result};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
@@ -26,6 +26,8 @@ use super::{Device, check_range, node::Node};
 pub const DEPTH: usize = 256;
 /// Largest single operation: lengths are 32 bits in the ring.
 const MAX_LEN: u64 = 1 << 30;
+/// Regions registered with a ring at most: 4 GiB of buffers.
+const MAX_REGIONS: usize = 1024;
 /// `user_data` of the poll that wakes the thread; others are indices.
 const WAKE: u64 = u64::MAX;
 
@@ -44,6 +46,8 @@ struct Queue {
     sleeping: AtomicBool,
     /// No more operations are taken.
     closed: AtomicBool,
+    /// Reads and writes that used registered memory.
+    fixed: AtomicU64,
     wake: OwnedFd,
 }
 
@@ -79,6 +83,7 @@ impl UringDevice {
             ops: Mutex::default(),
             sleeping: AtomicBool::new(false),
             closed: AtomicBool::new(false),
+            fixed: AtomicU64::new(0),
             wake,
         });
         let (started, ready) = std::sync::mpsc::sync_channel(1);
@@ -102,6 +107,11 @@ impl UringDevice {
         ready.recv().map_err(|_| Error::new(Code::Io, "the io_uring thread ended"))?.map_err(context)?;
         let depth = Arc::new(Semaphore::new(depth));
         Ok(UringDevice { node, queue, depth, pool: Pool::default(), thread: Some(thread) })
+    }
+
+    /// Reads and writes so far whose memory was registered, so that the kernel did not have to pin it for each.
+    pub fn fixed_operations(&self) -> u64 {
+        self.queue.fixed.load(Ordering::Relaxed)
     }
 
     async fn submit(&self, work: Work, offset: u64, len: u64) -> Result<Option<BufMut>> {
@@ -201,8 +211,57 @@ struct Active {
     iovecs: Box<[libc::iovec]>,
 }
 
+/// The pool's regions that a ring has registered.
+struct Registered {
+    /// Their indices in the ring's table, by id.
+    slots: BTreeMap<u64, u16>,
+    /// Held until the ring is gone: the kernel knows their pages, not their addresses.
+    held: Vec<Arc<Region>>,
+    /// More may be registered.
+    open: bool,
+}
+
+impl Registered {
+    fn new(ring: &IoUring) -> Registered {
+        let open = ring.submitter().register_buffers_sparse(MAX_REGIONS as u32).is_ok();
+        Registered { slots: BTreeMap::new(), held: Vec::new(), open }
+    }
+
+    /// The index of the region of a buffer, registered now if need be; `None` where that cannot be had.
+    fn slot(&mut self, ring: &IoUring, region: Option<&Arc<Region>>, device: &str) -> Option<u16> {
+        let region = region?;
+        if let Some(slot) = self.slots.get(&region.id()) {
+            return Some(*slot);
+        }
+        if !self.open || self.held.len() == MAX_REGIONS {
+            return None;
+        }
+        let slot = self.held.len() as u16;
+        let memory = libc::iovec { iov_base: region.as_ptr().cast(), iov_len: REGION };
+        // SAFETY: the region is held, and so mapped, until after the ring is gone.
+        match unsafe { ring.submitter().register_buffers_update(u32::from(slot), &[memory], None) } {
+            Ok(()) => {
+                self.held.push(region.clone());
+                self.slots.insert(region.id(), slot);
+                Some(slot)
+            }
+            Err(e) => {
+                self.open = false;
+                tracing::warn!(
+                    "{device}: cannot register more than {} MiB of buffers with io_uring ({e}); the rest costs more CPU. \
+                     Raise the limit of locked memory (ulimit -l, LimitMEMLOCK=).",
+                    self.held.len() * REGION >> 20
+                );
+                None
+            }
+        }
+    }
+}
+
 struct Ring {
+    // Before `registered`: the ring goes first.
     ring: IoUring,
+    registered: Registered,
     node: Arc<Node>,
     queue: Arc<Queue>,
     active: Vec<Option<Active>>,
@@ -230,8 +289,10 @@ impl Ring {
         // Every operation has at most one entry, and the wake-up one: the submission queue never fills.
         let ring = build((depth as u32 + 1).next_power_of_two())?;
         ring.submitter().register_files(&[node.file.as_raw_fd()])?;
+        let registered = Registered::new(&ring);
         Ok(Ring {
             ring,
+            registered,
             node,
             queue,
             active: (0..depth).map(|_| None).collect(),
@@ -334,13 +395,26 @@ impl Ring {
     fn submit(&mut self, index: usize) {
         let Some(a) = self.active[index].as_mut() else { return };
         let (fd, offset, rest) = (types::Fixed(0), a.op.offset + a.done, (a.op.len - a.done) as u32);
+        let slot = match &a.op.work {
+            Work::Read(buf) => self.registered.slot(&self.ring, buf.region(), &self.node.name),
+            Work::Write(bufs) if bufs.len() == 1 => self.registered.slot(&self.ring, bufs[0].region(), &self.node.name),
+            _ => None,
+        };
+        self.queue.fixed.fetch_add(u64::from(slot.is_some()), Ordering::Relaxed);
         let entry = match &mut a.op.work {
             Work::Read(buf) => {
                 let to = buf[a.done as usize..].as_mut_ptr();
-                opcode::Read::new(fd, to, rest).offset(offset).build()
+                match slot {
+                    Some(slot) => opcode::ReadFixed::new(fd, to, rest, slot).offset(offset).build(),
+                    None => opcode::Read::new(fd, to, rest).offset(offset).build(),
+                }
             }
             Work::Write(bufs) if bufs.len() == 1 => {
-                opcode::Write::new(fd, bufs[0][a.done as usize..].as_ptr(), rest).offset(offset).build()
+                let from = bufs[0][a.done as usize..].as_ptr();
+                match slot {
+                    Some(slot) => opcode::WriteFixed::new(fd, from, rest, slot).offset(offset).build(),
+                    None => opcode::Write::new(fd, from, rest).offset(offset).build(),
+                }
             }
             Work::Write(bufs) => {
                 a.iovecs = iovecs(bufs, a.done);

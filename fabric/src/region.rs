@@ -1,0 +1,201 @@
+//! Where pooled buffers lie: large regions of memory that a device or a NIC can register once, cut by a buddy allocator
+//! (Knowlton 1965).
+
+use std::{
+    collections::BTreeSet,
+    fmt, ptr,
+    ptr::NonNull,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+use crate::buf::ALIGN;
+
+/// Bytes of a region, and of the largest buffer that lies in one.
+pub const REGION: usize = 4 << 20;
+/// Regions start at multiples of this, so that huge pages fit.
+const HUGE: usize = 2 << 20;
+const ORDERS: usize = (REGION / ALIGN).trailing_zeros() as usize + 1;
+
+/// Memory that stays where it is as long as anyone holds it. Whoever registers it with the kernel must hold it until
+/// after that registration, or other memory may appear at its addresses.
+pub struct Region {
+    id: u64,
+    ptr: NonNull<u8>,
+}
+
+// SAFETY: a region is only an address range that it keeps mapped; who may use which part is the arena's business.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
+impl Region {
+    fn map() -> Option<Region> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let (long, prot) = (REGION + HUGE, ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: a new private mapping at an address of the kernel's choice touches no memory in use.
+        let start = unsafe { mmap_anonymous(ptr::null_mut(), long, prot, MapFlags::PRIVATE).ok()? }.cast::<u8>();
+        let skip = start.align_offset(HUGE);
+        let at = start.wrapping_add(skip);
+        // SAFETY: `at` to `at + REGION` stays; what is unmapped is the rest of the mapping just made, and nobody knows it.
+        unsafe {
+            for (from, len) in [(start, skip), (at.wrapping_add(REGION), HUGE - skip)] {
+                if len > 0 {
+                    let _ = munmap(from.cast(), len);
+                }
+            }
+            // Fewer translations to miss and fewer pages to pin; it works without.
+            let _ = madvise(at.cast(), REGION, Advice::LinuxHugepage);
+        }
+        Some(Region { id: NEXT.fetch_add(1, Relaxed), ptr: NonNull::new(at)? })
+    }
+
+    /// Unlike any other region's in this process, now or later.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Start of its [`REGION`] bytes.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `map`, and every buffer in it held this region.
+        let _ = unsafe { munmap(self.ptr.as_ptr().cast(), REGION) };
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Region({})", self.id)
+    }
+}
+
+/// A block's place: its region, and its position counted over all regions of the arena.
+pub struct Place {
+    pub region: Arc<Region>,
+    at: usize,
+}
+
+impl Place {
+    pub fn as_ptr(&self) -> NonNull<u8> {
+        // SAFETY: the remainder is below the region's length.
+        unsafe { self.region.ptr.add(self.at % REGION) }
+    }
+}
+
+#[derive(Default)]
+pub struct Arena {
+    regions: Vec<Arc<Region>>,
+    /// Positions of free blocks of `ALIGN << order` bytes; no two of them are buddies. The lowest is taken first, so that
+    /// the same warm memory is used again and again.
+    free: [BTreeSet<usize>; ORDERS],
+    used: usize,
+}
+
+fn order(cap: usize) -> usize {
+    (cap / ALIGN).trailing_zeros() as usize
+}
+
+impl Arena {
+    /// `cap` bytes, a power of two from [`ALIGN`] to [`REGION`]; `None` if there is no such block and more than `regions`
+    /// regions would be needed.
+    pub fn take(&mut self, cap: usize, regions: usize) -> Option<Place> {
+        let wanted = order(cap);
+        let found = (wanted..ORDERS).find_map(|o| Some((o, self.free[o].pop_first()?)));
+        let (mut have, at) = match found {
+            Some(f) => f,
+            None if self.regions.len() < regions => {
+                self.regions.push(Arc::new(Region::map()?));
+                (ORDERS - 1, (self.regions.len() - 1) * REGION)
+            }
+            None => return None,
+        };
+        while have > wanted {
+            have -= 1;
+            self.free[have].insert(at + (ALIGN << have));
+        }
+        self.used += cap;
+        Some(Place { region: self.regions[at / REGION].clone(), at })
+    }
+
+    /// Takes back what `take` gave for `cap` bytes.
+    pub fn put(&mut self, place: &Place, cap: usize) {
+        let (mut at, mut o) = (place.at, order(cap));
+        while o + 1 < ORDERS && self.free[o].remove(&(at ^ (ALIGN << o))) {
+            at &= !(ALIGN << o);
+            o += 1;
+        }
+        self.free[o].insert(at);
+        self.used -= cap;
+    }
+
+    /// Bytes in its regions that nobody uses.
+    pub fn spare(&self) -> usize {
+        self.regions.len() * REGION - self.used
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn blocks_never_overlap_and_all_come_back(steps in prop::collection::vec((any::<bool>(), 0usize..ORDERS, any::<prop::sample::Index>()), 1..300)) {
+            let (mut arena, mut out) = (Arena::default(), Vec::<(Place, usize)>::new());
+            for (take, o, which) in steps {
+                if take {
+                    let cap = ALIGN << o;
+                    let Some(p) = arena.take(cap, 3) else { continue };
+                    let start = p.as_ptr().addr().get();
+                    prop_assert!(start.is_multiple_of(cap.min(HUGE)));
+                    prop_assert!(start >= p.region.as_ptr().addr() && start + cap <= p.region.as_ptr().addr() + REGION);
+                    for (q, len) in &out {
+                        let other = q.as_ptr().addr().get();
+                        prop_assert!(start + cap <= other || other + len <= start);
+                    }
+                    out.push((p, cap));
+                } else if !out.is_empty() {
+                    let (p, cap) = out.swap_remove(which.index(out.len()));
+                    arena.put(&p, cap);
+                }
+            }
+            let used: usize = out.iter().map(|o| o.1).sum();
+            prop_assert_eq!(arena.spare(), arena.regions.len() * REGION - used);
+            for (p, cap) in out {
+                arena.put(&p, cap);
+            }
+            let regions = arena.regions.len();
+            for _ in 0..regions {
+                prop_assert!(arena.take(REGION, regions).is_some(), "whole again");
+            }
+            prop_assert!(arena.take(ALIGN, regions).is_none());
+        }
+    }
+
+    #[test]
+    fn memory_stays_while_anyone_holds_its_region() {
+        let mut arena = Arena::default();
+        let p = arena.take(ALIGN, 1).unwrap();
+        drop(arena);
+        // SAFETY: the block is ours and its region is held.
+        unsafe { p.as_ptr().write_bytes(7, ALIGN) };
+        assert!(arena_is_elsewhere(&p));
+    }
+
+    fn arena_is_elsewhere(p: &Place) -> bool {
+        let other = Arena::default().take(ALIGN, 1).unwrap();
+        other.region.id() != p.region.id() && other.as_ptr() != p.as_ptr()
+    }
+}
