@@ -250,7 +250,7 @@ impl Registered {
                 tracing::warn!(
                     "{device}: cannot register more than {} MiB of buffers with io_uring ({e}); the rest costs more CPU. \
                      Raise the limit of locked memory (ulimit -l, LimitMEMLOCK=).",
-                    self.held.len() * REGION >> 20
+                    (self.held.len() * REGION) >> 20
                 );
                 None
             }

@@ -317,17 +317,26 @@ impl Bench {
         Ok(Row { unit, ours, limits })
     }
 
-    /// Our own device figures beside fio's on the same file: (pattern, ours, fio's), bytes per second.
-    fn fio_check(&self) -> Vec<(&'static str, f64, f64)> {
+    /// Our own device figures beside fio's on the same file: (pattern, ours, fio's), bytes per second. In turn and
+    /// medians, because a disk's rate changes from one second to the next, and with what was read before.
+    fn fio_check(&mut self) -> Vec<(&'static str, f64, f64)> {
         let span = self.scale.bytes;
         let read = Pattern { write: false, block: MIB as usize, depth: 16, span, count: span / MIB, random: false };
         let mut out = Vec::new();
         for (name, p) in [("1 MiB read", read), ("4 KiB random read", random(self.scale))] {
-            let Ok(meter) = Meter::start() else { continue };
-            let Ok(()) = limits::uring(&self.scratch, p) else { continue };
-            let Ok(cost) = meter.stop() else { continue };
-            let ours = (p.count * p.block as u64) as f64 / cost.seconds;
-            out.extend(limits::fio(&self.dir.join("scratch"), p).map(|f| (name, ours, f)));
+            self.progress.say(format!("checking against fio: {name}"));
+            let (mut ours, mut fios) = (Vec::new(), Vec::new());
+            for _ in 0..self.runs {
+                let Ok(meter) = Meter::start() else { continue };
+                let Ok(()) = limits::uring(&self.scratch, p) else { continue };
+                let Ok(cost) = meter.stop() else { continue };
+                let Some(fio) = limits::fio(&self.dir.join("scratch"), p) else { break };
+                ours.push((p.count * p.block as u64) as f64 / cost.seconds);
+                fios.push(fio);
+            }
+            if !fios.is_empty() {
+                out.push((name, stats::median(&ours), stats::median(&fios)));
+            }
         }
         out
     }

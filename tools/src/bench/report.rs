@@ -127,7 +127,11 @@ impl Report {
             out += &table(&rows);
         }
         for (name, ours, theirs) in &self.fio {
-            out += &format!("check: device {name}: {:.0} MB/s here, {:.0} MB/s by fio\n", ours / 1e6, theirs / 1e6);
+            out += &format!(
+                "check: device {name}: {:.0} MB/s here, {:.0} MB/s by fio (medians, in turn)\n",
+                ours / 1e6,
+                theirs / 1e6
+            );
         }
         if self.fio.is_empty() {
             out += "check skipped: fio is not installed\n";
