@@ -103,7 +103,8 @@ impl Reader<'_> {
                 let mut candidates = self.known.iter().filter(matching);
                 let first = candidates.next().copied();
                 let first = first.ok_or_else(|| self.usage(format!("unrecognized option '--{shown}'")))?;
-                if candidates.any(|o| o.id != first.id) {
+                // Which one is meant does not matter when none of them is supported.
+                if candidates.any(|o| o.id != first.id && (o.supported || first.supported)) {
                     return Err(self.usage(format!("option '--{shown}' is ambiguous")));
                 }
                 first

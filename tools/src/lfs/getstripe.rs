@@ -48,6 +48,7 @@ const OPTIONS: &[Opt] = &[
     lacking('\0', "component-count", Nothing),
     lacking('\0', "component-flags", Optional),
     lacking('z', "extension-size", Optional),
+    lacking('\0', "ext-size", Optional),
     lacking('N', "mirror-count", Nothing),
     lacking('\0', "mirror-index", Value),
     lacking('\0', "mirror-id", Value),
@@ -69,7 +70,7 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     if p.operands.is_empty() {
         return Err(Failure::usage("getstripe", "no path given".into()));
     }
-    let mut job = job(&p);
+    let mut job = job(&p)?;
     for path in &p.operands {
         let path = Path::new(path);
         let result = mount::mount_of(path).and_then(|m| mount::map(&m)).and_then(|map| {
@@ -88,7 +89,7 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
 /// What arguments ask to be shown of `map`'s targets.
 pub fn read(args: Vec<OsString>, map: &MapView) -> Result<Option<TargetId>, Failure> {
     let p = parse("getstripe", OPTIONS, args)?;
-    job(&p);
+    job(&p)?;
     p.text("obd").map(|name| targets::ost_of(map, &name)).transpose()
 }
 
@@ -114,7 +115,7 @@ pub fn show_all(flags: u32, ino: u64, layout: &pb::Layout, spec: &pb::LayoutSpec
     all.into_iter().chain(file).map(|p| format::layout("path", &p, f, on(13).then_some(0))).collect()
 }
 
-fn job(p: &Parsed) -> Job {
+fn job(p: &Parsed) -> Result<Job, Failure> {
     let picked = Fields {
         count: p.has("stripe-count"),
         size: p.has("stripe-size"),
@@ -125,6 +126,10 @@ fn job(p: &Parsed) -> Job {
         fid: p.has("fid"),
         ..Fields::default()
     };
+    let beside = ["verbose", "quiet", "yaml", "obd"].iter().any(|o| p.has(o)) || picked != Fields::default();
+    if p.has("mdt-index") && beside {
+        return Err(Failure::invalid("-m shows the MDT alone; ask for other fields without it"));
+    }
     let any = picked != Fields::default() || p.has("mdt-index");
     // A field alone, -d and -D are about the path itself; else a directory is listed.
     let alone = any || p.has("directory") || p.has("default");
@@ -141,7 +146,7 @@ fn job(p: &Parsed) -> Job {
     fields.path = depth > 0;
     fields.yaml = p.has("yaml");
     fields.hex = p.has("hex-idx");
-    Job {
+    Ok(Job {
         fields,
         raw: p.has("raw"),
         depth,
@@ -149,7 +154,7 @@ fn job(p: &Parsed) -> Job {
         default_only: p.has("default"),
         only: None,
         no_follow: p.has("no-follow"),
-    }
+    })
 }
 
 impl Job {
@@ -159,7 +164,7 @@ impl Job {
         };
         let meta = if self.no_follow { fs::symlink_metadata(path) } else { fs::metadata(path) }.map_err(failed)?;
         let shown = path.to_string_lossy();
-        if self.mdt_index && !self.fields.detail {
+        if self.mdt_index {
             if self.fields.path {
                 out.print(&format!("{shown}\n"));
             }
@@ -221,7 +226,7 @@ mod tests {
     use super::*;
 
     fn job_of(args: &[&str]) -> Job {
-        job(&parse("getstripe", OPTIONS, args.iter().map(OsString::from).collect()).unwrap())
+        job(&parse("getstripe", OPTIONS, args.iter().map(OsString::from).collect()).unwrap()).unwrap()
     }
 
     #[test]
@@ -235,5 +240,10 @@ mod tests {
         assert!(job_of(&["-v", "f"]).fields.detail);
         assert!(job_of(&["--yaml", "f"]).fields.yaml);
         assert!(job_of(&["--ost", "1", "f"]).fields.objects);
+        assert!(job_of(&["-m", "-r", "f"]).mdt_index);
+        for other in ["-c", "-S", "-v", "-q", "-y", "-O1"] {
+            let p = parse("getstripe", OPTIONS, ["-m", other, "f"].map(OsString::from).to_vec()).unwrap();
+            assert_eq!(job(&p).err().map(|f| f.code), Some(libc::EINVAL), "{other}");
+        }
     }
 }

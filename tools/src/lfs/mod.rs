@@ -141,6 +141,9 @@ const LACKING: &[&str] = &[
     "heat_get",
     "heat_set",
     "pcc",
+    // Of Lustre's interactive mode.
+    "exit",
+    "quit",
 ];
 
 /// Runs `lfs` with its arguments (without the program's name) and returns the exit status.
@@ -243,6 +246,8 @@ mod tests {
         assert_eq!(run(&["help", "nonsense"]), libc::EINVAL);
         assert_eq!(run(&["nonsense"]), libc::EINVAL);
         assert_eq!(run(&["hsm_state", "f"]), libc::EOPNOTSUPP);
+        assert_eq!(run(&["quit"]), libc::EOPNOTSUPP);
+        assert_eq!(run(&["getstripe", "-c", "-m", "f"]), libc::EINVAL);
         assert_eq!(run(&["setstripe", "-E", "1M", "f"]), libc::EOPNOTSUPP);
         assert_eq!(run(&["getstripe", "/does/not/exist"]), libc::ENOENT);
         assert_eq!(run(&["setstripe", "-c", "x", "f"]), libc::EINVAL);

@@ -8,6 +8,7 @@ use rustix::{
 };
 use strake_proto::{
     layout::{MAX_STRIPES, STRIPE_UNIT},
+    map::MapView,
     pb,
 };
 
@@ -36,6 +37,7 @@ const OPTIONS: &[Opt] = &[
     opt('L', "layout", Value),
     lacking('E', "component-end", Value),
     lacking('z', "extension-size", Value),
+    lacking('\0', "ext-size", Value),
     lacking('I', "component-id", Value),
     lacking('N', "mirror-count", Optional),
     lacking('\0', "component-add", Nothing),
@@ -51,6 +53,7 @@ const OPTIONS: &[Opt] = &[
     lacking('x', "xattr", Value),
     lacking('\0', "mode", Value),
     lacking('\0', "ec", Value),
+    lacking('\0', "ec-expert", Value),
 ];
 
 pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
@@ -91,34 +94,73 @@ fn delete(path: &Path) -> Result<(), Failure> {
 
 fn set(path: &Path, spec: &pb::LayoutSpec) -> Result<(), Failure> {
     let what = format!("setstripe error for '{}'", path.display());
-    let set = |at: &Path| {
-        mount::set_layout(at, spec).map_err(|e| match e {
-            Errno::EXIST => Failure::new(libc::EEXIST, format!("{what}: stripe already set")),
-            Errno::INVAL => Failure::invalid(format!("{what}: the file system refused these parameters")),
-            e => Failure::os(&what, e),
-        })
-    };
+    let set = |at: &Path| mount::set_layout(at, spec);
     match std::fs::metadata(path) {
         Ok(meta) => {
-            mount::mount_of(path)?;
+            there(&mount::map(&mount::mount_of(path)?)?, spec)?;
             let kind = meta.file_type();
             if kind.is_fifo() || kind.is_socket() || kind.is_block_device() || kind.is_char_device() {
                 return Err(Failure::invalid(format!("{what}: not a file or directory")));
             }
-            set(&path.canonicalize().unwrap_or_else(|_| path.into()))
+            set(&path.canonicalize().unwrap_or_else(|_| path.into())).map_err(|e| refused(&what, e))
         }
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
             let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            mount::mount_of(parent)?;
-            // mknod makes the name and fails if it is there; the layout goes onto the file nobody has written.
-            mknodat(CWD, path, FileType::RegularFile, Mode::from_raw_mode(0o666), 0)
-                .map_err(|e| Failure::os(&what, e))?;
-            set(path).inspect_err(|_| {
-                let _ = unlink(path);
-            })
+            there(&mount::map(&mount::mount_of(parent)?)?, spec)?;
+            make(path, set).map_err(|e| refused(&what, e))
         }
         Err(e) => Err(Failure::os(&what, Errno::from_io_error(&e).unwrap_or(Errno::IO))),
     }
+}
+
+/// A new empty file whose layout `set` sets; without it there is none. mknod makes the name and fails if it is there.
+fn make(path: &Path, set: impl FnOnce(&Path) -> Result<(), Errno>) -> Result<(), Errno> {
+    mknodat(CWD, path, FileType::RegularFile, Mode::from_raw_mode(0o666), 0)?;
+    set(path).inspect_err(|e| {
+        // Somebody else wrote the file meanwhile, or is about to: it is his now.
+        if !matches!(*e, Errno::EXIST | Errno::BUSY) {
+            let _ = unlink(path);
+        }
+    })
+}
+
+/// Why a layout was not set, in words.
+fn refused(what: &str, e: Errno) -> Failure {
+    match e {
+        Errno::EXIST => Failure::new(libc::EEXIST, format!("{what}: stripe already set")),
+        Errno::BUSY => Failure::new(
+            libc::EBUSY,
+            format!("{what}: the file is open for writing; its layout can be set once it is closed and still empty"),
+        ),
+        Errno::INVAL => Failure::invalid(format!("{what}: the file system refused these parameters")),
+        Errno::NODEV => Failure::new(
+            libc::ENODEV,
+            format!("{what}: an OST asked for takes no new files now; see `lfs osts` and `strake status`"),
+        ),
+        e => Failure::os(what, e),
+    }
+}
+
+/// `EINVAL` naming the pool or the OST that is not in the map.
+fn there(map: &MapView, spec: &pb::LayoutSpec) -> Result<(), Failure> {
+    let m = &map.map;
+    let pool = match &spec.pool[..] {
+        "" => None,
+        name => Some(m.pools.iter().find(|p| p.name == name).ok_or_else(|| {
+            Failure::invalid(format!("pool '{}.{name}' not found; `lfs pool_list {0}` lists them", m.fs_name))
+        })?),
+    };
+    for ost in spec.targets.iter().chain(&spec.start) {
+        if map.target(*ost).is_none() {
+            return Err(Failure::invalid(format!("there is no OST with index {ost}; `lfs osts` lists them")));
+        }
+    }
+    if let (Some(pool), Some(start)) = (pool, spec.start)
+        && !pool.targets.contains(&start)
+    {
+        return Err(Failure::invalid(format!("OST {start} is not in pool '{}.{}'", m.fs_name, pool.name)));
+    }
+    Ok(())
 }
 
 /// The layout that the options ask for.
@@ -310,7 +352,55 @@ mod tests {
         ] {
             assert_eq!(ask(args).unwrap_err().code, libc::EINVAL, "{args:?}");
         }
-        assert_eq!(ask(&["-L", "mdt", "f"]).unwrap_err().code, libc::EOPNOTSUPP);
-        assert_eq!(ask(&["--pool=none", "f"]).unwrap_err().code, libc::EOPNOTSUPP);
+        let lacking: [&[&str]; 6] = [
+            &["-L", "mdt", "f"],
+            &["--pool=none", "f"],
+            &["--ext-size", "64M", "f"],
+            &["--ec-expert=40+20", "f"],
+            &["--ec", "4+2", "f"],
+            &["--ext=64M", "f"],
+        ];
+        for args in lacking {
+            assert_eq!(ask(args).unwrap_err().code, libc::EOPNOTSUPP, "{args:?}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_somebody_wrote_meanwhile_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        for e in [Errno::EXIST, Errno::BUSY] {
+            let set = |at: &Path| std::fs::write(at, "theirs").map_err(|_| Errno::IO).and(Err(e));
+            assert_eq!(make(&path, set), Err(e));
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), "theirs");
+            std::fs::remove_file(&path).unwrap();
+        }
+        assert_eq!(make(&path, |_| Err(Errno::INVAL)), Err(Errno::INVAL));
+        assert!(!path.exists());
+        assert_eq!(make(&path, |_| Ok(())), Ok(()));
+        assert_eq!(make(&path, |_| Ok(())), Err(Errno::EXIST));
+        assert!(path.exists());
+        assert!(refused("f", Errno::BUSY).text.contains("open for writing"));
+    }
+
+    #[test]
+    fn pools_and_osts_that_are_not_there_are_named() {
+        let targets = (0..4).map(|id| pb::Target { id, ..Default::default() }).collect();
+        let pools = vec![pb::Pool { name: "flash".into(), targets: vec![0, 1] }];
+        let map = pb::ClusterMap { fs_name: "fs".into(), targets, pools, ..Default::default() };
+        let map = MapView::new(map).unwrap();
+        for args in [&["-p", "flash", "-i", "1", "f"][..], &["-o", "3,0", "f"], &["-c", "-1", "f"]] {
+            there(&map, &ask(args).unwrap()).unwrap();
+        }
+        for (args, says) in [
+            (&["-p", "nope", "f"][..], "pool 'fs.nope' not found"),
+            (&["-i", "99", "f"], "no OST with index 99"),
+            (&["-o", "0,4", "f"], "no OST with index 4"),
+            (&["-p", "flash", "-i", "2", "f"], "OST 2 is not in pool 'fs.flash'"),
+        ] {
+            let e = there(&map, &ask(args).unwrap()).unwrap_err();
+            assert_eq!(e.code, libc::EINVAL);
+            assert!(e.text.contains(says), "{}", e.text);
+        }
     }
 }
