@@ -12,6 +12,7 @@ use std::{
 };
 
 use arc_swap::ArcSwap;
+use futures_util::stream::{self, StreamExt};
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Buf, Endpoint, Env, Fabric, watch};
@@ -77,6 +78,8 @@ pub(crate) struct Core {
 }
 
 /// How long a release may wait for others, and how many make one request.
+/// Sizes that are being reported at a time.
+const SIZES_AT_ONCE: usize = 32;
 const RELEASE_INTERVAL: Duration = Duration::from_millis(200);
 const RELEASES_AT_ONCE: usize = 1024;
 
@@ -302,15 +305,20 @@ impl Core {
 
     /// Reports all sizes that grew, some at a time; forgets what was read ahead and never used.
     async fn push_sizes(self: Arc<Self>) {
-        let now = Instant::now();
-        for inode in self.live_inodes() {
+        let (now, all) = (Instant::now(), self.live_inodes());
+        for inode in &all {
             inode.cache.lock().expire(now, self.cfg.cache_ttl);
-            if inode.is_dirty()
-                && let Err(e) = self.push_size(&inode).await
-            {
-                tracing::warn!(ino = inode.ino, "could not report the size of a file: {e}");
-            }
         }
+        let dirty = all.into_iter().filter(|inode| inode.is_dirty());
+        let report = |inode: Arc<Inode>| {
+            let core = self.clone();
+            async move {
+                if let Err(e) = core.push_size(&inode).await {
+                    tracing::warn!(ino = inode.ino, "could not report the size of a file: {e}");
+                }
+            }
+        };
+        stream::iter(dirty.map(report)).buffer_unordered(SIZES_AT_ONCE).collect::<()>().await;
     }
 }
 

@@ -253,6 +253,7 @@ impl File {
         if offset >= end {
             return Ok(Vec::new());
         }
+        h.inode.check_placed()?;
         let bufs = if h.flags & O_DIRECT != 0 {
             h.core.read_range(&h.inode, offset..end).await?
         } else {
@@ -268,6 +269,7 @@ impl File {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading").ok()?;
         let size = h.core.known_size(&h.inode)?;
+        h.inode.check_placed().ok()?;
         let range = offset..offset.saturating_add(len as u64).min(size);
         if h.flags & O_DIRECT != 0 || range.is_empty() {
             return None;
@@ -402,6 +404,24 @@ impl File {
         let set = pb::SetAttr { ino: self.ino(), size: Some(size), ..Default::default() };
         let h = &self.0;
         h.core.detached(async move { me.0.core.setattr(&me.0.creds, set, true).await }).await
+    }
+
+    /// The file reaches at least to `end`; what is new reads as zeros. Unlike [`File::truncate`] it never cuts off what
+    /// others write at the same time.
+    pub async fn extend(&self, end: u64) -> Result<pb::Attr> {
+        self.check(self.is_writable(), "writing")?;
+        if end > MAX_FILE_SIZE {
+            return Err(Error::new(Code::FBig, "beyond the largest file"));
+        }
+        let me = self.clone();
+        let extending = async move {
+            let (h, extend) = (&me.0, op(pb::op::Op::Extend(pb::Extend { ino: me.ino(), end })));
+            let r = h.core.meta_as_opener(&h.creds, vec![extend]).await?;
+            let attr = r.first().and_then(|r| r.attr.as_ref());
+            let attr = attr.ok_or_else(|| Error::new(Code::Protocol, "no attributes in the answer to an extension"))?;
+            Ok(h.inode.take_attr(attr))
+        };
+        self.0.core.detached(extending).await
     }
 
     /// Returns when all bytes written are stable on every in-sync replica and the size is in the metadata servers'

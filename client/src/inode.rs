@@ -151,6 +151,17 @@ impl Inode {
         }
     }
 
+    /// `ESTALE` once the bytes are stored under another name than this open file's layout gives them: somebody set a new
+    /// layout while the file had no data.
+    pub fn check_placed(&self) -> Result<()> {
+        let s = self.state.lock();
+        let here = s.placed.layout.components.first().map_or(0, |c| c.data_id);
+        if s.attr.data_id == here {
+            return Ok(());
+        }
+        Err(Error::new(Code::Stale, "the file was given another layout while it was open; open it again"))
+    }
+
     // --- attributes and size ---
 
     /// Attributes as this client's user must see them.

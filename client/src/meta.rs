@@ -2,11 +2,15 @@
 //!
 //! Mutations run to their end even if the caller's future is dropped.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use strake_proto::{Code, Error, Ino, Result, pb};
+use tokio::time::Instant;
 
 use crate::{Client, core::Core};
+
+/// How long [`Client::set_layout`] waits for those who are closing the file.
+const CLOSING: Duration = Duration::from_secs(1);
 
 pub(crate) fn op(o: pb::op::Op) -> pb::Op {
     pb::Op { op: Some(o) }
@@ -177,9 +181,21 @@ impl Client {
         Ok(LayoutInfo { layout: r.layout, spec: r.spec, effective: r.effective })
     }
 
-    /// A directory's default (`None` deletes it), or the layout of a file without data (`EEXIST` when it has some).
+    /// A directory's default (`None` deletes it), or the layout of a file without data (`EEXIST` when it has some,
+    /// `EBUSY` while somebody has it open for writing).
     pub async fn set_layout(&self, creds: &pb::Creds, ino: Ino, layout: Option<pb::LayoutSpec>) -> Result<()> {
-        self.write_op(creds, pb::op::Op::Setlayout(pb::SetLayout { ino, layout })).await.map(drop)
+        let set = pb::op::Op::Setlayout(pb::SetLayout { ino, layout });
+        let end = Instant::now() + CLOSING;
+        loop {
+            match self.write_op(creds, set.clone()).await {
+                // Closed a moment ago, perhaps: the kernel does not wait for that, and releases are told in groups.
+                Err(e) if e.code == Code::Busy && Instant::now() < end => {
+                    self.core.clone().send_releases().await;
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+                r => return r.map(drop),
+            }
+        }
     }
 
     /// One path of an inode from the root.

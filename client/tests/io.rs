@@ -136,6 +136,41 @@ async fn another_mount_sees_growth_within_a_second_and_at_fsync() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_layout_set_while_it_was_open_is_never_read_past() {
+    let c = Cluster::new(2, 1);
+    let (a, b) = (c.client(1).await, c.client(2).await);
+    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, None).await.unwrap();
+    let ino = f.ino();
+    f.close().await.unwrap();
+    let (old, _) = b.open(&user(), ino, 0).await.unwrap();
+    assert_eq!(old.read(0, 100).await.unwrap().len(), 0);
+    a.set_layout(&user(), ino, Some(pb::LayoutSpec::default())).await.unwrap();
+    let (f, _) = a.open(&user(), ino, RW).await.unwrap();
+    f.write_all_at(0, b"hello").await.unwrap();
+    f.fsync().await.unwrap();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(old.read(0, 100).await.unwrap_err().code, Code::Stale, "not zeros from where nothing was written");
+    let (new, _) = b.open(&user(), ino, 0).await.unwrap();
+    assert_eq!(join(&new.read(0, 100).await.unwrap()), b"hello");
+}
+
+#[tokio::test(start_paused = true)]
+async fn extending_cuts_nothing_off() {
+    let c = Cluster::new(2, 1);
+    let (a, b) = (c.client(1).await, c.client(2).await);
+    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, None).await.unwrap();
+    let (g, _) = b.open(&user(), f.ino(), RW).await.unwrap();
+    f.write_all_at(0, &[7; 1000]).await.unwrap();
+    f.fsync().await.unwrap();
+    assert_eq!(g.extend(10).await.unwrap().size, 1000, "longer already");
+    assert_eq!(g.extend(1010).await.unwrap().size, 1010);
+    let mut want = vec![7; 1000];
+    want.resize(1010, 0);
+    assert!(join(&g.read(0, 2000).await.unwrap()) == want);
+    assert_eq!(g.extend(u64::MAX).await.unwrap_err().code, Code::FBig);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_time_that_was_set_after_a_write_stays() {
     let c = Cluster::new(2, 1);
     let a = c.client(1).await;

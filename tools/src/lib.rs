@@ -57,17 +57,17 @@ enum Command {
 
 /// The program: reads the command line and does what it says.
 pub fn main() -> ExitCode {
-    // A closed pipe (`strake status | head`) ends the program quietly instead of by a panic in println.
-    // SAFETY: restoring a signal's default disposition before any thread exists.
-    unsafe {
-        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
-    }
     let argv: Vec<OsString> = std::env::args_os().collect();
     let called_as = argv.first().and_then(|a| Path::new(a).file_name()).unwrap_or_default();
     if called_as == "lfs" {
+        end_with_the_pipe();
         return exit_code(lfs::main(argv[1..].to_vec()));
     }
-    let result = match Cli::parse().command {
+    let command = Cli::parse().command;
+    if matches!(command, Command::Status(_) | Command::Lfs { .. }) {
+        end_with_the_pipe();
+    }
+    let result = match command {
         Command::Mds(a) => serve::mds(a),
         Command::Oss(a) => serve::oss(a),
         Command::Mount(a) => mount::mount(a),
@@ -85,6 +85,15 @@ pub fn main() -> ExitCode {
             eprintln!("strake: {e}");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// A closed pipe (`strake status | head`) ends the program quietly instead of by a panic in println. For what only prints:
+/// it would end a server or a mount whose peer or log reader goes away.
+fn end_with_the_pipe() {
+    // SAFETY: restoring a signal's default disposition before any thread exists.
+    unsafe {
+        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
     }
 }
 
@@ -121,5 +130,7 @@ fn init_log(filter: &str) {
         .with_ansi(ansi)
         .with_target(false)
         .with_writer(std::io::stderr)
+        // A log that cannot be written (full disk, reader gone) is lost; telling so on stderr would panic.
+        .log_internal_errors(false)
         .init();
 }

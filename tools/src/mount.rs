@@ -2,8 +2,8 @@
 
 use std::{
     fs,
-    io::{Read, Write},
-    os::{fd::AsRawFd, unix::process::CommandExt},
+    io::Write,
+    os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
     sync::Arc,
@@ -146,7 +146,7 @@ pub fn mount(args: MountArgs) -> Result<ExitCode> {
     file.mount.check()?;
     let key = config::read_key(&file.client_key)?;
     if !args.foreground {
-        return in_background(&file.mount.mountpoint);
+        return in_background(&file.mount);
     }
     crate::init_log(&file.log);
     crate::run(file.threads, serve(file.mount, key))
@@ -213,12 +213,18 @@ fn lifeline(section: &MountSection, config: &mut strake_client::Config) -> Optio
     }
 }
 
-/// Starts this same command in the foreground of a new session and returns when it is mounted or has failed.
-fn in_background(mountpoint: &Path) -> Result<ExitCode> {
-    let (mut errors, writer) = std::io::pipe()?;
+/// Starts this same command in the foreground of a new session and returns when it is mounted or has failed. What it
+/// logs goes to a file, begun anew by each mount.
+fn in_background(section: &MountSection) -> Result<ExitCode> {
+    let log = section.run_dir.clone().or_else(lifeline::default_folder).and_then(|f| log_file(&f, &section.mountpoint));
     let mut child = Command::new(std::env::current_exe()?);
     child.args(std::env::args_os().skip(1)).arg("--foreground");
-    child.stdin(Stdio::null()).stdout(Stdio::null()).stderr(writer);
+    child.stdin(Stdio::null()).stdout(Stdio::null());
+    // Without a folder of its own: to this terminal.
+    if let Some((file, path)) = &log {
+        child.stderr(file.try_clone()?);
+        println!("log: {}", path.display());
+    }
     // SAFETY: setsid is async-signal-safe and touches nothing of the parent.
     unsafe {
         child.pre_exec(|| {
@@ -227,19 +233,14 @@ fn in_background(mountpoint: &Path) -> Result<ExitCode> {
         });
     }
     let mut child = child.spawn()?;
-    drop(child.stdin.take());
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(60) {
-        if is_mounted(mountpoint)? {
-            // The daemon keeps its end of the pipe; nobody reads it from now on, which its logger tolerates.
-            std::mem::forget(errors);
+        if is_mounted(&section.mountpoint)? {
             return Ok(ExitCode::SUCCESS);
         }
         if let Some(status) = child.try_wait()? {
-            let mut text = String::new();
-            set_nonblocking(&errors)?;
-            let _ = errors.read_to_string(&mut text);
-            std::io::stderr().write_all(text.as_bytes())?;
+            let text = log.and_then(|(_, path)| fs::read(path).ok()).unwrap_or_default();
+            std::io::stderr().write_all(&text)?;
             return Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
         }
         std::thread::sleep(Duration::from_millis(20));
@@ -248,10 +249,15 @@ fn in_background(mountpoint: &Path) -> Result<ExitCode> {
     Err(Error::new(Code::TimedOut, "no answer from the cluster in 60 s; is it up? Try `strake status`"))
 }
 
-fn set_nonblocking(fd: &impl AsRawFd) -> Result<()> {
-    // SAFETY: plain fcntl on a descriptor we own.
-    let r = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
-    if r < 0 { Err(std::io::Error::last_os_error().into()) } else { Ok(()) }
+/// `None` where there is no such folder to be had.
+fn log_file(folder: &Path, mountpoint: &Path) -> Option<(fs::File, PathBuf)> {
+    let at = std::path::absolute(mountpoint).ok()?;
+    let name = at.to_str()?.trim_matches('/').replace('/', "-");
+    let path = folder.join(format!("{name}.log"));
+    fs::create_dir_all(folder).ok()?;
+    // Not written through a link that somebody else laid there, nor over the log of a mount that goes on.
+    let _ = fs::remove_file(&path);
+    Some((fs::File::options().append(true).create_new(true).open(&path).ok()?, path))
 }
 
 /// Whether a StrakeFS is mounted exactly there.

@@ -44,11 +44,19 @@ is "osts" "$(printf 'OBDS:\n0: lfstest-OST0000_UUID ACTIVE\n1: lfstest-OST0001_U
 is "mdts" "$(printf 'MDTS:\n0: lfstest-MDT0000_UUID ACTIVE')" "$(lfs mdts "$M")"
 is "df" "9" "$(lfs df "$M" | wc -l)"
 is "df of a target" "lfstest-OST0002_UUID 1073741824 0 1073741824 0% $M[OST:2]" "$(lfs df "$M" | grep OST0002 | xargs)"
-is "df of a pool" "2" "$(lfs df -p lfstest.flash | grep -c OST)"
+is "df of a pool" "2" "$(lfs df -p lfstest.flash "$M" | grep -c OST)"
 status "df elsewhere" 95 lfs df /proc
 is "check" 5 "$(lfs check all "$M" | grep -c active)"
 is "pools" "$(printf 'Pools from lfstest:\nlfstest.flash')" "$(lfs pool_list lfstest)"
 is "a pool" "$(printf 'Pool: lfstest.flash\nlfstest-OST0000_UUID\nlfstest-OST0001_UUID')" "$(lfs pool_list lfstest.flash)"
+
+exec 3> "$M/open"
+status "setstripe on a file that is being written" 16 lfs setstripe -c 2 "$M/open"
+echo kept >&3
+exec 3>&-
+is "what was written meanwhile" kept "$(cat "$M/open")"
+touch "$M/closed"
+status "setstripe on a file that was just closed" 0 lfs setstripe -c 2 "$M/closed"
 
 fid=$(lfs path2fid "$M/d/new")
 [[ $fid =~ ^\[0x200000400:0x[0-9a-f]+:0x0\]$ ]] || fail "path2fid" "$fid"

@@ -213,6 +213,49 @@ fn a_mount_keeps_its_files_over_a_restart_of_everything() {
     assert_eq!(fs::read_dir(&small.mnt).unwrap().count(), 0);
 }
 
+/// Whether it ignores SIGPIPE, and where its stderr goes.
+fn pipes_of(pid: u32) -> (bool, PathBuf) {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let ignored = status.lines().find_map(|l| l.strip_prefix("SigIgn:")).unwrap().trim();
+    let ignored = u64::from_str_radix(ignored, 16).unwrap();
+    (ignored & 1 << (libc::SIGPIPE - 1) != 0, fs::read_link(format!("/proc/{pid}/fd/2")).unwrap())
+}
+
+#[test]
+fn a_peer_or_a_log_reader_that_goes_ends_nobody() {
+    if !can_mount() {
+        return;
+    }
+    let small = Small::new();
+    ok(&small.up(&["--mount", small.mnt.to_str().unwrap()]));
+    for role in ["mds1", "oss1", "mount"] {
+        let pid =
+            fs::read_to_string(small.dir.join("run").join(format!("{role}.pid"))).unwrap().trim().parse().unwrap();
+        assert!(pipes_of(pid).0, "{role} dies of a connection that closes");
+    }
+    // A mount in the background outlives the command that started it, and whoever read its output.
+    let second = small.dir.with_file_name("second");
+    fs::create_dir(&second).unwrap();
+    let config = small.dir.join("mount.toml");
+    let out = strake().arg("mount").arg("--config").arg(&config).arg(&second).output().unwrap();
+    let log = ok(&out).trim().strip_prefix("log: ").map(PathBuf::from);
+    let daemon = fs::read_dir("/proc").unwrap().find_map(|e| {
+        let pid: u32 = e.ok()?.file_name().to_str()?.parse().ok()?;
+        let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        text(&line).contains(&format!("{}\0--foreground", second.display())).then_some(pid)
+    });
+    let (ignores, stderr) = pipes_of(daemon.expect("the mount's process"));
+    let written = fs::write(second.join("f"), b"x");
+    ok(&strake().arg("umount").arg(&second).output().unwrap());
+    written.unwrap();
+    assert!(ignores && !stderr.to_string_lossy().starts_with("pipe:"), "{}", stderr.display());
+    if let Some(log) = log {
+        assert_eq!(stderr, log);
+        assert!(fs::read_to_string(&log).unwrap().contains("mounted at"));
+        fs::remove_file(log).unwrap();
+    }
+}
+
 /// A mount that dies between a write and the report of its size leaves bytes beyond the end. The next one is told by the
 /// dead one's lifeline, so nothing here waits for a session's term.
 #[test]

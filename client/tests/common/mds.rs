@@ -201,7 +201,14 @@ impl Mds {
                     set: Some(pb::ChainSetRef { set: 1, seed: 0, start: 0, count }),
                     ..Default::default()
                 };
-                let attr = pb::Attr { ino, mode: 0o100_000 | c.mode, nlink: 1, mtime_ns: now, ..Default::default() };
+                let attr = pb::Attr {
+                    ino,
+                    mode: 0o100_000 | c.mode,
+                    nlink: 1,
+                    mtime_ns: now,
+                    data_id: ino,
+                    ..Default::default()
+                };
                 let layout = pb::Layout { generation: 1, components: vec![component] };
                 s.inodes.insert(ino, Inode { attr, layout });
                 s.names.insert(c.name.to_vec(), ino);
@@ -219,6 +226,16 @@ impl Mds {
                 Ok(with(i))
             }
             Op::Setattr(a) => self.setattr(s, a, now),
+            Op::Setlayout(l) => {
+                s.next += 1;
+                let data = s.next;
+                let i = s.inodes.get_mut(&l.ino).ok_or_else(gone)?;
+                i.layout.generation += 1;
+                i.layout.components[0].data_id = data;
+                i.attr.data_id = data;
+                i.attr.change += 1;
+                Ok(with(i))
+            }
             _ => e(Code::OpNotSupp, "not in this fake"),
         }
     }

@@ -29,16 +29,21 @@ const LARGE: usize = 128 << 10;
 
 /// The receiving side of a stream.
 pub trait Incoming: AsyncRead + Send + Unpin + 'static {
-    /// Wake the reader only when so many bytes are there, or as many as fit: each time costs two context switches.
-    fn wake_at(&self, _bytes: usize) {}
+    /// Wake the reader only when so many bytes are there, or as many as fit: each time costs two context switches. False
+    /// where there is no such thing.
+    fn wake_at(&self, _bytes: usize) -> bool {
+        false
+    }
 }
 
 impl Incoming for OwnedReadHalf {
-    fn wake_at(&self, bytes: usize) {
+    fn wake_at(&self, bytes: usize) -> bool {
         let bytes = bytes as libc::c_int;
         let (fd, value) = (self.as_ref().as_raw_fd(), (&raw const bytes).cast());
         // SAFETY: `value` points to a `c_int`, whose size is given. Failure leaves the reader woken more often.
-        unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, value, size_of::<libc::c_int>() as u32) };
+        unsafe {
+            libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, value, size_of::<libc::c_int>() as u32) == 0
+        }
     }
 }
 
@@ -96,10 +101,7 @@ impl<R: Incoming> Inbox<'_, R> {
         let mut at = ahead;
         let large = to.len() - at >= LARGE;
         while at < to.len() {
-            if large {
-                self.rd.wake_at(to.len() - at);
-            }
-            let n = self.rd.read(&mut to[at..]).await.map_err(|e| self.io(e))?;
+            let n = self.part(&mut to[at..], large).await.map_err(|e| self.io(e))?;
             if n == 0 {
                 let m = format!("{} closed the connection within a frame", self.shared.addr);
                 return Err(Error::new(Code::Disconnected, m));
@@ -111,6 +113,18 @@ impl<R: Incoming> Inbox<'_, R> {
             self.rd.wake_at(1);
         }
         Ok(())
+    }
+
+    /// As much as there is, and of a large rest as much as fits into the kernel at once. Looks for less in time for a slow
+    /// sender to be seen alive.
+    async fn part(&mut self, to: &mut [u8], large: bool) -> std::io::Result<usize> {
+        if large && self.rd.wake_at(to.len()) {
+            if let Ok(r) = timeout(self.shared.options.silence / 10, self.rd.read(to)).await {
+                return r;
+            }
+            self.rd.wake_at(1);
+        }
+        self.rd.read(to).await
     }
 
     async fn body(&mut self, h: &Header) -> Result<Bytes> {
@@ -274,7 +288,7 @@ async fn request<R: Incoming>(
         return Ok(());
     };
     let room = async {
-        let place = place(s, len).await?;
+        let place = place(s, h.body_len as usize + len).await?;
         Ok((place, if len == 0 { s.pool.get_now(0) } else { s.pool.get(len).await? }))
     };
     let refusal = match waiting_for_room(s, room).await {
@@ -306,10 +320,10 @@ async fn request<R: Incoming>(
     Ok(())
 }
 
-async fn place(s: &Shared, payload: usize) -> Result<Place> {
+async fn place(s: &Shared, bytes: usize) -> Result<Place> {
     let closed = |_| Error::new(Code::Disconnected, "connection closed");
     let handler = s.handlers.clone().acquire_owned().await.map_err(closed)?;
-    let bytes = payload.min(s.options.max_inflight_bytes) as u32;
+    let bytes = bytes.min(s.options.max_inflight_bytes) as u32;
     let bytes = s.handler_bytes.clone().acquire_many_owned(bytes).await.map_err(closed)?;
     Ok(Place { _handler: handler, _bytes: bytes })
 }

@@ -88,7 +88,7 @@ impl Vfs {
         let open = self.files.get(handle)?;
         let end = offset.checked_add(len).ok_or_else(|| Error::new(Code::FBig, "fallocate beyond the largest file"))?;
         if self.getattr(open.ino).await?.size < end {
-            open.file.truncate(end).await?;
+            open.file.extend(end).await?;
         }
         Ok(())
     }

@@ -18,6 +18,7 @@ use raft::{
 use strake_fabric::{Endpoint, Env, watch};
 use strake_proto::{Code, Error, Result, pb};
 use tokio::{
+    runtime::RuntimeFlavor,
     sync::{mpsc, oneshot},
     task::JoinHandle,
     time::MissedTickBehavior,
@@ -638,7 +639,11 @@ impl Driver {
         self.syncing = true;
         let (sm, events) = (self.sm.clone(), self.events_tx.clone());
         let task = self.env.spawn(async move {
-            let result = sm.sync();
+            // Blocks on the disk; elections must not wait for that.
+            let result = match tokio::runtime::Handle::current().runtime_flavor() {
+                RuntimeFlavor::MultiThread => tokio::task::block_in_place(|| sm.sync()),
+                _ => sm.sync(),
+            };
             let _ = events.send(Event::Synced(index, result)).await;
         });
         self.tasks.retain(|t| !t.is_finished());

@@ -248,6 +248,9 @@ impl Run<'_, '_> {
         if r.written || r.attr().size > 0 {
             return fail(Code::Exist, "the file has data; its layout is fixed (copy the file to change it)");
         }
+        if r.writers > 0 {
+            return fail(Code::Busy, "the file is open for writing; its layout can be set when it is closed");
+        }
         self.relayout(&mut r, asked)?;
         let r = self.save(r);
         Ok(opened(&r))
@@ -263,7 +266,7 @@ impl Run<'_, '_> {
         let data_id = self.new_data_id();
         let generation = r.layout.as_ref().map_or(0, |l| l.generation + 1);
         let layout = self.t.place.layout(&spec, r.attr().ino, data_id, generation)?;
-        // What an open writer may have sent under the old name without reporting its end goes too.
+        // What a writer that died may have sent under the old name without reporting its end goes too.
         gc::discard_data(self.t, r);
         r.layout = Some(layout);
         r.attr_mut().data_id = data_id;

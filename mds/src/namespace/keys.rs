@@ -102,6 +102,10 @@ mod tests {
         assert_eq!(&reply(1, 2)[..], b"r\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02");
         assert_eq!(&writer(1, 2)[..], b"w\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02");
         assert_eq!(&dentry(3, 0x0500)[..], b"d\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0\0\x05\0");
+        for (kind, byte) in [(SESSION, b's'), (ORPHAN, b'o'), (GC, b'g'), (TRIM, b't'), (EVICTED, b'e')] {
+            assert_eq!(numbered(kind, 1)[..], [byte, 0, 0, 0, 0, 0, 0, 0, 1]);
+        }
+        assert_eq!((HEADER, MAP), (&b"H"[..], &b"M"[..]));
         assert_eq!(last_number(&numbered(GC, 77)), Some(77));
     }
 

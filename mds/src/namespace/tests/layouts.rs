@@ -166,7 +166,9 @@ fn equal_space_goes_round_and_unequal_space_by_weight() {
 #[test]
 fn a_files_layout_can_change_only_before_it_has_data() {
     let mut fs = Fs::new();
-    let f = fs.create(ROOT, "f");
+    let made = fs.one(mk_create(ROOT, "f"));
+    let f = made.ino;
+    fs.one(Op::Release(pb::Release { ino: f, writer: made.writer, surplus: false }));
     let old = fs.record(f).unwrap();
     let set = |n| Op::Setlayout(pb::SetLayout { ino: f, layout: Some(pb::LayoutSpec { stripe_count: n, ..spec() }) });
     let new = fs.one(set(3));

@@ -1,6 +1,7 @@
 //! Tests of the namespace: a file system in memory to drive, and a check of the whole state that every test ends with.
 
 mod attrs;
+mod golden;
 mod layouts;
 mod model;
 mod names;

@@ -257,8 +257,8 @@ fn the_state_after_a_fixed_log_is_fixed() {
         log.iter().for_each(|e| h.update(&e.2));
         h.finalize().iter().take(8).map(|b| format!("{b:02x}")).collect::<String>()
     };
-    let state = "4285920744d660ee342ce8ba3b8b4033314e71de0caa40e6c28b006578f6afad";
-    assert_eq!((log_digest.as_str(), digest(&fs.store).as_str()), ("03a64ffc17396d10", state));
+    let state = "4e10b94ee6b3d4c9bbd3db3f0591bfb80c7358500d039c879a2c7d644819f119";
+    assert_eq!((log_digest.as_str(), digest(&fs.store).as_str()), ("02bb811970b0d36a", state));
 }
 
 /// `cargo test --release -p strake-mds -- --ignored --nocapture creates_per_second`

@@ -30,6 +30,17 @@ fn cut_of(fs: &Fs, ino: Ino) -> Option<(u64, u64)> {
 }
 
 #[test]
+fn the_layout_of_a_file_that_is_open_for_writing_stays() {
+    let mut fs = Fs::new();
+    let made = fs.one(mk_create(ROOT, "f"));
+    let set = || Op::Setlayout(pb::SetLayout { ino: made.ino, layout: Some(pb::LayoutSpec::default()) });
+    fs.fails(set(), Code::Busy);
+    fs.one(release(made.ino, made.writer, false));
+    let data = fs.one(set()).attr.unwrap().data_id;
+    assert_ne!(data, made.attr.unwrap().data_id);
+}
+
+#[test]
 fn an_orderly_writer_leaves_nothing_to_cut() {
     let mut fs = Fs::new();
     let made = fs.one(mk_create(ROOT, "f"));

@@ -1,0 +1,101 @@
+//! A state folder of format 1, written once and kept: every later program opens it and finds what is in it.
+
+use std::{fs, path::Path, sync::Arc};
+
+use strake_store::{Batch, FjallStore, MetaStore};
+
+use super::*;
+
+const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v1");
+
+/// One of everything that the state can hold.
+fn fill() -> Fs {
+    let mut fs = Fs::new();
+    let d = fs.mkdir(ROOT, "dir");
+    let f = fs.create(d, "file");
+    fs.one(mk_link(f, ROOT, "hard"));
+    fs.one(Op::Extend(pb::Extend { ino: f, end: 12_345 }));
+    let set = pb::SetXattr { ino: f, name: bytes("user.colour"), value: bytes("blue"), ..Default::default() };
+    fs.one(Op::Setxattr(set));
+    let link = pb::Symlink { parent: ROOT, name: bytes("soft"), target: bytes("dir/file") };
+    fs.one(Op::Symlink(link));
+    let layout = Some(pb::LayoutSpec { stripe_count: 3, stripe_size: 1 << 20, copies: 1, ..Default::default() });
+    fs.one(Op::Setlayout(pb::SetLayout { ino: d, layout }));
+    // An orphan, chunks to delete, a cut, an eviction.
+    let held = fs.create(ROOT, "held");
+    fs.one(mk_unlink(ROOT, "held"));
+    let freed = fs.create(ROOT, "freed");
+    fs.one(mk_unlink(ROOT, "freed"));
+    assert_eq!(fs.log(Command::FreeOrphans(pb::FreeOrphans { inos: vec![freed] })).status, None);
+    let cut = fs.create(ROOT, "cut");
+    fs.one(mk_size(cut, 5000));
+    fs.one(mk_size(cut, 100));
+    let other = fs.open_session(2);
+    assert_eq!(fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![other], evict: true })).status, None);
+    assert!(fs.ns.orphans(9).contains(&held));
+    fs
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for e in fs::read_dir(from).unwrap().map(Result::unwrap) {
+        let to = to.join(e.file_name());
+        if e.file_type().unwrap().is_dir() {
+            copy(&e.path(), &to);
+        } else {
+            fs::copy(e.path(), to).unwrap();
+        }
+    }
+}
+
+/// The journal is made 64 MiB long.
+fn cut_zeros(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    let end = bytes.iter().rposition(|b| *b != 0).map_or(0, |n| n + 1);
+    bytes.truncate(end.next_multiple_of(4096));
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_state_of_format_1_is_read_for_ever() {
+    if std::env::var_os("STRAKE_WRITE_GOLDEN").is_some() {
+        let store = FjallStore::open(GOLDEN).unwrap();
+        let ops = dump(&fill().store).into_iter().map(|(k, v)| (k, Some(v))).collect();
+        store.commit(Batch { ops }).unwrap();
+        store.sync().unwrap();
+        drop(store);
+        cut_zeros(&Path::new(GOLDEN).join("0.jnl"));
+    }
+    let dir = tempfile::tempdir().unwrap();
+    copy(Path::new(GOLDEN), dir.path());
+    // An empty folder, which git does not keep.
+    fs::create_dir_all(dir.path().join("keyspaces/1/tables")).unwrap();
+    let kept = dump(&FjallStore::open(dir.path()).unwrap());
+    let kinds: BTreeSet<u8> = kept.iter().map(|(k, _)| k[0]).collect();
+    assert_eq!(kinds.into_iter().collect::<Vec<_>>(), b"HMdegiorstwx", "every kind of record is in it");
+    let store = MemStore::new();
+    store.commit(Batch { ops: kept.into_iter().map(|(k, v)| (k, Some(v))).collect() }).unwrap();
+
+    let wanted = fill();
+    let ns = Namespace::open(Arc::new(store.clone())).unwrap();
+    assert_eq!(ns.header(), wanted.ns.header());
+    assert_eq!(ns.map().map, wanted.ns.map().map);
+    assert_eq!(ns.sessions(), wanted.ns.sessions());
+    assert_eq!(ns.evicted_after(0).len(), 1);
+    assert_eq!(
+        (ns.gc_queue(9), ns.orphans(9), ns.trims(9)),
+        (wanted.ns.gc_queue(9), wanted.ns.orphans(9), wanted.ns.trims(9))
+    );
+    // And work goes on from there.
+    let (index, now, seq, session) = (wanted.index, wanted.now, wanted.seq, wanted.session);
+    let mut fs = Fs { store, ns, index, now, seq, session, creds: creds(0) };
+    let f = fs.lookup(ROOT, "hard").unwrap();
+    assert_eq!((fs.attr(f).size, fs.attr(f).nlink), (12_345, 2));
+    assert_eq!(fs.path(f).unwrap(), "/dir/file");
+    assert_eq!(fs.one(Op::Getxattr(pb::GetXattr { ino: f, name: bytes("user.colour") })).data, "blue");
+    assert_eq!(fs.names(ROOT, 10), fill().names(ROOT, 10));
+    let dir = fs.lookup(ROOT, "dir").unwrap();
+    let new = fs.one(mk_create(dir, "new"));
+    assert_eq!(new.layout.unwrap().components[0].stripe_size, 1 << 20);
+    fs.one(mk_unlink(dir, "file"));
+}
