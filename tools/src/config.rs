@@ -1,9 +1,13 @@
 //! One configuration format for every role: TOML, flags override it, an unknown key is an error with its line.
 
-use std::{fs, path::Path};
+use std::{borrow::Cow, fs, path::Path};
 
 use serde::de::DeserializeOwned;
 use strake_proto::{Code, Error, Result};
+use toml::{
+    Spanned,
+    de::{DeTable, DeValue},
+};
 
 /// What flags say, as `section.key = value` pairs that replace what the file says.
 pub type Overrides = Vec<(&'static str, &'static str, toml::Value)>;
@@ -26,32 +30,72 @@ pub fn load<T: DeserializeOwned>(path: Option<&Path>, overrides: Overrides) -> R
 
 /// As [`load`], from text; `name` is for messages.
 pub fn parse<T: DeserializeOwned>(name: &str, text: &str, overrides: Overrides) -> Result<T> {
-    // The file alone first: only its text has lines to point at. What it lacks may still come from flags.
-    if let Err(e) = toml::from_str::<T>(text)
-        && !e.message().starts_with("missing field")
-    {
-        return Err(located(name, text, &e));
-    }
-    let mut table: toml::Table = toml::from_str(text).map_err(|e| located(name, text, &e))?;
-    for (section, key, value) in overrides {
+    let values: Vec<String> = overrides.iter().map(|(_, _, value)| value.to_string()).collect();
+    let mut file = DeTable::parse(text).map_err(|e| located(name, text, &e))?;
+    // What flags say goes into the file's own tree, which knows the lines: an unknown key is found with its line whether
+    // or not the file alone would be complete.
+    for ((section, key, _), value) in overrides.iter().zip(&values) {
         let into = if section.is_empty() {
-            &mut table
+            file.get_mut()
         } else {
-            let entry = table.entry(section).or_insert_with(|| toml::Value::Table(toml::Table::new()));
-            entry.as_table_mut().ok_or_else(|| invalid(format!("{name}: '{section}' must be a section")))?
+            let empty = || of_flags(DeValue::Table(DeTable::new()));
+            let entry = file.get_mut().entry(of_flags(Cow::Borrowed(*section))).or_insert_with(empty);
+            match entry.get_mut() {
+                DeValue::Table(t) => t,
+                _ => return Err(invalid(format!("{name}: '{section}' must be a section"))),
+            }
         };
-        into.insert(key.to_string(), value);
+        let value = DeValue::parse(value).map_err(|e| invalid(format!("{key}: {}", e.message())))?.into_inner();
+        into.insert(of_flags(Cow::Borrowed(*key)), of_flags(value));
     }
-    T::deserialize(table).map_err(|e| invalid(format!("{name}: {}", e.message())))
+    T::deserialize(toml::de::Deserializer::from(file)).map_err(|e| located(name, text, &e))
+}
+
+/// A place in no file.
+fn of_flags<T>(value: T) -> Spanned<T> {
+    Spanned::new(usize::MAX..usize::MAX, value)
 }
 
 fn located(name: &str, text: &str, e: &toml::de::Error) -> Error {
     match e.span() {
-        Some(span) => {
-            let line = text[..span.start.min(text.len())].matches('\n').count() + 1;
+        Some(span) if !text.is_empty() && span.start <= text.len() => {
+            let line = text.as_bytes()[..span.start].iter().filter(|b| **b == b'\n').count() + 1;
             invalid(format!("{name}:{line}: {}", e.message()))
         }
-        None => invalid(format!("{name}: {}", e.message())),
+        _ => invalid(format!("{name}: {}", e.message())),
+    }
+}
+
+/// What to log: what `STRAKE_LOG` says, or else the configuration.
+pub fn log_filter(configured: &str) -> Result<String> {
+    match std::env::var("STRAKE_LOG") {
+        Ok(filter) => check_log(&filter).map_err(|e| e.context("STRAKE_LOG")).map(|()| filter),
+        Err(_) => check_log(configured).map(|()| configured.to_string()),
+    }
+}
+
+/// `EINVAL` for a log filter that would show nothing of what was meant: each part is a level or `MODULE=LEVEL`.
+fn check_log(filter: &str) -> Result<()> {
+    let level = |s: &str| {
+        let named = ["off", "error", "warn", "info", "debug", "trace"].iter().any(|l| s.eq_ignore_ascii_case(l));
+        named || matches!(s, "0" | "1" | "2" | "3" | "4" | "5")
+    };
+    for part in filter.split(',').map(str::trim) {
+        // A word alone would be taken for a module of that name, all of it.
+        let good = match part.rsplit_once('=') {
+            Some((module, l)) => !module.is_empty() && level(l),
+            None => level(part),
+        };
+        if !good {
+            let m = format!(
+                "log filter '{part}': expected error, warn, info, debug, trace, off, or MODULE=LEVEL, by commas"
+            );
+            return Err(invalid(m));
+        }
+    }
+    match tracing_subscriber::EnvFilter::try_new(filter) {
+        Ok(_) => Ok(()),
+        Err(e) => Err(invalid(format!("log filter '{filter}': {e}"))),
     }
 }
 
@@ -141,6 +185,76 @@ mod tests {
         assert!(e.message.starts_with("f.toml:1: "), "{e}");
         let e = parse::<File>("f.toml", "[server]\n", vec![]).unwrap_err();
         assert!(e.message.contains("missing field `id`"), "{e}");
+        let e = parse::<File>("flags", "", vec![("server", "name", "x".into())]).unwrap_err();
+        assert_eq!(e.message, "flags: missing field `id`");
+    }
+
+    #[test]
+    fn a_key_that_a_flag_gives_hides_no_mistake_elsewhere() {
+        #[derive(Deserialize, Debug)]
+        #[serde(deny_unknown_fields)]
+        struct Two {
+            a: Server,
+            b: Server,
+        }
+        let text = "[a]\nname = 'x'\n\n[b]\nid = 1\nnmae = 'x'\n";
+        let e = parse::<Two>("f.toml", text, vec![("a", "id", 1.into())]).unwrap_err();
+        assert!(e.message.starts_with("f.toml:6: unknown field `nmae`"), "{e}");
+        let whole = text.replace("nmae", "name");
+        let f: Two = parse("f.toml", &whole, vec![("a", "id", 1.into())]).unwrap();
+        assert_eq!((f.a.id, f.b.name), (1, "x".to_string()));
+        let e = parse::<Two>("f.toml", &whole, vec![("a", "id", "one".into())]).unwrap_err();
+        assert!(e.message.starts_with("f.toml: invalid type"), "{e}");
+    }
+
+    #[test]
+    fn log_filters() {
+        for good in ["info", "WARN", "off", "strake_mds=debug,info", "strake_oss::server=trace, warn"] {
+            check_log(good).unwrap();
+        }
+        for bad in ["", "inof", "strake_mds", "info,", "strake_mds=loud", "=info", "strake_mds[=info"] {
+            assert_eq!(check_log(bad).unwrap_err().code, Code::Inval, "{bad}");
+        }
+    }
+
+    /// The keys that a table of a configuration takes, as its own refusal of an unknown one lists them.
+    fn keys(kind: u8, table: &str) -> Vec<String> {
+        let e = read_text(kind, &format!("{table}\nno_such_key = 1\n")).unwrap_err();
+        let names: Vec<String> = e.message.split('`').skip(1).step_by(2).map(String::from).collect();
+        assert!(names.len() > 2 && names[0] == "no_such_key", "{e}");
+        names[1..].to_vec()
+    }
+
+    #[track_caller]
+    fn documented(heading: &str, keys: &[String]) {
+        let text = include_str!("../../docs/operations.md");
+        let section = text.split(&format!("\n## {heading}\n")).nth(1).and_then(|t| t.split("\n## ").next()).unwrap();
+        for k in keys {
+            let named = [format!("`{k}`"), format!("`[{k}]`")].iter().any(|n| section.contains(n));
+            assert!(named, "`{k}` is not in docs/operations.md, {heading}");
+        }
+    }
+
+    #[test]
+    fn every_key_of_a_metadata_server_is_documented() {
+        let heading = "Metadata server configuration";
+        documented(heading, &keys(0, ""));
+        documented(heading, &keys(0, "[mds]"));
+    }
+
+    #[test]
+    fn every_key_of_a_storage_server_is_documented() {
+        let heading = "Object storage server configuration";
+        documented(heading, &keys(1, ""));
+        documented(heading, &keys(1, "[oss]"));
+        documented(heading, &keys(1, "[[oss.targets]]"));
+    }
+
+    #[test]
+    fn every_key_of_a_mount_is_documented() {
+        let heading = "Mount configuration";
+        documented(heading, &keys(2, ""));
+        documented(heading, &keys(2, "[mount]"));
     }
 
     #[test]

@@ -102,8 +102,9 @@ pub fn mds(args: MdsArgs) -> Result<ExitCode> {
     o.extend(args.id.map(|id| ("mds", "id", (id as i64).into())));
     o.extend(args.dir.as_ref().map(|d| ("mds", "dir", d.display().to_string().into())));
     let file: MdsFile = config::load(args.common.config.as_deref(), o)?;
+    let log = config::log_filter(&file.log)?;
     let key = config::read_key(&file.cluster_key)?;
-    crate::init_log(&file.log);
+    crate::init_log(&log);
     crate::run(file.threads, async move {
         let server = strake_mds::server::start_on_disk(file.mds, Env::system(), key).await?;
         tracing::info!("metadata server is up at {}", server.endpoint());
@@ -126,8 +127,9 @@ pub fn oss(args: OssArgs) -> Result<ExitCode> {
         o.push(("oss", "mds", toml::Value::Array(list)));
     }
     let file: OssFile = config::load(args.common.config.as_deref(), o)?;
+    let log = config::log_filter(&file.log)?;
     let key = config::read_key(&file.cluster_key)?;
-    crate::init_log(&file.log);
+    crate::init_log(&log);
     crate::run(file.threads, async move {
         let server = strake_oss::server::start_on_disk(file.oss, Env::system(), key).await?;
         tracing::info!("object storage server is up at {}", server.endpoint());

@@ -87,8 +87,21 @@ pub fn status(args: &StatusArgs) -> Result<ExitCode> {
         }
         print_sessions(&answers);
     }
-    let healthy = answers.iter().all(|(_, r)| r.is_ok()) && map.is_some_and(is_whole);
-    Ok(if healthy { ExitCode::SUCCESS } else { ExitCode::from(2) })
+    Ok(ExitCode::from(verdict(&answers, map)))
+}
+
+/// 0: in full service. 1: nobody answered. 2: something is missing.
+fn verdict(answers: &Answers, map: Option<&pb::ClusterMap>) -> u8 {
+    let known: Vec<&pb::StatusReply> = answers.iter().filter_map(|(_, r)| r.as_ref().ok()).collect();
+    if known.is_empty() {
+        return 1;
+    }
+    let rafts: Vec<&pb::RaftStatus> = known.iter().filter_map(|s| s.raft.as_ref()).collect();
+    // Of a leader that was not asked the word of the others is taken. Storage servers alone know of none.
+    let confirmed = |id: u64| rafts.iter().find(|r| r.id == id).is_none_or(|r| r.leader == id);
+    let led = rafts.is_empty() || rafts.iter().any(|r| r.leader != 0 && confirmed(r.leader));
+    let whole = map.is_some_and(|m| !m.chains.is_empty() && is_whole(m));
+    if known.len() == answers.len() && led && whole { 0 } else { 2 }
 }
 
 type Answers = [(String, Result<pb::StatusReply>)];
@@ -234,4 +247,41 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
         })
     });
     json!({ "servers": servers, "map": map })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mds(id: u64, leader: u64) -> (String, Result<pb::StatusReply>) {
+        let raft = Some(pb::RaftStatus { id, leader, ..Default::default() });
+        (format!("m{id}"), Ok(pb::StatusReply { raft, ..Default::default() }))
+    }
+
+    #[test]
+    fn exit_statuses() {
+        let silent = || ("x".to_string(), Err(Error::new(Code::Disconnected, "x")));
+        let oss = || ("o".to_string(), Ok(pb::StatusReply::default()));
+        let replica = pb::Replica { target: 1, state: ReplicaState::ReplicaServing as i32 };
+        let chain = pb::Chain { replicas: vec![replica], ..Default::default() };
+        let good = pb::ClusterMap { chains: vec![chain.clone()], ..Default::default() };
+        let mut lacking = good.clone();
+        lacking.chains[0].replicas[0].state = ReplicaState::ReplicaOffline as i32;
+        let empty = pb::ClusterMap::default();
+        for (answers, map, want) in [
+            (vec![], None, 1),
+            (vec![silent(), silent()], None, 1),
+            (vec![mds(1, 2), mds(2, 2), oss()], Some(&good), 0),
+            (vec![mds(1, 2)], Some(&good), 0),
+            (vec![oss()], Some(&good), 0),
+            (vec![mds(1, 2), mds(2, 2), silent()], Some(&good), 2),
+            (vec![mds(1, 0), mds(2, 0), oss()], Some(&good), 2),
+            (vec![mds(1, 2), mds(2, 0)], Some(&good), 2),
+            (vec![mds(1, 1)], Some(&lacking), 2),
+            (vec![mds(1, 1)], Some(&empty), 2),
+            (vec![mds(1, 1)], None, 2),
+        ] {
+            assert_eq!(verdict(&answers, map), want, "{answers:?}");
+        }
+    }
 }

@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Barrier,
-        atomic::{AtomicU64, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     thread::{self, sleep},
     time::{Duration, Instant},
@@ -16,7 +16,13 @@ use std::{
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::{Result, cluster::Cluster, path, report::Report, step};
+use crate::{
+    Result,
+    cluster::{Cluster, kill},
+    path,
+    report::Report,
+    step,
+};
 
 const RANKS: usize = 8;
 const BLOCK: usize = 1 << 20;
@@ -24,6 +30,9 @@ const BLOCK: usize = 1 << 20;
 const SYNC_EVERY: u64 = 96 << 20;
 /// The servers are killed once this much is written, of which at least `MIN_IN_FLIGHT` by ranks still writing.
 const MIN_IN_FLIGHT: u64 = 1_000_000_000;
+
+/// How often the metadata service is probed.
+const PROBE_EVERY: Duration = Duration::from_millis(50);
 
 #[derive(Default)]
 struct Progress {
@@ -54,19 +63,29 @@ pub fn run(cluster: &Cluster, work: &Path, total: u64, report: &mut Report) -> R
     let start_line = Barrier::new(RANKS);
     let per_rank = total / RANKS as u64;
     let t = Instant::now();
-    let (sums, killed) = thread::scope(|s| -> Result<_> {
+    let probed = AtomicBool::new(false);
+    let (sums, killed, (metadata, probes)) = thread::scope(|s| -> Result<_> {
         let ranks: Vec<_> = (0..RANKS)
             .map(|r| {
                 let (dir, progress, line) = (&dir, &progress, &start_line);
                 s.spawn(move || write_rank(dir, r, per_rank, progress, line))
             })
             .collect();
+        let probe = s.spawn(|| probe_metadata(work, &probed));
         let killed = kill_in_flight(cluster, &dir, &progress);
         let sums = ranks.into_iter().map(|t| t.join().map_err(|_| "a rank panicked")?).collect::<Result<Vec<String>>>();
-        Ok((sums?, killed?))
+        probed.store(true, Relaxed);
+        let probe = probe.join().map_err(|_| "the probe panicked")?;
+        Ok((sums?, killed?, probe?))
     })?;
     report.row("wrote the checkpoint through both failures", total, t.elapsed());
-    report.stall(Duration::from_micros(progress.longest.load(Relaxed)));
+    let data = Duration::from_micros(progress.longest.load(Relaxed));
+    println!(
+        "    longest call of a rank {:.2} s; longest of {probes} times create and unlink {:.2} s",
+        data.as_secs_f64(),
+        metadata.as_secs_f64()
+    );
+    report.stall(data.max(metadata));
     let now = leader(&cluster.status()?).ok_or("no metadata leader after the failure")?;
     if now.1 == killed.leader.1 || now.0 == killed.leader.0 {
         return Err(format!("no election took place: leader {} term {} before and after", now.0, now.1).into());
@@ -153,19 +172,54 @@ fn kill_in_flight(cluster: &Cluster, dir: &Path, progress: &Progress) -> Result<
     if moved == moved_before {
         return Err(format!("{victim} was idle: it wrote nothing for 5 s while ranks were writing").into());
     }
-    if progress.finished.load(Relaxed) > 0 {
-        return Err("a rank had finished before the kill; give a larger --checkpoint-gib".into());
-    }
-    cluster.kill(&leader.0)?;
-    cluster.kill(&victim)?;
-    let (w, s) = (progress.written.load(Relaxed), progress.synced.load(Relaxed));
+    let pids = [cluster.pid_of(&leader.0)?, cluster.pid_of(&victim)?];
+    let (written, synced) = at_the_kill(progress, || pids.iter().try_for_each(|pid| kill(*pid)))?;
     println!(
         "    SIGKILL {} and {victim} with {} MB written, {} MB of it not yet synced",
         leader.0,
-        w / 1_000_000,
-        (w - s) / 1_000_000
+        written / 1_000_000,
+        (written - synced) / 1_000_000
     );
     Ok(Killed { leader, oss: victim })
+}
+
+/// Kills at a moment when bytes are written and not synced, and every rank still writes. What is counted before the kill
+/// as written, and after it as synced, was each on its side of it.
+fn at_the_kill(progress: &Progress, kill: impl FnOnce() -> Result<()>) -> Result<(u64, u64)> {
+    let start = Instant::now();
+    let mut written = progress.written.load(Relaxed);
+    while progress.synced.load(Relaxed) + BLOCK as u64 > written {
+        if start.elapsed() > Duration::from_secs(10) {
+            return Err("everything written was synced for 10 s; nothing would be in flight at the kill".into());
+        }
+        sleep(Duration::from_millis(1));
+        written = progress.written.load(Relaxed);
+    }
+    kill()?;
+    let synced = progress.synced.load(Relaxed);
+    if progress.finished.load(Relaxed) > 0 {
+        return Err("a rank had finished before the kill; give a larger --checkpoint-gib".into());
+    }
+    if synced >= written {
+        return Err(format!("all of the {written} bytes written were synced when the servers were killed").into());
+    }
+    Ok((written, synced))
+}
+
+/// Small operations from before the kill to after the election: creating a file and removing it, every 50 ms. Returns how
+/// long the longest took, and how many there were.
+fn probe_metadata(dir: &Path, stop: &AtomicBool) -> Result<(Duration, u64)> {
+    let path = dir.join(".probe");
+    let (mut longest, mut number) = (Duration::ZERO, 0);
+    while !stop.load(Relaxed) {
+        let t = Instant::now();
+        File::create_new(&path).map_err(|e| format!("probe: create: {e}"))?;
+        fs::remove_file(&path).map_err(|e| format!("probe: unlink: {e}"))?;
+        longest = longest.max(t.elapsed());
+        number += 1;
+        sleep(PROBE_EVERY.saturating_sub(t.elapsed()));
+    }
+    Ok((longest, number))
 }
 
 /// Name and term of the metadata leader.
@@ -236,4 +290,55 @@ fn sha256_of(path: &Path) -> Result<(String, u64)> {
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn progress(written: u64, synced: u64) -> Progress {
+        Progress { written: written.into(), synced: synced.into(), ..Progress::default() }
+    }
+
+    #[test]
+    fn the_kill_comes_while_bytes_are_in_flight() {
+        let mib = BLOCK as u64;
+        assert_eq!(at_the_kill(&progress(9 * mib, 4 * mib), || Ok(())).unwrap(), (9 * mib, 4 * mib));
+        // Everything is synced at first: the kill waits for what comes.
+        let p = progress(4 * mib, 4 * mib);
+        thread::scope(|s| {
+            let kill = s.spawn(|| at_the_kill(&p, || Ok(())).map_err(|e| e.to_string()));
+            p.written.fetch_add(2 * mib, Relaxed);
+            assert_eq!(kill.join().unwrap().unwrap(), (6 * mib, 4 * mib));
+        });
+        // Synced or finished while the kill was sent.
+        let p = progress(9 * mib, 4 * mib);
+        let late = || {
+            p.synced.store(9 * mib, Relaxed);
+            Ok(())
+        };
+        assert!(at_the_kill(&p, late).is_err());
+        let p = progress(9 * mib, 4 * mib);
+        p.finished.store(1, Relaxed);
+        assert!(at_the_kill(&p, || Ok(())).is_err());
+    }
+
+    #[test]
+    fn the_probe_measures_its_longest_operation() {
+        let dir = std::env::temp_dir().join(format!("strake-demo-probe-{}", std::process::id()));
+        fs::create_dir(&dir).unwrap();
+        let stop = AtomicBool::new(false);
+        let (longest, n) = thread::scope(|s| {
+            let probe = s.spawn(|| probe_metadata(&dir, &stop).map_err(|e| e.to_string()));
+            while !dir.join(".probe").exists() && !probe.is_finished() {
+                thread::yield_now();
+            }
+            stop.store(true, Relaxed);
+            probe.join().unwrap().unwrap()
+        });
+        assert!(n > 0 && longest > Duration::ZERO);
+        let stop = AtomicBool::new(false);
+        assert!(probe_metadata(&dir.join("gone"), &stop).is_err());
+        fs::remove_dir_all(dir).unwrap();
+    }
 }

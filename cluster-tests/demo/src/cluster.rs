@@ -1,6 +1,7 @@
 //! The cluster as a user sees it: the `strake` and `lfs` commands and the mount.
 
 use std::{
+    collections::BTreeMap,
     env, fs,
     path::{Path, PathBuf},
     process::Command,
@@ -29,6 +30,22 @@ impl Drop for ReplicaMount {
     fn drop(&mut self) {
         let _ = Command::new(&self.strake).arg("umount").arg(&self.path).status();
     }
+}
+
+/// SIGKILL to a process of the cluster.
+pub fn kill(pid: i32) -> Result<()> {
+    // SAFETY: plain kill(2) on a process this demo started.
+    if unsafe { libc::kill(pid, libc::SIGKILL) } != 0 {
+        return Err(format!("kill {pid}: {}", std::io::Error::last_os_error()).into());
+    }
+    Ok(())
+}
+
+/// Damaged chunks that each target has met since its server started, by server and target.
+fn damage(status: &Value) -> BTreeMap<String, u64> {
+    let servers = status["servers"].as_array().map_or(&[][..], |a| a);
+    let targets = servers.iter().flat_map(|s| s["targets"].as_array().into_iter().flatten().map(move |t| (s, t)));
+    targets.map(|(s, t)| (format!("{} {}", s["pid"], t["id"]), t["checksum_errors"].as_u64().unwrap_or(1))).collect()
 }
 
 impl Cluster {
@@ -69,6 +86,12 @@ impl Cluster {
             .map_err(|e| format!("strake status: {e}: {}", String::from_utf8_lossy(&out.stderr)).into())
     }
 
+    /// See [`damage`].
+    pub fn damage(&self) -> Result<BTreeMap<String, u64>> {
+        let all = damage(&self.status()?);
+        if all.is_empty() { Err("no object server tells of its targets".into()) } else { Ok(all) }
+    }
+
     pub fn wait_whole(&self, limit: Duration) -> Result<()> {
         let start = Instant::now();
         loop {
@@ -98,15 +121,6 @@ impl Cluster {
         Ok(fs::read_to_string(self.dir.join("run").join(format!("{name}.pid")))?.trim().parse()?)
     }
 
-    pub fn kill(&self, name: &str) -> Result<()> {
-        let pid = self.pid_of(name)?;
-        // SAFETY: plain kill(2) on a process this demo started.
-        if unsafe { libc::kill(pid, libc::SIGKILL) } != 0 {
-            return Err(format!("kill {name} (pid {pid}): {}", std::io::Error::last_os_error()).into());
-        }
-        Ok(())
-    }
-
     pub fn mount_replica(&self, replica: u32) -> Result<ReplicaMount> {
         let at = self.root.join(format!("replica{}", replica + 1));
         fs::create_dir_all(&at)?;
@@ -126,5 +140,25 @@ impl Cluster {
         println!("  {bin} status --dir {dir}");
         println!("  {bin} lfs getstripe {mnt}/demo/checkpoint/rank0.pt");
         println!("  {bin} down --dir {dir}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn damage_is_counted_for_each_life_of_each_target() {
+        let of = |pid: u64, errors: u64| {
+            json!({ "servers": [{ "pid": 1, "targets": [] },
+                { "pid": pid, "targets": [{ "id": 3, "checksum_errors": errors }, { "id": 4 }] }] })
+        };
+        let one = damage(&of(7, 0));
+        assert_eq!(one, BTreeMap::from([("7 3".into(), 0), ("7 4".into(), 1)]), "what is not told is no good news");
+        assert_ne!(one, damage(&of(7, 1)));
+        assert_ne!(one, damage(&of(8, 0)), "a server that started again forgets what it met");
+        assert!(damage(&json!({})).is_empty());
     }
 }

@@ -105,6 +105,7 @@ fn run(o: &Options) -> Result<()> {
     report.row("killed servers restarted and back in sync", 0, t.elapsed());
 
     step("verified once more, from each replica alone");
+    let damage = cluster.damage()?;
     for replica in 0..2 {
         let mount = cluster.mount_replica(replica)?;
         let there = mount.path.join("demo");
@@ -115,6 +116,12 @@ fn run(o: &Options) -> Result<()> {
         n += checkpoint::verify(&there.join("checkpoint"), &cluster.state_file("checkpoint.json"))?;
         report.row(&format!("verified from replica {} alone", replica + 1), n, t.elapsed());
         report.verified(n);
+    }
+    // A server that finds a chunk damaged takes it from the other replica and answers well: then it was not this one alone.
+    if cluster.damage()? != damage {
+        return Err(
+            "a chunk was damaged and repaired, or a server restarted, while each replica was to answer alone".into()
+        );
     }
     report.print(start.elapsed());
     cluster.next_steps();

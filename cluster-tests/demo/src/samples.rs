@@ -35,23 +35,26 @@ pub fn collect(folder: Option<&Path>) -> Result<Vec<Sample>> {
         };
     }
     let enough = |s: &[Sample]| s.len() >= MIN_FILES && s.iter().map(|s| s.len).sum::<u64>() >= MIN_BYTES;
-    let home = std::env::var("HOME").unwrap_or_default();
-    for root in [
-        "/usr/share",
-        "/usr/lib/x86_64-linux-gnu",
-        "/usr/lib",
-        &format!("{home}/.rustup"),
-        &format!("{home}/.cargo/registry"),
-        "/usr/bin",
-    ] {
+    for root in roots(&std::env::var("HOME").unwrap_or_default()) {
         // Missing folders are normal here; what counts is what there is in the end. Many small files come first, so
         // stop each walk early enough to leave room for larger ones.
-        let _ = walk(Path::new(root), &mut samples, &enough);
+        let _ = walk(Path::new(&root), &mut samples, &enough);
         if enough(&samples) {
             return Ok(samples);
         }
     }
     Err(format!("this machine has only {} files to use as samples; name a folder: ./demo FOLDER", samples.len()).into())
+}
+
+/// Where any machine with Rust has files. None lies in another: a file counts once.
+fn roots(home: &str) -> [String; 5] {
+    [
+        "/usr/share".into(),
+        "/usr/lib".into(),
+        format!("{home}/.rustup"),
+        format!("{home}/.cargo/registry"),
+        "/usr/bin".into(),
+    ]
 }
 
 fn walk(dir: &Path, samples: &mut Vec<Sample>, enough: &dyn Fn(&[Sample]) -> bool) -> Result<()> {
@@ -85,4 +88,19 @@ fn sample(path: PathBuf, number: usize) -> Result<Sample> {
         sha256: Sha256::digest(&bytes).into(),
         path,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_folder_of_samples_lies_in_another() {
+        let roots = roots("/home/x");
+        for (i, a) in roots.iter().enumerate() {
+            for (j, b) in roots.iter().enumerate() {
+                assert!(i == j || !Path::new(a).starts_with(b), "{a} is below {b}");
+            }
+        }
+    }
 }

@@ -12,7 +12,7 @@ mod journal;
 mod writers;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
     io::Write,
     os::fd::{AsRawFd, FromRawFd, OwnedFd},
@@ -48,7 +48,7 @@ pub struct Options {
 /// What came of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// Promises that did not hold, and findings of `strake fsck` at the end.
+    /// Promises that did not hold, processes that ended by themselves, and findings of `strake fsck` at the end.
     pub broken: u64,
     /// Promises made and then checked.
     pub promises: u64,
@@ -114,6 +114,16 @@ impl Cluster {
         }
     }
 
+    /// Of every role, as `strake up` has written it down.
+    fn pids(&self) -> Result<Pids> {
+        let pid = |role| -> Result<(&'static str, i32)> { Ok((role, self.pid(role)?)) };
+        ROLES.into_iter().map(pid).collect()
+    }
+
+    fn pid(&self, role: &str) -> Result<i32> {
+        Ok(fs::read_to_string(self.dir.join("run").join(format!("{role}.pid")))?.trim().parse()?)
+    }
+
     fn down(&self) {
         let _ = Command::new(&self.strake).arg("down").arg("--dir").arg(&self.dir).output();
     }
@@ -122,7 +132,7 @@ impl Cluster {
     /// processes, which still hold their locks and ports, is left to `strake up`, except where the disk needs them gone.
     fn kill(&self, roles: &[&str]) -> Result<()> {
         let open = |role: &&str| -> Result<OwnedFd> {
-            let pid: i32 = fs::read_to_string(self.dir.join("run").join(format!("{role}.pid")))?.trim().parse()?;
+            let pid = self.pid(role)?;
             // SAFETY: a system call without pointers; the pid is of a process of the cluster this program started.
             let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
             if fd < 0 {
@@ -149,6 +159,21 @@ impl Cluster {
         }
         disk.power_up()
     }
+}
+
+type Pids = BTreeMap<&'static str, i32>;
+
+/// Roles that were not killed but ended: they do not run any more, or `strake up` had to start them again.
+fn ended_unasked(before: &Pids, now: &Pids, victims: &[&str], runs: impl Fn(i32) -> bool) -> Vec<&'static str> {
+    let same = |role: &str, pid: i32| victims.contains(&role) || before.get(role) == Some(&pid);
+    now.iter().filter(|(role, pid)| !same(role, **pid) || !runs(**pid)).map(|(role, _)| *role).collect()
+}
+
+/// A zombie does not run.
+fn runs(pid: i32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // Behind the command, which may hold blanks.
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
 /// A `strake up` that waits for its start.
@@ -210,6 +235,7 @@ fn rounds(o: &Options, cluster: &Cluster, journal: &Journal) -> Result<u64> {
     for round in 1..=o.rounds {
         let before = journal.len();
         let victims = victims(&mut rng, o.all || o.power_loss);
+        let pids = cluster.pids()?;
         let restart = cluster.ready_to_restart()?;
         let alive = Duration::from_millis(rng.random_range(300..2500));
         let up = writers::under_load(&cluster.mount, round, rng.random(), journal, || {
@@ -230,6 +256,10 @@ fn rounds(o: &Options, cluster: &Cluster, journal: &Journal) -> Result<u64> {
             Ok(up) => {
                 let known = broken.len();
                 verify(&cluster.mount, journal, &mut broken)?;
+                for role in ended_unasked(&pids, &cluster.pids()?, &victims, runs) {
+                    println!("BROKEN: {role} ended in round {round}, and nobody had killed it");
+                    broken.insert(format!("{role} in round {round}"));
+                }
                 println!("{who}; up again in {up:.1?}; {} broken", broken.len() - known);
             }
             Err(e) => {
@@ -264,4 +294,29 @@ fn verify(mount: &Path, journal: &Journal, broken: &mut BTreeSet<String>) -> Res
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_ends_by_itself_is_seen() {
+        let before = Pids::from([("mds1", 1), ("oss1", 2), ("mount", 3)]);
+        let all = |_| true;
+        assert!(ended_unasked(&before, &before, &[], all).is_empty());
+        let restarted = Pids::from([("mds1", 1), ("oss1", 7), ("mount", 3)]);
+        assert!(ended_unasked(&before, &restarted, &["oss1"], all).is_empty());
+        assert_eq!(ended_unasked(&before, &restarted, &["mds1"], all), ["oss1"]);
+        assert_eq!(ended_unasked(&before, &before, &["oss1"], |pid| pid != 3), ["mount"]);
+        let mut child = Command::new("true").spawn().unwrap();
+        let pid = child.id() as i32;
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while runs(pid) && Instant::now() < deadline {
+            sleep(Duration::from_millis(5));
+        }
+        assert!(!runs(pid), "a zombie");
+        child.wait().unwrap();
+        assert!(runs(std::process::id() as i32));
+    }
 }

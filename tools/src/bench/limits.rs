@@ -180,6 +180,8 @@ pub fn fio(path: &Path, p: Pattern) -> Option<f64> {
         .arg(format!("--iodepth={}", p.depth))
         .arg(format!("--size={}", p.span))
         .arg(format!("--io_size={}", p.count * p.block as u64))
+        // As ours does; it counts.
+        .args(p.write.then_some("--end_fsync=1"))
         .output()
         .ok()?;
     let v: serde_json::Value = serde_json::from_slice(&out.stdout).ok()?;

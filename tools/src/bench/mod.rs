@@ -8,6 +8,7 @@ mod through_client;
 mod through_mount;
 
 use std::{
+    cell::Cell,
     fs,
     path::{Path, PathBuf},
     process::ExitCode,
@@ -26,17 +27,17 @@ pub struct BenchArgs {
     /// Folder of a running local cluster (see `strake up`).
     #[arg(long, default_value = "strake-cluster")]
     dir: PathBuf,
-    /// Bytes of the large-file rows, in MiB.
-    #[arg(long, default_value_t = 1024)]
+    /// Bytes of the large-file rows, in MiB; at least one for each of four readers.
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u64).range(4..=1 << 24))]
     size_mib: u64,
-    /// Files of the create, stat and unlink rows.
-    #[arg(long, default_value_t = 10_000)]
+    /// Files of the create, stat and unlink rows; at least one for each job.
+    #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(JOBS..=1 << 32))]
     files: u64,
-    /// Random reads per run.
-    #[arg(long, default_value_t = 40_000)]
+    /// Random reads per run; at least one for each job.
+    #[arg(long, default_value_t = 40_000, value_parser = clap::value_parser!(u64).range(JOBS..=1 << 40))]
     random_ops: u64,
-    #[arg(long, default_value_t = 5)]
-    runs: usize,
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    runs: u32,
     /// Only rows whose name contains this.
     #[arg(long)]
     only: Option<String>,
@@ -102,7 +103,7 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         return Err(Error::new(Code::NoDev, format!("{} is not mounted; run `strake up`", mnt.display())));
     }
     let scale = Scale { bytes: args.size_mib * MIB, files: args.files, random_ops: args.random_ops };
-    let mut bench = Bench::new(&cluster, scale, args.runs)?;
+    let mut bench = Bench::new(&cluster, scale, args.runs as usize)?;
     let cores = std::thread::available_parallelism()?.get();
     let machine = machine::describe(cores, cluster.dir())?;
     let mut rows = Vec::new();
@@ -111,24 +112,35 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let client = runtime.block_on(mount::connect(&cluster.mds_endpoints(), key))?;
     let on_mount = through_mount::Mounted::new(&mnt, scale)?;
     let by_client = runtime.block_on(through_client::ByClient::new(client, scale))?;
-    let plans = plans(&on_mount, &by_client, &runtime);
-    for plan in plans {
+    let warm = Cell::new(false);
+    for plan in plans(&on_mount, &by_client, &runtime, &warm) {
         if args.only.as_ref().is_none_or(|o| plan.name.contains(o.as_str())) {
             rows.push(bench.run(plan)?);
         }
     }
     on_mount.clean()?;
     runtime.block_on(by_client.clean())?;
+    if rows.is_empty() {
+        bench.clean()?;
+        let m = format!("no row's name contains '{}'", args.only.as_deref().unwrap_or_default());
+        return Err(Error::new(Code::Inval, m));
+    }
     let report = report::Report {
         cores,
         machine,
         copies: cluster.copies(),
         scale,
-        runs: args.runs,
+        runs: args.runs as usize,
+        warm: warm.get(),
         rows,
         fio: bench.fio_check(),
     };
     bench.clean()?;
+    if report.warm {
+        eprintln!(
+            "note: the kernel's caches could not be dropped (that needs root); what was read may have come from memory"
+        );
+    }
     if args.json {
         println!("{:#}", report.json());
     } else {
@@ -136,6 +148,9 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
     }
     Ok(ExitCode::SUCCESS)
 }
+
+/// Mount point of the limits that answer from memory, below the bench's folder.
+const MEMORY: &str = "memory";
 
 const SOCKET: &str = "socket copy";
 const SOCKET_WRITE: &str = "socket copy, all copies";
@@ -153,6 +168,7 @@ fn plans<'a>(
     m: &'a through_mount::Mounted,
     c: &'a through_client::ByClient,
     rt: &'a tokio::runtime::Runtime,
+    warm: &'a Cell<bool>,
 ) -> Vec<Plan<'a>> {
     fn nothing<'a>() -> Work<'a> {
         Box::new(|| Ok(0.0))
@@ -168,14 +184,16 @@ fn plans<'a>(
     }
     use Unit::{Bytes, Ops};
     // The server's and the kernel's caches are cold, the file is there.
-    fn cold<'a>(ensure: impl Fn() -> Result<()> + 'a) -> Work<'a> {
+    fn cold<'a>(warm: &'a Cell<bool>, ensure: impl Fn() -> Result<()> + 'a) -> Work<'a> {
         Box::new(move || {
             ensure()?;
-            machine::drop_caches();
+            if !machine::drop_caches() {
+                warm.set(true);
+            }
             Ok(0.0)
         })
     }
-    let (m_cold, c_cold) = (|| cold(|| m.ensure_large()), || cold(|| rt.block_on(c.ensure_large())));
+    let (m_cold, c_cold) = (|| cold(warm, || m.ensure_large()), || cold(warm, || rt.block_on(c.ensure_large())));
     let mut list = vec![
         plan("mount: write 1 MiB", Bytes, nothing(), Box::new(|| m.write()), &[DEVICE_WRITE, FUSE_WRITE, SOCKET_WRITE]),
         plan("mount: read 1 MiB", Bytes, m_cold(), Box::new(|| m.read(1)), &[FUSE_READ, DEVICE_READ, SOCKET]),
@@ -259,6 +277,7 @@ impl Bench {
         // On the same file system as the cluster's data: the limit is that device's.
         let dir = cluster.dir().join("bench");
         fs::create_dir_all(&dir)?;
+        take_away_dead(&dir.join(MEMORY))?;
         let mut progress = Progress::new();
         progress.say("preparing");
         let scratch = limits::scratch(&dir.join("scratch"), scale.bytes)?;
@@ -274,7 +293,7 @@ impl Bench {
             limits::uring(&self.scratch, p).map(|()| bytes as f64)
         };
         let memory =
-            |work: &dyn Fn(&Path) -> Result<f64>| through_mount::on_memory(&self.dir.join("memory"), bytes, work);
+            |work: &dyn Fn(&Path) -> Result<f64>| through_mount::on_memory(&self.dir.join(MEMORY), bytes, work);
         match name {
             FUSE_READ => return memory(&|f| through_mount::read_parts(f, bytes, 1)),
             FUSE_READ_4 => return memory(&|f| through_mount::read_parts(f, bytes, 4)),
@@ -323,7 +342,9 @@ impl Bench {
         let span = self.scale.bytes;
         let read = Pattern { write: false, block: MIB as usize, depth: 16, span, count: span / MIB, random: false };
         let mut out = Vec::new();
-        for (name, p) in [("1 MiB read", read), ("4 KiB random read", random(self.scale))] {
+        let write = Pattern { write: true, ..read };
+        let random = random(self.scale);
+        for (name, p) in [("1 MiB write", write), ("1 MiB read", read), ("4 KiB random read", random)] {
             self.progress.say(format!("checking against fio: {name}"));
             let (mut ours, mut fios) = (Vec::new(), Vec::new());
             for _ in 0..self.runs {
@@ -345,6 +366,18 @@ impl Bench {
         self.progress.done();
         Ok(fs::remove_dir_all(&self.dir)?)
     }
+}
+
+/// A mount that a bench ended from outside has left behind. One that answers belongs to a bench that runs.
+fn take_away_dead(at: &Path) -> Result<()> {
+    if !mount::is_mounted(at)? {
+        return Ok(());
+    }
+    if fs::metadata(at).is_ok() {
+        let m = format!("{} is mounted: another `strake bench` runs on this cluster; wait for its end", at.display());
+        return Err(Error::new(Code::Busy, m));
+    }
+    mount::unmount(at, true)
 }
 
 fn random(s: Scale) -> Pattern {

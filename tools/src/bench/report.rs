@@ -13,6 +13,8 @@ pub struct Report {
     pub copies: u32,
     pub scale: Scale,
     pub runs: usize,
+    /// Caches could not be dropped before reads.
+    pub warm: bool,
     pub rows: Vec<Row>,
     /// Pattern, our own device figure, fio's; bytes per second.
     pub fio: Vec<(&'static str, f64, f64)>,
@@ -107,13 +109,14 @@ impl Report {
         let s = self.scale;
         let mut out = format!(
             "{}; medians of {} runs; {} MiB files in {} copies, {} files, {} random reads, {JOBS} jobs; CPU of the whole \
-             machine\n\n",
+             machine{}\n\n",
             self.machine,
             self.runs,
             s.bytes / MIB,
             self.copies,
             s.files,
-            s.random_ops
+            s.random_ops,
+            if self.warm { "; caches were not dropped before reads (that needs root)" } else { "" }
         );
         let mut rows = vec![HEAD.map(String::from).to_vec()];
         rows.extend(self.rows.iter().map(|r| r.cells(self.cores)));
@@ -144,7 +147,7 @@ impl Report {
         let fio: Vec<Value> = self.fio.iter().map(|(n, o, f)| json!({ "pattern": n, "ours": o, "fio": f })).collect();
         json!({ "version": env!("CARGO_PKG_VERSION"), "machine": self.machine, "copies": self.copies, "runs": self.runs,
             "bytes": s.bytes, "files": s.files, "random_ops": s.random_ops,
-            "cores": self.cores,
+            "cores": self.cores, "caches_dropped": !self.warm,
             "rows": self.rows.iter().map(|r| r.json(self.cores)).collect::<Vec<_>>(), "fio": fio })
     }
 }
@@ -170,9 +173,11 @@ mod tests {
         assert_eq!(slow.binding(1), ("all cores", 5e8));
         let scale = Scale { bytes: MIB, files: 1, random_ops: 1 };
         let rows = vec![slow];
-        let r = Report { cores: 1, machine: "m".into(), copies: 2, scale, runs: 1, rows, fio: vec![] };
+        let r = Report { cores: 1, machine: "m".into(), copies: 2, scale, runs: 1, warm: true, rows, fio: vec![] };
         let text = r.text(true);
         assert!(text.contains("| --- | ---"), "{text}");
+        assert!(text.contains("caches were not dropped"), "{text}");
+        assert_eq!(r.json()["caches_dropped"], false);
         let line = "| 800 MB/s | [800 MB/s .. 800 MB/s] | socket copy | 3000 MB/s | 0.27 | all cores | 1.60 | 0.50 s/GB | 2.00 s/GB |";
         assert!(text.contains(line), "{text}");
     }

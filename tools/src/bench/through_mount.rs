@@ -117,9 +117,9 @@ pub fn random_read(path: &Path, scale: Scale) -> Result<f64> {
     })
 }
 
-/// Reads the file in parts, one for each reader, 1 MiB at a time.
+/// Reads the file in parts of whole MiB, one for each reader, 1 MiB at a time.
 pub fn read_parts(path: &Path, bytes: u64, readers: u64) -> Result<f64> {
-    let part = bytes / readers;
+    let part = bytes / readers / MIB * MIB;
     std::thread::scope(|s| -> Result<()> {
         let threads: Vec<_> = (0..readers)
             .map(|r| {
@@ -140,7 +140,7 @@ pub fn read_parts(path: &Path, bytes: u64, readers: u64) -> Result<f64> {
         }
         Ok(())
     })?;
-    Ok(bytes as f64)
+    Ok((part * readers) as f64)
 }
 
 /// The same work on a file of a mount of the same kind that answers from memory. Returns its amount and cost.

@@ -10,8 +10,11 @@ use std::{
 use serde::{Deserialize, Serialize};
 use strake_proto::{Code, Error, Result, cap::derive_key};
 
-use super::{UpArgs, process::Role};
-use crate::config;
+use super::{
+    MAX_TARGET_GIB, UpArgs,
+    process::{self, Role},
+};
+use crate::{config, mount};
 
 const FILE: &str = "cluster.toml";
 
@@ -41,7 +44,8 @@ impl Parameters {
         let numbers = (1..=7).contains(&self.mds)
             && (1..=64).contains(&self.oss)
             && (1..=16).contains(&self.targets_per_oss)
-            && (1..=3).contains(&self.mirror);
+            && (1..=3).contains(&self.mirror)
+            && (1..=MAX_TARGET_GIB).contains(&self.target_gib);
         if !numbers {
             return bad("no cluster was made with such numbers; restore the file or make the cluster anew");
         }
@@ -88,22 +92,72 @@ impl Cluster {
 
     /// Opens what is there (its own numbers hold, only the mount point may change) or makes a new one.
     pub fn open_or_create(args: &UpArgs) -> Result<Cluster> {
-        let mount = if args.mount.as_os_str() == "none" { None } else { Some(std::path::absolute(&args.mount)?) };
         if args.dir.join(FILE).exists() {
             let mut c = Cluster::open(&args.dir)?;
-            let same = (c.p.mds, c.p.oss, c.p.targets_per_oss) == (args.mds, args.oss, args.targets_per_oss);
-            if !same {
-                eprintln!(
-                    "note: {} has {} mds, {} oss; the numbers given are ignored",
-                    c.dir.display(),
-                    c.p.mds,
-                    c.p.oss
-                );
+            c.same_numbers(args)?;
+            if let Some(m) = &args.mount {
+                c.move_mount(mountpoint(m)?)?;
             }
-            c.p.mount = mount;
             c.write_configs()?;
             return Ok(c);
         }
+        Cluster::create(args)
+    }
+
+    /// What a cluster was made with holds for good.
+    fn same_numbers(&self, args: &UpArgs) -> Result<()> {
+        let given = [
+            ("--mds", args.mds.map(u64::from), u64::from(self.p.mds)),
+            ("--oss", args.oss.map(u64::from), u64::from(self.p.oss)),
+            ("--targets-per-oss", args.targets_per_oss.map(u64::from), u64::from(self.p.targets_per_oss)),
+            ("--mirror", args.mirror.map(u64::from), u64::from(self.p.mirror)),
+            ("--target-gib", args.target_gib, self.p.target_gib),
+        ];
+        for (option, given, is) in given {
+            if let Some(given) = given.filter(|g| *g != is) {
+                let m = format!(
+                    "the cluster in {} was made with {option} {is}, which {option} {given} cannot change; leave it out, or \
+                     make another cluster in another --dir",
+                    self.dir.display()
+                );
+                return Err(Error::new(Code::Inval, m));
+            }
+        }
+        Ok(())
+    }
+
+    /// Another mount point from now on, unless it is mounted at the old one.
+    fn move_mount(&mut self, to: Option<PathBuf>) -> Result<()> {
+        if to == self.p.mount {
+            return Ok(());
+        }
+        if let Some(old) = self.p.mount.as_ref() {
+            if process::running(self, &Role::Mount).is_some() {
+                let m = format!(
+                    "the cluster is mounted at {}; leave out --mount to keep that, or run `strake umount {0}` first",
+                    old.display()
+                );
+                return Err(Error::new(Code::Busy, m));
+            }
+            // What a mount whose process died has left.
+            if mount::is_mounted(old)? {
+                mount::unmount(old, true)?;
+            }
+        }
+        self.p.mount = to;
+        Ok(())
+    }
+
+    fn create(args: &UpArgs) -> Result<Cluster> {
+        let (mds, oss) = (args.mds.unwrap_or(3), args.oss.unwrap_or(4));
+        let mirror = args.mirror.unwrap_or(2);
+        if oss < mirror {
+            let m = format!(
+                "{mirror} copies need at least as many object storage servers; give --oss {mirror} or --mirror 1"
+            );
+            return Err(Error::new(Code::Inval, m));
+        }
+        let mount = mountpoint(args.mount.as_deref().unwrap_or(Path::new("strake-mnt")))?;
         fs::create_dir_all(&args.dir)?;
         if fs::read_dir(&args.dir)?.next().is_some() {
             let m = format!("{} is not empty and holds no cluster; name another --dir", args.dir.display());
@@ -111,13 +165,13 @@ impl Cluster {
         }
         let p = Parameters {
             version: 1,
-            mds: args.mds,
-            oss: args.oss,
-            targets_per_oss: args.targets_per_oss,
-            mirror: args.mirror,
-            target_gib: args.target_gib,
+            mds,
+            oss,
+            targets_per_oss: args.targets_per_oss.unwrap_or(2),
+            mirror,
+            target_gib: args.target_gib.unwrap_or(16),
             mount,
-            ports: free_ports(2 * (args.mds + args.oss) as usize)?,
+            ports: free_ports(2 * (mds + oss) as usize)?,
         };
         let c = Cluster { dir: std::path::absolute(&args.dir)?, p };
         let servers = c.roles().into_iter().map(|r| r.name());
@@ -231,6 +285,11 @@ impl Cluster {
         }
         s
     }
+}
+
+/// An absolute path; `none` for no mount.
+fn mountpoint(given: &Path) -> Result<Option<PathBuf>> {
+    if given.as_os_str() == "none" { Ok(None) } else { Ok(Some(std::path::absolute(given)?)) }
 }
 
 /// Replaces a file whole, unless it holds this already: a machine that stops meanwhile leaves the old one or the new one.

@@ -18,29 +18,32 @@ use process::Role;
 
 use crate::{mount, status, term::Progress};
 
+/// One PiB.
+const MAX_TARGET_GIB: u64 = 1 << 20;
+
 #[derive(Args)]
 pub struct UpArgs {
     /// Folder for everything the cluster keeps.
     #[arg(long, default_value = "strake-cluster")]
     dir: PathBuf,
-    /// Where to mount; "none" for no mount.
-    #[arg(long, default_value = "strake-mnt")]
-    mount: PathBuf,
-    /// Metadata servers.
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=7))]
-    mds: u32,
-    /// Object storage servers.
-    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=64))]
-    oss: u32,
-    /// Targets of each object storage server.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
-    targets_per_oss: u32,
-    /// Copies of each file's data.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=3))]
-    mirror: u32,
-    /// Size of each target, in GiB (files are sparse).
-    #[arg(long, default_value_t = 16)]
-    target_gib: u64,
+    /// Where to mount; "none" for no mount. A new cluster's default is strake-mnt, later it is where it was.
+    #[arg(long)]
+    mount: Option<PathBuf>,
+    /// Metadata servers of a new cluster [default: 3].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=7))]
+    mds: Option<u32>,
+    /// Object storage servers of a new cluster [default: 4].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=64))]
+    oss: Option<u32>,
+    /// Targets of each object storage server of a new cluster [default: 2].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=16))]
+    targets_per_oss: Option<u32>,
+    /// Copies of each file's data in a new cluster [default: 2].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=3))]
+    mirror: Option<u32>,
+    /// Size of each target of a new cluster, in GiB (files are sparse) [default: 16].
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=MAX_TARGET_GIB))]
+    target_gib: Option<u64>,
     /// Only restart servers that do not run; do not mount.
     #[arg(long)]
     no_mount: bool,
@@ -61,13 +64,6 @@ pub struct DownArgs {
 
 pub fn up(args: UpArgs) -> Result<ExitCode> {
     let mut progress = Progress::new();
-    if args.oss < args.mirror {
-        let m = format!(
-            "{} copies need at least as many object storage servers; give --oss {0} or --mirror 1",
-            args.mirror
-        );
-        return Err(Error::new(Code::Inval, m));
-    }
     let cluster = Cluster::open_or_create(&args)?;
     let mut started = 0;
     for role in cluster.roles() {
@@ -94,13 +90,18 @@ fn ensure_mounted(cluster: &Cluster, mnt: &Path, progress: &mut Progress) -> Res
     }
     fs::create_dir_all(mnt)?;
     progress.say(format!("mounting {}", mnt.display()));
-    process::ensure_running(cluster, &Role::Mount)?;
-    let start = Instant::now();
+    let (start, mut started) = (Instant::now(), false);
     while !mount::is_mounted(mnt)? {
-        if process::running(cluster, &Role::Mount).is_none() || start.elapsed() > Duration::from_secs(30) {
+        let runs = process::running(cluster, &Role::Mount).is_some();
+        if start.elapsed() > Duration::from_secs(30) || started && !runs {
             return Err(process::failure(cluster, &Role::Mount, "did not mount"));
         }
-        std::thread::sleep(Duration::from_millis(20));
+        if runs {
+            // Just started, or unmounted a moment ago and still bringing its last writes home.
+            std::thread::sleep(Duration::from_millis(20));
+        } else {
+            started = process::ensure_running(cluster, &Role::Mount)?;
+        }
     }
     Ok(())
 }

@@ -1,0 +1,230 @@
+//! What `strake` says of wrong configurations, and of a local cluster that is asked for in another way than it was made.
+
+use std::{
+    fs,
+    net::TcpListener,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::{Command, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+fn strake() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_strake"))
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[track_caller]
+fn ok(out: &Output) -> String {
+    assert!(out.status.success(), "{}\n{}", text(&out.stdout), text(&out.stderr));
+    text(&out.stdout)
+}
+
+/// Fails with a message that has all of `words`.
+#[track_caller]
+fn refused(out: &Output, words: &[&str]) {
+    let err = text(&out.stderr);
+    assert!(!out.status.success(), "succeeded: {}", text(&out.stdout));
+    for w in words {
+        assert!(err.contains(w), "'{w}' is not in: {err}");
+    }
+    assert!(!err.contains("panicked"), "{err}");
+}
+
+/// One metadata server, one storage server, one copy; stopped when dropped.
+struct Tiny {
+    root: tempfile::TempDir,
+    dir: PathBuf,
+}
+
+impl Tiny {
+    fn new() -> Tiny {
+        let root = tempfile::tempdir().unwrap();
+        Tiny { dir: root.path().join("cluster"), root }
+    }
+    fn up(&self, extra: &[&str]) -> Output {
+        strake().arg("up").arg("--dir").arg(&self.dir).args(extra).current_dir(self.root.path()).output().unwrap()
+    }
+    fn make(&self, mount: &str) -> Output {
+        self.up(&["--mds=1", "--oss=1", "--targets-per-oss=1", "--mirror=1", "--target-gib=1", "--mount", mount])
+    }
+    fn on_cluster(&self, command: &str) -> Output {
+        strake().arg(command).arg("--dir").arg(&self.dir).output().unwrap()
+    }
+    fn at(&self, name: &str) -> PathBuf {
+        self.root.path().join(name)
+    }
+}
+
+impl Drop for Tiny {
+    fn drop(&mut self) {
+        if self.dir.exists() {
+            let _ = self.on_cluster("down");
+        }
+    }
+}
+
+fn key(dir: &Path) -> PathBuf {
+    let key = dir.join("key");
+    fs::write(&key, "00".repeat(32)).unwrap();
+    fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).unwrap();
+    key
+}
+
+#[test]
+fn unknown_keys_of_mounts_and_clusters_are_errors_with_their_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("mount.toml");
+    fs::write(&file, "client_key = '/k'\n\n[mount]\nmds = ['tcp:127.0.0.1:1']\nread_onyl = true\n").unwrap();
+    let out = strake().args(["mount", "--config"]).arg(&file).arg(dir.path()).output().unwrap();
+    refused(&out, &["mount.toml:5", "read_onyl"]);
+    fs::write(dir.path().join("cluster.toml"), "version = 1\nmds = 1\nmirrors = 2\n").unwrap();
+    refused(&strake().args(["status", "--dir"]).arg(dir.path()).output().unwrap(), &["cluster.toml:3", "mirrors"]);
+}
+
+#[test]
+fn a_log_filter_that_means_nothing_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let mds = |log: &str| {
+        let mut c = strake();
+        c.args(["mds", "--id=1", "--listen=tcp:127.0.0.1:0", "--log", log, "--dir"]).arg(dir.path().join("no/d"));
+        c.arg("--cluster-key").arg(key(dir.path())).env_remove("STRAKE_LOG");
+        c
+    };
+    refused(&mds("inof").output().unwrap(), &["inof", "MODULE=LEVEL"]);
+    refused(&mds("info").env("STRAKE_LOG", "strake_mds=loud").output().unwrap(), &["STRAKE_LOG", "strake_mds=loud"]);
+    refused(&mds("strake_mds=debug,warn").output().unwrap(), &["no does not exist"]);
+}
+
+#[test]
+fn a_port_that_a_storage_server_finds_in_use_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let file = dir.path().join("oss.toml");
+    let config = format!(
+        "cluster_key = {:?}\n[oss]\nname = 'a'\nlisten = 'tcp:127.0.0.1:{port}'\nmds = ['tcp:127.0.0.1:1']\n\
+         targets = [{{ path = {:?}, size = 67108864 }}]\n",
+        key(dir.path()),
+        dir.path().join("t")
+    );
+    fs::write(&file, config).unwrap();
+    let mut oss = Command::new("timeout");
+    oss.arg("30").arg(env!("CARGO_BIN_EXE_strake")).args(["oss", "--config"]).arg(&file);
+    refused(&oss.output().unwrap(), &[&port.to_string(), "in use"]);
+}
+
+#[test]
+fn what_a_cluster_was_made_with_holds_and_status_tells_by_its_exit() {
+    let c = Tiny::new();
+    assert_eq!(c.on_cluster("status").status.code(), Some(1), "there is none yet");
+    ok(&c.make("none"));
+    for (option, was) in [("--mirror=2", "--mirror 1"), ("--target-gib=2", "--target-gib 1"), ("--oss=2", "--oss 1")] {
+        refused(&c.up(&[option]), &["was made with", was, "leave it out"]);
+    }
+    let out = ok(&c.up(&[]));
+    assert!(!out.contains("mount  "), "it has none: {out}");
+    assert_eq!(c.on_cluster("status").status.code(), Some(0));
+    let pid = fs::read_to_string(c.dir.join("run/oss1.pid")).unwrap();
+    assert!(Command::new("kill").args(["-9", pid.trim()]).status().unwrap().success());
+    assert_eq!(c.on_cluster("status").status.code(), Some(2));
+    ok(&c.on_cluster("down"));
+    assert_eq!(c.on_cluster("status").status.code(), Some(1));
+}
+
+#[test]
+fn a_cluster_stays_where_it_is_mounted() {
+    if !Path::new("/dev/fuse").exists() {
+        println!("skipped: /dev/fuse is missing");
+        return;
+    }
+    let c = Tiny::new();
+    ok(&c.make("a"));
+    fs::write(c.at("a/f"), "x").unwrap();
+    // From another folder, and without naming it.
+    let elsewhere = c.at("elsewhere");
+    fs::create_dir(&elsewhere).unwrap();
+    let out = strake().arg("up").arg("--dir").arg(&c.dir).current_dir(&elsewhere).output().unwrap();
+    assert!(ok(&out).contains(c.at("a").to_str().unwrap()));
+    assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
+    ok(&c.up(&["--mount", "a"]));
+    for other in ["b", "none"] {
+        refused(&c.up(&["--mount", other]), &["is mounted at", c.at("a").to_str().unwrap(), "strake umount"]);
+    }
+    assert_eq!(fs::read_to_string(c.at("a/f")).unwrap(), "x");
+    // A mount that was killed is no mount, and what is left of it goes.
+    let pid = fs::read_to_string(c.dir.join("run/mount.pid")).unwrap();
+    assert!(Command::new("kill").args(["-9", pid.trim()]).status().unwrap().success());
+    ok(&c.on_cluster("down"));
+    ok(&c.up(&["--mount", "b"]));
+    assert_eq!(fs::read_to_string(c.at("b/f")).unwrap(), "x");
+    // Unmounted by hand; its process may still be ending.
+    ok(&strake().arg("umount").arg(c.at("b")).output().unwrap());
+    ok(&c.up(&[]));
+    assert_eq!(fs::read_to_string(c.at("b/f")).unwrap(), "x");
+}
+
+const ROWS: [&str; 13] = [
+    "mount: write 1 MiB",
+    "mount: read 1 MiB",
+    "mount: read 1 MiB, 4 readers",
+    "mount: read 4 KiB random",
+    "mount: create",
+    "mount: stat",
+    "mount: unlink",
+    "client: write 1 MiB",
+    "client: read 1 MiB",
+    "client: read 4 KiB random",
+    "client: create",
+    "client: stat",
+    "client: unlink",
+];
+
+#[test]
+fn a_small_bench_measures_every_row_and_leaves_nothing() {
+    if !Path::new("/dev/fuse").exists() {
+        println!("skipped: /dev/fuse is missing");
+        return;
+    }
+    let c = Tiny::new();
+    ok(&c.make("m"));
+    let bench = |args: &[&str]| strake().arg("bench").arg("--dir").arg(&c.dir).args(args).output().unwrap();
+    for zero in ["--size-mib=0", "--files=0", "--random-ops=0", "--runs=0"] {
+        refused(&bench(&[zero]), &["0 is not in", zero.split('=').next().unwrap()]);
+    }
+    // One that was killed while its own mount was there must not stand in the way.
+    let own = c.dir.join("bench/memory").canonicalize().unwrap_or_else(|_| c.dir.join("bench/memory"));
+    let is_mounted = || fs::read_to_string("/proc/self/mountinfo").unwrap().contains(own.to_str().unwrap());
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !is_mounted() {
+        let mut killed = strake();
+        killed.arg("bench").arg("--dir").arg(&c.dir).args(["--size-mib=64", "--runs=1000", "--only=4 readers"]);
+        let mut killed = killed.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        while !is_mounted() {
+            assert!(Instant::now() < deadline && killed.try_wait().unwrap().is_none(), "it never mounted its own");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        killed.kill().unwrap();
+        killed.wait().unwrap();
+    }
+    let small = ["--size-mib=10", "--files=80", "--random-ops=400", "--runs=1", "--json"];
+    let out = ok(&bench(&small));
+    let v: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let rows = v["rows"].as_array().unwrap();
+    assert_eq!(rows.iter().map(|r| r["name"].as_str().unwrap()).collect::<Vec<_>>(), ROWS);
+    for r in rows {
+        assert!(r["median"].as_f64().is_some_and(|m| m > 0.0), "{r:#}");
+        assert!(r["ratio"].as_f64().is_some_and(|m| m > 0.0), "{r:#}");
+        assert!(r["limits"].as_array().is_some_and(|l| l.iter().all(|l| l["median"].as_f64() > Some(0.0))), "{r:#}");
+    }
+    if Command::new("fio").arg("--version").output().is_ok() {
+        let patterns: Vec<&str> = v["fio"].as_array().unwrap().iter().map(|f| f["pattern"].as_str().unwrap()).collect();
+        assert_eq!(patterns, ["1 MiB write", "1 MiB read", "4 KiB random read"]);
+    }
+    assert_eq!(fs::read_dir(c.at("m")).unwrap().count(), 0);
+    assert!(!c.dir.join("bench").exists());
+    refused(&bench(&["--size-mib=4", "--files=8", "--random-ops=8", "--only=nonsense"]), &["nonsense"]);
+}
