@@ -122,8 +122,8 @@ fn run<T>(threads: usize, future: impl Future<Output = Result<T>>) -> Result<T> 
     builder.enable_all().build()?.block_on(future)
 }
 
+/// `filter` is of [`config::log_filter`].
 fn init_log(filter: &str) {
-    let filter = std::env::var("STRAKE_LOG").unwrap_or_else(|_| filter.to_string());
     let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
     tracing_subscriber::fmt()
         .with_env_filter(tracing_subscriber::EnvFilter::new(filter))

@@ -144,11 +144,12 @@ fn load(args: &MountArgs) -> Result<MountFile> {
 pub fn mount(args: MountArgs) -> Result<ExitCode> {
     let file = load(&args)?;
     file.mount.check()?;
+    let log = config::log_filter(&file.log)?;
     let key = config::read_key(&file.client_key)?;
     if !args.foreground {
         return in_background(&file.mount);
     }
-    crate::init_log(&file.log);
+    crate::init_log(&log);
     crate::run(file.threads, serve(file.mount, key))
 }
 

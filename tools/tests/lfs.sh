@@ -9,6 +9,8 @@ fail() { echo "FAILED: $1"; shift; printf '%s\n' "$@"; exit 1; }
 is() { if [ "$2" = "$3" ]; then ok "$1"; else fail "$1" "wanted: $2" "got:    $3"; fi; }
 # status WHAT CODE COMMAND...
 status() { local what=$1 want=$2; shift 2; "$@" > /dev/null 2> /tmp/lfs.err.$$; local got=$?; is "$what" "$want" $got; rm -f /tmp/lfs.err.$$; }
+# says WHAT TEXT COMMAND...: the error names it
+says() { local what=$1 text=$2; shift 2; case "$("$@" 2>&1 >/dev/null)" in *"$text"*) ok "$what" ;; *) fail "$what" "no '$text'" ;; esac; }
 
 lfs setstripe -c 2 -S 1M -i 1 "$M/f" || fail "setstripe of a new file"
 is "count" 2 "$(lfs getstripe -c "$M/f")"
@@ -26,6 +28,8 @@ is "all OSTs of a pool" "0 1" "$(lfs getstripe "$M/pool" | awk '/^\t +[0-9]/{pri
 lfs setstripe -C 8 "$M/over" && is "overstriping" "8 raid0,overstriped" "$(lfs getstripe -c "$M/over") $(lfs getstripe -L "$M/over")"
 status "a bad size" 22 lfs setstripe -S 65537 "$M/bad"
 status "an unknown pool" 22 lfs setstripe -p nope "$M/bad"
+says "which pool" "pool 'lfstest.nope' not found" lfs setstripe -p nope "$M/bad"
+says "which OST" "no OST with index 99" lfs setstripe -i 99 "$M/bad"
 status "and no file is left" 2 lfs getstripe "$M/bad"
 status "an OST that is not there" 22 lfs setstripe -i 99 "$M/bad"
 status "a layout of Lustre's" 95 lfs setstripe -E 1M -c 1 "$M/bad"

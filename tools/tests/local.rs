@@ -96,6 +96,9 @@ fn a_log_filter_that_means_nothing_is_refused() {
     };
     refused(&mds("inof").output().unwrap(), &["inof", "MODULE=LEVEL"]);
     refused(&mds("info").env("STRAKE_LOG", "strake_mds=loud").output().unwrap(), &["STRAKE_LOG", "strake_mds=loud"]);
+    let mut mount = strake();
+    mount.args(["mount", "tcp:127.0.0.1:1", "--log=inof", "--client-key"]).arg(key(dir.path())).arg(dir.path());
+    refused(&mount.env_remove("STRAKE_LOG").output().unwrap(), &["inof", "MODULE=LEVEL"]);
     refused(&mds("strake_mds=debug,warn").output().unwrap(), &["no does not exist"]);
 }
 
