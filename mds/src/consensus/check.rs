@@ -8,8 +8,9 @@ use raft::{
 
 use super::log::MAX_INDEX;
 
-/// The reason why `m` must be dropped, `None` if it may be stepped.
-pub fn refuse<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
+/// The reason why `m` must be dropped, `None` if it may be stepped. Up to index `sent` the log is known to be that of the
+/// leader of `m`'s term.
+pub fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Option<&'static str> {
     use MessageType::*;
     if m.to != raft.id {
         return Some("is for another member");
@@ -26,7 +27,7 @@ pub fn refuse<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
     }
     let log = &raft.raft_log;
     match m.get_msg_type() {
-        MsgAppend => refuse_append(raft, m),
+        MsgAppend => refuse_append(raft, sent, m),
         MsgHeartbeat if m.term >= raft.term && m.commit > log.last_index() => {
             Some("says that entries are committed which this member never had")
         }
@@ -74,7 +75,7 @@ fn is_membership(c: &ConfState) -> bool {
         && !c.voters.is_empty()
 }
 
-fn refuse_append<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str> {
+fn refuse_append<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Option<&'static str> {
     let log = &raft.raft_log;
     // raft-rs takes term 0 for that of any index which it does not have.
     if (m.log_term == 0) != (m.index == 0) || m.entries.iter().any(|e| e.term == 0) {
@@ -89,6 +90,11 @@ fn refuse_append<S: Storage>(raft: &Raft<S>, m: &Message) -> Option<&'static str
         let known = e.index > log.applied && e.index <= log.committed;
         if known && m.term >= raft.term && log.term(e.index).is_ok_and(|t| t != e.term) {
             return Some("contradicts committed entries");
+        }
+        // Should they come back, raft-rs would take an earlier write of them for the one that counts.
+        let standing = e.index > log.committed && e.index <= sent;
+        if standing && m.term == raft.term && log.term(e.index).is_ok_and(|t| t != e.term) {
+            return Some("contradicts what its term's leader sent before");
         }
     }
     None

@@ -66,6 +66,8 @@ pub struct Core {
     lost_state: bool,
     /// The log does not take writes at the moment.
     stalled: bool,
+    /// A term, and up to where this log is known to be that of the term's leader.
+    followed: (u64, u64),
     /// Numbers that the driver has yet to report as persisted, with the messages that wait for it.
     waiting: std::collections::VecDeque<(u64, Vec<Message>)>,
     written: HardState,
@@ -118,6 +120,7 @@ impl Core {
             quiet: if pristine { 0 } else { cfg.election_ticks.0 },
             lost_state,
             stalled: false,
+            followed: (0, 0),
             waiting: Default::default(),
             written,
         };
@@ -145,7 +148,8 @@ impl Core {
 
     /// Why a message from a peer would be dropped as improper, if it would.
     pub fn refuses(&self, m: &Message) -> Option<&'static str> {
-        check::refuse(&self.raw.raft, m)
+        let sent = if m.term == self.followed.0 { self.followed.1 } else { 0 };
+        check::refuse(&self.raw.raft, sent, m)
     }
 
     /// Takes a message from a peer. Improper ones are dropped.
@@ -166,10 +170,15 @@ impl Core {
             // What was asked of an earlier leader may never exist: let this one's entries come, then ask again.
             self.raw.raft.pending_request_snapshot = 0;
         }
-        let from = m.from;
+        let (from, term) = (m.from, m.term);
+        let last = m.entries.last().map_or((m.index, m.log_term), |e| (e.index, e.term));
         // Errors are about messages from members that were removed.
         if let Err(e) = self.raw.step(m) {
             tracing::debug!(from, ?kind, "raft message not taken: {e}");
+        }
+        if kind == MsgAppend && term == self.term() && self.raw.raft.raft_log.match_term(last.0, last.1) {
+            let before = if self.followed.0 == term { self.followed.1 } else { 0 };
+            self.followed = (term, before.max(last.0));
         }
         if let Some(p) = self.raw.raft.mut_prs().get_mut(from)
             && p.next_idx <= p.matched
