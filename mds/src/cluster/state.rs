@@ -283,7 +283,7 @@ fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
     Ok(())
 }
 
-/// Records the metadata servers by Raft id. Others already in the map stay.
+/// Records the metadata servers by Raft id and forgets those that are gone. Others already in the map stay.
 pub fn mds_nodes(map: &mut pb::ClusterMap, m: &pb::MdsNodes) -> Result<()> {
     let mut next = map.clone();
     for n in &m.nodes {
@@ -302,6 +302,7 @@ pub fn mds_nodes(map: &mut pb::ClusterMap, m: &pb::MdsNodes) -> Result<()> {
             None => next.nodes.push(n.clone()),
         }
     }
+    next.nodes.retain(|n| n.role != ROLE_MDS || !m.gone.contains(&n.id));
     next.nodes.sort_by_key(|n| n.id);
     commit(map, next);
     Ok(())

@@ -62,13 +62,27 @@ impl MdsAdmin for Shell {
         let r = r.into_inner();
         let change = member_change(&r).map_err(status)?;
         let added = matches!(change, MemberChange::AddLearner { .. });
+        let gone = match change {
+            MemberChange::Remove { id } | MemberChange::Replace { old: id, .. } => u32::try_from(id).ok(),
+            _ => None,
+        };
         self.0.node.change_members(change).await.map_err(status)?;
+        if let Some(id) = gone {
+            // Clients need not try it any more. That the change itself is done counts more than this.
+            let gone = pb::MdsNodes { nodes: Vec::new(), gone: vec![id] };
+            if let Err(e) = self.0.propose(Command::MdsNodes(gone)).await {
+                tracing::warn!("the map still names member {id}: {e}");
+            }
+        }
         if added {
             // For clients, and for members that restart with an older configuration.
             let id = u32::try_from(r.id).unwrap_or(0);
             let (name, endpoints) = (format!("mds-{id}"), vec![r.endpoint]);
             let node = pb::Node { id, role: ROLE_MDS, endpoints, name, version: String::new() };
-            self.0.propose(Command::MdsNodes(pb::MdsNodes { nodes: vec![node] })).await.map_err(status)?;
+            self.0
+                .propose(Command::MdsNodes(pb::MdsNodes { nodes: vec![node], gone: Vec::new() }))
+                .await
+                .map_err(status)?;
         }
         Ok(Response::new(pb::ChangeMembersReply {}))
     }

@@ -111,7 +111,10 @@ impl Mds {
             let map = self.map();
             let known = |id: u32| map.map.nodes.iter().find(|n| n.id == id && n.role == ROLE_MDS);
             let mut nodes = Vec::new();
-            for (id, at) in self.cfg.peers.iter().filter(|p| p.0 != self.cfg.id) {
+            let status = self.node.status();
+            let is_member = |id: u64| status.voters.contains(&id) || status.learners.contains(&id);
+            // A configuration may be older than the last replacement.
+            for (id, at) in self.cfg.peers.iter().filter(|p| p.0 != self.cfg.id && is_member(p.0)) {
                 let id = u32::try_from(*id).unwrap_or(0);
                 let (name, version) = match known(id) {
                     Some(n) => (n.name.clone(), n.version.clone()),
@@ -130,7 +133,7 @@ impl Mds {
             if nodes.iter().all(|n| known(n.id) == Some(n)) {
                 return;
             }
-            if let Err(e) = self.propose(Command::MdsNodes(pb::MdsNodes { nodes })).await {
+            if let Err(e) = self.propose(Command::MdsNodes(pb::MdsNodes { nodes, gone: Vec::new() })).await {
                 tracing::warn!("announcing the metadata servers: {e}");
                 sleep(STALL).await;
             }

@@ -178,11 +178,14 @@ async fn a_member_is_replaced_over_grpc() {
     assert!(r.results[0].ino > 1);
     // The new leader records the members it finds; the new one applies that when it comes.
     let recorded = async {
-        while !new.status().map.unwrap_or_default().nodes.iter().any(|n| n.id == 4) {
+        let named = |id: usize| new.status().map.unwrap_or_default().nodes.iter().any(|n| n.id == id as u32);
+        while !named(4) || named(old + 1) {
             sleep(Duration::from_millis(20)).await;
         }
     };
-    timeout(Duration::from_secs(30), recorded).await.expect("the new member is not in the map");
+    timeout(Duration::from_secs(30), recorded)
+        .await
+        .expect("the map does not name the new member and forget the old one");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
