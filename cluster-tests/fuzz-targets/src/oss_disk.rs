@@ -9,10 +9,11 @@ use strake_oss::{
     engine::{
         Engine, Key, Options, TargetIdentity, Update,
         record::{
-            Header, Segment, TARGET_KEY, decode_target, encode_target, header_key, parse_header_key, parse_segment_key,
-            segment_key,
+            Header, Segment, TALLY_KEY, TARGET_KEY, decode_target, encode_target, header_key, parse_header_key,
+            parse_segment_key, segment_key,
         },
         superblock::Superblock,
+        tally::{Mark, Tally},
     },
 };
 use strake_proto::{
@@ -50,6 +51,9 @@ fn summed_block(bytes: &[u8]) -> Vec<u8> {
 
 fn superblock(data: &[u8]) {
     let _ = Superblock::decode(data);
+    if let Some(m) = Mark::decode(data) {
+        assert_eq!(Mark::decode(&m.encode()), Some(m));
+    }
     let block = summed_block(data);
     if let Ok(s) = Superblock::decode(&block) {
         let again = s.encode().expect("a name that was read fits");
@@ -70,6 +74,9 @@ fn records(i: &mut Input) {
     let body = [&[1], body].concat();
     let value = if kind & 4 == 0 { sealed(key, &body) } else { Bytes::copy_from_slice(&body) };
     let _ = (parse_header_key(key), parse_segment_key(key));
+    if let Ok(t) = Tally::decode(&sealed(TALLY_KEY, &body)) {
+        assert_eq!(t.encode(), sealed(TALLY_KEY, &body));
+    }
     match kind % 3 {
         0 => {
             if let Ok(h) = Header::decode(key, &value) {
@@ -111,6 +118,8 @@ async fn target(i: &mut Input<'_>) {
             device.write(copy * BLOCK, vec![Buf::copy_from(&block)]).await.expect("memory");
         }
     }
+    // As an older version makes it: a target with a tally would be refused for any strange record.
+    let _ = table.commit(Batch { ops: vec![(Bytes::from_static(TALLY_KEY), None)] });
     for _ in 0..i.u8() % 8 {
         let (key, value) = pair(i);
         let _ = table.commit(Batch { ops: vec![(key, Some(value))] });

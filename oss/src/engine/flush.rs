@@ -10,7 +10,8 @@ use tokio::sync::OwnedMutexGuard;
 use super::{
     Engine, Shared, State,
     alloc::{Extent, coalesce},
-    record::{header_key, segment_key},
+    record::{TALLY_KEY, header_key, segment_key},
+    tally::{Mark, Tally},
 };
 use crate::device::BLOCK;
 
@@ -143,11 +144,13 @@ impl Drop for GiveBack {
 }
 
 impl Shared {
-    /// Steps 3 and 4 of a flush.
+    /// Steps 3 to 5 of a flush.
     fn commit_frozen(&self, _gate: OwnedMutexGuard<()>) -> Result<()> {
-        let batch = self.frozen();
-        if !batch.is_empty() {
-            if let Err(e) = self.table.commit(batch) {
+        let mut batch = self.frozen();
+        let changed = !batch.is_empty();
+        let mut tally = self.state.lock().tally;
+        if changed {
+            if let Err(e) = self.sum_up(&mut batch, &mut tally).and_then(|()| self.table.commit(batch)) {
                 self.state.lock().abort();
                 return Err(e.context("chunk table"));
             }
@@ -158,8 +161,10 @@ impl Shared {
                 s.failed = Some(Error::new(Code::Io, m));
                 return s.check();
             }
+            Mark { uuid: self.identity.lock().target_uuid, flushes: tally.flushes }.send(&*self.device, &self.pool);
         }
         let mut s = self.state.lock();
+        s.tally = tally;
         s.headers.end();
         s.segments.end();
         s.flushed = s.flushing;
@@ -169,6 +174,21 @@ impl Shared {
             s.reclaim.push_back((epoch, freed));
         }
         s.epoch += 1;
+        Ok(())
+    }
+
+    /// Appends the tally of the table as the batch leaves it.
+    fn sum_up(&self, batch: &mut Batch, tally: &mut Tally) -> Result<()> {
+        for (key, new) in &batch.ops {
+            if let Some(old) = self.table.get(key)? {
+                tally.remove(key, &old);
+            }
+            if let Some(new) = new {
+                tally.add(key, new);
+            }
+        }
+        tally.flushes = tally.flushes.saturating_add(1);
+        batch.put(TALLY_KEY, tally.encode());
         Ok(())
     }
 

@@ -6,7 +6,8 @@
 //! 1. freeze the records changed since the last flush;
 //! 2. flush the device: every byte those records name is durable;
 //! 3. commit the records to the store in one batch, and sync it;
-//! 4. only now may the blocks that the batch replaced be used again, when no reader still holds them.
+//! 4. mark on the device, without waiting, that the table got so far;
+//! 5. only now may the blocks that the batch replaced be used again, when no reader still holds them.
 //!
 //! So the durable table never names bytes that are not durable, and after a power loss each chunk is as it was at some
 //! flush. Formats are in `docs/formats.md`, "Chunk store".
@@ -20,6 +21,7 @@
 //! | `open.rs` | formatting, and rebuilding the allocator from the table |
 //! | `target.rs` | the folder of a target: device, table, lock |
 //! | `record.rs`, `superblock.rs` | the formats |
+//! | `tally.rs` | how a table that lost synced changes is noticed |
 //! | `overlay.rs`, `alloc.rs` | the table's part in memory; free space |
 
 mod alloc;
@@ -31,6 +33,7 @@ mod read;
 pub mod record;
 mod stage;
 pub mod superblock;
+pub mod tally;
 mod target;
 #[cfg(test)]
 mod tests;
@@ -56,6 +59,7 @@ use strake_proto::{
 };
 use strake_store::MetaStore;
 use superblock::Superblock;
+use tally::Tally;
 pub use target::{TargetLayout, create_target_dir, open_target_dir};
 
 use crate::device::{BLOCK, Device};
@@ -208,6 +212,8 @@ struct State {
     dirty_bytes: u64,
     flushing_bytes: u64,
     chunks: u64,
+    /// Of the table as it was last synced.
+    tally: Tally,
     /// Set when durability can no longer be promised; nothing is changed any more.
     failed: Option<Error>,
 }

@@ -15,10 +15,11 @@ use super::{
     alloc::{Allocator, Extent, coalesce},
     overlay::Overlay,
     record::{
-        HEADER_PREFIX, HOLE, Header, SEGMENT_PREFIX, Segment, TARGET_KEY, decode_target, encode_target,
+        HEADER_PREFIX, HOLE, Header, SEGMENT_PREFIX, Segment, TALLY_KEY, TARGET_KEY, decode_target, encode_target,
         parse_header_key, parse_segment_key,
     },
     superblock::{DATA_START, Superblock},
+    tally::{Mark, Tally},
 };
 use crate::device::{BLOCK, Device};
 
@@ -39,18 +40,20 @@ impl Engine {
         table.clear()?;
         let mut batch = Batch::default();
         batch.put(TARGET_KEY, encode_target(&id.target_uuid));
+        batch.put(TALLY_KEY, Tally::default().encode());
         table.commit(batch)?;
         table.sync()?;
         // Both copies, so that one of an earlier life cannot win.
         let pool = Pool::default();
+        Mark::format(device, &pool, id.target_uuid).await?;
         for sequence in 1..=2 {
             Superblock { sequence, blocks, identity: id.clone() }.write(device, &pool).await?;
         }
         Ok(())
     }
 
-    /// Opens a formatted target: reads the whole table once. `Corrupt` when device and table do not belong together or two
-    /// chunks claim one block; a damaged record only costs its own chunk.
+    /// Opens a formatted target: reads the whole table once. `Corrupt` when device and table do not belong together, the
+    /// table lost synced changes, or two chunks claim one block; a damaged record only costs its own chunk.
     pub async fn open(
         device: Arc<dyn Device>,
         table: Arc<dyn MetaStore>,
@@ -71,7 +74,13 @@ impl Engine {
         check_table(&*table, &superblock, &device.name())?;
         let capacity = superblock.blocks - DATA_START;
         let counters = Counters::default();
-        let (alloc, lost) = rebuild(&*table, superblock.blocks, &counters).map_err(|e| e.context(device.name()))?;
+        let mark = Mark::read(&*device, &pool, superblock.identity.target_uuid).await;
+        let mut found = Tally::default();
+        let chunks = count_chunks(&*table, &counters, &mut found)?;
+        let (alloc, lost) =
+            rebuild(&*table, superblock.blocks, &counters, &mut found).map_err(|e| e.context(device.name()))?;
+        found.unsure = counters.damaged.load(Ordering::Relaxed) > 0;
+        let tally = check_tally(&*table, found, mark).map_err(|e| e.context(device.name()))?;
         let state = State {
             headers: Overlay::new(options.cached_records),
             segments: Overlay::new(options.cached_records),
@@ -88,7 +97,8 @@ impl Engine {
             flushed: 0,
             dirty_bytes: 0,
             flushing_bytes: 0,
-            chunks: count_chunks(&*table, &counters)?,
+            chunks,
+            tally,
             failed: None,
         };
         let shared = Shared {
@@ -123,10 +133,36 @@ fn check_table(table: &dyn MetaStore, superblock: &Superblock, device: &str) -> 
     Ok(())
 }
 
-fn count_chunks(table: &dyn MetaStore, counters: &Counters) -> Result<u64> {
+/// The tally to go on from. `found`: of the records in the table; `mark`: how many flushes the device knows of.
+fn check_tally(table: &dyn MetaStore, found: Tally, mark: u64) -> Result<Tally> {
+    let lost = |what: String| {
+        let m = format!(
+            "the chunk table lost changes that were synced ({what}); leave the target out, its replicas go on, and make a \
+             new one in another folder (docs/operations.md, \"A target that is refused\")"
+        );
+        Err(Error::new(Code::Corrupt, m))
+    };
+    let stored = match table.get(TALLY_KEY)? {
+        Some(value) => Tally::decode(&value)?,
+        // Made by a version before the tally, and never flushed since.
+        None if mark == 0 => return Ok(found),
+        None => return lost(format!("its tally, while the device knows of {mark} flushes")),
+    };
+    if stored.flushes < mark {
+        return lost(format!("it is as of flush {}, the device knows of {mark}", stored.flushes));
+    }
+    if !stored.fits(&found) {
+        let (want, have) = (stored.records, found.records);
+        return lost(format!("its {have} records are not the {want} of flush {}", stored.flushes));
+    }
+    Ok(Tally { flushes: stored.flushes, ..found })
+}
+
+fn count_chunks(table: &dyn MetaStore, counters: &Counters, found: &mut Tally) -> Result<u64> {
     let mut live = 0;
     for pair in table.prefix(&[HEADER_PREFIX]) {
         let (k, v) = pair?;
+        found.add(&k, &v);
         match Header::decode(&k, &v) {
             Ok(h) if parse_header_key(&k).is_some() => live += u64::from(h.is_live()),
             _ => note(counters, &k),
@@ -145,11 +181,17 @@ fn note(counters: &Counters, key: &[u8]) {
 }
 
 /// Free space: everything that no segment record names. Also the segments that could not be read.
-fn rebuild(table: &dyn MetaStore, blocks: u64, counters: &Counters) -> Result<(Allocator, BTreeSet<(Key, u8)>)> {
+fn rebuild(
+    table: &dyn MetaStore,
+    blocks: u64,
+    counters: &Counters,
+    found: &mut Tally,
+) -> Result<(Allocator, BTreeSet<(Key, u8)>)> {
     let mut lost = BTreeSet::new();
     let mut alloc = Allocator::new(DATA_START, blocks);
     for pair in table.prefix(&[SEGMENT_PREFIX]) {
         let (k, v) = pair?;
+        found.add(&k, &v);
         let place = parse_segment_key(&k);
         let (Some((key, _)), Ok(segment)) = (place, Segment::decode(&k, &v)) else {
             note(counters, &k);

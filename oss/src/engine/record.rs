@@ -20,7 +20,7 @@ pub const HOLE: u64 = u64::MAX;
 /// Recent writers a header keeps.
 pub const KEPT_WRITERS: usize = 8;
 
-const FORMAT: u8 = 1;
+pub(super) const FORMAT: u8 = 1;
 const FLAG_TOMBSTONE: u8 = 1;
 const HEADER_FIXED: usize = 24;
 const WRITER: usize = 32;
@@ -30,6 +30,8 @@ pub const HEADER_PREFIX: u8 = b'h';
 pub const SEGMENT_PREFIX: u8 = b's';
 /// The record that ties the table to its device.
 pub const TARGET_KEY: &[u8] = b"t";
+/// The record that sums up all headers and segments, see [`tally`](super::tally).
+pub const TALLY_KEY: &[u8] = b"f";
 
 /// A header record: what is known of a chunk besides its bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,7 +95,7 @@ pub fn parse_segment_key(bytes: &[u8]) -> Option<(Key, u8)> {
 }
 
 /// Appends the checksum over key and value, so that a value under a wrong key is noticed too.
-fn seal(key: &[u8], mut value: BytesMut) -> Bytes {
+pub(super) fn seal(key: &[u8], mut value: BytesMut) -> Bytes {
     let crc = sum_of(key, &value);
     value.put_u32_le(crc);
     value.freeze()
@@ -108,7 +110,7 @@ fn bad(what: &str) -> Error {
 }
 
 /// Checks checksum and format; returns the value without them.
-fn unseal<'a>(key: &[u8], value: &'a [u8]) -> Result<&'a [u8]> {
+pub(super) fn unseal<'a>(key: &[u8], value: &'a [u8]) -> Result<&'a [u8]> {
     let (body, crc) = value.split_last_chunk::<4>().ok_or_else(|| bad("too short"))?;
     if sum_of(key, body) != u32::from_le_bytes(*crc) {
         return Err(bad("checksum differs"));

@@ -5,6 +5,7 @@ mod crash;
 mod damage;
 mod dir;
 mod load;
+mod lost;
 
 use std::sync::Arc;
 
