@@ -6,7 +6,7 @@ use futures_util::future::join_all;
 use strake_fabric::Message;
 use strake_proto::{
     ChainId, Code, Error, Ino, Result,
-    data::{DataRequest, FLAG_REPLAY, Stamp},
+    data::{DataRequest, FLAG_REPLAY, KEPT_WRITERS, Stamp},
     opcode,
 };
 use tokio::sync::{Mutex as AsyncMutex, OwnedSemaphorePermit};
@@ -20,8 +20,8 @@ use crate::{
     unstable::{Entry, Replay},
 };
 
-/// A chunk remembers its last 64 writers; more unstable writes than it remembers could not be told from lost ones.
-const WRITES_PER_CHUNK: usize = 32;
+/// More unstable writes to a chunk than it remembers writers could not be told from lost ones.
+const WRITES_PER_CHUNK: usize = KEPT_WRITERS / 2;
 
 impl Core {
     /// Waits for room for `len` unstable bytes. `ETIMEDOUT` when none comes free in time.

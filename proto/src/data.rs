@@ -14,6 +14,9 @@ const VERSION: u16 = 1;
 /// Blocks of a 16 MiB chunk, plus one for an unaligned start.
 pub const MAX_SUMS: usize = 4097;
 pub const MAX_WRITERS: usize = 64;
+/// Changes that a chunk's record remembers, so that a repeated one is known and a replay sees who wrote since. A client flushes
+/// a chunk before half as many of its own are unstable.
+pub const KEPT_WRITERS: usize = MAX_WRITERS;
 pub const MAX_REGIONS: usize = 256;
 pub const MAX_STAMPS: usize = 16;
 

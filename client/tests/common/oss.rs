@@ -12,7 +12,7 @@ use strake_fabric::{Buf, Message, Peer, Service};
 use strake_proto::{
     CapKey, ChunkId, Code, Error, Result, Rights,
     checksum::{block_sums, verify},
-    data::{DataReply, DataRequest, FLAG_REPLAY, FLAG_STABLE, Stamp, Version, Writer},
+    data::{DataReply, DataRequest, FLAG_REPLAY, FLAG_STABLE, KEPT_WRITERS, Stamp, Version, Writer},
     map::{ChainExt, MapView},
     opcode, pb,
 };
@@ -208,7 +208,7 @@ impl Oss {
                     c.bytes[r.offset as usize..end].copy_from_slice(&bytes);
                     c.version = version;
                     c.writers.push(Writer { session: r.session, seq: r.seq, version });
-                    if c.writers.len() > 64 {
+                    if c.writers.len() > KEPT_WRITERS {
                         c.writers.remove(0);
                     }
                 }

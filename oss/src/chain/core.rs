@@ -9,7 +9,7 @@ use strake_proto::{
 };
 
 use super::{
-    Input, Local, MAX_QUEUE, Op, OpId, Outcome, Output, View, What,
+    Committed, Input, Local, MAX_QUEUE, Op, OpId, Outcome, Output, View, What,
     slot::{Current, Due, Next, Refusal, Slot, Staging, Update},
 };
 
@@ -298,7 +298,7 @@ impl ChainCore {
             return Err(Outcome::Known { version: w.version });
         }
         if let Some(first) = replay
-            && now.writers.iter().any(|w| w.version > first && w.session != session)
+            && (!reaches_back(&now, first) || now.writers.iter().any(|w| w.version > first && w.session != session))
         {
             let m = format!("chunk {} was changed by others since; this write's bytes are lost", op.chunk);
             return Err(Outcome::Refused(Error::new(Code::Overtaken, m)));
@@ -427,6 +427,14 @@ impl ChainCore {
             }
         }
     }
+}
+
+/// Whether the writers that are remembered are all that changed the chunk since the version `first`. If not, somebody who is
+/// no longer among them may have written there since.
+fn reaches_back(now: &Committed, first: Version) -> bool {
+    let Some(oldest) = now.writers.first().map(|w| w.version) else { return now.version <= first };
+    let follows = Version { number: first.number.saturating_add(1), ..first };
+    oldest <= first || oldest == follows || oldest.number <= 1
 }
 
 /// At any other replica: takes an update that builds on what is committed here.

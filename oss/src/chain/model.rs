@@ -17,6 +17,8 @@ pub const CHUNKS: u64 = 2;
 const N: usize = 3;
 const CLIENTS: usize = 2;
 const CHAIN: u32 = 1;
+/// Writers that a chunk remembers: fewer than [`strake_proto::data::KEPT_WRITERS`], so that runs go beyond them.
+const KEPT: usize = 8;
 
 /// A chunk is the list of the updates applied to it; every update has a number of its own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -71,12 +73,12 @@ impl Local for Store {
     fn commit(&mut self, op: OpId, version: Version, writer: Writer) -> Result<()> {
         let (chunk, value) = self.values[&op];
         let c = self.chunks.entry(chunk).or_default();
-        let kept = c.list.len().saturating_sub(8);
+        let kept = c.list.len().saturating_sub(KEPT);
         assert!(!c.list[kept..].contains(&value), "update {value} applied twice to {chunk}");
         c.list.push(value);
         c.state.version = version;
         c.state.writers.push(writer);
-        if c.state.writers.len() > 8 {
+        if c.state.writers.len() > KEPT {
             c.state.writers.remove(0);
         }
         Ok(())

@@ -291,6 +291,72 @@ fn replays_are_known_applied_or_overtaken() {
     assert_eq!(replay(&mut r, 3, 4, v(2, 7)), ["refused 3 Overtaken"]);
 }
 
+/// A writes, unstable; B writes the same bytes and syncs; then so many others that B is no longer among the writers. Both
+/// replicas lose power, and A, whose bytes are not known to be anywhere, replays.
+#[test]
+fn a_replay_is_overtaken_when_the_writers_do_not_reach_back_to_it() {
+    let replay = |list: &[(u64, Version)], first| {
+        let mut r = One::new(ALONE);
+        let writers: Vec<_> =
+            list.iter().map(|(s, version)| Writer { session: *s, seq: 0, version: *version }).collect();
+        let version = writers.last().map_or(v(3, 70), |w| w.version);
+        r.mem.0.insert(CHUNK, Committed { version, writers });
+        let what = What::Client { session: 9, seq: 1, replay: Some(first) };
+        r.go(Input::Op(Op { id: 1, chunk: CHUNK, epoch: 3, eager: true, what })).remove(0)
+    };
+    let own = |numbers: std::ops::Range<u64>, epoch| numbers.map(|n| (9, v(epoch, n))).collect::<Vec<_>>();
+    let (stage, overtaken) = ("stage 1", "refused 1 Overtaken");
+    assert_eq!(replay(&own(7..71, 2), v(2, 5)), overtaken, "whose was number 6?");
+    assert_eq!(replay(&own(6..70, 2), v(2, 5)), stage);
+    assert_eq!(replay(&own(6..70, 3), v(2, 5)), overtaken, "number 5 may be another one's after a loss");
+    assert_eq!(replay(&own(12..76, 3), v(2, 50)), overtaken, "the loss went back to 10, 11 may be another one's");
+    assert_eq!(replay(&own(3..67, 2), v(2, 5)), stage);
+    assert_eq!(replay(&own(1..5, 3), v(2, 5)), stage, "everything since the chunk was made");
+    assert_eq!(replay(&[], v(2, 5)), overtaken);
+    assert_eq!(replay(&[], v(3, 70)), stage);
+}
+
+/// Random histories with losses: whoever else wrote since, a replay never lands on it.
+#[test]
+fn a_replay_never_lands_on_what_others_wrote_since() {
+    let mut state = 1;
+    let mut rand = |n| strake_proto::layout::splitmix64(&mut state) % n;
+    let (mut landed, mut beyond) = (0, 0);
+    for _ in 0..20_000 {
+        let kept = 1 + rand(6) as usize;
+        let (mut list, mut epoch, mut first): (Vec<Writer>, u64, Option<Writer>) = (Vec::new(), 1, None);
+        let mut since = BTreeMap::new();
+        for seq in 0..3 + rand(14) {
+            if rand(6) == 0 {
+                list.truncate(rand(list.len() as u64 + 1) as usize);
+                epoch += 1;
+                since.retain(|_, w| list.contains(w));
+            }
+            let number = list.last().map_or(0, |w| w.version.number) + 1;
+            let w = Writer { session: 8 + rand(2), seq, version: v(epoch, number) };
+            list.push(w);
+            match first {
+                None if w.session == 9 => first = Some(w),
+                Some(_) if w.session != 9 => drop(since.insert(seq, w)),
+                _ => {}
+            }
+        }
+        let Some(first) = first else { continue };
+        let mut r = One::new(ALONE);
+        let writers = list[list.len().saturating_sub(kept)..].to_vec();
+        r.mem.0.insert(CHUNK, Committed { version: writers.last().unwrap().version, writers: writers.clone() });
+        let what = What::Client { session: 9, seq: first.seq, replay: Some(first.version) };
+        let did = r.go(Input::Op(Op { id: 1, chunk: CHUNK, epoch: 3, eager: true, what })).remove(0);
+        let known = writers.contains(&first);
+        if did == "stage 1" {
+            assert!(since.is_empty() && !known, "first {first:?}, all {list:?}, kept {kept}, landed on {since:?}");
+            landed += 1;
+        }
+        beyond += u32::from(!known && did != "stage 1" && !since.values().any(|w| writers.contains(w)));
+    }
+    assert!(landed > 500 && beyond > 500, "{landed} {beyond}");
+}
+
 #[test]
 fn random_faults_keep_what_is_promised() {
     let seeds: u64 = std::env::var("STRAKE_SEEDS").ok().and_then(|s| s.parse().ok()).unwrap_or(300);

@@ -85,7 +85,7 @@ pub struct ChunkMeta {
     pub len: u32,
     /// Removed; kept so that resync knows the removal's version.
     pub tombstone: bool,
-    /// The last 8 changes, oldest first.
+    /// The last [`KEPT_WRITERS`](strake_proto::data::KEPT_WRITERS) changes, oldest first.
     pub writers: Vec<Writer>,
 }
 
@@ -130,7 +130,7 @@ pub struct TargetIdentity {
 /// Limits of an engine.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Changed records kept in memory before updates wait for a flush (a record is up to about 800 bytes).
+    /// Changed records kept in memory before updates wait for a flush (a record is up to about 2 KiB).
     pub dirty_records: usize,
     /// Staged bytes not flushed before updates wait for a flush.
     pub dirty_bytes: u64,

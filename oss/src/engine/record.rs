@@ -5,7 +5,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use strake_proto::{
     ChunkId, Code, Error, Result,
     checksum::crc32c,
-    data::{Version, Writer},
+    data::{KEPT_WRITERS, Version, Writer},
 };
 
 use super::{ChunkMeta, Key};
@@ -17,8 +17,6 @@ pub const SEG_BYTES: u32 = 256 << 10;
 pub const MAX_SEGS: u8 = 64;
 /// In [`Segment::blocks`]: nothing stored, reads as zeros.
 pub const HOLE: u64 = u64::MAX;
-/// Recent writers a header keeps.
-pub const KEPT_WRITERS: usize = 8;
 
 pub(super) const FORMAT: u8 = 1;
 const FLAG_TOMBSTONE: u8 = 1;
@@ -339,6 +337,21 @@ mod tests {
         assert_eq!(&t[..34], "01eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeee");
         // The checksums, so that their input (key, then value) is fixed too.
         assert_eq!((&h[112..], &s[72..], &t[34..]), ("e8cecc62", "bbdf4350", "77f838b5"));
+    }
+
+    #[test]
+    fn all_kept_writers_fit_and_one_more_is_refused() {
+        let k = header_key(&key());
+        let writer = |n| Writer { session: n, seq: n, version: Version { epoch: 1, number: n } };
+        let mut h = header();
+        h.meta.writers = (0..64).map(writer).collect();
+        let v = h.encode(&k);
+        assert_eq!((v.len(), v[2], KEPT_WRITERS), (24 + 64 * 32 + 4, 64, 64));
+        assert_eq!(Header::decode(&k, &v).unwrap(), h);
+        let mut more = v[..v.len() - 4].to_vec();
+        more[2] = 65;
+        more.extend_from_slice(&[0; 32]);
+        assert_eq!(Header::decode(&k, &seal(&k, more[..].into())).unwrap_err().code, Code::Corrupt);
     }
 
     #[test]

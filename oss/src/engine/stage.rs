@@ -8,7 +8,7 @@ use strake_fabric::Buf;
 use strake_proto::{
     Code, Error, Result,
     checksum::{self, BLOCK, crc32c},
-    data::{Version, Writer},
+    data::{KEPT_WRITERS, Version, Writer},
     layout::MAX_CHUNK,
 };
 
@@ -18,7 +18,7 @@ use super::{
     damaged,
     overlay::Slot,
     read::{View, find, segments_of},
-    record::{HOLE, Header, KEPT_WRITERS, MAX_SEGS, SEG_BLOCKS, Segment},
+    record::{HOLE, Header, MAX_SEGS, SEG_BLOCKS, Segment},
 };
 
 /// More segments than this in one write are copied into one buffer first (the kernel's limit is 1,024).

@@ -139,14 +139,17 @@ async fn replace_takes_the_place_of_everything_and_keeps_zeros_as_holes() {
 }
 
 #[tokio::test]
-async fn the_last_eight_writers_are_kept() {
+async fn the_last_writers_are_kept() {
     let bed = Bed::new(4096).await;
     let e = bed.open().await;
-    for n in 1..=20 {
+    for n in 1..=80 {
         apply(&e, key(0), write(0, &[1]), n).await.unwrap();
     }
+    e.flush().await.unwrap();
+    drop(e);
+    let e = bed.open().await;
     let seqs: Vec<u64> = e.meta(&key(0)).unwrap().unwrap().writers.iter().map(|w| w.seq).collect();
-    assert_eq!(seqs, (13..=20).collect::<Vec<_>>());
+    assert_eq!(seqs, (17..=80).collect::<Vec<_>>());
 }
 
 #[tokio::test]

@@ -75,7 +75,8 @@ async fn a_4_kib_overwrite_costs_about_4_kib() {
     assert_eq!(end.flushes - start.flushes, 200);
     assert_eq!(table_end.0 - table_start.0, 200);
     let each = (table_end.1 - table_start.1) / 200;
-    assert!(each < 1200, "{each} bytes of table per overwrite");
+    // The header with 64 writers is 2 KiB of it.
+    assert!(each < 2600, "{each} bytes of table per overwrite");
 }
 
 #[tokio::test]
