@@ -23,12 +23,19 @@ pub(super) struct Node {
 }
 
 impl Node {
-    /// Bypasses the page cache where the file system allows it, and says so where it does not.
+    /// Bypasses the page cache where the file system allows it, and says so where it does not. A block device is opened for
+    /// this node alone: `Busy` if it is mounted or another one has it.
     pub fn open(path: &Path) -> Result<Node> {
         let name = path.display().to_string();
-        let with = |flags: i32| OpenOptions::new().read(true).write(true).custom_flags(flags).open(path);
+        let block = path.metadata().is_ok_and(|m| m.file_type().is_block_device());
+        let alone = if block { libc::O_EXCL } else { 0 };
+        let with = |flags: i32| OpenOptions::new().read(true).write(true).custom_flags(flags | alone).open(path);
         let (mut file, direct) = match with(libc::O_DIRECT) {
             Ok(f) => (f, true),
+            Err(e) if block && e.raw_os_error() == Some(libc::EBUSY) => {
+                let m = format!("{name} is in use: mounted, part of another device, or another target's");
+                return Err(Error::new(Code::Busy, m));
+            }
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
                 tracing::warn!("{name}: its file system has no direct I/O; data passes through the page cache");
                 (with(0).map_err(|e| Error::from(e).context(&name))?, false)

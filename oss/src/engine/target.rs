@@ -5,14 +5,15 @@ use std::{
     fs::{self, File, OpenOptions, TryLockError},
     path::{Path, PathBuf},
     sync::Arc,
+    time::Duration,
 };
 
 use strake_fabric::Pool;
 use strake_proto::{Code, Error, Result};
 use strake_store::FjallStore;
 
-use super::{Engine, Options, TargetIdentity};
-use crate::device;
+use super::{Engine, Options, TargetIdentity, superblock::Superblock};
+use crate::device::{self, BLOCK, Device};
 
 const DATA: &str = "data";
 const TABLE: &str = "table";
@@ -24,20 +25,34 @@ const INCOMPLETE: &str = "INCOMPLETE";
 pub enum TargetLayout {
     /// A sparse file of this many bytes in the target's folder.
     File { size: u64 },
-    /// A whole block device; everything on it is lost.
-    BlockDevice { path: PathBuf },
+    /// A whole block device; everything on it is lost. Refused if there seems to be anything, unless `force`.
+    BlockDevice { path: PathBuf, force: bool },
 }
 
 fn at(path: &Path, e: std::io::Error) -> Error {
     Error::from(e).context(path.display())
 }
 
-/// Makes a target in a folder that is empty, absent, or holds one that was left half made. `Exist`: there is one already.
-/// Nothing counts until all of it is durable.
+/// Beginning of a block device that must be zeros before a target is made on it: labels of disks, file systems and volume
+/// managers lie here.
+const LABELS: u64 = 1 << 20;
+/// How long a device that is in use is waited for.
+const LET_GO: Duration = Duration::from_secs(3);
+
+/// Makes a target in a folder that is empty, absent, or holds one that was left half made. `Exist`: there is one already, or
+/// something is on the block device. Nothing counts until all of it is durable.
 pub async fn create_target_dir(path: &Path, layout: TargetLayout, id: TargetIdentity) -> Result<()> {
     strake_store::make_folder(path)?;
     let _lock = lock(path)?;
     let (data, table, marker) = (path.join(DATA), path.join(TABLE), path.join(INCOMPLETE));
+    let mut device = None;
+    if let TargetLayout::BlockDevice { path, force } = &layout {
+        let d = open_device(path).await?;
+        if !force {
+            check_blank(&*d).await?;
+        }
+        device = Some(d);
+    }
     if !marker.exists() {
         if data.symlink_metadata().is_ok() || table.exists() {
             return Err(Error::new(Code::Exist, format!("{} holds a target already", path.display())));
@@ -53,17 +68,54 @@ pub async fn create_target_dir(path: &Path, layout: TargetLayout, id: TargetIden
             let make = |f: File| f.set_len(size).and_then(|()| f.sync_all());
             File::create_new(&data).and_then(make).map_err(|e| at(&data, e))?;
         }
-        TargetLayout::BlockDevice { path } => {
+        TargetLayout::BlockDevice { path, .. } => {
             std::os::unix::fs::symlink(&path, &data).map_err(|e| at(&data, e))?;
         }
     }
-    let device = device::open(&data)?;
+    let device = match device {
+        Some(d) => d,
+        None => open_device(&data).await?,
+    };
     let store = FjallStore::open(&table)?;
     Engine::format(&*device, &store, id).await?;
     drop(store);
     sync_dir(path)?;
     fs::remove_file(&marker).map_err(|e| at(&marker, e))?;
     sync_dir(path)
+}
+
+/// The kernel lets go of a block device a moment after the io_uring that used it last ended, or was killed.
+async fn open_device(path: &Path) -> Result<Arc<dyn Device>> {
+    let until = tokio::time::Instant::now() + LET_GO;
+    loop {
+        match device::open(path) {
+            Err(e) if e.code == Code::Busy && tokio::time::Instant::now() < until => {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            other => return other,
+        }
+    }
+}
+
+/// `Exist` for a device with a target on it, or with anything where labels lie.
+async fn check_blank(device: &dyn Device) -> Result<()> {
+    let name = device.name();
+    let how = "if all that is on it may be lost, set force = true for this target, once";
+    let pool = Pool::default();
+    if let Ok(s) = Superblock::read(device, &pool).await {
+        let (id, node) = (s.identity.target_id, s.identity.node);
+        let m = format!("{name} has a StrakeFS target on it already (target {id} of '{node}'); {how}");
+        return Err(Error::new(Code::Exist, m));
+    }
+    let len = device.capacity().min(LABELS);
+    if len < BLOCK {
+        return Ok(()); // too small in any case
+    }
+    let start = device.read(0, pool.get_now(len as usize)).await?;
+    match start.iter().position(|b| *b != 0) {
+        Some(at) => Err(Error::new(Code::Exist, format!("{name} is not blank (byte {at} is not zero); {how}"))),
+        None => Ok(()),
+    }
 }
 
 /// Opens a target and locks its folder for as long as the engine lives. `fs_uuid`: the cluster it must belong to, if it
@@ -95,7 +147,7 @@ pub async fn open_target_dir(
             return Err(Error::new(Code::NoEnt, m));
         }
     }
-    let device = device::open(&path.join(DATA))?;
+    let device = open_device(&path.join(DATA)).await?;
     let table = Arc::new(FjallStore::open(path.join(TABLE))?);
     let options = Options { offload_store: true, ..options };
     let engine = Engine::open_locked(device, table, pool, options, Some(lock)).await?;

@@ -27,9 +27,12 @@ pub struct TargetConfig {
     /// Bytes of the data file made in the folder. Only read when the target is made.
     #[serde(default)]
     pub size: u64,
-    /// Block device for the data, instead of `size`; all that is on it is lost. Only read when the target is made.
+    /// Block device for the data, instead of `size`. Only read when the target is made.
     #[serde(default)]
     pub device: Option<PathBuf>,
+    /// Make the target on a device that is not blank; all that is on it is lost. Only read when the target is made.
+    #[serde(default)]
+    pub force: bool,
     /// Make and format the target if its folder is absent or empty. Off: refuse to start (a disk that is not mounted).
     #[serde(default = "defaults::create")]
     pub create: bool,
@@ -129,6 +132,11 @@ impl Config {
         }
         if self.heartbeat_ms == 0 || self.flush_ms == 0 || self.peer_timeout_ms == 0 {
             return bad("heartbeat_ms, flush_ms and peer_timeout_ms must be above 0");
+        }
+        let mut devices: Vec<&PathBuf> = self.targets.iter().filter_map(|t| t.device.as_ref()).collect();
+        devices.sort();
+        if let Some(twice) = devices.windows(2).find(|w| w[0] == w[1]) {
+            return bad(&format!("two targets name the device {}", twice[0].display()));
         }
         if self.sync_parallel == 0 || self.max_requests == 0 {
             return bad("sync_parallel and max_requests must be above 0");

@@ -46,7 +46,7 @@ fn is_new(path: &Path) -> bool {
 async fn open(t: &TargetConfig, node: &str, fs_uuid: Option<[u8; 16]>, env: &Env, pool: &Pool) -> Result<Arc<Engine>> {
     if t.create && is_new(&t.path) {
         let layout = match (&t.device, t.size) {
-            (Some(path), 0) => TargetLayout::BlockDevice { path: path.clone() },
+            (Some(path), 0) => TargetLayout::BlockDevice { path: path.clone(), force: t.force },
             (None, size) if size > 0 => TargetLayout::File { size: size / 4096 * 4096 },
             _ => {
                 let m = format!("target {}: give either size or device to make it", t.path.display());

@@ -1,6 +1,7 @@
 //! Tests of the chunk store as a whole.
 
 mod basic;
+mod block;
 mod crash;
 mod damage;
 mod dir;

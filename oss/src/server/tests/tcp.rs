@@ -31,7 +31,7 @@ async fn authority() -> (Arc<Authority>, Listener) {
 fn config(i: u32, dir: &std::path::Path, mds: &Endpoint) -> Config {
     let mut cfg = Config::new(format!("oss{i}"), any_port(), vec![mds.clone()]);
     let path = dir.join(format!("t{i}"));
-    cfg.targets = vec![TargetConfig { path, size: 32 << 20, device: None, create: true }];
+    cfg.targets = vec![TargetConfig { path, size: 32 << 20, device: None, force: false, create: true }];
     cfg
 }
 
@@ -98,6 +98,13 @@ async fn two_servers_replicate_over_tcp_and_keep_it_across_a_restart() {
 
 #[tokio::test]
 async fn targets_of_another_cluster_and_missing_disks_are_refused() {
+    let mut twice = config(0, std::path::Path::new("/nowhere"), &any_port());
+    let device = Some("/dev/absent".into());
+    twice.targets = ["a", "b"]
+        .map(|p| TargetConfig { path: p.into(), size: 0, device: device.clone(), ..twice.targets[0].clone() })
+        .into();
+    let e = start_on_disk(twice, Env::system(), KEY).await.err().unwrap();
+    assert!(e.code == Code::Inval && e.message.contains("two targets name the device /dev/absent"), "{e}");
     let dir = tempfile::tempdir().unwrap();
     let (authority, mds) = authority().await;
     let server = start_on_disk(config(0, dir.path(), mds.endpoint()), Env::system(), KEY).await.unwrap();
