@@ -103,6 +103,18 @@ async fn uring() {
     conformance(open(&path).unwrap()).await;
 }
 
+/// Whether this process has CAP_IPC_LOCK, or a limit that these tests do not reach.
+fn may_lock_much() -> bool {
+    let field = |file: &str, name: &str| {
+        let text = std::fs::read_to_string(file).unwrap();
+        let line = text.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim().to_owned();
+        line.split_whitespace().next().unwrap().to_owned()
+    };
+    let capable = u64::from_str_radix(&field("/proc/self/status", "CapEff:"), 16).unwrap() >> 14 & 1 == 1;
+    let limit = field("/proc/self/limits", "Max locked memory");
+    capable || limit.parse().map_or(limit == "unlimited", |bytes: u64| bytes >= 1 << 30)
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn buffers_of_a_pool_are_registered_and_stay_mapped() {
     let dir = tempfile::tempdir().unwrap();
@@ -116,7 +128,12 @@ async fn buffers_of_a_pool_are_registered_and_stay_mapped() {
         let data = fill(&pool, 65536, |i| (i as u64 * round) as u8).freeze();
         d.write(0, vec![data.clone()]).await.unwrap();
         assert_eq!(read(&d, &pool, 0, 65536).await, data.to_vec());
-        assert_eq!(d.fixed_operations(), 2 * round, "registering 4 MiB works for every user of a usual Linux");
+        if d.fixed_operations() < 2 * round {
+            // An ordinary user may lock 8 MiB, which other tests use too. Reads and writes went on without.
+            assert!(!may_lock_much(), "registered {} of {round} regions", d.fixed_operations() / 2);
+            return eprintln!("not run to the end: the limit of locked memory is reached");
+        }
+        assert_eq!(d.fixed_operations(), 2 * round);
     }
     // Memory that belongs to no pool, and pieces in several buffers, go the plain way.
     let (a, b) = (Buf::copy_from(&[1; 4096]), Buf::copy_from(&[2; 4096]));
@@ -124,6 +141,36 @@ async fn buffers_of_a_pool_are_registered_and_stay_mapped() {
     d.write(4096, vec![b.clone(), b]).await.unwrap();
     assert_eq!(d.fixed_operations(), 6);
     assert_eq!(read(&d, &Pool::new(1 << 20), 4096, 4096).await, [2; 4096]);
+}
+
+/// A ramfs, unmounted when dropped: a file system without direct I/O.
+struct Ramfs(tempfile::TempDir);
+
+impl Drop for Ramfs {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg("-l").arg(self.0.path()).status();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_file_system_without_direct_io_is_used_through_the_page_cache() {
+    let dir = tempfile::tempdir().unwrap();
+    let mount = std::process::Command::new("mount").args(["-t", "ramfs", "none"]).arg(dir.path()).status();
+    if !mount.is_ok_and(|s| s.success()) {
+        return eprintln!("not run: mounting a ramfs needs root");
+    }
+    let fs = Ramfs(dir);
+    let path = file(&fs.0);
+    let devices = [Arc::new(FileDevice::open(&path).unwrap()) as Arc<dyn Device>, open(&path).unwrap()];
+    for d in devices {
+        assert!(!d.direct());
+        let pool = Pool::default();
+        // Pieces that direct I/O could not take.
+        let data: Vec<u8> = (0..12_288u32).map(|i| (i % 251) as u8).collect();
+        d.write(8192, vec![Buf::copy_from(&data[..5]), Buf::copy_from(&data[5..])]).await.unwrap();
+        d.flush().await.unwrap();
+        assert_eq!(read(&*d, &pool, 8192, 12_288).await, data);
+    }
 }
 
 #[tokio::test]
