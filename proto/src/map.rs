@@ -5,6 +5,10 @@ use std::collections::BTreeMap;
 use crate::{ChainId, Code, Error, NodeId, Result, TargetId, pb};
 use pb::ReplicaState;
 
+/// Evictions in one answer to a heartbeat at most. With so many there may be more: the storage server asks again at once, and
+/// takes no lease before it has them all.
+pub const MAX_EVICTED: usize = 1024;
+
 pub const ROLE_MDS: u32 = 1;
 pub const ROLE_OSS: u32 = 2;
 

@@ -5,7 +5,9 @@ use std::{sync::atomic::Ordering, time::Duration};
 use async_trait::async_trait;
 use bytes::Bytes;
 use strake_fabric::{Message, Peer, Role, Service, unknown_opcode};
-use strake_proto::{Capability, Code, Error, Ino, Result, Rights, SessionId, frame::MAX_BODY, opcode, pb};
+use strake_proto::{
+    Capability, Code, Error, Ino, Result, Rights, SessionId, frame::MAX_BODY, map::MAX_EVICTED, opcode, pb,
+};
 
 use super::Mds;
 use crate::namespace::Namespace;
@@ -17,8 +19,6 @@ const MAX_OPS: usize = 8192;
 const TRIM_WAIT: Duration = Duration::from_secs(25);
 /// How long the reply to an open does; then the client asks again.
 const OPEN_WAIT: Duration = Duration::from_secs(4);
-/// Evictions named in one heartbeat reply; the next one has more.
-const MAX_EVICTED: usize = 1024;
 /// Items of one reply about what is to be deleted.
 const MAX_PENDING: u32 = 10_000;
 const S_IFMT: u32 = 0o170_000;

@@ -16,7 +16,7 @@ use strake_fabric::{Endpoint, Env, Message};
 use strake_proto::{
     CapKey, ChainId, Code, Error, Result, SessionId, TargetId,
     ids::TARGET_UNASSIGNED,
-    map::{ChainExt, MapView},
+    map::{ChainExt, MAX_EVICTED, MapView},
     opcode,
     pb::{self, ReplicaState},
 };
@@ -30,7 +30,7 @@ use super::{
 use crate::{chain::View, engine::Engine};
 
 /// Evicted sessions remembered; their capabilities expire long before so many follow.
-const MAX_EVICTED: usize = 65_536;
+const KEPT_EVICTED: usize = 65_536;
 /// Below this much free space an update is staged before anybody hears of it.
 const ROOM: u64 = 256 << 20;
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -82,7 +82,7 @@ impl Evictions {
         self.seen = self.seen.max(e.number);
         self.min_epoch.insert(e.session, (e.min_epoch, e.number));
         self.order.insert(e.number, e.session);
-        while self.order.len() > MAX_EVICTED {
+        while self.order.len() > KEPT_EVICTED {
             let Some((number, session)) = self.order.pop_first() else { return };
             if self.min_epoch.get(&session).is_some_and(|(_, n)| *n == number) {
                 self.min_epoch.remove(&session);
@@ -333,6 +333,11 @@ impl Node {
         // The map first: a lease must not cover what the answer has just taken away.
         if let Some(map) = r.map {
             self.apply_map(map)?;
+        }
+        if r.evicted.len() >= MAX_EVICTED {
+            // More may be pending: after a restart a lease would let sessions in that were evicted long ago.
+            self.kick.notify_one();
+            return Ok(());
         }
         let until = sent + Duration::from_millis(u64::from(r.lease_ms));
         let mut lease = self.lease_until.lock();

@@ -199,12 +199,8 @@ impl OssService {
     }
 
     async fn flush(&self, peer: &Peer, replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
-        if peer.role == Role::Client
-            && let Some(cap) = &r.cap
-        {
-            let c = self.node.cap_key.open(cap, self.node.env.unix_ms())?;
-            self.node.check_session(c.session, c.session_epoch)?;
-        }
+        // Only who may write to a file has something to flush; `chunk` names one of its chunks.
+        self.check_cap(peer, r, Rights::WRITE)?;
         let view = replica.view();
         if view.epoch == r.epoch && !view.head {
             return Err(Error::new(Code::NotServing, format!("chain {} is flushed at its head, not here", r.chain)));

@@ -18,7 +18,7 @@ use strake_proto::{
     CapKey, Capability, ChunkId, Code, Error, Result, Rights,
     checksum::{block_sums, verify},
     data::{DataReply, DataRequest, Kind, Version},
-    map::{ChainExt, MapView},
+    map::{ChainExt, MAX_EVICTED, MapView},
     opcode,
     pb::{self, ReplicaState},
 };
@@ -261,7 +261,8 @@ impl Service for Authority {
         }
         self.tick();
         let map = Some(self.map.lock().clone()).filter(|m| m.version > h.map_version);
-        let evicted = self.evicted.lock().iter().filter(|e| e.number > h.evicted_seen).cloned().collect();
+        let evicted =
+            self.evicted.lock().iter().filter(|e| e.number > h.evicted_seen).take(MAX_EVICTED).cloned().collect();
         Ok(Message::new(0, pb::HeartbeatReply { lease_ms: LEASE.as_millis() as u32, map, evicted }.encode_to_vec()))
     }
 }

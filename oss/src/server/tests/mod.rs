@@ -14,6 +14,7 @@ use strake_proto::{
     layout::MAX_CHUNK,
     opcode, pb,
 };
+use tokio::time::Instant;
 
 #[tokio::test(start_paused = true)]
 async fn writes_of_all_sizes_are_read_from_every_replica() {
@@ -181,6 +182,13 @@ async fn requests_without_right_are_refused() {
     assert_eq!(code(opcode::WRITE, only_read, b"data").await, Some(Code::BadCap));
     let other_session = DataRequest { session: SESSION + 1, ..w.clone() };
     assert_eq!(code(opcode::WRITE, other_session, b"data").await, Some(Code::BadCap));
+    let flush = |cap| DataRequest { cap, ..c.request(0, 0) };
+    let may = |c: &mut strake_proto::Capability| c.rights = Rights::WRITE;
+    assert_eq!(code(opcode::FLUSH, flush(seal(&may)), &[]).await, None);
+    let of_another = seal(&|c| (c.ino, c.rights) = (5, Rights::WRITE));
+    for cap in [None, Some(forged), seal(&|_| {}), of_another] {
+        assert_eq!(code(opcode::FLUSH, flush(cap), &[]).await, Some(Code::BadCap));
+    }
     for op in [opcode::FORWARD, opcode::FORWARD_FLUSH, opcode::SYNC_LIST, opcode::SYNC_PUT, opcode::LIST_CHUNKS] {
         assert_eq!(code(op, w.clone(), b"data").await, Some(Code::Access));
     }
@@ -199,6 +207,32 @@ async fn requests_without_right_are_refused() {
     c.authority.evicted.lock().push(pb::Evicted { number: 1, session: SESSION, min_epoch: 2 });
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(code(opcode::WRITE, w, b"data").await, Some(Code::NoSession));
+    assert_eq!(code(opcode::FLUSH, flush(seal(&may)), &[]).await, Some(Code::NoSession));
+}
+
+/// A restarted server has forgotten all evictions and is told them in parts: it serves nobody before it has the last.
+#[tokio::test(start_paused = true)]
+async fn an_evicted_session_does_not_slip_in_after_a_restart() {
+    let mut c = Cluster::start(1).await;
+    c.write(0, 0, b"before", 1).await.unwrap();
+    c.flush().await.unwrap();
+    for number in 1..=5000 {
+        let session = if number == 5000 { SESSION } else { 1000 + number };
+        c.authority.evicted.lock().push(pb::Evicted { number, session, min_epoch: 2 });
+    }
+    c.kill(0);
+    c.boot(0).await;
+    let until = Instant::now() + Duration::from_secs(20);
+    loop {
+        let w = c.write_request(0, 0, b"after!", 2);
+        match c.call(0, opcode::WRITE, &w, b"after!").await.map_err(|e| e.code) {
+            Err(Code::NoSession) => break,
+            Err(Code::LeaseExpired | Code::NotServing | Code::StaleEpoch) => {}
+            other => panic!("{other:?}"),
+        }
+        assert!(Instant::now() < until, "it never serves");
+        tokio::time::sleep(Duration::from_micros(200)).await;
+    }
 }
 
 #[tokio::test(start_paused = true)]
