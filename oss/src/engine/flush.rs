@@ -180,7 +180,15 @@ impl Shared {
     /// Appends the tally of the table as the batch leaves it.
     fn sum_up(&self, batch: &mut Batch, tally: &mut Tally) -> Result<()> {
         for (key, new) in &batch.ops {
-            if let Some(old) = self.table.get(key)? {
+            let old = match self.table.get(key) {
+                // A store that met a full disk may be closed until the next commit opens it again.
+                Err(e) if e.code == Code::NoSpc => {
+                    self.table.commit(Batch::default())?;
+                    self.table.get(key)?
+                }
+                other => other?,
+            };
+            if let Some(old) = old {
                 tally.remove(key, &old);
             }
             if let Some(new) = new {

@@ -2,12 +2,14 @@
 
 use std::{
     fs,
+    ops::Bound,
     panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-use strake_proto::{Code, Result, data::ListEntry};
-use strake_store::{Batch, FjallStore, MetaStore, Reader};
+use strake_proto::{Code, Error, Result, data::ListEntry};
+use strake_store::{Batch, FjallStore, MetaStore, PairIter, Reader};
 
 use super::*;
 use crate::{
@@ -271,4 +273,54 @@ async fn a_mark_that_cannot_be_written_or_is_lost_costs_nothing() {
         let e = bed.open().await;
         assert_eq!(e.meta(&key(1)).unwrap().unwrap().version, version(3));
     }
+}
+
+/// A store that answers nothing from a full disk on until a commit finds space: as the one on disk when it could not be opened
+/// again at once.
+struct Closed {
+    store: MemStore,
+    closed: AtomicBool,
+}
+
+impl Reader for Closed {
+    fn get(&self, key: &[u8]) -> Result<Option<bytes::Bytes>> {
+        if self.closed.load(Relaxed) {
+            return Err(Error::new(Code::NoSpc, "closed"));
+        }
+        self.store.get(key)
+    }
+    fn range(&self, from: Bound<&[u8]>, to: Bound<&[u8]>) -> PairIter<'_> {
+        self.store.range(from, to)
+    }
+}
+
+impl MetaStore for Closed {
+    fn commit(&self, batch: Batch) -> Result<()> {
+        self.closed.store(false, Relaxed);
+        self.store.commit(batch)
+    }
+    fn sync(&self) -> Result<()> {
+        self.store.sync()
+    }
+    fn snapshot(&self) -> Result<Box<dyn Reader>> {
+        self.store.snapshot()
+    }
+    fn disk_bytes(&self) -> u64 {
+        self.store.disk_bytes()
+    }
+    fn clear(&self) -> Result<()> {
+        self.store.clear()
+    }
+}
+
+#[tokio::test]
+async fn a_store_that_a_full_disk_closed_is_opened_by_the_next_flush() {
+    let bed = filled().await;
+    let table = Arc::new(Closed { store: bed.table.clone(), closed: AtomicBool::new(false) });
+    let e = Engine::open(bed.device.clone(), table.clone(), Pool::default(), bed.options.clone()).await.unwrap();
+    apply(&e, key(1), write(0, b"new"), 2).await.unwrap();
+    table.closed.store(true, Relaxed);
+    e.flush().await.unwrap();
+    drop(e);
+    assert_eq!(bed.open().await.meta(&key(1)).unwrap().unwrap().version, version(2));
 }
