@@ -77,9 +77,9 @@ pub(crate) struct Core {
     closed: AtomicBool,
 }
 
-/// How long a release may wait for others, and how many make one request.
 /// Sizes that are being reported at a time.
 const SIZES_AT_ONCE: usize = 32;
+/// How long a release may wait for others, and how many make one request.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(200);
 const RELEASES_AT_ONCE: usize = 1024;
 

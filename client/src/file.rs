@@ -107,8 +107,7 @@ impl Core {
                 r.capability[..].try_into().map_err(|_| bad("no capability for an open file"))?;
             let session = cap::peek(sealed).session;
             let inode = self.inode(attr.ino, || Inode::new(attr, placed.clone()));
-            inode.set_placed(placed);
-            inode.take_attr(&attr);
+            inode.set_placed(placed, &attr);
             inode.take_cap(&r.capability, session, flags & (O_ACCMODE | O_APPEND), creds)?;
             Ok((inode, session))
         };

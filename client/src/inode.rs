@@ -101,6 +101,13 @@ impl State {
         }
     }
 
+    fn take_attr(&mut self, attr: &pb::Attr) {
+        if attr.change >= self.attr.change {
+            self.attr = *attr;
+            self.attr_at = Instant::now();
+        }
+    }
+
     fn release(&mut self) -> Option<Release> {
         if !self.handles.is_empty() {
             return None;
@@ -143,12 +150,13 @@ impl Inode {
         self.state.lock().placed.clone()
     }
 
-    /// Takes a layout if it is newer (set on a file that had no data yet).
-    pub fn set_placed(&self, placed: Placed) {
+    /// Takes a layout if it is newer (set on a file that had no data yet), and the attributes that came with it.
+    pub fn set_placed(&self, placed: Placed, attr: &pb::Attr) {
         let mut s = self.state.lock();
         if placed.layout.generation > s.placed.layout.generation {
             s.placed = placed;
         }
+        s.take_attr(attr);
     }
 
     /// `ESTALE` once the bytes are stored under another name than this open file's layout gives them: somebody set a new
@@ -174,12 +182,7 @@ impl Inode {
 
     /// Takes attributes unless they are older than those here. Returns them as [`Inode::attr`] does.
     pub fn take_attr(&self, attr: &pb::Attr) -> pb::Attr {
-        let mut s = self.state.lock();
-        if attr.change >= s.attr.change {
-            s.attr = *attr;
-            s.attr_at = Instant::now();
-        }
-        drop(s);
+        self.state.lock().take_attr(attr);
         self.attr()
     }
 

@@ -119,7 +119,8 @@ fn capacity(len: usize) -> usize {
 }
 
 impl Pool {
-    /// A pool whose buffers, out and kept for reuse, take at most `limit` bytes (rounded down to 4 KiB), but one region.
+    /// A pool whose buffers that are out take at most `limit` bytes (rounded down to 4 KiB). Regions, at least one, are kept
+    /// for reuse up to the same limit; buffers above 4 MiB, or for which no region has room in one piece, come on top.
     pub fn new(limit: u64) -> Pool {
         let pages = (limit / ALIGN as u64).min(Semaphore::MAX_PERMITS as u64 / 2) as usize;
         Pool {

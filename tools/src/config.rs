@@ -69,8 +69,8 @@ fn located(name: &str, text: &str, e: &toml::de::Error) -> Error {
 /// What to log: what `STRAKE_LOG` says, or else the configuration.
 pub fn log_filter(configured: &str) -> Result<String> {
     match std::env::var("STRAKE_LOG") {
-        Ok(filter) => check_log(&filter).map_err(|e| e.context("STRAKE_LOG")).map(|()| filter),
-        Err(_) => check_log(configured).map(|()| configured.to_string()),
+        Ok(filter) if !filter.is_empty() => check_log(&filter).map_err(|e| e.context("STRAKE_LOG")).map(|()| filter),
+        _ => check_log(configured).map(|()| configured.to_string()),
     }
 }
 

@@ -212,8 +212,16 @@ impl Namespace {
 
     /// The oldest `limit` sets of chunks to delete, with the numbers for `GcDone`.
     pub fn gc_queue(&self, limit: usize) -> Vec<(u64, pb::GcRecord)> {
-        let record = |n| pb::GcRecord::decode(self.store.get(&keys::numbered(keys::GC, n)).ok()??).ok();
-        self.lowest(keys::GC, limit).into_iter().filter_map(|n| Some((n, record(n)?))).collect()
+        let numbers = self.lowest(keys::GC, limit);
+        // What cannot be read now is looked for again.
+        let Ok(view) = self.store.snapshot() else { return Vec::new() };
+        let record = |n| pb::GcRecord::decode(view.get(&keys::numbered(keys::GC, n)).ok()??).ok();
+        numbers.into_iter().filter_map(|n| Some((n, record(n)?))).collect()
+    }
+
+    /// How many there are, counted up to `limit`.
+    pub fn gc_waiting(&self, limit: usize) -> usize {
+        self.lowest(keys::GC, limit).len()
     }
 
     /// Up to `limit` files whose chunks are to be cut, by inode id.

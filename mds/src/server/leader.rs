@@ -130,10 +130,13 @@ impl Mds {
                 name: self.cfg.name(),
                 version: env!("CARGO_PKG_VERSION").into(),
             });
-            if nodes.iter().all(|n| known(n.id) == Some(n)) {
+            // Those who left, should whoever let them go have failed to say so.
+            let left = |n: &&pb::Node| n.role == ROLE_MDS && n.id != self.own_id() && !is_member(u64::from(n.id));
+            let gone: Vec<u32> = map.map.nodes.iter().filter(left).map(|n| n.id).collect();
+            if gone.is_empty() && nodes.iter().all(|n| known(n.id) == Some(n)) {
                 return;
             }
-            if let Err(e) = self.propose(Command::MdsNodes(pb::MdsNodes { nodes, gone: Vec::new() })).await {
+            if let Err(e) = self.propose(Command::MdsNodes(pb::MdsNodes { nodes, gone })).await {
                 tracing::warn!("announcing the metadata servers: {e}");
                 sleep(STALL).await;
             }

@@ -337,7 +337,7 @@ impl Mds {
             targets: targets.collect(),
             inodes: header.inodes,
             orphans: ns.orphans(STATUS_LIMIT).len() as u64,
-            gc_queue: ns.gc_queue(STATUS_LIMIT).len() as u64,
+            gc_queue: ns.gc_waiting(STATUS_LIMIT) as u64,
             notices,
             map: Some(map.map.clone()),
         }

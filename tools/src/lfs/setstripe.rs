@@ -117,11 +117,15 @@ fn set(path: &Path, spec: &pb::LayoutSpec) -> Result<(), Failure> {
 fn make(path: &Path, set: impl FnOnce(&Path) -> Result<(), Errno>) -> Result<(), Errno> {
     mknodat(CWD, path, FileType::RegularFile, Mode::from_raw_mode(0o666), 0)?;
     set(path).inspect_err(|e| {
-        // Somebody else wrote the file meanwhile, or is about to: it is his now.
-        if !matches!(*e, Errno::EXIST | Errno::BUSY) {
+        // Only where the layout itself was refused is it certain that nobody wrote the file meanwhile.
+        if matches!(*e, Errno::INVAL | Errno::NODEV | Errno::ACCESS | Errno::NOSPC) && fs_is_empty(path) {
             let _ = unlink(path);
         }
     })
+}
+
+fn fs_is_empty(path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|m| m.len() == 0)
 }
 
 /// Why a layout was not set, in words.
