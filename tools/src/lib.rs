@@ -45,6 +45,9 @@ enum Command {
     Status(status::StatusArgs),
     /// Measure the file system beside what this machine can do at all.
     Bench(bench::BenchArgs),
+    /// The mount that `bench` measures the kernel's FUSE with.
+    #[command(hide = true)]
+    MemoryMount(bench::MemoryArgs),
     /// Cross-check metadata and stored chunks (changes nothing).
     Fsck(fsck::FsckArgs),
     /// The Lustre-like user tool (also by calling this binary `lfs`).
@@ -76,6 +79,7 @@ pub fn main() -> ExitCode {
         Command::Down(a) => dev::down(&a),
         Command::Status(a) => status::status(&a),
         Command::Bench(a) => bench::bench(&a),
+        Command::MemoryMount(a) => bench::memory_mount(&a),
         Command::Fsck(a) => fsck::fsck(&a),
         Command::Lfs { args } => return exit_code(lfs::main(args)),
     };

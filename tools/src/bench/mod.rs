@@ -2,6 +2,7 @@
 
 mod limits;
 mod machine;
+mod memory;
 mod report;
 mod stats;
 mod through_client;
@@ -18,6 +19,7 @@ use std::{
 use clap::Args;
 use limits::Pattern;
 use machine::{Cost, Meter};
+pub use memory::{MemoryArgs, serve as memory_mount};
 use strake_proto::{Code, Error, Result};
 
 use crate::{config, dev::Cluster, mount, term::Progress};

@@ -14,6 +14,7 @@ use strake_proto::{Result, layout::splitmix64};
 use super::{
     JOBS, MIB, Scale, in_threads,
     machine::{Cost, Meter},
+    memory::MemoryMount,
     nth,
 };
 
@@ -145,11 +146,8 @@ pub fn read_parts(path: &Path, bytes: u64, readers: u64) -> Result<f64> {
 
 /// The same work on a file of a mount of the same kind that answers from memory. Returns its amount and cost.
 pub fn on_memory(at: &Path, bytes: u64, work: impl Fn(&Path) -> Result<f64>) -> Result<(f64, Cost)> {
-    fs::create_dir_all(at)?;
-    let mount = strake_fuse::mount_memory_limit(&strake_fuse::MountConfig::new(at), bytes)?;
+    let mount = MemoryMount::start(at, bytes)?;
     let meter = Meter::start()?;
-    let done = work(&at.join(strake_fuse::MEMORY_FILE));
-    let cost = meter.stop()?;
-    drop(mount);
-    Ok((done?, cost))
+    let done = work(&mount.file())?;
+    Ok((done, meter.stop()?))
 }

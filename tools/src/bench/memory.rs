@@ -1,0 +1,59 @@
+//! The FUSE limit's mount, in a process of its own: one that is killed while it has a file of its own mount open waits in
+//! the kernel for an answer that nobody gives any more.
+
+use std::{
+    fs,
+    io::{Read, Write},
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitCode, Stdio},
+};
+
+use clap::Args;
+use strake_fuse::{MEMORY_FILE, MountConfig, mount_memory_limit};
+use strake_proto::{Code, Error, Result};
+
+#[derive(Args)]
+pub struct MemoryArgs {
+    at: PathBuf,
+    bytes: u64,
+}
+
+/// Mounts, says so on stdout, and unmounts when stdin ends: when whoever started it is done or dead.
+pub fn serve(args: &MemoryArgs) -> Result<ExitCode> {
+    let mount = mount_memory_limit(&MountConfig::new(&args.at), args.bytes)?;
+    writeln!(std::io::stdout(), "mounted")?;
+    std::io::stdin().read_to_end(&mut Vec::new())?;
+    drop(mount);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The mount as long as this lives.
+pub struct MemoryMount {
+    server: Child,
+    at: PathBuf,
+}
+
+impl MemoryMount {
+    pub fn start(at: &Path, bytes: u64) -> Result<MemoryMount> {
+        fs::create_dir_all(at)?;
+        let mut command = Command::new(std::env::current_exe()?);
+        command.arg("memory-mount").arg(at).arg(bytes.to_string()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut m = MemoryMount { server: command.spawn()?, at: at.to_path_buf() };
+        let mut said = [0; 8];
+        let out = m.server.stdout.as_mut().ok_or_else(|| Error::new(Code::Io, "the memory mount has no output"))?;
+        // What stopped it is on stderr, which it shares.
+        out.read_exact(&mut said).map_err(|_| Error::new(Code::Io, "the FUSE limit's own mount could not be made"))?;
+        Ok(m)
+    }
+
+    pub fn file(&self) -> PathBuf {
+        self.at.join(MEMORY_FILE)
+    }
+}
+
+impl Drop for MemoryMount {
+    fn drop(&mut self) {
+        drop(self.server.stdin.take());
+        let _ = self.server.wait();
+    }
+}
