@@ -54,7 +54,7 @@ impl Config {
             hostname: String::new(),
             version: env!("CARGO_PKG_VERSION").into(),
             pid: u64::from(std::process::id()),
-            read_ahead_bytes: 8 << 20,
+            read_ahead_bytes: 16 << 20,
             cache_bytes: 128 << 20,
             cache_ttl: Duration::from_secs(1),
             attr_ttl: Duration::from_millis(400),

@@ -108,11 +108,20 @@ pub struct Pattern {
     pub random: bool,
 }
 
-/// Runs `count` operations at `depth` through io_uring with O_DIRECT. The write pattern ends with fdatasync.
+/// Runs `count` operations at `depth` through io_uring with O_DIRECT, with buffers of a pool, as the object servers do. The
+/// write pattern ends with fdatasync.
 pub fn uring(file: &File, p: Pattern) -> Result<()> {
-    let mut ring = IoUring::new(p.depth as u32)?;
     let pool = Pool::default();
-    let mut bufs: Vec<BufMut> = (0..p.depth).map(|_| pool.get_now(p.block)).collect();
+    uring_with(file, p, (0..p.depth).map(|_| pool.get_now(p.block)).collect())
+}
+
+/// The same with ordinary memory, as fio does: on pages of 4 KiB the kernel may have to cut 1 MiB into several requests.
+pub fn uring_on_small_pages(file: &File, p: Pattern) -> Result<()> {
+    uring_with(file, p, (0..p.depth).map(|_| BufMut::unpooled(p.block)).collect())
+}
+
+fn uring_with(file: &File, p: Pattern, mut bufs: Vec<BufMut>) -> Result<()> {
+    let mut ring = IoUring::new(p.depth as u32)?;
     let mut seed = 42;
     let blocks = p.span / p.block as u64;
     let (mut issued, mut done) = (0u64, 0u64);

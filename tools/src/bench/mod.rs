@@ -351,7 +351,7 @@ impl Bench {
             let (mut ours, mut fios) = (Vec::new(), Vec::new());
             for _ in 0..self.runs {
                 let Ok(meter) = Meter::start() else { continue };
-                let Ok(()) = limits::uring(&self.scratch, p) else { continue };
+                let Ok(()) = limits::uring_on_small_pages(&self.scratch, p) else { continue };
                 let Ok(cost) = meter.stop() else { continue };
                 let Some(fio) = limits::fio(&self.dir.join("scratch"), p) else { break };
                 ours.push((p.count * p.block as u64) as f64 / cost.seconds);

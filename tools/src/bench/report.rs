@@ -131,7 +131,7 @@ impl Report {
         }
         for (name, ours, theirs) in &self.fio {
             out += &format!(
-                "check: device {name}: {:.0} MB/s here, {:.0} MB/s by fio (medians, in turn)\n",
+                "check: device {name}: {:.0} MB/s here, {:.0} MB/s by fio (medians, in turn, on 4 KiB pages)\n",
                 ours / 1e6,
                 theirs / 1e6
             );
