@@ -1,5 +1,7 @@
 //! What `strake` says of wrong configurations, and of a local cluster that is asked for in another way than it was made.
 
+mod common;
+
 use std::{
     fs,
     net::TcpListener,
@@ -9,30 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-fn strake() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_strake"))
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-#[track_caller]
-fn ok(out: &Output) -> String {
-    assert!(out.status.success(), "{}\n{}", text(&out.stdout), text(&out.stderr));
-    text(&out.stdout)
-}
-
-/// Fails with a message that has all of `words`.
-#[track_caller]
-fn refused(out: &Output, words: &[&str]) {
-    let err = text(&out.stderr);
-    assert!(!out.status.success(), "succeeded: {}", text(&out.stdout));
-    for w in words {
-        assert!(err.contains(w), "'{w}' is not in: {err}");
-    }
-    assert!(!err.contains("panicked"), "{err}");
-}
+use common::{ok, refused, strake};
 
 /// One metadata server, one storage server, one copy; stopped when dropped.
 struct Tiny {

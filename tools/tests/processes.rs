@@ -1,5 +1,7 @@
 //! The binary as a user runs it: real processes, bad configurations, small clusters.
 
+mod common;
+
 use std::{
     fs,
     io::{Read, Write},
@@ -10,32 +12,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use common::{ok, refused, strake, text};
 use serde_json::Value;
-
-fn strake() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_strake"))
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-#[track_caller]
-fn ok(out: &Output) -> String {
-    assert!(out.status.success(), "{}\n{}", text(&out.stdout), text(&out.stderr));
-    text(&out.stdout)
-}
-
-/// Fails with exactly one clear message that has all of `words`.
-#[track_caller]
-fn refused(out: &Output, words: &[&str]) {
-    let err = text(&out.stderr);
-    assert!(!out.status.success(), "succeeded: {}", text(&out.stdout));
-    for w in words {
-        assert!(err.contains(w), "'{w}' is not in: {err}");
-    }
-    assert!(!err.contains("panicked"), "{err}");
-}
 
 /// A small cluster in a folder of its own; stopped when dropped.
 struct Small {
