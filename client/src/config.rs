@@ -74,7 +74,9 @@ impl Config {
 /// Counters since start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
+    /// Bytes that reads returned.
     pub read_bytes: u64,
+    /// Bytes that writes took.
     pub written_bytes: u64,
     /// Requests to metadata servers, retries included.
     pub meta_requests: u64,

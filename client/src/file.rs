@@ -225,10 +225,12 @@ impl File {
         }
     }
 
+    /// The inode.
     pub fn ino(&self) -> Ino {
         self.0.inode.ino
     }
 
+    /// How the file is striped, and over which chains.
     pub fn layout(&self) -> pb::Layout {
         self.0.inode.placed().layout
     }

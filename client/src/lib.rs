@@ -21,6 +21,8 @@
 //! (`inode.rs`, `mds.rs`). The pure parts are `retry`, `leader`, `seqs`, `route`, `readahead`, `cache`, `unstable` and the
 //! queue in `ranges`.
 
+#![warn(missing_docs)]
+
 mod cache;
 mod config;
 mod conns;
@@ -111,6 +113,7 @@ impl Client {
         self.core.current_session().map_or_else(Vec::new, |s| s.fs_uuid.to_vec())
     }
 
+    /// What this client did since it was connected.
     pub fn stats(&self) -> Stats {
         self.core.stats.read(self.core.unstable.lock().bytes())
     }

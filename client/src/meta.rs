@@ -42,6 +42,7 @@ pub struct LayoutInfo {
 /// A page of a directory.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DirPage {
+    /// In order of their cookies. A cookie belongs to one name as long as that name exists.
     pub entries: Vec<pb::DirEntry>,
     /// Nothing comes after the last entry.
     pub end: bool,
@@ -100,25 +101,30 @@ impl Client {
         attr_of(self.write_op(creds, o).await?)
     }
 
+    /// Makes a symbolic link to `target`, which need not exist.
     pub async fn symlink(&self, creds: &pb::Creds, parent: Ino, name: &[u8], target: &[u8]) -> Result<pb::Attr> {
         let (name, target) = (name.to_vec().into(), target.to_vec().into());
         attr_of(self.write_op(creds, pb::op::Op::Symlink(pb::Symlink { parent, name, target })).await?)
     }
 
+    /// The target of a symbolic link. `EINVAL` for anything else.
     pub async fn readlink(&self, creds: &pb::Creds, ino: Ino) -> Result<Vec<u8>> {
         Ok(self.read_op(creds, pb::op::Op::Readlink(pb::Readlink { ino })).await?.data.to_vec())
     }
 
+    /// Gives an inode another name. Returns its attributes, with the new count of links. `EPERM` for a directory.
     pub async fn link(&self, creds: &pb::Creds, ino: Ino, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
         let o = pb::op::Op::Link(pb::Link { ino, parent, name: name.to_vec().into() });
         self.merged(self.write_op(creds, o).await?).await
     }
 
+    /// Removes a name that is not a directory's. The data goes when neither a name nor an open file is left.
     pub async fn unlink(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<()> {
         let o = pb::op::Op::Unlink(pb::Unlink { parent, name: name.to_vec().into() });
         self.write_op(creds, o).await.map(drop)
     }
 
+    /// Removes an empty directory, else `ENOTEMPTY`.
     pub async fn rmdir(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<()> {
         let o = pb::op::Op::Rmdir(pb::Rmdir { parent, name: name.to_vec().into() });
         self.write_op(creds, o).await.map(drop)
@@ -149,6 +155,7 @@ impl Client {
         Ok(page)
     }
 
+    /// The value of an extended attribute, `ENODATA` where there is none. Namespaces as in xattr(7).
     pub async fn getxattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
         let o = pb::op::Op::Getxattr(pb::GetXattr { ino, name: name.to_vec().into() });
         Ok(self.read_op(creds, o).await?.data.to_vec())
@@ -160,11 +167,13 @@ impl Client {
         self.write_op(creds, pb::op::Op::Setxattr(pb::SetXattr { ino, name, value, flags })).await.map(drop)
     }
 
+    /// The names of the extended attributes that the caller may see.
     pub async fn listxattr(&self, creds: &pb::Creds, ino: Ino) -> Result<Vec<Vec<u8>>> {
         let r = self.read_op(creds, pb::op::Op::Listxattr(pb::ListXattr { ino })).await?;
         Ok(r.names.iter().map(|n| n.to_vec()).collect())
     }
 
+    /// Removes an extended attribute, `ENODATA` where there is none.
     pub async fn removexattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8]) -> Result<()> {
         let o = pb::op::Op::Removexattr(pb::RemoveXattr { ino, name: name.to_vec().into() });
         self.write_op(creds, o).await.map(drop)
@@ -176,6 +185,7 @@ impl Client {
         r.statfs.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the space out"))
     }
 
+    /// How a file is striped, or what a directory gives to new files.
     pub async fn get_layout(&self, creds: &pb::Creds, ino: Ino) -> Result<LayoutInfo> {
         let r = self.read_op(creds, pb::op::Op::Getlayout(pb::GetLayout { ino })).await?;
         Ok(LayoutInfo { layout: r.layout, spec: r.spec, effective: r.effective })

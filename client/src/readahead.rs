@@ -49,8 +49,10 @@ impl ReadAhead {
         }
         let start = self.asked.max(self.front);
         let reach = self.front.saturating_add(self.window.max(FIRST_WINDOW.min(self.limit))).min(size);
-        // Half a window in hand is enough: ask for more in large steps.
-        if start >= reach || (self.window > 0 && start - self.front > self.window / 2) {
+        // Asking for more in small steps keeps servers, network and reader busy at the same time: with large ones they
+        // take turns.
+        let step = (self.window / 8).max(FIRST_WINDOW).min(self.window / 2);
+        if start >= reach || (self.window > 0 && start - self.front > self.window - step) {
             return None;
         }
         self.window = (self.window * 2).clamp(FIRST_WINDOW.min(self.limit), self.limit);
