@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use strake_proto::{
     Code, Error, Ino, Result, Rights, SessionId,
     cap::{self, CAP_LEN},
-    layout::StripeMap,
+    layout::{MAX_FILE_SIZE, StripeMap},
     pb,
 };
 use tokio::{sync::Mutex as AsyncMutex, time::Instant};
@@ -188,7 +188,8 @@ impl Inode {
 
     pub fn size(&self) -> u64 {
         let s = self.state.lock();
-        s.attr.size.max(s.local_end)
+        // Sums of offsets must not overflow, whatever a server says.
+        s.attr.size.max(s.local_end).min(MAX_FILE_SIZE)
     }
 
     /// A write of this client up to `end` is on its replicas.

@@ -145,16 +145,23 @@ impl Pool {
             return Err(Error::new(Code::NoMem, m));
         }
         let pages = (cap / ALIGN) as u32;
-        let permit = match s.room.try_acquire_many(pages) {
-            Ok(p) => p,
-            Err(_) => {
-                s.waits.fetch_add(1, Relaxed);
-                let closed = |_| Error::new(Code::NoMem, "the buffer pool is closed");
-                s.room.acquire_many(pages).await.map_err(closed)?
-            }
-        };
-        permit.forget();
+        s.wait_for(pages).await?;
         Ok(self.take(len, cap, pages))
+    }
+
+    /// Buffers of these lengths. Waits once for room for all of them, so that those who hold some and want more cannot
+    /// wait for each other; what is more than the whole pool comes on top.
+    pub async fn get_all(&self, lens: &[usize]) -> Result<Vec<BufMut>> {
+        let wanted: usize = lens.iter().map(|l| capacity(*l) / ALIGN).sum();
+        let mut room = wanted.min((self.shared.limit / ALIGN as u64) as usize) as u32;
+        self.shared.wait_for(room).await?;
+        let each = |len: &usize| {
+            let cap = capacity(*len);
+            let pages = ((cap / ALIGN) as u32).min(room);
+            room -= pages;
+            self.take(*len, cap, pages)
+        };
+        Ok(lens.iter().map(each).collect())
     }
 
     /// As [`Pool::get`], beyond the limit if need be; for small or rare buffers.
@@ -190,6 +197,20 @@ impl Pool {
 }
 
 impl Shared {
+    /// Takes room for so many pages; buffers give it back.
+    async fn wait_for(&self, pages: u32) -> Result<()> {
+        let permit = match self.room.try_acquire_many(pages) {
+            Ok(p) => p,
+            Err(_) => {
+                self.waits.fetch_add(1, Relaxed);
+                let closed = |_| Error::new(Code::NoMem, "the buffer pool is closed");
+                self.room.acquire_many(pages).await.map_err(closed)?
+            }
+        };
+        permit.forget();
+        Ok(())
+    }
+
     /// How many regions there may be.
     fn regions(&self) -> usize {
         (self.limit as usize / REGION).max(1)
@@ -428,6 +449,39 @@ mod tests {
         drop(a);
         assert_eq!(pool.stats().waits, 1);
         assert_eq!(pool.get(2 << 20).await.unwrap_err().code, Code::NoMem);
+        assert!(pool.get(1 << 20).await.is_ok(), "all room came back");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn get_all_takes_the_room_of_all_at_once() {
+        let pool = Pool::new(1 << 20);
+        let lens = [4096, 1, 200 << 10, 256 << 10];
+        let bufs = pool.get_all(&lens).await.unwrap();
+        assert_eq!(bufs.iter().map(|b| b.len()).collect::<Vec<_>>(), lens);
+        let room: u64 = bufs.iter().map(|b| b.capacity() as u64).sum();
+        assert_eq!(pool.stats().used, room);
+        let mut rest = tokio_task(pool.clone(), 512 << 10);
+        tokio::task::yield_now().await;
+        assert!(!rest.is_finished(), "room for {room} bytes is taken");
+        drop(bufs);
+        assert_eq!((&mut rest).await.unwrap(), 512 << 10);
+        // Those who want most of the pool in parts take turns.
+        let each = (0..8).map(|_| async {
+            let bufs = pool.get_all(&[64 << 10; 12]).await.unwrap();
+            assert!(pool.stats().used <= 1 << 20);
+            tokio::task::yield_now().await;
+            drop(bufs);
+        });
+        futures_util::future::join_all(each).await;
+        // More than there is: all of the pool, and more memory.
+        let most = pool.get_all(&[512 << 10; 3]).await.unwrap();
+        assert_eq!(pool.stats().used, 3 << 19);
+        let mut waiting = tokio_task(pool.clone(), 1);
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished());
+        drop(most);
+        assert_eq!((&mut waiting).await.unwrap(), 1);
+        assert!(pool.get_all(&[]).await.unwrap().is_empty());
         assert!(pool.get(1 << 20).await.is_ok(), "all room came back");
     }
 

@@ -25,7 +25,7 @@ async fn script(name: &str, args: Vec<std::path::PathBuf>) {
 
 async fn end(m: Mount) {
     // The kernel releases what programs closed a little later.
-    let unmounted = tokio::time::timeout(Duration::from_secs(10), async {
+    let unmounted = tokio::time::timeout(Duration::from_secs(60), async {
         while let Err(e) = m.unmount().await {
             assert_eq!(e.code, strake_proto::Code::Busy, "{e}");
             tokio::time::sleep(Duration::from_millis(20)).await;

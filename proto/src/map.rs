@@ -32,7 +32,7 @@ fn index<T>(items: &[T], id: impl Fn(&T) -> u32, what: &str) -> Result<BTreeMap<
 }
 
 impl MapView {
-    /// Refuses a map that names an id twice or refers to one it lacks.
+    /// Refuses a map that names an id twice, refers to one it lacks, or has a target twice in a chain.
     pub fn new(map: pb::ClusterMap) -> Result<MapView> {
         let v = MapView {
             chains: index(&map.chains, |c| c.id, "chain")?,
@@ -42,7 +42,11 @@ impl MapView {
             map,
         };
         for c in &v.map.chains {
-            for r in &c.replicas {
+            for (i, r) in c.replicas.iter().enumerate() {
+                if c.replicas[..i].iter().any(|other| other.target == r.target) {
+                    let m = format!("cluster map: chain {} has target {} twice", c.id, r.target);
+                    return Err(Error::new(Code::Protocol, m));
+                }
                 if !v.targets.contains_key(&r.target) {
                     let m = format!("cluster map: chain {} has unknown target {}", c.id, r.target);
                     return Err(Error::new(Code::Protocol, m));
@@ -147,5 +151,12 @@ mod tests {
         assert!(MapView::new(twice).is_err());
         let chain = pb::Chain { id: 1, replicas: vec![replica(9, ReplicaState::ReplicaServing)], ..Default::default() };
         assert!(MapView::new(pb::ClusterMap { chains: vec![chain], ..Default::default() }).is_err());
+        let targets = vec![pb::Target { id: 1, ..Default::default() }, pb::Target { id: 2, ..Default::default() }];
+        let serving = |id| replica(id, ReplicaState::ReplicaServing);
+        let chain = |replicas| pb::Chain { id: 1, replicas, ..Default::default() };
+        let map = |c| MapView::new(pb::ClusterMap { chains: vec![c], targets: targets.clone(), ..Default::default() });
+        assert!(map(chain(vec![serving(1), serving(2)])).is_ok());
+        let circle = map(chain(vec![serving(1), serving(2), serving(1)]));
+        assert!(circle.unwrap_err().message.contains("target 1 twice"));
     }
 }

@@ -42,7 +42,7 @@ pub type Pair = (Bytes, Bytes);
 pub type PairIter<'a> = Box<dyn Iterator<Item = Result<Pair>> + Send + 'a>;
 
 /// `EINVAL` for a key that no store can hold.
-fn check_key(key: &[u8]) -> Result<()> {
+pub fn check_key(key: &[u8]) -> Result<()> {
     if key.is_empty() || key.len() > MAX_KEY {
         return Err(Error::new(Code::Inval, format!("store keys have 1 to {MAX_KEY} bytes, not {}", key.len())));
     }

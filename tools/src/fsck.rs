@@ -59,6 +59,8 @@ enum Finding {
     BeyondEnd { ino: Ino, chunk: String, target: TargetId, size: u64 },
     /// A directory entry whose inode cannot be read.
     Dangling { path: String, ino: Ino, error: String },
+    /// A directory that has another name already.
+    TwoParents { path: String, ino: Ino },
     /// A file whose bytes could not be read.
     Unreadable { path: String, error: String },
 }
@@ -184,15 +186,20 @@ impl Checker {
     async fn walk(&mut self, read: bool) -> Result<(BTreeMap<Ino, FileInfo>, Vec<Finding>)> {
         let (mut files, mut findings) = (BTreeMap::new(), Vec::new());
         let mut folders = vec![(self.client.root(), String::new())];
+        let mut seen = BTreeSet::from([self.client.root()]);
         while let Some((dir, path)) = folders.pop() {
             let mut cookie = 0;
             loop {
                 let page = self.client.readdir(&self.creds, dir, cookie, 1000, true).await?;
                 for e in &page.entries {
+                    if e.cookie <= cookie {
+                        return Err(Error::new(Code::Protocol, format!("{path}/ is listed out of order")));
+                    }
                     cookie = e.cookie;
                     let path = format!("{path}/{}", String::from_utf8_lossy(&e.name));
                     match e.r#type << 12 {
-                        libc::S_IFDIR => folders.push((e.ino, path)),
+                        libc::S_IFDIR if seen.insert(e.ino) => folders.push((e.ino, path)),
+                        libc::S_IFDIR => findings.push(Finding::TwoParents { path, ino: e.ino }),
                         libc::S_IFREG if read => findings.extend(self.read_file(e.ino, path).await),
                         libc::S_IFREG => match self.file(e.ino, &path).await {
                             Ok(f) => drop(files.insert(e.ino, f)),
@@ -254,6 +261,9 @@ impl Checker {
             let bytes: Vec<u8> = reply.payload.iter().flat_map(|b| b.iter().copied()).collect();
             let page = ListEntry::decode_all(&bytes)?;
             let Some(last) = page.last() else { return Ok(all) };
+            if !all.is_empty() && page[0].chunk <= after {
+                return Err(Error::new(Code::Protocol, format!("target {target} lists its chunks out of order")));
+            }
             after = last.chunk;
             let full = page.len() as u32 >= PAGE;
             all.extend(page);
@@ -385,6 +395,7 @@ fn text(f: &Finding) -> String {
             format!("beyond the end: chunk {chunk} on target {target}; the file has {size} bytes")
         }
         Finding::Dangling { path, ino, error } => format!("dangling: {path} (inode {ino:#x}): {error}"),
+        Finding::TwoParents { path, ino } => format!("directory with two names: {path} (inode {ino:#x})"),
         Finding::Unreadable { path, error } => format!("unreadable: {path}: {error}"),
     }
 }

@@ -32,6 +32,8 @@ pub struct StatusArgs {
 }
 
 const PATIENCE: Duration = Duration::from_secs(2);
+/// Bytes of one answer: as many sessions as there may be, with the longest names.
+const MAX_STATUS: usize = 64 << 20;
 
 /// Asks one server.
 pub async fn ask(addr: &str) -> Result<pb::StatusReply> {
@@ -43,7 +45,8 @@ pub async fn ask(addr: &str) -> Result<pb::StatusReply> {
             .connect()
             .await
             .map_err(|e| failed(&e))?;
-        let reply = AdminClient::new(channel).status(pb::StatusRequest {}).await.map_err(|e| failed(&e.message()))?;
+        let mut client = AdminClient::new(channel).max_decoding_message_size(MAX_STATUS);
+        let reply = client.status(pb::StatusRequest {}).await.map_err(|e| failed(&e.message()))?;
         Ok(reply.into_inner())
     };
     tokio::time::timeout(PATIENCE, call).await.map_err(|_| failed(&"no answer in 2 s"))?

@@ -27,7 +27,7 @@ async fn lfs_works_on_a_mount() {
     let (text, errors) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     println!("{text}");
     assert!(out.status.success(), "{:?}\n{text}\n{errors}", out.status);
-    let unmounted = tokio::time::timeout(Duration::from_secs(10), async {
+    let unmounted = tokio::time::timeout(Duration::from_secs(60), async {
         while m.unmount().await.is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{ok, refused, strake};
+use common::{kill, ok, refused, strake};
 
 /// One metadata server, one storage server, one copy; stopped when dropped.
 struct Tiny {
@@ -111,7 +111,7 @@ fn what_a_cluster_was_made_with_holds_and_status_tells_by_its_exit() {
     assert!(!out.contains("mount  "), "it has none: {out}");
     assert_eq!(c.on_cluster("status").status.code(), Some(0));
     let pid = fs::read_to_string(c.dir.join("run/oss1.pid")).unwrap();
-    assert!(Command::new("kill").args(["-9", pid.trim()]).status().unwrap().success());
+    kill(&pid);
     assert_eq!(c.on_cluster("status").status.code(), Some(2));
     ok(&c.on_cluster("down"));
     assert_eq!(c.on_cluster("status").status.code(), Some(1));
@@ -139,7 +139,7 @@ fn a_cluster_stays_where_it_is_mounted() {
     assert_eq!(fs::read_to_string(c.at("a/f")).unwrap(), "x");
     // A mount that was killed is no mount, and what is left of it goes.
     let pid = fs::read_to_string(c.dir.join("run/mount.pid")).unwrap();
-    assert!(Command::new("kill").args(["-9", pid.trim()]).status().unwrap().success());
+    kill(&pid);
     ok(&c.on_cluster("down"));
     ok(&c.up(&["--mount", "b"]));
     assert_eq!(fs::read_to_string(c.at("b/f")).unwrap(), "x");

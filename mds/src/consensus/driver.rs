@@ -39,6 +39,8 @@ const BATCH: (usize, usize) = (1024, 4 << 20);
 /// A learner that is at most this far behind may be promoted.
 const CAUGHT_UP: u64 = 1000;
 const RETRY: Duration = Duration::from_millis(200);
+/// Metadata servers whose logs are known, those that were replaced too.
+const MAX_PEERS: usize = 1024;
 
 pub type Reply = oneshot::Sender<Result<()>>;
 
@@ -420,9 +422,15 @@ impl Driver {
                 );
                 Err(Error::new(Code::Stale, m))
             }
+            None if self.core.image().peers.len() >= MAX_PEERS => Err(Error::new(
+                Code::Overloaded,
+                format!("{MAX_PEERS} metadata servers are known, {from} is one too many"),
+            )),
             None => {
+                let slot = self.jobs.try_reserve().map_err(|_| behind())?;
                 let op = self.core.note_peer(from, stamp);
-                self.write(Job { ops: vec![op], number: None, restoring: None })
+                slot.send(Job { ops: vec![op], number: None, restoring: None });
+                Ok(())
             }
         }
     }
@@ -445,7 +453,7 @@ impl Driver {
     }
 
     fn write(&mut self, job: Job) -> Result<()> {
-        self.jobs.try_send(job).map_err(|_| Error::new(Code::Overloaded, "the raft log cannot keep up"))
+        self.jobs.try_send(job).map_err(|_| behind())
     }
 
     fn event(&mut self, event: Event) -> Result<()> {
@@ -738,6 +746,10 @@ impl Driver {
         status.voters.clone_from(&self.core.conf().voters);
         status.learners.clone_from(&self.core.conf().learners);
     }
+}
+
+fn behind() -> Error {
+    Error::new(Code::Overloaded, "the raft log cannot keep up")
 }
 
 fn lost() -> Error {

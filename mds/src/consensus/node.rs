@@ -159,6 +159,7 @@ impl Node {
     async fn chunk(&self, body: &[u8]) -> Result<Message> {
         let chunk = pb::SnapshotChunk::decode(body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
         self.check_address(chunk.from, chunk.to, &chunk.cluster)?;
+        chunk.pairs.iter().try_for_each(|p| strake_store::check_key(&p.key))?;
         let (reply, rx) = oneshot::channel();
         self.raft.try_send(RaftInput::Chunk(chunk, reply)).map_err(|e| self.full(&e))?;
         rx.await.unwrap_or_else(|_| Err(self.gone()))?;

@@ -294,8 +294,9 @@ impl<'a> Apply<'a> {
     }
 
     fn session_open(&mut self, o: pb::SessionOpenRequest) -> Res<pb::LogReply> {
-        if o.client_uuid.len() != 16 || o.hostname.len() > MAX_TEXT || o.version.len() > MAX_TEXT {
-            return fail(Code::Inval, "a session needs a client uuid of 16 bytes and short names");
+        let text = |s: &str| s.len() <= MAX_TEXT && !s.chars().any(char::is_control);
+        if o.client_uuid.len() != 16 || !text(&o.hostname) || !text(&o.version) {
+            return fail(Code::Inval, "a session needs a client uuid of 16 bytes and short, printable names");
         }
         if o.dead.len() > MAX_DEAD {
             return fail(Code::Inval, format!("{} dead clients named at once; {MAX_DEAD} are the limit", o.dead.len()));

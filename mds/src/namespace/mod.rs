@@ -230,6 +230,11 @@ impl Namespace {
         self.lowest(keys::TRIM, limit).into_iter().filter_map(of).collect()
     }
 
+    /// Whether the inode exists, with or without a name; also when that cannot be read.
+    pub fn may_exist(&self, ino: Ino) -> bool {
+        !matches!(self.store.get(&keys::numbered(keys::INODE, ino)), Ok(None))
+    }
+
     /// The cut an inode waits for.
     pub fn trim_of(&self, ino: Ino) -> Option<pb::Trim> {
         self.inode(ino)?.trim

@@ -165,6 +165,7 @@ impl Config {
             ("tick_ms", self.tick_ms, 1),
             ("gc_parallel", self.gc_parallel as u64, 1),
             ("cache_bytes", self.cache_bytes, 1 << 20),
+            ("reserve_bytes", self.reserve_bytes.unwrap_or(0), 0),
         ] {
             if value < min || value > u64::from(u32::MAX) * 64 {
                 return bad(format!("`{key}` = {value} is out of range, the least is {min}"));
@@ -218,6 +219,7 @@ mod tests {
             ("peers = ['2000=a:1']", "ids"),
             ("default_copies = 4", "default_copies"),
             ("lease_ms = 0", "lease_ms"),
+            ("reserve_bytes = 9000000000000000000", "reserve_bytes"),
             ("join = true", "join"),
             ("fs_name = ''", "fs_name"),
             ("advertise = 'x'", "endpoint"),

@@ -4,6 +4,7 @@ use std::{sync::atomic::Ordering, time::Duration};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use prost::encoding;
 use strake_fabric::{Message, Peer, Role, Service, unknown_opcode};
 use strake_proto::{
     Capability, Code, Error, Ino, Result, Rights, SessionId, frame::MAX_BODY, map::MAX_EVICTED, opcode, pb,
@@ -15,6 +16,8 @@ use pb::{log_command::Command, op::Op};
 
 /// Operations in one list.
 const MAX_OPS: usize = 8192;
+/// Their field number in a `MetaRequest`.
+const OPS_TAG: u32 = 5;
 /// How long the reply to a shrink waits for the bytes to be gone from every replica.
 const TRIM_WAIT: Duration = Duration::from_secs(25);
 /// How long the reply to an open does; then the client asks again.
@@ -29,7 +32,7 @@ impl Service for Mds {
     async fn handle(&self, peer: &Peer, request: Message) -> Result<Message> {
         let body = request.body.clone();
         let reply = match request.opcode {
-            opcode::META => self.meta(decode(body)?).await?,
+            opcode::META => self.meta(decode(at_most(MAX_OPS, body)?)?).await?,
             opcode::SESSION_OPEN => self.session_open(decode(body)?).await?,
             opcode::SESSION_RENEW => self.session_renew(decode(body)?).await?,
             opcode::SESSION_CLOSE => self.session_close(decode(body)?).await?,
@@ -55,6 +58,21 @@ impl Service for Mds {
 
 fn decode<M: prost::Message + Default>(body: Bytes) -> Result<M> {
     M::decode(body).map_err(|e| Error::new(Code::Protocol, format!("the request's body cannot be read: {e}")))
+}
+
+/// Passes on the body of a `MetaRequest` with at most so many operations. An empty one is 2 bytes there and many once decoded.
+fn at_most(limit: usize, body: Bytes) -> Result<Bytes> {
+    let broken = |e: prost::DecodeError| Error::new(Code::Protocol, format!("the request's body cannot be read: {e}"));
+    let (mut rest, mut ops) = (&body[..], 0);
+    while !rest.is_empty() {
+        let (tag, wire_type) = encoding::decode_key(&mut rest).map_err(broken)?;
+        ops += usize::from(tag == OPS_TAG);
+        if ops > limit {
+            return Err(Error::new(Code::TooBig, format!("a list of more than {limit} operations")));
+        }
+        encoding::skip_field(wire_type, tag, &mut rest, encoding::DecodeContext::default()).map_err(broken)?;
+    }
+    Ok(body)
 }
 
 fn encode(m: &impl prost::Message) -> Bytes {
@@ -115,7 +133,9 @@ impl Mds {
         // A leader that was replaced meanwhile must not promise another term.
         self.node.read_barrier().await?;
         if request.reassert {
-            self.with_lead(|l| l.sessions.reassert(request.session, &request.opens))?;
+            let opens: Vec<_> =
+                request.opens.into_iter().filter(|ino| self.machine.namespace.may_exist(*ino)).collect();
+            self.with_lead(|l| l.sessions.reassert(request.session, &opens))?;
         }
         let map = self.map();
         let newer = map.version() > request.map_version;
@@ -172,9 +192,6 @@ impl Mds {
 
     async fn meta(&self, request: pb::MetaRequest) -> Result<Bytes> {
         let epoch = self.heard(request.session)?;
-        if request.ops.len() > MAX_OPS {
-            return Err(Error::new(Code::TooBig, format!("a list of more than {MAX_OPS} operations")));
-        }
         let (session, ops) = (request.session, request.ops.clone());
         if !Namespace::is_mutation(&ops) {
             self.node.read_barrier().await?;

@@ -12,6 +12,8 @@ use strake_proto::{Code, Error, Ino, Result, SessionId};
 pub const MAX_SESSIONS: usize = 65_536;
 /// Inodes one session may hold open.
 pub const MAX_OPENS: usize = 1 << 20;
+/// Inodes that all sessions together may hold open; one that several hold counts for each.
+pub const MAX_ALL_OPENS: usize = 1 << 23;
 
 struct Entry {
     heard: Duration,
@@ -27,6 +29,8 @@ pub struct Sessions {
     entries: BTreeMap<SessionId, Entry>,
     /// How many sessions hold an inode open.
     holders: BTreeMap<Ino, u32>,
+    /// The sum of those.
+    held: usize,
     /// Orphans that are being freed: nobody may open them any more.
     freeing: BTreeSet<Ino>,
     /// Orphans nobody had open, and since when that was seen.
@@ -93,6 +97,7 @@ impl Sessions {
 
     fn unhold(&mut self, ino: Ino) {
         if let Some(n) = self.holders.get_mut(&ino) {
+            self.held -= 1;
             *n = n.saturating_sub(1);
             if *n == 0 {
                 self.holders.remove(&ino);
@@ -109,9 +114,14 @@ impl Sessions {
         if e.opens.len() >= MAX_OPENS && !e.opens.contains_key(&ino) {
             return Err(Error::new(Code::Overloaded, format!("session {id} holds {MAX_OPENS} files open; close some")));
         }
+        if self.held >= MAX_ALL_OPENS && !e.opens.contains_key(&ino) {
+            let m = format!("all sessions together hold {MAX_ALL_OPENS} files open; close some");
+            return Err(Error::new(Code::Overloaded, m));
+        }
         let n = e.opens.entry(ino).or_insert(0);
         *n = n.saturating_add(1);
         if *n == 1 {
+            self.held += 1;
             *self.holders.entry(ino).or_insert(0) += 1;
         }
         self.idle.remove(&ino);

@@ -78,6 +78,24 @@ fn file(dir: &tempfile::TempDir) -> std::path::PathBuf {
     path
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn more_is_discarded_at_once_than_is_ever_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("data");
+    std::fs::File::create(&path).unwrap().set_len(3 << 30).unwrap();
+    let pool = Pool::new(16 << 20);
+    let mut devices: Vec<Arc<dyn Device>> = vec![Arc::new(FileDevice::open(&path).unwrap())];
+    match UringDevice::open(&path, 4) {
+        Ok(d) => devices.push(Arc::new(d)),
+        Err(e) => eprintln!("not run: {e}"),
+    }
+    for d in devices {
+        d.write(2 << 30, vec![fill(&pool, 4096, |_| 1).freeze()]).await.unwrap();
+        d.discard(0, 3 << 30).await.unwrap();
+        assert_eq!(read(&*d, &pool, 2 << 30, 4096).await, vec![0; 4096]);
+    }
+}
+
 #[tokio::test]
 async fn memory() {
     conformance(Arc::new(MemDevice::new(SIZE))).await;

@@ -116,7 +116,7 @@ impl UringDevice {
 
     async fn submit(&self, work: Work, offset: u64, len: u64) -> Result<Option<BufMut>> {
         let gone = || Error::new(Code::Io, format!("{}: its io_uring thread has ended", self.node.name));
-        if len > MAX_LEN {
+        if len > MAX_LEN && !matches!(work, Work::Discard) {
             return Err(Error::new(Code::Inval, format!("{}: {len} bytes in one operation", self.node.name)));
         }
         let permit = self.depth.clone().acquire_owned().await.map_err(|_| gone())?;

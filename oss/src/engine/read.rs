@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 use futures_util::future::try_join_all;
-use strake_fabric::Buf;
+use strake_fabric::{Buf, BufMut};
 use strake_proto::{
     Code, Error, Result,
     checksum::{BLOCK, crc32c},
@@ -165,10 +165,9 @@ impl Shared {
         tracing::error!("{}: {key}: {e}", self.device.name());
     }
 
-    /// Reads device blocks into one buffer and checks each against its sum. `wait`: for room in the pool.
-    pub(super) async fn read_blocks(&self, key: &Key, block: u64, at: usize, sums: &[u32], wait: bool) -> Result<Buf> {
+    /// Reads device blocks into a buffer for as many as there are sums, and checks each against its own.
+    pub(super) async fn read_blocks(&self, key: &Key, block: u64, at: usize, sums: &[u32], buf: BufMut) -> Result<Buf> {
         let len = sums.len() * BLOCK;
-        let buf = if wait { self.pool.get(len).await? } else { self.pool.get_now(len) };
         let buf = self.device.read(block * BLOCK as u64, buf).await.map_err(|e| e.context(key))?;
         if buf.len() != len {
             return Err(Error::new(
@@ -254,10 +253,11 @@ impl Engine {
         let (from, to) = (offset as usize, end as usize);
         let zero_sum = crc32c(&shared.zeros[..BLOCK]);
         let pieces = pieces(key, &view.segments, from / BLOCK..to.div_ceil(BLOCK), zero_sum)?;
-        let reads = pieces.iter().enumerate().filter(|(_, p)| p.block != HOLE);
-        // Waiting for room while holding some could wait for ever: only the first buffer is waited for.
-        let reads = reads.enumerate().map(|(n, (i, p))| async move {
-            shared.read_blocks(key, p.block, p.at, &p.sums, n == 0).await.map(|buf| (i, buf))
+        let stored: Vec<_> = pieces.iter().enumerate().filter(|(_, p)| p.block != HOLE).collect();
+        let lens: Vec<usize> = stored.iter().map(|(_, p)| p.sums.len() * BLOCK).collect();
+        let into = shared.pool.get_all(&lens).await?;
+        let reads = stored.into_iter().zip(into).map(|((i, p), buf)| async move {
+            shared.read_blocks(key, p.block, p.at, &p.sums, buf).await.map(|buf| (i, buf))
         });
         let mut bufs: BTreeMap<usize, Buf> = try_join_all(reads).await?.into_iter().collect();
 

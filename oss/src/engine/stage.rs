@@ -439,7 +439,7 @@ impl Shared {
         if block == HOLE {
             return Ok(None);
         }
-        self.read_blocks(key, block, at, &[sum], false).await.map(Some)
+        self.read_blocks(key, block, at, &[sum], self.pool.get_now(BLOCK)).await.map(Some)
     }
 
     /// Whole aligned blocks out of any bytes: as they came where they are aligned already, else copied; a first or last

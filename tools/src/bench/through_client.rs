@@ -73,7 +73,7 @@ impl ByClient {
 
     pub async fn random_read(&self) -> Result<f64> {
         let (mut seed, blocks) = (7, self.scale.bytes / 4096);
-        stream::iter((0..self.scale.random_ops).map(|_| splitmix64(&mut seed) % blocks * 4096).collect::<Vec<_>>())
+        stream::iter((0..self.scale.random_ops).map(move |_| splitmix64(&mut seed) % blocks * 4096))
             .map(|at| async move { self.large.read(at, 4096).await })
             .buffer_unordered(SMALL_DEPTH)
             .try_for_each(|_| async { Ok(()) })

@@ -17,6 +17,8 @@ use super::Failure;
 
 /// The type of a StrakeFS mount in `/proc/self/mountinfo`.
 const FS_TYPE: &str = "fuse.strake";
+/// Bytes of the longest cluster map that is put together.
+const MAX_MAP: u64 = 64 << 20;
 
 /// Where StrakeFS is mounted, with the file system's name (the mount's source). Asks no mount: another one's servers may
 /// be down.
@@ -139,6 +141,9 @@ pub fn map(mount: &Path) -> Result<MapView, Failure> {
             };
             let word = |at: usize| u64::from_le_bytes(part[at..at + 8].try_into().unwrap_or_default());
             let (this, whole) = (word(0), word(8));
+            if whole > MAX_MAP {
+                return Err(Failure::new(libc::EPROTO, format!("a cluster map of {whole} bytes")));
+            }
             if *version.get_or_insert(this) != this {
                 continue 'again;
             }

@@ -16,6 +16,12 @@ pub fn ok(out: &Output) -> String {
     text(&out.stdout)
 }
 
+/// SIGKILL to the process of a file with a process id.
+pub fn kill(pid: &str) {
+    let pid = rustix::process::Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+}
+
 /// Fails with a message that has all of `words`.
 #[track_caller]
 pub fn refused(out: &Output, words: &[&str]) {

@@ -101,7 +101,7 @@ async fn three_members_on_disk_survive_a_leaders_end_and_a_full_restart() {
             }
         }
     };
-    let mut all = vec![timeout(Duration::from_secs(20), restart).await.unwrap()];
+    let mut all = vec![timeout(Duration::from_secs(60), restart).await.unwrap()];
     for c in &cfgs[1..] {
         all.push(start_on_disk(c.clone(), Env::system(), KEY).await.unwrap());
     }
@@ -183,7 +183,7 @@ async fn a_member_is_replaced_over_grpc() {
             sleep(Duration::from_millis(20)).await;
         }
     };
-    timeout(Duration::from_secs(30), recorded)
+    timeout(Duration::from_secs(60), recorded)
         .await
         .expect("the map does not name the new member and forget the old one");
 }
@@ -225,6 +225,6 @@ async fn a_second_server_on_the_same_folder_or_with_another_key_is_refused() {
             }
         }
     };
-    let e = timeout(Duration::from_secs(20), other).await.unwrap();
+    let e = timeout(Duration::from_secs(60), other).await.unwrap();
     assert!(e.message.contains("another cluster"), "{e}");
 }
