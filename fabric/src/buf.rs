@@ -92,7 +92,7 @@ pub struct PoolStats {
     pub used: u64,
     /// Memory kept for reuse.
     pub free: u64,
-    /// How often [`Pool::get`] had to wait.
+    /// How often [`Pool::get`] or [`Pool::get_all`] had to wait.
     pub waits: u64,
     /// Buffers that found no room in a region.
     pub allocations: u64,
@@ -149,8 +149,8 @@ impl Pool {
         Ok(self.take(len, cap, pages))
     }
 
-    /// Buffers of these lengths. Waits once for room for all of them, so that those who hold some and want more cannot
-    /// wait for each other; what is more than the whole pool comes on top.
+    /// Buffers of these lengths. Waits once, for room for all of them; what is more than the whole pool comes on top. Who
+    /// holds buffers of the pool already must set a time limit: others may do the same.
     pub async fn get_all(&self, lens: &[usize]) -> Result<Vec<BufMut>> {
         let wanted: usize = lens.iter().map(|l| capacity(*l) / ALIGN).sum();
         let mut room = wanted.min((self.shared.limit / ALIGN as u64) as usize) as u32;

@@ -302,6 +302,11 @@ pub struct ListEntry {
 pub const LIST_ENTRY: usize = 48;
 
 impl ListEntry {
+    /// Whether a page of a listing ascends, from behind `after`.
+    pub fn in_order(page: &[ListEntry], after: Option<ChunkId>) -> bool {
+        page.first().is_none_or(|e| after.is_none_or(|a| e.chunk > a)) && page.is_sorted_by(|a, b| a.chunk < b.chunk)
+    }
+
     pub fn encode_all(entries: &[ListEntry]) -> Bytes {
         let mut b = BytesMut::with_capacity(entries.len() * LIST_ENTRY);
         for e in entries {
@@ -363,6 +368,18 @@ impl Reader<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pages_of_a_listing_only_go_forward() {
+        let chunk = |index| ChunkId { ino: 1, data: 1, index };
+        let page = |of: &[u64]| -> Vec<ListEntry> {
+            let entry = |i: &u64| ListEntry { chunk: chunk(*i), version: Version::default(), len: 0, tombstone: false };
+            of.iter().map(entry).collect()
+        };
+        let ok = |of: &[u64], after: Option<u64>| ListEntry::in_order(&page(of), after.map(chunk));
+        assert!(ok(&[], None) && ok(&[], Some(3)) && ok(&[1, 2, 9], None) && ok(&[4, 5], Some(3)));
+        assert!(!ok(&[3, 4], Some(3)) && !ok(&[1], Some(3)) && !ok(&[5, 4], Some(3)) && !ok(&[4, 4], None));
+    }
 
     fn request() -> DataRequest {
         DataRequest {

@@ -1,6 +1,6 @@
 //! The cluster map with its indices, as every process holds it: immutable, replaced whole when a newer one comes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{ChainId, Code, Error, NodeId, Result, TargetId, pb};
 use pb::ReplicaState;
@@ -42,8 +42,9 @@ impl MapView {
             map,
         };
         for c in &v.map.chains {
-            for (i, r) in c.replicas.iter().enumerate() {
-                if c.replicas[..i].iter().any(|other| other.target == r.target) {
+            let mut targets = BTreeSet::new();
+            for r in &c.replicas {
+                if !targets.insert(r.target) {
                     let m = format!("cluster map: chain {} has target {} twice", c.id, r.target);
                     return Err(Error::new(Code::Protocol, m));
                 }

@@ -135,7 +135,8 @@ impl Checker {
         }
         if read_data {
             let (_, unreadable) = self.walk(true).await?;
-            outcome.findings.extend(unreadable);
+            // What else it finds, both looks above have found.
+            outcome.findings.extend(unreadable.into_iter().filter(|f| matches!(f, Finding::Unreadable { .. })));
         }
         Ok(outcome)
     }
@@ -261,7 +262,7 @@ impl Checker {
             let bytes: Vec<u8> = reply.payload.iter().flat_map(|b| b.iter().copied()).collect();
             let page = ListEntry::decode_all(&bytes)?;
             let Some(last) = page.last() else { return Ok(all) };
-            if !all.is_empty() && page[0].chunk <= after {
+            if !ListEntry::in_order(&page, (!all.is_empty()).then_some(after)) {
                 return Err(Error::new(Code::Protocol, format!("target {target} lists its chunks out of order")));
             }
             after = last.chunk;

@@ -29,7 +29,7 @@ const MAX_SESSIONS: usize = 65_536;
 /// Longest hostname and version a client may register.
 const MAX_TEXT: usize = 255;
 /// Dead clients that one new session may name.
-const MAX_DEAD: usize = 64;
+pub const MAX_DEAD: usize = 64;
 /// Session ids are never reused, so one epoch per session is enough; eviction asks for the next.
 const SESSION_EPOCH: u64 = 1;
 const FIRST_INO: u64 = 2;

@@ -27,6 +27,7 @@ use prost::Message;
 use strake_proto::{Code, Error, Ino, Result, SessionId, map::MapView, pb};
 use strake_store::MetaStore;
 
+pub use apply::MAX_DEAD;
 use apply::{Apply, Session};
 use placement::Placement;
 use queue::{Found, Queue};
@@ -228,11 +229,6 @@ impl Namespace {
     pub fn trims(&self, limit: usize) -> Vec<(Ino, pb::Trim, pb::Layout)> {
         let of = |ino| self.inode(ino).and_then(|r| Some((ino, r.trim?, r.layout?)));
         self.lowest(keys::TRIM, limit).into_iter().filter_map(of).collect()
-    }
-
-    /// Whether the inode exists, with or without a name; also when that cannot be read.
-    pub fn may_exist(&self, ino: Ino) -> bool {
-        !matches!(self.store.get(&keys::numbered(keys::INODE, ino)), Ok(None))
     }
 
     /// The cut an inode waits for.

@@ -11,13 +11,15 @@ use strake_proto::{
 };
 
 use super::Mds;
-use crate::namespace::Namespace;
+use crate::namespace::{MAX_DEAD, Namespace};
 use pb::{log_command::Command, op::Op};
 
 /// Operations in one list.
 const MAX_OPS: usize = 8192;
 /// Their field number in a `MetaRequest`.
 const OPS_TAG: u32 = 5;
+/// The field number of the dead clients in a `SessionOpenRequest`.
+const DEAD_TAG: u32 = 5;
 /// How long the reply to a shrink waits for the bytes to be gone from every replica.
 const TRIM_WAIT: Duration = Duration::from_secs(25);
 /// How long the reply to an open does; then the client asks again.
@@ -32,8 +34,8 @@ impl Service for Mds {
     async fn handle(&self, peer: &Peer, request: Message) -> Result<Message> {
         let body = request.body.clone();
         let reply = match request.opcode {
-            opcode::META => self.meta(decode(at_most(MAX_OPS, body)?)?).await?,
-            opcode::SESSION_OPEN => self.session_open(decode(body)?).await?,
+            opcode::META => self.meta(decode(at_most(MAX_OPS, OPS_TAG, body)?)?).await?,
+            opcode::SESSION_OPEN => self.session_open(decode(at_most(MAX_DEAD, DEAD_TAG, body)?)?).await?,
             opcode::SESSION_RENEW => self.session_renew(decode(body)?).await?,
             opcode::SESSION_CLOSE => self.session_close(decode(body)?).await?,
             opcode::MAP => self.send_map(&decode(body)?),
@@ -60,15 +62,15 @@ fn decode<M: prost::Message + Default>(body: Bytes) -> Result<M> {
     M::decode(body).map_err(|e| Error::new(Code::Protocol, format!("the request's body cannot be read: {e}")))
 }
 
-/// Passes on the body of a `MetaRequest` with at most so many operations. An empty one is 2 bytes there and many once decoded.
-fn at_most(limit: usize, body: Bytes) -> Result<Bytes> {
+/// Passes on a body in which a list has at most so many items: empty ones are 2 bytes there, and many once decoded.
+fn at_most(limit: usize, list: u32, body: Bytes) -> Result<Bytes> {
     let broken = |e: prost::DecodeError| Error::new(Code::Protocol, format!("the request's body cannot be read: {e}"));
-    let (mut rest, mut ops) = (&body[..], 0);
+    let (mut rest, mut items) = (&body[..], 0);
     while !rest.is_empty() {
         let (tag, wire_type) = encoding::decode_key(&mut rest).map_err(broken)?;
-        ops += usize::from(tag == OPS_TAG);
-        if ops > limit {
-            return Err(Error::new(Code::TooBig, format!("a list of more than {limit} operations")));
+        items += usize::from(tag == list);
+        if items > limit {
+            return Err(Error::new(Code::TooBig, format!("a list of more than {limit} items")));
         }
         encoding::skip_field(wire_type, tag, &mut rest, encoding::DecodeContext::default()).map_err(broken)?;
     }
@@ -133,9 +135,7 @@ impl Mds {
         // A leader that was replaced meanwhile must not promise another term.
         self.node.read_barrier().await?;
         if request.reassert {
-            let opens: Vec<_> =
-                request.opens.into_iter().filter(|ino| self.machine.namespace.may_exist(*ino)).collect();
-            self.with_lead(|l| l.sessions.reassert(request.session, &opens))?;
+            self.with_lead(|l| l.sessions.reassert(request.session, &request.opens))?;
         }
         let map = self.map();
         let newer = map.version() > request.map_version;

@@ -14,6 +14,8 @@ pub const MAX_SESSIONS: usize = 65_536;
 pub const MAX_OPENS: usize = 1 << 20;
 /// Inodes that all sessions together may hold open; one that several hold counts for each.
 pub const MAX_ALL_OPENS: usize = 1 << 23;
+/// So many are open to each session whatever the others hold, so that some cannot shut out the rest.
+pub const FREE_OPENS: usize = 128;
 
 struct Entry {
     heard: Duration,
@@ -114,7 +116,7 @@ impl Sessions {
         if e.opens.len() >= MAX_OPENS && !e.opens.contains_key(&ino) {
             return Err(Error::new(Code::Overloaded, format!("session {id} holds {MAX_OPENS} files open; close some")));
         }
-        if self.held >= MAX_ALL_OPENS && !e.opens.contains_key(&ino) {
+        if self.held >= MAX_ALL_OPENS && e.opens.len() >= FREE_OPENS && !e.opens.contains_key(&ino) {
             let m = format!("all sessions together hold {MAX_ALL_OPENS} files open; close some");
             return Err(Error::new(Code::Overloaded, m));
         }
@@ -242,6 +244,32 @@ mod tests {
         assert!(t.holders.is_empty());
         t.free(s(8), &[], s(1));
         assert!(t.freeing.is_empty() && t.idle.is_empty());
+    }
+
+    #[test]
+    fn the_sum_of_all_opens_is_kept_and_limited() {
+        let mut t = Sessions::default();
+        t.learn(s(0), 1, 1);
+        t.learn(s(0), 2, 1);
+        t.reassert(1, &[5, 5, 6]).unwrap();
+        t.open(2, 6).unwrap();
+        let sum = |t: &Sessions| t.holders.values().map(|n| *n as usize).sum::<usize>();
+        assert!(t.held == 3 && sum(&t) == 3);
+        t.close(1, 5);
+        t.close(1, 5);
+        t.close(2, 77);
+        assert!(t.held == 2 && sum(&t) == 2);
+        t.reassert(1, &[8]).unwrap();
+        t.remove(2);
+        t.remove(2);
+        assert!(t.held == 1 && sum(&t) == 1);
+
+        // As if others held all there may be.
+        t.held = MAX_ALL_OPENS;
+        let some: Vec<Ino> = (1..=FREE_OPENS as u64).collect();
+        t.reassert(1, &some).unwrap();
+        t.open(1, 1).unwrap();
+        assert_eq!(t.open(1, 1 << 40).unwrap_err().code, Code::Overloaded, "everybody has a few");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Consistent views of a chunk and verified reads of its bytes.
 
-use std::{collections::BTreeMap, ops::Range, sync::Arc};
+use std::{collections::BTreeMap, ops::Range, sync::Arc, time::Duration};
 
 use futures_util::future::try_join_all;
 use strake_fabric::{Buf, BufMut};
@@ -17,6 +17,8 @@ use super::{
 
 /// Blocks one device read covers at most.
 const READ_BLOCKS: usize = 1024;
+/// How long a read waits for memory.
+const ROOM_WAIT: Duration = Duration::from_secs(1);
 
 /// Keeps blocks freed from now on from being used again while it lives.
 pub(super) struct Ticket {
@@ -237,7 +239,30 @@ fn pieces(key: &Key, segments: &[(u8, Slot<Segment>)], blocks: Range<usize>, zer
 impl Engine {
     /// The committed bytes of `[offset, offset + len)` as far as they exist. Every block was checked against its checksum
     /// (`Corrupt` on a mismatch) and all are of one version. A chunk that is absent or removed has none.
+    ///
+    /// Takes memory beyond the pool's limit if need be: writes that hold theirs may wait for this.
     pub async fn read(&self, key: &Key, offset: u32, len: u32) -> Result<ReadOut> {
+        let pool = &self.shared.pool;
+        self.read_into(key, offset, len, async |lens| Ok(lens.iter().map(|l| pool.get_now(*l)).collect())).await
+    }
+
+    /// As [`Engine::read`], within the pool's limit. `Overloaded` if there is no room for a second.
+    pub async fn read_in_limit(&self, key: &Key, offset: u32, len: u32) -> Result<ReadOut> {
+        let pool = &self.shared.pool;
+        let room = async |lens: Vec<usize>| {
+            let full = || Error::new(Code::Overloaded, "reads wait for memory; come again");
+            tokio::time::timeout(ROOM_WAIT, pool.get_all(&lens)).await.map_err(|_| full())?
+        };
+        self.read_into(key, offset, len, room).await
+    }
+
+    async fn read_into(
+        &self,
+        key: &Key,
+        offset: u32,
+        len: u32,
+        room: impl AsyncFnOnce(Vec<usize>) -> Result<Vec<BufMut>>,
+    ) -> Result<ReadOut> {
         let shared = &self.shared;
         let end_in = |h: Option<&Header>| h.map_or(0, |h| h.meta.len.min(offset.saturating_add(len)));
         let view = shared.view(key, |h| segments_of(offset, end_in(h)))?;
@@ -254,8 +279,7 @@ impl Engine {
         let zero_sum = crc32c(&shared.zeros[..BLOCK]);
         let pieces = pieces(key, &view.segments, from / BLOCK..to.div_ceil(BLOCK), zero_sum)?;
         let stored: Vec<_> = pieces.iter().enumerate().filter(|(_, p)| p.block != HOLE).collect();
-        let lens: Vec<usize> = stored.iter().map(|(_, p)| p.sums.len() * BLOCK).collect();
-        let into = shared.pool.get_all(&lens).await?;
+        let into = room(stored.iter().map(|(_, p)| p.sums.len() * BLOCK).collect()).await?;
         let reads = stored.into_iter().zip(into).map(|((i, p), buf)| async move {
             shared.read_blocks(key, p.block, p.at, &p.sums, buf).await.map(|buf| (i, buf))
         });

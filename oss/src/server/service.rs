@@ -83,6 +83,9 @@ impl Service for OssService {
             Role::Client => Some(self.admit()?),
             Role::Server => None, // bounded by what their clients are admitted to
         };
+        if m.payload_len() > 0 && !matches!(m.opcode, opcode::WRITE | opcode::FORWARD | opcode::SYNC_PUT) {
+            return Err(inval("this request takes no payload"));
+        }
         let carried = |request| Carried { request, payload: m.payload.clone(), trace: m.trace };
         match m.opcode {
             opcode::READ => self.read(peer, &replica, r).await,
@@ -177,11 +180,11 @@ impl OssService {
             })?,
         }
         let key = replica.key(r.chunk);
-        let mut out = replica.engine().read(&key, r.offset, r.len).await;
+        let mut out = replica.engine().read_in_limit(&key, r.offset, r.len).await;
         // A replica that repairs must not ask others to repair: two damaged copies would wait for each other.
         if !repair && matches!(&out, Err(e) if e.code == Code::Corrupt) {
             replica.repair(r.chunk).await?;
-            out = replica.engine().read(&key, r.offset, r.len).await;
+            out = replica.engine().read_in_limit(&key, r.offset, r.len).await;
         }
         if let Err(e) = &out {
             replica.target.note(e);

@@ -63,7 +63,7 @@ impl Replica {
         loop {
             let ours = self.engine().list(self.chain, (after != FIRST).then_some(after), PAGE as usize)?;
             let theirs = self.list_of(to, epoch, after, PAGE, 0).await?;
-            if theirs.first().is_some_and(|e| e.chunk <= after && after != FIRST) {
+            if !ListEntry::in_order(&theirs, (after != FIRST).then_some(after)) {
                 return Err(Error::new(Code::Protocol, format!("target {to} lists its chunks out of order")));
             }
             // Beyond the end of a full page there may be more on that side: compare up to the nearer end.

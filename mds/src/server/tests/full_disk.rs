@@ -40,11 +40,15 @@ impl Small {
 
     /// Takes all the space there is now, but not what a server gives up meanwhile.
     fn fill(&self) -> PathBuf {
+        self.take(rustix::fs::statvfs(self.0.path()).unwrap().f_bavail)
+    }
+
+    /// Writes so many blocks, or as many as there is space for.
+    fn take(&self, blocks: u64) -> PathBuf {
         let path = self.0.path().join("ballast");
         let mut f = File::create(&path).unwrap();
-        let space = rustix::fs::statvfs(self.0.path()).unwrap();
-        for _ in 0..space.f_bavail {
-            if f.write_all(&vec![0; space.f_frsize as usize]).is_err() {
+        for _ in 0..blocks {
+            if f.write_all(&[0; 4096]).is_err() {
                 break;
             }
         }
@@ -204,7 +208,7 @@ async fn a_store_that_met_the_end_of_the_disk_goes_on_by_itself() {
     let mut c = Client::new(&cfgs, 0).await;
     let mut acknowledged = Vec::new();
     for round in 0..3 {
-        let ballast = disk.fill();
+        let ballast = disk.take(u64::MAX);
         let mut refused = 0;
         for n in 0..200 {
             let name = format!("r{round}-{n}");

@@ -202,3 +202,32 @@ async fn identity_is_kept_and_a_strange_table_is_refused() {
     let small = MemDevice::new(1 << 20);
     assert_eq!(Engine::format(&small, &MemStore::new(), identity()).await.unwrap_err().code, Code::Inval);
 }
+
+#[tokio::test(start_paused = true)]
+async fn scattered_blocks_are_read_within_the_pools_limit_or_on_top_of_it() {
+    let bed = Bed::new(1024).await;
+    let pool = Pool::new(1 << 20);
+    let table = Arc::new(bed.table.clone());
+    let e = Engine::open(bed.device.clone(), table, pool.clone(), bed.options.clone()).await.unwrap();
+    // From the last block to the first, so that no two lie side by side.
+    let data = pattern(1, 128 * 4096);
+    for (n, at) in (0..128).rev().enumerate() {
+        let at = at * 4096;
+        apply(&e, key(0), write(at as u32, &data[at..at + 4096]), n as u64 + 1).await.unwrap();
+    }
+    let whole = |out: super::super::ReadOut| out.data.iter().flat_map(|b| b.to_vec()).collect::<Vec<u8>>() == data;
+    let first = e.read_in_limit(&key(0), 0, 1 << 20).await.unwrap();
+    assert_eq!(pool.stats().used, 128 * 4096);
+    let second = e.read_in_limit(&key(0), 0, 1 << 20).await.unwrap();
+    assert_eq!(e.read_in_limit(&key(0), 0, 1).await.err().unwrap().code, Code::Overloaded, "the pool is used up");
+    assert!(whole(e.read(&key(0), 0, 1 << 20).await.unwrap()), "who must not wait gets more");
+    let chunk = key(0);
+    let waits = e.read_in_limit(&chunk, 0, 1 << 20);
+    let frees = async {
+        tokio::task::yield_now().await;
+        assert!(whole(first));
+    };
+    let (third, ()) = tokio::join!(waits, frees);
+    assert!(whole(second) && whole(third.unwrap()));
+    assert_eq!(pool.stats().used, 0);
+}
