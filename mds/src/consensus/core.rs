@@ -268,7 +268,7 @@ impl Core {
         }
         self.raw.advance_append_async(rd);
         if ops.is_empty() && self.waiting.is_empty() {
-            self.note_persisted(out.number);
+            self.raw.on_persist_ready(out.number);
             out.messages.append(&mut after);
         } else {
             self.waiting.push_back((out.number, after));
@@ -310,6 +310,10 @@ impl Core {
                 Ok(conf) => {
                     self.raw.mut_store().conf = conf.clone();
                     out.conf_state = Some(conf);
+                    // raft-rs 0.7.0 panics in a leader that has no progress of its own.
+                    if self.raw.raft.prs().get(self.id).is_none() {
+                        self.step_down();
+                    }
                 }
                 // The same everywhere: all members refuse it alike.
                 Err(e) => tracing::warn!(index = entry.index, "membership change not possible: {e}"),
@@ -323,7 +327,7 @@ impl Core {
         while self.waiting.front().is_some_and(|(n, _)| *n <= number) {
             out.extend(self.waiting.pop_front().into_iter().flat_map(|(_, m)| m));
         }
-        self.note_persisted(number);
+        self.raw.on_persist_ready(number);
         // A snapshot that is persisted is applied.
         let (base, log) = (self.raw.store().image.base.0, &self.raw.raft.raft_log);
         if log.applied < base && log.persisted >= base {
@@ -331,14 +335,6 @@ impl Core {
         }
         self.own_timeout();
         out
-    }
-
-    /// raft-rs 0.7.0 has a leader look for its own progress, and panics in one that was removed and leads on until its state has
-    /// taken that over. Its own log counts for nothing by then; raft-rs hears of it with the next number, when it follows.
-    fn note_persisted(&mut self, number: u64) {
-        if !self.is_leader() || self.raw.raft.prs().get(self.id).is_some() {
-            self.raw.on_persist_ready(number);
-        }
     }
 
     /// The state machine has applied everything up to here.
