@@ -343,8 +343,12 @@ impl Core {
         self.raw.advance_apply_to(index);
     }
 
-    /// Forgets entries up to `index`, which must be applied; returns the change to write.
+    /// Forgets entries up to `index`; returns the change to write. None is forgotten that is not applied, or while the state is
+    /// lost.
     pub fn cut(&mut self, index: u64) -> Option<LogOp> {
+        if self.lost_state || index > self.raw.raft.raft_log.applied {
+            return None;
+        }
         let image = &mut self.raw.mut_store().image;
         let op = LogOp::Cut { index, term: image.term(index)? };
         (index > image.base.0 && image.apply(&op).is_ok()).then_some(op)
