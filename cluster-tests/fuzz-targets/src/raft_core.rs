@@ -18,6 +18,8 @@ struct Member {
     conf: Vec<u8>,
     /// A copy of a peer's state that has arrived: from, index, term.
     incoming: Option<(u64, u64, u64)>,
+    /// It refused to start again.
+    ended: bool,
 }
 
 fn config() -> Config {
@@ -29,9 +31,17 @@ pub fn run(data: &[u8]) {
     let mut i = Input(data);
     let durable = LogImage::new(vec![1, 2, 3], 7);
     let core = Core::new(&config(), durable.clone(), (0, 0), &[], 42).expect("an empty log");
-    let mut m = Member { core, durable, writes: VecDeque::new(), applied: (0, 0), conf: Vec::new(), incoming: None };
+    let mut m = Member {
+        core,
+        durable,
+        writes: VecDeque::new(),
+        applied: (0, 0),
+        conf: Vec::new(),
+        incoming: None,
+        ended: false,
+    };
     for _ in 0..200 {
-        if i.is_empty() {
+        if i.is_empty() || m.ended {
             break;
         }
         m.act(&mut i);
@@ -242,7 +252,11 @@ impl Member {
         self.incoming = None;
         match Core::new(&config(), self.durable.clone(), self.applied, &self.conf, 43) {
             Ok(core) => self.core = core,
-            Err(e) => assert!(e.message.contains("state is lost"), "{e}"),
+            Err(e) => {
+                assert!(e.message.contains("state is lost"), "{e}");
+                self.ended = true;
+                return;
+            }
         }
         self.drain();
     }
