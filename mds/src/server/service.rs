@@ -59,20 +59,23 @@ impl Service for Mds {
 }
 
 fn decode<M: prost::Message + Default>(body: Bytes) -> Result<M> {
-    M::decode(body).map_err(|e| Error::new(Code::Protocol, format!("the request's body cannot be read: {e}")))
+    M::decode(body).map_err(unreadable)
+}
+
+fn unreadable(e: prost::DecodeError) -> Error {
+    Error::new(Code::Protocol, format!("the request's body cannot be read: {e}"))
 }
 
 /// Passes on a body in which a list has at most so many items: empty ones are 2 bytes there, and many once decoded.
 fn at_most(limit: usize, list: u32, body: Bytes) -> Result<Bytes> {
-    let broken = |e: prost::DecodeError| Error::new(Code::Protocol, format!("the request's body cannot be read: {e}"));
     let (mut rest, mut items) = (&body[..], 0);
     while !rest.is_empty() {
-        let (tag, wire_type) = encoding::decode_key(&mut rest).map_err(broken)?;
+        let (tag, wire_type) = encoding::decode_key(&mut rest).map_err(unreadable)?;
         items += usize::from(tag == list);
         if items > limit {
             return Err(Error::new(Code::TooBig, format!("a list of more than {limit} items")));
         }
-        encoding::skip_field(wire_type, tag, &mut rest, encoding::DecodeContext::default()).map_err(broken)?;
+        encoding::skip_field(wire_type, tag, &mut rest, encoding::DecodeContext::default()).map_err(unreadable)?;
     }
     Ok(body)
 }
