@@ -1,11 +1,16 @@
 //! What a client is told at start, and what it counts while it runs.
 
 use std::{
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
     time::Duration,
 };
 
 use strake_fabric::Endpoint;
+
+use crate::keep::Keep;
 
 /// Settings of a [`crate::Client`]. Start from [`Config::new`] and change what differs.
 #[derive(Clone, Debug)]
@@ -44,6 +49,8 @@ pub struct Config {
     pub uuid: Option<[u8; 16]>,
     /// Uuids of clients that are certainly gone; their sessions end when this one's begins. At most 64.
     pub dead: Vec<[u8; 16]>,
+    /// Memory for what must outlive this process. Its uuid goes over `uuid`.
+    pub keep: Option<Arc<Keep>>,
 }
 
 impl Config {
@@ -67,6 +74,7 @@ impl Config {
             read_replica: None,
             uuid: None,
             dead: Vec::new(),
+            keep: None,
         }
     }
 }

@@ -30,7 +30,10 @@ use crate::{
     config::{Config, Counters},
     conns::Conns,
     inode::{Inode, Release},
+    keep,
     leader::LeaderFinder,
+    lock_waits::LockWaits,
+    locks::Lanes,
     mds::{Link, Session},
     meta::op,
     retry::{Backoff, in_doubt},
@@ -63,6 +66,8 @@ pub(crate) struct Core {
     inodes: Mutex<BTreeMap<Ino, Weak<Inode>>>,
     /// Files that are to be released, see [`Core::release_later`].
     releases: Mutex<BTreeMap<Ino, Release>>,
+    pub locks: Lanes,
+    pub lock_waits: LockWaits,
     pub conns: Conns,
     /// Data requests in flight.
     pub pieces: Arc<Semaphore>,
@@ -135,7 +140,7 @@ impl Core {
     pub fn new(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Core {
         let rooms = |bytes: usize| Arc::new(Semaphore::new((bytes / ROOM_UNIT).clamp(1, Semaphore::MAX_PERMITS)));
         Core {
-            uuid: cfg.uuid.unwrap_or_else(|| env.random_bytes()),
+            uuid: cfg.keep.as_ref().map(|k| k.uuid()).or(cfg.uuid).unwrap_or_else(|| env.random_bytes()),
             map: ArcSwap::default(),
             map_changed: watch::Sender::new(0),
             map_refresh: AsyncMutex::default(),
@@ -146,6 +151,8 @@ impl Core {
             session_change: AsyncMutex::default(),
             inodes: Mutex::default(),
             releases: Mutex::default(),
+            locks: Lanes::default(),
+            lock_waits: LockWaits::default(),
             conns: Conns::new(cfg.connections_per_node.max(1)),
             pieces: Arc::new(Semaphore::new(cfg.max_inflight_pieces.max(1))),
             unstable_room: rooms(cfg.unstable_limit),
@@ -189,7 +196,8 @@ impl Core {
         T: Send + 'static,
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        self.env.spawn(f).await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))?
+        let running = self.env.spawn(keep::numbered(keep::numbers(), f));
+        running.await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))?
     }
 
     // --- cluster map ---
@@ -271,6 +279,7 @@ impl Core {
         if let Some(old) = all.get(&ino).filter(|old| old.writer.session == new.writer.session) {
             new.writer.index = new.writer.index.max(old.writer.index);
             new.surplus |= old.surplus;
+            new.kept.extend(old.kept.iter().cloned());
         }
         all.insert(ino, new);
     }
@@ -286,7 +295,7 @@ impl Core {
             };
             if let Err(e) = self.meta(&pb::Creds::default(), part.iter().map(one).collect()).await {
                 tracing::debug!("releasing files: {e}");
-                part.iter().for_each(|(ino, r)| self.release_later(*ino, Some(*r)));
+                part.iter().for_each(|(ino, r)| self.release_later(*ino, Some(r.clone())));
             }
         }
     }

@@ -3,16 +3,12 @@
 //! A write goes to the head of its chain and keeps its number through every retry, so that it is applied once. A read
 //! goes to a replica of the reader's choice and is checked against the checksums in its reply.
 
-use std::{
-    ops::Range,
-    sync::{Arc, atomic::Ordering::Relaxed},
-    time::Duration,
-};
+use std::{ops::Range, sync::Arc, time::Duration};
 
 use futures_util::future::join_all;
 use strake_fabric::{Buf, Connection, Message};
 use strake_proto::{
-    ChainId, ChunkId, Code, Error, Result, TargetId,
+    ChainId, ChunkId, Code, Error, Result, SessionId, TargetId,
     checksum::{block_sums, verify},
     data::{DataReply, DataRequest, FLAG_STABLE, Kind, Version},
     layout::Piece,
@@ -24,6 +20,7 @@ use crate::{
     config::Counters,
     core::{Attempts, Core, Hold, room_for},
     inode::{Cap, Inode},
+    keep::{self, KeptWrite},
     retry::{DataVerdict, data_verdict},
     route, segments,
     unstable::Entry,
@@ -194,13 +191,17 @@ impl Core {
     ) -> (u64, Result<()>) {
         let stripes = inode.placed().stripes;
         let len = segments::total(data) as u64;
-        let writes = stripes.split(offset, len).map(|p| {
+        let (session, first) = match self.data_numbers(inode, stripes.split(offset, len).count() as u64).await {
+            Ok(n) => n,
+            Err(e) => return (0, Err(e)),
+        };
+        let writes = stripes.split(offset, len).zip(first..).map(|(p, seq)| {
             let part = segments::cut(data, (p.file_offset - offset) as usize, p.len as usize);
             let share = room.as_mut().and_then(|r| {
                 let n = (room_for(p.len as usize) as usize).min(r.num_permits());
                 r.split(n)
             });
-            self.write_piece(inode, p, part, stable, share)
+            self.write_piece(inode, p, part, stable, (session, seq), share)
         });
         let writes: Vec<_> = writes.collect();
         let mut done = 0;
@@ -216,18 +217,28 @@ impl Core {
         (done, first_error.map_or(Ok(()), Err))
     }
 
+    /// Numbers for the pieces of one write: the present session, and the first of them.
+    async fn data_numbers(self: &Arc<Self>, inode: &Inode, n: u64) -> Result<(SessionId, u64)> {
+        let cap = self.capability(inode, true, None).await?;
+        let session = self.current_session().filter(|s| s.id == cap.session).ok_or_else(session_lost)?;
+        let take = || session.take_data_numbers(n);
+        let first = match keep::numbers() {
+            Some(numbers) => numbers.data(session.id, take),
+            None => take(),
+        };
+        Ok((session.id, first))
+    }
+
     async fn write_piece(
         self: &Arc<Self>,
         inode: &Arc<Inode>,
         p: Piece,
         data: Vec<Buf>,
         stable: bool,
+        (session, seq): (SessionId, u64),
         room: Option<tokio::sync::OwnedSemaphorePermit>,
     ) -> Result<()> {
         let mut at = self.attempts("write");
-        let cap = self.capability(inode, true, None).await?;
-        let session = self.current_session().filter(|s| s.id == cap.session).ok_or_else(session_lost)?;
-        let seq = session.data_seq.fetch_add(1, Relaxed);
         let flags = if stable { FLAG_STABLE } else { 0 };
         let mut u = Update {
             inode,
@@ -235,14 +246,21 @@ impl Core {
             chunk: p.chunk,
             offset: p.offset,
             data,
-            session: session.id,
+            session,
             seq,
             flags,
             version: Version::default(),
         };
         let r = self.update(&mut u, &mut at).await?;
         let data = u.data;
-        self.keep_unstable(p, data, (session.id, seq), &r, inode, room)
+        self.keep_unstable(p, data, (session, seq), &r, inode, room)
+    }
+
+    /// Makes an unstable write outlive this process.
+    pub(crate) fn keep_write(&self, chain: ChainId, order: u64, entry: &mut Entry<Hold>) {
+        if let Some(k) = &self.cfg.keep {
+            entry.kept = k.put_write(order, &KeptWrite::of(chain, entry));
+        }
     }
 
     fn keep_unstable(
@@ -262,7 +280,8 @@ impl Core {
             // It would never be replayed under its number.
             return Err(session_lost());
         }
-        let entry = Entry {
+        let mut entry = Entry {
+            kept: None,
             chunk: p.chunk,
             offset: p.offset,
             file_offset: p.file_offset,
@@ -274,6 +293,7 @@ impl Core {
             at_ms: self.env.boot().as_millis() as u64,
             tag: Arc::new(Hold { inode: inode.clone(), _room: room }),
         };
+        self.keep_write(p.chain, unstable.mark(), &mut entry);
         unstable.add(p.chain, entry);
         Ok(())
     }

@@ -25,7 +25,8 @@ use crate::{
     config::Counters,
     core::{Core, ROOM_UNIT},
     inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed, Release, Writer},
-    meta::{ok, op},
+    keep,
+    meta::{Mode, ok, op},
     readahead::ReadAhead,
     segments,
 };
@@ -40,6 +41,14 @@ const O_DIRECT: u32 = 0o40000;
 #[derive(Clone)]
 pub struct File(Arc<Handle>);
 
+/// Calls that tell of lost writes.
+#[derive(Clone, Copy)]
+enum Teller {
+    Write,
+    Sync,
+    Close,
+}
+
 struct Handle {
     core: Arc<Core>,
     inode: Arc<Inode>,
@@ -47,8 +56,8 @@ struct Handle {
     flags: u32,
     session: SessionId,
     ahead: Mutex<ReadAhead>,
-    /// Write-back errors of the inode that this handle has reported, or that came before it.
-    seen_errors: AtomicU64,
+    /// Write-back errors of the inode that this handle's writes, syncs and closes have told, or that came before it.
+    told_errors: [AtomicU64; 3],
     closed: AtomicBool,
 }
 
@@ -67,22 +76,22 @@ impl Client {
     }
 
     /// Creates and opens a regular file in one request; opens it when it is there, unless `exclusive` (`EEXIST`).
-    /// `mode` has the umask applied; `layout` goes over the directory's default.
+    /// `layout` goes over the directory's default.
     pub async fn create(
         &self,
         creds: &pb::Creds,
         parent: Ino,
         name: &[u8],
-        mode: u32,
+        mode: impl Into<Mode>,
         flags: u32,
         exclusive: bool,
         layout: Option<pb::LayoutSpec>,
     ) -> Result<(File, pb::Attr)> {
         let (core, creds) = (self.core.clone(), creds.clone());
-        let name = name.to_vec().into();
+        let (name, Mode { bits, umask }) = (name.to_vec().into(), mode.into());
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
-            let create = pb::Create { parent, name, mode, exclusive, layout, flags: flags_sent };
+            let create = pb::Create { parent, name, mode: bits, exclusive, layout, flags: flags_sent, umask };
             let r = ok(core.meta(&creds, vec![op(pb::op::Op::Create(create))]).await?)?;
             let created = r.last().is_some_and(|r| r.created);
             let file = core.file(r, &creds, flags).await?;
@@ -90,11 +99,38 @@ impl Client {
         };
         self.core.detached(opening).await
     }
+
+    /// Makes and opens a regular file without a name, as if in the directory `parent`. It is gone when it is closed, unless
+    /// [`Client::link`] gave it a name before, which `linkable` allows.
+    pub async fn tmpfile(
+        &self,
+        creds: &pb::Creds,
+        parent: Ino,
+        mode: impl Into<Mode>,
+        flags: u32,
+        linkable: bool,
+    ) -> Result<(File, pb::Attr)> {
+        let (core, creds, Mode { bits, umask }) = (self.core.clone(), creds.clone(), mode.into());
+        let opening = async move {
+            let flags_sent = flags & (O_ACCMODE | O_APPEND);
+            let make = pb::Tmpfile { parent, mode: bits, umask, flags: flags_sent, linkable, layout: None };
+            let r = ok(core.meta(&creds, vec![op(pb::op::Op::Tmpfile(make))]).await?)?;
+            let file = core.file(r, &creds, flags).await?;
+            let attr = file.attr();
+            Ok((file, attr))
+        };
+        self.core.detached(opening).await
+    }
 }
 
 impl Core {
     /// A handle from the answer to an open.
-    async fn file(self: &Arc<Self>, mut r: Vec<pb::OpResult>, creds: &pb::Creds, flags: u32) -> Result<File> {
+    pub(crate) async fn file(
+        self: &Arc<Self>,
+        mut r: Vec<pb::OpResult>,
+        creds: &pb::Creds,
+        flags: u32,
+    ) -> Result<File> {
         let bad = |m: &str| Error::new(Code::Protocol, m);
         let r = r.pop().ok_or_else(|| bad("an empty answer to an open"))?;
         let attr = r.attr.ok_or_else(|| bad("no attributes in the answer to an open"))?;
@@ -114,14 +150,15 @@ impl Core {
         let writer = r.writer;
         match made.await {
             Ok((inode, session)) => {
-                inode.opened(session, writer);
+                let keep = self.cfg.keep.as_deref().filter(|_| matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR));
+                inode.opened(session, writer, keep);
                 Ok(File(Arc::new(Handle {
                     core: self.clone(),
                     creds: creds.clone(),
                     flags,
                     session,
                     ahead: Mutex::new(ReadAhead::new(self.cfg.read_ahead_bytes as u64)),
-                    seen_errors: AtomicU64::new(inode.errors()),
+                    told_errors: [(); 3].map(|()| AtomicU64::new(inode.errors())),
                     closed: AtomicBool::new(false),
                     inode,
                 })))
@@ -135,7 +172,9 @@ impl Core {
                 let session = self.current_session().map_or(0, |s| s.id);
                 let release = match self.live_inode(attr.ino) {
                     Some(inode) => inode.opened_again(session, writer),
-                    None => Some(Release { writer: Writer { session, index: writer }, surplus: false }),
+                    None => {
+                        Some(Release { writer: Writer { session, index: writer }, surplus: false, kept: Vec::new() })
+                    }
                 };
                 self.release_later(attr.ino, release);
                 Err(e)
@@ -238,6 +277,11 @@ impl File {
     /// The flags it was opened with.
     pub fn flags(&self) -> u32 {
         self.0.flags
+    }
+
+    /// Who opened it, on whose behalf it is written.
+    pub fn opener(&self) -> &pb::Creds {
+        &self.0.creds
     }
 
     /// Attributes as last heard, with the size of this client's own writes. [`Client::getattr`] asks.
@@ -358,8 +402,9 @@ impl File {
         let appending = async move {
             let inode = me.0.inode.clone();
             let _one = inode.appending.lock().await;
-            let offset = me.0.core.fresh_size(&inode).await?;
             let len = segments::total(&data);
+            let end = inode.append_end(me.0.core.fresh_size(&inode).await?);
+            let offset = keep::numbers().map_or(end, |n| n.append_offset(end, len as u64));
             let n = me.write_now(offset, data).await?;
             if n < len { Err(Error::new(Code::NoSpc, "no space left for all of the bytes")) } else { Ok(offset) }
         };
@@ -368,6 +413,7 @@ impl File {
 
     async fn write_now(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
         let h = &self.0;
+        self.tell_errors(Teller::Write)?;
         let len = segments::total(&data);
         if len == 0 {
             return Ok(0);
@@ -429,24 +475,35 @@ impl File {
     /// log. An error of an earlier write-back is reported once per open file.
     pub async fn fsync(&self) -> Result<()> {
         self.check(true, "")?;
-        self.sync().await
+        self.sync(Teller::Sync).await
     }
 
     /// What close(2) does: as [`File::fsync`].
     pub async fn flush(&self) -> Result<()> {
-        self.fsync().await
+        self.check(true, "")?;
+        self.sync(Teller::Close).await
     }
 
-    async fn sync(&self) -> Result<()> {
+    /// Bytes that were written are lost, and this call is to tell so: the first sync or close, as on Linux. What was lost
+    /// by a restart of the mount is told by the first of each, and by the first write.
+    fn tell_errors(&self, by: Teller) -> Result<()> {
+        let told = &self.0.told_errors;
+        let seen = told[by as usize].load(Relaxed);
+        let Some((errors, e, by_each)) = self.0.inode.error_since(seen) else { return Ok(()) };
+        match (by, by_each) {
+            (Teller::Write, false) => return Ok(()),
+            (_, true) => told[by as usize].store(errors, Relaxed),
+            (_, false) => told.iter().for_each(|t| t.store(errors, Relaxed)),
+        }
+        Err(e)
+    }
+
+    async fn sync(&self, by: Teller) -> Result<()> {
         let me = self.clone();
         let syncing = async move {
             let h = &me.0;
             let outcome = h.core.sync_inode(&h.inode).await;
-            if let Some((errors, e)) = h.inode.error_since(h.seen_errors.load(Relaxed)) {
-                h.seen_errors.store(errors, Relaxed);
-                return Err(e);
-            }
-            outcome
+            me.tell_errors(by).and(outcome)
         };
         self.0.core.detached(syncing).await
     }
@@ -456,7 +513,7 @@ impl File {
         if self.0.closed.swap(true, Relaxed) {
             return Err(Error::new(Code::BadF, "the file is closed"));
         }
-        let outcome = self.sync().await;
+        let outcome = self.sync(Teller::Close).await;
         let h = &self.0;
         let (core, inode, session, creds) = (h.core.clone(), h.inode.clone(), h.session, h.creds.clone());
         let gone = h.core.detached(async move { forget(core, inode, session, creds).await }).await;

@@ -1,6 +1,6 @@
 //! Making written bytes stable: flushes of chains, and replays of what a restarted replica lost.
 
-use std::sync::{Arc, atomic::Ordering::Relaxed};
+use std::sync::Arc;
 
 use futures_util::future::join_all;
 use strake_fabric::Message;
@@ -182,10 +182,13 @@ impl Core {
         at: &mut Attempts,
     ) -> Result<()> {
         let _all = inode.ranges.lock_all().await;
-        let (plan, planned) = {
+        let (plan, planned, bereft) = {
             let u = self.unstable.lock();
-            (u.plan(chain, inode.ino, stamps), u.mark())
+            (u.plan(chain, inode.ino, stamps), u.mark(), u.is_bereft(chain, inode.ino, stamps))
         };
+        if bereft {
+            inode.fail_loudly("bytes written before the mount was restarted were lost with a storage server");
+        }
         tracing::warn!(
             chain,
             ino = inode.ino,
@@ -226,7 +229,7 @@ impl Core {
     ) -> Result<Option<(u64, Entry<Hold>)>> {
         let lost = || Error::new(Code::Io, "the session was lost");
         let session = self.current_session().filter(|s| s.id == p.session).ok_or_else(lost)?;
-        let seq = p.seq.unwrap_or_else(|| session.data_seq.fetch_add(1, Relaxed));
+        let seq = p.seq.unwrap_or_else(|| session.take_data_numbers(1));
         let mut at = self.attempts_for("repeating a write", limit);
         let mut u = Update {
             inode,
@@ -240,7 +243,8 @@ impl Core {
             version: p.version,
         };
         let r = self.update(&mut u, &mut at).await?;
-        let entry = Entry {
+        let mut entry = Entry {
+            kept: None,
             chunk: p.chunk,
             offset: p.offset,
             file_offset: p.file_offset,
@@ -252,6 +256,10 @@ impl Core {
             at_ms: self.env.boot().as_millis() as u64,
             tag: p.tag,
         };
-        Ok((!r.stable).then_some((p.order, entry)))
+        if r.stable {
+            return Ok(None);
+        }
+        self.keep_write(chain, p.order, &mut entry);
+        Ok(Some((p.order, entry)))
     }
 }

@@ -3,7 +3,13 @@
 //! The size a reader sees is the larger of the metadata server's and the end of this client's own writes. Own writes are
 //! reported (`Extend`) in the background, and before anything returns that promises or shows the size.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
 
 use parking_lot::Mutex;
 use strake_proto::{
@@ -17,6 +23,7 @@ use tokio::{sync::Mutex as AsyncMutex, time::Instant};
 use crate::{
     cache::ReadCache,
     core::Core,
+    keep::{Keep, KeptInode},
     meta::{ok, op},
     ranges::RangeLock,
 };
@@ -59,6 +66,7 @@ struct State {
     /// Own writes so far, and how many of them the metadata server knows of.
     writes: u64,
     reported: u64,
+    /// On whose behalf they are reported.
     last_writer: pb::Creds,
     /// Open handles by the session that opened them.
     handles: BTreeMap<SessionId, usize>,
@@ -71,7 +79,11 @@ struct State {
     /// Write-back errors so far, and the last one; each handle reports those that came in its time, once.
     errors: u64,
     error: Option<Error>,
+    /// Of the errors so far, the last that each kind of call tells.
+    loud: u64,
     placed: Placed,
+    /// What outlives this process, while this client may write the file.
+    kept: Option<KeptInode>,
 }
 
 pub(crate) struct Inode {
@@ -84,20 +96,27 @@ pub(crate) struct Inode {
     capping: AsyncMutex<()>,
     /// Serialises appends.
     pub appending: AsyncMutex<()>,
+    /// No new append goes below: a former client of the mount had put one there that is yet to come.
+    append_floor: AtomicU64,
     state: Mutex<State>,
 }
 
 /// A file this client writes no longer.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone)]
 pub(crate) struct Release {
     pub writer: Writer,
     pub surplus: bool,
+    /// Kept until the metadata servers know.
+    pub kept: Vec<Arc<KeptInode>>,
 }
 
 impl State {
     fn enlisted(&mut self, session: SessionId, index: u64) {
         if index != 0 && self.writer.is_none_or(|w| w.session != session || w.index < index) {
             self.writer = Some(Writer { session, index });
+            if let Some(k) = &self.kept {
+                k.set_writer(index);
+            }
         }
     }
 
@@ -113,7 +132,8 @@ impl State {
             return None;
         }
         let writer = self.writer.take()?;
-        Some(Release { writer, surplus: std::mem::take(&mut self.surplus) })
+        let kept = self.kept.take().into_iter().map(Arc::new).collect();
+        Some(Release { writer, surplus: std::mem::take(&mut self.surplus), kept })
     }
 }
 
@@ -141,8 +161,11 @@ impl Inode {
                 surplus: false,
                 errors: 0,
                 error: None,
+                loud: 0,
                 placed,
+                kept: None,
             }),
+            append_floor: AtomicU64::new(0),
         }
     }
 
@@ -195,10 +218,15 @@ impl Inode {
     /// A write of this client up to `end` is on its replicas.
     pub fn wrote(&self, end: u64, creds: &pb::Creds) {
         let mut s = self.state.lock();
+        // A report stands for all writes since the last one. If anybody's takes set-id bits, which root's does not, it does.
+        let hides = creds.uid == 0 && s.last_writer.uid != 0 && s.writes != s.reported;
         s.local_end = s.local_end.max(end);
         s.writes += 1;
-        if s.last_writer != *creds {
+        if s.last_writer != *creds && !hides {
             s.last_writer = creds.clone();
+        }
+        if let Some(k) = &s.kept {
+            k.wrote(s.local_end, (creds.uid, creds.gid));
         }
     }
 
@@ -223,6 +251,7 @@ impl Inode {
         }
         if s.reported == s.writes {
             s.local_end = 0;
+            s.kept.iter().for_each(KeptInode::reported);
         }
     }
 
@@ -231,14 +260,44 @@ impl Inode {
         let mut s = self.state.lock();
         s.reported = s.writes;
         s.local_end = 0;
+        s.kept.iter().for_each(KeptInode::reported);
         s.attr = *attr;
         s.attr_at = Instant::now();
     }
 
+    /// Where an append goes that finds the file ending at `size`.
+    pub fn append_end(&self, size: u64) -> u64 {
+        size.max(self.append_floor.load(Relaxed))
+    }
+
+    pub fn raise_append_floor(&self, end: u64) {
+        self.append_floor.fetch_max(end, Relaxed);
+    }
+
+    /// What a former client of the mount knew of the file. `is_same`: this client has its session. Else what it wrote beyond
+    /// the end was cut with the session, and the end must not be reported: zeros would be read there.
+    pub fn inherit(&self, former: &KeptInode, is_same: bool) {
+        if let Some((end, (uid, gid))) = former.unreported().filter(|_| is_same) {
+            self.wrote(end, &pb::Creds { uid, gid, groups: Vec::new() });
+        }
+        if former.surplus() {
+            let mut s = self.state.lock();
+            s.surplus = true;
+            s.kept.iter().for_each(KeptInode::set_surplus);
+        }
+        if former.failed() {
+            self.fail_loudly("bytes written before the mount was restarted were lost");
+        }
+    }
+
     // --- handles and capabilities ---
 
-    pub fn opened(&self, session: SessionId, writer: u64) {
+    /// `keep` for a handle that may write.
+    pub fn opened(&self, session: SessionId, writer: u64, keep: Option<&Keep>) {
         let mut s = self.state.lock();
+        if s.kept.is_none() {
+            s.kept = keep.and_then(|k| k.put_inode(self.ino));
+        }
         *s.handles.entry(session).or_default() += 1;
         s.enlisted(session, writer);
     }
@@ -259,6 +318,9 @@ impl Inode {
     pub fn write_failed(&self, end: u64) {
         let mut s = self.state.lock();
         s.surplus |= end > s.attr.size;
+        if s.surplus {
+            s.kept.iter().for_each(KeptInode::set_surplus);
+        }
     }
 
     /// A handle goes. Whether the metadata server counts it.
@@ -318,16 +380,25 @@ impl Inode {
         let mut s = self.state.lock();
         s.errors += 1;
         s.error = Some(e);
+        s.kept.iter().for_each(KeptInode::set_failed);
     }
 
     pub fn errors(&self) -> u64 {
         self.state.lock().errors
     }
 
-    /// The last error if there were any since `seen`.
-    pub fn error_since(&self, seen: u64) -> Option<(u64, Error)> {
+    /// As [`Inode::fail`]; the next write, fsync and close of each handle say so.
+    pub fn fail_loudly(&self, m: &str) {
+        self.fail(Error::new(Code::Io, m));
+        let mut s = self.state.lock();
+        s.loud = s.errors;
+    }
+
+    /// The last error if there were any since `seen`, and whether each kind of call is to tell of it.
+    pub fn error_since(&self, seen: u64) -> Option<(u64, Error, bool)> {
         let s = self.state.lock();
-        (s.errors > seen).then(|| (s.errors, s.error.clone().unwrap_or(Error::new(Code::Io, "a write was lost"))))
+        let error = || s.error.clone().unwrap_or(Error::new(Code::Io, "a write was lost"));
+        (s.errors > seen).then(|| (s.errors, error(), s.loud > seen))
     }
 }
 

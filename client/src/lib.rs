@@ -18,7 +18,8 @@
 //!
 //! Where to read: [`Client::open`] makes a [`File`] (`file.rs`); a write splits into pieces (`data.rs`), is kept until a
 //! flush of its chain says it is stable (`flush.rs`, `unstable.rs`), and its size goes to the metadata leader
-//! (`inode.rs`, `mds.rs`). The pure parts are `retry`, `leader`, `seqs`, `route`, `readahead`, `cache`, `unstable` and the
+//! (`inode.rs`, `mds.rs`); `locks.rs` has file locks,
+//! `lock_waits.rs` waits for them. The pure parts are `retry`, `leader`, `seqs`, `route`, `readahead`, `cache`, `unstable` and the
 //! queue in `ranges`.
 
 #![warn(missing_docs)]
@@ -31,7 +32,10 @@ mod data;
 mod file;
 mod flush;
 mod inode;
+mod keep;
 mod leader;
+mod lock_waits;
+mod locks;
 mod mds;
 mod meta;
 mod ranges;
@@ -40,19 +44,23 @@ mod retry;
 mod route;
 mod segments;
 mod seqs;
+mod takeover;
 mod unstable;
 
 use std::sync::Arc;
 
 pub use config::{Config, Stats};
 pub use file::File;
-pub use meta::{DirPage, LayoutInfo};
+pub use keep::{Keep, Numbers, numbered};
+pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS};
+pub use meta::{DirPage, LayoutInfo, Mode};
 use strake_fabric::{Env, Fabric};
 use strake_proto::{Ino, Result, map::MapView};
 pub use strake_proto::{
     ids::ROOT_INO,
     pb::{Attr, Creds, Layout, LayoutSpec, SetAttr, StatfsReply},
 };
+pub use takeover::Former;
 
 use crate::core::Core;
 

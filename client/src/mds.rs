@@ -5,7 +5,13 @@
 //! the servers say that the session is gone, a new one is opened; unstable bytes of the old one are lost to their
 //! handles (`EIO`).
 
-use std::{sync::Arc, sync::atomic::AtomicU64, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -18,13 +24,14 @@ use crate::{
     config::Counters,
     core::{Attempts, Core},
     inode::O_ACCMODE,
+    keep::{self, Keep, Numbers},
     retry::meta_passes,
     seqs::Seqs,
 };
 
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 /// One attempt at a request. A leader that is cut off says nothing; the next one answers the retry.
-const META_TRY: Duration = Duration::from_secs(5);
+pub(crate) const META_TRY: Duration = Duration::from_secs(5);
 /// A shrink is answered when the bytes are gone from every replica.
 const SHRINK_TRY: Duration = Duration::from_secs(30);
 
@@ -49,8 +56,50 @@ pub(crate) struct Session {
     pub term: Duration,
     pub fs_uuid: Bytes,
     seqs: Mutex<Seqs>,
-    /// Numbers of data writes: a space of their own.
-    pub data_seq: AtomicU64,
+    /// Numbers of data writes: a space of their own. With kept memory it is there.
+    data_seq: AtomicU64,
+    keep: Option<Arc<Keep>>,
+}
+
+impl Session {
+    /// The first of `n` numbers for data writes.
+    pub(crate) fn take_data_numbers(&self, n: u64) -> u64 {
+        match &self.keep {
+            Some(k) => k.take_data_numbers(n),
+            None => self.data_seq.fetch_add(n, Relaxed),
+        }
+    }
+
+    /// A number for a mutation: the one that a former client used for the same request, or a new one. `EIO` when that
+    /// client's session is lost: it ran or it did not.
+    fn begin(&self, numbers: Option<&Numbers>) -> Result<Turn<'_>> {
+        if let Some((session, n)) = numbers.and_then(Numbers::mutation) {
+            if session != self.id {
+                let m = "the session was lost while the mount was restarted, and with it the answer";
+                return Err(Error::new(Code::Io, m));
+            }
+            return Ok(Turn(self, n));
+        }
+        let mut seqs = self.seqs.lock();
+        let n = seqs.begin();
+        if let Some(k) = &self.keep {
+            k.next_mutation().store(seqs.next(), Relaxed);
+        }
+        drop(seqs);
+        if let Some(numbers) = numbers {
+            numbers.set_mutation(self.id, n);
+        }
+        Ok(Turn(self, n))
+    }
+
+    /// Nobody will repeat it.
+    pub(crate) fn abandon(&self, numbers: &Numbers) {
+        if let Some((session, n)) = numbers.mutation()
+            && session == self.id
+        {
+            self.seqs.lock().end(n);
+        }
+    }
 }
 
 /// A mutation's number, given back when its answer came or nobody waits for one.
@@ -88,15 +137,22 @@ pub(crate) fn is_mutation(ops: &[pb::Op]) -> bool {
                     | Getlayout(_)
                     | PathOf(_)
                     | Access(_)
+                    | GetLock(_)
             )
         )
     })
 }
 
-/// Whether running a list twice does what running it once does, as far as its sender can tell.
+/// Whether running a list twice does what running it once does, as far as its sender can tell. What a lost session had locked
+/// is lost with it.
 fn is_repeatable(ops: &[pb::Op]) -> bool {
     use pb::op::Op::*;
-    ops.iter().all(|o| matches!(o.op, Some(Open(_) | Close(_) | Release(_)))) || !is_mutation(ops)
+    ops.iter().all(|o| matches!(o.op, Some(Open(_) | Close(_) | Release(_) | SetLock(_)))) || !is_mutation(ops)
+}
+
+/// Whether a repetition after a restart of the mount must find the answer of the first run. The others may run twice.
+fn keeps_number(ops: &[pb::Op]) -> bool {
+    !is_repeatable(ops) && !ops.iter().all(|o| matches!(o.op, Some(pb::op::Op::Extend(_))))
 }
 
 fn is_resize(ops: &[pb::Op]) -> bool {
@@ -225,13 +281,22 @@ impl Core {
         if let Some(map) = r.map {
             self.install_map(map)?;
         }
+        let keep = self.cfg.keep.clone();
+        let seqs = match &keep {
+            Some(k) => Seqs::resume(k.next_mutation().load(Relaxed), k.in_doubt(r.session)),
+            None => Seqs::default(),
+        };
+        if let Some(k) = &keep {
+            k.set_session(r.session);
+        }
         let s = Arc::new(Session {
             id: r.session,
             root: r.root,
             term: Duration::from_millis(u64::from(r.term_ms)),
             fs_uuid: r.fs_uuid,
-            seqs: Mutex::default(),
+            seqs: Mutex::new(seqs),
             data_seq: AtomicU64::new(1),
+            keep,
         });
         *self.session.lock() = Some(s.clone());
         Ok(s)
@@ -275,6 +340,19 @@ impl Core {
         match decode::<pb::SessionRenewReply>(&m)?.map {
             Some(map) => self.install_map(map),
             None => Ok(()),
+        }
+    }
+
+    /// Tells the leader everything that this session has open, whatever it believed before.
+    pub(crate) async fn reassert(self: &Arc<Self>) {
+        let Some(s) = self.current_session() else { return };
+        let outcome = match self.leader().await {
+            Ok(leader) => self.renew_on(&leader.conn, &s, true).await,
+            Err(e) => Err(e),
+        };
+        if let Err(e) = outcome {
+            // The next leader is told anyway.
+            tracing::debug!("reasserting: {e}");
         }
     }
 
@@ -326,13 +404,11 @@ impl Core {
         let mutation = is_mutation(&ops);
         let one_try = if is_resize(&ops) { SHRINK_TRY } else { META_TRY };
         let sent = ops.len();
+        let numbers = if keeps_number(&ops) { keep::numbers() } else { None };
         let mut request = pb::MetaRequest { creds: Some(creds.clone()), ops, ..Default::default() };
         loop {
             let s = self.session().await?;
-            let turn = mutation.then(|| {
-                let mut seqs = s.seqs.lock();
-                Turn(&s, seqs.begin())
-            });
+            let turn = if mutation { Some(s.begin(numbers.as_deref())?) } else { None };
             request.session = s.id;
             request.seq = turn.as_ref().map_or(0, |t| t.1);
             request.lowest_unanswered = s.seqs.lock().lowest_unanswered();

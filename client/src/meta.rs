@@ -28,6 +28,21 @@ fn attr_of(r: pb::OpResult) -> Result<pb::Attr> {
     r.attr.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the attributes out"))
 }
 
+/// With which permission bits something is made. From a number: with these, whatever the caller's umask is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Mode {
+    /// Permission bits, of a node also its type.
+    pub bits: u32,
+    /// Bits to leave out, unless the directory has a default ACL, which decides instead.
+    pub umask: u32,
+}
+
+impl From<u32> for Mode {
+    fn from(bits: u32) -> Mode {
+        Mode { bits, umask: 0 }
+    }
+}
+
 /// What [`Client::get_layout`] tells.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LayoutInfo {
@@ -90,14 +105,23 @@ impl Client {
         self.read_op(creds, pb::op::Op::Access(pb::Access { ino, mask })).await.map(drop)
     }
 
-    /// Makes a directory; `mode` has the umask applied.
-    pub async fn mkdir(&self, creds: &pb::Creds, parent: Ino, name: &[u8], mode: u32) -> Result<pb::Attr> {
-        attr_of(self.write_op(creds, pb::op::Op::Mkdir(pb::Mkdir { parent, name: name.to_vec().into(), mode })).await?)
+    /// Makes a directory.
+    pub async fn mkdir(&self, creds: &pb::Creds, parent: Ino, name: &[u8], mode: impl Into<Mode>) -> Result<pb::Attr> {
+        let (name, Mode { bits, umask }) = (name.to_vec().into(), mode.into());
+        attr_of(self.write_op(creds, pb::op::Op::Mkdir(pb::Mkdir { parent, name, mode: bits, umask })).await?)
     }
 
-    /// Makes a file, fifo, socket or device; `mode` has the type and the umask applied, `rdev` is Linux-encoded.
-    pub async fn mknod(&self, creds: &pb::Creds, parent: Ino, name: &[u8], mode: u32, rdev: u32) -> Result<pb::Attr> {
-        let o = pb::op::Op::Mknod(pb::Mknod { parent, name: name.to_vec().into(), mode, rdev });
+    /// Makes a file, fifo, socket or device, by the type in `mode`; `rdev` is Linux-encoded.
+    pub async fn mknod(
+        &self,
+        creds: &pb::Creds,
+        parent: Ino,
+        name: &[u8],
+        mode: impl Into<Mode>,
+        rdev: u32,
+    ) -> Result<pb::Attr> {
+        let (name, Mode { bits, umask }) = (name.to_vec().into(), mode.into());
+        let o = pb::op::Op::Mknod(pb::Mknod { parent, name, mode: bits, rdev, umask });
         attr_of(self.write_op(creds, o).await?)
     }
 

@@ -22,6 +22,14 @@ impl Seqs {
         self.waiting.insert(seq);
         seq
     }
+    /// Goes on where a former client was: it gave out numbers below `next`, and those of `waiting` may be repeated.
+    pub fn resume(next: u64, waiting: Vec<u64>) -> Seqs {
+        Seqs { next: next.max(1), waiting: waiting.into_iter().collect() }
+    }
+    /// The next number to be given out.
+    pub fn next(&self) -> u64 {
+        self.next
+    }
     /// `seq` was answered, or nobody will ever repeat it.
     pub fn end(&mut self, seq: u64) {
         self.waiting.remove(&seq);

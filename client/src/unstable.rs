@@ -8,13 +8,13 @@
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
-use strake_fabric::Buf;
+use strake_fabric::{Buf, Record};
 use strake_proto::{
     ChainId, ChunkId, Ino,
     data::{Stamp, Version},
 };
 
-use crate::segments;
+use crate::{keep::KeptWrite, segments};
 
 /// One unstable write: a part of one chunk. `T` is what the shell needs to send it again (the inode, its share of the
 /// memory limit).
@@ -31,6 +31,8 @@ pub(crate) struct Entry<T> {
     /// Milliseconds on the caller's clock.
     pub at_ms: u64,
     pub tag: Arc<T>,
+    /// What outlives the process, as long as the entry.
+    pub kept: Option<Record>,
 }
 
 impl<T> Entry<T> {
@@ -86,6 +88,11 @@ impl<T> Unstable<T> {
         let order = self.next;
         self.next += 1;
         self.put(chain, order, entry);
+    }
+
+    /// Goes on behind the writes that a former client left.
+    pub fn resume_after(&mut self, order: u64) {
+        self.next = self.next.max(order.saturating_add(1));
     }
 
     /// A part that was replayed and is unstable again, in its old place: a flush that someone waits for must cover it.
@@ -177,6 +184,13 @@ impl<T> Unstable<T> {
         out
     }
 
+    /// Whether bytes of an inode on a chain are lost that nobody has any more: a former client had them elsewhere than in
+    /// kept memory.
+    pub fn is_bereft(&self, chain: ChainId, ino: Ino, stamps: &[Stamp]) -> bool {
+        let lost = |e: &Entry<T>| e.chunk.ino == ino && e.data.is_empty() && !e.survives(stamps);
+        self.chains.get(&chain).is_some_and(|c| c.values().any(lost))
+    }
+
     /// The plan for an inode on a chain was carried out: forgets what was stable at `mark`, and what was lost before
     /// `planned` (as far as it is still unstable it was added anew).
     pub fn replayed(&mut self, chain: ChainId, ino: Ino, mark: u64, planned: u64, stamps: &[Stamp]) {
@@ -227,6 +241,9 @@ impl<T> Unstable<T> {
                     return false;
                 }
                 e.data = segments::cut(&e.data, 0, (size - e.file_offset) as usize);
+                if let Some(k) = &e.kept {
+                    KeptWrite::cut(k, e.len());
+                }
                 freed -= e.len();
                 true
             });
@@ -285,6 +302,7 @@ mod tests {
             stamps: stamps.iter().map(|(target, stamp)| Stamp { target: *target, stamp: *stamp }).collect(),
             at_ms: 0,
             tag: Arc::new(()),
+            kept: None,
         }
     }
 

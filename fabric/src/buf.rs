@@ -20,7 +20,10 @@ use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result};
 use tokio::sync::Semaphore;
 
-use crate::region::{Arena, Place, REGION, Region};
+use crate::{
+    kept::Kept,
+    region::{Arena, Place, REGION, Region},
+};
 
 /// Alignment of every pooled buffer: enough for `O_DIRECT` and for registration.
 pub const ALIGN: usize = 4096;
@@ -133,6 +136,25 @@ impl Pool {
                 allocations: AtomicU64::new(0),
             }),
         }
+    }
+
+    /// A pool whose buffers lie in kept memory from `offset` on, as many regions as fit; what finds no room there lies
+    /// elsewhere ([`Buf::kept`] tells).
+    pub fn kept(memory: Arc<Kept>, offset: usize) -> Pool {
+        let mut pool = Pool::new((memory.len().saturating_sub(offset) / REGION * REGION) as u64);
+        let shared = Arc::get_mut(&mut pool.shared).expect("a pool that nobody else has yet");
+        shared.arena = Mutex::new(Arena::kept(memory, offset));
+        pool
+    }
+
+    /// The block of kept memory that a buffer of a former process lay in, all of it visible. `None` if there is no such
+    /// block, or it is in use.
+    pub fn take_kept(&self, at: usize, capacity: usize) -> Option<BufMut> {
+        let s = &self.shared;
+        let place = s.arena.lock().take_at(at, capacity, s.regions())?;
+        s.used_bytes.fetch_add(capacity as u64, Relaxed);
+        let block = Block { ptr: place.as_ptr(), cap: capacity, place: Some(place) };
+        Some(BufMut { block, len: capacity, home: Some(Home { pool: s.clone(), pages: 0 }) })
     }
 
     /// A buffer of exactly `len` visible bytes (contents unspecified), start aligned to [`ALIGN`]. Waits while the
@@ -305,6 +327,15 @@ impl DerefMut for BufMut {
     }
 }
 
+/// Place of a [`Buf`] in kept memory: its block, for [`Pool::take_kept`], and its range in that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeptAt {
+    pub block: usize,
+    pub capacity: usize,
+    pub start: usize,
+    pub len: usize,
+}
+
 /// Read-only shared bytes: a slice of a pooled buffer, or of a `Bytes`.
 #[derive(Clone)]
 pub struct Buf {
@@ -355,6 +386,13 @@ impl Buf {
             Owner::Pooled(b) => b.region(),
             Owner::Bytes(_) => None,
         }
+    }
+
+    /// Where it lies in kept memory, if it does.
+    pub fn kept(&self) -> Option<KeptAt> {
+        let Owner::Pooled(b) = &self.owner else { return None };
+        let at = b.block.place.as_ref()?.kept_at()?;
+        Some(KeptAt { block: at, capacity: b.block.cap, start: self.range.start, len: self.range.len() })
     }
 
     /// Whether start address and length are multiples of [`ALIGN`], as `O_DIRECT` wants them.

@@ -13,7 +13,7 @@ use std::{
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-use crate::buf::ALIGN;
+use crate::{buf::ALIGN, kept::Kept};
 
 /// Bytes of a region, and of the largest buffer that lies in one.
 pub const REGION: usize = 4 << 20;
@@ -26,6 +26,8 @@ const ORDERS: usize = (REGION / ALIGN).trailing_zeros() as usize + 1;
 pub struct Region {
     id: u64,
     ptr: NonNull<u8>,
+    /// What it is a part of; `None`: a mapping of its own.
+    kept: Option<Arc<Kept>>,
 }
 
 // SAFETY: a region is only an address range that it keeps mapped; who may use which part is the arena's business.
@@ -33,9 +35,26 @@ unsafe impl Send for Region {}
 // SAFETY: as above.
 unsafe impl Sync for Region {}
 
+fn next_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Relaxed)
+}
+
 impl Region {
+    fn of_kept(memory: &Arc<Kept>, offset: usize) -> Option<Region> {
+        let ptr = memory.bytes(offset, REGION)?;
+        for page in (0..REGION).step_by(ALIGN) {
+            // A page that cannot be written yet when the kernel copies a request into it cannot be made so once this process
+            // is being killed: that request would fail with EIO instead of going to the next daemon. Adding 0 would not do,
+            // compilers make a mere read of it.
+            let word = memory.word(offset + page);
+            let now = word.load(Relaxed);
+            let _ = word.compare_exchange(now, now, Relaxed, Relaxed);
+        }
+        Some(Region { id: next_id(), ptr, kept: Some(memory.clone()) })
+    }
+
     fn map() -> Option<Region> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
         let (long, prot) = (REGION + HUGE, ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: a new private mapping at an address of the kernel's choice touches no memory in use.
         let start = unsafe { mmap_anonymous(ptr::null_mut(), long, prot, MapFlags::PRIVATE).ok()? }.cast::<u8>();
@@ -51,7 +70,7 @@ impl Region {
             // Fewer translations to miss and fewer pages to pin; it works without.
             let _ = madvise(at.cast(), REGION, Advice::LinuxHugepage);
         }
-        Some(Region { id: NEXT.fetch_add(1, Relaxed), ptr: NonNull::new(at)? })
+        Some(Region { id: next_id(), ptr: NonNull::new(at)?, kept: None })
     }
 
     /// Unlike any other region's in this process, now or later.
@@ -67,8 +86,10 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: mapped in `map`, and every buffer in it held this region.
-        let _ = unsafe { munmap(self.ptr.as_ptr().cast(), REGION) };
+        if self.kept.is_none() {
+            // SAFETY: mapped in `map`, and every buffer in it held this region.
+            let _ = unsafe { munmap(self.ptr.as_ptr().cast(), REGION) };
+        }
     }
 }
 
@@ -84,7 +105,21 @@ pub struct Place {
     at: usize,
 }
 
+/// Where an arena's regions come from.
+#[derive(Default)]
+enum Source {
+    #[default]
+    System,
+    /// From `offset` of it on, one after the other.
+    Kept { memory: Arc<Kept>, offset: usize },
+}
+
 impl Place {
+    /// Position in the kept memory's room for buffers; `None`: it lies elsewhere.
+    pub fn kept_at(&self) -> Option<usize> {
+        self.region.kept.as_ref().map(|_| self.at)
+    }
+
     pub fn as_ptr(&self) -> NonNull<u8> {
         // SAFETY: the remainder is below the region's length.
         unsafe { self.region.ptr.add(self.at % REGION) }
@@ -98,6 +133,7 @@ pub struct Arena {
     /// the same warm memory is used again and again.
     free: [BTreeSet<usize>; ORDERS],
     used: usize,
+    source: Source,
 }
 
 fn order(cap: usize) -> usize {
@@ -105,6 +141,49 @@ fn order(cap: usize) -> usize {
 }
 
 impl Arena {
+    /// An arena whose regions are the parts of `memory` from `offset` on.
+    pub fn kept(memory: Arc<Kept>, offset: usize) -> Arena {
+        Arena { source: Source::Kept { memory, offset }, ..Arena::default() }
+    }
+
+    fn add_region(&mut self) -> Option<()> {
+        let region = match &self.source {
+            Source::System => Region::map()?,
+            Source::Kept { memory, offset } => Region::of_kept(memory, offset + self.regions.len() * REGION)?,
+        };
+        self.regions.push(Arc::new(region));
+        Some(())
+    }
+
+    /// The free block of `cap` bytes at a position that [`Place::kept_at`] told; `None` if there is none or it is in use.
+    pub fn take_at(&mut self, at: usize, cap: usize, regions: usize) -> Option<Place> {
+        if !(ALIGN..=REGION).contains(&cap)
+            || !cap.is_power_of_two()
+            || !at.is_multiple_of(cap)
+            || at / REGION >= regions
+        {
+            return None;
+        }
+        while self.regions.len() <= at / REGION {
+            self.add_region()?;
+            self.free[ORDERS - 1].insert((self.regions.len() - 1) * REGION);
+        }
+        let wanted = order(cap);
+        let (mut have, mut whole) = (wanted..ORDERS).find_map(|o| {
+            let start = at & !((ALIGN << o) - 1);
+            self.free[o].remove(&start).then_some((o, start))
+        })?;
+        while have > wanted {
+            have -= 1;
+            let upper = whole + (ALIGN << have);
+            let (kept, spare) = if at >= upper { (upper, whole) } else { (whole, upper) };
+            self.free[have].insert(spare);
+            whole = kept;
+        }
+        self.used += cap;
+        Some(Place { region: self.regions[at / REGION].clone(), at })
+    }
+
     /// `cap` bytes, a power of two from [`ALIGN`] to [`REGION`]; `None` if there is no such block and more than `regions`
     /// regions would be needed.
     pub fn take(&mut self, cap: usize, regions: usize) -> Option<Place> {
@@ -113,7 +192,7 @@ impl Arena {
         let (mut have, at) = match found {
             Some(f) => f,
             None if self.regions.len() < regions => {
-                self.regions.push(Arc::new(Region::map()?));
+                self.add_region()?;
                 (ORDERS - 1, (self.regions.len() - 1) * REGION)
             }
             None => return None,
@@ -192,6 +271,31 @@ mod tests {
         // SAFETY: the block is ours and its region is held.
         unsafe { p.as_ptr().write_bytes(7, ALIGN) };
         assert!(arena_is_elsewhere(&p));
+    }
+
+    #[test]
+    fn blocks_are_taken_again_where_they_were() {
+        let memory = Kept::create(3 * REGION).unwrap();
+        let mut first = Arena::kept(memory.clone(), REGION);
+        let places: Vec<Place> = [ALIGN, 1 << 20, ALIGN << 3].map(|cap| first.take(cap, 2).unwrap()).into();
+        let at: Vec<usize> = places.iter().map(|p| p.kept_at().unwrap()).collect();
+        // SAFETY: the block is ours and its region is held.
+        unsafe { places[1].as_ptr().write_bytes(7, 1 << 20) };
+        drop((first, places));
+        let mut second = Arena::kept(memory, REGION);
+        let again = second.take_at(at[1], 1 << 20, 2).unwrap();
+        // SAFETY: as above.
+        assert_eq!(unsafe { again.as_ptr().add((1 << 20) - 1).read() }, 7);
+        assert!(second.take_at(at[1], ALIGN, 2).is_none(), "in use");
+        let small = second.take_at(at[0], ALIGN, 2).unwrap();
+        for (at, cap) in [(1, ALIGN), (0, 3 * ALIGN), (2 * REGION, ALIGN), (0, 2 * REGION), (REGION, 0)] {
+            assert!(second.take_at(at, cap, 2).is_none(), "{cap} at {at}");
+        }
+        second.put(&again, 1 << 20);
+        second.put(&small, ALIGN);
+        for _ in 0..second.regions.len() {
+            assert!(second.take(REGION, second.regions.len()).is_some(), "whole again");
+        }
     }
 
     fn arena_is_elsewhere(p: &Place) -> bool {

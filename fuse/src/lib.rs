@@ -1,13 +1,16 @@
 //! The StrakeFS mount: kernel requests in, [`strake_client`] calls out.
 //!
-//! Three layers, top to bottom: [`transport`](self) speaks a kernel protocol (today `/dev/fuse` through the fuser crate),
-//! [`vfs`] says what each request means in plain types, and the client does it. What the kernel may cache, what is
+//! Three layers, top to bottom: [`transport`](self) speaks a kernel protocol (`/dev/fuse`, by our own hands or through the
+//! fuser crate), [`vfs`] says what each request means in plain types, and the client does it. What the kernel may cache, what is
 //! local to one mount and what does not work is in `docs/fuse.md`.
 
 mod memory;
 mod mount;
+mod mountpoint;
+pub mod supervisor;
 mod transport;
 pub mod vfs;
 
 pub use memory::{MEMORY_FILE, MemoryLimit, can_mount, memory_byte, mount_memory_limit};
-pub use mount::{Mount, MountConfig, mount, mount_line};
+pub use mount::{Mount, MountConfig, Transport, attach, mount, serve};
+pub use mountpoint::mount_line;

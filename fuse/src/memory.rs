@@ -16,9 +16,8 @@ use fuser::{
 use strake_proto::{Error, Result};
 
 use crate::{
-    MountConfig,
-    mount::{self, MountedSession},
-    transport::kernel,
+    MountConfig, mountpoint,
+    transport::kernel::{self, MountedSession},
 };
 
 /// Name of the one file.
@@ -34,7 +33,7 @@ pub struct MemoryLimit {
 /// Mounts a file system whose only file, [`MEMORY_FILE`], has `size` bytes: byte `i` is `i * 31 mod 251` within each
 /// MiB. Writes are taken and forgotten. `cfg` gives mountpoint and threads; its timeouts are not used.
 pub fn mount_memory_limit(cfg: &MountConfig, size: u64) -> Result<MemoryLimit> {
-    mount::check(cfg)?;
+    mountpoint::check(cfg)?;
     let cfg = MountConfig { fsname: "strake-memory".into(), ..cfg.clone() };
     Ok(MemoryLimit { session: MountedSession::start(MemoryFs::new(size), &cfg)? })
 }
@@ -201,5 +200,5 @@ impl Filesystem for MemoryFs {
 
 /// Whether this machine can mount at all: `/dev/fuse` is there and this process may use it.
 pub fn can_mount(probe: &Path) -> Result<()> {
-    mount::check(&MountConfig::new(probe))
+    mountpoint::check(&MountConfig::new(probe))
 }

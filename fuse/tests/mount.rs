@@ -5,10 +5,10 @@ mod common;
 use std::{path::Path, process::Command, time::Duration};
 
 use common::Cluster;
-use strake_fuse::{Mount, MountConfig, can_mount, mount};
+use strake_fuse::{Mount, MountConfig, Transport, can_mount, mount};
 
-async fn mounted(cluster: &Cluster, at: &Path) -> Mount {
-    let mut cfg = MountConfig::new(at);
+async fn mounted(cluster: &Cluster, at: &Path, transport: Transport) -> Mount {
+    let mut cfg = MountConfig { transport, ..MountConfig::new(at) };
     cfg.allow_other = rustix::process::geteuid().is_root();
     mount(cfg, cluster.client().await).await.unwrap()
 }
@@ -34,19 +34,30 @@ async fn end(m: Mount) {
     unmounted.await.expect("still in use");
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn programs_work_on_a_mount() {
+/// The conformance suite: whatever speaks with the kernel, programs find the same file system.
+async fn programs_work(transport: Transport) {
     let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     if let Err(e) = can_mount(a.path()) {
         println!("skipped: {e}");
         return;
     }
     let cluster = Cluster::new();
-    let first = mounted(&cluster, a.path()).await;
-    script("posix.sh", vec![a.path().into()]).await;
+    let first = mounted(&cluster, a.path(), transport).await;
+    let kind = if transport == Transport::Dev { "dev" } else { "fuser" };
+    script("posix.sh", vec![a.path().into(), kind.into()]).await;
     // What one mount wrote and closed another one has.
-    let second = mounted(&cluster, b.path()).await;
+    let second = mounted(&cluster, b.path(), transport).await;
     script("two_mounts.sh", vec![a.path().into(), b.path().into()]).await;
     end(second).await;
     end(first).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn programs_work_on_a_mount() {
+    programs_work(Transport::Dev).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn programs_work_through_fuser() {
+    programs_work(Transport::Fuser).await;
 }

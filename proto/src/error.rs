@@ -48,7 +48,9 @@ codes! {
     RoFs = 30 => 30,
     MLink = 31 => 31,
     Range = 34 => 34,
+    Deadlock = 35 => 35,
     NameTooLong = 36 => 36,
+    NoLock = 37 => 37,
     NotEmpty = 39 => 39,
     Loop = 40 => 40,
     NoData = 61 => 61,
@@ -88,6 +90,8 @@ codes! {
     Unauthenticated = 1014 => 13,
     /// A write to be repeated was overtaken by another session's; its bytes are lost.
     Overtaken = 1015 => 5,
+    /// Another owner's lock is in the way. Not to be tried again by itself: the program is told, or waits for its turn.
+    LockConflict = 1016 => 11,
 }
 
 /// An error with its cause in words.

@@ -7,6 +7,8 @@ pub const SESSION_CLOSE: u16 = 0x0003;
 pub const META: u16 = 0x0004;
 /// Anyone to mds: the cluster map.
 pub const MAP: u16 = 0x0005;
+/// Client to mds: waits for locks; a list that is answered when one of them may be had.
+pub const LOCK_WAIT: u16 = 0x0006;
 
 /// oss to mds; bodies in `schema/cluster.proto`.
 pub const REGISTER: u16 = 0x0041;

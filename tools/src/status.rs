@@ -198,7 +198,10 @@ fn print_sessions(answers: &Answers) {
     let leader = answers.iter().filter_map(|(_, r)| r.as_ref().ok()).find(|s| !s.sessions.is_empty());
     let Some(s) = leader else { return };
     println!("\n{} inodes, {} orphans, {} files being deleted", s.inodes, s.orphans, s.gc_queue);
-    let mut rows = vec![["SESSION", "HOST", "PID", "VERSION", "OPENS", "IDLE"].map(String::from).to_vec()];
+    if s.locks + s.lock_waits > 0 {
+        println!("{} ranges locked, {} requests wait for a lock", s.locks, s.lock_waits);
+    }
+    let mut rows = vec![["SESSION", "HOST", "PID", "VERSION", "OPENS", "LOCKS", "IDLE"].map(String::from).to_vec()];
     for c in &s.sessions {
         let idle = format!("{} ms", c.idle_ms);
         rows.push(vec![
@@ -207,6 +210,7 @@ fn print_sessions(answers: &Answers) {
             c.pid.to_string(),
             c.version.clone(),
             c.opens.to_string(),
+            c.locks.to_string(),
             idle,
         ]);
     }
@@ -226,8 +230,10 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
                     "applied": r.applied, "first_index": r.first_index, "last_index": r.last_index,
                     "voters": r.voters, "learners": r.learners })),
                 "inodes": s.inodes, "orphans": s.orphans, "gc_queue": s.gc_queue,
+                "locks": s.locks, "lock_waits": s.lock_waits,
                 "sessions": s.sessions.iter().map(|c| json!({ "id": c.id, "hostname": c.hostname, "pid": c.pid,
-                    "version": c.version, "idle_ms": c.idle_ms, "opens": c.opens })).collect::<Vec<_>>(),
+                    "version": c.version, "idle_ms": c.idle_ms, "opens": c.opens,
+                    "locks": c.locks })).collect::<Vec<_>>(),
                 "targets": s.targets.iter().map(|t| json!({ "id": t.id, "device": t.device, "capacity": t.capacity,
                     "used": t.used, "chunks": t.chunks, "direct_io": t.direct_io, "reads": t.reads, "writes": t.writes,
                     "read_bytes": t.read_bytes, "write_bytes": t.write_bytes, "checksum_errors": t.checksum_errors,

@@ -7,6 +7,7 @@
 pub mod client;
 pub mod connection;
 pub mod input;
+pub mod kernel;
 pub mod mds_server;
 pub mod messages;
 pub mod namespace;
@@ -24,6 +25,7 @@ pub type Target = (&'static str, fn(&[u8]));
 pub const TARGETS: &[Target] = &[
     ("client", client::run),
     ("connection", connection::run),
+    ("kernel", kernel::run),
     ("mds_server", mds_server::run),
     ("messages", messages::run),
     ("namespace", namespace::run),

@@ -90,6 +90,7 @@ fn request(i: &mut Input) -> (Role, Message) {
         6 | 7 => (opcode::RAFT, batch(i)),
         8 => (opcode::SNAPSHOT, chunk(i)),
         9 => (opcode::META, i.bytes().to_vec()),
+        10 => (opcode::LOCK_WAIT, lock_wait(i)),
         _ => (opcode::META, meta(i)),
     };
     let payload = if i.u8() == 255 { vec![Buf::copy_from(i.bytes())] } else { Vec::new() };
@@ -103,6 +104,20 @@ fn meta(i: &mut Input) -> Vec<u8> {
         Ok(Some(pb::log_command::Command::Meta(m))) => m.encode_to_vec(),
         _ => bytes.to_vec(),
     }
+}
+
+fn lock_wait(i: &mut Input) -> Vec<u8> {
+    if i.u8() == 0 {
+        return i.bytes().to_vec();
+    }
+    let wait = |i: &mut Input| {
+        let (owner, kind, span) = namespace::lock(i);
+        let (id, ino) = (u64::from(i.u8() % 4), u64::from(i.u8() % 16));
+        pb::LockWait { id, ino, owner, kind, span, trying: i.u8() & 1 == 1 }
+    };
+    let session = u64::from(i.u8() % 4);
+    let number = u64::from(i.u8());
+    pb::LockWaitRequest { session, number, waits: (0..i.u8() % 6).map(|_| wait(i)).collect() }.encode_to_vec()
 }
 
 fn register(i: &mut Input) -> Vec<u8> {

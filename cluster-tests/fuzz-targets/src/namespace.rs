@@ -42,6 +42,8 @@ impl Member {
             name_hash_key: vec![9; 16].into(),
             default_copies: 1,
             root_mode: 0o1777,
+            root_uid: 0,
+            root_gid: 0,
         }));
         for n in 0..2u8 {
             let target = pb::RegisterTarget { uuid: vec![n + 1; 16].into(), capacity: 1 << 40, stamp: 1, id: u32::MAX };
@@ -119,6 +121,35 @@ fn spec(i: &mut Input) -> pb::LayoutSpec {
     })
 }
 
+fn acl_name(i: &mut Input) -> Bytes {
+    let name: &[u8] = if i.u8() & 1 == 1 { b"system.posix_acl_access" } else { b"system.posix_acl_default" };
+    Bytes::from_static(name)
+}
+
+/// A list of the right version, of choices or any bytes.
+fn acl(i: &mut Input) -> Bytes {
+    let mut b = vec![2, 0, 0, 0];
+    if i.u8() & 1 == 1 {
+        b.extend_from_slice(i.bytes());
+        return b.into();
+    }
+    for tag in [1u8, 2, 4, 8, 16, 32] {
+        let (perm, id) = (i.u8(), u32::from(i.u8()));
+        b.extend([tag, 0, perm & 7, 0]);
+        b.extend(id.to_le_bytes());
+    }
+    b.into()
+}
+
+/// Owner, kind and range of a lock: few, so that they meet.
+pub fn lock(i: &mut Input) -> (u64, i32, Option<pb::LockSpan>) {
+    let how = i.u8();
+    let (start, len) = (i.number(), i.number());
+    let end = if how & 8 == 0 { u64::MAX } else { start.wrapping_add(len) };
+    let span = pb::LockSpan { start, end, r#type: i32::from(how & 3), pid: 1 };
+    (u64::from(i.u8() % 3), i32::from(how >> 4 & 1), (how != 255).then_some(span))
+}
+
 fn op(i: &mut Input) -> pb::Op {
     let op = match i.u8() % 32 {
         0 => Op::Create(pb::Create {
@@ -128,9 +159,10 @@ fn op(i: &mut Input) -> pb::Op {
             exclusive: i.u8() & 1 == 1,
             layout: (i.u8() & 1 == 1).then(|| spec(i)),
             flags: u32::from(i.u8()),
+            umask: 0,
         }),
-        1 => Op::Mkdir(pb::Mkdir { parent: ino(i), name: name(i), mode: u32::from(i.u16()) }),
-        2 => Op::Mknod(pb::Mknod { parent: ino(i), name: name(i), mode: u32::from(i.u16()), rdev: i.u32() }),
+        1 => Op::Mkdir(pb::Mkdir { parent: ino(i), name: name(i), mode: u32::from(i.u16()), umask: 0 }),
+        2 => Op::Mknod(pb::Mknod { parent: ino(i), name: name(i), mode: u32::from(i.u16()), rdev: i.u32(), umask: 0 }),
         3 => Op::Symlink(pb::Symlink { parent: ino(i), name: name(i), target: Bytes::copy_from_slice(i.bytes()) }),
         4 => Op::Link(pb::Link { ino: ino(i), parent: ino(i), name: name(i) }),
         5 => Op::Unlink(pb::Unlink { parent: ino(i), name: name(i) }),
@@ -176,6 +208,24 @@ fn op(i: &mut Input) -> pb::Op {
         22 => Op::Getlayout(pb::GetLayout { ino: ino(i) }),
         23 => Op::PathOf(pb::PathOf { ino: ino(i) }),
         24 => Op::Access(pb::Access { ino: ino(i), mask: u32::from(i.u8()) }),
+        28 | 29 => {
+            let (owner, kind, span) = lock(i);
+            Op::SetLock(pb::SetLock { ino: ino(i), owner, kind, span, undo: i.u8() & 1 == 1, ..Default::default() })
+        }
+        30 => {
+            let (owner, kind, span) = lock(i);
+            Op::GetLock(pb::GetLock { ino: ino(i), owner, kind, span })
+        }
+        25 => Op::Tmpfile(pb::Tmpfile {
+            parent: ino(i),
+            mode: u32::from(i.u16()),
+            umask: u32::from(i.u16()),
+            flags: u32::from(i.u8()),
+            linkable: i.u8() & 1 == 1,
+            layout: None,
+        }),
+        26 => Op::Setxattr(pb::SetXattr { ino: ino(i), name: acl_name(i), value: acl(i), flags: 0 }),
+        27 => Op::Removexattr(pb::RemoveXattr { ino: ino(i), name: acl_name(i) }),
         _ => return pb::Op::decode(i.bytes()).unwrap_or_default(),
     };
     pb::Op { op: Some(op) }

@@ -7,7 +7,7 @@ use prost::Message;
 use strake_fabric::Endpoint;
 use strake_fuse::{
     mount_line,
-    vfs::fuzzing::{map_part, read_groups},
+    vfs::fuzzing::{map_part, read_caller, read_groups},
 };
 use strake_mds::server::{disk::read_identity, parse_peer};
 use strake_proto::{Fid, map::MapView, pb};
@@ -34,7 +34,7 @@ fn small(text: &str) {
     if let Ok(e) = text.parse::<Endpoint>() {
         assert_eq!(e.to_string().parse::<Endpoint>().expect("its own text"), e);
     }
-    let _ = (parse_peer(text), read_groups(text), mount_line(text));
+    let _ = (parse_peer(text), read_groups(text), read_caller(text), mount_line(text));
     if let Some(key) = decode_hex(text) {
         let again: String = key.iter().map(|b| format!("{b:02x}")).collect();
         assert_eq!(decode_hex(&again), Some(key));

@@ -11,6 +11,7 @@ use strake_proto::{Code, Result};
 use tokio::time::{Instant, sleep};
 
 use crate::{
+    lockers,
     oracle::{CELL, FileModel, fill},
     workload::{RDWR, Shared, read_all, root},
 };
@@ -56,6 +57,11 @@ impl Ghost {
 
     /// Looks at what it left, makes the file longer and looks again.
     pub async fn check(&self, other: &Client, found: &Shared) -> Result<()> {
+        // What it had locked it has no longer.
+        match other.lookup(&root(), other.root(), format!("{}.lock", self.name).as_bytes()).await {
+            Err(e) if e.code == Code::NoEnt => {}
+            r => lockers::all_free(other, &[r?.ino]).await?,
+        }
         let ino = match other.lookup(&root(), other.root(), self.name.as_bytes()).await {
             Err(e) if e.code == Code::NoEnt => return Ok(()),
             r => r?.ino,
@@ -87,6 +93,7 @@ async fn haunt(
     mut rng: StdRng,
     model: Arc<Mutex<FileModel>>,
 ) -> Result<()> {
+    lockers::last_will(&client, &name).await?;
     let (file, _) = client.create(&root(), client.root(), name.as_bytes(), 0o644, RDWR, false, None).await?;
     loop {
         // Mostly near the end, so that there is something beyond the reported one at any time.

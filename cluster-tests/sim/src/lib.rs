@@ -4,6 +4,7 @@
 pub mod clock;
 pub mod cluster;
 pub mod ghost;
+pub mod lockers;
 pub mod net;
 pub mod oracle;
 pub mod run;

@@ -55,8 +55,8 @@ fn main() -> ExitCode {
             Ok(o) => {
                 let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
                 println!(
-                    "seed {seed}: {} faults, {} writes, {} syncs, {} reads, {} names, {} errors, {} messages, {:.0?} simulated, trace {hash}",
-                    o.faults, o.writes, o.syncs, o.reads, o.names, o.errors, o.messages, o.simulated
+                    "seed {seed}: {} faults, {} writes, {} syncs, {} reads, {} names, {} locks, {} errors, {} messages, {:.0?} simulated, trace {hash}",
+                    o.faults, o.writes, o.syncs, o.reads, o.names, o.locks, o.errors, o.messages, o.simulated
                 );
                 for v in &o.violations {
                     println!("  VIOLATION: {v}");

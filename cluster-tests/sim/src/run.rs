@@ -16,6 +16,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::{
     cluster::{Cluster, FIRST_CLIENT, FIRST_OSS, Sync},
     ghost::Ghost,
+    lockers::{self, Locker, Model},
     net::Weather,
     workload::{Actor, Findings, Shared},
 };
@@ -65,6 +66,7 @@ pub struct Outcome {
     pub syncs: u64,
     pub reads: u64,
     pub names: u64,
+    pub locks: u64,
     pub errors: u64,
     /// Promises broken, in words. Empty is the only good answer.
     pub violations: Vec<String>,
@@ -116,9 +118,13 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
     }
     let found: Shared = Arc::new(Mutex::new(Findings::default()));
     let stop = Arc::new(AtomicBool::new(false));
-    let mut tasks = Vec::new();
+    let (mut tasks, mut locking) = (Vec::new(), Vec::new());
+    let model = Model::default();
     for id in 1..=CLIENTS {
         let client = cluster.client(id).await?;
+        let files = lockers::files(&client).await?;
+        let locker = Locker::new(id, client.clone(), rng.random(), found.clone(), model.clone(), files);
+        locking.push(tokio::spawn(locker.run(stop.clone())));
         let mut actor = Actor::new(id, client, rng.random(), found.clone()).await?;
         let stop = stop.clone();
         tasks.push(tokio::spawn(async move {
@@ -148,11 +154,13 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
     for g in &ghosts {
         g.check(&other, &found).await.map_err(|e| e.context(format!("after client {} had died", g.node)))?;
     }
+    for t in locking {
+        let locker = ended(t).await?;
+        locker.finish().await;
+    }
+    lockers::all_free(&other, &lockers::files(&other).await?).await?;
     for t in tasks {
-        let actor = timeout(Duration::from_secs(300), t)
-            .await
-            .map_err(|_| Error::new(Code::TimedOut, "a client did not finish 300 s after the last fault"))?
-            .map_err(|e| Error::new(Code::Io, format!("a client failed: {e}")))?;
+        let actor = ended(t).await?;
         actor.finish(&other).await?;
     }
     wait_whole(&cluster, "after the last fault").await?;
@@ -169,9 +177,17 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
         syncs: f.syncs,
         reads: f.reads,
         names: f.names,
+        locks: f.locks,
         errors: f.errors,
         violations: f.violations.clone(),
     })
+}
+
+async fn ended<T>(task: tokio::task::JoinHandle<T>) -> Result<T> {
+    timeout(Duration::from_secs(300), task)
+        .await
+        .map_err(|_| Error::new(Code::TimedOut, "a client did not finish 300 s after the last fault"))?
+        .map_err(|e| Error::new(Code::Io, format!("a client failed: {e}")))
 }
 
 async fn wait_whole(cluster: &Cluster, when: &str) -> Result<()> {

@@ -23,6 +23,8 @@ pub struct Findings {
     pub syncs: u64,
     pub reads: u64,
     pub names: u64,
+    pub locks: u64,
+    pub waits_given_up: u64,
     pub errors: u64,
 }
 

@@ -5,7 +5,10 @@ use strake_sim::run::{Scenario, run};
 fn twice(seed: u64) {
     let first = run(Scenario::new(seed)).unwrap();
     assert!(first.violations.is_empty(), "seed {seed}: {:#?}", first.violations);
-    assert!(first.writes > 0 && first.syncs > 0 && first.names > 0, "seed {seed} did nothing: {first:?}");
+    assert!(
+        first.writes > 0 && first.syncs > 0 && first.names > 0 && first.locks > 0,
+        "seed {seed} did nothing: {first:?}"
+    );
     let second = run(Scenario::new(seed)).unwrap();
     if let Some(how) = first.parting(&second) {
         panic!("seed {seed} took another course at {how}");

@@ -16,17 +16,20 @@ use std::{
 use fuser::{
     AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags,
     Generation, INodeNo, KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData,
-    ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite,
-    ReplyXattr, Request, TimeOrNow, WriteFlags,
+    ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLock, ReplyLseek, ReplyOpen, ReplyStatfs,
+    ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use strake_fabric::{Buf, Pool};
 use strake_proto::{Error, Result, pb};
 use tokio::{runtime::Handle, sync::Semaphore};
 
-use super::kernel::{self, MAX_REQUEST};
+use super::{
+    kernel::{self, MAX_REQUEST},
+    signals,
+};
 use crate::{
     MountConfig,
-    vfs::{Caller, Change, Entry, Opened, Place, Time, Vfs},
+    vfs::{Caller, Change, Entry, Lock, LockKind, LockType, Place, Time, Vfs, attr_timeout},
 };
 
 const GENERATION: Generation = Generation(0);
@@ -58,6 +61,17 @@ impl Transport {
         }
     }
 
+    /// The lock of a request. `None`: of a type that no kernel sends.
+    fn lock(owner: LockOwner, start: u64, end: u64, typ: i32, pid: u32) -> Option<Lock> {
+        let mode = match typ {
+            libc::F_RDLCK => LockType::LockRead,
+            libc::F_WRLCK => LockType::LockWrite,
+            libc::F_UNLCK => LockType::LockUnlock,
+            _ => return None,
+        };
+        Some(Lock { kind: LockKind::LockPosix, owner: owner.0, mode, start, end, pid })
+    }
+
     /// Runs a request as a task, first waiting for room. Dropping an unanswered reply answers EIO, so a request is
     /// answered whatever becomes of its task.
     fn run<F>(&self, work: impl FnOnce(Arc<Shared>) -> F)
@@ -77,24 +91,22 @@ impl Transport {
             drop(permit);
         });
     }
-
-    /// What an open is answered with.
-    fn flags_of(&self, opened: Opened) -> FopenFlags {
-        if opened.clean_close { self.open_flags | FopenFlags::FOPEN_NOFLUSH } else { self.open_flags }
-    }
 }
 
 impl Shared {
     fn entry(&self, result: Result<pb::Attr>, reply: ReplyEntry) {
         match result {
-            Ok(a) => reply.entry_with_ttls(&self.attr_timeout, &self.entry_timeout, &file_attr(&a), GENERATION),
+            Ok(a) => {
+                let ttl = attr_timeout(&a, self.attr_timeout);
+                reply.entry_with_ttls(&ttl, &self.entry_timeout, &file_attr(&a), GENERATION);
+            }
             Err(e) => reply.error(errno(&e)),
         }
     }
 
     fn attr(&self, result: Result<pb::Attr>, reply: ReplyAttr) {
         match result {
-            Ok(a) => reply.attr(&self.attr_timeout, &file_attr(&a)),
+            Ok(a) => reply.attr(&attr_timeout(&a, self.attr_timeout), &file_attr(&a)),
             Err(e) => reply.error(errno(&e)),
         }
     }
@@ -125,19 +137,8 @@ fn xattr(result: Result<impl AsRef<[u8]>>, room: u32, reply: ReplyXattr) {
     }
 }
 
-/// What a program sees. Retries are over when an error gets here, so "try again" would make it spin: that is EIO.
 fn errno(e: &Error) -> Errno {
-    match e.errno() {
-        libc::EAGAIN => {
-            tracing::warn!("request given up: {e}");
-            Errno::EIO
-        }
-        libc::EIO => {
-            tracing::warn!("I/O error: {e}");
-            Errno::EIO
-        }
-        n => Errno::from_i32(n),
-    }
+    Errno::from_i32(super::errno(e))
 }
 
 fn caller(req: &Request) -> Caller {
@@ -296,21 +297,20 @@ impl Filesystem for Transport {
 
     fn open(&self, req: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         let who = caller(req);
-        let (dirty, clean) = (self.open_flags, self.flags_of(Opened { handle: 0, clean_close: true }));
+        let open_flags = self.open_flags;
         self.run(async move |s| match s.vfs.open(who, ino.0, flags.0).await {
-            Ok(o) => reply.opened(FileHandle(o.handle), if o.clean_close { clean } else { dirty }),
+            Ok(o) => reply.opened(FileHandle(o.handle), open_flags),
             Err(e) => reply.error(errno(&e)),
         });
     }
 
     fn create(&self, req: &Request, parent: INodeNo, n: &OsStr, mode: u32, umask: u32, flags: i32, reply: ReplyCreate) {
         let (who, n) = (caller(req), name(n));
-        let (dirty, clean) = (self.open_flags, self.flags_of(Opened { handle: 0, clean_close: true }));
+        let open_flags = self.open_flags;
         self.run(async move |s| match s.vfs.create(who, parent.0, &n, mode, umask, flags).await {
             Ok((attr, o)) => {
                 // One timeout for both in this reply.
-                let ttl = s.attr_timeout.min(s.entry_timeout);
-                let open_flags = if o.clean_close { clean } else { dirty };
+                let ttl = attr_timeout(&attr, s.attr_timeout).min(s.entry_timeout);
                 reply.created(&ttl, &file_attr(&attr), GENERATION, FileHandle(o.handle), open_flags);
             }
             Err(e) => reply.error(errno(&e)),
@@ -361,14 +361,23 @@ impl Filesystem for Transport {
         // Pages of a mapping go where they are mapped, whatever the handle's flags say.
         let append = flags.0 & libc::O_APPEND != 0 && !write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let place = if append { Place::End } else { Place::At(offset) };
-        self.run(async move |s| match s.vfs.write(fh.0, place, data).await {
-            Ok(n) => reply.written(n as u32),
-            Err(e) => reply.error(errno(&e)),
+        let strips = write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
+        self.run(async move |s| {
+            if strips && let Err(e) = s.vfs.strip(fh.0).await {
+                return reply.error(errno(&e));
+            }
+            match s.vfs.write(fh.0, place, data).await {
+                Ok(n) => reply.written(n as u32),
+                Err(e) => reply.error(errno(&e)),
+            }
         });
     }
 
-    fn flush(&self, _: &Request, _: INodeNo, fh: FileHandle, _: LockOwner, reply: ReplyEmpty) {
-        self.run(async move |s| empty(s.vfs.flush(fh.0).await, reply));
+    fn flush(&self, _: &Request, _: INodeNo, fh: FileHandle, owner: LockOwner, reply: ReplyEmpty) {
+        if self.shared.vfs.flush_ready(fh.0, owner.0) {
+            return reply.ok();
+        }
+        self.run(async move |s| empty(s.vfs.flush(fh.0, owner.0).await, reply));
     }
 
     fn release(
@@ -413,7 +422,8 @@ impl Filesystem for Transport {
             let take = |e: &Entry| {
                 // The kernel ignores the attributes of "." and "..".
                 let bare = pb::Attr { ino: e.ino, mode: e.kind << 12, ..Default::default() };
-                let attr = file_attr(e.attr.as_ref().unwrap_or(&bare));
+                let attr = e.attr.as_ref().unwrap_or(&bare);
+                let (ttl, attr) = (attr_timeout(attr, ttl), file_attr(attr));
                 !reply.add(INodeNo(e.ino), e.offset, OsStr::from_bytes(&e.name), &ttl, &attr, GENERATION)
             };
             match s.vfs.readdir(fh.0, offset, true, take).await {
@@ -474,6 +484,57 @@ impl Filesystem for Transport {
         self.run(async move |s| empty(s.vfs.fallocate(fh.0, offset, len, mode).await, reply));
     }
 
+    fn getlk(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        fh: FileHandle,
+        owner: LockOwner,
+        start: u64,
+        end: u64,
+        typ: i32,
+        pid: u32,
+        reply: ReplyLock,
+    ) {
+        let Some(lock) = Self::lock(owner, start, end, typ, pid) else { return reply.error(Errno::EINVAL) };
+        self.run(async move |s| match s.vfs.getlk(fh.0, &lock).await {
+            Ok(None) => reply.locked(start, end, libc::F_UNLCK, 0),
+            Ok(Some(h)) => {
+                let typ = if h.mode == LockType::LockWrite { libc::F_WRLCK } else { libc::F_RDLCK };
+                reply.locked(h.start, h.end, typ, h.pid);
+            }
+            Err(e) => reply.error(errno(&e)),
+        });
+    }
+
+    fn setlk(
+        &self,
+        req: &Request,
+        _: INodeNo,
+        fh: FileHandle,
+        owner: LockOwner,
+        start: u64,
+        end: u64,
+        typ: i32,
+        pid: u32,
+        sleep: bool,
+        reply: ReplyEmpty,
+    ) {
+        let Some(lock) = Self::lock(owner, start, end, typ, pid) else { return reply.error(Errno::EINVAL) };
+        if !sleep {
+            return self.run(async move |s| empty(s.vfs.setlk(fh.0, &lock, false).await, reply));
+        }
+        // Not in the room of all requests: hundreds that wait for a lock must not keep its holder from giving it up.
+        let (vfs, thread) = (self.shared.vfs.clone(), req.pid());
+        self.runtime.spawn(async move {
+            tokio::select! {
+                biased;
+                r = vfs.setlk(fh.0, &lock, true) => empty(r, reply),
+                () = signals::sent_to(thread) => reply.error(Errno::EINTR),
+            }
+        });
+    }
+
     /// ENOSYS makes the kernel answer SEEK_DATA and SEEK_HOLE itself, as if a file were all data up to its size.
     fn lseek(&self, _: &Request, _: INodeNo, _: FileHandle, _: i64, _: i32, reply: ReplyLseek) {
         reply.error(Errno::ENOSYS);
@@ -508,13 +569,5 @@ mod tests {
         assert_eq!(time(TimeOrNow::SpecificTime(wrong)), Time::At(-500_000_000));
         assert_eq!(time(TimeOrNow::SpecificTime(UNIX_EPOCH + Duration::from_nanos(7))), Time::At(7));
         assert_eq!(system_time(-1), UNIX_EPOCH - Duration::from_nanos(1));
-    }
-
-    #[test]
-    fn programs_never_see_eagain() {
-        for code in strake_proto::Code::ALL {
-            let seen = errno(&Error::new(*code, "x"));
-            assert_ne!(seen.code(), libc::EAGAIN, "{code:?}");
-        }
     }
 }

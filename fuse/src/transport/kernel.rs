@@ -1,18 +1,22 @@
-//! What every FUSE session of this crate asks of the kernel, so that the mount and the memory-limit bench differ only
-//! in who answers.
+//! A session of the fuser crate, and what it asks of the kernel: the same for the mount and the memory-limit bench, which
+//! so differ only in who answers.
 
-use std::path::Path;
+use std::{io, path::PathBuf};
 
-use fuser::{Config, FopenFlags, InitFlags, KernelConfig, MountOption, SessionACL};
+use fuser::{Config, Filesystem, FopenFlags, InitFlags, KernelConfig, MountOption, Session, SessionACL};
+use strake_proto::{Code, Error, Result};
+use tokio::sync::watch;
 
-use crate::MountConfig;
+use crate::{MountConfig, mountpoint};
 
 /// Largest read or write request: 256 pages of 4 KiB, the kernel's default limit.
 pub(crate) const MAX_REQUEST: u32 = 1 << 20;
 
 /// Used where the kernel offers it. Not among them, on purpose: the writeback cache (it would make the kernel the owner
-/// of size and mtime) and remote locks (the kernel's own are kept, local to the mount).
-const WANTED: [InitFlags; 9] = [
+/// of size and mtime) and remote flock: fuser does not tell it from a POSIX lock, so it stays the kernel's own, local to
+/// the mount.
+const WANTED: [InitFlags; 13] = [
+    InitFlags::FUSE_POSIX_LOCKS,
     InitFlags::FUSE_PARALLEL_DIROPS,
     InitFlags::FUSE_DO_READDIRPLUS,
     InitFlags::FUSE_READDIRPLUS_AUTO,
@@ -23,6 +27,12 @@ const WANTED: [InitFlags; 9] = [
     InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
     InitFlags::FUSE_MAX_PAGES,
     InitFlags::FUSE_BIG_WRITES,
+    // The kernel checks ACLs as it checks modes; the metadata server keeps list and mode in step.
+    InitFlags::FUSE_POSIX_ACL,
+    // A directory's default ACL replaces the umask, so the metadata server applies either.
+    InitFlags::FUSE_DONT_MASK,
+    // Writes, cuts and chowns take set-id bits and file capabilities at the metadata server.
+    InitFlags::FUSE_HANDLE_KILLPRIV_V2,
 ];
 
 /// Answers the kernel's INIT. Returns the flags every open is answered with.
@@ -65,7 +75,46 @@ pub(crate) fn session_config(cfg: &MountConfig) -> Config {
     c
 }
 
-/// A path for messages.
-pub(crate) fn shown(p: &Path) -> std::path::Display<'_> {
-    p.display()
+/// A mounted fuser session running on threads of its own.
+pub(crate) struct MountedSession {
+    ended: watch::Receiver<Option<Result<()>>>,
+    mountpoint: PathBuf,
+}
+
+impl MountedSession {
+    pub(crate) fn start<FS: Filesystem>(fs: FS, cfg: &MountConfig) -> Result<MountedSession> {
+        let explain = |e: io::Error| mountpoint::explain(cfg, &e);
+        let session = Session::new(fs, &cfg.mountpoint, &session_config(cfg)).map_err(explain)?;
+        let (tell, ended) = watch::channel(None);
+        std::thread::Builder::new()
+            .name("strake-fuse".into())
+            .spawn(move || {
+                let result = session.run().map_err(|e| Error::from(e).context("FUSE session"));
+                let _ = tell.send(Some(result));
+            })
+            .map_err(|e| Error::from(e).context("starting the FUSE session's thread"))?;
+        Ok(MountedSession { ended, mountpoint: cfg.mountpoint.clone() })
+    }
+
+    pub(crate) async fn ended(&self) -> Result<()> {
+        let mut ended = self.ended.clone();
+        match ended.wait_for(Option::is_some).await {
+            Ok(result) => result.clone().unwrap_or(Ok(())),
+            Err(_) => Err(Error::new(Code::Io, "the FUSE session's thread died")),
+        }
+    }
+
+    pub(crate) fn unmount(&self) -> Result<()> {
+        mountpoint::detach(&self.mountpoint, false)
+    }
+}
+
+impl Drop for MountedSession {
+    fn drop(&mut self) {
+        if self.ended.borrow().is_none()
+            && let Err(e) = mountpoint::detach(&self.mountpoint, true)
+        {
+            tracing::warn!("{e}");
+        }
+    }
 }

@@ -2,10 +2,14 @@
 //!
 //! Offsets the kernel sees: 1 is ".", 2 is "..", the rest are the mds's cookies, which are never 0 to 2.
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering::Relaxed},
+};
 
+use strake_fabric::Record;
 use strake_proto::{Ino, Result, ids::ROOT_INO, pb};
-use tokio::sync::Mutex;
+use tokio::{sync::Mutex, time::Instant};
 
 use super::{Caller, Vfs};
 
@@ -33,7 +37,24 @@ pub struct Entry {
 pub(super) struct OpenDir {
     ino: Ino,
     creds: pb::Creds,
+    /// The caller was let read it, which holds until it is closed.
+    granted: AtomicBool,
     batch: Mutex<Batch>,
+    /// For the next daemon, as long as it is open.
+    _kept: Option<Record>,
+}
+
+impl OpenDir {
+    /// Opened once before: the right to read it was checked then.
+    pub(super) fn again(ino: Ino, kept: Record) -> OpenDir {
+        OpenDir {
+            ino,
+            creds: pb::Creds::default(),
+            granted: AtomicBool::new(true),
+            batch: Mutex::default(),
+            _kept: Some(kept),
+        }
+    }
 }
 
 /// Entries after `from`, as last fetched.
@@ -55,10 +76,16 @@ impl Batch {
 }
 
 impl Vfs {
-    /// The mds checks the caller's right to read it at each batch.
+    /// The mds checks the caller's right to read it at the first batch.
     pub fn opendir(&self, caller: Caller, ino: Ino) -> u64 {
         let creds = self.creds(caller);
-        self.dirs.insert(OpenDir { ino, creds, batch: Mutex::default() })
+        let handle = self.numbering.next();
+        let kept = self.keep_directory(handle, ino);
+        self.dirs.insert(
+            handle,
+            OpenDir { ino, creds, granted: AtomicBool::new(false), batch: Mutex::default(), _kept: kept },
+        );
+        handle
     }
 
     /// Entries after `offset` (0: from the start), none at the end. `take` returns false when it has no more room;
@@ -100,7 +127,15 @@ impl Vfs {
     }
 
     async fn fetch(&self, dir: &Arc<OpenDir>, from: u64, attrs: bool) -> Result<Batch> {
-        let page = self.client.readdir(&dir.creds, dir.ino, from, BATCH, attrs).await?;
+        let at = Instant::now();
+        let page = match dir.granted.load(Relaxed) {
+            false => self.client.readdir(&dir.creds, dir.ino, from, BATCH, attrs).await?,
+            true => self.client.readdir(&pb::Creds::default(), dir.ino, from, BATCH, attrs).await?,
+        };
+        dir.granted.store(true, Relaxed);
+        let mut bare = self.bare.lock();
+        page.entries.iter().filter_map(|e| e.attr.as_ref()).for_each(|a| bare.note(a, at));
+        drop(bare);
         // A server that sends nothing and no end would be asked for ever.
         let end = page.end || page.entries.is_empty();
         let entries = page

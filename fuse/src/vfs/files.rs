@@ -1,16 +1,21 @@
 //! Requests about open files.
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::AtomicU64};
 
+use strake_client::{File, Mode};
 use strake_fabric::Buf;
 use strake_proto::{Code, Error, Ino, Result, pb};
 
-use super::{Caller, OpenFile, Opened, Place, Vfs, names::masked};
+use super::{Caller, CopyRange, OpenFile, Opened, Place, Vfs, restart};
+
+/// Bytes that one request copies at most; the kernel asks again for the rest.
+const MOST_COPIED: u64 = 16 << 20;
 
 impl Vfs {
     pub async fn open(&self, caller: Caller, ino: Ino, flags: i32) -> Result<Opened> {
+        let flags = known_access(flags);
         let (file, _) = self.client.open(&self.creds(caller), ino, flags as u32).await?;
-        Ok(self.keep(OpenFile { file, ino, flags }))
+        Ok(self.keep(file, ino, flags, caller))
     }
 
     /// open(2) with `O_CREAT`.
@@ -23,59 +28,145 @@ impl Vfs {
         umask: u32,
         flags: i32,
     ) -> Result<(pb::Attr, Opened)> {
-        let exclusive = flags & libc::O_EXCL != 0;
-        let mode = masked(mode, umask) & 0o7777;
+        let (flags, exclusive) = (known_access(flags), flags & libc::O_EXCL != 0);
+        let mode = Mode { bits: mode & 0o7777, umask };
         let creds = self.creds(caller);
         // The kernel believes the file new and will not cut it; the client does if another mount was faster.
         let (file, attr) = self.client.create(&creds, parent, name, mode, flags as u32, exclusive, None).await?;
         let ino = attr.ino;
-        Ok((attr, self.keep(OpenFile { file, ino, flags })))
+        Ok((attr, self.keep(file, ino, flags, caller)))
     }
 
-    fn keep(&self, open: OpenFile) -> Opened {
-        let clean_close = !open.writes();
-        Opened { handle: self.files.insert(open), clean_close }
+    /// open(2) with `O_TMPFILE`: a file without a name in the directory `parent`. Without `O_EXCL` it may get one by
+    /// [`Vfs::link`] while it is open.
+    pub async fn tmpfile(
+        &self,
+        caller: Caller,
+        parent: Ino,
+        mode: u32,
+        umask: u32,
+        flags: i32,
+    ) -> Result<(pb::Attr, Opened)> {
+        let mode = Mode { bits: mode & 0o7777, umask };
+        let (flags, linkable) = (known_access(flags), flags & libc::O_EXCL == 0);
+        let (file, attr) = self.client.tmpfile(&self.creds(caller), parent, mode, flags as u32, linkable).await?;
+        let ino = attr.ino;
+        Ok((attr, self.keep(file, ino, flags, caller)))
+    }
+
+    fn keep(&self, file: File, ino: Ino, flags: i32, caller: Caller) -> Opened {
+        let handle = self.numbering.next();
+        let kept = self.keep_handle(handle, ino, flags, caller);
+        self.files.insert(handle, OpenFile { file: Ok(file), ino, flags, locked_in: AtomicU64::new(0), kept });
+        Opened { handle }
     }
 
     /// What [`Vfs::read`] would return, if it needs not wait. To be called within the runtime.
     pub fn read_ready(&self, handle: u64, offset: u64, len: usize) -> Option<Vec<Buf>> {
-        self.files.get(handle).ok()?.file.read_ready(offset, len)
+        let open = self.files.get(handle).ok().filter(|open| !open.lost_locks(self))?;
+        open.file().ok()?.read_ready(offset, len)
     }
 
     /// Exactly the bytes of `[offset, offset + len)` that the file has, in segments.
     pub async fn read(&self, handle: u64, offset: u64, len: usize) -> Result<Vec<Buf>> {
-        self.files.get(handle)?.file.read(offset, len).await
+        let open = self.files.get(handle)?;
+        open.check_locks(self)?;
+        open.file()?.read(offset, len).await
+    }
+
+    /// Before a write by somebody whose writes take set-id bits. The opener's do that by themselves, unless that is root,
+    /// who handed the file on.
+    pub async fn strip(&self, handle: u64) -> Result<()> {
+        let open = self.files.get(handle)?;
+        let file = open.file()?;
+        let set_ids = file.attr().mode & (libc::S_ISUID | libc::S_ISGID) != 0;
+        if file.opener().uid != 0 || !set_ids {
+            return Ok(());
+        }
+        let strip = pb::SetAttr { ino: open.ino, drop_privileges: true, ..Default::default() };
+        self.client.setattr(file.opener(), strip).await.map(drop)
     }
 
     /// Returns the bytes written, all of them or an error.
     pub async fn write(&self, handle: u64, place: Place, data: Buf) -> Result<usize> {
         let open = self.files.get(handle)?;
+        open.check_locks(self)?;
         let len = data.len();
+        let file = open.file()?;
         match place {
-            Place::At(offset) => open.file.write(offset, vec![data]).await,
-            Place::End => open.file.append(vec![data]).await.map(|_| len),
+            Place::At(offset) => file.write(offset, vec![data]).await,
+            Place::End => file.append(vec![data]).await.map(|_| len),
         }
     }
 
-    /// close(2) of one descriptor: what the handle wrote is stable and its size recorded, or this is the error.
-    pub async fn flush(&self, handle: u64) -> Result<()> {
+    /// close(2) of one descriptor by the process with this lock owner: what the handle wrote is stable and its size
+    /// recorded, or this is the error. The process's POSIX locks on the file go.
+    ///
+    /// The kernel must send this for every descriptor (no `FOPEN_NOFLUSH`): it does not give up locks by itself.
+    pub async fn flush(&self, handle: u64, lock_owner: u64) -> Result<()> {
         let open = self.files.get(handle)?;
-        if open.writes() { open.file.flush().await } else { Ok(()) }
+        let locks = self.closing(open.ino, lock_owner);
+        let flushed = match open.file() {
+            Ok(file) if open.writes() => file.flush().await,
+            Ok(_) => Ok(()),
+            Err(e) => Err(e),
+        };
+        // Whoever gets the lock next sees what was written under it.
+        flushed.and(locks.give_up().await)
+    }
+
+    /// Whether [`Vfs::flush`] has nothing to do and would succeed: it need not be called then.
+    pub fn flush_ready(&self, handle: u64, lock_owner: u64) -> bool {
+        self.files
+            .get(handle)
+            .is_ok_and(|open| !open.writes() && open.file.is_ok() && self.has_no_locks(open.ino, lock_owner))
     }
 
     pub async fn fsync(&self, handle: u64) -> Result<()> {
-        self.files.get(handle)?.file.fsync().await
+        self.files.get(handle)?.file()?.fsync().await
     }
 
-    /// The last descriptor and mapping of the handle are gone.
+    /// copy_file_range(2): copies up to `len` bytes, fewer at the source's end or when it is much; returns how many. The
+    /// bytes pass through this mount, not through the program.
+    pub async fn copy_range(&self, range: CopyRange, len: u64) -> Result<usize> {
+        let (from, to) = (self.files.get(range.from)?, self.files.get(range.to)?);
+        let parts = from.file()?.read(range.from_offset, len.min(MOST_COPIED) as usize).await?;
+        if parts.is_empty() {
+            return Ok(0);
+        }
+        to.file()?.write(range.to_offset, parts).await
+    }
+
+    /// syncfs(2): all that was written through this mount is stable.
+    pub async fn sync_all(&self) -> Result<()> {
+        let mut outcome = Ok(());
+        for open in self.files.all() {
+            if open.writes() {
+                let synced = match open.file() {
+                    Ok(file) => file.fsync().await,
+                    Err(e) => Err(e),
+                };
+                outcome = outcome.and(synced);
+            }
+        }
+        outcome
+    }
+
+    /// The last descriptor and mapping of the handle are gone, and with them the locks that were taken through it.
     pub async fn release(&self, handle: u64) {
         if let Some(open) = self.files.remove(handle) {
+            let (ino, locks) = (open.ino, self.released(handle, open.ino));
+            open.kept.iter().for_each(restart::closing);
             self.end_file(open).await;
+            if let Err(e) = locks.give_up().await {
+                tracing::warn!(ino, "giving up the locks of a closed file: {e}");
+            }
         }
     }
 
     pub(super) async fn end_file(&self, open: Arc<OpenFile>) {
-        if let Err(e) = open.file.clone().close().await {
+        let Ok(file) = open.file() else { return };
+        if let Err(e) = file.clone().close().await {
             tracing::warn!(ino = open.ino, "closing a file: {e}");
         }
     }
@@ -88,8 +179,24 @@ impl Vfs {
         let open = self.files.get(handle)?;
         let end = offset.checked_add(len).ok_or_else(|| Error::new(Code::FBig, "fallocate beyond the largest file"))?;
         if self.getattr(open.ino).await?.size < end {
-            open.file.extend(end).await?;
+            open.file()?.extend(end).await?;
         }
         Ok(())
+    }
+}
+
+/// Linux's fourth access mode needs the right to read and to write and gives neither, which the kernel sees to.
+fn known_access(flags: i32) -> i32 {
+    if flags & libc::O_ACCMODE == libc::O_ACCMODE { flags & !libc::O_WRONLY } else { flags }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn access_modes() {
+        let seen = [libc::O_RDONLY, libc::O_WRONLY, libc::O_RDWR, 3 | libc::O_APPEND].map(known_access);
+        assert_eq!(seen, [0, 1, 2, 2 | libc::O_APPEND]);
     }
 }

@@ -1,50 +1,20 @@
 //! Supplementary groups of callers. The kernel sends uid, gid and thread id; the rest is in `/proc/TID/status`.
 
-use std::{collections::BTreeMap, fs, time::Duration};
-
-use parking_lot::Mutex;
-use tokio::time::Instant;
+use std::fs;
 
 use super::Caller;
 
-/// How long a thread's groups are believed. setgroups(2) takes effect on the mount within this time.
-const FRESH: Duration = Duration::from_secs(1);
-const MOST: usize = 1024;
 /// Linux's NGROUPS_MAX is 65,536; requests carry no more than this many.
 const MOST_GROUPS: usize = 4096;
 
-type Key = (u32, u32, u32);
-
-#[derive(Default)]
-pub(super) struct Groups {
-    known: Mutex<BTreeMap<Key, (Instant, Vec<u32>)>>,
-}
-
-impl Groups {
-    /// Empty for root, who needs none, and where the caller cannot be seen (another process-id namespace, or gone).
-    pub(super) fn of(&self, caller: Caller) -> Vec<u32> {
-        if caller.uid == 0 || caller.pid == 0 {
-            return Vec::new();
-        }
-        let key = (caller.pid, caller.uid, caller.gid);
-        let now = Instant::now();
-        let mut known = self.known.lock();
-        if let Some((at, groups)) = known.get(&key)
-            && now.duration_since(*at) < FRESH
-        {
-            return groups.clone();
-        }
-        let status = fs::read_to_string(format!("/proc/{}/status", caller.pid)).unwrap_or_default();
-        let groups = parse(&status);
-        if known.len() >= MOST {
-            known.retain(|_, (at, _)| now.duration_since(*at) < FRESH);
-            if known.len() >= MOST {
-                known.clear();
-            }
-        }
-        known.insert(key, (now, groups.clone()));
-        groups
+/// The caller's groups now. They are not kept: a thread may change them, and reading them costs far less than asking the
+/// metadata server. Empty for root, who needs none, and where the caller cannot be seen (another process-id namespace,
+/// or gone).
+pub(super) fn of(caller: Caller) -> Vec<u32> {
+    if caller.uid == 0 || caller.pid == 0 {
+        return Vec::new();
     }
+    parse(&fs::read_to_string(format!("/proc/{}/status", caller.pid)).unwrap_or_default())
 }
 
 /// The groups in the text of `/proc/TID/status`.
@@ -66,13 +36,8 @@ mod tests {
 
     #[test]
     fn root_and_strangers_have_none() {
-        let g = Groups::default();
-        assert!(g.of(Caller { uid: 0, gid: 0, pid: 1 }).is_empty());
-        assert!(g.of(Caller { uid: 5, gid: 5, pid: 0 }).is_empty());
-        assert!(g.of(Caller { uid: 5, gid: 5, pid: u32::MAX }).is_empty());
-        for pid in 0..3000 {
-            g.of(Caller { uid: 5, gid: 5, pid: u32::MAX - pid });
+        for (uid, pid) in [(0, 1), (5, 0), (5, u32::MAX)] {
+            assert!(of(Caller { uid, gid: uid, pid }).is_empty());
         }
-        assert!(g.known.lock().len() <= MOST);
     }
 }

@@ -9,24 +9,45 @@ use std::{
 };
 
 use parking_lot::RwLock;
+use strake_client::Keep;
 use strake_proto::{Code, Error, Result};
 
+/// Numbers that are never given out twice in the life of a mount, whatever becomes of its daemons.
+#[derive(Default)]
+pub(super) struct Numbering {
+    given: AtomicU64,
+    keep: Option<Arc<Keep>>,
+}
+
+/// Where the kept memory has the count of numbers given out.
+const KEPT_COUNT: usize = 0;
+
+impl Numbering {
+    pub(super) fn new(keep: Option<Arc<Keep>>) -> Numbering {
+        Numbering { given: AtomicU64::new(0), keep }
+    }
+
+    /// From 1 on.
+    pub(super) fn next(&self) -> u64 {
+        let given = self.keep.as_ref().map_or(&self.given, |k| k.owner_word(KEPT_COUNT));
+        given.fetch_add(1, Ordering::Relaxed) + 1
+    }
+}
+
 pub(super) struct Table<T> {
-    next: AtomicU64,
     open: RwLock<BTreeMap<u64, Arc<T>>>,
 }
 
 impl<T> Default for Table<T> {
     fn default() -> Table<T> {
-        Table { next: AtomicU64::new(1), open: RwLock::default() }
+        Table { open: RwLock::default() }
     }
 }
 
 impl<T> Table<T> {
-    pub(super) fn insert(&self, value: T) -> u64 {
-        let handle = self.next.fetch_add(1, Ordering::Relaxed);
+    /// `handle` is a new number, see [`Numbering`].
+    pub(super) fn insert(&self, handle: u64, value: T) {
         self.open.write().insert(handle, Arc::new(value));
-        handle
     }
 
     /// `EBADF` for a number that is not open.
@@ -37,6 +58,10 @@ impl<T> Table<T> {
 
     pub(super) fn remove(&self, handle: u64) -> Option<Arc<T>> {
         self.open.write().remove(&handle)
+    }
+
+    pub(super) fn all(&self) -> Vec<Arc<T>> {
+        self.open.read().values().cloned().collect()
     }
 
     pub(super) fn drain(&self) -> Vec<Arc<T>> {
@@ -50,13 +75,22 @@ mod tests {
 
     #[test]
     fn numbers_are_not_reused() {
+        let keep = Keep::create([1; 16], 1 << 22).unwrap();
+        let (mine, first) = (Numbering::default(), Numbering::new(Some(keep.clone())));
+        assert_eq!((mine.next(), mine.next(), first.next()), (1, 2, 1));
+        assert_eq!(Numbering::new(Some(keep)).next(), 2, "the next daemon goes on");
+    }
+
+    #[test]
+    fn what_is_removed_is_gone() {
         let t = Table::default();
-        let (a, b) = (t.insert('a'), t.insert('b'));
+        let (a, b) = (1, 2);
+        t.insert(a, 'a');
+        t.insert(b, 'b');
         assert_eq!((*t.get(a).unwrap(), *t.get(b).unwrap()), ('a', 'b'));
         assert!(t.remove(a).is_some() && t.remove(a).is_none());
         assert_eq!(t.get(a).unwrap_err().code, Code::BadF);
-        assert!(![a, b].contains(&t.insert('c')));
-        assert_eq!(t.drain().len(), 2);
+        assert_eq!(t.drain().len(), 1);
         assert!(t.get(b).is_err());
     }
 }

@@ -3,27 +3,47 @@
 //! Inode numbers are StrakeFS inode ids, which are never reused, so there is no inode table and no lookup count. Open
 //! files and directories are kept in tables by handle number. Every call may run beside any other.
 
+mod bare;
 mod dirs;
 mod files;
 mod groups;
 mod handles;
+mod locks;
 mod names;
+mod restart;
 mod xattr;
 
-use strake_client::{Client, File};
-use strake_fabric::{Buf, Pool};
-use strake_proto::{Ino, Result, pb};
+use std::{
+    sync::{Arc, atomic::AtomicU64},
+    time::Duration,
+};
+
+use strake_client::{Client, File, Keep};
+use strake_fabric::{Buf, Pool, Record};
+use strake_proto::{Error, Ino, Result, pb};
+use tokio::time::Instant;
 
 pub use dirs::Entry;
 use dirs::OpenDir;
-use groups::Groups;
-use handles::Table;
+use handles::{Numbering, Table};
+use locks::Owners;
+pub use strake_client::{Holder, Lock, LockKind, LockType};
 pub use xattr::{MAP_HEAD, MAP_PART};
 
 /// For the fuzz targets: readers of what comes from outside.
 #[doc(hidden)]
 pub mod fuzzing {
     pub use super::{groups::parse as read_groups, xattr::map_part};
+
+    /// A request as the kernel could send it: whether it is well formed.
+    pub fn read_request(bytes: &[u8], setxattr_ext: bool) -> bool {
+        crate::transport::dev::read_request(bytes, setxattr_ext)
+    }
+
+    /// `/proc/TID/status` and `/proc/TID/stat` of a caller that may be dying.
+    pub fn read_caller(text: &str) -> bool {
+        crate::transport::dev::is_dying(text)
+    }
 }
 
 /// Who asks, as the kernel reports it.
@@ -60,8 +80,6 @@ pub struct Change {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Opened {
     pub handle: u64,
-    /// Opened for reading only: there is nothing to flush when it is closed.
-    pub clean_close: bool,
 }
 
 /// Where a write goes.
@@ -72,22 +90,48 @@ pub enum Place {
     End,
 }
 
+/// Where [`Vfs::copy_range`] copies from and to: handles and offsets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CopyRange {
+    pub from: u64,
+    pub from_offset: u64,
+    pub to: u64,
+    pub to_offset: u64,
+}
+
 pub struct Vfs {
     client: Client,
-    groups: Groups,
+    bare: bare::Shared,
+    keep: Option<Arc<Keep>>,
+    numbering: Numbering,
     files: Table<OpenFile>,
     dirs: Table<OpenDir>,
+    owners: Owners,
 }
 
 struct OpenFile {
-    file: File,
+    /// An error: it was open when a former daemon died, and could not be opened again.
+    file: Result<File>,
     ino: Ino,
     flags: i32,
+    /// The session in which locks were taken through this handle, 0: none are there.
+    locked_in: AtomicU64,
+    /// For the next daemon, as long as it is open.
+    kept: Option<Record>,
 }
 
 impl Vfs {
-    pub fn new(client: Client) -> Vfs {
-        Vfs { client, groups: Groups::default(), files: Table::default(), dirs: Table::default() }
+    /// `keep`: where what must outlive this process is written down; the client's own.
+    pub fn new(client: Client, keep: Option<Arc<Keep>>) -> Vfs {
+        Vfs {
+            client,
+            bare: Default::default(),
+            numbering: Numbering::new(keep.clone()),
+            files: Table::default(),
+            dirs: Table::default(),
+            owners: Owners::new(keep.clone()),
+            keep,
+        }
     }
 
     /// Space, inodes and targets.
@@ -109,7 +153,15 @@ impl Vfs {
     }
 
     fn creds(&self, caller: Caller) -> pb::Creds {
-        pb::Creds { uid: caller.uid, gid: caller.gid, groups: self.groups.of(caller) }
+        pb::Creds { uid: caller.uid, gid: caller.gid, groups: groups::of(caller) }
+    }
+
+    /// Asks for attributes, and notes what they say about ACLs.
+    async fn seen(&self, asking: impl Future<Output = Result<pb::Attr>>) -> Result<pb::Attr> {
+        let at = Instant::now();
+        let attr = asking.await?;
+        self.bare.lock().note(&attr, at);
+        Ok(attr)
     }
 
     /// One buffer for a transport that takes one: the only segment itself, or a copy of all.
@@ -127,7 +179,18 @@ impl Vfs {
     }
 }
 
+/// How long the kernel may believe these attributes: not at all where another mount's write would take set-id bits, which a
+/// program to run must not be given any more.
+pub fn attr_timeout(a: &pb::Attr, usual: Duration) -> Duration {
+    let set_id = a.mode & libc::S_IFMT == libc::S_IFREG && a.mode & (libc::S_ISUID | libc::S_ISGID) != 0;
+    if set_id { Duration::ZERO } else { usual }
+}
+
 impl OpenFile {
+    fn file(&self) -> Result<&File> {
+        self.file.as_ref().map_err(Error::clone)
+    }
+
     fn writes(&self) -> bool {
         self.flags & libc::O_ACCMODE != libc::O_RDONLY
     }

@@ -1,5 +1,6 @@
 //! Requests about names and attributes.
 
+use strake_client::Mode;
 use strake_proto::{Code, Error, Ino, Result, pb};
 
 use super::{Caller, Change, Time, Vfs};
@@ -11,12 +12,12 @@ const RENAME_EXCHANGE: u32 = 2;
 impl Vfs {
     /// The inode behind a name.
     pub async fn lookup(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
-        self.client.lookup(&self.creds(caller), parent, name).await
+        self.seen(self.client.lookup(&self.creds(caller), parent, name)).await
     }
 
     pub async fn getattr(&self, ino: Ino) -> Result<pb::Attr> {
         // Not an access of the caller's: stat(2) needs no right on the file itself.
-        self.client.getattr(&pb::Creds::default(), ino).await
+        self.seen(self.client.getattr(&pb::Creds::default(), ino)).await
     }
 
     pub async fn setattr(&self, caller: Caller, ino: Ino, change: Change) -> Result<pb::Attr> {
@@ -31,9 +32,11 @@ impl Vfs {
             Some(Time::At(ns)) => wanted.mtime_ns = Some(ns),
             None => {}
         }
+        // chown(2) of neither user nor group, or a write that Linux wants to take set-id bits and capabilities.
+        wanted.drop_privileges = change == Change { handle: change.handle, ..Change::default() };
         let mut cut = None;
         match (change.size, change.handle) {
-            (Some(size), Some(handle)) => cut = Some(self.files.get(handle)?.file.truncate(size).await?),
+            (Some(size), Some(handle)) => cut = Some(self.files.get(handle)?.file()?.truncate(size).await?),
             (size, _) => wanted.size = size,
         }
         match cut {
@@ -46,7 +49,7 @@ impl Vfs {
         self.client.readlink(&self.creds(caller), ino).await
     }
 
-    /// A file without opening it, a fifo, a socket or a device. `mode` with its type, `umask` applied here.
+    /// A file without opening it, a fifo, a socket or a device. `mode` with its type.
     pub async fn mknod(
         &self,
         c: Caller,
@@ -56,11 +59,11 @@ impl Vfs {
         umask: u32,
         rdev: u32,
     ) -> Result<pb::Attr> {
-        self.client.mknod(&self.creds(c), parent, name, masked(mode, umask), rdev).await
+        self.client.mknod(&self.creds(c), parent, name, Mode { bits: mode, umask }, rdev).await
     }
 
     pub async fn mkdir(&self, c: Caller, parent: Ino, name: &[u8], mode: u32, umask: u32) -> Result<pb::Attr> {
-        self.client.mkdir(&self.creds(c), parent, name, masked(mode, umask)).await
+        self.seen(self.client.mkdir(&self.creds(c), parent, name, Mode { bits: mode, umask })).await
     }
 
     pub async fn symlink(&self, caller: Caller, parent: Ino, name: &[u8], target: &[u8]) -> Result<pb::Attr> {
@@ -89,20 +92,5 @@ impl Vfs {
     /// access(2) as `caller`; `mask` of `R_OK` 4, `W_OK` 2, `X_OK` 1.
     pub async fn access(&self, caller: Caller, ino: Ino, mask: u32) -> Result<()> {
         self.client.access(&self.creds(caller), ino, mask).await
-    }
-}
-
-/// Permission bits without those of the umask. The kernel has masked them too; doing it again changes nothing.
-pub(super) fn masked(mode: u32, umask: u32) -> u32 {
-    mode & !(umask & 0o777)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_umask_leaves_type_and_special_bits() {
-        assert_eq!(masked(0o102_777, 0o7027), 0o102_750);
     }
 }

@@ -19,6 +19,7 @@ use strake_proto::{
     pb::{self, log_command::Command, op::Op},
 };
 use strake_store::MemStore;
+use tokio::sync::watch;
 
 const MDS: u32 = 1;
 const TARGETS: u32 = 4;
@@ -52,6 +53,8 @@ impl Mds {
             name_hash_key: vec![1; 16].into(),
             default_copies: 1,
             root_mode: 0o777,
+            root_uid: 0,
+            root_gid: 0,
         };
         self.propose(Command::Format(format)).unwrap();
         for t in 0..TARGETS {
@@ -101,6 +104,7 @@ impl Mds {
         let flags = match &op.op {
             Some(Op::Open(o)) => o.flags,
             Some(Op::Create(c)) => c.flags,
+            Some(Op::Tmpfile(t)) => t.flags,
             Some(Op::Setattr(_)) => {
                 for (ino, trim, layout) in self.ns.trims(100) {
                     let cut = StripeMap::resolve(ino, &layout, &self.ns.map()).unwrap().cut(trim.size);
@@ -155,6 +159,8 @@ impl Service for Mds {
 struct Calls {
     services: Vec<(u32, Arc<dyn Service>)>,
     pool: Pool,
+    /// While true no server answers anything.
+    stalled: watch::Sender<bool>,
 }
 
 #[async_trait]
@@ -162,7 +168,8 @@ impl Fabric for Calls {
     async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
         let found = self.services.iter().find(|(n, _)| *to == Endpoint::Sim(*n));
         let found = found.ok_or_else(|| Error::new(Code::Disconnected, format!("nobody at {to}")))?;
-        Ok(Arc::new(Call { service: found.1.clone(), closed: AtomicBool::new(false) }))
+        let stalled = self.stalled.subscribe();
+        Ok(Arc::new(Call { service: found.1.clone(), stalled, closed: AtomicBool::new(false) }))
     }
     async fn listen(&self, _: &Endpoint, _: Arc<dyn Service>) -> Result<Listener> {
         Err(Error::new(Code::OpNotSupp, "clients do not listen"))
@@ -174,6 +181,7 @@ impl Fabric for Calls {
 
 struct Call {
     service: Arc<dyn Service>,
+    stalled: watch::Receiver<bool>,
     closed: AtomicBool,
 }
 
@@ -181,6 +189,8 @@ struct Call {
 impl Connection for Call {
     async fn call(&self, request: Message, _: std::time::Duration) -> Result<Message> {
         let peer = Peer { role: Role::Client, addr: "test".into(), id: 1, back: None };
+        let mut stalled = self.stalled.clone();
+        stalled.wait_for(|s| !s).await.map_err(|e| Error::new(Code::Disconnected, e.to_string()))?;
         let service = self.service.clone();
         let running = tokio::spawn(async move { service.handle(&peer, request).await });
         running.await.map_err(|e| Error::new(Code::Io, e.to_string()))?
@@ -199,6 +209,7 @@ impl Connection for Call {
 /// A cluster that clients reach by calls.
 pub struct Cluster {
     fabric: Arc<Calls>,
+    mds: Arc<Mds>,
 }
 
 impl Cluster {
@@ -208,11 +219,23 @@ impl Cluster {
         let ns = Namespace::open(Arc::new(MemStore::new())).unwrap();
         let mds = Arc::new(Mds { ns, log: Mutex::new(0), key, env: Env::system(), data: data.clone() });
         mds.format(|t| format!("sim:{}", 100 + t));
-        let mut services: Vec<(u32, Arc<dyn Service>)> = vec![(MDS, mds)];
+        let mut services: Vec<(u32, Arc<dyn Service>)> = vec![(MDS, mds.clone())];
         for t in 0..TARGETS {
             services.push((100 + t, data.clone()));
         }
-        Cluster { fabric: Arc::new(Calls { services, pool: Pool::default() }) }
+        Cluster { fabric: Arc::new(Calls { services, pool: Pool::default(), stalled: watch::Sender::new(false) }), mds }
+    }
+
+    /// From now on no server answers, or all do again.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn stall(&self, stalled: bool) {
+        self.fabric.stalled.send_replace(stalled);
+    }
+
+    /// A session ends as if it had been silent for its term.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn evict(&self, session: u64) {
+        self.mds.propose(Command::SessionEnd(pb::SessionEnd { sessions: vec![session], evict: true })).unwrap();
     }
 
     pub async fn client(&self) -> Client {

@@ -12,7 +12,7 @@ use strake_proto::{Code, Error, Result, SessionId, ids::ROOT_INO, map::MapView, 
 use strake_store::{Batch, MetaStore};
 
 use super::{
-    Memory, gc, keys,
+    Memory, gc, keys, locks,
     ops::{self, DIR_SIZE},
     perm,
     placement::Placement,
@@ -196,6 +196,8 @@ impl<'a> Apply<'a> {
         let attr = pb::Attr {
             ino: ROOT_INO,
             mode: perm::S_IFDIR | f.root_mode & 0o7777,
+            uid: f.root_uid,
+            gid: f.root_gid,
             nlink: 2,
             size: DIR_SIZE,
             atime_ns: now,
@@ -346,15 +348,18 @@ impl<'a> Apply<'a> {
             }
             self.uuids.insert(s.record.client_uuid.clone(), None);
             self.sessions.insert(*id, None);
-            let mut left = Left::Surplus;
+            let (mut left, mut fence) = (Left::Surplus, 0);
             if e.evict {
                 let n = self.header.next_number;
                 self.header.next_number += 1;
-                left = Left::Evicted(n);
+                (left, fence) = (Left::Evicted(n), n);
                 let r = pb::EvictedRecord { session: *id, min_epoch: s.record.epoch + 1 };
                 self.batch.put(keys::numbered(keys::EVICTED, n), Some(r.encode_to_vec().into()));
             }
-            self.change(|t| writers::release_all(t, *id, left))?;
+            self.change(|t| {
+                locks::end_session(t, *id, fence)?;
+                writers::release_all(t, *id, left)
+            })?;
         }
         if e.evict { self.forget_old_evictions() } else { Ok(ok()) }
     }

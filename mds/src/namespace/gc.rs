@@ -4,7 +4,7 @@ use prost::Message;
 use strake_proto::{Ino, pb};
 
 use super::{
-    keys,
+    keys, locks,
     ops::Inode,
     perm,
     txn::{Res, Txn},
@@ -51,6 +51,7 @@ pub fn remove_inode(t: &mut Txn<'_>, r: &pb::InodeRecord) -> Res<()> {
     }
     if perm::is_file(r.attr()) {
         discard_data(t, r);
+        locks::forget_file(t, ino)?;
     }
     t.delete_inode(ino);
     t.header.inodes = t.header.inodes.saturating_sub(1);

@@ -3,7 +3,7 @@
 
 use bytes::{BufMut, Bytes, BytesMut};
 use siphasher::sip::SipHasher24;
-use strake_proto::{Ino, SessionId};
+use strake_proto::{Ino, SessionId, pb};
 
 pub const HEADER: &[u8] = b"H";
 pub const MAP: &[u8] = b"M";
@@ -17,6 +17,8 @@ pub const GC: u8 = b'g';
 pub const TRIM: u8 = b't';
 pub const EVICTED: u8 = b'e';
 pub const WRITER: u8 = b'w';
+pub const LOCK: u8 = b'l';
+pub const LOCK_TOTAL: u8 = b'k';
 
 /// Names of one directory whose hashes collide; a 257th is refused with `ENOSPC` (odds: beyond any directory).
 pub const SLOTS: u64 = 256;
@@ -51,6 +53,33 @@ pub fn reply(session: SessionId, seq: u64) -> Bytes {
 pub fn writer(session: SessionId, ino: Ino) -> Bytes {
     let mut b = BytesMut::with_capacity(17);
     b.put_u8(WRITER);
+    b.put_u64(session);
+    b.put_u64(ino);
+    b.freeze()
+}
+
+/// What an owner has locked in a file. Cut after 17 bytes, all of a session's owners there; after 9, all owners.
+pub fn lock(ino: Ino, session: SessionId, owner: u64, kind: pb::LockKind) -> Bytes {
+    let mut b = BytesMut::with_capacity(26);
+    b.put_u8(LOCK);
+    b.put_u64(ino);
+    b.put_u64(session);
+    b.put_u64(owner);
+    b.put_u8(kind as u8);
+    b.freeze()
+}
+
+/// Whose lock a key below [`LOCK`] is: inode, session, owner and kind.
+pub fn parse_lock(key: &[u8]) -> Option<(Ino, SessionId, u64, pb::LockKind)> {
+    let key: &[u8; 26] = key.try_into().ok()?;
+    let number = |at: usize| key.get(at..at + 8).and_then(last_number);
+    Some((number(1)?, number(9)?, number(17)?, pb::LockKind::try_from(i32::from(key[25])).ok()?))
+}
+
+/// How much a session has locked in a file; session 0: all sessions, inode 0: all files.
+pub fn lock_total(session: SessionId, ino: Ino) -> Bytes {
+    let mut b = BytesMut::with_capacity(17);
+    b.put_u8(LOCK_TOTAL);
     b.put_u64(session);
     b.put_u64(ino);
     b.freeze()
@@ -101,6 +130,12 @@ mod tests {
         assert_eq!(&xattr(1, b"user.a")[..], b"x\0\0\0\0\0\0\0\x01user.a");
         assert_eq!(&reply(1, 2)[..], b"r\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02");
         assert_eq!(&writer(1, 2)[..], b"w\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02");
+        assert_eq!(
+            &lock(1, 2, 3, pb::LockKind::LockFlock)[..],
+            b"l\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0\x03\x01"
+        );
+        assert_eq!(parse_lock(&lock(1, 2, 3, pb::LockKind::LockFlock)), Some((1, 2, 3, pb::LockKind::LockFlock)));
+        assert_eq!(&lock_total(1, 2)[..], b"k\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02");
         assert_eq!(&dentry(3, 0x0500)[..], b"d\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0\0\x05\0");
         for (kind, byte) in [(SESSION, b's'), (ORPHAN, b'o'), (GC, b'g'), (TRIM, b't'), (EVICTED, b'e')] {
             assert_eq!(numbered(kind, 1)[..], [byte, 0, 0, 0, 0, 0, 0, 0, 1]);

@@ -1,20 +1,25 @@
 //! The namespace as a deterministic state machine over a [`MetaStore`]: log entries in, replies out.
 //!
-//! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs` have the operations that
-//! change) on a `txn` (overlay over the store); `placement` chooses chains, `perm` decides who may, `gc` is what goes
-//! after its name went (`queue` finds it), `writers` who may write, `keys` is the on-disk key format.
+//! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs`, `xattrs` have the operations
+//! that change) on a `txn` (overlay over the store); `placement` chooses chains, `perm` decides who may (`acl` are its
+//! lists), `gc` is what goes after its name went (`queue` finds it), `writers` who may write, `locks` who has locked what
+//! (`spans` is the arithmetic of ranges), `keys` is the on-disk key format.
 
+mod acl;
 mod apply;
 mod attrs;
 mod gc;
 mod keys;
+pub mod locks;
 mod names;
 mod ops;
 mod perm;
 mod placement;
 mod queue;
+pub mod spans;
 mod txn;
 mod writers;
+mod xattrs;
 
 #[cfg(test)]
 mod tests;
@@ -33,8 +38,10 @@ use placement::Placement;
 use queue::{Found, Queue};
 use txn::{Fail, Layer, Txn};
 
-/// Version of the state's format; a newer one is refused.
-pub const FORMAT_VERSION: u32 = 1;
+/// The newest version of the state's format; a newer one is refused. A state has the version of the newest kind of record
+/// that was ever put into it: 1, or 2 with locks.
+pub const FORMAT_VERSION: u32 = 2;
+const FORMAT_FIRST: u32 = 1;
 
 /// Prefixes of the numbered records that workers take from the lowest on.
 const QUEUES: [u8; 3] = [keys::GC, keys::TRIM, keys::ORPHAN];
@@ -57,6 +64,7 @@ pub struct Namespace {
     /// Held by the one that applies.
     applier: Mutex<()>,
     hash_mask: u64,
+    lock_news: locks::News,
 }
 
 fn damaged(what: &str, e: impl std::fmt::Display) -> Error {
@@ -65,7 +73,7 @@ fn damaged(what: &str, e: impl std::fmt::Display) -> Error {
 
 fn load(store: &dyn MetaStore) -> Result<Memory> {
     let mut m = Memory::default();
-    m.header.format_version = FORMAT_VERSION;
+    m.header.format_version = FORMAT_FIRST;
     if let Some(h) = store.get(keys::HEADER)? {
         m.header = pb::StateHeader::decode(h).map_err(|e| damaged("the header", e))?;
     }
@@ -106,7 +114,14 @@ impl Namespace {
 
     fn open_with(store: Arc<dyn MetaStore>, hash_mask: u64) -> Result<Namespace> {
         let memory = RwLock::new(load(&*store)?);
-        Ok(Namespace { store, memory, queues: Mutex::default(), applier: Mutex::new(()), hash_mask })
+        Ok(Namespace {
+            store,
+            memory,
+            queues: Mutex::default(),
+            applier: Mutex::new(()),
+            hash_mask,
+            lock_news: Default::default(),
+        })
     }
 
     /// Reads everything again after the store was replaced by a snapshot.
@@ -143,6 +158,7 @@ impl Namespace {
         }
         let batch = work.take_batch();
         let queued: Vec<_> = batch.ops.iter().filter_map(|(k, v)| Some((queue_of(k)?, v.is_some()))).collect();
+        let locked = locks::touched(&batch);
         let Apply { header, place, sessions, uuids, .. } = work;
         drop(memory);
         let mut memory = self.memory.write();
@@ -154,6 +170,8 @@ impl Namespace {
         memory.place = place;
         merge(&mut memory.sessions, sessions);
         merge(&mut memory.uuids, uuids);
+        drop(memory);
+        self.lock_news.add(locked);
         Ok(replies)
     }
 
@@ -174,6 +192,30 @@ impl Namespace {
             Ok((reply, _)) => reply,
             Err(Fail::Op(e) | Fail::Store(e)) => failed(&e),
         }
+    }
+
+    /// Locks, see there.
+    pub fn lock_news(&self) -> &locks::News {
+        &self.lock_news
+    }
+
+    /// Who has locked what of a file, from all entries applied so far.
+    pub fn locks_of(&self, ino: Ino) -> Result<locks::Locks> {
+        self.looking(|t| locks::of_file(t, ino))
+    }
+
+    /// Ranges that a session has locked, 0: all sessions.
+    pub fn locked_by(&self, session: SessionId) -> u64 {
+        self.looking(|t| locks::total(t, session, 0)).map_or(0, |n| n.ranges)
+    }
+
+    fn looking<T>(&self, look: impl FnOnce(&Txn<'_>) -> txn::Res<T>) -> Result<T> {
+        let memory = self.memory.read();
+        let none = Layer::default();
+        let t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
+        look(&t).map_err(|f| match f {
+            Fail::Op(e) | Fail::Store(e) => e,
+        })
     }
 
     /// Whether a list has to go through the log.

@@ -1,4 +1,4 @@
-//! Operations that make and remove names: create, mkdir, mknod, symlink, link, unlink, rmdir, rename.
+//! Operations that make and remove names: create, tmpfile, mkdir, mknod, symlink, link, unlink, rmdir, rename.
 //!
 //! The order of the checks is that of Linux (`fs/namei.c`): search permission, existence, then permission to change.
 
@@ -6,7 +6,7 @@ use bytes::Bytes;
 use strake_proto::{Code, Ino, ids::ROOT_INO, pb};
 
 use super::{
-    gc, keys,
+    acl, gc, keys,
     ops::{DIR_SIZE, Inode, Run, check_name, opened, shown},
     perm::{self, W, X},
     txn::{Res, Spot, fail},
@@ -22,9 +22,16 @@ const RENAME_EXCHANGE: u32 = 2;
 /// What a new inode is besides its name.
 struct New {
     mode: u32,
+    umask: u32,
     rdev: u32,
     symlink: Bytes,
     layout: Option<pb::LayoutSpec>,
+}
+
+impl New {
+    fn plain(mode: u32, kind: u32, umask: u32) -> New {
+        New { mode: mode & 0o7777 | kind, umask, rdev: 0, symlink: Bytes::new(), layout: None }
+    }
 }
 
 /// One side of a rename.
@@ -55,7 +62,7 @@ impl Run<'_, '_> {
         match self.t.find(dir.attr().ino, name)? {
             Spot::Taken(..) => fail(Code::Exist, "the name exists"),
             Spot::Free(cookie) => {
-                perm::check(self.by.creds, dir.attr(), W | X)?;
+                perm::check(self.by.creds, &dir, W | X)?;
                 Ok((dir, room(cookie)?))
             }
         }
@@ -82,9 +89,10 @@ impl Run<'_, '_> {
         h.inodes += 1;
         let now = h.now_ns;
         let (mode, gid) = perm::born(self.by.creds, dir.attr(), new.mode);
+        let born = acl::born(dir, mode, new.umask);
         let mut attr = pb::Attr {
             ino,
-            mode,
+            mode: born.mode,
             uid: self.by.creds.uid,
             gid,
             nlink: 1,
@@ -96,8 +104,15 @@ impl Run<'_, '_> {
             rdev: new.rdev,
             change: 1,
             data_id: 0,
+            acls: 0,
         };
-        let mut r = pb::InodeRecord { symlink: new.symlink, ..Default::default() };
+        let mut r = pb::InodeRecord {
+            symlink: new.symlink,
+            acl: born.acl,
+            default_acl: born.default_acl,
+            ..Default::default()
+        };
+        attr.acls = acl::kinds(&r);
         if perm::is_dir(&attr) {
             attr.nlink = 2;
             attr.size = DIR_SIZE;
@@ -139,17 +154,29 @@ impl Run<'_, '_> {
             }
             Spot::Free(cookie) => room(cookie)?,
         };
-        perm::check(self.by.creds, dir.attr(), W | X)?;
-        let new = New { mode: plain(o.mode, perm::S_IFREG), rdev: 0, symlink: Bytes::new(), layout: o.layout.clone() };
+        perm::check(self.by.creds, &dir, W | X)?;
+        let new = New { layout: o.layout.clone(), ..New::plain(o.mode, perm::S_IFREG, o.umask) };
         let r = self.add(dir, cookie, &o.name, new)?;
+        Ok(pb::OpResult { created: true, ..self.open_as(r, o.flags)? })
+    }
+
+    /// A file that only its opener has: an orphan from the start.
+    pub fn tmpfile(&mut self, o: &pb::Tmpfile) -> Res<pb::OpResult> {
+        let dir = self.dir(o.parent, W | X)?;
+        let new = New { layout: o.layout.clone(), ..New::plain(o.mode, perm::S_IFREG, o.umask) };
+        let mut r = self.make(&dir, new)?;
+        r.attr_mut().nlink = 0;
+        r.linkable = o.linkable;
+        let ino = r.attr().ino;
+        self.t.put(keys::numbered(keys::ORPHAN, ino), Bytes::new());
+        self.t.put_inode(ino, r.clone());
         Ok(pb::OpResult { created: true, ..self.open_as(r, o.flags)? })
     }
 
     pub fn mkdir(&mut self, o: &pb::Mkdir) -> Res<pb::OpResult> {
         let (dir, cookie) = self.vacancy(o.parent, &o.name)?;
         // Linux ignores set-id bits asked of mkdir; the sticky bit counts.
-        let mode = o.mode & 0o1777 | perm::S_IFDIR;
-        let r = self.add(dir, cookie, &o.name, New { mode, rdev: 0, symlink: Bytes::new(), layout: None })?;
+        let r = self.add(dir, cookie, &o.name, New::plain(o.mode & 0o1777, perm::S_IFDIR, o.umask))?;
         Ok(shown(&r))
     }
 
@@ -170,7 +197,7 @@ impl Run<'_, '_> {
             k => return fail(Code::Inval, format!("file type {k:#o} cannot be made by mknod")),
         };
         let rdev = if matches!(kind, perm::S_IFCHR | perm::S_IFBLK) { o.rdev } else { 0 };
-        let new = New { mode: plain(o.mode, kind), rdev, symlink: Bytes::new(), layout: None };
+        let new = New { rdev, ..New::plain(o.mode, kind, o.umask) };
         let r = self.add(dir, cookie, &o.name, new)?;
         Ok(opened(&r))
     }
@@ -187,7 +214,7 @@ impl Run<'_, '_> {
             return fail(Code::Inval, "a symbolic link target cannot contain NUL");
         }
         let (dir, cookie) = self.vacancy(o.parent, &o.name)?;
-        let new = New { mode: perm::S_IFLNK | 0o777, rdev: 0, symlink: o.target.clone(), layout: None };
+        let new = New { symlink: o.target.clone(), ..New::plain(0o777, perm::S_IFLNK, 0) };
         let r = self.add(dir, cookie, &o.name, new)?;
         Ok(shown(&r))
     }
@@ -198,8 +225,13 @@ impl Run<'_, '_> {
         if perm::is_dir(r.attr()) {
             return fail(Code::Perm, "a directory cannot have a second name");
         }
-        if r.attr().nlink == 0 {
+        if r.attr().nlink == 0 && !r.linkable {
             return fail(Code::NoEnt, "the file was removed");
+        }
+        if r.linkable {
+            // Made without a name; no orphan any more.
+            r.linkable = false;
+            self.t.delete(keys::numbered(keys::ORPHAN, r.attr().ino));
         }
         if r.attr().nlink >= LINK_MAX {
             return fail(Code::MLink, format!("the file has {LINK_MAX} names already"));
@@ -226,7 +258,7 @@ impl Run<'_, '_> {
 
     pub fn unlink(&mut self, parent: Ino, name: &[u8]) -> Res<pb::OpResult> {
         let mut s = self.side(parent, name, Code::IsDir)?;
-        perm::may_delete(self.by.creds, s.dir.attr(), s.inode.attr())?;
+        perm::may_delete(self.by.creds, &s.dir, s.inode.attr())?;
         if s.is_dir() {
             return fail(Code::IsDir, "a directory is removed by rmdir");
         }
@@ -240,7 +272,7 @@ impl Run<'_, '_> {
 
     pub fn rmdir(&mut self, parent: Ino, name: &[u8]) -> Res<pb::OpResult> {
         let mut s = self.side(parent, name, if name == b".." { Code::NotEmpty } else { Code::Inval })?;
-        perm::may_delete(self.by.creds, s.dir.attr(), s.inode.attr())?;
+        perm::may_delete(self.by.creds, &s.dir, s.inode.attr())?;
         if !s.is_dir() {
             return fail(Code::NotDir, "the name is not that of a directory");
         }
@@ -295,8 +327,8 @@ impl Run<'_, '_> {
             Spot::Free(_) if exchange => return fail(Code::NoEnt, "no such new name to exchange with"),
             Spot::Free(_) => {
                 self.check_not_within(to_dir, &from, Code::Inval)?;
-                perm::may_delete(self.by.creds, from.dir.attr(), from.inode.attr())?;
-                perm::check(self.by.creds, new_dir.attr(), W | X)?;
+                perm::may_delete(self.by.creds, &from.dir, from.inode.attr())?;
+                perm::check(self.by.creds, &new_dir, W | X)?;
                 self.check_move(&from, to_dir)?;
                 None
             }
@@ -309,8 +341,8 @@ impl Run<'_, '_> {
         if from.ino() == to.ino() {
             return Ok(shown(&from.inode));
         }
-        perm::may_delete(self.by.creds, from.dir.attr(), from.inode.attr())?;
-        perm::may_delete(self.by.creds, to.dir.attr(), to.inode.attr())?;
+        perm::may_delete(self.by.creds, &from.dir, from.inode.attr())?;
+        perm::may_delete(self.by.creds, &to.dir, to.inode.attr())?;
         if exchange {
             self.check_move(&from, to.at())?;
             self.check_move(&to, from.at())?;
@@ -350,7 +382,7 @@ impl Run<'_, '_> {
     /// Moving a directory elsewhere changes its "..", which needs write permission on it.
     fn check_move(&self, side: &Side<'_>, to_dir: Ino) -> Res<()> {
         if side.is_dir() && side.at() != to_dir {
-            perm::check(self.by.creds, side.inode.attr(), W)?;
+            perm::check(self.by.creds, &side.inode, W)?;
         }
         Ok(())
     }
@@ -419,10 +451,6 @@ fn remember(r: &mut pb::InodeRecord, parent: Ino, name: &[u8]) {
     if r.links.len() < LINKS_KEPT {
         r.links.push(pb::LinkRecord { parent, name: Bytes::copy_from_slice(name) });
     }
-}
-
-fn plain(mode: u32, kind: u32) -> u32 {
-    mode & 0o7777 | kind
 }
 
 fn room(cookie: Option<u64>) -> Res<u64> {

@@ -62,6 +62,7 @@ pub fn is_mutation(op: &pb::Op) -> bool {
                 | Op::Getlayout(_)
                 | Op::PathOf(_)
                 | Op::Access(_)
+                | Op::GetLock(_)
         )
     )
 }
@@ -135,6 +136,7 @@ static NO_ATTR: pb::Attr = pb::Attr {
     rdev: 0,
     change: 0,
     data_id: 0,
+    acls: 0,
 };
 
 impl Inode for pb::InodeRecord {
@@ -164,7 +166,10 @@ impl Run<'_, '_> {
             Op::Getlayout(o) => self.getlayout(o.ino),
             Op::PathOf(o) => self.path_of(o.ino),
             Op::Access(o) => self.access(o),
+            Op::GetLock(o) => self.get_lock(o),
+            Op::SetLock(o) => self.set_lock(o),
             Op::Create(o) => self.create(o),
+            Op::Tmpfile(o) => self.tmpfile(o),
             Op::Mkdir(o) => self.mkdir(o),
             Op::Mknod(o) => self.mknod(o),
             Op::Symlink(o) => self.symlink(o),
@@ -200,7 +205,7 @@ impl Run<'_, '_> {
         if !perm::is_dir(d.attr()) {
             return fail(Code::NotDir, format!("inode {} is not a directory", d.attr().ino));
         }
-        perm::check(self.by.creds, d.attr(), mask)?;
+        perm::check(self.by.creds, &d, mask)?;
         Ok(d)
     }
 
@@ -268,7 +273,7 @@ impl Run<'_, '_> {
             perm::S_IFLNK => return fail(Code::Loop, "a symbolic link cannot be opened"),
             _ => {}
         }
-        Ok(perm::check(self.by.creds, r.attr(), mask)?)
+        Ok(perm::check(self.by.creds, r, mask)?)
     }
 
     fn readdir(&mut self, o: &pb::Readdir) -> Res<pb::OpResult> {
@@ -322,7 +327,7 @@ impl Run<'_, '_> {
         if o.mask & !7 != 0 {
             return fail(Code::Inval, format!("access mask {:#o} has unknown bits", o.mask));
         }
-        perm::check(self.by.creds, r.attr(), o.mask)?;
+        perm::check(self.by.creds, &r, o.mask)?;
         Ok(shown(&r))
     }
 

@@ -1,6 +1,8 @@
-//! Who may do what: mode bits against credentials, as Linux decides it (`fs/namei.c`, `fs/attr.c`).
+//! Who may do what: mode bits and ACL against credentials, as Linux decides it (`fs/namei.c`, `fs/attr.c`).
 
 use strake_proto::{Code, Error, Result, pb};
+
+use super::{acl::Acl, ops::Inode};
 
 pub const S_IFMT: u32 = 0o170_000;
 pub const S_IFSOCK: u32 = 0o140_000;
@@ -44,23 +46,34 @@ pub fn in_group(c: &pb::Creds, gid: u32) -> bool {
     c.gid == gid || c.groups.contains(&gid)
 }
 
-/// `EACCES` unless the mode bits grant all of `mask` ([`R`] | [`W`] | [`X`]).
-pub fn check(c: &pb::Creds, a: &pb::Attr, mask: u32) -> Result<()> {
-    let granted = if is_root(c) {
-        // Root runs only what somebody may run.
-        if mask & X == 0 || is_dir(a) || a.mode & 0o111 != 0 { mask } else { mask & !X }
-    } else if c.uid == a.uid {
-        a.mode >> 6
-    } else if in_group(c, a.gid) {
-        a.mode >> 3
-    } else {
-        a.mode
-    };
-    if mask & !granted & 7 == 0 {
+/// `EACCES` unless mode bits and ACL grant all of `mask` ([`R`] | [`W`] | [`X`]).
+pub fn check(c: &pb::Creds, r: &pb::InodeRecord, mask: u32) -> Result<()> {
+    let a = r.attr();
+    if is_granted(c, r, mask & 7) {
         return Ok(());
     }
     let m = format!("mode {:04o} of inode {} does not let user {} do this", a.mode & 0o7777, a.ino, c.uid);
     Err(Error::new(Code::Access, m))
+}
+
+fn is_granted(c: &pb::Creds, r: &pb::InodeRecord, mask: u32) -> bool {
+    let a = r.attr();
+    if is_root(c) {
+        // Root runs only what somebody may run.
+        return mask & X == 0 || is_dir(a) || a.mode & 0o111 != 0;
+    }
+    if c.uid == a.uid {
+        return mask & !(a.mode >> 6) == 0;
+    }
+    // Like Linux, which does not look at an ACL whose mask is empty.
+    if !r.acl.is_empty()
+        && a.mode & 0o070 != 0
+        && let Some(acl) = Acl::stored(&r.acl)
+    {
+        return acl.grants(c, a.gid, mask);
+    }
+    let class = if in_group(c, a.gid) { a.mode >> 3 } else { a.mode };
+    mask & !class == 0
 }
 
 /// What an open with these flags needs of the mode bits.
@@ -74,8 +87,9 @@ pub fn mask_of_open(flags: u32) -> u32 {
 }
 
 /// Whether a name of `victim` may be taken out of `dir`.
-pub fn may_delete(c: &pb::Creds, dir: &pb::Attr, victim: &pb::Attr) -> Result<()> {
+pub fn may_delete(c: &pb::Creds, dir: &pb::InodeRecord, victim: &pb::Attr) -> Result<()> {
     check(c, dir, W | X)?;
+    let dir = dir.attr();
     if dir.mode & S_ISVTX != 0 && !owns(c, victim) && !owns(c, dir) {
         let m = format!("directory {} is sticky and neither it nor inode {} is yours", dir.ino, victim.ino);
         return Err(Error::new(Code::Perm, m));
@@ -110,6 +124,17 @@ pub fn after_chown(c: &pb::Creds, a: &pb::Attr) -> u32 {
     if is_root(c) || in_group(c, a.gid) { mode } else { mode & !S_ISGID }
 }
 
+/// Whether a caller may take set-id bits and capabilities off a file: its owner, and whoever may write it.
+pub fn may_strip(c: &pb::Creds, r: &pb::InodeRecord) -> bool {
+    owns(c, r.attr()) || is_file(r.attr()) && is_granted(c, r, W)
+}
+
+/// A mode set for a writer by a kernel that takes the set-id bits off itself.
+pub fn only_drops_set_ids(c: &pb::Creds, r: &pb::InodeRecord, mode: u32) -> bool {
+    let now = r.attr().mode & 0o7777;
+    mode & 0o7777 == now & !(S_ISUID | S_ISGID) | mode & now & S_ISGID && may_strip(c, r)
+}
+
 /// Set-group-id without group execution means mandatory locking and stays.
 fn without_set_ids(mode: u32) -> u32 {
     let mode = mode & !S_ISUID;
@@ -126,18 +151,40 @@ mod tests {
     fn attr(mode: u32, uid: u32, gid: u32) -> pb::Attr {
         pb::Attr { ino: 5, mode, uid, gid, ..Default::default() }
     }
+    fn record(mode: u32, uid: u32, gid: u32) -> pb::InodeRecord {
+        pb::InodeRecord { attr: Some(attr(mode, uid, gid)), ..Default::default() }
+    }
 
     #[test]
     fn the_first_class_that_matches_decides() {
-        let a = attr(S_IFREG | 0o074, 1, 10);
+        let a = record(S_IFREG | 0o074, 1, 10);
         assert!(check(&creds(1, 10, &[]), &a, R).is_err(), "the owner has no bits although his group has");
         assert!(check(&creds(2, 10, &[]), &a, R | W | X).is_ok());
         assert!(check(&creds(2, 11, &[10]), &a, R | W | X).is_ok(), "supplementary group");
         assert!(check(&creds(2, 11, &[]), &a, R).is_ok());
         assert!(check(&creds(2, 11, &[]), &a, W).is_err());
         assert!(check(&creds(0, 0, &[]), &a, R | W | X).is_ok());
-        assert_eq!(check(&creds(0, 0, &[]), &attr(S_IFREG | 0o666, 1, 1), X).unwrap_err().code, Code::Access);
-        assert!(check(&creds(0, 0, &[]), &attr(S_IFDIR, 1, 1), X).is_ok());
+        assert_eq!(check(&creds(0, 0, &[]), &record(S_IFREG | 0o666, 1, 1), X).unwrap_err().code, Code::Access);
+        assert!(check(&creds(0, 0, &[]), &record(S_IFDIR, 1, 1), X).is_ok());
+    }
+
+    #[test]
+    fn an_acl_decides_for_all_but_the_owner() {
+        let mut r = record(S_IFREG | 0o670, 1, 10);
+        // Owner rw, user 2 r, the group nothing, mask rwx, others nothing.
+        let entry = |tag: u8, perm: u8, id: u32| [&[tag, 0, perm, 0][..], &id.to_le_bytes()].concat();
+        let none = u32::MAX;
+        let list = [entry(1, 6, none), entry(2, 4, 2), entry(4, 0, none), entry(16, 7, none), entry(32, 0, none)];
+        r.acl = [&[2, 0, 0, 0][..], &list.concat()].concat().into();
+        assert!(check(&creds(1, 99, &[]), &r, R | W).is_ok() && check(&creds(1, 99, &[]), &r, X).is_err());
+        assert!(check(&creds(2, 10, &[]), &r, R).is_ok() && check(&creds(2, 10, &[]), &r, W).is_err());
+        assert!(check(&creds(3, 10, &[]), &r, R).is_err(), "the mode's group bits are the mask");
+        assert!(check(&creds(0, 0, &[]), &r, R | W | X).is_ok());
+        r.attr_mut().mode = S_IFREG | 0o604;
+        assert!(check(&creds(3, 3, &[]), &r, R).is_ok(), "an empty mask: the mode alone, as in Linux");
+        r.acl = vec![1, 2, 3].into();
+        r.attr_mut().mode = S_IFREG | 0o640;
+        assert!(check(&creds(3, 10, &[]), &r, R).is_ok() && check(&creds(3, 3, &[]), &r, R).is_err(), "no list");
     }
 
     #[test]
@@ -147,7 +194,7 @@ mod tests {
 
     #[test]
     fn sticky_directories_protect_other_peoples_names() {
-        let dir = attr(S_IFDIR | 0o1777, 1, 1);
+        let dir = record(S_IFDIR | 0o1777, 1, 1);
         let file = attr(S_IFREG | 0o666, 2, 2);
         assert_eq!(may_delete(&creds(3, 3, &[]), &dir, &file).unwrap_err().code, Code::Perm);
         for uid in [0, 1, 2] {

@@ -94,7 +94,7 @@ pub(super) async fn cut_files(mds: &Mds) {
 }
 
 /// A cut because of an evicted session's writes waits until none of them can arrive after it.
-fn fenced(mds: &Mds, eviction: u64) -> Result<()> {
+pub(super) fn fenced(mds: &Mds, eviction: u64) -> Result<()> {
     let now = mds.env.boot();
     if eviction == 0 || mds.with_lead(|l| Ok(l.manager.all_know(now, eviction, &mds.map())))? {
         return Ok(());

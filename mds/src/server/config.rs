@@ -41,6 +41,12 @@ pub struct Config {
     /// Copies of files whose directory does not say otherwise, 1 to 3; used at the first start.
     #[serde(default = "one")]
     pub default_copies: u32,
+    /// Owner of the root directory; used at the first start.
+    #[serde(default)]
+    pub root_uid: u32,
+    /// Its group; used at the first start.
+    #[serde(default)]
+    pub root_gid: u32,
     /// Chains are made once so many targets are alive; 0: with the first ones.
     #[serde(default)]
     pub expect_targets: usize,
@@ -126,6 +132,8 @@ impl Config {
             dir,
             fs_name: fs_name(),
             default_copies: one(),
+            root_uid: 0,
+            root_gid: 0,
             expect_targets: 0,
             lease_ms: lease_ms(),
             session_term_ms: session_term_ms(),

@@ -7,7 +7,7 @@ use strake_fabric::watch;
 use strake_proto::{Code, Error, Result, map::ROLE_MDS, pb};
 use tokio::time::sleep;
 
-use super::{Lead, Mds, chunks, sessions::Sessions};
+use super::{Lead, Mds, chunks, sessions::Sessions, waits::Waits};
 use crate::{
     cluster::manager::{Manager, Options, Proposal},
     consensus::Leadership,
@@ -46,6 +46,7 @@ pub(super) async fn run(mds: Arc<Mds>) {
             () = mds.lead(l.term) => (),
         }
         *mds.lead.lock() = None;
+        mds.machine.namespace.lock_news().listen(false);
         tracing::info!(term = l.term, "this metadata server leads no longer");
     }
 }
@@ -77,12 +78,14 @@ impl Mds {
             sessions.learn(now, id, s.epoch);
         }
         let manager = Manager::new(options, now, &self.map());
-        *self.lead.lock() = Some(Lead { term, manager, sessions });
+        self.machine.namespace.lock_news().listen(true);
+        *self.lead.lock() = Some(Lead { term, manager, sessions, waits: Waits::default() });
         tokio::join!(
             self.announce(),
             self.tick_cluster(),
             self.end_sessions(),
             self.free_orphans(),
+            self.serve_locks(),
             chunks::cut_files(self),
             chunks::delete_files(self),
             self.yield_full_disk(),
@@ -99,6 +102,8 @@ impl Mds {
             name_hash_key: self.env.random_bytes::<16>().to_vec().into(),
             default_copies: self.cfg.default_copies,
             root_mode: 0o755,
+            root_uid: self.cfg.root_uid,
+            root_gid: self.cfg.root_gid,
         };
         self.propose(Command::Format(format)).await?;
         tracing::info!(name = self.cfg.fs_name, "made a new file system");
@@ -219,6 +224,7 @@ impl Mds {
                 for id in l.sessions.ids() {
                     if self.machine.namespace.session(id).is_none() {
                         l.sessions.remove(id);
+                        l.waits.remove(id);
                     }
                 }
                 Ok(l.sessions.expire(now, term))

@@ -3,17 +3,19 @@
 //! `service` answers requests: reads after a barrier, changes through the log. `machine` is what the log is applied to.
 //! `leader` runs what only the leader does: membership ticks, session terms, orphans; `chunks` are its workers that cut
 //! and delete chunks at the storage servers. `sessions` is its pure table of sessions and opens. `disk` starts all that
-//! from a folder, `room` says which changes its disk has space for, `admin` serves gRPC.
+//! from a folder, `locks` and `waits` have clients wait for locks, `room` says which changes its disk has space for, `admin` serves gRPC.
 
 mod admin;
 mod chunks;
 pub mod config;
 pub mod disk;
 mod leader;
+mod locks;
 mod machine;
 mod room;
 mod service;
 pub mod sessions;
+mod waits;
 
 #[cfg(test)]
 mod tests;
@@ -46,6 +48,7 @@ use crate::{
 };
 use room::{Need, Room};
 use sessions::Sessions;
+use waits::Waits;
 
 /// What a server runs on; everything outside of it comes from here.
 pub struct Parts {
@@ -74,6 +77,7 @@ struct Lead {
     term: u64,
     manager: Manager,
     sessions: Sessions,
+    waits: Waits,
 }
 
 /// What all parts of the shell share.
@@ -91,6 +95,8 @@ struct Mds {
     unsettled: Mutex<BTreeSet<(SessionId, u64)>>,
     /// A reply waits for a file to be cut.
     trim_wanted: Notify,
+    /// Somebody who waits for a lock may have his turn.
+    turns: watch::Sender<u64>,
     advertised: OnceLock<Endpoint>,
     /// Requests of clients that only servers may send.
     refused: AtomicU64,
@@ -142,6 +148,7 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
         room,
         unsettled: Mutex::default(),
         trim_wanted: Notify::new(),
+        turns: watch::Sender::new(0),
         advertised: OnceLock::new(),
         refused: AtomicU64::new(0),
         started: parts.env.boot(),
@@ -269,15 +276,22 @@ impl Mds {
     async fn propose_list(&self, request: pb::MetaRequest) -> Result<pb::LogReply> {
         let (key, session, seq) = ((request.session, request.seq), request.session, request.seq);
         let again = self.machine.namespace.has_reply(session, seq) || self.unsettled.lock().contains(&key);
-        let command = pb::log_command::Command::Meta(request);
         if !again {
-            self.room.check(Need::of(&command))?;
-            let mut unsettled = self.unsettled.lock();
-            unsettled.insert(key);
-            if unsettled.len() > MAX_UNSETTLED {
-                unsettled.pop_first();
+            self.room.check(Need::of_list(&request.ops))?;
+            {
+                let mut unsettled = self.unsettled.lock();
+                unsettled.insert(key);
+                if unsettled.len() > MAX_UNSETTLED {
+                    unsettled.pop_first();
+                }
+            }
+            // Noted before this waits: another attempt at the same request must not be answered without the log.
+            if let Err(e) = self.check_locks(session, seq, &request.ops).await {
+                self.unsettled.lock().remove(&key);
+                return Err(e);
             }
         }
+        let command = pb::log_command::Command::Meta(request);
         match self.propose_anyway(command).await {
             Err(e) if e.code == Code::NoSpc && again => Err(Error::new(Code::Disconnected, e.message)),
             Err(e) if !leader::never_ran(&e) => Err(e),
@@ -317,6 +331,7 @@ impl Mds {
             version: s.version,
             idle_ms: lead.as_ref().and_then(|l| l.sessions.idle_of(now, id)).map_or(0, |d| d.as_millis() as u64),
             opens: lead.as_ref().map_or(0, |l| l.sessions.opens_of(id) as u32),
+            locks: ns.locked_by(id),
         });
         let targets = map.map.targets.iter().map(|t| pb::TargetStatus {
             id: t.id,
@@ -340,6 +355,8 @@ impl Mds {
             gc_queue: ns.gc_waiting(STATUS_LIMIT) as u64,
             notices,
             map: Some(map.map.clone()),
+            locks: ns.locked_by(0),
+            lock_waits: lead.as_ref().map_or(0, |l| l.waits.len() as u64),
         }
     }
 }

@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result, pb};
 use strake_store::MetaStore;
 
+use crate::namespace::locks;
 use pb::{log_command::Command, op::Op};
 
 const MIB: u64 = 1 << 20;
@@ -30,10 +31,14 @@ pub enum Need {
 impl Need {
     pub fn of(command: &Command) -> Need {
         match command {
-            Command::Meta(m) => m.ops.iter().map(Need::of_op).max().unwrap_or(Need::Little),
+            Command::Meta(m) => Need::of_list(&m.ops),
             Command::PoolChange(_) => Need::Some,
             _ => Need::Little,
         }
+    }
+
+    pub fn of_list(ops: &[pb::Op]) -> Need {
+        ops.iter().map(Need::of_op).max().unwrap_or(Need::Little)
     }
 
     fn of_op(op: &pb::Op) -> Need {
@@ -42,6 +47,7 @@ impl Need {
                 Need::Growth
             }
             Some(Op::Setattr(s)) if s.size.is_some() => Need::Little,
+            Some(Op::SetLock(l)) if locks::is_take(l) => Need::Some,
             Some(Op::Setattr(_) | Op::Rename(_) | Op::Extend(_) | Op::Setlayout(_)) => Need::Some,
             // Those that remove, and those that change nothing.
             _ => Need::Little,
@@ -231,6 +237,11 @@ mod tests {
         assert_eq!(list(vec![Op::Unlink(Default::default()), cut.clone()]), Need::Little);
         assert_eq!(list(vec![cut, Op::Rename(Default::default())]), Need::Some);
         assert_eq!(list(vec![Op::Unlink(Default::default()), Op::Mkdir(Default::default())]), Need::Growth);
+        let lock = |r#type| {
+            let span = Some(pb::LockSpan { r#type, ..Default::default() });
+            list(vec![Op::SetLock(pb::SetLock { span, ..Default::default() })])
+        };
+        assert_eq!((lock(0), lock(1), lock(2)), (Need::Little, Need::Some, Need::Some));
         assert_eq!(Need::of(&Command::GcDone(Default::default())), Need::Little);
         assert_eq!(Need::of(&Command::SessionOpen(Default::default())), Need::Little);
         assert!(Need::Little < Need::Some && Need::Some < Need::Growth);

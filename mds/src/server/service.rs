@@ -10,7 +10,7 @@ use strake_proto::{
     Capability, Code, Error, Ino, Result, Rights, SessionId, frame::MAX_BODY, map::MAX_EVICTED, opcode, pb,
 };
 
-use super::Mds;
+use super::{Mds, waits::MAX_OF_SESSION};
 use crate::namespace::{MAX_DEAD, Namespace};
 use pb::{log_command::Command, op::Op};
 
@@ -20,6 +20,8 @@ const MAX_OPS: usize = 8192;
 const OPS_TAG: u32 = 5;
 /// The field number of the dead clients in a `SessionOpenRequest`.
 const DEAD_TAG: u32 = 5;
+/// The field number of the waits in a `LockWaitRequest`.
+const WAITS_TAG: u32 = 2;
 /// How long the reply to a shrink waits for the bytes to be gone from every replica.
 const TRIM_WAIT: Duration = Duration::from_secs(25);
 /// How long the reply to an open does; then the client asks again.
@@ -38,6 +40,7 @@ impl Service for Mds {
             opcode::SESSION_OPEN => self.session_open(decode(at_most(MAX_DEAD, DEAD_TAG, body)?)?).await?,
             opcode::SESSION_RENEW => self.session_renew(decode(body)?).await?,
             opcode::SESSION_CLOSE => self.session_close(decode(body)?).await?,
+            opcode::LOCK_WAIT => self.lock_wait(decode(at_most(MAX_OF_SESSION, WAITS_TAG, body)?)?).await?,
             opcode::MAP => self.send_map(&decode(body)?),
             opcode::ECHO => return Ok(Message::new(opcode::ECHO, body).with_payload(request.payload)),
             opcode::REGISTER | opcode::HEARTBEAT | opcode::PENDING | opcode::RAFT | opcode::SNAPSHOT
@@ -80,7 +83,7 @@ fn at_most(limit: usize, list: u32, body: Bytes) -> Result<Bytes> {
     Ok(body)
 }
 
-fn encode(m: &impl prost::Message) -> Bytes {
+pub(super) fn encode(m: &impl prost::Message) -> Bytes {
     m.encode_to_vec().into()
 }
 
@@ -103,7 +106,7 @@ impl Mds {
     }
 
     /// The session's epoch, after noting that it was heard of.
-    fn heard(&self, session: SessionId) -> Result<u64> {
+    pub(super) fn heard(&self, session: SessionId) -> Result<u64> {
         let now = self.env.boot();
         self.with_lead(|l| {
             if let Some(epoch) = l.sessions.heard(now, session)? {
@@ -150,6 +153,7 @@ impl Mds {
         self.propose(Command::SessionEnd(pb::SessionEnd { sessions: vec![request.session], evict: false })).await?;
         let _ = self.with_lead(|l| {
             l.sessions.remove(request.session);
+            l.waits.remove(request.session);
             Ok(())
         });
         Ok(encode(&pb::SessionCloseReply {}))
@@ -210,6 +214,7 @@ impl Mds {
         let reply = self.propose_list(request).await?;
         let Some(pb::log_reply::Reply::Meta(mut reply)) = reply.reply else { return Err(misread()) };
         if reply.results.iter().all(ok) {
+            self.note_locks(session, &ops);
             self.wait_for_trims(term, &ops, &reply.results).await?;
             self.note_handles(session, epoch, &ops, &mut reply.results)?;
         }
@@ -218,7 +223,7 @@ impl Mds {
 
     /// Opens and closes of an answered list go into the table; opens get their capability.
     fn note_handles(&self, session: SessionId, epoch: u64, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
-        let touches = |o: &pb::Op| matches!(o.op, Some(Op::Open(_) | Op::Create(_) | Op::Close(_)));
+        let touches = |o: &pb::Op| matches!(o.op, Some(Op::Open(_) | Op::Create(_) | Op::Tmpfile(_) | Op::Close(_)));
         if !ops.iter().any(touches) {
             return Ok(());
         }
@@ -230,6 +235,7 @@ impl Mds {
                 let flags = match &op.op {
                     Some(Op::Open(o)) => o.flags,
                     Some(Op::Create(c)) => c.flags,
+                    Some(Op::Tmpfile(t)) => t.flags,
                     Some(Op::Close(c)) => {
                         l.sessions.close(session, if c.ino == 0 { r.ino } else { c.ino });
                         continue;
@@ -269,7 +275,7 @@ impl Mds {
             let (ino, limit) = match &op.op {
                 Some(Op::Setattr(s)) if s.size.is_some() => (s.ino, TRIM_WAIT),
                 Some(Op::Extend(e)) => (e.ino, TRIM_WAIT),
-                Some(Op::Open(_) | Op::Create(_)) if r.writer != 0 => (0, OPEN_WAIT),
+                Some(Op::Open(_) | Op::Create(_) | Op::Tmpfile(_)) if r.writer != 0 => (0, OPEN_WAIT),
                 _ => continue,
             };
             self.wait_for_trim(term, if ino == 0 { r.ino } else { ino }, limit).await?;

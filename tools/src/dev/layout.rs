@@ -268,6 +268,8 @@ impl Cluster {
         let _ = writeln!(s, "listen = \"tcp:127.0.0.1:{}\"", self.port(&role, false));
         let _ = writeln!(s, "admin = \"127.0.0.1:{}\"", self.port(&role, true));
         let _ = writeln!(s, "default_copies = {}\nexpect_targets = {}", self.p.mirror, self.target_count());
+        let _ = writeln!(s, "root_uid = {}", rustix::process::geteuid().as_raw());
+        let _ = writeln!(s, "root_gid = {}", rustix::process::getegid().as_raw());
         let peers: Vec<String> =
             self.mds_endpoints().iter().enumerate().map(|(i, e)| format!("{}={e}", i + 1)).collect();
         let _ = writeln!(s, "peers = {peers:?}");

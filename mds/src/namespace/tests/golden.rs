@@ -1,4 +1,4 @@
-//! A state folder of format 1, written once and kept: every later program opens it and finds what is in it.
+//! State folders of each format, written once and kept: every later program opens them and finds what is in them.
 
 use std::{fs, path::Path, sync::Arc};
 
@@ -6,10 +6,15 @@ use strake_store::{Batch, FjallStore, MetaStore};
 
 use super::*;
 
-const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v1");
+const GOLDEN: [&str; 2] = [
+    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v1"),
+    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v2"),
+];
+/// Every kind of record that each format has.
+const KINDS: [&[u8]; 2] = [b"HMdegiorstwx", b"HMdegiklorstwx"];
 
-/// One of everything that the state can hold.
-fn fill() -> Fs {
+/// One of everything that a state of a format can hold.
+fn fill(format: u32) -> Fs {
     let mut fs = Fs::new();
     let d = fs.mkdir(ROOT, "dir");
     let f = fs.create(d, "file");
@@ -31,6 +36,35 @@ fn fill() -> Fs {
     fs.one(mk_size(cut, 5000));
     fs.one(mk_size(cut, 100));
     let other = fs.open_session(2);
+    if format >= 2 {
+        let span = |start, r#type| Some(pb::LockSpan { start, end: u64::MAX, r#type, pid: 77 });
+        fs.one(Op::SetLock(pb::SetLock {
+            ino: f,
+            owner: 5,
+            kind: 0,
+            span: span(100, 2),
+            undo: false,
+            ..Default::default()
+        }));
+        fs.one(Op::SetLock(pb::SetLock {
+            ino: f,
+            owner: 5,
+            kind: 0,
+            span: span(1 << 40, 1),
+            undo: false,
+            ..Default::default()
+        }));
+        let first = std::mem::replace(&mut fs.session, other);
+        fs.one(Op::SetLock(pb::SetLock {
+            ino: cut,
+            owner: 6,
+            kind: 1,
+            span: span(0, 1),
+            undo: false,
+            ..Default::default()
+        }));
+        fs.session = first;
+    }
     assert_eq!(fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![other], evict: true })).status, None);
     assert!(fs.ns.orphans(9).contains(&held));
     fs
@@ -58,27 +92,44 @@ fn cut_zeros(path: &Path) {
 
 #[test]
 fn a_state_of_format_1_is_read_for_ever() {
-    if std::env::var_os("STRAKE_WRITE_GOLDEN").is_some() {
-        let store = FjallStore::open(GOLDEN).unwrap();
-        let ops = dump(&fill().store).into_iter().map(|(k, v)| (k, Some(v))).collect();
+    read_for_ever(1);
+}
+
+#[test]
+fn a_state_of_format_2_is_read_for_ever() {
+    let fs = read_for_ever(2);
+    let f = fs.ns.locks_of(2).map(|l| (l, 2)).into_iter().chain((3..9).map(|i| (fs.ns.locks_of(i).unwrap(), i)));
+    let all: Vec<_> = f.filter(|(l, _)| *l != Default::default()).collect();
+    let (held, _) = all.iter().find(|(l, _)| !l.held.is_empty()).unwrap();
+    let (who, spans) = &held.held[0];
+    assert_eq!((who.owner, spans.len(), spans[0].end, spans[1].pid), (5, 2, (1 << 40) - 1, 77));
+    assert!(all.iter().any(|(l, _)| l.held.is_empty() && l.fence > 0), "of the session that was evicted");
+}
+
+fn read_for_ever(format: u32) -> Fs {
+    let golden = GOLDEN[format as usize - 1];
+    if std::env::var("STRAKE_WRITE_GOLDEN").is_ok_and(|v| v == format!("state-v{format}")) {
+        let store = FjallStore::open(golden).unwrap();
+        let ops = dump(&fill(format).store).into_iter().map(|(k, v)| (k, Some(v))).collect();
         store.commit(Batch { ops }).unwrap();
         store.sync().unwrap();
         drop(store);
-        cut_zeros(&Path::new(GOLDEN).join("0.jnl"));
+        cut_zeros(&Path::new(golden).join("0.jnl"));
     }
     let dir = tempfile::tempdir().unwrap();
-    copy(Path::new(GOLDEN), dir.path());
+    copy(Path::new(golden), dir.path());
     // An empty folder, which git does not keep.
     fs::create_dir_all(dir.path().join("keyspaces/1/tables")).unwrap();
     let kept = dump(&FjallStore::open(dir.path()).unwrap());
     let kinds: BTreeSet<u8> = kept.iter().map(|(k, _)| k[0]).collect();
-    assert_eq!(kinds.into_iter().collect::<Vec<_>>(), b"HMdegiorstwx", "every kind of record is in it");
+    assert_eq!(kinds.into_iter().collect::<Vec<_>>(), KINDS[format as usize - 1], "every kind of record is in it");
     let store = MemStore::new();
     store.commit(Batch { ops: kept.into_iter().map(|(k, v)| (k, Some(v))).collect() }).unwrap();
 
-    let wanted = fill();
+    let wanted = fill(format);
     let ns = Namespace::open(Arc::new(store.clone())).unwrap();
     assert_eq!(ns.header(), wanted.ns.header());
+    assert_eq!(ns.header().format_version, format);
     assert_eq!(ns.map().map, wanted.ns.map().map);
     assert_eq!(ns.sessions(), wanted.ns.sessions());
     assert_eq!(ns.evicted_after(0).len(), 1);
@@ -93,9 +144,10 @@ fn a_state_of_format_1_is_read_for_ever() {
     assert_eq!((fs.attr(f).size, fs.attr(f).nlink), (12_345, 2));
     assert_eq!(fs.path(f).unwrap(), "/dir/file");
     assert_eq!(fs.one(Op::Getxattr(pb::GetXattr { ino: f, name: bytes("user.colour") })).data, "blue");
-    assert_eq!(fs.names(ROOT, 10), fill().names(ROOT, 10));
+    assert_eq!(fs.names(ROOT, 10), fill(format).names(ROOT, 10));
     let dir = fs.lookup(ROOT, "dir").unwrap();
     let new = fs.one(mk_create(dir, "new"));
     assert_eq!(new.layout.unwrap().components[0].stripe_size, 1 << 20);
     fs.one(mk_unlink(dir, "file"));
+    fs
 }

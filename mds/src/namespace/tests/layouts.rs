@@ -9,7 +9,7 @@ fn spec() -> pb::LayoutSpec {
 
 fn create(fs: &mut Fs, parent: Ino, spec: pb::LayoutSpec) -> Result<(pb::Component, Vec<u32>), Code> {
     let name = bytes(&format!("f{}", fs.index));
-    let c = pb::Create { parent, name, mode: 0o644, exclusive: true, layout: Some(spec), flags: 0 };
+    let c = pb::Create { parent, name, mode: 0o644, exclusive: true, layout: Some(spec), flags: 0, umask: 0 };
     let r = fs.try_one(Op::Create(c))?;
     let layout = r.layout.unwrap();
     let map = fs.ns.map();

@@ -1,8 +1,10 @@
 //! Tests of the namespace: a file system in memory to drive, and a check of the whole state that every test ends with.
 
+mod acls;
 mod attrs;
 mod golden;
 mod layouts;
+mod locks;
 mod model;
 mod names;
 mod random;
@@ -47,6 +49,8 @@ pub fn format() -> Command {
         name_hash_key: (0..16).collect::<Vec<u8>>().into(),
         default_copies: 1,
         root_mode: 0o1777,
+        root_uid: 0,
+        root_gid: 0,
     })
 }
 
@@ -179,7 +183,7 @@ impl Fs {
 
     #[track_caller]
     pub fn mkdir(&mut self, parent: Ino, name: &str) -> Ino {
-        self.one(Op::Mkdir(pb::Mkdir { parent, name: bytes(name), mode: 0o755 })).ino
+        self.one(Op::Mkdir(pb::Mkdir { parent, name: bytes(name), mode: 0o755, umask: 0 })).ino
     }
     #[track_caller]
     pub fn create(&mut self, parent: Ino, name: &str) -> Ino {
@@ -219,7 +223,7 @@ impl Fs {
 }
 
 pub fn mk_create(parent: Ino, name: &str) -> Op {
-    Op::Create(pb::Create { parent, name: bytes(name), mode: 0o644, exclusive: true, layout: None, flags: 2 })
+    Op::Create(pb::Create { parent, name: bytes(name), mode: 0o644, exclusive: true, layout: None, flags: 2, umask: 0 })
 }
 pub fn mk_unlink(parent: Ino, name: &str) -> Op {
     Op::Unlink(pb::Unlink { parent, name: bytes(name) })
@@ -262,6 +266,7 @@ pub fn fsck(fs: &Fs) {
     let mut xattrs: BTreeMap<Ino, u32> = BTreeMap::new();
     let mut writers: BTreeMap<Ino, u32> = BTreeMap::new();
     let (mut orphans, mut trims, mut replies) = (BTreeSet::new(), BTreeMap::new(), BTreeSet::new());
+    let (mut locked, mut totals) = (BTreeMap::new(), BTreeMap::new());
     let mut kinds = Vec::new();
     let mut header = pb::StateHeader::default();
     for (k, v) in dump(&fs.store) {
@@ -294,10 +299,28 @@ pub fn fsck(fs: &Fs) {
                 assert!(u64::from_be_bytes(v[..].try_into().unwrap()) <= header.applied_index);
                 *writers.entry(n).or_default() += 1;
             }
+            b'l' => {
+                let (ino, session, ..) = keys::parse_lock(&k).unwrap();
+                assert!(fs.ns.session(session).is_some(), "a lock without a session");
+                let spans = pb::LockRecord::decode(v).unwrap().spans;
+                assert!(!spans.is_empty());
+                for (session, ino) in [(session, ino), (session, 0), (0, ino), (0, 0)] {
+                    *locked.entry((session, ino)).or_default() += spans.len() as u64;
+                }
+            }
+            b'k' => {
+                let total = pb::LockTotal::decode(v).unwrap();
+                assert!(total.ranges > 0 || total.fence > 0);
+                totals.insert((at, n), total.ranges);
+            }
             other => panic!("unknown key prefix {other}"),
         }
     }
-    assert_eq!((header.inodes, header.format_version), (inodes.len() as u64, FORMAT_VERSION));
+    let format = if locked.is_empty() { header.format_version.clamp(1, FORMAT_VERSION) } else { FORMAT_VERSION };
+    assert_eq!((header.inodes, header.format_version), (inodes.len() as u64, format));
+    assert!(totals.keys().all(|(_, ino)| *ino == 0 || inodes.contains_key(ino)), "locks of a file that is gone");
+    totals.retain(|_, ranges| *ranges > 0);
+    assert_eq!(locked, totals);
     assert_eq!(header, fs.ns.header());
     for (ino, kind) in kinds {
         assert_eq!(inodes[&ino].attr.unwrap().mode >> 12, kind, "type in the name of {ino}");
@@ -311,6 +334,7 @@ pub fn fsck(fs: &Fs) {
         real.sort();
         assert_eq!(a.ino, *ino);
         assert!(*ino < header.next_ino && a.change > 0);
+        assert_eq!(a.acls, super::acl::kinds(r), "acls of {ino}");
         if nlink <= 32 && known.len() == real.len() {
             assert_eq!(known, real, "links of {ino}");
         } else {

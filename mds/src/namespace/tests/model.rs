@@ -181,7 +181,7 @@ fn step(fs: &mut Fs, m: &mut Model, d: &mut Dice) {
     let what = d.below(13);
     let o = match what {
         0 | 1 => mk_create(parent, name),
-        2..=4 => Op::Mkdir(pb::Mkdir { parent, name: bytes(name), mode: 0o755 }),
+        2..=4 => Op::Mkdir(pb::Mkdir { parent, name: bytes(name), mode: 0o755, umask: 0 }),
         5 => Op::Symlink(pb::Symlink { parent, name: bytes(name), target: bytes("x") }),
         6 => mk_link(ino, parent, name),
         7 => mk_unlink(parent, name),

@@ -36,7 +36,7 @@ fn names_have_limits() {
     for (name, code) in [("", Code::NoEnt), ("a/b", Code::Inval), ("a\0", Code::Inval), (".", Code::IsDir)] {
         fs.fails(mk_create(ROOT, name), code);
     }
-    fs.fails(Op::Mkdir(pb::Mkdir { parent: ROOT, name: bytes(".."), mode: 0 }), Code::Exist);
+    fs.fails(Op::Mkdir(pb::Mkdir { parent: ROOT, name: bytes(".."), mode: 0, umask: 0 }), Code::Exist);
     fs.fails(mk_rmdir(ROOT, "."), Code::Inval);
     fs.fails(mk_rename(ROOT, ".", ROOT, "x", 0), Code::Busy);
     let link = |target: &str| Op::Symlink(pb::Symlink { parent: ROOT, name: bytes("s"), target: bytes(target) });
@@ -57,7 +57,7 @@ fn parents_get_new_times_and_changes() {
         mk_create(d, "a"),
         mk_rename(d, "a", d, "b", 0),
         mk_unlink(d, "b"),
-        Op::Mkdir(pb::Mkdir { parent: d, name: bytes("e"), mode: 0 }),
+        Op::Mkdir(pb::Mkdir { parent: d, name: bytes("e"), mode: 0, umask: 0 }),
         mk_rmdir(d, "e"),
     ];
     for o in ops {
@@ -73,7 +73,7 @@ fn parents_get_new_times_and_changes() {
 fn create_opens_what_exists_unless_exclusive() {
     let mut fs = Fs::new();
     let c = |exclusive, flags| {
-        Op::Create(pb::Create { parent: ROOT, name: bytes("f"), mode: 0o400, exclusive, layout: None, flags })
+        Op::Create(pb::Create { parent: ROOT, name: bytes("f"), mode: 0o400, exclusive, layout: None, flags, umask: 0 })
     };
     fs.as_user(5, |fs| {
         let first = fs.one(c(false, 2));
@@ -90,7 +90,7 @@ fn create_opens_what_exists_unless_exclusive() {
 #[test]
 fn mknod_makes_what_it_may() {
     let mut fs = Fs::new();
-    let node = |name: &str, mode, rdev| Op::Mknod(pb::Mknod { parent: ROOT, name: bytes(name), mode, rdev });
+    let node = |name: &str, mode, rdev| Op::Mknod(pb::Mknod { parent: ROOT, name: bytes(name), mode, rdev, umask: 0 });
     assert!(fs.one(node("reg", 0o644, 9)).layout.is_some());
     let a = fs.one(node("blk", perm::S_IFBLK | 0o600, 0x801)).attr.unwrap();
     assert_eq!((a.mode, a.rdev), (perm::S_IFBLK | 0o600, 0x801));
@@ -299,7 +299,7 @@ fn lists_run_in_order_and_all_or_nothing() {
     let lookup = |name: &str| op(Op::Lookup(pb::Lookup { parent: ROOT, name: bytes(name) }));
     let before = fs.ns.header();
     let r = fs.list(vec![
-        op(Op::Mkdir(pb::Mkdir { parent: ROOT, name: bytes("d"), mode: 0o755 })),
+        op(Op::Mkdir(pb::Mkdir { parent: ROOT, name: bytes("d"), mode: 0o755, umask: 0 })),
         op(mk_create(0, "f")),
         op(Op::Extend(pb::Extend { ino: 0, end: 10 })),
         op(Op::Getattr(pb::GetAttr { ino: 0 })),

@@ -63,7 +63,8 @@ pub(super) async fn ask<R: prost::Message + Default>(
 }
 
 fn mkdir(session: u64, seq: u64, name: &str) -> pb::MetaRequest {
-    let op = pb::op::Op::Mkdir(pb::Mkdir { parent: ROOT_INO, name: name.as_bytes().to_vec().into(), mode: 0o755 });
+    let op =
+        pb::op::Op::Mkdir(pb::Mkdir { parent: ROOT_INO, name: name.as_bytes().to_vec().into(), mode: 0o755, umask: 0 });
     pb::MetaRequest {
         session,
         seq,

@@ -2,6 +2,7 @@
 
 mod disk;
 mod full_disk;
+mod locks;
 mod world;
 
 use std::{sync::atomic::Ordering, time::Duration};
@@ -39,7 +40,7 @@ fn rename(from: &str, to: &str) -> Op {
     })
 }
 fn mkdir(name: &str) -> Op {
-    Op::Mkdir(pb::Mkdir { parent: ROOT_INO, name: name.as_bytes().to_vec().into(), mode: 0o755 })
+    Op::Mkdir(pb::Mkdir { parent: ROOT_INO, name: name.as_bytes().to_vec().into(), mode: 0o755, umask: 0 })
 }
 fn set_size(ino: u64, size: u64) -> Op {
     Op::Setattr(pb::SetAttr { ino, size: Some(size), ..Default::default() })
@@ -292,6 +293,27 @@ async fn opens_are_reasserted_to_a_new_leader_and_orphans_wait_for_them() {
     until("the session is fenced", || oss.evicted.lock().contains(&session)).await;
     let e = w.ask::<pb::SessionRenewReply>(Role::Client, opcode::SESSION_RENEW, &renew(true)).await.unwrap_err();
     assert_eq!(e.code, Code::NoSession);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_file_without_a_name_lives_as_long_as_it_is_open() {
+    let w = World::new(1, |c| (c.root_uid, c.root_gid) = (5, 6)).await;
+    let _oss = w.oss(1).await;
+    let mut c = w.client(1).await;
+    let server = w.server().await;
+    until("chains", || server.status().map.unwrap().sets.len() == 1).await;
+    let top = c.one(Op::Getattr(pb::GetAttr { ino: ROOT_INO })).await.attr.unwrap();
+    assert_eq!((top.uid, top.gid, top.mode), (5, 6, 0o040_755), "as configured");
+    let make = pb::Tmpfile { parent: ROOT_INO, mode: 0o600, flags: 2, linkable: true, ..Default::default() };
+    let f = c.one(Op::Tmpfile(make)).await;
+    assert_eq!((f.capability.len(), f.attr.unwrap().nlink), (64, 0));
+    for _ in 0..4 {
+        sleep(Duration::from_secs(6)).await;
+        c.one(Op::Getattr(pb::GetAttr { ino: f.ino })).await;
+    }
+    assert_eq!(server.status().orphans, 1);
+    c.one(Op::Close(pb::Close { ino: f.ino })).await;
+    until("it is freed", || server.status().orphans == 0).await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,0 +1,257 @@
+//! File locks, between all clients: flock(2), POSIX and open-file-description locks. `docs/locks.md` has the rules.
+//!
+//! A caller may stop waiting at any time: what he did not get to see is undone. Until that is done, and while a request of
+//! an owner is on its way, the same owner's other requests wait ([`Lanes`]), so that none of them overtakes it.
+
+use std::{sync::Arc, time::Duration};
+
+use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
+use tokio::sync::{Mutex, OwnedMutexGuard, Semaphore, oneshot};
+
+use crate::{
+    Client,
+    core::Core,
+    lock_waits::Place,
+    meta::{ok, op},
+    retry::in_doubt,
+};
+pub use pb::{LockKind, LockType};
+
+/// Waits of one client at the same time; the metadata servers take no more.
+pub const MAX_WAITS: usize = 1024;
+const LANES: usize = 64;
+
+/// A lock somebody asks for, or gives up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lock {
+    /// [`LockKind::LockPosix`] also for open-file-description locks.
+    pub kind: LockKind,
+    /// The process or the open file, by a number of the caller's choice.
+    pub owner: u64,
+    /// Of the lock, or unlock.
+    pub mode: LockType,
+    /// First byte.
+    pub start: u64,
+    /// Last byte; `u64::MAX` is the end of the file, however long it gets. An flock is from 0 to there.
+    pub end: u64,
+    /// The process, for those who ask who is in the way.
+    pub pid: u32,
+}
+
+impl Lock {
+    fn span(&self) -> pb::LockSpan {
+        pb::LockSpan { start: self.start, end: self.end, r#type: self.mode as i32, pid: self.pid }
+    }
+
+    fn set(&self, ino: Ino) -> pb::Op {
+        let (kind, span) = (self.kind as i32, Some(self.span()));
+        op(pb::op::Op::SetLock(pb::SetLock { ino, owner: self.owner, kind, span, ..Default::default() }))
+    }
+
+    fn take(&self, ino: Ino, patient: bool, wait: u64) -> pb::Op {
+        let (kind, span) = (self.kind as i32, Some(self.span()));
+        op(pb::op::Op::SetLock(pb::SetLock { ino, owner: self.owner, kind, span, undo: true, patient, wait }))
+    }
+}
+
+/// What [`Client::get_lock`] found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// For reading or writing.
+    pub mode: LockType,
+    /// First byte.
+    pub start: u64,
+    /// Last byte, `u64::MAX` for the end of the file.
+    pub end: u64,
+    /// Of the process; 0 when another client holds the lock: its processes mean nothing here.
+    pub pid: u32,
+}
+
+/// What [`Client::set_lock`] left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Locked {
+    /// The session that has the lock, and with which it is lost.
+    pub session: SessionId,
+    /// Ranges that the owner has locked in the file now.
+    pub left: u64,
+}
+
+/// Requests of one owner for one file, one after the other. Owners share lanes.
+pub(crate) struct Lanes {
+    lanes: [Arc<Mutex<()>>; LANES],
+    waits: Arc<Semaphore>,
+}
+
+impl Default for Lanes {
+    fn default() -> Lanes {
+        Lanes { lanes: std::array::from_fn(|_| Arc::default()), waits: Arc::new(Semaphore::new(MAX_WAITS)) }
+    }
+}
+
+impl Lanes {
+    async fn enter(&self, ino: Ino, lock: &Lock) -> OwnedMutexGuard<()> {
+        let mut mix = ino.rotate_left(32) ^ lock.owner;
+        let lane = strake_proto::layout::splitmix64(&mut mix) as usize % LANES;
+        self.lanes[lane].clone().lock_owned().await
+    }
+}
+
+/// A lock that was given and whose caller does not know yet. Dropped, it is given back.
+struct Given {
+    core: Arc<Core>,
+    undo: Vec<pb::Op>,
+    locked: Locked,
+    lane: Option<OwnedMutexGuard<()>>,
+}
+
+impl Given {
+    /// The caller has it from here on.
+    fn take(mut self) -> Locked {
+        self.lane = None;
+        self.locked
+    }
+}
+
+impl Drop for Given {
+    fn drop(&mut self) {
+        let Some(lane) = self.lane.take().filter(|_| can_spawn()) else { return };
+        let (core, undo, session) = (self.core.clone(), std::mem::take(&mut self.undo), self.locked.session);
+        self.core.env.spawn(async move {
+            let _ = core.surely(session, &undo, None).await;
+            drop(lane);
+        });
+    }
+}
+
+impl Client {
+    /// The first lock of another owner that is in the way of this one, if any.
+    pub async fn get_lock(&self, ino: Ino, lock: &Lock) -> Result<Option<Holder>> {
+        let (owner, kind, span) = (lock.owner, lock.kind as i32, Some(lock.span()));
+        let get = op(pb::op::Op::GetLock(pb::GetLock { ino, owner, kind, span }));
+        let found = ok(self.core.meta(&pb::Creds::default(), vec![get]).await?)?.pop().and_then(|r| r.lock);
+        let own = self.session();
+        Ok(found.and_then(|l| {
+            let s = l.spans.first()?;
+            let mode = LockType::try_from(s.r#type).ok()?;
+            Some(Holder { mode, start: s.start, end: s.end, pid: if l.session == own { s.pid } else { 0 } })
+        }))
+    }
+
+    /// Locks or unlocks. `LockConflict` (`EAGAIN`) when another owner's lock is in the way and `wait` is false.
+    ///
+    /// With `wait` it returns when the lock is there, however long that takes, or with `Deadlock` when waiting would never
+    /// end. Dropping the future leaves everything as it was. `NoLock` at a limit (see `docs/locks.md`). An unlock that
+    /// fails with `TimedOut` is gone on with until it succeeds.
+    pub async fn set_lock(&self, ino: Ino, lock: &Lock, wait: bool) -> Result<Locked> {
+        if lock.mode == LockType::LockUnlock {
+            return self.unlock(ino, lock).await;
+        }
+        if !wait {
+            return self.try_lock(ino, lock, lock.take(ino, false, 0)).await.map(Given::take);
+        }
+        let full = |_| Error::new(Code::NoLock, format!("{MAX_WAITS} programs of this mount wait for locks already"));
+        let _one = self.core.locks.waits.try_acquire().map_err(full)?;
+        let conflict = |r: &Result<Given>| r.as_ref().is_err_and(|e| e.code == Code::LockConflict);
+        let mut given = self.try_lock(ino, lock, lock.take(ino, true, 0)).await;
+        if conflict(&given) {
+            let mut place = Place::new(&self.core, ino, lock.owner, lock.kind, lock.span());
+            while conflict(&given) {
+                place.turn().await?;
+                given = self.try_lock(ino, lock, lock.take(ino, true, place.id())).await;
+            }
+            place.done = given.is_ok();
+        }
+        given.map(Given::take)
+    }
+
+    async fn try_lock(&self, ino: Ino, lock: &Lock, take: pb::Op) -> Result<Given> {
+        let (core, lock) = (self.core.clone(), *lock);
+        self.core.detached(async move { core.try_lock(ino, &lock, take).await }).await
+    }
+
+    async fn unlock(&self, ino: Ino, lock: &Lock) -> Result<Locked> {
+        let (tell, answer) = oneshot::channel();
+        self.core.spawn_unlock(ino, lock, Some(tell));
+        answer.await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))?
+    }
+
+    /// An unlock that nobody waits for. It is gone on with until it succeeds.
+    pub fn unlock_later(&self, ino: Ino, lock: &Lock) {
+        if !can_spawn() {
+            return;
+        }
+        self.core.spawn_unlock(ino, &Lock { mode: LockType::LockUnlock, ..*lock }, None);
+    }
+
+    /// The present session at the metadata servers, 0 while there is none.
+    pub fn session(&self) -> SessionId {
+        self.core.current_session().map_or(0, |s| s.id)
+    }
+}
+
+/// Without a runtime nothing runs any more, and the session ends.
+fn can_spawn() -> bool {
+    tokio::runtime::Handle::try_current().is_ok()
+}
+
+type Tell = oneshot::Sender<Result<Locked>>;
+
+fn locked(r: Vec<pb::OpResult>) -> Result<(Locked, Vec<pb::LockSpan>)> {
+    let l = r.into_iter().next_back().and_then(|r| r.lock);
+    let l = l.ok_or_else(|| Error::new(Code::Protocol, "the metadata server does not say what it locked"))?;
+    Ok((Locked { session: l.session, left: l.left }, l.spans))
+}
+
+impl Core {
+    fn spawn_unlock(self: &Arc<Self>, ino: Ino, lock: &Lock, tell: Option<Tell>) {
+        let (core, lock) = (self.clone(), *lock);
+        self.env.spawn(async move {
+            let _lane = core.locks.enter(ino, &lock).await;
+            let session = core.current_session().map_or(0, |s| s.id);
+            let _ = core.surely(session, &[lock.set(ino)], tell).await;
+        });
+    }
+
+    /// One request for a lock, which runs to its end.
+    async fn try_lock(self: Arc<Self>, ino: Ino, lock: &Lock, take: pb::Op) -> Result<Given> {
+        let lane = self.locks.enter(ino, lock).await;
+        let unlock = Lock { mode: LockType::LockUnlock, ..*lock };
+        let given = self.meta(&pb::Creds::default(), vec![take]).await.and_then(ok).and_then(locked);
+        let (locked, before) = match given {
+            // It may have run: better not to have it than to have it unknown to its owner.
+            Err(e) if in_doubt(&e) => {
+                let (core, session) = (self.clone(), self.current_session().map_or(0, |s| s.id));
+                self.env.spawn(async move {
+                    let _ = core.surely(session, &[unlock.set(ino)], None).await;
+                    drop(lane);
+                });
+                return Err(e);
+            }
+            r => r?,
+        };
+        let mut undo = vec![unlock.set(ino)];
+        for s in before {
+            let mode = LockType::try_from(s.r#type).unwrap_or(LockType::LockUnlock);
+            undo.push(Lock { mode, start: s.start, end: s.end, pid: s.pid, ..*lock }.set(ino));
+        }
+        Ok(Given { core: self, undo, locked, lane: Some(lane) })
+    }
+
+    /// Has a list run that gives locks up, and goes on after the caller was told that it takes too long. What belongs to
+    /// a lost session is given up already.
+    async fn surely(self: &Arc<Self>, session: SessionId, ops: &[pb::Op], mut tell: Option<Tell>) -> Result<Locked> {
+        loop {
+            let r = self.meta(&pb::Creds::default(), ops.to_vec()).await.and_then(ok).and_then(locked).map(|l| l.0);
+            let again = r.as_ref().is_err_and(in_doubt);
+            if let Some(tell) = tell.take() {
+                let _ = tell.send(r.clone());
+            }
+            let lost = self.current_session().is_none_or(|s| s.id != session);
+            if !again || lost || self.is_closed() {
+                return r;
+            }
+            tracing::warn!("a lock could not be given up yet");
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+    }
+}

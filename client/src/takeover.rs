@@ -1,0 +1,149 @@
+//! Taking the place of a client that died: see `docs/restart.md`.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use futures_util::stream::{self, StreamExt};
+use strake_fabric::{Buf, KeptAt, Pool, Record};
+use strake_proto::{Ino, Result, pb};
+
+use crate::{
+    Client, File, Numbers,
+    core::{Core, Hold, room_for},
+    inode::{Inode, O_ACCMODE, Release, Writer},
+    keep::{Keep, KeptInode, KeptWrite},
+    meta::{ok, op},
+    unstable::Entry,
+};
+
+/// Files opened again at a time.
+const OPENS_AT_ONCE: usize = 64;
+const O_APPEND: u32 = 0o2000;
+
+/// A file that a former client had open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Former {
+    /// The inode.
+    pub ino: Ino,
+    /// As given to [`Client::open`].
+    pub flags: u32,
+    /// Who opened it.
+    pub uid: u32,
+    /// Their group.
+    pub gid: u32,
+}
+
+impl Client {
+    /// Goes on where the client died whose [`Keep`] this one was given: opens its files again, in the order given, and takes
+    /// over what it had written and not finished. `requests`: those it had in work, which may come again.
+    ///
+    /// A file that cannot be opened any more is an error in its place. What could not be taken over is told by its
+    /// file's next write, fsync and close as `EIO`.
+    pub async fn take_over(&self, files: &[Former], requests: &[Arc<Numbers>]) -> Vec<Result<File>> {
+        let core = &self.core;
+        let opened: Vec<Result<File>> =
+            stream::iter(files.iter().map(|f| core.open_again(*f))).buffered(OPENS_AT_ONCE).collect().await;
+        let Some(keep) = core.cfg.keep.clone() else { return opened };
+        let is_same = core.current_session().is_some_and(|s| s.id == keep.former_session());
+        if !is_same && keep.former_session() != 0 {
+            tracing::warn!("the session ended while the mount had no daemon: unfinished writes of open files are lost");
+        }
+        for former in keep.left_inodes() {
+            core.inherit(former, is_same).await;
+        }
+        core.inherit_writes(&keep, is_same);
+        for (ino, end) in requests.iter().filter_map(|n| n.appended()) {
+            if let Some(inode) = core.live_inode(ino) {
+                inode.raise_append_floor(end);
+            }
+        }
+        // Counts opens anew: those of the former client are among them no more.
+        core.reassert().await;
+        opened
+    }
+
+    /// A request of a former client does not come again.
+    pub fn abandon(&self, request: &Numbers) {
+        if let Some(s) = self.core.current_session() {
+            s.abandon(request);
+        }
+    }
+}
+
+impl Core {
+    async fn open_again(self: &Arc<Self>, f: Former) -> Result<File> {
+        let open = op(pb::op::Op::Open(pb::Open { ino: f.ino, flags: f.flags & (O_ACCMODE | O_APPEND) }));
+        // The right was checked when it was opened first.
+        let r = ok(self.meta(&pb::Creds::default(), vec![open]).await?)?;
+        self.file(r, &pb::Creds { uid: f.uid, gid: f.gid, groups: Vec::new() }, f.flags).await
+    }
+
+    async fn inherit(self: &Arc<Self>, former: KeptInode, is_same: bool) {
+        if let Some(inode) = self.live_inode(former.ino()) {
+            inode.inherit(&former, is_same);
+            if former.unreported().is_some() && !is_same {
+                inode.fail_loudly("the session was lost; bytes written since the last fsync may be lost");
+            }
+            return;
+        }
+        // Closed, and the metadata servers were not told yet.
+        let Some(session) = self.current_session().filter(|_| is_same) else { return };
+        let (ino, index, surplus) = (former.ino(), former.writer(), former.surplus());
+        if let Some((end, _)) = former.unreported() {
+            let extend = op(pb::op::Op::Extend(pb::Extend { ino, end }));
+            if let Err(e) = self.meta(&pb::Creds::default(), vec![extend]).await.and_then(ok) {
+                tracing::warn!(ino, "the size of a file that was being closed could not be reported: {e}");
+            }
+        }
+        let writer = Writer { session: session.id, index };
+        self.release_later(ino, Some(Release { writer, surplus, kept: vec![Arc::new(former)] }));
+    }
+
+    fn inherit_writes(self: &Arc<Self>, keep: &Arc<Keep>, is_same: bool) {
+        let mut blocks = BTreeMap::new();
+        for (order, w, record) in keep.left_writes() {
+            // Closed: what it wrote was stable before.
+            let Some(inode) = self.live_inode(w.chunk.ino) else { continue };
+            if !is_same {
+                inode.fail_loudly("bytes written before the mount was restarted may be lost");
+                continue;
+            }
+            // Without its bytes it can only be found stable, or lost.
+            let data = w.at.and_then(|at| kept_bytes(keep.pool(), at, &mut blocks));
+            self.inherit_write(order, w, data, inode, record);
+        }
+    }
+
+    fn inherit_write(&self, order: u64, w: KeptWrite, data: Option<Buf>, inode: Arc<Inode>, record: Record) {
+        let room = self.unstable_room.clone().try_acquire_many_owned(room_for(w.len)).ok();
+        let entry = Entry {
+            chunk: w.chunk,
+            offset: w.offset,
+            file_offset: w.file_offset,
+            data: data.into_iter().collect(),
+            session: w.session,
+            seq: w.seq,
+            version: w.version,
+            stamps: w.stamps,
+            at_ms: 0,
+            tag: Arc::new(Hold { inode, _room: room }),
+            kept: Some(record),
+        };
+        let mut unstable = self.unstable.lock();
+        unstable.add_again(w.chain, order, entry);
+        unstable.resume_after(order);
+    }
+}
+
+/// Bytes in kept memory. Several writes may lie in one block.
+fn kept_bytes(pool: &Pool, at: KeptAt, blocks: &mut BTreeMap<usize, Buf>) -> Option<Buf> {
+    let block = match blocks.get(&at.block) {
+        Some(b) => b.clone(),
+        None => {
+            let b = pool.take_kept(at.block, at.capacity)?.freeze();
+            blocks.insert(at.block, b.clone());
+            b
+        }
+    };
+    let end = at.start.checked_add(at.len)?;
+    (end <= block.len()).then(|| block.slice(at.start..end))
+}

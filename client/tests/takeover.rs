@@ -1,0 +1,167 @@
+//! A client dies; the next one with its kept memory goes on. The first one is leaked in a runtime that is gone: nothing of it
+//! runs any more and nothing is cleaned up, as if it had been killed.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::*;
+use strake_client::{Client, Config, File, Former, Keep, numbered};
+use strake_fabric::Buf;
+use strake_proto::Code;
+
+const RW: u32 = 2;
+
+fn with(keep: &Arc<Keep>) -> Config {
+    Config { keep: Some(keep.clone()), ..config() }
+}
+
+fn new_keep() -> Arc<Keep> {
+    Keep::create([7; 16], 64 << 20).unwrap()
+}
+
+fn next(keep: &Keep) -> Arc<Keep> {
+    Keep::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()
+}
+
+/// Bytes as a mount hands them on: in kept memory.
+fn kept(keep: &Keep, byte: u8, len: usize) -> Vec<Buf> {
+    let mut b = keep.pool().get_now(len);
+    b.fill(byte);
+    vec![b.freeze()]
+}
+
+/// Runs a client until `live` returns, then kills it.
+fn killed<F: Future<Output = ()> + Send>(live: impl FnOnce() -> F + Send) {
+    std::thread::scope(|s| {
+        s.spawn(|| {
+            let paused = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+            paused.block_on(live());
+        });
+    });
+}
+
+async fn file(c: &Client) -> File {
+    c.create(&user(), c.root(), b"f", 0o644, RW, false, striped(65536, -1)).await.unwrap().0
+}
+
+async fn take_over(c: &Cluster, keep: &Keep, ino: u64) -> (Client, File) {
+    let keep = next(keep);
+    let b = c.client_with(2, with(&keep)).await;
+    let former = Former { ino, flags: RW, uid: 1000, gid: 1000 };
+    let f = b.take_over(&[former], &keep.left_requests()).await.pop().unwrap().unwrap();
+    (b, f)
+}
+
+const INO: u64 = 102;
+
+/// Synced bytes, then unsynced ones whose end nobody was told.
+fn half_synced(c: &Cluster, keep: &Arc<Keep>) {
+    killed(|| async {
+        let a = c.client_with(1, with(keep)).await;
+        let f = file(&a).await;
+        assert_eq!(f.ino(), INO);
+        f.write(0, kept(keep, 1, 300_000)).await.unwrap();
+        f.fsync().await.unwrap();
+        f.write(250_000, kept(keep, 2, 100_000)).await.unwrap();
+        f.write(260_000, kept(keep, 3, 1)).await.unwrap();
+        assert_eq!(c.mds.size_of(INO), 300_000, "not told yet");
+        std::mem::forget((a, f));
+    });
+}
+
+#[tokio::test(start_paused = true)]
+async fn unstable_bytes_and_sizes_are_taken_over() {
+    for restarted in [false, true] {
+        let (c, keep) = (Cluster::new(3, 2), new_keep());
+        half_synced(&c, &keep);
+        if restarted {
+            c.restart(&[0, 1, 2]);
+        }
+        let (b, f) = take_over(&c, &keep, INO).await;
+        assert_eq!(c.mds.opens(), 1, "that of the dead client is not counted");
+        let mut want = vec![1; 350_000];
+        want[250_000..].fill(2);
+        want[260_000] = 3;
+        assert_eq!(f.attr().size, 350_000);
+        f.fsync().await.unwrap();
+        assert_eq!((b.stats().replays > 0, c.mds.size_of(INO)), (restarted, 350_000));
+        c.restart(&[0, 1, 2]);
+        assert!(join(&f.read(0, 1 << 20).await.unwrap()) == want, "stable now");
+        f.close().await.unwrap();
+        b.close().await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn bytes_outside_of_kept_memory_are_lost_only_with_a_server() {
+    for restarted in [false, true] {
+        let (c, keep) = (Cluster::new(3, 2), new_keep());
+        killed(|| async {
+            let a = c.client_with(1, with(&keep)).await;
+            let f = file(&a).await;
+            f.write_all_at(0, &[1; 100_000]).await.unwrap();
+            std::mem::forget((a, f));
+        });
+        if restarted {
+            c.restart(&[0, 1, 2]);
+        }
+        let (_b, f) = take_over(&c, &keep, INO).await;
+        assert_eq!(f.fsync().await.is_err(), restarted);
+        f.fsync().await.expect("told once");
+        assert_eq!(f.flush().await.is_err(), restarted);
+        f.close().await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_lost_with_its_session_is_told_by_each_call() {
+    let (c, keep) = (Cluster::new(3, 2), new_keep());
+    half_synced(&c, &keep);
+    c.mds.evict_all();
+    let (_b, f) = take_over(&c, &keep, INO).await;
+    assert_eq!(f.write_all_at(0, &[9]).await.unwrap_err().code, Code::Io);
+    assert_eq!(f.fsync().await.unwrap_err().code, Code::Io);
+    assert_eq!(f.flush().await.unwrap_err().code, Code::Io);
+    assert_eq!(c.mds.size_of(INO), 300_000, "nobody reads zeros beyond the recorded end");
+    // Told: it works on.
+    f.write_all_at(0, &[9]).await.unwrap();
+    f.fsync().await.unwrap();
+    f.close().await.unwrap();
+}
+
+/// Exclusively: the second time it fails.
+async fn make(c: &Client) -> strake_proto::Result<File> {
+    Ok(c.create(&user(), c.root(), b"new", 0o644, RW, true, None).await?.0)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_comes_again_is_not_done_again() {
+    let (c, keep) = (Cluster::new(3, 2), new_keep());
+    killed(|| async {
+        let a = c.client_with(1, with(&keep)).await;
+        let f = file(&a).await;
+        f.write_all_at(0, &[1; 10]).await.unwrap();
+        let (making, appending) = (keep.begin(100, 0, 1), keep.begin(102, 0, INO));
+        let made = numbered(making.clone(), make(&a)).await.unwrap();
+        assert_eq!(numbered(appending.clone(), f.append(kept(&keep, 5, 10))).await.unwrap(), 10);
+        // Done, and not answered.
+        std::mem::forget((a, f, made, making, appending));
+    });
+    let keep = next(&keep);
+    let b = c.client_with(2, with(&keep)).await;
+    let left = keep.left_requests();
+    let request = |unique| left.iter().find(|n| n.unique() == unique).cloned();
+    let former = Former { ino: INO, flags: RW, uid: 1000, gid: 1000 };
+    let f = b.take_over(&[former], &left).await.pop().unwrap().unwrap();
+    // Another append comes first: it leaves room for the one that is yet to come again.
+    assert_eq!(f.append(kept(&keep, 6, 10)).await.unwrap(), 20);
+    let ran = c.mds.ran();
+    numbered(request(100), make(&b)).await.expect("the first run's answer");
+    assert_eq!(c.mds.ran(), ran, "not run again");
+    assert_eq!(numbered(request(102), f.append(kept(&keep, 5, 10))).await.unwrap(), 10);
+    let want = [[1; 10], [5; 10], [6; 10]].concat();
+    assert_eq!(join(&f.read(0, 100).await.unwrap()), want);
+    assert_eq!(make(&b).await.err().unwrap().code, Code::Exist, "a new request");
+    f.close().await.unwrap();
+}

@@ -1,0 +1,241 @@
+//! Clients that lock, wait, give up waiting and unlock. What one of them has, no other may have: whoever is told that his
+//! unlock was made in the session that had the lock had it until then.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+use strake_client::{Client, Lock, LockKind, LockType};
+use strake_proto::{Code, Error, Ino, Result, SessionId};
+use tokio::time::{sleep, timeout};
+
+use crate::workload::{Shared, root};
+
+pub const FILES: usize = 2;
+const CELLS: u64 = 8;
+const CELL: u64 = 100;
+const OWNERS: u64 = 3;
+/// After the faults everything that was given up can be had within this.
+const SETTLED: Duration = Duration::from_secs(120);
+
+/// File, flock or not, client, owner.
+type Who = (usize, bool, u32, u64);
+
+#[derive(Clone, Copy)]
+struct Held {
+    write: bool,
+    session: SessionId,
+    /// Somebody else was told that he has it, too.
+    doubted: Option<(u32, u64)>,
+}
+
+/// Who was told that he has what, by cells.
+#[derive(Default)]
+pub struct LockModel {
+    held: BTreeMap<Who, BTreeMap<u64, Held>>,
+    /// Owners of whom it is not known what they have.
+    unknown: Vec<Who>,
+}
+
+impl LockModel {
+    /// `who` was told that he has these cells.
+    fn given(&mut self, who: Who, cells: std::ops::Range<u64>, write: bool, session: SessionId) {
+        for (other, theirs) in self.held.iter_mut() {
+            if (other.0, other.1) != (who.0, who.1) || (other.2, other.3) == (who.2, who.3) {
+                continue;
+            }
+            for (_, h) in theirs.range_mut(cells.clone()).filter(|(_, h)| h.write || write) {
+                h.doubted = h.doubted.or(Some((who.2, who.3)));
+            }
+        }
+        let mine = self.held.entry(who).or_default();
+        mine.extend(cells.map(|c| (c, Held { write, session, doubted: None })));
+    }
+
+    /// `who` gives these cells up from now on; what he had there.
+    fn giving_up(&mut self, who: Who, cells: std::ops::Range<u64>) -> Vec<Held> {
+        let Some(mine) = self.held.get_mut(&who) else { return Vec::new() };
+        cells.filter_map(|c| mine.remove(&c)).collect()
+    }
+
+    /// What was given up was held in this session until a moment ago. Who had it, too?
+    fn overlap(given_up: &[Held], session: SessionId) -> Option<(u32, u64)> {
+        given_up.iter().filter(|h| h.session == session).find_map(|h| h.doubted)
+    }
+}
+
+pub type Model = Arc<Mutex<LockModel>>;
+
+/// One client that locks.
+pub struct Locker {
+    pub id: u32,
+    pub client: Client,
+    pub rng: StdRng,
+    pub found: Shared,
+    pub model: Model,
+    pub files: [Ino; FILES],
+}
+
+fn lock(flock: bool, owner: u64, mode: LockType, cells: &std::ops::Range<u64>) -> Lock {
+    let kind = if flock { LockKind::LockFlock } else { LockKind::LockPosix };
+    let all = cells.end == CELLS;
+    let (start, end) = (cells.start * CELL, if all { u64::MAX } else { cells.end * CELL - 1 });
+    Lock { kind, owner, mode, start, end, pid: owner as u32 }
+}
+
+/// The files to be locked.
+pub async fn files(client: &Client) -> Result<[Ino; FILES]> {
+    let mut out = [0; FILES];
+    for (n, ino) in out.iter_mut().enumerate() {
+        let name = format!("locked{n}");
+        *ino = match client.lookup(&root(), client.root(), name.as_bytes()).await {
+            Err(e) if e.code == Code::NoEnt => {
+                client.mknod(&root(), client.root(), name.as_bytes(), 0o100_644, 0).await?.ino
+            }
+            r => r?.ino,
+        };
+    }
+    Ok(out)
+}
+
+impl Locker {
+    pub fn new(id: u32, client: Client, seed: u64, found: Shared, model: Model, files: [Ino; FILES]) -> Locker {
+        Locker { id, client, rng: StdRng::seed_from_u64(seed), found, model, files }
+    }
+
+    pub async fn run(mut self, stop: Arc<AtomicBool>) -> Locker {
+        while !stop.load(Ordering::Relaxed) {
+            let (file, flock) = (self.rng.random_range(0..FILES), self.rng.random_bool(0.3));
+            let who = (file, flock, self.id, self.rng.random_range(0..OWNERS));
+            let (a, b) = (self.rng.random_range(0..CELLS), self.rng.random_range(1..=CELLS));
+            let cells = if flock { 0..CELLS } else { a.min(b - 1)..b.max(a + 1) };
+            match self.rng.random_range(0..10) {
+                0..=5 => self.unlock(who, cells).await,
+                6 => self.ask(who, &cells).await,
+                _ => self.lock(who, cells).await,
+            }
+            sleep(Duration::from_millis(self.rng.random_range(0..60))).await;
+        }
+        self
+    }
+
+    async fn ask(&mut self, who: Who, cells: &std::ops::Range<u64>) {
+        let l = lock(who.1, who.3, LockType::LockWrite, cells);
+        if let Err(e) = self.client.get_lock(self.files[who.0], &l).await {
+            tracing::info!("client {}: who is in the way: {e:?}", self.id);
+        }
+    }
+
+    async fn lock(&mut self, who: Who, cells: std::ops::Range<u64>) {
+        let write = self.rng.random_bool(0.5);
+        let mode = if write { LockType::LockWrite } else { LockType::LockRead };
+        let (l, wait) = (lock(who.1, who.3, mode, &cells), self.rng.random_bool(0.5));
+        if !write {
+            // A lock for writing may be one for reading from the moment it is asked for.
+            let mut model = self.model.lock();
+            let mine = model.held.get_mut(&who).into_iter().flat_map(|m| m.range_mut(cells.clone()));
+            mine.for_each(|(_, h)| h.write = false);
+        }
+        let patience = Duration::from_millis(self.rng.random_range(0..1_000));
+        let setting = self.client.set_lock(self.files[who.0], &l, wait);
+        // Who is not patient enough has got nothing, whenever that was.
+        let result = if wait { timeout(patience, setting).await } else { Ok(setting.await) };
+        match result {
+            Ok(Ok(locked)) => {
+                self.model.lock().given(who, cells, write, locked.session);
+                self.found.lock().locks += 1;
+            }
+            Ok(Err(e)) if matches!(e.code, Code::LockConflict | Code::Deadlock) => {}
+            Ok(Err(e)) => {
+                tracing::info!("client {}: locking: {e:?}", self.id);
+                let mut model = self.model.lock();
+                model.giving_up(who, cells);
+                model.unknown.push(who);
+            }
+            Err(_) => self.found.lock().waits_given_up += 1,
+        }
+    }
+
+    async fn unlock(&mut self, who: Who, cells: std::ops::Range<u64>) {
+        let had = self.model.lock().giving_up(who, cells.clone());
+        let l = lock(who.1, who.3, LockType::LockUnlock, &cells);
+        match self.client.set_lock(self.files[who.0], &l, false).await {
+            Ok(locked) => {
+                if let Some(other) = LockModel::overlap(&had, locked.session) {
+                    let m = format!("{who:?} and client {} owner {} had the same lock", other.0, other.1);
+                    self.found.lock().violations.push(m);
+                }
+            }
+            Err(e) => {
+                tracing::info!("client {}: unlocking: {e:?}", self.id);
+                self.model.lock().unknown.push(who);
+            }
+        }
+    }
+
+    /// Gives up what it knows to have.
+    pub async fn finish(mut self) {
+        let mine: Vec<Who> = {
+            let model = self.model.lock();
+            let held = model.held.iter().filter(|(_, cells)| !cells.is_empty()).map(|(who, _)| *who);
+            held.chain(model.unknown.iter().copied()).filter(|who| who.2 == self.id).collect()
+        };
+        for who in mine {
+            self.unlock(who, 0..CELLS).await;
+        }
+    }
+}
+
+/// Nobody has anything any more, or is dead: `other` can lock it all, if he waits.
+pub async fn all_free(other: &Client, inos: &[Ino]) -> Result<()> {
+    for ino in inos {
+        for flock in [false, true] {
+            let l = lock(flock, 1, LockType::LockWrite, &(0..CELLS));
+            let got = timeout(SETTLED, other.set_lock(*ino, &l, true)).await;
+            let m = format!("a lock of inode {ino} (flock {flock}) that nobody has cannot be had");
+            got.map_err(|_| Error::new(Code::TimedOut, m))??;
+            other.set_lock(*ino, &Lock { mode: LockType::LockUnlock, ..l }, false).await?;
+        }
+    }
+    Ok(())
+}
+
+/// Locks a file of its own for a client that will die.
+pub async fn last_will(client: &Client, name: &str) -> Result<()> {
+    let name = format!("{name}.lock");
+    let ino = client.mknod(&root(), client.root(), name.as_bytes(), 0o100_644, 0).await?.ino;
+    for flock in [false, true] {
+        client.set_lock(ino, &lock(flock, 9, LockType::LockWrite, &(0..CELLS)), false).await?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_who_had_the_same_are_found() {
+        let mut m = LockModel::default();
+        let (a, b) = ((0, false, 1, 1), (0, false, 2, 1));
+        m.given(a, 0..4, true, 71);
+        m.given(b, 4..8, true, 72);
+        assert_eq!(LockModel::overlap(&m.giving_up(a, 0..4), 71), None);
+        m.given(a, 0..4, false, 71);
+        m.given(b, 0..1, false, 72);
+        m.given((1, false, 3, 1), 0..8, true, 73);
+        m.given((0, true, 3, 1), 0..8, true, 73);
+        assert_eq!(LockModel::overlap(&m.giving_up(a, 0..2), 71), None, "readers, another file, another kind");
+        m.given(b, 3..4, true, 72);
+        let had = m.giving_up(a, 0..8);
+        assert_eq!(LockModel::overlap(&had, 99), None, "it was lost with its session");
+        assert_eq!(LockModel::overlap(&had, 71), Some((2, 1)));
+    }
+}

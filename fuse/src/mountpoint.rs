@@ -1,0 +1,211 @@
+//! The mountpoint: what stands in the way of a mount there, making it and ending it.
+
+use std::{
+    fs,
+    io::{self, IoSliceMut},
+    mem::MaybeUninit,
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd},
+    path::{Display, Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use rustix::{
+    mount::{MountFlags, UnmountFlags},
+    net::{AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType},
+};
+use strake_proto::{Code, Error, Result};
+
+use crate::MountConfig;
+
+/// A path for messages.
+pub(crate) fn shown(p: &Path) -> Display<'_> {
+    p.display()
+}
+
+/// Mounts an open `/dev/fuse`, as root.
+pub(crate) fn attach(cfg: &MountConfig, fd: BorrowedFd<'_>) -> Result<()> {
+    let mut flags = MountFlags::NOSUID | MountFlags::NODEV;
+    if cfg.read_only {
+        flags |= MountFlags::RDONLY;
+    }
+    let (uid, gid) = (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw());
+    let other = if cfg.allow_other { ",allow_other" } else { "" };
+    let data = format!("fd={},rootmode=40000,user_id={uid},group_id={gid},default_permissions{other}", fd.as_raw_fd());
+    let kind = format!("fuse.{}", cfg.subtype);
+    let data = std::ffi::CString::new(data).map_err(|_| Error::new(Code::Inval, "a NUL in a mount option"))?;
+    rustix::mount::mount(cfg.fsname.as_str(), &cfg.mountpoint, kind.as_str(), flags, data.as_c_str())
+        .map_err(|e| explain(cfg, &io::Error::from(e)))
+}
+
+/// Mounts by fusermount3, for those who are not root; returns the `/dev/fuse` that it opened.
+pub(crate) fn attach_as_user(cfg: &MountConfig) -> Result<OwnedFd> {
+    // Kept open over exec: fusermount3 finds its end by number.
+    let (ours, its) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::empty(), None)
+        .map_err(io::Error::from)?;
+    let mut options = format!("fsname={},subtype={},default_permissions", escaped(&cfg.fsname), escaped(&cfg.subtype));
+    if cfg.allow_other {
+        options.push_str(",allow_other");
+    }
+    if cfg.read_only {
+        options.push_str(",ro");
+    }
+    let mut child = Command::new("fusermount3");
+    child.arg("-o").arg(options).arg("--").arg(&cfg.mountpoint);
+    child.env("_FUSE_COMMFD", its.as_raw_fd().to_string()).stdin(Stdio::null()).stderr(Stdio::piped());
+    let child = child.spawn().map_err(|e| Error::from(e).context("starting fusermount3"))?;
+    drop(its);
+    let fd = receive_fd(&ours);
+    let out = child.wait_with_output().map_err(|e| Error::from(e).context("fusermount3"))?;
+    match fd {
+        Ok(Some(fd)) if out.status.success() => Ok(fd),
+        _ => {
+            let said = String::from_utf8_lossy(&out.stderr).trim().replace('\n', "; ");
+            Err(explain(cfg, &io::Error::new(io::ErrorKind::PermissionDenied, said)))
+        }
+    }
+}
+
+/// In options of fusermount3 a comma or a backslash has a backslash in front.
+fn escaped(text: &str) -> String {
+    text.replace('\\', "\\\\").replace(',', "\\,")
+}
+
+/// The first descriptor that a message brings.
+fn receive_fd(from: &OwnedFd) -> io::Result<Option<OwnedFd>> {
+    let mut byte = [0];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    rustix::net::recvmsg(from, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let fds = control.drain().find_map(|m| match m {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    Ok(fds)
+}
+
+/// Ends the mount. `EBUSY` while it is in use, unless `lazy`: then it is gone for all who come later.
+pub(crate) fn detach(at: &Path, lazy: bool) -> Result<()> {
+    let shown = shown(at);
+    let busy =
+        || Error::new(Code::Busy, format!("cannot unmount {shown}: it is in use; `fuser -vm {shown}` shows by whom"));
+    let flags = if lazy { UnmountFlags::DETACH } else { UnmountFlags::empty() };
+    match rustix::mount::unmount(at, flags) {
+        Ok(()) => return Ok(()),
+        Err(rustix::io::Errno::BUSY) => return Err(busy()),
+        Err(rustix::io::Errno::PERM) if !rustix::process::geteuid().is_root() => {}
+        Err(e) => return Err(Error::from(io::Error::from(e)).context(format!("unmounting {shown}"))),
+    }
+    let out = Command::new("fusermount3").arg(if lazy { "-uz" } else { "-u" }).arg("--").arg(at).output();
+    let out = out.map_err(|e| Error::from(e).context("starting fusermount3"))?;
+    let said = String::from_utf8_lossy(&out.stderr);
+    match out.status.success() {
+        true => Ok(()),
+        false if said.contains("busy") => Err(busy()),
+        false => Err(Error::new(Code::Perm, format!("unmounting {shown}: {}", said.trim()))),
+    }
+}
+
+/// Finds the mistakes that the kernel would answer with a bare number.
+pub(crate) fn check(cfg: &MountConfig) -> Result<()> {
+    let at = shown(&cfg.mountpoint);
+    match fs::metadata(&cfg.mountpoint) {
+        Ok(m) if m.is_dir() => {}
+        Ok(_) => return Err(Error::new(Code::NotDir, format!("mountpoint {at} is not a folder; name one"))),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            return Err(Error::new(Code::NoEnt, format!("mountpoint {at} does not exist; create it with mkdir")));
+        }
+        Err(e) if e.raw_os_error() == Some(libc::ENOTCONN) => {
+            let m = format!("mountpoint {at} holds a mount whose daemon is gone; run `umount -l {at}` first");
+            return Err(Error::new(Code::Busy, m));
+        }
+        Err(e) => return Err(Error::from(e).context(format!("mountpoint {at}"))),
+    }
+    if mounted_at(&cfg.mountpoint) {
+        return Err(Error::new(Code::Busy, format!("StrakeFS is already mounted at {at}; run `umount {at}` first")));
+    }
+    if !Path::new("/dev/fuse").exists() {
+        let m = "/dev/fuse is missing: run `modprobe fuse`, or give the container `--device /dev/fuse`";
+        return Err(Error::new(Code::NoDev, m));
+    }
+    if !rustix::process::geteuid().is_root() && !in_path("fusermount3") {
+        let m = "only root can mount without fusermount3, which is not installed; install the package fuse3";
+        return Err(Error::new(Code::Perm, m));
+    }
+    Ok(())
+}
+
+fn in_path(program: &str) -> bool {
+    std::env::var_os("PATH").is_some_and(|p| std::env::split_paths(&p).any(|d| d.join(program).exists()))
+}
+
+/// Whether the topmost mount at this folder is a StrakeFS one.
+fn mounted_at(folder: &Path) -> bool {
+    let Ok(folder) = folder.canonicalize() else { return false };
+    let table = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    table.lines().filter_map(mount_line).rfind(|(at, _)| *at == folder).is_some_and(|(_, t)| t == "fuse.strake")
+}
+
+/// Mountpoint and type of a line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
+pub fn mount_line(line: &str) -> Option<(PathBuf, &str)> {
+    let (front, back) = line.split_once(" - ")?;
+    let at = front.split(' ').nth(4)?;
+    Some((PathBuf::from(unescape(at)), back.split(' ').next()?))
+}
+
+/// The kernel writes blank, tab, newline and backslash in paths as `\ooo`.
+fn unescape(s: &str) -> String {
+    let mut out = Vec::with_capacity(s.len());
+    let mut rest = s.as_bytes();
+    while let Some((&first, tail)) = rest.split_first() {
+        let octal = tail.get(..3).filter(|_| first == b'\\').and_then(|d| std::str::from_utf8(d).ok());
+        match octal.and_then(|d| u8::from_str_radix(d, 8).ok()) {
+            Some(byte) => {
+                out.push(byte);
+                rest = &tail[3..];
+            }
+            None => {
+                out.push(first);
+                rest = tail;
+            }
+        }
+    }
+    String::from_utf8_lossy(&out).into_owned()
+}
+
+pub(crate) fn explain(cfg: &MountConfig, e: &io::Error) -> Error {
+    let at = shown(&cfg.mountpoint);
+    let text = e.to_string();
+    let mut err = Error::from(io::Error::new(e.kind(), text.clone())).context(format!("cannot mount at {at}"));
+    if e.kind() == io::ErrorKind::PermissionDenied || text.contains("Operation not permitted") {
+        err.code = Code::Perm;
+        err.message.push_str("; mounting needs root or fusermount3, in a container `--cap-add SYS_ADMIN`");
+        if cfg.allow_other {
+            err.message.push_str("; allow_other as a user needs `user_allow_other` in /etc/fuse.conf");
+        }
+    }
+    err
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mistakes_are_explained() {
+        let dir = tempfile::tempdir().unwrap();
+        let missing = check(&MountConfig::new(dir.path().join("nope"))).unwrap_err();
+        assert_eq!(missing.code, Code::NoEnt);
+        assert!(missing.message.contains("mkdir"), "{missing}");
+        let file = dir.path().join("file");
+        fs::write(&file, b"").unwrap();
+        assert_eq!(check(&MountConfig::new(file)).unwrap_err().code, Code::NotDir);
+    }
+
+    #[test]
+    fn mountinfo_lines() {
+        let line = r"36 35 98:0 / /mnt/a\040b rw,noatime master:1 - fuse.strake strake rw,user_id=0";
+        assert_eq!(mount_line(line), Some((PathBuf::from("/mnt/a b"), "fuse.strake")));
+        assert_eq!(mount_line("nonsense"), None);
+        assert_eq!(unescape(r"a\134b\04"), r"a\b\04");
+    }
+}

@@ -1,0 +1,177 @@
+//! The socket between a supervisor and its daemon: short messages that may bring descriptors.
+
+use std::{
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+};
+
+use rustix::{
+    io::FdFlags,
+    net::{
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+        SendFlags, SocketFlags, SocketType,
+    },
+};
+
+use tokio::net::UnixDatagram;
+
+/// The kept memory, and a `/dev/fuse` for each of up to 64 threads.
+const MOST_FDS: usize = 65;
+/// A list of 64 uuids, or a name.
+const LONGEST: usize = 2048;
+
+/// What is said.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Message {
+    /// To the first daemon, with the kept memory: connect. `dead`: uuids of clients that are certainly gone.
+    Connect { dead: Vec<[u8; 16]> },
+    /// From it: connected, to the file system of this name.
+    Connected { name: String },
+    /// To it, with the mount's descriptors: mounted, serve.
+    Mounted,
+    /// To every later daemon, with the kept memory and the descriptors.
+    TakeOver,
+    /// From a daemon: requests are answered.
+    Serving,
+}
+
+impl Message {
+    fn encode(&self) -> Vec<u8> {
+        match self {
+            Message::Connect { dead } => [b"c", dead.concat().as_slice()].concat(),
+            Message::Connected { name } => [b"n", name.as_bytes()].concat(),
+            Message::Mounted => b"m".to_vec(),
+            Message::TakeOver => b"t".to_vec(),
+            Message::Serving => b"s".to_vec(),
+        }
+    }
+
+    fn decode(bytes: &[u8]) -> Option<Message> {
+        let (kind, rest) = bytes.split_first()?;
+        match kind {
+            b'c' => {
+                let (uuids, []) = rest.as_chunks::<16>() else { return None };
+                Some(Message::Connect { dead: uuids.to_vec() })
+            }
+            b'n' => Some(Message::Connected { name: String::from_utf8(rest.to_vec()).ok()? }),
+            b'm' if rest.is_empty() => Some(Message::Mounted),
+            b't' if rest.is_empty() => Some(Message::TakeOver),
+            b's' if rest.is_empty() => Some(Message::Serving),
+            _ => None,
+        }
+    }
+}
+
+/// One end.
+#[derive(Debug)]
+pub struct Link(OwnedFd);
+
+impl Link {
+    /// Ours, and the one that a child inherits.
+    pub fn pair() -> io::Result<(Link, OwnedFd)> {
+        let kind = SocketType::SEQPACKET;
+        let (ours, its) = rustix::net::socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
+        rustix::io::fcntl_setfd(&its, FdFlags::empty())?;
+        Ok((Link(ours), its))
+    }
+
+    /// The end that this process inherited under this number. Must be called once, before anything else is opened.
+    pub fn inherited(number: RawFd) -> io::Result<Link> {
+        if number <= 2 {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a socket of a supervisor"));
+        }
+        // SAFETY: the caller inherited this descriptor for this very use; nobody else in the process knows its number. Were
+        // it closed or another file, the calls below would fail and nothing of this process be harmed.
+        let fd = unsafe { OwnedFd::from_raw_fd(number) };
+        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)?;
+        rustix::net::sockopt::socket_type(&fd)?;
+        Ok(Link(fd))
+    }
+
+    /// From now on receiving fails with `WouldBlock` instead of waiting; what is returned tells when not to. Must be called
+    /// on a tokio runtime.
+    pub fn watch(&self) -> io::Result<UnixDatagram> {
+        rustix::io::ioctl_fionbio(&self.0, true)?;
+        // Only watched, never read as one.
+        UnixDatagram::from_std(self.0.try_clone()?.into())
+    }
+
+    /// Sends a message with descriptors. Fails at once when the other end does not read.
+    pub fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+            return Err(io::Error::other("too many descriptors for one message"));
+        }
+        let bytes = message.encode();
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        rustix::net::sendmsg(&self.0, &[IoSlice::new(&bytes)], &mut control, flags)?;
+        Ok(())
+    }
+
+    /// The next message, waiting for it unless the socket is set not to. `None`: the other end is gone.
+    pub fn receive(&self) -> io::Result<Option<(Message, Vec<OwnedFd>)>> {
+        let mut bytes = [0; LONGEST];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::CMSG_CLOEXEC;
+        let got = rustix::net::recvmsg(&self.0, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags)?;
+        let fds = control.drain().filter_map(|m| match m {
+            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+            _ => None,
+        });
+        let fds = fds.flatten().collect();
+        if got.bytes == 0 {
+            return Ok(None);
+        }
+        let bad = || io::Error::new(io::ErrorKind::InvalidData, "a message that no supervisor or daemon sends");
+        Ok(Some((Message::decode(&bytes[..got.bytes]).ok_or_else(bad)?, fds)))
+    }
+}
+
+impl AsFd for Link {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl AsRawFd for Link {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::*;
+
+    #[test]
+    fn messages_and_descriptors_arrive() {
+        let (a, b) = Link::pair().unwrap();
+        let b = Link(b);
+        let null = File::open("/dev/null").unwrap();
+        let fds = vec![null.as_fd(); MOST_FDS];
+        a.send(&Message::Connect { dead: vec![[1; 16], [2; 16]] }, &fds).unwrap();
+        b.send(&Message::Connected { name: "fs".into() }, &[]).unwrap();
+        let (m, fds) = b.receive().unwrap().unwrap();
+        assert_eq!((m, fds.len()), (Message::Connect { dead: vec![[1; 16], [2; 16]] }, MOST_FDS));
+        assert_eq!(a.receive().unwrap().unwrap().0, Message::Connected { name: "fs".into() });
+        for m in [Message::Mounted, Message::TakeOver, Message::Serving] {
+            assert_eq!(Message::decode(&m.encode()), Some(m));
+        }
+        drop(b);
+        assert!(a.receive().unwrap().is_none());
+        assert!(a.send(&Message::Mounted, &[]).is_err());
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        for bytes in [&b""[..], b"x", b"mm", b"c123", b"n\xff"] {
+            assert_eq!(Message::decode(bytes), None, "{bytes:?}");
+        }
+        assert!(Link::inherited(1).is_err());
+    }
+}

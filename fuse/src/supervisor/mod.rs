@@ -1,0 +1,248 @@
+//! What stays when a mount's daemon dies: holds the mount and what the daemon knew, and starts the next daemon. See
+//! `docs/restart.md`.
+
+pub mod link;
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    path::PathBuf,
+    process::ExitStatus,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use link::{Link, Message};
+use strake_client::Keep;
+use strake_proto::{Code, Error, Result};
+use tokio::{
+    io::Interest,
+    net::UnixDatagram,
+    process::{Child, Command},
+    signal::unix::{Signal, SignalKind, signal},
+};
+
+use crate::{MountConfig, mount, mountpoint};
+
+/// The daemon's end of the socket, by number, in its environment.
+pub const SOCKET: &str = "STRAKE_MOUNT_SOCKET";
+/// A daemon's exit status when it cannot read the kept memory.
+pub const OTHER_LAYOUT: u8 = 64;
+/// This very program, even when its file is gone.
+const MYSELF: &str = "/proc/self/exe";
+
+/// After a daemon that served shorter than this the next one is not started at once.
+const SHORT_LIFE: Duration = Duration::from_millis(200);
+/// So many short lives in a row are put down to chance.
+const CHANCE: u32 = 3;
+const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// How to start a daemon.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// The program's file; another version may be put there.
+    pub path: PathBuf,
+    pub args: Vec<std::ffi::OsString>,
+}
+
+/// Supervises one mount until it is unmounted.
+pub struct Supervisor {
+    cfg: MountConfig,
+    program: Program,
+    keep: Arc<Keep>,
+    /// Told to the first daemon: clients that are certainly gone.
+    dead: Vec<[u8; 16]>,
+    /// Once mounted.
+    descriptors: Vec<OwnedFd>,
+}
+
+struct Daemon {
+    child: Child,
+    link: Link,
+    /// Tells when there is something to receive.
+    watch: UnixDatagram,
+    serving_since: Option<Instant>,
+}
+
+enum Event {
+    Ended(ExitStatus),
+    Said(Message),
+    Upgrade,
+    Stop,
+}
+
+struct Signals {
+    upgrade: Signal,
+    term: Signal,
+    interrupt: Signal,
+}
+
+impl Supervisor {
+    pub fn new(cfg: MountConfig, program: Program, keep: Arc<Keep>, dead: Vec<[u8; 16]>) -> Supervisor {
+        Supervisor { cfg, program, keep, dead, descriptors: Vec::new() }
+    }
+
+    /// Starts the first daemon, mounts when it is connected (`mounted` is called then), and serves until the mount is gone.
+    /// Returns the status to exit with.
+    pub async fn run(mut self, mut mounted: impl FnMut()) -> Result<u8> {
+        let failed = |e: io::Error| Error::from(e).context("listening for signals");
+        let mut signals = Signals {
+            upgrade: signal(SignalKind::hangup()).map_err(failed)?,
+            term: signal(SignalKind::terminate()).map_err(failed)?,
+            interrupt: signal(SignalKind::interrupt()).map_err(failed)?,
+        };
+        let mut path = self.program.path.clone();
+        let mut short_lives = 0;
+        let mut stopping = false;
+        loop {
+            let mut daemon = self.start(&path)?;
+            let status = loop {
+                match daemon.next(&mut signals).await? {
+                    Event::Ended(status) => break status,
+                    Event::Said(Message::Connected { name }) if self.descriptors.is_empty() => {
+                        self.mount(&daemon, &name)?;
+                        mounted();
+                    }
+                    Event::Said(Message::Serving) => {
+                        daemon.serving_since = Some(Instant::now());
+                        tracing::info!("daemon {} serves", daemon.child.id().unwrap_or(0));
+                    }
+                    Event::Said(m) => tracing::warn!("the daemon said {m:?} out of turn"),
+                    Event::Upgrade => {
+                        tracing::info!("restarting the daemon with {}", self.program.path.display());
+                        path.clone_from(&self.program.path);
+                        short_lives = 0;
+                        daemon.kill();
+                    }
+                    Event::Stop if self.descriptors.is_empty() => daemon.kill(),
+                    Event::Stop => self.stop(&mut stopping)?,
+                }
+            };
+            if self.descriptors.is_empty() {
+                return Ok(code(status));
+            }
+            if status.success() {
+                return Ok(0);
+            }
+            let other = status.code() == Some(i32::from(OTHER_LAYOUT));
+            tracing::warn!(
+                "the daemon of {} ended: {status}; starting the next",
+                mountpoint::shown(&self.cfg.mountpoint)
+            );
+            if other {
+                path = MYSELF.into();
+            }
+            // A program that dies at its start must not keep the machine busy.
+            let served = daemon.serving_since.is_some_and(|since| since.elapsed() >= SHORT_LIFE);
+            short_lives = if served { 0 } else { short_lives + 1 };
+            tokio::time::sleep(pause(short_lives)).await;
+        }
+    }
+
+    fn start(&self, path: &std::path::Path) -> Result<Daemon> {
+        let failed = |e: io::Error| Error::from(e).context("starting the mount's daemon");
+        let (link, its) = Link::pair().map_err(failed)?;
+        let path = if path.exists() { path } else { MYSELF.as_ref() };
+        let mut command = Command::new(path);
+        command.args(&self.program.args).env(SOCKET, its.as_raw_fd().to_string());
+        let child = command.spawn().map_err(failed)?;
+        drop(its);
+        let kept = self.keep.fd();
+        let told = if self.descriptors.is_empty() {
+            link.send(&Message::Connect { dead: self.dead.clone() }, &[kept])
+        } else {
+            let all: Vec<_> = std::iter::once(kept).chain(self.descriptors.iter().map(AsFd::as_fd)).collect();
+            link.send(&Message::TakeOver, &all)
+        };
+        if let Err(e) = told {
+            tracing::warn!("telling the daemon how to start: {e}");
+        }
+        let watch = link.watch().map_err(failed)?;
+        Ok(Daemon { child, link, watch, serving_since: None })
+    }
+
+    fn mount(&mut self, daemon: &Daemon, name: &str) -> Result<()> {
+        if self.cfg.fsname.is_empty() {
+            self.cfg.fsname = name.into();
+        }
+        self.descriptors = mount::attach(&self.cfg)?;
+        let fds: Vec<_> = self.descriptors.iter().map(AsFd::as_fd).collect();
+        if let Err(e) = daemon.link.send(&Message::Mounted, &fds) {
+            // It died; the next one takes over.
+            tracing::warn!("telling the daemon that it is mounted: {e}");
+        }
+        Ok(())
+    }
+
+    /// Unmounts. What is in use goes on until it is closed; at a second signal nothing does.
+    fn stop(&self, again: &mut bool) -> Result<()> {
+        if std::mem::replace(again, true) {
+            return Err(Error::new(Code::Intr, "stopped while files were open"));
+        }
+        match mountpoint::detach(&self.cfg.mountpoint, false) {
+            Err(e) if e.code == Code::Busy => {
+                tracing::warn!("{e}; nobody can open anything there any more, open files go on until they are closed");
+                mountpoint::detach(&self.cfg.mountpoint, true)
+            }
+            // Gone already: the daemon ends in a moment.
+            Err(e) if e.code == Code::Inval => Ok(()),
+            r => r,
+        }
+    }
+}
+
+impl Daemon {
+    async fn next(&mut self, signals: &mut Signals) -> Result<Event> {
+        tokio::select! {
+            biased;
+            status = self.child.wait() => Ok(Event::Ended(status?)),
+            _ = signals.term.recv() => Ok(Event::Stop),
+            _ = signals.interrupt.recv() => Ok(Event::Stop),
+            _ = signals.upgrade.recv() => Ok(Event::Upgrade),
+            event = said(&self.link, &self.watch) => Ok(event),
+        }
+    }
+
+    fn kill(&mut self) {
+        if let Err(e) = self.child.start_kill() {
+            tracing::warn!("killing the daemon: {e}");
+        }
+    }
+}
+
+/// The daemon's next message. Never returns after it has closed its end: its own end comes.
+async fn said(link: &Link, watch: &UnixDatagram) -> Event {
+    match watch.async_io(Interest::READABLE, || link.receive()).await {
+        Ok(Some((message, _))) => Event::Said(message),
+        Ok(None) => std::future::pending().await,
+        Err(e) => {
+            tracing::warn!("the daemon's socket: {e}");
+            std::future::pending().await
+        }
+    }
+}
+
+/// Before the next start, after so many short lives in a row.
+fn pause(short_lives: u32) -> Duration {
+    match short_lives.checked_sub(CHANCE + 1) {
+        None => Duration::ZERO,
+        Some(n) => SHORTEST_PAUSE.saturating_mul(1 << n.min(16)).min(LONGEST_PAUSE),
+    }
+}
+
+fn code(status: ExitStatus) -> u8 {
+    status.code().and_then(|c| u8::try_from(c).ok()).unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_daemon_that_dies_at_its_start_is_started_ever_more_slowly() {
+        let pauses: Vec<u64> = (0..7).map(|n| pause(n).as_millis() as u64).collect();
+        assert_eq!(pauses, [0, 0, 0, 0, 100, 200, 400]);
+        assert_eq!(pause(u32::MAX), LONGEST_PAUSE);
+    }
+}

@@ -1,0 +1,105 @@
+//! `/dev/fuse` by our own hands: the kernel's protocol without a library in between.
+//!
+//! `channel` reads requests and writes replies; `request`, `reply`, `init` and `notify` are the protocol itself, pure;
+//! `session` runs the threads; `interrupts` lets go of callers that were killed; `serve` asks the
+//! [VFS core](crate::vfs). See `docs/fuse.md`.
+
+mod abi;
+mod channel;
+mod init;
+mod interrupts;
+pub(crate) mod notify;
+mod reply;
+mod request;
+mod serve;
+mod session;
+
+use std::{
+    os::fd::OwnedFd,
+    sync::{Arc, OnceLock},
+};
+
+use init::Agreed;
+pub(crate) use serve::Serve;
+pub(crate) use session::Session;
+use strake_proto::{Error, Result};
+
+use self::channel::Channel;
+use crate::{MountConfig, mountpoint};
+
+/// Largest read or write request: 256 pages of 4 KiB, the kernel's default limit.
+pub(crate) const MAX_REQUEST: u32 = 1 << 20;
+
+/// Mounts: the descriptors to be served, one for each thread. The mount ends when the last of them is closed.
+pub(crate) fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
+    let first = if rustix::process::geteuid().is_root() {
+        let channel = Channel::open()?;
+        mountpoint::attach(cfg, channel.fd())?;
+        channel
+    } else {
+        Channel::new(mountpoint::attach_as_user(cfg)?)
+    };
+    let more = (1..cfg.threads.clamp(1, 64)).map(|_| first.another()).collect::<Result<Vec<_>, _>>();
+    match more {
+        Ok(mut all) => {
+            all.push(first);
+            Ok(all.into_iter().map(OwnedFd::from).collect())
+        }
+        Err(e) => {
+            // Nobody would ever answer it.
+            let _ = mountpoint::detach(&cfg.mountpoint, true);
+            Err(Error::from(e).context("opening /dev/fuse once more"))
+        }
+    }
+}
+
+/// Serves a mount from its descriptors until it is unmounted.
+pub(crate) fn start(descriptors: Vec<OwnedFd>, serve: Serve, agreed: Arc<OnceLock<Agreed>>) -> Result<Session> {
+    let channels: Vec<Channel> = descriptors.into_iter().map(Channel::new).collect();
+    // Without an agreement nothing was taken but the first request, which must come again too.
+    let is_next = serve.is_next();
+    let resends = agreed.get().is_none_or(|a| a.has(abi::init::HAS_RESEND));
+    if is_next && !resends {
+        for (unique, index) in serve.give_up_left() {
+            if let Some(c) = channels.get(index) {
+                let _ = c.send(unique, &reply::Reply::Error(libc::EIO));
+            }
+        }
+    }
+    serve.expect_left();
+    let pool = serve.pool();
+    let session = Session::start(channels, Arc::new(serve), pool, agreed);
+    let session = session.map_err(|e| Error::from(e).context("starting the threads of a mount"))?;
+    if is_next
+        && resends
+        && let Err(e) = session.notify(&notify::resend())
+    {
+        tracing::warn!("asking the kernel for what was not answered: {e}");
+    }
+    Ok(session)
+}
+
+/// For the fuzz target `kernel`: a request as it could be read from `/dev/fuse`. Returns whether it is well formed.
+pub(crate) fn read_request(bytes: &[u8], setxattr_ext: bool) -> bool {
+    let Ok(head) = request::Head::read(bytes) else { return false };
+    let args = &bytes[abi::IN_HEAD..];
+    let body = match args.split_at_checked(abi::WRITE_HEAD - abi::IN_HEAD) {
+        Some((fixed, data)) if head.opcode == abi::op::WRITE => {
+            let mut buf = strake_fabric::BufMut::unpooled(data.len());
+            buf.copy_from_slice(data);
+            request::write(fixed, buf.freeze())
+        }
+        _ => request::read(head, args, setxattr_ext),
+    };
+    if let Ok(request::Body::Init(asked)) = &body
+        && let init::Outcome::Agreed(agreed) = init::negotiate(*asked, MAX_REQUEST)
+    {
+        assert!(agreed.flags & !asked.flags == 0 && agreed.minor <= asked.minor && agreed.reply().len() == 64);
+    }
+    body.is_ok()
+}
+
+/// For the fuzz target `text`: the files that tell whether a caller is dying.
+pub(crate) fn is_dying(text: &str) -> bool {
+    interrupts::dies_of_signal(text) | interrupts::is_exiting(text)
+}

@@ -1,0 +1,553 @@
+//! Requests of the kernel in plain types. Pure: bytes in, a [`Request`] out.
+//!
+//! The kernel is trusted with the content but not with the form: a request that is too short or has a name without its
+//! end is an error, never a panic, because a confused reader of `/dev/fuse` must not take the mount down.
+
+use strake_fabric::Buf;
+
+use super::abi::{self, op};
+use crate::vfs::{Lock, LockKind, LockType};
+
+/// Who asks for what. `body` is owned, so that a request can be a task of its own.
+#[derive(Debug)]
+pub struct Request {
+    pub head: Head,
+    pub body: Body,
+}
+
+/// `fuse_in_header`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Head {
+    /// Length of the whole request.
+    pub len: u32,
+    pub opcode: u32,
+    /// The request's number; its reply carries it.
+    pub unique: u64,
+    /// The inode it is about.
+    pub node: u64,
+    pub uid: u32,
+    pub gid: u32,
+    /// Thread that asks; 0: nobody in this process-id namespace.
+    pub pid: u32,
+}
+
+/// SETATTR, with the fields that are valid.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SetAttr {
+    pub valid: u32,
+    pub handle: u64,
+    pub size: u64,
+    pub atime: (i64, u32),
+    pub mtime: (i64, u32),
+    pub mode: u32,
+    pub uid: u32,
+    pub gid: u32,
+}
+
+/// INIT.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Init {
+    pub major: u32,
+    pub minor: u32,
+    pub max_readahead: u32,
+    pub flags: u64,
+}
+
+/// COPY_FILE_RANGE; the source is the request's node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CopyRange {
+    pub from: u64,
+    pub from_offset: u64,
+    pub to_node: u64,
+    pub to: u64,
+    pub to_offset: u64,
+    pub len: u64,
+    /// The answer has room for more than 32 bits (COPY_FILE_RANGE_64).
+    pub wide: bool,
+}
+
+/// What is asked for. Names are without their NUL.
+#[derive(Debug)]
+pub enum Body {
+    Init(Init),
+    Lookup {
+        name: Vec<u8>,
+    },
+    /// FORGET and BATCH_FORGET: never answered.
+    Forget,
+    Getattr,
+    Statx,
+    Setattr(SetAttr),
+    Readlink,
+    Symlink {
+        name: Vec<u8>,
+        target: Vec<u8>,
+    },
+    Mknod {
+        name: Vec<u8>,
+        mode: u32,
+        rdev: u32,
+        umask: u32,
+    },
+    Mkdir {
+        name: Vec<u8>,
+        mode: u32,
+        umask: u32,
+    },
+    Unlink {
+        name: Vec<u8>,
+    },
+    Rmdir {
+        name: Vec<u8>,
+    },
+    Rename {
+        name: Vec<u8>,
+        to: u64,
+        to_name: Vec<u8>,
+        flags: u32,
+    },
+    /// The inode `ino` gets a name in the request's node.
+    Link {
+        ino: u64,
+        name: Vec<u8>,
+    },
+    Open {
+        flags: u32,
+    },
+    Create {
+        name: Vec<u8>,
+        flags: u32,
+        mode: u32,
+        umask: u32,
+    },
+    Tmpfile {
+        flags: u32,
+        mode: u32,
+        umask: u32,
+    },
+    Read {
+        handle: u64,
+        offset: u64,
+        size: u32,
+    },
+    Write {
+        handle: u64,
+        offset: u64,
+        flags: u32,
+        from_mapping: bool,
+        /// The writer is not one whose writes leave set-id bits.
+        strips: bool,
+        data: Buf,
+    },
+    /// A descriptor of this owner of POSIX locks is closed.
+    Flush {
+        handle: u64,
+        owner: u64,
+    },
+    Release {
+        handle: u64,
+    },
+    Fsync {
+        handle: u64,
+    },
+    Statfs,
+    Syncfs,
+    Getxattr {
+        name: Vec<u8>,
+        size: u32,
+    },
+    Setxattr {
+        name: Vec<u8>,
+        value: Vec<u8>,
+        flags: u32,
+    },
+    Listxattr {
+        size: u32,
+    },
+    Removexattr {
+        name: Vec<u8>,
+    },
+    Opendir,
+    Readdir {
+        handle: u64,
+        offset: u64,
+        size: u32,
+        plus: bool,
+    },
+    Releasedir {
+        handle: u64,
+    },
+    Fsyncdir,
+    Access {
+        mask: u32,
+    },
+    /// The request of this number is to end early.
+    Interrupt {
+        unique: u64,
+    },
+    /// Who is in the way of this lock.
+    Getlk {
+        handle: u64,
+        lock: Lock,
+    },
+    Setlk {
+        handle: u64,
+        lock: Lock,
+        wait: bool,
+    },
+    Destroy,
+    Ioctl {
+        command: u32,
+    },
+    Fallocate {
+        handle: u64,
+        offset: u64,
+        len: u64,
+        mode: u32,
+    },
+    CopyRange(CopyRange),
+    /// Known to nobody here.
+    Other,
+}
+
+/// A request that cannot be read. Its head may still be good enough to refuse it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Malformed(pub &'static str);
+
+/// What reading a request gives.
+pub type Parsed = Result<Body, Malformed>;
+
+/// Reads fields one after the other.
+struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+        let (field, rest) = self.0.split_first_chunk::<N>().ok_or(Malformed("too short"))?;
+        self.0 = rest;
+        Ok(*field)
+    }
+
+    fn u32(&mut self) -> Result<u32, Malformed> {
+        Ok(u32::from_ne_bytes(self.take()?))
+    }
+
+    fn u64(&mut self) -> Result<u64, Malformed> {
+        Ok(u64::from_ne_bytes(self.take()?))
+    }
+
+    fn skip(&mut self, n: usize) -> Result<(), Malformed> {
+        self.0 = self.0.get(n..).ok_or(Malformed("too short"))?;
+        Ok(())
+    }
+
+    /// A name up to its NUL.
+    fn name(&mut self) -> Result<Vec<u8>, Malformed> {
+        let end = self.0.iter().position(|b| *b == 0).ok_or(Malformed("a name without its end"))?;
+        let name = self.0[..end].to_vec();
+        self.0 = &self.0[end + 1..];
+        Ok(name)
+    }
+}
+
+impl Head {
+    /// The first [`abi::IN_HEAD`] bytes of a request.
+    pub fn read(bytes: &[u8]) -> Result<Head, Malformed> {
+        let mut f = Fields(bytes);
+        let (len, opcode, unique, node) = (f.u32()?, f.u32()?, f.u64()?, f.u64()?);
+        let (uid, gid, pid) = (f.u32()?, f.u32()?, f.u32()?);
+        f.skip(4)?;
+        Ok(Head { len, opcode, unique, node, uid, gid, pid })
+    }
+}
+
+/// Reads the arguments of every request but WRITE, whose data the caller has: see [`write`].
+pub fn read(head: Head, args: &[u8], setxattr_ext: bool) -> Result<Body, Malformed> {
+    let f = &mut Fields(args);
+    Ok(match head.opcode {
+        op::INIT => Body::Init(init(f)?),
+        op::LOOKUP => Body::Lookup { name: f.name()? },
+        op::FORGET | op::BATCH_FORGET => Body::Forget,
+        op::GETATTR => Body::Getattr,
+        op::STATX => Body::Statx,
+        op::SETATTR => Body::Setattr(setattr(f)?),
+        op::READLINK => Body::Readlink,
+        op::STATFS => Body::Statfs,
+        op::SYNCFS => Body::Syncfs,
+        op::DESTROY => Body::Destroy,
+        op::SYMLINK | op::MKNOD | op::MKDIR | op::UNLINK | op::RMDIR | op::RENAME | op::RENAME2 | op::LINK => {
+            naming(head.opcode, f)?
+        }
+        op::OPEN | op::CREATE | op::TMPFILE | op::OPENDIR => opening(head.opcode, f)?,
+        op::READ
+        | op::FLUSH
+        | op::RELEASE
+        | op::FSYNC
+        | op::READDIR
+        | op::READDIRPLUS
+        | op::RELEASEDIR
+        | op::FALLOCATE => of_handle(head.opcode, f)?,
+        op::GETLK | op::SETLK | op::SETLKW => locking(head.opcode, f)?,
+        op::FSYNCDIR => Body::Fsyncdir,
+        op::GETXATTR | op::SETXATTR | op::LISTXATTR | op::REMOVEXATTR => xattr(head.opcode, f, setxattr_ext)?,
+        op::ACCESS => Body::Access { mask: f.u32()? },
+        op::INTERRUPT => Body::Interrupt { unique: f.u64()? },
+        op::IOCTL => {
+            f.skip(12)?;
+            Body::Ioctl { command: f.u32()? }
+        }
+        op::COPY_FILE_RANGE | op::COPY_FILE_RANGE_64 => {
+            let (from, from_offset, to_node, to, to_offset, len) =
+                (f.u64()?, f.u64()?, f.u64()?, f.u64()?, f.u64()?, f.u64()?);
+            let wide = head.opcode == op::COPY_FILE_RANGE_64;
+            Body::CopyRange(CopyRange { from, from_offset, to_node, to, to_offset, len, wide })
+        }
+        _ => Body::Other,
+    })
+}
+
+/// `fuse_write_in` and the data that followed it.
+pub fn write(args: &[u8], data: Buf) -> Result<Body, Malformed> {
+    let f = &mut Fields(args);
+    let (handle, offset, size, write_flags) = (f.u64()?, f.u64()?, f.u32()?, f.u32()?);
+    f.skip(8)?;
+    let flags = f.u32()?;
+    if size as usize != data.len() {
+        return Err(Malformed("a write of another length than its data"));
+    }
+    let (from_mapping, strips) = (write_flags & abi::WRITE_CACHE != 0, write_flags & abi::WRITE_KILL_SUIDGID != 0);
+    Ok(Body::Write { handle, offset, flags, from_mapping, strips, data })
+}
+
+fn init(f: &mut Fields) -> Result<Init, Malformed> {
+    let (major, minor) = (f.u32()?, f.u32()?);
+    let (max_readahead, low) = (f.u32()?, f.u32()?);
+    let mut flags = u64::from(low);
+    if flags & abi::init::INIT_EXT != 0 {
+        flags |= u64::from(f.u32()?) << 32;
+    }
+    Ok(Init { major, minor, max_readahead, flags })
+}
+
+fn setattr(f: &mut Fields) -> Result<SetAttr, Malformed> {
+    let valid = f.u32()?;
+    f.skip(4)?;
+    let (handle, size) = (f.u64()?, f.u64()?);
+    f.skip(8)?;
+    let (atime, mtime) = (f.u64()? as i64, f.u64()? as i64);
+    f.skip(8)?;
+    let (atime_ns, mtime_ns) = (f.u32()?, f.u32()?);
+    f.skip(4)?;
+    let mode = f.u32()?;
+    f.skip(4)?;
+    let (uid, gid) = (f.u32()?, f.u32()?);
+    Ok(SetAttr { valid, handle, size, atime: (atime, atime_ns), mtime: (mtime, mtime_ns), mode, uid, gid })
+}
+
+fn naming(opcode: u32, f: &mut Fields) -> Result<Body, Malformed> {
+    Ok(match opcode {
+        op::SYMLINK => Body::Symlink { name: f.name()?, target: f.name()? },
+        op::MKNOD => {
+            let (mode, rdev, umask) = (f.u32()?, f.u32()?, f.u32()?);
+            f.skip(4)?;
+            Body::Mknod { name: f.name()?, mode, rdev, umask }
+        }
+        op::MKDIR => {
+            let (mode, umask) = (f.u32()?, f.u32()?);
+            Body::Mkdir { name: f.name()?, mode, umask }
+        }
+        op::UNLINK => Body::Unlink { name: f.name()? },
+        op::RMDIR => Body::Rmdir { name: f.name()? },
+        op::LINK => {
+            let ino = f.u64()?;
+            Body::Link { ino, name: f.name()? }
+        }
+        _ => {
+            let to = f.u64()?;
+            let mut flags = 0;
+            if opcode == op::RENAME2 {
+                flags = f.u32()?;
+                f.skip(4)?;
+            }
+            Body::Rename { name: f.name()?, to, to_name: f.name()?, flags }
+        }
+    })
+}
+
+fn opening(opcode: u32, f: &mut Fields) -> Result<Body, Malformed> {
+    let flags = f.u32()?;
+    Ok(match opcode {
+        op::OPEN => Body::Open { flags },
+        op::OPENDIR => Body::Opendir,
+        _ => {
+            let (mode, umask) = (f.u32()?, f.u32()?);
+            f.skip(4)?;
+            if opcode == op::TMPFILE {
+                // The name that follows stands for none.
+                return Ok(Body::Tmpfile { flags, mode, umask });
+            }
+            Body::Create { name: f.name()?, flags, mode, umask }
+        }
+    })
+}
+
+fn of_handle(opcode: u32, f: &mut Fields) -> Result<Body, Malformed> {
+    let handle = f.u64()?;
+    Ok(match opcode {
+        op::READ => Body::Read { handle, offset: f.u64()?, size: f.u32()? },
+        op::READDIR | op::READDIRPLUS => {
+            Body::Readdir { handle, offset: f.u64()?, size: f.u32()?, plus: opcode == op::READDIRPLUS }
+        }
+        op::FLUSH => {
+            f.skip(8)?;
+            Body::Flush { handle, owner: f.u64()? }
+        }
+        op::RELEASE => Body::Release { handle },
+        op::RELEASEDIR => Body::Releasedir { handle },
+        op::FSYNC => Body::Fsync { handle },
+        _ => Body::Fallocate { handle, offset: f.u64()?, len: f.u64()?, mode: f.u32()? },
+    })
+}
+
+fn locking(opcode: u32, f: &mut Fields) -> Result<Body, Malformed> {
+    let (handle, owner, start, end) = (f.u64()?, f.u64()?, f.u64()?, f.u64()?);
+    let mode = match f.u32()? as i32 {
+        libc::F_RDLCK => LockType::LockRead,
+        libc::F_WRLCK => LockType::LockWrite,
+        libc::F_UNLCK => LockType::LockUnlock,
+        _ => return Err(Malformed("a lock of no known type")),
+    };
+    let (pid, flags) = (f.u32()?, f.u32()?);
+    let kind = if flags & abi::LK_FLOCK != 0 { LockKind::LockFlock } else { LockKind::LockPosix };
+    let lock = Lock { kind, owner, mode, start, end, pid };
+    Ok(match opcode {
+        op::GETLK => Body::Getlk { handle, lock },
+        _ => Body::Setlk { handle, lock, wait: opcode == op::SETLKW },
+    })
+}
+
+fn xattr(opcode: u32, f: &mut Fields, ext: bool) -> Result<Body, Malformed> {
+    Ok(match opcode {
+        op::REMOVEXATTR => Body::Removexattr { name: f.name()? },
+        op::LISTXATTR => Body::Listxattr { size: f.u32()? },
+        op::GETXATTR => {
+            let size = f.u32()?;
+            f.skip(4)?;
+            Body::Getxattr { name: f.name()?, size }
+        }
+        _ => {
+            let (size, flags) = (f.u32()?, f.u32()?);
+            if ext {
+                f.skip(8)?;
+            }
+            let name = f.name()?;
+            let value = f.0.get(..size as usize).ok_or(Malformed("a value shorter than it says"))?.to_vec();
+            Body::Setxattr { name, value, flags }
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use strake_fabric::Pool;
+
+    use super::*;
+
+    fn head(opcode: u32) -> Head {
+        Head { len: 0, opcode, unique: 1, node: 1, uid: 0, gid: 0, pid: 0 }
+    }
+
+    #[test]
+    fn a_head_field_by_field() {
+        let mut bytes = Vec::new();
+        for n in [90u32, 16] {
+            bytes.extend_from_slice(&n.to_ne_bytes());
+        }
+        for n in [7u64, 8] {
+            bytes.extend_from_slice(&n.to_ne_bytes());
+        }
+        for n in [9u32, 10, 11, 0] {
+            bytes.extend_from_slice(&n.to_ne_bytes());
+        }
+        let want = Head { len: 90, opcode: 16, unique: 7, node: 8, uid: 9, gid: 10, pid: 11 };
+        assert_eq!(Head::read(&bytes), Ok(want));
+        assert!(Head::read(&bytes[..39]).is_err());
+    }
+
+    /// Every request cut anywhere is an error or another request, never a panic; none of them may be taken whole.
+    #[test]
+    fn short_requests_are_refused() {
+        for opcode in 1..64 {
+            let args = [0; 200];
+            for len in 0..args.len() {
+                let _ = read(head(opcode), &args[..len], len % 2 == 0);
+            }
+        }
+        for opcode in [op::SETATTR, op::MKNOD, op::RENAME2, op::READ, op::SETXATTR, op::CREATE, op::COPY_FILE_RANGE] {
+            assert!(read(head(opcode), &[0; 7], true).is_err(), "opcode {opcode}");
+        }
+    }
+
+    #[test]
+    fn names_end_with_a_nul() {
+        let two = b"old\0new\0";
+        assert!(matches!(read(head(op::SYMLINK), two, false), Ok(Body::Symlink { name, target })
+            if name == b"old" && target == b"new"));
+        assert!(read(head(op::SYMLINK), &two[..7], false).is_err());
+        assert!(read(head(op::LOOKUP), b"endless", false).is_err());
+    }
+
+    #[test]
+    fn locks_field_by_field() {
+        let mut args = Vec::new();
+        for n in [5u64, 6, 7, i64::MAX as u64] {
+            args.extend_from_slice(&n.to_ne_bytes());
+        }
+        for n in [libc::F_WRLCK as u32, 8, abi::LK_FLOCK, 0] {
+            args.extend_from_slice(&n.to_ne_bytes());
+        }
+        let want = Lock {
+            kind: LockKind::LockFlock,
+            owner: 6,
+            mode: LockType::LockWrite,
+            start: 7,
+            end: i64::MAX as u64,
+            pid: 8,
+        };
+        for (opcode, waits) in [(op::SETLK, false), (op::SETLKW, true)] {
+            assert!(matches!(read(head(opcode), &args, false), Ok(Body::Setlk { handle: 5, lock, wait })
+                if lock == want && wait == waits));
+        }
+        args[40] = 0;
+        assert!(matches!(read(head(op::GETLK), &args, false), Ok(Body::Getlk { handle: 5, lock })
+            if lock.kind == LockKind::LockPosix));
+        args[32] = 9;
+        assert!(read(head(op::SETLK), &args, false).is_err(), "an unknown type");
+        let flush: Vec<u8> = [5u64, 0, 9].iter().flat_map(|n| n.to_ne_bytes()).collect();
+        assert!(matches!(read(head(op::FLUSH), &flush, false), Ok(Body::Flush { handle: 5, owner: 9 })));
+    }
+
+    #[test]
+    fn a_value_is_as_long_as_it_says() {
+        let mut args = 3u32.to_ne_bytes().to_vec();
+        args.extend_from_slice(&[0; 4]);
+        args.extend_from_slice(b"user.a\0abcdef");
+        assert!(matches!(read(head(op::SETXATTR), &args, false), Ok(Body::Setxattr { name, value, .. })
+            if name == b"user.a" && value == b"abc"));
+        args[0] = 7;
+        assert!(read(head(op::SETXATTR), &args, false).is_err());
+    }
+
+    #[test]
+    fn a_write_brings_as_much_as_it_says() {
+        let data = || Pool::default().get_now(5).freeze();
+        let mut args = vec![0; 40];
+        args[16..20].copy_from_slice(&5u32.to_ne_bytes());
+        assert!(matches!(write(&args, data()), Ok(Body::Write { data, from_mapping: false, strips: false, .. })
+            if data.len() == 5));
+        args[20] = 4;
+        assert!(matches!(write(&args, data()), Ok(Body::Write { from_mapping: false, strips: true, .. })));
+        args[16] = 6;
+        assert!(write(&args, data()).is_err());
+        assert!(write(&args[..39], data()).is_err());
+    }
+}

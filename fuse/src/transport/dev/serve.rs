@@ -1,0 +1,390 @@
+//! Answers requests by asking the [VFS core](crate::vfs).
+//!
+//! A read of bytes that are here already is answered on the thread that took it; every other request runs as a task on
+//! the tokio runtime. When too many run, the threads stop taking requests from the kernel until one ends. Those that
+//! wait for a lock do not count there: they have a bound of their own.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, OnceLock,
+        atomic::Ordering::{Acquire, Release},
+    },
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use strake_client::{Keep, Numbers, numbered};
+use strake_fabric::Pool;
+use strake_proto::{Result, pb};
+use tokio::{runtime::Handle, sync::Semaphore};
+
+use super::{
+    abi::{self, fattr},
+    init::Agreed,
+    interrupts::{Interrupts, Patience},
+    reply::{self, Entries, Reply, Timeouts},
+    request::{Body, Head, Request, SetAttr},
+    session::{Answer, Handler},
+};
+use crate::{
+    MountConfig,
+    transport::errno,
+    vfs::{Caller, Change, CopyRange, Place, Time, Vfs},
+};
+
+/// Waiting for locks at a time; more are answered ENOLCK.
+const MOST_LOCK_WAITERS: usize = 4096;
+/// Requests taken from the kernel and not answered, without those that wait for locks: most of them wait for room. So
+/// many are taken because the kernel's INTERRUPT must be read even when every request in work waits for a dead server.
+const MOST_TAKEN: usize = 4096;
+/// After this long the requests of a former daemon that did not come again never do.
+const COMES_AGAIN: Duration = Duration::from_secs(2);
+/// Where the kept memory has what was agreed with the kernel.
+const KEPT_AGREED: [usize; 2] = [1, 2];
+
+/// A mount's answers.
+pub(crate) struct Serve {
+    core: Core,
+    runtime: Handle,
+    taken: Arc<Semaphore>,
+    lock_room: Arc<Semaphore>,
+    interrupts: Interrupts,
+    keep: Option<Arc<Keep>>,
+    /// What a former daemon had in work, by number.
+    left: Arc<Mutex<BTreeMap<u64, Arc<Numbers>>>>,
+}
+
+/// What a request's task needs.
+#[derive(Clone)]
+struct Core {
+    vfs: Arc<Vfs>,
+    timeouts: Timeouts,
+    agreed: Arc<OnceLock<Agreed>>,
+    /// Requests in work at a time.
+    room: Arc<Semaphore>,
+}
+
+impl Serve {
+    /// `keep`: what outlives this daemon. What a former one left there is taken over first.
+    pub(crate) async fn new(
+        vfs: Arc<Vfs>,
+        cfg: &MountConfig,
+        agreed: Arc<OnceLock<Agreed>>,
+        keep: Option<Arc<Keep>>,
+    ) -> Serve {
+        let timeouts = Timeouts { attr: cfg.attr_timeout, entry: cfg.entry_timeout };
+        let room = Arc::new(Semaphore::new(cfg.max_requests.max(1)));
+        let left = keep.as_ref().map_or_else(Vec::new, |k| k.left_requests());
+        vfs.take_over(&left).await;
+        if let Some(a) =
+            keep.as_ref().and_then(|k| Agreed::from_words(KEPT_AGREED.map(|n| k.owner_word(n).load(Acquire))))
+        {
+            let _ = agreed.set(a);
+        }
+        Serve {
+            core: Core { vfs, timeouts, agreed, room },
+            runtime: Handle::current(),
+            taken: Arc::new(Semaphore::new(MOST_TAKEN)),
+            lock_room: Arc::new(Semaphore::new(MOST_LOCK_WAITERS)),
+            interrupts: Interrupts::default(),
+            keep,
+            left: Arc::new(Mutex::new(left.into_iter().map(|n| (n.unique(), n)).collect())),
+        }
+    }
+
+    /// Where requests are read to: what is written must outlive this daemon.
+    pub(crate) fn pool(&self) -> Pool {
+        self.keep.as_ref().map_or_else(|| self.core.vfs.pool().clone(), |k| k.pool().clone())
+    }
+
+    /// Whether there was a daemon before this one.
+    pub(crate) fn is_next(&self) -> bool {
+        self.keep.as_ref().is_some_and(|k| k.former_session() != 0)
+    }
+
+    /// Takes the requests of a former daemon that the kernel cannot send again: their number and descriptor.
+    pub(crate) fn give_up_left(&self) -> Vec<(u64, usize)> {
+        let left = std::mem::take(&mut *self.left.lock());
+        let one = |(unique, n): (u64, Arc<Numbers>)| {
+            self.core.vfs.abandon(&n);
+            (unique, n.owner_word() as usize)
+        };
+        left.into_iter().map(one).collect()
+    }
+
+    /// Forgets in a while the requests of a former daemon that did not come again.
+    pub(crate) fn expect_left(&self) {
+        let (left, vfs) = (self.left.clone(), self.core.vfs.clone());
+        self.runtime.spawn(async move {
+            tokio::time::sleep(COMES_AGAIN).await;
+            let left = std::mem::take(&mut *left.lock());
+            left.values().for_each(|n| vfs.abandon(n));
+        });
+    }
+
+    /// The numbers that a request's changes are known by, the same ones if a former daemon had it in work.
+    fn numbers(&self, head: &Head, channel: usize) -> Option<Arc<Numbers>> {
+        let keep = self.keep.as_ref()?;
+        let unique = head.unique & !abi::UNIQUE_RESEND;
+        let left = if unique == head.unique { None } else { self.left.lock().remove(&unique) };
+        left.or_else(|| keep.begin(unique, channel as u64, head.node))
+    }
+
+    fn run(&self, head: Head, patience: Patience, answer: Answer, body: Body, numbers: Option<Arc<Numbers>>) {
+        let of = if patience == Patience::UntilSignal { &self.lock_room } else { &self.taken };
+        let place = match of.clone().try_acquire_owned() {
+            Ok(p) => p,
+            Err(_) if patience == Patience::UntilSignal => return answer.send(&Reply::Error(libc::ENOLCK)),
+            Err(_) => match self.runtime.block_on(of.clone().acquire_owned()) {
+                Ok(p) => p,
+                Err(_) => return,
+            },
+        };
+        let numbers = numbers.or_else(|| self.numbers(&head, answer.channel()));
+        let waiting = self.interrupts.begin(head.unique, head.pid, patience);
+        let core = self.core.clone();
+        self.runtime.spawn(async move {
+            let work = numbered(numbers.clone(), async {
+                // Whoever waits for a lock must not keep others from their work.
+                let _room = if patience == Patience::UntilSignal { None } else { core.room.acquire().await.ok() };
+                core.answer(head, body).await
+            });
+            let reply = tokio::select! {
+                biased;
+                reply = work => reply,
+                // What was begun goes on to its end where it has to; only the caller is let go.
+                () = waiting.given_up() => Reply::Error(libc::EINTR),
+            };
+            answer.send(&reply);
+            drop((waiting, place, numbers));
+        });
+    }
+}
+
+impl Handler for Serve {
+    fn handle(&self, request: Request, answer: Answer) {
+        let Request { head, body } = request;
+        // Where the kernel cannot send it again the next daemon must know of every request: it answers them EIO.
+        let comes_again = self.core.agreed.get().is_none_or(|a| a.has(abi::init::HAS_RESEND));
+        let early = if comes_again { None } else { self.numbers(&head, answer.channel()) };
+        if let Body::Read { handle, offset, size } = body {
+            // A sequential reader finds most bytes read ahead: answered here, they wake no other thread.
+            let _tasks_go_there = self.runtime.enter();
+            if let Some(parts) = self.core.vfs.read_ready(handle, offset, size as usize) {
+                return answer.send(&Reply::Data(parts));
+            }
+        }
+        if let Body::Flush { handle, owner } = body
+            && self.core.vfs.flush_ready(handle, owner)
+        {
+            return answer.send(&Reply::ok());
+        }
+        let patience = match &body {
+            Body::Setlk { wait: true, .. } => Patience::UntilSignal,
+            Body::Flush { .. } | Body::Release { .. } => Patience::WhileAlive,
+            _ => Patience::UntilKilled,
+        };
+        self.run(head, patience, answer, body, early);
+    }
+
+    fn agreed(&self, agreed: Agreed) {
+        if let Some(k) = &self.keep {
+            for (n, word) in KEPT_AGREED.into_iter().zip(agreed.to_words()) {
+                k.owner_word(n).store(word, Release);
+            }
+        }
+    }
+
+    fn interrupt(&self, unique: u64) -> bool {
+        self.interrupts.interrupt(unique)
+    }
+}
+
+fn empty(result: Result<()>) -> Reply {
+    match result {
+        Ok(()) => Reply::ok(),
+        Err(e) => Reply::Error(errno(&e)),
+    }
+}
+
+/// A reply made from a result.
+fn with<T>(result: Result<T>, make: impl FnOnce(T) -> Reply) -> Reply {
+    result.map_or_else(|e| Reply::Error(errno(&e)), make)
+}
+
+impl Core {
+    async fn answer(&self, head: Head, body: Body) -> Reply {
+        let who = Caller { uid: head.uid, gid: head.gid, pid: head.pid };
+        match body {
+            Body::Open { .. }
+            | Body::Create { .. }
+            | Body::Tmpfile { .. }
+            | Body::Read { .. }
+            | Body::Write { .. }
+            | Body::Flush { .. }
+            | Body::Release { .. }
+            | Body::Fsync { .. }
+            | Body::Fallocate { .. }
+            | Body::Getlk { .. }
+            | Body::Setlk { .. }
+            | Body::CopyRange(_) => self.file(who, head.node, body).await,
+            Body::Opendir | Body::Readdir { .. } | Body::Releasedir { .. } | Body::Fsyncdir => {
+                self.directory(who, head.node, body).await
+            }
+            Body::Getxattr { .. } | Body::Setxattr { .. } | Body::Listxattr { .. } | Body::Removexattr { .. } => {
+                self.xattr(who, head.node, body).await
+            }
+            body => self.name(who, head.node, body).await,
+        }
+    }
+
+    fn entry(&self, result: Result<pb::Attr>) -> Reply {
+        with(result, |a| reply::entry(&a, self.timeouts))
+    }
+
+    /// Names and attributes.
+    async fn name(&self, who: Caller, node: u64, body: Body) -> Reply {
+        let v = &self.vfs;
+        match body {
+            Body::Lookup { name } => self.entry(v.lookup(who, node, &name).await),
+            Body::Getattr => with(v.getattr(node).await, |a| reply::attr(&a, self.timeouts)),
+            Body::Statx => with(v.getattr(node).await, |a| reply::statx(&a, self.timeouts)),
+            Body::Setattr(set) => with(v.setattr(who, node, change(&set)).await, |a| reply::attr(&a, self.timeouts)),
+            Body::Readlink => with(v.readlink(who, node).await, Reply::Bytes),
+            Body::Symlink { name, target } => self.entry(v.symlink(who, node, &name, &target).await),
+            Body::Mknod { name, mode, rdev, umask } => self.entry(v.mknod(who, node, &name, mode, umask, rdev).await),
+            Body::Mkdir { name, mode, umask } => self.entry(v.mkdir(who, node, &name, mode, umask).await),
+            Body::Unlink { name } => empty(v.unlink(who, node, &name).await),
+            Body::Rmdir { name } => empty(v.rmdir(who, node, &name).await),
+            Body::Rename { name, to, to_name, flags } => {
+                empty(v.rename(who, (node, &name), (to, &to_name), flags).await)
+            }
+            Body::Link { ino, name } => self.entry(v.link(who, ino, node, &name).await),
+            Body::Access { mask } => empty(v.access(who, node, mask).await),
+            Body::Statfs => with(v.statfs().await, |s| reply::statfs(&s)),
+            Body::Syncfs => empty(v.sync_all().await),
+            Body::Destroy => Reply::ok(),
+            // No ioctl(2) means anything here: what would be asked by one is asked by extended attributes.
+            Body::Ioctl { command } => {
+                tracing::debug!("ioctl {command:#x} is not known");
+                Reply::Error(libc::ENOTTY)
+            }
+            _ => Reply::Error(libc::ENOSYS),
+        }
+    }
+
+    fn open_flags(&self) -> u32 {
+        self.agreed.get().map_or(0, Agreed::open_flags)
+    }
+
+    /// Open files.
+    async fn file(&self, who: Caller, node: u64, body: Body) -> Reply {
+        let v = &self.vfs;
+        match body {
+            Body::Open { flags } => {
+                with(v.open(who, node, flags as i32).await, |o| reply::opened(o.handle, self.open_flags()))
+            }
+            Body::Create { name, flags, mode, umask } => {
+                with(v.create(who, node, &name, mode, umask, flags as i32).await, |(a, o)| {
+                    reply::created(&a, self.timeouts, o.handle, self.open_flags())
+                })
+            }
+            Body::Tmpfile { flags, mode, umask } => {
+                with(v.tmpfile(who, node, mode, umask, flags as i32).await, |(a, o)| {
+                    reply::created(&a, self.timeouts, o.handle, self.open_flags())
+                })
+            }
+            Body::Read { handle, offset, size } => with(v.read(handle, offset, size as usize).await, Reply::Data),
+            Body::Write { handle, offset, flags, from_mapping, strips, data } => {
+                // Pages of a mapping go where they are mapped, whatever the handle's flags say.
+                let append = flags as i32 & libc::O_APPEND != 0 && !from_mapping;
+                let place = if append { Place::End } else { Place::At(offset) };
+                if strips && let Err(e) = v.strip(handle).await {
+                    return Reply::Error(errno(&e));
+                }
+                with(v.write(handle, place, data).await, reply::written)
+            }
+            Body::Flush { handle, owner } => empty(v.flush(handle, owner).await),
+            Body::Getlk { handle, lock } => with(v.getlk(handle, &lock).await, |found| reply::lock(&lock, found)),
+            Body::Setlk { handle, lock, wait } => empty(v.setlk(handle, &lock, wait).await),
+            Body::Release { handle, .. } => {
+                v.release(handle).await;
+                Reply::ok()
+            }
+            Body::Fsync { handle, .. } => empty(v.fsync(handle).await),
+            Body::Fallocate { handle, offset, len, mode } => empty(v.fallocate(handle, offset, len, mode as i32).await),
+            Body::CopyRange(c) => {
+                let range = CopyRange { from: c.from, from_offset: c.from_offset, to: c.to, to_offset: c.to_offset };
+                let made = |n| if c.wide { reply::copied(n as u64) } else { reply::written(n) };
+                with(v.copy_range(range, c.len).await, made)
+            }
+            // The kernel answers SEEK_DATA and SEEK_HOLE itself, as if a file were all data up to its size.
+            _ => Reply::Error(libc::ENOSYS),
+        }
+    }
+
+    async fn directory(&self, who: Caller, node: u64, body: Body) -> Reply {
+        let v = &self.vfs;
+        match body {
+            Body::Opendir => reply::opened(v.opendir(who, node), 0),
+            Body::Readdir { handle, offset, size, plus } => {
+                let room = size.min(super::MAX_REQUEST) as usize;
+                let mut entries = Entries::new(room, plus.then_some(self.timeouts));
+                let read = v.readdir(handle, offset, plus, |e| entries.take(e)).await;
+                with(read, |()| entries.reply())
+            }
+            Body::Releasedir { handle } => {
+                v.releasedir(handle);
+                Reply::ok()
+            }
+            // Every change of a directory is in the Raft log before it is answered.
+            _ => Reply::ok(),
+        }
+    }
+
+    async fn xattr(&self, who: Caller, node: u64, body: Body) -> Reply {
+        let v = &self.vfs;
+        match body {
+            Body::Getxattr { name, size } => with(v.getxattr(who, node, &name).await, |x| reply::xattr(&x, size)),
+            Body::Listxattr { size } => with(v.listxattr(who, node).await, |x| reply::xattr(&x, size)),
+            Body::Setxattr { name, value, flags } => empty(v.setxattr(who, node, &name, &value, flags).await),
+            Body::Removexattr { name } => empty(v.removexattr(who, node, &name).await),
+            _ => Reply::Error(libc::ENOSYS),
+        }
+    }
+}
+
+fn change(set: &SetAttr) -> Change {
+    let has = |bit| set.valid & bit != 0;
+    let time = |bit, now, (seconds, nanos): (i64, u32)| match (has(now), has(bit)) {
+        (true, _) => Some(Time::Now),
+        (false, true) => Some(Time::At(seconds.saturating_mul(1_000_000_000).saturating_add(i64::from(nanos)))),
+        (false, false) => None,
+    };
+    Change {
+        mode: has(fattr::MODE).then_some(set.mode),
+        uid: has(fattr::UID).then_some(set.uid),
+        gid: has(fattr::GID).then_some(set.gid),
+        size: has(fattr::SIZE).then_some(set.size),
+        atime: time(fattr::ATIME, fattr::ATIME_NOW, set.atime),
+        mtime: time(fattr::MTIME, fattr::MTIME_NOW, set.mtime),
+        handle: has(fattr::FH).then_some(set.handle),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_valid_fields_change() {
+        assert_eq!(change(&SetAttr { mode: 7, uid: 7, size: 7, ..Default::default() }), Change::default());
+        let set =
+            SetAttr { valid: fattr::ATIME | fattr::MTIME | fattr::MTIME_NOW, atime: (-1, 5), ..Default::default() };
+        let want = Change { atime: Some(Time::At(-999_999_995)), mtime: Some(Time::Now), ..Default::default() };
+        assert_eq!(change(&set), want);
+        let far = SetAttr { valid: fattr::ATIME, atime: (i64::MAX, 999_999_999), ..Default::default() };
+        assert_eq!(change(&far).atime, Some(Time::At(i64::MAX)));
+    }
+}

@@ -1,0 +1,231 @@
+//! A mount's threads: each takes requests from a descriptor of its own and hands them to the [`Handler`].
+
+use std::{
+    io,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    thread::JoinHandle,
+};
+
+use strake_fabric::{BufMut, Pool};
+use strake_proto::{Code, Error, Result};
+use tokio::sync::watch;
+
+use super::{
+    MAX_REQUEST,
+    abi::{self, WRITE_HEAD, init as flag, op},
+    channel::{Channel, Received},
+    init::{self, Agreed, Outcome},
+    notify::Notice,
+    reply::Reply,
+    request::{self, Body, Head, Request},
+};
+
+/// A write at least this long is handed on in the buffer it was read into; a shorter one is copied, so that the rest of
+/// that buffer does not stay in use as long as the write is kept.
+const HAND_ON: usize = MAX_REQUEST as usize / 2;
+
+/// Who answers requests.
+pub trait Handler: Send + Sync + 'static {
+    /// Called on a thread that takes requests: it must not wait for long. Every request but FORGET and INIT comes here.
+    fn handle(&self, request: Request, answer: Answer);
+
+    /// The kernel's INIT was answered with this.
+    fn agreed(&self, agreed: Agreed);
+
+    /// A signal came for the caller of the request of this number. False: it is not known (yet).
+    fn interrupt(&self, unique: u64) -> bool;
+}
+
+/// The right and the duty to answer one request: dropped unused it answers `EIO`.
+pub struct Answer {
+    channel: Arc<Channel>,
+    /// Which of the mount's descriptors it is.
+    index: usize,
+    unique: u64,
+    sent: bool,
+}
+
+impl Answer {
+    pub fn channel(&self) -> usize {
+        self.index
+    }
+
+    pub fn send(mut self, reply: &Reply) {
+        self.send_now(reply);
+    }
+
+    fn send_now(&mut self, reply: &Reply) {
+        self.sent = true;
+        if let Err(e) = self.channel.send(self.unique, reply) {
+            tracing::error!("the kernel does not take the reply to request {}: {e}", self.unique);
+            let _ = self.channel.send(self.unique, &Reply::Error(libc::EIO));
+        }
+    }
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        if !self.sent {
+            tracing::warn!("request {} ended without an answer", self.unique);
+            self.send_now(&Reply::Error(libc::EIO));
+        }
+    }
+}
+
+/// What all threads of a session share.
+struct Shared<H> {
+    handler: Arc<H>,
+    pool: Pool,
+    agreed: Arc<OnceLock<Agreed>>,
+    is_over: AtomicBool,
+    over: watch::Sender<Option<Result<()>>>,
+}
+
+/// A running session. It ends when it is unmounted.
+pub struct Session {
+    first: Arc<Channel>,
+    over: watch::Receiver<Option<Result<()>>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Session {
+    /// Serves one mount from these descriptors, a thread for each. `pool` is where requests are read to. `agreed` is known when an earlier daemon has answered
+    /// the mount's INIT; otherwise it is filled when that has come.
+    pub fn start<H: Handler>(
+        channels: Vec<Channel>,
+        handler: Arc<H>,
+        pool: Pool,
+        agreed: Arc<OnceLock<Agreed>>,
+    ) -> io::Result<Session> {
+        let (tell, over) = watch::channel(None);
+        let shared = Arc::new(Shared { handler, pool, agreed, is_over: AtomicBool::new(false), over: tell });
+        let channels: Vec<Arc<Channel>> = channels.into_iter().map(Arc::new).collect();
+        let first = channels.first().cloned().ok_or_else(|| io::Error::other("a mount needs a descriptor"))?;
+        let mut threads = Vec::new();
+        for (i, channel) in channels.into_iter().enumerate() {
+            let shared = shared.clone();
+            let thread = std::thread::Builder::new().name(format!("strake-fuse-{i}"));
+            threads.push(thread.spawn(move || shared.serve(&channel, i))?);
+        }
+        Ok(Session { first, over, threads })
+    }
+
+    /// Returns when it is unmounted and no thread of it is left.
+    pub async fn ended(&self) -> Result<()> {
+        let mut over = self.over.clone();
+        match over.wait_for(Option::is_some).await {
+            Ok(result) => result.clone().unwrap_or(Ok(())),
+            Err(_) => Err(Error::new(Code::Io, "the threads of the FUSE session died")),
+        }
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.over.borrow().is_some() || self.threads.iter().all(JoinHandle::is_finished)
+    }
+
+    pub fn notify(&self, notice: &Notice) -> io::Result<()> {
+        self.first.notify(notice)
+    }
+}
+
+impl<H: Handler> Shared<H> {
+    fn serve(&self, channel: &Arc<Channel>, index: usize) {
+        let outcome = self.take_requests(channel, index);
+        if !self.is_over.swap(true, Relaxed) {
+            self.over.send_replace(Some(outcome.map_err(|e| Error::from(e).context("reading /dev/fuse"))));
+        }
+    }
+
+    fn take_requests(&self, channel: &Arc<Channel>, index: usize) -> io::Result<()> {
+        let mut head = [0; WRITE_HEAD];
+        let mut rest = self.pool.get_now(MAX_REQUEST as usize);
+        loop {
+            let len = match channel.receive(&mut head, &mut rest)? {
+                Received::Request(n) => n,
+                Received::Nothing => continue,
+                Received::Unmounted => return Ok(()),
+            };
+            self.one((channel, index), &head, &mut rest, len);
+        }
+    }
+
+    /// One request of `len` bytes, the first of them in `head`.
+    fn one(&self, (channel, index): (&Arc<Channel>, usize), head: &[u8; WRITE_HEAD], rest: &mut BufMut, len: usize) {
+        let Ok(request) = Head::read(&head[..len.min(WRITE_HEAD)]) else {
+            tracing::error!("a request of {len} bytes, less than its head");
+            return;
+        };
+        let is_silent = matches!(request.opcode, op::FORGET | op::BATCH_FORGET | op::INTERRUPT);
+        let answer =
+            (!is_silent).then(|| Answer { channel: channel.clone(), index, unique: request.unique, sent: false });
+        let body = if request.len as usize == len {
+            self.body(request, head, rest, len)
+        } else {
+            Err(request::Malformed("another length than its head says"))
+        };
+        match (body, answer) {
+            (Err(e), answer) => {
+                tracing::error!("request {} (opcode {}): {}", request.unique, request.opcode, e.0);
+                if let Some(a) = answer {
+                    a.send(&Reply::Error(libc::EINVAL));
+                }
+            }
+            (Ok(Body::Interrupt { unique }), _) => self.interrupt(channel, request.unique, unique),
+            (Ok(Body::Init(asked)), Some(answer)) => self.init(asked, answer),
+            (Ok(body), Some(answer)) => self.handler.handle(Request { head: request, body }, answer),
+            (Ok(_), None) => {}
+        }
+    }
+
+    fn body(&self, request: Head, head: &[u8; WRITE_HEAD], rest: &mut BufMut, len: usize) -> request::Parsed {
+        let ext = self.agreed.get().is_some_and(|a| a.has(flag::SETXATTR_EXT));
+        if request.opcode == op::WRITE && len >= WRITE_HEAD {
+            return request::write(&head[abi::IN_HEAD..], self.data(rest, len - WRITE_HEAD));
+        }
+        if len <= WRITE_HEAD {
+            return request::read(request, &head[abi::IN_HEAD..len], ext);
+        }
+        let beyond = rest.get(..len - WRITE_HEAD).ok_or(request::Malformed("longer than the buffer"))?;
+        let args = [&head[abi::IN_HEAD..], beyond].concat();
+        request::read(request, &args, ext)
+    }
+
+    /// The data of a write.
+    fn data(&self, rest: &mut BufMut, len: usize) -> strake_fabric::Buf {
+        if len >= HAND_ON {
+            let mut full = std::mem::replace(rest, self.pool.get_now(MAX_REQUEST as usize));
+            full.truncate(len);
+            return full.freeze();
+        }
+        let mut own = self.pool.get_now(len);
+        own.copy_from_slice(&rest[..len]);
+        own.freeze()
+    }
+
+    fn interrupt(&self, channel: &Channel, unique: u64, of: u64) {
+        if !self.handler.interrupt(of) {
+            // Asked again until the request is known or over.
+            std::thread::yield_now();
+            let _ = channel.send(unique, &Reply::Error(libc::EAGAIN));
+        }
+    }
+
+    fn init(&self, asked: request::Init, answer: Answer) {
+        match init::negotiate(asked, MAX_REQUEST) {
+            Outcome::Agreed(agreed) => {
+                tracing::debug!(minor = agreed.minor, flags = format!("{:#x}", agreed.flags), "FUSE protocol agreed");
+                let _ = self.agreed.set(agreed);
+                self.handler.agreed(agreed);
+                answer.send(&Reply::Bytes(agreed.reply()));
+            }
+            Outcome::AskAgain => answer.send(&Reply::Bytes(init::ask_again())),
+            Outcome::TooOld => {
+                tracing::error!("this kernel speaks FUSE {}.{}, older than can be served", asked.major, asked.minor);
+                answer.send(&Reply::Error(libc::EPROTO));
+            }
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! What a program sees of locks that its mount has lost.
+
+mod common;
+
+use std::{
+    fs::File,
+    io,
+    os::{fd::AsRawFd, unix::fs::FileExt},
+    time::Duration,
+};
+
+use common::Cluster;
+use strake_fuse::{MountConfig, can_mount, mount};
+
+/// fcntl(2) with a lock of the whole file.
+fn lock(f: &File, kind: libc::c_int) -> io::Result<()> {
+    // SAFETY: all zeros are a valid `flock`.
+    let mut l: libc::flock = unsafe { std::mem::zeroed() };
+    l.l_type = kind as i16;
+    // SAFETY: the descriptor is open, and the kernel reads the structure during the call only.
+    let r = unsafe { libc::fcntl(f.as_raw_fd(), libc::F_SETLK, &raw const l) };
+    if r == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_file_whose_locks_are_lost_is_not_read_or_written_as_if_they_were_there() {
+    let dir = tempfile::tempdir().unwrap();
+    if let Err(e) = can_mount(dir.path()) {
+        println!("skipped: {e}");
+        return;
+    }
+    let cluster = Cluster::new();
+    let client = cluster.client().await;
+    let (before, at) = (client.session(), dir.path().to_path_buf());
+    let m = mount(MountConfig::new(dir.path()), client.clone()).await.unwrap();
+    let work = tokio::task::spawn_blocking(move || {
+        let open = || File::options().read(true).write(true).create(true).truncate(false).open(at.join("f")).unwrap();
+        let (locked, other) = (open(), open());
+        lock(&locked, libc::F_WRLCK).unwrap();
+        locked.write_at(b"mine", 0).unwrap();
+        cluster.evict(before);
+        // Whatever is asked next finds out.
+        let deadline = std::time::Instant::now() + Duration::from_secs(60);
+        // (Not by opening the file: closing it would give the lock up.)
+        while at.join("nobody").exists() || client.session() == before {
+            assert!(std::time::Instant::now() < deadline, "it does not notice");
+        }
+        let failed = |r: io::Result<usize>| r.unwrap_err().raw_os_error();
+        assert_eq!(failed(locked.write_at(b"not mine", 0)), Some(libc::EIO));
+        assert_eq!(failed(locked.read_at(&mut [0; 4], 0)), Some(libc::EIO));
+        other.read_at(&mut [0; 4], 0).expect("it took no locks");
+        lock(&locked, libc::F_UNLCK).unwrap();
+        lock(&locked, libc::F_WRLCK).unwrap();
+        locked.write_at(b"mine again", 0).unwrap();
+    });
+    work.await.unwrap();
+    while let Err(e) = m.unmount().await {
+        assert_eq!(e.code, strake_proto::Code::Busy, "{e}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}

@@ -1,0 +1,61 @@
+//! The VFS core without a kernel: what no request of the fuser transport reaches.
+
+mod common;
+
+use common::Cluster;
+use strake_fuse::vfs::{Caller, Change, Place, Vfs};
+use strake_proto::Code;
+
+const ROOT: Caller = Caller { uid: 0, gid: 0, pid: 0 };
+
+#[tokio::test]
+async fn files_without_a_name() {
+    let client = Cluster::new().client().await;
+    let top = client.root();
+    let vfs = Vfs::new(client.clone(), None);
+    let user = Caller { uid: 5, gid: 6, pid: 0 };
+    let (attr, open) = vfs.tmpfile(user, top, 0o666, 0o022, libc::O_RDWR).await.unwrap();
+    assert_eq!((attr.nlink, attr.mode & 0o7777, attr.uid, attr.gid), (0, 0o644, 5, 6));
+    let mut data = client.pool().get_now(5);
+    data.copy_from_slice(b"hello");
+    assert_eq!(vfs.write(open.handle, Place::At(0), data.freeze()).await.unwrap(), 5);
+    assert_eq!(vfs.getattr(attr.ino).await.unwrap().size, 5);
+    let named = vfs.link(user, attr.ino, top, b"named").await.unwrap();
+    assert_eq!((named.nlink, named.size), (1, 5));
+    vfs.release(open.handle).await;
+    let again = vfs.lookup(ROOT, top, b"named").await.unwrap();
+    let open = vfs.open(ROOT, again.ino, libc::O_RDONLY).await.unwrap();
+    assert_eq!(vfs.read(open.handle, 0, 100).await.unwrap()[0][..], b"hello"[..]);
+    vfs.release(open.handle).await;
+
+    let (attr, open) = vfs.tmpfile(ROOT, top, 0o600, 0, libc::O_WRONLY | libc::O_EXCL).await.unwrap();
+    assert_eq!(vfs.link(ROOT, attr.ino, top, b"never").await.unwrap_err().code, Code::NoEnt);
+    vfs.release(open.handle).await;
+}
+
+#[tokio::test]
+async fn acls_are_answered_from_what_is_known_until_they_change() {
+    let client = Cluster::new().client().await;
+    let vfs = Vfs::new(client.clone(), None);
+    let (dir, name) = (vfs.mkdir(ROOT, client.root(), b"d", 0o755, 0).await.unwrap().ino, b"system.posix_acl_access");
+    let asked = client.stats().meta_requests;
+    assert_eq!(vfs.getxattr(ROOT, dir, name).await.unwrap_err().code, Code::NoData);
+    assert_eq!(client.stats().meta_requests, asked, "the mkdir's answer said so");
+    let entry = |tag: u8, id: u32| [&[tag, 0, 5, 0][..], &id.to_le_bytes()].concat();
+    let none = u32::MAX;
+    let list = [vec![2, 0, 0, 0], entry(1, none), entry(2, 7), entry(4, none), entry(16, none), entry(32, none)];
+    vfs.setxattr(ROOT, dir, name, &list.concat(), 0).await.unwrap();
+    assert_eq!(vfs.getxattr(ROOT, dir, name).await.unwrap(), list.concat());
+    assert_eq!(vfs.getattr(dir).await.unwrap().acls, 1);
+    assert_eq!(vfs.getxattr(ROOT, dir, name).await.unwrap(), list.concat());
+    vfs.removexattr(ROOT, dir, name).await.unwrap();
+    assert_eq!(vfs.getxattr(ROOT, dir, name).await.unwrap_err().code, Code::NoData);
+    // An open directory is read on whatever its mode becomes.
+    let user = Caller { uid: 5, gid: 5, pid: 0 };
+    let open = vfs.opendir(user, dir);
+    vfs.readdir(open, 0, false, |_| true).await.unwrap();
+    vfs.setattr(ROOT, dir, Change { mode: Some(0), ..Change::default() }).await.unwrap();
+    vfs.readdir(open, 0, false, |_| true).await.unwrap();
+    let again = vfs.opendir(user, dir);
+    assert_eq!(vfs.readdir(again, 0, false, |_| true).await.unwrap_err().code, Code::Access);
+}

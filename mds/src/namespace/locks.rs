@@ -1,0 +1,313 @@
+//! File locks as part of the state: who has locked what, so that it outlives leaders and restarts. `docs/locks.md` has the
+//! rules. Who waits is not state, see `server/waits.rs`.
+
+use std::collections::BTreeSet;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use prost::Message;
+use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
+use strake_store::Batch;
+use tokio::sync::Notify;
+
+use super::{
+    keys,
+    ops::{Inode, Run},
+    perm,
+    spans::{self, Span},
+    txn::{Res, Txn, decode, fail},
+};
+use pb::{LockKind, LockType};
+
+/// Ranges locked in one file, and by one session. Unlocks that cut a range in two may reach twice as many.
+pub const MAX_IN_FILE: u64 = 4_096;
+pub const MAX_OF_SESSION: u64 = 65_536;
+/// Of what a lock replaces so much is told.
+const MAX_UNDO: usize = 64;
+/// The format that has locks.
+const FORMAT: u32 = 2;
+
+/// Who locks: a process or an open file of a client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Owner {
+    pub kind: LockKind,
+    pub session: SessionId,
+    pub owner: u64,
+}
+
+/// What an owner wants of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Want {
+    pub ino: Ino,
+    pub who: Owner,
+    pub span: Span,
+}
+
+impl Want {
+    /// Whether both cannot be had.
+    pub fn conflicts(&self, other: &Want) -> bool {
+        self.ino == other.ino && self.is_barred_by(&other.who, &other.span)
+    }
+
+    fn is_barred_by(&self, who: &Owner, span: &Span) -> bool {
+        self.who.kind == who.kind && self.who != *who && self.span.conflicts(span)
+    }
+}
+
+/// What is locked of one file.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Locks {
+    /// By owner.
+    pub held: Vec<(Owner, Vec<Span>)>,
+    /// The eviction that every storage server must know before another lock is given, 0: none.
+    pub fence: u64,
+}
+
+impl Locks {
+    /// The locks in the way, each of another owner's.
+    pub fn barring<'a>(&'a self, want: &'a Want) -> impl Iterator<Item = (Owner, Span)> + 'a {
+        let all = self.held.iter().flat_map(|(who, spans)| spans.iter().map(|s| (*who, *s)));
+        all.filter(|(who, span)| want.is_barred_by(who, span))
+    }
+}
+
+/// Whether it asks for a lock, not for an unlock.
+pub fn is_take(o: &pb::SetLock) -> bool {
+    o.span.as_ref().is_some_and(|s| s.r#type != LockType::LockUnlock as i32)
+}
+
+/// Reads who wants what. `EINVAL` for what no lock can be.
+pub fn want(
+    ino: Ino,
+    session: SessionId,
+    owner: u64,
+    kind: i32,
+    span: Option<&pb::LockSpan>,
+) -> Result<(Owner, Option<Span>, pb::LockSpan)> {
+    let invalid = |m: &str| Error::new(Code::Inval, format!("a lock of inode {ino}: {m}"));
+    let kind = LockKind::try_from(kind).map_err(|_| invalid("its kind is unknown"))?;
+    let raw = *span.ok_or_else(|| invalid("it has no range"))?;
+    if LockType::try_from(raw.r#type).is_err() {
+        return Err(invalid("its type is unknown"));
+    }
+    if raw.start > raw.end || kind == LockKind::LockFlock && (raw.start, raw.end) != (0, u64::MAX) {
+        return Err(invalid("its range is none"));
+    }
+    if session == 0 {
+        return Err(invalid("it belongs to no session"));
+    }
+    Ok((Owner { kind, session, owner }, Span::from_pb(&raw), raw))
+}
+
+fn conflict(who: &Owner, span: &Span) -> Error {
+    let how = if span.write { "writing" } else { "reading" };
+    let m = format!("bytes {} to {} are locked for {how} by session {}", span.start, span.end, who.session);
+    Error::new(Code::LockConflict, m)
+}
+
+impl Run<'_, '_> {
+    pub(super) fn get_lock(&mut self, o: &pb::GetLock) -> Res<pb::OpResult> {
+        let ino = self.id(o.ino);
+        let (who, span, _) = want(ino, self.by.session, o.owner, o.kind, o.span.as_ref())?;
+        let Some(span) = span else { return fail(Code::Inval, "nothing is in the way of an unlock") };
+        self.t.need(ino)?;
+        let want = Want { ino, who, span };
+        let first = of_file(self.t, ino)?.barring(&want).min_by_key(|(_, s)| s.start);
+        let lock = first.map(|(who, s)| pb::LockReply { spans: vec![s.to_pb()], session: who.session, left: 0 });
+        Ok(pb::OpResult { ino, lock, ..Default::default() })
+    }
+
+    pub(super) fn set_lock(&mut self, o: &pb::SetLock) -> Res<pb::OpResult> {
+        let ino = self.id(o.ino);
+        let (who, span, raw) = want(ino, self.by.session, o.owner, o.kind, o.span.as_ref())?;
+        let mut mine = of_owner(self.t, ino, &who)?;
+        let (before, mut limit) = (mine.len() as u64, 2);
+        let undo = mine.iter().filter_map(|s| s.within(&Span { start: raw.start, end: raw.end, write: true, pid: 0 }));
+        let undo: Vec<_> = if o.undo { undo.take(MAX_UNDO).map(Span::to_pb).collect() } else { Vec::new() };
+        match span {
+            Some(span) => {
+                let r = self.t.need(ino)?;
+                if !perm::is_file(r.attr()) {
+                    return fail(Code::Inval, format!("inode {ino} is not a regular file: only those have locks here"));
+                }
+                if let Some((other, s)) = of_file(self.t, ino)?.barring(&Want { ino, who, span }).next() {
+                    return Err(conflict(&other, &s).into());
+                }
+                spans::lock(&mut mine, span);
+                limit = 1;
+            }
+            None => spans::unlock(&mut mine, raw.start, raw.end),
+        }
+        let left = mine.len() as u64;
+        if left > before {
+            check_room(self.t, ino, &who, left - before, limit)?;
+        }
+        put(self.t, ino, &who, &mine, left as i64 - before as i64, span.is_some())?;
+        let lock = Some(pb::LockReply { spans: undo, session: who.session, left });
+        Ok(pb::OpResult { ino, lock, ..Default::default() })
+    }
+}
+
+fn check_room(t: &Txn<'_>, ino: Ino, who: &Owner, more: u64, factor: u64) -> Res<()> {
+    for (session, file, most, what) in
+        [(0, ino, MAX_IN_FILE, "in the file"), (who.session, 0, MAX_OF_SESSION, "by this client")]
+    {
+        if total(t, session, file)?.ranges + more > most * factor {
+            return fail(Code::NoLock, format!("{most} ranges are locked {what}, which is the limit"));
+        }
+    }
+    Ok(())
+}
+
+fn put(t: &mut Txn<'_>, ino: Ino, who: &Owner, spans: &[Span], more: i64, take: bool) -> Res<()> {
+    let key = keys::lock(ino, who.session, who.owner, who.kind);
+    if spans.is_empty() {
+        if t.get(&key)?.is_some() {
+            t.delete(key);
+        }
+    } else {
+        let record = pb::LockRecord { spans: spans.iter().copied().map(Span::to_pb).collect() };
+        t.put(key, record.encode_to_vec());
+        t.header.format_version = t.header.format_version.max(FORMAT);
+    }
+    count(t, who.session, ino, more)?;
+    if take {
+        add(t, 0, ino, 0, |total| total.fence = 0)?;
+    }
+    Ok(())
+}
+
+/// What one owner has locked.
+fn of_owner(t: &Txn<'_>, ino: Ino, who: &Owner) -> Res<Vec<Span>> {
+    let key = keys::lock(ino, who.session, who.owner, who.kind);
+    let Some(value) = t.get(&key)? else { return Ok(Vec::new()) };
+    let record: pb::LockRecord = decode(&key, value)?;
+    Ok(record.spans.iter().filter_map(Span::from_pb).collect())
+}
+
+/// What is locked of a file.
+pub(super) fn of_file(t: &Txn<'_>, ino: Ino) -> Res<Locks> {
+    let mut locks = Locks { held: Vec::new(), fence: 0 };
+    let total = total(t, 0, ino)?;
+    locks.fence = total.fence;
+    if total.ranges == 0 {
+        return Ok(locks);
+    }
+    t.scan(&keys::numbered(keys::LOCK, ino), &[], |key, value| {
+        let record: pb::LockRecord = decode(key, value)?;
+        if let Some((_, session, owner, kind)) = keys::parse_lock(key) {
+            let spans = record.spans.iter().filter_map(Span::from_pb).collect();
+            locks.held.push((Owner { kind, session, owner }, spans));
+        }
+        Ok(true)
+    })?;
+    Ok(locks)
+}
+
+/// How much is locked; session 0: by all, inode 0: in all files.
+pub(super) fn total(t: &Txn<'_>, session: SessionId, ino: Ino) -> Res<pb::LockTotal> {
+    let key = keys::lock_total(session, ino);
+    Ok(t.get(&key)?.map(|v| decode(&key, v)).transpose()?.unwrap_or_default())
+}
+
+fn add(t: &mut Txn<'_>, session: SessionId, ino: Ino, more: i64, change: impl FnOnce(&mut pb::LockTotal)) -> Res<()> {
+    let before = total(t, session, ino)?;
+    let mut now = before;
+    now.ranges = now.ranges.saturating_add_signed(more);
+    change(&mut now);
+    let key = keys::lock_total(session, ino);
+    if now == before {
+        return Ok(());
+    }
+    if now == pb::LockTotal::default() {
+        t.delete(key);
+    } else {
+        t.put(key, now.encode_to_vec());
+    }
+    Ok(())
+}
+
+/// A session has so many ranges more in a file.
+fn count(t: &mut Txn<'_>, session: SessionId, ino: Ino, more: i64) -> Res<()> {
+    for (session, ino) in [(session, ino), (session, 0), (0, ino), (0, 0)] {
+        add(t, session, ino, more, |_| ())?;
+    }
+    Ok(())
+}
+
+/// Removes all locks below a prefix of keys.
+fn drop_all(t: &mut Txn<'_>, prefix: &[u8]) -> Res<()> {
+    let mut found: Vec<(Bytes, u64)> = Vec::new();
+    t.scan(prefix, &[], |key, value| {
+        let record: pb::LockRecord = decode(key, value)?;
+        let ranges = record.spans.iter().filter_map(Span::from_pb).count();
+        found.push((Bytes::copy_from_slice(key), ranges as u64));
+        Ok(true)
+    })?;
+    for (key, ranges) in found {
+        if let Some((ino, session, ..)) = keys::parse_lock(&key) {
+            count(t, session, ino, -(ranges as i64))?;
+        }
+        t.delete(key);
+    }
+    Ok(())
+}
+
+/// The session has ended, and with it its locks. `fence`: the number of its eviction, if it was one.
+pub(super) fn end_session(t: &mut Txn<'_>, session: SessionId, fence: u64) -> Res<()> {
+    let mut inos = Vec::new();
+    t.scan(&keys::numbered(keys::LOCK_TOTAL, session), &[], |key, _| {
+        inos.extend(keys::last_number(key).filter(|ino| *ino != 0));
+        Ok(true)
+    })?;
+    for ino in inos {
+        drop_all(t, &keys::lock(ino, session, 0, LockKind::LockPosix)[..17])?;
+        add(t, 0, ino, 0, |total| total.fence = total.fence.max(fence))?;
+    }
+    Ok(())
+}
+
+/// The file goes.
+pub(super) fn forget_file(t: &mut Txn<'_>, ino: Ino) -> Res<()> {
+    if total(t, 0, ino)? == pb::LockTotal::default() {
+        return Ok(());
+    }
+    drop_all(t, &keys::numbered(keys::LOCK, ino))?;
+    add(t, 0, ino, 0, |total| total.fence = 0)
+}
+
+/// The files whose locks a batch changes.
+pub(super) fn touched(batch: &Batch) -> BTreeSet<Ino> {
+    let lock = |key: &Bytes| (key.first() == Some(&keys::LOCK)).then(|| keys::parse_lock(key)).flatten();
+    batch.ops.iter().filter_map(|(key, _)| Some(lock(key)?.0)).collect()
+}
+
+/// Files whose locks changed, for a leader who has others wait for them.
+#[derive(Default)]
+pub struct News {
+    inos: Mutex<Option<BTreeSet<Ino>>>,
+    bell: Notify,
+}
+
+impl News {
+    /// From now on changes are noted, or no longer.
+    pub fn listen(&self, on: bool) {
+        *self.inos.lock() = on.then(BTreeSet::new);
+    }
+
+    pub(super) fn add(&self, inos: BTreeSet<Ino>) {
+        let mut all = self.inos.lock();
+        let Some(all) = all.as_mut().filter(|_| !inos.is_empty()) else { return };
+        all.extend(inos);
+        self.bell.notify_one();
+    }
+
+    /// Returns when there may be some.
+    pub async fn changed(&self) {
+        self.bell.notified().await;
+    }
+
+    pub fn take(&self) -> BTreeSet<Ino> {
+        self.inos.lock().as_mut().map(std::mem::take).unwrap_or_default()
+    }
+}

@@ -1,0 +1,197 @@
+//! The leader's part in locks: refuses what is in somebody's way without an entry in the log, keeps what is free for the one
+//! whose turn it is, and tells clients of their turns. The rules are in `docs/locks.md`, the table in `waits`.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+
+use super::{
+    Mds, chunks,
+    service::encode,
+    waits::{Entry, Waits},
+};
+use crate::namespace::locks::{self, Want};
+use pb::op::Op;
+
+/// How long a list waits for an answer. Less than a client waits for one.
+const POLL: Duration = Duration::from_secs(3);
+/// How often turns that nobody takes are looked for.
+const TICK: Duration = Duration::from_millis(250);
+
+/// What a list of operations is to lock. `None`: nothing, or it is for the log to refuse.
+fn wants(session: SessionId, ops: &[pb::Op]) -> Vec<Want> {
+    let want = |o: &pb::Op| {
+        let Some(Op::SetLock(o)) = &o.op else { return None };
+        let (who, span, _) = locks::want(o.ino, session, o.owner, o.kind, o.span.as_ref()).ok()?;
+        Some(Want { ino: o.ino, who, span: span? })
+    };
+    ops.iter().filter_map(want).collect()
+}
+
+impl Mds {
+    /// Before a client's new list goes to the log: `LockConflict` for a lock that somebody else has. While it is another's
+    /// turn, this waits for what becomes of that; a patient one is told of a conflict at once. `Overloaded` while something
+    /// that an evicted session wrote may still arrive.
+    pub(super) async fn check_locks(&self, session: SessionId, seq: u64, ops: &[pb::Op]) -> Result<()> {
+        let wants = wants(session, ops);
+        if wants.is_empty() {
+            return Ok(());
+        }
+        self.node.read_barrier().await?;
+        if self.machine.namespace.has_reply(session, seq) {
+            return Ok(());
+        }
+        for want in &wants {
+            let fence = match (wants.len(), ops) {
+                // In a list, one operation makes room for the next.
+                (1, [op]) => self.check_lock(want, op).await?,
+                _ => self.machine.namespace.locks_of(want.ino)?.fence,
+            };
+            chunks::fenced(self, fence)?;
+        }
+        Ok(())
+    }
+
+    /// See [`Mds::check_locks`]. Returns the fence of the file.
+    async fn check_lock(&self, want: &Want, op: &pb::Op) -> Result<u64> {
+        let patient = matches!(&op.op, Some(Op::SetLock(o)) if o.patient);
+        let conflict = |m: &str| Error::new(Code::LockConflict, m);
+        let mut turns = self.turns.subscribe();
+        loop {
+            let now = self.env.boot();
+            let (locks, turn) = self.with_lead(|l| {
+                let locks = self.machine.namespace.locks_of(want.ino)?;
+                // What was given up a moment ago may be somebody's by now.
+                if l.waits.look(now, want.ino, &locks) {
+                    self.tell_turns();
+                }
+                let turn = l.waits.is_anothers_turn(now, want);
+                Ok((locks, turn))
+            })?;
+            if locks.barring(want).next().is_some() {
+                return Err(conflict("another owner has the lock"));
+            }
+            if !turn {
+                return Ok(locks.fence);
+            }
+            if patient {
+                return Err(conflict("it is another's turn"));
+            }
+            // A turn ends; the time limit is for what nobody tells of.
+            let _ = timeout(TICK, turns.changed()).await;
+        }
+    }
+
+    /// After a client's list ran: who got what he waited for waits no longer.
+    pub(super) fn note_locks(&self, session: SessionId, ops: &[pb::Op]) {
+        let over = |o: &pb::Op| match &o.op {
+            Some(Op::SetLock(o)) if o.wait != 0 => Some(o.wait),
+            _ => None,
+        };
+        let over: Vec<u64> = ops.iter().filter_map(over).collect();
+        if !over.is_empty() {
+            let now = self.env.boot();
+            let _ = self.with_lead(|l| {
+                over.into_iter().for_each(|id| l.waits.given(now, session, id));
+                Ok(())
+            });
+            self.tell_turns();
+        }
+    }
+
+    pub(super) async fn lock_wait(&self, request: pb::LockWaitRequest) -> Result<Bytes> {
+        let session = request.session;
+        self.heard(session)?;
+        let entry = |w: &pb::LockWait| {
+            let (who, span, _) = locks::want(w.ino, session, w.owner, w.kind, w.span.as_ref())?;
+            let span = span.ok_or_else(|| Error::new(Code::Inval, "nobody waits for an unlock"))?;
+            Ok(Entry { id: w.id, want: Want { ino: w.ino, who, span }, trying: w.trying })
+        };
+        let list: Vec<Entry> = request.waits.iter().map(entry).collect::<Result<_>>()?;
+        self.node.read_barrier().await?;
+        let mut turns = self.turns.subscribe();
+        let number = request.number;
+        let mut reply = self.enlist(session, number, &list)?;
+        self.tell_turns();
+        let deadline = Instant::now() + POLL;
+        while reply == pb::LockWaitReply::default() && !list.is_empty() {
+            let over = timeout_at(deadline, turns.changed()).await.is_err();
+            let newest = self.with_lead(|l| {
+                reply.ready = l.waits.ready(session);
+                Ok(l.waits.is_newest(session, number))
+            })?;
+            if over || !newest {
+                break;
+            }
+        }
+        Ok(encode(&reply))
+    }
+
+    /// Takes a list: what can be said of it at once.
+    fn enlist(&self, session: SessionId, number: u64, list: &[Entry]) -> Result<pb::LockWaitReply> {
+        let namespace = &self.machine.namespace;
+        let now = self.env.boot();
+        self.with_lead(|l| {
+            if namespace.session(session).is_none() {
+                return Err(Error::new(Code::NoSession, format!("session {session} has ended; mount again")));
+            }
+            let files = l.waits.set(now, session, number, list)?;
+            let (mut reply, mut known) = (pb::LockWaitReply::default(), BTreeMap::new());
+            for e in list.iter().filter(|e| e.want.who.kind == pb::LockKind::LockPosix && !e.trying) {
+                if l.waits.is_deadlock(&e.want, &mut known, |ino| namespace.locks_of(ino))? {
+                    reply.deadlock.push(e.id);
+                }
+            }
+            for ino in files {
+                l.waits.look(now, ino, &namespace.locks_of(ino)?);
+            }
+            reply.ready = l.waits.ready(session);
+            reply.ready.retain(|id| !reply.deadlock.contains(id));
+            Ok(reply)
+        })
+    }
+
+    /// Looks after those who wait, as long as this server leads.
+    pub(super) async fn serve_locks(&self) {
+        let news = self.machine.namespace.lock_news();
+        loop {
+            tokio::select! {
+                biased;
+                () = news.changed() => {}
+                () = sleep(TICK) => {}
+            }
+            let (changed, now) = (news.take(), self.env.boot());
+            let seen = self.with_lead(|l| {
+                let mut files = l.waits.expire(now);
+                files.extend(changed);
+                self.look_at(now, &mut l.waits, &files);
+                Ok(!files.is_empty())
+            });
+            if seen.unwrap_or(false) {
+                self.tell_turns();
+            }
+        }
+    }
+
+    fn tell_turns(&self) {
+        self.turns.send_if_modified(|n| {
+            *n += 1;
+            true
+        });
+    }
+
+    fn look_at(&self, now: Duration, waits: &mut Waits, files: &BTreeSet<Ino>) {
+        for ino in files {
+            if waits.waits_for(*ino)
+                && let Ok(locks) = self.machine.namespace.locks_of(*ino)
+            {
+                waits.look(now, *ino, &locks);
+            }
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! Locks through whole servers: who waits, whose turn it is, what a failover and an eviction leave.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::{world::Client, *};
+use pb::{LockKind, LockType};
+use tokio::time::{Instant, timeout};
+
+fn span(r#type: LockType) -> Option<pb::LockSpan> {
+    Some(pb::LockSpan { start: 0, end: u64::MAX, r#type: r#type as i32, pid: 1 })
+}
+fn set(ino: u64, owner: u64, r#type: LockType) -> Op {
+    Op::SetLock(pb::SetLock {
+        ino,
+        owner,
+        kind: LockKind::LockPosix as i32,
+        span: span(r#type),
+        undo: false,
+        ..Default::default()
+    })
+}
+fn write(ino: u64, owner: u64) -> Op {
+    set(ino, owner, LockType::LockWrite)
+}
+/// By one who has waited for it.
+fn waited(ino: u64, owner: u64, wait: u64) -> Op {
+    let Op::SetLock(l) = write(ino, owner) else { unreachable!() };
+    Op::SetLock(pb::SetLock { patient: true, wait, ..l })
+}
+fn unlock(ino: u64, owner: u64) -> Op {
+    set(ino, owner, LockType::LockUnlock)
+}
+fn wait(id: u64, ino: u64, owner: u64) -> pb::LockWait {
+    pb::LockWait { id, ino, owner, kind: 0, span: span(LockType::LockWrite), trying: false }
+}
+
+/// A lock that is refused without an entry is an error of the whole request.
+async fn code(c: &mut Client<'_>, op: Op) -> Option<Code> {
+    match c.run(vec![op]).await {
+        Ok(r) => r[0].status.as_ref().filter(|s| s.code != 0).map(|s| Code::from_wire(s.code)),
+        Err(e) => Some(e.code),
+    }
+}
+
+async fn list(w: &World, session: u64, waits: Vec<pb::LockWait>) -> Result<pb::LockWaitReply, Code> {
+    static NUMBER: AtomicU64 = AtomicU64::new(1);
+    let r = pb::LockWaitRequest { session, waits, number: NUMBER.fetch_add(1, Ordering::Relaxed) };
+    w.ask(Role::Client, opcode::LOCK_WAIT, &r).await.map_err(|e| e.code)
+}
+
+async fn file(c: &mut Client<'_>, name: &str) -> u64 {
+    let o =
+        pb::Mknod { parent: ROOT_INO, name: name.as_bytes().to_vec().into(), mode: 0o100_644, ..Default::default() };
+    c.one(Op::Mknod(o)).await.ino
+}
+
+async fn world(members: usize) -> (World, std::sync::Arc<world::FakeOss>) {
+    let w = World::new(members, |_| ()).await;
+    let oss = w.oss(1).await;
+    until("chains", || w.mds.iter().flatten().any(|(_, s)| s.status().map.unwrap().sets.len() == 1)).await;
+    (w, oss)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_conflict_costs_no_entry_and_a_waiter_is_told_in_its_turn() {
+    let (w, _oss) = world(1).await;
+    let (mut a, mut b, mut c) = (w.client(1).await, w.client(2).await, w.client(3).await);
+    let f = file(&mut a, "f").await;
+    a.one(write(f, 1)).await;
+    let applied = || w.mds[0].as_ref().unwrap().1.status().raft.unwrap().applied;
+    let before = applied();
+    for _ in 0..50 {
+        assert_eq!(code(&mut b, write(f, 1)).await, Some(Code::LockConflict));
+    }
+    assert!(applied() < before + 40, "refused from the state");
+    // A list without news is answered all the same.
+    let began = Instant::now();
+    assert_eq!(list(&w, b.session, vec![wait(7, f, 1)]).await.unwrap(), pb::LockWaitReply::default());
+    assert!(began.elapsed() >= Duration::from_secs(3));
+    let first = list(&w, b.session, vec![wait(7, f, 1)]);
+    let second = list(&w, c.session, vec![wait(9, f, 1)]);
+    let rest = async {
+        sleep(Duration::from_millis(100)).await;
+        a.one(unlock(f, 1)).await;
+        // It is not a's again, although nobody has it: the first who waited has his turn. One who would wait hears so at
+        // once, one who would not hears what came of it.
+        let again = code(&mut a, waited(f, 1, 0)).await;
+        let began = Instant::now();
+        let (tried, ()) = tokio::join!(code(&mut a, write(f, 2)), async {
+            sleep(Duration::from_millis(300)).await;
+            b.one(waited(f, 1, 7)).await;
+        });
+        assert!(began.elapsed() >= Duration::from_millis(300));
+        (again, tried)
+    };
+    let (first, again) = tokio::join!(first, rest);
+    assert_eq!(first.unwrap().ready, [7]);
+    assert_eq!(again, (Some(Code::LockConflict), Some(Code::LockConflict)));
+    assert_eq!(w.server().await.status().lock_waits, 0, "it has what it waited for");
+    let (second, ()) = tokio::join!(second, async {
+        sleep(Duration::from_millis(100)).await;
+        b.one(unlock(f, 1)).await;
+    });
+    assert_eq!(second.unwrap().ready, [9]);
+    c.one(waited(f, 1, 9)).await;
+    let status = w.server().await.status();
+    assert_eq!((status.locks, status.lock_waits), (1, 0));
+    assert_eq!(status.sessions.iter().map(|s| s.locks).collect::<Vec<_>>(), [0, 0, 1]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_turn_that_nobody_takes_goes_to_the_next_one() {
+    let (w, _oss) = world(1).await;
+    let (mut a, b, c) = (w.client(1).await, w.client(2).await, w.client(3).await);
+    let f = file(&mut a, "f").await;
+    a.one(write(f, 1)).await;
+    let mut waits = Box::pin(async {
+        tokio::join!(list(&w, b.session, vec![wait(1, f, 1)]), async {
+            sleep(Duration::from_millis(10)).await;
+            list(&w, c.session, vec![wait(1, f, 1)]).await
+        })
+    });
+    assert!(timeout(Duration::from_millis(100), &mut waits).await.is_err());
+    a.one(unlock(f, 1)).await;
+    let began = Instant::now();
+    // The first never comes back; the second hears in its next list at the latest.
+    let (first, second) = waits.await;
+    assert_eq!(first.unwrap().ready, [1]);
+    let second = match second.unwrap() {
+        r if r.ready.is_empty() => list(&w, c.session, vec![wait(1, f, 1)]).await.unwrap(),
+        r => r,
+    };
+    assert_eq!(second.ready, [1]);
+    assert!(began.elapsed() >= Duration::from_secs(2) && began.elapsed() < Duration::from_secs(6));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_gives_up_waiting_is_in_nobodys_way() {
+    let (w, _oss) = world(1).await;
+    let (mut a, b, mut c) = (w.client(1).await, w.client(2).await, w.client(3).await);
+    let f = file(&mut a, "f").await;
+    a.one(write(f, 1)).await;
+    let old = list(&w, b.session, vec![wait(1, f, 1)]);
+    let (old, none) = tokio::join!(old, async {
+        sleep(Duration::from_millis(50)).await;
+        list(&w, b.session, vec![]).await
+    });
+    assert_eq!((old.unwrap(), none.unwrap()), Default::default());
+    a.one(unlock(f, 1)).await;
+    c.one(write(f, 1)).await;
+    // Nor is one whose session has ended.
+    let waits = list(&w, b.session, vec![wait(2, f, 2)]);
+    let (r, ()) = tokio::join!(waits, async {
+        sleep(Duration::from_millis(50)).await;
+        let close = pb::SessionCloseRequest { session: b.session };
+        let _: pb::SessionCloseReply = w.ask(Role::Client, opcode::SESSION_CLOSE, &close).await.unwrap();
+    });
+    assert!(r.is_ok_and(|r| r == Default::default()));
+    c.one(unlock(f, 1)).await;
+    a.one(write(f, 1)).await;
+    assert_eq!(list(&w, b.session, vec![wait(2, f, 2)]).await, Err(Code::NoSession));
+    let invalid = pb::LockWait { span: None, ..wait(1, f, 1) };
+    assert_eq!(list(&w, a.session, vec![invalid]).await, Err(Code::Inval));
+    let many = (0..2_000).map(|i| wait(i, f, i)).collect();
+    assert_eq!(list(&w, a.session, many).await, Err(Code::TooBig));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_circle_across_clients_is_refused_to_the_one_who_closes_it() {
+    let (w, _oss) = world(1).await;
+    let (mut a, mut b) = (w.client(1).await, w.client(2).await);
+    let (f, g) = (file(&mut a, "f").await, file(&mut a, "g").await);
+    a.one(write(f, 1)).await;
+    b.one(write(g, 5)).await;
+    let first = list(&w, a.session, vec![wait(1, g, 1)]);
+    let (first, ()) = tokio::join!(first, async {
+        sleep(Duration::from_millis(50)).await;
+        let r = list(&w, b.session, vec![wait(3, f, 6), wait(4, f, 5)]).await.unwrap();
+        assert_eq!((r.deadlock, r.ready), (vec![4], vec![]), "another owner of that client may wait");
+        b.one(unlock(g, 5)).await;
+    });
+    assert_eq!(first.unwrap().ready, [1]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn locks_and_their_waiters_outlive_the_leader() {
+    let (mut w, _oss) = world(3).await;
+    let leader = w.leader().await;
+    let (f, holder, seq, waiting) = {
+        let (mut a, b) = (w.client(1).await, w.client(2).await);
+        let f = file(&mut a, "f").await;
+        a.one(write(f, 1)).await;
+        let poll = timeout(Duration::from_secs(1), list(&w, b.session, vec![wait(1, f, 1)])).await;
+        assert!(poll.is_err(), "it waits");
+        (f, a.session, a.seq, b.session)
+    };
+    w.kill(leader);
+    w.leader().await;
+    let mut c = w.client(3).await;
+    assert_eq!(code(&mut c, write(f, 1)).await, Some(Code::LockConflict), "nobody had to claim it again");
+    let (told, ()) = tokio::join!(list(&w, waiting, vec![wait(1, f, 1)]), async {
+        sleep(Duration::from_millis(100)).await;
+        let ops = vec![pb::Op { op: Some(unlock(f, 1)) }];
+        let seq = seq + 1;
+        let creds = Some(pb::Creds::default());
+        let r = pb::MetaRequest { session: holder, seq, lowest_unanswered: seq, creds, ops };
+        let r: pb::MetaReply = w.ask(Role::Client, opcode::META, &r).await.unwrap();
+        assert!(r.results[0].status.is_none());
+    });
+    assert_eq!(told.unwrap().ready, [1]);
+    assert_eq!(code(&mut c, waited(f, 1, 0)).await, Some(Code::LockConflict), "the waiter's turn");
+    let began = Instant::now();
+    c.one(write(f, 1)).await;
+    assert!(began.elapsed() > Duration::from_secs(1), "it was kept for the waiter, who did not come");
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_lock_of_an_evicted_client_is_given_when_nothing_of_it_can_arrive_any_more() {
+    let (w, oss) = world(1).await;
+    let (mut a, mut b) = (w.client(1).await, w.client(2).await);
+    let f = file(&mut a, "f").await;
+    a.one(write(f, 1)).await;
+    let evicted = a.session;
+    let waiting = async {
+        loop {
+            b.renew(false, &[]).await.unwrap();
+            let r = list(&w, b.session, vec![wait(1, f, 1)]).await.unwrap();
+            if r.ready == [1] {
+                return;
+            }
+        }
+    };
+    timeout(Duration::from_secs(60), waiting).await.expect("a silent client's locks go with its session");
+    b.one(waited(f, 1, 1)).await;
+    assert!(oss.evicted.lock().contains(&evicted), "the storage server knew before");
+    // One that does not hear of it holds the lock up for as long as its lease may run.
+    drop(a);
+    let mut c = w.client(3).await;
+    oss.up.store(false, Ordering::Relaxed);
+    let dead = pb::SessionOpenRequest {
+        client_uuid: vec![4; 16].into(),
+        dead: vec![vec![2; 16].into()],
+        ..Default::default()
+    };
+    let _: pb::SessionOpenReply = w.ask(Role::Client, opcode::SESSION_OPEN, &dead).await.unwrap();
+    let began = Instant::now();
+    // The asker tries again by himself when it is overloaded.
+    c.one(write(f, 1)).await;
+    assert!(began.elapsed() > Duration::from_secs(1), "{:?}", began.elapsed());
+}
