@@ -12,6 +12,9 @@ use strake_fabric::Endpoint;
 
 use crate::keep::Keep;
 
+/// As [`Config::op_timeout`]: without end. A hundred years, because time is added to it.
+pub const FOREVER: Duration = Duration::from_secs(100 * 366 * 86_400);
+
 /// Settings of a [`crate::Client`]. Start from [`Config::new`] and change what differs.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -39,8 +42,12 @@ pub struct Config {
     pub flush_age: Duration,
     /// How often sizes that grew are reported to the metadata server in the background.
     pub extend_interval: Duration,
-    /// How long one operation is retried through failures before it fails with `ETIMEDOUT`.
+    /// How long one operation is retried through failures before it fails with `ETIMEDOUT`; [`FOREVER`] for no end.
     pub op_timeout: Duration,
+    /// How long [`crate::Client::connect`] tries to get a session.
+    pub connect_timeout: Duration,
+    /// Change nothing: see [`crate::Client::set_read_only`].
+    pub read_only: bool,
     /// Connections to each object storage server.
     pub connections_per_node: usize,
     /// Read from this replica of each chain only (0 = first), to verify copies one by one. `None`: from any.
@@ -70,6 +77,8 @@ impl Config {
             flush_age: Duration::from_secs(1),
             extend_interval: Duration::from_millis(400),
             op_timeout: Duration::from_secs(60),
+            connect_timeout: Duration::from_secs(60),
+            read_only: false,
             connections_per_node: 2,
             read_replica: None,
             uuid: None,

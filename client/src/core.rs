@@ -27,6 +27,7 @@ use tokio::{
 };
 
 use crate::{
+    away::{Away, Kind},
     config::{Config, Counters},
     conns::Conns,
     inode::{Inode, Release},
@@ -80,6 +81,8 @@ pub(crate) struct Core {
     /// A run of zeros, for holes.
     pub zero: Buf,
     closed: AtomicBool,
+    pub(crate) read_only: AtomicBool,
+    pub(crate) away: Mutex<Away>,
 }
 
 /// Sizes that are being reported at a time.
@@ -87,6 +90,9 @@ const SIZES_AT_ONCE: usize = 32;
 /// How long a release may wait for others, and how many make one request.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(200);
 const RELEASES_AT_ONCE: usize = 1024;
+
+/// Whoever waits longer for servers has it told in the log.
+const TOO_LONG: Duration = Duration::from_secs(3);
 
 /// Granularity of the memory limits, bytes.
 pub(crate) const ROOM_UNIT: usize = 4096;
@@ -122,8 +128,8 @@ impl Attempts {
             let m = format!("{}: gave up after {:.1} s: {cause}", self.what, waited.as_secs_f64());
             return Err(Error::new(Code::TimedOut, m));
         }
-        if self.backoff.attempts() == 6 {
-            tracing::warn!(what = self.what, cause = %cause, "still trying");
+        if waited >= TOO_LONG {
+            core.tell_stuck();
         }
         let mut changed = core.map_changed.subscribe();
         let pause = self.backoff.next(core.env.random_u64()).min(left);
@@ -166,6 +172,8 @@ impl Core {
                 z.freeze()
             },
             closed: AtomicBool::new(false),
+            away: Mutex::default(),
+            read_only: AtomicBool::new(cfg.read_only),
             stats: Counters::default(),
             fabric,
             env,
@@ -198,6 +206,29 @@ impl Core {
     {
         let running = self.env.spawn(keep::numbered(keep::numbers(), f));
         running.await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))?
+    }
+
+    // --- servers that are away ---
+
+    /// A server did not answer, or cannot do what it is for.
+    pub fn failed(&self, kind: Kind, who: &str, e: &Error) {
+        self.away.lock().failed(kind, who, &e.message, Instant::now());
+    }
+
+    pub fn answered(&self, kind: Kind, who: &str) {
+        let back = self.away.lock().answered(kind, who, Instant::now());
+        if let Some((what, after)) = back {
+            tracing::info!("{what} again after {:.1} s", after.as_secs_f64());
+        }
+    }
+
+    fn tell_stuck(&self) {
+        let Some(list) = self.away.lock().stuck() else { return };
+        let limit = self.cfg.op_timeout;
+        match limit >= crate::FOREVER {
+            true => tracing::warn!("waiting for {list}; programs wait until they answer"),
+            false => tracing::warn!("waiting for {list}; calls fail after {} s", limit.as_secs()),
+        }
     }
 
     // --- cluster map ---

@@ -17,6 +17,7 @@ use strake_proto::{
 };
 
 use crate::{
+    away::Kind as Server,
     config::Counters,
     core::{Attempts, Core, Hold, room_for},
     inode::{Cap, Inode},
@@ -62,8 +63,33 @@ impl Core {
         self.conns.get(&self.fabric, node).await
     }
 
-    /// One request. Ends early when the chain changes meanwhile: the addressed replica may never answer.
+    /// One request, and what it says of the server that it went to.
     async fn data_call(&self, map: &MapView, chain: &pb::Chain, target: TargetId, m: Message) -> Result<Message> {
+        let reply = self.data_call_once(map, chain, target, m).await;
+        if let Some(node) = map.node_of(target) {
+            match &reply {
+                Err(e) if matches!(e.code, Code::Disconnected | Code::TimedOut) => {
+                    self.failed(Server::Storage, &node.name, e);
+                }
+                // The map changed: it says nothing.
+                Err(e) if e.code == Code::StaleEpoch => {}
+                _ => self.answered(Server::Storage, &node.name),
+            }
+        }
+        reply
+    }
+
+    /// A chain without any replica that may answer waits for the servers of all of them.
+    fn deserted(&self, map: &MapView, chain: &pb::Chain) -> Error {
+        let e = not_serving(format!("chain {} has no replica in sync", chain.id));
+        for node in chain.replicas.iter().filter_map(|r| map.node_of(r.target)) {
+            self.failed(Server::Storage, &node.name, &e);
+        }
+        e
+    }
+
+    /// One request. Ends early when the chain changes meanwhile: the addressed replica may never answer.
+    async fn data_call_once(&self, map: &MapView, chain: &pb::Chain, target: TargetId, m: Message) -> Result<Message> {
         let mut changed = self.map_changed.subscribe();
         let is_old = || self.map().chain(chain.id).is_none_or(|c| c.epoch != chain.epoch);
         let conn = self.connection_to(map, target).await?;
@@ -95,7 +121,7 @@ impl Core {
         r: DataRequest,
     ) -> Result<(TargetId, DataReply)> {
         let chain = chain_of(map, chain)?;
-        let head = chain.head().ok_or_else(|| not_serving(format!("chain {} has no replica in sync", chain.id)))?;
+        let head = chain.head().ok_or_else(|| self.deserted(map, chain))?;
         let body = DataRequest { chain: chain.id, epoch: chain.epoch, target: head, ..r }.encode();
         let reply = self.data_call(map, chain, head, Message { body, ..m }).await?;
         Ok((head, DataReply::decode(&reply.body)?))
@@ -352,6 +378,9 @@ impl Core {
             None => route::read_order(map, chain, p.chunk, self.local_node(map)),
         };
         let mut passing = None;
+        if order.is_empty() {
+            return Err(self.deserted(map, chain));
+        }
         let mut last = not_serving(format!("chain {} has no replica in sync", chain.id));
         while !order.is_empty() {
             let target = order.remove(0);

@@ -24,6 +24,7 @@
 
 #![warn(missing_docs)]
 
+mod away;
 mod cache;
 mod config;
 mod conns;
@@ -49,7 +50,7 @@ mod unstable;
 
 use std::sync::Arc;
 
-pub use config::{Config, Stats};
+pub use config::{Config, FOREVER, Stats};
 pub use file::File;
 pub use keep::{Keep, Numbers, numbered};
 pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS};
@@ -64,6 +65,9 @@ pub use takeover::Former;
 
 use crate::core::Core;
 
+/// How long [`Client::close`] waits to tell what is not written any more.
+const RELEASING: std::time::Duration = std::time::Duration::from_secs(2);
+
 /// A mounted file system: one session at the metadata servers. Clones are the same client.
 #[derive(Clone)]
 pub struct Client {
@@ -71,18 +75,18 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects and opens a session. Waits up to [`Config::op_timeout`] for a metadata leader.
+    /// Connects and opens a session. Waits up to [`Config::connect_timeout`] for a metadata leader.
     ///
     /// `Unauthenticated` when the key is another cluster's, `TimedOut` when no leader answers.
     pub async fn connect(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Result<Client> {
         let core = Arc::new(Core::new(cfg, env, fabric));
-        core.session().await?;
+        core.session_within(core.cfg.connect_timeout).await?;
         core.start_background();
         Ok(Client { core })
     }
 
-    /// Makes everything written stable, then ends the session; open files are closed by that. The client does nothing
-    /// afterwards, even if this fails.
+    /// Makes everything written stable, then ends the session, if it can be reached within seconds; open files are closed by that.
+    /// An error is of data that was lost. The client does nothing afterwards, even if this fails.
     pub async fn close(&self) -> Result<()> {
         let core = self.core.clone();
         let closing = async move {
@@ -90,8 +94,11 @@ impl Client {
             for inode in core.live_inodes() {
                 outcome = outcome.and(core.sync_inode(&inode).await);
             }
-            core.clone().send_releases().await;
-            outcome = outcome.and(core.end_session().await);
+            // The end of the session makes up for it.
+            let _ = tokio::time::timeout(RELEASING, core.clone().send_releases()).await;
+            if let Err(e) = core.end_session().await {
+                tracing::info!("the session will end by itself: {e}");
+            }
             core.set_closed();
             core.conns.close();
             outcome
@@ -119,6 +126,17 @@ impl Client {
     /// The file system's UUID, 16 bytes.
     pub fn fs_uuid(&self) -> Vec<u8> {
         self.core.current_session().map_or_else(Vec::new, |s| s.fs_uuid.to_vec())
+    }
+
+    /// From now on nothing is opened for writing and no name, attribute, layout or byte is changed: `EROFS`. Sizes of files that
+    /// were written before are still reported, and locks work.
+    pub fn set_read_only(&self, yes: bool) {
+        self.core.read_only.store(yes, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    /// Servers that did not answer last, and why; empty when all do.
+    pub fn away(&self) -> String {
+        self.core.away.lock().list()
     }
 
     /// What this client did since it was connected.

@@ -21,6 +21,7 @@ use strake_proto::{Code, Error, Result, SessionId, opcode, pb};
 use tokio::time::timeout;
 
 use crate::{
+    away::Kind,
     config::Counters,
     core::{Attempts, Core},
     inode::O_ACCMODE,
@@ -143,6 +144,12 @@ pub(crate) fn is_mutation(ops: &[pb::Op]) -> bool {
     })
 }
 
+/// Whether a list changes what others see: names, attributes, layouts or bytes. Not what only says who is there.
+fn alters(ops: &[pb::Op]) -> bool {
+    use pb::op::Op::*;
+    is_mutation(ops) && !ops.iter().all(|o| matches!(o.op, Some(Close(_) | Release(_) | SetLock(_) | Extend(_))))
+}
+
 /// Whether running a list twice does what running it once does, as far as its sender can tell. What a lost session had locked
 /// is lost with it.
 fn is_repeatable(ops: &[pb::Op]) -> bool {
@@ -174,7 +181,10 @@ impl Core {
                     Counters::add(&self.stats.meta_requests, 1);
                     let limit = one_try.min(at.left()).max(Duration::from_millis(1));
                     match leader.conn.call(Message::new(opcode, body.clone()), limit).await {
-                        Ok(m) => return Ok(m),
+                        Ok(m) => {
+                            self.answered(Kind::Metadata, "");
+                            return Ok(m);
+                        }
                         Err(e) => {
                             self.leader_failed(&leader, &e).await;
                             e
@@ -184,6 +194,7 @@ impl Core {
                 Err(e) => e,
             };
             if !meta_passes(&cause) {
+                self.answered(Kind::Metadata, "");
                 return Err(cause);
             }
             at.pause(self, cause).await?;
@@ -201,6 +212,7 @@ impl Core {
         let at = self.finder.lock().next().ok_or_else(none)?;
         let unreachable = |e: Error| {
             self.finder.lock().failed(&at);
+            self.failed(Kind::Metadata, &at.to_string(), &e);
             let e = e.context(format_args!("metadata server {at}"));
             // A host that does not resolve or refuses now may do better later; a wrong key never does.
             if e.code == Code::Unauthenticated { e } else { Error { code: Code::Disconnected, ..e } }
@@ -213,7 +225,7 @@ impl Core {
         if let Some(s) = self.current_session() {
             match self.renew_on(&leader.conn, &s, true).await {
                 // No session: the leader is right, the session is what must be replaced, by whoever needs it.
-                Ok(()) => {}
+                Ok(()) => self.answered(Kind::Metadata, ""),
                 Err(e) if e.code == Code::NoSession => {}
                 Err(e) => {
                     self.note_failure(&leader, &e);
@@ -231,6 +243,7 @@ impl Core {
     }
 
     fn note_failure(&self, leader: &Leader, e: &Error) {
+        self.failed(Kind::Metadata, &leader.at.to_string(), e);
         let mut finder = self.finder.lock();
         finder.failed(&leader.at);
         if e.code == Code::NotLeader && e.leader != 0 {
@@ -261,6 +274,10 @@ impl Core {
 
     /// The session, opened if there is none.
     pub(crate) async fn session(self: &Arc<Self>) -> Result<Arc<Session>> {
+        self.session_within(self.cfg.op_timeout).await
+    }
+
+    pub(crate) async fn session_within(self: &Arc<Self>, limit: Duration) -> Result<Arc<Session>> {
         if let Some(s) = self.current_session() {
             return Ok(s);
         }
@@ -275,8 +292,14 @@ impl Core {
             pid: self.cfg.pid,
             dead: self.cfg.dead.iter().map(|uuid| uuid.to_vec().into()).collect(),
         };
-        let mut at = self.attempts("opening a session");
-        let m = self.mds_call(opcode::SESSION_OPEN, body.encode_to_vec().into(), META_TRY, &mut at).await?;
+        let mut at = self.attempts_for("opening a session", limit);
+        let m = self.mds_call(opcode::SESSION_OPEN, body.encode_to_vec().into(), META_TRY, &mut at).await;
+        let m = m.map_err(|e| match (e.code, self.away.lock().list()) {
+            (Code::TimedOut, list) if !list.is_empty() => {
+                Error::new(Code::TimedOut, format!("no answer in {:.0} s from {list}", limit.as_secs_f64()))
+            }
+            _ => e,
+        })?;
         let r: pb::SessionOpenReply = decode(&m)?;
         if let Some(map) = r.map {
             self.install_map(map)?;
@@ -376,7 +399,7 @@ impl Core {
             Err(e) => Err(e),
         };
         match outcome {
-            Ok(()) => {}
+            Ok(()) => self.answered(Kind::Metadata, ""),
             Err(e) if e.code == Code::NoSession => self.session_gone(&s),
             // The pause is short: this runs again before the term is over.
             Err(e) => tracing::debug!("renewing the session: {e}"),
@@ -400,6 +423,9 @@ impl Core {
     ///
     /// `EIO` when the session was lost while a mutation was in doubt: it may or may not have run.
     pub(crate) async fn meta(self: &Arc<Self>, creds: &pb::Creds, ops: Vec<pb::Op>) -> Result<Vec<pb::OpResult>> {
+        if self.read_only.load(Relaxed) && alters(&ops) {
+            return Err(Error::new(Code::RoFs, "the mount is read-only"));
+        }
         let mut at = self.attempts("metadata request");
         let mutation = is_mutation(&ops);
         let one_try = if is_resize(&ops) { SHRINK_TRY } else { META_TRY };
@@ -454,6 +480,28 @@ mod tests {
         assert!(check(reply(vec![ok()]), 2).is_err());
         assert!(check(reply(vec![bad(), ok()]), 2).is_err());
         assert!(check(reply(vec![ok(), ok(), ok()]), 2).is_err());
+    }
+
+    #[test]
+    fn a_read_only_client_alters_nothing() {
+        use pb::op::Op::*;
+        let op = |op| pb::Op { op: Some(op) };
+        let open = |flags| op(Open(pb::Open { ino: 1, flags }));
+        for good in
+            [open(0), op(SetLock(Default::default())), op(Release(Default::default())), op(Extend(Default::default()))]
+        {
+            assert!(!alters(&[good]));
+        }
+        for bad in [
+            open(1),
+            open(2),
+            op(Setattr(Default::default())),
+            op(Unlink(Default::default())),
+            op(Setlayout(Default::default())),
+        ] {
+            assert!(alters(std::slice::from_ref(&bad)));
+            assert!(alters(&[op(Release(Default::default())), bad]));
+        }
     }
 
     #[test]

@@ -21,9 +21,6 @@ impl Backoff {
         let half = full / 2;
         half + Duration::from_nanos(random % (half.as_nanos() as u64 + 1))
     }
-    pub fn attempts(&self) -> u32 {
-        self.attempt
-    }
 }
 
 /// What to do about a failed request to an object storage server.

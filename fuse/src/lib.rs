@@ -8,9 +8,11 @@ mod memory;
 mod mount;
 mod mountpoint;
 pub mod supervisor;
+pub mod table;
 mod transport;
 pub mod vfs;
 
 pub use memory::{MEMORY_FILE, MemoryLimit, can_mount, memory_byte, mount_memory_limit};
 pub use mount::{Mount, MountConfig, Transport, attach, mount, serve};
-pub use mountpoint::mount_line;
+pub use mountpoint::remount;
+pub use rustix::mount::MountFlags;

@@ -2,11 +2,12 @@
 
 use std::{io, os::fd::OwnedFd, path::PathBuf, sync::Arc, time::Duration};
 
+use rustix::mount::MountFlags;
 use strake_client::{Client, Keep};
-use strake_proto::{Code, Error, Result};
+use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO};
 
 use crate::{
-    mountpoint,
+    mountpoint, table,
     transport::{dev, fuser, kernel::MountedSession},
     vfs::Vfs,
 };
@@ -18,6 +19,8 @@ pub struct MountConfig {
     /// Let other users than the mounting one in. Permissions are checked by the kernel and by the mds either way.
     pub allow_other: bool,
     pub read_only: bool,
+    /// Flags of mount(2), without that for read-only; [`crate::table::DEFAULT_FLAGS`] unless told otherwise.
+    pub flags: MountFlags,
     /// Threads that take requests from the kernel; 1 to 64. The work itself runs on the tokio runtime.
     pub threads: usize,
     /// One `/dev/fuse` descriptor per thread.
@@ -33,6 +36,8 @@ pub struct MountConfig {
     /// Requests worked on at a time; more wait in the kernel.
     pub max_requests: usize,
     pub transport: Transport,
+    /// The folder that is the root of the mount.
+    pub root: Ino,
 }
 
 impl MountConfig {
@@ -42,6 +47,7 @@ impl MountConfig {
             mountpoint: mountpoint.into(),
             allow_other: false,
             read_only: false,
+            flags: table::DEFAULT_FLAGS,
             threads: 2,
             clone_fd: true,
             fsname: String::new(),
@@ -50,7 +56,14 @@ impl MountConfig {
             entry_timeout: Duration::from_secs(1),
             max_requests: 256,
             transport: Transport::default(),
+            root: ROOT_INO,
         }
+    }
+}
+
+impl MountConfig {
+    fn is_sync(&self) -> bool {
+        self.flags.contains(MountFlags::SYNCHRONOUS)
     }
 }
 
@@ -86,7 +99,7 @@ pub async fn mount(mut cfg: MountConfig, client: Client) -> Result<Mount> {
     if cfg.fsname.is_empty() {
         cfg.fsname.clone_from(&client.map().map.fs_name);
     }
-    let vfs = Arc::new(Vfs::new(client, None));
+    let vfs = Arc::new(Vfs::new(client, None).within(cfg.root).synchronous(cfg.is_sync()));
     let session = match cfg.transport {
         Transport::Dev => {
             let agreed = Arc::default();
@@ -111,19 +124,24 @@ pub fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
 /// Serves a mount that [`attach`] made, in the place of former daemons if there were any: see `docs/restart.md`. `keep` is
 /// the one that `client` was connected with.
 pub async fn serve(cfg: &MountConfig, client: Client, keep: Arc<Keep>, descriptors: Vec<OwnedFd>) -> Result<Mount> {
-    let vfs = Arc::new(Vfs::new(client, Some(keep.clone())));
+    let vfs = Arc::new(Vfs::new(client, Some(keep.clone())).within(cfg.root).synchronous(cfg.is_sync()));
     let agreed = Arc::default();
     let serve = dev::Serve::new(vfs.clone(), cfg, Arc::clone(&agreed), Some(keep)).await;
     Ok(Mount { session: Session::Dev(dev::start(descriptors, serve, agreed)?), mountpoint: None, vfs })
 }
 
 impl Mount {
-    /// Returns when it is unmounted, by [`Mount::unmount`] or by `umount(8)`, and every handle is closed.
-    pub async fn wait(&self) -> Result<()> {
-        let result = match &self.session {
+    /// Returns when it is unmounted; handles may still be open.
+    pub async fn unmounted(&self) -> Result<()> {
+        match &self.session {
             Session::Dev(s) => s.ended().await,
             Session::Fuser(s) => s.ended().await,
-        };
+        }
+    }
+
+    /// Returns when it is unmounted, by [`Mount::unmount`] or by `umount(8)`, and every handle is closed.
+    pub async fn wait(&self) -> Result<()> {
+        let result = self.unmounted().await;
         self.vfs.close_all().await;
         result
     }

@@ -5,7 +5,7 @@ use std::{
     io::{self, IoSliceMut},
     mem::MaybeUninit,
     os::fd::{AsRawFd, BorrowedFd, OwnedFd},
-    path::{Display, Path, PathBuf},
+    path::{Display, Path},
     process::{Command, Stdio},
 };
 
@@ -15,7 +15,7 @@ use rustix::{
 };
 use strake_proto::{Code, Error, Result};
 
-use crate::MountConfig;
+use crate::{MountConfig, table};
 
 /// A path for messages.
 pub(crate) fn shown(p: &Path) -> Display<'_> {
@@ -24,10 +24,8 @@ pub(crate) fn shown(p: &Path) -> Display<'_> {
 
 /// Mounts an open `/dev/fuse`, as root.
 pub(crate) fn attach(cfg: &MountConfig, fd: BorrowedFd<'_>) -> Result<()> {
-    let mut flags = MountFlags::NOSUID | MountFlags::NODEV;
-    if cfg.read_only {
-        flags |= MountFlags::RDONLY;
-    }
+    let mut flags = cfg.flags;
+    flags.set(MountFlags::RDONLY, cfg.read_only);
     let (uid, gid) = (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw());
     let other = if cfg.allow_other { ",allow_other" } else { "" };
     let data = format!("fd={},rootmode=40000,user_id={uid},group_id={gid},default_permissions{other}", fd.as_raw_fd());
@@ -48,6 +46,10 @@ pub(crate) fn attach_as_user(cfg: &MountConfig) -> Result<OwnedFd> {
     }
     if cfg.read_only {
         options.push_str(",ro");
+    }
+    for flag in table::flag_options(cfg.flags) {
+        options.push(',');
+        options.push_str(flag);
     }
     let mut child = Command::new("fusermount3");
     child.arg("-o").arg(options).arg("--").arg(&cfg.mountpoint);
@@ -141,35 +143,20 @@ fn in_path(program: &str) -> bool {
 /// Whether the topmost mount at this folder is a StrakeFS one.
 fn mounted_at(folder: &Path) -> bool {
     let Ok(folder) = folder.canonicalize() else { return false };
-    let table = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    table.lines().filter_map(mount_line).rfind(|(at, _)| *at == folder).is_some_and(|(_, t)| t == "fuse.strake")
+    table::mounts().unwrap_or_default().iter().rfind(|m| m.at == folder).is_some_and(|m| m.kind == "fuse.strake")
 }
 
-/// Mountpoint and type of a line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
-pub fn mount_line(line: &str) -> Option<(PathBuf, &str)> {
-    let (front, back) = line.split_once(" - ")?;
-    let at = front.split(' ').nth(4)?;
-    Some((PathBuf::from(unescape(at)), back.split(' ').next()?))
-}
-
-/// The kernel writes blank, tab, newline and backslash in paths as `\ooo`.
-fn unescape(s: &str) -> String {
-    let mut out = Vec::with_capacity(s.len());
-    let mut rest = s.as_bytes();
-    while let Some((&first, tail)) = rest.split_first() {
-        let octal = tail.get(..3).filter(|_| first == b'\\').and_then(|d| std::str::from_utf8(d).ok());
-        match octal.and_then(|d| u8::from_str_radix(d, 8).ok()) {
-            Some(byte) => {
-                out.push(byte);
-                rest = &tail[3..];
-            }
-            None => {
-                out.push(first);
-                rest = tail;
-            }
-        }
-    }
-    String::from_utf8_lossy(&out).into_owned()
+/// Changes a mount as `mount -o remount` does: read-only or not, and what the kernel keeps of it. `EBUSY` for read-only while
+/// files are open for writing.
+pub fn remount(at: &Path, read_only: bool, mut flags: MountFlags) -> Result<()> {
+    flags.set(MountFlags::RDONLY, read_only);
+    rustix::mount::mount_remount(at, flags, c"").map_err(|e| {
+        let e = match e {
+            rustix::io::Errno::BUSY => Error::new(Code::Busy, "files in it are open for writing"),
+            e => Error::from(io::Error::from(e)),
+        };
+        e.context(format!("remounting {}", shown(at)))
+    })
 }
 
 pub(crate) fn explain(cfg: &MountConfig, e: &io::Error) -> Error {
@@ -199,13 +186,5 @@ mod tests {
         let file = dir.path().join("file");
         fs::write(&file, b"").unwrap();
         assert_eq!(check(&MountConfig::new(file)).unwrap_err().code, Code::NotDir);
-    }
-
-    #[test]
-    fn mountinfo_lines() {
-        let line = r"36 35 98:0 / /mnt/a\040b rw,noatime master:1 - fuse.strake strake rw,user_id=0";
-        assert_eq!(mount_line(line), Some((PathBuf::from("/mnt/a b"), "fuse.strake")));
-        assert_eq!(mount_line("nonsense"), None);
-        assert_eq!(unescape(r"a\134b\04"), r"a\b\04");
     }
 }

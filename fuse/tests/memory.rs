@@ -34,10 +34,9 @@ async fn answers_its_pattern_and_takes_writes() {
     .await
     .unwrap();
 
-    let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
     let here = dir.path().canonicalize().unwrap();
-    let mount = table.lines().filter_map(strake_fuse::mount_line).find(|(at, _)| *at == here).unwrap();
-    assert_eq!(mount.1, "fuse.strake");
+    let mount = strake_fuse::table::mounts().unwrap().into_iter().find(|m| m.at == here).unwrap();
+    assert_eq!(mount.kind, "fuse.strake");
     let again = mount_memory_limit(&cfg, 1).err().expect("mounted twice");
     assert_eq!(again.code, strake_proto::Code::Busy);
 

@@ -1,4 +1,5 @@
-//! `strake`: every role of StrakeFS in one binary. Invoked as `lfs`, it is the Lustre-like tool. A library so that what
+//! `strake`: every role of StrakeFS in one binary. Invoked as `lfs`, it is the Lustre-like tool, as `mount.strake`
+//! mount(8)'s helper. A library so that what
 //! reads text from outside can be fuzzed; the program is [`main`].
 
 mod bench;
@@ -66,14 +67,18 @@ pub fn main() -> ExitCode {
         end_with_the_pipe();
         return exit_code(lfs::main(argv[1..].to_vec()));
     }
+    if let Some(name) = called_as.to_str().filter(|n| mount::helper::is_helper(n)) {
+        return mount::helper::main(name, argv[1..].to_vec());
+    }
     let command = Cli::parse().command;
+    let mounts = matches!(command, Command::Mount(_) | Command::Umount(_));
     if matches!(command, Command::Status(_) | Command::Lfs { .. }) {
         end_with_the_pipe();
     }
     let result = match command {
         Command::Mds(a) => serve::mds(a),
         Command::Oss(a) => serve::oss(a),
-        Command::Mount(a) => mount::mount(a),
+        Command::Mount(a) => mount::mount(&a, argv[1..].to_vec()),
         Command::Umount(a) => mount::umount(&a),
         Command::Up(a) => dev::up(a),
         Command::Down(a) => dev::down(&a),
@@ -87,7 +92,7 @@ pub fn main() -> ExitCode {
         Ok(code) => code,
         Err(e) => {
             eprintln!("strake: {e}");
-            ExitCode::FAILURE
+            if mounts { mount::helper::status(&e) } else { ExitCode::FAILURE }
         }
     }
 }
@@ -107,6 +112,7 @@ pub mod fuzzing {
     pub use crate::{
         config::{decode_hex, read_text},
         lfs::{read_arguments, show},
+        mount::check_words as read_mount_words,
     };
 }
 

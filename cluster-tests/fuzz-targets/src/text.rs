@@ -6,12 +6,12 @@ use std::{ffi::OsString, os::unix::ffi::OsStringExt};
 use prost::Message;
 use strake_fabric::Endpoint;
 use strake_fuse::{
-    mount_line,
+    table::Mounted,
     vfs::fuzzing::{map_part, read_caller, read_groups},
 };
 use strake_mds::server::{disk::read_identity, parse_peer};
 use strake_proto::{Fid, map::MapView, pb};
-use strake_tools::fuzzing::{decode_hex, read_arguments, read_text, show};
+use strake_tools::fuzzing::{decode_hex, read_arguments, read_mount_words, read_text, show};
 
 use crate::input::Input;
 
@@ -34,7 +34,8 @@ fn small(text: &str) {
     if let Ok(e) = text.parse::<Endpoint>() {
         assert_eq!(e.to_string().parse::<Endpoint>().expect("its own text"), e);
     }
-    let _ = (parse_peer(text), read_groups(text), read_caller(text), mount_line(text));
+    let _ =
+        (parse_peer(text), read_groups(text), read_caller(text), Mounted::parse(text), read_mount_words(text, text));
     if let Some(key) = decode_hex(text) {
         let again: String = key.iter().map(|b| format!("{b:02x}")).collect();
         assert_eq!(decode_hex(&again), Some(key));

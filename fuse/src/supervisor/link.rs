@@ -34,6 +34,16 @@ pub enum Message {
     TakeOver,
     /// From a daemon: requests are answered.
     Serving,
+    /// To a daemon: refuse changes, or take them.
+    ReadOnly(bool),
+    /// To a daemon: what is not safe yet?
+    Ask,
+    /// From it, the answer.
+    State(String),
+    /// From it: the file system is unmounted; what was written may not be safe yet.
+    Unmounted,
+    /// From it, the last: what was lost, or nothing.
+    Ended(String),
 }
 
 impl Message {
@@ -44,6 +54,11 @@ impl Message {
             Message::Mounted => b"m".to_vec(),
             Message::TakeOver => b"t".to_vec(),
             Message::Serving => b"s".to_vec(),
+            Message::ReadOnly(yes) => vec![b'r', u8::from(*yes)],
+            Message::Ask => b"a".to_vec(),
+            Message::State(text) => [b"i", short(text)].concat(),
+            Message::Unmounted => b"u".to_vec(),
+            Message::Ended(text) => [b"e", short(text)].concat(),
         }
     }
 
@@ -58,9 +73,22 @@ impl Message {
             b'm' if rest.is_empty() => Some(Message::Mounted),
             b't' if rest.is_empty() => Some(Message::TakeOver),
             b's' if rest.is_empty() => Some(Message::Serving),
+            b'r' => match rest {
+                [yes @ 0..=1] => Some(Message::ReadOnly(*yes == 1)),
+                _ => None,
+            },
+            b'a' if rest.is_empty() => Some(Message::Ask),
+            b'i' => Some(Message::State(String::from_utf8_lossy(rest).into())),
+            b'u' if rest.is_empty() => Some(Message::Unmounted),
+            b'e' => Some(Message::Ended(String::from_utf8_lossy(rest).into())),
             _ => None,
         }
     }
+}
+
+/// What fits in a message.
+fn short(text: &str) -> &[u8] {
+    &text.as_bytes()[..text.len().min(LONGEST - 1)]
 }
 
 /// One end.
@@ -159,9 +187,12 @@ mod tests {
         let (m, fds) = b.receive().unwrap().unwrap();
         assert_eq!((m, fds.len()), (Message::Connect { dead: vec![[1; 16], [2; 16]] }, MOST_FDS));
         assert_eq!(a.receive().unwrap().unwrap().0, Message::Connected { name: "fs".into() });
-        for m in [Message::Mounted, Message::TakeOver, Message::Serving] {
+        let texts = ["", "5 bytes"].map(|t| [Message::State(t.into()), Message::Ended(t.into())]);
+        let plain = [Message::Mounted, Message::TakeOver, Message::Serving, Message::Ask, Message::Unmounted];
+        for m in plain.into_iter().chain([true, false].map(Message::ReadOnly)).chain(texts.into_iter().flatten()) {
             assert_eq!(Message::decode(&m.encode()), Some(m));
         }
+        assert!(Message::State("x".repeat(9999)).encode().len() <= LONGEST);
         drop(b);
         assert!(a.receive().unwrap().is_none());
         assert!(a.send(&Message::Mounted, &[]).is_err());
@@ -169,7 +200,7 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused() {
-        for bytes in [&b""[..], b"x", b"mm", b"c123", b"n\xff"] {
+        for bytes in [&b""[..], b"x", b"mm", b"c123", b"n\xff", b"r", b"r\x02", b"aa"] {
             assert_eq!(Message::decode(bytes), None, "{bytes:?}");
         }
         assert!(Link::inherited(1).is_err());

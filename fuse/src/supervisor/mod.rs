@@ -1,6 +1,7 @@
 //! What stays when a mount's daemon dies: holds the mount and what the daemon knew, and starts the next daemon. See
 //! `docs/restart.md`.
 
+pub mod control;
 pub mod link;
 
 use std::{
@@ -12,6 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use control::{Ask, Asked, Control};
 use link::{Link, Message};
 use strake_client::Keep;
 use strake_proto::{Code, Error, Result};
@@ -22,7 +24,7 @@ use tokio::{
     signal::unix::{Signal, SignalKind, signal},
 };
 
-use crate::{MountConfig, mount, mountpoint};
+use crate::{MountConfig, mount, mountpoint, table};
 
 /// The daemon's end of the socket, by number, in its environment.
 pub const SOCKET: &str = "STRAKE_MOUNT_SOCKET";
@@ -55,6 +57,13 @@ pub struct Supervisor {
     dead: Vec<[u8; 16]>,
     /// Once mounted.
     descriptors: Vec<OwnedFd>,
+    /// For other commands, once mounted.
+    control: Option<Control>,
+    /// Those who asked what is not safe yet.
+    asking: Vec<tokio::sync::oneshot::Sender<String>>,
+    unmounted: bool,
+    /// What the last daemon said was lost.
+    lost: Option<String>,
 }
 
 struct Daemon {
@@ -68,6 +77,7 @@ struct Daemon {
 enum Event {
     Ended(ExitStatus),
     Said(Message),
+    Asked(Asked),
     Upgrade,
     Stop,
 }
@@ -80,7 +90,17 @@ struct Signals {
 
 impl Supervisor {
     pub fn new(cfg: MountConfig, program: Program, keep: Arc<Keep>, dead: Vec<[u8; 16]>) -> Supervisor {
-        Supervisor { cfg, program, keep, dead, descriptors: Vec::new() }
+        Supervisor {
+            cfg,
+            program,
+            keep,
+            dead,
+            descriptors: Vec::new(),
+            control: None,
+            asking: Vec::new(),
+            unmounted: false,
+            lost: None,
+        }
     }
 
     /// Starts the first daemon, mounts when it is connected (`mounted` is called then), and serves until the mount is gone.
@@ -98,7 +118,7 @@ impl Supervisor {
         loop {
             let mut daemon = self.start(&path)?;
             let status = loop {
-                match daemon.next(&mut signals).await? {
+                match daemon.next(&mut signals, &mut self.control).await? {
                     Event::Ended(status) => break status,
                     Event::Said(Message::Connected { name }) if self.descriptors.is_empty() => {
                         self.mount(&daemon, &name)?;
@@ -108,7 +128,8 @@ impl Supervisor {
                         daemon.serving_since = Some(Instant::now());
                         tracing::info!("daemon {} serves", daemon.child.id().unwrap_or(0));
                     }
-                    Event::Said(m) => tracing::warn!("the daemon said {m:?} out of turn"),
+                    Event::Said(m) => self.heard(m),
+                    Event::Asked((ask, reply)) => self.asked(&daemon, ask, reply),
                     Event::Upgrade => {
                         tracing::info!("restarting the daemon with {}", self.program.path.display());
                         path.clone_from(&self.program.path);
@@ -116,6 +137,10 @@ impl Supervisor {
                         daemon.kill();
                     }
                     Event::Stop if self.descriptors.is_empty() => daemon.kill(),
+                    Event::Stop if self.unmounted => {
+                        tracing::error!("stopped while not everything that was written was safe");
+                        return Ok(1);
+                    }
                     Event::Stop => self.stop(&mut stopping)?,
                 }
             };
@@ -123,6 +148,9 @@ impl Supervisor {
                 return Ok(code(status));
             }
             if status.success() {
+                if let Some(control) = self.control.take() {
+                    control.end(self.lost.take().unwrap_or_default()).await;
+                }
                 return Ok(0);
             }
             let other = status.code() == Some(i32::from(OTHER_LAYOUT));
@@ -158,6 +186,11 @@ impl Supervisor {
         if let Err(e) = told {
             tracing::warn!("telling the daemon how to start: {e}");
         }
+        if !self.descriptors.is_empty()
+            && let Err(e) = link.send(&Message::ReadOnly(self.cfg.read_only), &[])
+        {
+            tracing::warn!("telling the daemon: {e}");
+        }
         let watch = link.watch().map_err(failed)?;
         Ok(Daemon { child, link, watch, serving_since: None })
     }
@@ -166,13 +199,49 @@ impl Supervisor {
         if self.cfg.fsname.is_empty() {
             self.cfg.fsname = name.into();
         }
+        // Before: nobody answers yet what is asked of the mount.
+        let at = self.cfg.mountpoint.canonicalize();
         self.descriptors = mount::attach(&self.cfg)?;
+        self.control = at.ok().and_then(|at| listen(&at));
         let fds: Vec<_> = self.descriptors.iter().map(AsFd::as_fd).collect();
         if let Err(e) = daemon.link.send(&Message::Mounted, &fds) {
             // It died; the next one takes over.
             tracing::warn!("telling the daemon that it is mounted: {e}");
         }
         Ok(())
+    }
+
+    fn heard(&mut self, m: Message) {
+        match m {
+            Message::State(text) => {
+                for reply in self.asking.drain(..) {
+                    let _ = reply.send(format!("state {text}"));
+                }
+            }
+            Message::Unmounted => {
+                self.unmounted = true;
+                self.control.iter().for_each(Control::close);
+            }
+            Message::Ended(lost) => self.lost = Some(lost),
+            m => tracing::warn!("the daemon said {m:?} out of turn"),
+        }
+    }
+
+    fn asked(&mut self, daemon: &Daemon, ask: Ask, reply: tokio::sync::oneshot::Sender<String>) {
+        let message = match ask {
+            Ask::ReadOnly(yes) => Message::ReadOnly(yes),
+            Ask::State => Message::Ask,
+        };
+        let sent = daemon.link.send(&message, &[]);
+        match (ask, sent) {
+            (Ask::ReadOnly(yes), sent) => {
+                // A daemon that is just dying is followed by one that is told.
+                self.cfg.read_only = yes;
+                let _ = reply.send(sent.map_or_else(|e| e.to_string(), |()| "ok".into()));
+            }
+            (Ask::State, Ok(())) => self.asking.push(reply),
+            (Ask::State, Err(e)) => drop(reply.send(format!("state the mount's daemon does not answer: {e}"))),
+        }
     }
 
     /// Unmounts. What is in use goes on until it is closed; at a second signal nothing does.
@@ -193,7 +262,13 @@ impl Supervisor {
 }
 
 impl Daemon {
-    async fn next(&mut self, signals: &mut Signals) -> Result<Event> {
+    async fn next(&mut self, signals: &mut Signals, control: &mut Option<Control>) -> Result<Event> {
+        let asked = async {
+            match control {
+                Some(c) => c.next().await,
+                None => None,
+            }
+        };
         tokio::select! {
             biased;
             status = self.child.wait() => Ok(Event::Ended(status?)),
@@ -201,6 +276,7 @@ impl Daemon {
             _ = signals.interrupt.recv() => Ok(Event::Stop),
             _ = signals.upgrade.recv() => Ok(Event::Upgrade),
             event = said(&self.link, &self.watch) => Ok(event),
+            Some(asked) = asked => Ok(Event::Asked(asked)),
         }
     }
 
@@ -219,6 +295,19 @@ async fn said(link: &Link, watch: &UnixDatagram) -> Event {
         Err(e) => {
             tracing::warn!("the daemon's socket: {e}");
             std::future::pending().await
+        }
+    }
+}
+
+/// For `strake umount` and remounts. A mount without it works, but unmounting does not wait for what was written.
+/// `at`: where, without symbolic links.
+pub fn listen(at: &std::path::Path) -> Option<Control> {
+    let device = table::mounts().ok()?.into_iter().rfind(|m| m.at == at)?.device;
+    match Control::listen(&device) {
+        Ok(c) => Some(c),
+        Err(e) => {
+            tracing::warn!("unmounting will not wait for what was written: the socket for {device}: {e}");
+            None
         }
     }
 }

@@ -7,7 +7,7 @@ use fuser::{Config, Filesystem, FopenFlags, InitFlags, KernelConfig, MountOption
 use strake_proto::{Code, Error, Result};
 use tokio::sync::watch;
 
-use crate::{MountConfig, mountpoint};
+use crate::{MountConfig, mountpoint, table};
 
 /// Largest read or write request: 256 pages of 4 KiB, the kernel's default limit.
 pub(crate) const MAX_REQUEST: u32 = 1 << 20;
@@ -69,6 +69,18 @@ pub(crate) fn session_config(cfg: &MountConfig) -> Config {
         MountOption::DefaultPermissions,
         if cfg.read_only { MountOption::RO } else { MountOption::RW },
     ];
+    c.mount_options.extend(table::flag_options(cfg.flags).into_iter().filter_map(|name| {
+        Some(match name {
+            "suid" => MountOption::Suid,
+            "dev" => MountOption::Dev,
+            "noexec" => MountOption::NoExec,
+            "noatime" => MountOption::NoAtime,
+            "sync" => MountOption::Sync,
+            "dirsync" => MountOption::DirSync,
+            // fuser has no word for the others, which change nothing but what is shown.
+            _ => return None,
+        })
+    }));
     c.acl = if cfg.allow_other { SessionACL::All } else { SessionACL::Owner };
     c.n_threads = Some(cfg.threads.clamp(1, 64));
     c.clone_fd = cfg.clone_fd;

@@ -78,6 +78,7 @@ impl Batch {
 impl Vfs {
     /// The mds checks the caller's right to read it at the first batch.
     pub fn opendir(&self, caller: Caller, ino: Ino) -> u64 {
+        let ino = self.inner(ino);
         let creds = self.creds(caller);
         let handle = self.numbering.next();
         let kept = self.keep_directory(handle, ino);
@@ -98,7 +99,7 @@ impl Vfs {
         mut take: impl FnMut(&Entry) -> bool + Send,
     ) -> Result<()> {
         let dir = self.dirs.get(handle)?;
-        for dot in dots(dir.ino).iter().filter(|d| d.offset > offset) {
+        for dot in dots(dir.ino, self.root).iter().filter(|d| d.offset > offset) {
             if !take(dot) {
                 return Ok(());
             }
@@ -129,9 +130,10 @@ impl Vfs {
     async fn fetch(&self, dir: &Arc<OpenDir>, from: u64, attrs: bool) -> Result<Batch> {
         let at = Instant::now();
         let page = match dir.granted.load(Relaxed) {
-            false => self.client.readdir(&dir.creds, dir.ino, from, BATCH, attrs).await?,
-            true => self.client.readdir(&pb::Creds::default(), dir.ino, from, BATCH, attrs).await?,
+            false => self.client.readdir(&dir.creds, dir.ino, from, BATCH, attrs).await,
+            true => self.client.readdir(&pb::Creds::default(), dir.ino, from, BATCH, attrs).await,
         };
+        let page = page.map_err(|e| self.gone(dir.ino, e))?;
         dir.granted.store(true, Relaxed);
         let mut bare = self.bare.lock();
         page.entries.iter().filter_map(|e| e.attr.as_ref()).for_each(|a| bare.note(a, at));
@@ -151,8 +153,8 @@ impl Vfs {
     }
 }
 
-fn dots(ino: Ino) -> [Entry; 2] {
-    let parent = if ino == ROOT_INO { ROOT_INO } else { UNKNOWN_INO };
+fn dots(ino: Ino, root: Ino) -> [Entry; 2] {
+    let (ino, parent) = if ino == root { (ROOT_INO, ROOT_INO) } else { (ino, UNKNOWN_INO) };
     let dot = |name: &[u8], ino, offset| Entry { name: name.to_vec(), ino, kind: S_IFDIR, offset, attr: None };
     [dot(b".", ino, DOT), dot(b"..", parent, DOTDOT)]
 }

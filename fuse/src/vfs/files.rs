@@ -13,7 +13,7 @@ const MOST_COPIED: u64 = 16 << 20;
 
 impl Vfs {
     pub async fn open(&self, caller: Caller, ino: Ino, flags: i32) -> Result<Opened> {
-        let flags = known_access(flags);
+        let flags = known_access(flags) | self.always;
         let (file, _) = self.client.open(&self.creds(caller), ino, flags as u32).await?;
         Ok(self.keep(file, ino, flags, caller))
     }
@@ -28,11 +28,12 @@ impl Vfs {
         umask: u32,
         flags: i32,
     ) -> Result<(pb::Attr, Opened)> {
-        let (flags, exclusive) = (known_access(flags), flags & libc::O_EXCL != 0);
+        let (flags, exclusive) = (known_access(flags) | self.always, flags & libc::O_EXCL != 0);
         let mode = Mode { bits: mode & 0o7777, umask };
         let creds = self.creds(caller);
         // The kernel believes the file new and will not cut it; the client does if another mount was faster.
-        let (file, attr) = self.client.create(&creds, parent, name, mode, flags as u32, exclusive, None).await?;
+        let (file, attr) =
+            self.client.create(&creds, self.inner(parent), name, mode, flags as u32, exclusive, None).await?;
         let ino = attr.ino;
         Ok((attr, self.keep(file, ino, flags, caller)))
     }
@@ -48,8 +49,9 @@ impl Vfs {
         flags: i32,
     ) -> Result<(pb::Attr, Opened)> {
         let mode = Mode { bits: mode & 0o7777, umask };
-        let (flags, linkable) = (known_access(flags), flags & libc::O_EXCL == 0);
-        let (file, attr) = self.client.tmpfile(&self.creds(caller), parent, mode, flags as u32, linkable).await?;
+        let (flags, linkable) = (known_access(flags) | self.always, flags & libc::O_EXCL == 0);
+        let (file, attr) =
+            self.client.tmpfile(&self.creds(caller), self.inner(parent), mode, flags as u32, linkable).await?;
         let ino = attr.ino;
         Ok((attr, self.keep(file, ino, flags, caller)))
     }

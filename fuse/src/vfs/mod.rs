@@ -11,6 +11,7 @@ mod handles;
 mod locks;
 mod names;
 mod restart;
+mod subtree;
 mod xattr;
 
 use std::{
@@ -20,7 +21,7 @@ use std::{
 
 use strake_client::{Client, File, Keep};
 use strake_fabric::{Buf, Pool, Record};
-use strake_proto::{Error, Ino, Result, pb};
+use strake_proto::{Error, Ino, Result, ids::ROOT_INO, pb};
 use tokio::time::Instant;
 
 pub use dirs::Entry;
@@ -28,6 +29,7 @@ use dirs::OpenDir;
 use handles::{Numbering, Table};
 use locks::Owners;
 pub use strake_client::{Holder, Lock, LockKind, LockType};
+pub use subtree::find_subtree;
 pub use xattr::{MAP_HEAD, MAP_PART};
 
 /// For the fuzz targets: readers of what comes from outside.
@@ -107,6 +109,10 @@ pub struct Vfs {
     files: Table<OpenFile>,
     dirs: Table<OpenDir>,
     owners: Owners,
+    /// Flags that every file is opened with.
+    always: i32,
+    /// What the kernel knows as the root.
+    root: Ino,
 }
 
 struct OpenFile {
@@ -131,7 +137,16 @@ impl Vfs {
             dirs: Table::default(),
             owners: Owners::new(keep.clone()),
             keep,
+            always: 0,
+            root: ROOT_INO,
         }
+    }
+
+    /// Whether every write is stable before it returns, as if opened with `O_SYNC`.
+    #[must_use]
+    pub fn synchronous(mut self, yes: bool) -> Vfs {
+        self.always = if yes { libc::O_SYNC } else { 0 };
+        self
     }
 
     /// Space, inodes and targets.
@@ -139,10 +154,15 @@ impl Vfs {
         self.client.statfs(&pb::Creds::default(), "").await
     }
 
-    /// Flushes and closes whatever is still open, after the kernel is gone.
+    /// Flushes whatever is still open, after the kernel is gone. Closing it is left to the end of the session.
     pub async fn close_all(&self) {
         for open in self.files.drain() {
-            self.end_file(open).await;
+            if let Ok(file) = open.file()
+                && open.writes()
+                && let Err(e) = file.flush().await
+            {
+                tracing::warn!(ino = open.ino, "a file that was open when the mount ended: {e}");
+            }
         }
         self.dirs.drain();
     }
@@ -161,7 +181,7 @@ impl Vfs {
         let at = Instant::now();
         let attr = asking.await?;
         self.bare.lock().note(&attr, at);
-        Ok(attr)
+        Ok(self.outer(attr))
     }
 
     /// One buffer for a transport that takes one: the only segment itself, or a copy of all.

@@ -12,15 +12,22 @@ const RENAME_EXCHANGE: u32 = 2;
 impl Vfs {
     /// The inode behind a name.
     pub async fn lookup(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
+        let parent = self.inner(parent);
+        if matches!(name, b"." | b"..") && self.is_subtree() {
+            return self.lookup_within(caller, parent, name).await;
+        }
         self.seen(self.client.lookup(&self.creds(caller), parent, name)).await
     }
 
     pub async fn getattr(&self, ino: Ino) -> Result<pb::Attr> {
+        let inner = self.inner(ino);
         // Not an access of the caller's: stat(2) needs no right on the file itself.
-        self.seen(self.client.getattr(&pb::Creds::default(), ino)).await
+        let got = self.seen(self.client.getattr(&pb::Creds::default(), inner)).await;
+        got.map_err(|e| self.gone(inner, e))
     }
 
     pub async fn setattr(&self, caller: Caller, ino: Ino, change: Change) -> Result<pb::Attr> {
+        let ino = self.inner(ino);
         let mut wanted = pb::SetAttr { ino, mode: change.mode, uid: change.uid, gid: change.gid, ..Default::default() };
         match change.atime {
             Some(Time::Now) => wanted.atime_now = true,
@@ -41,7 +48,7 @@ impl Vfs {
         }
         match cut {
             Some(attr) if wanted == (pb::SetAttr { ino, ..Default::default() }) => Ok(attr),
-            _ => self.client.setattr(&self.creds(caller), wanted).await,
+            _ => self.client.setattr(&self.creds(caller), wanted).await.map(|a| self.outer(a)),
         }
     }
 
@@ -59,38 +66,39 @@ impl Vfs {
         umask: u32,
         rdev: u32,
     ) -> Result<pb::Attr> {
-        self.client.mknod(&self.creds(c), parent, name, Mode { bits: mode, umask }, rdev).await
+        self.client.mknod(&self.creds(c), self.inner(parent), name, Mode { bits: mode, umask }, rdev).await
     }
 
     pub async fn mkdir(&self, c: Caller, parent: Ino, name: &[u8], mode: u32, umask: u32) -> Result<pb::Attr> {
-        self.seen(self.client.mkdir(&self.creds(c), parent, name, Mode { bits: mode, umask })).await
+        self.seen(self.client.mkdir(&self.creds(c), self.inner(parent), name, Mode { bits: mode, umask })).await
     }
 
     pub async fn symlink(&self, caller: Caller, parent: Ino, name: &[u8], target: &[u8]) -> Result<pb::Attr> {
-        self.client.symlink(&self.creds(caller), parent, name, target).await
+        self.client.symlink(&self.creds(caller), self.inner(parent), name, target).await
     }
 
     pub async fn link(&self, caller: Caller, ino: Ino, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
-        self.client.link(&self.creds(caller), ino, parent, name).await
+        self.client.link(&self.creds(caller), ino, self.inner(parent), name).await
     }
 
     pub async fn unlink(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<()> {
-        self.client.unlink(&self.creds(caller), parent, name).await
+        self.client.unlink(&self.creds(caller), self.inner(parent), name).await
     }
 
     pub async fn rmdir(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<()> {
-        self.client.rmdir(&self.creds(caller), parent, name).await
+        self.client.rmdir(&self.creds(caller), self.inner(parent), name).await
     }
 
     pub async fn rename(&self, caller: Caller, from: (Ino, &[u8]), to: (Ino, &[u8]), flags: u32) -> Result<()> {
         if flags & !(RENAME_NOREPLACE | RENAME_EXCHANGE) != 0 || flags == RENAME_NOREPLACE | RENAME_EXCHANGE {
             return Err(Error::new(Code::Inval, format!("rename flags {flags:#x} are not supported")));
         }
+        let (from, to) = ((self.inner(from.0), from.1), (self.inner(to.0), to.1));
         self.client.rename(&self.creds(caller), from, to, flags).await
     }
 
     /// access(2) as `caller`; `mask` of `R_OK` 4, `W_OK` 2, `X_OK` 1.
     pub async fn access(&self, caller: Caller, ino: Ino, mask: u32) -> Result<()> {
-        self.client.access(&self.creds(caller), ino, mask).await
+        self.client.access(&self.creds(caller), self.inner(ino), mask).await
     }
 }

@@ -3,9 +3,10 @@
 //! Virtual names are not listed. `strake.layout`: a file's encoded [`pb::Layout`], or a directory's own default as a
 //! [`pb::LayoutSpec`] (`ENODATA` if it has none). `strake.effective`: the [`pb::Layout`] a file created in the directory
 //! would get. `strake.spec`, to be set: an encoded [`pb::LayoutSpec`] as a directory's default or an unwritten file's
-//! layout; removing it deletes a directory's default. `strake.fid`: the FID in text. `strake.statfs`: an encoded
+//! layout; removing it deletes a directory's default. `strake.fid`: the FID in text. `strake.name`: the file system's name.
+//! `strake.statfs`: an encoded
 //! [`pb::StatfsReply`]. `strake.map.N`: part N of the encoded cluster map, see [`map_part`]. `strake.path.FID`: the path
-//! of that FID from the root, for root only, since it looks past search permissions.
+//! of that FID from the root of the mount, for root only, since it looks past search permissions.
 
 use bytes::Bytes;
 use prost::Message as _;
@@ -35,6 +36,7 @@ fn acl_kind(name: &[u8]) -> u32 {
 
 impl Vfs {
     pub async fn getxattr(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<Bytes> {
+        let ino = self.inner(ino);
         let kind = acl_kind(name);
         if kind != 0 && self.bare.lock().lacks(ino, kind, Instant::now()) {
             return Err(no_data("no such ACL"));
@@ -47,6 +49,7 @@ impl Vfs {
 
     /// `flags`: `XATTR_CREATE` 1, `XATTR_REPLACE` 2.
     pub async fn setxattr(&self, caller: Caller, ino: Ino, name: &[u8], value: &[u8], flags: u32) -> Result<()> {
+        let ino = self.inner(ino);
         let creds = self.creds(caller);
         match name.strip_prefix(VIRTUAL) {
             Some(b"spec") => {
@@ -64,6 +67,7 @@ impl Vfs {
     }
 
     pub async fn removexattr(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<()> {
+        let ino = self.inner(ino);
         let creds = self.creds(caller);
         match name.strip_prefix(VIRTUAL) {
             Some(b"spec") => self.client.set_layout(&creds, ino, None).await,
@@ -84,6 +88,7 @@ impl Vfs {
 
     /// The names, each followed by a NUL.
     pub async fn listxattr(&self, caller: Caller, ino: Ino) -> Result<Vec<u8>> {
+        let ino = self.inner(ino);
         let names = self.client.listxattr(&self.creds(caller), ino).await?;
         let mut all = Vec::new();
         for n in names.iter().filter(|n| !n.starts_with(VIRTUAL)) {
@@ -97,6 +102,7 @@ impl Vfs {
         let name = std::str::from_utf8(name).map_err(|_| no_data("no such strake.* attribute"))?;
         match name {
             "fid" => return Ok(Fid::from_ino(ino).to_string().into_bytes().into()),
+            "name" => return Ok(self.client.map().map.fs_name.clone().into_bytes().into()),
             "statfs" => return Ok(self.statfs().await?.encode_to_vec().into()),
             "layout" => {
                 let found = self.client.get_layout(&self.creds(caller), ino).await?;
@@ -123,7 +129,11 @@ impl Vfs {
                 return Err(Error::new(Code::Perm, "only root may ask for the path of a FID"));
             }
             let ino = fid.parse::<Fid>()?.to_ino()?;
-            return self.client.path_of(&self.creds(caller), ino).await.map(Bytes::from);
+            let path = self.path_within(ino).await;
+            return path.map(Bytes::from).map_err(|e| match e.code {
+                Code::Stale => Error::new(Code::NoEnt, e.message),
+                _ => e,
+            });
         }
         Err(no_data("no such strake.* attribute"))
     }

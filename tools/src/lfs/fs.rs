@@ -1,16 +1,13 @@
 //! What `lfs` asks of a mount: where it is, and its virtual extended attributes.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use prost::Message;
 use rustix::{
     fs::{XattrFlags, getxattr, lgetxattr, lsetxattr, removexattr},
     io::Errno,
 };
-use strake_fuse::{mount_line, vfs};
+use strake_fuse::{table, vfs};
 use strake_proto::{map::MapView, pb};
 
 use super::Failure;
@@ -23,12 +20,8 @@ const MAX_MAP: u64 = 64 << 20;
 /// Where StrakeFS is mounted, with the file system's name (the mount's source). Asks no mount: another one's servers may
 /// be down.
 fn named_mounts() -> Result<Vec<(PathBuf, String)>, Failure> {
-    let table = fs::read_to_string("/proc/self/mountinfo")
-        .map_err(|e| Failure::new(libc::EIO, format!("/proc/self/mountinfo: {e}")))?;
-    let source =
-        |line: &str| line.split_once(" - ").and_then(|(_, b)| b.split(' ').nth(1)).unwrap_or_default().to_string();
-    let ours = |line| mount_line(line).filter(|(_, t)| *t == FS_TYPE).map(|(at, _)| (at, source(line)));
-    Ok(table.lines().filter_map(ours).collect())
+    let table = table::mounts().map_err(|e| Failure::new(libc::EIO, format!("/proc/self/mountinfo: {e}")))?;
+    Ok(table.into_iter().filter(|m| m.kind == FS_TYPE).map(|m| (m.at, m.source)).collect())
 }
 
 fn all_mounts() -> Result<Vec<PathBuf>, Failure> {
@@ -56,7 +49,7 @@ pub fn mount_of(path: &Path) -> Result<PathBuf, Failure> {
 /// The named mounts' folders, or all of them, or all of one file system.
 pub fn chosen(paths: &[std::ffi::OsString], fs_name: Option<&str>) -> Result<Vec<PathBuf>, Failure> {
     if let (true, Some(name)) = (paths.is_empty(), fs_name) {
-        return Ok(named_mounts()?.into_iter().filter(|(_, n)| n == name).map(|(at, _)| at).collect());
+        return Ok(named_mounts()?.into_iter().filter(|m| is_named(m, name)).map(|(at, _)| at).collect());
     }
     if paths.is_empty() { mounts() } else { paths.iter().map(|p| mount_of(Path::new(p))).collect() }
 }
@@ -66,8 +59,13 @@ pub fn by_name_or_path(name: &str) -> Result<PathBuf, Failure> {
     if name.contains('/') || Path::new(name).exists() {
         return mount_of(Path::new(name));
     }
-    let found = named_mounts()?.into_iter().find(|(_, n)| n == name).map(|(at, _)| at);
+    let found = named_mounts()?.into_iter().find(|m| is_named(m, name)).map(|(at, _)| at);
     found.ok_or_else(|| Failure::new(libc::ENODEV, format!("file system '{name}' is not mounted here")))
+}
+
+/// Whether a mount is of the file system of this name. Only one whose source is a list of servers is asked.
+fn is_named((at, source): &(PathBuf, String), name: &str) -> bool {
+    source == name || source.contains(":/") && matches!(read(at, "strake.name"), Ok(Some(n)) if n == name.as_bytes())
 }
 
 fn not_ours(path: &Path) -> Failure {

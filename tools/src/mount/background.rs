@@ -1,34 +1,46 @@
 //! A mount in the background.
 
 use std::{
+    ffi::OsString,
     fs,
     io::Write,
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
-    process::{Command, ExitCode, Stdio},
+    process::{Child, Command, ExitCode, Stdio},
     time::{Duration, Instant},
 };
 
 use strake_proto::{Code, Error, Result};
 
-use super::{MountSection, is_mounted};
+use super::{MountSection, helper::FAILED, is_mounted, say};
 use crate::lifeline;
 
-/// Starts this same command in the foreground of a new session and returns when it is mounted or has failed. What it
-/// logs goes to a file, begun anew by each mount.
-pub(super) fn in_background(section: &MountSection) -> Result<ExitCode> {
+/// With `bg`: how long a mount is waited for before it is left alone.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// What a mount may take beside waiting for its servers.
+const SLACK: Duration = Duration::from_secs(60);
+
+/// Starts this same command in the foreground of a new session and returns when it is mounted or has failed; with `bg` also
+/// when it goes on trying. What it logs goes to a file.
+pub(super) fn in_background(section: &MountSection, argv: Vec<OsString>) -> Result<ExitCode> {
     if is_mounted(&section.mountpoint)? {
         let m = format!("{} is mounted already; `strake umount` it first", section.mountpoint.display());
         return Err(Error::new(Code::Busy, m));
     }
-    let log = section.run_dir.clone().or_else(lifeline::default_folder).and_then(|f| log_file(&f, &section.mountpoint));
+    strake_fuse::can_mount(&section.mountpoint)?;
+    let log = log_file(section)?;
     let mut child = Command::new(std::env::current_exe()?);
-    child.args(std::env::args_os().skip(1)).arg("--foreground");
+    // Never under a helper's name: that has arguments of its own.
+    child.arg0("strake").args(&argv[..1]).arg("--foreground").args(&argv[1..]);
     child.stdin(Stdio::null()).stdout(Stdio::null());
     // Without a folder of its own: to this terminal.
-    if let Some((file, _)) = &log {
-        child.stderr(file.try_clone()?);
-    }
+    let begin = match &log {
+        Some((file, _)) => {
+            child.stderr(file.try_clone()?);
+            file.metadata()?.len()
+        }
+        None => 0,
+    };
     // SAFETY: setsid is async-signal-safe and touches nothing of the parent.
     unsafe {
         child.pre_exec(|| {
@@ -36,28 +48,51 @@ pub(super) fn in_background(section: &MountSection) -> Result<ExitCode> {
             Ok(())
         });
     }
-    let mut child = child.spawn()?;
+    let started = child.spawn()?;
+    wait(section, started, log.as_ref().map(|(_, path)| (path.as_path(), begin)))
+}
+
+/// `log`: the file, and where in it this mount's part begins.
+fn wait(section: &MountSection, mut child: Child, log: Option<(&Path, u64)>) -> Result<ExitCode> {
     let start = Instant::now();
-    while start.elapsed() < Duration::from_secs(60) {
+    let mut limit = section.retry() + SLACK;
+    if section.background() {
+        limit = limit.min(PATIENCE);
+    }
+    let tell = |what: &str| log.iter().for_each(|(path, _)| say(&format!("{what}: {}", path.display())));
+    while start.elapsed() < limit {
         if is_mounted(&section.mountpoint)? {
-            if let Some((_, path)) = &log {
-                let _ = writeln!(std::io::stdout(), "log: {}", path.display());
-            }
+            tell("log");
             return Ok(ExitCode::SUCCESS);
         }
         if let Some(status) = child.try_wait()? {
-            let text = log.and_then(|(_, path)| fs::read(path).ok()).unwrap_or_default();
-            std::io::stderr().write_all(&text)?;
-            return Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+            let text = log.and_then(|(path, begin)| Some(fs::read(path).ok()?.split_off(begin as usize)));
+            std::io::stderr().write_all(&text.unwrap_or_default())?;
+            return Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::from(FAILED) });
         }
         std::thread::sleep(Duration::from_millis(20));
     }
+    if section.background() {
+        say(&format!("{}: the cluster is away; trying on in the background", section.mountpoint.display()));
+        tell("log");
+        return Ok(ExitCode::SUCCESS);
+    }
     let _ = child.kill();
-    Err(Error::new(Code::TimedOut, "no answer from the cluster in 60 s; is it up? Try `strake status`"))
+    Err(Error::new(Code::TimedOut, "neither mounted nor failed in time; see its log"))
 }
 
-/// `None` where there is no such folder to be had.
-fn log_file(folder: &Path, mountpoint: &Path) -> Option<(fs::File, PathBuf)> {
+/// The one asked for, which is appended to, or a new one in the mounts' folder; `None` where there is no such folder to be had.
+fn log_file(section: &MountSection) -> Result<Option<(fs::File, PathBuf)>> {
+    if let Some(path) = &section.asked.log_file {
+        let file = fs::File::options().append(true).create(true).open(path);
+        let file = file.map_err(|e| Error::from(e).context(format!("log file {}", path.display())))?;
+        return Ok(Some((file, path.clone())));
+    }
+    let folder = section.run_dir.clone().or_else(lifeline::default_folder);
+    Ok(folder.and_then(|f| new_log(&f, &section.mountpoint)))
+}
+
+fn new_log(folder: &Path, mountpoint: &Path) -> Option<(fs::File, PathBuf)> {
     let at = std::path::absolute(mountpoint).ok()?;
     // Another name for each mount point.
     let name = at.to_str()?.trim_matches('/').replace('-', "--").replace('/', "-");

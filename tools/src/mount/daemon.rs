@@ -3,22 +3,41 @@
 use std::{
     os::fd::{OwnedFd, RawFd},
     process::ExitCode,
+    sync::atomic::Ordering::{Acquire, Release},
 };
 
-use strake_client::Keep;
+use strake_client::{Client, Creds, Keep};
 use strake_fabric::Env;
-use strake_fuse::supervisor::{
-    OTHER_LAYOUT, Program, SOCKET, Supervisor,
-    link::{Link, Message},
+use strake_fuse::{
+    supervisor::{
+        self, OTHER_LAYOUT, Program, SOCKET, Supervisor,
+        control::{Ask, Control},
+        link::{Link, Message},
+    },
+    vfs,
 };
-use strake_proto::{Code, Error, Result};
-use tokio::signal::unix::{SignalKind, signal};
+use strake_proto::{Code, Error, Ino, Result};
+use tokio::{
+    io::Interest,
+    net::UnixDatagram,
+    signal::unix::{SignalKind, signal},
+};
 
 use super::{MountSection, connect_with};
 use crate::lifeline::{self, Lifeline};
 
 /// Memory for written data that is not yet known to be stable, and for what is on its way; taken as it is used.
 const KEPT_BUFFERS: usize = 512 << 20;
+
+/// Where the kept memory has the inode of the mount's root.
+const KEPT_ROOT: usize = 3;
+
+/// The folder that is to be the root, as the user who mounts finds it.
+async fn root(section: &MountSection, client: &Client) -> Result<Ino> {
+    let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+    let groups = rustix::process::getgroups().unwrap_or_default().into_iter().map(|g| g.as_raw()).collect();
+    vfs::find_subtree(client, &Creds { uid, gid, groups }, section.subtree()).await
+}
 
 /// The socket of the supervisor that started this process as a daemon, if one did.
 pub(super) fn socket() -> Option<RawFd> {
@@ -62,34 +81,80 @@ pub(super) async fn serve(section: MountSection, key: [u8; 32], socket: RawFd) -
     };
     let mut config = section.client_config()?;
     config.keep = Some(keep.clone());
-    if let Message::Connect { dead } = &order {
-        config.dead.clone_from(dead);
+    match &order {
+        Message::Connect { dead } => config.dead.clone_from(dead),
+        // It is mounted, and waits as every program in it does.
+        _ => config.connect_timeout = config.op_timeout,
     }
     let client = connect_with(config, key).await?;
+    let mut mount = section.mount_config();
     let descriptors: Vec<OwnedFd> = match order {
-        Message::TakeOver => fds,
+        Message::TakeOver => {
+            // The same folder as before, whatever its name is now.
+            mount.root = keep.owner_word(KEPT_ROOT).load(Acquire);
+            fds
+        }
         _ => {
+            mount.root = root(&section, &client).await?;
+            keep.owner_word(KEPT_ROOT).store(mount.root, Release);
             link.send(&Message::Connected { name: client.map().map.fs_name.clone() }, &[]).map_err(failed)?;
             // It mounts, which needs nothing of this process.
             let reply = tokio::task::block_in_place(|| link.receive()).map_err(failed)?;
             reply.ok_or_else(gone)?.1
         }
     };
-    let mount = strake_fuse::serve(&section.mount_config(), client.clone(), keep, descriptors).await?;
-    let alive = link.watch().map_err(failed)?;
+    let mount = strake_fuse::serve(&mount, client.clone(), keep, descriptors).await?;
+    let watch = link.watch().map_err(failed)?;
     link.send(&Message::Serving, &[]).map_err(failed)?;
+    let work = async {
+        mount.unmounted().await?;
+        let _ = link.send(&Message::Unmounted, &[]);
+        mount.wait().await?;
+        let lost = end(&client).await;
+        let _ = link.send(&Message::Ended(lost), &[]);
+        Ok(ExitCode::SUCCESS)
+    };
     tokio::select! {
         biased;
-        r = mount.wait() => r?,
-        // It says nothing any more: this is its end.
-        _ = alive.readable() => {
+        r = work => r,
+        () = obey(&link, &watch, &client) => {
             tracing::error!("the supervisor was killed: the mount ends");
             // At once: what waits for servers must not hold the mount up.
             std::process::exit(1);
         }
     }
-    client.close().await?;
-    Ok(ExitCode::SUCCESS)
+}
+
+/// Does what the supervisor says, until it is gone.
+async fn obey(link: &Link, watch: &UnixDatagram, client: &Client) {
+    while let Ok(Some((message, _))) = watch.async_io(Interest::READABLE, || link.receive()).await {
+        match message {
+            Message::ReadOnly(yes) => client.set_read_only(yes),
+            Message::Ask => {
+                let _ = link.send(&Message::State(state(client)), &[]);
+            }
+            m => tracing::warn!("the supervisor said {m:?} out of turn"),
+        }
+    }
+}
+
+/// What is not safe yet, and why.
+fn state(client: &Client) -> String {
+    let (bytes, away) = (client.stats().unstable_bytes, client.away());
+    let why = if away.is_empty() { String::new() } else { format!("; no answer from {away}") };
+    format!("{bytes} written bytes are not on disk yet{why}")
+}
+
+/// After the unmount: makes safe what was written. What was lost, empty if nothing.
+async fn end(client: &Client) -> String {
+    let unsafe_before = client.stats().unstable_bytes;
+    match client.close().await {
+        Ok(()) => String::new(),
+        Err(e) => {
+            tracing::error!("written data was lost: {e}");
+            format!("of {unsafe_before} written bytes that were not on disk yet some were lost: {e}")
+        }
+    }
 }
 
 /// A mount in one process, by the fuser crate.
@@ -105,15 +170,39 @@ pub(super) async fn unsupervised(section: MountSection, key: [u8; 32]) -> Result
     if let Some(l) = &mut lifeline {
         l.told();
     }
-    let mount = strake_fuse::mount(section.mount_config(), client.clone()).await?;
+    let config = strake_fuse::MountConfig { root: root(&section, &client).await?, ..section.mount_config() };
+    let at = config.mountpoint.canonicalize();
+    let mount = strake_fuse::mount(config, client.clone()).await?;
     tracing::info!("mounted at {}", section.mountpoint.display());
+    let mut control = at.ok().and_then(|at| supervisor::listen(&at));
     tokio::select! {
         biased;
         r = crate::serve::until_signal() => { r?; mount.unmount().await?; }
         r = mount.wait() => r?,
+        () = answer(&mut control, &client) => {}
     }
-    client.close().await?;
+    let lost = end(&client).await;
+    if let Some(c) = control {
+        c.end(lost).await;
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Does what other commands ask, for ever.
+async fn answer(control: &mut Option<Control>, client: &Client) {
+    while let Some(c) = control
+        && let Some((ask, reply)) = c.next().await
+    {
+        let said = match ask {
+            Ask::ReadOnly(yes) => {
+                client.set_read_only(yes);
+                "ok".into()
+            }
+            Ask::State => format!("state {}", state(client)),
+        };
+        let _ = reply.send(said);
+    }
+    std::future::pending().await
 }
 
 /// What a terminal or a service manager sends to all processes of a mount is the supervisor's to follow.

@@ -1,11 +1,16 @@
-//! `strake mount`: its arguments and configuration.
+//! `strake mount`: its arguments and configuration. `docs/mounting.md` is for who uses it.
 
 mod background;
 mod daemon;
+pub mod helper;
+mod options;
+mod source;
 mod umount;
+mod users;
 
 use std::{
-    fs,
+    ffi::OsString,
+    io::Write,
     path::{Path, PathBuf},
     process::ExitCode,
     sync::Arc,
@@ -13,25 +18,47 @@ use std::{
 };
 
 use clap::Args;
+use options::{LONGEST, Options, TransportKey};
 use serde::Deserialize;
-use strake_client::Client;
+use source::Source;
+use strake_client::{Client, FOREVER};
 use strake_fabric::{Endpoint, Env, Identity, Pool, tcp::TcpFabric};
-use strake_fuse::{MountConfig, Transport};
+use strake_fuse::{
+    MountConfig,
+    supervisor::control::Asker,
+    table::{self, Mounted},
+};
 use strake_proto::{Code, Error, Result};
 
 pub use umount::{UmountArgs, umount, unmount};
 
 use crate::config::{self, Overrides};
 
+/// Where a client's key is unless told otherwise.
+const KEY: &str = "/etc/strake/client.key";
+/// The configuration file that is read if it is there and no other is named.
+const CONFIG: &str = "/etc/strake/mount.toml";
+/// Of a soft mount, seconds.
+const TIMEOUT: u64 = 60;
+/// How long the first mount is tried, minutes.
+const RETRY: u64 = 1;
+const RETRY_IN_BACKGROUND: u64 = 10_000;
+/// With `retry=0`: enough to ask each server.
+const ONE_ROUND: Duration = Duration::from_secs(5);
+
 #[derive(Args)]
 pub struct MountArgs {
-    /// Metadata servers (HOST:PORT, separated by commas), then an existing folder. With --config: the folder or nothing.
-    #[arg(value_names = ["MDS", "MOUNTPOINT"], num_args = 0..=2)]
+    /// Metadata servers (HOST[:PORT], separated by commas) and what of the file system to mount, MDS:/SUBTREE, then an
+    /// existing folder. With --config: the folder or nothing.
+    #[arg(value_names = ["MDS[:/SUBTREE]", "MOUNTPOINT"], num_args = 0..=2)]
     what: Vec<String>,
     /// Configuration file (TOML).
     #[arg(long, short)]
     config: Option<PathBuf>,
-    /// File with the client key.
+    /// Options as mount(8) has them, by commas: ro, soft, timeout=30 and so on; see docs/mounting.md.
+    #[arg(short, long = "options")]
+    options: Vec<String>,
+    /// File with the client key [default: /etc/strake/client.key].
     #[arg(long)]
     client_key: Option<PathBuf>,
     /// Let other users in.
@@ -55,6 +82,7 @@ pub struct MountArgs {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct MountFile {
+    #[serde(default = "default_key")]
     client_key: PathBuf,
     #[serde(default = "default_log")]
     log: String,
@@ -68,53 +96,36 @@ struct MountFile {
 struct MountSection {
     mds: Vec<String>,
     mountpoint: PathBuf,
-    #[serde(default)]
-    allow_other: bool,
+    allow_other: Option<bool>,
     #[serde(default)]
     read_only: bool,
     #[serde(default = "one_second")]
     attr_timeout: f64,
     #[serde(default = "one_second")]
     entry_timeout: f64,
-    #[serde(default = "sixty")]
-    op_timeout_s: u64,
     #[serde(default)]
     transport: TransportKey,
     read_replica: Option<usize>,
     run_dir: Option<PathBuf>,
+    #[serde(default)]
+    options: String,
+    /// What the options of the file and of the command line say.
+    #[serde(skip)]
+    asked: Options,
+    /// Shown as what is mounted; empty: the file system's name.
+    #[serde(skip)]
+    source: String,
 }
 
-/// See `docs/fuse.md`.
-#[derive(Clone, Copy, Default, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum TransportKey {
-    #[default]
-    Dev,
-    Fuser,
+fn default_key() -> PathBuf {
+    KEY.into()
 }
-
-impl From<TransportKey> for Transport {
-    fn from(key: TransportKey) -> Transport {
-        match key {
-            TransportKey::Dev => Transport::Dev,
-            TransportKey::Fuser => Transport::Fuser,
-        }
-    }
-}
-
 fn default_log() -> String {
     "info".into()
 }
 fn one_second() -> f64 {
     1.0
 }
-fn sixty() -> u64 {
-    60
-}
-
-/// The longest time that may be asked for, seconds: a year.
-const LONGEST: u64 = 366 * 86_400;
-
 impl MountSection {
     /// `EINVAL` naming the key that cannot be.
     fn check(&self) -> Result<()> {
@@ -127,22 +138,56 @@ impl MountSection {
                 return bad(key);
             }
         }
-        if self.op_timeout_s > LONGEST {
-            return bad("op_timeout_s");
-        }
         client_config(&self.mds).map(drop)
     }
 
+    /// Takes what options say over the file's keys.
+    fn apply(&mut self, asked: Options) {
+        self.read_only = asked.read_only.unwrap_or(self.read_only);
+        self.allow_other = asked.allow_other.or(self.allow_other);
+        self.attr_timeout = asked.attr_timeout.unwrap_or(self.attr_timeout);
+        self.entry_timeout = asked.entry_timeout.unwrap_or(self.entry_timeout);
+        self.transport = asked.transport.unwrap_or(self.transport);
+        self.read_replica = asked.read_replica.or(self.read_replica);
+        self.run_dir = asked.run_dir.clone().or(self.run_dir.take());
+        self.asked = asked;
+    }
+
+    fn background(&self) -> bool {
+        self.asked.background.unwrap_or(false)
+    }
+
+    /// How long the first mount is tried while the cluster is away.
+    fn retry(&self) -> Duration {
+        let usual = if self.background() { RETRY_IN_BACKGROUND } else { RETRY };
+        Duration::from_secs(60 * self.asked.retry.unwrap_or(usual)).max(ONE_ROUND)
+    }
+
+    fn subtree(&self) -> &str {
+        self.asked.subtree.as_deref().unwrap_or("/")
+    }
+
     fn client_config(&self) -> Result<strake_client::Config> {
-        let config = client_config(&self.mds)?;
-        let op_timeout = Duration::from_secs(self.op_timeout_s);
-        Ok(strake_client::Config { op_timeout, read_replica: self.read_replica, ..config })
+        let op_timeout = match self.asked.soft {
+            Some(true) => Duration::from_secs(self.asked.timeout.unwrap_or(TIMEOUT)),
+            _ => FOREVER,
+        };
+        Ok(strake_client::Config {
+            op_timeout,
+            connect_timeout: self.retry(),
+            read_only: self.read_only,
+            read_replica: self.read_replica,
+            ..client_config(&self.mds)?
+        })
     }
 
     fn mount_config(&self) -> MountConfig {
         MountConfig {
-            allow_other: self.allow_other,
+            // As other file systems are: for everybody, each with his rights. A user would need leave in /etc/fuse.conf.
+            allow_other: self.allow_other.unwrap_or_else(|| rustix::process::geteuid().is_root()),
             read_only: self.read_only,
+            flags: options::flags(&self.asked.flags),
+            fsname: self.source.clone(),
             attr_timeout: Duration::from_secs_f64(self.attr_timeout),
             entry_timeout: Duration::from_secs_f64(self.entry_timeout),
             transport: self.transport.into(),
@@ -153,20 +198,55 @@ impl MountSection {
 
 /// Reads a mount's configuration and checks it.
 pub fn check(text: &str) -> Result<()> {
-    config::parse::<MountFile>("text", text, Overrides::new())?.mount.check()
+    let file = config::parse::<MountFile>("text", text, Overrides::new())?;
+    options_of(&file.mount)?;
+    file.mount.check()
 }
 
-fn load(args: &MountArgs) -> Result<MountFile> {
+/// A source and options as text from outside: whether they are well formed.
+pub fn check_words(source: &str, options: &str) -> bool {
+    Source::parse(source).is_ok() & Options::default().take(options, false).is_ok()
+}
+
+/// The options in a configuration file.
+fn options_of(section: &MountSection) -> Result<Options> {
+    let mut o = Options::default();
+    o.take(&section.options, false).map_err(|e| e.context("mount configuration: `options`"))?;
+    if o.remount || o.config.is_some() {
+        let m = "mount configuration: `options`: 'remount' and 'config' belong on the command line";
+        return Err(Error::new(Code::Inval, m));
+    }
+    Ok(o)
+}
+
+/// What the command line names: what to mount, and where.
+fn operands(args: &MountArgs, has_config: bool) -> Result<(Option<&String>, Option<&String>)> {
+    match &args.what[..] {
+        [] if has_config => Ok((None, None)),
+        [mountpoint] if has_config => Ok((None, Some(mountpoint))),
+        [source, mountpoint] => Ok((Some(source), Some(mountpoint))),
+        _ => Err(Error::new(Code::Inval, "expected MDS[,MDS...][:/SUBTREE] MOUNTPOINT, or --config FILE [MOUNTPOINT]")),
+    }
+}
+
+/// What the command line's options say.
+fn asked(args: &MountArgs) -> Result<Options> {
+    let mut o = Options::default();
+    for text in &args.options {
+        o.take(text, false)?;
+    }
+    Ok(o)
+}
+
+fn load(args: &MountArgs, asked: &Options) -> Result<MountFile> {
+    let given = args.config.as_ref().or(asked.config.as_ref());
+    let (text, mountpoint) = operands(args, given.is_some())?;
+    let source = text.map(|t| Source::parse(t)).transpose()?;
+    let usual = Path::new(CONFIG);
+    let config = given.map(PathBuf::as_path).or_else(|| std::fs::File::open(usual).is_ok().then_some(usual));
     let mut o = Overrides::new();
-    let (mds, mountpoint) = match &args.what[..] {
-        [] if args.config.is_some() => (None, None),
-        [mountpoint] if args.config.is_some() => (None, Some(mountpoint)),
-        [mds, mountpoint] => (Some(mds), Some(mountpoint)),
-        _ => return Err(Error::new(Code::Inval, "expected MDS[,MDS...] MOUNTPOINT, or --config FILE [MOUNTPOINT]")),
-    };
-    if let Some(mds) = mds {
-        let list = mds.split(',').map(|s| toml::Value::String(s.into())).collect();
-        o.push(("mount", "mds", toml::Value::Array(list)));
+    if let Some(source) = source.as_ref().filter(|s| !s.mds.is_empty()) {
+        o.push(("mount", "mds", toml::Value::Array(source.mds.iter().cloned().map(Into::into).collect())));
     }
     if let Some(m) = mountpoint {
         o.push(("mount", "mountpoint", m.clone().into()));
@@ -176,17 +256,40 @@ fn load(args: &MountArgs) -> Result<MountFile> {
     o.extend(args.read_replica.map(|n| ("mount", "read_replica", (n as i64).into())));
     o.extend(args.read_only.then_some(("mount", "read_only", true.into())));
     o.extend(args.log.clone().map(|l| ("", "log", l.into())));
-    config::load(args.config.as_deref(), o)
+    let mut file: MountFile = config::load(config, o)?;
+    let mut all = options_of(&file.mount)?;
+    for text in &args.options {
+        all.take(text, false)?;
+    }
+    if let (Some(text), Some(Source { subtree: Some(of_source), .. })) = (text, source) {
+        if let Some(other) = asked.subtree.as_ref().filter(|s| **s != of_source) {
+            let m = format!("option 'subtree={other}' and the source '{text}' name two folders; leave one out");
+            return Err(Error::new(Code::Inval, m));
+        }
+        all.subtree = Some(of_source);
+        file.mount.source.clone_from(text);
+    }
+    let key = asked.key_file.clone().or_else(|| args.client_key.clone()).or_else(|| all.key_file.clone());
+    file.client_key = key.unwrap_or(file.client_key);
+    file.log = all.log.clone().unwrap_or(file.log);
+    file.threads = all.threads.unwrap_or(file.threads);
+    file.mount.apply(all);
+    Ok(file)
 }
 
-pub fn mount(args: MountArgs) -> Result<ExitCode> {
-    let file = load(&args)?;
+/// `argv`: this command's arguments, beginning with `mount`, for the processes that it starts.
+pub fn mount(args: &MountArgs, argv: Vec<OsString>) -> Result<ExitCode> {
+    let asked = asked(args)?;
+    if asked.remount {
+        return remount(args, &asked);
+    }
+    let file = load(args, &asked)?;
     file.mount.check()?;
     let log = config::log_filter(&file.log)?;
     let key = config::read_key(&file.client_key)?;
     let socket = daemon::socket();
     if socket.is_none() && !args.foreground {
-        return background::in_background(&file.mount);
+        return background::in_background(&file.mount, argv);
     }
     crate::init_log(&log);
     match (socket, file.mount.transport) {
@@ -194,6 +297,56 @@ pub fn mount(args: MountArgs) -> Result<ExitCode> {
         (None, TransportKey::Dev) => crate::run(1, daemon::supervise(file.mount)),
         (None, TransportKey::Fuser) => crate::run(file.threads, daemon::unsupervised(file.mount, key)),
     }
+}
+
+/// All of [`mount`] that can go wrong before anything is mounted.
+fn check_only(args: &MountArgs) -> Result<()> {
+    let asked = asked(args)?;
+    let file = load(args, &asked)?;
+    file.mount.check()?;
+    config::log_filter(&file.log)?;
+    config::read_key(&file.client_key)?;
+    strake_fuse::can_mount(&file.mount.mountpoint)
+}
+
+/// `mount -o remount`: what the kernel keeps. All else stays as it was mounted.
+fn remount(args: &MountArgs, asked: &Options) -> Result<ExitCode> {
+    let Some(dir) = args.what.last() else {
+        return Err(Error::new(Code::Inval, "option 'remount': name the folder that it is mounted at"));
+    };
+    let at = mounted_at(Path::new(dir))?.ok_or_else(|| not_mounted(Path::new(dir)))?;
+    let mut flags = at.options.split(',').map(String::from).collect::<Vec<_>>();
+    flags.extend(asked.flags.iter().cloned());
+    // Not of the table's defaults: what it has now counts.
+    let flags = flags.iter().fold(strake_fuse::MountFlags::empty(), |mut f, name| {
+        table::apply_flag(&mut f, name);
+        f
+    });
+    let now = |list: &str| list.split(',').any(|o| o == "ro");
+    let read_only = asked.read_only.unwrap_or(now(&at.options) || now(&at.super_options));
+    // Taking changes: the client first. Refusing them: the kernel first, it knows who still writes.
+    if !read_only {
+        tell(&at, "read-write")?;
+    }
+    strake_fuse::remount(&at.at, read_only, flags)?;
+    if read_only {
+        tell(&at, "read-only")?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Tells a mount's process.
+fn tell(mount: &Mounted, what: &str) -> Result<()> {
+    let failed = |e: std::io::Error| Error::from(e).context(format!("telling the process of {}", mount.at.display()));
+    let mut process = Asker::connect(&mount.device, umount::owner_of(mount)).map_err(failed)?;
+    match process.ask(what, Duration::from_secs(10)).map_err(failed)?.as_str() {
+        "ok" => Ok(()),
+        said => Err(Error::new(Code::Io, format!("the process of {}: {said}", mount.at.display()))),
+    }
+}
+
+fn not_mounted(dir: &Path) -> Error {
+    Error::new(Code::Inval, format!("{} is not a StrakeFS mount", dir.display()))
 }
 
 /// Connects a client of a running cluster.
@@ -215,8 +368,20 @@ async fn connect_with(config: strake_client::Config, client_key: [u8; 32]) -> Re
 
 /// Whether a StrakeFS is mounted exactly there.
 pub fn is_mounted(mountpoint: &Path) -> Result<bool> {
-    let Ok(path) = std::path::absolute(mountpoint) else { return Ok(false) };
-    // Not canonicalize(): it would hang on a mount whose daemon does not answer.
-    let info = fs::read_to_string("/proc/self/mountinfo")?;
-    Ok(info.lines().filter_map(strake_fuse::mount_line).any(|(at, kind)| at == path && kind == "fuse.strake"))
+    Ok(mounted_at(mountpoint)?.is_some())
+}
+
+/// The StrakeFS that is mounted exactly there. Asks nothing of it: its servers may be away.
+fn mounted_at(mountpoint: &Path) -> Result<Option<Mounted>> {
+    let Ok(path) = std::path::absolute(mountpoint) else { return Ok(None) };
+    let table = table::mounts()?;
+    let find = |path: &Path| table.iter().rfind(|m| m.at == path && m.kind == "fuse.strake").cloned();
+    // Not the whole path: to look at the mount itself could mean to wait for its servers.
+    let real = || Some(path.parent()?.canonicalize().ok()?.join(path.file_name()?));
+    Ok(find(&path).or_else(|| find(&real()?)))
+}
+
+/// Tells who started this on their terminal, if there is one.
+fn say(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
 }

@@ -1,14 +1,20 @@
-//! `strake umount`.
+//! `strake umount`. Never waits for a server without end.
 
 use std::{
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Command, ExitCode},
+    time::Duration,
 };
 
 use clap::Args;
+use rustix::mount::UnmountFlags;
+use strake_fuse::{
+    supervisor::control::{Asker, End},
+    table::Mounted,
+};
 use strake_proto::{Code, Error, Result};
 
-use super::is_mounted;
+use super::{mounted_at, not_mounted, users};
 
 #[derive(Args)]
 pub struct UmountArgs {
@@ -16,31 +22,104 @@ pub struct UmountArgs {
     /// Detach even if busy: open files go on until closed.
     #[arg(long, short)]
     lazy: bool,
+    /// First end what waits for an answer: it gets ECONNABORTED, and every later call ENOTCONN.
+    #[arg(long, short)]
+    force: bool,
+    /// How long to wait until all that was written is safe, seconds.
+    #[arg(long, default_value_t = PATIENCE, value_parser = clap::value_parser!(u64).range(..=super::LONGEST))]
+    timeout: u64,
+}
+
+/// See [`UmountArgs::timeout`].
+const PATIENCE: u64 = 10;
+/// Of the mount's process, to say how it stands.
+const ANSWER: Duration = Duration::from_secs(2);
+/// Exit status when it is unmounted and not everything is safe.
+const NOT_SAFE: u8 = 64;
+
+impl UmountArgs {
+    pub fn new(mountpoint: PathBuf, lazy: bool, force: bool) -> UmountArgs {
+        UmountArgs { mountpoint, lazy, force, timeout: PATIENCE }
+    }
 }
 
 pub fn umount(args: &UmountArgs) -> Result<ExitCode> {
-    unmount(&args.mountpoint, args.lazy)?;
-    Ok(ExitCode::SUCCESS)
+    let mount = mounted_at(&args.mountpoint)?.ok_or_else(|| not_mounted(&args.mountpoint))?;
+    let mut process = Asker::connect(&mount.device, owner_of(&mount));
+    detach(&mount, args.lazy, args.force)?;
+    // Detached lazily it may be in use for long.
+    if args.lazy {
+        return Ok(ExitCode::SUCCESS);
+    }
+    match &mut process {
+        Ok(p) => Ok(safe(&mount, p, Duration::from_secs(args.timeout))),
+        Err(e) => {
+            let at = mount.at.display();
+            eprintln!("{at}: unmounted; whether all is safe is not known, its process cannot be asked: {e}");
+            Ok(ExitCode::SUCCESS)
+        }
+    }
 }
 
-pub fn unmount(mountpoint: &Path, lazy: bool) -> Result<()> {
-    if !is_mounted(mountpoint)? {
-        return Err(Error::new(Code::Inval, format!("{} is not a StrakeFS mount", mountpoint.display())));
+/// Who runs the mount, as the kernel was told.
+pub(super) fn owner_of(mount: &Mounted) -> u32 {
+    let id = mount.super_options.split(',').find_map(|o| o.strip_prefix("user_id="));
+    id.and_then(|id| id.parse().ok()).unwrap_or(0)
+}
+
+/// Waits until the mount's process says that all is safe.
+fn safe(mount: &Mounted, process: &mut Asker, limit: Duration) -> ExitCode {
+    let at = mount.at.display();
+    let said = match process.wait(limit) {
+        End::Said(lost) if lost.is_empty() => return ExitCode::SUCCESS,
+        End::Said(lost) => lost,
+        End::Silent => "its process was killed before it said that all is safe".into(),
+        End::NotYet => {
+            let state = process.ask("state", ANSWER).unwrap_or_default();
+            let state = state.strip_prefix("state ").unwrap_or("its process does not say what is missing");
+            format!("{state}; its process goes on trying, SIGTERM to it gives up")
+        }
+    };
+    eprintln!("{at}: unmounted, but {said}");
+    ExitCode::from(NOT_SAFE)
+}
+
+/// Unmounts what is mounted at `mountpoint`.
+pub fn unmount(mountpoint: &std::path::Path, lazy: bool) -> Result<()> {
+    detach(&mounted_at(mountpoint)?.ok_or_else(|| not_mounted(mountpoint))?, lazy, false)
+}
+
+fn detach(mount: &Mounted, lazy: bool, force: bool) -> Result<()> {
+    let at = &mount.at;
+    if force {
+        match rustix::mount::unmount(at, UnmountFlags::FORCE) {
+            Ok(()) => return Ok(()),
+            // Nobody waits for an answer any more, but somebody is still there.
+            Err(rustix::io::Errno::BUSY) => {}
+            Err(e) => return Err(Error::from(std::io::Error::from(e)).context(format!("unmount {}", at.display()))),
+        }
     }
-    let path = std::path::absolute(mountpoint)?;
-    let flags = if lazy { rustix::mount::UnmountFlags::DETACH } else { rustix::mount::UnmountFlags::empty() };
-    match rustix::mount::unmount(&path, flags) {
+    let flags = if lazy { UnmountFlags::DETACH } else { UnmountFlags::empty() };
+    match rustix::mount::unmount(at, flags) {
         Ok(()) => Ok(()),
+        Err(rustix::io::Errno::BUSY) => Err(busy(mount)),
         Err(rustix::io::Errno::PERM) => {
             let mut c = Command::new("fusermount3");
-            c.arg("-u").args(lazy.then_some("-z")).arg(&path);
-            let status = c.status().map_err(|e| Error::from(e).context("fusermount3 (package fuse3)"))?;
-            if status.success() { Ok(()) } else { Err(Error::new(Code::Busy, "fusermount3 could not unmount")) }
+            let out = c.arg("-u").args(lazy.then_some("-z")).arg("--").arg(at).output();
+            let out = out.map_err(|e| Error::from(e).context("fusermount3 (package fuse3)"))?;
+            let said = String::from_utf8_lossy(&out.stderr);
+            match out.status.success() {
+                true => Ok(()),
+                false if said.contains("busy") => Err(busy(mount)),
+                false => Err(Error::new(Code::Perm, format!("{}: {}", at.display(), said.trim()))),
+            }
         }
-        Err(rustix::io::Errno::BUSY) => {
-            let m = format!("{} is in use; see `fuser -vm {0}`, or use --lazy", path.display());
-            Err(Error::new(Code::Busy, m))
-        }
-        Err(e) => Err(Error::from(std::io::Error::from(e)).context(format!("unmount {}", path.display()))),
+        Err(e) => Err(Error::from(std::io::Error::from(e)).context(format!("unmount {}", at.display()))),
     }
+}
+
+/// Says by whom.
+fn busy(mount: &Mounted) -> Error {
+    let who = users::of(mount).join("\n  ");
+    Error::new(Code::Busy, format!("{} is in use:\n  {who}", mount.at.display()))
 }

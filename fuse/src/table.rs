@@ -1,0 +1,156 @@
+//! The kernel's mount table, and the flags of mounts by name. Asks no file system: any of them may hang.
+
+use std::{fs, io, path::PathBuf};
+
+use rustix::mount::MountFlags;
+
+/// A line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mounted {
+    /// Of this mount, in this namespace.
+    pub id: u64,
+    /// Of the mount that it lies on.
+    pub parent: u64,
+    /// `MAJOR:MINOR`, the same for all mounts of one file system.
+    pub device: String,
+    /// Where it is.
+    pub at: PathBuf,
+    /// Of this mount, by commas.
+    pub options: String,
+    /// Type, with subtype.
+    pub kind: String,
+    /// What is mounted.
+    pub source: String,
+    /// Of the file system, by commas.
+    pub super_options: String,
+}
+
+impl Mounted {
+    /// Of a line of the table; `None` for what is none.
+    pub fn parse(line: &str) -> Option<Mounted> {
+        let (front, back) = line.split_once(" - ")?;
+        let front: Vec<&str> = front.split(' ').collect();
+        let back: Vec<&str> = back.split(' ').collect();
+        let ([id, parent, device, _, at, options, ..], [kind, source, super_options]) = (&front[..], &back[..]) else {
+            return None;
+        };
+        Some(Mounted {
+            id: id.parse().ok()?,
+            parent: parent.parse().ok()?,
+            device: (*device).into(),
+            at: PathBuf::from(unescape(at)),
+            options: (*options).into(),
+            kind: unescape(kind),
+            source: unescape(source),
+            super_options: (*super_options).into(),
+        })
+    }
+}
+
+/// What is mounted in this process's namespace, what was mounted later further down.
+pub fn mounts() -> io::Result<Vec<Mounted>> {
+    Ok(fs::read_to_string("/proc/self/mountinfo")?.lines().filter_map(Mounted::parse).collect())
+}
+
+/// The kernel writes blank, tab, newline and backslash as `\ooo`.
+fn unescape(s: &str) -> String {
+    let mut out = Vec::with_capacity(s.len());
+    let mut rest = s.as_bytes();
+    while let Some((&first, tail)) = rest.split_first() {
+        let octal = tail.get(..3).filter(|_| first == b'\\').and_then(|d| std::str::from_utf8(d).ok());
+        match octal.and_then(|d| u8::from_str_radix(d, 8).ok()) {
+            Some(byte) => {
+                out.push(byte);
+                rest = &tail[3..];
+            }
+            None => {
+                out.push(first);
+                rest = tail;
+            }
+        }
+    }
+    String::from_utf8_lossy(&out).into_owned()
+}
+
+/// Flags of mount(2) that an option sets, and the option that takes each back.
+const FLAGS: [(&str, &str, MountFlags); 11] = [
+    ("nosuid", "suid", MountFlags::NOSUID),
+    ("nodev", "dev", MountFlags::NODEV),
+    ("noexec", "exec", MountFlags::NOEXEC),
+    ("noatime", "atime", MountFlags::NOATIME),
+    ("relatime", "norelatime", MountFlags::RELATIME),
+    ("strictatime", "nostrictatime", MountFlags::STRICTATIME),
+    ("nodiratime", "diratime", MountFlags::NODIRATIME),
+    ("lazytime", "nolazytime", MountFlags::LAZYTIME),
+    ("sync", "async", MountFlags::SYNCHRONOUS),
+    ("dirsync", "", MountFlags::DIRSYNC),
+    ("silent", "loud", MountFlags::SILENT),
+];
+
+/// What FUSE mounts have unless told otherwise.
+pub const DEFAULT_FLAGS: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV);
+
+/// The names of all options that are flags.
+pub fn flag_names() -> impl Iterator<Item = &'static str> {
+    FLAGS.iter().flat_map(|(set, clear, _)| [*set, *clear]).filter(|n| !n.is_empty())
+}
+
+/// Sets or takes back what an option of this name says. False: it is no flag.
+pub fn apply_flag(flags: &mut MountFlags, name: &str) -> bool {
+    for (set, clear, flag) in FLAGS {
+        if name == set || (name == clear && !clear.is_empty()) {
+            flags.set(flag, name == set);
+            return true;
+        }
+    }
+    false
+}
+
+/// The options that make these flags of [`DEFAULT_FLAGS`].
+pub fn flag_options(flags: MountFlags) -> Vec<&'static str> {
+    let name = |(set, clear, flag): &(&'static str, &'static str, MountFlags)| match (
+        flags.contains(*flag),
+        DEFAULT_FLAGS.contains(*flag),
+    ) {
+        (true, false) => Some(*set),
+        (false, true) => Some(*clear),
+        _ => None,
+    };
+    FLAGS.iter().filter_map(name).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_the_table() {
+        let line = r"36 35 0:45 / /mnt/a\040b rw,noatime master:1 - fuse.strake h1,h2:/x\040y ro,user_id=0,group_id=0";
+        let m = Mounted::parse(line).unwrap();
+        assert_eq!((m.id, m.parent, m.device.as_str()), (36, 35, "0:45"));
+        assert_eq!((m.at, m.source.as_str()), (PathBuf::from("/mnt/a b"), "h1,h2:/x y"));
+        let options = (m.options.as_str(), m.kind.as_str(), m.super_options.as_str());
+        assert_eq!(options, ("rw,noatime", "fuse.strake", "ro,user_id=0,group_id=0"));
+        for bad in ["", "nonsense", "1 2 3 - a b c", "x 35 0:1 / /a rw - t s o", "36 35 0:1 / /a rw - t s"] {
+            assert_eq!(Mounted::parse(bad), None, "{bad}");
+        }
+        assert_eq!(unescape(r"a\134b\04"), r"a\b\04");
+        assert!(mounts().unwrap().iter().any(|m| m.at == std::path::Path::new("/proc")));
+    }
+
+    #[test]
+    fn flags_by_name() {
+        let mut flags = DEFAULT_FLAGS;
+        for name in flag_names() {
+            assert!(apply_flag(&mut flags, name), "{name}");
+        }
+        assert!(!apply_flag(&mut flags, "ro") && !apply_flag(&mut flags, ""));
+        flags = DEFAULT_FLAGS;
+        assert!(flag_options(flags).is_empty());
+        for name in ["suid", "noexec", "sync", "async", "noatime"] {
+            apply_flag(&mut flags, name);
+        }
+        assert_eq!(flag_options(flags), ["suid", "noexec", "noatime"]);
+        assert_eq!(flags, MountFlags::NODEV | MountFlags::NOEXEC | MountFlags::NOATIME);
+    }
+}

@@ -1,0 +1,113 @@
+//! A mount whose root is a folder of the file system: the kernel's number for the root is that folder's, and nothing outside
+//! of it is reached. The kernel names only inodes that it was told of, except for "." and "..", which it asks to find an inode by a
+//! file handle: anybody with the right to open handles may make one up.
+
+use strake_client::Client;
+use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO, pb};
+
+use super::{Caller, Vfs};
+
+/// The folder at `path` (plain, from the root), looked up with these rights. `ENOENT`, `ENOTDIR`, `EACCES`; symbolic links are not
+/// followed.
+pub async fn find_subtree(client: &Client, creds: &pb::Creds, path: &str) -> Result<Ino> {
+    let mut at = client.root();
+    for name in path.split('/').filter(|n| !n.is_empty()) {
+        let found = client.lookup(creds, at, name.as_bytes()).await;
+        let attr = found.map_err(|e| match e.code {
+            Code::NoEnt => Error::new(Code::NoEnt, format!("subtree {path}: there is no '{name}' in the file system")),
+            _ => e.context(format!("subtree {path}: '{name}'")),
+        })?;
+        let what = match attr.mode & libc::S_IFMT {
+            libc::S_IFDIR => {
+                at = attr.ino;
+                continue;
+            }
+            libc::S_IFLNK => "a symbolic link, which is not followed",
+            _ => "not a folder",
+        };
+        return Err(Error::new(Code::NotDir, format!("subtree {path}: '{name}' is {what}")));
+    }
+    Ok(at)
+}
+
+impl Vfs {
+    /// Makes a folder the root of what the kernel sees.
+    #[must_use]
+    pub fn within(mut self, root: Ino) -> Vfs {
+        self.root = root;
+        self
+    }
+
+    pub(super) fn is_subtree(&self) -> bool {
+        self.root != ROOT_INO
+    }
+
+    /// What the kernel means by a number.
+    pub(super) fn inner(&self, node: Ino) -> Ino {
+        if node == ROOT_INO { self.root } else { node }
+    }
+
+    /// Attributes as the kernel knows their inode.
+    pub(super) fn outer(&self, mut attr: pb::Attr) -> pb::Attr {
+        if attr.ino == self.root {
+            attr.ino = ROOT_INO;
+        }
+        attr
+    }
+
+    /// The root of a mount is always there for the kernel: when it is not any more, it is stale.
+    pub(super) fn gone(&self, ino: Ino, e: Error) -> Error {
+        if self.is_subtree() && ino == self.root && e.code == Code::NoEnt {
+            return Error::new(Code::Stale, "the mounted folder was removed");
+        }
+        e
+    }
+
+    /// "." or ".." of an inode that must lie within: `ESTALE`.
+    pub(super) async fn lookup_within(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<pb::Attr> {
+        if ino == self.root {
+            return self.seen(self.client.getattr(&pb::Creds::default(), ino)).await.map_err(|e| self.gone(ino, e));
+        }
+        let found = self.seen(self.client.lookup(&self.creds(caller), ino, name)).await?;
+        self.path_within(self.inner(found.ino)).await?;
+        Ok(found)
+    }
+
+    /// The path of an inode from the mount's root. `ENOENT` by FID, `ESTALE` by handle, when it lies outside.
+    pub(super) async fn path_within(&self, ino: Ino) -> Result<Vec<u8>> {
+        // Not an access of the caller's: what is told is only whether it is within.
+        let root = pb::Creds::default();
+        let path = self.client.path_of(&root, ino).await?;
+        if !self.is_subtree() {
+            return Ok(path);
+        }
+        let base = self.client.path_of(&root, self.root).await?;
+        below(&base, &path).ok_or_else(|| Error::new(Code::Stale, "it lies outside of the mounted folder"))
+    }
+}
+
+/// `path` seen from `base`; `None` when it is not below it.
+fn below(base: &[u8], path: &[u8]) -> Option<Vec<u8>> {
+    let rest = path.strip_prefix(base)?;
+    match rest {
+        [] => Some(b"/".to_vec()),
+        [b'/', ..] => Some(rest.to_vec()),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_from_a_folder() {
+        let of =
+            |base: &str, path: &str| below(base.as_bytes(), path.as_bytes()).map(|p| String::from_utf8(p).unwrap());
+        assert_eq!(of("/a/b", "/a/b/c/d").as_deref(), Some("/c/d"));
+        assert_eq!(of("/a/b", "/a/b").as_deref(), Some("/"));
+        for outside in ["/a/bc", "/a", "/", "/x/a/b"] {
+            assert_eq!(of("/a/b", outside), None, "{outside}");
+        }
+    }
+}

@@ -1,0 +1,386 @@
+//! Options in the manner of mount(8): `-o a,b=c`. Pure. `docs/mounting.md` has the table.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use strake_fuse::{MountFlags, Transport, table};
+use strake_proto::{Code, Error, Result};
+
+use super::source;
+
+/// The longest time that may be asked for, seconds: a year.
+pub const LONGEST: u64 = 366 * 86_400;
+/// The longest that the first mount may be tried, minutes: a year.
+const LONGEST_RETRY: u64 = LONGEST / 60;
+
+/// See `docs/fuse.md`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TransportKey {
+    #[default]
+    Dev,
+    Fuser,
+}
+
+impl From<TransportKey> for Transport {
+    fn from(key: TransportKey) -> Transport {
+        match key {
+            TransportKey::Dev => Transport::Dev,
+            TransportKey::Fuser => Transport::Fuser,
+        }
+    }
+}
+
+/// What was asked for; `None` and empty: nothing was said.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Options {
+    pub remount: bool,
+    pub read_only: Option<bool>,
+    pub allow_other: Option<bool>,
+    /// Names of flags of mount(2), in order.
+    pub flags: Vec<String>,
+    pub soft: Option<bool>,
+    /// Seconds.
+    pub timeout: Option<u64>,
+    pub background: Option<bool>,
+    /// Minutes.
+    pub retry: Option<u64>,
+    pub subtree: Option<String>,
+    pub key_file: Option<PathBuf>,
+    pub config: Option<PathBuf>,
+    pub log: Option<String>,
+    pub log_file: Option<PathBuf>,
+    pub transport: Option<TransportKey>,
+    /// Seconds.
+    pub attr_timeout: Option<f64>,
+    /// Seconds.
+    pub entry_timeout: Option<f64>,
+    pub threads: Option<usize>,
+    pub read_replica: Option<usize>,
+    pub run_dir: Option<PathBuf>,
+}
+
+/// Options without a value, except for flags of mount(2).
+const WORDS: [&str; 12] = [
+    "ro",
+    "rw",
+    "allow_other",
+    "noallow_other",
+    "default_permissions",
+    "hard",
+    "soft",
+    "bg",
+    "fg",
+    "remount",
+    "_netdev",
+    "nofail",
+];
+/// Options with one.
+const VALUES: [&str; 15] = [
+    "timeout",
+    "retry",
+    "subtree",
+    "key_file",
+    "secretfile",
+    "config",
+    "log",
+    "log_file",
+    "transport",
+    "attr_timeout",
+    "entry_timeout",
+    "threads",
+    "read_replica",
+    "run_dir",
+    "comment",
+];
+/// For mount(8) and systemd.
+const FOR_OTHERS: [&str; 11] =
+    ["defaults", "auto", "noauto", "_netdev", "nofail", "nouser", "users", "owner", "noowner", "group", "nogroup"];
+/// What the kernel shows of a FUSE mount, and mount(8) passes on at a remount.
+const OF_THE_KERNEL: [&str; 6] = ["user_id", "group_id", "blksize", "max_read", "rootmode", "fd"];
+
+/// Known from elsewhere, and how it is said here.
+const ELSEWHERE: [(&str, &str); 12] = [
+    ("timeo", "use soft,timeout=SECONDS"),
+    ("retrans", "use soft,timeout=SECONDS"),
+    ("intr", "a waiting program that is killed always goes at once"),
+    ("nointr", "a waiting program that is killed always goes at once"),
+    ("secret", "everybody would see it; use key_file=PATH"),
+    ("name", "there is one key for all clients; use key_file=PATH"),
+    ("sec", "use key_file=PATH"),
+    ("mount_timeout", "use retry=MINUTES"),
+    ("flock", "locks always hold between mounts"),
+    ("localflock", "locks always hold between mounts"),
+    ("noflock", "locks always hold between mounts"),
+    ("allow_root", "use allow_other; permissions are checked for every user"),
+];
+
+fn bad(m: String) -> Error {
+    Error::new(Code::Inval, m)
+}
+
+impl Options {
+    /// Takes what `text` says over what is there. `sloppy`: unknown options are returned instead of being an error.
+    pub fn take(&mut self, text: &str, sloppy: bool) -> Result<Vec<String>> {
+        let mut unknown = Vec::new();
+        for option in split(text)? {
+            let (name, value) = match option.split_once('=') {
+                Some((n, v)) => (n, Some(unquoted(v))),
+                None => (option, None),
+            };
+            if !self.one(name, value)? {
+                if !sloppy {
+                    return Err(not_known(name));
+                }
+                unknown.push(name.to_string());
+            }
+        }
+        Ok(unknown)
+    }
+
+    /// False: it is not known.
+    fn one(&mut self, name: &str, value: Option<&str>) -> Result<bool> {
+        if let Some((_, instead)) = ELSEWHERE.iter().find(|(n, _)| *n == name) {
+            return Err(bad(format!("option '{name}' does not exist here: {instead}")));
+        }
+        let for_others = |n: &str| n.starts_with("x-") || n.starts_with("X-") || matches!(n, "user" | "comment");
+        if for_others(name) || OF_THE_KERNEL.contains(&name) {
+            return Ok(true);
+        }
+        match value {
+            Some(value) if VALUES.contains(&name) => self.value(name, value).map(|()| true),
+            None if VALUES.contains(&name) => Err(bad(format!("option '{name}' needs a value: {name}=..."))),
+            None => Ok(self.word(name)),
+            Some(_) if is_word(name) => Err(bad(format!("option '{name}' takes no value"))),
+            Some(_) => Ok(false),
+        }
+    }
+
+    fn word(&mut self, name: &str) -> bool {
+        match name {
+            "ro" | "rw" => self.read_only = Some(name == "ro"),
+            "allow_other" | "noallow_other" => self.allow_other = Some(name == "allow_other"),
+            "hard" | "soft" => self.soft = Some(name == "soft"),
+            "bg" | "fg" => self.background = Some(name == "bg"),
+            "remount" => self.remount = true,
+            _ if table::flag_names().any(|n| n == name) => self.flags.push(name.into()),
+            _ => return is_word(name),
+        }
+        true
+    }
+
+    fn value(&mut self, name: &str, value: &str) -> Result<()> {
+        match name {
+            "timeout" => self.timeout = Some(number(name, value, 1, LONGEST, "seconds")?),
+            "retry" => self.retry = Some(number(name, value, 0, LONGEST_RETRY, "minutes")?),
+            "subtree" => self.subtree = Some(source::subtree(value)?),
+            "key_file" | "secretfile" => self.key_file = Some(path(name, value)?),
+            "config" => self.config = Some(path(name, value)?),
+            "log" => self.log = Some(value.into()),
+            "log_file" => self.log_file = Some(path(name, value)?),
+            "run_dir" => self.run_dir = Some(path(name, value)?),
+            "transport" => {
+                self.transport = Some(match value {
+                    "dev" => TransportKey::Dev,
+                    "fuser" => TransportKey::Fuser,
+                    _ => return Err(bad(format!("option 'transport={value}': there are 'dev' and 'fuser'"))),
+                });
+            }
+            "attr_timeout" => self.attr_timeout = Some(seconds(name, value)?),
+            "entry_timeout" => self.entry_timeout = Some(seconds(name, value)?),
+            "threads" => self.threads = Some(number(name, value, 0, crate::MAX_THREADS as u64, "threads")? as usize),
+            _ => self.read_replica = Some(number(name, value, 0, 2, "the number of a copy")? as usize),
+        }
+        Ok(())
+    }
+}
+
+fn is_word(name: &str) -> bool {
+    WORDS.contains(&name) || FOR_OTHERS.contains(&name) || table::flag_names().any(|n| n == name)
+}
+
+/// At commas that are not between quotation marks.
+fn split(text: &str) -> Result<Vec<&str>> {
+    let (mut parts, mut start, mut quoted) = (Vec::new(), 0, false);
+    for (i, c) in text.char_indices() {
+        match c {
+            '"' => quoted = !quoted,
+            ',' if !quoted => {
+                parts.push(&text[start..i]);
+                start = i + 1;
+            }
+            '\0' => return Err(bad("a NUL in the options".into())),
+            _ => {}
+        }
+    }
+    if quoted {
+        return Err(bad(format!("options '{text}': a quotation mark is not closed")));
+    }
+    parts.push(&text[start..]);
+    parts.retain(|p| !p.is_empty());
+    Ok(parts)
+}
+
+fn unquoted(value: &str) -> &str {
+    value.strip_prefix('"').and_then(|v| v.strip_suffix('"')).unwrap_or(value)
+}
+
+fn number(name: &str, value: &str, least: u64, most: u64, what: &str) -> Result<u64> {
+    let n = value.parse().ok().filter(|n| (least..=most).contains(n));
+    n.ok_or_else(|| bad(format!("option '{name}={value}': expected {what}, {least} to {most}")))
+}
+
+fn seconds(name: &str, value: &str) -> Result<f64> {
+    let n = value.parse().ok().filter(|n: &f64| (0.0..=LONGEST as f64).contains(n));
+    n.ok_or_else(|| bad(format!("option '{name}={value}': expected seconds, 0 to {LONGEST}")))
+}
+
+/// The mount's daemon is started again from wherever; a relative path would then mean something else.
+fn path(name: &str, value: &str) -> Result<PathBuf> {
+    let path = Path::new(value);
+    if path.is_absolute() {
+        return Ok(path.into());
+    }
+    Err(bad(format!("option '{name}={value}': the path must be absolute")))
+}
+
+/// Names the nearest known option, if one is near.
+fn not_known(name: &str) -> Error {
+    let all = WORDS.into_iter().chain(VALUES).chain(FOR_OTHERS).chain(table::flag_names());
+    let nearest = all.map(|n| (distance(name, n), n)).min();
+    let hint = match nearest {
+        Some((d, n)) if d <= 1 + n.len() / 4 => format!("; did you mean '{n}'?"),
+        _ => "; see docs/mounting.md".into(),
+    };
+    bad(format!("option '{name}' is not known{hint}"))
+}
+
+/// Characters to change, add or leave out to make one name of another; names longer than 64 bytes are like no other.
+fn distance(a: &str, b: &str) -> usize {
+    if a.len() > 64 {
+        return usize::MAX;
+    }
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.bytes().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, y) in b.bytes().enumerate() {
+            let change = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = change.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+/// The flags that these names make of those of FUSE mounts.
+pub fn flags(names: &[String]) -> MountFlags {
+    let mut flags = table::DEFAULT_FLAGS;
+    for name in names {
+        table::apply_flag(&mut flags, name);
+    }
+    flags
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(text: &str) -> Result<Options> {
+        let mut o = Options::default();
+        o.take(text, false).map(|_| o)
+    }
+
+    #[test]
+    fn later_ones_win() {
+        let o =
+            of("ro,soft,rw,timeout=5,,hard,noexec,exec,noatime,key_file=/k,secretfile=/s,attr_timeout=0.5").unwrap();
+        assert_eq!((o.read_only, o.soft, o.timeout), (Some(false), Some(false), Some(5)));
+        assert_eq!((o.key_file.unwrap(), o.attr_timeout), (PathBuf::from("/s"), Some(0.5)));
+        let base = table::DEFAULT_FLAGS;
+        assert_eq!(flags(&o.flags), base | MountFlags::NOATIME);
+        assert_eq!(of("").unwrap(), Options::default());
+        assert_eq!(of("retry=0,bg,subtree=/a/./b,log=debug").unwrap().subtree.unwrap(), "/a/b");
+    }
+
+    #[test]
+    fn what_is_for_others_says_nothing() {
+        let text = "defaults,auto,noauto,nofail,_netdev,user,user=joe,nouser,users,owner,group,comment=\"a,b\",x-gvfs-hide,\
+                    x-systemd.requires=\"a,b\",X-mount.mkdir=0755,user_id=0,group_id=0,blksize=4096,max_read=131072,\
+                    default_permissions,silent";
+        let o = of(text).unwrap();
+        assert_eq!(o, Options { flags: vec!["silent".into()], ..Default::default() });
+    }
+
+    #[test]
+    fn unknown_options_name_the_nearest() {
+        let said = |text: &str| of(text).unwrap_err().message;
+        assert_eq!(said("ro,alow_other"), "option 'alow_other' is not known; did you mean 'allow_other'?");
+        assert_eq!(said("timout=5"), "option 'timout' is not known; did you mean 'timeout'?");
+        assert_eq!(said("noattime"), "option 'noattime' is not known; did you mean 'noatime'?");
+        assert_eq!(said("frobnicate"), "option 'frobnicate' is not known; see docs/mounting.md");
+        assert!(said(&"x".repeat(100_000)).contains("is not known"));
+        assert!(said("secret=abc").contains("key_file=PATH"));
+        assert!(said("timeo=600").contains("timeout=SECONDS"));
+        let mut o = Options::default();
+        assert_eq!(o.take("ro,frobnicate,wibble=5", true).unwrap(), ["frobnicate", "wibble"]);
+        assert_eq!(o.read_only, Some(true));
+    }
+
+    #[test]
+    fn every_value_is_checked() {
+        for text in [
+            "timeout=0",
+            "timeout=-1",
+            "timeout=x",
+            "timeout=",
+            "timeout",
+            "timeout=99999999999999999999",
+            "retry=-1",
+            "retry=1.5",
+            "retry",
+            "subtree=a",
+            "subtree=/a/../b",
+            "subtree",
+            "key_file=k",
+            "key_file",
+            "secretfile=",
+            "config=c",
+            "log_file=f",
+            "log",
+            "run_dir=r",
+            "transport=rdma",
+            "transport",
+            "attr_timeout=-1",
+            "attr_timeout=nan",
+            "attr_timeout=inf",
+            "entry_timeout=x",
+            "threads=-1",
+            "threads=100000",
+            "read_replica=3",
+            "read_replica=x",
+            "ro=1",
+            "soft=yes",
+            "noexec=1",
+            "_netdev=x",
+            "comment=\"a",
+            "ro\0",
+        ] {
+            assert_eq!(of(text).map(drop).unwrap_err().code, Code::Inval, "{text}");
+        }
+    }
+
+    #[test]
+    fn every_option_is_documented() {
+        let text = include_str!("../../../docs/mounting.md");
+        let table = text.split("\n## Options\n").nth(1).and_then(|t| t.split("\n## ").next()).unwrap();
+        for name in WORDS.into_iter().chain(FOR_OTHERS).chain(table::flag_names()) {
+            assert!(table.contains(&format!("`{name}`")) || table.contains(&format!("`{name},")), "`{name}`");
+        }
+        for name in VALUES.iter().chain(&OF_THE_KERNEL[..4]) {
+            assert!(table.contains(&format!("`{name}=")), "`{name}=`");
+        }
+        for (name, _) in ELSEWHERE {
+            assert!(table.contains(&format!("`{name}")), "`{name}`");
+        }
+    }
+}
