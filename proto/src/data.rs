@@ -6,7 +6,7 @@
 
 use bytes::{BufMut, Bytes, BytesMut};
 
-use crate::{ChainId, ChunkId, Code, Error, Result, SessionId, TargetId, cap::CAP_LEN};
+use crate::{ChainId, ChunkId, Code, Error, Result, SessionId, TargetId, cap::CAP_LEN, layout::MAX_CHUNK};
 
 pub const REQUEST_HEAD: usize = 96;
 pub const REPLY_HEAD: usize = 40;
@@ -34,6 +34,9 @@ pub enum Kind {
     Remove = 3,
     /// Replaces the whole chunk by `len` bytes and takes `version` as given (resync). Absent if version is a tombstone's.
     Replace = 4,
+    /// Makes the `len` bytes at `offset` zeros, without a payload, as far as the chunk has them. A chunk that is not there
+    /// gets a tombstone of this version.
+    Punch = 5,
 }
 
 /// Commit number of a chunk's last change: ordered by epoch of the chain first.
@@ -82,7 +85,8 @@ pub struct DataRequest {
     pub target: TargetId,
     /// Bytes from the start of the chunk. TRIM: unused.
     pub offset: u32,
-    /// Bytes read or written. TRIM: bytes kept of chunk `index - 1`, `u32::MAX` = leave it. Lists: entries wanted.
+    /// Bytes read or written. TRIM: bytes kept of chunk `index - 1`, `u32::MAX` = leave it. Lists: entries wanted. EXTENTS: extents wanted, 0 =
+    /// only their sum.
     pub len: u32,
     pub session: SessionId,
     pub seq: u64,
@@ -171,6 +175,7 @@ impl DataRequest {
             2 => Kind::Truncate,
             3 => Kind::Remove,
             4 => Kind::Replace,
+            5 => Kind::Punch,
             k => return Err(bad(&format!("unknown update kind {k}"))),
         };
         let flags = r.u8()?;
@@ -336,6 +341,79 @@ impl ListEntry {
     }
 }
 
+/// Blocks of one chunk that hold data, next to each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// The chunk's index.
+    pub index: u64,
+    /// Bytes from the start of the chunk, a multiple of 4,096.
+    pub offset: u32,
+    /// Bytes, a multiple of 4,096: the last one may reach beyond the end of the file.
+    pub len: u32,
+}
+
+/// Payload of an EXTENTS reply: where the chunks of one file on one chain hold data.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Extents {
+    /// In order, apart from each other within a chunk.
+    pub found: Vec<Extent>,
+    /// Bytes stored from where the request began to `next`; of all that is left if that is `None`.
+    pub bytes: u64,
+    /// Chunk index and offset from where on nothing was looked at. `None`: nothing is left.
+    pub next: Option<(u64, u32)>,
+}
+
+/// Most extents in one reply.
+pub const MAX_EXTENTS: usize = 4096;
+const EXTENTS_HEAD: usize = 24;
+const EXTENT: usize = 16;
+
+impl Extents {
+    pub fn encode(&self) -> Bytes {
+        let mut b = BytesMut::with_capacity(EXTENTS_HEAD + self.found.len() * EXTENT);
+        let (index, offset) = self.next.unwrap_or((u64::MAX, 0));
+        b.put_u64_le(self.bytes);
+        b.put_u64_le(index);
+        b.put_u32_le(offset);
+        b.put_u32_le(self.found.len() as u32);
+        for e in &self.found {
+            b.put_u64_le(e.index);
+            b.put_u32_le(e.offset);
+            b.put_u32_le(e.len);
+        }
+        b.freeze()
+    }
+
+    /// `Protocol` for what no server sends to a request that began at (`index`, `offset`): extents that are empty, leave
+    /// their chunk, are out of order or lie outside of what was looked at, and a `next` that goes back or stays.
+    pub fn decode(payload: &[u8], from: (u64, u32)) -> Result<Extents> {
+        let mut r = Reader(payload);
+        let (bytes, next) = (r.u64()?, (r.u64()?, r.u32()?));
+        let count = r.u32()? as usize;
+        if count > MAX_EXTENTS {
+            return Err(bad("too many extents"));
+        }
+        let next = (next.0 != u64::MAX).then_some(next);
+        let mut found: Vec<Extent> = Vec::with_capacity(count);
+        let (mut at, mut sum) = (from, 0u64);
+        for _ in 0..count {
+            let e = Extent { index: r.u64()?, offset: r.u32()?, len: r.u32()? };
+            let end = u64::from(e.offset) + u64::from(e.len);
+            let is_whole = u64::from(e.offset).is_multiple_of(4096) && end.is_multiple_of(4096) && e.len > 0;
+            if !is_whole || end > MAX_CHUNK || (e.index, e.offset) < at {
+                return Err(bad("an extent out of its place"));
+            }
+            (at, sum) = ((e.index, end as u32), sum + u64::from(e.len));
+            found.push(e);
+        }
+        r.end()?;
+        if next.is_some_and(|n| n < at || n <= from) || (count > 0 && sum > bytes) {
+            return Err(bad("extents that do not fit together"));
+        }
+        Ok(Extents { found, bytes, next })
+    }
+}
+
 fn bad(m: &str) -> Error {
     Error::new(Code::Protocol, m)
 }
@@ -379,6 +457,39 @@ mod tests {
         let ok = |of: &[u64], after: Option<u64>| ListEntry::in_order(&page(of), after.map(chunk));
         assert!(ok(&[], None) && ok(&[], Some(3)) && ok(&[1, 2, 9], None) && ok(&[4, 5], Some(3)));
         assert!(!ok(&[3, 4], Some(3)) && !ok(&[1], Some(3)) && !ok(&[5, 4], Some(3)) && !ok(&[4, 4], None));
+    }
+
+    #[test]
+    fn extents_round_trip_and_lies_about_them_are_refused() {
+        let e = |index, offset, len| Extent { index, offset, len };
+        let good = Extents {
+            found: vec![e(2, 8192, 4096), e(2, 16384, 8192), e(5, 0, 16 << 20)],
+            bytes: 1 << 40,
+            next: Some((5, 16 << 20)),
+        };
+        assert_eq!(Extents::decode(&good.encode(), (2, 4096)).unwrap(), good);
+        let none = Extents::default();
+        assert_eq!(Extents::decode(&none.encode(), (7, 7)).unwrap(), none);
+        assert!(Extents::decode(&good.encode(), (2, 8193)).is_err(), "before where it was asked from");
+        for n in 0..good.encode().len() {
+            assert!(Extents::decode(&good.encode()[..n], (0, 0)).is_err(), "cut at {n}");
+        }
+        let with = |found: &[Extent], bytes, next| Extents { found: found.to_vec(), bytes, next };
+        for lie in [
+            with(&[e(2, 1, 4096)], 1 << 40, None),
+            with(&[e(2, 0, 0)], 1 << 40, None),
+            with(&[e(2, 4096, 16 << 20)], 1 << 40, None),
+            with(&[e(2, u32::MAX - 4095, 4096)], 1 << 40, None),
+            with(&[e(2, 4096, 4096), e(2, 0, 4096)], 1 << 40, None),
+            with(&[e(2, 0, 8192), e(2, 4096, 4096)], 1 << 40, None),
+            with(&[e(2, 0, 8192)], 4096, None),
+            with(&[e(2, 0, 8192)], 8192, Some((2, 0))),
+            with(&[], 0, Some((0, 0))),
+        ] {
+            assert!(Extents::decode(&lie.encode(), (0, 0)).is_err(), "{lie:?}");
+        }
+        let many = with(&vec![e(1, 0, 4096); MAX_EXTENTS + 1], 1 << 40, None);
+        assert!(Extents::decode(&many.encode(), (0, 0)).is_err());
     }
 
     fn request() -> DataRequest {

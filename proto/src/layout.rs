@@ -107,6 +107,36 @@ impl StripeMap {
         })
     }
 
+    /// The file offset that a chunk's first byte has, and how many bytes belong in it. `None` for a chunk beyond every file.
+    pub fn place_of(&self, index: u64) -> Option<(u64, u64)> {
+        let k = self.chunks_per_stripe();
+        let (stripe, sub) = (index / k, index % k);
+        let start = stripe.checked_mul(self.stripe_size)?.checked_add(sub * MAX_CHUNK)?;
+        (start < MAX_FILE_SIZE).then(|| (start, MAX_CHUNK.min(self.stripe_size - sub * MAX_CHUNK)))
+    }
+
+    /// The first chunk behind `index` that is on the same chain, by the layout alone.
+    pub fn next_on_chain(&self, index: u64) -> u64 {
+        let (k, chain) = (self.chunks_per_stripe(), self.chain_of(index));
+        if !(index + 1).is_multiple_of(k) {
+            return index + 1;
+        }
+        // A chain may be in the layout more than once.
+        let after = (index + 1) / k;
+        let n = self.chains.len() as u64;
+        (after..after + n).find(|s| self.chains[(s % n) as usize] == chain).unwrap_or(after) * k
+    }
+
+    /// The first chunk from `index` on that is on a chain of the layout.
+    pub fn first_on_chain(&self, index: u64, chain: ChainId) -> u64 {
+        let (k, n) = (self.chunks_per_stripe(), self.chains.len() as u64);
+        if self.chain_of(index) == chain {
+            return index;
+        }
+        let after = index / k + 1;
+        (after..after + n).find(|s| self.chains[(s % n) as usize] == chain).unwrap_or(after) * k
+    }
+
     /// The chain of a chunk.
     pub fn chain_of(&self, index: u64) -> ChainId {
         self.chains[((index / self.chunks_per_stripe()) % self.chains.len() as u64) as usize]
@@ -206,6 +236,23 @@ mod tests {
                 at += u64::from(p.len);
             }
             prop_assert_eq!(at, offset + len);
+        }
+
+        #[test]
+        fn the_place_of_a_chunk_is_where_its_bytes_are(units in 1u64..800, n in 1u32..6, offset in 0u64..(1 << 40)) {
+            let chains = (0..n).chain(0..n / 2).collect();
+            let m = StripeMap { chains, ..map(units * u64::from(STRIPE_UNIT), 1) };
+            let (p, end) = m.locate(offset);
+            let (start, len) = m.place_of(p.chunk.index).unwrap();
+            prop_assert_eq!((start + u64::from(p.offset), start + len), (offset, end));
+            let next = m.next_on_chain(p.chunk.index);
+            prop_assert!(next > p.chunk.index && m.chain_of(next) == p.chain);
+            prop_assert!((p.chunk.index + 1..next).all(|i| m.chain_of(i) != p.chain));
+            for c in 0..n {
+                let first = m.first_on_chain(p.chunk.index, c);
+                prop_assert!(first >= p.chunk.index && m.chain_of(first) == c);
+                prop_assert!((p.chunk.index..first).all(|i| m.chain_of(i) != c));
+            }
         }
 
         #[test]

@@ -27,6 +27,8 @@ pub const WRITE: u16 = 0x0102;
 pub const FLUSH: u16 = 0x0103;
 /// Cuts a file's chunks on one chain to a size (0 removes them all).
 pub const TRIM: u16 = 0x0104;
+/// Where a file's chunks on one chain hold data, and how much: an [`crate::data::Extents`].
+pub const EXTENTS: u16 = 0x0105;
 /// Chain-internal: the same update going to the next replica.
 pub const FORWARD: u16 = 0x0111;
 pub const FORWARD_FLUSH: u16 = 0x0112;

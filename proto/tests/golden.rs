@@ -3,7 +3,10 @@
 use strake_proto::{
     CapKey, Capability, ChunkId, Fid, Rights,
     cap::{CAP_LEN, derive_key},
-    data::{DataReply, DataRequest, FLAG_REPLAY, FLAG_STABLE, Kind, ListEntry, Region, Stamp, Version, Writer},
+    data::{
+        DataReply, DataRequest, Extent, Extents, FLAG_REPLAY, FLAG_STABLE, Kind, ListEntry, Region, Stamp, Version,
+        Writer,
+    },
     frame::{self, Header},
     layout::{Cut, StripeMap, set_members},
 };
@@ -109,8 +112,8 @@ fn data_request() {
     ];
     same(&r.encode(), &want);
     assert_eq!(
-        [Kind::None, Kind::Write, Kind::Truncate, Kind::Remove, Kind::Replace].map(|k| k as u8),
-        [0, 1, 2, 3, 4]
+        [Kind::None, Kind::Write, Kind::Truncate, Kind::Remove, Kind::Replace, Kind::Punch].map(|k| k as u8),
+        [0, 1, 2, 3, 4, 5]
     );
 }
 
@@ -157,6 +160,11 @@ fn data_reply_and_list() {
         "01000000",
     ];
     same(&ListEntry::encode_all(&[e]), &want);
+    let found = vec![Extent { index: 3, offset: 0x1000, len: 0x2000 }];
+    let e = Extents { found, bytes: 0x41, next: Some((0x42, 0x43)) };
+    let head = ["4100000000000000", "4200000000000000", "43000000", "01000000"];
+    same(&e.encode(), &[&head[..], &["0300000000000000", "00100000", "00200000"]].concat());
+    same(&Extents::default().encode(), &["0000000000000000", "ffffffffffffffff", "00000000", "00000000"]);
 }
 
 #[test]

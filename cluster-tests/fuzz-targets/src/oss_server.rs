@@ -243,7 +243,7 @@ async fn server(mut i: Input<'_>) {
     net.end();
 }
 
-const OPCODES: [u16; 10] = [
+const OPCODES: [u16; 11] = [
     opcode::READ,
     opcode::WRITE,
     opcode::WRITE,
@@ -254,6 +254,7 @@ const OPCODES: [u16; 10] = [
     opcode::SYNC_LIST,
     opcode::SYNC_PUT,
     opcode::LIST_CHUNKS,
+    opcode::EXTENTS,
 ];
 
 fn request(i: &mut Input, epoch: u64) -> (Role, Message) {
@@ -271,8 +272,8 @@ fn request(i: &mut Input, epoch: u64) -> (Role, Message) {
     let epoch = if i.u8() == 255 { i.number() } else { epoch };
     let target = u32::from(i.u8() % 4);
     let mut r = DataRequest::new(1, epoch, target, chunk);
-    r.kind =
-        [Kind::Write, Kind::Write, Kind::None, Kind::Truncate, Kind::Remove, Kind::Replace][usize::from(i.u8()) % 6];
+    r.kind = [Kind::Write, Kind::Write, Kind::None, Kind::Truncate, Kind::Remove, Kind::Replace, Kind::Punch]
+        [usize::from(i.u8()) % 7];
     (r.offset, r.session, r.seq) = (u32::from(i.u16()), 77, i.number());
     r.flags = i.u8() & 0x0e;
     r.version = version(i);

@@ -125,7 +125,7 @@ pub(super) struct Shared {
 
 /// Whether the transport sums a payload of this opcode: yes, unless its body carries block checksums.
 pub(super) fn is_summed(op: u16) -> bool {
-    op < 0x0100 || matches!(op, opcode::SYNC_LIST | opcode::LIST_CHUNKS)
+    op < 0x0100 || matches!(op, opcode::EXTENTS | opcode::SYNC_LIST | opcode::LIST_CHUNKS)
 }
 
 pub(super) fn sum(payload: &[Buf]) -> u32 {

@@ -1,6 +1,6 @@
 //! The state machine of one replica of one chain.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, ops::RangeInclusive};
 
 use strake_proto::{
     ChainId, ChunkId, Code, Error, Result,
@@ -107,6 +107,11 @@ impl ChainCore {
 
     /// Whether committed bytes of a chunk may be answered to a reader now.
     pub fn read(&self, chunk: &ChunkId, epoch: u64) -> Result<()> {
+        self.read_all(chunk..=chunk, epoch)
+    }
+
+    /// Whether what is committed of all these chunks may be answered to a reader now.
+    pub fn read_all(&self, chunks: RangeInclusive<&ChunkId>, epoch: u64) -> Result<()> {
         self.check_epoch(epoch)?;
         if !self.view.serving() {
             return Err(self.not_serving("is not in sync here"));
@@ -114,14 +119,16 @@ impl ChainCore {
         if !self.confirmed {
             return Err(self.not_serving("has just come into sync; ask again"));
         }
-        let current = self.slots.get(chunk).and_then(|s| s.current.as_ref());
-        if let Some(Current::Update(u)) = current
-            && !u.dropped
-            && (u.shown || (u.exposed && !self.view.tail))
-        {
-            return Err(Error::new(Code::NotServing, format!("chunk {chunk} is being changed (dirty); ask the tail")));
+        let is_dirty = |s: &Slot| match &s.current {
+            Some(Current::Update(u)) => !u.dropped && (u.shown || (u.exposed && !self.view.tail)),
+            _ => false,
+        };
+        match self.slots.range(*chunks.start()..=*chunks.end()).find(|(_, s)| is_dirty(s)) {
+            None => Ok(()),
+            Some((chunk, _)) => {
+                Err(Error::new(Code::NotServing, format!("chunk {chunk} is being changed (dirty); ask the tail")))
+            }
         }
-        Ok(())
     }
 
     /// For flushes and other messages of the chain that are no updates: the same epoch, and this replica in it.

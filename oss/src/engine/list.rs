@@ -1,22 +1,33 @@
-//! Listings over the table in the store and the changes in memory, and forgetting tombstones.
+//! Listings of chunks and extents over the table in the store and the changes in memory, and forgetting tombstones.
 
 use std::{collections::BTreeMap, ops::Bound, sync::Arc};
 
-use strake_proto::{ChainId, ChunkId, Result, data::ListEntry};
+use bytes::Bytes;
+use strake_proto::{
+    ChainId, ChunkId, Result,
+    checksum::BLOCK,
+    data::{Extent, Extents, ListEntry},
+};
 
 use super::{
-    Engine, Key, Shared,
-    overlay::Slot,
-    record::{Header, header_key, parse_header_key},
+    Engine, Key, Shared, State,
+    overlay::{Overlay, Slot},
+    record::{
+        HOLE, Header, MAX_SEGS, SEG_BLOCKS, SEG_BYTES, Segment, header_key, parse_header_key, parse_segment_key,
+        segment_key,
+    },
 };
 
 /// Changed records looked at in one step.
 const STEP: usize = 1024;
 
-/// Chunks of one chain, from a bound on.
-struct Span {
-    from: Bound<Key>,
-    to: Key,
+/// Segment records that one look for extents reads at most: 1 GiB of a file without holes.
+const EXTENT_LOOK: usize = 4096;
+
+/// Records of one chain, from a bound on.
+struct Span<K> {
+    from: Bound<K>,
+    to: K,
 }
 
 const LAST: ChunkId = ChunkId { ino: u64::MAX, data: u64::MAX, index: u64::MAX };
@@ -28,7 +39,7 @@ impl Engine {
         let key = |chunk| Key { chain, chunk };
         let first = ChunkId { ino: 0, data: 0, index: 0 };
         let from = after.map_or(Bound::Included(key(first)), |c| Bound::Excluded(key(c)));
-        self.shared.scan(Span { from, to: key(LAST) }, max)
+        self.shared.entries(Span { from, to: key(LAST) }, max)
     }
 
     /// As [`Engine::list`], of one file's data from `from_index` on.
@@ -41,7 +52,7 @@ impl Engine {
         max: usize,
     ) -> Result<Vec<ListEntry>> {
         let key = |index| Key { chain, chunk: ChunkId { ino, data, index } };
-        self.shared.scan(Span { from: Bound::Included(key(from_index)), to: key(u64::MAX) }, max)
+        self.shared.entries(Span { from: Bound::Included(key(from_index)), to: key(u64::MAX) }, max)
     }
 
     /// Drops the tombstones of a file's data on a chain, when nobody can ask for it any more. Returns how many there were.
@@ -69,68 +80,176 @@ impl Engine {
     }
 }
 
+impl Engine {
+    /// Where chunks of one file's data on a chain hold data, from (`index`, `offset`) on: at most `most` extents, 0 for
+    /// their sum alone, and no more than a bounded look. What cannot be read counts as data.
+    pub fn extents(&self, chain: ChainId, ino: u64, data: u64, from: (u64, u32), most: usize) -> Result<Extents> {
+        let key = |index| Key { chain, chunk: ChunkId { ino, data, index } };
+        let first = (key(from.0), (from.1 / SEG_BYTES).min(u32::from(MAX_SEGS)) as u8);
+        let span = Span { from: Bound::Included(first), to: (key(u64::MAX), u8::MAX) };
+        let mut walk = Walk { out: Extents::default(), from, most, left: EXTENT_LOOK };
+        self.shared.scan(span, |at, segment| walk.take(at, segment))?;
+        Ok(walk.out)
+    }
+}
+
+/// A walk over the segments of a file.
+struct Walk {
+    out: Extents,
+    from: (u64, u32),
+    most: usize,
+    /// Segments that may be looked at.
+    left: usize,
+}
+
+impl Walk {
+    /// Whether to go on.
+    fn take(&mut self, (key, seg): (Key, u8), segment: Option<&Segment>) -> bool {
+        let Some(segment) = segment else { return true };
+        let (index, start) = (key.chunk.index, u32::from(seg) * SEG_BYTES);
+        let skipped = if index == self.from.0 { self.from.1.saturating_sub(start).div_ceil(BLOCK as u32) } else { 0 };
+        if self.left == 0 {
+            self.out.next = Some((index, start.max(skipped * BLOCK as u32 + start)));
+            return false;
+        }
+        self.left -= 1;
+        for n in skipped as usize..SEG_BLOCKS {
+            if segment.blocks[n] == HOLE && !segment.damaged {
+                continue;
+            }
+            let offset = start + (n * BLOCK) as u32;
+            if self.most > 0 {
+                let full = self.out.found.len() == self.most;
+                match self.out.found.last_mut() {
+                    Some(e) if e.index == index && e.offset + e.len == offset => e.len += BLOCK as u32,
+                    _ if full => {
+                        self.out.next = Some((index, offset));
+                        return false;
+                    }
+                    _ => self.out.found.push(Extent { index, offset, len: BLOCK as u32 }),
+                }
+            }
+            self.out.bytes += BLOCK as u64;
+        }
+        true
+    }
+}
+
+impl Table for Header {
+    type Key = Key;
+    const PART: fn(&State) -> &Overlay<Key, Header> = |s| &s.headers;
+
+    fn key(at: &Key) -> Bytes {
+        header_key(at)
+    }
+    fn parse(key: &[u8]) -> Option<Key> {
+        parse_header_key(key)
+    }
+    fn read(at: &Key, key: &[u8], value: &[u8], shared: &Shared) -> Header {
+        Header::decode(key, value).unwrap_or_else(|e| {
+            shared.note_damage(at, &e);
+            Header::damaged()
+        })
+    }
+}
+
+impl Table for Segment {
+    type Key = (Key, u8);
+    const PART: fn(&State) -> &Overlay<(Key, u8), Segment> = |s| &s.segments;
+
+    fn key((chunk, seg): &(Key, u8)) -> Bytes {
+        segment_key(chunk, *seg)
+    }
+    fn parse(key: &[u8]) -> Option<(Key, u8)> {
+        parse_segment_key(key)
+    }
+    fn read(at: &(Key, u8), key: &[u8], value: &[u8], shared: &Shared) -> Segment {
+        Segment::decode(key, value).unwrap_or_else(|e| {
+            shared.note_damage(&at.0, &e);
+            Segment::damaged()
+        })
+    }
+}
+
+/// A kind of record, as the store and the memory have it.
+trait Table: Sized {
+    type Key: Ord + Copy;
+    const PART: fn(&State) -> &Overlay<Self::Key, Self>;
+
+    fn key(at: &Self::Key) -> Bytes;
+    /// `None`: no record of this kind.
+    fn parse(key: &[u8]) -> Option<Self::Key>;
+    /// What is damaged is noted, and read as a damaged record.
+    fn read(at: &Self::Key, key: &[u8], value: &[u8], shared: &Shared) -> Self;
+}
+
 impl Shared {
-    /// Memory first, then the store: what is flushed in between is found in both, memory's word counts.
-    fn scan(self: &Arc<Self>, mut span: Span, max: usize) -> Result<Vec<ListEntry>> {
-        let mut out = Vec::new();
-        while out.len() < max {
-            let (changed, more) = self.state.lock().headers.changed(span.from, Bound::Included(span.to), STEP);
+    /// Gives records in order of their keys to `take` until it says that it has enough. Memory first, then the store: what
+    /// is flushed in between is found in both, memory's word counts.
+    fn scan<T: Table>(
+        self: &Arc<Self>,
+        mut span: Span<T::Key>,
+        mut take: impl FnMut(T::Key, Option<&T>) -> bool,
+    ) -> Result<()> {
+        loop {
+            let (changed, more) = T::PART(&self.state.lock()).changed(span.from, Bound::Included(span.to), STEP);
             let end = match changed.last_key_value() {
                 Some((last, _)) if more => *last,
                 _ => span.to,
             };
-            self.merge(&span, end, changed, max, &mut out)?;
-            if end == span.to {
-                break;
+            if !self.merge(&span, end, changed, &mut take)? || end == span.to {
+                return Ok(());
             }
             span.from = Bound::Excluded(end);
         }
-        Ok(out)
     }
 
-    /// Chunks from the span's start to `end`, both from `changed` and the store.
-    fn merge(
+    /// Records from the span's start to `end`, both from `changed` and the store. Whether to go on.
+    fn merge<T: Table>(
         &self,
-        span: &Span,
-        end: Key,
-        mut changed: BTreeMap<Key, Slot<Header>>,
-        max: usize,
-        out: &mut Vec<ListEntry>,
-    ) -> Result<()> {
-        let (from, to) = (span.from.map(|k| header_key(&k)), header_key(&end));
+        span: &Span<T::Key>,
+        end: T::Key,
+        mut changed: BTreeMap<T::Key, Slot<T>>,
+        take: &mut impl FnMut(T::Key, Option<&T>) -> bool,
+    ) -> Result<bool> {
+        let (from, to) = (span.from.map(|k| T::key(&k)), T::key(&end));
         let from = from.as_ref().map(|b| &b[..]);
         for pair in self.table.range(from, Bound::Included(&to)) {
             let (k, v) = pair?;
-            let Some(key) = parse_header_key(&k) else { continue };
+            let Some(key) = T::parse(&k) else { continue };
             while let Some(entry) = changed.first_entry().filter(|e| *e.key() < key) {
-                let (k, h) = entry.remove_entry();
-                push(k, h.as_deref(), max, out);
-            }
-            if out.len() >= max {
-                return Ok(());
-            }
-            match changed.remove(&key) {
-                Some(newer) => push(key, newer.as_deref(), max, out),
-                None => {
-                    let stored = Header::decode(&k, &v).unwrap_or_else(|e| {
-                        self.note_damage(&key, &e);
-                        Header::damaged()
-                    });
-                    push(key, Some(&stored), max, out);
+                let (k, r) = entry.remove_entry();
+                if !take(k, r.as_deref()) {
+                    return Ok(false);
                 }
             }
+            let goes_on = match changed.remove(&key) {
+                Some(newer) => take(key, newer.as_deref()),
+                None => take(key, Some(&T::read(&key, &k, &v, self))),
+            };
+            if !goes_on {
+                return Ok(false);
+            }
         }
-        for (k, h) in changed {
-            push(k, h.as_deref(), max, out);
-        }
-        Ok(())
+        Ok(changed.into_iter().all(|(k, r)| take(k, r.as_deref())))
     }
-}
 
-fn push(key: Key, header: Option<&Header>, max: usize, out: &mut Vec<ListEntry>) {
-    if let Some(Header { meta, .. }) = header
-        && out.len() < max
-    {
-        out.push(ListEntry { chunk: key.chunk, version: meta.version, len: meta.len, tombstone: meta.tombstone });
+    fn entries(self: &Arc<Self>, span: Span<Key>, max: usize) -> Result<Vec<ListEntry>> {
+        let mut out = Vec::new();
+        let take = |key: Key, header: Option<&Header>| {
+            if let Some(Header { meta, .. }) = header
+                && out.len() < max
+            {
+                out.push(ListEntry {
+                    chunk: key.chunk,
+                    version: meta.version,
+                    len: meta.len,
+                    tombstone: meta.tombstone,
+                });
+            }
+            out.len() < max
+        };
+        self.scan(span, take)?;
+        Ok(out)
     }
 }

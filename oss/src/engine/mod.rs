@@ -16,7 +16,7 @@
 //! |---|---|
 //! | `stage.rs` | from an update to staged blocks and the records that will name them |
 //! | `read.rs` | consistent views of a chunk, verified reads |
-//! | `list.rs` | listings, forgetting tombstones |
+//! | `list.rs` | listings, extents, forgetting tombstones |
 //! | `flush.rs` | the order above, shared by concurrent callers; reuse of space |
 //! | `open.rs` | formatting, and rebuilding the allocator from the table |
 //! | `target.rs` | the folder of a target: device, table, lock |
@@ -95,6 +95,9 @@ pub enum Update {
     /// Puts `data` at `offset`, extending the chunk; a gap reads as zeros. `sums`: CRC32C per 4 KiB block of the chunk
     /// touched, see [`strake_proto::checksum`].
     Write { offset: u32, data: Vec<Buf>, sums: Vec<u32> },
+    /// Makes `[offset, offset + len)` zeros as far as the chunk reaches: its whole blocks become holes. What is not there
+    /// becomes a tombstone.
+    Punch { offset: u32, len: u32 },
     /// Cuts to `len` bytes if longer.
     Truncate { len: u32 },
     /// Removes the bytes; the version stays as a tombstone.

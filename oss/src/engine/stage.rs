@@ -170,12 +170,13 @@ impl Engine {
                 return Err(Error::new(Code::Inval, "a tombstone has no bytes"));
             }
             Update::Replace { data, sums, .. } => check_data(0, data, sums)?,
-            Update::Truncate { .. } | Update::Remove => {}
+            Update::Punch { .. } | Update::Truncate { .. } | Update::Remove => {}
         }
         self.throttle().await?;
         let slot = self.take_slot(key)?;
         match update {
             Update::Write { offset, data, sums } => self.stage_write(slot, offset, data, sums).await,
+            Update::Punch { offset, len } => self.stage_punch(slot, offset, len).await,
             Update::Truncate { len } => self.stage_truncate(slot, len).await,
             Update::Remove => self.stage_whole(slot, Vec::new(), Vec::new(), true, true).await,
             Update::Replace { data, sums, tombstone } => self.stage_whole(slot, data, sums, tombstone, false).await,
@@ -233,6 +234,46 @@ impl Engine {
             rewrite.place(&image, &space.extents);
         }
         Ok(slot.staged(&old, len, tombstone, rewrite, space))
+    }
+
+    /// Whole blocks become holes. What is zeroed of a block at an edge makes that block anew, from the reserve if need be:
+    /// punching gives space back.
+    async fn stage_punch(&self, slot: Slotted, offset: u32, len: u32) -> Result<Staged> {
+        let end_in = |h: Option<&Header>| h.map_or(0, |h| h.meta.len.min(offset.saturating_add(len)));
+        let old = slot.look(|h| segments_of(offset, end_in(h)))?.whole(&slot.key)?;
+        let tombstone = old.header.as_ref().is_none_or(|h| h.meta.tombstone);
+        let mut rewrite = Rewrite::new(&old.segments);
+        let mut space = slot.no_space();
+        let (from, end) = (offset as usize, end_in(old.header.as_deref()) as usize);
+        if from >= end {
+            return Ok(slot.staged(&old, old.len(), tombstone, rewrite, space));
+        }
+        // Behind the chunk's end there are zeros already.
+        let to = if end == old.len() as usize { end.next_multiple_of(BLOCK) } else { end };
+        for at in from.div_ceil(BLOCK)..to / BLOCK {
+            rewrite.set(at, HOLE, 0);
+        }
+        let edges = [(from / BLOCK, !from.is_multiple_of(BLOCK)), (to / BLOCK, !to.is_multiple_of(BLOCK))];
+        let one = edges[0].0 == edges[1].0 && edges[0].1;
+        for (at, cut) in edges.into_iter().take(if one { 1 } else { 2 }) {
+            if !cut {
+                continue;
+            }
+            let Some(bytes) = self.shared.old_block(&slot.key, &old, at).await? else { continue };
+            let mut block = self.shared.pool.get_now(BLOCK);
+            block.copy_from_slice(&bytes);
+            block[from.max(at * BLOCK) - at * BLOCK..to.min((at + 1) * BLOCK) - at * BLOCK].fill(0);
+            if block.iter().all(|b| *b == 0) {
+                rewrite.set(at, HOLE, 0);
+                continue;
+            }
+            let sums = vec![crc32c(&block)];
+            let image = Image { first: at, data: vec![block.freeze()], sums };
+            let mut more = self.write(&slot.key, &image, 0).await?;
+            rewrite.place(&image, &more.extents);
+            space.extents.append(&mut more.extents);
+        }
+        Ok(slot.staged(&old, old.len(), tombstone, rewrite, space))
     }
 
     /// The chunk anew, or without bytes. Old records are dropped unread where they are damaged: opening the target did not

@@ -95,6 +95,7 @@ pub fn update_of(c: &Carried) -> Result<Update> {
     let (r, data) = (&c.request, || c.payload.clone());
     Ok(match r.kind {
         Kind::Write => Update::Write { offset: r.offset, data: data(), sums: r.sums.clone() },
+        Kind::Punch => Update::Punch { offset: r.offset, len: r.len },
         Kind::Truncate => Update::Truncate { len: r.offset },
         Kind::Remove => Update::Remove,
         Kind::Replace => {
@@ -129,6 +130,10 @@ impl Replica {
     }
     pub fn check_read(&self, chunk: &ChunkId, epoch: u64) -> Result<()> {
         self.inner.lock().core.read(chunk, epoch)
+    }
+    /// As [`Replica::check_read`], of all chunks of the file from this one on.
+    pub fn check_read_from(&self, chunk: &ChunkId, epoch: u64) -> Result<()> {
+        self.inner.lock().core.read_all(chunk..=&ChunkId { index: u64::MAX, ..*chunk }, epoch)
     }
     pub fn check_member(&self, epoch: u64) -> Result<()> {
         let known = {

@@ -8,7 +8,7 @@ use strake_fabric::{Buf, Message, Peer, Role, Service, unknown_opcode};
 use strake_proto::{
     Capability, ChunkId, Code, Error, Result, Rights,
     checksum::pieces,
-    data::{DataReply, DataRequest, FLAG_STABLE, FLAG_TOMBSTONE, Kind, ListEntry},
+    data::{DataReply, DataRequest, FLAG_STABLE, FLAG_TOMBSTONE, Kind, ListEntry, MAX_EXTENTS},
     layout::MAX_CHUNK,
     opcode,
 };
@@ -40,7 +40,7 @@ fn check_shape(r: &DataRequest, payload: usize) -> Result<()> {
     }
     let carries = matches!(r.kind, Kind::Write | Kind::Replace);
     let (want, sums) = match r.kind {
-        Kind::Write if r.len == 0 => return Err(inval("a write of no bytes")),
+        Kind::Write | Kind::Punch if r.len == 0 => return Err(inval("a write of no bytes")),
         Kind::Write | Kind::Replace => (r.len as usize, pieces(u64::from(r.offset), r.len as usize)),
         _ => (0, 0),
     };
@@ -69,7 +69,7 @@ impl Service for OssService {
         }
         match m.opcode {
             opcode::ECHO => return Ok(Message::new(opcode::ECHO, m.body).with_payload(m.payload)),
-            opcode::READ | opcode::WRITE | opcode::FLUSH | opcode::TRIM => {}
+            opcode::READ | opcode::WRITE | opcode::FLUSH | opcode::TRIM | opcode::EXTENTS => {}
             _ if server_only => {}
             other => return Err(unknown_opcode(other)),
         }
@@ -89,6 +89,7 @@ impl Service for OssService {
         let carried = |request| Carried { request, payload: m.payload.clone(), trace: m.trace };
         match m.opcode {
             opcode::READ => self.read(peer, &replica, r).await,
+            opcode::EXTENTS => self.extents(peer, &replica, &r),
             opcode::WRITE => {
                 self.check_write(peer, &r, m.payload_len())?;
                 let stable = r.flags & FLAG_STABLE != 0;
@@ -133,6 +134,11 @@ impl OssService {
 
     /// A client's right to do this to this file. Servers need none.
     fn check_cap(&self, peer: &Peer, r: &DataRequest, need: Rights) -> Result<Option<Capability>> {
+        self.check_any(peer, r, &[need])
+    }
+
+    /// As `check_cap`, with one of several rights.
+    fn check_any(&self, peer: &Peer, r: &DataRequest, any: &[Rights]) -> Result<Option<Capability>> {
         if peer.role == Role::Server {
             return Ok(None);
         }
@@ -142,7 +148,7 @@ impl OssService {
         if c.ino != r.chunk.ino || c.data != r.chunk.data {
             return Err(bad("capability is for another file"));
         }
-        if !c.rights.has(need) {
+        if !any.iter().any(|need| c.rights.has(*need)) {
             return Err(bad("capability does not give this right"));
         }
         self.node.check_session(c.session, c.session_epoch)?;
@@ -151,9 +157,9 @@ impl OssService {
 
     fn check_write(&self, peer: &Peer, r: &DataRequest, payload: usize) -> Result<()> {
         let need = match r.kind {
-            Kind::Write => Rights::WRITE,
+            Kind::Write | Kind::Punch => Rights::WRITE,
             Kind::Truncate | Kind::Remove => Rights::TRIM,
-            Kind::None | Kind::Replace => return Err(inval("WRITE writes, truncates or removes")),
+            Kind::None | Kind::Replace => return Err(inval("WRITE writes, punches, truncates or removes")),
         };
         check_shape(r, payload)?;
         if let Some(c) = self.check_cap(peer, r, need)?
@@ -173,11 +179,7 @@ impl OssService {
         let repair = peer.role == Role::Server && r.kind == Kind::Replace;
         match replica.check_read(&r.chunk, r.epoch) {
             Err(_) if repair && replica.view().serving() => replica.check_member(r.epoch)?,
-            other => other.inspect_err(|e| {
-                if e.code == Code::StaleEpoch && r.epoch > replica.view().epoch {
-                    self.node.kick.notify_one();
-                }
-            })?,
+            other => self.check_read(replica, r.epoch, other)?,
         }
         let key = replica.key(r.chunk);
         let mut out = replica.engine().read_in_limit(&key, r.offset, r.len).await;
@@ -199,6 +201,31 @@ impl OssService {
             ..DataReply::default()
         };
         Ok(reply(&head, out.data))
+    }
+
+    /// Where the file's chunks hold data, for who may read or write them.
+    fn extents(&self, peer: &Peer, replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
+        self.check_any(peer, r, &[Rights::READ, Rights::WRITE])?;
+        if u64::from(r.offset) > MAX_CHUNK || r.chunk.index == u64::MAX {
+            return Err(inval(format!("extents from {} of chunk {} on", r.offset, r.chunk)));
+        }
+        self.check_read(replica, r.epoch, replica.check_read_from(&r.chunk, r.epoch))?;
+        let (from, most) = ((r.chunk.index, r.offset), (r.len as usize).min(MAX_EXTENTS));
+        let found = replica.engine().extents(replica.chain, r.chunk.ino, r.chunk.data, from, most);
+        if let Err(e) = &found {
+            replica.target.note(e);
+        }
+        let head = DataReply { epoch: r.epoch, stamps: vec![replica.stamp()], ..DataReply::default() };
+        Ok(reply(&head, vec![Buf::copy_from(&found?.encode())]))
+    }
+
+    /// A reader who knows a newer epoch has this server look for the map.
+    fn check_read(&self, replica: &Replica, epoch: u64, may: Result<()>) -> Result<()> {
+        may.inspect_err(|e| {
+            if e.code == Code::StaleEpoch && epoch > replica.view().epoch {
+                self.node.kick.notify_one();
+            }
+        })
     }
 
     async fn flush(&self, peer: &Peer, replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {

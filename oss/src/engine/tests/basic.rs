@@ -231,3 +231,110 @@ async fn scattered_blocks_are_read_within_the_pools_limit_or_on_top_of_it() {
     assert!(whole(second) && whole(third.unwrap()));
     assert_eq!(pool.stats().used, 0);
 }
+
+#[tokio::test]
+async fn a_punch_frees_whole_blocks_and_zeroes_parts_of_others() {
+    let bed = Bed::new(4096).await;
+    let e = bed.open().await;
+    let data = pattern(1, 300_000);
+    apply(&e, key(0), write(0, &data), 1).await.unwrap();
+    let mut want = data.clone();
+    let mut used = 74;
+    for (n, (offset, len, freed)) in
+        [(4096, 8192, 2), (20_000, 100, 0), (20_100, 9000, 2), (28_672, 1, 0), (290_000, 10_000, 3)]
+            .into_iter()
+            .enumerate()
+    {
+        apply(&e, key(0), Update::Punch { offset, len }, n as u64 + 2).await.unwrap();
+        want[offset as usize..(offset + len) as usize].fill(0);
+        used -= freed;
+        assert!(read_all(&e, key(0)).await.unwrap() == want, "{offset}+{len}");
+        e.flush().await.unwrap();
+        assert_eq!(e.usage().used, used * BLOCK, "{offset}+{len}");
+        assert_eq!(e.extents(CHAIN, 5, 6, (0, 0), 0).unwrap().bytes, used * BLOCK);
+    }
+    // The rest of a block whose other parts were zeroed before: nothing of it is left to store.
+    apply(&e, key(0), Update::Punch { offset: 28_673, len: 4095 }, 8).await.unwrap();
+    e.flush().await.unwrap();
+    assert_eq!(e.usage().used, (used - 1) * BLOCK);
+    let meta = e.meta(&key(0)).unwrap().unwrap();
+    assert_eq!((meta.len, meta.version, meta.writers.len()), (300_000, version(8), 7));
+    // Beyond the end, over it, all of it, and as far as numbers go.
+    for (n, (offset, len)) in [(300_000, 5), (1 << 24, u32::MAX), (0, u32::MAX)].into_iter().enumerate() {
+        apply(&e, key(0), Update::Punch { offset, len }, 9 + n as u64).await.unwrap();
+    }
+    e.flush().await.unwrap();
+    assert_eq!((e.usage().used, e.usage().chunks), (0, 1));
+    assert!(read_all(&e, key(0)).await.unwrap() == vec![0; 300_000]);
+}
+
+#[tokio::test]
+async fn a_punch_of_nothing_leaves_only_its_version() {
+    let bed = Bed::new(512).await;
+    let e = bed.open().await;
+    apply(&e, key(0), Update::Punch { offset: 0, len: 4096 }, 1).await.unwrap();
+    let meta = e.meta(&key(0)).unwrap().unwrap();
+    assert!(meta.tombstone && meta.len == 0 && meta.version == version(1) && meta.writers.len() == 1);
+    assert_eq!((e.usage().chunks, e.usage().used), (0, 0));
+    apply(&e, key(0), write(0, b"there"), 2).await.unwrap();
+    assert_eq!((e.usage().chunks, read_all(&e, key(0)).await.unwrap()), (1, b"there".to_vec()));
+    assert_eq!(e.meta(&key(0)).unwrap().unwrap().writers.len(), 2);
+}
+
+/// A full device still takes a punch, which gives space back.
+#[tokio::test]
+async fn a_full_device_can_be_punched() {
+    let bed = Bed::new(300).await;
+    let e = bed.open().await;
+    let mut n = 1;
+    while apply(&e, key(n), write(0, &pattern(n, 4 * 4096)), 1).await.is_ok() {
+        n += 1;
+    }
+    for i in 1..n {
+        apply(&e, key(i), Update::Punch { offset: 100, len: 8192 }, 2).await.unwrap();
+    }
+    assert_eq!(read(&e, key(1), 0, 101).await.unwrap(), [&pattern(1, 100)[..], &[0]].concat());
+    apply(&e, key(0), write(0, &pattern(0, 4096)), 1).await.unwrap();
+}
+
+#[tokio::test]
+async fn extents_are_found_from_anywhere_in_pages() {
+    let bed = Bed::new(4096).await;
+    let e = bed.open().await;
+    // Two blocks of a chunk far away, two runs in another, some of it flushed; another file's data is not among them.
+    apply(&e, key(1 << 40), write(16 * 4096, &pattern(1, 8192)), 1).await.unwrap();
+    e.flush().await.unwrap();
+    apply(&e, key(3), write(0, &pattern(1, 300_000)), 1).await.unwrap();
+    apply(&e, key(3), Update::Punch { offset: 8192, len: 270_336 }, 2).await.unwrap();
+    let other = Key { chain: CHAIN, chunk: strake_proto::ChunkId { data: 7, ..key(3).chunk } };
+    apply(&e, other, write(0, &pattern(1, 8192)), 1).await.unwrap();
+    let found = |from, most| {
+        let x = e.extents(CHAIN, 5, 6, from, most).unwrap();
+        (x.found.iter().map(|e| (e.index, e.offset, e.len)).collect::<Vec<_>>(), x.next)
+    };
+    let (a, b, c) = ((3, 0, 8192), (3, 278_528, 24_576), (1 << 40, 65_536, 8192));
+    for _ in 0..2 {
+        assert_eq!(found((0, 0), 9), (vec![a, b, c], None));
+        assert_eq!(found((3, 4096), 9), (vec![(3, 4096, 4096), b, c], None));
+        assert_eq!(found((3, 8192), 1), (vec![b], Some((1 << 40, 65_536))));
+        assert_eq!(found((3, 16 << 20), 1), (vec![c], None));
+        assert_eq!(found((4, 0), 1), (vec![c], None));
+        assert_eq!(found((1 << 40, 73_728), 1), (vec![], None));
+        assert_eq!(found((u64::MAX, u32::MAX), 1), (vec![], None));
+        e.flush().await.unwrap();
+    }
+}
+
+/// One look is bounded, and goes on where it stopped.
+#[tokio::test]
+async fn a_look_for_extents_is_bounded() {
+    let bed = Bed::new(5000).await;
+    let e = bed.open().await;
+    for i in 0..4200 {
+        apply(&e, key(i), write(4096, &[1]), 1).await.unwrap();
+    }
+    let first = e.extents(CHAIN, 5, 6, (0, 0), 0).unwrap();
+    assert_eq!((first.bytes, first.next), (4096 * BLOCK, Some((4096, 0))));
+    let rest = e.extents(CHAIN, 5, 6, first.next.unwrap(), 0).unwrap();
+    assert_eq!((rest.bytes, rest.next), (104 * BLOCK, None));
+}

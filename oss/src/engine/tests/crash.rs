@@ -1,7 +1,12 @@
 //! Random updates against a model, with power lost at every single operation of device and table. What is found
 //! afterwards must be exactly the model's state after some commit since the last flush, for all chunks together.
 
-use std::{collections::BTreeMap, ops::Bound, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Bound,
+    sync::Arc,
+    time::Duration,
+};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -76,11 +81,20 @@ impl MetaStore for Powered {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 struct Chunk {
     bytes: Vec<u8>,
     number: u64,
     tombstone: bool,
+    /// Blocks that hold data.
+    stored: BTreeSet<usize>,
+}
+
+impl std::fmt::Debug for Chunk {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (len, sum) = (self.bytes.len(), strake_proto::checksum::crc32c(&self.bytes));
+        write!(f, "{len} bytes ({sum:08x}), number {}, {} {:?}", self.number, self.tombstone, self.stored)
+    }
 }
 
 type Model = BTreeMap<u64, Chunk>;
@@ -102,8 +116,22 @@ struct Run {
 fn random_update(rng: &mut StdRng, old: &Chunk, number: u64) -> (Update, Chunk) {
     let mut bytes = old.bytes.clone();
     let mut tombstone = old.tombstone;
+    let mut stored = old.stored.clone();
+    let blocks = |from: usize, to: usize| from / 4096..to.div_ceil(4096);
     let span = [5_000u32, 40_000, 600_000][rng.random_range(0..3)];
-    let update = match rng.random_range(0..10) {
+    let update = match rng.random_range(0..12) {
+        10.. => {
+            let (mut offset, mut len) = (rng.random_range(0..span), rng.random_range(1..span));
+            if rng.random_bool(0.4) {
+                (offset, len) = (offset / 4096 * 4096, (len / 4096 + 1) * 4096);
+            }
+            let (from, to) = (bytes.len().min(offset as usize), bytes.len().min((offset + len) as usize));
+            bytes[from..to].fill(0);
+            let is_left = |b: usize| bytes[b * 4096..((b + 1) * 4096).min(bytes.len())].iter().any(|b| *b != 0);
+            stored.retain(|b| !blocks(from, to).contains(b) || from == to || is_left(*b));
+            tombstone |= old.number == 0;
+            Update::Punch { offset, len }
+        }
         0..6 => {
             let mut offset = rng.random_range(0..span);
             let most = [200, 9_000, 60_000][rng.random_range(0..3)];
@@ -115,25 +143,29 @@ fn random_update(rng: &mut StdRng, old: &Chunk, number: u64) -> (Update, Chunk) 
             let end = (offset + len) as usize;
             bytes.resize(bytes.len().max(end), 0);
             bytes[offset as usize..end].copy_from_slice(&data);
+            stored.extend(blocks(offset as usize, end));
             tombstone = false;
             write(offset, &data)
         }
         6..8 => {
             let len = rng.random_range(0..span);
             bytes.truncate(len as usize);
+            stored.retain(|b| b * 4096 < len as usize);
             Update::Truncate { len }
         }
         8 => {
             (bytes, tombstone) = (Vec::new(), true);
+            stored.clear();
             Update::Remove
         }
         _ => {
             bytes = pattern(number, rng.random_range(0..span / 8) as usize);
+            stored = blocks(0, bytes.len()).collect();
             tombstone = false;
             replace(&bytes)
         }
     };
-    (update, Chunk { bytes, number, tombstone })
+    (update, Chunk { bytes, number, tombstone, stored })
 }
 
 impl Run {
@@ -197,7 +229,7 @@ impl Run {
         let e = self.engine.clone();
         let index = self.rng.random_range(0..5);
         self.number += 1;
-        let absent = Chunk { bytes: Vec::new(), number: 0, tombstone: false };
+        let absent = Chunk { bytes: Vec::new(), number: 0, tombstone: false, stored: BTreeSet::new() };
         let old = self.model().get(&index).cloned().unwrap_or(absent);
         let (update, new) = random_update(&mut self.rng, &old, self.number);
         let staged = match self.maybe(e.stage(key(index), update)).await {
@@ -225,8 +257,22 @@ async fn state(e: &Engine) -> Result<Model> {
     for ListEntry { chunk, version, len, tombstone } in e.list(CHAIN, None, 100)? {
         let bytes = read_all(e, key(chunk.index)).await?;
         assert_eq!(bytes.len(), len as usize);
-        out.insert(chunk.index, Chunk { bytes, number: version.number, tombstone });
+        out.insert(chunk.index, Chunk { bytes, number: version.number, tombstone, stored: BTreeSet::new() });
     }
+    let (mut from, mut sum) = ((0, 0), 0);
+    loop {
+        let page = e.extents(CHAIN, 5, 6, from, 3)?;
+        sum += page.bytes;
+        for x in page.found {
+            let blocks = x.offset as usize / 4096..(x.offset + x.len) as usize / 4096;
+            out.get_mut(&x.index).expect("data of a chunk that is not there").stored.extend(blocks);
+        }
+        let Some(next) = page.next else { break };
+        assert!(next > from);
+        from = next;
+    }
+    assert_eq!(sum, out.values().map(|c| c.stored.len() as u64 * BLOCK).sum::<u64>());
+    assert_eq!(e.extents(CHAIN, 5, 6, (0, 0), 0)?.bytes, sum, "without the extents");
     Ok(out)
 }
 

@@ -17,7 +17,7 @@ use strake_fabric::{Buf, Clock, Connection, Endpoint, Env, Fabric, Listener, Mes
 use strake_proto::{
     CapKey, Capability, ChunkId, Code, Error, Result, Rights,
     checksum::{block_sums, verify},
-    data::{DataReply, DataRequest, Kind, Version},
+    data::{DataReply, DataRequest, Extents, Kind, Version},
     map::{ChainExt, MAX_EVICTED, MapView},
     opcode,
     pb::{self, ReplicaState},
@@ -419,6 +419,15 @@ impl Cluster {
         assert_eq!(data.len(), r.len as usize);
         assert_eq!(verify(u64::from(offset), [&data[..]], &r.sums), None);
         Ok((r.version, data))
+    }
+
+    /// Where a replica says that data is, from (index, offset) on: index, offset, length.
+    pub async fn extents(&self, to: u32, from: (u64, u32)) -> Vec<(u64, u32, u32)> {
+        let make = || DataRequest { offset: from.1, len: 100, ..self.request(to, from.0) };
+        let (_, data) = self.retry(opcode::EXTENTS, &[], make).await.unwrap();
+        let found = Extents::decode(&data, from).unwrap();
+        assert_eq!(found.next, None);
+        found.found.iter().map(|e| (e.index, e.offset, e.len)).collect()
     }
 
     /// Waits until all replicas serve.

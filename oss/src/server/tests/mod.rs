@@ -153,6 +153,58 @@ async fn trim_removes_cuts_and_lets_resync_know() {
     }
 }
 
+/// A punch is an update like any other: on all replicas, once, kept through restarts and resync, and not undone by an older
+/// write that is sent again.
+#[tokio::test(start_paused = true)]
+async fn a_punch_goes_down_the_chain_and_is_never_undone() {
+    let mut c = Cluster::start(3).await;
+    let data = bytes(1, 40_000);
+    let write = c.write(0, 0, &data, 1).await.unwrap();
+    let punch = async |c: &Cluster, index, seq, (offset, len)| {
+        let empty = || DataRequest { kind: Kind::Punch, sums: vec![], ..c.write_request(index, offset, &[], seq) };
+        c.retry(opcode::WRITE, &[], || DataRequest { len, ..empty() }).await.unwrap().0
+    };
+    let first = punch(&c, 0, 2, (4096, 20_000)).await;
+    assert_eq!((first.version.number, first.stamps.len(), first.stable), (2, 3, false));
+    c.write(0, 8192, b"after", 3).await.unwrap();
+    let again = punch(&c, 0, 2, (4096, 20_000)).await;
+    assert_eq!((again.version, again.stable), (first.version, true), "known, not applied again");
+    let absent = punch(&c, 5, 4, (0, 4096)).await;
+    assert_eq!(absent.version.number, 1);
+    let mut want = data.clone();
+    want[4096..24_096].fill(0);
+    want[8192..8197].copy_from_slice(b"after");
+    let found = vec![(0, 0, 4096), (0, 8192, 4096), (0, 20_480, 20_480)];
+    let same = async |c: &Cluster| {
+        for t in 0..3 {
+            assert!(c.read(t, 0, 0, 50_000).await.unwrap().1 == want, "target {t}");
+            assert_eq!(c.read(t, 5, 0, 50_000).await.unwrap().1, b"");
+            assert_eq!(c.extents(t, (0, 0)).await, found, "target {t}");
+        }
+    };
+    same(&c).await;
+    // One that was away is given the holes too.
+    c.kill(1);
+    c.write(0, 39_999, &data[39_999..], 5).await.unwrap();
+    c.boot(1).await;
+    c.whole().await;
+    same(&c).await;
+    // A write of before, sent again after its loss, comes in front of the punch of another session.
+    let theirs = strake_proto::Capability { session: SESSION + 1, ..c.cap(Rights::WRITE) };
+    let their_punch = || DataRequest {
+        cap: Some(c.key.seal(&theirs)),
+        session: SESSION + 1,
+        ..DataRequest { kind: Kind::Punch, sums: vec![], len: 4096, ..c.write_request(0, 0, &[], 1) }
+    };
+    c.retry(opcode::WRITE, &[], their_punch).await.unwrap();
+    let replay = || DataRequest { flags: FLAG_REPLAY, version: write.version, ..c.write_request(0, 0, &data, 77) };
+    assert_eq!(c.retry(opcode::WRITE, &data, replay).await.unwrap_err().code, Code::Overtaken);
+    let want = [vec![0; 4096], want[4096..].to_vec()].concat();
+    for t in 0..3 {
+        assert!(c.read(t, 0, 0, 50_000).await.unwrap().1 == want, "target {t}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn requests_without_right_are_refused() {
     let c = Cluster::start(1).await;
@@ -189,6 +241,33 @@ async fn requests_without_right_are_refused() {
     for cap in [None, Some(forged), seal(&|_| {}), of_another] {
         assert_eq!(code(opcode::FLUSH, flush(cap), &[]).await, Some(Code::BadCap));
     }
+    // A punch is refused as a write is.
+    let p = DataRequest { kind: Kind::Punch, sums: vec![], ..w.clone() };
+    for (r, want) in [
+        (DataRequest { cap: None, ..p.clone() }, Code::BadCap),
+        (DataRequest { cap: seal(&|_| {}), ..p.clone() }, Code::BadCap),
+        (DataRequest { session: SESSION + 1, ..p.clone() }, Code::BadCap),
+        (DataRequest { session: 0, ..p.clone() }, Code::BadCap),
+        (DataRequest { epoch: 9, ..p.clone() }, Code::StaleEpoch),
+        (DataRequest { len: 0, ..p.clone() }, Code::Inval),
+        (DataRequest { len: u32::MAX, offset: 1, ..p.clone() }, Code::Inval),
+        (DataRequest { sums: vec![1], ..p.clone() }, Code::Inval),
+    ] {
+        assert_eq!(code(opcode::WRITE, r.clone(), &[]).await, Some(want), "{r:?}");
+    }
+    assert_eq!(code(opcode::WRITE, p.clone(), b"data").await, Some(Code::Inval), "with a payload");
+    // Extents are for readers and for writers.
+    let extents = |cap| DataRequest { cap, len: 9, ..c.request(0, 0) };
+    for may in [Rights::READ, Rights::WRITE] {
+        assert_eq!(code(opcode::EXTENTS, extents(seal(&|c| c.rights = may)), &[]).await, None);
+    }
+    for cap in [None, Some(forged), seal(&|c| c.data = 8), seal(&|c| c.rights = Rights::TRIM)] {
+        assert_eq!(code(opcode::EXTENTS, extents(cap), &[]).await, Some(Code::BadCap));
+    }
+    let far = DataRequest { offset: u32::MAX, ..extents(seal(&|_| {})) };
+    assert_eq!(code(opcode::EXTENTS, far, &[]).await, Some(Code::Inval));
+    let stale = DataRequest { epoch: 9, ..extents(seal(&|_| {})) };
+    assert_eq!(code(opcode::EXTENTS, stale, &[]).await, Some(Code::StaleEpoch));
     for op in [opcode::FORWARD, opcode::FORWARD_FLUSH, opcode::SYNC_LIST, opcode::SYNC_PUT, opcode::LIST_CHUNKS] {
         assert_eq!(code(op, w.clone(), b"data").await, Some(Code::Access));
     }
