@@ -23,7 +23,8 @@ use crate::{
     inode::{Cap, Inode},
     keep::{self, KeptWrite},
     retry::{DataVerdict, data_verdict},
-    route, segments,
+    route,
+    segments::{self, Content},
     unstable::Entry,
 };
 
@@ -36,13 +37,23 @@ const MAX_NEW_CAPS: u32 = 3;
 /// Times all replicas may answer with bad bytes before the reader is told.
 const MAX_CORRUPT_ROUNDS: u32 = 2;
 
+/// Something to ask a replica of a chain, and how to read its answer.
+pub(crate) struct Question<'a, T> {
+    pub opcode: u16,
+    pub chain: ChainId,
+    /// Chunk, offset and length; the rest is filled in.
+    pub request: DataRequest,
+    /// `Corrupt`: another replica may do better.
+    pub read: &'a (dyn Fn(TargetId, DataReply, Vec<Buf>) -> Result<T> + Sync),
+}
+
 /// One update of one chunk on its way.
 pub(crate) struct Update<'a> {
     pub inode: &'a Inode,
     pub chain: ChainId,
     pub chunk: ChunkId,
     pub offset: u32,
-    pub data: Vec<Buf>,
+    pub data: Content,
     pub session: u64,
     pub seq: u64,
     pub flags: u8,
@@ -149,7 +160,8 @@ impl Core {
     pub(crate) async fn update(self: &Arc<Self>, u: &mut Update<'_>, at: &mut Attempts) -> Result<DataReply> {
         let (mut resends, mut caps) = (0, 0);
         let mut cap = self.capability(u.inode, true, None).await?;
-        let mut sums = block_sums(u64::from(u.offset), u.data.iter().map(|b| &b[..]));
+        let sums_of = |u: &Update| block_sums(u64::from(u.offset), u.data.bytes().iter().map(|b| &b[..]));
+        let mut sums = sums_of(u);
         loop {
             if cap.session != u.session {
                 return Err(Error::new(Code::Io, "the session was lost during a write; the bytes may be lost"));
@@ -164,8 +176,10 @@ impl Core {
                     // Somebody changes the caller's memory, or a link is bad: from now on send what nobody can change.
                     resends += 1;
                     Counters::add(&self.stats.resends, 1);
-                    u.data = vec![segments::copy(self.fabric.pool(), &u.data)];
-                    sums = block_sums(u64::from(u.offset), u.data.iter().map(|b| &b[..]));
+                    if let Content::Bytes(b) = &mut u.data {
+                        *b = vec![segments::copy(self.fabric.pool(), b)];
+                    }
+                    sums = sums_of(u);
                     if resends > 1 {
                         at.pause(self, e).await?;
                     }
@@ -189,10 +203,10 @@ impl Core {
     async fn try_update(&self, map: &MapView, u: &Update<'_>, cap: &Cap, sums: &[u32]) -> Result<DataReply> {
         let _slot = self.pieces.acquire().await.map_err(|_| shut_down())?;
         let request = DataRequest {
-            kind: Kind::Write,
+            kind: if matches!(u.data, Content::Bytes(_)) { Kind::Write } else { Kind::Punch },
             flags: u.flags,
             offset: u.offset,
-            len: segments::total(&u.data) as u32,
+            len: u.data.span() as u32,
             session: u.session,
             seq: u.seq,
             version: u.version,
@@ -200,7 +214,7 @@ impl Core {
             sums: sums.to_vec(),
             ..DataRequest::new(u.chain, 0, 0, u.chunk)
         };
-        let m = Message::new(opcode::WRITE, Vec::new()).with_payload(u.data.clone());
+        let m = Message::new(opcode::WRITE, Vec::new()).with_payload(u.data.bytes().to_vec());
         Ok(self.to_head(map, u.chain, m, request).await?.1)
     }
 
@@ -227,7 +241,7 @@ impl Core {
                 let n = (room_for(p.len as usize) as usize).min(r.num_permits());
                 r.split(n)
             });
-            self.write_piece(inode, p, part, stable, (session, seq), share)
+            self.write_piece(inode, p, Content::Bytes(part), stable, (session, seq), share)
         });
         let writes: Vec<_> = writes.collect();
         let mut done = 0;
@@ -255,11 +269,11 @@ impl Core {
         Ok((session.id, first))
     }
 
-    async fn write_piece(
+    pub(crate) async fn write_piece(
         self: &Arc<Self>,
         inode: &Arc<Inode>,
         p: Piece,
-        data: Vec<Buf>,
+        data: Content,
         stable: bool,
         (session, seq): (SessionId, u64),
         room: Option<tokio::sync::OwnedSemaphorePermit>,
@@ -292,7 +306,7 @@ impl Core {
     fn keep_unstable(
         &self,
         p: Piece,
-        data: Vec<Buf>,
+        data: Content,
         (session, seq): (u64, u64),
         r: &DataReply,
         inode: &Arc<Inode>,
@@ -339,13 +353,41 @@ impl Core {
     }
 
     async fn read_piece(self: &Arc<Self>, inode: &Inode, p: Piece) -> Result<Vec<Buf>> {
-        let mut at = self.attempts("read");
-        let mut cap = self.capability(inode, false, None).await?;
+        let read = |target, r: DataReply, payload: Vec<Buf>| {
+            let bad = |what: &str| {
+                Counters::add(&self.stats.corrupt_replies, 1);
+                Error::new(Code::Corrupt, format!("chunk {} from target {target}: {what}", p.chunk))
+            };
+            if r.len > p.len || segments::total(&payload) != r.len as usize {
+                return Err(bad("the reply's length is wrong"));
+            }
+            if let Some(i) = verify(u64::from(p.offset), payload.iter().map(|b| &b[..]), &r.sums) {
+                return Err(bad(&format!("block {i} does not match its checksum")));
+            }
+            let mut out = payload;
+            segments::push_zeros(&mut out, &self.zero, (p.len - r.len) as usize);
+            Ok(out)
+        };
+        let request = DataRequest { offset: p.offset, len: p.len, ..DataRequest::new(p.chain, 0, 0, p.chunk) };
+        let question = Question { opcode: opcode::READ, chain: p.chain, request, read: &read };
+        self.ask(inode, "read", false, &question).await
+    }
+
+    /// Asks replicas until one answers. `as_writer`: under the right to write.
+    pub(crate) async fn ask<T>(
+        self: &Arc<Self>,
+        inode: &Inode,
+        what: &'static str,
+        as_writer: bool,
+        q: &Question<'_, T>,
+    ) -> Result<T> {
+        let mut at = self.attempts(what);
+        let mut cap = self.capability(inode, as_writer, None).await?;
         let (mut corrupt, mut caps) = (0, 0);
         loop {
             let map = self.map();
-            let e = match self.read_round(&map, p, &cap).await {
-                Ok(bufs) => return Ok(bufs),
+            let e = match self.ask_round(&map, q, &cap).await {
+                Ok(answer) => return Ok(answer),
                 Err(e) => e,
             };
             match data_verdict(&e) {
@@ -355,13 +397,13 @@ impl Core {
                 }
                 DataVerdict::NewCapability if caps < MAX_NEW_CAPS => {
                     caps += 1;
-                    cap = self.capability(inode, false, Some(&cap)).await?;
+                    cap = self.capability(inode, as_writer, Some(&cap)).await?;
                     at.pause(self, e).await?;
                 }
                 DataVerdict::SessionLost => {
                     self.verify_session().await;
                     at.pause(self, e).await?;
-                    cap = self.capability(inode, false, None).await?;
+                    cap = self.capability(inode, as_writer, None).await?;
                 }
                 DataVerdict::Refresh | DataVerdict::AskTail => self.refresh_and_pause(&map, &mut at, e).await?,
                 _ => return Err(e),
@@ -371,11 +413,11 @@ impl Core {
 
     /// Asks the replicas in turn, each once. The error is of the last one; `Corrupt` only if all that answered had bad
     /// bytes.
-    async fn read_round(&self, map: &MapView, p: Piece, cap: &Cap) -> Result<Vec<Buf>> {
-        let chain = chain_of(map, p.chain)?;
+    async fn ask_round<T>(&self, map: &MapView, q: &Question<'_, T>, cap: &Cap) -> Result<T> {
+        let chain = chain_of(map, q.chain)?;
         let mut order = match self.cfg.read_replica {
             Some(n) => route::only_replica(chain, n)?,
-            None => route::read_order(map, chain, p.chunk, self.local_node(map)),
+            None => route::read_order(map, chain, q.request.chunk, self.local_node(map)),
         };
         let mut passing = None;
         if order.is_empty() {
@@ -384,8 +426,8 @@ impl Core {
         let mut last = not_serving(format!("chain {} has no replica in sync", chain.id));
         while !order.is_empty() {
             let target = order.remove(0);
-            let e = match self.try_read(map, chain, target, p, cap).await {
-                Ok(bufs) => return Ok(bufs),
+            let e = match self.ask_one(map, chain, target, q, cap).await {
+                Ok(answer) => return Ok(answer),
                 Err(e) => e,
             };
             match data_verdict(&e) {
@@ -405,37 +447,19 @@ impl Core {
         Err(passing.unwrap_or(last))
     }
 
-    async fn try_read(
+    async fn ask_one<T>(
         &self,
         map: &MapView,
         chain: &pb::Chain,
         target: TargetId,
-        p: Piece,
+        q: &Question<'_, T>,
         cap: &Cap,
-    ) -> Result<Vec<Buf>> {
+    ) -> Result<T> {
         let _slot = self.pieces.acquire().await.map_err(|_| shut_down())?;
-        let request = DataRequest {
-            offset: p.offset,
-            len: p.len,
-            session: cap.session,
-            cap: Some(cap.bytes),
-            ..DataRequest::new(chain.id, chain.epoch, target, p.chunk)
-        };
-        let m = self.data_call(map, chain, target, Message::new(opcode::READ, request.encode())).await?;
-        let r = DataReply::decode(&m.body)?;
-        let bad = |what: &str| {
-            Counters::add(&self.stats.corrupt_replies, 1);
-            Error::new(Code::Corrupt, format!("chunk {} from target {target}: {what}", p.chunk))
-        };
-        if r.len > p.len || m.payload_len() != r.len as usize {
-            return Err(bad("the reply's length is wrong"));
-        }
-        if let Some(i) = verify(u64::from(p.offset), m.payload.iter().map(|b| &b[..]), &r.sums) {
-            return Err(bad(&format!("block {i} does not match its checksum")));
-        }
-        let mut out = m.payload;
-        segments::push_zeros(&mut out, &self.zero, (p.len - r.len) as usize);
-        Ok(out)
+        let (session, cap) = (cap.session, Some(cap.bytes));
+        let request = DataRequest { chain: chain.id, epoch: chain.epoch, target, session, cap, ..q.request.clone() };
+        let m = self.data_call(map, chain, target, Message::new(q.opcode, request.encode())).await?;
+        (q.read)(target, DataReply::decode(&m.body)?, m.payload)
     }
 }
 
@@ -443,6 +467,6 @@ fn shut_down() -> Error {
     Error::new(Code::Io, "the client is being shut down")
 }
 
-fn session_lost() -> Error {
+pub(crate) fn session_lost() -> Error {
     Error::new(Code::Io, "the session was lost during a write; the bytes may be lost")
 }

@@ -424,6 +424,7 @@ impl File {
         // Room first: who waits for it must not hold up the flush that makes it.
         let room = if stable { None } else { Some(h.core.reserve(len).await?) };
         let _turn = h.inode.ranges.lock(offset..end).await;
+        h.inode.begins(&(offset..end));
         h.inode.cache.lock().invalidate(offset..end);
         let (done, outcome) = h.core.write_range(&h.inode, offset, &data, stable, room).await;
         // Again: a fetch that began during the write may have seen the old bytes.
@@ -444,6 +445,74 @@ impl File {
         Ok(done as usize)
     }
 
+    /// Makes `[offset, offset + len)` zeros, without changing the size; whole blocks of 4 KiB take no space any more. What it
+    /// does is unstable like a write. `EINVAL` for a length of 0.
+    pub async fn punch(&self, offset: u64, len: u64) -> Result<()> {
+        self.check(self.is_writable(), "writing")?;
+        if len == 0 {
+            return Err(Error::new(Code::Inval, "a hole of no bytes"));
+        }
+        let (me, end) = (self.clone(), offset.saturating_add(len).min(MAX_FILE_SIZE));
+        if offset >= end {
+            return Ok(()); // beyond all files
+        }
+        let punching = async move {
+            let h = &me.0;
+            me.tell_errors(Teller::Write)?;
+            let _turn = h.inode.ranges.lock(offset..end).await;
+            h.inode.check_placed()?;
+            h.inode.punches();
+            h.inode.cache.lock().invalidate(offset..end);
+            let stable = h.flags & O_DSYNC != 0;
+            let outcome = h.core.punch_range(&h.inode, offset..end, stable).await;
+            // Again: a fetch that began meanwhile may have seen the old bytes.
+            h.inode.cache.lock().invalidate(offset..end);
+            h.inode.wrote(0, &h.creds);
+            outcome?;
+            if stable { h.core.push_size(&h.inode).await } else { Ok(()) }
+        };
+        self.0.core.detached(punching).await
+    }
+
+    /// The file is changed in nothing, but as if it were written: mtime, ctime and set-id bits.
+    pub fn touch(&self) -> Result<()> {
+        self.check(self.is_writable(), "writing")?;
+        self.0.inode.wrote(0, &self.0.creds);
+        Ok(())
+    }
+
+    /// Where the first data at or behind `offset` begins. `ENXIO` if there is only a hole up to the end, or `offset` is there.
+    /// Bytes that nobody wrote, or that were punched, may be told to be data; never the other way round.
+    pub async fn seek_data(&self, offset: u64) -> Result<u64> {
+        self.seek(offset, true).await
+    }
+
+    /// Where the first hole at or behind `offset` begins: the end of the file is one. `ENXIO` if `offset` is not before it.
+    pub async fn seek_hole(&self, offset: u64) -> Result<u64> {
+        self.seek(offset, false).await
+    }
+
+    async fn seek(&self, offset: u64, data: bool) -> Result<u64> {
+        let h = &self.0;
+        self.check(true, "")?;
+        let size = h.core.fresh_size(&h.inode).await?;
+        let none = || Error::new(Code::NxIo, "nothing but the end of the file is there");
+        if offset >= size {
+            return Err(none());
+        }
+        h.inode.check_placed()?;
+        match (h.inode.may_have_holes(), data) {
+            (false, true) => Ok(offset),
+            (false, false) => Ok(size),
+            (true, true) => h.core.seek_data(&h.inode, offset).await?.filter(|at| *at < size).ok_or_else(none),
+            (true, false) => h.core.seek_hole(&h.inode, offset, size).await,
+        }
+    }
+
+    pub(crate) fn inode(&self) -> &Arc<Inode> {
+        &self.0.inode
+    }
+
     /// Cuts or extends the file. Returns when the bytes beyond are gone from every replica.
     pub async fn truncate(&self, size: u64) -> Result<pb::Attr> {
         self.check(self.is_writable(), "writing")?;
@@ -462,7 +531,7 @@ impl File {
         }
         let me = self.clone();
         let extending = async move {
-            let (h, extend) = (&me.0, op(pb::op::Op::Extend(pb::Extend { ino: me.ino(), end })));
+            let (h, extend) = (&me.0, op(pb::op::Op::Extend(pb::Extend { ino: me.ino(), end, holes: true })));
             let r = h.core.meta_as_opener(&h.creds, vec![extend]).await?;
             let attr = r.first().and_then(|r| r.attr.as_ref());
             let attr = attr.ok_or_else(|| Error::new(Code::Protocol, "no attributes in the answer to an extension"))?;

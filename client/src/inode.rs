@@ -5,6 +5,7 @@
 
 use std::{
     collections::BTreeMap,
+    ops::Range,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -15,6 +16,7 @@ use parking_lot::Mutex;
 use strake_proto::{
     Code, Error, Ino, Result, Rights, SessionId,
     cap::{self, CAP_LEN},
+    checksum::BLOCK,
     layout::{MAX_FILE_SIZE, StripeMap},
     pb,
 };
@@ -63,6 +65,10 @@ struct State {
     attr_at: Instant,
     /// End of the furthest own write that is not reported yet.
     local_end: u64,
+    /// How far a write of this client was begun, and whether one began beyond what it knew of, or punched, that is not
+    /// reported yet.
+    begun: u64,
+    holes: bool,
     /// Own writes so far, and how many of them the metadata server knows of.
     writes: u64,
     reported: u64,
@@ -151,6 +157,8 @@ impl Inode {
                 attr,
                 attr_at: Instant::now(),
                 local_end: 0,
+                begun: 0,
+                holes: false,
                 writes: 0,
                 reported: 0,
                 last_writer: pb::Creds::default(),
@@ -215,6 +223,31 @@ impl Inode {
         s.attr.size.max(s.local_end).min(MAX_FILE_SIZE)
     }
 
+    /// A write of this client to these bytes begins. One that leaves a block free behind all that is known to be there makes
+    /// a hole.
+    pub fn begins(&self, range: &Range<u64>) {
+        let mut s = self.state.lock();
+        let known = s.attr.size.max(s.local_end).max(s.begun).min(MAX_FILE_SIZE);
+        s.holes |= range.start > known.next_multiple_of(BLOCK as u64);
+        s.begun = s.begun.max(range.end);
+    }
+
+    /// A part of the file is made a hole.
+    pub fn punches(&self) {
+        self.state.lock().holes = true;
+    }
+
+    /// Whether there may be holes, as far as this client knows. If not, all up to the size is data.
+    pub fn may_have_holes(&self) -> bool {
+        let s = self.state.lock();
+        s.attr.sparse || s.holes
+    }
+
+    /// Whether the file was opened for reading.
+    pub fn is_readable(&self) -> bool {
+        self.state.lock().read_cap.is_some()
+    }
+
     /// A write of this client up to `end` is on its replicas.
     pub fn wrote(&self, end: u64, creds: &pb::Creds) {
         let mut s = self.state.lock();
@@ -226,7 +259,7 @@ impl Inode {
             s.last_writer = creds.clone();
         }
         if let Some(k) = &s.kept {
-            k.wrote(s.local_end, (creds.uid, creds.gid));
+            k.wrote(s.local_end, s.holes, (creds.uid, creds.gid));
         }
     }
 
@@ -235,9 +268,11 @@ impl Inode {
         s.writes != s.reported
     }
 
-    fn to_report(&self) -> Option<(u64, u64, pb::Creds)> {
+    /// How many writes there were, what to tell of them, and on whose behalf.
+    fn to_report(&self) -> Option<(u64, pb::Extend, pb::Creds)> {
         let s = self.state.lock();
-        (s.writes != s.reported).then(|| (s.writes, s.local_end, s.last_writer.clone()))
+        let extend = pb::Extend { ino: self.ino, end: s.local_end, holes: s.holes };
+        (s.writes != s.reported).then(|| (s.writes, extend, s.last_writer.clone()))
     }
 
     fn reported(&self, writes: u64, attr: Option<&pb::Attr>) {
@@ -250,7 +285,7 @@ impl Inode {
             s.attr_at = Instant::now();
         }
         if s.reported == s.writes {
-            s.local_end = 0;
+            (s.local_end, s.holes) = (0, false);
             s.kept.iter().for_each(KeptInode::reported);
         }
     }
@@ -259,7 +294,7 @@ impl Inode {
     pub fn resized(&self, attr: &pb::Attr) {
         let mut s = self.state.lock();
         s.reported = s.writes;
-        s.local_end = 0;
+        (s.local_end, s.begun, s.holes) = (0, 0, false);
         s.kept.iter().for_each(KeptInode::reported);
         s.attr = *attr;
         s.attr_at = Instant::now();
@@ -277,7 +312,8 @@ impl Inode {
     /// What a former client of the mount knew of the file. `is_same`: this client has its session. Else what it wrote beyond
     /// the end was cut with the session, and the end must not be reported: zeros would be read there.
     pub fn inherit(&self, former: &KeptInode, is_same: bool) {
-        if let Some((end, (uid, gid))) = former.unreported().filter(|_| is_same) {
+        if let Some((end, holes, (uid, gid))) = former.unreported().filter(|_| is_same) {
+            self.state.lock().holes |= holes;
             self.wrote(end, &pb::Creds { uid, gid, groups: Vec::new() });
         }
         if former.surplus() {
@@ -422,8 +458,8 @@ impl Core {
     /// Reports own writes to the metadata server: size and mtime.
     pub(crate) async fn push_size(self: &Arc<Self>, inode: &Inode) -> Result<()> {
         let _one = inode.reporting.lock().await;
-        let Some((writes, end, creds)) = inode.to_report() else { return Ok(()) };
-        let extend = op(pb::op::Op::Extend(pb::Extend { ino: inode.ino, end }));
+        let Some((writes, extend, creds)) = inode.to_report() else { return Ok(()) };
+        let extend = op(pb::op::Op::Extend(extend));
         match self.meta_as_opener(&creds, vec![extend]).await {
             Ok(r) => {
                 inode.reported(writes, r.first().and_then(|r| r.attr.as_ref()));

@@ -16,7 +16,7 @@ use std::{
     },
 };
 
-use crate::{segments, unstable::Entry};
+use crate::{segments::Content, unstable::Entry};
 use parking_lot::Mutex;
 use strake_fabric::{Buf, Kept, KeptAt, Pool, REGION, Record, Records};
 use strake_proto::{
@@ -25,7 +25,7 @@ use strake_proto::{
 };
 
 /// "strake" and the version of this layout.
-const LAYOUT: u64 = u64::from_be_bytes(*b"strake\0\x01");
+const LAYOUT: u64 = u64::from_be_bytes(*b"strake\0\x02");
 
 impl std::fmt::Debug for Keep {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -340,6 +340,8 @@ mod inode {
     pub const SURPLUS: u64 = 2;
     /// An error waits to be told.
     pub const FAILED: u64 = 4;
+    /// What is not reported may have left holes.
+    pub const HOLES: u64 = 8;
 }
 
 impl KeptInode {
@@ -353,21 +355,25 @@ impl KeptInode {
     }
 
     /// The file ends at least at `end` by writes of this user that are not reported.
-    pub fn wrote(&self, end: u64, (uid, gid): (u32, u32)) {
+    pub fn wrote(&self, end: u64, holes: bool, (uid, gid): (u32, u32)) {
+        if holes {
+            self.flag(inode::HOLES, true);
+        }
         self.0.set(inode::END, end);
         self.0.set(inode::OWNER, u64::from(uid) << 32 | u64::from(gid));
         self.flag(inode::DIRTY, true);
     }
 
     pub fn reported(&self) {
-        self.flag(inode::DIRTY, false);
+        self.flag(inode::DIRTY | inode::HOLES, false);
         self.0.set(inode::END, 0);
     }
 
-    pub fn unreported(&self) -> Option<(u64, (u32, u32))> {
-        let owner = self.0.get(inode::OWNER);
-        let dirty = self.0.get(inode::FLAGS) & inode::DIRTY != 0;
-        dirty.then(|| (self.0.get(inode::END), ((owner >> 32) as u32, owner as u32)))
+    /// The arguments of [`KeptInode::wrote`], if that is not reported.
+    pub fn unreported(&self) -> Option<(u64, bool, (u32, u32))> {
+        let (owner, flags) = (self.0.get(inode::OWNER), self.0.get(inode::FLAGS));
+        let dirty = flags & inode::DIRTY != 0;
+        dirty.then(|| (self.0.get(inode::END), flags & inode::HOLES != 0, ((owner >> 32) as u32, owner as u32)))
     }
 
     pub fn set_surplus(&self) {
@@ -407,12 +413,15 @@ pub(crate) struct KeptWrite {
     pub version: Version,
     pub stamps: Vec<Stamp>,
     pub len: usize,
-    /// `None`: its bytes are not kept.
+    /// `None`: its bytes are not kept, or it is a punch, which has none.
     pub at: Option<KeptAt>,
+    pub punch: bool,
 }
 
 /// Position of the length among a write's words.
 const WRITE_LEN: usize = 11;
+/// And of the mark of a punch.
+const WRITE_PUNCH: usize = 15;
 
 impl KeptWrite {
     pub fn of<T>(chain: ChainId, e: &Entry<T>) -> KeptWrite {
@@ -425,8 +434,9 @@ impl KeptWrite {
             seq: e.seq,
             version: e.version,
             stamps: e.stamps.clone(),
-            len: segments::total(&e.data),
-            at: place_of(&e.data),
+            len: e.data.span() as usize,
+            at: place_of(e.data.bytes()),
+            punch: matches!(e.data, Content::Hole(_)),
         }
     }
 
@@ -450,6 +460,7 @@ impl KeptWrite {
         if let Some(at) = self.at {
             w[12..15].copy_from_slice(&[at.block as u64, at.capacity as u64, at.start as u64]);
         }
+        w[WRITE_PUNCH] = u64::from(self.punch);
         for (i, s) in self.stamps.iter().take(MOST_STAMPS).enumerate() {
             w[16 + 2 * i] = u64::from(s.target);
             w[17 + 2 * i] = s.stamp;
@@ -471,6 +482,7 @@ impl KeptWrite {
             version: Version { epoch: r.get(8), number: r.get(9) },
             stamps: (0..(r.get(10) as usize).min(MOST_STAMPS)).map(stamp).collect(),
             len,
+            punch: r.get(WRITE_PUNCH) != 0,
             at: (capacity != 0 && at.start.saturating_add(len) <= capacity).then_some(at),
         }
     }
@@ -505,6 +517,7 @@ mod tests {
             stamps: vec![Stamp { target: 1, stamp: 2 }, Stamp { target: u32::MAX, stamp: u64::MAX }],
             len: 100,
             at,
+            punch: n == 3,
         }
     }
 
@@ -519,10 +532,12 @@ mod tests {
         b.fill(42);
         let data = b.freeze();
         let at = place_of(&[data.slice(1000..1100)]).unwrap();
-        let kept = vec![first.put_write(8, &write(1, None)).unwrap(), first.put_write(9, &write(2, Some(at))).unwrap()];
+        let kept = [(8, write(1, None)), (9, write(2, Some(at))), (10, write(3, None))];
+        let kept = kept.map(|(order, w)| first.put_write(order, &w).unwrap());
         KeptWrite::cut(&kept[1], 60);
         let inode = first.put_inode(77).unwrap();
-        inode.wrote(1000, (1, 2));
+        inode.wrote(1000, true, (1, 2));
+        inode.wrote(1000, false, (1, 2));
         inode.set_surplus();
         let numbers = first.begin(55, 3, 77).unwrap();
         numbers.set_mutation(6, 10);
@@ -538,14 +553,20 @@ mod tests {
         assert_eq!((second.in_doubt(6), second.in_doubt(7)), (vec![10], vec![]));
         let writes = second.left_writes();
         assert_eq!((writes[0].0, &writes[0].1), (8, &write(1, None)));
+        assert_eq!((writes[2].0, &writes[2].1), (10, &write(3, None)), "a punch");
         let at = writes[1].1.at.unwrap();
         assert_eq!((writes[1].1.len, at.len), (60, 60));
         let again = second.pool().take_kept(at.block, at.capacity).unwrap().freeze();
         assert!(again.slice(at.start..at.start + at.len).iter().all(|b| *b == 42));
         let inodes = second.left_inodes();
-        assert_eq!((inodes[0].ino(), inodes[0].unreported(), inodes[0].surplus()), (77, Some((1000, (1, 2))), true));
+        assert_eq!(
+            (inodes[0].ino(), inodes[0].unreported(), inodes[0].surplus()),
+            (77, Some((1000, true, (1, 2))), true)
+        );
         inodes[0].reported();
         assert_eq!(inodes[0].unreported(), None);
+        inodes[0].wrote(5, false, (1, 2));
+        assert_eq!(inodes[0].unreported(), Some((5, false, (1, 2))));
         let request = second.left_requests().pop().unwrap();
         assert_eq!((request.unique(), request.owner_word(), request.appended()), (55, 3, Some((77, 10))));
         assert_eq!(request.mutation(), Some((6, 10)), "the same number");

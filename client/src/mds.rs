@@ -510,6 +510,9 @@ mod tests {
         let op = |op| pb::Op { op: Some(op) };
         assert!(!is_mutation(&[op(Getattr(pb::GetAttr { ino: 1 })), op(Open(pb::Open { ino: 1, flags: 0 }))]));
         assert!(is_mutation(&[op(Open(pb::Open { ino: 1, flags: 2 }))]), "it makes the session a writer");
-        assert!(is_mutation(&[op(Getattr(pb::GetAttr { ino: 1 })), op(Extend(pb::Extend { ino: 1, end: 2 }))]));
+        assert!(is_mutation(&[
+            op(Getattr(pb::GetAttr { ino: 1 })),
+            op(Extend(pb::Extend { ino: 1, ..Default::default() }))
+        ]));
     }
 }

@@ -268,9 +268,10 @@ impl Core {
     pub(crate) async fn setattr(
         self: &Arc<Self>,
         creds: &pb::Creds,
-        set: pb::SetAttr,
+        mut set: pb::SetAttr,
         by_handle: bool,
     ) -> Result<pb::Attr> {
+        set.holes = set.size.is_some();
         let inode = self.live_inode(set.ino);
         let size = set.size;
         // A new size waits for writes under way and holds later ones up; what was read ahead goes.

@@ -25,6 +25,38 @@ pub(crate) fn cut(bufs: &[Buf], mut start: usize, mut len: usize) -> Vec<Buf> {
     out
 }
 
+/// What an update puts in its place.
+#[derive(Clone)]
+pub(crate) enum Content {
+    Bytes(Vec<Buf>),
+    /// So many zeros that are not stored: a punch.
+    Hole(u32),
+}
+
+impl Content {
+    /// Bytes of the file that it is about.
+    pub fn span(&self) -> u64 {
+        match self {
+            Content::Bytes(b) => total(b) as u64,
+            Content::Hole(len) => u64::from(*len),
+        }
+    }
+    /// What it is without holes.
+    pub fn bytes(&self) -> &[Buf] {
+        match self {
+            Content::Bytes(b) => b,
+            Content::Hole(_) => &[],
+        }
+    }
+    /// `len` bytes of it from `start`, which it must have.
+    pub fn cut(&self, start: usize, len: usize) -> Content {
+        match self {
+            Content::Bytes(b) => Content::Bytes(cut(b, start, len)),
+            Content::Hole(_) => Content::Hole(len as u32),
+        }
+    }
+}
+
 /// A private copy in one buffer.
 pub(crate) fn copy(pool: &Pool, bufs: &[Buf]) -> Buf {
     let mut out = pool.get_now(total(bufs));

@@ -12,6 +12,7 @@ use crate::{
     inode::{Inode, O_ACCMODE, Release, Writer},
     keep::{Keep, KeptInode, KeptWrite},
     meta::{ok, op},
+    segments::{self, Content},
     unstable::Entry,
 };
 
@@ -88,8 +89,8 @@ impl Core {
         // Closed, and the metadata servers were not told yet.
         let Some(session) = self.current_session().filter(|_| is_same) else { return };
         let (ino, index, surplus) = (former.ino(), former.writer(), former.surplus());
-        if let Some((end, _)) = former.unreported() {
-            let extend = op(pb::op::Op::Extend(pb::Extend { ino, end }));
+        if let Some((end, holes, _)) = former.unreported() {
+            let extend = op(pb::op::Op::Extend(pb::Extend { ino, end, holes }));
             if let Err(e) = self.meta(&pb::Creds::default(), vec![extend]).await.and_then(ok) {
                 tracing::warn!(ino, "the size of a file that was being closed could not be reported: {e}");
             }
@@ -114,12 +115,13 @@ impl Core {
     }
 
     fn inherit_write(&self, order: u64, w: KeptWrite, data: Option<Buf>, inode: Arc<Inode>, record: Record) {
-        let room = self.unstable_room.clone().try_acquire_many_owned(room_for(w.len)).ok();
+        let data = if w.punch { Content::Hole(w.len as u32) } else { Content::Bytes(data.into_iter().collect()) };
+        let room = self.unstable_room.clone().try_acquire_many_owned(room_for(segments::total(data.bytes()))).ok();
         let entry = Entry {
             chunk: w.chunk,
             offset: w.offset,
             file_offset: w.file_offset,
-            data: data.into_iter().collect(),
+            data,
             session: w.session,
             seq: w.seq,
             version: w.version,

@@ -6,15 +6,22 @@
 //! of the same replica, the bytes were there and are now on disk, and the chain's other members agree with it. If none is,
 //! the bytes may be lost and are sent again.
 
-use std::{collections::BTreeMap, ops::Range, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+    sync::Arc,
+};
 
-use strake_fabric::{Buf, Record};
+use strake_fabric::Record;
 use strake_proto::{
     ChainId, ChunkId, Ino,
     data::{Stamp, Version},
 };
 
-use crate::{keep::KeptWrite, segments};
+use crate::{
+    keep::KeptWrite,
+    segments::{self, Content},
+};
 
 /// One unstable write: a part of one chunk. `T` is what the shell needs to send it again (the inode, its share of the
 /// memory limit).
@@ -23,7 +30,7 @@ pub(crate) struct Entry<T> {
     /// From the start of the chunk.
     pub offset: u32,
     pub file_offset: u64,
-    pub data: Vec<Buf>,
+    pub data: Content,
     pub session: u64,
     pub seq: u64,
     pub version: Version,
@@ -36,11 +43,12 @@ pub(crate) struct Entry<T> {
 }
 
 impl<T> Entry<T> {
-    fn len(&self) -> u64 {
-        segments::total(&self.data) as u64
+    /// Bytes of memory it keeps.
+    fn held(&self) -> u64 {
+        segments::total(self.data.bytes()) as u64
     }
     fn range(&self) -> Range<u64> {
-        u64::from(self.offset)..u64::from(self.offset) + self.len()
+        u64::from(self.offset)..u64::from(self.offset) + self.data.span()
     }
     fn survives(&self, flushed: &[Stamp]) -> bool {
         self.stamps.iter().any(|s| flushed.contains(s))
@@ -54,7 +62,7 @@ pub(crate) struct Replay<T> {
     pub chunk: ChunkId,
     pub offset: u32,
     pub file_offset: u64,
-    pub data: Vec<Buf>,
+    pub data: Content,
     /// The first attempt's number if the entry is whole; a part needs a number of its own.
     pub seq: Option<u64>,
     pub session: u64,
@@ -101,7 +109,7 @@ impl<T> Unstable<T> {
     }
 
     fn put(&mut self, chain: ChainId, order: u64, entry: Entry<T>) {
-        self.bytes += entry.len();
+        self.bytes += entry.held();
         self.part += 1;
         self.chains.entry(chain).or_default().insert((order, self.part), entry);
     }
@@ -132,7 +140,7 @@ impl<T> Unstable<T> {
         let is_due = |c: &BTreeMap<Key, Entry<T>>| {
             let mut counts: BTreeMap<ChunkId, usize> = BTreeMap::new();
             c.values().next().is_some_and(|e| e.at_ms <= before_ms)
-                || c.values().map(Entry::len).sum::<u64>() > bytes
+                || c.values().map(Entry::held).sum::<u64>() > bytes
                 || c.values().any(|e| {
                     let n = counts.entry(e.chunk).or_default();
                     *n += 1;
@@ -171,7 +179,7 @@ impl<T> Unstable<T> {
                         chunk: e.chunk,
                         offset: r.start as u32,
                         file_offset: e.file_offset + skip as u64,
-                        data: segments::cut(&e.data, skip, (r.end - r.start) as usize),
+                        data: e.data.cut(skip, (r.end - r.start) as usize),
                         seq: (r == e.range()).then_some(e.seq),
                         session: e.session,
                         version: e.version,
@@ -187,7 +195,7 @@ impl<T> Unstable<T> {
     /// Whether bytes of an inode on a chain are lost that nobody has any more: a former client had them elsewhere than in
     /// kept memory.
     pub fn is_bereft(&self, chain: ChainId, ino: Ino, stamps: &[Stamp]) -> bool {
-        let lost = |e: &Entry<T>| e.chunk.ino == ino && e.data.is_empty() && !e.survives(stamps);
+        let lost = |e: &Entry<T>| e.chunk.ino == ino && e.data.span() == 0 && !e.survives(stamps);
         self.chains.get(&chain).is_some_and(|c| c.values().any(lost))
     }
 
@@ -205,13 +213,17 @@ impl<T> Unstable<T> {
             .is_some_and(|c| c.values().any(|e| e.chunk == chunk && e.range().start < r.end && r.start < e.range().end))
     }
 
-    /// Forgets everything of an inode on all chains. Returns whether there was anything.
-    pub fn forget_inode(&mut self, ino: Ino) -> bool {
-        let before = self.bytes;
+    /// Forgets everything of an inode on all chains.
+    pub fn forget_inode(&mut self, ino: Ino) {
         for chain in self.chains.keys().copied().collect::<Vec<_>>() {
             self.retain(chain, |_, e| e.chunk.ino != ino);
         }
-        self.bytes != before
+    }
+
+    /// Chunks of an inode on a chain, by index, that have something unstable.
+    pub fn chunks_of(&self, chain: ChainId, ino: Ino) -> BTreeSet<u64> {
+        let all = self.chains.get(&chain).into_iter().flat_map(BTreeMap::values);
+        all.filter(|e| e.chunk.ino == ino).map(|e| e.chunk.index).collect()
     }
 
     /// Forgets the writes of a lost session; returns whose they were.
@@ -233,18 +245,18 @@ impl<T> Unstable<T> {
         let mut freed = 0;
         for c in self.chains.values_mut() {
             c.retain(|_, e| {
-                if e.chunk.ino != ino || e.file_offset + e.len() <= size {
+                if e.chunk.ino != ino || e.file_offset + e.data.span() <= size {
                     return true;
                 }
-                freed += e.len();
+                freed += e.held();
                 if e.file_offset >= size {
                     return false;
                 }
-                e.data = segments::cut(&e.data, 0, (size - e.file_offset) as usize);
+                e.data = e.data.cut(0, (size - e.file_offset) as usize);
                 if let Some(k) = &e.kept {
-                    KeptWrite::cut(k, e.len());
+                    KeptWrite::cut(k, e.data.span());
                 }
-                freed -= e.len();
+                freed -= e.held();
                 true
             });
         }
@@ -258,7 +270,7 @@ impl<T> Unstable<T> {
         c.retain(|(order, _), e| {
             let k = keep(*order, e);
             if !k {
-                freed += e.len();
+                freed += e.held();
             }
             k
         });
@@ -285,6 +297,7 @@ fn subtract(r: Range<u64>, holes: &[Range<u64>]) -> Vec<Range<u64>> {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use strake_fabric::Buf;
 
     use super::*;
 
@@ -295,7 +308,11 @@ mod tests {
             chunk: CHUNK,
             offset,
             file_offset: u64::from(offset),
-            data: vec![Buf::copy_from(&vec![byte; len])],
+            data: if byte == 0 {
+                Content::Hole(len as u32)
+            } else {
+                Content::Bytes(vec![Buf::copy_from(&vec![byte; len])])
+            },
             session: 1,
             seq: u64::from(byte),
             version: Version::default(),
@@ -335,9 +352,25 @@ mod tests {
         u.clip(1, 4);
         assert_eq!(u.bytes(), 4);
         assert_eq!(u.chains_of(1), vec![7]);
-        assert_eq!(u.plan(7, 1, &[])[0].data[0].len(), 4);
+        assert_eq!(u.plan(7, 1, &[])[0].data.span(), 4);
         assert_eq!(u.forget_session(1).len(), 1);
         assert_eq!(u.bytes(), 0);
+    }
+
+    #[test]
+    fn a_punch_is_kept_like_a_write_but_for_its_bytes() {
+        let mut u = Unstable::default();
+        u.add(7, entry(0, 1, 10, &[(1, 1)]));
+        u.add(7, entry(4, 0, 10, &[(1, 1)]));
+        assert_eq!((u.bytes(), u.chunks_of(7, 1), u.chunks_of(7, 2)), (10, BTreeSet::from([0]), BTreeSet::new()));
+        assert!(u.overlaps(7, CHUNK, 13, 1) && !u.overlaps(7, CHUNK, 14, 1));
+        u.clip(1, 8);
+        let plan = u.plan(7, 1, &[]);
+        assert!(matches!(plan[0].data, Content::Hole(4)));
+        assert!(matches!(&plan[1].data, Content::Bytes(b) if b[0].len() == 4), "what was punched is not written again");
+        assert!(!u.is_bereft(7, 1, &[]));
+        u.forget_inode(1);
+        assert_eq!((u.bytes(), u.chains_of(1)), (0, vec![]));
     }
 
     #[test]
@@ -354,39 +387,47 @@ mod tests {
     }
 
     proptest! {
-        /// Writes on a server that forgets some suffix of a first life; then a second life takes more writes. After the
+        /// Writes and punches on a server that forgets some suffix of a first life; then a second life takes more. After the
         /// replay the chunk holds what it would hold had nothing been lost.
         #[test]
         fn a_replay_restores_the_last_writer_of_every_byte(
-            first in prop::collection::vec((0u32..64, 1usize..32), 0..12),
-            second in prop::collection::vec((0u32..64, 1usize..32), 0..6),
+            first in prop::collection::vec((0u32..64, 1usize..32, prop::bool::weighted(0.3)), 0..12),
+            second in prop::collection::vec((0u32..64, 1usize..32, prop::bool::weighted(0.3)), 0..6),
             kept in 0usize..12,
         ) {
             let mut u = Unstable::default();
             let (mut want, mut have) = (vec![0u8; 128], vec![0u8; 128]);
             let put = |m: &mut Vec<u8>, o: u32, b: u8, n: usize| m[o as usize..o as usize + n].fill(b);
-            for (i, (o, n)) in first.iter().enumerate() {
-                put(&mut want, *o, i as u8 + 1, *n);
+            for (i, (o, n, punch)) in first.iter().enumerate() {
+                let byte = if *punch { 0 } else { i as u8 + 1 };
+                put(&mut want, *o, byte, *n);
                 if i < kept {
-                    put(&mut have, *o, i as u8 + 1, *n);
+                    put(&mut have, *o, byte, *n);
                 }
-                u.add(3, entry(*o, i as u8 + 1, *n, &[(1, 1)]));
+                u.add(3, entry(*o, byte, *n, &[(1, 1)]));
             }
-            for (i, (o, n)) in second.iter().enumerate() {
-                put(&mut want, *o, i as u8 + 101, *n);
-                put(&mut have, *o, i as u8 + 101, *n);
-                u.add(3, entry(*o, i as u8 + 101, *n, &[(1, 2)]));
+            for (i, (o, n, punch)) in second.iter().enumerate() {
+                let byte = if *punch { 0 } else { i as u8 + 101 };
+                put(&mut want, *o, byte, *n);
+                put(&mut have, *o, byte, *n);
+                u.add(3, entry(*o, byte, *n, &[(1, 2)]));
             }
+            let all: usize = first.iter().chain(&second).filter(|(.., punch)| !punch).map(|(_, n, _)| n).sum();
+            prop_assert_eq!(u.bytes(), all as u64);
             let now = stamps(&[(1, 2)]);
             let mark = u.mark();
             u.flushed(3, mark, &now);
             for p in u.plan(3, 1, &now) {
-                let bytes: Vec<u8> = p.data.iter().flat_map(|b| b.to_vec()).collect();
+                let bytes = match &p.data {
+                    Content::Bytes(b) => b.iter().flat_map(|b| b.to_vec()).collect(),
+                    Content::Hole(n) => vec![0; *n as usize],
+                };
                 have[p.offset as usize..p.offset as usize + bytes.len()].copy_from_slice(&bytes);
             }
             prop_assert_eq!(have, want);
             u.replayed(3, 1, mark, u.mark(), &now);
             prop_assert_eq!(u.bytes(), 0);
+            prop_assert!(!u.pending(3, u64::MAX, None));
         }
     }
 }

@@ -43,6 +43,73 @@ except FileExistsError: pass
 assert os.lseek(fd, 0, os.SEEK_DATA) == 0 and os.lseek(fd, 0, os.SEEK_HOLE) == 1
 PY
 
+python3 - <<'PY' && ok "holes" || fail "holes"
+import ctypes, os, time
+libc = ctypes.CDLL(None, use_errno=True)
+KEEP, PUNCH, COLLAPSE, ZERO, INSERT = 1, 2, 8, 16, 32
+def fallocate(fd, mode, at, n):
+    r = libc.fallocate(fd, mode, ctypes.c_long(at), ctypes.c_long(n))
+    return 0 if r == 0 else ctypes.get_errno()
+def seek(fd, at, whence):
+    try: return os.lseek(fd, at, whence)
+    except OSError as e: return -e.errno
+def data(fd, at): return seek(fd, at, os.SEEK_DATA)
+def hole(fd, at): return seek(fd, at, os.SEEK_HOLE)
+def used(fd): return os.fstat(fd).st_blocks * 512
+fd = os.open("holes", os.O_CREAT | os.O_RDWR, 0o644)
+os.pwrite(fd, b"x" * 100000, 0)
+assert used(fd) == 100352 and hole(fd, 0) == 100000, (used(fd), hole(fd, 0))
+os.pwrite(fd, b"y", 1 << 20)
+assert used(fd) == 25 * 4096 + 4096, used(fd)
+assert (data(fd, 0), hole(fd, 0), data(fd, 102400), hole(fd, 1 << 20)) == (0, 102400, 1 << 20, (1 << 20) + 1)
+before = os.fstat(fd)
+time.sleep(0.01)
+assert fallocate(fd, PUNCH | KEEP, 5000, 20000) == 0
+assert os.pread(fd, 100000, 0) == b"x" * 5000 + bytes(20000) + b"x" * 75000
+after = os.fstat(fd)
+assert after.st_mtime_ns > before.st_mtime_ns and after.st_ctime_ns > before.st_ctime_ns and after.st_size == before.st_size
+assert after.st_blocks == before.st_blocks - 32, (before.st_blocks, after.st_blocks)
+assert (hole(fd, 0), data(fd, 8192), hole(fd, 8192)) == (8192, 24576, 8192)
+assert fallocate(fd, PUNCH | KEEP, 1 << 30, 1 << 40) == 0 and os.fstat(fd).st_size == (1 << 20) + 1, "beyond the end"
+assert fallocate(fd, ZERO, 1 << 20, 5000) == 0 and os.fstat(fd).st_size == (1 << 20) + 5000
+assert os.pread(fd, 10000, 1 << 20) == bytes(5000) and data(fd, 200000) == -6
+assert fallocate(fd, ZERO | KEEP, 0, 1 << 21) == 0 and os.fstat(fd).st_size == (1 << 20) + 5000 and used(fd) == 0
+assert fallocate(fd, KEEP, 0, 1 << 22) == 0 and os.fstat(fd).st_size == (1 << 20) + 5000
+assert fallocate(fd, KEEP, 0, 1 << 49) == 28, "no space"
+assert fallocate(fd, KEEP, 1 << 50, 1) == 27, "beyond the largest file"
+for mode in (COLLAPSE, INSERT, PUNCH, 64): assert fallocate(fd, mode, 0, 4096) == 95, mode
+assert fallocate(fd, PUNCH | KEEP, 0, 0) == 22 and fallocate(fd, PUNCH | KEEP, -1, 5) == 22
+assert data(fd, 1 << 40) == -6 and hole(fd, (1 << 20) + 5000) == -6 and hole(fd, 7) == 7
+ro = os.open("holes", os.O_RDONLY)
+assert fallocate(ro, PUNCH | KEEP, 0, 5) == 9 and hole(ro, 0) == 0
+d = os.open(".", os.O_RDONLY)
+assert fallocate(d, PUNCH | KEEP, 0, 5) == 9
+p, q = os.pipe()
+assert fallocate(q, PUNCH | KEEP, 0, 5) == 29
+os.ftruncate(fd, 16 << 40)
+assert os.pwrite(fd, b"end!", (16 << 40) - 4) == 4 and data(fd, 0) == (16 << 40) - 4096
+assert used(fd) == 4096 and os.stat("holes").st_blocks == 8
+os.ftruncate(fd, 5); assert used(fd) == 0
+PY
+python3 - <<'PY' && ok "a mapping shows a hole that was punched" || fail "a mapping shows a hole that was punched"
+import ctypes, mmap, os
+libc = ctypes.CDLL(None, use_errno=True)
+fd = os.open("mapped", os.O_CREAT | os.O_RDWR, 0o644)
+os.pwrite(fd, b"m" * 40960, 0)
+m = mmap.mmap(fd, 40960)
+assert m[0] == m[20000] == 109
+m[12288:12292] = b"live"
+assert libc.fallocate(fd, 3, ctypes.c_long(8192), ctypes.c_long(16384)) == 0
+assert m[8192:24576] == bytes(16384) and m[8191] == m[24576] == 109
+assert os.pread(fd, 16384, 8192) == bytes(16384)
+m[9000:9005] = b"after"; m.flush()
+assert os.pread(fd, 5, 9000) == b"after" and os.lseek(fd, 8192, os.SEEK_HOLE) == 12288
+PY
+truncate -s 3M few; printf data | dd of=few bs=1 seek=2000000 conv=notrunc 2>/dev/null
+check "cp keeps holes" test "$(cp --sparse=auto few few2 && du -k few2 | cut -f1)" = 4
+cmp few few2 || fail "cp of a sparse file"
+tar -S -cf "$T/few.tar" few && check "tar -S leaves holes out" test "$(stat -c %s "$T/few.tar")" -lt 20000
+mkdir few.d && tar -S -xf "$T/few.tar" -C few.d && cmp few few.d/few && check "tar -S makes them" test "$(du -k few.d/few | cut -f1)" = 4
 python3 - <<'PY' && ok "copy_file_range" || fail "copy_file_range"
 import os
 whole = open("data", "rb").read()
@@ -169,6 +236,10 @@ if [ "$(id -u)" = 0 ]; then
     as sh -c 'printf x >> writable'; check "appending clears set-uid" test "$(stat -c %a writable)" = 777
     touch handed; chmod 4777 handed; exec 5>>handed; as sh -c 'printf x >&5'; exec 5>&-
     check "so does a write through root's descriptor" test "$(stat -c %a handed)" = 777
+    echo punched > handed; chmod 4777 handed; exec 5<>handed
+    python3 -c 'import ctypes, os; os.setuid(12345); assert ctypes.CDLL(None).fallocate(5, 3, ctypes.c_long(0), ctypes.c_long(2)) == 0'
+    exec 5>&-
+    check "so does a hole" test "$(stat -c %a handed)" = 777
     # setacl FILE NAME u::rwx u:ID:rwx ...: tag by first letter, as the kernel wants it; no package needed.
     setacl() { python3 - "$@" <<'PY'
 import os, struct, sys

@@ -19,7 +19,7 @@ async fn files_without_a_name() {
     let mut data = client.pool().get_now(5);
     data.copy_from_slice(b"hello");
     assert_eq!(vfs.write(open.handle, Place::At(0), data.freeze()).await.unwrap(), 5);
-    assert_eq!(vfs.getattr(attr.ino).await.unwrap().size, 5);
+    assert_eq!(vfs.getattr(attr.ino).await.unwrap().attr.size, 5);
     let named = vfs.link(user, attr.ino, top, b"named").await.unwrap();
     assert_eq!((named.nlink, named.size), (1, 5));
     vfs.release(open.handle).await;
@@ -46,7 +46,7 @@ async fn acls_are_answered_from_what_is_known_until_they_change() {
     let list = [vec![2, 0, 0, 0], entry(1, none), entry(2, 7), entry(4, none), entry(16, none), entry(32, none)];
     vfs.setxattr(ROOT, dir, name, &list.concat(), 0).await.unwrap();
     assert_eq!(vfs.getxattr(ROOT, dir, name).await.unwrap(), list.concat());
-    assert_eq!(vfs.getattr(dir).await.unwrap().acls, 1);
+    assert_eq!(vfs.getattr(dir).await.unwrap().attr.acls, 1);
     assert_eq!(vfs.getxattr(ROOT, dir, name).await.unwrap(), list.concat());
     vfs.removexattr(ROOT, dir, name).await.unwrap();
     assert_eq!(vfs.getxattr(ROOT, dir, name).await.unwrap_err().code, Code::NoData);

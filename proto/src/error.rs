@@ -32,6 +32,7 @@ codes! {
     NoEnt = 2 => 2,
     Intr = 4 => 4,
     Io = 5 => 5,
+    NxIo = 6 => 6,
     TooBig = 7 => 7,
     BadF = 9 => 9,
     NoMem = 12 => 12,

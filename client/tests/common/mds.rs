@@ -221,6 +221,7 @@ impl Mds {
             Op::Extend(x) => {
                 let i = s.inodes.get_mut(&x.ino).ok_or_else(gone)?;
                 i.attr.size = i.attr.size.max(x.end);
+                i.attr.sparse |= x.holes;
                 i.attr.mtime_ns = now;
                 i.attr.change += 1;
                 Ok(with(i))
@@ -248,6 +249,7 @@ impl Mds {
                 let cut = StripeMap::resolve(a.ino, &i.layout, &map)?.cut(size);
                 self.oss.trim(a.ino, cut.first_gone, cut.kept);
             }
+            i.attr.sparse |= a.holes && size > i.attr.size;
             i.attr.size = size;
             i.attr.mtime_ns = now;
         }

@@ -12,7 +12,9 @@ use strake_fabric::{Buf, Message, Peer, Service};
 use strake_proto::{
     CapKey, ChunkId, Code, Error, Result, Rights,
     checksum::{block_sums, verify},
-    data::{DataReply, DataRequest, FLAG_REPLAY, FLAG_STABLE, KEPT_WRITERS, Stamp, Version, Writer},
+    data::{
+        DataReply, DataRequest, Extent, Extents, FLAG_REPLAY, FLAG_STABLE, KEPT_WRITERS, Kind, Stamp, Version, Writer,
+    },
     map::{ChainExt, MapView},
     opcode, pb,
 };
@@ -21,8 +23,29 @@ use strake_proto::{
 struct Chunk {
     chain: u32,
     bytes: Vec<u8>,
+    /// Blocks that hold data.
+    stored: BTreeSet<usize>,
     version: Version,
     writers: Vec<Writer>,
+}
+
+impl Chunk {
+    /// A write, or a punch without bytes.
+    fn change(&mut self, kind: Kind, offset: usize, len: usize, bytes: &[u8]) {
+        let mut end = offset + len;
+        if kind == Kind::Punch {
+            end = end.min(self.bytes.len());
+            self.bytes[offset.min(end)..end].fill(0);
+            let all = &self.bytes;
+            self.stored.retain(|b| all[b * 4096..((b + 1) * 4096).min(all.len())].iter().any(|b| *b != 0));
+            return;
+        }
+        if self.bytes.len() < end {
+            self.bytes.resize(end, 0);
+        }
+        self.bytes[offset..end].copy_from_slice(bytes);
+        self.stored.extend(offset / 4096..end.div_ceil(4096));
+    }
 }
 
 #[derive(Default)]
@@ -128,6 +151,7 @@ impl Oss {
             for (c, k) in &mut t.chunks {
                 if c.ino == ino && c.index + 1 == first_gone {
                     k.bytes.truncate(kept as usize);
+                    k.stored.retain(|b| b * 4096 < kept as usize);
                 }
             }
             t.flushed = t.chunks.clone();
@@ -175,7 +199,7 @@ impl Oss {
             return err(Code::NotServing, "not the head");
         }
         let bytes: Vec<u8> = payload.iter().flat_map(|b| b.to_vec()).collect();
-        assert_eq!(bytes.len(), r.len as usize);
+        assert_eq!(bytes.len(), if r.kind == Kind::Punch { 0 } else { r.len as usize });
         if Self::take(&mut s.faults.resend) || verify(u64::from(r.offset), [&bytes[..]], &r.sums).is_some() {
             return err(Code::Resend, "checksum mismatch");
         }
@@ -201,11 +225,7 @@ impl Oss {
                 for t in chain.serving() {
                     let c = s.targets.get_mut(&t).unwrap().chunks.entry(r.chunk).or_default();
                     c.chain = r.chain;
-                    let end = r.offset as usize + bytes.len();
-                    if c.bytes.len() < end {
-                        c.bytes.resize(end, 0);
-                    }
-                    c.bytes[r.offset as usize..end].copy_from_slice(&bytes);
+                    c.change(r.kind, r.offset as usize, r.len as usize, &bytes);
                     c.version = version;
                     c.writers.push(Writer { session: r.session, seq: r.seq, version });
                     if c.writers.len() > KEPT_WRITERS {
@@ -239,6 +259,35 @@ impl Oss {
         }
         Self::flush_chain(s, &chain);
         Ok(DataReply { stable: true, epoch: chain.epoch, stamps: Self::stamps(s, &chain), ..Default::default() })
+    }
+
+    fn extents(&self, target: u32, r: &DataRequest) -> Result<Message> {
+        let s = &*self.state.lock();
+        let of_reader = self.check(s, r, target, Rights::READ, 0);
+        of_reader.or_else(|_| self.check(s, r, target, Rights::WRITE, 0))?;
+        let chain = s.map.chain(r.chain).unwrap();
+        if s.faults.dirty.contains(&target) && chain.tail() != Some(target) {
+            return err(Code::NotServing, "dirty, ask the tail");
+        }
+        let (mut out, most) = (Extents::default(), r.len as usize);
+        let last = ChunkId { index: u64::MAX, ..r.chunk };
+        let of_chain = s.targets[&target].chunks.range(r.chunk..=last).filter(|(_, c)| c.chain == r.chain);
+        let blocks = of_chain.flat_map(|(id, c)| c.stored.iter().map(|b| (id.index, *b as u32 * 4096)));
+        for (index, offset) in blocks.filter(|at| *at >= (r.chunk.index, r.offset)) {
+            let full = out.found.len() == most;
+            match out.found.last_mut() {
+                _ if most == 0 => {}
+                Some(e) if (e.index, e.offset + e.len) == (index, offset) => e.len += 4096,
+                _ if full => {
+                    out.next = Some((index, offset));
+                    break;
+                }
+                _ => out.found.push(Extent { index, offset, len: 4096 }),
+            }
+            out.bytes += 4096;
+        }
+        let reply = DataReply { epoch: chain.epoch, ..Default::default() };
+        Ok(Message::new(0, reply.encode()).with_payload(vec![Buf::copy_from(&out.encode())]))
     }
 
     fn read(&self, target: u32, r: &DataRequest) -> Result<Message> {
@@ -283,6 +332,7 @@ impl Service for Front {
         }
         match m.opcode {
             opcode::READ => self.0.read(self.1, &r),
+            opcode::EXTENTS => self.0.extents(self.1, &r),
             opcode::WRITE => Ok(Message::new(0, self.0.write(self.1, r, m.payload).await?.encode())),
             opcode::FLUSH => Ok(Message::new(0, self.0.flush(self.1, &r)?.encode())),
             o => Err(strake_fabric::unknown_opcode(o)),

@@ -190,7 +190,7 @@ fn op(i: &mut Input) -> pb::Op {
             flags: u32::from(i.u8() % 4),
         }),
         11 => Op::Removexattr(pb::RemoveXattr { ino: ino(i), name: Bytes::from([b"user.", &name(i)[..]].concat()) }),
-        12 => Op::Extend(pb::Extend { ino: ino(i), end: i.number() }),
+        12 => Op::Extend(pb::Extend { ino: ino(i), end: i.number(), holes: i.u8() & 1 == 1 }),
         13 => Op::Setlayout(pb::SetLayout { ino: ino(i), layout: (i.u8() & 1 == 1).then(|| spec(i)) }),
         14 => Op::Lookup(pb::Lookup { parent: ino(i), name: name(i) }),
         15 => Op::Getattr(pb::GetAttr { ino: ino(i) }),

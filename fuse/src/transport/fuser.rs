@@ -29,7 +29,7 @@ use super::{
 };
 use crate::{
     MountConfig,
-    vfs::{Caller, Change, Entry, Lock, LockKind, LockType, Place, Time, Vfs, attr_timeout},
+    vfs::{Caller, Change, Entry, Lock, LockKind, LockType, Place, Stat, Time, Vfs},
 };
 
 const GENERATION: Generation = Generation(0);
@@ -97,16 +97,16 @@ impl Shared {
     fn entry(&self, result: Result<pb::Attr>, reply: ReplyEntry) {
         match result {
             Ok(a) => {
-                let ttl = attr_timeout(&a, self.attr_timeout);
-                reply.entry_with_ttls(&ttl, &self.entry_timeout, &file_attr(&a), GENERATION);
+                let a = Stat::from(a);
+                reply.entry_with_ttls(&a.timeout(self.attr_timeout), &self.entry_timeout, &file_attr(&a), GENERATION);
             }
             Err(e) => reply.error(errno(&e)),
         }
     }
 
-    fn attr(&self, result: Result<pb::Attr>, reply: ReplyAttr) {
+    fn attr(&self, result: Result<Stat>, reply: ReplyAttr) {
         match result {
-            Ok(a) => reply.attr(&attr_timeout(&a, self.attr_timeout), &file_attr(&a)),
+            Ok(a) => reply.attr(&a.timeout(self.attr_timeout), &file_attr(&a)),
             Err(e) => reply.error(errno(&e)),
         }
     }
@@ -182,11 +182,12 @@ fn time(t: TimeOrNow) -> Time {
     }
 }
 
-fn file_attr(a: &pb::Attr) -> FileAttr {
+fn file_attr(s: &Stat) -> FileAttr {
+    let a = &s.attr;
     FileAttr {
         ino: INodeNo(a.ino),
         size: a.size,
-        blocks: a.size.div_ceil(512),
+        blocks: s.blocks(),
         atime: system_time(a.atime_ns),
         mtime: system_time(a.mtime_ns),
         ctime: system_time(a.ctime_ns),
@@ -238,7 +239,7 @@ impl Filesystem for Transport {
         let who = caller(req);
         let (atime, mtime) = (atime.map(time), mtime.map(time));
         let change = Change { mode, uid, gid, size, atime, mtime, handle: fh.map(|h| h.0) };
-        self.run(async move |s| s.attr(s.vfs.setattr(who, ino.0, change).await, reply));
+        self.run(async move |s| s.attr(s.vfs.setattr(who, ino.0, change).await.map(Stat::from), reply));
     }
 
     fn readlink(&self, req: &Request, ino: INodeNo, reply: ReplyData) {
@@ -310,7 +311,8 @@ impl Filesystem for Transport {
         self.run(async move |s| match s.vfs.create(who, parent.0, &n, mode, umask, flags).await {
             Ok((attr, o)) => {
                 // One timeout for both in this reply.
-                let ttl = attr_timeout(&attr, s.attr_timeout).min(s.entry_timeout);
+                let attr = Stat::from(attr);
+                let ttl = attr.timeout(s.attr_timeout).min(s.entry_timeout);
                 reply.created(&ttl, &file_attr(&attr), GENERATION, FileHandle(o.handle), open_flags);
             }
             Err(e) => reply.error(errno(&e)),
@@ -423,7 +425,8 @@ impl Filesystem for Transport {
                 // The kernel ignores the attributes of "." and "..".
                 let bare = pb::Attr { ino: e.ino, mode: e.kind << 12, ..Default::default() };
                 let attr = e.attr.as_ref().unwrap_or(&bare);
-                let (ttl, attr) = (attr_timeout(attr, ttl), file_attr(attr));
+                let attr = Stat::from(*attr);
+                let (ttl, attr) = (attr.timeout(ttl), file_attr(&attr));
                 !reply.add(INodeNo(e.ino), e.offset, OsStr::from_bytes(&e.name), &ttl, &attr, GENERATION)
             };
             match s.vfs.readdir(fh.0, offset, true, take).await {
@@ -480,8 +483,18 @@ impl Filesystem for Transport {
         self.run(async move |s| empty(s.vfs.access(who, ino.0, mask.bits() as u32).await, reply));
     }
 
-    fn fallocate(&self, _: &Request, _: INodeNo, fh: FileHandle, offset: u64, len: u64, mode: i32, reply: ReplyEmpty) {
-        self.run(async move |s| empty(s.vfs.fallocate(fh.0, offset, len, mode).await, reply));
+    fn fallocate(
+        &self,
+        req: &Request,
+        _: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        len: u64,
+        mode: i32,
+        reply: ReplyEmpty,
+    ) {
+        let who = caller(req);
+        self.run(async move |s| empty(s.vfs.fallocate(who, fh.0, offset, len, mode).await, reply));
     }
 
     fn getlk(
@@ -535,9 +548,11 @@ impl Filesystem for Transport {
         });
     }
 
-    /// ENOSYS makes the kernel answer SEEK_DATA and SEEK_HOLE itself, as if a file were all data up to its size.
-    fn lseek(&self, _: &Request, _: INodeNo, _: FileHandle, _: i64, _: i32, reply: ReplyLseek) {
-        reply.error(Errno::ENOSYS);
+    fn lseek(&self, _: &Request, _: INodeNo, fh: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
+        self.run(async move |s| match s.vfs.seek(fh.0, offset as u64, whence).await {
+            Ok(at) => reply.offset(at as i64),
+            Err(e) => reply.error(errno(&e)),
+        });
     }
 
     /// ENOSYS makes the kernel copy by reading and writing.

@@ -4,7 +4,7 @@ use std::sync::{Arc, atomic::AtomicU64};
 
 use strake_client::{File, Mode};
 use strake_fabric::Buf;
-use strake_proto::{Code, Error, Ino, Result, pb};
+use strake_proto::{Code, Error, Ino, Result, layout::MAX_FILE_SIZE, pb};
 
 use super::{Caller, CopyRange, OpenFile, Opened, Place, Vfs, restart};
 
@@ -173,18 +173,58 @@ impl Vfs {
         }
     }
 
-    /// fallocate(2) mode 0: the file reaches at least to `offset + len`. Space is not reserved.
-    pub async fn fallocate(&self, handle: u64, offset: u64, len: u64, mode: i32) -> Result<()> {
-        if mode != 0 {
-            return Err(Error::new(Code::OpNotSupp, format!("fallocate mode {mode:#x} is not supported")));
-        }
+    /// fallocate(2): extends, punches holes and makes ranges zeros. Space is not reserved; `FALLOC_FL_KEEP_SIZE` alone only
+    /// looks whether it is there (`ENOSPC`).
+    pub async fn fallocate(&self, caller: Caller, handle: u64, offset: u64, len: u64, mode: i32) -> Result<()> {
         let open = self.files.get(handle)?;
-        let end = offset.checked_add(len).ok_or_else(|| Error::new(Code::FBig, "fallocate beyond the largest file"))?;
-        if self.getattr(open.ino).await?.size < end {
-            open.file()?.extend(end).await?;
+        open.check_locks(self)?;
+        let file = open.file()?;
+        if !open.writes() {
+            return Err(Error::new(Code::BadF, "the file is not open for writing"));
         }
-        Ok(())
+        let (punches, end) = allocation(offset, len, mode)?;
+        // The kernel asks for this at a write, and leaves it to us here.
+        if caller.uid != 0 {
+            self.strip(handle).await?;
+        }
+        if punches {
+            file.punch(offset, len).await?;
+        }
+        if mode & libc::FALLOC_FL_KEEP_SIZE == 0 && self.client.getattr(file.opener(), open.ino).await?.size < end {
+            return file.extend(end).await.map(drop);
+        }
+        if mode == libc::FALLOC_FL_KEEP_SIZE && self.statfs().await?.free_bytes < len {
+            return Err(Error::new(Code::NoSpc, "less space is free than is to be allocated"));
+        }
+        file.touch()
     }
+
+    /// lseek(2) with `SEEK_DATA` or `SEEK_HOLE`; everything else is the kernel's.
+    pub async fn seek(&self, handle: u64, offset: u64, whence: i32) -> Result<u64> {
+        let open = self.files.get(handle)?;
+        match whence {
+            libc::SEEK_DATA => open.file()?.seek_data(offset).await,
+            libc::SEEK_HOLE => open.file()?.seek_hole(offset).await,
+            _ => Err(Error::new(Code::Inval, format!("lseek from {whence} is not known"))),
+        }
+    }
+}
+
+/// Whether this fallocate makes zeros, and where it ends.
+fn allocation(offset: u64, len: u64, mode: i32) -> Result<(bool, u64)> {
+    const KEEP: i32 = libc::FALLOC_FL_KEEP_SIZE;
+    const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | KEEP;
+    if !matches!(mode & !KEEP, 0 | libc::FALLOC_FL_ZERO_RANGE) && mode != PUNCH {
+        return Err(Error::new(Code::OpNotSupp, format!("fallocate mode {mode:#x} is not supported")));
+    }
+    if len == 0 {
+        return Err(Error::new(Code::Inval, "fallocate of no bytes"));
+    }
+    let end = offset.saturating_add(len);
+    if end > MAX_FILE_SIZE && mode != PUNCH {
+        return Err(Error::new(Code::FBig, "fallocate beyond the largest file"));
+    }
+    Ok((mode & !KEEP != 0, end))
 }
 
 /// Linux's fourth access mode needs the right to read and to write and gives neither, which the kernel sees to.
@@ -200,5 +240,25 @@ mod tests {
     fn access_modes() {
         let seen = [libc::O_RDONLY, libc::O_WRONLY, libc::O_RDWR, 3 | libc::O_APPEND].map(known_access);
         assert_eq!(seen, [0, 1, 2, 2 | libc::O_APPEND]);
+    }
+
+    #[test]
+    fn allocations() {
+        use libc::{FALLOC_FL_KEEP_SIZE as KEEP, FALLOC_FL_PUNCH_HOLE as PUNCH, FALLOC_FL_ZERO_RANGE as ZERO};
+        let code = |offset, len, mode| allocation(offset, len, mode).map_err(|e| e.code);
+        assert_eq!(code(5, 6, 0), Ok((false, 11)));
+        assert_eq!(code(5, 6, KEEP), Ok((false, 11)));
+        for mode in [ZERO, ZERO | KEEP, PUNCH | KEEP] {
+            assert_eq!(code(5, 6, mode), Ok((true, 11)));
+        }
+        for mode in [PUNCH, PUNCH | ZERO | KEEP, 8 | KEEP, 8, 0x20, 0x40, 0x40 | KEEP, 4, -1] {
+            assert_eq!(code(5, 6, mode), Err(Code::OpNotSupp), "{mode:#x}");
+        }
+        assert_eq!(code(5, 0, KEEP | PUNCH), Err(Code::Inval));
+        for mode in [0, KEEP, ZERO, ZERO | KEEP] {
+            assert_eq!(code(MAX_FILE_SIZE, 1, mode), Err(Code::FBig));
+            assert_eq!(code(u64::MAX, u64::MAX, mode), Err(Code::FBig));
+        }
+        assert_eq!(code(u64::MAX, u64::MAX, PUNCH | KEEP), Ok((true, u64::MAX)));
     }
 }

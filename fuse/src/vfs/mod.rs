@@ -199,11 +199,33 @@ impl Vfs {
     }
 }
 
-/// How long the kernel may believe these attributes: not at all where another mount's write would take set-id bits, which a
-/// program to run must not be given any more.
-pub fn attr_timeout(a: &pb::Attr, usual: Duration) -> Duration {
-    let set_id = a.mode & libc::S_IFMT == libc::S_IFREG && a.mode & (libc::S_ISUID | libc::S_ISGID) != 0;
-    if set_id { Duration::ZERO } else { usual }
+/// What stat(2) tells.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Stat {
+    pub attr: pb::Attr,
+    /// Bytes stored of a file that may have holes; `None` where nobody counted.
+    pub allocated: Option<u64>,
+}
+
+impl From<pb::Attr> for Stat {
+    fn from(attr: pb::Attr) -> Stat {
+        Stat { attr, allocated: None }
+    }
+}
+
+impl Stat {
+    /// Space in units of 512 bytes, as `st_blocks`.
+    pub fn blocks(&self) -> u64 {
+        self.allocated.unwrap_or(self.attr.size).div_ceil(512)
+    }
+
+    /// How long the kernel may believe this: not at all where another mount's write would take set-id bits, which a program
+    /// to run must not be given any more, and where the space is not known: whoever wants to know that asks again.
+    pub fn timeout(&self, usual: Duration) -> Duration {
+        let a = &self.attr;
+        let set_id = a.mode & libc::S_IFMT == libc::S_IFREG && a.mode & (libc::S_ISUID | libc::S_ISGID) != 0;
+        if set_id || (a.sparse && self.allocated.is_none()) { Duration::ZERO } else { usual }
+    }
 }
 
 impl OpenFile {

@@ -1,13 +1,18 @@
 //! Requests about names and attributes.
 
+use std::time::Duration;
+
 use strake_client::Mode;
 use strake_proto::{Code, Error, Ino, Result, pb};
 
-use super::{Caller, Change, Time, Vfs};
+use super::{Caller, Change, Stat, Time, Vfs};
 
 /// renameat2(2) flags that exist here. `RENAME_WHITEOUT` (4) is for overlay file systems' own use.
 const RENAME_NOREPLACE: u32 = 1;
 const RENAME_EXCHANGE: u32 = 2;
+
+/// How long a stat waits to hear how much of a file is stored.
+const COUNT_LIMIT: Duration = Duration::from_secs(2);
 
 impl Vfs {
     /// The inode behind a name.
@@ -19,11 +24,18 @@ impl Vfs {
         self.seen(self.client.lookup(&self.creds(caller), parent, name)).await
     }
 
-    pub async fn getattr(&self, ino: Ino) -> Result<pb::Attr> {
+    /// What stat(2) tells. The space of a file that may have holes is asked of the storage servers; while they do not answer it
+    /// is left out.
+    pub async fn getattr(&self, ino: Ino) -> Result<Stat> {
         let inner = self.inner(ino);
         // Not an access of the caller's: stat(2) needs no right on the file itself.
         let got = self.seen(self.client.getattr(&pb::Creds::default(), inner)).await;
-        got.map_err(|e| self.gone(inner, e))
+        let attr = got.map_err(|e| self.gone(inner, e))?;
+        if !attr.sparse {
+            return Ok(attr.into());
+        }
+        let counted = tokio::time::timeout(COUNT_LIMIT, self.client.allocated(inner)).await;
+        Ok(Stat { attr, allocated: counted.ok().and_then(Result::ok) })
     }
 
     pub async fn setattr(&self, caller: Caller, ino: Ino, change: Change) -> Result<pb::Attr> {

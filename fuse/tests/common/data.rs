@@ -1,6 +1,6 @@
 //! Storage servers in memory: one state for all, one copy, everything stable at once.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
@@ -8,13 +8,16 @@ use strake_fabric::{Buf, Message, Peer, Service};
 use strake_proto::{
     CapKey, ChunkId, Code, Error, Result, Rights,
     checksum::{block_sums, verify},
-    data::{DataReply, DataRequest, Stamp, Version},
+    data::{DataReply, DataRequest, Extent, Extents, Kind, Stamp, Version},
     opcode,
 };
 
 #[derive(Default)]
 struct Chunk {
     bytes: Vec<u8>,
+    /// Blocks that hold data.
+    stored: BTreeSet<usize>,
+    chain: u32,
     number: u64,
 }
 
@@ -35,7 +38,30 @@ impl Data {
         for (c, k) in chunks.iter_mut().filter(|(c, _)| c.ino == ino && c.index + 1 == first_gone) {
             let _ = c;
             k.bytes.truncate(kept as usize);
+            k.stored.retain(|b| b * 4096 < kept as usize);
         }
+    }
+
+    /// Where a file's chunks on a chain hold data.
+    fn extents(&self, r: &DataRequest) -> Extents {
+        let (mut out, most) = (Extents::default(), r.len as usize);
+        let (chunks, last) = (self.chunks.lock(), ChunkId { index: u64::MAX, ..r.chunk });
+        let of_chain = chunks.range(r.chunk..=last).filter(|(_, c)| c.chain == r.chain);
+        let blocks = of_chain.flat_map(|(id, c)| c.stored.iter().map(|b| (id.index, *b as u32 * 4096)));
+        for (index, offset) in blocks.filter(|at| *at >= (r.chunk.index, r.offset)) {
+            let full = out.found.len() == most;
+            match out.found.last_mut() {
+                _ if most == 0 => {}
+                Some(e) if (e.index, e.offset + e.len) == (index, offset) => e.len += 4096,
+                _ if full => {
+                    out.next = Some((index, offset));
+                    break;
+                }
+                _ => out.found.push(Extent { index, offset, len: 4096 }),
+            }
+            out.bytes += 4096;
+        }
+        out
     }
 
     fn check(&self, r: &DataRequest, rights: Rights) -> Result<()> {
@@ -63,6 +89,17 @@ impl Service for Data {
                 }
                 let mut chunks = self.chunks.lock();
                 let c = chunks.entry(r.chunk).or_default();
+                c.chain = r.chain;
+                c.number += 1;
+                reply.version = Version { epoch: r.epoch, number: c.number };
+                if r.kind == Kind::Punch {
+                    let end = (from + len).min(c.bytes.len());
+                    c.bytes[from.min(end)..end].fill(0);
+                    let all = &c.bytes;
+                    c.stored.retain(|b| all[b * 4096..((b + 1) * 4096).min(all.len())].iter().any(|b| *b != 0));
+                    return Ok(Message::new(0, reply.encode()));
+                }
+                c.stored.extend(from / 4096..(from + len).div_ceil(4096));
                 if c.bytes.len() < from + len {
                     c.bytes.resize(from + len, 0);
                 }
@@ -71,8 +108,6 @@ impl Service for Data {
                     c.bytes[at..at + b.len()].copy_from_slice(b);
                     at += b.len();
                 }
-                c.number += 1;
-                reply.version = Version { epoch: r.epoch, number: c.number };
                 Ok(Message::new(0, reply.encode()))
             }
             opcode::READ => {
@@ -84,6 +119,10 @@ impl Service for Data {
                 reply.sums = block_sums(u64::from(r.offset), [part]);
                 let payload = if part.is_empty() { vec![] } else { vec![Buf::copy_from(part)] };
                 Ok(Message::new(0, reply.encode()).with_payload(payload))
+            }
+            opcode::EXTENTS => {
+                self.check(&r, Rights::READ).or_else(|_| self.check(&r, Rights::WRITE))?;
+                Ok(Message::new(0, reply.encode()).with_payload(vec![Buf::copy_from(&self.extents(&r).encode())]))
             }
             opcode::FLUSH => Ok(Message::new(0, reply.encode())),
             o => Err(strake_fabric::unknown_opcode(o)),

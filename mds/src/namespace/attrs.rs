@@ -11,6 +11,9 @@ use super::{
     txn::{Res, fail},
 };
 
+/// The format of a state with a file that may have holes.
+const FORMAT_SPARSE: u32 = 3;
+
 impl Run<'_, '_> {
     pub fn setattr(&mut self, o: &pb::SetAttr) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
@@ -24,7 +27,7 @@ impl Run<'_, '_> {
         if let Some(size) = o.size {
             mode = perm::after_write(self.by.creds, mode);
             self.drop_capability(&mut r)?;
-            self.set_size(&mut r, size)?;
+            self.set_size(&mut r, size, o.holes)?;
         }
         let now = self.t.now();
         let a = r.attr_mut();
@@ -91,14 +94,24 @@ impl Run<'_, '_> {
         Ok(())
     }
 
-    fn set_size(&mut self, r: &mut pb::InodeRecord, size: u64) -> Res<()> {
+    fn set_size(&mut self, r: &mut pb::InodeRecord, size: u64, holes: bool) -> Res<()> {
         check_size(size)?;
         if size < r.attr().size {
             gc::cut(self.t, r, size);
+        } else if holes && size > r.attr().size {
+            self.mark_sparse(r);
+        }
+        if size == 0 {
+            r.attr_mut().sparse = false;
         }
         r.written |= size > 0;
         r.attr_mut().size = size;
         Ok(())
+    }
+
+    fn mark_sparse(&mut self, r: &mut pb::InodeRecord) {
+        r.attr_mut().sparse = true;
+        self.t.header.format_version = self.t.header.format_version.max(FORMAT_SPARSE);
     }
 
     /// Needs no permission of its own: whoever was let write holds a capability.
@@ -108,6 +121,9 @@ impl Run<'_, '_> {
         check_size(o.end)?;
         self.drop_capability(&mut r)?;
         let now = self.t.now();
+        if o.holes {
+            self.mark_sparse(&mut r);
+        }
         r.written |= o.end > 0;
         let a = r.attr_mut();
         a.size = a.size.max(o.end);

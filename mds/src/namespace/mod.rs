@@ -39,8 +39,8 @@ use queue::{Found, Queue};
 use txn::{Fail, Layer, Txn};
 
 /// The newest version of the state's format; a newer one is refused. A state has the version of the newest kind of record
-/// that was ever put into it: 1, or 2 with locks.
-pub const FORMAT_VERSION: u32 = 2;
+/// that was ever put into it: 1, 2 with locks, or 3 with files that may have holes.
+pub const FORMAT_VERSION: u32 = 3;
 const FORMAT_FIRST: u32 = 1;
 
 /// Prefixes of the numbered records that workers take from the lowest on.

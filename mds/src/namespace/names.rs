@@ -105,6 +105,7 @@ impl Run<'_, '_> {
             change: 1,
             data_id: 0,
             acls: 0,
+            sparse: false,
         };
         let mut r = pb::InodeRecord {
             symlink: new.symlink,

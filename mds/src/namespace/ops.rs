@@ -137,6 +137,7 @@ static NO_ATTR: pb::Attr = pb::Attr {
     change: 0,
     data_id: 0,
     acls: 0,
+    sparse: false,
 };
 
 impl Inode for pb::InodeRecord {

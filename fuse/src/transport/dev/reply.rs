@@ -6,7 +6,7 @@ use strake_fabric::Buf;
 use strake_proto::pb;
 
 use super::abi;
-use crate::vfs::{Entry, Holder, Lock, LockType, attr_timeout};
+use crate::vfs::{Entry, Holder, Lock, LockType, Stat};
 
 /// What a request is answered with.
 #[derive(Debug)]
@@ -34,8 +34,8 @@ pub struct Timeouts {
 }
 
 impl Timeouts {
-    fn of(self, a: &pb::Attr) -> Duration {
-        attr_timeout(a, self.attr)
+    fn of(self, a: &Stat) -> Duration {
+        a.timeout(self.attr)
     }
 }
 
@@ -77,18 +77,20 @@ impl Fields {
         self
     }
 
-    fn attr(&mut self, a: &pb::Attr) -> &mut Fields {
+    fn attr(&mut self, s: &Stat) -> &mut Fields {
+        let a = &s.attr;
         let (at, mt, ct) = (Time::of(a.atime_ns), Time::of(a.mtime_ns), Time::of(a.ctime_ns));
-        self.u64(a.ino).u64(a.size).u64(blocks(a)).u64(at.seconds as u64).u64(mt.seconds as u64);
+        self.u64(a.ino).u64(a.size).u64(s.blocks()).u64(at.seconds as u64).u64(mt.seconds as u64);
         self.u64(ct.seconds as u64).u32(at.nanos).u32(mt.nanos).u32(ct.nanos);
         self.u32(a.mode).u32(a.nlink).u32(a.uid).u32(a.gid).u32(a.rdev).u32(block_size(a)).u32(0)
     }
 
     fn entry(&mut self, a: &pb::Attr, t: Timeouts) -> &mut Fields {
         // Inode ids are never reused, so every inode is of generation 0.
-        let attr = t.of(a);
+        let s = Stat::from(*a);
+        let attr = t.of(&s);
         self.u64(a.ino).u64(0).u64(t.entry.as_secs()).u64(attr.as_secs());
-        self.u32(t.entry.subsec_nanos()).u32(attr.subsec_nanos()).attr(a)
+        self.u32(t.entry.subsec_nanos()).u32(attr.subsec_nanos()).attr(&s)
     }
 }
 
@@ -106,11 +108,6 @@ impl Time {
     }
 }
 
-/// In 512 bytes, as st_blocks.
-fn blocks(a: &pb::Attr) -> u64 {
-    a.size.div_ceil(512)
-}
-
 fn block_size(a: &pb::Attr) -> u32 {
     if a.mode & libc::S_IFMT == libc::S_IFREG { super::MAX_REQUEST } else { 4096 }
 }
@@ -121,22 +118,22 @@ pub fn entry(a: &pb::Attr, t: Timeouts) -> Reply {
     Reply::Bytes(f.0)
 }
 
-pub fn attr(a: &pb::Attr, t: Timeouts) -> Reply {
+pub fn attr(s: &Stat, t: Timeouts) -> Reply {
     let mut f = Fields::default();
-    let t = t.of(a);
-    f.u64(t.as_secs()).u32(t.subsec_nanos()).u32(0).attr(a);
+    let t = t.of(s);
+    f.u64(t.as_secs()).u32(t.subsec_nanos()).u32(0).attr(s);
     Reply::Bytes(f.0)
 }
 
 /// `fuse_statx_out`: what [`attr`] says, and the time of birth.
-pub fn statx(a: &pb::Attr, t: Timeouts) -> Reply {
+pub fn statx(s: &Stat, t: Timeouts) -> Reply {
     const BASIC: u32 = 0x7ff;
     const BTIME: u32 = 0x800;
-    let mut f = Fields::default();
-    let t = t.of(a);
+    let (mut f, a) = (Fields::default(), &s.attr);
+    let t = t.of(s);
     f.u64(t.as_secs()).u32(t.subsec_nanos()).u32(0).zeros(16);
     f.u32(BASIC | BTIME).u32(block_size(a)).u64(0).u32(a.nlink).u32(a.uid).u32(a.gid).u16(a.mode as u16).u16(0);
-    f.u64(a.ino).u64(a.size).u64(blocks(a)).u64(0);
+    f.u64(a.ino).u64(a.size).u64(s.blocks()).u64(0);
     for ns in [a.atime_ns, a.btime_ns, a.ctime_ns, a.mtime_ns] {
         let t = Time::of(ns);
         f.u64(t.seconds as u64).u32(t.nanos).u32(0);
@@ -169,8 +166,8 @@ pub fn written(n: usize) -> Reply {
     Reply::Bytes(f.0)
 }
 
-/// Of COPY_FILE_RANGE_64.
-pub fn copied(n: u64) -> Reply {
+/// Of COPY_FILE_RANGE_64 and LSEEK.
+pub fn number(n: u64) -> Reply {
     let mut f = Fields::default();
     f.u64(n);
     Reply::Bytes(f.0)
@@ -256,8 +253,8 @@ mod tests {
     fn replies_are_as_long_as_the_kernels_structures() {
         let a = pb::Attr::default();
         assert_eq!(bytes(entry(&a, T)).len(), abi::ENTRY);
-        assert_eq!(bytes(attr(&a, T)).len(), 16 + 88);
-        assert_eq!(bytes(statx(&a, T)).len(), 32 + 256);
+        assert_eq!(bytes(attr(&a.into(), T)).len(), 16 + 88);
+        assert_eq!(bytes(statx(&a.into(), T)).len(), 32 + 256);
         assert_eq!(bytes(opened(1, 0)).len(), 16);
         assert_eq!(bytes(created(&a, T, 1, 0)).len(), abi::ENTRY + 16);
         assert_eq!(bytes(statfs(&pb::StatfsReply::default())).len(), 80);
@@ -265,11 +262,24 @@ mod tests {
     }
 
     #[test]
+    fn the_space_of_a_sparse_file_is_told_only_where_it_was_counted() {
+        let u64_at = |r: Vec<u8>, at: usize| u64::from_ne_bytes(r[at..at + 8].try_into().unwrap());
+        let told = |s: Stat| (u64_at(bytes(attr(&s, T)), 0), u64_at(bytes(attr(&s, T)), 32));
+        let plain = pb::Attr { size: 5000, ..Default::default() };
+        assert_eq!(told(plain.into()), (1, 10));
+        let sparse = pb::Attr { sparse: true, ..plain };
+        assert_eq!(told(sparse.into()), (0, 10), "not to be believed");
+        assert_eq!(told(Stat { attr: sparse, allocated: Some(4096) }), (1, 8));
+        assert_eq!(u64_at(bytes(statx(&Stat { attr: sparse, allocated: Some(4096) }, T)), 32 + 48), 8);
+        assert_eq!(u64_at(bytes(entry(&sparse, T)), 24), 0, "names bring no space");
+    }
+
+    #[test]
     fn times_before_1970_have_positive_nanoseconds() {
         let t = Time::of(-500_000_000);
         assert_eq!((t.seconds, t.nanos), (-1, 500_000_000));
         let a = pb::Attr { mtime_ns: i64::MIN, ..Default::default() };
-        assert_eq!(bytes(attr(&a, T)).len(), 104);
+        assert_eq!(bytes(attr(&a.into(), T)).len(), 104);
     }
 
     #[test]

@@ -205,6 +205,12 @@ pub enum Body {
         len: u64,
         mode: u32,
     },
+    /// SEEK_DATA or SEEK_HOLE; the kernel does the others.
+    Lseek {
+        handle: u64,
+        offset: u64,
+        whence: u32,
+    },
     CopyRange(CopyRange),
     /// Known to nobody here.
     Other,
@@ -285,7 +291,8 @@ pub fn read(head: Head, args: &[u8], setxattr_ext: bool) -> Result<Body, Malform
         | op::READDIR
         | op::READDIRPLUS
         | op::RELEASEDIR
-        | op::FALLOCATE => of_handle(head.opcode, f)?,
+        | op::FALLOCATE
+        | op::LSEEK => of_handle(head.opcode, f)?,
         op::GETLK | op::SETLK | op::SETLKW => locking(head.opcode, f)?,
         op::FSYNCDIR => Body::Fsyncdir,
         op::GETXATTR | op::SETXATTR | op::LISTXATTR | op::REMOVEXATTR => xattr(head.opcode, f, setxattr_ext)?,
@@ -404,6 +411,7 @@ fn of_handle(opcode: u32, f: &mut Fields) -> Result<Body, Malformed> {
         op::RELEASE => Body::Release { handle },
         op::RELEASEDIR => Body::Releasedir { handle },
         op::FSYNC => Body::Fsync { handle },
+        op::LSEEK => Body::Lseek { handle, offset: f.u64()?, whence: f.u32()? },
         _ => Body::Fallocate { handle, offset: f.u64()?, len: f.u64()?, mode: f.u32()? },
     })
 }

@@ -226,6 +226,7 @@ impl Core {
             | Body::Release { .. }
             | Body::Fsync { .. }
             | Body::Fallocate { .. }
+            | Body::Lseek { .. }
             | Body::Getlk { .. }
             | Body::Setlk { .. }
             | Body::CopyRange(_) => self.file(who, head.node, body).await,
@@ -250,7 +251,9 @@ impl Core {
             Body::Lookup { name } => self.entry(v.lookup(who, node, &name).await),
             Body::Getattr => with(v.getattr(node).await, |a| reply::attr(&a, self.timeouts)),
             Body::Statx => with(v.getattr(node).await, |a| reply::statx(&a, self.timeouts)),
-            Body::Setattr(set) => with(v.setattr(who, node, change(&set)).await, |a| reply::attr(&a, self.timeouts)),
+            Body::Setattr(set) => {
+                with(v.setattr(who, node, change(&set)).await, |a| reply::attr(&a.into(), self.timeouts))
+            }
             Body::Readlink => with(v.readlink(who, node).await, Reply::Bytes),
             Body::Symlink { name, target } => self.entry(v.symlink(who, node, &name, &target).await),
             Body::Mknod { name, mode, rdev, umask } => self.entry(v.mknod(who, node, &name, mode, umask, rdev).await),
@@ -313,13 +316,15 @@ impl Core {
                 Reply::ok()
             }
             Body::Fsync { handle, .. } => empty(v.fsync(handle).await),
-            Body::Fallocate { handle, offset, len, mode } => empty(v.fallocate(handle, offset, len, mode as i32).await),
+            Body::Fallocate { handle, offset, len, mode } => {
+                empty(v.fallocate(who, handle, offset, len, mode as i32).await)
+            }
+            Body::Lseek { handle, offset, whence } => with(v.seek(handle, offset, whence as i32).await, reply::number),
             Body::CopyRange(c) => {
                 let range = CopyRange { from: c.from, from_offset: c.from_offset, to: c.to, to_offset: c.to_offset };
-                let made = |n| if c.wide { reply::copied(n as u64) } else { reply::written(n) };
+                let made = |n| if c.wide { reply::number(n as u64) } else { reply::written(n) };
                 with(v.copy_range(range, c.len).await, made)
             }
-            // The kernel answers SEEK_DATA and SEEK_HOLE itself, as if a file were all data up to its size.
             _ => Reply::Error(libc::ENOSYS),
         }
     }

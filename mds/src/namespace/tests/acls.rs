@@ -125,7 +125,7 @@ fn writes_cuts_and_chowns_take_file_capabilities() {
     let mut fs = Fs::new();
     let f = fs.as_user(5, |fs| fs.create(ROOT, "f"));
     let changes = [
-        Op::Extend(pb::Extend { ino: f, end: 9 }),
+        Op::Extend(pb::Extend { ino: f, end: 9, holes: false }),
         mk_size(f, 3),
         Op::Setattr(pb::SetAttr { ino: f, gid: Some(9), ..Default::default() }),
         Op::Setattr(pb::SetAttr { ino: f, drop_privileges: true, ..Default::default() }),

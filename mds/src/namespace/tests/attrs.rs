@@ -77,7 +77,7 @@ fn time_never_runs_backwards() {
 fn writes_extend_and_take_set_id_bits() {
     let mut fs = Fs::new();
     let f = fs.as_user(5, |fs| fs.create(ROOT, "f"));
-    let extend = |end| Op::Extend(pb::Extend { ino: f, end });
+    let extend = |end| Op::Extend(pb::Extend { ino: f, end, holes: false });
     fs.one(chmod(f, 0o6755));
     assert_eq!(fs.one(extend(100)).attr.unwrap().size, 100);
     assert_eq!(mode(&mut fs, f), 0o6755, "root keeps them");
@@ -85,7 +85,7 @@ fn writes_extend_and_take_set_id_bits() {
     assert_eq!((a.size, a.mode & 0o7777, a.mtime_ns), (100, 0o755, fs.now));
     fs.fails(extend((1 << 50) + 1), Code::FBig);
     fs.fails(mk_size(f, (1 << 50) + 1), Code::FBig);
-    fs.fails(Op::Extend(pb::Extend { ino: ROOT, end: 1 }), Code::IsDir);
+    fs.fails(Op::Extend(pb::Extend { ino: ROOT, end: 1, holes: false }), Code::IsDir);
     fs.fails(mk_size(ROOT, 0), Code::IsDir);
 }
 
@@ -129,7 +129,7 @@ fn an_unlinked_file_waits_for_its_last_close_and_its_chunks_for_deletion() {
     let layout = fs.record(f).unwrap().layout;
     fs.one(mk_unlink(ROOT, "f"));
     assert_eq!(fs.ns.orphans(10), vec![f]);
-    fs.one(Op::Extend(pb::Extend { ino: f, end: 20 }));
+    fs.one(Op::Extend(pb::Extend { ino: f, end: 20, holes: false }));
     assert_eq!(fs.ns.header().inodes, 2);
     // Not an orphan: left alone.
     fs.log(Command::FreeOrphans(pb::FreeOrphans { inos: vec![ROOT, f, 999] }));
@@ -200,4 +200,28 @@ fn an_inode_has_so_many_extended_attributes() {
     assert!(fs.list((0..1024).map(setx).collect()).iter().all(|r| r.status.is_none()));
     let r = fs.list(vec![setx(5), setx(1024)]);
     assert_eq!(code_of(r[1].status.as_ref()), Some(Code::NoSpc));
+}
+
+#[test]
+fn a_file_may_have_holes_from_when_somebody_said_so_until_it_is_empty() {
+    let mut fs = Fs::new();
+    let f = fs.create(ROOT, "f");
+    let set = |size, holes| Op::Setattr(pb::SetAttr { ino: f, size: Some(size), holes, ..Default::default() });
+    let extend = |end, holes| Op::Extend(pb::Extend { ino: f, end, holes });
+    for (op, sparse) in [
+        (extend(100, false), false),
+        (set(100, true), false),
+        (set(50, true), false),
+        (set(60, false), false),
+        (set(61, true), true),
+        (extend(200, false), true),
+        (set(10, true), true),
+        (set(0, true), false),
+        (extend(10, false), false),
+        (extend(0, true), true),
+    ] {
+        fs.one(op.clone());
+        assert_eq!(fs.attr(f).sparse, sparse, "{op:?}");
+    }
+    assert_eq!(fs.ns.header().format_version, 3);
 }

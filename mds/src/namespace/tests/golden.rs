@@ -6,12 +6,13 @@ use strake_store::{Batch, FjallStore, MetaStore};
 
 use super::*;
 
-const GOLDEN: [&str; 2] = [
+const GOLDEN: [&str; 3] = [
     concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v1"),
     concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v2"),
+    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v3"),
 ];
 /// Every kind of record that each format has.
-const KINDS: [&[u8]; 2] = [b"HMdegiorstwx", b"HMdegiklorstwx"];
+const KINDS: [&[u8]; 3] = [b"HMdegiorstwx", b"HMdegiklorstwx", b"HMdegiklorstwx"];
 
 /// One of everything that a state of a format can hold.
 fn fill(format: u32) -> Fs {
@@ -19,7 +20,7 @@ fn fill(format: u32) -> Fs {
     let d = fs.mkdir(ROOT, "dir");
     let f = fs.create(d, "file");
     fs.one(mk_link(f, ROOT, "hard"));
-    fs.one(Op::Extend(pb::Extend { ino: f, end: 12_345 }));
+    fs.one(Op::Extend(pb::Extend { ino: f, end: 12_345, holes: false }));
     let set = pb::SetXattr { ino: f, name: bytes("user.colour"), value: bytes("blue"), ..Default::default() };
     fs.one(Op::Setxattr(set));
     let link = pb::Symlink { parent: ROOT, name: bytes("soft"), target: bytes("dir/file") };
@@ -65,6 +66,10 @@ fn fill(format: u32) -> Fs {
         }));
         fs.session = first;
     }
+    if format >= 3 {
+        let sparse = fs.create(ROOT, "sparse");
+        fs.one(Op::Extend(pb::Extend { ino: sparse, end: 1 << 40, holes: true }));
+    }
     assert_eq!(fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![other], evict: true })).status, None);
     assert!(fs.ns.orphans(9).contains(&held));
     fs
@@ -104,6 +109,15 @@ fn a_state_of_format_2_is_read_for_ever() {
     let (who, spans) = &held.held[0];
     assert_eq!((who.owner, spans.len(), spans[0].end, spans[1].pid), (5, 2, (1 << 40) - 1, 77));
     assert!(all.iter().any(|(l, _)| l.held.is_empty() && l.fence > 0), "of the session that was evicted");
+}
+
+#[test]
+fn a_state_of_format_3_is_read_for_ever() {
+    let mut fs = read_for_ever(3);
+    let sparse = fs.lookup(ROOT, "sparse").unwrap();
+    assert_eq!((fs.attr(sparse).sparse, fs.attr(sparse).size), (true, 1 << 40));
+    let whole = fs.lookup(ROOT, "hard").unwrap();
+    assert!(!fs.attr(whole).sparse);
 }
 
 fn read_for_ever(format: u32) -> Fs {

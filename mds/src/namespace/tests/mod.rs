@@ -316,8 +316,10 @@ pub fn fsck(fs: &Fs) {
             other => panic!("unknown key prefix {other}"),
         }
     }
-    let format = if locked.is_empty() { header.format_version.clamp(1, FORMAT_VERSION) } else { FORMAT_VERSION };
-    assert_eq!((header.inodes, header.format_version), (inodes.len() as u64, format));
+    let sparse = inodes.values().any(|r| r.attr.unwrap().sparse);
+    let format = if sparse { 3 } else { 1 + u32::from(!locked.is_empty()) };
+    assert!((format..=FORMAT_VERSION).contains(&header.format_version), "format {}", header.format_version);
+    assert_eq!(header.inodes, inodes.len() as u64);
     assert!(totals.keys().all(|(_, ino)| *ino == 0 || inodes.contains_key(ino)), "locks of a file that is gone");
     totals.retain(|_, ranges| *ranges > 0);
     assert_eq!(locked, totals);

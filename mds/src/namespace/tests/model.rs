@@ -188,7 +188,7 @@ fn step(fs: &mut Fs, m: &mut Model, d: &mut Dice) {
         8 => mk_rmdir(parent, name),
         9 | 10 => mk_rename(parent, name, new_parent, new, flags),
         11 => mk_size(ino, size),
-        _ => Op::Extend(pb::Extend { ino, end: size }),
+        _ => Op::Extend(pb::Extend { ino, end: size, holes: false }),
     };
     let got = fs.try_one(o.clone());
     let made = got.as_ref().map_or(0, |r| r.ino);

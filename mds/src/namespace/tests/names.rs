@@ -301,7 +301,7 @@ fn lists_run_in_order_and_all_or_nothing() {
     let r = fs.list(vec![
         op(Op::Mkdir(pb::Mkdir { parent: ROOT, name: bytes("d"), mode: 0o755, umask: 0 })),
         op(mk_create(0, "f")),
-        op(Op::Extend(pb::Extend { ino: 0, end: 10 })),
+        op(Op::Extend(pb::Extend { ino: 0, end: 10, holes: false })),
         op(Op::Getattr(pb::GetAttr { ino: 0 })),
         lookup("d"),
         op(Op::Readdir(pb::Readdir { dir: 0, ..Default::default() })),

@@ -136,6 +136,7 @@ fn change(d: &mut Dice, seen: &Seen) -> Op {
             atime_now: d.one_in(4),
             mtime_now: d.one_in(4),
             drop_privileges: false,
+            holes: false,
         }),
         17 => {
             let name = [bytes("user.x"), bytes("trusted.y"), bytes("user.z")][d.below(3) as usize].clone();
@@ -146,7 +147,7 @@ fn change(d: &mut Dice, seen: &Seen) -> Op {
         }
         20 => Op::Open(pb::Open { ino, flags: 1 + d.below(2) as u32 }),
         21 => Op::Release(pb::Release { ino, writer: d.below(seen.index + 1), surplus: d.one_in(3) }),
-        18 => Op::Extend(pb::Extend { ino, end: d.size() }),
+        18 => Op::Extend(pb::Extend { ino, end: d.size(), holes: false }),
         _ => Op::Setlayout(pb::SetLayout { ino, layout: d.one_in(4).then(|| spec(d)) }),
     }
 }

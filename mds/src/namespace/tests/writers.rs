@@ -9,7 +9,7 @@ fn release(ino: Ino, writer: u64, surplus: bool) -> Op {
     Op::Release(pb::Release { ino, writer, surplus })
 }
 fn extend(ino: Ino, end: u64) -> Op {
-    Op::Extend(pb::Extend { ino, end })
+    Op::Extend(pb::Extend { ino, end, holes: false })
 }
 fn end(session: u64, evict: bool) -> Command {
     Command::SessionEnd(pb::SessionEnd { sessions: vec![session], evict })

@@ -159,7 +159,7 @@ async fn a_shrink_is_answered_when_the_bytes_are_gone() {
     let mut c = w.client(1).await;
     until("chains", || w.mds[0].as_ref().unwrap().1.status().map.unwrap().sets.len() == 1).await;
     let f = c.one(create("f", 2)).await;
-    c.one(Op::Extend(pb::Extend { ino: f.ino, end: 10 << 20 })).await;
+    c.one(Op::Extend(pb::Extend { ino: f.ino, end: 10 << 20, holes: false })).await;
     oss.refuse.store(true, Ordering::Relaxed);
     let cut = c.request(vec![set_size(f.ino, (4 << 20) + 5)]);
     let r = {
@@ -201,7 +201,7 @@ async fn nobody_writes_before_what_a_dead_writer_left_is_cut() {
     until("chains", || status().map.unwrap().sets.len() == 1).await;
     let mut dead = w.client(1).await;
     let f = dead.one(create("f", 2)).await;
-    dead.one(Op::Extend(pb::Extend { ino: f.ino, end: 5 })).await;
+    dead.one(Op::Extend(pb::Extend { ino: f.ino, end: 5, holes: false })).await;
     let mut c = w.client(2).await;
     oss.refuse.store(true, Ordering::Relaxed);
     while status().sessions.len() == 2 {
