@@ -3,14 +3,14 @@
 use std::{path::Path, process::Command};
 
 /// Runs one of the commands to its end; what it printed is shown.
-fn suite(name: &str) {
+fn suite(name: &str, args: &[&str]) {
     if !Path::new("/dev/fuse").exists() {
         println!("skipped: /dev/fuse is missing");
         return;
     }
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cluster-tests/posix").join(name);
     let mut c = Command::new("timeout");
-    c.args(["--kill-after=30", "600"]).arg(script).env("STRAKE", env!("CARGO_BIN_EXE_strake"));
+    c.args(["--kill-after=30", "600"]).arg(script).args(args).env("STRAKE", env!("CARGO_BIN_EXE_strake"));
     let out = c.output().unwrap();
     let (text, errors) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     println!("{text}\n{errors}");
@@ -19,7 +19,7 @@ fn suite(name: &str) {
 
 #[test]
 fn pjdfstest() {
-    suite("pjdfstest");
+    suite("pjdfstest", &[]);
 }
 
 #[test]
@@ -28,5 +28,10 @@ fn acl() {
         println!("skipped: not root");
         return;
     }
-    suite("acl");
+    suite("acl", &[]);
+}
+
+#[test]
+fn holes() {
+    suite("holes", &["200"]);
 }

@@ -10,7 +10,7 @@ use strake_fabric::{Buf, Endpoint, Message, Peer, Service};
 use strake_proto::{
     CapKey, Capability, Code, Error, Result, Rights,
     checksum::block_sums,
-    data::{DataReply, DataRequest, Kind, Stamp, Version},
+    data::{DataReply, DataRequest, Extent, Extents, Kind, Stamp, Version},
     opcode,
     pb::{self, ReplicaState, op::Op},
 };
@@ -102,6 +102,11 @@ fn data(m: &Message) -> Result<(Vec<u8>, Vec<Buf>)> {
         if !bytes.is_empty() {
             payload.push(Buf::copy_from(&bytes));
         }
+    }
+    if m.opcode == opcode::EXTENTS {
+        let found = vec![Extent { index: q.chunk.index + 1, offset: 8192, len: 4096 }];
+        let found = if q.len == 0 { Vec::new() } else { found };
+        payload.push(Buf::copy_from(&Extents { found, bytes: 4096, next: None }.encode()));
     }
     Ok((r.encode().to_vec(), payload))
 }
@@ -198,7 +203,12 @@ async fn act(client: &Client, i: &mut Input<'_>) {
         }
         match i.u8() % 24 {
             0 => drop(client.lookup(&me, 1, b"a").await),
-            1 => drop(client.getattr(&me, 5).await),
+            1 => {
+                let sparse = client.getattr(&me, 5).await.is_ok_and(|a| a.sparse);
+                if sparse || i.u8() == 1 {
+                    let _ = client.allocated(5).await;
+                }
+            }
             2 => drop(client.setattr(&me, pb::SetAttr { ino: 5, size: Some(i.number()), ..Default::default() }).await),
             3 => drop(client.mkdir(&me, 1, b"d", 0o755).await),
             4 => drop(client.readdir(&me, 1, 0, 10, true).await),
@@ -242,6 +252,17 @@ async fn of_file(f: &File, n: u8, i: &mut Input<'_>) {
         20 => drop(f.append(vec![Buf::copy_from(&vec![8; len])]).await),
         21 => drop(f.truncate(offset).await),
         22 => drop(f.fsync().await),
-        _ => drop(f.flush().await),
+        _ => match offset >> 11 & 3 {
+            0 => drop(f.flush().await),
+            1 => drop(f.punch(offset, len as u64 * 8).await),
+            2 => {
+                let found = f.seek_data(offset).await;
+                assert!(found.is_err() || found.is_ok_and(|at| at >= offset));
+            }
+            _ => {
+                let found = f.seek_hole(offset).await;
+                assert!(found.is_err() || found.is_ok_and(|at| at >= offset));
+            }
+        },
     }
 }

@@ -3,7 +3,7 @@
 use prost::Message;
 use strake_proto::{
     cap::{CAP_LEN, CapKey, peek},
-    data::{DataReply, DataRequest, LIST_ENTRY, ListEntry},
+    data::{DataReply, DataRequest, Extents, LIST_ENTRY, ListEntry},
     frame::{HEADER_LEN, Header, MAX_BODY, MAX_PAYLOAD},
     layout::{MAX_CHUNK, MAX_FILE_SIZE, StripeMap},
     map::{ChainExt, MapView},
@@ -58,8 +58,15 @@ fn data_reply(data: &[u8]) {
     assert_eq!(DataReply::decode(&again).unwrap(), r);
 }
 
-/// A chunk list that decodes is made of whole entries and survives another round.
+/// A chunk list that decodes is made of whole entries and survives another round; so do extents.
 fn list_entries(data: &[u8]) {
+    for from in [(0, 0), (1, 4096)] {
+        if let Ok(e) = Extents::decode(data, from) {
+            assert_eq!(Extents::decode(&e.encode(), from).unwrap(), e);
+            assert!(e.found.iter().all(|x| (x.index, x.offset) >= from && x.len > 0));
+            assert!(e.next.is_none_or(|n| n > from));
+        }
+    }
     let list = ListEntry::decode_all(data);
     assert_eq!(list.is_ok(), data.len().is_multiple_of(LIST_ENTRY));
     if let Ok(list) = list {

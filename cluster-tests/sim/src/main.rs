@@ -55,8 +55,18 @@ fn main() -> ExitCode {
             Ok(o) => {
                 let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
                 println!(
-                    "seed {seed}: {} faults, {} writes, {} syncs, {} reads, {} names, {} locks, {} errors, {} messages, {:.0?} simulated, trace {hash}",
-                    o.faults, o.writes, o.syncs, o.reads, o.names, o.locks, o.errors, o.messages, o.simulated
+                    "seed {seed}: {} faults, {} writes, {} punches, {} seeks, {} syncs, {} reads, {} names, {} locks, {} errors, {} messages, {:.0?} simulated, trace {hash}",
+                    o.faults,
+                    o.writes,
+                    o.punches,
+                    o.seeks,
+                    o.syncs,
+                    o.reads,
+                    o.names,
+                    o.locks,
+                    o.errors,
+                    o.messages,
+                    o.simulated
                 );
                 for v in &o.violations {
                     println!("  VIOLATION: {v}");

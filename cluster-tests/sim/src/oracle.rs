@@ -25,6 +25,14 @@ struct Cell {
     tags: Vec<u32>,
     /// Of these, the ones whose writer was told of an error.
     failed: BTreeSet<u32>,
+    /// Of these, the ones that are punches.
+    holes: BTreeSet<u32>,
+}
+
+impl Cell {
+    fn matches(&self, offset: u64, got: &[u8]) -> bool {
+        self.tags.iter().any(|t| matches(if self.holes.contains(t) { NEVER } else { *t }, offset, got))
+    }
 }
 
 /// One file as its single writer knows it.
@@ -56,11 +64,31 @@ impl FileModel {
         self.most_size = self.most_size.max(offset + len as u64);
     }
 
+    /// A punch was sent. It never makes the file longer.
+    pub fn punched(&mut self, tag: u32, offset: u64, len: u64) {
+        for c in offset / CELL as u64..(offset + len) / CELL as u64 {
+            if let Some(cell) = self.cells.get_mut(&c) {
+                cell.tags.push(tag);
+                cell.holes.insert(tag);
+            }
+        }
+    }
+
+    /// Whether what lies between may be a hole: read as zeros.
+    pub fn check_hole(&self, from: u64, to: u64) -> Result<(), String> {
+        for c in from / CELL as u64..to.min(self.most_size).div_ceil(CELL as u64) {
+            self.check(c * CELL as u64, &[0; CELL]).map_err(|e| format!("hole {from} to {to}: {e}"))?;
+        }
+        Ok(())
+    }
+
     /// An fsync succeeded that began when `self` was as it is.
     pub fn synced(&mut self) {
         for cell in self.cells.values_mut() {
             let newest = cell.tags.iter().rposition(|t| !cell.failed.contains(t)).unwrap_or(0);
             cell.tags.drain(..newest);
+            let left: BTreeSet<u32> = cell.tags.iter().copied().collect();
+            cell.holes.retain(|t| left.contains(t));
         }
         self.durable_size = self.durable_size.max(self.good_size);
     }
@@ -84,11 +112,11 @@ impl FileModel {
     pub fn check(&self, offset: u64, bytes: &[u8]) -> Result<(), String> {
         for (i, got) in bytes.chunks(CELL).enumerate() {
             let at = offset + (i * CELL) as u64;
-            let tags = self.cells.get(&(at / CELL as u64)).map_or(&[NEVER][..], |c| &c.tags[..]);
-            if !tags.iter().any(|t| matches(*t, at, got)) {
+            let cell = self.cells.get(&(at / CELL as u64));
+            if !cell.map_or_else(|| matches(NEVER, at, got), |c| c.matches(at, got)) {
                 let word = got.first_chunk::<8>().map_or(0, |w| u64::from_le_bytes(*w));
                 return Err(format!(
-                    "at {at}: found tag {} place {}, allowed tags {tags:?}",
+                    "at {at}: found tag {} place {}, allowed {cell:?}",
                     word >> 32,
                     word & 0xffff_ffff
                 ));
@@ -191,6 +219,29 @@ mod tests {
         m.answered(512);
         m.synced();
         assert!(m.check(0, &bytes(5)).is_ok() && (1..=4).all(|t| m.check(0, &bytes(t)).is_err()));
+    }
+
+    #[test]
+    fn lost_and_untimely_holes_are_found() {
+        let mut m = FileModel::default();
+        let mut a = vec![0; 2048];
+        fill(1, 0, &mut a);
+        m.wrote(1, 0, 2048);
+        m.answered(2048);
+        m.synced();
+        assert!(m.check_hole(0, 512).is_err() && m.check_hole(2048, 9000).is_ok());
+        m.punched(2, 512, 1024);
+        let punched = [&a[..512], &[0; 1024], &a[1536..]].concat();
+        assert!(m.check(0, &a).is_ok() && m.check(0, &punched).is_ok() && m.check_hole(512, 1536).is_ok());
+        m.synced();
+        assert!(m.check(0, &a).is_err() && m.check(0, &punched).is_ok() && m.check_hole(0, 1536).is_err());
+        m.wrote(3, 512, 512);
+        m.punched(4, 512, 512);
+        m.write_failed(4);
+        m.synced();
+        let mut b = vec![0; 512];
+        fill(3, 512, &mut b);
+        assert!(m.check(512, &b).is_ok() && m.check(512, &[0; 512]).is_ok() && m.check(512, &a[512..1024]).is_err());
     }
 
     #[test]

@@ -20,6 +20,8 @@ pub const RDWR: u32 = 2;
 pub struct Findings {
     pub violations: Vec<String>,
     pub writes: u64,
+    pub punches: u64,
+    pub seeks: u64,
     pub syncs: u64,
     pub reads: u64,
     pub names: u64,
@@ -73,7 +75,9 @@ impl Actor {
     /// Random operations until told to stop.
     pub async fn run(&mut self, stop: Arc<std::sync::atomic::AtomicBool>) {
         while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-            let result = match self.rng.random_range(0..20) {
+            let result = match self.rng.random_range(0..24) {
+                20..=21 => self.punch().await,
+                22..=23 => self.seek().await,
                 0..=7 => self.write().await,
                 8..=10 => self.sync().await,
                 11..=14 => self.read().await,
@@ -103,6 +107,46 @@ impl Actor {
         file.write_all_at(offset, &bytes).await.inspect_err(|_| model.write_failed(tag))?;
         model.answered(offset + len as u64);
         self.found.lock().writes += 1;
+        Ok(())
+    }
+
+    async fn punch(&mut self) -> Result<()> {
+        let n = self.rng.random_range(0..FILES);
+        let cells = FILE_BYTES / CELL as u64;
+        let first = self.rng.random_range(0..cells);
+        let count = self.rng.random_range(1..=(cells - first).min(600));
+        let tag = self.next_tag;
+        self.next_tag += 1;
+        let (file, model) = &mut self.files[n];
+        model.punched(tag, first * CELL as u64, count * CELL as u64);
+        file.punch(first * CELL as u64, count * CELL as u64).await.inspect_err(|_| model.write_failed(tag))?;
+        self.found.lock().punches += 1;
+        Ok(())
+    }
+
+    /// What is told to be a hole must be allowed to read as zeros.
+    async fn seek(&mut self) -> Result<()> {
+        let n = self.rng.random_range(0..FILES);
+        let at = self.rng.random_range(0..FILE_BYTES / CELL as u64) * CELL as u64;
+        let (file, model) = &self.files[n];
+        let (data, hole) = (file.seek_data(at).await, file.seek_hole(at).await);
+        let (data, hole) = match (data, hole) {
+            (Err(d), Err(h)) if d.code == Code::NxIo && h.code == Code::NxIo => return Ok(()),
+            (Err(d), Ok(hole)) if d.code == Code::NxIo => (model.most_size.max(at), hole),
+            (data, hole) => (data?, hole?),
+        };
+        // Between the two calls what is not synced may be lost and written again: they need not agree.
+        let mut wrong = model.check_hole(at, data).err();
+        if data < at || hole < at {
+            wrong = Some(format!("from {at}: data at {data}, a hole at {hole}"));
+        }
+        if hole < model.most_size {
+            wrong = wrong.or(model.check_hole(hole, (hole / 4096 + 1) * 4096).err());
+        }
+        if let Some(e) = wrong {
+            self.violation(format!("file{n}: {e}"));
+        }
+        self.found.lock().seeks += 1;
         Ok(())
     }
 

@@ -6,7 +6,12 @@ fn twice(seed: u64) {
     let first = run(Scenario::new(seed)).unwrap();
     assert!(first.violations.is_empty(), "seed {seed}: {:#?}", first.violations);
     assert!(
-        first.writes > 0 && first.syncs > 0 && first.names > 0 && first.locks > 0,
+        first.writes > 0
+            && first.punches > 0
+            && first.seeks > 0
+            && first.syncs > 0
+            && first.names > 0
+            && first.locks > 0,
         "seed {seed} did nothing: {first:?}"
     );
     let second = run(Scenario::new(seed)).unwrap();
