@@ -33,8 +33,8 @@ use crate::{
 /// Chunks punched at a time, and extents asked for at once.
 const PUNCHES_AT_ONCE: usize = 8;
 const PAGE: u32 = 256;
-/// Requests to one chain for the size of what it stores, each about 1 GiB of data. What they do not reach is taken for data.
-const MOST_COUNTS: usize = 32;
+/// Requests to one chain for the size of what it stores, each about 256 MiB of data. What they do not reach is taken for data.
+const MOST_COUNTS: usize = 128;
 
 impl Client {
     /// Bytes that the servers store of a regular file, each copy but the first left out; holes take none.

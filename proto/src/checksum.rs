@@ -1,6 +1,6 @@
 //! CRC32C per 4 KiB block: computed once by the writer, carried, stored beside the extent, checked by every reader.
 
-use crc_fast::{CrcAlgorithm, checksum, checksum_combine};
+use crc_fast::{CrcAlgorithm, Digest, checksum, checksum_combine};
 
 /// Bytes one checksum covers. Blocks are aligned to multiples of this in the chunk.
 pub const BLOCK: usize = 4096;
@@ -8,6 +8,14 @@ pub const BLOCK: usize = 4096;
 /// CRC32C (Castagnoli, reflected, as in RFC 3720) of `bytes`.
 pub fn crc32c(bytes: &[u8]) -> u32 {
     checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}
+
+/// CRC32C of `a` followed by `b`; much less work than [`combine`].
+pub fn crc32c_both(a: &[u8], b: &[u8]) -> u32 {
+    let mut d = Digest::new(CrcAlgorithm::Crc32Iscsi);
+    d.update(a);
+    d.update(b);
+    d.finalize() as u32
 }
 
 /// The checksum of `a` followed by `b`, from theirs.
@@ -72,6 +80,10 @@ mod tests {
     #[test]
     fn known_value() {
         assert_eq!(crc32c(b"123456789"), 0xe306_9283); // RFC 3720 check value
+        for n in 0..=9 {
+            let (a, b) = b"123456789".split_at(n);
+            assert_eq!((crc32c_both(a, b), combine(crc32c(a), crc32c(b), b.len())), (0xe306_9283, 0xe306_9283));
+        }
     }
 
     #[test]

@@ -692,6 +692,11 @@ impl Cluster {
         let epoch = self.chains[&self.clients[0].map].epoch;
         let c = chunk(self.rand(CHUNKS));
         let r = &self.r[i];
+        let all: Vec<ChunkId> = (0..CHUNKS).map(chunk).collect();
+        if let [first, .., last] = &all[..] {
+            let each = all.iter().all(|c| r.core.read(c, epoch).is_ok());
+            assert_eq!(r.core.read_all(first..=last, epoch).is_ok(), each, "what may be read of all at {i}");
+        }
         if !r.leased || r.core.read(&c, epoch).is_err() {
             return;
         }

@@ -21,8 +21,8 @@ use super::{
 /// Changed records looked at in one step.
 const STEP: usize = 1024;
 
-/// Segment records that one look for extents reads at most: 1 GiB of a file without holes.
-const EXTENT_LOOK: usize = 4096;
+/// Segment records that one look for extents reads at most: 256 MiB of a file without holes.
+const EXTENT_LOOK: usize = 1024;
 
 /// Records of one chain, from a bound on.
 struct Span<K> {

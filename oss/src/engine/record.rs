@@ -4,7 +4,7 @@
 use bytes::{BufMut, Bytes, BytesMut};
 use strake_proto::{
     ChunkId, Code, Error, Result,
-    checksum::crc32c,
+    checksum::crc32c_both,
     data::{KEPT_WRITERS, Version, Writer},
 };
 
@@ -100,7 +100,7 @@ pub(super) fn seal(key: &[u8], mut value: BytesMut) -> Bytes {
 }
 
 fn sum_of(key: &[u8], value: &[u8]) -> u32 {
-    strake_proto::checksum::combine(crc32c(key), crc32c(value), value.len())
+    crc32c_both(key, value)
 }
 
 fn bad(what: &str) -> Error {
