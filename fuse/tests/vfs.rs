@@ -2,9 +2,12 @@
 
 mod common;
 
+use std::time::Duration;
+
 use common::Cluster;
 use strake_fuse::vfs::{Caller, Change, Place, Vfs};
 use strake_proto::Code;
+use tokio::time::Instant;
 
 const ROOT: Caller = Caller { uid: 0, gid: 0, pid: 0 };
 
@@ -58,4 +61,37 @@ async fn acls_are_answered_from_what_is_known_until_they_change() {
     vfs.readdir(open, 0, false, |_| true).await.unwrap();
     let again = vfs.opendir(user, dir);
     assert_eq!(vfs.readdir(again, 0, false, |_| true).await.unwrap_err().code, Code::Access);
+}
+
+/// A stat of a sparse file tells its space while the servers do, and waits for them only once in a while.
+#[tokio::test(start_paused = true)]
+async fn space_is_told_while_the_servers_tell_it() {
+    let cluster = Cluster::new();
+    let client = cluster.client().await;
+    let vfs = Vfs::new(client.clone(), None);
+    let mut made = Vec::new();
+    for name in [b"a", b"b"] {
+        let (attr, open) = vfs.create(ROOT, client.root(), name, 0o600, 0, libc::O_RDWR).await.unwrap();
+        let mut data = client.pool().get_now(5);
+        data.copy_from_slice(b"hello");
+        vfs.write(open.handle, Place::At(1 << 20), data.freeze()).await.unwrap();
+        vfs.flush(open.handle, 0).await.unwrap();
+        vfs.release(open.handle).await;
+        made.push(attr.ino);
+    }
+    let usual = Duration::from_secs(1);
+    let told = async |ino| {
+        let (at, s) = (Instant::now(), vfs.getattr(ino).await.unwrap());
+        (s.allocated, s.blocks(), s.timeout(usual) == usual, at.elapsed().as_secs())
+    };
+    assert_eq!(told(made[0]).await, (Some(4096), 8, true, 0));
+    assert!(vfs.lookup(ROOT, client.root(), b"a").await.unwrap().sparse);
+    cluster.hide_extents(true);
+    assert_eq!(told(made[0]).await, (None, 2049, false, 2));
+    assert_eq!(told(made[1]).await, (None, 2049, false, 0), "not for each file anew");
+    tokio::time::sleep(Duration::from_secs(9)).await;
+    assert_eq!(told(made[1]).await.3, 0);
+    cluster.hide_extents(false);
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(told(made[1]).await, (Some(4096), 8, true, 0));
 }

@@ -19,6 +19,7 @@ use std::{
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use strake_client::{Client, File, Keep};
 use strake_fabric::{Buf, Pool, Record};
 use strake_proto::{Error, Ino, Result, ids::ROOT_INO, pb};
@@ -109,6 +110,8 @@ pub struct Vfs {
     files: Table<OpenFile>,
     dirs: Table<OpenDir>,
     owners: Owners,
+    /// When the storage servers last did not say in time how much they store.
+    uncounted: Mutex<Option<Instant>>,
     /// Flags that every file is opened with.
     always: i32,
     /// What the kernel knows as the root.
@@ -137,6 +140,7 @@ impl Vfs {
             dirs: Table::default(),
             owners: Owners::new(keep.clone()),
             keep,
+            uncounted: Mutex::default(),
             always: 0,
             root: ROOT_INO,
         }

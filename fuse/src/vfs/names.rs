@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use strake_client::Mode;
 use strake_proto::{Code, Error, Ino, Result, pb};
+use tokio::time::Instant;
 
 use super::{Caller, Change, Stat, Time, Vfs};
 
@@ -13,6 +14,8 @@ const RENAME_EXCHANGE: u32 = 2;
 
 /// How long a stat waits to hear how much of a file is stored.
 const COUNT_LIMIT: Duration = Duration::from_secs(2);
+/// How long none waits after that.
+const COUNT_PAUSE: Duration = Duration::from_secs(10);
 
 impl Vfs {
     /// The inode behind a name.
@@ -31,11 +34,22 @@ impl Vfs {
         // Not an access of the caller's: stat(2) needs no right on the file itself.
         let got = self.seen(self.client.getattr(&pb::Creds::default(), inner)).await;
         let attr = got.map_err(|e| self.gone(inner, e))?;
-        if !attr.sparse {
-            return Ok(attr.into());
+        let allocated = if attr.sparse { self.count(inner).await } else { None };
+        Ok(Stat { attr, allocated })
+    }
+
+    /// How much is stored of a file, if the servers say so. When they did not, nobody waits for them again for a while.
+    async fn count(&self, ino: Ino) -> Option<u64> {
+        if self.uncounted.lock().is_some_and(|at| at.elapsed() < COUNT_PAUSE) {
+            return None;
         }
-        let counted = tokio::time::timeout(COUNT_LIMIT, self.client.allocated(inner)).await;
-        Ok(Stat { attr, allocated: counted.ok().and_then(Result::ok) })
+        match tokio::time::timeout(COUNT_LIMIT, self.client.allocated(ino)).await {
+            Ok(counted) => counted.inspect_err(|e| tracing::debug!(ino, "counting what is stored: {e}")).ok(),
+            Err(_) => {
+                *self.uncounted.lock() = Some(Instant::now());
+                None
+            }
+        }
     }
 
     pub async fn setattr(&self, caller: Caller, ino: Ino, change: Change) -> Result<pb::Attr> {

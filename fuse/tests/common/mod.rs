@@ -232,6 +232,12 @@ impl Cluster {
         self.fabric.stalled.send_replace(stalled);
     }
 
+    /// From now on storage servers do not tell where data is, or do again.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn hide_extents(&self, hide: bool) {
+        self.mds.data.silent.store(hide, std::sync::atomic::Ordering::Relaxed);
+    }
+
     /// A session ends as if it had been silent for its term.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn evict(&self, session: u64) {
