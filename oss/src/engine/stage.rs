@@ -364,7 +364,7 @@ impl Engine {
         Error::new(Code::NoSpc, m)
     }
 
-    /// Makes a staged update visible: at once, durable at the next flush. Write, truncate and remove append `writers` to
+    /// Makes a staged update visible: at once, durable at the next flush. Write, punch, truncate and remove append `writers` to
     /// the chunk's list (the last 8 stay), replace sets it.
     pub fn commit(&self, mut staged: Staged, version: Version, writers: Vec<Writer>) -> Result<ChunkMeta> {
         let mut list = std::mem::take(&mut staged.writers);
