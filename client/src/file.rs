@@ -513,6 +513,12 @@ impl File {
         &self.0.inode
     }
 
+    /// Bytes of this file are lost to whoever wrote them: the next write, fsync and close of every open file of it say so
+    /// (`EIO`).
+    pub fn lost(&self, why: &str) {
+        self.0.inode.fail_loudly(why);
+    }
+
     /// Cuts or extends the file. Returns when the bytes beyond are gone from every replica.
     pub async fn truncate(&self, size: u64) -> Result<pb::Attr> {
         self.check(self.is_writable(), "writing")?;

@@ -33,6 +33,8 @@ use crate::{
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 /// One attempt at a request. A leader that is cut off says nothing; the next one answers the retry.
 pub(crate) const META_TRY: Duration = Duration::from_secs(5);
+/// When the time is over.
+const MIN_TRY: Duration = Duration::from_millis(1);
 /// A shrink is answered when the bytes are gone from every replica.
 const SHRINK_TRY: Duration = Duration::from_secs(30);
 
@@ -176,10 +178,13 @@ impl Core {
         at: &mut Attempts,
     ) -> Result<Message> {
         loop {
-            let cause = match self.leader().await {
+            // Others may be trying to connect before this one's turn comes.
+            let none = || Error::new(Code::Disconnected, "no connection to a metadata server");
+            let leader = timeout(at.left().max(MIN_TRY), self.leader()).await;
+            let cause = match leader.unwrap_or_else(|_| Err(none())) {
                 Ok(leader) => {
                     Counters::add(&self.stats.meta_requests, 1);
-                    let limit = one_try.min(at.left()).max(Duration::from_millis(1));
+                    let limit = one_try.min(at.left()).max(MIN_TRY);
                     match leader.conn.call(Message::new(opcode, body.clone()), limit).await {
                         Ok(m) => {
                             self.answered(Kind::Metadata, "");

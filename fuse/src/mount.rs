@@ -126,6 +126,8 @@ pub fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
 pub async fn serve(cfg: &MountConfig, client: Client, keep: Arc<Keep>, descriptors: Vec<OwnedFd>) -> Result<Mount> {
     let vfs = Arc::new(Vfs::new(client, Some(keep.clone())).within(cfg.root).synchronous(cfg.is_sync()));
     let agreed = Arc::default();
+    let learning = vfs.clone();
+    tokio::spawn(async move { learning.learn().await });
     let serve = dev::Serve::new(vfs.clone(), cfg, Arc::clone(&agreed), Some(keep)).await;
     Ok(Mount { session: Session::Dev(dev::start(descriptors, serve, agreed)?), mountpoint: None, vfs })
 }

@@ -95,10 +95,11 @@ impl Vfs {
         open.check_locks(self)?;
         let len = data.len();
         let file = open.file()?;
-        match place {
+        let written = match place {
             Place::At(offset) => file.write(offset, vec![data]).await,
             Place::End => file.append(vec![data]).await.map(|_| len),
-        }
+        };
+        written.map_err(|e| given_up(file, e))
     }
 
     /// close(2) of one descriptor by the process with this lock owner: what the handle wrote is stable and its size
@@ -136,7 +137,8 @@ impl Vfs {
         if parts.is_empty() {
             return Ok(0);
         }
-        to.file()?.write(range.to_offset, parts).await
+        let to = to.file()?;
+        to.write(range.to_offset, parts).await.map_err(|e| given_up(to, e))
     }
 
     /// syncfs(2): all that was written through this mount is stable.
@@ -225,6 +227,16 @@ fn allocation(offset: u64, len: u64, mode: i32) -> Result<(bool, u64)> {
         return Err(Error::new(Code::FBig, "fallocate beyond the largest file"));
     }
     Ok((mode & !KEEP != 0, end))
+}
+
+/// A write that a soft mount gave up: some of its bytes may be on some replicas. Not every program looks at what write(2)
+/// returns, so the next calls say it too.
+fn given_up(file: &File, e: Error) -> Error {
+    if e.code != Code::TimedOut {
+        return e;
+    }
+    file.lost(&format!("a write was given up, its bytes may be lost: {e}"));
+    Error { code: Code::Io, ..e }
 }
 
 /// Linux's fourth access mode needs the right to read and to write and gives neither, which the kernel sees to.

@@ -116,7 +116,13 @@ pub struct Vfs {
     always: i32,
     /// What the kernel knows as the root.
     root: Ino,
+    /// As last heard.
+    root_attr: Mutex<Option<pb::Attr>>,
+    space: Mutex<Option<pb::StatfsReply>>,
 }
+
+/// How long the answer is waited for while servers are away, where the last one will do.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 struct OpenFile {
     /// An error: it was open when a former daemon died, and could not be opened again.
@@ -143,6 +149,8 @@ impl Vfs {
             uncounted: Mutex::default(),
             always: 0,
             root: ROOT_INO,
+            root_attr: Mutex::default(),
+            space: Mutex::default(),
         }
     }
 
@@ -155,7 +163,37 @@ impl Vfs {
 
     /// Space, inodes and targets.
     pub async fn statfs(&self) -> Result<pb::StatfsReply> {
-        self.client.statfs(&pb::Creds::default(), "").await
+        self.or_last(&self.space, self.client.statfs(&pb::Creds::default(), "")).await
+    }
+
+    /// An answer, or the last one when the servers that know better have been away for a while. For what umount(8) looks at
+    /// before it unmounts: it must not wait for them.
+    async fn or_last<T: Clone>(&self, last: &Mutex<Option<T>>, asking: impl Future<Output = Result<T>>) -> Result<T> {
+        let instead = async {
+            loop {
+                tokio::time::sleep(PATIENCE).await;
+                let last = last.lock().clone();
+                if let Some(known) = last.filter(|_| !self.client.away().is_empty()) {
+                    return known;
+                }
+            }
+        };
+        tokio::select! {
+            biased;
+            answer = asking => {
+                let answer = answer?;
+                *last.lock() = Some(answer.clone());
+                Ok(answer)
+            }
+            known = instead => Ok(known),
+        }
+    }
+
+    /// Learns what is to be shown when servers are away.
+    pub(crate) async fn learn(&self) {
+        if let Err(e) = tokio::try_join!(self.getattr(ROOT_INO), self.statfs()) {
+            tracing::debug!("asking for the root and the space: {e}");
+        }
     }
 
     /// Flushes whatever is still open, after the kernel is gone. Closing it is left to the end of the session.

@@ -73,7 +73,21 @@ fn uses_of(mount: &Mounted, pid: u32) -> Vec<Use> {
     mapped.sort_unstable();
     mapped.dedup();
     all.extend(mapped.into_iter().map(|p| Use { pid, what: format!("mapped file {p}") }));
+    if all.is_empty() && waits(&proc) {
+        all.push(Use { pid, what: "waits in a call for servers that are away, of this mount or of another".into() });
+    }
     all
+}
+
+/// Whether a thread of it waits for the answer of a FUSE mount, in a call that may keep a file which no descriptor shows: stat(2)
+/// of a path, or close(2).
+fn waits(proc: &Path) -> bool {
+    let threads = fs::read_dir(proc.join("task")).into_iter().flatten().flatten();
+    threads.map(|t| fs::read_to_string(t.path().join("wchan")).unwrap_or_default()).any(|w| is_answer_wait(&w))
+}
+
+fn is_answer_wait(wchan: &str) -> bool {
+    wchan.contains("fuse") && !wchan.contains("dev_do_read") || wchan == "request_wait_answer"
 }
 
 /// Paths there mean other mounts.
@@ -132,6 +146,8 @@ mod tests {
         assert_eq!(mapping(line, "0:46"), None);
         assert_eq!(mapping("7f0 rw-p 00000000 00:00 0 ", "0:0"), None);
         assert_eq!(mapping("nonsense", "0:0"), None);
+        assert!(is_answer_wait("request_wait_answer") && is_answer_wait("__fuse_simple_request"));
+        assert!(!is_answer_wait("fuse_dev_do_read.constprop.0") && !is_answer_wait("0"));
         assert_eq!(name_of("alice:x:1000:1000::/home/alice:/bin/sh", "1000"), Some("alice".into()));
         assert_eq!(name_of("alice", "1000"), None);
     }
