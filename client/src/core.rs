@@ -124,12 +124,12 @@ impl Attempts {
         let waited = self.began.elapsed();
         core.stats.stalled(waited);
         let left = self.left();
+        if waited >= TOO_LONG {
+            core.tell_stuck();
+        }
         if left.is_zero() || core.is_closed() {
             let m = format!("{}: gave up after {:.1} s: {cause}", self.what, waited.as_secs_f64());
             return Err(Error::new(Code::TimedOut, m));
-        }
-        if waited >= TOO_LONG {
-            core.tell_stuck();
         }
         let mut changed = core.map_changed.subscribe();
         let pause = self.backoff.next(core.env.random_u64()).min(left);

@@ -14,5 +14,5 @@ pub mod vfs;
 
 pub use memory::{MEMORY_FILE, MemoryLimit, can_mount, memory_byte, mount_memory_limit};
 pub use mount::{Mount, MountConfig, Transport, attach, mount, serve};
-pub use mountpoint::remount;
+pub use mountpoint::{fusermount, remount};
 pub use rustix::mount::MountFlags;

@@ -5,7 +5,7 @@ use std::{
     io::{self, IoSliceMut},
     mem::MaybeUninit,
     os::fd::{AsRawFd, BorrowedFd, OwnedFd},
-    path::{Display, Path},
+    path::{Display, Path, PathBuf},
     process::{Command, Stdio},
 };
 
@@ -51,7 +51,7 @@ pub(crate) fn attach_as_user(cfg: &MountConfig) -> Result<OwnedFd> {
         options.push(',');
         options.push_str(flag);
     }
-    let mut child = Command::new("fusermount3");
+    let mut child = fusermount_command();
     child.arg("-o").arg(options).arg("--").arg(&cfg.mountpoint);
     child.env("_FUSE_COMMFD", its.as_raw_fd().to_string()).stdin(Stdio::null()).stderr(Stdio::piped());
     let child = child.spawn().map_err(|e| Error::from(e).context("starting fusermount3"))?;
@@ -97,7 +97,7 @@ pub(crate) fn detach(at: &Path, lazy: bool) -> Result<()> {
         Err(rustix::io::Errno::PERM) if !rustix::process::geteuid().is_root() => {}
         Err(e) => return Err(Error::from(io::Error::from(e)).context(format!("unmounting {shown}"))),
     }
-    let out = Command::new("fusermount3").arg(if lazy { "-uz" } else { "-u" }).arg("--").arg(at).output();
+    let out = fusermount_command().arg(if lazy { "-uz" } else { "-u" }).arg("--").arg(at).output();
     let out = out.map_err(|e| Error::from(e).context("starting fusermount3"))?;
     let said = String::from_utf8_lossy(&out.stderr);
     match out.status.success() {
@@ -129,15 +129,23 @@ pub(crate) fn check(cfg: &MountConfig) -> Result<()> {
         let m = "/dev/fuse is missing: run `modprobe fuse`, or give the container `--device /dev/fuse`";
         return Err(Error::new(Code::NoDev, m));
     }
-    if !rustix::process::geteuid().is_root() && !in_path("fusermount3") {
+    if !rustix::process::geteuid().is_root() && fusermount().is_none() {
         let m = "only root can mount without fusermount3, which is not installed; install the package fuse3";
         return Err(Error::new(Code::Perm, m));
     }
     Ok(())
 }
 
-fn in_path(program: &str) -> bool {
-    std::env::var_os("PATH").is_some_and(|p| std::env::split_paths(&p).any(|d| d.join(program).exists()))
+/// Where fusermount3 is: mount(8) calls its helpers for users without a `PATH`.
+pub fn fusermount() -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let usual = ["/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"].map(PathBuf::from);
+    std::env::split_paths(&path).chain(usual).map(|d| d.join("fusermount3")).find(|f| f.is_file())
+}
+
+/// To be started.
+fn fusermount_command() -> Command {
+    Command::new(fusermount().unwrap_or_else(|| "fusermount3".into()))
 }
 
 /// Whether the topmost mount at this folder is a StrakeFS one.

@@ -95,6 +95,11 @@ pub fn flag_names() -> impl Iterator<Item = &'static str> {
     FLAGS.iter().flat_map(|(set, clear, _)| [*set, *clear]).filter(|n| !n.is_empty())
 }
 
+/// The names of those that take a flag back.
+pub fn clear_names() -> impl Iterator<Item = &'static str> {
+    FLAGS.iter().map(|(_, clear, _)| *clear).filter(|n| !n.is_empty())
+}
+
 /// Sets or takes back what an option of this name says. False: it is no flag.
 pub fn apply_flag(flags: &mut MountFlags, name: &str) -> bool {
     for (set, clear, flag) in FLAGS {

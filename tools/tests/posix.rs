@@ -24,11 +24,20 @@ fn pjdfstest() {
 
 #[test]
 fn acl() {
+    as_root("acl");
+}
+
+#[test]
+fn mounting() {
+    as_root("mounting");
+}
+
+fn as_root(name: &str) {
     if !rustix::process::geteuid().is_root() {
         println!("skipped: not root");
         return;
     }
-    suite("acl", &[]);
+    suite(name, &[]);
 }
 
 #[test]

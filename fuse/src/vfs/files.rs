@@ -14,7 +14,12 @@ const MOST_COPIED: u64 = 16 << 20;
 impl Vfs {
     pub async fn open(&self, caller: Caller, ino: Ino, flags: i32) -> Result<Opened> {
         let flags = known_access(flags) | self.always;
-        let (file, _) = self.client.open(&self.creds(caller), ino, flags as u32).await?;
+        let creds = self.creds(caller);
+        let (file, _) = self.client.open(&creds, ino, flags as u32).await?;
+        // Linux cuts the file even then; the kernel has checked the right to write it.
+        if flags & libc::O_TRUNC != 0 && flags & libc::O_ACCMODE == libc::O_RDONLY {
+            self.client.setattr(&creds, pb::SetAttr { ino, size: Some(0), ..Default::default() }).await?;
+        }
         Ok(self.keep(file, ino, flags, caller))
     }
 

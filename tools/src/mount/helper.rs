@@ -3,6 +3,7 @@
 use std::{ffi::OsString, os::fd::OwnedFd, path::PathBuf, process::ExitCode};
 
 use clap::Parser;
+use strake_fuse::table;
 use strake_proto::{Code, Error, Result};
 
 use super::{MountArgs, UmountArgs, options::Options};
@@ -143,6 +144,7 @@ impl Call {
         }
         self.enter()?;
         self.folder()?;
+        known.insert(0, self.base());
         let mut argv: Vec<OsString> = vec!["mount".into()];
         argv.extend(known.into_iter().filter(|o| !o.is_empty()).flat_map(|o| ["-o".into(), o.into()]));
         argv.push("--".into());
@@ -155,6 +157,16 @@ impl Call {
             return super::check_only(&args).map(|()| ExitCode::SUCCESS);
         }
         super::mount(&args, argv)
+    }
+
+    /// mount(8) says `nosuid` where it is wanted, and never `suid`. At a remount it names all flags that are to be.
+    fn base(&self) -> String {
+        let remount = self.options.iter().any(|o| o.split(',').any(|o| o == "remount"));
+        match (remount, rustix::process::geteuid().is_root()) {
+            (true, _) => table::clear_names().collect::<Vec<_>>().join(","),
+            (false, true) => "suid,dev".into(),
+            (false, false) => String::new(),
+        }
     }
 
     fn umount(mut self) -> Result<ExitCode> {

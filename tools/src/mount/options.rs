@@ -143,7 +143,8 @@ impl Options {
         if let Some((_, instead)) = ELSEWHERE.iter().find(|(n, _)| *n == name) {
             return Err(bad(format!("option '{name}' does not exist here: {instead}")));
         }
-        let for_others = |n: &str| n.starts_with("x-") || n.starts_with("X-") || matches!(n, "user" | "comment");
+        let for_others =
+            |n: &str| n.starts_with("x-") || n.starts_with("X-") || matches!(n, "user" | "comment" | "uhelper");
         if for_others(name) || OF_THE_KERNEL.contains(&name) {
             return Ok(true);
         }

@@ -3,7 +3,7 @@
 use std::{
     path::PathBuf,
     process::{Command, ExitCode},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use clap::Args;
@@ -32,6 +32,8 @@ pub struct UmountArgs {
 
 /// See [`UmountArgs::timeout`].
 const PATIENCE: u64 = 10;
+/// What was let go by force gets so long to leave.
+const LEAVING: Duration = Duration::from_secs(1);
 /// Of the mount's process, to say how it stands.
 const ANSWER: Duration = Duration::from_secs(2);
 /// Exit status when it is unmounted and not everything is safe.
@@ -92,11 +94,15 @@ pub fn unmount(mountpoint: &std::path::Path, lazy: bool) -> Result<()> {
 fn detach(mount: &Mounted, lazy: bool, force: bool) -> Result<()> {
     let at = &mount.at;
     if force {
-        match rustix::mount::unmount(at, UnmountFlags::FORCE) {
-            Ok(()) => return Ok(()),
-            // Nobody waits for an answer any more, but somebody is still there.
-            Err(rustix::io::Errno::BUSY) => {}
-            Err(e) => return Err(Error::from(std::io::Error::from(e)).context(format!("unmount {}", at.display()))),
+        let until = Instant::now() + LEAVING;
+        loop {
+            match rustix::mount::unmount(at, UnmountFlags::FORCE) {
+                Ok(()) => return Ok(()),
+                // Nobody waits for an answer any more, but somebody is still there, perhaps on the way out.
+                Err(rustix::io::Errno::BUSY) if Instant::now() < until => std::thread::sleep(LEAVING / 100),
+                Err(rustix::io::Errno::BUSY) => break,
+                Err(e) => return Err(Error::from(std::io::Error::from(e)).context(format!("unmount {}", at.display()))),
+            }
         }
     }
     let flags = if lazy { UnmountFlags::DETACH } else { UnmountFlags::empty() };
@@ -104,7 +110,7 @@ fn detach(mount: &Mounted, lazy: bool, force: bool) -> Result<()> {
         Ok(()) => Ok(()),
         Err(rustix::io::Errno::BUSY) => Err(busy(mount)),
         Err(rustix::io::Errno::PERM) => {
-            let mut c = Command::new("fusermount3");
+            let mut c = Command::new(strake_fuse::fusermount().unwrap_or_else(|| "fusermount3".into()));
             let out = c.arg("-u").args(lazy.then_some("-z")).arg("--").arg(at).output();
             let out = out.map_err(|e| Error::from(e).context("fusermount3 (package fuse3)"))?;
             let said = String::from_utf8_lossy(&out.stderr);
