@@ -228,12 +228,12 @@ impl Core {
         data: &[Buf],
         stable: bool,
         mut room: Option<tokio::sync::OwnedSemaphorePermit>,
-    ) -> (u64, Result<()>) {
+    ) -> (SessionId, u64, Result<()>) {
         let stripes = inode.placed().stripes;
         let len = segments::total(data) as u64;
         let (session, first) = match self.data_numbers(inode, stripes.split(offset, len).count() as u64).await {
             Ok(n) => n,
-            Err(e) => return (0, Err(e)),
+            Err(e) => return (0, 0, Err(e)),
         };
         let writes = stripes.split(offset, len).zip(first..).map(|(p, seq)| {
             let part = segments::cut(data, (p.file_offset - offset) as usize, p.len as usize);
@@ -254,7 +254,7 @@ impl Core {
             }
         }
         Counters::add(&self.stats.written_bytes, done);
-        (done, first_error.map_or(Ok(()), Err))
+        (session, done, first_error.map_or(Ok(()), Err))
     }
 
     /// Numbers for the pieces of one write: the present session, and the first of them.

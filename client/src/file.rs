@@ -75,6 +75,11 @@ impl Client {
         self.core.detached(opening).await
     }
 
+    /// Whether a file is open in this client.
+    pub fn is_open(&self, ino: Ino) -> bool {
+        self.core.live_inode(ino).is_some()
+    }
+
     /// Creates and opens a regular file in one request; opens it when it is there, unless `exclusive` (`EEXIST`).
     /// `layout` goes over the directory's default.
     pub async fn create(
@@ -426,11 +431,11 @@ impl File {
         let _turn = h.inode.ranges.lock(offset..end).await;
         h.inode.begins(&(offset..end));
         h.inode.cache.lock().invalidate(offset..end);
-        let (done, outcome) = h.core.write_range(&h.inode, offset, &data, stable, room).await;
+        let (session, done, outcome) = h.core.write_range(&h.inode, offset, &data, stable, room).await;
         // Again: a fetch that began during the write may have seen the old bytes.
         h.inode.cache.lock().invalidate(offset..end);
         if done > 0 {
-            h.inode.wrote(offset + done, &h.creds);
+            h.inode.wrote(session, offset + done, &h.creds)?;
         }
         if done < len as u64 {
             h.inode.write_failed(end);
@@ -467,7 +472,7 @@ impl File {
             let outcome = h.core.punch_range(&h.inode, offset..end, stable).await;
             // Again: a fetch that began meanwhile may have seen the old bytes.
             h.inode.cache.lock().invalidate(offset..end);
-            h.inode.wrote(0, &h.creds);
+            h.inode.touched(&h.creds);
             outcome?;
             if stable { h.core.push_size(&h.inode).await } else { Ok(()) }
         };
@@ -477,7 +482,7 @@ impl File {
     /// The file is changed in nothing, but as if it were written: mtime, ctime and set-id bits.
     pub fn touch(&self) -> Result<()> {
         self.check(self.is_writable(), "writing")?;
-        self.0.inode.wrote(0, &self.0.creds);
+        self.0.inode.touched(&self.0.creds);
         Ok(())
     }
 

@@ -74,6 +74,8 @@ struct State {
     reported: u64,
     /// On whose behalf they are reported.
     last_writer: pb::Creds,
+    /// The last session that was lost. What it wrote beyond the end was cut by the servers.
+    lost: SessionId,
     /// Open handles by the session that opened them.
     handles: BTreeMap<SessionId, usize>,
     read_cap: Option<Cap>,
@@ -117,6 +119,19 @@ pub(crate) struct Release {
 }
 
 impl State {
+    fn note_write(&mut self, end: u64, creds: &pb::Creds) {
+        // A report stands for all writes since the last one. If anybody's takes set-id bits, which root's does not, it does.
+        let hides = creds.uid == 0 && self.last_writer.uid != 0 && self.writes != self.reported;
+        self.local_end = self.local_end.max(end);
+        self.writes += 1;
+        if self.last_writer != *creds && !hides {
+            self.last_writer = creds.clone();
+        }
+        if let Some(k) = &self.kept {
+            k.wrote(self.local_end, self.holes, (creds.uid, creds.gid));
+        }
+    }
+
     fn enlisted(&mut self, session: SessionId, index: u64) {
         if index != 0 && self.writer.is_none_or(|w| w.session != session || w.index < index) {
             self.writer = Some(Writer { session, index });
@@ -162,6 +177,7 @@ impl Inode {
                 writes: 0,
                 reported: 0,
                 last_writer: pb::Creds::default(),
+                lost: 0,
                 handles: BTreeMap::new(),
                 read_cap: None,
                 write_cap: None,
@@ -248,19 +264,32 @@ impl Inode {
         self.state.lock().read_cap.is_some()
     }
 
-    /// A write of this client up to `end` is on its replicas.
-    pub fn wrote(&self, end: u64, creds: &pb::Creds) {
+    /// A write of this client in `session` up to `end` is on its replicas. `EIO` when the session is lost.
+    pub fn wrote(&self, session: SessionId, end: u64, creds: &pb::Creds) -> Result<()> {
         let mut s = self.state.lock();
-        // A report stands for all writes since the last one. If anybody's takes set-id bits, which root's does not, it does.
-        let hides = creds.uid == 0 && s.last_writer.uid != 0 && s.writes != s.reported;
-        s.local_end = s.local_end.max(end);
-        s.writes += 1;
-        if s.last_writer != *creds && !hides {
-            s.last_writer = creds.clone();
+        if s.lost == session {
+            return Err(crate::data::session_lost());
         }
-        if let Some(k) = &s.kept {
-            k.wrote(s.local_end, s.holes, (creds.uid, creds.gid));
+        s.note_write(end, creds);
+        Ok(())
+    }
+
+    /// The file was changed as by a write, but not its end.
+    pub fn touched(&self, creds: &pb::Creds) {
+        self.state.lock().note_write(0, creds);
+    }
+
+    /// A session of this client is lost, and with it what it wrote beyond the end: that end must not be reported, zeros would
+    /// be read there. Whether there was any.
+    pub fn forget_end(&self, session: SessionId) -> bool {
+        let mut s = self.state.lock();
+        s.lost = session;
+        let lost = s.local_end > s.attr.size;
+        (s.local_end, s.begun) = (0, 0);
+        if let Some(k) = s.kept.as_ref().filter(|_| s.writes != s.reported) {
+            k.wrote(0, s.holes, (s.last_writer.uid, s.last_writer.gid));
         }
+        lost
     }
 
     pub fn is_dirty(&self) -> bool {
@@ -313,8 +342,9 @@ impl Inode {
     /// the end was cut with the session, and the end must not be reported: zeros would be read there.
     pub fn inherit(&self, former: &KeptInode, is_same: bool) {
         if let Some((end, holes, (uid, gid))) = former.unreported().filter(|_| is_same) {
-            self.state.lock().holes |= holes;
-            self.wrote(end, &pb::Creds { uid, gid, groups: Vec::new() });
+            let mut s = self.state.lock();
+            s.holes |= holes;
+            s.note_write(end, &pb::Creds { uid, gid, groups: Vec::new() });
         }
         if former.surplus() {
             let mut s = self.state.lock();
@@ -458,21 +488,25 @@ impl Core {
     /// Reports own writes to the metadata server: size and mtime.
     pub(crate) async fn push_size(self: &Arc<Self>, inode: &Inode) -> Result<()> {
         let _one = inode.reporting.lock().await;
-        let Some((writes, extend, creds)) = inode.to_report() else { return Ok(()) };
-        let extend = op(pb::op::Op::Extend(extend));
-        match self.meta_as_opener(&creds, vec![extend]).await {
-            Ok(r) => {
-                inode.reported(writes, r.first().and_then(|r| r.attr.as_ref()));
-                Ok(())
-            }
-            Err(e) => {
-                if matches!(e.code, Code::NoEnt | Code::Stale) {
-                    // The file is gone; there is nobody left to tell.
-                    inode.reported(writes, None);
+        while let Some((writes, extend, creds)) = inode.to_report() {
+            let extend = op(pb::op::Op::Extend(extend));
+            match self.meta_as_opener(&creds, vec![extend]).await {
+                Ok(r) => {
+                    inode.reported(writes, r.first().and_then(|r| r.attr.as_ref()));
+                    break;
                 }
-                Err(e.context("reporting the size"))
+                // What is left to report is another thing now.
+                Err(e) if e.code == Code::NoSession => {}
+                Err(e) => {
+                    if matches!(e.code, Code::NoEnt | Code::Stale) {
+                        // The file is gone; there is nobody left to tell.
+                        inode.reported(writes, None);
+                    }
+                    return Err(e.context("reporting the size"));
+                }
             }
         }
+        Ok(())
     }
 
     /// The size for a read that begins now, unless what is known is old.

@@ -6,6 +6,7 @@
 //! handles (`EIO`).
 
 use std::{
+    collections::BTreeMap,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -17,14 +18,14 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Connection, Endpoint, Message};
-use strake_proto::{Code, Error, Result, SessionId, opcode, pb};
+use strake_proto::{Code, Error, Ino, Result, SessionId, opcode, pb};
 use tokio::time::timeout;
 
 use crate::{
     away::Kind,
     config::Counters,
     core::{Attempts, Core},
-    inode::O_ACCMODE,
+    inode::{Inode, O_ACCMODE},
     keep::{self, Keep, Numbers},
     retry::meta_passes,
     seqs::Seqs,
@@ -150,6 +151,11 @@ pub(crate) fn is_mutation(ops: &[pb::Op]) -> bool {
 fn alters(ops: &[pb::Op]) -> bool {
     use pb::op::Op::*;
     is_mutation(ops) && !ops.iter().all(|o| matches!(o.op, Some(Close(_) | Release(_) | SetLock(_) | Extend(_))))
+}
+
+/// Whether a list tells how far its session wrote.
+fn reports(ops: &[pb::Op]) -> bool {
+    ops.iter().any(|o| matches!(&o.op, Some(pb::op::Op::Extend(e)) if e.end > 0))
 }
 
 /// Whether running a list twice does what running it once does, as far as its sender can tell. What a lost session had locked
@@ -342,9 +348,13 @@ impl Core {
         Counters::add(&self.stats.sessions_lost, 1);
         tracing::warn!(session = session.id, "the session is gone; unstable writes of open files are lost");
         let owners = self.unstable.lock().forget_session(session.id);
-        for hold in owners.into_values() {
+        let mut hurt: BTreeMap<Ino, Arc<Inode>> =
+            owners.into_values().map(|h| (h.inode.ino, h.inode.clone())).collect();
+        let cut = self.live_inodes().into_iter().filter(|i| i.forget_end(session.id));
+        hurt.extend(cut.map(|i| (i.ino, i)));
+        for inode in hurt.into_values() {
             let m = "the session was evicted; bytes written since the last fsync may be lost";
-            hold.inode.fail(Error::new(Code::Io, m));
+            inode.fail(Error::new(Code::Io, m));
         }
     }
 
@@ -451,6 +461,9 @@ impl Core {
                     self.session_gone(&s);
                     if at.in_doubt && !is_repeatable(&request.ops) {
                         return Err(e.context("the session was lost and with it the answer"));
+                    }
+                    if reports(&request.ops) {
+                        return Err(e.context("the session was lost and with it the bytes that were to be reported"));
                     }
                     at.pause(self, e).await?;
                 }

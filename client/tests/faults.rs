@@ -202,6 +202,32 @@ async fn an_evicted_client_loses_unstable_bytes_loudly_and_works_on() {
     assert_eq!(c.mds.opens(), 0);
 }
 
+/// The servers cut what a session wrote beyond the end when it is lost. Were its end reported by the next one, zeros would be
+/// read there.
+#[tokio::test(start_paused = true)]
+async fn an_evicted_client_does_not_report_the_end_of_bytes_that_were_cut() {
+    let c = Cluster::new(2, 1);
+    let a = c.client(1).await;
+    let f = file(&a, -1).await;
+    f.write_all_at(0, &[1; 1000]).await.unwrap();
+    f.fsync().await.unwrap();
+    // Seen by the report, seen by a write: the order in which a client learns of it must not matter.
+    for by_write in [false, true] {
+        f.write_all_at(1000, &[2; 9000]).await.unwrap();
+        c.mds.evict_all();
+        c.oss.faults(|f| f.no_session = 1);
+        if by_write {
+            let _ = f.write_all_at(0, &[1; 10]).await;
+        }
+        assert_eq!(f.fsync().await.unwrap_err().errno(), 5);
+        f.fsync().await.unwrap();
+        assert_eq!(a.getattr(&user(), f.ino()).await.unwrap().size, 1000);
+    }
+    f.write_all_at(1000, &[3; 10]).await.unwrap();
+    f.fsync().await.unwrap();
+    assert_eq!(a.getattr(&user(), f.ino()).await.unwrap().size, 1010);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_replay_that_was_overtaken_is_an_error_once() {
     let c = Cluster::new(1, 1);
