@@ -9,6 +9,14 @@ head -c 3000000 /dev/urandom > "$A/shared"
 within "a closed file is seen" cmp -s "$A/shared" "$B/shared"
 echo more >> "$B/shared"
 within "an append is seen" cmp -s "$A/shared" "$B/shared"
+# What a name stood for is gone: the name is looked up again, whatever is believed.
+echo old > "$A/replaced"; within "a new file is seen" test -f "$B/replaced"
+for i in 1 2 3 4 5; do
+    test -f "$B/replaced"
+    echo "$i" > "$A/next"; mv "$A/next" "$A/replaced"
+    test "$(cat "$B/replaced")" = "$i" || fail "a name whose file was replaced leads to the new one"
+done
+echo "ok: a name whose file was replaced leads to the new one"
 mv "$A/shared" "$A/moved"
 within "a rename is seen" test -f "$B/moved"
 within "the old name goes" bash -c "! test -e '$B/shared'"

@@ -11,7 +11,7 @@ use strake_fabric::Record;
 use strake_proto::{Ino, Result, ids::ROOT_INO, pb};
 use tokio::{sync::Mutex, time::Instant};
 
-use super::{Caller, Vfs};
+use super::{Caller, Vfs, stale};
 
 /// Entries asked of the mds at a time.
 const BATCH: u32 = 1000;
@@ -133,7 +133,7 @@ impl Vfs {
             false => self.client.readdir(&dir.creds, dir.ino, from, BATCH, attrs).await,
             true => self.client.readdir(&pb::Creds::default(), dir.ino, from, BATCH, attrs).await,
         };
-        let page = page.map_err(|e| self.gone(dir.ino, e))?;
+        let page = page.map_err(stale)?;
         dir.granted.store(true, Relaxed);
         let mut bare = self.bare.lock();
         page.entries.iter().filter_map(|e| e.attr.as_ref()).for_each(|a| bare.note(a, at));

@@ -6,7 +6,7 @@ use strake_client::{File, Mode};
 use strake_fabric::Buf;
 use strake_proto::{Code, Error, Ino, Result, layout::MAX_FILE_SIZE, pb};
 
-use super::{Caller, CopyRange, OpenFile, Opened, Place, Vfs, restart};
+use super::{Caller, CopyRange, OpenFile, Opened, Place, Vfs, restart, stale};
 
 /// Bytes that one request copies at most; the kernel asks again for the rest.
 const MOST_COPIED: u64 = 16 << 20;
@@ -14,8 +14,13 @@ const MOST_COPIED: u64 = 16 << 20;
 impl Vfs {
     pub async fn open(&self, caller: Caller, ino: Ino, flags: i32) -> Result<Opened> {
         let flags = known_access(flags) | self.always;
-        let creds = self.creds(caller);
-        let (file, _) = self.client.open(&creds, ino, flags as u32).await?;
+        let (creds, known) = (self.creds(caller), self.client.is_open(ino));
+        let (file, attr) = self.client.open(&creds, ino, flags as u32).await.map_err(stale)?;
+        if attr.nlink == 0 && !known {
+            // It has no name and nobody here has it open: its number comes from a name or a handle of before.
+            file.close().await?;
+            return Err(Error::new(Code::Stale, "the file was removed"));
+        }
         // Linux cuts the file even then; the kernel has checked the right to write it.
         if flags & libc::O_TRUNC != 0 && flags & libc::O_ACCMODE == libc::O_RDONLY {
             self.client.setattr(&creds, pb::SetAttr { ino, size: Some(0), ..Default::default() }).await?;

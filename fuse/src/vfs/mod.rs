@@ -22,7 +22,7 @@ use std::{
 use parking_lot::Mutex;
 use strake_client::{Client, File, Keep};
 use strake_fabric::{Buf, Pool, Record};
-use strake_proto::{Error, Ino, Result, ids::ROOT_INO, pb};
+use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO, pb};
 use tokio::time::Instant;
 
 pub use dirs::Entry;
@@ -239,6 +239,12 @@ impl Vfs {
         }
         Some(whole.freeze())
     }
+}
+
+/// What a request about an inode, not a name, failed with: one that is gone is stale (`ESTALE`), upon which the kernel looks the names of
+/// a path up again and finds what is there now, or `ENOENT`.
+fn stale(e: Error) -> Error {
+    if e.code == Code::NoEnt { Error::new(Code::Stale, e.message) } else { e }
 }
 
 /// What stat(2) tells.

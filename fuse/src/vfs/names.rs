@@ -6,7 +6,7 @@ use strake_client::Mode;
 use strake_proto::{Code, Error, Ino, Result, pb};
 use tokio::time::Instant;
 
-use super::{Caller, Change, Stat, Time, Vfs};
+use super::{Caller, Change, Stat, Time, Vfs, stale};
 
 /// renameat2(2) flags that exist here. `RENAME_WHITEOUT` (4) is for overlay file systems' own use.
 const RENAME_NOREPLACE: u32 = 1;
@@ -21,8 +21,8 @@ impl Vfs {
     /// The inode behind a name.
     pub async fn lookup(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
         let parent = self.inner(parent);
-        if matches!(name, b"." | b"..") && self.is_subtree() {
-            return self.lookup_within(caller, parent, name).await;
+        if matches!(name, b"." | b"..") {
+            return self.lookup_handle(caller, parent, name).await;
         }
         self.seen(self.client.lookup(&self.creds(caller), parent, name)).await
     }
@@ -35,9 +35,10 @@ impl Vfs {
         let nobody = pb::Creds::default();
         let asking = self.seen(self.client.getattr(&nobody, inner));
         let attr = match inner == self.root {
-            true => self.or_last(&self.root_attr, asking).await.map_err(|e| self.gone(inner, e))?,
-            false => asking.await?,
+            true => self.or_last(&self.root_attr, asking).await,
+            false => asking.await,
         };
+        let attr = attr.map_err(stale)?;
         let allocated = if attr.sparse { self.count(inner).await } else { None };
         Ok(Stat { attr, allocated })
     }
@@ -78,12 +79,12 @@ impl Vfs {
         }
         match cut {
             Some(attr) if wanted == (pb::SetAttr { ino, ..Default::default() }) => Ok(attr),
-            _ => self.client.setattr(&self.creds(caller), wanted).await.map(|a| self.outer(a)),
+            _ => self.client.setattr(&self.creds(caller), wanted).await.map(|a| self.outer(a)).map_err(stale),
         }
     }
 
     pub async fn readlink(&self, caller: Caller, ino: Ino) -> Result<Vec<u8>> {
-        self.client.readlink(&self.creds(caller), ino).await
+        self.client.readlink(&self.creds(caller), ino).await.map_err(stale)
     }
 
     /// A file without opening it, a fifo, a socket or a device. `mode` with its type.
@@ -129,6 +130,6 @@ impl Vfs {
 
     /// access(2) as `caller`; `mask` of `R_OK` 4, `W_OK` 2, `X_OK` 1.
     pub async fn access(&self, caller: Caller, ino: Ino, mask: u32) -> Result<()> {
-        self.client.access(&self.creds(caller), self.inner(ino), mask).await
+        self.client.access(&self.creds(caller), self.inner(ino), mask).await.map_err(stale)
     }
 }

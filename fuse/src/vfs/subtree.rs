@@ -5,7 +5,7 @@
 use strake_client::Client;
 use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO, pb};
 
-use super::{Caller, Vfs};
+use super::{Caller, Vfs, stale};
 
 /// The folder at `path` (plain, from the root), looked up with these rights. `ENOENT`, `ENOTDIR`, `EACCES`; symbolic links are not
 /// followed.
@@ -55,21 +55,18 @@ impl Vfs {
         attr
     }
 
-    /// The root of a mount is always there for the kernel: when it is not any more, it is stale.
-    pub(super) fn gone(&self, ino: Ino, e: Error) -> Error {
-        if self.is_subtree() && ino == self.root && e.code == Code::NoEnt {
-            return Error::new(Code::Stale, "the mounted folder was removed");
+    /// "." or "..", by which the kernel finds what came to it by handle (open_by_handle_at(2), NFS) and is not known to it. An inode
+    /// need not be a directory to be its own ".". `ESTALE`, also for what lies outside.
+    pub(super) async fn lookup_handle(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<pb::Attr> {
+        let found = if name == b"." || ino == self.root {
+            self.seen(self.client.getattr(&pb::Creds::default(), ino)).await
+        } else {
+            self.seen(self.client.lookup(&self.creds(caller), ino, name)).await
+        };
+        let found = found.map_err(stale)?;
+        if self.is_subtree() {
+            self.path_within(self.inner(found.ino)).await.map_err(stale)?;
         }
-        e
-    }
-
-    /// "." or ".." of an inode that must lie within: `ESTALE`.
-    pub(super) async fn lookup_within(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<pb::Attr> {
-        if ino == self.root {
-            return self.seen(self.client.getattr(&pb::Creds::default(), ino)).await.map_err(|e| self.gone(ino, e));
-        }
-        let found = self.seen(self.client.lookup(&self.creds(caller), ino, name)).await?;
-        self.path_within(self.inner(found.ino)).await?;
         Ok(found)
     }
 

@@ -13,7 +13,7 @@ use prost::Message as _;
 use strake_proto::{Code, Error, Fid, Ino, Result, pb};
 use tokio::time::Instant;
 
-use super::{Caller, Vfs, bare};
+use super::{Caller, Vfs, bare, stale};
 
 const VIRTUAL: &[u8] = b"strake.";
 /// Bytes of the map in one part. Linux takes at most 64 KiB as the value of an xattr.
@@ -43,7 +43,7 @@ impl Vfs {
         }
         match name.strip_prefix(VIRTUAL) {
             Some(rest) => self.get_virtual(caller, ino, rest).await,
-            None => self.client.getxattr(&self.creds(caller), ino, name).await.map(Bytes::from),
+            None => self.client.getxattr(&self.creds(caller), ino, name).await.map(Bytes::from).map_err(stale),
         }
     }
 
@@ -61,7 +61,7 @@ impl Vfs {
             None => {
                 let set = self.client.setxattr(&creds, ino, name, value, flags).await;
                 self.acl_changed(ino, name);
-                set
+                set.map_err(stale)
             }
         }
     }
@@ -75,7 +75,7 @@ impl Vfs {
             None => {
                 let removed = self.client.removexattr(&creds, ino, name).await;
                 self.acl_changed(ino, name);
-                removed
+                removed.map_err(stale)
             }
         }
     }
@@ -89,7 +89,7 @@ impl Vfs {
     /// The names, each followed by a NUL.
     pub async fn listxattr(&self, caller: Caller, ino: Ino) -> Result<Vec<u8>> {
         let ino = self.inner(ino);
-        let names = self.client.listxattr(&self.creds(caller), ino).await?;
+        let names = self.client.listxattr(&self.creds(caller), ino).await.map_err(stale)?;
         let mut all = Vec::new();
         for n in names.iter().filter(|n| !n.starts_with(VIRTUAL)) {
             all.extend_from_slice(n);
