@@ -44,3 +44,27 @@ fn as_root(name: &str) {
 fn holes() {
     suite("holes", &["200"]);
 }
+
+#[test]
+fn fsx() {
+    suite("fsx", &["1000"]);
+}
+
+#[test]
+fn file_io() {
+    suite("file-io", &[]);
+}
+
+#[test]
+fn programs() {
+    suite("programs", &["fast"]);
+}
+
+#[test]
+fn handles() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: not root");
+        return;
+    }
+    suite("handles", &["--no-nfs"]);
+}
