@@ -258,7 +258,7 @@ impl Core {
     }
 
     /// Numbers for the pieces of one write: the present session, and the first of them.
-    async fn data_numbers(self: &Arc<Self>, inode: &Inode, n: u64) -> Result<(SessionId, u64)> {
+    pub(crate) async fn data_numbers(self: &Arc<Self>, inode: &Inode, n: u64) -> Result<(SessionId, u64)> {
         let cap = self.capability(inode, true, None).await?;
         let session = self.current_session().filter(|s| s.id == cap.session).ok_or_else(session_lost)?;
         let take = || session.take_data_numbers(n);

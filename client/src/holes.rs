@@ -11,11 +11,11 @@ use std::{
 
 use futures_util::{
     future::{join_all, try_join_all},
-    stream::{self, StreamExt, TryStreamExt},
+    stream::{self, StreamExt},
 };
 use strake_fabric::Buf;
 use strake_proto::{
-    ChainId, ChunkId, Ino, Result, TargetId,
+    ChainId, ChunkId, Ino, Result, SessionId, TargetId,
     checksum::BLOCK,
     data::{DataReply, DataRequest, Extents},
     layout::{MAX_FILE_SIZE, Piece, StripeMap},
@@ -25,7 +25,7 @@ use strake_proto::{
 use crate::{
     Client,
     core::Core,
-    data::{Question, session_lost},
+    data::Question,
     inode::Inode,
     segments::{self, Content},
 };
@@ -189,7 +189,11 @@ impl Core {
         stable: bool,
     ) -> Result<()> {
         let stripes = inode.placed().stripes;
-        let punches = chains(&stripes).into_iter().map(|c| self.punch_chain(inode, &stripes, c, range.clone(), stable));
+        // One number for all chunks, each of which remembers it: a repetition after a restart of the mount may find other chunks,
+        // and what the last daemon sent may arrive late.
+        let number = self.data_numbers(inode, 1).await?;
+        let punch = |chain| self.punch_chain(inode, &stripes, chain, range.clone(), stable, number);
+        let punches = chains(&stripes).into_iter().map(punch);
         join_all(punches).await.into_iter().collect()
     }
 
@@ -201,6 +205,7 @@ impl Core {
         chain: ChainId,
         range: Range<u64>,
         stable: bool,
+        number: (SessionId, u64),
     ) -> Result<()> {
         let last = stripes.locate(range.end - 1).0.chunk.index;
         let mut from = block_of(stripes, range.start);
@@ -214,24 +219,16 @@ impl Core {
             let rest = next.map_or_else(BTreeSet::new, |n| wanted.split_off(&n.0));
             let punches = std::mem::replace(&mut wanted, rest).into_iter();
             let pieces: Vec<Piece> = punches.filter_map(|i| piece(stripes, chain, i, &range)).collect();
-            stream::iter(pieces)
-                .map(|p| self.punch_piece(inode, p, stable))
-                .buffer_unordered(PUNCHES_AT_ONCE)
-                .try_collect::<Vec<()>>()
-                .await?;
+            let punch = |p: Piece| self.write_piece(inode, p, Content::Hole(p.len), stable, number, None);
+            // All, though one may fail: none may arrive after the range is free for others.
+            let done: Vec<Result<()>> =
+                stream::iter(pieces).map(punch).buffer_unordered(PUNCHES_AT_ONCE).collect().await;
+            done.into_iter().collect::<Result<()>>()?;
             match next {
                 Some(n) => from = n,
                 None => return Ok(()),
             }
         }
-    }
-
-    /// A number of its own each time: a repetition after a restart of the mount may find other chunks.
-    async fn punch_piece(self: &Arc<Self>, inode: &Arc<Inode>, p: Piece, stable: bool) -> Result<()> {
-        let cap = self.capability(inode, true, None).await?;
-        let session = self.current_session().filter(|s| s.id == cap.session).ok_or_else(session_lost)?;
-        let seq = session.take_data_numbers(1);
-        self.write_piece(inode, p, Content::Hole(p.len), stable, (session.id, seq), None).await
     }
 }
 

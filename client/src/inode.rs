@@ -304,7 +304,8 @@ impl Inode {
         (s.writes != s.reported).then(|| (s.writes, extend, s.last_writer.clone()))
     }
 
-    fn reported(&self, writes: u64, attr: Option<&pb::Attr>) {
+    /// `holes`: they were told of, too.
+    fn reported(&self, writes: u64, holes: bool, attr: Option<&pb::Attr>) {
         let mut s = self.state.lock();
         s.reported = s.reported.max(writes);
         if let Some(a) = attr
@@ -313,8 +314,10 @@ impl Inode {
             s.attr = *a;
             s.attr_at = Instant::now();
         }
+        // Else they are those of a write that was begun meanwhile.
+        s.holes &= !holes;
         if s.reported == s.writes {
-            (s.local_end, s.holes) = (0, false);
+            s.local_end = 0;
             s.kept.iter().for_each(KeptInode::reported);
         }
     }
@@ -476,10 +479,19 @@ impl Core {
         creds: &pb::Creds,
         ops: Vec<pb::Op>,
     ) -> Result<Vec<pb::OpResult>> {
-        let r = ok(self.meta(creds, ops.clone()).await?);
+        self.as_opener_within(None, creds, ops).await
+    }
+
+    async fn as_opener_within(
+        self: &Arc<Self>,
+        only: Option<SessionId>,
+        creds: &pb::Creds,
+        ops: Vec<pb::Op>,
+    ) -> Result<Vec<pb::OpResult>> {
+        let r = ok(self.meta_within(only, creds, ops.clone()).await?);
         match r {
             Err(e) if matches!(e.code, Code::Access | Code::Perm) && creds.uid != 0 => {
-                ok(self.meta(&pb::Creds::default(), ops).await?)
+                ok(self.meta_within(only, &pb::Creds::default(), ops).await?)
             }
             r => r,
         }
@@ -488,25 +500,27 @@ impl Core {
     /// Reports own writes to the metadata server: size and mtime.
     pub(crate) async fn push_size(self: &Arc<Self>, inode: &Inode) -> Result<()> {
         let _one = inode.reporting.lock().await;
-        while let Some((writes, extend, creds)) = inode.to_report() {
-            let extend = op(pb::op::Op::Extend(extend));
-            match self.meta_as_opener(&creds, vec![extend]).await {
+        loop {
+            // First: what there is to report may be another session's by then, never a former one's.
+            let session = self.current_session().map(|s| s.id);
+            let Some((writes, extend, creds)) = inode.to_report() else { return Ok(()) };
+            let holes = extend.holes;
+            match self.as_opener_within(session, &creds, vec![op(pb::op::Op::Extend(extend))]).await {
                 Ok(r) => {
-                    inode.reported(writes, r.first().and_then(|r| r.attr.as_ref()));
-                    break;
+                    inode.reported(writes, holes, r.first().and_then(|r| r.attr.as_ref()));
+                    return Ok(());
                 }
                 // What is left to report is another thing now.
                 Err(e) if e.code == Code::NoSession => {}
                 Err(e) => {
                     if matches!(e.code, Code::NoEnt | Code::Stale) {
                         // The file is gone; there is nobody left to tell.
-                        inode.reported(writes, None);
+                        inode.reported(writes, holes, None);
                     }
                     return Err(e.context("reporting the size"));
                 }
             }
         }
-        Ok(())
     }
 
     /// The size for a read that begins now, unless what is known is old.

@@ -153,11 +153,6 @@ fn alters(ops: &[pb::Op]) -> bool {
     is_mutation(ops) && !ops.iter().all(|o| matches!(o.op, Some(Close(_) | Release(_) | SetLock(_) | Extend(_))))
 }
 
-/// Whether a list tells how far its session wrote.
-fn reports(ops: &[pb::Op]) -> bool {
-    ops.iter().any(|o| matches!(&o.op, Some(pb::op::Op::Extend(e)) if e.end > 0))
-}
-
 /// Whether running a list twice does what running it once does, as far as its sender can tell. What a lost session had locked
 /// is lost with it.
 fn is_repeatable(ops: &[pb::Op]) -> bool {
@@ -343,15 +338,15 @@ impl Core {
         if current.as_ref().is_none_or(|s| s.id != session.id) {
             return;
         }
+        // Before there can be another session, in which the lost end would be reported.
+        let cut: Vec<_> = self.live_inodes().into_iter().filter(|i| i.forget_end(session.id)).collect();
         *current = None;
         drop(current);
         Counters::add(&self.stats.sessions_lost, 1);
         tracing::warn!(session = session.id, "the session is gone; unstable writes of open files are lost");
         let owners = self.unstable.lock().forget_session(session.id);
-        let mut hurt: BTreeMap<Ino, Arc<Inode>> =
-            owners.into_values().map(|h| (h.inode.ino, h.inode.clone())).collect();
-        let cut = self.live_inodes().into_iter().filter(|i| i.forget_end(session.id));
-        hurt.extend(cut.map(|i| (i.ino, i)));
+        let hurt = owners.into_values().map(|h| h.inode.clone()).chain(cut);
+        let hurt: BTreeMap<Ino, Arc<Inode>> = hurt.map(|i| (i.ino, i)).collect();
         for inode in hurt.into_values() {
             let m = "the session was evicted; bytes written since the last fsync may be lost";
             inode.fail(Error::new(Code::Io, m));
@@ -438,6 +433,16 @@ impl Core {
     ///
     /// `EIO` when the session was lost while a mutation was in doubt: it may or may not have run.
     pub(crate) async fn meta(self: &Arc<Self>, creds: &pb::Creds, ops: Vec<pb::Op>) -> Result<Vec<pb::OpResult>> {
+        self.meta_within(None, creds, ops).await
+    }
+
+    /// As [`Core::meta`], for what makes sense in one session only: `NoSession` when there is another.
+    pub(crate) async fn meta_within(
+        self: &Arc<Self>,
+        only: Option<SessionId>,
+        creds: &pb::Creds,
+        ops: Vec<pb::Op>,
+    ) -> Result<Vec<pb::OpResult>> {
         if self.read_only.load(Relaxed) && alters(&ops) {
             return Err(Error::new(Code::RoFs, "the mount is read-only"));
         }
@@ -449,6 +454,9 @@ impl Core {
         let mut request = pb::MetaRequest { creds: Some(creds.clone()), ops, ..Default::default() };
         loop {
             let s = self.session().await?;
+            if only.is_some_and(|id| id != s.id) {
+                return Err(Error::new(Code::NoSession, "the session was lost"));
+            }
             let turn = if mutation { Some(s.begin(numbers.as_deref())?) } else { None };
             request.session = s.id;
             request.seq = turn.as_ref().map_or(0, |t| t.1);
@@ -461,9 +469,6 @@ impl Core {
                     self.session_gone(&s);
                     if at.in_doubt && !is_repeatable(&request.ops) {
                         return Err(e.context("the session was lost and with it the answer"));
-                    }
-                    if reports(&request.ops) {
-                        return Err(e.context("the session was lost and with it the bytes that were to be reported"));
                     }
                     at.pause(self, e).await?;
                 }

@@ -1,15 +1,18 @@
 //! Taking the place of a client that died: see `docs/restart.md`.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use futures_util::stream::{self, StreamExt};
 use strake_fabric::{Buf, KeptAt, Pool, Record};
-use strake_proto::{Ino, Result, pb};
+use strake_proto::{Code, Ino, Result, pb};
 
 use crate::{
     Client, File, Numbers,
     core::{Core, Hold, room_for},
-    inode::{Inode, O_ACCMODE, Release, Writer},
+    inode::{Inode, O_ACCMODE, O_WRONLY, Release, Writer},
     keep::{Keep, KeptInode, KeptWrite},
     meta::{ok, op},
     segments::{self, Content},
@@ -48,10 +51,21 @@ impl Client {
         if !is_same && keep.former_session() != 0 {
             tracing::warn!("the session ended while the mount had no daemon: unfinished writes of open files are lost");
         }
+        let writes = keep.left_writes();
+        let strays = if is_same { core.open_strays(&writes).await } else { Vec::new() };
         for former in keep.left_inodes() {
             core.inherit(former, is_same).await;
         }
-        core.inherit_writes(&keep, is_same);
+        core.inherit_writes(&keep, writes, is_same);
+        // Their writes hold what flushes them.
+        drop(core.env.spawn(async move {
+            for file in strays {
+                let ino = file.ino();
+                if let Err(e) = file.close().await {
+                    tracing::warn!(ino, "a file that was closed before the restart is not safe yet: {e}");
+                }
+            }
+        }));
         for (ino, end) in requests.iter().filter_map(|n| n.appended()) {
             if let Some(inode) = core.live_inode(ino) {
                 inode.raise_append_floor(end);
@@ -71,6 +85,23 @@ impl Client {
 }
 
 impl Core {
+    /// Files that nobody had open any more and whose writes are not known to be stable: the servers were away when they were
+    /// closed.
+    async fn open_strays(self: &Arc<Self>, writes: &[(u64, KeptWrite, Record)]) -> Vec<File> {
+        let inos: BTreeSet<Ino> = writes.iter().map(|(_, w, _)| w.chunk.ino).collect();
+        let mut strays = Vec::new();
+        for ino in inos.into_iter().filter(|i| self.live_inode(*i).is_none()) {
+            match self.open_again(Former { ino, flags: O_WRONLY, uid: 0, gid: 0 }).await {
+                Ok(file) => strays.push(file),
+                Err(e) if matches!(e.code, Code::NoEnt | Code::Stale) => {} // removed since
+                Err(e) => {
+                    tracing::warn!(ino, "what was written to a closed file and is not known to be safe is lost: {e}")
+                }
+            }
+        }
+        strays
+    }
+
     async fn open_again(self: &Arc<Self>, f: Former) -> Result<File> {
         let open = op(pb::op::Op::Open(pb::Open { ino: f.ino, flags: f.flags & (O_ACCMODE | O_APPEND) }));
         // The right was checked when it was opened first.
@@ -99,10 +130,10 @@ impl Core {
         self.release_later(ino, Some(Release { writer, surplus, kept: vec![Arc::new(former)] }));
     }
 
-    fn inherit_writes(self: &Arc<Self>, keep: &Arc<Keep>, is_same: bool) {
+    fn inherit_writes(self: &Arc<Self>, keep: &Arc<Keep>, writes: Vec<(u64, KeptWrite, Record)>, is_same: bool) {
         let mut blocks = BTreeMap::new();
-        for (order, w, record) in keep.left_writes() {
-            // Closed: what it wrote was stable before.
+        for (order, w, record) in writes {
+            // Removed, or it could not be opened, see `open_strays`.
             let Some(inode) = self.live_inode(w.chunk.ino) else { continue };
             if !is_same {
                 inode.fail_loudly("bytes written before the mount was restarted may be lost");

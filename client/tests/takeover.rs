@@ -130,6 +130,28 @@ async fn what_is_lost_with_its_session_is_told_by_each_call() {
     f.close().await.unwrap();
 }
 
+/// A soft mount's close gives up while the servers are away; what was written goes on to be sent, by the next daemon too.
+#[tokio::test(start_paused = true)]
+async fn writes_of_a_file_that_nobody_has_open_are_taken_over() {
+    let (c, keep) = (Cluster::new(3, 2), new_keep());
+    half_synced(&c, &keep);
+    c.restart(&[0, 1, 2]);
+    let keep = next(&keep);
+    let b = c.client_with(2, with(&keep)).await;
+    assert!(b.take_over(&[], &keep.left_requests()).await.is_empty());
+    let (f, _) = b.open(&user(), INO, RW).await.unwrap();
+    f.fsync().await.unwrap();
+    c.restart(&[0, 1, 2]);
+    let mut want = vec![1; 350_000];
+    want[250_000..].fill(2);
+    want[260_000] = 3;
+    assert!(join(&f.read(0, 1 << 20).await.unwrap()) == want);
+    f.close().await.unwrap();
+    tokio::time::sleep(std::time::Duration::from_secs(1)).await; // in paused time: the other one's close
+    assert_eq!(c.mds.opens(), 0);
+    b.close().await.unwrap();
+}
+
 /// Exclusively: the second time it fails.
 async fn make(c: &Client) -> strake_proto::Result<File> {
     Ok(c.create(&user(), c.root(), b"new", 0o644, RW, true, None).await?.0)

@@ -9,13 +9,14 @@ use std::{
         linux::net::SocketAddrExt,
         unix::net::{SocketAddr, UnixListener as StdListener, UnixStream as StdStream},
     },
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use tokio::{
     io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt},
     net::{UnixListener, UnixStream},
-    sync::{mpsc, oneshot, watch},
+    sync::{Notify, mpsc, oneshot, watch},
 };
 
 /// Longest line, bytes.
@@ -39,6 +40,7 @@ pub type Asked = (Ask, oneshot::Sender<String>);
 pub struct Control {
     asked: mpsc::Receiver<Asked>,
     end: watch::Sender<Option<String>>,
+    closing: Arc<Notify>,
     listener: tokio::task::JoinHandle<()>,
 }
 
@@ -54,14 +56,33 @@ impl Control {
         let socket = UnixListener::from_std(socket)?;
         let (tell, asked) = mpsc::channel(16);
         let (end, ended) = watch::channel(None);
+        let closing = Arc::new(Notify::new());
+        let closed = closing.clone();
         let listener = tokio::spawn(async move {
-            while let Ok((peer, _)) = socket.accept().await {
+            let admit = |peer: UnixStream| {
                 if may_ask(&peer) {
                     tokio::spawn(serve(peer, tell.clone(), ended.clone()));
                 }
+            };
+            loop {
+                tokio::select! {
+                    biased;
+                    () = closed.notified() => break,
+                    peer = socket.accept() => match peer {
+                        Ok((peer, _)) => admit(peer),
+                        Err(_) => return,
+                    },
+                }
+            }
+            // Who connected before must hear the end: it is how he learns what became of what he unmounted.
+            let Ok(waiting) = socket.into_std() else { return };
+            while let Ok((peer, _)) = waiting.accept() {
+                if peer.set_nonblocking(true).is_ok() {
+                    UnixStream::from_std(peer).into_iter().for_each(admit);
+                }
             }
         });
-        Ok(Control { asked, end, listener })
+        Ok(Control { asked, end, closing, listener })
     }
 
     /// The next request.
@@ -71,12 +92,12 @@ impl Control {
 
     /// Nobody new can ask: another mount may get the device's number.
     pub fn close(&self) {
-        self.listener.abort();
+        self.closing.notify_one();
     }
 
     /// Tells everybody connected what was lost, and waits until they have heard.
     pub async fn end(self, lost: String) {
-        self.listener.abort();
+        self.close();
         let _ = self.listener.await;
         self.end.send_replace(Some(lost));
         let _ = tokio::time::timeout(LAST_WORDS, self.end.closed()).await;
@@ -212,6 +233,22 @@ impl Asker {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// As on a busy machine, where the mount is gone before its process has come to look who connected.
+    #[tokio::test]
+    async fn who_connected_before_the_end_hears_of_it() {
+        for close_first in [false, true] {
+            let device = format!("early:{close_first}:{}", std::process::id());
+            let control = Control::listen(&device).unwrap();
+            let mut a = Asker::connect(&device, rustix::process::geteuid().as_raw()).unwrap();
+            if close_first {
+                control.close();
+            }
+            control.end("3 bytes".into()).await;
+            let waiting = tokio::task::spawn_blocking(move || a.wait(Duration::from_secs(10)));
+            assert_eq!(waiting.await.unwrap(), End::Said("3 bytes".into()));
+        }
+    }
 
     #[tokio::test(flavor = "multi_thread")]
     async fn questions_and_the_end() {
