@@ -210,6 +210,23 @@ fn a_small_bench_measures_every_row_and_leaves_nothing() {
         let patterns: Vec<&str> = v["fio"].as_array().unwrap().iter().map(|f| f["pattern"].as_str().unwrap()).collect();
         assert_eq!(patterns, ["1 MiB write", "1 MiB read", "4 KiB random read"]);
     }
+    refused(&bench(&["--transports=dev,dev"]), &["--transports", "once"]);
+    let out = ok(&bench(&[&small[..], &["--only=mount", "--transports=dev,fuser"]].concat()));
+    let v: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(v["transports"], serde_json::json!(["dev", "fuser"]));
+    assert_eq!(v["rows"].as_array().unwrap().len(), 7);
+    for r in v["rows"].as_array().unwrap() {
+        let (ours, other) = (&r["runs"], &r["others"][0]);
+        assert_eq!(other["name"], "fuser");
+        assert_eq!((ours.as_array().unwrap().len(), other["runs"].as_array().unwrap().len()), (1, 1), "{r:#}");
+        let ratio = ours[0].as_f64().unwrap() / other["runs"][0].as_f64().unwrap();
+        assert_eq!(
+            (&other["ratio"]["median"], &other["ratio"]["interval"][0]),
+            (&ratio.into(), &ratio.into()),
+            "{r:#}"
+        );
+    }
+    assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(c.dir.to_str().unwrap()));
     assert_eq!(fs::read_dir(c.at("m")).unwrap().count(), 0);
     assert!(!c.dir.join("bench").exists());
     refused(&bench(&["--size-mib=4", "--files=8", "--random-ops=8", "--only=nonsense"]), &["nonsense"]);

@@ -7,6 +7,7 @@ mod report;
 mod stats;
 mod through_client;
 mod through_mount;
+mod transports;
 
 use std::{
     cell::Cell,
@@ -21,6 +22,7 @@ use limits::Pattern;
 use machine::{Cost, Meter};
 pub use memory::{MemoryArgs, serve as memory_mount};
 use strake_proto::{Code, Error, Result};
+use transports::{OwnMount, Transport};
 
 use crate::{config, dev::Cluster, mount, term::Progress};
 
@@ -43,6 +45,10 @@ pub struct BenchArgs {
     /// Only rows whose name contains this.
     #[arg(long)]
     only: Option<String>,
+    /// Measure the mount rows through mounts of the bench's own with these transports, in turn in every run: dev, fuser
+    /// or dev,fuser. Without it: through the cluster's mount.
+    #[arg(long, value_enum, value_delimiter = ',')]
+    transports: Vec<Transport>,
     #[arg(long)]
     json: bool,
     /// The table as Markdown, as in docs/performance.md.
@@ -81,6 +87,8 @@ struct Series {
 struct Row {
     unit: Unit,
     ours: Series,
+    /// The same through mounts with the other transports, run by run beside ours, named as the transport is.
+    others: Vec<Series>,
     /// The one the row is named against, then the others that every byte or operation passes too.
     limits: Vec<Series>,
 }
@@ -91,18 +99,24 @@ type Work<'a> = Box<dyn FnMut() -> Result<f64> + 'a>;
 struct Plan<'a> {
     name: &'static str,
     unit: Unit,
+    /// One for each mount; the first is what the limits are for.
+    ways: Vec<Way<'a>>,
+    limits: &'static [&'static str],
+}
+
+struct Way<'a> {
     /// Not timed: what must be there before each run.
     prepare: Work<'a>,
     work: Work<'a>,
-    limits: &'static [&'static str],
 }
 
 pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let cluster = Cluster::open(&args.dir)?;
-    let mnt =
-        cluster.mountpoint().ok_or_else(|| Error::new(Code::NoDev, "this cluster has no mount; run `strake up`"))?;
-    if !mount::is_mounted(&mnt)? {
-        return Err(Error::new(Code::NoDev, format!("{} is not mounted; run `strake up`", mnt.display())));
+    if args.transports.iter().enumerate().any(|(i, t)| args.transports[..i].contains(t)) {
+        return Err(Error::new(Code::Inval, "--transports: each at most once"));
+    }
+    if args.transports.is_empty() {
+        cluster_mount(&cluster)?;
     }
     let scale = Scale { bytes: args.size_mib * MIB, files: args.files, random_ops: args.random_ops };
     let mut bench = Bench::new(&cluster, scale, args.runs as usize)?;
@@ -112,15 +126,26 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let key = config::read_key(&cluster.client_key())?;
     let client = runtime.block_on(mount::connect(&cluster.mds_endpoints(), key))?;
-    let on_mount = through_mount::Mounted::new(&mnt, scale)?;
+    bench.others = args.transports.iter().skip(1).map(|t| t.name()).collect();
+    let own = own_mounts(&cluster, &args.transports, &bench.dir)?;
+    let mounted = if own.is_empty() {
+        vec![through_mount::Mounted::new(&cluster_mount(&cluster)?, "mount", scale)?]
+    } else {
+        let names = args.transports.iter().map(|t| t.name());
+        own.iter()
+            .zip(names)
+            .map(|(m, name)| through_mount::Mounted::new(m.at(), name, scale))
+            .collect::<Result<_>>()?
+    };
     let by_client = runtime.block_on(through_client::ByClient::new(client, scale))?;
     let warm = Cell::new(false);
-    for plan in plans(&on_mount, &by_client, &runtime, &warm) {
+    for plan in plans(&mounted, &by_client, &runtime, &warm) {
         if args.only.as_ref().is_none_or(|o| plan.name.contains(o.as_str())) {
             rows.push(bench.run(plan)?);
         }
     }
-    on_mount.clean()?;
+    mounted.iter().try_for_each(|m| m.clean())?;
+    drop(own);
     runtime.block_on(by_client.clean())?;
     if rows.is_empty() {
         bench.clean()?;
@@ -134,6 +159,7 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         scale,
         runs: args.runs as usize,
         warm: warm.get(),
+        transports: args.transports.iter().map(|t| t.name()).collect(),
         rows,
         fio: bench.fio_check(),
     };
@@ -149,6 +175,20 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         print!("{}", report.text(args.markdown));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Where the cluster is mounted.
+fn cluster_mount(cluster: &Cluster) -> Result<PathBuf> {
+    let mnt =
+        cluster.mountpoint().ok_or_else(|| Error::new(Code::NoDev, "this cluster has no mount; run `strake up`"))?;
+    if !mount::is_mounted(&mnt)? {
+        return Err(Error::new(Code::NoDev, format!("{} is not mounted; run `strake up`", mnt.display())));
+    }
+    Ok(mnt)
+}
+
+fn own_mounts(cluster: &Cluster, transports: &[Transport], dir: &Path) -> Result<Vec<OwnMount>> {
+    transports.iter().map(|t| OwnMount::start(cluster, *t, &dir.join(t.name()))).collect()
 }
 
 /// Mount point of the limits that answer from memory, below the bench's folder.
@@ -167,7 +207,7 @@ const APPENDS: &str = "synced appends";
 const ROUND_TRIPS: &str = "socket round trips";
 
 fn plans<'a>(
-    m: &'a through_mount::Mounted,
+    mounted: &'a [through_mount::Mounted],
     c: &'a through_client::ByClient,
     rt: &'a tokio::runtime::Runtime,
     warm: &'a Cell<bool>,
@@ -182,8 +222,15 @@ fn plans<'a>(
         work: Work<'a>,
         limits: &'static [&'static str],
     ) -> Plan<'a> {
-        Plan { name, unit, prepare, work, limits }
+        Plan { name, unit, ways: vec![Way { prepare, work }], limits }
     }
+    type OnMount<'a> = fn(&'a through_mount::Mounted, &'a Cell<bool>) -> Work<'a>;
+    let on_mounts = |name, unit, prepare: OnMount<'a>, work: OnMount<'a>, limits| Plan {
+        name,
+        unit,
+        ways: mounted.iter().map(|m| Way { prepare: prepare(m, warm), work: work(m, warm) }).collect(),
+        limits,
+    };
     use Unit::{Bytes, Ops};
     // The server's and the kernel's caches are cold, the file is there.
     fn cold<'a>(warm: &'a Cell<bool>, ensure: impl Fn() -> Result<()> + 'a) -> Work<'a> {
@@ -195,27 +242,46 @@ fn plans<'a>(
             Ok(0.0)
         })
     }
-    let (m_cold, c_cold) = (|| cold(warm, || m.ensure_large()), || cold(warm, || rt.block_on(c.ensure_large())));
+    let m_cold: OnMount<'a> = |m, warm| cold(warm, || m.ensure_large());
+    let c_cold = || cold(warm, || rt.block_on(c.ensure_large()));
     let mut list = vec![
-        plan("mount: write 1 MiB", Bytes, nothing(), Box::new(|| m.write()), &[DEVICE_WRITE, FUSE_WRITE, SOCKET_WRITE]),
-        plan("mount: read 1 MiB", Bytes, m_cold(), Box::new(|| m.read(1)), &[FUSE_READ, DEVICE_READ, SOCKET]),
-        plan(
+        on_mounts(
+            "mount: write 1 MiB",
+            Bytes,
+            |_, _| nothing(),
+            |m, _| Box::new(|| m.write()),
+            &[DEVICE_WRITE, FUSE_WRITE, SOCKET_WRITE],
+        ),
+        on_mounts("mount: read 1 MiB", Bytes, m_cold, |m, _| Box::new(|| m.read(1)), &[FUSE_READ, DEVICE_READ, SOCKET]),
+        on_mounts(
             "mount: read 1 MiB, 4 readers",
             Bytes,
-            m_cold(),
-            Box::new(|| m.read(4)),
+            m_cold,
+            |m, _| Box::new(|| m.read(4)),
             &[FUSE_READ_4, DEVICE_READ, SOCKET],
         ),
-        plan(
+        on_mounts(
             "mount: read 4 KiB random",
             Ops,
-            m_cold(),
-            Box::new(|| m.random_read()),
+            m_cold,
+            |m, _| Box::new(|| m.random_read()),
             &[DEVICE_RANDOM, FUSE_RANDOM, ROUND_TRIPS],
         ),
-        plan("mount: create", Ops, Box::new(|| m.unlink_all()), Box::new(|| m.create()), &[APPENDS]),
-        plan("mount: stat", Ops, Box::new(|| m.ensure_files()), Box::new(|| m.stat()), &[ROUND_TRIPS]),
-        plan("mount: unlink", Ops, Box::new(|| m.ensure_files()), Box::new(|| m.unlink_all()), &[APPENDS]),
+        on_mounts("mount: create", Ops, |m, _| Box::new(|| m.unlink_all()), |m, _| Box::new(|| m.create()), &[APPENDS]),
+        on_mounts(
+            "mount: stat",
+            Ops,
+            |m, _| Box::new(|| m.ensure_files()),
+            |m, _| Box::new(|| m.stat()),
+            &[ROUND_TRIPS],
+        ),
+        on_mounts(
+            "mount: unlink",
+            Ops,
+            |m, _| Box::new(|| m.ensure_files()),
+            |m, _| Box::new(|| m.unlink_all()),
+            &[APPENDS],
+        ),
     ];
     list.extend([
         plan(
@@ -265,6 +331,8 @@ struct Bench {
     dir: PathBuf,
     scratch: fs::File,
     progress: Progress,
+    /// Names of the transports beside the first.
+    others: Vec<&'static str>,
 }
 
 impl Series {
@@ -279,11 +347,13 @@ impl Bench {
         // On the same file system as the cluster's data: the limit is that device's.
         let dir = cluster.dir().join("bench");
         fs::create_dir_all(&dir)?;
-        take_away_dead(&dir.join(MEMORY))?;
+        for own in [MEMORY, Transport::Dev.name(), Transport::Fuser.name()] {
+            take_away_dead(&dir.join(own))?;
+        }
         let mut progress = Progress::new();
         progress.say("preparing");
         let scratch = limits::scratch(&dir.join("scratch"), scale.bytes)?;
-        Ok(Bench { scale, copies: cluster.copies(), runs, dir, scratch, progress })
+        Ok(Bench { scale, copies: cluster.copies(), runs, dir, scratch, progress, others: vec![] })
     }
 
     /// What is moved or done, and at what cost.
@@ -322,20 +392,31 @@ impl Bench {
 
     fn run(&mut self, mut plan: Plan) -> Result<Row> {
         let (name, unit) = (plan.name, plan.unit);
-        let mut ours = Series { name, ..Series::default() };
-        let mut limits: Vec<Series> = plan.limits.iter().map(|name| Series { name, ..Series::default() }).collect();
+        let new = |name| Series { name, ..Series::default() };
+        let mut ours: Vec<Series> = (0..plan.ways.len()).map(|_| new(name)).collect();
+        let mut limits: Vec<Series> = plan.limits.iter().map(|name| new(*name)).collect();
         for n in 0..self.runs {
             self.progress.say(format!("{name}: run {} of {}", n + 1, self.runs));
-            (plan.prepare)().map_err(|e| e.context(name))?;
-            let meter = Meter::start()?;
-            let amount = (plan.work)().map_err(|e| e.context(name))?;
-            ours.add(unit, amount, &meter.stop()?);
+            let mut turns: Vec<_> = plan.ways.iter_mut().zip(&mut ours).collect();
+            // Each goes first as often as the other: what the one before leaves behind hits all alike.
+            if n % 2 == 1 {
+                turns.reverse();
+            }
+            for (way, series) in turns {
+                (way.prepare)().map_err(|e| e.context(name))?;
+                let meter = Meter::start()?;
+                let amount = (way.work)().map_err(|e| e.context(name))?;
+                series.add(unit, amount, &meter.stop()?);
+            }
             for l in &mut limits {
                 let (amount, cost) = self.limit(l.name).map_err(|e| e.context(l.name))?;
                 l.add(unit, amount, &cost);
             }
         }
-        Ok(Row { unit, ours, limits })
+        let mut others = ours.split_off(1);
+        others.iter_mut().zip(&self.others).for_each(|(series, name)| series.name = name);
+        let ours = ours.remove(0);
+        Ok(Row { unit, ours, others, limits })
     }
 
     /// Our own device figures beside fio's on the same file: (pattern, ours, fio's), bytes per second. In turn and
@@ -366,6 +447,13 @@ impl Bench {
 
     fn clean(self) -> Result<()> {
         self.progress.done();
+        for t in [Transport::Dev, Transport::Fuser] {
+            // Else the file system's content would go with the folder.
+            if mount::is_mounted(&self.dir.join(t.name()))? {
+                let m = format!("{} could not be unmounted", self.dir.join(t.name()).display());
+                return Err(Error::new(Code::Busy, m));
+            }
+        }
         Ok(fs::remove_dir_all(&self.dir)?)
     }
 }

@@ -15,6 +15,8 @@ pub struct Report {
     pub runs: usize,
     /// Caches could not be dropped before reads.
     pub warm: bool,
+    /// What the mount rows were measured with, ours first; empty: the cluster's mount.
+    pub transports: Vec<&'static str>,
     pub rows: Vec<Row>,
     /// Pattern, our own device figure, fio's; bytes per second.
     pub fio: Vec<(&'static str, f64, f64)>,
@@ -43,6 +45,32 @@ impl Series {
 }
 
 impl Row {
+    /// Ours divided by the other, run by run, so that the machine's drift cancels out.
+    fn ratios(&self, other: &Series) -> Vec<f64> {
+        self.ours.rates.iter().zip(&other.rates).map(|(a, b)| a / b).collect()
+    }
+
+    /// Lines of the table of transports.
+    fn beside(&self) -> impl Iterator<Item = Vec<String>> {
+        self.others.iter().map(|other| {
+            let ratios = self.ratios(other);
+            let show = |s: &Series| {
+                let (lo, hi) = stats::interval(&s.rates);
+                format!("{} [{} .. {}]", rate(self.unit, s.rate()), rate(self.unit, lo), rate(self.unit, hi))
+            };
+            let (lo, hi) = stats::interval(&ratios);
+            vec![
+                self.ours.name.into(),
+                show(&self.ours),
+                show(other),
+                format!("{:.2}", stats::median(&ratios)),
+                format!("[{lo:.2} .. {hi:.2}]"),
+                cpu(self.unit, self.ours.cpu()),
+                cpu(self.unit, other.cpu()),
+            ]
+        })
+    }
+
     /// What binds on this machine, and its rate: the lowest limit, or all cores busy with the CPU of all limits.
     fn binding(&self, cores: usize) -> (&'static str, f64) {
         let unit = if self.unit == Unit::Bytes { 1e9 } else { 1e6 };
@@ -83,6 +111,13 @@ impl Row {
         v["unit"] = if bytes { "bytes/s" } else { "ops/s" }.into();
         v["cpu"]["unit"] = if bytes { "s/GB" } else { "us/op" }.into();
         v["cpu"]["floor"] = self.floor().into();
+        let beside = |o: &Series| {
+            let (mut v, ratios) = (o.json(), self.ratios(o));
+            let (lo, hi) = stats::interval(&ratios);
+            v["ratio"] = json!({ "runs": ratios, "median": stats::median(&ratios), "interval": [lo, hi] });
+            v
+        };
+        v["others"] = self.others.iter().map(beside).collect();
         v["limits"] = self.limits.iter().map(Series::json).collect();
         v["ratio"] = self.limits.first().map(|l| ours / l.rate()).into();
         let (binding, most) = self.binding(cores);
@@ -104,6 +139,16 @@ const HEAD: [&str; 10] = [
     "limits' CPU",
 ];
 
+fn lines(head: Vec<String>, mut rows: Vec<Vec<String>>, markdown: bool) -> String {
+    let columns = head.len();
+    rows.insert(0, head);
+    if !markdown {
+        return table(&rows);
+    }
+    rows.insert(1, vec!["---".into(); columns]);
+    rows.iter().map(|r| format!("| {} |\n", r.join(" | "))).collect::<String>() + "\n"
+}
+
 impl Report {
     pub fn text(&self, markdown: bool) -> String {
         let s = self.scale;
@@ -118,16 +163,15 @@ impl Report {
             s.random_ops,
             if self.warm { "; caches were not dropped before reads (that needs root)" } else { "" }
         );
-        let mut rows = vec![HEAD.map(String::from).to_vec()];
-        rows.extend(self.rows.iter().map(|r| r.cells(self.cores)));
-        if markdown {
-            rows.insert(1, vec!["---".into(); HEAD.len()]);
-            for r in rows {
-                out += &format!("| {} |\n", r.join(" | "));
-            }
-            out.push('\n');
-        } else {
-            out += &table(&rows);
+        let head = HEAD.map(String::from).to_vec();
+        out += &lines(head, self.rows.iter().map(|r| r.cells(self.cores)).collect(), markdown);
+        if let [first, second] = self.transports[..] {
+            let ratio = format!("{first}/{second}");
+            let cpu = |t| format!("CPU {t}");
+            let head: [&str; 7] = ["row", first, second, &ratio, "95 % interval", &cpu(first), &cpu(second)];
+            out += "Transports, in turn in every run:\n\n";
+            let rows = self.rows.iter().flat_map(Row::beside).collect();
+            out += &lines(head.map(String::from).to_vec(), rows, markdown);
         }
         for (name, ours, theirs) in &self.fio {
             out += &format!(
@@ -147,7 +191,7 @@ impl Report {
         let fio: Vec<Value> = self.fio.iter().map(|(n, o, f)| json!({ "pattern": n, "ours": o, "fio": f })).collect();
         json!({ "version": env!("CARGO_PKG_VERSION"), "machine": self.machine, "copies": self.copies, "runs": self.runs,
             "bytes": s.bytes, "files": s.files, "random_ops": s.random_ops,
-            "cores": self.cores, "caches_dropped": !self.warm,
+            "cores": self.cores, "transports": self.transports, "caches_dropped": !self.warm,
             "rows": self.rows.iter().map(|r| r.json(self.cores)).collect::<Vec<_>>(), "fio": fio })
     }
 }
@@ -163,7 +207,7 @@ mod tests {
     #[test]
     fn what_binds_is_named_and_the_floor_adds_up() {
         let limits = vec![series("FUSE from memory", 4e9, 0.2), series("device read", 1e9, 0.05)];
-        let row = Row { unit: Unit::Bytes, ours: series("mount: read 1 MiB", 8e8, 0.5), limits };
+        let row = Row { unit: Unit::Bytes, ours: series("mount: read 1 MiB", 8e8, 0.5), others: vec![], limits };
         let v = row.json(2);
         assert_eq!(v["ratio"], 0.2);
         assert_eq!(v["cpu"]["floor"], 0.25);
@@ -172,13 +216,34 @@ mod tests {
         let slow = Row { limits: vec![series("socket copy", 3e9, 2.0)], ..row };
         assert_eq!(slow.binding(1), ("all cores", 5e8));
         let scale = Scale { bytes: MIB, files: 1, random_ops: 1 };
-        let rows = vec![slow];
-        let r = Report { cores: 1, machine: "m".into(), copies: 2, scale, runs: 1, warm: true, rows, fio: vec![] };
+        let mut other = series("fuser", 4e8, 1.0);
+        let mut beside =
+            Row { others: vec![], limits: vec![], ours: series("mount: write 1 MiB", 8e8, 0.5), unit: Unit::Bytes };
+        // Run by run: the medians alone would give 2.
+        beside.ours.rates = vec![8e8, 2e8, 9e8];
+        other.rates = vec![2e8, 4e8, 6e8];
+        beside.others = vec![other];
+        let rows = vec![slow, beside];
+        let transports = vec!["dev", "fuser"];
+        let r = Report {
+            cores: 1,
+            transports,
+            machine: "m".into(),
+            copies: 2,
+            scale,
+            runs: 1,
+            warm: true,
+            rows,
+            fio: vec![],
+        };
         let text = r.text(true);
         assert!(text.contains("| --- | ---"), "{text}");
         assert!(text.contains("caches were not dropped"), "{text}");
         assert_eq!(r.json()["caches_dropped"], false);
         let line = "| 800 MB/s | [800 MB/s .. 800 MB/s] | socket copy | 3000 MB/s | 0.27 | all cores | 1.60 | 0.50 s/GB | 2.00 s/GB |";
         assert!(text.contains(line), "{text}");
+        assert!(text.contains("| dev/fuser | 95 % interval |"), "{text}");
+        assert!(text.contains("| 1.50 | [0.50 .. 4.00] | 0.50 s/GB | 1.00 s/GB |"), "{text}");
+        assert_eq!(r.json()["rows"][1]["others"][0]["ratio"]["median"], 1.5);
     }
 }

@@ -24,8 +24,9 @@ pub struct Mounted {
 }
 
 impl Mounted {
-    pub fn new(mnt: &Path, scale: Scale) -> Result<Mounted> {
-        let dir = mnt.join("strake-bench-mount");
+    /// `name`: of its folder below the mount point; one for each mount of the same cluster.
+    pub fn new(mnt: &Path, name: &str, scale: Scale) -> Result<Mounted> {
+        let dir = mnt.join(format!("strake-bench-{name}"));
         if dir.exists() {
             fs::remove_dir_all(&dir)?;
         }

@@ -247,18 +247,21 @@ impl Cluster {
             put(&self.config_of(&role), &text)?;
         }
         if let Some(m) = &self.p.mount {
-            let text = format!(
-                "client_key = {:?}\n\n[mount]\nmds = {:?}\nmountpoint = {:?}\nallow_other = {}\n",
-                self.client_key(),
-                self.mds_endpoints(),
-                m,
-                rustix::process::geteuid().is_root()
-            );
-            put(&self.config_of(&Role::Mount), &text)?;
+            put(&self.config_of(&Role::Mount), &self.mount_config(m))?;
         }
         let text = toml::to_string(&self.p).map_err(|e| Error::new(Code::Io, e.to_string()))?;
         put(&self.dir.join(FILE), &text)?;
         Ok(fs::File::open(&self.dir)?.sync_all()?)
+    }
+
+    /// Configuration of a mount of this cluster at an absolute path.
+    pub fn mount_config(&self, at: &Path) -> String {
+        format!(
+            "client_key = {:?}\n\n[mount]\nmds = {:?}\nmountpoint = {at:?}\nallow_other = {}\n",
+            self.client_key(),
+            self.mds_endpoints(),
+            rustix::process::geteuid().is_root()
+        )
     }
 
     fn mds_config(&self, n: u32) -> String {

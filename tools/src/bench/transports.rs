@@ -1,0 +1,82 @@
+//! Mounts of the bench's own, one with each transport, to measure them beside each other.
+
+use std::{
+    fs,
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use clap::ValueEnum;
+use rustix::process::{Signal, set_parent_process_death_signal};
+use strake_proto::{Code, Error, Result};
+
+use crate::{dev::Cluster, mount};
+
+/// How a mount speaks to the kernel; see `docs/fuse.md`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Transport {
+    Dev,
+    Fuser,
+}
+
+impl Transport {
+    pub fn name(self) -> &'static str {
+        match self {
+            Transport::Dev => "dev",
+            Transport::Fuser => "fuser",
+        }
+    }
+}
+
+/// The mount as long as this lives.
+pub struct OwnMount {
+    process: Child,
+    at: PathBuf,
+}
+
+impl OwnMount {
+    /// Mounts the cluster at `at`, which is made. The mount ends with this process, however that ends.
+    pub fn start(cluster: &Cluster, transport: Transport, at: &Path) -> Result<OwnMount> {
+        fs::create_dir_all(at)?;
+        let config = at.with_extension("toml");
+        fs::write(&config, cluster.mount_config(at))?;
+        let mut command = Command::new(std::env::current_exe()?);
+        // What stops it is on stderr, which it shares.
+        command.args(["mount", "--foreground", "-o"]).arg(format!("log=error,transport={}", transport.name()));
+        command.arg("--config").arg(config).stdin(Stdio::null()).stdout(Stdio::null());
+        // SAFETY: prctl is async-signal-safe and touches nothing of the parent.
+        unsafe {
+            command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::TERM))?));
+        }
+        let mut m = OwnMount { process: command.spawn()?, at: at.to_path_buf() };
+        let start = Instant::now();
+        while !mount::is_mounted(at)? {
+            if start.elapsed() > Duration::from_secs(60) || m.process.try_wait()?.is_some() {
+                let m = format!("the bench's mount with transport '{}' could not be made", transport.name());
+                return Err(Error::new(Code::Io, m));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(m)
+    }
+
+    pub fn at(&self) -> &Path {
+        &self.at
+    }
+}
+
+impl Drop for OwnMount {
+    fn drop(&mut self) {
+        if mount::is_mounted(&self.at).is_ok_and(|m| m) {
+            if mount::unmount(&self.at, false).is_err() {
+                let _ = mount::unmount(&self.at, true);
+            }
+        } else if let Some(pid) = rustix::process::Pid::from_raw(self.process.id() as i32) {
+            // It never mounted, and would go on trying.
+            let _ = rustix::process::kill_process(pid, Signal::TERM);
+        }
+        let _ = self.process.wait();
+    }
+}
