@@ -219,12 +219,15 @@ fn a_peer_or_a_log_reader_that_goes_ends_nobody() {
     let daemon = fs::read_dir("/proc").unwrap().find_map(|e| {
         let pid: u32 = e.ok()?.file_name().to_str()?.parse().ok()?;
         let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-        text(&line).contains(&format!("{}\0--foreground", second.display())).then_some(pid)
+        let line = text(&line);
+        (line.contains("mount\0--foreground\0") && line.ends_with(&format!("{}\0", second.display()))).then_some(pid)
     });
-    let (ignores, stderr) = pipes_of(daemon.expect("the mount's process"));
+    let pipes = daemon.map(pipes_of);
     let written = fs::write(second.join("f"), b"x");
+    // Before anything is asserted: to clear away a folder with a mount in it waits for the cluster.
     ok(&strake().arg("umount").arg(&second).output().unwrap());
     written.unwrap();
+    let (ignores, stderr) = pipes.expect("the mount's process");
     assert!(ignores && !stderr.to_string_lossy().starts_with("pipe:"), "{}", stderr.display());
     if let Some(log) = log {
         assert_eq!(stderr, log);
