@@ -151,7 +151,7 @@ fn fusermount_command() -> Command {
 /// Whether the topmost mount at this folder is a StrakeFS one.
 fn mounted_at(folder: &Path) -> bool {
     let Ok(folder) = folder.canonicalize() else { return false };
-    table::mounts().unwrap_or_default().iter().rfind(|m| m.at == folder).is_some_and(|m| m.kind == "fuse.strake")
+    table::topmost(&table::mounts().unwrap_or_default(), &folder).is_some_and(|m| m.kind == "fuse.strake")
 }
 
 /// Changes a mount as `mount -o remount` does: read-only or not, and what the kernel keeps of it. `EBUSY` for read-only while

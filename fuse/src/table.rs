@@ -1,6 +1,11 @@
 //! The kernel's mount table, and the flags of mounts by name. Asks no file system: any of them may hang.
 
-use std::{fs, io, path::PathBuf};
+use std::{
+    ffi::OsString,
+    fs, io,
+    os::unix::ffi::OsStringExt,
+    path::{Path, PathBuf},
+};
 
 use rustix::mount::MountFlags;
 
@@ -26,36 +31,46 @@ pub struct Mounted {
 }
 
 impl Mounted {
-    /// Of a line of the table; `None` for what is none.
-    pub fn parse(line: &str) -> Option<Mounted> {
-        let (front, back) = line.split_once(" - ")?;
-        let front: Vec<&str> = front.split(' ').collect();
-        let back: Vec<&str> = back.split(' ').collect();
+    /// Of a line of the table; `None` for what is none. Paths and sources are whatever bytes users chose.
+    pub fn parse(line: &[u8]) -> Option<Mounted> {
+        let dash = line.windows(3).position(|w| w == b" - ")?;
+        let front: Vec<&[u8]> = line[..dash].split(|b| *b == b' ').collect();
+        let back: Vec<&[u8]> = line[dash + 3..].split(|b| *b == b' ').collect();
         let ([id, parent, device, _, at, options, ..], [kind, source, super_options]) = (&front[..], &back[..]) else {
             return None;
         };
+        let number = |field: &[u8]| std::str::from_utf8(field).ok()?.parse().ok();
         Some(Mounted {
-            id: id.parse().ok()?,
-            parent: parent.parse().ok()?,
-            device: (*device).into(),
-            at: PathBuf::from(unescape(at)),
-            options: (*options).into(),
-            kind: unescape(kind),
-            source: unescape(source),
-            super_options: (*super_options).into(),
+            id: number(id)?,
+            parent: number(parent)?,
+            device: text(device.to_vec()),
+            at: OsString::from_vec(unescape(at)).into(),
+            options: text(options.to_vec()),
+            kind: text(unescape(kind)),
+            source: text(unescape(source)),
+            super_options: text(super_options.to_vec()),
         })
     }
 }
 
+fn text(bytes: Vec<u8>) -> String {
+    String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())
+}
+
 /// What is mounted in this process's namespace, what was mounted later further down.
 pub fn mounts() -> io::Result<Vec<Mounted>> {
-    Ok(fs::read_to_string("/proc/self/mountinfo")?.lines().filter_map(Mounted::parse).collect())
+    Ok(fs::read("/proc/self/mountinfo")?.split(|b| *b == b'\n').filter_map(Mounted::parse).collect())
+}
+
+/// Of what is mounted at exactly this path the one that is on top.
+pub fn topmost<'a>(mounts: &'a [Mounted], at: &Path) -> Option<&'a Mounted> {
+    let here = || mounts.iter().filter(|m| m.at == at);
+    here().rfind(|m| !here().any(|on| on.parent == m.id && on.id != m.id))
 }
 
 /// The kernel writes blank, tab, newline and backslash as `\ooo`.
-fn unescape(s: &str) -> String {
-    let mut out = Vec::with_capacity(s.len());
-    let mut rest = s.as_bytes();
+fn unescape(mut rest: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(rest.len());
     while let Some((&first, tail)) = rest.split_first() {
         let octal = tail.get(..3).filter(|_| first == b'\\').and_then(|d| std::str::from_utf8(d).ok());
         match octal.and_then(|d| u8::from_str_radix(d, 8).ok()) {
@@ -69,7 +84,7 @@ fn unescape(s: &str) -> String {
             }
         }
     }
-    String::from_utf8_lossy(&out).into_owned()
+    out
 }
 
 /// Flags of mount(2) that an option sets, and the option that takes each back.
@@ -131,16 +146,36 @@ mod tests {
     #[test]
     fn lines_of_the_table() {
         let line = r"36 35 0:45 / /mnt/a\040b rw,noatime master:1 - fuse.strake h1,h2:/x\040y ro,user_id=0,group_id=0";
-        let m = Mounted::parse(line).unwrap();
+        let m = Mounted::parse(line.as_bytes()).unwrap();
         assert_eq!((m.id, m.parent, m.device.as_str()), (36, 35, "0:45"));
         assert_eq!((m.at, m.source.as_str()), (PathBuf::from("/mnt/a b"), "h1,h2:/x y"));
         let options = (m.options.as_str(), m.kind.as_str(), m.super_options.as_str());
         assert_eq!(options, ("rw,noatime", "fuse.strake", "ro,user_id=0,group_id=0"));
         for bad in ["", "nonsense", "1 2 3 - a b c", "x 35 0:1 / /a rw - t s o", "36 35 0:1 / /a rw - t s"] {
-            assert_eq!(Mounted::parse(bad), None, "{bad}");
+            assert_eq!(Mounted::parse(bad.as_bytes()), None, "{bad}");
         }
-        assert_eq!(unescape(r"a\134b\04"), r"a\b\04");
-        assert!(mounts().unwrap().iter().any(|m| m.at == std::path::Path::new("/proc")));
+        assert_eq!(unescape(br"a\134b\04"), br"a\b\04");
+        assert!(mounts().unwrap().iter().any(|m| m.at == Path::new("/proc")));
+    }
+
+    #[test]
+    fn what_is_not_utf8_is_as_good_as_any() {
+        let m = Mounted::parse(b"36 35 0:45 / /mnt/\xff\\040\xfe rw - tmpfs s\xff rw").unwrap();
+        assert_eq!(m.at.into_os_string().into_vec(), b"/mnt/\xff \xfe");
+        assert_eq!((m.source.as_str(), m.kind.as_str()), ("s\u{fffd}", "tmpfs"));
+    }
+
+    #[test]
+    fn one_on_top_of_another_hides_it() {
+        let line = |l: &str| Mounted::parse(l.as_bytes()).unwrap();
+        let below = line("40 30 0:45 / /a rw - fuse.strake h:/ rw");
+        let above = line("41 40 0:46 / /a rw - tmpfs t rw");
+        let inside = line("42 41 0:47 / /a/b rw - tmpfs t rw");
+        for all in [[below.clone(), above.clone(), inside.clone()], [inside, above.clone(), below.clone()]] {
+            assert_eq!(topmost(&all, Path::new("/a")), Some(&above));
+            assert_eq!(topmost(&all, Path::new("/c")), None);
+        }
+        assert_eq!(topmost(std::slice::from_ref(&below), Path::new("/a")), Some(&below));
     }
 
     #[test]

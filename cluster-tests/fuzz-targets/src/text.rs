@@ -24,18 +24,19 @@ pub fn run(data: &[u8]) {
             let text = String::from_utf8_lossy(i.0);
             let _ = read_text(kind, &text);
         }
-        4 => small(&String::from_utf8_lossy(i.0)),
+        4 => small(i.0),
         5 | 6 => arguments(&mut i),
         _ => layouts(&mut i),
     }
 }
 
-fn small(text: &str) {
+fn small(bytes: &[u8]) {
+    let text = &*String::from_utf8_lossy(bytes);
     if let Ok(e) = text.parse::<Endpoint>() {
         assert_eq!(e.to_string().parse::<Endpoint>().expect("its own text"), e);
     }
     let _ =
-        (parse_peer(text), read_groups(text), read_caller(text), Mounted::parse(text), read_mount_words(text, text));
+        (parse_peer(text), read_groups(text), read_caller(text), Mounted::parse(bytes), read_mount_words(text, text));
     if let Some(key) = decode_hex(text) {
         let again: String = key.iter().map(|b| format!("{b:02x}")).collect();
         assert_eq!(decode_hex(&again), Some(key));

@@ -302,8 +302,9 @@ async fn said(link: &Link, watch: &UnixDatagram) -> Event {
 /// For `strake umount` and remounts. A mount without it works, but unmounting does not wait for what was written.
 /// `at`: where, without symbolic links.
 pub fn listen(at: &std::path::Path) -> Option<Control> {
-    let device = table::mounts().ok()?.into_iter().rfind(|m| m.at == at)?.device;
-    match Control::listen(&device) {
+    let mounts = table::mounts().ok()?;
+    let device = &table::topmost(&mounts, at)?.device;
+    match Control::listen(device) {
         Ok(c) => Some(c),
         Err(e) => {
             tracing::warn!("unmounting will not wait for what was written: the socket for {device}: {e}");

@@ -375,10 +375,12 @@ pub fn is_mounted(mountpoint: &Path) -> Result<bool> {
 fn mounted_at(mountpoint: &Path) -> Result<Option<Mounted>> {
     let Ok(path) = std::path::absolute(mountpoint) else { return Ok(None) };
     let table = table::mounts()?;
-    let find = |path: &Path| table.iter().rfind(|m| m.at == path && m.kind == "fuse.strake").cloned();
+    let find = |path: &Path| table::topmost(&table, path);
     // Not the whole path: to look at the mount itself could mean to wait for its servers.
     let real = || Some(path.parent()?.canonicalize().ok()?.join(path.file_name()?));
-    Ok(find(&path).or_else(|| find(&real()?)))
+    let found = find(&path).or_else(|| find(&real()?));
+    // What lies under another file system can be neither used nor unmounted.
+    Ok(found.filter(|m| m.kind == "fuse.strake").cloned())
 }
 
 /// Tells who started this on their terminal, if there is one.
