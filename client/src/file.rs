@@ -67,6 +67,9 @@ impl Client {
     pub async fn open(&self, creds: &pb::Creds, ino: Ino, flags: u32) -> Result<(File, pb::Attr)> {
         let (core, creds) = (self.core.clone(), creds.clone());
         let opening = async move {
+            if flags & O_ACCMODE != 0 {
+                core.may_alter()?;
+            }
             let open = op(pb::op::Op::Open(pb::Open { ino, flags: flags & (O_ACCMODE | O_APPEND) }));
             let r = ok(core.meta(&creds, vec![open]).await?)?;
             let file = core.file(r, &creds, flags).await?;

@@ -129,8 +129,8 @@ impl Client {
         self.core.current_session().map_or_else(Vec::new, |s| s.fs_uuid.to_vec())
     }
 
-    /// From now on nothing is opened for writing and no name, attribute, layout or byte is changed: `EROFS`. Sizes of files that
-    /// were written before are still reported, and locks work.
+    /// From now on nothing is opened for writing and no name, attribute, layout or byte is changed: `EROFS`. What was written
+    /// before is still made safe and its size reported, and locks work.
     pub fn set_read_only(&self, yes: bool) {
         self.core.read_only.store(yes, std::sync::atomic::Ordering::Relaxed);
     }

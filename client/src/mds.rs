@@ -147,10 +147,12 @@ pub(crate) fn is_mutation(ops: &[pb::Op]) -> bool {
     })
 }
 
-/// Whether a list changes what others see: names, attributes, layouts or bytes. Not what only says who is there.
+/// Whether a list changes what others see: names, attributes, layouts or bytes. Not what only says who is there, nor what makes
+/// earlier writes safe: files that were written are opened again for that.
 fn alters(ops: &[pb::Op]) -> bool {
     use pb::op::Op::*;
-    is_mutation(ops) && !ops.iter().all(|o| matches!(o.op, Some(Close(_) | Release(_) | SetLock(_) | Extend(_))))
+    let harmless = |o: &pb::Op| matches!(o.op, Some(Open(_) | Close(_) | Release(_) | SetLock(_) | Extend(_)));
+    is_mutation(ops) && !ops.iter().all(harmless)
 }
 
 /// Whether running a list twice does what running it once does, as far as its sender can tell. What a lost session had locked
@@ -429,6 +431,14 @@ impl Core {
 
     // --- requests ---
 
+    /// `EROFS` for a client that is to change nothing.
+    pub(crate) fn may_alter(&self) -> Result<()> {
+        if self.read_only.load(Relaxed) {
+            return Err(Error::new(Code::RoFs, "the mount is read-only"));
+        }
+        Ok(())
+    }
+
     /// Runs a list of operations; mutations exactly once. The answer ends with the first failure, if any.
     ///
     /// `EIO` when the session was lost while a mutation was in doubt: it may or may not have run.
@@ -443,8 +453,8 @@ impl Core {
         creds: &pb::Creds,
         ops: Vec<pb::Op>,
     ) -> Result<Vec<pb::OpResult>> {
-        if self.read_only.load(Relaxed) && alters(&ops) {
-            return Err(Error::new(Code::RoFs, "the mount is read-only"));
+        if alters(&ops) {
+            self.may_alter()?;
         }
         let mut at = self.attempts("metadata request");
         let mutation = is_mutation(&ops);
@@ -510,18 +520,17 @@ mod tests {
         use pb::op::Op::*;
         let op = |op| pb::Op { op: Some(op) };
         let open = |flags| op(Open(pb::Open { ino: 1, flags }));
-        for good in
-            [open(0), op(SetLock(Default::default())), op(Release(Default::default())), op(Extend(Default::default()))]
-        {
+        for good in [
+            open(0),
+            open(2),
+            op(SetLock(Default::default())),
+            op(Release(Default::default())),
+            op(Extend(Default::default())),
+        ] {
             assert!(!alters(&[good]));
         }
-        for bad in [
-            open(1),
-            open(2),
-            op(Setattr(Default::default())),
-            op(Unlink(Default::default())),
-            op(Setlayout(Default::default())),
-        ] {
+        for bad in [op(Setattr(Default::default())), op(Unlink(Default::default())), op(Setlayout(Default::default()))]
+        {
             assert!(alters(std::slice::from_ref(&bad)));
             assert!(alters(&[op(Release(Default::default())), bad]));
         }

@@ -335,6 +335,29 @@ async fn capabilities_are_renewed_before_they_expire_and_after_a_refusal() {
 
 /// Writers, readers, restarts, map changes, lost replies and leader changes together, from a few seeds.
 #[tokio::test(start_paused = true)]
+async fn what_was_written_before_a_client_became_read_only_is_made_safe() {
+    let c = Cluster::new(3, 2);
+    let a = c.client(1).await;
+    c.mds.caps_expire(1);
+    let f = file(&a, -1).await;
+    f.write_all_at(0, &[7; 100_000]).await.unwrap();
+    a.set_read_only(true);
+    f.fsync().await.expect("opened again for that");
+    assert_eq!(a.stats().unstable_bytes, 0);
+    c.restart(&[0, 1, 2]);
+    assert!(content(&f).await == [7; 100_000]);
+    let ino = f.ino();
+    let refused = |e: strake_proto::Error| assert_eq!(e.code, Code::RoFs, "{e}");
+    refused(a.open(&user(), ino, 2).await.map(drop).unwrap_err());
+    refused(a.open(&user(), ino, 1).await.map(drop).unwrap_err());
+    refused(a.create(&user(), a.root(), b"f", 0o644, 2, false, None).await.map(drop).unwrap_err());
+    a.open(&user(), ino, 0).await.expect("only to read").0.close().await.unwrap();
+    a.set_read_only(false);
+    a.open(&user(), ino, 2).await.expect("again").0.close().await.unwrap();
+    f.close().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
 async fn random_faults_against_a_model() {
     for seed in 1..=12u64 {
         let c = Cluster::new(4, 1 + (seed % 3) as u32);

@@ -94,6 +94,20 @@ async fn unstable_bytes_and_sizes_are_taken_over() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_read_only_client_takes_over_what_was_written_before() {
+    let (c, keep) = (Cluster::new(3, 2), new_keep());
+    half_synced(&c, &keep);
+    let keep = next(&keep);
+    let b = c.client_with(2, Config { read_only: true, ..with(&keep) }).await;
+    let former = Former { ino: INO, flags: RW, uid: 1000, gid: 1000 };
+    let f = b.take_over(&[former], &keep.left_requests()).await.pop().unwrap().unwrap();
+    f.fsync().await.unwrap();
+    assert_eq!((f.attr().size, c.mds.size_of(INO)), (350_000, 350_000));
+    f.close().await.unwrap();
+    b.close().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
 async fn bytes_outside_of_kept_memory_are_lost_only_with_a_server() {
     for restarted in [false, true] {
         let (c, keep) = (Cluster::new(3, 2), new_keep());
