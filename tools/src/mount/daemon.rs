@@ -83,8 +83,9 @@ pub(super) async fn serve(section: MountSection, key: [u8; 32], socket: RawFd) -
     config.keep = Some(keep.clone());
     match &order {
         Message::Connect { dead } => config.dead.clone_from(dead),
-        // It is mounted, and waits as every program in it does.
-        _ => config.connect_timeout = config.op_timeout,
+        // It is mounted, and waits as every program in it does. It may have been remounted since: whether it is read-only the
+        // supervisor says next, and until then the kernel sees to it.
+        _ => (config.connect_timeout, config.read_only) = (config.op_timeout, false),
     }
     let client = connect_with(config, key).await?;
     let mut mount = section.mount_config();
