@@ -1,6 +1,12 @@
 //! Mounting and unmounting.
 
-use std::{io, os::fd::OwnedFd, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    io,
+    os::fd::OwnedFd,
+    path::PathBuf,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use rustix::mount::MountFlags;
 use strake_client::{Client, Keep};
@@ -83,6 +89,7 @@ pub struct Mount {
     /// `None`: somebody else's to unmount.
     mountpoint: Option<PathBuf>,
     vfs: Arc<Vfs>,
+    lost: OnceLock<Error>,
 }
 
 enum Session {
@@ -112,7 +119,7 @@ pub async fn mount(mut cfg: MountConfig, client: Client) -> Result<Mount> {
         }
     };
     tracing::info!(mountpoint = %mountpoint::shown(&cfg.mountpoint), "mounted");
-    Ok(Mount { session, mountpoint: Some(cfg.mountpoint), vfs })
+    Ok(Mount { session, mountpoint: Some(cfg.mountpoint), vfs, lost: OnceLock::new() })
 }
 
 /// Mounts for a daemon that is still to come: the descriptors of `/dev/fuse` that [`serve`] wants. Errors as [`mount`].
@@ -129,7 +136,12 @@ pub async fn serve(cfg: &MountConfig, client: Client, keep: Arc<Keep>, descripto
     let learning = vfs.clone();
     tokio::spawn(async move { learning.learn().await });
     let serve = dev::Serve::new(vfs.clone(), cfg, Arc::clone(&agreed), Some(keep)).await;
-    Ok(Mount { session: Session::Dev(dev::start(descriptors, serve, agreed)?), mountpoint: None, vfs })
+    Ok(Mount {
+        session: Session::Dev(dev::start(descriptors, serve, agreed)?),
+        mountpoint: None,
+        vfs,
+        lost: OnceLock::new(),
+    })
 }
 
 impl Mount {
@@ -144,8 +156,15 @@ impl Mount {
     /// Returns when it is unmounted, by [`Mount::unmount`] or by `umount(8)`, and every handle is closed.
     pub async fn wait(&self) -> Result<()> {
         let result = self.unmounted().await;
-        self.vfs.close_all().await;
+        if let Err(e) = self.vfs.close_all().await {
+            let _ = self.lost.set(e);
+        }
         result
+    }
+
+    /// After [`Mount::wait`]: why bytes may be lost of files that were still open at the end, as after `umount -f`.
+    pub fn lost(&self) -> Option<&Error> {
+        self.lost.get()
     }
 
     /// Unmounts. `EBUSY` while files are open or a process stands in it.

@@ -33,6 +33,9 @@ pub const OTHER_LAYOUT: u8 = 64;
 /// This very program, even when its file is gone.
 const MYSELF: &str = "/proc/self/exe";
 
+/// What is told of a daemon that ended without a word.
+const UNSAID: &str = "whether all is safe is not known: the mount's daemon ended without saying so";
+
 /// After a daemon that served shorter than this the next one is not started at once.
 const SHORT_LIFE: Duration = Duration::from_millis(200);
 /// So many short lives in a row are put down to chance.
@@ -148,8 +151,9 @@ impl Supervisor {
                 return Ok(code(status));
             }
             if status.success() {
+                unread(&daemon.link).for_each(|m| self.heard(m));
                 if let Some(control) = self.control.take() {
-                    control.end(self.lost.take().unwrap_or_default()).await;
+                    control.end(self.lost.take().unwrap_or_else(|| UNSAID.into())).await;
                 }
                 return Ok(0);
             }
@@ -287,6 +291,11 @@ impl Daemon {
     }
 }
 
+/// What a daemon said before it ended and nobody heard yet.
+fn unread(link: &Link) -> impl Iterator<Item = Message> {
+    std::iter::from_fn(|| link.receive().ok().flatten().map(|(message, _)| message))
+}
+
 /// The daemon's next message. Never returns after it has closed its end: its own end comes.
 async fn said(link: &Link, watch: &UnixDatagram) -> Event {
     match watch.async_io(Interest::READABLE, || link.receive()).await {
@@ -328,6 +337,20 @@ fn code(status: ExitStatus) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn the_last_words_of_a_daemon_are_heard_after_its_end() {
+        let (link, its) = Link::pair().unwrap();
+        let _watch = link.watch().unwrap();
+        assert_eq!(unread(&link).count(), 0, "alive and silent");
+        let daemon = Link::inherited(std::os::fd::IntoRawFd::into_raw_fd(its)).unwrap();
+        let said = || [Message::Unmounted, Message::Ended("7 bytes".into())];
+        for m in said() {
+            daemon.send(&m, &[]).unwrap();
+        }
+        drop(daemon);
+        assert_eq!(unread(&link).collect::<Vec<_>>(), said());
+    }
 
     #[test]
     fn a_daemon_that_dies_at_its_start_is_started_ever_more_slowly() {

@@ -196,17 +196,22 @@ impl Vfs {
         }
     }
 
-    /// Flushes whatever is still open, after the kernel is gone. Closing it is left to the end of the session.
-    pub async fn close_all(&self) {
-        for open in self.files.drain() {
-            if let Ok(file) = open.file()
-                && open.writes()
-                && let Err(e) = file.flush().await
-            {
+    /// Flushes whatever is still open, after the kernel is gone. Closing it is left to the end of the session. The first error
+    /// is of bytes that may be lost, which no close told.
+    pub async fn close_all(&self) -> Result<()> {
+        let mut outcome = Ok(());
+        for open in self.files.drain().into_iter().filter(|o| o.writes()) {
+            let flushed = match open.file() {
+                Ok(file) => file.flush().await,
+                Err(e) => Err(e),
+            };
+            if let Err(e) = flushed {
                 tracing::warn!(ino = open.ino, "a file that was open when the mount ended: {e}");
+                outcome = outcome.and(Err(e));
             }
         }
         self.dirs.drain();
+        outcome
     }
 
     /// Where the transport takes its buffers.

@@ -111,7 +111,7 @@ pub(super) async fn serve(section: MountSection, key: [u8; 32], socket: RawFd) -
         mount.unmounted().await?;
         let _ = link.send(&Message::Unmounted, &[]);
         mount.wait().await?;
-        let lost = end(&client).await;
+        let lost = end(&client, &mount).await;
         let _ = link.send(&Message::Ended(lost), &[]);
         Ok(ExitCode::SUCCESS)
     };
@@ -147,13 +147,12 @@ fn state(client: &Client) -> String {
 }
 
 /// After the unmount: makes safe what was written. What was lost, empty if nothing.
-async fn end(client: &Client) -> String {
-    let unsafe_before = client.stats().unstable_bytes;
-    match client.close().await {
+async fn end(client: &Client, mount: &strake_fuse::Mount) -> String {
+    match client.close().await.and(mount.lost().cloned().map_or(Ok(()), Err)) {
         Ok(()) => String::new(),
         Err(e) => {
             tracing::error!("written data was lost: {e}");
-            format!("of {unsafe_before} written bytes that were not on disk yet some were lost: {e}")
+            format!("written data was lost: {e}")
         }
     }
 }
@@ -182,7 +181,7 @@ pub(super) async fn unsupervised(section: MountSection, key: [u8; 32]) -> Result
         r = mount.wait() => r?,
         () = answer(&mut control, &client) => {}
     }
-    let lost = end(&client).await;
+    let lost = end(&client, &mount).await;
     if let Some(c) = control {
         c.end(lost).await;
     }

@@ -56,10 +56,20 @@ pub fn umount(args: &UmountArgs) -> Result<ExitCode> {
     match &mut process {
         Ok(p) => Ok(safe(&mount, p, Duration::from_secs(args.timeout))),
         Err(e) => {
-            let at = mount.at.display();
-            eprintln!("{at}: unmounted; whether all is safe is not known, its process cannot be asked: {e}");
-            Ok(ExitCode::SUCCESS)
+            eprintln!("{}: unmounted, but {}", mount.at.display(), unasked(e));
+            Ok(ExitCode::from(NOT_SAFE))
         }
+    }
+}
+
+/// What it means that a mount's process could not be asked.
+fn unasked(e: &std::io::Error) -> String {
+    match e.kind() {
+        // Nobody has the socket.
+        std::io::ErrorKind::ConnectionRefused => {
+            "its process is not to be found: if it was killed, what it had not made safe is lost".into()
+        }
+        _ => format!("whether all is safe is not known, its process cannot be asked: {e}"),
     }
 }
 
