@@ -144,8 +144,11 @@ impl Call {
         }
         self.enter()?;
         self.folder()?;
-        known.insert(0, self.base());
         let mut argv: Vec<OsString> = vec!["mount".into()];
+        match self.base() {
+            (true, base) => known.insert(0, base),
+            (false, base) => argv.push(format!("--base-options={base}").into()),
+        }
         argv.extend(known.into_iter().filter(|o| !o.is_empty()).flat_map(|o| ["-o".into(), o.into()]));
         argv.push("--".into());
         argv.extend(self.operands.iter().map(Into::into));
@@ -159,14 +162,16 @@ impl Call {
         super::mount(&args, argv)
     }
 
-    /// mount(8) says `nosuid` where it is wanted, and never `suid`. At a remount it names all flags that are to be.
-    fn base(&self) -> String {
+    /// Whether this is a remount, and what goes below all options: mount(8) says `nosuid` where it is wanted, and never `suid`, which
+    /// is root's default as with other file systems. At a remount it names all flags that are to be.
+    fn base(&self) -> (bool, String) {
         let remount = self.options.iter().any(|o| o.split(',').any(|o| o == "remount"));
-        match (remount, rustix::process::geteuid().is_root()) {
+        let base = match (remount, rustix::process::geteuid().is_root()) {
             (true, _) => table::clear_names().collect::<Vec<_>>().join(","),
             (false, true) => "suid,dev".into(),
             (false, false) => String::new(),
-        }
+        };
+        (remount, base)
     }
 
     fn umount(mut self) -> Result<ExitCode> {

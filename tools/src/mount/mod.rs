@@ -58,6 +58,9 @@ pub struct MountArgs {
     /// Options as mount(8) has them, by commas: ro, soft, timeout=30 and so on; see docs/mounting.md.
     #[arg(short, long = "options")]
     options: Vec<String>,
+    /// Options under all others, those of the file too: what mount(8) means by saying nothing.
+    #[arg(long, hide = true, default_value = "")]
+    base_options: String,
     /// File with the client key [default: /etc/strake/client.key].
     #[arg(long)]
     client_key: Option<PathBuf>,
@@ -199,7 +202,7 @@ impl MountSection {
 /// Reads a mount's configuration and checks it.
 pub fn check(text: &str) -> Result<()> {
     let file = config::parse::<MountFile>("text", text, Overrides::new())?;
-    options_of(&file.mount)?;
+    options_of(&file.mount, "")?;
     file.mount.check()
 }
 
@@ -209,8 +212,9 @@ pub fn check_words(source: &str, options: &str) -> bool {
 }
 
 /// The options in a configuration file.
-fn options_of(section: &MountSection) -> Result<Options> {
+fn options_of(section: &MountSection, base: &str) -> Result<Options> {
     let mut o = Options::default();
+    o.take(base, false)?;
     o.take(&section.options, false).map_err(|e| e.context("mount configuration: `options`"))?;
     if o.remount || o.config.is_some() {
         let m = "mount configuration: `options`: 'remount' and 'config' belong on the command line";
@@ -257,7 +261,7 @@ fn load(args: &MountArgs, asked: &Options) -> Result<MountFile> {
     o.extend(args.read_only.then_some(("mount", "read_only", true.into())));
     o.extend(args.log.clone().map(|l| ("", "log", l.into())));
     let mut file: MountFile = config::load(config, o)?;
-    let mut all = options_of(&file.mount)?;
+    let mut all = options_of(&file.mount, &args.base_options)?;
     for text in &args.options {
         all.take(text, false)?;
     }
@@ -386,4 +390,38 @@ fn mounted_at(mountpoint: &Path) -> Result<Option<Mounted>> {
 /// Tells who started this on their terminal, if there is one.
 fn say(text: &str) {
     let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use strake_fuse::MountFlags;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Only {
+        #[command(flatten)]
+        args: MountArgs,
+    }
+
+    #[test]
+    fn what_nobody_said_lies_below_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("mount.toml");
+        let flags = |options: &str, words: &[&str]| {
+            let text = format!("[mount]\nmds = ['tcp:h:1']\nmountpoint = '/m'\noptions = '{options}'\n");
+            std::fs::write(&file, text).unwrap();
+            let words = ["mount", "--config", file.to_str().unwrap()].into_iter().chain(words.iter().copied());
+            let args = Only::try_parse_from(words).unwrap().args;
+            load(&args, &asked(&args).unwrap()).unwrap().mount.mount_config().flags
+        };
+        let both = MountFlags::NOSUID | MountFlags::NODEV;
+        let base = "--base-options=suid,dev";
+        assert_eq!(flags("", &[]), both);
+        assert_eq!(flags("", &[base]), MountFlags::empty());
+        assert_eq!(flags("nodev", &[base]), MountFlags::NODEV);
+        assert_eq!(flags("nodev,nosuid", &[base]), both);
+        assert_eq!(flags("nodev", &[base, "-o", "dev,nosuid"]), MountFlags::NOSUID);
+    }
 }
