@@ -141,7 +141,7 @@ impl Client {
     ///
     /// With `wait` it returns when the lock is there, however long that takes, or with `Deadlock` when waiting would never
     /// end. Dropping the future leaves everything as it was. `NoLock` at a limit (see `docs/locks.md`). An unlock that
-    /// fails with `TimedOut` is gone on with until it succeeds.
+    /// fails with `TimedOut` or `NoSpc` is gone on with until it succeeds.
     pub async fn set_lock(&self, ino: Ino, lock: &Lock, wait: bool) -> Result<Locked> {
         if lock.mode == LockType::LockUnlock {
             return self.unlock(ino, lock).await;
@@ -242,7 +242,8 @@ impl Core {
     async fn surely(self: &Arc<Self>, session: SessionId, ops: &[pb::Op], mut tell: Option<Tell>) -> Result<Locked> {
         loop {
             let r = self.meta(&pb::Creds::default(), ops.to_vec()).await.and_then(ok).and_then(locked).map(|l| l.0);
-            let again = r.as_ref().is_err_and(in_doubt);
+            // A server whose log cannot be written refuses unlocks, too, until there is space.
+            let again = r.as_ref().is_err_and(|e| in_doubt(e) || e.code == Code::NoSpc);
             if let Some(tell) = tell.take() {
                 let _ = tell.send(r.clone());
             }
