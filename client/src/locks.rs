@@ -117,10 +117,26 @@ impl Drop for Given {
         let Some(lane) = self.lane.take().filter(|_| can_spawn()) else { return };
         let (core, undo, session) = (self.core.clone(), std::mem::take(&mut self.undo), self.locked.session);
         self.core.env.spawn(async move {
-            let _ = core.surely(session, &undo, None).await;
+            let undone = core.surely(session, &undo, None).await;
+            if undone.is_err_and(|e| e.code == Code::LockConflict) {
+                // What was a lock for writing has been one for reading since, and others read there by now.
+                let _ = core.surely(session, &weakened(undo), None).await;
+            }
             drop(lane);
         });
     }
+}
+
+/// The same list with locks for reading in the place of those for writing.
+fn weakened(mut ops: Vec<pb::Op>) -> Vec<pb::Op> {
+    for o in &mut ops {
+        if let Some(pb::op::Op::SetLock(pb::SetLock { span: Some(span), .. })) = &mut o.op
+            && span.r#type == LockType::LockWrite as i32
+        {
+            span.set_type(LockType::LockRead);
+        }
+    }
+    ops
 }
 
 impl Client {
@@ -140,7 +156,8 @@ impl Client {
     /// Locks or unlocks. `LockConflict` (`EAGAIN`) when another owner's lock is in the way and `wait` is false.
     ///
     /// With `wait` it returns when the lock is there, however long that takes, or with `Deadlock` when waiting would never
-    /// end. Dropping the future leaves everything as it was. `NoLock` at a limit (see `docs/locks.md`). An unlock that
+    /// end. Dropping the future leaves everything as it was; only a lock for
+    /// writing that it was to make one for reading may have become that. `NoLock` at a limit (see `docs/locks.md`). An unlock that
     /// fails with `TimedOut` or `NoSpc` is gone on with until it succeeds.
     pub async fn set_lock(&self, ino: Ino, lock: &Lock, wait: bool) -> Result<Locked> {
         if lock.mode == LockType::LockUnlock {
