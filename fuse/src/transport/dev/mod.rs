@@ -67,16 +67,17 @@ pub(crate) fn start(descriptors: Vec<OwnedFd>, serve: Serve, agreed: Arc<OnceLoc
         }
     }
     serve.expect_left();
-    let pool = serve.pool();
-    let session = Session::start(channels, Arc::new(serve), pool, agreed);
-    let session = session.map_err(|e| Error::from(e).context("starting the threads of a mount"))?;
+    // Before anything is read: what this daemon has taken would come again, too, and be done twice.
     if is_next
         && resends
-        && let Err(e) = session.notify(&notify::resend())
+        && let Some(c) = channels.first()
+        && let Err(e) = c.notify(&notify::resend())
     {
         tracing::warn!("asking the kernel for what was not answered: {e}");
     }
-    Ok(session)
+    let pool = serve.pool();
+    let session = Session::start(channels, Arc::new(serve), pool, agreed);
+    session.map_err(|e| Error::from(e).context("starting the threads of a mount"))
 }
 
 /// For the fuzz target `kernel`: a request as it could be read from `/dev/fuse`. Returns whether it is well formed.
