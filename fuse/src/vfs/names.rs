@@ -22,24 +22,24 @@ impl Vfs {
     pub async fn lookup(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
         let parent = self.inner(parent);
         if matches!(name, b"." | b"..") {
-            return self.lookup_handle(caller, parent, name).await;
+            return Box::pin(self.lookup_handle(caller, parent, name)).await;
         }
         self.seen(self.client.lookup(&self.creds(caller), parent, name)).await
     }
 
     /// What stat(2) tells. The space of a file that may have holes is asked of the storage servers; while they do not answer it
-    /// is left out.
+    /// is left out. What is rare is boxed: the room for it would make every request's task some times as large.
     pub async fn getattr(&self, ino: Ino) -> Result<Stat> {
         let inner = self.inner(ino);
         // Not an access of the caller's: stat(2) needs no right on the file itself.
         let nobody = pb::Creds::default();
         let asking = self.seen(self.client.getattr(&nobody, inner));
         let attr = match inner == self.root {
-            true => self.or_last(&self.root_attr, asking).await,
+            true => Box::pin(self.or_last(&self.root_attr, asking)).await,
             false => asking.await,
         };
         let attr = attr.map_err(stale)?;
-        let allocated = if attr.sparse { self.count(inner).await } else { None };
+        let allocated = if attr.sparse { Box::pin(self.count(inner)).await } else { None };
         Ok(Stat { attr, allocated })
     }
 

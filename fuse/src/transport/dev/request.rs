@@ -216,6 +216,32 @@ pub enum Body {
     Other,
 }
 
+impl Body {
+    /// Whether it changes nothing: when it comes again it is simply done again, so nobody need know that it was begun.
+    pub fn only_asks(&self) -> bool {
+        use Body::*;
+        matches!(
+            self,
+            Lookup { .. }
+                | Getattr
+                | Statx
+                | Readlink
+                | Read { .. }
+                | Statfs
+                | Getxattr { .. }
+                | Listxattr { .. }
+                | Opendir
+                | Readdir { .. }
+                | Releasedir { .. }
+                | Fsyncdir
+                | Access { .. }
+                | Getlk { .. }
+                | Ioctl { .. }
+                | Lseek { .. }
+        )
+    }
+}
+
 /// A request that cannot be read. Its head may still be good enough to refuse it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Malformed(pub &'static str);
@@ -462,6 +488,33 @@ mod tests {
 
     fn head(opcode: u32) -> Head {
         Head { len: 0, opcode, unique: 1, node: 1, uid: 0, gid: 0, pid: 0 }
+    }
+
+    #[test]
+    fn what_changes_something_is_not_taken_for_a_question() {
+        let name = || b"n".to_vec();
+        let handle = 1;
+        let changes = [
+            Body::Setattr(SetAttr::default()),
+            Body::Mkdir { name: name(), mode: 0, umask: 0 },
+            Body::Unlink { name: name() },
+            Body::Rename { name: name(), to: 1, to_name: name(), flags: 0 },
+            Body::Link { ino: 2, name: name() },
+            // Noted at the metadata server: opens and closes.
+            Body::Open { flags: 0 },
+            Body::Create { name: name(), flags: 0, mode: 0, umask: 0 },
+            Body::Release { handle },
+            // Brings written bytes and ends to the servers.
+            Body::Flush { handle, owner: 0 },
+            Body::Fsync { handle },
+            Body::Syncfs,
+            Body::Fallocate { handle, offset: 0, len: 1, mode: 0 },
+            Body::Removexattr { name: name() },
+        ];
+        for body in changes {
+            assert!(!body.only_asks(), "{body:?}");
+        }
+        assert!(Body::Getattr.only_asks() && Body::Read { handle, offset: 0, size: 1 }.only_asks());
     }
 
     #[test]

@@ -141,7 +141,10 @@ impl Serve {
                 Err(_) => return,
             },
         };
-        let numbers = numbers.or_else(|| self.numbers(&head, answer.channel()));
+        let numbers = match numbers {
+            None if !body.only_asks() => self.numbers(&head, answer.channel()),
+            numbers => numbers,
+        };
         let waiting = self.interrupts.begin(head.unique, head.pid, patience);
         let core = self.core.clone();
         self.runtime.spawn(async move {
