@@ -241,20 +241,17 @@ mod number {
 }
 
 tokio::task_local! {
-    static NUMBERS: Arc<Numbers>;
+    static NUMBERS: Option<Arc<Numbers>>;
 }
 
 /// Runs `work` on behalf of a request with these numbers.
-pub async fn numbered<F: Future>(numbers: Option<Arc<Numbers>>, work: F) -> F::Output {
-    match numbers {
-        Some(n) => NUMBERS.scope(n, work).await,
-        None => work.await,
-    }
+pub fn numbered<F: Future>(numbers: Option<Arc<Numbers>>, work: F) -> impl Future<Output = F::Output> {
+    NUMBERS.scope(numbers, work)
 }
 
 /// Those of the request that this task works for.
 pub(crate) fn numbers() -> Option<Arc<Numbers>> {
-    NUMBERS.try_with(Arc::clone).ok()
+    NUMBERS.try_with(Option::clone).ok().flatten()
 }
 
 impl Numbers {

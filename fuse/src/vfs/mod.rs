@@ -223,12 +223,10 @@ impl Vfs {
         pb::Creds { uid: caller.uid, gid: caller.gid, groups: groups::of(caller) }
     }
 
-    /// Asks for attributes, and notes what they say about ACLs.
-    async fn seen(&self, asking: impl Future<Output = Result<pb::Attr>>) -> Result<pb::Attr> {
-        let at = Instant::now();
-        let attr = asking.await?;
+    /// Notes what attributes that were asked for at `at` say about ACLs, and makes them the kernel's.
+    fn seen(&self, at: Instant, attr: pb::Attr) -> pb::Attr {
         self.bare.lock().note(&attr, at);
-        Ok(self.outer(attr))
+        self.outer(attr)
     }
 
     /// One buffer for a transport that takes one: the only segment itself, or a copy of all.

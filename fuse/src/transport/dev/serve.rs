@@ -148,16 +148,19 @@ impl Serve {
         let waiting = self.interrupts.begin(head.unique, head.pid, patience);
         let core = self.core.clone();
         self.runtime.spawn(async move {
-            let work = numbered(numbers.clone(), async {
-                // Whoever waits for a lock must not keep others from their work.
-                let _room = if patience == Patience::UntilSignal { None } else { core.room.acquire().await.ok() };
-                core.answer(head, body).await
-            });
-            let reply = tokio::select! {
-                biased;
-                reply = work => reply,
-                // What was begun goes on to its end where it has to; only the caller is let go.
-                () = waiting.given_up() => Reply::Error(libc::EINTR),
+            let reply = {
+                // In place: a task has room for each place that a future is moved to.
+                let work = std::pin::pin!(numbered(numbers.clone(), async {
+                    // Whoever waits for a lock must not keep others from their work.
+                    let _room = if patience == Patience::UntilSignal { None } else { core.room.acquire().await.ok() };
+                    core.answer(head, body).await
+                }));
+                tokio::select! {
+                    biased;
+                    reply = work => reply,
+                    // What was begun goes on to its end where it has to; only the caller is let go.
+                    () = waiting.given_up() => Reply::Error(libc::EINTR),
+                }
             };
             answer.send(&reply);
             drop((waiting, place, numbers));
