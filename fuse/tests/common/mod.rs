@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_client::{Client, Config};
+use strake_client::{Client, Config, Keep};
 use strake_fabric::{Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
 use strake_mds::{cluster::state::make_chains, namespace::Namespace};
 use strake_proto::{
@@ -244,8 +244,19 @@ impl Cluster {
         self.mds.propose(Command::SessionEnd(pb::SessionEnd { sessions: vec![session], evict: true })).unwrap();
     }
 
+    #[allow(dead_code, reason = "not every test needs it")]
     pub async fn client(&self) -> Client {
-        let cfg = Config::new(vec![Endpoint::Sim(MDS)]);
+        self.connect(None).await
+    }
+
+    /// One that keeps what the next one needs, or is the next one.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub async fn client_keeping(&self, keep: &Arc<Keep>) -> Client {
+        self.connect(Some(keep.clone())).await
+    }
+
+    async fn connect(&self, keep: Option<Arc<Keep>>) -> Client {
+        let cfg = Config { keep, ..Config::new(vec![Endpoint::Sim(MDS)]) };
         Client::connect(cfg, Env::system(), self.fabric.clone()).await.unwrap()
     }
 }
