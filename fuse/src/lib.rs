@@ -13,6 +13,7 @@ mod transport;
 pub mod vfs;
 
 pub use memory::{MEMORY_FILE, MemoryLimit, can_mount, memory_byte, mount_memory_limit};
-pub use mount::{Mount, MountConfig, Transport, attach, mount, serve};
+pub use mount::{Mount, MountConfig, Transport, attach, learn, mount, serve};
 pub use mountpoint::{fusermount, remount};
 pub use rustix::mount::MountFlags;
+pub use transport::dev::interim::Interim;

@@ -14,7 +14,7 @@ use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO};
 
 use crate::{
     mountpoint, table,
-    transport::{dev, fuser, kernel::MountedSession},
+    transport::{dev, dev::interim::Interim, fuser, kernel::MountedSession},
     vfs::Vfs,
 };
 
@@ -107,11 +107,12 @@ pub async fn mount(mut cfg: MountConfig, client: Client) -> Result<Mount> {
         cfg.fsname.clone_from(&client.map().map.fs_name);
     }
     let vfs = Arc::new(Vfs::new(client, None).within(cfg.root).synchronous(cfg.is_sync()));
+    vfs.learn().await?;
     let session = match cfg.transport {
         Transport::Dev => {
             let agreed = Arc::default();
             let serve = dev::Serve::new(vfs.clone(), &cfg, Arc::clone(&agreed), None).await;
-            Session::Dev(dev::start(dev::attach(&cfg)?, serve, agreed)?)
+            Session::Dev(dev::start(dev::attach(&cfg)?, serve, agreed, None)?)
         }
         Transport::Fuser => {
             let runtime = tokio::runtime::Handle::current();
@@ -122,6 +123,12 @@ pub async fn mount(mut cfg: MountConfig, client: Client) -> Result<Mount> {
     Ok(Mount { session, mountpoint: Some(cfg.mountpoint), vfs, lost: OnceLock::new() })
 }
 
+/// Asks for what is to be shown of the mount when servers are away, and keeps it. To be done before [`attach`]: without it
+/// umount(8), which looks at the mount first, would wait for them.
+pub async fn learn(cfg: &MountConfig, client: &Client, keep: &Arc<Keep>) -> Result<()> {
+    Vfs::new(client.clone(), Some(keep.clone())).within(cfg.root).learn().await
+}
+
 /// Mounts for a daemon that is still to come: the descriptors of `/dev/fuse` that [`serve`] wants. Errors as [`mount`].
 pub fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
     mountpoint::check(cfg)?;
@@ -129,15 +136,19 @@ pub fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
 }
 
 /// Serves a mount that [`attach`] made, in the place of former daemons if there were any: see `docs/restart.md`. `keep` is
-/// the one that `client` was connected with.
-pub async fn serve(cfg: &MountConfig, client: Client, keep: Arc<Keep>, descriptors: Vec<OwnedFd>) -> Result<Mount> {
+/// the one that `client` was connected with. `interim`: what answered until now.
+pub async fn serve(
+    cfg: &MountConfig,
+    client: Client,
+    keep: Arc<Keep>,
+    descriptors: Vec<OwnedFd>,
+    interim: Option<Interim>,
+) -> Result<Mount> {
     let vfs = Arc::new(Vfs::new(client, Some(keep.clone())).within(cfg.root).synchronous(cfg.is_sync()));
     let agreed = Arc::default();
-    let learning = vfs.clone();
-    tokio::spawn(async move { learning.learn().await });
     let serve = dev::Serve::new(vfs.clone(), cfg, Arc::clone(&agreed), Some(keep)).await;
     Ok(Mount {
-        session: Session::Dev(dev::start(descriptors, serve, agreed)?),
+        session: Session::Dev(dev::start(descriptors, serve, agreed, interim)?),
         mountpoint: None,
         vfs,
         lost: OnceLock::new(),

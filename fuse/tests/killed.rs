@@ -13,7 +13,8 @@ use std::{
 
 use common::Cluster;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
-use strake_fuse::{Mount, MountConfig, can_mount, mount};
+use strake_client::Keep;
+use strake_fuse::{Mount, MountConfig, Transport, attach, can_mount, learn, mount, serve};
 
 /// Longer than any of this takes; reached only where something hangs.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -169,6 +170,43 @@ async fn the_kernel_forgets_what_it_is_told_to() {
     m.invalidate_name(root, b"nothing").unwrap();
     drop(file);
     unmounted(&m).await;
+}
+
+/// umount(8), which looks at the mount before it unmounts it, while no server answers.
+async fn umount(cluster: &Cluster, at: &Path) {
+    let at = at.to_path_buf();
+    let unmounting = tokio::task::spawn_blocking(move || Command::new("umount").arg("-i").arg(at).output().unwrap());
+    let out = tokio::time::timeout(LIMIT, unmounting).await;
+    cluster.stall(false);
+    let out = out.expect("it waits for servers").unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn umount_does_not_wait_for_servers_that_went_away_just_after_mounting() {
+    let dir = tempfile::tempdir().unwrap();
+    if can_mount(dir.path()).is_err() || !rustix::process::geteuid().is_root() {
+        println!("skipped: umount(8) unmounts for root only");
+        return;
+    }
+    let cluster = Cluster::new();
+    for transport in [Transport::Dev, Transport::Fuser] {
+        let cfg = MountConfig { transport, ..MountConfig::new(dir.path()) };
+        let m = mount(cfg, cluster.client().await).await.unwrap();
+        cluster.stall(true);
+        umount(&cluster, dir.path()).await;
+        m.wait().await.unwrap();
+    }
+    // As a supervisor and its daemon do it: the mount is there before anybody serves it.
+    let cfg = MountConfig { fsname: "test".into(), ..MountConfig::new(dir.path()) };
+    let keep = Keep::create([7; 16], 64 << 20).unwrap();
+    let client = cluster.client_keeping(&keep).await;
+    learn(&cfg, &client, &keep).await.unwrap();
+    let descriptors = attach(&cfg).unwrap();
+    cluster.stall(true);
+    let m = serve(&cfg, client, keep, descriptors, None).await.unwrap();
+    umount(&cluster, dir.path()).await;
+    m.wait().await.unwrap();
 }
 
 async fn unmounted(m: &Mount) {

@@ -10,19 +10,32 @@ use std::{
 use common::Cluster;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
 use strake_client::Keep;
-use strake_fuse::{MountConfig, serve};
+use strake_fuse::{Interim, MountConfig, learn, serve};
 
+const LOOKUP: u32 = 1;
 const GETATTR: u32 = 3;
+const STATFS: u32 = 17;
+const FLUSH: u32 = 25;
+const INTERRUPT: u32 = 36;
 const NOTIFY_RESEND: i32 = 7;
 const STALLED: &[u8] = b"x";
 
+/// The root, and a file in it.
+const ROOT: u64 = 1;
+const FILE: u64 = 5;
+
+/// A request about an inode, made by a thread.
+fn request(unique: u64, opcode: u32, node: u64, pid: u32, args: &[u8]) -> Vec<u8> {
+    let len = 40 + args.len() as u32;
+    let mut r = [len, opcode].map(u32::to_ne_bytes).concat();
+    r.extend([unique, node].map(u64::to_ne_bytes).concat());
+    r.extend([0, 0, pid, 0].map(u32::to_ne_bytes).concat());
+    r.extend(args);
+    r
+}
+
 fn getattr_of_the_root(unique: u64) -> Vec<u8> {
-    let mut request = 56u32.to_ne_bytes().to_vec();
-    request.extend(GETATTR.to_ne_bytes());
-    request.extend(unique.to_ne_bytes());
-    request.extend(1u64.to_ne_bytes());
-    request.resize(56, 0);
-    request
+    request(unique, GETATTR, ROOT, 0, &[0; 16])
 }
 
 /// What a daemon wrote: its number, and the error or the notification's code.
@@ -86,7 +99,54 @@ async fn it_asks_for_what_was_not_answered_before_it_reads_anything() {
         send(&kernel, &getattr_of_the_root(4), SendFlags::empty()).unwrap();
         recv(&kernel, &mut request, RecvFlags::PEEK).unwrap();
     });
-    let mount = serve(&MountConfig::new("/"), client, keep, vec![its]).await.unwrap();
+    let mount = serve(&MountConfig::new("/"), client, keep, vec![its], None).await.unwrap();
     listening.await.unwrap();
     mount.unmounted().await.expect_err("this kernel is gone");
+}
+
+/// On a hard mount its servers may be away for ever. Whoever is on his way out does not wait for them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn while_it_waits_for_servers_only_those_who_leave_are_answered() {
+    let cluster = Cluster::new();
+    let keep = Keep::create([7; 16], 64 << 20).unwrap();
+    let client = cluster.client_keeping(&keep).await;
+    learn(&MountConfig::new("/"), &client, &keep).await.unwrap();
+    let next = || Keep::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
+    let (kernel, its) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    let its = [its];
+    assert!(Interim::start(&next(), &its).unwrap().is_none(), "what this kernel's requests say cannot be read twice");
+    // As agreed with a kernel that can: version 7.40, FUSE_HAS_RESEND.
+    for (n, word) in [(1, 40 << 32), (2, 1 << 39)] {
+        keep.owner_word(n).store(word, std::sync::atomic::Ordering::Relaxed);
+    }
+    let mut child = std::process::Command::new("true").spawn().unwrap();
+    child.wait().unwrap();
+    let (gone, here) = (child.id(), std::process::id());
+
+    let interim = Interim::start(&next(), &its).unwrap().unwrap();
+    let asks = |r: Vec<u8>| assert_eq!(send(&kernel, &r, SendFlags::empty()), Ok(r.len()));
+    let signal = |of: u64| asks(request(of | 1, INTERRUPT, 0, 0, &of.to_ne_bytes()));
+    assert_eq!(said(&kernel), Some((0, NOTIFY_RESEND)));
+    asks(getattr_of_the_root(2));
+    assert_eq!(said(&kernel), Some((2, 0)));
+    asks(request(4, GETATTR, FILE, gone, &[0; 16]));
+    asks(request(6, LOOKUP, ROOT, here, b"name\0"));
+    signal(6);
+    asks(request(8, FLUSH, FILE, gone, &[0; 24]));
+    signal(8);
+    signal(1000);
+    asks(request(10, LOOKUP, ROOT, gone, &[b'n'; 200]));
+    signal(10);
+    assert_eq!(
+        said(&kernel),
+        Some((10, -libc::EINTR)),
+        "not who lives, nor who must be heard, nor who was not signalled"
+    );
+    asks(request(12, STATFS, FILE, here, &[]));
+    assert_eq!(said(&kernel), Some((12, 0)));
+    drop(interim);
+    asks(getattr_of_the_root(14));
+    let mut head = [0; 40];
+    let (_, len) = recv(&its[0], &mut head, RecvFlags::DONTWAIT).expect("nobody else reads any more");
+    assert_eq!((u64::from_ne_bytes(head[8..16].try_into().unwrap()), len), (14, 40));
 }

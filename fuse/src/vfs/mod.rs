@@ -8,6 +8,7 @@ mod dirs;
 mod files;
 mod groups;
 mod handles;
+mod known;
 mod locks;
 mod names;
 mod restart;
@@ -28,6 +29,7 @@ use tokio::time::Instant;
 pub use dirs::Entry;
 use dirs::OpenDir;
 use handles::{Numbering, Table};
+pub(crate) use known::Known;
 use locks::Owners;
 pub use strake_client::{Holder, Lock, LockKind, LockType};
 pub use subtree::find_subtree;
@@ -116,9 +118,7 @@ pub struct Vfs {
     always: i32,
     /// What the kernel knows as the root.
     root: Ino,
-    /// As last heard.
-    root_attr: Mutex<Option<pb::Attr>>,
-    space: Mutex<Option<pb::StatfsReply>>,
+    known: Known,
 }
 
 /// How long the answer is waited for while servers are away, where the last one will do.
@@ -145,12 +145,11 @@ impl Vfs {
             files: Table::default(),
             dirs: Table::default(),
             owners: Owners::new(keep.clone()),
+            known: Known::new(keep.clone()),
             keep,
             uncounted: Mutex::default(),
             always: 0,
             root: ROOT_INO,
-            root_attr: Mutex::default(),
-            space: Mutex::default(),
         }
     }
 
@@ -163,7 +162,7 @@ impl Vfs {
 
     /// Space, inodes and targets.
     pub async fn statfs(&self) -> Result<pb::StatfsReply> {
-        self.or_last(&self.space, self.client.statfs(&pb::Creds::default(), "")).await
+        self.or_last(&self.known.space, self.client.statfs(&pb::Creds::default(), "")).await
     }
 
     /// An answer, or the last one when the servers that know better have been away for a while. For what umount(8) looks at
@@ -183,17 +182,16 @@ impl Vfs {
             answer = asking => {
                 let answer = answer?;
                 *last.lock() = Some(answer.clone());
+                self.known.write();
                 Ok(answer)
             }
             known = instead => Ok(known),
         }
     }
 
-    /// Learns what is to be shown when servers are away.
-    pub(crate) async fn learn(&self) {
-        if let Err(e) = tokio::try_join!(self.getattr(ROOT_INO), self.statfs()) {
-            tracing::debug!("asking for the root and the space: {e}");
-        }
+    /// Learns what is to be shown when servers are away. To be done before there is a mount: see [`Vfs::or_last`].
+    pub(crate) async fn learn(&self) -> Result<()> {
+        tokio::try_join!(self.getattr(ROOT_INO), self.statfs()).map(drop)
     }
 
     /// Flushes whatever is still open, after the kernel is gone. Closing it is left to the end of the session. The first error

@@ -36,7 +36,7 @@ impl Vfs {
         let nobody = pb::Creds::default();
         let at = Instant::now();
         let attr = match inner == self.root {
-            true => Box::pin(self.or_last(&self.root_attr, self.client.getattr(&nobody, inner))).await,
+            true => Box::pin(self.or_last(&self.known.root, self.client.getattr(&nobody, inner))).await,
             false => self.client.getattr(&nobody, inner).await,
         };
         let attr = self.seen(at, attr.map_err(stale)?);

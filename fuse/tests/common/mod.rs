@@ -187,10 +187,13 @@ struct Call {
 
 #[async_trait]
 impl Connection for Call {
-    async fn call(&self, request: Message, _: std::time::Duration) -> Result<Message> {
+    async fn call(&self, request: Message, limit: std::time::Duration) -> Result<Message> {
         let peer = Peer { role: Role::Client, addr: "test".into(), id: 1, back: None };
         let mut stalled = self.stalled.clone();
-        stalled.wait_for(|s| !s).await.map_err(|e| Error::new(Code::Disconnected, e.to_string()))?;
+        let answers = tokio::time::timeout(limit, stalled.wait_for(|s| !s)).await;
+        answers
+            .map_err(|_| Error::new(Code::TimedOut, "does not answer"))?
+            .map_err(|e| Error::new(Code::Disconnected, e.to_string()))?;
         let service = self.service.clone();
         let running = tokio::spawn(async move { service.handle(&peer, request).await });
         running.await.map_err(|e| Error::new(Code::Io, e.to_string()))?

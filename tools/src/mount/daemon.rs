@@ -9,6 +9,7 @@ use std::{
 use strake_client::{Client, Creds, Keep};
 use strake_fabric::Env;
 use strake_fuse::{
+    Interim,
     supervisor::{
         self, OTHER_LAYOUT, Program, SOCKET, Supervisor,
         control::{Ask, Control},
@@ -87,6 +88,13 @@ pub(super) async fn serve(section: MountSection, key: [u8; 32], socket: RawFd) -
         // supervisor says next, and until then the kernel sees to it.
         _ => (config.connect_timeout, config.read_only) = (config.op_timeout, false),
     }
+    let interim = match &order {
+        Message::TakeOver => Interim::start(&keep, &fds).unwrap_or_else(|e| {
+            tracing::warn!("nobody answers for the mount until servers do: {e}");
+            None
+        }),
+        _ => None,
+    };
     let client = connect_with(config, key).await?;
     let mut mount = section.mount_config();
     let descriptors: Vec<OwnedFd> = match order {
@@ -98,13 +106,18 @@ pub(super) async fn serve(section: MountSection, key: [u8; 32], socket: RawFd) -
         _ => {
             mount.root = root(&section, &client).await?;
             keep.owner_word(KEPT_ROOT).store(mount.root, Release);
+            let learning = tokio::time::timeout(section.retry(), strake_fuse::learn(&mount, &client, &keep));
+            learning.await.map_err(|_| {
+                let m = format!("connected, but then there was no answer from {}", client.away());
+                Error::new(Code::TimedOut, m)
+            })??;
             link.send(&Message::Connected { name: client.map().map.fs_name.clone() }, &[]).map_err(failed)?;
             // It mounts, which needs nothing of this process.
             let reply = tokio::task::block_in_place(|| link.receive()).map_err(failed)?;
             reply.ok_or_else(gone)?.1
         }
     };
-    let mount = strake_fuse::serve(&mount, client.clone(), keep, descriptors).await?;
+    let mount = strake_fuse::serve(&mount, client.clone(), keep, descriptors, interim).await?;
     let watch = link.watch().map_err(failed)?;
     link.send(&Message::Serving, &[]).map_err(failed)?;
     let work = async {

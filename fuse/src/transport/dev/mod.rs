@@ -1,12 +1,13 @@
 //! `/dev/fuse` by our own hands: the kernel's protocol without a library in between.
 //!
 //! `channel` reads requests and writes replies; `request`, `reply`, `init` and `notify` are the protocol itself, pure;
-//! `session` runs the threads; `interrupts` lets go of callers that were killed; `serve` asks the
+//! `session` runs the threads; `interim` answers while no server does; `interrupts` lets go of callers that were killed; `serve` asks the
 //! [VFS core](crate::vfs). See `docs/fuse.md`.
 
 mod abi;
 mod channel;
 mod init;
+pub(crate) mod interim;
 mod interrupts;
 pub(crate) mod notify;
 mod reply;
@@ -20,6 +21,7 @@ use std::{
 };
 
 use init::Agreed;
+use interim::Interim;
 pub(crate) use serve::Serve;
 pub(crate) use session::Session;
 use strake_proto::{Error, Result};
@@ -53,8 +55,14 @@ pub(crate) fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
     }
 }
 
-/// Serves a mount from its descriptors until it is unmounted.
-pub(crate) fn start(descriptors: Vec<OwnedFd>, serve: Serve, agreed: Arc<OnceLock<Agreed>>) -> Result<Session> {
+/// Serves a mount from its descriptors until it is unmounted, in the place of `interim`.
+pub(crate) fn start(
+    descriptors: Vec<OwnedFd>,
+    serve: Serve,
+    agreed: Arc<OnceLock<Agreed>>,
+    interim: Option<Interim>,
+) -> Result<Session> {
+    drop(interim);
     let channels: Vec<Channel> = descriptors.into_iter().map(Channel::new).collect();
     // Without an agreement nothing was taken but the first request, which must come again too.
     let is_next = serve.is_next();

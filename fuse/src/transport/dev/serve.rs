@@ -43,6 +43,11 @@ const COMES_AGAIN: Duration = Duration::from_secs(2);
 /// Where the kept memory has what was agreed with the kernel.
 const KEPT_AGREED: [usize; 2] = [1, 2];
 
+/// What a former daemon agreed with the kernel.
+pub(super) fn agreed_before(keep: &Keep) -> Option<Agreed> {
+    Agreed::from_words(KEPT_AGREED.map(|n| keep.owner_word(n).load(Acquire)))
+}
+
 /// A mount's answers.
 pub(crate) struct Serve {
     core: Core,
@@ -77,9 +82,7 @@ impl Serve {
         let room = Arc::new(Semaphore::new(cfg.max_requests.max(1)));
         let left = keep.as_ref().map_or_else(Vec::new, |k| k.left_requests());
         vfs.take_over(&left).await;
-        if let Some(a) =
-            keep.as_ref().and_then(|k| Agreed::from_words(KEPT_AGREED.map(|n| k.owner_word(n).load(Acquire))))
-        {
+        if let Some(a) = keep.as_deref().and_then(agreed_before) {
             let _ = agreed.set(a);
         }
         Serve {

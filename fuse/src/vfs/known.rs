@@ -1,0 +1,114 @@
+//! What is shown of a mount while no server answers: the root's attributes and the space, as last heard. umount(8) looks at both
+//! before it unmounts.
+
+use std::sync::{
+    Arc,
+    atomic::Ordering::{Acquire, Release},
+};
+
+use parking_lot::Mutex;
+use strake_client::Keep;
+use strake_proto::{ids::ROOT_INO, pb};
+
+/// Where the kept memory has it: the first of eleven words.
+const KEPT: usize = 4;
+
+/// For this daemon and, with kept memory, for the next one.
+pub(crate) struct Known {
+    pub(super) root: Mutex<Option<pb::Attr>>,
+    pub(super) space: Mutex<Option<pb::StatfsReply>>,
+    keep: Option<Arc<Keep>>,
+}
+
+impl Known {
+    /// With what a former daemon knew.
+    pub fn new(keep: Option<Arc<Keep>>) -> Known {
+        let former = keep.as_ref().map(|k| std::array::from_fn(|n| k.owner_word(KEPT + n).load(Acquire)));
+        let (root, space) = former.map_or((None, None), read);
+        Known { root: Mutex::new(root), space: Mutex::new(space), keep }
+    }
+
+    pub fn root(&self) -> Option<pb::Attr> {
+        *self.root.lock()
+    }
+
+    pub fn space(&self) -> Option<pb::StatfsReply> {
+        self.space.lock().clone()
+    }
+
+    /// Writes down what changed. Half of it, after a crash, shows times of two moments: nothing worse.
+    pub(super) fn write(&self) {
+        let Some(keep) = &self.keep else { return };
+        let (root, space) = (self.root.lock(), self.space.lock());
+        // The first word, which says that there is something, last.
+        for (n, word) in words(root.as_ref(), space.as_ref()).into_iter().enumerate().rev() {
+            keep.owner_word(KEPT + n).store(word, Release);
+        }
+    }
+}
+
+fn words(root: Option<&pb::Attr>, space: Option<&pb::StatfsReply>) -> [u64; 11] {
+    let pair = |high: u32, low: u32| u64::from(high) << 32 | u64::from(low);
+    let [mode, ids, size, atime, mtime, ctime, btime] = root.map_or([0; 7], |a| {
+        let times = [a.atime_ns, a.mtime_ns, a.ctime_ns, a.btime_ns].map(|t| t as u64);
+        [pair(a.mode, a.nlink), pair(a.uid, a.gid), a.size, times[0], times[1], times[2], times[3]]
+    });
+    let [total, free, inodes, free_inodes] =
+        space.map_or([0; 4], |s| [s.total_bytes, s.free_bytes, s.inodes, s.free_inodes]);
+    [mode, ids, size, atime, mtime, ctime, btime, total, free, inodes, free_inodes]
+}
+
+/// No root has the mode 0, and no file system is without inodes.
+fn read(words: [u64; 11]) -> (Option<pb::Attr>, Option<pb::StatfsReply>) {
+    let [mode, ids, size, atime, mtime, ctime, btime, total_bytes, free_bytes, inodes, free_inodes] = words;
+    let (high, low) = (|w: u64| (w >> 32) as u32, |w: u64| w as u32);
+    let root = pb::Attr {
+        ino: ROOT_INO,
+        mode: high(mode),
+        nlink: low(mode),
+        uid: high(ids),
+        gid: low(ids),
+        size,
+        atime_ns: atime as i64,
+        mtime_ns: mtime as i64,
+        ctime_ns: ctime as i64,
+        btime_ns: btime as i64,
+        ..Default::default()
+    };
+    let space = pb::StatfsReply { total_bytes, free_bytes, inodes, free_inodes, targets: Vec::new() };
+    ((mode != 0).then_some(root), (inodes | free_inodes != 0).then_some(space))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_next_daemon_knows_what_the_last_one_knew() {
+        let keep = Keep::create([1; 16], 1 << 20).unwrap();
+        let next = || Known::new(Some(Keep::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()));
+        assert_eq!((next().root(), next().space()), (None, None));
+        let known = Known::new(Some(keep.clone()));
+        let space =
+            pb::StatfsReply { total_bytes: u64::MAX, free_bytes: 2, inodes: 3, free_inodes: 4, targets: vec![] };
+        *known.space.lock() = Some(space.clone());
+        known.write();
+        assert_eq!((next().root(), next().space()), (None, Some(space.clone())));
+        let root = pb::Attr {
+            ino: ROOT_INO,
+            mode: libc::S_IFDIR | 0o7777,
+            uid: u32::MAX,
+            gid: 6,
+            nlink: 7,
+            size: 8,
+            atime_ns: i64::MIN,
+            mtime_ns: -1,
+            ctime_ns: 11,
+            btime_ns: 12,
+            ..Default::default()
+        };
+        *known.root.lock() = Some(root);
+        known.write();
+        assert_eq!((next().root(), next().space()), (Some(root), Some(space)));
+    }
+}
