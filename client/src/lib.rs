@@ -36,6 +36,7 @@ mod holes;
 mod inode;
 mod keep;
 mod leader;
+pub mod leases;
 mod lock_waits;
 mod locks;
 mod mds;

@@ -1,0 +1,419 @@
+//! What a client may answer from memory: what it was told under leases, and when it must not any more. A pure table, see
+//! `docs/leases.md`.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use strake_proto::Ino;
+
+/// When something happened, in the order of events of one table. They count while requests are under way.
+type Event = u64;
+
+/// A request that is under way. To be given back by [`Table::end`].
+#[derive(Debug, PartialEq, Eq, Hash, Clone, Copy, PartialOrd, Ord)]
+pub struct Token(Event);
+
+/// What an own request may change.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Change {
+    /// Inodes about which everything may change.
+    pub inodes: Vec<Ino>,
+    /// Names of directories, of which the attributes change as well.
+    pub names: Vec<(Ino, Bytes)>,
+}
+
+/// What is known of an inode.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Known<A> {
+    attr: Option<A>,
+    /// Of a directory: the inode behind a name, `None`: there is no such name.
+    names: BTreeMap<Bytes, Option<Ino>>,
+    /// Who has looked up names here and was allowed to.
+    searchers: BTreeSet<u64>,
+}
+
+impl<A> Default for Known<A> {
+    fn default() -> Known<A> {
+        Known { attr: None, names: BTreeMap::new(), searchers: BTreeSet::new() }
+    }
+}
+
+/// What became void while requests are under way: their answers may be older.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct Voids {
+    all: Event,
+    /// No request is under way that began before.
+    forgotten: Event,
+    inodes: BTreeMap<Ino, Event>,
+    attrs: BTreeMap<Ino, Event>,
+    names: BTreeMap<(Ino, Bytes), Event>,
+}
+
+/// See the module. `A`: attributes.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Table<A> {
+    /// When the leases are over; `None`: there are none.
+    until: Option<Duration>,
+    now: Event,
+    voids: Voids,
+    /// By the event they began at.
+    requests: BTreeMap<Event, u32>,
+    /// Own changes under way, with how many they are.
+    changing: BTreeMap<Ino, u32>,
+    changing_names: BTreeMap<(Ino, Bytes), u32>,
+    known: BTreeMap<Ino, Known<A>>,
+}
+
+impl<A> Default for Table<A> {
+    fn default() -> Table<A> {
+        Table {
+            until: None,
+            now: 0,
+            voids: Voids::default(),
+            requests: BTreeMap::new(),
+            changing: BTreeMap::new(),
+            changing_names: BTreeMap::new(),
+            known: BTreeMap::new(),
+        }
+    }
+}
+
+impl<A> Table<A> {
+    /// Whether there are leases.
+    pub fn lives(&self, now: Duration) -> bool {
+        self.until.is_some_and(|until| now < until)
+    }
+
+    /// When they are over.
+    pub fn until(&self) -> Option<Duration> {
+        self.until
+    }
+
+    /// A renewal that was sent at `sent` is answered: leases live for `term` from then.
+    pub fn renewed(&mut self, now: Duration, sent: Duration, term: Duration) {
+        self.expire(now);
+        // Clocks may differ in their rates by a tenth.
+        let until = sent + term / 10 * 9;
+        self.until = Some(self.until.map_or(until, |u| u.max(until)));
+        self.expire(now);
+    }
+
+    /// Voids everything if the leases are over. True: they were, and something was known.
+    pub fn expire(&mut self, now: Duration) -> bool {
+        if self.until.is_none() || self.lives(now) {
+            return false;
+        }
+        self.until = None;
+        let knew = !self.known.is_empty();
+        self.void_all();
+        knew
+    }
+
+    /// A new connection is made, on which hello has not been said yet.
+    pub fn connected(&mut self) {
+        self.until = None;
+        self.void_all();
+        // What was given up was sent on a former one, and does not count as this session's own any more.
+        self.changing.retain(|_, n| {
+            *n &= !GIVEN_UP;
+            *n > 0
+        });
+        self.changing_names.retain(|_, n| {
+            *n &= !GIVEN_UP;
+            *n > 0
+        });
+    }
+
+    /// A request is about to be sent.
+    pub fn begin(&mut self) -> Token {
+        *self.requests.entry(self.now).or_insert(0) += 1;
+        Token(self.now)
+    }
+
+    /// It was answered and everything of the answer has been kept, or it was given up.
+    pub fn end(&mut self, token: Token) {
+        if let Some(n) = self.requests.get_mut(&token.0) {
+            *n -= 1;
+            if *n == 0 {
+                self.requests.remove(&token.0);
+            }
+        }
+        // Nobody asks any more what became void before the oldest request began.
+        match self.requests.keys().next().copied() {
+            None => (self.now, self.voids) = (0, Voids::default()),
+            Some(oldest) if oldest > self.voids.forgotten => {
+                self.voids.forgotten = oldest;
+                self.voids.inodes.retain(|_, at| *at > oldest);
+                self.voids.attrs.retain(|_, at| *at > oldest);
+                self.voids.names.retain(|_, at| *at > oldest);
+            }
+            Some(_) => {}
+        }
+    }
+
+    /// Whether an answer that was granted for `ino` is still true of all of it but what own changes hit.
+    fn stands(&self, now: Duration, token: Token, ino: Ino) -> bool {
+        let since = |at: Option<&Event>| at.is_some_and(|at| *at > token.0);
+        self.lives(now)
+            && self.voids.all <= token.0
+            && !since(self.voids.inodes.get(&ino))
+            && !self.changing.contains_key(&ino)
+    }
+
+    /// Keeps attributes that were granted with the answer to a request. False: they may be old already.
+    pub fn keep_attr(&mut self, now: Duration, token: Token, ino: Ino, attr: A) -> bool {
+        let voided = self.voids.attrs.get(&ino).is_some_and(|at| *at > token.0);
+        let changing = self.changing_names.range((ino, Bytes::new())..).next().is_some_and(|((dir, _), _)| *dir == ino);
+        if voided || changing || !self.stands(now, token, ino) {
+            return false;
+        }
+        self.known.entry(ino).or_default().attr = Some(attr);
+        true
+    }
+
+    /// Keeps what is behind a name, likewise. `searcher`: by whom it was asked.
+    pub fn keep_name(
+        &mut self,
+        now: Duration,
+        token: Token,
+        name: (Ino, &Bytes),
+        to: Option<Ino>,
+        searcher: u64,
+    ) -> bool {
+        let key = (name.0, name.1.clone());
+        let voided = self.voids.names.get(&key).is_some_and(|at| *at > token.0);
+        if voided || self.changing_names.contains_key(&key) || !self.stands(now, token, name.0) {
+            return false;
+        }
+        let known = self.known.entry(name.0).or_default();
+        known.names.insert(key.1, to);
+        known.searchers.insert(searcher);
+        true
+    }
+
+    /// Attributes, if they are known.
+    pub fn attr(&self, now: Duration, ino: Ino) -> Option<&A> {
+        self.known.get(&ino).filter(|_| self.lives(now))?.attr.as_ref()
+    }
+
+    /// What is behind a name, if that is known; `Some(None)`: nothing.
+    pub fn name(&self, now: Duration, dir: Ino, name: &[u8], searcher: u64) -> Option<Option<Ino>> {
+        let known = self.known.get(&dir).filter(|k| self.lives(now) && k.searchers.contains(&searcher))?;
+        known.names.get(name).copied()
+    }
+
+    /// The inode was recalled.
+    pub fn void(&mut self, ino: Ino) {
+        self.known.remove(&ino);
+        if !self.requests.is_empty() {
+            self.now += 1;
+            self.voids.inodes.insert(ino, self.now);
+            self.bound_voids();
+        }
+    }
+
+    /// Rather than remembering more, what is under way is not kept at all.
+    fn bound_voids(&mut self) {
+        let v = &mut self.voids;
+        if v.inodes.len() + v.attrs.len() + v.names.len() > MOST_VOIDS {
+            *v = Voids { all: self.now, forgotten: v.forgotten, ..Default::default() };
+        }
+    }
+
+    fn void_all(&mut self) {
+        self.known.clear();
+        if !self.requests.is_empty() {
+            self.now += 1;
+            self.voids = Voids { all: self.now, forgotten: self.voids.forgotten, ..Default::default() };
+        }
+    }
+
+    /// A request that changes something is about to be sent. Returns what it may change, to be given to
+    /// [`Table::change_ends`], and the inodes whose leases it gives back with it: those behind the names, which may lose them.
+    pub fn change_begins(&mut self, mut change: Change) -> (Change, Vec<Ino>) {
+        let behind = |(dir, name): &(Ino, Bytes)| self.known.get(dir)?.names.get(name).copied().flatten();
+        let mut dropped: Vec<Ino> = change.names.iter().filter_map(behind).collect();
+        dropped.retain(|ino| !change.inodes.contains(ino));
+        change.inodes.extend(&dropped);
+        self.void_change(&change);
+        for ino in &change.inodes {
+            *self.changing.entry(*ino).or_insert(0) += 1;
+        }
+        for name in &change.names {
+            *self.changing_names.entry(name.clone()).or_insert(0) += 1;
+        }
+        (change, dropped)
+    }
+
+    /// It was answered, or nobody waits for the answer any more: then it may run yet, and what it may change is not kept before
+    /// there is another connection.
+    pub fn change_ends(&mut self, change: &Change, answered: bool) {
+        self.void_change(change);
+        let less = |n: &mut u32| {
+            *n = (*n - 1) | if answered { 0 } else { GIVEN_UP };
+            *n > 0
+        };
+        for ino in &change.inodes {
+            if self.changing.get_mut(ino).is_some_and(|n| !less(n)) {
+                self.changing.remove(ino);
+            }
+        }
+        for name in &change.names {
+            if self.changing_names.get_mut(name).is_some_and(|n| !less(n)) {
+                self.changing_names.remove(name);
+            }
+        }
+    }
+
+    fn void_change(&mut self, change: &Change) {
+        for ino in &change.inodes {
+            self.void(*ino);
+        }
+        let asked = !self.requests.is_empty();
+        self.now += u64::from(asked);
+        for (dir, name) in &change.names {
+            if let Some(k) = self.known.get_mut(dir) {
+                k.attr = None;
+                k.names.remove(name);
+            }
+            if asked {
+                self.voids.attrs.insert(*dir, self.now);
+                self.voids.names.insert((*dir, name.clone()), self.now);
+                self.bound_voids();
+            }
+        }
+    }
+}
+
+/// See [`Table::bound_voids`].
+const MOST_VOIDS: usize = 4096;
+/// Set in a count of changes of which one was given up.
+const GIVEN_UP: u32 = 1 << 31;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DIR: Ino = 1;
+    const FILE: Ino = 2;
+    const TERM: Duration = Duration::from_secs(10);
+    const NAME: Bytes = Bytes::from_static(b"n");
+
+    fn at(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    fn table() -> Table<u8> {
+        let mut t = Table::default();
+        t.connected();
+        t.renewed(at(0), at(0), TERM);
+        t
+    }
+
+    fn of_name() -> Change {
+        Change { inodes: vec![], names: vec![(DIR, NAME)] }
+    }
+
+    #[test]
+    fn what_was_granted_is_known_until_the_term_is_over() {
+        let mut t = table();
+        let token = t.begin();
+        assert!(t.keep_attr(at(1), token, FILE, 7) && t.keep_name(at(1), token, (DIR, &NAME), Some(FILE), 5));
+        t.end(token);
+        assert_eq!((t.attr(at(8), FILE), t.name(at(8), DIR, b"n", 5)), (Some(&7), Some(Some(FILE))));
+        assert_eq!(t.name(at(8), DIR, b"n", 6), None, "another may not be allowed to search");
+        assert_eq!(t.name(at(8), DIR, b"m", 5), None);
+        assert_eq!((t.attr(at(9), FILE), t.name(at(9), DIR, b"n", 5)), (None, None), "0.9 of the term");
+        assert!(t.expire(at(9)) && !t.expire(at(9)));
+        t.renewed(at(10), at(10), TERM);
+        assert_eq!(t.attr(at(10), FILE), None, "voided for good");
+    }
+
+    #[test]
+    fn a_renewal_answered_after_the_term_does_not_bring_anything_back() {
+        let mut t = table();
+        let token = t.begin();
+        t.keep_attr(at(1), token, FILE, 7);
+        // Sent in time, answered too late: the leader may have given others leave meanwhile.
+        t.renewed(at(9), at(5), TERM);
+        assert!(t.lives(at(9)) && t.attr(at(9), FILE).is_none());
+        assert!(!t.keep_attr(at(9), token, FILE, 7), "asked in the former term");
+    }
+
+    #[test]
+    fn what_was_voided_since_a_request_began_is_not_kept() {
+        let mut t = table();
+        let old = t.begin();
+        t.void(FILE);
+        let new = t.begin();
+        assert!(
+            !t.keep_attr(at(0), old, FILE, 1) && t.keep_attr(at(0), old, DIR, 1) && t.keep_attr(at(0), new, FILE, 2)
+        );
+        t.void(FILE);
+        assert_eq!(t.attr(at(0), FILE), None);
+        t.end(old);
+        assert!(!t.keep_attr(at(0), new, FILE, 2), "remembered as long as anybody asks");
+        t.end(new);
+        assert!(t.voids.inodes.is_empty());
+    }
+
+    #[test]
+    fn an_own_change_keeps_other_names() {
+        let mut t = table();
+        let other = Bytes::from_static(b"m");
+        let token = t.begin();
+        for name in [&NAME, &other] {
+            t.keep_name(at(0), token, (DIR, name), Some(FILE), 0);
+        }
+        t.keep_attr(at(0), token, DIR, 1);
+        t.keep_attr(at(0), token, FILE, 1);
+        t.end(token);
+        let (change, dropped) = t.change_begins(of_name());
+        assert_eq!(dropped, [FILE]);
+        let during = t.begin();
+        assert_eq!((t.name(at(0), DIR, b"n", 0), t.name(at(0), DIR, b"m", 0)), (None, Some(Some(FILE))));
+        assert_eq!((t.attr(at(0), DIR), t.attr(at(0), FILE)), (None, None));
+        assert!(!t.keep_attr(at(0), during, DIR, 1) && !t.keep_attr(at(0), during, FILE, 1));
+        assert!(
+            !t.keep_name(at(0), during, (DIR, &NAME), None, 0) && t.keep_name(at(0), during, (DIR, &other), None, 0)
+        );
+        t.change_ends(&change, true);
+        assert!(!t.keep_attr(at(0), during, DIR, 1) && !t.keep_name(at(0), during, (DIR, &NAME), None, 0));
+        let after = t.begin();
+        assert!(t.keep_attr(at(0), after, DIR, 2) && t.keep_name(at(0), after, (DIR, &NAME), None, 0));
+    }
+
+    #[test]
+    fn a_change_that_was_given_up_may_run_until_there_is_another_connection() {
+        let mut t = table();
+        let (one, _) = t.change_begins(of_name());
+        let (two, _) = t.change_begins(of_name());
+        t.change_ends(&one, false);
+        t.change_ends(&two, true);
+        let token = t.begin();
+        assert!(!t.keep_name(at(0), token, (DIR, &NAME), None, 0));
+        let (three, _) = t.change_begins(Change { inodes: vec![DIR], names: vec![] });
+        t.connected();
+        t.renewed(at(0), at(0), TERM);
+        let token = t.begin();
+        assert!(!t.keep_name(at(0), token, (DIR, &NAME), None, 0), "this one is still under way");
+        t.change_ends(&three, true);
+        let token = t.begin();
+        assert!(
+            t.keep_name(at(0), token, (DIR, &NAME), None, 0) && t.changing.is_empty() && t.changing_names.is_empty()
+        );
+    }
+
+    #[test]
+    fn what_is_remembered_of_voids_is_bounded() {
+        let mut t = table();
+        let token = t.begin();
+        for ino in 10..10 + 2 * MOST_VOIDS as Ino {
+            t.void(ino);
+        }
+        assert!(t.voids.inodes.len() <= MOST_VOIDS && !t.keep_attr(at(0), token, 10, 1));
+    }
+}

@@ -1,0 +1,710 @@
+//! The world of `docs/leases.md`: one leader, two clients, a directory with one name and the inode behind it. The tables are
+//! the product's; what is around them (what the leader does with a request, in which steps) is written after its shell.
+//!
+//! The promise: every answer, from memory or not, is as new as any that was given before it was asked for.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use strake_client::leases::{Change, Table, Token};
+use strake_mds::leases::{Leases, Limits, Number};
+use strake_proto::{Ino, SessionId};
+
+use crate::Model;
+
+const DIR: Ino = 1;
+const FILE: Ino = 2;
+const NAME: Bytes = Bytes::from_static(b"n");
+/// Ticks of the clock.
+const TERM: Duration = Duration::from_secs(2);
+
+/// What there is to know, by version: attributes of the directory and the file, and the name, which is there in even versions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Versions {
+    dir: u8,
+    file: u8,
+    name: u8,
+}
+
+impl Versions {
+    fn max(self, o: Versions) -> Versions {
+        Versions { dir: self.dir.max(o.dir), file: self.file.max(o.file), name: self.name.max(o.name) }
+    }
+}
+
+/// What a program asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Ask {
+    Dir,
+    File,
+    /// The name, and the attributes of what is behind it.
+    Lookup,
+}
+
+/// What a program changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Alter {
+    /// The file's attributes.
+    File,
+    /// The name comes or goes, and with it a link of the file.
+    Name,
+}
+
+impl Alter {
+    fn change(self) -> Change {
+        match self {
+            Alter::File => Change { inodes: vec![FILE], names: vec![] },
+            Alter::Name => Change { inodes: vec![], names: vec![(DIR, NAME)] },
+        }
+    }
+
+    fn changes(self) -> &'static [Ino] {
+        match self {
+            Alter::File => &[FILE],
+            Alter::Name => &[DIR, FILE],
+        }
+    }
+
+    fn names(self, ino: Ino) -> bool {
+        matches!((self, ino), (Alter::File, FILE) | (Alter::Name, DIR))
+    }
+}
+
+/// A mistake made on purpose: the exploration must find it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, clap::ValueEnum)]
+pub enum Fault {
+    None,
+    /// Answers leave before others have forgotten.
+    Unsettled,
+    /// The ticket is taken before the state is read.
+    EarlyTicket,
+    /// Leases are noted after the state was read, and nobody looks whether it changed meanwhile.
+    LateGrant,
+    /// An answer is kept whatever was voided since the request began.
+    KeepsLate,
+    /// Hello is said without having forgotten everything.
+    HelloRemembers,
+    /// A new leader answers at once.
+    NoGrace,
+    /// The sender's own copy is spared also when it is of a later connection.
+    SparesLater,
+    /// Own changes that were given up are taken for over.
+    ForgetsGivenUp,
+    /// Renewals count from when they are answered.
+    CountsFromAnswer,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Body {
+    Hello { sent: u8 },
+    Renew { sent: u8 },
+    Poll { acknowledged: Number },
+    Read { id: u8, ask: Ask },
+    Write { seq: u8, alter: Alter, dropped: Vec<Ino> },
+    // To clients.
+    Renewed { sent: u8 },
+    Recalls(Vec<(Number, Ino)>),
+    Answer { id: u8, ask: Ask, values: Versions, granted: Vec<Ino> },
+    Done { seq: u8, values: Versions },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Message {
+    client: usize,
+    connection: u64,
+    body: Body,
+}
+
+/// A request in work at the leader.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Task {
+    client: usize,
+    connection: u64,
+    stage: Stage,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Stage {
+    Noted { id: u8, ask: Ask, early: Number },
+    Read { id: u8, ask: Ask, values: Versions, ticket: Number, applied: u8 },
+    Settling { id: u8, ask: Ask, values: Versions, ticket: Number },
+    Proposed { seq: u8, alter: Alter },
+    Applied { seq: u8, alter: Alter, values: Versions, ticket: Number },
+}
+
+#[derive(Clone, Debug, Hash)]
+struct Asking {
+    id: u8,
+    token: Token,
+    /// What had been told before.
+    floor: Versions,
+}
+
+#[derive(Clone, Debug, Hash)]
+struct Changing {
+    seq: u8,
+    alter: Alter,
+    change: Change,
+    /// Where it was sent last.
+    connection: u64,
+}
+
+#[derive(Clone, Debug, Hash)]
+struct Client {
+    table: Table<u8>,
+    /// The version of the name that is known, if it is.
+    name: u8,
+    connection: u64,
+    /// The leader it is connected to.
+    term: u64,
+    said_hello: bool,
+    /// When the last renewal was sent.
+    renewed: Option<u8>,
+    acknowledged: Number,
+    asking: Option<Asking>,
+    changing: Option<Changing>,
+    next: u8,
+}
+
+#[derive(Clone, Debug, Hash)]
+struct Leader {
+    term: u64,
+    leases: Leases,
+    tasks: Vec<Task>,
+    /// Clients that wait for recalls, by connection.
+    polls: [Option<u64>; 2],
+}
+
+/// How often what may happen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Bounds {
+    pub asks: u8,
+    pub changes: u8,
+    pub ticks: u8,
+    /// Requests for recalls that are sent again; any message may be lost in any case.
+    pub repeats: u8,
+    pub reconnects: u8,
+    /// Changes that nobody waits for any more.
+    pub impatience: u8,
+    pub failovers: u8,
+    pub renewals: u8,
+    /// Whether requests for recalls take time; otherwise they arrive at once.
+    pub polls: bool,
+}
+
+#[derive(Clone, Debug, Hash)]
+pub struct World {
+    fault: Fault,
+    left: Bounds,
+    clock: u8,
+    state: Versions,
+    applied: u8,
+    done: Vec<(usize, u8)>,
+    leader: Leader,
+    clients: [Client; 2],
+    messages: Vec<Message>,
+    /// The newest that anybody was told.
+    floor: Versions,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    Deliver(Message),
+    /// The leader goes on with a request.
+    Step(Task),
+    SendRecalls(usize),
+    Ask(usize, Ask),
+    Alter(usize, Alter),
+    Renew(usize),
+    /// The recalls did not come.
+    PollAgain(usize),
+    Reconnect(usize),
+    Retry(usize),
+    GiveUp(usize),
+    Tick,
+    /// The leader dies; what was proposed is in the log or not.
+    Failover {
+        keeps: bool,
+    },
+}
+
+fn id(client: usize) -> SessionId {
+    client as SessionId + 1
+}
+
+fn time(clock: u8) -> Duration {
+    Duration::from_secs(u64::from(clock))
+}
+
+/// What an answer depends on.
+fn depends(ask: Ask, values: Versions) -> Vec<Ino> {
+    match ask {
+        Ask::Dir => vec![DIR],
+        Ask::File => vec![FILE],
+        Ask::Lookup if values.name.is_multiple_of(2) => vec![DIR, FILE],
+        Ask::Lookup => vec![DIR],
+    }
+}
+
+/// What of the versions an answer tells.
+fn told(ask: Ask, values: Versions) -> Versions {
+    match ask {
+        Ask::Dir => Versions { dir: values.dir, ..Default::default() },
+        Ask::File => Versions { file: values.file, ..Default::default() },
+        Ask::Lookup if values.name.is_multiple_of(2) => Versions { dir: 0, ..values },
+        Ask::Lookup => Versions { name: values.name, ..Default::default() },
+    }
+}
+
+impl World {
+    /// Both clients are connected, hold leases as from now, and know nothing.
+    pub fn new(left: Bounds, fault: Fault) -> World {
+        let limits = Limits { term: TERM, patience: Duration::MAX, hot: u32::MAX, ..Limits::default() };
+        let mut leases = Leases::new(limits, time(0), 1, []);
+        let clients = [0, 1].map(|c| {
+            leases.hello(id(c), 1, false);
+            leases.renewed(time(0), id(c));
+            let mut table = Table::default();
+            table.connected();
+            table.renewed(time(0), time(0), TERM);
+            Client {
+                table,
+                name: 0,
+                connection: 1,
+                term: 1,
+                said_hello: true,
+                renewed: Some(0),
+                acknowledged: 0,
+                asking: None,
+                changing: None,
+                next: 0,
+            }
+        });
+        World {
+            fault,
+            left,
+            clock: 0,
+            state: Versions::default(),
+            applied: 0,
+            done: Vec::new(),
+            leader: Leader { term: 1, leases, tasks: Vec::new(), polls: [Some(1), Some(1)] },
+            clients,
+            messages: Vec::new(),
+            floor: Versions::default(),
+        }
+    }
+
+    fn now(&self) -> Duration {
+        time(self.clock)
+    }
+
+    /// What can arrive nowhere is not sent: to a leader that has died, or on a connection that its client has given up.
+    fn send(&mut self, client: usize, connection: u64, body: Body) {
+        let (m, c) = (Message { client, connection, body }, &self.clients[client]);
+        let arrives = if World::is_for_leader(&m) { c.term == self.leader.term } else { c.connection == connection };
+        if arrives {
+            self.messages.push(m);
+            self.messages.sort();
+        }
+    }
+
+    fn add_task(&mut self, task: Task) {
+        self.leader.tasks.push(task);
+        self.leader.tasks.sort();
+    }
+
+    fn is_for_leader(m: &Message) -> bool {
+        matches!(
+            m.body,
+            Body::Hello { .. } | Body::Renew { .. } | Body::Poll { .. } | Body::Read { .. } | Body::Write { .. }
+        )
+    }
+
+    /// Whether the leader can go on with a request.
+    fn can_step(&self, t: &Task) -> bool {
+        let grace = self.leader.leases.in_grace(self.now()) && self.fault != Fault::NoGrace;
+        let settled = |ticket, inodes: &[Ino]| {
+            self.fault == Fault::Unsettled || self.leader.leases.is_settled(ticket, inodes.iter().copied())
+        };
+        match &t.stage {
+            Stage::Proposed { .. } => true,
+            _ if grace => false,
+            Stage::Settling { ask, values, ticket, .. } => settled(*ticket, &depends(*ask, *values)),
+            Stage::Applied { alter, ticket, .. } => settled(*ticket, alter.changes()),
+            _ => true,
+        }
+    }
+
+    fn step(&mut self, task: &Task) {
+        let Some(i) = self.leader.tasks.iter().position(|t| t == task) else { return };
+        self.leader.tasks.remove(i);
+        let (now, client, connection) = (self.now(), task.client, task.connection);
+        let next = |stage| Task { client, connection, stage };
+        match task.stage.clone() {
+            Stage::Noted { id: n, ask, early } => {
+                let ticket = if self.fault == Fault::EarlyTicket { early } else { self.leader.leases.ticket() };
+                let stage = Stage::Read { id: n, ask, values: self.state, ticket, applied: self.applied };
+                self.add_task(next(stage));
+            }
+            Stage::Read { id: n, ask, values, ticket, applied } => {
+                for ino in depends(ask, values) {
+                    self.leader.leases.grant(now, id(client), connection, ino);
+                }
+                let stage = if applied != self.applied && self.fault != Fault::LateGrant {
+                    Stage::Noted { id: n, ask, early: ticket }
+                } else {
+                    Stage::Settling { id: n, ask, values, ticket }
+                };
+                self.add_task(next(stage));
+            }
+            Stage::Settling { id: n, ask, values, .. } => {
+                let mut granted = depends(ask, values);
+                granted.retain(|ino| self.leader.leases.holds(id(client), connection, *ino));
+                self.send(client, connection, Body::Answer { id: n, ask, values, granted });
+            }
+            Stage::Proposed { seq, alter } => {
+                self.apply(client, Some(connection), seq, alter);
+                let ticket = self.leader.leases.ticket();
+                self.add_task(next(Stage::Applied { seq, alter, values: self.state, ticket }));
+            }
+            Stage::Applied { seq, alter, values, .. } => {
+                let values = match alter {
+                    Alter::File => Versions { file: values.file, ..Default::default() },
+                    Alter::Name => values,
+                };
+                self.send(client, connection, Body::Done { seq, values });
+            }
+        }
+    }
+
+    /// The log's entry, on a leader that took the request on this connection, or on a new one.
+    fn apply(&mut self, client: usize, connection: Option<u64>, seq: u8, alter: Alter) {
+        if self.done.contains(&(client, seq)) {
+            return;
+        }
+        self.done.push((client, seq));
+        self.done.sort();
+        let now = self.now();
+        for ino in alter.changes() {
+            let spared = match self.fault {
+                Fault::SparesLater => Some(self.clients[client].connection),
+                _ => connection,
+            };
+            let by = spared.filter(|_| alter.names(*ino)).map(|c| (id(client), c));
+            self.leader.leases.changed(now, by, *ino);
+        }
+        self.applied += 1;
+        self.state.file += 1;
+        if alter == Alter::Name {
+            self.state.dir += 1;
+            self.state.name += 1;
+        }
+    }
+
+    fn deliver(&mut self, m: Message) -> Result<(), String> {
+        if let Some(i) = self.messages.iter().position(|x| *x == m) {
+            self.messages.remove(i);
+        }
+        if World::is_for_leader(&m) {
+            self.leader_takes(m)
+        } else {
+            self.client_takes(m)?
+        }
+        Ok(())
+    }
+
+    fn leader_takes(&mut self, m: Message) {
+        let (now, client, connection) = (self.now(), m.client, m.connection);
+        let leases = &mut self.leader.leases;
+        match m.body {
+            Body::Hello { sent } if leases.hello(id(client), connection, false) && leases.renewed(now, id(client)) => {
+                self.send(client, connection, Body::Renewed { sent });
+            }
+            Body::Renew { sent } if leases.renewed(now, id(client)) => {
+                self.send(client, connection, Body::Renewed { sent });
+            }
+            Body::Poll { acknowledged } => {
+                leases.recalls(now, id(client), acknowledged);
+                self.leader.polls[client] = Some(connection);
+            }
+            Body::Read { id: n, ask } => {
+                let early = leases.ticket();
+                if self.fault != Fault::LateGrant {
+                    leases.grant(now, id(client), connection, if ask == Ask::File { FILE } else { DIR });
+                }
+                self.add_task(Task { client, connection, stage: Stage::Noted { id: n, ask, early } });
+            }
+            Body::Write { seq, alter, dropped } => {
+                for ino in dropped {
+                    leases.dropped(now, id(client), connection, ino);
+                }
+                self.add_task(Task { client, connection, stage: Stage::Proposed { seq, alter } });
+            }
+            _ => {}
+        }
+    }
+
+    fn client_takes(&mut self, m: Message) -> Result<(), String> {
+        let now = self.now();
+        let (fault, clock, floor) = (self.fault, self.clock, self.floor);
+        let c = &mut self.clients[m.client];
+        if m.connection != c.connection {
+            return Ok(());
+        }
+        match m.body {
+            Body::Renewed { sent } => {
+                let sent = if fault == Fault::CountsFromAnswer { clock } else { sent };
+                c.table.renewed(now, time(sent), TERM);
+                if !c.said_hello {
+                    c.said_hello = true;
+                    let acknowledged = c.acknowledged;
+                    self.poll(m.client, m.connection, acknowledged);
+                }
+            }
+            Body::Recalls(list) => {
+                for (number, ino) in list {
+                    c.table.void(ino);
+                    c.acknowledged = c.acknowledged.max(number);
+                }
+                let acknowledged = c.acknowledged;
+                self.poll(m.client, m.connection, acknowledged);
+            }
+            Body::Answer { id, ask, values, granted } => {
+                let Some(asking) = c.asking.take_if(|a| a.id == id) else { return Ok(()) };
+                if values.max(asking.floor) != values {
+                    let before = asking.floor;
+                    return Err(format!(
+                        "client {} was told {values:?}; before it asked {before:?} was known",
+                        m.client
+                    ));
+                }
+                let token = if fault == Fault::KeepsLate { c.table.begin() } else { asking.token };
+                if granted.contains(&DIR) && ask == Ask::Dir {
+                    c.table.keep_attr(now, token, DIR, values.dir);
+                }
+                if granted.contains(&DIR) && ask == Ask::Lookup {
+                    let to = values.name.is_multiple_of(2).then_some(FILE);
+                    if c.table.keep_name(now, token, (DIR, &NAME), to, 0) {
+                        c.name = values.name;
+                    }
+                }
+                if granted.contains(&FILE) {
+                    c.table.keep_attr(now, token, FILE, values.file);
+                }
+                if fault == Fault::KeepsLate {
+                    c.table.end(token);
+                }
+                c.table.end(asking.token);
+                self.floor = floor.max(told(ask, values));
+            }
+            Body::Done { seq, values } => {
+                let Some(changing) = c.changing.take_if(|x| x.seq == seq) else { return Ok(()) };
+                c.table.change_ends(&changing.change, true);
+                self.floor = floor.max(values);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn poll(&mut self, client: usize, connection: u64, acknowledged: Number) {
+        let m = Message { client, connection, body: Body::Poll { acknowledged } };
+        if self.left.polls {
+            self.send(client, connection, m.body);
+        } else if self.clients[client].term == self.leader.term {
+            self.leader_takes(m);
+        }
+    }
+
+    fn ask(&mut self, client: usize, ask: Ask) {
+        self.left.asks -= 1;
+        let floor = self.floor;
+        let c = &mut self.clients[client];
+        let n = c.next;
+        c.next += 1;
+        c.asking = Some(Asking { id: n, token: c.table.begin(), floor });
+        let connection = c.connection;
+        self.send(client, connection, Body::Read { id: n, ask });
+    }
+
+    fn alter(&mut self, client: usize, alter: Alter) {
+        self.left.changes -= 1;
+        let c = &mut self.clients[client];
+        let seq = c.next;
+        c.next += 1;
+        let (change, dropped) = c.table.change_begins(alter.change());
+        let connection = c.connection;
+        c.changing = Some(Changing { seq, alter, change, connection });
+        self.send(client, connection, Body::Write { seq, alter, dropped });
+    }
+
+    fn reconnect(&mut self, client: usize) {
+        let (clock, term, fault) = (self.clock, self.leader.term, self.fault);
+        let c = &mut self.clients[client];
+        if c.term == term {
+            self.left.reconnects -= 1;
+        }
+        c.connection += 1;
+        c.term = term;
+        c.said_hello = false;
+        c.renewed = Some(clock);
+        if fault != Fault::HelloRemembers {
+            c.table.connected();
+        }
+        if let Some(a) = c.asking.take() {
+            c.table.end(a.token);
+        }
+        let connection = c.connection;
+        self.messages.retain(|m| m.client != client || World::is_for_leader(m));
+        self.send(client, connection, Body::Hello { sent: clock });
+    }
+
+    fn failover(&mut self, keeps: bool) {
+        self.left.failovers -= 1;
+        let term = self.leader.term + 1;
+        let limits = Limits { term: TERM, patience: Duration::MAX, hot: u32::MAX, ..Limits::default() };
+        let leases = Leases::new(limits, self.now(), term, [0, 1].map(id));
+        let old = std::mem::replace(&mut self.leader, Leader { term, leases, tasks: Vec::new(), polls: [None; 2] });
+        self.messages.retain(|m| !World::is_for_leader(m));
+        for t in old.tasks.into_iter().filter(|_| keeps) {
+            if let Stage::Proposed { seq, alter } = t.stage {
+                self.apply(t.client, None, seq, alter);
+            }
+        }
+    }
+
+    /// Every copy that a client may answer from is as new as anything that anybody was told.
+    fn check(&self) -> Result<(), String> {
+        for (i, c) in self.clients.iter().enumerate() {
+            let now = self.now();
+            let name = c.table.name(now, DIR, &NAME, 0).map(|_| c.name);
+            let known = [
+                ("the directory", c.table.attr(now, DIR).copied(), self.floor.dir),
+                ("the file", c.table.attr(now, FILE).copied(), self.floor.file),
+                ("the name", name, self.floor.name),
+            ];
+            for (what, version, floor) in known {
+                if let Some(v) = version.filter(|v| *v < floor) {
+                    return Err(format!("client {i} answers with version {v} of {what}, and {floor} has been told"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn client_actions(&self, i: usize, out: &mut Vec<Action>) {
+        let (c, now) = (&self.clients[i], self.now());
+        if c.asking.is_none() && self.left.asks > 0 {
+            let known = [
+                (Ask::Dir, c.table.attr(now, DIR).is_some()),
+                (Ask::File, c.table.attr(now, FILE).is_some()),
+                (Ask::Lookup, c.table.name(now, DIR, &NAME, 0).is_some()),
+            ];
+            out.extend(known.into_iter().filter(|k| !k.1).map(|k| Action::Ask(i, k.0)));
+        }
+        match &c.changing {
+            // The clients are alike, so the first change may be the first client's.
+            None if self.left.changes > 0
+                && (i == 0 || self.applied > 0 || !self.done.is_empty() || self.clients[0].next > 0) =>
+            {
+                out.extend([Action::Alter(i, Alter::File), Action::Alter(i, Alter::Name)])
+            }
+            Some(x) if c.connection > x.connection => out.extend([Action::Retry(i), Action::GiveUp(i)]),
+            Some(_) if self.left.impatience > 0 => out.push(Action::GiveUp(i)),
+            _ => {}
+        }
+        if self.left.renewals > 0 && c.said_hello && c.renewed != Some(self.clock) {
+            out.push(Action::Renew(i));
+        }
+        if self.left.polls && self.left.repeats > 0 && c.said_hello {
+            out.push(Action::PollAgain(i));
+        }
+        if self.left.reconnects > 0 || c.term != self.leader.term {
+            out.push(Action::Reconnect(i));
+        }
+    }
+}
+
+impl Model for World {
+    type Action = Action;
+
+    fn actions(&self) -> Vec<Action> {
+        let mut out = Vec::new();
+        let mut messages = self.messages.clone();
+        messages.dedup();
+        // One that is never delivered is a lost one.
+        out.extend(messages.into_iter().map(Action::Deliver));
+        let mut tasks = self.leader.tasks.clone();
+        tasks.dedup();
+        out.extend(tasks.into_iter().filter(|t| self.can_step(t)).map(Action::Step));
+        for i in 0..self.clients.len() {
+            let mut leases = self.leader.leases.clone();
+            if self.leader.polls[i].is_some() && !leases.recalls(self.now(), id(i), 0).is_empty() {
+                out.push(Action::SendRecalls(i));
+            }
+            self.client_actions(i, &mut out);
+        }
+        if self.left.ticks > 0 {
+            out.push(Action::Tick);
+        }
+        if self.left.failovers > 0 {
+            out.extend([Action::Failover { keeps: false }, Action::Failover { keeps: true }]);
+        }
+        out
+    }
+
+    fn act(&mut self, action: &Action) -> Result<(), String> {
+        match action {
+            Action::Deliver(m) => self.deliver(m.clone())?,
+            Action::Step(t) => self.step(t),
+            Action::SendRecalls(i) => {
+                let list = self.leader.leases.recalls(self.now(), id(*i), 0);
+                if let Some(connection) = self.leader.polls[*i].take() {
+                    self.send(*i, connection, Body::Recalls(list));
+                }
+            }
+            Action::Ask(i, ask) => self.ask(*i, *ask),
+            Action::Alter(i, alter) => self.alter(*i, *alter),
+            Action::Renew(i) => {
+                self.left.renewals -= 1;
+                let (sent, c) = (self.clock, &mut self.clients[*i]);
+                c.renewed = Some(sent);
+                let connection = c.connection;
+                self.send(*i, connection, Body::Renew { sent });
+            }
+            Action::PollAgain(i) => {
+                self.left.repeats -= 1;
+                let (connection, acknowledged) = (self.clients[*i].connection, self.clients[*i].acknowledged);
+                self.send(*i, connection, Body::Poll { acknowledged });
+            }
+            Action::Reconnect(i) => self.reconnect(*i),
+            Action::Retry(i) => {
+                let c = &mut self.clients[*i];
+                if let Some(x) = &mut c.changing {
+                    x.connection = c.connection;
+                    let (seq, alter, connection) = (x.seq, x.alter, x.connection);
+                    self.send(*i, connection, Body::Write { seq, alter, dropped: vec![] });
+                }
+            }
+            Action::GiveUp(i) => {
+                let answered = self.fault == Fault::ForgetsGivenUp;
+                let c = &mut self.clients[*i];
+                self.left.impatience = self.left.impatience.saturating_sub(1);
+                if let Some(x) = c.changing.take() {
+                    c.table.change_ends(&x.change, answered);
+                }
+            }
+            Action::Tick => {
+                self.left.ticks -= 1;
+                self.clock += 1;
+                let now = self.now();
+                self.leader.leases.tick(now);
+                for c in &mut self.clients {
+                    c.table.expire(now);
+                }
+            }
+            Action::Failover { keeps } => self.failover(*keeps),
+        }
+        self.check()
+    }
+}

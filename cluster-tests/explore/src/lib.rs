@@ -1,0 +1,103 @@
+//! Runs protocol cores through every order of events of small cases, breadth first, so that the first story found of a
+//! broken promise is a shortest one.
+//!
+//! A [`Model`] is a world of real cores and the network between them; `leases` is that of `docs/leases.md`.
+
+pub mod leases;
+
+use std::{
+    collections::{HashMap, hash_map::DefaultHasher},
+    fmt::Debug,
+    hash::{Hash, Hasher},
+};
+
+/// A world that can go on in several ways.
+pub trait Model: Clone + Hash {
+    /// One thing that can happen.
+    type Action: Clone + Debug;
+
+    /// All that can happen next.
+    fn actions(&self) -> Vec<Self::Action>;
+
+    /// Makes it happen. `Err`: a promise was broken, in words.
+    fn act(&mut self, action: &Self::Action) -> Result<(), String>;
+}
+
+/// What an exploration saw.
+#[derive(Debug)]
+pub struct Explored<A> {
+    /// Different worlds.
+    pub states: usize,
+    /// Steps between them.
+    pub steps: usize,
+    /// Steps from the first world to the farthest.
+    pub depth: usize,
+    /// Not everything was seen: there are more worlds than were allowed.
+    pub cut: bool,
+    /// A shortest story that breaks a promise, and which.
+    pub broken: Option<(Vec<A>, String)>,
+}
+
+fn fingerprint(m: &impl Hash) -> u64 {
+    let mut h = DefaultHasher::new();
+    m.hash(&mut h);
+    h.finish()
+}
+
+/// Explores everything that can come of `first`, up to `most` worlds. Worlds are told apart by 64 bits: among ten million two are
+/// taken for one with a probability of 3 in a million.
+pub fn explore<M: Model>(first: M, most: usize) -> Explored<M::Action> {
+    let mut out = Explored { states: 1, steps: 0, depth: 0, cut: false, broken: None };
+    // How each world was reached: from which, by its how manieth action.
+    let mut seen: HashMap<u64, (u64, u32)> = HashMap::from([(fingerprint(&first), (0, 0))]);
+    let mut level = vec![first.clone()];
+    while !level.is_empty() {
+        let mut next = Vec::new();
+        for world in level {
+            let from = fingerprint(&world);
+            for (i, action) in world.actions().into_iter().enumerate() {
+                let mut then = world.clone();
+                out.steps += 1;
+                if let Err(why) = then.act(&action) {
+                    let mut story = story(&first, &seen, from);
+                    story.push(action);
+                    out.broken = Some((story, why));
+                    return out;
+                }
+                let to = fingerprint(&then);
+                if seen.contains_key(&to) {
+                    continue;
+                }
+                if seen.len() >= most {
+                    out.cut = true;
+                    return out;
+                }
+                seen.insert(to, (from, i as u32));
+                out.states += 1;
+                next.push(then);
+            }
+        }
+        out.depth += usize::from(!next.is_empty());
+        level = next;
+    }
+    out
+}
+
+/// The actions that lead from the first world to one that was seen.
+fn story<M: Model>(first: &M, seen: &HashMap<u64, (u64, u32)>, mut to: u64) -> Vec<M::Action> {
+    let start = fingerprint(first);
+    let mut choices = Vec::new();
+    while to != start
+        && let Some((from, i)) = seen.get(&to)
+    {
+        choices.push(*i as usize);
+        to = *from;
+    }
+    let (mut world, mut out) = (first.clone(), Vec::new());
+    for i in choices.into_iter().rev() {
+        let Some(action) = world.actions().into_iter().nth(i) else { break };
+        let _ = world.act(&action);
+        out.push(action);
+    }
+    out
+}

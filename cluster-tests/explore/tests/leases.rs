@@ -1,0 +1,79 @@
+//! Every order of events of small cases of `docs/leases.md`, and that the explorer finds mistakes made on purpose.
+
+use strake_explore::{
+    explore,
+    leases::{Bounds, Fault, World},
+};
+
+const NOTHING: Bounds = Bounds {
+    asks: 0,
+    changes: 0,
+    ticks: 0,
+    repeats: 0,
+    reconnects: 0,
+    impatience: 0,
+    failovers: 0,
+    renewals: 0,
+    polls: false,
+};
+
+fn holds(bounds: Bounds) {
+    let start = std::time::Instant::now();
+    let seen = explore(World::new(bounds, Fault::None), 1_000_000);
+    if let Some((story, why)) = &seen.broken {
+        let story: Vec<String> = story.iter().map(|a| format!("  {a:?}")).collect();
+        panic!("{why}:\n{}", story.join("\n"));
+    }
+    println!("{bounds:?}: {} states, {} steps, depth {}, {:?}", seen.states, seen.steps, seen.depth, start.elapsed());
+    assert!(!seen.cut, "{} states were not all", seen.states);
+}
+
+#[test]
+fn reads_and_changes() {
+    holds(Bounds { asks: 2, changes: 1, ..NOTHING });
+}
+
+#[test]
+fn time() {
+    holds(Bounds { asks: 1, changes: 1, ticks: 3, renewals: 1, ..NOTHING });
+}
+
+#[test]
+fn connections() {
+    holds(Bounds { asks: 1, changes: 1, reconnects: 1, ..NOTHING });
+}
+
+#[test]
+fn given_up() {
+    holds(Bounds { asks: 1, changes: 1, impatience: 1, ..NOTHING });
+}
+
+#[test]
+fn failover() {
+    holds(Bounds { asks: 1, changes: 1, failovers: 1, ..NOTHING });
+}
+
+#[test]
+fn repeated_and_late_acknowledgements() {
+    holds(Bounds { asks: 1, changes: 1, repeats: 1, polls: true, ..NOTHING });
+}
+
+/// Bounds in which each mistake shows. `SparesLater` needs two new connections: `strake-explore --fault spares-later`.
+#[test]
+fn mistakes_are_found() {
+    let cases = [
+        (Fault::Unsettled, Bounds { asks: 2, changes: 1, ..NOTHING }),
+        (Fault::EarlyTicket, Bounds { asks: 2, changes: 1, ..NOTHING }),
+        (Fault::LateGrant, Bounds { asks: 2, changes: 1, ..NOTHING }),
+        (Fault::KeepsLate, Bounds { asks: 1, changes: 1, ..NOTHING }),
+        (Fault::HelloRemembers, Bounds { asks: 1, changes: 1, reconnects: 1, ..NOTHING }),
+        (Fault::NoGrace, Bounds { asks: 1, changes: 1, failovers: 1, ..NOTHING }),
+        (Fault::ForgetsGivenUp, Bounds { asks: 2, changes: 1, impatience: 1, ..NOTHING }),
+        (Fault::CountsFromAnswer, Bounds { asks: 1, changes: 1, ticks: 4, renewals: 1, ..NOTHING }),
+    ];
+    for (fault, bounds) in cases {
+        let seen = explore(World::new(bounds, fault), 2_000_000);
+        let (story, why) = seen.broken.unwrap_or_else(|| panic!("{fault:?} was not found in {} states", seen.states));
+        println!("{fault:?}: {} states, {} steps: {why}", seen.states, story.len());
+    }
+}

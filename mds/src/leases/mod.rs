@@ -1,0 +1,348 @@
+//! Leases: who may answer from memory, and who must have forgotten before anybody is answered with something newer. What
+//! the leader knows and nobody else. A pure table, see `docs/leases.md`; a new leader starts with a new one.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    time::Duration,
+};
+
+use strake_proto::{Ino, SessionId};
+
+#[cfg(test)]
+mod tests;
+
+/// Bounds of a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Limits {
+    /// How long leases live after a renewal was answered.
+    pub term: Duration,
+    /// How long a recall may be unanswered before its holder is to be evicted.
+    pub patience: Duration,
+    /// Leases of one session, and of all.
+    pub of_session: usize,
+    pub of_all: usize,
+    /// Sessions that hold one inode.
+    pub of_inode: usize,
+    /// Recalls of one inode within [`HOT`] after which it is not leased for as long.
+    pub hot: u32,
+}
+
+/// See [`Limits::hot`].
+pub const HOT: Duration = Duration::from_secs(1);
+/// Recalls sent at a time.
+pub const MAX_RECALLS: usize = 4096;
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits {
+            term: Duration::from_millis(2500),
+            patience: Duration::from_secs(5),
+            of_session: 65_536,
+            of_all: 1 << 22,
+            of_inode: 1024,
+            hot: 8,
+        }
+    }
+}
+
+/// A recall's number: rising, also from one leader to the next.
+pub type Number = u64;
+
+/// A session's connection to the leader: rising numbers of the client's choice, never 0.
+pub type Connection = u64;
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct Holder {
+    /// The connection on which it last said hello: it holds nothing that this table does not know.
+    met: Option<Connection>,
+    /// When its leases are over. Both are over at once at the end.
+    until: Duration,
+    held: BTreeSet<Ino>,
+    /// What it is to forget and has not acknowledged, with the time since when.
+    owes: BTreeMap<Number, (Ino, Duration)>,
+    /// It did not answer: its leases are not renewed any more.
+    given_up: bool,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct Object {
+    holders: BTreeSet<SessionId>,
+    /// Those who have not acknowledged, by the recall's number.
+    unsettled: BTreeMap<Number, BTreeSet<SessionId>>,
+    /// Recalls since `counted_from`.
+    recalls: u32,
+    counted_from: Duration,
+    /// Not leased until then.
+    hot_until: Duration,
+}
+
+/// See the module.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Leases {
+    limits: Limits,
+    sessions: BTreeMap<SessionId, Holder>,
+    inodes: BTreeMap<Ino, Object>,
+    last: Number,
+    held: usize,
+    /// Inodes that were recalled within the last second or so, and when.
+    cooling: VecDeque<(Duration, Ino)>,
+    /// Sessions that may hold leases of former leaders, until when at the latest.
+    grace: BTreeSet<SessionId>,
+    grace_ends: Duration,
+}
+
+impl Leases {
+    /// That of the leader of `raft_term`, elected at `now`, with all sessions that the state has.
+    pub fn new(limits: Limits, now: Duration, raft_term: u64, sessions: impl IntoIterator<Item = SessionId>) -> Leases {
+        Leases {
+            limits,
+            sessions: BTreeMap::new(),
+            inodes: BTreeMap::new(),
+            // An acknowledgement meant for a former leader is below all numbers of this one.
+            last: raft_term << 32,
+            held: 0,
+            cooling: VecDeque::new(),
+            grace: sessions.into_iter().collect(),
+            grace_ends: now + limits.term,
+        }
+    }
+
+    /// Whether leases of a former leader may still be alive: nothing may be answered.
+    pub fn in_grace(&self, now: Duration) -> bool {
+        now < self.grace_ends && !self.grace.is_empty()
+    }
+
+    /// The first renewal of a session on a connection, by which it has forgotten everything. `lives_on`: not everything, the
+    /// kernel of a mount whose daemon died may know what that was told; it will be made to forget what is recalled. False: the session
+    /// has a newer connection.
+    pub fn hello(&mut self, id: SessionId, connection: Connection, lives_on: bool) -> bool {
+        if self.sessions.get(&id).and_then(|h| h.met).is_some_and(|m| m >= connection) {
+            return false;
+        }
+        if lives_on {
+            // What a former leader granted is over when the grace is.
+            self.sessions.entry(id).or_default().met = Some(connection);
+            return true;
+        }
+        self.grace.remove(&id);
+        self.forget(id);
+        self.sessions.insert(id, Holder { met: Some(connection), ..Default::default() });
+        true
+    }
+
+    /// A renewal of the session is answered at `now`. False: it must say hello first.
+    pub fn renewed(&mut self, now: Duration, id: SessionId) -> bool {
+        self.expire_one(now, id);
+        match self.sessions.get_mut(&id) {
+            Some(h) if h.met.is_some() && !h.given_up => {
+                h.until = h.until.max(now + self.limits.term);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Notes that a session may keep what it is about to be told about an inode on this connection. False: it may not.
+    pub fn grant(&mut self, now: Duration, id: SessionId, connection: Connection, ino: Ino) -> bool {
+        self.expire_one(now, id);
+        let full = self.held >= self.limits.of_all;
+        let Some(h) = self.sessions.get_mut(&id).filter(|h| h.met == Some(connection) && !h.given_up && now < h.until)
+        else {
+            return false;
+        };
+        if h.held.contains(&ino) {
+            return true;
+        }
+        let o = self.inodes.entry(ino).or_default();
+        if full
+            || h.held.len() >= self.limits.of_session
+            || o.holders.len() >= self.limits.of_inode
+            || now < o.hot_until
+        {
+            self.tidy(now, ino);
+            return false;
+        }
+        h.held.insert(ino);
+        o.holders.insert(id);
+        self.held += 1;
+        true
+    }
+
+    /// Whether a session holds an inode on this connection: what it was told since it was granted may be kept.
+    pub fn holds(&self, id: SessionId, connection: Connection, ino: Ino) -> bool {
+        self.sessions.get(&id).is_some_and(|h| h.met == Some(connection) && h.held.contains(&ino))
+    }
+
+    /// The holder has forgotten an inode by itself.
+    pub fn dropped(&mut self, now: Duration, id: SessionId, connection: Connection, ino: Ino) {
+        if let Some(h) = self.sessions.get_mut(&id)
+            && h.met == Some(connection)
+            && h.held.remove(&ino)
+        {
+            self.held -= 1;
+            if let Some(o) = self.inodes.get_mut(&ino) {
+                o.holders.remove(&id);
+            }
+            self.tidy(now, ino);
+        }
+    }
+
+    /// An applied entry has changed `ino`, and no reader has seen it yet. `named_by`: the session and connection of a request that
+    /// named it, whose sender sees to its own copy. Returns whether somebody is to be told.
+    pub fn changed(&mut self, now: Duration, named_by: Option<(SessionId, Connection)>, ino: Ino) -> bool {
+        let Some(o) = self.inodes.get_mut(&ino) else { return false };
+        let mut owe = std::mem::take(&mut o.holders);
+        if let Some((by, connection)) = named_by
+            // What it learned on a later connection it has learned without thinking of this request.
+            && self.sessions.get(&by).is_some_and(|h| h.met == Some(connection))
+            && owe.remove(&by)
+        {
+            o.holders.insert(by);
+        }
+        let number = self.last + 1;
+        owe.retain(|id| {
+            let Some(h) = self.sessions.get_mut(id) else { return false };
+            self.held -= usize::from(h.held.remove(&ino));
+            let lives = now < h.until;
+            if lives {
+                h.owes.insert(number, (ino, now));
+            }
+            lives
+        });
+        let told = !owe.is_empty();
+        if told {
+            self.last = number;
+            o.unsettled.insert(number, owe);
+            if now.saturating_sub(o.counted_from) >= HOT {
+                (o.counted_from, o.recalls) = (now, 0);
+            }
+            o.recalls += 1;
+            if o.recalls >= self.limits.hot {
+                o.hot_until = now + HOT;
+            }
+            self.cooling.push_back((now, ino));
+        }
+        self.tidy(now, ino);
+        told
+    }
+
+    /// Takes an acknowledgement up to a number, and returns what else the session is to forget, in order.
+    pub fn recalls(&mut self, now: Duration, id: SessionId, acknowledged: Number) -> Vec<(Number, Ino)> {
+        let Some(h) = self.sessions.get_mut(&id) else { return Vec::new() };
+        let left = h.owes.split_off(&acknowledged.saturating_add(1));
+        let done = std::mem::replace(&mut h.owes, left);
+        let out = h.owes.iter().take(MAX_RECALLS).map(|(n, (ino, _))| (*n, *ino)).collect();
+        self.settle(now, id, done);
+        out
+    }
+
+    /// The highest number given out.
+    pub fn ticket(&self) -> Number {
+        self.last
+    }
+
+    /// Whether an answer that was read from the state after `ticket` was taken, and depends on `inodes`, may be sent.
+    pub fn is_settled(&self, ticket: Number, inodes: impl IntoIterator<Item = Ino>) -> bool {
+        inodes.into_iter().all(|ino| {
+            let first = self.inodes.get(&ino).and_then(|o| o.unsettled.first_key_value());
+            first.is_none_or(|(number, _)| *number > ticket)
+        })
+    }
+
+    /// Ends leases whose term is over. Returns the sessions that have not answered for too long: they are to be evicted, and are
+    /// returned again until they have [`ended`](Leases::ended).
+    pub fn tick(&mut self, now: Duration) -> Vec<SessionId> {
+        let over: Vec<SessionId> = self.sessions.iter().filter(|(_, h)| h.until <= now).map(|(id, _)| *id).collect();
+        for id in over {
+            self.expire_one(now, id);
+        }
+        while let Some((_, ino)) = self.cooling.front().copied().filter(|(at, _)| *at + HOT <= now) {
+            self.cooling.pop_front();
+            self.tidy(now, ino);
+        }
+        for h in self.sessions.values_mut().filter(|h| h.met.is_some()) {
+            let first = h.owes.first_key_value();
+            h.given_up |= first.is_some_and(|(_, (_, since))| now.saturating_sub(*since) >= self.limits.patience);
+        }
+        self.sessions.iter().filter(|(_, h)| h.given_up).map(|(id, _)| *id).collect()
+    }
+
+    /// When the first of those who owe will owe nothing any more because their term is over.
+    pub fn next_end(&self) -> Option<Duration> {
+        self.sessions.values().filter(|h| !h.owes.is_empty()).map(|h| h.until).min()
+    }
+
+    /// The session is no more. Without a `goodbye` its leases live until their term.
+    pub fn ended(&mut self, now: Duration, id: SessionId, goodbye: bool) {
+        let lives = self.sessions.get(&id).is_some_and(|h| now < h.until);
+        if goodbye {
+            self.grace.remove(&id);
+        }
+        if goodbye || !lives {
+            self.forget(id);
+        } else if let Some(h) = self.sessions.get_mut(&id) {
+            (h.met, h.given_up) = (None, false);
+        }
+    }
+
+    /// Leases of a session, 0 for an unknown one.
+    pub fn held_by(&self, id: SessionId) -> usize {
+        self.sessions.get(&id).map_or(0, |h| h.held.len())
+    }
+
+    /// Recalls that are not acknowledged.
+    pub fn owed(&self) -> usize {
+        self.sessions.values().map(|h| h.owes.len()).sum()
+    }
+
+    /// Ends a session's leases if their term is over.
+    fn expire_one(&mut self, now: Duration, id: SessionId) {
+        let Some(h) = self.sessions.get_mut(&id).filter(|h| h.until <= now) else { return };
+        let (met, given_up, until) = (h.met, h.given_up, h.until);
+        self.forget(id);
+        if met.is_some() {
+            self.sessions.insert(id, Holder { met, given_up, until, ..Default::default() });
+        }
+    }
+
+    /// A session holds and owes nothing.
+    fn forget(&mut self, id: SessionId) {
+        let Some(h) = self.sessions.remove(&id) else { return };
+        self.held -= h.held.len();
+        for ino in h.held {
+            if let Some(o) = self.inodes.get_mut(&ino) {
+                o.holders.remove(&id);
+            }
+            self.tidy(Duration::MAX, ino);
+        }
+        self.settle(Duration::MAX, id, h.owes);
+    }
+
+    fn settle(&mut self, now: Duration, id: SessionId, done: BTreeMap<Number, (Ino, Duration)>) {
+        for (number, (ino, _)) in done {
+            if let Some(o) = self.inodes.get_mut(&ino)
+                && let Some(owe) = o.unsettled.get_mut(&number)
+            {
+                owe.remove(&id);
+                if owe.is_empty() {
+                    o.unsettled.remove(&number);
+                }
+            }
+            self.tidy(now, ino);
+        }
+    }
+
+    /// Forgets an inode that nobody holds or owes, and that is not hot.
+    fn tidy(&mut self, now: Duration, ino: Ino) {
+        let idle = |o: &Object| {
+            o.holders.is_empty() && o.unsettled.is_empty() && o.hot_until <= now && o.counted_from + HOT <= now
+        };
+        if self
+            .inodes
+            .get(&ino)
+            .is_some_and(|o| o.recalls == 0 && o.holders.is_empty() && o.unsettled.is_empty() || idle(o))
+        {
+            self.inodes.remove(&ino);
+        }
+    }
+}

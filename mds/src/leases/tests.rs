@@ -1,0 +1,150 @@
+use super::*;
+
+const A: SessionId = 1;
+const B: SessionId = 2;
+const TERM: Duration = Duration::from_millis(2500);
+
+fn ms(n: u64) -> Duration {
+    Duration::from_millis(n)
+}
+
+fn table(limits: Limits) -> Leases {
+    let mut t = Leases::new(limits, ms(0), 3, []);
+    for id in [A, B] {
+        assert!(t.hello(id, 1, false) && t.renewed(ms(0), id));
+    }
+    t
+}
+
+#[test]
+fn a_change_is_settled_when_all_others_have_forgotten() {
+    let mut t = table(Limits::default());
+    assert!(t.grant(ms(0), A, 1, 7) && t.grant(ms(0), B, 1, 7) && t.grant(ms(0), B, 1, 8));
+    let before = t.ticket();
+    assert!(t.changed(ms(1), Some((A, 1)), 7));
+    let after = t.ticket();
+    assert!(after > before && t.holds(A, 1, 7) && !t.holds(B, 1, 7) && t.holds(B, 1, 8));
+    assert!(t.is_settled(before, [7]), "what was read before does not tell of it");
+    assert!(!t.is_settled(after, [8, 7]) && t.is_settled(after, [8]));
+    assert_eq!(t.recalls(ms(2), B, 0), [(after, 7)]);
+    assert_eq!(t.recalls(ms(2), B, 0), [(after, 7)], "sent again until it is acknowledged");
+    assert!(t.recalls(ms(3), A, u64::MAX).is_empty() && !t.is_settled(after, [7]), "another's word counts for nothing");
+    assert!(t.recalls(ms(3), B, after).is_empty() && t.is_settled(after, [7]));
+    assert!(!t.changed(ms(4), Some((A, 1)), 7), "nobody else holds it");
+    assert_eq!((t.owed(), t.held_by(A), t.held_by(B)), (0, 1, 1));
+}
+
+#[test]
+fn acknowledgements_meant_for_a_former_leader_settle_nothing() {
+    let mut old = table(Limits::default());
+    old.grant(ms(0), B, 1, 7);
+    old.changed(ms(0), None, 7);
+    let seen = old.ticket();
+    let mut new = Leases::new(Limits::default(), ms(0), 4, []);
+    new.hello(B, 2, false);
+    new.renewed(ms(0), B);
+    new.grant(ms(0), B, 2, 7);
+    new.changed(ms(0), None, 7);
+    assert_eq!(new.recalls(ms(0), B, seen), [(new.ticket(), 7)]);
+}
+
+#[test]
+fn nobody_waits_longer_than_a_term_for_a_silent_holder() {
+    let mut t = table(Limits::default());
+    t.grant(ms(0), B, 1, 7);
+    t.renewed(ms(1000), B);
+    t.changed(ms(1500), None, 7);
+    let ticket = t.ticket();
+    assert_eq!(t.next_end(), Some(ms(3500)));
+    t.tick(ms(3499));
+    assert!(!t.is_settled(ticket, [7]));
+    t.tick(ms(3500));
+    assert!(t.is_settled(ticket, [7]));
+    assert!(!t.grant(ms(3500), B, 1, 7), "not before it renews");
+    assert!(t.renewed(ms(3600), B) && t.grant(ms(3600), B, 1, 7));
+}
+
+#[test]
+fn one_who_renews_and_does_not_answer_is_given_up() {
+    let mut t = table(Limits::default());
+    t.grant(ms(0), B, 1, 7);
+    t.changed(ms(0), None, 7);
+    for s in 1..5 {
+        assert!(t.renewed(ms(s * 1000), B) && t.tick(ms(s * 1000)).is_empty());
+    }
+    assert_eq!(t.tick(ms(5000)), [B]);
+    assert!(!t.renewed(ms(5000), B) && !t.grant(ms(5000), B, 1, 8));
+    assert!(!t.is_settled(t.ticket(), [7]), "it may still answer from memory");
+    t.ended(ms(5000), B, false);
+    assert!(t.tick(ms(6499)).is_empty() && !t.is_settled(t.ticket(), [7]));
+    t.tick(ms(4000) + TERM);
+    assert!(t.is_settled(t.ticket(), [7]));
+}
+
+#[test]
+fn a_hello_that_comes_late_is_refused() {
+    let mut t = table(Limits::default());
+    assert!(t.hello(B, 3, false) && t.renewed(ms(0), B) && t.grant(ms(0), B, 3, 7));
+    assert!(!t.hello(B, 2, false) && !t.hello(B, 3, true) && t.holds(B, 3, 7));
+    t.dropped(ms(0), B, 1, 7);
+    assert!(t.holds(B, 3, 7) && !t.holds(B, 1, 7), "given back on a former connection");
+    assert!(t.changed(ms(0), Some((B, 1)), 7), "learned on a later connection than the change was sent on");
+}
+
+#[test]
+fn a_daemon_in_place_of_another_answers_for_what_the_kernel_knows() {
+    let mut t = table(Limits::default());
+    t.grant(ms(0), B, 1, 7);
+    assert!(t.hello(B, 2, true) && t.holds(B, 2, 7));
+    t.changed(ms(0), None, 7);
+    assert_eq!(t.recalls(ms(0), B, 0).len(), 1);
+    // What a former leader granted is nowhere: nothing is answered while it may live.
+    let mut new = Leases::new(Limits::default(), ms(0), 4, [A, B]);
+    assert!(new.hello(A, 1, false) && new.in_grace(ms(0)));
+    assert!(new.hello(B, 3, true) && new.in_grace(ms(2499)) && !new.in_grace(TERM));
+}
+
+#[test]
+fn grace_ends_when_all_have_said_hello() {
+    let mut t = Leases::new(Limits::default(), ms(0), 1, [A, B]);
+    assert!(t.in_grace(ms(0)) && !t.renewed(ms(0), A));
+    t.hello(A, 1, false);
+    assert!(t.in_grace(ms(0)));
+    t.ended(ms(0), B, false);
+    assert!(t.in_grace(ms(0)), "its leases are not over because its session is");
+    t.hello(B, 1, false);
+    assert!(!t.in_grace(ms(0)));
+}
+
+#[test]
+fn bounds() {
+    let limits = Limits { of_session: 2, of_all: 3, of_inode: 1, hot: 2, ..Limits::default() };
+    let mut t = table(limits);
+    assert!(t.grant(ms(0), A, 1, 1) && t.grant(ms(0), A, 1, 2) && !t.grant(ms(0), A, 1, 3), "of a session");
+    assert!(t.grant(ms(0), A, 1, 2), "it has that");
+    assert!(!t.grant(ms(0), B, 1, 1), "of an inode");
+    assert!(t.grant(ms(0), B, 1, 3) && !t.grant(ms(0), B, 1, 4), "of all");
+    t.dropped(ms(0), A, 1, 1);
+    assert!(t.grant(ms(0), B, 1, 4));
+    // Recalled twice within a second: not leased for one.
+    assert!(t.changed(ms(100), None, 4) && t.grant(ms(100), B, 1, 4) && t.changed(ms(200), None, 4));
+    assert!(!t.grant(ms(1199), B, 1, 4) && t.grant(ms(1200), B, 1, 4));
+    assert!(t.changed(ms(1300), None, 4) && t.grant(ms(1300), B, 1, 4), "counted anew");
+}
+
+#[test]
+fn nothing_is_left_of_those_who_went() {
+    let mut t = table(Limits::default());
+    for ino in 1..100 {
+        t.grant(ms(0), A, 1, ino);
+        t.grant(ms(0), B, 1, ino);
+        t.changed(ms(0), Some((A, 1)), ino);
+    }
+    t.ended(ms(0), A, true);
+    t.ended(ms(0), B, false);
+    assert_eq!((t.held_by(A), t.owed()), (0, 99));
+    t.tick(TERM);
+    t.tick(TERM);
+    assert!(t.sessions.is_empty() && t.held == 0 && t.owed() == 0);
+    assert!(t.inodes.is_empty() && t.cooling.is_empty());
+}
