@@ -97,6 +97,10 @@ impl<A> Table<A> {
         self.expire(now);
         // Clocks may differ in their rates by a tenth.
         let until = sent + term / 10 * 9;
+        if self.until.is_none() {
+            // What was asked for while there were none: its lease may be over at the leader, and its recall forgotten.
+            self.void_all();
+        }
         self.until = Some(self.until.map_or(until, |u| u.max(until)));
         self.expire(now);
     }
@@ -341,6 +345,17 @@ mod tests {
         t.renewed(at(9), at(5), TERM);
         assert!(t.lives(at(9)) && t.attr(at(9), FILE).is_none());
         assert!(!t.keep_attr(at(9), token, FILE, 7), "asked in the former term");
+    }
+
+    #[test]
+    fn what_was_asked_for_between_two_terms_is_not_kept() {
+        let mut t = table();
+        assert!(t.expire(at(9)) || !t.lives(at(9)));
+        let token = t.begin();
+        t.renewed(at(10), at(10), TERM);
+        assert!(!t.keep_attr(at(10), token, FILE, 7));
+        let token = t.begin();
+        assert!(t.keep_attr(at(10), token, FILE, 7));
     }
 
     #[test]

@@ -31,6 +31,7 @@ fn holds(bounds: Bounds) {
 #[test]
 fn reads_and_changes() {
     holds(Bounds { asks: 2, changes: 1, ..NOTHING });
+    holds(Bounds { asks: 1, changes: 2, ..NOTHING });
 }
 
 #[test]
