@@ -103,10 +103,15 @@ impl Channel {
         head[..4].copy_from_slice(&(len as u32).to_ne_bytes());
         head[4..8].copy_from_slice(&error.to_ne_bytes());
         head[8..].copy_from_slice(&unique.to_ne_bytes());
-        let mut slices = Vec::with_capacity(1 + parts.len());
-        slices.push(IoSlice::new(&head));
-        slices.extend(parts.iter().filter(|p| !p.is_empty()).map(|p| IoSlice::new(p)));
-        match rustix::io::writev(&self.fd, &slices) {
+        let result = match parts {
+            [] => rustix::io::writev(&self.fd, &[IoSlice::new(&head)]),
+            [part] => rustix::io::writev(&self.fd, &[IoSlice::new(&head), IoSlice::new(part)]),
+            parts => {
+                let parts = parts.iter().map(|p| IoSlice::new(p));
+                rustix::io::writev(&self.fd, &std::iter::once(IoSlice::new(&head)).chain(parts).collect::<Vec<_>>())
+            }
+        };
+        match result {
             Ok(_) => Ok(true),
             // The request was given up, or the whole mount was.
             Err(Errno::NOENT) if unique != 0 => Ok(false),

@@ -53,8 +53,14 @@ pub fn lock(asked: &Lock, found: Option<Holder>) -> Reply {
 }
 
 /// Writes fields one after the other.
-#[derive(Default)]
 struct Fields(Vec<u8>);
+
+impl Default for Fields {
+    /// With room for the largest of the frequent replies, [`created`].
+    fn default() -> Fields {
+        Fields(Vec::with_capacity(abi::ENTRY + 16))
+    }
+}
 
 impl Fields {
     fn u16(&mut self, n: u16) -> &mut Fields {
