@@ -32,8 +32,6 @@ pub struct Config {
     pub cache_bytes: usize,
     /// Age at which data that was read ahead is no longer served.
     pub cache_ttl: Duration,
-    /// Age at which a file's size is asked for again before a read.
-    pub attr_ttl: Duration,
     /// Data requests in flight, over all files.
     pub max_inflight_pieces: usize,
     /// Bytes written but not yet stable that are kept for repetition; writers wait beyond it.
@@ -71,7 +69,6 @@ impl Config {
             read_ahead_bytes: 16 << 20,
             cache_bytes: 128 << 20,
             cache_ttl: Duration::from_secs(1),
-            attr_ttl: Duration::from_millis(400),
             max_inflight_pieces: 32,
             unstable_limit: 256 << 20,
             flush_age: Duration::from_secs(1),

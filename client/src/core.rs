@@ -12,6 +12,7 @@ use std::{
 };
 
 use arc_swap::ArcSwap;
+use bytes::Bytes;
 use futures_util::stream::{self, StreamExt};
 use parking_lot::Mutex;
 use prost::Message as _;
@@ -36,7 +37,9 @@ use crate::{
     lock_waits::LockWaits,
     locks::Lanes,
     mds::{Link, Session},
+    memory::Memory,
     meta::op,
+    recalls::{self, Acknowledged},
     retry::{Backoff, in_doubt},
     route,
     unstable::Unstable,
@@ -69,6 +72,10 @@ pub(crate) struct Core {
     releases: Mutex<BTreeMap<Ino, Release>>,
     pub locks: Lanes,
     pub lock_waits: LockWaits,
+    pub memory: Memory,
+    /// Leases began on a new connection.
+    pub(crate) greeted: Notify,
+    pub(crate) recalls: Acknowledged,
     pub conns: Conns,
     /// Data requests in flight.
     pub pieces: Arc<Semaphore>,
@@ -159,6 +166,9 @@ impl Core {
             releases: Mutex::default(),
             locks: Lanes::default(),
             lock_waits: LockWaits::default(),
+            memory: Memory::default(),
+            greeted: Notify::new(),
+            recalls: Acknowledged::default(),
             conns: Conns::new(cfg.connections_per_node.max(1)),
             pieces: Arc::new(Semaphore::new(cfg.max_inflight_pieces.max(1))),
             unstable_room: rooms(cfg.unstable_limit),
@@ -259,9 +269,9 @@ impl Core {
         if self.map.load().version() > than || self.map_refreshes.load(Relaxed) != ended {
             return;
         }
-        let body = pb::MapRequest { have: than }.encode_to_vec();
+        let body = Bytes::from(pb::MapRequest { have: than }.encode_to_vec());
         let mut at = self.attempts_for("fetching the cluster map", Duration::from_secs(1));
-        let reply = self.mds_call(opcode::MAP, body.into(), Duration::from_secs(1), &mut at).await;
+        let reply = self.mds_call(opcode::MAP, |_| body.clone(), Duration::from_secs(1), &mut at).await;
         match reply.and_then(|m| crate::mds::decode::<pb::MapReply>(&m)) {
             Ok(pb::MapReply { map: Some(map) }) => {
                 if let Err(e) = self.install_map(map) {
@@ -340,6 +350,7 @@ impl Core {
         self.env.spawn(every(weak.clone(), move |_| extend, |c| async move { c.push_sizes().await }));
         let release = |c: Arc<Core>| async move { c.send_releases().await };
         self.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, release));
+        self.env.spawn(recalls::serve(weak.clone()));
         self.env.spawn(flush_loop(weak));
     }
 

@@ -307,7 +307,9 @@ impl File {
             return Ok(Vec::new());
         }
         h.inode.check_placed()?;
-        let bufs = if h.flags & O_DIRECT != 0 {
+        // What another may write must not be kept.
+        let keeps = h.flags & O_DIRECT == 0 && h.core.known_size(&h.inode).is_some();
+        let bufs = if !keeps {
             h.core.read_range(&h.inode, offset..end).await?
         } else {
             self.read_cached(offset..end, size).await?
@@ -402,14 +404,14 @@ impl File {
         if n < data.len() { Err(Error::new(Code::NoSpc, "no space left for all of the bytes")) } else { Ok(()) }
     }
 
-    /// Writes at the end of the file; returns where. Appends of this client never overlap; those of several mounts may
-    /// until leases exist.
+    /// Writes at the end of the file; returns where. Appends never overlap, those of other clients included.
     pub async fn append(&self, data: Vec<Buf>) -> Result<u64> {
         self.check(self.is_writable(), "writing")?;
         let me = self.clone();
         let appending = async move {
             let inode = me.0.inode.clone();
             let _one = inode.appending.lock().await;
+            let (_lock, _placing) = me.0.core.lock_end(&inode).await?;
             let len = segments::total(&data);
             let end = inode.append_end(me.0.core.fresh_size(&inode).await?);
             let offset = keep::numbers().map_or(end, |n| n.append_offset(end, len as u64));

@@ -20,7 +20,7 @@ use strake_proto::{
     layout::{MAX_FILE_SIZE, StripeMap},
     pb,
 };
-use tokio::{sync::Mutex as AsyncMutex, time::Instant};
+use tokio::sync::Mutex as AsyncMutex;
 
 use crate::{
     cache::ReadCache,
@@ -62,7 +62,6 @@ pub(crate) struct Placed {
 
 struct State {
     attr: pb::Attr,
-    attr_at: Instant,
     /// End of the furthest own write that is not reported yet.
     local_end: u64,
     /// How far a write of this client was begun, and whether one began beyond what it knew of, or punched, that is not
@@ -98,12 +97,13 @@ pub(crate) struct Inode {
     pub ino: Ino,
     pub ranges: RangeLock,
     pub cache: Mutex<ReadCache>,
-    /// One report, refresh or capability renewal at a time.
+    /// One report or capability renewal at a time.
     reporting: AsyncMutex<()>,
-    refreshing: AsyncMutex<()>,
     capping: AsyncMutex<()>,
     /// Serialises appends.
     pub appending: AsyncMutex<()>,
+    /// Held from when it is decided where an append goes until it is there. Reports wait for it.
+    pub placing: AsyncMutex<()>,
     /// No new append goes below: a former client of the mount had put one there that is yet to come.
     append_floor: AtomicU64,
     state: Mutex<State>,
@@ -144,7 +144,6 @@ impl State {
     fn take_attr(&mut self, attr: &pb::Attr) {
         if attr.change >= self.attr.change {
             self.attr = *attr;
-            self.attr_at = Instant::now();
         }
     }
 
@@ -165,12 +164,11 @@ impl Inode {
             ranges: RangeLock::default(),
             cache: Mutex::default(),
             reporting: AsyncMutex::default(),
-            refreshing: AsyncMutex::default(),
             capping: AsyncMutex::default(),
             appending: AsyncMutex::default(),
+            placing: AsyncMutex::default(),
             state: Mutex::new(State {
                 attr,
-                attr_at: Instant::now(),
                 local_end: 0,
                 begun: 0,
                 holes: false,
@@ -312,7 +310,6 @@ impl Inode {
             && a.change >= s.attr.change
         {
             s.attr = *a;
-            s.attr_at = Instant::now();
         }
         // Else they are those of a write that was begun meanwhile.
         s.holes &= !holes;
@@ -329,7 +326,6 @@ impl Inode {
         (s.local_end, s.begun, s.holes) = (0, 0, false);
         s.kept.iter().for_each(KeptInode::reported);
         s.attr = *attr;
-        s.attr_at = Instant::now();
     }
 
     /// Where an append goes that finds the file ending at `size`.
@@ -523,22 +519,19 @@ impl Core {
         }
     }
 
-    /// The size for a read that begins now, unless what is known is old.
+    /// The size for a read that begins now, if it is known under a lease: then nobody else may write the file.
     pub(crate) fn known_size(&self, inode: &Inode) -> Option<u64> {
-        let is_fresh = inode.state.lock().attr_at.elapsed() < self.cfg.attr_ttl;
-        is_fresh.then(|| inode.size())
+        let attr = self.memory.attr(self.env.boot(), inode.ino)?;
+        Some(inode.take_attr(&attr).size.min(MAX_FILE_SIZE))
     }
 
-    /// The size for a read that begins now: asks the metadata server when what is known is old.
+    /// The size for a read that begins now: asks the metadata server unless it is known under a lease.
     pub(crate) async fn fresh_size(self: &Arc<Self>, inode: &Inode) -> Result<u64> {
         if self.known_size(inode).is_none() {
-            let _one = inode.refreshing.lock().await;
-            if self.known_size(inode).is_none() {
-                let get = op(pb::op::Op::Getattr(pb::GetAttr { ino: inode.ino }));
-                let r = ok(self.meta(&pb::Creds::default(), vec![get]).await?)?;
-                if let Some(a) = r.first().and_then(|r| r.attr.as_ref()) {
-                    inode.take_attr(a);
-                }
+            let get = op(pb::op::Op::Getattr(pb::GetAttr { ino: inode.ino }));
+            let r = ok(self.meta(&pb::Creds::default(), vec![get]).await?)?;
+            if let Some(a) = r.first().and_then(|r| r.attr.as_ref()) {
+                inode.take_attr(a);
             }
         }
         Ok(inode.size())

@@ -25,6 +25,28 @@ pub struct Change {
     pub names: Vec<(Ino, Bytes)>,
 }
 
+/// What the answer to an own change says.
+#[derive(Clone, Debug)]
+pub struct Told<A> {
+    /// Attributes of inodes.
+    pub attrs: Vec<(Ino, A)>,
+    /// What is behind names.
+    pub names: Vec<Name>,
+}
+
+/// What is behind a name, as somebody was told who may search the directory.
+#[derive(Clone, Debug)]
+pub struct Name {
+    /// The directory.
+    pub dir: Ino,
+    /// The name in it.
+    pub name: Bytes,
+    /// `None`: there is no such name.
+    pub to: Option<Ino>,
+    /// By whom it was asked, if that shows that he may search the directory.
+    pub searcher: Option<u64>,
+}
+
 /// What is known of an inode.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Known<A> {
@@ -65,6 +87,9 @@ pub struct Table<A> {
     changing: BTreeMap<Ino, u32>,
     changing_names: BTreeMap<(Ino, Bytes), u32>,
     known: BTreeMap<Ino, Known<A>>,
+    /// Names known in all directories, and whether there were too many.
+    names: usize,
+    forgot_names: bool,
 }
 
 impl<A> Default for Table<A> {
@@ -77,6 +102,8 @@ impl<A> Default for Table<A> {
             changing: BTreeMap::new(),
             changing_names: BTreeMap::new(),
             known: BTreeMap::new(),
+            names: 0,
+            forgot_names: false,
         }
     }
 }
@@ -85,6 +112,11 @@ impl<A> Table<A> {
     /// Whether there are leases.
     pub fn lives(&self, now: Duration) -> bool {
         self.until.is_some_and(|until| now < until)
+    }
+
+    /// All inodes of which anything is known.
+    pub fn known(&self) -> Vec<Ino> {
+        self.known.keys().copied().collect()
     }
 
     /// When they are over.
@@ -159,48 +191,59 @@ impl<A> Table<A> {
     }
 
     /// Whether an answer that was granted for `ino` is still true of all of it but what own changes hit.
+    fn is_valid(&self, now: Duration, token: Token, ino: Ino) -> bool {
+        let voided = self.voids.inodes.get(&ino).is_some_and(|at| *at > token.0);
+        self.lives(now) && self.voids.all <= token.0 && !voided
+    }
+
     fn stands(&self, now: Duration, token: Token, ino: Ino) -> bool {
-        let since = |at: Option<&Event>| at.is_some_and(|at| *at > token.0);
-        self.lives(now)
-            && self.voids.all <= token.0
-            && !since(self.voids.inodes.get(&ino))
-            && !self.changing.contains_key(&ino)
+        self.is_valid(now, token, ino) && !self.changing.contains_key(&ino)
+    }
+
+    fn changes_names_in(&self, dir: Ino) -> bool {
+        self.changing_names.range((dir, Bytes::new())..).next().is_some_and(|((d, _), _)| *d == dir)
     }
 
     /// Keeps attributes that were granted with the answer to a request. False: they may be old already.
     pub fn keep_attr(&mut self, now: Duration, token: Token, ino: Ino, attr: A) -> bool {
         let voided = self.voids.attrs.get(&ino).is_some_and(|at| *at > token.0);
-        let changing = self.changing_names.range((ino, Bytes::new())..).next().is_some_and(|((dir, _), _)| *dir == ino);
-        if voided || changing || !self.stands(now, token, ino) {
+        if voided || self.changes_names_in(ino) || !self.stands(now, token, ino) {
             return false;
         }
         self.known.entry(ino).or_default().attr = Some(attr);
         true
     }
 
-    /// Keeps what is behind a name, likewise. `searcher`: by whom it was asked.
-    pub fn keep_name(
-        &mut self,
-        now: Duration,
-        token: Token,
-        name: (Ino, &Bytes),
-        to: Option<Ino>,
-        searcher: u64,
-    ) -> bool {
-        let key = (name.0, name.1.clone());
+    /// Keeps what is behind a name, likewise.
+    pub fn keep_name(&mut self, now: Duration, token: Token, n: Name) -> bool {
+        let key = (n.dir, n.name.clone());
         let voided = self.voids.names.get(&key).is_some_and(|at| *at > token.0);
-        if voided || self.changing_names.contains_key(&key) || !self.stands(now, token, name.0) {
+        if voided || self.changing_names.contains_key(&key) || !self.stands(now, token, n.dir) {
             return false;
         }
-        let known = self.known.entry(name.0).or_default();
-        known.names.insert(key.1, to);
-        known.searchers.insert(searcher);
+        self.put_name(n);
         true
+    }
+
+    fn put_name(&mut self, n: Name) {
+        if self.names >= MOST_NAMES {
+            // Knowing less is never wrong.
+            self.known.values_mut().for_each(|k| k.names.clear());
+            (self.names, self.forgot_names) = (0, true);
+        }
+        let known = self.known.entry(n.dir).or_default();
+        self.names += usize::from(known.names.insert(n.name, n.to).is_none());
+        known.searchers.extend(n.searcher);
     }
 
     /// Attributes, if they are known.
     pub fn attr(&self, now: Duration, ino: Ino) -> Option<&A> {
         self.known.get(&ino).filter(|_| self.lives(now))?.attr.as_ref()
+    }
+
+    /// As [`Table::name`], for whoever checks by himself who may search.
+    pub fn name_for_all(&self, now: Duration, dir: Ino, name: &[u8]) -> Option<Option<Ino>> {
+        self.known.get(&dir).filter(|_| self.lives(now))?.names.get(name).copied()
     }
 
     /// What is behind a name, if that is known; `Some(None)`: nothing.
@@ -209,14 +252,16 @@ impl<A> Table<A> {
         known.names.get(name).copied()
     }
 
-    /// The inode was recalled.
-    pub fn void(&mut self, ino: Ino) {
-        self.known.remove(&ino);
+    /// The inode was recalled. Whether somebody may have been told of names in it.
+    pub fn void(&mut self, ino: Ino) -> bool {
+        let names = self.known.remove(&ino).map_or(0, |k| k.names.len());
+        self.names -= names;
         if !self.requests.is_empty() {
             self.now += 1;
             self.voids.inodes.insert(ino, self.now);
             self.bound_voids();
         }
+        names > 0 || self.forgot_names
     }
 
     /// Rather than remembering more, what is under way is not kept at all.
@@ -229,6 +274,7 @@ impl<A> Table<A> {
 
     fn void_all(&mut self) {
         self.known.clear();
+        (self.names, self.forgot_names) = (0, false);
         if !self.requests.is_empty() {
             self.now += 1;
             self.voids = Voids { all: self.now, forgotten: self.voids.forgotten, ..Default::default() };
@@ -250,6 +296,30 @@ impl<A> Table<A> {
             *self.changing_names.entry(name.clone()).or_insert(0) += 1;
         }
         (change, dropped)
+    }
+
+    /// It was answered. `told`: what the answer, which was granted, says of what is there since; kept where nothing else has
+    /// changed since the request's token was taken, which was after [`Table::change_begins`].
+    pub fn change_answered(&mut self, now: Duration, token: Token, change: &Change, told: Told<A>) {
+        let since = |at: Option<&Event>| at.is_some_and(|at| *at > token.0);
+        let alone = |ino: &Ino| {
+            let in_work = self.changing.get(ino).copied().unwrap_or(0);
+            self.is_valid(now, token, *ino) && in_work == u32::from(change.inodes.contains(ino))
+        };
+        let attrs = told.attrs.into_iter();
+        let attrs = attrs.filter(|(i, _)| alone(i) && !since(self.voids.attrs.get(i)) && !self.changes_names_in(*i));
+        let attrs: Vec<_> = attrs.collect();
+        let names = told.names.into_iter().filter(|n| {
+            let key = (n.dir, n.name.clone());
+            let in_work = self.changing_names.get(&key).copied().unwrap_or(0);
+            alone(&n.dir) && !since(self.voids.names.get(&key)) && in_work == u32::from(change.names.contains(&key))
+        });
+        let names: Vec<_> = names.collect();
+        self.change_ends(change, true);
+        for (ino, attr) in attrs {
+            self.known.entry(ino).or_default().attr = Some(attr);
+        }
+        names.into_iter().for_each(|n| self.put_name(n));
     }
 
     /// It was answered, or nobody waits for the answer any more: then it may run yet, and what it may change is not kept before
@@ -281,7 +351,7 @@ impl<A> Table<A> {
         for (dir, name) in &change.names {
             if let Some(k) = self.known.get_mut(dir) {
                 k.attr = None;
-                k.names.remove(name);
+                self.names -= usize::from(k.names.remove(name).is_some());
             }
             if asked {
                 self.voids.attrs.insert(*dir, self.now);
@@ -292,6 +362,8 @@ impl<A> Table<A> {
     }
 }
 
+/// Names known at a time; how many inodes are known the leader bounds, by the leases it gives.
+const MOST_NAMES: usize = 1 << 20;
 /// See [`Table::bound_voids`].
 const MOST_VOIDS: usize = 4096;
 /// Set in a count of changes of which one was given up.
@@ -317,6 +389,10 @@ mod tests {
         t
     }
 
+    fn found(name: &Bytes, to: Option<Ino>, searcher: u64) -> Name {
+        Name { dir: DIR, name: name.clone(), to, searcher: Some(searcher) }
+    }
+
     fn of_name() -> Change {
         Change { inodes: vec![], names: vec![(DIR, NAME)] }
     }
@@ -325,7 +401,7 @@ mod tests {
     fn what_was_granted_is_known_until_the_term_is_over() {
         let mut t = table();
         let token = t.begin();
-        assert!(t.keep_attr(at(1), token, FILE, 7) && t.keep_name(at(1), token, (DIR, &NAME), Some(FILE), 5));
+        assert!(t.keep_attr(at(1), token, FILE, 7) && t.keep_name(at(1), token, found(&NAME, Some(FILE), 5)));
         t.end(token);
         assert_eq!((t.attr(at(8), FILE), t.name(at(8), DIR, b"n", 5)), (Some(&7), Some(Some(FILE))));
         assert_eq!(t.name(at(8), DIR, b"n", 6), None, "another may not be allowed to search");
@@ -381,7 +457,7 @@ mod tests {
         let other = Bytes::from_static(b"m");
         let token = t.begin();
         for name in [&NAME, &other] {
-            t.keep_name(at(0), token, (DIR, name), Some(FILE), 0);
+            t.keep_name(at(0), token, found(name, Some(FILE), 0));
         }
         t.keep_attr(at(0), token, DIR, 1);
         t.keep_attr(at(0), token, FILE, 1);
@@ -393,12 +469,12 @@ mod tests {
         assert_eq!((t.attr(at(0), DIR), t.attr(at(0), FILE)), (None, None));
         assert!(!t.keep_attr(at(0), during, DIR, 1) && !t.keep_attr(at(0), during, FILE, 1));
         assert!(
-            !t.keep_name(at(0), during, (DIR, &NAME), None, 0) && t.keep_name(at(0), during, (DIR, &other), None, 0)
+            !t.keep_name(at(0), during, found(&NAME, None, 0)) && t.keep_name(at(0), during, found(&other, None, 0))
         );
         t.change_ends(&change, true);
-        assert!(!t.keep_attr(at(0), during, DIR, 1) && !t.keep_name(at(0), during, (DIR, &NAME), None, 0));
+        assert!(!t.keep_attr(at(0), during, DIR, 1) && !t.keep_name(at(0), during, found(&NAME, None, 0)));
         let after = t.begin();
-        assert!(t.keep_attr(at(0), after, DIR, 2) && t.keep_name(at(0), after, (DIR, &NAME), None, 0));
+        assert!(t.keep_attr(at(0), after, DIR, 2) && t.keep_name(at(0), after, found(&NAME, None, 0)));
     }
 
     #[test]
@@ -409,16 +485,16 @@ mod tests {
         t.change_ends(&one, false);
         t.change_ends(&two, true);
         let token = t.begin();
-        assert!(!t.keep_name(at(0), token, (DIR, &NAME), None, 0));
+        assert!(!t.keep_name(at(0), token, found(&NAME, None, 0)));
         let (three, _) = t.change_begins(Change { inodes: vec![DIR], names: vec![] });
         t.connected();
         t.renewed(at(0), at(0), TERM);
         let token = t.begin();
-        assert!(!t.keep_name(at(0), token, (DIR, &NAME), None, 0), "this one is still under way");
+        assert!(!t.keep_name(at(0), token, found(&NAME, None, 0)), "this one is still under way");
         t.change_ends(&three, true);
         let token = t.begin();
         assert!(
-            t.keep_name(at(0), token, (DIR, &NAME), None, 0) && t.changing.is_empty() && t.changing_names.is_empty()
+            t.keep_name(at(0), token, found(&NAME, None, 0)) && t.changing.is_empty() && t.changing_names.is_empty()
         );
     }
 

@@ -40,9 +40,11 @@ pub mod leases;
 mod lock_waits;
 mod locks;
 mod mds;
+mod memory;
 mod meta;
 mod ranges;
 mod readahead;
+mod recalls;
 mod retry;
 mod route;
 mod segments;
@@ -50,12 +52,13 @@ mod seqs;
 mod takeover;
 mod unstable;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 pub use config::{Config, FOREVER, Stats};
 pub use file::File;
 pub use keep::{Keep, Numbers, numbered};
 pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS};
+pub use memory::Forget;
 pub use meta::{DirPage, LayoutInfo, Mode};
 use strake_fabric::{Env, Fabric};
 use strake_proto::{Ino, Result, map::MapView};
@@ -68,7 +71,7 @@ pub use takeover::Former;
 use crate::core::Core;
 
 /// How long [`Client::close`] waits to tell what is not written any more.
-const RELEASING: std::time::Duration = std::time::Duration::from_secs(2);
+const RELEASING: Duration = Duration::from_secs(2);
 
 /// A mounted file system: one session at the metadata servers. Clones are the same client.
 #[derive(Clone)]
@@ -83,6 +86,8 @@ impl Client {
     pub async fn connect(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Result<Client> {
         let core = Arc::new(Core::new(cfg, env, fabric));
         core.session_within(core.cfg.connect_timeout).await?;
+        // Says hello: leases are there from the beginning. If this fails, the next renewal does it.
+        core.clone().renew().await;
         core.start_background();
         Ok(Client { core })
     }
@@ -134,6 +139,27 @@ impl Client {
     /// before is still made safe and its size reported, and locks work.
     pub fn set_read_only(&self, yes: bool) {
         self.core.read_only.store(yes, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    /// From now on copies of what this client tells may be kept, for as long as [`Client::attr_valid`] and
+    /// [`Client::name_valid`] say: `copies` is told when one is not valid any more. Once; false: somebody keeps copies already.
+    pub fn set_copies(&self, copies: Arc<dyn Forget>) -> bool {
+        self.core.memory.set_copies(copies)
+    }
+
+    /// To be held from before it is asked for how long a copy is valid until it is made: in between none is taken back.
+    pub fn telling(&self) -> parking_lot::RwLockReadGuard<'_, ()> {
+        self.core.memory.telling()
+    }
+
+    /// For how long a copy of exactly these attributes may be kept, 0: not at all.
+    pub fn attr_valid(&self, attr: &Attr) -> Duration {
+        self.core.memory.attr_valid(self.core.env.boot(), attr)
+    }
+
+    /// For how long it may be believed that a name in a directory means this inode, or that there is no such name. 0: not at all.
+    pub fn name_valid(&self, dir: Ino, name: &[u8], to: Option<Ino>) -> Duration {
+        self.core.memory.name_valid(self.core.env.boot(), dir, name, to)
     }
 
     /// Servers that did not answer last, and why; empty when all do.

@@ -3,6 +3,7 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Env, Message};
@@ -189,9 +190,9 @@ impl Core {
 
     async fn tell_lock_waits(self: &Arc<Self>, waits: Vec<pb::LockWait>, number: u64) -> Result<pb::LockWaitReply> {
         let session = self.session().await?;
-        let body = pb::LockWaitRequest { session: session.id, waits, number }.encode_to_vec();
+        let body = Bytes::from(pb::LockWaitRequest { session: session.id, waits, number }.encode_to_vec());
         let mut at = self.attempts_for("waiting for a lock", META_TRY);
-        let reply: Result<Message> = self.mds_call(opcode::LOCK_WAIT, body.into(), META_TRY, &mut at).await;
+        let reply: Result<Message> = self.mds_call(opcode::LOCK_WAIT, |_| body.clone(), META_TRY, &mut at).await;
         if reply.as_ref().is_err_and(|e| e.code == Code::NoSession) {
             self.session_gone(&session);
         }

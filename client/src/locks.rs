@@ -6,11 +6,12 @@
 use std::{sync::Arc, time::Duration};
 
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
-use tokio::sync::{Mutex, OwnedMutexGuard, Semaphore, oneshot};
+use tokio::sync::{Mutex, MutexGuard, OwnedMutexGuard, Semaphore, oneshot};
 
 use crate::{
     Client,
     core::Core,
+    inode::Inode,
     lock_waits::Place,
     meta::{ok, op},
     retry::in_doubt,
@@ -211,6 +212,22 @@ fn can_spawn() -> bool {
     tokio::runtime::Handle::try_current().is_ok()
 }
 
+/// The end of a file is this client's to append to. Dropped, it is anybody's.
+pub(crate) struct EndLock {
+    core: Arc<Core>,
+    ino: Ino,
+}
+
+/// Of a client there is one at a time for each file.
+const END: Lock =
+    Lock { kind: LockKind::LockAppend, owner: 0, mode: LockType::LockWrite, start: 0, end: u64::MAX, pid: 0 };
+
+impl Drop for EndLock {
+    fn drop(&mut self) {
+        self.core.unlock_end(self.ino);
+    }
+}
+
 type Tell = oneshot::Sender<Result<Locked>>;
 
 fn locked(r: Vec<pb::OpResult>) -> Result<(Locked, Vec<pb::LockSpan>)> {
@@ -220,6 +237,30 @@ fn locked(r: Vec<pb::OpResult>) -> Result<(Locked, Vec<pb::LockSpan>)> {
 }
 
 impl Core {
+    /// For an append: others neither append until it is done, nor are they told of a size without it. Nobody needs to be asked while
+    /// nobody else may write the file.
+    pub(crate) async fn lock_end<'a>(
+        self: &Arc<Self>,
+        inode: &'a Inode,
+    ) -> Result<(Option<EndLock>, MutexGuard<'a, ()>)> {
+        let placing = inode.placing.lock().await;
+        if self.known_size(inode).is_some() {
+            return Ok((None, placing));
+        }
+        // Who has the lock may wait for a report from here.
+        drop(placing);
+        Client { core: self.clone() }.set_lock(inode.ino, &END, true).await?;
+        let lock = EndLock { core: self.clone(), ino: inode.ino };
+        Ok((Some(lock), inode.placing.lock().await))
+    }
+
+    /// Gives up the lock of an append, if there is any.
+    pub(crate) fn unlock_end(self: &Arc<Self>, ino: Ino) {
+        if can_spawn() {
+            self.spawn_unlock(ino, &Lock { mode: LockType::LockUnlock, ..END }, None);
+        }
+    }
+
     fn spawn_unlock(self: &Arc<Self>, ino: Ino, lock: &Lock, tell: Option<Tell>) {
         let (core, lock) = (self.clone(), *lock);
         self.env.spawn(async move {

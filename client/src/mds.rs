@@ -27,7 +27,7 @@ use crate::{
     core::{Attempts, Core},
     inode::{Inode, O_ACCMODE},
     keep::{self, Keep, Numbers},
-    retry::meta_passes,
+    retry::{in_doubt, meta_passes},
     seqs::Seqs,
 };
 
@@ -36,6 +36,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 pub(crate) const META_TRY: Duration = Duration::from_secs(5);
 /// When the time is over.
 const MIN_TRY: Duration = Duration::from_millis(1);
+/// How often leases are renewed. They live about three times as long.
+const LEASE_RENEWAL: Duration = Duration::from_millis(400);
 /// A shrink is answered when the bytes are gone from every replica.
 const SHRINK_TRY: Duration = Duration::from_secs(30);
 
@@ -44,13 +46,16 @@ const SHRINK_TRY: Duration = Duration::from_secs(30);
 pub(crate) struct Link {
     current: Option<Leader>,
     made: u64,
+    /// Of the last connection.
+    number: u64,
 }
 
 #[derive(Clone)]
-struct Leader {
-    conn: Arc<dyn Connection>,
+pub(crate) struct Leader {
+    pub conn: Arc<dyn Connection>,
     at: Endpoint,
-    number: u64,
+    /// Rising, also from one process to the next that takes its place.
+    pub number: u64,
 }
 
 /// One session at the metadata servers.
@@ -172,11 +177,12 @@ fn is_resize(ops: &[pb::Op]) -> bool {
 }
 
 impl Core {
-    /// Sends a request to the leader, whoever that is, until it is answered or the time is over.
+    /// Sends a request to the leader, whoever that is, until it is answered or the time is over. `body`: for the connection of
+    /// this number.
     pub(crate) async fn mds_call(
         self: &Arc<Self>,
         opcode: u16,
-        body: Bytes,
+        body: impl Fn(u64) -> Bytes,
         one_try: Duration,
         at: &mut Attempts,
     ) -> Result<Message> {
@@ -188,7 +194,7 @@ impl Core {
                 Ok(leader) => {
                     Counters::add(&self.stats.meta_requests, 1);
                     let limit = one_try.min(at.left()).max(MIN_TRY);
-                    match leader.conn.call(Message::new(opcode, body.clone()), limit).await {
+                    match leader.conn.call(Message::new(opcode, body(leader.number)), limit).await {
                         Ok(m) => {
                             self.answered(Kind::Metadata, "");
                             return Ok(m);
@@ -210,7 +216,7 @@ impl Core {
     }
 
     /// The connection to the leader. Makes one to the next candidate when there is none; fails when that one fails.
-    async fn leader(self: &Arc<Self>) -> Result<Leader> {
+    pub(crate) async fn leader(self: &Arc<Self>) -> Result<Leader> {
         let mut link = self.link.lock().await;
         if let Some(l) = link.current.as_ref().filter(|l| !l.conn.is_closed()) {
             return Ok(l.clone());
@@ -229,9 +235,10 @@ impl Core {
             Ok(r) => r.map_err(unreachable)?,
             Err(_) => return Err(unreachable(Error::new(Code::Disconnected, "does not answer"))),
         };
-        let leader = Leader { conn, at, number: link.made + 1 };
+        let leader = Leader { conn, at, number: (link.number + 1).max(self.env.boot().as_nanos() as u64) };
+        link.number = leader.number;
         if let Some(s) = self.current_session() {
-            match self.renew_on(&leader.conn, &s, true).await {
+            match self.renew_on(&leader, &s, true).await {
                 // No session: the leader is right, the session is what must be replaced, by whoever needs it.
                 Ok(()) => self.answered(Kind::Metadata, ""),
                 Err(e) if e.code == Code::NoSession => {}
@@ -263,7 +270,7 @@ impl Core {
         }
     }
 
-    async fn leader_failed(&self, leader: &Leader, e: &Error) {
+    pub(crate) async fn leader_failed(&self, leader: &Leader, e: &Error) {
         if !matches!(e.code, Code::NotLeader | Code::Disconnected | Code::TimedOut) {
             return;
         }
@@ -301,7 +308,8 @@ impl Core {
             dead: self.cfg.dead.iter().map(|uuid| uuid.to_vec().into()).collect(),
         };
         let mut at = self.attempts_for("opening a session", limit);
-        let m = self.mds_call(opcode::SESSION_OPEN, body.encode_to_vec().into(), META_TRY, &mut at).await;
+        let body = Bytes::from(body.encode_to_vec());
+        let m = self.mds_call(opcode::SESSION_OPEN, |_| body.clone(), META_TRY, &mut at).await;
         let m = m.map_err(|e| match (e.code, self.away.lock().list()) {
             (Code::TimedOut, list) if !list.is_empty() => {
                 Error::new(Code::TimedOut, format!("no answer in {:.0} s from {list}", limit.as_secs_f64()))
@@ -344,6 +352,7 @@ impl Core {
         let cut: Vec<_> = self.live_inodes().into_iter().filter(|i| i.forget_end(session.id)).collect();
         *current = None;
         drop(current);
+        self.forget_all();
         Counters::add(&self.stats.sessions_lost, 1);
         tracing::warn!(session = session.id, "the session is gone; unstable writes of open files are lost");
         let owners = self.unstable.lock().forget_session(session.id);
@@ -357,10 +366,11 @@ impl Core {
 
     pub(crate) fn renew_interval(&self) -> Duration {
         let term = self.current_session().map_or(Duration::from_secs(4), |s| s.term);
-        (term / 4).clamp(Duration::from_millis(10), Duration::from_secs(1))
+        (term / 4).clamp(Duration::from_millis(10), LEASE_RENEWAL)
     }
 
-    async fn renew_on(&self, conn: &Arc<dyn Connection>, s: &Session, reassert: bool) -> Result<()> {
+    /// Renews the session and its leases; on a new connection it says hello, having forgotten everything.
+    async fn renew_on(&self, leader: &Leader, s: &Session, reassert: bool) -> Result<()> {
         let mut opens = Vec::new();
         if reassert {
             // Once per handle: the server counts.
@@ -368,11 +378,33 @@ impl Core {
                 opens.extend(std::iter::repeat_n(i.ino, i.handles_of(s.id)));
             }
         }
-        let body = pb::SessionRenewRequest { session: s.id, map_version: self.map().version(), reassert, opens };
+        let hello = !self.memory.is_greeted(s.id, leader.number);
+        if hello {
+            self.forget_all();
+        }
+        // What a former daemon of the mount told the kernel it may remember yet.
+        let lives_on = hello && self.cfg.keep.as_ref().is_some_and(|k| k.former_session() == s.id);
+        let (session, map_version, connection) = (s.id, self.map().version(), leader.number);
+        let body = pb::SessionRenewRequest { session, map_version, reassert, opens, connection, hello, lives_on };
         let m = Message::new(opcode::SESSION_RENEW, body.encode_to_vec());
         Counters::add(&self.stats.meta_requests, 1);
-        let m = conn.call(m, Duration::from_secs(1)).await?;
-        match decode::<pb::SessionRenewReply>(&m)?.map {
+        let sent = self.env.boot();
+        let m = leader.conn.call(m, Duration::from_secs(1)).await?;
+        let r: pb::SessionRenewReply = decode(&m)?;
+        if r.lease_ms != 0 {
+            let term = Duration::from_millis(u64::from(r.lease_ms));
+            if self.memory.renewed(self.env.boot(), sent, term) {
+                self.forget_bytes();
+            }
+            self.memory.greeted(s.id, leader.number);
+            if hello {
+                self.greeted.notify_one();
+            }
+        } else {
+            // Another leader than the one that was greeted, perhaps.
+            self.memory.greeted(0, 0);
+        }
+        match r.map {
             Some(map) => self.install_map(map),
             None => Ok(()),
         }
@@ -382,7 +414,7 @@ impl Core {
     pub(crate) async fn reassert(self: &Arc<Self>) {
         let Some(s) = self.current_session() else { return };
         let outcome = match self.leader().await {
-            Ok(leader) => self.renew_on(&leader.conn, &s, true).await,
+            Ok(leader) => self.renew_on(&leader, &s, true).await,
             Err(e) => Err(e),
         };
         if let Err(e) = outcome {
@@ -401,7 +433,7 @@ impl Core {
             return;
         };
         let outcome = match self.leader().await {
-            Ok(leader) => match self.renew_on(&leader.conn, &s, false).await {
+            Ok(leader) => match self.renew_on(&leader, &s, false).await {
                 Ok(()) => Ok(()),
                 Err(e) => {
                     self.leader_failed(&leader, &e).await;
@@ -421,9 +453,9 @@ impl Core {
     /// Ends the session; what is open is closed by that.
     pub(crate) async fn end_session(self: &Arc<Self>) -> Result<()> {
         let Some(s) = self.session.lock().take() else { return Ok(()) };
-        let body = pb::SessionCloseRequest { session: s.id }.encode_to_vec();
+        let body = Bytes::from(pb::SessionCloseRequest { session: s.id }.encode_to_vec());
         let mut at = self.attempts_for("closing the session", Duration::from_secs(5));
-        match self.mds_call(opcode::SESSION_CLOSE, body.into(), Duration::from_secs(2), &mut at).await {
+        match self.mds_call(opcode::SESSION_CLOSE, |_| body.clone(), Duration::from_secs(2), &mut at).await {
             Err(e) if e.code != Code::NoSession => Err(e),
             _ => Ok(()),
         }
@@ -471,10 +503,22 @@ impl Core {
             request.session = s.id;
             request.seq = turn.as_ref().map_or(0, |t| t.1);
             request.lowest_unanswered = s.seqs.lock().lowest_unanswered();
-            let reply = self.mds_call(opcode::META, request.encode_to_vec().into(), one_try, &mut at).await;
+            let mut asking = self.memory.begin(&request.ops);
+            request.dropped = std::mem::take(&mut asking.dropped);
+            let body = request.encode_to_vec();
+            let on = |connection| {
+                // Fields may come in any order: the number of the connection goes behind the rest.
+                let last = pb::MetaRequest { connection, ..Default::default() };
+                [&body[..], &last.encode_to_vec()].concat().into()
+            };
+            let reply = self.mds_call(opcode::META, on, one_try, &mut at).await;
             drop(turn);
             match reply {
-                Ok(m) => return check(decode::<pb::MetaReply>(&m)?, sent),
+                Ok(m) => {
+                    let reply = check(decode::<pb::MetaReply>(&m)?, sent)?;
+                    asking.answered(self.env.boot(), creds, &request.ops, &reply);
+                    return Ok(reply.results);
+                }
                 Err(e) if e.code == Code::NoSession => {
                     self.session_gone(&s);
                     if at.in_doubt && !is_repeatable(&request.ops) {
@@ -482,19 +526,24 @@ impl Core {
                     }
                     at.pause(self, e).await?;
                 }
-                Err(e) => return Err(e),
+                Err(e) => {
+                    if !at.in_doubt && !in_doubt(&e) {
+                        asking.never_ran();
+                    }
+                    return Err(e);
+                }
             }
         }
     }
 }
 
 /// A reply must be as long as the list, or end with a failure.
-fn check(reply: pb::MetaReply, sent: usize) -> Result<Vec<pb::OpResult>> {
-    let r = reply.results;
+fn check(reply: pb::MetaReply, sent: usize) -> Result<pb::MetaReply> {
+    let r = &reply.results;
     let failed_at = r.iter().position(|o| o.status.as_ref().is_some_and(|s| s.code != 0));
     match failed_at {
-        None if r.len() == sent => Ok(r),
-        Some(i) if i + 1 == r.len() && i < sent => Ok(r),
+        None if r.len() == sent => Ok(reply),
+        Some(i) if i + 1 == r.len() && i < sent => Ok(reply),
         _ => Err(Error::new(Code::Protocol, format!("{} results for {sent} operations", r.len()))),
     }
 }
@@ -507,7 +556,7 @@ mod tests {
     fn replies_of_the_wrong_shape_are_refused() {
         let ok = pb::OpResult::default;
         let bad = || pb::OpResult { status: Some(Error::new(Code::NoEnt, "").to_status()), ..Default::default() };
-        let reply = |results| pb::MetaReply { results };
+        let reply = |results| pb::MetaReply { results, granted: Vec::new() };
         assert!(check(reply(vec![ok(), ok()]), 2).is_ok());
         assert!(check(reply(vec![ok(), bad()]), 3).is_ok());
         assert!(check(reply(vec![ok()]), 2).is_err());

@@ -70,6 +70,7 @@ impl Client {
             if let Some(inode) = core.live_inode(ino) {
                 inode.raise_append_floor(end);
             }
+            core.unlock_end(ino);
         }
         // Counts opens anew: those of the former client are among them no more.
         core.reassert().await;

@@ -192,22 +192,23 @@ async fn read_ahead_serves_a_sequential_reader_and_never_old_bytes() {
     let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(1 << 20, -1)).await.unwrap();
     let mut data = pattern(3, 24 << 20);
     f.write_all_at(0, &data).await.unwrap();
-    f.fsync().await.unwrap();
-    let (g, _) = b.open(&user(), f.ino(), RW).await.unwrap();
+    let ino = f.ino();
+    f.close().await.unwrap();
+    let (g, _) = b.open(&user(), ino, RW).await.unwrap();
     for at in (0..data.len()).step_by(256 << 10) {
         assert!(join(&g.read(at as u64, 256 << 10).await.unwrap()) == data[at..at + (256 << 10)]);
     }
     let ahead = b.stats().read_ahead_bytes;
     assert!(ahead > 20 << 20, "only {ahead} bytes came from read-ahead");
-    // Own writes into what was read ahead are seen at once; another mount's within the cache's time to live.
+    // Own writes into what was read ahead are seen at once, and another mount's.
     for at in (0..4u64 << 20).step_by(1 << 20) {
         g.read(at, 1 << 20).await.unwrap();
     }
     g.write_all_at(5 << 20, b"mine").await.unwrap();
     data[5 << 20..(5 << 20) + 4].copy_from_slice(b"mine");
     assert!(join(&g.read(5 << 20, 1 << 20).await.unwrap()) == data[5 << 20..6 << 20]);
+    let (f, _) = a.open(&user(), ino, RW).await.unwrap();
     f.write_all_at(7 << 20, b"theirs").await.unwrap();
-    tokio::time::sleep(Config::new(vec![]).cache_ttl).await;
     assert_eq!(join(&g.read(7 << 20, 6).await.unwrap()), b"theirs");
     // O_DIRECT reads nothing ahead.
     let before = b.stats().read_ahead_bytes;
@@ -225,8 +226,9 @@ async fn what_is_ready_is_read_without_waiting_and_never_old() {
     let data = pattern(5, 8 << 20);
     let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(1 << 20, -1)).await.unwrap();
     f.write_all_at(0, &data).await.unwrap();
-    f.fsync().await.unwrap();
-    let (g, _) = b.open(&user(), f.ino(), RW).await.unwrap();
+    let ino = f.ino();
+    f.close().await.unwrap();
+    let (g, _) = b.open(&user(), ino, RW).await.unwrap();
     let step = 1 << 20;
     assert!(g.read_ready(0, step).is_none(), "nothing was read ahead");
     for i in 0..3 {
@@ -307,4 +309,36 @@ async fn handles_that_nobody_closes_are_flushed_and_closed() {
     assert!(tokio::time::timeout(Duration::from_micros(50), opening).await.is_err());
     tokio::time::sleep(Duration::from_millis(100)).await;
     assert_eq!(c.mds.opens(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_known_under_a_lease_costs_no_request_until_somebody_changes_it() {
+    let c = Cluster::new(2, 1);
+    let (a, b) = (c.client(1).await, c.client(2).await);
+    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, None).await.unwrap();
+    f.write_all_at(0, b"hello").await.unwrap();
+    let ino = f.ino();
+    f.close().await.unwrap();
+    let first = b.getattr(&user(), ino).await.unwrap();
+    let asked = c.mds.asked();
+    for _ in 0..100 {
+        assert_eq!(b.getattr(&user(), ino).await.unwrap(), first);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(c.mds.asked(), asked, "five seconds of stats, from memory");
+    for size in [3, 9] {
+        a.setattr(&user(), pb::SetAttr { ino, size: Some(size), ..Default::default() }).await.unwrap();
+        assert_eq!(b.getattr(&user(), ino).await.unwrap().size, size);
+    }
+    // Another leader: what the former one granted is over.
+    c.mds.elect(2);
+    a.setattr(&user(), pb::SetAttr { ino, size: Some(1), ..Default::default() }).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(b.getattr(&user(), ino).await.unwrap().size, 1);
+    // A lost session: likewise.
+    b.getattr(&user(), ino).await.unwrap();
+    c.mds.evict_all();
+    a.setattr(&user(), pb::SetAttr { ino, size: Some(2), ..Default::default() }).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(b.getattr(&user(), ino).await.unwrap().size, 2);
 }

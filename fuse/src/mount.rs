@@ -35,9 +35,10 @@ pub struct MountConfig {
     pub fsname: String,
     /// The type shown is `fuse.SUBTYPE`. `lfs` looks for `fuse.strake`.
     pub subtype: String,
-    /// How long the kernel may use attributes without asking again; 0 asks each time.
+    /// How long the kernel may use attributes without asking again, at most: its copies end with the leases. 0 asks each time.
     pub attr_timeout: Duration,
-    /// How long the kernel may use a name without asking again; 0 asks each time.
+    /// How long the kernel may use a name without asking again, likewise. Where it is not 0 the kernel takes off what is mounted on a folder
+    /// inside of this mount when names are taken back.
     pub entry_timeout: Duration,
     /// Requests worked on at a time; more wait in the kernel.
     pub max_requests: usize,
@@ -58,8 +59,8 @@ impl MountConfig {
             clone_fd: true,
             fsname: String::new(),
             subtype: "strake".into(),
-            attr_timeout: Duration::from_secs(1),
-            entry_timeout: Duration::from_secs(1),
+            attr_timeout: Duration::from_secs(3600),
+            entry_timeout: Duration::ZERO,
             max_requests: 256,
             transport: Transport::default(),
             root: ROOT_INO,
@@ -79,7 +80,7 @@ pub enum Transport {
     /// Our own.
     #[default]
     Dev,
-    /// The fuser crate: cannot let go of killed programs, has no `O_TMPFILE`.
+    /// The fuser crate: cannot let go of killed programs, has no `O_TMPFILE`, lets the kernel keep no copies.
     Fuser,
 }
 

@@ -144,9 +144,9 @@ async fn the_kernel_forgets_what_it_is_told_to() {
         return;
     }
     let cluster = Cluster::new();
-    let hour = Duration::from_secs(3600);
-    let cfg = MountConfig { attr_timeout: hour, entry_timeout: hour, ..MountConfig::new(dir.path()) };
+    cluster.lease(Duration::from_secs(3600));
     let client = cluster.client().await;
+    let cfg = MountConfig { entry_timeout: Duration::from_secs(3600), ..MountConfig::new(dir.path()) };
     let m = mount(cfg, client.clone()).await.unwrap();
     let root = client.root();
     let (at, me) = (dir.path().to_path_buf(), strake_client::Creds::default());

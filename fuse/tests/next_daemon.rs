@@ -18,6 +18,7 @@ const STATFS: u32 = 17;
 const FLUSH: u32 = 25;
 const INTERRUPT: u32 = 36;
 const NOTIFY_RESEND: i32 = 7;
+const NOTIFY_INC_EPOCH: i32 = 8;
 const STALLED: &[u8] = b"x";
 
 /// The root, and a file in it.
@@ -102,6 +103,35 @@ async fn it_asks_for_what_was_not_answered_before_it_reads_anything() {
     let mount = serve(&MountConfig::new("/"), client, keep, vec![its], None).await.unwrap();
     listening.await.unwrap();
     mount.unmounted().await.expect_err("this kernel is gone");
+}
+
+/// It does not know which ones its former told, so it could not take them back one day.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn it_has_the_kernel_forget_names_first() {
+    let cluster = Cluster::new();
+    for (minor, hour, forgets) in [(44, 3600, true), (44, 0, false), (43, 3600, false)] {
+        let keep = Keep::create([7; 16], 64 << 20).unwrap();
+        let _former = cluster.client_keeping(&keep).await;
+        // As agreed with a kernel of this version that has FUSE_HAS_RESEND.
+        for (n, word) in [(1, minor << 32), (2, 1 << 39)] {
+            keep.owner_word(n).store(word, std::sync::atomic::Ordering::Relaxed);
+        }
+        let keep = Keep::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
+        let client = cluster.client_keeping(&keep).await;
+        let (kernel, its) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        let entry_timeout = std::time::Duration::from_secs(hour);
+        let cfg = MountConfig { entry_timeout, ..MountConfig::new("/") };
+        let mount = serve(&cfg, client, keep, vec![its], None).await.unwrap();
+        if forgets {
+            assert_eq!(said(&kernel), Some((0, NOTIFY_INC_EPOCH)));
+        }
+        assert_eq!(said(&kernel), Some((0, NOTIFY_RESEND)), "7.{minor}");
+        // An end with an answer that nobody took is an error to whoever reads on.
+        send(&kernel, &getattr_of_the_root(4), SendFlags::empty()).unwrap();
+        recv(&kernel, &mut [0; 56], RecvFlags::PEEK).unwrap();
+        drop(kernel);
+        mount.unmounted().await.expect_err("this kernel is gone");
+    }
 }
 
 /// On a hard mount its servers may be away for ever. Whoever is on his way out does not wait for them.

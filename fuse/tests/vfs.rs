@@ -38,7 +38,9 @@ async fn files_without_a_name() {
 
 #[tokio::test]
 async fn acls_are_answered_from_what_is_known_until_they_change() {
-    let client = Cluster::new().client().await;
+    let cluster = Cluster::new();
+    cluster.lease(Duration::from_secs(3600));
+    let client = cluster.client().await;
     let vfs = Vfs::new(client.clone(), None);
     let (dir, name) = (vfs.mkdir(ROOT, client.root(), b"d", 0o755, 0).await.unwrap().ino, b"system.posix_acl_access");
     let asked = client.stats().meta_requests;

@@ -9,6 +9,8 @@ pub const META: u16 = 0x0004;
 pub const MAP: u16 = 0x0005;
 /// Client to mds: waits for locks; a list that is answered when one of them may be had.
 pub const LOCK_WAIT: u16 = 0x0006;
+/// Client to mds: asks what is to be forgotten or reported.
+pub const RECALL: u16 = 0x0007;
 
 /// oss to mds; bodies in `schema/cluster.proto`.
 pub const REGISTER: u16 = 0x0041;

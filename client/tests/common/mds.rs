@@ -1,6 +1,10 @@
 //! Metadata servers: one state behind three nodes of which one leads. One directory; just the operations the tests need.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
@@ -13,6 +17,7 @@ use strake_proto::{
     opcode,
     pb::{self, op::Op},
 };
+use tokio::{sync::Notify, time::timeout};
 
 use super::Oss;
 
@@ -42,12 +47,20 @@ struct State {
     cap_ms: u64,
     /// Mutations that ran, for exactly-once.
     ran: u64,
+    /// Who may remember what of an inode, and what each has yet to forget, by rising numbers.
+    holders: BTreeMap<u64, BTreeSet<u64>>,
+    owed: BTreeMap<u64, BTreeMap<u64, u64>>,
+    recalls: u64,
+    /// META requests that were answered.
+    asked: u64,
 }
 
 pub struct Mds {
     key: CapKey,
     oss: Arc<Oss>,
     state: Mutex<State>,
+    /// Something was recalled or forgotten.
+    news: Notify,
 }
 
 fn e<T>(code: Code, m: &str) -> Result<T> {
@@ -67,8 +80,12 @@ impl Mds {
             now_ns: 1,
             cap_ms: u64::MAX / 2,
             ran: 0,
+            holders: BTreeMap::new(),
+            owed: BTreeMap::new(),
+            recalls: 0,
+            asked: 0,
         };
-        Mds { key, oss, state: Mutex::new(state) }
+        Mds { key, oss, state: Mutex::new(state), news: Notify::new() }
     }
     pub fn map(&self) -> pb::ClusterMap {
         self.state.lock().map.clone()
@@ -81,6 +98,8 @@ impl Mds {
         let mut s = self.state.lock();
         s.leader = leader;
         s.opens.clear();
+        s.holders.clear();
+        s.owed.clear();
     }
     pub fn evict_all(&self) {
         let mut s = self.state.lock();
@@ -92,6 +111,10 @@ impl Mds {
     }
     pub fn ran(&self) -> u64 {
         self.state.lock().ran
+    }
+    /// META requests so far.
+    pub fn asked(&self) -> u64 {
+        self.state.lock().asked
     }
     pub fn size_of(&self, ino: u64) -> u64 {
         self.state.lock().inodes[&ino].attr.size
@@ -134,10 +157,72 @@ impl Mds {
                 *s.opens.entry((r.session, ino)).or_default() += 1;
             }
         }
-        Ok(pb::SessionRenewReply { map: (s.map.version > r.map_version).then(|| s.map.clone()) })
+        if r.hello {
+            s.holders.values_mut().for_each(|h| h.retain(|id| *id != r.session));
+            s.owed.remove(&r.session);
+            self.news.notify_waiters();
+        }
+        Ok(pb::SessionRenewReply { map: (s.map.version > r.map_version).then(|| s.map.clone()), lease_ms: 1500 })
     }
 
-    fn meta(&self, r: pb::MetaRequest) -> Result<pb::MetaReply> {
+    /// Returns what a session is to forget once there is something.
+    async fn recall(&self, r: pb::RecallRequest) -> pb::RecallReply {
+        let _ = timeout(Duration::from_secs(3), async {
+            loop {
+                let news = self.news.notified();
+                {
+                    let owed = &mut self.state.lock().owed;
+                    let mine = owed.entry(r.session).or_default();
+                    let before = mine.len();
+                    mine.retain(|number, _| *number > r.acknowledged);
+                    if mine.len() < before {
+                        self.news.notify_waiters();
+                    }
+                    if !mine.is_empty() {
+                        return;
+                    }
+                }
+                news.await;
+            }
+        })
+        .await;
+        let s = self.state.lock();
+        let one = |(number, ino): (&u64, &u64)| pb::Recall { number: *number, ino: *ino };
+        let recalls = s.owed.get(&r.session).into_iter().flatten().map(one).collect();
+        pb::RecallReply { recalls, reports: Vec::new() }
+    }
+
+    /// Answers when all others have forgotten what was changed, or did not in time.
+    async fn meta(&self, r: pb::MetaRequest) -> Result<pb::MetaReply> {
+        let (reply, upto) = {
+            let reply = self.meta_now(r)?;
+            let mut s = self.state.lock();
+            s.asked += 1;
+            (reply, s.recalls)
+        };
+        let settled = async {
+            loop {
+                let news = self.news.notified();
+                if !self.state.lock().owed.values().any(|o| o.keys().any(|n| *n <= upto)) {
+                    return;
+                }
+                news.await;
+            }
+        };
+        let _ = timeout(Duration::from_millis(1500), settled).await;
+        Ok(reply)
+    }
+
+    /// Whoever else may remember the inode is to forget it.
+    fn changed(&self, s: &mut State, by: u64, ino: u64) {
+        for holder in s.holders.remove(&ino).into_iter().flatten().filter(|h| *h != by) {
+            s.recalls += 1;
+            s.owed.entry(holder).or_default().insert(s.recalls, ino);
+        }
+        self.news.notify_waiters();
+    }
+
+    fn meta_now(&self, r: pb::MetaRequest) -> Result<pb::MetaReply> {
         let s = &mut *self.state.lock();
         let session = s.sessions.get_mut(&r.session).filter(|s| s.alive);
         let session = session.ok_or_else(|| Error::new(Code::NoSession, "no session"))?;
@@ -162,6 +247,14 @@ impl Mds {
                 .push(result.unwrap_or_else(|e| pb::OpResult { status: Some(e.to_status()), ..Default::default() }));
             if failed {
                 break;
+            }
+        }
+        let shown: BTreeSet<u64> = reply.results.iter().filter_map(|r| Some(r.attr?.ino)).collect();
+        for ino in shown {
+            let others = s.opens.iter().any(|((id, i), n)| *id != r.session && *i == ino && *n > 0);
+            if r.connection != 0 && !others {
+                s.holders.entry(ino).or_default().insert(r.session);
+                reply.granted.push(ino);
             }
         }
         if r.seq > 0 {
@@ -219,6 +312,7 @@ impl Mds {
                 Ok(pb::OpResult::default())
             }
             Op::Extend(x) => {
+                self.changed(s, session, x.ino);
                 let i = s.inodes.get_mut(&x.ino).ok_or_else(gone)?;
                 i.attr.size = i.attr.size.max(x.end);
                 i.attr.sparse |= x.holes;
@@ -226,8 +320,12 @@ impl Mds {
                 i.attr.change += 1;
                 Ok(with(i))
             }
-            Op::Setattr(a) => self.setattr(s, a, now),
+            Op::Setattr(a) => {
+                self.changed(s, session, a.ino);
+                self.setattr(s, a, now)
+            }
             Op::Setlayout(l) => {
+                self.changed(s, session, l.ino);
                 s.next += 1;
                 let data = s.next;
                 let i = s.inodes.get_mut(&l.ino).ok_or_else(gone)?;
@@ -267,13 +365,17 @@ impl Mds {
             1 => Rights::WRITE,
             _ => Rights::READ.and(Rights::WRITE),
         };
-        let data = i.layout.components[0].data_id;
+        let (attr, layout) = (i.attr, i.layout.clone());
+        if flags & 3 != 0 {
+            self.changed(s, session, ino);
+        }
+        let data = layout.components[0].data_id;
         let cap = Capability { ino, data, session, session_epoch: 1, expiry_ms: s.cap_ms, rights };
         *s.opens.entry((session, ino)).or_default() += 1;
         Ok(pb::OpResult {
             ino,
-            attr: Some(i.attr),
-            layout: Some(i.layout.clone()),
+            attr: Some(attr),
+            layout: Some(layout),
             capability: self.key.seal(&cap).to_vec().into(),
             ..Default::default()
         })
@@ -306,7 +408,8 @@ impl Service for Front {
                 let map = self.0.map();
                 pb::MapReply { map: (map.version > r.have).then_some(map) }.encode_to_vec()
             }
-            opcode::META => self.0.meta(body(&m))?.encode_to_vec(),
+            opcode::META => self.0.meta(body(&m)).await?.encode_to_vec(),
+            opcode::RECALL => self.0.recall(body(&m)).await.encode_to_vec(),
             o => return Err(strake_fabric::unknown_opcode(o)),
         };
         Ok(Message::new(0, reply))

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use strake_client::leases::{Change, Table, Token};
+use strake_client::leases::{Change, Name, Table, Token, Told};
 use strake_mds::leases::{Leases, Limits, Number};
 use strake_proto::{Ino, SessionId};
 
@@ -65,8 +65,13 @@ impl Alter {
         }
     }
 
+    /// The inode that a request for it names.
+    fn named(self) -> Ino {
+        if self == Alter::File { FILE } else { DIR }
+    }
+
     fn names(self, ino: Ino) -> bool {
-        matches!((self, ino), (Alter::File, FILE) | (Alter::Name, DIR))
+        self.named() == ino
     }
 }
 
@@ -90,6 +95,8 @@ pub enum Fault {
     SparesLater,
     /// Own changes that were given up are taken for over.
     ForgetsGivenUp,
+    /// The answer to an own change is kept whatever was voided since the request began.
+    KeepsOwnLate,
     /// Renewals count from when they are answered.
     CountsFromAnswer,
 }
@@ -105,7 +112,7 @@ enum Body {
     Renewed { sent: u8 },
     Recalls(Vec<(Number, Ino)>),
     Answer { id: u8, ask: Ask, values: Versions, granted: Vec<Ino> },
-    Done { seq: u8, values: Versions },
+    Done { seq: u8, values: Versions, granted: bool },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -145,6 +152,7 @@ struct Changing {
     seq: u8,
     alter: Alter,
     change: Change,
+    token: Token,
     /// Where it was sent last.
     connection: u64,
 }
@@ -372,7 +380,8 @@ impl World {
                     Alter::File => Versions { file: values.file, ..Default::default() },
                     Alter::Name => values,
                 };
-                self.send(client, connection, Body::Done { seq, values });
+                let granted = self.leader.leases.holds(id(client), connection, alter.named());
+                self.send(client, connection, Body::Done { seq, values, granted });
             }
         }
     }
@@ -438,6 +447,7 @@ impl World {
                 for ino in dropped {
                     leases.dropped(now, id(client), connection, ino);
                 }
+                leases.grant(now, id(client), connection, alter.named());
                 self.add_task(Task { client, connection, stage: Stage::Proposed { seq, alter } });
             }
             _ => {}
@@ -484,7 +494,8 @@ impl World {
                 }
                 if granted.contains(&DIR) && ask == Ask::Lookup {
                     let to = values.name.is_multiple_of(2).then_some(FILE);
-                    if c.table.keep_name(now, token, (DIR, &NAME), to, 0) {
+                    let name = Name { dir: DIR, name: NAME, to, searcher: Some(0) };
+                    if c.table.keep_name(now, token, name) {
                         c.name = values.name;
                     }
                 }
@@ -497,9 +508,26 @@ impl World {
                 c.table.end(asking.token);
                 self.floor = floor.max(told(ask, values));
             }
-            Body::Done { seq, values } => {
-                let Some(changing) = c.changing.take_if(|x| x.seq == seq) else { return Ok(()) };
-                c.table.change_ends(&changing.change, true);
+            Body::Done { seq, values, granted } => {
+                let Some(x) = c.changing.take_if(|x| x.seq == seq) else { return Ok(()) };
+                let mut told = Told { attrs: vec![], names: vec![] };
+                match x.alter {
+                    Alter::File if granted => told.attrs.push((FILE, values.file)),
+                    Alter::Name if granted => {
+                        let to = values.name.is_multiple_of(2).then_some(FILE);
+                        told.names.push(Name { dir: DIR, name: NAME, to, searcher: Some(0) });
+                    }
+                    _ => {}
+                }
+                let token = if fault == Fault::KeepsOwnLate { c.table.begin() } else { x.token };
+                c.table.change_answered(now, token, &x.change, told);
+                if fault == Fault::KeepsOwnLate {
+                    c.table.end(token);
+                }
+                c.table.end(x.token);
+                if x.alter == Alter::Name && c.table.name(now, DIR, &NAME, 0).is_some() {
+                    c.name = values.name;
+                }
                 self.floor = floor.max(values);
             }
             _ => {}
@@ -533,8 +561,8 @@ impl World {
         let seq = c.next;
         c.next += 1;
         let (change, dropped) = c.table.change_begins(alter.change());
-        let connection = c.connection;
-        c.changing = Some(Changing { seq, alter, change, connection });
+        let (token, connection) = (c.table.begin(), c.connection);
+        c.changing = Some(Changing { seq, alter, change, token, connection });
         self.send(client, connection, Body::Write { seq, alter, dropped });
     }
 
@@ -692,6 +720,7 @@ impl Model for World {
                 self.left.impatience = self.left.impatience.saturating_sub(1);
                 if let Some(x) = c.changing.take() {
                     c.table.change_ends(&x.change, answered);
+                    c.table.end(x.token);
                 }
             }
             Action::Tick => {

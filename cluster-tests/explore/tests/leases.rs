@@ -70,6 +70,7 @@ fn mistakes_are_found() {
         (Fault::HelloRemembers, Bounds { asks: 1, changes: 1, reconnects: 1, ..NOTHING }),
         (Fault::NoGrace, Bounds { asks: 1, changes: 1, failovers: 1, ..NOTHING }),
         (Fault::ForgetsGivenUp, Bounds { asks: 2, changes: 1, impatience: 1, ..NOTHING }),
+        (Fault::KeepsOwnLate, Bounds { changes: 2, ..NOTHING }),
         (Fault::CountsFromAnswer, Bounds { asks: 1, changes: 1, ticks: 4, renewals: 1, ..NOTHING }),
     ];
     for (fault, bounds) in cases {

@@ -53,12 +53,17 @@ impl Servers {
                     pb::SessionOpenReply { session: 7, epoch: 1, term_ms: 4000, root: 1, ..Default::default() };
                 pb::SessionOpenReply { map: Some(map()), ..session }.encode_to_vec()
             }
-            opcode::SESSION_RENEW => pb::SessionRenewReply::default().encode_to_vec(),
+            opcode::SESSION_RENEW => pb::SessionRenewReply { lease_ms: 1500, ..Default::default() }.encode_to_vec(),
+            opcode::RECALL => {
+                let r = pb::RecallRequest::decode(m.body.clone()).expect("the client's own");
+                let next = vec![pb::Recall { number: r.acknowledged + 1, ino: 5 }];
+                pb::RecallReply { recalls: next.clone(), reports: next }.encode_to_vec()
+            }
             opcode::SESSION_CLOSE => Vec::new(),
             opcode::MAP => pb::MapReply { map: Some(map()) }.encode_to_vec(),
             opcode::META => {
                 let r = pb::MetaRequest::decode(m.body.clone()).expect("the client's own");
-                pb::MetaReply { results: r.ops.iter().map(result).collect() }.encode_to_vec()
+                pb::MetaReply { results: r.ops.iter().map(result).collect(), granted: vec![1, 5] }.encode_to_vec()
             }
             _ => return data(m),
         };
@@ -118,7 +123,8 @@ impl Service for Servers {
         let mut i = Input(&rest);
         let reply = self.good(&m).and_then(|(body, payload)| strange(&mut i, m.opcode, body, payload));
         *self.answers.lock() = i.0.to_vec();
-        tokio::time::sleep(Duration::from_micros(200)).await;
+        let pause = if m.opcode == opcode::RECALL { Duration::from_secs(1) } else { Duration::from_micros(200) };
+        tokio::time::sleep(pause).await;
         reply
     }
 }
@@ -145,7 +151,7 @@ fn strange(i: &mut Input, op: u16, mut body: Vec<u8>, mut payload: Vec<Buf>) -> 
         8 => {
             // One operation's result replaced: sizes, layouts, capabilities of all kinds.
             let results = vec![pb::OpResult::decode(i.bytes()).unwrap_or_default()];
-            body = pb::MetaReply { results }.encode_to_vec();
+            body = pb::MetaReply { results, granted: vec![i.number(), 5] }.encode_to_vec();
         }
         9 => {
             let n = usize::from(i.u8() % 32);

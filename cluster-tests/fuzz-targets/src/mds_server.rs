@@ -81,7 +81,15 @@ fn request(i: &mut Input) -> (Role, Message) {
         2 => {
             let opens = i.bytes().iter().map(|b| u64::from(*b)).collect();
             let (session, map_version) = (i.number(), i.number());
-            let r = pb::SessionRenewRequest { session, map_version, reassert: i.u8() & 1 == 1, opens };
+            let r = pb::SessionRenewRequest {
+                session,
+                map_version,
+                reassert: i.u8() & 1 == 1,
+                opens,
+                connection: u64::from(i.u8() % 4),
+                hello: i.u8() & 1 == 1,
+                lives_on: i.u8() & 1 == 1,
+            };
             (opcode::SESSION_RENEW, r.encode_to_vec())
         }
         3 => (opcode::SESSION_CLOSE, pb::SessionCloseRequest { session: i.number() }.encode_to_vec()),
@@ -91,6 +99,7 @@ fn request(i: &mut Input) -> (Role, Message) {
         8 => (opcode::SNAPSHOT, chunk(i)),
         9 => (opcode::META, i.bytes().to_vec()),
         10 => (opcode::LOCK_WAIT, lock_wait(i)),
+        11 => (opcode::RECALL, recall(i)),
         _ => (opcode::META, meta(i)),
     };
     let payload = if i.u8() == 255 { vec![Buf::copy_from(i.bytes())] } else { Vec::new() };
@@ -104,6 +113,15 @@ fn meta(i: &mut Input) -> Vec<u8> {
         Ok(Some(pb::log_command::Command::Meta(m))) => m.encode_to_vec(),
         _ => bytes.to_vec(),
     }
+}
+
+fn recall(i: &mut Input) -> Vec<u8> {
+    if i.u8() == 0 {
+        return i.bytes().to_vec();
+    }
+    let (session, connection) = (u64::from(i.u8() % 4), u64::from(i.u8() % 4));
+    let reported = i.bytes().iter().map(|b| 1 << 32 | u64::from(*b)).collect();
+    pb::RecallRequest { session, connection, acknowledged: i.number(), reported }.encode_to_vec()
 }
 
 fn lock_wait(i: &mut Input) -> Vec<u8> {

@@ -138,7 +138,7 @@ fn control(data: &[u8]) {
     let Some((kind, data)) = data.split_first() else { return };
     rounds!(*kind, data,
         MetaRequest MetaReply LogCommand LogReply Status SessionOpenRequest SessionOpenReply SessionRenewRequest
-        SessionRenewReply SessionCloseRequest SessionCloseReply RegisterRequest RegisterReply HeartbeatRequest
+        SessionRenewReply RecallRequest RecallReply SessionCloseRequest SessionCloseReply RegisterRequest RegisterReply HeartbeatRequest
         HeartbeatReply MapRequest MapReply RaftBatch RaftAck SnapshotChunk StatusRequest StatusReply
         TransferLeaderRequest TransferLeaderReply PoolChangeRequest PoolChangeReply ChangeMembersRequest
         ChangeMembersReply ClusterMap LayoutSpec Layout StatfsReply InodeRecord DentryRecord SessionRecord GcRecord

@@ -271,6 +271,8 @@ pub fn command(i: &mut Input) -> Bytes {
             lowest_unanswered: i.number(),
             creds: Some(creds(i)),
             ops: ops(i),
+            connection: u64::from(i.u8() % 4),
+            dropped: vec![ino(i)],
         }),
     };
     entry(now, c)

@@ -45,16 +45,16 @@ pub(crate) struct Transport {
 struct Shared {
     vfs: Arc<Vfs>,
     pool: Pool,
-    attr_timeout: Duration,
-    entry_timeout: Duration,
 }
+
+/// The kernel keeps no copies: fuser has no word for taking names back, and does not tell whether an inode was known.
+const NOT_KEPT: Duration = Duration::ZERO;
 
 impl Transport {
     pub(crate) fn new(vfs: Arc<Vfs>, cfg: &MountConfig, runtime: Handle) -> Transport {
         let pool = vfs.pool().clone();
-        let (attr_timeout, entry_timeout) = (cfg.attr_timeout, cfg.entry_timeout);
         Transport {
-            shared: Arc::new(Shared { vfs, pool, attr_timeout, entry_timeout }),
+            shared: Arc::new(Shared { vfs, pool }),
             runtime,
             room: Arc::new(Semaphore::new(cfg.max_requests.max(1))),
             open_flags: FopenFlags::empty(),
@@ -93,22 +93,17 @@ impl Transport {
     }
 }
 
-impl Shared {
-    fn entry(&self, result: Result<pb::Attr>, reply: ReplyEntry) {
-        match result {
-            Ok(a) => {
-                let a = Stat::from(a);
-                reply.entry_with_ttls(&a.timeout(self.attr_timeout), &self.entry_timeout, &file_attr(&a), GENERATION);
-            }
-            Err(e) => reply.error(errno(&e)),
-        }
+fn entry(result: Result<pb::Attr>, reply: ReplyEntry) {
+    match result {
+        Ok(a) => reply.entry(&NOT_KEPT, &file_attr(&a.into()), GENERATION),
+        Err(e) => reply.error(errno(&e)),
     }
+}
 
-    fn attr(&self, result: Result<Stat>, reply: ReplyAttr) {
-        match result {
-            Ok(a) => reply.attr(&a.timeout(self.attr_timeout), &file_attr(&a)),
-            Err(e) => reply.error(errno(&e)),
-        }
+fn attr(result: Result<Stat>, reply: ReplyAttr) {
+    match result {
+        Ok(a) => reply.attr(&NOT_KEPT, &file_attr(&a)),
+        Err(e) => reply.error(errno(&e)),
     }
 }
 
@@ -211,11 +206,11 @@ impl Filesystem for Transport {
 
     fn lookup(&self, req: &Request, parent: INodeNo, n: &OsStr, reply: ReplyEntry) {
         let (who, n) = (caller(req), name(n));
-        self.run(async move |s| s.entry(s.vfs.lookup(who, parent.0, &n).await, reply));
+        self.run(async move |s| entry(s.vfs.lookup(who, parent.0, &n).await, reply));
     }
 
     fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
-        self.run(async move |s| s.attr(s.vfs.getattr(ino.0).await, reply));
+        self.run(async move |s| attr(s.vfs.getattr(ino.0).await, reply));
     }
 
     fn setattr(
@@ -239,7 +234,7 @@ impl Filesystem for Transport {
         let who = caller(req);
         let (atime, mtime) = (atime.map(time), mtime.map(time));
         let change = Change { mode, uid, gid, size, atime, mtime, handle: fh.map(|h| h.0) };
-        self.run(async move |s| s.attr(s.vfs.setattr(who, ino.0, change).await.map(Stat::from), reply));
+        self.run(async move |s| attr(s.vfs.setattr(who, ino.0, change).await.map(Stat::from), reply));
     }
 
     fn readlink(&self, req: &Request, ino: INodeNo, reply: ReplyData) {
@@ -252,12 +247,12 @@ impl Filesystem for Transport {
 
     fn mknod(&self, req: &Request, parent: INodeNo, n: &OsStr, mode: u32, umask: u32, rdev: u32, reply: ReplyEntry) {
         let (who, n) = (caller(req), name(n));
-        self.run(async move |s| s.entry(s.vfs.mknod(who, parent.0, &n, mode, umask, rdev).await, reply));
+        self.run(async move |s| entry(s.vfs.mknod(who, parent.0, &n, mode, umask, rdev).await, reply));
     }
 
     fn mkdir(&self, req: &Request, parent: INodeNo, n: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
         let (who, n) = (caller(req), name(n));
-        self.run(async move |s| s.entry(s.vfs.mkdir(who, parent.0, &n, mode, umask).await, reply));
+        self.run(async move |s| entry(s.vfs.mkdir(who, parent.0, &n, mode, umask).await, reply));
     }
 
     fn unlink(&self, req: &Request, parent: INodeNo, n: &OsStr, reply: ReplyEmpty) {
@@ -272,7 +267,7 @@ impl Filesystem for Transport {
 
     fn symlink(&self, req: &Request, parent: INodeNo, n: &OsStr, target: &Path, reply: ReplyEntry) {
         let (who, n, target) = (caller(req), name(n), name(target.as_os_str()));
-        self.run(async move |s| s.entry(s.vfs.symlink(who, parent.0, &n, &target).await, reply));
+        self.run(async move |s| entry(s.vfs.symlink(who, parent.0, &n, &target).await, reply));
     }
 
     fn rename(
@@ -293,7 +288,7 @@ impl Filesystem for Transport {
 
     fn link(&self, req: &Request, ino: INodeNo, newparent: INodeNo, newname: &OsStr, reply: ReplyEntry) {
         let (who, newname) = (caller(req), name(newname));
-        self.run(async move |s| s.entry(s.vfs.link(who, ino.0, newparent.0, &newname).await, reply));
+        self.run(async move |s| entry(s.vfs.link(who, ino.0, newparent.0, &newname).await, reply));
     }
 
     fn open(&self, req: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
@@ -310,10 +305,7 @@ impl Filesystem for Transport {
         let open_flags = self.open_flags;
         self.run(async move |s| match s.vfs.create(who, parent.0, &n, mode, umask, flags).await {
             Ok((attr, o)) => {
-                // One timeout for both in this reply.
-                let attr = Stat::from(attr);
-                let ttl = attr.timeout(s.attr_timeout).min(s.entry_timeout);
-                reply.created(&ttl, &file_attr(&attr), GENERATION, FileHandle(o.handle), open_flags);
+                reply.created(&NOT_KEPT, &file_attr(&attr.into()), GENERATION, FileHandle(o.handle), open_flags);
             }
             Err(e) => reply.error(errno(&e)),
         });
@@ -420,14 +412,11 @@ impl Filesystem for Transport {
 
     fn readdirplus(&self, _: &Request, _: INodeNo, fh: FileHandle, offset: u64, mut reply: ReplyDirectoryPlus) {
         self.run(async move |s| {
-            let ttl = s.attr_timeout.min(s.entry_timeout);
             let take = |e: &Entry| {
                 // The kernel ignores the attributes of "." and "..".
                 let bare = pb::Attr { ino: e.ino, mode: e.kind << 12, ..Default::default() };
-                let attr = e.attr.as_ref().unwrap_or(&bare);
-                let attr = Stat::from(*attr);
-                let (ttl, attr) = (attr.timeout(ttl), file_attr(&attr));
-                !reply.add(INodeNo(e.ino), e.offset, OsStr::from_bytes(&e.name), &ttl, &attr, GENERATION)
+                let attr = file_attr(&e.attr.unwrap_or(bare).into());
+                !reply.add(INodeNo(e.ino), e.offset, OsStr::from_bytes(&e.name), &NOT_KEPT, &attr, GENERATION)
             };
             match s.vfs.readdir(fh.0, offset, true, take).await {
                 Ok(()) => reply.ok(),

@@ -9,7 +9,7 @@ use std::sync::{
 
 use strake_fabric::Record;
 use strake_proto::{Ino, Result, ids::ROOT_INO, pb};
-use tokio::{sync::Mutex, time::Instant};
+use tokio::sync::Mutex;
 
 use super::{Caller, Vfs, stale};
 
@@ -128,16 +128,12 @@ impl Vfs {
     }
 
     async fn fetch(&self, dir: &Arc<OpenDir>, from: u64, attrs: bool) -> Result<Batch> {
-        let at = Instant::now();
         let page = match dir.granted.load(Relaxed) {
             false => self.client.readdir(&dir.creds, dir.ino, from, BATCH, attrs).await,
             true => self.client.readdir(&pb::Creds::default(), dir.ino, from, BATCH, attrs).await,
         };
         let page = page.map_err(stale)?;
         dir.granted.store(true, Relaxed);
-        let mut bare = self.bare.lock();
-        page.entries.iter().filter_map(|e| e.attr.as_ref()).for_each(|a| bare.note(a, at));
-        drop(bare);
         // A server that sends nothing and no end would be asked for ever.
         let end = page.end || page.entries.is_empty();
         let entries = page

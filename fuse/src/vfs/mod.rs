@@ -3,7 +3,6 @@
 //! Inode numbers are StrakeFS inode ids, which are never reused, so there is no inode table and no lookup count. Open
 //! files and directories are kept in tables by handle number. Every call may run beside any other.
 
-mod bare;
 mod dirs;
 mod files;
 mod groups;
@@ -13,6 +12,7 @@ mod locks;
 mod names;
 mod restart;
 mod subtree;
+mod telling;
 mod xattr;
 
 use std::{
@@ -106,7 +106,6 @@ pub struct CopyRange {
 
 pub struct Vfs {
     client: Client,
-    bare: bare::Shared,
     keep: Option<Arc<Keep>>,
     numbering: Numbering,
     files: Table<OpenFile>,
@@ -140,7 +139,6 @@ impl Vfs {
     pub fn new(client: Client, keep: Option<Arc<Keep>>) -> Vfs {
         Vfs {
             client,
-            bare: Default::default(),
             numbering: Numbering::new(keep.clone()),
             files: Table::default(),
             dirs: Table::default(),
@@ -189,6 +187,15 @@ impl Vfs {
         }
     }
 
+    /// Returns after a while, or as soon as a server is known not to answer.
+    pub(crate) async fn while_served(&self, limit: Duration) {
+        const LOOK: Duration = Duration::from_millis(10);
+        let end = Instant::now() + limit;
+        while self.client.away().is_empty() && Instant::now() < end {
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+
     /// Learns what is to be shown when servers are away. To be done before there is a mount: see [`Vfs::or_last`].
     pub(crate) async fn learn(&self) -> Result<()> {
         tokio::try_join!(self.getattr(ROOT_INO), self.statfs()).map(drop)
@@ -219,12 +226,6 @@ impl Vfs {
 
     fn creds(&self, caller: Caller) -> pb::Creds {
         pb::Creds { uid: caller.uid, gid: caller.gid, groups: groups::of(caller) }
-    }
-
-    /// Notes what attributes that were asked for at `at` say about ACLs, and makes them the kernel's.
-    fn seen(&self, at: Instant, attr: pb::Attr) -> pb::Attr {
-        self.bare.lock().note(&attr, at);
-        self.outer(attr)
     }
 
     /// One buffer for a transport that takes one: the only segment itself, or a copy of all.
@@ -268,12 +269,9 @@ impl Stat {
         self.allocated.unwrap_or(self.attr.size).div_ceil(512)
     }
 
-    /// How long the kernel may believe this: not at all where another mount's write would take set-id bits, which a program
-    /// to run must not be given any more, and where the space is not known: whoever wants to know that asks again.
+    /// How long the kernel may believe this: not at all where the space is not known; whoever wants to know that asks again.
     pub fn timeout(&self, usual: Duration) -> Duration {
-        let a = &self.attr;
-        let set_id = a.mode & libc::S_IFMT == libc::S_IFREG && a.mode & (libc::S_ISUID | libc::S_ISGID) != 0;
-        if set_id || (a.sparse && self.allocated.is_none()) { Duration::ZERO } else { usual }
+        if self.attr.sparse && self.allocated.is_none() { Duration::ZERO } else { usual }
     }
 }
 

@@ -24,8 +24,7 @@ impl Vfs {
         if matches!(name, b"." | b"..") {
             return Box::pin(self.lookup_handle(caller, parent, name)).await;
         }
-        let at = Instant::now();
-        Ok(self.seen(at, self.client.lookup(&self.creds(caller), parent, name).await?))
+        self.client.lookup(&self.creds(caller), parent, name).await.map(|a| self.outer(a))
     }
 
     /// What stat(2) tells. The space of a file that may have holes is asked of the storage servers; while they do not answer it
@@ -34,12 +33,11 @@ impl Vfs {
         let inner = self.inner(ino);
         // Not an access of the caller's: stat(2) needs no right on the file itself.
         let nobody = pb::Creds::default();
-        let at = Instant::now();
         let attr = match inner == self.root {
             true => Box::pin(self.or_last(&self.known.root, self.client.getattr(&nobody, inner))).await,
             false => self.client.getattr(&nobody, inner).await,
         };
-        let attr = self.seen(at, attr.map_err(stale)?);
+        let attr = self.outer(attr.map_err(stale)?);
         let allocated = if attr.sparse { Box::pin(self.count(inner)).await } else { None };
         Ok(Stat { attr, allocated })
     }
@@ -102,9 +100,7 @@ impl Vfs {
     }
 
     pub async fn mkdir(&self, c: Caller, parent: Ino, name: &[u8], mode: u32, umask: u32) -> Result<pb::Attr> {
-        let at = Instant::now();
-        let mode = Mode { bits: mode, umask };
-        Ok(self.seen(at, self.client.mkdir(&self.creds(c), self.inner(parent), name, mode).await?))
+        self.client.mkdir(&self.creds(c), self.inner(parent), name, Mode { bits: mode, umask }).await
     }
 
     pub async fn symlink(&self, caller: Caller, parent: Ino, name: &[u8], target: &[u8]) -> Result<pb::Attr> {

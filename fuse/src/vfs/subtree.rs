@@ -4,7 +4,6 @@
 
 use strake_client::Client;
 use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO, pb};
-use tokio::time::Instant;
 
 use super::{Caller, Vfs, stale};
 
@@ -59,13 +58,12 @@ impl Vfs {
     /// "." or "..", by which the kernel finds what came to it by handle (open_by_handle_at(2), NFS) and is not known to it. An inode
     /// need not be a directory to be its own ".". `ESTALE`, also for what lies outside.
     pub(super) async fn lookup_handle(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<pb::Attr> {
-        let at = Instant::now();
         let found = if name == b"." || ino == self.root {
             self.client.getattr(&pb::Creds::default(), ino).await
         } else {
             self.client.lookup(&self.creds(caller), ino, name).await
         };
-        let found = self.seen(at, found.map_err(stale)?);
+        let found = self.outer(found.map_err(stale)?);
         if self.is_subtree() {
             self.path_within(self.inner(found.ino)).await.map_err(stale)?;
         }

@@ -11,9 +11,8 @@
 use bytes::Bytes;
 use prost::Message as _;
 use strake_proto::{Code, Error, Fid, Ino, Result, pb};
-use tokio::time::Instant;
 
-use super::{Caller, Vfs, bare, stale};
+use super::{Caller, Vfs, stale};
 
 const VIRTUAL: &[u8] = b"strake.";
 /// Bytes of the map in one part. Linux takes at most 64 KiB as the value of an xattr.
@@ -25,22 +24,9 @@ fn no_data(what: impl Into<String>) -> Error {
     Error::new(Code::NoData, what)
 }
 
-/// The bit of `Attr.acls`, 0 for any other attribute.
-fn acl_kind(name: &[u8]) -> u32 {
-    match name {
-        b"system.posix_acl_access" => bare::ACCESS,
-        b"system.posix_acl_default" => bare::DEFAULT,
-        _ => 0,
-    }
-}
-
 impl Vfs {
     pub async fn getxattr(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<Bytes> {
         let ino = self.inner(ino);
-        let kind = acl_kind(name);
-        if kind != 0 && self.bare.lock().lacks(ino, kind, Instant::now()) {
-            return Err(no_data("no such ACL"));
-        }
         match name.strip_prefix(VIRTUAL) {
             Some(rest) => self.get_virtual(caller, ino, rest).await,
             None => self.client.getxattr(&self.creds(caller), ino, name).await.map(Bytes::from).map_err(stale),
@@ -58,11 +44,7 @@ impl Vfs {
                 self.client.set_layout(&creds, ino, Some(spec)).await
             }
             Some(_) => Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be set")),
-            None => {
-                let set = self.client.setxattr(&creds, ino, name, value, flags).await;
-                self.acl_changed(ino, name);
-                set.map_err(stale)
-            }
+            None => self.client.setxattr(&creds, ino, name, value, flags).await.map_err(stale),
         }
     }
 
@@ -72,17 +54,7 @@ impl Vfs {
         match name.strip_prefix(VIRTUAL) {
             Some(b"spec") => self.client.set_layout(&creds, ino, None).await,
             Some(_) => Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be removed")),
-            None => {
-                let removed = self.client.removexattr(&creds, ino, name).await;
-                self.acl_changed(ino, name);
-                removed.map_err(stale)
-            }
-        }
-    }
-
-    fn acl_changed(&self, ino: Ino, name: &[u8]) {
-        if acl_kind(name) != 0 {
-            self.bare.lock().changed(ino, Instant::now());
+            None => self.client.removexattr(&creds, ino, name).await.map_err(stale),
         }
     }
 

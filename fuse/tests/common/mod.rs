@@ -2,6 +2,7 @@
 //! servers that keep chunks in memory. Requests are calls; what is tested is the mount.
 
 mod data;
+mod leases;
 
 use std::sync::{Arc, atomic::AtomicBool};
 
@@ -31,6 +32,7 @@ struct Mds {
     key: CapKey,
     env: Env,
     data: Arc<data::Data>,
+    leases: leases::Leases,
 }
 
 impl Mds {
@@ -96,6 +98,7 @@ impl Mds {
         for (op, result) in ops.iter().zip(&mut reply.results) {
             self.finish(op, result, session);
         }
+        self.leases.grant(&ops, &mut reply);
         Ok(reply)
     }
 
@@ -141,7 +144,11 @@ impl Service for Mds {
                 }
                 other => panic!("{other:?}"),
             },
-            opcode::SESSION_RENEW => pb::SessionRenewReply { map: None }.encode_to_vec(),
+            opcode::SESSION_RENEW => {
+                let lease_ms = self.leases.term_ms.load(std::sync::atomic::Ordering::Relaxed);
+                pb::SessionRenewReply { lease_ms, ..Default::default() }.encode_to_vec()
+            }
+            opcode::RECALL => self.leases.asked(body(&m)?).await.encode_to_vec(),
             opcode::SESSION_CLOSE => vec![],
             opcode::MAP => {
                 let have = body::<pb::MapRequest>(&m)?.have;
@@ -220,7 +227,14 @@ impl Cluster {
         let key = CapKey::from_cluster_key(&[9; 32]);
         let data = Arc::new(data::Data::new(key.clone()));
         let ns = Namespace::open(Arc::new(MemStore::new())).unwrap();
-        let mds = Arc::new(Mds { ns, log: Mutex::new(0), key, env: Env::system(), data: data.clone() });
+        let mds = Arc::new(Mds {
+            ns,
+            log: Mutex::new(0),
+            key,
+            env: Env::system(),
+            data: data.clone(),
+            leases: Default::default(),
+        });
         mds.format(|t| format!("sim:{}", 100 + t));
         let mut services: Vec<(u32, Arc<dyn Service>)> = vec![(MDS, mds.clone())];
         for t in 0..TARGETS {
@@ -233,6 +247,24 @@ impl Cluster {
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn stall(&self, stalled: bool) {
         self.fabric.stalled.send_replace(stalled);
+    }
+
+    /// From now on clients that connect get leases of this term.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn lease(&self, term: std::time::Duration) {
+        self.mds.leases.term_ms.store(term.as_millis() as u32, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    /// Has all clients forget these inodes.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub async fn recall(&self, inos: &[u64]) {
+        self.mds.leases.recall(inos).await;
+    }
+
+    /// Metadata requests that were answered.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn requests(&self) -> u64 {
+        self.mds.leases.requests.load(std::sync::atomic::Ordering::Relaxed)
     }
 
     /// From now on storage servers do not tell where data is, or do again.

@@ -8,6 +8,7 @@ use std::{
 
 use strake_proto::{Ino, SessionId};
 
+pub mod reports;
 #[cfg(test)]
 mod tests;
 
@@ -18,7 +19,7 @@ pub struct Limits {
     pub term: Duration,
     /// How long a recall may be unanswered before its holder is to be evicted.
     pub patience: Duration,
-    /// Leases of one session, and of all.
+    /// Leases of one session, which then has to forget the oldest ones, and of all.
     pub of_session: usize,
     pub of_all: usize,
     /// Sessions that hold one inode.
@@ -35,7 +36,7 @@ pub const MAX_RECALLS: usize = 4096;
 impl Default for Limits {
     fn default() -> Limits {
         Limits {
-            term: Duration::from_millis(2500),
+            term: Duration::from_millis(1500),
             patience: Duration::from_secs(5),
             of_session: 65_536,
             of_all: 1 << 22,
@@ -57,11 +58,14 @@ struct Holder {
     met: Option<Connection>,
     /// When its leases are over. Both are over at once at the end.
     until: Duration,
-    held: BTreeSet<Ino>,
+    /// What it holds, and since when.
+    held: BTreeMap<Ino, Duration>,
     /// What it is to forget and has not acknowledged, with the time since when.
     owes: BTreeMap<Number, (Ino, Duration)>,
     /// It did not answer: its leases are not renewed any more.
     given_up: bool,
+    /// What it is to forget so that it has room, and under which number. It stays among the inode's holders until it has.
+    leaving: BTreeMap<Ino, Number>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -125,8 +129,9 @@ impl Leases {
             return true;
         }
         self.grace.remove(&id);
+        let until = self.sessions.get(&id).map_or(Duration::ZERO, |h| h.until);
         self.forget(id);
-        self.sessions.insert(id, Holder { met: Some(connection), ..Default::default() });
+        self.sessions.insert(id, Holder { met: Some(connection), until, ..Default::default() });
         true
     }
 
@@ -150,34 +155,65 @@ impl Leases {
         else {
             return false;
         };
-        if h.held.contains(&ino) {
+        if h.held.contains_key(&ino) {
             return true;
         }
+        // One that does not forget gets nothing more.
+        let owes = h.leaving.contains_key(&ino) || h.owes.len() >= self.limits.of_session;
         let o = self.inodes.entry(ino).or_default();
-        if full
-            || h.held.len() >= self.limits.of_session
-            || o.holders.len() >= self.limits.of_inode
-            || now < o.hot_until
-        {
+        if full || owes || o.holders.len() >= self.limits.of_inode || now < o.hot_until {
             self.tidy(now, ino);
             return false;
         }
-        h.held.insert(ino);
         o.holders.insert(id);
-        self.held += 1;
+        if h.held.len() >= self.limits.of_session {
+            self.make_room(now, id);
+        }
+        if let Some(h) = self.sessions.get_mut(&id) {
+            h.held.insert(ino, now);
+            self.held += 1;
+        }
         true
+    }
+
+    /// Recalls the eighth of a session's leases that it has had for longest. Nobody waits for that, unless one of these inodes
+    /// changes before it has forgotten it.
+    fn make_room(&mut self, now: Duration, id: SessionId) {
+        let Some(h) = self.sessions.get_mut(&id) else { return };
+        let mut old: Vec<(Duration, Ino)> = h.held.iter().map(|(ino, since)| (*since, *ino)).collect();
+        let n = (self.limits.of_session / 8).max(1);
+        if n < old.len() {
+            old.select_nth_unstable(n);
+        }
+        for (_, ino) in old.into_iter().take(n) {
+            self.last += 1;
+            self.held -= 1;
+            h.held.remove(&ino);
+            h.leaving.insert(ino, self.last);
+            h.owes.insert(self.last, (ino, now));
+        }
     }
 
     /// Whether a session holds an inode on this connection: what it was told since it was granted may be kept.
     pub fn holds(&self, id: SessionId, connection: Connection, ino: Ino) -> bool {
-        self.sessions.get(&id).is_some_and(|h| h.met == Some(connection) && h.held.contains(&ino))
+        self.sessions.get(&id).is_some_and(|h| h.met == Some(connection) && h.held.contains_key(&ino))
+    }
+
+    /// Whether the session said hello last on this connection, and is not being evicted.
+    pub fn meets(&self, id: SessionId, connection: Connection) -> bool {
+        self.sessions.get(&id).is_some_and(|h| h.met == Some(connection) && !h.given_up)
+    }
+
+    /// When a session's leases are over, unless it renews; `None` if it has none.
+    pub fn ends(&self, now: Duration, id: SessionId) -> Option<Duration> {
+        self.sessions.get(&id).map(|h| h.until).filter(|until| now < *until)
     }
 
     /// The holder has forgotten an inode by itself.
     pub fn dropped(&mut self, now: Duration, id: SessionId, connection: Connection, ino: Ino) {
         if let Some(h) = self.sessions.get_mut(&id)
             && h.met == Some(connection)
-            && h.held.remove(&ino)
+            && h.held.remove(&ino).is_some()
         {
             self.held -= 1;
             if let Some(o) = self.inodes.get_mut(&ino) {
@@ -202,7 +238,8 @@ impl Leases {
         let number = self.last + 1;
         owe.retain(|id| {
             let Some(h) = self.sessions.get_mut(id) else { return false };
-            self.held -= usize::from(h.held.remove(&ino));
+            self.held -= usize::from(h.held.remove(&ino).is_some());
+            h.leaving.remove(&ino);
             let lives = now < h.until;
             if lives {
                 h.owes.insert(number, (ino, now));
@@ -236,6 +273,12 @@ impl Leases {
         out
     }
 
+    /// Those who have not acknowledged the last recall of an inode.
+    pub fn owing(&self, ino: Ino) -> impl Iterator<Item = SessionId> + '_ {
+        let last = self.inodes.get(&ino).and_then(|o| o.unsettled.last_key_value());
+        last.into_iter().flat_map(|(_, owe)| owe.iter().copied())
+    }
+
     /// The highest number given out.
     pub fn ticket(&self) -> Number {
         self.last
@@ -247,6 +290,14 @@ impl Leases {
             let first = self.inodes.get(&ino).and_then(|o| o.unsettled.first_key_value());
             first.is_none_or(|(number, _)| *number > ticket)
         })
+    }
+
+    /// Likewise for an answer of which it is not known what it depends on.
+    pub fn is_all_settled(&self, ticket: Number) -> bool {
+        let waited_for = |(n, (ino, _)): (&Number, &(Ino, Duration))| {
+            self.inodes.get(ino).is_some_and(|o| o.unsettled.contains_key(n))
+        };
+        self.sessions.values().all(|h| !h.owes.range(..=ticket).any(waited_for))
     }
 
     /// Ends leases whose term is over. Returns the sessions that have not answered for too long: they are to be evicted, and are
@@ -272,6 +323,11 @@ impl Leases {
         self.sessions.values().filter(|h| !h.owes.is_empty()).map(|h| h.until).min()
     }
 
+    /// When leases of former leaders are over at the latest.
+    pub fn grace_ends(&self) -> Duration {
+        self.grace_ends
+    }
+
     /// The session is no more. Without a `goodbye` its leases live until their term.
     pub fn ended(&mut self, now: Duration, id: SessionId, goodbye: bool) {
         let lives = self.sessions.get(&id).is_some_and(|h| now < h.until);
@@ -288,6 +344,11 @@ impl Leases {
     /// Leases of a session, 0 for an unknown one.
     pub fn held_by(&self, id: SessionId) -> usize {
         self.sessions.get(&id).map_or(0, |h| h.held.len())
+    }
+
+    /// What a session has not acknowledged.
+    pub fn owed_by(&self, id: SessionId) -> usize {
+        self.sessions.get(&id).map_or(0, |h| h.owes.len())
     }
 
     /// Recalls that are not acknowledged.
@@ -309,7 +370,7 @@ impl Leases {
     fn forget(&mut self, id: SessionId) {
         let Some(h) = self.sessions.remove(&id) else { return };
         self.held -= h.held.len();
-        for ino in h.held {
+        for ino in h.held.into_keys().chain(h.leaving.into_keys()) {
             if let Some(o) = self.inodes.get_mut(&ino) {
                 o.holders.remove(&id);
             }
@@ -320,13 +381,18 @@ impl Leases {
 
     fn settle(&mut self, now: Duration, id: SessionId, done: BTreeMap<Number, (Ino, Duration)>) {
         for (number, (ino, _)) in done {
-            if let Some(o) = self.inodes.get_mut(&ino)
-                && let Some(owe) = o.unsettled.get_mut(&number)
-            {
+            let Some(o) = self.inodes.get_mut(&ino) else { continue };
+            if let Some(owe) = o.unsettled.get_mut(&number) {
                 owe.remove(&id);
                 if owe.is_empty() {
                     o.unsettled.remove(&number);
                 }
+            }
+            if let Some(h) = self.sessions.get_mut(&id)
+                && h.leaving.get(&ino) == Some(&number)
+            {
+                h.leaving.remove(&ino);
+                o.holders.remove(&id);
             }
             self.tidy(now, ino);
         }

@@ -4,6 +4,10 @@ const A: SessionId = 1;
 const B: SessionId = 2;
 const TERM: Duration = Duration::from_millis(2500);
 
+fn limits() -> Limits {
+    Limits { term: TERM, ..Limits::default() }
+}
+
 fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
 }
@@ -18,7 +22,7 @@ fn table(limits: Limits) -> Leases {
 
 #[test]
 fn a_change_is_settled_when_all_others_have_forgotten() {
-    let mut t = table(Limits::default());
+    let mut t = table(limits());
     assert!(t.grant(ms(0), A, 1, 7) && t.grant(ms(0), B, 1, 7) && t.grant(ms(0), B, 1, 8));
     let before = t.ticket();
     assert!(t.changed(ms(1), Some((A, 1)), 7));
@@ -36,11 +40,11 @@ fn a_change_is_settled_when_all_others_have_forgotten() {
 
 #[test]
 fn acknowledgements_meant_for_a_former_leader_settle_nothing() {
-    let mut old = table(Limits::default());
+    let mut old = table(limits());
     old.grant(ms(0), B, 1, 7);
     old.changed(ms(0), None, 7);
     let seen = old.ticket();
-    let mut new = Leases::new(Limits::default(), ms(0), 4, []);
+    let mut new = Leases::new(limits(), ms(0), 4, []);
     new.hello(B, 2, false);
     new.renewed(ms(0), B);
     new.grant(ms(0), B, 2, 7);
@@ -50,7 +54,7 @@ fn acknowledgements_meant_for_a_former_leader_settle_nothing() {
 
 #[test]
 fn nobody_waits_longer_than_a_term_for_a_silent_holder() {
-    let mut t = table(Limits::default());
+    let mut t = table(limits());
     t.grant(ms(0), B, 1, 7);
     t.renewed(ms(1000), B);
     t.changed(ms(1500), None, 7);
@@ -66,7 +70,7 @@ fn nobody_waits_longer_than_a_term_for_a_silent_holder() {
 
 #[test]
 fn one_who_renews_and_does_not_answer_is_given_up() {
-    let mut t = table(Limits::default());
+    let mut t = table(limits());
     t.grant(ms(0), B, 1, 7);
     t.changed(ms(0), None, 7);
     for s in 1..5 {
@@ -83,7 +87,7 @@ fn one_who_renews_and_does_not_answer_is_given_up() {
 
 #[test]
 fn a_hello_that_comes_late_is_refused() {
-    let mut t = table(Limits::default());
+    let mut t = table(limits());
     assert!(t.hello(B, 3, false) && t.renewed(ms(0), B) && t.grant(ms(0), B, 3, 7));
     assert!(!t.hello(B, 2, false) && !t.hello(B, 3, true) && t.holds(B, 3, 7));
     t.dropped(ms(0), B, 1, 7);
@@ -93,20 +97,20 @@ fn a_hello_that_comes_late_is_refused() {
 
 #[test]
 fn a_daemon_in_place_of_another_answers_for_what_the_kernel_knows() {
-    let mut t = table(Limits::default());
+    let mut t = table(limits());
     t.grant(ms(0), B, 1, 7);
     assert!(t.hello(B, 2, true) && t.holds(B, 2, 7));
     t.changed(ms(0), None, 7);
     assert_eq!(t.recalls(ms(0), B, 0).len(), 1);
     // What a former leader granted is nowhere: nothing is answered while it may live.
-    let mut new = Leases::new(Limits::default(), ms(0), 4, [A, B]);
+    let mut new = Leases::new(limits(), ms(0), 4, [A, B]);
     assert!(new.hello(A, 1, false) && new.in_grace(ms(0)));
     assert!(new.hello(B, 3, true) && new.in_grace(ms(2499)) && !new.in_grace(TERM));
 }
 
 #[test]
 fn grace_ends_when_all_have_said_hello() {
-    let mut t = Leases::new(Limits::default(), ms(0), 1, [A, B]);
+    let mut t = Leases::new(limits(), ms(0), 1, [A, B]);
     assert!(t.in_grace(ms(0)) && !t.renewed(ms(0), A));
     t.hello(A, 1, false);
     assert!(t.in_grace(ms(0)));
@@ -118,9 +122,9 @@ fn grace_ends_when_all_have_said_hello() {
 
 #[test]
 fn bounds() {
-    let limits = Limits { of_session: 2, of_all: 3, of_inode: 1, hot: 2, ..Limits::default() };
+    let limits = Limits { of_session: 2, of_all: 3, of_inode: 1, hot: 2, ..limits() };
     let mut t = table(limits);
-    assert!(t.grant(ms(0), A, 1, 1) && t.grant(ms(0), A, 1, 2) && !t.grant(ms(0), A, 1, 3), "of a session");
+    assert!(t.grant(ms(0), A, 1, 1) && t.grant(ms(0), A, 1, 2));
     assert!(t.grant(ms(0), A, 1, 2), "it has that");
     assert!(!t.grant(ms(0), B, 1, 1), "of an inode");
     assert!(t.grant(ms(0), B, 1, 3) && !t.grant(ms(0), B, 1, 4), "of all");
@@ -128,13 +132,14 @@ fn bounds() {
     assert!(t.grant(ms(0), B, 1, 4));
     // Recalled twice within a second: not leased for one.
     assert!(t.changed(ms(100), None, 4) && t.grant(ms(100), B, 1, 4) && t.changed(ms(200), None, 4));
+    t.recalls(ms(200), B, t.ticket());
     assert!(!t.grant(ms(1199), B, 1, 4) && t.grant(ms(1200), B, 1, 4));
     assert!(t.changed(ms(1300), None, 4) && t.grant(ms(1300), B, 1, 4), "counted anew");
 }
 
 #[test]
 fn nothing_is_left_of_those_who_went() {
-    let mut t = table(Limits::default());
+    let mut t = table(limits());
     for ino in 1..100 {
         t.grant(ms(0), A, 1, ino);
         t.grant(ms(0), B, 1, ino);
@@ -147,4 +152,63 @@ fn nothing_is_left_of_those_who_went() {
     t.tick(TERM);
     assert!(t.sessions.is_empty() && t.held == 0 && t.owed() == 0);
     assert!(t.inodes.is_empty() && t.cooling.is_empty());
+}
+
+/// What somebody owes for having too much.
+#[test]
+fn a_full_session_forgets_what_it_has_had_for_longest() {
+    let mut t = table(Limits { of_session: 16, ..limits() });
+    for n in 1..=16 {
+        assert!(t.grant(ms(n), A, 1, 100 - n));
+    }
+    let before = t.ticket();
+    assert!(t.grant(ms(20), A, 1, 200) && t.holds(A, 1, 200) && t.held_by(A) == 15);
+    assert!(!t.holds(A, 1, 99) && !t.holds(A, 1, 98) && t.holds(A, 1, 97));
+    assert!(t.is_settled(t.ticket(), [98, 99]) && t.is_all_settled(t.ticket()), "nobody waits for it");
+    assert!(!t.grant(ms(20), A, 1, 99) && t.grant(ms(20), A, 1, 201), "not while it is to be forgotten");
+    // A change meanwhile finds the copy that is still there.
+    assert!(t.changed(ms(21), None, 98) && t.owing(98).eq([A]));
+    let changed = t.ticket();
+    assert!(!t.is_settled(changed, [98]) && !t.is_all_settled(changed) && t.is_settled(changed, [99]));
+    let sent = t.recalls(ms(22), A, before);
+    assert_eq!(sent.iter().map(|r| r.1).collect::<BTreeSet<_>>(), [98, 99].into());
+    assert_eq!(sent.len(), 3);
+    let rest = t.recalls(ms(22), A, changed - 1);
+    assert!(rest == [(changed, 98)] && !t.is_settled(changed, [98]), "the number before is not the change's");
+    assert!(t.recalls(ms(22), A, changed).is_empty() && t.is_settled(changed, [98]));
+    assert!(t.grant(ms(23), A, 1, 99) && t.grant(ms(23), A, 1, 98) && t.changed(ms(24), None, 99));
+    t.ended(ms(24), A, true);
+    assert!(!t.changed(ms(24), None, 98) && t.held == 0 && t.owed() == 0);
+    t.tick(ms(2000));
+    assert!(t.inodes.is_empty());
+}
+
+#[test]
+fn one_that_does_not_forget_gets_nothing_more() {
+    let mut t = table(Limits { of_session: 4, ..limits() });
+    let got = (1..100).filter(|ino| t.grant(ms(0), A, 1, *ino)).count();
+    assert_eq!((got, t.owed_by(A), t.held_by(A)), (8, 4, 4));
+    t.recalls(ms(0), A, t.ticket());
+    assert!(t.grant(ms(0), A, 1, 100));
+}
+
+#[test]
+fn only_the_connection_of_the_last_hello_counts() {
+    let mut t = table(limits());
+    assert!(t.meets(A, 1) && !t.meets(A, 2) && !t.meets(7, 1) && !t.meets(A, 0));
+    assert_eq!((t.ends(ms(0), A), t.ends(TERM, A)), (Some(TERM), None));
+    t.hello(A, 2, false);
+    assert!(!t.meets(A, 1) && t.meets(A, 2));
+    assert_eq!(t.ends(ms(0), A), Some(TERM), "it has no more than it may have had before");
+}
+
+#[test]
+fn a_leader_that_stood_still_gives_nobody_up() {
+    for renews in [false, true] {
+        let mut t = table(limits());
+        t.grant(ms(0), B, 1, 7);
+        t.changed(ms(0), None, 7);
+        assert!(!renews || t.renewed(ms(60_000), B));
+        assert!(t.tick(ms(60_000)).is_empty() && t.owed() == 0);
+    }
 }

@@ -12,7 +12,9 @@ use strake_proto::{Code, Error, Result, SessionId, ids::ROOT_INO, map::MapView, 
 use strake_store::{Batch, MetaStore};
 
 use super::{
-    Memory, gc, keys, locks,
+    Memory,
+    effects::{self, Effect},
+    gc, keys, locks,
     ops::{self, DIR_SIZE},
     perm,
     placement::Placement,
@@ -59,6 +61,8 @@ pub struct Apply<'a> {
     /// `None` = ended.
     pub sessions: BTreeMap<SessionId, Option<Session>>,
     pub uuids: BTreeMap<Bytes, Option<SessionId>>,
+    /// Of each entry that did something.
+    pub effects: Vec<Effect>,
 }
 
 fn ok() -> pb::LogReply {
@@ -84,6 +88,7 @@ impl<'a> Apply<'a> {
             place: memory.place.clone(),
             sessions: BTreeMap::new(),
             uuids: BTreeMap::new(),
+            effects: Vec::new(),
         }
     }
 
@@ -146,9 +151,10 @@ impl<'a> Apply<'a> {
     fn change<T>(&mut self, run: impl FnOnce(&mut Txn<'_>) -> Res<T>) -> Res<T> {
         let mut t = self.txn();
         let out = run(&mut t)?;
-        let (layer, header) = t.finish();
+        let (layer, header, notes) = t.finish();
         self.batch.merge(layer);
         self.header = header;
+        self.effects.push(Effect::of(notes));
         Ok(out)
     }
 
@@ -231,22 +237,31 @@ impl<'a> Apply<'a> {
         let Some(creds) = &m.creds else {
             return fail(Code::Inval, "the request does not say for whom it is");
         };
-        let reply = self.run(ops::By { creds, session: m.session, index }, &m.ops)?;
+        let (reply, effect) = self.run(ops::By { creds, session: m.session, index }, &m.ops)?;
+        self.effects.push(Effect {
+            session: m.session,
+            seq: m.seq,
+            connection: m.connection,
+            named: m.ops.iter().flat_map(effects::named).collect(),
+            told: effects::told(&m.ops, &reply.results),
+            ..effect
+        });
         let kept = pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Meta(wordless(&reply))) };
         self.batch.put(keys::reply(m.session, m.seq), Some(kept.encode_to_vec().into()));
         self.answered(m.session, m.seq, m.lowest_unanswered);
         Ok(pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Meta(reply)) })
     }
 
-    fn run(&mut self, by: ops::By<'_>, ops: &[pb::Op]) -> Res<pb::MetaReply> {
+    fn run(&mut self, by: ops::By<'_>, ops: &[pb::Op]) -> Res<(pb::MetaReply, Effect)> {
         let mut t = self.txn();
         let (reply, all) = ops::run(&mut t, by, ops, true)?;
-        if all {
-            let (layer, header) = t.finish();
-            self.batch.merge(layer);
-            self.header = header;
+        let (layer, header, notes) = t.finish();
+        if !all {
+            return Ok((reply, Effect::undone(notes)));
         }
-        Ok(reply)
+        self.batch.merge(layer);
+        self.header = header;
+        Ok((reply, Effect::of(notes)))
     }
 
     fn kept_reply(&self, session: SessionId, seq: u64) -> Res<pb::LogReply> {
@@ -360,6 +375,7 @@ impl<'a> Apply<'a> {
                 locks::end_session(t, *id, fence)?;
                 writers::release_all(t, *id, left)
             })?;
+            self.effects.push(Effect { ended: vec![(*id, !e.evict)], ..Default::default() });
         }
         if e.evict { self.forget_old_evictions() } else { Ok(ok()) }
     }

@@ -91,7 +91,7 @@ pub fn trim_done(t: &mut Txn<'_>, done: &pb::TrimDone) -> Res<()> {
         return Ok(());
     }
     r.trim = None;
-    t.put_inode(done.ino, r);
+    t.put_unseen(done.ino, r);
     t.delete(keys::numbered(keys::TRIM, done.ino));
     Ok(())
 }

@@ -3,11 +3,12 @@
 //! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs`, `xattrs` have the operations
 //! that change) on a `txn` (overlay over the store); `placement` chooses chains, `perm` decides who may (`acl` are its
 //! lists), `gc` is what goes after its name went (`queue` finds it), `writers` who may write, `locks` who has locked what
-//! (`spans` is the arithmetic of ranges), `keys` is the on-disk key format.
+//! (`spans` is the arithmetic of ranges), `effects` is what of all that clients can see, `keys` is the on-disk key format.
 
 mod acl;
 mod apply;
 mod attrs;
+pub mod effects;
 mod gc;
 mod keys;
 pub mod locks;
@@ -24,7 +25,10 @@ mod xattrs;
 #[cfg(test)]
 mod tests;
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use bytes::Bytes;
 use parking_lot::{Mutex, RwLock};
@@ -34,6 +38,7 @@ use strake_store::MetaStore;
 
 pub use apply::MAX_DEAD;
 use apply::{Apply, Session};
+use effects::Effect;
 use placement::Placement;
 use queue::{Found, Queue};
 use txn::{Fail, Layer, Txn};
@@ -53,6 +58,15 @@ struct Memory {
     place: Arc<Placement>,
     sessions: BTreeMap<SessionId, Session>,
     uuids: BTreeMap<Bytes, SessionId>,
+}
+
+/// An answer, and what it depends on.
+pub struct ReadAt {
+    pub reply: pb::MetaReply,
+    /// The inodes that were looked at.
+    pub looked: BTreeSet<Ino>,
+    /// The last entry that it knows of.
+    pub version: u64,
 }
 
 /// The metadata of a file system. One task applies; any number read and see whole commits only.
@@ -143,6 +157,17 @@ impl Namespace {
         last: (u64, u64),
         conf_state: Option<&[u8]>,
     ) -> Result<Vec<pb::LogReply>> {
+        self.apply_and_tell(entries, last, conf_state, |_| ())
+    }
+
+    /// Likewise, and tells what the entries did before any reader can see it. `tell` must not ask this namespace anything.
+    pub fn apply_and_tell(
+        &self,
+        entries: &[(u64, u64, Bytes)],
+        last: (u64, u64),
+        conf_state: Option<&[u8]>,
+        tell: impl FnOnce(&[Effect]),
+    ) -> Result<Vec<pb::LogReply>> {
         let _one = self.applier.lock();
         // Nobody else writes `memory`, so this read lock only keeps others from waiting for us.
         let memory = self.memory.read();
@@ -159,7 +184,7 @@ impl Namespace {
         let batch = work.take_batch();
         let queued: Vec<_> = batch.ops.iter().filter_map(|(k, v)| Some((queue_of(k)?, v.is_some()))).collect();
         let locked = locks::touched(&batch);
-        let Apply { header, place, sessions, uuids, .. } = work;
+        let Apply { header, place, sessions, uuids, effects, .. } = work;
         drop(memory);
         let mut memory = self.memory.write();
         self.store.commit(batch).map_err(|e| e.context("committing applied log entries"))?;
@@ -170,6 +195,7 @@ impl Namespace {
         memory.place = place;
         merge(&mut memory.sessions, sessions);
         merge(&mut memory.uuids, uuids);
+        tell(&effects);
         drop(memory);
         self.lock_news.add(locked);
         Ok(replies)
@@ -178,10 +204,17 @@ impl Namespace {
     /// Answers operations that change nothing, up to the first failure, from all entries applied so far. `session` 0
     /// is the server itself.
     pub fn read(&self, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> pb::MetaReply {
+        self.read_at(session, creds, ops).reply
+    }
+
+    /// Likewise, with what the answer depends on.
+    pub fn read_at(&self, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> ReadAt {
         let memory = self.memory.read();
+        let version = memory.header.applied_index;
         let failed = |e: &Error| {
             let result = pb::OpResult { status: Some(e.to_status()), ..Default::default() };
-            pb::MetaReply { results: vec![result] }
+            let reply = pb::MetaReply { results: vec![result], granted: Vec::new() };
+            ReadAt { reply, looked: BTreeSet::new(), version }
         };
         if session != 0 && !memory.sessions.contains_key(&session) {
             return failed(&Error::new(Code::NoSession, format!("session {session} has ended; mount again")));
@@ -189,9 +222,27 @@ impl Namespace {
         let none = Layer::default();
         let mut t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
         match ops::run(&mut t, ops::By { creds, session, index: 0 }, ops, false) {
-            Ok((reply, _)) => reply,
+            Ok((reply, _)) => ReadAt { reply, looked: t.notes.looked.into_inner(), version },
             Err(Fail::Op(e) | Fail::Store(e)) => failed(&e),
         }
+    }
+
+    /// The last applied index: what was read at this one is as new as can be.
+    pub fn version(&self) -> u64 {
+        self.memory.read().header.applied_index
+    }
+
+    /// Shows all sessions, and who may write which file. No entry is applied meanwhile: what `look` notes down lacks none before
+    /// those that are told of afterwards.
+    pub fn survey<T>(&self, look: impl FnOnce(Vec<SessionId>, Vec<(SessionId, Ino)>) -> T) -> Result<T> {
+        let memory = self.memory.read();
+        let mut writers = Vec::new();
+        for pair in self.store.prefix(&[keys::WRITER]) {
+            let (key, _) = pair?;
+            let session = key.get(..9).and_then(keys::last_number);
+            writers.extend(session.zip(keys::last_number(&key)));
+        }
+        Ok(look(memory.sessions.keys().copied().collect(), writers))
     }
 
     /// Locks, see there.

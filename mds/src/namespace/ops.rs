@@ -86,12 +86,12 @@ pub fn run(t: &mut Txn<'_>, by: By<'_>, ops: &[pb::Op], mutations: bool) -> Resu
             }
             Err(Fail::Op(e)) => {
                 results.push(pb::OpResult { status: Some(e.to_status()), ..Default::default() });
-                return Ok((pb::MetaReply { results }, false));
+                return Ok((pb::MetaReply { results, granted: Vec::new() }, false));
             }
             Err(e) => return Err(e),
         }
     }
-    Ok((pb::MetaReply { results }, true))
+    Ok((pb::MetaReply { results, granted: Vec::new() }, true))
 }
 
 /// A result that ends on an inode and shows its attributes.

@@ -9,6 +9,7 @@ use strake_proto::{Code, Error, Ino, pb};
 use strake_store::{Reader, prefix_end};
 
 use super::{
+    effects::Notes,
     keys::{self, NameHash, SLOTS},
     placement::Placement,
 };
@@ -79,6 +80,7 @@ pub struct Txn<'a> {
     base: &'a Layer,
     own: Layer,
     names: NameHash,
+    pub notes: Notes,
     pub header: pb::StateHeader,
     pub place: Arc<Placement>,
 }
@@ -92,12 +94,12 @@ impl<'a> Txn<'a> {
         hash_mask: u64,
     ) -> Txn<'a> {
         let names = NameHash::new(&header.name_hash_key, hash_mask);
-        Txn { store, base, own: Layer::default(), names, header, place }
+        Txn { store, base, own: Layer::default(), names, notes: Notes::default(), header, place }
     }
 
-    /// What it wrote, and the header it leaves.
-    pub fn finish(self) -> (Layer, pb::StateHeader) {
-        (self.own, self.header)
+    /// What it wrote, the header it leaves, and what it saw and did.
+    pub fn finish(self) -> (Layer, pb::StateHeader, Notes) {
+        (self.own, self.header, self.notes)
     }
 
     pub fn now(&self) -> i64 {
@@ -159,6 +161,7 @@ impl<'a> Txn<'a> {
     }
 
     pub fn inode(&self, ino: Ino) -> Res<Option<pb::InodeRecord>> {
+        self.notes.looked.borrow_mut().insert(ino);
         if let Some(r) = self.own.inodes.get(&ino).or_else(|| self.base.inodes.get(&ino)) {
             return Ok(r.clone());
         }
@@ -181,10 +184,17 @@ impl<'a> Txn<'a> {
     }
 
     pub fn put_inode(&mut self, ino: Ino, record: pb::InodeRecord) {
+        self.notes.changed.insert(ino);
+        self.put_unseen(ino, record);
+    }
+
+    /// Stores a record of which clients see the same as before.
+    pub fn put_unseen(&mut self, ino: Ino, record: pb::InodeRecord) {
         self.own.inodes.insert(ino, Some(record));
     }
 
     pub fn delete_inode(&mut self, ino: Ino) {
+        self.notes.changed.insert(ino);
         self.own.inodes.insert(ino, None);
     }
 

@@ -25,7 +25,9 @@ pub fn enlist(t: &mut Txn<'_>, by: &By<'_>, r: &mut pb::InodeRecord) -> Res<()> 
     let key = keys::writer(by.session, ino);
     if t.get(&key)?.is_none() {
         r.writers += 1;
+        // A change for the others too: what they know of the file they know no longer for sure.
         t.put_inode(ino, r.clone());
+        t.notes.writers.push((by.session, ino, true));
     }
     t.put(key, by.index.to_be_bytes().to_vec());
     Ok(())
@@ -49,6 +51,7 @@ pub fn release(t: &mut Txn<'_>, session: SessionId, ino: Ino, opened: Option<u64
     let goes = opened.is_none_or(|o| last == o.to_be_bytes()[..]);
     if goes {
         t.delete(key);
+        t.notes.writers.push((session, ino, false));
     }
     let Some(mut r) = t.inode(ino)? else { return Ok(()) };
     r.writers = r.writers.saturating_sub(goes.into());
@@ -62,7 +65,7 @@ pub fn release(t: &mut Txn<'_>, session: SessionId, ino: Ino, opened: Option<u64
         gc::cut(t, &mut r, end);
         (r.surplus, r.fence) = (false, 0);
     }
-    t.put_inode(ino, r);
+    t.put_unseen(ino, r);
     Ok(())
 }
 

@@ -26,7 +26,7 @@ const YIELD_TICK: Duration = Duration::from_secs(30);
 const ORPHAN_TICK: Duration = Duration::from_millis(500);
 const ORPHANS: usize = 16_384;
 /// Sessions or inodes named in one log entry.
-const BATCH: usize = 1024;
+pub(super) const BATCH: usize = 1024;
 
 /// Follows leadership for ever.
 pub(super) async fn run(mds: Arc<Mds>) {
@@ -46,6 +46,7 @@ pub(super) async fn run(mds: Arc<Mds>) {
             () = mds.lead(l.term) => (),
         }
         *mds.lead.lock() = None;
+        mds.recalls.stop();
         mds.machine.namespace.lock_news().listen(false);
         tracing::info!(term = l.term, "this metadata server leads no longer");
     }
@@ -78,6 +79,10 @@ impl Mds {
             sessions.learn(now, id, s.epoch);
         }
         let manager = Manager::new(options, now, &self.map());
+        while let Err(e) = self.recalls.start(term, &self.machine.namespace) {
+            tracing::warn!("reading who writes what: {e}");
+            sleep(CLUSTER_TICK).await;
+        }
         self.machine.namespace.lock_news().listen(true);
         *self.lead.lock() = Some(Lead { term, manager, sessions, waits: Waits::default() });
         tokio::join!(
@@ -86,6 +91,7 @@ impl Mds {
             self.end_sessions(),
             self.free_orphans(),
             self.serve_locks(),
+            self.end_leases(),
             chunks::cut_files(self),
             chunks::delete_files(self),
             self.yield_full_disk(),

@@ -8,6 +8,7 @@ use strake_fabric::watch;
 use strake_proto::{Code, Error, Result};
 use strake_store::{Batch, MetaStore};
 
+use super::recalls::Recalls;
 use crate::{
     consensus::{Committed, StateMachine, StateSnapshot},
     namespace::Namespace,
@@ -18,13 +19,15 @@ pub struct Machine {
     pub namespace: Namespace,
     store: Arc<dyn MetaStore>,
     applied: watch::Sender<u64>,
+    recalls: Arc<Recalls>,
 }
 
 impl Machine {
-    pub fn open(store: Arc<dyn MetaStore>) -> Result<Machine> {
+    /// `recalls` is told of everything that is applied.
+    pub fn open(store: Arc<dyn MetaStore>, recalls: Arc<Recalls>) -> Result<Machine> {
         let namespace = Namespace::open(store.clone())?;
         let applied = watch::Sender::new(namespace.header().applied_index);
-        Ok(Machine { namespace, store, applied })
+        Ok(Machine { namespace, store, applied, recalls })
     }
 
     /// The last applied index, whenever it changes.
@@ -45,7 +48,8 @@ impl StateMachine for Machine {
 
     fn apply(&self, entries: Vec<Committed>, last: (u64, u64), conf_state: Option<Vec<u8>>) -> Result<Vec<Bytes>> {
         let entries: Vec<_> = entries.into_iter().map(|e| (e.index, e.term, e.data)).collect();
-        let replies = self.namespace.apply(&entries, last, conf_state.as_deref())?;
+        let tell = |effects: &[_]| self.recalls.tell(effects);
+        let replies = self.namespace.apply_and_tell(&entries, last, conf_state.as_deref(), tell)?;
         self.applied.send_replace(last.0);
         Ok(replies.into_iter().map(|r| r.encode_to_vec().into()).collect())
     }

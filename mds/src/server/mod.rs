@@ -1,6 +1,7 @@
 //! The metadata server as a process: the thin shell around `namespace`, `cluster` and `consensus`.
 //!
-//! `service` answers requests: reads after a barrier, changes through the log. `machine` is what the log is applied to.
+//! `service` answers requests, `reads` those about the namespace: reads after a barrier, changes through the log, under the
+//! leases that `recalls` keeps. `machine` is what the log is applied to.
 //! `leader` runs what only the leader does: membership ticks, session terms, orphans; `chunks` are its workers that cut
 //! and delete chunks at the storage servers. `sessions` is its pure table of sessions and opens. `disk` starts all that
 //! from a folder, `locks` and `waits` have clients wait for locks, `room` says which changes its disk has space for, `admin` serves gRPC.
@@ -12,6 +13,8 @@ pub mod disk;
 mod leader;
 mod locks;
 mod machine;
+mod reads;
+mod recalls;
 mod room;
 mod service;
 pub mod sessions;
@@ -45,7 +48,9 @@ use tokio::{sync::Notify, task::JoinHandle};
 use crate::{
     cluster::manager::Manager,
     consensus::{self, Leadership, LogStore, MemberChange, Node},
+    leases::Limits,
 };
+use recalls::Recalls;
 use room::{Need, Room};
 use sessions::Sessions;
 use waits::Waits;
@@ -85,6 +90,7 @@ struct Mds {
     cfg: Config,
     env: Env,
     machine: Arc<Machine>,
+    recalls: Arc<Recalls>,
     node: Node,
     cap_key: CapKey,
     leadership: watch::Receiver<Leadership>,
@@ -129,7 +135,8 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
     let room = Room::new(parts.store.clone(), disk.reserve_file, disk.reserve, disk.segment);
     // Before there is anything that must not wait.
     room.look();
-    let machine = Arc::new(Machine::open(parts.store)?);
+    let recalls = Arc::new(Recalls::new(parts.env.clone(), Limits::default()));
+    let machine = Arc::new(Machine::open(parts.store, recalls.clone())?);
     let peers: BTreeMap<u64, Endpoint> = cfg.peers.iter().filter(|p| p.0 != cfg.id).cloned().collect();
     let raft = consensus::Config {
         tick: Duration::from_millis(cfg.tick_ms),
@@ -140,6 +147,7 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
     let mds = Arc::new(Mds {
         env: parts.env.clone(),
         machine,
+        recalls,
         leadership: node.leadership(),
         node,
         cap_key: parts.cap_key,

@@ -4,7 +4,7 @@ use std::{sync::atomic::Ordering, time::Duration};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use prost::encoding;
+use prost::encoding::{self, WireType};
 use strake_fabric::{Message, Peer, Role, Service, unknown_opcode};
 use strake_proto::{
     Capability, Code, Error, Ino, Result, Rights, SessionId, frame::MAX_BODY, map::MAX_EVICTED, opcode, pb,
@@ -18,6 +18,12 @@ use pb::{log_command::Command, op::Op};
 const MAX_OPS: usize = 8192;
 /// Their field number in a `MetaRequest`.
 const OPS_TAG: u32 = 5;
+/// The field number of the inodes that are given back in a `MetaRequest`, and how many there may be.
+const DROPPED_TAG: u32 = 7;
+const MAX_DROPPED: usize = 65_536;
+/// The field number of the reports in a `RecallRequest`, and how many there may be.
+const REPORTED_TAG: u32 = 4;
+const MAX_REPORTED: usize = 65_536;
 /// The field number of the dead clients in a `SessionOpenRequest`.
 const DEAD_TAG: u32 = 5;
 /// The field number of the waits in a `LockWaitRequest`.
@@ -36,11 +42,15 @@ impl Service for Mds {
     async fn handle(&self, peer: &Peer, request: Message) -> Result<Message> {
         let body = request.body.clone();
         let reply = match request.opcode {
-            opcode::META => self.meta(decode(at_most(MAX_OPS, OPS_TAG, body)?)?).await?,
+            opcode::META => {
+                let body = few_numbers(MAX_DROPPED, DROPPED_TAG, at_most(MAX_OPS, OPS_TAG, body)?)?;
+                self.meta(decode(body)?).await?
+            }
             opcode::SESSION_OPEN => self.session_open(decode(at_most(MAX_DEAD, DEAD_TAG, body)?)?).await?,
             opcode::SESSION_RENEW => self.session_renew(decode(body)?).await?,
             opcode::SESSION_CLOSE => self.session_close(decode(body)?).await?,
             opcode::LOCK_WAIT => self.lock_wait(decode(at_most(MAX_OF_SESSION, WAITS_TAG, body)?)?).await?,
+            opcode::RECALL => self.recall(decode(few_numbers(MAX_REPORTED, REPORTED_TAG, body)?)?).await?,
             opcode::MAP => self.send_map(&decode(body)?),
             opcode::ECHO => return Ok(Message::new(opcode::ECHO, body).with_payload(request.payload)),
             opcode::REGISTER | opcode::HEARTBEAT | opcode::PENDING | opcode::RAFT | opcode::SNAPSHOT
@@ -71,14 +81,30 @@ fn unreadable(e: prost::DecodeError) -> Error {
 
 /// Passes on a body in which a list has at most so many items: empty ones are 2 bytes there, and many once decoded.
 fn at_most(limit: usize, list: u32, body: Bytes) -> Result<Bytes> {
+    count(limit, list, body, |_, _| 1)
+}
+
+/// Likewise for a list of numbers, which come many to a field, each ending with a byte below 128.
+fn few_numbers(limit: usize, list: u32, body: Bytes) -> Result<Bytes> {
+    count(limit, list, body, |wire_type, field| match wire_type {
+        // With the field's length, which is one more of them.
+        WireType::LengthDelimited => field.iter().filter(|b| **b < 128).count() - 1,
+        _ => 1,
+    })
+}
+
+fn count(limit: usize, list: u32, body: Bytes, items_in: impl Fn(WireType, &[u8]) -> usize) -> Result<Bytes> {
     let (mut rest, mut items) = (&body[..], 0);
     while !rest.is_empty() {
         let (tag, wire_type) = encoding::decode_key(&mut rest).map_err(unreadable)?;
-        items += usize::from(tag == list);
+        let field = rest;
+        encoding::skip_field(wire_type, tag, &mut rest, encoding::DecodeContext::default()).map_err(unreadable)?;
+        if tag == list {
+            items += items_in(wire_type, &field[..field.len() - rest.len()]);
+        }
         if items > limit {
             return Err(Error::new(Code::TooBig, format!("a list of more than {limit} items")));
         }
-        encoding::skip_field(wire_type, tag, &mut rest, encoding::DecodeContext::default()).map_err(unreadable)?;
     }
     Ok(body)
 }
@@ -87,11 +113,11 @@ pub(super) fn encode(m: &impl prost::Message) -> Bytes {
     m.encode_to_vec().into()
 }
 
-fn ok(r: &pb::OpResult) -> bool {
+pub(super) fn ok(r: &pb::OpResult) -> bool {
     r.status.as_ref().is_none_or(|s| s.code == 0)
 }
 
-fn misread() -> Error {
+pub(super) fn misread() -> Error {
     Error::new(Code::Io, "the log answered something else than was asked")
 }
 
@@ -138,6 +164,8 @@ impl Mds {
 
     async fn session_renew(&self, request: pb::SessionRenewRequest) -> Result<Bytes> {
         self.heard(request.session)?;
+        let term = self.leading()?;
+        self.hello(term, &request)?;
         // A leader that was replaced meanwhile must not promise another term.
         self.node.read_barrier().await?;
         if request.reassert {
@@ -145,7 +173,8 @@ impl Mds {
         }
         let map = self.map();
         let newer = map.version() > request.map_version;
-        Ok(encode(&pb::SessionRenewReply { map: newer.then(|| map.map.clone()) }))
+        let lease_ms = self.recalls.renewed(term, request.session, request.connection)?;
+        Ok(encode(&pb::SessionRenewReply { map: newer.then(|| map.map.clone()), lease_ms }))
     }
 
     async fn session_close(&self, request: pb::SessionCloseRequest) -> Result<Bytes> {
@@ -199,30 +228,24 @@ impl Mds {
 
     async fn meta(&self, request: pb::MetaRequest) -> Result<Bytes> {
         let epoch = self.heard(request.session)?;
-        let (session, ops) = (request.session, request.ops.clone());
-        if !Namespace::is_mutation(&ops) {
-            self.node.read_barrier().await?;
-            let creds = request.creds.unwrap_or_default();
-            let mut reply = self.machine.namespace.read(session, &creds, &ops);
-            self.note_handles(session, epoch, &ops, &mut reply.results)?;
-            return Ok(encode(&reply));
+        let term = self.leading()?;
+        if !Namespace::is_mutation(&request.ops) {
+            return Ok(encode(&self.read(term, epoch, request).await?));
         }
         if request.seq == 0 {
             return Err(Error::new(Code::Inval, "a list that changes something needs a sequence number"));
         }
-        let term = self.leading()?;
-        let reply = self.propose_list(request).await?;
-        let Some(pb::log_reply::Reply::Meta(mut reply)) = reply.reply else { return Err(misread()) };
-        if reply.results.iter().all(ok) {
-            self.note_locks(session, &ops);
-            self.wait_for_trims(term, &ops, &reply.results).await?;
-            self.note_handles(session, epoch, &ops, &mut reply.results)?;
-        }
-        Ok(encode(&reply))
+        Ok(encode(&self.change(term, epoch, request).await?))
     }
 
     /// Opens and closes of an answered list go into the table; opens get their capability.
-    fn note_handles(&self, session: SessionId, epoch: u64, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
+    pub(super) fn note_handles(
+        &self,
+        session: SessionId,
+        epoch: u64,
+        ops: &[pb::Op],
+        results: &mut [pb::OpResult],
+    ) -> Result<()> {
         let touches = |o: &pb::Op| matches!(o.op, Some(Op::Open(_) | Op::Create(_) | Op::Tmpfile(_) | Op::Close(_)));
         if !ops.iter().any(touches) {
             return Ok(());
@@ -270,7 +293,7 @@ impl Mds {
 
     /// Holds the reply of a list that sets sizes or gives leave to write until no bytes beyond a cut are left anywhere:
     /// they must not come back when the file grows again, and what is written from now on must not be cut.
-    async fn wait_for_trims(&self, term: u64, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
+    pub(super) async fn wait_for_trims(&self, term: u64, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
         for (op, r) in ops.iter().zip(results) {
             let (ino, limit) = match &op.op {
                 Some(Op::Setattr(s)) if s.size.is_some() => (s.ino, TRIM_WAIT),

@@ -102,9 +102,9 @@ struct MountSection {
     allow_other: Option<bool>,
     #[serde(default)]
     read_only: bool,
-    #[serde(default = "one_second")]
+    #[serde(default = "one_hour")]
     attr_timeout: f64,
-    #[serde(default = "one_second")]
+    #[serde(default)]
     entry_timeout: f64,
     #[serde(default)]
     transport: TransportKey,
@@ -126,8 +126,8 @@ fn default_key() -> PathBuf {
 fn default_log() -> String {
     "info".into()
 }
-fn one_second() -> f64 {
-    1.0
+fn one_hour() -> f64 {
+    3600.0
 }
 impl MountSection {
     /// `EINVAL` naming the key that cannot be.

@@ -130,6 +130,9 @@ pub const LK_FLOCK: u32 = 1 << 0;
 pub const NOTIFY_INVAL_INODE: i32 = 2;
 pub const NOTIFY_INVAL_ENTRY: i32 = 3;
 pub const NOTIFY_RESEND: i32 = 7;
+pub const NOTIFY_INC_EPOCH: i32 = 8;
+/// The minor version that brought [`NOTIFY_INC_EPOCH`] (Linux 6.16).
+pub const EPOCH_MINOR: u32 = 44;
 
 /// Makes an open `/dev/fuse` another descriptor of the same mount: `_IOR(229, 0, u32)`.
 pub const IOC_CLONE: libc::Ioctl = 0x8004_e500u32 as libc::Ioctl;

@@ -82,6 +82,7 @@ impl Channel {
         match reply {
             Reply::Error(_) => self.write(unique, error, &[]),
             Reply::Bytes(b) => self.write(unique, 0, &[b]),
+            Reply::Told(t) => self.write(unique, 0, &[t.bytes()]),
             Reply::Data(parts) if parts.len() <= MOST_PARTS => {
                 let parts: Vec<&[u8]> = parts.iter().map(|b| &b[..]).collect();
                 self.write(unique, 0, &parts)

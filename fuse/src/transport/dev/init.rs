@@ -77,6 +77,11 @@ impl Agreed {
         self.flags & flag != 0
     }
 
+    /// Whether the kernel can be made to forget names without waiting for locks.
+    pub fn forgets_names(&self) -> bool {
+        self.minor >= abi::EPOCH_MINOR
+    }
+
     /// To be kept for the next daemon, who is not asked again.
     pub fn to_words(self) -> [u64; 2] {
         [u64::from(self.minor) << 32 | u64::from(self.max_readahead), self.flags]

@@ -18,7 +18,7 @@ use super::{
     channel::{Channel, Received},
     interrupts::is_dying,
     notify,
-    reply::{self, Reply, Timeouts},
+    reply::{self, Reply, Taken},
     request::{self, Body, Head},
     serve::agreed_before,
 };
@@ -28,8 +28,6 @@ use crate::vfs::Known;
 const PATIENCE: Duration = Duration::from_secs(2);
 /// How often callers that were sent a signal are looked at.
 const LOOK: Duration = Duration::from_millis(50);
-/// The kernel is not to believe any of it.
-const UNBELIEVED: Timeouts = Timeouts { attr: Duration::ZERO, entry: Duration::ZERO };
 
 /// Answers in the place of a daemon that still waits for servers, from when it has waited for two seconds. Ends when it is dropped.
 #[derive(Debug)]
@@ -138,8 +136,9 @@ impl Work {
                 return Ok(());
             }
             op::STATFS => self.known.space().map(|s| reply::statfs(&s)),
-            op::GETATTR => root.map(|a| reply::attr(&a, UNBELIEVED)),
-            op::STATX => root.map(|a| reply::statx(&a, UNBELIEVED)),
+            // Without a time for which the kernel may believe it.
+            op::GETATTR => root.map(|a| reply::attr(&a, Taken::InOrder)),
+            op::STATX => root.map(|a| reply::statx(&a)),
             _ => None,
         };
         match answer {

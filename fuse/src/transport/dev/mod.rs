@@ -1,11 +1,12 @@
 //! `/dev/fuse` by our own hands: the kernel's protocol without a library in between.
 //!
-//! `channel` reads requests and writes replies; `request`, `reply`, `init` and `notify` are the protocol itself, pure;
+//! `channel` reads requests and writes replies; `copies` takes back what the kernel was told; `request`, `reply`, `init` and `notify` are the protocol itself, pure;
 //! `session` runs the threads; `interim` answers while no server does; `interrupts` lets go of callers that were killed; `serve` asks the
 //! [VFS core](crate::vfs). See `docs/fuse.md`.
 
 mod abi;
 mod channel;
+mod copies;
 mod init;
 pub(crate) mod interim;
 mod interrupts;
@@ -58,12 +59,15 @@ pub(crate) fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
 /// Serves a mount from its descriptors until it is unmounted, in the place of `interim`.
 pub(crate) fn start(
     descriptors: Vec<OwnedFd>,
-    serve: Serve,
+    mut serve: Serve,
     agreed: Arc<OnceLock<Agreed>>,
     interim: Option<Interim>,
 ) -> Result<Session> {
     drop(interim);
-    let channels: Vec<Channel> = descriptors.into_iter().map(Channel::new).collect();
+    let channels: Vec<Arc<Channel>> = descriptors.into_iter().map(|fd| Arc::new(Channel::new(fd))).collect();
+    if let Some(c) = channels.first() {
+        serve.keep_copies(c);
+    }
     // Without an agreement nothing was taken but the first request, which must come again too.
     let is_next = serve.is_next();
     let resends = agreed.get().is_none_or(|a| a.has(abi::init::HAS_RESEND));

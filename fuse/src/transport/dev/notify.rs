@@ -27,3 +27,8 @@ pub fn name_changed(parent: u64, name: &[u8]) -> Notice {
 pub fn resend() -> Notice {
     (abi::NOTIFY_RESEND, Vec::new())
 }
+
+/// The kernel looks all names up again before it uses them next.
+pub fn names_changed() -> Notice {
+    (abi::NOTIFY_INC_EPOCH, Vec::new())
+}

@@ -1,9 +1,9 @@
 //! Replies in the kernel's form. Pure: plain types in, bytes out.
 
-use std::time::Duration;
+use std::{ops::Range, time::Duration};
 
 use strake_fabric::Buf;
-use strake_proto::pb;
+use strake_proto::{Ino, pb};
 
 use super::abi;
 use crate::vfs::{Entry, Holder, Lock, LockType, Stat};
@@ -17,6 +17,8 @@ pub enum Reply {
     Bytes(Vec<u8>),
     /// File data, as it lies in memory.
     Data(Vec<Buf>),
+    /// What the kernel may keep a copy of. Sent as it is, it may not.
+    Told(Told),
 }
 
 impl Reply {
@@ -26,17 +28,94 @@ impl Reply {
     }
 }
 
-/// How long the kernel may use what it is told.
+/// For how long the kernel may use what it is told.
 #[derive(Clone, Copy, Debug)]
 pub struct Timeouts {
     pub attr: Duration,
     pub entry: Duration,
 }
 
-impl Timeouts {
-    fn of(self, a: &Stat) -> Duration {
-        a.timeout(self.attr)
+/// What the kernel does with a reply when it was told in the meantime that it is void.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Taken {
+    /// It sees that and does not believe them.
+    InOrder,
+    /// Likewise, unless it did not have the inode before.
+    Found,
+    /// Likewise; and names count as told when it takes them in, not when it asked for them.
+    Listed,
+    /// It believes them.
+    Blindly,
+}
+
+/// Attributes and names without the time for which they may be believed, which is put in when they are sent.
+#[derive(Debug)]
+pub struct Told {
+    /// What is sent, and behind it names that are not.
+    bytes: Vec<u8>,
+    len: usize,
+    marks: Vec<Mark>,
+    taken: Taken,
+}
+
+/// A time to be put in.
+#[derive(Debug)]
+struct Mark {
+    at: usize,
+    /// `None`: there is no such name.
+    stat: Option<Stat>,
+    /// At `at` is a `fuse_entry_out` for this directory and name; `None`: a `fuse_attr_out` or `fuse_statx_out`.
+    name: Option<(Ino, Range<usize>)>,
+}
+
+impl Told {
+    fn new(mut f: Fields, stat: Option<Stat>, name: Option<(Ino, &[u8])>, taken: Taken) -> Told {
+        let len = f.0.len();
+        let name = name.map(|(dir, name)| {
+            f.0.extend_from_slice(name);
+            (dir, len..len + name.len())
+        });
+        Told { bytes: f.0, len, marks: vec![Mark { at: 0, stat, name }], taken }
     }
+
+    pub fn taken(&self) -> Taken {
+        self.taken
+    }
+
+    /// It may not be believed at all.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+
+    /// It may be believed for as long as `attr` says of attributes and `name` of what is behind a name in a directory.
+    pub fn finish(
+        mut self,
+        attr: impl Fn(&Stat) -> Duration,
+        name: impl Fn(Ino, &[u8], Option<Ino>) -> Duration,
+    ) -> Reply {
+        for mark in &self.marks {
+            let attr = mark.stat.as_ref().map_or(Duration::ZERO, &attr);
+            let Some((dir, range)) = &mark.name else {
+                put(&mut self.bytes[mark.at..], [0, 8], attr);
+                continue;
+            };
+            let ino = mark.stat.map(|s| s.attr.ino);
+            let entry = name(*dir, &self.bytes[range.clone()], ino);
+            if ino.is_none() && entry.is_zero() {
+                return Reply::Error(libc::ENOENT);
+            }
+            put(&mut self.bytes[mark.at..], [16, 32], entry);
+            put(&mut self.bytes[mark.at..], [24, 36], attr);
+        }
+        self.bytes.truncate(self.len);
+        Reply::Bytes(self.bytes)
+    }
+}
+
+/// Puts in seconds and nanoseconds.
+fn put(out: &mut [u8], [seconds, nanos]: [usize; 2], d: Duration) {
+    out[seconds..seconds + 8].copy_from_slice(&d.as_secs().to_ne_bytes());
+    out[nanos..nanos + 4].copy_from_slice(&d.subsec_nanos().to_ne_bytes());
 }
 
 /// `fuse_lk_out`: a lock in the way, or that there is none.
@@ -91,12 +170,9 @@ impl Fields {
         self.u32(a.mode).u32(a.nlink).u32(a.uid).u32(a.gid).u32(a.rdev).u32(block_size(a)).u32(0)
     }
 
-    fn entry(&mut self, a: &pb::Attr, t: Timeouts) -> &mut Fields {
+    fn entry(&mut self, s: &Stat) -> &mut Fields {
         // Inode ids are never reused, so every inode is of generation 0.
-        let s = Stat::from(*a);
-        let attr = t.of(&s);
-        self.u64(a.ino).u64(0).u64(t.entry.as_secs()).u64(attr.as_secs());
-        self.u32(t.entry.subsec_nanos()).u32(attr.subsec_nanos()).attr(&s)
+        self.u64(s.attr.ino).zeros(32).attr(s)
     }
 }
 
@@ -118,26 +194,32 @@ fn block_size(a: &pb::Attr) -> u32 {
     if a.mode & libc::S_IFMT == libc::S_IFREG { super::MAX_REQUEST } else { 4096 }
 }
 
-pub fn entry(a: &pb::Attr, t: Timeouts) -> Reply {
-    let mut f = Fields::default();
-    f.entry(a, t);
-    Reply::Bytes(f.0)
+/// What is behind a name in a directory.
+pub fn entry(a: &pb::Attr, name: (Ino, &[u8]), taken: Taken) -> Reply {
+    let (mut f, s) = (Fields::default(), Stat::from(*a));
+    f.entry(&s);
+    Reply::Told(Told::new(f, Some(s), Some(name), taken))
 }
 
-pub fn attr(s: &Stat, t: Timeouts) -> Reply {
+/// That there is no such name in a directory.
+pub fn missing(name: (Ino, &[u8])) -> Reply {
     let mut f = Fields::default();
-    let t = t.of(s);
-    f.u64(t.as_secs()).u32(t.subsec_nanos()).u32(0).attr(s);
-    Reply::Bytes(f.0)
+    f.zeros(abi::ENTRY);
+    Reply::Told(Told::new(f, None, Some(name), Taken::InOrder))
+}
+
+pub fn attr(s: &Stat, taken: Taken) -> Reply {
+    let mut f = Fields::default();
+    f.zeros(16).attr(s);
+    Reply::Told(Told::new(f, Some(*s), None, taken))
 }
 
 /// `fuse_statx_out`: what [`attr`] says, and the time of birth.
-pub fn statx(s: &Stat, t: Timeouts) -> Reply {
+pub fn statx(s: &Stat) -> Reply {
     const BASIC: u32 = 0x7ff;
     const BTIME: u32 = 0x800;
     let (mut f, a) = (Fields::default(), &s.attr);
-    let t = t.of(s);
-    f.u64(t.as_secs()).u32(t.subsec_nanos()).u32(0).zeros(16);
+    f.zeros(32);
     f.u32(BASIC | BTIME).u32(block_size(a)).u64(0).u32(a.nlink).u32(a.uid).u32(a.gid).u16(a.mode as u16).u16(0);
     f.u64(a.ino).u64(a.size).u64(s.blocks()).u64(0);
     for ns in [a.atime_ns, a.btime_ns, a.ctime_ns, a.mtime_ns] {
@@ -146,7 +228,7 @@ pub fn statx(s: &Stat, t: Timeouts) -> Reply {
     }
     let (major, minor) = device(a.rdev);
     f.u32(major).u32(minor).u32(0).u32(0).zeros(8 * 14);
-    Reply::Bytes(f.0)
+    Reply::Told(Told::new(f, Some(*s), None, Taken::InOrder))
 }
 
 /// Major and minor number in Linux's 32 bit encoding.
@@ -160,10 +242,11 @@ pub fn opened(handle: u64, flags: u32) -> Reply {
     Reply::Bytes(f.0)
 }
 
-pub fn created(a: &pb::Attr, t: Timeouts, handle: u64, flags: u32) -> Reply {
-    let mut f = Fields::default();
-    f.entry(a, t).u64(handle).u32(flags).u32(0);
-    Reply::Bytes(f.0)
+/// A new file that is open. An empty name: it has none.
+pub fn created(a: &pb::Attr, name: (Ino, &[u8]), handle: u64, flags: u32) -> Reply {
+    let (mut f, s) = (Fields::default(), Stat::from(*a));
+    f.entry(&s).u64(handle).u32(flags).u32(0);
+    Reply::Told(Told::new(f, Some(s), Some(name), Taken::Blindly))
 }
 
 pub fn written(n: usize) -> Reply {
@@ -207,28 +290,34 @@ pub fn xattr(value: &[u8], room: u32) -> Reply {
 pub struct Entries {
     out: Fields,
     room: usize,
-    plus: Option<Timeouts>,
+    plus: Option<Ino>,
+    marks: Vec<Mark>,
 }
 
 impl Entries {
-    /// `plus`: with attributes.
-    pub fn new(room: usize, plus: Option<Timeouts>) -> Entries {
-        Entries { out: Fields::default(), room, plus }
+    /// `plus`: with attributes, and of which directory.
+    pub fn new(room: usize, plus: Option<Ino>) -> Entries {
+        Entries { out: Fields::default(), room, plus, marks: Vec::new() }
     }
 
     /// False when there is no room for it.
     pub fn take(&mut self, e: &Entry) -> bool {
         let head = abi::DIRENT + if self.plus.is_some() { abi::ENTRY } else { 0 };
         let len = abi::aligned(head + e.name.len());
-        if self.out.0.len() + len > self.room {
+        let at = self.out.0.len();
+        if at + len > self.room {
             return false;
         }
-        if let Some(t) = self.plus {
-            match &e.attr {
-                Some(a) => self.out.entry(a, t),
-                // Node 0: an entry without attributes, as "." and "..".
-                None => self.out.zeros(abi::ENTRY),
-            };
+        match (self.plus, e.attr) {
+            (Some(dir), Some(a)) => {
+                let stat = Stat::from(a);
+                self.out.entry(&stat);
+                let name = at + head..at + head + e.name.len();
+                self.marks.push(Mark { at, stat: Some(stat), name: Some((dir, name)) });
+            }
+            // Node 0: an entry without attributes, as "." and "..".
+            (Some(_), None) => drop(self.out.zeros(abi::ENTRY)),
+            (None, _) => {}
         }
         self.out.u64(e.ino).u64(e.offset).u32(e.name.len() as u32).u32(e.kind);
         self.out.0.extend_from_slice(&e.name);
@@ -237,7 +326,8 @@ impl Entries {
     }
 
     pub fn reply(self) -> Reply {
-        Reply::Bytes(self.out.0)
+        let (bytes, marks) = (self.out.0, self.marks);
+        Reply::Told(Told { len: bytes.len(), bytes, marks, taken: Taken::Listed })
     }
 }
 
@@ -248,36 +338,97 @@ mod tests {
     fn bytes(r: Reply) -> Vec<u8> {
         match r {
             Reply::Bytes(b) => b,
+            Reply::Told(t) => t.bytes().to_vec(),
             other => panic!("{other:?}"),
         }
     }
 
-    const T: Timeouts = Timeouts { attr: Duration::from_millis(1500), entry: Duration::ZERO };
+    const HALF: Duration = Duration::from_millis(1500);
+    const NAME: (Ino, &[u8]) = (1, b"name");
+
+    /// When attributes are believed for 1.5 s, and names for 2.5 s.
+    fn believed(r: Reply) -> Reply {
+        match r {
+            Reply::Told(t) => t.finish(|s| s.timeout(HALF), |_, _, _| HALF + Duration::from_secs(1)),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn u64_at(b: &[u8], at: usize) -> u64 {
+        u64::from_ne_bytes(b[at..at + 8].try_into().unwrap())
+    }
+
+    fn u32_at(b: &[u8], at: usize) -> u32 {
+        u32::from_ne_bytes(b[at..at + 4].try_into().unwrap())
+    }
+
+    /// Seconds and nanoseconds of names, and of attributes.
+    fn times(entry: &[u8]) -> [(u64, u32); 2] {
+        [(u64_at(entry, 16), u32_at(entry, 32)), (u64_at(entry, 24), u32_at(entry, 36))]
+    }
 
     /// Sizes of the kernel's structures: one byte off and every field after it is another.
     #[test]
     fn replies_are_as_long_as_the_kernels_structures() {
-        let a = pb::Attr::default();
-        assert_eq!(bytes(entry(&a, T)).len(), abi::ENTRY);
-        assert_eq!(bytes(attr(&a.into(), T)).len(), 16 + 88);
-        assert_eq!(bytes(statx(&a.into(), T)).len(), 32 + 256);
+        let a = pb::Attr { ino: 5, ..Default::default() };
+        let both = |r: fn(&pb::Attr) -> Reply| [bytes(r(&a)), bytes(believed(r(&a)))].map(|b| b.len());
+        assert_eq!(both(|a| entry(a, NAME, Taken::InOrder)), [abi::ENTRY; 2]);
+        assert_eq!(both(|_| missing(NAME)), [abi::ENTRY; 2]);
+        assert_eq!(both(|a| attr(&(*a).into(), Taken::InOrder)), [16 + 88; 2]);
+        assert_eq!(both(|a| statx(&(*a).into())), [32 + 256; 2]);
+        assert_eq!(both(|a| created(a, NAME, 1, 0)), [abi::ENTRY + 16; 2]);
         assert_eq!(bytes(opened(1, 0)).len(), 16);
-        assert_eq!(bytes(created(&a, T, 1, 0)).len(), abi::ENTRY + 16);
         assert_eq!(bytes(statfs(&pb::StatfsReply::default())).len(), 80);
         assert_eq!(bytes(written(1)).len(), 8);
     }
 
     #[test]
+    fn times_are_put_in_where_the_kernel_reads_them() {
+        let a = pb::Attr { ino: 5, size: 7, ..Default::default() };
+        for of in [|a| entry(a, NAME, Taken::InOrder), |a| created(a, NAME, 9, 0)] {
+            let (plain, timed) = (bytes(of(&a)), bytes(believed(of(&a))));
+            assert_eq!((times(&plain), times(&timed)), ([(0, 0); 2], [(2, 500_000_000), (1, 500_000_000)]));
+            assert_eq!((u64_at(&timed, 0), u64_at(&timed, 40), u64_at(&timed, 48)), (5, 5, 7), "the rest stays");
+        }
+        let stat = Stat::from(a);
+        for of in [|s| attr(s, Taken::InOrder), statx] {
+            let (plain, timed) = (bytes(of(&stat)), bytes(believed(of(&stat))));
+            assert_eq!((u64_at(&plain, 0), u32_at(&plain, 8)), (0, 0));
+            assert_eq!((u64_at(&timed, 0), u32_at(&timed, 8)), (1, 500_000_000));
+            assert_eq!(plain[12..], timed[12..]);
+        }
+    }
+
+    #[test]
+    fn that_there_is_no_name_is_said_for_some_time_or_is_an_error() {
+        let asked = |valid| {
+            let Reply::Told(t) = missing(NAME) else { panic!() };
+            t.finish(
+                |_| panic!("there are no attributes"),
+                |dir, name, to| {
+                    assert_eq!(((dir, name), to), (NAME, None));
+                    valid
+                },
+            )
+        };
+        let out = bytes(asked(HALF));
+        assert_eq!((u64_at(&out, 0), times(&out)), (0, [(1, 500_000_000), (0, 0)]));
+        assert!(matches!(asked(Duration::ZERO), Reply::Error(libc::ENOENT)));
+    }
+
+    #[test]
     fn the_space_of_a_sparse_file_is_told_only_where_it_was_counted() {
-        let u64_at = |r: Vec<u8>, at: usize| u64::from_ne_bytes(r[at..at + 8].try_into().unwrap());
-        let told = |s: Stat| (u64_at(bytes(attr(&s, T)), 0), u64_at(bytes(attr(&s, T)), 32));
+        let told = |s: Stat| {
+            let out = bytes(believed(attr(&s, Taken::InOrder)));
+            (u64_at(&out, 0), u64_at(&out, 32))
+        };
         let plain = pb::Attr { size: 5000, ..Default::default() };
         assert_eq!(told(plain.into()), (1, 10));
         let sparse = pb::Attr { sparse: true, ..plain };
         assert_eq!(told(sparse.into()), (0, 10), "not to be believed");
         assert_eq!(told(Stat { attr: sparse, allocated: Some(4096) }), (1, 8));
-        assert_eq!(u64_at(bytes(statx(&Stat { attr: sparse, allocated: Some(4096) }, T)), 32 + 48), 8);
-        assert_eq!(u64_at(bytes(entry(&sparse, T)), 24), 0, "names bring no space");
+        assert_eq!(u64_at(&bytes(statx(&Stat { attr: sparse, allocated: Some(4096) })), 32 + 48), 8);
+        assert_eq!(times(&bytes(believed(entry(&sparse, NAME, Taken::InOrder))))[1], (0, 0), "names bring no space");
     }
 
     #[test]
@@ -285,7 +436,7 @@ mod tests {
         let t = Time::of(-500_000_000);
         assert_eq!((t.seconds, t.nanos), (-1, 500_000_000));
         let a = pb::Attr { mtime_ns: i64::MIN, ..Default::default() };
-        assert_eq!(bytes(attr(&a.into(), T)).len(), 104);
+        assert_eq!(bytes(attr(&a.into(), Taken::InOrder)).len(), 104);
     }
 
     #[test]
@@ -300,9 +451,34 @@ mod tests {
         assert!(plain.take(&e) && plain.take(&e) && !plain.take(&e));
         let out = bytes(plain.reply());
         assert_eq!((out.len(), &out[24..27], out[8]), (64, &b"abc"[..], 77));
-        let mut plus = Entries::new(200, Some(T));
+        let mut plus = Entries::new(200, Some(1));
         assert!(plus.take(&e) && !plus.take(&e));
         assert_eq!(bytes(plus.reply()).len(), 160);
+    }
+
+    #[test]
+    fn each_entry_of_a_list_has_times_of_its_own() {
+        let attr = |ino| Some(pb::Attr { ino, ..Default::default() });
+        let entry = |name: &[u8], ino| Entry { name: name.to_vec(), ino, kind: 8, offset: ino, attr: attr(ino) };
+        let mut list = Entries::new(1000, Some(77));
+        assert!(list.take(&Entry { attr: None, ..entry(b".", 77) }));
+        assert!(list.take(&entry(b"abc", 5)) && list.take(&entry(b"defghijkl", 6)));
+        let Reply::Told(told) = list.reply() else { panic!() };
+        let plain = told.bytes().to_vec();
+        let name = |dir, name: &[u8], to| match (dir, name, to) {
+            (77, b"abc", Some(5)) => Duration::from_secs(3),
+            (77, b"defghijkl", Some(6)) => Duration::from_nanos(4),
+            other => panic!("{other:?}"),
+        };
+        let out = bytes(told.finish(|s| Duration::from_secs(s.attr.ino), name));
+        // One is 160 bytes, the last of them 8 more.
+        assert_eq!((out.len(), plain.len()), (488, 488));
+        assert_eq!(times(&out), [(0, 0); 2]);
+        assert_eq!(times(&out[160..]), [(3, 0), (5, 0)]);
+        assert_eq!(times(&out[320..]), [(0, 4), (6, 0)]);
+        assert_eq!((&out[160 + 152..][..3], &out[320 + 152..][..9]), (&b"abc"[..], &b"defghijkl"[..]));
+        let differ = plain.iter().zip(&out).filter(|(a, b)| a != b).count();
+        assert_eq!(differ, 4, "nothing but the times");
     }
 
     #[test]

@@ -16,21 +16,23 @@ use std::{
 use parking_lot::Mutex;
 use strake_client::{Keep, Numbers, numbered};
 use strake_fabric::Pool;
-use strake_proto::{Result, pb};
+use strake_proto::{Code, Ino, Result, pb};
 use tokio::{runtime::Handle, sync::Semaphore};
 
 use super::{
     abi::{self, fattr},
+    channel::Channel,
+    copies::Copies,
     init::Agreed,
     interrupts::{Interrupts, Patience},
-    reply::{self, Entries, Reply, Timeouts},
+    reply::{self, Entries, Reply, Taken, Timeouts},
     request::{Body, Head, Request, SetAttr},
     session::{Answer, Handler},
 };
 use crate::{
     MountConfig,
     transport::errno,
-    vfs::{Caller, Change, CopyRange, Place, Time, Vfs},
+    vfs::{Caller, Change, CopyRange, Place, Stat, Time, Vfs},
 };
 
 /// Waiting for locks at a time; more are answered ENOLCK.
@@ -38,6 +40,8 @@ const MOST_LOCK_WAITERS: usize = 4096;
 /// Requests taken from the kernel and not answered, without those that wait for locks: most of them wait for room. So
 /// many are taken because the kernel's INTERRUPT must be read even when every request in work waits for a dead server.
 const MOST_TAKEN: usize = 4096;
+/// How long a program that was killed stays for what it is just changing, as long as servers answer.
+const LAST_CHANGE: Duration = Duration::from_secs(1);
 /// After this long the requests of a former daemon that did not come again never do.
 const COMES_AGAIN: Duration = Duration::from_secs(2);
 /// Where the kept memory has what was agreed with the kernel.
@@ -64,7 +68,9 @@ pub(crate) struct Serve {
 #[derive(Clone)]
 struct Core {
     vfs: Arc<Vfs>,
-    timeouts: Timeouts,
+    /// The most for which the kernel may believe anything.
+    bounds: Timeouts,
+    copies: Arc<Copies>,
     agreed: Arc<OnceLock<Agreed>>,
     /// Requests in work at a time.
     room: Arc<Semaphore>,
@@ -78,15 +84,16 @@ impl Serve {
         agreed: Arc<OnceLock<Agreed>>,
         keep: Option<Arc<Keep>>,
     ) -> Serve {
-        let timeouts = Timeouts { attr: cfg.attr_timeout, entry: cfg.entry_timeout };
+        let bounds = Timeouts { attr: cfg.attr_timeout, entry: cfg.entry_timeout };
         let room = Arc::new(Semaphore::new(cfg.max_requests.max(1)));
         let left = keep.as_ref().map_or_else(Vec::new, |k| k.left_requests());
         vfs.take_over(&left).await;
         if let Some(a) = keep.as_deref().and_then(agreed_before) {
             let _ = agreed.set(a);
         }
+        let copies = Arc::new(Copies::new(cfg.root, Handle::current()));
         Serve {
-            core: Core { vfs, timeouts, agreed, room },
+            core: Core { vfs, bounds, copies, agreed, room },
             runtime: Handle::current(),
             taken: Arc::new(Semaphore::new(MOST_TAKEN)),
             lock_room: Arc::new(Semaphore::new(MOST_LOCK_WAITERS)),
@@ -99,6 +106,21 @@ impl Serve {
     /// Where requests are read to: what is written must outlive this daemon.
     pub(crate) fn pool(&self) -> Pool {
         self.keep.as_ref().map_or_else(|| self.core.vfs.pool().clone(), |k| k.pool().clone())
+    }
+
+    /// To be done before anything is read: from now on what the kernel is told is taken back through `channel`.
+    pub(super) fn keep_copies(&mut self, channel: &Arc<Channel>) {
+        let Core { vfs, copies, agreed, bounds, .. } = &mut self.core;
+        copies.connect(channel);
+        if !vfs.set_copies(copies.clone()) {
+            tracing::warn!("another mount of this client keeps copies: here the kernel keeps none");
+            *bounds = Timeouts { attr: Duration::ZERO, entry: Duration::ZERO };
+        }
+        // Names that a former daemon told this one's client does not know. Of inodes the leader has on record what was told.
+        if !bounds.entry.is_zero() && agreed.get().is_some_and(Agreed::forgets_names) {
+            copies.has_names();
+            copies.forget_names();
+        }
     }
 
     /// Whether there was a daemon before this one.
@@ -150,6 +172,7 @@ impl Serve {
         };
         let waiting = self.interrupts.begin(head.unique, head.pid, patience);
         let core = self.core.clone();
+        let changes = patience == Patience::UntilKilled && !body.only_asks();
         self.runtime.spawn(async move {
             let reply = {
                 // In place: a task has room for each place that a future is moved to.
@@ -161,11 +184,17 @@ impl Serve {
                 tokio::select! {
                     biased;
                     reply = work => reply,
-                    // What was begun goes on to its end where it has to; only the caller is let go.
-                    () = waiting.given_up() => Reply::Error(libc::EINTR),
+                    // What was begun goes on to its end where it has to; only the caller is let go. Whoever waits for the end of a
+                    // killed program finds done what it did, unless servers keep that waiting.
+                    () = async {
+                        waiting.given_up().await;
+                        if changes {
+                            core.vfs.while_served(LAST_CHANGE).await;
+                        }
+                    } => Reply::Error(libc::EINTR),
                 }
             };
-            answer.send(&reply);
+            core.send(answer, reply);
             drop((waiting, place, numbers));
         });
     }
@@ -222,6 +251,11 @@ fn with<T>(result: Result<T>, make: impl FnOnce(T) -> Reply) -> Reply {
     result.map_or_else(|e| Reply::Error(errno(&e)), make)
 }
 
+/// A reply about what was made at a name.
+fn made(result: Result<pb::Attr>, name: (Ino, &[u8])) -> Reply {
+    with(result, |a| reply::entry(&a, name, Taken::Blindly))
+}
+
 impl Core {
     async fn answer(&self, head: Head, body: Body) -> Reply {
         let who = Caller { uid: head.uid, gid: head.gid, pid: head.pid };
@@ -249,30 +283,61 @@ impl Core {
         }
     }
 
-    fn entry(&self, result: Result<pb::Attr>) -> Reply {
-        with(result, |a| reply::entry(&a, self.timeouts))
+    /// Sends a reply. What the kernel may keep of it is decided at this moment: whoever takes it back does so before or after.
+    fn send(&self, answer: Answer, reply: Reply) {
+        let Reply::Told(told) = reply else { return answer.send(&reply) };
+        let (v, taken) = (&self.vfs, told.taken());
+        let keeps_names = self.agreed.get().is_some_and(Agreed::forgets_names);
+        let _now = v.telling();
+        let attr = |s: &Stat| {
+            let valid = s.timeout(self.bounds.attr.min(v.attr_valid(&s.attr)));
+            if !valid.is_zero() {
+                self.copies.told(s.attr.ino, taken);
+            }
+            valid
+        };
+        let name = |dir, name: &[u8], to| {
+            if !keeps_names {
+                return Duration::ZERO;
+            }
+            let valid = self.bounds.entry.min(v.name_valid(dir, name, to));
+            if !valid.is_zero() {
+                self.copies.told_names(taken);
+            }
+            valid
+        };
+        answer.send(&told.finish(attr, name));
     }
 
     /// Names and attributes.
     async fn name(&self, who: Caller, node: u64, body: Body) -> Reply {
         let v = &self.vfs;
         match body {
-            Body::Lookup { name } => self.entry(v.lookup(who, node, &name).await),
-            Body::Getattr => with(v.getattr(node).await, |a| reply::attr(&a, self.timeouts)),
-            Body::Statx => with(v.getattr(node).await, |a| reply::statx(&a, self.timeouts)),
+            Body::Lookup { name } => match v.lookup(who, node, &name).await {
+                Err(e) if e.code == Code::NoEnt => reply::missing((node, &name)),
+                found => with(found, |a| reply::entry(&a, (node, &name), Taken::Found)),
+            },
+            Body::Getattr => with(v.getattr(node).await, |a| reply::attr(&a, Taken::InOrder)),
+            Body::Statx => with(v.getattr(node).await, |a| reply::statx(&a)),
             Body::Setattr(set) => {
-                with(v.setattr(who, node, change(&set)).await, |a| reply::attr(&a.into(), self.timeouts))
+                with(v.setattr(who, node, change(&set)).await, |a| reply::attr(&a.into(), Taken::Blindly))
             }
             Body::Readlink => with(v.readlink(who, node).await, Reply::Bytes),
-            Body::Symlink { name, target } => self.entry(v.symlink(who, node, &name, &target).await),
-            Body::Mknod { name, mode, rdev, umask } => self.entry(v.mknod(who, node, &name, mode, umask, rdev).await),
-            Body::Mkdir { name, mode, umask } => self.entry(v.mkdir(who, node, &name, mode, umask).await),
+            Body::Symlink { name, target } => made(v.symlink(who, node, &name, &target).await, (node, &name)),
+            Body::Mknod { name, mode, rdev, umask } => {
+                made(v.mknod(who, node, &name, mode, umask, rdev).await, (node, &name))
+            }
+            Body::Mkdir { name, mode, umask } => made(v.mkdir(who, node, &name, mode, umask).await, (node, &name)),
             Body::Unlink { name } => empty(v.unlink(who, node, &name).await),
             Body::Rmdir { name } => empty(v.rmdir(who, node, &name).await),
             Body::Rename { name, to, to_name, flags } => {
-                empty(v.rename(who, (node, &name), (to, &to_name), flags).await)
+                with(v.rename(who, (node, &name), (to, &to_name), flags).await, |()| {
+                    // The kernel believes the new name for as long as the old one, but the client may not know it.
+                    self.copies.forget_names();
+                    Reply::ok()
+                })
             }
-            Body::Link { ino, name } => self.entry(v.link(who, ino, node, &name).await),
+            Body::Link { ino, name } => made(v.link(who, ino, node, &name).await, (node, &name)),
             Body::Access { mask } => empty(v.access(who, node, mask).await),
             Body::Statfs => with(v.statfs().await, |s| reply::statfs(&s)),
             Body::Syncfs => empty(v.sync_all().await),
@@ -299,12 +364,12 @@ impl Core {
             }
             Body::Create { name, flags, mode, umask } => {
                 with(v.create(who, node, &name, mode, umask, flags as i32).await, |(a, o)| {
-                    reply::created(&a, self.timeouts, o.handle, self.open_flags())
+                    reply::created(&a, (node, &name), o.handle, self.open_flags())
                 })
             }
             Body::Tmpfile { flags, mode, umask } => {
                 with(v.tmpfile(who, node, mode, umask, flags as i32).await, |(a, o)| {
-                    reply::created(&a, self.timeouts, o.handle, self.open_flags())
+                    reply::created(&a, (node, b""), o.handle, self.open_flags())
                 })
             }
             Body::Read { handle, offset, size } => with(v.read(handle, offset, size as usize).await, Reply::Data),
@@ -344,7 +409,7 @@ impl Core {
             Body::Opendir => reply::opened(v.opendir(who, node), 0),
             Body::Readdir { handle, offset, size, plus } => {
                 let room = size.min(super::MAX_REQUEST) as usize;
-                let mut entries = Entries::new(room, plus.then_some(self.timeouts));
+                let mut entries = Entries::new(room, plus.then_some(node));
                 let read = v.readdir(handle, offset, plus, |e| entries.take(e)).await;
                 with(read, |()| entries.reply())
             }

@@ -95,14 +95,13 @@ impl Session {
     /// Serves one mount from these descriptors, a thread for each. `pool` is where requests are read to. `agreed` is known when an earlier daemon has answered
     /// the mount's INIT; otherwise it is filled when that has come.
     pub fn start<H: Handler>(
-        channels: Vec<Channel>,
+        channels: Vec<Arc<Channel>>,
         handler: Arc<H>,
         pool: Pool,
         agreed: Arc<OnceLock<Agreed>>,
     ) -> io::Result<Session> {
         let (tell, over) = watch::channel(None);
         let shared = Arc::new(Shared { handler, pool, agreed, is_over: AtomicBool::new(false), over: tell });
-        let channels: Vec<Arc<Channel>> = channels.into_iter().map(Arc::new).collect();
         let first = channels.first().cloned().ok_or_else(|| io::Error::other("a mount needs a descriptor"))?;
         let mut threads = Vec::new();
         for (i, channel) in channels.into_iter().enumerate() {

@@ -2,6 +2,7 @@
 
 mod acls;
 mod attrs;
+mod effects;
 mod golden;
 mod layouts;
 mod locks;
@@ -20,7 +21,7 @@ use sha2::{Digest, Sha256};
 use strake_proto::{Code, Ino, pb};
 use strake_store::{MemStore, Reader};
 
-use super::{FORMAT_VERSION, Namespace, keys, perm};
+use super::{FORMAT_VERSION, Namespace, effects::Effect, keys, perm};
 use pb::{log_command::Command, op::Op};
 
 pub const ROOT: Ino = 1;
@@ -67,6 +68,8 @@ pub struct Fs {
     pub seq: u64,
     pub session: u64,
     pub creds: pb::Creds,
+    /// Of the last command.
+    pub effects: Vec<Effect>,
 }
 
 impl Fs {
@@ -78,7 +81,7 @@ impl Fs {
     pub fn with_mask(mask: u64) -> Fs {
         let store = MemStore::new();
         let ns = Namespace::open_with(std::sync::Arc::new(store.clone()), mask).unwrap();
-        let mut fs = Fs { store, ns, index: 0, now: T0, seq: 0, session: 0, creds: creds(0) };
+        let mut fs = Fs { store, ns, index: 0, now: T0, seq: 0, session: 0, creds: creds(0), effects: vec![] };
         assert_eq!(fs.log(format()).status, None);
         fs.session = fs.open_session(1);
         fs.cluster(3, 2);
@@ -133,7 +136,13 @@ impl Fs {
         self.index += 1;
         self.now += 1_000_000_000;
         let e = (self.index, 1, entry(self.now, command));
-        self.ns.apply(&[e], (self.index, 1), None).unwrap().remove(0)
+        let before = effects::visible(&self.store);
+        let mut told = Vec::new();
+        let tell = |effects: &[Effect]| told.extend_from_slice(effects);
+        let reply = self.ns.apply_and_tell(&[e], (self.index, 1), None, tell).unwrap().remove(0);
+        effects::check(before, &self.store, &told);
+        self.effects = told;
+        reply
     }
 
     /// Runs a list as `self.creds`, through the log if it changes anything.
@@ -148,6 +157,7 @@ impl Fs {
             lowest_unanswered: self.seq,
             creds: Some(self.creds.clone()),
             ops,
+            ..Default::default()
         };
         match self.log(Command::Meta(m)) {
             pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Meta(m)) } => m.results,

@@ -219,7 +219,14 @@ fn command(d: &mut Dice, fs: &Fs, seqs: &mut [u64; 3], newer: bool) -> Command {
             let ops = (0..n).map(|_| op(one(d))).collect();
             let uid = if d.one_in(3) { d.below(4) as u32 } else { 0 };
             let creds = Some(pb::Creds { uid, gid: uid, groups: vec![2] });
-            Command::Meta(pb::MetaRequest { session, seq, lowest_unanswered: s.saturating_sub(15), creds, ops })
+            Command::Meta(pb::MetaRequest {
+                session,
+                seq,
+                lowest_unanswered: s.saturating_sub(15),
+                creds,
+                ops,
+                ..Default::default()
+            })
         }
     }
 }
@@ -328,7 +335,14 @@ fn creates_per_second() {
         let ops = vec![op(mk_create(d, &format!("file{i}")))];
         let seq = fs.seq + i;
         let creds = Some(fs.creds.clone());
-        let m = pb::MetaRequest { session: fs.session, seq, lowest_unanswered: seq.saturating_sub(64), creds, ops };
+        let m = pb::MetaRequest {
+            session: fs.session,
+            seq,
+            lowest_unanswered: seq.saturating_sub(64),
+            creds,
+            ops,
+            ..Default::default()
+        };
         log.push((fs.index + i, 1, entry(fs.now, Command::Meta(m))));
     }
     let start = std::time::Instant::now();

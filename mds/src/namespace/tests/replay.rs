@@ -9,7 +9,7 @@ use strake_store::{MetaStore, mem::Fault};
 fn request(fs: &Fs, session: u64, seq: u64, lowest: u64, name: &str) -> Command {
     let ops = vec![op(mk_create(ROOT, name))];
     let creds = Some(fs.creds.clone());
-    Command::Meta(pb::MetaRequest { session, seq, lowest_unanswered: lowest, creds, ops })
+    Command::Meta(pb::MetaRequest { session, seq, lowest_unanswered: lowest, creds, ops, ..Default::default() })
 }
 
 /// Errors by their codes: the words of an error are not kept.
@@ -239,7 +239,14 @@ fn readers_see_whole_commits_only() {
         for i in 0..2_000 {
             let names = if i % 2 == 0 { ("a", "b") } else { ("b", "a") };
             let ops = vec![op(mk_rename(ROOT, names.0, ROOT, names.1, 0))];
-            let m = pb::MetaRequest { session, seq: 1_000 + i, creds: Some(creds(0)), ops, lowest_unanswered: i };
+            let m = pb::MetaRequest {
+                session,
+                seq: 1_000 + i,
+                creds: Some(creds(0)),
+                ops,
+                lowest_unanswered: i,
+                ..Default::default()
+            };
             let e = (first + i, 1, entry(T0, Command::Meta(m)));
             ns.apply(&[e], (first + i, 1), None).unwrap();
         }

@@ -71,6 +71,7 @@ fn mkdir(session: u64, seq: u64, name: &str) -> pb::MetaRequest {
         lowest_unanswered: seq,
         creds: Some(pb::Creds::default()),
         ops: vec![pb::Op { op: Some(op) }],
+        ..Default::default()
     }
 }
 

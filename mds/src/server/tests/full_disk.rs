@@ -86,6 +86,7 @@ impl Client {
             lowest_unanswered: self.seq,
             creds: Some(pb::Creds::default()),
             ops: ops.into_iter().map(|op| pb::Op { op: Some(op) }).collect(),
+            ..Default::default()
         };
         let answer = self.conn.call(Message::new(opcode::META, r.encode_to_vec()), Duration::from_secs(20)).await;
         let results = pb::MetaReply::decode(answer?.body).unwrap().results;

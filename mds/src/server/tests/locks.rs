@@ -197,13 +197,15 @@ async fn locks_and_their_waiters_outlive_the_leader() {
     w.kill(leader);
     w.leader().await;
     let mut c = w.client(3).await;
+    // The new leader lets leases of the old one run out before it tells anybody of the state.
+    c.one(Op::Getattr(pb::GetAttr { ino: f })).await;
     assert_eq!(code(&mut c, write(f, 1)).await, Some(Code::LockConflict), "nobody had to claim it again");
     let (told, ()) = tokio::join!(list(&w, waiting, vec![wait(1, f, 1)]), async {
         sleep(Duration::from_millis(100)).await;
         let ops = vec![pb::Op { op: Some(unlock(f, 1)) }];
         let seq = seq + 1;
         let creds = Some(pb::Creds::default());
-        let r = pb::MetaRequest { session: holder, seq, lowest_unanswered: seq, creds, ops };
+        let r = pb::MetaRequest { session: holder, seq, lowest_unanswered: seq, creds, ops, ..Default::default() };
         let r: pb::MetaReply = w.ask(Role::Client, opcode::META, &r).await.unwrap();
         assert!(r.results[0].status.is_none());
     });

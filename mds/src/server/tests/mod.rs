@@ -2,6 +2,7 @@
 
 mod disk;
 mod full_disk;
+mod leases;
 mod locks;
 mod world;
 
@@ -279,7 +280,7 @@ async fn opens_are_reasserted_to_a_new_leader_and_orphans_wait_for_them() {
     };
     let leader = w.leader().await;
     w.kill(leader);
-    let renew = |reassert| pb::SessionRenewRequest { session, map_version: 0, reassert, opens: vec![ino] };
+    let renew = |reassert| pb::SessionRenewRequest { session, reassert, opens: vec![ino], ..Default::default() };
     let _: pb::SessionRenewReply = w.ask(Role::Client, opcode::SESSION_RENEW, &renew(true)).await.unwrap();
     for _ in 0..8 {
         sleep(Duration::from_secs(6)).await;

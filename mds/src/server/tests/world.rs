@@ -342,7 +342,14 @@ impl Client<'_> {
         let seq = if crate::namespace::Namespace::is_mutation(&ops) { self.seq + 1 } else { 0 };
         self.seq = self.seq.max(seq);
         let lowest_unanswered = if seq == 0 { self.seq + 1 } else { seq };
-        pb::MetaRequest { session: self.session, seq, lowest_unanswered, creds: Some(pb::Creds::default()), ops }
+        pb::MetaRequest {
+            session: self.session,
+            seq,
+            lowest_unanswered,
+            creds: Some(pb::Creds::default()),
+            ops,
+            ..Default::default()
+        }
     }
     pub async fn send(&self, request: &pb::MetaRequest) -> Result<Vec<pb::OpResult>> {
         self.world.ask::<pb::MetaReply>(Role::Client, opcode::META, request).await.map(|r| r.results)
@@ -363,7 +370,8 @@ impl Client<'_> {
         Code::from_wire(results[0].status.as_ref().map_or(0, |s| s.code))
     }
     pub async fn renew(&self, reassert: bool, opens: &[u64]) -> Result<pb::SessionRenewReply> {
-        let r = pb::SessionRenewRequest { session: self.session, map_version: 0, reassert, opens: opens.to_vec() };
+        let r =
+            pb::SessionRenewRequest { session: self.session, reassert, opens: opens.to_vec(), ..Default::default() };
         self.world.ask(Role::Client, opcode::SESSION_RENEW, &r).await
     }
 }

@@ -1,0 +1,287 @@
+//! What this client may answer from memory, and how it learns and forgets it: the shell around [`Table`], see `docs/leases.md`.
+
+use std::{
+    collections::BTreeSet,
+    hash::{BuildHasher, RandomState},
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
+use strake_proto::{Code, Ino, SessionId, pb};
+use tokio::sync::Notify;
+
+use crate::leases::{Change, Name, Table, Token, Told};
+use pb::op::Op;
+
+/// Whoever keeps copies of what [`crate::Client`] told, as the kernel of a mount does.
+pub trait Forget: Send + Sync {
+    /// Forgets what is known of these inodes, and with `names` the names in all directories. Returns when that is done; must not
+    /// wait for a request to this client.
+    fn forget(&self, inos: &[Ino], names: bool);
+}
+
+/// See the module.
+#[derive(Default)]
+pub(crate) struct Memory {
+    table: Mutex<Table<pb::Attr>>,
+    /// Held for reading while somebody is told for how long he may keep a copy; for writing before copies are taken back.
+    telling: RwLock<()>,
+    copies: OnceLock<Arc<dyn Forget>>,
+    has_copies: Notify,
+    searchers: RandomState,
+    /// The session that said hello last, and the connection it did it on.
+    greeted: Mutex<(SessionId, u64)>,
+}
+
+/// A request that is under way. Dropped before its answer came, it may run yet.
+pub(crate) struct Asking<'a> {
+    memory: &'a Memory,
+    token: Token,
+    change: Option<Change>,
+    /// Inodes whose leases it gives back.
+    pub dropped: Vec<Ino>,
+}
+
+impl Memory {
+    // --- leases ---
+
+    /// The session has leases of the leader at the end of this connection.
+    pub fn is_greeted(&self, session: SessionId, connection: u64) -> bool {
+        *self.greeted.lock() == (session, connection)
+    }
+
+    pub fn greeted(&self, session: SessionId, connection: u64) {
+        *self.greeted.lock() = (session, connection);
+    }
+
+    /// Before hello is said: forgets everything, and has copies taken back.
+    pub fn connected(&self) {
+        let known = {
+            let mut table = self.table.lock();
+            let known = table.known();
+            table.connected();
+            known
+        };
+        self.take_back(&known, true);
+    }
+
+    /// A renewal that was sent at `sent` was answered. Whether there had been no leases before: what was known without is void.
+    pub fn renewed(&self, now: Duration, sent: Duration, term: Duration) -> bool {
+        let known = {
+            let mut table = self.table.lock();
+            let known = (!table.lives(now)).then(|| table.known());
+            table.renewed(now, sent, term);
+            known
+        };
+        // Copies are not believed any more, but the kernel would keep ACLs.
+        known.inspect(|known| self.take_back(known, true)).is_some()
+    }
+
+    /// Forgets what was recalled, and has copies taken back.
+    pub fn recalled(&self, inos: &[Ino]) {
+        let names = {
+            let (mut table, mut names) = (self.table.lock(), false);
+            inos.iter().for_each(|ino| names |= table.void(*ino));
+            names
+        };
+        self.take_back(inos, names);
+    }
+
+    fn take_back(&self, inos: &[Ino], names: bool) {
+        let Some(copies) = self.copies.get().filter(|_| !inos.is_empty()) else { return };
+        // Whoever is just telling what was known a moment ago is done after this; others find it forgotten.
+        drop(self.telling.write());
+        copies.forget(inos, names);
+    }
+
+    // --- copies ---
+
+    /// `false`: somebody else keeps copies already.
+    pub fn set_copies(&self, copies: Arc<dyn Forget>) -> bool {
+        let first = self.copies.set(copies).is_ok();
+        self.has_copies.notify_one();
+        first
+    }
+
+    /// Returns when it is known who keeps copies.
+    pub async fn copies_known(&self) {
+        if self.copies.get().is_none() {
+            self.has_copies.notified().await;
+        }
+    }
+
+    pub fn telling(&self) -> RwLockReadGuard<'_, ()> {
+        self.telling.read_recursive()
+    }
+
+    /// For how long a copy of exactly these attributes may be kept.
+    pub fn attr_valid(&self, now: Duration, attr: &pb::Attr) -> Duration {
+        let table = self.table.lock();
+        let is_known = table.attr(now, attr.ino) == Some(attr);
+        table.until().filter(|_| is_known).map_or(Duration::ZERO, |until| until.saturating_sub(now))
+    }
+
+    /// For how long it may be believed that this is behind the name.
+    pub fn name_valid(&self, now: Duration, dir: Ino, name: &[u8], to: Option<Ino>) -> Duration {
+        let table = self.table.lock();
+        let is_known = table.name_for_all(now, dir, name) == Some(to);
+        table.until().filter(|_| is_known).map_or(Duration::ZERO, |until| until.saturating_sub(now))
+    }
+
+    // --- answers from memory ---
+
+    pub fn attr(&self, now: Duration, ino: Ino) -> Option<pb::Attr> {
+        self.table.lock().attr(now, ino).copied()
+    }
+
+    /// What a lookup would find: `Some(None)`: no such name.
+    pub fn lookup(&self, now: Duration, creds: &pb::Creds, dir: Ino, name: &[u8]) -> Option<Option<pb::Attr>> {
+        let searcher = self.searcher(creds);
+        let table = self.table.lock();
+        match table.name(now, dir, name, searcher)? {
+            Some(ino) => Some(Some(*table.attr(now, ino)?)),
+            None => Some(None),
+        }
+    }
+
+    fn searcher(&self, creds: &pb::Creds) -> u64 {
+        let groups: BTreeSet<u32> = creds.groups.iter().copied().collect();
+        self.searchers.hash_one((creds.uid, creds.gid, groups))
+    }
+
+    // --- requests ---
+
+    /// A list is about to be sent.
+    pub fn begin(&self, ops: &[pb::Op]) -> Asking<'_> {
+        let mut table = self.table.lock();
+        let change = change_of(ops);
+        let (change, dropped) = match change == Change::default() {
+            true => (None, Vec::new()),
+            false => {
+                let (change, dropped) = table.change_begins(change);
+                (Some(change), dropped)
+            }
+        };
+        Asking { memory: self, token: table.begin(), change, dropped }
+    }
+}
+
+impl Asking<'_> {
+    /// It was answered: keeps what it says of what was granted.
+    pub fn answered(mut self, now: Duration, creds: &pb::Creds, ops: &[pb::Op], reply: &pb::MetaReply) {
+        let granted: BTreeSet<Ino> = reply.granted.iter().copied().collect();
+        let searcher = self.memory.searcher(creds);
+        let told = if granted.is_empty() { nothing() } else { told(ops, &reply.results, &granted, searcher) };
+        let mut table = self.memory.table.lock();
+        match self.change.take() {
+            Some(change) => table.change_answered(now, self.token, &change, told),
+            None => {
+                for n in told.names {
+                    table.keep_name(now, self.token, n);
+                }
+                for (ino, attr) in told.attrs {
+                    table.keep_attr(now, self.token, ino, attr);
+                }
+            }
+        }
+    }
+
+    /// It certainly did not run and will not.
+    pub fn never_ran(mut self) {
+        if let Some(change) = self.change.take() {
+            self.memory.table.lock().change_ends(&change, true);
+        }
+    }
+}
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        let mut table = self.memory.table.lock();
+        if let Some(change) = self.change.take() {
+            table.change_ends(&change, false);
+        }
+        table.end(self.token);
+    }
+}
+
+fn nothing() -> Told<pb::Attr> {
+    Told { attrs: Vec::new(), names: Vec::new() }
+}
+
+/// What a list may change.
+fn change_of(ops: &[pb::Op]) -> Change {
+    let mut c = Change::default();
+    for op in ops.iter().filter_map(|o| o.op.as_ref()) {
+        match op {
+            Op::Create(o) => c.names.push((o.parent, o.name.clone())),
+            Op::Mkdir(o) => c.names.push((o.parent, o.name.clone())),
+            Op::Mknod(o) => c.names.push((o.parent, o.name.clone())),
+            Op::Symlink(o) => c.names.push((o.parent, o.name.clone())),
+            Op::Unlink(o) => c.names.push((o.parent, o.name.clone())),
+            Op::Rmdir(o) => c.names.push((o.parent, o.name.clone())),
+            Op::Link(o) => {
+                c.inodes.push(o.ino);
+                c.names.push((o.parent, o.name.clone()));
+            }
+            Op::Rename(o) => {
+                c.names.push((o.parent, o.name.clone()));
+                c.names.push((o.new_parent, o.new_name.clone()));
+            }
+            Op::Setattr(o) => c.inodes.push(o.ino),
+            Op::Setxattr(o) => c.inodes.push(o.ino),
+            Op::Removexattr(o) => c.inodes.push(o.ino),
+            Op::Extend(o) => c.inodes.push(o.ino),
+            Op::Setlayout(o) => c.inodes.push(o.ino),
+            _ => {}
+        }
+    }
+    c.inodes.sort_unstable();
+    c.inodes.dedup();
+    c.names.sort_unstable();
+    c.names.dedup();
+    c
+}
+
+/// What the results say of inodes that were granted.
+fn told(ops: &[pb::Op], results: &[pb::OpResult], granted: &BTreeSet<Ino>, searcher: u64) -> Told<pb::Attr> {
+    let mut told = nothing();
+    let mut prev = 0;
+    for (op, r) in ops.iter().zip(results) {
+        let here = |ino: Ino| if ino == 0 { prev } else { ino };
+        let failure = r.status.as_ref().map_or(0, |s| s.code);
+        let mut name = |dir: Ino, name: &Bytes, to: Option<Ino>| {
+            let plain = !matches!(&name[..], b"." | b"..");
+            if plain && granted.contains(&dir) {
+                told.names.push(Name { dir, name: name.clone(), to, searcher: Some(searcher) });
+            }
+        };
+        match (&op.op, failure) {
+            (Some(Op::Lookup(o)), n) if Code::from_wire(n) == Code::NoEnt => name(here(o.parent), &o.name, None),
+            (_, n) if n != 0 => break,
+            (Some(Op::Lookup(o)), _) => name(here(o.parent), &o.name, Some(r.ino)),
+            (Some(Op::Create(o)), _) => name(here(o.parent), &o.name, Some(r.ino)),
+            (Some(Op::Mkdir(o)), _) => name(here(o.parent), &o.name, Some(r.ino)),
+            (Some(Op::Mknod(o)), _) => name(here(o.parent), &o.name, Some(r.ino)),
+            (Some(Op::Symlink(o)), _) => name(here(o.parent), &o.name, Some(r.ino)),
+            (Some(Op::Link(o)), _) => name(here(o.parent), &o.name, Some(r.ino)),
+            (Some(Op::Unlink(o)), _) => name(here(o.parent), &o.name, None),
+            (Some(Op::Rmdir(o)), _) => name(here(o.parent), &o.name, None),
+            _ => {}
+        }
+        told.attrs.extend(r.attr.filter(|a| granted.contains(&a.ino)).map(|a| (a.ino, a)));
+        if let Some(Op::Readdir(o)) = &op.op {
+            let dir = here(o.dir);
+            for e in &r.entries {
+                if granted.contains(&dir) {
+                    // Who may read a directory need not have the right to search it.
+                    told.names.push(Name { dir, name: e.name.clone(), to: Some(e.ino), searcher: None });
+                }
+                told.attrs.extend(e.attr.filter(|a| granted.contains(&a.ino)).map(|a| (a.ino, a)));
+            }
+        }
+        prev = r.ino;
+    }
+    told
+}

@@ -1,0 +1,141 @@
+//! What the metadata leader recalls: a request that waits at the leader, again and again. What it names is forgotten, or reported, and
+//! that is acknowledged by the next one. See `docs/leases.md`.
+
+use std::{
+    cmp::Ordering,
+    sync::{Arc, Weak},
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use prost::Message as _;
+use strake_fabric::Message;
+use strake_proto::{Ino, Result, SessionId, opcode, pb};
+use tokio::time::{sleep, timeout};
+
+use crate::{
+    core::Core,
+    mds::{Leader, META_TRY, decode},
+};
+
+/// How long there may be no leases before it is looked again whether there are.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// How long a recall waits for a mount that begins. Longer than what a former daemon told is believed.
+const COPIES: Duration = Duration::from_secs(2);
+/// After a request that failed.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// Serves recalls until the client is gone.
+pub(crate) async fn serve(core: Weak<Core>) {
+    let mut waits = true;
+    loop {
+        let Some(c) = core.upgrade().filter(|c| !c.is_closed()) else { return };
+        let Some((leader, session)) = c.greeted_leader().await else {
+            let _ = timeout(LOOK, c.greeted.notified()).await;
+            continue;
+        };
+        if std::mem::take(&mut waits) && c.cfg.keep.as_ref().is_some_and(|k| k.former_session() == session) {
+            // What a former daemon told the kernel may be recalled, too.
+            let _ = timeout(COPIES, c.memory.copies_known()).await;
+        }
+        match c.ask_recalls(&leader, session, Vec::new()).await {
+            // Said late, usually. Who says it at once must not keep this busy.
+            Ok(r) if r == pb::RecallReply::default() => sleep(PAUSE).await,
+            Ok(r) => c.make_reports(&leader, session, r.reports),
+            Err(e) => {
+                tracing::debug!("asking for recalls: {e}");
+                c.leader_failed(&leader, &e).await;
+                sleep(PAUSE).await;
+            }
+        }
+    }
+}
+
+/// Up to which number everything that was recalled on a connection is forgotten.
+#[derive(Default)]
+pub(crate) struct Acknowledged(Mutex<(u64, u64)>);
+
+impl Acknowledged {
+    fn upto(&self, connection: u64) -> u64 {
+        let (of, number) = *self.0.lock();
+        if of == connection { number } else { 0 }
+    }
+
+    fn note(&self, connection: u64, number: u64) {
+        let mut known = self.0.lock();
+        match known.0.cmp(&connection) {
+            Ordering::Less => *known = (connection, number),
+            Ordering::Equal => known.1 = known.1.max(number),
+            Ordering::Greater => {}
+        }
+    }
+}
+
+impl Core {
+    /// The leader, if this client has leases of it, and the session they belong to.
+    async fn greeted_leader(self: &Arc<Self>) -> Option<(Leader, SessionId)> {
+        let session = self.current_session()?.id;
+        let leader = self.leader().await.ok()?;
+        self.memory.is_greeted(session, leader.number).then_some((leader, session))
+    }
+
+    /// Forgets everything that is known under leases.
+    pub(crate) fn forget_all(&self) {
+        self.memory.connected();
+        self.forget_bytes();
+    }
+
+    /// Forgets what was read ahead of all files.
+    pub(crate) fn forget_bytes(&self) {
+        self.live_inodes().iter().for_each(|i| i.cache.lock().invalidate(0..u64::MAX));
+    }
+
+    /// One request: acknowledges what is forgotten, tells which reports were made, and forgets what the answer recalls. With a
+    /// report it is answered at once.
+    async fn ask_recalls(
+        self: &Arc<Self>,
+        leader: &Leader,
+        session: SessionId,
+        reported: Vec<u64>,
+    ) -> Result<pb::RecallReply> {
+        let connection = leader.number;
+        let acknowledged = self.recalls.upto(connection);
+        let request = pb::RecallRequest { session, connection, acknowledged, reported };
+        let m = leader.conn.call(Message::new(opcode::RECALL, request.encode_to_vec()), META_TRY).await?;
+        let r: pb::RecallReply = decode(&m)?;
+        let inos: Vec<Ino> = r.recalls.iter().map(|r| r.ino).collect();
+        self.memory.recalled(&inos);
+        for inode in inos.iter().filter_map(|ino| self.live_inode(*ino)) {
+            inode.cache.lock().invalidate(0..u64::MAX);
+        }
+        // Each answer has all that is owed, the lowest numbers first.
+        if let Some(last) = r.recalls.iter().map(|r| r.number).max() {
+            self.recalls.note(connection, last);
+        }
+        Ok(r)
+    }
+
+    fn make_reports(self: &Arc<Self>, leader: &Leader, session: SessionId, reports: Vec<pb::Recall>) {
+        for pb::Recall { number, ino } in reports {
+            self.env.spawn(self.clone().report(leader.clone(), session, number, ino));
+        }
+    }
+
+    /// Somebody wants to know how a file is that may be written here.
+    async fn report(self: Arc<Self>, leader: Leader, session: SessionId, number: u64, ino: Ino) {
+        if let Some(inode) = self.live_inode(ino) {
+            let _placed = inode.placing.lock().await;
+            if let Err(e) = self.push_size(&inode).await {
+                tracing::warn!(ino, "somebody asks for the size of a file that could not be reported: {e}");
+            }
+        }
+        while self.memory.is_greeted(session, leader.number) && !leader.conn.is_closed() && !self.is_closed() {
+            match self.ask_recalls(&leader, session, vec![number]).await {
+                Ok(more) => return self.make_reports(&leader, session, more.reports),
+                Err(e) => tracing::debug!("telling of a report: {e}"),
+            }
+            sleep(PAUSE).await;
+        }
+    }
+}

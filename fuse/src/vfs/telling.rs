@@ -1,0 +1,31 @@
+//! For how long the kernel may keep a copy of what it is told: as long as the client knows it under a lease. See `docs/leases.md`.
+
+use std::{sync::Arc, time::Duration};
+
+use parking_lot::RwLockReadGuard;
+use strake_client::Forget;
+use strake_proto::{Ino, pb};
+
+use super::Vfs;
+
+impl Vfs {
+    /// Has copies taken back through `copies`. `false`: somebody else keeps copies already.
+    pub(crate) fn set_copies(&self, copies: Arc<dyn Forget>) -> bool {
+        self.client.set_copies(copies)
+    }
+
+    /// To be held from before it is asked for how long a copy is valid until it is made.
+    pub(crate) fn telling(&self) -> RwLockReadGuard<'_, ()> {
+        self.client.telling()
+    }
+
+    /// For how long a copy of these attributes may be kept.
+    pub(crate) fn attr_valid(&self, attr: &pb::Attr) -> Duration {
+        self.client.attr_valid(&pb::Attr { ino: self.inner(attr.ino), ..*attr })
+    }
+
+    /// For how long it may be believed that a name means this inode, or that there is no such name.
+    pub(crate) fn name_valid(&self, dir: Ino, name: &[u8], to: Option<Ino>) -> Duration {
+        self.client.name_valid(self.inner(dir), name, to.map(|ino| self.inner(ino)))
+    }
+}

@@ -1,0 +1,148 @@
+//! Reports: what writers are asked to say before somebody else is told of the files that they write. Kept apart from what is
+//! to be forgotten: a report takes a round trip through the log, and forgetting must not wait for it.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use strake_proto::{Ino, SessionId};
+
+use super::{MAX_RECALLS, Number};
+
+/// A report that was not made for so long is asked for again: the question may have been lost.
+const AGAIN: Duration = Duration::from_secs(1);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Report {
+    ino: Ino,
+    since: Duration,
+    sent: Option<Duration>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Writer {
+    asked: BTreeMap<Number, Report>,
+    /// Those that were never sent: who comes now may share one, as it will be made later.
+    unsent: BTreeMap<Ino, Number>,
+}
+
+/// Reports that were asked for and not made, see the module.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reports {
+    writers: BTreeMap<SessionId, Writer>,
+    last: Number,
+}
+
+impl Reports {
+    /// Those of the leader of `raft_term`.
+    pub fn new(raft_term: u64) -> Reports {
+        Reports { writers: BTreeMap::new(), last: raft_term << 32 }
+    }
+
+    /// Somebody came at `now` who wants to know about `ino` what this session has not reported.
+    pub fn ask(&mut self, now: Duration, id: SessionId, ino: Ino) -> Number {
+        let w = self.writers.entry(id).or_default();
+        if let Some(number) = w.unsent.get(&ino) {
+            return *number;
+        }
+        self.last += 1;
+        w.unsent.insert(ino, self.last);
+        w.asked.insert(self.last, Report { ino, since: now, sent: None });
+        self.last
+    }
+
+    /// What is to be sent to a session now.
+    pub fn take(&mut self, now: Duration, id: SessionId) -> Vec<(Number, Ino)> {
+        let Some(w) = self.writers.get_mut(&id) else { return Vec::new() };
+        let due = |r: &Report| r.sent.is_none_or(|at| now.saturating_sub(at) >= AGAIN);
+        let mut out = Vec::new();
+        for (number, r) in w.asked.iter_mut().filter(|(_, r)| due(r)).take(MAX_RECALLS) {
+            r.sent = Some(now);
+            w.unsent.remove(&r.ino);
+            out.push((*number, r.ino));
+        }
+        out
+    }
+
+    /// The session has a new connection: what was sent on the former one may not have arrived.
+    pub fn ask_again(&mut self, id: SessionId) {
+        let asked = self.writers.get_mut(&id).into_iter().flat_map(|w| w.asked.values_mut());
+        asked.for_each(|r| r.sent = None);
+    }
+
+    /// The session has made these.
+    pub fn reported(&mut self, id: SessionId, numbers: &[Number]) {
+        let Some(w) = self.writers.get_mut(&id) else { return };
+        for number in numbers {
+            // One that was not sent cannot have been made.
+            if w.asked.get(number).is_some_and(|r| r.sent.is_some()) {
+                w.asked.remove(number);
+            }
+        }
+        if w.asked.is_empty() {
+            self.writers.remove(&id);
+        }
+    }
+
+    /// Whether nobody needs to wait for a report any more.
+    pub fn is_in(&self, id: SessionId, number: Number) -> bool {
+        self.writers.get(&id).is_none_or(|w| !w.asked.contains_key(&number))
+    }
+
+    /// The session is not waited for any more: it has ended, or may have.
+    pub fn ended(&mut self, id: SessionId) {
+        self.writers.remove(&id);
+    }
+
+    /// Who is to report something.
+    pub fn sessions(&self) -> impl Iterator<Item = SessionId> + '_ {
+        self.writers.keys().copied()
+    }
+
+    /// What was asked for so long ago.
+    pub fn overdue(&self, now: Duration, patience: Duration) -> Vec<(SessionId, Ino)> {
+        let late = |r: &&Report| now.saturating_sub(r.since) >= patience;
+        self.writers.iter().flat_map(|(id, w)| w.asked.values().filter(late).map(|r| (*id, r.ino))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ms(n: u64) -> Duration {
+        Duration::from_millis(n)
+    }
+
+    #[test]
+    fn who_comes_before_it_is_sent_shares_a_report() {
+        let mut r = Reports::new(2);
+        let first = r.ask(ms(0), 1, 7);
+        assert!(r.ask(ms(1), 1, 7) == first && r.ask(ms(1), 2, 7) != first && r.ask(ms(1), 1, 8) != first);
+        r.reported(1, &[first]);
+        assert!(!r.is_in(1, first), "nobody knew of it");
+        assert_eq!(r.take(ms(2), 1).iter().map(|x| x.1).collect::<Vec<_>>(), [7, 8]);
+        let second = r.ask(ms(3), 1, 7);
+        assert!(second > first, "the one on its way may tell of too little");
+        r.reported(2, &[first]);
+        assert!(!r.is_in(1, first), "another's word counts for nothing");
+        r.reported(1, &[first]);
+        assert!(r.is_in(1, first) && !r.is_in(1, second));
+        assert_eq!(r.take(ms(4), 1), [(second, 7)]);
+    }
+
+    #[test]
+    fn what_is_not_answered_is_sent_again_and_told() {
+        let mut r = Reports::new(2);
+        let n = r.ask(ms(0), 1, 7);
+        assert_eq!(r.take(ms(0), 1), [(n, 7)]);
+        assert!(r.take(ms(999), 1).is_empty() && r.take(ms(999), 2).is_empty());
+        assert_eq!(r.take(ms(1000), 1), [(n, 7)]);
+        r.ask_again(1);
+        assert!(r.ask(ms(1001), 1, 7) > n, "whoever comes now needs a later one than may be under way");
+        assert_eq!(r.take(ms(1001), 1), [(n, 7), (n + 1, 7)]);
+        r.reported(1, &[n + 1]);
+        assert!(r.overdue(ms(4999), ms(5000)).is_empty());
+        assert_eq!(r.overdue(ms(5000), ms(5000)), [(1, 7)]);
+        r.ended(1);
+        assert!(r.is_in(1, n) && r.overdue(ms(9000), ms(0)).is_empty() && r.sessions().count() == 0);
+    }
+}

@@ -1,0 +1,121 @@
+//! What applied entries did that clients could see, and what answers depend on: for the leader's table of leases, see
+//! `docs/leases.md`.
+
+use std::{cell::RefCell, collections::BTreeSet};
+
+use strake_proto::{Ino, SessionId, pb};
+
+use pb::op::Op;
+
+/// What a transaction saw and did.
+#[derive(Default)]
+pub struct Notes {
+    /// Inodes whose records it read, those that are not there included.
+    pub looked: RefCell<BTreeSet<Ino>>,
+    /// Inodes of which clients see something else now.
+    pub changed: BTreeSet<Ino>,
+    /// Who may write what from now on, or no longer, in order.
+    pub writers: Vec<(SessionId, Ino, bool)>,
+}
+
+/// What an entry did. One that was refused has no effect but what it looked at.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Effect {
+    /// Of the request: who sent it, 0 for an entry of the servers themselves, and on which connection.
+    pub session: SessionId,
+    pub seq: u64,
+    pub connection: u64,
+    /// Inodes that the request named by number: its sender sees to its own copies of them.
+    pub named: BTreeSet<Ino>,
+    /// Inodes of which its sender may remember what it is answered.
+    pub told: BTreeSet<Ino>,
+    pub looked: BTreeSet<Ino>,
+    pub changed: BTreeSet<Ino>,
+    pub writers: Vec<(SessionId, Ino, bool)>,
+    /// Sessions that ended, and whether they said goodbye.
+    pub ended: Vec<(SessionId, bool)>,
+}
+
+impl Effect {
+    pub(super) fn of(notes: Notes) -> Effect {
+        let Notes { looked, changed, writers } = notes;
+        Effect { looked: looked.into_inner(), changed, writers, ..Default::default() }
+    }
+
+    /// The part that stays if the entry was undone.
+    pub(super) fn undone(notes: Notes) -> Effect {
+        Effect { looked: notes.looked.into_inner(), ..Default::default() }
+    }
+}
+
+/// The inodes that an operation is about by number. One that it finds through the operation before it is not meant: its sender
+/// did not know of it.
+pub fn named(op: &pb::Op) -> impl Iterator<Item = Ino> {
+    let both = match &op.op {
+        Some(Op::Lookup(o)) => [o.parent, 0],
+        Some(Op::Getattr(o)) => [o.ino, 0],
+        Some(Op::Open(o)) => [o.ino, 0],
+        Some(Op::Readdir(o)) => [o.dir, 0],
+        Some(Op::Readlink(o)) => [o.ino, 0],
+        Some(Op::Getxattr(o)) => [o.ino, 0],
+        Some(Op::Listxattr(o)) => [o.ino, 0],
+        Some(Op::Access(o)) => [o.ino, 0],
+        Some(Op::Create(o)) => [o.parent, 0],
+        Some(Op::Tmpfile(o)) => [o.parent, 0],
+        Some(Op::Mkdir(o)) => [o.parent, 0],
+        Some(Op::Mknod(o)) => [o.parent, 0],
+        Some(Op::Symlink(o)) => [o.parent, 0],
+        Some(Op::Link(o)) => [o.ino, o.parent],
+        Some(Op::Unlink(o)) => [o.parent, 0],
+        Some(Op::Rmdir(o)) => [o.parent, 0],
+        Some(Op::Rename(o)) => [o.parent, o.new_parent],
+        Some(Op::Setattr(o)) => [o.ino, 0],
+        Some(Op::Setxattr(o)) => [o.ino, 0],
+        Some(Op::Removexattr(o)) => [o.ino, 0],
+        Some(Op::Extend(o)) => [o.ino, 0],
+        Some(Op::Setlayout(o)) => [o.ino, 0],
+        // What these are answered with is not remembered.
+        Some(
+            Op::Close(_)
+            | Op::Statfs(_)
+            | Op::Getlayout(_)
+            | Op::PathOf(_)
+            | Op::GetLock(_)
+            | Op::SetLock(_)
+            | Op::Release(_),
+        )
+        | None => [0, 0],
+    };
+    both.into_iter().filter(|ino| *ino != 0)
+}
+
+/// Whether an operation sets what a write changes too.
+pub fn sets(op: &pb::Op) -> bool {
+    matches!(op.op, Some(Op::Setattr(_) | Op::Setxattr(_) | Op::Removexattr(_)))
+}
+
+/// Whether an operation is answered with something that may be remembered.
+pub fn tells(op: &pb::Op) -> bool {
+    use Op::{Close, GetLock, Getlayout, PathOf, Release, SetLock, Statfs};
+    !matches!(
+        op.op,
+        None | Some(Close(_) | Statfs(_) | Getlayout(_) | PathOf(_) | GetLock(_) | SetLock(_) | Release(_))
+    )
+}
+
+/// The inodes of which a list of changes and its results tell: those that it names, and those that it ended on.
+pub fn told(ops: &[pb::Op], results: &[pb::OpResult]) -> BTreeSet<Ino> {
+    let mut out = BTreeSet::new();
+    // The first results of a list that was undone tell of what never was.
+    if results.len() > 1 && results.last().is_some_and(|r| r.status.is_some()) {
+        return out;
+    }
+    for (op, r) in ops.iter().zip(results).filter(|(op, _)| tells(op)) {
+        out.extend(named(op));
+        // A name that went leads nowhere: what was behind it is rarely asked for again.
+        if r.ino != 0 && !matches!(op.op, Some(Op::Unlink(_) | Op::Rmdir(_))) {
+            out.insert(r.ino);
+        }
+    }
+    out
+}

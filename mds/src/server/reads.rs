@@ -1,0 +1,114 @@
+//! Answers lists of operations: what is looked at or changed, and what of the answer may be remembered. See `docs/leases.md`.
+
+use std::collections::BTreeSet;
+
+use strake_proto::{Code, Error, Ino, Result, pb};
+
+use super::{
+    Mds,
+    recalls::{Asker, Depends},
+    service::{misread, ok},
+};
+use crate::namespace::effects;
+
+/// How often a state that changes is read for an answer that may be remembered.
+const LOOKS: usize = 3;
+/// How often writers are asked for what turns out to be shown.
+const ASKS: usize = 8;
+
+/// A state as it was read.
+struct Look {
+    reply: pb::MetaReply,
+    depends: Depends,
+    /// What of it may be remembered, if it is still held when it is answered.
+    noted: BTreeSet<Ino>,
+}
+
+/// The inodes whose attributes are shown, other than in listings.
+fn shown(reply: &pb::MetaReply) -> BTreeSet<Ino> {
+    reply.results.iter().filter_map(|r| r.attr.as_ref()).map(|a| a.ino).collect()
+}
+
+impl Mds {
+    /// A list that changes nothing.
+    pub(super) async fn read(&self, term: u64, epoch: u64, request: pb::MetaRequest) -> Result<pb::MetaReply> {
+        let by = Asker { session: request.session, connection: request.connection };
+        self.node.read_barrier().await?;
+        let mut look = self.look_once_reported(term, by, &request).await?;
+        // At once: a file without a name is there only as long as somebody has it open.
+        self.note_handles(by.session, epoch, &request.ops, &mut look.reply.results)?;
+        self.recalls.settled(term, &look.depends).await?;
+        look.reply.granted = self.recalls.held(term, by, &look.noted)?;
+        Ok(look.reply)
+    }
+
+    /// Reads, and has others who write a file that is shown report first how it is.
+    async fn look_once_reported(&self, term: u64, by: Asker, request: &pb::MetaRequest) -> Result<Look> {
+        let mut reported = BTreeSet::new();
+        for _ in 0..ASKS {
+            let mut look = self.look(term, by, request)?;
+            let new: BTreeSet<Ino> = shown(&look.reply).difference(&reported).copied().collect();
+            let asked = self.recalls.ask(term, by.session, &new)?;
+            if asked.is_empty() {
+                // A listing may show many: they are asked for one by one.
+                self.recalls.leave_out(term, by.session, &mut look.reply.results)?;
+                return Ok(look);
+            }
+            self.recalls.reported(term, &asked).await?;
+            reported.extend(new);
+        }
+        Err(Error::new(Code::Overloaded, "what is asked for changes too fast; try again"))
+    }
+
+    fn look(&self, term: u64, by: Asker, request: &pb::MetaRequest) -> Result<Look> {
+        let creds = request.creds.clone().unwrap_or_default();
+        let namespace = &self.machine.namespace;
+        let tells = by.connection != 0 && request.ops.iter().any(effects::tells);
+        let mut wanted: BTreeSet<Ino> =
+            if tells { request.ops.iter().flat_map(effects::named).collect() } else { BTreeSet::new() };
+        let mut looks = 0;
+        loop {
+            looks += 1;
+            let before = self.recalls.grant(term, by, &wanted)?;
+            let read = namespace.read_at(by.session, &creds, &request.ops);
+            if tells {
+                wanted.clone_from(&read.looked);
+            }
+            let (ticket, mut noted) = self.recalls.ticket(term, by, &wanted)?;
+            // Who notes a lease after a change is not told of that one.
+            let late = !noted.is_subset(&before) && namespace.version() != read.version;
+            if late && looks < LOOKS {
+                continue;
+            }
+            if late {
+                noted.retain(|ino| before.contains(ino));
+            }
+            let depends = Depends { inos: Some(read.looked), ticket };
+            return Ok(Look { reply: read.reply, depends, noted });
+        }
+    }
+
+    /// A list that changes something.
+    pub(super) async fn change(&self, term: u64, epoch: u64, mut request: pb::MetaRequest) -> Result<pb::MetaReply> {
+        let by = Asker { session: request.session, connection: request.connection };
+        self.recalls.dropped(term, by, &std::mem::take(&mut request.dropped))?;
+        // What others have written before comes before this: a size and times that are set now must stay.
+        let set = request.ops.iter().filter(|o| effects::sets(o)).flat_map(effects::named).collect();
+        let asked = self.recalls.ask(term, by.session, &set)?;
+        self.recalls.reported(term, &asked).await?;
+        let expected = self.recalls.expect(term, by.session, request.seq)?;
+        let ops = request.ops.clone();
+        let reply = self.propose_list(request).await?;
+        let depends = self.recalls.outcome(term, &expected)?;
+        drop(expected);
+        let Some(pb::log_reply::Reply::Meta(mut reply)) = reply.reply else { return Err(misread()) };
+        if reply.results.iter().all(ok) {
+            self.note_locks(by.session, &ops);
+            self.wait_for_trims(term, &ops, &reply.results).await?;
+            self.note_handles(by.session, epoch, &ops, &mut reply.results)?;
+        }
+        self.recalls.settled(term, &depends).await?;
+        reply.granted = self.recalls.held(term, by, &effects::told(&ops, &reply.results))?;
+        Ok(reply)
+    }
+}

@@ -1,0 +1,457 @@
+//! The leader's table of leases and what surrounds it: applied entries mark what they change, clients ask for what they are to
+//! forget or report, answers wait until that is done. The rules are in `docs/leases.md`, the tables in `leases`.
+//!
+//! The lock here is taken within the namespace's, when entries are applied; so nothing that holds it may ask the namespace.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use strake_fabric::{Env, watch};
+use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
+use tokio::{
+    sync::Notify,
+    time::{Instant, sleep, timeout_at},
+};
+
+use super::{Mds, leader::BATCH, service::encode};
+use crate::{
+    leases::{Connection, Leases, Limits, Number, reports::Reports},
+    namespace::{Namespace, effects::Effect},
+};
+use pb::log_command::Command;
+
+/// How long a client waits for something to forget. Less than it waits for an answer.
+const POLL: Duration = Duration::from_secs(3);
+/// How often those who do not answer are looked for.
+const TICK: Duration = Duration::from_millis(250);
+
+/// What an answer depends on: inodes, or all of them if it is not known, as of a ticket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Depends {
+    pub inos: Option<BTreeSet<Ino>>,
+    pub ticket: Number,
+}
+
+/// Who asks, and on which connection.
+#[derive(Clone, Copy)]
+pub struct Asker {
+    pub session: SessionId,
+    /// 0: the answer will not be remembered.
+    pub connection: Connection,
+}
+
+struct Table {
+    term: u64,
+    leases: Leases,
+    reports: Reports,
+    /// Who may write a file, as the log has it.
+    writers: BTreeMap<Ino, BTreeSet<SessionId>>,
+    /// Rung for sessions that wait for what they are to forget.
+    bells: BTreeMap<SessionId, Arc<Notify>>,
+    /// Requests on their way through the log, and what their answers depend on once they are applied.
+    expected: BTreeMap<(SessionId, u64), Option<Depends>>,
+}
+
+impl Table {
+    fn ring(&self, id: SessionId) {
+        if let Some(bell) = self.bells.get(&id) {
+            bell.notify_waiters();
+        }
+    }
+
+    /// An entry is applied; nobody has seen it yet.
+    fn apply(&mut self, now: Duration, e: &Effect) {
+        for (session, ino, comes) in &e.writers {
+            let all = self.writers.entry(*ino).or_default();
+            if *comes {
+                all.insert(*session);
+            } else {
+                all.remove(session);
+            }
+            if all.is_empty() {
+                self.writers.remove(ino);
+            }
+        }
+        let by = Asker { session: e.session, connection: e.connection };
+        for ino in &e.changed {
+            let named = e.connection != 0 && e.named.contains(ino);
+            if self.leases.changed(now, named.then_some((by.session, by.connection)), *ino) {
+                self.leases.owing(*ino).for_each(|id| self.ring(id));
+            }
+        }
+        // What the request is answered with is as of now.
+        let ticket = self.leases.ticket();
+        for ino in &e.told {
+            self.grant(now, by, *ino);
+        }
+        for (id, goodbye) in &e.ended {
+            self.leases.ended(now, *id, *goodbye);
+            self.reports.ended(*id);
+            self.ring(*id);
+            self.bells.remove(id);
+        }
+        if let Some(expected) = self.expected.get_mut(&(e.session, e.seq)) {
+            let inos = e.looked.union(&e.changed).copied().collect();
+            *expected = Some(Depends { inos: Some(inos), ticket });
+        }
+    }
+
+    fn others_write(&self, id: SessionId, ino: Ino) -> impl Iterator<Item = SessionId> + '_ {
+        self.writers.get(&ino).into_iter().flatten().copied().filter(move |writer| *writer != id)
+    }
+
+    fn grant(&mut self, now: Duration, to: Asker, ino: Ino) -> bool {
+        if to.connection == 0 || self.others_write(to.session, ino).next().is_some() {
+            return false;
+        }
+        let before = self.leases.ticket();
+        let granted = self.leases.grant(now, to.session, to.connection, ino);
+        if self.leases.ticket() != before {
+            // To make room, it is to forget others.
+            self.ring(to.session);
+        }
+        granted
+    }
+
+    /// Of writers that may not answer any more, nobody waits for a report.
+    fn end_reports(&mut self, now: Duration) {
+        let over: Vec<_> = self.reports.sessions().filter(|id| self.leases.ends(now, *id).is_none()).collect();
+        over.into_iter().for_each(|id| self.reports.ended(id));
+    }
+
+    /// When something ends by itself next.
+    fn next_end(&self, now: Duration) -> Option<Duration> {
+        let grace = self.leases.in_grace(now).then(|| self.leases.grace_ends());
+        let reports = self.reports.sessions().filter_map(|id| self.leases.ends(now, id));
+        self.leases.next_end().into_iter().chain(grace).chain(reports).min()
+    }
+}
+
+/// See the module. There is a table only while this server leads.
+pub struct Recalls {
+    env: Env,
+    limits: Limits,
+    table: Mutex<Option<Table>>,
+    /// Counts what those who wait may have waited for.
+    news: watch::Sender<u64>,
+    /// There is something whose end may be the next.
+    alarm: Notify,
+}
+
+/// A request on its way through the log.
+pub struct Expected<'a> {
+    recalls: &'a Recalls,
+    key: (SessionId, u64),
+}
+
+impl Drop for Expected<'_> {
+    fn drop(&mut self) {
+        if let Some(t) = self.recalls.table.lock().as_mut() {
+            t.expected.remove(&self.key);
+        }
+    }
+}
+
+impl Recalls {
+    pub fn new(env: Env, limits: Limits) -> Recalls {
+        let (news, alarm) = (watch::Sender::new(0), Notify::new());
+        Recalls { env, limits, table: Mutex::new(None), news, alarm }
+    }
+
+    /// This server leads from now on.
+    pub fn start(&self, term: u64, namespace: &Namespace) -> Result<()> {
+        namespace.survey(|sessions, all| {
+            let mut writers: BTreeMap<Ino, BTreeSet<SessionId>> = BTreeMap::new();
+            for (session, ino) in all {
+                writers.entry(ino).or_default().insert(session);
+            }
+            *self.table.lock() = Some(Table {
+                term,
+                leases: Leases::new(self.limits, self.env.boot(), term, sessions),
+                reports: Reports::new(term),
+                writers,
+                bells: BTreeMap::new(),
+                expected: BTreeMap::new(),
+            });
+        })
+    }
+
+    /// It leads no longer: who waits here is sent elsewhere.
+    pub fn stop(&self) {
+        if let Some(t) = self.table.lock().take() {
+            t.bells.values().for_each(|bell| bell.notify_waiters());
+        }
+        self.tell_news();
+    }
+
+    fn tell_news(&self) {
+        self.news.send_if_modified(|n| {
+            *n += 1;
+            true
+        });
+    }
+
+    /// Runs `f` on the table of the leader of this term.
+    fn with<T>(&self, term: u64, f: impl FnOnce(&mut Table, Duration) -> T) -> Result<T> {
+        let now = self.env.boot();
+        match self.table.lock().as_mut().filter(|t| t.term == term) {
+            Some(t) => Ok(f(t, now)),
+            None => Err(Error::not_leader(0)),
+        }
+    }
+
+    /// Entries are being applied: nobody has seen yet what they do.
+    pub fn tell(&self, effects: &[Effect]) {
+        let now = self.env.boot();
+        let mut table = self.table.lock();
+        let Some(t) = table.as_mut() else { return };
+        let before = t.leases.ticket();
+        effects.iter().for_each(|e| t.apply(now, e));
+        let new = t.leases.ticket() != before;
+        drop(table);
+        if new {
+            self.alarm.notify_one();
+        }
+        if effects.iter().any(|e| !e.ended.is_empty()) {
+            self.tell_news();
+        }
+    }
+
+    // --- a session's connection ---
+
+    pub fn hello(&self, term: u64, by: Asker, lives_on: bool) -> Result<()> {
+        self.with(term, |t, _| {
+            if t.leases.hello(by.session, by.connection, lives_on) {
+                t.reports.ask_again(by.session);
+                // Who waits on a former connection waits in vain.
+                t.ring(by.session);
+            }
+        })?;
+        self.tell_news();
+        Ok(())
+    }
+
+    /// A session that had ended before it said hello.
+    fn gone(&self, term: u64, id: SessionId, lives_on: bool) -> Result<()> {
+        self.with(term, |t, now| t.leases.ended(now, id, !lives_on))
+    }
+
+    /// A renewal is answered: for how many milliseconds there may be leases.
+    pub fn renewed(&self, term: u64, session: SessionId, connection: Connection) -> Result<u32> {
+        self.with(term, |t, now| {
+            // What was asked of it in a term that is over is not waited for any more.
+            t.end_reports(now);
+            let lives = t.leases.meets(session, connection) && t.leases.renewed(now, session);
+            if lives { u32::try_from(self.limits.term.as_millis()).unwrap_or(u32::MAX) } else { 0 }
+        })
+    }
+
+    /// Takes acknowledgements, and returns what else is to be forgotten and reported, with the bell that rings when there is more.
+    fn poll(&self, term: u64, r: &pb::RecallRequest) -> Result<(pb::RecallReply, Arc<Notify>)> {
+        let id = r.session;
+        let (reply, bell, news) = self.with(term, |t, now| {
+            if !t.leases.meets(id, r.connection) {
+                let m = "no hello was said on this connection; connect again and say it";
+                return Err(Error::new(Code::Disconnected, m));
+            }
+            let before = t.leases.owed_by(id);
+            let recall = |(number, ino)| pb::Recall { number, ino };
+            let recalls: Vec<_> = t.leases.recalls(now, id, r.acknowledged).into_iter().map(recall).collect();
+            t.reports.reported(id, &r.reported);
+            let reports = t.reports.take(now, id).into_iter().map(recall).collect();
+            let news = t.leases.owed_by(id) != before || !r.reported.is_empty();
+            Ok((pb::RecallReply { recalls, reports }, t.bells.entry(id).or_default().clone(), news))
+        })??;
+        if news {
+            self.tell_news();
+        }
+        Ok((reply, bell))
+    }
+
+    // --- answers ---
+
+    /// Notes leases on what is about to be read. Returns those that are held then.
+    pub fn grant(&self, term: u64, to: Asker, inos: &BTreeSet<Ino>) -> Result<BTreeSet<Ino>> {
+        self.with(term, |t, now| inos.iter().copied().filter(|ino| t.grant(now, to, *ino)).collect())
+    }
+
+    /// The state was read: the ticket of the answer, and the leases on what was looked at.
+    pub fn ticket(&self, term: u64, to: Asker, inos: &BTreeSet<Ino>) -> Result<(Number, BTreeSet<Ino>)> {
+        self.with(term, |t, now| {
+            let ticket = t.leases.ticket();
+            (ticket, inos.iter().copied().filter(|ino| t.grant(now, to, *ino)).collect())
+        })
+    }
+
+    /// Leases that a session gives back.
+    pub fn dropped(&self, term: u64, by: Asker, inos: &[Ino]) -> Result<()> {
+        self.with(term, |t, now| inos.iter().for_each(|ino| t.leases.dropped(now, by.session, by.connection, *ino)))
+    }
+
+    /// What of this may be remembered by who asked.
+    pub fn held(&self, term: u64, by: Asker, inos: &BTreeSet<Ino>) -> Result<Vec<Ino>> {
+        let holds = |t: &Table, ino| t.leases.holds(by.session, by.connection, ino);
+        self.with(term, |t, _| inos.iter().copied().filter(|ino| holds(t, *ino)).collect())
+    }
+
+    /// A request goes to the log.
+    pub fn expect(&self, term: u64, session: SessionId, seq: u64) -> Result<Expected<'_>> {
+        let key = (session, seq);
+        self.with(term, |t, _| {
+            t.expected.entry(key).or_insert(None);
+        })?;
+        Ok(Expected { recalls: self, key })
+    }
+
+    /// What the answer of a request depends on that went through the log. One that had run before: on anything.
+    pub fn outcome(&self, term: u64, of: &Expected<'_>) -> Result<Depends> {
+        self.with(term, |t, _| {
+            let known = t.expected.get(&of.key).cloned().flatten();
+            known.unwrap_or(Depends { inos: None, ticket: t.leases.ticket() })
+        })
+    }
+
+    /// Waits until nobody remembers what was before that on which an answer depends.
+    pub async fn settled(&self, term: u64, on: &Depends) -> Result<()> {
+        self.until(term, |t, now| {
+            !t.leases.in_grace(now)
+                && match &on.inos {
+                    Some(inos) => t.leases.is_settled(on.ticket, inos.iter().copied()),
+                    None => t.leases.is_all_settled(on.ticket),
+                }
+        })
+        .await
+    }
+
+    async fn until(&self, term: u64, over: impl Fn(&Table, Duration) -> bool) -> Result<()> {
+        let mut news = self.news.subscribe();
+        while !self.with(term, |t, now| over(t, now))? {
+            news.changed().await.map_err(|_| Error::new(Code::Disconnected, "the server stops"))?;
+        }
+        Ok(())
+    }
+
+    // --- reports ---
+
+    /// Asks others who write these files to report, and returns what to wait for.
+    pub fn ask(&self, term: u64, session: SessionId, inos: &BTreeSet<Ino>) -> Result<Vec<(SessionId, Number)>> {
+        let asked = self.with(term, |t, now| {
+            let mut asked = Vec::new();
+            for ino in inos {
+                // Those without leases report when it suits them.
+                let live = t.others_write(session, *ino).filter(|id| t.leases.ends(now, *id).is_some());
+                for id in live.collect::<Vec<_>>() {
+                    asked.push((id, t.reports.ask(now, id, *ino)));
+                    t.ring(id);
+                }
+            }
+            asked
+        })?;
+        if !asked.is_empty() {
+            self.alarm.notify_one();
+        }
+        Ok(asked)
+    }
+
+    /// Waits until these have reported, or cannot any more.
+    pub async fn reported(&self, term: u64, asked: &[(SessionId, Number)]) -> Result<()> {
+        self.until(term, |t, _| asked.iter().all(|(id, number)| t.reports.is_in(*id, *number))).await
+    }
+
+    /// Leaves out of a listing what somebody else may still have to report.
+    pub fn leave_out(&self, term: u64, session: SessionId, results: &mut [pb::OpResult]) -> Result<()> {
+        self.with(term, |t, now| {
+            let written = |ino| t.others_write(session, ino).any(|id| t.leases.ends(now, id).is_some());
+            for e in results.iter_mut().flat_map(|r| &mut r.entries).filter(|e| e.attr.is_some()) {
+                if written(e.ino) {
+                    e.attr = None;
+                }
+            }
+        })
+    }
+
+    // --- time ---
+
+    /// How long nothing ends by itself.
+    fn pause(&self) -> Duration {
+        let now = self.env.boot();
+        let next = self.table.lock().as_ref().and_then(|t| t.next_end(now));
+        next.map_or(TICK, |at| at.saturating_sub(now).min(TICK))
+    }
+
+    /// Ends what is over. Returns the sessions that did not forget for too long, and those that did not report, with the file.
+    fn tick(&self) -> (Vec<SessionId>, Vec<(SessionId, Ino)>) {
+        let now = self.env.boot();
+        let mut table = self.table.lock();
+        let Some(t) = table.as_mut() else { return Default::default() };
+        // A server that stood still for a term has nobody left who owes something: so it evicts nobody for its own fault.
+        let silent = t.leases.tick(now);
+        t.end_reports(now);
+        let late = t.reports.overdue(now, self.limits.patience);
+        drop(table);
+        self.tell_news();
+        (silent, late)
+    }
+}
+
+impl Mds {
+    /// Before a renewal is agreed on: the first one on its connection says what its sender has forgotten.
+    pub(super) fn hello(&self, term: u64, r: &pb::SessionRenewRequest) -> Result<()> {
+        if r.hello && r.connection != 0 {
+            let by = Asker { session: r.session, connection: r.connection };
+            self.recalls.hello(term, by, r.lives_on)?;
+            if self.machine.namespace.session(r.session).is_none() {
+                self.recalls.gone(term, r.session, r.lives_on)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) async fn recall(&self, request: pb::RecallRequest) -> Result<Bytes> {
+        self.heard(request.session)?;
+        let term = self.leading()?;
+        let deadline = Instant::now() + POLL;
+        let (mut reply, bell) = self.recalls.poll(term, &request)?;
+        // A report is told of beside the request that waits.
+        while reply == pb::RecallReply::default() && request.reported.is_empty() {
+            let rung = bell.notified();
+            tokio::pin!(rung);
+            // From here on no ringing is missed.
+            rung.as_mut().enable();
+            reply = self.recalls.poll(term, &request)?.0;
+            if reply != pb::RecallReply::default() || timeout_at(deadline, rung).await.is_err() {
+                break;
+            }
+        }
+        Ok(encode(&reply))
+    }
+
+    /// Looks after what ends by itself, as long as this server leads.
+    pub(super) async fn end_leases(&self) {
+        loop {
+            tokio::select! {
+                biased;
+                () = sleep(self.recalls.pause()) => {}
+                () = self.recalls.alarm.notified() => continue,
+            }
+            let (mut silent, late) = self.recalls.tick();
+            // A report waits for the cut of its file like everything that makes it grow; its sender cannot help that.
+            let late = late.into_iter().filter(|(_, ino)| self.machine.namespace.trim_of(*ino).is_none());
+            silent.extend(late.map(|(id, _)| id));
+            silent.sort_unstable();
+            silent.dedup();
+            for batch in silent.chunks(BATCH) {
+                tracing::warn!(sessions = ?batch, "sessions do not forget or report what they are asked to and are evicted");
+                let end = pb::SessionEnd { sessions: batch.to_vec(), evict: true };
+                if let Err(e) = self.propose(Command::SessionEnd(end)).await {
+                    tracing::warn!("ending sessions: {e}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,417 @@
+//! Leases through whole servers: who waits for whom, who is asked, what a failover leaves.
+
+use super::{world::Client, *};
+use std::future::Future;
+use tokio::time::{Instant, timeout};
+
+const TERM: Duration = Duration::from_millis(1500);
+/// What takes so long waited for somebody.
+const AWHILE: Duration = Duration::from_millis(700);
+
+/// A client that remembers nothing and says so.
+struct Holder<'a> {
+    c: Client<'a>,
+    w: &'a World,
+    connection: u64,
+    acknowledged: u64,
+}
+
+impl<'a> Holder<'a> {
+    async fn new(w: &'a World, uuid: u8) -> Holder<'a> {
+        let mut h = Holder { c: w.client(uuid).await, w, connection: 0, acknowledged: 0 };
+        assert_eq!(h.hello(false).await, 1500);
+        h
+    }
+
+    async fn hello(&mut self, lives_on: bool) -> u32 {
+        self.connection += 1;
+        self.renewal(self.connection, true, lives_on).await.unwrap()
+    }
+
+    async fn renew(&self) -> u32 {
+        self.renewal(self.connection, false, false).await.unwrap()
+    }
+
+    async fn renewal(&self, connection: u64, hello: bool, lives_on: bool) -> Result<u32, Code> {
+        let r = pb::SessionRenewRequest { session: self.c.session, connection, hello, lives_on, ..Default::default() };
+        let r: Result<pb::SessionRenewReply, _> = self.w.ask(Role::Client, opcode::SESSION_RENEW, &r).await;
+        r.map(|r| r.lease_ms).map_err(|e| e.code)
+    }
+
+    fn request(&mut self, op: Op) -> pb::MetaRequest {
+        pb::MetaRequest { connection: self.connection, ..self.c.request(vec![op]) }
+    }
+
+    async fn send(&self, r: &pb::MetaRequest) -> pb::MetaReply {
+        let r: pb::MetaReply = self.w.ask(Role::Client, opcode::META, r).await.unwrap();
+        assert!(r.results.iter().all(|r| r.status.is_none()), "{:?}", r.results);
+        r
+    }
+
+    async fn one(&mut self, op: Op) -> pb::MetaReply {
+        let r = self.request(op);
+        self.send(&r).await
+    }
+
+    fn recall(&self, reported: Vec<u64>) -> pb::RecallRequest {
+        let (session, connection, acknowledged) = (self.c.session, self.connection, self.acknowledged);
+        pb::RecallRequest { session, connection, acknowledged, reported }
+    }
+
+    /// Acknowledges what came before, and waits for more.
+    async fn poll(&mut self, reported: Vec<u64>) -> pb::RecallReply {
+        let r = self.recall(reported);
+        let r: pb::RecallReply = self.w.ask(Role::Client, opcode::RECALL, &r).await.unwrap();
+        self.acknowledged = r.recalls.iter().map(|r| r.number).fold(self.acknowledged, u64::max);
+        r
+    }
+
+    /// Forgets what it is told to; what that was.
+    async fn forget(&mut self) -> Vec<u64> {
+        let r = self.poll(vec![]).await;
+        let more = timeout(Duration::from_millis(100), self.poll(vec![])).await;
+        assert!(more.is_err(), "nothing else: {more:?}");
+        r.recalls.iter().map(|r| r.ino).collect()
+    }
+}
+
+fn getattr(ino: u64) -> Op {
+    Op::Getattr(pb::GetAttr { ino })
+}
+fn chmod(ino: u64, mode: u32) -> Op {
+    Op::Setattr(pb::SetAttr { ino, mode: Some(mode), ..Default::default() })
+}
+fn open(ino: u64, flags: u32) -> Op {
+    Op::Open(pb::Open { ino, flags })
+}
+fn list() -> Op {
+    Op::Readdir(pb::Readdir { dir: ROOT_INO, attrs: true, ..Default::default() })
+}
+fn extend(ino: u64, end: u64) -> Op {
+    Op::Extend(pb::Extend { ino, end, holes: false })
+}
+fn size(r: &pb::MetaReply) -> u64 {
+    r.results[0].attr.unwrap().size
+}
+
+async fn timed<T>(f: impl Future<Output = T>) -> (T, Duration) {
+    let began = Instant::now();
+    (f.await, began.elapsed())
+}
+
+async fn lone() -> World {
+    let w = World::new(1, |_| ()).await;
+    w.leader().await;
+    w
+}
+
+/// With a storage server, so that there can be files.
+async fn with_files() -> (World, std::sync::Arc<world::FakeOss>) {
+    let w = lone().await;
+    let oss = w.oss(1).await;
+    until("chains", || w.mds.iter().flatten().any(|(_, s)| s.status().map.unwrap().sets.len() == 1)).await;
+    (w, oss)
+}
+
+#[tokio::test(start_paused = true)]
+async fn nobody_is_told_what_is_new_before_a_holder_has_forgotten_what_was() {
+    let w = lone().await;
+    let (mut a, mut b, mut c) = (Holder::new(&w, 1).await, Holder::new(&w, 2).await, w.client(3).await);
+    let d = a.one(mkdir("d")).await.results[0].ino;
+    let r = b.one(lookup("d")).await;
+    assert_eq!(r.granted, [ROOT_INO, d]);
+    let (change, read) = (a.request(chmod(d, 0o700)), c.request(vec![getattr(d)]));
+    let began = Instant::now();
+    let answers = async {
+        // Sent again by somebody impatient, it waits as well, also when it has run by then.
+        let again = async {
+            sleep(Duration::from_millis(100)).await;
+            let r = a.send(&change).await;
+            assert!(began.elapsed() >= Duration::from_millis(400), "the answer that is kept waits");
+            r
+        };
+        let (first, at_once, second, _) = tokio::join!(a.send(&change), a.send(&change), again, async {
+            sleep(Duration::from_millis(50)).await;
+            let r = c.send(&read).await.unwrap();
+            assert_eq!(r[0].attr.unwrap().mode & 0o7777, 0o700);
+            assert!(began.elapsed() >= Duration::from_millis(400), "the reader waited");
+        });
+        assert!(began.elapsed() >= Duration::from_millis(400), "the writer waited");
+        assert_eq!((&first.granted, &second.granted), (&vec![d], &vec![d]), "its own copy is its own matter");
+        assert_eq!(first, at_once);
+    };
+    let ((), forgot) = tokio::join!(answers, async {
+        sleep(Duration::from_millis(400)).await;
+        b.forget().await
+    });
+    assert_eq!(forgot, [d]);
+    assert!(began.elapsed() < Duration::from_millis(600));
+    // One that waits for something to forget hears of it at once.
+    assert_eq!(b.one(getattr(d)).await.granted, [d]);
+    let change = a.request(chmod(d, 0o755));
+    let ((_, took), forgot) = tokio::join!(
+        async {
+            sleep(Duration::from_millis(100)).await;
+            timed(a.send(&change)).await
+        },
+        b.forget()
+    );
+    assert!(forgot == [d] && took < Duration::from_millis(50), "{took:?}");
+    // The holder is silent: its term ends.
+    b.renew().await;
+    assert_eq!(b.one(getattr(d)).await.granted, [d]);
+    let (_, took) = timed(a.one(chmod(d, 0o711))).await;
+    assert!(took > Duration::from_millis(1400) && took <= TERM + Duration::from_millis(50), "{took:?}");
+    assert!(b.one(getattr(d)).await.granted.is_empty(), "it has to renew first");
+    // Whenever that is.
+    for late in 0..8 {
+        b.renew().await;
+        assert_eq!(b.one(getattr(d)).await.granted, [d]);
+        let wait = Duration::from_millis(1370 + late * 13);
+        sleep(wait).await;
+        let (_, took) = timed(a.one(chmod(d, 0o711))).await;
+        assert!(
+            took + wait > Duration::from_millis(1400) && took + wait <= TERM + Duration::from_millis(50),
+            "{took:?}"
+        );
+        sleep(Duration::from_millis(1000 + late * 37)).await;
+    }
+    // Then nothing is left in anybody's way.
+    let (_, took) = timed(a.one(chmod(d, 0o722))).await;
+    assert!(took < Duration::from_millis(200), "{took:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn own_changes_are_recalled_from_others_and_what_they_hit_besides_from_oneself() {
+    let w = lone().await;
+    let mut a = Holder::new(&w, 1).await;
+    let (x, y) = (a.one(mkdir("x")).await, a.one(mkdir("y")).await);
+    let (x, y) = (x.results[0].ino, y.results[0].ino);
+    assert_eq!(a.one(list()).await.granted, [ROOT_INO, x, y]);
+    let (made, took) = timed(a.one(mkdir("z"))).await;
+    let z = made.results[0].ino;
+    assert!(took < Duration::from_millis(200), "{took:?}");
+    assert_eq!(made.granted, [ROOT_INO, z], "it goes on knowing the directory, and knows what it made");
+    // The victim and what is moved are not named.
+    let change = a.request(rename("x", "y"));
+    let mut polling = Holder { c: w.client(1).await, w: &w, connection: a.connection, acknowledged: 0 };
+    assert_eq!(polling.c.session, a.c.session);
+    let ((r, took), mut forgot) = tokio::join!(timed(a.send(&change)), async {
+        sleep(Duration::from_millis(300)).await;
+        polling.forget().await
+    });
+    forgot.sort_unstable();
+    assert!(forgot == [x, y] && took >= Duration::from_millis(300));
+    assert!(r.granted.contains(&ROOT_INO));
+    // Given back with the request, they are not asked for.
+    a.renew().await;
+    assert!(a.one(list()).await.granted.contains(&z));
+    let change = pb::MetaRequest { dropped: vec![x, z], ..a.request(rename("y", "z")) };
+    let (_, took) = timed(a.send(&change)).await;
+    assert!(took < Duration::from_millis(200), "{took:?}");
+    // A refusal changes nothing, but its sender may remember it.
+    let r = a.request(mkdir("z"));
+    let r: pb::MetaReply = w.ask(Role::Client, opcode::META, &r).await.unwrap();
+    assert!(r.results[0].status.is_some() && r.granted == [ROOT_INO]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn leases_are_for_those_who_said_hello_where_they_ask() {
+    let (w, _oss) = with_files().await;
+    let mut a = Holder { c: w.client(1).await, w: &w, connection: 1, acknowledged: 0 };
+    assert!(a.one(getattr(ROOT_INO)).await.granted.is_empty(), "no hello");
+    assert_eq!(a.renew().await, 0);
+    assert_eq!(a.renewal(0, true, false).await, Ok(0), "it wants none");
+    assert_eq!(a.hello(false).await, 1500);
+    assert_eq!(a.one(getattr(ROOT_INO)).await.granted, [ROOT_INO]);
+    assert_eq!(a.renewal(1, false, false).await, Ok(0), "a former connection");
+    assert_eq!(a.renewal(1, true, false).await, Ok(0), "and a hello that comes late");
+    let elsewhere = pb::MetaRequest { connection: 1, ..a.request(getattr(ROOT_INO)) };
+    assert!(a.send(&elsewhere).await.granted.is_empty());
+    for op in [Op::PathOf(pb::PathOf { ino: ROOT_INO }), Op::Getlayout(pb::GetLayout { ino: ROOT_INO })] {
+        assert!(a.one(op).await.granted.is_empty(), "nobody remembers that");
+    }
+    // Who opens for writing makes others forget, and none gets a lease meanwhile but a sole writer.
+    let f = a.one(create("f", 0)).await.results[0].ino;
+    let mut b = Holder::new(&w, 2).await;
+    assert!(b.one(getattr(f)).await.granted == [f] && a.one(getattr(f)).await.granted == [f]);
+    let write = b.request(open(f, 1));
+    let ((r, took), forgot) = tokio::join!(timed(b.send(&write)), async {
+        sleep(Duration::from_millis(300)).await;
+        a.forget().await
+    });
+    assert!(took >= Duration::from_millis(300) && forgot == [f] && r.granted == [f]);
+    let writer = r.results[0].writer;
+    assert!(b.one(extend(f, 10)).await.granted == [f], "alone");
+    let stat = a.request(getattr(f));
+    let (r, ()) = tokio::join!(a.send(&stat), async {
+        let n = b.poll(vec![]).await.reports[0].number;
+        let _ = timeout(AWHILE, b.poll(vec![n])).await;
+    });
+    assert!(r.granted.is_empty() && size(&r) == 10);
+    a.renew().await;
+    b.one(Op::Release(pb::Release { ino: f, writer, surplus: false })).await;
+    assert_eq!(a.one(getattr(f)).await.granted, [f]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn writers_report_before_others_are_told() {
+    let (w, _oss) = with_files().await;
+    let (mut a, mut b) = (Holder::new(&w, 1).await, Holder::new(&w, 2).await);
+    let f = a.one(create("f", 1)).await.results[0].ino;
+    let stat = b.request(getattr(f));
+    let ((r, took), number) = tokio::join!(timed(b.send(&stat)), async {
+        let asked = a.poll(vec![]).await;
+        assert_eq!((asked.reports.len(), asked.reports[0].ino, asked.recalls.len()), (1, f, 0));
+        // Unanswered, it is not told over and over.
+        let (again, took) = timed(timeout(AWHILE, a.poll(vec![]))).await;
+        assert!(again.is_err() && took == AWHILE);
+        a.one(extend(f, 100)).await;
+        let _ = timeout(AWHILE, a.poll(vec![asked.reports[0].number])).await;
+        asked.reports[0].number
+    });
+    assert!(size(&r) == 100 && r.granted.is_empty() && took >= AWHILE && took < AWHILE * 2 && number > 0);
+    // In listings it is left out for others.
+    a.renew().await;
+    assert_eq!(b.one(list()).await.results[0].entries[0].attr, None);
+    assert!(a.one(list()).await.results[0].entries[0].attr.is_some());
+    assert_eq!(size(&a.one(getattr(f)).await), 100, "a writer is not asked for its own sake");
+    // A silent one costs its term, once.
+    let (r, took) = timed(b.one(lookup("f"))).await;
+    assert!(took > Duration::from_millis(1000) && took <= TERM + Duration::from_millis(50), "{took:?}");
+    assert_eq!(size(&r), 100);
+    let (r, took) = timed(b.one(open(f, 0))).await;
+    assert!(took < Duration::from_millis(200) && r.results[0].attr.is_some(), "{took:?}");
+    assert!(b.one(list()).await.results[0].entries[0].attr.is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_who_renews_and_does_not_answer_is_evicted() {
+    let (w, _oss) = with_files().await;
+    let (mut a, mut b, mut c) = (Holder::new(&w, 1).await, Holder::new(&w, 2).await, Holder::new(&w, 3).await);
+    let d = a.one(mkdir("d")).await.results[0].ino;
+    assert_eq!(b.one(getattr(d)).await.granted, [d]);
+    let renew = async {
+        loop {
+            match b.renewal(b.connection, false, false).await {
+                Err(code) => return code,
+                Ok(_) => sleep(Duration::from_millis(400)).await,
+            }
+        }
+    };
+    let change = a.request(chmod(d, 0o700));
+    let (code, (_, took)) = tokio::join!(renew, timed(a.send(&change)));
+    assert_eq!(code, Code::NoSession);
+    assert!(took > Duration::from_secs(5) && took < Duration::from_secs(7), "{took:?}");
+    // Likewise for reports.
+    c.renew().await;
+    let f = c.one(create("f", 1)).await.results[0].ino;
+    let renew = async {
+        while c.renewal(c.connection, false, false).await.is_ok() {
+            sleep(Duration::from_millis(400)).await;
+        }
+    };
+    let ((), (r, took)) = tokio::join!(renew, timed(a.one(getattr(f))));
+    assert!(took > Duration::from_secs(5) && took < Duration::from_secs(7), "{took:?}");
+    assert_eq!(size(&r), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_new_leader_waits_for_hellos_and_no_longer_than_a_term() {
+    for all in [true, false] {
+        let mut w = World::new(3, |_| ()).await;
+        let leader = w.leader().await;
+        let (a, b) = (Holder::new(&w, 1).await.c.session, Holder::new(&w, 2).await.c.session);
+        w.kill(leader);
+        w.leader().await;
+        let began = Instant::now();
+        let hello = |session| {
+            let r = pb::SessionRenewRequest { session, connection: 7, hello: true, ..Default::default() };
+            let w = &w;
+            async move { w.ask::<pb::SessionRenewReply>(Role::Client, opcode::SESSION_RENEW, &r).await.unwrap() }
+        };
+        assert_eq!(hello(a).await.lease_ms, 1500);
+        if all {
+            assert_eq!(hello(b).await.lease_ms, 1500);
+        }
+        assert!(began.elapsed() < Duration::from_millis(200), "hellos are answered at once");
+        let ops = vec![pb::Op { op: Some(getattr(ROOT_INO)) }];
+        let r = pb::MetaRequest { session: a, connection: 7, ops, ..Default::default() };
+        let r: pb::MetaReply = w.ask(Role::Client, opcode::META, &r).await.unwrap();
+        let took = began.elapsed();
+        assert_eq!(r.granted, [ROOT_INO]);
+        let at_once = took < Duration::from_millis(300);
+        assert!(at_once == all && took <= TERM + Duration::from_millis(100), "{took:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_daemon_in_place_of_another_is_asked_to_forget_what_that_was_told() {
+    let w = lone().await;
+    let (mut a, mut b) = (Holder::new(&w, 1).await, Holder::new(&w, 2).await);
+    let d = a.one(mkdir("d")).await.results[0].ino;
+    assert_eq!(b.one(getattr(d)).await.granted, [d]);
+    let change = a.request(chmod(d, 0o700));
+    let ((_, took), forgot) = tokio::join!(timed(a.send(&change)), async {
+        sleep(Duration::from_millis(300)).await;
+        assert_eq!(b.hello(true).await, 1500);
+        sleep(Duration::from_millis(300)).await;
+        b.forget().await
+    });
+    assert!(forgot == [d] && took >= Duration::from_millis(600), "{took:?}");
+    // One that says it has forgotten is waited for no longer.
+    assert_eq!(b.one(getattr(d)).await.granted, [d]);
+    let change = a.request(chmod(d, 0o711));
+    let ((_, took), _) = tokio::join!(timed(a.send(&change)), async {
+        sleep(Duration::from_millis(300)).await;
+        b.hello(false).await
+    });
+    assert!(took >= Duration::from_millis(300) && took < AWHILE, "{took:?}");
+    // And one that says goodbye.
+    assert_eq!(b.one(getattr(d)).await.granted, [d]);
+    let change = a.request(chmod(d, 0o722));
+    let ((_, took), ()) = tokio::join!(timed(a.send(&change)), async {
+        sleep(Duration::from_millis(300)).await;
+        let close = pb::SessionCloseRequest { session: b.c.session };
+        let _: pb::SessionCloseReply = w.ask(Role::Client, opcode::SESSION_CLOSE, &close).await.unwrap();
+    });
+    assert!(took >= Duration::from_millis(300) && took < AWHILE, "{took:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_may_not_ask_for_recalls_is_refused() {
+    let w = lone().await;
+    let mut a = Holder::new(&w, 1).await;
+    let w = &w;
+    let ask = |opcode, body: Vec<u8>| async move {
+        w.ask_at(0, Role::Client, opcode, body.into()).await.map(drop).map_err(|e| e.code)
+    };
+    let recall = |r: pb::RecallRequest| ask(opcode::RECALL, r.encode_to_vec());
+    let wrong = pb::RecallRequest { connection: 7, ..a.recall(vec![]) };
+    assert_eq!(recall(wrong).await, Err(Code::Disconnected));
+    assert_eq!(recall(pb::RecallRequest { connection: 0, ..a.recall(vec![]) }).await, Err(Code::Disconnected));
+    assert_eq!(recall(pb::RecallRequest { session: 99, ..a.recall(vec![]) }).await, Err(Code::NoSession));
+    // Long lists, also one number to a field.
+    assert_eq!(recall(a.recall(vec![1; 65_537])).await, Err(Code::TooBig));
+    assert_eq!(recall(a.recall(vec![u64::MAX; 65_537])).await, Err(Code::TooBig));
+    assert_eq!(ask(opcode::RECALL, [0x20, 1].repeat(65_537)).await, Err(Code::TooBig));
+    // Who tells of reports does not wait, others do.
+    for (reported, waits) in [(vec![1; 65_536], false), (vec![], true)] {
+        let r = pb::RecallRequest { acknowledged: u64::MAX, ..a.recall(reported) };
+        let (r, took) = timed(recall(r)).await;
+        assert!(r.is_ok() && (took >= Duration::from_secs(3)) == waits, "{r:?} {took:?}");
+    }
+    a.renew().await;
+    let many = pb::MetaRequest { dropped: vec![1; 65_537], ..a.request(getattr(ROOT_INO)) };
+    assert_eq!(ask(opcode::META, many.encode_to_vec()).await, Err(Code::TooBig));
+    let fewer = pb::MetaRequest { dropped: vec![300; 65_536], ..a.request(getattr(ROOT_INO)) };
+    assert_eq!(ask(opcode::META, fewer.encode_to_vec()).await, Ok(()));
+    // One that waits on a connection that is no more is told so.
+    let old = a.recall(vec![]);
+    let (r, took) = tokio::join!(timed(recall(old)), async {
+        sleep(Duration::from_millis(100)).await;
+        a.hello(false).await
+    })
+    .0;
+    assert!(r == Err(Code::Disconnected) && took < AWHILE, "{r:?} {took:?}");
+}
