@@ -1,0 +1,19 @@
+//! Two mounts of one cluster of processes see one truth: the cases of `cluster-tests/coherence`.
+
+#[path = "common/suite.rs"]
+mod suite;
+
+#[test]
+fn two_mounts_see_one_truth() {
+    suite::run("coherence/run", &[]);
+}
+
+#[test]
+fn also_without_copies_in_the_kernel() {
+    suite::run("coherence/run", &["--nothing"]);
+}
+
+#[test]
+fn also_with_names_in_the_kernel() {
+    suite::run("coherence/run", &["--names"]);
+}
