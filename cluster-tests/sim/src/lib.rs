@@ -8,4 +8,5 @@ pub mod lockers;
 pub mod net;
 pub mod oracle;
 pub mod run;
+pub mod truth;
 pub mod workload;

@@ -55,7 +55,7 @@ fn main() -> ExitCode {
             Ok(o) => {
                 let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
                 println!(
-                    "seed {seed}: {} faults, {} writes, {} punches, {} seeks, {} syncs, {} reads, {} names, {} locks, {} errors, {} messages, {:.0?} simulated, trace {hash}",
+                    "seed {seed}: {} faults, {} writes, {} punches, {} seeks, {} syncs, {} reads, {} names, {} locks, {} looks, {} errors, {} messages, {:.0?} simulated, trace {hash}",
                     o.faults,
                     o.writes,
                     o.punches,
@@ -64,6 +64,7 @@ fn main() -> ExitCode {
                     o.reads,
                     o.names,
                     o.locks,
+                    o.looks,
                     o.errors,
                     o.messages,
                     o.simulated

@@ -18,6 +18,7 @@ use crate::{
     ghost::Ghost,
     lockers::{self, Locker, Model},
     net::Weather,
+    truth::{self, Truth},
     workload::{Actor, Findings, Shared},
 };
 
@@ -69,6 +70,7 @@ pub struct Outcome {
     pub reads: u64,
     pub names: u64,
     pub locks: u64,
+    pub looks: u64,
     pub errors: u64,
     /// Promises broken, in words. Empty is the only good answer.
     pub violations: Vec<String>,
@@ -120,13 +122,19 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
     }
     let found: Shared = Arc::new(Mutex::new(Findings::default()));
     let stop = Arc::new(AtomicBool::new(false));
-    let (mut tasks, mut locking) = (Vec::new(), Vec::new());
+    let (mut tasks, mut locking, mut looking, mut counted) = (Vec::new(), Vec::new(), Vec::new(), None);
     let model = Model::default();
     for id in 1..=CLIENTS {
         let client = cluster.client(id).await?;
         let files = lockers::files(&client).await?;
         let locker = Locker::new(id, client.clone(), rng.random(), found.clone(), model.clone(), files);
         locking.push(tokio::spawn(locker.run(stop.clone())));
+        let counted = match &counted {
+            Some(counted) => counted,
+            None => counted.insert(truth::files(&client, CLIENTS as usize).await?),
+        };
+        let truth = Truth::new(id as usize - 1, client.clone(), rng.random(), found.clone(), counted.clone());
+        looking.push(tokio::spawn(truth.run(stop.clone())));
         let mut actor = Actor::new(id, client, rng.random(), found.clone()).await?;
         let stop = stop.clone();
         tasks.push(tokio::spawn(async move {
@@ -156,6 +164,9 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
     for g in &ghosts {
         g.check(&other, &found).await.map_err(|e| e.context(format!("after client {} had died", g.node)))?;
     }
+    for t in looking {
+        ended(t).await?;
+    }
     for t in locking {
         let locker = ended(t).await?;
         locker.finish().await;
@@ -182,6 +193,7 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
         reads: f.reads,
         names: f.names,
         locks: f.locks,
+        looks: f.looks,
         errors: f.errors,
         violations: f.violations.clone(),
     })

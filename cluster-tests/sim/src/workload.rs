@@ -26,6 +26,7 @@ pub struct Findings {
     pub reads: u64,
     pub names: u64,
     pub locks: u64,
+    pub looks: u64,
     pub waits_given_up: u64,
     pub errors: u64,
 }
