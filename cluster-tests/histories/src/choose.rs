@@ -87,9 +87,9 @@ impl Chooser {
                 Op::Chmod { ino: self.ino(rng, true)?, mode: 0o700 + self.modes % 0o100 }
             }
             38..46 => {
-                // Rarely what must be refused.
-                let ino = self.ino(rng, self.mix == Mix::Kernel || rng.random_bool(0.9))?;
-                Op::Link { ino, dir, name }
+                // A directory, which must be refused, rarely.
+                let file = self.mix == Mix::Kernel || rng.random_bool(0.9);
+                Op::Link { ino: self.ino(rng, file)?, dir, name }
             }
             46..56 => Op::Unlink { dir, name },
             56..62 => Op::Rmdir { dir, name },

@@ -20,7 +20,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::{
     clock::SimClock,
-    net::{Network, Weather},
+    net::{Network, SimFabric, Weather},
 };
 
 const CALM: Weather = Weather { min_delay: Duration::ZERO, max_delay: Duration::from_millis(3), break_per_mille: 0 };
@@ -226,24 +226,20 @@ impl Cluster {
 
     /// A client that can be killed, which knows that some others were.
     pub async fn mortal(&mut self, n: u32, uuid: Option<[u8; 16]>, dead: Vec<[u8; 16]>) -> Result<(Client, Env)> {
-        let (env, client) = self.prepare(n, |config| (config.uuid, config.dead) = (uuid, dead));
-        Ok((client.await?, env))
+        let (mut config, env, fabric) = self.prepare(n);
+        (config.uuid, config.dead) = (uuid, dead);
+        Ok((Client::connect(config, env.clone(), fabric).await?, env))
     }
 
-    /// A client that can be killed, and its connecting; `change` has the last word on its settings.
-    pub fn prepare(
-        &mut self,
-        n: u32,
-        change: impl FnOnce(&mut strake_client::Config),
-    ) -> (Env, impl Future<Output = Result<Client>> + use<>) {
+    /// What a client on a node of its own connects with.
+    pub fn prepare(&mut self, n: u32) -> (strake_client::Config, Env, Arc<SimFabric>) {
         let node = FIRST_CLIENT + n;
         let env = SimClock::new(self.start, 0).env(bytes32(&mut self.rng));
         let fabric = Arc::new(self.net.fabric(node, Role::Client, env.clone()));
         let mut config = strake_client::Config::new((1..=MDS).map(Endpoint::Sim).collect());
         config.pid = u64::from(node);
         config.op_timeout = Duration::from_secs(120);
-        change(&mut config);
-        (env.clone(), Client::connect(config, env, fabric))
+        (config, env, fabric)
     }
 
     /// The metadata server that leads, if one does and knows it.

@@ -14,7 +14,7 @@ use strake_histories::{
     search::LIMIT,
 };
 use strake_proto::{Code, Error, Result};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 
 use crate::{
     cluster::{Cluster, FIRST_CLIENT, MDS},
@@ -293,10 +293,10 @@ impl Run {
         let uuid = (u128::from(self.s.seed) << 8 | u128::from(id)).to_be_bytes();
         // Who gives up soon does not know what became of more.
         let op_timeout = Duration::from_secs(if rng.random_bool(0.3) { 2 } else { 120 });
-        let (env, connecting) = cluster.prepare(place, |config| {
-            (config.uuid, config.dead, config.op_timeout) = (Some(uuid), dead, op_timeout);
-            config.connect_timeout = PATIENCE;
-        });
+        let (mut config, env, fabric) = cluster.prepare(place);
+        (config.uuid, config.dead, config.op_timeout) = (Some(uuid), dead, op_timeout);
+        config.connect_timeout = PATIENCE;
+        let connecting = Client::connect(config, env.clone(), fabric);
         let left = Arc::new(Mutex::new(ops));
         let worker = Worker { id, place, uuid, env: env.clone(), left: left.clone(), client: Arc::default() };
         let chooser = Chooser::new(Mix::All, &self.roots, id);

@@ -176,7 +176,10 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
         if running.is_empty() {
             break Ok(());
         }
-        let pids = |library| running.iter().map(|i| &workers[*i]).filter(|w| !library || w.is_library).map(|w| w.child.id() as i32).collect();
+        let pids = |library: bool| {
+            let some = running.iter().map(|i| &workers[*i]).filter(|w| !library || w.is_library);
+            some.map(|w| w.child.id() as i32).collect()
+        };
         if let Some(victim) = harm.next(cluster, &mut rng, pids(true), pids(false))? {
             let victim = workers.iter().position(|w| w.child.id() as i32 == victim).unwrap_or_default();
             let mut victim = workers.swap_remove(victim);

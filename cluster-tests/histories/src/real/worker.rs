@@ -11,7 +11,7 @@ use std::{
 use clap::Args;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use strake_client::{Client, Config};
-use strake_fabric::{Env, Pool, TcpFabric, tcp::handshake::Identity};
+use strake_fabric::{Env, Identity, Pool, TcpFabric};
 use strake_histories::{
     Ino, Op, Outcome, Record,
     choose::{Chooser, Mix},
