@@ -1,12 +1,13 @@
 //! Looks for one order that explains a history: the search of Wing and Gong, with Lowe's memory of what was tried.
 //!
-//! Two things make it fast. An operation that may be next and changes nothing is put next at once: whatever order there is,
-//! one with this operation here is as good. And what was reached in another order is not gone into twice: what is left depends on the
-//! operations that are done and the state alone.
+//! Three things make it fast. An operation that may be next and changes nothing is put next at once: whatever order there is, one
+//! with this operation here is as good. What was reached in another order is not gone into twice: what is left depends on the
+//! operations that are done and the state alone. And what need not have run is put as late as it can be: before something
+//! that comes out otherwise without it.
 
 use std::{
     collections::HashSet,
-    hash::{BuildHasher, Hash, Hasher, RandomState},
+    hash::{BuildHasher, RandomState},
 };
 
 use crate::{
@@ -52,8 +53,18 @@ impl Verdict {
 pub const LIMIT: u64 = 2_000_000;
 
 /// Whether there is an order, by at most `limit` states gone into.
+///
+/// Where many operations are of unknown outcome, those orders are looked for first in which few of them follow each other.
 pub fn check(history: &History, limit: u64) -> Verdict {
-    Search::new(history).run(limit)
+    let mut steps = 0;
+    for chain in [1, 2] {
+        let quick = Search::new(history, chain).run(limit / 4);
+        steps += quick.steps();
+        if quick.is_linearizable() {
+            return quick;
+        }
+    }
+    Search::new(history, usize::MAX).run(limit.saturating_sub(steps))
 }
 
 /// A set of operations.
@@ -81,19 +92,30 @@ struct Item<'h> {
     reply: u64,
 }
 
+impl Item<'_> {
+    fn must_run(&self) -> bool {
+        self.reply != u64::MAX
+    }
+}
+
 /// A place in the search: what is done, and what may be done next.
 struct Node {
     done: Bits,
     state: State,
     /// Length of the order up to here.
     len: usize,
-    /// The next choice comes last.
+    /// What may come next, and how many of them were tried.
     choices: Vec<(usize, State)>,
+    tried: usize,
+    /// How many that need not run came last.
+    chain: usize,
 }
 
 struct Search<'h> {
     model: Model,
     items: Vec<Item<'h>>,
+    /// How many that need not run may follow each other.
+    chain: usize,
     known: usize,
     first: State,
     seen: HashSet<u128>,
@@ -104,7 +126,7 @@ struct Search<'h> {
 }
 
 impl<'h> Search<'h> {
-    fn new(history: &'h History) -> Search<'h> {
+    fn new(history: &'h History, chain: usize) -> Search<'h> {
         let item = |(at, record): (usize, &'h Record)| match record.outcome {
             Outcome::Unknown(_) if record.op.is_read() => None,
             Outcome::Unknown(_) => Some(Item { at, record, reply: u64::MAX }),
@@ -112,11 +134,12 @@ impl<'h> Search<'h> {
         };
         let mut items: Vec<Item> = history.records.iter().enumerate().filter_map(item).collect();
         items.sort_by_key(|i| (i.record.call, i.at));
-        let known = items.iter().filter(|i| i.reply != u64::MAX).count();
+        let known = items.iter().filter(|i| i.must_run()).count();
         Search {
             model: Model::new(history),
             known,
             items,
+            chain,
             first: State::new(&history.head),
             seen: HashSet::new(),
             hashers: [RandomState::new(), RandomState::new()],
@@ -127,16 +150,16 @@ impl<'h> Search<'h> {
 
     fn run(mut self, limit: u64) -> Verdict {
         let mut steps = 0;
-        let mut nodes = Vec::new();
-        let mut next = Some((Bits::new(self.items.len()), self.first.clone()));
+        let mut nodes: Vec<Node> = Vec::new();
+        let mut next = Some((Bits::new(self.items.len()), self.first.clone(), None));
         loop {
-            if let Some((done, state)) = next.take() {
+            if let Some((done, state, last)) = next.take() {
                 steps += 1;
                 if steps > limit {
                     return Verdict::Undecided { steps };
                 }
-                let node = self.enter(done, state);
-                let known = self.order.iter().filter(|i| self.items[**i].reply != u64::MAX).count();
+                let node = self.enter(done, state, last.zip(nodes.last()));
+                let known = self.order.iter().filter(|i| self.items[**i].must_run()).count();
                 if known == self.known {
                     return Verdict::Linearizable { order: self.places(&self.order), steps };
                 }
@@ -146,28 +169,29 @@ impl<'h> Search<'h> {
                 nodes.push(node);
             }
             let Some(node) = nodes.last_mut() else { break };
-            let Some((i, state)) = node.choices.pop() else {
+            let Some((i, state)) = node.choices.get(node.tried).cloned() else {
                 nodes.pop();
                 continue;
             };
+            node.tried += 1;
             self.order.truncate(node.len);
             let mut done = node.done.clone();
             done.set(i);
-            if self.seen.insert(self.fingerprint(&done, &state)) {
+            // What follows one that need not run depends on what was possible before it.
+            let before = (!self.items[i].must_run()).then_some((i, &node.state, node.chain));
+            if node.chain + usize::from(before.is_some()) <= self.chain && self.is_new(&done, &state, before) {
                 self.order.push(i);
-                next = Some((done, state));
+                next = Some((done, state, Some(i)));
             }
         }
         Verdict::Rejected { deepest: self.deepest(), steps }
     }
 
-    fn fingerprint(&self, done: &Bits, state: &State) -> u128 {
-        let half = |h: &RandomState| {
-            let mut h = h.build_hasher();
-            (done, state).hash(&mut h);
-            u128::from(h.finish())
-        };
-        half(&self.hashers[0]) << 64 | half(&self.hashers[1])
+    /// Whether nothing was tried from here yet.
+    fn is_new(&mut self, done: &Bits, state: &State, before: Option<(usize, &State, usize)>) -> bool {
+        let half = |h: &RandomState| u128::from(h.hash_one((done, state, before)));
+        let place = half(&self.hashers[0]) << 64 | half(&self.hashers[1]);
+        self.seen.insert(place)
     }
 
     /// Those that may come next: not done, and called before every answer to one that must still run.
@@ -187,8 +211,9 @@ impl<'h> Search<'h> {
         open
     }
 
-    /// Does all that changes nothing, and finds what may change something.
-    fn enter(&mut self, mut done: Bits, state: State) -> Node {
+    /// Does all that changes nothing, and finds what may change something. `last`: what was done last, and where.
+    fn enter(&mut self, mut done: Bits, state: State, last: Option<(usize, &Node)>) -> Node {
+        let len = self.order.len();
         loop {
             let mut choices = Vec::new();
             let mut more = false;
@@ -207,12 +232,28 @@ impl<'h> Search<'h> {
                     choices.push((i, state.clone()));
                 }
             }
-            if !more {
-                // What was answered first is tried first, what perhaps never ran last.
-                choices.sort_by_key(|(i, _)| std::cmp::Reverse((self.items[*i].reply, *i)));
-                return Node { done, state, len: self.order.len(), choices };
+            if more {
+                continue;
             }
+            let mut chain = 0;
+            if let Some((u, parent)) = last.filter(|(u, _)| !self.items[*u].must_run() && self.order.len() == len) {
+                chain = parent.chain + 1;
+                choices.retain(|(x, to)| !self.is_as_good_later(parent, u, *x, to));
+            }
+            // What was answered first is tried first, what perhaps never ran last.
+            choices.sort_by_key(|(i, _)| (self.items[*i].reply, *i));
+            return Node { done, state, len: self.order.len(), choices, tried: 0, chain };
         }
+    }
+
+    /// Whether `u`, which need not run, and then `x` lead where `x` and then `u` do: that order is tried, too.
+    fn is_as_good_later(&self, parent: &Node, u: usize, x: usize, to: &State) -> bool {
+        let later = |from: &State| {
+            let item = &self.items[u];
+            matches!(self.model.step(from, item.at, item.record), Ok(Step::To(s)) if s == *to)
+        };
+        let is_first = self.items[x].must_run() || x < u;
+        is_first && parent.choices.iter().any(|(y, from)| *y == x && later(from))
     }
 
     fn places(&self, order: &[usize]) -> Vec<usize> {
@@ -227,7 +268,7 @@ impl<'h> Search<'h> {
             let item = &self.items[i];
             Some((item.at, self.model.step(state, item.at, item.record).err()?))
         };
-        let blocked = self.next_ones(done).into_iter().filter(|i| self.items[*i].reply != u64::MAX);
+        let blocked = self.next_ones(done).into_iter().filter(|i| self.items[*i].must_run());
         Deepest { order: self.places(order), state: state.clone(), blocked: blocked.filter_map(why).collect() }
     }
 }

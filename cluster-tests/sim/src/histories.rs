@@ -30,6 +30,8 @@ pub const OPS: u32 = 40;
 const OVERLAP: f64 = 0.3;
 /// Clients that die in one run, at most.
 const DEATHS: u32 = 2;
+/// Time under faults, if the clients are not done before.
+const FAULTS: Duration = Duration::from_secs(8);
 /// For the last operations, when nothing is broken any more.
 const PATIENCE: Duration = Duration::from_secs(300);
 
@@ -292,7 +294,7 @@ impl Run {
         let id = place + CLIENTS * self.counts.deaths;
         let uuid = (u128::from(self.s.seed) << 8 | u128::from(id)).to_be_bytes();
         // Who gives up soon does not know what became of more.
-        let op_timeout = Duration::from_secs(if rng.random_bool(0.3) { 2 } else { 120 });
+        let op_timeout = Duration::from_secs(if rng.random_bool(0.2) { 2 } else { 120 });
         let (mut config, env, fabric) = cluster.prepare(place);
         (config.uuid, config.dead, config.op_timeout) = (Some(uuid), dead, op_timeout);
         config.connect_timeout = PATIENCE;
@@ -322,12 +324,12 @@ impl Run {
 
     /// Faults, as the seed says, until the clients are done or it was enough.
     async fn harm(&mut self, cluster: &mut Cluster, rng: &mut StdRng) -> Result<()> {
-        let end = Instant::now() + Duration::from_secs(20);
+        let end = Instant::now() + FAULTS;
         // When what is broken now is mended.
         let mut links: Option<Instant> = None;
         let mut starts: Vec<(Instant, u32)> = Vec::new();
         while Instant::now() < end && self.workers.iter().any(Worker::works) {
-            sleep(Duration::from_millis(rng.random_range(10..250))).await;
+            sleep(Duration::from_millis(rng.random_range(50..600))).await;
             let now = Instant::now();
             if links.is_some_and(|at| at <= now) {
                 links = None;
@@ -343,17 +345,17 @@ impl Run {
                     if cluster.is_up(node) && starts.is_empty() {
                         cluster.kill(node, rng.random_bool(0.5));
                         self.counts.kills += 1;
-                        starts.push((after(rng, 1500), node));
+                        starts.push((after(rng, 1000), node));
                     }
                 }
                 3 | 4 if links.is_none() => {
                     cluster.isolate(self.server(cluster, rng), rng.random_bool(0.3));
                     self.counts.isolations += 1;
-                    links = Some(after(rng, 3000));
+                    links = Some(after(rng, 2500));
                 }
                 5 | 6 if links.is_none() => {
                     self.cut_client(cluster, rng);
-                    links = Some(after(rng, 4000));
+                    links = Some(after(rng, 2500));
                 }
                 7 => {
                     let break_per_mille = *[0, 10, 40].choose(rng).unwrap_or(&0);
