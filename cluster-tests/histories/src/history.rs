@@ -179,9 +179,8 @@ impl History {
     /// The share of operations during which an operation of another client was under way, 0 to 1.
     pub fn overlap(&self) -> f64 {
         let end = |r: &Record| if matches!(r.outcome, Outcome::Unknown(_)) { r.reply.max(r.call) } else { r.reply };
-        let meets = |a: &Record| {
-            self.records.iter().any(|b| a.client != b.client && a.call <= end(b) && b.call <= end(a))
-        };
+        let meets =
+            |a: &Record| self.records.iter().any(|b| a.client != b.client && a.call <= end(b) && b.call <= end(a));
         let overlapping = self.records.iter().filter(|r| meets(r)).count();
         overlapping as f64 / self.records.len().max(1) as f64
     }

@@ -202,7 +202,8 @@ impl State {
             let kind = if i.dir { "dir" } else { "file" };
             format!("{kind} {} (links {}, mode {:o})", ino(i), a.nlink, a.mode)
         };
-        let named = self.names.iter().map(|n| format!("{}/{} = {}", ino(self.inode(n.dir)), n.name, about(self.inode(n.to))));
+        let named =
+            self.names.iter().map(|n| format!("{}/{} = {}", ino(self.inode(n.dir)), n.name, about(self.inode(n.to))));
         let gone = self.inodes.iter().filter(|i| i.names == 0).map(ino).collect::<Vec<_>>();
         named.chain((!gone.is_empty()).then(|| format!("without a name: {}", gone.join(" ")))).collect()
     }
@@ -262,9 +263,7 @@ impl Model {
             Op::Unlink { dir, name } | Op::Rmdir { dir, name } => {
                 self.remove(s, (*dir, name), matches!(r.op, Op::Rmdir { .. }), o)
             }
-            Op::Rename { dir, name, to_dir, to_name, how } => {
-                self.rename(s, (*dir, name), (*to_dir, to_name), *how, o)
-            }
+            Op::Rename { dir, name, to_dir, to_name, how } => self.rename(s, (*dir, name), (*to_dir, to_name), *how, o),
             Op::Readdir { dir } => self.readdir(s, *dir, o),
         }
     }

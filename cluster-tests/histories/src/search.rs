@@ -19,10 +19,18 @@ use crate::{
 #[derive(Debug)]
 pub enum Verdict {
     /// With the records in an order that explains it; those of unknown outcome that it leaves out never ran.
-    Linearizable { order: Vec<usize>, steps: u64 },
-    Rejected { deepest: Deepest, steps: u64 },
+    Linearizable {
+        order: Vec<usize>,
+        steps: u64,
+    },
+    Rejected {
+        deepest: Deepest,
+        steps: u64,
+    },
     /// The search had no end within the limit. This says nothing.
-    Undecided { steps: u64 },
+    Undecided {
+        steps: u64,
+    },
 }
 
 /// The longest beginning of an order that was found.
@@ -44,7 +52,9 @@ impl Verdict {
     /// States gone into.
     pub fn steps(&self) -> u64 {
         match self {
-            Verdict::Linearizable { steps, .. } | Verdict::Rejected { steps, .. } | Verdict::Undecided { steps } => *steps,
+            Verdict::Linearizable { steps, .. } | Verdict::Rejected { steps, .. } | Verdict::Undecided { steps } => {
+                *steps
+            }
         }
     }
 }

@@ -112,7 +112,13 @@ fn one_after_the_other_it_is_a_file_system() {
         (1, 35, 36, rename("s", "x", How::Exchange), no(Errno::NoEnt)),
         (1, 37, 38, Op::Create { dir: 21, name: "a".into(), exclusive: true }, file(22, 1, 0o644)),
         (1, 39, 40, rmdir("c"), no(Errno::NotEmpty)),
-        (1, 41, 42, Op::Rename { dir: ROOT, name: "c".into(), to_dir: 21, to_name: "d".into(), how: How::Replace }, no(Errno::Inval)),
+        (
+            1,
+            41,
+            42,
+            Op::Rename { dir: ROOT, name: "c".into(), to_dir: 21, to_name: "d".into(), how: How::Replace },
+            no(Errno::Inval),
+        ),
         (1, 43, 44, Op::Unlink { dir: 21, name: "a".into() }, done()),
         (1, 45, 46, rmdir("c"), done()),
         (1, 47, 48, Op::Mkdir { dir: 21, name: "e".into() }, no(Errno::NoEnt)),
@@ -199,11 +205,7 @@ fn what_nobody_knows_of_ran_once_at_any_later_time_or_never() {
 
 #[test]
 fn a_number_is_given_out_once() {
-    fails(&[
-        (1, 1, 2, create("a"), inode(20)),
-        (1, 3, 4, unlink("a"), done()),
-        (1, 5, 6, create("a"), inode(20)),
-    ]);
+    fails(&[(1, 1, 2, create("a"), inode(20)), (1, 3, 4, unlink("a"), done()), (1, 5, 6, create("a"), inode(20))]);
     fails(&[(1, 1, 2, create("a"), inode(20)), (1, 3, 4, unlink("a"), done()), (1, 5, 6, open("a"), inode(20))]);
 }
 

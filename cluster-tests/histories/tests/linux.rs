@@ -41,7 +41,8 @@ fn on_linux(threads: u32, ops: u32, seed: u64) {
         }
     };
     let threads: Vec<_> = (0..threads).map(|client| std::thread::spawn(one(client))).collect();
-    let mut history = History { head: Head { source: format!("tmpfs, seed {seed}"), ..Head::default() }, records: Vec::new() };
+    let mut history =
+        History { head: Head { source: format!("tmpfs, seed {seed}"), ..Head::default() }, records: Vec::new() };
     for t in threads {
         let (roots, records) = t.join().unwrap();
         history.head.roots = roots;

@@ -240,12 +240,14 @@ async fn simulate(s: Scenario) -> Result<Report> {
     while !cluster.whole() {
         sleep(Duration::from_millis(100)).await;
     }
-    let head = Head { source: format!("simulator seed {}", s.seed), roots: make_roots(&mut cluster).await?, kernel: false };
+    let head =
+        Head { source: format!("simulator seed {}", s.seed), roots: make_roots(&mut cluster).await?, kernel: false };
     if let Some(plant) = s.plant {
         cluster.net.plant(plant);
     }
     let recorder = Shared::default();
-    let mut run = Run { s, recorder, roots: head.roots.clone(), workers: Vec::new(), retired: 0, counts: Counts::default() };
+    let mut run =
+        Run { s, recorder, roots: head.roots.clone(), workers: Vec::new(), retired: 0, counts: Counts::default() };
     for place in 1..=CLIENTS {
         run.start(&mut cluster, &mut rng, place, OPS, Vec::new());
     }
@@ -254,7 +256,10 @@ async fn simulate(s: Scenario) -> Result<Report> {
     let end = Instant::now() + PATIENCE;
     while run.workers.iter().any(Worker::works) {
         if Instant::now() > end {
-            return Err(Error::new(Code::TimedOut, format!("clients had not finished {PATIENCE:?} after the last fault")));
+            return Err(Error::new(
+                Code::TimedOut,
+                format!("clients had not finished {PATIENCE:?} after the last fault"),
+            ));
         }
         sleep(Duration::from_millis(50)).await;
     }

@@ -10,8 +10,9 @@ use std::{
 use rand::{RngExt, rngs::StdRng, seq::IndexedRandom};
 
 const MDS: [&str; 3] = ["mds1", "mds2", "mds3"];
-/// Workers that die in one run, at most.
+/// In one run, at most: workers that die, and faults of each other kind.
 const DEATHS: u32 = 2;
+const MOST: u32 = 4;
 
 /// The processes of a cluster.
 pub struct Cluster {
@@ -87,46 +88,47 @@ impl fmt::Display for Harm {
 }
 
 impl Harm {
-    /// Perhaps one fault more; what is over is undone. Of `stoppable` and `killable` workers one is to be killed if its number is
-    /// returned.
+    /// Perhaps one fault more; what is over is undone. `stoppable` and `killable` are workers, of whom one is to be killed if its
+    /// number is returned; `by_mounts`: some use mounts.
     pub fn next(
         &mut self,
         cluster: &Cluster,
         rng: &mut StdRng,
         stoppable: Vec<i32>,
         killable: Vec<i32>,
+        by_mounts: bool,
     ) -> io::Result<Option<i32>> {
         self.undo(cluster, Instant::now())?;
         let role = MDS.choose(rng).copied().unwrap_or("mds1");
         let for_a_while = |rng: &mut StdRng| Instant::now() + Duration::from_millis(rng.random_range(200..3000));
         match rng.random_range(0..24) {
             // One server at a time: the others are a majority.
-            0 | 1 if self.calm() => {
+            0 | 1 if self.calm() && self.kills < MOST => {
                 if let Some(pid) = cluster.server(role) {
                     signal(pid, libc::SIGKILL);
                     self.kills += 1;
                     self.start = Some(Instant::now() + Duration::from_millis(rng.random_range(0..1000)));
                 }
             }
-            2 | 3 if self.calm() => {
+            2 | 3 if self.calm() && self.stops < MOST => {
                 if let Some(pid) = cluster.server(role) {
                     self.stop(pid, for_a_while(rng));
                     self.stops += 1;
                 }
             }
-            4 | 5 => {
+            4 | 5 if self.worker_stops < MOST => {
                 if let Some(pid) = stoppable.choose(rng) {
                     self.stop(*pid, for_a_while(rng));
                     self.worker_stops += 1;
                 }
             }
-            6 => {
+            6 if by_mounts && self.worker_stops < MOST => {
                 let until = for_a_while(rng);
                 let at = cluster.mounts.choose(rng).map(|at| cluster.mount(at)).unwrap_or_default();
                 at.iter().for_each(|(pid, _)| self.stop(*pid, until));
                 self.worker_stops += u32::from(!at.is_empty());
             }
-            7 => {
+            7 if by_mounts && self.daemon_kills < MOST => {
                 let at = cluster.mounts.choose(rng).map(|at| cluster.mount(at)).unwrap_or_default();
                 // The daemon is the one that the other started.
                 if let Some((pid, _)) = at.iter().find(|(_, parent)| at.iter().any(|(p, _)| p == parent)) {

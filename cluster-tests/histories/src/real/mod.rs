@@ -172,7 +172,8 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
         if Instant::now() > end {
             break Err(io::Error::other(format!("workers had not finished after {PATIENCE:?}")));
         }
-        let running: Vec<usize> = (0..workers.len()).filter(|i| matches!(workers[*i].child.try_wait(), Ok(None))).collect();
+        let running: Vec<usize> =
+            (0..workers.len()).filter(|i| matches!(workers[*i].child.try_wait(), Ok(None))).collect();
         if running.is_empty() {
             break Ok(());
         }
@@ -180,7 +181,7 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
             let some = running.iter().map(|i| &workers[*i]).filter(|w| !library || w.is_library);
             some.map(|w| w.child.id() as i32).collect()
         };
-        if let Some(victim) = harm.next(cluster, &mut rng, pids(true), pids(false))? {
+        if let Some(victim) = harm.next(cluster, &mut rng, pids(true), pids(false), !matches!(who, Who::Library))? {
             let victim = workers.iter().position(|w| w.child.id() as i32 == victim).unwrap_or_default();
             let mut victim = workers.swap_remove(victim);
             // Its end may take until a server or a mount answers.
@@ -200,7 +201,9 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
     outcome?;
     let mut records = Vec::new();
     for (w, died) in dead.into_iter().chain(workers.into_iter().map(|w| (w, worker::now()))) {
-        records.extend(read(&w.out)?.into_iter().map(|r| Record { reply: if r.reply == u64::MAX { died } else { r.reply }, ..r }));
+        records.extend(
+            read(&w.out)?.into_iter().map(|r| Record { reply: if r.reply == u64::MAX { died } else { r.reply }, ..r }),
+        );
     }
     fs::remove_dir_all(&ground.files)?;
     let source = format!("real processes, seed {}, run {run}, {who:?}", args.seed);

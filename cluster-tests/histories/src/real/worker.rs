@@ -109,11 +109,16 @@ pub fn run(args: WorkerArgs) -> io::Result<()> {
 }
 
 fn pause(rng: &mut StdRng) -> Option<Duration> {
-    let pause = Duration::from_millis(rng.random_range(0..200));
+    let pause = Duration::from_millis(rng.random_range(0..80));
     rng.random_bool(0.5).then_some(pause)
 }
 
-async fn by_library(args: &WorkerArgs, mut chooser: Chooser, mut rng: StdRng, mut log: Log) -> strake_proto::Result<()> {
+async fn by_library(
+    args: &WorkerArgs,
+    mut chooser: Chooser,
+    mut rng: StdRng,
+    mut log: Log,
+) -> strake_proto::Result<()> {
     let cut = Cut::new(connector(args)?, rng.random());
     let mut config = Config::new(args.mds.iter().map(|e| e.parse()).collect::<strake_proto::Result<_>>()?);
     (config.op_timeout, config.hostname) = (OP_TIMEOUT, format!("history{}", args.client));
