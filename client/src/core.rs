@@ -31,6 +31,7 @@ use crate::{
     away::{Away, Kind},
     config::{Config, Counters},
     conns::Conns,
+    found::Found,
     inode::{Inode, Release},
     keep,
     leader::LeaderFinder,
@@ -73,6 +74,7 @@ pub(crate) struct Core {
     pub locks: Lanes,
     pub lock_waits: LockWaits,
     pub memory: Memory,
+    pub found: Found,
     /// Leases began on a new connection.
     pub(crate) greeted: Notify,
     pub(crate) recalls: Acknowledged,
@@ -167,6 +169,7 @@ impl Core {
             locks: Lanes::default(),
             lock_waits: LockWaits::default(),
             memory: Memory::default(),
+            found: Found::default(),
             greeted: Notify::new(),
             recalls: Acknowledged::default(),
             conns: Conns::new(cfg.connections_per_node.max(1)),

@@ -32,6 +32,7 @@ mod core;
 mod data;
 mod file;
 mod flush;
+mod found;
 mod holes;
 mod inode;
 mod keep;

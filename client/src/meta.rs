@@ -4,6 +4,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use bytes::Bytes;
 use strake_proto::{Code, Error, Ino, Result, pb};
 use tokio::time::Instant;
 
@@ -84,12 +85,17 @@ impl Client {
     /// The inode behind a name. `ENOENT`, `ENOTDIR`, `EACCES`.
     pub async fn lookup(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
         match self.core.memory.lookup(self.core.env.boot(), creds, parent, name) {
-            Some(Some(attr)) => return self.core.merge(attr).await,
+            Some(Some(attr)) => {
+                self.core.found.note(attr.ino, Bytes::new());
+                return self.core.merge(attr).await;
+            }
             Some(None) => return Err(Error::new(Code::NoEnt, "no such name")),
             None => {}
         }
         let o = pb::op::Op::Lookup(pb::Lookup { parent, name: name.to_vec().into() });
-        self.merged(self.read_op(creds, o).await?).await
+        let r = self.read_op(creds, o).await?;
+        self.core.found.note(r.ino, r.data.clone());
+        self.merged(r).await
     }
 
     /// Attributes, with the size and mtime of this client's own writes.
@@ -143,8 +149,16 @@ impl Client {
         attr_of(self.write_op(creds, pb::op::Op::Symlink(pb::Symlink { parent, name, target })).await?)
     }
 
-    /// The target of a symbolic link. `EINVAL` for anything else.
+    /// Whether a name led to the inode lately.
+    pub fn was_found(&self, ino: Ino) -> bool {
+        self.core.found.has(ino)
+    }
+
+    /// The target of a symbolic link, also of one that was found and has gone since. `EINVAL` for anything else.
     pub async fn readlink(&self, creds: &pb::Creds, ino: Ino) -> Result<Vec<u8>> {
+        if let Some(target) = self.core.found.target(ino) {
+            return Ok(target.to_vec());
+        }
         Ok(self.read_op(creds, pb::op::Op::Readlink(pb::Readlink { ino })).await?.data.to_vec())
     }
 

@@ -1,8 +1,8 @@
 """Cases for `run`: each takes a mount that changes (a) and one that looks (b), in a folder of its own."""
-import ctypes, errno, fcntl, os, random, signal, stat, sys, time, traceback
+import ctypes, errno, fcntl, mmap, os, random, shutil, signal, sqlite3, stat, subprocess, sys, time, traceback
 
 libc = ctypes.CDLL(None, use_errno=True)
-RENAME_EXCHANGE = 2
+RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -28,9 +28,9 @@ def there(path):
     for _ in range(2): same(os.path.lexists(path), True, path)
 
 
-def fails(code, call):
+def fails(code, call, *others):
     try: call()
-    except OSError as e: return same(e.errno, code)
+    except OSError as e: return same(e.errno in (code, *others), True, errno.errorcode[e.errno])
     raise AssertionError("it succeeded")
 
 
@@ -53,6 +53,26 @@ def as_nobody(call):
     text = os.read(r, 1000).decode()
     os.close(r); os.waitpid(child, 0)
     return text
+
+
+def at_once(*calls):
+    """The results, as text, of calls in processes of their own that run at the same time."""
+    running = []
+    for call in calls:
+        r, w = os.pipe()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try: os.write(w, repr(call()).encode()); code = 0
+            except BaseException: traceback.print_exc()
+            finally: os._exit(code)
+        os.close(w)
+        running.append((child, r))
+    results = []
+    for child, r in running:
+        with os.fdopen(r) as f: results.append(f.read())
+        same(os.waitpid(child, 0)[1], 0, "exit status")
+    return results
 
 
 # Names that come.
@@ -83,6 +103,64 @@ def listed_with_attributes(a, b):
     for i in range(50): os.chmod(f"{a}/{i}", 0o600)
     same(look(), {str(i): (i, 0o600) for i in range(50)})
 
+def made_exclusively(a, b):
+    """Of two who make the same name one wins, each time, and the other is told so."""
+    for i in range(20):
+        first, second = (a, b) if i % 2 else (b, a)
+        gone(f"{second}/{i}")
+        os.close(os.open(f"{first}/{i}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        fails(errno.EEXIST, lambda: os.open(f"{second}/{i}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        fails(errno.EEXIST, lambda: os.mkdir(f"{second}/{i}"))
+
+def raced_for(a, b):
+    """Two processes on each mount try to make the same names at once: each name has one maker."""
+    count = 60
+    def race(at):
+        won = []
+        for i in range(count):
+            try: os.mkdir(f"{at}/{i}")
+            except FileExistsError: continue
+            won.append(i)
+        return won
+    won = sum((eval(r) for r in at_once(*[lambda at=at: race(at) for at in (a, b, a, b)])), [])
+    same(sorted(won), list(range(count)))
+    same((len(os.listdir(a)), len(os.listdir(b))), (count, count))
+
+def made_by_opening(a, b):
+    gone(b + "/f")
+    with open(a + "/f", "wb", 0) as f:
+        there(b + "/f"); same(os.stat(b + "/f").st_size, 0)
+        f.write(b"x")
+        same(get(b + "/f"), b"x")
+
+def made_without_name(a, b):
+    f = os.open(a, os.O_TMPFILE | os.O_RDWR, 0o644)
+    try:
+        os.write(f, b"content"); same(os.listdir(b), []); gone(b + "/f")
+        os.link(f"/proc/self/fd/{f}", a + "/f", src_dir_fd=0, follow_symlinks=True)
+        same(get(b + "/f"), b"content"); same(os.listdir(b), ["f"])
+    finally: os.close(f)
+
+def longest_name(a, b):
+    n = "n" * 255
+    gone(f"{b}/{n}"); put(f"{a}/{n}"); there(f"{b}/{n}"); same(os.listdir(b), [n])
+    os.rename(f"{a}/{n}", f"{a}/{'m' * 255}")
+    gone(f"{b}/{n}"); same(os.listdir(b), ["m" * 255])
+
+def deep_tree(a, b):
+    path = "/".join("d%d" % i for i in range(30))
+    gone(f"{b}/{path}"); os.makedirs(f"{a}/{path}"); put(f"{a}/{path}/f", b"deep")
+    same(get(f"{b}/{path}/f"), b"deep")
+    os.rename(f"{a}/d0/d1", f"{a}/d0/e1")
+    gone(f"{b}/{path}/f"); same(get(f"{b}/{path.replace('/d1/', '/e1/', 1)}/f"), b"deep")
+
+def link_that_dangles(a, b):
+    os.symlink("target", a + "/l")
+    same(os.path.exists(b + "/l"), False); put(a + "/target", b"1"); same(get(b + "/l"), b"1")
+    os.unlink(a + "/target"); fails(errno.ENOENT, lambda: get(b + "/l"))
+    os.unlink(a + "/l"); os.symlink("other", a + "/l"); same(os.readlink(b + "/l"), "other")
+    os.unlink(a + "/l"); put(a + "/l"); fails(errno.EINVAL, lambda: os.readlink(b + "/l"))
+
 
 # Names that go.
 def removed_file(a, b): put(a + "/f"); there(b + "/f"); os.unlink(a + "/f"); gone(b + "/f")
@@ -102,6 +180,46 @@ def removed_and_made_again(a, b):
         same(get(b + "/f"), b"%d" % i)
         os.unlink(a + "/f")
         gone(b + "/f")
+
+def file_becomes_directory(a, b):
+    put(a + "/n", b"1"); same(get(b + "/n"), b"1")
+    os.unlink(a + "/n"); os.mkdir(a + "/n"); put(a + "/n/f")
+    same(os.listdir(b + "/n"), ["f"]); fails(errno.EISDIR, lambda: get(b + "/n"))
+    os.unlink(a + "/n/f"); os.rmdir(a + "/n"); put(a + "/n", b"2")
+    same(get(b + "/n"), b"2"); fails(errno.ENOTDIR, lambda: os.listdir(b + "/n"))
+
+def removed_tree(a, b):
+    for i in range(5):
+        os.makedirs(f"{a}/t/{i}/x")
+        for j in range(5): put(f"{a}/t/{i}/x/{j}")
+    same(sum(len(f) for _, _, f in os.walk(b + "/t")), 25)
+    shutil.rmtree(a + "/t")
+    gone(b + "/t"); gone(b + "/t/3/x/3")
+
+def not_empty_any_more(a, b):
+    os.mkdir(a + "/d"); same(os.listdir(b + "/d"), [])
+    put(a + "/d/f"); fails(errno.ENOTEMPTY, lambda: os.rmdir(b + "/d"))
+    os.unlink(a + "/d/f"); os.rmdir(b + "/d"); gone(a + "/d")
+
+def removed_open_directory(a, b):
+    os.mkdir(a + "/d"); there(b + "/d")
+    d = os.open(b + "/d", os.O_RDONLY)
+    try:
+        same(os.listdir(d), [])
+        os.rmdir(a + "/d")
+        fails(errno.ENOENT, lambda: os.open("f", os.O_CREAT | os.O_WRONLY, dir_fd=d), errno.ESTALE)
+        same(os.fstat(d).st_nlink, 0)
+    finally: os.close(d)
+
+def written_after_removal(a, b):
+    """Both have the file open; the name goes; what one writes the other reads until the last has closed it."""
+    put(a + "/f", b"old")
+    with open(a + "/f", "r+b", 0) as x, open(b + "/f", "r+b", 0) as y:
+        os.unlink(a + "/f"); gone(b + "/f")
+        for i in range(20):
+            w, r = (x, y) if i % 2 else (y, x)
+            os.pwrite(w.fileno(), b"%03d" % i, 3 * i); same(os.pread(r.fileno(), 3, 3 * i), b"%03d" % i)
+            same(os.fstat(r.fileno()).st_size, 3 * i + 3)
 
 
 # Names that move.
@@ -156,6 +274,59 @@ def working_directory(a, b):
         there(b + "/e/g")
         same(os.getcwd(), b + "/e")
     finally: os.chdir(here)
+
+def not_renamed_over(a, b):
+    put(a + "/f", b"1"); gone(b + "/g"); put(b + "/g", b"2")
+    fails(errno.EEXIST, lambda: rename2(a + "/f", a + "/g", RENAME_NOREPLACE))
+    os.unlink(b + "/g"); rename2(a + "/f", a + "/g", RENAME_NOREPLACE)
+    same(get(b + "/g"), b"1"); gone(b + "/f")
+
+def renamed_over_directory(a, b):
+    os.mkdir(a + "/d"); os.mkdir(a + "/e"); put(a + "/d/f"); same(os.listdir(b + "/e"), [])
+    os.rename(a + "/d", a + "/e")
+    same(os.listdir(b + "/e"), ["f"]); gone(b + "/d")
+    os.mkdir(a + "/d"); fails(errno.ENOTEMPTY, lambda: os.rename(b + "/d", b + "/e"))
+
+def renamed_while_open(a, b):
+    put(a + "/f", b"1")
+    with open(b + "/f", "r+b", 0) as f:
+        os.rename(a + "/f", a + "/g"); gone(b + "/f")
+        os.pwrite(f.fileno(), b"22", 0)
+        same((get(a + "/g"), os.stat(a + "/g").st_ino), (b"22", os.fstat(f.fileno()).st_ino))
+
+def turned_in_a_circle(a, b):
+    """Three names change places for a while, from both mounts: what is behind each is always known to both."""
+    for n in "xyz": put(f"{a}/{n}", n.encode())
+    held = list("xyz")
+    for i in range(30):
+        at, other = (a, b) if i % 2 else (b, a)
+        p, q = [("x", "y"), ("y", "z"), ("z", "x")][i % 3]
+        rename2(f"{at}/{p}", f"{at}/{q}", RENAME_EXCHANGE)
+        j, k = "xyz".index(p), "xyz".index(q)
+        held[j], held[k] = held[k], held[j]
+        same([get(f"{other}/{n}").decode() for n in "xyz"], held)
+
+def atomic_replacement(a, b):
+    """A name that is replaced all the time is there all the time, with the whole of one of its contents."""
+    put(a + "/f", b"0" * 5000)
+    def replace():
+        for i in range(150):
+            put(a + "/new", b"%d" % (i % 10) * 5000); os.rename(a + "/new", a + "/f")
+    def look(at):
+        for _ in range(400):
+            data = get(at + "/f")
+            same((len(data), len(set(data))), (5000, 1))
+    at_once(replace, lambda: look(b), lambda: look(b), lambda: look(a))
+
+def link_that_is_replaced(a, b):
+    """Likewise a symbolic link."""
+    for d in "xy": os.mkdir(f"{a}/{d}"); put(f"{a}/{d}/f", d.encode())
+    os.symlink("x", a + "/current")
+    def replace():
+        for i in range(150): os.symlink("yx"[i % 2], a + "/new"); os.rename(a + "/new", a + "/current")
+    def look(at):
+        for _ in range(300): same(get(at + "/current/f") in (b"x", b"y"), True); os.stat(at + "/current")
+    at_once(replace, lambda: look(b), lambda: look(b), lambda: look(a))
 
 
 # Attributes.
@@ -213,6 +384,47 @@ def acl_lets_in(a, b):
     same(as_nobody(look), "b'secret'")
     same(os.system(f"setfacl -x u:65534 '{a}/f'"), 0)
     same(as_nobody(look), "EACCES")
+
+def group_is_inherited(a, b):
+    os.mkdir(a + "/d"); same(os.stat(b + "/d").st_gid, 0)
+    os.chown(a + "/d", 0, 77); os.chmod(a + "/d", 0o2755)
+    put(b + "/d/f"); same(os.stat(a + "/d/f").st_gid, 77)
+
+def write_takes_set_uid(a, b):
+    put(a + "/f"); os.chmod(a + "/f", 0o6777); os.chmod(a, 0o755); same(os.stat(b + "/f").st_mode & 0o7777, 0o6777)
+    same(as_nobody(lambda: open(a + "/f", "ab", 0).write(b"y")), "1")
+    same(os.stat(b + "/f").st_mode & 0o7777, 0o777)
+
+def sticky(a, b):
+    os.mkdir(a + "/d"); os.chmod(a + "/d", 0o777); os.chmod(a, 0o755); put(a + "/d/f"); put(a + "/d/g")
+    same(as_nobody(lambda: os.unlink(b + "/d/g")), "None")
+    os.chmod(a + "/d", 0o1777)
+    same(as_nobody(lambda: os.unlink(b + "/d/f")), "EPERM")
+
+def read_only_now(a, b):
+    put(a + "/f", b"1"); os.chmod(a, 0o755); os.chmod(a + "/f", 0o666)
+    look = lambda: open(b + "/f", "r+b").close()
+    for _ in range(2): same(as_nobody(look), "None")
+    os.chmod(a + "/f", 0o444)
+    same(as_nobody(look), "EACCES")
+
+def default_acl(a, b):
+    os.mkdir(a + "/d"); os.chmod(a, 0o755); os.chmod(a + "/d", 0o755); put(b + "/d/before"); os.chmod(b + "/d/before", 0o600)
+    same(os.system(f"setfacl -d -m u:65534:r '{a}/d'"), 0)
+    os.close(os.open(b + "/d/after", os.O_CREAT | os.O_WRONLY, 0o640))
+    same((as_nobody(lambda: get(a + "/d/after")), as_nobody(lambda: get(a + "/d/before"))), ("b''", "EACCES"))
+
+def attributes_of_directory(a, b):
+    os.mkdir(a + "/d"); same((os.stat(b + "/d").st_mode & 0o777, os.listxattr(b + "/d")), (0o755, []))
+    os.chmod(a + "/d", 0o711); os.chown(a + "/d", 3, 4); os.utime(a + "/d", ns=(11, 13)); os.setxattr(a + "/d", "user.k", b"v" * 3000)
+    s = os.stat(b + "/d")
+    same((s.st_mode & 0o777, s.st_uid, s.st_gid, s.st_mtime_ns, os.getxattr(b + "/d", "user.k")), (0o711, 3, 4, 13, b"v" * 3000))
+
+def links_share_attributes(a, b):
+    put(a + "/f", b"1"); os.link(a + "/f", a + "/g"); same((os.stat(b + "/g").st_mode & 0o777, get(b + "/g")), (0o644, b"1"))
+    os.chmod(a + "/f", 0o600); same(os.stat(b + "/g").st_mode & 0o777, 0o600)
+    with open(a + "/f", "wb", 0) as f: f.write(b"22"); same((os.stat(b + "/g").st_size, get(b + "/g")), (2, b"22"))
+    os.unlink(a + "/f"); same((os.stat(b + "/g").st_nlink, get(b + "/g")), (1, b"22"))
 
 
 # Sizes and bytes, without a close or an fsync in between.
@@ -287,15 +499,10 @@ def appended_by_turns(a, b):
 
 def appended_at_once(a, b):
     """Two programs on each mount append lines to one file: each line is there once and whole."""
-    children = []
-    for who, at in enumerate([a, b, a, b]):
-        child = os.fork()
-        if child == 0:
-            with open(at + "/log", "ab", 0) as f:
-                for i in range(50): f.write(b"%d %03d %s\n" % (who, i, b"x" * (i * 7 % 90)))
-            os._exit(0)
-        children.append(child)
-    for child in children: same(os.waitpid(child, 0)[1], 0)
+    def append(at, who):
+        with open(at + "/log", "ab", 0) as f:
+            for i in range(50): f.write(b"%d %03d %s\n" % (who, i, b"x" * (i * 7 % 90)))
+    at_once(*[lambda at=at, who=who: append(at, who) for who, at in enumerate((a, b, a, b))])
     lines = get(b + "/log").split(b"\n")
     same(lines.pop(), b"")
     same(sorted(lines), sorted(b"%d %03d %s" % (w, i, b"x" * (i * 7 % 90)) for w in range(4) for i in range(50)))
@@ -313,7 +520,134 @@ def handed_over_by_lock(a, b):
             os.pwrite(f.fileno(), b"%08d" % (i + 1), 0)
             fcntl.lockf(f, fcntl.LOCK_UN)
 
+def emptied_by_opening(a, b):
+    put(a + "/f", b"1" * 5000)
+    with open(b + "/f", "rb", 0) as r:
+        same(len(r.read()), 5000)
+        open(a + "/f", "wb").close()
+        same(os.fstat(r.fileno()).st_size, 0); r.seek(0); same(r.read(), b"")
 
+def reserved(a, b):
+    put(a + "/f", b"1"); same(os.stat(b + "/f").st_size, 1)
+    with open(a + "/f", "r+b", 0) as f:
+        os.posix_fallocate(f.fileno(), 0, 70000)
+        same((os.stat(b + "/f").st_size, get(b + "/f")), (70000, b"1" + bytes(69999)))
+
+def copied_within(a, b):
+    put(a + "/f", b"1" * 100000); put(a + "/g", b"2" * 200000); same(get(b + "/g"), b"2" * 200000)
+    with open(a + "/f", "rb") as f, open(a + "/g", "r+b") as g:
+        same(os.copy_file_range(f.fileno(), g.fileno(), 100000, 0, 50000), 100000)
+        same(get(b + "/g"), b"2" * 50000 + b"1" * 100000 + b"2" * 50000)
+
+def mapped(a, b):
+    """What one stores in a mapping the other reads after msync."""
+    put(a + "/f", bytes(8192)); same(get(b + "/f"), bytes(8192))
+    with open(a + "/f", "r+b") as f, mmap.mmap(f.fileno(), 8192) as m:
+        for i in range(20):
+            m[i * 400:i * 400 + 4] = b"%04d" % i
+            m.flush()
+            same(get(b + "/f")[i * 400:i * 400 + 4], b"%04d" % i)
+
+def mapped_anew(a, b):
+    """What one writes the other sees in a mapping that it makes afterwards."""
+    for i in range(20):
+        put(a + "/f", b"%04d" % i * 2048)
+        with open(b + "/f", "rb") as f, mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ) as m: same(m[:], b"%04d" % i * 2048)
+
+def direct(a, b):
+    put(a + "/f", b"0" * 8192)
+    x, y = os.open(a + "/f", os.O_RDWR | os.O_DIRECT), os.open(b + "/f", os.O_RDWR)
+    page = mmap.mmap(-1, 4096)
+    try:
+        for i in range(20):
+            os.pwrite(y, b"%04d" % i * 1024, 0); os.preadv(x, [page], 0); same(page[:], b"%04d" % i * 1024)
+            page[:] = b"%04d" % (i + 50) * 1024
+            os.pwritev(x, [page], 4096); same(os.pread(y, 4096, 4096), b"%04d" % (i + 50) * 1024)
+    finally: os.close(x); os.close(y); page.close()
+
+def holes_of_others(a, b):
+    with open(a + "/f", "wb", 0) as w:
+        os.pwrite(w.fileno(), b"x" * 4096, 8 * MIB)
+        with open(b + "/f", "rb", 0) as r:
+            same(os.lseek(r.fileno(), 0, os.SEEK_DATA) <= 8 * MIB, True)
+            same(os.pread(r.fileno(), 4096, 8 * MIB), b"x" * 4096)
+            same(os.pread(r.fileno(), 4096, 4 * MIB), bytes(4096))
+            os.pwrite(w.fileno(), b"y" * 4096, 4 * MIB)
+            same(os.pread(r.fileno(), 4096, 4 * MIB), b"y" * 4096)
+            same(os.lseek(r.fileno(), 4 * MIB, os.SEEK_DATA), 4 * MIB)
+
+def different_parts(a, b):
+    """Two on each mount write every fourth block of one file at once."""
+    put(a + "/f", b"")
+    def write(at, who):
+        with open(at + "/f", "r+b", 0) as f:
+            for i in range(who, 200, 4): os.pwrite(f.fileno(), b"%03d" % i * 1000, 3000 * i)
+    at_once(*[lambda at=at, who=who: write(at, who) for who, at in enumerate((a, b, a, b))])
+    want = b"".join(b"%03d" % i * 1000 for i in range(200))
+    same(get(a + "/f") == want, True, "first mount"); same(get(b + "/f") == want, True, "second mount")
+
+
+# Locks.
+def whole_file_lock(a, b):
+    put(a + "/f")
+    with open(a + "/f", "r+b") as x, open(b + "/f", "r+b") as y:
+        for _ in range(10):
+            fcntl.flock(x, fcntl.LOCK_EX); fails(errno.EAGAIN, lambda: fcntl.flock(y, fcntl.LOCK_SH | fcntl.LOCK_NB))
+            fcntl.flock(x, fcntl.LOCK_SH); fcntl.flock(y, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fails(errno.EAGAIN, lambda: fcntl.flock(x, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            fcntl.flock(x, fcntl.LOCK_UN); fcntl.flock(y, fcntl.LOCK_UN)
+
+def ranges_locked(a, b):
+    put(a + "/f")
+    with open(a + "/f", "r+b") as x, open(b + "/f", "r+b") as y:
+        fcntl.lockf(x, fcntl.LOCK_EX, 10, 0); fcntl.lockf(y, fcntl.LOCK_EX | fcntl.LOCK_NB, 10, 10)
+        fails(errno.EAGAIN, lambda: fcntl.lockf(y, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 9))
+        fcntl.lockf(x, fcntl.LOCK_UN, 5, 5); fcntl.lockf(y, fcntl.LOCK_EX | fcntl.LOCK_NB, 5, 5)
+
+def lock_of_killed_program(a, b):
+    """Somebody waits; the holder is killed; he who waited goes on, and sees what the holder wrote."""
+    put(a + "/f", b"old")
+    r, w = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        f = open(a + "/f", "r+b", 0)
+        fcntl.lockf(f, fcntl.LOCK_EX); f.write(b"new"); os.write(w, b"!"); signal.pause()
+    os.read(r, 1); os.close(r); os.close(w)
+    with open(b + "/f", "r+b", 0) as f:
+        fails(errno.EAGAIN, lambda: fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        os.kill(holder, signal.SIGKILL); os.waitpid(holder, 0)
+        fcntl.lockf(f, fcntl.LOCK_EX); same(f.read(), b"new")
+
+
+# Programs.
+def repository(a, b):
+    """git writes on one mount and reads on the other."""
+    git = lambda at, *args: subprocess.run(["git", "-C", at, "-c", "user.name=n", "-c", "user.email=e", "-c", "safe.directory=*", *args],
+                                           check=True, capture_output=True, text=True).stdout
+    git(a, "init", "-q")
+    for i in range(4):
+        at, other = (a, b) if i % 2 else (b, a)
+        put(f"{at}/f{i}", b"%d" % i); git(at, "add", "-A"); git(at, "commit", "-qm", str(i))
+        same(git(other, "status", "--porcelain"), "")
+        same(len(git(other, "log", "--oneline").splitlines()), i + 1)
+    git(a, "gc", "-q"); git(b, "fsck", "--strict")
+
+def data_base(a, b):
+    """SQLite counts from both mounts at once."""
+    with sqlite3.connect(a + "/db") as db: db.execute("create table t (n integer)"); db.execute("insert into t values (0)")
+    db.close()
+    def count(at):
+        db = sqlite3.connect(at + "/db", timeout=60, isolation_level=None)
+        for _ in range(20): db.execute("begin immediate"); db.execute("update t set n = n + 1"); db.execute("commit")
+        db.close()
+    at_once(lambda: count(a), lambda: count(b))
+    for at in (a, b):
+        db = sqlite3.connect(at + "/db")
+        same((db.execute("select n from t").fetchall(), db.execute("pragma integrity_check").fetchall()), ([(40,)], [("ok",)]))
+        db.close()
+
+
+# Mounts that do not answer.
 def stopped_mount(a, b):
     """The daemon of b does not run for a while (STOP seconds, 6 unless told): others are held up for a term, not longer, and
     afterwards it tells nothing old."""

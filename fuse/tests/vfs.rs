@@ -36,6 +36,37 @@ async fn files_without_a_name() {
     vfs.release(open.handle).await;
 }
 
+/// A name that is replaced between the lookup and what is done with the inode.
+#[tokio::test]
+async fn what_a_name_led_to_can_be_opened_and_followed_when_it_has_gone() {
+    let cluster = Cluster::new();
+    let (client, other) = (cluster.client().await, cluster.client().await);
+    let (vfs, strange) = (Vfs::new(client.clone(), None), Vfs::new(other.clone(), None));
+    let (top, me) = (client.root(), ROOT);
+    let (old, open) = vfs.create(me, top, b"f", 0o644, 0, libc::O_RDWR).await.unwrap();
+    let mut data = client.pool().get_now(3);
+    data.copy_from_slice(b"old");
+    vfs.write(open.handle, Place::At(0), data.freeze()).await.unwrap();
+    vfs.release(open.handle).await;
+    strange.symlink(me, top, b"l", b"there").await.unwrap();
+    let file = vfs.lookup(me, top, b"f").await.unwrap();
+    let link = vfs.lookup(me, top, b"l").await.unwrap();
+    let creds = strake_client::Creds::default();
+    other.mknod(&creds, top, b"n", 0o100_644, 0).await.unwrap();
+    other.rename(&creds, (top, b"n"), (top, b"f"), 0).await.unwrap();
+    other.unlink(&creds, top, b"l").await.unwrap();
+    assert_eq!((file.ino, vfs.readlink(me, link.ino).await.unwrap()), (old.ino, b"there".to_vec()));
+    let open = vfs.open(me, file.ino, libc::O_RDONLY).await.unwrap();
+    assert_eq!(vfs.read(open.handle, 0, 9).await.unwrap()[0][..], b"old"[..]);
+    // By a handle, that is by its number, nobody comes to it who does not have it open.
+    assert_eq!(strange.open(me, file.ino, libc::O_RDONLY).await.unwrap_err().code, Code::Stale);
+    assert_eq!(strange.lookup(me, file.ino, b".").await.unwrap_err().code, Code::Stale);
+    assert_eq!(vfs.lookup(me, file.ino, b".").await.unwrap().ino, file.ino);
+    vfs.release(open.handle).await;
+    assert_eq!(vfs.lookup(me, file.ino, b".").await.unwrap_err().code, Code::Stale);
+    assert_ne!(vfs.lookup(me, top, b"f").await.unwrap().ino, file.ino);
+}
+
 #[tokio::test]
 async fn acls_are_answered_from_what_is_known_until_they_change() {
     let cluster = Cluster::new();

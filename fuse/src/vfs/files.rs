@@ -14,10 +14,11 @@ const MOST_COPIED: u64 = 16 << 20;
 impl Vfs {
     pub async fn open(&self, caller: Caller, ino: Ino, flags: i32) -> Result<Opened> {
         let flags = known_access(flags) | self.always;
-        let (creds, known) = (self.creds(caller), self.client.is_open(ino));
+        // Who opens a name that is replaced meanwhile opens what it led to.
+        let (creds, known) = (self.creds(caller), self.client.is_open(ino) || self.client.was_found(ino));
         let (file, attr) = self.client.open(&creds, ino, flags as u32).await.map_err(stale)?;
         if attr.nlink == 0 && !known {
-            // It has no name and nobody here has it open: its number comes from a name or a handle of before.
+            // It has no name and nobody here has it open: its number comes from a handle of before.
             file.close().await?;
             return Err(Error::new(Code::Stale, "the file was removed"));
         }

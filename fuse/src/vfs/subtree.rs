@@ -64,6 +64,9 @@ impl Vfs {
             self.client.lookup(&self.creds(caller), ino, name).await
         };
         let found = self.outer(found.map_err(stale)?);
+        if found.nlink == 0 && !self.client.is_open(ino) {
+            return Err(Error::new(Code::Stale, "the file was removed"));
+        }
         if self.is_subtree() {
             self.path_within(self.inner(found.ino)).await.map_err(stale)?;
         }

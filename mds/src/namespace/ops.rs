@@ -239,7 +239,11 @@ impl Run<'_, '_> {
         }
         check_name(name, Code::Inval)?;
         match self.t.find(dir.attr().ino, name)? {
-            Spot::Taken(_, d) => Ok(shown(&self.t.need(d.ino)?)),
+            Spot::Taken(_, d) => {
+                let r = self.t.need(d.ino)?;
+                // What a symbolic link leads to is asked for next, and it may have gone by then.
+                Ok(pb::OpResult { data: r.symlink.clone(), ..shown(&r) })
+            }
             Spot::Free(_) => fail(Code::NoEnt, "no such name"),
         }
     }
