@@ -31,6 +31,7 @@ use crate::{
     away::{Away, Kind},
     config::{Config, Counters},
     conns::Conns,
+    idle::Idle,
     inode::{Inode, Release},
     keep,
     leader::LeaderFinder,
@@ -73,6 +74,7 @@ pub(crate) struct Core {
     pub locks: Lanes,
     pub lock_waits: LockWaits,
     pub memory: Memory,
+    pub idle: Idle,
     /// Leases began on a new connection.
     pub(crate) greeted: Notify,
     pub(crate) recalls: Acknowledged,
@@ -167,6 +169,7 @@ impl Core {
             locks: Lanes::default(),
             lock_waits: LockWaits::default(),
             memory: Memory::default(),
+            idle: Idle::default(),
             greeted: Notify::new(),
             recalls: Acknowledged::default(),
             conns: Conns::new(cfg.connections_per_node.max(1)),
@@ -350,6 +353,8 @@ impl Core {
         self.env.spawn(every(weak.clone(), move |_| extend, |c| async move { c.push_sizes().await }));
         let release = |c: Arc<Core>| async move { c.send_releases().await };
         self.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, release));
+        let close = |c: Arc<Core>| async move { c.close_idle().await };
+        self.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, close));
         self.env.spawn(recalls::serve(weak.clone()));
         self.env.spawn(flush_loop(weak));
     }

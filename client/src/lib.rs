@@ -33,6 +33,7 @@ mod data;
 mod file;
 mod flush;
 mod holes;
+mod idle;
 mod inode;
 mod keep;
 mod leader;
