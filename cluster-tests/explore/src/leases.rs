@@ -394,14 +394,12 @@ impl World {
         self.done.push((client, seq));
         self.done.sort();
         let now = self.now();
-        for ino in alter.changes() {
-            let spared = match self.fault {
-                Fault::SparesLater => Some(self.clients[client].connection),
-                _ => connection,
-            };
-            let by = spared.filter(|_| alter.names(*ino)).map(|c| (id(client), c));
-            self.leader.leases.changed(now, by, *ino);
-        }
+        let spared = match self.fault {
+            Fault::SparesLater => Some(self.clients[client].connection),
+            _ => connection,
+        };
+        let by = |ino| spared.filter(|_| alter.names(ino)).map(|c| (id(client), c));
+        self.leader.leases.applied(now, alter.changes().iter().map(|ino| (*ino, by(*ino))));
         self.applied += 1;
         self.state.file += 1;
         if alter == Alter::Name {

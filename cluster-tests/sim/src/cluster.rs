@@ -20,7 +20,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::{
     clock::SimClock,
-    net::{Network, Weather},
+    net::{Network, SimFabric, Weather},
 };
 
 const CALM: Weather = Weather { min_delay: Duration::ZERO, max_delay: Duration::from_millis(3), break_per_mille: 0 };
@@ -68,6 +68,8 @@ pub struct Cluster {
     pub net: Network,
     rng: StdRng,
     start: Instant,
+    /// A session's term, where it is not the default.
+    pub session_term: Option<Duration>,
     mds: Vec<Mds>,
     oss: Vec<Oss>,
 }
@@ -107,7 +109,7 @@ impl Cluster {
                 life: None,
             })
             .collect();
-        Cluster { net, rng, start, mds, oss }
+        Cluster { net, rng, start, session_term: None, mds, oss }
     }
 
     pub fn nodes(&self) -> Vec<u32> {
@@ -133,7 +135,11 @@ impl Cluster {
                 cap_key: CapKey::from_cluster_key(&KEY),
                 cluster: [7; 16],
             };
-            let server = mds_server::start(mds_config(node), parts).await?;
+            let mut config = mds_config(node);
+            if let Some(term) = self.session_term {
+                config.session_term_ms = term.as_millis() as u64;
+            }
+            let server = mds_server::start(config, parts).await?;
             self.mds[i].life = Some((env, server));
         } else if let Some(i) = self.oss.iter().position(|o| o.node == node) {
             self.format_once(i).await?;
@@ -220,14 +226,25 @@ impl Cluster {
 
     /// A client that can be killed, which knows that some others were.
     pub async fn mortal(&mut self, n: u32, uuid: Option<[u8; 16]>, dead: Vec<[u8; 16]>) -> Result<(Client, Env)> {
+        let (mut config, env, fabric) = self.prepare(n);
+        (config.uuid, config.dead) = (uuid, dead);
+        Ok((Client::connect(config, env.clone(), fabric).await?, env))
+    }
+
+    /// What a client on a node of its own connects with.
+    pub fn prepare(&mut self, n: u32) -> (strake_client::Config, Env, Arc<SimFabric>) {
         let node = FIRST_CLIENT + n;
         let env = SimClock::new(self.start, 0).env(bytes32(&mut self.rng));
         let fabric = Arc::new(self.net.fabric(node, Role::Client, env.clone()));
         let mut config = strake_client::Config::new((1..=MDS).map(Endpoint::Sim).collect());
         config.pid = u64::from(node);
         config.op_timeout = Duration::from_secs(120);
-        (config.uuid, config.dead) = (uuid, dead);
-        Ok((Client::connect(config, env.clone(), fabric).await?, env))
+        (config, env, fabric)
+    }
+
+    /// The metadata server that leads, if one does and knows it.
+    pub fn leader(&self) -> Option<u32> {
+        self.mds.iter().find(|m| m.life.as_ref().is_some_and(|(_, server)| server.leads())).map(|m| m.node)
     }
 
     /// The chains of the leader's map, and whether all replicas of all are in sync.

@@ -4,9 +4,11 @@
 pub mod clock;
 pub mod cluster;
 pub mod ghost;
+pub mod histories;
 pub mod lockers;
 pub mod net;
 pub mod oracle;
+pub mod plant;
 pub mod run;
 pub mod truth;
 pub mod workload;

@@ -1,10 +1,13 @@
 //! `strake-sim`: runs seeds, prints what happened, exits 1 when a promise was broken.
 
-use std::process::ExitCode;
+use std::{fs::File, path::PathBuf, process::ExitCode};
 
 use clap::Parser;
+use strake_histories::{explain::explain, search::LIMIT};
 use strake_sim::{
     cluster::Sync,
+    histories,
+    plant::Plant,
     run::{Scenario, run},
 };
 
@@ -29,6 +32,51 @@ struct Args {
     /// Run each seed twice and compare the traces.
     #[arg(long)]
     replay: bool,
+    /// Histories of metadata operations instead: each must be linearizable.
+    #[arg(long)]
+    histories: bool,
+    /// With --histories: plant a fault, which most histories must show.
+    #[arg(long, requires = "histories")]
+    plant: Option<Plant>,
+    /// With --histories: where to keep those that are not linearizable, for `strake-histories check`.
+    #[arg(long, requires = "histories", default_value = "histories")]
+    keep: PathBuf,
+}
+
+/// Runs the seeds as histories. Those that were not decided, or in which too little overlaps, count as failed.
+fn sweep_histories(args: &Args) -> u64 {
+    let (mut failed, mut sum) = (0, histories::Sum::default());
+    for seed in args.seed..args.seed + args.count {
+        let scenario = histories::Scenario { seed, plant: args.plant };
+        let report = match histories::run(scenario) {
+            Ok(r) => r,
+            Err(e) => {
+                println!("seed {seed}: FAILED: {e:?}");
+                failed += 1;
+                continue;
+            }
+        };
+        sum.add(&report);
+        println!("seed {seed}: {report}");
+        if let Some(what) = report.failure() {
+            failed += 1;
+            println!("  FAILED: {what}");
+            let file = args.keep.join(format!("seed-{seed}.jsonl"));
+            let kept = std::fs::create_dir_all(&args.keep).and_then(|()| File::create(&file));
+            match kept.and_then(|f| report.history.write(f)) {
+                Ok(()) => println!("  kept as {}", file.display()),
+                Err(e) => println!("  not kept: {e}"),
+            }
+            print!("{}", explain(&report.history, &report.verdict, LIMIT));
+        }
+        let again = || histories::run(scenario).map_or([0; 32], |r| r.trace);
+        if args.replay && again() != report.trace {
+            println!("  NOT REPLAYED: the second run of seed {seed} took another course");
+            failed += 1;
+        }
+    }
+    println!("{sum}");
+    failed
 }
 
 /// Log lines carry simulated time.
@@ -47,8 +95,9 @@ fn main() -> ExitCode {
         .with_writer(std::io::stderr)
         .with_timer(SimTime)
         .init();
-    let mut failed = 0;
-    for seed in args.seed..args.seed + args.count {
+    let mut failed = if args.histories { sweep_histories(&args) } else { 0 };
+    let seeds = if args.histories { 0..0 } else { args.seed..args.seed + args.count };
+    for seed in seeds {
         let base = if args.harsh { Scenario::harsh(seed) } else { Scenario::new(seed) };
         let scenario = Scenario { length: std::time::Duration::from_secs(args.seconds), skip: args.skip_sync, ..base };
         match run(scenario) {

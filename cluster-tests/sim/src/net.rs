@@ -23,6 +23,11 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
+use crate::plant::Plant;
+
+/// How many of the changes that can be are run twice, and how long after the first time at most.
+const REPEATED: f64 = 0.2;
+const REPEATED_WITHIN: Duration = Duration::from_millis(200);
 /// As the real transport's dead-peer detection.
 const DEAD_PEER: Duration = Duration::from_secs(2);
 
@@ -44,6 +49,7 @@ struct Listening {
 struct State {
     rng: StdRng,
     weather: Weather,
+    plant: Option<Plant>,
     listening: BTreeMap<u32, Listening>,
     /// Directed links over which nothing arrives.
     blocked: BTreeSet<(u32, u32)>,
@@ -67,6 +73,7 @@ impl Network {
         let state = State {
             rng: StdRng::seed_from_u64(seed),
             weather,
+            plant: None,
             listening: BTreeMap::new(),
             blocked: BTreeSet::new(),
             connections: Vec::new(),
@@ -95,6 +102,23 @@ impl Network {
     }
     pub fn set_weather(&self, weather: Weather) {
         self.state.lock().weather = weather;
+    }
+
+    /// From now on the network does what a faulty program would.
+    pub fn plant(&self, plant: Plant) {
+        self.state.lock().plant = Some(plant);
+    }
+
+    fn planted(&self) -> Option<Plant> {
+        self.state.lock().plant
+    }
+
+    /// What to hand to the receiver once more, and when.
+    fn repetition(&self, request: &Message) -> Option<(Message, Duration)> {
+        let mut s = self.state.lock();
+        let again = s.plant?.repetition(request)?;
+        let late = REPEATED_WITHIN.mul_f64(s.rng.random());
+        s.rng.random_bool(REPEATED).then_some((again, late))
     }
 
     /// The node died: it does not listen any more and all its connections are gone.
@@ -218,15 +242,23 @@ impl SimConnection {
         let peer = self.peer.lock().clone().ok_or_else(|| self.gone())?;
         self.net.delivered(self.from.node, self.to.node, &request);
         let (answer, answered) = oneshot::channel();
-        let trace = request.trace;
+        let (trace, opcode) = (request.trace, request.opcode);
+        let again = self.net.repetition(&request);
         self.to.env.spawn(async move {
             let _ = answer.send(service.handle(&peer, request).await);
+            if let Some((request, late)) = again {
+                sleep(late).await;
+                let _ = service.handle(&peer, request).await;
+            }
         });
         // The handler's node may die: its task is aborted and the channel ends.
         let mut reply = answered.await.map_err(|_| self.gone())?;
         self.travel(self.to.node, self.from.node).await?;
         if let Ok(m) = &mut reply {
             m.trace = trace;
+            if let Some(plant) = self.net.planted() {
+                plant.tamper(opcode, m);
+            }
             self.net.delivered(self.to.node, self.from.node, m);
         }
         reply

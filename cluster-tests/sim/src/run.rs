@@ -100,6 +100,11 @@ pub fn simulated() -> Duration {
     BEGUN.get().map_or(Duration::ZERO, |b| b.elapsed())
 }
 
+/// From now on [`simulated`] counts.
+pub(crate) fn begin() {
+    BEGUN.set(Some(Instant::now()));
+}
+
 /// Runs it on a single-threaded runtime whose clock only moves when nothing else can.
 pub fn run(s: Scenario) -> Result<Outcome> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
@@ -110,7 +115,7 @@ pub fn run(s: Scenario) -> Result<Outcome> {
 
 async fn simulate(s: Scenario) -> Result<Outcome> {
     let begun = Instant::now();
-    BEGUN.set(Some(begun));
+    begin();
     let mut cluster = Cluster::new(s.seed);
     let mut rng = StdRng::seed_from_u64(s.seed ^ 0x0fau64);
     for node in cluster.nodes() {

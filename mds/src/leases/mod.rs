@@ -3,6 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
+    sync::Arc,
     time::Duration,
 };
 
@@ -88,6 +89,9 @@ pub struct Leases {
     inodes: BTreeMap<Ino, Object>,
     last: Number,
     held: usize,
+    /// For inodes that were changed by an entry of which somebody has not forgotten everything yet: the recalls that whoever tells of
+    /// the inode tells of too, see [`Leases::applied`].
+    entangled: BTreeMap<Ino, Arc<BTreeSet<(Number, Ino)>>>,
     /// Inodes that were recalled within the last second or so, and when.
     cooling: VecDeque<(Duration, Ino)>,
     /// Sessions that may hold leases of former leaders, until when at the latest.
@@ -105,6 +109,7 @@ impl Leases {
             // An acknowledgement meant for a former leader is below all numbers of this one.
             last: raft_term << 32,
             held: 0,
+            entangled: BTreeMap::new(),
             cooling: VecDeque::new(),
             grace: sessions.into_iter().collect(),
             grace_ends: now + limits.term,
@@ -223,9 +228,41 @@ impl Leases {
         }
     }
 
-    /// An applied entry has changed `ino`, and no reader has seen it yet. `named_by`: the session and connection of a request that
-    /// named it, whose sender sees to its own copy. Returns whether somebody is to be told.
-    pub fn changed(&mut self, now: Duration, named_by: Option<(SessionId, Connection)>, ino: Ino) -> bool {
+    /// An entry was applied that changed these inodes, and no reader has seen it yet. With each `named_by`: the session and connection of a
+    /// request that named it, whose sender sees to its own copy. Returns those that somebody is to forget.
+    ///
+    /// What an entry did is seen as a whole: whoever is told what it did to one inode may know what it did to the others, and what
+    /// those say of entries before. So these inodes are entangled until all of that is forgotten.
+    pub fn applied(
+        &mut self,
+        now: Duration,
+        changed: impl IntoIterator<Item = (Ino, Option<(SessionId, Connection)>)>,
+    ) -> Vec<Ino> {
+        let (mut all, mut told, mut recalls) = (Vec::new(), Vec::new(), BTreeSet::new());
+        for (ino, named_by) in changed {
+            if let Some(before) = self.entangled.get(&ino) {
+                recalls.extend(before.iter().copied().filter(|r| self.is_unsettled(*r)));
+            }
+            if self.changed(now, named_by, ino) {
+                recalls.insert((self.last, ino));
+                told.push(ino);
+            }
+            all.push(ino);
+        }
+        if recalls.is_empty() {
+            all.iter().for_each(|ino| drop(self.entangled.remove(ino)));
+        } else {
+            let recalls = Arc::new(recalls);
+            self.entangled.extend(all.into_iter().map(|ino| (ino, recalls.clone())));
+        }
+        told
+    }
+
+    fn is_unsettled(&self, (number, ino): (Number, Ino)) -> bool {
+        self.inodes.get(&ino).is_some_and(|o| o.unsettled.contains_key(&number))
+    }
+
+    fn changed(&mut self, now: Duration, named_by: Option<(SessionId, Connection)>, ino: Ino) -> bool {
         let Some(o) = self.inodes.get_mut(&ino) else { return false };
         let mut owe = std::mem::take(&mut o.holders);
         if let Some((by, connection)) = named_by
@@ -287,8 +324,8 @@ impl Leases {
     /// Whether an answer that was read from the state after `ticket` was taken, and depends on `inodes`, may be sent.
     pub fn is_settled(&self, ticket: Number, inodes: impl IntoIterator<Item = Ino>) -> bool {
         inodes.into_iter().all(|ino| {
-            let first = self.inodes.get(&ino).and_then(|o| o.unsettled.first_key_value());
-            first.is_none_or(|(number, _)| *number > ticket)
+            let recalls = self.entangled.get(&ino).into_iter().flat_map(|all| all.range(..=(ticket, Ino::MAX)));
+            !recalls.into_iter().any(|r| self.is_unsettled(*r))
         })
     }
 
@@ -307,6 +344,9 @@ impl Leases {
         for id in over {
             self.expire_one(now, id);
         }
+        let mut entangled = std::mem::take(&mut self.entangled);
+        entangled.retain(|_, recalls| recalls.iter().any(|r| self.is_unsettled(*r)));
+        self.entangled = entangled;
         while let Some((_, ino)) = self.cooling.front().copied().filter(|(at, _)| *at + HOT <= now) {
             self.cooling.pop_front();
             self.tidy(now, ino);

@@ -20,12 +20,34 @@ fn table(limits: Limits) -> Leases {
     t
 }
 
+fn changed(t: &mut Leases, now: Duration, by: Option<(SessionId, Connection)>, ino: Ino) -> bool {
+    !t.applied(now, [(ino, by)]).is_empty()
+}
+
+#[test]
+fn what_an_entry_did_is_forgotten_as_a_whole() {
+    let mut t = table(limits());
+    // A removes a name; B knows how many names the file has, and nothing of the directory.
+    assert!(t.grant(ms(0), B, 1, 9));
+    let before = t.ticket();
+    assert_eq!(t.applied(ms(1), [(2, Some((A, 1))), (9, None)]), [9]);
+    let removed = t.ticket();
+    assert!(!t.is_settled(removed, [2]), "who is told that the name has gone expects the file to have one less");
+    // Whoever sees what came later in the directory sees that, too.
+    assert!(t.applied(ms(1), [(2, None), (3, None)]).is_empty());
+    assert!(!t.is_settled(t.ticket(), [3]) && t.is_settled(t.ticket(), [4]) && t.is_settled(before, [2, 3, 9]));
+    t.recalls(ms(2), B, removed);
+    assert!(t.is_settled(t.ticket(), [2, 3, 9]));
+    t.tick(ms(3));
+    assert!(t.entangled.is_empty());
+}
+
 #[test]
 fn a_change_is_settled_when_all_others_have_forgotten() {
     let mut t = table(limits());
     assert!(t.grant(ms(0), A, 1, 7) && t.grant(ms(0), B, 1, 7) && t.grant(ms(0), B, 1, 8));
     let before = t.ticket();
-    assert!(t.changed(ms(1), Some((A, 1)), 7));
+    assert!(changed(&mut t, ms(1), Some((A, 1)), 7));
     let after = t.ticket();
     assert!(after > before && t.holds(A, 1, 7) && !t.holds(B, 1, 7) && t.holds(B, 1, 8));
     assert!(t.is_settled(before, [7]), "what was read before does not tell of it");
@@ -34,7 +56,7 @@ fn a_change_is_settled_when_all_others_have_forgotten() {
     assert_eq!(t.recalls(ms(2), B, 0), [(after, 7)], "sent again until it is acknowledged");
     assert!(t.recalls(ms(3), A, u64::MAX).is_empty() && !t.is_settled(after, [7]), "another's word counts for nothing");
     assert!(t.recalls(ms(3), B, after).is_empty() && t.is_settled(after, [7]));
-    assert!(!t.changed(ms(4), Some((A, 1)), 7), "nobody else holds it");
+    assert!(!changed(&mut t, ms(4), Some((A, 1)), 7), "nobody else holds it");
     assert_eq!((t.owed(), t.held_by(A), t.held_by(B)), (0, 1, 1));
 }
 
@@ -42,13 +64,13 @@ fn a_change_is_settled_when_all_others_have_forgotten() {
 fn acknowledgements_meant_for_a_former_leader_settle_nothing() {
     let mut old = table(limits());
     old.grant(ms(0), B, 1, 7);
-    old.changed(ms(0), None, 7);
+    changed(&mut old, ms(0), None, 7);
     let seen = old.ticket();
     let mut new = Leases::new(limits(), ms(0), 4, []);
     new.hello(B, 2, false);
     new.renewed(ms(0), B);
     new.grant(ms(0), B, 2, 7);
-    new.changed(ms(0), None, 7);
+    changed(&mut new, ms(0), None, 7);
     assert_eq!(new.recalls(ms(0), B, seen), [(new.ticket(), 7)]);
 }
 
@@ -57,7 +79,7 @@ fn nobody_waits_longer_than_a_term_for_a_silent_holder() {
     let mut t = table(limits());
     t.grant(ms(0), B, 1, 7);
     t.renewed(ms(1000), B);
-    t.changed(ms(1500), None, 7);
+    changed(&mut t, ms(1500), None, 7);
     let ticket = t.ticket();
     assert_eq!(t.next_end(), Some(ms(3500)));
     t.tick(ms(3499));
@@ -72,7 +94,7 @@ fn nobody_waits_longer_than_a_term_for_a_silent_holder() {
 fn one_who_renews_and_does_not_answer_is_given_up() {
     let mut t = table(limits());
     t.grant(ms(0), B, 1, 7);
-    t.changed(ms(0), None, 7);
+    changed(&mut t, ms(0), None, 7);
     for s in 1..5 {
         assert!(t.renewed(ms(s * 1000), B) && t.tick(ms(s * 1000)).is_empty());
     }
@@ -92,7 +114,7 @@ fn a_hello_that_comes_late_is_refused() {
     assert!(!t.hello(B, 2, false) && !t.hello(B, 3, true) && t.holds(B, 3, 7));
     t.dropped(ms(0), B, 1, 7);
     assert!(t.holds(B, 3, 7) && !t.holds(B, 1, 7), "given back on a former connection");
-    assert!(t.changed(ms(0), Some((B, 1)), 7), "learned on a later connection than the change was sent on");
+    assert!(changed(&mut t, ms(0), Some((B, 1)), 7), "learned on a later connection than the change was sent on");
 }
 
 #[test]
@@ -100,7 +122,7 @@ fn a_daemon_in_place_of_another_answers_for_what_the_kernel_knows() {
     let mut t = table(limits());
     t.grant(ms(0), B, 1, 7);
     assert!(t.hello(B, 2, true) && t.holds(B, 2, 7));
-    t.changed(ms(0), None, 7);
+    changed(&mut t, ms(0), None, 7);
     assert_eq!(t.recalls(ms(0), B, 0).len(), 1);
     // What a former leader granted is nowhere: nothing is answered while it may live.
     let mut new = Leases::new(limits(), ms(0), 4, [A, B]);
@@ -131,10 +153,10 @@ fn bounds() {
     t.dropped(ms(0), A, 1, 1);
     assert!(t.grant(ms(0), B, 1, 4));
     // Recalled twice within a second: not leased for one.
-    assert!(t.changed(ms(100), None, 4) && t.grant(ms(100), B, 1, 4) && t.changed(ms(200), None, 4));
+    assert!(changed(&mut t, ms(100), None, 4) && t.grant(ms(100), B, 1, 4) && changed(&mut t, ms(200), None, 4));
     t.recalls(ms(200), B, t.ticket());
     assert!(!t.grant(ms(1199), B, 1, 4) && t.grant(ms(1200), B, 1, 4));
-    assert!(t.changed(ms(1300), None, 4) && t.grant(ms(1300), B, 1, 4), "counted anew");
+    assert!(changed(&mut t, ms(1300), None, 4) && t.grant(ms(1300), B, 1, 4), "counted anew");
 }
 
 #[test]
@@ -143,7 +165,7 @@ fn nothing_is_left_of_those_who_went() {
     for ino in 1..100 {
         t.grant(ms(0), A, 1, ino);
         t.grant(ms(0), B, 1, ino);
-        t.changed(ms(0), Some((A, 1)), ino);
+        changed(&mut t, ms(0), Some((A, 1)), ino);
     }
     t.ended(ms(0), A, true);
     t.ended(ms(0), B, false);
@@ -167,7 +189,7 @@ fn a_full_session_forgets_what_it_has_had_for_longest() {
     assert!(t.is_settled(t.ticket(), [98, 99]) && t.is_all_settled(t.ticket()), "nobody waits for it");
     assert!(!t.grant(ms(20), A, 1, 99) && t.grant(ms(20), A, 1, 201), "not while it is to be forgotten");
     // A change meanwhile finds the copy that is still there.
-    assert!(t.changed(ms(21), None, 98) && t.owing(98).eq([A]));
+    assert!(changed(&mut t, ms(21), None, 98) && t.owing(98).eq([A]));
     let changed = t.ticket();
     assert!(!t.is_settled(changed, [98]) && !t.is_all_settled(changed) && t.is_settled(changed, [99]));
     let sent = t.recalls(ms(22), A, before);
@@ -176,9 +198,9 @@ fn a_full_session_forgets_what_it_has_had_for_longest() {
     let rest = t.recalls(ms(22), A, changed - 1);
     assert!(rest == [(changed, 98)] && !t.is_settled(changed, [98]), "the number before is not the change's");
     assert!(t.recalls(ms(22), A, changed).is_empty() && t.is_settled(changed, [98]));
-    assert!(t.grant(ms(23), A, 1, 99) && t.grant(ms(23), A, 1, 98) && t.changed(ms(24), None, 99));
+    assert!(t.grant(ms(23), A, 1, 99) && t.grant(ms(23), A, 1, 98) && changed(&mut t, ms(24), None, 99));
     t.ended(ms(24), A, true);
-    assert!(!t.changed(ms(24), None, 98) && t.held == 0 && t.owed() == 0);
+    assert!(!changed(&mut t, ms(24), None, 98) && t.held == 0 && t.owed() == 0);
     t.tick(ms(2000));
     assert!(t.inodes.is_empty());
 }
@@ -207,7 +229,7 @@ fn a_leader_that_stood_still_gives_nobody_up() {
     for renews in [false, true] {
         let mut t = table(limits());
         t.grant(ms(0), B, 1, 7);
-        t.changed(ms(0), None, 7);
+        changed(&mut t, ms(0), None, 7);
         assert!(!renews || t.renewed(ms(60_000), B));
         assert!(t.tick(ms(60_000)).is_empty() && t.owed() == 0);
     }

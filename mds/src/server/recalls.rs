@@ -78,11 +78,9 @@ impl Table {
             }
         }
         let by = Asker { session: e.session, connection: e.connection };
-        for ino in &e.changed {
-            let named = e.connection != 0 && e.named.contains(ino);
-            if self.leases.changed(now, named.then_some((by.session, by.connection)), *ino) {
-                self.leases.owing(*ino).for_each(|id| self.ring(id));
-            }
+        let named = |ino| (e.connection != 0 && e.named.contains(ino)).then_some((by.session, by.connection));
+        for ino in self.leases.applied(now, e.changed.iter().map(|ino| (*ino, named(ino)))) {
+            self.leases.owing(ino).for_each(|id| self.ring(id));
         }
         // What the request is answered with is as of now.
         let ticket = self.leases.ticket();

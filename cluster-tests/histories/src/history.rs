@@ -1,0 +1,187 @@
+//! What clients asked for, what they were answered, and when: a history, and its file.
+
+use std::io::{self, BufRead, Write};
+
+use serde::{Deserialize, Serialize};
+
+/// The number of an inode, as the file system tells it.
+pub type Ino = u64;
+
+/// One operation on the namespace. Directories and inodes are named by number, so that each is one step: a path would be several.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Op {
+    /// open(2) with `O_CREAT`, and `O_EXCL` if `exclusive`. A new file has the mode [`NEW_FILE`].
+    Create { dir: Ino, name: String, exclusive: bool },
+    /// A new directory has the mode [`NEW_DIR`].
+    Mkdir { dir: Ino, name: String },
+    /// Which inode has the name.
+    Lookup { dir: Ino, name: String },
+    /// The attributes of an inode.
+    Getattr { ino: Ino },
+    /// open(2) of a file that is known to be there.
+    Open { ino: Ino },
+    /// Sets the permission bits: a value that can be read back.
+    Chmod { ino: Ino, mode: u32 },
+    /// Gives a file one more name.
+    Link { ino: Ino, dir: Ino, name: String },
+    /// Takes a file's name away.
+    Unlink { dir: Ino, name: String },
+    /// Removes an empty directory.
+    Rmdir { dir: Ino, name: String },
+    /// renameat2(2).
+    Rename { dir: Ino, name: String, to_dir: Ino, to_name: String, how: How },
+    /// All names of a directory and their inodes, told at once.
+    Readdir { dir: Ino },
+}
+
+/// Permission bits of a file as [`Op::Create`] makes it.
+pub const NEW_FILE: u32 = 0o644;
+/// Likewise of a directory.
+pub const NEW_DIR: u32 = 0o755;
+
+/// What a rename does about the new name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum How {
+    Replace,
+    NoReplace,
+    Exchange,
+}
+
+impl Op {
+    /// Whether it changes nothing whatever it is answered.
+    pub fn is_read(&self) -> bool {
+        matches!(self, Op::Lookup { .. } | Op::Getattr { .. } | Op::Open { .. } | Op::Readdir { .. })
+    }
+}
+
+/// Attributes that the model knows of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attr {
+    pub dir: bool,
+    pub nlink: u32,
+    /// Permission bits.
+    pub mode: u32,
+}
+
+/// What a successful operation told.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Answer {
+    /// Nothing but that it is done.
+    Done,
+    /// An inode, and its attributes if they came in the same answer.
+    Inode { ino: Ino, attr: Option<Attr> },
+    /// Names in any order, without "." and "..".
+    Names(Vec<(String, Ino)>),
+}
+
+/// Refusals that the model knows of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Errno {
+    #[serde(rename = "EPERM")]
+    Perm,
+    /// `ESTALE` too: what is asked about is no longer there.
+    #[serde(rename = "ENOENT")]
+    NoEnt,
+    #[serde(rename = "EEXIST")]
+    Exist,
+    #[serde(rename = "ENOTDIR")]
+    NotDir,
+    #[serde(rename = "EISDIR")]
+    IsDir,
+    #[serde(rename = "EINVAL")]
+    Inval,
+    #[serde(rename = "ENOTEMPTY")]
+    NotEmpty,
+}
+
+impl Errno {
+    /// `None` for an error that leaves open whether the operation ran, or comes of the faults.
+    pub fn from_raw(errno: i32) -> Option<Errno> {
+        Some(match errno {
+            libc::EPERM => Errno::Perm,
+            libc::ENOENT | libc::ESTALE => Errno::NoEnt,
+            libc::EEXIST => Errno::Exist,
+            libc::ENOTDIR => Errno::NotDir,
+            libc::EISDIR => Errno::IsDir,
+            libc::EINVAL => Errno::Inval,
+            libc::ENOTEMPTY => Errno::NotEmpty,
+            _ => return None,
+        })
+    }
+}
+
+/// What a client knows of the end of its operation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    Done(Answer),
+    Failed(Errno),
+    /// It ran, will run, or never does: the client died, gave up or was told that nobody knows. Why, in words.
+    Unknown(String),
+}
+
+/// One operation of one client.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    pub client: u32,
+    /// When it was called and when it was answered, on one clock for all clients: an operation precedes another if its `reply` is
+    /// less than the other's `call`. Only the order counts.
+    pub call: u64,
+    /// Without a meaning where the outcome is unknown.
+    pub reply: u64,
+    pub op: Op,
+    pub outcome: Outcome,
+}
+
+/// A history of everything that was done below some directories.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct History {
+    pub head: Head,
+    pub records: Vec<Record>,
+}
+
+/// Where a history comes from.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Head {
+    /// For people: a seed, a command.
+    pub source: String,
+    /// Directories that were there and empty at the beginning, with the mode [`NEW_DIR`]; they are never renamed or removed.
+    pub roots: Vec<Ino>,
+    /// Some operations came by way of Linux, which looks both names of a rename up first and does nothing where it found the same
+    /// inode twice, though never at one moment.
+    pub kernel: bool,
+}
+
+impl History {
+    /// Writes the head and then each operation as a line of JSON.
+    pub fn write(&self, mut to: impl Write) -> io::Result<()> {
+        writeln!(to, "{}", serde_json::to_string(&self.head)?)?;
+        for r in &self.records {
+            writeln!(to, "{}", serde_json::to_string(r)?)?;
+        }
+        to.flush()
+    }
+
+    /// Reads what [`History::write`] wrote.
+    pub fn read(from: impl BufRead) -> io::Result<History> {
+        let mut lines = from.lines();
+        let head = lines.next().ok_or_else(|| io::Error::new(io::ErrorKind::UnexpectedEof, "an empty file"))??;
+        let mut history = History { head: serde_json::from_str(&head)?, records: Vec::new() };
+        for line in lines {
+            history.records.push(serde_json::from_str(&line?)?);
+        }
+        Ok(history)
+    }
+
+    /// The share of operations during which an operation of another client was under way, 0 to 1.
+    pub fn overlap(&self) -> f64 {
+        let end = |r: &Record| if matches!(r.outcome, Outcome::Unknown(_)) { r.reply.max(r.call) } else { r.reply };
+        let meets =
+            |a: &Record| self.records.iter().any(|b| a.client != b.client && a.call <= end(b) && b.call <= end(a));
+        let overlapping = self.records.iter().filter(|r| meets(r)).count();
+        overlapping as f64 / self.records.len().max(1) as f64
+    }
+}

@@ -1,0 +1,437 @@
+//! What one namespace does when it is asked one thing after the other.
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use crate::history::{Answer, Attr, Errno, Head, History, How, Ino, NEW_DIR, NEW_FILE, Op, Outcome, Record};
+
+/// Which operation made an inode: the model's own name of it. An operation whose answer nobody knows makes one, too.
+type Key = u32;
+
+/// Keys of the directories that were there from the beginning.
+const FIRST_ROOT: Key = Key::MAX - 1000;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Inode {
+    key: Key,
+    /// 0: not known yet.
+    ino: Ino,
+    dir: bool,
+    /// Names of a file. Of a directory 1 while it exists.
+    names: u32,
+    mode: u32,
+    /// It has had more than one name.
+    linked: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Name {
+    dir: Key,
+    name: Arc<str>,
+    to: Key,
+}
+
+/// A namespace. Equal states answer alike.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct State {
+    /// By key. Those without a name stay: numbers are not used twice.
+    inodes: Vec<Inode>,
+    /// By directory and name.
+    names: Vec<Name>,
+}
+
+/// What becomes of an operation that is run now.
+#[derive(Debug)]
+pub enum Step {
+    /// It tells what it told and changes nothing, now or later.
+    Same,
+    To(State),
+}
+
+/// Why an operation cannot have run now: what the model does instead.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Why {
+    Refused(Errno),
+    Succeeds,
+    /// 0: an inode of which nobody knows the number.
+    OtherInode(Ino),
+    OtherAttr(Attr),
+    OtherNames(Vec<(String, Ino)>),
+    /// Nothing has made the inode yet.
+    NotMade(Ino),
+    /// The number was given out already.
+    Made(Ino),
+    /// It would change nothing, and was never answered.
+    Idle,
+}
+
+/// Rules that hold for all states of a history.
+pub struct Model {
+    kernel: bool,
+    /// Inodes made by operations of which that is known.
+    made: BTreeSet<Ino>,
+}
+
+/// What the state has to say to an operation.
+#[derive(Default)]
+struct Refusals {
+    all: Vec<Errno>,
+    /// It may succeed all the same.
+    lenient: bool,
+}
+
+impl Refusals {
+    fn when(mut self, yes: bool, errno: Errno) -> Refusals {
+        if yes {
+            self.all.push(errno);
+        }
+        self
+    }
+
+    fn lenient(self, yes: bool) -> Refusals {
+        Refusals { lenient: yes, ..self }
+    }
+
+    /// `Ok(true)`: it was refused, rightly. `Ok(false)`: it succeeded, or may have.
+    fn judge(self, outcome: &Outcome) -> Result<bool, Why> {
+        match (outcome, self.all.first()) {
+            (Outcome::Failed(e), _) if self.all.contains(e) => Ok(true),
+            (Outcome::Failed(_), Some(e)) => Err(Why::Refused(*e)),
+            (Outcome::Failed(_), None) => Err(Why::Succeeds),
+            (_, Some(e)) if !self.lenient => Err(Why::Refused(*e)),
+            _ => Ok(false),
+        }
+    }
+}
+
+fn refuse() -> Refusals {
+    Refusals::default()
+}
+
+impl State {
+    /// The directories of the beginning, empty.
+    pub fn new(head: &Head) -> State {
+        let root = |(i, ino): (usize, &Ino)| {
+            let key = FIRST_ROOT + i as Key;
+            Inode { key, ino: *ino, dir: true, names: 1, mode: NEW_DIR, linked: false }
+        };
+        State { inodes: head.roots.iter().enumerate().map(root).collect(), names: Vec::new() }
+    }
+
+    fn inode(&self, key: Key) -> &Inode {
+        match self.inodes.binary_search_by_key(&key, |i| i.key) {
+            Ok(at) => &self.inodes[at],
+            Err(_) => unreachable!("a name without an inode"),
+        }
+    }
+
+    fn inode_mut(&mut self, key: Key) -> &mut Inode {
+        match self.inodes.binary_search_by_key(&key, |i| i.key) {
+            Ok(at) => &mut self.inodes[at],
+            Err(_) => unreachable!("a name without an inode"),
+        }
+    }
+
+    fn numbered(&self, ino: Ino) -> Result<Inode, Why> {
+        self.inodes.iter().find(|i| i.ino == ino).copied().ok_or(Why::NotMade(ino))
+    }
+
+    fn spot(&self, dir: Key, name: &str) -> Result<usize, usize> {
+        self.names.binary_search_by(|n| (n.dir, &*n.name).cmp(&(dir, name)))
+    }
+
+    fn find(&self, dir: Key, name: &str) -> Option<Inode> {
+        self.spot(dir, name).ok().map(|at| *self.inode(self.names[at].to))
+    }
+
+    fn entries(&self, dir: Key) -> impl Iterator<Item = &Name> {
+        self.names.iter().filter(move |n| n.dir == dir)
+    }
+
+    fn is_empty(&self, dir: Key) -> bool {
+        self.entries(dir).next().is_none()
+    }
+
+    /// Whether `dir` is `other` or lies below it.
+    fn is_within(&self, dir: Key, other: Key) -> bool {
+        let mut at = Some(dir);
+        while let Some(key) = at {
+            if key == other {
+                return true;
+            }
+            at = self.names.iter().find(|n| n.to == key).map(|n| n.dir);
+        }
+        false
+    }
+
+    fn attr(&self, i: &Inode) -> Attr {
+        let subdirs = || self.entries(i.key).filter(|n| self.inode(n.to).dir).count() as u32;
+        let nlink = if i.dir && i.names > 0 { 2 + subdirs() } else { i.names };
+        Attr { dir: i.dir, nlink, mode: i.mode }
+    }
+
+    fn put(&mut self, dir: Key, name: &str, to: Key) {
+        match self.spot(dir, name) {
+            Ok(at) => self.names[at].to = to,
+            Err(at) => self.names.insert(at, Name { dir, name: name.into(), to }),
+        }
+    }
+
+    fn take(&mut self, dir: Key, name: &str) {
+        if let Ok(at) = self.spot(dir, name) {
+            self.names.remove(at);
+        }
+    }
+
+    /// An inode has a name less.
+    fn drop_name(&mut self, key: Key) {
+        self.inode_mut(key).names -= 1;
+    }
+
+    fn make(&mut self, key: Key, ino: Ino, dir: bool) {
+        let inode = Inode { key, ino, dir, names: 1, mode: if dir { NEW_DIR } else { NEW_FILE }, linked: false };
+        if let Err(at) = self.inodes.binary_search_by_key(&key, |i| i.key) {
+            self.inodes.insert(at, inode);
+        }
+    }
+
+    /// The tree in words, for explanations.
+    pub fn lines(&self) -> Vec<String> {
+        let ino = |i: &Inode| if i.ino == 0 { format!("?{}", i.key) } else { format!("{}", i.ino) };
+        let about = |i: &Inode| {
+            let a = self.attr(i);
+            let kind = if i.dir { "dir" } else { "file" };
+            format!("{kind} {} (links {}, mode {:o})", ino(i), a.nlink, a.mode)
+        };
+        let named =
+            self.names.iter().map(|n| format!("{}/{} = {}", ino(self.inode(n.dir)), n.name, about(self.inode(n.to))));
+        let gone = self.inodes.iter().filter(|i| i.names == 0).map(ino).collect::<Vec<_>>();
+        named.chain((!gone.is_empty()).then(|| format!("without a name: {}", gone.join(" ")))).collect()
+    }
+}
+
+impl Model {
+    pub fn new(history: &History) -> Model {
+        let makes = |op: &Op| matches!(op, Op::Mkdir { .. } | Op::Create { exclusive: true, .. });
+        let made = |r: &Record| match &r.outcome {
+            Outcome::Done(Answer::Inode { ino, .. }) if makes(&r.op) => Some(*ino),
+            _ => None,
+        };
+        let made = history.records.iter().filter_map(made).chain(history.head.roots.iter().copied()).collect();
+        Model { kernel: history.head.kernel, made }
+    }
+
+    /// Whether the operation may also have done nothing, as told on [`Head::kernel`].
+    pub fn may_idle(&self, s: &State, r: &Record) -> bool {
+        let Op::Rename { to_dir, to_name, how, .. } = &r.op else { return false };
+        self.kernel
+            && *how != How::NoReplace
+            && r.outcome == Outcome::Done(Answer::Done)
+            && s.numbered(*to_dir).is_ok_and(|d| s.find(d.key, to_name).is_some_and(|t| t.linked))
+    }
+
+    /// Runs an operation, the `key`th of its history, which must tell what it told.
+    pub fn step(&self, s: &State, key: usize, r: &Record) -> Result<Step, Why> {
+        let (o, key) = (&r.outcome, key as Key);
+        match &r.op {
+            Op::Create { dir, name, exclusive } => self.create(s, key, (*dir, name), *exclusive, o),
+            Op::Mkdir { dir, name } => self.mkdir(s, key, (*dir, name), o),
+            Op::Lookup { dir, name } => {
+                let d = s.numbered(*dir)?;
+                let found = s.find(d.key, name);
+                match (refuse().when(found.is_none(), Errno::NoEnt).judge(o)?, found) {
+                    (false, Some(i)) => self.told(s, &i, o),
+                    _ => Ok(Step::Same),
+                }
+            }
+            Op::Getattr { ino } | Op::Open { ino } => {
+                let i = s.numbered(*ino)?;
+                match refuse().when(i.names == 0, Errno::NoEnt).lenient(true).judge(o)? {
+                    true => Ok(Step::Same),
+                    false => self.told(s, &i, o),
+                }
+            }
+            Op::Chmod { ino, mode } => {
+                let i = s.numbered(*ino)?;
+                if refuse().when(i.names == 0, Errno::NoEnt).lenient(true).judge(o)? {
+                    return Ok(Step::Same);
+                }
+                let mut next = s.clone();
+                next.inode_mut(i.key).mode = *mode;
+                self.changed(next, i.key, o)
+            }
+            Op::Link { ino, dir, name } => self.link(s, *ino, (*dir, name), o),
+            Op::Unlink { dir, name } | Op::Rmdir { dir, name } => {
+                self.remove(s, (*dir, name), matches!(r.op, Op::Rmdir { .. }), o)
+            }
+            Op::Rename { dir, name, to_dir, to_name, how } => self.rename(s, (*dir, name), (*to_dir, to_name), *how, o),
+            Op::Readdir { dir } => self.readdir(s, *dir, o),
+        }
+    }
+
+    fn create(&self, s: &State, key: Key, at: (Ino, &str), exclusive: bool, o: &Outcome) -> Result<Step, Why> {
+        let d = s.numbered(at.0)?;
+        let there = s.find(d.key, at.1);
+        let refused = refuse()
+            .when(d.names == 0, Errno::NoEnt)
+            .when(there.is_some() && exclusive, Errno::Exist)
+            .when(there.is_some_and(|t| t.dir), Errno::IsDir)
+            .judge(o)?;
+        match there {
+            _ if refused => Ok(Step::Same),
+            Some(_) if matches!(o, Outcome::Unknown(_)) => Err(Why::Idle),
+            Some(t) => self.told(s, &t, o),
+            None => self.made(s, key, (d.key, at.1), false, o),
+        }
+    }
+
+    fn mkdir(&self, s: &State, key: Key, at: (Ino, &str), o: &Outcome) -> Result<Step, Why> {
+        let d = s.numbered(at.0)?;
+        let taken = s.find(d.key, at.1).is_some();
+        match refuse().when(d.names == 0, Errno::NoEnt).when(taken, Errno::Exist).judge(o)? {
+            true => Ok(Step::Same),
+            false => self.made(s, key, (d.key, at.1), true, o),
+        }
+    }
+
+    fn made(&self, s: &State, key: Key, at: (Key, &str), dir: bool, o: &Outcome) -> Result<Step, Why> {
+        let ino = match o {
+            Outcome::Done(Answer::Inode { ino, .. }) => *ino,
+            _ => 0,
+        };
+        if ino != 0 && s.numbered(ino).is_ok() {
+            return Err(Why::Made(ino));
+        }
+        let mut next = s.clone();
+        next.make(key, ino, dir);
+        next.put(at.0, at.1, key);
+        self.changed(next, key, o)
+    }
+
+    fn link(&self, s: &State, ino: Ino, at: (Ino, &str), o: &Outcome) -> Result<Step, Why> {
+        let (i, d) = (s.numbered(ino)?, s.numbered(at.0)?);
+        let refused = refuse()
+            .when(i.names == 0 || d.names == 0, Errno::NoEnt)
+            .when(s.find(d.key, at.1).is_some(), Errno::Exist)
+            .when(i.dir, Errno::Perm)
+            .judge(o)?;
+        if refused {
+            return Ok(Step::Same);
+        }
+        let mut next = s.clone();
+        next.put(d.key, at.1, i.key);
+        let i = next.inode_mut(i.key);
+        (i.names, i.linked) = (i.names + 1, true);
+        let key = i.key;
+        self.changed(next, key, o)
+    }
+
+    fn remove(&self, s: &State, at: (Ino, &str), rmdir: bool, o: &Outcome) -> Result<Step, Why> {
+        let d = s.numbered(at.0)?;
+        let found = s.find(d.key, at.1);
+        let is = |what: &dyn Fn(Inode) -> bool| found.is_some_and(what);
+        let refused = refuse()
+            .when(found.is_none(), Errno::NoEnt)
+            .when(is(&|t| t.dir && !rmdir), Errno::IsDir)
+            .when(is(&|t| !t.dir && rmdir), Errno::NotDir)
+            .when(is(&|t| rmdir && !s.is_empty(t.key)), Errno::NotEmpty)
+            .judge(o)?;
+        let (false, Some(t)) = (refused, found) else { return Ok(Step::Same) };
+        let mut next = s.clone();
+        next.take(d.key, at.1);
+        next.drop_name(t.key);
+        Ok(Step::To(next))
+    }
+
+    fn rename(&self, s: &State, from: (Ino, &str), to: (Ino, &str), how: How, o: &Outcome) -> Result<Step, Why> {
+        let (d, to_d) = (s.numbered(from.0)?, s.numbered(to.0)?);
+        let (a, b) = (s.find(d.key, from.1), s.find(to_d.key, to.1));
+        let exchange = how == How::Exchange;
+        let mut r = refuse()
+            .when(a.is_none() || d.names == 0 || to_d.names == 0, Errno::NoEnt)
+            .when(b.is_none() && exchange, Errno::NoEnt)
+            .when(b.is_some() && how == How::NoReplace, Errno::Exist)
+            .when(a.is_some_and(|a| a.dir && s.is_within(to_d.key, a.key)), Errno::Inval);
+        if let Some(b) = b.filter(|b| b.dir && s.is_within(d.key, b.key)) {
+            debug_assert!(b.dir);
+            r = r.when(true, if exchange { Errno::Inval } else { Errno::NotEmpty });
+        }
+        let same = matches!((a, b), (Some(a), Some(b)) if a.key == b.key);
+        if let (Some(a), Some(b), How::Replace, false) = (a, b, how, same) {
+            r = r
+                .when(a.dir && !b.dir, Errno::NotDir)
+                .when(!a.dir && b.dir, Errno::IsDir)
+                .when(a.dir && b.dir && !s.is_empty(b.key), Errno::NotEmpty);
+        }
+        let (false, Some(a)) = (r.judge(o)?, a) else { return Ok(Step::Same) };
+        let mut next = s.clone();
+        match b {
+            _ if same => {}
+            Some(b) if exchange => {
+                next.put(d.key, from.1, b.key);
+                next.put(to_d.key, to.1, a.key);
+            }
+            _ => {
+                next.take(d.key, from.1);
+                next.put(to_d.key, to.1, a.key);
+                b.iter().for_each(|b| next.drop_name(b.key));
+            }
+        }
+        Ok(Step::To(next))
+    }
+
+    fn readdir(&self, s: &State, dir: Ino, o: &Outcome) -> Result<Step, Why> {
+        let d = s.numbered(dir)?;
+        if refuse().when(d.names == 0, Errno::NoEnt).lenient(true).judge(o)? {
+            return Ok(Step::Same);
+        }
+        let Outcome::Done(Answer::Names(told)) = o else { return Ok(Step::Same) };
+        let other = || {
+            let all = s.entries(d.key).map(|n| (n.name.to_string(), s.inode(n.to).ino));
+            Why::OtherNames(all.collect())
+        };
+        if s.entries(d.key).count() != told.len() {
+            return Err(other());
+        }
+        let mut next = None;
+        for (name, ino) in told {
+            let i = s.find(d.key, name).ok_or_else(other)?;
+            if i.ino == 0 && self.may_be(next.as_ref().unwrap_or(s), *ino) {
+                next.get_or_insert_with(|| s.clone()).inode_mut(i.key).ino = *ino;
+            } else if i.ino != *ino {
+                return Err(other());
+            }
+        }
+        Ok(next.map_or(Step::Same, Step::To))
+    }
+
+    /// Whether an inode of unknown number may have this one.
+    fn may_be(&self, s: &State, ino: Ino) -> bool {
+        !self.made.contains(&ino) && s.numbered(ino).is_err()
+    }
+
+    /// Compares what was told of an inode that the operation did not change.
+    fn told(&self, s: &State, i: &Inode, o: &Outcome) -> Result<Step, Why> {
+        let Outcome::Done(Answer::Inode { ino, attr }) = o else { return Ok(Step::Same) };
+        let is = s.attr(i);
+        if attr.is_some_and(|a| a != is) {
+            return Err(Why::OtherAttr(is));
+        }
+        match i.ino {
+            n if n == *ino => Ok(Step::Same),
+            0 if self.may_be(s, *ino) => {
+                let mut next = s.clone();
+                next.inode_mut(i.key).ino = *ino;
+                Ok(Step::To(next))
+            }
+            n => Err(Why::OtherInode(n)),
+        }
+    }
+
+    /// Likewise of one that it did change.
+    fn changed(&self, next: State, key: Key, o: &Outcome) -> Result<Step, Why> {
+        match self.told(&next, next.inode(key), o)? {
+            Step::Same => Ok(Step::To(next)),
+            bound => Ok(bound),
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! One client of a history as a process of its own: what it asked and was told goes to a file at once, so that its death loses nothing.
+
+use std::{
+    fs::File,
+    io::{self, Write},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use clap::Args;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+use strake_client::{Client, Config};
+use strake_fabric::{Env, Identity, Pool, TcpFabric};
+use strake_histories::{
+    Ino, Op, Outcome, Record,
+    choose::{Chooser, Mix},
+    library::Library,
+    mount::Mount,
+};
+
+use super::cut::Cut;
+
+/// How long an operation of the library is tried.
+const OP_TIMEOUT: Duration = Duration::from_secs(20);
+
+#[derive(Args)]
+pub struct WorkerArgs {
+    /// Its number in the history.
+    #[arg(long)]
+    client: u32,
+    #[arg(long)]
+    ops: u32,
+    #[arg(long)]
+    seed: u64,
+    /// Where the records go.
+    #[arg(long)]
+    out: PathBuf,
+    /// Also what is more than one step by way of a mount.
+    #[arg(long)]
+    all: bool,
+    /// The two directories, on a mount; without it the library is used.
+    #[arg(long)]
+    path: Vec<PathBuf>,
+    #[arg(long, value_delimiter = ',')]
+    mds: Vec<String>,
+    #[arg(long)]
+    key: Option<PathBuf>,
+    /// The two directories, by number.
+    #[arg(long, value_delimiter = ',')]
+    roots: Vec<Ino>,
+}
+
+/// CLOCK_MONOTONIC in nanoseconds, the same for all processes of a machine.
+pub fn now() -> u64 {
+    let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: a struct for the callee to fill.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut t) };
+    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
+}
+
+/// Writes records.
+struct Log {
+    client: u32,
+    out: File,
+}
+
+impl Log {
+    fn line(&mut self, r: &Record) -> io::Result<()> {
+        // One write: it is there whole or not at all.
+        self.out.write_all(format!("{}\n", serde_json::to_string(r)?).as_bytes())
+    }
+
+    fn call(&mut self, op: &Op) -> io::Result<Record> {
+        let outcome = Outcome::Unknown("no answer".into());
+        let r = Record { client: self.client, call: now(), reply: u64::MAX, op: op.clone(), outcome };
+        self.line(&r)?;
+        Ok(r)
+    }
+
+    fn answered(&mut self, r: Record, outcome: Outcome) -> io::Result<()> {
+        self.line(&Record { reply: now(), outcome, ..r })
+    }
+}
+
+pub fn run(args: WorkerArgs) -> io::Result<()> {
+    let mut log = Log { client: args.client, out: File::options().create(true).append(true).open(&args.out)? };
+    let mut rng = StdRng::seed_from_u64(args.seed);
+    let mix = if args.all { Mix::All } else { Mix::Kernel };
+    if args.path.is_empty() {
+        let chooser = Chooser::new(mix, &args.roots, args.client);
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        return runtime.block_on(by_library(&args, chooser, rng, log)).map_err(io::Error::other);
+    }
+    let mut mount = Mount::new();
+    let roots = args.path.iter().map(|p| mount.enter(&p.display().to_string())).collect::<io::Result<Vec<_>>>()?;
+    let mut chooser = Chooser::new(mix, &roots, args.client);
+    for _ in 0..args.ops {
+        let op = chooser.next(&mut rng);
+        let r = log.call(&op)?;
+        let outcome = mount.perform(&op);
+        chooser.learn(&op, &outcome);
+        log.answered(r, outcome)?;
+        if let Some(pause) = pause(&mut rng) {
+            std::thread::sleep(pause);
+        }
+    }
+    Ok(())
+}
+
+fn pause(rng: &mut StdRng) -> Option<Duration> {
+    let pause = Duration::from_millis(rng.random_range(0..80));
+    rng.random_bool(0.5).then_some(pause)
+}
+
+async fn by_library(
+    args: &WorkerArgs,
+    mut chooser: Chooser,
+    mut rng: StdRng,
+    mut log: Log,
+) -> strake_proto::Result<()> {
+    let cut = Cut::new(connector(args)?, rng.random());
+    let mut config = Config::new(args.mds.iter().map(|e| e.parse()).collect::<strake_proto::Result<_>>()?);
+    (config.op_timeout, config.hostname) = (OP_TIMEOUT, format!("history{}", args.client));
+    let mut library = Library::new(Client::connect(config, Env::system(), Arc::new(cut)).await?);
+    for _ in 0..args.ops {
+        let op = chooser.next(&mut rng);
+        let r = log.call(&op)?;
+        let outcome = library.perform(&op).await;
+        chooser.learn(&op, &outcome);
+        log.answered(r, outcome)?;
+        if let Some(pause) = pause(&mut rng) {
+            tokio::time::sleep(pause).await;
+        }
+    }
+    library.client.close().await
+}
+
+fn connector(args: &WorkerArgs) -> strake_proto::Result<TcpFabric> {
+    let key = read_key(args.key.as_deref().unwrap_or(Path::new("client.key")))?;
+    Ok(TcpFabric::new(Env::system(), Identity::client(key), None, Pool::default(), Default::default()))
+}
+
+fn read_key(path: &Path) -> io::Result<[u8; 32]> {
+    let text = std::fs::read_to_string(path)?;
+    let digit = |i: usize| text.get(2 * i..2 * i + 2).and_then(|d| u8::from_str_radix(d, 16).ok());
+    let mut key = [0; 32];
+    for (i, byte) in key.iter_mut().enumerate() {
+        *byte = digit(i).ok_or_else(|| io::Error::other(format!("{} is not a key", path.display())))?;
+    }
+    Ok(key)
+}

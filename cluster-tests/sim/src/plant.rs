@@ -1,0 +1,44 @@
+//! Faults that are planted to see a checker find them: what servers or clients of another make might do, done by the network.
+
+use bytes::Bytes;
+use prost::Message as _;
+use strake_fabric::Message;
+use strake_proto::{opcode, pb};
+
+/// How far a repetition's number is from the one it repeats: no client counts so far.
+const ANOTHER: u64 = 1 << 40;
+
+/// A fault that a run must show.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Plant {
+    /// Clients go on answering from memory what was recalled: they are told to forget something else, and acknowledge that.
+    StaleRead,
+    /// Some changes run twice: they arrive again, under a number that the servers do not know.
+    Repeat,
+}
+
+impl Plant {
+    /// Changes the reply to a request of this kind.
+    pub fn tamper(self, opcode: u16, reply: &mut Message) {
+        if self != Plant::StaleRead || opcode != opcode::RECALL {
+            return;
+        }
+        if let Ok(mut r) = pb::RecallReply::decode(reply.body.clone()) {
+            r.recalls.iter_mut().for_each(|r| r.ino = u64::MAX);
+            reply.body = r.encode_to_vec().into();
+        }
+    }
+
+    /// The request once more, if it is one to be repeated.
+    pub fn repetition(self, request: &Message) -> Option<Message> {
+        if self != Plant::Repeat || request.opcode != opcode::META {
+            return None;
+        }
+        let mut meta = pb::MetaRequest::decode(request.body.clone()).ok()?;
+        if meta.seq == 0 {
+            return None;
+        }
+        meta.seq += ANOTHER;
+        Some(Message::new(opcode::META, Bytes::from(meta.encode_to_vec())))
+    }
+}

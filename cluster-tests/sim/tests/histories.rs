@@ -1,0 +1,54 @@
+//! Histories of a few seeds are linearizable, replay to the byte, and show faults that are planted.
+
+use strake_histories::{explain::explain, search::LIMIT};
+use strake_sim::{
+    histories::{CLIENTS, OPS, Report, Scenario, run},
+    plant::Plant,
+};
+
+fn history(seed: u64, plant: Option<Plant>) -> Report {
+    run(Scenario { seed, plant }).unwrap()
+}
+
+fn holds(seed: u64) {
+    let report = history(seed, None);
+    let why = || explain(&report.history, &report.verdict, LIMIT);
+    assert_eq!(report.failure(), None, "seed {seed}: {report}\n{}", why());
+    assert!(report.history.records.len() > (CLIENTS * OPS / 2) as usize, "{report}");
+}
+
+#[test]
+fn seeds_1_to_15() {
+    (1..=15).for_each(holds);
+}
+
+#[test]
+fn seeds_16_to_30() {
+    (16..=30).for_each(holds);
+}
+
+#[test]
+fn the_same_seed_gives_the_same_history() {
+    for seed in [3, 4, 5] {
+        let (a, b) = (history(seed, None), history(seed, None));
+        assert_eq!(a.history, b.history, "seed {seed}");
+        assert_eq!(a.trace, b.trace, "seed {seed}");
+    }
+}
+
+fn is_found(plant: Plant) {
+    const SEEDS: u64 = 10;
+    let found = (1..=SEEDS).filter(|seed| history(*seed, Some(plant)).verdict.is_rejected()).count();
+    println!("{plant:?}: {found} of {SEEDS}");
+    assert!(found >= 5, "{plant:?} was found in {found} of {SEEDS} seeds only");
+}
+
+#[test]
+fn a_planted_stale_read_is_rejected() {
+    is_found(Plant::StaleRead);
+}
+
+#[test]
+fn a_planted_repeated_operation_is_rejected() {
+    is_found(Plant::Repeat);
+}
