@@ -32,6 +32,7 @@ use crate::{
     config::{Config, Counters},
     conns::Conns,
     found::Found,
+    idle::Idle,
     inode::{Inode, Release},
     keep,
     leader::LeaderFinder,
@@ -75,6 +76,7 @@ pub(crate) struct Core {
     pub lock_waits: LockWaits,
     pub memory: Memory,
     pub found: Found,
+    pub idle: Idle,
     /// Leases began on a new connection.
     pub(crate) greeted: Notify,
     pub(crate) recalls: Acknowledged,
@@ -170,6 +172,7 @@ impl Core {
             lock_waits: LockWaits::default(),
             memory: Memory::default(),
             found: Found::default(),
+            idle: Idle::default(),
             greeted: Notify::new(),
             recalls: Acknowledged::default(),
             conns: Conns::new(cfg.connections_per_node.max(1)),
@@ -353,6 +356,8 @@ impl Core {
         self.env.spawn(every(weak.clone(), move |_| extend, |c| async move { c.push_sizes().await }));
         let release = |c: Arc<Core>| async move { c.send_releases().await };
         self.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, release));
+        let close = |c: Arc<Core>| async move { c.close_idle().await };
+        self.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, close));
         self.env.spawn(recalls::serve(weak.clone()));
         self.env.spawn(flush_loop(weak));
     }

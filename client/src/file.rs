@@ -24,6 +24,7 @@ use crate::{
     cache::{Part, UNIT},
     config::Counters,
     core::{Core, ROOM_UNIT},
+    idle,
     inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed, Release, Writer},
     keep,
     meta::{Mode, ok, op},
@@ -32,7 +33,7 @@ use crate::{
 };
 
 const O_TRUNC: u32 = 0o1000;
-const O_APPEND: u32 = 0o2000;
+pub(crate) const O_APPEND: u32 = 0o2000;
 const O_DSYNC: u32 = 0o10000;
 const O_DIRECT: u32 = 0o40000;
 
@@ -40,6 +41,13 @@ const O_DIRECT: u32 = 0o40000;
 /// the bytes are safe.
 #[derive(Clone)]
 pub struct File(Arc<Handle>);
+
+/// An open file as the metadata servers know it. Several that programs have open may be one there.
+pub(crate) struct Open {
+    pub inode: Arc<Inode>,
+    /// That opened it.
+    pub session: SessionId,
+}
 
 /// Calls that tell of lost writes.
 #[derive(Clone, Copy)]
@@ -54,7 +62,8 @@ struct Handle {
     inode: Arc<Inode>,
     creds: pb::Creds,
     flags: u32,
-    session: SessionId,
+    /// Until it is closed.
+    open: Mutex<Option<Arc<Open>>>,
     ahead: Mutex<ReadAhead>,
     /// Write-back errors of the inode that this handle's writes, syncs and closes have told, or that came before it.
     told_errors: [AtomicU64; 3],
@@ -65,6 +74,11 @@ impl Client {
     /// Opens a regular file. `flags` as on Linux: access mode, O_APPEND (use [`File::append`]), O_TRUNC, O_DSYNC/O_SYNC
     /// (writes return when stable), O_DIRECT (no read-ahead).
     pub async fn open(&self, creds: &pb::Creds, ino: Ino, flags: u32) -> Result<(File, pb::Attr)> {
+        if idle::is_kept(flags)
+            && let Some(open) = self.core.open_kept(creds, ino, flags)
+        {
+            return Ok(open);
+        }
         let (core, creds) = (self.core.clone(), creds.clone());
         let opening = async move {
             if flags & O_ACCMODE != 0 {
@@ -80,7 +94,7 @@ impl Client {
 
     /// Whether a file is open in this client.
     pub fn is_open(&self, ino: Ino) -> bool {
-        self.core.live_inode(ino).is_some()
+        self.core.live_inode(ino).is_some() && !self.core.idle.holds_alone(ino)
     }
 
     /// Creates and opens a regular file in one request; opens it when it is there, unless `exclusive` (`EEXIST`).
@@ -160,16 +174,14 @@ impl Core {
             Ok((inode, session)) => {
                 let keep = self.cfg.keep.as_deref().filter(|_| matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR));
                 inode.opened(session, writer, keep);
-                Ok(File(Arc::new(Handle {
-                    core: self.clone(),
-                    creds: creds.clone(),
-                    flags,
-                    session,
-                    ahead: Mutex::new(ReadAhead::new(self.cfg.read_ahead_bytes as u64)),
-                    told_errors: [(); 3].map(|()| AtomicU64::new(inode.errors())),
-                    closed: AtomicBool::new(false),
-                    inode,
-                })))
+                if !idle::is_kept(flags) {
+                    self.stop_keeping(inode.ino);
+                }
+                let open = Arc::new(Open { inode, session });
+                if idle::is_kept(flags) {
+                    self.keep_open(&open, creds);
+                }
+                Ok(File::new(self, open, creds, flags))
             }
             Err(e) => {
                 // The server counts it as open.
@@ -254,7 +266,27 @@ impl Core {
     }
 }
 
+impl Handle {
+    fn new(core: &Arc<Core>, open: Arc<Open>, creds: &pb::Creds, flags: u32) -> Handle {
+        let inode = open.inode.clone();
+        Handle {
+            core: core.clone(),
+            creds: creds.clone(),
+            flags,
+            open: Mutex::new(Some(open)),
+            ahead: Mutex::new(ReadAhead::new(core.cfg.read_ahead_bytes as u64)),
+            told_errors: [(); 3].map(|()| AtomicU64::new(inode.errors())),
+            closed: AtomicBool::new(false),
+            inode,
+        }
+    }
+}
+
 impl File {
+    pub(crate) fn new(core: &Arc<Core>, open: Arc<Open>, creds: &pb::Creds, flags: u32) -> File {
+        File(Arc::new(Handle::new(core, open, creds, flags)))
+    }
+
     async fn truncate_at_open(self, wanted: bool) -> Result<(File, pb::Attr)> {
         let attr = if wanted && self.is_writable() { self.truncate(0).await? } else { self.attr() };
         Ok((self, attr))
@@ -600,17 +632,19 @@ impl File {
         }
         let outcome = self.sync(Teller::Close).await;
         let h = &self.0;
-        let (core, inode, session, creds) = (h.core.clone(), h.inode.clone(), h.session, h.creds.clone());
-        let gone = h.core.detached(async move { forget(core, inode, session, creds).await }).await;
+        let Some(open) = h.open.lock().take().and_then(Arc::into_inner) else { return outcome };
+        let (core, creds) = (h.core.clone(), h.creds.clone());
+        let gone = h.core.detached(async move { forget(core, open, creds).await }).await;
         outcome.and(gone)
     }
 }
 
 /// Tells the metadata server that a handle is gone.
-async fn forget(core: Arc<Core>, inode: Arc<Inode>, session: SessionId, creds: pb::Creds) -> Result<()> {
+async fn forget(core: Arc<Core>, open: Open, creds: pb::Creds) -> Result<()> {
+    let inode = &open.inode;
     let now = core.current_session().map(|s| s.id);
     // A release that waits for a close which fails is made up for when the session ends.
-    if inode.closed(session, now) {
+    if inode.closed(open.session, now) {
         let close = op(pb::op::Op::Close(pb::Close { ino: inode.ino }));
         ok(core.meta(&creds, vec![close]).await?)?;
     }
@@ -623,12 +657,14 @@ impl Drop for Handle {
         if self.closed.load(Relaxed) || self.core.is_closed() || tokio::runtime::Handle::try_current().is_err() {
             return;
         }
-        let (core, inode, session, creds) = (self.core.clone(), self.inode.clone(), self.session, self.creds.clone());
+        let (core, inode, creds) = (self.core.clone(), self.inode.clone(), self.creds.clone());
+        let open = self.open.get_mut().take().and_then(Arc::into_inner);
         self.core.env.spawn(async move {
             if let Err(e) = core.sync_inode(&inode).await {
                 tracing::warn!(ino = inode.ino, "a file that nobody closed could not be flushed: {e}");
             }
-            if let Err(e) = forget(core, inode, session, creds).await {
+            let Some(open) = open else { return };
+            if let Err(e) = forget(core, open, creds).await {
                 tracing::debug!("{e}");
             }
         });

@@ -290,6 +290,11 @@ impl Inode {
         lost
     }
 
+    /// Whether the metadata servers have this client on record as a writer, as far as it knows.
+    pub fn is_written(&self) -> bool {
+        self.state.lock().writer.is_some()
+    }
+
     pub fn is_dirty(&self) -> bool {
         let s = self.state.lock();
         s.writes != s.reported
@@ -400,6 +405,11 @@ impl Inode {
             s.handles.remove(&session);
         }
         now == Some(session)
+    }
+
+    /// Those that metadata servers know of.
+    pub fn handles(&self) -> usize {
+        self.state.lock().handles.values().sum()
     }
 
     pub fn handles_of(&self, session: SessionId) -> usize {

@@ -32,6 +32,8 @@ pub struct Told<A> {
     pub attrs: Vec<(Ino, A)>,
     /// What is behind names.
     pub names: Vec<Name>,
+    /// Files, and who was let open them for reading.
+    pub openers: Vec<(Ino, u64)>,
 }
 
 /// What is behind a name, as somebody was told who may search the directory.
@@ -55,11 +57,13 @@ struct Known<A> {
     names: BTreeMap<Bytes, Option<Ino>>,
     /// Who has looked up names here and was allowed to.
     searchers: BTreeSet<u64>,
+    /// Who has opened it for reading and was allowed to.
+    openers: BTreeSet<u64>,
 }
 
 impl<A> Default for Known<A> {
     fn default() -> Known<A> {
-        Known { attr: None, names: BTreeMap::new(), searchers: BTreeSet::new() }
+        Known { attr: None, names: BTreeMap::new(), searchers: BTreeSet::new(), openers: BTreeSet::new() }
     }
 }
 
@@ -90,6 +94,8 @@ pub struct Table<A> {
     /// Names known in all directories, and whether there were too many.
     names: usize,
     forgot_names: bool,
+    /// Counts the times that it was forgotten who may open a file.
+    forgot_openers: u64,
 }
 
 impl<A> Default for Table<A> {
@@ -104,6 +110,7 @@ impl<A> Default for Table<A> {
             known: BTreeMap::new(),
             names: 0,
             forgot_names: false,
+            forgot_openers: 0,
         }
     }
 }
@@ -236,6 +243,30 @@ impl<A> Table<A> {
         known.searchers.extend(n.searcher);
     }
 
+    /// Keeps that somebody was let open a file for reading, likewise.
+    pub fn keep_opener(&mut self, now: Duration, token: Token, ino: Ino, opener: u64) -> bool {
+        let stands = self.stands(now, token, ino);
+        if stands {
+            self.known.entry(ino).or_default().openers.insert(opener);
+        }
+        stands
+    }
+
+    /// The attributes, for whoever opens a file that he has opened for reading before: he still may.
+    pub fn open(&self, now: Duration, ino: Ino, opener: u64) -> Option<&A> {
+        self.known.get(&ino).filter(|k| self.lives(now) && k.openers.contains(&opener))?.attr.as_ref()
+    }
+
+    /// Whether it is known of anybody that he may open the file.
+    pub fn has_openers(&self, ino: Ino) -> bool {
+        self.known.get(&ino).is_some_and(|k| !k.openers.is_empty())
+    }
+
+    /// How often it was forgotten who may open a file.
+    pub fn forgot_openers(&self) -> u64 {
+        self.forgot_openers
+    }
+
     /// Attributes, if they are known.
     pub fn attr(&self, now: Duration, ino: Ino) -> Option<&A> {
         self.known.get(&ino).filter(|_| self.lives(now))?.attr.as_ref()
@@ -254,8 +285,10 @@ impl<A> Table<A> {
 
     /// The inode was recalled. Whether somebody may have been told of names in it.
     pub fn void(&mut self, ino: Ino) -> bool {
-        let names = self.known.remove(&ino).map_or(0, |k| k.names.len());
+        let known = self.known.remove(&ino);
+        let names = known.as_ref().map_or(0, |k| k.names.len());
         self.names -= names;
+        self.forgot_openers += u64::from(known.is_some_and(|k| !k.openers.is_empty()));
         if !self.requests.is_empty() {
             self.now += 1;
             self.voids.inodes.insert(ino, self.now);
@@ -274,6 +307,7 @@ impl<A> Table<A> {
 
     fn void_all(&mut self) {
         self.known.clear();
+        self.forgot_openers += 1;
         (self.names, self.forgot_names) = (0, false);
         if !self.requests.is_empty() {
             self.now += 1;

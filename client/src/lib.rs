@@ -34,6 +34,7 @@ mod file;
 mod flush;
 mod found;
 mod holes;
+mod idle;
 mod inode;
 mod keep;
 mod leader;

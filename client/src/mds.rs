@@ -353,6 +353,7 @@ impl Core {
         *current = None;
         drop(current);
         self.forget_all();
+        self.forget_kept();
         Counters::add(&self.stats.sessions_lost, 1);
         tracing::warn!(session = session.id, "the session is gone; unstable writes of open files are lost");
         let owners = self.unstable.lock().forget_session(session.id);
@@ -371,16 +372,17 @@ impl Core {
 
     /// Renews the session and its leases; on a new connection it says hello, having forgotten everything.
     async fn renew_on(&self, leader: &Leader, s: &Session, reassert: bool) -> Result<()> {
+        let hello = !self.memory.is_greeted(s.id, leader.number);
+        if hello {
+            self.forget_all();
+        }
         let mut opens = Vec::new();
         if reassert {
+            self.forget_kept();
             // Once per handle: the server counts.
             for i in self.live_inodes() {
                 opens.extend(std::iter::repeat_n(i.ino, i.handles_of(s.id)));
             }
-        }
-        let hello = !self.memory.is_greeted(s.id, leader.number);
-        if hello {
-            self.forget_all();
         }
         // What a former daemon of the mount told the kernel it may remember yet.
         let lives_on = hello && self.cfg.keep.as_ref().is_some_and(|k| k.former_session() == s.id);

@@ -146,6 +146,26 @@ impl Memory {
         }
     }
 
+    /// The attributes of a file that is opened for reading by somebody who has opened it before.
+    pub fn open(&self, now: Duration, creds: &pb::Creds, ino: Ino) -> Option<pb::Attr> {
+        let opener = self.searcher(creds);
+        self.table.lock().open(now, ino, opener).copied()
+    }
+
+    /// Those of the files of which it is known that somebody may open them. Asked for only if something was forgotten since
+    /// `forgotten`, which is brought up to date.
+    pub fn openable<'a>(
+        &self,
+        forgotten: &mut u64,
+        files: impl Iterator<Item = &'a Ino>,
+    ) -> Option<BTreeSet<Ino>> {
+        let table = self.table.lock();
+        if std::mem::replace(forgotten, table.forgot_openers()) == *forgotten {
+            return None;
+        }
+        Some(files.copied().filter(|ino| table.has_openers(*ino)).collect())
+    }
+
     fn searcher(&self, creds: &pb::Creds) -> u64 {
         let groups: BTreeSet<u32> = creds.groups.iter().copied().collect();
         self.searchers.hash_one((creds.uid, creds.gid, groups))
@@ -184,6 +204,9 @@ impl Asking<'_> {
                 for (ino, attr) in told.attrs {
                     table.keep_attr(now, self.token, ino, attr);
                 }
+                for (ino, opener) in told.openers {
+                    table.keep_opener(now, self.token, ino, opener);
+                }
             }
         }
     }
@@ -207,7 +230,7 @@ impl Drop for Asking<'_> {
 }
 
 fn nothing() -> Told<pb::Attr> {
-    Told { attrs: Vec::new(), names: Vec::new() }
+    Told { attrs: Vec::new(), names: Vec::new(), openers: Vec::new() }
 }
 
 /// What a list may change.
@@ -271,6 +294,12 @@ fn told(ops: &[pb::Op], results: &[pb::OpResult], granted: &BTreeSet<Ino>, searc
             _ => {}
         }
         told.attrs.extend(r.attr.filter(|a| granted.contains(&a.ino)).map(|a| (a.ino, a)));
+        match &op.op {
+            Some(Op::Open(o)) if o.flags == 0 && granted.contains(&here(o.ino)) => {
+                told.openers.push((here(o.ino), searcher));
+            }
+            _ => {}
+        }
         if let Some(Op::Readdir(o)) = &op.op {
             let dir = here(o.dir);
             for e in &r.entries {

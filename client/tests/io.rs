@@ -342,3 +342,61 @@ async fn what_is_known_under_a_lease_costs_no_request_until_somebody_changes_it(
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(b.getattr(&user(), ino).await.unwrap().size, 2);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_file_is_opened_again_without_a_request_until_somebody_changes_it() {
+    let c = Cluster::new(2, 1);
+    let (a, b) = (c.client(1).await, c.client(2).await);
+    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, None).await.unwrap();
+    f.write_all_at(0, b"hello").await.unwrap();
+    let ino = f.ino();
+    f.close().await.unwrap();
+    // Known under a lease first: whoever writes a file is on record for a moment longer.
+    while b.attr_valid(&b.getattr(&user(), ino).await.unwrap()).is_zero() {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let open = async |flags| b.open(&user(), ino, flags).await.unwrap();
+    open(0).await.0.close().await.unwrap();
+    let asked = c.mds.asked();
+    for i in 0..100 {
+        let (f, attr) = open(0).await;
+        assert_eq!((attr.size, &join(&f.read(0, 9).await.unwrap())[..]), (5, &b"hello"[..]));
+        // Closed or just dropped, and two at a time.
+        let (g, _) = open(0).await;
+        if i % 2 == 0 { f.close().await.unwrap() } else { drop(f) }
+        g.close().await.unwrap();
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!((c.mds.asked(), c.mds.opens(), b.is_open(ino)), (asked, 1, false));
+    let other = pb::Creds { uid: 77, gid: 77, groups: vec![] };
+    b.open(&other, ino, 0).await.unwrap().0.close().await.unwrap();
+    assert_eq!(c.mds.asked(), asked + 1, "whether somebody else may is not known");
+    // It is really closed when it cannot be opened from memory any more.
+    let (held, _) = open(0).await;
+    a.setattr(&user(), pb::SetAttr { ino, size: Some(3), ..Default::default() }).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(c.mds.opens() == 1 && b.is_open(ino), "by who has it open");
+    held.close().await.unwrap();
+    assert_eq!((c.mds.opens(), open(0).await.1.size), (0, 3));
+    // A leader that knows of nothing is told what programs have open, and not what nobody has.
+    let (held, _) = open(0).await;
+    c.mds.elect(2);
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(c.mds.opens(), 1);
+    drop(held);
+    open(0).await.0.close().await.unwrap();
+    c.mds.elect(1);
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(c.mds.opens(), 0);
+    // Nor is a file kept open that is written here: others shall know when nobody writes it any more.
+    open(0).await.0.close().await.unwrap();
+    let (w, _) = open(RW).await;
+    open(0).await.0.close().await.unwrap();
+    w.close().await.unwrap();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(c.mds.opens(), 0);
+    open(0).await.0.close().await.unwrap();
+    assert_eq!(c.mds.opens(), 1);
+    b.close().await.unwrap();
+    assert_eq!(c.mds.opens(), 0);
+}

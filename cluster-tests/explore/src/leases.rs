@@ -508,7 +508,7 @@ impl World {
             }
             Body::Done { seq, values, granted } => {
                 let Some(x) = c.changing.take_if(|x| x.seq == seq) else { return Ok(()) };
-                let mut told = Told { attrs: vec![], names: vec![] };
+                let mut told = Told { attrs: vec![], names: vec![], openers: vec![] };
                 match x.alter {
                     Alter::File if granted => told.attrs.push((FILE, values.file)),
                     Alter::Name if granted => {
