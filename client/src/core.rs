@@ -16,12 +16,8 @@ use bytes::Bytes;
 use futures_util::stream::{self, StreamExt};
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Buf, Endpoint, Env, Fabric, watch};
-use strake_proto::{
-    ChainId, Code, Error, Ino, NodeId, Result,
-    map::{MapView, ROLE_MDS},
-    opcode, pb,
-};
+use strake_fabric::{Buf, Endpoint, Env, Fabric, LeaderFinder, watch};
+use strake_proto::{ChainId, Code, Error, Ino, NodeId, Result, map::MapView, opcode, pb};
 use tokio::{
     sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, Semaphore},
     time::Instant,
@@ -35,7 +31,6 @@ use crate::{
     idle::Idle,
     inode::{Inode, Release},
     keep,
-    leader::LeaderFinder,
     lock_waits::LockWaits,
     locks::Lanes,
     mds::{Link, Session},
@@ -156,13 +151,15 @@ impl Attempts {
 impl Core {
     pub fn new(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Core {
         let rooms = |bytes: usize| Arc::new(Semaphore::new((bytes / ROOM_UNIT).clamp(1, Semaphore::MAX_PERMITS)));
+        let mut finder = LeaderFinder::new(cfg.mds.clone());
+        finder.learn(cfg.keep.iter().flat_map(|k| k.mds()));
         Core {
             uuid: cfg.keep.as_ref().map(|k| k.uuid()).or(cfg.uuid).unwrap_or_else(|| env.random_bytes()),
             map: ArcSwap::default(),
             map_changed: watch::Sender::new(0),
             map_refresh: AsyncMutex::default(),
             map_refreshes: AtomicU64::new(0),
-            finder: Mutex::new(LeaderFinder::new(cfg.mds.clone())),
+            finder: Mutex::new(finder),
             link: AsyncMutex::default(),
             session: Mutex::new(None),
             session_change: AsyncMutex::default(),
@@ -259,9 +256,15 @@ impl Core {
             return Ok(());
         }
         let view = MapView::new(map)?;
-        let mds = view.map.nodes.iter().filter(|n| n.role == ROLE_MDS);
-        let mds = mds.flat_map(|n| &n.endpoints).filter_map(|e| e.parse::<Endpoint>().ok());
-        self.finder.lock().learn(mds);
+        let mds: Vec<Endpoint> = view.mds();
+        {
+            // One at a time writes them down.
+            let mut finder = self.finder.lock();
+            if let Some(k) = self.cfg.keep.as_ref().filter(|_| !mds.is_empty()) {
+                k.set_mds(&mds);
+            }
+            finder.learn(mds);
+        }
         let version = view.version();
         self.map.store(Arc::new(view));
         self.map_changed.send_replace(version);

@@ -18,7 +18,7 @@ use std::{
 
 use crate::{segments::Content, unstable::Entry};
 use parking_lot::Mutex;
-use strake_fabric::{Buf, Kept, KeptAt, Pool, REGION, Record, Records};
+use strake_fabric::{Buf, Endpoint, Kept, KeptAt, Pool, REGION, Record, Records};
 use strake_proto::{
     ChainId, ChunkId, Ino, SessionId,
     data::{Stamp, Version},
@@ -43,6 +43,11 @@ mod head {
     /// For the owner of the client.
     pub const OWNER: usize = 16;
     pub const OWNER_WORDS: usize = 16;
+    /// Which of the two texts below holds, 1 or 2, and its length times 256; 0: none.
+    pub const MDS: usize = 32;
+    /// Addresses of the metadata servers, by commas.
+    pub const MDS_TEXTS: [usize; 2] = [64, 192];
+    pub const MDS_BYTES: usize = 1024;
 }
 
 const HEAD: usize = 4096;
@@ -158,6 +163,47 @@ impl Keep {
 
     pub(crate) fn set_session(&self, id: SessionId) {
         self.word(head::SESSION).store(id, Release);
+    }
+
+    /// Writes down the metadata servers of the newest map: the configuration may name only such as are gone by now. As many as
+    /// there is room for.
+    pub(crate) fn set_mds(&self, endpoints: &[Endpoint]) {
+        let mut text = String::new();
+        for e in endpoints.iter().map(Endpoint::to_string) {
+            if text.len() + 1 + e.len() > head::MDS_BYTES {
+                break;
+            }
+            if !text.is_empty() {
+                text.push(',');
+            }
+            text.push_str(&e);
+        }
+        if text == self.mds_text() {
+            return;
+        }
+        // A process killed in the middle of this leaves the other text.
+        let other = usize::from(self.word(head::MDS).load(Relaxed) & 0xff == 1);
+        for (i, bytes) in text.as_bytes().chunks(8).enumerate() {
+            let mut word = [0; 8];
+            word[..bytes.len()].copy_from_slice(bytes);
+            self.word(head::MDS_TEXTS[other] + i).store(u64::from_le_bytes(word), Relaxed);
+        }
+        self.word(head::MDS).store((text.len() as u64) << 8 | (other as u64 + 1), Release);
+    }
+
+    /// The metadata servers that were last written down; none at first.
+    pub(crate) fn mds(&self) -> Vec<Endpoint> {
+        self.mds_text().split(',').filter_map(|e| e.parse().ok()).collect()
+    }
+
+    fn mds_text(&self) -> String {
+        let selector = self.word(head::MDS).load(Acquire);
+        let Some(at) = (selector & 0xff).checked_sub(1).and_then(|i| head::MDS_TEXTS.get(i as usize)) else {
+            return String::new();
+        };
+        let len = ((selector >> 8) as usize).min(head::MDS_BYTES);
+        let words = (0..len.div_ceil(8)).flat_map(|i| self.word(at + i).load(Relaxed).to_le_bytes());
+        String::from_utf8_lossy(&words.take(len).collect::<Vec<u8>>()).into_owned()
     }
 
     /// The lowest number that no metadata mutation of any session had.
@@ -589,6 +635,30 @@ mod tests {
         keep.word(head::LAYOUT).store(LAYOUT + 1, Relaxed);
         let again = Keep::open(keep.fd().try_clone_to_owned().unwrap());
         assert_eq!(again.err().unwrap().kind(), io::ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn the_next_one_knows_the_newest_metadata_servers() {
+        let keep = Keep::create([1; 16], 4 << 20).unwrap();
+        assert_eq!(keep.mds(), []);
+        let at = |host: &str, port| Endpoint::Tcp(host.into(), port);
+        let (old, new) = ([at("a", 1), at("much-longer-name", 2)], [at("c", 3)]);
+        keep.set_mds(&old);
+        assert_eq!(next_life(&keep).mds(), old);
+        keep.set_mds(&new);
+        assert_eq!(next_life(&keep).mds(), new);
+        // Killed while it wrote the next ones: the last ones hold.
+        keep.word(head::MDS_TEXTS[0]).store(u64::MAX, Relaxed);
+        assert_eq!(next_life(&keep).mds(), new);
+        // More than there is room for, and nonsense.
+        let many: Vec<Endpoint> = (0..200).map(|n| at(&format!("host-{n}"), 7400)).collect();
+        keep.set_mds(&many);
+        let kept = next_life(&keep).mds();
+        assert!(kept.len() > 40 && kept[..] == many[..kept.len()], "{}", kept.len());
+        keep.word(head::MDS).store(u64::MAX, Relaxed);
+        assert_eq!(keep.mds(), []);
+        keep.word(head::MDS).store(u64::MAX << 8 | 1, Relaxed);
+        keep.mds();
     }
 
     #[test]

@@ -19,7 +19,7 @@
 //! Where to read: [`Client::open`] makes a [`File`] (`file.rs`); a write splits into pieces (`data.rs`), is kept until a
 //! flush of its chain says it is stable (`flush.rs`, `unstable.rs`), and its size goes to the metadata leader
 //! (`inode.rs`, `mds.rs`); `locks.rs` has file locks, `lock_waits.rs` waits for them; `memory.rs` answers from what is known
-//! under leases, `recalls.rs` forgets it. The pure parts are `leases`, `retry`, `leader`, `seqs`, `route`, `readahead`, `cache`,
+//! under leases, `recalls.rs` forgets it. The pure parts are `leases`, `retry`, `seqs`, `route`, `readahead`, `cache`,
 //! `unstable` and the queue in `ranges`.
 
 #![warn(missing_docs)]
@@ -37,7 +37,6 @@ mod holes;
 mod idle;
 mod inode;
 mod keep;
-mod leader;
 pub mod leases;
 mod lock_waits;
 mod locks;

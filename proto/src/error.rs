@@ -93,6 +93,8 @@ codes! {
     Overtaken = 1015 => 5,
     /// Another owner's lock is in the way. Not to be tried again by itself: the program is told, or waits for its turn.
     LockConflict = 1016 => 11,
+    /// The metadata server was removed from its group and serves nobody any more.
+    NotMember = 1017 => 116,
 }
 
 /// An error with its cause in words.

@@ -76,6 +76,11 @@ impl MapView {
     pub fn node_of(&self, target: TargetId) -> Option<&pb::Node> {
         self.target(target).and_then(|t| self.node(t.node))
     }
+    /// Endpoints of the metadata servers, one each, those that can be read.
+    pub fn mds<E: std::str::FromStr>(&self) -> Vec<E> {
+        let mds = self.map.nodes.iter().filter(|n| n.role == ROLE_MDS);
+        mds.filter_map(|n| n.endpoints.iter().find_map(|e| e.parse().ok())).collect()
+    }
     /// The chains a target is a replica of.
     pub fn chains_of(&self, target: TargetId) -> impl Iterator<Item = &pb::Chain> {
         self.map.chains.iter().filter(move |c| c.replicas.iter().any(|r| r.target == target))

@@ -21,6 +21,10 @@ pub const PENDING: u16 = 0x0043;
 /// mds to mds.
 pub const RAFT: u16 = 0x0061;
 pub const SNAPSHOT: u16 = 0x0062;
+/// Whoever has the cluster key to mds: the group's members, and their changes.
+pub const MEMBERS: u16 = 0x0063;
+/// mds to a new mds: who are you?
+pub const PROBE: u16 = 0x0064;
 
 /// Data plane; bodies are [`crate::data`] headers.
 pub const READ: u16 = 0x0101;

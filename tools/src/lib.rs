@@ -8,6 +8,7 @@ mod dev;
 mod fsck;
 mod lfs;
 mod lifeline;
+mod members;
 mod mount;
 mod serve;
 mod status;
@@ -30,7 +31,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Run a metadata server.
+    /// Run a metadata server; or, with a command, manage the group of them.
     Mds(serve::MdsArgs),
     /// Run an object storage server.
     Oss(serve::OssArgs),

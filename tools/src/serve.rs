@@ -5,10 +5,13 @@ use std::{path::PathBuf, process::ExitCode};
 use clap::Args;
 use serde::Deserialize;
 use strake_fabric::Env;
-use strake_proto::{Error, Result};
+use strake_proto::{Code, Error, Result};
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::config::{self, Overrides};
+use crate::{
+    config::{self, Overrides},
+    members,
+};
 
 #[derive(Args)]
 pub struct Common {
@@ -46,7 +49,10 @@ impl Common {
 }
 
 #[derive(Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct MdsArgs {
+    #[command(subcommand)]
+    group: Option<members::Command>,
     #[command(flatten)]
     common: Common,
     /// This member's id in the metadata group, 1 or more.
@@ -98,6 +104,9 @@ fn default_log() -> String {
 }
 
 pub fn mds(args: MdsArgs) -> Result<ExitCode> {
+    if let Some(command) = args.group {
+        return members::run(command);
+    }
     let mut o = args.common.overrides("mds");
     o.extend(args.id.map(|id| ("mds", "id", (id as i64).into())));
     o.extend(args.dir.as_ref().map(|d| ("mds", "dir", d.display().to_string().into())));
@@ -111,8 +120,15 @@ pub fn mds(args: MdsArgs) -> Result<ExitCode> {
         tokio::select! {
             biased;
             r = until_signal() => r?,
-            // Its log or its state cannot go on: whoever supervises this process must hear of it.
-            cause = server.stopped() => return Err(cause),
+            cause = server.stopped() => match cause.code {
+                // As it should be, and no reason to start it again.
+                Code::NotMember => {
+                    tracing::warn!("{cause}");
+                    return Ok(ExitCode::SUCCESS);
+                }
+                // Its log or its state cannot go on: whoever supervises this process must hear of it.
+                _ => return Err(cause),
+            },
         }
         server.shutdown().await;
         Ok(ExitCode::SUCCESS)

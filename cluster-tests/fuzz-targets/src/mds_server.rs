@@ -192,7 +192,15 @@ fn batch(i: &mut Input) -> Vec<u8> {
             m.write_to_bytes().expect("in memory").into()
         })
         .collect();
-    pb::RaftBatch { from, to: 1, messages, cluster: Bytes::copy_from_slice(&CLUSTER), stamp: from }.encode_to_vec()
+    pb::RaftBatch {
+        from,
+        to: 1,
+        messages,
+        cluster: Bytes::copy_from_slice(&CLUSTER),
+        stamp: from,
+        ..Default::default()
+    }
+    .encode_to_vec()
 }
 
 fn chunk(i: &mut Input) -> Vec<u8> {

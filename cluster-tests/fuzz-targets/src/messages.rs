@@ -140,8 +140,7 @@ fn control(data: &[u8]) {
         MetaRequest MetaReply LogCommand LogReply Status SessionOpenRequest SessionOpenReply SessionRenewRequest
         SessionRenewReply RecallRequest RecallReply SessionCloseRequest SessionCloseReply RegisterRequest RegisterReply HeartbeatRequest
         HeartbeatReply MapRequest MapReply RaftBatch RaftAck SnapshotChunk StatusRequest StatusReply
-        TransferLeaderRequest TransferLeaderReply PoolChangeRequest PoolChangeReply ChangeMembersRequest
-        ChangeMembersReply ClusterMap LayoutSpec Layout StatfsReply InodeRecord DentryRecord SessionRecord GcRecord
+        PoolChangeRequest PoolChangeReply MembersRequest MembersReply MemberProbe MemberInfo ClusterMap LayoutSpec Layout StatfsReply InodeRecord DentryRecord SessionRecord GcRecord
         EvictedRecord StateHeader Trim
     );
 }

@@ -283,12 +283,16 @@ fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
     Ok(())
 }
 
-/// Records the metadata servers by Raft id and forgets those that are gone. Others already in the map stay.
+/// Records the metadata servers by Raft id and forgets those that are gone, but for their ids: a server of such an id is
+/// never a member again. Others already in the map stay.
 pub fn mds_nodes(map: &mut pb::ClusterMap, m: &pb::MdsNodes) -> Result<()> {
     let mut next = map.clone();
     for n in &m.nodes {
         if n.id == 0 || n.id >= FIRST_OSS_NODE || n.role != ROLE_MDS {
             return Err(inval(format!("metadata server ids are 1 to {}, not {}", FIRST_OSS_NODE - 1, n.id)));
+        }
+        if map.former.contains(&n.id) || m.gone.contains(&n.id) {
+            return Err(inval(format!("metadata server {} was removed and is never a member again", n.id)));
         }
         check_text("the node's name", &n.name)?;
         if n.endpoints.is_empty() || n.endpoints.len() > MAX_ENDPOINTS || n.version.len() > MAX_NAME {
@@ -304,6 +308,9 @@ pub fn mds_nodes(map: &mut pb::ClusterMap, m: &pb::MdsNodes) -> Result<()> {
     }
     next.nodes.retain(|n| n.role != ROLE_MDS || !m.gone.contains(&n.id));
     next.nodes.sort_by_key(|n| n.id);
+    next.former.extend(m.gone.iter().filter(|id| (1..FIRST_OSS_NODE).contains(*id)));
+    next.former.sort_unstable();
+    next.former.dedup();
     commit(map, next);
     Ok(())
 }

@@ -217,7 +217,7 @@ fn mds_nodes_keep_their_raft_ids() {
     };
     mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(1), mds(2)], gone: vec![] }).unwrap();
     let v = map.version;
-    mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(2)], gone: vec![7] }).unwrap();
+    mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(2)], gone: vec![] }).unwrap();
     assert_eq!(map.version, v, "nothing new");
     assert_eq!(map.nodes.iter().map(|n| n.id).collect::<Vec<_>>(), vec![1, 2, 1001]);
     assert_eq!(code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(1001)], gone: vec![] })), Code::Inval);
@@ -225,6 +225,12 @@ fn mds_nodes_keep_their_raft_ids() {
     // One that was replaced is not asked any more; storage servers are none of this.
     mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![], gone: vec![1, 1001] }).unwrap();
     assert_eq!(map.nodes.iter().map(|n| n.id).collect::<Vec<_>>(), vec![2, 1001]);
+    assert_eq!(map.former, [1]);
+    let v = map.version;
+    mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![], gone: vec![1] }).unwrap();
+    assert_eq!(map.version, v, "known already");
+    // Its id is spent.
+    assert_eq!(code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(1)], gone: vec![] })), Code::Inval);
     // A storage server registered later still gets an id of its own range.
     assert_eq!(register(&mut map, &request("z", &[9])).unwrap().node, 1002);
 }

@@ -514,7 +514,7 @@ fn check_applied(image: &LogImage, applied: (u64, u64), lost_state: bool) -> Res
     }
     Err(bad_state(&format!(
         "its state has applied entry {} of term {}, which its log (entries {} to {}) does not have: the log is damaged \
-         or belongs to another state. It must not vote again: replace it (docs/operations.md, 'Replacing a metadata server')",
+         or belongs to another state. It must not vote again: replace it (docs/operations.md, 'Changing the group of metadata servers')",
         applied.0,
         applied.1,
         image.first(),

@@ -58,7 +58,7 @@ pub struct DiskLog {
 pub fn refusal(cause: impl std::fmt::Display) -> Error {
     let m = format!(
         "the raft log of this metadata server is damaged: {cause}. It may have lost what it acknowledged, so it must not \
-         vote again: replace it under a new id (docs/operations.md, 'Replacing a metadata server')"
+         vote again: replace it under a new id (docs/operations.md, 'Changing the group of metadata servers')"
     );
     Error::new(Code::Corrupt, m)
 }

@@ -1,19 +1,22 @@
 //! The task that feeds the protocol: it batches proposals, hands changes to the log's task (one durable write for all
-//! that waits), sends messages while the write runs, and applies what is committed. `copy` has the snapshots.
+//! that waits), sends messages while the write runs, and applies what is committed. `copy` has the snapshots,
+//! `members` the changes of the group.
 
 mod copy;
+mod members;
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Duration,
+};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
 use protobuf::Message as _;
 use raft::{
     StateRole,
-    eraftpb::{
-        ConfChangeSingle, ConfChangeTransition, ConfChangeType, ConfChangeV2, ConfState, Entry, EntryType, Message,
-        MessageType,
-    },
+    eraftpb::{ConfState, Entry, EntryType, Message, MessageType},
 };
 use strake_fabric::{Endpoint, Env, watch};
 use strake_proto::{Code, Error, Result, pb};
@@ -27,17 +30,18 @@ use tokio::{
 use super::{
     Committed, Config, Leadership, LogImage, LogOp, LogStore, MemberChange, StateMachine,
     core::{Core, Output},
+    health::SlowLog,
+    members::Group,
     reads::{self, Reads},
     snapshot::Incoming,
-    transport::Peers,
+    transport::{Health, Peers, Word},
 };
+use members::{Heard, not_member};
 
 /// Batches on their way to the log.
 const MAX_UNPERSISTED: usize = 16;
 /// Proposals taken together, and their bytes.
 const BATCH: (usize, usize) = (1024, 4 << 20);
-/// A learner that is at most this far behind may be promoted.
-const CAUGHT_UP: u64 = 1000;
 const RETRY: Duration = Duration::from_millis(200);
 /// Metadata servers whose logs are known, those that were replaced too.
 const MAX_PEERS: usize = 1024;
@@ -50,13 +54,25 @@ pub struct Proposal {
 }
 
 pub enum RaftInput {
-    Batch { from: u64, stamp: u64, messages: Vec<Message>, reply: Reply },
+    Batch(Batch, Reply),
     Chunk(pb::SnapshotChunk, Reply),
 }
 
+/// Raft messages of one peer, and what it says of itself.
+pub struct Batch {
+    pub from: u64,
+    pub stamp: u64,
+    pub applied: u64,
+    pub disk: u32,
+    pub endpoint: Option<Endpoint>,
+    pub messages: Vec<Message>,
+}
+
 pub enum Control {
+    /// To 0: to whoever is placed best.
     Transfer(u64, Reply),
     Change(MemberChange, Reply),
+    Group(oneshot::Sender<Group>),
     Stop,
 }
 
@@ -65,7 +81,7 @@ pub struct Inputs {
     pub proposals: mpsc::Receiver<Proposal>,
     pub reads: mpsc::Receiver<reads::Reply>,
     pub control: mpsc::Receiver<Control>,
-    pub unreachable: mpsc::Receiver<u64>,
+    pub words: mpsc::Receiver<Word>,
 }
 
 pub struct Shared {
@@ -134,6 +150,14 @@ pub struct Driver {
     was: (u64, bool),
     /// The membership is to be given with the next apply, though it did not change.
     conf_unknown: bool,
+    heard: BTreeMap<u64, Heard>,
+    /// When this member began to lead, and when it last handed on because of its disk.
+    led_since: Duration,
+    yielded: Duration,
+    /// Ticks since this member applied its own removal.
+    removed: Option<u32>,
+    health: Arc<Health>,
+    slow: Arc<Mutex<SlowLog>>,
 }
 
 impl Driver {
@@ -151,9 +175,12 @@ impl Driver {
     ) -> Result<Driver> {
         let conf = sm.conf_state();
         let core = Core::new(&cfg, image, sm.applied(), &conf, env.random_u64())?;
+        let health = peers.sender().health.clone();
         let (events_tx, events) = mpsc::channel(256);
         let (jobs, jobs_rx) = mpsc::channel(256);
-        let writer = env.spawn(write_log(log, jobs_rx, events_tx.clone()));
+        let slow = Arc::new(Mutex::new(SlowLog::new(cfg.slow_write)));
+        let timer = Timer { env: env.clone(), slow: slow.clone() };
+        let writer = env.spawn(write_log(log, jobs_rx, events_tx.clone(), timer));
         Ok(Driver {
             cfg,
             env,
@@ -179,6 +206,12 @@ impl Driver {
             incoming: None,
             was: (0, false),
             conf_unknown: conf.is_empty(),
+            heard: BTreeMap::new(),
+            led_since: Duration::ZERO,
+            yielded: Duration::ZERO,
+            removed: None,
+            health,
+            slow,
         })
     }
 
@@ -209,7 +242,10 @@ impl Driver {
             tokio::select! {
                 biased;
                 Some(event) = self.events.recv() => self.event(event)?,
-                _ = ticks.tick() => self.core.tick(),
+                _ = ticks.tick() => {
+                    self.core.tick();
+                    self.look_after_members()?;
+                }
                 Some(m) = inputs.raft.recv() => {
                     self.raft_input(m)?;
                     for _ in 0..256 {
@@ -217,10 +253,14 @@ impl Driver {
                         self.raft_input(m)?;
                     }
                 }
-                Some(id) = inputs.unreachable.recv() => self.core.report_unreachable(id),
+                Some(word) = inputs.words.recv() => match word {
+                    Word::Lost(id) => self.core.report_unreachable(id),
+                    Word::Removed => return Err(not_member(self.cfg.id)),
+                },
                 c = inputs.control.recv() => match c {
                     Some(Control::Transfer(to, reply)) => self.transfer(to, reply),
                     Some(Control::Change(change, reply)) => self.change(change, reply),
+                    Some(Control::Group(reply)) => drop(reply.send(self.group())),
                     Some(Control::Stop) | None => return Ok(()),
                 },
                 Some(reply) = inputs.reads.recv() => self.read(reply),
@@ -317,92 +357,13 @@ impl Driver {
         }
     }
 
-    fn transfer(&mut self, to: u64, reply: Reply) {
-        let refused = match self.not_ready() {
-            Some(e) => Err(e),
-            None if !self.core.voters().contains(&to) || to == self.cfg.id => {
-                Err(Error::new(Code::Inval, format!("metadata server {to} is not another voter of this group")))
-            }
-            None => Ok(()),
-        };
-        if refused.is_ok() {
-            self.core.transfer(to);
-        }
-        let _ = reply.send(refused);
-    }
-
-    fn change(&mut self, change: MemberChange, reply: Reply) {
-        match self.checked_change(&change).and_then(|c| self.core.propose_change(&c)) {
-            Ok((index, term)) => {
-                if let MemberChange::AddLearner { id, endpoint } = change {
-                    self.peers.set(id, endpoint);
-                }
-                self.waiters.insert(index, (term, Waiter::Change(reply)));
-            }
-            Err(e) => drop(reply.send(Err(e))),
-        }
-    }
-
-    fn checked_change(&self, change: &MemberChange) -> Result<ConfChangeV2> {
-        if let Some(e) = self.not_ready() {
-            return Err(e);
-        }
-        let (voters, learners) = (&self.core.conf().voters, &self.core.conf().learners);
-        let bad = |m: String| Err(Error::new(Code::Inval, m));
-        let mut c = ConfChangeV2::default();
-        let mut add = |id: u64, kind: ConfChangeType| {
-            let mut one = ConfChangeSingle { node_id: id, ..Default::default() };
-            one.set_change_type(kind);
-            c.mut_changes().push(one);
-        };
-        let promote = match change {
-            MemberChange::AddLearner { id, .. } if *id == 0 || voters.contains(id) || learners.contains(id) => {
-                return bad(format!("metadata server {id} is a member already, or no id"));
-            }
-            MemberChange::AddLearner { id, endpoint } => {
-                add(*id, ConfChangeType::AddLearnerNode);
-                c.context = format!("{id}={endpoint}").into_bytes().into();
-                return Ok(c);
-            }
-            MemberChange::Remove { id } | MemberChange::Replace { old: id, .. } if *id == self.cfg.id => {
-                return bad(format!("metadata server {id} leads; transfer the leadership first"));
-            }
-            MemberChange::Remove { id } | MemberChange::Replace { old: id, .. }
-                if !voters.contains(id) && !learners.contains(id) =>
-            {
-                return bad(format!("metadata server {id} is not a member"));
-            }
-            MemberChange::Remove { id } => {
-                add(*id, ConfChangeType::RemoveNode);
-                return Ok(c);
-            }
-            MemberChange::Promote { id } => *id,
-            MemberChange::Replace { old, new } => {
-                add(*old, ConfChangeType::RemoveNode);
-                *new
-            }
-        };
-        if !learners.contains(&promote) {
-            return bad(format!("metadata server {promote} is not a learner; add it first"));
-        }
-        // Nothing is acknowledged before the first copy of the state has arrived.
-        let matched = self.core.matched(promote).unwrap_or(0);
-        if matched == 0 || matched + CAUGHT_UP < self.core.image().last() {
-            return Err(Error::new(Code::Busy, format!("metadata server {promote} has not caught up yet")));
-        }
-        add(promote, ConfChangeType::AddNode);
-        if c.changes.len() > 1 {
-            c.set_transition(ConfChangeTransition::Implicit);
-        }
-        Ok(c)
-    }
-
     fn raft_input(&mut self, input: RaftInput) -> Result<()> {
         match input {
-            RaftInput::Batch { from, stamp, messages, reply } => {
-                let known = self.known_peer(from, stamp);
+            RaftInput::Batch(batch, reply) => {
+                let known = self.known_peer(batch.from, batch.stamp);
                 if known.is_ok() {
-                    messages.into_iter().for_each(|m| self.step(m));
+                    self.heard_of(&batch);
+                    batch.messages.into_iter().for_each(|m| self.step(m));
                 }
                 let _ = reply.send(known);
                 Ok(())
@@ -411,14 +372,17 @@ impl Driver {
         }
     }
 
-    /// A member that comes back with another log has lost what it acknowledged.
+    /// A member that comes back with another log has lost what it acknowledged; one that was removed may not know it yet.
     fn known_peer(&mut self, from: u64, stamp: u64) -> Result<()> {
+        if self.sm.is_former(from) {
+            return Err(not_member(from));
+        }
         match self.core.image().peers.get(&from) {
             Some(s) if *s == stamp => Ok(()),
             Some(_) => {
                 let m = format!(
                     "metadata server {from} came back with another raft log; it must not vote again under this id: replace \
-                     it (docs/operations.md, 'Replacing a metadata server')"
+                     it (docs/operations.md, 'Changing the group of metadata servers')"
                 );
                 Err(Error::new(Code::Stale, m))
             }
@@ -622,6 +586,11 @@ impl Driver {
         if self.core.is_leader() && conf.voters_outgoing.is_empty() && !conf.voters.contains(&self.cfg.id) {
             self.core.step_down();
         }
+        let member = [&conf.voters, &conf.voters_outgoing, &conf.learners].iter().any(|l| l.contains(&self.cfg.id));
+        if !member && self.removed.is_none() {
+            tracing::warn!("this metadata server was removed from its group and will stop");
+            self.removed = Some(0);
+        }
     }
 
     fn send(&mut self, m: Message) {
@@ -696,6 +665,9 @@ impl Driver {
     /// What waits for a leadership that ended gets its answer.
     fn notice_role(&mut self) {
         let now = (self.core.term(), self.core.is_leader());
+        if now.1 && now != self.was {
+            self.led_since = self.env.boot();
+        }
         if self.was.1 && now != self.was {
             self.fail_all(&Error::not_leader(self.core.leader() as u32));
         }
@@ -737,6 +709,7 @@ impl Driver {
             StateRole::Follower => "follower",
             StateRole::Candidate | StateRole::PreCandidate => "candidate",
         };
+        self.health.applied.store(self.core.applied_to().0, Relaxed);
         let mut status = self.shared.status.lock();
         status.state.clear();
         status.state.push_str(state);
@@ -761,8 +734,23 @@ fn conf_bytes(conf: &ConfState) -> Result<Vec<u8>> {
     conf.write_to_bytes().map_err(|e| Error::new(Code::Inval, e.to_string()))
 }
 
+/// Takes the time of the log's writes.
+struct Timer {
+    env: Env,
+    slow: Arc<Mutex<SlowLog>>,
+}
+
+impl Timer {
+    fn begin(&self) {
+        self.slow.lock().begin(self.env.boot());
+    }
+    fn end(&self) {
+        self.slow.lock().end(self.env.boot());
+    }
+}
+
 /// Writes what waits, all of it at once. A full disk is waited out; other errors end the member.
-async fn write_log(log: Arc<dyn LogStore>, mut jobs: mpsc::Receiver<Job>, events: mpsc::Sender<Event>) {
+async fn write_log(log: Arc<dyn LogStore>, mut jobs: mpsc::Receiver<Job>, events: mpsc::Sender<Event>, timer: Timer) {
     while let Some(first) = jobs.recv().await {
         let (mut ops, mut number) = (first.ops, first.number);
         let mut restoring: Vec<u64> = first.restoring.into_iter().collect();
@@ -773,7 +761,10 @@ async fn write_log(log: Arc<dyn LogStore>, mut jobs: mpsc::Receiver<Job>, events
             restoring.extend(job.restoring);
         }
         while !ops.is_empty() {
-            match log.write(&ops).await {
+            timer.begin();
+            let written = log.write(&ops).await;
+            timer.end();
+            match written {
                 Ok(()) => break,
                 Err(e) if e.code == Code::NoSpc => {
                     let _ = events.send(Event::Stalled(e)).await;

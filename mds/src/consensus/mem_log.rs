@@ -11,7 +11,7 @@ use super::{LogImage, LogOp, LogStore};
 /// Outlives the node that writes to it, like a disk. Share it by `Arc`.
 pub struct MemLog {
     state: Mutex<State>,
-    latency: Duration,
+    latency: Mutex<Duration>,
 }
 
 struct State {
@@ -39,7 +39,7 @@ impl MemLog {
             lost: false,
             writes: 0,
         };
-        MemLog { state: Mutex::new(state), latency }
+        MemLog { state: Mutex::new(state), latency: Mutex::new(latency) }
     }
 
     /// Power loss, after the node was ended: the batch in flight survives whole (`keep`) or is cut as a torn tail. A
@@ -64,6 +64,10 @@ impl MemLog {
     /// From now on every write fails with this error (`NoSpc`: a full disk), until `None` is set.
     pub fn set_fault(&self, fault: Option<Error>) {
         self.state.lock().fault = fault;
+    }
+    /// How long each write takes from now on.
+    pub fn set_latency(&self, latency: Duration) {
+        *self.latency.lock() = latency;
     }
     /// The medium is damaged where the member may have acknowledged: `load` refuses.
     pub fn damage(&self) {
@@ -103,7 +107,8 @@ impl LogStore for MemLog {
             }
             s.in_flight = Some(ops.to_vec());
         }
-        tokio::time::sleep(self.latency).await;
+        let latency = *self.latency.lock();
+        tokio::time::sleep(latency).await;
         let mut s = self.state.lock();
         let Some(ops) = s.in_flight.take() else {
             return Err(Error::new(Code::Io, "the log was taken away in mid-write"));

@@ -2,7 +2,7 @@
 //!
 //! A [`Node`] takes proposals, gets them durable on a majority and applies them in the same order everywhere through a
 //! [`StateMachine`]. Inside, [`core`] is the pure protocol (raft-rs with guards around it), [`driver`] the task that
-//! feeds it, [`log`] what must be durable ([`disk_log`] on disk, [`mem_log`] in memory with power loss), [`transport`]
+//! feeds it, [`members`] the rules for changing the group, [`log`] what must be durable ([`disk_log`] on disk, [`mem_log`] in memory with power loss), [`transport`]
 //! the queues to the peers and [`snapshot`] the bulk copy of a state. Decisions: `docs/decisions/raft.md`; format:
 //! `docs/formats.md`, "Raft log".
 
@@ -10,9 +10,11 @@ mod check;
 pub mod core;
 pub mod disk_log;
 pub mod driver;
+mod health;
 pub mod log;
 mod logger;
 pub mod mem_log;
+pub mod members;
 mod node;
 mod pages;
 mod reads;
@@ -69,6 +71,10 @@ pub trait StateMachine: Send + Sync + 'static {
     /// Makes the applied state durable; the log is cut only after that.
     fn sync(&self) -> Result<()>;
     fn snapshot(&self) -> Result<StateSnapshot>;
+    /// Whether the state says that a member of this id was removed from the group. True for ever then.
+    fn is_former(&self, _id: u64) -> bool {
+        false
+    }
     /// Forgets everything: pairs of another member's state follow. Until `restore_end` the state is never read.
     fn restore_begin(&self) -> Result<()>;
     fn restore_pairs(&self, pairs: Vec<(Bytes, Bytes)>) -> Result<()>;
@@ -100,6 +106,8 @@ pub struct Config {
     pub log_entries: usize,
     /// Proposals and reads that wait for the driver, each; more are `Overloaded`.
     pub queue: usize,
+    /// A log write that takes longer is late; see [`health`]. Zero: none is.
+    pub slow_write: Duration,
 }
 
 impl Config {
@@ -117,6 +125,7 @@ impl Config {
             log_bytes: 64 << 20,
             log_entries: 100_000,
             queue: 4096,
+            slow_write: Duration::from_millis(300),
         }
     }
 }
@@ -138,10 +147,7 @@ pub struct Leadership {
 pub enum MemberChange {
     /// Starts to copy everything to a new member, which does not vote yet.
     AddLearner { id: u64, endpoint: Endpoint },
-    /// Lets a learner that has caught up vote.
-    Promote { id: u64 },
-    /// Removes a voter or a learner; not the leader itself.
-    Remove { id: u64 },
-    /// Promotes learner `new` and removes `old` in one step (joint consensus): no moment with a smaller quorum.
-    Replace { old: u64, new: u64 },
+    /// Learners that have caught up vote, and members go, all in one step (joint consensus where it is more than one): no
+    /// moment with a smaller quorum. Not the leader itself.
+    Step { promote: Vec<u64>, remove: Vec<u64> },
 }

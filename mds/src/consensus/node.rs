@@ -1,6 +1,6 @@
 //! The handle to a member: what the server calls. The work is done by the driver's task.
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::Ordering::Relaxed};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -13,9 +13,10 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::{
     Config, Leadership, LogStore, MemberChange, StateMachine,
-    driver::{Control, Driver, Inputs, Proposal, RaftInput, Shared},
+    driver::{Batch, Control, Driver, Inputs, Proposal, RaftInput, Shared},
+    members::{DISK_FULL, Group},
     reads,
-    transport::{Peers, Sender},
+    transport::{Health, Peers, Sender},
 };
 
 /// Messages from peers that wait for the driver.
@@ -45,22 +46,18 @@ impl Node {
     ) -> Result<Node> {
         let image = log.load().await?;
         let cfg = Arc::new(cfg);
-        let (unreachable, unreachable_rx) = mpsc::channel(64);
+        let (words, words_rx) = mpsc::channel(64);
+        let health = Arc::new(Health::default());
         let (id, cluster, stamp) = (cfg.id, cfg.cluster, image.stamp);
-        let peers = Arc::new(Peers::new(Sender { id, cluster, stamp, env: env.clone(), fabric, unreachable }));
+        let peers = Arc::new(Peers::new(Sender { id, cluster, stamp, env: env.clone(), fabric, health, words }));
         let (raft, raft_rx) = mpsc::channel(INBOX);
         let (proposals, proposals_rx) = mpsc::channel(cfg.queue.max(1));
         let (reads, reads_rx) = mpsc::channel(cfg.queue.max(1));
         let (control, control_rx) = mpsc::channel(64);
         let (watch_tx, leadership) = watch::channel(Leadership::default());
         let shared = Arc::new(Shared { status: Mutex::default(), stopped: watch::channel(None).0 });
-        let inputs = Inputs {
-            raft: raft_rx,
-            proposals: proposals_rx,
-            reads: reads_rx,
-            control: control_rx,
-            unreachable: unreachable_rx,
-        };
+        let inputs =
+            Inputs { raft: raft_rx, proposals: proposals_rx, reads: reads_rx, control: control_rx, words: words_rx };
         let driver =
             Driver::new(cfg.clone(), env.clone(), image, log, sm, peers.clone(), shared.clone(), watch_tx, inputs)?;
         for (id, endpoint) in &cfg.peers {
@@ -150,8 +147,9 @@ impl Node {
         };
         let messages = batch.messages.iter().map(decode).collect::<Result<Vec<_>>>()?;
         let (reply, rx) = oneshot::channel();
-        let input = RaftInput::Batch { from: batch.from, stamp: batch.stamp, messages, reply };
-        self.raft.try_send(input).map_err(|e| self.full(&e))?;
+        let (from, stamp, applied, disk) = (batch.from, batch.stamp, batch.applied, batch.disk);
+        let batch = Batch { from, stamp, applied, disk, endpoint: batch.endpoint.parse().ok(), messages };
+        self.raft.try_send(RaftInput::Batch(batch, reply)).map_err(|e| self.full(&e))?;
         rx.await.unwrap_or_else(|_| Err(self.gone()))?;
         Ok(Message::new(opcode::RAFT, pb::RaftAck {}.encode_to_vec()))
     }
@@ -166,7 +164,8 @@ impl Node {
         Ok(Message::new(opcode::SNAPSHOT, pb::RaftAck {}.encode_to_vec()))
     }
 
-    /// Hands leadership to `to`. Returns when this member no longer leads, `TimedOut` if it still does after a while.
+    /// Hands leadership to `to`, 0: to the voter that is placed best. Returns when this member no longer leads, `TimedOut` if it
+    /// still does after a while. `Inval`: it is no voter or does not answer. `Busy`: nobody can take over yet.
     pub async fn transfer(&self, to: u64) -> Result<()> {
         let (reply, rx) = oneshot::channel();
         self.control.try_send(Control::Transfer(to, reply)).map_err(|e| self.full(&e))?;
@@ -176,16 +175,54 @@ impl Node {
         let limit = self.cfg.tick * (2 * self.cfg.election_ticks.1) as u32;
         match tokio::time::timeout(limit, watch.wait_for(|l| l.leader != me && l.leader != 0)).await {
             Ok(_) => Ok(()),
-            Err(_) => Err(Error::new(Code::TimedOut, format!("metadata server {to} did not take over; is it up?"))),
+            Err(_) => Err(Error::new(Code::TimedOut, "the other metadata server did not take over; is it up?")),
         }
     }
 
-    /// Changes the members; returns when the change is in force. `Busy`: another change is under way, or a learner has
-    /// not caught up. `Disconnected`: it may or may not happen.
+    /// Changes the members; returns when the change is in force. `Inval`: it would be wrong, see [`Group::check_change`].
+    /// `Busy`: another change is under way, or a learner has not caught up. `Disconnected`: it may or may not happen.
     pub async fn change_members(&self, change: MemberChange) -> Result<()> {
         let (reply, rx) = oneshot::channel();
         self.control.try_send(Control::Change(change, reply)).map_err(|e| self.full(&e))?;
         rx.await.unwrap_or_else(|_| Err(self.gone()))
+    }
+
+    /// The group as this member knows it; more of it while it leads.
+    pub async fn group(&self) -> Result<Group> {
+        let (reply, rx) = oneshot::channel();
+        self.control.try_send(Control::Group(reply)).map_err(|e| self.full(&e))?;
+        rx.await.map_err(|_| self.gone())
+    }
+
+    /// Of this member's log: tells it from any later one of the same id.
+    pub fn stamp(&self) -> u64 {
+        self.peers.sender().stamp
+    }
+
+    /// The cluster that this member is configured for.
+    pub fn cluster(&self) -> [u8; 16] {
+        self.cfg.cluster
+    }
+
+    /// Where this member is for the others, once it listens.
+    pub fn set_endpoint(&self, own: Endpoint) {
+        let _ = self.peers.sender().health.endpoint.set(own);
+    }
+
+    /// Whether the disk that this member runs on is almost full: if another one's is not, that one is to lead.
+    pub fn set_disk_full(&self, full: bool) {
+        let sender = self.peers.sender();
+        let disk = &sender.health.disk;
+        if full {
+            disk.fetch_or(DISK_FULL, Relaxed)
+        } else {
+            disk.fetch_and(!DISK_FULL, Relaxed)
+        };
+    }
+
+    /// A server that is a member no more is not called any more.
+    pub fn forget_peer(&self, id: u64) {
+        self.peers.remove(id);
     }
 
     /// Where a member is from now on (it moved, or was added before this process started).

@@ -1,7 +1,14 @@
 //! Raft messages to the other members: one task and one bounded queue per peer. A message that finds its queue full is
 //! dropped; Raft sends again. A batch is in flight at a time, which keeps messages in order.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicU32, AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 
 use parking_lot::Mutex;
 use prost::Message as _;
@@ -24,8 +31,26 @@ pub struct Sender {
     pub stamp: u64,
     pub env: Env,
     pub fabric: Arc<dyn Fabric>,
-    /// Told when a batch to a peer may be lost.
-    pub unreachable: mpsc::Sender<u64>,
+    pub health: Arc<Health>,
+    pub words: mpsc::Sender<Word>,
+}
+
+/// What this member says of itself with every batch.
+#[derive(Default)]
+pub struct Health {
+    pub applied: AtomicU64,
+    /// Bits as in [`super::members`].
+    pub disk: AtomicU32,
+    /// Where this member is; set once it listens.
+    pub endpoint: OnceLock<Endpoint>,
+}
+
+/// What the driver is told.
+pub enum Word {
+    /// A batch to this peer may be lost.
+    Lost(u64),
+    /// A peer says that this member was removed.
+    Removed,
 }
 
 struct Peer {
@@ -50,6 +75,9 @@ impl Sender {
             messages: messages.iter().map(encode).collect::<Result<_>>()?,
             cluster: self.cluster.to_vec().into(),
             stamp: self.stamp,
+            applied: self.health.applied.load(Relaxed),
+            disk: self.health.disk.load(Relaxed),
+            endpoint: self.health.endpoint.get().map(Endpoint::to_string).unwrap_or_default(),
         };
         Ok(Message::new(opcode::RAFT, batch.encode_to_vec()))
     }
@@ -104,6 +132,7 @@ async fn run(s: Arc<Sender>, to: u64, endpoint: Endpoint, mut queue: mpsc::Recei
                 if let Err(e) = feed(&s, to, &*conn, &mut queue, &mut backoff).await {
                     match e.code {
                         Code::Stale | Code::Unauthenticated => tracing::error!(peer = to, %endpoint, "raft: {e}"),
+                        Code::NotMember => drop(s.words.try_send(Word::Removed)),
                         _ => tracing::debug!(peer = to, %endpoint, "raft connection: {e}"),
                     }
                 }
@@ -114,7 +143,7 @@ async fn run(s: Arc<Sender>, to: u64, endpoint: Endpoint, mut queue: mpsc::Recei
         if queue.is_closed() {
             return;
         }
-        let _ = s.unreachable.try_send(to);
+        let _ = s.words.try_send(Word::Lost(to));
         let jitter = Duration::from_millis(s.env.random_u64() % (backoff.as_millis() as u64 / 4 + 1));
         tokio::time::sleep(backoff + jitter).await;
         backoff = (backoff * 2).min(BACKOFF.1);
@@ -154,7 +183,7 @@ async fn feed(
         }
         match conn.call(s.batch(to, &batch)?, CALL_TIMEOUT).await {
             Ok(_) => {}
-            Err(e) if e.code == Code::Overloaded => drop(s.unreachable.try_send(to)),
+            Err(e) if e.code == Code::Overloaded => drop(s.words.try_send(Word::Lost(to))),
             Err(e) => return Err(e),
         }
     }

@@ -55,6 +55,10 @@ impl Links {
         Links { fabric, open: Mutex::default() }
     }
 
+    pub fn fabric(&self) -> &dyn Fabric {
+        &*self.fabric
+    }
+
     async fn get(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
         let mut last = Error::new(Code::Inval, format!("storage server '{}' has no endpoint", node.name));
         for at in node.endpoints.iter().filter_map(|e| e.parse::<Endpoint>().ok()) {

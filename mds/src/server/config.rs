@@ -30,7 +30,7 @@ pub struct Config {
     /// The group's members, as `"ID=tcp:HOST:PORT"`; this server may be among them. The same on all members.
     #[serde(default, deserialize_with = "peers")]
     pub peers: Vec<(u64, Endpoint)>,
-    /// This server joins a group that exists (see "Replacing a metadata server"): it does not vote before the group takes it in.
+    /// This server joins a group that exists (see "Changing the group of metadata servers"): it does not vote before the group takes it in.
     #[serde(default)]
     pub join: bool,
     /// Folder for the Raft log and the metadata.
@@ -62,6 +62,9 @@ pub struct Config {
     /// One Raft tick, milliseconds; followers wait 8 to 16 of them for a dead leader.
     #[serde(default = "tick_ms")]
     pub tick_ms: u64,
+    /// A leader whose log writes take longer than this hands over to a member whose do not, milliseconds; 0: never.
+    #[serde(default = "slow_disk_ms")]
+    pub slow_disk_ms: u64,
     /// Files whose chunks are deleted at the same time.
     #[serde(default = "gc_parallel")]
     pub gc_parallel: usize,
@@ -91,6 +94,9 @@ const fn capability_ms() -> u64 {
 }
 const fn tick_ms() -> u64 {
     50
+}
+const fn slow_disk_ms() -> u64 {
+    300
 }
 const fn gc_parallel() -> usize {
     32
@@ -139,6 +145,7 @@ impl Config {
             session_term_ms: session_term_ms(),
             capability_ms: capability_ms(),
             tick_ms: tick_ms(),
+            slow_disk_ms: slow_disk_ms(),
             gc_parallel: gc_parallel(),
             cache_bytes: cache_bytes(),
             reserve_bytes: None,
@@ -171,6 +178,7 @@ impl Config {
             ("session_term_ms", self.session_term_ms, 100),
             ("capability_ms", self.capability_ms, 1000),
             ("tick_ms", self.tick_ms, 1),
+            ("slow_disk_ms", self.slow_disk_ms, 0),
             ("gc_parallel", self.gc_parallel as u64, 1),
             ("cache_bytes", self.cache_bytes, 1 << 20),
             ("reserve_bytes", self.reserve_bytes.unwrap_or(0), 0),

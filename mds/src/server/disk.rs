@@ -53,7 +53,7 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
     }
     let log_options = DiskOptions { segment_bytes: segment as usize };
     let log = DiskLog::open(&cfg.dir.join(LOG), cluster, cfg.id, &voters, env.random_u64(), log_options)?;
-    write_identity(&cfg.dir, &Record { member: cfg.id, cluster, complete: true })?;
+    write_identity(&cfg.dir, &Record { member: cfg.id, cluster, state: State::Complete })?;
     let fabric = TcpFabric::new(env.clone(), Identity::server(&cluster_key), None, Pool::default(), Default::default());
     let parts = Parts {
         env,
@@ -87,7 +87,24 @@ fn cluster_id(cluster_key: &[u8; 32], fs_name: &str) -> [u8; 16] {
 struct Record {
     member: u64,
     cluster: [u8; 16],
-    complete: bool,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// The folder is being made.
+    New,
+    Complete,
+    /// The member was removed from its group.
+    Removed,
+}
+
+impl State {
+    const ALL: [(State, &str); 3] = [(State::New, "new"), (State::Complete, "complete"), (State::Removed, "removed")];
+
+    fn word(self) -> &'static str {
+        State::ALL.iter().find(|(s, _)| *s == self).map_or("", |(_, w)| w)
+    }
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -96,7 +113,7 @@ fn hex(bytes: &[u8]) -> String {
 
 impl Record {
     fn text(&self) -> String {
-        let state = if self.complete { "complete" } else { "new" };
+        let state = self.state.word();
         format!("{MAGIC} {VERSION}\nmember {}\ncluster {}\nstate {state}\n", self.member, hex(&self.cluster))
     }
 
@@ -115,11 +132,8 @@ impl Record {
         let mut value = |key: &str| lines.next().and_then(|l| l.strip_prefix(key)).map(str::trim).ok_or_else(bad);
         let member = value("member ")?.parse().map_err(|_| bad())?;
         let cluster_hex = value("cluster ")?;
-        let complete = match value("state ")? {
-            "new" => false,
-            "complete" => true,
-            _ => return Err(bad()),
-        };
+        let word = value("state ")?;
+        let state = State::ALL.iter().find(|(_, w)| *w == word).ok_or_else(bad)?.0;
         let mut cluster = [0; 16];
         if cluster_hex.len() != 32 || !cluster_hex.is_ascii() {
             return Err(bad());
@@ -127,7 +141,7 @@ impl Record {
         for (i, b) in cluster.iter_mut().enumerate() {
             *b = u8::from_str_radix(&cluster_hex[i * 2..i * 2 + 2], 16).map_err(|_| bad())?;
         }
-        Ok(Record { member, cluster, complete })
+        Ok(Record { member, cluster, state })
     }
 }
 
@@ -156,7 +170,7 @@ fn open_folder(cfg: &Config, cluster: [u8; 16]) -> Result<File> {
         Ok(text) => Record::parse(&text).map_err(|e| at(&path, e))?,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
             refuse_foreign(dir)?;
-            let fresh = Record { member: cfg.id, cluster, complete: false };
+            let fresh = Record { member: cfg.id, cluster, state: State::New };
             write_identity(dir, &fresh)?;
             fresh
         }
@@ -172,11 +186,25 @@ fn open_folder(cfg: &Config, cluster: [u8; 16]) -> Result<File> {
     if record.cluster != cluster {
         return refuse("this folder is of another cluster: its key or file system name differs".into());
     }
+    if record.state == State::Removed {
+        return refuse(format!(
+            "metadata server {} was removed from its group; to use this machine again give it an empty folder and an id never \
+             used before (docs/membership.md)",
+            record.member
+        ));
+    }
     let log = dir.join(LOG);
-    if record.complete && fs::read_dir(&log).map_or(true, |mut d| d.next().is_none()) {
+    if record.state == State::Complete && fs::read_dir(&log).map_or(true, |mut d| d.next().is_none()) {
         return Err(disk_log::refusal(format!("{} is missing", log.display())));
     }
     Ok(lock)
+}
+
+/// Has the folder say that its member was removed, so that it is refused from now on.
+pub(super) fn mark_removed(cfg: &Config, cluster: [u8; 16]) {
+    if let Err(e) = write_identity(&cfg.dir, &Record { member: cfg.id, cluster, state: State::Removed }) {
+        tracing::warn!("cannot mark the folder as that of a removed member: {e}");
+    }
 }
 
 /// A folder without an identity must hold nothing but what a start that was cut short leaves.
@@ -222,7 +250,7 @@ mod tests {
 
     #[test]
     fn identity_is_golden_and_checked() {
-        let r = Record { member: 3, cluster: [0xab; 16], complete: true };
+        let r = Record { member: 3, cluster: [0xab; 16], state: State::Complete };
         let golden = "strake mds 1\nmember 3\ncluster abababababababababababababababab\nstate complete\n";
         assert_eq!(r.text(), golden);
         assert_eq!(Record::parse(golden).unwrap(), r);
@@ -230,6 +258,9 @@ mod tests {
         for n in 0..golden.len() - 1 {
             assert!(Record::parse(&golden[..n]).is_err(), "cut at {n}");
         }
+        let removed = Record { state: State::Removed, ..r };
+        assert_eq!(removed.text(), golden.replace("complete", "removed"));
+        assert_eq!(Record::parse(&removed.text()).unwrap(), removed);
         for bad in ["", "x", "strake oss 1\n", &golden.replace("ab", "zz"), &golden.replace("abab", "é")] {
             assert_eq!(Record::parse(bad).unwrap_err().code, Code::Corrupt, "{bad}");
         }
@@ -248,9 +279,15 @@ mod tests {
         assert!(other.message.contains("another cluster"), "{other}");
         let moved = open_folder(&Config { id: 2, ..cfg.clone() }, cluster).unwrap_err();
         assert!(moved.message.contains("metadata server 1"), "{moved}");
-        write_identity(dir.path(), &Record { member: 1, cluster, complete: true }).unwrap();
+        mark_removed(&cfg, cluster);
+        let removed = open_folder(&cfg, cluster).unwrap_err();
+        assert!(removed.message.contains("was removed from its group"), "{removed}");
+        write_identity(dir.path(), &Record { member: 1, cluster, state: State::Complete }).unwrap();
         let lost = open_folder(&cfg, cluster).unwrap_err();
-        assert!(lost.code == Code::Corrupt && lost.message.contains("Replacing a metadata server"), "{lost}");
+        assert!(
+            lost.code == Code::Corrupt && lost.message.contains("Changing the group of metadata servers"),
+            "{lost}"
+        );
         fs::write(dir.path().join(IDENTITY), "strake mds 9\n").unwrap();
         assert!(open_folder(&cfg, cluster).unwrap_err().message.contains("newer"));
 

@@ -22,7 +22,6 @@ const STALL: Duration = Duration::from_secs(1);
 const MIN_GRACE: Duration = Duration::from_secs(5);
 /// For so long nobody may have had an orphan open.
 const ORPHAN_PAUSE: Duration = Duration::from_secs(1);
-const YIELD_TICK: Duration = Duration::from_secs(30);
 const ORPHAN_TICK: Duration = Duration::from_millis(500);
 const ORPHANS: usize = 16_384;
 /// Sessions or inodes named in one log entry.
@@ -94,7 +93,6 @@ impl Mds {
             self.end_leases(),
             chunks::cut_files(self),
             chunks::delete_files(self),
-            self.yield_full_disk(),
         );
     }
 
@@ -116,62 +114,49 @@ impl Mds {
         Ok(())
     }
 
-    /// Puts the metadata servers into the map, so that clients find all of them.
+    /// Puts the metadata servers into the map, so that clients find all of them, and takes those out who left.
     async fn announce(&self) {
         loop {
-            let map = self.map();
-            let known = |id: u32| map.map.nodes.iter().find(|n| n.id == id && n.role == ROLE_MDS);
-            let mut nodes = Vec::new();
-            let status = self.node.status();
-            let is_member = |id: u64| status.voters.contains(&id) || status.learners.contains(&id);
-            // A configuration may be older than the last replacement.
-            for (id, at) in self.cfg.peers.iter().filter(|p| p.0 != self.cfg.id && is_member(p.0)) {
-                let id = u32::try_from(*id).unwrap_or(0);
-                let (name, version) = match known(id) {
-                    Some(n) => (n.name.clone(), n.version.clone()),
-                    None => (format!("mds-{id}"), String::new()),
-                };
-                nodes.push(pb::Node { id, role: ROLE_MDS, endpoints: vec![at.to_string()], name, version });
+            match self.announcement().await {
+                Ok(None) => return,
+                Ok(Some(change)) => match self.propose(Command::MdsNodes(change)).await {
+                    Ok(_) => continue,
+                    Err(e) => tracing::warn!("announcing the metadata servers: {e}"),
+                },
+                Err(e) => tracing::warn!("announcing the metadata servers: {e}"),
             }
-            let own = self.advertised.get().unwrap_or(&self.cfg.listen).to_string();
-            nodes.push(pb::Node {
-                id: self.own_id(),
-                role: ROLE_MDS,
-                endpoints: vec![own],
-                name: self.cfg.name(),
-                version: env!("CARGO_PKG_VERSION").into(),
-            });
-            // Those who left, should whoever let them go have failed to say so.
-            let left = |n: &&pb::Node| n.role == ROLE_MDS && n.id != self.own_id() && !is_member(u64::from(n.id));
-            let gone: Vec<u32> = map.map.nodes.iter().filter(left).map(|n| n.id).collect();
-            if gone.is_empty() && nodes.iter().all(|n| known(n.id) == Some(n)) {
-                return;
-            }
-            if let Err(e) = self.propose(Command::MdsNodes(pb::MdsNodes { nodes, gone })).await {
-                tracing::warn!("announcing the metadata servers: {e}");
-                sleep(STALL).await;
-            }
+            sleep(STALL).await;
         }
     }
 
-    /// With a full disk here and space elsewhere, another member should lead. If theirs are full too, leadership goes
-    /// round slowly.
-    async fn yield_full_disk(&self) {
-        loop {
-            sleep(YIELD_TICK).await;
-            if !self.room.look().0 {
-                continue;
-            }
-            let voters = self.node.status().voters;
-            let next =
-                voters.iter().filter(|id| **id > self.cfg.id).chain(voters.iter().filter(|id| **id < self.cfg.id));
-            for id in next {
-                tracing::warn!(to = id, "hands leadership over: the disk here is full");
-                if self.node.transfer(*id).await.is_ok() {
-                    break;
-                }
-            }
+    /// How the map must change to name the members, `None`: it does.
+    async fn announcement(&self) -> Result<Option<pb::MdsNodes>> {
+        let (map, group) = (self.map(), self.node.group().await?);
+        let known = |id: u32| map.map.nodes.iter().find(|n| n.id == id && n.role == ROLE_MDS);
+        let mut nodes = Vec::new();
+        for m in &group.members {
+            let id = u32::try_from(m.id).unwrap_or(0);
+            let own = id == self.own_id();
+            // A configuration may be older than the last replacement: only members count. What it says of them counts more
+            // than an older map, and the change that took a member in more than nothing.
+            let configured = self.cfg.peers.iter().find(|p| p.0 == m.id).map(|p| &p.1);
+            let at = match own {
+                true => Some(self.advertised.get().unwrap_or(&self.cfg.listen)),
+                false => configured.or(m.endpoint.as_ref().filter(|_| known(id).is_none())),
+            };
+            let Some(at) = at else { continue };
+            let (name, version) = match known(id) {
+                _ if own => (self.cfg.name(), env!("CARGO_PKG_VERSION").into()),
+                Some(n) => (n.name.clone(), n.version.clone()),
+                None => (format!("mds-{id}"), String::new()),
+            };
+            nodes.push(pb::Node { id, role: ROLE_MDS, endpoints: vec![at.to_string()], name, version });
         }
+        // Those who left, should whoever let them go have failed to say so.
+        let left = |n: &&pb::Node| n.role == ROLE_MDS && group.get(u64::from(n.id)).is_none();
+        let gone: Vec<u32> = map.map.nodes.iter().filter(left).map(|n| n.id).collect();
+        let same = gone.is_empty() && nodes.iter().all(|n| known(n.id) == Some(n));
+        Ok((!same).then_some(pb::MdsNodes { nodes, gone }))
     }
 
     async fn tick_cluster(&self) {

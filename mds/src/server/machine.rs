@@ -64,6 +64,10 @@ impl StateMachine for Machine {
         Ok(StateSnapshot { index: h.applied_index, term: h.applied_term, conf_state: h.conf_state.to_vec(), view })
     }
 
+    fn is_former(&self, id: u64) -> bool {
+        u32::try_from(id).is_ok_and(|id| self.namespace.map().map.former.contains(&id))
+    }
+
     fn restore_begin(&self) -> Result<()> {
         self.store.clear()
     }

@@ -4,7 +4,8 @@
 //! leases that `recalls` keeps. `machine` is what the log is applied to.
 //! `leader` runs what only the leader does: membership ticks, session terms, orphans; `chunks` are its workers that cut
 //! and delete chunks at the storage servers. `sessions` is its pure table of sessions and opens. `disk` starts all that
-//! from a folder, `locks` and `waits` have clients wait for locks, `room` says which changes its disk has space for, `admin` serves gRPC.
+//! from a folder, `locks` and `waits` have clients wait for locks, `room` says which changes its disk has space for, `admin` serves gRPC,
+//! `members` changes the group.
 
 mod admin;
 mod chunks;
@@ -13,6 +14,7 @@ pub mod disk;
 mod leader;
 mod locks;
 mod machine;
+mod members;
 mod reads;
 mod recalls;
 mod room;
@@ -37,17 +39,13 @@ use machine::Machine;
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Endpoint, Env, Fabric, Listener, watch};
-use strake_proto::{
-    CapKey, Code, Error, Result, SessionId,
-    map::{MapView, ROLE_MDS},
-    pb,
-};
+use strake_proto::{CapKey, Code, Error, Result, SessionId, map::MapView, pb};
 use strake_store::MetaStore;
 use tokio::{sync::Notify, task::JoinHandle};
 
 use crate::{
     cluster::manager::Manager,
-    consensus::{self, Leadership, LogStore, MemberChange, Node},
+    consensus::{self, Leadership, LogStore, Node},
     leases::Limits,
 };
 use recalls::Recalls;
@@ -140,6 +138,7 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
     let peers: BTreeMap<u64, Endpoint> = cfg.peers.iter().filter(|p| p.0 != cfg.id).cloned().collect();
     let raft = consensus::Config {
         tick: Duration::from_millis(cfg.tick_ms),
+        slow_write: Duration::from_millis(cfg.slow_disk_ms),
         log_bytes: disk.segment.max(LEAST_LOG_BYTES) as usize,
         ..consensus::Config::new(cfg.id, parts.cluster, peers)
     };
@@ -164,15 +163,12 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
     });
     let listener = parts.fabric.listen(&mds.cfg.listen, mds.clone()).await?;
     let endpoint = listener.endpoint().clone();
-    let _ = mds.advertised.set(mds.cfg.advertise.clone().unwrap_or_else(|| endpoint.clone()));
-    // Members that came later than the configuration are known from the map.
-    for n in mds.map().map.nodes.iter().filter(|n| n.role == ROLE_MDS) {
-        let configured = n.id == mds.own_id() || mds.cfg.peers.iter().any(|p| p.0 == u64::from(n.id));
-        if let Some(at) = n.endpoints.iter().find_map(|e| e.parse().ok()).filter(|_| !configured) {
-            mds.node.set_peer(u64::from(n.id), at);
-        }
-    }
-    let mut tasks = vec![mds.env.spawn(leader::run(mds.clone()))];
+    let advertised = mds.cfg.advertise.clone().unwrap_or_else(|| endpoint.clone());
+    mds.node.set_endpoint(advertised.clone());
+    let _ = mds.advertised.set(advertised);
+    let follower = mds.clone();
+    let follow = async move { follower.follow_map().await };
+    let mut tasks = vec![mds.env.spawn(leader::run(mds.clone())), mds.env.spawn(follow)];
     if disk.reserve > 0 {
         tasks.push(mds.env.spawn(watch_room(mds.clone())));
     }
@@ -183,7 +179,7 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
 /// Also members that do not lead give up their reserve when they need it.
 async fn watch_room(mds: Arc<Mds>) {
     loop {
-        mds.room.look();
+        mds.node.set_disk_full(mds.room.look().0);
         tokio::time::sleep(ROOM_TICK).await;
     }
 }
@@ -209,27 +205,23 @@ impl MdsServer {
         &self.mds.node
     }
 
-    /// Changes the group's members; the leader only.
-    pub async fn change_members(&self, change: MemberChange) -> Result<()> {
-        self.mds.node.change_members(change).await
-    }
-
     /// Hands leadership over if it can, then stops. What was acknowledged is durable already.
     pub async fn shutdown(mut self) {
-        if self.mds.leading().is_ok()
-            && let Some((id, _)) = self.mds.cfg.peers.iter().find(|p| p.0 != self.mds.cfg.id)
-        {
-            let limit = Duration::from_secs(1);
-            let _ = tokio::time::timeout(limit, self.mds.node.transfer(*id)).await;
+        if self.mds.leading().is_ok() {
+            let _ = tokio::time::timeout(Duration::from_secs(1), self.mds.node.transfer(0)).await;
         }
         self.listener = None;
         self.mds.node.shutdown().await;
     }
 
-    /// Waits until this server has stopped by itself for good, and says why: its log or state failed. The process
-    /// should end then.
+    /// Waits until this server has stopped by itself for good, and says why: its log or state failed, or (`NotMember`) it
+    /// was removed from the group, which its folder then says, too. The process should end then.
     pub async fn stopped(&self) -> Error {
-        self.mds.node.stopped().await
+        let cause = self.mds.node.stopped().await;
+        if cause.code == Code::NotMember && self.lock.is_some() {
+            disk::mark_removed(&self.mds.cfg, self.mds.node.cluster());
+        }
+        cause
     }
 }
 

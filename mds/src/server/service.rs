@@ -53,7 +53,13 @@ impl Service for Mds {
             opcode::RECALL => self.recall(decode(few_numbers(MAX_REPORTED, REPORTED_TAG, body)?)?).await?,
             opcode::MAP => self.send_map(&decode(body)?),
             opcode::ECHO => return Ok(Message::new(opcode::ECHO, body).with_payload(request.payload)),
-            opcode::REGISTER | opcode::HEARTBEAT | opcode::PENDING | opcode::RAFT | opcode::SNAPSHOT
+            opcode::REGISTER
+            | opcode::HEARTBEAT
+            | opcode::PENDING
+            | opcode::RAFT
+            | opcode::SNAPSHOT
+            | opcode::MEMBERS
+            | opcode::PROBE
                 if peer.role != Role::Server =>
             {
                 return Err(self.refuse(peer, request.opcode));
@@ -61,6 +67,8 @@ impl Service for Mds {
             opcode::REGISTER => self.register(decode(body)?).await?,
             opcode::HEARTBEAT => self.heartbeat(decode(body)?).await?,
             opcode::PENDING => self.pending(decode(body)?).await?,
+            opcode::MEMBERS => self.members(decode(body)?).await?,
+            opcode::PROBE => self.probed().await?,
             opcode::RAFT | opcode::SNAPSHOT => return self.node.handle(request).await,
             other => return Err(unknown_opcode(other)),
         };

@@ -10,23 +10,13 @@ use pb::admin_server::{Admin, AdminServer};
 
 struct Shell(Arc<Node>);
 
-fn at_the_mds<T>() -> Result<T, Status> {
-    Err(Status::unimplemented("this is a storage server; ask a metadata server"))
-}
-
 #[tonic::async_trait]
 impl Admin for Shell {
     async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusReply>, Status> {
         Ok(Response::new(self.0.status()))
     }
-    async fn transfer_leader(
-        &self,
-        _: Request<pb::TransferLeaderRequest>,
-    ) -> Result<Response<pb::TransferLeaderReply>, Status> {
-        at_the_mds()
-    }
     async fn pool_change(&self, _: Request<pb::PoolChangeRequest>) -> Result<Response<pb::PoolChangeReply>, Status> {
-        at_the_mds()
+        Err(Status::unimplemented("this is a storage server; ask a metadata server"))
     }
 }
 

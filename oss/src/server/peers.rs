@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
-use strake_fabric::{Connection, Endpoint, Env, Fabric, Message};
+use strake_fabric::{Connection, Endpoint, Env, Fabric, LeaderFinder, Message};
 use strake_proto::{Code, Error, NodeId, Result, map::MapView};
 
 /// Failures older than this are no longer reported.
@@ -100,54 +100,54 @@ async fn connect(fabric: &dyn Fabric, to: &Endpoint) -> Result<Arc<dyn Connectio
 /// The way to the leading metadata server.
 pub struct MdsLink {
     fabric: Arc<dyn Fabric>,
-    endpoints: Vec<Endpoint>,
-    at: usize,
-    conn: Option<Arc<dyn Connection>>,
+    finder: LeaderFinder,
+    open: Option<(Endpoint, Arc<dyn Connection>)>,
 }
 
 impl MdsLink {
-    pub fn new(fabric: Arc<dyn Fabric>, endpoints: Vec<Endpoint>) -> MdsLink {
-        MdsLink { fabric, endpoints, at: 0, conn: None }
+    /// `configured`: the servers to ask before a map says who they are.
+    pub fn new(fabric: Arc<dyn Fabric>, configured: Vec<Endpoint>) -> MdsLink {
+        MdsLink { fabric, finder: LeaderFinder::new(configured), open: None }
     }
 
     /// One attempt. After a failure the next attempt goes to the leader if the answer named it, else to the next server.
     pub async fn call(&mut self, map: &MapView, m: Message, timeout: Duration) -> Result<Message> {
-        let result = self.try_call(m, timeout).await;
-        if let Err(e) = &result {
-            let hint = (e.code == Code::NotLeader).then(|| map.node(e.leader)).flatten();
-            let hint = hint.and_then(|n| n.endpoints.iter().find_map(|e| e.parse().ok()));
-            match (e.code, hint) {
-                (_, Some(leader)) => {
-                    self.at = self.endpoints.iter().position(|e| *e == leader).unwrap_or_else(|| {
-                        self.endpoints.push(leader);
-                        self.endpoints.len() - 1
-                    });
-                    self.conn = None;
-                }
-                (
-                    Code::NotLeader | Code::Disconnected | Code::TimedOut | Code::Unauthenticated | Code::Protocol,
-                    None,
-                ) => {
-                    self.at = (self.at + 1) % self.endpoints.len().max(1);
-                    self.conn = None;
+        self.finder.learn(map.mds());
+        let (at, conn) = self.connection().await?;
+        let result = conn.call(m, timeout).await;
+        match &result {
+            Ok(_) => self.finder.found(&at),
+            Err(e) => match e.code {
+                Code::NotLeader | Code::Disconnected | Code::TimedOut | Code::Unauthenticated | Code::Protocol => {
+                    self.open = None;
+                    self.finder.failed(&at);
+                    let hint = (e.code == Code::NotLeader).then(|| map.node(e.leader)).flatten();
+                    if let Some(leader) = hint.and_then(|n| n.endpoints.iter().find_map(|e| e.parse().ok())) {
+                        self.finder.hint(leader);
+                    }
                 }
                 _ => {}
-            }
+            },
         }
         result
     }
 
-    async fn try_call(&mut self, m: Message, timeout: Duration) -> Result<Message> {
-        if self.conn.as_ref().is_none_or(|c| c.is_closed()) {
-            let to = self
-                .endpoints
-                .get(self.at)
-                .ok_or_else(|| Error::new(Code::Inval, "no metadata server is configured"))?;
-            self.conn = Some(connect(&*self.fabric, to).await.map_err(|e| Error::new(Code::Disconnected, e.message))?);
+    async fn connection(&mut self) -> Result<(Endpoint, Arc<dyn Connection>)> {
+        if let Some((at, conn)) = self.open.as_ref().filter(|(_, c)| !c.is_closed()) {
+            return Ok((at.clone(), conn.clone()));
         }
-        match &self.conn {
-            Some(c) => c.call(m, timeout).await,
-            None => Err(Error::new(Code::Disconnected, "no metadata server answers")),
+        let none = || Error::new(Code::Inval, "no metadata server is configured");
+        let at = self.finder.next().ok_or_else(none)?;
+        match connect(&*self.fabric, &at).await {
+            Ok(conn) => {
+                self.open = Some((at.clone(), conn.clone()));
+                Ok((at, conn))
+            }
+            Err(e) => {
+                self.open = None;
+                self.finder.failed(&at);
+                Err(Error::new(Code::Disconnected, e.message))
+            }
         }
     }
 }

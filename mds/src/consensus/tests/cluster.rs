@@ -168,7 +168,7 @@ async fn a_member_without_its_log_is_refused_by_itself_and_by_the_others() {
     let fresh = || Arc::new(MemLog::new(vec![1, 2, 3], 5, Duration::ZERO));
     let old = std::mem::replace(&mut c.members.get_mut(&id).unwrap().log, fresh());
     let e = c.start(id).await.unwrap_err();
-    assert!(e.code == Code::Corrupt && e.message.contains("Replacing a metadata server"), "{e}");
+    assert!(e.code == Code::Corrupt && e.message.contains("Changing the group of metadata servers"), "{e}");
     // Both are new: the others know its old log's stamp, and it never gets to vote.
     c.members.get_mut(&id).unwrap().kv = Kv::new();
     c.start(id).await.unwrap();
@@ -185,6 +185,10 @@ async fn a_member_without_its_log_is_refused_by_itself_and_by_the_others() {
     c.put("again", "1").await;
 }
 
+fn step(promote: &[u64], remove: &[u64]) -> MemberChange {
+    MemberChange::Step { promote: promote.to_vec(), remove: remove.to_vec() }
+}
+
 #[tokio::test(start_paused = true)]
 async fn members_are_added_promoted_replaced_and_removed() {
     let mut c = Cluster::new(3, 12, small_logs).await;
@@ -194,7 +198,7 @@ async fn members_are_added_promoted_replaced_and_removed() {
     c.add(4, vec![]).await;
     let leader = c.leader().await;
     let add = MemberChange::AddLearner { id: 4, endpoint: Endpoint::Sim(4) };
-    let e = c.node(leader).change_members(MemberChange::Promote { id: 4 }).await.unwrap_err();
+    let e = c.node(leader).change_members(step(&[4], &[])).await.unwrap_err();
     assert_eq!(e.code, Code::Inval);
     c.node(leader).change_members(add.clone()).await.unwrap();
     assert_eq!(c.node(leader).change_members(add).await.unwrap_err().code, Code::Inval);
@@ -203,18 +207,20 @@ async fn members_are_added_promoted_replaced_and_removed() {
     c.settled(&[1, 2, 3, 4]).await;
     assert_eq!(c.node(4).status().state, "learner");
     let old = leader % 3 + 1;
-    c.node(leader).change_members(MemberChange::Replace { old, new: 4 }).await.unwrap();
+    c.node(leader).change_members(step(&[4], &[old])).await.unwrap();
     let status = c.node(leader).status();
     assert!(status.voters.contains(&4) && !status.voters.contains(&old) && status.voters.len() == 3);
+    // It is told, votes for a while yet, and ends.
+    assert_eq!(c.node(old).stopped().await.code, Code::NotMember);
     c.kill(old, true).await;
     c.put("x", "1").await;
     // Any two of the three now suffice.
     c.kill(leader, true).await;
     c.put("x", "2").await;
     let now = c.leader().await;
-    let e = c.node(now).change_members(MemberChange::Remove { id: now }).await.unwrap_err();
+    let e = c.node(now).change_members(step(&[], &[now])).await.unwrap_err();
     assert!(e.message.contains("transfer"), "{e}");
-    c.node(now).change_members(MemberChange::Remove { id: leader }).await.unwrap();
+    c.node(now).change_members(step(&[], &[leader])).await.unwrap();
     assert_eq!(c.node(now).status().voters.len(), 2);
     c.put("x", "3").await;
 }
@@ -232,7 +238,7 @@ async fn the_leader_may_die_as_soon_as_it_answered_a_replacement() {
         let add = MemberChange::AddLearner { id: 4, endpoint: Endpoint::Sim(4) };
         c.node(leader).change_members(add).await.unwrap();
         (1..=3u64).for_each(|id| c.node(4).set_peer(id, Endpoint::Sim(id as u32)));
-        while let Err(e) = c.node(leader).change_members(MemberChange::Replace { old, new: 4 }).await {
+        while let Err(e) = c.node(leader).change_members(step(&[4], &[old])).await {
             assert_eq!(e.code, Code::Busy, "{e}");
             tokio::time::sleep(Duration::from_millis(1 + seed)).await;
         }
@@ -340,7 +346,14 @@ async fn foreign_and_malformed_requests_are_refused() {
     let c = Cluster::new(1, 17, |_| {}).await;
     let n = c.node(1);
     let batch = |from, to, cluster: &[u8], messages: Vec<Bytes>| {
-        let b = strake_proto::pb::RaftBatch { from, to, messages, cluster: cluster.to_vec().into(), stamp: 1 };
+        let b = strake_proto::pb::RaftBatch {
+            from,
+            to,
+            messages,
+            cluster: cluster.to_vec().into(),
+            stamp: 1,
+            ..Default::default()
+        };
         Message::new(strake_proto::opcode::RAFT, b.encode_to_vec())
     };
     let code = async |m: Message| n.handle(m).await.unwrap_err().code;
@@ -351,4 +364,134 @@ async fn foreign_and_malformed_requests_are_refused() {
     assert_eq!(code(Message::new(strake_proto::opcode::SNAPSHOT, &b"\x0f\xff"[..])).await, Code::Protocol);
     assert_eq!(code(Message::new(strake_proto::opcode::META, &b""[..])).await, Code::OpNotSupp);
     c.put("still", "here").await;
+}
+
+/// Time for whatever a disk makes the leader do.
+async fn minutes(n: u64) {
+    tokio::time::sleep(Duration::from_secs(60 * n)).await;
+}
+
+/// Writes go on all the time; returns who led, one after the other, in so many minutes.
+async fn leaders_in(c: &Cluster, n: u64) -> Vec<u64> {
+    let mut led = vec![c.leader().await];
+    let end = tokio::time::Instant::now() + Duration::from_secs(60 * n);
+    while tokio::time::Instant::now() < end {
+        c.put("a", "1").await;
+        let now = c.leader().await;
+        if led.last() != Some(&now) {
+            led.push(now);
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    led
+}
+
+/// Followers acknowledge heartbeats behind their writes: half a second for each would cost any leader its majority.
+const LATE: Duration = Duration::from_millis(150);
+
+fn impatient(cfg: &mut Config) {
+    cfg.slow_write = Duration::from_millis(100);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_leader_with_a_slow_disk_hands_over_once() {
+    let c = Cluster::new(3, 20, impatient).await;
+    c.put("a", "1").await;
+    minutes(1).await;
+    let slow = c.leader().await;
+    c.members[&slow].log.set_latency(LATE);
+    let led = leaders_in(&c, 10).await;
+    assert!(led.len() == 2 && led[0] == slow, "{led:?}");
+    // Now fast, now slow: the leadership does not go with it.
+    for round in 0..10 {
+        let latency = if round % 2 == 0 { Duration::ZERO } else { LATE };
+        c.members[&slow].log.set_latency(latency);
+        assert_eq!(leaders_in(&c, 1).await, led[1..], "round {round}");
+    }
+    // Well again, it takes over when the other one's turn has come to be slow.
+    c.members[&slow].log.set_latency(Duration::ZERO);
+    for id in (1..=3).filter(|id| *id != slow) {
+        c.members[&id].log.set_latency(LATE);
+    }
+    let led = leaders_in(&c, 10).await;
+    assert_eq!(led.last(), Some(&slow), "{led:?}");
+    assert!(led.len() <= 3, "{led:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_all_disks_are_slow_nobody_hands_over() {
+    let c = Cluster::new(3, 21, impatient).await;
+    c.put("a", "1").await;
+    minutes(1).await;
+    (1..=3).for_each(|id| c.members[&id].log.set_latency(LATE));
+    let leader = c.leader().await;
+    assert_eq!(leaders_in(&c, 10).await, [leader]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_leader_with_a_full_disk_hands_over_to_one_with_space() {
+    let c = Cluster::new(3, 22, |_| {}).await;
+    c.put("a", "1").await;
+    minutes(1).await;
+    let full = c.leader().await;
+    let other = full % 3 + 1;
+    c.node(full).set_disk_full(true);
+    c.node(other).set_disk_full(true);
+    let third = 6 - full - other;
+    assert_eq!(leaders_in(&c, 10).await, [full, third]);
+    // Nowhere to go.
+    c.node(third).set_disk_full(true);
+    assert_eq!(leaders_in(&c, 10).await, [third]);
+    c.node(other).set_disk_full(false);
+    assert_eq!(leaders_in(&c, 10).await, [third, other]);
+}
+
+/// A member that was removed while it was away is told by the others, and never leads or votes again.
+#[tokio::test(start_paused = true)]
+async fn a_member_removed_while_it_was_away_is_told_so() {
+    let mut c = Cluster::new(4, 23, |_| {}).await;
+    c.put("a", "1").await;
+    let leader = c.leader().await;
+    let gone = leader % 4 + 1;
+    c.kill(gone, true).await;
+    minutes(1).await;
+    c.node(leader).change_members(step(&[], &[gone])).await.unwrap();
+    // What the state of the real server says.
+    (1..=4).for_each(|id| c.kv(id).former.lock().extend([gone]));
+    c.start(gone).await.unwrap();
+    assert_eq!(c.node(gone).stopped().await.code, Code::NotMember);
+    c.put("a", "2").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_last_and_the_needed_are_not_removed() {
+    let mut c = Cluster::new(3, 24, |_| {}).await;
+    c.put("a", "1").await;
+    minutes(1).await;
+    let leader = c.leader().await;
+    let (dead, live) = (leader % 3 + 1, (leader + 1) % 3 + 1);
+    c.kill(dead, true).await;
+    minutes(1).await;
+    let e = c.node(leader).change_members(step(&[], &[live])).await.unwrap_err();
+    assert!(e.code == Code::Inval && e.message.contains(&format!("start or replace {dead}")), "{e}");
+    c.node(leader).change_members(step(&[], &[dead])).await.unwrap();
+    c.node(leader).change_members(step(&[], &[live])).await.unwrap();
+    assert_eq!(c.node(leader).status().voters, [leader]);
+    let e = c.node(leader).change_members(step(&[], &[leader])).await.unwrap_err();
+    assert_eq!(e.code, Code::Inval);
+    c.put("a", "2").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_two_changes_at_once_one_is_told_to_come_again() {
+    let c = Cluster::new(4, 25, |_| {}).await;
+    c.put("a", "1").await;
+    minutes(1).await;
+    let leader = c.leader().await;
+    let others: Vec<u64> = (1..=4).filter(|id| *id != leader).collect();
+    let n = c.node(leader);
+    let (a, b) = tokio::join!(n.change_members(step(&[], &[others[0]])), n.change_members(step(&[], &[others[1]])));
+    a.unwrap();
+    assert_eq!(b.unwrap_err().code, Code::Busy);
+    assert_eq!(n.status().voters.len(), 3);
 }

@@ -66,7 +66,7 @@ fn segments(dir: &Path) -> Vec<String> {
 fn assert_refused(r: Result<LogImage>, what: &str) {
     let e = r.expect_err(what);
     assert_eq!(e.code, Code::Corrupt, "{what}: {e}");
-    assert!(e.message.contains("Replacing a metadata server"), "{what}: {e}");
+    assert!(e.message.contains("Changing the group of metadata servers"), "{what}: {e}");
 }
 
 #[tokio::test]

@@ -97,11 +97,13 @@ impl Fabric for Port {
 struct Kv {
     store: MemStore,
     full: Mutex<bool>,
+    /// Ids that the state says were removed.
+    former: Mutex<BTreeSet<u64>>,
 }
 
 impl Kv {
     fn new() -> Arc<Kv> {
-        Arc::new(Kv { store: MemStore::new(), full: Mutex::new(false) })
+        Arc::new(Kv { store: MemStore::new(), full: Mutex::new(false), former: Mutex::default() })
     }
     fn header(&self) -> Vec<u8> {
         self.store.get(b"\0").unwrap().map_or(vec![0; 16], |b| b.to_vec())
@@ -130,6 +132,9 @@ impl StateMachine for Kv {
     }
     fn conf_state(&self) -> Vec<u8> {
         self.header()[16..].to_vec()
+    }
+    fn is_former(&self, id: u64) -> bool {
+        self.former.lock().contains(&id)
     }
     fn apply(&self, entries: Vec<Committed>, last: (u64, u64), conf: Option<Vec<u8>>) -> Result<Vec<Bytes>> {
         if *self.full.lock() {

@@ -5,7 +5,10 @@
 use std::collections::VecDeque;
 
 use protobuf::Message as _;
-use raft::eraftpb::{ConfChangeSingle, ConfChangeType, ConfChangeV2, ConfState, Message as RaftMessage, MessageType};
+use raft::eraftpb::{
+    ConfChangeSingle, ConfChangeTransition, ConfChangeType, ConfChangeV2, ConfState, Message as RaftMessage,
+    MessageType,
+};
 use strake_proto::layout::splitmix64;
 
 use super::super::core::Core;
@@ -44,6 +47,8 @@ struct World {
     /// Number of a read → least index it may be allowed at, and whether it was.
     reads: BTreeMap<u64, (u64, bool)>,
     proposals: u64,
+    /// Joint steps proposed.
+    joint: usize,
 }
 
 fn config(id: u64) -> Config {
@@ -62,6 +67,7 @@ impl World {
             leaders: BTreeMap::new(),
             reads: BTreeMap::new(),
             proposals: 0,
+            joint: 0,
         };
         for id in 1..=4 {
             let durable = LogImage::new(if id < 4 { vec![1, 2, 3] } else { vec![] }, id);
@@ -220,7 +226,7 @@ impl World {
         let survive = self.below(self.nodes[&id].writes.len() + 1);
         let (lose_state, lose_all, seed) = (self.below(2) == 0, self.below(5) == 0, self.rand());
         // Two lost states of three are beyond what the group can mend by itself.
-        let lose_all = lose_all && (1..=3).all(|other| !self.nodes[&other].core.has_lost_state());
+        let lose_all = lose_all && (1..=4).all(|other| !self.nodes[&other].core.has_lost_state());
         let n = self.node(id);
         for (_, ops) in n.writes.drain(..).take(survive) {
             ops.iter().for_each(|op| n.durable.apply(op).unwrap());
@@ -248,21 +254,32 @@ impl World {
     }
 
     fn change(&mut self, id: u64) {
-        let (who, what) = (self.anyone(), self.below(3));
+        let (who, what, with) = (self.anyone(), self.below(4), self.anyone());
+        let has_state = !self.nodes[&who].core.has_lost_state();
         let n = self.node(id);
         let voters = n.core.voters().len();
         let is_voter = n.core.voters().contains(&who);
         let kind = match what {
             0 if who != id && (!is_voter || voters > 3) => ConfChangeType::RemoveNode,
             1 if !is_voter => ConfChangeType::AddLearnerNode,
-            2 if n.core.conf().learners.contains(&who) => ConfChangeType::AddNode,
+            // Alone, or in the place of a voter: one joint step.
+            2 | 3 if n.core.conf().learners.contains(&who) => ConfChangeType::AddNode,
             _ => return,
         };
         if n.core.is_leader() {
-            let mut one = ConfChangeSingle { node_id: who, ..Default::default() };
-            one.set_change_type(kind);
-            let change = ConfChangeV2 { changes: vec![one].into(), ..Default::default() };
-            let _ = n.core.propose_change(&change);
+            let one = |id, kind| {
+                let mut one = ConfChangeSingle { node_id: id, ..Default::default() };
+                one.set_change_type(kind);
+                one
+            };
+            let mut change = ConfChangeV2 { changes: vec![one(who, kind)].into(), ..Default::default() };
+            let ready = has_state && n.core.matched(who).is_some_and(|m| m > 0);
+            if what == 3 && ready && with != id && n.core.voters().contains(&with) {
+                change.mut_changes().push(one(with, ConfChangeType::RemoveNode));
+                change.set_transition(ConfChangeTransition::Implicit);
+            }
+            let proposed = n.core.propose_change(&change).is_ok();
+            self.joint += usize::from(proposed && change.changes.len() > 1);
         }
     }
 
@@ -376,28 +393,30 @@ fn leader_of(nodes: &BTreeMap<u64, Sim>) -> Option<u64> {
     nodes.iter().filter(|(_, n)| n.core.is_leader()).max_by_key(|(_, n)| n.core.term()).map(|(id, _)| *id)
 }
 
-fn run(seed: u64, steps: usize) -> (u64, usize, String) {
+fn run(seed: u64, steps: usize) -> (u64, usize, usize, String) {
     let mut w = World::new(seed);
     for _ in 0..steps {
         w.act();
     }
     w.settle();
     let trace = format!("{:?}", w.truth.iter().map(|(i, (t, d))| (*i, *t, d.clone())).collect::<Vec<_>>());
-    (w.truth.len() as u64, w.reads.values().filter(|(_, done)| *done).count(), trace)
+    (w.truth.len() as u64, w.reads.values().filter(|(_, done)| *done).count(), w.joint, trace)
 }
 
 #[test]
 fn members_agree_whatever_the_schedule() {
     let seeds = std::env::var("STRAKE_SEEDS").ok().and_then(|s| s.parse().ok()).unwrap_or(200);
     let from = std::env::var("STRAKE_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(0);
-    let (mut entries, mut reads) = (0, 0);
+    let (mut entries, mut reads, mut joint) = (0, 0, 0);
     for seed in from..from + seeds {
         let ran = std::panic::catch_unwind(|| run(seed, 5000));
-        let (e, r, _) = ran.unwrap_or_else(|_| panic!("seed {seed} fails"));
+        let (e, r, j, _) = ran.unwrap_or_else(|_| panic!("seed {seed} fails"));
         entries += e;
         reads += r;
+        joint += j;
     }
-    assert!(entries > seeds * 20 && reads as u64 > seeds, "too little happened: {entries} entries, {reads} reads");
+    let enough = entries > seeds * 20 && reads as u64 > seeds && joint > 0;
+    assert!(enough, "too little happened: {entries} entries, {reads} reads, {joint} joint steps");
 }
 
 #[test]

@@ -2,11 +2,13 @@
 
 use std::{net::TcpListener, path::Path, time::Duration};
 
+use prost::Message as _;
 use strake_fabric::{Endpoint, Env, Fabric, Identity, Message, Pool, tcp::TcpFabric};
 use strake_proto::{Code, Error, Result, cap::derive_key, ids::ROOT_INO, opcode, pb};
 use tokio::time::{sleep, timeout};
 
 use crate::server::{Config, MdsServer, start_on_disk};
+use pb::members_request::Change;
 
 pub(super) const KEY: [u8; 32] = [8; 32];
 
@@ -124,21 +126,18 @@ async fn leader_of(all: &[Option<MdsServer>]) -> usize {
 }
 
 /// Asks whoever leads, which on a slow machine may change, until it is done.
-async fn change_members(cfgs: &[Config], all: &[Option<MdsServer>], request: pb::ChangeMembersRequest) {
+async fn change_members(cfgs: &[Config], all: &[Option<MdsServer>], change: Change) {
+    let fabric = TcpFabric::new(Env::system(), Identity::server(&KEY), None, Pool::default(), Default::default());
+    let body = pb::MembersRequest { change: Some(change) }.encode_to_vec();
     let done = async {
         loop {
-            let at = format!("http://{}", cfgs[leader_of(all).await].admin.unwrap());
-            let mut admin = pb::mds_admin_client::MdsAdminClient::connect(at).await.unwrap();
-            match admin.change_members(request.clone()).await {
+            let at = &cfgs[leader_of(all).await].listen;
+            let conn = fabric.connect(at, None).await.unwrap();
+            match conn.call(Message::new(opcode::MEMBERS, body.clone()), Duration::from_secs(5)).await {
                 Ok(_) => return,
                 // An earlier try whose answer was lost.
-                Err(e) if e.message().contains("is a member already") || e.message().contains("is not a learner") => {
-                    return;
-                }
-                Err(e) => {
-                    use tonic::Code::{Aborted, FailedPrecondition, Unavailable};
-                    assert!(matches!(e.code(), FailedPrecondition | Unavailable | Aborted), "{e}");
-                }
+                Err(e) if e.message.contains("is not a learner") => return,
+                Err(e) => assert!(e.is_retryable() || e.code == Code::Busy, "{e}"),
             }
             sleep(Duration::from_millis(50)).await;
         }
@@ -148,13 +147,12 @@ async fn change_members(cfgs: &[Config], all: &[Option<MdsServer>], request: pb:
 
 /// A new member learns, takes the place of an old one, and the group goes on without it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_member_is_replaced_over_grpc() {
+async fn a_member_is_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let mut cfgs = configs(dir.path(), 4);
     let joiner = Config { join: true, ..cfgs.pop().unwrap() };
     for c in &mut cfgs {
         c.peers.pop();
-        c.admin = Some(([127, 0, 0, 1], free_ports(1)[0]).into());
     }
     let mut all = start_all(&cfgs).await;
     let open = pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), ..Default::default() };
@@ -163,15 +161,10 @@ async fn a_member_is_replaced_over_grpc() {
     let old = (leader_of(&all).await + 1) % 3;
     drop(all[old].take());
     let new = start_on_disk(joiner.clone(), Env::system(), KEY).await.unwrap();
-    let endpoint = joiner.listen.to_string();
-    change_members(&cfgs, &all, pb::ChangeMembersRequest { action: 1, id: 4, endpoint, ..Default::default() }).await;
+    change_members(&cfgs, &all, Change::Learn(pb::MemberLearn { endpoint: joiner.listen.to_string() })).await;
     // Busy until the learner has caught up.
-    change_members(
-        &cfgs,
-        &all,
-        pb::ChangeMembersRequest { action: 4, id: 4, old: old as u64 + 1, ..Default::default() },
-    )
-    .await;
+    let step = pb::MemberStep { promote: vec![4], remove: vec![old as u64 + 1] };
+    change_members(&cfgs, &all, Change::Step(step)).await;
     let leader = leader_of(&all).await;
     // The leader goes too: of the three members two are left, one of them the new one.
     drop(all[leader].take());
@@ -199,16 +192,13 @@ async fn administration_answers_over_grpc() {
     let open = pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), hostname: "h".into(), ..Default::default() };
     let _: pb::SessionOpenReply = ask(&cfgs, opcode::SESSION_OPEN, &open).await.unwrap();
     let at = format!("http://{}", cfgs[0].admin.unwrap());
-    let mut admin = pb::admin_client::AdminClient::connect(at.clone()).await.unwrap();
+    let mut admin = pb::admin_client::AdminClient::connect(at).await.unwrap();
     let s = admin.status(pb::StatusRequest {}).await.unwrap().into_inner();
     assert_eq!((s.role.as_str(), s.sessions[0].hostname.as_str()), ("mds", "h"));
     assert_eq!(s.raft.unwrap().leader, 1);
     let pool = |action| pb::PoolChangeRequest { pool: "fast".into(), action, targets: vec![] };
     admin.pool_change(pool(1)).await.unwrap();
     assert_eq!(admin.pool_change(pool(1)).await.unwrap_err().code(), tonic::Code::AlreadyExists);
-    let mut members = pb::mds_admin_client::MdsAdminClient::connect(at).await.unwrap();
-    let bad = pb::ChangeMembersRequest { action: 9, id: 5, ..Default::default() };
-    assert_eq!(members.change_members(bad).await.unwrap_err().code(), tonic::Code::InvalidArgument);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -229,4 +219,32 @@ async fn a_second_server_on_the_same_folder_or_with_another_key_is_refused() {
     };
     let e = timeout(Duration::from_secs(60), other).await.unwrap();
     assert!(e.message.contains("another cluster"), "{e}");
+}
+
+/// A member that is removed stops, says so in its folder, and is refused from then on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_removed_member_ends_and_its_folder_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let cfgs = configs(dir.path(), 3);
+    let mut all = start_all(&cfgs).await;
+    let open = pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), ..Default::default() };
+    let _: pb::SessionOpenReply = ask(&cfgs, opcode::SESSION_OPEN, &open).await.unwrap();
+    let gone = (leader_of(&all).await + 1) % 3;
+    let step = pb::MemberStep { promote: vec![], remove: vec![gone as u64 + 1] };
+    change_members(&cfgs, &all, Change::Step(step)).await;
+    let server = all[gone].take().unwrap();
+    let cause = timeout(Duration::from_secs(60), server.stopped()).await.expect("it stops");
+    assert_eq!(cause.code, Code::NotMember, "{cause}");
+    server.shutdown().await;
+    let refusal = async {
+        loop {
+            match start_on_disk(cfgs[gone].clone(), Env::system(), KEY).await {
+                // The folder is still held.
+                Err(e) if e.code == Code::Busy => sleep(Duration::from_millis(20)).await,
+                r => return r.err().expect("it must not start"),
+            }
+        }
+    };
+    let e = timeout(Duration::from_secs(60), refusal).await.unwrap();
+    assert!(e.code == Code::Inval && e.message.contains("was removed from its group"), "{e}");
 }

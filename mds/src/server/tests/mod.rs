@@ -4,6 +4,7 @@ mod disk;
 mod full_disk;
 mod leases;
 mod locks;
+mod members;
 mod world;
 
 use std::{sync::atomic::Ordering, time::Duration};

@@ -146,6 +146,8 @@ pub struct World {
     pub logs: Vec<Arc<MemLog>>,
     stores: Vec<Arc<MemStore>>,
     pub mds: Vec<Option<(Env, MdsServer)>>,
+    /// Of the members that start from now on.
+    pub cluster: [u8; 16],
     change: Box<dyn Fn(&mut Config)>,
 }
 
@@ -159,6 +161,7 @@ impl World {
             logs: voters.iter().map(log).collect(),
             stores: voters.iter().map(|_| Arc::new(MemStore::default())).collect(),
             mds: Vec::new(),
+            cluster: [3; 16],
             change: Box::new(change),
         };
         for i in 0..members {
@@ -176,6 +179,11 @@ impl World {
         let env = self.env(i as u8 + 1);
         let mut cfg = Config::new(i as u64 + 1, Endpoint::Sim(i as u32 + 1), "/unused".into());
         cfg.peers = (1..=self.logs.len()).map(|n| (n as u64, Endpoint::Sim(n as u32))).collect();
+        cfg.join = self.logs[i].image().voters.is_empty();
+        if cfg.join {
+            // An old configuration: of who came since, it knows nothing.
+            cfg.peers.truncate(3);
+        }
         (self.change)(&mut cfg);
         let parts = Parts {
             env: env.clone(),
@@ -183,9 +191,26 @@ impl World {
             log: self.logs[i].clone(),
             store: self.stores[i].clone(),
             cap_key: CapKey::from_cluster_key(&KEY),
-            cluster: [3; 16],
+            cluster: self.cluster,
         };
         self.mds[i] = Some((env, start(cfg, parts).await.unwrap()));
+    }
+
+    /// Starts a new, empty server that waits to be taken in; returns its number.
+    pub async fn join(&mut self) -> usize {
+        let i = self.logs.len();
+        self.logs.push(Arc::new(MemLog::new(vec![], 1001 + i as u64, Duration::from_micros(500))));
+        self.stores.push(Arc::new(MemStore::default()));
+        self.mds.push(None);
+        self.start(i).await;
+        i
+    }
+
+    /// What a member kept is gone. It must not run.
+    pub fn wipe(&mut self, i: usize, voters: Vec<u64>) {
+        assert!(self.mds[i].is_none());
+        self.logs[i] = Arc::new(MemLog::new(voters, 5000 + i as u64, Duration::from_micros(500)));
+        self.stores[i] = Arc::new(MemStore::default());
     }
 
     /// Ends a member without a goodbye.

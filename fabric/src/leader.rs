@@ -1,0 +1,129 @@
+//! Which metadata server to ask next: a pure list with a cursor and a hint. For clients, storage servers and tools alike.
+
+use crate::Endpoint;
+
+/// After so many fruitless rounds over the servers of the cluster map, one that only the configuration names has a turn.
+const ROUNDS: usize = 3;
+
+/// Finds the leader: who somebody says it is first, then the servers of the newest cluster map in turn. Those that only the
+/// configuration names are asked first of all, before there is a map, and later seldom: most likely they were removed, and
+/// each costs a timeout. But the map may be old, so they are never forgotten.
+#[derive(Debug)]
+pub struct LeaderFinder {
+    configured: Vec<Endpoint>,
+    /// Of the cluster map; empty before there is one.
+    mapped: Vec<Endpoint>,
+    cursor: usize,
+    /// Turns of the list since somebody was found.
+    turns: usize,
+    hint: Option<Endpoint>,
+}
+
+impl LeaderFinder {
+    pub fn new(configured: Vec<Endpoint>) -> LeaderFinder {
+        LeaderFinder { configured, mapped: Vec::new(), cursor: 0, turns: 0, hint: None }
+    }
+
+    fn list(&self) -> &[Endpoint] {
+        if self.mapped.is_empty() { &self.configured } else { &self.mapped }
+    }
+
+    /// The servers that the newest cluster map names, instead of those of the one before.
+    pub fn learn(&mut self, endpoints: impl IntoIterator<Item = Endpoint>) {
+        let mapped: Vec<Endpoint> = endpoints.into_iter().collect();
+        if mapped.is_empty() || mapped == self.mapped {
+            return;
+        }
+        let next = self.list().get(self.cursor % self.list().len().max(1)).cloned();
+        self.mapped = mapped;
+        self.cursor = self.mapped.iter().position(|e| Some(e) == next.as_ref()).unwrap_or(0);
+    }
+
+    /// The server to try now; `None` when none is known.
+    pub fn next(&mut self) -> Option<Endpoint> {
+        if let Some(h) = self.hint.take() {
+            return Some(h);
+        }
+        self.turns += 1;
+        let round = ROUNDS * self.mapped.len() + 1;
+        if !self.mapped.is_empty() && self.turns.is_multiple_of(round) {
+            let spare: Vec<&Endpoint> = self.configured.iter().filter(|e| !self.mapped.contains(e)).collect();
+            if !spare.is_empty() {
+                return Some(spare[(self.turns / round - 1) % spare.len()].clone());
+            }
+        }
+        let list = self.list();
+        let e = list.get(self.cursor % list.len().max(1)).cloned();
+        self.cursor = self.cursor.wrapping_add(1);
+        e
+    }
+
+    /// Somebody says that `at` leads.
+    pub fn hint(&mut self, at: Endpoint) {
+        self.hint = Some(at);
+    }
+
+    /// `at` leads: after a broken connection it is tried first.
+    pub fn found(&mut self, at: &Endpoint) {
+        self.turns = 0;
+        if let Some(i) = self.list().iter().position(|k| k == at) {
+            self.cursor = i;
+        }
+    }
+
+    /// `at` did not answer: the ones after it come first.
+    pub fn failed(&mut self, at: &Endpoint) {
+        if let Some(i) = self.list().iter().position(|k| k == at) {
+            self.cursor = i + 1;
+        }
+    }
+
+    /// All servers that may answer, those of the map first.
+    pub fn all(&self) -> Vec<Endpoint> {
+        let spare = self.configured.iter().filter(|e| !self.mapped.contains(e));
+        self.mapped.iter().chain(spare).cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn e(n: u32) -> Endpoint {
+        Endpoint::Sim(n)
+    }
+
+    fn take(f: &mut LeaderFinder, n: usize) -> Vec<Endpoint> {
+        (0..n).filter_map(|_| f.next()).collect()
+    }
+
+    #[test]
+    fn hints_come_first_then_all_in_turn() {
+        let mut f = LeaderFinder::new(vec![e(1), e(2)]);
+        assert_eq!(take(&mut f, 3), [e(1), e(2), e(1)]);
+        f.learn([e(1), e(2), e(3)]);
+        f.hint(e(9));
+        assert_eq!(take(&mut f, 4), [e(9), e(2), e(3), e(1)], "goes on where it was");
+        f.found(&e(2));
+        assert_eq!(f.next(), Some(e(2)));
+        f.failed(&e(2));
+        assert_eq!(f.next(), Some(e(3)));
+        assert_eq!(LeaderFinder::new(vec![]).next(), None);
+    }
+
+    #[test]
+    fn who_left_the_group_is_asked_seldom_and_never_forgotten() {
+        let mut f = LeaderFinder::new(vec![e(1), e(2)]);
+        f.learn([e(3), e(4)]);
+        f.found(&e(4));
+        let asked = take(&mut f, 14);
+        assert_eq!(asked[..7], [e(4), e(3), e(4), e(3), e(4), e(3), e(1)]);
+        assert_eq!(asked[13], e(2));
+        f.learn([e(4), e(5)]);
+        f.found(&e(5));
+        assert!(!take(&mut f, 4).contains(&e(3)), "no more than the newest map names");
+        assert_eq!(f.all(), [e(4), e(5), e(1), e(2)]);
+        f.learn([]);
+        assert_eq!(f.all().len(), 4, "a map without servers says nothing");
+    }
+}

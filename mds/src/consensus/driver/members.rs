@@ -1,0 +1,161 @@
+//! The driver's part in changes of the members and of the leadership: what it knows of the others, and what follows from it.
+
+use std::{sync::atomic::Ordering::Relaxed, time::Duration};
+
+use strake_proto::{Code, Error, Result};
+
+use super::{
+    super::{
+        MemberChange,
+        members::{DISK_FULL, DISK_SLOW, Group, Member},
+    },
+    Batch, Driver, Reply, Waiter,
+};
+
+/// A removed member goes on voting for so many election timeouts: until the others know that its removal is committed, one of
+/// them may need its vote.
+const LINGER: u32 = 6;
+/// A leader is in office for so many election timeouts before it hands on because of its disk, and between two tries.
+const OFFICE: u32 = 40;
+
+/// What was last heard of another member.
+pub(super) struct Heard {
+    at: Duration,
+    applied: u64,
+    disk: u32,
+}
+
+impl Driver {
+    fn election(&self) -> Duration {
+        self.cfg.tick * self.cfg.election_ticks.1 as u32
+    }
+
+    pub(super) fn heard_of(&mut self, b: &Batch) {
+        self.heard.insert(b.from, Heard { at: self.env.boot(), applied: b.applied, disk: b.disk });
+        let conf = self.core.conf();
+        // A new member's configuration may be older than the group, and it knows of no other source before its first copy.
+        let of_group = conf.voters.is_empty() || conf.voters.contains(&b.from) || conf.learners.contains(&b.from);
+        if let Some(at) = b.endpoint.clone().filter(|_| of_group && self.peers.endpoint(b.from).is_none()) {
+            self.peers.set(b.from, at);
+        }
+    }
+
+    pub(super) fn group(&self) -> Group {
+        let (conf, now) = (self.core.conf(), self.env.boot());
+        let outgoing = &conf.voters_outgoing;
+        let mut ids: Vec<(u64, bool)> = conf.voters.iter().chain(outgoing).map(|id| (*id, true)).collect();
+        ids.extend(conf.learners.iter().chain(&conf.learners_next).map(|id| (*id, outgoing.contains(id))));
+        ids.sort_unstable_by_key(|(id, voter)| (*id, !voter));
+        ids.dedup_by_key(|(id, _)| *id);
+        let member = |(id, voter): (u64, bool)| {
+            let own = id == self.cfg.id;
+            let heard = self.heard.get(&id);
+            Member {
+                id,
+                endpoint: self.peers.endpoint(id),
+                voter,
+                leaving: outgoing.contains(&id) && !conf.voters.contains(&id),
+                matched: if own { self.core.image().last() } else { self.core.matched(id).unwrap_or(0) },
+                applied: if own { self.core.applied_to().0 } else { heard.map_or(0, |h| h.applied) },
+                heard: if own { Some(Duration::ZERO) } else { heard.map(|h| now.saturating_sub(h.at)) },
+                copying: self.outgoing.contains_key(&id),
+                stamp: if own { Some(self.core.image().stamp) } else { self.core.image().peers.get(&id).copied() },
+                disk: if own { self.health.disk.load(Relaxed) } else { heard.map_or(0, |h| h.disk) },
+            }
+        };
+        let patience = 2 * self.election();
+        Group {
+            me: self.cfg.id,
+            leader: self.core.leader(),
+            term: self.core.term(),
+            last: self.core.image().last(),
+            committed: self.core.committed(),
+            members: ids.into_iter().map(member).collect(),
+            patience,
+            fresh: now.saturating_sub(self.led_since) < patience,
+        }
+    }
+
+    /// `to` 0: whoever is placed best.
+    pub(super) fn transfer(&mut self, to: u64, reply: Reply) {
+        let _ = reply.send(self.begin_transfer(to));
+    }
+
+    fn begin_transfer(&mut self, to: u64) -> Result<()> {
+        if let Some(e) = self.not_ready() {
+            return Err(e);
+        }
+        let group = self.group();
+        let nobody = || Error::new(Code::Busy, "no other voter is up and up to date, so nobody can take over");
+        let to = if to == 0 { group.successor().ok_or_else(nobody)? } else { to };
+        group.check_transfer(to)?;
+        self.core.transfer(to);
+        Ok(())
+    }
+
+    pub(super) fn change(&mut self, change: MemberChange, reply: Reply) {
+        let checked = match self.not_ready() {
+            Some(e) => Err(e),
+            None => self.group().check_change(&change),
+        };
+        match checked.and_then(|c| self.core.propose_change(&c)) {
+            Ok((index, term)) => {
+                if let MemberChange::AddLearner { id, endpoint } = change {
+                    self.peers.set(id, endpoint);
+                }
+                self.waiters.insert(index, (term, Waiter::Change(reply)));
+            }
+            Err(e) => drop(reply.send(Err(e))),
+        }
+    }
+
+    /// Once a tick: is this member's time over, or its disk unfit to lead?
+    pub(super) fn look_after_members(&mut self) -> Result<()> {
+        if let Some(ticks) = &mut self.removed {
+            *ticks += 1;
+            if *ticks > LINGER * self.cfg.election_ticks.1 as u32 {
+                return Err(not_member(self.cfg.id));
+            }
+        }
+        let slow = self.slow.lock().is_slow(self.env.boot());
+        let was = if slow {
+            self.health.disk.fetch_or(DISK_SLOW, Relaxed)
+        } else {
+            self.health.disk.fetch_and(!DISK_SLOW, Relaxed)
+        };
+        if slow != (was & DISK_SLOW != 0) {
+            match slow {
+                true => tracing::warn!("the disk of the metadata log is slow"),
+                false => tracing::info!("the disk of the metadata log is no longer slow"),
+            }
+        }
+        self.yield_unfit_disk();
+        Ok(())
+    }
+
+    /// With a full or slow disk here and a member that has neither, that one should lead. It waits a while between two tries,
+    /// and for members without such a disk only, so that leadership does not go round.
+    fn yield_unfit_disk(&mut self) {
+        let disk = self.health.disk.load(Relaxed);
+        let now = self.env.boot();
+        let since = self.led_since.max(self.yielded);
+        if disk == 0 || !self.leads_own_term() || now.saturating_sub(since) < OFFICE * self.election() {
+            return;
+        }
+        let group = self.group();
+        let fit = |id: &u64| group.get(*id).is_some_and(|m| m.disk == 0);
+        if let Some(to) = group.successor().filter(fit) {
+            let why = if disk & DISK_FULL != 0 { "full" } else { "slow" };
+            tracing::warn!(to, "hands leadership over: the disk here is {why}");
+            self.yielded = now;
+            self.core.transfer(to);
+        }
+    }
+}
+
+/// The end of a member that is one no longer.
+pub(super) fn not_member(id: u64) -> Error {
+    let m =
+        format!("metadata server {id} was removed from its group; its folder is of no more use, and its id is spent");
+    Error::new(Code::NotMember, m)
+}

@@ -1,0 +1,258 @@
+//! Management of the group of metadata servers while clients work: what `strake mds list|add|remove|transfer|replace` ask
+//! for, and the cluster map that tells clients and storage servers who the members are. See `docs/membership.md`.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use prost::Message as _;
+use strake_fabric::{Endpoint, Message};
+use strake_proto::{Code, Error, Result, map::ROLE_MDS, opcode, pb};
+use tokio::time::timeout;
+
+use super::{Mds, service::encode};
+use crate::{
+    cluster::state::FIRST_OSS_NODE,
+    consensus::{MemberChange, members::Group},
+};
+use pb::{log_command::Command, members_request::Change};
+
+/// How long a new server may take to say who it is.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Members that one step names.
+const MAX_STEP: usize = 16;
+
+fn inval(m: impl Into<String>) -> Error {
+    Error::new(Code::Inval, m)
+}
+
+/// The node id of a member in the map.
+fn node_id(id: u64) -> u32 {
+    u32::try_from(id).unwrap_or(0)
+}
+
+impl Mds {
+    /// Lists or changes the members. `NotLeader`: the change was not made, ask the one it names.
+    pub(super) async fn members(&self, request: pb::MembersRequest) -> Result<Bytes> {
+        let mut learner = 0;
+        match request.change {
+            None => {}
+            Some(Change::Learn(l)) => learner = self.learn(&l.endpoint).await?,
+            Some(Change::Step(s)) => self.step(s).await?,
+            Some(Change::Transfer(t)) => self.transfer(t.to).await?,
+        }
+        let group = self.node.group().await?;
+        Ok(encode(&pb::MembersReply { learner, ..self.members_reply(&group) }))
+    }
+
+    fn members_reply(&self, group: &Group) -> pb::MembersReply {
+        let map = self.map();
+        let member = |m: &crate::consensus::members::Member| {
+            let node = map.node(node_id(m.id));
+            let known = node.and_then(|n| n.endpoints.first().cloned());
+            pb::Member {
+                id: m.id,
+                endpoint: known.or_else(|| m.endpoint.as_ref().map(Endpoint::to_string)).unwrap_or_default(),
+                name: node.map(|n| n.name.clone()).unwrap_or_default(),
+                voter: m.voter,
+                leaving: m.leaving,
+                matched: m.matched,
+                applied: m.applied,
+                heard_ms: m.heard.map(|ago| ago.as_millis() as u64),
+                copying: m.copying,
+                disk: m.disk,
+            }
+        };
+        pb::MembersReply {
+            id: self.cfg.id,
+            leader: group.leader,
+            term: group.term,
+            last_index: group.last,
+            committed: group.committed,
+            members: group.members.iter().map(member).collect(),
+            former: map.map.former.clone(),
+            learner: 0,
+        }
+    }
+
+    /// Who this server is and what it knows of a group.
+    pub(super) async fn probed(&self) -> Result<Bytes> {
+        let group = self.node.group().await?;
+        Ok(encode(&pb::MemberInfo {
+            id: self.cfg.id,
+            stamp: self.node.stamp(),
+            cluster: self.node.cluster().to_vec().into(),
+            voters: group.voters().map(|m| m.id).collect(),
+            version: env!("CARGO_PKG_VERSION").into(),
+            name: self.cfg.name(),
+        }))
+    }
+
+    /// Takes the new server at `endpoint` in as a learner; returns its id. Nothing happens when it is a member already.
+    async fn learn(&self, endpoint: &str) -> Result<u64> {
+        self.leading()?;
+        let at: Endpoint = endpoint.parse()?;
+        let info = self.probe(&at).await.map_err(|e| e.context(format_args!("the server at {at}")))?;
+        let group = self.node.group().await?;
+        let map = self.map();
+        let named = |e: Error| e.context(format_args!("the server at {at}"));
+        match group.get(info.id).map(|m| (m.stamp, m.endpoint.as_ref() == Some(&at))) {
+            // Repeated. One that has not yet been heard of is known by its address.
+            Some((Some(stamp), _)) if stamp == info.stamp => {}
+            Some((None, true)) => {}
+            Some((Some(_), true)) => return Err(named(lost_log(info.id))),
+            _ => {
+                let former = map.map.former.iter().map(|id| u64::from(*id));
+                let used: Vec<u64> = group.members.iter().map(|m| m.id).chain(former).collect();
+                check_new(&info, &self.node.cluster(), &used).map_err(named)?;
+                self.node.change_members(MemberChange::AddLearner { id: info.id, endpoint: at.clone() }).await?;
+                tracing::info!(id = info.id, at = endpoint, "a new metadata server learns");
+            }
+        }
+        if map.node(node_id(info.id)).is_some() {
+            return Ok(info.id);
+        }
+        // For clients, and for members that restart with an older configuration.
+        let node = pb::Node {
+            id: node_id(info.id),
+            role: ROLE_MDS,
+            endpoints: vec![endpoint.into()],
+            name: if info.name.is_empty() { format!("mds-{}", info.id) } else { info.name },
+            version: info.version,
+        };
+        self.propose(Command::MdsNodes(pb::MdsNodes { nodes: vec![node], gone: Vec::new() })).await?;
+        Ok(info.id)
+    }
+
+    async fn probe(&self, at: &Endpoint) -> Result<pb::MemberInfo> {
+        let unreachable = |why: &str| inval(format!("cannot be reached ({why}); start it first"));
+        let conn = match timeout(PROBE_TIMEOUT, self.links.fabric().connect(at, None)).await {
+            Err(_) => return Err(unreachable("no answer")),
+            Ok(Err(e)) if e.code == Code::Unauthenticated => {
+                return Err(inval("is of another cluster: its cluster key differs"));
+            }
+            Ok(r) => r.map_err(|e| unreachable(&e.message))?,
+        };
+        let answer = conn.call(Message::new(opcode::PROBE, pb::MemberProbe {}.encode_to_vec()), PROBE_TIMEOUT).await;
+        conn.close();
+        let no_mds = |e: &dyn std::fmt::Display| inval(format!("is not a metadata server that can join ({e})"));
+        pb::MemberInfo::decode(answer.map_err(|e| no_mds(&e))?.body).map_err(|e| no_mds(&e))
+    }
+
+    /// Promotes and removes. A leader that is to go hands over first and leaves the step to its successor.
+    async fn step(&self, step: pb::MemberStep) -> Result<()> {
+        self.leading()?;
+        if step.promote.len() + step.remove.len() > MAX_STEP {
+            return Err(inval(format!("a step names at most {MAX_STEP} members")));
+        }
+        if step.remove.contains(&self.cfg.id) {
+            let others = self.node.group().await?.voters().filter(|m| m.id != self.cfg.id).count();
+            if others == 0 {
+                return Err(inval(format!(
+                    "metadata server {} is the only voter; add another one before it is removed",
+                    self.cfg.id
+                )));
+            }
+            tracing::info!("hands leadership over, to be removed");
+            self.transfer(0).await?;
+            return Err(Error::not_leader(node_id(self.leadership.borrow().leader)));
+        }
+        let gone: Vec<u32> = step.remove.iter().map(|id| node_id(*id)).collect();
+        self.node.change_members(MemberChange::Step { promote: step.promote, remove: step.remove }).await?;
+        if !gone.is_empty() {
+            // Clients need not try them any more. That the change itself is done counts more than this: the leader's
+            // `announce` does it, too.
+            if let Err(e) = self.propose(Command::MdsNodes(pb::MdsNodes { nodes: Vec::new(), gone })).await {
+                tracing::warn!("the map still names members that were removed: {e}");
+            }
+        }
+        Ok(())
+    }
+
+    async fn transfer(&self, to: u64) -> Result<()> {
+        self.leading()?;
+        if to == self.cfg.id {
+            return Ok(());
+        }
+        self.node.transfer(to).await
+    }
+
+    /// Keeps the connections to the other members as the map has it: those that the configuration does not name, and none
+    /// to those that were removed.
+    pub(super) async fn follow_map(&self) {
+        let mut applied = self.machine.applied_watch();
+        let mut version = u64::MAX;
+        loop {
+            let map = self.map();
+            if map.version() != version {
+                version = map.version();
+                self.meet(&map.map);
+            }
+            if applied.changed().await.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn meet(&self, map: &pb::ClusterMap) {
+        for n in map.nodes.iter().filter(|n| n.role == ROLE_MDS && n.id != self.own_id()) {
+            let configured = self.cfg.peers.iter().any(|p| p.0 == u64::from(n.id));
+            if let Some(at) = n.endpoints.iter().find_map(|e| e.parse().ok()).filter(|_| !configured) {
+                self.node.set_peer(u64::from(n.id), at);
+            }
+        }
+        map.former.iter().for_each(|id| self.node.forget_peer(u64::from(*id)));
+    }
+}
+
+fn lost_log(id: u64) -> Error {
+    inval(format!(
+        "has the id of member {id} but not its log: a member that lost its disk never votes again; stop it, give it an id never \
+         used before, an empty `dir` and `join = true`, and then run `strake mds replace {id} ADDR`"
+    ))
+}
+
+/// Whether a server that says this of itself may become a learner of the group of `cluster`, in which the ids `used` are or were.
+fn check_new(info: &pb::MemberInfo, cluster: &[u8; 16], used: &[u64]) -> Result<()> {
+    if info.cluster[..] != cluster[..] {
+        return Err(inval("is of another cluster: its `fs_name` differs"));
+    }
+    if info.id == 0 || info.id >= u64::from(FIRST_OSS_NODE) {
+        return Err(inval(format!("has id {}; ids are 1 to {}", info.id, FIRST_OSS_NODE - 1)));
+    }
+    if used.contains(&info.id) {
+        let free = (1..u64::from(FIRST_OSS_NODE)).find(|id| !used.contains(id)).unwrap_or(0);
+        return Err(inval(format!(
+            "has id {}, which is or was another server's; stop it, give it one never used before, such as {free}, and an empty `dir`",
+            info.id
+        )));
+    }
+    if !info.voters.is_empty() {
+        return Err(inval(format!(
+            "is a member of a group already (voters {:?}); stop it, empty its `dir` and start it with `join = true`",
+            info.voters
+        )));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_new_server_of_this_cluster_may_join() {
+        let good = pb::MemberInfo { id: 4, cluster: vec![3; 16].into(), ..Default::default() };
+        check_new(&good, &[3; 16], &[1, 2, 3]).unwrap();
+        for (info, word) in [
+            (pb::MemberInfo { cluster: vec![4; 16].into(), ..good.clone() }, "another cluster"),
+            (pb::MemberInfo { cluster: Bytes::new(), ..good.clone() }, "another cluster"),
+            (pb::MemberInfo { id: 0, ..good.clone() }, "ids are"),
+            (pb::MemberInfo { id: 1001, ..good.clone() }, "ids are"),
+            (pb::MemberInfo { id: 3, ..good.clone() }, "such as 4"),
+            (pb::MemberInfo { voters: vec![4], ..good.clone() }, "join = true"),
+        ] {
+            let e = check_new(&info, &[3; 16], &[1, 2, 3]).unwrap_err();
+            assert!(e.code == Code::Inval && e.message.contains(word), "{e}");
+        }
+    }
+}

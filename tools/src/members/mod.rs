@@ -1,0 +1,510 @@
+//! `strake mds list|add|remove|transfer|replace`: the group of metadata servers, managed while clients work.
+//!
+//! Each command brings the group one step after the other to where it is wanted ([`plan`]) and can be repeated at any time. It
+//! speaks to the servers as they do among themselves, with the cluster key. See `docs/membership.md`.
+
+mod plan;
+
+use std::{
+    path::PathBuf,
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use clap::{Args, Subcommand};
+use prost::Message as _;
+use serde_json::{Value, json};
+use strake_fabric::{Endpoint, Env, Fabric, Identity, LeaderFinder, Message, Pool, tcp::TcpFabric};
+use strake_proto::{Code, Error, Result, opcode, pb};
+
+use crate::{
+    config,
+    dev::Cluster,
+    term::{Progress, table},
+};
+use pb::members_request::Change;
+use plan::{Goal, Next};
+
+#[derive(Subcommand)]
+pub enum Command {
+    /// Show the members, who leads and who is behind.
+    List(ListArgs),
+    /// Take new, empty servers in: they learn, catch up and then vote.
+    Add(AddArgs),
+    /// Take a member out.
+    Remove(MemberArgs),
+    /// Hand leadership to a member.
+    Transfer(MemberArgs),
+    /// Put a new, empty server in the place of a member.
+    Replace(ReplaceArgs),
+}
+
+#[derive(Args)]
+pub struct Reach {
+    /// Folder of a local cluster (see `strake up`).
+    #[arg(long, default_value = "strake-cluster", conflicts_with_all = ["mds", "cluster_key"])]
+    dir: PathBuf,
+    /// Metadata servers, tcp:HOST:PORT, instead of a local cluster: any that are in the group.
+    #[arg(long, value_delimiter = ',', requires = "cluster_key")]
+    mds: Vec<String>,
+    /// File with the cluster key.
+    #[arg(long, requires = "mds")]
+    cluster_key: Option<PathBuf>,
+    /// Print the outcome as JSON.
+    #[arg(long)]
+    json: bool,
+    /// How long to wait for servers and for new ones to catch up, in seconds.
+    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    timeout: u64,
+}
+
+#[derive(Args)]
+pub struct ListArgs {
+    #[command(flatten)]
+    reach: Reach,
+}
+
+#[derive(Args)]
+pub struct AddArgs {
+    /// Where the new servers listen, tcp:HOST:PORT.
+    #[arg(required = true)]
+    addr: Vec<String>,
+    #[command(flatten)]
+    reach: Reach,
+}
+
+#[derive(Args)]
+pub struct MemberArgs {
+    /// The member: its id or where it listens, tcp:HOST:PORT.
+    member: String,
+    #[command(flatten)]
+    reach: Reach,
+}
+
+#[derive(Args)]
+pub struct ReplaceArgs {
+    /// The member that goes: its id or where it listens, tcp:HOST:PORT.
+    old: String,
+    /// Where the new server listens, tcp:HOST:PORT.
+    new: String,
+    #[command(flatten)]
+    reach: Reach,
+}
+
+/// One attempt at one server.
+const CALL: Duration = Duration::from_secs(5);
+const PAUSE: Duration = Duration::from_millis(100);
+/// How long `list` looks for a leader before it shows what others know.
+const LEADERLESS: Duration = Duration::from_secs(3);
+/// A member that was not heard of for longer is shown as silent.
+const SILENT_MS: u64 = 2000;
+/// Exit status: not done, or not in order; nothing is wrong with the command.
+const UNFINISHED: u8 = 2;
+
+pub fn run(command: Command) -> Result<ExitCode> {
+    let reach = match &command {
+        Command::List(a) => &a.reach,
+        Command::Add(a) => &a.reach,
+        Command::Remove(a) | Command::Transfer(a) => &a.reach,
+        Command::Replace(a) => &a.reach,
+    };
+    let (json, mut group) = (reach.json, Group::new(reach)?);
+    crate::run(1, async {
+        let outcome = match &command {
+            Command::List(_) => return group.list(json).await,
+            Command::Add(a) => group.add(&a.addr).await,
+            Command::Remove(a) => group.remove(&a.member).await,
+            Command::Transfer(a) => group.transfer(&a.member).await,
+            Command::Replace(a) => group.replace(&a.old, &a.new).await,
+        };
+        group.progress.done();
+        match outcome {
+            Ok((said, now)) => {
+                match json {
+                    true => println!("{:#}", as_json(&now, Some(&said))),
+                    false => tell(&said, &now),
+                }
+                Ok(ExitCode::SUCCESS)
+            }
+            Err(e) if e.code == Code::TimedOut => {
+                eprintln!("strake: {e}; what was done so far stays: repeat the command to go on");
+                Ok(ExitCode::from(UNFINISHED))
+            }
+            Err(e) => Err(e),
+        }
+    })
+}
+
+/// The way to the group's leader.
+struct Group {
+    fabric: TcpFabric,
+    finder: LeaderFinder,
+    deadline: Instant,
+    progress: Progress,
+}
+
+type Outcome = Result<(String, pb::MembersReply)>;
+
+/// A server's address as people give it.
+fn address(text: &str) -> Result<Endpoint> {
+    let full = if text.starts_with("tcp:") { text.to_string() } else { format!("tcp:{text}") };
+    full.parse().map_err(|_| {
+        Error::new(Code::Inval, format!("'{text}' is neither a member's id nor an address; expected tcp:HOST:PORT"))
+    })
+}
+
+impl Group {
+    fn new(reach: &Reach) -> Result<Group> {
+        let (mds, key) = match &reach.cluster_key {
+            Some(path) => (reach.mds.clone(), config::read_key(path)?),
+            None => {
+                let c = Cluster::open(&reach.dir)?;
+                (c.mds_endpoints(), config::read_key(&c.cluster_key())?)
+            }
+        };
+        let mds = mds.iter().map(|m| address(m)).collect::<Result<Vec<Endpoint>>>()?;
+        let fabric = TcpFabric::new(Env::system(), Identity::server(&key), None, Pool::default(), Default::default());
+        let deadline = Instant::now() + Duration::from_secs(reach.timeout);
+        Ok(Group { fabric, finder: LeaderFinder::new(mds), deadline, progress: Progress::new() })
+    }
+
+    /// One attempt at one server.
+    async fn try_at(&mut self, at: &Endpoint, change: Option<Change>) -> Result<pb::MembersReply> {
+        let ask = async {
+            let unreachable = |e: Error| match e.code {
+                Code::Unauthenticated => e.context("the key is not this cluster's cluster key"),
+                _ => Error::new(Code::Disconnected, e.message),
+            };
+            let conn = self.fabric.connect(at, None).await.map_err(unreachable)?;
+            let request = pb::MembersRequest { change }.encode_to_vec();
+            let answer = conn.call(Message::new(opcode::MEMBERS, request), CALL).await;
+            conn.close();
+            pb::MembersReply::decode(answer?.body).map_err(|e| Error::new(Code::Protocol, e.to_string()))
+        };
+        let answer = tokio::time::timeout(CALL, ask).await;
+        let answer = answer.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "no answer")));
+        answer.map_err(|e| e.context(format_args!("metadata server {at}")))
+    }
+
+    /// Learns from an answer who there is, and whom to ask next.
+    fn note(&mut self, r: &pb::MembersReply) {
+        self.finder.learn(r.members.iter().filter(|m| m.voter).filter_map(|m| m.endpoint.parse().ok()));
+        let leader = r.members.iter().find(|m| m.id == r.leader && r.leader != r.id);
+        if let Some(at) = leader.and_then(|m| m.endpoint.parse().ok()) {
+            self.finder.hint(at);
+        }
+    }
+
+    /// Has the leader do it, or only say who is there. Errors that pass are waited out; `Busy` is one of them.
+    async fn ask(&mut self, change: Option<Change>) -> Result<pb::MembersReply> {
+        loop {
+            match self.ask_once(change.clone()).await {
+                Err(e) if passes(&e) => self.pause(&e.message).await?,
+                r => return r,
+            }
+        }
+    }
+
+    async fn ask_once(&mut self, change: Option<Change>) -> Result<pb::MembersReply> {
+        let none = || Error::new(Code::Inval, "no metadata server is named");
+        let at = self.finder.next().ok_or_else(none)?;
+        let list = change.is_none();
+        let r = match self.try_at(&at, change).await {
+            // A change is done by the leader alone; anybody lists.
+            Ok(r) if list && r.id != r.leader => {
+                self.finder.failed(&at);
+                self.note(&r);
+                return Err(Error::new(Code::NotLeader, "no metadata server leads"));
+            }
+            Ok(r) => r,
+            Err(e) => {
+                self.finder.failed(&at);
+                return Err(e);
+            }
+        };
+        self.finder.found(&at);
+        self.note(&r);
+        Ok(r)
+    }
+
+    /// `TimedOut` with what was waited for when the time is over.
+    async fn pause(&mut self, why: &str) -> Result<()> {
+        self.progress.say(why);
+        if Instant::now() >= self.deadline {
+            return Err(Error::new(Code::TimedOut, format!("the time is over ({why})")));
+        }
+        tokio::time::sleep(PAUSE).await;
+        Ok(())
+    }
+
+    /// Goes on until the goal is reached; whether there was anything to do.
+    async fn reach(&mut self, goal: &Goal) -> Result<(bool, pb::MembersReply)> {
+        let mut changed = false;
+        loop {
+            let now = self.ask(None).await?;
+            match plan::next(goal, &now)? {
+                Next::Done => return Ok((changed, now)),
+                Next::Wait(what) => self.pause(&what).await?,
+                Next::Ask(change) => {
+                    changed = true;
+                    match self.ask_once(Some(change)).await {
+                        Ok(_) => {}
+                        // It may have been done; the next list tells.
+                        Err(e) if passes(&e) => self.pause(&e.message).await?,
+                        Err(e) => return Err(e),
+                    }
+                }
+            }
+        }
+    }
+
+    async fn learn(&mut self, addr: &str) -> Result<u64> {
+        let endpoint = address(addr)?.to_string();
+        let before = self.ask(None).await?;
+        let r = self.ask(Some(Change::Learn(pb::MemberLearn { endpoint: endpoint.clone() }))).await?;
+        if before.members.iter().all(|m| m.id != r.learner) {
+            self.progress.say(format!("metadata server {} at {endpoint} learns", r.learner));
+        }
+        Ok(r.learner)
+    }
+
+    async fn add(&mut self, addrs: &[String]) -> Outcome {
+        let addrs = addrs.iter().map(|a| address(a).map(|e| e.to_string())).collect::<Result<Vec<_>>>()?;
+        let mut ids = Vec::new();
+        for addr in &addrs {
+            ids.push(self.learn(addr).await?);
+        }
+        let (changed, now) = self.reach(&Goal::Add(ids.clone())).await?;
+        let each = ids.iter().zip(&addrs).map(|(id, at)| match changed {
+            true => format!("metadata server {id} at {at} is a member and votes"),
+            false => format!("metadata server {id} at {at} is a member already"),
+        });
+        Ok((each.collect::<Vec<_>>().join("\n"), now))
+    }
+
+    /// The id of a member, or of one that was removed.
+    async fn id_of(&mut self, member: &str) -> Result<u64> {
+        let now = self.ask(None).await?;
+        let found = match member.parse::<u64>() {
+            Ok(id) => {
+                let known = now.members.iter().any(|m| m.id == id) || now.former.iter().any(|f| u64::from(*f) == id);
+                known.then_some(id)
+            }
+            Err(_) => {
+                let at = address(member)?.to_string();
+                now.members.iter().find(|m| m.endpoint == at).map(|m| m.id)
+            }
+        };
+        found.ok_or_else(|| {
+            let all: Vec<String> = now.members.iter().map(|m| format!("{} at {}", m.id, m.endpoint)).collect();
+            Error::new(
+                Code::NoEnt,
+                format!("no metadata server {member} in the group; the members are {}", all.join(", ")),
+            )
+        })
+    }
+
+    async fn remove(&mut self, member: &str) -> Outcome {
+        let id = self.id_of(member).await?;
+        let (changed, now) = self.reach(&Goal::Remove(id)).await?;
+        let said = match changed {
+            true => format!("metadata server {id} is no member any more and stops"),
+            false => format!("metadata server {id} was removed before"),
+        };
+        Ok((said, now))
+    }
+
+    async fn transfer(&mut self, member: &str) -> Outcome {
+        let id = self.id_of(member).await?;
+        let (changed, now) = self.reach(&Goal::Transfer(id)).await?;
+        Ok((format!("metadata server {id} leads{}", if changed { "" } else { " already" }), now))
+    }
+
+    async fn replace(&mut self, old: &str, new: &str) -> Outcome {
+        let old = self.id_of(old).await?;
+        let new = self.learn(new).await?;
+        if old == new {
+            let m = format!("metadata server {old} cannot take its own place; start another one with an id of its own");
+            return Err(Error::new(Code::Inval, m));
+        }
+        let (changed, now) = self.reach(&Goal::Replace { old, new }).await?;
+        let said = match changed {
+            true => format!("metadata server {new} is in the place of {old}, which is no member any more and stops"),
+            false => format!("metadata server {new} was put in the place of {old} before"),
+        };
+        Ok((said, now))
+    }
+
+    async fn list(&mut self, json: bool) -> Result<ExitCode> {
+        self.deadline = self.deadline.min(Instant::now() + LEADERLESS);
+        let (now, note) = match self.ask(None).await {
+            Ok(r) => (r, None),
+            Err(e) if e.code == Code::TimedOut => (self.anybody().await.ok_or(e)?, Some("no metadata server leads")),
+            Err(e) => return Err(e),
+        };
+        match json {
+            true => println!("{:#}", as_json(&now, note)),
+            false => {
+                print!("{}", rows(&now));
+                if let Some(n) = note {
+                    println!("{n}; this is what {} knows", now.id);
+                }
+            }
+        }
+        let in_order =
+            note.is_none() && now.members.iter().all(|m| state(m, &now).iter().all(|s| s.starts_with("disk")));
+        Ok(ExitCode::from(if in_order { 0 } else { UNFINISHED }))
+    }
+
+    /// What the one that knows most says of a group without a leader.
+    async fn anybody(&mut self) -> Option<pb::MembersReply> {
+        let mut best: Option<pb::MembersReply> = None;
+        for at in self.finder.all() {
+            if let Ok(r) = self.try_at(&at, None).await
+                && best.as_ref().is_none_or(|b| (b.term, b.last_index) < (r.term, r.last_index))
+            {
+                best = Some(r);
+            }
+        }
+        best
+    }
+}
+
+fn passes(e: &Error) -> bool {
+    matches!(e.code, Code::NotLeader | Code::Disconnected | Code::TimedOut | Code::Overloaded | Code::Busy)
+}
+
+fn role(m: &pb::Member, now: &pb::MembersReply) -> &'static str {
+    match () {
+        () if m.id == now.leader => "leader",
+        () if m.voter => "follower",
+        () => "learner",
+    }
+}
+
+/// What is not as it should be, or still under way.
+fn state(m: &pb::Member, now: &pb::MembersReply) -> Vec<&'static str> {
+    // Only a leader knows of the others.
+    let knows = now.id == now.leader || m.id == now.id;
+    let silent = m.heard_ms.is_none_or(|ms| ms > SILENT_MS);
+    let all = [
+        (m.leaving, "leaving"),
+        (knows && silent, "silent"),
+        (m.copying, "is given a copy of the state"),
+        (knows && !silent && !m.copying && !plan::is_close(m, now.last_index), "behind"),
+        (m.disk & 1 != 0, "disk full"),
+        (m.disk & 2 != 0, "disk slow"),
+    ];
+    all.iter().filter(|(is, _)| *is).map(|(_, what)| *what).collect()
+}
+
+fn rows(now: &pb::MembersReply) -> String {
+    let head = ["ID", "NAME", "ADDRESS", "ROLE", "MATCH", "APPLIED", "LAG", "HEARD", "STATE"];
+    let mut rows = vec![head.map(String::from).to_vec()];
+    for m in &now.members {
+        let knows = now.id == now.leader || m.id == now.id;
+        let number = |n: u64| if knows { n.to_string() } else { "-".into() };
+        let heard = match m.heard_ms {
+            Some(_) if m.id == now.id => "-".into(),
+            Some(ms) if ms < 10_000 => format!("{ms} ms ago"),
+            Some(ms) => format!("{} s ago", ms / 1000),
+            None => "never".into(),
+        };
+        rows.push(vec![
+            m.id.to_string(),
+            m.name.clone(),
+            m.endpoint.clone(),
+            role(m, now).into(),
+            number(m.matched),
+            number(m.applied),
+            number(now.last_index.saturating_sub(m.matched)),
+            heard,
+            state(m, now).join(", "),
+        ]);
+    }
+    table(&rows)
+}
+
+/// What configuration files should name: the metadata servers, and for those themselves with their ids.
+fn configured(now: &pb::MembersReply) -> (Vec<String>, Vec<String>) {
+    let members = || now.members.iter().filter(|m| !m.leaving);
+    let mds = members().map(|m| m.endpoint.clone()).collect();
+    (mds, members().map(|m| format!("{}={}", m.id, m.endpoint)).collect())
+}
+
+fn tell(said: &str, now: &pb::MembersReply) {
+    println!("{said}");
+    print!("{}", rows(now));
+    let (mds, peers) = configured(now);
+    println!("configuration files of mounts and storage servers: mds = {mds:?}");
+    println!("those of metadata servers: peers = {peers:?}");
+}
+
+fn as_json(now: &pb::MembersReply, said: Option<&str>) -> Value {
+    let member = |m: &pb::Member| {
+        json!({
+            "id": m.id, "name": m.name, "address": m.endpoint, "role": role(m, now), "voter": m.voter,
+            "match": m.matched, "applied": m.applied, "lag": now.last_index.saturating_sub(m.matched),
+            "heard_ms": m.heard_ms, "state": state(m, now),
+        })
+    };
+    let (mds, peers) = configured(now);
+    json!({
+        "message": said, "leader": now.leader, "term": now.term, "last_index": now.last_index, "committed": now.committed,
+        "members": now.members.iter().map(member).collect::<Vec<_>>(), "former": now.former,
+        "config": { "mds": mds, "peers": peers },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_as_people_give_them() {
+        for (text, full) in [("tcp:h:1", "tcp:h:1"), ("h:1", "tcp:h:1"), ("10.0.0.1:7400", "tcp:10.0.0.1:7400")] {
+            assert_eq!(address(text).unwrap().to_string(), full);
+        }
+        for bad in ["", "h", "tcp:", "x y", "7400"] {
+            assert_eq!(address(bad).unwrap_err().code, Code::Inval, "{bad}");
+        }
+    }
+
+    #[test]
+    fn what_is_shown_is_what_the_answering_server_can_know() {
+        let member = |id, heard_ms, matched| pb::Member {
+            id,
+            endpoint: format!("tcp:h:{id}"),
+            voter: id < 4,
+            matched,
+            applied: matched,
+            heard_ms,
+            ..Default::default()
+        };
+        let mut now = pb::MembersReply {
+            id: 1,
+            leader: 1,
+            last_index: 5000,
+            members: vec![
+                member(1, Some(0), 5000),
+                member(2, Some(90), 4990),
+                member(3, Some(65_000), 1000),
+                member(4, None, 0),
+            ],
+            ..Default::default()
+        };
+        let text = rows(&now);
+        let line = |n: usize| text.lines().nth(n).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(line(1), "1 tcp:h:1 leader 5000 5000 0 -");
+        assert_eq!(line(2), "2 tcp:h:2 follower 4990 4990 10 90 ms ago");
+        assert_eq!(line(3), "3 tcp:h:3 follower 1000 1000 4000 65 s ago silent");
+        assert_eq!(line(4), "4 tcp:h:4 learner 0 0 5000 never silent");
+        let json = as_json(&now, None);
+        assert_eq!(json["members"][2]["lag"], 4000);
+        assert_eq!(json["config"]["peers"][1], "2=tcp:h:2");
+        // A follower without a leader knows only itself.
+        (now.id, now.leader) = (2, 0);
+        assert!(state(&now.members[2], &now).is_empty());
+        assert!(rows(&now).lines().nth(3).unwrap().contains("  -  "));
+    }
+}

@@ -1,0 +1,175 @@
+//! What to ask next to get the group where it is wanted: pure, so that a command that was cut short can be repeated, by the
+//! same person or another one, at any point.
+
+use strake_proto::{Code, Error, Result, pb};
+
+use pb::members_request::Change;
+
+/// A learner this close is worth asking to be promoted; the leader has the last word.
+const CLOSE: u64 = 1000;
+
+/// What is wanted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Goal {
+    /// These vote.
+    Add(Vec<u64>),
+    /// This one is no member.
+    Remove(u64),
+    /// This one leads.
+    Transfer(u64),
+    /// `new` votes and `old` is no member.
+    Replace { old: u64, new: u64 },
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum Next {
+    Done,
+    Ask(Change),
+    /// Nothing to do yet, with what is waited for.
+    Wait(String),
+}
+
+/// The next step towards `goal` from what the leader says; an error when there is no way.
+pub fn next(goal: &Goal, now: &pb::MembersReply) -> Result<Next> {
+    let get = |id: u64| now.members.iter().find(|m| m.id == id);
+    let was_removed = |id: u64| now.former.iter().any(|f| u64::from(*f) == id);
+    let vanished = |id: u64| Error::new(Code::NoEnt, format!("metadata server {id} is not a member any more"));
+    Ok(match goal {
+        Goal::Add(ids) => {
+            let mut learners = Vec::new();
+            for id in ids {
+                learners.extend(Some(get(*id).ok_or_else(|| vanished(*id))?).filter(|m| !m.voter));
+            }
+            match behind(&learners, now.last_index) {
+                _ if learners.is_empty() => Next::Done,
+                Some(wait) => wait,
+                None => step(learners.iter().map(|m| m.id).collect(), vec![]),
+            }
+        }
+        Goal::Remove(id) => match get(*id) {
+            None if was_removed(*id) => Next::Done,
+            // Between the change and its record in the map.
+            None => Next::Wait(format!("metadata server {id} is out, the cluster map is brought up to date")),
+            Some(m) if m.leaving => Next::Wait(format!("metadata server {id} is leaving")),
+            Some(_) => step(vec![], vec![*id]),
+        },
+        Goal::Transfer(id) if now.leader == *id => Next::Done,
+        Goal::Transfer(id) => Next::Ask(Change::Transfer(pb::MemberTransfer { to: *id })),
+        Goal::Replace { old, new } => {
+            let m = get(*new).ok_or_else(|| vanished(*new))?;
+            let out = get(*old);
+            if m.voter {
+                return next(&Goal::Remove(*old), now);
+            }
+            let others = now.members.iter().filter(|m| m.voter && m.id != *old).count();
+            match behind(&[m], now.last_index) {
+                Some(wait) => wait,
+                // One alone has nobody to hand over to: first there are two.
+                None if out.is_none() || others == 0 => step(vec![*new], vec![]),
+                None => step(vec![*new], vec![*old]),
+            }
+        }
+    })
+}
+
+fn step(promote: Vec<u64>, remove: Vec<u64>) -> Next {
+    Next::Ask(Change::Step(pb::MemberStep { promote, remove }))
+}
+
+/// How far learners are, unless all are close.
+fn behind(learners: &[&pb::Member], last: u64) -> Option<Next> {
+    let far: Vec<String> = learners.iter().filter(|m| !is_close(m, last)).map(|m| progress(m, last)).collect();
+    (!far.is_empty()).then(|| Next::Wait(far.join("; ")))
+}
+
+pub fn is_close(m: &pb::Member, last: u64) -> bool {
+    m.matched != 0 && m.matched + CLOSE >= last && !m.copying
+}
+
+fn progress(m: &pb::Member, last: u64) -> String {
+    let id = m.id;
+    match (m.heard_ms, m.copying, m.matched) {
+        (None, ..) => format!("metadata server {id} has not been heard of yet"),
+        (Some(ms), ..) if ms > 5000 => format!("metadata server {id} was last heard of {} s ago", ms / 1000),
+        (_, true, _) | (_, _, 0) => format!("metadata server {id} is being given a copy of the state"),
+        (_, _, at) => format!("metadata server {id} has {at} of {last} log entries"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Leader 1 at entry 5000. `v2` votes, `l4` learns, `l4~` is behind, `f3` was removed.
+    fn group(text: &str) -> pb::MembersReply {
+        let mut g = pb::MembersReply { leader: 1, last_index: 5000, ..Default::default() };
+        for w in text.split_whitespace() {
+            let id: u64 = w[1..].trim_end_matches('~').parse().unwrap();
+            if w.starts_with('f') {
+                g.former.push(id as u32);
+                continue;
+            }
+            let matched = if w.ends_with('~') { 1000 } else { 5000 };
+            g.members.push(pb::Member {
+                id,
+                voter: w.starts_with('v'),
+                matched,
+                heard_ms: Some(10),
+                ..Default::default()
+            });
+        }
+        g
+    }
+
+    #[track_caller]
+    fn asks(goal: Goal, from: &str, promote: &[u64], remove: &[u64]) {
+        assert_eq!(next(&goal, &group(from)).unwrap(), step(promote.to_vec(), remove.to_vec()), "{goal:?} from {from}");
+    }
+    #[track_caller]
+    fn is(goal: Goal, from: &str, want: &str) {
+        let got = match next(&goal, &group(from)) {
+            Ok(Next::Done) => "done",
+            Ok(Next::Wait(_)) => "wait",
+            Ok(Next::Ask(_)) => "ask",
+            Err(_) => "error",
+        };
+        assert_eq!(got, want, "{goal:?} from {from}");
+    }
+
+    #[test]
+    fn learners_are_promoted_together_once_all_are_close() {
+        asks(Goal::Add(vec![4, 5]), "v1 v2 v3 l4 l5", &[4, 5], &[]);
+        asks(Goal::Add(vec![4, 5]), "v1 v2 v3 v4 l5", &[5], &[]);
+        is(Goal::Add(vec![4, 5]), "v1 v2 v3 l4 l5~", "wait");
+        is(Goal::Add(vec![4]), "v1 v2 v3 v4", "done");
+        is(Goal::Add(vec![4]), "v1 v2 v3 f4", "error");
+    }
+
+    #[test]
+    fn a_member_is_removed_once() {
+        asks(Goal::Remove(2), "v1 v2 v3", &[], &[2]);
+        is(Goal::Remove(2), "v1 v3 f2", "done");
+        is(Goal::Remove(2), "v1 v3", "wait");
+    }
+
+    #[test]
+    fn leadership_is_given_once() {
+        is(Goal::Transfer(1), "v1 v2", "done");
+        is(Goal::Transfer(2), "v1 v2", "ask");
+    }
+
+    #[test]
+    fn a_replacement_goes_on_from_wherever_it_is() {
+        let goal = || Goal::Replace { old: 2, new: 4 };
+        is(goal(), "v1 v2 v3 l4~", "wait");
+        asks(goal(), "v1 v2 v3 l4", &[4], &[2]);
+        asks(goal(), "v1 v2 v3 v4", &[], &[2]);
+        is(goal(), "v1 v3 v4 f2", "done");
+        is(goal(), "v1 v2 v3", "error");
+        // Somebody else removed it meanwhile.
+        asks(goal(), "v1 v3 l4 f2", &[4], &[]);
+        asks(Goal::Replace { old: 1, new: 4 }, "v1 l4", &[4], &[]);
+        asks(Goal::Replace { old: 1, new: 4 }, "v1 v4", &[], &[1]);
+        asks(Goal::Replace { old: 1, new: 4 }, "v1 v2 l4", &[4], &[1]);
+    }
+}
