@@ -105,7 +105,9 @@ impl Core {
     /// session any more.
     pub(crate) fn forget_kept(&self) {
         let all = std::mem::take(&mut *self.idle.0.lock());
-        all.files.into_values().for_each(|(open, _)| drop(self.retire(open)));
+        for (open, _) in all.files.into_values() {
+            let _ = self.retire(open);
+        }
     }
 
     /// Closes what cannot be opened from memory any more.

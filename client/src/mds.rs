@@ -403,8 +403,11 @@ impl Core {
                 self.greeted.notify_one();
             }
         } else {
-            // Another leader than the one that was greeted, perhaps.
+            // The same server was elected again. What was asked for on this connection may run yet, so another one is greeted.
             self.memory.greeted(0, 0);
+            if !hello {
+                return Err(Error::new(Code::Disconnected, "the metadata leader has no leases for this connection"));
+            }
         }
         match r.map {
             Some(map) => self.install_map(map),

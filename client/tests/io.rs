@@ -363,7 +363,11 @@ async fn a_file_is_opened_again_without_a_request_until_somebody_changes_it() {
         assert_eq!((attr.size, &join(&f.read(0, 9).await.unwrap())[..]), (5, &b"hello"[..]));
         // Closed or just dropped, and two at a time.
         let (g, _) = open(0).await;
-        if i % 2 == 0 { f.close().await.unwrap() } else { drop(f) }
+        if i % 2 == 0 {
+            f.close().await.unwrap()
+        } else {
+            drop(f)
+        }
         g.close().await.unwrap();
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

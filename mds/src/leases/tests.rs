@@ -190,14 +190,14 @@ fn a_full_session_forgets_what_it_has_had_for_longest() {
     assert!(!t.grant(ms(20), A, 1, 99) && t.grant(ms(20), A, 1, 201), "not while it is to be forgotten");
     // A change meanwhile finds the copy that is still there.
     assert!(changed(&mut t, ms(21), None, 98) && t.owing(98).eq([A]));
-    let changed = t.ticket();
-    assert!(!t.is_settled(changed, [98]) && !t.is_all_settled(changed) && t.is_settled(changed, [99]));
+    let number = t.ticket();
+    assert!(!t.is_settled(number, [98]) && !t.is_all_settled(number) && t.is_settled(number, [99]));
     let sent = t.recalls(ms(22), A, before);
     assert_eq!(sent.iter().map(|r| r.1).collect::<BTreeSet<_>>(), [98, 99].into());
     assert_eq!(sent.len(), 3);
-    let rest = t.recalls(ms(22), A, changed - 1);
-    assert!(rest == [(changed, 98)] && !t.is_settled(changed, [98]), "the number before is not the change's");
-    assert!(t.recalls(ms(22), A, changed).is_empty() && t.is_settled(changed, [98]));
+    let rest = t.recalls(ms(22), A, number - 1);
+    assert!(rest == [(number, 98)] && !t.is_settled(number, [98]), "the number before is not the change's");
+    assert!(t.recalls(ms(22), A, number).is_empty() && t.is_settled(number, [98]));
     assert!(t.grant(ms(23), A, 1, 99) && t.grant(ms(23), A, 1, 98) && changed(&mut t, ms(24), None, 99));
     t.ended(ms(24), A, true);
     assert!(!changed(&mut t, ms(24), None, 98) && t.held == 0 && t.owed() == 0);
