@@ -9,9 +9,11 @@ use std::{
     os::unix::fs::{FileExt, PermissionsExt},
     path::{Path, PathBuf},
     process::Output,
+    time::Duration,
 };
 
-use common::{kill, ok, refused, strake, text};
+use common::{kill, ok, refused, signal, strake, text};
+use rustix::process::Signal;
 use serde_json::Value;
 
 /// A small cluster in a folder of its own; stopped when dropped.
@@ -238,6 +240,37 @@ fn a_peer_or_a_log_reader_that_goes_ends_nobody() {
 
 /// A mount that dies between a write and the report of its size leaves bytes beyond the end. The next one is told by the
 /// dead one's lifeline, so nothing here waits for a session's term.
+/// Between execve(2) and the program's first instruction its files are closed, which may wait for servers; whoever reads
+/// `/proc/PID/stat` of it waits, too.
+#[test]
+fn programs_begin_with_files_of_a_mount_whose_servers_stand_still() {
+    if !can_mount() {
+        return;
+    }
+    let small = Small::new();
+    ok(&small.up(&["--mount", small.mnt.to_str().unwrap()]));
+    let pid = |name: &str| fs::read_to_string(small.dir.join(format!("run/{name}.pid"))).unwrap();
+    let open: Vec<fs::File> = (0..4).map(|i| fs::File::create(small.mnt.join(format!("f{i}"))).unwrap()).collect();
+    signal(&pid("mds1"), Signal::STOP);
+    for mut f in &open {
+        f.write_all(&[1; 5000]).unwrap();
+    }
+    let (done, all) = std::sync::mpsc::channel();
+    for _ in 0..6 {
+        let done = done.clone();
+        std::thread::spawn(move || done.send(std::process::Command::new("true").status().unwrap()));
+    }
+    let early = all.recv_timeout(Duration::from_secs(2));
+    signal(&pid("mds1"), Signal::CONT);
+    for _ in u8::from(early.is_ok())..6 {
+        if let Err(e) = all.recv_timeout(Duration::from_secs(60)) {
+            kill(&pid("mount"));
+            panic!("programs do not begin: {e}");
+        }
+    }
+    assert!(early.is_err(), "nothing was waited for");
+}
+
 #[test]
 fn what_a_killed_mount_wrote_beyond_the_end_never_shows() {
     if !can_mount() {

@@ -154,6 +154,8 @@ pub struct Driver {
     /// When this member began to lead, and when it last handed on because of its disk.
     led_since: Duration,
     yielded: Duration,
+    /// Since when its disk is slow or full.
+    unfit: Option<Duration>,
     /// Ticks since this member applied its own removal.
     removed: Option<u32>,
     health: Arc<Health>,
@@ -209,6 +211,7 @@ impl Driver {
             heard: BTreeMap::new(),
             led_since: Duration::ZERO,
             yielded: Duration::ZERO,
+            unfit: None,
             removed: None,
             health,
             slow,

@@ -4,12 +4,17 @@ use std::{
     fs,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
+    sync::mpsc,
+    thread,
+    time::Duration,
 };
 
 use strake_fuse::table::{self, Mounted};
 
 /// Lines of a list; more are counted.
 const MOST: usize = 20;
+/// With one process.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// One reason why a mount is busy.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,8 +35,7 @@ pub fn of(mount: &Mounted) -> Vec<String> {
     };
     pids.sort_unstable();
     for pid in pids {
-        let (user, command) = (user_of(pid), command_of(pid));
-        lines.extend(uses_of(mount, pid).into_iter().map(|u| format!("pid {pid}, {user}, {command}: {}", u.what)));
+        lines.extend(lines_of(mount.clone(), pid));
     }
     let more = lines.len().saturating_sub(MOST);
     lines.truncate(MOST);
@@ -43,6 +47,19 @@ pub fn of(mount: &Mounted) -> Vec<String> {
         lines.push(format!("by {who}something that no process shows: a loop device, an NFS export, another namespace"));
     }
     lines
+}
+
+/// A program that begins (execve) while a file is closed for it can be looked at only when the file's server has answered.
+fn lines_of(mount: Mounted, pid: u32) -> Vec<String> {
+    let (looked, seen) = mpsc::channel();
+    thread::spawn(move || {
+        let (user, command) = (user_of(pid), command_of(pid));
+        let line = |u: Use| format!("pid {pid}, {user}, {command}: {}", u.what);
+        let _ = looked.send(uses_of(&mount, pid).into_iter().map(line).collect());
+    });
+    seen.recv_timeout(PATIENCE).unwrap_or_else(|_| {
+        vec![format!("pid {pid}, {}: waits for something, and cannot be looked at before", command_of(pid))]
+    })
 }
 
 fn uses_of(mount: &Mounted, pid: u32) -> Vec<Use> {

@@ -18,8 +18,12 @@ pub fn ok(out: &Output) -> String {
 
 /// SIGKILL to the process of a file with a process id.
 pub fn kill(pid: &str) {
+    signal(pid, rustix::process::Signal::KILL);
+}
+
+pub fn signal(pid: &str, signal: rustix::process::Signal) {
     let pid = rustix::process::Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    rustix::process::kill_process(pid, signal).unwrap();
 }
 
 /// Fails with a message that has all of `words`.

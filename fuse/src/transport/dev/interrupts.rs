@@ -98,7 +98,14 @@ pub fn is_dying(tid: u32) -> bool {
     if dies_of_signal(&status) {
         return true;
     }
-    fs::read_to_string(format!("/proc/{tid}/stat")).map_or(true, |s| is_exiting(&s))
+    // Newer kernels have a reader of `stat` wait while a program begins by execve(2), which in turn may wait for this daemon to
+    // answer the close of what shall not live on. A program that begins has memory, one that ends has not.
+    !has_memory(&status) && fs::read_to_string(format!("/proc/{tid}/stat")).map_or(true, |s| is_exiting(&s))
+}
+
+/// From `/proc/TID/status`. Neither threads of the kernel have any of their own, nor threads that are closing their files at their end.
+fn has_memory(status: &str) -> bool {
+    status.lines().any(|l| l.starts_with("VmSize:"))
 }
 
 /// From `/proc/TID/status`: whether a pending signal will end the process. SIGKILL stands for every signal that does so

@@ -138,8 +138,15 @@ impl Driver {
     fn yield_unfit_disk(&mut self) {
         let disk = self.health.disk.load(Relaxed);
         let now = self.env.boot();
+        if disk == 0 {
+            self.unfit = None;
+            return;
+        }
+        // What slows this disk may slow theirs: they have a moment to find out and say so.
+        let unfit = *self.unfit.get_or_insert(now);
+        let settled = now.saturating_sub(unfit) >= 2 * self.election();
         let since = self.led_since.max(self.yielded);
-        if disk == 0 || !self.leads_own_term() || now.saturating_sub(since) < OFFICE * self.election() {
+        if !settled || !self.leads_own_term() || now.saturating_sub(since) < OFFICE * self.election() {
             return;
         }
         let group = self.group();

@@ -254,7 +254,10 @@ impl World {
     }
 
     fn change(&mut self, id: u64) {
-        let (who, what, with) = (self.anyone(), self.below(4), self.anyone());
+        let (any, what, with) = (self.anyone(), self.below(4), self.anyone());
+        let id = leader_of(&self.nodes).filter(|_| any != id).unwrap_or(id);
+        // Those who wait for it are rather promoted than not.
+        let who = self.nodes[&id].core.conf().learners.first().copied().filter(|_| what > 1).unwrap_or(any);
         let has_state = !self.nodes[&who].core.has_lost_state();
         let n = self.node(id);
         let voters = n.core.voters().len();
