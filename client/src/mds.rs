@@ -243,6 +243,7 @@ impl Core {
                 Ok(()) => self.answered(Kind::Metadata, ""),
                 Err(e) if e.code == Code::NoSession => {}
                 Err(e) => {
+                    self.learn_leader(&leader, &e).await;
                     self.note_failure(&leader, &e);
                     return Err(e);
                 }
@@ -255,6 +256,20 @@ impl Core {
         self.finder.lock().found(&leader.at);
         link.current = Some(leader.clone());
         Ok(leader)
+    }
+
+    /// One that does not lead may name one that was taken in a moment ago: its map has that one's address.
+    async fn learn_leader(&self, asked: &Leader, e: &Error) {
+        let map = self.map();
+        if e.code != Code::NotLeader || e.leader == 0 || map.node(e.leader).is_some() {
+            return;
+        }
+        let m = Message::new(opcode::MAP, pb::MapRequest { have: map.version() }.encode_to_vec());
+        let reply = asked.conn.call(m, Duration::from_secs(1)).await;
+        let map = reply.and_then(|m| decode::<pb::MapReply>(&m)).and_then(|r| r.map.map_or(Ok(()), |m| self.install_map(m)));
+        if let Err(e) = map {
+            tracing::debug!("asking {} who leads: {e}", asked.at);
+        }
     }
 
     fn note_failure(&self, leader: &Leader, e: &Error) {
@@ -277,6 +292,7 @@ impl Core {
         let mut link = self.link.lock().await;
         if link.current.as_ref().is_some_and(|l| l.number == leader.number) {
             link.current = None;
+            self.learn_leader(leader, e).await;
             self.note_failure(leader, e);
         }
     }

@@ -3,8 +3,9 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
+use prost::Message as _;
 use strake_fabric::{Connection, Endpoint, Env, Fabric, LeaderFinder, Message};
-use strake_proto::{Code, Error, NodeId, Result, map::MapView};
+use strake_proto::{Code, Error, NodeId, Result, map::MapView, opcode, pb};
 
 /// Failures older than this are no longer reported.
 const RECENT: Duration = Duration::from_secs(1);
@@ -121,15 +122,29 @@ impl MdsLink {
                 Code::NotLeader | Code::Disconnected | Code::TimedOut | Code::Unauthenticated | Code::Protocol => {
                     self.open = None;
                     self.finder.failed(&at);
-                    let hint = (e.code == Code::NotLeader).then(|| map.node(e.leader)).flatten();
-                    if let Some(leader) = hint.and_then(|n| n.endpoints.iter().find_map(|e| e.parse().ok())) {
-                        self.finder.hint(leader);
+                    if e.code == Code::NotLeader && e.leader != 0 {
+                        self.hint(map, &*conn, e.leader).await;
                     }
                 }
                 _ => {}
             },
         }
         result
+    }
+
+    /// Asks the leader next. That may be one that was taken in a moment ago: the map of whoever named it has its address.
+    async fn hint(&mut self, map: &MapView, named_by: &dyn Connection, leader: NodeId) {
+        let address = |n: &pb::Node| n.endpoints.iter().find_map(|e| e.parse::<Endpoint>().ok());
+        let mut at = map.node(leader).and_then(address);
+        if at.is_none() {
+            let m = Message::new(opcode::MAP, pb::MapRequest { have: map.version() }.encode_to_vec());
+            let reply = named_by.call(m, Duration::from_secs(1)).await.ok();
+            let newer = reply.and_then(|m| pb::MapReply::decode(m.body).ok()?.map);
+            at = newer.and_then(|map| map.nodes.iter().find(|n| n.id == leader).and_then(address));
+        }
+        if let Some(at) = at {
+            self.finder.hint(at);
+        }
     }
 
     async fn connection(&mut self) -> Result<(Endpoint, Arc<dyn Connection>)> {
