@@ -193,6 +193,7 @@ impl Core {
             let cause = match leader.unwrap_or_else(|_| Err(none())) {
                 Ok(leader) => {
                     Counters::add(&self.stats.meta_requests, 1);
+                    Counters::add(&self.stats.operations, u64::from(opcode == opcode::META));
                     let limit = one_try.min(at.left()).max(MIN_TRY);
                     match leader.conn.call(Message::new(opcode, body(leader.number)), limit).await {
                         Ok(m) => {
