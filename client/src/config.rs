@@ -84,12 +84,12 @@ impl Config {
 }
 
 macro_rules! stats {
-    ($($(#[doc = $doc:literal])* $name:ident,)* gauges: $($(#[doc = $gauge_doc:literal])* $gauge:ident,)*) => {
+    ({ $($(#[$doc:meta])* $name:ident,)* } { $($(#[$gauge_doc:meta])* $gauge:ident,)* }) => {
         /// Counters since start.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct Stats {
-            $($(#[doc = $doc])* pub $name: u64,)*
-            $($(#[doc = $gauge_doc])* pub $gauge: u64,)*
+            $($(#[$doc])* pub $name: u64,)*
+            $($(#[$gauge_doc])* pub $gauge: u64,)*
         }
 
         impl Stats {
@@ -111,7 +111,7 @@ macro_rules! stats {
     };
 }
 
-stats!(
+stats!({
     /// Bytes that reads returned.
     read_bytes,
     /// Of those, bytes that were in memory already.
@@ -146,12 +146,12 @@ stats!(
     sessions_lost,
     /// Longest time one request was retried, milliseconds.
     longest_stall_ms,
-    gauges:
+} {
     /// Bytes that are written and not yet known to be stable, now.
     unstable_bytes,
     /// Memory in use for bytes that were read, now.
     cache_bytes,
-);
+});
 
 impl Counters {
     pub fn add(counter: &AtomicU64, n: u64) {

@@ -89,6 +89,8 @@ pub(crate) struct Core {
     /// A run of zeros, for holes.
     pub zero: Buf,
     closed: AtomicBool,
+    /// Its session ends, and there will be no other.
+    ending: AtomicBool,
     pub(crate) read_only: AtomicBool,
     pub(crate) away: Mutex<Away>,
 }
@@ -187,6 +189,7 @@ impl Core {
                 z.freeze()
             },
             closed: AtomicBool::new(false),
+            ending: AtomicBool::new(false),
             away: Mutex::default(),
             read_only: AtomicBool::new(cfg.read_only),
             stats: Counters::default(),
@@ -210,6 +213,12 @@ impl Core {
     }
     pub fn set_closed(&self) {
         self.closed.store(true, Relaxed);
+    }
+    pub fn is_ending(&self) -> bool {
+        self.ending.load(Relaxed)
+    }
+    pub fn set_ending(&self) {
+        self.ending.store(true, Relaxed);
     }
 
     /// Runs an operation to its end even if the caller goes away: what was begun is finished or retried, never left

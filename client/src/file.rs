@@ -23,7 +23,7 @@ use crate::{
     Client,
     cache::{Part, Reader, Tenure, UNIT},
     config::Counters,
-    core::{Core, ROOM_UNIT},
+    core::Core,
     idle,
     inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed, Release, Writer},
     keep,
@@ -216,15 +216,15 @@ impl Core {
         }
     }
 
-    /// Fetches a range into the cache, in parts of a unit at most, as far as there is room.
-    fn prefetch(self: &Arc<Self>, inode: &Arc<Inode>, tenure: Tenure, range: Range<u64>, size: u64) {
+    /// Fetches a range into the cache, in parts of a unit at most, as far as there is room. Returns how far that was.
+    fn prefetch(self: &Arc<Self>, inode: &Arc<Inode>, tenure: Tenure, range: Range<u64>, size: u64) -> u64 {
         let units = range.start / UNIT..range.end.div_ceil(UNIT);
         for unit in units.map(|n| range.start.max(n * UNIT)..((n + 1) * UNIT).min(size)) {
             let mut cache = self.cache.lock();
             for part in cache.missing(inode.ino, tenure, unit) {
                 let (done, rx) = watch::channel(false);
                 let id = cache.expect_ahead(inode.ino, tenure, part.clone(), Instant::now(), rx);
-                let Some(id) = id else { return };
+                let Some(id) = id else { return part.start };
                 let (core, inode) = (self.clone(), inode.clone());
                 self.env.spawn(async move {
                     let bytes = core.read_range(&inode, part).await.ok();
@@ -233,10 +233,17 @@ impl Core {
                 });
             }
         }
+        range.end
     }
 
     /// One part of a read: from the cache if it came, else from the servers.
-    async fn fetch_part(self: &Arc<Self>, inode: &Inode, tenure: Tenure, part: Part, reader: Reader) -> Result<Vec<Buf>> {
+    async fn fetch_part(
+        self: &Arc<Self>,
+        inode: &Inode,
+        tenure: Tenure,
+        part: Part,
+        reader: Reader,
+    ) -> Result<Vec<Buf>> {
         match part {
             Part::Here(bufs) => {
                 Counters::add(&self.stats.cached_bytes, segments::total(&bufs) as u64);
@@ -259,7 +266,13 @@ impl Core {
     }
 
     /// Bytes that are not here; they are kept, unless somebody is passing through who will not come back.
-    async fn fetch(self: &Arc<Self>, inode: &Inode, tenure: Tenure, range: Range<u64>, reader: Reader) -> Result<Vec<Buf>> {
+    async fn fetch(
+        self: &Arc<Self>,
+        inode: &Inode,
+        tenure: Tenure,
+        range: Range<u64>,
+        reader: Reader,
+    ) -> Result<Vec<Buf>> {
         let id = match reader {
             Reader::Returns => self.cache.lock().expect(inode.ino, tenure, range.clone()),
             Reader::Streams => None,
@@ -429,7 +442,8 @@ impl File {
             h.ahead.lock().wasted();
         }
         if let Some(ahead) = ahead {
-            h.core.prefetch(&h.inode, tenure, ahead, size);
+            let end = h.core.prefetch(&h.inode, tenure, ahead, size);
+            h.ahead.lock().reached(end);
         }
         (parts, reader)
     }

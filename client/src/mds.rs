@@ -301,6 +301,9 @@ impl Core {
         if let Some(s) = self.current_session() {
             return Ok(s);
         }
+        if self.is_ending() {
+            return Err(Error::new(Code::Io, "the client is being closed"));
+        }
         let body = pb::SessionOpenRequest {
             client_uuid: self.uuid.to_vec().into(),
             hostname: self.cfg.hostname.clone(),
@@ -432,6 +435,9 @@ impl Core {
     /// Background: keeps the session, or replaces a lost one and reopens what is open.
     pub(crate) async fn renew(self: Arc<Self>) {
         let Some(s) = self.current_session() else {
+            if self.is_ending() {
+                return;
+            }
             match self.session().await {
                 Ok(_) => self.reopen_all().await,
                 Err(e) => tracing::warn!("{e}"),
@@ -458,6 +464,8 @@ impl Core {
 
     /// Ends the session; what is open is closed by that.
     pub(crate) async fn end_session(self: &Arc<Self>) -> Result<()> {
+        // Before it is taken away: whoever finds none must not open another.
+        self.set_ending();
         let Some(s) = self.session.lock().take() else { return Ok(()) };
         let body = Bytes::from(pb::SessionCloseRequest { session: s.id }.encode_to_vec());
         let mut at = self.attempts_for("closing the session", Duration::from_secs(5));

@@ -211,11 +211,7 @@ impl Memory {
 
     /// Those of the files of which it is known that somebody may open them. Asked for only if something was forgotten since
     /// `forgotten`, which is brought up to date.
-    pub fn openable<'a>(
-        &self,
-        forgotten: &mut u64,
-        files: impl Iterator<Item = &'a Ino>,
-    ) -> Option<BTreeSet<Ino>> {
+    pub fn openable<'a>(&self, forgotten: &mut u64, files: impl Iterator<Item = &'a Ino>) -> Option<BTreeSet<Ino>> {
         let table = &self.leased.lock().table;
         if std::mem::replace(forgotten, table.forgot_openers()) == *forgotten {
             return None;

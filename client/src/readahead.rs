@@ -71,6 +71,11 @@ impl ReadAhead {
         self.asked
     }
 
+    /// Only what lies below `end` is being read ahead: there is no room for more.
+    pub fn reached(&mut self, end: u64) {
+        self.asked = self.asked.min(end);
+    }
+
     /// What was to be read ahead is not there when it is read: there was no room for it, or not for so long.
     pub fn wasted(&mut self) {
         self.window = (self.window / 2).max(FIRST_WINDOW.min(self.limit));

@@ -272,11 +272,7 @@ mod tests {
                 a.wait(limit)
             })
         };
-        let answers = [
-            (Ask::ReadOnly(true), "ok"),
-            (Ask::State, "state 5 bytes\n wait"),
-            (Ask::Stats, "stats a=1"),
-        ];
+        let answers = [(Ask::ReadOnly(true), "ok"), (Ask::State, "state 5 bytes\n wait"), (Ask::Stats, "stats a=1")];
         for (want, said) in answers {
             let (ask, reply) = control.next().await.unwrap();
             assert_eq!(ask, want);

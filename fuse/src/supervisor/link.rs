@@ -198,7 +198,8 @@ mod tests {
         let texts = |t: &str| [Message::State(t.into()), Message::Counts(t.into()), Message::Ended(t.into())];
         let texts = ["", "5 bytes"].map(texts);
         let asked = [Message::Ask, Message::Count];
-        let plain = [Message::Mounted, Message::TakeOver, Message::Serving, Message::Unmounted].into_iter().chain(asked);
+        let plain =
+            [Message::Mounted, Message::TakeOver, Message::Serving, Message::Unmounted].into_iter().chain(asked);
         for m in plain.chain([true, false].map(Message::ReadOnly)).chain(texts.into_iter().flatten()) {
             assert_eq!(Message::decode(&m.encode()), Some(m));
         }

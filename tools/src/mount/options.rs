@@ -298,8 +298,10 @@ mod tests {
 
     #[test]
     fn later_ones_win() {
-        let o =
-            of("ro,soft,rw,timeout=5,,hard,noexec,exec,noatime,key_file=/k,secretfile=/s,attr_timeout=0.5,cache_bytes=0").unwrap();
+        let o = of(
+            "ro,soft,rw,timeout=5,,hard,noexec,exec,noatime,key_file=/k,secretfile=/s,attr_timeout=0.5,cache_bytes=0",
+        )
+        .unwrap();
         assert_eq!((o.read_only, o.soft, o.timeout), (Some(false), Some(false), Some(5)));
         assert_eq!((o.key_file.unwrap(), o.attr_timeout, o.cache_bytes), (PathBuf::from("/s"), Some(0.5), Some(0)));
         let base = table::DEFAULT_FLAGS;
