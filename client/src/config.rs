@@ -28,10 +28,9 @@ pub struct Config {
     pub pid: u64,
     /// Longest read-ahead window of one open file, bytes; 0 turns read-ahead off.
     pub read_ahead_bytes: usize,
-    /// Memory for data that was read ahead, bytes, over all files.
+    /// Memory for bytes of files that were read or read ahead, over all files; at most half of the fabric's buffer pool is
+    /// taken. 0: nothing is kept, and nothing read ahead.
     pub cache_bytes: usize,
-    /// Age at which data that was read ahead is no longer served.
-    pub cache_ttl: Duration,
     /// Data requests in flight, over all files.
     pub max_inflight_pieces: usize,
     /// Bytes written but not yet stable that are kept for repetition; writers wait beyond it.
@@ -68,7 +67,6 @@ impl Config {
             pid: u64::from(std::process::id()),
             read_ahead_bytes: 16 << 20,
             cache_bytes: 128 << 20,
-            cache_ttl: Duration::from_secs(1),
             max_inflight_pieces: 32,
             unstable_limit: 256 << 20,
             flush_age: Duration::from_secs(1),
@@ -85,62 +83,75 @@ impl Config {
     }
 }
 
-/// Counters since start.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
-    /// Bytes that reads returned.
-    pub read_bytes: u64,
-    /// Bytes that writes took.
-    pub written_bytes: u64,
-    /// Requests to metadata servers, retries included.
-    pub meta_requests: u64,
-    /// Requests to object storage servers, retries included.
-    pub data_requests: u64,
-    /// Requests repeated after an error that passes.
-    pub retries: u64,
-    /// Writes repeated because their bytes changed on the way.
-    pub resends: u64,
-    /// Unstable writes repeated because a replica restarted.
-    pub replays: u64,
-    /// Replies whose bytes did not match their checksums.
-    pub corrupt_replies: u64,
-    /// Times another metadata leader (or a new connection to it) took over.
-    pub failovers: u64,
-    /// Sessions that were lost and replaced.
-    pub sessions_lost: u64,
-    /// Bytes served from read-ahead.
-    pub read_ahead_bytes: u64,
-    /// Longest time one request was retried, milliseconds.
-    pub longest_stall_ms: u64,
-    /// Bytes that are written and not yet known to be stable, now.
-    pub unstable_bytes: u64,
-}
+macro_rules! stats {
+    ({ $($(#[$doc:meta])* $name:ident,)* } { $($(#[$gauge_doc:meta])* $gauge:ident,)* }) => {
+        /// Counters since start.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct Stats {
+            $($(#[$doc])* pub $name: u64,)*
+            $($(#[$gauge_doc])* pub $gauge: u64,)*
+        }
 
-macro_rules! counters {
-    ($($name:ident),*) => {
+        impl Stats {
+            /// All of them by their names.
+            pub fn fields(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name),)* $((stringify!($gauge), self.$gauge),)*]
+            }
+        }
+
         #[derive(Default)]
-        pub(crate) struct Counters { $(pub $name: AtomicU64,)* pub longest_stall_ms: AtomicU64 }
+        pub(crate) struct Counters { $(pub $name: AtomicU64,)* }
+
         impl Counters {
-            pub fn read(&self, unstable_bytes: u64) -> Stats {
-                Stats { $($name: self.$name.load(Relaxed),)*
-                    longest_stall_ms: self.longest_stall_ms.load(Relaxed), unstable_bytes }
+            /// The gauges are 0.
+            pub fn read(&self) -> Stats {
+                Stats { $($name: self.$name.load(Relaxed),)* ..Stats::default() }
             }
         }
     };
 }
-counters!(
+
+stats!({
+    /// Bytes that reads returned.
     read_bytes,
+    /// Of those, bytes that were in memory already.
+    cached_bytes,
+    /// Bytes that writes took.
     written_bytes,
+    /// Opens that were answered from memory.
+    cached_opens,
+    /// Requests to metadata servers, retries included; those by which recalls are waited for are not.
     meta_requests,
+    /// Of those, requests about names and files: all but what keeps the session, its leases and the cluster map.
+    operations,
+    /// Requests to object storage servers, retries included.
     data_requests,
+    /// Of those, reads of bytes, and writes.
+    data_reads,
+    /// See `data_reads`.
+    data_writes,
+    /// Inodes that the metadata servers had this client forget.
+    recalls,
+    /// Requests repeated after an error that passes.
     retries,
+    /// Writes repeated because their bytes changed on the way.
     resends,
+    /// Unstable writes repeated because a replica restarted.
     replays,
+    /// Replies whose bytes did not match their checksums.
     corrupt_replies,
+    /// Times another metadata leader (or a new connection to it) took over.
     failovers,
+    /// Sessions that were lost and replaced.
     sessions_lost,
-    read_ahead_bytes
-);
+    /// Longest time one request was retried, milliseconds.
+    longest_stall_ms,
+} {
+    /// Bytes that are written and not yet known to be stable, now.
+    unstable_bytes,
+    /// Memory in use for bytes that were read, now.
+    cache_bytes,
+});
 
 impl Counters {
     pub fn add(counter: &AtomicU64, n: u64) {

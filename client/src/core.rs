@@ -25,6 +25,7 @@ use tokio::{
 
 use crate::{
     away::{Away, Kind},
+    cache::Cache,
     config::{Config, Counters},
     conns::Conns,
     found::Found,
@@ -78,15 +79,18 @@ pub(crate) struct Core {
     pub conns: Conns,
     /// Data requests in flight.
     pub pieces: Arc<Semaphore>,
-    /// Room for unstable bytes and for bytes read ahead, in [`ROOM_UNIT`]s.
+    /// Room for unstable bytes, in [`ROOM_UNIT`]s.
     pub unstable_room: Arc<Semaphore>,
-    pub cache_room: Arc<Semaphore>,
+    /// Bytes of files that were read.
+    pub cache: Mutex<Cache>,
     pub unstable: Mutex<Unstable<Hold>>,
     pub flush_wanted: Notify,
     pub(crate) flushing: Mutex<BTreeMap<ChainId, Arc<AsyncMutex<()>>>>,
     /// A run of zeros, for holes.
     pub zero: Buf,
     closed: AtomicBool,
+    /// Its session ends, and there will be no other.
+    ending: AtomicBool,
     pub(crate) read_only: AtomicBool,
     pub(crate) away: Mutex<Away>,
 }
@@ -175,7 +179,7 @@ impl Core {
             conns: Conns::new(cfg.connections_per_node.max(1)),
             pieces: Arc::new(Semaphore::new(cfg.max_inflight_pieces.max(1))),
             unstable_room: rooms(cfg.unstable_limit),
-            cache_room: rooms(cfg.cache_bytes),
+            cache: Mutex::new(Cache::new((cfg.cache_bytes as u64).min(fabric.pool().stats().limit / 2))),
             unstable: Mutex::default(),
             flush_wanted: Notify::new(),
             flushing: Mutex::default(),
@@ -185,6 +189,7 @@ impl Core {
                 z.freeze()
             },
             closed: AtomicBool::new(false),
+            ending: AtomicBool::new(false),
             away: Mutex::default(),
             read_only: AtomicBool::new(cfg.read_only),
             stats: Counters::default(),
@@ -208,6 +213,12 @@ impl Core {
     }
     pub fn set_closed(&self) {
         self.closed.store(true, Relaxed);
+    }
+    pub fn is_ending(&self) -> bool {
+        self.ending.load(Relaxed)
+    }
+    pub fn set_ending(&self) {
+        self.ending.store(true, Relaxed);
     }
 
     /// Runs an operation to its end even if the caller goes away: what was begun is finished or retried, never left
@@ -365,13 +376,10 @@ impl Core {
         self.env.spawn(flush_loop(weak));
     }
 
-    /// Reports all sizes that grew, some at a time; forgets what was read ahead and never used.
+    /// Reports all sizes that grew, some at a time.
     async fn push_sizes(self: Arc<Self>) {
-        let (now, all) = (Instant::now(), self.live_inodes());
-        for inode in &all {
-            inode.cache.lock().expire(now, self.cfg.cache_ttl);
-        }
-        let dirty = all.into_iter().filter(|inode| inode.is_dirty());
+        self.cache.lock().age(Instant::now());
+        let dirty = self.live_inodes().into_iter().filter(|inode| inode.is_dirty());
         let report = |inode: Arc<Inode>| {
             let core = self.clone();
             async move {

@@ -108,6 +108,8 @@ impl Core {
             return Err(Error::new(Code::StaleEpoch, format!("chain {} changed", chain.id)));
         }
         Counters::add(&self.stats.data_requests, 1);
+        Counters::add(&self.stats.data_reads, u64::from(m.opcode == opcode::READ));
+        Counters::add(&self.stats.data_writes, u64::from(m.opcode == opcode::WRITE));
         let call = conn.call(m, DATA_TRY);
         tokio::pin!(call);
         loop {

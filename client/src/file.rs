@@ -21,9 +21,9 @@ use tokio::time::Instant;
 
 use crate::{
     Client,
-    cache::{Part, UNIT},
+    cache::{Part, Reader, Tenure, UNIT},
     config::Counters,
-    core::{Core, ROOM_UNIT},
+    core::Core,
     idle,
     inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed, Release, Writer},
     keep,
@@ -36,6 +36,8 @@ const O_TRUNC: u32 = 0o1000;
 pub(crate) const O_APPEND: u32 = 0o2000;
 const O_DSYNC: u32 = 0o10000;
 const O_DIRECT: u32 = 0o40000;
+/// Reads of fewer bytes do not keep buffers of the pool.
+const SMALL: usize = 64 << 10;
 
 /// An open file. Clones are the same open file; the last one to go closes it, but only [`File::close`] tells whether
 /// the bytes are safe.
@@ -214,43 +216,47 @@ impl Core {
         }
     }
 
-    /// Fetches a range into the cache, unit by unit, as far as there is room.
-    fn prefetch(self: &Arc<Self>, inode: &Arc<Inode>, range: Range<u64>, size: u64) {
-        for unit in range.start / UNIT..range.end.div_ceil(UNIT) {
-            let units = unit * UNIT..((unit + 1) * UNIT).min(size);
-            let mut cache = inode.cache.lock();
-            if cache.has(unit) || units.is_empty() {
-                continue;
+    /// Fetches a range into the cache, in parts of a unit at most, as far as there is room. Returns how far that was.
+    fn prefetch(self: &Arc<Self>, inode: &Arc<Inode>, tenure: Tenure, range: Range<u64>, size: u64) -> u64 {
+        let units = range.start / UNIT..range.end.div_ceil(UNIT);
+        for unit in units.map(|n| range.start.max(n * UNIT)..((n + 1) * UNIT).min(size)) {
+            let mut cache = self.cache.lock();
+            for part in cache.missing(inode.ino, tenure, unit) {
+                let (done, rx) = watch::channel(false);
+                let id = cache.expect_ahead(inode.ino, tenure, part.clone(), Instant::now(), rx);
+                let Some(id) = id else { return part.start };
+                let (core, inode) = (self.clone(), inode.clone());
+                self.env.spawn(async move {
+                    let bytes = core.read_range(&inode, part).await.ok();
+                    core.cache.lock().arrived(id, bytes, Instant::now());
+                    done.send_replace(true);
+                });
             }
-            let room = self.cache_room.clone().try_acquire_many_owned((UNIT as usize / ROOM_UNIT) as u32);
-            let Ok(room) = room else { return };
-            let (done, rx) = watch::channel(false);
-            let id = cache.begin(unit, Instant::now(), rx, room);
-            drop(cache);
-            let (core, inode) = (self.clone(), inode.clone());
-            self.env.spawn(async move {
-                let bytes = core.read_range(&inode, units).await.ok();
-                inode.cache.lock().arrived(unit, id, bytes);
-                done.send_replace(true);
-            });
         }
+        range.end
     }
 
     /// One part of a read: from the cache if it came, else from the servers.
-    async fn fetch_part(self: &Arc<Self>, inode: &Inode, part: Part) -> Result<Vec<Buf>> {
+    async fn fetch_part(
+        self: &Arc<Self>,
+        inode: &Inode,
+        tenure: Tenure,
+        part: Part,
+        reader: Reader,
+    ) -> Result<Vec<Buf>> {
         match part {
             Part::Here(bufs) => {
-                Counters::add(&self.stats.read_ahead_bytes, segments::total(&bufs) as u64);
+                Counters::add(&self.stats.cached_bytes, segments::total(&bufs) as u64);
                 Ok(bufs)
             }
-            Part::Fetch(range) => self.read_range(inode, range).await,
+            Part::Fetch(range) => self.fetch(inode, tenure, range, reader).await,
             Part::Coming(mut done, range) => {
                 // An error means that the fetcher is gone; the range is then not here either.
                 let _ = done.wait_for(|d| *d).await;
-                let again = inode.cache.lock().plan(range.clone(), Instant::now(), self.cfg.cache_ttl, &mut false);
+                let again = self.cache.lock().plan(inode.ino, tenure, range.clone(), reader);
                 match <[Part; 1]>::try_from(again) {
                     Ok([Part::Here(bufs)]) => {
-                        Counters::add(&self.stats.read_ahead_bytes, segments::total(&bufs) as u64);
+                        Counters::add(&self.stats.cached_bytes, segments::total(&bufs) as u64);
                         Ok(bufs)
                     }
                     _ => self.read_range(inode, range).await,
@@ -259,10 +265,52 @@ impl Core {
         }
     }
 
+    /// Bytes that are not here; they are kept, unless somebody is passing through who will not come back.
+    async fn fetch(
+        self: &Arc<Self>,
+        inode: &Inode,
+        tenure: Tenure,
+        range: Range<u64>,
+        reader: Reader,
+    ) -> Result<Vec<Buf>> {
+        let id = match reader {
+            Reader::Returns => self.cache.lock().expect(inode.ino, tenure, range.clone()),
+            Reader::Streams => None,
+        };
+        let expected = Expected { core: self, id };
+        let bufs = self.read_range(inode, range).await?;
+        expected.arrived(&bufs);
+        Ok(bufs)
+    }
+
     /// All bytes written through this client are stable and the size is in the metadata log.
     pub(crate) async fn sync_inode(self: &Arc<Self>, inode: &Inode) -> Result<()> {
         self.flush_inode(inode.ino).await?;
         self.push_size(inode).await
+    }
+}
+
+/// A fetch that the cache expects; given up when it is dropped.
+struct Expected<'a> {
+    core: &'a Core,
+    id: Option<u64>,
+}
+
+impl Expected<'_> {
+    fn arrived(mut self, bufs: &[Buf]) {
+        let Some(id) = self.id.take() else { return };
+        // Small ones are copied: kept for long they would leave no room in one piece for large ones between them.
+        let small = segments::total(bufs) < SMALL;
+        let kept = if small { vec![segments::detached(bufs)] } else { bufs.to_vec() };
+        self.core.cache.lock().arrived(id, Some(kept), Instant::now());
+    }
+}
+
+impl Drop for Expected<'_> {
+    fn drop(&mut self) {
+        if let Some(id) = self.id {
+            self.core.cache.lock().arrived(id, None, Instant::now());
+        }
     }
 }
 
@@ -340,67 +388,71 @@ impl File {
         }
         h.inode.check_placed()?;
         // What another may write must not be kept.
-        let keeps = h.flags & O_DIRECT == 0 && h.core.known_size(&h.inode).is_some();
-        let bufs = if !keeps {
-            h.core.read_range(&h.inode, offset..end).await?
-        } else {
-            self.read_cached(offset..end, size).await?
+        let known = h.core.known_size(&h.inode).filter(|_| h.flags & O_DIRECT == 0 && !h.inode.is_doubtful());
+        let bufs = match known {
+            Some((_, tenure)) => self.read_cached(offset..end, size, tenure).await?,
+            None => h.core.read_range(&h.inode, offset..end).await?,
         };
         Counters::add(&h.core.stats.read_bytes, end - offset);
         Ok(bufs)
     }
 
-    /// What [`File::read`] would return, if everything it needs was read ahead: never waits. `None`: ask `read`. Must be
+    /// What [`File::read`] would return, if everything it needs is in memory: never waits. `None`: ask `read`. Must be
     /// called where tasks can be spawned, because reading on may start the next fetch.
     pub fn read_ready(&self, offset: u64, len: usize) -> Option<Vec<Buf>> {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading").ok()?;
-        let size = h.core.known_size(&h.inode)?;
+        let (size, tenure) = h.core.known_size(&h.inode)?;
         h.inode.check_placed().ok()?;
         let range = offset..offset.saturating_add(len as u64).min(size);
-        if h.flags & O_DIRECT != 0 || range.is_empty() {
+        if h.flags & O_DIRECT != 0 || range.is_empty() || h.inode.is_doubtful() {
             return None;
         }
-        let (now, ttl) = (Instant::now(), h.core.cfg.cache_ttl);
-        let parts = {
-            let mut cache = h.inode.cache.lock();
-            if !cache.is_here(&range, now, ttl) {
-                return None;
-            }
-            cache.plan(range.clone(), now, ttl, &mut false)
-        };
+        if !h.core.cache.lock().is_here(h.inode.ino, tenure, &range) {
+            return None;
+        }
+        let (parts, ..) = self.plan(range.clone(), size, tenure);
         let mut out = Vec::with_capacity(parts.len());
         for p in parts {
             match p {
                 Part::Here(bufs) => out.extend(bufs),
+                // Gone in this moment.
                 Part::Coming(..) | Part::Fetch(_) => return None,
             }
         }
-        let ahead = h.ahead.lock().on_read(range.start, range.end - range.start, size);
-        if let Some(ahead) = ahead {
-            h.core.prefetch(&h.inode, ahead, size);
-        }
-        Counters::add(&h.core.stats.read_ahead_bytes, range.end - range.start);
+        Counters::add(&h.core.stats.cached_bytes, range.end - range.start);
         Counters::add(&h.core.stats.read_bytes, range.end - range.start);
         Some(out)
     }
 
-    async fn read_cached(&self, range: Range<u64>, size: u64) -> Result<Vec<Buf>> {
+    /// Where the parts of a read come from. Has more read ahead if it is in order.
+    fn plan(&self, range: Range<u64>, size: u64, tenure: Tenure) -> (Vec<Part>, Reader) {
         let h = &self.0;
-        let mut expired = false;
-        let parts = h.inode.cache.lock().plan(range.clone(), Instant::now(), h.core.cfg.cache_ttl, &mut expired);
-        let ahead = {
+        let (ahead, in_order, expected) = {
             let mut a = h.ahead.lock();
-            if expired {
-                a.wasted();
-            }
-            a.on_read(range.start, range.end - range.start, size)
+            let expected = range.end <= a.asked();
+            (a.on_read(range.start, range.end - range.start, size), a.is_in_order(), expected)
         };
-        if let Some(ahead) = ahead {
-            h.core.prefetch(&h.inode, ahead, size);
+        let (parts, reader) = {
+            let mut cache = h.core.cache.lock();
+            let reader = if in_order { cache.in_order(size) } else { Reader::Returns };
+            (cache.plan(h.inode.ino, tenure, range, reader), reader)
+        };
+        if expected && parts.iter().any(|p| matches!(p, Part::Fetch(_))) {
+            h.ahead.lock().wasted();
         }
+        if let Some(ahead) = ahead {
+            let end = h.core.prefetch(&h.inode, tenure, ahead, size);
+            h.ahead.lock().reached(end);
+        }
+        (parts, reader)
+    }
+
+    async fn read_cached(&self, range: Range<u64>, size: u64, tenure: Tenure) -> Result<Vec<Buf>> {
+        let h = &self.0;
+        let (parts, reader) = self.plan(range, size, tenure);
         let mut out = Vec::new();
-        for r in join_all(parts.into_iter().map(|p| h.core.fetch_part(&h.inode, p))).await {
+        for r in join_all(parts.into_iter().map(|p| h.core.fetch_part(&h.inode, tenure, p, reader))).await {
             out.extend(r?);
         }
         Ok(out)
@@ -467,10 +519,10 @@ impl File {
         let room = if stable { None } else { Some(h.core.reserve(len).await?) };
         let _turn = h.inode.ranges.lock(offset..end).await;
         h.inode.begins(&(offset..end));
-        h.inode.cache.lock().invalidate(offset..end);
+        h.core.cache.lock().invalidate(h.inode.ino, offset..end);
         let (session, done, outcome) = h.core.write_range(&h.inode, offset, &data, stable, room).await;
         // Again: a fetch that began during the write may have seen the old bytes.
-        h.inode.cache.lock().invalidate(offset..end);
+        h.core.cache.lock().invalidate(h.inode.ino, offset..end);
         if done > 0 {
             h.inode.wrote(session, offset + done, &h.creds)?;
         }
@@ -504,12 +556,15 @@ impl File {
             let _turn = h.inode.ranges.lock(offset..end).await;
             h.inode.check_placed()?;
             h.inode.punches();
-            h.inode.cache.lock().invalidate(offset..end);
+            h.core.cache.lock().invalidate(h.inode.ino, offset..end);
             let stable = h.flags & O_DSYNC != 0;
             let outcome = h.core.punch_range(&h.inode, offset..end, stable).await;
             // Again: a fetch that began meanwhile may have seen the old bytes.
-            h.inode.cache.lock().invalidate(offset..end);
+            h.core.cache.lock().invalidate(h.inode.ino, offset..end);
             h.inode.touched(&h.creds);
+            if outcome.is_err() {
+                h.inode.write_failed(0);
+            }
             outcome?;
             if stable { h.core.push_size(&h.inode).await } else { Ok(()) }
         };

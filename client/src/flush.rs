@@ -23,6 +23,15 @@ use crate::{
 /// More unstable writes to a chunk than it remembers writers could not be told from lost ones.
 const WRITES_PER_CHUNK: usize = KEPT_WRITERS / 2;
 
+/// Drops what is kept of a file's bytes when it is dropped.
+struct Forget<'a>(&'a Core, Ino);
+
+impl Drop for Forget<'_> {
+    fn drop(&mut self) {
+        self.0.cache.lock().forget(self.1);
+    }
+}
+
 impl Core {
     /// Waits for room for `len` unstable bytes. `ETIMEDOUT` when none comes free in time.
     pub(crate) async fn reserve(self: &Arc<Self>, len: usize) -> Result<OwnedSemaphorePermit> {
@@ -196,6 +205,8 @@ impl Core {
             "a replica restarted: writing unstable bytes again"
         );
         Counters::add(&self.stats.replays, plan.len() as u64);
+        // What was read since they were lost is without them.
+        let _forget = Forget(self, inode.ino);
         let limit = at.left();
         let parts = join_all(plan.into_iter().map(|p| self.replay_part(chain, inode, p, limit))).await;
         let mut again = Vec::new();

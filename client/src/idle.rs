@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use strake_proto::{Ino, pb};
 
 use crate::{
+    config::Counters,
     core::Core,
     file::{File, O_APPEND, Open},
     inode::O_ACCMODE,
@@ -85,6 +86,7 @@ impl Core {
         let attr = self.memory.open(self.env.boot(), creds, ino)?;
         let open = self.idle.used(ino)?;
         let attr = open.inode.take_attr(&attr);
+        Counters::add(&self.stats.cached_opens, 1);
         Some((File::new(self, open, creds, flags), attr))
     }
 

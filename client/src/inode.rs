@@ -23,7 +23,7 @@ use strake_proto::{
 use tokio::sync::Mutex as AsyncMutex;
 
 use crate::{
-    cache::ReadCache,
+    cache::Tenure,
     core::Core,
     keep::{Keep, KeptInode},
     meta::{ok, op},
@@ -83,6 +83,8 @@ struct State {
     writer: Option<Writer>,
     /// A write failed that may have left bytes beyond the end.
     surplus: bool,
+    /// A write failed: it may take effect yet.
+    doubtful: bool,
     /// Write-back errors so far, and the last one; each handle reports those that came in its time, once.
     errors: u64,
     error: Option<Error>,
@@ -96,7 +98,6 @@ struct State {
 pub(crate) struct Inode {
     pub ino: Ino,
     pub ranges: RangeLock,
-    pub cache: Mutex<ReadCache>,
     /// One report or capability renewal at a time.
     reporting: AsyncMutex<()>,
     capping: AsyncMutex<()>,
@@ -162,7 +163,6 @@ impl Inode {
         Inode {
             ino: attr.ino,
             ranges: RangeLock::default(),
-            cache: Mutex::default(),
             reporting: AsyncMutex::default(),
             capping: AsyncMutex::default(),
             appending: AsyncMutex::default(),
@@ -181,6 +181,7 @@ impl Inode {
                 write_cap: None,
                 writer: None,
                 surplus: false,
+                doubtful: false,
                 errors: 0,
                 error: None,
                 loud: 0,
@@ -387,10 +388,16 @@ impl Inode {
     /// A write to bytes below `end` failed; some of them may be on some replicas.
     pub fn write_failed(&self, end: u64) {
         let mut s = self.state.lock();
+        s.doubtful = true;
         s.surplus |= end > s.attr.size;
         if s.surplus {
             s.kept.iter().for_each(KeptInode::set_surplus);
         }
+    }
+
+    /// Whether a write of this client failed: no bytes are to be kept, they may change by themselves.
+    pub fn is_doubtful(&self) -> bool {
+        self.state.lock().doubtful
     }
 
     /// A handle goes. Whether the metadata server counts it.
@@ -529,10 +536,10 @@ impl Core {
         }
     }
 
-    /// The size for a read that begins now, if it is known under a lease: then nobody else may write the file.
-    pub(crate) fn known_size(&self, inode: &Inode) -> Option<u64> {
-        let attr = self.memory.attr(self.env.boot(), inode.ino)?;
-        Some(inode.take_attr(&attr).size.min(MAX_FILE_SIZE))
+    /// The size for a read that begins now, if it is known under a lease: then nobody else may write the file. With its tenure.
+    pub(crate) fn known_size(&self, inode: &Inode) -> Option<(u64, Tenure)> {
+        let (attr, tenure) = self.memory.data(self.env.boot(), inode.ino)?;
+        Some((inode.take_attr(&attr).size.min(MAX_FILE_SIZE), tenure))
     }
 
     /// The size for a read that begins now: asks the metadata server unless it is known under a lease.

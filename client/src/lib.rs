@@ -170,7 +170,8 @@ impl Client {
 
     /// What this client did since it was connected.
     pub fn stats(&self) -> Stats {
-        self.core.stats.read(self.core.unstable.lock().bytes())
+        let (unstable_bytes, cache_bytes) = (self.core.unstable.lock().bytes(), self.core.cache.lock().used());
+        Stats { unstable_bytes, cache_bytes, ..self.core.stats.read() }
     }
 
     /// Where buffers for [`File::write`] should come from: aligned, so that nothing is copied on the way.

@@ -193,6 +193,7 @@ impl Core {
             let cause = match leader.unwrap_or_else(|_| Err(none())) {
                 Ok(leader) => {
                     Counters::add(&self.stats.meta_requests, 1);
+                    Counters::add(&self.stats.operations, u64::from(opcode == opcode::META));
                     let limit = one_try.min(at.left()).max(MIN_TRY);
                     match leader.conn.call(Message::new(opcode, body(leader.number)), limit).await {
                         Ok(m) => {
@@ -315,6 +316,9 @@ impl Core {
         let _one = self.session_change.lock().await;
         if let Some(s) = self.current_session() {
             return Ok(s);
+        }
+        if self.is_ending() {
+            return Err(Error::new(Code::Io, "the client is being closed"));
         }
         let body = pb::SessionOpenRequest {
             client_uuid: self.uuid.to_vec().into(),
@@ -447,6 +451,9 @@ impl Core {
     /// Background: keeps the session, or replaces a lost one and reopens what is open.
     pub(crate) async fn renew(self: Arc<Self>) {
         let Some(s) = self.current_session() else {
+            if self.is_ending() {
+                return;
+            }
             match self.session().await {
                 Ok(_) => self.reopen_all().await,
                 Err(e) => tracing::warn!("{e}"),
@@ -473,6 +480,8 @@ impl Core {
 
     /// Ends the session; what is open is closed by that.
     pub(crate) async fn end_session(self: &Arc<Self>) -> Result<()> {
+        // Before it is taken away: whoever finds none must not open another.
+        self.set_ending();
         let Some(s) = self.session.lock().take() else { return Ok(()) };
         let body = Bytes::from(pb::SessionCloseRequest { session: s.id }.encode_to_vec());
         let mut at = self.attempts_for("closing the session", Duration::from_secs(5));

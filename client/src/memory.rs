@@ -1,7 +1,7 @@
 //! What this client may answer from memory, and how it learns and forgets it: the shell around [`Table`], see `docs/leases.md`.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     hash::{BuildHasher, RandomState},
     sync::{Arc, OnceLock},
     time::Duration,
@@ -12,8 +12,50 @@ use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use strake_proto::{Code, Ino, SessionId, pb};
 use tokio::sync::Notify;
 
-use crate::leases::{Change, Name, Table, Token, Told};
+use crate::{
+    cache::Tenure,
+    leases::{Change, Name, Table, Token, Told},
+};
 use pb::op::Op;
+
+/// More than this are not told apart any more.
+const MOST_TENURES: usize = 65_536;
+
+/// Since when the bytes of files are as they are, but for what this client writes. Numbers rise with every end of a tenure.
+#[derive(Default)]
+struct Tenures {
+    last: Tenure,
+    /// No tenure is older.
+    all: Tenure,
+    of: BTreeMap<Ino, Tenure>,
+}
+
+impl Tenures {
+    fn of(&self, ino: Ino) -> Tenure {
+        self.of.get(&ino).copied().unwrap_or_default().max(self.all)
+    }
+
+    fn end(&mut self, ino: Ino) {
+        self.last += 1;
+        self.of.insert(ino, self.last);
+        if self.of.len() > MOST_TENURES {
+            self.end_all();
+        }
+    }
+
+    fn end_all(&mut self) {
+        self.last += 1;
+        self.all = self.last;
+        self.of.clear();
+    }
+}
+
+/// What is known, and for how long it was so without a break.
+#[derive(Default)]
+struct Leased {
+    table: Table<pb::Attr>,
+    tenures: Tenures,
+}
 
 /// Whoever keeps copies of what [`crate::Client`] told, as the kernel of a mount does.
 pub trait Forget: Send + Sync {
@@ -25,7 +67,7 @@ pub trait Forget: Send + Sync {
 /// See the module.
 #[derive(Default)]
 pub(crate) struct Memory {
-    table: Mutex<Table<pb::Attr>>,
+    leased: Mutex<Leased>,
     /// Held for reading while somebody is told for how long he may keep a copy; for writing before copies are taken back.
     telling: RwLock<()>,
     copies: OnceLock<Arc<dyn Forget>>,
@@ -40,6 +82,8 @@ pub(crate) struct Asking<'a> {
     memory: &'a Memory,
     token: Token,
     change: Option<Change>,
+    /// Files of which it may take bytes away.
+    cuts: Vec<Ino>,
     /// Inodes whose leases it gives back.
     pub dropped: Vec<Ino>,
 }
@@ -59,9 +103,10 @@ impl Memory {
     /// Before hello is said: forgets everything, and has copies taken back.
     pub fn connected(&self) {
         let known = {
-            let mut table = self.table.lock();
+            let Leased { table, tenures } = &mut *self.leased.lock();
             let known = table.known();
             table.connected();
+            tenures.end_all();
             known
         };
         self.take_back(&known, true);
@@ -70,8 +115,11 @@ impl Memory {
     /// A renewal that was sent at `sent` was answered. Whether there had been no leases before: what was known without is void.
     pub fn renewed(&self, now: Duration, sent: Duration, term: Duration) -> bool {
         let known = {
-            let mut table = self.table.lock();
+            let Leased { table, tenures } = &mut *self.leased.lock();
             let known = (!table.lives(now)).then(|| table.known());
+            if known.is_some() {
+                tenures.end_all();
+            }
             table.renewed(now, sent, term);
             known
         };
@@ -82,8 +130,11 @@ impl Memory {
     /// Forgets what was recalled, and has copies taken back.
     pub fn recalled(&self, inos: &[Ino]) {
         let names = {
-            let (mut table, mut names) = (self.table.lock(), false);
-            inos.iter().for_each(|ino| names |= table.void(*ino));
+            let (mut leased, mut names) = (self.leased.lock(), false);
+            for ino in inos {
+                names |= leased.table.void(*ino);
+                leased.tenures.end(*ino);
+            }
             names
         };
         self.take_back(inos, names);
@@ -118,14 +169,14 @@ impl Memory {
 
     /// For how long a copy of exactly these attributes may be kept.
     pub fn attr_valid(&self, now: Duration, attr: &pb::Attr) -> Duration {
-        let table = self.table.lock();
+        let table = &self.leased.lock().table;
         let is_known = table.attr(now, attr.ino) == Some(attr);
         table.until().filter(|_| is_known).map_or(Duration::ZERO, |until| until.saturating_sub(now))
     }
 
     /// For how long it may be believed that this is behind the name.
     pub fn name_valid(&self, now: Duration, dir: Ino, name: &[u8], to: Option<Ino>) -> Duration {
-        let table = self.table.lock();
+        let table = &self.leased.lock().table;
         let is_known = table.name_for_all(now, dir, name) == Some(to);
         table.until().filter(|_| is_known).map_or(Duration::ZERO, |until| until.saturating_sub(now))
     }
@@ -133,13 +184,19 @@ impl Memory {
     // --- answers from memory ---
 
     pub fn attr(&self, now: Duration, ino: Ino) -> Option<pb::Attr> {
-        self.table.lock().attr(now, ino).copied()
+        self.leased.lock().table.attr(now, ino).copied()
+    }
+
+    /// The attributes of a file whose bytes nobody else can change now, and its tenure: while that is the same, nobody has.
+    pub fn data(&self, now: Duration, ino: Ino) -> Option<(pb::Attr, Tenure)> {
+        let leased = self.leased.lock();
+        Some((*leased.table.attr(now, ino)?, leased.tenures.of(ino)))
     }
 
     /// What a lookup would find: `Some(None)`: no such name.
     pub fn lookup(&self, now: Duration, creds: &pb::Creds, dir: Ino, name: &[u8]) -> Option<Option<pb::Attr>> {
         let searcher = self.searcher(creds);
-        let table = self.table.lock();
+        let table = &self.leased.lock().table;
         match table.name(now, dir, name, searcher)? {
             Some(ino) => Some(Some(*table.attr(now, ino)?)),
             None => Some(None),
@@ -149,13 +206,13 @@ impl Memory {
     /// The attributes of a file that is opened for reading by somebody who has opened it before.
     pub fn open(&self, now: Duration, creds: &pb::Creds, ino: Ino) -> Option<pb::Attr> {
         let opener = self.searcher(creds);
-        self.table.lock().open(now, ino, opener).copied()
+        self.leased.lock().table.open(now, ino, opener).copied()
     }
 
     /// Those of the files of which it is known that somebody may open them. Asked for only if something was forgotten since
     /// `forgotten`, which is brought up to date.
     pub fn openable<'a>(&self, forgotten: &mut u64, files: impl Iterator<Item = &'a Ino>) -> Option<BTreeSet<Ino>> {
-        let table = self.table.lock();
+        let table = &self.leased.lock().table;
         if std::mem::replace(forgotten, table.forgot_openers()) == *forgotten {
             return None;
         }
@@ -171,16 +228,20 @@ impl Memory {
 
     /// A list is about to be sent.
     pub fn begin(&self, ops: &[pb::Op]) -> Asking<'_> {
-        let mut table = self.table.lock();
+        let Leased { table, tenures } = &mut *self.leased.lock();
+        let cuts = cuts_of(ops);
+        cuts.iter().for_each(|ino| tenures.end(*ino));
         let change = change_of(ops);
         let (change, dropped) = match change == Change::default() {
             true => (None, Vec::new()),
             false => {
                 let (change, dropped) = table.change_begins(change);
+                // Nobody tells of what happens to them from here on.
+                dropped.iter().for_each(|ino| tenures.end(*ino));
                 (Some(change), dropped)
             }
         };
-        Asking { memory: self, token: table.begin(), change, dropped }
+        Asking { memory: self, token: table.begin(), change, cuts, dropped }
     }
 }
 
@@ -190,7 +251,7 @@ impl Asking<'_> {
         let granted: BTreeSet<Ino> = reply.granted.iter().copied().collect();
         let searcher = self.memory.searcher(creds);
         let told = if granted.is_empty() { nothing() } else { told(ops, &reply.results, &granted, searcher) };
-        let mut table = self.memory.table.lock();
+        let table = &mut self.memory.leased.lock().table;
         match self.change.take() {
             Some(change) => table.change_answered(now, self.token, &change, told),
             None => {
@@ -210,23 +271,35 @@ impl Asking<'_> {
     /// It certainly did not run and will not.
     pub fn never_ran(mut self) {
         if let Some(change) = self.change.take() {
-            self.memory.table.lock().change_ends(&change, true);
+            self.memory.leased.lock().table.change_ends(&change, true);
         }
     }
 }
 
 impl Drop for Asking<'_> {
     fn drop(&mut self) {
-        let mut table = self.memory.table.lock();
+        let Leased { table, tenures } = &mut *self.memory.leased.lock();
         if let Some(change) = self.change.take() {
             table.change_ends(&change, false);
         }
+        // Again: what was read meanwhile may be of before.
+        self.cuts.iter().for_each(|ino| tenures.end(*ino));
         table.end(self.token);
     }
 }
 
 fn nothing() -> Told<pb::Attr> {
     Told { attrs: Vec::new(), names: Vec::new(), openers: Vec::new() }
+}
+
+/// Files of which a list may take bytes away. One that a name in it leads to is not among them: it is recalled like anybody else's.
+fn cuts_of(ops: &[pb::Op]) -> Vec<Ino> {
+    let cut = |o: &pb::Op| match &o.op {
+        Some(Op::Setattr(s)) if s.size.is_some() => Some(s.ino),
+        Some(Op::Setlayout(s)) => Some(s.ino),
+        _ => None,
+    };
+    ops.iter().filter_map(cut).collect()
 }
 
 /// What a list may change.

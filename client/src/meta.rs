@@ -323,7 +323,7 @@ impl Core {
         let Some(i) = inode else { return Ok(attr) };
         if let Some(size) = size {
             self.unstable.lock().clip(i.ino, size);
-            i.cache.lock().invalidate(0..u64::MAX);
+            self.cache.lock().forget(i.ino);
             i.resized(&attr);
         }
         drop(guard);

@@ -61,7 +61,22 @@ impl ReadAhead {
         (start < reach).then_some(start..reach)
     }
 
-    /// Data that was read ahead had to be thrown away before it was read: the reader is slower than it seemed.
+    /// Whether the reads so far were in order.
+    pub fn is_in_order(&self) -> bool {
+        self.run >= 2
+    }
+
+    /// Up to where reading ahead was asked for.
+    pub fn asked(&self) -> u64 {
+        self.asked
+    }
+
+    /// Only what lies below `end` is being read ahead: there is no room for more.
+    pub fn reached(&mut self, end: u64) {
+        self.asked = self.asked.min(end);
+    }
+
+    /// What was to be read ahead is not there when it is read: there was no room for it, or not for so long.
     pub fn wasted(&mut self) {
         self.window = (self.window / 2).max(FIRST_WINDOW.min(self.limit));
         self.asked = self.front;

@@ -14,6 +14,7 @@ use strake_proto::{Ino, Result, SessionId, opcode, pb};
 use tokio::time::{sleep, timeout};
 
 use crate::{
+    config::Counters,
     core::Core,
     mds::{Leader, META_TRY, decode},
 };
@@ -86,9 +87,9 @@ impl Core {
         self.forget_bytes();
     }
 
-    /// Forgets what was read ahead of all files.
+    /// Frees the memory of bytes that nobody reads any more: their tenure is over.
     pub(crate) fn forget_bytes(&self) {
-        self.live_inodes().iter().for_each(|i| i.cache.lock().invalidate(0..u64::MAX));
+        self.cache.lock().clear();
     }
 
     /// One request: acknowledges what is forgotten, tells which reports were made, and forgets what the answer recalls. With a
@@ -106,8 +107,10 @@ impl Core {
         let r: pb::RecallReply = decode(&m)?;
         let inos: Vec<Ino> = r.recalls.iter().map(|r| r.ino).collect();
         self.memory.recalled(&inos);
-        for inode in inos.iter().filter_map(|ino| self.live_inode(*ino)) {
-            inode.cache.lock().invalidate(0..u64::MAX);
+        if !inos.is_empty() {
+            Counters::add(&self.stats.recalls, inos.len() as u64);
+            let mut cache = self.cache.lock();
+            inos.iter().for_each(|ino| cache.forget(*ino));
         }
         // Each answer has all that is owed, the lowest numbers first.
         if let Some(last) = r.recalls.iter().map(|r| r.number).max() {

@@ -1,6 +1,6 @@
 //! Lists of buffers as one run of bytes: cutting without copying.
 
-use strake_fabric::{Buf, Pool};
+use strake_fabric::{Buf, BufMut, Pool};
 
 pub(crate) fn total(bufs: &[Buf]) -> usize {
     bufs.iter().map(Buf::len).sum()
@@ -59,7 +59,15 @@ impl Content {
 
 /// A private copy in one buffer.
 pub(crate) fn copy(pool: &Pool, bufs: &[Buf]) -> Buf {
-    let mut out = pool.get_now(total(bufs));
+    fill(pool.get_now(total(bufs)), bufs)
+}
+
+/// A copy in one buffer that belongs to no pool.
+pub(crate) fn detached(bufs: &[Buf]) -> Buf {
+    fill(BufMut::unpooled(total(bufs)), bufs)
+}
+
+fn fill(mut out: BufMut, bufs: &[Buf]) -> Buf {
     let mut at = 0;
     for b in bufs {
         out[at..at + b.len()].copy_from_slice(b);
@@ -97,6 +105,7 @@ mod tests {
             }
         }
         assert_eq!(&copy(&Pool::default(), &bufs)[..], &data[..]);
+        assert_eq!(&detached(&bufs)[..], &data[..]);
         let mut z = Vec::new();
         push_zeros(&mut z, &Buf::copy_from(&[0; 8]), 21);
         assert_eq!(total(&z), 21);

@@ -157,7 +157,8 @@ async fn bad_bytes_of_one_replica_are_never_returned() {
     assert!(content(&f).await == [9; 1 << 20]);
     assert!(a.stats().corrupt_replies > 0);
     c.oss.faults(|f| f.corrupt = [0, 1, 2].into());
-    let e = f.read(0, 4096).await.unwrap_err();
+    let (direct, _) = a.open(&user(), f.ino(), 0o40000).await.unwrap();
+    let e = direct.read(0, 4096).await.unwrap_err();
     assert_eq!((e.code, e.errno()), (Code::Corrupt, 5));
 }
 
@@ -329,8 +330,9 @@ async fn capabilities_are_renewed_before_they_expire_and_after_a_refusal() {
     f.write_all_at(0, &[3; 10]).await.unwrap();
     c.oss.faults(|f| f.bad_cap = 1);
     assert!(content(&f).await == [3; 10]);
+    let (direct, _) = a.open(&user(), f.ino(), 0o40000).await.unwrap();
     c.oss.faults(|f| f.bad_cap = 100);
-    assert_eq!(f.read(0, 10).await.unwrap_err().code, Code::BadCap);
+    assert_eq!(direct.read(0, 10).await.unwrap_err().code, Code::BadCap);
 }
 
 /// Writers, readers, restarts, map changes, lost replies and leader changes together, from a few seeds.

@@ -5,7 +5,6 @@ mod common;
 use std::time::Duration;
 
 use common::*;
-use strake_client::Config;
 use strake_fabric::Buf;
 use strake_proto::{Code, layout::splitmix64, pb};
 
@@ -198,7 +197,7 @@ async fn read_ahead_serves_a_sequential_reader_and_never_old_bytes() {
     for at in (0..data.len()).step_by(256 << 10) {
         assert!(join(&g.read(at as u64, 256 << 10).await.unwrap()) == data[at..at + (256 << 10)]);
     }
-    let ahead = b.stats().read_ahead_bytes;
+    let ahead = b.stats().cached_bytes;
     assert!(ahead > 20 << 20, "only {ahead} bytes came from read-ahead");
     // Own writes into what was read ahead are seen at once, and another mount's.
     for at in (0..4u64 << 20).step_by(1 << 20) {
@@ -211,12 +210,12 @@ async fn read_ahead_serves_a_sequential_reader_and_never_old_bytes() {
     f.write_all_at(7 << 20, b"theirs").await.unwrap();
     assert_eq!(join(&g.read(7 << 20, 6).await.unwrap()), b"theirs");
     // O_DIRECT reads nothing ahead.
-    let before = b.stats().read_ahead_bytes;
+    let before = b.stats().cached_bytes;
     let (d, _) = b.open(&user(), f.ino(), 0o40000).await.unwrap();
     for at in (8u64 << 20..16 << 20).step_by(1 << 20) {
         d.read(at, 1 << 20).await.unwrap();
     }
-    assert_eq!(b.stats().read_ahead_bytes, before);
+    assert_eq!(b.stats().cached_bytes, before);
 }
 
 #[tokio::test(start_paused = true)]
@@ -236,14 +235,17 @@ async fn what_is_ready_is_read_without_waiting_and_never_old() {
     }
     tokio::time::sleep(Duration::from_millis(50)).await; // what was asked for arrives
     assert!(join(&g.read_ready(3 * step as u64, step).unwrap()) == data[3 * step..4 * step]);
-    assert!(g.read_ready(3 * step as u64, step).is_none(), "a unit that was read to its end is gone");
-    // An own write, and age, take it away.
+    assert!(join(&g.read_ready(3 * step as u64, step).unwrap()) == data[3 * step..4 * step], "and once more");
+    // An own write takes it away, and that of another.
     g.write_all_at(4 * step as u64, b"new").await.unwrap();
     assert!(g.read_ready(4 * step as u64, 3).is_none());
     assert_eq!(join(&g.read(4 * step as u64, 3).await.unwrap()), b"new");
-    tokio::time::sleep(Config::new(vec![]).cache_ttl).await;
-    assert!(g.read_ready(5 * step as u64, step).is_none());
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert!(g.read_ready(5 * step as u64, step).is_some(), "age does not");
     assert!(g.read_ready(100 << 20, step).is_none(), "beyond the end");
+    let (f, _) = a.open(&user(), ino, RW).await.unwrap();
+    f.write_all_at(7 * step as u64, b"theirs").await.unwrap();
+    assert!(g.read_ready(5 * step as u64, step).is_none());
 }
 
 #[tokio::test(start_paused = true)]
@@ -308,6 +310,8 @@ async fn handles_that_nobody_closes_are_flushed_and_closed() {
     let opening = a.open(&who, ino, 0);
     assert!(tokio::time::timeout(Duration::from_micros(50), opening).await.is_err());
     tokio::time::sleep(Duration::from_millis(100)).await;
+    assert!(!a.is_open(ino) && c.mds.opens() <= 1, "or it is kept open for later");
+    a.close().await.unwrap();
     assert_eq!(c.mds.opens(), 0);
 }
 
@@ -346,6 +350,7 @@ async fn what_is_known_under_a_lease_costs_no_request_until_somebody_changes_it(
 #[tokio::test(start_paused = true)]
 async fn a_file_is_opened_again_without_a_request_until_somebody_changes_it() {
     let c = Cluster::new(2, 1);
+    c.mds.want_releases();
     let (a, b) = (c.client(1).await, c.client(2).await);
     let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, None).await.unwrap();
     f.write_all_at(0, b"hello").await.unwrap();

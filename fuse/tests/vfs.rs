@@ -74,9 +74,9 @@ async fn acls_are_answered_from_what_is_known_until_they_change() {
     let client = cluster.client().await;
     let vfs = Vfs::new(client.clone(), None);
     let (dir, name) = (vfs.mkdir(ROOT, client.root(), b"d", 0o755, 0).await.unwrap().ino, b"system.posix_acl_access");
-    let asked = client.stats().meta_requests;
+    let asked = client.stats().operations;
     assert_eq!(vfs.getxattr(ROOT, dir, name).await.unwrap_err().code, Code::NoData);
-    assert_eq!(client.stats().meta_requests, asked, "the mkdir's answer said so");
+    assert_eq!(client.stats().operations, asked, "the mkdir's answer said so");
     let entry = |tag: u8, id: u32| [&[tag, 0, 5, 0][..], &id.to_le_bytes()].concat();
     let none = u32::MAX;
     let list = [vec![2, 0, 0, 0], entry(1, none), entry(2, 7), entry(4, none), entry(16, none), entry(32, none)];

@@ -39,6 +39,8 @@ enum Command {
     Mount(mount::MountArgs),
     /// Unmount it and wait until everything written is safe.
     Umount(mount::UmountArgs),
+    /// Show what a mount has counted: requests, bytes, what was answered from memory.
+    Stats(mount::StatsArgs),
     /// Start a cluster of real processes on this machine, or restart what is missing of it.
     Up(dev::UpArgs),
     /// Unmount and stop such a cluster; its data stays.
@@ -73,7 +75,7 @@ pub fn main() -> ExitCode {
     }
     let command = Cli::parse().command;
     let mounts = matches!(command, Command::Mount(_) | Command::Umount(_));
-    if matches!(command, Command::Status(_) | Command::Lfs { .. }) {
+    if matches!(command, Command::Status(_) | Command::Stats(_) | Command::Lfs { .. }) {
         end_with_the_pipe();
     }
     let result = match command {
@@ -81,6 +83,7 @@ pub fn main() -> ExitCode {
         Command::Oss(a) => serve::oss(a),
         Command::Mount(a) => mount::mount(&a, argv[1..].to_vec()),
         Command::Umount(a) => mount::umount(&a),
+        Command::Stats(a) => mount::stats(&a),
         Command::Up(a) => dev::up(a),
         Command::Down(a) => dev::down(&a),
         Command::Status(a) => status::status(&a),

@@ -9,6 +9,11 @@ fn two_mounts_see_one_truth() {
 }
 
 #[test]
+fn what_a_mount_knows_costs_no_message() {
+    suite::run("coherence/messages", &[]);
+}
+
+#[test]
 fn also_without_copies_in_the_kernel() {
     suite::run("coherence/run", &["--nothing"]);
 }

@@ -42,6 +42,10 @@ struct State {
     inodes: BTreeMap<u64, Inode>,
     sessions: BTreeMap<u64, Session>,
     opens: BTreeMap<(u64, u64), i64>,
+    /// Sessions that opened inodes for writing and have them open.
+    writers: BTreeSet<(u64, u64)>,
+    /// Until they say that they do not write them any more, not only close them.
+    releases: bool,
     next: u64,
     now_ns: i64,
     cap_ms: u64,
@@ -76,6 +80,8 @@ impl Mds {
             inodes: BTreeMap::new(),
             sessions: BTreeMap::new(),
             opens: BTreeMap::new(),
+            writers: BTreeSet::new(),
+            releases: false,
             next: 100,
             now_ns: 1,
             cap_ms: u64::MAX / 2,
@@ -105,6 +111,11 @@ impl Mds {
         let mut s = self.state.lock();
         s.sessions.values_mut().for_each(|s| s.alive = false);
         s.opens.clear();
+        s.writers.clear();
+    }
+    /// Writers are told that they are on record, and are so until they release what they wrote.
+    pub fn want_releases(&self) {
+        self.state.lock().releases = true;
     }
     pub fn opens(&self) -> i64 {
         self.state.lock().opens.values().sum()
@@ -251,7 +262,7 @@ impl Mds {
         }
         let shown: BTreeSet<u64> = reply.results.iter().filter_map(|r| Some(r.attr?.ino)).collect();
         for ino in shown {
-            let others = s.opens.iter().any(|((id, i), n)| *id != r.session && *i == ino && *n > 0);
+            let others = s.writers.iter().any(|(id, i)| *id != r.session && *i == ino);
             if r.connection != 0 && !others {
                 s.holders.entry(ino).or_default().insert(r.session);
                 reply.granted.push(ino);
@@ -276,7 +287,11 @@ impl Mds {
             Op::Getattr(g) => Ok(with(s.inodes.get(&g.ino).ok_or_else(gone)?)),
             Op::Open(o) => self.open(s, session, o.ino, o.flags),
             Op::Close(c) => {
-                *s.opens.entry((session, c.ino)).or_default() -= 1;
+                let left = s.opens.entry((session, c.ino)).or_default();
+                *left -= 1;
+                if *left <= 0 && !s.releases {
+                    s.writers.remove(&(session, c.ino));
+                }
                 Ok(pb::OpResult::default())
             }
             Op::Create(c) => {
@@ -306,6 +321,10 @@ impl Mds {
                 s.inodes.insert(ino, Inode { attr, layout });
                 s.names.insert(c.name.to_vec(), ino);
                 Ok(pb::OpResult { created: true, ..self.open(s, session, ino, c.flags)? })
+            }
+            Op::Release(r) => {
+                s.writers.remove(&(session, r.ino));
+                Ok(pb::OpResult::default())
             }
             Op::Unlink(u) => {
                 s.names.remove(&u.name[..]).ok_or_else(gone)?;
@@ -368,6 +387,7 @@ impl Mds {
         let (attr, layout) = (i.attr, i.layout.clone());
         if flags & 3 != 0 {
             self.changed(s, session, ino);
+            s.writers.insert((session, ino));
         }
         let data = layout.components[0].data_id;
         let cap = Capability { ino, data, session, session_epoch: 1, expiry_ms: s.cap_ms, rights };
@@ -376,6 +396,7 @@ impl Mds {
             ino,
             attr: Some(attr),
             layout: Some(layout),
+            writer: if s.releases && flags & 3 != 0 { s.now_ns as u64 } else { 0 },
             capability: self.key.seal(&cap).to_vec().into(),
             ..Default::default()
         })
@@ -400,6 +421,7 @@ impl Service for Front {
                 let r: pb::SessionCloseRequest = body(&m);
                 let mut s = self.0.state.lock();
                 s.opens.retain(|(id, _), _| *id != r.session);
+                s.writers.retain(|(id, _)| *id != r.session);
                 s.sessions.remove(&r.session);
                 vec![]
             }

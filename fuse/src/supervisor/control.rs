@@ -1,7 +1,7 @@
 //! How other commands talk to a mount's process: a socket named after the mount's device, with lines of text.
 //!
-//! `read-only` and `read-write` are answered `ok` or with what failed; `state` with `state` and what is not safe yet. When all
-//! that was written is safe or lost, after the unmount, everybody connected gets a last line `end` with what was lost.
+//! `read-only` and `read-write` are answered `ok` or with what failed; `state` with `state` and what is not safe yet; `stats` with
+//! `stats` and what the daemon has counted, as `NAME=VALUE` by blanks. When all that was written is safe or lost, after the unmount, everybody connected gets a last line `end` with what was lost.
 
 use std::{
     io::{self, BufRead, BufReader, Write},
@@ -31,6 +31,8 @@ pub enum Ask {
     ReadOnly(bool),
     /// What is not safe yet, and why.
     State,
+    /// What was counted.
+    Stats,
 }
 
 /// A request, to be answered with a line.
@@ -154,6 +156,7 @@ fn parse(line: &str) -> Option<Ask> {
         "read-only" => Some(Ask::ReadOnly(true)),
         "read-write" => Some(Ask::ReadOnly(false)),
         "state" => Some(Ask::State),
+        "stats" => Some(Ask::Stats),
         _ => None,
     }
 }
@@ -265,10 +268,12 @@ mod tests {
                 assert_eq!(a.ask("read-only", limit).unwrap(), "ok");
                 assert_eq!(a.wait(Duration::ZERO), End::NotYet);
                 assert_eq!(a.ask("state", limit).unwrap(), "state 5 bytes  wait");
+                assert_eq!(a.ask("stats", limit).unwrap(), "stats a=1");
                 a.wait(limit)
             })
         };
-        for (want, said) in [(Ask::ReadOnly(true), "ok"), (Ask::State, "state 5 bytes\n wait")] {
+        let answers = [(Ask::ReadOnly(true), "ok"), (Ask::State, "state 5 bytes\n wait"), (Ask::Stats, "stats a=1")];
+        for (want, said) in answers {
             let (ask, reply) = control.next().await.unwrap();
             assert_eq!(ask, want);
             reply.send(said.into()).unwrap();

@@ -40,6 +40,10 @@ pub enum Message {
     Ask,
     /// From it, the answer.
     State(String),
+    /// To a daemon: what was counted?
+    Count,
+    /// From it, the answer.
+    Counts(String),
     /// From it: the file system is unmounted; what was written may not be safe yet.
     Unmounted,
     /// From it, the last: what was lost, or nothing.
@@ -57,6 +61,8 @@ impl Message {
             Message::ReadOnly(yes) => vec![b'r', u8::from(*yes)],
             Message::Ask => b"a".to_vec(),
             Message::State(text) => [b"i", short(text)].concat(),
+            Message::Count => b"q".to_vec(),
+            Message::Counts(text) => [b"k", short(text)].concat(),
             Message::Unmounted => b"u".to_vec(),
             Message::Ended(text) => [b"e", short(text)].concat(),
         }
@@ -79,6 +85,8 @@ impl Message {
             },
             b'a' if rest.is_empty() => Some(Message::Ask),
             b'i' => Some(Message::State(String::from_utf8_lossy(rest).into())),
+            b'q' if rest.is_empty() => Some(Message::Count),
+            b'k' => Some(Message::Counts(String::from_utf8_lossy(rest).into())),
             b'u' if rest.is_empty() => Some(Message::Unmounted),
             b'e' => Some(Message::Ended(String::from_utf8_lossy(rest).into())),
             _ => None,
@@ -187,9 +195,12 @@ mod tests {
         let (m, fds) = b.receive().unwrap().unwrap();
         assert_eq!((m, fds.len()), (Message::Connect { dead: vec![[1; 16], [2; 16]] }, MOST_FDS));
         assert_eq!(a.receive().unwrap().unwrap().0, Message::Connected { name: "fs".into() });
-        let texts = ["", "5 bytes"].map(|t| [Message::State(t.into()), Message::Ended(t.into())]);
-        let plain = [Message::Mounted, Message::TakeOver, Message::Serving, Message::Ask, Message::Unmounted];
-        for m in plain.into_iter().chain([true, false].map(Message::ReadOnly)).chain(texts.into_iter().flatten()) {
+        let texts = |t: &str| [Message::State(t.into()), Message::Counts(t.into()), Message::Ended(t.into())];
+        let texts = ["", "5 bytes"].map(texts);
+        let asked = [Message::Ask, Message::Count];
+        let plain =
+            [Message::Mounted, Message::TakeOver, Message::Serving, Message::Unmounted].into_iter().chain(asked);
+        for m in plain.chain([true, false].map(Message::ReadOnly)).chain(texts.into_iter().flatten()) {
             assert_eq!(Message::decode(&m.encode()), Some(m));
         }
         assert!(Message::State("x".repeat(9999)).encode().len() <= LONGEST);
@@ -200,7 +211,7 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused() {
-        for bytes in [&b""[..], b"x", b"mm", b"c123", b"n\xff", b"r", b"r\x02", b"aa"] {
+        for bytes in [&b""[..], b"x", b"mm", b"c123", b"n\xff", b"r", b"r\x02", b"aa", b"qq"] {
             assert_eq!(Message::decode(bytes), None, "{bytes:?}");
         }
         assert!(Link::inherited(1).is_err());

@@ -62,8 +62,8 @@ pub struct Supervisor {
     descriptors: Vec<OwnedFd>,
     /// For other commands, once mounted.
     control: Option<Control>,
-    /// Those who asked what is not safe yet.
-    asking: Vec<tokio::sync::oneshot::Sender<String>>,
+    /// Those who asked something of the daemon.
+    asking: Vec<(Ask, tokio::sync::oneshot::Sender<String>)>,
     unmounted: bool,
     /// What the last daemon said was lost.
     lost: Option<String>,
@@ -217,11 +217,8 @@ impl Supervisor {
 
     fn heard(&mut self, m: Message) {
         match m {
-            Message::State(text) => {
-                for reply in self.asking.drain(..) {
-                    let _ = reply.send(format!("state {text}"));
-                }
-            }
+            Message::State(text) => self.reply(Ask::State, &format!("state {text}")),
+            Message::Counts(text) => self.reply(Ask::Stats, &format!("stats {text}")),
             Message::Unmounted => {
                 self.unmounted = true;
                 self.control.iter().for_each(Control::close);
@@ -235,6 +232,7 @@ impl Supervisor {
         let message = match ask {
             Ask::ReadOnly(yes) => Message::ReadOnly(yes),
             Ask::State => Message::Ask,
+            Ask::Stats => Message::Count,
         };
         let sent = daemon.link.send(&message, &[]);
         match (ask, sent) {
@@ -243,8 +241,18 @@ impl Supervisor {
                 self.cfg.read_only = yes;
                 let _ = reply.send(sent.map_or_else(|e| e.to_string(), |()| "ok".into()));
             }
-            (Ask::State, Ok(())) => self.asking.push(reply),
+            (ask, Ok(())) => self.asking.push((ask, reply)),
             (Ask::State, Err(e)) => drop(reply.send(format!("state the mount's daemon does not answer: {e}"))),
+            (Ask::Stats, Err(e)) => drop(reply.send(format!("the mount's daemon does not answer: {e}"))),
+        }
+    }
+
+    /// To all who asked this.
+    fn reply(&mut self, to: Ask, text: &str) {
+        let (those, others): (Vec<_>, Vec<_>) = self.asking.drain(..).partition(|(ask, _)| *ask == to);
+        self.asking = others;
+        for (_, reply) in those {
+            let _ = reply.send(text.into());
         }
     }
 

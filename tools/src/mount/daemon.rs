@@ -147,6 +147,9 @@ async fn obey(link: &Link, watch: &UnixDatagram, client: &Client) {
             Message::Ask => {
                 let _ = link.send(&Message::State(state(client)), &[]);
             }
+            Message::Count => {
+                let _ = link.send(&Message::Counts(counts(client)), &[]);
+            }
             m => tracing::warn!("the supervisor said {m:?} out of turn"),
         }
     }
@@ -157,6 +160,12 @@ fn state(client: &Client) -> String {
     let (bytes, away) = (client.stats().unstable_bytes, client.away());
     let why = if away.is_empty() { String::new() } else { format!("; no answer from {away}") };
     format!("{bytes} written bytes are not on disk yet{why}")
+}
+
+/// What was counted, as `NAME=VALUE` by blanks.
+fn counts(client: &Client) -> String {
+    let one = |(name, value): (&str, u64)| format!("{name}={value}");
+    client.stats().fields().into_iter().map(one).collect::<Vec<_>>().join(" ")
 }
 
 /// After the unmount: makes safe what was written. What was lost, empty if nothing.
@@ -212,6 +221,7 @@ async fn answer(control: &mut Option<Control>, client: &Client) {
                 "ok".into()
             }
             Ask::State => format!("state {}", state(client)),
+            Ask::Stats => format!("stats {}", counts(client)),
         };
         let _ = reply.send(said);
     }

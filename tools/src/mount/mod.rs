@@ -5,6 +5,7 @@ mod daemon;
 pub mod helper;
 mod options;
 mod source;
+mod stats;
 mod umount;
 mod users;
 
@@ -30,6 +31,7 @@ use strake_fuse::{
 };
 use strake_proto::{Code, Error, Result};
 
+pub use stats::{StatsArgs, stats};
 pub use umount::{UmountArgs, umount, unmount};
 
 use crate::config::{self, Overrides};
@@ -109,6 +111,7 @@ struct MountSection {
     #[serde(default)]
     transport: TransportKey,
     read_replica: Option<usize>,
+    cache_bytes: Option<u64>,
     run_dir: Option<PathBuf>,
     #[serde(default)]
     options: String,
@@ -141,6 +144,10 @@ impl MountSection {
                 return bad(key);
             }
         }
+        if self.cache_bytes.is_some_and(|n| n > options::LARGEST_CACHE) {
+            let m = format!("mount configuration: `cache_bytes` is 0 to {} bytes", options::LARGEST_CACHE);
+            return Err(Error::new(Code::Inval, m));
+        }
         client_config(&self.mds).map(drop)
     }
 
@@ -152,6 +159,7 @@ impl MountSection {
         self.entry_timeout = asked.entry_timeout.unwrap_or(self.entry_timeout);
         self.transport = asked.transport.unwrap_or(self.transport);
         self.read_replica = asked.read_replica.or(self.read_replica);
+        self.cache_bytes = asked.cache_bytes.or(self.cache_bytes);
         self.run_dir = asked.run_dir.clone().or(self.run_dir.take());
         self.asked = asked;
     }
@@ -175,12 +183,14 @@ impl MountSection {
             Some(true) => Duration::from_secs(self.asked.timeout.unwrap_or(TIMEOUT)),
             _ => FOREVER,
         };
+        let usual = client_config(&self.mds)?;
         Ok(strake_client::Config {
             op_timeout,
             connect_timeout: self.retry(),
             read_only: self.read_only,
             read_replica: self.read_replica,
-            ..client_config(&self.mds)?
+            cache_bytes: self.cache_bytes.map_or(usual.cache_bytes, |n| n as usize),
+            ..usual
         })
     }
 
@@ -366,7 +376,13 @@ fn client_config(mds: &[String]) -> Result<strake_client::Config> {
 
 async fn connect_with(config: strake_client::Config, client_key: [u8; 32]) -> Result<Client> {
     let env = Env::system();
-    let fabric = TcpFabric::new(env.clone(), Identity::client(client_key), None, Pool::default(), Default::default());
+    let mut pool = Pool::default();
+    // Half of it is for what is under way.
+    let wanted = 2 * config.cache_bytes as u64;
+    if config.cache_bytes > strake_client::Config::new(Vec::new()).cache_bytes && pool.stats().limit < wanted {
+        pool = Pool::new(wanted);
+    }
+    let fabric = TcpFabric::new(env.clone(), Identity::client(client_key), None, pool, Default::default());
     Client::connect(config, env, Arc::new(fabric)).await
 }
 

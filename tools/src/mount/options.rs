@@ -12,6 +12,8 @@ use super::source;
 pub const LONGEST: u64 = 366 * 86_400;
 /// The longest that the first mount may be tried, minutes: a year.
 const LONGEST_RETRY: u64 = LONGEST / 60;
+/// Bytes that a mount may be told to keep of files.
+pub const LARGEST_CACHE: u64 = 1 << 40;
 
 /// See `docs/fuse.md`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -57,6 +59,7 @@ pub struct Options {
     pub entry_timeout: Option<f64>,
     pub threads: Option<usize>,
     pub read_replica: Option<usize>,
+    pub cache_bytes: Option<u64>,
     pub run_dir: Option<PathBuf>,
 }
 
@@ -76,7 +79,7 @@ const WORDS: [&str; 12] = [
     "nofail",
 ];
 /// Options with one.
-const VALUES: [&str; 15] = [
+const VALUES: [&str; 16] = [
     "timeout",
     "retry",
     "subtree",
@@ -90,6 +93,7 @@ const VALUES: [&str; 15] = [
     "entry_timeout",
     "threads",
     "read_replica",
+    "cache_bytes",
     "run_dir",
     "comment",
 ];
@@ -189,6 +193,7 @@ impl Options {
             }
             "attr_timeout" => self.attr_timeout = Some(seconds(name, value)?),
             "entry_timeout" => self.entry_timeout = Some(seconds(name, value)?),
+            "cache_bytes" => self.cache_bytes = Some(number(name, value, 0, LARGEST_CACHE, "bytes")?),
             "threads" => self.threads = Some(number(name, value, 0, crate::MAX_THREADS as u64, "threads")? as usize),
             _ => self.read_replica = Some(number(name, value, 0, 2, "the number of a copy")? as usize),
         }
@@ -293,10 +298,12 @@ mod tests {
 
     #[test]
     fn later_ones_win() {
-        let o =
-            of("ro,soft,rw,timeout=5,,hard,noexec,exec,noatime,key_file=/k,secretfile=/s,attr_timeout=0.5").unwrap();
+        let o = of(
+            "ro,soft,rw,timeout=5,,hard,noexec,exec,noatime,key_file=/k,secretfile=/s,attr_timeout=0.5,cache_bytes=0",
+        )
+        .unwrap();
         assert_eq!((o.read_only, o.soft, o.timeout), (Some(false), Some(false), Some(5)));
-        assert_eq!((o.key_file.unwrap(), o.attr_timeout), (PathBuf::from("/s"), Some(0.5)));
+        assert_eq!((o.key_file.unwrap(), o.attr_timeout, o.cache_bytes), (PathBuf::from("/s"), Some(0.5), Some(0)));
         let base = table::DEFAULT_FLAGS;
         assert_eq!(flags(&o.flags), base | MountFlags::NOATIME);
         assert_eq!(of("").unwrap(), Options::default());
@@ -359,6 +366,10 @@ mod tests {
             "threads=100000",
             "read_replica=3",
             "read_replica=x",
+            "cache_bytes=-1",
+            "cache_bytes=1M",
+            "cache_bytes=1099511627777",
+            "cache_bytes",
             "ro=1",
             "soft=yes",
             "noexec=1",
