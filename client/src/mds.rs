@@ -224,7 +224,7 @@ impl Core {
         }
         link.current = None;
         let none = || Error::new(Code::Inval, "no metadata server is configured");
-        let at = self.finder.lock().next().ok_or_else(none)?;
+        let at = self.finder.lock().whom().ok_or_else(none)?;
         let unreachable = |e: Error| {
             self.finder.lock().failed(&at);
             self.failed(Kind::Metadata, &at.to_string(), &e);
@@ -267,7 +267,8 @@ impl Core {
         }
         let m = Message::new(opcode::MAP, pb::MapRequest { have: map.version() }.encode_to_vec());
         let reply = asked.conn.call(m, Duration::from_secs(1)).await;
-        let map = reply.and_then(|m| decode::<pb::MapReply>(&m)).and_then(|r| r.map.map_or(Ok(()), |m| self.install_map(m)));
+        let map =
+            reply.and_then(|m| decode::<pb::MapReply>(&m)).and_then(|r| r.map.map_or(Ok(()), |m| self.install_map(m)));
         if let Err(e) = map {
             tracing::debug!("asking {} who leads: {e}", asked.at);
         }

@@ -40,7 +40,7 @@ impl LeaderFinder {
     }
 
     /// The server to try now; `None` when none is known.
-    pub fn next(&mut self) -> Option<Endpoint> {
+    pub fn whom(&mut self) -> Option<Endpoint> {
         if let Some(h) = self.hint.take() {
             return Some(h);
         }
@@ -94,7 +94,7 @@ mod tests {
     }
 
     fn take(f: &mut LeaderFinder, n: usize) -> Vec<Endpoint> {
-        (0..n).filter_map(|_| f.next()).collect()
+        (0..n).filter_map(|_| f.whom()).collect()
     }
 
     #[test]
@@ -105,9 +105,9 @@ mod tests {
         f.hint(e(9));
         assert_eq!(take(&mut f, 4), [e(9), e(2), e(3), e(1)], "goes on where it was");
         f.found(&e(2));
-        assert_eq!(f.next(), Some(e(2)));
+        assert_eq!(f.whom(), Some(e(2)));
         f.failed(&e(2));
-        assert_eq!(f.next(), Some(e(3)));
+        assert_eq!(f.whom(), Some(e(3)));
         assert_eq!(LeaderFinder::new(vec![]).next(), None);
     }
 

@@ -152,7 +152,7 @@ impl MdsLink {
             return Ok((at.clone(), conn.clone()));
         }
         let none = || Error::new(Code::Inval, "no metadata server is configured");
-        let at = self.finder.next().ok_or_else(none)?;
+        let at = self.finder.whom().ok_or_else(none)?;
         match connect(&*self.fabric, &at).await {
             Ok(conn) => {
                 self.open = Some((at.clone(), conn.clone()));

@@ -207,7 +207,7 @@ impl Group {
 
     async fn ask_once(&mut self, change: Option<Change>) -> Result<pb::MembersReply> {
         let none = || Error::new(Code::Inval, "no metadata server is named");
-        let at = self.finder.next().ok_or_else(none)?;
+        let at = self.finder.whom().ok_or_else(none)?;
         let list = change.is_none();
         let r = match self.try_at(&at, change).await {
             // A change is done by the leader alone; anybody lists.
