@@ -12,7 +12,10 @@ use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use strake_proto::{Code, Ino, SessionId, pb};
 use tokio::sync::Notify;
 
-use crate::leases::{Change, Name, Table, Token, Told};
+use crate::{
+    leases::{Change, Name, Table, Token, Told},
+    rows::Holder,
+};
 use pb::op::Op;
 
 /// Whoever keeps copies of what [`crate::Client`] told, as the kernel of a mount does.
@@ -84,6 +87,9 @@ impl Memory {
         let names = {
             let (mut table, mut names) = (self.table.lock(), false);
             inos.iter().for_each(|ino| names |= table.void(*ino));
+            if !inos.is_empty() {
+                Holder::Recalled.taken();
+            }
             names
         };
         self.take_back(inos, names);
@@ -133,7 +139,7 @@ impl Memory {
     // --- answers from memory ---
 
     pub fn attr(&self, now: Duration, ino: Ino) -> Option<pb::Attr> {
-        self.table.lock().attr(now, ino).copied()
+        self.table.lock().attr(now, ino).copied().inspect(|_| Holder::Remembered.taken())
     }
 
     /// What a lookup would find: `Some(None)`: no such name.
