@@ -25,7 +25,7 @@ pub async fn measure(cluster: &Cluster, clients: &Clients, rounds: u32, report: 
                 let asked = Instant::now();
                 let version = clients.all[0].fetch_map().await?.version();
                 if version > before {
-                    return strake_proto::Result::Ok((asked, version));
+                    return Ok::<_, strake_proto::Error>((asked, version));
                 }
                 sleep(Duration::from_millis(2)).await;
             }

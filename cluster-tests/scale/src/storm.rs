@@ -88,7 +88,7 @@ async fn storms(clients: &Clients, rounds: usize, ino: u64, kind: Kind, report: 
 async fn hot(clients: &Clients, dir: u64, report: &mut Report) -> Result<()> {
     let (stop, looks) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Vec::new())));
     let counted = clients.counts();
-    let lookers: Vec<_> = clients.all[1..].iter().enumerate().map(|(i, c)| {
+    let lookers = clients.all[1..].iter().enumerate().map(|(i, c)| {
         let (c, me, stop, looks) = (c.clone(), clients.me.clone(), stop.clone(), looks.clone());
         tokio::spawn(async move {
             sleep(LOOK * (i % 16) as u32 / 16).await;

@@ -144,8 +144,10 @@ impl Cluster {
     pub fn drift(&mut self) {
         let Some(mut rng) = self.wide.take() else { return };
         self.clocks().for_each(|c| c.set_rate(rng.random_range(DRIFT)));
-        for c in self.client_clocks.iter().filter(|_| rng.random_bool(0.3)) {
-            c.set_skew(rng.random_range(-240..240) * 1_000_000_000);
+        for c in &self.client_clocks {
+            if rng.random_bool(0.3) {
+                c.set_skew(rng.random_range(-240..240) * 1_000_000_000);
+            }
         }
         self.wide = Some(rng);
     }

@@ -11,7 +11,6 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use prost::Message as _;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use strake_client::{Client, SetAttr};
 use strake_fabric::{Connection, Endpoint, Fabric, Message};
@@ -189,8 +188,9 @@ impl Stranger {
             let meta = call::<pb::MetaReply>(link, opcode::META, &meta).await.map(drop);
             let recall = pb::RecallRequest { session, acknowledged: u64::MAX, ..Default::default() };
             let recall = call::<pb::RecallReply>(link, opcode::RECALL, &recall).await.map(drop);
-            let close = call::<pb::SessionCloseReply>(link, opcode::SESSION_CLOSE, &pb::SessionCloseRequest { session });
-            for r in [meta, recall, close.await.map(drop)] {
+            let close = pb::SessionCloseRequest { session };
+            let close = call::<pb::SessionCloseReply>(link, opcode::SESSION_CLOSE, &close).await.map(drop);
+            for r in [meta, recall, close] {
                 if r.is_ok() {
                     self.violation(format!("a request of session {session:#x}, which nobody has, was served"));
                 }
