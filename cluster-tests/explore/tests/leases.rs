@@ -71,7 +71,7 @@ fn reports() {
 
 #[test]
 fn full_sessions() {
-    holds(Bounds { asks: 2, changes: 1, full: true, ..NOTHING });
+    holds(Bounds { asks: 1, changes: 1, full: true, ..NOTHING });
 }
 
 /// Bounds in which each mistake shows. `SparesLater` needs two new connections: `strake-explore --fault spares-later`.

@@ -80,7 +80,7 @@ pub struct Config {
     pub reserve_bytes: Option<u64>,
     /// Not a key: see [`Config::limit_leases`].
     #[serde(skip)]
-    leases: Limits,
+    pub(crate) leases: Limits,
 }
 
 fn fs_name() -> String {
