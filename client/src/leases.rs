@@ -327,7 +327,11 @@ impl<A> Table<A> {
     /// A request that changes something is about to be sent. Returns what it may change, to be given to
     /// [`Table::change_ends`], and the inodes whose leases it gives back with it: those behind the names, which may lose them.
     pub fn change_begins(&mut self, mut change: Change) -> (Change, Vec<Ino>) {
-        if change.names.is_empty() { Holder::OwnInode.taken() } else { Holder::OwnName.taken() }
+        if change.names.is_empty() {
+            Holder::OwnInode.taken()
+        } else {
+            Holder::OwnName.taken()
+        }
         let behind = |(dir, name): &(Ino, Bytes)| self.known.get(dir)?.names.get(name).copied().flatten();
         let mut dropped: Vec<Ino> = change.names.iter().filter_map(behind).collect();
         dropped.retain(|ino| !change.inodes.contains(ino));

@@ -301,11 +301,8 @@ fn file_limits(pid: &str) -> (String, String) {
 fn servers_take_as_many_descriptors_as_they_may_have() {
     let c = Small::new();
     let up = "ulimit -Sn 300 && exec \"$0\" up --mds 1 --oss 1 --mirror 1 --targets-per-oss 1 --target-gib 1 --mount none --dir \"$1\"";
-    let out = std::process::Command::new("sh")
-        .args(["-c", up, env!("CARGO_BIN_EXE_strake")])
-        .arg(&c.dir)
-        .output()
-        .unwrap();
+    let out =
+        std::process::Command::new("sh").args(["-c", up, env!("CARGO_BIN_EXE_strake")]).arg(&c.dir).output().unwrap();
     ok(&out);
     for server in ["mds1", "oss1"] {
         let (soft, hard) = file_limits(&fs::read_to_string(c.dir.join(format!("run/{server}.pid"))).unwrap());

@@ -46,7 +46,8 @@ impl Cluster {
             return Err(format!("{} exists already; name another --dir", c.dir.display()).into());
         }
         let said = c.up()?;
-        let mds = said.lines().find_map(|l| l.strip_prefix("metadata")).ok_or("`strake up` names no metadata servers")?;
+        let mds =
+            said.lines().find_map(|l| l.strip_prefix("metadata")).ok_or("`strake up` names no metadata servers")?;
         c.mds = mds.trim().split(',').map(String::from).collect();
         let key = fs::read_to_string(c.dir.join("client.key"))?;
         let digits = key.trim().as_bytes();
@@ -107,7 +108,12 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         let mut down = Command::new(&self.strake);
-        let _ = down.args(["down", "--delete", "--dir"]).arg(&self.dir).stderr(Stdio::null()).stdout(Stdio::null()).status();
+        let _ = down
+            .args(["down", "--delete", "--dir"])
+            .arg(&self.dir)
+            .stderr(Stdio::null())
+            .stdout(Stdio::null())
+            .status();
     }
 }
 

@@ -54,7 +54,8 @@ pub fn report(alone: &Sample, with: &Sample, report: &mut Report) {
 pub fn memory(cluster: &Cluster, report: &mut Report) -> Result<()> {
     let leader = cluster.leader()?;
     let all = cluster.pids()?.into_iter().map(|(n, pid)| Ok((n, usage(pid)?))).collect::<Result<BTreeMap<_, _>>>()?;
-    let most = |of: &dyn Fn(&str) -> bool| all.iter().filter(|(n, _)| of(n)).map(|(_, u)| u.rss).max().unwrap_or(0) as f64;
+    let most =
+        |of: &dyn Fn(&str) -> bool| all.iter().filter(|(n, _)| of(n)).map(|(_, u)| u.rss).max().unwrap_or(0) as f64;
     let mut row = |what: &str, expected, bytes: f64| report.row(what, expected, mib(bytes), bytes);
     row("memory of the metadata leader at the end", "120 MiB", most(&|n| n == leader));
     row("memory of a follower, the larger", "80 MiB", most(&|n| n.starts_with("mds") && n != leader));

@@ -97,6 +97,9 @@ mod tests {
         let at = |n| percentile(&t, n).as_millis();
         assert_eq!((at(50), at(99), at(100)), (100, 198, 200));
         assert_eq!((percentile(&t[..1], 99).as_millis(), percentile(&[], 50)), (1, Duration::ZERO));
-        assert_eq!(spread(&[Duration::from_millis(3), Duration::from_secs(2)]), "p50 3.0 ms, p99 2.00 s, longest 2.00 s");
+        assert_eq!(
+            spread(&[Duration::from_millis(3), Duration::from_secs(2)]),
+            "p50 3.0 ms, p99 2.00 s, longest 2.00 s"
+        );
     }
 }

@@ -41,11 +41,11 @@ enum Kind {
 
 async fn change(c: &Client, me: &Creds, ino: u64, kind: Kind, n: usize) -> Result<()> {
     match kind {
-        Kind::Names if n.is_multiple_of(2) => drop(c.mknod(me, ino, b"name", 0o100_644u32, 0).await?),
+        Kind::Names if n.is_multiple_of(2) => c.mknod(me, ino, b"name", 0o100_644u32, 0).await.map(drop)?,
         Kind::Names => c.unlink(me, ino, b"name").await?,
         Kind::Mode => {
             let mode = Some(0o600 + (n % 8) as u32);
-            drop(c.setattr(me, SetAttr { ino, mode, ..Default::default() }).await?);
+            c.setattr(me, SetAttr { ino, mode, ..Default::default() }).await?;
         }
     }
     Ok(())
@@ -60,7 +60,7 @@ async fn storms(clients: &Clients, rounds: usize, ino: u64, kind: Kind, report: 
         let me = clients.me.clone();
         let look = move |_, c: Client| {
             let me = me.clone();
-            async move { Ok(drop(c.getattr(&me, ino).await?)) }
+            async move { Ok(c.getattr(&me, ino).await.map(drop)?) }
         };
         let looked = clients.each(look).await?;
         if n > 0 {
@@ -76,7 +76,11 @@ async fn storms(clients: &Clients, rounds: usize, ino: u64, kind: Kind, report: 
     answered.sort_unstable();
     again.sort_unstable();
     requests.sort_unstable();
-    report.times(format!("a {what} that all hold is changed: until it is answered"), "p50 60 ms, p99 120 ms", &answered);
+    report.times(
+        format!("a {what} that all hold is changed: until it is answered"),
+        "p50 60 ms, p99 120 ms",
+        &answered,
+    );
     let median = requests[requests.len() / 2];
     let measured = format!("{median} acknowledgements (median), {least} holders at least");
     report.row(format!("messages of that, {what}"), "999", measured, median as f64);
@@ -126,7 +130,12 @@ async fn hot(clients: &Clients, dir: u64, report: &mut Report) -> Result<()> {
     report.times(format!("{what}: changes"), "p50 10 ms, p99 100 ms", &answered);
     report.times(format!("{what}: looks"), "p50 10 ms, p99 100 ms", &looks);
     let measured = format!("{} changes, {}", answered.len(), clients.counts().since(&counted).text());
-    report.row(format!("{what}: in 5 s"), "500 changes, 15,000 metadata, 2,000 recall", measured, answered.len() as f64);
+    report.row(
+        format!("{what}: in 5 s"),
+        "500 changes, 15,000 metadata, 2,000 recall",
+        measured,
+        answered.len() as f64,
+    );
     Ok(())
 }
 

@@ -51,9 +51,8 @@ pub fn text(counts: &Counts) -> String {
 
 /// As JSON: `{"leader": {"elected": 3, ...}, ...}`. Names have nothing in them that JSON would want escaped.
 pub fn json(counts: &Counts) -> String {
-    let rows = |rows: &[(&str, u64)]| {
-        rows.iter().map(|(row, n)| format!("\"{row}\": {n}")).collect::<Vec<_>>().join(", ")
-    };
+    let rows =
+        |rows: &[(&str, u64)]| rows.iter().map(|(row, n)| format!("\"{row}\": {n}")).collect::<Vec<_>>().join(", ");
     let tables: Vec<_> = counts.iter().map(|(t, r)| format!("  \"{t}\": {{ {} }}", rows(r))).collect();
     format!("{{\n{}\n}}\n", tables.join(",\n"))
 }

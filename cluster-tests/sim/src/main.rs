@@ -105,7 +105,12 @@ fn main() -> ExitCode {
     let seeds = if args.histories { 0..0 } else { args.seed..args.seed + args.count };
     for seed in seeds {
         let base = if args.harsh { Scenario::harsh(seed) } else { Scenario::new(seed) };
-        let scenario = Scenario { length: std::time::Duration::from_secs(args.seconds), skip: args.skip_sync, wide: args.wide, ..base };
+        let scenario = Scenario {
+            length: std::time::Duration::from_secs(args.seconds),
+            skip: args.skip_sync,
+            wide: args.wide,
+            ..base
+        };
         match run(scenario) {
             Ok(o) => {
                 let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();

@@ -82,7 +82,7 @@ impl Onlooker {
             1 => {
                 let ino = client.lookup(&me, dir, format!("file{file}").as_bytes()).await?.ino;
                 let mode = Some(0o600 | self.rng.random_range(0..64));
-                drop(client.setattr(&me, SetAttr { ino, mode, ..Default::default() }).await?);
+                client.setattr(&me, SetAttr { ino, mode, ..Default::default() }).await?;
             }
             _ => {
                 let attr = client.lookup(&me, dir, format!("file{file}").as_bytes()).await?;
@@ -145,7 +145,8 @@ impl Stranger {
         let link = self.fabric.connect(&Endpoint::Sim(server), None).await?;
         self.sessions += 1;
         let uuid = (u128::from(self.sessions) << 64 | 0xbad).to_be_bytes().to_vec();
-        let open = pb::SessionOpenRequest { client_uuid: uuid.into(), hostname: "stranger".into(), ..Default::default() };
+        let open =
+            pb::SessionOpenRequest { client_uuid: uuid.into(), hostname: "stranger".into(), ..Default::default() };
         let opened: pb::SessionOpenReply = call(&link, opcode::SESSION_OPEN, &open).await?;
         let (session, root) = (opened.session, opened.root);
         self.forge(&link, session).await?;

@@ -341,7 +341,11 @@ impl Leases {
         if !done.is_empty() {
             Leader::Acknowledged.taken();
         }
-        if out.is_empty() { Leader::NothingRecalled.taken() } else { Leader::Recalled.taken() }
+        if out.is_empty() {
+            Leader::NothingRecalled.taken()
+        } else {
+            Leader::Recalled.taken()
+        }
         self.settle(now, id, done);
         out
     }

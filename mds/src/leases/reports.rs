@@ -59,7 +59,11 @@ impl Reports {
         let due = |r: &Report| r.sent.is_none_or(|at| now.saturating_sub(at) >= AGAIN);
         let mut out = Vec::new();
         for (number, r) in w.asked.iter_mut().filter(|(_, r)| due(r)).take(MAX_RECALLS) {
-            if r.sent.is_some() { Reporting::SentAgain.taken() } else { Reporting::Sent.taken() }
+            if r.sent.is_some() {
+                Reporting::SentAgain.taken()
+            } else {
+                Reporting::Sent.taken()
+            }
             r.sent = Some(now);
             w.unsent.remove(&r.ino);
             out.push((*number, r.ino));

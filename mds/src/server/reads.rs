@@ -72,7 +72,11 @@ impl Mds {
         let mut looks = 0;
         loop {
             looks += 1;
-            if looks > 1 { Leader::LookedAgain.taken() } else { Leader::Looked.taken() }
+            if looks > 1 {
+                Leader::LookedAgain.taken()
+            } else {
+                Leader::Looked.taken()
+            }
             let before = self.recalls.grant(term, by, &wanted)?;
             let read = namespace.read_at(by.session, &creds, &request.ops);
             if tells {

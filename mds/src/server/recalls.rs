@@ -477,7 +477,11 @@ impl Mds {
             // A report waits for the cut of its file like everything that makes it grow; its sender cannot help that.
             let late = late.into_iter().filter(|(_, ino)| {
                 let excused = self.machine.namespace.trim_of(*ino).is_some();
-                if excused { Reporting::Excused.taken() } else { Reporting::Late.taken() }
+                if excused {
+                    Reporting::Excused.taken()
+                } else {
+                    Reporting::Late.taken()
+                }
                 !excused
             });
             silent.extend(late.map(|(id, _)| id));

@@ -184,11 +184,14 @@ mod tests {
     #[test]
     fn who_was_told_a_part_of_an_entry_was_told_all_of_it() {
         let after = |dir, file, name| Versions { dir, file, name, size: 0 };
-        let history =
-            vec![(Alter::File, after(0, 1, 0)), (Alter::Name, after(1, 2, 1)), (Alter::File, after(1, 3, 1))];
+        let history = vec![(Alter::File, after(0, 1, 0)), (Alter::Name, after(1, 2, 1)), (Alter::File, after(1, 3, 1))];
         let dir = |dir| Versions { dir, ..Default::default() };
         assert_eq!(implied(dir(0), &history), dir(0), "what was before the first entry tells of none");
-        assert_eq!(implied(dir(1), &history), after(1, 2, 1), "the name and the file too, and what was before on the file");
+        assert_eq!(
+            implied(dir(1), &history),
+            after(1, 2, 1),
+            "the name and the file too, and what was before on the file"
+        );
         let file = |file| Versions { file, ..Default::default() };
         assert_eq!(implied(file(1), &history), file(1));
         assert_eq!(implied(file(3), &history), after(1, 3, 1));

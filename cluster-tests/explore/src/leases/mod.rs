@@ -53,13 +53,44 @@ pub struct Task {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Stage {
-    Noted { id: u8, ask: Ask, early: Number, reported: bool },
-    Read { id: u8, ask: Ask, values: Versions, ticket: Number, applied: u8, reported: bool },
+    Noted {
+        id: u8,
+        ask: Ask,
+        early: Number,
+        reported: bool,
+    },
+    Read {
+        id: u8,
+        ask: Ask,
+        values: Versions,
+        ticket: Number,
+        applied: u8,
+        reported: bool,
+    },
     /// The writer is to report first.
-    Reporting { id: u8, ask: Ask, values: Versions, ticket: Number, number: Number },
-    Settling { id: u8, ask: Ask, values: Versions, ticket: Number },
-    Proposed { seq: u8, alter: Alter },
-    Applied { seq: u8, alter: Alter, values: Versions, ticket: Number },
+    Reporting {
+        id: u8,
+        ask: Ask,
+        values: Versions,
+        ticket: Number,
+        number: Number,
+    },
+    Settling {
+        id: u8,
+        ask: Ask,
+        values: Versions,
+        ticket: Number,
+    },
+    Proposed {
+        seq: u8,
+        alter: Alter,
+    },
+    Applied {
+        seq: u8,
+        alter: Alter,
+        values: Versions,
+        ticket: Number,
+    },
 }
 
 #[derive(Clone, Debug, Hash)]
@@ -286,7 +317,7 @@ impl World {
     fn step(&mut self, task: &Task) {
         let Some(i) = self.leader.tasks.iter().position(|t| t == task) else { return };
         self.leader.tasks.remove(i);
-        let (now, client, connection) = (self.now(), task.client, task.connection);
+        let (client, connection) = (task.client, task.connection);
         let next = |stage| Task { client, connection, stage };
         match task.stage.clone() {
             Stage::Noted { id: n, ask, early, reported } => {
