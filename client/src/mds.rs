@@ -28,6 +28,7 @@ use crate::{
     inode::{Inode, O_ACCMODE},
     keep::{self, Keep, Numbers},
     retry::{in_doubt, meta_passes},
+    rows::Holder,
     seqs::Seqs,
 };
 
@@ -427,6 +428,7 @@ impl Core {
             // The same server was elected again. What was asked for on this connection may run yet, so another one is greeted.
             self.memory.greeted(0, 0);
             if !hello {
+                Holder::NoLeases.taken();
                 return Err(Error::new(Code::Disconnected, "the metadata leader has no leases for this connection"));
             }
         }

@@ -12,6 +12,7 @@ pub mod ids;
 pub mod layout;
 pub mod map;
 pub mod opcode;
+pub mod rows;
 
 /// Control messages generated from `schema/*.proto`.
 #[allow(clippy::all, rustdoc::all)]

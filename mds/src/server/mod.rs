@@ -46,7 +46,6 @@ use tokio::{sync::Notify, task::JoinHandle};
 use crate::{
     cluster::manager::Manager,
     consensus::{self, Leadership, LogStore, Node},
-    leases::Limits,
 };
 use recalls::Recalls;
 use room::{Need, Room};
@@ -133,7 +132,7 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
     let room = Room::new(parts.store.clone(), disk.reserve_file, disk.reserve, disk.segment);
     // Before there is anything that must not wait.
     room.look();
-    let recalls = Arc::new(Recalls::new(parts.env.clone(), Limits::default()));
+    let recalls = Arc::new(Recalls::new(parts.env.clone(), cfg.leases()));
     let machine = Arc::new(Machine::open(parts.store, recalls.clone())?);
     let peers: BTreeMap<u64, Endpoint> = cfg.peers.iter().filter(|p| p.0 != cfg.id).cloned().collect();
     let raft = consensus::Config {
@@ -275,7 +274,7 @@ impl Mds {
     /// A client's list of changes. A retry of one that ran, or that may yet run, is not answered with `NoSpc`.
     async fn propose_list(&self, request: pb::MetaRequest) -> Result<pb::LogReply> {
         let (key, session, seq) = ((request.session, request.seq), request.session, request.seq);
-        let again = self.machine.namespace.has_reply(session, seq) || self.unsettled.lock().contains(&key);
+        let again = self.may_have_run(session, seq);
         if !again {
             self.room.check(Need::of_list(&request.ops))?;
             {
@@ -300,6 +299,11 @@ impl Mds {
                 result
             }
         }
+    }
+
+    /// Whether a request is one that ran, or that may yet run.
+    fn may_have_run(&self, session: SessionId, seq: u64) -> bool {
+        self.machine.namespace.has_reply(session, seq) || self.unsettled.lock().contains(&(session, seq))
     }
 
     async fn propose_anyway(&self, command: pb::log_command::Command) -> Result<pb::LogReply> {

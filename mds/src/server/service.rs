@@ -34,6 +34,14 @@ const TRIM_WAIT: Duration = Duration::from_secs(25);
 const OPEN_WAIT: Duration = Duration::from_secs(4);
 /// Items of one reply about what is to be deleted.
 const MAX_PENDING: u32 = 10_000;
+/// Field numbers of the cluster map in answers.
+mod tag {
+    pub const SESSION_OPEN: u32 = 6;
+    pub const SESSION_RENEW: u32 = 1;
+    pub const MAP: u32 = 1;
+    pub const REGISTER: u32 = 4;
+    pub const HEARTBEAT: u32 = 2;
+}
 const S_IFMT: u32 = 0o170_000;
 const S_IFREG: u32 = 0o100_000;
 
@@ -166,8 +174,7 @@ impl Mds {
         let ending = |e: Error| if e.code == Code::NoSession { Error { code: Code::Overloaded, ..e } } else { e };
         self.heard(r.session).map_err(ending)?;
         r.term_ms = u32::try_from(self.cfg.session_term_ms).unwrap_or(u32::MAX);
-        r.map = Some(self.map().map.clone());
-        Ok(encode(&r))
+        Ok(self.map().encode_behind(&r, tag::SESSION_OPEN).into())
     }
 
     async fn session_renew(&self, request: pb::SessionRenewRequest) -> Result<Bytes> {
@@ -182,7 +189,8 @@ impl Mds {
         let map = self.map();
         let newer = map.version() > request.map_version;
         let lease_ms = self.recalls.renewed(term, request.session, request.connection)?;
-        Ok(encode(&pb::SessionRenewReply { map: newer.then(|| map.map.clone()), lease_ms }))
+        let reply = pb::SessionRenewReply { map: None, lease_ms };
+        Ok(if newer { map.encode_behind(&reply, tag::SESSION_RENEW).into() } else { encode(&reply) })
     }
 
     async fn session_close(&self, request: pb::SessionCloseRequest) -> Result<Bytes> {
@@ -198,16 +206,16 @@ impl Mds {
 
     fn send_map(&self, request: &pb::MapRequest) -> Bytes {
         let map = self.map();
-        encode(&pb::MapReply { map: (map.version() > request.have).then(|| map.map.clone()) })
+        let reply = pb::MapReply { map: None };
+        if map.version() > request.have { map.encode_behind(&reply, tag::MAP).into() } else { encode(&reply) }
     }
 
     async fn register(&self, request: pb::RegisterRequest) -> Result<Bytes> {
         self.leading()?;
         tracing::info!(name = request.name, targets = request.targets.len(), "a storage server registers");
         let reply = self.propose(Command::Register(request)).await?;
-        let Some(pb::log_reply::Reply::Register(mut r)) = reply.reply else { return Err(misread()) };
-        r.map = Some(self.map().map.clone());
-        Ok(encode(&r))
+        let Some(pb::log_reply::Reply::Register(r)) = reply.reply else { return Err(misread()) };
+        Ok(self.map().encode_behind(&r, tag::REGISTER).into())
     }
 
     async fn heartbeat(&self, request: pb::HeartbeatRequest) -> Result<Bytes> {
@@ -223,7 +231,8 @@ impl Mds {
         let mut evicted = self.machine.namespace.evicted_after(request.evicted_seen);
         evicted.truncate(MAX_EVICTED);
         let newer = map.version() > request.map_version;
-        Ok(encode(&pb::HeartbeatReply { lease_ms, map: newer.then(|| map.map.clone()), evicted }))
+        let reply = pb::HeartbeatReply { lease_ms, map: None, evicted };
+        Ok(if newer { map.encode_behind(&reply, tag::HEARTBEAT).into() } else { encode(&reply) })
     }
 
     async fn pending(&self, request: pb::PendingRequest) -> Result<Bytes> {
@@ -335,5 +344,36 @@ impl Mds {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message as _;
+    use strake_proto::map::MapView;
+
+    use super::*;
+
+    #[test]
+    fn the_map_in_answers_is_in_the_field_that_is_meant() {
+        let node = pb::Node { id: 7, name: "a".into(), ..Default::default() };
+        let map = pb::ClusterMap { version: 3, nodes: vec![node], fs_name: "x".repeat(300), ..Default::default() };
+        let view = MapView::new(map.clone()).unwrap();
+        for _ in 0..2 {
+            let open = pb::SessionOpenReply { session: 9, ..Default::default() };
+            let is = pb::SessionOpenReply::decode(&view.encode_behind(&open, tag::SESSION_OPEN)[..]).unwrap();
+            assert_eq!(is, pb::SessionOpenReply { map: Some(map.clone()), ..open });
+            let renew = pb::SessionRenewReply { map: None, lease_ms: 1500 };
+            let is = pb::SessionRenewReply::decode(&view.encode_behind(&renew, tag::SESSION_RENEW)[..]).unwrap();
+            assert_eq!(is, pb::SessionRenewReply { map: Some(map.clone()), ..renew });
+            let is = pb::MapReply::decode(&view.encode_behind(&pb::MapReply { map: None }, tag::MAP)[..]).unwrap();
+            assert_eq!(is.map.as_ref(), Some(&map));
+            let register = pb::RegisterReply { node: 4, target_ids: vec![1, 2], ..Default::default() };
+            let is = pb::RegisterReply::decode(&view.encode_behind(&register, tag::REGISTER)[..]).unwrap();
+            assert_eq!(is, pb::RegisterReply { map: Some(map.clone()), ..register });
+            let beat = pb::HeartbeatReply { lease_ms: 5, map: None, evicted: vec![pb::Evicted::default()] };
+            let is = pb::HeartbeatReply::decode(&view.encode_behind(&beat, tag::HEARTBEAT)[..]).unwrap();
+            assert_eq!(is, pb::HeartbeatReply { map: Some(map.clone()), ..beat });
+        }
     }
 }
