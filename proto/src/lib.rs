@@ -9,6 +9,7 @@ pub mod data;
 pub mod error;
 pub mod frame;
 pub mod ids;
+pub mod incarnation;
 pub mod layout;
 pub mod map;
 pub mod opcode;
@@ -21,6 +22,7 @@ pub mod pb {
 
 pub use cap::{CapKey, Capability, Rights};
 pub use error::{Code, Error, Result};
+pub use incarnation::{Incarnation, Kin};
 pub use ids::{ChainId, ChunkId, DataId, Fid, Ino, NodeId, SessionId, TargetId};
 
 /// Version of the wire protocol this build speaks; the handshake picks the highest that both ends have.

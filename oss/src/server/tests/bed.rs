@@ -303,7 +303,7 @@ impl Cluster {
             let device = Arc::new(MemDevice::new(64 << 20));
             let table = MemStore::new();
             let target_uuid = [i as u8 + 1; 16];
-            let id = TargetIdentity { fs_uuid: [0; 16], target_uuid, target_id: u32::MAX, node: String::new() };
+            let id = TargetIdentity { fs_uuid: [0; 16], target_uuid, target_id: u32::MAX, node: String::new(), incarnation: 0 };
             Engine::format(&*device, &table, id).await.unwrap();
             c.nodes.push(Node { device, table, env: None, server: None, life: 0 });
             c.boot(i as usize).await;

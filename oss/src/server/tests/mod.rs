@@ -283,7 +283,7 @@ async fn requests_without_right_are_refused() {
     }
     assert_eq!(code(opcode::WRITE, w.clone(), b"dat0").await, Some(Code::Resend));
     assert_eq!(code(opcode::WRITE, DataRequest { epoch: 9, ..w.clone() }, b"data").await, Some(Code::StaleEpoch));
-    c.authority.evicted.lock().push(pb::Evicted { number: 1, session: SESSION, min_epoch: 2 });
+    c.authority.evicted.lock().push(pb::Evicted { number: 1, session: SESSION, min_epoch: 2, below: false });
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(code(opcode::WRITE, w, b"data").await, Some(Code::NoSession));
     assert_eq!(code(opcode::FLUSH, flush(seal(&may)), &[]).await, Some(Code::NoSession));
@@ -297,7 +297,7 @@ async fn an_evicted_session_does_not_slip_in_after_a_restart() {
     c.flush().await.unwrap();
     for number in 1..=5000 {
         let session = if number == 5000 { SESSION } else { 1000 + number };
-        c.authority.evicted.lock().push(pb::Evicted { number, session, min_epoch: 2 });
+        c.authority.evicted.lock().push(pb::Evicted { number, session, min_epoch: 2, below: false });
     }
     c.kill(0);
     c.boot(0).await;

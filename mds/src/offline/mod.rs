@@ -1,0 +1,1 @@
+//! Work on the folders of metadata servers that do not run.
