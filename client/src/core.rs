@@ -17,7 +17,7 @@ use futures_util::stream::{self, StreamExt};
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Buf, Endpoint, Env, Fabric, LeaderFinder, watch};
-use strake_proto::{ChainId, Code, Error, Ino, NodeId, Result, map::MapView, opcode, pb};
+use strake_proto::{ChainId, Code, Error, Incarnation, Ino, Kin, NodeId, Result, map::MapView, opcode, pb};
 use tokio::{
     sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, Semaphore},
     time::Instant,

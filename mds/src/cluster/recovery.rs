@@ -54,7 +54,10 @@ pub fn in_doubt(map: &pb::ClusterMap) -> BTreeSet<ChainId> {
 /// Takes note of what a registering server's targets know, and ends doubts that it resolves.
 pub fn hear(map: &mut pb::ClusterMap, targets: &[(TargetId, &[pb::ChainSight])]) {
     for d in &mut map.doubts {
-        for (target, sights) in targets.iter().filter(|(t, _)| d.replicas.iter().any(|r| r.target == *t)) {
+        for (target, sights) in targets {
+            if d.replicas.iter().all(|r| r.target != *target) {
+                continue;
+            }
             let sight = sights.iter().find(|s| s.chain == d.chain);
             if let Some(s) = sight.filter(|s| s.epoch > d.epoch && same_targets(&s.replicas, &d.replicas)) {
                 (d.epoch, d.replicas) = (s.epoch, s.replicas.clone());

@@ -144,7 +144,7 @@ fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarg
         return Ok(id);
     }
     if t.id != TARGET_UNASSIGNED {
-        let since = match recovery::incarnation(map).era() {
+        let since = match recovery::incarnation(next).era() {
             0 => "",
             _ => ": it joined after the state that the metadata servers were recovered from, so it holds nothing but data of files \
                   that are lost. Take it out of `targets`, or make it anew in an empty folder",
