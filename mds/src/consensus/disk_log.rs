@@ -131,7 +131,8 @@ impl DiskLog {
         }
         fs::create_dir(dir).map_err(|e| at(dir, e))?;
         let header = SegmentHeader { cluster, member, segment: 0, first_batch: 0, stamp, voters: Vec::new() };
-        let mut image = LogImage { base, ..LogImage::new(Vec::new(), stamp) };
+        let mut image = LogImage::new(Vec::new(), stamp);
+        image.base = base;
         (image.hard.term, image.hard.commit) = (base.1, base.0);
         create(dir, &header, &[], &image, &options)?;
         sync_dir(dir.parent().unwrap_or(dir))
