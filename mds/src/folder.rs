@@ -41,7 +41,10 @@ pub enum State {
     /// The member was removed from its group, or its group was recovered without it.
     Removed,
     /// A recovery was begun that makes it the folder of member `to` of a new incarnation; not of use before that is done.
-    Recovering { to: u64, incarnation: Incarnation },
+    Recovering {
+        to: u64,
+        incarnation: Incarnation,
+    },
     /// A dump is being loaded into it.
     Loading,
 }

@@ -73,7 +73,8 @@ mod tests {
     #[test]
     fn eras_are_in_order_and_twins_are_told_apart() {
         let first = Incarnation::default();
-        let (a, b, c) = (Incarnation::new(1, 7).unwrap(), Incarnation::new(1, 8).unwrap(), Incarnation::new(2, 7).unwrap());
+        let (a, b, c) =
+            (Incarnation::new(1, 7).unwrap(), Incarnation::new(1, 8).unwrap(), Incarnation::new(2, 7).unwrap());
         for (own, other, kin) in [
             (first, first, Kin::Same),
             (a, a, Kin::Same),

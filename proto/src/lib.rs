@@ -22,8 +22,8 @@ pub mod pb {
 
 pub use cap::{CapKey, Capability, Rights};
 pub use error::{Code, Error, Result};
-pub use incarnation::{Incarnation, Kin};
 pub use ids::{ChainId, ChunkId, DataId, Fid, Ino, NodeId, SessionId, TargetId};
+pub use incarnation::{Incarnation, Kin};
 
 /// Version of the wire protocol this build speaks; the handshake picks the highest that both ends have.
 pub const WIRE_VERSION: u16 = 1;

@@ -128,7 +128,12 @@ impl World {
     fn mds(&self, args: &[&str]) -> Output {
         let mut c = strake();
         let known = self.known.join(",");
-        c.arg("mds").args(args).args(["--timeout", "60", "--mds", &known, "--cluster-key"]).arg(self.key()).output().unwrap()
+        c.arg("mds")
+            .args(args)
+            .args(["--timeout", "60", "--mds", &known, "--cluster-key"])
+            .arg(self.key())
+            .output()
+            .unwrap()
     }
     fn list(&self) -> Value {
         serde_json::from_slice(&self.mds(&["list", "--json"]).stdout).unwrap_or_default()

@@ -72,7 +72,10 @@ pub fn hear(map: &mut pb::ClusterMap, targets: &[(TargetId, &[pb::ChainSight])])
 
 fn same_targets(a: &[pb::Replica], b: &[pb::Replica]) -> bool {
     let set = |l: &[pb::Replica]| l.iter().map(|r| r.target).collect::<BTreeSet<_>>();
-    a.len() == b.len() && a.len() <= MAX_REPLICAS && set(a) == set(b) && a.iter().all(|r| r.state() != ReplicaState::ReplicaUnknown)
+    a.len() == b.len()
+        && a.len() <= MAX_REPLICAS
+        && set(a) == set(b)
+        && a.iter().all(|r| r.state() != ReplicaState::ReplicaUnknown)
 }
 
 /// An administrator says that these targets are lost for good. `ENOENT` for one that is not registered; those that no chain

@@ -146,8 +146,10 @@ fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarg
     if t.id != TARGET_UNASSIGNED {
         let since = match recovery::incarnation(next).era() {
             0 => "",
-            _ => ": it joined after the state that the metadata servers were recovered from, so it holds nothing but data of files \
-                  that are lost. Take it out of `targets`, or make it anew in an empty folder",
+            _ => {
+                ": it joined after the state that the metadata servers were recovered from, so it holds nothing but data of files \
+                  that are lost. Take it out of `targets`, or make it anew in an empty folder"
+            }
         };
         let m = format!("the superblock says target {}, which this cluster does not know by its uuid{since}", t.id);
         return Err(inval(m));

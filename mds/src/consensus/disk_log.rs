@@ -225,13 +225,7 @@ fn sync_dir(dir: &Path) -> Result<()> {
 
 /// Makes the first segment and then the marker. Segments without a marker are what a crash here leaves, if they hold
 /// nothing yet.
-fn create(
-    dir: &Path,
-    h: &SegmentHeader,
-    found: &[u64],
-    image: &LogImage,
-    options: &DiskOptions,
-) -> Result<Vec<u64>> {
+fn create(dir: &Path, h: &SegmentHeader, found: &[u64], image: &LogImage, options: &DiskOptions) -> Result<Vec<u64>> {
     for number in found {
         let path = segment_path(dir, *number);
         let bytes = fs::read(&path).map_err(|e| at(&path, e))?;

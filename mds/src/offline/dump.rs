@@ -75,7 +75,8 @@ pub struct Outcome {
 pub fn dump(dir: &Path, out: &mut dyn Write, mut progress: impl FnMut(String)) -> Result<Outcome> {
     let folder = inspect::open(dir)?;
     let r = &folder.report;
-    let unfinished = matches!(r.identity, State::Recovering { .. }).then(|| "a recovery of it was begun; finish that".to_string());
+    let unfinished =
+        matches!(r.identity, State::Recovering { .. }).then(|| "a recovery of it was begun; finish that".to_string());
     if let Some(why) = r.void.clone().or(unfinished) {
         return Err(inval(format!("{}: {why}", dir.display())));
     }
@@ -186,7 +187,10 @@ pub(super) fn show(key: &[u8], value: &[u8]) -> Result<(&'static str, Map<String
             let nodes: Vec<_> = m.nodes.iter().map(|n| n.name.clone()).collect();
             let incarnation = Incarnation(m.incarnation).to_string();
             let counts = (m.targets.len(), m.chains.len());
-            ("map", json!({ "version": m.version, "incarnation": incarnation, "nodes": nodes, "targets": counts.0, "chains": counts.1 }))
+            (
+                "map",
+                json!({ "version": m.version, "incarnation": incarnation, "nodes": nodes, "targets": counts.0, "chains": counts.1 }),
+            )
         }
         Some(b'd') if key.len() == 19 => {
             let d: pb::DentryRecord = decode("name", value)?;

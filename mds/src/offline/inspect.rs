@@ -79,7 +79,9 @@ pub fn best(reports: &[Report]) -> Option<&Report> {
 /// them. (With an odd number of voters they are then a majority themselves.)
 pub fn is_complete(reports: &[Report]) -> bool {
     let Some(best) = best(reports) else { return false };
-    let sure = |r: &&Report| r.rank().is_some() && r.incarnation == best.incarnation && r.log.as_ref().is_ok_and(|l| !l.changes_members);
+    let sure = |r: &&Report| {
+        r.rank().is_some() && r.incarnation == best.incarnation && r.log.as_ref().is_ok_and(|l| !l.changes_members)
+    };
     let voters: Vec<u64> = best.voters.iter().map(|v| v.0).collect();
     let mut seen: Vec<u64> = reports.iter().filter(sure).map(|r| r.member).filter(|m| voters.contains(m)).collect();
     seen.sort_unstable();
@@ -106,8 +108,7 @@ pub(super) fn open(dir: &Path) -> Result<Folder> {
         return Err(absent("there is no such folder"));
     }
     let record = Record::read(dir)?.ok_or_else(|| absent("this is no metadata server's folder: it has no identity"))?;
-    let lock = folder::lock(dir)
-        .map_err(|e| Error::new(e.code, format!("{}; stop that first", e.message)))?;
+    let lock = folder::lock(dir).map_err(|e| Error::new(e.code, format!("{}; stop that first", e.message)))?;
     if !dir.join(STATE).is_dir() {
         return Err(absent("it holds no state; nothing can be had from it"));
     }
@@ -147,7 +148,9 @@ pub fn inspect(dir: &Path) -> Result<Report> {
 fn void(record: &Record, header: &pb::StateHeader, log: Option<&LogImage>) -> Option<String> {
     let why = match log {
         _ if matches!(record.state, State::New | State::Loading) => "it was never finished",
-        Some(l) if l.restoring.is_some() => "its state was being replaced by a copy of another member's when it stopped",
+        Some(l) if l.restoring.is_some() => {
+            "its state was being replaced by a copy of another member's when it stopped"
+        }
         Some(l) if header.applied_index < l.base.0 && !matches!(record.state, State::Recovering { .. }) => {
             "its state lacks entries that its log no longer has"
         }
@@ -179,7 +182,8 @@ fn known(ids: &[u64], map: &pb::ClusterMap) -> Vec<Known> {
 
 /// Ids that entries of the log name which the state has not applied.
 pub(super) fn named_in(log: &LogImage, applied: u64) -> Vec<u64> {
-    let changes = log.entries.iter().filter(|e| e.index > applied && e.get_entry_type() == EntryType::EntryConfChangeV2);
+    let changes =
+        log.entries.iter().filter(|e| e.index > applied && e.get_entry_type() == EntryType::EntryConfChangeV2);
     let parsed = changes.filter_map(|e| ConfChangeV2::parse_from_bytes(&e.data).ok());
     parsed.flat_map(|c| c.changes.iter().map(|s| s.node_id).collect::<Vec<_>>()).collect()
 }

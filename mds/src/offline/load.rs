@@ -206,7 +206,10 @@ fn read_records(lines: &mut Lines<'_>, store: &dyn MetaStore, mut progress: impl
         let line = lines.next()?;
         if let Ok(end) = serde_json::from_str::<End>(&line.object) {
             if (end.records, end.sum) != (records, lines.sum) {
-                let m = format!("the dump has {records} records of {}, or they are not those that it was made with", end.records);
+                let m = format!(
+                    "the dump has {records} records of {}, or they are not those that it was made with",
+                    end.records
+                );
                 return Err(lines.bad(Code::Corrupt, &m));
             }
             store.commit(batch)?;

@@ -50,13 +50,14 @@ fn spent_ids(map: &pb::ClusterMap, conf: &ConfState) -> BTreeSet<u64> {
 /// The id to use: `wanted`, or the lowest that no member ever had. `EINVAL` for one that is spent or impossible.
 fn new_id(wanted: Option<u64>, spent: &BTreeSet<u64>) -> Result<u64> {
     let ids = 1..u64::from(FIRST_OSS_NODE);
-    let free = ids.clone().find(|id| !spent.contains(id)).ok_or_else(|| inval("all ids of metadata servers are spent"))?;
+    let free =
+        ids.clone().find(|id| !spent.contains(id)).ok_or_else(|| inval("all ids of metadata servers are spent"))?;
     match wanted {
         None => Ok(free),
         Some(id) if !ids.contains(&id) => Err(inval(format!("ids of metadata servers are 1 to {}", ids.end - 1))),
-        Some(id) if spent.contains(&id) => Err(inval(format!(
-            "id {id} is or was a metadata server's, and is never given again; {free} is free"
-        ))),
+        Some(id) if spent.contains(&id) => {
+            Err(inval(format!("id {id} is or was a metadata server's, and is never given again; {free} is free")))
+        }
         Some(id) => Ok(id),
     }
 }

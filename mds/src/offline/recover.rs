@@ -22,9 +22,9 @@ use raft::eraftpb::EntryType;
 use strake_proto::{Code, Error, Incarnation, Result};
 
 use super::{
-    begin_anew, finish, inval,
+    begin_anew, finish,
     inspect::{self, Folder, Known, Report},
-    new_id, next_incarnation, spent_ids,
+    inval, new_id, next_incarnation, spent_ids,
 };
 use crate::{
     folder::{Record, State},
@@ -93,7 +93,9 @@ impl Recovery {
         let resumed = matches!(r.identity, State::Recovering { .. });
         let (to, incarnation) = match r.identity {
             State::Recovering { to, .. } if options.id.is_some_and(|id| id != to) => {
-                return Err(inval(format!("a recovery of this folder as metadata server {to} was begun; leave --id out")));
+                return Err(inval(format!(
+                    "a recovery of this folder as metadata server {to} was begun; leave --id out"
+                )));
             }
             State::Recovering { to, incarnation } => (to, incarnation),
             // Its own id is none that it could be told to use.
@@ -179,10 +181,8 @@ fn check_choice(reports: &[Report]) -> Result<()> {
         }
         if o.rank() > r.rank() {
             let (_, term, index) = o.rank().unwrap_or_default();
-            let m = format!(
-                "{} has more: it ends with entry {index} of term {term}. Recover that one",
-                o.dir.display()
-            );
+            let m =
+                format!("{} has more: it ends with entry {index} of term {term}. Recover that one", o.dir.display());
             return Err(inval(m));
         }
     }

@@ -60,10 +60,17 @@ async fn made(root: &Path) -> PathBuf {
     let dir = root.join("m1");
     let m = start(&config(1, &dir)).await;
     for n in 1..=2u8 {
-        let open = pb::SessionOpenRequest { client_uuid: vec![n; 16].into(), hostname: "h".into(), ..Default::default() };
+        let open =
+            pb::SessionOpenRequest { client_uuid: vec![n; 16].into(), hostname: "h".into(), ..Default::default() };
         propose(&m, Command::SessionOpen(open)).await;
     }
-    let target = pb::RegisterTarget { uuid: vec![9; 16].into(), capacity: 1 << 40, stamp: 5, id: u32::MAX, ..Default::default() };
+    let target = pb::RegisterTarget {
+        uuid: vec![9; 16].into(),
+        capacity: 1 << 40,
+        stamp: 5,
+        id: u32::MAX,
+        ..Default::default()
+    };
     let register = pb::RegisterRequest {
         name: "oss".into(),
         endpoints: vec!["tcp:oss:1".into()],
@@ -153,7 +160,11 @@ async fn a_survivor_is_recovered_wherever_it_was_cut_short() {
         assert_eq!(evicted.iter().filter(|e| !e.below).count(), 2);
         assert_eq!(header.applied_index, before.0.applied_index + 1, "the recovery is one entry");
         let m = start(&config(3, &dir)).await;
-        propose(&m, Command::SessionOpen(pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), ..Default::default() })).await;
+        propose(
+            &m,
+            Command::SessionOpen(pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), ..Default::default() }),
+        )
+        .await;
         assert_eq!(m.node().group().await.unwrap().voters().map(|v| v.id).collect::<Vec<_>>(), [3]);
         m.shutdown().await;
     }
@@ -179,7 +190,8 @@ async fn the_folder_with_the_most_is_the_one_to_take() {
     assert!(e.code == Code::Inval && e.message.contains("has more"), "{e}");
     // A damaged log costs what the state lacks, not the state.
     let log = behind.join("log");
-    let segment = fs::read_dir(&log).unwrap().map(|e| e.unwrap().path()).find(|p| p.to_string_lossy().contains("log-")).unwrap();
+    let segment =
+        fs::read_dir(&log).unwrap().map(|e| e.unwrap().path()).find(|p| p.to_string_lossy().contains("log-")).unwrap();
     let mut bytes = fs::read(&segment).unwrap();
     bytes[4096 + 40] ^= 1;
     fs::write(&segment, bytes).unwrap();
@@ -223,7 +235,8 @@ async fn a_dump_is_loaded_whole_or_not_at_all() {
         assert!(!new.exists());
     }
     for n in 0..lines.len() {
-        let without: Vec<u8> = lines.iter().enumerate().filter(|(i, _)| *i != n).flat_map(|(_, l)| l.to_vec()).collect();
+        let without: Vec<u8> =
+            lines.iter().enumerate().filter(|(i, _)| *i != n).flat_map(|(_, l)| l.to_vec()).collect();
         assert_eq!(load(&without, &load_options(None, 0)).err().unwrap().code, Code::Corrupt, "without line {n}");
         let twice: Vec<u8> = lines.iter().enumerate().flat_map(|(i, l)| l.repeat(1 + usize::from(i == n))).collect();
         assert_eq!(load(&twice, &load_options(None, 0)).err().unwrap().code, Code::Corrupt, "line {n} twice");
@@ -245,7 +258,9 @@ async fn a_dump_is_loaded_whole_or_not_at_all() {
 
     // A load that was cut short begins anew; a server does not start on it.
     strake_store::make_folder(&new).unwrap();
-    Record { member: 0, cluster: Record::read(&dir).unwrap().unwrap().cluster, state: State::Loading }.write(&new).unwrap();
+    Record { member: 0, cluster: Record::read(&dir).unwrap().unwrap().cluster, state: State::Loading }
+        .write(&new)
+        .unwrap();
     fs::create_dir(new.join("state")).unwrap();
     fs::write(new.join("state/rest"), "x").unwrap();
     let done = load(&text, &load_options(Some(7), 4)).unwrap();

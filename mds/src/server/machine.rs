@@ -69,8 +69,8 @@ impl StateMachine for Machine {
     }
 
     fn incarnation(&self) -> Option<Incarnation> {
-        let formatted = !self.namespace.header().fs_uuid.is_empty();
-        formatted.then(|| Incarnation(self.namespace.map().map.incarnation))
+        let map = self.namespace.map();
+        (!map.map.fs_uuid.is_empty()).then_some(Incarnation(map.map.incarnation))
     }
 
     fn restore_begin(&self) -> Result<()> {

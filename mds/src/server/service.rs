@@ -7,7 +7,8 @@ use bytes::Bytes;
 use prost::encoding::{self, WireType};
 use strake_fabric::{Message, Peer, Role, Service, unknown_opcode};
 use strake_proto::{
-    Capability, Code, Error, Incarnation, Ino, Kin, Result, Rights, SessionId, frame::MAX_BODY, map::MAX_EVICTED, opcode, pb,
+    Capability, Code, Error, Incarnation, Ino, Kin, Result, Rights, SessionId, frame::MAX_BODY, map::MAX_EVICTED,
+    opcode, pb,
 };
 
 use super::{Mds, waits::MAX_OF_SESSION};
@@ -170,7 +171,9 @@ impl Mds {
             Kin::Same | Kin::Older => Ok(()),
             Kin::Twin => Err(twins(own, theirs)),
             Kin::Newer => {
-                let m = format!("this metadata server is of incarnation {own} of its group, which was recovered without it as {theirs}");
+                let m = format!(
+                    "this metadata server is of incarnation {own} of its group, which was recovered without it as {theirs}"
+                );
                 Err(Error::new(Code::NotLeader, m))
             }
         }

@@ -481,7 +481,9 @@ fn since_recovery(now: &pb::MembersReply) -> String {
     }
     if !now.awaited.is_empty() {
         let list = now.awaited.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
-        text += &format!("chains wait to hear from targets {list}; start their servers, or give them up (`strake mds give-up`)\n");
+        text += &format!(
+            "chains wait to hear from targets {list}; start their servers, or give them up (`strake mds give-up`)\n"
+        );
     }
     text
 }

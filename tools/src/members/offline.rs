@@ -188,7 +188,9 @@ fn show_plan(p: &Plan) {
         println!("the log cannot be used, what it has beyond that is lost: {why}");
     }
     match p.may_lose {
-        true => println!("lost: changes that were acknowledged and that only other members have: new, renamed and removed files among them"),
+        true => println!(
+            "lost: changes that were acknowledged and that only other members have: new, renamed and removed files among them"
+        ),
         false => println!("lost: nothing that was acknowledged"),
     }
     println!("all clients' sessions end: what they wrote and did not sync fails with EIO, their locks are gone");
@@ -229,8 +231,13 @@ pub fn recover(args: &RecoverArgs) -> Result<ExitCode> {
     match args.json {
         true => println!("{:#}", plan_json(p, true)),
         false => {
-            println!("done: set `id = {}` in this server's configuration, take the others out of `peers`, and start it;", p.to);
-            println!("then start new servers with empty folders and `join = true`, and take them in with `strake mds add`");
+            println!(
+                "done: set `id = {}` in this server's configuration, take the others out of `peers`, and start it;",
+                p.to
+            );
+            println!(
+                "then start new servers with empty folders and `join = true`, and take them in with `strake mds add`"
+            );
         }
     }
     Ok(ExitCode::SUCCESS)
