@@ -67,7 +67,8 @@ impl World {
         (0..20_000 + n * 777).map(|i| (i * 31 + n * 7) as u8).collect()
     }
 
-    fn fill(&self) {
+    /// Makes files, and waits until every member of the group has all of it.
+    fn fill(&mut self) {
         fs::create_dir(self.mnt().join("d")).unwrap();
         for n in 0..FILES {
             let path = self.mnt().join(format!("d/f{n}"));
@@ -75,6 +76,12 @@ impl World {
             fs::File::open(&path).unwrap().sync_all().unwrap();
         }
         fs::File::open(self.mnt().join("d")).unwrap().sync_all().unwrap();
+        self.known = (1..=3).map(|id| self.address(id)).collect();
+        until("all members have it", || {
+            let l = self.list();
+            let all = l["members"].as_array().map(|a| a.to_vec()).unwrap_or_default();
+            all.len() == 3 && all.iter().all(|m| m["applied"] == l["last_index"])
+        });
     }
 
     fn all_is_there(&self) {
