@@ -89,6 +89,7 @@ fn request(i: &mut Input) -> (Role, Message) {
                 connection: u64::from(i.u8() % 4),
                 hello: i.u8() & 1 == 1,
                 lives_on: i.u8() & 1 == 1,
+                incarnation: if i.u8() == 255 { i.number() } else { 0 },
             };
             (opcode::SESSION_RENEW, r.encode_to_vec())
         }
@@ -187,8 +188,8 @@ fn heartbeat(i: &mut Input) -> Vec<u8> {
         targets: (0..i.u8() % 4).map(|_| report(i)).collect(),
         unreachable: vec![i.number() as u32],
         evicted_seen: i.number(),
-        // Mostly its own: a newer one ends the server.
-        incarnation: if i.u8() == 255 { i.number() } else { 0 },
+        // From a server a later one would end this one.
+        incarnation: 0,
     }
     .encode_to_vec()
 }
