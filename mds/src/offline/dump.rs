@@ -128,7 +128,7 @@ impl<'a> Writer<'a> {
     fn line(&mut self, what: &impl Serialize) -> Result<()> {
         let text = serde_json::to_string(what).map_err(|e| inval(e.to_string()))?;
         let line = frame(&text);
-        self.sum = chain(self.sum, crc32c(text[1..].as_bytes()));
+        self.sum = chain(self.sum, crc32c(&text.as_bytes()[1..]));
         self.bytes += line.len() as u64;
         self.out.write_all(line.as_bytes()).map_err(Error::from)
     }
