@@ -265,7 +265,7 @@ fn a_group_without_a_majority_goes_on_from_a_survivor() {
     let at = w.address(1);
     w.known = vec![at.clone()];
     let first = format!("4={at}");
-    w.start(4, &survivor, &at, &[first.clone()], false);
+    w.start(4, &survivor, &at, std::slice::from_ref(&first), false);
     w.leads(4);
     w.grow(&first, [5, 6]);
     assert_eq!(w.voters(), [4, 5, 6]);
@@ -345,7 +345,7 @@ fn a_group_that_lost_everything_goes_on_from_a_dump() {
     let at = w.address(2);
     w.known = vec![at.clone()];
     let first = format!("4={at}");
-    w.start(4, &new, &at, &[first.clone()], false);
+    w.start(4, &new, &at, std::slice::from_ref(&first), false);
     w.leads(4);
     w.grow(&first, [5, 6]);
     until("all storage servers were heard", || w.list()["awaited"] == serde_json::json!([]));
