@@ -17,7 +17,7 @@ use futures_util::stream::{self, StreamExt};
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Buf, BufMut, Endpoint, Env, Fabric, LeaderFinder, watch};
-use strake_proto::{ChainId, Code, Error, Ino, NodeId, Result, map::MapView, opcode, pb};
+use strake_proto::{ChainId, Code, Error, Incarnation, Ino, Kin, NodeId, Result, map::MapView, opcode, pb};
 use tokio::{
     sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, Semaphore},
     time::Instant,
@@ -262,8 +262,17 @@ impl Core {
 
     /// Takes a map if it is newer.
     pub fn install_map(&self, map: pb::ClusterMap) -> Result<()> {
-        if map.version <= self.map.load().version() && self.map.load().version() != 0 {
+        let have = self.map.load();
+        if map.version <= have.version() && have.version() != 0 {
             return Ok(());
+        }
+        // Numbers of versions say nothing between two groups that were made from what was left of one.
+        let (own, theirs) = (Incarnation(have.map.incarnation), Incarnation(map.incarnation));
+        if have.version() != 0 && own.kin(theirs) == Kin::Twin {
+            let m = format!(
+                "a metadata server of incarnation {theirs} answered, which was recovered apart from {own}; one of the two must be stopped"
+            );
+            return Err(Error::new(Code::NotLeader, m));
         }
         let view = MapView::new(map)?;
         let mds: Vec<Endpoint> = view.mds();

@@ -229,6 +229,7 @@ impl Cluster {
                 target_uuid: target_uuid.to_le_bytes(),
                 target_id: u32::MAX,
                 node: format!("oss{}", o.node),
+                incarnation: 0,
             };
             Engine::format(&*o.device, &*o.table, id).await?;
             o.formatted = true;

@@ -8,7 +8,7 @@ fn uuid(n: u8) -> bytes::Bytes {
 }
 
 fn target(n: u8) -> pb::RegisterTarget {
-    pb::RegisterTarget { uuid: uuid(n), capacity: 1000, stamp: 7, id: TARGET_UNASSIGNED }
+    pb::RegisterTarget { uuid: uuid(n), capacity: 1000, stamp: 7, id: TARGET_UNASSIGNED, ..Default::default() }
 }
 
 pub(crate) fn request(name: &str, uuids: &[u8]) -> pb::RegisterRequest {
@@ -18,6 +18,7 @@ pub(crate) fn request(name: &str, uuids: &[u8]) -> pb::RegisterRequest {
         targets: uuids.iter().map(|n| target(*n)).collect(),
         version: "0.1".into(),
         fs_uuid: bytes::Bytes::new(),
+        incarnation: 0,
     }
 }
 

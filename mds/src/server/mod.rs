@@ -44,7 +44,7 @@ use strake_store::MetaStore;
 use tokio::{sync::Notify, task::JoinHandle};
 
 use crate::{
-    cluster::manager::Manager,
+    cluster::{manager::Manager, recovery},
     consensus::{self, Leadership, LogStore, Node},
 };
 use recalls::Recalls;
@@ -119,12 +119,10 @@ struct Disk {
 /// Starts a server on its parts and returns when it listens. It serves clients once a leader is elected.
 pub async fn start(cfg: Config, parts: Parts) -> Result<MdsServer> {
     let reserve = cfg.reserve_bytes.unwrap_or(0);
-    start_with(cfg, parts, Disk { reserve_file: None, reserve, segment: LOG_BYTES }).await
+    start_with(cfg, parts, Disk { reserve_file: None, reserve, segment: crate::folder::LOG_BYTES }).await
 }
 
-/// Bytes of the Raft log that are kept, where the disk is not small.
-const LOG_BYTES: u64 = 64 << 20;
-/// And where it is.
+/// Bytes of the Raft log that are kept at least.
 const LEAST_LOG_BYTES: u64 = 4 << 20;
 
 async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> {
@@ -326,6 +324,13 @@ impl Mds {
         }
         if self.room.look().0 {
             notices.push("the disk is almost full: nothing new is accepted here until there is space".into());
+        }
+        let awaited = recovery::all_awaited(&map.map);
+        if !awaited.is_empty() {
+            notices.push(format!(
+                "since the recovery {} chains wait to hear from targets {awaited:?}: start their servers, or see `strake mds give-up`",
+                map.map.doubts.len()
+            ));
         }
         let lead = self.lead.lock();
         let sessions = ns.sessions().into_iter().map(|(id, s)| pb::SessionStatus {

@@ -7,11 +7,15 @@ use bytes::Bytes;
 use prost::encoding::{self, WireType};
 use strake_fabric::{Message, Peer, Role, Service, unknown_opcode};
 use strake_proto::{
-    Capability, Code, Error, Ino, Result, Rights, SessionId, frame::MAX_BODY, map::MAX_EVICTED, opcode, pb,
+    Capability, Code, Error, Incarnation, Ino, Kin, Result, Rights, SessionId, frame::MAX_BODY, map::MAX_EVICTED,
+    opcode, pb,
 };
 
 use super::{Mds, waits::MAX_OF_SESSION};
-use crate::namespace::{MAX_DEAD, Namespace};
+use crate::{
+    consensus::{StateMachine as _, twins},
+    namespace::{MAX_DEAD, Namespace},
+};
 use pb::{log_command::Command, op::Op};
 
 /// Operations in one list.
@@ -54,8 +58,16 @@ impl Service for Mds {
                 let body = few_numbers(MAX_DROPPED, DROPPED_TAG, at_most(MAX_OPS, OPS_TAG, body)?)?;
                 self.meta(decode(body)?).await?
             }
-            opcode::SESSION_OPEN => self.session_open(decode(at_most(MAX_DEAD, DEAD_TAG, body)?)?).await?,
-            opcode::SESSION_RENEW => self.session_renew(decode(body)?).await?,
+            opcode::SESSION_OPEN => {
+                let r: pb::SessionOpenRequest = decode(at_most(MAX_DEAD, DEAD_TAG, body)?)?;
+                self.of_this_life(peer, r.incarnation)?;
+                self.session_open(r).await?
+            }
+            opcode::SESSION_RENEW => {
+                let r: pb::SessionRenewRequest = decode(body)?;
+                self.of_this_life(peer, r.incarnation)?;
+                self.session_renew(r).await?
+            }
             opcode::SESSION_CLOSE => self.session_close(decode(body)?).await?,
             opcode::LOCK_WAIT => self.lock_wait(decode(at_most(MAX_OF_SESSION, WAITS_TAG, body)?)?).await?,
             opcode::RECALL => self.recall(decode(few_numbers(MAX_REPORTED, REPORTED_TAG, body)?)?).await?,
@@ -72,8 +84,16 @@ impl Service for Mds {
             {
                 return Err(self.refuse(peer, request.opcode));
             }
-            opcode::REGISTER => self.register(decode(body)?).await?,
-            opcode::HEARTBEAT => self.heartbeat(decode(body)?).await?,
+            opcode::REGISTER => {
+                let r: pb::RegisterRequest = decode(body)?;
+                self.of_this_life(peer, r.incarnation)?;
+                self.register(r).await?
+            }
+            opcode::HEARTBEAT => {
+                let r: pb::HeartbeatRequest = decode(body)?;
+                self.of_this_life(peer, r.incarnation)?;
+                self.heartbeat(r).await?
+            }
             opcode::PENDING => self.pending(decode(body)?).await?,
             opcode::MEMBERS => self.members(decode(body)?).await?,
             opcode::PROBE => self.probed().await?,
@@ -147,6 +167,26 @@ impl Mds {
         Error::new(Code::Access, "only servers of this cluster may ask this")
     }
 
+    /// Refuses (`NotLeader`) who has been with a later life of this group, or with one that was recovered from it apart from this one:
+    /// what this server would answer is over for them. To hear so from a server ends this one; a client might claim anything.
+    fn of_this_life(&self, peer: &Peer, theirs: u64) -> Result<()> {
+        let Some(own) = self.machine.incarnation() else { return Ok(()) };
+        let theirs = Incarnation(theirs);
+        if peer.role == Role::Server {
+            return self.node.meet(theirs, None);
+        }
+        match own.kin(theirs) {
+            Kin::Same | Kin::Older => Ok(()),
+            Kin::Twin => Err(twins(own, theirs)),
+            Kin::Newer => {
+                let m = format!(
+                    "this metadata server is of incarnation {own} of its group, which was recovered without it as {theirs}"
+                );
+                Err(Error::new(Code::NotLeader, m))
+            }
+        }
+    }
+
     /// The session's epoch, after noting that it was heard of.
     pub(super) fn heard(&self, session: SessionId) -> Result<u64> {
         let now = self.env.boot();
@@ -212,6 +252,11 @@ impl Mds {
 
     async fn register(&self, request: pb::RegisterRequest) -> Result<Bytes> {
         self.leading()?;
+        let mut request = request;
+        if self.map().map.doubts.is_empty() {
+            // Of no use then, and not worth its place in the log.
+            request.targets.iter_mut().for_each(|t| t.sights.clear());
+        }
         tracing::info!(name = request.name, targets = request.targets.len(), "a storage server registers");
         let reply = self.propose(Command::Register(request)).await?;
         let Some(pb::log_reply::Reply::Register(r)) = reply.reply else { return Err(misread()) };
@@ -219,7 +264,11 @@ impl Mds {
     }
 
     async fn heartbeat(&self, request: pb::HeartbeatRequest) -> Result<Bytes> {
-        let now = self.env.boot();
+        let (now, own) = (self.env.boot(), self.map().map.incarnation);
+        if request.incarnation != own && !request.targets.is_empty() {
+            let m = "the metadata group was recovered since this storage server registered; register again";
+            return Err(Error::new(Code::Stale, m));
+        }
         self.with_lead(|l| l.manager.heartbeat(now, &request, &self.map()))?;
         // The holder counts its lease from before this, so no later leader can count it as over while it is not.
         self.node.read_barrier().await?;
