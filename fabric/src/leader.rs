@@ -108,7 +108,7 @@ mod tests {
         assert_eq!(f.whom(), Some(e(2)));
         f.failed(&e(2));
         assert_eq!(f.whom(), Some(e(3)));
-        assert_eq!(LeaderFinder::new(vec![]).next(), None);
+        assert_eq!(LeaderFinder::new(vec![]).whom(), None);
     }
 
     #[test]

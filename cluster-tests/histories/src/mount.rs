@@ -52,7 +52,7 @@ fn stat(fd: RawFd) -> io::Result<libc::stat> {
 
 impl Mount {
     /// From here on this process has no umask.
-    pub fn new() -> Mount {
+    pub fn without_umask() -> Mount {
         // SAFETY: a number is set.
         unsafe { libc::umask(0) };
         Mount { met: BTreeMap::new() }

@@ -24,7 +24,7 @@ fn on_linux(threads: u32, ops: u32, seed: u64) {
     let one = |client: u32| {
         let paths = paths.clone();
         move || {
-            let mut mount = Mount::new();
+            let mut mount = Mount::without_umask();
             let roots: Vec<u64> = paths.iter().map(|p| mount.enter(p).unwrap()).collect();
             let mut chooser = Chooser::new(Mix::Kernel, &roots, client);
             let mut rng = StdRng::seed_from_u64(seed << 8 | u64::from(client));

@@ -130,7 +130,7 @@ impl Ground<'_> {
         let place = (id - 1) % WORKERS;
         let is_library = match self.who {
             Who::Library => true,
-            Who::Both => place % 2 == 0,
+            Who::Both => place.is_multiple_of(2),
             Who::Mounts => false,
         };
         let out = self.files.join(format!("{id}.jsonl"));

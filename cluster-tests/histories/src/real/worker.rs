@@ -92,7 +92,7 @@ pub fn run(args: WorkerArgs) -> io::Result<()> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         return runtime.block_on(by_library(&args, chooser, rng, log)).map_err(io::Error::other);
     }
-    let mut mount = Mount::new();
+    let mut mount = Mount::without_umask();
     let roots = args.path.iter().map(|p| mount.enter(&p.display().to_string())).collect::<io::Result<Vec<_>>>()?;
     let mut chooser = Chooser::new(mix, &roots, args.client);
     for _ in 0..args.ops {
