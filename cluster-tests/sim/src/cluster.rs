@@ -72,18 +72,6 @@ pub struct Cluster {
     pub session_term: Option<Duration>,
     mds: Vec<Mds>,
     oss: Vec<Oss>,
-    /// Of all clients that ever were.
-    clients: Vec<Env>,
-}
-
-/// Servers, clients and connections hold each other.
-impl Drop for Cluster {
-    fn drop(&mut self) {
-        let mds = self.mds.iter_mut().filter_map(|m| m.life.take().map(|l| l.0));
-        let oss = self.oss.iter_mut().filter_map(|o| o.life.take().map(|l| l.0));
-        mds.chain(oss).chain(self.clients.drain(..)).for_each(|env| env.kill());
-        self.net.end();
-    }
 }
 
 fn bytes32(rng: &mut StdRng) -> [u8; 32] {
@@ -121,7 +109,7 @@ impl Cluster {
                 life: None,
             })
             .collect();
-        Cluster { net, rng, start, session_term: None, mds, oss, clients: vec![] }
+        Cluster { net, rng, start, session_term: None, mds, oss }
     }
 
     pub fn nodes(&self) -> Vec<u32> {
@@ -247,7 +235,6 @@ impl Cluster {
     pub fn prepare(&mut self, n: u32) -> (strake_client::Config, Env, Arc<SimFabric>) {
         let node = FIRST_CLIENT + n;
         let env = SimClock::new(self.start, 0).env(bytes32(&mut self.rng));
-        self.clients.push(env.clone());
         let fabric = Arc::new(self.net.fabric(node, Role::Client, env.clone()));
         let mut config = strake_client::Config::new((1..=MDS).map(Endpoint::Sim).collect());
         config.pid = u64::from(node);

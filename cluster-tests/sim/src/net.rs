@@ -139,16 +139,6 @@ impl Network {
         }
     }
 
-    /// All nodes died.
-    pub fn end(&self) {
-        let (listening, connections) = {
-            let mut s = self.state.lock();
-            (std::mem::take(&mut s.listening), std::mem::take(&mut s.connections))
-        };
-        connections.iter().filter_map(Weak::upgrade).for_each(|c| c.close());
-        drop(listening);
-    }
-
     /// Adds to the trace that two runs of one seed must share.
     pub fn note(&self, what: &str) {
         let at = self.start.elapsed().as_nanos();
