@@ -5,7 +5,7 @@ use std::{
     collections::BTreeMap,
     future::Future,
     sync::{
-        Arc, Weak,
+        Arc, LazyLock, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
@@ -16,8 +16,8 @@ use bytes::Bytes;
 use futures_util::stream::{self, StreamExt};
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Buf, Endpoint, Env, Fabric, LeaderFinder, watch};
-use strake_proto::{ChainId, Code, Error, Ino, NodeId, Result, map::MapView, opcode, pb};
+use strake_fabric::{Buf, BufMut, Endpoint, Env, Fabric, LeaderFinder, watch};
+use strake_proto::{ChainId, Code, Error, Incarnation, Ino, Kin, NodeId, Result, map::MapView, opcode, pb};
 use tokio::{
     sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, Semaphore},
     time::Instant,
@@ -104,6 +104,9 @@ const RELEASES_AT_ONCE: usize = 1024;
 /// Whoever waits longer for servers has it told in the log.
 const TOO_LONG: Duration = Duration::from_secs(3);
 
+/// Zeros for holes, of all clients of the process; memory that nobody writes to takes none.
+static ZEROS: LazyLock<Buf> = LazyLock::new(|| BufMut::unpooled(1 << 20).freeze());
+
 /// Granularity of the memory limits, bytes.
 pub(crate) const ROOM_UNIT: usize = 4096;
 
@@ -183,11 +186,7 @@ impl Core {
             unstable: Mutex::default(),
             flush_wanted: Notify::new(),
             flushing: Mutex::default(),
-            zero: {
-                let mut z = fabric.pool().get_now(1 << 20);
-                z.fill(0);
-                z.freeze()
-            },
+            zero: ZEROS.clone(),
             closed: AtomicBool::new(false),
             ending: AtomicBool::new(false),
             away: Mutex::default(),
@@ -263,8 +262,17 @@ impl Core {
 
     /// Takes a map if it is newer.
     pub fn install_map(&self, map: pb::ClusterMap) -> Result<()> {
-        if map.version <= self.map.load().version() && self.map.load().version() != 0 {
+        let have = self.map.load();
+        if map.version <= have.version() && have.version() != 0 {
             return Ok(());
+        }
+        // Numbers of versions say nothing between two groups that were made from what was left of one.
+        let (own, theirs) = (Incarnation(have.map.incarnation), Incarnation(map.incarnation));
+        if have.version() != 0 && own.kin(theirs) == Kin::Twin {
+            let m = format!(
+                "a metadata server of incarnation {theirs} answered, which was recovered apart from {own}; one of the two must be stopped"
+            );
+            return Err(Error::new(Code::NotLeader, m));
         }
         let view = MapView::new(map)?;
         let mds: Vec<Endpoint> = view.mds();

@@ -9,6 +9,8 @@ use std::{
 use bytes::Bytes;
 use strake_proto::Ino;
 
+use crate::rows::Holder;
+
 /// When something happened, in the order of events of one table. They count while requests are under way.
 type Event = u64;
 
@@ -138,7 +140,10 @@ impl<A> Table<A> {
         let until = sent + term / 10 * 9;
         if self.until.is_none() {
             // What was asked for while there were none: its lease may be over at the leader, and its recall forgotten.
+            Holder::Anew.taken();
             self.void_all();
+        } else {
+            Holder::Renewed.taken();
         }
         self.until = Some(self.until.map_or(until, |u| u.max(until)));
         self.expire(now);
@@ -149,6 +154,7 @@ impl<A> Table<A> {
         if self.until.is_none() || self.lives(now) {
             return false;
         }
+        Holder::Over.taken();
         self.until = None;
         let knew = !self.known.is_empty();
         self.void_all();
@@ -157,6 +163,7 @@ impl<A> Table<A> {
 
     /// A new connection is made, on which hello has not been said yet.
     pub fn connected(&mut self) {
+        Holder::Connected.taken();
         self.until = None;
         self.void_all();
         // What was given up was sent on a former one, and does not count as this session's own any more.
@@ -215,8 +222,10 @@ impl<A> Table<A> {
     pub fn keep_attr(&mut self, now: Duration, token: Token, ino: Ino, attr: A) -> bool {
         let voided = self.voids.attrs.get(&ino).is_some_and(|at| *at > token.0);
         if voided || self.changes_names_in(ino) || !self.stands(now, token, ino) {
+            Holder::NotKept.taken();
             return false;
         }
+        Holder::Kept.taken();
         self.known.entry(ino).or_default().attr = Some(attr);
         true
     }
@@ -318,6 +327,11 @@ impl<A> Table<A> {
     /// A request that changes something is about to be sent. Returns what it may change, to be given to
     /// [`Table::change_ends`], and the inodes whose leases it gives back with it: those behind the names, which may lose them.
     pub fn change_begins(&mut self, mut change: Change) -> (Change, Vec<Ino>) {
+        if change.names.is_empty() {
+            Holder::OwnInode.taken()
+        } else {
+            Holder::OwnName.taken()
+        }
         let behind = |(dir, name): &(Ino, Bytes)| self.known.get(dir)?.names.get(name).copied().flatten();
         let mut dropped: Vec<Ino> = change.names.iter().filter_map(behind).collect();
         dropped.retain(|ino| !change.inodes.contains(ino));
@@ -340,6 +354,7 @@ impl<A> Table<A> {
             let in_work = self.changing.get(ino).copied().unwrap_or(0);
             self.is_valid(now, token, *ino) && in_work == u32::from(change.inodes.contains(ino))
         };
+        let told_of = told.attrs.len() + told.names.len();
         let attrs = told.attrs.into_iter();
         let attrs = attrs.filter(|(i, _)| alone(i) && !since(self.voids.attrs.get(i)) && !self.changes_names_in(*i));
         let attrs: Vec<_> = attrs.collect();
@@ -349,6 +364,12 @@ impl<A> Table<A> {
             alone(&n.dir) && !since(self.voids.names.get(&key)) && in_work == u32::from(change.names.contains(&key))
         });
         let names: Vec<_> = names.collect();
+        if !attrs.is_empty() || !names.is_empty() {
+            Holder::OwnKept.taken();
+        }
+        if attrs.len() + names.len() < told_of {
+            Holder::OwnNotKept.taken();
+        }
         self.change_ends(change, true);
         for (ino, attr) in attrs {
             self.known.entry(ino).or_default().attr = Some(attr);
@@ -359,6 +380,9 @@ impl<A> Table<A> {
     /// It was answered, or nobody waits for the answer any more: then it may run yet, and what it may change is not kept before
     /// there is another connection.
     pub fn change_ends(&mut self, change: &Change, answered: bool) {
+        if !answered {
+            Holder::GivenUp.taken();
+        }
         self.void_change(change);
         let less = |n: &mut u32| {
             *n = (*n - 1) | if answered { 0 } else { GIVEN_UP };

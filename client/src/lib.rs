@@ -48,6 +48,7 @@ mod readahead;
 mod recalls;
 mod retry;
 mod route;
+pub mod rows;
 mod segments;
 mod seqs;
 mod takeover;

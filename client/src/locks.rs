@@ -289,7 +289,8 @@ impl Core {
         };
         let mut undo = vec![unlock.set(ino)];
         for s in before {
-            let mode = LockType::try_from(s.r#type).unwrap_or(LockType::LockUnlock);
+            // Of a type that this program does not know: what keeps out most.
+            let mode = LockType::try_from(s.r#type).unwrap_or(LockType::LockWrite);
             undo.push(Lock { mode, start: s.start, end: s.end, pid: s.pid, ..*lock }.set(ino));
         }
         Ok(Given { core: self, undo, locked, lane: Some(lane) })

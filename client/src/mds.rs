@@ -28,6 +28,7 @@ use crate::{
     inode::{Inode, O_ACCMODE},
     keep::{self, Keep, Numbers},
     retry::{in_doubt, meta_passes},
+    rows::Holder,
     seqs::Seqs,
 };
 
@@ -327,6 +328,7 @@ impl Core {
             version: self.cfg.version.clone(),
             pid: self.cfg.pid,
             dead: self.cfg.dead.iter().map(|uuid| uuid.to_vec().into()).collect(),
+            incarnation: self.map().map.incarnation,
         };
         let mut at = self.attempts_for("opening a session", limit);
         let body = Bytes::from(body.encode_to_vec());
@@ -407,8 +409,10 @@ impl Core {
         }
         // What a former daemon of the mount told the kernel it may remember yet.
         let lives_on = hello && self.cfg.keep.as_ref().is_some_and(|k| k.former_session() == s.id);
-        let (session, map_version, connection) = (s.id, self.map().version(), leader.number);
-        let body = pb::SessionRenewRequest { session, map_version, reassert, opens, connection, hello, lives_on };
+        let (session, map, connection) = (s.id, self.map(), leader.number);
+        let (map_version, incarnation) = (map.version(), map.map.incarnation);
+        let body =
+            pb::SessionRenewRequest { session, map_version, reassert, opens, connection, hello, lives_on, incarnation };
         let m = Message::new(opcode::SESSION_RENEW, body.encode_to_vec());
         Counters::add(&self.stats.meta_requests, 1);
         let sent = self.env.boot();
@@ -427,6 +431,7 @@ impl Core {
             // The same server was elected again. What was asked for on this connection may run yet, so another one is greeted.
             self.memory.greeted(0, 0);
             if !hello {
+                Holder::NoLeases.taken();
                 return Err(Error::new(Code::Disconnected, "the metadata leader has no leases for this connection"));
             }
         }

@@ -15,6 +15,7 @@ use tokio::sync::Notify;
 use crate::{
     cache::Tenure,
     leases::{Change, Name, Table, Token, Told},
+    rows::Holder,
 };
 use pb::op::Op;
 
@@ -135,6 +136,9 @@ impl Memory {
                 names |= leased.table.void(*ino);
                 leased.tenures.end(*ino);
             }
+            if !inos.is_empty() {
+                Holder::Recalled.taken();
+            }
             names
         };
         self.take_back(inos, names);
@@ -184,7 +188,7 @@ impl Memory {
     // --- answers from memory ---
 
     pub fn attr(&self, now: Duration, ino: Ino) -> Option<pb::Attr> {
-        self.leased.lock().table.attr(now, ino).copied()
+        self.leased.lock().table.attr(now, ino).copied().inspect(|_| Holder::Remembered.taken())
     }
 
     /// The attributes of a file whose bytes nobody else can change now, and its tenure: while that is the same, nobody has.

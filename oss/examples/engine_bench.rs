@@ -97,7 +97,8 @@ async fn update(e: &Engine, index: usize, offset: usize, data: Buf, sums: Vec<u3
 }
 
 async fn engine(path: &Path, mib: usize) -> Result<()> {
-    let id = TargetIdentity { fs_uuid: [0; 16], target_uuid: [1; 16], target_id: 0, node: "bench".into() };
+    let id =
+        TargetIdentity { fs_uuid: [0; 16], target_uuid: [1; 16], target_id: 0, node: "bench".into(), incarnation: 0 };
     create_target_dir(path, TargetLayout::File { size: ((mib * 3 + 64) * MIB) as u64 }, id).await?;
     let pool = Pool::default();
     let e = open_target_dir(path, None, pool.clone(), Options::default()).await?;

@@ -71,6 +71,8 @@ pub const FLAG_STABLE: u8 = 2;
 pub const FLAG_REPLAY: u8 = 4;
 /// SYNC_PUT of a removed chunk.
 pub const FLAG_TOMBSTONE: u8 = 8;
+/// A request with any other is refused: what it asks for would be left out.
+const FLAGS: u8 = FLAG_CAP | FLAG_STABLE | FLAG_REPLAY | FLAG_TOMBSTONE;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DataRequest {
@@ -179,6 +181,9 @@ impl DataRequest {
             k => return Err(bad(&format!("unknown update kind {k}"))),
         };
         let flags = r.u8()?;
+        if flags & !FLAGS != 0 {
+            return Err(bad(&format!("unknown flags {flags:#x} of a data request")));
+        }
         let chain = r.u32()?;
         let epoch = r.u64()?;
         let chunk = ChunkId { ino: r.u64()?, data: r.u64()?, index: r.u64()? };

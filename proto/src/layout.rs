@@ -200,6 +200,27 @@ mod tests {
     }
 
     #[test]
+    fn layouts_that_cannot_be_served_are_refused() {
+        let map = MapView::default();
+        let good = pb::Component { end: EOF, stripe_size: STRIPE_UNIT, chains: vec![1], ..Default::default() };
+        let resolve = |components| {
+            let layout = pb::Layout { generation: 1, components };
+            StripeMap::resolve(1, &layout, &map).map(drop).map_err(|e| e.code)
+        };
+        assert_eq!(resolve(vec![good.clone()]), Ok(()));
+        for pattern in [1, 2, 77] {
+            assert_eq!(resolve(vec![pb::Component { pattern, ..good.clone() }]), Err(Code::OpNotSupp));
+        }
+        assert_eq!(resolve(vec![]), Err(Code::OpNotSupp));
+        assert_eq!(resolve(vec![good.clone(), good.clone()]), Err(Code::OpNotSupp));
+        assert_eq!(resolve(vec![pb::Component { start: 1, ..good.clone() }]), Err(Code::OpNotSupp));
+        assert_eq!(resolve(vec![pb::Component { stripe_size: 1, ..good.clone() }]), Err(Code::Inval));
+        assert_eq!(resolve(vec![pb::Component { chains: vec![], ..good.clone() }]), Err(Code::Inval));
+        let set = Some(pb::ChainSetRef { set: 5, count: 1, ..Default::default() });
+        assert_eq!(resolve(vec![pb::Component { set, ..good }]), Err(Code::Io));
+    }
+
+    #[test]
     fn large_stripes_are_cut_into_chunks_of_at_most_16_mib() {
         let m = map(40 << 20, 2);
         let pieces: Vec<Piece> = m.split(0, 80 << 20).collect();

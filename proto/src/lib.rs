@@ -9,9 +9,11 @@ pub mod data;
 pub mod error;
 pub mod frame;
 pub mod ids;
+pub mod incarnation;
 pub mod layout;
 pub mod map;
 pub mod opcode;
+pub mod rows;
 
 /// Control messages generated from `schema/*.proto`.
 #[allow(clippy::all, rustdoc::all)]
@@ -22,6 +24,7 @@ pub mod pb {
 pub use cap::{CapKey, Capability, Rights};
 pub use error::{Code, Error, Result};
 pub use ids::{ChainId, ChunkId, DataId, Fid, Ino, NodeId, SessionId, TargetId};
+pub use incarnation::{Incarnation, Kin};
 
 /// Version of the wire protocol this build speaks; the handshake picks the highest that both ends have.
 pub const WIRE_VERSION: u16 = 1;

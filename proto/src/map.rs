@@ -1,6 +1,15 @@
 //! The cluster map with its indices, as every process holds it: immutable, replaced whole when a newer one comes.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::OnceLock,
+};
+
+use bytes::Bytes;
+use prost::{
+    Message as _,
+    encoding::{WireType, encode_key, encode_varint},
+};
 
 use crate::{ChainId, Code, Error, NodeId, Result, TargetId, pb};
 use pb::ReplicaState;
@@ -19,6 +28,8 @@ pub struct MapView {
     targets: BTreeMap<TargetId, usize>,
     nodes: BTreeMap<NodeId, usize>,
     sets: BTreeMap<u32, usize>,
+    /// The map as it crosses the wire, once somebody wanted it.
+    encoded: OnceLock<Bytes>,
 }
 
 fn index<T>(items: &[T], id: impl Fn(&T) -> u32, what: &str) -> Result<BTreeMap<u32, usize>> {
@@ -40,6 +51,7 @@ impl MapView {
             nodes: index(&map.nodes, |n| n.id, "node")?,
             sets: index(&map.sets, |s| s.id, "chain set")?,
             map,
+            encoded: OnceLock::new(),
         };
         for c in &v.map.chains {
             let mut targets = BTreeSet::new();
@@ -55,6 +67,18 @@ impl MapView {
             }
         }
         Ok(v)
+    }
+
+    /// A message followed by this map as its field `tag`: what encoding the message with the map in that field gives, in another
+    /// order at most. A new map goes to a thousand clients at once: it is encoded once.
+    pub fn encode_behind(&self, message: &impl prost::Message, tag: u32) -> Vec<u8> {
+        let map = self.encoded.get_or_init(|| self.map.encode_to_vec().into());
+        let mut out = Vec::with_capacity(message.encoded_len() + map.len() + 16);
+        message.encode_raw(&mut out);
+        encode_key(tag, WireType::LengthDelimited, &mut out);
+        encode_varint(map.len() as u64, &mut out);
+        out.extend_from_slice(map);
+        out
     }
 
     pub fn version(&self) -> u64 {

@@ -114,6 +114,7 @@ pub fn mds(args: MdsArgs) -> Result<ExitCode> {
     let log = config::log_filter(&file.log)?;
     let key = config::read_key(&file.cluster_key)?;
     crate::init_log(&log);
+    raise_file_limit();
     crate::run(file.threads, async move {
         let server = strake_mds::server::start_on_disk(file.mds, Env::system(), key).await?;
         tracing::info!("metadata server is up at {}", server.endpoint());
@@ -146,6 +147,7 @@ pub fn oss(args: OssArgs) -> Result<ExitCode> {
     let log = config::log_filter(&file.log)?;
     let key = config::read_key(&file.cluster_key)?;
     crate::init_log(&log);
+    raise_file_limit();
     crate::run(file.threads, async move {
         let server = strake_oss::server::start_on_disk(file.oss, Env::system(), key).await?;
         tracing::info!("object storage server is up at {}", server.endpoint());
@@ -163,6 +165,17 @@ pub fn check_mds(text: &str) -> Result<()> {
 /// Reads a storage server's configuration and checks it.
 pub fn check_oss(text: &str) -> Result<()> {
     config::parse::<OssFile>("text", text, Overrides::new())?.oss.check()
+}
+
+/// A server has a descriptor for each client, and some for each target; a shell allows a thousand, often. From now on as many as
+/// may be.
+fn raise_file_limit() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(e) = setrlimit(Resource::Nofile, limit) {
+        tracing::warn!("the limit of open files stays as it is: {e}");
+    }
 }
 
 /// Waits for SIGTERM or SIGINT.

@@ -321,3 +321,24 @@ fn what_a_killed_mount_wrote_beyond_the_end_never_shows() {
     }
     assert!(ok(&small.on_cluster("fsck", &[])).contains("clean"));
 }
+
+/// Soft and hard limit of open files of a process.
+fn file_limits(pid: &str) -> (String, String) {
+    let text = fs::read_to_string(format!("/proc/{}/limits", pid.trim())).unwrap();
+    let line = text.lines().find_map(|l| l.strip_prefix("Max open files")).unwrap();
+    let mut words = line.split_whitespace().map(String::from);
+    (words.next().unwrap(), words.next().unwrap())
+}
+
+#[test]
+fn servers_take_as_many_descriptors_as_they_may_have() {
+    let c = Small::new();
+    let up = "ulimit -Sn 300 && exec \"$0\" up --mds 1 --oss 1 --mirror 1 --targets-per-oss 1 --target-gib 1 --mount none --dir \"$1\"";
+    let out =
+        std::process::Command::new("sh").args(["-c", up, env!("CARGO_BIN_EXE_strake")]).arg(&c.dir).output().unwrap();
+    ok(&out);
+    for server in ["mds1", "oss1"] {
+        let (soft, hard) = file_limits(&fs::read_to_string(c.dir.join(format!("run/{server}.pid"))).unwrap());
+        assert!(soft == hard && soft != "300", "{server}: {soft} of {hard}");
+    }
+}

@@ -33,6 +33,12 @@ struct Args {
     /// Renewals
     #[arg(long, default_value_t = 0)]
     renewals: u8,
+    /// Writes by one client, for whose reports others wait
+    #[arg(long, default_value_t = 0, conflicts_with = "ticks")]
+    writes: u8,
+    /// A session may hold one lease only
+    #[arg(long)]
+    full: bool,
     /// Requests for recalls take time, and may be lost like everything else
     #[arg(long)]
     polls: bool,
@@ -55,6 +61,8 @@ fn main() -> std::process::ExitCode {
         impatience: a.impatience,
         failovers: a.failovers,
         renewals: a.renewals,
+        writes: a.writes,
+        full: a.full,
         polls: a.polls,
     };
     let seen = explore(World::new(bounds, a.fault), a.most);

@@ -14,6 +14,8 @@ const NOTHING: Bounds = Bounds {
     impatience: 0,
     failovers: 0,
     renewals: 0,
+    writes: 0,
+    full: false,
     polls: false,
 };
 
@@ -59,6 +61,19 @@ fn repeated_and_late_acknowledgements() {
     holds(Bounds { asks: 1, changes: 1, repeats: 1, polls: true, ..NOTHING });
 }
 
+#[test]
+fn reports() {
+    holds(Bounds { asks: 1, changes: 1, writes: 1, ..NOTHING });
+    holds(Bounds { asks: 1, writes: 2, ..NOTHING });
+    holds(Bounds { asks: 1, writes: 1, reconnects: 1, ..NOTHING });
+    holds(Bounds { asks: 1, writes: 1, failovers: 1, ..NOTHING });
+}
+
+#[test]
+fn full_sessions() {
+    holds(Bounds { asks: 1, changes: 1, full: true, ..NOTHING });
+}
+
 /// Bounds in which each mistake shows. `SparesLater` needs two new connections: `strake-explore --fault spares-later`.
 #[test]
 fn mistakes_are_found() {
@@ -71,6 +86,12 @@ fn mistakes_are_found() {
         (Fault::NoGrace, Bounds { asks: 1, changes: 1, failovers: 1, ..NOTHING }),
         (Fault::ForgetsGivenUp, Bounds { asks: 2, changes: 1, impatience: 1, ..NOTHING }),
         (Fault::KeepsOwnLate, Bounds { changes: 2, ..NOTHING }),
+        (Fault::Unentangled, Bounds { asks: 2, changes: 1, ..NOTHING }),
+        (Fault::RoomAtOnce, Bounds { asks: 2, changes: 1, full: true, ..NOTHING }),
+        (Fault::NotAsked, Bounds { asks: 1, writes: 1, ..NOTHING }),
+        (Fault::SharesSent, Bounds { asks: 2, writes: 2, reconnects: 1, ..NOTHING }),
+        (Fault::NotReread, Bounds { asks: 1, writes: 1, ..NOTHING }),
+        (Fault::ReportsEarly, Bounds { asks: 1, writes: 1, ..NOTHING }),
         (Fault::CountsFromAnswer, Bounds { asks: 1, changes: 1, ticks: 4, renewals: 1, ..NOTHING }),
     ];
     for (fault, bounds) in cases {

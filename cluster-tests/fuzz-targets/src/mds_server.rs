@@ -89,6 +89,7 @@ fn request(i: &mut Input) -> (Role, Message) {
                 connection: u64::from(i.u8() % 4),
                 hello: i.u8() & 1 == 1,
                 lives_on: i.u8() & 1 == 1,
+                incarnation: if i.u8() == 255 { i.number() } else { 0 },
             };
             (opcode::SESSION_RENEW, r.encode_to_vec())
         }
@@ -138,6 +139,16 @@ fn lock_wait(i: &mut Input) -> Vec<u8> {
     pb::LockWaitRequest { session, number, waits: (0..i.u8() % 6).map(|_| wait(i)).collect() }.encode_to_vec()
 }
 
+fn sight(i: &mut Input) -> pb::ChainSight {
+    let replica = |i: &mut Input| pb::Replica { target: i.number() as u32, state: i32::from(i.u8() % 7) };
+    pb::ChainSight {
+        chain: i.number() as u32,
+        epoch: i.number(),
+        replicas: (0..i.u8() % 4).map(|_| replica(i)).collect(),
+        lived: i.u8() & 1 == 1,
+    }
+}
+
 fn register(i: &mut Input) -> Vec<u8> {
     if i.u8() == 0 {
         return i.bytes().to_vec();
@@ -147,6 +158,7 @@ fn register(i: &mut Input) -> Vec<u8> {
         capacity: i.number() << 30,
         stamp: i.number(),
         id: if i.u8() & 1 == 0 { u32::MAX } else { i.number() as u32 },
+        sights: (0..i.u8() % 3).map(|_| sight(i)).collect(),
     };
     pb::RegisterRequest {
         name: format!("oss{}", i.u8() % 4),
@@ -176,6 +188,8 @@ fn heartbeat(i: &mut Input) -> Vec<u8> {
         targets: (0..i.u8() % 4).map(|_| report(i)).collect(),
         unreachable: vec![i.number() as u32],
         evicted_seen: i.number(),
+        // From a server a later one would end this one.
+        incarnation: 0,
     }
     .encode_to_vec()
 }
@@ -220,6 +234,7 @@ fn chunk(i: &mut Input) -> Vec<u8> {
         pairs: (0..i.u8() % 4).map(|_| pair(i)).collect(),
         term: i.number(),
         cluster: Bytes::copy_from_slice(&CLUSTER),
+        incarnation: (i.u8() & 1 == 1).then_some(0),
     }
     .encode_to_vec()
 }

@@ -46,7 +46,13 @@ impl Member {
             root_gid: 0,
         }));
         for n in 0..2u8 {
-            let target = pb::RegisterTarget { uuid: vec![n + 1; 16].into(), capacity: 1 << 40, stamp: 1, id: u32::MAX };
+            let target = pb::RegisterTarget {
+                uuid: vec![n + 1; 16].into(),
+                capacity: 1 << 40,
+                stamp: 1,
+                id: u32::MAX,
+                ..Default::default()
+            };
             m.good(Command::Register(pb::RegisterRequest {
                 name: format!("oss{n}"),
                 endpoints: vec![format!("tcp:oss{n}:7000")],

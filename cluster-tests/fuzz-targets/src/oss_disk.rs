@@ -106,7 +106,7 @@ fn key(i: &mut Input) -> Key {
 async fn target(i: &mut Input<'_>) {
     let device = Arc::new(MemDevice::new(4 << 20));
     let table = MemStore::new();
-    let id = TargetIdentity { fs_uuid: [1; 16], target_uuid: [2; 16], target_id: 3, node: "n".into() };
+    let id = TargetIdentity { fs_uuid: [1; 16], target_uuid: [2; 16], target_id: 3, node: "n".into(), incarnation: 0 };
     Engine::format(&*device, &table, id).await.expect("a device of 4 MiB");
     if i.u8() == 0 {
         for copy in 0..2 {

@@ -165,7 +165,7 @@ impl Service for Authority {
         if !raw.is_empty() {
             return Ok(Message::new(0, raw));
         }
-        let evicted = vec![pb::Evicted { number: 1, session: 66, min_epoch: 2 }];
+        let evicted = vec![pb::Evicted { number: 1, session: 66, min_epoch: 2, below: false }];
         Ok(Message::new(0, pb::HeartbeatReply { lease_ms: 2000, map: Some(map), evicted }.encode_to_vec()))
     }
 }
@@ -189,7 +189,13 @@ async fn boot(net: &Arc<Net>, env: strake_fabric::Env) -> OssServer {
     let mut targets = Vec::new();
     for t in 0..3 {
         let (device, table) = (Arc::new(MemDevice::new(8 << 20)), MemStore::new());
-        let id = TargetIdentity { fs_uuid: [0; 16], target_uuid: [t + 1; 16], target_id: u32::MAX, node: "n".into() };
+        let id = TargetIdentity {
+            fs_uuid: [0; 16],
+            target_uuid: [t + 1; 16],
+            target_id: u32::MAX,
+            node: "n".into(),
+            incarnation: 0,
+        };
         Engine::format(&*device, &table, id).await.expect("a device of 8 MiB");
         let engine = Engine::open(device, Arc::new(table), Pool::default(), Options::default()).await;
         targets.push(engine.expect("what was just made"));

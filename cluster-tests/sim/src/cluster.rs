@@ -7,6 +7,7 @@ use strake_client::Client;
 use strake_fabric::{Endpoint, Env, Pool, Role};
 use strake_mds::{
     consensus::MemLog,
+    leases::Limits,
     server::{self as mds_server, MdsServer},
 };
 use strake_oss::{
@@ -27,6 +28,18 @@ const CALM: Weather = Weather { min_delay: Duration::ZERO, max_delay: Duration::
 /// Secret of every simulated cluster.
 const KEY: [u8; 32] = [0x5e; 32];
 const TARGET_BYTES: u64 = 256 << 20;
+/// Rates of clocks of which no two differ by more than a tenth.
+const DRIFT: std::ops::Range<f64> = 0.955..1.045;
+/// Bounds of leases that three clients reach.
+const SCARCE: Limits = Limits {
+    term: Duration::from_millis(1500),
+    patience: Duration::from_secs(5),
+    of_session: 8,
+    of_all: 20,
+    of_inode: 3,
+    hot: 4,
+    of_writer: 1 << 20,
+};
 pub const MDS: u32 = 3;
 pub const OSS: u32 = 3;
 pub const COPIES: u32 = 2;
@@ -70,6 +83,9 @@ pub struct Cluster {
     start: Instant,
     /// A session's term, where it is not the default.
     pub session_term: Option<Duration>,
+    /// See [`Cluster::widen`].
+    wide: Option<StdRng>,
+    client_clocks: Vec<SimClock>,
     mds: Vec<Mds>,
     oss: Vec<Oss>,
 }
@@ -109,7 +125,31 @@ impl Cluster {
                 life: None,
             })
             .collect();
-        Cluster { net, rng, start, session_term: None, mds, oss }
+        Cluster { net, rng, start, session_term: None, wide: None, client_clocks: Vec::new(), mds, oss }
+    }
+
+    /// From now on all clocks drift, by as much as two may differ, and leases are scarce: few of one session, of an inode and of
+    /// all. Before anything is started.
+    pub fn widen(&mut self, seed: u64) {
+        self.wide = Some(StdRng::seed_from_u64(seed ^ 0x71de));
+        self.drift();
+    }
+
+    fn clocks(&self) -> impl Iterator<Item = &SimClock> {
+        let servers = self.mds.iter().map(|m| &m.clock).chain(self.oss.iter().map(|o| &o.clock));
+        servers.chain(&self.client_clocks)
+    }
+
+    /// Each clock since boot has another rate from now on, and some clients' wall clocks jump.
+    pub fn drift(&mut self) {
+        let Some(mut rng) = self.wide.take() else { return };
+        self.clocks().for_each(|c| c.set_rate(rng.random_range(DRIFT)));
+        for c in &self.client_clocks {
+            if rng.random_bool(0.3) {
+                c.set_skew(rng.random_range(-240..240) * 1_000_000_000);
+            }
+        }
+        self.wide = Some(rng);
     }
 
     pub fn nodes(&self) -> Vec<u32> {
@@ -138,6 +178,9 @@ impl Cluster {
             let mut config = mds_config(node);
             if let Some(term) = self.session_term {
                 config.session_term_ms = term.as_millis() as u64;
+            }
+            if self.wide.is_some() {
+                config.limit_leases(SCARCE);
             }
             let server = mds_server::start(config, parts).await?;
             self.mds[i].life = Some((env, server));
@@ -174,6 +217,7 @@ impl Cluster {
                 target_uuid: target_uuid.to_le_bytes(),
                 target_id: u32::MAX,
                 node: format!("oss{}", o.node),
+                incarnation: 0,
             };
             Engine::format(&*o.device, &*o.table, id).await?;
             o.formatted = true;
@@ -234,7 +278,12 @@ impl Cluster {
     /// What a client on a node of its own connects with.
     pub fn prepare(&mut self, n: u32) -> (strake_client::Config, Env, Arc<SimFabric>) {
         let node = FIRST_CLIENT + n;
-        let env = SimClock::new(self.start, 0).env(bytes32(&mut self.rng));
+        let clock = SimClock::new(self.start, 0);
+        let env = clock.env(bytes32(&mut self.rng));
+        if let Some(rng) = &mut self.wide {
+            clock.set_rate(rng.random_range(DRIFT));
+            self.client_clocks.push(clock);
+        }
         let fabric = Arc::new(self.net.fabric(node, Role::Client, env.clone()));
         let mut config = strake_client::Config::new((1..=MDS).map(Endpoint::Sim).collect());
         config.pid = u64::from(node);

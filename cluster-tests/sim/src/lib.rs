@@ -3,6 +3,7 @@
 
 pub mod clock;
 pub mod cluster;
+pub mod coverage;
 pub mod ghost;
 pub mod histories;
 pub mod lockers;
@@ -11,4 +12,5 @@ pub mod oracle;
 pub mod plant;
 pub mod run;
 pub mod truth;
+pub mod wide;
 pub mod workload;

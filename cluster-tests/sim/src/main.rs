@@ -6,7 +6,7 @@ use clap::Parser;
 use strake_histories::{explain::explain, search::LIMIT};
 use strake_sim::{
     cluster::Sync,
-    histories,
+    coverage, histories,
     plant::Plant,
     run::{Scenario, run},
 };
@@ -26,6 +26,12 @@ struct Args {
     /// Faults three times as often and of more kinds.
     #[arg(long)]
     harsh: bool,
+    /// Also clocks that drift, scarce leases, clients that only look, and one that keeps to no rule.
+    #[arg(long)]
+    wide: bool,
+    /// At the end, as JSON: how often each row of the tables of docs/leases.md was taken. Without it, as a table.
+    #[arg(long)]
+    json: bool,
     /// Run with servers that leave out one kind of sync: most seeds must fail.
     #[arg(long)]
     skip_sync: Option<Sync>,
@@ -99,7 +105,12 @@ fn main() -> ExitCode {
     let seeds = if args.histories { 0..0 } else { args.seed..args.seed + args.count };
     for seed in seeds {
         let base = if args.harsh { Scenario::harsh(seed) } else { Scenario::new(seed) };
-        let scenario = Scenario { length: std::time::Duration::from_secs(args.seconds), skip: args.skip_sync, ..base };
+        let scenario = Scenario {
+            length: std::time::Duration::from_secs(args.seconds),
+            skip: args.skip_sync,
+            wide: args.wide,
+            ..base
+        };
         match run(scenario) {
             Ok(o) => {
                 let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
@@ -139,6 +150,8 @@ fn main() -> ExitCode {
             }
         }
     }
+    let taken = coverage::counts();
+    print!("{}", if args.json { coverage::json(&taken) } else { coverage::text(&taken) });
     println!("{} passed, {failed} failed", args.count.saturating_sub(failed));
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -19,6 +19,7 @@ use crate::{
     lockers::{self, Locker, Model},
     net::Weather,
     truth::{self, Truth},
+    wide,
     workload::{Actor, Findings, Shared},
 };
 
@@ -39,17 +40,24 @@ pub struct Scenario {
     pub harsh: bool,
     /// The servers leave out this sync: a run that must end in violations.
     pub skip: Option<Sync>,
+    /// Also: clocks that drift, scarce leases, clients that only look, and one that keeps to no rule ([`crate::wide`]).
+    pub wide: bool,
 }
 
 impl Scenario {
     pub fn new(seed: u64) -> Scenario {
         let (length, fault_every) = (Duration::from_secs(15), Duration::from_millis(1500));
-        Scenario { seed, length, fault_every, harsh: false, skip: None }
+        Scenario { seed, length, fault_every, harsh: false, skip: None, wide: false }
     }
 
     /// Faults three times as often and of more kinds.
     pub fn harsh(seed: u64) -> Scenario {
         Scenario { fault_every: Duration::from_millis(500), harsh: true, ..Scenario::new(seed) }
+    }
+
+    /// With what takes every row of the tables of leases; faults about as often as in [`Scenario::new`].
+    pub fn wide(seed: u64) -> Scenario {
+        Scenario { wide: true, ..Scenario::new(seed) }
     }
 }
 
@@ -118,6 +126,9 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
     begin();
     let mut cluster = Cluster::new(s.seed);
     let mut rng = StdRng::seed_from_u64(s.seed ^ 0x0fau64);
+    if s.wide {
+        cluster.widen(s.seed);
+    }
     for node in cluster.nodes() {
         cluster.start(node).await.map_err(|e| e.context(format!("starting node {node}")))?;
     }
@@ -153,6 +164,9 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
         let (client, env) = cluster.mortal(id, Some(uuid), Vec::new()).await?;
         let dies = Instant::now() + s.length.mul_f64(rng.random());
         ghosts.push(Ghost::start(client, env, FIRST_CLIENT + id, uuid, rng.random(), dies));
+    }
+    if s.wide {
+        looking.extend(wide::start(&mut cluster, s.seed, CLIENTS, &found, &stop).await?);
     }
     let faults = harm(&mut cluster, &mut rng, s, &mut ghosts).await?;
     cluster.repair().await?;
@@ -282,6 +296,7 @@ async fn harm(cluster: &mut Cluster, rng: &mut StdRng, s: Scenario, ghosts: &mut
         if s.harsh {
             harsher(cluster, rng);
         }
+        cluster.drift();
         // A server that waits for a leader to register must not hold up the others.
         let mds_down: Vec<u32> = down.iter().copied().filter(|n| *n < FIRST_OSS).collect();
         for node in mds_down {

@@ -10,8 +10,9 @@ use tokio::time::sleep;
 
 use crate::oracle::{CELL, FileModel, NameModel, fill};
 
-const FILES: usize = 3;
-const FILE_BYTES: u64 = 1 << 20;
+/// Files of each client, and their largest size.
+pub const FILES: usize = 3;
+pub const FILE_BYTES: u64 = 1 << 20;
 /// O_RDWR on Linux.
 pub const RDWR: u32 = 2;
 

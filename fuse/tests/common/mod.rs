@@ -60,8 +60,13 @@ impl Mds {
         };
         self.propose(Command::Format(format)).unwrap();
         for t in 0..TARGETS {
-            let target =
-                pb::RegisterTarget { uuid: vec![t as u8 + 1; 16].into(), capacity: 1 << 40, stamp: 1, id: u32::MAX };
+            let target = pb::RegisterTarget {
+                uuid: vec![t as u8 + 1; 16].into(),
+                capacity: 1 << 40,
+                stamp: 1,
+                id: u32::MAX,
+                ..Default::default()
+            };
             let r = pb::RegisterRequest {
                 name: format!("oss{t}"),
                 endpoints: vec![endpoints(t)],

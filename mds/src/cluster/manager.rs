@@ -17,7 +17,7 @@ use strake_proto::{
     pb,
 };
 
-use super::{membership, state};
+use super::{membership, recovery, state};
 
 /// New targets wait this long for company before chains are made.
 pub const SETTLE: Duration = Duration::from_secs(1);
@@ -277,7 +277,8 @@ impl Manager {
 
     fn changed_chains(&self, map: &MapView, alive: &BTreeSet<TargetId>, why: &mut Vec<String>) -> Vec<pb::Chain> {
         let mut changed = Vec::new();
-        for c in &map.map.chains {
+        let open = recovery::in_doubt(&map.map);
+        for c in map.map.chains.iter().filter(|c| !open.contains(&c.id)) {
             if let Some(n) = membership::evaluate(c, |t| alive.contains(&t), self.synced(c)) {
                 why.push(format!("chain {} epoch {}: {} -> {}", c.id, n.epoch, describe(c), describe(&n)));
                 changed.push(n);

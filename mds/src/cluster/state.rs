@@ -11,7 +11,7 @@ use strake_proto::{
     pb,
 };
 
-use super::membership;
+use super::{membership, recovery};
 
 /// Node ids below are Raft ids of metadata servers, from here on those of storage servers.
 pub const FIRST_OSS_NODE: NodeId = 1001;
@@ -21,6 +21,8 @@ pub const MAX_NODE_TARGETS: usize = 256;
 pub const MAX_TARGETS: usize = 4096;
 /// Longest pool name, as in Lustre.
 pub const MAX_POOL_NAME: usize = 15;
+/// Chain ids of an era are below the next era times two to this.
+const ERA_CHAINS: u32 = 16;
 /// Chain sets are made for 1 up to this many copies.
 pub const MAX_COPIES: usize = 3;
 
@@ -31,7 +33,7 @@ fn inval(message: String) -> Error {
     Error::new(Code::Inval, message)
 }
 
-fn commit(map: &mut pb::ClusterMap, mut next: pb::ClusterMap) {
+pub(super) fn commit(map: &mut pb::ClusterMap, mut next: pb::ClusterMap) {
     if next != *map {
         next.version = map.version + 1;
         *map = next;
@@ -51,6 +53,8 @@ pub fn register(map: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> Result<pb:
     for t in &r.targets {
         target_ids.push(register_target(&mut next, node, t)?);
     }
+    let heard: Vec<_> = target_ids.iter().copied().zip(r.targets.iter().map(|t| &t.sights[..])).collect();
+    recovery::hear(&mut next, &heard);
     commit(map, next);
     Ok(pb::RegisterReply { node, target_ids, fs_uuid: map.fs_uuid.clone(), map: None })
 }
@@ -82,6 +86,9 @@ fn check_register(map: &pb::ClusterMap, r: &pb::RegisterRequest) -> Result<()> {
     let mut seen = BTreeSet::new();
     if r.targets.iter().any(|t| t.uuid.len() != 16 || !seen.insert(&t.uuid)) {
         return Err(inval(format!("node '{}': target uuids must be 16 bytes and differ", r.name)));
+    }
+    if r.targets.iter().map(|t| t.sights.len()).sum::<usize>() > recovery::MAX_SIGHTS {
+        return Err(inval(format!("node '{}' knows of more than {} chains", r.name, recovery::MAX_SIGHTS)));
     }
     let Some(node) = map.nodes.iter().find(|n| n.role == ROLE_OSS && n.name == r.name) else { return Ok(()) };
     let own: Vec<&pb::Target> = map.targets.iter().filter(|t| t.node == node.id).collect();
@@ -127,7 +134,8 @@ fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarg
         if have.stamp != t.stamp {
             have.stamp = t.stamp;
             have.alive = false;
-            for c in &mut next.chains {
+            let open = recovery::in_doubt(next);
+            for c in next.chains.iter_mut().filter(|c| !open.contains(&c.id)) {
                 if let Some(changed) = membership::restarted(c, id) {
                     *c = changed;
                 }
@@ -136,10 +144,15 @@ fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarg
         return Ok(id);
     }
     if t.id != TARGET_UNASSIGNED {
-        return Err(inval(format!(
-            "the superblock says target {}, which this cluster does not know by its uuid",
-            t.id
-        )));
+        let since = match recovery::incarnation(next).era() {
+            0 => "",
+            _ => {
+                ": it joined after the state that the metadata servers were recovered from, so it holds nothing but data of files \
+                  that are lost. Take it out of `targets`, or make it anew in an empty folder"
+            }
+        };
+        let m = format!("the superblock says target {}, which this cluster does not know by its uuid{since}", t.id);
+        return Err(inval(m));
     }
     if next.targets.len() >= MAX_TARGETS {
         return Err(Error::new(Code::NoSpc, format!("the cluster already has {MAX_TARGETS} targets")));
@@ -178,7 +191,12 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
         }
         *have = t.clone();
     }
+    let open = recovery::in_doubt(map);
     for c in &u.chains {
+        if open.contains(&c.id) {
+            let m = format!("chain {}: what is in sync is not known yet since the recovery", c.id);
+            return Err(Error::new(Code::Busy, m));
+        }
         check_chain(c)?;
         match next.chains.iter_mut().find(|h| h.id == c.id) {
             Some(have) => {
@@ -377,8 +395,10 @@ pub fn pool_change(map: &mut pb::ClusterMap, p: &pb::PoolChange) -> Result<()> {
 pub fn make_chains(map: &pb::ClusterMap) -> Option<(Vec<pb::Chain>, Vec<pb::ChainSet>)> {
     let live: Vec<(TargetId, NodeId)> = map.targets.iter().filter(|t| t.alive).map(|t| (t.id, t.node)).collect();
     let nodes: BTreeSet<NodeId> = live.iter().map(|t| t.1).collect();
-    let mut next_chain: ChainId = map.chains.iter().map(|c| c.id).max().unwrap_or(0) + 1;
-    let mut next_set = map.sets.iter().map(|s| s.id).max().unwrap_or(0) + 1;
+    // A group that was recovered must not give out again what was given out after the state that it has.
+    let before = (recovery::incarnation(map).era() as u32) << ERA_CHAINS;
+    let mut next_chain: ChainId = map.chains.iter().map(|c| c.id).max().unwrap_or(0).max(before) + 1;
+    let mut next_set = map.sets.iter().map(|s| s.id).max().unwrap_or(0).max(before) + 1;
     let (mut chains, mut sets) = (Vec::new(), Vec::new());
     for copies in 1..=MAX_COPIES.min(nodes.len()) {
         let same: Vec<&pb::Chain> = map.chains.iter().filter(|c| c.preferred.len() == copies).collect();

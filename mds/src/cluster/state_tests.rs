@@ -8,7 +8,7 @@ fn uuid(n: u8) -> bytes::Bytes {
 }
 
 fn target(n: u8) -> pb::RegisterTarget {
-    pb::RegisterTarget { uuid: uuid(n), capacity: 1000, stamp: 7, id: TARGET_UNASSIGNED }
+    pb::RegisterTarget { uuid: uuid(n), capacity: 1000, stamp: 7, id: TARGET_UNASSIGNED, ..Default::default() }
 }
 
 pub(crate) fn request(name: &str, uuids: &[u8]) -> pb::RegisterRequest {
@@ -18,6 +18,7 @@ pub(crate) fn request(name: &str, uuids: &[u8]) -> pb::RegisterRequest {
         targets: uuids.iter().map(|n| target(*n)).collect(),
         version: "0.1".into(),
         fs_uuid: bytes::Bytes::new(),
+        incarnation: 0,
     }
 }
 
@@ -204,6 +205,22 @@ trait Tap: Sized {
     }
 }
 impl Tap for pb::MapUpdate {}
+
+#[test]
+fn a_node_of_an_unknown_role_is_refused() {
+    let mut map = cluster(1, 1);
+    let before = map.clone();
+    let endpoints = vec!["tcp:h:2".into()];
+    let n = pb::Node { id: 1, role: 77, endpoints, name: "m".into(), ..Default::default() };
+    assert_eq!(code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![n], gone: vec![] })), Code::Inval);
+    let changed = pb::Node { role: 77, ..map.nodes[0].clone() };
+    let u = pb::MapUpdate { expect_version: map.version, nodes: vec![changed.clone()], ..Default::default() };
+    assert_eq!(code(update(&mut map, &u)), Code::Inval);
+    assert_eq!(map, before);
+    // One that a map has all the same is nobody's: neither asked as a metadata server nor counted as a storage server.
+    map.nodes = vec![changed];
+    assert!(MapView::new(map).unwrap().mds::<String>().is_empty());
+}
 
 #[test]
 fn mds_nodes_keep_their_raft_ids() {

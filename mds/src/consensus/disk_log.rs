@@ -91,14 +91,51 @@ impl DiskLog {
                 return Err(refusal(format!("member {} has no segment in {}", found.member, dir.display())));
             }
             Some(found) => (found, segments),
-            None => (wanted.clone(), create(dir, &wanted, &segments, &options)?),
+            None => {
+                let image = LogImage::new(wanted.voters.clone(), stamp);
+                (wanted.clone(), create(dir, &wanted, &segments, &image, &options)?)
+            }
         };
-        let writer = Recovery::run(dir, &header, &segments, options)?;
+        let writer = Recovery::run(dir, &header, &segments, true)?.into_writer(dir, &header, options)?;
         let image = writer.image.clone();
         let (tx, rx) = mpsc::sync_channel(64);
         let thread = std::thread::Builder::new().name("raft-log".into()).spawn(move || serve(writer, &rx));
         let thread = thread.map_err(|e| at(dir, e))?;
         Ok(DiskLog { image, jobs: Mutex::new(Some(tx)), thread: Mutex::new(Some(thread)) })
+    }
+
+    /// What the log of `member` of `cluster` in `dir` says; changes nothing there. Refuses what [`DiskLog::open`] refuses, and a
+    /// folder without a log.
+    pub fn peek(dir: &Path, cluster: [u8; 16], member: u64) -> Result<LogImage> {
+        let wanted = SegmentHeader { cluster, member, segment: 0, first_batch: 0, stamp: 0, voters: Vec::new() };
+        let none = || refusal(format!("{} is missing or holds no log", dir.display()));
+        if !dir.is_dir() {
+            return Err(none());
+        }
+        let header = read_marker(dir, &wanted)?.ok_or_else(none)?;
+        Recovery::run(dir, &header, &list_segments(dir)?, false).map(|f| f.image)
+    }
+
+    /// Makes the log of a member that begins with a state as of entry `base` (index and term) and nothing after it. What is in `dir`
+    /// is deleted. Cut short, it leaves a folder that this may be called for again.
+    pub fn begin(
+        dir: &Path,
+        cluster: [u8; 16],
+        member: u64,
+        stamp: u64,
+        base: (u64, u64),
+        options: DiskOptions,
+    ) -> Result<()> {
+        if dir.exists() {
+            fs::remove_dir_all(dir).map_err(|e| at(dir, e))?;
+        }
+        fs::create_dir(dir).map_err(|e| at(dir, e))?;
+        let header = SegmentHeader { cluster, member, segment: 0, first_batch: 0, stamp, voters: Vec::new() };
+        let mut image = LogImage::new(Vec::new(), stamp);
+        image.base = base;
+        (image.hard.term, image.hard.commit) = (base.1, base.0);
+        create(dir, &header, &[], &image, &options)?;
+        sync_dir(dir.parent().unwrap_or(dir))
     }
 }
 
@@ -188,7 +225,7 @@ fn sync_dir(dir: &Path) -> Result<()> {
 
 /// Makes the first segment and then the marker. Segments without a marker are what a crash here leaves, if they hold
 /// nothing yet.
-fn create(dir: &Path, h: &SegmentHeader, found: &[u64], options: &DiskOptions) -> Result<Vec<u64>> {
+fn create(dir: &Path, h: &SegmentHeader, found: &[u64], image: &LogImage, options: &DiskOptions) -> Result<Vec<u64>> {
     for number in found {
         let path = segment_path(dir, *number);
         let bytes = fs::read(&path).map_err(|e| at(&path, e))?;
@@ -200,8 +237,7 @@ fn create(dir: &Path, h: &SegmentHeader, found: &[u64], options: &DiskOptions) -
         }
         fs::remove_file(&path).map_err(|e| at(&path, e))?;
     }
-    let image = LogImage::new(h.voters.clone(), h.stamp);
-    make_segment(dir, &SegmentHeader { segment: 1, first_batch: 1, ..h.clone() }, &image, options.segment_bytes)?;
+    make_segment(dir, &SegmentHeader { segment: 1, first_batch: 1, ..h.clone() }, image, options.segment_bytes)?;
     let tmp = dir.join("member.tmp");
     let written =
         File::create(&tmp).and_then(|f| f.write_all_at(&pages::encode_header(h), 0).and_then(|()| f.sync_all()));
@@ -285,8 +321,20 @@ struct Recovery {
     gap: bool,
 }
 
+/// A log that was read.
+struct Found {
+    image: LogImage,
+    segments: VecDeque<Segment>,
+    /// The last segment, where its next batch goes, and how far an unfinished one reaches.
+    path: PathBuf,
+    end: usize,
+    torn_to: Option<usize>,
+    next_batch: u64,
+}
+
 impl Recovery {
-    fn run(dir: &Path, header: &SegmentHeader, numbers: &[u64], options: DiskOptions) -> Result<Writer> {
+    /// `repair`: what a crash left half made is removed.
+    fn run(dir: &Path, header: &SegmentHeader, numbers: &[u64], repair: bool) -> Result<Found> {
         let mut r = Recovery { image: LogImage::new(header.voters.clone(), header.stamp), gap: false };
         let mut segments: VecDeque<Segment> = VecDeque::new();
         let mut next_batch = None;
@@ -326,26 +374,17 @@ impl Recovery {
                     return Err(refusal(format!("segment {} is missing", segment_path(dir, next).display())));
                 }
                 (None, following) => {
-                    r.drop_unused(dir, number + 1, &numbers[i + 1..], following)?;
-                    return r.finish(dir, header, segments, &scan, next_batch, &path, options);
+                    drop_unused(dir, number + 1, &numbers[i + 1..], following, repair)?;
+                    if r.gap {
+                        let to = r.image.base.0;
+                        return Err(refusal(format!("entries up to {to} are in a segment that is missing")));
+                    }
+                    let (end, torn_to, next_batch) = (scan.end, scan.torn_to, next_batch.unwrap_or(1));
+                    return Ok(Found { image: r.image, segments, path, end, torn_to, next_batch });
                 }
             }
         }
         Err(refusal("it has no last segment"))
-    }
-
-    /// A segment beyond one that was not ended was made just before a crash and holds nothing.
-    fn drop_unused(&self, dir: &Path, expected: u64, rest: &[u64], following: Option<&u64>) -> Result<()> {
-        let Some(number) = following else { return Ok(()) };
-        let path = segment_path(dir, *number);
-        let bytes = fs::read(&path).map_err(|e| at(&path, e))?;
-        let h = pages::decode_header(&bytes).map_err(|e| in_file(&path, e))?;
-        let scan = pages::scan(&bytes, h.first_batch, h.stamp).map_err(|e| in_file(&path, e))?;
-        if *number != expected || rest.len() != 1 || scan.batches.len() != 1 || scan.torn_to.is_some() {
-            return Err(refusal(format!("segments before {} are incomplete", path.display())));
-        }
-        fs::remove_file(&path).map_err(|e| at(&path, e))?;
-        sync_dir(dir)
     }
 
     fn checkpoint(&mut self, base: [u64; 4], ops: &[LogOp], oldest: bool) -> Result<()> {
@@ -389,27 +428,35 @@ impl Recovery {
         }
         Ok(())
     }
+}
 
-    #[allow(clippy::too_many_arguments)]
-    fn finish(
-        self,
-        dir: &Path,
-        header: &SegmentHeader,
-        segments: VecDeque<Segment>,
-        scan: &pages::Scan,
-        next_batch: Option<u64>,
-        path: &Path,
-        options: DiskOptions,
-    ) -> Result<Writer> {
-        if self.gap {
-            return Err(refusal(format!("entries up to {} are in a segment that is missing", self.image.base.0)));
-        }
+/// A segment beyond one that was not ended was made just before a crash and holds nothing.
+fn drop_unused(dir: &Path, expected: u64, rest: &[u64], following: Option<&u64>, repair: bool) -> Result<()> {
+    let Some(number) = following else { return Ok(()) };
+    let path = segment_path(dir, *number);
+    let bytes = fs::read(&path).map_err(|e| at(&path, e))?;
+    let h = pages::decode_header(&bytes).map_err(|e| in_file(&path, e))?;
+    let scan = pages::scan(&bytes, h.first_batch, h.stamp).map_err(|e| in_file(&path, e))?;
+    if *number != expected || rest.len() != 1 || scan.batches.len() != 1 || scan.torn_to.is_some() {
+        return Err(refusal(format!("segments before {} are incomplete", path.display())));
+    }
+    if !repair {
+        return Ok(());
+    }
+    fs::remove_file(&path).map_err(|e| at(&path, e))?;
+    sync_dir(dir)
+}
+
+impl Found {
+    /// Clears what a crash left of an unfinished batch, and goes on from there.
+    fn into_writer(self, dir: &Path, header: &SegmentHeader, options: DiskOptions) -> Result<Writer> {
+        let path = &self.path;
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(|e| at(path, e))?;
         let mut size = file.metadata().map_err(|e| at(path, e))?.len() as usize;
-        if let Some(to) = scan.torn_to {
-            tracing::info!(file = %path.display(), at = scan.end, "cut an unfinished batch off the raft log");
+        if let Some(to) = self.torn_to {
+            tracing::info!(file = %path.display(), at = self.end, "cut an unfinished batch off the raft log");
             let clear = || {
-                file.write_all_at(&vec![0; to - scan.end], scan.end as u64)?;
+                file.write_all_at(&vec![0; to - self.end], self.end as u64)?;
                 file.sync_all()
             };
             clear().map_err(|e| at(path, e))?;
@@ -419,11 +466,11 @@ impl Recovery {
             dir: dir.to_path_buf(),
             header: SegmentHeader { segment: 0, first_batch: 0, ..header.clone() },
             image: self.image,
-            segments,
+            segments: self.segments,
             file,
             size,
-            end: scan.end,
-            next_batch: next_batch.unwrap_or(1),
+            end: self.end,
+            next_batch: self.next_batch,
             options,
             spare: None,
             broken: None,

@@ -73,6 +73,8 @@ pub enum Control {
     Transfer(u64, Reply),
     Change(MemberChange, Reply),
     Group(oneshot::Sender<Group>),
+    /// Another life of the group has begun without this member.
+    Retire(Error),
     Stop,
 }
 
@@ -258,12 +260,13 @@ impl Driver {
                 }
                 Some(word) = inputs.words.recv() => match word {
                     Word::Lost(id) => self.core.report_unreachable(id),
-                    Word::Removed => return Err(not_member(self.cfg.id)),
+                    Word::Removed(e) => return Err(e),
                 },
                 c = inputs.control.recv() => match c {
                     Some(Control::Transfer(to, reply)) => self.transfer(to, reply),
                     Some(Control::Change(change, reply)) => self.change(change, reply),
                     Some(Control::Group(reply)) => drop(reply.send(self.group())),
+                    Some(Control::Retire(e)) => return Err(e),
                     Some(Control::Stop) | None => return Ok(()),
                 },
                 Some(reply) = inputs.reads.recv() => self.read(reply),

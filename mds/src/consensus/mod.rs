@@ -36,9 +36,9 @@ pub mod fuzzing {
 pub use disk_log::{DiskLog, DiskOptions};
 pub use log::{LogImage, LogOp, LogStore};
 pub use mem_log::MemLog;
-pub use node::Node;
+pub use node::{Node, twins};
 use strake_fabric::Endpoint;
-use strake_proto::Result;
+use strake_proto::{Incarnation, Result};
 
 /// A log entry that a majority holds. `data` is empty for a leader's first entry and for membership changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,6 +74,10 @@ pub trait StateMachine: Send + Sync + 'static {
     /// Whether the state says that a member of this id was removed from the group. True for ever then.
     fn is_former(&self, _id: u64) -> bool {
         false
+    }
+    /// Which life of the group the state is of; `None` while there is no state.
+    fn incarnation(&self) -> Option<Incarnation> {
+        None
     }
     /// Forgets everything: pairs of another member's state follow. Until `restore_end` the state is never read.
     fn restore_begin(&self) -> Result<()>;

@@ -8,7 +8,7 @@ use prost::Message as _;
 use protobuf::Message as _;
 use raft::eraftpb;
 use strake_fabric::{Endpoint, Env, Fabric, Message, watch};
-use strake_proto::{Code, Error, Result, opcode, pb};
+use strake_proto::{Code, Error, Incarnation, Kin, Result, opcode, pb};
 use tokio::sync::{mpsc, oneshot};
 
 use super::{
@@ -49,7 +49,8 @@ impl Node {
         let (words, words_rx) = mpsc::channel(64);
         let health = Arc::new(Health::default());
         let (id, cluster, stamp) = (cfg.id, cfg.cluster, image.stamp);
-        let peers = Arc::new(Peers::new(Sender { id, cluster, stamp, env: env.clone(), fabric, health, words }));
+        let sender = Sender { id, cluster, stamp, env: env.clone(), fabric, health, words, sm: sm.clone() };
+        let peers = Arc::new(Peers::new(sender));
         let (raft, raft_rx) = mpsc::channel(INBOX);
         let (proposals, proposals_rx) = mpsc::channel(cfg.queue.max(1));
         let (reads, reads_rx) = mpsc::channel(cfg.queue.max(1));
@@ -123,9 +124,13 @@ impl Node {
         }
     }
 
-    fn check_address(&self, from: u64, to: u64, cluster: &[u8]) -> Result<()> {
+    fn check_address(&self, from: u64, to: u64, cluster: &[u8], incarnation: Option<u64>) -> Result<()> {
         if cluster != self.cfg.cluster {
             return Err(Error::new(Code::Unauthenticated, "this metadata server belongs to another cluster"));
+        }
+        // Before the ids are looked at: one of a former life may know this address as another member's.
+        if let Some(theirs) = incarnation {
+            self.meet(Incarnation(theirs), Some(from))?;
         }
         if to != self.cfg.id || from == 0 || from == self.cfg.id {
             let m = format!("a raft message from {from} to {to} reached metadata server {}", self.cfg.id);
@@ -134,9 +139,28 @@ impl Node {
         Ok(())
     }
 
+    /// Compares incarnations with another server of this cluster, `member`: with a metadata server. `NotMember`: that one belongs to
+    /// a life of the group that is over. `NotLeader`: this one does, and stops, or both were recovered apart from each other.
+    pub fn meet(&self, theirs: Incarnation, member: Option<u64>) -> Result<()> {
+        let Some(own) = self.peers.sender().sm.incarnation() else { return Ok(()) };
+        match own.kin(theirs) {
+            Kin::Same => Ok(()),
+            Kin::Older => match member {
+                Some(id) => Err(superseded(id, theirs, own)),
+                None => Ok(()),
+            },
+            Kin::Newer => {
+                let e = superseded(self.cfg.id, own, theirs);
+                let _ = self.control.try_send(Control::Retire(e.clone()));
+                Err(Error { code: Code::NotLeader, ..e })
+            }
+            Kin::Twin => Err(twins(own, theirs)),
+        }
+    }
+
     async fn batch(&self, body: &[u8]) -> Result<Message> {
         let batch = pb::RaftBatch::decode(body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
-        self.check_address(batch.from, batch.to, &batch.cluster)?;
+        self.check_address(batch.from, batch.to, &batch.cluster, batch.incarnation)?;
         let decode = |b: &Bytes| {
             let m = eraftpb::Message::parse_from_bytes(b).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
             if m.from == batch.from {
@@ -156,7 +180,7 @@ impl Node {
 
     async fn chunk(&self, body: &[u8]) -> Result<Message> {
         let chunk = pb::SnapshotChunk::decode(body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
-        self.check_address(chunk.from, chunk.to, &chunk.cluster)?;
+        self.check_address(chunk.from, chunk.to, &chunk.cluster, chunk.incarnation)?;
         chunk.pairs.iter().try_for_each(|p| strake_store::check_key(&p.key))?;
         let (reply, rx) = oneshot::channel();
         self.raft.try_send(RaftInput::Chunk(chunk, reply)).map_err(|e| self.full(&e))?;
@@ -236,4 +260,22 @@ impl Node {
             self.control.closed().await;
         }
     }
+}
+
+/// Metadata server `id` belongs to `former`, and `now` is another life of its group.
+fn superseded(id: u64, former: Incarnation, now: Incarnation) -> Error {
+    let m = format!(
+        "metadata server {id} is of incarnation {former} of its group, which was recovered without it as {now}: its folder is of no \
+         more use, and its id is spent (docs/operations.md, 'When the group is lost')"
+    );
+    Error::new(Code::NotMember, m)
+}
+
+/// Both `own` and `theirs` were made of what was left of one group.
+pub fn twins(own: Incarnation, theirs: Incarnation) -> Error {
+    let m = format!(
+        "the group was recovered twice: this metadata server is of incarnation {own}, the sender of {theirs}; one of the two must be \
+         stopped and given up (docs/operations.md, 'When the group is lost')"
+    );
+    Error::new(Code::NotLeader, m)
 }

@@ -67,6 +67,7 @@ async fn send_over(s: &Sender, out: &Outgoing, conn: &dyn Connection) -> Result<
             pairs,
             term: out.term,
             cluster: s.cluster.to_vec().into(),
+            incarnation: s.sm.incarnation().map(|i| i.0),
         };
         match conn.call(Message::new(opcode::SNAPSHOT, chunk.encode_to_vec()), CALL_TIMEOUT).await {
             Ok(_) if last => break,

@@ -18,6 +18,8 @@ use strake_fabric::{Connection, Endpoint, Env, Fabric, Message};
 use strake_proto::{Code, Result, opcode, pb};
 use tokio::{sync::mpsc, task::JoinHandle};
 
+use super::StateMachine;
+
 const QUEUE: usize = 1024;
 /// Bytes of messages in one batch; one message may be longer.
 const BATCH: usize = 2 << 20;
@@ -33,6 +35,7 @@ pub struct Sender {
     pub fabric: Arc<dyn Fabric>,
     pub health: Arc<Health>,
     pub words: mpsc::Sender<Word>,
+    pub sm: Arc<dyn StateMachine>,
 }
 
 /// What this member says of itself with every batch.
@@ -49,8 +52,8 @@ pub struct Health {
 pub enum Word {
     /// A batch to this peer may be lost.
     Lost(u64),
-    /// A peer says that this member was removed.
-    Removed,
+    /// A peer says that this member was removed, or that its group was recovered without it.
+    Removed(strake_proto::Error),
 }
 
 struct Peer {
@@ -78,6 +81,7 @@ impl Sender {
             applied: self.health.applied.load(Relaxed),
             disk: self.health.disk.load(Relaxed),
             endpoint: self.health.endpoint.get().map(Endpoint::to_string).unwrap_or_default(),
+            incarnation: self.sm.incarnation().map(|i| i.0),
         };
         Ok(Message::new(opcode::RAFT, batch.encode_to_vec()))
     }
@@ -132,7 +136,7 @@ async fn run(s: Arc<Sender>, to: u64, endpoint: Endpoint, mut queue: mpsc::Recei
                 if let Err(e) = feed(&s, to, &*conn, &mut queue, &mut backoff).await {
                     match e.code {
                         Code::Stale | Code::Unauthenticated => tracing::error!(peer = to, %endpoint, "raft: {e}"),
-                        Code::NotMember => drop(s.words.try_send(Word::Removed)),
+                        Code::NotMember => drop(s.words.try_send(Word::Removed(e))),
                         _ => tracing::debug!(peer = to, %endpoint, "raft connection: {e}"),
                     }
                 }

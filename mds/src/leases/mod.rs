@@ -7,9 +7,11 @@ use std::{
     time::Duration,
 };
 
+use rows::Leader;
 use strake_proto::{Ino, SessionId};
 
 pub mod reports;
+pub mod rows;
 #[cfg(test)]
 mod tests;
 
@@ -27,6 +29,8 @@ pub struct Limits {
     pub of_inode: usize,
     /// Recalls of one inode within [`HOT`] after which it is not leased for as long.
     pub hot: u32,
+    /// Files that one session may be on record as writing.
+    pub of_writer: usize,
 }
 
 /// See [`Limits::hot`].
@@ -43,6 +47,7 @@ impl Default for Limits {
             of_all: 1 << 22,
             of_inode: 1024,
             hot: 8,
+            of_writer: 1 << 20,
         }
     }
 }
@@ -89,6 +94,8 @@ pub struct Leases {
     inodes: BTreeMap<Ino, Object>,
     last: Number,
     held: usize,
+    /// Recalls that somebody has not acknowledged, of all inodes.
+    unsettled: usize,
     /// For inodes that were changed by an entry of which somebody has not forgotten everything yet: the recalls that whoever tells of
     /// the inode tells of too, see [`Leases::applied`].
     entangled: BTreeMap<Ino, Arc<BTreeSet<(Number, Ino)>>>,
@@ -102,6 +109,7 @@ pub struct Leases {
 impl Leases {
     /// That of the leader of `raft_term`, elected at `now`, with all sessions that the state has.
     pub fn new(limits: Limits, now: Duration, raft_term: u64, sessions: impl IntoIterator<Item = SessionId>) -> Leases {
+        Leader::Elected.taken();
         Leases {
             limits,
             sessions: BTreeMap::new(),
@@ -109,6 +117,7 @@ impl Leases {
             // An acknowledgement meant for a former leader is below all numbers of this one.
             last: raft_term << 32,
             held: 0,
+            unsettled: 0,
             entangled: BTreeMap::new(),
             cooling: VecDeque::new(),
             grace: sessions.into_iter().collect(),
@@ -126,13 +135,16 @@ impl Leases {
     /// has a newer connection.
     pub fn hello(&mut self, id: SessionId, connection: Connection, lives_on: bool) -> bool {
         if self.sessions.get(&id).and_then(|h| h.met).is_some_and(|m| m >= connection) {
+            Leader::HelloLate.taken();
             return false;
         }
         if lives_on {
+            Leader::LivesOn.taken();
             // What a former leader granted is over when the grace is.
             self.sessions.entry(id).or_default().met = Some(connection);
             return true;
         }
+        Leader::Hello.taken();
         self.grace.remove(&id);
         let until = self.sessions.get(&id).map_or(Duration::ZERO, |h| h.until);
         self.forget(id);
@@ -146,9 +158,13 @@ impl Leases {
         match self.sessions.get_mut(&id) {
             Some(h) if h.met.is_some() && !h.given_up => {
                 h.until = h.until.max(now + self.limits.term);
+                Leader::Renewed.taken();
                 true
             }
-            _ => false,
+            _ => {
+                Leader::NotRenewed.taken();
+                false
+            }
         }
     }
 
@@ -158,6 +174,7 @@ impl Leases {
         let full = self.held >= self.limits.of_all;
         let Some(h) = self.sessions.get_mut(&id).filter(|h| h.met == Some(connection) && !h.given_up && now < h.until)
         else {
+            Leader::NoHello.taken();
             return false;
         };
         if h.held.contains_key(&ino) {
@@ -166,10 +183,18 @@ impl Leases {
         // One that does not forget gets nothing more.
         let owes = h.leaving.contains_key(&ino) || h.owes.len() >= self.limits.of_session;
         let o = self.inodes.entry(ino).or_default();
-        if full || owes || o.holders.len() >= self.limits.of_inode || now < o.hot_until {
+        let refused = [
+            (full, Leader::AllFull),
+            (owes, Leader::DoesNotForget),
+            (o.holders.len() >= self.limits.of_inode, Leader::InodeFull),
+            (now < o.hot_until, Leader::Hot),
+        ];
+        if let Some((_, row)) = refused.into_iter().find(|(refused, _)| *refused) {
+            row.taken();
             self.tidy(now, ino);
             return false;
         }
+        Leader::Granted.taken();
         o.holders.insert(id);
         if h.held.len() >= self.limits.of_session {
             self.make_room(now, id);
@@ -185,6 +210,7 @@ impl Leases {
     /// changes before it has forgotten it.
     fn make_room(&mut self, now: Duration, id: SessionId) {
         let Some(h) = self.sessions.get_mut(&id) else { return };
+        Leader::MadeRoom.taken();
         let mut old: Vec<(Duration, Ino)> = h.held.iter().map(|(ino, since)| (*since, *ino)).collect();
         let n = (self.limits.of_session / 8).max(1);
         if n < old.len() {
@@ -252,6 +278,9 @@ impl Leases {
         if recalls.is_empty() {
             all.iter().for_each(|ino| drop(self.entangled.remove(ino)));
         } else {
+            if all.len() > 1 {
+                Leader::Entangled.taken();
+            }
             let recalls = Arc::new(recalls);
             self.entangled.extend(all.into_iter().map(|ino| (ino, recalls.clone())));
         }
@@ -271,6 +300,7 @@ impl Leases {
             && owe.remove(&by)
         {
             o.holders.insert(by);
+            Leader::Spared.taken();
         }
         let number = self.last + 1;
         owe.retain(|id| {
@@ -285,8 +315,10 @@ impl Leases {
         });
         let told = !owe.is_empty();
         if told {
+            Leader::Owed.taken();
             self.last = number;
             o.unsettled.insert(number, owe);
+            self.unsettled += 1;
             if now.saturating_sub(o.counted_from) >= HOT {
                 (o.counted_from, o.recalls) = (now, 0);
             }
@@ -305,7 +337,15 @@ impl Leases {
         let Some(h) = self.sessions.get_mut(&id) else { return Vec::new() };
         let left = h.owes.split_off(&acknowledged.saturating_add(1));
         let done = std::mem::replace(&mut h.owes, left);
-        let out = h.owes.iter().take(MAX_RECALLS).map(|(n, (ino, _))| (*n, *ino)).collect();
+        let out: Vec<_> = h.owes.iter().take(MAX_RECALLS).map(|(n, (ino, _))| (*n, *ino)).collect();
+        if !done.is_empty() {
+            Leader::Acknowledged.taken();
+        }
+        if out.is_empty() {
+            Leader::NothingRecalled.taken()
+        } else {
+            Leader::Recalled.taken()
+        }
         self.settle(now, id, done);
         out
     }
@@ -353,7 +393,11 @@ impl Leases {
         }
         for h in self.sessions.values_mut().filter(|h| h.met.is_some()) {
             let first = h.owes.first_key_value();
-            h.given_up |= first.is_some_and(|(_, (_, since))| now.saturating_sub(*since) >= self.limits.patience);
+            let late = first.is_some_and(|(_, (_, since))| now.saturating_sub(*since) >= self.limits.patience);
+            if late && !h.given_up {
+                Leader::GivenUp.taken();
+                h.given_up = true;
+            }
         }
         self.sessions.iter().filter(|(_, h)| h.given_up).map(|(id, _)| *id).collect()
     }
@@ -372,11 +416,13 @@ impl Leases {
     pub fn ended(&mut self, now: Duration, id: SessionId, goodbye: bool) {
         let lives = self.sessions.get(&id).is_some_and(|h| now < h.until);
         if goodbye {
+            Leader::Goodbye.taken();
             self.grace.remove(&id);
         }
         if goodbye || !lives {
             self.forget(id);
         } else if let Some(h) = self.sessions.get_mut(&id) {
+            Leader::EndedAlive.taken();
             (h.met, h.given_up) = (None, false);
         }
     }
@@ -391,6 +437,11 @@ impl Leases {
         self.sessions.get(&id).map_or(0, |h| h.owes.len())
     }
 
+    /// Recalls that are waited for. Whoever waits can only be done once there are fewer.
+    pub fn unsettled(&self) -> usize {
+        self.unsettled
+    }
+
     /// Recalls that are not acknowledged.
     pub fn owed(&self) -> usize {
         self.sessions.values().map(|h| h.owes.len()).sum()
@@ -400,6 +451,9 @@ impl Leases {
     fn expire_one(&mut self, now: Duration, id: SessionId) {
         let Some(h) = self.sessions.get_mut(&id).filter(|h| h.until <= now) else { return };
         let (met, given_up, until) = (h.met, h.given_up, h.until);
+        if !h.held.is_empty() || !h.owes.is_empty() {
+            Leader::TermOver.taken();
+        }
         self.forget(id);
         if met.is_some() {
             self.sessions.insert(id, Holder { met, given_up, until, ..Default::default() });
@@ -426,6 +480,7 @@ impl Leases {
                 owe.remove(&id);
                 if owe.is_empty() {
                     o.unsettled.remove(&number);
+                    self.unsettled -= 1;
                 }
             }
             if let Some(h) = self.sessions.get_mut(&id)

@@ -5,19 +5,19 @@ use std::{collections::BTreeMap, time::Duration};
 
 use strake_proto::{Ino, SessionId};
 
-use super::{MAX_RECALLS, Number};
+use super::{MAX_RECALLS, Number, rows::Reporting};
 
 /// A report that was not made for so long is asked for again: the question may have been lost.
 const AGAIN: Duration = Duration::from_secs(1);
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Report {
     ino: Ino,
     since: Duration,
     sent: Option<Duration>,
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Writer {
     asked: BTreeMap<Number, Report>,
     /// Those that were never sent: who comes now may share one, as it will be made later.
@@ -25,27 +25,31 @@ struct Writer {
 }
 
 /// Reports that were asked for and not made, see the module.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Reports {
     writers: BTreeMap<SessionId, Writer>,
     last: Number,
+    waited_for: usize,
 }
 
 impl Reports {
     /// Those of the leader of `raft_term`.
     pub fn new(raft_term: u64) -> Reports {
-        Reports { writers: BTreeMap::new(), last: raft_term << 32 }
+        Reports { writers: BTreeMap::new(), last: raft_term << 32, waited_for: 0 }
     }
 
     /// Somebody came at `now` who wants to know about `ino` what this session has not reported.
     pub fn ask(&mut self, now: Duration, id: SessionId, ino: Ino) -> Number {
         let w = self.writers.entry(id).or_default();
         if let Some(number) = w.unsent.get(&ino) {
+            Reporting::Shared.taken();
             return *number;
         }
+        Reporting::Asked.taken();
         self.last += 1;
         w.unsent.insert(ino, self.last);
         w.asked.insert(self.last, Report { ino, since: now, sent: None });
+        self.waited_for += 1;
         self.last
     }
 
@@ -55,6 +59,11 @@ impl Reports {
         let due = |r: &Report| r.sent.is_none_or(|at| now.saturating_sub(at) >= AGAIN);
         let mut out = Vec::new();
         for (number, r) in w.asked.iter_mut().filter(|(_, r)| due(r)).take(MAX_RECALLS) {
+            if r.sent.is_some() {
+                Reporting::SentAgain.taken()
+            } else {
+                Reporting::Sent.taken()
+            }
             r.sent = Some(now);
             w.unsent.remove(&r.ino);
             out.push((*number, r.ino));
@@ -75,6 +84,8 @@ impl Reports {
             // One that was not sent cannot have been made.
             if w.asked.get(number).is_some_and(|r| r.sent.is_some()) {
                 w.asked.remove(number);
+                self.waited_for -= 1;
+                Reporting::Made.taken();
             }
         }
         if w.asked.is_empty() {
@@ -89,7 +100,20 @@ impl Reports {
 
     /// The session is not waited for any more: it has ended, or may have.
     pub fn ended(&mut self, id: SessionId) {
-        self.writers.remove(&id);
+        if let Some(w) = self.writers.remove(&id) {
+            Reporting::NotWaited.taken();
+            self.waited_for -= w.asked.len();
+        }
+    }
+
+    /// Reports that are waited for.
+    pub fn len(&self) -> usize {
+        self.waited_for
+    }
+
+    /// Whether nobody is to report anything.
+    pub fn is_empty(&self) -> bool {
+        self.waited_for == 0
     }
 
     /// Who is to report something.
@@ -126,7 +150,9 @@ mod tests {
         assert!(!r.is_in(1, first), "another's word counts for nothing");
         r.reported(1, &[first]);
         assert!(r.is_in(1, first) && !r.is_in(1, second));
-        assert_eq!(r.take(ms(4), 1), [(second, 7)]);
+        assert_eq!((r.take(ms(4), 1), r.len()), (vec![(second, 7)], 3));
+        r.reported(1, &[second, second, 99]);
+        assert_eq!(r.len(), 2);
     }
 
     #[test]
@@ -143,6 +169,6 @@ mod tests {
         assert!(r.overdue(ms(4999), ms(5000)).is_empty());
         assert_eq!(r.overdue(ms(5000), ms(5000)), [(1, 7)]);
         r.ended(1);
-        assert!(r.is_in(1, n) && r.overdue(ms(9000), ms(0)).is_empty() && r.sessions().count() == 0);
+        assert!(r.is_in(1, n) && r.overdue(ms(9000), ms(0)).is_empty() && r.sessions().count() == 0 && r.is_empty());
     }
 }

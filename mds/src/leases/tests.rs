@@ -37,7 +37,7 @@ fn what_an_entry_did_is_forgotten_as_a_whole() {
     assert!(t.applied(ms(1), [(2, None), (3, None)]).is_empty());
     assert!(!t.is_settled(t.ticket(), [3]) && t.is_settled(t.ticket(), [4]) && t.is_settled(before, [2, 3, 9]));
     t.recalls(ms(2), B, removed);
-    assert!(t.is_settled(t.ticket(), [2, 3, 9]));
+    assert!(t.is_settled(t.ticket(), [2, 3, 9]) && t.unsettled() == 0);
     t.tick(ms(3));
     assert!(t.entangled.is_empty());
 }
@@ -51,7 +51,7 @@ fn a_change_is_settled_when_all_others_have_forgotten() {
     let after = t.ticket();
     assert!(after > before && t.holds(A, 1, 7) && !t.holds(B, 1, 7) && t.holds(B, 1, 8));
     assert!(t.is_settled(before, [7]), "what was read before does not tell of it");
-    assert!(!t.is_settled(after, [8, 7]) && t.is_settled(after, [8]));
+    assert!(!t.is_settled(after, [8, 7]) && t.is_settled(after, [8]) && t.unsettled() == 1);
     assert_eq!(t.recalls(ms(2), B, 0), [(after, 7)]);
     assert_eq!(t.recalls(ms(2), B, 0), [(after, 7)], "sent again until it is acknowledged");
     assert!(t.recalls(ms(3), A, u64::MAX).is_empty() && !t.is_settled(after, [7]), "another's word counts for nothing");
@@ -172,7 +172,7 @@ fn nothing_is_left_of_those_who_went() {
     assert_eq!((t.held_by(A), t.owed()), (0, 99));
     t.tick(TERM);
     t.tick(TERM);
-    assert!(t.sessions.is_empty() && t.held == 0 && t.owed() == 0);
+    assert!(t.sessions.is_empty() && t.held == 0 && t.owed() == 0 && t.unsettled() == 0);
     assert!(t.inodes.is_empty() && t.cooling.is_empty());
 }
 

@@ -8,7 +8,12 @@ use std::{
 
 use bytes::Bytes;
 use prost::Message;
-use strake_proto::{Code, Error, Result, SessionId, ids::ROOT_INO, map::MapView, pb};
+use strake_proto::{
+    Code, Error, Incarnation, Result, SessionId,
+    ids::{ROOT_INO, shard_of},
+    map::MapView,
+    pb,
+};
 use strake_store::{Batch, MetaStore};
 
 use super::{
@@ -137,6 +142,8 @@ impl<'a> Apply<'a> {
             Command::MapUpdate(u) => self.change_map(|map| cluster::state::update(map, &u)).map(|()| ok()),
             Command::MdsNodes(n) => self.change_map(|map| cluster::state::mds_nodes(map, &n)).map(|()| ok()),
             Command::PoolChange(p) => self.change_map(|map| cluster::state::pool_change(map, &p)).map(|()| ok()),
+            Command::GiveUp(g) => self.change_map(|map| cluster::recovery::give_up(map, &g.targets)).map(|()| ok()),
+            Command::Recover(r) => self.recover(&r),
             Command::GcDone(g) => self.change(|t| gc::gc_done(t, &g.numbers)).map(|()| ok()),
             Command::TrimDone(d) => self.change(|t| gc::trim_done(t, &d)).map(|()| ok()),
             Command::FreeOrphans(f) => self.change(|t| gc::free_orphans(t, &f.inos)).map(|()| ok()),
@@ -368,7 +375,7 @@ impl<'a> Apply<'a> {
                 let n = self.header.next_number;
                 self.header.next_number += 1;
                 (left, fence) = (Left::Evicted(n), n);
-                let r = pb::EvictedRecord { session: *id, min_epoch: s.record.epoch + 1 };
+                let r = pb::EvictedRecord { session: *id, min_epoch: s.record.epoch + 1, below: false };
                 self.batch.put(keys::numbered(keys::EVICTED, n), Some(r.encode_to_vec().into()));
             }
             self.change(|t| {
@@ -378,6 +385,27 @@ impl<'a> Apply<'a> {
             self.effects.push(Effect { ended: vec![(*id, !e.evict)], ..Default::default() });
         }
         if e.evict { self.forget_old_evictions() } else { Ok(ok()) }
+    }
+
+    /// The group begins anew. What the former one gave out after this state nobody knows here: counters go on beyond it, and
+    /// every session is evicted, those included that were opened since.
+    fn recover(&mut self, r: &pb::Recover) -> Res<pb::LogReply> {
+        let (new, mut h) = (Incarnation(r.incarnation), self.header.clone());
+        for counter in [&mut h.next_ino, &mut h.next_data_id, &mut h.next_session, &mut h.next_number] {
+            *counter = new.beyond(*counter) | 1;
+        }
+        if shard_of(h.next_ino) != 0 {
+            return fail(Code::NoSpc, "inode ids are used up: no other recovery is possible");
+        }
+        self.change_map(|map| cluster::recovery::recover(map, r))?;
+        self.header = h;
+        let known: BTreeSet<SessionId> = self.memory.sessions.keys().chain(self.sessions.keys()).copied().collect();
+        self.session_end(&pb::SessionEnd { sessions: known.into_iter().collect(), evict: true })?;
+        let (number, below) = (self.header.next_number, self.header.next_session);
+        self.header.next_number += 1;
+        let all = pb::EvictedRecord { session: below, min_epoch: 0, below: true };
+        self.batch.put(keys::numbered(keys::EVICTED, number), Some(all.encode_to_vec().into()));
+        Ok(ok())
     }
 
     fn forget_old_evictions(&mut self) -> Res<pb::LogReply> {

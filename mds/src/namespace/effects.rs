@@ -5,6 +5,7 @@ use std::{cell::RefCell, collections::BTreeSet};
 
 use strake_proto::{Ino, SessionId, pb};
 
+use super::writers;
 use pb::op::Op;
 
 /// What a transaction saw and did.
@@ -92,6 +93,16 @@ pub fn named(op: &pb::Op) -> impl Iterator<Item = Ino> {
 /// Whether an operation sets what a write changes too.
 pub fn sets(op: &pb::Op) -> bool {
     matches!(op.op, Some(Op::Setattr(_) | Op::Setxattr(_) | Op::Removexattr(_)))
+}
+
+/// Whether an operation makes its sender one who may write a file, unless that fails or it is one already.
+pub fn enlists(op: &pb::Op) -> bool {
+    match &op.op {
+        Some(Op::Open(o)) => writers::asks_to_write(o.flags),
+        Some(Op::Create(o)) => writers::asks_to_write(o.flags),
+        Some(Op::Tmpfile(o)) => writers::asks_to_write(o.flags),
+        _ => false,
+    }
 }
 
 /// Whether an operation is answered with something that may be remembered.

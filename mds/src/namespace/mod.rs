@@ -301,7 +301,9 @@ impl Namespace {
     pub fn evicted_after(&self, number: u64) -> Vec<pb::Evicted> {
         let all = self.list(keys::EVICTED, number, usize::MAX);
         let decoded = all.into_iter().filter_map(|(n, v)| Some((n, pb::EvictedRecord::decode(v).ok()?)));
-        decoded.map(|(n, r)| pb::Evicted { number: n, session: r.session, min_epoch: r.min_epoch }).collect()
+        decoded
+            .map(|(n, r)| pb::Evicted { number: n, session: r.session, min_epoch: r.min_epoch, below: r.below })
+            .collect()
     }
 
     /// The oldest `limit` sets of chunks to delete, with the numbers for `GcDone`.

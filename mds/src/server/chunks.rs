@@ -29,6 +29,8 @@ use pb::log_command::Command;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Beyond so many connections those that broke are forgotten.
+const MAX_LINKS: usize = 1024;
 /// Chains of one file that are asked at the same time.
 const CHAINS_AT_ONCE: usize = 16;
 /// Files that are being cut at the same time.
@@ -59,10 +61,19 @@ impl Links {
         &*self.fabric
     }
 
+    fn slot(&self, at: &Endpoint) -> Slot {
+        let mut open = self.open.lock();
+        if open.len() >= MAX_LINKS && !open.contains_key(at) {
+            // Servers that came back at other addresses, again and again.
+            open.retain(|_, s| s.try_lock().map_or(true, |c| c.as_ref().is_some_and(|c| !c.is_closed())));
+        }
+        open.entry(at.clone()).or_default().clone()
+    }
+
     async fn get(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
         let mut last = Error::new(Code::Inval, format!("storage server '{}' has no endpoint", node.name));
         for at in node.endpoints.iter().filter_map(|e| e.parse::<Endpoint>().ok()) {
-            let slot = self.open.lock().entry(at.clone()).or_default().clone();
+            let slot = self.slot(&at);
             let mut slot = slot.lock().await;
             if let Some(c) = slot.as_ref().filter(|c| !c.is_closed()) {
                 return Ok(c.clone());
@@ -235,4 +246,60 @@ fn trim_requests(stripes: &StripeMap, size: u64, map: &MapView) -> Result<Vec<(p
         out.push((node.clone(), DataRequest { len, ..DataRequest::new(id, chain.epoch, head, chunk) }));
     }
     Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use async_trait::async_trait;
+    use strake_fabric::{Listener, Pool, Service};
+
+    use super::*;
+
+    struct Nowhere(Pool);
+
+    #[async_trait]
+    impl Fabric for Nowhere {
+        async fn connect(&self, _: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+            Ok(Arc::new(Open(AtomicBool::new(false))))
+        }
+        async fn listen(&self, _: &Endpoint, _: Arc<dyn Service>) -> Result<Listener> {
+            Err(Error::new(Code::OpNotSupp, "nothing listens here"))
+        }
+        fn pool(&self) -> &Pool {
+            &self.0
+        }
+    }
+
+    struct Open(AtomicBool);
+
+    #[async_trait]
+    impl Connection for Open {
+        async fn call(&self, _: Message, _: Duration) -> Result<Message> {
+            Err(Error::new(Code::Disconnected, "nobody"))
+        }
+        fn is_closed(&self) -> bool {
+            self.0.load(Ordering::Relaxed)
+        }
+        fn addr(&self) -> String {
+            "nowhere".into()
+        }
+        fn close(&self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+
+    #[tokio::test]
+    async fn links_that_broke_are_forgotten_when_there_are_many() {
+        let links = Links::new(Arc::new(Nowhere(Pool::new(1 << 20))));
+        let node = |n: usize| pb::Node { endpoints: vec![format!("tcp:h:{n}")], ..Default::default() };
+        let kept = links.get(&node(1)).await.unwrap();
+        for n in 2..=3 * MAX_LINKS {
+            links.get(&node(n)).await.unwrap().close();
+            assert!(links.open.lock().len() <= MAX_LINKS);
+        }
+        let again = links.get(&node(1)).await.unwrap();
+        assert!(Arc::ptr_eq(&kept, &again), "one that works stays");
+    }
 }

@@ -6,7 +6,10 @@ use serde::{Deserialize, Deserializer, de::Error as _};
 use strake_fabric::Endpoint;
 use strake_proto::{Code, Error, Result};
 
-use crate::cluster::state::{FIRST_OSS_NODE, MAX_COPIES};
+use crate::{
+    cluster::state::{FIRST_OSS_NODE, MAX_COPIES},
+    leases::Limits,
+};
 
 /// Configuration of one metadata server, section `[mds]` of the configuration file.
 #[derive(Clone, Debug, Deserialize)]
@@ -75,6 +78,9 @@ pub struct Config {
     /// the file system, at most 256 MiB.
     #[serde(default)]
     pub reserve_bytes: Option<u64>,
+    /// Not a key: see [`Config::limit_leases`].
+    #[serde(skip)]
+    pub(crate) leases: Limits,
 }
 
 fn fs_name() -> String {
@@ -149,7 +155,16 @@ impl Config {
             gc_parallel: gc_parallel(),
             cache_bytes: cache_bytes(),
             reserve_bytes: None,
+            leases: Limits::default(),
         }
+    }
+
+    /// Other bounds of leases than those that all clusters have: for tests that are to reach them.
+    pub fn limit_leases(&mut self, limits: Limits) {
+        self.leases = limits;
+    }
+    pub(super) fn leases(&self) -> Limits {
+        self.leases
     }
 
     /// `EINVAL` naming the key that cannot be.

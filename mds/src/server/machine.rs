@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use prost::Message;
 use strake_fabric::watch;
-use strake_proto::{Code, Error, Result};
+use strake_proto::{Code, Error, Incarnation, Result};
 use strake_store::{Batch, MetaStore};
 
 use super::recalls::Recalls;
@@ -66,6 +66,11 @@ impl StateMachine for Machine {
 
     fn is_former(&self, id: u64) -> bool {
         u32::try_from(id).is_ok_and(|id| self.namespace.map().map.former.contains(&id))
+    }
+
+    fn incarnation(&self) -> Option<Incarnation> {
+        let map = self.namespace.map();
+        (!map.map.fs_uuid.is_empty()).then_some(Incarnation(map.map.incarnation))
     }
 
     fn restore_begin(&self) -> Result<()> {

@@ -11,7 +11,7 @@ use tokio::time::timeout;
 
 use super::{Mds, service::encode};
 use crate::{
-    cluster::state::FIRST_OSS_NODE,
+    cluster::{recovery, state::FIRST_OSS_NODE},
     consensus::{MemberChange, members::Group},
 };
 use pb::{log_command::Command, members_request::Change};
@@ -39,6 +39,10 @@ impl Mds {
             Some(Change::Learn(l)) => learner = self.learn(&l.endpoint).await?,
             Some(Change::Step(s)) => self.step(s).await?,
             Some(Change::Transfer(t)) => self.transfer(t.to).await?,
+            Some(Change::GiveUp(g)) => {
+                self.leading()?;
+                self.propose(Command::GiveUp(g)).await?;
+            }
         }
         let group = self.node.group().await?;
         Ok(encode(&pb::MembersReply { learner, ..self.members_reply(&group) }))
@@ -71,6 +75,8 @@ impl Mds {
             members: group.members.iter().map(member).collect(),
             former: map.map.former.clone(),
             learner: 0,
+            incarnation: map.map.incarnation,
+            awaited: recovery::all_awaited(&map.map),
         }
     }
 

@@ -44,9 +44,8 @@ use strake_store::MetaStore;
 use tokio::{sync::Notify, task::JoinHandle};
 
 use crate::{
-    cluster::manager::Manager,
+    cluster::{manager::Manager, recovery},
     consensus::{self, Leadership, LogStore, Node},
-    leases::Limits,
 };
 use recalls::Recalls;
 use room::{Need, Room};
@@ -120,12 +119,10 @@ struct Disk {
 /// Starts a server on its parts and returns when it listens. It serves clients once a leader is elected.
 pub async fn start(cfg: Config, parts: Parts) -> Result<MdsServer> {
     let reserve = cfg.reserve_bytes.unwrap_or(0);
-    start_with(cfg, parts, Disk { reserve_file: None, reserve, segment: LOG_BYTES }).await
+    start_with(cfg, parts, Disk { reserve_file: None, reserve, segment: crate::folder::LOG_BYTES }).await
 }
 
-/// Bytes of the Raft log that are kept, where the disk is not small.
-const LOG_BYTES: u64 = 64 << 20;
-/// And where it is.
+/// Bytes of the Raft log that are kept at least.
 const LEAST_LOG_BYTES: u64 = 4 << 20;
 
 async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> {
@@ -133,7 +130,7 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
     let room = Room::new(parts.store.clone(), disk.reserve_file, disk.reserve, disk.segment);
     // Before there is anything that must not wait.
     room.look();
-    let recalls = Arc::new(Recalls::new(parts.env.clone(), Limits::default()));
+    let recalls = Arc::new(Recalls::new(parts.env.clone(), cfg.leases()));
     let machine = Arc::new(Machine::open(parts.store, recalls.clone())?);
     let peers: BTreeMap<u64, Endpoint> = cfg.peers.iter().filter(|p| p.0 != cfg.id).cloned().collect();
     let raft = consensus::Config {
@@ -275,7 +272,7 @@ impl Mds {
     /// A client's list of changes. A retry of one that ran, or that may yet run, is not answered with `NoSpc`.
     async fn propose_list(&self, request: pb::MetaRequest) -> Result<pb::LogReply> {
         let (key, session, seq) = ((request.session, request.seq), request.session, request.seq);
-        let again = self.machine.namespace.has_reply(session, seq) || self.unsettled.lock().contains(&key);
+        let again = self.may_have_run(session, seq);
         if !again {
             self.room.check(Need::of_list(&request.ops))?;
             {
@@ -302,6 +299,11 @@ impl Mds {
         }
     }
 
+    /// Whether a request is one that ran, or that may yet run.
+    fn may_have_run(&self, session: SessionId, seq: u64) -> bool {
+        self.machine.namespace.has_reply(session, seq) || self.unsettled.lock().contains(&(session, seq))
+    }
+
     async fn propose_anyway(&self, command: pb::log_command::Command) -> Result<pb::LogReply> {
         let command = pb::LogCommand { now_ns: self.env.unix_ns(), command: Some(command) };
         let bytes: Bytes = self.node.propose(command.encode_to_vec().into()).await?;
@@ -322,6 +324,13 @@ impl Mds {
         }
         if self.room.look().0 {
             notices.push("the disk is almost full: nothing new is accepted here until there is space".into());
+        }
+        let awaited = recovery::all_awaited(&map.map);
+        if !awaited.is_empty() {
+            notices.push(format!(
+                "since the recovery {} chains wait to hear from targets {awaited:?}: start their servers, or see `strake mds give-up`",
+                map.map.doubts.len()
+            ));
         }
         let lead = self.lead.lock();
         let sessions = ns.sessions().into_iter().map(|(id, s)| pb::SessionStatus {

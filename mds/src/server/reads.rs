@@ -9,7 +9,10 @@ use super::{
     recalls::{Asker, Depends},
     service::{misread, ok},
 };
-use crate::namespace::effects;
+use crate::{
+    leases::rows::{Leader, Reporting},
+    namespace::effects,
+};
 
 /// How often a state that changes is read for an answer that may be remembered.
 const LOOKS: usize = 3;
@@ -69,6 +72,11 @@ impl Mds {
         let mut looks = 0;
         loop {
             looks += 1;
+            if looks > 1 {
+                Leader::LookedAgain.taken()
+            } else {
+                Leader::Looked.taken()
+            }
             let before = self.recalls.grant(term, by, &wanted)?;
             let read = namespace.read_at(by.session, &creds, &request.ops);
             if tells {
@@ -92,9 +100,18 @@ impl Mds {
     pub(super) async fn change(&self, term: u64, epoch: u64, mut request: pb::MetaRequest) -> Result<pb::MetaReply> {
         let by = Asker { session: request.session, connection: request.connection };
         self.recalls.dropped(term, by, &std::mem::take(&mut request.dropped))?;
+        let writes = request.ops.iter().filter(|o| effects::enlists(o)).count();
+        if !self.recalls.may_write(term, by.session, writes)? && !self.may_have_run(by.session, request.seq) {
+            let m = format!("session {} has too many files open for writing; close some", by.session);
+            let status = Some(Error::new(Code::Overloaded, m).to_status());
+            return Ok(pb::MetaReply { results: vec![pb::OpResult { status, ..Default::default() }], granted: vec![] });
+        }
         // What others have written before comes before this: a size and times that are set now must stay.
         let set = request.ops.iter().filter(|o| effects::sets(o)).flat_map(effects::named).collect();
         let asked = self.recalls.ask(term, by.session, &set)?;
+        if !asked.is_empty() {
+            Reporting::AskedToSet.taken();
+        }
         self.recalls.reported(term, &asked).await?;
         let expected = self.recalls.expect(term, by.session, request.seq)?;
         let ops = request.ops.clone();

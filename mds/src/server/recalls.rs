@@ -20,7 +20,11 @@ use tokio::{
 
 use super::{Mds, leader::BATCH, service::encode};
 use crate::{
-    leases::{Connection, Leases, Limits, Number, reports::Reports},
+    leases::{
+        Connection, Leases, Limits, Number,
+        reports::Reports,
+        rows::{Leader, Reporting},
+    },
     namespace::{Namespace, effects::Effect},
 };
 use pb::log_command::Command;
@@ -51,6 +55,8 @@ struct Table {
     reports: Reports,
     /// Who may write a file, as the log has it.
     writers: BTreeMap<Ino, BTreeSet<SessionId>>,
+    /// How many files each session may write.
+    writes: BTreeMap<SessionId, usize>,
     /// Rung for sessions that wait for what they are to forget.
     bells: BTreeMap<SessionId, Arc<Notify>>,
     /// Requests on their way through the log, and what their answers depend on once they are applied.
@@ -68,10 +74,14 @@ impl Table {
     fn apply(&mut self, now: Duration, e: &Effect) {
         for (session, ino, comes) in &e.writers {
             let all = self.writers.entry(*ino).or_default();
+            let files = self.writes.entry(*session).or_default();
             if *comes {
-                all.insert(*session);
+                *files += usize::from(all.insert(*session));
             } else {
-                all.remove(session);
+                *files -= usize::from(all.remove(session));
+            }
+            if *files == 0 {
+                self.writes.remove(session);
             }
             if all.is_empty() {
                 self.writers.remove(ino);
@@ -105,6 +115,7 @@ impl Table {
 
     fn grant(&mut self, now: Duration, to: Asker, ino: Ino) -> bool {
         if to.connection == 0 || self.others_write(to.session, ino).next().is_some() {
+            Leader::WrittenElsewhere.taken();
             return false;
         }
         let before = self.leases.ticket();
@@ -165,14 +176,17 @@ impl Recalls {
     pub fn start(&self, term: u64, namespace: &Namespace) -> Result<()> {
         namespace.survey(|sessions, all| {
             let mut writers: BTreeMap<Ino, BTreeSet<SessionId>> = BTreeMap::new();
+            let mut writes = BTreeMap::new();
             for (session, ino) in all {
                 writers.entry(ino).or_default().insert(session);
+                *writes.entry(session).or_insert(0) += 1;
             }
             *self.table.lock() = Some(Table {
                 term,
                 leases: Leases::new(self.limits, self.env.boot(), term, sessions),
                 reports: Reports::new(term),
                 writers,
+                writes,
                 bells: BTreeMap::new(),
                 expected: BTreeMap::new(),
             });
@@ -223,25 +237,38 @@ impl Recalls {
     // --- a session's connection ---
 
     pub fn hello(&self, term: u64, by: Asker, lives_on: bool) -> Result<()> {
-        self.with(term, |t, _| {
+        self.with_news(term, |t, _| {
             if t.leases.hello(by.session, by.connection, lives_on) {
                 t.reports.ask_again(by.session);
                 // Who waits on a former connection waits in vain.
                 t.ring(by.session);
             }
-        })?;
-        self.tell_news();
-        Ok(())
+        })
     }
 
     /// A session that had ended before it said hello.
     fn gone(&self, term: u64, id: SessionId, lives_on: bool) -> Result<()> {
-        self.with(term, |t, now| t.leases.ended(now, id, !lives_on))
+        self.with_news(term, |t, now| t.leases.ended(now, id, !lives_on))
+    }
+
+    /// As [`Recalls::with`]; tells those who wait if that was what some of them may have waited for. Not otherwise: when a
+    /// thousand sessions acknowledge what a thousand requests wait for, each of these must not look at each of those.
+    fn with_news<T>(&self, term: u64, f: impl FnOnce(&mut Table, Duration) -> T) -> Result<T> {
+        let (result, news) = self.with(term, |t, now| {
+            let before = (t.leases.in_grace(now), t.leases.unsettled(), t.reports.len());
+            let result = f(t, now);
+            let after = (t.leases.in_grace(now), t.leases.unsettled(), t.reports.len());
+            (result, after.0 < before.0 || after.1 < before.1 || after.2 < before.2)
+        })?;
+        if news {
+            self.tell_news();
+        }
+        Ok(result)
     }
 
     /// A renewal is answered: for how many milliseconds there may be leases.
     pub fn renewed(&self, term: u64, session: SessionId, connection: Connection) -> Result<u32> {
-        self.with(term, |t, now| {
+        self.with_news(term, |t, now| {
             // What was asked of it in a term that is over is not waited for any more.
             t.end_reports(now);
             let lives = t.leases.meets(session, connection) && t.leases.renewed(now, session);
@@ -252,23 +279,17 @@ impl Recalls {
     /// Takes acknowledgements, and returns what else is to be forgotten and reported, with the bell that rings when there is more.
     fn poll(&self, term: u64, r: &pb::RecallRequest) -> Result<(pb::RecallReply, Arc<Notify>)> {
         let id = r.session;
-        let (reply, bell, news) = self.with(term, |t, now| {
+        self.with_news(term, |t, now| {
             if !t.leases.meets(id, r.connection) {
                 let m = "no hello was said on this connection; connect again and say it";
                 return Err(Error::new(Code::Disconnected, m));
             }
-            let before = t.leases.owed_by(id);
             let recall = |(number, ino)| pb::Recall { number, ino };
             let recalls: Vec<_> = t.leases.recalls(now, id, r.acknowledged).into_iter().map(recall).collect();
             t.reports.reported(id, &r.reported);
             let reports = t.reports.take(now, id).into_iter().map(recall).collect();
-            let news = t.leases.owed_by(id) != before || !r.reported.is_empty();
-            Ok((pb::RecallReply { recalls, reports }, t.bells.entry(id).or_default().clone(), news))
-        })??;
-        if news {
-            self.tell_news();
-        }
-        Ok((reply, bell))
+            Ok((pb::RecallReply { recalls, reports }, t.bells.entry(id).or_default().clone()))
+        })?
     }
 
     // --- answers ---
@@ -297,6 +318,12 @@ impl Recalls {
         self.with(term, |t, _| inos.iter().copied().filter(|ino| holds(t, *ino)).collect())
     }
 
+    /// Whether a session may become the writer of so many more files. What is on its way is not counted.
+    pub fn may_write(&self, term: u64, session: SessionId, more: usize) -> Result<bool> {
+        let most = self.limits.of_writer;
+        self.with(term, |t, _| more == 0 || t.writes.get(&session).copied().unwrap_or(0) + more <= most)
+    }
+
     /// A request goes to the log.
     pub fn expect(&self, term: u64, session: SessionId, seq: u64) -> Result<Expected<'_>> {
         let key = (session, seq);
@@ -316,17 +343,25 @@ impl Recalls {
 
     /// Waits until nobody remembers what was before that on which an answer depends.
     pub async fn settled(&self, term: u64, on: &Depends) -> Result<()> {
+        let mut waits = false;
         self.until(term, |t, now| {
-            !t.leases.in_grace(now)
-                && match &on.inos {
-                    Some(inos) => t.leases.is_settled(on.ticket, inos.iter().copied()),
-                    None => t.leases.is_all_settled(on.ticket),
-                }
+            if t.leases.in_grace(now) {
+                Leader::InGrace.taken();
+                return false;
+            }
+            let settled = match &on.inos {
+                Some(inos) => t.leases.is_settled(on.ticket, inos.iter().copied()),
+                None => t.leases.is_all_settled(on.ticket),
+            };
+            if !settled && !std::mem::replace(&mut waits, true) {
+                Leader::Waited.taken();
+            }
+            settled
         })
         .await
     }
 
-    async fn until(&self, term: u64, over: impl Fn(&Table, Duration) -> bool) -> Result<()> {
+    async fn until(&self, term: u64, mut over: impl FnMut(&Table, Duration) -> bool) -> Result<()> {
         let mut news = self.news.subscribe();
         while !self.with(term, |t, now| over(t, now))? {
             news.changed().await.map_err(|_| Error::new(Code::Disconnected, "the server stops"))?;
@@ -367,6 +402,7 @@ impl Recalls {
             let written = |ino| t.others_write(session, ino).any(|id| t.leases.ends(now, id).is_some());
             for e in results.iter_mut().flat_map(|r| &mut r.entries).filter(|e| e.attr.is_some()) {
                 if written(e.ino) {
+                    Reporting::LeftOut.taken();
                     e.attr = None;
                 }
             }
@@ -439,7 +475,15 @@ impl Mds {
             }
             let (mut silent, late) = self.recalls.tick();
             // A report waits for the cut of its file like everything that makes it grow; its sender cannot help that.
-            let late = late.into_iter().filter(|(_, ino)| self.machine.namespace.trim_of(*ino).is_none());
+            let late = late.into_iter().filter(|(_, ino)| {
+                let excused = self.machine.namespace.trim_of(*ino).is_some();
+                if excused {
+                    Reporting::Excused.taken()
+                } else {
+                    Reporting::Late.taken()
+                }
+                !excused
+            });
             silent.extend(late.map(|(id, _)| id));
             silent.sort_unstable();
             silent.dedup();

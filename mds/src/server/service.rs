@@ -7,11 +7,15 @@ use bytes::Bytes;
 use prost::encoding::{self, WireType};
 use strake_fabric::{Message, Peer, Role, Service, unknown_opcode};
 use strake_proto::{
-    Capability, Code, Error, Ino, Result, Rights, SessionId, frame::MAX_BODY, map::MAX_EVICTED, opcode, pb,
+    Capability, Code, Error, Incarnation, Ino, Kin, Result, Rights, SessionId, frame::MAX_BODY, map::MAX_EVICTED,
+    opcode, pb,
 };
 
 use super::{Mds, waits::MAX_OF_SESSION};
-use crate::namespace::{MAX_DEAD, Namespace};
+use crate::{
+    consensus::{StateMachine as _, twins},
+    namespace::{MAX_DEAD, Namespace},
+};
 use pb::{log_command::Command, op::Op};
 
 /// Operations in one list.
@@ -34,6 +38,14 @@ const TRIM_WAIT: Duration = Duration::from_secs(25);
 const OPEN_WAIT: Duration = Duration::from_secs(4);
 /// Items of one reply about what is to be deleted.
 const MAX_PENDING: u32 = 10_000;
+/// Field numbers of the cluster map in answers.
+mod tag {
+    pub const SESSION_OPEN: u32 = 6;
+    pub const SESSION_RENEW: u32 = 1;
+    pub const MAP: u32 = 1;
+    pub const REGISTER: u32 = 4;
+    pub const HEARTBEAT: u32 = 2;
+}
 const S_IFMT: u32 = 0o170_000;
 const S_IFREG: u32 = 0o100_000;
 
@@ -46,8 +58,16 @@ impl Service for Mds {
                 let body = few_numbers(MAX_DROPPED, DROPPED_TAG, at_most(MAX_OPS, OPS_TAG, body)?)?;
                 self.meta(decode(body)?).await?
             }
-            opcode::SESSION_OPEN => self.session_open(decode(at_most(MAX_DEAD, DEAD_TAG, body)?)?).await?,
-            opcode::SESSION_RENEW => self.session_renew(decode(body)?).await?,
+            opcode::SESSION_OPEN => {
+                let r: pb::SessionOpenRequest = decode(at_most(MAX_DEAD, DEAD_TAG, body)?)?;
+                self.of_this_life(peer, r.incarnation)?;
+                self.session_open(r).await?
+            }
+            opcode::SESSION_RENEW => {
+                let r: pb::SessionRenewRequest = decode(body)?;
+                self.of_this_life(peer, r.incarnation)?;
+                self.session_renew(r).await?
+            }
             opcode::SESSION_CLOSE => self.session_close(decode(body)?).await?,
             opcode::LOCK_WAIT => self.lock_wait(decode(at_most(MAX_OF_SESSION, WAITS_TAG, body)?)?).await?,
             opcode::RECALL => self.recall(decode(few_numbers(MAX_REPORTED, REPORTED_TAG, body)?)?).await?,
@@ -64,8 +84,16 @@ impl Service for Mds {
             {
                 return Err(self.refuse(peer, request.opcode));
             }
-            opcode::REGISTER => self.register(decode(body)?).await?,
-            opcode::HEARTBEAT => self.heartbeat(decode(body)?).await?,
+            opcode::REGISTER => {
+                let r: pb::RegisterRequest = decode(body)?;
+                self.of_this_life(peer, r.incarnation)?;
+                self.register(r).await?
+            }
+            opcode::HEARTBEAT => {
+                let r: pb::HeartbeatRequest = decode(body)?;
+                self.of_this_life(peer, r.incarnation)?;
+                self.heartbeat(r).await?
+            }
             opcode::PENDING => self.pending(decode(body)?).await?,
             opcode::MEMBERS => self.members(decode(body)?).await?,
             opcode::PROBE => self.probed().await?,
@@ -139,6 +167,26 @@ impl Mds {
         Error::new(Code::Access, "only servers of this cluster may ask this")
     }
 
+    /// Refuses (`NotLeader`) who has been with a later life of this group, or with one that was recovered from it apart from this one:
+    /// what this server would answer is over for them. To hear so from a server ends this one; a client might claim anything.
+    fn of_this_life(&self, peer: &Peer, theirs: u64) -> Result<()> {
+        let Some(own) = self.machine.incarnation() else { return Ok(()) };
+        let theirs = Incarnation(theirs);
+        if peer.role == Role::Server {
+            return self.node.meet(theirs, None);
+        }
+        match own.kin(theirs) {
+            Kin::Same | Kin::Older => Ok(()),
+            Kin::Twin => Err(twins(own, theirs)),
+            Kin::Newer => {
+                let m = format!(
+                    "this metadata server is of incarnation {own} of its group, which was recovered without it as {theirs}"
+                );
+                Err(Error::new(Code::NotLeader, m))
+            }
+        }
+    }
+
     /// The session's epoch, after noting that it was heard of.
     pub(super) fn heard(&self, session: SessionId) -> Result<u64> {
         let now = self.env.boot();
@@ -166,8 +214,7 @@ impl Mds {
         let ending = |e: Error| if e.code == Code::NoSession { Error { code: Code::Overloaded, ..e } } else { e };
         self.heard(r.session).map_err(ending)?;
         r.term_ms = u32::try_from(self.cfg.session_term_ms).unwrap_or(u32::MAX);
-        r.map = Some(self.map().map.clone());
-        Ok(encode(&r))
+        Ok(self.map().encode_behind(&r, tag::SESSION_OPEN).into())
     }
 
     async fn session_renew(&self, request: pb::SessionRenewRequest) -> Result<Bytes> {
@@ -182,7 +229,8 @@ impl Mds {
         let map = self.map();
         let newer = map.version() > request.map_version;
         let lease_ms = self.recalls.renewed(term, request.session, request.connection)?;
-        Ok(encode(&pb::SessionRenewReply { map: newer.then(|| map.map.clone()), lease_ms }))
+        let reply = pb::SessionRenewReply { map: None, lease_ms };
+        Ok(if newer { map.encode_behind(&reply, tag::SESSION_RENEW).into() } else { encode(&reply) })
     }
 
     async fn session_close(&self, request: pb::SessionCloseRequest) -> Result<Bytes> {
@@ -198,20 +246,29 @@ impl Mds {
 
     fn send_map(&self, request: &pb::MapRequest) -> Bytes {
         let map = self.map();
-        encode(&pb::MapReply { map: (map.version() > request.have).then(|| map.map.clone()) })
+        let reply = pb::MapReply { map: None };
+        if map.version() > request.have { map.encode_behind(&reply, tag::MAP).into() } else { encode(&reply) }
     }
 
     async fn register(&self, request: pb::RegisterRequest) -> Result<Bytes> {
         self.leading()?;
+        let mut request = request;
+        if self.map().map.doubts.is_empty() {
+            // Of no use then, and not worth its place in the log.
+            request.targets.iter_mut().for_each(|t| t.sights.clear());
+        }
         tracing::info!(name = request.name, targets = request.targets.len(), "a storage server registers");
         let reply = self.propose(Command::Register(request)).await?;
-        let Some(pb::log_reply::Reply::Register(mut r)) = reply.reply else { return Err(misread()) };
-        r.map = Some(self.map().map.clone());
-        Ok(encode(&r))
+        let Some(pb::log_reply::Reply::Register(r)) = reply.reply else { return Err(misread()) };
+        Ok(self.map().encode_behind(&r, tag::REGISTER).into())
     }
 
     async fn heartbeat(&self, request: pb::HeartbeatRequest) -> Result<Bytes> {
-        let now = self.env.boot();
+        let (now, own) = (self.env.boot(), self.map().map.incarnation);
+        if request.incarnation != own && !request.targets.is_empty() {
+            let m = "the metadata group was recovered since this storage server registered; register again";
+            return Err(Error::new(Code::Stale, m));
+        }
         self.with_lead(|l| l.manager.heartbeat(now, &request, &self.map()))?;
         // The holder counts its lease from before this, so no later leader can count it as over while it is not.
         self.node.read_barrier().await?;
@@ -223,7 +280,8 @@ impl Mds {
         let mut evicted = self.machine.namespace.evicted_after(request.evicted_seen);
         evicted.truncate(MAX_EVICTED);
         let newer = map.version() > request.map_version;
-        Ok(encode(&pb::HeartbeatReply { lease_ms, map: newer.then(|| map.map.clone()), evicted }))
+        let reply = pb::HeartbeatReply { lease_ms, map: None, evicted };
+        Ok(if newer { map.encode_behind(&reply, tag::HEARTBEAT).into() } else { encode(&reply) })
     }
 
     async fn pending(&self, request: pb::PendingRequest) -> Result<Bytes> {
@@ -335,5 +393,36 @@ impl Mds {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message as _;
+    use strake_proto::map::MapView;
+
+    use super::*;
+
+    #[test]
+    fn the_map_in_answers_is_in_the_field_that_is_meant() {
+        let node = pb::Node { id: 7, name: "a".into(), ..Default::default() };
+        let map = pb::ClusterMap { version: 3, nodes: vec![node], fs_name: "x".repeat(300), ..Default::default() };
+        let view = MapView::new(map.clone()).unwrap();
+        for _ in 0..2 {
+            let open = pb::SessionOpenReply { session: 9, ..Default::default() };
+            let is = pb::SessionOpenReply::decode(&view.encode_behind(&open, tag::SESSION_OPEN)[..]).unwrap();
+            assert_eq!(is, pb::SessionOpenReply { map: Some(map.clone()), ..open });
+            let renew = pb::SessionRenewReply { map: None, lease_ms: 1500 };
+            let is = pb::SessionRenewReply::decode(&view.encode_behind(&renew, tag::SESSION_RENEW)[..]).unwrap();
+            assert_eq!(is, pb::SessionRenewReply { map: Some(map.clone()), ..renew });
+            let is = pb::MapReply::decode(&view.encode_behind(&pb::MapReply { map: None }, tag::MAP)[..]).unwrap();
+            assert_eq!(is.map.as_ref(), Some(&map));
+            let register = pb::RegisterReply { node: 4, target_ids: vec![1, 2], ..Default::default() };
+            let is = pb::RegisterReply::decode(&view.encode_behind(&register, tag::REGISTER)[..]).unwrap();
+            assert_eq!(is, pb::RegisterReply { map: Some(map.clone()), ..register });
+            let beat = pb::HeartbeatReply { lease_ms: 5, map: None, evicted: vec![pb::Evicted::default()] };
+            let is = pb::HeartbeatReply::decode(&view.encode_behind(&beat, tag::HEARTBEAT)[..]).unwrap();
+            assert_eq!(is, pb::HeartbeatReply { map: Some(map.clone()), ..beat });
+        }
     }
 }

@@ -273,6 +273,25 @@ mod tests {
     }
 
     #[test]
+    fn one_session_opens_a_million_files_and_no_more() {
+        let mut t = Sessions::default();
+        t.learn(s(0), 1, 1);
+        t.learn(s(0), 2, 1);
+        (1..=MAX_OPENS as u64).for_each(|ino| t.open(1, ino).unwrap());
+        let e = t.open(1, 1 << 40).unwrap_err();
+        assert!(e.code == Code::Overloaded && e.message.contains("close some"), "{e:?}");
+        t.open(1, 5).unwrap();
+        t.open(2, 1 << 40).unwrap();
+        t.close(1, 6);
+        t.open(1, 1 << 40).unwrap();
+        let all: Vec<Ino> = (1..=MAX_OPENS as u64 + 1).collect();
+        assert_eq!(t.reassert(1, &all).unwrap_err().code, Code::Overloaded, "nor all at once");
+        assert_eq!(t.opens_of(1), MAX_OPENS);
+        t.remove(1);
+        assert_eq!((t.held, t.holders.len()), (1, 1), "and nothing stays when it goes");
+    }
+
+    #[test]
     fn reasserted_opens_replace_what_was_known() {
         let mut t = Sessions::default();
         t.learn(s(0), 1, 1);

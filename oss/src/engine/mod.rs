@@ -31,6 +31,7 @@ mod open;
 mod overlay;
 mod read;
 pub mod record;
+mod sights;
 mod stage;
 pub mod superblock;
 pub mod tally;
@@ -50,6 +51,7 @@ use alloc::{Allocator, Extent};
 use overlay::Overlay;
 use parking_lot::Mutex;
 use record::{Header, Segment};
+use sights::Sight;
 pub use stage::Staged;
 use strake_fabric::{Buf, Pool};
 pub use strake_proto::data::ListEntry;
@@ -128,6 +130,8 @@ pub struct TargetIdentity {
     pub target_id: u32,
     /// Name of the node it belongs to, at most 255 bytes.
     pub node: String,
+    /// The incarnation of the metadata group that it last registered with; it is nobody else's until a later one comes.
+    pub incarnation: u64,
 }
 
 /// Limits of an engine.
@@ -232,6 +236,7 @@ struct Shared {
     capacity: u64,
     superblock: tokio::sync::Mutex<Superblock>,
     identity: Mutex<TargetIdentity>,
+    sights: Mutex<BTreeMap<ChainId, Sight>>,
     state: Mutex<State>,
     /// Held by the flush that runs.
     gate: Arc<tokio::sync::Mutex<()>>,

@@ -18,6 +18,7 @@ use super::{
         HEADER_PREFIX, HOLE, Header, SEGMENT_PREFIX, Segment, TALLY_KEY, TARGET_KEY, decode_target, encode_target,
         parse_header_key, parse_segment_key,
     },
+    sights,
     superblock::{DATA_START, Superblock},
     tally::{Mark, Tally},
 };
@@ -106,6 +107,7 @@ impl Engine {
             capacity,
             identity: Mutex::new(superblock.identity.clone()),
             superblock: tokio::sync::Mutex::new(superblock),
+            sights: Mutex::new(sights::load(&*table)?),
             state: Mutex::new(state),
             gate: Default::default(),
             reader_done: Default::default(),

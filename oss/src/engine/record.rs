@@ -26,6 +26,8 @@ const MAX_DEVICE_BLOCK: u64 = 1 << 48;
 
 pub const HEADER_PREFIX: u8 = b'h';
 pub const SEGMENT_PREFIX: u8 = b's';
+/// What was last known of a chain, see [`sights`](super::sights).
+pub const SIGHT_PREFIX: u8 = b'c';
 /// The record that ties the table to its device.
 pub const TARGET_KEY: &[u8] = b"t";
 /// The record that sums up all headers and segments, see [`tally`](super::tally).

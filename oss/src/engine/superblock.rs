@@ -12,6 +12,7 @@ const FORMAT: u32 = 1;
 const LEN: usize = BLOCK as usize;
 const NAME_AT: usize = 72;
 const NAME_MAX: usize = 255;
+const INCARNATION_AT: usize = LEN - 12;
 /// First block that holds chunk data; what lies below is the superblock's and reserved.
 pub const DATA_START: u64 = 256;
 
@@ -45,6 +46,7 @@ impl Superblock {
         b[64..68].copy_from_slice(&id.target_id.to_le_bytes());
         b[68..70].copy_from_slice(&(id.node.len() as u16).to_le_bytes());
         b[NAME_AT..NAME_AT + id.node.len()].copy_from_slice(id.node.as_bytes());
+        b[INCARNATION_AT..LEN - 4].copy_from_slice(&id.incarnation.to_le_bytes());
         let crc = crc32c(&b[..LEN - 4]);
         b[LEN - 4..].copy_from_slice(&crc.to_le_bytes());
         Ok(b)
@@ -81,6 +83,7 @@ impl Superblock {
                 target_uuid: uuid_at(48),
                 target_id: u32_at(64),
                 node: String::from_utf8(node.to_vec()).map_err(|_| bad("node name is not UTF-8"))?,
+                incarnation: u64_at(INCARNATION_AT),
             },
         })
     }
@@ -131,8 +134,13 @@ mod tests {
     };
 
     fn sample(sequence: u64) -> Superblock {
-        let identity =
-            TargetIdentity { fs_uuid: [0xf5; 16], target_uuid: [0x7a; 16], target_id: 3, node: "oss-é1".into() };
+        let identity = TargetIdentity {
+            fs_uuid: [0xf5; 16],
+            target_uuid: [0x7a; 16],
+            target_id: 3,
+            node: "oss-é1".into(),
+            incarnation: 0,
+        };
         Superblock { sequence, blocks: 1024, identity }
     }
 
@@ -146,6 +154,11 @@ mod tests {
         assert!(b[80..LEN - 4].iter().all(|x| *x == 0));
         assert_eq!(u32::from_le_bytes(b[LEN - 4..].try_into().unwrap()), 0x7e92_54ed);
         assert_eq!(Superblock::decode(&b).unwrap(), sample(2));
+        let mut later = sample(2);
+        later.identity.incarnation = 0x0102_0304_0506_0708;
+        let b = later.encode().unwrap();
+        assert_eq!(b[LEN - 12..LEN - 4], [8, 7, 6, 5, 4, 3, 2, 1]);
+        assert_eq!(Superblock::decode(&b).unwrap(), later);
     }
 
     #[test]

@@ -54,7 +54,7 @@ async fn open(t: &TargetConfig, node: &str, fs_uuid: Option<[u8; 16]>, env: &Env
             }
         };
         let (target_uuid, target_id) = (env.random_bytes(), TARGET_UNASSIGNED);
-        let id = TargetIdentity { fs_uuid: [0; 16], target_uuid, target_id, node: node.into() };
+        let id = TargetIdentity { fs_uuid: [0; 16], target_uuid, target_id, node: node.into(), incarnation: 0 };
         tracing::info!("making target {}", t.path.display());
         engine::create_target_dir(&t.path, layout, id).await?;
     }

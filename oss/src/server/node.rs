@@ -1,7 +1,7 @@
 //! What all parts of one storage server share, and its place in the cluster: registration, heartbeats, the map.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Endpoint, Env, Message};
 use strake_proto::{
-    CapKey, ChainId, Code, Error, Result, SessionId, TargetId,
+    CapKey, ChainId, Code, Error, Incarnation, Kin, Result, SessionId, TargetId,
     ids::TARGET_UNASSIGNED,
     map::{ChainExt, MAX_EVICTED, MapView},
     opcode,
@@ -27,7 +27,10 @@ use super::{
     peers::{MdsLink, Peers},
     replica::Replica,
 };
-use crate::{chain::View, engine::Engine};
+use crate::{
+    chain::View,
+    engine::{Engine, TargetIdentity},
+};
 
 /// Evicted sessions remembered; their capabilities expire long before so many follow.
 const KEPT_EVICTED: usize = 65_536;
@@ -75,11 +78,17 @@ struct Evictions {
     seen: u64,
     min_epoch: BTreeMap<SessionId, (u64, u64)>,
     order: BTreeMap<u64, SessionId>,
+    /// All sessions with lower ids are evicted.
+    below: SessionId,
 }
 
 impl Evictions {
     fn add(&mut self, e: &pb::Evicted) {
         self.seen = self.seen.max(e.number);
+        if e.below {
+            self.below = self.below.max(e.session);
+            return;
+        }
         self.min_epoch.insert(e.session, (e.min_epoch, e.number));
         self.order.insert(e.number, e.session);
         while self.order.len() > KEPT_EVICTED {
@@ -89,6 +98,13 @@ impl Evictions {
             }
         }
     }
+}
+
+/// Whether a target may go on with the metadata group of incarnation `now`.
+fn follows(target: &TargetIdentity, now: u64) -> bool {
+    let was = Incarnation(target.incarnation);
+    // One that never joined has no group.
+    target.fs_uuid == [0; 16] || matches!(was.kin(Incarnation(now)), Kin::Same | Kin::Newer)
 }
 
 pub struct Node {
@@ -158,12 +174,12 @@ impl Node {
     }
 
     pub fn check_session(&self, session: SessionId, epoch: u64) -> Result<()> {
-        match self.evictions.lock().min_epoch.get(&session) {
-            Some((min, _)) if epoch < *min => {
-                Err(Error::new(Code::NoSession, format!("session {session:x} was evicted")))
-            }
-            _ => Ok(()),
+        let evictions = self.evictions.lock();
+        let evicted = evictions.min_epoch.get(&session).is_some_and(|(min, _)| epoch < *min);
+        if evicted || session < evictions.below {
+            return Err(Error::new(Code::NoSession, format!("session {session:x} was evicted")));
         }
+        Ok(())
     }
 
     /// The replica of a chain on a target of this server.
@@ -186,8 +202,13 @@ impl Node {
         if map.version <= before.version() {
             return Ok(());
         }
+        let own = self.incarnation();
+        if own.kin(Incarnation(map.incarnation)) != Kin::Same && self.id.load(Ordering::Acquire) != 0 {
+            return Err(Error::new(Code::Stale, "the metadata group was recovered; register again"));
+        }
         let first = before.version() == 0;
         let map = Arc::new(MapView::new(map)?);
+        self.note_sights(&map);
         self.map.store(map.clone());
         for target in self.targets.iter().filter(|t| t.id() != TARGET_UNASSIGNED) {
             let id = target.id();
@@ -209,6 +230,24 @@ impl Node {
         Ok(())
     }
 
+    /// Writes down what its targets are to act on from now on. Not of chains of which the metadata servers have yet to hear what is
+    /// in sync: what was known before is what they ask for.
+    fn note_sights(&self, map: &MapView) {
+        let doubted: BTreeSet<ChainId> = map.map.doubts.iter().map(|d| d.chain).collect();
+        for t in self.targets.iter().filter(|t| t.id() != TARGET_UNASSIGNED) {
+            let chains = map.chains_of(t.id()).filter(|c| !doubted.contains(&c.id));
+            if let Err(e) = t.engine.note_sights(chains) {
+                tracing::warn!("target {}: cannot write down the state of its chains: {e}", t.id());
+            }
+        }
+    }
+
+    /// The latest incarnation of the metadata group that one of its targets has belonged to.
+    fn incarnation(&self) -> Incarnation {
+        let all = self.targets.iter().map(|t| Incarnation(t.engine.identity().incarnation));
+        all.max_by_key(|i| i.era()).unwrap_or_default()
+    }
+
     // --- registration and heartbeats
 
     fn advertised(&self, listening: &Endpoint) -> String {
@@ -223,6 +262,7 @@ impl Node {
             capacity: t.engine.usage().capacity,
             stamp: t.stamp,
             id: id.target_id,
+            sights: t.engine.sights(),
         });
         pb::RegisterRequest {
             name: self.cfg.name.clone(),
@@ -230,6 +270,7 @@ impl Node {
             targets: targets.collect(),
             version: env!("CARGO_PKG_VERSION").into(),
             fs_uuid: fs.map(Vec::from).unwrap_or_default().into(),
+            incarnation: self.incarnation().0,
         }
     }
 
@@ -246,14 +287,27 @@ impl Node {
         if r.target_ids.len() != self.targets.len() {
             return Err(Error::new(Code::Protocol, "answer to registration: not one id per target"));
         }
+        let now = r.map.as_ref().map_or(0, |m| m.incarnation);
+        if let Some(t) = self.targets.iter().find(|t| !follows(&t.engine.identity(), now)) {
+            let was = Incarnation(t.engine.identity().incarnation);
+            let m = format!(
+                "target {} belongs to incarnation {was} of the metadata group; what answers is {}, which was given up",
+                t.id(),
+                Incarnation(now)
+            );
+            mds.reject();
+            return Err(Error::new(Code::NotLeader, m));
+        }
         for (t, id) in self.targets.iter().zip(&r.target_ids) {
             let mut have = t.engine.identity();
             if have.fs_uuid != [0; 16] && have.fs_uuid != fs {
                 let m = format!("target {} belongs to another cluster; it is not touched", have.target_id);
                 return Err(Error::new(Code::Inval, m));
             }
-            if have.fs_uuid != fs || have.target_id != *id || have.node != self.cfg.name {
+            let same = have.fs_uuid == fs && have.target_id == *id && have.node == self.cfg.name;
+            if !same || have.incarnation != now {
                 (have.fs_uuid, have.target_id, have.node) = (fs, *id, self.cfg.name.clone());
+                have.incarnation = now;
                 t.engine.set_identity(have).await?;
             }
             t.id.store(*id, Ordering::Release);
@@ -316,6 +370,7 @@ impl Node {
             targets: self.targets.iter().map(report).collect(),
             unreachable: self.peers.unreachable(),
             evicted_seen: self.evictions.lock().seen,
+            incarnation: self.incarnation().0,
         }
     }
 
@@ -339,7 +394,8 @@ impl Node {
             self.kick.notify_one();
             return Ok(());
         }
-        let until = sent + Duration::from_millis(u64::from(r.lease_ms));
+        // Clocks may differ in their rates by a tenth, as those of clients may.
+        let until = sent + Duration::from_millis(u64::from(r.lease_ms)) / 10 * 9;
         let mut lease = self.lease_until.lock();
         *lease = until.max(*lease);
         Ok(())

@@ -147,6 +147,14 @@ impl MdsLink {
         }
     }
 
+    /// Whoever answered last is not the one to ask: on to the next.
+    pub fn reject(&mut self) {
+        if let Some((at, conn)) = self.open.take() {
+            conn.close();
+            self.finder.failed(&at);
+        }
+    }
+
     async fn connection(&mut self) -> Result<(Endpoint, Arc<dyn Connection>)> {
         if let Some((at, conn)) = self.open.as_ref().filter(|(_, c)| !c.is_closed()) {
             return Ok((at.clone(), conn.clone()));

@@ -91,6 +91,8 @@ impl Replica {
             }
         }
         self.flush_successor(to, epoch).await?;
+        // That the successor may come into sync from here on must not be forgotten by those who know it.
+        self.engine().sync_sights().await?;
         Ok(pushed)
     }
 

@@ -1,8 +1,10 @@
-//! `strake mds list|add|remove|transfer|replace`: the group of metadata servers, managed while clients work.
+//! `strake mds list|add|remove|transfer|replace|give-up`: the group of metadata servers, managed while clients work; [`offline`] has
+//! the commands for one that is lost.
 //!
 //! Each command brings the group one step after the other to where it is wanted ([`plan`]) and can be repeated at any time. It
 //! speaks to the servers as they do among themselves, with the cluster key. See `docs/membership.md`.
 
+mod offline;
 mod plan;
 
 use std::{
@@ -15,7 +17,7 @@ use clap::{Args, Subcommand};
 use prost::Message as _;
 use serde_json::{Value, json};
 use strake_fabric::{Endpoint, Env, Fabric, Identity, LeaderFinder, Message, Pool, tcp::TcpFabric};
-use strake_proto::{Code, Error, Result, opcode, pb};
+use strake_proto::{Code, Error, Incarnation, Result, opcode, pb};
 
 use crate::{
     config,
@@ -37,6 +39,25 @@ pub enum Command {
     Transfer(MemberArgs),
     /// Put a new, empty server in the place of a member.
     Replace(ReplaceArgs),
+    /// After a recovery: go on without storage targets that are lost for good.
+    GiveUp(GiveUpArgs),
+    /// Show what the folders of stopped metadata servers hold, and which one has the most.
+    Inspect(offline::InspectArgs),
+    /// Begin a group anew from the folder of a survivor when its majority is lost for good.
+    Recover(offline::RecoverArgs),
+    /// Write all metadata in a stopped server's folder to a file.
+    Dump(offline::DumpArgs),
+    /// Make the first server of a group from a dump.
+    Load(offline::LoadArgs),
+}
+
+#[derive(Args)]
+pub struct GiveUpArgs {
+    /// Targets, by number.
+    #[arg(required = true)]
+    target: Vec<u32>,
+    #[command(flatten)]
+    reach: Reach,
 }
 
 #[derive(Args)]
@@ -107,6 +128,11 @@ pub fn run(command: Command) -> Result<ExitCode> {
         Command::Add(a) => &a.reach,
         Command::Remove(a) | Command::Transfer(a) => &a.reach,
         Command::Replace(a) => &a.reach,
+        Command::GiveUp(a) => &a.reach,
+        Command::Inspect(a) => return offline::inspect(a),
+        Command::Recover(a) => return offline::recover(a),
+        Command::Dump(a) => return offline::dump(a),
+        Command::Load(a) => return offline::load(a),
     };
     let (json, mut group) = (reach.json, Group::new(reach)?);
     crate::run(1, async {
@@ -116,6 +142,8 @@ pub fn run(command: Command) -> Result<ExitCode> {
             Command::Remove(a) => group.remove(&a.member).await,
             Command::Transfer(a) => group.transfer(&a.member).await,
             Command::Replace(a) => group.replace(&a.old, &a.new).await,
+            Command::GiveUp(a) => group.give_up(&a.target).await,
+            _ => return Err(Error::new(Code::Inval, "this command works on folders, not on servers")),
         };
         group.progress.done();
         match outcome {
@@ -335,6 +363,18 @@ impl Group {
         Ok((said, now))
     }
 
+    async fn give_up(&mut self, targets: &[u32]) -> Outcome {
+        let before = self.ask(None).await?.awaited;
+        let change = Change::GiveUp(pb::GiveUp { targets: targets.to_vec() });
+        let now = self.ask(Some(change)).await?;
+        let given: Vec<String> = before.iter().filter(|t| targets.contains(t)).map(u32::to_string).collect();
+        let said = match given.is_empty() {
+            true => "no chain waits for them".into(),
+            false => format!("chains go on without targets {}", given.join(", ")),
+        };
+        Ok((said, now))
+    }
+
     async fn list(&mut self, json: bool) -> Result<ExitCode> {
         self.deadline = self.deadline.min(Instant::now() + LEADERLESS);
         let (now, note) = match self.ask(None).await {
@@ -346,6 +386,7 @@ impl Group {
             true => println!("{:#}", as_json(&now, note)),
             false => {
                 print!("{}", rows(&now));
+                print!("{}", since_recovery(&now));
                 if let Some(n) = note {
                     println!("{n}; this is what {} knows", now.id);
                 }
@@ -432,9 +473,24 @@ fn configured(now: &pb::MembersReply) -> (Vec<String>, Vec<String>) {
     (mds, members().map(|m| format!("{}={}", m.id, m.endpoint)).collect())
 }
 
+/// What a group that was recovered once is, and what it waits for.
+fn since_recovery(now: &pb::MembersReply) -> String {
+    let mut text = String::new();
+    if now.incarnation != 0 {
+        text += &format!("incarnation {}\n", Incarnation(now.incarnation));
+    }
+    if !now.awaited.is_empty() {
+        let list = now.awaited.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+        text += &format!(
+            "chains wait to hear from targets {list}; start their servers, or give them up (`strake mds give-up`)\n"
+        );
+    }
+    text
+}
+
 fn tell(said: &str, now: &pb::MembersReply) {
     println!("{said}");
-    print!("{}", rows(now));
+    print!("{}{}", rows(now), since_recovery(now));
     let (mds, peers) = configured(now);
     println!("configuration files of mounts and storage servers: mds = {mds:?}");
     println!("those of metadata servers: peers = {peers:?}");
@@ -451,7 +507,7 @@ fn as_json(now: &pb::MembersReply, said: Option<&str>) -> Value {
     let (mds, peers) = configured(now);
     json!({
         "message": said, "leader": now.leader, "term": now.term, "last_index": now.last_index, "committed": now.committed,
-        "members": now.members.iter().map(member).collect::<Vec<_>>(), "former": now.former,
+        "members": now.members.iter().map(member).collect::<Vec<_>>(), "former": now.former, "incarnation": Incarnation(now.incarnation).to_string(), "awaited": now.awaited,
         "config": { "mds": mds, "peers": peers },
     })
 }

@@ -96,6 +96,7 @@ impl Fs {
                 capacity: 1 << 40,
                 stamp: 1,
                 id: u32::MAX,
+                sights: Vec::new(),
             };
             let r = pb::RegisterRequest {
                 name: format!("oss{n}"),
@@ -103,6 +104,7 @@ impl Fs {
                 targets: (0..each).map(target).collect(),
                 version: "1".into(),
                 fs_uuid: Bytes::new(),
+                incarnation: 0,
             };
             assert_eq!(self.log(Command::Register(r)).status, None);
         }

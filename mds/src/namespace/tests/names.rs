@@ -1,5 +1,7 @@
 //! Names: making, finding, listing, removing and renaming them.
 
+use strake_proto::layout::splitmix64;
+
 use super::*;
 
 #[test]
@@ -184,6 +186,91 @@ fn a_directory_cannot_move_into_itself() {
     fs.fails(mk_rename(b, "c", ROOT, "a", 2), Code::Inval);
     fs.fails(mk_rename(b, "c", ROOT, "a", 0), Code::NotEmpty);
     fs.one(mk_rename(ROOT, "a", ROOT, "a", 0));
+}
+
+#[test]
+fn every_operation_checks_the_names_that_it_is_given() {
+    let mut fs = Fs::new();
+    let (f, d) = (fs.create(ROOT, "f"), fs.mkdir(ROOT, "d"));
+    let long = "n".repeat(256);
+    let huge = "n".repeat(1 << 20);
+    let wrong = [("a/b", Code::Inval), ("/", Code::Inval), ("a\0", Code::Inval)];
+    let too_long = [&long[..], &huge].map(|name| (name, Code::NameTooLong));
+    for (bad, code) in wrong.into_iter().chain(too_long) {
+        let name = bytes(bad);
+        let ops = [
+            mk_create(ROOT, bad),
+            Op::Mkdir(pb::Mkdir { parent: ROOT, name: name.clone(), mode: 0o755, umask: 0 }),
+            Op::Mknod(pb::Mknod { parent: ROOT, name: name.clone(), mode: 0o100_644, ..Default::default() }),
+            Op::Symlink(pb::Symlink { parent: ROOT, name, target: bytes("t") }),
+            mk_link(f, ROOT, bad),
+            mk_rename(ROOT, "f", d, bad, 0),
+        ];
+        for op in ops {
+            fs.fails(op, code);
+        }
+        // What cannot be there is not there, or is refused as a name.
+        let no_name = |r: Result<pb::OpResult, Code>| r.is_err_and(|c| c == code || c == Code::NoEnt);
+        for op in [
+            Op::Lookup(pb::Lookup { parent: ROOT, name: bytes(bad) }),
+            mk_unlink(ROOT, bad),
+            mk_rmdir(ROOT, bad),
+            mk_rename(ROOT, bad, d, "x", 0),
+        ] {
+            assert!(no_name(fs.try_one(op.clone())), "{op:?}");
+        }
+    }
+    assert_eq!(fs.names(ROOT, 10).len(), 2);
+    fsck(&fs);
+}
+
+/// Directories are moved below each other, exchanged and replaced at random: the tree stays one.
+#[test]
+fn renames_never_make_a_loop() {
+    let mut fs = Fs::new();
+    let mut seed = 7;
+    let mut dirs = vec![(ROOT, String::new(), ROOT)];
+    for n in 0..12 {
+        let name = format!("d{n}");
+        let ino = fs.mkdir(ROOT, &name);
+        dirs.push((ROOT, name, ino));
+    }
+    let (mut moved, mut refused) = (0, 0);
+    for round in 0..3000 {
+        let mut pick = |n: usize| splitmix64(&mut seed) as usize % n;
+        let (from, to, other) = (1 + pick(12), pick(13), 1 + pick(12));
+        let (parent, name, ino) = dirs[from].clone();
+        let exchange = pick(3) == 0;
+        let result = if exchange {
+            let (parent2, name2, _) = dirs[other].clone();
+            let r = fs.try_one(mk_rename(parent, &name, parent2, &name2, 2));
+            if r.is_ok() {
+                (dirs[from].0, dirs[from].1) = (parent2, name2);
+                (dirs[other].0, dirs[other].1) = (parent, name);
+            }
+            r
+        } else {
+            let new = format!("r{round}");
+            let r = fs.try_one(mk_rename(parent, &name, dirs[to].2, &new, 0));
+            if r.is_ok() {
+                (dirs[from].0, dirs[from].1) = (dirs[to].2, new);
+            }
+            r
+        };
+        match result {
+            Ok(_) => moved += 1,
+            Err(code) => {
+                assert_eq!(code, Code::Inval);
+                refused += 1;
+            }
+        }
+        assert!(fs.path(ino).is_ok(), "after round {round}");
+    }
+    assert!(moved > 500 && refused > 50, "{moved} moved, {refused} refused");
+    for (_, _, ino) in dirs {
+        fs.path(ino).unwrap();
+    }
+    fsck(&fs);
 }
 
 #[test]

@@ -106,7 +106,7 @@ async fn lone() -> World {
 }
 
 /// With a storage server, so that there can be files.
-async fn with_files() -> (World, std::sync::Arc<world::FakeOss>) {
+pub async fn with_files() -> (World, std::sync::Arc<world::FakeOss>) {
     let w = lone().await;
     let oss = w.oss(1).await;
     until("chains", || w.mds.iter().flatten().any(|(_, s)| s.status().map.unwrap().sets.len() == 1)).await;

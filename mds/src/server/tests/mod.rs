@@ -2,6 +2,7 @@
 
 mod disk;
 mod full_disk;
+mod hostile;
 mod leases;
 mod locks;
 mod members;

@@ -284,6 +284,7 @@ impl World {
                 capacity: 1 << 40,
                 stamp,
                 id: TARGET_UNASSIGNED,
+                sights: Vec::new(),
             }],
             ..Default::default()
         };

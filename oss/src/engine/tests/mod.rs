@@ -28,7 +28,7 @@ pub(super) fn key(index: u64) -> Key {
 }
 
 pub(super) fn identity() -> TargetIdentity {
-    TargetIdentity { fs_uuid: [1; 16], target_uuid: [2; 16], target_id: 3, node: "oss1".into() }
+    TargetIdentity { fs_uuid: [1; 16], target_uuid: [2; 16], target_id: 3, node: "oss1".into(), incarnation: 0 }
 }
 
 /// Device, table and options that outlive the engines opened on them.

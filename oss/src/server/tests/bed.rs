@@ -156,6 +156,8 @@ pub struct Authority {
     seen: Mutex<BTreeMap<u32, Instant>>,
     pub evicted: Mutex<Vec<pb::Evicted>>,
     pub failed: Mutex<BTreeSet<u32>>,
+    /// What was said of chains in the last registration.
+    pub sights: Mutex<Vec<pb::ChainSight>>,
 }
 
 impl Authority {
@@ -226,10 +228,11 @@ impl Authority {
         let node = 1001 + map.nodes.len() as u32;
         let node = map.nodes.iter().find(|n| n.name == r.name).map_or(node, |n| n.id);
         map.nodes.retain(|n| n.id != node);
-        let pb::RegisterRequest { name, endpoints, .. } = r;
+        let pb::RegisterRequest { name, endpoints, targets, .. } = r;
         map.nodes.push(pb::Node { id: node, role: 2, endpoints, name, ..Default::default() });
         let mut ids = Vec::new();
-        for t in r.targets {
+        *self.sights.lock() = targets.iter().flat_map(|t| t.sights.clone()).collect();
+        for t in targets {
             let known = map.targets.iter_mut().find(|h| h.uuid == t.uuid).map(|h| (h.id, h.stamp != t.stamp));
             let (id, restarted) = known.unwrap_or((map.targets.len() as u32, false));
             if restarted {
@@ -252,6 +255,9 @@ impl Service for Authority {
             return Ok(Message::new(0, self.register(r).encode_to_vec()));
         }
         let h = pb::HeartbeatRequest::decode(&m.body[..]).unwrap();
+        if h.incarnation != self.map.lock().incarnation {
+            return Err(Error::new(Code::Stale, "register again"));
+        }
         for t in &h.targets {
             self.seen.lock().insert(t.target, Instant::now());
             if t.failed {
@@ -303,7 +309,13 @@ impl Cluster {
             let device = Arc::new(MemDevice::new(64 << 20));
             let table = MemStore::new();
             let target_uuid = [i as u8 + 1; 16];
-            let id = TargetIdentity { fs_uuid: [0; 16], target_uuid, target_id: u32::MAX, node: String::new() };
+            let id = TargetIdentity {
+                fs_uuid: [0; 16],
+                target_uuid,
+                target_id: u32::MAX,
+                node: String::new(),
+                incarnation: 0,
+            };
             Engine::format(&*device, &table, id).await.unwrap();
             c.nodes.push(Node { device, table, env: None, server: None, life: 0 });
             c.boot(i as usize).await;

@@ -8,10 +8,11 @@ use std::time::Duration;
 use bed::{CHAIN, Cluster, SESSION, bytes};
 use strake_fabric::Role;
 use strake_proto::{
-    Code, Rights,
+    Code, Incarnation, Rights,
     checksum::block_sums,
     data::{DataRequest, FLAG_REPLAY, FLAG_STABLE, Kind, Version},
     layout::MAX_CHUNK,
+    map::ChainExt,
     opcode, pb,
 };
 use tokio::time::Instant;
@@ -283,10 +284,74 @@ async fn requests_without_right_are_refused() {
     }
     assert_eq!(code(opcode::WRITE, w.clone(), b"dat0").await, Some(Code::Resend));
     assert_eq!(code(opcode::WRITE, DataRequest { epoch: 9, ..w.clone() }, b"data").await, Some(Code::StaleEpoch));
-    c.authority.evicted.lock().push(pb::Evicted { number: 1, session: SESSION, min_epoch: 2 });
+    c.authority.evicted.lock().push(pb::Evicted { number: 1, session: SESSION, min_epoch: 2, below: false });
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(code(opcode::WRITE, w, b"data").await, Some(Code::NoSession));
     assert_eq!(code(opcode::FLUSH, flush(seal(&may)), &[]).await, Some(Code::NoSession));
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_sessions_below_a_number_are_evicted_at_once() {
+    let c = Cluster::start(1).await;
+    c.write(0, 0, b"before", 1).await.unwrap();
+    c.authority.evicted.lock().push(pb::Evicted { number: 7, session: SESSION, min_epoch: 0, below: true });
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    c.write(0, 0, b"at it!", 2).await.unwrap();
+    c.authority.evicted.lock().push(pb::Evicted { number: 8, session: SESSION + 1, min_epoch: 0, below: true });
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let w = c.write_request(0, 0, b"after!", 3);
+    assert_eq!(c.call(0, opcode::WRITE, &w, b"after!").await.unwrap_err().code, Code::NoSession);
+}
+
+/// What a recovered metadata group asks for, and whom a storage server follows.
+#[tokio::test(start_paused = true)]
+async fn a_target_tells_what_it_acted_on_last_and_follows_later_incarnations_only() {
+    let mut c = Cluster::start(2).await;
+    c.write(0, 0, b"both", 1).await.unwrap();
+    c.flush().await.unwrap();
+    c.kill(1);
+    let until = Instant::now() + Duration::from_secs(20);
+    while c.write(0, 0, b"one!", 2).await.is_err() {
+        assert!(Instant::now() < until);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    c.flush().await.unwrap();
+    let chain = c.authority.chain();
+    assert_eq!((chain.serving().collect::<Vec<_>>(), chain.epoch > 1), (vec![0], true));
+    // Of a former life: from the chunk table.
+    c.kill(0);
+    c.boot(0).await;
+    let told = c.authority.sights.lock().clone();
+    assert_eq!((told.len(), told[0].epoch, &told[0].replicas, told[0].lived), (1, chain.epoch, &chain.replicas, false));
+    // A group that was recovered from an older state: it registers and says what it acts on now.
+    let settle = || tokio::time::sleep(Duration::from_secs(2));
+    settle().await;
+    let now = c.authority.chain();
+    let (first, later) = (Incarnation::default(), Incarnation::new(1, 5).unwrap());
+    {
+        let mut map = c.authority.map.lock();
+        (map.incarnation, map.version) = (later.0, 1 << 32);
+    }
+    settle().await;
+    let told = c.authority.sights.lock().clone();
+    assert_eq!((told[0].epoch, told[0].lived), (now.epoch, true));
+    let of = |c: &Cluster| {
+        let node = &c.nodes[0].server.as_ref().unwrap().node;
+        (node.targets[0].engine.identity().incarnation, node.map.load().map.incarnation)
+    };
+    assert_eq!(of(&c), (later.0, later.0));
+    // Neither the former group nor a twin of the later one, whatever their maps' versions, and not after a restart either.
+    for other in [first, Incarnation::new(1, 6).unwrap()] {
+        {
+            let mut map = c.authority.map.lock();
+            (map.incarnation, map.version) = (other.0, map.version + 100);
+        }
+        settle().await;
+        assert_eq!(of(&c), (later.0, later.0), "{other}");
+    }
+    c.authority.map.lock().incarnation = Incarnation::new(2, 1).unwrap().0;
+    settle().await;
+    assert_eq!(Incarnation(of(&c).0).era(), 2);
 }
 
 /// A restarted server has forgotten all evictions and is told them in parts: it serves nobody before it has the last.
@@ -297,7 +362,7 @@ async fn an_evicted_session_does_not_slip_in_after_a_restart() {
     c.flush().await.unwrap();
     for number in 1..=5000 {
         let session = if number == 5000 { SESSION } else { 1000 + number };
-        c.authority.evicted.lock().push(pb::Evicted { number, session, min_epoch: 2 });
+        c.authority.evicted.lock().push(pb::Evicted { number, session, min_epoch: 2, below: false });
     }
     c.kill(0);
     c.boot(0).await;

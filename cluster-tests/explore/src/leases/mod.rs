@@ -1,116 +1,37 @@
 //! The world of `docs/leases.md`: one leader, two clients, a directory with one name and the inode behind it. The tables are
 //! the product's; what is around them (what the leader does with a request, in which steps) is written after its shell.
 //!
-//! The promise: every answer, from memory or not, is as new as any that was given before it was asked for.
+//! The promise: every answer, from memory or not, is as new as any that was given before it was asked for, where whoever was told a part
+//! of what an entry did was told all of it; and who asks for a file's attributes is told of every write that had returned.
+
+mod kinds;
 
 use std::time::Duration;
 
-use bytes::Bytes;
+pub use kinds::{Alter, Ask, Fault, Versions};
+use kinds::{DIR, FILE, History, NAME, implied};
 use strake_client::leases::{Change, Name, Table, Token, Told};
-use strake_mds::leases::{Leases, Limits, Number};
+use strake_mds::leases::{Leases, Limits, Number, reports::Reports};
 use strake_proto::{Ino, SessionId};
 
 use crate::Model;
 
-const DIR: Ino = 1;
-const FILE: Ino = 2;
-const NAME: Bytes = Bytes::from_static(b"n");
+/// The client that has the file open for writing, where there is one.
+const WRITER: usize = 0;
 /// Ticks of the clock.
 const TERM: Duration = Duration::from_secs(2);
-
-/// What there is to know, by version: attributes of the directory and the file, and the name, which is there in even versions.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Versions {
-    dir: u8,
-    file: u8,
-    name: u8,
-}
-
-impl Versions {
-    fn max(self, o: Versions) -> Versions {
-        Versions { dir: self.dir.max(o.dir), file: self.file.max(o.file), name: self.name.max(o.name) }
-    }
-}
-
-/// What a program asks for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Ask {
-    Dir,
-    File,
-    /// The name, and the attributes of what is behind it.
-    Lookup,
-}
-
-/// What a program changes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Alter {
-    /// The file's attributes.
-    File,
-    /// The name comes or goes, and with it a link of the file.
-    Name,
-}
-
-impl Alter {
-    fn change(self) -> Change {
-        match self {
-            Alter::File => Change { inodes: vec![FILE], names: vec![] },
-            Alter::Name => Change { inodes: vec![], names: vec![(DIR, NAME)] },
-        }
-    }
-
-    fn changes(self) -> &'static [Ino] {
-        match self {
-            Alter::File => &[FILE],
-            Alter::Name => &[DIR, FILE],
-        }
-    }
-
-    /// The inode that a request for it names.
-    fn named(self) -> Ino {
-        if self == Alter::File { FILE } else { DIR }
-    }
-
-    fn names(self, ino: Ino) -> bool {
-        self.named() == ino
-    }
-}
-
-/// A mistake made on purpose: the exploration must find it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, clap::ValueEnum)]
-pub enum Fault {
-    None,
-    /// Answers leave before others have forgotten.
-    Unsettled,
-    /// The ticket is taken before the state is read.
-    EarlyTicket,
-    /// Leases are noted after the state was read, and nobody looks whether it changed meanwhile.
-    LateGrant,
-    /// An answer is kept whatever was voided since the request began.
-    KeepsLate,
-    /// Hello is said without having forgotten everything.
-    HelloRemembers,
-    /// A new leader answers at once.
-    NoGrace,
-    /// The sender's own copy is spared also when it is of a later connection.
-    SparesLater,
-    /// Own changes that were given up are taken for over.
-    ForgetsGivenUp,
-    /// The answer to an own change is kept whatever was voided since the request began.
-    KeepsOwnLate,
-    /// Renewals count from when they are answered.
-    CountsFromAnswer,
-}
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Body {
     Hello { sent: u8 },
     Renew { sent: u8 },
     Poll { acknowledged: Number },
+    Reported(Vec<Number>),
     Read { id: u8, ask: Ask },
     Write { seq: u8, alter: Alter, dropped: Vec<Ino> },
     // To clients.
     Renewed { sent: u8 },
-    Recalls(Vec<(Number, Ino)>),
+    Recalls { recalls: Vec<(Number, Ino)>, reports: Vec<(Number, Ino)> },
     Answer { id: u8, ask: Ask, values: Versions, granted: Vec<Ino> },
     Done { seq: u8, values: Versions, granted: bool },
 }
@@ -132,11 +53,44 @@ pub struct Task {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Stage {
-    Noted { id: u8, ask: Ask, early: Number },
-    Read { id: u8, ask: Ask, values: Versions, ticket: Number, applied: u8 },
-    Settling { id: u8, ask: Ask, values: Versions, ticket: Number },
-    Proposed { seq: u8, alter: Alter },
-    Applied { seq: u8, alter: Alter, values: Versions, ticket: Number },
+    Noted {
+        id: u8,
+        ask: Ask,
+        early: Number,
+        reported: bool,
+    },
+    Read {
+        id: u8,
+        ask: Ask,
+        values: Versions,
+        ticket: Number,
+        applied: u8,
+        reported: bool,
+    },
+    /// The writer is to report first.
+    Reporting {
+        id: u8,
+        ask: Ask,
+        values: Versions,
+        ticket: Number,
+        number: Number,
+    },
+    Settling {
+        id: u8,
+        ask: Ask,
+        values: Versions,
+        ticket: Number,
+    },
+    Proposed {
+        seq: u8,
+        alter: Alter,
+    },
+    Applied {
+        seq: u8,
+        alter: Alter,
+        values: Versions,
+        ticket: Number,
+    },
 }
 
 #[derive(Clone, Debug, Hash)]
@@ -155,6 +109,8 @@ struct Changing {
     token: Token,
     /// Where it was sent last.
     connection: u64,
+    /// Reports that are made by it.
+    makes: Vec<Number>,
 }
 
 #[derive(Clone, Debug, Hash)]
@@ -172,12 +128,20 @@ struct Client {
     asking: Option<Asking>,
     changing: Option<Changing>,
     next: u8,
+    /// How much it has written, and of how much of that the servers know for certain.
+    wrote: u8,
+    known: u8,
+    /// Reports that it is to make.
+    reports: Vec<Number>,
 }
 
 #[derive(Clone, Debug, Hash)]
 struct Leader {
     term: u64,
     leases: Leases,
+    reports: Reports,
+    /// The report that was asked for last.
+    asked: Number,
     tasks: Vec<Task>,
     /// Clients that wait for recalls, by connection.
     polls: [Option<u64>; 2],
@@ -196,6 +160,11 @@ pub struct Bounds {
     pub impatience: u8,
     pub failovers: u8,
     pub renewals: u8,
+    /// Writes by one client, which is on record as the file's writer then. Not together with ticks: nobody waits for a writer whose
+    /// term is over.
+    pub writes: u8,
+    /// A session may hold one lease only.
+    pub full: bool,
     /// Whether requests for recalls take time; otherwise they arrive at once.
     pub polls: bool,
 }
@@ -207,6 +176,8 @@ pub struct World {
     clock: u8,
     state: Versions,
     applied: u8,
+    history: History,
+    written: bool,
     done: Vec<(usize, u8)>,
     leader: Leader,
     clients: [Client; 2],
@@ -226,6 +197,9 @@ pub enum Action {
     Renew(usize),
     /// The recalls did not come.
     PollAgain(usize),
+    /// A program's write returns.
+    Write,
+    MakeReports(usize),
     Reconnect(usize),
     Retry(usize),
     GiveUp(usize),
@@ -244,30 +218,15 @@ fn time(clock: u8) -> Duration {
     Duration::from_secs(u64::from(clock))
 }
 
-/// What an answer depends on.
-fn depends(ask: Ask, values: Versions) -> Vec<Ino> {
-    match ask {
-        Ask::Dir => vec![DIR],
-        Ask::File => vec![FILE],
-        Ask::Lookup if values.name.is_multiple_of(2) => vec![DIR, FILE],
-        Ask::Lookup => vec![DIR],
-    }
-}
-
-/// What of the versions an answer tells.
-fn told(ask: Ask, values: Versions) -> Versions {
-    match ask {
-        Ask::Dir => Versions { dir: values.dir, ..Default::default() },
-        Ask::File => Versions { file: values.file, ..Default::default() },
-        Ask::Lookup if values.name.is_multiple_of(2) => Versions { dir: 0, ..values },
-        Ask::Lookup => Versions { name: values.name, ..Default::default() },
-    }
-}
-
 impl World {
+    fn limits(left: &Bounds) -> Limits {
+        let of_session = if left.full { 1 } else { Limits::default().of_session };
+        Limits { term: TERM, patience: Duration::MAX, hot: u32::MAX, of_session, ..Limits::default() }
+    }
+
     /// Both clients are connected, hold leases as from now, and know nothing.
     pub fn new(left: Bounds, fault: Fault) -> World {
-        let limits = Limits { term: TERM, patience: Duration::MAX, hot: u32::MAX, ..Limits::default() };
+        let limits = World::limits(&left);
         let mut leases = Leases::new(limits, time(0), 1, []);
         let clients = [0, 1].map(|c| {
             leases.hello(id(c), 1, false);
@@ -286,16 +245,22 @@ impl World {
                 asking: None,
                 changing: None,
                 next: 0,
+                wrote: 0,
+                known: 0,
+                reports: Vec::new(),
             }
         });
+        let polls = [Some(1), Some(1)];
         World {
             fault,
             left,
             clock: 0,
             state: Versions::default(),
             applied: 0,
+            history: History::new(),
+            written: left.writes > 0,
             done: Vec::new(),
-            leader: Leader { term: 1, leases, tasks: Vec::new(), polls: [Some(1), Some(1)] },
+            leader: Leader { term: 1, leases, reports: Reports::new(1), asked: 0, tasks: Vec::new(), polls },
             clients,
             messages: Vec::new(),
             floor: Versions::default(),
@@ -324,7 +289,12 @@ impl World {
     fn is_for_leader(m: &Message) -> bool {
         matches!(
             m.body,
-            Body::Hello { .. } | Body::Renew { .. } | Body::Poll { .. } | Body::Read { .. } | Body::Write { .. }
+            Body::Hello { .. }
+                | Body::Renew { .. }
+                | Body::Poll { .. }
+                | Body::Reported(_)
+                | Body::Read { .. }
+                | Body::Write { .. }
         )
     }
 
@@ -337,7 +307,8 @@ impl World {
         match &t.stage {
             Stage::Proposed { .. } => true,
             _ if grace => false,
-            Stage::Settling { ask, values, ticket, .. } => settled(*ticket, &depends(*ask, *values)),
+            Stage::Reporting { number, .. } => self.leader.reports.is_in(id(WRITER), *number),
+            Stage::Settling { ask, values, ticket, .. } => settled(*ticket, &ask.depends(*values)),
             Stage::Applied { alter, ticket, .. } => settled(*ticket, alter.changes()),
             _ => true,
         }
@@ -346,27 +317,43 @@ impl World {
     fn step(&mut self, task: &Task) {
         let Some(i) = self.leader.tasks.iter().position(|t| t == task) else { return };
         self.leader.tasks.remove(i);
-        let (now, client, connection) = (self.now(), task.client, task.connection);
+        let (client, connection) = (task.client, task.connection);
         let next = |stage| Task { client, connection, stage };
         match task.stage.clone() {
-            Stage::Noted { id: n, ask, early } => {
+            Stage::Noted { id: n, ask, early, reported } => {
                 let ticket = if self.fault == Fault::EarlyTicket { early } else { self.leader.leases.ticket() };
-                let stage = Stage::Read { id: n, ask, values: self.state, ticket, applied: self.applied };
+                let stage = Stage::Read { id: n, ask, values: self.state, ticket, applied: self.applied, reported };
                 self.add_task(next(stage));
             }
-            Stage::Read { id: n, ask, values, ticket, applied } => {
-                for ino in depends(ask, values) {
-                    self.leader.leases.grant(now, id(client), connection, ino);
+            Stage::Read { id: n, ask, values, ticket, applied, reported } => {
+                for ino in ask.depends(values) {
+                    self.grant(client, connection, ino);
                 }
+                let asks = !reported && self.others_write(client) && ask.depends(values).contains(&FILE);
                 let stage = if applied != self.applied && self.fault != Fault::LateGrant {
-                    Stage::Noted { id: n, ask, early: ticket }
+                    Stage::Noted { id: n, ask, early: ticket, reported }
+                } else if asks && self.fault != Fault::NotAsked {
+                    let number = self.ask_to_report();
+                    Stage::Reporting { id: n, ask, values, ticket, number }
                 } else {
                     Stage::Settling { id: n, ask, values, ticket }
                 };
                 self.add_task(next(stage));
             }
+            Stage::Reporting { id: n, ask, values, ticket, .. } => {
+                let stage = match self.fault {
+                    Fault::NotReread => Stage::Settling { id: n, ask, values, ticket },
+                    _ => {
+                        for ino in ask.depends(self.state) {
+                            self.grant(client, connection, ino);
+                        }
+                        Stage::Noted { id: n, ask, early: ticket, reported: true }
+                    }
+                };
+                self.add_task(next(stage));
+            }
             Stage::Settling { id: n, ask, values, .. } => {
-                let mut granted = depends(ask, values);
+                let mut granted = ask.depends(values);
                 granted.retain(|ino| self.leader.leases.holds(id(client), connection, *ino));
                 self.send(client, connection, Body::Answer { id: n, ask, values, granted });
             }
@@ -376,14 +363,35 @@ impl World {
                 self.add_task(next(Stage::Applied { seq, alter, values: self.state, ticket }));
             }
             Stage::Applied { seq, alter, values, .. } => {
-                let values = match alter {
-                    Alter::File => Versions { file: values.file, ..Default::default() },
-                    Alter::Name => values,
-                };
+                let values = alter.told(values);
                 let granted = self.leader.leases.holds(id(client), connection, alter.named());
                 self.send(client, connection, Body::Done { seq, values, granted });
             }
         }
+    }
+
+    fn others_write(&self, client: usize) -> bool {
+        self.written && client != WRITER
+    }
+
+    fn grant(&mut self, client: usize, connection: u64, ino: Ino) {
+        if ino == FILE && self.others_write(client) {
+            return;
+        }
+        let (now, before) = (self.now(), self.leader.leases.ticket());
+        self.leader.leases.grant(now, id(client), connection, ino);
+        if self.fault == Fault::RoomAtOnce && self.leader.leases.ticket() != before {
+            self.leader.leases.recalls(now, id(client), Number::MAX);
+        }
+    }
+
+    fn ask_to_report(&mut self) -> Number {
+        let (now, asked) = (self.now(), self.leader.asked);
+        let is_open = asked != 0 && !self.leader.reports.is_in(id(WRITER), asked);
+        if self.fault != Fault::SharesSent || !is_open {
+            self.leader.asked = self.leader.reports.ask(now, id(WRITER), FILE);
+        }
+        self.leader.asked
     }
 
     /// The log's entry, on a leader that took the request on this connection, or on a new one.
@@ -399,13 +407,23 @@ impl World {
             _ => connection,
         };
         let by = |ino| spared.filter(|_| alter.names(ino)).map(|c| (id(client), c));
-        self.leader.leases.applied(now, alter.changes().iter().map(|ino| (*ino, by(*ino))));
+        let changed: Vec<_> = alter.changes().iter().map(|ino| (*ino, by(*ino))).collect();
+        // Without the rest of its entry, each inode is alone.
+        let entangled = if self.fault == Fault::Unentangled { 1 } else { changed.len() };
+        for part in changed.chunks(entangled) {
+            self.leader.leases.applied(now, part.iter().copied());
+        }
         self.applied += 1;
         self.state.file += 1;
-        if alter == Alter::Name {
-            self.state.dir += 1;
-            self.state.name += 1;
+        match alter {
+            Alter::File => {}
+            Alter::Name => {
+                self.state.dir += 1;
+                self.state.name += 1;
+            }
+            Alter::Extend { size } => self.state.size = self.state.size.max(size),
         }
+        self.history.push((alter, self.state));
     }
 
     fn deliver(&mut self, m: Message) -> Result<(), String> {
@@ -425,6 +443,7 @@ impl World {
         let leases = &mut self.leader.leases;
         match m.body {
             Body::Hello { sent } if leases.hello(id(client), connection, false) && leases.renewed(now, id(client)) => {
+                self.leader.reports.ask_again(id(client));
                 self.send(client, connection, Body::Renewed { sent });
             }
             Body::Renew { sent } if leases.renewed(now, id(client)) => {
@@ -434,18 +453,20 @@ impl World {
                 leases.recalls(now, id(client), acknowledged);
                 self.leader.polls[client] = Some(connection);
             }
+            Body::Reported(numbers) => self.leader.reports.reported(id(client), &numbers),
             Body::Read { id: n, ask } => {
                 let early = leases.ticket();
                 if self.fault != Fault::LateGrant {
-                    leases.grant(now, id(client), connection, if ask == Ask::File { FILE } else { DIR });
+                    self.grant(client, connection, if ask == Ask::File { FILE } else { DIR });
                 }
-                self.add_task(Task { client, connection, stage: Stage::Noted { id: n, ask, early } });
+                let stage = Stage::Noted { id: n, ask, early, reported: false };
+                self.add_task(Task { client, connection, stage });
             }
             Body::Write { seq, alter, dropped } => {
                 for ino in dropped {
                     leases.dropped(now, id(client), connection, ino);
                 }
-                leases.grant(now, id(client), connection, alter.named());
+                self.grant(client, connection, alter.named());
                 self.add_task(Task { client, connection, stage: Stage::Proposed { seq, alter } });
             }
             _ => {}
@@ -469,18 +490,26 @@ impl World {
                     self.poll(m.client, m.connection, acknowledged);
                 }
             }
-            Body::Recalls(list) => {
-                for (number, ino) in list {
+            Body::Recalls { recalls, reports } => {
+                for (number, ino) in recalls {
                     c.table.void(ino);
                     c.acknowledged = c.acknowledged.max(number);
                 }
-                let acknowledged = c.acknowledged;
+                let (acknowledged, numbers) = (c.acknowledged, reports.iter().map(|r| r.0).collect::<Vec<_>>());
+                c.reports.extend(&numbers);
                 self.poll(m.client, m.connection, acknowledged);
+                if fault == Fault::ReportsEarly && !numbers.is_empty() {
+                    self.send(m.client, m.connection, Body::Reported(numbers));
+                }
             }
             Body::Answer { id, ask, values, granted } => {
                 let Some(asking) = c.asking.take_if(|a| a.id == id) else { return Ok(()) };
-                if values.max(asking.floor) != values {
-                    let before = asking.floor;
+                let mut before = asking.floor;
+                // What it has not reported itself its library adds to every answer.
+                if m.client == WRITER || !ask.depends(values).contains(&FILE) {
+                    before.size = 0;
+                }
+                if values.max(before) != values {
                     return Err(format!(
                         "client {} was told {values:?}; before it asked {before:?} was known",
                         m.client
@@ -491,7 +520,7 @@ impl World {
                     c.table.keep_attr(now, token, DIR, values.dir);
                 }
                 if granted.contains(&DIR) && ask == Ask::Lookup {
-                    let to = values.name.is_multiple_of(2).then_some(FILE);
+                    let to = values.is_there().then_some(FILE);
                     let name = Name { dir: DIR, name: NAME, to, searcher: Some(0) };
                     if c.table.keep_name(now, token, name) {
                         c.name = values.name;
@@ -504,15 +533,15 @@ impl World {
                     c.table.end(token);
                 }
                 c.table.end(asking.token);
-                self.floor = floor.max(told(ask, values));
+                self.floor = implied(floor.max(ask.told(values)), &self.history);
             }
             Body::Done { seq, values, granted } => {
                 let Some(x) = c.changing.take_if(|x| x.seq == seq) else { return Ok(()) };
                 let mut told = Told { attrs: vec![], names: vec![], openers: vec![] };
                 match x.alter {
-                    Alter::File if granted => told.attrs.push((FILE, values.file)),
+                    Alter::File | Alter::Extend { .. } if granted => told.attrs.push((FILE, values.file)),
                     Alter::Name if granted => {
-                        let to = values.name.is_multiple_of(2).then_some(FILE);
+                        let to = values.is_there().then_some(FILE);
                         told.names.push(Name { dir: DIR, name: NAME, to, searcher: Some(0) });
                     }
                     _ => {}
@@ -526,7 +555,13 @@ impl World {
                 if x.alter == Alter::Name && c.table.name(now, DIR, &NAME, 0).is_some() {
                     c.name = values.name;
                 }
-                self.floor = floor.max(values);
+                if let Alter::Extend { size } = x.alter {
+                    c.known = c.known.max(size);
+                }
+                self.floor = implied(floor.max(values), &self.history);
+                if !x.makes.is_empty() {
+                    self.send(m.client, m.connection, Body::Reported(x.makes));
+                }
             }
             _ => {}
         }
@@ -553,15 +588,27 @@ impl World {
         self.send(client, connection, Body::Read { id: n, ask });
     }
 
-    fn alter(&mut self, client: usize, alter: Alter) {
-        self.left.changes -= 1;
+    fn alter(&mut self, client: usize, alter: Alter, makes: Vec<Number>) {
         let c = &mut self.clients[client];
         let seq = c.next;
         c.next += 1;
         let (change, dropped) = c.table.change_begins(alter.change());
         let (token, connection) = (c.table.begin(), c.connection);
-        c.changing = Some(Changing { seq, alter, change, token, connection });
+        c.changing = Some(Changing { seq, alter, change, token, connection, makes });
         self.send(client, connection, Body::Write { seq, alter, dropped });
+    }
+
+    /// Has what was not reported yet applied, and then says so.
+    fn make_reports(&mut self, client: usize) {
+        let c = &mut self.clients[client];
+        let makes = if self.fault == Fault::ReportsEarly { Vec::new() } else { c.reports.clone() };
+        c.reports.clear();
+        let (size, connection) = (c.wrote, c.connection);
+        if c.known < size {
+            self.alter(client, Alter::Extend { size }, makes);
+        } else if !makes.is_empty() {
+            self.send(client, connection, Body::Reported(makes));
+        }
     }
 
     fn reconnect(&mut self, client: usize) {
@@ -573,6 +620,8 @@ impl World {
         c.connection += 1;
         c.term = term;
         c.said_hello = false;
+        // They are asked for again.
+        c.reports.clear();
         c.renewed = Some(clock);
         if fault != Fault::HelloRemembers {
             c.table.connected();
@@ -588,9 +637,10 @@ impl World {
     fn failover(&mut self, keeps: bool) {
         self.left.failovers -= 1;
         let term = self.leader.term + 1;
-        let limits = Limits { term: TERM, patience: Duration::MAX, hot: u32::MAX, ..Limits::default() };
-        let leases = Leases::new(limits, self.now(), term, [0, 1].map(id));
-        let old = std::mem::replace(&mut self.leader, Leader { term, leases, tasks: Vec::new(), polls: [None; 2] });
+        let leases = Leases::new(World::limits(&self.left), self.now(), term, [0, 1].map(id));
+        let (reports, tasks, polls) = (Reports::new(term), Vec::new(), [None; 2]);
+        let new = Leader { term, leases, reports, asked: 0, tasks, polls };
+        let old = std::mem::replace(&mut self.leader, new);
         self.messages.retain(|m| !World::is_for_leader(m));
         for t in old.tasks.into_iter().filter(|_| keeps) {
             if let Stage::Proposed { seq, alter } = t.stage {
@@ -639,6 +689,12 @@ impl World {
             Some(_) if self.left.impatience > 0 => out.push(Action::GiveUp(i)),
             _ => {}
         }
+        if i == WRITER && self.left.writes > 0 {
+            out.push(Action::Write);
+        }
+        if !c.reports.is_empty() && c.changing.is_none() {
+            out.push(Action::MakeReports(i));
+        }
         if self.left.renewals > 0 && c.said_hello && c.renewed != Some(self.clock) {
             out.push(Action::Renew(i));
         }
@@ -664,8 +720,11 @@ impl Model for World {
         tasks.dedup();
         out.extend(tasks.into_iter().filter(|t| self.can_step(t)).map(Action::Step));
         for i in 0..self.clients.len() {
-            let mut leases = self.leader.leases.clone();
-            if self.leader.polls[i].is_some() && !leases.recalls(self.now(), id(i), 0).is_empty() {
+            let (mut leases, mut reports, now) = (self.leader.leases.clone(), self.leader.reports.clone(), self.now());
+            let tells = |l: &mut Leases, r: &mut Reports| {
+                !l.recalls(now, id(i), 0).is_empty() || !r.take(now, id(i)).is_empty()
+            };
+            if self.leader.polls[i].is_some() && tells(&mut leases, &mut reports) {
                 out.push(Action::SendRecalls(i));
             }
             self.client_actions(i, &mut out);
@@ -684,13 +743,24 @@ impl Model for World {
             Action::Deliver(m) => self.deliver(m.clone())?,
             Action::Step(t) => self.step(t),
             Action::SendRecalls(i) => {
-                let list = self.leader.leases.recalls(self.now(), id(*i), 0);
+                let recalls = self.leader.leases.recalls(self.now(), id(*i), 0);
+                let reports = self.leader.reports.take(self.now(), id(*i));
                 if let Some(connection) = self.leader.polls[*i].take() {
-                    self.send(*i, connection, Body::Recalls(list));
+                    self.send(*i, connection, Body::Recalls { recalls, reports });
                 }
             }
             Action::Ask(i, ask) => self.ask(*i, *ask),
-            Action::Alter(i, alter) => self.alter(*i, *alter),
+            Action::Alter(i, alter) => {
+                self.left.changes -= 1;
+                self.alter(*i, *alter, Vec::new());
+            }
+            Action::Write => {
+                self.left.writes -= 1;
+                let c = &mut self.clients[WRITER];
+                c.wrote += 1;
+                self.floor.size = c.wrote;
+            }
+            Action::MakeReports(i) => self.make_reports(*i),
             Action::Renew(i) => {
                 self.left.renewals -= 1;
                 let (sent, c) = (self.clock, &mut self.clients[*i]);

@@ -1,0 +1,199 @@
+//! What there is to know and to do in the world of leases.
+
+use bytes::Bytes;
+use strake_client::leases::Change;
+use strake_proto::Ino;
+
+pub const DIR: Ino = 1;
+pub const FILE: Ino = 2;
+pub const NAME: Bytes = Bytes::from_static(b"n");
+
+/// What there is to know, by version: attributes of the directory and the file, the name, which is there in even versions, and how
+/// much was written to the file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Versions {
+    pub dir: u8,
+    pub file: u8,
+    pub name: u8,
+    pub size: u8,
+}
+
+impl Versions {
+    pub fn max(self, o: Versions) -> Versions {
+        Versions {
+            dir: self.dir.max(o.dir),
+            file: self.file.max(o.file),
+            name: self.name.max(o.name),
+            size: self.size.max(o.size),
+        }
+    }
+
+    pub fn is_there(&self) -> bool {
+        self.name.is_multiple_of(2)
+    }
+
+    /// What `alter` changes of this, the rest 0.
+    fn changed_by(self, alter: Alter) -> Versions {
+        match alter {
+            Alter::File => Versions { file: self.file, ..Default::default() },
+            Alter::Name => Versions { size: 0, ..self },
+            Alter::Extend { .. } => Versions { file: self.file, size: self.size, ..Default::default() },
+        }
+    }
+
+    /// Whether something of `o` is known here, or something later. Who wrote to a file knows its size from nobody.
+    fn tells_of(self, o: Versions) -> bool {
+        let reached = |mine: u8, its: u8| its > 0 && mine >= its;
+        reached(self.dir, o.dir) || reached(self.file, o.file) || reached(self.name, o.name)
+    }
+}
+
+/// Entries of the log in order, each with what there was after it.
+pub type History = Vec<(Alter, Versions)>;
+
+/// What is known to whoever was told this: an entry that he was told a part of, he was told as a whole. That is what the inodes that
+/// one entry changes are entangled for.
+pub fn implied(mut told: Versions, history: &History) -> Versions {
+    loop {
+        let parts = history.iter().map(|(alter, after)| after.changed_by(*alter));
+        let all = parts.filter(|entry| told.tells_of(*entry)).fold(told, Versions::max);
+        if all == told {
+            return told;
+        }
+        told = all;
+    }
+}
+
+/// What a program asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Ask {
+    Dir,
+    File,
+    /// The name, and the attributes of what is behind it.
+    Lookup,
+}
+
+impl Ask {
+    /// What an answer depends on.
+    pub fn depends(self, values: Versions) -> Vec<Ino> {
+        match self {
+            Ask::Dir => vec![DIR],
+            Ask::File => vec![FILE],
+            Ask::Lookup if values.is_there() => vec![DIR, FILE],
+            Ask::Lookup => vec![DIR],
+        }
+    }
+
+    /// What of the versions an answer tells.
+    pub fn told(self, values: Versions) -> Versions {
+        match self {
+            Ask::Dir => Versions { dir: values.dir, ..Default::default() },
+            Ask::File => Versions { file: values.file, size: values.size, ..Default::default() },
+            Ask::Lookup if values.is_there() => Versions { dir: 0, ..values },
+            Ask::Lookup => Versions { name: values.name, ..Default::default() },
+        }
+    }
+}
+
+/// What a program changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Alter {
+    /// The file's attributes.
+    File,
+    /// The name comes or goes, and with it a link of the file.
+    Name,
+    /// A writer reports how much it has written.
+    Extend { size: u8 },
+}
+
+impl Alter {
+    pub fn change(self) -> Change {
+        match self {
+            Alter::File | Alter::Extend { .. } => Change { inodes: vec![FILE], names: vec![] },
+            Alter::Name => Change { inodes: vec![], names: vec![(DIR, NAME)] },
+        }
+    }
+
+    pub fn changes(self) -> &'static [Ino] {
+        match self {
+            Alter::File | Alter::Extend { .. } => &[FILE],
+            Alter::Name => &[DIR, FILE],
+        }
+    }
+
+    /// The inode that a request for it names.
+    pub fn named(self) -> Ino {
+        if self == Alter::Name { DIR } else { FILE }
+    }
+
+    pub fn names(self, ino: Ino) -> bool {
+        self.named() == ino
+    }
+
+    /// What its answer tells.
+    pub fn told(self, values: Versions) -> Versions {
+        match self {
+            Alter::File | Alter::Extend { .. } => Versions { file: values.file, ..Default::default() },
+            Alter::Name => Versions { size: 0, ..values },
+        }
+    }
+}
+
+/// A mistake made on purpose: the exploration must find it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, clap::ValueEnum)]
+pub enum Fault {
+    None,
+    /// Answers leave before others have forgotten.
+    Unsettled,
+    /// The ticket is taken before the state is read.
+    EarlyTicket,
+    /// Leases are noted after the state was read, and nobody looks whether it changed meanwhile.
+    LateGrant,
+    /// An answer is kept whatever was voided since the request began.
+    KeepsLate,
+    /// Hello is said without having forgotten everything.
+    HelloRemembers,
+    /// A new leader answers at once.
+    NoGrace,
+    /// The sender's own copy is spared also when it is of a later connection.
+    SparesLater,
+    /// Own changes that were given up are taken for over.
+    ForgetsGivenUp,
+    /// The answer to an own change is kept whatever was voided since the request began.
+    KeepsOwnLate,
+    /// Renewals count from when they are answered.
+    CountsFromAnswer,
+    /// What one entry did to several inodes is not entangled.
+    Unentangled,
+    /// What a full session is to forget counts as forgotten at once.
+    RoomAtOnce,
+    /// Who looks at a file does not wait for what its writer has to report.
+    NotAsked,
+    /// Who looks shares a report that is on its way.
+    SharesSent,
+    /// The answer is what was read before the report.
+    NotReread,
+    /// Reports are said to be made before they are.
+    ReportsEarly,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_was_told_a_part_of_an_entry_was_told_all_of_it() {
+        let after = |dir, file, name| Versions { dir, file, name, size: 0 };
+        let history = vec![(Alter::File, after(0, 1, 0)), (Alter::Name, after(1, 2, 1)), (Alter::File, after(1, 3, 1))];
+        let dir = |dir| Versions { dir, ..Default::default() };
+        assert_eq!(implied(dir(0), &history), dir(0), "what was before the first entry tells of none");
+        assert_eq!(
+            implied(dir(1), &history),
+            after(1, 2, 1),
+            "the name and the file too, and what was before on the file"
+        );
+        let file = |file| Versions { file, ..Default::default() };
+        assert_eq!(implied(file(1), &history), file(1));
+        assert_eq!(implied(file(3), &history), after(1, 3, 1));
+    }
+}

@@ -1,0 +1,73 @@
+//! Which rows of the tables in `docs/leases.md` the runs of this thread have taken.
+
+use strake_client::rows::Holder;
+use strake_mds::leases::rows::{Leader, Reporting};
+
+/// A table's name, its rows and how often each was taken.
+pub type Counts = [(&'static str, Vec<(&'static str, u64)>); 3];
+
+/// Rows that the standard seeds do not take, and why or where they are taken instead.
+pub const ELSEWHERE: [(&str, &str); 11] = [
+    ("looked-again", "reading is one step in one thread; the explorer puts changes in between"),
+    ("not-renewed", "who has no leases is told so before the table is asked; unit tests"),
+    ("ended-alive", "not in these seeds; mds/src/server/tests/leases.rs"),
+    ("given-up", "not in these seeds; mds/src/server/tests/leases.rs"),
+    ("own-given-up", "these clients never give up; histories do, and the explorer"),
+    ("over", "connections are given up before; the explorer"),
+    ("no-leases", "the same server must be elected again while a connection lives; nowhere yet"),
+    ("report-sent-again", "not in these seeds; unit tests"),
+    ("report-not-waited", "nobody looks at the files of those who die here; unit tests"),
+    ("report-late", "not in these seeds; unit tests"),
+    ("report-excused", "a cut must take five seconds; nowhere yet"),
+];
+
+pub fn counts() -> Counts {
+    [("leader", Leader::counts()), ("client", Holder::counts()), ("reports", Reporting::counts())]
+}
+
+pub fn reset() {
+    Leader::reset();
+    Holder::reset();
+    Reporting::reset();
+}
+
+/// Rows that were not taken, though they could have been.
+pub fn missing(counts: &Counts) -> Vec<&'static str> {
+    let all = counts.iter().flat_map(|t| &t.1);
+    all.filter(|(row, n)| *n == 0 && ELSEWHERE.iter().all(|e| e.0 != *row)).map(|(row, _)| *row).collect()
+}
+
+/// As a table for people.
+pub fn text(counts: &Counts) -> String {
+    let mut out = String::new();
+    for (table, rows) in counts {
+        for (row, n) in rows {
+            let why = ELSEWHERE.iter().find(|e| e.0 == *row).map_or(String::new(), |e| format!("  ({})", e.1));
+            out.push_str(&format!("{table:8} {row:22} {n:>9}{why}\n"));
+        }
+    }
+    out
+}
+
+/// As JSON: `{"leader": {"elected": 3, ...}, ...}`. Names have nothing in them that JSON would want escaped.
+pub fn json(counts: &Counts) -> String {
+    let rows =
+        |rows: &[(&str, u64)]| rows.iter().map(|(row, n)| format!("\"{row}\": {n}")).collect::<Vec<_>>().join(", ");
+    let tables: Vec<_> = counts.iter().map(|(t, r)| format!("  \"{t}\": {{ {} }}", rows(r))).collect();
+    format!("{{\n{}\n}}\n", tables.join(",\n"))
+}
+
+/// The rows of the tables in a document: those whose head begins with `row`.
+pub fn documented(text: &str) -> Vec<&str> {
+    let (mut rows, mut within) = (Vec::new(), false);
+    for line in text.lines() {
+        let first = line.strip_prefix("| ").and_then(|l| l.split(" | ").next());
+        match first {
+            None => within &= line.starts_with('|'),
+            Some("row") => within = true,
+            Some(row) if within => rows.push(row.trim_matches('`')),
+            Some(_) => {}
+        }
+    }
+    rows
+}

@@ -1,0 +1,206 @@
+//! What wide runs have beside the rest ([`crate::run::Scenario::wide`]): clients that look at files while others write them, and a
+//! stranger who speaks the protocol by hand and keeps to none of its rules.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+use strake_client::{Client, SetAttr};
+use strake_fabric::{Connection, Endpoint, Fabric, Message};
+use strake_proto::{Code, Error, Ino, Result, opcode, pb};
+use tokio::{task::JoinHandle, time::sleep};
+
+use crate::{
+    cluster::{Cluster, MDS},
+    net::SimFabric,
+    workload::{FILE_BYTES, FILES, Shared, root},
+};
+
+/// Numbers of the clients that look, and of the stranger.
+const ONLOOKERS: [u32; 2] = [0, 6];
+const STRANGER: u32 = 8;
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Starts all of them. `writers`: the clients 1 to so many write the files that are looked at.
+pub async fn start(
+    cluster: &mut Cluster,
+    seed: u64,
+    writers: u32,
+    found: &Shared,
+    stop: &Arc<AtomicBool>,
+) -> Result<Vec<JoinHandle<()>>> {
+    let (sizes, mut tasks) = (Sizes::default(), Vec::new());
+    for n in ONLOOKERS {
+        let (client, found, sizes) = (cluster.client(n).await?, found.clone(), sizes.clone());
+        let rng = StdRng::seed_from_u64(seed ^ u64::from(n) << 32);
+        tasks.push(tokio::spawn(Onlooker { client, rng, found, sizes, writers }.run(stop.clone())));
+    }
+    let (_, _, fabric) = cluster.prepare(STRANGER);
+    let stranger = Stranger { fabric, rng: StdRng::seed_from_u64(seed ^ 0xbad), found: found.clone(), sessions: 0 };
+    tasks.push(tokio::spawn(stranger.run(stop.clone())));
+    Ok(tasks)
+}
+
+/// The largest size that anybody was told of each file: they only grow.
+type Sizes = Arc<Mutex<BTreeMap<Ino, u64>>>;
+
+struct Onlooker {
+    client: Client,
+    rng: StdRng,
+    found: Shared,
+    sizes: Sizes,
+    writers: u32,
+}
+
+impl Onlooker {
+    async fn run(mut self, stop: Arc<AtomicBool>) {
+        while !stop.load(Relaxed) {
+            let (n, file) = (self.rng.random_range(1..=self.writers), self.rng.random_range(0..FILES));
+            if let Err(e) = self.look(n, file).await {
+                tracing::info!("onlooker: {e}");
+            }
+            sleep(Duration::from_millis(self.rng.random_range(0..80))).await;
+        }
+    }
+
+    async fn look(&mut self, writer: u32, file: usize) -> Result<()> {
+        let (me, client) = (root(), self.client.clone());
+        let dir = client.lookup(&me, client.root(), format!("d{writer}").as_bytes()).await?.ino;
+        let known = self.sizes.lock().clone();
+        match self.rng.random_range(0..10) {
+            0 => {
+                let page = client.readdir(&me, dir, 0, 100, true).await?;
+                page.entries.iter().filter_map(|e| e.attr.as_ref()).for_each(|a| self.told(&known, a));
+            }
+            1 => {
+                let ino = client.lookup(&me, dir, format!("file{file}").as_bytes()).await?.ino;
+                let mode = Some(0o600 | self.rng.random_range(0..64));
+                client.setattr(&me, SetAttr { ino, mode, ..Default::default() }).await?;
+            }
+            _ => {
+                let attr = client.lookup(&me, dir, format!("file{file}").as_bytes()).await?;
+                self.told(&known, &attr);
+                self.told(&known, &client.getattr(&me, attr.ino).await?);
+            }
+        }
+        Ok(())
+    }
+
+    /// `known`: from before it was asked.
+    fn told(&self, known: &BTreeMap<Ino, u64>, attr: &pb::Attr) {
+        if attr.mode & 0o170_000 != 0o100_000 {
+            return;
+        }
+        let least = known.get(&attr.ino).copied().unwrap_or(0);
+        if attr.size < least || attr.size > FILE_BYTES {
+            let m = format!("file {:#x} has {} bytes; {least} had been told", attr.ino, attr.size);
+            self.found.lock().violations.push(m);
+        }
+        let mut sizes = self.sizes.lock();
+        let most = sizes.entry(attr.ino).or_insert(0);
+        *most = attr.size.max(*most);
+        self.found.lock().looks += 1;
+    }
+}
+
+/// Says hello late, again, and in the place of another; never acknowledges a recall; asks in the names of others.
+struct Stranger {
+    fabric: Arc<SimFabric>,
+    rng: StdRng,
+    found: Shared,
+    sessions: u64,
+}
+
+type Link = Arc<dyn Connection>;
+
+async fn call<R: prost::Message + Default>(link: &Link, op: u16, request: &impl prost::Message) -> Result<R> {
+    let m = link.call(Message::new(op, request.encode_to_vec()), PATIENCE).await?;
+    R::decode(m.body).map_err(|e| Error::new(Code::Protocol, e.to_string()))
+}
+
+impl Stranger {
+    async fn run(mut self, stop: Arc<AtomicBool>) {
+        let mut server = 0;
+        while !stop.load(Relaxed) {
+            server = server % MDS + 1;
+            match self.visit(server, &stop).await {
+                Ok(()) => sleep(Duration::from_millis(self.rng.random_range(500..3000))).await,
+                Err(e) => {
+                    tracing::info!("stranger: {e}");
+                    sleep(Duration::from_millis(100)).await;
+                }
+            }
+        }
+    }
+
+    /// A session from its beginning to its end.
+    async fn visit(&mut self, server: u32, stop: &AtomicBool) -> Result<()> {
+        let link = self.fabric.connect(&Endpoint::Sim(server), None).await?;
+        self.sessions += 1;
+        let uuid = (u128::from(self.sessions) << 64 | 0xbad).to_be_bytes().to_vec();
+        let open =
+            pb::SessionOpenRequest { client_uuid: uuid.into(), hostname: "stranger".into(), ..Default::default() };
+        let opened: pb::SessionOpenReply = call(&link, opcode::SESSION_OPEN, &open).await?;
+        let (session, root) = (opened.session, opened.root);
+        self.forge(&link, session).await?;
+        let renew = pb::SessionRenewRequest { session, connection: 10, hello: true, ..Default::default() };
+        let without = pb::SessionRenewRequest { hello: false, ..renew.clone() };
+        let renewed: pb::SessionRenewReply = call(&link, opcode::SESSION_RENEW, &without).await?;
+        if renewed.lease_ms != 0 {
+            self.violation(format!("session {session} was given leases before it said hello"));
+        }
+        let _: pb::SessionRenewReply = call(&link, opcode::SESSION_RENEW, &renew).await?;
+        let late = pb::SessionRenewRequest { connection: 9, ..renew.clone() };
+        let _: pb::SessionRenewReply = call(&link, opcode::SESSION_RENEW, &late).await?;
+        let lives_on = pb::SessionRenewRequest { connection: 11, lives_on: true, ..renew.clone() };
+        let _: pb::SessionRenewReply = call(&link, opcode::SESSION_RENEW, &lives_on).await?;
+        let get = pb::Op { op: Some(pb::op::Op::Getattr(pb::GetAttr { ino: root })) };
+        let read = |connection| pb::MetaRequest { session, connection, ops: vec![get.clone()], ..Default::default() };
+        let told: pb::MetaReply = call(&link, opcode::META, &read(9)).await?;
+        if !told.granted.is_empty() {
+            self.violation(format!("a lease was granted on a connection that session {session} has left"));
+        }
+        let _: pb::MetaReply = call(&link, opcode::META, &read(11)).await?;
+        if self.rng.random_bool(0.5) {
+            let close = pb::SessionCloseRequest { session };
+            return call::<pb::SessionCloseReply>(&link, opcode::SESSION_CLOSE, &close).await.map(drop);
+        }
+        // It lives, holds a lease and does not answer for it.
+        let alive = pb::SessionRenewRequest { connection: 11, hello: false, ..renew };
+        while !stop.load(Relaxed) {
+            let _: pb::SessionRenewReply = call(&link, opcode::SESSION_RENEW, &alive).await?;
+            sleep(Duration::from_millis(400)).await;
+        }
+        Ok(())
+    }
+
+    /// Nothing is done in the name of a session that nobody was given.
+    async fn forge(&mut self, link: &Link, own: u64) -> Result<()> {
+        for session in [0, own ^ self.rng.random_range(1 << 40..1 << 50), u64::MAX] {
+            let get = pb::Op { op: Some(pb::op::Op::Getattr(pb::GetAttr { ino: 1 })) };
+            let meta = pb::MetaRequest { session, ops: vec![get], ..Default::default() };
+            let meta = call::<pb::MetaReply>(link, opcode::META, &meta).await.map(drop);
+            let recall = pb::RecallRequest { session, acknowledged: u64::MAX, ..Default::default() };
+            let recall = call::<pb::RecallReply>(link, opcode::RECALL, &recall).await.map(drop);
+            let close = pb::SessionCloseRequest { session };
+            let close = call::<pb::SessionCloseReply>(link, opcode::SESSION_CLOSE, &close).await.map(drop);
+            for r in [meta, recall, close] {
+                if r.is_ok() {
+                    self.violation(format!("a request of session {session:#x}, which nobody has, was served"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn violation(&self, what: String) {
+        self.found.lock().violations.push(what);
+    }
+}

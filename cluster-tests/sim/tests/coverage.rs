@@ -1,0 +1,87 @@
+//! Every row of the tables of leases is in the documents, and is taken by real code in a few wide runs.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+use strake_sim::{
+    cluster::Cluster,
+    coverage,
+    run::{Scenario, run},
+    workload::{RDWR, root},
+};
+use tokio::time::sleep;
+
+/// The standard seeds.
+const SEEDS: std::ops::RangeInclusive<u64> = 1..=8;
+
+#[test]
+fn every_row_is_taken() {
+    coverage::reset();
+    for seed in SEEDS {
+        let outcome = run(Scenario::wide(seed)).unwrap();
+        assert!(outcome.violations.is_empty(), "seed {seed}: {:#?}", outcome.violations);
+    }
+    let counts = coverage::counts();
+    print!("{}", coverage::text(&counts));
+    let missing = coverage::missing(&counts);
+    assert!(missing.is_empty(), "never taken: {missing:?}");
+}
+
+#[test]
+fn wide_runs_replay() {
+    let (first, second) = (run(Scenario::wide(3)).unwrap(), run(Scenario::wide(3)).unwrap());
+    assert_eq!(first.parting(&second), None);
+}
+
+#[test]
+fn the_documents_name_the_rows() {
+    let named = coverage::documented(include_str!("../../../docs/leases.md"));
+    let known: Vec<&str> = coverage::counts().iter().flat_map(|t| t.1.iter().map(|r| r.0)).collect();
+    assert_eq!(named, known);
+}
+
+/// The size that a write which has returned gave a file is seen by whoever looks then, on drifting clocks too.
+#[test]
+fn sizes_of_files_that_are_being_written_are_seen_at_once() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    runtime.block_on(async {
+        let mut cluster = Cluster::new(9);
+        cluster.widen(9);
+        for node in cluster.nodes() {
+            cluster.start(node).await.unwrap();
+        }
+        while !cluster.whole() {
+            sleep(Duration::from_millis(100)).await;
+        }
+        let (a, b) = (cluster.client(1).await.unwrap(), cluster.client(2).await.unwrap());
+        let (file, attr) = a.create(&root(), a.root(), b"f", 0o644, RDWR, true, None).await.unwrap();
+        let (written, stop) = (Arc::new(std::sync::atomic::AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let writer = tokio::spawn({
+            let (written, stop) = (written.clone(), stop.clone());
+            async move {
+                for n in 0..300 {
+                    file.write_all_at(n * 100, &[7; 100]).await.unwrap();
+                    written.store((n + 1) * 100, Relaxed);
+                    sleep(Duration::from_millis(n % 7)).await;
+                }
+                stop.store(true, Relaxed);
+                file.close().await.unwrap();
+            }
+        });
+        let mut looks = 0;
+        while !stop.load(Relaxed) {
+            let least = written.load(Relaxed);
+            let size = b.getattr(&root(), attr.ino).await.unwrap().size;
+            assert!(size >= least, "{size} bytes are seen of {least}");
+            looks += 1;
+        }
+        assert!(looks > 50, "{looks} looks only");
+        writer.await.unwrap();
+    });
+    runtime.shutdown_background();
+}

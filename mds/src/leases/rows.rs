@@ -1,0 +1,51 @@
+//! The rows of the leader's tables in `docs/leases.md`.
+
+strake_proto::rows! {
+    /// The leader's table.
+    pub enum Leader {
+        Elected = "elected",
+        Hello = "hello",
+        HelloLate = "hello-late",
+        LivesOn = "lives-on",
+        Renewed = "renewed",
+        NotRenewed = "not-renewed",
+        Looked = "looked",
+        LookedAgain = "looked-again",
+        Granted = "granted",
+        Owed = "owed",
+        Spared = "spared",
+        Entangled = "entangled",
+        Acknowledged = "acknowledged",
+        Recalled = "recalled",
+        NothingRecalled = "nothing-recalled",
+        TermOver = "term-over",
+        Goodbye = "goodbye",
+        EndedAlive = "ended-alive",
+        GivenUp = "given-up",
+        Waited = "waited",
+        MadeRoom = "made-room",
+        InGrace = "in-grace",
+        NoHello = "no-hello",
+        WrittenElsewhere = "written-elsewhere",
+        AllFull = "all-full",
+        InodeFull = "inode-full",
+        Hot = "hot",
+        DoesNotForget = "does-not-forget",
+    }
+}
+
+strake_proto::rows! {
+    /// What writers have not reported.
+    pub enum Reporting {
+        Asked = "report-asked",
+        AskedToSet = "report-asked-to-set",
+        Shared = "report-shared",
+        Sent = "report-sent",
+        SentAgain = "report-sent-again",
+        Made = "report-made",
+        NotWaited = "report-not-waited",
+        Late = "report-late",
+        Excused = "report-excused",
+        LeftOut = "report-left-out",
+    }
+}

@@ -1,0 +1,190 @@
+//! Makes the member of a surviving folder the only voter of its group, in a new incarnation.
+//!
+//! Always under a new id. The log and its stamp are known to the former members under the old one, and there may be copies of the
+//! folder; what they would take from that id, or give to it, was agreed on by a group that is no more. So every folder that was made
+//! before the recovery is of a spent id, this one's own backup included.
+//!
+//! The steps, each of which may be cut short and be done again:
+//!
+//! 1. The identity says `recovering`: no server starts on the folder any more.
+//! 2. The rest of the log is applied, whether it was committed or not: nobody was told that it did not happen. Then one
+//!    commit makes the state that of the new incarnation.
+//! 3. The old log goes, and one that begins with that state takes its place.
+//! 4. The identity says who the member is now.
+
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+};
+
+use bytes::Bytes;
+use raft::eraftpb::EntryType;
+use strake_proto::{Code, Error, Incarnation, Result};
+
+use super::{
+    begin_anew, finish,
+    inspect::{self, Folder, Known, Report},
+    inval, new_id, next_incarnation, spent_ids,
+};
+use crate::{
+    folder::{Record, State},
+    namespace::Namespace,
+};
+
+/// Entries applied in one commit.
+const BATCH: usize = 256;
+
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// The member's id from now on; `None`: the lowest that nobody ever had.
+    pub id: Option<u64>,
+    /// The new incarnation's era is to be higher than this.
+    pub beyond: u64,
+    /// Folders of other survivors, to be sure that this one's log is the longest.
+    pub others: Vec<PathBuf>,
+}
+
+/// What a recovery would do.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pub from: Report,
+    /// The member's new id and the group's new incarnation.
+    pub to: u64,
+    pub incarnation: Incarnation,
+    /// The last entry, index and term, that is kept.
+    pub last: (u64, u64),
+    /// Entries that are applied first.
+    pub entries: u64,
+    /// The members that go.
+    pub gone: Vec<Known>,
+    /// Why its log is not used.
+    pub log_lost: Option<String>,
+    /// Whether something that was acknowledged may be missing.
+    pub may_lose: bool,
+    /// It goes on with what was begun before.
+    pub resumed: bool,
+    /// Nothing is to be done: its server has only to be started.
+    pub needless: bool,
+}
+
+/// A recovery of a folder, which it keeps locked.
+pub struct Recovery {
+    folder: Folder,
+    spent: BTreeSet<u64>,
+    pub plan: Plan,
+}
+
+impl Recovery {
+    /// Looks at the folder; changes nothing. `random` makes the incarnation another one than anybody else's. `Busy`: a server runs on
+    /// it. `EINVAL`: nothing can be had from it, another folder has more, or the id is spent.
+    pub fn prepare(dir: &Path, options: &Options, random: u64) -> Result<Recovery> {
+        let folder = inspect::open(dir)?;
+        let r = folder.report.clone();
+        let mut reports = vec![r.clone()];
+        for other in &options.others {
+            reports.push(inspect::inspect(other)?);
+        }
+        check_choice(&reports)?;
+        let mut spent = spent_ids(&folder.map, &folder.conf);
+        spent.insert(r.member);
+        if let Ok(log) = &folder.log {
+            spent.extend(inspect::named_in(log, r.applied.0));
+        }
+        let resumed = matches!(r.identity, State::Recovering { .. });
+        let (to, incarnation) = match r.identity {
+            State::Recovering { to, .. } if options.id.is_some_and(|id| id != to) => {
+                return Err(inval(format!(
+                    "a recovery of this folder as metadata server {to} was begun; leave --id out"
+                )));
+            }
+            State::Recovering { to, incarnation } => (to, incarnation),
+            // Its own id is none that it could be told to use.
+            _ if r.is_whole() => (r.member, r.incarnation),
+            _ => (new_id(options.id, &spent)?, next_incarnation(r.incarnation, options.beyond, random)?),
+        };
+        spent.remove(&to);
+        let applied = r.incarnation == incarnation;
+        let usable = r.log.as_ref().ok().filter(|l| !applied && (l.last.1, l.last.0) >= (r.applied.1, r.applied.0));
+        let plan = Plan {
+            to,
+            incarnation,
+            last: usable.map_or(r.applied, |l| l.last),
+            entries: usable.map_or(0, |l| l.unapplied),
+            gone: r.voters.iter().chain(&r.learners).filter(|(id, _)| *id != r.member && *id != to).cloned().collect(),
+            log_lost: r.log.as_ref().err().filter(|_| !applied).map(|e| e.message.clone()),
+            may_lose: !inspect::is_complete(&reports),
+            resumed,
+            needless: r.is_whole(),
+            from: r,
+        };
+        Ok(Recovery { folder, spent, plan })
+    }
+
+    /// Does it. It can be repeated wherever it was cut short.
+    pub fn run(&self, stamp: u64, mut progress: impl FnMut(String)) -> Result<()> {
+        if self.plan.needless {
+            return Ok(());
+        }
+        self.mark()?;
+        self.apply(&mut progress)?;
+        progress("making the new log".into());
+        finish(&self.folder.dir, &self.folder.store, self.folder.record.cluster, self.plan.to, stamp)
+    }
+
+    pub(super) fn mark(&self) -> Result<()> {
+        let state = State::Recovering { to: self.plan.to, incarnation: self.plan.incarnation };
+        Record { state, ..self.folder.record.clone() }.write(&self.folder.dir)
+    }
+
+    pub(super) fn apply(&self, progress: &mut impl FnMut(String)) -> Result<()> {
+        let store = &self.folder.store;
+        if self.folder.map.incarnation != self.plan.incarnation.0 {
+            self.apply_log(progress)?;
+        }
+        begin_anew(store, self.plan.to, self.plan.incarnation, &self.spent)
+    }
+
+    fn apply_log(&self, progress: &mut impl FnMut(String)) -> Result<()> {
+        let Ok(log) = &self.folder.log else { return Ok(()) };
+        let state = Namespace::open(self.folder.store.clone())?;
+        let from = state.header().applied_index;
+        let rest: Vec<_> = log.entries.iter().filter(|e| e.index > from).collect();
+        for (done, batch) in rest.chunks(BATCH).enumerate() {
+            progress(format!("applying the log: {} of {} entries", done * BATCH, rest.len()));
+            // Changes of the members are passed over: there is one member from now on.
+            let data = |e: &raft::eraftpb::Entry| match e.get_entry_type() {
+                EntryType::EntryNormal => e.data.clone(),
+                _ => Bytes::new(),
+            };
+            let entries: Vec<_> = batch.iter().map(|e| (e.index, e.term, data(e))).collect();
+            let last = entries.last().map_or((from, 0), |e| (e.0, e.1));
+            state.apply(&entries, last, None)?;
+        }
+        Ok(())
+    }
+}
+
+/// The first of these is to be recovered: it must be of use, of the same group as the others, and none may have more.
+fn check_choice(reports: &[Report]) -> Result<()> {
+    let r = &reports[0];
+    if let Some(why) = &r.void {
+        let m = format!(
+            "{}: nothing can be recovered from this folder: {why}. Take another survivor's, or load a dump (`strake mds load`)",
+            r.dir.display()
+        );
+        return Err(Error::new(Code::Inval, m));
+    }
+    for o in &reports[1..] {
+        if o.cluster != r.cluster {
+            let m = format!("{} and {} are of different clusters", r.dir.display(), o.dir.display());
+            return Err(inval(m));
+        }
+        if o.rank() > r.rank() {
+            let (_, term, index) = o.rank().unwrap_or_default();
+            let m =
+                format!("{} has more: it ends with entry {index} of term {term}. Recover that one", o.dir.display());
+            return Err(inval(m));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,156 @@
+//! What this target last acted on: the newest state of each of its chains, kept in the chunk table.
+//!
+//! Metadata servers that lost their newest state ask for it, to learn which replicas may be in sync (`docs/membership.md`, "After a
+//! recovery"). A sight is put into the table before anything is done in its epoch. The table's syncs keep the order of what was
+//! put, so wherever an update that was made stable in an epoch survives, its sight does.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use strake_proto::{ChainId, Code, Error, Result, pb};
+use strake_store::{Batch, MetaStore};
+
+use super::{
+    Engine,
+    record::{self, SIGHT_PREFIX},
+};
+
+/// As many replicas as no chain has.
+const MAX_REPLICAS: usize = 16;
+
+/// The state of a chain as of an epoch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sight {
+    pub epoch: u64,
+    pub replicas: Vec<pb::Replica>,
+    /// Seen since this target was opened.
+    pub lived: bool,
+}
+
+fn key(chain: ChainId) -> Bytes {
+    let mut b = BytesMut::with_capacity(5);
+    b.put_u8(SIGHT_PREFIX);
+    b.put_u32(chain);
+    b.freeze()
+}
+
+/// Format, epoch, number of replicas, then target and state of each; see `docs/formats.md`, "Chunk store".
+fn encode(key: &[u8], epoch: u64, replicas: &[pb::Replica]) -> Bytes {
+    let mut b = BytesMut::with_capacity(14 + replicas.len() * 5);
+    b.put_u8(record::FORMAT);
+    b.put_u64_le(epoch);
+    b.put_u8(replicas.len() as u8);
+    for r in replicas {
+        b.put_u32_le(r.target);
+        b.put_u8(r.state as u8);
+    }
+    record::seal(key, b)
+}
+
+fn decode(key: &[u8], value: &[u8]) -> Result<Sight> {
+    let bad = || Error::new(Code::Corrupt, "the chunk table's record of a chain is damaged");
+    let body = record::unseal(key, value)?;
+    let (epoch, rest) = body.split_first_chunk::<8>().ok_or_else(bad)?;
+    let (count, rest) = rest.split_first().ok_or_else(bad)?;
+    let (each, left) = rest.as_chunks::<5>();
+    if each.len() != usize::from(*count) || !left.is_empty() || each.len() > MAX_REPLICAS {
+        return Err(bad());
+    }
+    let replica = |b: &[u8; 5]| {
+        let state = i32::from(b[4]);
+        pb::ReplicaState::try_from(state).map_err(|_| bad())?;
+        Ok(pb::Replica { target: u32::from_le_bytes([b[0], b[1], b[2], b[3]]), state })
+    };
+    let replicas = each.iter().map(replica).collect::<Result<_>>()?;
+    Ok(Sight { epoch: u64::from_le_bytes(*epoch), replicas, lived: false })
+}
+
+/// Reads all of a table. A damaged one is left out: it is as if the target had never known of that chain.
+pub(super) fn load(table: &dyn MetaStore) -> Result<std::collections::BTreeMap<ChainId, Sight>> {
+    let mut all = std::collections::BTreeMap::new();
+    for pair in table.prefix(&[SIGHT_PREFIX]) {
+        let (k, v) = pair?;
+        let chain = k.get(1..).and_then(|b| b.try_into().ok()).map(u32::from_be_bytes);
+        match (chain, decode(&k, &v)) {
+            (Some(chain), Ok(sight)) => drop(all.insert(chain, sight)),
+            (_, e) => tracing::error!("what was known of a chain ({k:02x?}) cannot be read: {:?}", e.err()),
+        }
+    }
+    Ok(all)
+}
+
+impl Engine {
+    /// Writes down newer states of chains, before anything is done by them. Durable with the next sync.
+    pub fn note_sights<'a>(&self, chains: impl Iterator<Item = &'a pb::Chain>) -> Result<()> {
+        let mut sights = self.shared.sights.lock();
+        let mut batch = Batch::default();
+        let mut seen = Vec::new();
+        for c in chains.filter(|c| c.replicas.len() <= MAX_REPLICAS) {
+            let known = sights.get(&c.id);
+            if known.is_some_and(|s| s.lived && s.epoch >= c.epoch) {
+                continue;
+            }
+            if known.is_none_or(|s| s.epoch != c.epoch || s.replicas != c.replicas) {
+                let key = key(c.id);
+                let value = encode(&key, c.epoch, &c.replicas);
+                batch.put(key, value);
+            }
+            seen.push((c.id, Sight { epoch: c.epoch, replicas: c.replicas.clone(), lived: true }));
+        }
+        if !batch.is_empty() {
+            self.shared.table.commit(batch)?;
+        }
+        sights.extend(seen);
+        Ok(())
+    }
+
+    /// What this target knows of its chains.
+    pub fn sights(&self) -> Vec<pb::ChainSight> {
+        let sights = self.shared.sights.lock();
+        let sight = |(chain, s): (&ChainId, &Sight)| pb::ChainSight {
+            chain: *chain,
+            epoch: s.epoch,
+            replicas: s.replicas.clone(),
+            lived: s.lived,
+        };
+        sights.iter().map(sight).collect()
+    }
+
+    /// Makes the table, and with it the sights noted so far, durable.
+    pub async fn sync_sights(&self) -> Result<()> {
+        let table = self.shared.table.clone();
+        if !self.shared.options.offload_store {
+            return table.sync();
+        }
+        let task = tokio::task::spawn_blocking(move || table.sync());
+        task.await.map_err(|e| Error::new(Code::Io, format!("sync: {e}")))?
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn replicas() -> Vec<pb::Replica> {
+        vec![pb::Replica { target: 3, state: 1 }, pb::Replica { target: 0x0102_0304, state: 4 }]
+    }
+
+    #[test]
+    fn records_have_the_documented_bytes() {
+        let k = key(0x0a0b);
+        assert_eq!(&k[..], b"c\0\0\x0a\x0b");
+        let v = encode(&k, 9, &replicas());
+        assert_eq!(&v[..20], b"\x01\x09\0\0\0\0\0\0\0\x02\x03\0\0\0\x01\x04\x03\x02\x01\x04");
+        assert_eq!(decode(&k, &v).unwrap(), Sight { epoch: 9, replicas: replicas(), lived: false });
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let k = key(1);
+        let good = encode(&k, 9, &replicas());
+        assert!(decode(&key(2), &good).is_err(), "of another chain");
+        for n in 0..good.len() {
+            assert!(decode(&k, &good[..n]).is_err(), "cut at {n}");
+        }
+        let unknown = encode(&k, 9, &[pb::Replica { target: 1, state: 99 }]);
+        assert_eq!(decode(&k, &unknown).unwrap_err().code, Code::Corrupt);
+    }
+}
