@@ -25,6 +25,8 @@ pub const SNAPSHOT: u16 = 0x0062;
 pub const MEMBERS: u16 = 0x0063;
 /// mds to a new mds: who are you?
 pub const PROBE: u16 = 0x0064;
+/// mds to the mds that leads: what may be told of, see `docs/follower-reads.md`.
+pub const FRONTIER: u16 = 0x0065;
 
 /// Data plane; bodies are [`crate::data`] headers.
 pub const READ: u16 = 0x0101;

@@ -111,7 +111,11 @@ fn request(i: &mut Input) -> (Role, Message) {
 fn meta(i: &mut Input) -> Vec<u8> {
     let bytes = namespace::command(i);
     match pb::LogCommand::decode(bytes.clone()).map(|c| c.command) {
-        Ok(Some(pb::log_command::Command::Meta(m))) => m.encode_to_vec(),
+        Ok(Some(pb::log_command::Command::Meta(m))) => {
+            // Those without a number are often looks, which one that does not lead may be asked for.
+            let follower = m.seq % 2 == 0;
+            pb::MetaRequest { follower, ..m }.encode_to_vec()
+        }
         _ => bytes.to_vec(),
     }
 }

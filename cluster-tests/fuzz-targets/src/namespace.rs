@@ -279,6 +279,7 @@ pub fn command(i: &mut Input) -> Bytes {
             ops: ops(i),
             connection: u64::from(i.u8() % 4),
             dropped: vec![ino(i)],
+            follower: false,
         }),
     };
     entry(now, c)

@@ -179,6 +179,9 @@ impl Driver {
     ) -> Result<Driver> {
         let conf = sm.conf_state();
         let core = Core::new(&cfg, image, sm.applied(), &conf, env.random_u64())?;
+        if core.has_lost_state() {
+            sm.void();
+        }
         let health = peers.sender().health.clone();
         let (events_tx, events) = mpsc::channel(256);
         let (jobs, jobs_rx) = mpsc::channel(256);

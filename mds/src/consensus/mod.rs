@@ -79,6 +79,8 @@ pub trait StateMachine: Send + Sync + 'static {
     fn incarnation(&self) -> Option<Incarnation> {
         None
     }
+    /// The state is lost, and will be replaced by a copy: until `restore_end` nobody may be told of it.
+    fn void(&self) {}
     /// Forgets everything: pairs of another member's state follow. Until `restore_end` the state is never read.
     fn restore_begin(&self) -> Result<()>;
     fn restore_pairs(&self, pairs: Vec<(Bytes, Bytes)>) -> Result<()>;

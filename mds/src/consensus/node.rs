@@ -254,6 +254,11 @@ impl Node {
         self.peers.set(id, endpoint);
     }
 
+    /// Where another member is, if that is known.
+    pub fn endpoint_of(&self, id: u64) -> Option<Endpoint> {
+        self.peers.endpoint(id)
+    }
+
     /// Stops taking part. What was proposed and not answered may or may not run.
     pub async fn shutdown(&self) {
         if self.control.send(Control::Stop).await.is_ok() {

@@ -369,6 +369,16 @@ impl Leases {
         })
     }
 
+    /// The inodes of which an answer would have to wait now; `None`: more than `most`.
+    pub fn awaited(&self, most: usize) -> Option<Vec<Ino>> {
+        if self.unsettled == 0 {
+            return Some(Vec::new());
+        }
+        let awaited = self.entangled.iter().filter(|(_, recalls)| recalls.iter().any(|r| self.is_unsettled(*r)));
+        let inos: Vec<Ino> = awaited.map(|(ino, _)| *ino).take(most + 1).collect();
+        (inos.len() <= most).then_some(inos)
+    }
+
     /// Likewise for an answer of which it is not known what it depends on.
     pub fn is_all_settled(&self, ticket: Number) -> bool {
         let waited_for = |(n, (ino, _)): (&Number, &(Ino, Duration))| {

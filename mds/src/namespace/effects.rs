@@ -1,7 +1,10 @@
 //! What applied entries did that clients could see, and what answers depend on: for the leader's table of leases, see
 //! `docs/leases.md`.
 
-use std::{cell::RefCell, collections::BTreeSet};
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, BTreeSet},
+};
 
 use strake_proto::{Ino, SessionId, pb};
 
@@ -13,6 +16,8 @@ use pb::op::Op;
 pub struct Notes {
     /// Inodes whose records it read, those that are not there included.
     pub looked: RefCell<BTreeSet<Ino>>,
+    /// Of those that it read: by how many sessions they may be written, where by any.
+    pub written: RefCell<BTreeMap<Ino, u32>>,
     /// Inodes of which clients see something else now.
     pub changed: BTreeSet<Ino>,
     /// Who may write what from now on, or no longer, in order.
@@ -39,7 +44,7 @@ pub struct Effect {
 
 impl Effect {
     pub(super) fn of(notes: Notes) -> Effect {
-        let Notes { looked, changed, writers } = notes;
+        let Notes { looked, changed, writers, .. } = notes;
         Effect { looked: looked.into_inner(), changed, writers, ..Default::default() }
     }
 
@@ -129,4 +134,24 @@ pub fn told(ops: &[pb::Op], results: &[pb::OpResult]) -> BTreeSet<Ino> {
         }
     }
     out
+}
+
+/// Whether an operation only looks, and at what is in the log: a member that does not lead can do that. Who has something open, and who
+/// waits for a lock, only the leader knows.
+pub fn only_looks(op: &pb::Op) -> bool {
+    matches!(
+        op.op,
+        Some(
+            Op::Lookup(_)
+                | Op::Getattr(_)
+                | Op::Readdir(_)
+                | Op::Readlink(_)
+                | Op::Getxattr(_)
+                | Op::Listxattr(_)
+                | Op::Statfs(_)
+                | Op::Getlayout(_)
+                | Op::PathOf(_)
+                | Op::Access(_)
+        )
+    )
 }

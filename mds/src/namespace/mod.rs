@@ -58,6 +58,8 @@ struct Memory {
     place: Arc<Placement>,
     sessions: BTreeMap<SessionId, Session>,
     uuids: BTreeMap<Bytes, SessionId>,
+    /// The store is being replaced, or is not whole: nobody may be told of it.
+    void: bool,
 }
 
 /// An answer, and what it depends on.
@@ -65,6 +67,8 @@ pub struct ReadAt {
     pub reply: pb::MetaReply,
     /// The inodes that were looked at.
     pub looked: BTreeSet<Ino>,
+    /// Those of them that other sessions are on record as writing.
+    pub written: BTreeSet<Ino>,
     /// The last entry that it knows of.
     pub version: u64,
 }
@@ -210,21 +214,52 @@ impl Namespace {
     /// Likewise, with what the answer depends on.
     pub fn read_at(&self, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> ReadAt {
         let memory = self.memory.read();
-        let version = memory.header.applied_index;
-        let failed = |e: &Error| {
+        self.try_read(&memory, session, creds, ops).unwrap_or_else(|e| {
             let result = pb::OpResult { status: Some(e.to_status()), ..Default::default() };
             let reply = pb::MetaReply { results: vec![result], granted: Vec::new() };
-            ReadAt { reply, looked: BTreeSet::new(), version }
-        };
+            ReadAt { reply, looked: BTreeSet::new(), written: BTreeSet::new(), version: memory.header.applied_index }
+        })
+    }
+
+    /// Likewise, on a member that does not lead. An error is no answer: the session is not known here, or the state cannot be
+    /// read now.
+    pub fn read_following(&self, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> Result<ReadAt> {
+        let memory = self.memory.read();
+        if memory.void {
+            return Err(Error::new(Code::NotServing, "this metadata server waits for a copy of the state"));
+        }
+        if session == 0 {
+            return Err(Error::new(Code::NoSession, "a client's request needs a session"));
+        }
+        self.try_read(&memory, session, creds, ops)
+    }
+
+    /// `NoSession`, or what is wrong with the store.
+    fn try_read(&self, memory: &Memory, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> Result<ReadAt> {
         if session != 0 && !memory.sessions.contains_key(&session) {
-            return failed(&Error::new(Code::NoSession, format!("session {session} has ended; mount again")));
+            return Err(Error::new(Code::NoSession, format!("session {session} has ended; mount again")));
         }
         let none = Layer::default();
         let mut t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
         match ops::run(&mut t, ops::By { creds, session, index: 0 }, ops, false) {
-            Ok((reply, _)) => ReadAt { reply, looked: t.notes.looked.into_inner(), version },
-            Err(Fail::Op(e) | Fail::Store(e)) => failed(&e),
+            Ok((reply, _)) => {
+                let (looked, mut written) = (t.notes.looked.take(), BTreeSet::new());
+                for (ino, writers) in t.notes.written.take() {
+                    let own = self.store.get(&keys::writer(session, ino))?.is_some();
+                    if writers > u32::from(own) {
+                        written.insert(ino);
+                    }
+                }
+                Ok(ReadAt { reply, looked, written, version: memory.header.applied_index })
+            }
+            Err(Fail::Op(e) | Fail::Store(e)) => Err(e),
         }
+    }
+
+    /// The store is about to be replaced, or is not whole: [`Namespace::read_following`] answers nothing before the next
+    /// [`Namespace::reload`]. Returns when nobody reads any more.
+    pub fn void(&self) {
+        self.memory.write().void = true;
     }
 
     /// The last applied index: what was read at this one is as new as can be.

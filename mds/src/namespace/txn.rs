@@ -168,6 +168,9 @@ impl<'a> Txn<'a> {
         let key = keys::numbered(keys::INODE, ino);
         let Some(value) = self.store.get(&key).map_err(Fail::Store)? else { return Ok(None) };
         let r: pb::InodeRecord = decode(&key, value)?;
+        if r.writers > 0 {
+            self.notes.written.borrow_mut().insert(ino, r.writers);
+        }
         if r.attr.is_none_or(|a| a.ino != ino) {
             let m = format!("the record of inode {ino} is not that inode's; restore this member from its peers");
             return Err(Fail::Store(Error::new(Code::Corrupt, m)));

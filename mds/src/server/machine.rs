@@ -1,17 +1,18 @@
 //! The namespace as what Raft replicates.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use prost::Message;
 use strake_fabric::watch;
-use strake_proto::{Code, Error, Incarnation, Result};
+use strake_proto::{Code, Error, Incarnation, Ino, Result};
 use strake_store::{Batch, MetaStore};
 
-use super::recalls::Recalls;
+use super::{recalls::Recalls, recent::Recent};
 use crate::{
     consensus::{Committed, StateMachine, StateSnapshot},
-    namespace::Namespace,
+    namespace::{Namespace, effects::Effect},
 };
 
 /// See the module.
@@ -20,19 +21,26 @@ pub struct Machine {
     store: Arc<dyn MetaStore>,
     applied: watch::Sender<u64>,
     recalls: Arc<Recalls>,
+    recent: Mutex<Recent>,
 }
 
 impl Machine {
     /// `recalls` is told of everything that is applied.
     pub fn open(store: Arc<dyn MetaStore>, recalls: Arc<Recalls>) -> Result<Machine> {
         let namespace = Namespace::open(store.clone())?;
-        let applied = watch::Sender::new(namespace.header().applied_index);
-        Ok(Machine { namespace, store, applied, recalls })
+        let index = namespace.header().applied_index;
+        let (applied, recent) = (watch::Sender::new(index), Mutex::new(Recent::new(index)));
+        Ok(Machine { namespace, store, applied, recalls, recent })
     }
 
     /// The last applied index, whenever it changes.
     pub fn applied_watch(&self) -> watch::Receiver<u64> {
         self.applied.subscribe()
+    }
+
+    /// Whether certainly none of these was changed after entry `index`, in what was applied up to now.
+    pub fn same_since(&self, index: u64, inos: &BTreeSet<Ino>) -> bool {
+        self.recent.lock().same_since(index, inos)
     }
 }
 
@@ -48,7 +56,11 @@ impl StateMachine for Machine {
 
     fn apply(&self, entries: Vec<Committed>, last: (u64, u64), conf_state: Option<Vec<u8>>) -> Result<Vec<Bytes>> {
         let entries: Vec<_> = entries.into_iter().map(|e| (e.index, e.term, e.data)).collect();
-        let tell = |effects: &[_]| self.recalls.tell(effects);
+        // Before any reader can see it.
+        let tell = |effects: &[Effect]| {
+            self.recent.lock().note(last.0, effects.iter().flat_map(|e| e.changed.iter().copied()));
+            self.recalls.tell(effects);
+        };
         let replies = self.namespace.apply_and_tell(&entries, last, conf_state.as_deref(), tell)?;
         self.applied.send_replace(last.0);
         Ok(replies.into_iter().map(|r| r.encode_to_vec().into()).collect())
@@ -73,7 +85,12 @@ impl StateMachine for Machine {
         (!map.map.fs_uuid.is_empty()).then_some(Incarnation(map.map.incarnation))
     }
 
+    fn void(&self) {
+        self.namespace.void();
+    }
+
     fn restore_begin(&self) -> Result<()> {
+        self.namespace.void();
         self.store.clear()
     }
 
@@ -83,6 +100,7 @@ impl StateMachine for Machine {
     }
 
     fn restore_end(&self, index: u64, term: u64, conf_state: Vec<u8>) -> Result<()> {
+        *self.recent.lock() = Recent::new(index);
         self.namespace.reload()?;
         let h = self.namespace.header();
         if (h.applied_index, h.applied_term) != (index, term) {

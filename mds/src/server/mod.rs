@@ -2,6 +2,7 @@
 //!
 //! `service` answers requests, `reads` those about the namespace: reads after a barrier, changes through the log, under the
 //! leases that `recalls` keeps. `machine` is what the log is applied to.
+//! `followers` answers reads while this server does not lead, `recent` helps it.
 //! `leader` runs what only the leader does: membership ticks, session terms, orphans; `chunks` are its workers that cut
 //! and delete chunks at the storage servers. `sessions` is its pure table of sessions and opens. `disk` starts all that
 //! from a folder, `locks` and `waits` have clients wait for locks, `room` says which changes its disk has space for, `admin` serves gRPC,
@@ -11,12 +12,14 @@ mod admin;
 mod chunks;
 pub mod config;
 pub mod disk;
+mod followers;
 mod leader;
 mod locks;
 mod machine;
 mod members;
 mod reads;
 mod recalls;
+mod recent;
 mod room;
 mod service;
 pub mod sessions;
@@ -28,7 +31,10 @@ mod tests;
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::PathBuf,
-    sync::{Arc, OnceLock, atomic::AtomicU64},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
     time::Duration,
 };
 
@@ -47,6 +53,7 @@ use crate::{
     cluster::{manager::Manager, recovery},
     consensus::{self, Leadership, LogStore, Node},
 };
+use followers::Following;
 use recalls::Recalls;
 use room::{Need, Room};
 use sessions::Sessions;
@@ -94,6 +101,7 @@ struct Mds {
     lead: Mutex<Option<Lead>>,
     links: chunks::Links,
     room: Room,
+    following: Following,
     /// Requests that were proposed and whose outcome is not known here: (session, sequence number).
     unsettled: Mutex<BTreeSet<(SessionId, u64)>>,
     /// A reply waits for a file to be cut.
@@ -150,6 +158,7 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
         lead: Mutex::new(None),
         links: chunks::Links::new(parts.fabric.clone()),
         room,
+        following: Following::default(),
         unsettled: Mutex::default(),
         trim_wanted: Notify::new(),
         turns: watch::Sender::new(0),
@@ -165,7 +174,11 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
     let _ = mds.advertised.set(advertised);
     let follower = mds.clone();
     let follow = async move { follower.follow_map().await };
-    let mut tasks = vec![mds.env.spawn(leader::run(mds.clone())), mds.env.spawn(follow)];
+    let mut tasks = vec![
+        mds.env.spawn(leader::run(mds.clone())),
+        mds.env.spawn(follow),
+        mds.env.spawn(followers::run(mds.clone())),
+    ];
     if disk.reserve > 0 {
         tasks.push(mds.env.spawn(watch_room(mds.clone())));
     }
@@ -366,6 +379,8 @@ impl Mds {
             map: Some(map.map.clone()),
             locks: ns.locked_by(0),
             lock_waits: lead.as_ref().map_or(0, |l| l.waits.len() as u64),
+            follower_reads: self.following.answered.load(Relaxed),
+            follower_refusals: self.following.refused.load(Relaxed),
         }
     }
 }

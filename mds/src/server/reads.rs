@@ -100,6 +100,7 @@ impl Mds {
     pub(super) async fn change(&self, term: u64, epoch: u64, mut request: pb::MetaRequest) -> Result<pb::MetaReply> {
         let by = Asker { session: request.session, connection: request.connection };
         self.recalls.dropped(term, by, &std::mem::take(&mut request.dropped))?;
+        request.follower = false;
         let writes = request.ops.iter().filter(|o| effects::enlists(o)).count();
         if !self.recalls.may_write(term, by.session, writes)? && !self.may_have_run(by.session, request.seq) {
             let m = format!("session {} has too many files open for writing; close some", by.session);

@@ -361,6 +361,12 @@ impl Recalls {
         .await
     }
 
+    /// The inodes of which an answer would have to wait now. `NotServing`: all would, or these are more than `most`.
+    pub fn awaited(&self, term: u64, most: usize) -> Result<Vec<Ino>> {
+        let inos = self.with(term, |t, now| if t.leases.in_grace(now) { None } else { t.leases.awaited(most) })?;
+        inos.ok_or_else(|| Error::new(Code::NotServing, "too much is not settled for others to be told what is"))
+    }
+
     async fn until(&self, term: u64, mut over: impl FnMut(&Table, Duration) -> bool) -> Result<()> {
         let mut news = self.news.subscribe();
         while !self.with(term, |t, now| over(t, now))? {

@@ -80,6 +80,7 @@ impl Service for Mds {
             | opcode::SNAPSHOT
             | opcode::MEMBERS
             | opcode::PROBE
+            | opcode::FRONTIER
                 if peer.role != Role::Server =>
             {
                 return Err(self.refuse(peer, request.opcode));
@@ -97,6 +98,11 @@ impl Service for Mds {
             opcode::PENDING => self.pending(decode(body)?).await?,
             opcode::MEMBERS => self.members(decode(body)?).await?,
             opcode::PROBE => self.probed().await?,
+            opcode::FRONTIER => {
+                let r: pb::FrontierRequest = decode(body)?;
+                self.of_this_life(peer, r.incarnation)?;
+                self.frontier(r).await?
+            }
             opcode::RAFT | opcode::SNAPSHOT => return self.node.handle(request).await,
             other => return Err(unknown_opcode(other)),
         };
@@ -121,7 +127,7 @@ fn at_most(limit: usize, list: u32, body: Bytes) -> Result<Bytes> {
 }
 
 /// Likewise for a list of numbers, which come many to a field, each ending with a byte below 128.
-fn few_numbers(limit: usize, list: u32, body: Bytes) -> Result<Bytes> {
+pub(super) fn few_numbers(limit: usize, list: u32, body: Bytes) -> Result<Bytes> {
     count(limit, list, body, |wire_type, field| match wire_type {
         // With the field's length, which is one more of them.
         WireType::LengthDelimited => field.iter().filter(|b| **b < 128).count() - 1,
@@ -293,6 +299,9 @@ impl Mds {
     }
 
     async fn meta(&self, request: pb::MetaRequest) -> Result<Bytes> {
+        if request.follower && self.leading().is_err() {
+            return Ok(encode(&self.follow(request).await?));
+        }
         let epoch = self.heard(request.session)?;
         let term = self.leading()?;
         if !Namespace::is_mutation(&request.ops) {

@@ -9,15 +9,15 @@ const TERM: Duration = Duration::from_millis(1500);
 const AWHILE: Duration = Duration::from_millis(700);
 
 /// A client that remembers nothing and says so.
-struct Holder<'a> {
-    c: Client<'a>,
+pub struct Holder<'a> {
+    pub c: Client<'a>,
     w: &'a World,
     connection: u64,
     acknowledged: u64,
 }
 
 impl<'a> Holder<'a> {
-    async fn new(w: &'a World, uuid: u8) -> Holder<'a> {
+    pub async fn new(w: &'a World, uuid: u8) -> Holder<'a> {
         let mut h = Holder { c: w.client(uuid).await, w, connection: 0, acknowledged: 0 };
         assert_eq!(h.hello(false).await, 1500);
         h
@@ -28,7 +28,7 @@ impl<'a> Holder<'a> {
         self.renewal(self.connection, true, lives_on).await.unwrap()
     }
 
-    async fn renew(&self) -> u32 {
+    pub async fn renew(&self) -> u32 {
         self.renewal(self.connection, false, false).await.unwrap()
     }
 
@@ -38,17 +38,17 @@ impl<'a> Holder<'a> {
         r.map(|r| r.lease_ms).map_err(|e| e.code)
     }
 
-    fn request(&mut self, op: Op) -> pb::MetaRequest {
+    pub fn request(&mut self, op: Op) -> pb::MetaRequest {
         pb::MetaRequest { connection: self.connection, ..self.c.request(vec![op]) }
     }
 
-    async fn send(&self, r: &pb::MetaRequest) -> pb::MetaReply {
+    pub async fn send(&self, r: &pb::MetaRequest) -> pb::MetaReply {
         let r: pb::MetaReply = self.w.ask(Role::Client, opcode::META, r).await.unwrap();
         assert!(r.results.iter().all(|r| r.status.is_none()), "{:?}", r.results);
         r
     }
 
-    async fn one(&mut self, op: Op) -> pb::MetaReply {
+    pub async fn one(&mut self, op: Op) -> pb::MetaReply {
         let r = self.request(op);
         self.send(&r).await
     }
@@ -59,7 +59,7 @@ impl<'a> Holder<'a> {
     }
 
     /// Acknowledges what came before, and waits for more.
-    async fn poll(&mut self, reported: Vec<u64>) -> pb::RecallReply {
+    pub async fn poll(&mut self, reported: Vec<u64>) -> pb::RecallReply {
         let r = self.recall(reported);
         let r: pb::RecallReply = self.w.ask(Role::Client, opcode::RECALL, &r).await.unwrap();
         self.acknowledged = r.recalls.iter().map(|r| r.number).fold(self.acknowledged, u64::max);
@@ -67,7 +67,7 @@ impl<'a> Holder<'a> {
     }
 
     /// Forgets what it is told to; what that was.
-    async fn forget(&mut self) -> Vec<u64> {
+    pub async fn forget(&mut self) -> Vec<u64> {
         let r = self.poll(vec![]).await;
         let more = timeout(Duration::from_millis(100), self.poll(vec![])).await;
         assert!(more.is_err(), "nothing else: {more:?}");
@@ -75,26 +75,26 @@ impl<'a> Holder<'a> {
     }
 }
 
-fn getattr(ino: u64) -> Op {
+pub fn getattr(ino: u64) -> Op {
     Op::Getattr(pb::GetAttr { ino })
 }
-fn chmod(ino: u64, mode: u32) -> Op {
+pub fn chmod(ino: u64, mode: u32) -> Op {
     Op::Setattr(pb::SetAttr { ino, mode: Some(mode), ..Default::default() })
 }
 fn open(ino: u64, flags: u32) -> Op {
     Op::Open(pb::Open { ino, flags })
 }
-fn list() -> Op {
+pub fn list() -> Op {
     Op::Readdir(pb::Readdir { dir: ROOT_INO, attrs: true, ..Default::default() })
 }
-fn extend(ino: u64, end: u64) -> Op {
+pub fn extend(ino: u64, end: u64) -> Op {
     Op::Extend(pb::Extend { ino, end, holes: false })
 }
 fn size(r: &pb::MetaReply) -> u64 {
     r.results[0].attr.unwrap().size
 }
 
-async fn timed<T>(f: impl Future<Output = T>) -> (T, Duration) {
+pub async fn timed<T>(f: impl Future<Output = T>) -> (T, Duration) {
     let began = Instant::now();
     (f.await, began.elapsed())
 }

@@ -47,16 +47,21 @@ impl Clock for TestClock {
 pub struct Net {
     services: Mutex<BTreeMap<u32, Arc<dyn Service>>>,
     peers: AtomicU64,
+    /// Members that no other server reaches, and that reach none. Clients reach them.
+    pub cut_off: Mutex<BTreeSet<u32>>,
 }
 
 pub struct NetFabric {
     net: Arc<Net>,
+    /// 0: of nobody in particular.
+    from: u32,
     role: Role,
     pool: Pool,
 }
 
 pub struct NetConnection {
     net: Arc<Net>,
+    from: u32,
     to: u32,
     role: Role,
     id: u64,
@@ -80,11 +85,21 @@ fn sim(at: &Endpoint) -> Result<u32> {
 
 impl Net {
     pub fn connect(self: &Arc<Self>, to: u32, role: Role) -> Arc<NetConnection> {
+        self.connect_from(0, to, role)
+    }
+    fn connect_from(self: &Arc<Self>, from: u32, to: u32, role: Role) -> Arc<NetConnection> {
         let id = self.peers.fetch_add(1, Ordering::Relaxed);
-        Arc::new(NetConnection { net: self.clone(), to, role, id, closed: AtomicBool::new(false) })
+        Arc::new(NetConnection { net: self.clone(), from, to, role, id, closed: AtomicBool::new(false) })
     }
     pub fn fabric(self: &Arc<Self>, role: Role) -> Arc<NetFabric> {
-        Arc::new(NetFabric { net: self.clone(), role, pool: Pool::default() })
+        self.fabric_of(0, role)
+    }
+    fn fabric_of(self: &Arc<Self>, from: u32, role: Role) -> Arc<NetFabric> {
+        Arc::new(NetFabric { net: self.clone(), from, role, pool: Pool::default() })
+    }
+    fn is_cut(&self, from: u32, to: u32) -> bool {
+        let cut = self.cut_off.lock();
+        from != 0 && (cut.contains(&from) || cut.contains(&to))
     }
 }
 
@@ -95,7 +110,7 @@ impl Fabric for NetFabric {
         if !self.net.services.lock().contains_key(&to) {
             return Err(Error::new(Code::Disconnected, format!("nobody listens at sim:{to}")));
         }
-        Ok(self.net.connect(to, self.role))
+        Ok(self.net.connect_from(self.from, to, self.role))
     }
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {
         let n = sim(at)?;
@@ -111,6 +126,10 @@ impl Fabric for NetFabric {
 impl Connection for NetConnection {
     async fn call(&self, request: Message, limit: Duration) -> Result<Message> {
         let gone = || Error::new(Code::Disconnected, "the peer is gone");
+        if self.net.is_cut(self.from, self.to) {
+            sleep(limit).await;
+            return Err(Error::new(Code::TimedOut, "no answer"));
+        }
         let service = self.net.services.lock().get(&self.to).cloned().ok_or_else(gone)?;
         let peer = Peer { role: self.role, addr: format!("test-{}", self.id), id: self.id, back: None };
         let answer = tokio::spawn(async move { service.handle(&peer, request).await });
@@ -187,7 +206,7 @@ impl World {
         (self.change)(&mut cfg);
         let parts = Parts {
             env: env.clone(),
-            fabric: self.net.fabric(Role::Server),
+            fabric: self.net.fabric_of(i as u32 + 1, Role::Server),
             log: self.logs[i].clone(),
             store: self.stores[i].clone(),
             cap_key: CapKey::from_cluster_key(&KEY),

@@ -1,0 +1,186 @@
+//! Reads by members that do not lead: `docs/follower-reads.md` says when they may be answered, and why that is linearizable.
+
+use std::{
+    collections::BTreeSet,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use prost::Message as _;
+use strake_fabric::{Connection, Message};
+use strake_proto::{Code, Error, Ino, Result, opcode, pb};
+use tokio::{
+    sync::{Notify, oneshot},
+    time::timeout,
+};
+
+use super::{
+    Mds,
+    service::{encode, few_numbers},
+};
+use crate::{
+    consensus::StateMachine as _,
+    namespace::{ReadAt, effects},
+};
+
+/// Inodes that a frontier names at most.
+const MAX_UNSETTLED: usize = 4096;
+const UNSETTLED_TAG: u32 = 2;
+/// Reads that wait for one frontier.
+const MAX_GATHERED: usize = 4096;
+/// How long the leader is asked, and how long its log is waited for.
+const ASK: Duration = Duration::from_millis(300);
+const BEHIND: Duration = Duration::from_millis(200);
+/// How often a read looks whose answer depends on what is not settled.
+const LOOKS: usize = 3;
+
+/// What the leader says may be told: all up to an entry, but for what some inodes are about.
+struct Frontier {
+    index: u64,
+    unsettled: BTreeSet<Ino>,
+}
+
+type Waiting = oneshot::Sender<Result<Arc<Frontier>>>;
+
+/// What a member keeps for reads while it does not lead.
+#[derive(Default)]
+pub(super) struct Following {
+    /// Reads that wait for the next frontier.
+    gathered: Mutex<Vec<Waiting>>,
+    wanted: Notify,
+    pub answered: AtomicU64,
+    pub refused: AtomicU64,
+}
+
+impl Following {
+    /// A frontier that was asked for after this was called.
+    async fn frontier(&self) -> Result<Arc<Frontier>> {
+        let (tell, told) = oneshot::channel();
+        {
+            let mut gathered = self.gathered.lock();
+            if gathered.len() >= MAX_GATHERED {
+                return Err(cannot("too many reads wait here"));
+            }
+            gathered.push(tell);
+        }
+        self.wanted.notify_one();
+        told.await.unwrap_or_else(|_| Err(cannot("the server stops")))
+    }
+}
+
+/// Not this server, not now.
+fn cannot(why: &str) -> Error {
+    Error::new(Code::NotServing, format!("this metadata server does not lead, and cannot answer now: {why}"))
+}
+
+/// Asks for frontiers for ever: one at a time, for all who wait.
+pub(super) async fn run(mds: Arc<Mds>) {
+    let mut link = None;
+    loop {
+        mds.following.wanted.notified().await;
+        let waiting = std::mem::take(&mut *mds.following.gathered.lock());
+        if waiting.is_empty() {
+            continue;
+        }
+        let asked = timeout(ASK, mds.ask_frontier(&mut link)).await;
+        let frontier = asked.unwrap_or_else(|_| Err(cannot("the leader does not answer"))).map(Arc::new);
+        if frontier.is_err()
+            && let Some((_, conn)) = link.take()
+        {
+            conn.close();
+        }
+        waiting.into_iter().for_each(|w| drop(w.send(frontier.clone())));
+    }
+}
+
+impl Mds {
+    /// Asks who leads. `link`: the leader that was asked last, and the connection to it.
+    async fn ask_frontier(&self, link: &mut Option<(u64, Arc<dyn Connection>)>) -> Result<Frontier> {
+        let leader = self.leadership.borrow().leader;
+        let conn = match link {
+            Some((id, conn)) if *id == leader && !conn.is_closed() => conn.clone(),
+            _ => {
+                let at = self.node.endpoint_of(leader).ok_or_else(|| cannot("it knows of no leader"))?;
+                let conn = self.links.fabric().connect(&at, None).await.map_err(|e| cannot(&e.message))?;
+                link.insert((leader, conn)).1.clone()
+            }
+        };
+        let request = pb::FrontierRequest { member: self.cfg.id, incarnation: self.map().map.incarnation };
+        let m = Message::new(opcode::FRONTIER, request.encode_to_vec());
+        let m = conn.call(m, ASK).await.map_err(|e| cannot(&e.message))?;
+        let body = few_numbers(MAX_UNSETTLED, UNSETTLED_TAG, m.body)?;
+        let r = pb::FrontierReply::decode(body).map_err(|e| cannot(&e.to_string()))?;
+        Ok(Frontier { index: r.index, unsettled: r.unsettled.into_iter().collect() })
+    }
+
+    /// Tells a member that does not lead what it may tell of. `NotLeader`; `NotServing`: nothing now; `NotMember`: it is no member any more.
+    pub(super) async fn frontier(&self, request: pb::FrontierRequest) -> Result<Bytes> {
+        let term = self.leading()?;
+        if self.machine.is_former(request.member) {
+            let m = format!("metadata server {} was removed from its group", request.member);
+            return Err(Error::new(Code::NotMember, m));
+        }
+        self.node.read_barrier().await?;
+        let index = self.machine.namespace.version();
+        // After the index: of what was applied up to that nothing is missing.
+        let unsettled = self.recalls.awaited(term, MAX_UNSETTLED)?;
+        Ok(encode(&pb::FrontierReply { index, unsettled }))
+    }
+
+    /// A list that a client sent here though this server does not lead. `NotLeader`: only the leader can answer it; `NotServing`: this
+    /// server cannot, at the moment.
+    pub(super) async fn follow(&self, request: pb::MetaRequest) -> Result<pb::MetaReply> {
+        let outcome = self.read_following(&request).await;
+        let counter = if outcome.is_ok() { &self.following.answered } else { &self.following.refused };
+        counter.fetch_add(1, Relaxed);
+        outcome
+    }
+
+    async fn read_following(&self, request: &pb::MetaRequest) -> Result<pb::MetaReply> {
+        let creds = request.creds.clone().unwrap_or_default();
+        let elsewhere = || self.leading().err().unwrap_or_else(|| Error::not_leader(0));
+        if !request.ops.iter().all(effects::only_looks) {
+            return Err(elsewhere());
+        }
+        for _ in 0..LOOKS {
+            let frontier = self.following.frontier().await?;
+            let mut applied = self.machine.applied_watch();
+            match timeout(BEHIND, applied.wait_for(|index| *index >= frontier.index)).await {
+                Ok(Ok(_)) => {}
+                Ok(Err(_)) => return Err(cannot("it stops")),
+                Err(_) => return Err(cannot("it is behind")),
+            }
+            let read = self.machine.namespace.read_following(request.session, &creds, &request.ops);
+            // Whose session has ended only the leader says.
+            let read = read.map_err(|e| cannot(&e.message))?;
+            if self.may_tell(&frontier, &read) {
+                return leave_out(read).ok_or_else(elsewhere);
+            }
+        }
+        Err(elsewhere())
+    }
+
+    /// Whether the answer is what the leader could have answered when it told the frontier.
+    fn may_tell(&self, frontier: &Frontier, read: &ReadAt) -> bool {
+        let settled = read.looked.is_disjoint(&frontier.unsettled);
+        settled && self.machine.same_since(frontier.index, &read.looked)
+    }
+}
+
+/// Leaves out of listings what somebody else may still have to report. `None`: it is shown elsewhere, its writer must be asked.
+fn leave_out(read: ReadAt) -> Option<pb::MetaReply> {
+    let ReadAt { mut reply, written, .. } = read;
+    let written = |a: &pb::Attr| written.contains(&a.ino);
+    if reply.results.iter().filter_map(|r| r.attr.as_ref()).any(written) {
+        return None;
+    }
+    for e in reply.results.iter_mut().flat_map(|r| &mut r.entries) {
+        e.attr = e.attr.filter(|a| !written(a));
+    }
+    Some(reply)
+}
