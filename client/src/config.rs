@@ -15,6 +15,19 @@ use crate::keep::Keep;
 /// As [`Config::op_timeout`]: without end. A hundred years, because time is added to it.
 pub const FOREVER: Duration = Duration::from_secs(100 * 366 * 86_400);
 
+/// What is asked of metadata servers that do not lead: their answers are as good, but cannot be remembered. See
+/// `docs/follower-reads.md`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FollowerReads {
+    /// Only what would not be remembered anyhow, or is too much for it.
+    #[default]
+    Auto,
+    /// Everything that only looks and is not known.
+    Always,
+    /// Nothing.
+    Never,
+}
+
 /// Settings of a [`crate::Client`]. Start from [`Config::new`] and change what differs.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -49,6 +62,8 @@ pub struct Config {
     pub connections_per_node: usize,
     /// Read from this replica of each chain only (0 = first), to verify copies one by one. `None`: from any.
     pub read_replica: Option<usize>,
+    /// What is asked of metadata servers that do not lead.
+    pub follower_reads: FollowerReads,
     /// This client's uuid; random unless given.
     pub uuid: Option<[u8; 16]>,
     /// Uuids of clients that are certainly gone; their sessions end when this one's begins. At most 64.
@@ -76,6 +91,7 @@ impl Config {
             read_only: false,
             connections_per_node: 2,
             read_replica: None,
+            follower_reads: FollowerReads::Auto,
             uuid: None,
             dead: Vec::new(),
             keep: None,
@@ -124,6 +140,10 @@ stats!({
     meta_requests,
     /// Of those, requests about names and files: all but what keeps the session, its leases and the cluster map.
     operations,
+    /// Of those, lists that a metadata server answered which does not lead.
+    follower_reads,
+    /// And lists that such a one was asked in vain; the leader was asked then.
+    follower_refusals,
     /// Requests to object storage servers, retries included.
     data_requests,
     /// Of those, reads of bytes, and writes.

@@ -32,6 +32,7 @@ mod core;
 mod data;
 mod file;
 mod flush;
+mod followers;
 mod found;
 mod holes;
 mod idle;
@@ -56,7 +57,7 @@ mod unstable;
 
 use std::{sync::Arc, time::Duration};
 
-pub use config::{Config, FOREVER, Stats};
+pub use config::{Config, FOREVER, FollowerReads, Stats};
 pub use file::File;
 pub use keep::{Keep, Numbers, numbered};
 pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS};

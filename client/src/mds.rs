@@ -23,7 +23,7 @@ use tokio::time::timeout;
 
 use crate::{
     away::Kind,
-    config::Counters,
+    config::{Counters, FollowerReads},
     core::{Attempts, Core},
     inode::{Inode, O_ACCMODE},
     keep::{self, Keep, Numbers},
@@ -256,6 +256,7 @@ impl Core {
             Counters::add(&self.stats.failovers, 1);
         }
         self.finder.lock().found(&leader.at);
+        self.followers.leader_is(&leader.at);
         link.current = Some(leader.clone());
         Ok(leader)
     }
@@ -539,6 +540,9 @@ impl Core {
             request.session = s.id;
             request.seq = turn.as_ref().map_or(0, |t| t.1);
             request.lowest_unanswered = s.seqs.lock().lowest_unanswered();
+            if !mutation && let Some(results) = self.ask_follower(&request).await {
+                return Ok(results);
+            }
             let mut asking = self.memory.begin(&request.ops);
             request.dropped = std::mem::take(&mut asking.dropped);
             let body = request.encode_to_vec();
@@ -553,6 +557,9 @@ impl Core {
                 Ok(m) => {
                     let reply = check(decode::<pb::MetaReply>(&m)?, sent)?;
                     asking.answered(self.env.boot(), creds, &request.ops, &reply);
+                    if !mutation && self.cfg.follower_reads != FollowerReads::Never {
+                        self.followers.told_by_leader(&request.ops, &reply);
+                    }
                     return Ok(reply.results);
                 }
                 Err(e) if e.code == Code::NoSession => {
@@ -574,7 +581,7 @@ impl Core {
 }
 
 /// A reply must be as long as the list, or end with a failure.
-fn check(reply: pb::MetaReply, sent: usize) -> Result<pb::MetaReply> {
+pub(crate) fn check(reply: pb::MetaReply, sent: usize) -> Result<pb::MetaReply> {
     let r = &reply.results;
     let failed_at = r.iter().position(|o| o.status.as_ref().is_some_and(|s| s.code != 0));
     match failed_at {

@@ -146,6 +146,11 @@ fn print_nodes(answers: &Answers) {
             println!("note: {addr}: {n}");
         }
     }
+    for s in answers.iter().filter_map(|(_, r)| r.as_ref().ok()).filter(|s| s.follower_reads + s.follower_refusals > 0)
+    {
+        let (told, sent) = (s.follower_reads, s.follower_refusals);
+        println!("{}: {told} reads answered while it did not lead, {sent} sent to the leader", s.name);
+    }
 }
 
 fn state_name(s: ReplicaState) -> &'static str {
@@ -231,6 +236,7 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
                     "voters": r.voters, "learners": r.learners })),
                 "inodes": s.inodes, "orphans": s.orphans, "gc_queue": s.gc_queue,
                 "locks": s.locks, "lock_waits": s.lock_waits,
+                "follower_reads": s.follower_reads, "follower_refusals": s.follower_refusals,
                 "sessions": s.sessions.iter().map(|c| json!({ "id": c.id, "hostname": c.hostname, "pid": c.pid,
                     "version": c.version, "idle_ms": c.idle_ms, "opens": c.opens,
                     "locks": c.locks })).collect::<Vec<_>>(),

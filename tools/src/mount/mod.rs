@@ -19,7 +19,7 @@ use std::{
 };
 
 use clap::Args;
-use options::{LONGEST, Options, TransportKey};
+use options::{FollowerKey, LONGEST, Options, TransportKey};
 use serde::Deserialize;
 use source::Source;
 use strake_client::{Client, FOREVER};
@@ -112,6 +112,8 @@ struct MountSection {
     transport: TransportKey,
     read_replica: Option<usize>,
     cache_bytes: Option<u64>,
+    #[serde(default)]
+    follower_reads: FollowerKey,
     run_dir: Option<PathBuf>,
     #[serde(default)]
     options: String,
@@ -160,6 +162,7 @@ impl MountSection {
         self.transport = asked.transport.unwrap_or(self.transport);
         self.read_replica = asked.read_replica.or(self.read_replica);
         self.cache_bytes = asked.cache_bytes.or(self.cache_bytes);
+        self.follower_reads = asked.follower_reads.unwrap_or(self.follower_reads);
         self.run_dir = asked.run_dir.clone().or(self.run_dir.take());
         self.asked = asked;
     }
@@ -190,6 +193,7 @@ impl MountSection {
             read_only: self.read_only,
             read_replica: self.read_replica,
             cache_bytes: self.cache_bytes.map_or(usual.cache_bytes, |n| n as usize),
+            follower_reads: self.follower_reads.into(),
             ..usual
         })
     }

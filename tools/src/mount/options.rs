@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use strake_client::FollowerReads;
 use strake_fuse::{MountFlags, Transport, table};
 use strake_proto::{Code, Error, Result};
 
@@ -29,6 +30,26 @@ impl From<TransportKey> for Transport {
         match key {
             TransportKey::Dev => Transport::Dev,
             TransportKey::Fuser => Transport::Fuser,
+        }
+    }
+}
+
+/// See `docs/follower-reads.md`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FollowerKey {
+    #[default]
+    Auto,
+    Always,
+    Never,
+}
+
+impl From<FollowerKey> for FollowerReads {
+    fn from(key: FollowerKey) -> FollowerReads {
+        match key {
+            FollowerKey::Auto => FollowerReads::Auto,
+            FollowerKey::Always => FollowerReads::Always,
+            FollowerKey::Never => FollowerReads::Never,
         }
     }
 }
@@ -60,6 +81,7 @@ pub struct Options {
     pub threads: Option<usize>,
     pub read_replica: Option<usize>,
     pub cache_bytes: Option<u64>,
+    pub follower_reads: Option<FollowerKey>,
     pub run_dir: Option<PathBuf>,
 }
 
@@ -79,7 +101,7 @@ const WORDS: [&str; 12] = [
     "nofail",
 ];
 /// Options with one.
-const VALUES: [&str; 16] = [
+const VALUES: [&str; 17] = [
     "timeout",
     "retry",
     "subtree",
@@ -94,6 +116,7 @@ const VALUES: [&str; 16] = [
     "threads",
     "read_replica",
     "cache_bytes",
+    "follower_reads",
     "run_dir",
     "comment",
 ];
@@ -194,6 +217,18 @@ impl Options {
             "attr_timeout" => self.attr_timeout = Some(seconds(name, value)?),
             "entry_timeout" => self.entry_timeout = Some(seconds(name, value)?),
             "cache_bytes" => self.cache_bytes = Some(number(name, value, 0, LARGEST_CACHE, "bytes")?),
+            "follower_reads" => {
+                self.follower_reads = Some(match value {
+                    "auto" => FollowerKey::Auto,
+                    "always" => FollowerKey::Always,
+                    "never" => FollowerKey::Never,
+                    _ => {
+                        return Err(bad(format!(
+                            "option 'follower_reads={value}': there are 'auto', 'always' and 'never'"
+                        )));
+                    }
+                });
+            }
             "threads" => self.threads = Some(number(name, value, 0, crate::MAX_THREADS as u64, "threads")? as usize),
             _ => self.read_replica = Some(number(name, value, 0, 2, "the number of a copy")? as usize),
         }
@@ -367,6 +402,8 @@ mod tests {
             "read_replica=3",
             "read_replica=x",
             "cache_bytes=-1",
+            "follower_reads",
+            "follower_reads=yes",
             "cache_bytes=1M",
             "cache_bytes=1099511627777",
             "cache_bytes",
