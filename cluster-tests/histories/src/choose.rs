@@ -7,6 +7,8 @@ use crate::history::{Answer, How, Ino, Op, Outcome};
 const NAMES: [&str; 3] = ["a", "b", "c"];
 /// Of directories, where they have names of their own.
 const DIR_NAMES: [&str; 2] = ["s", "t"];
+/// Throws of the dice for what only looks: attributes, a listing, names.
+const LOOKS: [i32; 5] = [20, 20, 76, 90, 90];
 /// Inodes a client remembers.
 const REMEMBERED: usize = 6;
 
@@ -15,6 +17,8 @@ const REMEMBERED: usize = 6;
 pub enum Mix {
     /// Everything with every name.
     All,
+    /// Likewise, and most of them only look.
+    Looks,
     /// What is one step also by way of Linux: files and directories have different names, and directories are renamed within the first
     /// ones only. Linux compares what it had looked up, at two moments, where a name of the one kind replaces one of the other.
     Kernel,
@@ -55,7 +59,7 @@ impl Chooser {
 
     fn name(&self, rng: &mut impl Rng, dir: bool) -> String {
         let of = match self.mix {
-            Mix::All if rng.random_bool(0.2) => !dir,
+            Mix::All | Mix::Looks if rng.random_bool(0.2) => !dir,
             _ => dir,
         };
         let name = if of { DIR_NAMES.choose(rng) } else { NAMES.choose(rng) };
@@ -72,7 +76,10 @@ impl Chooser {
     }
 
     fn try_next(&mut self, rng: &mut impl Rng) -> Option<Op> {
-        let dice = rng.random_range(0..100);
+        let mut dice = rng.random_range(0..100);
+        if self.mix == Mix::Looks && rng.random_bool(0.7) {
+            dice = *LOOKS.choose(rng)?;
+        }
         // A directory's names are in the first ones where Linux is in between.
         let dirs = matches!(dice, 12..20 | 56..62) || dice >= 62 && rng.random_bool(0.2);
         let place = |s: &Chooser, rng: &mut _| if dirs && s.mix == Mix::Kernel { s.root(rng) } else { s.dir(rng) };

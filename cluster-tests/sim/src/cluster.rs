@@ -3,7 +3,7 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use rand::{Rng, RngExt, SeedableRng, rngs::StdRng};
-use strake_client::Client;
+use strake_client::{Client, FollowerReads};
 use strake_fabric::{Endpoint, Env, Pool, Role};
 use strake_mds::{
     consensus::MemLog,
@@ -46,6 +46,9 @@ pub const COPIES: u32 = 2;
 /// Node numbers on the network: metadata servers from 1, object servers from 101, clients from 201.
 pub const FIRST_OSS: u32 = 101;
 pub const FIRST_CLIENT: u32 = 201;
+
+/// The client that asks followers whatever they may answer; the others, what they do by default.
+const FOLLOWING: u32 = 2;
 
 /// A sync that a build might forget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -288,6 +291,9 @@ impl Cluster {
         let mut config = strake_client::Config::new((1..=MDS).map(Endpoint::Sim).collect());
         config.pid = u64::from(node);
         config.op_timeout = Duration::from_secs(120);
+        if n == FOLLOWING {
+            config.follower_reads = FollowerReads::Always;
+        }
         (config, env, fabric)
     }
 

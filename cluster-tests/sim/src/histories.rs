@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IndexedRandom};
-use strake_client::Client;
+use strake_client::{Client, FollowerReads, Stats};
 use strake_fabric::Env;
 use strake_histories::{
     Head, History, Ino, Op, Outcome, Record, Verdict, check,
@@ -65,6 +65,8 @@ pub struct Counts {
     pub unknown: u32,
     /// Requests that were sent again.
     pub retries: u64,
+    /// Lists of looks that were answered by a server that did not lead.
+    pub followed: u64,
 }
 
 impl Counts {
@@ -92,7 +94,7 @@ impl fmt::Display for Report {
         write!(
             f,
             "{} operations, {:.0} % overlap, {} kills, {} isolations, {} partitions, {} deaths, {} unknown, {} retries, \
-             {} steps, {:.0?} simulated, trace {trace}",
+             {} followed, {} steps, {:.0?} simulated, trace {trace}",
             self.history.records.len(),
             self.history.overlap() * 100.0,
             c.kills,
@@ -101,6 +103,7 @@ impl fmt::Display for Report {
             c.deaths,
             c.unknown,
             c.retries,
+            c.followed,
             self.verdict.steps(),
             self.simulated
         )
@@ -119,6 +122,9 @@ pub struct Sum {
     faultless: u64,
     unknown: u64,
     retries: u64,
+    followed: u64,
+    /// Runs in which that was any.
+    following: u64,
     most_steps: u64,
 }
 
@@ -139,6 +145,8 @@ impl Sum {
         self.faultless += u64::from(r.counts.faults() == 0);
         self.unknown += u64::from(r.counts.unknown);
         self.retries += r.counts.retries;
+        self.followed += r.counts.followed;
+        self.following += u64::from(r.counts.followed > 0);
         self.most_steps = self.most_steps.max(r.verdict.steps());
     }
 }
@@ -150,7 +158,7 @@ impl fmt::Display for Sum {
         write!(
             f,
             "{good} linearizable, {bad} rejected, {open} not decided; {} operations, {:.0} % overlap ({:.0} % at least), \
-             {:.1} faults a run ({} runs without), {} unknown, {} retries, {} steps at most",
+             {:.1} faults a run ({} runs without), {} unknown, {} retries, {} answers of followers in {} runs, {} steps at most",
             self.operations,
             self.overlap / runs * 100.0,
             self.least_overlap * 100.0,
@@ -158,6 +166,8 @@ impl fmt::Display for Sum {
             self.faultless,
             self.unknown,
             self.retries,
+            self.followed,
+            self.following,
             self.most_steps
         )
     }
@@ -217,6 +227,10 @@ impl Worker {
     fn works(&self) -> bool {
         *self.left.lock() > 0
     }
+
+    fn stats(&self) -> Option<Stats> {
+        self.client.lock().as_ref().map(Client::stats)
+    }
 }
 
 /// Runs a seed on a single-threaded runtime whose clock only moves when nothing else can.
@@ -246,8 +260,13 @@ async fn simulate(s: Scenario) -> Result<Report> {
         cluster.net.plant(plant);
     }
     let recorder = Shared::default();
+    // In half of the runs, which leaves the others as they are.
+    let mut dice = StdRng::seed_from_u64(s.seed ^ 0xf011);
+    let about_them = matches!(s.plant, Some(Plant::LateRecall | Plant::Unsettled));
+    let followers = (dice.random_bool(0.5) || about_them).then_some(dice);
+    let counts = Counts::default();
     let mut run =
-        Run { s, recorder, roots: head.roots.clone(), workers: Vec::new(), retired: 0, counts: Counts::default() };
+        Run { s, recorder, roots: head.roots.clone(), workers: Vec::new(), followers, retired: (0, 0), counts };
     for place in 1..=CLIENTS {
         run.start(&mut cluster, &mut rng, place, OPS, Vec::new());
     }
@@ -263,7 +282,7 @@ async fn simulate(s: Scenario) -> Result<Report> {
         }
         sleep(Duration::from_millis(50)).await;
     }
-    run.count_retries();
+    run.count();
     let mut counts = run.counts;
     let records = std::mem::take(&mut run.recorder.lock().records);
     counts.unknown = records.iter().filter(|r| matches!(r.outcome, Outcome::Unknown(_))).count() as u32;
@@ -288,8 +307,10 @@ struct Run {
     recorder: Shared,
     roots: Vec<Ino>,
     workers: Vec<Worker>,
-    /// Retries of clients that are gone.
-    retired: u64,
+    /// Draws the clients that ask followers whatever they may answer, if there are any.
+    followers: Option<StdRng>,
+    /// Retries and answers of followers of clients that are gone.
+    retired: (u64, u64),
     counts: Counts,
 }
 
@@ -302,11 +323,14 @@ impl Run {
         let op_timeout = Duration::from_secs(if rng.random_bool(0.2) { 2 } else { 120 });
         let (mut config, env, fabric) = cluster.prepare(place);
         (config.uuid, config.dead, config.op_timeout) = (Some(uuid), dead, op_timeout);
+        let follows = self.followers.as_mut().is_some_and(|dice| dice.random_bool(0.5));
+        config.follower_reads = if follows { FollowerReads::Always } else { FollowerReads::Auto };
         config.connect_timeout = PATIENCE;
         let connecting = Client::connect(config, env.clone(), fabric);
         let left = Arc::new(Mutex::new(ops));
         let worker = Worker { id, place, uuid, env: env.clone(), left: left.clone(), client: Arc::default() };
-        let chooser = Chooser::new(Mix::All, &self.roots, id);
+        let mix = if self.followers.is_some() { Mix::Looks } else { Mix::All };
+        let chooser = Chooser::new(mix, &self.roots, id);
         let rng = StdRng::seed_from_u64(rng.random());
         let (recorder, known) = (self.recorder.clone(), worker.client.clone());
         env.spawn(async move {
@@ -322,9 +346,12 @@ impl Run {
         self.workers.push(worker);
     }
 
-    fn count_retries(&mut self) {
-        let retries = |w: &Worker| w.client.lock().as_ref().map_or(0, |c| c.stats().retries);
-        self.counts.retries = self.retired + self.workers.iter().map(retries).sum::<u64>();
+    fn count(&mut self) {
+        (self.counts.retries, self.counts.followed) = self.retired;
+        for stats in self.workers.iter().filter_map(Worker::stats) {
+            self.counts.retries += stats.retries;
+            self.counts.followed += stats.follower_reads;
+        }
     }
 
     /// Faults, as the seed says, until the clients are done or it was enough.
@@ -411,7 +438,9 @@ impl Run {
         victim.env.kill();
         cluster.net.node_died(FIRST_CLIENT + victim.place);
         self.recorder.lock().died(victim.id);
-        self.retired += victim.client.lock().as_ref().map_or(0, |c| c.stats().retries);
+        let stats = victim.stats().unwrap_or_default();
+        self.retired.0 += stats.retries;
+        self.retired.1 += stats.follower_reads;
         self.counts.deaths += 1;
         if rng.random_bool(0.7) {
             let dead = if rng.random_bool(0.5) { vec![victim.uuid] } else { Vec::new() };

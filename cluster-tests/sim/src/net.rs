@@ -253,6 +253,12 @@ impl SimConnection {
         });
         // The handler's node may die: its task is aborted and the channel ends.
         let mut reply = answered.await.map_err(|_| self.gone())?;
+        if let Some(plant) = self.net.planted() {
+            let delay = plant.delay(opcode);
+            if !delay.is_zero() {
+                sleep(delay).await;
+            }
+        }
         self.travel(self.to.node, self.from.node).await?;
         if let Ok(m) = &mut reply {
             m.trace = trace;

@@ -1,5 +1,7 @@
 //! Faults that are planted to see a checker find them: what servers or clients of another make might do, done by the network.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use prost::Message as _;
 use strake_fabric::Message;
@@ -13,19 +15,38 @@ const ANOTHER: u64 = 1 << 40;
 pub enum Plant {
     /// Clients go on answering from memory what was recalled: they are told to forget something else, and acknowledge that.
     StaleRead,
+    /// No fault: clients hear late of what they are to forget. Everything must hold all the same.
+    LateRecall,
+    /// Likewise, and followers tell what they have applied though others may still know what was before: that anything is not settled does
+    /// not reach them.
+    Unsettled,
     /// Some changes run twice: they arrive again, under a number that the servers do not know.
     Repeat,
 }
 
+/// How late.
+const LATE: Duration = Duration::from_millis(300);
+
 impl Plant {
+    /// How much later the reply to a request of this kind arrives.
+    pub fn delay(self, opcode: u16) -> Duration {
+        let late = matches!(self, Plant::LateRecall | Plant::Unsettled) && opcode == opcode::RECALL;
+        if late { LATE } else { Duration::ZERO }
+    }
+
     /// Changes the reply to a request of this kind.
     pub fn tamper(self, opcode: u16, reply: &mut Message) {
-        if self != Plant::StaleRead || opcode != opcode::RECALL {
-            return;
-        }
-        if let Ok(mut r) = pb::RecallReply::decode(reply.body.clone()) {
-            r.recalls.iter_mut().for_each(|r| r.ino = u64::MAX);
-            reply.body = r.encode_to_vec().into();
+        match (self, opcode) {
+            (Plant::StaleRead, opcode::RECALL) => {
+                let Ok(mut r) = pb::RecallReply::decode(reply.body.clone()) else { return };
+                r.recalls.iter_mut().for_each(|r| r.ino = u64::MAX);
+                reply.body = r.encode_to_vec().into();
+            }
+            (Plant::Unsettled, opcode::FRONTIER) => {
+                let Ok(r) = pb::FrontierReply::decode(reply.body.clone()) else { return };
+                reply.body = pb::FrontierReply { unsettled: Vec::new(), ..r }.encode_to_vec().into();
+            }
+            _ => {}
         }
     }
 
