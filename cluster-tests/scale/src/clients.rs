@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use futures_util::{StreamExt, TryStreamExt, future::join_all, stream};
 use parking_lot::Mutex;
-use strake_client::{Client, Config, Creds};
+use strake_client::{Client, Config, Creds, FollowerReads};
 use strake_fabric::{Endpoint, Env, Fabric, Identity, Pool, TcpFabric};
 use tokio::time::Instant;
 
@@ -27,24 +27,29 @@ pub struct Clients {
 impl Clients {
     pub async fn connect(cluster: &Cluster, n: usize, report: &mut Report) -> Result<Clients> {
         let (before, began) = (usage(0)?, Instant::now());
+        let clients = Self::connect_as(cluster, n, FollowerReads::default()).await?;
+        let (took, after) = (began.elapsed(), usage(0)?);
+        report.row("sessions opened, 32 at a time", "3 s", ms(took), n as f64);
+        let each = (after.rss.saturating_sub(before.rss)) as f64 / n as f64;
+        let measured = format!("{} each ({} threads for all)", mib(each), after.threads);
+        report.row("memory of a session in this process, its map included", "0.5 MiB", measured, each);
+        Ok(clients)
+    }
+
+    /// As many that ask followers so.
+    pub async fn connect_as(cluster: &Cluster, n: usize, follower_reads: FollowerReads) -> Result<Clients> {
         let mds = cluster.mds.iter().map(|s| s.parse()).collect::<strake_proto::Result<Vec<Endpoint>>>()?;
         let (env, counts) = (Env::system(), Arc::default());
         let identity = Identity::client(cluster.client_key);
         let tcp = TcpFabric::new(env.clone(), identity, None, Pool::default(), Default::default());
         let fabric: Arc<dyn Fabric> = Arc::new(Counting::new(Arc::new(tcp), Arc::clone(&counts)));
         let one = |i: usize| {
-            let config = Config { hostname: format!("scale-{i}"), ..Config::new(mds.clone()) };
+            let config = Config { hostname: format!("scale-{i}"), follower_reads, ..Config::new(mds.clone()) };
             Client::connect(config, env.clone(), fabric.clone())
         };
         let all: Vec<Client> = stream::iter((0..n).map(one)).buffer_unordered(AT_ONCE).try_collect().await?;
-        let took = began.elapsed();
         // SAFETY: these only read the ids of this process.
         let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
-        let after = usage(0)?;
-        report.row("sessions opened, 32 at a time", "3 s", ms(took), n as f64);
-        let each = (after.rss.saturating_sub(before.rss)) as f64 / n as f64;
-        let measured = format!("{} each ({} threads for all)", mib(each), after.threads);
-        report.row("memory of a session in this process, its map included", "0.5 MiB", measured, each);
         Ok(Clients { all, me: Creds { uid, gid, groups: vec![] }, counts })
     }
 

@@ -7,6 +7,7 @@ mod counting;
 mod failover;
 mod idle;
 mod map;
+mod reads;
 mod report;
 mod storm;
 
@@ -17,6 +18,9 @@ use clap::{Parser, ValueEnum};
 use clients::Clients;
 use cluster::Cluster;
 use report::Report;
+
+/// Clients of each kind that read at the same time.
+const READERS: usize = 32;
 
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
@@ -60,6 +64,8 @@ enum Part {
     Map,
     Storm,
     Failover,
+    /// Stats and listings at the leader only, and with followers
+    Reads,
 }
 
 impl Args {
@@ -106,6 +112,9 @@ async fn run(args: &Args) -> Result<Report> {
     }
     if args.does(Part::Storm) {
         storm::measure(&clients, args.rounds as usize, &mut report).await?;
+    }
+    if args.does(Part::Reads) {
+        reads::measure(&cluster, READERS, &mut report).await?;
     }
     if args.does(Part::Failover) {
         failover::measure(&cluster, &clients, args.few(), &mut report).await?;
