@@ -35,6 +35,8 @@ use crate::{
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 /// One attempt at a request. A leader that is cut off says nothing; the next one answers the retry.
 pub(crate) const META_TRY: Duration = Duration::from_secs(5);
+/// One renewal. A leader that stopped must be found out before the leases are over.
+const HELLO_TRY: Duration = Duration::from_secs(1);
 /// When the time is over.
 const MIN_TRY: Duration = Duration::from_millis(1);
 /// How often leases are renewed. They live about three times as long.
@@ -49,6 +51,8 @@ pub(crate) struct Link {
     made: u64,
     /// Of the last connection.
     number: u64,
+    /// Servers in a row that accepted a connection and did not answer on it in time.
+    slow: u32,
 }
 
 #[derive(Clone)]
@@ -240,11 +244,14 @@ impl Core {
         let leader = Leader { conn, at, number: (link.number + 1).max(self.env.boot().as_nanos() as u64) };
         link.number = leader.number;
         if let Some(s) = self.current_session() {
-            match self.renew_on(&leader, &s, true).await {
+            let patience = (HELLO_TRY * 2u32.saturating_pow(link.slow)).min(META_TRY);
+            match self.renew_on(&leader, &s, true, patience).await {
                 // No session: the leader is right, the session is what must be replaced, by whoever needs it.
                 Ok(()) => self.answered(Kind::Metadata, ""),
                 Err(e) if e.code == Code::NoSession => {}
                 Err(e) => {
+                    // Likely it has much to do: who begins anew each time adds to that.
+                    link.slow = if e.code == Code::TimedOut { (link.slow + 1).min(8) } else { 0 };
                     self.learn_leader(&leader, &e).await;
                     self.note_failure(&leader, &e);
                     return Err(e);
@@ -255,6 +262,7 @@ impl Core {
         if link.made > 1 {
             Counters::add(&self.stats.failovers, 1);
         }
+        link.slow = 0;
         self.finder.lock().found(&leader.at);
         self.followers.leader_is(&leader.at);
         link.current = Some(leader.clone());
@@ -395,7 +403,7 @@ impl Core {
     }
 
     /// Renews the session and its leases; on a new connection it says hello, having forgotten everything.
-    async fn renew_on(&self, leader: &Leader, s: &Session, reassert: bool) -> Result<()> {
+    async fn renew_on(&self, leader: &Leader, s: &Session, reassert: bool, patience: Duration) -> Result<()> {
         let hello = !self.memory.is_greeted(s.id, leader.number);
         if hello {
             self.forget_all();
@@ -417,7 +425,7 @@ impl Core {
         let m = Message::new(opcode::SESSION_RENEW, body.encode_to_vec());
         Counters::add(&self.stats.meta_requests, 1);
         let sent = self.env.boot();
-        let m = leader.conn.call(m, Duration::from_secs(1)).await?;
+        let m = leader.conn.call(m, patience).await?;
         let r: pb::SessionRenewReply = decode(&m)?;
         if r.lease_ms != 0 {
             let term = Duration::from_millis(u64::from(r.lease_ms));
@@ -446,7 +454,7 @@ impl Core {
     pub(crate) async fn reassert(self: &Arc<Self>) {
         let Some(s) = self.current_session() else { return };
         let outcome = match self.leader().await {
-            Ok(leader) => self.renew_on(&leader, &s, true).await,
+            Ok(leader) => self.renew_on(&leader, &s, true, HELLO_TRY).await,
             Err(e) => Err(e),
         };
         if let Err(e) = outcome {
@@ -468,7 +476,7 @@ impl Core {
             return;
         };
         let outcome = match self.leader().await {
-            Ok(leader) => match self.renew_on(&leader, &s, false).await {
+            Ok(leader) => match self.renew_on(&leader, &s, false, HELLO_TRY).await {
                 Ok(()) => Ok(()),
                 Err(e) => {
                     self.leader_failed(&leader, &e).await;

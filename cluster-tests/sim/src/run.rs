@@ -14,7 +14,7 @@ use strake_proto::{Code, Error, Result};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
-    cluster::{Cluster, FIRST_CLIENT, FIRST_OSS, Sync},
+    cluster::{Cluster, FIRST_CLIENT, FIRST_OSS, MDS, Sync},
     ghost::Ghost,
     lockers::{self, Locker, Model},
     net::Weather,
@@ -295,6 +295,12 @@ async fn harm(cluster: &mut Cluster, rng: &mut StdRng, s: Scenario, ghosts: &mut
         }
         if s.harsh {
             harsher(cluster, rng);
+        }
+        if s.wide && rng.random_bool(0.2) {
+            // It reaches its storage servers yet.
+            let client = FIRST_CLIENT + rng.random_range(1..=CLIENTS);
+            (1..=MDS).for_each(|mds| cluster.cut(client, mds, false));
+            faults += 1;
         }
         cluster.drift();
         // A server that waits for a leader to register must not hold up the others.

@@ -20,7 +20,7 @@ use tokio::{task::JoinHandle, time::sleep};
 use crate::{
     cluster::{Cluster, MDS},
     net::SimFabric,
-    workload::{FILE_BYTES, FILES, Shared, root},
+    workload::{End, FILE_BYTES, FILES, Shared, root},
 };
 
 /// Numbers of the clients that look, and of the stranger.
@@ -73,7 +73,7 @@ impl Onlooker {
     async fn look(&mut self, writer: u32, file: usize) -> Result<()> {
         let (me, client) = (root(), self.client.clone());
         let dir = client.lookup(&me, client.root(), format!("d{writer}").as_bytes()).await?.ino;
-        let known = self.sizes.lock().clone();
+        let known = (self.sizes.lock().clone(), self.found.lock().ends.clone());
         match self.rng.random_range(0..10) {
             0 => {
                 let page = client.readdir(&me, dir, 0, 100, true).await?;
@@ -94,7 +94,7 @@ impl Onlooker {
     }
 
     /// `known`: from before it was asked.
-    fn told(&self, known: &BTreeMap<Ino, u64>, attr: &pb::Attr) {
+    fn told(&self, (known, ends): &(BTreeMap<Ino, u64>, BTreeMap<Ino, End>), attr: &pb::Attr) {
         if attr.mode & 0o170_000 != 0o100_000 {
             return;
         }
@@ -102,6 +102,10 @@ impl Onlooker {
         if attr.size < least || attr.size > FILE_BYTES {
             let m = format!("file {:#x} has {} bytes; {least} had been told", attr.ino, attr.size);
             self.found.lock().violations.push(m);
+        }
+        if let Some(e) = ends.get(&attr.ino).filter(|e| attr.size < e.end) {
+            let m = format!("file {:#x} has {} bytes for somebody; a write up to {} had returned", attr.ino, attr.size, e.end);
+            self.found.lock().short.push((*e, m));
         }
         let mut sizes = self.sizes.lock();
         let most = sizes.entry(attr.ino).or_insert(0);

@@ -1,6 +1,10 @@
 //! What the simulated clients do, and the checks of what they see.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -30,6 +34,18 @@ pub struct Findings {
     pub looks: u64,
     pub waits_given_up: u64,
     pub errors: u64,
+    /// How far each file was written by writes that returned.
+    pub ends: BTreeMap<Ino, End>,
+    /// Smaller sizes that somebody was told later. Broken promises, unless the writer lost its session: then its bytes are gone.
+    pub short: Vec<(End, String)>,
+}
+
+/// The furthest write that returned to a client, and how many sessions that had lost by then.
+#[derive(Clone, Copy)]
+pub struct End {
+    pub end: u64,
+    pub client: u32,
+    pub lost: u64,
 }
 
 pub type Shared = Arc<Mutex<Findings>>;
@@ -107,8 +123,14 @@ impl Actor {
         let (file, model) = &mut self.files[n];
         model.wrote(tag, offset, len);
         file.write_all_at(offset, &bytes).await.inspect_err(|_| model.write_failed(tag))?;
-        model.answered(offset + len as u64);
-        self.found.lock().writes += 1;
+        let end = offset + len as u64;
+        model.answered(end);
+        let (ino, lost) = (file.ino(), self.client.stats().sessions_lost);
+        let mut found = self.found.lock();
+        found.writes += 1;
+        if found.ends.get(&ino).is_none_or(|e| e.end < end || e.lost != lost) {
+            found.ends.insert(ino, End { end, client: self.id, lost });
+        }
         Ok(())
     }
 
@@ -216,6 +238,11 @@ impl Actor {
 
     /// After the faults: everything is synced and compared once more, by another client too.
     pub async fn finish(mut self, other: &Client) -> Result<()> {
+        let lost = self.client.stats().sessions_lost;
+        let short = std::mem::take(&mut self.found.lock().short);
+        let (own, others): (Vec<_>, Vec<_>) = short.into_iter().partition(|(e, _)| e.client == self.id);
+        self.found.lock().short = others;
+        own.into_iter().filter(|(e, _)| e.lost == lost).for_each(|(_, m)| self.violation(m));
         for n in 0..FILES {
             self.last_sync(n).await?;
             self.read_file(n).await?;

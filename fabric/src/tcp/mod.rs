@@ -26,12 +26,16 @@ use rustix::net::sockopt;
 use strake_proto::{Code, Error, Result};
 use tokio::{
     io::AsyncWrite,
-    net::{TcpListener, TcpStream},
+    net::{TcpListener, TcpSocket, TcpStream},
     sync::{Semaphore, watch},
     time::{sleep, timeout},
 };
 
 use crate::{Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, Role, Service};
+
+/// Connections that nobody has accepted yet. The kernel takes no more than `net.core.somaxconn`, and has who comes then try again
+/// after a second.
+const BACKLOG: u32 = 4096;
 
 /// Limits and times of a [`TcpFabric`].
 #[derive(Clone, Debug)]
@@ -44,7 +48,8 @@ pub struct Options {
     pub max_handlers: usize,
     pub connect_timeout: Duration,
     pub handshake_timeout: Duration,
-    /// Accepted connections whose handshake is not over.
+    /// Accepted connections whose handshake is not over. As many as a thousand clients make when their leader dies: fewer, and they
+    /// come so slowly that those behind give up and begin anew.
     pub max_half_open: usize,
     /// Accepted connections of one listener.
     pub max_connections: usize,
@@ -64,7 +69,7 @@ impl Default for Options {
             max_handlers: 256,
             connect_timeout: Duration::from_secs(1),
             handshake_timeout: Duration::from_secs(5),
-            max_half_open: 64,
+            max_half_open: 1024,
             max_connections: 4096,
             silence: Duration::from_secs(2),
             room_wait: Duration::from_secs(1),
@@ -251,6 +256,20 @@ fn host_port(e: &Endpoint) -> Result<(&str, u16)> {
     }
 }
 
+/// As [`TcpListener::bind`], with a longer queue.
+async fn bind(host: &str, port: u16) -> std::io::Result<TcpListener> {
+    let mut failed = std::io::Error::other("the name has no address");
+    for at in tokio::net::lookup_host((host, port)).await? {
+        let socket = if at.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        socket.set_reuseaddr(true)?;
+        match socket.bind(at).and_then(|()| socket.listen(BACKLOG)) {
+            Ok(l) => return Ok(l),
+            Err(e) => failed = e,
+        }
+    }
+    Err(failed)
+}
+
 #[async_trait]
 impl Fabric for TcpFabric {
     async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
@@ -270,7 +289,7 @@ impl Fabric for TcpFabric {
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {
         let (host, port) = host_port(at)?;
         let failed = |e: std::io::Error| Error::from(e).context(format!("cannot listen at {at}"));
-        let listener = TcpListener::bind((host, port)).await.map_err(failed)?;
+        let listener = bind(host, port).await.map_err(failed)?;
         let port = listener.local_addr().map_err(failed)?.port();
         let Endpoint::Tcp(name, _) = at else { return Err(Error::new(Code::Inval, "not a TCP endpoint")) };
         let endpoint = Endpoint::Tcp(name.clone(), port);

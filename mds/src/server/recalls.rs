@@ -258,7 +258,7 @@ impl Recalls {
             let before = (t.leases.in_grace(now), t.leases.unsettled(), t.reports.len());
             let result = f(t, now);
             let after = (t.leases.in_grace(now), t.leases.unsettled(), t.reports.len());
-            (result, after.0 < before.0 || after.1 < before.1 || after.2 < before.2)
+            (result, before.0 && !after.0 || after.1 < before.1 || after.2 < before.2)
         })?;
         if news {
             self.tell_news();

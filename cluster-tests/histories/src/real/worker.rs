@@ -21,6 +21,8 @@ use strake_histories::{
 
 use super::cut::Cut;
 
+/// Nanoseconds, see [`pause`].
+const BEAT: u64 = 80_000_000;
 /// How long an operation of the library is tried.
 const OP_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -108,9 +110,9 @@ pub fn run(args: WorkerArgs) -> io::Result<()> {
     Ok(())
 }
 
+/// Until the next beat of a clock that all workers see: who pauses goes on together with the others, so that operations overlap.
 fn pause(rng: &mut StdRng) -> Option<Duration> {
-    let pause = Duration::from_millis(rng.random_range(0..80));
-    rng.random_bool(0.5).then_some(pause)
+    rng.random_bool(0.5).then(|| Duration::from_nanos(BEAT - now() % BEAT))
 }
 
 async fn by_library(
