@@ -13,6 +13,8 @@ const ANOTHER: u64 = 1 << 40;
 pub enum Plant {
     /// Clients go on answering from memory what was recalled: they are told to forget something else, and acknowledge that.
     StaleRead,
+    /// Clients say that they have reported a file without having sent what they hold back of it.
+    EmptyReport,
     /// Some changes run twice: they arrive again, under a number that the servers do not know.
     Repeat,
 }
@@ -20,11 +22,12 @@ pub enum Plant {
 impl Plant {
     /// Changes the reply to a request of this kind.
     pub fn tamper(self, opcode: u16, reply: &mut Message) {
-        if self != Plant::StaleRead || opcode != opcode::RECALL {
+        if opcode != opcode::RECALL || !matches!(self, Plant::StaleRead | Plant::EmptyReport) {
             return;
         }
         if let Ok(mut r) = pb::RecallReply::decode(reply.body.clone()) {
-            r.recalls.iter_mut().for_each(|r| r.ino = u64::MAX);
+            let other = if self == Plant::StaleRead { &mut r.recalls } else { &mut r.reports };
+            other.iter_mut().for_each(|r| r.ino = u64::MAX);
             reply.body = r.encode_to_vec().into();
         }
     }

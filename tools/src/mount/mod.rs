@@ -112,6 +112,8 @@ struct MountSection {
     transport: TransportKey,
     read_replica: Option<usize>,
     cache_bytes: Option<u64>,
+    #[serde(default)]
+    write_back: bool,
     run_dir: Option<PathBuf>,
     #[serde(default)]
     options: String,
@@ -160,6 +162,7 @@ impl MountSection {
         self.transport = asked.transport.unwrap_or(self.transport);
         self.read_replica = asked.read_replica.or(self.read_replica);
         self.cache_bytes = asked.cache_bytes.or(self.cache_bytes);
+        self.write_back = asked.write_back.unwrap_or(self.write_back);
         self.run_dir = asked.run_dir.clone().or(self.run_dir.take());
         self.asked = asked;
     }
@@ -190,6 +193,7 @@ impl MountSection {
             read_only: self.read_only,
             read_replica: self.read_replica,
             cache_bytes: self.cache_bytes.map_or(usual.cache_bytes, |n| n as usize),
+            write_back: self.write_back,
             ..usual
         })
     }

@@ -9,26 +9,34 @@ const TERM: Duration = Duration::from_millis(1500);
 const AWHILE: Duration = Duration::from_millis(700);
 
 /// A client that remembers nothing and says so.
-struct Holder<'a> {
-    c: Client<'a>,
+pub struct Holder<'a> {
+    pub c: Client<'a>,
     w: &'a World,
     connection: u64,
     acknowledged: u64,
 }
 
 impl<'a> Holder<'a> {
-    async fn new(w: &'a World, uuid: u8) -> Holder<'a> {
-        let mut h = Holder { c: w.client(uuid).await, w, connection: 0, acknowledged: 0 };
+    pub async fn new(w: &'a World, uuid: u8) -> Holder<'a> {
+        Holder::of(w, w.client(uuid).await).await
+    }
+
+    pub async fn of(w: &'a World, c: Client<'a>) -> Holder<'a> {
+        let mut h = Holder { c, w, connection: 0, acknowledged: 0 };
         assert_eq!(h.hello(false).await, 1500);
         h
     }
 
-    async fn hello(&mut self, lives_on: bool) -> u32 {
+    pub async fn hello(&mut self, lives_on: bool) -> u32 {
         self.connection += 1;
         self.renewal(self.connection, true, lives_on).await.unwrap()
     }
 
-    async fn renew(&self) -> u32 {
+    pub async fn hello_again(&mut self) {
+        self.hello(false).await;
+    }
+
+    pub async fn renew(&self) -> u32 {
         self.renewal(self.connection, false, false).await.unwrap()
     }
 
@@ -38,28 +46,28 @@ impl<'a> Holder<'a> {
         r.map(|r| r.lease_ms).map_err(|e| e.code)
     }
 
-    fn request(&mut self, op: Op) -> pb::MetaRequest {
+    pub fn request(&mut self, op: Op) -> pb::MetaRequest {
         pb::MetaRequest { connection: self.connection, ..self.c.request(vec![op]) }
     }
 
-    async fn send(&self, r: &pb::MetaRequest) -> pb::MetaReply {
+    pub async fn send(&self, r: &pb::MetaRequest) -> pb::MetaReply {
         let r: pb::MetaReply = self.w.ask(Role::Client, opcode::META, r).await.unwrap();
         assert!(r.results.iter().all(|r| r.status.is_none()), "{:?}", r.results);
         r
     }
 
-    async fn one(&mut self, op: Op) -> pb::MetaReply {
+    pub async fn one(&mut self, op: Op) -> pb::MetaReply {
         let r = self.request(op);
         self.send(&r).await
     }
 
-    fn recall(&self, reported: Vec<u64>) -> pb::RecallRequest {
+    pub fn recall(&self, reported: Vec<u64>) -> pb::RecallRequest {
         let (session, connection, acknowledged) = (self.c.session, self.connection, self.acknowledged);
-        pb::RecallRequest { session, connection, acknowledged, reported }
+        pb::RecallRequest { session, connection, acknowledged, reported, working: vec![] }
     }
 
     /// Acknowledges what came before, and waits for more.
-    async fn poll(&mut self, reported: Vec<u64>) -> pb::RecallReply {
+    pub async fn poll(&mut self, reported: Vec<u64>) -> pb::RecallReply {
         let r = self.recall(reported);
         let r: pb::RecallReply = self.w.ask(Role::Client, opcode::RECALL, &r).await.unwrap();
         self.acknowledged = r.recalls.iter().map(|r| r.number).fold(self.acknowledged, u64::max);
@@ -75,22 +83,22 @@ impl<'a> Holder<'a> {
     }
 }
 
-fn getattr(ino: u64) -> Op {
+pub fn getattr(ino: u64) -> Op {
     Op::Getattr(pb::GetAttr { ino })
 }
 fn chmod(ino: u64, mode: u32) -> Op {
     Op::Setattr(pb::SetAttr { ino, mode: Some(mode), ..Default::default() })
 }
-fn open(ino: u64, flags: u32) -> Op {
+pub fn open(ino: u64, flags: u32) -> Op {
     Op::Open(pb::Open { ino, flags })
 }
 fn list() -> Op {
     Op::Readdir(pb::Readdir { dir: ROOT_INO, attrs: true, ..Default::default() })
 }
-fn extend(ino: u64, end: u64) -> Op {
+pub fn extend(ino: u64, end: u64) -> Op {
     Op::Extend(pb::Extend { ino, end, holes: false })
 }
-fn size(r: &pb::MetaReply) -> u64 {
+pub fn size(r: &pb::MetaReply) -> u64 {
     r.results[0].attr.unwrap().size
 }
 
@@ -395,6 +403,8 @@ async fn who_may_not_ask_for_recalls_is_refused() {
     assert_eq!(recall(a.recall(vec![1; 65_537])).await, Err(Code::TooBig));
     assert_eq!(recall(a.recall(vec![u64::MAX; 65_537])).await, Err(Code::TooBig));
     assert_eq!(ask(opcode::RECALL, [0x20, 1].repeat(65_537)).await, Err(Code::TooBig));
+    let working = pb::RecallRequest { working: vec![1; 65_537], ..a.recall(vec![]) };
+    assert_eq!(recall(working).await, Err(Code::TooBig));
     // Who tells of reports does not wait, others do.
     for (reported, waits) in [(vec![1; 65_536], false), (vec![], true)] {
         let r = pb::RecallRequest { acknowledged: u64::MAX, ..a.recall(reported) };

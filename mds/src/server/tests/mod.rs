@@ -2,6 +2,7 @@
 
 mod disk;
 mod full_disk;
+mod holding;
 mod hostile;
 mod leases;
 mod locks;
