@@ -310,10 +310,8 @@ impl Core {
     /// Bytes as they are sent. What must outlive this process must lie in one piece; if there is no memory for that, each part is sent
     /// by itself.
     fn in_one(&self, bytes: Vec<Buf>) -> Vec<Vec<Buf>> {
-        if self.cfg.keep.is_none() || bytes.len() == 1 {
-            return vec![bytes];
-        }
-        let one = segments::copy(self.fabric.pool(), &bytes);
+        let Some(keep) = self.cfg.keep.as_ref().filter(|_| bytes.len() > 1) else { return vec![bytes] };
+        let one = segments::copy(keep.pool(), &bytes);
         if one.kept().is_some() { vec![vec![one]] } else { bytes.into_iter().map(|b| vec![b]).collect() }
     }
 

@@ -5,7 +5,7 @@
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU32, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -15,8 +15,8 @@ use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 use strake_client::{Client, File};
 use strake_proto::{Ino, Result};
 use tokio::{
-    sync::Mutex as AsyncMutex,
-    time::{Instant, sleep},
+    sync::{Mutex as AsyncMutex, Notify},
+    time::{Instant, sleep, timeout},
 };
 
 use crate::{
@@ -67,8 +67,16 @@ pub struct Outcome {
     pub trace: [u8; 32],
 }
 
+/// Rung by a player that has handed the file on with bytes of his held back, as the last of whom this is the number.
+#[derive(Default)]
+struct Bell {
+    rung: Notify,
+    by: AtomicU32,
+}
+
 struct Player {
     id: usize,
+    bell: Arc<Bell>,
     client: Client,
     ino: Ino,
     rng: StdRng,
@@ -99,6 +107,10 @@ impl Player {
                 tracing::info!("player {}: {e}", self.id);
             }
             drop(model);
+            if self.client.stats().held_bytes > 0 {
+                self.bell.by.store(self.id as u32 + 1, Relaxed);
+                self.bell.rung.notify_waiters();
+            }
             self.out.lock().handed_on += 1;
             sleep(Duration::from_millis(self.rng.random_range(0..150))).await;
         }
@@ -203,10 +215,11 @@ async fn simulate(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
     }
     let baton = Arc::new(AsyncMutex::new(Model { cells: vec![Cell::default(); CELLS], ..Model::default() }));
     let (out, stop) = (Arc::new(Mutex::new(Outcome::default())), Arc::new(AtomicBool::new(false)));
-    let mut players = Vec::new();
+    let (mut players, bell) = (Vec::new(), Arc::<Bell>::default());
     for id in 1..=CLIENTS {
         let player = Player {
             id: id as usize - 1,
+            bell: bell.clone(),
             client: cluster.client(id).await?,
             ino: attr.ino,
             rng: StdRng::seed_from_u64(rng.random()),
@@ -217,7 +230,7 @@ async fn simulate(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
         };
         players.push(tokio::spawn(player.run(stop.clone())));
     }
-    harm(&mut cluster, &mut rng).await?;
+    harm(&mut cluster, &mut rng, &bell).await?;
     cluster.repair().await?;
     stop.store(true, Relaxed);
     let mut clients = Vec::new();
@@ -240,7 +253,7 @@ async fn simulate(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
 }
 
 /// Servers die and are cut off, and so are clients: from the metadata servers, from all, and for long enough to lose their sessions.
-async fn harm(cluster: &mut Cluster, rng: &mut StdRng) -> Result<()> {
+async fn harm(cluster: &mut Cluster, rng: &mut StdRng, bell: &Bell) -> Result<()> {
     let end = Instant::now() + LENGTH;
     while Instant::now() < end {
         sleep(Duration::from_millis(rng.random_range(100..2500))).await;
@@ -250,7 +263,15 @@ async fn harm(cluster: &mut Cluster, rng: &mut StdRng) -> Result<()> {
             // Storage servers live: what is not synced goes with one for a while, and is written again.
             0 | 1 if node <= MDS && cluster.is_up(node) => cluster.kill(node, false),
             2 => cluster.isolate(node, rng.random_bool(0.3)),
-            3..=6 => {
+            3 => {
+                // The others want what it cannot send any more.
+                let _ = timeout(Duration::from_secs(3), bell.rung.notified()).await;
+                let client = FIRST_CLIENT + bell.by.load(Relaxed).max(1);
+                nodes.iter().for_each(|n| cluster.cut(client, *n, false));
+                sleep(Duration::from_millis(rng.random_range(6000..12_000))).await;
+                cluster.net.heal();
+            }
+            4..=6 => {
                 let client = FIRST_CLIENT + rng.random_range(1..=CLIENTS);
                 let from = if rng.random_bool(0.5) { MDS } else { u32::MAX };
                 nodes.iter().filter(|n| **n <= from).for_each(|n| cluster.cut(client, *n, false));
