@@ -285,7 +285,7 @@ impl Recalls {
             let before = (t.leases.in_grace(now), t.leases.unsettled(), t.reports.len());
             let result = f(t, now);
             let after = (t.leases.in_grace(now), t.leases.unsettled(), t.reports.len());
-            (result, after.0 < before.0 || after.1 < before.1 || after.2 < before.2)
+            (result, before.0 && !after.0 || after.1 < before.1 || after.2 < before.2)
         })?;
         if news {
             self.tell_news();
@@ -383,10 +383,11 @@ impl Recalls {
                 None => t.leases.is_all_settled(on.ticket),
             };
             let fenced = t.is_fenced(on.inos.as_ref());
-            if !(settled && fenced) && !std::mem::replace(&mut waits, true) {
+            let over = settled && fenced;
+            if !over && !std::mem::replace(&mut waits, true) {
                 if settled { Leader::Unfenced.taken() } else { Leader::Waited.taken() }
             }
-            settled && fenced
+            over
         })
         .await
     }
