@@ -58,6 +58,8 @@ pub struct Config {
     pub connect_timeout: Duration,
     /// Change nothing: see [`crate::Client::set_read_only`].
     pub read_only: bool,
+    /// Hold back what is written to files that nobody else may write, and send it later in larger pieces; see `docs/client.md`.
+    pub write_back: bool,
     /// Connections to each object storage server.
     pub connections_per_node: usize,
     /// Read from this replica of each chain only (0 = first), to verify copies one by one. `None`: from any.
@@ -89,6 +91,7 @@ impl Config {
             op_timeout: Duration::from_secs(60),
             connect_timeout: Duration::from_secs(60),
             read_only: false,
+            write_back: false,
             connections_per_node: 2,
             read_replica: None,
             follower_reads: FollowerReads::Auto,
@@ -134,6 +137,8 @@ stats!({
     cached_bytes,
     /// Bytes that writes took.
     written_bytes,
+    /// Writes that were held back.
+    held_writes,
     /// Opens that were answered from memory.
     cached_opens,
     /// Requests to metadata servers, retries included; those by which recalls are waited for are not.
@@ -169,6 +174,8 @@ stats!({
 } {
     /// Bytes that are written and not yet known to be stable, now.
     unstable_bytes,
+    /// Bytes that are held back, now.
+    held_bytes,
     /// Memory in use for bytes that were read, now.
     cache_bytes,
 });

@@ -42,6 +42,7 @@ use crate::{
     retry::{Backoff, in_doubt},
     route,
     unstable::Unstable,
+    writeback,
 };
 
 /// What an unstable write keeps alive until it is stable.
@@ -87,6 +88,12 @@ pub(crate) struct Core {
     pub cache: Mutex<Cache>,
     pub unstable: Mutex<Unstable<Hold>>,
     pub flush_wanted: Notify,
+    /// Files of which something is held back or on its way. Taken within the lock of what is held back.
+    pub(crate) holding: Mutex<BTreeMap<Ino, Arc<Inode>>>,
+    /// Places of writes that are held back among them.
+    pub(crate) held_order: AtomicU64,
+    /// What a former process held back is known.
+    pub(crate) inherited: watch::Sender<bool>,
     pub(crate) flushing: Mutex<BTreeMap<ChainId, Arc<AsyncMutex<()>>>>,
     /// A run of zeros, for holes.
     pub zero: Buf,
@@ -188,6 +195,9 @@ impl Core {
             cache: Mutex::new(Cache::new((cfg.cache_bytes as u64).min(fabric.pool().stats().limit / 2))),
             unstable: Mutex::default(),
             flush_wanted: Notify::new(),
+            holding: Mutex::default(),
+            held_order: AtomicU64::new(1),
+            inherited: watch::Sender::new(cfg.keep.as_ref().is_none_or(|k| !k.has_left_writes())),
             flushing: Mutex::default(),
             zero: ZEROS.clone(),
             closed: AtomicBool::new(false),
@@ -383,6 +393,9 @@ impl Core {
         self.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, release));
         let close = |c: Arc<Core>| async move { c.close_idle().await };
         self.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, close));
+        if self.cfg.write_back || !*self.inherited.borrow() {
+            self.env.spawn(every(weak.clone(), |_| writeback::LOOK, |c| async move { c.send_due().await }));
+        }
         self.env.spawn(recalls::serve(weak.clone()));
         self.env.spawn(flush_loop(weak));
     }

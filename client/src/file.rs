@@ -30,6 +30,7 @@ use crate::{
     meta::{Mode, ok, op},
     readahead::ReadAhead,
     segments,
+    writeback::{Back, Taken, covers, overlay},
 };
 
 const O_TRUNC: u32 = 0o1000;
@@ -284,7 +285,8 @@ impl Core {
     }
 
     /// All bytes written through this client are stable and the size is in the metadata log.
-    pub(crate) async fn sync_inode(self: &Arc<Self>, inode: &Inode) -> Result<()> {
+    pub(crate) async fn sync_inode(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
+        self.send_held(inode).await;
         self.flush_inode(inode.ino).await?;
         self.push_size(inode).await
     }
@@ -387,14 +389,19 @@ impl File {
             return Ok(Vec::new());
         }
         h.inode.check_placed()?;
+        // First: what arrives meanwhile is where the rest comes from.
+        let over = h.inode.back.look(&(offset..end));
+        Counters::add(&h.core.stats.read_bytes, end - offset);
+        if covers(&over, &(offset..end)) {
+            return Ok(over.into_iter().map(|(_, b)| b).collect());
+        }
         // What another may write must not be kept.
         let known = h.core.known_size(&h.inode).filter(|_| h.flags & O_DIRECT == 0 && !h.inode.is_doubtful());
         let bufs = match known {
             Some((_, tenure)) => self.read_cached(offset..end, size, tenure).await?,
             None => h.core.read_range(&h.inode, offset..end).await?,
         };
-        Counters::add(&h.core.stats.read_bytes, end - offset);
-        Ok(bufs)
+        Ok(if over.is_empty() { bufs } else { overlay(&bufs, &(offset..end), over) })
     }
 
     /// What [`File::read`] would return, if everything it needs is in memory: never waits. `None`: ask `read`. Must be
@@ -407,6 +414,11 @@ impl File {
         let range = offset..offset.saturating_add(len as u64).min(size);
         if h.flags & O_DIRECT != 0 || range.is_empty() || h.inode.is_doubtful() {
             return None;
+        }
+        let over = h.inode.back.look(&range);
+        if !over.is_empty() {
+            let all = covers(&over, &range);
+            return all.then(|| over.into_iter().map(|(_, b)| b).collect());
         }
         if !h.core.cache.lock().is_here(h.inode.ino, tenure, &range) {
             return None;
@@ -474,10 +486,33 @@ impl File {
     ///
     /// Returns the bytes written: fewer than given only when space ran out on the way. After an error each 4 KiB block is
     /// old or new.
+    ///
+    /// With [`crate::Config::write_back`] it may return before they are sent: then an error is told by the next sync or close.
     pub async fn write(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
         self.check(self.is_writable(), "writing")?;
+        let taken = self.hold_back(offset, &data)?;
+        if taken == Taken::Held {
+            return Ok(segments::total(&data));
+        }
         let me = self.clone();
-        self.0.core.detached(async move { me.write_now(offset, data).await }).await
+        let writing = async move {
+            me.0.core.send_held(&me.0.inode).await;
+            if taken == Taken::Full && me.hold_back(offset, &data)? == Taken::Held {
+                return Ok(segments::total(&data));
+            }
+            me.write_now(offset, data).await
+        };
+        self.0.core.detached(writing).await
+    }
+
+    fn hold_back(&self, offset: u64, data: &[Buf]) -> Result<Taken> {
+        let h = &self.0;
+        self.tell_errors(Teller::Write)?;
+        let end = offset.saturating_add(segments::total(data) as u64);
+        if end > MAX_FILE_SIZE {
+            return Ok(Taken::Through);
+        }
+        Ok(h.core.hold_back(&h.inode, &h.creds, h.flags, offset, data))
     }
 
     /// As [`File::write`], from a slice (copied), all of it.
@@ -496,6 +531,7 @@ impl File {
             let inode = me.0.inode.clone();
             let _one = inode.appending.lock().await;
             let (_lock, _placing) = me.0.core.lock_end(&inode).await?;
+            me.0.core.send_held(&inode).await;
             let len = segments::total(&data);
             let end = inode.append_end(me.0.core.fresh_size(&inode).await?);
             let offset = keep::numbers().map_or(end, |n| n.append_offset(end, len as u64));
@@ -553,6 +589,8 @@ impl File {
         let punching = async move {
             let h = &me.0;
             me.tell_errors(Teller::Write)?;
+            let _bar = Back::bar(&h.inode);
+            h.core.send_held(&h.inode).await;
             let _turn = h.inode.ranges.lock(offset..end).await;
             h.inode.check_placed()?;
             h.inode.punches();
@@ -592,6 +630,7 @@ impl File {
     async fn seek(&self, offset: u64, data: bool) -> Result<u64> {
         let h = &self.0;
         self.check(true, "")?;
+        h.core.send_held(&h.inode).await;
         let size = h.core.fresh_size(&h.inode).await?;
         let none = || Error::new(Code::NxIo, "nothing but the end of the file is there");
         if offset >= size {
@@ -698,8 +737,11 @@ impl File {
 async fn forget(core: Arc<Core>, open: Open, creds: pb::Creds) -> Result<()> {
     let inode = &open.inode;
     let now = core.current_session().map(|s| s.id);
+    let counted = inode.closed(open.session, now);
+    // What a write that ran beside the close left. Nobody waits for it who may write next, once this client is not on record.
+    core.send_held(inode).await;
     // A release that waits for a close which fails is made up for when the session ends.
-    if inode.closed(open.session, now) {
+    if counted {
         let close = op(pb::op::Op::Close(pb::Close { ino: inode.ino }));
         ok(core.meta(&creds, vec![close]).await?)?;
     }

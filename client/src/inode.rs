@@ -28,6 +28,7 @@ use crate::{
     keep::{Keep, KeptInode},
     meta::{ok, op},
     ranges::RangeLock,
+    writeback::Back,
 };
 
 pub(crate) const O_ACCMODE: u32 = 3;
@@ -36,6 +37,9 @@ pub(crate) const O_RDWR: u32 = 2;
 
 /// Capabilities are renewed when less than this is left, milliseconds.
 const RENEW_BEFORE_MS: u64 = 120_000;
+
+/// Bits that a write takes.
+const SET_IDS: u32 = 0o6000;
 
 /// A capability and how to get the next one.
 #[derive(Clone)]
@@ -98,6 +102,8 @@ struct State {
 pub(crate) struct Inode {
     pub ino: Ino,
     pub ranges: RangeLock,
+    /// What was written and not sent. Its lock is taken before that of the state.
+    pub back: Back,
     /// One report or capability renewal at a time.
     reporting: AsyncMutex<()>,
     capping: AsyncMutex<()>,
@@ -163,6 +169,7 @@ impl Inode {
         Inode {
             ino: attr.ino,
             ranges: RangeLock::default(),
+            back: Back::default(),
             reporting: AsyncMutex::default(),
             capping: AsyncMutex::default(),
             appending: AsyncMutex::default(),
@@ -220,22 +227,28 @@ impl Inode {
 
     /// Attributes as this client's user must see them.
     pub fn attr(&self) -> pb::Attr {
+        // First: what arrives meanwhile is in the state.
+        let held = self.back.end();
         let s = self.state.lock();
         let mut a = s.attr;
-        a.size = a.size.max(s.local_end);
+        a.size = a.size.max(s.local_end).max(held);
         a
+    }
+
+    /// Takes attributes unless they are older than those here.
+    pub fn learn(&self, attr: &pb::Attr) {
+        self.state.lock().take_attr(attr);
     }
 
     /// Takes attributes unless they are older than those here. Returns them as [`Inode::attr`] does.
     pub fn take_attr(&self, attr: &pb::Attr) -> pb::Attr {
-        self.state.lock().take_attr(attr);
+        self.learn(attr);
         self.attr()
     }
 
     pub fn size(&self) -> u64 {
-        let s = self.state.lock();
         // Sums of offsets must not overflow, whatever a server says.
-        s.attr.size.max(s.local_end).min(MAX_FILE_SIZE)
+        self.attr().size.min(MAX_FILE_SIZE)
     }
 
     /// A write of this client to these bytes begins. One that leaves a block free behind all that is known to be there makes
@@ -296,9 +309,19 @@ impl Inode {
         self.state.lock().writer.is_some()
     }
 
+    /// Whether there are own writes that are not reported.
     pub fn is_dirty(&self) -> bool {
         let s = self.state.lock();
         s.writes != s.reported
+    }
+
+    /// Whether what this session writes may be held back, if nobody else may write: it is on record as a writer and will be asked, and
+    /// no set-id bits are to go with the first write.
+    pub fn may_hold_back(&self, session: SessionId) -> bool {
+        let s = self.state.lock();
+        let here = s.placed.layout.components.first().map_or(0, |c| c.data_id);
+        let listed = s.writer.is_some_and(|w| w.session == session) && s.handles.contains_key(&session);
+        listed && s.attr.data_id == here && s.attr.mode & SET_IDS == 0 && !s.doubtful
     }
 
     /// How many writes there were, what to tell of them, and on whose behalf.
@@ -508,6 +531,12 @@ impl Core {
             }
             r => r,
         }
+    }
+
+    /// Sends what is held back of a file, and reports its size and mtime: from here on whoever asks is told all of it.
+    pub(crate) async fn tell_all(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
+        self.send_held(inode).await;
+        self.push_size(inode).await
     }
 
     /// Reports own writes to the metadata server: size and mtime.

@@ -22,10 +22,13 @@ use strake_fabric::{Buf, Endpoint, Kept, KeptAt, Pool, REGION, Record, Records};
 use strake_proto::{
     ChainId, ChunkId, Ino, SessionId,
     data::{Stamp, Version},
+    layout::Piece,
 };
 
 /// "strake" and the version of this layout.
-const LAYOUT: u64 = u64::from_be_bytes(*b"strake\0\x02");
+const LAYOUT: u64 = u64::from_be_bytes(*b"strake\0\x03");
+/// The one before, without writes that were not answered: a part of this one.
+const LAYOUT_BEFORE: u64 = u64::from_be_bytes(*b"strake\0\x02");
 
 impl std::fmt::Debug for Keep {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -112,10 +115,12 @@ impl Keep {
     }
 
     fn of(memory: Arc<Kept>) -> io::Result<Arc<Keep>> {
-        if memory.len() < BUFFERS + REGION || memory.word(head::LAYOUT * 8).load(Acquire) != LAYOUT {
+        let layout = memory.len().ge(&(BUFFERS + REGION)).then(|| memory.word(head::LAYOUT * 8));
+        let Some(layout) = layout.filter(|l| [LAYOUT, LAYOUT_BEFORE].contains(&l.load(Acquire))) else {
             let m = "the kept memory of this mount has the layout of another version";
             return Err(io::Error::new(io::ErrorKind::InvalidData, m));
-        }
+        };
+        layout.store(LAYOUT, Release);
         let open = |offset, words, count| Records::open(memory.clone(), offset, words, count);
         let (requests, left_requests) = open(REQUESTS, REQUEST_WORDS, MOST_REQUESTS);
         let (handles, left_handles) = open(HANDLES, HANDLE_WORDS, MOST_HANDLES);
@@ -258,7 +263,12 @@ impl Keep {
         self.writes.put(&w.words(order))
     }
 
-    /// Unstable writes that a former client left, in their order.
+    /// Whether a former client left writes that nobody has asked for yet.
+    pub(crate) fn has_left_writes(&self) -> bool {
+        !self.left.lock().writes.is_empty()
+    }
+
+    /// Writes that a former client left, in their order.
     pub(crate) fn left_writes(&self) -> Vec<(u64, KeptWrite, Record)> {
         let mut left = std::mem::take(&mut self.left.lock().writes);
         left.sort_by_key(|r| r.get(0));
@@ -444,7 +454,20 @@ impl KeptInode {
     }
 }
 
-/// An unstable write as it is kept.
+/// What a kept write is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum WriteKind {
+    /// Answered, and not known to be stable.
+    Unstable,
+    /// Likewise, without bytes.
+    Punch,
+    /// About to be sent, under its number. It may have arrived.
+    Sent,
+    /// Held back. It was not sent: it has a place in the file only, and who wrote it instead of a number.
+    Held,
+}
+
+/// A write as it is kept.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct KeptWrite {
     pub chain: ChainId,
@@ -458,13 +481,13 @@ pub(crate) struct KeptWrite {
     pub len: usize,
     /// `None`: its bytes are not kept, or it is a punch, which has none.
     pub at: Option<KeptAt>,
-    pub punch: bool,
+    pub kind: WriteKind,
 }
 
 /// Position of the length among a write's words.
 const WRITE_LEN: usize = 11;
-/// And of the mark of a punch.
-const WRITE_PUNCH: usize = 15;
+/// And of its kind.
+const WRITE_KIND: usize = 15;
 
 impl KeptWrite {
     pub fn of<T>(chain: ChainId, e: &Entry<T>) -> KeptWrite {
@@ -479,8 +502,47 @@ impl KeptWrite {
             stamps: e.stamps.clone(),
             len: e.data.span() as usize,
             at: place_of(e.data.bytes()),
-            punch: matches!(e.data, Content::Hole(_)),
+            kind: if matches!(e.data, Content::Hole(_)) { WriteKind::Punch } else { WriteKind::Unstable },
         }
+    }
+
+    /// One that is held back: `bytes`, which must lie in kept memory, at `at` of the file, by `owner` (uid and gid).
+    pub fn held(ino: Ino, session: SessionId, at: u64, bytes: &Buf, owner: (u32, u32)) -> Option<KeptWrite> {
+        Some(KeptWrite {
+            chain: 0,
+            chunk: ChunkId { ino, data: 0, index: 0 },
+            offset: 0,
+            file_offset: at,
+            session,
+            seq: u64::from(owner.0) << 32 | u64::from(owner.1),
+            version: Version::default(),
+            stamps: Vec::new(),
+            len: bytes.len(),
+            at: Some(bytes.kept()?),
+            kind: WriteKind::Held,
+        })
+    }
+
+    /// One that is about to be sent; `None` if its bytes do not outlive the process.
+    pub fn sent(p: &Piece, (session, seq): (SessionId, u64), bytes: &[Buf]) -> Option<KeptWrite> {
+        Some(KeptWrite {
+            chain: p.chain,
+            chunk: p.chunk,
+            offset: p.offset,
+            file_offset: p.file_offset,
+            session,
+            seq,
+            version: Version::default(),
+            stamps: Vec::new(),
+            len: p.len as usize,
+            at: Some(place_of(bytes)?),
+            kind: WriteKind::Sent,
+        })
+    }
+
+    /// Who wrote one that is held back.
+    pub fn owner(&self) -> (u32, u32) {
+        ((self.seq >> 32) as u32, self.seq as u32)
     }
 
     fn words(&self, order: u64) -> [u64; WRITE_WORDS] {
@@ -503,7 +565,7 @@ impl KeptWrite {
         if let Some(at) = self.at {
             w[12..15].copy_from_slice(&[at.block as u64, at.capacity as u64, at.start as u64]);
         }
-        w[WRITE_PUNCH] = u64::from(self.punch);
+        w[WRITE_KIND] = self.kind as u64;
         for (i, s) in self.stamps.iter().take(MOST_STAMPS).enumerate() {
             w[16 + 2 * i] = u64::from(s.target);
             w[17 + 2 * i] = s.stamp;
@@ -525,7 +587,12 @@ impl KeptWrite {
             version: Version { epoch: r.get(8), number: r.get(9) },
             stamps: (0..(r.get(10) as usize).min(MOST_STAMPS)).map(stamp).collect(),
             len,
-            punch: r.get(WRITE_PUNCH) != 0,
+            kind: match r.get(WRITE_KIND) {
+                0 => WriteKind::Unstable,
+                2 => WriteKind::Sent,
+                3 => WriteKind::Held,
+                _ => WriteKind::Punch,
+            },
             at: (capacity != 0 && at.start.saturating_add(len) <= capacity).then_some(at),
         }
     }
@@ -560,7 +627,7 @@ mod tests {
             stamps: vec![Stamp { target: 1, stamp: 2 }, Stamp { target: u32::MAX, stamp: u64::MAX }],
             len: 100,
             at,
-            punch: n == 3,
+            kind: if n == 3 { WriteKind::Punch } else { WriteKind::Unstable },
         }
     }
 

@@ -20,7 +20,7 @@
 //! flush of its chain says it is stable (`flush.rs`, `unstable.rs`), and its size goes to the metadata leader
 //! (`inode.rs`, `mds.rs`); `locks.rs` has file locks, `lock_waits.rs` waits for them; `memory.rs` answers from what is known
 //! under leases, `recalls.rs` forgets it. The pure parts are `leases`, `retry`, `seqs`, `route`, `readahead`, `cache`,
-//! `unstable` and the queue in `ranges`.
+//! `unstable`, `held` (with `writeback.rs` around it) and the queue in `ranges`.
 
 #![warn(missing_docs)]
 
@@ -34,6 +34,7 @@ mod file;
 mod flush;
 mod followers;
 mod found;
+mod held;
 mod holes;
 mod idle;
 mod inode;
@@ -54,6 +55,7 @@ mod segments;
 mod seqs;
 mod takeover;
 mod unstable;
+mod writeback;
 
 use std::{sync::Arc, time::Duration};
 
@@ -101,6 +103,7 @@ impl Client {
         let core = self.core.clone();
         let closing = async move {
             let mut outcome = Ok(());
+            // What is held back keeps its file.
             for inode in core.live_inodes() {
                 outcome = outcome.and(core.sync_inode(&inode).await);
             }
@@ -173,7 +176,9 @@ impl Client {
     /// What this client did since it was connected.
     pub fn stats(&self) -> Stats {
         let (unstable_bytes, cache_bytes) = (self.core.unstable.lock().bytes(), self.core.cache.lock().used());
-        Stats { unstable_bytes, cache_bytes, ..self.core.stats.read() }
+        let holding: Vec<_> = self.core.holding.lock().values().cloned().collect();
+        let held_bytes = holding.iter().map(|i| i.back.bytes()).sum();
+        Stats { unstable_bytes, held_bytes, cache_bytes, ..self.core.stats.read() }
     }
 
     /// Where buffers for [`File::write`] should come from: aligned, so that nothing is copied on the way.

@@ -72,6 +72,8 @@ pub(crate) struct Session {
     seqs: Mutex<Seqs>,
     /// Numbers of data writes: a space of their own. With kept memory it is there.
     data_seq: AtomicU64,
+    /// The metadata servers ask for what it holds back before they tell others of a file.
+    pub may_hold_back: bool,
     keep: Option<Arc<Keep>>,
 }
 
@@ -338,6 +340,7 @@ impl Core {
             pid: self.cfg.pid,
             dead: self.cfg.dead.iter().map(|uuid| uuid.to_vec().into()).collect(),
             incarnation: self.map().map.incarnation,
+            write_back: self.cfg.write_back,
         };
         let mut at = self.attempts_for("opening a session", limit);
         let body = Bytes::from(body.encode_to_vec());
@@ -367,6 +370,7 @@ impl Core {
             fs_uuid: r.fs_uuid,
             seqs: Mutex::new(seqs),
             data_seq: AtomicU64::new(1),
+            may_hold_back: self.cfg.write_back && r.write_back,
             keep,
         });
         *self.session.lock() = Some(s.clone());
@@ -381,7 +385,7 @@ impl Core {
             return;
         }
         // Before there can be another session, in which the lost end would be reported.
-        let cut: Vec<_> = self.live_inodes().into_iter().filter(|i| i.forget_end(session.id)).collect();
+        let mut cut: Vec<_> = self.live_inodes().into_iter().filter(|i| i.forget_end(session.id)).collect();
         *current = None;
         drop(current);
         self.forget_all();
@@ -389,6 +393,8 @@ impl Core {
         Counters::add(&self.stats.sessions_lost, 1);
         tracing::warn!(session = session.id, "the session is gone; unstable writes of open files are lost");
         let owners = self.unstable.lock().forget_session(session.id);
+        cut.extend(self.live_inodes().into_iter().filter(|i| i.back.lose()));
+        self.holding.lock().clear();
         let hurt = owners.into_values().map(|h| h.inode.clone()).chain(cut);
         let hurt: BTreeMap<Ino, Arc<Inode>> = hurt.map(|i| (i.ino, i)).collect();
         for inode in hurt.into_values() {

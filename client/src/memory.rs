@@ -197,6 +197,12 @@ impl Memory {
         Some((*leased.table.attr(now, ino)?, leased.tenures.of(ino)))
     }
 
+    /// The tenure of a file, if leases live; whether this one is leased it does not say.
+    pub fn tenure(&self, now: Duration, ino: Ino) -> Option<Tenure> {
+        let leased = self.leased.lock();
+        leased.table.lives(now).then(|| leased.tenures.of(ino))
+    }
+
     /// What a lookup would find: `Some(None)`: no such name.
     pub fn lookup(&self, now: Duration, creds: &pb::Creds, dir: Ino, name: &[u8]) -> Option<Option<pb::Attr>> {
         let searcher = self.searcher(creds);

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use strake_proto::{Code, Error, Ino, Result, pb};
 use tokio::time::Instant;
 
-use crate::{Client, core::Core};
+use crate::{Client, core::Core, writeback::Back};
 
 /// POSIX ACLs, and their bits in `Attr.acls`.
 const ACLS: [(&[u8], u32); 2] = [(b"system.posix_acl_access", 1), (b"system.posix_acl_default", 2)];
@@ -101,9 +101,9 @@ impl Client {
     /// Attributes, with the size and mtime of this client's own writes.
     pub async fn getattr(&self, creds: &pb::Creds, ino: Ino) -> Result<pb::Attr> {
         if let Some(inode) = self.core.live_inode(ino)
-            && inode.is_dirty()
+            && (inode.is_dirty() || !inode.back.is_empty())
         {
-            self.core.push_size(&inode).await?;
+            self.core.tell_all(&inode).await?;
         }
         if let Some(attr) = self.core.memory.attr(self.core.env.boot(), ino) {
             return self.core.merge(attr).await;
@@ -278,7 +278,14 @@ impl Client {
     /// not reasserted after a failover. Use [`Client::open`] and [`Client::create`] for files to be kept open.
     pub async fn compound(&self, creds: &pb::Creds, ops: Vec<pb::Op>) -> Result<Vec<pb::OpResult>> {
         let (core, creds) = (self.core.clone(), creds.clone());
-        self.core.detached(async move { core.meta(&creds, ops).await }).await
+        let running = async move {
+            let holding: Vec<_> = core.holding.lock().values().cloned().collect();
+            for inode in holding {
+                core.tell_all(&inode).await?;
+            }
+            core.meta(&creds, ops).await
+        };
+        self.core.detached(running).await
     }
 }
 
@@ -292,8 +299,8 @@ impl Core {
     /// first, so that the mtime seen now is the one seen later.
     pub(crate) async fn merge(self: &Arc<Self>, attr: pb::Attr) -> Result<pb::Attr> {
         let Some(inode) = self.live_inode(attr.ino) else { return Ok(attr) };
-        if inode.is_dirty() {
-            self.push_size(&inode).await?;
+        if inode.is_dirty() || !inode.back.is_empty() {
+            self.tell_all(&inode).await?;
         }
         Ok(inode.take_attr(&attr))
     }
@@ -308,6 +315,11 @@ impl Core {
         set.holes = set.size.is_some();
         let inode = self.live_inode(set.ino);
         let size = set.size;
+        // Own writes count as made before, those too that were not sent.
+        let _bar = inode.as_ref().filter(|_| size.is_some()).map(Back::bar);
+        if let Some(i) = &inode {
+            self.send_held(i).await;
+        }
         // A new size waits for writes under way and holds later ones up; what was read ahead goes.
         let guard = match (&inode, size) {
             (Some(i), Some(_)) => Some(i.ranges.lock_all().await),

@@ -27,6 +27,9 @@ const COPIES: Duration = Duration::from_secs(2);
 /// After a request that failed.
 const PAUSE: Duration = Duration::from_millis(20);
 
+/// A report that takes longer is told of as being worked at.
+const WORKING: Duration = Duration::from_secs(1);
+
 /// Serves recalls until the client is gone.
 pub(crate) async fn serve(core: Weak<Core>) {
     let mut waits = true;
@@ -40,7 +43,7 @@ pub(crate) async fn serve(core: Weak<Core>) {
             // What a former daemon told the kernel may be recalled, too.
             let _ = timeout(COPIES, c.memory.copies_known()).await;
         }
-        match c.ask_recalls(&leader, session, Vec::new()).await {
+        match c.ask_recalls(&leader, session, Told::default()).await {
             // Said late, usually. Who says it at once must not keep this busy.
             Ok(r) if r == pb::RecallReply::default() => sleep(PAUSE).await,
             Ok(r) => c.make_reports(&leader, session, r.reports),
@@ -51,6 +54,13 @@ pub(crate) async fn serve(core: Weak<Core>) {
             }
         }
     }
+}
+
+/// What is told of reports: those that were made, and those that take longer.
+#[derive(Default)]
+struct Told {
+    reported: Vec<u64>,
+    working: Vec<u64>,
 }
 
 /// Up to which number everything that was recalled on a connection is forgotten.
@@ -92,17 +102,17 @@ impl Core {
         self.cache.lock().clear();
     }
 
-    /// One request: acknowledges what is forgotten, tells which reports were made, and forgets what the answer recalls. With a
-    /// report it is answered at once.
+    /// One request: acknowledges what is forgotten, tells of reports, and forgets what the answer recalls. With something to tell it
+    /// is answered at once.
     async fn ask_recalls(
         self: &Arc<Self>,
         leader: &Leader,
         session: SessionId,
-        reported: Vec<u64>,
+        Told { reported, working }: Told,
     ) -> Result<pb::RecallReply> {
         let connection = leader.number;
         let acknowledged = self.recalls.upto(connection);
-        let request = pb::RecallRequest { session, connection, acknowledged, reported };
+        let request = pb::RecallRequest { session, connection, acknowledged, reported, working };
         let m = leader.conn.call(Message::new(opcode::RECALL, request.encode_to_vec()), META_TRY).await?;
         let r: pb::RecallReply = decode(&m)?;
         let inos: Vec<Ino> = r.recalls.iter().map(|r| r.ino).collect();
@@ -127,14 +137,27 @@ impl Core {
 
     /// Somebody wants to know how a file is that may be written here.
     async fn report(self: Arc<Self>, leader: Leader, session: SessionId, number: u64, ino: Ino) {
-        if let Some(inode) = self.live_inode(ino) {
-            let _placed = inode.placing.lock().await;
-            if let Err(e) = self.push_size(&inode).await {
-                tracing::warn!(ino, "somebody asks for the size of a file that could not be reported: {e}");
+        let core = self.clone();
+        let mut telling = self.env.spawn(async move {
+            // A former process of the mount may have held something back.
+            let _ = core.inherited.subscribe().wait_for(|known| *known).await;
+            if let Some(inode) = core.live_inode(ino) {
+                let _placed = inode.placing.lock().await;
+                if let Err(e) = core.tell_all(&inode).await {
+                    tracing::warn!(ino, "somebody asks for the size of a file that could not be reported: {e}");
+                }
+            }
+        });
+        // What is held back may wait for storage servers for long.
+        while timeout(WORKING, &mut telling).await.is_err() {
+            let working = Told { working: vec![number], ..Told::default() };
+            match self.ask_recalls(&leader, session, working).await {
+                Ok(more) => self.make_reports(&leader, session, more.reports),
+                Err(e) => tracing::debug!("telling of a report that takes long: {e}"),
             }
         }
         while self.memory.is_greeted(session, leader.number) && !leader.conn.is_closed() && !self.is_closed() {
-            match self.ask_recalls(&leader, session, vec![number]).await {
+            match self.ask_recalls(&leader, session, Told { reported: vec![number], ..Told::default() }).await {
                 Ok(more) => return self.make_reports(&leader, session, more.reports),
                 Err(e) => tracing::debug!("telling of a report: {e}"),
             }

@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering::Relaxed},
 };
 
 use futures_util::stream::{self, StreamExt};
@@ -13,7 +13,7 @@ use crate::{
     Client, File, Numbers,
     core::{Core, Hold, room_for},
     inode::{Inode, O_ACCMODE, O_WRONLY, Release, Writer},
-    keep::{Keep, KeptInode, KeptWrite},
+    keep::{Keep, KeptInode, KeptWrite, WriteKind},
     meta::{ok, op},
     segments::{self, Content},
     unstable::Entry,
@@ -56,7 +56,8 @@ impl Client {
         for former in keep.left_inodes() {
             core.inherit(former, is_same).await;
         }
-        core.inherit_writes(&keep, writes, is_same);
+        core.inherit_writes(&keep, writes, is_same).await;
+        core.inherited.send_replace(true);
         // Their writes hold what flushes them.
         drop(core.env.spawn(async move {
             for file in strays {
@@ -131,8 +132,8 @@ impl Core {
         self.release_later(ino, Some(Release { writer, surplus, kept: vec![Arc::new(former)] }));
     }
 
-    fn inherit_writes(self: &Arc<Self>, keep: &Arc<Keep>, writes: Vec<(u64, KeptWrite, Record)>, is_same: bool) {
-        let mut blocks = BTreeMap::new();
+    async fn inherit_writes(self: &Arc<Self>, keep: &Arc<Keep>, writes: Vec<(u64, KeptWrite, Record)>, is_same: bool) {
+        let (mut blocks, mut back) = (BTreeMap::new(), BTreeMap::new());
         for (order, w, record) in writes {
             // Removed, or it could not be opened, see `open_strays`.
             let Some(inode) = self.live_inode(w.chunk.ino) else { continue };
@@ -142,12 +143,28 @@ impl Core {
             }
             // Without its bytes it can only be found stable, or lost.
             let data = w.at.and_then(|at| kept_bytes(keep.pool(), at, &mut blocks));
-            self.inherit_write(order, w, data, inode, record);
+            match (w.kind, data) {
+                (WriteKind::Unstable | WriteKind::Punch, data) => self.inherit_write(order, w, data, inode, record),
+                (WriteKind::Sent | WriteKind::Held, Some(data)) => {
+                    self.held_order.fetch_max(order + 1, Relaxed);
+                    back.entry(inode.ino).or_insert_with(|| (inode, Vec::new())).1.push((w, data, record));
+                }
+                (WriteKind::Sent | WriteKind::Held, None) => {
+                    inode.fail_loudly("bytes written before the mount was restarted are lost");
+                }
+            }
+        }
+        for (inode, left) in back.into_values() {
+            self.inherit_back(inode, left).await;
         }
     }
 
     fn inherit_write(&self, order: u64, w: KeptWrite, data: Option<Buf>, inode: Arc<Inode>, record: Record) {
-        let data = if w.punch { Content::Hole(w.len as u32) } else { Content::Bytes(data.into_iter().collect()) };
+        let data = if w.kind == WriteKind::Punch {
+            Content::Hole(w.len as u32)
+        } else {
+            Content::Bytes(data.into_iter().collect())
+        };
         let room = self.unstable_room.clone().try_acquire_many_owned(room_for(segments::total(data.bytes()))).ok();
         let entry = Entry {
             chunk: w.chunk,

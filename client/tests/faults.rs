@@ -363,7 +363,8 @@ async fn what_was_written_before_a_client_became_read_only_is_made_safe() {
 async fn random_faults_against_a_model() {
     for seed in 1..=12u64 {
         let c = Cluster::new(4, 1 + (seed % 3) as u32);
-        let a = c.client(seed as u8).await;
+        c.mds.want_releases();
+        let a = c.client_with(seed as u8, Config { write_back: seed % 4 > 1, ..config() }).await;
         let f = file(&a, -1).await;
         let mut rnd = seed;
         let mut model = vec![0u8; 1 << 20];
@@ -384,7 +385,10 @@ async fn random_faults_against_a_model() {
                     c.mds.elect(1 + next(3) as u32);
                     c.net.lose_replies(1 + next(3) as u32, 1);
                 }
-                4 => f.fsync().await.unwrap(),
+                4 => {
+                    f.fsync().await.unwrap();
+                    assert!(content(&f).await == model, "seed {seed}, step {i}");
+                }
                 5 => tokio::time::sleep(Duration::from_millis(next(1500))).await,
                 6 => {
                     let size = next(1 << 20) as usize;

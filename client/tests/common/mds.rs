@@ -55,6 +55,10 @@ struct State {
     holders: BTreeMap<u64, BTreeSet<u64>>,
     owed: BTreeMap<u64, BTreeMap<u64, u64>>,
     recalls: u64,
+    /// Reports that were asked for and not made, by session and number, and whether they were sent.
+    reports: BTreeMap<(u64, u64), (u64, bool)>,
+    /// How often it was said that one takes longer.
+    worked: u64,
     /// META requests that were answered.
     asked: u64,
 }
@@ -89,6 +93,8 @@ impl Mds {
             holders: BTreeMap::new(),
             owed: BTreeMap::new(),
             recalls: 0,
+            reports: BTreeMap::new(),
+            worked: 0,
             asked: 0,
         };
         Mds { key, oss, state: Mutex::new(state), news: Notify::new() }
@@ -135,6 +141,29 @@ impl Mds {
         self.state.lock().cap_ms = at_ms;
     }
 
+    /// Asks whoever writes a file to report it; returns when that is done.
+    pub async fn report(&self, ino: u64) {
+        let mine: Vec<(u64, u64)> = {
+            let s = &mut *self.state.lock();
+            let writers: Vec<u64> = s.writers.iter().filter(|w| w.1 == ino).map(|w| w.0).collect();
+            let number = |id| {
+                s.recalls += 1;
+                (id, s.recalls)
+            };
+            let mine: Vec<_> = writers.into_iter().map(number).collect();
+            s.reports.extend(mine.iter().map(|key| (*key, (ino, false))));
+            mine
+        };
+        self.news.notify_waiters();
+        while mine.iter().any(|key| self.state.lock().reports.contains_key(key)) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+    /// How often it was said that a report takes longer.
+    pub fn worked(&self) -> u64 {
+        self.state.lock().worked
+    }
+
     fn leads(&self, node: u32) -> Result<()> {
         let leader = self.state.lock().leader;
         if leader == node { Ok(()) } else { Err(Error::not_leader(leader)) }
@@ -155,6 +184,7 @@ impl Mds {
             term_ms: 4000,
             root: 1,
             map: Some(s.map.clone()),
+            write_back: r.write_back,
             ..Default::default()
         }
     }
@@ -171,6 +201,7 @@ impl Mds {
         if r.hello {
             s.holders.values_mut().for_each(|h| h.retain(|id| *id != r.session));
             s.owed.remove(&r.session);
+            s.reports.iter_mut().filter(|((id, _), _)| *id == r.session).for_each(|(_, (_, sent))| *sent = false);
             self.news.notify_waiters();
         }
         Ok(pb::SessionRenewReply { map: (s.map.version > r.map_version).then(|| s.map.clone()), lease_ms: 1500 })
@@ -178,12 +209,22 @@ impl Mds {
 
     /// Returns what a session is to forget once there is something.
     async fn recall(&self, r: pb::RecallRequest) -> pb::RecallReply {
+        let at_once = !r.reported.is_empty() || !r.working.is_empty();
+        {
+            let s = &mut *self.state.lock();
+            s.reports.retain(|(id, number), _| *id != r.session || !r.reported.contains(number));
+            s.worked += r.working.len() as u64;
+        }
         let _ = timeout(Duration::from_secs(3), async {
             loop {
                 let news = self.news.notified();
                 {
-                    let owed = &mut self.state.lock().owed;
-                    let mine = owed.entry(r.session).or_default();
+                    let s = &mut *self.state.lock();
+                    let asked = s.reports.iter().any(|((id, _), (_, sent))| *id == r.session && !sent);
+                    if at_once || asked {
+                        return;
+                    }
+                    let mine = s.owed.entry(r.session).or_default();
                     let before = mine.len();
                     mine.retain(|number, _| *number > r.acknowledged);
                     if mine.len() < before {
@@ -197,10 +238,16 @@ impl Mds {
             }
         })
         .await;
-        let s = self.state.lock();
+        let s = &mut *self.state.lock();
         let one = |(number, ino): (&u64, &u64)| pb::Recall { number: *number, ino: *ino };
         let recalls = s.owed.get(&r.session).into_iter().flatten().map(one).collect();
-        pb::RecallReply { recalls, reports: Vec::new() }
+        let unsent = s.reports.iter_mut().filter(|((id, _), (_, sent))| *id == r.session && !sent);
+        let report = |((_, number), (ino, sent)): (&(u64, u64), &mut (u64, bool))| {
+            *sent = true;
+            pb::Recall { number: *number, ino: *ino }
+        };
+        let reports = unsent.map(report).collect();
+        pb::RecallReply { recalls, reports }
     }
 
     /// Answers when all others have forgotten what was changed, or did not in time.

@@ -125,8 +125,9 @@ fn recall(i: &mut Input) -> Vec<u8> {
         return i.bytes().to_vec();
     }
     let (session, connection) = (u64::from(i.u8() % 4), u64::from(i.u8() % 4));
-    let reported = i.bytes().iter().map(|b| 1 << 32 | u64::from(*b)).collect();
-    pb::RecallRequest { session, connection, acknowledged: i.number(), reported }.encode_to_vec()
+    let reported: Vec<u64> = i.bytes().iter().map(|b| 1 << 32 | u64::from(*b)).collect();
+    pb::RecallRequest { session, connection, acknowledged: i.number(), working: reported.clone(), reported }
+        .encode_to_vec()
 }
 
 fn lock_wait(i: &mut Input) -> Vec<u8> {

@@ -89,6 +89,8 @@ pub struct Cluster {
     /// See [`Cluster::widen`].
     wide: Option<StdRng>,
     client_clocks: Vec<SimClock>,
+    /// Clients with even or with odd numbers hold back what they write; or all.
+    write_back: Option<u32>,
     mds: Vec<Mds>,
     oss: Vec<Oss>,
 }
@@ -128,7 +130,17 @@ impl Cluster {
                 life: None,
             })
             .collect();
-        Cluster { net, rng, start, session_term: None, wide: None, client_clocks: Vec::new(), mds, oss }
+        Cluster {
+            net,
+            rng,
+            start,
+            session_term: None,
+            wide: None,
+            client_clocks: Vec::new(),
+            write_back: Some(seed as u32 % 2),
+            mds,
+            oss,
+        }
     }
 
     /// From now on all clocks drift, by as much as two may differ, and leases are scarce: few of one session, of an inode and of
@@ -136,6 +148,11 @@ impl Cluster {
     pub fn widen(&mut self, seed: u64) {
         self.wide = Some(StdRng::seed_from_u64(seed ^ 0x71de));
         self.drift();
+    }
+
+    /// All clients hold back what they write.
+    pub fn hold_back(&mut self) {
+        self.write_back = None;
     }
 
     fn clocks(&self) -> impl Iterator<Item = &SimClock> {
@@ -294,6 +311,7 @@ impl Cluster {
         if n == FOLLOWING {
             config.follower_reads = FollowerReads::Always;
         }
+        config.write_back = self.write_back.is_none_or(|some| n % 2 == some);
         (config, env, fabric)
     }
 

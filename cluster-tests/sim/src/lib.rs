@@ -1,6 +1,7 @@
 //! The deterministic simulator: the real mds, oss and client code in one thread, with network, clocks and disks driven
 //! by one seed. See docs/testing.md.
 
+pub mod baton;
 pub mod clock;
 pub mod cluster;
 pub mod coverage;

@@ -5,6 +5,7 @@ use std::{fs::File, path::PathBuf, process::ExitCode};
 use clap::Parser;
 use strake_histories::{explain::explain, search::LIMIT};
 use strake_sim::{
+    baton,
     cluster::Sync,
     coverage, histories,
     plant::Plant,
@@ -41,8 +42,11 @@ struct Args {
     /// Histories of metadata operations instead: each must be linearizable.
     #[arg(long)]
     histories: bool,
-    /// With --histories: plant a fault, which most histories must show.
-    #[arg(long, requires = "histories")]
+    /// Files that clients hand on instead: each must see what the one before wrote, though that was held back.
+    #[arg(long, conflicts_with = "histories")]
+    baton: bool,
+    /// With --histories or --baton: plant a fault, which most runs must show.
+    #[arg(long)]
     plant: Option<Plant>,
     /// With --histories: where to keep those that are not linearizable, for `strake-histories check`.
     #[arg(long, requires = "histories", default_value = "histories")]
@@ -85,6 +89,28 @@ fn sweep_histories(args: &Args) -> u64 {
     failed
 }
 
+/// Runs the seeds as files that are handed on.
+fn sweep_batons(args: &Args) -> u64 {
+    let mut failed = 0;
+    for seed in args.seed..args.seed + args.count {
+        match baton::run(seed, args.plant) {
+            Ok(o) => {
+                println!(
+                    "seed {seed}: {} times handed on, {} writes, {} held back, {} lost with sessions",
+                    o.handed_on, o.writes, o.held, o.lost
+                );
+                o.violations.iter().for_each(|v| println!("  VIOLATION: {v}"));
+                failed += u64::from(!o.violations.is_empty());
+            }
+            Err(e) => {
+                println!("seed {seed}: FAILED: {e:?}");
+                failed += 1;
+            }
+        }
+    }
+    failed
+}
+
 /// Log lines carry simulated time.
 struct SimTime;
 
@@ -101,8 +127,12 @@ fn main() -> ExitCode {
         .with_writer(std::io::stderr)
         .with_timer(SimTime)
         .init();
-    let mut failed = if args.histories { sweep_histories(&args) } else { 0 };
-    let seeds = if args.histories { 0..0 } else { args.seed..args.seed + args.count };
+    let mut failed = match (args.histories, args.baton) {
+        (true, _) => sweep_histories(&args),
+        (_, true) => sweep_batons(&args),
+        _ => 0,
+    };
+    let seeds = if args.histories || args.baton { 0..0 } else { args.seed..args.seed + args.count };
     for seed in seeds {
         let base = if args.harsh { Scenario::harsh(seed) } else { Scenario::new(seed) };
         let scenario = Scenario {

@@ -20,6 +20,8 @@ pub enum Plant {
     /// Likewise, and followers tell what they have applied though others may still know what was before: that anything is not settled does
     /// not reach them.
     Unsettled,
+    /// Clients say that they have reported a file without having sent what they hold back of it.
+    EmptyReport,
     /// Some changes run twice: they arrive again, under a number that the servers do not know.
     Repeat,
 }
@@ -40,6 +42,11 @@ impl Plant {
             (Plant::StaleRead, opcode::RECALL) => {
                 let Ok(mut r) = pb::RecallReply::decode(reply.body.clone()) else { return };
                 r.recalls.iter_mut().for_each(|r| r.ino = u64::MAX);
+                reply.body = r.encode_to_vec().into();
+            }
+            (Plant::EmptyReport, opcode::RECALL) => {
+                let Ok(mut r) = pb::RecallReply::decode(reply.body.clone()) else { return };
+                r.reports.iter_mut().for_each(|r| r.ino = u64::MAX);
                 reply.body = r.encode_to_vec().into();
             }
             (Plant::Unsettled, opcode::FRONTIER) => {

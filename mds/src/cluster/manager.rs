@@ -134,13 +134,18 @@ impl Manager {
         }
     }
 
-    /// Whether every storage server that may hold a lease refuses the sessions evicted by number `eviction` and before.
+    /// The number up to which every storage server that may hold a lease refuses the sessions evicted by then; `u64::MAX` when
+    /// none holds one.
+    pub fn known_to_all(&self, now: Duration, map: &MapView) -> u64 {
+        let servers = map.map.nodes.iter().filter(|n| n.role == strake_proto::map::ROLE_OSS);
+        let told = servers.map(|n| self.told.get(&n.id).copied().unwrap_or((self.elected, 0)));
+        let holds = |at: Duration| now.saturating_sub(at.max(self.elected)) <= self.options.lease;
+        told.filter(|(at, _)| holds(*at)).map(|(_, number)| number).min().unwrap_or(u64::MAX)
+    }
+
+    /// Whether nothing that sessions evicted by this number and before wrote can arrive any more.
     pub fn all_know(&self, now: Duration, eviction: u64, map: &MapView) -> bool {
-        let elected = (self.elected, 0);
-        map.map.nodes.iter().filter(|n| n.role == strake_proto::map::ROLE_OSS).all(|n| {
-            let (at, number) = self.told.get(&n.id).copied().unwrap_or(elected);
-            number >= eviction || now.saturating_sub(at.max(self.elected)) > self.options.lease
-        })
+        self.known_to_all(now, map) >= eviction
     }
 
     /// A heartbeat arrived at `now`. `ESTALE` asks the sender to register first: its node, target or stamp is not the

@@ -93,6 +93,22 @@ impl Reports {
         }
     }
 
+    /// The session works at these, which takes longer: what it wrote is on its way.
+    pub fn working(&mut self, now: Duration, id: SessionId, numbers: &[Number]) {
+        let Some(w) = self.writers.get_mut(&id) else { return };
+        for number in numbers {
+            if let Some(r) = w.asked.get_mut(number).filter(|r| r.sent.is_some()) {
+                (r.since, r.sent) = (now, Some(now));
+                Reporting::Working.taken();
+            }
+        }
+    }
+
+    /// All were heard of just now: for a server that did not run for a while and could not listen.
+    pub fn all_heard(&mut self, now: Duration) {
+        self.writers.values_mut().flat_map(|w| w.asked.values_mut()).for_each(|r| r.since = now);
+    }
+
     /// Whether nobody needs to wait for a report any more.
     pub fn is_in(&self, id: SessionId, number: Number) -> bool {
         self.writers.get(&id).is_none_or(|w| !w.asked.contains_key(&number))
@@ -170,5 +186,20 @@ mod tests {
         assert_eq!(r.overdue(ms(5000), ms(5000)), [(1, 7)]);
         r.ended(1);
         assert!(r.is_in(1, n) && r.overdue(ms(9000), ms(0)).is_empty() && r.sessions().count() == 0 && r.is_empty());
+    }
+
+    #[test]
+    fn one_that_is_worked_at_is_not_overdue() {
+        let mut r = Reports::new(2);
+        let n = r.ask(ms(0), 1, 7);
+        r.working(ms(10), 1, &[n, 99]);
+        assert_eq!(r.overdue(ms(5000), ms(5000)), [(1, 7)], "it was not sent, so nobody works at it");
+        r.take(ms(100), 1);
+        r.working(ms(4000), 1, &[n]);
+        r.working(ms(4000), 2, &[n]);
+        assert!(r.overdue(ms(8999), ms(5000)).is_empty() && r.take(ms(4999), 1).is_empty());
+        assert_eq!((r.overdue(ms(9000), ms(5000)), r.take(ms(5000), 1)), (vec![(1, 7)], vec![(n, 7)]));
+        r.all_heard(ms(9000));
+        assert!(r.overdue(ms(13_999), ms(5000)).is_empty() && !r.is_in(1, n));
     }
 }

@@ -350,13 +350,20 @@ impl<'a> Apply<'a> {
             pid: o.pid,
             epoch: SESSION_EPOCH,
             answered_below: s.record.answered_below,
+            // One that was opened again may still have what it held back before.
+            write_back: o.write_back || s.record.write_back,
         };
+        let write_back = s.record.write_back;
+        if write_back {
+            self.effects.push(Effect { holds_back: Some(id), ..Default::default() });
+        }
         self.sessions.insert(id, Some(s));
         let reply = pb::SessionOpenReply {
             session: id,
             epoch: SESSION_EPOCH,
             root: ROOT_INO,
             fs_uuid: self.header.fs_uuid.clone(),
+            write_back,
             ..Default::default()
         };
         Ok(pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::SessionOpen(reply)) })

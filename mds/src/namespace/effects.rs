@@ -22,6 +22,8 @@ pub struct Notes {
     pub changed: BTreeSet<Ino>,
     /// Who may write what from now on, or no longer, in order.
     pub writers: Vec<(SessionId, Ino, bool)>,
+    /// Files that sessions could write that were evicted, by the eviction with this number.
+    pub fences: Vec<(Ino, u64)>,
 }
 
 /// What an entry did. One that was refused has no effect but what it looked at.
@@ -38,14 +40,17 @@ pub struct Effect {
     pub looked: BTreeSet<Ino>,
     pub changed: BTreeSet<Ino>,
     pub writers: Vec<(SessionId, Ino, bool)>,
+    pub fences: Vec<(Ino, u64)>,
+    /// A session that may hold back what it writes.
+    pub holds_back: Option<SessionId>,
     /// Sessions that ended, and whether they said goodbye.
     pub ended: Vec<(SessionId, bool)>,
 }
 
 impl Effect {
     pub(super) fn of(notes: Notes) -> Effect {
-        let Notes { looked, changed, writers, .. } = notes;
-        Effect { looked: looked.into_inner(), changed, writers, ..Default::default() }
+        let Notes { looked, changed, writers, fences, .. } = notes;
+        Effect { looked: looked.into_inner(), changed, writers, fences, ..Default::default() }
     }
 
     /// The part that stays if the entry was undone.

@@ -62,6 +62,17 @@ struct Memory {
     void: bool,
 }
 
+/// What a new leader is to know of sessions.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Survey {
+    /// All of them, and whether each may hold back what it writes.
+    pub sessions: Vec<(SessionId, bool)>,
+    /// Who may write which file.
+    pub writers: Vec<(SessionId, Ino)>,
+    /// Files that evicted sessions could write, with the number of the last such eviction, until they were cut.
+    pub fences: Vec<(Ino, u64)>,
+}
+
 /// An answer, and what it depends on.
 pub struct ReadAt {
     pub reply: pb::MetaReply,
@@ -267,17 +278,26 @@ impl Namespace {
         self.memory.read().header.applied_index
     }
 
-    /// Shows all sessions, and who may write which file. No entry is applied meanwhile: what `look` notes down lacks none before
+    /// Shows all there is to know for a new leader's table. No entry is applied meanwhile: what `look` notes down lacks none before
     /// those that are told of afterwards.
-    pub fn survey<T>(&self, look: impl FnOnce(Vec<SessionId>, Vec<(SessionId, Ino)>) -> T) -> Result<T> {
+    pub fn survey<T>(&self, look: impl FnOnce(Survey) -> T) -> Result<T> {
         let memory = self.memory.read();
-        let mut writers = Vec::new();
+        let mut s = Survey::default();
         for pair in self.store.prefix(&[keys::WRITER]) {
             let (key, _) = pair?;
             let session = key.get(..9).and_then(keys::last_number);
-            writers.extend(session.zip(keys::last_number(&key)));
+            s.writers.extend(session.zip(keys::last_number(&key)));
         }
-        Ok(look(memory.sessions.keys().copied().collect(), writers))
+        let cut = self.store.prefix(&[keys::TRIM]).map(|pair| Ok(keys::last_number(&pair?.0)));
+        let cut: Vec<Ino> = cut.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
+        let written: BTreeSet<Ino> = s.writers.iter().map(|w| w.1).chain(cut).collect();
+        for ino in written {
+            let Some(r) = self.inode(ino) else { continue };
+            let fence = r.fence.max(r.trim.map_or(0, |t| t.fence));
+            s.fences.extend((fence != 0).then_some((ino, fence)));
+        }
+        s.sessions = memory.sessions.iter().map(|(id, x)| (*id, x.record.write_back)).collect();
+        Ok(look(s))
     }
 
     /// Locks, see there.

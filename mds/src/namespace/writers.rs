@@ -58,7 +58,10 @@ pub fn release(t: &mut Txn<'_>, session: SessionId, ino: Ino, opened: Option<u64
     match left {
         Left::Clean => {}
         Left::Surplus => r.surplus = true,
-        Left::Evicted(number) => (r.surplus, r.fence) = (true, r.fence.max(number)),
+        Left::Evicted(number) => {
+            (r.surplus, r.fence) = (true, r.fence.max(number));
+            t.notes.fences.push((ino, number));
+        }
     }
     if r.writers == 0 && r.surplus && r.layout.is_some() {
         let end = r.attr().size;

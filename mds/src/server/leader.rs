@@ -173,9 +173,19 @@ impl Mds {
                 l.manager.map_changed(now, &map);
                 Ok(l.manager.tick(now, &map))
             });
+            self.lift_fences();
             if let Ok(Some(p)) = proposal {
                 self.change_map(p).await;
             }
+        }
+    }
+
+    /// Lets those go on who wait for what evicted sessions wrote, once that can arrive nowhere any more.
+    fn lift_fences(&self) {
+        if self.recalls.fences() {
+            let known = self.with_lead(|l| Ok((l.term, l.manager.known_to_all(self.env.boot(), &self.map()))));
+            // A leader no longer: they are sent elsewhere.
+            let _ = known.and_then(|(term, upto)| self.recalls.fenced(term, upto));
         }
     }
 

@@ -126,7 +126,23 @@ impl Mds {
             self.note_handles(by.session, epoch, &ops, &mut reply.results)?;
         }
         self.recalls.settled(term, &depends).await?;
+        if reply.results.iter().all(ok) {
+            self.wait_for_held_back(term, by, &ops, &reply.results).await?;
+            self.recalls.settled(term, &depends).await?;
+        }
         reply.granted = self.recalls.held(term, by, &effects::told(&ops, &reply.results))?;
         Ok(reply)
+    }
+
+    /// Whoever may write a file from now on waits for what others hold back of it: sent later it would lie over what is newer. They
+    /// have been told by now that they are not alone, and hold nothing more back.
+    async fn wait_for_held_back(&self, term: u64, by: Asker, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
+        let opened = ops.iter().zip(results).filter(|(o, _)| effects::enlists(o));
+        let opened: BTreeSet<Ino> = opened.map(|(_, r)| r.attr.as_ref().map_or(r.ino, |a| a.ino)).collect();
+        let asked = self.recalls.ask_holders(term, by.session, &opened)?;
+        if !asked.is_empty() {
+            Reporting::AskedToWrite.taken();
+        }
+        self.recalls.reported(term, &asked).await
     }
 }

@@ -33,6 +33,8 @@ use pb::log_command::Command;
 const POLL: Duration = Duration::from_secs(3);
 /// How often those who do not answer are looked for.
 const TICK: Duration = Duration::from_millis(250);
+/// A look that comes this late means that the process was stopped: nobody could be heard.
+const STALL: Duration = Duration::from_secs(1);
 
 /// What an answer depends on: inodes, or all of them if it is not known, as of a ticket.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,6 +59,12 @@ struct Table {
     writers: BTreeMap<Ino, BTreeSet<SessionId>>,
     /// How many files each session may write.
     writes: BTreeMap<SessionId, usize>,
+    /// Sessions that may hold back what they write: their reports are waited for though their term is over.
+    holding: BTreeSet<SessionId>,
+    /// Files of which something may still arrive that an evicted session wrote, by the last such eviction.
+    fences: BTreeMap<Ino, u64>,
+    /// When it was last looked for those who do not answer.
+    ticked: Duration,
     /// Rung for sessions that wait for what they are to forget.
     bells: BTreeMap<SessionId, Arc<Notify>>,
     /// Requests on their way through the log, and what their answers depend on once they are applied.
@@ -87,6 +95,11 @@ impl Table {
                 self.writers.remove(ino);
             }
         }
+        for (ino, eviction) in &e.fences {
+            let last = self.fences.entry(*ino).or_default();
+            *last = (*last).max(*eviction);
+        }
+        self.holding.extend(e.holds_back);
         let by = Asker { session: e.session, connection: e.connection };
         let named = |ino| (e.connection != 0 && e.named.contains(ino)).then_some((by.session, by.connection));
         for ino in self.leases.applied(now, e.changed.iter().map(|ino| (*ino, named(ino)))) {
@@ -100,6 +113,7 @@ impl Table {
         for (id, goodbye) in &e.ended {
             self.leases.ended(now, *id, *goodbye);
             self.reports.ended(*id);
+            self.holding.remove(id);
             self.ring(*id);
             self.bells.remove(id);
         }
@@ -127,9 +141,19 @@ impl Table {
         granted
     }
 
+    /// Whether a writer is waited for that is to report: one without leases reports when it suits it, unless it may hold something back.
+    fn must_report(&self, now: Duration, id: SessionId) -> bool {
+        self.holding.contains(&id) || self.leases.ends(now, id).is_some()
+    }
+
+    /// Whether nothing can arrive any more that evicted sessions wrote to these files; `None`: to any.
+    fn is_fenced(&self, inos: Option<&BTreeSet<Ino>>) -> bool {
+        self.fences.is_empty() || inos.is_some_and(|inos| !inos.iter().any(|ino| self.fences.contains_key(ino)))
+    }
+
     /// Of writers that may not answer any more, nobody waits for a report.
     fn end_reports(&mut self, now: Duration) {
-        let over: Vec<_> = self.reports.sessions().filter(|id| self.leases.ends(now, *id).is_none()).collect();
+        let over: Vec<_> = self.reports.sessions().filter(|id| !self.must_report(now, *id)).collect();
         over.into_iter().for_each(|id| self.reports.ended(id));
     }
 
@@ -174,19 +198,22 @@ impl Recalls {
 
     /// This server leads from now on.
     pub fn start(&self, term: u64, namespace: &Namespace) -> Result<()> {
-        namespace.survey(|sessions, all| {
+        namespace.survey(|found| {
             let mut writers: BTreeMap<Ino, BTreeSet<SessionId>> = BTreeMap::new();
             let mut writes = BTreeMap::new();
-            for (session, ino) in all {
+            for (session, ino) in found.writers {
                 writers.entry(ino).or_default().insert(session);
                 *writes.entry(session).or_insert(0) += 1;
             }
             *self.table.lock() = Some(Table {
                 term,
-                leases: Leases::new(self.limits, self.env.boot(), term, sessions),
+                leases: Leases::new(self.limits, self.env.boot(), term, found.sessions.iter().map(|s| s.0)),
                 reports: Reports::new(term),
                 writers,
                 writes,
+                holding: found.sessions.iter().filter(|s| s.1).map(|s| s.0).collect(),
+                fences: found.fences.into_iter().collect(),
+                ticked: self.env.boot(),
                 bells: BTreeMap::new(),
                 expected: BTreeMap::new(),
             });
@@ -287,6 +314,7 @@ impl Recalls {
             let recall = |(number, ino)| pb::Recall { number, ino };
             let recalls: Vec<_> = t.leases.recalls(now, id, r.acknowledged).into_iter().map(recall).collect();
             t.reports.reported(id, &r.reported);
+            t.reports.working(now, id, &r.working);
             let reports = t.reports.take(now, id).into_iter().map(recall).collect();
             Ok((pb::RecallReply { recalls, reports }, t.bells.entry(id).or_default().clone()))
         })?
@@ -341,7 +369,8 @@ impl Recalls {
         })
     }
 
-    /// Waits until nobody remembers what was before that on which an answer depends.
+    /// Waits until nobody remembers what was before that on which an answer depends, and nothing that an evicted session wrote there
+    /// can arrive any more.
     pub async fn settled(&self, term: u64, on: &Depends) -> Result<()> {
         let mut waits = false;
         self.until(term, |t, now| {
@@ -353,10 +382,12 @@ impl Recalls {
                 Some(inos) => t.leases.is_settled(on.ticket, inos.iter().copied()),
                 None => t.leases.is_all_settled(on.ticket),
             };
-            if !settled && !std::mem::replace(&mut waits, true) {
-                Leader::Waited.taken();
+            let fenced = t.is_fenced(on.inos.as_ref());
+            let over = settled && fenced;
+            if !over && !std::mem::replace(&mut waits, true) {
+                if settled { Leader::Unfenced.taken() } else { Leader::Waited.taken() }
             }
-            settled
+            over
         })
         .await
     }
@@ -365,6 +396,24 @@ impl Recalls {
     pub fn awaited(&self, term: u64, most: usize) -> Result<Vec<Ino>> {
         let inos = self.with(term, |t, now| if t.leases.in_grace(now) { None } else { t.leases.awaited(most) })?;
         inos.ok_or_else(|| Error::new(Code::NotServing, "too much is not settled for others to be told what is"))
+    }
+
+    /// Whether something that evicted sessions wrote may still arrive somewhere.
+    pub fn fences(&self) -> bool {
+        self.table.lock().as_ref().is_some_and(|t| !t.fences.is_empty())
+    }
+
+    /// All storage servers refuse the sessions evicted by this number and before, and have done with what they sent.
+    pub fn fenced(&self, term: u64, upto: u64) -> Result<()> {
+        let less = self.with(term, |t, _| {
+            let before = t.fences.len();
+            t.fences.retain(|_, eviction| *eviction > upto);
+            t.fences.len() < before
+        })?;
+        if less {
+            self.tell_news();
+        }
+        Ok(())
     }
 
     async fn until(&self, term: u64, mut over: impl FnMut(&Table, Duration) -> bool) -> Result<()> {
@@ -379,12 +428,26 @@ impl Recalls {
 
     /// Asks others who write these files to report, and returns what to wait for.
     pub fn ask(&self, term: u64, session: SessionId, inos: &BTreeSet<Ino>) -> Result<Vec<(SessionId, Number)>> {
+        self.ask_those(term, session, inos, |t, now, id| t.must_report(now, id))
+    }
+
+    /// Likewise those of them who may hold back what they wrote.
+    pub fn ask_holders(&self, term: u64, session: SessionId, inos: &BTreeSet<Ino>) -> Result<Vec<(SessionId, Number)>> {
+        self.ask_those(term, session, inos, |t, _, id| t.holding.contains(&id))
+    }
+
+    fn ask_those(
+        &self,
+        term: u64,
+        session: SessionId,
+        inos: &BTreeSet<Ino>,
+        are: impl Fn(&Table, Duration, SessionId) -> bool,
+    ) -> Result<Vec<(SessionId, Number)>> {
         let asked = self.with(term, |t, now| {
             let mut asked = Vec::new();
             for ino in inos {
-                // Those without leases report when it suits them.
-                let live = t.others_write(session, *ino).filter(|id| t.leases.ends(now, *id).is_some());
-                for id in live.collect::<Vec<_>>() {
+                let those = t.others_write(session, *ino).filter(|id| are(t, now, *id));
+                for id in those.collect::<Vec<_>>() {
                     asked.push((id, t.reports.ask(now, id, *ino)));
                     t.ring(id);
                 }
@@ -405,7 +468,7 @@ impl Recalls {
     /// Leaves out of a listing what somebody else may still have to report.
     pub fn leave_out(&self, term: u64, session: SessionId, results: &mut [pb::OpResult]) -> Result<()> {
         self.with(term, |t, now| {
-            let written = |ino| t.others_write(session, ino).any(|id| t.leases.ends(now, id).is_some());
+            let written = |ino| t.others_write(session, ino).any(|id| t.must_report(now, id));
             for e in results.iter_mut().flat_map(|r| &mut r.entries).filter(|e| e.attr.is_some()) {
                 if written(e.ino) {
                     Reporting::LeftOut.taken();
@@ -429,7 +492,11 @@ impl Recalls {
         let now = self.env.boot();
         let mut table = self.table.lock();
         let Some(t) = table.as_mut() else { return Default::default() };
-        // A server that stood still for a term has nobody left who owes something: so it evicts nobody for its own fault.
+        // A server that stood still for a term has nobody left who owes something: so it evicts nobody for its own fault. Those who hold
+        // something back it cannot have heard.
+        if now.saturating_sub(std::mem::replace(&mut t.ticked, now)) > STALL {
+            t.reports.all_heard(now);
+        }
         let silent = t.leases.tick(now);
         t.end_reports(now);
         let late = t.reports.overdue(now, self.limits.patience);
@@ -458,7 +525,7 @@ impl Mds {
         let deadline = Instant::now() + POLL;
         let (mut reply, bell) = self.recalls.poll(term, &request)?;
         // A report is told of beside the request that waits.
-        while reply == pb::RecallReply::default() && request.reported.is_empty() {
+        while reply == pb::RecallReply::default() && request.reported.is_empty() && request.working.is_empty() {
             let rung = bell.notified();
             tokio::pin!(rung);
             // From here on no ringing is missed.

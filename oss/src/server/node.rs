@@ -78,15 +78,35 @@ struct Evictions {
     seen: u64,
     min_epoch: BTreeMap<SessionId, (u64, u64)>,
     order: BTreeMap<u64, SessionId>,
-    /// All sessions with lower ids are evicted.
-    below: SessionId,
+    /// All sessions with lower ids are evicted, by the eviction with this number.
+    below: (SessionId, u64),
+    /// Updates of each session that are in work.
+    in_work: BTreeMap<SessionId, usize>,
+}
+
+/// An update of a session, in work until this is dropped.
+pub struct InWork {
+    node: Arc<Node>,
+    session: SessionId,
+}
+
+impl Drop for InWork {
+    fn drop(&mut self) {
+        let mut ev = self.node.evictions.lock();
+        if let Some(n) = ev.in_work.get_mut(&self.session) {
+            *n -= 1;
+            if *n == 0 {
+                ev.in_work.remove(&self.session);
+            }
+        }
+    }
 }
 
 impl Evictions {
     fn add(&mut self, e: &pb::Evicted) {
         self.seen = self.seen.max(e.number);
         if e.below {
-            self.below = self.below.max(e.session);
+            self.below = self.below.max((e.session, e.number));
             return;
         }
         self.min_epoch.insert(e.session, (e.min_epoch, e.number));
@@ -97,6 +117,16 @@ impl Evictions {
                 self.min_epoch.remove(&session);
             }
         }
+    }
+
+    /// The number up to which evictions are over with here: nothing that these sessions sent is in work any more.
+    fn over(&self) -> u64 {
+        let evicted_by = |session: &SessionId| {
+            let one = self.min_epoch.get(session).map(|(_, number)| *number);
+            one.into_iter().chain((*session < self.below.0).then_some(self.below.1)).min()
+        };
+        let first = self.in_work.keys().filter_map(evicted_by).min();
+        first.map_or(self.seen, |number| self.seen.min(number.saturating_sub(1)))
     }
 }
 
@@ -176,10 +206,16 @@ impl Node {
     pub fn check_session(&self, session: SessionId, epoch: u64) -> Result<()> {
         let evictions = self.evictions.lock();
         let evicted = evictions.min_epoch.get(&session).is_some_and(|(min, _)| epoch < *min);
-        if evicted || session < evictions.below {
+        if evicted || session < evictions.below.0 {
             return Err(Error::new(Code::NoSession, format!("session {session:x} was evicted")));
         }
         Ok(())
+    }
+
+    /// To be held while an update of a session is in work, from before it is checked whether that was evicted.
+    pub fn in_work(self: &Arc<Self>, session: SessionId) -> InWork {
+        *self.evictions.lock().in_work.entry(session).or_default() += 1;
+        InWork { node: self.clone(), session }
     }
 
     /// The replica of a chain on a target of this server.
@@ -369,7 +405,7 @@ impl Node {
             map_version,
             targets: self.targets.iter().map(report).collect(),
             unreachable: self.peers.unreachable(),
-            evicted_seen: self.evictions.lock().seen,
+            evicted_seen: self.evictions.lock().over(),
             incarnation: self.incarnation().0,
         }
     }

@@ -20,7 +20,7 @@ use strake_proto::{
 use tokio::sync::oneshot;
 
 use super::{
-    node::{Node, Target},
+    node::{InWork, Node, Target},
     peers::Lane,
 };
 use crate::{
@@ -36,6 +36,8 @@ pub struct Carried {
     pub request: DataRequest,
     pub payload: Vec<Buf>,
     pub trace: u64,
+    /// Of a session's update.
+    pub _in_work: Option<InWork>,
 }
 
 struct Running {

@@ -86,7 +86,10 @@ impl Service for OssService {
         if m.payload_len() > 0 && !matches!(m.opcode, opcode::WRITE | opcode::FORWARD | opcode::SYNC_PUT) {
             return Err(inval("this request takes no payload"));
         }
-        let carried = |request| Carried { request, payload: m.payload.clone(), trace: m.trace };
+        // Before it is looked whether its session is evicted.
+        let updates = matches!(m.opcode, opcode::WRITE | opcode::FORWARD);
+        let in_work = (updates && r.session != 0).then(|| self.node.in_work(r.session));
+        let carried = |request| Carried { request, payload: m.payload.clone(), trace: m.trace, _in_work: in_work };
         match m.opcode {
             opcode::READ => self.read(peer, &replica, r).await,
             opcode::EXTENTS => self.extents(peer, &replica, &r),
@@ -286,7 +289,7 @@ async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Result<Dat
     let update = |kind, index, offset| {
         let request =
             DataRequest { kind, offset, ..DataRequest::new(r.chain, r.epoch, r.target, ChunkId { index, ..r.chunk }) };
-        replica.update(Carried { request, payload: Vec::new(), trace }, false)
+        replica.update(Carried { request, payload: Vec::new(), trace, _in_work: None }, false)
     };
     // What is being written right now may make chunks that no list has yet: those are removed after it, in their slot.
     let mut busy = replica.busy_from(r.chunk);

@@ -114,6 +114,7 @@ struct MountSection {
     cache_bytes: Option<u64>,
     #[serde(default)]
     follower_reads: FollowerKey,
+    write_back: bool,
     run_dir: Option<PathBuf>,
     #[serde(default)]
     options: String,
@@ -163,6 +164,7 @@ impl MountSection {
         self.read_replica = asked.read_replica.or(self.read_replica);
         self.cache_bytes = asked.cache_bytes.or(self.cache_bytes);
         self.follower_reads = asked.follower_reads.unwrap_or(self.follower_reads);
+        self.write_back = asked.write_back.unwrap_or(self.write_back);
         self.run_dir = asked.run_dir.clone().or(self.run_dir.take());
         self.asked = asked;
     }
@@ -194,6 +196,7 @@ impl MountSection {
             read_replica: self.read_replica,
             cache_bytes: self.cache_bytes.map_or(usual.cache_bytes, |n| n as usize),
             follower_reads: self.follower_reads.into(),
+            write_back: self.write_back,
             ..usual
         })
     }

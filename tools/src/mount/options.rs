@@ -82,11 +82,12 @@ pub struct Options {
     pub read_replica: Option<usize>,
     pub cache_bytes: Option<u64>,
     pub follower_reads: Option<FollowerKey>,
+    pub write_back: Option<bool>,
     pub run_dir: Option<PathBuf>,
 }
 
 /// Options without a value, except for flags of mount(2).
-const WORDS: [&str; 12] = [
+const WORDS: [&str; 14] = [
     "ro",
     "rw",
     "allow_other",
@@ -96,6 +97,8 @@ const WORDS: [&str; 12] = [
     "soft",
     "bg",
     "fg",
+    "write_back",
+    "write_through",
     "remount",
     "_netdev",
     "nofail",
@@ -189,6 +192,7 @@ impl Options {
             "ro" | "rw" => self.read_only = Some(name == "ro"),
             "allow_other" | "noallow_other" => self.allow_other = Some(name == "allow_other"),
             "hard" | "soft" => self.soft = Some(name == "soft"),
+            "write_back" | "write_through" => self.write_back = Some(name == "write_back"),
             "bg" | "fg" => self.background = Some(name == "bg"),
             "remount" => self.remount = true,
             _ if table::flag_names().any(|n| n == name) => self.flags.push(name.into()),
@@ -342,6 +346,10 @@ mod tests {
         let base = table::DEFAULT_FLAGS;
         assert_eq!(flags(&o.flags), base | MountFlags::NOATIME);
         assert_eq!(of("").unwrap(), Options::default());
+        assert_eq!(
+            (of("write_back").unwrap().write_back, of("write_back,write_through").unwrap().write_back),
+            (Some(true), Some(false))
+        );
         assert_eq!(of("retry=0,bg,subtree=/a/./b,log=debug").unwrap().subtree.unwrap(), "/a/b");
     }
 

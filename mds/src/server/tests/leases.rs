@@ -18,14 +18,22 @@ pub struct Holder<'a> {
 
 impl<'a> Holder<'a> {
     pub async fn new(w: &'a World, uuid: u8) -> Holder<'a> {
-        let mut h = Holder { c: w.client(uuid).await, w, connection: 0, acknowledged: 0 };
+        Holder::of(w, w.client(uuid).await).await
+    }
+
+    pub async fn of(w: &'a World, c: Client<'a>) -> Holder<'a> {
+        let mut h = Holder { c, w, connection: 0, acknowledged: 0 };
         assert_eq!(h.hello(false).await, 1500);
         h
     }
 
-    async fn hello(&mut self, lives_on: bool) -> u32 {
+    pub async fn hello(&mut self, lives_on: bool) -> u32 {
         self.connection += 1;
         self.renewal(self.connection, true, lives_on).await.unwrap()
+    }
+
+    pub async fn hello_again(&mut self) {
+        self.hello(false).await;
     }
 
     pub async fn renew(&self) -> u32 {
@@ -53,9 +61,9 @@ impl<'a> Holder<'a> {
         self.send(&r).await
     }
 
-    fn recall(&self, reported: Vec<u64>) -> pb::RecallRequest {
+    pub fn recall(&self, reported: Vec<u64>) -> pb::RecallRequest {
         let (session, connection, acknowledged) = (self.c.session, self.connection, self.acknowledged);
-        pb::RecallRequest { session, connection, acknowledged, reported }
+        pb::RecallRequest { session, connection, acknowledged, reported, working: vec![] }
     }
 
     /// Acknowledges what came before, and waits for more.
@@ -81,7 +89,7 @@ pub fn getattr(ino: u64) -> Op {
 pub fn chmod(ino: u64, mode: u32) -> Op {
     Op::Setattr(pb::SetAttr { ino, mode: Some(mode), ..Default::default() })
 }
-fn open(ino: u64, flags: u32) -> Op {
+pub fn open(ino: u64, flags: u32) -> Op {
     Op::Open(pb::Open { ino, flags })
 }
 pub fn list() -> Op {
@@ -90,7 +98,7 @@ pub fn list() -> Op {
 pub fn extend(ino: u64, end: u64) -> Op {
     Op::Extend(pb::Extend { ino, end, holes: false })
 }
-fn size(r: &pb::MetaReply) -> u64 {
+pub fn size(r: &pb::MetaReply) -> u64 {
     r.results[0].attr.unwrap().size
 }
 
@@ -395,6 +403,8 @@ async fn who_may_not_ask_for_recalls_is_refused() {
     assert_eq!(recall(a.recall(vec![1; 65_537])).await, Err(Code::TooBig));
     assert_eq!(recall(a.recall(vec![u64::MAX; 65_537])).await, Err(Code::TooBig));
     assert_eq!(ask(opcode::RECALL, [0x20, 1].repeat(65_537)).await, Err(Code::TooBig));
+    let working = pb::RecallRequest { working: vec![1; 65_537], ..a.recall(vec![]) };
+    assert_eq!(recall(working).await, Err(Code::TooBig));
     // Who tells of reports does not wait, others do.
     for (reported, waits) in [(vec![1; 65_536], false), (vec![], true)] {
         let r = pb::RecallRequest { acknowledged: u64::MAX, ..a.recall(reported) };

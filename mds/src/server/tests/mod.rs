@@ -3,6 +3,7 @@
 mod disk;
 mod followers;
 mod full_disk;
+mod holding;
 mod hostile;
 mod leases;
 mod locks;

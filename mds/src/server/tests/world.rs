@@ -284,7 +284,14 @@ impl World {
     }
 
     pub async fn client(&self, uuid: u8) -> Client<'_> {
-        let body = pb::SessionOpenRequest { client_uuid: vec![uuid; 16].into(), ..Default::default() };
+        self.client_that(uuid, false, &[]).await
+    }
+
+    /// One that may hold back what it writes, and that knows that others are dead.
+    pub async fn client_that(&self, uuid: u8, write_back: bool, dead: &[u8]) -> Client<'_> {
+        let dead = dead.iter().map(|n| vec![*n; 16].into()).collect();
+        let body =
+            pb::SessionOpenRequest { client_uuid: vec![uuid; 16].into(), write_back, dead, ..Default::default() };
         let r: pb::SessionOpenReply = self.ask(Role::Client, opcode::SESSION_OPEN, &body).await.unwrap();
         Client { world: self, session: r.session, open: r, seq: 0 }
     }
@@ -319,6 +326,8 @@ pub struct FakeOss {
     pub up: AtomicBool,
     /// Trims are refused.
     pub refuse: AtomicBool,
+    /// It has not done with what evicted sessions sent.
+    pub busy: AtomicBool,
     pub trims: Mutex<Vec<DataRequest>>,
     pub evicted: Mutex<BTreeSet<u64>>,
     pub map: Mutex<pb::ClusterMap>,
@@ -351,7 +360,7 @@ impl FakeOss {
                     *self.map.lock() = map;
                 }
                 for e in reply.evicted {
-                    seen = seen.max(e.number);
+                    seen = if self.busy.load(Ordering::Relaxed) { seen } else { seen.max(e.number) };
                     self.evicted.lock().insert(e.session);
                 }
             }

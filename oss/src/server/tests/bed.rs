@@ -155,6 +155,8 @@ pub struct Authority {
     pub map: Mutex<pb::ClusterMap>,
     seen: Mutex<BTreeMap<u32, Instant>>,
     pub evicted: Mutex<Vec<pb::Evicted>>,
+    /// What the last heartbeat said of them.
+    pub evicted_seen: Mutex<u64>,
     pub failed: Mutex<BTreeSet<u32>>,
     /// What was said of chains in the last registration.
     pub sights: Mutex<Vec<pb::ChainSight>>,
@@ -266,6 +268,7 @@ impl Service for Authority {
             self.returned(&h, t);
         }
         self.tick();
+        *self.evicted_seen.lock() = h.evicted_seen;
         let map = Some(self.map.lock().clone()).filter(|m| m.version > h.map_version);
         let evicted =
             self.evicted.lock().iter().filter(|e| e.number > h.evicted_seen).take(MAX_EVICTED).cloned().collect();

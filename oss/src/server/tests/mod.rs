@@ -303,6 +303,26 @@ async fn all_sessions_below_a_number_are_evicted_at_once() {
     assert_eq!(c.call(0, opcode::WRITE, &w, b"after!").await.unwrap_err().code, Code::NoSession);
 }
 
+/// An eviction is told to be known when what the session had sent before has been done: until then it may show up.
+#[tokio::test(start_paused = true)]
+async fn an_eviction_is_over_when_the_sessions_last_update_is() {
+    let c = Cluster::start(1).await;
+    c.write(0, 0, b"before", 1).await.unwrap();
+    c.nodes[0].device.set_latency(crate::device::mem::OPS, Duration::from_secs(2));
+    let w = c.write_request(0, 0, b"late!!", 2);
+    let writing = c.call(0, opcode::WRITE, &w, b"late!!");
+    tokio::pin!(writing);
+    assert!(tokio::time::timeout(Duration::from_millis(100), &mut writing).await.is_err());
+    c.authority.evicted.lock().push(pb::Evicted { number: 3, session: SESSION, min_epoch: 2, below: false });
+    assert!(tokio::time::timeout(Duration::from_millis(600), &mut writing).await.is_err());
+    assert_eq!(*c.authority.evicted_seen.lock(), 2);
+    let after = c.write_request(0, 0, b"after!", 3);
+    assert_eq!(c.call(0, opcode::WRITE, &after, b"after!").await.unwrap_err().code, Code::NoSession);
+    let _ = writing.await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(*c.authority.evicted_seen.lock(), 3);
+}
+
 /// What a recovered metadata group asks for, and whom a storage server follows.
 #[tokio::test(start_paused = true)]
 async fn a_target_tells_what_it_acted_on_last_and_follows_later_incarnations_only() {

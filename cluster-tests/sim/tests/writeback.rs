@@ -1,0 +1,38 @@
+//! What is written is seen by whoever has the file next, though it was held back; and mistakes that are planted show.
+
+use strake_sim::{baton::run, plant::Plant};
+
+#[test]
+fn whoever_has_the_file_next_sees_what_was_written() {
+    let (mut held, mut lost) = (0, 0);
+    for seed in 1..=24 {
+        let o = run(seed, None).unwrap();
+        println!(
+            "seed {seed}: {} times handed on, {} writes, {} held back, {} lost",
+            o.handed_on, o.writes, o.held, o.lost
+        );
+        assert!(o.violations.is_empty(), "seed {seed}: {:#?}", o.violations);
+        (held, lost) = (held + o.held, lost + o.lost);
+    }
+    assert!(held > 1000 && lost > 0, "{held} held back, {lost} lost: the runs show too little");
+}
+
+#[test]
+fn a_run_replays() {
+    assert_eq!(run(7, None).unwrap().trace, run(7, None).unwrap().trace);
+}
+
+fn is_found(plant: Plant) {
+    let found = (1..=6).filter(|seed| run(*seed, Some(plant)).is_ok_and(|o| !o.violations.is_empty())).count();
+    assert!(found >= 3, "{plant:?} was found in {found} of 6 seeds only");
+}
+
+#[test]
+fn a_recall_that_is_acknowledged_and_not_heeded_is_found() {
+    is_found(Plant::StaleRead);
+}
+
+#[test]
+fn a_report_before_the_bytes_is_found() {
+    is_found(Plant::EmptyReport);
+}

@@ -1,0 +1,159 @@
+//! Sessions that hold back what they write: who waits for them, and what is left of those that were evicted.
+
+use std::{future::Future, pin::pin};
+
+use tokio::time::{Instant, timeout};
+
+use super::{
+    leases::{Holder, extend, getattr, open, size, with_files},
+    *,
+};
+
+const AWHILE: Duration = Duration::from_millis(700);
+
+/// Whether it is still waited for after a while.
+async fn waits<T>(f: &mut (impl Future<Output = T> + Unpin)) -> bool {
+    timeout(AWHILE, f).await.is_err()
+}
+
+async fn dies(w: &World, by: u8, uuid: u8) -> u64 {
+    w.client_that(by, false, &[uuid]).await.session
+}
+
+/// What an evicted session wrote may be on its way yet: who looks at the file, opens it or becomes its writer waits until no storage
+/// server will take it any more. Nobody else does.
+#[tokio::test(start_paused = true)]
+async fn nobody_is_told_of_what_an_evicted_session_may_yet_write() {
+    let (w, oss) = with_files().await;
+    let mut a = w.client(1).await;
+    let (f, other) = (a.one(create("f", 2)).await.ino, a.one(create("g", 0)).await.ino);
+    let mut b = Holder::new(&w, 2).await;
+    let mut c = Holder::new(&w, 3).await;
+    oss.busy.store(true, Ordering::Relaxed);
+    dies(&w, 9, 1).await;
+    let (look, read, write) = (b.request(getattr(f)), c.request(open(f, 0)), c.request(open(f, 2)));
+    {
+        let (b, c) = (&b, &c);
+        let mut all = pin!(async { tokio::join!(b.send(&look), c.send(&read), c.send(&write)) });
+        let each = [b.send(&look), c.send(&read), c.send(&write)];
+        for one in each {
+            assert!(waits(&mut pin!(one)).await);
+        }
+        // Its heartbeats go on: it is not that its lease is over.
+        for _ in 0..10 {
+            assert!(waits(&mut all).await);
+            b.renew().await;
+            c.renew().await;
+        }
+        let unrelated = Holder::new(&w, 4).await.one(getattr(other)).await;
+        assert_eq!(unrelated.granted, [other]);
+        oss.busy.store(false, Ordering::Relaxed);
+        let began = Instant::now();
+        let (look, ..) = all.await;
+        // The writer waits for the cut, too, which was tried in vain meanwhile.
+        assert!(began.elapsed() < Duration::from_secs(6) && size(&look) == 0, "{:?}", began.elapsed());
+    }
+}
+
+/// A new leader knows of it from the state, also while others write the file, so that it is not cut.
+#[tokio::test(start_paused = true)]
+async fn a_new_leader_waits_for_storage_servers_too() {
+    for others in [false, true] {
+        let (mut w, oss) = with_files().await;
+        let f = {
+            let (mut a, mut d) = (w.client(1).await, w.client(4).await);
+            let f = a.one(create("f", 2)).await.ino;
+            if others {
+                d.one(open(f, 2)).await;
+            }
+            f
+        };
+        oss.busy.store(true, Ordering::Relaxed);
+        dies(&w, 9, 1).await;
+        w.kill(0);
+        w.start(0).await;
+        w.leader().await;
+        let mut b = Holder::new(&w, 2).await;
+        let look = b.request(getattr(f));
+        let mut answer = pin!(b.send(&look));
+        for _ in 0..5 {
+            assert!(waits(&mut answer).await, "others write: {others}");
+            b.renew().await;
+        }
+        oss.busy.store(false, Ordering::Relaxed);
+        assert_eq!(answer.await.granted.is_empty(), others);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_second_writer_waits_for_what_the_first_holds_back() {
+    let (w, _oss) = with_files().await;
+    let held_back = w.client_that(1, true, &[]).await;
+    assert!(held_back.open.write_back);
+    let mut a = Holder::of(&w, held_back).await;
+    let mut b = Holder::new(&w, 2).await;
+    let f = a.one(create("f", 2)).await.results[0].ino;
+    let request = b.request(open(f, 2));
+    let mut opened = pin!(b.send(&request));
+    assert!(waits(&mut opened).await);
+    // First it is to forget, then it is asked.
+    let first = a.poll(vec![]).await;
+    assert_eq!((first.recalls.len(), first.reports.len()), (1, 0));
+    let (report, _) = tokio::join!(a.poll(vec![]), waits(&mut opened));
+    assert_eq!((report.reports[0].ino, report.recalls.len()), (f, 0));
+    // One that works at it is not evicted, however long that takes.
+    for _ in 0..10 {
+        let (_, alive) = tokio::join!(waits(&mut opened), a.renew());
+        assert_eq!(alive, 1500);
+        let work = pb::RecallRequest { working: vec![report.reports[0].number], ..a.recall(vec![]) };
+        let _: pb::RecallReply = w.ask(Role::Client, opcode::RECALL, &work).await.unwrap();
+        a.renew().await;
+    }
+    assert!(waits(&mut opened).await);
+    a.one(extend(f, 77)).await;
+    a.poll(vec![report.reports[0].number]).await;
+    opened.await;
+    // To open it once more asks again: what it held back meanwhile nobody knows.
+    let again = a.one(open(f, 2)).await;
+    assert!(again.granted.is_empty());
+}
+
+/// Whoever only writes through is not asked when others come to write: everything of it is there.
+#[tokio::test(start_paused = true)]
+async fn writers_who_hold_nothing_back_are_not_waited_for() {
+    let (w, _oss) = with_files().await;
+    let mut a = Holder::new(&w, 1).await;
+    assert!(!a.c.open.write_back);
+    let f = a.one(create("f", 2)).await.results[0].ino;
+    let mut b = Holder::new(&w, 2).await;
+    let request = b.request(open(f, 2));
+    let (_, forgotten) = tokio::join!(b.send(&request), a.poll(vec![]));
+    assert_eq!(forgotten.recalls.len(), 1);
+    a.one(getattr(f)).await;
+}
+
+/// Cut off, it may hold something back: it is waited for, and evicted when it does not come back.
+#[tokio::test(start_paused = true)]
+async fn one_that_is_cut_off_is_waited_for_and_then_evicted() {
+    let (w, oss) = with_files().await;
+    let held_back = w.client_that(1, true, &[]).await;
+    let session = held_back.session;
+    let mut a = Holder::of(&w, held_back).await;
+    let f = a.one(create("f", 2)).await.results[0].ino;
+    let mut b = Holder::new(&w, 2).await;
+    // Its leases are over.
+    sleep(Duration::from_secs(3)).await;
+    b.hello_again().await;
+    oss.busy.store(true, Ordering::Relaxed);
+    let look = b.request(getattr(f));
+    let mut answer = pin!(b.send(&look));
+    let began = Instant::now();
+    while !oss.evicted.lock().contains(&session) {
+        assert!(waits(&mut answer).await);
+        assert!(began.elapsed() < Duration::from_secs(8));
+    }
+    assert!(began.elapsed() > Duration::from_secs(4));
+    assert!(waits(&mut answer).await, "what it sent may be on its way");
+    oss.busy.store(false, Ordering::Relaxed);
+    answer.await;
+}
