@@ -104,7 +104,10 @@ impl Onlooker {
             self.found.lock().violations.push(m);
         }
         if let Some(e) = ends.get(&attr.ino).filter(|e| attr.size < e.end) {
-            let m = format!("file {:#x} has {} bytes for somebody; a write up to {} had returned", attr.ino, attr.size, e.end);
+            let m = format!(
+                "file {:#x} has {} bytes for somebody; a write up to {} had returned",
+                attr.ino, attr.size, e.end
+            );
             self.found.lock().short.push((*e, m));
         }
         let mut sizes = self.sizes.lock();

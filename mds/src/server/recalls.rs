@@ -141,27 +141,15 @@ impl Table {
         granted
     }
 
-    /// Whether a writer is waited for that is to report: one without leases reports when it suits it, unless it may hold something back.
-    fn must_report(&self, now: Duration, id: SessionId) -> bool {
-        self.holding.contains(&id) || self.leases.ends(now, id).is_some()
-    }
-
     /// Whether nothing can arrive any more that evicted sessions wrote to these files; `None`: to any.
     fn is_fenced(&self, inos: Option<&BTreeSet<Ino>>) -> bool {
         self.fences.is_empty() || inos.is_some_and(|inos| !inos.iter().any(|ino| self.fences.contains_key(ino)))
     }
 
-    /// Of writers that may not answer any more, nobody waits for a report.
-    fn end_reports(&mut self, now: Duration) {
-        let over: Vec<_> = self.reports.sessions().filter(|id| !self.must_report(now, *id)).collect();
-        over.into_iter().for_each(|id| self.reports.ended(id));
-    }
-
     /// When something ends by itself next.
     fn next_end(&self, now: Duration) -> Option<Duration> {
         let grace = self.leases.in_grace(now).then(|| self.leases.grace_ends());
-        let reports = self.reports.sessions().filter_map(|id| self.leases.ends(now, id));
-        self.leases.next_end().into_iter().chain(grace).chain(reports).min()
+        self.leases.next_end().into_iter().chain(grace).min()
     }
 }
 
@@ -296,8 +284,6 @@ impl Recalls {
     /// A renewal is answered: for how many milliseconds there may be leases.
     pub fn renewed(&self, term: u64, session: SessionId, connection: Connection) -> Result<u32> {
         self.with_news(term, |t, now| {
-            // What was asked of it in a term that is over is not waited for any more.
-            t.end_reports(now);
             let lives = t.leases.meets(session, connection) && t.leases.renewed(now, session);
             if lives { u32::try_from(self.limits.term.as_millis()).unwrap_or(u32::MAX) } else { 0 }
         })
@@ -394,8 +380,13 @@ impl Recalls {
 
     /// The inodes of which an answer would have to wait now. `NotServing`: all would, or these are more than `most`.
     pub fn awaited(&self, term: u64, most: usize) -> Result<Vec<Ino>> {
-        let inos = self.with(term, |t, now| if t.leases.in_grace(now) { None } else { t.leases.awaited(most) })?;
-        inos.ok_or_else(|| Error::new(Code::NotServing, "too much is not settled for others to be told what is"))
+        let awaited = |t: &mut Table, now| {
+            let mut inos = t.leases.awaited(most).filter(|_| !t.leases.in_grace(now))?;
+            inos.extend(t.fences.keys());
+            (inos.len() <= most).then_some(inos)
+        };
+        self.with(term, awaited)?
+            .ok_or_else(|| Error::new(Code::NotServing, "too much is not settled for others to be told what is"))
     }
 
     /// Whether something that evicted sessions wrote may still arrive somewhere.
@@ -428,12 +419,12 @@ impl Recalls {
 
     /// Asks others who write these files to report, and returns what to wait for.
     pub fn ask(&self, term: u64, session: SessionId, inos: &BTreeSet<Ino>) -> Result<Vec<(SessionId, Number)>> {
-        self.ask_those(term, session, inos, |t, now, id| t.must_report(now, id))
+        self.ask_those(term, session, inos, |_, _| true)
     }
 
     /// Likewise those of them who may hold back what they wrote.
     pub fn ask_holders(&self, term: u64, session: SessionId, inos: &BTreeSet<Ino>) -> Result<Vec<(SessionId, Number)>> {
-        self.ask_those(term, session, inos, |t, _, id| t.holding.contains(&id))
+        self.ask_those(term, session, inos, |t, id| t.holding.contains(&id))
     }
 
     fn ask_those(
@@ -441,12 +432,12 @@ impl Recalls {
         term: u64,
         session: SessionId,
         inos: &BTreeSet<Ino>,
-        are: impl Fn(&Table, Duration, SessionId) -> bool,
+        are: impl Fn(&Table, SessionId) -> bool,
     ) -> Result<Vec<(SessionId, Number)>> {
         let asked = self.with(term, |t, now| {
             let mut asked = Vec::new();
             for ino in inos {
-                let those = t.others_write(session, *ino).filter(|id| are(t, now, *id));
+                let those = t.others_write(session, *ino).filter(|id| are(t, *id));
                 for id in those.collect::<Vec<_>>() {
                     asked.push((id, t.reports.ask(now, id, *ino)));
                     t.ring(id);
@@ -467,8 +458,8 @@ impl Recalls {
 
     /// Leaves out of a listing what somebody else may still have to report.
     pub fn leave_out(&self, term: u64, session: SessionId, results: &mut [pb::OpResult]) -> Result<()> {
-        self.with(term, |t, now| {
-            let written = |ino| t.others_write(session, ino).any(|id| t.must_report(now, id));
+        self.with(term, |t, _| {
+            let written = |ino| t.others_write(session, ino).next().is_some();
             for e in results.iter_mut().flat_map(|r| &mut r.entries).filter(|e| e.attr.is_some()) {
                 if written(e.ino) {
                     Reporting::LeftOut.taken();
@@ -492,13 +483,12 @@ impl Recalls {
         let now = self.env.boot();
         let mut table = self.table.lock();
         let Some(t) = table.as_mut() else { return Default::default() };
-        // A server that stood still for a term has nobody left who owes something: so it evicts nobody for its own fault. Those who hold
-        // something back it cannot have heard.
+        // A server that stood still for a term has nobody left who owes something, and cannot have heard who reported: so it evicts
+        // nobody for its own fault.
         if now.saturating_sub(std::mem::replace(&mut t.ticked, now)) > STALL {
             t.reports.all_heard(now);
         }
         let silent = t.leases.tick(now);
-        t.end_reports(now);
         let late = t.reports.overdue(now, self.limits.patience);
         drop(table);
         self.tell_news();
