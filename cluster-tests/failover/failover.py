@@ -128,9 +128,13 @@ def main():
             if victim: subprocess.run(["umount", "-l", victim[0]], check=True)
             # Whoever waits for this kill has been answered before the next server moves.
             time.sleep(5 if with_client else 4)
-            subprocess.run([STRAKE, "up", "--dir", cluster, "--no-mount"], check=True, capture_output=True)
+            up = subprocess.run([STRAKE, "up", "--dir", cluster, "--no-mount"], capture_output=True, text=True)
+            if up.returncode: raise RuntimeError(f"round {n + 1}: {up.stderr}")
             if sys.stderr.isatty(): print(f"\r{n + 1} of {rounds}", end="", file=sys.stderr, flush=True)
         until("all three members in step", lambda: all_follow(cluster))
+    except BaseException:
+        for p in running: p.kill()
+        raise
     finally: stop.set()
     results = [out.get() for _ in running]
     report(kills, results, one, two)

@@ -34,7 +34,7 @@ struct Args {
     #[arg(long, default_value_t = 0)]
     renewals: u8,
     /// Writes by one client, for whose reports others wait
-    #[arg(long, default_value_t = 0, conflicts_with = "ticks")]
+    #[arg(long, default_value_t = 0)]
     writes: u8,
     /// A session may hold one lease only
     #[arg(long)]

@@ -18,6 +18,8 @@ use super::Cluster;
 
 /// How long a killed process may take to let go of everything.
 const ENDING_LIMIT: Duration = Duration::from_secs(30);
+/// How long one that was just started may be without a command line.
+const EXEC_LIMIT: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
@@ -77,6 +79,19 @@ fn all_ended(pid: Pid) -> bool {
     poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n == 1)
 }
 
+/// A process that was started a moment ago has none yet: whoever started it goes on when its files are closed for the new program, which
+/// is before the kernel has the program's arguments in place. Threads of the kernel never have one.
+fn command_line(pid: i32) -> Vec<u8> {
+    let began = Instant::now();
+    loop {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        if !line.is_empty() || began.elapsed() > EXEC_LIMIT || is_ending(pid).unwrap_or(true) {
+            return line;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// Pids are reused: a running process must have been given this role's configuration file. One that ends has no command
 /// line any more; should it be a stranger, waiting for it does no harm.
 fn state(c: &Cluster, role: &Role) -> State {
@@ -87,7 +102,7 @@ fn state(c: &Cluster, role: &Role) -> State {
     if ends {
         return State::Ending;
     }
-    let cmdline = fs::read(format!("/proc/{number}/cmdline")).unwrap_or_default();
+    let cmdline = command_line(number);
     let config = c.config_of(role).display().to_string();
     let ours = cmdline.split(|b| *b == 0).any(|arg| arg == config.as_bytes());
     if ours { State::Running(pid) } else { State::Gone }
