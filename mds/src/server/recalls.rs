@@ -61,6 +61,10 @@ struct Table {
     writes: BTreeMap<SessionId, usize>,
     /// Sessions that may hold back what they write: their reports are waited for though their term is over.
     holding: BTreeSet<SessionId>,
+    /// Of those, who may hold something back of a file: whoever was its only writer since he reported last. With a number of when he
+    /// became so.
+    back: BTreeMap<Ino, BTreeMap<SessionId, u64>>,
+    alone: u64,
     /// Files of which something may still arrive that an evicted session wrote, by the last such eviction.
     fences: BTreeMap<Ino, u64>,
     /// When it was last looked for those who do not answer.
@@ -78,22 +82,45 @@ impl Table {
         }
     }
 
+    /// A session may write a file from now on, or may not any more.
+    fn writes(&mut self, session: SessionId, ino: Ino, comes: bool) {
+        let all = self.writers.entry(ino).or_default();
+        let files = self.writes.entry(session).or_default();
+        if comes {
+            *files += usize::from(all.insert(session));
+        } else {
+            *files -= usize::from(all.remove(&session));
+        }
+        if *files == 0 {
+            self.writes.remove(&session);
+        }
+        if !comes {
+            self.holds_nothing(session, ino);
+        }
+        let all = self.writers.get(&ino);
+        if all.is_some_and(BTreeSet::is_empty) {
+            self.writers.remove(&ino);
+        } else if let Some(alone) = all.filter(|all| all.len() == 1).and_then(BTreeSet::first)
+            && self.holding.contains(alone)
+        {
+            self.alone += 1;
+            self.back.entry(ino).or_default().insert(*alone, self.alone);
+        }
+    }
+
+    fn holds_nothing(&mut self, session: SessionId, ino: Ino) {
+        if let Some(all) = self.back.get_mut(&ino) {
+            all.remove(&session);
+            if all.is_empty() {
+                self.back.remove(&ino);
+            }
+        }
+    }
+
     /// An entry is applied; nobody has seen it yet.
     fn apply(&mut self, now: Duration, e: &Effect) {
         for (session, ino, comes) in &e.writers {
-            let all = self.writers.entry(*ino).or_default();
-            let files = self.writes.entry(*session).or_default();
-            if *comes {
-                *files += usize::from(all.insert(*session));
-            } else {
-                *files -= usize::from(all.remove(session));
-            }
-            if *files == 0 {
-                self.writes.remove(session);
-            }
-            if all.is_empty() {
-                self.writers.remove(ino);
-            }
+            self.writes(*session, *ino, *comes);
         }
         for (ino, eviction) in &e.fences {
             let last = self.fences.entry(*ino).or_default();
@@ -193,13 +220,19 @@ impl Recalls {
                 writers.entry(ino).or_default().insert(session);
                 *writes.entry(session).or_insert(0) += 1;
             }
+            let holding: BTreeSet<SessionId> = found.sessions.iter().filter(|s| s.1).map(|s| s.0).collect();
+            // Who was alone since when is not in the state.
+            let back = writers.iter().map(|(ino, all)| (*ino, all & &holding)).filter(|(_, all)| !all.is_empty());
+            let back = back.map(|(ino, all)| (ino, all.into_iter().map(|id| (id, 0)).collect())).collect();
             *self.table.lock() = Some(Table {
                 term,
                 leases: Leases::new(self.limits, self.env.boot(), term, found.sessions.iter().map(|s| s.0)),
                 reports: Reports::new(term),
                 writers,
                 writes,
-                holding: found.sessions.iter().filter(|s| s.1).map(|s| s.0).collect(),
+                holding,
+                back,
+                alone: 0,
                 fences: found.fences.into_iter().collect(),
                 ticked: self.env.boot(),
                 bells: BTreeMap::new(),
@@ -422,9 +455,27 @@ impl Recalls {
         self.ask_those(term, session, inos, |_, _| true)
     }
 
-    /// Likewise those of them who may hold back what they wrote.
-    pub fn ask_holders(&self, term: u64, session: SessionId, inos: &BTreeSet<Ino>) -> Result<Vec<(SessionId, Number)>> {
-        self.ask_those(term, session, inos, |t, id| t.holding.contains(&id))
+    /// A session may write these files, and others have been told so. Asks those who may hold something of them back to report, and
+    /// waits for it. They hold nothing more back then, unless one was left as the only writer meanwhile.
+    pub async fn wait_for_holders(&self, term: u64, session: SessionId, inos: &BTreeSet<Ino>) -> Result<()> {
+        let back = |t: &Table, ino: Ino| t.back.get(&ino).cloned().unwrap_or_default();
+        let before =
+            self.with(term, |t, _| inos.iter().map(|ino| (*ino, back(t, *ino))).collect::<BTreeMap<_, _>>())?;
+        let asked = self.ask_those(term, session, inos, |ino, id| before[&ino].contains_key(&id))?;
+        if asked.is_empty() {
+            return Ok(());
+        }
+        Reporting::AskedToWrite.taken();
+        self.reported(term, &asked).await?;
+        self.with(term, |t, _| {
+            for (ino, all) in before {
+                for (id, alone) in all.into_iter().filter(|(id, _)| *id != session) {
+                    if t.back.get(&ino).is_some_and(|now| now.get(&id) == Some(&alone)) {
+                        t.holds_nothing(id, ino);
+                    }
+                }
+            }
+        })
     }
 
     fn ask_those(
@@ -432,12 +483,12 @@ impl Recalls {
         term: u64,
         session: SessionId,
         inos: &BTreeSet<Ino>,
-        are: impl Fn(&Table, SessionId) -> bool,
+        are: impl Fn(Ino, SessionId) -> bool,
     ) -> Result<Vec<(SessionId, Number)>> {
         let asked = self.with(term, |t, now| {
             let mut asked = Vec::new();
             for ino in inos {
-                let those = t.others_write(session, *ino).filter(|id| are(t, *id));
+                let those = t.others_write(session, *ino).filter(|id| are(*ino, *id));
                 for id in those.collect::<Vec<_>>() {
                     asked.push((id, t.reports.ask(now, id, *ino)));
                     t.ring(id);
