@@ -204,7 +204,9 @@ impl Budget {
         a.granted = a.granted.min(a.held + MEANWHILE);
         (a.asked, a.is_asking) = (now, true);
         let want = (a.held + more + AHEAD).min(MAX_GRANT);
-        Ask { target, session, keep: a.granted.min(MAX_GRANT), want, sent: now, settled: a.settled }
+        // What is believed may be less than what is held back, and than what the target has for it.
+        let keep = a.granted.max(a.held).min(MAX_GRANT);
+        Ask { target, session, keep, want, sent: now, settled: a.settled }
     }
 
     /// What it answered; `None` if it did not.
