@@ -7,7 +7,7 @@ use strake_mds::leases::rows::{Leader, Reporting};
 pub type Counts = [(&'static str, Vec<(&'static str, u64)>); 3];
 
 /// Rows that the standard seeds do not take, and why or where they are taken instead.
-pub const ELSEWHERE: [(&str, &str); 12] = [
+pub const ELSEWHERE: [(&str, &str); 10] = [
     ("looked-again", "reading is one step in one thread; the explorer puts changes in between"),
     ("not-renewed", "who has no leases is told so before the table is asked; unit tests"),
     ("ended-alive", "not in these seeds; mds/src/server/tests/leases.rs"),
@@ -17,8 +17,6 @@ pub const ELSEWHERE: [(&str, &str); 12] = [
     ("no-leases", "the same server must be elected again while a connection lives; nowhere yet"),
     ("report-asked-to-write", "nobody writes what another has open there; sim/tests/writeback.rs"),
     ("report-sent-again", "not in these seeds; unit tests"),
-    ("report-not-waited", "nobody looks at the files of those who die here; unit tests"),
-    ("report-late", "not in these seeds; unit tests"),
     ("report-excused", "a cut must take five seconds; nowhere yet"),
 ];
 

@@ -26,6 +26,8 @@ use crate::{
 const CLIENTS: u32 = 3;
 /// Clients that die on the way.
 const GHOSTS: u32 = 2;
+/// Longer than a report is waited for.
+const EXILE: Duration = Duration::from_secs(9);
 const SESSION_TERM: Duration = Duration::from_secs(30);
 
 /// How long and how hard.
@@ -251,9 +253,25 @@ fn harsher(cluster: &mut Cluster, rng: &mut StdRng) {
     }
 }
 
+/// Cuts a client off from the metadata servers, not from the storage servers: for a moment, or for so long that it is evicted when
+/// somebody looks at what it writes.
+fn exile(cluster: &mut Cluster, rng: &mut StdRng, exiled: &mut Option<(u32, Instant)>) -> u64 {
+    let now = Instant::now();
+    let (client, new) = match exiled.filter(|(_, until)| now < *until) {
+        Some((client, _)) => (client, false),
+        None if rng.random_bool(0.3) => (FIRST_CLIENT + rng.random_range(1..=CLIENTS), true),
+        None => return 0,
+    };
+    if new {
+        *exiled = rng.random_bool(0.8).then(|| (client, now + EXILE));
+    }
+    (1..=MDS).for_each(|mds| cluster.cut(client, mds, false));
+    u64::from(new)
+}
+
 /// Kills, restarts, partitions and bad weather, as the seed says. Returns how many struck a node that was up.
 async fn harm(cluster: &mut Cluster, rng: &mut StdRng, s: Scenario, ghosts: &mut [Ghost]) -> Result<u64> {
-    let (end, mut faults) = (Instant::now() + s.length, 0);
+    let (end, mut faults, mut exiled) = (Instant::now() + s.length, 0, None);
     while Instant::now() < end {
         sleep(s.fault_every.mul_f64(rng.random_range(0.2..1.8))).await;
         for node in ghosts.iter_mut().filter_map(|g| g.die(false).then_some(g.node)) {
@@ -296,12 +314,6 @@ async fn harm(cluster: &mut Cluster, rng: &mut StdRng, s: Scenario, ghosts: &mut
         if s.harsh {
             harsher(cluster, rng);
         }
-        if s.wide && rng.random_bool(0.2) {
-            // It reaches its storage servers yet.
-            let client = FIRST_CLIENT + rng.random_range(1..=CLIENTS);
-            (1..=MDS).for_each(|mds| cluster.cut(client, mds, false));
-            faults += 1;
-        }
         cluster.drift();
         // A server that waits for a leader to register must not hold up the others.
         let mds_down: Vec<u32> = down.iter().copied().filter(|n| *n < FIRST_OSS).collect();
@@ -317,6 +329,9 @@ async fn harm(cluster: &mut Cluster, rng: &mut StdRng, s: Scenario, ghosts: &mut
                 cluster.set_disk_fault(None);
                 cluster.start(node).await?;
             }
+        }
+        if s.wide {
+            faults += exile(cluster, rng, &mut exiled);
         }
     }
     Ok(faults)

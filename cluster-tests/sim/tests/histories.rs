@@ -50,7 +50,7 @@ fn a_planted_stale_read_is_rejected() {
 
 #[test]
 fn a_planted_repeated_operation_is_rejected() {
-    is_found(Plant::Repeat, 5, 10);
+    is_found(Plant::Repeat, 5, 20);
 }
 
 #[test]

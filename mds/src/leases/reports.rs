@@ -132,11 +132,6 @@ impl Reports {
         self.waited_for == 0
     }
 
-    /// Who is to report something.
-    pub fn sessions(&self) -> impl Iterator<Item = SessionId> + '_ {
-        self.writers.keys().copied()
-    }
-
     /// What was asked for so long ago.
     pub fn overdue(&self, now: Duration, patience: Duration) -> Vec<(SessionId, Ino)> {
         let late = |r: &&Report| now.saturating_sub(r.since) >= patience;
@@ -185,7 +180,7 @@ mod tests {
         assert!(r.overdue(ms(4999), ms(5000)).is_empty());
         assert_eq!(r.overdue(ms(5000), ms(5000)), [(1, 7)]);
         r.ended(1);
-        assert!(r.is_in(1, n) && r.overdue(ms(9000), ms(0)).is_empty() && r.sessions().count() == 0 && r.is_empty());
+        assert!(r.is_in(1, n) && r.overdue(ms(9000), ms(0)).is_empty() && r.is_empty());
     }
 
     #[test]

@@ -114,6 +114,7 @@ struct MountSection {
     cache_bytes: Option<u64>,
     #[serde(default)]
     follower_reads: FollowerKey,
+    #[serde(default)]
     write_back: bool,
     run_dir: Option<PathBuf>,
     #[serde(default)]

@@ -284,9 +284,11 @@ async fn writers_report_before_others_are_told() {
     assert_eq!(b.one(list()).await.results[0].entries[0].attr, None);
     assert!(a.one(list()).await.results[0].entries[0].attr.is_some());
     assert_eq!(size(&a.one(getattr(f)).await), 100, "a writer is not asked for its own sake");
-    // A silent one costs its term, once.
+    // A silent one may have written what it did not report. It is evicted, though its leases are over.
+    sleep(TERM).await;
+    b.renew().await;
     let (r, took) = timed(b.one(lookup("f"))).await;
-    assert!(took > Duration::from_millis(1000) && took <= TERM + Duration::from_millis(50), "{took:?}");
+    assert!(took > Duration::from_secs(5) && took < Duration::from_secs(7), "{took:?}");
     assert_eq!(size(&r), 100);
     let (r, took) = timed(b.one(open(f, 0))).await;
     assert!(took < Duration::from_millis(200) && r.results[0].attr.is_some(), "{took:?}");
