@@ -8,6 +8,15 @@ use strake_proto::{
 use super::*;
 
 const OTHER: SessionId = SESSION + 1;
+/// One that is granted nothing.
+const WRITER: SessionId = SESSION + 2;
+
+/// Servers that are one chain and know it.
+async fn cluster(n: u32) -> Cluster {
+    let c = Cluster::start(n).await;
+    c.write(0, 0, b"first", 1).await.unwrap();
+    c
+}
 
 impl Cluster {
     fn of(&self, session: SessionId, r: DataRequest) -> DataRequest {
@@ -47,15 +56,15 @@ impl Cluster {
 
 #[tokio::test(start_paused = true)]
 async fn what_is_granted_is_there_for_its_session_alone() {
-    let c = Cluster::start(3).await;
+    let c = cluster(3).await;
     for t in 0..3 {
         assert_eq!(c.grant(SESSION, t, 0, 400).await.unwrap(), 400);
         assert_eq!(c.grant(OTHER, t, 0, 30).await.unwrap(), 30);
     }
-    let next = c.fill(77, 0).await;
+    let next = c.fill(WRITER, 1).await;
     // Without the flag not even its own, and with it nobody else's.
     assert_eq!(c.put(SESSION, next, 1, 0).await, Err(Code::NoSpc));
-    assert_eq!(c.put(77, next, 1, FLAG_GRANTED).await, Err(Code::NoSpc));
+    assert_eq!(c.put(WRITER, next, 1, FLAG_GRANTED).await, Err(Code::NoSpc));
     assert_eq!(c.put(OTHER, next, 31, FLAG_GRANTED).await, Err(Code::NoSpc));
     assert_eq!(c.put(OTHER, next, 30, FLAG_GRANTED).await, Ok(()));
     for i in 1..=20 {
@@ -64,29 +73,29 @@ async fn what_is_granted_is_there_for_its_session_alone() {
     assert_eq!(c.put(SESSION, next + 21, 1, FLAG_GRANTED).await, Err(Code::NoSpc), "used up");
     assert_eq!(c.grant(SESSION, 0, 400, 400).await.unwrap(), 0, "the target is full");
     // What gives space back needs none.
-    let cut = || DataRequest { kind: Kind::Truncate, sums: vec![], len: 0, ..c.write_request(0, 100, &[], 5) };
+    let cut = || DataRequest { kind: Kind::Truncate, sums: vec![], len: 0, ..c.write_request(1, 100, &[], 5) };
     c.retry(opcode::WRITE, &[], cut).await.unwrap();
     c.flush().await.unwrap();
-    assert_eq!(c.put(77, next + 30, 100, 0).await, Ok(()));
+    assert_eq!(c.put(WRITER, next + 30, 100, 0).await, Ok(()));
 }
 
 #[tokio::test(start_paused = true)]
 async fn it_runs_out_unless_it_is_asked_for_again() {
-    let c = Cluster::start(1).await;
+    let c = cluster(1).await;
     assert_eq!(c.grant(SESSION, 0, 0, 100).await.unwrap(), 100);
     assert_eq!(c.grant(OTHER, 0, 0, 100).await.unwrap(), 100);
-    let next = c.fill(77, 0).await;
+    let next = c.fill(WRITER, 1).await;
     tokio::time::sleep(GRANT_TERM * 6 / 10).await;
     assert_eq!(c.grant(SESSION, 0, 60, 100).await.unwrap(), 60, "and no more than it needs");
     tokio::time::sleep(GRANT_TERM * 6 / 10).await;
-    assert_eq!(c.put(77, next, 150, 0).await, Err(Code::NoSpc));
-    assert_eq!(c.put(77, next, 100, 0).await, Ok(()), "what the other had");
+    assert_eq!(c.put(WRITER, next, 150, 0).await, Err(Code::NoSpc));
+    assert_eq!(c.put(WRITER, next, 100, 0).await, Ok(()), "what the other had");
     assert_eq!(c.put(SESSION, next + 1, 60, FLAG_GRANTED).await, Ok(()));
 }
 
 #[tokio::test(start_paused = true)]
 async fn grants_are_bounded_and_only_for_who_may_write() {
-    let c = Cluster::start(2).await;
+    let c = cluster(2).await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     let free = (64 << 20) / 4096;
     let first = c.grant(SESSION, 0, u32::MAX, u32::MAX).await.unwrap();
@@ -123,7 +132,7 @@ async fn grants_are_bounded_and_only_for_who_may_write() {
     ] {
         assert_eq!(c.call(0, opcode::WRITE, &r, data).await.unwrap_err().code, Code::Inval, "{r:?}");
     }
-    let forward = DataRequest { session: 0, ..w.clone() };
+    let forward = DataRequest { session: 0, target: 1, ..w.clone() };
     assert_eq!(c.call_as(Role::Server, 1, opcode::FORWARD, &forward, b"data").await.unwrap_err().code, Code::Inval);
     c.authority.evicted.lock().push(pb::Evicted { number: 1, session: SESSION, min_epoch: 2, below: false });
     tokio::time::sleep(Duration::from_secs(1)).await;
