@@ -155,6 +155,8 @@ stats!({
     data_reads,
     /// See `data_reads`.
     data_writes,
+    /// Questions to storage targets for the space of what is held back; not among the data requests.
+    grant_requests,
     /// Inodes that the metadata servers had this client forget.
     recalls,
     /// Requests repeated after an error that passes.

@@ -17,7 +17,7 @@ use futures_util::stream::{self, StreamExt};
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Buf, BufMut, Endpoint, Env, Fabric, LeaderFinder, watch};
-use strake_proto::{ChainId, Code, Error, Incarnation, Ino, Kin, NodeId, Result, map::MapView, opcode, pb};
+use strake_proto::{ChainId, Code, Error, Incarnation, Ino, Kin, NodeId, Result, TargetId, map::MapView, opcode, pb};
 use tokio::{
     sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, Semaphore},
     time::Instant,
@@ -25,6 +25,7 @@ use tokio::{
 
 use crate::{
     away::{Away, Kind},
+    budget::Budget,
     cache::Cache,
     config::{Config, Counters},
     conns::Conns,
@@ -94,6 +95,9 @@ pub(crate) struct Core {
     pub(crate) held_order: AtomicU64,
     /// What a former process held back is known.
     pub(crate) inherited: watch::Sender<bool>,
+    /// What may be held back, by the space that is granted. Taken within the lock of what is held back.
+    pub(crate) budget: Mutex<Budget>,
+    pub(crate) asking_space: Mutex<BTreeMap<TargetId, Arc<AsyncMutex<()>>>>,
     pub(crate) flushing: Mutex<BTreeMap<ChainId, Arc<AsyncMutex<()>>>>,
     /// A run of zeros, for holes.
     pub zero: Buf,
@@ -198,6 +202,8 @@ impl Core {
             holding: Mutex::default(),
             held_order: AtomicU64::new(1),
             inherited: watch::Sender::new(cfg.keep.as_ref().is_none_or(|k| !k.has_left_writes())),
+            budget: Mutex::default(),
+            asking_space: Mutex::default(),
             flushing: Mutex::default(),
             zero: ZEROS.clone(),
             closed: AtomicBool::new(false),

@@ -64,12 +64,12 @@ fn not_serving(m: String) -> Error {
     Error::new(Code::NotServing, m)
 }
 
-fn chain_of(map: &MapView, id: ChainId) -> Result<&pb::Chain> {
+pub(crate) fn chain_of(map: &MapView, id: ChainId) -> Result<&pb::Chain> {
     map.chain(id).ok_or_else(|| not_serving(format!("chain {id} is not in the cluster map")))
 }
 
 impl Core {
-    async fn connection_to(&self, map: &MapView, target: TargetId) -> Result<Arc<dyn Connection>> {
+    pub(crate) async fn connection_to(&self, map: &MapView, target: TargetId) -> Result<Arc<dyn Connection>> {
         let node = map.node_of(target).ok_or_else(|| not_serving(format!("target {target} has no node")))?;
         self.conns.get(&self.fabric, node).await
     }
@@ -237,13 +237,14 @@ impl Core {
             Ok(n) => n,
             Err(e) => return (0, 0, Err(e)),
         };
+        let flags = if stable { FLAG_STABLE } else { 0 };
         let writes = stripes.split(offset, len).zip(first..).map(|(p, seq)| {
             let part = segments::cut(data, (p.file_offset - offset) as usize, p.len as usize);
             let share = room.as_mut().and_then(|r| {
                 let n = (room_for(p.len as usize) as usize).min(r.num_permits());
                 r.split(n)
             });
-            self.write_piece(inode, p, Content::Bytes(part), stable, (session, seq), share)
+            self.write_piece(inode, p, Content::Bytes(part), flags, (session, seq), share)
         });
         let writes: Vec<_> = writes.collect();
         let mut done = 0;
@@ -276,12 +277,11 @@ impl Core {
         inode: &Arc<Inode>,
         p: Piece,
         data: Content,
-        stable: bool,
+        flags: u8,
         (session, seq): (SessionId, u64),
         room: Option<tokio::sync::OwnedSemaphorePermit>,
     ) -> Result<()> {
         let mut at = self.attempts("write");
-        let flags = if stable { FLAG_STABLE } else { 0 };
         let mut u = Update {
             inode,
             chain: p.chain,

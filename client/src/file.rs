@@ -490,16 +490,25 @@ impl File {
     /// With [`crate::Config::write_back`] it may return before they are sent: then an error is told by the next sync or close.
     pub async fn write(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
         self.check(self.is_writable(), "writing")?;
-        let taken = self.hold_back(offset, &data)?;
+        let (mut taken, len) = (self.hold_back(offset, &data)?, segments::total(&data));
         if taken == Taken::Held {
-            return Ok(segments::total(&data));
+            return Ok(len);
         }
         let me = self.clone();
         let writing = async move {
-            me.0.core.send_held(&me.0.inode).await;
-            if taken == Taken::Full && me.hold_back(offset, &data)? == Taken::Held {
-                return Ok(segments::total(&data));
+            let (core, inode) = (&me.0.core, &me.0.inode);
+            for _ in 0..2 {
+                match taken {
+                    Taken::Full => core.send_held(inode).await,
+                    Taken::Ask => core.ask_space(inode, offset, len as u64).await,
+                    Taken::Held | Taken::Through => break,
+                }
+                taken = me.hold_back(offset, &data)?;
             }
+            if taken == Taken::Held {
+                return Ok(len);
+            }
+            core.send_held(inode).await;
             me.write_now(offset, data).await
         };
         self.0.core.detached(writing).await

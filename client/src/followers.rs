@@ -7,7 +7,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Connection, Endpoint, Message};
-use strake_proto::{Code, Error, Ino, Result, opcode, pb};
+use strake_proto::{Code, Error, Ino, Result, opcode, ops::only_looks, pb};
 use tokio::{
     sync::Mutex as AsyncMutex,
     time::{Instant, timeout},
@@ -136,26 +136,6 @@ fn named(op: &pb::Op) -> Ino {
         Some(Op::Access(o)) => o.ino,
         _ => 0,
     }
-}
-
-/// Whether followers may answer it.
-fn only_looks(op: &pb::Op) -> bool {
-    use Op::{Access, Getattr, Getlayout, Getxattr, Listxattr, Lookup, PathOf, Readdir, Readlink, Statfs};
-    matches!(
-        op.op,
-        Some(
-            Lookup(_)
-                | Getattr(_)
-                | Readdir(_)
-                | Readlink(_)
-                | Getxattr(_)
-                | Listxattr(_)
-                | Statfs(_)
-                | Getlayout(_)
-                | PathOf(_)
-                | Access(_)
-        )
-    )
 }
 
 /// See the module.

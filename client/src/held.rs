@@ -65,6 +65,11 @@ impl<T: Clone> Held<T> {
         end(&self.lower).max(end(&self.upper))
     }
 
+    /// Whether bytes that begin here go on with what was written before, within a block of so many bytes.
+    pub fn joins(&self, at: u64, block: u64) -> bool {
+        !at.is_multiple_of(block) && !within(&self.upper, &(at - 1..at)).is_empty()
+    }
+
     /// Whether something waits to be sent since `before` or longer.
     pub fn is_due(&self, before: Duration) -> bool {
         !self.upper.is_empty() && self.since <= before
@@ -209,6 +214,7 @@ mod tests {
         }
         h.hold(ms(10), 100, buf(9, 1), 1);
         h.hold(ms(11), 200, buf(9, 1), 1);
+        assert!(h.joins(101, 64) && h.joins(50, 64) && !h.joins(64, 64) && !h.joins(150, 64) && !h.joins(200, 64));
         assert!((h.bytes(), h.end()) == (102, 201) && h.is_due(ms(0)) && !Held::<u8>::default().is_due(ms(9)));
         let runs = h.take(60, |a, b| a == b);
         assert_eq!(runs.iter().map(|r| r.at..r.end()).collect::<Vec<_>>(), [0..60, 60..100, 100..101, 200..201]);

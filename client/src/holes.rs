@@ -17,7 +17,7 @@ use strake_fabric::Buf;
 use strake_proto::{
     ChainId, ChunkId, Ino, Result, SessionId, TargetId,
     checksum::BLOCK,
-    data::{DataReply, DataRequest, Extents},
+    data::{DataReply, DataRequest, Extents, FLAG_STABLE},
     layout::{MAX_FILE_SIZE, Piece, StripeMap},
     opcode, pb,
 };
@@ -220,7 +220,8 @@ impl Core {
             let rest = next.map_or_else(BTreeSet::new, |n| wanted.split_off(&n.0));
             let punches = std::mem::replace(&mut wanted, rest).into_iter();
             let pieces: Vec<Piece> = punches.filter_map(|i| piece(stripes, chain, i, &range)).collect();
-            let punch = |p: Piece| self.write_piece(inode, p, Content::Hole(p.len), stable, number, None);
+            let flags = if stable { FLAG_STABLE } else { 0 };
+            let punch = |p: Piece| self.write_piece(inode, p, Content::Hole(p.len), flags, number, None);
             // All, though one may fail: none may arrive after the range is free for others.
             let done: Vec<Result<()>> =
                 stream::iter(pieces).map(punch).buffer_unordered(PUNCHES_AT_ONCE).collect().await;

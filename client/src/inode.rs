@@ -31,7 +31,7 @@ use crate::{
     writeback::Back,
 };
 
-pub(crate) const O_ACCMODE: u32 = 3;
+pub(crate) use strake_proto::ops::O_ACCMODE;
 pub(crate) const O_WRONLY: u32 = 1;
 pub(crate) const O_RDWR: u32 = 2;
 

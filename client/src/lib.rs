@@ -25,6 +25,7 @@
 #![warn(missing_docs)]
 
 mod away;
+mod budget;
 mod cache;
 mod config;
 mod conns;
@@ -53,6 +54,7 @@ mod route;
 pub mod rows;
 mod segments;
 mod seqs;
+mod space;
 mod takeover;
 mod unstable;
 mod writeback;

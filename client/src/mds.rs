@@ -25,7 +25,7 @@ use crate::{
     away::Kind,
     config::{Counters, FollowerReads},
     core::{Attempts, Core},
-    inode::{Inode, O_ACCMODE},
+    inode::Inode,
     keep::{self, Keep, Numbers},
     retry::{in_doubt, meta_passes},
     rows::Holder,
@@ -134,29 +134,7 @@ pub(crate) fn decode<M: prost::Message + Default>(m: &Message) -> Result<M> {
 
 /// Whether a list changes anything.
 pub(crate) fn is_mutation(ops: &[pb::Op]) -> bool {
-    use pb::op::Op::*;
-    ops.iter().any(|o| {
-        if let Some(Open(o)) = &o.op {
-            return o.flags & O_ACCMODE != 0;
-        }
-        !matches!(
-            o.op,
-            None | Some(
-                Lookup(_)
-                    | Getattr(_)
-                    | Close(_)
-                    | Readdir(_)
-                    | Readlink(_)
-                    | Getxattr(_)
-                    | Listxattr(_)
-                    | Statfs(_)
-                    | Getlayout(_)
-                    | PathOf(_)
-                    | Access(_)
-                    | GetLock(_)
-            )
-        )
-    })
+    ops.iter().any(strake_proto::ops::is_mutation)
 }
 
 /// Whether a list changes what others see: names, attributes, layouts or bytes. Not what only says who is there, nor what makes

@@ -13,10 +13,16 @@ use futures_util::{
 };
 use parking_lot::Mutex;
 use strake_fabric::{Buf, Record};
-use strake_proto::{Code, Error, Ino, Result, SessionId, layout::Piece, pb};
+use strake_proto::{
+    ChainId, Code, Error, Ino, Result, SessionId, TargetId,
+    data::{FLAG_GRANTED, GRANT_UNIT},
+    layout::Piece,
+    pb,
+};
 use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard, OwnedSemaphorePermit};
 
 use crate::{
+    budget::{Cost, Verdict},
     cache::Tenure,
     config::Counters,
     core::{Core, room_for},
@@ -64,6 +70,9 @@ struct State {
     held: Held<Tag>,
     /// The tenure in which the lease was seen last.
     leased_in: Option<Tenure>,
+    /// What it takes of targets: what waits, and what is on its way.
+    waiting: Cost,
+    sending: Cost,
 }
 
 /// What is held back of one file.
@@ -89,6 +98,8 @@ pub(crate) enum Taken {
     Held,
     /// Not before something was sent.
     Full,
+    /// Not before space was asked for.
+    Ask,
     /// It is to be sent now.
     Through,
 }
@@ -118,9 +129,17 @@ impl Back {
         Bar(inode.clone())
     }
 
-    /// The session is lost. Whether anything goes with it.
+    /// The session is lost, and with it what it was granted. Whether anything else goes with it.
     pub fn lose(&self) -> bool {
-        self.state.lock().held.lose()
+        let mut state = self.state.lock();
+        state.waiting = Cost::default();
+        state.held.lose()
+    }
+
+    /// Targets that what is held back or on its way goes to, with the chain.
+    pub fn targets(&self) -> Vec<(TargetId, ChainId)> {
+        let state = self.state.lock();
+        state.waiting.targets().chain(state.sending.targets()).collect()
     }
 }
 
@@ -169,7 +188,19 @@ impl Core {
         if state.held.bytes() + len as u64 > MOST {
             return Taken::Full;
         }
-        let Some(tags) = self.tags(inode.ino, creds, session.id, offset, data, room) else { return Taken::Through };
+        let joins = state.held.joins(offset, GRANT_UNIT);
+        let Some(cost) = self.cost(inode, session.id, offset, len as u64, joins) else { return Taken::Through };
+        match self.budget.lock().hold(self.env.boot(), &cost) {
+            Verdict::Yes => {}
+            Verdict::Full => return Taken::Full,
+            Verdict::Ask => return Taken::Ask,
+            Verdict::No => return Taken::Through,
+        }
+        let Some(tags) = self.tags(inode.ino, creds, session.id, offset, data, room) else {
+            self.budget.lock().release(&cost);
+            return Taken::Through;
+        };
+        state.waiting.merge(cost);
         if state.held.is_empty() {
             self.holding.lock().insert(inode.ino, inode.clone());
         }
@@ -266,13 +297,18 @@ impl Core {
         for inode in holding.iter().filter(|i| i.back.state.lock().held.is_due(before)) {
             self.send_soon(inode);
         }
+        self.renew_space(&holding);
     }
 
     async fn send_all(self: &Arc<Self>, inode: &Arc<Inode>) {
         let turn = inode.back.sending.clone().lock_owned().await;
         let join = |a: &Tag, b: &Tag| a.session == b.session && a.creds == b.creds;
         let most = if self.cfg.keep.is_some() { LONGEST_KEPT } else { LONGEST };
-        let runs = inode.back.state.lock().held.take(most, join);
+        let runs = {
+            let state = &mut *inode.back.state.lock();
+            state.sending = std::mem::take(&mut state.waiting);
+            state.held.take(most, join)
+        };
         let sent = runs.into_iter().map(|run| self.send_run(inode, run));
         stream::iter(sent).buffer_unordered(RUNS_AT_ONCE).collect::<()>().await;
         self.has_sent(inode, turn);
@@ -280,7 +316,8 @@ impl Core {
 
     fn has_sent(&self, inode: &Inode, turn: OwnedMutexGuard<()>) {
         drop(turn);
-        let state = inode.back.state.lock();
+        let mut state = inode.back.state.lock();
+        self.budget.lock().settle(&std::mem::take(&mut state.sending));
         if state.held.is_empty() {
             self.holding.lock().remove(&inode.ino);
         }
@@ -372,8 +409,9 @@ impl Core {
                 let n = (room_for(p.len as usize) as usize).min(r.num_permits());
                 r.split(n)
             });
+            let flags = if self.may_take_granted(&self.map(), p.chain) { FLAG_GRANTED } else { 0 };
             sending.push(async move {
-                let done = self.write_piece(inode, p, Content::Bytes(part), false, number, share).await;
+                let done = self.write_piece(inode, p, Content::Bytes(part), flags, number, share).await;
                 drop(kept);
                 done
             });
@@ -393,6 +431,10 @@ impl Core {
             let mut state = inode.back.state.lock();
             self.holding.lock().insert(inode.ino, inode.clone());
             for (w, bytes, record) in held {
+                if let Some(cost) = self.cost(&inode, w.session, w.file_offset, bytes.len() as u64, false) {
+                    self.budget.lock().count(&cost);
+                    state.waiting.merge(cost);
+                }
                 let creds = pb::Creds { uid: w.owner().0, gid: w.owner().1, groups: Vec::new() };
                 state.held.hold(Duration::ZERO, w.file_offset, bytes.clone(), self.inherited(w.session, creds, record));
             }
@@ -418,7 +460,7 @@ impl Core {
         let _turn = inode.ranges.lock(range.clone()).await;
         let len = bytes.len() as u32;
         let p = Piece { chunk: w.chunk, chain: w.chain, offset: w.offset, len, file_offset: w.file_offset };
-        let outcome = self.write_piece(inode, p, Content::Bytes(vec![bytes]), false, (w.session, w.seq), None).await;
+        let outcome = self.write_piece(inode, p, Content::Bytes(vec![bytes]), 0, (w.session, w.seq), None).await;
         self.has_arrived(inode, &by, range, outcome);
     }
 }

@@ -208,6 +208,61 @@ async fn no_space_is_told_by_fsync_and_then_by_writes() {
     assert_eq!(f.close().await.unwrap_err().code, Code::NoSpc, "or by close");
 }
 
+#[tokio::test(start_paused = true)]
+async fn without_space_granted_writes_go_through_and_tell_of_it() {
+    let c = cluster(2, 2);
+    let a = c.client_with(1, holding()).await;
+    let f = file(&a).await;
+    c.oss.faults(|f| f.full = true);
+    assert_eq!(f.write_all_at(0, &[1; 100]).await.unwrap_err().code, Code::NoSpc);
+    assert_eq!(held(&a), (0, 0));
+    c.oss.faults(|f| f.full = false);
+    f.write_all_at(0, &[2; 100]).await.unwrap();
+    f.fsync().await.unwrap();
+    assert_eq!((held(&a).0, c.oss.counts(|n| n.granted)), (0, 0), "it has just failed, and it is not asked at once");
+    f.close().await.unwrap();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let (f, _) = a.open(&user(), f_ino(&c), RW).await.unwrap();
+    f.write_all_at(0, &[3; 100]).await.unwrap();
+    let asked = a.stats().grant_requests;
+    for i in 1..100 {
+        f.write_all_at(i * 100, &[3; 100]).await.unwrap();
+    }
+    assert_eq!((held(&a), a.stats().grant_requests), ((100, 10_000), asked));
+    // What is not held back takes of no grant.
+    let (stable, _) = a.open(&user(), f.ino(), RW | O_DSYNC).await.unwrap();
+    stable.write_all_at(20_000, &[4; 100]).await.unwrap();
+    assert_eq!((a.stats().held_bytes, c.oss.counts(|n| n.granted)), (0, 1));
+    // A server of before knows nothing of it.
+    c.oss.faults(|f| f.no_grants = true);
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    f.write_all_at(0, &[5; 100]).await.unwrap();
+    assert_eq!((held(&a), c.oss.counts(|n| n.granted)), ((100, 0), 1));
+    f.close().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_waits_long_stays_granted() {
+    let c = cluster(1, 1);
+    let a = c.client_with(1, holding()).await;
+    let f = file(&a).await;
+    f.write_all_at(0, &[1; 100]).await.unwrap();
+    c.oss.faults(|f| f.write_delay = Duration::from_secs(8));
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let asked = a.stats().grant_requests;
+    for i in 0..6 {
+        f.write_all_at(4096 * i, &[2; 100]).await.unwrap();
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    assert!((2..5).contains(&(a.stats().grant_requests - asked)), "every other second");
+    assert_eq!(held(&a).0, 7);
+    f.close().await.unwrap();
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    let asked = a.stats().grant_requests;
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    assert_eq!(a.stats().grant_requests, asked, "nothing is held back");
+}
+
 fn f_ino(_: &Cluster) -> u64 {
     102
 }

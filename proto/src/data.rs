@@ -4,6 +4,8 @@
 //! recent-writer records and memory regions. A reply body is a 40-byte [`DataReply`] head, then block checksums and
 //! replica start stamps.
 
+use std::time::Duration;
+
 use bytes::{BufMut, Bytes, BytesMut};
 
 use crate::{ChainId, ChunkId, Code, Error, Result, SessionId, TargetId, cap::CAP_LEN, layout::MAX_CHUNK};
@@ -71,13 +73,22 @@ pub const FLAG_STABLE: u8 = 2;
 pub const FLAG_REPLAY: u8 = 4;
 /// SYNC_PUT of a removed chunk.
 pub const FLAG_TOMBSTONE: u8 = 8;
+/// A write of bytes that were held back: it may take what the target has granted to its session.
+pub const FLAG_GRANTED: u8 = 16;
 /// A request with any other is refused: what it asks for would be left out.
-const FLAGS: u8 = FLAG_CAP | FLAG_STABLE | FLAG_REPLAY | FLAG_TOMBSTONE;
+const FLAGS: u8 = FLAG_CAP | FLAG_STABLE | FLAG_REPLAY | FLAG_TOMBSTONE | FLAG_GRANTED;
+
+/// How long a target keeps free what it has granted, from when it answered. A session counts from when it asked, and takes 0.9 of it.
+pub const GRANT_TERM: Duration = Duration::from_secs(10);
+/// What is granted is counted in these, bytes: what an update takes of a target at least.
+pub const GRANT_UNIT: u64 = 4096;
+/// Most units that one session has of one target: 64 MiB.
+pub const MAX_GRANT: u64 = (64 << 20) / GRANT_UNIT;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DataRequest {
     pub kind: Kind,
-    /// [`FLAG_STABLE`] | [`FLAG_REPLAY`] | [`FLAG_TOMBSTONE`]; [`FLAG_CAP`] is set by the encoder.
+    /// [`FLAG_STABLE`] | [`FLAG_REPLAY`] | [`FLAG_TOMBSTONE`] | [`FLAG_GRANTED`]; [`FLAG_CAP`] is set by the encoder.
     pub flags: u8,
     pub chain: ChainId,
     /// The sender's idea of the chain's epoch; a replica with another one answers `StaleEpoch`.
@@ -85,10 +96,10 @@ pub struct DataRequest {
     pub chunk: ChunkId,
     /// The target addressed on the receiving oss.
     pub target: TargetId,
-    /// Bytes from the start of the chunk. TRIM: unused.
+    /// Bytes from the start of the chunk. TRIM: unused. GRANT: units of what the session has that it needs in any case.
     pub offset: u32,
     /// Bytes read or written. TRIM: bytes kept of chunk `index - 1`, `u32::MAX` = leave it. Lists: entries wanted. EXTENTS: extents wanted, 0 =
-    /// only their sum.
+    /// only their sum. GRANT: units wanted.
     pub len: u32,
     pub session: SessionId,
     pub seq: u64,
@@ -242,7 +253,7 @@ pub struct DataReply {
     pub version: Version,
     /// The chain's epoch when it was answered.
     pub epoch: u64,
-    /// Reads: bytes that exist, at most what was asked; what is missing reads as zeros up to the file's size.
+    /// Reads: bytes that exist, at most what was asked; what is missing reads as zeros up to the file's size. GRANT: units granted.
     pub len: u32,
     pub sums: Vec<u32>,
     pub stamps: Vec<Stamp>,
@@ -545,9 +556,13 @@ mod tests {
         let mut lying = good.to_vec();
         lying[52..56].copy_from_slice(&u32::MAX.to_le_bytes());
         assert!(DataRequest::decode(&lying).is_err());
-        let mut kind = good.to_vec();
-        kind[2] = 200;
-        assert!(DataRequest::decode(&kind).is_err());
+        for (at, unknown) in [(2, 200), (3, 32), (3, 64), (3, 128)] {
+            let mut other = good.to_vec();
+            other[at] |= unknown;
+            assert!(DataRequest::decode(&other).is_err(), "kind or flag {unknown}");
+        }
+        let granted = DataRequest { flags: FLAG_GRANTED, ..request() };
+        assert_eq!(DataRequest::decode(&granted.encode()).unwrap(), granted);
     }
 
     #[test]

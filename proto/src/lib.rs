@@ -13,6 +13,7 @@ pub mod incarnation;
 pub mod layout;
 pub mod map;
 pub mod opcode;
+pub mod ops;
 pub mod rows;
 
 /// Control messages generated from `schema/*.proto`.

@@ -37,6 +37,8 @@ pub const FLUSH: u16 = 0x0103;
 pub const TRIM: u16 = 0x0104;
 /// Where a file's chunks on one chain hold data, and how much: an [`crate::data::Extents`].
 pub const EXTENTS: u16 = 0x0105;
+/// Keeps space of a target free for what a session holds back.
+pub const GRANT: u16 = 0x0106;
 /// Chain-internal: the same update going to the next replica.
 pub const FORWARD: u16 = 0x0111;
 pub const FORWARD_FLUSH: u16 = 0x0112;

@@ -13,7 +13,8 @@ use strake_proto::{
     CapKey, ChunkId, Code, Error, Result, Rights,
     checksum::{block_sums, verify},
     data::{
-        DataReply, DataRequest, Extent, Extents, FLAG_REPLAY, FLAG_STABLE, KEPT_WRITERS, Kind, Stamp, Version, Writer,
+        DataReply, DataRequest, Extent, Extents, FLAG_GRANTED, FLAG_REPLAY, FLAG_STABLE, KEPT_WRITERS, Kind, Stamp,
+        Version, Writer,
     },
     map::{ChainExt, MapView},
     opcode, pb,
@@ -63,6 +64,8 @@ pub struct Faults {
     pub dirty: BTreeSet<u32>,
     /// Every write is refused for want of space.
     pub full: bool,
+    /// Servers of a version that grants no space.
+    pub no_grants: bool,
     /// So many writes are answered "resend".
     pub resend: u32,
     /// So many replays are answered "overtaken".
@@ -80,6 +83,8 @@ pub struct Counts {
     pub applied: u64,
     pub known: u64,
     pub flushes: u64,
+    /// Writes that said that they take of what was granted.
+    pub granted: u64,
     pub reads: BTreeMap<u32, u64>,
 }
 
@@ -221,6 +226,7 @@ impl Oss {
                     }
                 }
                 s.counts.applied += 1;
+                s.counts.granted += u64::from(r.flags & FLAG_GRANTED != 0);
                 let version = Version { epoch: chain.epoch, number: at.version.number + 1 };
                 for t in chain.serving() {
                     let c = s.targets.get_mut(&t).unwrap().chunks.entry(r.chunk).or_default();
@@ -259,6 +265,16 @@ impl Oss {
         }
         Self::flush_chain(s, &chain);
         Ok(DataReply { stable: true, epoch: chain.epoch, stamps: Self::stamps(s, &chain), ..Default::default() })
+    }
+
+    /// As much as is wanted, or nothing.
+    fn grant(&self, target: u32, r: &DataRequest) -> Result<DataReply> {
+        let s = &*self.state.lock();
+        self.check(s, r, target, Rights::WRITE, 0)?;
+        if s.faults.no_grants {
+            return Err(strake_fabric::unknown_opcode(opcode::GRANT));
+        }
+        Ok(DataReply { len: if s.faults.full { 0 } else { r.len }, epoch: r.epoch, ..Default::default() })
     }
 
     fn extents(&self, target: u32, r: &DataRequest) -> Result<Message> {
@@ -333,6 +349,7 @@ impl Service for Front {
         match m.opcode {
             opcode::READ => self.0.read(self.1, &r),
             opcode::EXTENTS => self.0.extents(self.1, &r),
+            opcode::GRANT => Ok(Message::new(0, self.0.grant(self.1, &r)?.encode())),
             opcode::WRITE => Ok(Message::new(0, self.0.write(self.1, r, m.payload).await?.encode())),
             opcode::FLUSH => Ok(Message::new(0, self.0.flush(self.1, &r)?.encode())),
             o => Err(strake_fabric::unknown_opcode(o)),

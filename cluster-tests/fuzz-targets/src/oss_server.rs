@@ -267,6 +267,7 @@ fn request(i: &mut Input, epoch: u64) -> (Role, Message) {
     let role = if i.u8() & 1 == 0 { Role::Client } else { Role::Server };
     let op = match i.u8() {
         255 => i.u16(),
+        254 => opcode::GRANT,
         n => OPCODES[usize::from(n) % OPCODES.len()],
     };
     if i.u8() == 0 {
@@ -281,7 +282,7 @@ fn request(i: &mut Input, epoch: u64) -> (Role, Message) {
     r.kind = [Kind::Write, Kind::Write, Kind::None, Kind::Truncate, Kind::Remove, Kind::Replace, Kind::Punch]
         [usize::from(i.u8()) % 7];
     (r.offset, r.session, r.seq) = (u32::from(i.u16()), 77, i.number());
-    r.flags = i.u8() & 0x0e;
+    r.flags = i.u8() & 0x1e;
     r.version = version(i);
     for _ in 0..i.u8() % 3 {
         r.writers.push(Writer { session: i.number(), seq: i.number(), version: version(i) });

@@ -150,6 +150,11 @@ impl Cluster {
         self.drift();
     }
 
+    /// Targets have so many bytes. Before anything is started.
+    pub fn shrink(&mut self, bytes: u64) {
+        self.oss.iter_mut().for_each(|o| o.device = Arc::new(MemDevice::new(bytes)));
+    }
+
     /// All clients hold back what they write.
     pub fn hold_back(&mut self) {
         self.write_back = None;

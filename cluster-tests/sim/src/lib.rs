@@ -5,6 +5,7 @@ pub mod baton;
 pub mod clock;
 pub mod cluster;
 pub mod coverage;
+pub mod full;
 pub mod ghost;
 pub mod histories;
 pub mod lockers;

@@ -133,6 +133,11 @@ impl Service for Data {
                 Ok(Message::new(0, reply.encode()).with_payload(vec![Buf::copy_from(&self.extents(&r).encode())]))
             }
             opcode::FLUSH => Ok(Message::new(0, reply.encode())),
+            opcode::GRANT => {
+                self.check(&r, Rights::WRITE)?;
+                reply.len = r.len;
+                Ok(Message::new(0, reply.encode()))
+            }
             o => Err(strake_fabric::unknown_opcode(o)),
         }
     }

@@ -14,6 +14,7 @@ pub mod reports;
 pub mod rows;
 #[cfg(test)]
 mod tests;
+pub mod writers;
 
 /// Bounds of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -140,23 +140,3 @@ pub fn told(ops: &[pb::Op], results: &[pb::OpResult]) -> BTreeSet<Ino> {
     }
     out
 }
-
-/// Whether an operation only looks, and at what is in the log: a member that does not lead can do that. Who has something open, and who
-/// waits for a lock, only the leader knows.
-pub fn only_looks(op: &pb::Op) -> bool {
-    matches!(
-        op.op,
-        Some(
-            Op::Lookup(_)
-                | Op::Getattr(_)
-                | Op::Readdir(_)
-                | Op::Readlink(_)
-                | Op::Getxattr(_)
-                | Op::Listxattr(_)
-                | Op::Statfs(_)
-                | Op::Getlayout(_)
-                | Op::PathOf(_)
-                | Op::Access(_)
-        )
-    )
-}

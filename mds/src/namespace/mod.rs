@@ -326,7 +326,7 @@ impl Namespace {
 
     /// Whether a list has to go through the log.
     pub fn is_mutation(ops: &[pb::Op]) -> bool {
-        ops.iter().any(ops::is_mutation)
+        ops.iter().any(strake_proto::ops::is_mutation)
     }
 
     /// Counters, applied index and identity; `fs_uuid` is empty before the file system is formatted.

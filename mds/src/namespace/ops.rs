@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use prost::Message;
-use strake_proto::{Code, Ino, SessionId, ids::ROOT_INO, layout::MAX_FILE_SIZE, pb};
+use strake_proto::{Code, Ino, SessionId, ids::ROOT_INO, layout::MAX_FILE_SIZE, ops::is_mutation, pb};
 
 use super::{
     keys,
@@ -42,29 +42,6 @@ pub struct Run<'a, 't> {
     prev: Ino,
     /// Bytes the reply may still grow by.
     room: usize,
-}
-
-pub fn is_mutation(op: &pb::Op) -> bool {
-    if let Some(Op::Open(o)) = &op.op {
-        return writers::asks_to_write(o.flags);
-    }
-    !matches!(
-        op.op,
-        None | Some(
-            Op::Lookup(_)
-                | Op::Getattr(_)
-                | Op::Close(_)
-                | Op::Readdir(_)
-                | Op::Readlink(_)
-                | Op::Getxattr(_)
-                | Op::Listxattr(_)
-                | Op::Statfs(_)
-                | Op::Getlayout(_)
-                | Op::PathOf(_)
-                | Op::Access(_)
-                | Op::GetLock(_)
-        )
-    )
 }
 
 /// Runs a list; the second part says whether every operation succeeded. `mutations` allows operations that change.

@@ -1,6 +1,6 @@
 //! Who may do what: mode bits and ACL against credentials, as Linux decides it (`fs/namei.c`, `fs/attr.c`).
 
-use strake_proto::{Code, Error, Result, pb};
+use strake_proto::{Code, Error, Result, ops::O_ACCMODE, pb};
 
 use super::{acl::Acl, ops::Inode};
 
@@ -22,7 +22,6 @@ pub const W: u32 = 2;
 pub const X: u32 = 1;
 
 /// Linux x86-64 open flags that decide what an open may do.
-const O_ACCMODE: u32 = 0o3;
 /// Set by the kernel for the open of a program to run: it needs the x bit and not the r bit.
 const FMODE_EXEC: u32 = 0x20;
 

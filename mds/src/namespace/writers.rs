@@ -5,15 +5,13 @@
 //! record (in the log, so that it outlives leaders); when one ends without saying that all is reported, the file is cut at
 //! its recorded end as soon as nobody else may be writing there, and before anybody new may.
 
-use strake_proto::{Ino, SessionId, pb};
+use strake_proto::{Ino, SessionId, ops::O_ACCMODE, pb};
 
 use super::{
     gc, keys,
     ops::{By, Inode},
     txn::{Res, Txn},
 };
-
-const O_ACCMODE: u32 = 3;
 
 pub fn asks_to_write(flags: u32) -> bool {
     flags & O_ACCMODE != 0

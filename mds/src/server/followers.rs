@@ -13,7 +13,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Connection, Message};
-use strake_proto::{Code, Error, Ino, Result, opcode, pb};
+use strake_proto::{Code, Error, Ino, Result, opcode, ops::only_looks, pb};
 use tokio::{
     sync::{Notify, oneshot},
     time::timeout,
@@ -23,10 +23,7 @@ use super::{
     Mds,
     service::{encode, few_numbers},
 };
-use crate::{
-    consensus::StateMachine as _,
-    namespace::{ReadAt, effects},
-};
+use crate::{consensus::StateMachine as _, namespace::ReadAt};
 
 /// Inodes that a frontier names at most.
 const MAX_UNSETTLED: usize = 4096;
@@ -144,7 +141,7 @@ impl Mds {
     async fn read_following(&self, request: &pb::MetaRequest) -> Result<pb::MetaReply> {
         let creds = request.creds.clone().unwrap_or_default();
         let elsewhere = || self.leading().err().unwrap_or_else(|| Error::not_leader(0));
-        if !request.ops.iter().all(effects::only_looks) {
+        if !request.ops.iter().all(only_looks) {
             return Err(elsewhere());
         }
         for _ in 0..LOOKS {

@@ -139,10 +139,6 @@ impl Mds {
     async fn wait_for_held_back(&self, term: u64, by: Asker, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
         let opened = ops.iter().zip(results).filter(|(o, _)| effects::enlists(o));
         let opened: BTreeSet<Ino> = opened.map(|(_, r)| r.attr.as_ref().map_or(r.ino, |a| a.ino)).collect();
-        let asked = self.recalls.ask_holders(term, by.session, &opened)?;
-        if !asked.is_empty() {
-            Reporting::AskedToWrite.taken();
-        }
-        self.recalls.reported(term, &asked).await
+        self.recalls.wait_for_holders(term, by.session, &opened).await
     }
 }

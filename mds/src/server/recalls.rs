@@ -24,6 +24,7 @@ use crate::{
         Connection, Leases, Limits, Number,
         reports::Reports,
         rows::{Leader, Reporting},
+        writers::Writers,
     },
     namespace::{Namespace, effects::Effect},
 };
@@ -55,12 +56,7 @@ struct Table {
     term: u64,
     leases: Leases,
     reports: Reports,
-    /// Who may write a file, as the log has it.
-    writers: BTreeMap<Ino, BTreeSet<SessionId>>,
-    /// How many files each session may write.
-    writes: BTreeMap<SessionId, usize>,
-    /// Sessions that may hold back what they write: their reports are waited for though their term is over.
-    holding: BTreeSet<SessionId>,
+    writers: Writers,
     /// Files of which something may still arrive that an evicted session wrote, by the last such eviction.
     fences: BTreeMap<Ino, u64>,
     /// When it was last looked for those who do not answer.
@@ -81,25 +77,13 @@ impl Table {
     /// An entry is applied; nobody has seen it yet.
     fn apply(&mut self, now: Duration, e: &Effect) {
         for (session, ino, comes) in &e.writers {
-            let all = self.writers.entry(*ino).or_default();
-            let files = self.writes.entry(*session).or_default();
-            if *comes {
-                *files += usize::from(all.insert(*session));
-            } else {
-                *files -= usize::from(all.remove(session));
-            }
-            if *files == 0 {
-                self.writes.remove(session);
-            }
-            if all.is_empty() {
-                self.writers.remove(ino);
-            }
+            self.writers.record(*session, *ino, *comes);
         }
         for (ino, eviction) in &e.fences {
             let last = self.fences.entry(*ino).or_default();
             *last = (*last).max(*eviction);
         }
-        self.holding.extend(e.holds_back);
+        e.holds_back.into_iter().for_each(|id| self.writers.holds_back(id));
         let by = Asker { session: e.session, connection: e.connection };
         let named = |ino| (e.connection != 0 && e.named.contains(ino)).then_some((by.session, by.connection));
         for ino in self.leases.applied(now, e.changed.iter().map(|ino| (*ino, named(ino)))) {
@@ -113,7 +97,7 @@ impl Table {
         for (id, goodbye) in &e.ended {
             self.leases.ended(now, *id, *goodbye);
             self.reports.ended(*id);
-            self.holding.remove(id);
+            self.writers.ended(*id);
             self.ring(*id);
             self.bells.remove(id);
         }
@@ -123,12 +107,8 @@ impl Table {
         }
     }
 
-    fn others_write(&self, id: SessionId, ino: Ino) -> impl Iterator<Item = SessionId> + '_ {
-        self.writers.get(&ino).into_iter().flatten().copied().filter(move |writer| *writer != id)
-    }
-
     fn grant(&mut self, now: Duration, to: Asker, ino: Ino) -> bool {
-        if to.connection == 0 || self.others_write(to.session, ino).next().is_some() {
+        if to.connection == 0 || self.writers.others(to.session, ino).next().is_some() {
             Leader::WrittenElsewhere.taken();
             return false;
         }
@@ -187,19 +167,12 @@ impl Recalls {
     /// This server leads from now on.
     pub fn start(&self, term: u64, namespace: &Namespace) -> Result<()> {
         namespace.survey(|found| {
-            let mut writers: BTreeMap<Ino, BTreeSet<SessionId>> = BTreeMap::new();
-            let mut writes = BTreeMap::new();
-            for (session, ino) in found.writers {
-                writers.entry(ino).or_default().insert(session);
-                *writes.entry(session).or_insert(0) += 1;
-            }
+            let holding = found.sessions.iter().filter(|s| s.1).map(|s| s.0);
             *self.table.lock() = Some(Table {
                 term,
                 leases: Leases::new(self.limits, self.env.boot(), term, found.sessions.iter().map(|s| s.0)),
                 reports: Reports::new(term),
-                writers,
-                writes,
-                holding: found.sessions.iter().filter(|s| s.1).map(|s| s.0).collect(),
+                writers: Writers::new(found.writers, holding),
                 fences: found.fences.into_iter().collect(),
                 ticked: self.env.boot(),
                 bells: BTreeMap::new(),
@@ -335,7 +308,7 @@ impl Recalls {
     /// Whether a session may become the writer of so many more files. What is on its way is not counted.
     pub fn may_write(&self, term: u64, session: SessionId, more: usize) -> Result<bool> {
         let most = self.limits.of_writer;
-        self.with(term, |t, _| more == 0 || t.writes.get(&session).copied().unwrap_or(0) + more <= most)
+        self.with(term, |t, _| more == 0 || t.writers.files(session) + more <= most)
     }
 
     /// A request goes to the log.
@@ -422,9 +395,17 @@ impl Recalls {
         self.ask_those(term, session, inos, |_, _| true)
     }
 
-    /// Likewise those of them who may hold back what they wrote.
-    pub fn ask_holders(&self, term: u64, session: SessionId, inos: &BTreeSet<Ino>) -> Result<Vec<(SessionId, Number)>> {
-        self.ask_those(term, session, inos, |t, id| t.holding.contains(&id))
+    /// A session may write these files, and others have been told so. Asks those who may hold something of them back to report, and
+    /// waits for it. They hold nothing more back then, unless one was left as the only writer meanwhile.
+    pub async fn wait_for_holders(&self, term: u64, session: SessionId, inos: &BTreeSet<Ino>) -> Result<()> {
+        let before = self.with(term, |t, _| t.writers.holders(inos))?;
+        let asked = self.ask_those(term, session, inos, |ino, id| before.are(ino, id))?;
+        if asked.is_empty() {
+            return Ok(());
+        }
+        Reporting::AskedToWrite.taken();
+        self.reported(term, &asked).await?;
+        self.with(term, |t, _| t.writers.have_reported(before, session))
     }
 
     fn ask_those(
@@ -432,12 +413,12 @@ impl Recalls {
         term: u64,
         session: SessionId,
         inos: &BTreeSet<Ino>,
-        are: impl Fn(&Table, SessionId) -> bool,
+        are: impl Fn(Ino, SessionId) -> bool,
     ) -> Result<Vec<(SessionId, Number)>> {
         let asked = self.with(term, |t, now| {
             let mut asked = Vec::new();
             for ino in inos {
-                let those = t.others_write(session, *ino).filter(|id| are(t, *id));
+                let those = t.writers.others(session, *ino).filter(|id| are(*ino, *id));
                 for id in those.collect::<Vec<_>>() {
                     asked.push((id, t.reports.ask(now, id, *ino)));
                     t.ring(id);
@@ -459,7 +440,7 @@ impl Recalls {
     /// Leaves out of a listing what somebody else may still have to report.
     pub fn leave_out(&self, term: u64, session: SessionId, results: &mut [pb::OpResult]) -> Result<()> {
         self.with(term, |t, _| {
-            let written = |ino| t.others_write(session, ino).next().is_some();
+            let written = |ino| t.writers.others(session, ino).next().is_some();
             for e in results.iter_mut().flat_map(|r| &mut r.entries).filter(|e| e.attr.is_some()) {
                 if written(e.ino) {
                     Reporting::LeftOut.taken();

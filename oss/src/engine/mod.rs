@@ -23,9 +23,11 @@
 //! | `record.rs`, `superblock.rs` | the formats |
 //! | `tally.rs` | how a table that lost synced changes is noticed |
 //! | `overlay.rs`, `alloc.rs` | the table's part in memory; free space |
+//! | `grants.rs` | free space that is promised to sessions |
 
 mod alloc;
 mod flush;
+mod grants;
 mod list;
 mod open;
 mod overlay;
@@ -45,9 +47,12 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
+    time::Duration,
 };
 
 use alloc::{Allocator, Extent};
+pub use grants::Ask;
+use grants::Grants;
 use overlay::Overlay;
 use parking_lot::Mutex;
 use record::{Header, Segment};
@@ -168,6 +173,8 @@ pub struct Usage {
     pub capacity: u64,
     /// Allocated, including what a flush has not yet given back.
     pub used: u64,
+    /// Not used, but promised to sessions.
+    pub granted: u64,
     /// Chunks that are no tombstones.
     pub chunks: u64,
     pub reads: u64,
@@ -196,6 +203,7 @@ struct State {
     headers: Overlay<Key, Header>,
     segments: Overlay<(Key, u8), Segment>,
     alloc: Allocator,
+    grants: Grants,
     /// Segments found damaged when the target was opened. Their blocks were counted as free, so they stay damaged until they
     /// are written anew, whatever a later look finds.
     lost: BTreeSet<(Key, u8)>,
@@ -289,6 +297,7 @@ impl Engine {
         Usage {
             capacity: self.shared.capacity * BLOCK,
             used: (self.shared.capacity - s.alloc.free_blocks()).saturating_sub(waiting) * BLOCK,
+            granted: s.grants.total() * BLOCK,
             chunks: s.chunks,
             reads: get(&c.reads),
             writes: get(&c.writes),
@@ -296,6 +305,19 @@ impl Engine {
             write_bytes: get(&c.write_bytes),
             checksum_errors: get(&c.damaged),
         }
+    }
+
+    /// Keeps space free for the updates of a session. Returns how many blocks it has from now on, until
+    /// [`strake_proto::data::GRANT_TERM`] from `now`, which is on the boot clock. `Stale`: it has asked for something else since.
+    pub fn grant(&self, now: Duration, ask: Ask) -> Result<u64> {
+        let mut s = self.shared.state.lock();
+        let free = s.alloc.free_blocks().saturating_sub(self.shared.reserve);
+        s.grants.ask(now, ask, free).ok_or_else(|| Error::new(Code::Stale, "a later question for space was answered"))
+    }
+
+    /// What was granted and has run out by `now` is for everybody again.
+    pub fn expire_grants(&self, now: Duration) {
+        self.shared.state.lock().grants.expire(now);
     }
 
     pub fn device(&self) -> &Arc<dyn Device> {

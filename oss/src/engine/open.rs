@@ -13,6 +13,7 @@ use strake_store::{Batch, MetaStore};
 use super::{
     Counters, Engine, Key, Options, Shared, State, TargetIdentity,
     alloc::{Allocator, Extent, coalesce},
+    grants::Grants,
     overlay::Overlay,
     record::{
         HEADER_PREFIX, HOLE, Header, SEGMENT_PREFIX, Segment, TALLY_KEY, TARGET_KEY, decode_target, encode_target,
@@ -86,6 +87,7 @@ impl Engine {
             headers: Overlay::new(options.cached_records),
             segments: Overlay::new(options.cached_records),
             alloc,
+            grants: Grants::default(),
             lost,
             staging: Default::default(),
             freed: Vec::new(),

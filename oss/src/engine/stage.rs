@@ -6,7 +6,7 @@ use std::{ops::Range, sync::Arc, time::Duration};
 use futures_util::future::try_join_all;
 use strake_fabric::Buf;
 use strake_proto::{
-    Code, Error, Result,
+    Code, Error, Result, SessionId,
     checksum::{self, BLOCK, crc32c},
     data::{KEPT_WRITERS, Version, Writer},
     layout::MAX_CHUNK,
@@ -71,10 +71,23 @@ impl Drop for Slotted {
     }
 }
 
+/// What an update may take of the free blocks.
+#[derive(Clone, Copy)]
+enum Claim {
+    /// What is neither reserved nor granted.
+    Open,
+    /// That, and what is granted to this session.
+    Granted(SessionId),
+    /// All: it gives space back.
+    All,
+}
+
 /// Allocated blocks on their way into a record.
 struct Space {
     shared: Arc<Shared>,
     extents: Vec<Extent>,
+    /// How many of them came out of a session's grant.
+    granted: Option<(SessionId, u64)>,
     /// A write may still change them: then they wait for a flush, which waits for the write.
     in_flight: bool,
 }
@@ -85,6 +98,9 @@ impl Drop for Space {
             return;
         }
         let mut s = self.shared.state.lock();
+        if let Some((session, blocks)) = self.granted {
+            s.grants.give_back(session, blocks);
+        }
         if self.in_flight {
             s.freed.append(&mut self.extents);
         } else {
@@ -164,6 +180,11 @@ impl Engine {
     /// Checks an update (`Resend`: bytes do not match their sums), finds space for it (`NoSpc`) and writes its bytes where
     /// nobody sees them. Waits for a flush when too much is unflushed. `Busy`: the chunk has a staged update.
     pub async fn stage(&self, key: Key, update: Update) -> Result<Staged> {
+        self.stage_of(key, update, None).await
+    }
+
+    /// As [`Engine::stage`]; `granted`: whose grant a write may take of.
+    pub async fn stage_of(&self, key: Key, update: Update, granted: Option<SessionId>) -> Result<Staged> {
         match &update {
             Update::Write { offset, data, sums } => check_data(*offset, data, sums)?,
             Update::Replace { data, tombstone: true, .. } if !data.is_empty() => {
@@ -175,7 +196,10 @@ impl Engine {
         self.throttle().await?;
         let slot = self.take_slot(key)?;
         match update {
-            Update::Write { offset, data, sums } => self.stage_write(slot, offset, data, sums).await,
+            Update::Write { offset, data, sums } => {
+                let claim = granted.map_or(Claim::Open, Claim::Granted);
+                self.stage_write(slot, offset, data, sums, claim).await
+            }
             Update::Punch { offset, len } => self.stage_punch(slot, offset, len).await,
             Update::Truncate { len } => self.stage_truncate(slot, len).await,
             Update::Remove => self.stage_whole(slot, Vec::new(), Vec::new(), true, true).await,
@@ -192,7 +216,14 @@ impl Engine {
         Ok(Slotted { shared: self.shared.clone(), key })
     }
 
-    async fn stage_write(&self, slot: Slotted, offset: u32, data: Vec<Buf>, sums: Vec<u32>) -> Result<Staged> {
+    async fn stage_write(
+        &self,
+        slot: Slotted,
+        offset: u32,
+        data: Vec<Buf>,
+        sums: Vec<u32>,
+        claim: Claim,
+    ) -> Result<Staged> {
         let bytes = total(&data);
         let end = offset + bytes as u32;
         let old = slot.look(|_| segments_of(offset, end))?.whole(&slot.key)?;
@@ -201,7 +232,7 @@ impl Engine {
         let mut len = old.len();
         if bytes > 0 {
             let image = self.shared.image(&slot.key, &old, offset, data, sums).await?;
-            space = self.write(&slot.key, &image, self.shared.reserve).await?;
+            space = self.write(&slot.key, &image, claim).await?;
             rewrite.place(&image, &space.extents);
             len = len.max(end);
         }
@@ -230,7 +261,7 @@ impl Engine {
             block[kept..].fill(0);
             let sums = vec![crc32c(&block)];
             let image = Image { first: at, data: vec![block.freeze()], sums };
-            space = self.write(&slot.key, &image, 0).await?;
+            space = self.write(&slot.key, &image, Claim::All).await?;
             rewrite.place(&image, &space.extents);
         }
         Ok(slot.staged(&old, len, tombstone, rewrite, space))
@@ -269,7 +300,7 @@ impl Engine {
             }
             let sums = vec![crc32c(&block)];
             let image = Image { first: at, data: vec![block.freeze()], sums };
-            let mut more = self.write(&slot.key, &image, 0).await?;
+            let mut more = self.write(&slot.key, &image, Claim::All).await?;
             rewrite.place(&image, &more.extents);
             space.extents.append(&mut more.extents);
         }
@@ -302,7 +333,7 @@ impl Engine {
         if bytes > 0 {
             let image = self.shared.image(&slot.key, &Old::default(), 0, data, sums).await?;
             for part in image.without_zeros(crc32c(&self.shared.zeros[..BLOCK])) {
-                let mut more = self.write(&slot.key, &part, self.shared.reserve).await?;
+                let mut more = self.write(&slot.key, &part, Claim::Open).await?;
                 rewrite.place(&part, &more.extents);
                 space.extents.append(&mut more.extents);
             }
@@ -315,10 +346,10 @@ impl Engine {
     }
 
     /// Allocates and writes. On failure or when dropped halfway the space goes back by itself.
-    async fn write(&self, key: &Key, image: &Image, reserve: u64) -> Result<Space> {
+    async fn write(&self, key: &Key, image: &Image, claim: Claim) -> Result<Space> {
         let count = image.sums.len() as u64;
-        let extents = self.allocate(key, count, reserve).await?;
-        let mut space = Space { shared: self.shared.clone(), extents, in_flight: true };
+        let mut space = self.allocate(key, count, claim).await?;
+        space.in_flight = true;
         let mut at = 0;
         let writes = space.extents.iter().map(|e| {
             let bufs = cut(&image.data, at..at + e.count as usize * BLOCK);
@@ -333,16 +364,16 @@ impl Engine {
     }
 
     /// Before it gives up, takes what deletions and finished readers give back.
-    async fn allocate(&self, key: &Key, count: u64, reserve: u64) -> Result<Vec<Extent>> {
-        let alloc = || self.shared.state.lock().alloc.alloc(count, reserve);
-        if let Some(extents) = alloc() {
-            return Ok(extents);
+    async fn allocate(&self, key: &Key, count: u64, claim: Claim) -> Result<Space> {
+        let alloc = || self.shared.alloc(count, claim);
+        if let Some(space) = alloc() {
+            return Ok(space);
         }
         for _ in 0..FULL_RETRIES {
             let reader_done = self.shared.reader_done.notified();
             self.flush_now().await?;
-            if let Some(extents) = alloc() {
-                return Ok(extents);
+            if let Some(space) = alloc() {
+                return Ok(space);
             }
             if self.shared.state.lock().reclaim.is_empty() {
                 break;
@@ -353,13 +384,15 @@ impl Engine {
     }
 
     fn no_space(&self, key: &Key, count: u64) -> Error {
-        let free = self.shared.state.lock().alloc.free_blocks();
+        let (free, granted) = {
+            let s = self.shared.state.lock();
+            (s.alloc.free_blocks(), s.grants.total())
+        };
+        let [count, free, reserve, granted] = [count, free, self.shared.reserve, granted].map(|n| n * BLOCK as u64);
         let m = format!(
-            "{key}: no space for {} bytes on {} ({} free, {} of them kept for truncation); delete files or add targets",
-            count * BLOCK as u64,
-            self.shared.device.name(),
-            free * BLOCK as u64,
-            self.shared.reserve * BLOCK as u64
+            "{key}: no space for {count} bytes on {} ({free} free, {reserve} of them kept for truncation, {granted} for what mounts \
+             hold back); delete files or add targets",
+            self.shared.device.name()
         );
         Error::new(Code::NoSpc, m)
     }
@@ -409,7 +442,7 @@ impl Slotted {
     }
 
     fn no_space(&self) -> Space {
-        Space { shared: self.shared.clone(), extents: Vec::new(), in_flight: false }
+        Space { shared: self.shared.clone(), extents: Vec::new(), granted: None, in_flight: false }
     }
 
     fn staged(self, old: &Old, len: u32, tombstone: bool, rewrite: Rewrite, space: Space) -> Staged {
@@ -473,6 +506,22 @@ impl Rewrite {
 }
 
 impl Shared {
+    /// `None`: not so many are free for who may take so much.
+    fn alloc(self: &Arc<Self>, count: u64, claim: Claim) -> Option<Space> {
+        let mut s = self.state.lock();
+        let kept = match claim {
+            Claim::Open => self.reserve + s.grants.total(),
+            Claim::Granted(session) => self.reserve + s.grants.total() - s.grants.of(session),
+            Claim::All => 0,
+        };
+        let extents = s.alloc.alloc(count, kept)?;
+        let granted = match claim {
+            Claim::Granted(session) => Some((session, s.grants.take(session, count))),
+            Claim::Open | Claim::All => None,
+        };
+        Some(Space { shared: self.clone(), extents, granted, in_flight: false })
+    }
+
     /// A block of the chunk as stored, checked; `None` for a hole.
     async fn old_block(&self, key: &Key, old: &Old, at: usize) -> Result<Option<Buf>> {
         let Some(s) = find(&old.segments, at) else { return Ok(None) };

@@ -68,7 +68,7 @@ impl Target {
     }
     pub fn has_room(&self) -> bool {
         let u = self.engine.usage();
-        u.capacity.saturating_sub(u.used) > ROOM.min(u.capacity / 8)
+        u.capacity.saturating_sub(u.used + u.granted) > ROOM.min(u.capacity / 8)
     }
 }
 
@@ -359,6 +359,8 @@ impl Node {
     pub async fn stay_registered(self: Arc<Self>, mut mds: MdsLink, listening: Endpoint) {
         let period = Duration::from_millis(self.cfg.heartbeat_ms);
         loop {
+            let now = self.env.boot();
+            self.targets.iter().for_each(|t| t.engine.expire_grants(now));
             match self.heartbeat(&mut mds, period).await {
                 Ok(()) => {}
                 Err(e) if e.code == Code::Stale => {

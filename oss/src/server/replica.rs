@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use strake_fabric::{Buf, Message};
 use strake_proto::{
     ChainId, ChunkId, Code, Error, Result, TargetId,
-    data::{DataReply, DataRequest, FLAG_REPLAY, FLAG_TOMBSTONE, Kind, Stamp, Version, Writer},
+    data::{DataReply, DataRequest, FLAG_GRANTED, FLAG_REPLAY, FLAG_TOMBSTONE, Kind, Stamp, Version, Writer},
     opcode,
 };
 use tokio::sync::oneshot;
@@ -258,15 +258,16 @@ impl Replica {
 
     async fn stage(self: Arc<Self>, op: OpId, c: Arc<Carried>) {
         let key = self.key(c.request.chunk);
+        let granted = (c.request.flags & FLAG_GRANTED != 0).then_some(c.request.session);
         let mut result = match update_of(&c) {
-            Ok(update) => self.engine().stage(key, update).await,
+            Ok(update) => self.engine().stage_of(key, update, granted).await,
             Err(e) => Err(e),
         };
         if matches!(&result, Err(e) if e.code == Code::Corrupt)
             && self.repair_held(c.request.chunk).await.is_ok()
             && let Ok(update) = update_of(&c)
         {
-            result = self.engine().stage(key, update).await;
+            result = self.engine().stage_of(key, update, granted).await;
         }
         let mut inner = self.inner.lock();
         let result = match (result, inner.ops.get_mut(&op)) {
@@ -323,7 +324,7 @@ impl Replica {
             epoch,
             target: to,
             version,
-            flags: c.request.flags & FLAG_TOMBSTONE,
+            flags: c.request.flags & (FLAG_TOMBSTONE | FLAG_GRANTED),
             cap: None,
             writers: vec![Writer { session: 0, seq: 0, version: prev }],
             regions: Vec::new(),

@@ -8,7 +8,7 @@ use strake_fabric::{Buf, Message, Peer, Role, Service, unknown_opcode};
 use strake_proto::{
     Capability, ChunkId, Code, Error, Result, Rights,
     checksum::pieces,
-    data::{DataReply, DataRequest, FLAG_STABLE, FLAG_TOMBSTONE, Kind, ListEntry, MAX_EXTENTS},
+    data::{DataReply, DataRequest, FLAG_GRANTED, FLAG_STABLE, FLAG_TOMBSTONE, Kind, ListEntry, MAX_EXTENTS},
     layout::MAX_CHUNK,
     opcode,
 };
@@ -18,6 +18,7 @@ use super::{
     replica::{Carried, Replica, reply},
     sync::LIST_ONE,
 };
+use crate::engine::Ask;
 
 /// Most entries of a list in one answer.
 const MAX_LIST: u32 = 4096;
@@ -50,6 +51,9 @@ fn check_shape(r: &DataRequest, payload: usize) -> Result<()> {
     if r.kind == Kind::Replace && r.offset != 0 {
         return Err(inval("a chunk is replaced as a whole"));
     }
+    if r.flags & FLAG_GRANTED != 0 && (r.kind != Kind::Write || r.session == 0) {
+        return Err(inval("only a session's write takes what was granted"));
+    }
     if carries && r.flags & FLAG_TOMBSTONE != 0 && r.len != 0 {
         return Err(inval("a tombstone has no bytes"));
     }
@@ -69,7 +73,7 @@ impl Service for OssService {
         }
         match m.opcode {
             opcode::ECHO => return Ok(Message::new(opcode::ECHO, m.body).with_payload(m.payload)),
-            opcode::READ | opcode::WRITE | opcode::FLUSH | opcode::TRIM | opcode::EXTENTS => {}
+            opcode::READ | opcode::WRITE | opcode::FLUSH | opcode::TRIM | opcode::EXTENTS | opcode::GRANT => {}
             _ if server_only => {}
             other => return Err(unknown_opcode(other)),
         }
@@ -93,6 +97,7 @@ impl Service for OssService {
         match m.opcode {
             opcode::READ => self.read(peer, &replica, r).await,
             opcode::EXTENTS => self.extents(peer, &replica, &r),
+            opcode::GRANT => self.grant(peer, &replica, &r),
             opcode::WRITE => {
                 self.check_write(peer, &r, m.payload_len())?;
                 let stable = r.flags & FLAG_STABLE != 0;
@@ -220,6 +225,19 @@ impl OssService {
         }
         let head = DataReply { epoch: r.epoch, stamps: vec![replica.stamp()], ..DataReply::default() };
         Ok(reply(&head, vec![Buf::copy_from(&found?.encode())]))
+    }
+
+    /// Keeps space free for the session whose capability this is.
+    fn grant(&self, peer: &Peer, replica: &Replica, r: &DataRequest) -> Result<Message> {
+        let c = self.check_cap(peer, r, Rights::WRITE)?;
+        let c = c.filter(|c| c.session == r.session && r.session != 0);
+        let c = c.ok_or_else(|| Error::new(Code::BadCap, "capability is of another session"))?;
+        replica.check_member(r.epoch)?;
+        let now = self.node.env.boot();
+        let ask = Ask { session: c.session, seq: r.seq, keep: u64::from(r.offset), want: u64::from(r.len) };
+        let units = replica.engine().grant(now, ask)?;
+        let head = DataReply { epoch: r.epoch, len: units as u32, ..DataReply::default() };
+        Ok(reply(&head, Vec::new()))
     }
 
     /// A reader who knows a newer epoch has this server look for the map.

@@ -54,7 +54,7 @@ pub struct RealArgs {
 }
 
 /// Who does the work of a run.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Who {
     Library,
     Both,
@@ -68,7 +68,7 @@ pub fn run(args: &RealArgs) -> io::Result<u32> {
     for run in 1..=args.runs {
         let who = [Who::Library, Who::Both, Who::Mounts][run as usize % 3];
         let begun = Instant::now();
-        let (history, harm) = match record(args, &cluster, run, who) {
+        let Recorded { history, harm, followed } = match record(args, &cluster, run, who) {
             Ok(recorded) => recorded,
             Err(e) => {
                 println!("run {run}: FAILED: {e}");
@@ -79,7 +79,8 @@ pub fn run(args: &RealArgs) -> io::Result<u32> {
         let (verdict, overlap) = (check(&history, LIMIT), history.overlap());
         let unknown = history.records.iter().filter(|r| matches!(r.outcome, Outcome::Unknown(_))).count();
         println!(
-            "run {run}: {who:?}, {} operations, {:.0} % overlap, {harm}, {unknown} unknown, {} steps, {:.1?}",
+            "run {run}: {who:?}, {} operations, {:.0} % overlap, {harm}, {unknown} unknown, \
+             {followed} answers of followers, {} steps, {:.1?}",
             history.records.len(),
             overlap * 100.0,
             verdict.steps(),
@@ -119,6 +120,8 @@ struct Ground<'a> {
     args: &'a RealArgs,
     seed: u64,
     who: Who,
+    /// Half of the workers that use the library ask followers everything; where all use it, most operations only look.
+    followers: bool,
     /// Below a mount.
     names: [String; 2],
     inos: [u64; 2],
@@ -144,14 +147,25 @@ impl Ground<'_> {
             let mount = &self.args.mount[place as usize % self.args.mount.len()];
             self.names.iter().for_each(|n| _ = c.arg("--path").arg(mount.join(n)));
         }
-        if matches!(self.who, Who::Library) {
+        if self.who == Who::Library {
             c.arg("--all");
+        }
+        if self.followers {
+            c.args((self.who == Who::Library).then_some("--looks"));
+            c.args((is_library && place < WORKERS / 2).then_some("--follow"));
         }
         Ok(Worker { id, child: c.stdin(Stdio::null()).spawn()?, is_library, out })
     }
 }
 
-fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<(History, Harm)> {
+struct Recorded {
+    history: History,
+    harm: Harm,
+    /// Answers of followers to workers that came to their end.
+    followed: u64,
+}
+
+fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<Recorded> {
     let seed = args.seed << 16 | u64::from(run);
     let mut rng = StdRng::seed_from_u64(seed);
     let names = ["one", "two"].map(|n| format!("run{run}-{n}"));
@@ -163,7 +177,8 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
     }
     let files = std::env::temp_dir().join(format!("strake-histories-{}-{run}", std::process::id()));
     fs::create_dir_all(&files)?;
-    let ground = Ground { args, seed, who, names, inos, files };
+    // Each kind of workers by turns without and with them.
+    let ground = Ground { args, seed, who, followers: run / 3 % 2 == 1, names, inos, files };
     let mut workers = (1..=WORKERS).map(|id| ground.start(id, OPS)).collect::<io::Result<Vec<_>>>()?;
     let mut harm = Harm::default();
     let mut dead: Vec<(Worker, u64)> = Vec::new();
@@ -181,7 +196,7 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
             let some = running.iter().map(|i| &workers[*i]).filter(|w| !library || w.is_library);
             some.map(|w| w.child.id() as i32).collect()
         };
-        if let Some(victim) = harm.next(cluster, &mut rng, pids(true), pids(false), !matches!(who, Who::Library))? {
+        if let Some(victim) = harm.next(cluster, &mut rng, pids(true), pids(false), who != Who::Library)? {
             let victim = workers.iter().position(|w| w.child.id() as i32 == victim).unwrap_or_default();
             let mut victim = workers.swap_remove(victim);
             // Its end may take until a server or a mount answers.
@@ -199,16 +214,18 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
         w.child.wait()?;
     }
     outcome?;
-    let mut records = Vec::new();
+    let (mut records, mut followed) = (Vec::new(), 0);
     for (w, died) in dead.into_iter().chain(workers.into_iter().map(|w| (w, worker::now()))) {
+        let answers = fs::read_to_string(worker::followed(&w.out));
+        followed += answers.ok().and_then(|n| n.parse::<u64>().ok()).unwrap_or(0);
         records.extend(
             read(&w.out)?.into_iter().map(|r| Record { reply: if r.reply == u64::MAX { died } else { r.reply }, ..r }),
         );
     }
     fs::remove_dir_all(&ground.files)?;
     let source = format!("real processes, seed {}, run {run}, {who:?}", args.seed);
-    let head = Head { source, roots: ground.inos.to_vec(), kernel: !matches!(who, Who::Library) };
-    Ok((History { head, records }, harm))
+    let head = Head { source, roots: ground.inos.to_vec(), kernel: who != Who::Library };
+    Ok(Recorded { history: History { head, records }, harm, followed })
 }
 
 /// What a worker wrote: each operation when it was called, and again when it was answered. The last line of one that was killed

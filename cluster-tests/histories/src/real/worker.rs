@@ -10,7 +10,7 @@ use std::{
 
 use clap::Args;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
-use strake_client::{Client, Config};
+use strake_client::{Client, Config, FollowerReads};
 use strake_fabric::{Env, Identity, Pool, TcpFabric};
 use strake_histories::{
     Ino, Op, Outcome, Record,
@@ -41,6 +41,12 @@ pub struct WorkerArgs {
     /// Also what is more than one step by way of a mount.
     #[arg(long)]
     all: bool,
+    /// Mostly what only looks.
+    #[arg(long)]
+    looks: bool,
+    /// Metadata servers that do not lead are asked all that they may answer. Of the library only; a mount has an option for it.
+    #[arg(long)]
+    follow: bool,
     /// The two directories, on a mount; without it the library is used.
     #[arg(long)]
     path: Vec<PathBuf>,
@@ -51,6 +57,11 @@ pub struct WorkerArgs {
     /// The two directories, by number.
     #[arg(long, value_delimiter = ',')]
     roots: Vec<Ino>,
+}
+
+/// Where a worker that comes to its end leaves how many answers of followers it has had.
+pub fn followed(out: &Path) -> PathBuf {
+    out.with_extension("followed")
 }
 
 /// CLOCK_MONOTONIC in nanoseconds, the same for all processes of a machine.
@@ -88,7 +99,11 @@ impl Log {
 pub fn run(args: WorkerArgs) -> io::Result<()> {
     let mut log = Log { client: args.client, out: File::options().create(true).append(true).open(&args.out)? };
     let mut rng = StdRng::seed_from_u64(args.seed);
-    let mix = if args.all { Mix::All } else { Mix::Kernel };
+    let mix = match (args.looks, args.all) {
+        (true, _) => Mix::Looks,
+        (_, true) => Mix::All,
+        _ => Mix::Kernel,
+    };
     if args.path.is_empty() {
         let chooser = Chooser::new(mix, &args.roots, args.client);
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
@@ -124,6 +139,7 @@ async fn by_library(
     let cut = Cut::new(connector(args)?, rng.random());
     let mut config = Config::new(args.mds.iter().map(|e| e.parse()).collect::<strake_proto::Result<_>>()?);
     (config.op_timeout, config.hostname) = (OP_TIMEOUT, format!("history{}", args.client));
+    config.follower_reads = if args.follow { FollowerReads::Always } else { FollowerReads::Auto };
     let mut library = Library::new(Client::connect(config, Env::system(), Arc::new(cut)).await?);
     for _ in 0..args.ops {
         let op = chooser.next(&mut rng);
@@ -135,6 +151,7 @@ async fn by_library(
             tokio::time::sleep(pause).await;
         }
     }
+    std::fs::write(followed(&args.out), library.client.stats().follower_reads.to_string())?;
     library.client.close().await
 }
 

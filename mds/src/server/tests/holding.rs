@@ -118,6 +118,89 @@ async fn a_second_writer_waits_for_what_the_first_holds_back() {
     assert!(again.granted.is_empty());
 }
 
+/// One who has reported that it is not alone holds nothing back: who comes after that waits for nobody, who comes before waits, too.
+/// It is asked again when it was left alone since.
+#[tokio::test(start_paused = true)]
+async fn the_third_writer_waits_for_nobody_unless_one_was_alone_again() {
+    let (w, _oss) = with_files().await;
+    let mut a = Holder::of(&w, w.client_that(1, true, &[]).await).await;
+    let mut b = Holder::of(&w, w.client_that(2, true, &[]).await).await;
+    let mut c = Holder::of(&w, w.client_that(3, true, &[]).await).await;
+    let f = a.one(create("f", 2)).await.results[0].ino;
+    let (second, third) = (b.request(open(f, 2)), c.request(open(f, 2)));
+    let mut writers = Vec::new();
+    {
+        let (mut second, mut third) = (pin!(b.send(&second)), pin!(c.send(&third)));
+        let (recall, ..) = tokio::join!(a.poll(vec![]), waits(&mut second));
+        assert_eq!(recall.recalls.len(), 1);
+        let (report, ..) = tokio::join!(a.poll(vec![]), waits(&mut second));
+        let first = report.reports[0].number;
+        assert!(waits(&mut third).await, "the report is on its way, and may tell of too little");
+        let (report, ..) = tokio::join!(a.poll(vec![first]), waits(&mut third));
+        let next = report.reports[0].number;
+        let (opened, ..) = tokio::join!(&mut second, waits(&mut third));
+        writers.push(opened.results[0].writer);
+        let (_, opened) = tokio::join!(a.poll(vec![next]), third);
+        writers.push(opened.results[0].writer);
+    }
+    // From now on nobody is asked, neither a nor those who were never alone.
+    for by in 4..8 {
+        let mut d = Holder::new(&w, by).await;
+        let request = d.request(open(f, 2));
+        let opened = timeout(AWHILE, d.send(&request)).await.expect("nobody is asked");
+        let writer = opened.results[0].writer;
+        d.one(Op::Release(pb::Release { ino: f, writer, surplus: false })).await;
+        tokio::join!(a.renew(), b.renew(), c.renew());
+    }
+    for (by, writer) in [&mut b, &mut c].into_iter().zip(writers) {
+        by.one(Op::Release(pb::Release { ino: f, writer, surplus: false })).await;
+    }
+    a.renew().await;
+    let request = b.request(open(f, 2));
+    let mut opened = pin!(b.send(&request));
+    assert!(waits(&mut opened).await);
+    let report = a.poll(vec![]).await;
+    assert_eq!(report.reports[0].ino, f);
+    tokio::join!(a.poll(vec![report.reports[0].number]), opened);
+}
+
+/// Who was alone since when is not in the log: a new leader asks all who hold back and are on record, once.
+#[tokio::test(start_paused = true)]
+async fn a_new_leader_asks_all_who_may_hold_something_back() {
+    let (mut w, _oss) = with_files().await;
+    let (sessions, f) = {
+        let mut a = Holder::of(&w, w.client_that(1, true, &[]).await).await;
+        let mut b = Holder::of(&w, w.client_that(2, true, &[]).await).await;
+        let f = a.one(create("f", 2)).await.results[0].ino;
+        let second = b.request(open(f, 2));
+        let mut second = pin!(b.send(&second));
+        a.poll(vec![]).await;
+        let (report, _) = tokio::join!(a.poll(vec![]), waits(&mut second));
+        tokio::join!(a.poll(vec![report.reports[0].number]), second);
+        ([a.c.session, b.c.session], f)
+    };
+    w.kill(0);
+    w.start(0).await;
+    w.leader().await;
+    let mut a = Holder::of(&w, w.client_that(1, true, &[]).await).await;
+    let mut b = Holder::of(&w, w.client_that(2, true, &[]).await).await;
+    assert_eq!([a.c.session, b.c.session], sessions);
+    let (mut c, mut d) = (Holder::new(&w, 3).await, Holder::new(&w, 4).await);
+    let third = c.request(open(f, 2));
+    {
+        let mut third = pin!(c.send(&third));
+        for holder in [&mut a, &mut b] {
+            let (report, waits) = tokio::join!(holder.poll(vec![]), waits(&mut third));
+            assert!(waits && report.reports[0].ino == f);
+            holder.poll(vec![report.reports[0].number]).await;
+            holder.renew().await;
+        }
+        third.await;
+    }
+    let fourth = d.request(open(f, 2));
+    timeout(AWHILE, d.send(&fourth)).await.expect("nobody is asked any more");
+}
+
 /// Whoever only writes through is not asked when others come to write: everything of it is there.
 #[tokio::test(start_paused = true)]
 async fn writers_who_hold_nothing_back_are_not_waited_for() {

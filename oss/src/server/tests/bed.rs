@@ -291,7 +291,7 @@ pub struct Cluster {
     pub authority: Arc<Authority>,
     pub nodes: Vec<Node>,
     pub key: CapKey,
-    clock: Instant,
+    pub clock: Instant,
     _mds: Listener,
     client: End,
 }

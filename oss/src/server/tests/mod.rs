@@ -1,6 +1,7 @@
 //! Clusters of storage servers under failures.
 
 mod bed;
+mod grants;
 mod tcp;
 
 use std::time::Duration;
@@ -8,7 +9,7 @@ use std::time::Duration;
 use bed::{CHAIN, Cluster, SESSION, bytes};
 use strake_fabric::Role;
 use strake_proto::{
-    Code, Incarnation, Rights,
+    Code, Incarnation, Result, Rights,
     checksum::block_sums,
     data::{DataRequest, FLAG_REPLAY, FLAG_STABLE, Kind, Version},
     layout::MAX_CHUNK,
