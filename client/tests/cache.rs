@@ -5,7 +5,7 @@ mod common;
 use std::time::Duration;
 
 use common::*;
-use strake_client::{Client, Config, File};
+use strake_client::{Client, Config, File, rows::Holder};
 use strake_proto::{Ino, layout::splitmix64, pb};
 
 const RW: u32 = 2;
@@ -67,6 +67,26 @@ async fn to_open_read_and_close_a_file_once_more_costs_no_message() {
     f.write_all_at(10, b"new").await.unwrap();
     f.close().await.unwrap();
     assert_eq!(get(&open(&b, ino).await, 8, 6).await, [&data[8..10], b"new", &data[13..14]].concat());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_leader_that_was_elected_again_is_greeted_on_a_new_connection() {
+    let c = Cluster::new(2, 1);
+    let a = c.client(1).await;
+    let ino = put(&a, b"f", b"bytes").await;
+    let look = async |want| {
+        let before = asked(&a).0;
+        assert_eq!(a.getattr(&user(), ino).await.unwrap().size, 5);
+        assert_eq!(asked(&a).0 - before, want);
+    };
+    look(0).await;
+    let taken = || Holder::counts().iter().find(|(row, _)| *row == "no-leases").map(|(_, n)| *n);
+    assert_eq!(taken(), Some(0));
+    c.mds.elect_again();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(taken(), Some(1));
+    look(1).await;
+    look(0).await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -20,27 +20,6 @@ fn new_keep() -> Arc<Keep> {
     Keep::create([7; 16], 64 << 20).unwrap()
 }
 
-fn next(keep: &Keep) -> Arc<Keep> {
-    Keep::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()
-}
-
-/// Bytes as a mount hands them on: in kept memory.
-fn kept(keep: &Keep, byte: u8, len: usize) -> Vec<Buf> {
-    let mut b = keep.pool().get_now(len);
-    b.fill(byte);
-    vec![b.freeze()]
-}
-
-/// Runs a client until `live` returns, then kills it.
-fn killed<F: Future<Output = ()> + Send>(live: impl FnOnce() -> F + Send) {
-    std::thread::scope(|s| {
-        s.spawn(|| {
-            let paused = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
-            paused.block_on(live());
-        });
-    });
-}
-
 async fn file(c: &Client) -> File {
     c.create(&user(), c.root(), b"f", 0o644, RW, false, striped(65536, -1)).await.unwrap().0
 }

@@ -342,26 +342,6 @@ fn with(keep: &Arc<Keep>) -> Config {
     Config { keep: Some(keep.clone()), ..holding() }
 }
 
-fn next(keep: &Keep) -> Arc<Keep> {
-    Keep::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()
-}
-
-fn kept(keep: &Keep, byte: u8, len: usize) -> Vec<Buf> {
-    let mut b = keep.pool().get_now(len);
-    b.fill(byte);
-    vec![b.freeze()]
-}
-
-/// Runs a client until `live` returns, then kills it.
-fn killed<F: Future<Output = ()> + Send>(live: impl FnOnce() -> F + Send) {
-    std::thread::scope(|s| {
-        s.spawn(|| {
-            let paused = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
-            paused.block_on(live());
-        });
-    });
-}
-
 async fn take_over(c: &Cluster, keep: &Keep, open: bool) -> (Client, Vec<File>) {
     let keep = next(keep);
     let b = c.client_with(2, with(&keep)).await;

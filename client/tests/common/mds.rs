@@ -61,6 +61,8 @@ struct State {
     worked: u64,
     /// META requests that were answered.
     asked: u64,
+    /// The next renewal that is no hello is answered without leases.
+    denies: bool,
 }
 
 pub struct Mds {
@@ -96,6 +98,7 @@ impl Mds {
             reports: BTreeMap::new(),
             worked: 0,
             asked: 0,
+            denies: false,
         };
         Mds { key, oss, state: Mutex::new(state), news: Notify::new() }
     }
@@ -112,6 +115,11 @@ impl Mds {
         s.opens.clear();
         s.holders.clear();
         s.owed.clear();
+    }
+    /// The same server is elected again: it knows nothing of connections that were greeted before.
+    pub fn elect_again(&self) {
+        let mut s = self.state.lock();
+        (s.denies, s.holders, s.owed) = (true, BTreeMap::new(), BTreeMap::new());
     }
     pub fn evict_all(&self) {
         let mut s = self.state.lock();
@@ -204,7 +212,9 @@ impl Mds {
             s.reports.iter_mut().filter(|((id, _), _)| *id == r.session).for_each(|(_, (_, sent))| *sent = false);
             self.news.notify_waiters();
         }
-        Ok(pb::SessionRenewReply { map: (s.map.version > r.map_version).then(|| s.map.clone()), lease_ms: 1500 })
+        let denied = !r.hello && std::mem::take(&mut s.denies);
+        let lease_ms = if denied { 0 } else { 1500 };
+        Ok(pb::SessionRenewReply { map: (s.map.version > r.map_version).then(|| s.map.clone()), lease_ms })
     }
 
     /// Returns what a session is to forget once there is something.

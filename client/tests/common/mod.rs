@@ -12,7 +12,8 @@ use std::sync::Arc;
 pub use mds::Mds;
 pub use net::{MemFabric, Net, config, env};
 pub use oss::Oss;
-use strake_client::{Client, Config, Creds};
+use strake_client::{Client, Config, Creds, Keep};
+use strake_fabric::Buf;
 use strake_proto::{CapKey, pb};
 
 pub const MDS: [u32; 3] = [1, 2, 3];
@@ -131,11 +132,33 @@ impl Cluster {
 }
 
 /// All bytes of a file as one vector.
-pub fn join(bufs: &[strake_fabric::Buf]) -> Vec<u8> {
+pub fn join(bufs: &[Buf]) -> Vec<u8> {
     bufs.iter().flat_map(|b| b.to_vec()).collect()
 }
 
 /// A layout over all chains from chain 0.
 pub fn striped(stripe_size: u32, count: i32) -> Option<pb::LayoutSpec> {
     Some(pb::LayoutSpec { stripe_size, stripe_count: count, ..Default::default() })
+}
+
+/// The memory that a process left, as the next one finds it.
+pub fn next(keep: &Keep) -> Arc<Keep> {
+    Keep::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()
+}
+
+/// Bytes as a mount hands them on: in kept memory.
+pub fn kept(keep: &Keep, byte: u8, len: usize) -> Vec<Buf> {
+    let mut b = keep.pool().get_now(len);
+    b.fill(byte);
+    vec![b.freeze()]
+}
+
+/// Runs a client until `live` returns, then kills it: it is in a runtime that ends, and nothing of it is cleaned up.
+pub fn killed<F: Future<Output = ()> + Send>(live: impl FnOnce() -> F + Send) {
+    std::thread::scope(|s| {
+        s.spawn(|| {
+            let paused = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+            paused.block_on(live());
+        });
+    });
 }

@@ -14,10 +14,10 @@ pub const ELSEWHERE: [(&str, &str); 10] = [
     ("given-up", "not in these seeds; mds/src/server/tests/leases.rs"),
     ("own-given-up", "these clients never give up; histories do, and the explorer"),
     ("over", "connections are given up before; the explorer"),
-    ("no-leases", "the same server must be elected again while a connection lives; nowhere yet"),
+    ("no-leases", "the same server must be elected again while a connection lives; client/tests/cache.rs"),
     ("report-asked-to-write", "nobody writes what another has open there; sim/tests/writeback.rs"),
     ("report-sent-again", "not in these seeds; unit tests"),
-    ("report-excused", "a cut must take five seconds; nowhere yet"),
+    ("report-excused", "a cut must take five seconds; mds/src/server/tests/leases.rs"),
 ];
 
 pub fn counts() -> Counts {

@@ -1,6 +1,7 @@
 //! Leases through whole servers: who waits for whom, who is asked, what a failover leaves.
 
 use super::{world::Client, *};
+use crate::leases::rows::Reporting;
 use std::future::Future;
 use tokio::time::{Instant, timeout};
 
@@ -293,6 +294,33 @@ async fn writers_report_before_others_are_told() {
     let (r, took) = timed(b.one(open(f, 0))).await;
     assert!(took < Duration::from_millis(200) && r.results[0].attr.is_some(), "{took:?}");
     assert!(b.one(list()).await.results[0].entries[0].attr.is_some());
+}
+
+/// An `Extend` waits for the cut of its file, and so does the report that is made with it: who owes that cannot help it.
+#[tokio::test(start_paused = true)]
+async fn who_cannot_report_because_of_a_cut_is_not_evicted() {
+    let (w, oss) = with_files().await;
+    let (mut a, mut b) = (Holder::new(&w, 1).await, Holder::new(&w, 2).await);
+    let f = a.one(create("f", 1)).await.results[0].ino;
+    a.one(extend(f, 100)).await;
+    oss.refuse.store(true, Ordering::Relaxed);
+    let (cut, look) = (a.request(set_size(f, 50)), b.request(getattr(f)));
+    let mut cutting = std::pin::pin!(a.send(&cut));
+    assert!(timeout(AWHILE, &mut cutting).await.is_err());
+    let mut looking = std::pin::pin!(b.send(&look));
+    let excused = || Reporting::counts().iter().find(|(row, _)| *row == "report-excused").map(|(_, n)| *n);
+    while excused() == Some(0) {
+        assert!(timeout(AWHILE, &mut looking).await.is_err() && timeout(AWHILE, &mut cutting).await.is_err());
+        a.renew().await;
+        b.renew().await;
+    }
+    oss.refuse.store(false, Ordering::Relaxed);
+    cutting.await;
+    let asked: pb::RecallReply = w.ask(Role::Client, opcode::RECALL, &a.recall(vec![])).await.unwrap();
+    let reported = a.recall(vec![asked.reports[0].number]);
+    let (answer, _) = tokio::join!(looking, w.ask::<pb::RecallReply>(Role::Client, opcode::RECALL, &reported));
+    assert_eq!(size(&answer), 50);
+    assert!(oss.evicted.lock().is_empty());
 }
 
 #[tokio::test(start_paused = true)]
