@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use common::*;
 use strake_client::{Client, Config, File, Former, Keep, numbered};
-use strake_fabric::Buf;
 use strake_proto::Code;
 
 const RW: u32 = 2;
