@@ -3,7 +3,12 @@
 //! Two layers lie over what the servers have: what is on its way to them, and over that what was written since. A byte leaves the
 //! lower layer only when it has arrived, or is lost; so a reader who looks here first, and at the servers then, misses none.
 
-use std::{collections::BTreeMap, ops::Range, time::Duration};
+use std::{
+    collections::BTreeMap,
+    hash::{Hash, Hasher},
+    ops::Range,
+    time::Duration,
+};
 
 use strake_fabric::Buf;
 
@@ -11,13 +16,14 @@ use strake_fabric::Buf;
 type Layer<T> = BTreeMap<u64, (Buf, T)>;
 
 /// Bytes that are sent in one piece, by the part.
-pub(crate) struct Run<T> {
+pub struct Run<T> {
     pub at: u64,
     pub parts: Vec<(Buf, T)>,
 }
 
 /// See the module. `T`: what goes with a write, shared by the parts that others leave of it.
-pub(crate) struct Held<T> {
+#[derive(Clone, Debug)]
+pub struct Held<T> {
     lower: Layer<T>,
     upper: Layer<T>,
     bytes: u64,
@@ -30,6 +36,16 @@ pub(crate) struct Held<T> {
 impl<T> Default for Held<T> {
     fn default() -> Held<T> {
         Held { lower: Layer::new(), upper: Layer::new(), bytes: 0, since: Duration::ZERO, barred: 0 }
+    }
+}
+
+impl<T: Hash> Hash for Held<T> {
+    fn hash<H: Hasher>(&self, h: &mut H) {
+        for layer in [&self.lower, &self.upper] {
+            layer.len().hash(h);
+            layer.iter().for_each(|(at, (bytes, tag))| (at, &bytes[..], tag).hash(h));
+        }
+        (self.since, self.barred).hash(h);
     }
 }
 

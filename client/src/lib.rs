@@ -35,7 +35,8 @@ mod file;
 mod flush;
 mod followers;
 mod found;
-mod held;
+#[doc(hidden)]
+pub mod held;
 mod holes;
 mod idle;
 mod inode;

@@ -21,6 +21,7 @@ pub struct Writers {
 }
 
 /// Who may hold something back of some files, as of a moment.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Holders(BTreeMap<Ino, BTreeMap<SessionId, Since>>);
 
 impl Holders {
