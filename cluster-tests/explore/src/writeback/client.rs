@@ -370,7 +370,11 @@ impl World {
                 return Err(format!("reads version {there}, and {version} had been written before"));
             }
             if end.is_some_and(|end| end <= w.block) {
-                return Err(format!("finds {} blocks, and block {} had been written before", end.unwrap_or(0), w.block));
+                return Err(format!(
+                    "finds {} blocks, and block {} had been written before",
+                    end.unwrap_or(0),
+                    w.block
+                ));
             }
         }
         Ok(())

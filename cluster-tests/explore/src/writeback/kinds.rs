@@ -189,8 +189,8 @@ pub enum Fault {
     None,
     /// An open for writing does not wait for those who may hold something back.
     HoldersNotAsked,
-    /// They are asked before they have forgotten the file.
-    AskedBeforeForgotten,
+    /// It does not wait until others have forgotten the file.
+    Unsettled,
     /// Who was asked counts as holding nothing back, though he has not reported.
     AskedCounts,
     /// Who has reported counts as holding nothing back, though he was left as the only writer since.
@@ -209,6 +209,8 @@ pub enum Fault {
     FencedInWork,
     /// A new leader does not know of files that evicted sessions could write.
     NewLeaderUnfenced,
+    /// Nor of evicted sessions whose leases may still be alive.
+    NewLeaderIgnoresEvicted,
     /// A release takes its session off the record though it has opened the file again.
     ReleasesLater,
     /// A recall is acknowledged and not heeded.

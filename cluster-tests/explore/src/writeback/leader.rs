@@ -165,6 +165,7 @@ impl World {
     pub(super) fn evict(&mut self, client: usize) {
         let now = self.now();
         self.log.evicted.push(client);
+        self.evicted.note(now, TERM, id(client));
         if self.log.writers.remove(&client).is_some() {
             self.leader.writers.record(id(client), FILE, false);
             self.log.fence = self.log.evicted.len();
@@ -183,7 +184,7 @@ impl World {
         match &t.stage {
             Stage::Reporting { asked } | Stage::Holding { asked, .. } => is_in(asked),
             Stage::Settling { ticket, .. } => {
-                let early = self.fault == Fault::AskedBeforeForgotten && t.what == What::Open;
+                let early = self.fault == Fault::Unsettled && t.what == What::Open;
                 let settled = match ticket {
                     Some(ticket) => l.leases.is_settled(*ticket, [FILE]),
                     None => l.leases.is_all_settled(l.leases.ticket()),
@@ -237,10 +238,15 @@ impl World {
     pub(super) fn failover(&mut self) {
         let term = self.leader.term + 1;
         let alive: Vec<SessionId> = [0, 1].into_iter().filter(|c| !self.log.is_evicted(*c)).map(id).collect();
-        let holding = if self.fault == Fault::NewLeaderForgets { vec![] } else { alive.clone() };
+        let mut graced = alive.clone();
+        if self.fault != Fault::NewLeaderIgnoresEvicted {
+            // Every server has seen all entries as they were applied.
+            graced.extend(self.evicted.may_live(self.now(), TERM, Vec::new));
+        }
+        let holding = if self.fault == Fault::NewLeaderForgets { vec![] } else { alive };
         self.leader = Leader {
             term,
-            leases: Leases::new(World::limits(), self.now(), term, alive),
+            leases: Leases::new(World::limits(), self.now(), term, graced),
             reports: Reports::new(term),
             writers: Writers::new(self.log.writers.keys().map(|c| (id(*c), FILE)), holding),
             fence: if self.fault == Fault::NewLeaderUnfenced { 0 } else { self.log.fence },

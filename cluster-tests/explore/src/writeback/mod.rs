@@ -21,7 +21,7 @@ use client::Client;
 pub use kinds::{Action, Bounds, Fault};
 use kinds::{Body, FILE, Message, Version, Versions, What, Write, has};
 use leader::Leader;
-use strake_mds::leases::{Leases, reports::Reports, writers::Writers};
+use strake_mds::leases::{Leases, evicted::Evicted, reports::Reports, writers::Writers};
 use strake_proto::SessionId;
 
 use crate::Model;
@@ -71,6 +71,8 @@ pub struct World {
     writes: Vec<Write>,
     /// Evictions before the last answer.
     depended: usize,
+    /// What every server knows of evictions.
+    evicted: Evicted,
 }
 
 fn id(client: usize) -> SessionId {
@@ -125,6 +127,7 @@ impl World {
             messages: Vec::new(),
             writes: Vec::new(),
             depended: 0,
+            evicted: Evicted::default(),
         }
     }
 
