@@ -1,7 +1,7 @@
 //! Every order of events of small cases of write-back (`docs/leases.md`), and that the explorer finds mistakes made on purpose.
 
 use strake_explore::{
-    explore,
+    Model, explore,
     writeback::{Bounds, Fault, World},
 };
 
@@ -61,6 +61,58 @@ fn evictions() {
 fn time() {
     holds(Bounds { writes: 3, ticks: 2, ..some() });
     holds(Bounds { ticks: 3, renewals: 1, ..one() });
+}
+
+/// Goes on with actions that begin like this, one after the other.
+fn after(mut world: World, script: &[&str]) -> World {
+    for line in script {
+        let action = world.actions().into_iter().find(|a| format!("{a:?}").starts_with(line));
+        let action = action.unwrap_or_else(|| panic!("{line} cannot happen; what can is {:?}", world.actions()));
+        world.act(&action).unwrap();
+    }
+    world
+}
+
+/// A client opens the file, sends that again on a new connection, is answered and closes the file. What was sent first is at the
+/// leader yet, which was told of the report that it waits for: from when the other client was not left alone again.
+const SENT_TWICE: [&str; 24] = [
+    "Open(1)",
+    "Deliver(Message { client: 1, connection: 1, body: Asks",
+    "SendRecalls(0)",
+    "Deliver(Message { client: 0, connection: 1, body: Recalls",
+    "Step(Task { client: 1, connection: 1,",
+    "SendRecalls(0)",
+    "Deliver(Message { client: 0, connection: 1, body: Recalls",
+    "Tell(0)",
+    "Deliver(Message { client: 0, connection: 1, body: Reported",
+    "Reconnect(1)",
+    "Deliver(Message { client: 1, connection: 2, body: Hello",
+    "Deliver(Message { client: 1, connection: 2, body: Renewed",
+    "Retry(1)",
+    "Deliver(Message { client: 1, connection: 2, body: Asks",
+    "Step(Task { client: 1, connection: 2,",
+    "SendRecalls(0)",
+    "Deliver(Message { client: 0, connection: 1, body: Recalls",
+    "Tell(0)",
+    "Deliver(Message { client: 0, connection: 1, body: Reported",
+    "Step(Task { client: 1, connection: 2,",
+    "Step(Task { client: 1, connection: 2,",
+    "Deliver(Message { client: 1, connection: 2, body: Answer",
+    "Release(1)",
+    "Deliver(Message { client: 1, connection: 2, body: Release",
+];
+
+/// From a beginning that is too far away to be reached among everything else.
+#[test]
+fn a_report_of_before_somebody_was_left_alone() {
+    let bounds = Bounds { opens: 2, looks: 1, reconnects: 1, releases: 1, ..one() };
+    let explored = |fault| explore(after(World::new(bounds, fault), &SENT_TWICE), 1_000_000);
+    let seen = explored(Fault::None);
+    assert!(seen.broken.is_none() && !seen.cut, "{seen:?}");
+    println!("{} states, {} steps, depth {}", seen.states, seen.steps, seen.depth);
+    let seen = explored(Fault::ReportedForGood);
+    let (story, why) = seen.broken.expect("found");
+    println!("{} states, {} steps: {why}", seen.states, story.len());
 }
 
 /// Bounds in which each mistake shows.

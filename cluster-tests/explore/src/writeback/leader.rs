@@ -46,10 +46,8 @@ impl World {
         }
         let meets = self.leader.leases.meets(id(client), connection);
         match m.body {
-            Body::Hello { sent } | Body::Renew { sent } => {
-                if meets && self.leader.leases.renewed(now, id(client)) {
-                    self.send(client, connection, Body::Renewed { sent });
-                }
+            Body::Hello { sent } | Body::Renew { sent } if meets && self.leader.leases.renewed(now, id(client)) => {
+                self.send(client, connection, Body::Renewed { sent });
             }
             Body::Reported(numbers) if meets => self.leader.reports.reported(id(client), &numbers),
             Body::Asks { id: n, what } => {
