@@ -1,9 +1,11 @@
 //! Runs protocol cores through every order of events of small cases, breadth first, so that the first story found of a
 //! broken promise is a shortest one.
 //!
-//! A [`Model`] is a world of real cores and the network between them; `leases` is that of `docs/leases.md`.
+//! A [`Model`] is a world of real cores and the network between them; `leases` is that of `docs/leases.md`, `writeback` that of its
+//! section "Write-back".
 
 pub mod leases;
+pub mod writeback;
 
 use std::{
     collections::{HashMap, hash_map::DefaultHasher},

@@ -1,14 +1,28 @@
 //! `strake-explore`: larger cases than `./test` has time for.
 
-use clap::Parser;
-use strake_explore::{
-    explore,
-    leases::{Bounds, Fault, World},
-};
+use std::fmt::Debug;
+
+use clap::{Parser, Subcommand};
+use strake_explore::{Model, explore, leases, writeback};
 
 /// Explores every order of events of the lease protocol (docs/leases.md) within bounds.
 #[derive(Parser)]
+#[command(args_conflicts_with_subcommands = true)]
 struct Args {
+    #[command(subcommand)]
+    other: Option<Other>,
+    #[command(flatten)]
+    leases: OfLeases,
+}
+
+#[derive(Subcommand)]
+enum Other {
+    /// Of write-back instead
+    WriteBack(OfWriteBack),
+}
+
+#[derive(clap::Args)]
+struct OfLeases {
     /// Reads by two clients together
     #[arg(long, default_value_t = 2)]
     asks: u8,
@@ -44,28 +58,63 @@ struct Args {
     polls: bool,
     /// A mistake made on purpose, to be found
     #[arg(long, value_enum, default_value = "none")]
-    fault: Fault,
+    fault: leases::Fault,
     /// Stop after so many different worlds (about 100 bytes each)
     #[arg(long, default_value_t = 50_000_000)]
     most: usize,
 }
 
-fn main() -> std::process::ExitCode {
-    let a = Args::parse();
-    let bounds = Bounds {
-        asks: a.asks,
-        changes: a.changes,
-        ticks: a.ticks,
-        repeats: a.repeats,
-        reconnects: a.reconnects,
-        impatience: a.impatience,
-        failovers: a.failovers,
-        renewals: a.renewals,
-        writes: a.writes,
-        full: a.full,
-        polls: a.polls,
-    };
-    let seen = explore(World::new(bounds, a.fault), a.most);
+#[derive(clap::Args)]
+struct OfWriteBack {
+    /// Opens for writing; one client has the file open from the beginning
+    #[arg(long, default_value_t = 1)]
+    opens: u8,
+    /// Looks at the file
+    #[arg(long, default_value_t = 0)]
+    looks: u8,
+    /// Writes of a block
+    #[arg(long, default_value_t = 2)]
+    writes: u8,
+    /// Blocks of the file beyond the first
+    #[arg(long, default_value_t = 0)]
+    more_blocks: u8,
+    /// Files that are closed
+    #[arg(long, default_value_t = 0)]
+    releases: u8,
+    /// Ticks of the clock; a term is two
+    #[arg(long, default_value_t = 0)]
+    ticks: u8,
+    /// Requests for recalls that are sent again
+    #[arg(long, default_value_t = 0)]
+    repeats: u8,
+    /// New connections to a living leader
+    #[arg(long, default_value_t = 0)]
+    reconnects: u8,
+    /// Leaders that die
+    #[arg(long, default_value_t = 0)]
+    failovers: u8,
+    /// Renewals
+    #[arg(long, default_value_t = 0)]
+    renewals: u8,
+    /// Sessions that are evicted
+    #[arg(long, default_value_t = 0)]
+    evictions: u8,
+    /// Updates are in work for a while at the storage server
+    #[arg(long)]
+    chain: bool,
+    /// A mistake made on purpose, to be found
+    #[arg(long, value_enum, default_value = "none")]
+    fault: writeback::Fault,
+    /// Stop after so many different worlds (about 100 bytes each)
+    #[arg(long, default_value_t = 50_000_000)]
+    most: usize,
+}
+
+fn tell<M: Model>(first: M, most: usize) -> std::process::ExitCode
+where
+    M::Action: Debug,
+{
+    let seen = explore(first, most);
     println!("{} states, {} steps, depth {}", seen.states, seen.steps, seen.depth);
     if let Some((story, why)) = &seen.broken {
         println!("broken: {why}");
@@ -78,4 +127,39 @@ fn main() -> std::process::ExitCode {
         println!("there are more; nothing was broken in those");
     }
     0.into()
+}
+
+fn main() -> std::process::ExitCode {
+    let Args { other, leases: a } = Args::parse();
+    if let Some(Other::WriteBack(a)) = other {
+        let bounds = writeback::Bounds {
+            opens: a.opens,
+            looks: a.looks,
+            writes: a.writes,
+            more_blocks: a.more_blocks,
+            releases: a.releases,
+            ticks: a.ticks,
+            repeats: a.repeats,
+            reconnects: a.reconnects,
+            failovers: a.failovers,
+            renewals: a.renewals,
+            evictions: a.evictions,
+            chain: a.chain,
+        };
+        return tell(writeback::World::new(bounds, a.fault), a.most);
+    }
+    let bounds = leases::Bounds {
+        asks: a.asks,
+        changes: a.changes,
+        ticks: a.ticks,
+        repeats: a.repeats,
+        reconnects: a.reconnects,
+        impatience: a.impatience,
+        failovers: a.failovers,
+        renewals: a.renewals,
+        writes: a.writes,
+        full: a.full,
+        polls: a.polls,
+    };
+    tell(leases::World::new(bounds, a.fault), a.most)
 }

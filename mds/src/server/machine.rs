@@ -101,6 +101,7 @@ impl StateMachine for Machine {
 
     fn restore_end(&self, index: u64, term: u64, conf_state: Vec<u8>) -> Result<()> {
         *self.recent.lock() = Recent::new(index);
+        self.recalls.begin();
         self.namespace.reload()?;
         let h = self.namespace.header();
         if (h.applied_index, h.applied_term) != (index, term) {

@@ -22,6 +22,7 @@ use super::{Mds, leader::BATCH, service::encode};
 use crate::{
     leases::{
         Connection, Leases, Limits, Number,
+        evicted::Evicted,
         reports::Reports,
         rows::{Leader, Reporting},
         writers::Writers,
@@ -138,6 +139,8 @@ pub struct Recalls {
     env: Env,
     limits: Limits,
     table: Mutex<Option<Table>>,
+    /// On every server, for when it leads.
+    evicted: Mutex<Evicted>,
     /// Counts what those who wait may have waited for.
     news: watch::Sender<u64>,
     /// There is something whose end may be the next.
@@ -161,16 +164,28 @@ impl Drop for Expected<'_> {
 impl Recalls {
     pub fn new(env: Env, limits: Limits) -> Recalls {
         let (news, alarm) = (watch::Sender::new(0), Notify::new());
-        Recalls { env, limits, table: Mutex::new(None), news, alarm }
+        let recalls = Recalls { env, limits, table: Mutex::new(None), evicted: Mutex::default(), news, alarm };
+        recalls.begin();
+        recalls
+    }
+
+    /// From now on this is told of all that is applied.
+    pub fn begin(&self) {
+        self.evicted.lock().begin(self.env.boot());
     }
 
     /// This server leads from now on.
     pub fn start(&self, term: u64, namespace: &Namespace) -> Result<()> {
+        // First: of those that are evicted from here on this is told.
+        let in_state = || namespace.evicted_after(0).iter().map(|e| e.session).collect();
+        let before = self.evicted.lock().may_live(self.env.boot(), self.limits.term, in_state);
         namespace.survey(|found| {
+            let gone = self.evicted.lock().may_live(self.env.boot(), self.limits.term, || before);
+            let sessions = found.sessions.iter().map(|s| s.0).chain(gone);
             let holding = found.sessions.iter().filter(|s| s.1).map(|s| s.0);
             *self.table.lock() = Some(Table {
                 term,
-                leases: Leases::new(self.limits, self.env.boot(), term, found.sessions.iter().map(|s| s.0)),
+                leases: Leases::new(self.limits, self.env.boot(), term, sessions),
                 reports: Reports::new(term),
                 writers: Writers::new(found.writers, holding),
                 fences: found.fences.into_iter().collect(),
@@ -208,6 +223,9 @@ impl Recalls {
     /// Entries are being applied: nobody has seen yet what they do.
     pub fn tell(&self, effects: &[Effect]) {
         let now = self.env.boot();
+        for (id, _) in effects.iter().flat_map(|e| &e.ended).filter(|(_, goodbye)| !goodbye) {
+            self.evicted.lock().note(now, self.limits.term, *id);
+        }
         let mut table = self.table.lock();
         let Some(t) = table.as_mut() else { return };
         let before = t.leases.ticket();

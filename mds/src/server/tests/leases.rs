@@ -383,6 +383,39 @@ async fn a_new_leader_waits_for_hellos_and_no_longer_than_a_term() {
     }
 }
 
+/// An evicted session may not know it yet, and a new leader finds it in no list of sessions.
+#[tokio::test(start_paused = true)]
+async fn a_new_leader_waits_for_what_evicted_sessions_may_believe() {
+    for members in [1, 3] {
+        let mut w = World::new(members, |_| ()).await;
+        let a = Holder::new(&w, 1).await.c.session;
+        Holder::new(&w, 2).await;
+        let by = w.client_that(9, false, &[2]).await.session;
+        let evicted = Instant::now();
+        let leader = w.leader().await;
+        w.kill(leader);
+        if members == 1 {
+            w.start(leader).await;
+        }
+        w.leader().await;
+        let elected = evicted.elapsed();
+        for session in [a, by] {
+            let r = pb::SessionRenewRequest { session, connection: 7, hello: true, ..Default::default() };
+            let _: pb::SessionRenewReply = w.ask(Role::Client, opcode::SESSION_RENEW, &r).await.unwrap();
+        }
+        let ops = vec![pb::Op { op: Some(getattr(ROOT_INO)) }];
+        let r = pb::MetaRequest { session: a, connection: 7, ops, ..Default::default() };
+        let r: pb::MetaReply = w.ask(Role::Client, opcode::META, &r).await.unwrap();
+        assert_eq!(r.granted, [ROOT_INO]);
+        let answered = evicted.elapsed();
+        println!("{members} servers: elected {elected:?} after the eviction, answered {answered:?} after it");
+        assert!(
+            answered >= TERM && answered <= elected + TERM + Duration::from_millis(100),
+            "{elected:?} {answered:?}"
+        );
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_daemon_in_place_of_another_is_asked_to_forget_what_that_was_told() {
     let w = lone().await;

@@ -1,0 +1,230 @@
+//! What is sent, asked for and remembered in the world of write-back.
+
+use strake_client::leases::{Change, Token};
+use strake_mds::leases::{Number, writers::Holders};
+use strake_proto::{Ino, SessionId};
+
+pub const FILE: Ino = 2;
+
+/// A byte of the file: which write it is of, 0: of none.
+pub type Version = u8;
+
+/// A set of versions.
+pub type Versions = u32;
+
+pub fn has(all: Versions, v: Version) -> bool {
+    all & 1 << v != 0
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Body {
+    // To the leader.
+    Hello {
+        sent: u8,
+    },
+    Renew {
+        sent: u8,
+    },
+    Reported(Vec<Number>),
+    Asks {
+        id: u8,
+        what: What,
+    },
+    /// Of the open with this id.
+    Release {
+        opened: u8,
+    },
+    // To clients.
+    Renewed {
+        sent: u8,
+    },
+    Recalls {
+        recalls: Vec<Number>,
+        reports: Vec<Number>,
+    },
+    Answer {
+        id: u8,
+        size: u64,
+        granted: bool,
+    },
+    // To the storage server.
+    Update {
+        at: u64,
+        bytes: Vec<Version>,
+        through: bool,
+    },
+}
+
+/// What is to be answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum What {
+    /// For the attributes.
+    Look,
+    /// For writing.
+    Open,
+    /// How far the file reaches at least.
+    Extend { end: u64 },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Message {
+    pub client: usize,
+    /// 0: to the storage server.
+    pub connection: u64,
+    pub body: Body,
+}
+
+/// A request in work at the leader.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Task {
+    pub client: usize,
+    pub connection: u64,
+    pub id: u8,
+    pub what: What,
+    pub stage: Stage,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Stage {
+    /// Others who write are to report before the state is read again.
+    Reporting { asked: Vec<(SessionId, Number)> },
+    /// `ticket`: none, it depends on everything.
+    Settling { size: u64, ticket: Option<Number> },
+    /// Of an open: those who may hold something back are to report.
+    Holding { size: u64, holders: Holders, asked: Vec<(SessionId, Number)> },
+    /// Of an open: nobody holds back anything of before any more.
+    Opened { size: u64 },
+}
+
+/// A client's request.
+#[derive(Clone, Debug, Hash)]
+pub struct Request {
+    pub id: u8,
+    pub what: What,
+    pub token: Token,
+    /// Where it was sent last.
+    pub connection: u64,
+    /// Writes that had returned before.
+    pub floor: Versions,
+    pub change: Option<Change>,
+}
+
+/// A report that a client is to make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Due {
+    pub number: Number,
+    /// What had been held back when it was asked for is on its way, or has arrived.
+    pub sent: bool,
+}
+
+/// A write of a program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Write {
+    pub client: usize,
+    pub block: u64,
+    /// Those that had returned when it began.
+    pub before: Versions,
+    pub returned: bool,
+}
+
+/// How often what may happen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Bounds {
+    /// Opens for writing; the first client has the file open from the beginning.
+    pub opens: u8,
+    /// Looks at the attributes, and reads with them.
+    pub looks: u8,
+    pub writes: u8,
+    /// Blocks of the file beyond the first.
+    pub more_blocks: u8,
+    pub releases: u8,
+    pub ticks: u8,
+    /// Requests for recalls that are sent again.
+    pub repeats: u8,
+    pub reconnects: u8,
+    pub failovers: u8,
+    pub renewals: u8,
+    pub evictions: u8,
+    /// Whether updates are in work at the storage server for a while before they count.
+    pub chain: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    Deliver(Message),
+    /// The leader goes on with a request.
+    Step(Task),
+    SendRecalls(usize),
+    Open(usize),
+    Look(usize),
+    /// A program writes a block.
+    Write(usize, u64),
+    /// It may hold back what it writes, it saw a moment ago.
+    HoldLate(usize),
+    /// What is held back is sent.
+    Send(usize),
+    /// A client tells the leader of its writes.
+    Tell(usize),
+    Release(usize),
+    Retry(usize),
+    Reconnect(usize),
+    Renew(usize),
+    PollAgain(usize),
+    Evict(usize),
+    /// A client learns that its session has ended.
+    Learn(usize),
+    /// The storage server hears of evictions.
+    Hear,
+    /// The leader learns that it has.
+    Fenced,
+    /// An update that is in work is made.
+    Apply(Message),
+    Tick,
+    Failover,
+}
+
+/// A mistake made on purpose: the exploration must find it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, clap::ValueEnum)]
+pub enum Fault {
+    None,
+    /// An open for writing does not wait for those who may hold something back.
+    HoldersNotAsked,
+    /// It does not wait until others have forgotten the file.
+    Unsettled,
+    /// Who was asked counts as holding nothing back, though he has not reported.
+    AskedCounts,
+    /// Who has reported counts as holding nothing back, though he was left as the only writer since.
+    ReportedForGood,
+    /// A new leader takes nobody for one who holds back.
+    NewLeaderForgets,
+    /// Becoming a writer recalls nothing.
+    NoRecall,
+    /// Who looks does not wait for what writers have to report.
+    NotAsked,
+    /// A lease is granted on what somebody else may write.
+    GrantsWritten,
+    /// Answers do not wait until storage servers have heard of evictions.
+    NotFenced,
+    /// Nor until they have done with what they had accepted.
+    FencedInWork,
+    /// A new leader does not know of files that evicted sessions could write.
+    NewLeaderUnfenced,
+    /// Nor of evicted sessions whose leases may still be alive.
+    NewLeaderIgnoresEvicted,
+    /// A release takes its session off the record though it has opened the file again.
+    ReleasesLater,
+    /// A recall is acknowledged and not heeded.
+    NotHeeded,
+    /// A report is made before the bytes are sent.
+    EmptyReport,
+    /// A report is made when the bytes are on their way.
+    EarlyReport,
+    /// Whether a write may be held back is looked at before it is put there.
+    HoldsLate,
+    /// Bytes are held back after the term is over.
+    HoldsOn,
+    /// A program's write goes past what was held back before.
+    Overtakes,
+    /// What was written last does not lie over what is on its way.
+    TwoOnTheirWay,
+}

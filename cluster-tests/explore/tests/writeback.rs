@@ -1,0 +1,147 @@
+//! Every order of events of small cases of write-back (`docs/leases.md`), and that the explorer finds mistakes made on purpose.
+
+use strake_explore::{
+    Model, explore,
+    writeback::{Bounds, Fault, World},
+};
+
+/// Two writes, and one open for writing beside the one of before.
+fn some() -> Bounds {
+    Bounds { opens: 1, writes: 2, ..Bounds::default() }
+}
+
+/// One write only.
+fn one() -> Bounds {
+    Bounds { writes: 1, ..some() }
+}
+
+fn holds(bounds: Bounds) {
+    let start = std::time::Instant::now();
+    let seen = explore(World::new(bounds, Fault::None), 1_000_000);
+    if let Some((story, why)) = &seen.broken {
+        let story: Vec<String> = story.iter().map(|a| format!("  {a:?}")).collect();
+        panic!("{why}:\n{}", story.join("\n"));
+    }
+    println!("{bounds:?}: {} states, {} steps, depth {}, {:?}", seen.states, seen.steps, seen.depth, start.elapsed());
+    assert!(!seen.cut, "{} states were not all", seen.states);
+}
+
+#[test]
+fn a_second_writer() {
+    holds(Bounds { looks: 1, ..some() });
+    holds(Bounds { writes: 3, more_blocks: 1, ..some() });
+}
+
+#[test]
+fn files_that_are_closed() {
+    holds(Bounds { looks: 1, releases: 1, ..some() });
+    holds(Bounds { opens: 2, releases: 2, ..one() });
+}
+
+#[test]
+fn connections() {
+    holds(Bounds { reconnects: 1, ..some() });
+    holds(Bounds { repeats: 2, ..some() });
+}
+
+#[test]
+fn failover() {
+    holds(Bounds { failovers: 1, ..some() });
+    holds(Bounds { looks: 1, failovers: 1, ..one() });
+}
+
+#[test]
+fn evictions() {
+    holds(Bounds { evictions: 1, chain: true, ..some() });
+    holds(Bounds { evictions: 1, failovers: 1, ..one() });
+    holds(Bounds { evictions: 1, ticks: 2, ..some() });
+}
+
+#[test]
+fn time() {
+    holds(Bounds { writes: 3, ticks: 2, ..some() });
+    holds(Bounds { ticks: 3, renewals: 1, ..one() });
+}
+
+/// Goes on with actions that begin like this, one after the other.
+fn after(mut world: World, script: &[&str]) -> World {
+    for line in script {
+        let action = world.actions().into_iter().find(|a| format!("{a:?}").starts_with(line));
+        let action = action.unwrap_or_else(|| panic!("{line} cannot happen; what can is {:?}", world.actions()));
+        world.act(&action).unwrap();
+    }
+    world
+}
+
+/// A client opens the file, sends that again on a new connection, is answered and closes the file. What was sent first is at the
+/// leader yet, which was told of the report that it waits for: from when the other client was not left alone again.
+const SENT_TWICE: [&str; 24] = [
+    "Open(1)",
+    "Deliver(Message { client: 1, connection: 1, body: Asks",
+    "SendRecalls(0)",
+    "Deliver(Message { client: 0, connection: 1, body: Recalls",
+    "Step(Task { client: 1, connection: 1,",
+    "SendRecalls(0)",
+    "Deliver(Message { client: 0, connection: 1, body: Recalls",
+    "Tell(0)",
+    "Deliver(Message { client: 0, connection: 1, body: Reported",
+    "Reconnect(1)",
+    "Deliver(Message { client: 1, connection: 2, body: Hello",
+    "Deliver(Message { client: 1, connection: 2, body: Renewed",
+    "Retry(1)",
+    "Deliver(Message { client: 1, connection: 2, body: Asks",
+    "Step(Task { client: 1, connection: 2,",
+    "SendRecalls(0)",
+    "Deliver(Message { client: 0, connection: 1, body: Recalls",
+    "Tell(0)",
+    "Deliver(Message { client: 0, connection: 1, body: Reported",
+    "Step(Task { client: 1, connection: 2,",
+    "Step(Task { client: 1, connection: 2,",
+    "Deliver(Message { client: 1, connection: 2, body: Answer",
+    "Release(1)",
+    "Deliver(Message { client: 1, connection: 2, body: Release",
+];
+
+/// From a beginning that is too far away to be reached among everything else.
+#[test]
+fn a_report_of_before_somebody_was_left_alone() {
+    let bounds = Bounds { opens: 2, looks: 1, reconnects: 1, releases: 1, ..one() };
+    let explored = |fault| explore(after(World::new(bounds, fault), &SENT_TWICE), 1_000_000);
+    let seen = explored(Fault::None);
+    assert!(seen.broken.is_none() && !seen.cut, "{seen:?}");
+    println!("{} states, {} steps, depth {}", seen.states, seen.steps, seen.depth);
+    let seen = explored(Fault::ReportedForGood);
+    let (story, why) = seen.broken.expect("found");
+    println!("{} states, {} steps: {why}", seen.states, story.len());
+}
+
+/// Bounds in which each mistake shows.
+#[test]
+fn mistakes_are_found() {
+    let cases = [
+        (Fault::HoldersNotAsked, one()),
+        (Fault::Unsettled, Bounds { releases: 1, ..one() }),
+        (Fault::AskedCounts, Bounds { reconnects: 1, ..one() }),
+        (Fault::NewLeaderForgets, Bounds { failovers: 1, ..one() }),
+        (Fault::NoRecall, some()),
+        (Fault::NotAsked, Bounds { opens: 0, looks: 1, ..one() }),
+        (Fault::GrantsWritten, Bounds { looks: 1, ..some() }),
+        (Fault::NotFenced, Bounds { evictions: 1, ..one() }),
+        (Fault::FencedInWork, Bounds { evictions: 1, chain: true, ..one() }),
+        (Fault::NewLeaderUnfenced, Bounds { evictions: 1, failovers: 1, ..one() }),
+        (Fault::NewLeaderIgnoresEvicted, Bounds { evictions: 1, failovers: 1, ..one() }),
+        (Fault::ReleasesLater, Bounds { opens: 2, releases: 1, ..one() }),
+        (Fault::NotHeeded, some()),
+        (Fault::EmptyReport, some()),
+        (Fault::EarlyReport, some()),
+        (Fault::HoldsLate, some()),
+        (Fault::HoldsOn, Bounds { writes: 3, ticks: 2, ..some() }),
+        (Fault::Overtakes, some()),
+        (Fault::TwoOnTheirWay, Bounds { opens: 0, ..some() }),
+    ];
+    for (fault, bounds) in cases {
+        let seen = explore(World::new(bounds, fault), 1_000_000);
+        let (story, why) = seen.broken.unwrap_or_else(|| panic!("{fault:?} was not found in {} states", seen.states));
+        println!("{fault:?}: {} states, {} steps: {why}", seen.states, story.len());
+    }
+}
