@@ -30,6 +30,29 @@ async fn killing_the_leader_loses_nothing_and_the_rest_goes_on() {
     assert!((0..10).all(|r| c.kv(1).value(&format!("k{r}")).unwrap() == "y"));
 }
 
+/// Whenever the leader dies between two heartbeats, and however far apart the members' ticks are.
+#[tokio::test(start_paused = true)]
+async fn an_election_takes_less_than_a_second() {
+    const ROUNDS: u64 = 300;
+    let mut c = Cluster::new(3, 2, |_| {}).await;
+    let mut took = Vec::new();
+    for round in 0..ROUNDS {
+        (1..=3).for_each(|id| c.members[&id].log.set_latency(Duration::from_millis(25)));
+        c.put("key", "value").await;
+        tokio::time::sleep(Duration::from_millis(1000 + round * 37 % 151)).await;
+        let leader = c.leader().await;
+        c.kill(leader, true).await;
+        let at = tokio::time::Instant::now();
+        c.leader().await;
+        took.push(at.elapsed());
+        tokio::time::sleep(Duration::from_millis(round * 13 % 50)).await;
+        c.start(leader).await.unwrap();
+    }
+    took.sort_unstable();
+    println!("median {:?}, worst {:?}", took[took.len() / 2], &took[took.len() - 5..]);
+    assert!(took.last() < Some(&Duration::from_secs(1)), "{:?}", &took[took.len() - 20..]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn followers_say_who_leads() {
     let c = Cluster::new(3, 3, |_| {}).await;
