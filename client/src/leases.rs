@@ -18,6 +18,16 @@ type Event = u64;
 #[derive(Debug, PartialEq, Eq, Hash, Clone, Copy, PartialOrd, Ord)]
 pub struct Token(Event);
 
+/// Inodes behind names that a change may take away: their leases are given back with it, so nobody tells of what others do to them from
+/// then on, and whoever has a copy must forget it before.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Dropped {
+    /// The inodes.
+    pub inos: Vec<Ino>,
+    /// Somebody may have been told of names in one of them.
+    pub names: bool,
+}
+
 /// What an own request may change.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Change {
@@ -324,18 +334,19 @@ impl<A> Table<A> {
         }
     }
 
-    /// A request that changes something is about to be sent. Returns what it may change, to be given to
-    /// [`Table::change_ends`], and the inodes whose leases it gives back with it: those behind the names, which may lose them.
-    pub fn change_begins(&mut self, mut change: Change) -> (Change, Vec<Ino>) {
+    /// A request that changes something is about to be sent. Returns what it may change, to be given to [`Table::change_ends`], and
+    /// whose leases it gives back.
+    pub fn change_begins(&mut self, mut change: Change) -> (Change, Dropped) {
         if change.names.is_empty() {
             Holder::OwnInode.taken()
         } else {
             Holder::OwnName.taken()
         }
         let behind = |(dir, name): &(Ino, Bytes)| self.known.get(dir)?.names.get(name).copied().flatten();
-        let mut dropped: Vec<Ino> = change.names.iter().filter_map(behind).collect();
-        dropped.retain(|ino| !change.inodes.contains(ino));
-        change.inodes.extend(&dropped);
+        let mut inos: Vec<Ino> = change.names.iter().filter_map(behind).collect();
+        inos.retain(|ino| !change.inodes.contains(ino));
+        let names = inos.iter().fold(false, |any, ino| self.void(*ino) || any);
+        change.inodes.extend(&inos);
         self.void_change(&change);
         for ino in &change.inodes {
             *self.changing.entry(*ino).or_insert(0) += 1;
@@ -343,7 +354,7 @@ impl<A> Table<A> {
         for name in &change.names {
             *self.changing_names.entry(name.clone()).or_insert(0) += 1;
         }
-        (change, dropped)
+        (change, Dropped { inos, names })
     }
 
     /// It was answered. `told`: what the answer, which was granted, says of what is there since; kept where nothing else has
@@ -520,7 +531,7 @@ mod tests {
         t.keep_attr(at(0), token, DIR, 1);
         t.keep_attr(at(0), token, FILE, 1);
         t.end(token);
-        let (change, dropped) = t.change_begins(of_name());
+        let (change, Dropped { inos: dropped, .. }) = t.change_begins(of_name());
         assert_eq!(dropped, [FILE]);
         let during = t.begin();
         assert_eq!((t.name(at(0), DIR, b"n", 0), t.name(at(0), DIR, b"m", 0)), (None, Some(Some(FILE))));

@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 
 use crate::{
     cache::Tenure,
-    leases::{Change, Name, Table, Token, Told},
+    leases::{Change, Dropped, Name, Table, Token, Told},
     rows::Holder,
 };
 use pb::op::Op;
@@ -236,22 +236,25 @@ impl Memory {
 
     // --- requests ---
 
-    /// A list is about to be sent.
+    /// A list is about to be sent. When this returns, nobody has a copy any more of what is not leased from then on.
     pub fn begin(&self, ops: &[pb::Op]) -> Asking<'_> {
-        let Leased { table, tenures } = &mut *self.leased.lock();
+        let mut leased = self.leased.lock();
+        let Leased { table, tenures } = &mut *leased;
         let cuts = cuts_of(ops);
         cuts.iter().for_each(|ino| tenures.end(*ino));
         let change = change_of(ops);
         let (change, dropped) = match change == Change::default() {
-            true => (None, Vec::new()),
+            true => (None, Dropped::default()),
             false => {
                 let (change, dropped) = table.change_begins(change);
-                // Nobody tells of what happens to them from here on.
-                dropped.iter().for_each(|ino| tenures.end(*ino));
+                dropped.inos.iter().for_each(|ino| tenures.end(*ino));
                 (Some(change), dropped)
             }
         };
-        Asking { memory: self, token: table.begin(), change, cuts, dropped }
+        let token = table.begin();
+        drop(leased);
+        self.take_back(&dropped.inos, dropped.names);
+        Asking { memory: self, token, change, cuts, dropped: dropped.inos }
     }
 }
 

@@ -2,10 +2,11 @@
 
 mod common;
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use common::*;
-use strake_client::{Client, Config, File, rows::Holder};
+use parking_lot::Mutex;
+use strake_client::{Client, Config, File, Forget, rows::Holder};
 use strake_proto::{Ino, layout::splitmix64, pb};
 
 const RW: u32 = 2;
@@ -87,6 +88,34 @@ async fn a_leader_that_was_elected_again_is_greeted_on_a_new_connection() {
     assert_eq!(taken(), Some(1));
     look(1).await;
     look(0).await;
+}
+
+/// What a mount's kernel would be told to forget, and how many requests the metadata servers had had by then.
+#[derive(Clone)]
+struct Kernel(Arc<Mds>, Arc<Mutex<Vec<(Ino, u64)>>>);
+
+impl Forget for Kernel {
+    fn forget(&self, inos: &[Ino], _names: bool) {
+        self.1.lock().extend(inos.iter().map(|ino| (*ino, self.0.asked())));
+    }
+}
+
+/// A change gives back the lease on what is behind the name, and may fail: whoever keeps copies of that is told before it is sent.
+#[tokio::test(start_paused = true)]
+async fn copies_of_what_a_change_gives_back_are_forgotten_before() {
+    let c = Cluster::new(2, 1);
+    let a = c.client(1).await;
+    let ino = put(&a, b"f", b"bytes").await;
+    let attr = a.lookup(&user(), a.root(), b"f").await.unwrap();
+    let kernel = Kernel(c.mds.clone(), Arc::default());
+    assert!(a.set_copies(Arc::new(kernel.clone())));
+    assert!(a.attr_valid(&attr) > Duration::ZERO);
+    let before = c.mds.asked();
+    a.unlink(&user(), a.root(), b"f").await.unwrap();
+    assert_eq!((a.attr_valid(&attr), c.mds.asked()), (Duration::ZERO, before + 1));
+    assert_eq!(kernel.1.lock()[..], [(ino, before)]);
+    a.unlink(&user(), a.root(), b"f").await.unwrap_err();
+    assert_eq!(kernel.1.lock().len(), 1, "nothing is known to be there");
 }
 
 #[tokio::test(start_paused = true)]

@@ -82,7 +82,6 @@ pub enum Answer {
 pub enum Errno {
     #[serde(rename = "EPERM")]
     Perm,
-    /// `ESTALE` too: what is asked about is no longer there.
     #[serde(rename = "ENOENT")]
     NoEnt,
     #[serde(rename = "EEXIST")]
@@ -95,6 +94,10 @@ pub enum Errno {
     Inval,
     #[serde(rename = "ENOTEMPTY")]
     NotEmpty,
+    /// What is asked about is no longer there; or Linux could not put a directory that has moved where it is now, because somebody is at
+    /// work where it was. Nothing was done; of what there is it tells nothing.
+    #[serde(rename = "ESTALE")]
+    Stale,
 }
 
 impl Errno {
@@ -102,7 +105,8 @@ impl Errno {
     pub fn from_raw(errno: i32) -> Option<Errno> {
         Some(match errno {
             libc::EPERM => Errno::Perm,
-            libc::ENOENT | libc::ESTALE => Errno::NoEnt,
+            libc::ENOENT => Errno::NoEnt,
+            libc::ESTALE => Errno::Stale,
             libc::EEXIST => Errno::Exist,
             libc::ENOTDIR => Errno::NotDir,
             libc::EISDIR => Errno::IsDir,

@@ -231,7 +231,13 @@ impl Model {
 
     /// Runs an operation, the `key`th of its history, which must tell what it told.
     pub fn step(&self, s: &State, key: usize, r: &Record) -> Result<Step, Why> {
-        let (o, key) = (&r.outcome, key as Key);
+        let key = key as Key;
+        let by_number = matches!(r.op, Op::Getattr { .. } | Op::Open { .. } | Op::Chmod { .. } | Op::Readdir { .. });
+        let o = match &r.outcome {
+            Outcome::Failed(Errno::Stale) if self.kernel && !by_number => return Ok(Step::Same),
+            Outcome::Failed(Errno::Stale) => &Outcome::Failed(Errno::NoEnt),
+            o => o,
+        };
         match &r.op {
             Op::Create { dir, name, exclusive } => self.create(s, key, (*dir, name), *exclusive, o),
             Op::Mkdir { dir, name } => self.mkdir(s, key, (*dir, name), o),

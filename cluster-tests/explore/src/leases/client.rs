@@ -1,6 +1,6 @@
 //! What the clients do: written after their shell.
 
-use strake_client::leases::{Change, Name, Table, Token, Told};
+use strake_client::leases::{Change, Dropped, Name, Table, Token, Told};
 use strake_mds::leases::Number;
 
 use super::{
@@ -200,7 +200,7 @@ impl World {
         let c = &mut self.clients[client];
         let seq = c.next;
         c.next += 1;
-        let (change, dropped) = c.table.change_begins(alter.change());
+        let (change, Dropped { inos: dropped, .. }) = c.table.change_begins(alter.change());
         let (token, connection) = (c.table.begin(), c.connection);
         c.changing = Some(Changing { seq, alter, change, token, connection, makes });
         self.send(client, connection, Body::Write { seq, alter, dropped });
