@@ -345,7 +345,10 @@ impl<A> Table<A> {
         let behind = |(dir, name): &(Ino, Bytes)| self.known.get(dir)?.names.get(name).copied().flatten();
         let mut inos: Vec<Ino> = change.names.iter().filter_map(behind).collect();
         inos.retain(|ino| !change.inodes.contains(ino));
-        let names = inos.iter().fold(false, |any, ino| self.void(*ino) || any);
+        let mut names = false;
+        for ino in &inos {
+            names |= self.void(*ino);
+        }
         change.inodes.extend(&inos);
         self.void_change(&change);
         for ino in &change.inodes {

@@ -174,10 +174,10 @@ impl Client {
         self.write_op(creds, o).await.map(drop)
     }
 
-    /// Removes an empty directory, else `ENOTEMPTY`.
-    pub async fn rmdir(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<()> {
+    /// Removes an empty directory, else `ENOTEMPTY`. Returns which one it was.
+    pub async fn rmdir(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<Ino> {
         let o = pb::op::Op::Rmdir(pb::Rmdir { parent, name: name.to_vec().into() });
-        self.write_op(creds, o).await.map(drop)
+        self.write_op(creds, o).await.map(|r| r.ino)
     }
 
     /// `flags`: RENAME_NOREPLACE 1, RENAME_EXCHANGE 2.

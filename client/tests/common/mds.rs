@@ -307,7 +307,11 @@ impl Mds {
             s.ran += 1;
         }
         let mut reply = pb::MetaReply::default();
+        let mut shown = BTreeSet::new();
         for op in r.ops {
+            if let Some(Op::Lookup(l)) = &op.op {
+                shown.insert(l.parent);
+            }
             let result = self.op(s, r.session, op.op.unwrap());
             let failed = result.is_err();
             reply
@@ -317,7 +321,7 @@ impl Mds {
                 break;
             }
         }
-        let shown: BTreeSet<u64> = reply.results.iter().filter_map(|r| Some(r.attr?.ino)).collect();
+        shown.extend(reply.results.iter().filter_map(|r| Some(r.attr?.ino)));
         for ino in shown {
             let others = s.writers.iter().any(|(id, i)| *id != r.session && *i == ino);
             if r.connection != 0 && !others {
@@ -355,6 +359,7 @@ impl Mds {
                 if let Some(ino) = s.names.get(&c.name[..]).copied() {
                     return if c.exclusive { e(Code::Exist, "exists") } else { self.open(s, session, ino, c.flags) };
                 }
+                self.changed(s, session, c.parent);
                 s.next += 1;
                 let (ino, spec) = (s.next, c.layout.unwrap_or_default());
                 let all = s.map.chains.len() as u32;
@@ -384,6 +389,7 @@ impl Mds {
                 Ok(pb::OpResult::default())
             }
             Op::Unlink(u) => {
+                self.changed(s, session, u.parent);
                 s.names.remove(&u.name[..]).ok_or_else(gone)?;
                 Ok(pb::OpResult::default())
             }

@@ -155,7 +155,7 @@ pub struct Head {
     /// Directories that were there and empty at the beginning, with the mode [`NEW_DIR`]; they are never renamed or removed.
     pub roots: Vec<Ino>,
     /// Some operations came by way of Linux, which looks both names of a rename up first and does nothing where it found the same
-    /// inode twice, though never at one moment.
+    /// inode twice, though never at one moment: two names of a file, or one that another mount renames meanwhile.
     pub kernel: bool,
 }
 

@@ -77,7 +77,7 @@ impl Library {
             }
             Op::Link { ino, dir, name } => inode(&c.link(by, *ino, *dir, name.as_bytes()).await?),
             Op::Unlink { dir, name } => c.unlink(by, *dir, name.as_bytes()).await.map(|()| Answer::Done)?,
-            Op::Rmdir { dir, name } => c.rmdir(by, *dir, name.as_bytes()).await.map(|()| Answer::Done)?,
+            Op::Rmdir { dir, name } => c.rmdir(by, *dir, name.as_bytes()).await.map(|_| Answer::Done)?,
             Op::Rename { dir, name, to_dir, to_name, how } => {
                 let (from, to) = ((*dir, name.as_bytes()), (*to_dir, to_name.as_bytes()));
                 c.rename(by, from, to, rename_flags(*how)).await.map(|()| Answer::Done)?

@@ -1,6 +1,10 @@
 //! What one namespace does when it is asked one thing after the other.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    hash::{Hash, Hasher},
+    sync::Arc,
+};
 
 use crate::history::{Answer, Attr, Errno, Head, History, How, Ino, NEW_DIR, NEW_FILE, Op, Outcome, Record};
 
@@ -19,8 +23,10 @@ struct Inode {
     /// Names of a file. Of a directory 1 while it exists.
     names: u32,
     mode: u32,
-    /// It has had more than one name.
+    /// It has had more than one name at a time.
     linked: bool,
+    /// The name that it was renamed from last, see [`mark`], and by which operation.
+    moved: Option<(u64, Key)>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -64,11 +70,20 @@ pub enum Why {
     Idle,
 }
 
+/// A name in a directory, as a number.
+fn mark(dir: Key, name: &str) -> u64 {
+    let mut h = std::hash::DefaultHasher::new();
+    (dir, name).hash(&mut h);
+    h.finish()
+}
+
 /// Rules that hold for all states of a history.
 pub struct Model {
     kernel: bool,
     /// Inodes made by operations of which that is known.
     made: BTreeSet<Ino>,
+    /// When each operation was answered.
+    replies: Vec<u64>,
 }
 
 /// What the state has to say to an operation.
@@ -112,7 +127,7 @@ impl State {
     pub fn new(head: &Head) -> State {
         let root = |(i, ino): (usize, &Ino)| {
             let key = FIRST_ROOT + i as Key;
-            Inode { key, ino: *ino, dir: true, names: 1, mode: NEW_DIR, linked: false }
+            Inode { key, ino: *ino, dir: true, names: 1, mode: NEW_DIR, linked: false, moved: None }
         };
         State { inodes: head.roots.iter().enumerate().map(root).collect(), names: Vec::new() }
     }
@@ -188,7 +203,8 @@ impl State {
     }
 
     fn make(&mut self, key: Key, ino: Ino, dir: bool) {
-        let inode = Inode { key, ino, dir, names: 1, mode: if dir { NEW_DIR } else { NEW_FILE }, linked: false };
+        let inode =
+            Inode { key, ino, dir, names: 1, mode: if dir { NEW_DIR } else { NEW_FILE }, linked: false, moved: None };
         if let Err(at) = self.inodes.binary_search_by_key(&key, |i| i.key) {
             self.inodes.insert(at, inode);
         }
@@ -217,16 +233,21 @@ impl Model {
             _ => None,
         };
         let made = history.records.iter().filter_map(made).chain(history.head.roots.iter().copied()).collect();
-        Model { kernel: history.head.kernel, made }
+        let reply = |r: &Record| if matches!(r.outcome, Outcome::Unknown(_)) { u64::MAX } else { r.reply };
+        Model { kernel: history.head.kernel, made, replies: history.records.iter().map(reply).collect() }
     }
 
     /// Whether the operation may also have done nothing, as told on [`Head::kernel`].
     pub fn may_idle(&self, s: &State, r: &Record) -> bool {
-        let Op::Rename { to_dir, to_name, how, .. } = &r.op else { return false };
+        let Op::Rename { dir, name, to_dir, to_name, how } = &r.op else { return false };
+        let (Ok(d), Ok(to_d)) = (s.numbered(*dir), s.numbered(*to_dir)) else { return false };
+        let meanwhile = |(from, by): (u64, Key)| {
+            from == mark(d.key, name) && self.replies.get(by as usize).is_some_and(|reply| *reply > r.call)
+        };
         self.kernel
             && *how != How::NoReplace
             && r.outcome == Outcome::Done(Answer::Done)
-            && s.numbered(*to_dir).is_ok_and(|d| s.find(d.key, to_name).is_some_and(|t| t.linked))
+            && s.find(to_d.key, to_name).is_some_and(|t| t.linked || t.moved.is_some_and(meanwhile))
     }
 
     /// Runs an operation, the `key`th of its history, which must tell what it told.
@@ -269,7 +290,9 @@ impl Model {
             Op::Unlink { dir, name } | Op::Rmdir { dir, name } => {
                 self.remove(s, (*dir, name), matches!(r.op, Op::Rmdir { .. }), o)
             }
-            Op::Rename { dir, name, to_dir, to_name, how } => self.rename(s, (*dir, name), (*to_dir, to_name), *how, o),
+            Op::Rename { dir, name, to_dir, to_name, how } => {
+                self.rename(s, key, [(*dir, name), (*to_dir, to_name)], *how, o)
+            }
             Op::Readdir { dir } => self.readdir(s, *dir, o),
         }
     }
@@ -348,7 +371,7 @@ impl Model {
         Ok(Step::To(next))
     }
 
-    fn rename(&self, s: &State, from: (Ino, &str), to: (Ino, &str), how: How, o: &Outcome) -> Result<Step, Why> {
+    fn rename(&self, s: &State, key: Key, [from, to]: [(Ino, &str); 2], how: How, o: &Outcome) -> Result<Step, Why> {
         let (d, to_d) = (s.numbered(from.0)?, s.numbered(to.0)?);
         let (a, b) = (s.find(d.key, from.1), s.find(to_d.key, to.1));
         let exchange = how == How::Exchange;
@@ -370,9 +393,13 @@ impl Model {
         }
         let (false, Some(a)) = (r.judge(o)?, a) else { return Ok(Step::Same) };
         let mut next = s.clone();
+        if !same {
+            next.inode_mut(a.key).moved = Some((mark(d.key, from.1), key));
+        }
         match b {
             _ if same => {}
             Some(b) if exchange => {
+                next.inode_mut(b.key).moved = Some((mark(to_d.key, to.1), key));
                 next.put(d.key, from.1, b.key);
                 next.put(to_d.key, to.1, a.key);
             }

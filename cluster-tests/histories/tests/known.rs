@@ -235,6 +235,26 @@ fn by_way_of_linux_a_rename_may_find_one_inode_at_two_moments() {
     let mut h = history(&told);
     h.head.kernel = true;
     assert!(check(&h, LIMIT).is_linearizable());
+    // Or the other one's rename is what it was to do.
+    let mut told = [
+        (1, 1, 2, create("a"), inode(20)),
+        (1, 3, 10, rename("a", "b", How::Replace), done()),
+        (2, 4, 9, rename("a", "b", How::NoReplace), done()),
+        (1, 11, 12, list(), names(&[("b", 20)])),
+    ];
+    fails(&told);
+    let by_linux = |told: &[Told]| {
+        let mut h = history(told);
+        h.head.kernel = true;
+        check(&h, LIMIT)
+    };
+    assert!(by_linux(&told).is_linearizable());
+    (told[1].1, told[1].2) = (10, 11);
+    (told[3].1, told[3].2) = (12, 13);
+    assert!(by_linux(&told).is_rejected(), "that one had been answered before");
+    (told[1].1, told[1].2) = (5, 11);
+    told[1].3 = rename("a", "c", How::Replace);
+    assert!(by_linux(&told).is_rejected(), "to another name");
     // But no other: the rename of a single name is not lost.
     let mut h = history(&[
         (1, 1, 2, create("a"), inode(20)),

@@ -16,6 +16,7 @@ mod telling;
 mod xattr;
 
 use std::{
+    collections::VecDeque,
     sync::{Arc, atomic::AtomicU64},
     time::Duration,
 };
@@ -113,6 +114,8 @@ pub struct Vfs {
     owners: Owners,
     /// When the storage servers last did not say in time how much they store.
     uncounted: Mutex<Option<Instant>>,
+    /// Directories that were removed here, the last one first.
+    removed: Mutex<VecDeque<Ino>>,
     /// Flags that every file is opened with.
     always: i32,
     /// What the kernel knows as the root.
@@ -146,6 +149,7 @@ impl Vfs {
             known: Known::new(keep.clone()),
             keep,
             uncounted: Mutex::default(),
+            removed: Mutex::default(),
             always: 0,
             root: ROOT_INO,
         }

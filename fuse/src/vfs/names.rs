@@ -12,6 +12,9 @@ use super::{Caller, Change, Stat, Time, Vfs, stale};
 const RENAME_NOREPLACE: u32 = 1;
 const RENAME_EXCHANGE: u32 = 2;
 
+/// Directories removed last that are remembered.
+const MOST_REMOVED: usize = 1024;
+
 /// How long a stat waits to hear how much of a file is stored.
 const COUNT_LIMIT: Duration = Duration::from_secs(2);
 /// How long none waits after that.
@@ -37,7 +40,11 @@ impl Vfs {
             true => Box::pin(self.or_last(&self.known.root, self.client.getattr(&nobody, inner))).await,
             false => self.client.getattr(&nobody, inner).await,
         };
-        let attr = self.outer(attr.map_err(stale)?);
+        let attr = self.outer(attr.map_err(|e| match e.code {
+            // Nobody finds it by a name here, but whoever stands in it.
+            Code::NoEnt if self.removed.lock().contains(&inner) => e,
+            _ => stale(e),
+        })?);
         let allocated = if attr.sparse { Box::pin(self.count(inner)).await } else { None };
         Ok(Stat { attr, allocated })
     }
@@ -116,7 +123,11 @@ impl Vfs {
     }
 
     pub async fn rmdir(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<()> {
-        self.client.rmdir(&self.creds(caller), self.inner(parent), name).await
+        let gone = self.client.rmdir(&self.creds(caller), self.inner(parent), name).await?;
+        let mut removed = self.removed.lock();
+        removed.truncate(MOST_REMOVED - 1);
+        removed.push_front(gone);
+        Ok(())
     }
 
     pub async fn rename(&self, caller: Caller, from: (Ino, &[u8]), to: (Ino, &[u8]), flags: u32) -> Result<()> {

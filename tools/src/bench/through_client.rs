@@ -127,7 +127,7 @@ impl ByClient {
         self.unlink_all().await?;
         self.large.close().await?;
         self.client.unlink(&self.creds, self.dir, b"large").await?;
-        self.client.rmdir(&self.creds, self.client.root(), FOLDER).await?;
+        let _ = self.client.rmdir(&self.creds, self.client.root(), FOLDER).await?;
         self.client.close().await
     }
 }
