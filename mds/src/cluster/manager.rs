@@ -17,7 +17,7 @@ use strake_proto::{
     pb,
 };
 
-use super::{membership, recovery, state};
+use super::{membership, recovery, rows::Membership, state};
 
 /// New targets wait this long for company before chains are made.
 pub const SETTLE: Duration = Duration::from_secs(1);
@@ -265,6 +265,9 @@ impl Manager {
                 if moved || period || n.alive != t.alive {
                     (n.used, n.capacity) = (s.used, s.capacity);
                 }
+            }
+            if t.alive && self.seen.get(&t.id).is_some_and(|s| s.failed == Some(t.stamp)) {
+                Membership::DeviceFailed.taken();
             }
             if n.alive != t.alive {
                 why.push(format!(

@@ -1,10 +1,12 @@
 //! Which replicas of a chain are in sync: the rules of `docs/replication.md`, "Membership", one chain at a time.
 //!
-//! Rows 1 and 6 come in two forms. A lease that ran out is seen by the leader ([`evaluate`]); a restart is seen at apply,
+//! `leaves`, `all-leave` and `fill-ends` come in two forms. A lease that ran out is seen by the leader ([`evaluate`]); a restart is seen at apply,
 //! when the new life registers ([`restarted`]), so that it can never be overtaken by a promotion decided before it.
 
 use pb::ReplicaState::{self, ReplicaLastsrv, ReplicaOffline, ReplicaServing, ReplicaSyncing, ReplicaWaiting};
 use strake_proto::{TargetId, map::ChainExt, pb};
+
+use super::rows::Membership;
 
 /// A chain with changed replicas: in the order of the format, one epoch on. `None` if nothing changed.
 fn next(old: &pb::Chain, mut replicas: Vec<pb::Replica>) -> Option<pb::Chain> {
@@ -16,7 +18,25 @@ fn next(old: &pb::Chain, mut replicas: Vec<pb::Replica>) -> Option<pb::Chain> {
     if replicas == old.replicas {
         return None;
     }
-    Some(pb::Chain { epoch: old.epoch + 1, replicas, ..old.clone() })
+    let new = pb::Chain { epoch: old.epoch + 1, replicas, ..old.clone() };
+    count(old, &new);
+    Some(new)
+}
+
+/// Counts which rows of the table a change takes.
+fn count(old: &pb::Chain, new: &pb::Chain) {
+    for r in &new.replicas {
+        match (old.state_of(r.target), r.state()) {
+            (Some(ReplicaServing), ReplicaOffline) => Membership::Leaves.taken(),
+            (Some(ReplicaServing), ReplicaLastsrv) => Membership::AllLeave.taken(),
+            (Some(ReplicaLastsrv), ReplicaServing) => Membership::Source.taken(),
+            (Some(ReplicaOffline | ReplicaWaiting), ReplicaSyncing) => Membership::Fills.taken(),
+            (Some(ReplicaOffline), ReplicaWaiting) => Membership::Waits.taken(),
+            (Some(ReplicaSyncing), ReplicaServing) => Membership::Filled.taken(),
+            (Some(ReplicaSyncing | ReplicaWaiting), ReplicaOffline) => Membership::FillEnds.taken(),
+            _ => {}
+        }
+    }
 }
 
 fn any(replicas: &[pb::Replica], state: ReplicaState) -> bool {
@@ -87,6 +107,7 @@ pub fn restarted(chain: &pb::Chain, target: TargetId) -> Option<pb::Chain> {
         }
     }
     if was == ReplicaLastsrv {
+        Membership::LastRestarts.taken();
         let r = replicas.remove(at);
         replicas.push(r);
     }

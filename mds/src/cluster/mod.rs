@@ -7,4 +7,5 @@
 pub mod manager;
 pub mod membership;
 pub mod recovery;
+pub mod rows;
 pub mod state;
