@@ -141,11 +141,11 @@ fn millis(rng: &mut StdRng, of: std::ops::Range<u64>) -> Duration {
 
 /// A message fault of any kind.
 pub fn strike(rng: &mut StdRng) -> Strike {
-    match rng.random_range(0..20) {
-        0..=6 => Strike::Repeat(millis(rng, 1..1500)),
-        7..=14 => Strike::Hold(millis(rng, 10..400)),
-        15..=17 => Strike::Break,
-        18 => Strike::Hold(millis(rng, 400..3000)),
+    match rng.random_range(0..40) {
+        0..=15 => Strike::Repeat(millis(rng, 1..1500)),
+        16..=33 => Strike::Hold(millis(rng, 10..250)),
+        34..=37 => Strike::Break,
+        38 => Strike::Hold(millis(rng, 400..3000)),
         _ => Strike::Lose,
     }
 }
@@ -161,7 +161,7 @@ fn any(rng: &mut StdRng, of: &[u32]) -> u32 {
 
 fn crash(rng: &mut StdRng, node: u32, power: bool) -> Fault {
     // Mostly as fast as a supervisor is, sometimes longer than any lease.
-    let down = if rng.random_bool(0.8) { millis(rng, 20..1200) } else { millis(rng, 1200..5000) };
+    let down = if rng.random_bool(0.8) { millis(rng, 20..800) } else { millis(rng, 800..4000) };
     Fault::Crash { node, power, dice: rng.random(), down }
 }
 

@@ -68,15 +68,15 @@ impl Scenario {
             harsh: false,
             skip: None,
             wide: false,
-            message_every: ms(40),
+            message_every: ms(35),
             joins: seed.is_multiple_of(4),
             without: 0,
         }
     }
 
-    /// Faults three times as often and of more kinds.
+    /// Faults twice as often and of more kinds.
     pub fn harsh(seed: u64) -> Scenario {
-        let (fault_every, message_every) = (Duration::from_millis(330), Duration::from_millis(20));
+        let (fault_every, message_every) = (Duration::from_millis(500), Duration::from_millis(25));
         Scenario { fault_every, message_every, harsh: true, ..Scenario::new(seed) }
     }
 

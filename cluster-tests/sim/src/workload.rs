@@ -139,7 +139,7 @@ impl Actor {
                 self.found.lock().errors += 1;
                 tracing::info!("client {}: {e:?}", self.id);
             }
-            sleep(Duration::from_millis(self.rng.random_range(0..40))).await;
+            sleep(Duration::from_millis(self.rng.random_range(0..15))).await;
         }
     }
 
