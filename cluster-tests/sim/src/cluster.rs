@@ -7,6 +7,7 @@ use rand::{Rng, RngExt, SeedableRng, rngs::StdRng};
 use strake_client::{Client, FollowerReads};
 use strake_fabric::{Endpoint, Env, Pool, Role};
 use strake_mds::{
+    cluster::moves::is_moving,
     consensus::MemLog,
     leases::Limits,
     server::{self as mds_server, MdsServer},
@@ -437,6 +438,12 @@ impl Cluster {
         Ok((Client::connect(config, env.clone(), fabric).await?, env))
     }
 
+    /// The network as somebody sees it who is neither a server of the cluster nor a client.
+    pub fn fabric(&self, node: u32, role: Role) -> Arc<SimFabric> {
+        let env = SimClock::new(self.start, 0).env([node as u8; 32]);
+        Arc::new(self.net.fabric(node, role, env))
+    }
+
     /// What a client on a node of its own connects with.
     pub fn prepare(&mut self, n: u32) -> (strake_client::Config, Env, Arc<SimFabric>) {
         let node = FIRST_CLIENT + n;
@@ -468,7 +475,8 @@ impl Cluster {
         use strake_proto::map::ChainExt;
         let statuses = self.mds.iter().filter_map(|m| m.life.as_ref()?.ask(MdsServer::status));
         let newest = statuses.filter_map(|s| s.map).max_by_key(|m| m.version);
-        newest.is_some_and(|m| !m.chains.is_empty() && m.chains.iter().all(|c| c.serving().count() == c.replicas.len()))
+        let rests = |c: &strake_proto::pb::Chain| c.serving().count() == c.replicas.len() && !is_moving(c);
+        newest.is_some_and(|m| !m.chains.is_empty() && m.chains.iter().all(rests))
     }
 
     /// Cuts the link between two nodes, in both directions or from `a` to `b`, for ever or till then.

@@ -9,6 +9,7 @@ use tokio::{task::JoinHandle, time::sleep};
 
 use crate::{
     cluster::{FIRST_CLIENT, FIRST_OSS, MDS, OSS},
+    moves::{self, Change},
     net::Network,
     run::{CLIENTS, Scenario},
 };
@@ -47,6 +48,8 @@ pub enum Fault {
     Disk { node: u32, what: Harm, lasts: Duration },
     /// A storage server with a new target joins.
     Join,
+    /// An administrator has a target emptied, or kept after all.
+    Move(Change),
 }
 
 /// What is done to a message.
@@ -131,6 +134,9 @@ impl fmt::Display for Fault {
                 }
             }
             Fault::Join => write!(f, "a storage server with a new target joins"),
+            Fault::Move(Change::Drain { target, heir: None }) => write!(f, "target {target} is to be emptied"),
+            Fault::Move(Change::Drain { target, heir: Some(h) }) => write!(f, "target {target} is to be replaced by {h}"),
+            Fault::Move(Change::Keep { target }) => write!(f, "target {target} is to be kept"),
         }
     }
 }
@@ -239,6 +245,9 @@ pub fn draw(s: &Scenario) -> Vec<Timed> {
     }
     if s.joins {
         all.push(Timed { at: s.length.mul_f64(rng.random_range(0.05..0.8)), fault: Fault::Join });
+    }
+    if s.moves {
+        all.extend(moves::draw(&mut rng, s.length));
     }
     let mut at = Duration::ZERO;
     let nodes = servers();

@@ -55,6 +55,8 @@ kinds! {
     DiskCorrupt = "disk-corrupt",
     /// A storage server with a new target joins.
     Joined = "target-joins",
+    /// A target is to be emptied, or to stay after all.
+    Moved = "target-moves",
 }
 
 const KINDS: usize = Kind::ALL.len();

@@ -12,6 +12,7 @@ pub mod histories;
 pub mod ledger;
 pub mod lockers;
 pub mod mix;
+pub mod moves;
 pub mod net;
 pub mod oracle;
 pub mod plant;

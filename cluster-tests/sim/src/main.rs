@@ -34,6 +34,9 @@ struct Args {
     /// Also clocks that drift, scarce leases, clients that only look, and one that keeps to no rule.
     #[arg(long)]
     wide: bool,
+    /// Also targets that are drained, and kept after all, in every run.
+    #[arg(long)]
+    moves: bool,
     /// At the end, as JSON: how often each row of the tables of docs/leases.md was taken. Without it, as a table.
     #[arg(long)]
     json: bool,
@@ -56,7 +59,7 @@ struct Args {
     #[arg(long, default_value = "histories")]
     keep: PathBuf,
     /// All kinds of run, each seed the kind that it is in `./simulate`.
-    #[arg(long, conflicts_with_all = ["harsh", "wide", "histories", "baton", "replay", "skip_sync"])]
+    #[arg(long, conflicts_with_all = ["harsh", "wide", "moves", "histories", "baton", "replay", "skip_sync"])]
     mixed: bool,
     /// With --mixed: a line of JSON for each seed, and one at the end with the rows taken.
     #[arg(long, requires = "mixed")]
@@ -79,7 +82,8 @@ impl Args {
         };
         let base = mode.scenario(seed)?;
         let length = self.seconds.map_or(base.length, std::time::Duration::from_secs);
-        Some(Scenario { length, skip: self.skip_sync, wide: self.wide || base.wide, ..base })
+        let (wide, moves) = (self.wide || base.wide, self.moves || base.moves);
+        Some(Scenario { length, skip: self.skip_sync, wide, moves, ..base })
     }
 }
 

@@ -22,6 +22,7 @@ use crate::{
     ghost::Ghost,
     ledger::Ledger,
     lockers::{self, Locker, Model},
+    moves,
     net::Weather,
     truth::{self, Truth},
     wide,
@@ -51,6 +52,8 @@ pub struct Scenario {
     pub message_every: Duration,
     /// A storage server with a new target joins on the way.
     pub joins: bool,
+    /// Targets are drained, and kept after all.
+    pub moves: bool,
     /// Bits of tasks that are left out: writers 0 to 2, lockers 3 to 5, truths 6 to 8, clients that die 9 and 10, what wide runs add 11.
     pub without: u32,
 }
@@ -70,6 +73,7 @@ impl Scenario {
             wide: false,
             message_every: ms(35),
             joins: seed.is_multiple_of(4),
+            moves: seed.is_multiple_of(3),
             without: 0,
         }
     }
@@ -290,6 +294,9 @@ async fn simulate(s: Scenario, faults: &[Timed], cluster: &mut Cluster, found: &
     let mut crew = Crew::start(s, cluster, found).await?;
     harm(cluster, s.length, faults, &mut crew).await?;
     cluster.repair().await?;
+    if s.moves {
+        moves::keep_all(cluster).await?;
+    }
     crew.stop.store(true, Ordering::Relaxed);
     crew.bury(cluster, true);
     crew.finish(cluster, found, s.seed.is_multiple_of(2)).await?;
@@ -388,6 +395,7 @@ async fn make(cluster: &mut Cluster, fault: &Fault, at: Duration, to_mend: &mut 
             let node = cluster.join();
             cluster.launch(node).await?;
         }
+        Fault::Move(change) => moves::ask(cluster, change),
     }
     Ok(())
 }

@@ -17,7 +17,7 @@ use strake_proto::{
     pb,
 };
 
-use super::{membership, recovery, rows::Membership, state};
+use super::{membership, moves, recovery, rows::Membership, state};
 
 /// New targets wait this long for company before chains are made.
 pub const SETTLE: Duration = Duration::from_secs(1);
@@ -233,6 +233,10 @@ impl Manager {
             chains.extend(new_chains);
             sets = new_sets;
         }
+        for (chain, sentence) in moves::plan(&next, &chains) {
+            why.push(sentence);
+            chains.push(chain);
+        }
         if targets.is_empty() && chains.is_empty() && sets.is_empty() {
             return None;
         }
@@ -287,7 +291,9 @@ impl Manager {
         let mut changed = Vec::new();
         let open = recovery::in_doubt(&map.map);
         for c in map.map.chains.iter().filter(|c| !open.contains(&c.id)) {
-            if let Some(n) = membership::evaluate(c, |t| alive.contains(&t), self.synced(c)) {
+            let facts =
+                membership::Facts { alive: |t| alive.contains(&t), synced: self.synced(c), acts: |t| self.acts(c, t) };
+            if let Some(n) = membership::evaluate(c, &facts) {
                 why.push(format!("chain {} epoch {}: {} -> {}", c.id, n.epoch, describe(c), describe(&n)));
                 changed.push(n);
             }
@@ -297,9 +303,14 @@ impl Manager {
 
     /// Whether the tail says, knowing the chain's current epoch, that its successor holds all it has.
     fn synced(&self, chain: &pb::Chain) -> bool {
-        let Some(seen) = chain.tail().and_then(|t| self.seen.get(&t)) else { return false };
-        let known = self.since.get(&chain.id).is_some_and(|(epoch, v)| *epoch == chain.epoch && seen.version >= *v);
-        known && seen.synced.contains(&chain.id)
+        let Some(tail) = chain.tail() else { return false };
+        self.acts(chain, tail) && self.seen.get(&tail).is_some_and(|s| s.synced.contains(&chain.id))
+    }
+
+    /// Whether a target's node has said that it acts on the chain's current epoch.
+    fn acts(&self, chain: &pb::Chain, target: TargetId) -> bool {
+        let since = self.since.get(&chain.id).filter(|(epoch, _)| *epoch == chain.epoch);
+        since.is_some_and(|(_, v)| self.seen.get(&target).is_some_and(|s| s.version >= *v))
     }
 
     fn shunned(&self, now: Duration, node: NodeId) -> bool {

@@ -21,5 +21,13 @@ strake_proto::rows! {
         LastRestarts = "last-restarts",
         /// A device failed.
         DeviceFailed = "device-failed",
+        /// One that is wanted, and not among the replicas, joins.
+        Joins = "joins",
+        /// One that is not wanted is out of sync and leaves.
+        Drops = "drops",
+        /// One that is not wanted serves no reads any more.
+        StepsBack = "steps-back",
+        /// And knows that, or may serve nothing: it leaves.
+        Gone = "gone",
     }
 }

@@ -7,7 +7,7 @@ use pb::ReplicaState;
 use strake_proto::{
     ChainId, Code, Error, NodeId, Result, TargetId,
     ids::TARGET_UNASSIGNED,
-    map::{MapView, ROLE_MDS, ROLE_OSS},
+    map::{ChainExt, MapView, ROLE_MDS, ROLE_OSS},
     pb,
 };
 
@@ -25,6 +25,8 @@ pub const MAX_POOL_NAME: usize = 15;
 const ERA_CHAINS: u32 = 16;
 /// Chain sets are made for 1 up to this many copies.
 pub const MAX_COPIES: usize = 3;
+/// Replicas of a chain with those that join and leave; what storage servers keep a record of.
+const MAX_REPLICAS: usize = 16;
 
 const MAX_NAME: usize = 255;
 const MAX_ENDPOINTS: usize = 16;
@@ -157,7 +159,8 @@ fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarg
     if next.targets.len() >= MAX_TARGETS {
         return Err(Error::new(Code::NoSpc, format!("the cluster already has {MAX_TARGETS} targets")));
     }
-    let id = next.targets.iter().map(|h| h.id + 1).max().unwrap_or(0);
+    let id = next.targets.iter().map(|h| h.id + 1).max().unwrap_or(0).max(next.next_target);
+    next.next_target = id + 1;
     next.targets.push(pb::Target {
         id,
         node,
@@ -198,6 +201,9 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
             return Err(Error::new(Code::Busy, m));
         }
         check_chain(c)?;
+        if let Some(t) = c.preferred.iter().find(|t| map.targets.iter().all(|h| h.id != **t)) {
+            return Err(inval(format!("chain {}: target {t} is not registered", c.id)));
+        }
         match next.chains.iter_mut().find(|h| h.id == c.id) {
             Some(have) => {
                 check_transition(have, c)?;
@@ -246,8 +252,12 @@ fn check_chain(c: &pb::Chain) -> Result<()> {
     if c.replicas.is_empty() || members.len() != c.replicas.len() {
         return bad("no replicas, or one twice");
     }
-    if members != c.preferred.iter().copied().collect() || c.preferred.len() != c.replicas.len() {
-        return bad("its replicas are not the targets it was made with");
+    let wanted: BTreeSet<TargetId> = c.preferred.iter().copied().collect();
+    if wanted.is_empty() || wanted.len() != c.preferred.len() {
+        return bad("no targets that it shall have, or one twice");
+    }
+    if c.replicas.len() > MAX_REPLICAS || c.preferred.len() > MAX_REPLICAS {
+        return bad("more replicas than a chain can have");
     }
     if count(c, ReplicaState::ReplicaUnknown) > 0 {
         return bad("a replica without a state");
@@ -268,8 +278,15 @@ fn check_chain(c: &pb::Chain) -> Result<()> {
 }
 
 fn check_new_chain(c: &pb::Chain) -> Result<()> {
-    if c.epoch != 1 || count(c, ReplicaState::ReplicaServing) != c.replicas.len() {
-        return Err(inval(format!("chain {}: a new chain is SERVING at epoch 1", c.id)));
+    let members = c.replicas.iter().map(|r| r.target);
+    if c.epoch != 1
+        || count(c, ReplicaState::ReplicaServing) != c.replicas.len()
+        || !members.eq(c.preferred.iter().copied())
+    {
+        return Err(inval(format!(
+            "chain {}: a new chain is SERVING at epoch 1, on the targets that it shall have",
+            c.id
+        )));
     }
     Ok(())
 }
@@ -281,10 +298,16 @@ fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
     if new.epoch <= old.epoch {
         return bad("epochs only grow");
     }
-    if new.preferred != old.preferred {
-        return bad("the targets of a chain never change");
+    if new.preferred.len() != old.preferred.len() {
+        return bad("the number of its copies never changes");
     }
     let before: BTreeMap<TargetId, ReplicaState> = old.replicas.iter().map(|r| (r.target, r.state())).collect();
+    for (target, was) in &before {
+        let now = new.state_of(*target);
+        if now.is_none() && (new.preferred.contains(target) || matches!(was, ReplicaServing | ReplicaLastsrv)) {
+            return bad(&format!("target {target} cannot leave it: it is wanted, or {was:?}"));
+        }
+    }
     let had_source = count(old, ReplicaServing) > 0;
     for r in &new.replicas {
         let was = before.get(&r.target).copied().unwrap_or(ReplicaUnknown);
@@ -292,7 +315,7 @@ fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
             ReplicaServing if had_source => matches!(was, ReplicaServing | ReplicaSyncing),
             ReplicaServing => was == ReplicaLastsrv && count(new, ReplicaServing) == 1,
             ReplicaLastsrv => matches!(was, ReplicaServing | ReplicaLastsrv),
-            _ => true,
+            _ => was != ReplicaUnknown || new.preferred.contains(&r.target),
         };
         if !allowed {
             return bad(&format!("target {} cannot go from {was:?} to {:?}", r.target, r.state()));
@@ -393,7 +416,8 @@ pub fn pool_change(map: &mut pb::ClusterMap, p: &pb::PoolChange) -> Result<()> {
 /// Further replicas stand on other nodes. They are dealt so that every target gets as many as the others and shares
 /// chains with as many different targets as possible: what a dead target served is then spread over many.
 pub fn make_chains(map: &pb::ClusterMap) -> Option<(Vec<pb::Chain>, Vec<pb::ChainSet>)> {
-    let live: Vec<(TargetId, NodeId)> = map.targets.iter().filter(|t| t.alive).map(|t| (t.id, t.node)).collect();
+    let usable = map.targets.iter().filter(|t| t.alive && !t.draining);
+    let live: Vec<(TargetId, NodeId)> = usable.map(|t| (t.id, t.node)).collect();
     let nodes: BTreeSet<NodeId> = live.iter().map(|t| t.1).collect();
     // A group that was recovered must not give out again what was given out after the state that it has.
     let before = (recovery::incarnation(map).era() as u32) << ERA_CHAINS;

@@ -43,6 +43,10 @@ impl Mds {
                 self.leading()?;
                 self.propose(Command::GiveUp(g)).await?;
             }
+            Some(Change::Target(c)) => {
+                self.leading()?;
+                self.propose(Command::TargetChange(c)).await?;
+            }
         }
         let group = self.node.group().await?;
         Ok(encode(&pb::MembersReply { learner, ..self.members_reply(&group) }))

@@ -1,0 +1,302 @@
+//! Replicas that move to other targets: which, where to, and how many at a time. Pure functions on the map.
+//!
+//! A move is a change of the targets that a chain shall have; rows `joins` to `gone` of `docs/replication.md` do the rest. What is being
+//! moved can be told from the map alone, so a new leader goes on where the former one was.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use strake_proto::{Code, Error, NodeId, Result, TargetId, map::ChainExt, pb};
+
+use super::{recovery, state::commit};
+
+/// Action numbers of [`pb::TargetChange`].
+pub mod target_action {
+    pub const DRAIN: u32 = 1;
+    pub const KEEP: u32 = 2;
+    pub const REMOVE: u32 = 3;
+}
+
+/// Replicas that one target gives away or takes at a time.
+const MOVES: usize = 2;
+
+/// What an administrator decided about a target. `ENOENT` if it is not registered, `EINVAL` for an heir that cannot be one, `EBUSY`
+/// for taking one out that is alive or that a chain still needs.
+pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<()> {
+    let mut next = map.clone();
+    let inval = |m: String| Err(Error::new(Code::Inval, m));
+    let known = |id: TargetId| map.targets.iter().find(|t| t.id == id);
+    let missing = |id| Error::new(Code::NoEnt, format!("target {id} is not registered"));
+    let is = known(c.target).ok_or_else(|| missing(c.target))?;
+    match c.action {
+        target_action::DRAIN => {
+            if let Some(heir) = c.heir {
+                let h = known(heir).ok_or_else(|| missing(heir))?;
+                if heir == c.target || h.draining {
+                    return inval(format!(
+                        "target {heir} cannot take what target {} has: it is to be emptied",
+                        c.target
+                    ));
+                }
+            }
+            next.targets.iter_mut().filter(|t| t.heir == Some(c.target)).for_each(|t| t.heir = None);
+        }
+        target_action::KEEP if c.heir.is_some() => return inval("a target that stays has no heir".into()),
+        target_action::KEEP => {}
+        target_action::REMOVE => {
+            may_go(map, is)?;
+            next.targets.retain(|t| t.id != c.target);
+            next.targets.iter_mut().filter(|t| t.heir == Some(c.target)).for_each(|t| t.heir = None);
+            next.pools.iter_mut().for_each(|p| p.targets.retain(|t| *t != c.target));
+            next.next_target = next.next_target.max(c.target + 1);
+            commit(map, next);
+            return Ok(());
+        }
+        a => return inval(format!("unknown action {a} about a target")),
+    }
+    for t in next.targets.iter_mut().filter(|t| t.id == c.target) {
+        t.draining = c.action == target_action::DRAIN;
+        t.heir = c.heir;
+    }
+    commit(map, next);
+    Ok(())
+}
+
+fn may_go(map: &pb::ClusterMap, t: &pb::Target) -> Result<()> {
+    let busy = |why: String| Err(Error::new(Code::Busy, format!("target {} cannot be taken out: {why}", t.id)));
+    let needs = |c: &&pb::Chain| c.state_of(t.id).is_some() || c.preferred.contains(&t.id);
+    match map.chains.iter().filter(needs).count() {
+        0 => {}
+        n => return busy(format!("it has replicas of {n} chains; drain it first")),
+    }
+    if map.doubts.iter().any(|d| d.replicas.iter().any(|r| r.target == t.id)) {
+        return busy("since a recovery it is not known what it may be needed for".into());
+    }
+    if t.alive {
+        return busy("it is alive; take it out of its server's `targets`, restart that, and repeat this".into());
+    }
+    Ok(())
+}
+
+/// Whether replicas of a chain are on their way.
+pub fn is_moving(c: &pb::Chain) -> bool {
+    c.replicas.len() != c.preferred.len() || c.replicas.iter().any(|r| !c.preferred.contains(&r.target))
+}
+
+/// How full targets are, and what they have to do.
+struct Load<'a> {
+    map: &'a pb::ClusterMap,
+    targets: BTreeMap<TargetId, &'a pb::Target>,
+    /// Replicas that a target has, or is to have.
+    replicas: BTreeMap<TargetId, usize>,
+    /// Those of them that it takes or gives away now.
+    moving: BTreeMap<TargetId, usize>,
+}
+
+impl<'a> Load<'a> {
+    fn new(map: &'a pb::ClusterMap) -> Load<'a> {
+        let targets = map.targets.iter().map(|t| (t.id, t)).collect();
+        let mut load = Load { map, targets, replicas: BTreeMap::new(), moving: BTreeMap::new() };
+        for c in &map.chains {
+            c.preferred.iter().for_each(|t| *load.replicas.entry(*t).or_default() += 1);
+            let has: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
+            let wants: BTreeSet<TargetId> = c.preferred.iter().copied().collect();
+            has.symmetric_difference(&wants).for_each(|t| *load.moving.entry(*t).or_default() += 1);
+        }
+        load
+    }
+
+    fn moving(&self, t: TargetId) -> usize {
+        self.moving.get(&t).copied().unwrap_or(0)
+    }
+
+    fn node(&self, t: TargetId) -> Option<NodeId> {
+        self.targets.get(&t).map(|t| t.node)
+    }
+
+    /// The target that takes the place of `old` in a chain: on none of the other replicas' nodes, the heir if it may, else the one that
+    /// is least full when what is on its way counts as much as what each replica there has.
+    fn heir(&self, c: &pb::Chain, old: &pb::Target) -> Option<TargetId> {
+        let others: BTreeSet<Option<NodeId>> =
+            c.preferred.iter().filter(|t| **t != old.id).map(|t| self.node(*t)).collect();
+        let may = |t: &&pb::Target| {
+            t.alive
+                && !t.draining
+                && !c.preferred.contains(&t.id)
+                && !others.contains(&Some(t.node))
+                && self.moving(t.id) < MOVES
+        };
+        let fullness = |t: &&pb::Target| {
+            let own = self.replicas.get(&t.id).copied().unwrap_or(0);
+            let each = t.used / own.max(1) as u64;
+            let used = t.used.saturating_add(each * self.moving(t.id) as u64);
+            (u128::from(used) * 1000 / u128::from(t.capacity.max(1)), own, t.id)
+        };
+        let fit: Vec<&pb::Target> = self.map.targets.iter().filter(may).collect();
+        match old.heir {
+            Some(h) if fit.iter().any(|t| t.id == h) => Some(h),
+            // It may not have this one; or it takes as many as it can, and will take this one later.
+            Some(h) if self.could(c, old.id, h) => None,
+            _ => fit.iter().copied().min_by_key(fullness).map(|t| t.id),
+        }
+    }
+
+    /// Whether `heir` may have the place of `old` in a chain at any time.
+    fn could(&self, c: &pb::Chain, old: TargetId, heir: TargetId) -> bool {
+        let apart = |t: &TargetId| *t == old || self.node(*t) != self.node(heir);
+        let is_there = self.targets.get(&heir).is_some_and(|t| t.alive && !t.draining);
+        is_there && !c.preferred.contains(&heir) && c.preferred.iter().all(apart)
+    }
+
+    fn moves(&mut self, from: TargetId, to: TargetId) {
+        for t in [from, to] {
+            *self.moving.entry(t).or_default() += 1;
+        }
+        *self.replicas.entry(to).or_default() += 1;
+    }
+}
+
+/// Chains that are to get other targets now, with a sentence about each. Those in `changed` are left alone.
+pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain]) -> Vec<(pb::Chain, String)> {
+    if map.targets.iter().all(|t| !t.draining) {
+        return Vec::new();
+    }
+    let mut load = Load::new(map);
+    let open = recovery::in_doubt(map);
+    let mut out = Vec::new();
+    for c in &map.chains {
+        let rests =
+            !open.contains(&c.id) && !is_moving(c) && c.head().is_some() && changed.iter().all(|n| n.id != c.id);
+        let leaving = |t: &TargetId| load.targets.get(t).filter(|t| t.draining).copied();
+        let Some(old) = c.preferred.iter().find_map(leaving).filter(|_| rests) else { continue };
+        if load.moving(old.id) >= MOVES {
+            continue;
+        }
+        if let Some(heir) = load.heir(c, old) {
+            load.moves(old.id, heir);
+            let mut n = pb::Chain { epoch: c.epoch + 1, ..c.clone() };
+            n.preferred.iter_mut().filter(|t| **t == old.id).for_each(|t| *t = heir);
+            out.push((n, format!("chain {}: its replica on target {} moves to target {heir}", c.id, old.id)));
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use pb::ReplicaState::ReplicaServing;
+
+    use super::*;
+    use crate::cluster::state;
+
+    /// Four nodes with one target each, a chain of two headed by each, and one node with two targets without chains.
+    fn map() -> pb::ClusterMap {
+        let target =
+            |(id, node): (TargetId, NodeId)| pb::Target { id, node, capacity: 100, alive: true, ..Default::default() };
+        let nodes = [(0, 1001), (1, 1002), (2, 1003), (3, 1004), (4, 1005), (5, 1005)];
+        let chain = |(id, on): (u32, [TargetId; 2])| pb::Chain {
+            id,
+            epoch: 1,
+            replicas: on.iter().map(|t| pb::Replica { target: *t, state: ReplicaServing as i32 }).collect(),
+            preferred: on.to_vec(),
+        };
+        pb::ClusterMap {
+            version: 7,
+            targets: nodes.into_iter().map(target).collect(),
+            chains: [(1, [0, 1]), (2, [1, 2]), (3, [2, 3]), (4, [3, 0])].into_iter().map(chain).collect(),
+            pools: vec![pb::Pool { name: "p".into(), targets: vec![0, 5] }],
+            ..Default::default()
+        }
+    }
+
+    fn change(target: TargetId, action: u32, heir: Option<TargetId>) -> pb::TargetChange {
+        pb::TargetChange { target, action, heir }
+    }
+
+    fn planned(map: &pb::ClusterMap) -> Vec<(u32, Vec<TargetId>)> {
+        plan(map, &[]).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
+    }
+
+    #[test]
+    fn what_drains_moves_to_where_there_is_most_room_on_other_nodes() {
+        let mut m = map();
+        assert_eq!(planned(&m), []);
+        target_change(&mut m, &change(0, target_action::DRAIN, None)).unwrap();
+        assert_eq!(m.version, 8);
+        // To the empty ones, one each.
+        assert_eq!(planned(&m), [(1, vec![4, 1]), (4, vec![3, 5])]);
+        // Never two copies on one node.
+        (m.targets[4].used, m.targets[5].used) = (99, 99);
+        (m.targets[2].used, m.targets[3].used) = (50, 60);
+        assert_eq!(planned(&m), [(1, vec![2, 1]), (4, vec![3, 1])]);
+        // Not to what is dead or leaves itself.
+        m.targets[2].alive = false;
+        target_change(&mut m, &change(3, target_action::DRAIN, None)).unwrap();
+        assert_eq!(planned(&m), [(1, vec![4, 1]), (3, vec![2, 1]), (4, vec![1, 0])]);
+        for (chain, _) in plan(&m, &[]) {
+            let update = pb::MapUpdate { expect_version: m.version, chains: vec![chain], ..Default::default() };
+            state::update(&mut m.clone(), &update).unwrap();
+        }
+    }
+
+    #[test]
+    fn few_move_at_a_time_and_one_after_the_other() {
+        let mut m = map();
+        target_change(&mut m, &change(0, target_action::DRAIN, Some(4))).unwrap();
+        for id in 10..20 {
+            m.chains.push(pb::Chain { id, ..m.chains[0].clone() });
+        }
+        let all = plan(&m, &[]);
+        assert_eq!(all.len(), MOVES, "{all:?}");
+        for (n, _) in all {
+            assert!(n.preferred.contains(&4));
+            *m.chains.iter_mut().find(|c| c.id == n.id).unwrap() = n;
+        }
+        assert_eq!(planned(&m), [], "these are not there yet");
+        let moved = m.chains.iter_mut().find(|c| is_moving(c)).unwrap();
+        moved.replicas = moved.preferred.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
+        assert_eq!(planned(&m).len(), 1);
+        // A chain that changes otherwise waits, as does one without a source.
+        assert_eq!(plan(&m, &m.chains.clone()), []);
+        m.chains
+            .iter_mut()
+            .for_each(|c| c.replicas.iter_mut().for_each(|r| r.set_state(pb::ReplicaState::ReplicaLastsrv)));
+        assert_eq!(planned(&m), []);
+    }
+
+    #[test]
+    fn an_heir_takes_all_that_it_may() {
+        let mut m = map();
+        target_change(&mut m, &change(0, target_action::DRAIN, Some(3))).unwrap();
+        // The second chain has a copy there already.
+        assert_eq!(planned(&m), [(1, vec![3, 1]), (4, vec![3, 4])]);
+        for (id, heir, code) in
+            [(9, None, Code::NoEnt), (0, Some(9), Code::NoEnt), (0, Some(0), Code::Inval), (1, Some(0), Code::Inval)]
+        {
+            let e = target_change(&mut m.clone(), &change(id, target_action::DRAIN, heir)).unwrap_err();
+            assert_eq!(e.code, code, "{e}");
+        }
+        assert_eq!(target_change(&mut m.clone(), &change(0, 9, None)).unwrap_err().code, Code::Inval);
+        // One that is to be emptied itself inherits nothing.
+        target_change(&mut m, &change(3, target_action::DRAIN, None)).unwrap();
+        assert_eq!(m.targets[0].heir, None);
+        target_change(&mut m, &change(0, target_action::KEEP, None)).unwrap();
+        assert!(!m.targets[0].draining && m.targets[3].draining);
+    }
+
+    #[test]
+    fn only_what_nobody_needs_is_taken_out() {
+        let mut m = map();
+        let remove = |m: &mut pb::ClusterMap, t| target_change(m, &change(t, target_action::REMOVE, None));
+        assert!(remove(&mut m, 0).unwrap_err().message.contains("drain it first"));
+        assert!(remove(&mut m, 5).unwrap_err().message.contains("alive"));
+        m.targets[5].alive = false;
+        m.doubts =
+            vec![pb::Doubt { chain: 1, replicas: vec![pb::Replica { target: 5, state: 1 }], ..Default::default() }];
+        assert_eq!(remove(&mut m, 5).unwrap_err().code, Code::Busy);
+        m.doubts.clear();
+        remove(&mut m, 5).unwrap();
+        assert!(m.targets.iter().all(|t| t.id != 5) && m.pools[0].targets == [0]);
+        assert_eq!(m.next_target, 6, "its number is given to no other");
+        assert_eq!(remove(&mut m, 5).unwrap_err().code, Code::NoEnt);
+    }
+}
