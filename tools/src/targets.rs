@@ -29,6 +29,8 @@ pub enum Command {
     Drain(DrainArgs),
     /// Let draining targets stay: what has not moved yet does not.
     Keep(TargetsArgs),
+    /// Say that dead targets never come back: what only they had is lost, and programs are told so (EIO) instead of waiting.
+    GiveUp(TargetsArgs),
     /// Take stopped targets, on which nothing is needed any more, out of the cluster.
     Remove(TargetsArgs),
     /// Move everything on one target to another one where it may, the rest elsewhere.
@@ -95,6 +97,7 @@ pub struct NodesArgs {
 const DRAIN: u32 = 1;
 const KEEP: u32 = 2;
 const REMOVE: u32 = 3;
+const GIVE_UP: u32 = 4;
 const LOOK: Duration = Duration::from_millis(400);
 /// Nothing moves and nothing will: that takes longer than any pause between two moves.
 const STUCK: Duration = Duration::from_secs(15);
@@ -107,6 +110,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
             act(&a.targets.reach, async |g| drain(g, &ids, None, wait).await)
         }
         Command::Keep(a) => act(&a.reach, async |g| change_each(g, &a.target, KEEP, "stays").await),
+        Command::GiveUp(a) => act(&a.reach, async |g| give_up(g, &a.target).await),
         Command::Remove(a) => act(&a.reach, async |g| change_each(g, &a.target, REMOVE, "is no target any more").await),
         Command::Replace(a) => act(&a.reach, async |g| drain(g, &[a.old], Some(a.new), !a.no_wait).await),
     }
@@ -184,6 +188,19 @@ async fn change_each(g: &mut Group, ids: &[TargetId], action: u32, what: &str) -
     Ok(said)
 }
 
+async fn give_up(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String>> {
+    let lost = |map: &MapView| map.map.chains.iter().filter(|c| c.lost).map(|c| c.id).collect::<BTreeSet<_>>();
+    let before = lost(&g.map().await?);
+    let mut said = change_each(g, ids, GIVE_UP, "is given up; what others have of it moves").await?;
+    let now = lost(&g.map().await?);
+    let new: Vec<String> = now.difference(&before).map(u32::to_string).collect();
+    if !new.is_empty() {
+        let m = "nobody else had chains {}: `strake fsck` names the files with stripes there";
+        said.push(m.replace("{}", &new.join(", ")));
+    }
+    Ok(said)
+}
+
 async fn drain(g: &mut Group, ids: &[TargetId], heir: Option<TargetId>, wait: bool) -> Result<Vec<String>> {
     for target in ids {
         change(g, pb::TargetChange { target: *target, action: DRAIN, heir }).await?;
@@ -230,7 +247,7 @@ fn progress(first: usize, left: usize, moving: usize, bytes: u64, taken: Duratio
 
 /// Why nothing moves.
 fn stuck(map: &MapView, ids: &[TargetId]) -> Error {
-    let holds = |c: &&pb::Chain| ids.iter().any(|t| c.preferred.contains(t) || c.state_of(*t).is_some());
+    let holds = |c: &&pb::Chain| !c.lost && ids.iter().any(|t| c.preferred.contains(t) || c.state_of(*t).is_some());
     let (dead, other): (Vec<&pb::Chain>, _) = map.map.chains.iter().filter(holds).partition(|c| c.head().is_none());
     let list = |chains: &[&pb::Chain]| chains.iter().map(|c| c.id.to_string()).collect::<Vec<_>>().join(", ");
     let why = match dead.is_empty() {
@@ -238,7 +255,10 @@ fn stuck(map: &MapView, ids: &[TargetId]) -> Error {
             let m = "no other storage server is alive that can take a copy and has none of it; add one, or start those that are down";
             format!("chains {}: {m}", list(&other))
         }
-        false => format!("chains {}: nobody alive is in sync; start the servers that hold them", list(&dead)),
+        false => format!(
+            "chains {}: nobody alive is in sync; start the servers that hold them, or `strake target give-up` those that never come back",
+            list(&dead)
+        ),
     };
     Error::new(Code::Busy, format!("nothing moves any more: {why}"))
 }
@@ -256,7 +276,7 @@ struct Held {
 impl Held {
     fn of(map: &MapView, id: TargetId) -> Held {
         let mut h = Held { all: 0, leaving: 0, arriving: 0 };
-        for c in &map.map.chains {
+        for c in map.map.chains.iter().filter(|c| !c.lost) {
             let (has, wanted) = (c.state_of(id).is_some(), c.preferred.contains(&id));
             h.all += usize::from(has || wanted);
             h.leaving += usize::from(has && !wanted);
@@ -270,7 +290,9 @@ impl Held {
 fn state(t: &pb::Target, h: &Held) -> String {
     let mut words: BTreeSet<&str> = BTreeSet::new();
     words.insert(if t.alive { "alive" } else { "dead" });
-    if t.draining {
+    if t.given_up {
+        words.insert("given up");
+    } else if t.draining {
         words.insert(if h.all == 0 { "empty" } else { "draining" });
     }
     words.into_iter().collect::<Vec<_>>().join(", ")
@@ -308,11 +330,12 @@ fn as_json(map: &MapView, said: &[String]) -> Value {
     let target = |t: &pb::Target| {
         let h = Held::of(map, t.id);
         json!({
-            "target": t.id, "server": node_name(map, t), "alive": t.alive, "draining": t.draining, "heir": t.heir, "used": t.used,
+            "target": t.id, "server": node_name(map, t), "alive": t.alive, "draining": t.draining, "given_up": t.given_up, "heir": t.heir, "used": t.used,
             "capacity": t.capacity, "percent": percent(t), "replicas": h.all, "leaving": h.leaving, "arriving": h.arriving,
         })
     };
-    json!({ "message": said, "targets": map.map.targets.iter().map(target).collect::<Vec<_>>() })
+    let lost: Vec<u32> = map.map.chains.iter().filter(|c| c.lost).map(|c| c.id).collect();
+    json!({ "message": said, "lost_chains": lost, "targets": map.map.targets.iter().map(target).collect::<Vec<_>>() })
 }
 
 #[cfg(test)]
@@ -335,6 +358,7 @@ mod tests {
             epoch: 1,
             replicas: on.iter().copied().map(replica).collect(),
             preferred: preferred.to_vec(),
+            lost: false,
         };
         MapView::new(pb::ClusterMap {
             nodes: (1001..1005).map(node).collect(),

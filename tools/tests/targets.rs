@@ -155,8 +155,14 @@ fn a_dead_target_is_replaced_by_another_and_what_cannot_move_is_said() {
     let out = c.run(&["target", "replace", &dead.to_string(), &heir.to_string()]);
     refused(&out, &["nothing moves any more", "nobody alive is in sync"]);
     (0..30).for_each(|i| assert!(fs::read(c.mnt().join(format!("f{i}"))).unwrap() == data(i), "file {i}"));
-    // It comes back: what is left moves, too.
+    // Given up, what only it had is lost: nothing, here. It comes back all the same and is kept, and what is left moves, too.
+    let said = ok(&c.run(&["target", "give-up", &dead.to_string()]));
+    assert!(said.contains("nobody else had chains"), "{said}");
+    assert_eq!(c.target(dead)["replicas"], 0);
     ok(&c.up());
+    ok(&c.run(&["target", "keep", &dead.to_string()]));
+    c.until("it is whole", || c.target(dead)["replicas"].as_u64().unwrap() > 0 && c.target(dead)["alive"] == true);
+    ok(&c.run(&["target", "drain", &dead.to_string()]));
     c.until("all has moved", || c.target(dead)["replicas"] == 0);
     (0..30).for_each(|i| assert!(fs::read(c.mnt().join(format!("f{i}"))).unwrap() == data(i), "file {i}"));
     c.until("its bytes are gone", || c.target(dead)["used"].as_u64().unwrap() < 4 << 20);

@@ -290,7 +290,7 @@ impl Manager {
     fn changed_chains(&self, map: &MapView, alive: &BTreeSet<TargetId>, why: &mut Vec<String>) -> Vec<pb::Chain> {
         let mut changed = Vec::new();
         let open = recovery::in_doubt(&map.map);
-        for c in map.map.chains.iter().filter(|c| !open.contains(&c.id)) {
+        for c in map.map.chains.iter().filter(|c| !c.lost && !open.contains(&c.id)) {
             let facts =
                 membership::Facts { alive: |t| alive.contains(&t), synced: self.synced(c), acts: |t| self.acts(c, t) };
             if let Some(n) = membership::evaluate(c, &facts) {

@@ -187,7 +187,7 @@ mod tests {
             })
             .collect();
         let preferred = replicas.iter().map(|r| r.target).collect();
-        pb::Chain { id: 1, epoch: 5, replicas, preferred }
+        pb::Chain { id: 1, epoch: 5, replicas, preferred, lost: false }
     }
 
     fn text(c: Option<pb::Chain>) -> String {

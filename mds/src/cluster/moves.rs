@@ -14,6 +14,7 @@ pub mod target_action {
     pub const DRAIN: u32 = 1;
     pub const KEEP: u32 = 2;
     pub const REMOVE: u32 = 3;
+    pub const GIVE_UP: u32 = 4;
 }
 
 /// Replicas that one target gives away or takes at a time.
@@ -40,13 +41,19 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
             }
             next.targets.iter_mut().filter(|t| t.heir == Some(c.target)).for_each(|t| t.heir = None);
         }
-        target_action::KEEP if c.heir.is_some() => return inval("a target that stays has no heir".into()),
+        _ if c.heir.is_some() => return inval("only a target that is emptied has an heir".into()),
         target_action::KEEP => {}
+        target_action::GIVE_UP if is.alive => {
+            let m = format!("target {} is alive; it is not lost", c.target);
+            return Err(Error::new(Code::Busy, m));
+        }
+        target_action::GIVE_UP => {}
         target_action::REMOVE => {
             may_go(map, is)?;
             next.targets.retain(|t| t.id != c.target);
             next.targets.iter_mut().filter(|t| t.heir == Some(c.target)).for_each(|t| t.heir = None);
             next.pools.iter_mut().for_each(|p| p.targets.retain(|t| *t != c.target));
+            next.chains.iter_mut().for_each(|chain| chain.replicas.retain(|r| r.target != c.target));
             next.next_target = next.next_target.max(c.target + 1);
             commit(map, next);
             return Ok(());
@@ -54,19 +61,36 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
         a => return inval(format!("unknown action {a} about a target")),
     }
     for t in next.targets.iter_mut().filter(|t| t.id == c.target) {
-        t.draining = c.action == target_action::DRAIN;
+        t.draining = c.action != target_action::KEEP;
+        t.given_up = c.action == target_action::GIVE_UP;
         t.heir = c.heir;
     }
+    judge_lost(&mut next);
     commit(map, next);
     Ok(())
 }
 
+/// A chain is lost when every target that could be its source was given up, and no longer when one of them is kept after all.
+fn judge_lost(map: &mut pb::ClusterMap) {
+    let gone: BTreeSet<TargetId> = map.targets.iter().filter(|t| t.given_up).map(|t| t.id).collect();
+    let open = recovery::in_doubt(map);
+    for c in map.chains.iter_mut().filter(|c| !open.contains(&c.id) && c.head().is_none()) {
+        let mut sources = c.replicas.iter().filter(|r| r.state() == pb::ReplicaState::ReplicaLastsrv).peekable();
+        // Of a lost chain, they may have been taken out.
+        let lost = if sources.peek().is_some() { sources.all(|r| gone.contains(&r.target)) } else { c.lost };
+        if lost != c.lost {
+            c.lost = lost;
+            c.epoch += 1;
+        }
+    }
+}
+
 fn may_go(map: &pb::ClusterMap, t: &pb::Target) -> Result<()> {
     let busy = |why: String| Err(Error::new(Code::Busy, format!("target {} cannot be taken out: {why}", t.id)));
-    let needs = |c: &&pb::Chain| c.state_of(t.id).is_some() || c.preferred.contains(&t.id);
+    let needs = |c: &&pb::Chain| !c.lost && (c.state_of(t.id).is_some() || c.preferred.contains(&t.id));
     match map.chains.iter().filter(needs).count() {
         0 => {}
-        n => return busy(format!("it has replicas of {n} chains; drain it first")),
+        n => return busy(format!("it has replicas of {n} chains; drain it first, or give it up if it is lost")),
     }
     if map.doubts.iter().any(|d| d.replicas.iter().any(|r| r.target == t.id)) {
         return busy("since a recovery it is not known what it may be needed for".into());
@@ -183,7 +207,7 @@ pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain]) -> Vec<(pb::Chain, Stri
 
 #[cfg(test)]
 mod tests {
-    use pb::ReplicaState::ReplicaServing;
+    use pb::ReplicaState::{ReplicaLastsrv, ReplicaServing};
 
     use super::*;
     use crate::cluster::state;
@@ -198,6 +222,7 @@ mod tests {
             epoch: 1,
             replicas: on.iter().map(|t| pb::Replica { target: *t, state: ReplicaServing as i32 }).collect(),
             preferred: on.to_vec(),
+            lost: false,
         };
         pb::ClusterMap {
             version: 7,
@@ -249,7 +274,8 @@ mod tests {
         assert_eq!(all.len(), MOVES, "{all:?}");
         for (n, _) in all {
             assert!(n.preferred.contains(&4));
-            *m.chains.iter_mut().find(|c| c.id == n.id).unwrap() = n;
+            let at = m.chains.iter().position(|c| c.id == n.id).unwrap();
+            m.chains[at] = n;
         }
         assert_eq!(planned(&m), [], "these are not there yet");
         let moved = m.chains.iter_mut().find(|c| is_moving(c)).unwrap();
@@ -281,6 +307,45 @@ mod tests {
         assert_eq!(m.targets[0].heir, None);
         target_change(&mut m, &change(0, target_action::KEEP, None)).unwrap();
         assert!(!m.targets[0].draining && m.targets[3].draining);
+    }
+
+    #[test]
+    fn what_only_lost_targets_had_is_lost_until_one_of_them_is_kept() {
+        let mut m = map();
+        let give_up = |m: &mut pb::ClusterMap, t| target_change(m, &change(t, target_action::GIVE_UP, None));
+        assert!(give_up(&mut m, 0).unwrap_err().message.contains("is alive"));
+        for t in [0, 1] {
+            m.targets[t].alive = false;
+        }
+        m.chains[0].replicas.iter_mut().for_each(|r| r.set_state(ReplicaLastsrv));
+        give_up(&mut m, 0).unwrap();
+        assert!(m.targets[0].draining && m.chains.iter().all(|c| !c.lost), "the other one may come back");
+        give_up(&mut m, 1).unwrap();
+        assert_eq!(
+            m.chains.iter().map(|c| (c.lost, c.epoch)).collect::<Vec<_>>(),
+            [(true, 2), (false, 1), (false, 1), (false, 1)]
+        );
+        // What others have moves; the lost chain is left alone.
+        assert_eq!(planned(&m), [(2, vec![4, 2]), (4, vec![3, 5])]);
+        target_change(&mut m, &change(1, target_action::KEEP, None)).unwrap();
+        assert_eq!((m.chains[0].lost, m.chains[0].epoch), (false, 3));
+        give_up(&mut m, 1).unwrap();
+        // They go when nothing but what is lost needs them.
+        assert!(
+            target_change(&mut m.clone(), &change(0, target_action::REMOVE, None))
+                .unwrap_err()
+                .message
+                .contains("drain")
+        );
+        for (n, to) in [(1, [4, 2]), (3, [3, 5])] {
+            m.chains[n].preferred = to.to_vec();
+            m.chains[n].replicas = to.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
+        }
+        for t in [0, 1] {
+            target_change(&mut m, &change(t, target_action::REMOVE, None)).unwrap();
+        }
+        assert!(m.chains[0].lost && m.chains[0].replicas.is_empty());
+        strake_proto::map::MapView::new(m).unwrap();
     }
 
     #[test]

@@ -185,7 +185,7 @@ mod tests {
             version: 40,
             targets: (1..=3).map(target).collect(),
             nodes: vec![node(1, ROLE_MDS), node(2, ROLE_MDS), node(1001, 2)],
-            chains: vec![pb::Chain { id: 5, epoch, replicas: replicas(chain), preferred: vec![1, 2, 3] }],
+            chains: vec![pb::Chain { id: 5, epoch, replicas: replicas(chain), preferred: vec![1, 2, 3], lost: false }],
             former: vec![7],
             ..Default::default()
         };

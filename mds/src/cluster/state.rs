@@ -196,6 +196,9 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
     }
     let open = recovery::in_doubt(map);
     for c in &u.chains {
+        if c.lost || map.chains.iter().any(|h| h.id == c.id && h.lost) {
+            return Err(inval(format!("chain {}: what is lost is decided by an administrator", c.id)));
+        }
         if open.contains(&c.id) {
             let m = format!("chain {}: what is in sync is not known yet since the recovery", c.id);
             return Err(Error::new(Code::Busy, m));
@@ -434,7 +437,7 @@ pub fn make_chains(map: &pb::ClusterMap) -> Option<(Vec<pb::Chain>, Vec<pb::Chai
             let serving = |t: &TargetId| pb::Replica { target: *t, state: ReplicaState::ReplicaServing as i32 };
             let replicas = preferred.iter().map(serving).collect();
             members.push(next_chain);
-            chains.push(pb::Chain { id: next_chain, epoch: 1, replicas, preferred });
+            chains.push(pb::Chain { id: next_chain, epoch: 1, replicas, preferred, lost: false });
             next_chain += 1;
         }
         if !members.is_empty() {

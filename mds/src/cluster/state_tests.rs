@@ -189,7 +189,7 @@ fn updates_refuse_nonsense() {
         with(&|u| u.sets.push(pb::ChainSet { id: 90, chains: vec![12345], ..set.clone() })),
         with(&|u| {
             let replicas = vec![pb::Replica { target: 44, state: ReplicaServing as i32 }];
-            u.chains.push(pb::Chain { id: 900, epoch: 1, replicas, preferred: vec![44] });
+            u.chains.push(pb::Chain { id: 900, epoch: 1, replicas, preferred: vec![44], lost: false });
         }),
     ];
     for u in cases {
