@@ -160,7 +160,6 @@ fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarg
         return Err(Error::new(Code::NoSpc, format!("the cluster already has {MAX_TARGETS} targets")));
     }
     let id = next.targets.iter().map(|h| h.id + 1).max().unwrap_or(0).max(next.next_target);
-    next.next_target = id + 1;
     next.targets.push(pb::Target {
         id,
         node,

@@ -184,7 +184,9 @@ fn updates_refuse_nonsense() {
         with(&|u| u.nodes.push(pb::Node { id: 5, ..Default::default() })),
         with(&|u| u.chains.push(pb::Chain { id: 900, ..c.clone() })).tap(|u| u.chains[0].epoch = 2),
         with(&|u| u.chains.push(pb::Chain { id: 900, replicas: vec![], ..c.clone() })),
-        with(&|u| u.chains.push(pb::Chain { epoch: 9, preferred: vec![1], ..c.clone() })),
+        with(&|u| u.chains.push(pb::Chain { epoch: 9, preferred: vec![44], ..c.clone() })),
+        with(&|u| u.chains.push(pb::Chain { epoch: 9, preferred: vec![0, 1], ..c.clone() })),
+        with(&|u| u.chains.push(pb::Chain { epoch: 9, preferred: vec![], ..c.clone() })),
         with(&|u| u.sets.push(set.clone())),
         with(&|u| u.sets.push(pb::ChainSet { id: 90, chains: vec![12345], ..set.clone() })),
         with(&|u| {

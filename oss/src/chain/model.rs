@@ -155,7 +155,7 @@ pub struct Cluster {
     moves: bool,
     /// The map that each replica acted on when it was last heard of.
     acted: Vec<u64>,
-    /// Replicas leave before they know it: a mistake.
+    /// Replicas leave before they know it, which they hear of late: a mistake.
     pub hasty: bool,
     pub left: u64,
     pub reads: u64,
@@ -337,7 +337,7 @@ impl Cluster {
     /// The replica reaches the mds: rules 1 to 4, and it gets the map and a lease.
     fn heartbeat(&mut self, i: usize) {
         use ReplicaState::*;
-        if self.r[i].cut {
+        if self.r[i].cut || self.hasty && !self.wanted.contains(&(i as u32)) && self.rand(8) > 0 {
             return;
         }
         if self.known[i] != self.r[i].life {
@@ -384,7 +384,7 @@ impl Cluster {
         self.wanted = (0..N as u32).filter(|t| set & 1 << t != 0).collect();
     }
 
-    /// Rules 8 and 9.
+    /// The rows `joins`, `drops`, `steps-back` and `gone`.
     fn join_and_leave(&mut self) {
         use ReplicaState::*;
         let replicas = self.chain().replicas.clone();
