@@ -30,22 +30,54 @@ pub struct Timed {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Fault {
     /// A server dies and is started again after `down`. With `power` its machine loses what was not synced, as `dice` says.
-    Crash { node: u32, power: bool, dice: u64, down: Duration },
+    Crash {
+        node: u32,
+        power: bool,
+        dice: u64,
+        down: Duration,
+    },
     /// A node is cut off from all others.
-    Isolate { node: u32, one_way: bool, lasts: Duration },
+    Isolate {
+        node: u32,
+        one_way: bool,
+        lasts: Duration,
+    },
     /// A link is cut, or its direction from `a` to `b`.
-    Cut { a: u32, b: u32, one_way: bool, lasts: Duration },
+    Cut {
+        a: u32,
+        b: u32,
+        one_way: bool,
+        lasts: Duration,
+    },
     /// A client is cut off from all metadata servers, and from nobody else.
-    Exile { client: u32, lasts: Duration },
+    Exile {
+        client: u32,
+        lasts: Duration,
+    },
     /// How long messages take at most, and how many connections break (in a thousand messages), from now on.
-    Weather { max_delay: Duration, break_per_mille: u32 },
+    Weather {
+        max_delay: Duration,
+        break_per_mille: u32,
+    },
     /// The next message of an operation from or to a node.
-    Message { node: u32, what: Strike },
+    Message {
+        node: u32,
+        what: Strike,
+    },
     /// A server's wall clock is so far off from now on.
-    Jump { node: u32, seconds: i64 },
+    Jump {
+        node: u32,
+        seconds: i64,
+    },
     /// All clocks since boot have other rates from now on, within what two may differ by.
-    Drift { dice: u64 },
-    Disk { node: u32, what: Harm, lasts: Duration },
+    Drift {
+        dice: u64,
+    },
+    Disk {
+        node: u32,
+        what: Harm,
+        lasts: Duration,
+    },
     /// A storage server with a new target joins.
     Join,
     /// An administrator has a target emptied, or kept after all.
@@ -135,7 +167,9 @@ impl fmt::Display for Fault {
             }
             Fault::Join => write!(f, "a storage server with a new target joins"),
             Fault::Move(Change::Drain { target, heir: None }) => write!(f, "target {target} is to be emptied"),
-            Fault::Move(Change::Drain { target, heir: Some(h) }) => write!(f, "target {target} is to be replaced by {h}"),
+            Fault::Move(Change::Drain { target, heir: Some(h) }) => {
+                write!(f, "target {target} is to be replaced by {h}")
+            }
             Fault::Move(Change::Keep { target }) => write!(f, "target {target} is to be kept"),
         }
     }

@@ -263,8 +263,7 @@ async fn simulate(s: Scenario, cluster: &mut Cluster) -> Result<Report> {
     while !cluster.whole() {
         sleep(Duration::from_millis(100)).await;
     }
-    let head =
-        Head { source: format!("simulator seed {}", s.seed), roots: make_roots(cluster).await?, kernel: false };
+    let head = Head { source: format!("simulator seed {}", s.seed), roots: make_roots(cluster).await?, kernel: false };
     if let Some(plant) = s.plant {
         cluster.net.plant(plant);
     }

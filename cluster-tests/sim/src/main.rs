@@ -123,7 +123,11 @@ fn sweep_mixed(args: &Args) -> u64 {
 /// Makes the first seed short.
 fn shrink_one(args: &Args) -> ExitCode {
     let Some(scenario) = args.scenario(args.seed) else {
-        eprintln!("seed {} is a run of the kind {}, which has no list of faults to make shorter", args.seed, Mode::of(args.seed).name());
+        eprintln!(
+            "seed {} is a run of the kind {}, which has no list of faults to make shorter",
+            args.seed,
+            Mode::of(args.seed).name()
+        );
         return ExitCode::FAILURE;
     };
     match shrink(scenario, args.shrink_runs, &mut |step| eprintln!("{step}")) {

@@ -90,7 +90,11 @@ impl fmt::Display for Done {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let hash: String = self.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
         let (mode, counted) = (self.mode.name(), self.faults.counted());
-        write!(f, "seed {} {mode}: {counted} faults counted, {:.0?} simulated, trace {hash}", self.seed, self.simulated)?;
+        write!(
+            f,
+            "seed {} {mode}: {counted} faults counted, {:.0?} simulated, trace {hash}",
+            self.seed, self.simulated
+        )?;
         self.violations.iter().try_for_each(|v| write!(f, "\n  VIOLATION: {v}"))
     }
 }

@@ -57,7 +57,13 @@ impl Search<'_> {
         if same {
             self.failed = o;
         }
-        (self.progress)(&format!("run {}: {} faults in {:?}: {}", self.runs, faults.len(), s.length, if same { "fails" } else { "holds" }));
+        (self.progress)(&format!(
+            "run {}: {} faults in {:?}: {}",
+            self.runs,
+            faults.len(),
+            s.length,
+            if same { "fails" } else { "holds" }
+        ));
         Ok(same)
     }
 
@@ -134,9 +140,14 @@ impl Short {
     /// For people: what was broken, by which faults, and the trace up to there.
     pub fn text(&self) -> String {
         let (s, o) = (&self.scenario, &self.outcome);
-        let mut out = format!("seed {}: shrunk in {} runs from {} faults to {}\n", s.seed, self.runs, self.of, self.faults.len());
+        let mut out =
+            format!("seed {}: shrunk in {} runs from {} faults to {}\n", s.seed, self.runs, self.of, self.faults.len());
         o.violations.iter().for_each(|v| out.push_str(&format!("  broken: {v}\n")));
-        out.push_str(&format!("  the first fault may come at {:.3} s; after {:?} all is repaired. Who works:\n", begin(o).as_secs_f64(), s.length));
+        out.push_str(&format!(
+            "  the first fault may come at {:.3} s; after {:?} all is repaired. Who works:\n",
+            begin(o).as_secs_f64(),
+            s.length
+        ));
         let works = (0..TASKS).filter(|t| s.without & 1 << t == 0 && (s.wide || *t != TASKS - 1));
         works.for_each(|t| out.push_str(&format!("    {}\n", task(t))));
         out.push_str("  the faults:\n");

@@ -39,6 +39,8 @@ pub struct Options {
     pub lease: Duration,
     /// Chains are made once so many targets are alive; 0: any.
     pub expect_targets: usize,
+    /// What a target has that was dead for so long is copied to others; zero: never.
+    pub rebuild_after: Duration,
 }
 
 /// A map change to propose. [`Manager::resolved`] must be called with what became of it.
@@ -233,7 +235,7 @@ impl Manager {
             chains.extend(new_chains);
             sets = new_sets;
         }
-        for (chain, sentence) in moves::plan(&next, &chains) {
+        for (chain, sentence) in moves::plan(&next, &chains, &self.long_dead(now, &next)) {
             why.push(sentence);
             chains.push(chain);
         }
@@ -252,6 +254,16 @@ impl Manager {
         if known {
             self.in_flight = false;
             self.leaving.clear();
+        }
+    }
+
+    /// Targets that nobody heard of for so long that they are not waited for any more.
+    fn long_dead(&self, now: Duration, map: &pb::ClusterMap) -> BTreeSet<TargetId> {
+        let heard = |t: &pb::Target| self.seen.get(&t.id).map_or(self.elected, |s| s.at.max(self.elected));
+        let gone = |t: &&pb::Target| !t.alive && now.saturating_sub(heard(t)) >= self.options.rebuild_after;
+        match self.options.rebuild_after.is_zero() {
+            true => BTreeSet::new(),
+            false => map.targets.iter().filter(gone).map(|t| t.id).collect(),
         }
     }
 

@@ -4,6 +4,7 @@
 //! rules for one chain, [`moves`] which replicas move where, [`recovery`] the rules for a group that begins anew. [`manager`] holds
 //! what only the leader knows, heartbeats and leases, and turns it into proposals.
 
+pub mod domains;
 pub mod manager;
 pub mod membership;
 pub mod moves;

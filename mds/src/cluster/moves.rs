@@ -5,9 +5,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use strake_proto::{Code, Error, NodeId, Result, TargetId, map::ChainExt, pb};
+use strake_proto::{Code, Error, Result, TargetId, map::ChainExt, pb};
 
-use super::{recovery, state::commit};
+use super::{domains::Domains, recovery, state::commit};
 
 /// Action numbers of [`pb::TargetChange`].
 pub mod target_action {
@@ -19,6 +19,8 @@ pub mod target_action {
 
 /// Replicas that one target gives away or takes at a time.
 const MOVES: usize = 2;
+/// No replica moves to a target that would be fuller then, percent.
+const FULL: u128 = 95;
 
 /// What an administrator decided about a target. `ENOENT` if it is not registered, `EINVAL` for an heir that cannot be one, `EBUSY`
 /// for taking one out that is alive or that a chain still needs.
@@ -110,6 +112,7 @@ pub fn is_moving(c: &pb::Chain) -> bool {
 struct Load<'a> {
     map: &'a pb::ClusterMap,
     targets: BTreeMap<TargetId, &'a pb::Target>,
+    domains: Domains<'a>,
     /// Replicas that a target has, or is to have.
     replicas: BTreeMap<TargetId, usize>,
     /// Those of them that it takes or gives away now.
@@ -119,7 +122,8 @@ struct Load<'a> {
 impl<'a> Load<'a> {
     fn new(map: &'a pb::ClusterMap) -> Load<'a> {
         let targets = map.targets.iter().map(|t| (t.id, t)).collect();
-        let mut load = Load { map, targets, replicas: BTreeMap::new(), moving: BTreeMap::new() };
+        let domains = Domains::new(map);
+        let mut load = Load { map, targets, domains, replicas: BTreeMap::new(), moving: BTreeMap::new() };
         for c in &map.chains {
             c.preferred.iter().for_each(|t| *load.replicas.entry(*t).or_default() += 1);
             let has: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
@@ -133,42 +137,54 @@ impl<'a> Load<'a> {
         self.moving.get(&t).copied().unwrap_or(0)
     }
 
-    fn node(&self, t: TargetId) -> Option<NodeId> {
-        self.targets.get(&t).map(|t| t.node)
+    /// About what one replica of a target takes, bytes.
+    fn each(&self, t: &pb::Target) -> u64 {
+        t.used / self.replicas.get(&t.id).copied().unwrap_or(0).max(1) as u64
     }
 
-    /// The target that takes the place of `old` in a chain: on none of the other replicas' nodes, the heir if it may, else the one that
-    /// is least full when what is on its way counts as much as what each replica there has.
-    fn heir(&self, c: &pb::Chain, old: &pb::Target) -> Option<TargetId> {
-        let others: BTreeSet<Option<NodeId>> =
-            c.preferred.iter().filter(|t| **t != old.id).map(|t| self.node(*t)).collect();
-        let may = |t: &&pb::Target| {
-            t.alive
-                && !t.draining
-                && !c.preferred.contains(&t.id)
-                && !others.contains(&Some(t.node))
-                && self.moving(t.id) < MOVES
+    /// The target that takes the place of `old` in a chain: the heir if it may, else the one that is least full when what is on its
+    /// way counts as much as what each replica there has. It is on none of the other replicas' servers, and in a rack with as few of
+    /// them as can be; with `less`, with fewer than `old`.
+    fn heir(&self, c: &pb::Chain, old: &pb::Target, less: bool) -> Option<TargetId> {
+        let others: Vec<TargetId> = c.preferred.iter().copied().filter(|t| *t != old.id).collect();
+        let crowd = |t: &pb::Target| self.domains.crowd(t.id, &others);
+        let could = |t: &&pb::Target| {
+            let apart = others.iter().all(|o| self.domains.servers_differ(*o, t.id));
+            let then = u128::from(t.used) + u128::from(self.each(old)) * (self.moving(t.id) as u128 + 1);
+            let room = then * 100 <= u128::from(t.capacity) * FULL;
+            t.alive && !t.draining && t.id != old.id && apart && room
         };
+        let could: Vec<&pb::Target> = self.map.targets.iter().filter(could).collect();
+        let fewest = could.iter().map(|t| crowd(t)).min()?;
+        if less && fewest >= crowd(old) {
+            return None;
+        }
         let fullness = |t: &&pb::Target| {
+            let used = t.used.saturating_add(self.each(t) * self.moving(t.id) as u64);
             let own = self.replicas.get(&t.id).copied().unwrap_or(0);
-            let each = t.used / own.max(1) as u64;
-            let used = t.used.saturating_add(each * self.moving(t.id) as u64);
             (u128::from(used) * 1000 / u128::from(t.capacity.max(1)), own, t.id)
         };
-        let fit: Vec<&pb::Target> = self.map.targets.iter().filter(may).collect();
-        match old.heir {
-            Some(h) if fit.iter().any(|t| t.id == h) => Some(h),
-            // It may not have this one; or it takes as many as it can, and will take this one later.
-            Some(h) if self.could(c, old.id, h) => None,
-            _ => fit.iter().copied().min_by_key(fullness).map(|t| t.id),
+        let free = |t: &&pb::Target| self.moving(t.id) < MOVES;
+        match old.heir.filter(|h| could.iter().any(|t| t.id == *h)) {
+            // It takes as many as it can at a time, and will take this one later.
+            Some(h) => Some(h).filter(|h| self.moving(*h) < MOVES),
+            None => could.into_iter().filter(|t| crowd(t) == fewest).filter(free).min_by_key(fullness).map(|t| t.id),
         }
     }
 
-    /// Whether `heir` may have the place of `old` in a chain at any time.
-    fn could(&self, c: &pb::Chain, old: TargetId, heir: TargetId) -> bool {
-        let apart = |t: &TargetId| *t == old || self.node(*t) != self.node(heir);
-        let is_there = self.targets.get(&heir).is_some_and(|t| t.alive && !t.draining);
-        is_there && !c.preferred.contains(&heir) && c.preferred.iter().all(apart)
+    /// The target, if its replica of a resting chain is to move for this reason.
+    fn leaves(&self, c: &pb::Chain, t: TargetId, why: Why, dead: &BTreeSet<TargetId>) -> Option<&'a pb::Target> {
+        let is = self.targets.get(&t).copied()?;
+        let yes = match why {
+            Why::Dead => dead.contains(&t) && !is.alive,
+            Why::Drains => is.draining,
+            // A copy that is missing is made good first.
+            Why::Crowded => {
+                let whole = c.preferred.iter().all(|t| c.state_of(*t) == Some(pb::ReplicaState::ReplicaServing));
+                whole && self.domains.crowd(t, &c.preferred) > 0
+            }
+        };
+        yes.then_some(is)
     }
 
     fn moves(&mut self, from: TargetId, to: TargetId) {
@@ -179,35 +195,63 @@ impl<'a> Load<'a> {
     }
 }
 
-/// Chains that are to get other targets now, with a sentence about each. Those in `changed` are left alone.
-pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain]) -> Vec<(pb::Chain, String)> {
-    if map.targets.iter().all(|t| !t.draining) {
+/// Why a replica is to move.
+#[derive(Clone, Copy, PartialEq)]
+enum Why {
+    Dead,
+    Drains,
+    Crowded,
+}
+
+impl Why {
+    fn words(self) -> &'static str {
+        match self {
+            Why::Dead => "that has been dead for long",
+            Why::Drains => "that is to be emptied",
+            Why::Crowded => "another copy is in the same rack",
+        }
+    }
+}
+
+/// Chains that are to get other targets now, with a sentence about each: first where a copy is missing because its target has been
+/// dead for long, then where a target drains, then where copies share a rack that need not. Those in `changed` are left alone.
+pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain], dead: &BTreeSet<TargetId>) -> Vec<(pb::Chain, String)> {
+    let racks = map.nodes.iter().any(|n| !n.rack.is_empty());
+    if !racks && dead.is_empty() && map.targets.iter().all(|t| !t.draining) {
         return Vec::new();
     }
     let mut load = Load::new(map);
     let open = recovery::in_doubt(map);
-    let mut out = Vec::new();
-    for c in &map.chains {
-        let rests =
-            !open.contains(&c.id) && !is_moving(c) && c.head().is_some() && changed.iter().all(|n| n.id != c.id);
-        let leaving = |t: &TargetId| load.targets.get(t).filter(|t| t.draining).copied();
-        let Some(old) = c.preferred.iter().find_map(leaving).filter(|_| rests) else { continue };
-        if load.moving(old.id) >= MOVES {
-            continue;
-        }
-        if let Some(heir) = load.heir(c, old) {
-            load.moves(old.id, heir);
-            let mut n = pb::Chain { epoch: c.epoch + 1, ..c.clone() };
-            n.preferred.iter_mut().filter(|t| **t == old.id).for_each(|t| *t = heir);
-            out.push((n, format!("chain {}: its replica on target {} moves to target {heir}", c.id, old.id)));
+    let busy: BTreeSet<u32> = changed.iter().map(|c| c.id).chain(open).collect();
+    let rests = |c: &&pb::Chain| !busy.contains(&c.id) && !is_moving(c) && c.head().is_some();
+    let resting: Vec<&pb::Chain> = map.chains.iter().filter(rests).collect();
+    let mut out: BTreeMap<u32, (pb::Chain, String)> = BTreeMap::new();
+    for why in [Why::Dead, Why::Drains, Why::Crowded] {
+        for c in &resting {
+            if out.contains_key(&c.id) {
+                continue;
+            }
+            let Some(old) = c.preferred.iter().rev().find_map(|t| load.leaves(c, *t, why, dead)) else { continue };
+            if load.moving(old.id) >= MOVES {
+                continue;
+            }
+            if let Some(heir) = load.heir(c, old, why == Why::Crowded) {
+                load.moves(old.id, heir);
+                let mut n = pb::Chain { epoch: c.epoch + 1, ..(*c).clone() };
+                n.preferred.iter_mut().filter(|t| **t == old.id).for_each(|t| *t = heir);
+                let sentence =
+                    format!("chain {}: its replica on target {} moves to target {heir}: {}", c.id, old.id, why.words());
+                out.insert(c.id, (n, sentence));
+            }
         }
     }
-    out
+    out.into_values().collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use pb::ReplicaState::{ReplicaLastsrv, ReplicaServing};
+    use pb::ReplicaState::{ReplicaLastsrv, ReplicaOffline, ReplicaServing};
+    use strake_proto::NodeId;
 
     use super::*;
     use crate::cluster::state;
@@ -238,7 +282,7 @@ mod tests {
     }
 
     fn planned(map: &pb::ClusterMap) -> Vec<(u32, Vec<TargetId>)> {
-        plan(map, &[]).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
+        plan(map, &[], &BTreeSet::new()).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
     }
 
     #[test]
@@ -257,10 +301,50 @@ mod tests {
         m.targets[2].alive = false;
         target_change(&mut m, &change(3, target_action::DRAIN, None)).unwrap();
         assert_eq!(planned(&m), [(1, vec![4, 1]), (3, vec![2, 1]), (4, vec![1, 0])]);
-        for (chain, _) in plan(&m, &[]) {
+        for (chain, _) in plan(&m, &[], &BTreeSet::new()) {
             let update = pb::MapUpdate { expect_version: m.version, chains: vec![chain], ..Default::default() };
             state::update(&mut m.clone(), &update).unwrap();
         }
+    }
+
+    #[test]
+    fn what_has_been_dead_for_long_is_made_good_elsewhere() {
+        let mut m = map();
+        m.targets[0].alive = false;
+        m.chains[0].replicas[0].set_state(ReplicaOffline);
+        m.chains[0].replicas.reverse();
+        m.chains[3].replicas[1].set_state(ReplicaOffline);
+        assert_eq!(planned(&m), []);
+        let dead = BTreeSet::from([0]);
+        let moved = |m: &pb::ClusterMap| -> Vec<_> {
+            plan(m, &[], &dead).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
+        };
+        assert_eq!(moved(&m), [(1, vec![4, 1]), (4, vec![3, 5])]);
+        // Not to where there is no room for it.
+        m.targets[0].used = 90;
+        (m.targets[4].used, m.targets[5].used, m.targets[2].used) = (60, 60, 10);
+        assert_eq!(moved(&m), [(1, vec![2, 1])]);
+        // It is back.
+        m.targets[0].alive = true;
+        assert_eq!(moved(&m), []);
+    }
+
+    #[test]
+    fn copies_get_out_of_each_others_racks() {
+        let mut m = map();
+        let node = |(id, rack): (NodeId, &str)| pb::Node { id, rack: rack.into(), ..Default::default() };
+        m.nodes = [(1001, "a"), (1002, "a"), (1003, "b"), (1004, "b"), (1005, "")].map(node).to_vec();
+        // 0 and 1 share a rack, 2 and 3 too.
+        assert_eq!(planned(&m), [(1, vec![0, 4]), (3, vec![2, 5])]);
+        // A copy that moves for another reason finds its rack at once.
+        m.targets[4].alive = false;
+        m.targets[5].alive = false;
+        target_change(&mut m, &change(1, target_action::DRAIN, None)).unwrap();
+        assert_eq!(planned(&m), [(1, vec![0, 2]), (2, vec![0, 2]), (3, vec![2, 0])]);
+        // Where there is but one rack, nothing moves.
+        m = map();
+        m.nodes = (1001..=1005).map(|id| node((id, "a"))).collect();
+        assert_eq!(planned(&m), []);
     }
 
     #[test]
@@ -270,7 +354,7 @@ mod tests {
         for id in 10..20 {
             m.chains.push(pb::Chain { id, ..m.chains[0].clone() });
         }
-        let all = plan(&m, &[]);
+        let all = plan(&m, &[], &BTreeSet::new());
         assert_eq!(all.len(), MOVES, "{all:?}");
         for (n, _) in all {
             assert!(n.preferred.contains(&4));
@@ -282,7 +366,7 @@ mod tests {
         moved.replicas = moved.preferred.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
         assert_eq!(planned(&m).len(), 1);
         // A chain that changes otherwise waits, as does one without a source.
-        assert_eq!(plan(&m, &m.chains.clone()), []);
+        assert_eq!(plan(&m, &m.chains.clone(), &BTreeSet::new()), []);
         m.chains
             .iter_mut()
             .for_each(|c| c.replicas.iter_mut().for_each(|r| r.set_state(pb::ReplicaState::ReplicaLastsrv)));

@@ -11,7 +11,7 @@ use strake_proto::{
     pb,
 };
 
-use super::{membership, recovery};
+use super::{domains::Domains, membership, recovery};
 
 /// Node ids below are Raft ids of metadata servers, from here on those of storage servers.
 pub const FIRST_OSS_NODE: NodeId = 1001;
@@ -76,6 +76,9 @@ fn check_register(map: &pb::ClusterMap, r: &pb::RegisterRequest) -> Result<()> {
     for e in &r.endpoints {
         check_text("an endpoint", e)?;
     }
+    if !r.rack.is_empty() {
+        check_text("the node's rack", &r.rack)?;
+    }
     if r.version.len() > MAX_NAME || r.targets.len() > MAX_NODE_TARGETS {
         return Err(inval(format!("node '{}' names more than {MAX_NODE_TARGETS} targets", r.name)));
     }
@@ -108,6 +111,7 @@ fn register_node(next: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> NodeId {
     if let Some(n) = next.nodes.iter_mut().find(|n| n.role == ROLE_OSS && n.name == r.name) {
         n.endpoints = r.endpoints.clone();
         n.version = r.version.clone();
+        n.rack = r.rack.clone();
         return n.id;
     }
     let id = next.nodes.iter().map(|n| n.id).max().map_or(FIRST_OSS_NODE, |m| (m + 1).max(FIRST_OSS_NODE));
@@ -117,6 +121,7 @@ fn register_node(next: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> NodeId {
         endpoints: r.endpoints.clone(),
         name: r.name.clone(),
         version: r.version.clone(),
+        rack: r.rack.clone(),
     });
     id
 }
@@ -415,12 +420,13 @@ pub fn pool_change(map: &mut pb::ClusterMap, p: &pb::PoolChange) -> Result<()> {
 /// Chains and chain sets for what is alive and has none yet: per number of copies that the live nodes allow, one set of
 /// one chain per target that does not head a chain of that many copies. `None` if nothing is missing.
 ///
-/// Further replicas stand on other nodes. They are dealt so that every target gets as many as the others and shares
+/// Further replicas stand on other nodes, in other racks as far as there are any. They are dealt so that every target gets as many as the others and shares
 /// chains with as many different targets as possible: what a dead target served is then spread over many.
 pub fn make_chains(map: &pb::ClusterMap) -> Option<(Vec<pb::Chain>, Vec<pb::ChainSet>)> {
     let usable = map.targets.iter().filter(|t| t.alive && !t.draining);
-    let live: Vec<(TargetId, NodeId)> = usable.map(|t| (t.id, t.node)).collect();
-    let nodes: BTreeSet<NodeId> = live.iter().map(|t| t.1).collect();
+    let nodes: BTreeSet<NodeId> = usable.clone().map(|t| t.node).collect();
+    let live: Vec<TargetId> = usable.map(|t| t.id).collect();
+    let domains = Domains::new(map);
     // A group that was recovered must not give out again what was given out after the state that it has.
     let before = (recovery::incarnation(map).era() as u32) << ERA_CHAINS;
     let mut next_chain: ChainId = map.chains.iter().map(|c| c.id).max().unwrap_or(0).max(before) + 1;
@@ -431,8 +437,8 @@ pub fn make_chains(map: &pb::ClusterMap) -> Option<(Vec<pb::Chain>, Vec<pb::Chai
         let heads: BTreeSet<TargetId> = same.iter().filter_map(|c| c.preferred.first().copied()).collect();
         let mut deal = Deal::new(same.iter().map(|c| &c.preferred[..]));
         let mut members = Vec::new();
-        for &(target, node) in live.iter().filter(|t| !heads.contains(&t.0)) {
-            let preferred = deal.chain(target, node, copies, &live);
+        for &target in live.iter().filter(|t| !heads.contains(t)) {
+            let preferred = deal.chain(target, copies, &live, &domains);
             let serving = |t: &TargetId| pb::Replica { target: *t, state: ReplicaState::ReplicaServing as i32 };
             let replicas = preferred.iter().map(serving).collect();
             members.push(next_chain);
@@ -471,20 +477,19 @@ impl Deal {
         }
     }
 
-    fn chain(&mut self, head: TargetId, node: NodeId, copies: usize, live: &[(TargetId, NodeId)]) -> Vec<TargetId> {
-        let (mut chain, mut used) = (vec![head], BTreeSet::from([node]));
+    fn chain(&mut self, head: TargetId, copies: usize, live: &[TargetId], domains: &Domains) -> Vec<TargetId> {
+        let mut chain = vec![head];
         while chain.len() < copies {
             let cost = |t: TargetId| {
                 let shared: u32 =
                     chain.iter().map(|b| self.together.get(&(*b.min(&t), *b.max(&t))).copied().unwrap_or(0)).sum();
                 // The distance from the head rotates equals, so that neighbours do not all pick the same target.
-                (self.follows.get(&t).copied().unwrap_or(0), shared, t.wrapping_sub(head))
+                (domains.crowd(t, &chain), self.follows.get(&t).copied().unwrap_or(0), shared, t.wrapping_sub(head))
             };
-            let pick = live.iter().filter(|t| !used.contains(&t.1)).min_by_key(|t| cost(t.0));
-            let Some(&(t, n)) = pick else { break };
+            let apart = |t: &&TargetId| chain.iter().all(|c| domains.servers_differ(*c, **t));
+            let Some(&t) = live.iter().filter(apart).min_by_key(|t| cost(**t)) else { break };
             self.add(&chain, t);
             chain.push(t);
-            used.insert(n);
         }
         chain
     }

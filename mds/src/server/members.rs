@@ -128,6 +128,7 @@ impl Mds {
             endpoints: vec![endpoint.into()],
             name: if info.name.is_empty() { format!("mds-{}", info.id) } else { info.name },
             version: info.version,
+            ..Default::default()
         };
         self.propose(Command::MdsNodes(pb::MdsNodes { nodes: vec![node], gone: Vec::new() })).await?;
         Ok(info.id)

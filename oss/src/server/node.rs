@@ -326,6 +326,7 @@ impl Node {
             version: env!("CARGO_PKG_VERSION").into(),
             fs_uuid: fs.map(Vec::from).unwrap_or_default().into(),
             incarnation: self.incarnation().0,
+            rack: self.cfg.rack.clone(),
         }
     }
 
