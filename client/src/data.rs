@@ -92,6 +92,10 @@ impl Core {
 
     /// A chain without any replica that may answer waits for the servers of all of them.
     fn deserted(&self, map: &MapView, chain: &pb::Chain) -> Error {
+        if chain.lost {
+            let m = format!("the last copies were on targets that an administrator gave up (chain {})", chain.id);
+            return Error::new(Code::Io, m);
+        }
         let e = not_serving(format!("chain {} has no replica in sync", chain.id));
         for node in chain.replicas.iter().filter_map(|r| map.node_of(r.target)) {
             self.failed(Server::Storage, &node.name, &e);

@@ -63,6 +63,7 @@ mod tests {
                 epoch: 1,
                 replicas: vec![replica(1, s), replica(2, s), replica(3, s), replica(4, off)],
                 preferred: vec![1, 2, 3],
+                lost: false,
             }],
             ..Default::default()
         })

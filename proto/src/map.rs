@@ -167,6 +167,7 @@ mod tests {
             epoch: 1,
             replicas: vec![replica(4, ReplicaServing), replica(2, ReplicaServing), replica(7, ReplicaSyncing)],
             preferred: vec![2, 4, 7],
+            lost: false,
         };
         assert_eq!((c.head(), c.tail(), c.ost_index()), (Some(4), Some(2), 2));
         assert_eq!(c.successor(4), Some((2, ReplicaServing)));

@@ -61,6 +61,8 @@ enum Finding {
     Dangling { path: String, ino: Ino, error: String },
     /// A directory that has another name already.
     TwoParents { path: String, ino: Ino },
+    /// A file with stripes on a chain whose last copies were given up.
+    Lost { path: String, chains: Vec<u32> },
     /// A file whose bytes could not be read.
     Unreadable { path: String, error: String },
 }
@@ -349,6 +351,13 @@ fn compare(map: &MapView, files: &BTreeMap<Ino, FileInfo>, lists: &Lists, pendin
     for chain in &map.map.chains {
         findings.extend(diverged(chain, lists));
     }
+    for f in files.values().filter(|f| f.size > 0) {
+        let used: BTreeSet<u32> = f.map.chains.iter().copied().collect();
+        let chains: Vec<u32> = used.into_iter().filter(|id| map.chain(*id).is_some_and(|c| c.lost)).collect();
+        if !chains.is_empty() {
+            findings.push(Finding::Lost { path: f.path.clone(), chains });
+        }
+    }
     (findings, waiting)
 }
 
@@ -397,6 +406,10 @@ fn text(f: &Finding) -> String {
         }
         Finding::Dangling { path, ino, error } => format!("dangling: {path} (inode {ino:#x}): {error}"),
         Finding::TwoParents { path, ino } => format!("directory with two names: {path} (inode {ino:#x})"),
+        Finding::Lost { path, chains } => {
+            let list = chains.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+            format!("lost: {path} has stripes on chains {list}, whose last copies were given up")
+        }
         Finding::Unreadable { path, error } => format!("unreadable: {path}: {error}"),
     }
 }
@@ -430,7 +443,8 @@ mod tests {
 
     fn map() -> MapView {
         let serving = |target| pb::Replica { target, state: pb::ReplicaState::ReplicaServing as i32 };
-        let chain = |id| pb::Chain { id, epoch: 1, replicas: vec![serving(1), serving(2)], preferred: vec![1, 2] };
+        let chain =
+            |id| pb::Chain { id, epoch: 1, replicas: vec![serving(1), serving(2)], preferred: vec![1, 2], lost: false };
         let target = |id| pb::Target { id, alive: true, ..Default::default() };
         let map = pb::ClusterMap {
             chains: vec![chain(1), chain(2)],

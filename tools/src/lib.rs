@@ -12,6 +12,7 @@ mod members;
 mod mount;
 mod serve;
 mod status;
+mod targets;
 mod term;
 
 use std::{ffi::OsString, path::Path, process::ExitCode};
@@ -45,6 +46,12 @@ enum Command {
     Up(dev::UpArgs),
     /// Unmount and stop such a cluster; its data stays.
     Down(dev::DownArgs),
+    /// Empty, replace and remove storage targets while the file system is used.
+    #[command(subcommand)]
+    Target(targets::Command),
+    /// The same for all targets of a storage server.
+    #[command(subcommand)]
+    Node(targets::NodeCommand),
     /// Show nodes, Raft, targets, chains and space.
     Status(status::StatusArgs),
     /// Measure the file system beside what this machine can do at all.
@@ -86,6 +93,8 @@ pub fn main() -> ExitCode {
         Command::Stats(a) => mount::stats(&a),
         Command::Up(a) => dev::up(a),
         Command::Down(a) => dev::down(&a),
+        Command::Target(c) => targets::run(c),
+        Command::Node(c) => targets::run_node(c),
         Command::Status(a) => status::status(&a),
         Command::Bench(a) => bench::bench(&a),
         Command::MemoryMount(a) => bench::memory_mount(&a),

@@ -60,6 +60,7 @@ impl Cluster {
             epoch: 1,
             replicas: (0..copies).map(|i| pb::Replica { target: (c + i) % targets, state: serving }).collect(),
             preferred: vec![c],
+            lost: false,
         };
         let map = pb::ClusterMap {
             version: 1,

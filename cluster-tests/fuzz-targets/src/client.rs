@@ -38,7 +38,7 @@ fn map() -> pb::ClusterMap {
         nodes: vec![node(1, 1, MDS), node(1001, 2, OSS)],
         targets: (0..2).map(|id| pb::Target { id, node: 1001, ..Default::default() }).collect(),
         chains: (0..2)
-            .map(|t| pb::Chain { id: t + 1, epoch: 1, replicas: vec![replica(t)], preferred: vec![t] })
+            .map(|t| pb::Chain { id: t + 1, epoch: 1, replicas: vec![replica(t)], preferred: vec![t], lost: false })
             .collect(),
         sets: vec![pb::ChainSet { id: 1, copies: 1, chains: vec![1, 2], ..Default::default() }],
         ..Default::default()

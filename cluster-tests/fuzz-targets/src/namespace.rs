@@ -271,6 +271,11 @@ pub fn command(i: &mut Input) -> Bytes {
         7 => Command::Register(pb::RegisterRequest::decode(i.bytes()).unwrap_or_default()),
         8 => Command::MapUpdate(map_update(i)),
         9 => Command::MdsNodes(pb::MdsNodes::decode(i.bytes()).unwrap_or_default()),
+        10 => Command::TargetChange(pb::TargetChange {
+            target: u32::from(i.u8() % 4),
+            action: u32::from(i.u8() % 5),
+            heir: (i.u8() & 1 == 1).then(|| i.number() as u32 % 4),
+        }),
         _ => Command::Meta(pb::MetaRequest {
             session: u64::from(i.u8() % 4),
             seq: i.number(),
@@ -294,6 +299,7 @@ fn map_update(i: &mut Input) -> pb::MapUpdate {
         epoch: i.number(),
         replicas: (0..2).map(|t| pb::Replica { target: t, state: state(3 * t as u8) }).collect(),
         preferred: vec![0, 1],
+        lost: false,
     };
     let mut chains = decoded.chains;
     chains.push(chain);

@@ -86,7 +86,13 @@ fn chain(i: &mut Input) -> pb::Chain {
     let mut order: Vec<u32> = (0..3).collect();
     order.rotate_left(usize::from(states >> 9) % 3);
     let epoch = i.number();
-    pb::Chain { id: 1, epoch, replicas: order.into_iter().map(replica).collect(), preferred: vec![0, 1, 2] }
+    pb::Chain {
+        id: 1,
+        epoch,
+        replicas: order.into_iter().map(replica).collect(),
+        preferred: vec![0, 1, 2],
+        lost: false,
+    }
 }
 
 fn core(i: &mut Input) {
@@ -180,7 +186,7 @@ fn map() -> pb::ClusterMap {
         fs_uuid: vec![1; 16].into(),
         nodes: vec![pb::Node { id: 1001, role: 2, endpoints: vec!["sim:1".into()], ..Default::default() }],
         targets: (0..3).map(target).collect(),
-        chains: vec![pb::Chain { id: 1, epoch: 1, replicas, preferred }],
+        chains: vec![pb::Chain { id: 1, epoch: 1, replicas, preferred, lost: false }],
         ..Default::default()
     }
 }

@@ -21,6 +21,8 @@ use tokio::{
 
 use crate::{
     cluster::{Cluster, FIRST_CLIENT, MDS},
+    faults,
+    ledger::Ledger,
     net::Weather,
     oracle::{CELL, fill},
     plant::Plant,
@@ -30,6 +32,8 @@ use crate::{
 const CLIENTS: u32 = 3;
 const CELLS: usize = 64;
 const LENGTH: Duration = Duration::from_secs(25);
+/// Mean time between faults of single messages.
+const MESSAGE_EVERY: Duration = Duration::from_millis(100);
 
 /// What is in a cell: the last write that was answered, by whom, and how often that one had lost its session then.
 #[derive(Clone, Copy, Default)]
@@ -65,6 +69,8 @@ pub struct Outcome {
     pub lost: u64,
     pub violations: Vec<String>,
     pub trace: [u8; 32],
+    pub faults: Ledger,
+    pub simulated: Duration,
 }
 
 /// Rung by a player that has handed the file on with bytes of his held back, as the last of whom this is the number.
@@ -188,15 +194,20 @@ fn check(model: &mut Model, seen: &[u8], by: usize, out: &Mutex<Outcome>) {
 /// Runs a seed on a single-threaded runtime whose clock only moves when nothing else can.
 pub fn run(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
-    let outcome = runtime.block_on(simulate(seed, plant));
+    let outcome = runtime.block_on(async {
+        crate::run::begin();
+        let mut cluster = Cluster::new(seed);
+        let outcome = simulate(seed, plant, &mut cluster).await;
+        cluster.end();
+        outcome
+    });
     runtime.shutdown_background();
     outcome
 }
 
-async fn simulate(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
-    crate::run::begin();
-    let mut cluster = Cluster::new(seed);
+async fn simulate(seed: u64, plant: Option<Plant>, cluster: &mut Cluster) -> Result<Outcome> {
     cluster.hold_back();
+    let begun = Instant::now();
     let mut rng = StdRng::seed_from_u64(seed ^ 0xba70);
     if rng.random_bool(0.5) {
         cluster.widen(seed);
@@ -230,7 +241,9 @@ async fn simulate(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
         };
         players.push(tokio::spawn(player.run(stop.clone())));
     }
-    harm(&mut cluster, &mut rng, &bell).await?;
+    let storm = faults::storm(cluster.net.clone(), seed, faults::servers(), MESSAGE_EVERY);
+    harm(cluster, &mut rng, &bell).await?;
+    storm.abort();
     cluster.repair().await?;
     stop.store(true, Relaxed);
     let mut clients = Vec::new();
@@ -248,7 +261,7 @@ async fn simulate(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
         }
     }
     out.held = clients.iter().map(|c| c.stats().held_writes).sum();
-    out.trace = cluster.net.trace().0;
+    (out.trace, out.faults, out.simulated) = (cluster.net.trace().0, cluster.net.ledger(), begun.elapsed());
     Ok(out)
 }
 
@@ -262,19 +275,20 @@ async fn harm(cluster: &mut Cluster, rng: &mut StdRng, bell: &Bell) -> Result<()
         match rng.random_range(0..10) {
             // Storage servers live: what is not synced goes with one for a while, and is written again.
             0 | 1 if node <= MDS && cluster.is_up(node) => cluster.kill(node, false),
-            2 => cluster.isolate(node, rng.random_bool(0.3)),
+            2 => cluster.isolate(node, rng.random_bool(0.3), None),
             3 => {
                 // The others want what it cannot send any more.
                 let _ = timeout(Duration::from_secs(3), bell.rung.notified()).await;
                 let client = FIRST_CLIENT + bell.by.load(Relaxed).max(1);
-                nodes.iter().for_each(|n| cluster.cut(client, *n, false));
+                cluster.cut_off(client, &nodes, false, None);
                 sleep(Duration::from_millis(rng.random_range(6000..12_000))).await;
                 cluster.net.heal();
             }
             4..=6 => {
                 let client = FIRST_CLIENT + rng.random_range(1..=CLIENTS);
                 let from = if rng.random_bool(0.5) { MDS } else { u32::MAX };
-                nodes.iter().filter(|n| **n <= from).for_each(|n| cluster.cut(client, *n, false));
+                let from: Vec<u32> = nodes.iter().copied().filter(|n| *n <= from).collect();
+                cluster.cut_off(client, &from, false, None);
                 sleep(Duration::from_millis(rng.random_range(500..12_000))).await;
                 cluster.net.heal();
             }

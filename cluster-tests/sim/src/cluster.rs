@@ -1,11 +1,13 @@
 //! A cluster in the simulator: real metadata servers, object servers and clients on simulated disks, clocks and network.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{future::Future, path::PathBuf, sync::Arc, time::Duration};
 
+use parking_lot::Mutex;
 use rand::{Rng, RngExt, SeedableRng, rngs::StdRng};
 use strake_client::{Client, FollowerReads};
 use strake_fabric::{Endpoint, Env, Pool, Role};
 use strake_mds::{
+    cluster::moves::is_moving,
     consensus::MemLog,
     leases::Limits,
     server::{self as mds_server, MdsServer},
@@ -17,16 +19,20 @@ use strake_oss::{
 };
 use strake_proto::{CapKey, Code, Error, Result};
 use strake_store::MemStore;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
     clock::SimClock,
+    faults::Harm,
+    ledger::Kind,
     net::{Network, SimFabric, Weather},
 };
 
 const CALM: Weather = Weather { min_delay: Duration::ZERO, max_delay: Duration::from_millis(3), break_per_mille: 0 };
 /// Secret of every simulated cluster.
 const KEY: [u8; 32] = [0x5e; 32];
+/// How long a write of the Raft log takes.
+const LOG_LATENCY: Duration = Duration::from_millis(1);
 const TARGET_BYTES: u64 = 256 << 20;
 /// Rates of clocks of which no two differ by more than a tenth.
 const DRIFT: std::ops::Range<f64> = 0.955..1.045;
@@ -61,12 +67,61 @@ pub enum Sync {
     Table,
 }
 
+/// One life of a server: what it started or why it could not, once that is known.
+struct Life<S> {
+    env: Env,
+    server: Arc<Mutex<Option<Result<S>>>>,
+}
+
+impl<S: Send + 'static> Life<S> {
+    fn begin(env: Env, starting: impl Future<Output = Result<S>> + Send + 'static) -> Life<S> {
+        let server = Arc::new(Mutex::new(None));
+        let started = server.clone();
+        env.spawn(async move {
+            let s = starting.await;
+            *started.lock() = Some(s);
+        });
+        Life { env, server }
+    }
+
+    /// Something about the server, if it is up.
+    fn ask<T>(&self, what: impl FnOnce(&S) -> T) -> Option<T> {
+        self.server.lock().as_ref().and_then(|s| s.as_ref().ok()).map(what)
+    }
+
+    /// Whether it is up. An error if it could not start.
+    fn is_up(&self) -> Result<bool> {
+        match &*self.server.lock() {
+            None => Ok(false),
+            Some(Ok(_)) => Ok(true),
+            Some(Err(e)) => Err(e.clone()),
+        }
+    }
+
+    fn end(self) {
+        self.env.kill();
+        let server = self.server.lock().take();
+        drop(server);
+    }
+}
+
+/// What a node's disk had done when a fault of it began.
+#[derive(Clone, Copy)]
+struct Harmed {
+    what: Harm,
+    kind: Kind,
+    /// Writes and flushes then, and operations that had failed or gone wrong.
+    done: u64,
+    failed: u64,
+}
+
 struct Mds {
     node: u32,
     clock: SimClock,
     log: Arc<MemLog>,
     store: Arc<MemStore>,
-    life: Option<(Env, MdsServer)>,
+    disk: Option<Harmed>,
+    life: Option<Life<MdsServer>>,
 }
 
 struct Oss {
@@ -75,9 +130,25 @@ struct Oss {
     device: Arc<MemDevice>,
     table: Arc<MemStore>,
     formatted: bool,
+    disk: Option<Harmed>,
     /// Its device failed in this life: a target that saw that serves again only after a restart.
     harmed: bool,
-    life: Option<(Env, OssServer)>,
+    life: Option<Life<OssServer>>,
+}
+
+impl Oss {
+    fn new(node: u32, clock: SimClock) -> Oss {
+        Oss {
+            node,
+            clock,
+            device: Arc::new(MemDevice::new(TARGET_BYTES)),
+            table: Arc::new(MemStore::new()),
+            formatted: false,
+            disk: None,
+            harmed: false,
+            life: None,
+        }
+    }
 }
 
 pub struct Cluster {
@@ -89,6 +160,7 @@ pub struct Cluster {
     /// See [`Cluster::widen`].
     wide: Option<StdRng>,
     client_clocks: Vec<SimClock>,
+    client_envs: Vec<Env>,
     /// Clients with even or with odd numbers hold back what they write; or all.
     write_back: Option<u32>,
     mds: Vec<Mds>,
@@ -106,7 +178,6 @@ impl Cluster {
     pub fn new(seed: u64) -> Cluster {
         let mut rng = StdRng::seed_from_u64(seed);
         let start = Instant::now();
-        let ms = Duration::from_millis;
         let net = Network::new(rng.random(), CALM);
         let voters: Vec<u64> = (1..=u64::from(MDS)).collect();
         let skew = |rng: &mut StdRng| SimClock::new(start, rng.random_range(-20_000_000..20_000_000));
@@ -114,22 +185,13 @@ impl Cluster {
             .map(|node| Mds {
                 node,
                 clock: skew(&mut rng),
-                log: Arc::new(MemLog::new(voters.clone(), rng.random(), ms(1))),
+                log: Arc::new(MemLog::new(voters.clone(), rng.random(), LOG_LATENCY)),
                 store: Arc::new(MemStore::new()),
+                disk: None,
                 life: None,
             })
             .collect();
-        let oss = (0..OSS)
-            .map(|n| Oss {
-                node: FIRST_OSS + n,
-                clock: skew(&mut rng),
-                device: Arc::new(MemDevice::new(TARGET_BYTES)),
-                table: Arc::new(MemStore::new()),
-                formatted: false,
-                harmed: false,
-                life: None,
-            })
-            .collect();
+        let oss = (0..OSS).map(|n| Oss::new(FIRST_OSS + n, skew(&mut rng))).collect();
         Cluster {
             net,
             rng,
@@ -137,6 +199,7 @@ impl Cluster {
             session_term: None,
             wide: None,
             client_clocks: Vec::new(),
+            client_envs: Vec::new(),
             write_back: Some(seed as u32 % 2),
             mds,
             oss,
@@ -167,26 +230,41 @@ impl Cluster {
 
     /// Each clock since boot has another rate from now on, and some clients' wall clocks jump.
     pub fn drift(&mut self) {
-        let Some(mut rng) = self.wide.take() else { return };
+        let Some(dice) = self.wide.as_mut().map(|rng| rng.random()) else { return };
+        self.drift_by(dice);
+    }
+
+    /// The same in any cluster, as the dice say.
+    pub fn drift_by(&mut self, dice: u64) {
+        let mut rng = StdRng::seed_from_u64(dice);
         self.clocks().for_each(|c| c.set_rate(rng.random_range(DRIFT)));
         for c in &self.client_clocks {
             if rng.random_bool(0.3) {
                 c.set_skew(rng.random_range(-240..240) * 1_000_000_000);
             }
         }
-        self.wide = Some(rng);
+        let counts = self.nodes().iter().any(|n| self.net.is_busy(*n));
+        self.net.made(Kind::ClockDrift, counts);
     }
 
     pub fn nodes(&self) -> Vec<u32> {
         self.mds.iter().map(|m| m.node).chain(self.oss.iter().map(|o| o.node)).collect()
     }
 
+    /// Whether it was started and not killed since.
     pub fn is_up(&self, node: u32) -> bool {
         self.mds.iter().any(|m| m.node == node && m.life.is_some())
             || self.oss.iter().any(|o| o.node == node && o.life.is_some())
     }
 
+    /// Starts a server and waits until it is up.
     pub async fn start(&mut self, node: u32) -> Result<()> {
+        self.launch(node).await?;
+        self.wait_up(&[node]).await
+    }
+
+    /// Starts a server, which comes up when it can: a storage server needs a metadata leader.
+    pub async fn launch(&mut self, node: u32) -> Result<()> {
         self.net.note(&format!("start {node}"));
         let seed = bytes32(&mut self.rng);
         if let Some(i) = self.mds.iter().position(|m| m.node == node) {
@@ -207,30 +285,56 @@ impl Cluster {
             if self.wide.is_some() {
                 config.limit_leases(SCARCE);
             }
-            let server = mds_server::start(config, parts).await?;
-            self.mds[i].life = Some((env, server));
+            self.mds[i].life = Some(Life::begin(env, mds_server::start(config, parts)));
         } else if let Some(i) = self.oss.iter().position(|o| o.node == node) {
+            self.mend_disk(node);
             self.format_once(i).await?;
             let o = &self.oss[i];
             let env = o.clock.env(seed);
-            let engine = Engine::open(o.device.clone(), o.table.clone(), Pool::default(), Options::default()).await?;
-            let parts = oss_server::Parts {
-                env: env.clone(),
-                fabric: Arc::new(self.net.fabric(node, Role::Server, env.clone())),
-                targets: vec![engine],
-                cap_key: CapKey::from_cluster_key(&KEY),
+            let fabric = Arc::new(self.net.fabric(node, Role::Server, env.clone()));
+            let (device, table, of_life) = (o.device.clone(), o.table.clone(), env.clone());
+            let starting = async move {
+                let engine = Engine::open(device, table, Pool::default(), Options::default()).await?;
+                let cap_key = CapKey::from_cluster_key(&KEY);
+                let parts = oss_server::Parts { env: of_life, fabric, targets: vec![engine], cap_key };
+                let mds = (1..=MDS).map(Endpoint::Sim).collect();
+                let config = oss_server::Config::new(format!("oss{node}"), Endpoint::Sim(node), mds);
+                oss_server::start(config, parts).await
             };
-            let mds = (1..=MDS).map(Endpoint::Sim).collect();
-            let config = oss_server::Config::new(format!("oss{node}"), Endpoint::Sim(node), mds);
-            // Registration needs a metadata leader; without one it goes on in the background of the real server, and a
-            // start that takes longer than any election is a failure to report.
-            let server = timeout(Duration::from_secs(60), oss_server::start(config, parts))
-                .await
-                .map_err(|_| Error::new(Code::TimedOut, "an oss did not start in 60 s"))??;
-            self.oss[i].life = Some((env, server));
+            self.oss[i].life = Some(Life::begin(env, starting));
             self.oss[i].harmed = false;
         }
         Ok(())
+    }
+
+    /// Whether these servers, of those that were started, are all up. An error if one could not start.
+    fn are_up(&self, nodes: &[u32]) -> Result<bool> {
+        let failed = |node: u32| move |e: Error| e.context(format!("starting node {node}"));
+        let mut all = true;
+        for m in self.mds.iter().filter(|m| nodes.contains(&m.node)) {
+            all &= m.life.as_ref().map_or(Ok(true), Life::is_up).map_err(failed(m.node))?;
+        }
+        for o in self.oss.iter().filter(|o| nodes.contains(&o.node)) {
+            all &= o.life.as_ref().map_or(Ok(true), Life::is_up).map_err(failed(o.node))?;
+        }
+        Ok(all)
+    }
+
+    /// An error if a server that was started could not.
+    pub fn check_starts(&self) -> Result<()> {
+        self.are_up(&self.nodes()).map(drop)
+    }
+
+    /// Registration needs a metadata leader; a start that takes longer than any election is a failure to report.
+    async fn wait_up(&self, nodes: &[u32]) -> Result<()> {
+        let up = async {
+            while !self.are_up(nodes)? {
+                sleep(Duration::from_millis(1)).await;
+            }
+            Ok(())
+        };
+        let late = || Error::new(Code::TimedOut, format!("nodes {nodes:?} did not start in 60 s"));
+        timeout(Duration::from_secs(60), up).await.map_err(|_| late())?
     }
 
     async fn format_once(&mut self, i: usize) -> Result<()> {
@@ -262,29 +366,63 @@ impl Cluster {
     /// The process is gone from one instruction to the next; with `power`, its machine too: unsynced disk writes are lost
     /// or torn. Without, what reached the kernel stays.
     pub fn kill(&mut self, node: u32, power: bool) {
+        let dice = self.rng.next_u64();
+        self.kill_by(node, power, dice);
+    }
+
+    /// The same, with what is lost as the dice say. Does nothing to a node that is not up.
+    pub fn kill_by(&mut self, node: u32, power: bool, dice: u64) {
+        if !self.is_up(node) {
+            return;
+        }
         self.net.note(&format!("kill {node} power={power}"));
-        let (dice, keep) = (self.rng.next_u64(), self.rng.random_bool(0.5));
+        let (counts, keep, mut torn) = (self.net.is_busy(node), dice & 1 == 0, false);
+        let kept = |n: usize| if power { (dice % (n as u64 + 1)) as usize } else { n };
         if let Some(m) = self.mds.iter_mut().find(|m| m.node == node)
-            && let Some((env, server)) = m.life.take()
+            && let Some(life) = m.life.take()
         {
-            env.kill();
-            drop(server);
+            life.end();
             if power {
                 m.log.lose_unsynced();
             }
             m.log.crash(keep);
-            m.store.crash(|n| if power { (dice % (n as u64 + 1)) as usize } else { n });
+            m.store.crash(kept);
         }
         if let Some(o) = self.oss.iter_mut().find(|o| o.node == node)
-            && let Some((env, server)) = o.life.take()
+            && let Some(life) = o.life.take()
         {
-            env.kill();
-            drop(server);
+            life.end();
             if power {
-                o.device.crash(dice, Tear::Sector);
+                torn = o.device.crash(dice, Tear::Sector) > 0;
             }
-            o.table.crash(|n| if power { (dice % (n as u64 + 1)) as usize } else { n });
+            o.table.crash(kept);
         }
+        let kind = match (power, torn) {
+            (false, _) => Kind::Crash,
+            (true, false) => Kind::Power,
+            (true, true) => Kind::Torn,
+        };
+        self.net.made(kind, counts);
+        self.net.node_died(node);
+    }
+
+    /// A storage server is stopped, which is no fault.
+    pub fn end_life(&mut self, node: u32) {
+        self.net.note(&format!("stop {node}"));
+        if let Some(o) = self.oss.iter_mut().find(|o| o.node == node)
+            && let Some(life) = o.life.take()
+        {
+            life.end();
+            o.table.crash(|n| n);
+        }
+        self.net.node_died(node);
+    }
+
+    /// A client is gone from one instruction to the next.
+    pub fn kill_client(&self, node: u32, env: &Env) {
+        self.net.note(&format!("kill client {node}"));
+        self.net.made(Kind::ClientDeath, self.net.is_busy(node));
+        env.kill();
         self.net.node_died(node);
     }
 
@@ -300,6 +438,12 @@ impl Cluster {
         Ok((Client::connect(config, env.clone(), fabric).await?, env))
     }
 
+    /// The network as somebody sees it who is neither a server of the cluster nor a client.
+    pub fn fabric(&self, node: u32, role: Role) -> Arc<SimFabric> {
+        let env = SimClock::new(self.start, 0).env([node as u8; 32]);
+        Arc::new(self.net.fabric(node, role, env))
+    }
+
     /// What a client on a node of its own connects with.
     pub fn prepare(&mut self, n: u32) -> (strake_client::Config, Env, Arc<SimFabric>) {
         let node = FIRST_CLIENT + n;
@@ -307,8 +451,9 @@ impl Cluster {
         let env = clock.env(bytes32(&mut self.rng));
         if let Some(rng) = &mut self.wide {
             clock.set_rate(rng.random_range(DRIFT));
-            self.client_clocks.push(clock);
         }
+        self.client_clocks.push(clock);
+        self.client_envs.push(env.clone());
         let fabric = Arc::new(self.net.fabric(node, Role::Client, env.clone()));
         let mut config = strake_client::Config::new((1..=MDS).map(Endpoint::Sim).collect());
         config.pid = u64::from(node);
@@ -322,29 +467,55 @@ impl Cluster {
 
     /// The metadata server that leads, if one does and knows it.
     pub fn leader(&self) -> Option<u32> {
-        self.mds.iter().find(|m| m.life.as_ref().is_some_and(|(_, server)| server.leads())).map(|m| m.node)
+        self.mds.iter().find(|m| m.life.as_ref().and_then(|l| l.ask(MdsServer::leads)) == Some(true)).map(|m| m.node)
     }
 
     /// The chains of the leader's map, and whether all replicas of all are in sync.
     pub fn whole(&self) -> bool {
         use strake_proto::map::ChainExt;
-        let statuses = self.mds.iter().filter_map(|m| Some(m.life.as_ref()?.1.status()));
+        let statuses = self.mds.iter().filter_map(|m| m.life.as_ref()?.ask(MdsServer::status));
         let newest = statuses.filter_map(|s| s.map).max_by_key(|m| m.version);
-        newest.is_some_and(|m| !m.chains.is_empty() && m.chains.iter().all(|c| c.serving().count() == c.replicas.len()))
+        let rests = |c: &strake_proto::pb::Chain| c.serving().count() == c.replicas.len() && !is_moving(c);
+        newest.is_some_and(|m| !m.chains.is_empty() && m.chains.iter().all(rests))
     }
 
-    /// Cuts the link between two nodes, in both directions or one.
-    pub fn cut(&mut self, a: u32, b: u32, one_way: bool) {
+    /// Cuts the link between two nodes, in both directions or from `a` to `b`, for ever or till then.
+    pub fn cut(&mut self, a: u32, b: u32, one_way: bool, until: Option<Instant>) {
         self.net.note(&format!("cut {a} {b} one_way={one_way}"));
-        self.net.block(a, b);
+        let fault = self.net.cutting(if one_way { Kind::OneWay } else { Kind::Partition });
+        self.net.block(a, b, fault, until);
         if !one_way {
-            self.net.block(b, a);
+            self.net.block(b, a, fault, until);
         }
+    }
+
+    /// Cuts a node off from these others, which is one fault, in both directions or what they send to it.
+    pub fn cut_off(&mut self, node: u32, from: &[u32], one_way: bool, until: Option<Instant>) {
+        self.net.note(&format!("cut off {node} from {from:?} one_way={one_way}"));
+        let fault = self.net.cutting(if one_way { Kind::OneWay } else { Kind::Partition });
+        for n in from {
+            self.net.block(*n, node, fault, until);
+            if !one_way {
+                self.net.block(node, *n, fault, until);
+            }
+        }
+    }
+
+    /// Cuts a node off from all others, in both directions or one.
+    pub fn isolate(&mut self, node: u32, one_way: bool, until: Option<Instant>) {
+        let clients = (0..10).map(|n| FIRST_CLIENT + n);
+        let others: Vec<u32> = self.nodes().into_iter().filter(|n| *n != node).chain(clients).collect();
+        self.cut_off(node, &others, one_way, until);
     }
 
     /// A node's wall clock is suddenly this far off.
     pub fn jump_clock(&mut self, node: u32, seconds: i64) {
         self.net.note(&format!("clock of {node} jumps to {seconds} s"));
+        self.net.made(Kind::ClockJump, self.is_up(node) && self.net.is_busy(node));
+        self.set_clock(node, seconds);
+    }
+
+    fn set_clock(&self, node: u32, seconds: i64) {
         let mds = self.mds.iter().filter(|m| m.node == node).map(|m| &m.clock);
         let oss = self.oss.iter().filter(|o| o.node == node).map(|o| &o.clock);
         for clock in mds.chain(oss) {
@@ -352,65 +523,104 @@ impl Cluster {
         }
     }
 
-    /// The disk of a node is full (`NoSpc`: a metadata server's log refuses writes until told otherwise, an object
-    /// server's device the next few) or broken (`Io`: one write of an object server fails). `None` ends what lasts.
-    pub fn set_disk_fault(&mut self, fault: Option<(u32, Code)>) {
-        self.net.note(&format!("disk fault {fault:?}"));
-        let error = |code| Error::new(code, "injected fault");
-        for m in &self.mds {
-            let full = fault.filter(|(n, code)| *n == m.node && *code == Code::NoSpc);
-            m.log.set_fault(full.map(|(_, code)| error(code)));
+    /// Something is wrong with a node's disk until [`Cluster::mend_disk`]. Of a metadata server's only that it is full or slow.
+    pub fn harm_disk(&mut self, node: u32, what: Harm, dice: u64) {
+        self.mend_disk(node);
+        let kind = match what {
+            Harm::Slow(_) => Kind::DiskSlow,
+            Harm::Full => Kind::DiskFull,
+            Harm::Error => Kind::DiskError,
+            Harm::Corrupt => Kind::DiskCorrupt,
+        };
+        if let Some(m) = self.mds.iter_mut().find(|m| m.node == node) {
+            match what {
+                Harm::Slow(by) => m.log.set_latency(LOG_LATENCY + by),
+                Harm::Full => m.log.set_fault(Some(Error::new(Code::NoSpc, "injected fault"))),
+                Harm::Error | Harm::Corrupt => return,
+            }
+            m.disk = Some(Harmed { what, kind, done: m.log.writes(), failed: m.log.refused() });
         }
-        if fault.is_none() {
-            self.oss.iter().for_each(|o| o.device.end_faults());
+        if let Some(o) = self.oss.iter_mut().find(|o| o.node == node) {
+            let c = o.device.counters();
+            o.disk = Some(Harmed { what, kind, done: c.writes + c.flushes, failed: c.failed });
+            o.harmed |= !matches!(what, Harm::Slow(_));
+            match what {
+                Harm::Slow(by) => o.device.set_latency(&[Op::Write, Op::Flush], by),
+                Harm::Full => (0..5).for_each(|n| o.device.fail(Op::Write, n, Code::NoSpc)),
+                Harm::Error => o.device.fail(Op::Write, 0, Code::Io),
+                Harm::Corrupt => o.device.corrupt_read(dice),
+            }
         }
-        if let Some((node, code)) = fault
-            && let Some(o) = self.oss.iter_mut().find(|o| o.node == node)
+        self.net.note(&format!("disk of {node}: {what:?}"));
+        self.net.made(kind, false);
+    }
+
+    /// What was wrong with a node's disk is over. It counts if an operation of the disk met it. Whether the server must be started
+    /// anew to serve again.
+    pub fn mend_disk(&mut self, node: u32) -> bool {
+        let counts = |h: Harmed, done: u64, failed: u64| match h.what {
+            Harm::Slow(_) => done > h.done,
+            _ => failed > h.failed,
+        };
+        if let Some(m) = self.mds.iter_mut().find(|m| m.node == node)
+            && let Some(h) = m.disk.take()
         {
-            let times = if code == Code::NoSpc { 5 } else { 1 };
-            o.harmed = true;
-            (0..times).for_each(|n| o.device.fail(Op::Write, n, code));
+            if counts(h, m.log.writes(), m.log.refused()) {
+                self.net.counts(h.kind);
+            }
+            m.log.set_fault(None);
+            m.log.set_latency(LOG_LATENCY);
         }
+        if let Some(o) = self.oss.iter_mut().find(|o| o.node == node)
+            && let Some(h) = o.disk.take()
+        {
+            let c = o.device.counters();
+            if counts(h, c.writes + c.flushes, c.failed) {
+                self.net.counts(h.kind);
+            }
+            o.device.end_faults();
+            o.device.set_latency(&[Op::Write, Op::Flush], Duration::ZERO);
+            return o.harmed;
+        }
+        false
+    }
+
+    /// A storage server with a new target, which is not started yet.
+    pub fn join(&mut self) -> u32 {
+        let node = FIRST_OSS + self.oss.len() as u32;
+        self.oss.push(Oss::new(node, SimClock::new(self.start, 0)));
+        let counts = self.nodes().iter().any(|n| self.net.is_busy(*n));
+        self.net.made(Kind::Joined, counts);
+        node
     }
 
     /// All nodes up, all links whole, disks and clocks right: what a system in order recovers under.
     pub async fn repair(&mut self) -> Result<()> {
+        self.net.note("repair");
         self.net.heal();
+        self.net.end_strikes();
         self.net.set_weather(CALM);
-        self.set_disk_fault(None);
         for node in self.nodes() {
-            self.jump_clock(node, 0);
+            self.set_clock(node, 0);
+            self.mend_disk(node);
             if self.oss.iter().any(|o| o.node == node && o.harmed) {
-                self.kill(node, false);
+                self.end_life(node);
             }
         }
         for node in self.nodes() {
             if !self.is_up(node) {
-                self.start(node).await?;
+                self.launch(node).await?;
             }
         }
-        Ok(())
+        self.wait_up(&self.nodes()).await
     }
 
-    /// Writes and flushes of an object server's disk take this long from now on.
-    pub fn slow_disk(&mut self, node: u32, latency: Duration) {
-        self.net.note(&format!("disk of {node} takes {latency:?}"));
-        for o in self.oss.iter().filter(|o| o.node == node) {
-            o.device.set_latency(&[Op::Write, Op::Flush], latency);
-        }
-    }
-
-    /// Cuts a node off, in both directions or one.
-    pub fn isolate(&mut self, node: u32, one_way: bool) {
-        self.net.note(&format!("isolate {node} one_way={one_way}"));
-        let others: Vec<u32> =
-            self.nodes().into_iter().filter(|n| *n != node).chain((0..8).map(|n| FIRST_CLIENT + n)).collect();
-        for n in others {
-            self.net.block(n, node);
-            if !one_way {
-                self.net.block(node, n);
-            }
-        }
+    /// Ends everything, so that what it uses is freed.
+    pub fn end(&mut self) {
+        self.client_envs.iter().for_each(Env::kill);
+        self.mds.iter_mut().filter_map(|m| m.life.take()).for_each(Life::end);
+        self.oss.iter_mut().filter_map(|o| o.life.take()).for_each(Life::end);
+        self.net.end();
     }
 }
 

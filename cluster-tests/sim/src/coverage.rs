@@ -1,13 +1,17 @@
-//! Which rows of the tables in `docs/leases.md` the runs of this thread have taken.
+//! Which rows of the tables in `docs/leases.md` and `docs/replication.md` the runs of this thread have taken.
 
 use strake_client::rows::Holder;
-use strake_mds::leases::rows::{Leader, Reporting};
+use strake_mds::{
+    cluster::rows::Membership,
+    leases::rows::{Leader, Reporting},
+};
+use strake_oss::chain::rows::{Epoch, Event, Progress, Reads};
 
 /// A table's name, its rows and how often each was taken.
-pub type Counts = [(&'static str, Vec<(&'static str, u64)>); 3];
+pub type Counts = Vec<(&'static str, Vec<(&'static str, u64)>)>;
 
 /// Rows that the standard seeds do not take, and why or where they are taken instead.
-pub const ELSEWHERE: [(&str, &str); 10] = [
+pub const ELSEWHERE: &[(&str, &str)] = &[
     ("looked-again", "reading is one step in one thread; the explorer puts changes in between"),
     ("not-renewed", "who has no leases is told so before the table is asked; unit tests"),
     ("ended-alive", "not in these seeds; mds/src/server/tests/leases.rs"),
@@ -20,14 +24,36 @@ pub const ELSEWHERE: [(&str, &str); 10] = [
     ("report-excused", "a cut must take five seconds; mds/src/server/tests/leases.rs"),
 ];
 
+/// Of both pages.
 pub fn counts() -> Counts {
-    [("leader", Leader::counts()), ("client", Holder::counts()), ("reports", Reporting::counts())]
+    [leases(), chains()].concat()
+}
+
+/// Of `docs/leases.md`.
+pub fn leases() -> Counts {
+    vec![("leader", Leader::counts()), ("client", Holder::counts()), ("reports", Reporting::counts())]
+}
+
+/// Of `docs/replication.md`.
+pub fn chains() -> Counts {
+    vec![
+        ("members", Membership::counts()),
+        ("events", Event::counts()),
+        ("progress", Progress::counts()),
+        ("epochs", Epoch::counts()),
+        ("reads", Reads::counts()),
+    ]
 }
 
 pub fn reset() {
     Leader::reset();
     Holder::reset();
     Reporting::reset();
+    Membership::reset();
+    Event::reset();
+    Progress::reset();
+    Epoch::reset();
+    Reads::reset();
 }
 
 /// Rows that were not taken, though they could have been.
@@ -48,12 +74,15 @@ pub fn text(counts: &Counts) -> String {
     out
 }
 
-/// As JSON: `{"leader": {"elected": 3, ...}, ...}`. Names have nothing in them that JSON would want escaped.
+/// `{"leader": {"elected": 3, ...}, ...}`
+pub fn value(counts: &Counts) -> serde_json::Value {
+    let rows = |rows: &[(&str, u64)]| rows.iter().map(|(row, n)| (row.to_string(), (*n).into())).collect();
+    counts.iter().map(|(table, r)| (table.to_string(), serde_json::Value::Object(rows(r)))).collect()
+}
+
+/// The same as text.
 pub fn json(counts: &Counts) -> String {
-    let rows =
-        |rows: &[(&str, u64)]| rows.iter().map(|(row, n)| format!("\"{row}\": {n}")).collect::<Vec<_>>().join(", ");
-    let tables: Vec<_> = counts.iter().map(|(t, r)| format!("  \"{t}\": {{ {} }}", rows(r))).collect();
-    format!("{{\n{}\n}}\n", tables.join(",\n"))
+    format!("{:#}\n", value(counts))
 }
 
 /// The rows of the tables in a document: those whose head begins with `row`.

@@ -11,6 +11,7 @@ use strake_proto::{Code, Result};
 use tokio::time::{Instant, sleep};
 
 use crate::{
+    cluster::Cluster,
     lockers,
     oracle::{CELL, FileModel, fill},
     workload::{RDWR, Shared, read_all, root},
@@ -45,14 +46,12 @@ impl Ghost {
         Ghost { node, uuid, dies, dead: false, env, name, model }
     }
 
-    /// Whether it was killed by this call.
-    pub fn die(&mut self, at_once: bool) -> bool {
-        if self.dead || !at_once && Instant::now() < self.dies {
-            return false;
+    /// Dies if its time has come, or at once.
+    pub fn die(&mut self, cluster: &Cluster, at_once: bool) {
+        if !self.dead && (at_once || Instant::now() >= self.dies) {
+            self.dead = true;
+            cluster.kill_client(self.node, &self.env);
         }
-        self.dead = true;
-        self.env.kill();
-        true
     }
 
     /// Looks at what it left, makes the file longer and looks again.
@@ -81,7 +80,7 @@ impl Ghost {
             let at = after.iter().skip(before.len()).position(|b| *b != 0);
             wrong.push(format!("size {size}, then {longer}: same {same}, zeros beyond {zeros}, first other {at:?}"));
         }
-        found.lock().violations.extend(wrong.into_iter().map(|w| format!("{}: {w}", self.name)));
+        wrong.into_iter().for_each(|w| found.lock().broken(format!("{}: {w}", self.name)));
         file.close().await
     }
 }

@@ -18,6 +18,8 @@ use tokio::time::{Instant, sleep};
 
 use crate::{
     cluster::{Cluster, FIRST_CLIENT, MDS},
+    faults,
+    ledger::{Kind, Ledger},
     net::Weather,
     plant::Plant,
     workload::root,
@@ -32,6 +34,8 @@ const OVERLAP: f64 = 0.3;
 const DEATHS: u32 = 2;
 /// Time under faults, if the clients are not done before.
 const FAULTS: Duration = Duration::from_secs(8);
+/// Mean time between faults of single messages.
+const MESSAGE_EVERY: Duration = Duration::from_millis(60);
 /// For the last operations, when nothing is broken any more.
 const PATIENCE: Duration = Duration::from_secs(300);
 
@@ -50,6 +54,7 @@ pub struct Report {
     pub counts: Counts,
     /// As [`crate::run::Outcome::trace`].
     pub trace: [u8; 32],
+    pub faults: Ledger,
     pub simulated: Duration,
 }
 
@@ -236,15 +241,19 @@ impl Worker {
 /// Runs a seed on a single-threaded runtime whose clock only moves when nothing else can.
 pub fn run(s: Scenario) -> Result<Report> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
-    let report = runtime.block_on(simulate(s));
+    let report = runtime.block_on(async {
+        crate::run::begin();
+        let mut cluster = Cluster::new(s.seed);
+        let report = simulate(s, &mut cluster).await;
+        cluster.end();
+        report
+    });
     runtime.shutdown_background();
     report
 }
 
-async fn simulate(s: Scenario) -> Result<Report> {
+async fn simulate(s: Scenario, cluster: &mut Cluster) -> Result<Report> {
     let begun = Instant::now();
-    crate::run::begin();
-    let mut cluster = Cluster::new(s.seed);
     let mut rng = StdRng::seed_from_u64(s.seed ^ 0x0415);
     // Sessions of clients that were cut off end in some runs.
     cluster.session_term = rng.random_bool(0.3).then_some(Duration::from_secs(3));
@@ -254,8 +263,7 @@ async fn simulate(s: Scenario) -> Result<Report> {
     while !cluster.whole() {
         sleep(Duration::from_millis(100)).await;
     }
-    let head =
-        Head { source: format!("simulator seed {}", s.seed), roots: make_roots(&mut cluster).await?, kernel: false };
+    let head = Head { source: format!("simulator seed {}", s.seed), roots: make_roots(cluster).await?, kernel: false };
     if let Some(plant) = s.plant {
         cluster.net.plant(plant);
     }
@@ -268,9 +276,11 @@ async fn simulate(s: Scenario) -> Result<Report> {
     let mut run =
         Run { s, recorder, roots: head.roots.clone(), workers: Vec::new(), followers, retired: (0, 0), counts };
     for place in 1..=CLIENTS {
-        run.start(&mut cluster, &mut rng, place, OPS, Vec::new());
+        run.start(cluster, &mut rng, place, OPS, Vec::new());
     }
-    run.harm(&mut cluster, &mut rng).await?;
+    let storm = faults::storm(cluster.net.clone(), s.seed, (1..=MDS).collect(), MESSAGE_EVERY);
+    run.harm(cluster, &mut rng).await?;
+    storm.abort();
     cluster.repair().await?;
     let end = Instant::now() + PATIENCE;
     while run.workers.iter().any(Worker::works) {
@@ -288,7 +298,8 @@ async fn simulate(s: Scenario) -> Result<Report> {
     counts.unknown = records.iter().filter(|r| matches!(r.outcome, Outcome::Unknown(_))).count() as u32;
     let history = History { head, records };
     let verdict = check(&history, LIMIT);
-    Ok(Report { verdict, history, counts, trace: cluster.net.trace().0, simulated: begun.elapsed() })
+    let (trace, faults) = (cluster.net.trace().0, cluster.net.ledger());
+    Ok(Report { verdict, history, counts, trace, faults, simulated: begun.elapsed() })
 }
 
 async fn make_roots(cluster: &mut Cluster) -> Result<Vec<Ino>> {
@@ -381,7 +392,7 @@ impl Run {
                     }
                 }
                 3 | 4 if links.is_none() => {
-                    cluster.isolate(self.server(cluster, rng), rng.random_bool(0.3));
+                    cluster.isolate(self.server(cluster, rng), rng.random_bool(0.3), None);
                     self.counts.isolations += 1;
                     links = Some(after(rng, 2500));
                 }
@@ -418,12 +429,13 @@ impl Run {
         let client = FIRST_CLIENT + rng.random_range(1..=CLIENTS);
         let (hears, is_heard) = *[(false, false), (false, true), (true, false)].choose(rng).unwrap_or(&(false, false));
         cluster.net.note(&format!("cut off client {client}: hears {hears}, is heard {is_heard}"));
+        let fault = cluster.net.cutting(if hears || is_heard { Kind::OneWay } else { Kind::Partition });
         for server in 1..=MDS {
             if !hears {
-                cluster.net.block(server, client);
+                cluster.net.block(server, client, fault, None);
             }
             if !is_heard {
-                cluster.net.block(client, server);
+                cluster.net.block(client, server, fault, None);
             }
         }
         self.counts.partitions += 1;
@@ -434,9 +446,7 @@ impl Run {
         let at_work: Vec<usize> = (0..self.workers.len()).filter(|i| self.workers[*i].works()).collect();
         let Some(victim) = at_work.choose(rng) else { return };
         let victim = self.workers.swap_remove(*victim);
-        cluster.net.note(&format!("kill client {}", victim.id));
-        victim.env.kill();
-        cluster.net.node_died(FIRST_CLIENT + victim.place);
+        cluster.kill_client(FIRST_CLIENT + victim.place, &victim.env);
         self.recorder.lock().died(victim.id);
         let stats = victim.stats().unwrap_or_default();
         self.retired.0 += stats.retries;

@@ -170,7 +170,7 @@ impl Locker {
             Ok(locked) => {
                 if let Some(other) = LockModel::overlap(&had, locked.session) {
                     let m = format!("{who:?} and client {} owner {} had the same lock", other.0, other.1);
-                    self.found.lock().violations.push(m);
+                    self.found.lock().broken(m);
                 }
             }
             Err(e) => {

@@ -3,13 +3,17 @@
 use std::{fs::File, path::PathBuf, process::ExitCode};
 
 use clap::Parser;
+use serde_json::json;
 use strake_histories::{explain::explain, search::LIMIT};
 use strake_sim::{
     baton,
     cluster::Sync,
     coverage, histories,
+    ledger::Ledger,
+    mix::{self, Mode},
     plant::Plant,
     run::{Scenario, run},
+    shrink::shrink,
 };
 
 /// Run the deterministic simulator over a range of seeds.
@@ -21,15 +25,18 @@ struct Args {
     /// How many seeds.
     #[arg(long, default_value_t = 1)]
     count: u64,
-    /// Simulated seconds under faults.
-    #[arg(long, default_value_t = 15)]
-    seconds: u64,
+    /// Simulated seconds under faults, where it is not the usual.
+    #[arg(long)]
+    seconds: Option<u64>,
     /// Faults three times as often and of more kinds.
     #[arg(long)]
     harsh: bool,
     /// Also clocks that drift, scarce leases, clients that only look, and one that keeps to no rule.
     #[arg(long)]
     wide: bool,
+    /// Also targets that are drained, and kept after all, in every run.
+    #[arg(long)]
+    moves: bool,
     /// At the end, as JSON: how often each row of the tables of docs/leases.md was taken. Without it, as a table.
     #[arg(long)]
     json: bool,
@@ -48,9 +55,95 @@ struct Args {
     /// With --histories or --baton: plant a fault, which most runs must show.
     #[arg(long)]
     plant: Option<Plant>,
-    /// With --histories: where to keep those that are not linearizable, for `strake-histories check`.
-    #[arg(long, requires = "histories", default_value = "histories")]
+    /// Where to keep runs that fail: with --histories those that are not linearizable, for `strake-histories check`.
+    #[arg(long, default_value = "histories")]
     keep: PathBuf,
+    /// All kinds of run, each seed the kind that it is in `./simulate`.
+    #[arg(long, conflicts_with_all = ["harsh", "wide", "moves", "histories", "baton", "replay", "skip_sync"])]
+    mixed: bool,
+    /// With --mixed: a line of JSON for each seed, and one at the end with the rows taken.
+    #[arg(long, requires = "mixed")]
+    jsonl: bool,
+    /// Make a run that fails short: fewer faults, clients and seconds, as long as the same promise breaks.
+    #[arg(long, conflicts_with_all = ["histories", "baton"])]
+    shrink: bool,
+    /// With --shrink: how many runs it may take.
+    #[arg(long, default_value_t = 400)]
+    shrink_runs: usize,
+}
+
+impl Args {
+    fn scenario(&self, seed: u64) -> Option<Scenario> {
+        let mode = match (self.mixed, self.harsh, self.wide) {
+            (true, ..) => Mode::of(seed),
+            (_, true, _) => Mode::Harsh,
+            (_, _, true) => Mode::Wide,
+            _ => Mode::Plain,
+        };
+        let base = mode.scenario(seed)?;
+        let length = self.seconds.map_or(base.length, std::time::Duration::from_secs);
+        let (wide, moves) = (self.wide || base.wide, self.moves || base.moves);
+        Some(Scenario { length, skip: self.skip_sync, wide, moves, ..base })
+    }
+}
+
+/// Runs the seeds as `./simulate` does.
+fn sweep_mixed(args: &Args) -> u64 {
+    let (mut failed, mut sum) = (0, Ledger::default());
+    for seed in args.seed..args.seed + args.count {
+        let done = mix::one(Mode::of(seed), seed);
+        sum.add(&done.faults);
+        let mut kept = None;
+        if !done.violations.is_empty() {
+            failed += 1;
+            let file = args.keep.join(format!("seed-{seed}-{}.txt", done.mode.name()));
+            match std::fs::create_dir_all(&args.keep).and_then(|()| std::fs::write(&file, done.text())) {
+                Ok(()) => kept = Some(file.display().to_string()),
+                Err(e) => eprintln!("seed {seed} is not kept in {}: {e}", file.display()),
+            }
+        }
+        if args.jsonl {
+            let faults: serde_json::Map<_, _> =
+                done.faults.rows().map(|(name, made, counted)| (name.into(), json!([made, counted]))).collect();
+            let line = json!({ "seed": seed, "mode": done.mode.name(), "counted": done.faults.counted(), "faults": faults,
+                "simulated": done.simulated.as_secs_f64(), "violations": done.violations, "kept": kept });
+            println!("{line}");
+        } else {
+            println!("{done}");
+            kept.iter().for_each(|k| println!("  kept as {k}"));
+        }
+    }
+    if !args.jsonl {
+        println!("{} faults counted:", sum.counted());
+        print!("{}", sum.text());
+    }
+    failed
+}
+
+/// Makes the first seed short.
+fn shrink_one(args: &Args) -> ExitCode {
+    let Some(scenario) = args.scenario(args.seed) else {
+        eprintln!(
+            "seed {} is a run of the kind {}, which has no list of faults to make shorter",
+            args.seed,
+            Mode::of(args.seed).name()
+        );
+        return ExitCode::FAILURE;
+    };
+    match shrink(scenario, args.shrink_runs, &mut |step| eprintln!("{step}")) {
+        Ok(Some(short)) => {
+            print!("{}", short.text());
+            ExitCode::FAILURE
+        }
+        Ok(None) => {
+            println!("seed {} breaks no promise", args.seed);
+            ExitCode::SUCCESS
+        }
+        Err(e) => {
+            eprintln!("{e}");
+            ExitCode::FAILURE
+        }
+    }
 }
 
 /// Runs the seeds as histories. Those that were not decided, or in which too little overlaps, count as failed.
@@ -127,61 +220,72 @@ fn main() -> ExitCode {
         .with_writer(std::io::stderr)
         .with_timer(SimTime)
         .init();
-    let mut failed = match (args.histories, args.baton) {
-        (true, _) => sweep_histories(&args),
-        (_, true) => sweep_batons(&args),
-        _ => 0,
+    if args.shrink {
+        return shrink_one(&args);
+    }
+    let failed = match (args.histories, args.baton, args.mixed) {
+        (true, ..) => sweep_histories(&args),
+        (_, true, _) => sweep_batons(&args),
+        (_, _, true) => sweep_mixed(&args),
+        _ => sweep_files(&args),
     };
-    let seeds = if args.histories || args.baton { 0..0 } else { args.seed..args.seed + args.count };
-    for seed in seeds {
-        let base = if args.harsh { Scenario::harsh(seed) } else { Scenario::new(seed) };
-        let scenario = Scenario {
-            length: std::time::Duration::from_secs(args.seconds),
-            skip: args.skip_sync,
-            wide: args.wide,
-            ..base
-        };
-        match run(scenario) {
-            Ok(o) => {
-                let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
-                println!(
-                    "seed {seed}: {} faults, {} writes, {} punches, {} seeks, {} syncs, {} reads, {} names, {} locks, {} looks, {} errors, {} messages, {:.0?} simulated, trace {hash}",
-                    o.faults,
-                    o.writes,
-                    o.punches,
-                    o.seeks,
-                    o.syncs,
-                    o.reads,
-                    o.names,
-                    o.locks,
-                    o.looks,
-                    o.errors,
-                    o.messages,
-                    o.simulated
-                );
-                for v in &o.violations {
-                    println!("  VIOLATION: {v}");
-                }
-                failed += u64::from(!o.violations.is_empty());
-                if args.replay {
-                    let other = match run(scenario) {
-                        Ok(again) => o.parting(&again),
-                        Err(e) => Some(format!("it failed: {e:?}")),
-                    };
-                    if let Some(how) = other {
-                        println!("  NOT REPLAYED: the second run of seed {seed} took another course at {how}");
-                        failed += 1;
-                    }
-                }
-            }
+    let taken = coverage::counts();
+    match (args.jsonl, args.json) {
+        (true, _) => println!("{}", json!({ "rows": coverage::value(&taken) })),
+        (_, true) => print!("{}", coverage::json(&taken)),
+        _ => print!("{}", coverage::text(&taken)),
+    }
+    if !args.jsonl {
+        println!("{} passed, {failed} failed", args.count.saturating_sub(failed));
+    }
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Runs the seeds as files under faults.
+fn sweep_files(args: &Args) -> u64 {
+    let (mut failed, mut sum) = (0, Ledger::default());
+    for scenario in (args.seed..args.seed + args.count).filter_map(|seed| args.scenario(seed)) {
+        let seed = scenario.seed;
+        let o = match run(scenario) {
+            Ok(o) => o,
             Err(e) => {
                 println!("seed {seed}: FAILED: {e:?}");
+                failed += 1;
+                continue;
+            }
+        };
+        let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
+        println!(
+            "seed {seed}: {} of {} faults counted, {} writes, {} punches, {} seeks, {} syncs, {} reads, {} names, {} locks, {} looks, {} errors, {} messages, {:.0?} simulated, trace {hash}",
+            o.faults.counted(),
+            o.scheduled,
+            o.writes,
+            o.punches,
+            o.seeks,
+            o.syncs,
+            o.reads,
+            o.names,
+            o.locks,
+            o.looks,
+            o.errors,
+            o.messages,
+            o.simulated
+        );
+        sum.add(&o.faults);
+        o.violations.iter().for_each(|v| println!("  VIOLATION: {v}"));
+        failed += u64::from(!o.violations.is_empty());
+        if args.replay {
+            let other = match run(scenario) {
+                Ok(again) => o.parting(&again),
+                Err(e) => Some(format!("it failed: {e:?}")),
+            };
+            if let Some(how) = other {
+                println!("  NOT REPLAYED: the second run of seed {seed} took another course at {how}");
                 failed += 1;
             }
         }
     }
-    let taken = coverage::counts();
-    print!("{}", if args.json { coverage::json(&taken) } else { coverage::text(&taken) });
-    println!("{} passed, {failed} failed", args.count.saturating_sub(failed));
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    println!("{} faults counted:", sum.counted());
+    print!("{}", sum.text());
+    failed
 }

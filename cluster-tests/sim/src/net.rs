@@ -4,7 +4,7 @@
 //! link nothing arrives; the caller learns so as over TCP: after its dead-peer limit the connection is closed.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     sync::{
         Arc, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -17,19 +17,25 @@ use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use sha2::{Digest, Sha256};
 use strake_fabric::{Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
-use strake_proto::{Code, Error, Result};
+use strake_proto::{Code, Error, Result, opcode};
 use tokio::{
     sync::oneshot,
     time::{Instant, sleep, timeout},
 };
 
-use crate::plant::Plant;
+use crate::{
+    faults::Strike,
+    ledger::{Kind, Ledger},
+    plant::Plant,
+};
 
 /// How many of the changes that can be are run twice, and how long after the first time at most.
 const REPEATED: f64 = 0.2;
 const REPEATED_WITHIN: Duration = Duration::from_millis(200);
 /// As the real transport's dead-peer detection.
 const DEAD_PEER: Duration = Duration::from_secs(2);
+/// A batch of Raft messages that is longer holds entries; shorter ones are heartbeats and acknowledgements.
+const RAFT_ENTRIES: usize = 200;
 
 /// What the network does to messages.
 #[derive(Clone, Copy, Debug)]
@@ -51,13 +57,86 @@ struct State {
     weather: Weather,
     plant: Option<Plant>,
     listening: BTreeMap<u32, Listening>,
-    /// Directed links over which nothing arrives.
-    blocked: BTreeSet<(u32, u32)>,
+    /// Directed links over which nothing arrives, till when, and for which faults.
+    blocked: BTreeMap<(u32, u32), Vec<Block>>,
+    /// Faults that no operation has met yet.
+    unmet: BTreeMap<u64, Kind>,
+    /// Faults of messages that wait for one of that node.
+    strikes: Vec<(u32, Strike)>,
+    /// Operations on their way to, from or in each node, and how many messages of theirs came over each link.
+    under_way: BTreeMap<u32, u32>,
+    passed: BTreeMap<(u32, u32), u64>,
+    ledger: Ledger,
     connections: Vec<Weak<SimConnection>>,
     trace: Sha256,
     /// The same, one line per event, to see where two runs part.
     events: Vec<String>,
     messages: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Block {
+    fault: u64,
+    until: Option<Instant>,
+}
+
+impl State {
+    fn blocks(&self, from: u32, to: u32, now: Instant) -> Vec<u64> {
+        let on_link = self.blocked.get(&(from, to)).into_iter().flatten();
+        on_link.filter(|b| b.until.is_none_or(|u| now < u)).map(|b| b.fault).collect()
+    }
+
+    /// The first fault that waits for a message of one of these nodes.
+    fn strike(&mut self, from: u32, to: u32, is_reply: bool) -> Option<Strike> {
+        let fits = |(node, what): &(u32, Strike)| {
+            (*node == from || *node == to) && !(is_reply && matches!(what, Strike::Repeat(_)))
+        };
+        let at = self.strikes.iter().position(fits)?;
+        Some(self.strikes.remove(at).1)
+    }
+}
+
+/// An operation that somebody waits for, or a step of one; not what servers and clients say to each other all the time.
+fn is_operation(m: &Message) -> bool {
+    match m.opcode {
+        opcode::RAFT => m.body.len() > RAFT_ENTRIES,
+        opcode::META
+        | opcode::LOCK_WAIT
+        | opcode::SNAPSHOT
+        | opcode::READ
+        | opcode::WRITE
+        | opcode::FLUSH
+        | opcode::TRIM
+        | opcode::EXTENTS
+        | opcode::GRANT
+        | opcode::FORWARD
+        | opcode::FORWARD_FLUSH
+        | opcode::SYNC_LIST
+        | opcode::SYNC_PUT => true,
+        _ => false,
+    }
+}
+
+/// An operation is under way between two nodes while this lives.
+struct UnderWay(Network, [u32; 2]);
+
+impl UnderWay {
+    fn new(net: &Network, nodes: [u32; 2]) -> UnderWay {
+        let mut s = net.state.lock();
+        nodes.iter().for_each(|n| *s.under_way.entry(*n).or_default() += 1);
+        UnderWay(net.clone(), nodes)
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        let mut s = self.0.state.lock();
+        for n in self.1 {
+            if let Some(count) = s.under_way.get_mut(&n) {
+                *count -= 1;
+            }
+        }
+    }
 }
 
 /// The network all nodes of one simulation share.
@@ -75,7 +154,12 @@ impl Network {
             weather,
             plant: None,
             listening: BTreeMap::new(),
-            blocked: BTreeSet::new(),
+            blocked: BTreeMap::new(),
+            unmet: BTreeMap::new(),
+            strikes: Vec::new(),
+            under_way: BTreeMap::new(),
+            passed: BTreeMap::new(),
+            ledger: Ledger::default(),
             connections: Vec::new(),
             trace: Sha256::new(),
             events: Vec::new(),
@@ -90,16 +174,72 @@ impl Network {
         SimFabric { net: self.clone(), node, life, role, env, pool: Pool::default() }
     }
 
-    /// Nothing sent by `from` reaches `to` any more.
-    pub fn block(&self, from: u32, to: u32) {
-        self.state.lock().blocked.insert((from, to));
+    /// A fault of links: what it cuts is named by [`Network::block`].
+    pub fn cutting(&self, kind: Kind) -> u64 {
+        let fault = self.ids.fetch_add(1, Ordering::Relaxed);
+        let mut s = self.state.lock();
+        s.ledger.made(kind);
+        s.unmet.insert(fault, kind);
+        fault
+    }
+
+    /// Nothing sent by `from` reaches `to` any more, for ever or till then. The fault counts once it stops an operation.
+    pub fn block(&self, from: u32, to: u32, fault: u64, until: Option<Instant>) {
+        self.state.lock().blocked.entry((from, to)).or_default().push(Block { fault, until });
     }
     pub fn heal(&self) {
         self.state.lock().blocked.clear();
     }
     pub fn is_blocked(&self, from: u32, to: u32) -> bool {
-        self.state.lock().blocked.contains(&(from, to))
+        !self.state.lock().blocks(from, to, Instant::now()).is_empty()
     }
+
+    /// The next message of an operation from or to this node.
+    pub fn strike(&self, node: u32, what: Strike) {
+        self.state.lock().strikes.push((node, what));
+    }
+
+    /// What was to strike a message and did not will not.
+    pub fn end_strikes(&self) {
+        self.state.lock().strikes.clear();
+    }
+
+    /// Whether an operation is under way to, from or in this node.
+    pub fn is_busy(&self, node: u32) -> bool {
+        self.state.lock().under_way.get(&node).is_some_and(|n| *n > 0)
+    }
+
+    /// A fault was made.
+    pub fn made(&self, kind: Kind, counts: bool) {
+        let mut s = self.state.lock();
+        s.ledger.made(kind);
+        if counts {
+            s.ledger.counts(kind);
+        }
+    }
+
+    /// One that was made before turned out to count.
+    pub fn counts(&self, kind: Kind) {
+        self.state.lock().ledger.counts(kind);
+    }
+
+    pub fn ledger(&self) -> Ledger {
+        self.state.lock().ledger
+    }
+
+    /// Lets go of all nodes, so that what they use is freed.
+    pub fn end(&self) {
+        let (listening, connections) = {
+            let mut s = self.state.lock();
+            s.events = Vec::new();
+            (std::mem::take(&mut s.listening), std::mem::take(&mut s.connections))
+        };
+        drop(listening);
+        for c in connections.iter().filter_map(Weak::upgrade) {
+            c.close();
+        }
+    }
+
     pub fn set_weather(&self, weather: Weather) {
         self.state.lock().weather = weather;
     }
@@ -147,6 +287,11 @@ impl Network {
         s.trace.update(what.as_bytes());
         s.events.push(format!("{at} {what}"));
         tracing::info!("{what}");
+    }
+
+    /// How many events there were.
+    pub fn events(&self) -> usize {
+        self.state.lock().events.len()
     }
 
     /// Hash of everything that happened so far, the number of messages delivered, and a line per event.
@@ -203,7 +348,7 @@ struct SimConnection {
     to: End,
     /// How the receiver sees the sender.
     peer: Mutex<Option<Peer>>,
-    closed: AtomicBool,
+    closed: Arc<AtomicBool>,
     closing: tokio::sync::Notify,
     other: Mutex<Weak<SimConnection>>,
 }
@@ -223,32 +368,91 @@ impl SimConnection {
         }
     }
 
-    /// One message over one direction: its delay, then whether it arrives.
-    async fn travel(&self, from: u32, to: u32) -> Result<()> {
+    /// One message over one direction: its delay, what strikes it, then whether it arrives. How much later it arrives again.
+    async fn travel(&self, from: u32, to: u32, is_operation: bool, is_reply: bool) -> Result<Option<Duration>> {
         sleep(self.net.delay()).await;
-        if self.net.is_blocked(from, to) {
+        let (blocks, strike) = {
+            let mut s = self.net.state.lock();
+            let blocks = s.blocks(from, to, Instant::now());
+            if is_operation {
+                for fault in &blocks {
+                    if let Some(kind) = s.unmet.remove(fault) {
+                        s.ledger.counts(kind);
+                    }
+                }
+            }
+            let strike = if is_operation && blocks.is_empty() { s.strike(from, to, is_reply) } else { None };
+            (blocks, strike)
+        };
+        if !blocks.is_empty() {
             sleep(DEAD_PEER).await;
             self.close();
         }
+        let again = self.struck(from, to, strike).await;
         if self.net.breaks() {
+            self.net.made(Kind::Broken, is_operation && !self.is_closed());
             self.close();
         }
-        if self.closed.load(Ordering::SeqCst) { Err(self.gone()) } else { Ok(()) }
+        if self.is_closed() {
+            return Err(self.gone());
+        }
+        if is_operation {
+            *self.net.state.lock().passed.entry((from, to)).or_default() += 1;
+        }
+        Ok(again)
+    }
+
+    /// Something is done to a message of an operation.
+    async fn struck(&self, from: u32, to: u32, strike: Option<Strike>) -> Option<Duration> {
+        let strike = strike?;
+        self.net.note(&format!("{from} > {to}: {strike:?}"));
+        match strike {
+            Strike::Lose => {
+                self.net.made(Kind::Lost, true);
+                sleep(DEAD_PEER).await;
+                self.close();
+            }
+            Strike::Break => {
+                self.net.made(Kind::Broken, true);
+                self.close();
+            }
+            Strike::Hold(late) => {
+                let passed = || self.net.state.lock().passed.get(&(from, to)).copied();
+                self.net.made(Kind::Delayed, true);
+                let before = passed();
+                sleep(late).await;
+                if passed() != before {
+                    self.net.state.lock().ledger.was(Kind::Delayed, Kind::Reordered);
+                }
+            }
+            Strike::Repeat(late) => {
+                self.net.made(Kind::Repeated, true);
+                return Some(late);
+            }
+        }
+        None
     }
 
     async fn exchange(&self, request: Message) -> Result<Message> {
-        self.travel(self.from.node, self.to.node).await?;
+        let counts = is_operation(&request);
+        let _under_way = counts.then(|| UnderWay::new(&self.net, [self.from.node, self.to.node]));
+        let repeated = self.travel(self.from.node, self.to.node, counts, false).await?;
         let service = self.to.service.clone().ok_or_else(|| strake_fabric::unknown_opcode(request.opcode))?;
         let peer = self.peer.lock().clone().ok_or_else(|| self.gone())?;
         self.net.delivered(self.from.node, self.to.node, &request);
         let (answer, answered) = oneshot::channel();
         let (trace, opcode) = (request.trace, request.opcode);
-        let again = self.net.repetition(&request);
+        let same = repeated.map(|late| (request.clone(), late));
+        let again = self.net.repetition(&request).or(same);
+        let closed = self.closed.clone();
         self.to.env.spawn(async move {
             let _ = answer.send(service.handle(&peer, request).await);
             if let Some((request, late)) = again {
                 sleep(late).await;
-                let _ = service.handle(&peer, request).await;
+                // Nothing arrives over a connection that is gone.
+                if !closed.load(Ordering::SeqCst) {
+                    let _ = service.handle(&peer, request).await;
+                }
             }
         });
         // The handler's node may die: its task is aborted and the channel ends.
@@ -259,7 +463,7 @@ impl SimConnection {
                 sleep(delay).await;
             }
         }
-        self.travel(self.to.node, self.from.node).await?;
+        self.travel(self.to.node, self.from.node, counts, true).await?;
         if let Ok(m) = &mut reply {
             m.trace = trace;
             if let Some(plant) = self.net.planted() {
@@ -341,7 +545,7 @@ impl Fabric for SimFabric {
                 from: from.clone(),
                 to: to.clone(),
                 peer: Mutex::new(None),
-                closed: AtomicBool::new(false),
+                closed: Arc::default(),
                 closing: tokio::sync::Notify::new(),
                 other: Mutex::new(Weak::new()),
             })

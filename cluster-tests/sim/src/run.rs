@@ -9,25 +9,29 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IndexedRandom};
+use rand::{RngExt, SeedableRng, rngs::StdRng};
 use strake_proto::{Code, Error, Result};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::{
+    task::JoinHandle,
+    time::{Instant, sleep, timeout},
+};
 
 use crate::{
-    cluster::{Cluster, FIRST_CLIENT, FIRST_OSS, MDS, Sync},
+    cluster::{Cluster, FIRST_CLIENT, MDS, Sync},
+    faults::{self, Fault, Timed},
     ghost::Ghost,
+    ledger::Ledger,
     lockers::{self, Locker, Model},
+    moves,
     net::Weather,
     truth::{self, Truth},
     wide,
     workload::{Actor, Findings, Shared},
 };
 
-const CLIENTS: u32 = 3;
+pub const CLIENTS: u32 = 3;
 /// Clients that die on the way.
 const GHOSTS: u32 = 2;
-/// Longer than a report is waited for.
-const EXILE: Duration = Duration::from_secs(9);
 const SESSION_TERM: Duration = Duration::from_secs(30);
 
 /// How long and how hard.
@@ -44,22 +48,46 @@ pub struct Scenario {
     pub skip: Option<Sync>,
     /// Also: clocks that drift, scarce leases, clients that only look, and one that keeps to no rule ([`crate::wide`]).
     pub wide: bool,
+    /// Mean simulated time between faults of single messages; zero for none.
+    pub message_every: Duration,
+    /// A storage server with a new target joins on the way.
+    pub joins: bool,
+    /// Targets are drained, and kept after all.
+    pub moves: bool,
+    /// Bits of tasks that are left out: writers 0 to 2, lockers 3 to 5, truths 6 to 8, clients that die 9 and 10, what wide runs add 11.
+    pub without: u32,
 }
+
+/// How many tasks [`Scenario::without`] can name.
+pub const TASKS: u32 = 12;
 
 impl Scenario {
     pub fn new(seed: u64) -> Scenario {
-        let (length, fault_every) = (Duration::from_secs(15), Duration::from_millis(1500));
-        Scenario { seed, length, fault_every, harsh: false, skip: None, wide: false }
+        let ms = Duration::from_millis;
+        Scenario {
+            seed,
+            length: ms(10_000),
+            fault_every: ms(1000),
+            harsh: false,
+            skip: None,
+            wide: false,
+            message_every: ms(35),
+            joins: seed.is_multiple_of(4),
+            moves: seed.is_multiple_of(3),
+            without: 0,
+        }
     }
 
-    /// Faults three times as often and of more kinds.
+    /// Faults twice as often and of more kinds.
     pub fn harsh(seed: u64) -> Scenario {
-        Scenario { fault_every: Duration::from_millis(500), harsh: true, ..Scenario::new(seed) }
+        let (fault_every, message_every) = (Duration::from_millis(500), Duration::from_millis(25));
+        Scenario { fault_every, message_every, harsh: true, ..Scenario::new(seed) }
     }
 
     /// With what takes every row of the tables of leases; faults about as often as in [`Scenario::new`].
     pub fn wide(seed: u64) -> Scenario {
-        Scenario { wide: true, ..Scenario::new(seed) }
+        let (length, fault_every) = (Duration::from_secs(15), Duration::from_millis(1500));
+        Scenario { wide: true, length, fault_every, ..Scenario::new(seed) }
     }
 }
 
@@ -71,7 +99,10 @@ pub struct Outcome {
     /// The same, a line per event.
     pub events: Vec<String>,
     pub messages: u64,
-    pub faults: u64,
+    /// The faults, by kind.
+    pub faults: Ledger,
+    /// How many there were to be.
+    pub scheduled: usize,
     pub simulated: Duration,
     pub writes: u64,
     pub punches: u64,
@@ -84,6 +115,8 @@ pub struct Outcome {
     pub errors: u64,
     /// Promises broken, in words. Empty is the only good answer.
     pub violations: Vec<String>,
+    /// After which event the first was found.
+    pub broken_at: Option<usize>,
 }
 
 impl Outcome {
@@ -117,95 +150,37 @@ pub(crate) fn begin() {
 
 /// Runs it on a single-threaded runtime whose clock only moves when nothing else can.
 pub fn run(s: Scenario) -> Result<Outcome> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
-    let outcome = runtime.block_on(simulate(s));
-    runtime.shutdown_background();
-    outcome
+    run_with(s, &faults::draw(&s))
 }
 
-async fn simulate(s: Scenario) -> Result<Outcome> {
-    let begun = Instant::now();
-    begin();
-    let mut cluster = Cluster::new(s.seed);
-    let mut rng = StdRng::seed_from_u64(s.seed ^ 0x0fau64);
-    if s.wide {
-        cluster.widen(s.seed);
-    }
-    for node in cluster.nodes() {
-        cluster.start(node).await.map_err(|e| e.context(format!("starting node {node}")))?;
-    }
-    wait_whole(&cluster, "after the start").await?;
-    if let Some(sync) = s.skip {
-        cluster.skip(sync);
-    }
-    let found: Shared = Arc::new(Mutex::new(Findings::default()));
-    let stop = Arc::new(AtomicBool::new(false));
-    let (mut tasks, mut locking, mut looking, mut counted) = (Vec::new(), Vec::new(), Vec::new(), None);
-    let model = Model::default();
-    for id in 1..=CLIENTS {
-        let client = cluster.client(id).await?;
-        let files = lockers::files(&client).await?;
-        let locker = Locker::new(id, client.clone(), rng.random(), found.clone(), model.clone(), files);
-        locking.push(tokio::spawn(locker.run(stop.clone())));
-        let counted = match &counted {
-            Some(counted) => counted,
-            None => counted.insert(truth::files(&client, CLIENTS as usize).await?),
-        };
-        let truth = Truth::new(id as usize - 1, client.clone(), rng.random(), found.clone(), counted.clone());
-        looking.push(tokio::spawn(truth.run(stop.clone())));
-        let mut actor = Actor::new(id, client, rng.random(), found.clone()).await?;
-        let stop = stop.clone();
-        tasks.push(tokio::spawn(async move {
-            actor.run(stop).await;
-            actor
-        }));
-    }
-    let mut ghosts = Vec::new();
-    for id in CLIENTS + 1..=CLIENTS + GHOSTS {
-        let uuid = (u128::from(s.seed) << 8 | u128::from(id)).to_be_bytes();
-        let (client, env) = cluster.mortal(id, Some(uuid), Vec::new()).await?;
-        let dies = Instant::now() + s.length.mul_f64(rng.random());
-        ghosts.push(Ghost::start(client, env, FIRST_CLIENT + id, uuid, rng.random(), dies));
-    }
-    if s.wide {
-        looking.extend(wide::start(&mut cluster, s.seed, CLIENTS, &found, &stop).await?);
-    }
-    let faults = harm(&mut cluster, &mut rng, s, &mut ghosts).await?;
-    cluster.repair().await?;
-    stop.store(true, Ordering::Relaxed);
-    for g in ghosts.iter_mut().filter_map(|g| g.die(true).then_some(g.node)) {
-        cluster.net.node_died(g);
-    }
-    // The dead are reported, or missed when their term is over.
-    let told = s.seed.is_multiple_of(2);
-    let (other, _) = cluster.mortal(7, None, ghosts.iter().filter(|_| told).map(|g| g.uuid).collect()).await?;
-    if !told {
-        sleep(SESSION_TERM + Duration::from_secs(2)).await;
-    }
-    for g in &ghosts {
-        g.check(&other, &found).await.map_err(|e| e.context(format!("after client {} had died", g.node)))?;
-    }
-    for t in looking {
-        ended(t).await?;
-    }
-    for t in locking {
-        let locker = ended(t).await?;
-        locker.finish().await;
-    }
-    lockers::all_free(&other, &lockers::files(&other).await?).await?;
-    for t in tasks {
-        let actor = ended(t).await?;
-        actor.finish(&other).await?;
-    }
-    wait_whole(&cluster, "after the last fault").await?;
+/// The same with these faults. That the system does not recover is a promise broken as well.
+pub fn run_with(s: Scenario, faults: &[Timed]) -> Result<Outcome> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
+    let outcome = runtime.block_on(async {
+        let begun = Instant::now();
+        begin();
+        let mut cluster = Cluster::new(s.seed);
+        let found: Shared = Arc::new(Mutex::new(Findings::new(cluster.net.clone())));
+        if let Err(e) = simulate(s, faults, &mut cluster, &found).await {
+            found.lock().broken(e.to_string());
+        }
+        let outcome = report(s.seed, faults.len(), &cluster, &mut found.lock(), begun);
+        cluster.end();
+        outcome
+    });
+    runtime.shutdown_background();
+    Ok(outcome)
+}
+
+fn report(seed: u64, scheduled: usize, cluster: &Cluster, f: &mut Findings, begun: Instant) -> Outcome {
     let (trace, messages, events) = cluster.net.trace();
-    let f = found.lock();
-    Ok(Outcome {
-        seed: s.seed,
+    Outcome {
+        seed,
         trace,
         events,
         messages,
-        faults,
+        faults: cluster.net.ledger(),
+        scheduled,
         simulated: begun.elapsed(),
         writes: f.writes,
         punches: f.punches,
@@ -216,8 +191,116 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
         locks: f.locks,
         looks: f.looks,
         errors: f.errors,
-        violations: f.violations.clone(),
-    })
+        violations: std::mem::take(&mut f.violations),
+        broken_at: f.broken_at,
+    }
+}
+
+/// Everybody who does something in a run.
+struct Crew {
+    stop: Arc<AtomicBool>,
+    writing: Vec<JoinHandle<Actor>>,
+    locking: Vec<JoinHandle<Locker>>,
+    looking: Vec<JoinHandle<()>>,
+    ghosts: Vec<Ghost>,
+}
+
+impl Crew {
+    async fn start(s: Scenario, cluster: &mut Cluster, found: &Shared) -> Result<Crew> {
+        let mut rng = StdRng::seed_from_u64(s.seed ^ 0xc1e7);
+        let works = |task: u32| s.without & 1 << task == 0;
+        let stop = Arc::new(AtomicBool::new(false));
+        let (mut writing, mut locking, mut looking, mut counted) = (Vec::new(), Vec::new(), Vec::new(), None);
+        let model = Model::default();
+        for id in 1..=CLIENTS {
+            let client = cluster.client(id).await?;
+            let (of_locker, of_truth, of_actor) = (rng.random(), rng.random(), rng.random());
+            let counted = match &counted {
+                Some(counted) => counted,
+                None => counted.insert(truth::files(&client, CLIENTS as usize).await?),
+            };
+            if works(CLIENTS + id - 1) {
+                let files = lockers::files(&client).await?;
+                let locker = Locker::new(id, client.clone(), of_locker, found.clone(), model.clone(), files);
+                locking.push(tokio::spawn(locker.run(stop.clone())));
+            }
+            if works(2 * CLIENTS + id - 1) {
+                let truth = Truth::new(id as usize - 1, client.clone(), of_truth, found.clone(), counted.clone());
+                looking.push(tokio::spawn(truth.run(stop.clone())));
+            }
+            if works(id - 1) {
+                let mut actor = Actor::new(id, client, of_actor, found.clone()).await?;
+                let stop = stop.clone();
+                writing.push(tokio::spawn(async move {
+                    actor.run(stop).await;
+                    actor
+                }));
+            }
+        }
+        let mut ghosts = Vec::new();
+        for id in (CLIENTS + 1..=CLIENTS + GHOSTS).filter(|id| works(2 * CLIENTS + id - 1)) {
+            let uuid = (u128::from(s.seed) << 8 | u128::from(id)).to_be_bytes();
+            let (client, env) = cluster.mortal(id, Some(uuid), Vec::new()).await?;
+            let dies = Instant::now() + s.length.mul_f64(rng.random());
+            ghosts.push(Ghost::start(client, env, FIRST_CLIENT + id, uuid, rng.random(), dies));
+        }
+        if s.wide && works(TASKS - 1) {
+            looking.extend(wide::start(cluster, s.seed, CLIENTS, found, &stop).await?);
+        }
+        Ok(Crew { stop, writing, locking, looking, ghosts })
+    }
+
+    /// Ghosts whose time has come die; or all.
+    fn bury(&mut self, cluster: &Cluster, at_once: bool) {
+        self.ghosts.iter_mut().for_each(|g| g.die(cluster, at_once));
+    }
+
+    /// Nothing is broken any more: all come to their end, and what they left is looked at.
+    async fn finish(self, cluster: &mut Cluster, found: &Shared, told: bool) -> Result<()> {
+        // The dead are reported, or missed when their term is over.
+        let dead = self.ghosts.iter().filter(|_| told).map(|g| g.uuid).collect();
+        let (other, _) = cluster.mortal(7, None, dead).await?;
+        if !told {
+            sleep(SESSION_TERM + Duration::from_secs(2)).await;
+        }
+        for g in &self.ghosts {
+            g.check(&other, found).await.map_err(|e| e.context(format!("after client {} had died", g.node)))?;
+        }
+        for t in self.looking {
+            ended(t).await?;
+        }
+        for t in self.locking {
+            ended(t).await?.finish().await;
+        }
+        lockers::all_free(&other, &lockers::files(&other).await?).await?;
+        for t in self.writing {
+            ended(t).await?.finish(&other).await?;
+        }
+        Ok(())
+    }
+}
+
+async fn simulate(s: Scenario, faults: &[Timed], cluster: &mut Cluster, found: &Shared) -> Result<()> {
+    if s.wide {
+        cluster.widen(s.seed);
+    }
+    for node in cluster.nodes() {
+        cluster.start(node).await.map_err(|e| e.context("at first"))?;
+    }
+    wait_whole(cluster, "after the start").await?;
+    if let Some(sync) = s.skip {
+        cluster.skip(sync);
+    }
+    let mut crew = Crew::start(s, cluster, found).await?;
+    harm(cluster, s.length, faults, &mut crew).await?;
+    cluster.repair().await?;
+    if s.moves {
+        moves::keep_all(cluster).await?;
+    }
+    crew.stop.store(true, Ordering::Relaxed);
+    crew.bury(cluster, true);
+    crew.finish(cluster, found, s.seed.is_multiple_of(2)).await?;
+    wait_whole(cluster, "after the last fault").await
 }
 
 async fn ended<T>(task: tokio::task::JoinHandle<T>) -> Result<T> {
@@ -238,101 +321,81 @@ async fn wait_whole(cluster: &Cluster, when: &str) -> Result<()> {
     Ok(())
 }
 
-/// What [`Scenario::harsh`] adds to one round of faults.
-fn harsher(cluster: &mut Cluster, rng: &mut StdRng) {
-    let nodes = cluster.nodes();
-    let (Some(a), Some(b)) = (nodes.choose(rng).copied(), nodes.choose(rng).copied()) else { return };
-    match rng.random_range(0..8) {
-        0 | 1 => cluster.cut(a, b, rng.random_bool(0.5)),
-        2 => cluster.jump_clock(a, rng.random_range(-240..240)),
-        3 => cluster.set_disk_fault(Some((a, if rng.random_bool(0.5) { Code::NoSpc } else { Code::Io }))),
-        4 => cluster.set_disk_fault(None),
-        5 => cluster.slow_disk(a, Duration::from_micros(rng.random_range(0..20_000))),
-        6 => cluster.net.heal(),
-        _ => {}
+/// What ends a fault.
+enum Mend {
+    Start(u32),
+    Disk(u32),
+}
+
+/// Makes the faults, each at its time, and ends them at theirs.
+async fn harm(cluster: &mut Cluster, length: Duration, faults: &[Timed], crew: &mut Crew) -> Result<()> {
+    cluster.net.note("the faults begin");
+    let begun = Instant::now();
+    let mut to_mend: Vec<(Duration, Mend)> = Vec::new();
+    let mut faults = faults.iter().peekable();
+    loop {
+        let next = faults.peek().map_or(length, |t| t.at).min(length);
+        let mending = to_mend.iter().map(|m| m.0).min().filter(|at| *at < next);
+        let now = mending.unwrap_or(next);
+        sleep(now.saturating_sub(begun.elapsed())).await;
+        crew.bury(cluster, false);
+        cluster.check_starts()?;
+        for (_, mend) in to_mend.extract_if(.., |(at, _)| *at <= now).collect::<Vec<_>>() {
+            match mend {
+                Mend::Start(node) if !cluster.is_up(node) => cluster.launch(node).await?,
+                Mend::Start(_) => {}
+                Mend::Disk(node) => {
+                    if cluster.mend_disk(node) && cluster.is_up(node) {
+                        // A supervisor starts a server anew whose target failed.
+                        cluster.end_life(node);
+                        cluster.launch(node).await?;
+                    }
+                }
+            }
+        }
+        if now >= length {
+            return Ok(());
+        }
+        if mending.is_none()
+            && let Some(t) = faults.next()
+        {
+            make(cluster, &t.fault, t.at, &mut to_mend).await?;
+        }
     }
 }
 
-/// Cuts a client off from the metadata servers, not from the storage servers: for a moment, or for so long that it is evicted when
-/// somebody looks at what it writes.
-fn exile(cluster: &mut Cluster, rng: &mut StdRng, exiled: &mut Option<(u32, Instant)>) -> u64 {
-    let now = Instant::now();
-    let (client, new) = match exiled.filter(|(_, until)| now < *until) {
-        Some((client, _)) => (client, false),
-        None if rng.random_bool(0.3) => (FIRST_CLIENT + rng.random_range(1..=CLIENTS), true),
-        None => return 0,
-    };
-    if new {
-        *exiled = rng.random_bool(0.8).then(|| (client, now + EXILE));
+async fn make(cluster: &mut Cluster, fault: &Fault, at: Duration, to_mend: &mut Vec<(Duration, Mend)>) -> Result<()> {
+    let until = |lasts: Duration| Some(Instant::now() + lasts);
+    match *fault {
+        Fault::Crash { node, power, dice, down } => {
+            if cluster.is_up(node) {
+                cluster.kill_by(node, power, dice);
+                to_mend.push((at + down, Mend::Start(node)));
+            }
+        }
+        Fault::Isolate { node, one_way, lasts } => cluster.isolate(node, one_way, until(lasts)),
+        Fault::Cut { a, b, one_way, lasts } => cluster.cut(a, b, one_way, until(lasts)),
+        Fault::Exile { client, lasts } => {
+            let mds: Vec<u32> = (1..=MDS).collect();
+            cluster.cut_off(client, &mds, false, until(lasts));
+        }
+        Fault::Weather { max_delay, break_per_mille } => {
+            cluster.net.set_weather(Weather { min_delay: Duration::ZERO, max_delay, break_per_mille });
+        }
+        Fault::Message { node, what } => cluster.net.strike(node, what),
+        Fault::Jump { node, seconds } => cluster.jump_clock(node, seconds),
+        Fault::Drift { dice } => cluster.drift_by(dice),
+        Fault::Disk { node, what, lasts } => {
+            if cluster.is_up(node) {
+                cluster.harm_disk(node, what, at.as_nanos() as u64);
+                to_mend.push((at + lasts, Mend::Disk(node)));
+            }
+        }
+        Fault::Join => {
+            let node = cluster.join();
+            cluster.launch(node).await?;
+        }
+        Fault::Move(change) => moves::ask(cluster, change),
     }
-    (1..=MDS).for_each(|mds| cluster.cut(client, mds, false));
-    u64::from(new)
-}
-
-/// Kills, restarts, partitions and bad weather, as the seed says. Returns how many struck a node that was up.
-async fn harm(cluster: &mut Cluster, rng: &mut StdRng, s: Scenario, ghosts: &mut [Ghost]) -> Result<u64> {
-    let (end, mut faults, mut exiled) = (Instant::now() + s.length, 0, None);
-    while Instant::now() < end {
-        sleep(s.fault_every.mul_f64(rng.random_range(0.2..1.8))).await;
-        for node in ghosts.iter_mut().filter_map(|g| g.die(false).then_some(g.node)) {
-            cluster.net.note(&format!("kill client {node}"));
-            cluster.net.node_died(node);
-        }
-        let nodes = cluster.nodes();
-        let up: Vec<u32> = nodes.iter().copied().filter(|n| cluster.is_up(*n)).collect();
-        let down: Vec<u32> = nodes.iter().copied().filter(|n| !cluster.is_up(*n)).collect();
-        match rng.random_range(0..10) {
-            0..=3 if !up.is_empty() => {
-                if let Some(node) = up.choose(rng) {
-                    cluster.kill(*node, rng.random_bool(0.5));
-                    faults += 1;
-                }
-            }
-            4 => {
-                // Power loss of everything, or of every object server.
-                let power = rng.random_bool(0.7);
-                let from = if rng.random_bool(0.5) { 0 } else { FIRST_OSS };
-                for node in up.into_iter().filter(|n| *n >= from) {
-                    cluster.kill(node, power);
-                    faults += 1;
-                }
-            }
-            5 => {
-                if let Some(node) = up.choose(rng) {
-                    cluster.isolate(*node, rng.random_bool(0.3));
-                    faults += 1;
-                }
-            }
-            6 => cluster.net.heal(),
-            7 => {
-                let break_per_mille = if rng.random_bool(0.5) { 3 } else { 0 };
-                let max_delay = Duration::from_millis(rng.random_range(1..30));
-                cluster.net.set_weather(Weather { min_delay: Duration::ZERO, max_delay, break_per_mille });
-            }
-            _ => {}
-        }
-        if s.harsh {
-            harsher(cluster, rng);
-        }
-        cluster.drift();
-        // A server that waits for a leader to register must not hold up the others.
-        let mds_down: Vec<u32> = down.iter().copied().filter(|n| *n < FIRST_OSS).collect();
-        for node in mds_down {
-            if rng.random_bool(0.7) {
-                cluster.start(node).await?;
-            }
-        }
-        let leader_possible = nodes.iter().filter(|n| **n < FIRST_OSS && cluster.is_up(**n)).count() >= 2;
-        for node in down.into_iter().filter(|n| *n >= FIRST_OSS) {
-            if leader_possible && rng.random_bool(0.5) {
-                cluster.net.heal();
-                cluster.set_disk_fault(None);
-                cluster.start(node).await?;
-            }
-        }
-        if s.wide {
-            faults += exile(cluster, rng, &mut exiled);
-        }
-    }
-    Ok(faults)
+    Ok(())
 }

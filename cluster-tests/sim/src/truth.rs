@@ -84,7 +84,7 @@ impl Truth {
     }
 
     fn violation(&self, what: String) {
-        self.found.lock().violations.push(format!("client {}: {what}", self.id + 1));
+        self.found.lock().broken(format!("client {}: {what}", self.id + 1));
     }
 
     async fn change(&mut self, what: usize) {

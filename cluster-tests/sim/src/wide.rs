@@ -101,7 +101,7 @@ impl Onlooker {
         let least = known.get(&attr.ino).copied().unwrap_or(0);
         if attr.size < least || attr.size > FILE_BYTES {
             let m = format!("file {:#x} has {} bytes; {least} had been told", attr.ino, attr.size);
-            self.found.lock().violations.push(m);
+            self.found.lock().broken(m);
         }
         if let Some(e) = ends.get(&attr.ino).filter(|e| attr.size < e.end) {
             let m = format!(
@@ -208,6 +208,6 @@ impl Stranger {
     }
 
     fn violation(&self, what: String) {
-        self.found.lock().violations.push(what);
+        self.found.lock().broken(what);
     }
 }

@@ -12,7 +12,10 @@ use strake_client::{Client, Creds, File};
 use strake_proto::{Code, Ino, Result};
 use tokio::time::sleep;
 
-use crate::oracle::{CELL, FileModel, NameModel, fill};
+use crate::{
+    net::Network,
+    oracle::{CELL, FileModel, NameModel, fill},
+};
 
 /// Files of each client, and their largest size.
 pub const FILES: usize = 3;
@@ -21,9 +24,11 @@ pub const FILE_BYTES: u64 = 1 << 20;
 pub const RDWR: u32 = 2;
 
 /// Promises found broken, and what was done; shared by all tasks of a run.
-#[derive(Default)]
 pub struct Findings {
+    net: Network,
     pub violations: Vec<String>,
+    /// How many events of the trace were there when the first was found.
+    pub broken_at: Option<usize>,
     pub writes: u64,
     pub punches: u64,
     pub seeks: u64,
@@ -38,6 +43,34 @@ pub struct Findings {
     pub ends: BTreeMap<Ino, End>,
     /// Smaller sizes that somebody was told later. Broken promises, unless the writer lost its session: then its bytes are gone.
     pub short: Vec<(End, String)>,
+}
+
+impl Findings {
+    pub fn new(net: Network) -> Findings {
+        Findings {
+            net,
+            violations: Vec::new(),
+            broken_at: None,
+            writes: 0,
+            punches: 0,
+            seeks: 0,
+            syncs: 0,
+            reads: 0,
+            names: 0,
+            locks: 0,
+            looks: 0,
+            waits_given_up: 0,
+            errors: 0,
+            ends: BTreeMap::new(),
+            short: Vec::new(),
+        }
+    }
+
+    /// A promise is broken.
+    pub fn broken(&mut self, what: String) {
+        self.broken_at.get_or_insert(self.net.events());
+        self.violations.push(what);
+    }
 }
 
 /// The furthest write that returned to a client, and how many sessions that had lost by then.
@@ -87,7 +120,7 @@ impl Actor {
     }
 
     fn violation(&self, what: String) {
-        self.found.lock().violations.push(format!("client {}: {what}", self.id));
+        self.found.lock().broken(format!("client {}: {what}", self.id));
     }
 
     /// Random operations until told to stop.
@@ -106,7 +139,7 @@ impl Actor {
                 self.found.lock().errors += 1;
                 tracing::info!("client {}: {e:?}", self.id);
             }
-            sleep(Duration::from_millis(self.rng.random_range(0..40))).await;
+            sleep(Duration::from_millis(self.rng.random_range(0..15))).await;
         }
     }
 

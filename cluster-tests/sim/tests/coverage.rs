@@ -18,12 +18,15 @@ use tokio::time::sleep;
 
 /// The standard seeds.
 const SEEDS: std::ops::RangeInclusive<u64> = 1..=8;
+const HARSH: std::ops::RangeInclusive<u64> = 1..=12;
 
 #[test]
 fn every_row_is_taken() {
     coverage::reset();
-    for seed in SEEDS {
-        let outcome = run(Scenario::wide(seed)).unwrap();
+    // Wide ones for leases, harsh ones for disks that fail under chains.
+    for scenario in SEEDS.map(Scenario::wide).chain(HARSH.map(Scenario::harsh)) {
+        let seed = scenario.seed;
+        let outcome = run(scenario).unwrap();
         assert!(outcome.violations.is_empty(), "seed {seed}: {:#?}", outcome.violations);
     }
     let counts = coverage::counts();
@@ -40,9 +43,9 @@ fn wide_runs_replay() {
 
 #[test]
 fn the_documents_name_the_rows() {
-    let named = coverage::documented(include_str!("../../../docs/leases.md"));
-    let known: Vec<&str> = coverage::counts().iter().flat_map(|t| t.1.iter().map(|r| r.0)).collect();
-    assert_eq!(named, known);
+    let names = |c: coverage::Counts| c.iter().flat_map(|t| t.1.iter().map(|r| r.0)).collect::<Vec<_>>();
+    assert_eq!(coverage::documented(include_str!("../../../docs/leases.md")), names(coverage::leases()));
+    assert_eq!(coverage::documented(include_str!("../../../docs/replication.md")), names(coverage::chains()));
 }
 
 /// The size that a write which has returned gave a file is seen by whoever looks then, on drifting clocks too.

@@ -17,7 +17,7 @@ use strake_proto::{
     pb,
 };
 
-use super::{membership, recovery, state};
+use super::{membership, moves, recovery, rows::Membership, state};
 
 /// New targets wait this long for company before chains are made.
 pub const SETTLE: Duration = Duration::from_secs(1);
@@ -39,6 +39,8 @@ pub struct Options {
     pub lease: Duration,
     /// Chains are made once so many targets are alive; 0: any.
     pub expect_targets: usize,
+    /// What a target has that was dead for so long is copied to others; zero: never.
+    pub rebuild_after: Duration,
 }
 
 /// A map change to propose. [`Manager::resolved`] must be called with what became of it.
@@ -233,6 +235,10 @@ impl Manager {
             chains.extend(new_chains);
             sets = new_sets;
         }
+        for (chain, sentence) in moves::plan(&next, &chains, &self.long_dead(now, &next)) {
+            why.push(sentence);
+            chains.push(chain);
+        }
         if targets.is_empty() && chains.is_empty() && sets.is_empty() {
             return None;
         }
@@ -251,6 +257,16 @@ impl Manager {
         }
     }
 
+    /// Targets that nobody heard of for so long that they are not waited for any more.
+    fn long_dead(&self, now: Duration, map: &pb::ClusterMap) -> BTreeSet<TargetId> {
+        let heard = |t: &pb::Target| self.seen.get(&t.id).map_or(self.elected, |s| s.at.max(self.elected));
+        let gone = |t: &&pb::Target| !t.alive && now.saturating_sub(heard(t)) >= self.options.rebuild_after;
+        match self.options.rebuild_after.is_zero() {
+            true => BTreeSet::new(),
+            false => map.targets.iter().filter(gone).map(|t| t.id).collect(),
+        }
+    }
+
     fn changed_targets(&mut self, now: Duration, map: &MapView, why: &mut Vec<String>) -> Vec<pb::Target> {
         let period = now.saturating_sub(self.used_written) >= USED_PERIOD;
         if period {
@@ -265,6 +281,9 @@ impl Manager {
                 if moved || period || n.alive != t.alive {
                     (n.used, n.capacity) = (s.used, s.capacity);
                 }
+            }
+            if t.alive && self.seen.get(&t.id).is_some_and(|s| s.failed == Some(t.stamp)) {
+                Membership::DeviceFailed.taken();
             }
             if n.alive != t.alive {
                 why.push(format!(
@@ -283,8 +302,10 @@ impl Manager {
     fn changed_chains(&self, map: &MapView, alive: &BTreeSet<TargetId>, why: &mut Vec<String>) -> Vec<pb::Chain> {
         let mut changed = Vec::new();
         let open = recovery::in_doubt(&map.map);
-        for c in map.map.chains.iter().filter(|c| !open.contains(&c.id)) {
-            if let Some(n) = membership::evaluate(c, |t| alive.contains(&t), self.synced(c)) {
+        for c in map.map.chains.iter().filter(|c| !c.lost && !open.contains(&c.id)) {
+            let facts =
+                membership::Facts { alive: |t| alive.contains(&t), synced: self.synced(c), acts: |t| self.acts(c, t) };
+            if let Some(n) = membership::evaluate(c, &facts) {
                 why.push(format!("chain {} epoch {}: {} -> {}", c.id, n.epoch, describe(c), describe(&n)));
                 changed.push(n);
             }
@@ -294,9 +315,14 @@ impl Manager {
 
     /// Whether the tail says, knowing the chain's current epoch, that its successor holds all it has.
     fn synced(&self, chain: &pb::Chain) -> bool {
-        let Some(seen) = chain.tail().and_then(|t| self.seen.get(&t)) else { return false };
-        let known = self.since.get(&chain.id).is_some_and(|(epoch, v)| *epoch == chain.epoch && seen.version >= *v);
-        known && seen.synced.contains(&chain.id)
+        let Some(tail) = chain.tail() else { return false };
+        self.acts(chain, tail) && self.seen.get(&tail).is_some_and(|s| s.synced.contains(&chain.id))
+    }
+
+    /// Whether a target's node has said that it acts on the chain's current epoch.
+    fn acts(&self, chain: &pb::Chain, target: TargetId) -> bool {
+        let since = self.since.get(&chain.id).filter(|(epoch, _)| *epoch == chain.epoch);
+        since.is_some_and(|(_, v)| self.seen.get(&target).is_some_and(|s| s.version >= *v))
     }
 
     fn shunned(&self, now: Duration, node: NodeId) -> bool {

@@ -7,6 +7,7 @@ use crate::cluster::state::tests::{cluster, request, with_chains};
 use ReplicaState::*;
 
 const LEASE: Duration = Duration::from_secs(2);
+const REBUILD: Duration = Duration::from_secs(60);
 
 fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
@@ -21,7 +22,7 @@ struct Rig {
 impl Rig {
     fn new(map: pb::ClusterMap, expect_targets: usize) -> Rig {
         let map = MapView::new(map).unwrap();
-        Rig { m: Manager::new(Options { lease: LEASE, expect_targets }, ms(0), &map), map }
+        Rig { m: Manager::new(Options { lease: LEASE, expect_targets, rebuild_after: REBUILD }, ms(0), &map), map }
     }
     fn beat(&mut self, now: u64, target: TargetId) {
         self.beat_with(now, target, |_| ()).unwrap();
@@ -98,16 +99,45 @@ fn chains_are_made_when_all_expected_targets_live_and_a_second_has_passed() {
 }
 
 #[test]
+fn what_was_dead_for_long_is_copied_to_others() {
+    let mut r = Rig::new(with_chains(3, 1), 0);
+    let wanted = |r: &Rig, copies| {
+        let of = r.map.map.chains.iter().filter(|c| c.preferred.len() == copies);
+        of.filter(|c| c.preferred.contains(&0)).count()
+    };
+    let until = |r: &mut Rig, from: u64, to: u64| {
+        for now in (from..to).step_by(500) {
+            r.beat(now, 1);
+            r.beat(now, 2);
+            r.tick(now);
+        }
+    };
+    until(&mut r, 0, 60_000);
+    assert_eq!([1, 2, 3].map(|copies| wanted(&r, copies)), [1, 2, 3]);
+    until(&mut r, 60_000, 61_000);
+    // Where there is one copy nobody has it, and of three all others have it.
+    assert_eq!([1, 2, 3].map(|copies| wanted(&r, copies)), [1, 0, 3]);
+    // Back, it gets chains of its own again, and leaves those.
+    until(&mut r, 61_000, 62_000);
+    for now in (62_000..66_000).step_by(500) {
+        (0..3).for_each(|t| r.beat(now, t));
+        r.tick(now);
+    }
+    assert_eq!(wanted(&r, 2), 1);
+    assert!(r.map.target(0).unwrap().alive);
+}
+
+#[test]
 fn a_new_leader_counts_leases_from_its_election() {
     let mut r = Rig::new(with_chains(2, 1), 0);
-    r.m = Manager::new(Options { lease: LEASE, expect_targets: 0 }, ms(10_000), &r.map);
+    r.m = Manager::new(Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD }, ms(10_000), &r.map);
     assert!(!r.tick(11_900), "renewed at the election");
     r.beat(11_900, 1);
     assert!(r.tick(12_000));
     assert_eq!(r.states(2), vec![(1, ReplicaServing), (0, ReplicaOffline)]);
     assert_eq!(r.states(1), vec![(0, ReplicaLastsrv)]);
     // What was dead before the election is not alive by it.
-    r.m = Manager::new(Options { lease: LEASE, expect_targets: 0 }, ms(20_000), &r.map);
+    r.m = Manager::new(Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD }, ms(20_000), &r.map);
     assert!(!r.tick(20_100));
 }
 
@@ -296,7 +326,7 @@ struct World {
 impl World {
     fn new(seed: u64) -> World {
         let map = MapView::new(with_chains(4, 1)).unwrap();
-        let m = Manager::new(Options { lease: LEASE, expect_targets: 0 }, ms(0), &map);
+        let m = Manager::new(Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD }, ms(0), &map);
         let oss = map.map.targets.iter().map(|t| Oss { up: true, stamp: t.stamp, ..Oss::default() }).collect();
         let holds = map.map.chains.iter().map(|c| (c.id, c.serving().collect())).collect();
         let history = BTreeMap::from([(map.version(), map.map.clone())]);
@@ -462,7 +492,7 @@ impl World {
                     self.adopt(map);
                 }
             }
-            self.m = Manager::new(Options { lease: LEASE, expect_targets: 0 }, now, &self.map);
+            self.m = Manager::new(Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD }, now, &self.map);
         }
     }
 

@@ -1,10 +1,12 @@
 //! Which replicas of a chain are in sync: the rules of `docs/replication.md`, "Membership", one chain at a time.
 //!
-//! Rows 1 and 6 come in two forms. A lease that ran out is seen by the leader ([`evaluate`]); a restart is seen at apply,
+//! `leaves`, `all-leave` and `fill-ends` come in two forms. A lease that ran out is seen by the leader ([`evaluate`]); a restart is seen at apply,
 //! when the new life registers ([`restarted`]), so that it can never be overtaken by a promotion decided before it.
 
 use pb::ReplicaState::{self, ReplicaLastsrv, ReplicaOffline, ReplicaServing, ReplicaSyncing, ReplicaWaiting};
 use strake_proto::{TargetId, map::ChainExt, pb};
+
+use super::rows::Membership;
 
 /// A chain with changed replicas: in the order of the format, one epoch on. `None` if nothing changed.
 fn next(old: &pb::Chain, mut replicas: Vec<pb::Replica>) -> Option<pb::Chain> {
@@ -16,43 +18,115 @@ fn next(old: &pb::Chain, mut replicas: Vec<pb::Replica>) -> Option<pb::Chain> {
     if replicas == old.replicas {
         return None;
     }
-    Some(pb::Chain { epoch: old.epoch + 1, replicas, ..old.clone() })
+    let new = pb::Chain { epoch: old.epoch + 1, replicas, ..old.clone() };
+    count(old, &new);
+    Some(new)
+}
+
+/// Counts which rows of the table a change takes.
+fn count(old: &pb::Chain, new: &pb::Chain) {
+    for r in &new.replicas {
+        match (old.state_of(r.target), r.state()) {
+            (Some(ReplicaServing), ReplicaOffline) => Membership::Leaves.taken(),
+            (Some(ReplicaServing), ReplicaLastsrv) => Membership::AllLeave.taken(),
+            (Some(ReplicaLastsrv), ReplicaServing) => Membership::Source.taken(),
+            (Some(ReplicaOffline | ReplicaWaiting), ReplicaSyncing) => Membership::Fills.taken(),
+            (Some(ReplicaOffline), ReplicaWaiting) => Membership::Waits.taken(),
+            (Some(ReplicaSyncing), ReplicaServing) => Membership::Filled.taken(),
+            (Some(ReplicaSyncing | ReplicaWaiting), ReplicaOffline) => Membership::FillEnds.taken(),
+            (Some(ReplicaServing), ReplicaSyncing) => Membership::StepsBack.taken(),
+            (None, _) => Membership::Joins.taken(),
+            _ => {}
+        }
+    }
+    for r in old.replicas.iter().filter(|r| new.state_of(r.target).is_none()) {
+        match r.state() {
+            ReplicaSyncing => Membership::Gone.taken(),
+            _ => Membership::Drops.taken(),
+        }
+    }
 }
 
 fn any(replicas: &[pb::Replica], state: ReplicaState) -> bool {
     replicas.iter().any(|r| r.state() == state)
 }
 
-/// The chain after one evaluation, `None` if it stays. `alive`: the target holds a lease and its device works.
-/// `synced`: the tail reports, at this epoch, that the SYNCING replica holds all it has.
-pub fn evaluate(chain: &pb::Chain, alive: impl Fn(TargetId) -> bool, synced: bool) -> Option<pb::Chain> {
-    if chain.head().is_some() { with_source(chain, alive, synced) } else { without_source(chain, alive) }
+/// What an evaluation goes by, besides the chain.
+pub struct Facts<A, B> {
+    /// Whether a target holds a lease and its device works.
+    pub alive: A,
+    /// The tail reports, at this epoch, that the SYNCING replica holds all it has.
+    pub synced: bool,
+    /// Whether a target's node acts on this epoch.
+    pub acts: B,
 }
 
-fn with_source(chain: &pb::Chain, alive: impl Fn(TargetId) -> bool, synced: bool) -> Option<pb::Chain> {
-    let survives = chain.serving().any(&alive);
+/// The chain after one evaluation, `None` if it stays.
+pub fn evaluate<A, B>(chain: &pb::Chain, facts: &Facts<A, B>) -> Option<pb::Chain>
+where
+    A: Fn(TargetId) -> bool,
+    B: Fn(TargetId) -> bool,
+{
+    if chain.head().is_some() { with_source(chain, facts) } else { without_source(chain, &facts.alive) }
+}
+
+fn with_source<A, B>(chain: &pb::Chain, facts: &Facts<A, B>) -> Option<pb::Chain>
+where
+    A: Fn(TargetId) -> bool,
+    B: Fn(TargetId) -> bool,
+{
+    let Facts { alive, synced, .. } = facts;
+    let survives = chain.serving().any(alive);
+    let wanted = |t: TargetId| chain.preferred.contains(&t);
     let mut replicas = chain.replicas.clone();
     for r in &mut replicas {
         let to = match r.state() {
             ReplicaServing if !survives => ReplicaLastsrv,
             ReplicaSyncing if !survives => ReplicaOffline,
             ReplicaServing | ReplicaSyncing | ReplicaWaiting if !alive(r.target) => ReplicaOffline,
-            ReplicaSyncing if synced => ReplicaServing,
+            ReplicaSyncing if *synced && wanted(r.target) => ReplicaServing,
             ReplicaOffline if alive(r.target) => ReplicaWaiting,
             s => s,
         };
         r.set_state(to);
     }
-    if survives
-        && !any(&replicas, ReplicaSyncing)
-        && let Some(r) = replicas.iter_mut().find(|r| r.state() == ReplicaWaiting)
-    {
-        r.set_state(ReplicaSyncing);
+    if survives {
+        join_and_leave(chain, facts, &mut replicas);
     }
     next(chain, replicas)
 }
 
-fn without_source(chain: &pb::Chain, alive: impl Fn(TargetId) -> bool) -> Option<pb::Chain> {
+/// `joins`, `drops`, `steps-back` and `gone`, and whose turn it is to be filled.
+fn join_and_leave<A, B>(chain: &pb::Chain, facts: &Facts<A, B>, replicas: &mut Vec<pb::Replica>)
+where
+    A: Fn(TargetId) -> bool,
+    B: Fn(TargetId) -> bool,
+{
+    let Facts { alive, acts, .. } = facts;
+    let wanted = |t: TargetId| chain.preferred.contains(&t);
+    // A SYNCING one serves no reads, but one that acts on an older epoch may believe that it does.
+    let stays = |r: &pb::Replica| match r.state() {
+        ReplicaServing => true,
+        ReplicaSyncing => wanted(r.target) || !acts(r.target),
+        _ => wanted(r.target),
+    };
+    replicas.retain(stays);
+    for t in chain.preferred.iter().filter(|t| chain.state_of(**t).is_none()) {
+        let state = if alive(*t) { ReplicaWaiting } else { ReplicaOffline };
+        replicas.push(pb::Replica { target: *t, state: state as i32 });
+    }
+    if any(replicas, ReplicaSyncing) {
+        return;
+    }
+    // One that has not heard yet that those which replace it serve may take itself for the tail.
+    let whole = chain.preferred.iter().all(|t| alive(*t) && chain.state_of(*t) == Some(ReplicaServing));
+    let leaves = |r: &pb::Replica| whole && !wanted(r.target) && acts(r.target);
+    if let Some(r) = replicas.iter_mut().find(|r| leaves(r) || r.state() == ReplicaWaiting) {
+        r.set_state(ReplicaSyncing);
+    }
+}
+
+fn without_source(chain: &pb::Chain, alive: &impl Fn(TargetId) -> bool) -> Option<pb::Chain> {
     // Those that restarted stand behind those that did not (see `restarted`): the first one lost the least.
     let source = chain.replicas.iter().find(|r| r.state() == ReplicaLastsrv && alive(r.target)).map(|r| r.target);
     let mut replicas = chain.replicas.clone();
@@ -87,6 +161,7 @@ pub fn restarted(chain: &pb::Chain, target: TargetId) -> Option<pb::Chain> {
         }
     }
     if was == ReplicaLastsrv {
+        Membership::LastRestarts.taken();
         let r = replicas.remove(at);
         replicas.push(r);
     }
@@ -112,7 +187,7 @@ mod tests {
             })
             .collect();
         let preferred = replicas.iter().map(|r| r.target).collect();
-        pb::Chain { id: 1, epoch: 5, replicas, preferred }
+        pb::Chain { id: 1, epoch: 5, replicas, preferred, lost: false }
     }
 
     fn text(c: Option<pb::Chain>) -> String {
@@ -157,7 +232,43 @@ mod tests {
             ("6 WAITING", "S1 y2 w3", &[1, 2], false, "S1 y2 o3"),
             ("6 WAITING, no source", "L1 w2", &[], false, "L1 o2"),
         ] {
-            assert_eq!(text(evaluate(&chain(before), |t| live.contains(&t), synced)), after, "row {row}");
+            let facts = Facts { alive: |t| live.contains(&t), synced, acts: |_| true };
+            assert_eq!(text(evaluate(&chain(before), &facts)), after, "row {row}");
+        }
+    }
+
+    /// Replicas that join and leave: chain, targets it shall have, live ones, synced, acknowledged, what becomes of it.
+    #[test]
+    fn who_is_wanted_joins_and_who_is_not_leaves() {
+        let (all, none) = (&[1, 2, 3, 4][..], &[][..]);
+        for (what, before, wanted, live, synced, acts, after) in [
+            ("joins", "S1 S2", &[1, 3][..], all, false, all, "S1 S2 y3"),
+            ("joins, dead", "S1 S2", &[1, 3], &[1, 2], false, all, "S1 S2 o3"),
+            ("two join", "S1", &[2, 3], all, false, all, "S1 y2 w3"),
+            ("is filled", "S1 S2 y3", &[1, 3], all, false, all, "-"),
+            ("is in sync: both serve", "S1 S2 y3", &[1, 3], all, true, all, "S1 S2 S3"),
+            ("and both know: the other one reads no more", "S1 S2 S3", &[1, 3], all, false, all, "S1 S3 y2"),
+            ("it does not know yet", "S1 S2 S3", &[1, 3], all, false, &[1, 3], "-"),
+            ("stays until it knows", "S1 S3 y2", &[1, 3], all, false, &[1, 3], "-"),
+            ("stays though it has all", "S1 S3 y2", &[1, 3], all, true, none, "-"),
+            ("goes when it knows", "S1 S3 y2", &[1, 3], all, true, all, "S1 S3"),
+            ("goes when its lease is over", "S1 S3 y2", &[1, 3], &[1, 3], false, none, "S1 S3"),
+            ("not while one that is wanted is missing", "S1 S2 o3", &[1, 3], &[1, 2], false, all, "-"),
+            ("nor when that dies now", "S1 S2 S3", &[1, 3], &[1, 2], false, all, "S1 S2 o3"),
+            ("one after the other", "S1 S2 S3 S4", &[3, 4], all, false, all, "S2 S3 S4 y1"),
+            ("and the next", "S2 S3 S4 y1", &[3, 4], all, false, all, "S3 S4 y2"),
+            ("out of sync: at once", "S1 o2", &[1, 3], all, false, all, "S1 y3"),
+            ("out of sync and back: at once", "S1 w2 y3", &[1, 3], all, false, none, "S1 y3"),
+            ("the only copy, to another place", "S1 y2", &[2], all, true, all, "S1 S2"),
+            ("and no more reads", "S1 S2", &[2], all, false, all, "S2 y1"),
+            ("and gone", "S2 y1", &[2], all, false, all, "S2"),
+            ("a source that is not wanted", "L1 o2", &[2], all, false, all, "S1 w2"),
+            ("nobody else has it", "L1 o2", &[2], &[2], false, all, "L1 w2"),
+            ("dies before the other is in sync", "S1 y2", &[2], &[2], false, all, "L1 o2"),
+        ] {
+            let chain = pb::Chain { preferred: wanted.to_vec(), ..chain(before) };
+            let facts = Facts { alive: |t| live.contains(&t), synced, acts: |t| acts.contains(&t) };
+            assert_eq!(text(evaluate(&chain, &facts)), after, "{what}: {before}");
         }
     }
 

@@ -1,10 +1,13 @@
 //! The cluster map: who is in the cluster and which replicas of which chain are in sync.
 //!
 //! [`state`] holds the part that is agreed on by Raft: pure functions on the map, called at apply. [`membership`] holds the
-//! rules for one chain, [`recovery`] those for a group that begins anew. [`manager`] holds what only the leader knows, heartbeats
-//! and leases, and turns it into proposals.
+//! rules for one chain, [`moves`] which replicas move where, [`recovery`] the rules for a group that begins anew. [`manager`] holds
+//! what only the leader knows, heartbeats and leases, and turns it into proposals.
 
+pub mod domains;
 pub mod manager;
 pub mod membership;
+pub mod moves;
 pub mod recovery;
+pub mod rows;
 pub mod state;

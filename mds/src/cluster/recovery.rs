@@ -55,11 +55,12 @@ pub fn in_doubt(map: &pb::ClusterMap) -> BTreeSet<ChainId> {
 pub fn hear(map: &mut pb::ClusterMap, targets: &[(TargetId, &[pb::ChainSight])]) {
     for d in &mut map.doubts {
         for (target, sights) in targets {
-            if d.replicas.iter().all(|r| r.target != *target) {
+            let sight = sights.iter().find(|s| s.chain == d.chain);
+            if sight.is_none() && d.replicas.iter().all(|r| r.target != *target) {
                 continue;
             }
-            let sight = sights.iter().find(|s| s.chain == d.chain);
-            if let Some(s) = sight.filter(|s| s.epoch > d.epoch && same_targets(&s.replicas, &d.replicas)) {
+            // Of other targets, too: replicas move.
+            if let Some(s) = sight.filter(|s| s.epoch > d.epoch && makes_sense(&s.replicas)) {
                 (d.epoch, d.replicas) = (s.epoch, s.replicas.clone());
             }
             let lived = sight.is_some_and(|s| s.lived);
@@ -70,18 +71,18 @@ pub fn hear(map: &mut pb::ClusterMap, targets: &[(TargetId, &[pb::ChainSight])])
     settle(map);
 }
 
-fn same_targets(a: &[pb::Replica], b: &[pb::Replica]) -> bool {
-    let set = |l: &[pb::Replica]| l.iter().map(|r| r.target).collect::<BTreeSet<_>>();
-    a.len() == b.len()
-        && a.len() <= MAX_REPLICAS
-        && set(a) == set(b)
-        && a.iter().all(|r| r.state() != ReplicaState::ReplicaUnknown)
+fn makes_sense(replicas: &[pb::Replica]) -> bool {
+    let targets: BTreeSet<TargetId> = replicas.iter().map(|r| r.target).collect();
+    (1..=MAX_REPLICAS).contains(&replicas.len())
+        && targets.len() == replicas.len()
+        && replicas.iter().all(|r| r.state() != ReplicaState::ReplicaUnknown)
 }
 
-/// An administrator says that these targets are lost for good. `ENOENT` for one that is not registered; those that no chain
-/// waits for are passed over.
+/// An administrator says that these targets are lost for good. `ENOENT` for one that is neither registered nor waited for; those that
+/// no chain waits for are passed over.
 pub fn give_up(map: &mut pb::ClusterMap, targets: &[TargetId]) -> Result<()> {
-    if let Some(t) = targets.iter().find(|t| map.targets.iter().all(|h| h.id != **t)) {
+    let awaited = all_awaited(map);
+    if let Some(t) = targets.iter().find(|t| map.targets.iter().all(|h| h.id != **t) && !awaited.contains(t)) {
         return Err(Error::new(Code::NoEnt, format!("target {t} is not registered")));
     }
     let mut next = map.clone();
@@ -111,33 +112,40 @@ pub fn all_awaited(map: &pb::ClusterMap) -> Vec<TargetId> {
 }
 
 fn settle(map: &mut pb::ClusterMap) {
-    let (open, known): (Vec<pb::Doubt>, _) =
-        std::mem::take(&mut map.doubts).into_iter().partition(|d| awaited(d).next().is_some());
-    map.doubts = open;
-    for d in known {
-        if let Some(c) = map.chains.iter_mut().find(|c| c.id == d.chain) {
-            c.replicas = settled(&d);
-            c.epoch += 1;
+    let known: BTreeSet<TargetId> = map.targets.iter().map(|t| t.id).collect();
+    for d in std::mem::take(&mut map.doubts) {
+        let replicas = if awaited(&d).next().is_none() { settled(&d, &known) } else { None };
+        match (replicas, map.chains.iter_mut().find(|c| c.id == d.chain)) {
+            (Some(replicas), Some(c)) => {
+                c.replicas = replicas;
+                c.epoch += 1;
+            }
+            (None, Some(_)) => map.doubts.push(d),
+            (_, None) => {}
         }
     }
 }
 
 /// The replicas of a chain whose last in-sync set is known: its members are LASTSRV, so that one of them becomes the source and
-/// fills the others. Those that did not restart come first: they lost the least.
-fn settled(d: &pb::Doubt) -> Vec<pb::Replica> {
+/// fills the others. Those that did not restart come first: they lost the least. `None`: only targets that the map does not have
+/// (`known`) held what was in sync, so nobody may be believed.
+fn settled(d: &pb::Doubt, known: &BTreeSet<TargetId>) -> Option<Vec<pb::Replica>> {
     let heard = |t: TargetId| d.heard.iter().find(|h| h.target == t);
     let was_in_sync = |r: &&pb::Replica| matches!(r.state(), ReplicaServing | ReplicaLastsrv);
-    let candidates: Vec<&pb::Replica> = d.replicas.iter().filter(was_in_sync).collect();
+    let members = || d.replicas.iter().filter(|r| known.contains(&r.target));
+    let candidates: Vec<TargetId> = members().filter(was_in_sync).map(|r| r.target).collect();
     let mut sources: Vec<TargetId> =
-        candidates.iter().map(|r| r.target).filter(|t| heard(*t).is_none_or(|h| !h.given_up)).collect();
+        candidates.iter().copied().filter(|t| heard(*t).is_none_or(|h| !h.given_up)).collect();
     if sources.is_empty() {
         // All are said to be lost. Whoever comes back after all is better than nobody.
-        sources = candidates.iter().map(|r| r.target).collect();
+        sources = candidates;
     }
     sources.sort_by_key(|t| !heard(*t).is_some_and(|h| h.lived));
-    let others = d.replicas.iter().map(|r| r.target).filter(|t| !sources.contains(t));
+    let others = members().map(|r| r.target).filter(|t| !sources.contains(t));
     let as_state = |state: ReplicaState| move |target| pb::Replica { target, state: state as i32 };
-    sources.iter().copied().map(as_state(ReplicaLastsrv)).chain(others.map(as_state(ReplicaOffline))).collect()
+    let all =
+        sources.iter().copied().map(as_state(ReplicaLastsrv)).chain(others.map(as_state(ReplicaOffline))).collect();
+    (!sources.is_empty()).then_some(all)
 }
 
 #[cfg(test)]
@@ -177,7 +185,7 @@ mod tests {
             version: 40,
             targets: (1..=3).map(target).collect(),
             nodes: vec![node(1, ROLE_MDS), node(2, ROLE_MDS), node(1001, 2)],
-            chains: vec![pb::Chain { id: 5, epoch, replicas: replicas(chain), preferred: vec![1, 2, 3] }],
+            chains: vec![pb::Chain { id: 5, epoch, replicas: replicas(chain), preferred: vec![1, 2, 3], lost: false }],
             former: vec![7],
             ..Default::default()
         };
@@ -222,7 +230,17 @@ mod tests {
             ("restarted stand behind", "S1 S2 o3", &[(1, 9, "S1 S2 o3", false), (2, 9, "S1 S2 o3", true)], "L2 L1 o3"),
             ("an older sight", "S1 o2 o3", &[(1, 5, "S1 S2 S3", true)], "L1 o2 o3"),
             ("no sight at all", "S1 o2 o3", &[(1, 0, "", false)], "L1 o2 o3"),
-            ("of other targets: not believed", "S1 o2 o3", &[(1, 99, "S1 S4 o3", true)], "L1 o2 o3"),
+            ("moved to another since", "S1 S2", &[(1, 99, "S1 S3 y2", true), (2, 99, "S1 S3 y2", true)], "awaited 3"),
+            (
+                "and gone",
+                "S1 S2",
+                &[(2, 98, "S1 S3 y2", true), (1, 99, "S1 S3", true), (3, 99, "S1 S3", true)],
+                "L1 L3",
+            ),
+            ("who has left says so", "S1", &[(1, 99, "S3", true)], "awaited 3"),
+            ("who joined may be heard first", "S1", &[(3, 98, "S1 S3", true), (1, 99, "S3 y1", true)], "L3 o1"),
+            ("one that this map never had", "S1 o2 o3", &[(1, 99, "S1 S4 o3", true)], "awaited 4"),
+            ("no sense", "S1 o2 o3", &[(1, 99, "S1 S1", true)], "L1 o2 o3"),
             ("nobody was serving", "L1 L2 o3", &[(1, 9, "L1 L2 o3", true)], "awaited 2"),
         ] {
             let mut map = recovered(recorded, 9);
@@ -237,6 +255,20 @@ mod tests {
             assert_eq!(now, after, "{what}");
             assert_eq!(map.doubts.is_empty(), awaited.is_empty(), "{what}");
         }
+    }
+
+    #[test]
+    fn nobody_is_believed_in_the_place_of_a_target_that_the_map_does_not_have() {
+        let mut map = recovered("S1", 9);
+        hear(&mut map, &[(1, &sight(99, "S4", true))]);
+        assert_eq!(give_up(&mut map, &[5]).unwrap_err().code, Code::NoEnt);
+        give_up(&mut map, &[4]).unwrap();
+        assert!(in_doubt(&map).contains(&5) && all_awaited(&map).is_empty());
+        // Where another had it as well, that one is.
+        let mut map = recovered("S1", 9);
+        hear(&mut map, &[(1, &sight(99, "S4 S2", true)), (2, &sight(99, "S4 S2", true))]);
+        give_up(&mut map, &[4]).unwrap();
+        assert_eq!(text(&map.chains[0].replicas), "L2");
     }
 
     #[test]

@@ -7,11 +7,11 @@ use pb::ReplicaState;
 use strake_proto::{
     ChainId, Code, Error, NodeId, Result, TargetId,
     ids::TARGET_UNASSIGNED,
-    map::{MapView, ROLE_MDS, ROLE_OSS},
+    map::{ChainExt, MapView, ROLE_MDS, ROLE_OSS},
     pb,
 };
 
-use super::{membership, recovery};
+use super::{domains::Domains, membership, recovery};
 
 /// Node ids below are Raft ids of metadata servers, from here on those of storage servers.
 pub const FIRST_OSS_NODE: NodeId = 1001;
@@ -25,6 +25,8 @@ pub const MAX_POOL_NAME: usize = 15;
 const ERA_CHAINS: u32 = 16;
 /// Chain sets are made for 1 up to this many copies.
 pub const MAX_COPIES: usize = 3;
+/// Replicas of a chain with those that join and leave; what storage servers keep a record of.
+const MAX_REPLICAS: usize = 16;
 
 const MAX_NAME: usize = 255;
 const MAX_ENDPOINTS: usize = 16;
@@ -74,6 +76,9 @@ fn check_register(map: &pb::ClusterMap, r: &pb::RegisterRequest) -> Result<()> {
     for e in &r.endpoints {
         check_text("an endpoint", e)?;
     }
+    if !r.rack.is_empty() {
+        check_text("the node's rack", &r.rack)?;
+    }
     if r.version.len() > MAX_NAME || r.targets.len() > MAX_NODE_TARGETS {
         return Err(inval(format!("node '{}' names more than {MAX_NODE_TARGETS} targets", r.name)));
     }
@@ -106,6 +111,7 @@ fn register_node(next: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> NodeId {
     if let Some(n) = next.nodes.iter_mut().find(|n| n.role == ROLE_OSS && n.name == r.name) {
         n.endpoints = r.endpoints.clone();
         n.version = r.version.clone();
+        n.rack = r.rack.clone();
         return n.id;
     }
     let id = next.nodes.iter().map(|n| n.id).max().map_or(FIRST_OSS_NODE, |m| (m + 1).max(FIRST_OSS_NODE));
@@ -115,6 +121,7 @@ fn register_node(next: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> NodeId {
         endpoints: r.endpoints.clone(),
         name: r.name.clone(),
         version: r.version.clone(),
+        rack: r.rack.clone(),
     });
     id
 }
@@ -157,7 +164,7 @@ fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarg
     if next.targets.len() >= MAX_TARGETS {
         return Err(Error::new(Code::NoSpc, format!("the cluster already has {MAX_TARGETS} targets")));
     }
-    let id = next.targets.iter().map(|h| h.id + 1).max().unwrap_or(0);
+    let id = next.targets.iter().map(|h| h.id + 1).max().unwrap_or(0).max(next.next_target);
     next.targets.push(pb::Target {
         id,
         node,
@@ -193,11 +200,17 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
     }
     let open = recovery::in_doubt(map);
     for c in &u.chains {
+        if c.lost || map.chains.iter().any(|h| h.id == c.id && h.lost) {
+            return Err(inval(format!("chain {}: what is lost is decided by an administrator", c.id)));
+        }
         if open.contains(&c.id) {
             let m = format!("chain {}: what is in sync is not known yet since the recovery", c.id);
             return Err(Error::new(Code::Busy, m));
         }
         check_chain(c)?;
+        if let Some(t) = c.preferred.iter().find(|t| map.targets.iter().all(|h| h.id != **t)) {
+            return Err(inval(format!("chain {}: target {t} is not registered", c.id)));
+        }
         match next.chains.iter_mut().find(|h| h.id == c.id) {
             Some(have) => {
                 check_transition(have, c)?;
@@ -246,8 +259,12 @@ fn check_chain(c: &pb::Chain) -> Result<()> {
     if c.replicas.is_empty() || members.len() != c.replicas.len() {
         return bad("no replicas, or one twice");
     }
-    if members != c.preferred.iter().copied().collect() || c.preferred.len() != c.replicas.len() {
-        return bad("its replicas are not the targets it was made with");
+    let wanted: BTreeSet<TargetId> = c.preferred.iter().copied().collect();
+    if wanted.is_empty() || wanted.len() != c.preferred.len() {
+        return bad("no targets that it shall have, or one twice");
+    }
+    if c.replicas.len() > MAX_REPLICAS || c.preferred.len() > MAX_REPLICAS {
+        return bad("more replicas than a chain can have");
     }
     if count(c, ReplicaState::ReplicaUnknown) > 0 {
         return bad("a replica without a state");
@@ -268,8 +285,15 @@ fn check_chain(c: &pb::Chain) -> Result<()> {
 }
 
 fn check_new_chain(c: &pb::Chain) -> Result<()> {
-    if c.epoch != 1 || count(c, ReplicaState::ReplicaServing) != c.replicas.len() {
-        return Err(inval(format!("chain {}: a new chain is SERVING at epoch 1", c.id)));
+    let members = c.replicas.iter().map(|r| r.target);
+    if c.epoch != 1
+        || count(c, ReplicaState::ReplicaServing) != c.replicas.len()
+        || !members.eq(c.preferred.iter().copied())
+    {
+        return Err(inval(format!(
+            "chain {}: a new chain is SERVING at epoch 1, on the targets that it shall have",
+            c.id
+        )));
     }
     Ok(())
 }
@@ -281,10 +305,16 @@ fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
     if new.epoch <= old.epoch {
         return bad("epochs only grow");
     }
-    if new.preferred != old.preferred {
-        return bad("the targets of a chain never change");
+    if new.preferred.len() != old.preferred.len() {
+        return bad("the number of its copies never changes");
     }
     let before: BTreeMap<TargetId, ReplicaState> = old.replicas.iter().map(|r| (r.target, r.state())).collect();
+    for (target, was) in &before {
+        let now = new.state_of(*target);
+        if now.is_none() && (new.preferred.contains(target) || matches!(was, ReplicaServing | ReplicaLastsrv)) {
+            return bad(&format!("target {target} cannot leave it: it is wanted, or {was:?}"));
+        }
+    }
     let had_source = count(old, ReplicaServing) > 0;
     for r in &new.replicas {
         let was = before.get(&r.target).copied().unwrap_or(ReplicaUnknown);
@@ -292,7 +322,7 @@ fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
             ReplicaServing if had_source => matches!(was, ReplicaServing | ReplicaSyncing),
             ReplicaServing => was == ReplicaLastsrv && count(new, ReplicaServing) == 1,
             ReplicaLastsrv => matches!(was, ReplicaServing | ReplicaLastsrv),
-            _ => true,
+            _ => was != ReplicaUnknown || new.preferred.contains(&r.target),
         };
         if !allowed {
             return bad(&format!("target {} cannot go from {was:?} to {:?}", r.target, r.state()));
@@ -390,11 +420,13 @@ pub fn pool_change(map: &mut pb::ClusterMap, p: &pb::PoolChange) -> Result<()> {
 /// Chains and chain sets for what is alive and has none yet: per number of copies that the live nodes allow, one set of
 /// one chain per target that does not head a chain of that many copies. `None` if nothing is missing.
 ///
-/// Further replicas stand on other nodes. They are dealt so that every target gets as many as the others and shares
+/// Further replicas stand on other nodes, in other racks as far as there are any. They are dealt so that every target gets as many as the others and shares
 /// chains with as many different targets as possible: what a dead target served is then spread over many.
 pub fn make_chains(map: &pb::ClusterMap) -> Option<(Vec<pb::Chain>, Vec<pb::ChainSet>)> {
-    let live: Vec<(TargetId, NodeId)> = map.targets.iter().filter(|t| t.alive).map(|t| (t.id, t.node)).collect();
-    let nodes: BTreeSet<NodeId> = live.iter().map(|t| t.1).collect();
+    let usable = map.targets.iter().filter(|t| t.alive && !t.draining);
+    let nodes: BTreeSet<NodeId> = usable.clone().map(|t| t.node).collect();
+    let live: Vec<TargetId> = usable.map(|t| t.id).collect();
+    let domains = Domains::new(map);
     // A group that was recovered must not give out again what was given out after the state that it has.
     let before = (recovery::incarnation(map).era() as u32) << ERA_CHAINS;
     let mut next_chain: ChainId = map.chains.iter().map(|c| c.id).max().unwrap_or(0).max(before) + 1;
@@ -405,12 +437,12 @@ pub fn make_chains(map: &pb::ClusterMap) -> Option<(Vec<pb::Chain>, Vec<pb::Chai
         let heads: BTreeSet<TargetId> = same.iter().filter_map(|c| c.preferred.first().copied()).collect();
         let mut deal = Deal::new(same.iter().map(|c| &c.preferred[..]));
         let mut members = Vec::new();
-        for &(target, node) in live.iter().filter(|t| !heads.contains(&t.0)) {
-            let preferred = deal.chain(target, node, copies, &live);
+        for &target in live.iter().filter(|t| !heads.contains(t)) {
+            let preferred = deal.chain(target, copies, &live, &domains);
             let serving = |t: &TargetId| pb::Replica { target: *t, state: ReplicaState::ReplicaServing as i32 };
             let replicas = preferred.iter().map(serving).collect();
             members.push(next_chain);
-            chains.push(pb::Chain { id: next_chain, epoch: 1, replicas, preferred });
+            chains.push(pb::Chain { id: next_chain, epoch: 1, replicas, preferred, lost: false });
             next_chain += 1;
         }
         if !members.is_empty() {
@@ -445,20 +477,19 @@ impl Deal {
         }
     }
 
-    fn chain(&mut self, head: TargetId, node: NodeId, copies: usize, live: &[(TargetId, NodeId)]) -> Vec<TargetId> {
-        let (mut chain, mut used) = (vec![head], BTreeSet::from([node]));
+    fn chain(&mut self, head: TargetId, copies: usize, live: &[TargetId], domains: &Domains) -> Vec<TargetId> {
+        let mut chain = vec![head];
         while chain.len() < copies {
             let cost = |t: TargetId| {
                 let shared: u32 =
                     chain.iter().map(|b| self.together.get(&(*b.min(&t), *b.max(&t))).copied().unwrap_or(0)).sum();
                 // The distance from the head rotates equals, so that neighbours do not all pick the same target.
-                (self.follows.get(&t).copied().unwrap_or(0), shared, t.wrapping_sub(head))
+                (domains.crowd(t, &chain), self.follows.get(&t).copied().unwrap_or(0), shared, t.wrapping_sub(head))
             };
-            let pick = live.iter().filter(|t| !used.contains(&t.1)).min_by_key(|t| cost(t.0));
-            let Some(&(t, n)) = pick else { break };
+            let apart = |t: &&TargetId| chain.iter().all(|c| domains.servers_differ(*c, **t));
+            let Some(&t) = live.iter().filter(apart).min_by_key(|t| cost(**t)) else { break };
             self.add(&chain, t);
             chain.push(t);
-            used.insert(n);
         }
         chain
     }

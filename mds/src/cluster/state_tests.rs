@@ -19,6 +19,7 @@ pub(crate) fn request(name: &str, uuids: &[u8]) -> pb::RegisterRequest {
         version: "0.1".into(),
         fs_uuid: bytes::Bytes::new(),
         incarnation: 0,
+        rack: String::new(),
     }
 }
 
@@ -41,6 +42,39 @@ pub(crate) fn with_chains(nodes: u8, per: u8) -> pb::ClusterMap {
     let u = pb::MapUpdate { expect_version: map.version, chains, sets, ..Default::default() };
     update(&mut map, &u).unwrap();
     map
+}
+
+#[test]
+fn copies_stand_in_different_racks_where_there_are_any() {
+    let mut map = pb::ClusterMap { version: 1, fs_uuid: uuid(99), ..Default::default() };
+    let racks = ["a", "a", "a", "b", "b", "c"];
+    for (n, rack) in racks.iter().enumerate() {
+        let uuids = [2 * n as u8, 2 * n as u8 + 1];
+        let r = pb::RegisterRequest { rack: rack.to_string(), ..request(&format!("n{n}"), &uuids) };
+        register(&mut map, &r).unwrap();
+    }
+    map.targets.iter_mut().for_each(|t| t.alive = true);
+    let (chains, _) = make_chains(&map).unwrap();
+    let rack = |t: &TargetId| racks[*t as usize / 2];
+    assert_eq!(chains.len(), 3 * 12);
+    for c in &chains {
+        let different: BTreeSet<&str> = c.preferred.iter().map(rack).collect();
+        assert_eq!(different.len(), c.preferred.len(), "{c:?}");
+    }
+    // Three copies in two racks: two share one, on different servers.
+    map.targets.retain(|t| rack(&t.id) != "c");
+    let (chains, _) = make_chains(&map).unwrap();
+    for c in chains.iter().filter(|c| c.preferred.len() == 3) {
+        let different: BTreeSet<&str> = c.preferred.iter().map(rack).collect();
+        let servers: BTreeSet<TargetId> = c.preferred.iter().map(|t| t / 2).collect();
+        assert_eq!((different.len(), servers.len()), (2, 3), "{c:?}");
+    }
+    // A server says where it stands each time that it registers.
+    let moved = pb::RegisterRequest { rack: "b".into(), ..request("n0", &[0, 1]) };
+    register(&mut map, &moved).unwrap();
+    assert_eq!(map.nodes[0].rack, "b");
+    let bad = pb::RegisterRequest { rack: "b\n".into(), ..request("n0", &[0, 1]) };
+    assert_eq!(code(register(&mut map, &bad)), Code::Inval);
 }
 
 fn code<T: std::fmt::Debug>(r: Result<T>) -> Code {
@@ -184,12 +218,14 @@ fn updates_refuse_nonsense() {
         with(&|u| u.nodes.push(pb::Node { id: 5, ..Default::default() })),
         with(&|u| u.chains.push(pb::Chain { id: 900, ..c.clone() })).tap(|u| u.chains[0].epoch = 2),
         with(&|u| u.chains.push(pb::Chain { id: 900, replicas: vec![], ..c.clone() })),
-        with(&|u| u.chains.push(pb::Chain { epoch: 9, preferred: vec![1], ..c.clone() })),
+        with(&|u| u.chains.push(pb::Chain { epoch: 9, preferred: vec![44], ..c.clone() })),
+        with(&|u| u.chains.push(pb::Chain { epoch: 9, preferred: vec![0, 1], ..c.clone() })),
+        with(&|u| u.chains.push(pb::Chain { epoch: 9, preferred: vec![], ..c.clone() })),
         with(&|u| u.sets.push(set.clone())),
         with(&|u| u.sets.push(pb::ChainSet { id: 90, chains: vec![12345], ..set.clone() })),
         with(&|u| {
             let replicas = vec![pb::Replica { target: 44, state: ReplicaServing as i32 }];
-            u.chains.push(pb::Chain { id: 900, epoch: 1, replicas, preferred: vec![44] });
+            u.chains.push(pb::Chain { id: 900, epoch: 1, replicas, preferred: vec![44], lost: false });
         }),
     ];
     for u in cases {

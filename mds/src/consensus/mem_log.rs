@@ -24,6 +24,7 @@ struct State {
     fault: Option<Error>,
     lost: bool,
     writes: u64,
+    refused: u64,
 }
 
 impl MemLog {
@@ -38,6 +39,7 @@ impl MemLog {
             fault: None,
             lost: false,
             writes: 0,
+            refused: 0,
         };
         MemLog { state: Mutex::new(state), latency: Mutex::new(latency) }
     }
@@ -77,6 +79,10 @@ impl MemLog {
     pub fn image(&self) -> LogImage {
         self.state.lock().durable.clone()
     }
+    /// Batches that failed so far, as was asked for.
+    pub fn refused(&self) -> u64 {
+        self.state.lock().refused
+    }
     /// Batches written so far.
     pub fn writes(&self) -> u64 {
         self.state.lock().writes
@@ -102,8 +108,9 @@ impl LogStore for MemLog {
     async fn write(&self, ops: &[LogOp]) -> Result<()> {
         {
             let mut s = self.state.lock();
-            if let Some(e) = &s.fault {
-                return Err(e.clone());
+            if let Some(e) = s.fault.clone() {
+                s.refused += 1;
+                return Err(e);
             }
             s.in_flight = Some(ops.to_vec());
         }

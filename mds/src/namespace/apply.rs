@@ -142,6 +142,7 @@ impl<'a> Apply<'a> {
             Command::MapUpdate(u) => self.change_map(|map| cluster::state::update(map, &u)).map(|()| ok()),
             Command::MdsNodes(n) => self.change_map(|map| cluster::state::mds_nodes(map, &n)).map(|()| ok()),
             Command::PoolChange(p) => self.change_map(|map| cluster::state::pool_change(map, &p)).map(|()| ok()),
+            Command::TargetChange(c) => self.change_map(|map| cluster::moves::target_change(map, &c)).map(|()| ok()),
             Command::GiveUp(g) => self.change_map(|map| cluster::recovery::give_up(map, &g.targets)).map(|()| ok()),
             Command::Recover(r) => self.recover(&r),
             Command::GcDone(g) => self.change(|t| gc::gc_done(t, &g.numbers)).map(|()| ok()),

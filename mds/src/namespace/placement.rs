@@ -26,7 +26,7 @@ struct Candidate {
     target: TargetId,
     /// It has an in-sync replica.
     serving: bool,
-    /// Its first target is alive too.
+    /// Its first target is alive too, and none of its replicas is to move away.
     whole: bool,
     /// Free space of its fullest replica, MiB.
     free: u64,
@@ -158,7 +158,8 @@ impl Placement {
         }
     }
 
-    /// Those a file of this resolved specification may use; one whose first target is dead only if all are such.
+    /// Those a file of this resolved specification may use; one whose first target is dead, or that is
+    /// being moved, only if all are such.
     fn usable(&self, s: &pb::LayoutSpec) -> Result<Vec<&Candidate>> {
         let none: &[Candidate] = &[];
         let all = self.candidates.get(s.copies.wrapping_sub(1) as usize).map_or(none, |c| c);
@@ -276,7 +277,8 @@ fn candidates(view: &MapView, copies: u32) -> Vec<Candidate> {
     for chain in sets.flat_map(|s| &s.chains).filter_map(|id| view.chain(*id)) {
         let target = chain.ost_index();
         let serving = chain.head().is_some();
-        let whole = serving && view.target(target).is_some_and(|t| t.alive);
+        let stays = chain.preferred.iter().all(|t| view.target(*t).is_none_or(|t| !t.draining));
+        let whole = serving && stays && view.target(target).is_some_and(|t| t.alive);
         let free = chain.preferred.iter().filter_map(|t| view.target(*t)).map(free_mib).min().unwrap_or(0);
         if seen.insert(target, chain.id).is_none() {
             out.push(Candidate { chain: chain.id, target, serving, whole, free });

@@ -239,6 +239,9 @@ fn trim_requests(stripes: &StripeMap, size: u64, map: &MapView) -> Result<Vec<(p
     let mut out = Vec::with_capacity(chains.len());
     for id in chains {
         let chain = map.chain(id).ok_or_else(|| Error::new(Code::Io, format!("the map has no chain {id}")))?;
+        if chain.lost {
+            continue; // with all it had
+        }
         let head = chain.head().ok_or_else(|| Error::new(Code::NotServing, format!("chain {id} has no source")))?;
         let node = map.node_of(head).ok_or_else(|| Error::new(Code::Io, format!("target {head} has no node")))?;
         let chunk = ChunkId { ino: stripes.ino, data: stripes.data, index: first_gone };

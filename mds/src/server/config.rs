@@ -59,6 +59,9 @@ pub struct Config {
     /// How long a client's session lives without a renewal, milliseconds.
     #[serde(default = "session_term_ms")]
     pub session_term_ms: u64,
+    /// What a storage target has that was dead for so long is copied to others, milliseconds; 0: never.
+    #[serde(default = "rebuild_after_ms")]
+    pub rebuild_after_ms: u64,
     /// How long a capability for a file's data is valid, milliseconds.
     #[serde(default = "capability_ms")]
     pub capability_ms: u64,
@@ -91,6 +94,9 @@ const fn one() -> u32 {
 }
 const fn lease_ms() -> u64 {
     2000
+}
+const fn rebuild_after_ms() -> u64 {
+    600_000
 }
 const fn session_term_ms() -> u64 {
     30_000
@@ -149,6 +155,7 @@ impl Config {
             expect_targets: 0,
             lease_ms: lease_ms(),
             session_term_ms: session_term_ms(),
+            rebuild_after_ms: rebuild_after_ms(),
             capability_ms: capability_ms(),
             tick_ms: tick_ms(),
             slow_disk_ms: slow_disk_ms(),
@@ -191,6 +198,7 @@ impl Config {
         for (key, value, min) in [
             ("lease_ms", self.lease_ms, 100),
             ("session_term_ms", self.session_term_ms, 100),
+            ("rebuild_after_ms", self.rebuild_after_ms, 0),
             ("capability_ms", self.capability_ms, 1000),
             ("tick_ms", self.tick_ms, 1),
             ("slow_disk_ms", self.slow_disk_ms, 0),

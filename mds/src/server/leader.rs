@@ -72,7 +72,11 @@ impl Mds {
             sleep(CLUSTER_TICK).await;
         }
         let now = self.env.boot();
-        let options = Options { lease: self.cfg.lease(), expect_targets: self.cfg.expect_targets };
+        let options = Options {
+            lease: self.cfg.lease(),
+            expect_targets: self.cfg.expect_targets,
+            rebuild_after: Duration::from_millis(self.cfg.rebuild_after_ms),
+        };
         let mut sessions = Sessions::default();
         for (id, s) in self.machine.namespace.sessions() {
             sessions.learn(now, id, s.epoch);
@@ -150,7 +154,8 @@ impl Mds {
                 Some(n) => (n.name.clone(), n.version.clone()),
                 None => (format!("mds-{id}"), String::new()),
             };
-            nodes.push(pb::Node { id, role: ROLE_MDS, endpoints: vec![at.to_string()], name, version });
+            let endpoints = vec![at.to_string()];
+            nodes.push(pb::Node { id, role: ROLE_MDS, endpoints, name, version, ..Default::default() });
         }
         // Those who left, should whoever let them go have failed to say so.
         let left = |n: &&pb::Node| n.role == ROLE_MDS && group.get(u64::from(n.id)).is_none();

@@ -43,6 +43,10 @@ impl Mds {
                 self.leading()?;
                 self.propose(Command::GiveUp(g)).await?;
             }
+            Some(Change::Target(c)) => {
+                self.leading()?;
+                self.propose(Command::TargetChange(c)).await?;
+            }
         }
         let group = self.node.group().await?;
         Ok(encode(&pb::MembersReply { learner, ..self.members_reply(&group) }))
@@ -124,6 +128,7 @@ impl Mds {
             endpoints: vec![endpoint.into()],
             name: if info.name.is_empty() { format!("mds-{}", info.id) } else { info.name },
             version: info.version,
+            ..Default::default()
         };
         self.propose(Command::MdsNodes(pb::MdsNodes { nodes: vec![node], gone: Vec::new() })).await?;
         Ok(info.id)

@@ -10,6 +10,7 @@ use strake_proto::{
 
 use super::{
     Committed, Input, Local, MAX_QUEUE, Op, OpId, Outcome, Output, View, What,
+    rows::{Epoch, Event, Progress, Reads},
     slot::{Current, Due, Next, Refusal, Slot, Staging, Update},
 };
 
@@ -114,16 +115,18 @@ impl ChainCore {
     pub fn read_all(&self, chunks: RangeInclusive<&ChunkId>, epoch: u64) -> Result<()> {
         self.check_epoch(epoch)?;
         if !self.view.serving() {
+            Reads::NotServing.taken();
             return Err(self.not_serving("is not in sync here"));
         }
         if !self.confirmed {
+            Reads::Unconfirmed.taken();
             return Err(self.not_serving("has just come into sync; ask again"));
         }
-        let is_dirty = |s: &Slot| match &s.current {
-            Some(Current::Update(u)) => !u.dropped && (u.shown || (u.exposed && !self.view.tail)),
-            _ => false,
-        };
-        match self.slots.range(*chunks.start()..=*chunks.end()).find(|(_, s)| is_dirty(s)) {
+        let mut slots = self.slots.range(*chunks.start()..=*chunks.end()).peekable();
+        if slots.peek().is_none() {
+            Reads::Clean.taken();
+        }
+        match slots.find(|(_, s)| s.is_dirty(self.view.tail)) {
             None => Ok(()),
             Some((chunk, _)) => {
                 Err(Error::new(Code::NotServing, format!("chunk {chunk} is being changed (dirty); ask the tail")))
@@ -190,10 +193,17 @@ impl ChainCore {
         for chunk in chunks {
             let Some(slot) = self.slots.get_mut(&chunk) else { continue };
             for op in slot.queue.drain(..) {
+                Epoch::QueueStale.taken();
                 out.push(refuse(op.id, Code::StaleEpoch, format!("chain {} has a new epoch", self.chain)));
             }
             let Some(Current::Update(u)) = slot.current.as_mut() else { continue };
             u.new_epoch();
+            match (keeps, self.view.takes_updates(), self.view.successor) {
+                (true, true, Some(_)) => Epoch::Successor.taken(),
+                (true, true, None) => Epoch::Last.taken(),
+                (true, false, _) => Epoch::Kept.taken(),
+                (false, ..) => Epoch::Dropped.taken(),
+            }
             if !keeps && !u.dropped {
                 u.dropped = true;
                 for id in std::iter::once(u.op).chain(u.also.drain(..)) {
@@ -223,14 +233,23 @@ impl ChainCore {
             && u.version == *version
             && !u.dropped
         {
+            Event::ForwardJoins.taken();
             u.also.push(op.id);
             return;
         }
         if slot.queue.len() >= MAX_QUEUE {
+            Event::QueueFull.taken();
             out.push(refuse(op.id, Code::Overloaded, format!("chunk {} has {MAX_QUEUE} updates waiting", op.chunk)));
             return;
         }
         let chunk = op.chunk;
+        if slot.current.is_some() {
+            match op.what {
+                What::Client { .. } => Event::ClientQueues.taken(),
+                What::Forward { .. } => Event::ForwardQueues.taken(),
+                What::Hold => Event::HoldQueues.taken(),
+            }
+        }
         slot.queue.push_back(op);
         if slot.current.is_none() {
             self.next_in_queue(chunk, local, out);
@@ -268,6 +287,7 @@ impl ChainCore {
     fn start(&mut self, op: Op, local: &mut dyn Local, out: &mut Vec<Output>) {
         let current = match op.what {
             What::Hold => {
+                Event::HoldGranted.taken();
                 out.push(Output::Done { op: op.id, outcome: Outcome::Granted });
                 Current::Hold(op.id)
             }
@@ -302,15 +322,18 @@ impl ChainCore {
         if session != 0
             && let Some(w) = now.writers.iter().find(|w| w.session == session && w.seq == seq)
         {
+            Event::ClientKnown.taken();
             return Err(Outcome::Known { version: w.version });
         }
         if let Some(first) = replay
             && (!reaches_back(&now, first) || now.writers.iter().any(|w| w.version > first && w.session != session))
         {
+            Event::ClientOvertaken.taken();
             let m = format!("chunk {} was changed by others since; this write's bytes are lost", op.chunk);
             return Err(Outcome::Refused(Error::new(Code::Overtaken, m)));
         }
         let version = Version { epoch: self.view.epoch, number: now.version.number.saturating_add(1) };
+        Event::ClientStarts.taken();
         Ok(Update::new(op, version, now.version, Writer { session, seq, version }))
     }
 
@@ -336,7 +359,10 @@ impl ChainCore {
                     let stamps: Vec<Stamp> = std::iter::once(me).chain(behind).collect();
                     self.finish(chunk, || Outcome::Applied { version, stamps: stamps.clone() }, local, out);
                 }
-                Err(e) => self.fail(e.context("commit of an update failed"), out),
+                Err(e) => {
+                    Progress::CommitFailed.taken();
+                    self.fail(e.context("commit of an update failed"), out);
+                }
             },
             Due::Refuse(e) => self.finish(chunk, || Outcome::Refused(e.clone()), local, out),
             Due::Fail(e) => {
@@ -385,6 +411,9 @@ impl ChainCore {
         let Some(u) = self.update(op).filter(|u| u.attempt == attempt && matches!(u.next, Next::Asked)) else { return };
         let error = match result {
             Ok(stamps) => {
+                if matches!(u.staging, Staging::Pending) {
+                    Progress::AnsweredFirst.taken();
+                }
                 u.next = Next::Done(stamps);
                 return self.advance(op, local, out);
             }
@@ -396,11 +425,13 @@ impl ChainCore {
                 return self.advance(op, local, out);
             }
             (Refusal::Gap, Some(to), Some(chunk)) => {
+                Progress::Push.taken();
                 u.attempt = u.attempt.wrapping_add(1);
                 u.next = Next::Pushing;
                 return out.push(Output::Push { op, attempt: u.attempt, to, epoch, chunk });
             }
             (Refusal::Gap, _, _) => {
+                Progress::Gap.taken();
                 let message = format!(
                     "chain {chain} epoch {epoch}: the in-sync successor of target {me} refused version {:?} built on \
                      {:?}: {error}",
@@ -408,9 +439,17 @@ impl ChainCore {
                 );
                 out.push(Output::Alarm { message });
             }
-            (Refusal::Unanswered, _, _) => u.unanswered = true,
-            (Refusal::Transient, _, _) if error.code == Code::StaleEpoch => out.push(Output::RefreshMap),
-            _ => {}
+            (Refusal::Final, _, _) => Progress::RefusedInDoubt.taken(),
+            (Refusal::Unanswered, _, _) => {
+                Progress::TryAgain.taken();
+                u.unanswered = true;
+            }
+            (Refusal::Transient, _, _) => {
+                Progress::TryAgain.taken();
+                if error.code == Code::StaleEpoch {
+                    out.push(Output::RefreshMap);
+                }
+            }
         }
         u.next = Next::Paused;
         out.push(Output::RetryLater { op, attempt: u.attempt });
@@ -455,11 +494,14 @@ fn accept(
 ) -> Result<Update, Outcome> {
     let now = local.committed(&op.chunk).map_err(Outcome::Refused)?.version;
     if now == version {
+        Event::ForwardKnown.taken();
         return Err(Outcome::Known { version });
     }
     if now != prev {
+        Event::ForwardGap.taken();
         let m = format!("chunk {} is at {now:?} here, the update builds on {prev:?}", op.chunk);
         return Err(Outcome::Refused(Error::new(Code::VersionGap, m)));
     }
+    Event::ForwardStarts.taken();
     Ok(Update::new(op, version, prev, Writer { session, seq, version }))
 }

@@ -5,6 +5,7 @@
 //! [`Input`]s go in, [`Output`]s come out, and the shell in [`crate::server`] carries them out.
 
 pub mod core;
+pub mod rows;
 pub mod slot;
 pub mod view;
 

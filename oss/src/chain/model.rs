@@ -150,6 +150,14 @@ pub struct Cluster {
     faults: bool,
     /// Space runs out now and then.
     full: bool,
+    /// Targets that the chain shall have; changed at random, if replicas move in this run.
+    wanted: BTreeSet<u32>,
+    moves: bool,
+    /// The map that each replica acted on when it was last heard of.
+    acted: Vec<u64>,
+    /// Replicas leave before they know it, which they hear of late: a mistake.
+    pub hasty: bool,
+    pub left: u64,
     pub reads: u64,
     pub writes: u64,
 }
@@ -166,7 +174,7 @@ impl Cluster {
     pub fn new(seed: u64) -> Cluster {
         let replicas =
             (0..N as u32).map(|t| pb::Replica { target: t, state: ReplicaState::ReplicaServing as i32 }).collect();
-        let chain = pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: vec![0, 1, 2] };
+        let chain = pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: vec![0, 1, 2], lost: false };
         let r = (0..N).map(|i| fresh(i, 1, 0, BTreeMap::new())).collect();
         let mut c = Cluster {
             rng: seed ^ 0x5eed,
@@ -182,6 +190,11 @@ impl Cluster {
             seen: BTreeMap::new(),
             faults: true,
             full: seed % 2 == 1,
+            wanted: (0..N as u32).collect(),
+            moves: seed % 4 >= 2,
+            acted: vec![0; N],
+            hasty: false,
+            left: 0,
             reads: 0,
             writes: 0,
         };
@@ -214,11 +227,13 @@ impl Cluster {
             660..740 => self.client_read(i),
             740..800 => self.client_flush(),
             800..880 => self.sync(i),
-            880..920 => self.flush_one(i),
+            880..900 => self.forget(i),
+            900..920 => self.flush_one(i),
             920..960 => self.client_map(),
             960..972 => self.lease_runs_out(i),
             972..980 => self.restart(i),
             980..983 => (0..N).for_each(|i| self.lease_runs_out(i)),
+            983..987 if self.moves => self.plan(),
             _ => self.r[i].cut = false,
         }
     }
@@ -229,7 +244,9 @@ impl Cluster {
         self.r.iter_mut().for_each(|r| r.cut = false);
         for _ in 0..40_000 {
             self.step();
-            let whole = self.chain().replicas.iter().all(|r| r.state() == ReplicaState::ReplicaServing);
+            let members: BTreeSet<u32> = self.chain().replicas.iter().map(|r| r.target).collect();
+            let whole = members == self.wanted
+                && self.chain().replicas.iter().all(|r| r.state() == ReplicaState::ReplicaServing);
             let idle = self.r.iter().all(|r| r.core.busy() == 0 && r.map == self.version)
                 && self.clients.iter().all(|c| c.open.is_none() && c.acked.iter().all(|a| a.stable));
             if whole && idle {
@@ -245,11 +262,13 @@ impl Cluster {
             let kept = r.store.chunks.iter().filter(|(_, c)| c.state.version != Version::default());
             kept.map(|(k, c)| (*k, c.clone())).collect()
         };
-        for i in 1..N {
-            assert_eq!(chunks(&self.r[0]), chunks(&self.r[i]), "replicas 0 and {i} differ");
+        let members: Vec<usize> = self.wanted.iter().map(|t| *t as usize).collect();
+        let first = members[0];
+        for i in members {
+            assert_eq!(chunks(&self.r[first]), chunks(&self.r[i]), "replicas {first} and {i} differ");
         }
         for a in self.clients.iter().flat_map(|c| &c.acked) {
-            assert!(self.r[0].store.chunks[&a.chunk].list.contains(&a.value), "stable update {} lost", a.value);
+            assert!(self.r[first].store.chunks[&a.chunk].list.contains(&a.value), "stable update {} lost", a.value);
         }
     }
 
@@ -318,19 +337,23 @@ impl Cluster {
     /// The replica reaches the mds: rules 1 to 4, and it gets the map and a lease.
     fn heartbeat(&mut self, i: usize) {
         use ReplicaState::*;
-        if self.r[i].cut {
+        if self.r[i].cut || self.hasty && !self.wanted.contains(&(i as u32)) && self.rand(8) > 0 {
             return;
         }
         if self.known[i] != self.r[i].life {
             self.known[i] = self.r[i].life;
             self.gone(&[i]);
         }
+        self.acted[i] = self.r[i].map;
+        self.join_and_leave();
         let has = |c: &pb::Chain, s| c.replicas.iter().any(|r| r.state() == s);
         let (serving, syncing) = (has(self.chain(), ReplicaServing), has(self.chain(), ReplicaSyncing));
-        let state = self.chain().replicas.iter().find(|r| r.target == i as u32).unwrap().state();
+        let state =
+            self.chain().replicas.iter().find(|r| r.target == i as u32).map_or(ReplicaUnknown, pb::Replica::state);
+        let wanted = self.wanted.contains(&(i as u32));
         let to = match state {
             ReplicaLastsrv if !serving => Some(ReplicaServing),
-            ReplicaOffline | ReplicaWaiting if serving && !syncing => Some(ReplicaSyncing),
+            ReplicaOffline | ReplicaWaiting if serving && !syncing && wanted => Some(ReplicaSyncing),
             ReplicaOffline => Some(ReplicaWaiting),
             _ => None,
         };
@@ -352,6 +375,51 @@ impl Cluster {
             self.r[i].synced.clear();
             let view = View::of(self.chain(), i as u32);
             self.feed(i, Input::View(view));
+        }
+    }
+
+    /// The chain shall have other targets.
+    fn plan(&mut self) {
+        let set = self.rand((1 << N) - 1) + 1;
+        self.wanted = (0..N as u32).filter(|t| set & 1 << t != 0).collect();
+    }
+
+    /// The rows `joins`, `drops`, `steps-back` and `gone`.
+    fn join_and_leave(&mut self) {
+        use ReplicaState::*;
+        let replicas = self.chain().replicas.clone();
+        let state = |t: u32| replicas.iter().find(|r| r.target == t).map(pb::Replica::state);
+        if replicas.iter().all(|r| r.state() != ReplicaServing) {
+            return;
+        }
+        if let Some(t) = self.wanted.iter().copied().find(|t| state(*t).is_none()) {
+            return self.set_chain(|rs| rs.push(pb::Replica { target: t, state: ReplicaOffline as i32 }));
+        }
+        let whole = self.wanted.iter().all(|t| state(*t) == Some(ReplicaServing));
+        let syncing = replicas.iter().any(|r| r.state() == ReplicaSyncing);
+        for r in replicas.iter().filter(|r| !self.wanted.contains(&r.target)) {
+            let acts = self.hasty || self.acted[r.target as usize] == self.version;
+            match r.state() {
+                ReplicaServing if whole && !syncing && acts => {
+                    return self.set_chain(|rs| {
+                        rs.iter_mut().filter(|x| x.target == r.target).for_each(|x| x.set_state(ReplicaSyncing));
+                    });
+                }
+                ReplicaOffline | ReplicaWaiting => {}
+                ReplicaSyncing if acts => {}
+                _ => continue,
+            }
+            self.left += 1;
+            return self.set_chain(|rs| rs.retain(|x| x.target != r.target));
+        }
+    }
+
+    /// A replica that has left removes one chunk.
+    fn forget(&mut self, i: usize) {
+        let view = self.r[i].core.view();
+        if view.state == ReplicaState::ReplicaUnknown && view.epoch > 0 && !view.serving.is_empty() {
+            let c = chunk(self.rand(CHUNKS));
+            self.r[i].store.chunks.remove(&c);
         }
     }
 
@@ -518,6 +586,9 @@ impl Cluster {
             return;
         }
         self.flush(to);
+        if !self.wanted.contains(&(to as u32)) {
+            return;
+        }
         self.set_chain(|rs| {
             rs.iter_mut().filter(|r| r.target == to as u32).for_each(|r| {
                 r.set_state(ReplicaState::ReplicaServing);

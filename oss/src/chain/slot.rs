@@ -7,12 +7,32 @@ use strake_proto::{
     data::{Stamp, Version, Writer},
 };
 
-use super::{Op, OpId, View};
+use super::{
+    Op, OpId, View,
+    rows::{Progress, Reads},
+};
 
 #[derive(Debug, Default)]
 pub struct Slot {
     pub current: Option<Current>,
     pub queue: VecDeque<Op>,
+}
+
+impl Slot {
+    /// Whether what is committed may be older than what a reader was told elsewhere.
+    pub fn is_dirty(&self, at_tail: bool) -> bool {
+        let Some(Current::Update(u)) = &self.current else { return false };
+        let (row, dirty) = match (u.shown, at_tail) {
+            _ if u.dropped => return false,
+            (true, true) => (Reads::Shown, true),
+            (false, true) => (Reads::Tail, false),
+            (_, false) if u.shown || u.exposed => (Reads::Dirty, true),
+            // Nobody else has it yet.
+            (_, false) => return false,
+        };
+        row.taken();
+        dirty
+    }
 }
 
 #[derive(Debug)]
@@ -105,22 +125,31 @@ impl Update {
             return Due::Wait; // LASTSRV: kept until this replica knows whether it is the source
         }
         let successor = view.successor.map(|(t, _)| t);
-        match (&self.staging, &mut self.next, successor) {
-            (Staging::Pending, Next::Idle, Some(s)) if self.eager || self.exposed => Due::Forward(s),
-            (Staging::Pending, _, _) => Due::Wait,
-            (Staging::Ok, _, None) => Due::Commit(Vec::new()),
-            (Staging::Ok, Next::Done(stamps), Some(_)) => Due::Commit(std::mem::take(stamps)),
-            (Staging::Ok, Next::Idle, Some(s)) => Due::Forward(s),
-            (_, Next::Refused(e), Some(_)) => Due::Refuse(e.clone()),
+        let head = view.head;
+        let (row, due) = match (&self.staging, &mut self.next, successor) {
+            (Staging::Pending, Next::Idle, Some(s)) if self.eager || self.exposed => {
+                (Progress::Forward, Due::Forward(s))
+            }
+            (Staging::Pending, _, _) => return Due::Wait,
+            (Staging::Ok, _, None) => (Progress::CommitLast, Due::Commit(Vec::new())),
+            (Staging::Ok, Next::Done(stamps), Some(_)) => {
+                (Progress::CommitAnswered, Due::Commit(std::mem::take(stamps)))
+            }
+            (Staging::Ok, Next::Idle, Some(s)) => (Progress::Forward, Due::Forward(s)),
+            (Staging::Ok, Next::Refused(e), Some(_)) => (Progress::Refused, Due::Refuse(e.clone())),
+            (Staging::Failed(_), Next::Refused(e), Some(_)) => (Progress::StagingFailed, Due::Refuse(e.clone())),
             // The lost successor may have shown it to readers; those before this replica may have it.
-            (Staging::Failed(e), _, None) if self.exposed && !view.head => Due::Fail(e.clone()),
-            (Staging::Failed(e), _, None) => Due::Refuse(e.clone()),
-            (Staging::Failed(e), Next::Done(_), Some(_)) => Due::Fail(e.clone()),
+            (Staging::Failed(e), _, None) if self.exposed && !head => (Progress::FailedMiddle, Due::Fail(e.clone())),
+            (Staging::Failed(e), _, None) if self.exposed => (Progress::FailedHead, Due::Refuse(e.clone())),
+            (Staging::Failed(e), _, None) => (Progress::StagingFailed, Due::Refuse(e.clone())),
+            (Staging::Failed(e), Next::Done(_), Some(_)) => (Progress::FailedBehind, Due::Fail(e.clone())),
             // Sent to somebody in an earlier epoch: the present successor may have it from there.
-            (Staging::Failed(_), Next::Idle, Some(s)) if self.exposed => Due::Forward(s),
-            (Staging::Failed(e), Next::Idle, Some(_)) => Due::Refuse(e.clone()),
-            (_, Next::Asked | Next::Pushing | Next::Paused, Some(_)) => Due::Wait,
-        }
+            (Staging::Failed(_), Next::Idle, Some(s)) if self.exposed => (Progress::FailedAsks, Due::Forward(s)),
+            (Staging::Failed(e), Next::Idle, Some(_)) => (Progress::StagingFailed, Due::Refuse(e.clone())),
+            (_, Next::Asked | Next::Pushing | Next::Paused, Some(_)) => return Due::Wait,
+        };
+        row.taken();
+        due
     }
 
     /// Forgets what was said to the successor of the epoch before.

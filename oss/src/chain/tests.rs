@@ -44,7 +44,7 @@ struct One {
 
 fn view(epoch: u64, replicas: &[(u32, ReplicaState)]) -> View {
     let replicas = replicas.iter().map(|(target, s)| pb::Replica { target: *target, state: *s as i32 }).collect();
-    View::of(&pb::Chain { id: 1, epoch, replicas, preferred: vec![] }, 5)
+    View::of(&pb::Chain { id: 1, epoch, replicas, preferred: vec![], lost: false }, 5)
 }
 
 impl One {
@@ -360,7 +360,7 @@ fn a_replay_never_lands_on_what_others_wrote_since() {
 #[test]
 fn random_faults_keep_what_is_promised() {
     let seeds: u64 = std::env::var("STRAKE_SEEDS").ok().and_then(|s| s.parse().ok()).unwrap_or(300);
-    let (mut reads, mut writes) = (0, 0);
+    let (mut reads, mut writes, mut left) = (0, 0, 0);
     for seed in std::env::var("STRAKE_FIRST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(0)..seeds {
         let run = std::panic::catch_unwind(|| {
             let mut c = Cluster::new(seed);
@@ -368,10 +368,27 @@ fn random_faults_keep_what_is_promised() {
                 c.step();
             }
             c.settle();
-            (c.reads, c.writes)
+            (c.reads, c.writes, c.left)
         });
-        let (r, w) = run.unwrap_or_else(|_| panic!("seed {seed}"));
-        (reads, writes) = (reads + r, writes + w);
+        let (r, w, l) = run.unwrap_or_else(|_| panic!("seed {seed}"));
+        (reads, writes, left) = (reads + r, writes + w, left + l);
     }
-    assert!(reads > seeds * 20 && writes > seeds * 20, "runs did too little: {reads} reads, {writes} writes");
+    let enough = reads > seeds * 20 && writes > seeds * 20 && left > seeds;
+    assert!(enough, "runs did too little: {reads} reads, {writes} writes, {left} replicas that left");
+}
+
+#[test]
+fn the_model_finds_replicas_that_leave_before_they_know_it() {
+    let fails = |seed: &u64| {
+        let run = || {
+            let mut c = Cluster::new(*seed);
+            c.hasty = true;
+            (0..6_000).for_each(|_| c.step());
+            c.settle();
+        };
+        std::panic::catch_unwind(run).is_err()
+    };
+    // Only in these do replicas move.
+    let found = (0..200u64).filter(|seed| seed % 4 >= 2).filter(fails).count();
+    assert!(found > 0, "in none of 100 runs");
 }

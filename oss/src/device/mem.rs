@@ -44,6 +44,8 @@ pub struct Counters {
     pub discards: u64,
     pub read_bytes: u64,
     pub write_bytes: u64,
+    /// Operations that failed, or gave a wrong bit, as was asked for.
+    pub failed: u64,
 }
 
 #[derive(Default)]
@@ -53,6 +55,8 @@ struct Inner {
     /// Per block written since the last flush, every content it had since then, the flushed one first.
     unflushed: BTreeMap<u64, Vec<Block>>,
     faults: Vec<(Op, u64, Code)>,
+    /// Which bit the next read gets wrong.
+    corrupt: Option<u64>,
     power_left: Option<u64>,
     skip_flush: bool,
     latency: BTreeMap<Op, Duration>,
@@ -76,14 +80,17 @@ impl MemDevice {
     }
 
     /// Power goes and comes back: see the module documentation. Ends a power failure set by [`MemDevice::power_off_after`].
-    pub fn crash(&self, seed: u64, tear: Tear) {
+    /// Returns how many blocks were not flushed.
+    pub fn crash(&self, seed: u64, tear: Tear) -> usize {
         let mut rng = StdRng::seed_from_u64(seed);
         let mut inner = self.inner.lock();
         let unit = match tear {
             Tear::Block => BLOCK as usize,
             Tear::Sector => 512,
         };
-        for (at, mut versions) in std::mem::take(&mut inner.unflushed) {
+        let unflushed = std::mem::take(&mut inner.unflushed);
+        let count = unflushed.len();
+        for (at, mut versions) in unflushed {
             versions.push(inner.blocks.get(&at).cloned().unwrap_or_else(zeros));
             let mut left = zeros();
             for from in (0..BLOCK as usize).step_by(unit) {
@@ -93,6 +100,7 @@ impl MemDevice {
             inner.blocks.insert(at, left);
         }
         inner.power_left = None;
+        count
     }
 
     /// After `operations` more operations every further one fails, until [`MemDevice::crash`].
@@ -105,9 +113,16 @@ impl MemDevice {
         self.inner.lock().faults.push((op, nth, code));
     }
 
+    /// The next read gives one wrong bit, which one as the dice say; what is stored stays right.
+    pub fn corrupt_read(&self, dice: u64) {
+        self.inner.lock().corrupt = Some(dice);
+    }
+
     /// Failures that did not happen yet will not.
     pub fn end_faults(&self) {
-        self.inner.lock().faults.clear();
+        let mut inner = self.inner.lock();
+        inner.faults.clear();
+        inner.corrupt = None;
     }
 
     /// Inverts one bit of the byte at `offset`, as a decaying medium would.
@@ -159,6 +174,7 @@ impl MemDevice {
                 true
             });
             if let Some(code) = fault {
+                inner.counters.failed += 1;
                 return Err(Error::new(code, format!("{}: injected {op:?} error", self.name())));
             }
             run(&mut inner)
@@ -202,6 +218,11 @@ impl Device for MemDevice {
                     Some(b) => part.copy_from_slice(&b[..]),
                     None => part.fill(0),
                 }
+            }
+            if let Some(dice) = inner.corrupt.take_if(|_| !buf.is_empty()) {
+                let at = (dice / 8) as usize % buf.len();
+                buf[at] ^= 1 << (dice % 8);
+                inner.counters.failed += 1;
             }
             buf
         })

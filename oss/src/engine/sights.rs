@@ -102,7 +102,12 @@ impl Engine {
         Ok(())
     }
 
-    /// What this target knows of its chains.
+    /// Chains of which this target knows something.
+    pub fn known_chains(&self) -> Vec<ChainId> {
+        self.shared.sights.lock().keys().copied().collect()
+    }
+
+    /// What this target knows of its chains, and of those that it has left.
     pub fn sights(&self) -> Vec<pb::ChainSight> {
         let sights = self.shared.sights.lock();
         let sight = |(chain, s): (&ChainId, &Sight)| pb::ChainSight {

@@ -404,11 +404,21 @@ impl Engine {
         list.extend(writers);
         list.drain(..list.len().saturating_sub(KEPT_WRITERS));
         let meta = ChunkMeta { version, len: staged.len, tombstone: staged.tombstone, writers: list };
+        self.make_visible(staged, Some(Arc::new(Header::new(meta.clone()))))?;
+        Ok(meta)
+    }
+
+    /// Makes a staged removal visible without a tombstone, as if the chunk had never been here; durable at the next flush.
+    pub fn forget(&self, staged: Staged) -> Result<()> {
+        self.make_visible(staged, None)
+    }
+
+    fn make_visible(&self, mut staged: Staged, header: Slot<Header>) -> Result<()> {
         let key = staged.slot.key;
         let mut s = self.shared.state.lock();
         s.check()?;
         s.chunks = s.chunks + u64::from(!staged.tombstone) - u64::from(staged.was_live);
-        s.headers.put(key, Some(Arc::new(Header::new(meta.clone()))));
+        s.headers.put(key, header);
         for (n, segment) in staged.segments.drain(..) {
             s.segments.put((key, n), segment);
             s.lost.remove(&(key, n));
@@ -417,7 +427,7 @@ impl Engine {
         s.dirty_bytes += staged.bytes;
         s.committed += 1;
         staged.space.extents.clear(); // the records own them now
-        Ok(meta)
+        Ok(())
     }
 }
 

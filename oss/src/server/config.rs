@@ -53,6 +53,9 @@ pub struct Config {
     /// Where the gRPC administration service listens; none if absent.
     #[serde(default)]
     pub admin: Option<SocketAddr>,
+    /// What fails together with this node: its rack, say. Copies go to other ones, if there are any.
+    #[serde(default)]
+    pub rack: String,
     /// The metadata servers, in any order.
     #[serde(deserialize_with = "endpoints")]
     pub mds: Vec<Endpoint>,
@@ -111,6 +114,7 @@ impl Config {
             listen,
             advertise: None,
             admin: None,
+            rack: String::new(),
             mds,
             targets: Vec::new(),
             heartbeat_ms: defaults::heartbeat(),
@@ -126,6 +130,9 @@ impl Config {
         let bad = |m: &str| Err(Error::new(Code::Inval, format!("storage server configuration: {m}")));
         if self.name.is_empty() || self.name.len() > 255 {
             return bad("name must be 1 to 255 bytes");
+        }
+        if self.rack.len() > 255 || self.rack.chars().any(char::is_control) {
+            return bad("rack must be at most 255 bytes of printable text");
         }
         if self.mds.is_empty() {
             return bad("mds must name at least one metadata server");

@@ -130,6 +130,16 @@ impl Evictions {
     }
 }
 
+/// Chains of which the metadata servers have yet to hear what is in sync.
+fn doubted(map: &MapView) -> BTreeSet<ChainId> {
+    map.map.doubts.iter().map(|d| d.chain).collect()
+}
+
+/// Whether a target is no replica of a chain, nor to become one, and others have all it had.
+fn has_left(chain: &pb::Chain, target: TargetId) -> bool {
+    chain.head().is_some() && chain.state_of(target).is_none() && !chain.preferred.contains(&target)
+}
+
 /// Whether a target may go on with the metadata group of incarnation `now`.
 fn follows(target: &TargetIdentity, now: u64) -> bool {
     let was = Incarnation(target.incarnation);
@@ -255,11 +265,18 @@ impl Node {
                 let new = || Replica::new(self.clone(), target.clone(), id, chain.id, stale_through);
                 self.replicas.lock().entry((id, chain.id)).or_insert_with(new);
             }
+            // What is left of chains that it left in a former life.
+            for chain in target.engine.known_chains() {
+                let new = || Replica::new(self.clone(), target.clone(), id, chain, 0);
+                self.replicas.lock().entry((id, chain)).or_insert_with(new);
+            }
         }
+        let doubted = doubted(&map);
         let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().cloned().collect();
         for r in replicas {
             if let Some(chain) = map.chain(r.chain) {
-                r.take_view(View::of(chain, r.id));
+                let has_left = !doubted.contains(&chain.id) && has_left(chain, r.id);
+                r.take_view(View::of(chain, r.id), has_left);
             }
         }
         self.kick.notify_one(); // acknowledges it
@@ -269,9 +286,11 @@ impl Node {
     /// Writes down what its targets are to act on from now on. Not of chains of which the metadata servers have yet to hear what is
     /// in sync: what was known before is what they ask for.
     fn note_sights(&self, map: &MapView) {
-        let doubted: BTreeSet<ChainId> = map.map.doubts.iter().map(|d| d.chain).collect();
+        let doubted = doubted(map);
         for t in self.targets.iter().filter(|t| t.id() != TARGET_UNASSIGNED) {
-            let chains = map.chains_of(t.id()).filter(|c| !doubted.contains(&c.id));
+            let left: Vec<ChainId> = t.engine.known_chains();
+            let left = left.into_iter().filter_map(|id| map.chain(id)).filter(|c| has_left(c, t.id()));
+            let chains = map.chains_of(t.id()).chain(left).filter(|c| !doubted.contains(&c.id));
             if let Err(e) = t.engine.note_sights(chains) {
                 tracing::warn!("target {}: cannot write down the state of its chains: {e}", t.id());
             }
@@ -307,6 +326,7 @@ impl Node {
             version: env!("CARGO_PKG_VERSION").into(),
             fs_uuid: fs.map(Vec::from).unwrap_or_default().into(),
             incarnation: self.incarnation().0,
+            rack: self.cfg.rack.clone(),
         }
     }
 

@@ -287,6 +287,16 @@ impl Replica {
         self.run(&mut inner, Input::Staged { op, result });
     }
 
+    /// Makes a staged removal visible, unless the epoch is over. Then the target may be a replica again, and what it lists must not
+    /// change without its chain.
+    pub(super) fn forget_staged(&self, staged: Staged, epoch: u64) -> Result<()> {
+        let inner = self.inner.lock();
+        match inner.core.view() {
+            v if v.epoch == epoch && !v.takes_updates() => self.engine().forget(staged),
+            _ => Err(Error::new(Code::StaleEpoch, format!("chain {} has changed", self.chain))),
+        }
+    }
+
     // --- to other replicas
 
     /// Calls the oss of a target of this chain.
@@ -424,11 +434,16 @@ impl Replica {
         })
     }
 
-    pub fn take_view(self: &Arc<Self>, view: View) {
+    /// `has_left`: in this epoch the target is no replica of the chain any more, and what it has of it is not needed.
+    pub fn take_view(self: &Arc<Self>, view: View, has_left: bool) {
         let epoch = view.epoch;
         let before = self.view().epoch;
         self.feed(Input::View(view));
         let now = self.view();
+        if before < epoch && has_left {
+            let me = self.clone();
+            self.node.env.spawn(async move { me.forget(epoch).await });
+        }
         if before < epoch
             && let (true, Some(to)) = (now.tail, now.syncing_successor())
         {

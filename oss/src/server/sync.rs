@@ -21,6 +21,9 @@ use super::{
 use crate::engine::{ChunkMeta, Update};
 
 const PAGE: u32 = 1024;
+/// Chunks that go in one step of what a target has of a chain that it left, and the pause after each.
+const FORGET_PAGE: usize = 256;
+const FORGET_PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
 /// In SYNC_LIST's `offset`: only the chunk named, if it exists.
@@ -54,6 +57,53 @@ impl Replica {
                     pause = (pause * 2).min(PAUSE_MAX);
                 }
             }
+        }
+    }
+
+    /// Removes all that this target has of the chain, which it has left, until the chain changes.
+    pub(super) async fn forget(self: Arc<Self>, epoch: u64) {
+        let mut pause = PAUSE_MIN;
+        while self.goes_on(epoch) {
+            match self.forget_all(epoch).await {
+                Ok(0) => return,
+                Ok(n) => {
+                    tracing::info!(
+                        "chain {}: {n} chunks are gone from target {}, which has left it",
+                        self.chain,
+                        self.id
+                    );
+                    return;
+                }
+                Err(e) => {
+                    tracing::debug!("chain {}: cannot remove what target {} has left of it: {e}", self.chain, self.id);
+                    self.target.note(&e);
+                    tokio::time::sleep(pause).await;
+                    pause = (pause * 2).min(PAUSE_MAX);
+                }
+            }
+        }
+    }
+
+    async fn forget_all(self: &Arc<Self>, epoch: u64) -> Result<usize> {
+        let mut gone = 0;
+        // That it left must not be forgotten by it before what it had is.
+        let (mut known, mut after) = (false, None);
+        loop {
+            let page = self.engine().list(self.chain, after, FORGET_PAGE)?;
+            let Some(last) = page.last().map(|e| e.chunk) else { return Ok(gone) };
+            if !std::mem::replace(&mut known, true) {
+                self.engine().sync_sights().await?;
+            }
+            for e in page {
+                if !self.goes_on(epoch) {
+                    return Ok(gone);
+                }
+                let staged = self.engine().stage(self.key(e.chunk), Update::Remove).await?;
+                self.forget_staged(staged, epoch)?;
+                gone += 1;
+            }
+            after = Some(last);
+            tokio::time::sleep(FORGET_PAUSE).await;
         }
     }
 

@@ -334,7 +334,7 @@ mod tests {
     #[test]
     fn a_layout_of_the_file_system_is_looked_up_in_the_map() {
         let targets = (0..3).map(|id| pb::Target { id, ..Default::default() }).collect();
-        let chain = |id, first| pb::Chain { id, epoch: 1, replicas: vec![], preferred: vec![first] };
+        let chain = |id, first| pb::Chain { id, epoch: 1, replicas: vec![], preferred: vec![first], lost: false };
         let map = pb::ClusterMap { targets, chains: vec![chain(10, 2), chain(11, 0)], ..Default::default() };
         let map = MapView::new(map).unwrap();
         let component = pb::Component {

@@ -4,26 +4,22 @@
 //! Each command brings the group one step after the other to where it is wanted ([`plan`]) and can be repeated at any time. It
 //! speaks to the servers as they do among themselves, with the cluster key. See `docs/membership.md`.
 
+mod leader;
 mod offline;
 mod plan;
 
 use std::{
-    path::PathBuf,
     process::ExitCode,
     time::{Duration, Instant},
 };
 
 use clap::{Args, Subcommand};
-use prost::Message as _;
 use serde_json::{Value, json};
-use strake_fabric::{Endpoint, Env, Fabric, Identity, LeaderFinder, Message, Pool, tcp::TcpFabric};
-use strake_proto::{Code, Error, Incarnation, Result, opcode, pb};
+use strake_proto::{Code, Error, Incarnation, Result, pb};
 
-use crate::{
-    config,
-    dev::Cluster,
-    term::{Progress, table},
-};
+use crate::term::table;
+use leader::address;
+pub(crate) use leader::{Group, Reach, UNFINISHED, passes};
 use pb::members_request::Change;
 use plan::{Goal, Next};
 
@@ -61,25 +57,6 @@ pub struct GiveUpArgs {
 }
 
 #[derive(Args)]
-pub struct Reach {
-    /// Folder of a local cluster (see `strake up`).
-    #[arg(long, default_value = "strake-cluster", conflicts_with_all = ["mds", "cluster_key"])]
-    dir: PathBuf,
-    /// Metadata servers, tcp:HOST:PORT, instead of a local cluster: any that are in the group.
-    #[arg(long, value_delimiter = ',', requires = "cluster_key")]
-    mds: Vec<String>,
-    /// File with the cluster key.
-    #[arg(long, requires = "mds")]
-    cluster_key: Option<PathBuf>,
-    /// Print the outcome as JSON.
-    #[arg(long)]
-    json: bool,
-    /// How long to wait for servers and for new ones to catch up, in seconds.
-    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
-    timeout: u64,
-}
-
-#[derive(Args)]
 pub struct ListArgs {
     #[command(flatten)]
     reach: Reach,
@@ -112,16 +89,10 @@ pub struct ReplaceArgs {
     reach: Reach,
 }
 
-/// One attempt at one server.
-const CALL: Duration = Duration::from_secs(5);
-const PAUSE: Duration = Duration::from_millis(100);
 /// How long `list` looks for a leader before it shows what others know.
 const LEADERLESS: Duration = Duration::from_secs(3);
 /// A member that was not heard of for longer is shown as silent.
 const SILENT_MS: u64 = 2000;
-/// Exit status: not done, or not in order; nothing is wrong with the command.
-const UNFINISHED: u8 = 2;
-
 pub fn run(command: Command) -> Result<ExitCode> {
     let reach = match &command {
         Command::List(a) => &a.reach,
@@ -145,7 +116,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
             Command::GiveUp(a) => group.give_up(&a.target).await,
             _ => return Err(Error::new(Code::Inval, "this command works on folders, not on servers")),
         };
-        group.progress.done();
+        group.done();
         match outcome {
             Ok((said, now)) => {
                 match json {
@@ -163,108 +134,9 @@ pub fn run(command: Command) -> Result<ExitCode> {
     })
 }
 
-/// The way to the group's leader.
-struct Group {
-    fabric: TcpFabric,
-    finder: LeaderFinder,
-    deadline: Instant,
-    progress: Progress,
-}
-
 type Outcome = Result<(String, pb::MembersReply)>;
 
-/// A server's address as people give it.
-fn address(text: &str) -> Result<Endpoint> {
-    let full = if text.starts_with("tcp:") { text.to_string() } else { format!("tcp:{text}") };
-    full.parse().map_err(|_| {
-        Error::new(Code::Inval, format!("'{text}' is neither a member's id nor an address; expected tcp:HOST:PORT"))
-    })
-}
-
 impl Group {
-    fn new(reach: &Reach) -> Result<Group> {
-        let (mds, key) = match &reach.cluster_key {
-            Some(path) => (reach.mds.clone(), config::read_key(path)?),
-            None => {
-                let c = Cluster::open(&reach.dir)?;
-                (c.mds_endpoints(), config::read_key(&c.cluster_key())?)
-            }
-        };
-        let mds = mds.iter().map(|m| address(m)).collect::<Result<Vec<Endpoint>>>()?;
-        let fabric = TcpFabric::new(Env::system(), Identity::server(&key), None, Pool::default(), Default::default());
-        let deadline = Instant::now() + Duration::from_secs(reach.timeout);
-        Ok(Group { fabric, finder: LeaderFinder::new(mds), deadline, progress: Progress::new() })
-    }
-
-    /// One attempt at one server.
-    async fn try_at(&mut self, at: &Endpoint, change: Option<Change>) -> Result<pb::MembersReply> {
-        let ask = async {
-            let unreachable = |e: Error| match e.code {
-                Code::Unauthenticated => e.context("the key is not this cluster's cluster key"),
-                _ => Error::new(Code::Disconnected, e.message),
-            };
-            let conn = self.fabric.connect(at, None).await.map_err(unreachable)?;
-            let request = pb::MembersRequest { change }.encode_to_vec();
-            let answer = conn.call(Message::new(opcode::MEMBERS, request), CALL).await;
-            conn.close();
-            pb::MembersReply::decode(answer?.body).map_err(|e| Error::new(Code::Protocol, e.to_string()))
-        };
-        let answer = tokio::time::timeout(CALL, ask).await;
-        let answer = answer.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "no answer")));
-        answer.map_err(|e| e.context(format_args!("metadata server {at}")))
-    }
-
-    /// Learns from an answer who there is, and whom to ask next.
-    fn note(&mut self, r: &pb::MembersReply) {
-        self.finder.learn(r.members.iter().filter(|m| m.voter).filter_map(|m| m.endpoint.parse().ok()));
-        let leader = r.members.iter().find(|m| m.id == r.leader && r.leader != r.id);
-        if let Some(at) = leader.and_then(|m| m.endpoint.parse().ok()) {
-            self.finder.hint(at);
-        }
-    }
-
-    /// Has the leader do it, or only say who is there. Errors that pass are waited out; `Busy` is one of them.
-    async fn ask(&mut self, change: Option<Change>) -> Result<pb::MembersReply> {
-        loop {
-            match self.ask_once(change.clone()).await {
-                Err(e) if passes(&e) => self.pause(&e.message).await?,
-                r => return r,
-            }
-        }
-    }
-
-    async fn ask_once(&mut self, change: Option<Change>) -> Result<pb::MembersReply> {
-        let none = || Error::new(Code::Inval, "no metadata server is named");
-        let at = self.finder.whom().ok_or_else(none)?;
-        let list = change.is_none();
-        let r = match self.try_at(&at, change).await {
-            // A change is done by the leader alone; anybody lists.
-            Ok(r) if list && r.id != r.leader => {
-                self.finder.failed(&at);
-                self.note(&r);
-                return Err(Error::new(Code::NotLeader, "no metadata server leads"));
-            }
-            Ok(r) => r,
-            Err(e) => {
-                self.finder.failed(&at);
-                return Err(e);
-            }
-        };
-        self.finder.found(&at);
-        self.note(&r);
-        Ok(r)
-    }
-
-    /// `TimedOut` with what was waited for when the time is over.
-    async fn pause(&mut self, why: &str) -> Result<()> {
-        self.progress.say(why);
-        if Instant::now() >= self.deadline {
-            return Err(Error::new(Code::TimedOut, format!("the time is over ({why})")));
-        }
-        tokio::time::sleep(PAUSE).await;
-        Ok(())
-    }
-
     /// Goes on until the goal is reached; whether there was anything to do.
     async fn reach(&mut self, goal: &Goal) -> Result<(bool, pb::MembersReply)> {
         let mut changed = false;
@@ -291,7 +163,7 @@ impl Group {
         let before = self.ask(None).await?;
         let r = self.ask(Some(Change::Learn(pb::MemberLearn { endpoint: endpoint.clone() }))).await?;
         if before.members.iter().all(|m| m.id != r.learner) {
-            self.progress.say(format!("metadata server {} at {endpoint} learns", r.learner));
+            self.say(format!("metadata server {} at {endpoint} learns", r.learner));
         }
         Ok(r.learner)
     }
@@ -411,10 +283,6 @@ impl Group {
     }
 }
 
-fn passes(e: &Error) -> bool {
-    matches!(e.code, Code::NotLeader | Code::Disconnected | Code::TimedOut | Code::Overloaded | Code::Busy)
-}
-
 fn role(m: &pb::Member, now: &pb::MembersReply) -> &'static str {
     match () {
         () if m.id == now.leader => "leader",
@@ -515,16 +383,6 @@ fn as_json(now: &pb::MembersReply, said: Option<&str>) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn addresses_as_people_give_them() {
-        for (text, full) in [("tcp:h:1", "tcp:h:1"), ("h:1", "tcp:h:1"), ("10.0.0.1:7400", "tcp:10.0.0.1:7400")] {
-            assert_eq!(address(text).unwrap().to_string(), full);
-        }
-        for bad in ["", "h", "tcp:", "x y", "7400"] {
-            assert_eq!(address(bad).unwrap_err().code, Code::Inval, "{bad}");
-        }
-    }
 
     #[test]
     fn what_is_shown_is_what_the_answering_server_can_know() {

@@ -105,6 +105,7 @@ impl Fs {
                 version: "1".into(),
                 fs_uuid: Bytes::new(),
                 incarnation: 0,
+                rack: String::new(),
             };
             assert_eq!(self.log(Command::Register(r)).status, None);
         }

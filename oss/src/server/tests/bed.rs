@@ -327,7 +327,7 @@ impl Cluster {
             let mut map = c.authority.map.lock();
             let serving = |target| pb::Replica { target, state: ReplicaState::ReplicaServing as i32 };
             let replicas = (0..n).map(serving).collect();
-            map.chains = vec![pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: (0..n).collect() }];
+            map.chains = vec![pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: (0..n).collect(), lost: false }];
             map.version += 1;
         }
         c

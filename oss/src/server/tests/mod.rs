@@ -2,6 +2,7 @@
 
 mod bed;
 mod grants;
+mod leaving;
 mod tcp;
 
 use std::time::Duration;

@@ -64,7 +64,8 @@ async fn two_servers_replicate_over_tcp_and_keep_it_across_a_restart() {
     {
         let mut map = authority.map.lock();
         let replicas = [0, 1].map(|target| pb::Replica { target, state: pb::ReplicaState::ReplicaServing as i32 });
-        map.chains = vec![pb::Chain { id: CHAIN, epoch: 1, replicas: replicas.into(), preferred: vec![0, 1] }];
+        map.chains =
+            vec![pb::Chain { id: CHAIN, epoch: 1, replicas: replicas.into(), preferred: vec![0, 1], lost: false }];
         map.version += 1;
     }
     let cap_key = CapKey::from_cluster_key(&KEY);

@@ -1,0 +1,309 @@
+//! The faults of a run as data: a list of timed events, drawn from the seed before the run begins. A run can be given any part of
+//! its list, which is how a failing one is made short ([`crate::shrink`]).
+
+use std::{fmt, time::Duration};
+
+use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IndexedRandom};
+
+use tokio::{task::JoinHandle, time::sleep};
+
+use crate::{
+    cluster::{FIRST_CLIENT, FIRST_OSS, MDS, OSS},
+    moves::{self, Change},
+    net::Network,
+    run::{CLIENTS, Scenario},
+};
+
+/// Longer than a report is waited for.
+const EXILE: Duration = Duration::from_secs(9);
+/// A disk error ends when the server is started anew, so long after it.
+const MENDED: Duration = Duration::from_millis(1500);
+
+/// A fault at its time since the first one could come.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Timed {
+    pub at: Duration,
+    pub fault: Fault,
+}
+
+/// One fault. Nodes are numbered as on the network. What needs a node that is up does nothing to one that is not.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Fault {
+    /// A server dies and is started again after `down`. With `power` its machine loses what was not synced, as `dice` says.
+    Crash {
+        node: u32,
+        power: bool,
+        dice: u64,
+        down: Duration,
+    },
+    /// A node is cut off from all others.
+    Isolate {
+        node: u32,
+        one_way: bool,
+        lasts: Duration,
+    },
+    /// A link is cut, or its direction from `a` to `b`.
+    Cut {
+        a: u32,
+        b: u32,
+        one_way: bool,
+        lasts: Duration,
+    },
+    /// A client is cut off from all metadata servers, and from nobody else.
+    Exile {
+        client: u32,
+        lasts: Duration,
+    },
+    /// How long messages take at most, and how many connections break (in a thousand messages), from now on.
+    Weather {
+        max_delay: Duration,
+        break_per_mille: u32,
+    },
+    /// The next message of an operation from or to a node.
+    Message {
+        node: u32,
+        what: Strike,
+    },
+    /// A server's wall clock is so far off from now on.
+    Jump {
+        node: u32,
+        seconds: i64,
+    },
+    /// All clocks since boot have other rates from now on, within what two may differ by.
+    Drift {
+        dice: u64,
+    },
+    Disk {
+        node: u32,
+        what: Harm,
+        lasts: Duration,
+    },
+    /// A storage server with a new target joins.
+    Join,
+    /// An administrator has a target emptied, or kept after all.
+    Move(Change),
+}
+
+/// What is done to a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Strike {
+    /// It does not arrive, and its connection is given up for that.
+    Lose,
+    /// It arrives, and once more so much later.
+    Repeat(Duration),
+    /// It arrives so much later; others overtake it.
+    Hold(Duration),
+    /// Its connection breaks.
+    Break,
+}
+
+/// What is done to a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Harm {
+    /// Writes and flushes take so long.
+    Slow(Duration),
+    /// Writes find no space.
+    Full,
+    /// A write fails.
+    Error,
+    /// A read gives a wrong bit.
+    Corrupt,
+}
+
+/// A node as people call it.
+pub fn called(node: u32) -> String {
+    match node {
+        n if n >= FIRST_CLIENT => format!("client {}", n - FIRST_CLIENT),
+        n if n >= FIRST_OSS => format!("oss {n}"),
+        n => format!("mds {n}"),
+    }
+}
+
+impl fmt::Display for Timed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:8.3} s  {}", self.at.as_secs_f64(), self.fault)
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let way = |one_way: &bool| if *one_way { "one way" } else { "both ways" };
+        match self {
+            Fault::Crash { node, power, down, .. } => {
+                let how = if *power { "loses its power" } else { "crashes" };
+                write!(f, "{} {how}, down for {down:?}", called(*node))
+            }
+            Fault::Isolate { node, one_way, lasts } => {
+                write!(f, "{} is cut off from all, {}, for {lasts:?}", called(*node), way(one_way))
+            }
+            Fault::Cut { a, b, one_way, lasts } => {
+                write!(f, "{} is cut off from {}, {}, for {lasts:?}", called(*a), called(*b), way(one_way))
+            }
+            Fault::Exile { client, lasts } => {
+                write!(f, "{} is cut off from the metadata servers for {lasts:?}", called(*client))
+            }
+            Fault::Weather { max_delay, break_per_mille } => {
+                write!(f, "messages take up to {max_delay:?}, {break_per_mille} in 1000 break their connection")
+            }
+            Fault::Message { node, what } => {
+                let node = called(*node);
+                match what {
+                    Strike::Lose => write!(f, "a message of {node} is lost"),
+                    Strike::Repeat(late) => write!(f, "a message of {node} arrives again {late:?} later"),
+                    Strike::Hold(late) => write!(f, "a message of {node} arrives {late:?} late"),
+                    Strike::Break => write!(f, "a message of {node} breaks its connection"),
+                }
+            }
+            Fault::Jump { node, seconds } => write!(f, "the clock of {} is {seconds} s off", called(*node)),
+            Fault::Drift { .. } => write!(f, "clocks drift"),
+            Fault::Disk { node, what, lasts } => {
+                let node = called(*node);
+                match what {
+                    Harm::Slow(by) => write!(f, "the disk of {node} takes {by:?} for {lasts:?}"),
+                    Harm::Full => write!(f, "the disk of {node} is full for {lasts:?}"),
+                    Harm::Error => write!(f, "a write to the disk of {node} fails"),
+                    Harm::Corrupt => write!(f, "a read from the disk of {node} gives a wrong bit"),
+                }
+            }
+            Fault::Join => write!(f, "a storage server with a new target joins"),
+            Fault::Move(Change::Drain { target, heir: None }) => write!(f, "target {target} is to be emptied"),
+            Fault::Move(Change::Drain { target, heir: Some(h) }) => {
+                write!(f, "target {target} is to be replaced by {h}")
+            }
+            Fault::Move(Change::Keep { target }) => write!(f, "target {target} is to be kept"),
+        }
+    }
+}
+
+fn millis(rng: &mut StdRng, of: std::ops::Range<u64>) -> Duration {
+    Duration::from_millis(rng.random_range(of))
+}
+
+/// A message fault of any kind.
+pub fn strike(rng: &mut StdRng) -> Strike {
+    match rng.random_range(0..40) {
+        0..=15 => Strike::Repeat(millis(rng, 1..1500)),
+        16..=33 => Strike::Hold(millis(rng, 10..250)),
+        34..=37 => Strike::Break,
+        38 => Strike::Hold(millis(rng, 400..3000)),
+        _ => Strike::Lose,
+    }
+}
+
+/// All servers that every cluster has.
+pub fn servers() -> Vec<u32> {
+    (1..=MDS).chain(FIRST_OSS..FIRST_OSS + OSS).collect()
+}
+
+fn any(rng: &mut StdRng, of: &[u32]) -> u32 {
+    of.choose(rng).copied().unwrap_or(1)
+}
+
+fn crash(rng: &mut StdRng, node: u32, power: bool) -> Fault {
+    // Mostly as fast as a supervisor is, sometimes longer than any lease.
+    let down = if rng.random_bool(0.8) { millis(rng, 20..800) } else { millis(rng, 800..4000) };
+    Fault::Crash { node, power, dice: rng.random(), down }
+}
+
+/// One round of what every run has.
+fn plain(rng: &mut StdRng) -> Vec<Fault> {
+    let nodes = servers();
+    match rng.random_range(0..20) {
+        0..=9 => {
+            let (node, power) = (any(rng, &nodes), rng.random_bool(0.5));
+            vec![crash(rng, node, power)]
+        }
+        10 => {
+            // Power loss of everything, or of every storage server.
+            let (power, from) = (rng.random_bool(0.7), if rng.random_bool(0.5) { 0 } else { FIRST_OSS });
+            nodes.into_iter().filter(|n| *n >= from).map(|n| crash(rng, n, power)).collect()
+        }
+        11..=14 => {
+            let node = any(rng, &nodes);
+            vec![Fault::Isolate { node, one_way: rng.random_bool(0.3), lasts: millis(rng, 50..3000) }]
+        }
+        15..=17 => {
+            let break_per_mille = if rng.random_bool(0.5) { 3 } else { 0 };
+            vec![Fault::Weather { max_delay: millis(rng, 1..30), break_per_mille }]
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// What harsh runs have besides.
+fn harsher(rng: &mut StdRng) -> Option<Fault> {
+    let nodes = servers();
+    let all: Vec<u32> = nodes.iter().copied().chain((1..=CLIENTS).map(|n| FIRST_CLIENT + n)).collect();
+    let (a, b) = (any(rng, &nodes), any(rng, &all));
+    let lasts = millis(rng, 50..2500);
+    match rng.random_range(0..16) {
+        0..=3 if a != b => {
+            let (a, b) = if rng.random_bool(0.5) { (a, b) } else { (b, a) };
+            Some(Fault::Cut { a, b, one_way: rng.random_bool(0.5), lasts })
+        }
+        4 | 5 => Some(Fault::Jump { node: a, seconds: rng.random_range(-240..240) }),
+        6 => Some(Fault::Disk { node: a, what: Harm::Full, lasts }),
+        7 => Some(Fault::Disk { node: a, what: Harm::Error, lasts: MENDED }),
+        8 | 9 => Some(Fault::Disk { node: a, what: Harm::Corrupt, lasts: MENDED }),
+        10..=12 => {
+            let by = Duration::from_micros(rng.random_range(500..20_000));
+            Some(Fault::Disk { node: a, what: Harm::Slow(by), lasts })
+        }
+        13 => Some(Fault::Drift { dice: rng.random() }),
+        _ => None,
+    }
+}
+
+/// All that the seed says will happen, in order.
+pub fn draw(s: &Scenario) -> Vec<Timed> {
+    let mut rng = StdRng::seed_from_u64(s.seed ^ 0x0fau64);
+    let mut all = Vec::new();
+    let mut at = Duration::ZERO;
+    loop {
+        at += s.fault_every.mul_f64(rng.random_range(0.2..1.8));
+        if at >= s.length {
+            break;
+        }
+        let mut faults = plain(&mut rng);
+        if s.harsh {
+            faults.extend(harsher(&mut rng));
+        }
+        if s.wide {
+            faults.push(Fault::Drift { dice: rng.random() });
+            if rng.random_bool(0.3) {
+                let lasts = if rng.random_bool(0.8) { EXILE } else { s.fault_every };
+                faults.push(Fault::Exile { client: FIRST_CLIENT + rng.random_range(1..=CLIENTS), lasts });
+            }
+        }
+        all.extend(faults.into_iter().map(|fault| Timed { at, fault }));
+    }
+    if s.joins {
+        all.push(Timed { at: s.length.mul_f64(rng.random_range(0.05..0.8)), fault: Fault::Join });
+    }
+    if s.moves {
+        all.extend(moves::draw(&mut rng, s.length));
+    }
+    let mut at = Duration::ZERO;
+    let nodes = servers();
+    while !s.message_every.is_zero() {
+        at += s.message_every.mul_f64(rng.random_range(0.2..1.8));
+        if at >= s.length {
+            break;
+        }
+        all.push(Timed { at, fault: Fault::Message { node: any(&mut rng, &nodes), what: strike(&mut rng) } });
+    }
+    all.sort_by_key(|t| t.at);
+    all
+}
+
+/// Faults of single messages of these nodes at random times, until the task is aborted: for runs that have no list.
+pub fn storm(net: Network, seed: u64, nodes: Vec<u32>, every: Duration) -> JoinHandle<()> {
+    let mut rng = StdRng::seed_from_u64(seed ^ 0x5702);
+    tokio::spawn(async move {
+        loop {
+            sleep(every.mul_f64(rng.random_range(0.2..1.8))).await;
+            let node = any(&mut rng, &nodes);
+            net.strike(node, strike(&mut rng));
+        }
+    })
+}

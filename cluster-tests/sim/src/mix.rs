@@ -1,0 +1,163 @@
+//! The kinds of run, and which of them a seed is in a mixed sweep: what `./simulate` runs.
+
+use std::{fmt, time::Duration};
+
+use strake_histories::{explain::explain, search::LIMIT};
+use strake_proto::Result;
+
+use crate::{
+    baton, faults, histories,
+    ledger::Ledger,
+    run::{self, Scenario},
+    shrink::readable,
+};
+
+/// Events of a failing run that are kept.
+const KEPT: usize = 2000;
+
+/// A kind of run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    Plain,
+    Harsh,
+    Wide,
+    Baton,
+    History,
+}
+
+/// Of 20 seeds in a row, how many are of which kind.
+pub const SHARES: [(Mode, u64); 5] =
+    [(Mode::Plain, 5), (Mode::Harsh, 10), (Mode::Wide, 1), (Mode::Baton, 1), (Mode::History, 3)];
+
+impl Mode {
+    /// The kind of run that a seed is.
+    pub fn of(seed: u64) -> Mode {
+        let mut left = seed % SHARES.iter().map(|s| s.1).sum::<u64>();
+        for (mode, share) in SHARES {
+            match left.checked_sub(share) {
+                Some(rest) => left = rest,
+                None => return mode,
+            }
+        }
+        Mode::Plain
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Mode::Plain => "plain",
+            Mode::Harsh => "harsh",
+            Mode::Wide => "wide",
+            Mode::Baton => "baton",
+            Mode::History => "history",
+        }
+    }
+
+    /// How `strake-sim` is told to run it.
+    fn option(self) -> &'static str {
+        match self {
+            Mode::Plain => "",
+            Mode::Harsh => " --harsh",
+            Mode::Wide => " --wide",
+            Mode::Baton => " --baton",
+            Mode::History => " --histories",
+        }
+    }
+
+    /// The scenario of a seed, if it is a run of files.
+    pub fn scenario(self, seed: u64) -> Option<Scenario> {
+        match self {
+            Mode::Plain => Some(Scenario::new(seed)),
+            Mode::Harsh => Some(Scenario::harsh(seed)),
+            Mode::Wide => Some(Scenario::wide(seed)),
+            Mode::Baton | Mode::History => None,
+        }
+    }
+}
+
+/// What came of one seed.
+pub struct Done {
+    pub mode: Mode,
+    pub seed: u64,
+    pub trace: [u8; 32],
+    pub faults: Ledger,
+    pub simulated: Duration,
+    pub violations: Vec<String>,
+    /// What helps to understand a failure.
+    pub details: String,
+}
+
+impl fmt::Display for Done {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let hash: String = self.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
+        let (mode, counted) = (self.mode.name(), self.faults.counted());
+        write!(
+            f,
+            "seed {} {mode}: {counted} faults counted, {:.0?} simulated, trace {hash}",
+            self.seed, self.simulated
+        )?;
+        self.violations.iter().try_for_each(|v| write!(f, "\n  VIOLATION: {v}"))
+    }
+}
+
+impl Done {
+    fn failed(mode: Mode, seed: u64, why: String) -> Done {
+        let (trace, faults, simulated) = ([0; 32], Ledger::default(), Duration::ZERO);
+        Done { mode, seed, trace, faults, simulated, violations: vec![why], details: String::new() }
+    }
+
+    /// For the file of a failing seed.
+    pub fn text(&self) -> String {
+        let how = self.mode.option();
+        let shrinks = if self.mode.scenario(self.seed).is_some() { " (--shrink makes it short)" } else { "" };
+        format!("{self}\nagain: strake-sim{how} --seed {}{shrinks}\n\n{}", self.seed, self.details)
+    }
+}
+
+/// Runs a seed as a run of this kind.
+pub fn one(mode: Mode, seed: u64) -> Done {
+    let done = match mode.scenario(seed) {
+        Some(s) => of_files(mode, s),
+        None if mode == Mode::Baton => of_baton(seed),
+        None => of_history(seed),
+    };
+    done.unwrap_or_else(|e| Done::failed(mode, seed, e.to_string()))
+}
+
+fn of_files(mode: Mode, s: Scenario) -> Result<Done> {
+    let list = faults::draw(&s);
+    let o = run::run_with(s, &list)?;
+    let mut details = String::new();
+    if !o.violations.is_empty() {
+        list.iter().for_each(|t| details.push_str(&format!("{t}\n")));
+        let end = o.broken_at.unwrap_or(o.events.len()).min(o.events.len());
+        o.events[end.saturating_sub(KEPT)..end].iter().for_each(|e| details.push_str(&format!("{}\n", readable(e))));
+    }
+    let (trace, faults, simulated, violations) = (o.trace, o.faults, o.simulated, o.violations);
+    Ok(Done { mode, seed: s.seed, trace, faults, simulated, violations, details })
+}
+
+fn of_baton(seed: u64) -> Result<Done> {
+    let o = baton::run(seed, None)?;
+    let (trace, faults, violations) = (o.trace, o.faults, o.violations);
+    Ok(Done { mode: Mode::Baton, seed, trace, faults, simulated: o.simulated, violations, details: String::new() })
+}
+
+fn of_history(seed: u64) -> Result<Done> {
+    let r = histories::run(histories::Scenario { seed, plant: None })?;
+    let violations: Vec<String> = r.failure().into_iter().collect();
+    let details = if violations.is_empty() { String::new() } else { explain(&r.history, &r.verdict, LIMIT) };
+    let (trace, faults, simulated) = (r.trace, r.faults, r.simulated);
+    Ok(Done { mode: Mode::History, seed, trace, faults, simulated, violations, details })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_kept() {
+        for (mode, share) in SHARES {
+            assert_eq!((1001..1021).filter(|s| Mode::of(*s) == mode).count() as u64, share, "{mode:?}");
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! Faults are made, and those are counted that hit something.
+
+use strake_sim::{
+    ledger::Ledger,
+    mix::{Mode, one},
+    run::{Scenario, TASKS, run},
+};
+
+#[test]
+fn every_kind_of_fault_hits_an_operation() {
+    let mut sum = Ledger::default();
+    for seed in 1..=12 {
+        let o = run(Scenario { joins: true, ..Scenario::harsh(seed) }).unwrap();
+        assert!(o.violations.is_empty(), "seed {seed}: {:#?}", o.violations);
+        assert!(o.faults.counted() > 50, "seed {seed}: {}", o.faults.text());
+        sum.add(&o.faults);
+    }
+    print!("{}", sum.text());
+    let never: Vec<_> = sum.rows().filter(|(.., counted)| *counted == 0).map(|r| r.0).collect();
+    assert!(never.is_empty(), "never counted: {never:?}");
+    assert!(sum.rows().all(|(_, made, counted)| counted <= made), "{}", sum.text());
+}
+
+/// Where nobody does anything there is little to hit: what servers do among themselves after a fault.
+#[test]
+fn what_hits_nothing_is_not_counted() {
+    let busy = Scenario::harsh(1);
+    let idle = Scenario { without: (1 << TASKS) - 1, ..busy };
+    let (busy, idle) = (run(busy).unwrap().faults.counted(), run(idle).unwrap().faults.counted());
+    println!("{busy} with clients at work, {idle} without");
+    assert!(idle * 4 < busy, "{idle} of {busy}");
+}
+
+#[test]
+fn the_other_kinds_of_run_count_too() {
+    for mode in [Mode::Baton, Mode::History] {
+        let seed = (1..).find(|s| Mode::of(*s) == mode).unwrap();
+        let (a, b) = (one(mode, seed), one(mode, seed));
+        assert!(a.violations.is_empty(), "{a}");
+        assert!(a.faults.counted() > 5, "{a}");
+        assert_eq!((a.faults, a.trace), (b.faults, b.trace), "{mode:?}");
+    }
+}

@@ -1,0 +1,32 @@
+//! A run that fails becomes short, and stays the same failure.
+
+use strake_sim::{
+    cluster::Sync,
+    faults,
+    run::{Scenario, run, run_with},
+    shrink::{promise, shrink},
+};
+
+#[test]
+fn a_planted_mistake_becomes_short() {
+    // Servers that leave out a sync: what they lose, they lose when power goes.
+    let planted = |seed| Scenario { skip: Some(Sync::Device), ..Scenario::new(seed) };
+    let fails = |seed: &u64| run(planted(*seed)).is_ok_and(|o| !o.violations.is_empty());
+    let seed = (1..=10).find(fails).expect("a seed that notices it");
+    let before = run(planted(seed)).unwrap();
+    let short = shrink(planted(seed), 60, &mut |step| println!("{step}")).unwrap().unwrap();
+    println!("{}", short.text());
+    assert_eq!(short.of, faults::draw(&planted(seed)).len());
+    assert!(short.faults.len() * 10 <= short.of, "{} of {} faults are left", short.faults.len(), short.of);
+    let again = run_with(short.scenario, &short.faults).unwrap();
+    assert_eq!(again.parting(&short.outcome), None);
+    let first = promise(&before.violations[0]);
+    assert!(again.violations.iter().any(|v| promise(v) == first), "{:?}", again.violations);
+    assert!(short.text().contains("loses its power"), "{}", short.text());
+}
+
+#[test]
+fn a_run_in_order_is_not_made_short() {
+    let quiet = Scenario { length: std::time::Duration::from_secs(1), ..Scenario::new(1) };
+    assert!(shrink(quiet, 10, &mut |_| {}).unwrap().is_none());
+}

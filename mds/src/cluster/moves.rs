@@ -1,0 +1,451 @@
+//! Replicas that move to other targets: which, where to, and how many at a time. Pure functions on the map.
+//!
+//! A move is a change of the targets that a chain shall have; rows `joins` to `gone` of `docs/replication.md` do the rest. What is being
+//! moved can be told from the map alone, so a new leader goes on where the former one was.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use strake_proto::{Code, Error, Result, TargetId, map::ChainExt, pb};
+
+use super::{domains::Domains, recovery, state::commit};
+
+/// Action numbers of [`pb::TargetChange`].
+pub mod target_action {
+    pub const DRAIN: u32 = 1;
+    pub const KEEP: u32 = 2;
+    pub const REMOVE: u32 = 3;
+    pub const GIVE_UP: u32 = 4;
+}
+
+/// Replicas that one target gives away or takes at a time.
+const MOVES: usize = 2;
+/// No replica moves to a target that would be fuller then, percent.
+const FULL: u128 = 95;
+
+/// What an administrator decided about a target. `ENOENT` if it is not registered, `EINVAL` for an heir that cannot be one, `EBUSY`
+/// for taking one out that is alive or that a chain still needs.
+pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<()> {
+    let mut next = map.clone();
+    let inval = |m: String| Err(Error::new(Code::Inval, m));
+    let known = |id: TargetId| map.targets.iter().find(|t| t.id == id);
+    let missing = |id| Error::new(Code::NoEnt, format!("target {id} is not registered"));
+    let is = known(c.target).ok_or_else(|| missing(c.target))?;
+    match c.action {
+        target_action::DRAIN => {
+            if let Some(heir) = c.heir {
+                let h = known(heir).ok_or_else(|| missing(heir))?;
+                if heir == c.target || h.draining {
+                    return inval(format!(
+                        "target {heir} cannot take what target {} has: it is to be emptied",
+                        c.target
+                    ));
+                }
+            }
+            next.targets.iter_mut().filter(|t| t.heir == Some(c.target)).for_each(|t| t.heir = None);
+        }
+        _ if c.heir.is_some() => return inval("only a target that is emptied has an heir".into()),
+        target_action::KEEP => {}
+        target_action::GIVE_UP if is.alive => {
+            let m = format!("target {} is alive; it is not lost", c.target);
+            return Err(Error::new(Code::Busy, m));
+        }
+        target_action::GIVE_UP => {}
+        target_action::REMOVE => {
+            may_go(map, is)?;
+            next.targets.retain(|t| t.id != c.target);
+            next.targets.iter_mut().filter(|t| t.heir == Some(c.target)).for_each(|t| t.heir = None);
+            next.pools.iter_mut().for_each(|p| p.targets.retain(|t| *t != c.target));
+            next.chains.iter_mut().for_each(|chain| chain.replicas.retain(|r| r.target != c.target));
+            next.next_target = next.next_target.max(c.target + 1);
+            commit(map, next);
+            return Ok(());
+        }
+        a => return inval(format!("unknown action {a} about a target")),
+    }
+    for t in next.targets.iter_mut().filter(|t| t.id == c.target) {
+        t.draining = c.action != target_action::KEEP;
+        t.given_up = c.action == target_action::GIVE_UP;
+        t.heir = c.heir;
+    }
+    judge_lost(&mut next);
+    commit(map, next);
+    Ok(())
+}
+
+/// A chain is lost when every target that could be its source was given up, and no longer when one of them is kept after all.
+fn judge_lost(map: &mut pb::ClusterMap) {
+    let gone: BTreeSet<TargetId> = map.targets.iter().filter(|t| t.given_up).map(|t| t.id).collect();
+    let open = recovery::in_doubt(map);
+    for c in map.chains.iter_mut().filter(|c| !open.contains(&c.id) && c.head().is_none()) {
+        let mut sources = c.replicas.iter().filter(|r| r.state() == pb::ReplicaState::ReplicaLastsrv).peekable();
+        // Of a lost chain, they may have been taken out.
+        let lost = if sources.peek().is_some() { sources.all(|r| gone.contains(&r.target)) } else { c.lost };
+        if lost != c.lost {
+            c.lost = lost;
+            c.epoch += 1;
+        }
+    }
+}
+
+fn may_go(map: &pb::ClusterMap, t: &pb::Target) -> Result<()> {
+    let busy = |why: String| Err(Error::new(Code::Busy, format!("target {} cannot be taken out: {why}", t.id)));
+    let needs = |c: &&pb::Chain| !c.lost && (c.state_of(t.id).is_some() || c.preferred.contains(&t.id));
+    match map.chains.iter().filter(needs).count() {
+        0 => {}
+        n => return busy(format!("it has replicas of {n} chains; drain it first, or give it up if it is lost")),
+    }
+    if map.doubts.iter().any(|d| d.replicas.iter().any(|r| r.target == t.id)) {
+        return busy("since a recovery it is not known what it may be needed for".into());
+    }
+    if t.alive {
+        return busy("it is alive; take it out of its server's `targets`, restart that, and repeat this".into());
+    }
+    Ok(())
+}
+
+/// Whether replicas of a chain are on their way.
+pub fn is_moving(c: &pb::Chain) -> bool {
+    c.replicas.len() != c.preferred.len() || c.replicas.iter().any(|r| !c.preferred.contains(&r.target))
+}
+
+/// How full targets are, and what they have to do.
+struct Load<'a> {
+    map: &'a pb::ClusterMap,
+    targets: BTreeMap<TargetId, &'a pb::Target>,
+    domains: Domains<'a>,
+    /// Replicas that a target has, or is to have.
+    replicas: BTreeMap<TargetId, usize>,
+    /// Those of them that it takes or gives away now.
+    moving: BTreeMap<TargetId, usize>,
+}
+
+impl<'a> Load<'a> {
+    fn new(map: &'a pb::ClusterMap) -> Load<'a> {
+        let targets = map.targets.iter().map(|t| (t.id, t)).collect();
+        let domains = Domains::new(map);
+        let mut load = Load { map, targets, domains, replicas: BTreeMap::new(), moving: BTreeMap::new() };
+        for c in &map.chains {
+            c.preferred.iter().for_each(|t| *load.replicas.entry(*t).or_default() += 1);
+            let has: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
+            let wants: BTreeSet<TargetId> = c.preferred.iter().copied().collect();
+            has.symmetric_difference(&wants).for_each(|t| *load.moving.entry(*t).or_default() += 1);
+        }
+        load
+    }
+
+    fn moving(&self, t: TargetId) -> usize {
+        self.moving.get(&t).copied().unwrap_or(0)
+    }
+
+    /// About what one replica of a target takes, bytes.
+    fn each(&self, t: &pb::Target) -> u64 {
+        t.used / self.replicas.get(&t.id).copied().unwrap_or(0).max(1) as u64
+    }
+
+    /// The target that takes the place of `old` in a chain: the heir if it may, else the one that is least full when what is on its
+    /// way counts as much as what each replica there has. It is on none of the other replicas' servers, and in a rack with as few of
+    /// them as can be; with `less`, with fewer than `old`.
+    fn heir(&self, c: &pb::Chain, old: &pb::Target, less: bool) -> Option<TargetId> {
+        let others: Vec<TargetId> = c.preferred.iter().copied().filter(|t| *t != old.id).collect();
+        let crowd = |t: &pb::Target| self.domains.crowd(t.id, &others);
+        let could = |t: &&pb::Target| {
+            let apart = others.iter().all(|o| self.domains.servers_differ(*o, t.id));
+            let then = u128::from(t.used) + u128::from(self.each(old)) * (self.moving(t.id) as u128 + 1);
+            let room = then * 100 <= u128::from(t.capacity) * FULL;
+            t.alive && !t.draining && t.id != old.id && apart && room
+        };
+        let could: Vec<&pb::Target> = self.map.targets.iter().filter(could).collect();
+        let fewest = could.iter().map(|t| crowd(t)).min()?;
+        if less && fewest >= crowd(old) {
+            return None;
+        }
+        let fullness = |t: &&pb::Target| {
+            let used = t.used.saturating_add(self.each(t) * self.moving(t.id) as u64);
+            let own = self.replicas.get(&t.id).copied().unwrap_or(0);
+            (u128::from(used) * 1000 / u128::from(t.capacity.max(1)), own, t.id)
+        };
+        let free = |t: &&pb::Target| self.moving(t.id) < MOVES;
+        match old.heir.filter(|h| could.iter().any(|t| t.id == *h)) {
+            // It takes as many as it can at a time, and will take this one later.
+            Some(h) => Some(h).filter(|h| self.moving(*h) < MOVES),
+            None => could.into_iter().filter(|t| crowd(t) == fewest).filter(free).min_by_key(fullness).map(|t| t.id),
+        }
+    }
+
+    /// The target, if its replica of a resting chain is to move for this reason.
+    fn leaves(&self, c: &pb::Chain, t: TargetId, why: Why, dead: &BTreeSet<TargetId>) -> Option<&'a pb::Target> {
+        let is = self.targets.get(&t).copied()?;
+        let yes = match why {
+            Why::Dead => dead.contains(&t) && !is.alive,
+            Why::Drains => is.draining,
+            // A copy that is missing is made good first.
+            Why::Crowded => {
+                let whole = c.preferred.iter().all(|t| c.state_of(*t) == Some(pb::ReplicaState::ReplicaServing));
+                whole && self.domains.crowd(t, &c.preferred) > 0
+            }
+        };
+        yes.then_some(is)
+    }
+
+    fn moves(&mut self, from: TargetId, to: TargetId) {
+        for t in [from, to] {
+            *self.moving.entry(t).or_default() += 1;
+        }
+        *self.replicas.entry(to).or_default() += 1;
+    }
+}
+
+/// Why a replica is to move.
+#[derive(Clone, Copy, PartialEq)]
+enum Why {
+    Dead,
+    Drains,
+    Crowded,
+}
+
+impl Why {
+    fn words(self) -> &'static str {
+        match self {
+            Why::Dead => "that has been dead for long",
+            Why::Drains => "that is to be emptied",
+            Why::Crowded => "another copy is in the same rack",
+        }
+    }
+}
+
+/// Chains that are to get other targets now, with a sentence about each: first where a copy is missing because its target has been
+/// dead for long, then where a target drains, then where copies share a rack that need not. Those in `changed` are left alone.
+pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain], dead: &BTreeSet<TargetId>) -> Vec<(pb::Chain, String)> {
+    let racks = map.nodes.iter().any(|n| !n.rack.is_empty());
+    if !racks && dead.is_empty() && map.targets.iter().all(|t| !t.draining) {
+        return Vec::new();
+    }
+    let mut load = Load::new(map);
+    let open = recovery::in_doubt(map);
+    let busy: BTreeSet<u32> = changed.iter().map(|c| c.id).chain(open).collect();
+    let rests = |c: &&pb::Chain| !busy.contains(&c.id) && !is_moving(c) && c.head().is_some();
+    let resting: Vec<&pb::Chain> = map.chains.iter().filter(rests).collect();
+    let mut out: BTreeMap<u32, (pb::Chain, String)> = BTreeMap::new();
+    for why in [Why::Dead, Why::Drains, Why::Crowded] {
+        for c in &resting {
+            if out.contains_key(&c.id) {
+                continue;
+            }
+            let Some(old) = c.preferred.iter().rev().find_map(|t| load.leaves(c, *t, why, dead)) else { continue };
+            if load.moving(old.id) >= MOVES {
+                continue;
+            }
+            if let Some(heir) = load.heir(c, old, why == Why::Crowded) {
+                load.moves(old.id, heir);
+                let mut n = pb::Chain { epoch: c.epoch + 1, ..(*c).clone() };
+                n.preferred.iter_mut().filter(|t| **t == old.id).for_each(|t| *t = heir);
+                let sentence =
+                    format!("chain {}: its replica on target {} moves to target {heir}: {}", c.id, old.id, why.words());
+                out.insert(c.id, (n, sentence));
+            }
+        }
+    }
+    out.into_values().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use pb::ReplicaState::{ReplicaLastsrv, ReplicaOffline, ReplicaServing};
+    use strake_proto::NodeId;
+
+    use super::*;
+    use crate::cluster::state;
+
+    /// Four nodes with one target each, a chain of two headed by each, and one node with two targets without chains.
+    fn map() -> pb::ClusterMap {
+        let target =
+            |(id, node): (TargetId, NodeId)| pb::Target { id, node, capacity: 100, alive: true, ..Default::default() };
+        let nodes = [(0, 1001), (1, 1002), (2, 1003), (3, 1004), (4, 1005), (5, 1005)];
+        let chain = |(id, on): (u32, [TargetId; 2])| pb::Chain {
+            id,
+            epoch: 1,
+            replicas: on.iter().map(|t| pb::Replica { target: *t, state: ReplicaServing as i32 }).collect(),
+            preferred: on.to_vec(),
+            lost: false,
+        };
+        pb::ClusterMap {
+            version: 7,
+            targets: nodes.into_iter().map(target).collect(),
+            chains: [(1, [0, 1]), (2, [1, 2]), (3, [2, 3]), (4, [3, 0])].into_iter().map(chain).collect(),
+            pools: vec![pb::Pool { name: "p".into(), targets: vec![0, 5] }],
+            ..Default::default()
+        }
+    }
+
+    fn change(target: TargetId, action: u32, heir: Option<TargetId>) -> pb::TargetChange {
+        pb::TargetChange { target, action, heir }
+    }
+
+    fn planned(map: &pb::ClusterMap) -> Vec<(u32, Vec<TargetId>)> {
+        plan(map, &[], &BTreeSet::new()).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
+    }
+
+    #[test]
+    fn what_drains_moves_to_where_there_is_most_room_on_other_nodes() {
+        let mut m = map();
+        assert_eq!(planned(&m), []);
+        target_change(&mut m, &change(0, target_action::DRAIN, None)).unwrap();
+        assert_eq!(m.version, 8);
+        // To the empty ones, one each.
+        assert_eq!(planned(&m), [(1, vec![4, 1]), (4, vec![3, 5])]);
+        // Never two copies on one node.
+        (m.targets[4].used, m.targets[5].used) = (99, 99);
+        (m.targets[2].used, m.targets[3].used) = (50, 60);
+        assert_eq!(planned(&m), [(1, vec![2, 1]), (4, vec![3, 1])]);
+        // Not to what is dead or leaves itself.
+        m.targets[2].alive = false;
+        target_change(&mut m, &change(3, target_action::DRAIN, None)).unwrap();
+        assert_eq!(planned(&m), [(1, vec![4, 1]), (3, vec![2, 1]), (4, vec![1, 0])]);
+        for (chain, _) in plan(&m, &[], &BTreeSet::new()) {
+            let update = pb::MapUpdate { expect_version: m.version, chains: vec![chain], ..Default::default() };
+            state::update(&mut m.clone(), &update).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_has_been_dead_for_long_is_made_good_elsewhere() {
+        let mut m = map();
+        m.targets[0].alive = false;
+        m.chains[0].replicas[0].set_state(ReplicaOffline);
+        m.chains[0].replicas.reverse();
+        m.chains[3].replicas[1].set_state(ReplicaOffline);
+        assert_eq!(planned(&m), []);
+        let dead = BTreeSet::from([0]);
+        let moved = |m: &pb::ClusterMap| -> Vec<_> {
+            plan(m, &[], &dead).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
+        };
+        assert_eq!(moved(&m), [(1, vec![4, 1]), (4, vec![3, 5])]);
+        // Not to where there is no room for it.
+        m.targets[0].used = 90;
+        (m.targets[4].used, m.targets[5].used, m.targets[2].used) = (60, 60, 10);
+        assert_eq!(moved(&m), [(1, vec![2, 1])]);
+        // It is back.
+        m.targets[0].alive = true;
+        assert_eq!(moved(&m), []);
+    }
+
+    #[test]
+    fn copies_get_out_of_each_others_racks() {
+        let mut m = map();
+        let node = |(id, rack): (NodeId, &str)| pb::Node { id, rack: rack.into(), ..Default::default() };
+        m.nodes = [(1001, "a"), (1002, "a"), (1003, "b"), (1004, "b"), (1005, "")].map(node).to_vec();
+        // 0 and 1 share a rack, 2 and 3 too.
+        assert_eq!(planned(&m), [(1, vec![0, 4]), (3, vec![2, 5])]);
+        // A copy that moves for another reason finds its rack at once.
+        m.targets[4].alive = false;
+        m.targets[5].alive = false;
+        target_change(&mut m, &change(1, target_action::DRAIN, None)).unwrap();
+        assert_eq!(planned(&m), [(1, vec![0, 2]), (2, vec![0, 2]), (3, vec![2, 0])]);
+        // Where there is but one rack, nothing moves.
+        m = map();
+        m.nodes = (1001..=1005).map(|id| node((id, "a"))).collect();
+        assert_eq!(planned(&m), []);
+    }
+
+    #[test]
+    fn few_move_at_a_time_and_one_after_the_other() {
+        let mut m = map();
+        target_change(&mut m, &change(0, target_action::DRAIN, Some(4))).unwrap();
+        for id in 10..20 {
+            m.chains.push(pb::Chain { id, ..m.chains[0].clone() });
+        }
+        let all = plan(&m, &[], &BTreeSet::new());
+        assert_eq!(all.len(), MOVES, "{all:?}");
+        for (n, _) in all {
+            assert!(n.preferred.contains(&4));
+            let at = m.chains.iter().position(|c| c.id == n.id).unwrap();
+            m.chains[at] = n;
+        }
+        assert_eq!(planned(&m), [], "these are not there yet");
+        let moved = m.chains.iter_mut().find(|c| is_moving(c)).unwrap();
+        moved.replicas = moved.preferred.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
+        assert_eq!(planned(&m).len(), 1);
+        // A chain that changes otherwise waits, as does one without a source.
+        assert_eq!(plan(&m, &m.chains.clone(), &BTreeSet::new()), []);
+        m.chains
+            .iter_mut()
+            .for_each(|c| c.replicas.iter_mut().for_each(|r| r.set_state(pb::ReplicaState::ReplicaLastsrv)));
+        assert_eq!(planned(&m), []);
+    }
+
+    #[test]
+    fn an_heir_takes_all_that_it_may() {
+        let mut m = map();
+        target_change(&mut m, &change(0, target_action::DRAIN, Some(3))).unwrap();
+        // The second chain has a copy there already.
+        assert_eq!(planned(&m), [(1, vec![3, 1]), (4, vec![3, 4])]);
+        for (id, heir, code) in
+            [(9, None, Code::NoEnt), (0, Some(9), Code::NoEnt), (0, Some(0), Code::Inval), (1, Some(0), Code::Inval)]
+        {
+            let e = target_change(&mut m.clone(), &change(id, target_action::DRAIN, heir)).unwrap_err();
+            assert_eq!(e.code, code, "{e}");
+        }
+        assert_eq!(target_change(&mut m.clone(), &change(0, 9, None)).unwrap_err().code, Code::Inval);
+        // One that is to be emptied itself inherits nothing.
+        target_change(&mut m, &change(3, target_action::DRAIN, None)).unwrap();
+        assert_eq!(m.targets[0].heir, None);
+        target_change(&mut m, &change(0, target_action::KEEP, None)).unwrap();
+        assert!(!m.targets[0].draining && m.targets[3].draining);
+    }
+
+    #[test]
+    fn what_only_lost_targets_had_is_lost_until_one_of_them_is_kept() {
+        let mut m = map();
+        let give_up = |m: &mut pb::ClusterMap, t| target_change(m, &change(t, target_action::GIVE_UP, None));
+        assert!(give_up(&mut m, 0).unwrap_err().message.contains("is alive"));
+        for t in [0, 1] {
+            m.targets[t].alive = false;
+        }
+        m.chains[0].replicas.iter_mut().for_each(|r| r.set_state(ReplicaLastsrv));
+        give_up(&mut m, 0).unwrap();
+        assert!(m.targets[0].draining && m.chains.iter().all(|c| !c.lost), "the other one may come back");
+        give_up(&mut m, 1).unwrap();
+        assert_eq!(
+            m.chains.iter().map(|c| (c.lost, c.epoch)).collect::<Vec<_>>(),
+            [(true, 2), (false, 1), (false, 1), (false, 1)]
+        );
+        // What others have moves; the lost chain is left alone.
+        assert_eq!(planned(&m), [(2, vec![4, 2]), (4, vec![3, 5])]);
+        target_change(&mut m, &change(1, target_action::KEEP, None)).unwrap();
+        assert_eq!((m.chains[0].lost, m.chains[0].epoch), (false, 3));
+        give_up(&mut m, 1).unwrap();
+        // They go when nothing but what is lost needs them.
+        assert!(
+            target_change(&mut m.clone(), &change(0, target_action::REMOVE, None))
+                .unwrap_err()
+                .message
+                .contains("drain")
+        );
+        for (n, to) in [(1, [4, 2]), (3, [3, 5])] {
+            m.chains[n].preferred = to.to_vec();
+            m.chains[n].replicas = to.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
+        }
+        for t in [0, 1] {
+            target_change(&mut m, &change(t, target_action::REMOVE, None)).unwrap();
+        }
+        assert!(m.chains[0].lost && m.chains[0].replicas.is_empty());
+        strake_proto::map::MapView::new(m).unwrap();
+    }
+
+    #[test]
+    fn only_what_nobody_needs_is_taken_out() {
+        let mut m = map();
+        let remove = |m: &mut pb::ClusterMap, t| target_change(m, &change(t, target_action::REMOVE, None));
+        assert!(remove(&mut m, 0).unwrap_err().message.contains("drain it first"));
+        assert!(remove(&mut m, 5).unwrap_err().message.contains("alive"));
+        m.targets[5].alive = false;
+        m.doubts =
+            vec![pb::Doubt { chain: 1, replicas: vec![pb::Replica { target: 5, state: 1 }], ..Default::default() }];
+        assert_eq!(remove(&mut m, 5).unwrap_err().code, Code::Busy);
+        m.doubts.clear();
+        remove(&mut m, 5).unwrap();
+        assert!(m.targets.iter().all(|t| t.id != 5) && m.pools[0].targets == [0]);
+        assert_eq!(m.next_target, 6, "its number is given to no other");
+        assert_eq!(remove(&mut m, 5).unwrap_err().code, Code::NoEnt);
+    }
+}

@@ -1,0 +1,101 @@
+//! The rows of the replica's tables in `docs/replication.md`.
+
+strake_proto::rows! {
+    /// "Replica: events × state of the chunk's slot".
+    pub enum Event {
+        /// A client's update that was made before.
+        ClientKnown = "client-known",
+        /// A repetition of a write that others have overtaken.
+        ClientOvertaken = "client-overtaken",
+        /// A client's update gets a version and the slot.
+        ClientStarts = "client-starts",
+        /// A client's update waits.
+        ClientQueues = "client-queues",
+        /// A forward of what is committed here.
+        ForwardKnown = "forward-known",
+        /// A forward gets the slot.
+        ForwardStarts = "forward-starts",
+        /// A forward that builds on something else.
+        ForwardGap = "forward-gap",
+        /// A forward of what is in the slot.
+        ForwardJoins = "forward-joins",
+        /// Another forward waits.
+        ForwardQueues = "forward-queues",
+        /// A hold gets the slot.
+        HoldGranted = "hold-granted",
+        /// A hold waits.
+        HoldQueues = "hold-queues",
+        /// Too many wait.
+        QueueFull = "queue-full",
+    }
+}
+
+strake_proto::rows! {
+    /// The second table there: the update in the slot.
+    pub enum Progress {
+        /// Committed by the last replica.
+        CommitLast = "commit-last",
+        /// Committed after the successor.
+        CommitAnswered = "commit-answered",
+        /// Sent on.
+        Forward = "forward",
+        /// The successor was faster than the own disk.
+        AnsweredFirst = "answered-first",
+        /// Not stored here, and by nobody else.
+        StagingFailed = "staging-failed",
+        /// Not stored here; the successor that was asked is gone; this is the head.
+        FailedHead = "failed-head",
+        /// The same at another replica.
+        FailedMiddle = "failed-middle",
+        /// Not stored here, and perhaps by the present successor.
+        FailedAsks = "failed-asks",
+        /// Not stored here, but by the successor.
+        FailedBehind = "failed-behind",
+        /// The successor refused for good.
+        Refused = "refused",
+        /// It did, and an earlier attempt may still arrive.
+        RefusedInDoubt = "refused-in-doubt",
+        /// Asked again later.
+        TryAgain = "try-again",
+        /// The successor is given the whole chunk first.
+        Push = "push",
+        /// The successor lacks what it must have.
+        Gap = "gap",
+        /// What was staged could not be committed.
+        CommitFailed = "commit-failed",
+    }
+}
+
+strake_proto::rows! {
+    /// "New epoch", for replicas with something in a slot.
+    pub enum Epoch {
+        /// SERVING, with a successor.
+        Successor = "epoch-successor",
+        /// SERVING, with none.
+        Last = "epoch-last",
+        /// LASTSRV.
+        Kept = "epoch-kept",
+        /// Out of sync.
+        Dropped = "epoch-dropped",
+        /// Who waited comes again.
+        QueueStale = "epoch-queue",
+    }
+}
+
+strake_proto::rows! {
+    /// "Reads".
+    pub enum Reads {
+        /// Nothing in the slot.
+        Clean = "read-clean",
+        /// Being changed, not at the tail.
+        Dirty = "read-dirty",
+        /// Being changed, at the tail.
+        Tail = "read-tail",
+        /// A replica that was lost may have shown more.
+        Shown = "read-shown",
+        /// Not in sync.
+        NotServing = "read-not-serving",
+        /// In sync for so short that the predecessor may not know.
+        Unconfirmed = "read-unconfirmed",
+    }
+}

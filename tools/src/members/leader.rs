@@ -1,0 +1,191 @@
+//! The way to the leader of a group of metadata servers, as one who has the cluster key.
+
+use std::{
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use clap::Args;
+use prost::Message as _;
+use strake_fabric::{Endpoint, Env, Fabric, Identity, LeaderFinder, Message, Pool, tcp::TcpFabric};
+use strake_proto::{Code, Error, Result, map::MapView, opcode, pb};
+
+use crate::{config, dev::Cluster, term::Progress};
+use pb::members_request::Change;
+
+#[derive(Args)]
+pub(crate) struct Reach {
+    /// Folder of a local cluster (see `strake up`).
+    #[arg(long, default_value = "strake-cluster", conflicts_with_all = ["mds", "cluster_key"])]
+    pub dir: PathBuf,
+    /// Metadata servers, tcp:HOST:PORT, instead of a local cluster: any that are in the group.
+    #[arg(long, value_delimiter = ',', requires = "cluster_key")]
+    mds: Vec<String>,
+    /// File with the cluster key.
+    #[arg(long, requires = "mds")]
+    cluster_key: Option<PathBuf>,
+    /// Print the outcome as JSON.
+    #[arg(long)]
+    pub json: bool,
+    /// How long to wait for servers and for new ones to catch up, in seconds.
+    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    timeout: u64,
+}
+
+/// One attempt at one server.
+const CALL: Duration = Duration::from_secs(5);
+const PAUSE: Duration = Duration::from_millis(100);
+/// Exit status: not done, or not in order; nothing is wrong with the command.
+pub(crate) const UNFINISHED: u8 = 2;
+
+/// The way to the group's leader.
+pub(crate) struct Group {
+    fabric: TcpFabric,
+    pub(super) finder: LeaderFinder,
+    pub(super) deadline: Instant,
+    progress: Progress,
+}
+
+/// A server's address as people give it.
+pub(super) fn address(text: &str) -> Result<Endpoint> {
+    let full = if text.starts_with("tcp:") { text.to_string() } else { format!("tcp:{text}") };
+    full.parse().map_err(|_| {
+        Error::new(Code::Inval, format!("'{text}' is neither a member's id nor an address; expected tcp:HOST:PORT"))
+    })
+}
+
+impl Group {
+    pub fn new(reach: &Reach) -> Result<Group> {
+        let (mds, key) = match &reach.cluster_key {
+            Some(path) => (reach.mds.clone(), config::read_key(path)?),
+            None => {
+                let c = Cluster::open(&reach.dir)?;
+                (c.mds_endpoints(), config::read_key(&c.cluster_key())?)
+            }
+        };
+        let mds = mds.iter().map(|m| address(m)).collect::<Result<Vec<Endpoint>>>()?;
+        let fabric = TcpFabric::new(Env::system(), Identity::server(&key), None, Pool::default(), Default::default());
+        let deadline = Instant::now() + Duration::from_secs(reach.timeout);
+        Ok(Group { fabric, finder: LeaderFinder::new(mds), deadline, progress: Progress::new() })
+    }
+
+    pub fn say(&mut self, line: String) {
+        self.progress.say(line);
+    }
+
+    /// Nothing more is said.
+    pub fn done(self) {
+        self.progress.done();
+    }
+
+    async fn call(&self, at: &Endpoint, message: Message) -> Result<bytes::Bytes> {
+        let ask = async {
+            let unreachable = |e: Error| match e.code {
+                Code::Unauthenticated => e.context("the key is not this cluster's cluster key"),
+                _ => Error::new(Code::Disconnected, e.message),
+            };
+            let conn = self.fabric.connect(at, None).await.map_err(unreachable)?;
+            let answer = conn.call(message, CALL).await;
+            conn.close();
+            answer.map(|m| m.body)
+        };
+        let answer = tokio::time::timeout(CALL, ask).await;
+        let answer = answer.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "no answer")));
+        answer.map_err(|e| e.context(format_args!("metadata server {at}")))
+    }
+
+    /// The cluster map as the leader has it.
+    pub async fn map(&mut self) -> Result<MapView> {
+        loop {
+            self.ask(None).await?;
+            let Some(at) = self.finder.whom() else { continue };
+            let request = Message::new(opcode::MAP, pb::MapRequest { have: 0 }.encode_to_vec());
+            match self.call(&at, request).await {
+                Ok(body) => {
+                    let r = pb::MapReply::decode(body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
+                    return MapView::new(r.map.unwrap_or_default());
+                }
+                Err(e) if passes(&e) => self.pause(&e.message).await?,
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// One attempt at one server.
+    pub(super) async fn try_at(&mut self, at: &Endpoint, change: Option<Change>) -> Result<pb::MembersReply> {
+        let request = Message::new(opcode::MEMBERS, pb::MembersRequest { change }.encode_to_vec());
+        let body = self.call(at, request).await?;
+        pb::MembersReply::decode(body).map_err(|e| Error::new(Code::Protocol, format!("metadata server {at}: {e}")))
+    }
+
+    /// Learns from an answer who there is, and whom to ask next.
+    fn note(&mut self, r: &pb::MembersReply) {
+        self.finder.learn(r.members.iter().filter(|m| m.voter).filter_map(|m| m.endpoint.parse().ok()));
+        let leader = r.members.iter().find(|m| m.id == r.leader && r.leader != r.id);
+        if let Some(at) = leader.and_then(|m| m.endpoint.parse().ok()) {
+            self.finder.hint(at);
+        }
+    }
+
+    /// Has the leader do it, or only say who is there. Errors that pass are waited out; `Busy` is one of them.
+    pub async fn ask(&mut self, change: Option<Change>) -> Result<pb::MembersReply> {
+        loop {
+            match self.ask_once(change.clone()).await {
+                Err(e) if passes(&e) => self.pause(&e.message).await?,
+                r => return r,
+            }
+        }
+    }
+
+    pub async fn ask_once(&mut self, change: Option<Change>) -> Result<pb::MembersReply> {
+        let none = || Error::new(Code::Inval, "no metadata server is named");
+        let at = self.finder.whom().ok_or_else(none)?;
+        let list = change.is_none();
+        let r = match self.try_at(&at, change).await {
+            // A change is done by the leader alone; anybody lists.
+            Ok(r) if list && r.id != r.leader => {
+                self.finder.failed(&at);
+                self.note(&r);
+                return Err(Error::new(Code::NotLeader, "no metadata server leads"));
+            }
+            Ok(r) => r,
+            Err(e) => {
+                self.finder.failed(&at);
+                return Err(e);
+            }
+        };
+        self.finder.found(&at);
+        self.note(&r);
+        Ok(r)
+    }
+
+    /// `TimedOut` with what was waited for when the time is over.
+    pub async fn pause(&mut self, why: &str) -> Result<()> {
+        self.progress.say(why);
+        if Instant::now() >= self.deadline {
+            return Err(Error::new(Code::TimedOut, format!("the time is over ({why})")));
+        }
+        tokio::time::sleep(PAUSE).await;
+        Ok(())
+    }
+}
+
+/// Errors that go away by themselves.
+pub(crate) fn passes(e: &Error) -> bool {
+    matches!(e.code, Code::NotLeader | Code::Disconnected | Code::TimedOut | Code::Overloaded | Code::Busy)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_as_people_give_them() {
+        for (text, full) in [("tcp:h:1", "tcp:h:1"), ("h:1", "tcp:h:1"), ("10.0.0.1:7400", "tcp:10.0.0.1:7400")] {
+            assert_eq!(address(text).unwrap().to_string(), full);
+        }
+        for bad in ["", "h", "tcp:", "x y", "7400"] {
+            assert_eq!(address(bad).unwrap_err().code, Code::Inval, "{bad}");
+        }
+    }
+}

@@ -1,0 +1,408 @@
+//! `strake target list|drain|keep|remove|replace` and `strake node drain|keep`: where data lies, and its way to other targets. The
+//! metadata leader moves it (`docs/replication.md`, "Moves"); these commands say what is wanted and show how far it is.
+
+use std::{
+    collections::BTreeSet,
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use clap::{Args, Subcommand};
+use serde_json::{Value, json};
+use strake_proto::{
+    Code, Error, Result, TargetId,
+    map::{ChainExt, MapView, ROLE_OSS},
+    pb,
+};
+
+use crate::{
+    members::{Group, Reach, UNFINISHED, passes},
+    term::{size, table},
+};
+use pb::members_request::Change;
+
+#[derive(Subcommand)]
+pub enum Command {
+    /// Show targets, how full they are, and what is on its way.
+    List(ListArgs),
+    /// Move everything on targets to others, while the file system is used; waits for the end.
+    Drain(DrainArgs),
+    /// Let draining targets stay: what has not moved yet does not.
+    Keep(TargetsArgs),
+    /// Say that dead targets never come back: what only they had is lost, and programs are told so (EIO) instead of waiting.
+    GiveUp(TargetsArgs),
+    /// Take stopped targets, on which nothing is needed any more, out of the cluster.
+    Remove(TargetsArgs),
+    /// Move everything on one target to another one where it may, the rest elsewhere.
+    Replace(ReplaceArgs),
+}
+
+#[derive(Subcommand)]
+pub enum NodeCommand {
+    /// Move everything on all targets of storage servers to other servers.
+    Drain(NodesArgs),
+    /// Let them stay.
+    Keep(NodesArgs),
+}
+
+#[derive(Args)]
+pub struct ListArgs {
+    #[command(flatten)]
+    reach: Reach,
+}
+
+#[derive(Args)]
+pub struct TargetsArgs {
+    /// Targets, by number.
+    #[arg(required = true)]
+    target: Vec<TargetId>,
+    #[command(flatten)]
+    reach: Reach,
+}
+
+#[derive(Args)]
+pub struct DrainArgs {
+    #[command(flatten)]
+    targets: TargetsArgs,
+    /// Do not wait: it goes on by itself.
+    #[arg(long)]
+    no_wait: bool,
+}
+
+#[derive(Args)]
+pub struct ReplaceArgs {
+    /// The target that is emptied.
+    old: TargetId,
+    /// The one that takes what it has.
+    new: TargetId,
+    #[command(flatten)]
+    reach: Reach,
+    /// Do not wait: it goes on by itself.
+    #[arg(long)]
+    no_wait: bool,
+}
+
+#[derive(Args)]
+pub struct NodesArgs {
+    /// Storage servers, by name.
+    #[arg(required = true)]
+    node: Vec<String>,
+    #[command(flatten)]
+    reach: Reach,
+    /// Do not wait: it goes on by itself.
+    #[arg(long)]
+    no_wait: bool,
+}
+
+const DRAIN: u32 = 1;
+const KEEP: u32 = 2;
+const REMOVE: u32 = 3;
+const GIVE_UP: u32 = 4;
+const LOOK: Duration = Duration::from_millis(400);
+/// Nothing moves and nothing will: that takes longer than any pause between two moves.
+const STUCK: Duration = Duration::from_secs(15);
+
+pub fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::List(a) => act(&a.reach, async |_| Ok(Vec::new())),
+        Command::Drain(a) => {
+            let (ids, wait) = (a.targets.target, !a.no_wait);
+            act(&a.targets.reach, async |g| drain(g, &ids, None, wait).await)
+        }
+        Command::Keep(a) => act(&a.reach, async |g| change_each(g, &a.target, KEEP, "stays").await),
+        Command::GiveUp(a) => act(&a.reach, async |g| give_up(g, &a.target).await),
+        Command::Remove(a) => act(&a.reach, async |g| change_each(g, &a.target, REMOVE, "is no target any more").await),
+        Command::Replace(a) => act(&a.reach, async |g| drain(g, &[a.old], Some(a.new), !a.no_wait).await),
+    }
+}
+
+pub fn run_node(command: NodeCommand) -> Result<ExitCode> {
+    match command {
+        NodeCommand::Drain(a) => act(&a.reach, async |g| {
+            let ids = targets_of(&g.map().await?, &a.node)?;
+            drain(g, &ids, None, !a.no_wait).await
+        }),
+        NodeCommand::Keep(a) => act(&a.reach, async |g| {
+            let ids = targets_of(&g.map().await?, &a.node)?;
+            change_each(g, &ids, KEEP, "stays").await
+        }),
+    }
+}
+
+/// Does it, then shows what is said of it and all targets.
+fn act(reach: &Reach, work: impl AsyncFnOnce(&mut Group) -> Result<Vec<String>>) -> Result<ExitCode> {
+    let mut group = Group::new(reach)?;
+    crate::run(1, async {
+        let outcome = work(&mut group).await;
+        let now = match &outcome {
+            Ok(_) => Some(group.map().await?),
+            Err(_) => None,
+        };
+        group.done();
+        match (outcome, now) {
+            (Ok(said), Some(map)) if reach.json => println!("{:#}", as_json(&map, &said)),
+            (Ok(said), Some(map)) => {
+                said.iter().for_each(|line| println!("{line}"));
+                print!("{}", rows(&map));
+            }
+            (Err(e), _) if e.code == Code::TimedOut => {
+                eprintln!("strake: {e}; it goes on by itself: `strake target list` shows how far it is");
+                return Ok(ExitCode::from(UNFINISHED));
+            }
+            (Err(e), _) => return Err(e),
+            (Ok(_), None) => {}
+        }
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+/// The targets of storage servers by these names.
+fn targets_of(map: &MapView, names: &[String]) -> Result<Vec<TargetId>> {
+    let mut ids = Vec::new();
+    for name in names {
+        let node = map.map.nodes.iter().find(|n| n.role == ROLE_OSS && n.name == *name).ok_or_else(|| {
+            let all: Vec<&str> = map.map.nodes.iter().filter(|n| n.role == ROLE_OSS).map(|n| &*n.name).collect();
+            Error::new(Code::NoEnt, format!("there is no storage server '{name}'; there are {}", all.join(", ")))
+        })?;
+        ids.extend(map.map.targets.iter().filter(|t| t.node == node.id).map(|t| t.id));
+    }
+    Ok(ids)
+}
+
+/// Waits out what goes away by itself, but not that something is in the way (`EBUSY`).
+async fn change(g: &mut Group, c: pb::TargetChange) -> Result<()> {
+    loop {
+        match g.ask_once(Some(Change::Target(c))).await {
+            Err(e) if passes(&e) && e.code != Code::Busy => g.pause(&e.message).await?,
+            r => return r.map(drop),
+        }
+    }
+}
+
+async fn change_each(g: &mut Group, ids: &[TargetId], action: u32, what: &str) -> Result<Vec<String>> {
+    let mut said = Vec::new();
+    for target in ids {
+        change(g, pb::TargetChange { target: *target, action, heir: None }).await?;
+        said.push(format!("target {target} {what}"));
+    }
+    Ok(said)
+}
+
+async fn give_up(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String>> {
+    let lost = |map: &MapView| map.map.chains.iter().filter(|c| c.lost).map(|c| c.id).collect::<BTreeSet<_>>();
+    let before = lost(&g.map().await?);
+    let mut said = change_each(g, ids, GIVE_UP, "is given up; what others have of it moves").await?;
+    let now = lost(&g.map().await?);
+    let new: Vec<String> = now.difference(&before).map(u32::to_string).collect();
+    if !new.is_empty() {
+        let m = "nobody else had chains {}: `strake fsck` names the files with stripes there";
+        said.push(m.replace("{}", &new.join(", ")));
+    }
+    Ok(said)
+}
+
+async fn drain(g: &mut Group, ids: &[TargetId], heir: Option<TargetId>, wait: bool) -> Result<Vec<String>> {
+    for target in ids {
+        change(g, pb::TargetChange { target: *target, action: DRAIN, heir }).await?;
+    }
+    let names = || ids.iter().map(TargetId::to_string).collect::<Vec<_>>().join(", ");
+    if !wait {
+        return Ok(vec![format!("targets {} are being emptied", names())]);
+    }
+    let (start, mut first, mut moved) = (Instant::now(), None, (0, Instant::now()));
+    loop {
+        let map = g.map().await?;
+        if let Some(t) = ids.iter().find(|id| map.target(**id).is_none_or(|t| !t.draining)) {
+            return Err(Error::new(Code::Busy, format!("target {t} is to stay after all, or was removed")));
+        }
+        let left: Vec<Held> = ids.iter().map(|id| Held::of(&map, *id)).collect();
+        let (all, moving) = (left.iter().map(|h| h.all).sum(), left.iter().map(|h| h.leaving).sum::<usize>());
+        if all == 0 {
+            return Ok(vec![format!(
+                "targets {} are empty: stop them, then `strake target remove {}`",
+                names(),
+                names().replace(", ", " ")
+            )]);
+        }
+        let first = *first.get_or_insert(all);
+        if all != moved.0 || moving > 0 {
+            moved = (all, Instant::now());
+        } else if moved.1.elapsed() > STUCK {
+            return Err(stuck(&map, ids));
+        }
+        let bytes = ids.iter().filter_map(|id| map.target(*id)).map(|t| t.used).sum();
+        g.pause(&progress(first, all, moving, bytes, start.elapsed())).await?;
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
+fn progress(first: usize, left: usize, moving: usize, bytes: u64, taken: Duration) -> String {
+    let done = first.saturating_sub(left);
+    let eta = match done {
+        0 => String::new(),
+        n => format!(", about {} s more", (taken.as_secs_f64() / n as f64 * left as f64).ceil()),
+    };
+    format!("{done} of {first} replicas have moved, {moving} on their way, {} still there{eta}", size(bytes))
+}
+
+/// Why nothing moves.
+fn stuck(map: &MapView, ids: &[TargetId]) -> Error {
+    let holds = |c: &&pb::Chain| !c.lost && ids.iter().any(|t| c.preferred.contains(t) || c.state_of(*t).is_some());
+    let (dead, other): (Vec<&pb::Chain>, _) = map.map.chains.iter().filter(holds).partition(|c| c.head().is_none());
+    let list = |chains: &[&pb::Chain]| chains.iter().map(|c| c.id.to_string()).collect::<Vec<_>>().join(", ");
+    let why = match dead.is_empty() {
+        true => {
+            let m = "no other storage server is alive that can take a copy and has none of it; add one, or start those that are down";
+            format!("chains {}: {m}", list(&other))
+        }
+        false => format!(
+            "chains {}: nobody alive is in sync; start the servers that hold them, or `strake target give-up` those that never come back",
+            list(&dead)
+        ),
+    };
+    Error::new(Code::Busy, format!("nothing moves any more: {why}"))
+}
+
+/// What a target has to do with chains.
+struct Held {
+    /// Replicas it has, or is to have.
+    all: usize,
+    /// Of those: it is to give them away.
+    leaving: usize,
+    /// It is given them.
+    arriving: usize,
+}
+
+impl Held {
+    fn of(map: &MapView, id: TargetId) -> Held {
+        let mut h = Held { all: 0, leaving: 0, arriving: 0 };
+        for c in map.map.chains.iter().filter(|c| !c.lost) {
+            let (has, wanted) = (c.state_of(id).is_some(), c.preferred.contains(&id));
+            h.all += usize::from(has || wanted);
+            h.leaving += usize::from(has && !wanted);
+            let serves = c.state_of(id) == Some(pb::ReplicaState::ReplicaServing);
+            h.arriving += usize::from(wanted && !serves && c.head().is_some());
+        }
+        h
+    }
+}
+
+fn state(t: &pb::Target, h: &Held) -> String {
+    let mut words: BTreeSet<&str> = BTreeSet::new();
+    words.insert(if t.alive { "alive" } else { "dead" });
+    if t.given_up {
+        words.insert("given up");
+    } else if t.draining {
+        words.insert(if h.all == 0 { "empty" } else { "draining" });
+    }
+    words.into_iter().collect::<Vec<_>>().join(", ")
+}
+
+fn percent(t: &pb::Target) -> f64 {
+    (t.used as f64 * 1000.0 / t.capacity.max(1) as f64).round() / 10.0
+}
+
+fn node_name(map: &MapView, t: &pb::Target) -> String {
+    map.node(t.node).map(|n| n.name.clone()).unwrap_or_default()
+}
+
+fn rows(map: &MapView) -> String {
+    let head = ["TARGET", "SERVER", "STATE", "USED", "CAPACITY", "FULL", "REPLICAS", "LEAVING", "ARRIVING"];
+    let mut rows = vec![head.map(String::from).to_vec()];
+    for t in &map.map.targets {
+        let h = Held::of(map, t.id);
+        rows.push(vec![
+            t.id.to_string(),
+            node_name(map, t),
+            state(t, &h),
+            size(t.used),
+            size(t.capacity),
+            format!("{} %", percent(t)),
+            h.all.to_string(),
+            h.leaving.to_string(),
+            h.arriving.to_string(),
+        ]);
+    }
+    table(&rows)
+}
+
+fn as_json(map: &MapView, said: &[String]) -> Value {
+    let target = |t: &pb::Target| {
+        let h = Held::of(map, t.id);
+        json!({
+            "target": t.id, "server": node_name(map, t), "alive": t.alive, "draining": t.draining, "given_up": t.given_up, "heir": t.heir, "used": t.used,
+            "capacity": t.capacity, "percent": percent(t), "replicas": h.all, "leaving": h.leaving, "arriving": h.arriving,
+        })
+    };
+    let lost: Vec<u32> = map.map.chains.iter().filter(|c| c.lost).map(|c| c.id).collect();
+    json!({ "message": said, "lost_chains": lost, "targets": map.map.targets.iter().map(target).collect::<Vec<_>>() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn map() -> MapView {
+        let target = |id| pb::Target {
+            id,
+            node: 1001 + id,
+            used: 50 << 20,
+            capacity: 200 << 20,
+            alive: id < 3,
+            ..Default::default()
+        };
+        let node = |id| pb::Node { id, role: ROLE_OSS, name: format!("oss{id}"), ..Default::default() };
+        let replica = |(target, state): (u32, i32)| pb::Replica { target, state };
+        let chain = |id, on: &[(u32, i32)], preferred: &[u32]| pb::Chain {
+            id,
+            epoch: 1,
+            replicas: on.iter().copied().map(replica).collect(),
+            preferred: preferred.to_vec(),
+            lost: false,
+        };
+        MapView::new(pb::ClusterMap {
+            nodes: (1001..1005).map(node).collect(),
+            targets: (0..4).map(target).collect(),
+            chains: vec![
+                chain(1, &[(0, 1), (1, 1)], &[0, 1]),
+                chain(2, &[(0, 1), (1, 1), (2, 2)], &[2, 1]),
+                chain(3, &[(3, 5)], &[3]),
+            ],
+            ..Default::default()
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn what_is_on_its_way_is_counted_at_both_ends() {
+        let m = map();
+        let counts = |id| {
+            let h = Held::of(&m, id);
+            (h.all, h.leaving, h.arriving)
+        };
+        assert_eq!([0, 1, 2, 3].map(counts), [(2, 1, 0), (2, 0, 0), (1, 0, 1), (1, 0, 0)]);
+        let text = rows(&m);
+        assert!(
+            text.lines()
+                .nth(3)
+                .unwrap()
+                .split_whitespace()
+                .eq("2 oss1003 alive 50.0 MiB 200.0 MiB 25 % 1 0 1".split(' ')),
+            "{text}"
+        );
+        assert_eq!(as_json(&m, &[])["targets"][0]["leaving"], 1);
+    }
+
+    #[test]
+    fn why_nothing_moves_is_said() {
+        let m = map();
+        assert!(stuck(&m, &[3]).message.contains("chains 3: nobody alive is in sync"));
+        assert!(stuck(&m, &[1]).message.contains("chains 1, 2: no other storage server"));
+        assert_eq!(targets_of(&m, &["oss1002".into()]).unwrap(), [1]);
+        assert!(targets_of(&m, &["x".into()]).unwrap_err().message.contains("oss1001, oss1002"));
+        assert_eq!(
+            progress(10, 8, 2, 1 << 20, Duration::from_secs(4)),
+            "2 of 10 replicas have moved, 2 on their way, 1.0 MiB still there, about 16 s more"
+        );
+    }
+}

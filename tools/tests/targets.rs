@@ -1,0 +1,171 @@
+//! Data moves between targets under a mount that is used: `strake target` and `strake node`.
+
+mod common;
+
+use std::{
+    fs,
+    path::PathBuf,
+    process::Output,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use common::{kill, ok, refused, strake, text};
+use serde_json::Value;
+
+struct Cluster {
+    root: tempfile::TempDir,
+}
+
+impl Cluster {
+    fn new() -> Cluster {
+        let c = Cluster { root: tempfile::tempdir().unwrap() };
+        ok(&c.up());
+        c
+    }
+    fn up(&self) -> Output {
+        let mut up = strake();
+        up.args(["up", "--mds", "1", "--oss", "4", "--targets-per-oss", "1", "--target-gib", "1", "--mirror", "2"]);
+        up.arg("--dir").arg(self.dir()).arg("--mount").arg(self.mnt()).output().unwrap()
+    }
+    fn dir(&self) -> PathBuf {
+        self.root.path().join("cluster")
+    }
+    fn mnt(&self) -> PathBuf {
+        self.root.path().join("mnt")
+    }
+    fn run(&self, args: &[&str]) -> Output {
+        strake().args(args).arg("--dir").arg(self.dir()).output().unwrap()
+    }
+    fn targets(&self) -> Vec<Value> {
+        let v: Value = serde_json::from_slice(&self.run(&["target", "list", "--json"]).stdout).unwrap();
+        v["targets"].as_array().unwrap().clone()
+    }
+    fn target(&self, id: usize) -> Value {
+        self.targets().into_iter().find(|t| t["target"] == id).unwrap()
+    }
+    /// The target that a server has: servers register in any order.
+    fn target_of(&self, oss: usize) -> usize {
+        let name = format!("oss{oss}");
+        let all = self.targets();
+        all.iter().find(|t| t["server"] == name.as_str()).unwrap()["target"].as_u64().unwrap() as usize
+    }
+    fn kill_oss(&self, oss: usize) {
+        kill(&fs::read_to_string(self.dir().join("run").join(format!("oss{oss}.pid"))).unwrap());
+    }
+    fn until(&self, what: &str, mut f: impl FnMut() -> bool) {
+        let start = Instant::now();
+        while !f() {
+            assert!(start.elapsed() < Duration::from_secs(60), "not within a minute: {what}\n{:#?}", self.targets());
+            thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        let _ = self.run(&["down"]);
+    }
+}
+
+fn pattern(seed: usize, len: usize) -> Vec<u8> {
+    let mut x = seed as u64 * 0x9e37_79b9 + 1;
+    let mut next = || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        x as u8
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+/// Writes one file after the other, in place and anew, and reads each back, until it is told to stop.
+fn work(at: PathBuf, stop: &AtomicBool) -> usize {
+    let mut rounds = 0;
+    while !stop.load(Ordering::Relaxed) {
+        let file = at.join(format!("w{}", rounds % 7));
+        let data = pattern(rounds, 300_000 + rounds % 1000);
+        fs::write(&file, &data).unwrap();
+        assert!(fs::read(&file).unwrap() == data, "round {rounds}");
+        rounds += 1;
+    }
+    rounds
+}
+
+#[test]
+fn targets_are_emptied_replaced_and_removed_while_files_are_written() {
+    let c = Cluster::new();
+    let data = |i| pattern(1000 + i, 1 << 20);
+    let file = |i: usize| c.mnt().join(format!("f{i}"));
+    (0..40).for_each(|i| fs::write(file(i), data(i)).unwrap());
+    let stop = Arc::new(AtomicBool::new(false));
+    let worker = {
+        let (at, stop) = (c.mnt(), stop.clone());
+        thread::spawn(move || work(at, &stop))
+    };
+    let all_right = || (0..40).for_each(|i| assert!(fs::read(file(i)).unwrap() == data(i), "file {i}"));
+
+    // One is emptied; it is alive, so it is not taken out yet.
+    let first = c.target_of(1);
+    let said = ok(&c.run(&["target", "drain", &first.to_string()]));
+    assert!(said.contains("are empty"), "{said}");
+    let t = c.target(first);
+    assert!(t["replicas"] == 0 && t["draining"] == true && t["alive"] == true, "{t}");
+    refused(&c.run(&["target", "remove", &first.to_string()]), &["is alive"]);
+    all_right();
+    // What it had goes from it.
+    c.until("its bytes are gone", || c.target(first)["used"].as_u64().unwrap() < 4 << 20);
+    c.kill_oss(1);
+    c.until("it is dead", || c.target(first)["alive"] == false);
+    ok(&c.run(&["target", "remove", &first.to_string()]));
+    assert_eq!(c.targets().len(), 3);
+    all_right();
+
+    // All of a server, without waiting; then it stays after all.
+    let second = c.target_of(2);
+    ok(&c.run(&["node", "drain", "oss2", "--no-wait"]));
+    c.until("all has moved", || c.target(second)["replicas"] == 0);
+    ok(&c.run(&["node", "keep", "oss2"]));
+    assert_eq!(c.target(second)["draining"], false);
+    all_right();
+
+    stop.store(true, Ordering::Relaxed);
+    assert!(worker.join().unwrap() > 20);
+    all_right();
+    let fsck = c.run(&["fsck", "--read-data"]);
+    assert!(fsck.status.success(), "{}{}", text(&fsck.stdout), text(&fsck.stderr));
+}
+
+#[test]
+fn a_dead_target_is_replaced_by_another_and_what_cannot_move_is_said() {
+    let c = Cluster::new();
+    let data = |i| pattern(i, 1 << 20);
+    (0..30).for_each(|i| fs::write(c.mnt().join(format!("f{i}")), data(i)).unwrap());
+    let [dead, heir] = [1, 2].map(|oss| c.target_of(oss));
+    refused(&c.run(&["target", "drain", "99"]), &["target 99 is not registered"]);
+    refused(&c.run(&["target", "replace", &dead.to_string(), &dead.to_string()]), &["cannot take"]);
+    refused(&c.run(&["node", "drain", "nobody"]), &["there is no storage server 'nobody'", "oss1"]);
+    c.kill_oss(1);
+    c.until("it is dead", || c.target(dead)["alive"] == false);
+    // Its chains of two copies are filled elsewhere; a chain of one cannot be, and that is said.
+    let out = c.run(&["target", "replace", &dead.to_string(), &heir.to_string()]);
+    refused(&out, &["nothing moves any more", "nobody alive is in sync"]);
+    (0..30).for_each(|i| assert!(fs::read(c.mnt().join(format!("f{i}"))).unwrap() == data(i), "file {i}"));
+    // Given up, what only it had is lost: nothing, here. It comes back all the same and is kept, and what is left moves, too.
+    let said = ok(&c.run(&["target", "give-up", &dead.to_string()]));
+    assert!(said.contains("nobody else had chains"), "{said}");
+    assert_eq!(c.target(dead)["replicas"], 0);
+    ok(&c.up());
+    ok(&c.run(&["target", "keep", &dead.to_string()]));
+    c.until("it is whole", || c.target(dead)["replicas"].as_u64().unwrap() > 0 && c.target(dead)["alive"] == true);
+    ok(&c.run(&["target", "drain", &dead.to_string()]));
+    c.until("all has moved", || c.target(dead)["replicas"] == 0);
+    (0..30).for_each(|i| assert!(fs::read(c.mnt().join(format!("f{i}"))).unwrap() == data(i), "file {i}"));
+    c.until("its bytes are gone", || c.target(dead)["used"].as_u64().unwrap() < 4 << 20);
+    let fsck = c.run(&["fsck", "--read-data"]);
+    assert!(fsck.status.success(), "{}{}", text(&fsck.stdout), text(&fsck.stderr));
+}
