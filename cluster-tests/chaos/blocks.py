@@ -15,6 +15,17 @@ def make(file, generation, index, version):
     return body + struct.pack("<I", zlib.crc32(body))
 
 
+def inside(block):
+    """What a block that is none is made of: runs of (offset, file, generation, block, version), or of bytes."""
+    runs = []
+    for at in range(0, BLOCK - HEAD.size, HEAD.size):
+        magic, *what = HEAD.unpack_from(block, at)
+        what = tuple(what) if magic == MAGIC else block[at:at + HEAD.size].hex()
+        if not runs or runs[-1][1] != what:
+            runs.append((at, what))
+    return ", ".join(f"{at}: {what}" for at, what in runs[:6]) + f"; the last bytes {block[-8:].hex()}"
+
+
 class Wrong(Exception):
     """A promise that was broken."""
 
@@ -51,7 +62,7 @@ class Files:
             magic, file, g, at, version = HEAD.unpack_from(block)
             where = f"file {f} block {index}"
             if magic != MAGIC or block != make(file, g, at, version):
-                kind = "zeros" if block == ZEROS else f"no block of ours: {block[:40].hex()}"
+                kind = "zeros" if block == ZEROS else f"torn or foreign: {inside(block)}"
                 raise Wrong(f"{where}: {kind}; version {synced} was synced")
             if (file, at) != (f, index):
                 raise Wrong(f"{where}: has block {at} of file {file}")

@@ -1,5 +1,5 @@
 """`./cluster chaos`: the schedule, the report, and the verdict."""
-import collections, contextlib, datetime, json, os, random, secrets, sys, time
+import collections, contextlib, datetime, json, os, random, secrets, signal, sys, time
 from cluster import FABRIC, MOUNT
 from engine import fail, say
 from faults import Faults, NotRun
@@ -62,6 +62,10 @@ class Chaos:
             self.line(f"        {kind}: not now: {e}")
             fault.close()
             return None
+        # A writer that is silent for 5 s while somebody looks at its files is evicted, and told so (docs/client.md).
+        for node in self.c.of("client"):
+            if node.name in self.faults.busy - busy and seconds > 4:
+                self.faults.client_is_hit(node, seconds + 6)
         self.done[kind] += 1
         self.events.append({"at": round(time.monotonic() - self.began, 1), "kind": kind, "hit": what, "seconds": seconds})
         self.line(f"{kind:16}{what}" + (f", for {seconds} s" if seconds else ""))
@@ -132,7 +136,8 @@ class Chaos:
     # The end.
 
     def last(self):
-        say("healed; waiting until every chain is in sync")
+        say("healing everything; waiting until every chain is in sync")
+        self.faults.heal_everything()
         self.in_service(180)
         self.nobody_else_ended()
         for name in self.load.stop(60):
@@ -249,9 +254,14 @@ def chaos(cluster, args):
         return 0
     try:
         cluster.exec(cluster.of("client")[0], "rm", "-rf", f"{MOUNT}/{TOP}")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("cluster: told to end"))
         return run.run()
     except NotRun as e:
         fail(str(e))
+    except BaseException:
+        say("broken off; healing what was hit")
+        run.faults.heal_everything()
+        raise
     finally:
         for p in run.load.processes:
             if p.is_alive():

@@ -218,6 +218,13 @@ mountpoint = "{MOUNT}"
 
     # Commands.
 
+    def probe(self, _args):
+        os.makedirs(self.folder)
+        try:
+            self.engine.ensure()
+        finally:
+            self.engine.stop()
+
     def up(self, args):
         if os.path.exists(self.file):
             self.engine.ensure()

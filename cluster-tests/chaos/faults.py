@@ -313,6 +313,26 @@ class Faults:
         for m in self.c.of("mds"):
             self.c.write_mds(m)
 
+    def heal_everything(self):
+        """Also after a run that was broken off: whatever is paused, stopped, cut off or full."""
+        for node in self.c.nodes.values():
+            name = self.c.container(node)
+            self.c.engine.docker("unpause", name, check=False)
+            self.c.engine.docker("start", name, check=False)
+            self.c.engine.docker("network", "connect", "--ip", self.c.address(node), self.c.name, name, check=False)
+            pid = self.c.pid(node)
+            if pid:
+                os.kill(pid, signal.SIGCONT)
+                self.undo(node, "iptables", "-F", "INPUT")
+                self.undo(node, "iptables", "-F", "OUTPUT")
+                try:
+                    self.undo(node, "tc", "qdisc", "del", "dev", self.device(node), "root")
+                except NotRun:
+                    pass
+            filler = f"{self.c.volume(node)}/filler"
+            if os.path.exists(filler):
+                os.unlink(filler)
+
     def kinds(self):
         """The kinds of faults with their weights; and those that cannot be had, each with its reason."""
         kinds = {"sigkill": 10, "sigkill_all": 2, "sigkill_mount": 4, "sigkill_client": 3, "sigstop": 6, "pause": 5, "disconnect": 5, "one_way": 6,

@@ -43,6 +43,8 @@ def arguments():
     chaos.add_argument("--only", metavar="KIND,...", help="only these kinds of faults (--list)")
     chaos.add_argument("--list", action="store_true", help="list the kinds of faults, and why one cannot be had here")
     chaos.add_argument("--json", action="store_true", help="the summary as JSON on stdout")
+    # Whether an engine answers or can be started here; for cluster-tests/chaos/run.
+    sub.add_parser("probe")
     return p.parse_args()
 
 

@@ -51,6 +51,7 @@ class Worker:
     def __init__(self, shared, number, client, name, seed):
         self.s, self.number, self.client, self.name = shared, number, client, name
         self.random = random.Random(f"{seed}/{name}")
+        self.parent = os.getpid()
 
     def call(self, client, what, f, *args, **kw):
         """One call on a mount, timed. What nobody may be told is a broken promise."""
@@ -59,8 +60,8 @@ class Worker:
         try:
             return f(*args, **kw)
         except OSError as e:
-            s.errors[n] += 1
             if s.hit[client] >= began and e.errno in GONE or s.full[0] >= began and e.errno == errno.ENOSPC:
+                s.errors[n] += 1
                 raise Excused(f"{what}: {e.strerror}") from e
             if e.errno in (errno.ENOENT, errno.EEXIST) and what.startswith("look"):
                 raise
@@ -73,7 +74,7 @@ class Worker:
 
     def run(self):
         """Until it is told to stop, whatever is found on the way."""
-        while not self.s.stop.is_set():
+        while not self.s.stop.is_set() and os.getppid() == self.parent:
             try:
                 self.step()
             except Excused:
