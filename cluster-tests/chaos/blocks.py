@@ -75,13 +75,12 @@ class Files:
 
 
 def read(path, first, count, direct=False):
-    """Size and bytes by one open file; the size from fstat before the read."""
+    """Size and bytes by one open file; the size from fstat before the read. Into whole pages: the kernel cuts a long read into requests
+    by pages, and a block that two of them share may be half old, half new when it is being written."""
     f = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     try:
         size = os.fstat(f).st_size
         want = max(0, min(count * BLOCK, size - first * BLOCK))
-        if not direct:
-            return size, os.pread(f, want, first * BLOCK)
         with mmap.mmap(-1, max(want, BLOCK)) as buffer:
             got = os.preadv(f, [memoryview(buffer)[:want]], first * BLOCK) if want else 0
             return size, buffer[:got]
