@@ -1,5 +1,5 @@
 """`./cluster chaos`: the schedule, the report, and the verdict."""
-import collections, contextlib, datetime, json, os, random, secrets, signal, sys, time
+import collections, contextlib, datetime, fcntl, json, os, random, secrets, signal, subprocess, sys, time
 from cluster import FABRIC, MOUNT
 from engine import fail, say
 from faults import Faults, NotRun
@@ -62,6 +62,9 @@ class Chaos:
             self.line(f"        {kind}: not now: {e}")
             fault.close()
             return None
+        except (RuntimeError, OSError, subprocess.TimeoutExpired) as e:
+            self.broken(f"{kind}: {e}")
+            return None
         # A writer that is silent for 5 s while somebody looks at its files is evicted, and told so (docs/client.md).
         for node in self.c.of("client"):
             if node.name in self.faults.busy - busy and seconds > 4:
@@ -80,7 +83,10 @@ class Chaos:
             active.append(self.begin(self.random.choices(names, self.kinds.values())[0]))
         for fault, until in sorted((a for a in active if a), key=lambda a: a[1]):
             self.sleep(until - time.monotonic())
-            next(fault, None)
+            try:
+                next(fault, None)
+            except (RuntimeError, OSError, subprocess.TimeoutExpired) as e:
+                self.broken(f"healing: {e}")
         self.faults.busy.clear()
         if first == "bit_flips" and active[0]:
             self.replicas("after the flips")
@@ -239,6 +245,11 @@ def chaos(cluster, args):
     first = cluster.of("mds")[0]
     if os.geteuid() != 0 or not os.path.exists(f"/proc/{cluster.pid(first)}/root/usr/local/bin/strake"):
         fail("chaos signals the nodes' processes and enters their network namespaces: run it as root on the machine of the engine")
+    lock = open(f"{cluster.folder}/chaos.lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        fail("chaos runs on this cluster already")
     run = Chaos(cluster, args)
     if args.only:
         wanted = args.only.split(",")

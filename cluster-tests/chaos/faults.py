@@ -301,15 +301,21 @@ class Faults:
         self.c.engine.docker("stop", "-t", "0", self.c.container(node))
         shutil.rmtree(f"{self.c.volume(node)}/mds")
         self.c.saved["ids"][node.name] = new
+        self.c.save()
         self.c.write_mds(node, join=True)
         self.c.engine.docker("start", self.c.container(node))
         yield f"{node.name}: id {old} becomes {new}", 0
         others = [f"tcp:{m.name}:{FABRIC}" for m in self.c.of("mds") if m is not node]
-        r = self.c.strake("mds", "replace", str(old), f"tcp:{node.name}:{FABRIC}", "--mds", ",".join(others),
-                          "--cluster-key", "/etc/strake/cluster.key", "--timeout", "100", timeout=130)
-        if r.returncode:
-            raise RuntimeError(f"strake mds replace: {r.stderr.strip()}")
-        self.c.save()
+        end = time.monotonic() + 90
+        while True:
+            r = self.c.strake("mds", "replace", str(old), f"tcp:{node.name}:{FABRIC}", "--mds", ",".join(others),
+                              "--cluster-key", "/etc/strake/cluster.key", "--timeout", "100", timeout=130)
+            if r.returncode == 0:
+                break
+            # It starts, or a leader has just been elected: the command says so and is repeated.
+            if time.monotonic() > end:
+                raise RuntimeError(f"strake mds replace: {r.stderr.strip()}")
+            time.sleep(1)
         for m in self.c.of("mds"):
             self.c.write_mds(m)
 

@@ -1,5 +1,5 @@
 """The command ./cluster."""
-import argparse, os, sys
+import argparse, os, signal, sys
 
 sys.dont_write_bytecode = True
 from cluster import Cluster
@@ -61,6 +61,7 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         sys.exit(main())
     except RuntimeError as e:
