@@ -274,7 +274,7 @@ class Faults:
                 raise NotRun("not all is in sync")
             time.sleep(0.5)
         node, files = self.flip_node, self.s.files
-        hit = set()
+        hit, before = set(), self.flipped
         path = f"{self.c.volume(node)}/target{self.flip_target}/data"
         fd = os.open(path, os.O_RDWR | os.O_DIRECT)
         try:
@@ -289,7 +289,7 @@ class Faults:
             os.close(fd)
         if not hit:
             raise NotRun(f"{node.name} target{self.flip_target} has no block that is in use")
-        yield f"{node.name} target{self.flip_target}, {len(hit)} blocks, of files {sorted(hit)}", 0
+        yield f"{node.name} target{self.flip_target}, {self.flipped - before} blocks, of files {sorted(hit)}", 0
 
     # Lost disks.
 
