@@ -269,6 +269,9 @@ mountpoint = "{MOUNT}"
         if not os.path.exists(self.folder):
             say("no cluster here")
             return
+        if self.engine.own and not self.engine.runs():
+            # Killed: only it knows how to take its containers away.
+            self.engine.ensure()
         if self.engine.answers():
             ids = self.engine.docker("ps", "-aq", "--filter", f"label=strake.cluster={self.name}").stdout.split()
             if ids:

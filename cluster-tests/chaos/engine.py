@@ -42,6 +42,14 @@ class Engine:
             with open(self.file) as f:
                 self.own = json.load(f)["pid"]
 
+    def runs(self):
+        """Our own engine is there; a number that has been given to another process since does not count."""
+        try:
+            with open(f"/proc/{self.own}/cmdline", "rb") as f:
+                return b"dockerd" in f.read() and alive(self.own)
+        except OSError:
+            return False
+
     @property
     def command(self):
         return ["docker"] + (["-H", f"unix://{self.run_dir}/docker.sock"] if self.own else [])
@@ -64,7 +72,7 @@ class Engine:
             fail("no container engine answers, and only root can start one; start it, or run this as root")
         if not shutil.which("dockerd"):
             fail("no container engine answers, and dockerd is not installed; install docker.io")
-        if self.own and alive(self.own):
+        if self.own and self.runs():
             fail(f"our engine (pid {self.own}) does not answer; see {self.folder}/engine.log, or ./cluster down")
         self.start()
 
@@ -93,11 +101,11 @@ class Engine:
             return
         say("stopping our engine")
         for sig, limit in ((signal.SIGTERM, 30), (signal.SIGKILL, 5)):
-            if not alive(self.own):
+            if not self.runs():
                 break
             os.kill(self.own, sig)
             end = time.monotonic() + limit
-            while alive(self.own) and time.monotonic() < end:
+            while self.runs() and time.monotonic() < end:
                 time.sleep(0.1)
         # What the engine leaves mounted when it is killed.
         with open("/proc/mounts") as f:

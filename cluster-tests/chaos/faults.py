@@ -81,6 +81,7 @@ class Faults:
     # Processes.
 
     def sigkill(self):
+        """A server's first process, the metadata leader's in three of ten; the engine starts it again."""
         node = self.leader() if self.random.random() < 0.3 else self.pick("mds", "oss")
         self.kill(node)
         yield node.name, 0
@@ -118,6 +119,7 @@ class Faults:
         self.client_is_hit(node, 3)
 
     def sigstop(self):
+        """A node's first process is stopped for a while; its connections stay."""
         node = self.leader() if self.random.random() < 0.2 else self.pick("mds", "oss", "client")
         pid = self.c.pid(node)
         if not pid:
@@ -128,6 +130,7 @@ class Faults:
             os.kill(pid, signal.SIGCONT)
 
     def pause(self):
+        """A container is frozen whole."""
         node = self.pick("mds", "oss", "client")
         self.c.engine.docker("pause", self.c.container(node))
         yield node.name, self.seconds()
@@ -152,6 +155,7 @@ class Faults:
     # Links.
 
     def disconnect(self):
+        """A node is taken off the network."""
         node = self.pick("mds", "oss", "client")
         self.c.engine.docker("network", "disconnect", self.c.name, self.c.container(node))
         yield node.name, self.seconds()
@@ -194,6 +198,7 @@ class Faults:
                 self.undo(node, "iptables", "-D", *r)
 
     def slow_link(self):
+        """What a node sends passes at a low rate, with a short queue."""
         node, rate = self.pick("mds", "oss", "client"), self.random.choice((2, 5, 20))
         device = self.device(node)
         self.netns(node, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{rate}mbit", "burst", "64kb", "latency", "400ms")
@@ -201,6 +206,7 @@ class Faults:
         self.undo(node, "tc", "qdisc", "del", "dev", device, "root")
 
     def lossy_link(self):
+        """A share of the packets that a node is sent is lost."""
         node, share = self.pick("mds", "oss", "client"), self.random.choice((0.02, 0.1, 0.3))
         rule = ["INPUT", "!", "-i", "lo", "-m", "statistic", "--mode", "random", "--probability", str(share), "-j", "DROP"]
         self.netns(node, "iptables", "-I", *rule)
@@ -218,6 +224,7 @@ class Faults:
     # Disks.
 
     def full_mds_disk(self):
+        """A metadata server's volume is filled from outside."""
         node = self.pick("mds")
         filler = f"{self.c.volume(node)}/filler"
         self.s.full[0] = time.monotonic() + 1e9
