@@ -243,7 +243,14 @@ mountpoint = "{MOUNT}"
         if os.path.exists(self.folder) and os.listdir(self.folder):
             if set(os.listdir(self.folder)) - {"engine", "engine.json", "engine.log"}:
                 fail(f"{self.folder} holds a cluster that was not made whole; ./cluster down takes it away")
+        if args.target_mib < 256:
+            fail("--target-mib: at least 256")
         os.makedirs(self.folder, exist_ok=True)
+        # Volumes are sparse. Half of all targets is more than a run of chaos writes; the rest is tables, logs and the image.
+        need, free = (4 * args.target_mib << 20) + (2 << 30), shutil.disk_usage(self.folder).free
+        if free < need:
+            fail(f"{free / (1 << 30):.1f} GiB are free in {self.folder}, and {need / (1 << 30):.1f} are needed: make room, or choose a smaller "
+                 "--target-mib, or another folder (--dir before the command)")
         self.engine.ensure()
         if args.image:
             self.saved["image"] = args.image

@@ -55,6 +55,8 @@ class Engine:
         return ["docker"] + (["-H", f"unix://{self.run_dir}/docker.sock"] if self.own else [])
 
     def docker(self, *args, check=True, timeout=120, **kw):
+        if not shutil.which("docker"):
+            fail("docker is not installed; ./cluster up installs docker.io")
         r = subprocess.run([*self.command, *args], capture_output=True, text=True, timeout=timeout, **kw)
         if check and r.returncode != 0:
             raise RuntimeError(f"docker {' '.join(args)}: {r.stderr.strip() or r.stdout.strip()}")
@@ -65,6 +67,8 @@ class Engine:
 
     def ensure(self):
         """Uses the engine that runs, else starts the installed one."""
+        if not shutil.which("docker"):
+            fail("docker is not installed; install docker.io")
         if self.answers():
             say("using the engine that runs" if not self.own else "our own engine runs")
             return

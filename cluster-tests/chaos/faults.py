@@ -1,5 +1,5 @@
 """The faults. Each is a generator: it does harm, says what it hit and for how many seconds that is to last, and then heals."""
-import mmap, os, shutil, signal, subprocess, time
+import contextlib, mmap, os, shutil, signal, subprocess, time
 from blocks import BLOCK, HEAD, MAGIC, MAX_BLOCKS, make
 from cluster import FABRIC, MOUNT
 from engine import alive
@@ -21,6 +21,7 @@ class Faults:
         # All flipped bits are on one target, so that never two replicas of a chunk are damaged.
         self.flip_node, self.flip_target = random.choice(cluster.of("oss")), random.randrange(2)
         self.flipped = 0
+        self.filling = 0
 
     # Helpers.
 
@@ -223,31 +224,51 @@ class Faults:
 
     # Disks.
 
-    def full_mds_disk(self):
-        """A metadata server's volume is filled from outside."""
-        node = self.pick("mds")
-        filler = f"{self.c.volume(node)}/filler"
+    @contextlib.contextmanager
+    def full(self, seconds):
+        """Programs may be told ENOSPC meanwhile, and for so long after: freed space is noticed a little later."""
+        self.filling += 1
         self.s.full[0] = time.monotonic() + 1e9
-        with open(filler, "wb") as f:
-            at, step = 0, 1 << 30
-            while step >= BLOCK:
-                try:
-                    os.posix_fallocate(f.fileno(), at, step)
-                    at += step
-                except OSError:
-                    step //= 2
-        yield f"{node.name}, {at >> 20} MiB", self.seconds(4, 12)
-        os.unlink(filler)
-        # The server looks once a second.
-        self.s.full[0] = time.monotonic() + 10
+        try:
+            yield
+        finally:
+            self.filling -= 1
+            if not self.filling:
+                self.s.full[0] = time.monotonic() + seconds
+
+    def fill(self, node):
+        filler = f"{self.c.volume(node)}/filler"
+        with self.full(10):
+            try:
+                with open(filler, "wb") as f:
+                    at, step = 0, 1 << 30
+                    while step >= BLOCK:
+                        try:
+                            os.posix_fallocate(f.fileno(), at, step)
+                            at += step
+                        except OSError:
+                            step //= 2
+                yield f"{node.name}, {at >> 20} MiB", self.seconds(4, 12)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(filler)
+
+    def full_mds_volume(self):
+        """A metadata server's volume is filled from outside."""
+        yield from self.fill(self.pick("mds"))
+
+    def full_oss_volume(self):
+        """An object server's volume is filled from outside: its targets' sparse files and their tables get no more space."""
+        yield from self.fill(self.pick("oss"))
 
     def full_targets(self):
         """A chain's targets are filled by a file: whoever writes there is told ENOSPC."""
         client = self.pick("client")
         folder = f"{TOP}/full"
         where = f"{self.s.root(client.number - 1)}/{folder}"
-        self.s.full[0] = time.monotonic() + 1e9
-        try:
+        # Removed files are freed some seconds later.
+        with self.full(30), contextlib.ExitStack() as after:
+            after.callback(shutil.rmtree, where, ignore_errors=True)
             os.mkdir(where)
             ost = self.random.randrange(8)
             r = self.c.exec(client, "lfs", "setstripe", "-c", "1", "-i", str(ost), f"{MOUNT}/{folder}")
@@ -266,10 +287,6 @@ class Faults:
             finally:
                 os.close(f)
             yield f"the chain of OST {ost} by {client.name}, {size >> 20} MiB", self.seconds(2, 5)
-        finally:
-            shutil.rmtree(where, ignore_errors=True)
-            # Removed files are freed some seconds later.
-            self.s.full[0] = time.monotonic() + 30
 
     def bit_flips(self):
         """Bits of blocks that are in use, on one replica; read back by way of each replica, which repairs them."""
@@ -316,10 +333,10 @@ class Faults:
         end = time.monotonic() + 90
         while True:
             r = self.c.strake("mds", "replace", str(old), f"tcp:{node.name}:{FABRIC}", "--mds", ",".join(others),
-                              "--cluster-key", "/etc/strake/cluster.key", "--timeout", "100", timeout=130)
+                              "--cluster-key", "/etc/strake/cluster.key", "--timeout", "40", timeout=70)
             if r.returncode == 0:
                 break
-            # It starts, or a leader has just been elected: the command says so and is repeated.
+            # It starts, a leader has just been elected, or time was short: the command says so and is repeated.
             if time.monotonic() > end:
                 raise RuntimeError(f"strake mds replace: {r.stderr.strip()}")
             time.sleep(1)
@@ -349,10 +366,9 @@ class Faults:
     def kinds(self):
         """The kinds of faults with their weights; and those that cannot be had, each with its reason."""
         kinds = {"sigkill": 10, "sigkill_all": 2, "sigkill_mount": 4, "sigkill_client": 3, "sigstop": 6, "pause": 5, "disconnect": 5, "one_way": 6,
-                 "cut_pair": 5, "cut_racks": 3, "slow_link": 4, "lossy_link": 5, "late_link": 4, "full_mds_disk": 3, "full_targets": 2,
+                 "cut_pair": 5, "cut_racks": 3, "slow_link": 4, "lossy_link": 5, "late_link": 4, "full_mds_volume": 3, "full_oss_volume": 3, "full_targets": 2,
                  "bit_flips": 4, "rolling_restart": 2, "wiped_mds": 2}
-        cannot = {"wiped_oss": "the product gives chains of a lost target no other target yet (docs/operations.md, \"A target that is refused\")",
-                  "full_oss_volume": "a target whose data file finds no space in its volume fails and returns only when its server is restarted by hand"}
+        cannot = {"wiped_oss": "the product gives chains of a lost target no other target yet (docs/operations.md, \"A target that is refused\")"}
         node = self.c.of("client")[0]
         for kind, command in (("late_link", ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]),
                               ("slow_link", ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1gbit", "burst", "64kb", "latency", "1s"]),
@@ -364,7 +380,8 @@ class Faults:
             except NotRun as e:
                 cannot[kind] = str(e).splitlines()[0]
         if not self.c.saved["limited"]:
-            cannot["full_mds_disk"] = "no loop devices: the volumes are folders of this machine's disk"
+            for kind in ("full_mds_volume", "full_oss_volume"):
+                cannot[kind] = "no loop devices: the volumes are folders of this machine's disk"
         for kind in cannot:
             kinds.pop(kind, None)
         return kinds, cannot

@@ -117,8 +117,6 @@ const CALL: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(100);
 /// How long `list` looks for a leader before it shows what others know.
 const LEADERLESS: Duration = Duration::from_secs(3);
-/// A member that was not heard of for longer is shown as silent.
-const SILENT_MS: u64 = 2000;
 /// Exit status: not done, or not in order; nothing is wrong with the command.
 const UNFINISHED: u8 = 2;
 
@@ -427,7 +425,7 @@ fn role(m: &pb::Member, now: &pb::MembersReply) -> &'static str {
 fn state(m: &pb::Member, now: &pb::MembersReply) -> Vec<&'static str> {
     // Only a leader knows of the others.
     let knows = now.id == now.leader || m.id == now.id;
-    let silent = m.heard_ms.is_none_or(|ms| ms > SILENT_MS);
+    let silent = plan::is_silent(m, now);
     let all = [
         (m.leaving, "leaving"),
         (knows && silent, "silent"),
