@@ -155,7 +155,9 @@ mountpoint = "{MOUNT}"
         """Again after this machine was restarted."""
         for node in self.of("mds", "oss"):
             if self.saved["limited"] and not os.path.ismount(self.volume(node)):
-                subprocess.run(["mount", "-o", "loop", f"{self.volume(node)}.img", self.volume(node)], check=True)
+                r = subprocess.run(["mount", "-o", "loop", f"{self.volume(node)}.img", self.volume(node)], capture_output=True, text=True)
+                if r.returncode:
+                    fail(f"{node.name}: its volume cannot be mounted: {r.stderr.strip()}")
 
     # Containers.
 
@@ -227,8 +229,10 @@ mountpoint = "{MOUNT}"
 
     def up(self, args):
         if os.path.exists(self.file):
-            self.engine.ensure()
+            say("starting the cluster that is there, with the image it was made with; ./cluster down removes it")
+            # First: an engine that starts begins its containers, and their servers would take the bare folders for new ones.
             self.mount_volumes()
+            self.engine.ensure()
             for node in self.nodes.values():
                 self.engine.docker("start", self.container(node), timeout=300)
         else:
