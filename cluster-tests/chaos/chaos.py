@@ -1,5 +1,5 @@
 """`./cluster chaos`: the schedule, the report, and the verdict."""
-import collections, contextlib, datetime, fcntl, json, os, random, secrets, signal, subprocess, sys, time
+import collections, contextlib, datetime, json, os, random, secrets, signal, subprocess, sys, time
 from cluster import FABRIC, MOUNT
 from engine import fail, say
 from faults import Faults, NotRun
@@ -245,11 +245,7 @@ def chaos(cluster, args):
     first = cluster.of("mds")[0]
     if os.geteuid() != 0 or not os.path.exists(f"/proc/{cluster.pid(first)}/root/usr/local/bin/strake"):
         fail("chaos signals the nodes' processes and enters their network namespaces: run it as root on the machine of the engine")
-    lock = open(f"{cluster.folder}/chaos.lock", "w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        fail("chaos runs on this cluster already")
+    held = cluster.hold()
     run = Chaos(cluster, args)
     if args.only:
         wanted = args.only.split(",")
@@ -277,3 +273,4 @@ def chaos(cluster, args):
         for p in run.load.processes:
             if p.is_alive():
                 p.kill()
+        held.close()

@@ -1,5 +1,5 @@
 """The cluster: which nodes there are, the files that configure them, and `up`, `down`, `status`, `shell`, `logs`."""
-import hmac, json, os, secrets, shutil, subprocess, sys, time
+import fcntl, hmac, json, os, secrets, shutil, subprocess, sys, time
 from engine import Engine, fail, import_image, say, until
 
 IMAGE = "strake:local"
@@ -280,6 +280,7 @@ mountpoint = "{MOUNT}"
         if not os.path.exists(self.folder):
             say("no cluster here")
             return
+        held = self.hold()
         if self.engine.own and not self.engine.runs():
             # Killed: only it knows how to take its containers away.
             self.engine.ensure()
@@ -300,7 +301,17 @@ mountpoint = "{MOUNT}"
                 subprocess.run(["umount", "-l", self.volume(node)], check=True)
         self.engine.stop()
         shutil.rmtree(self.folder)
+        held.close()
         say("the cluster is gone")
+
+    def hold(self):
+        """Keeps chaos, and the end of the cluster, off each other until the result goes."""
+        lock = open(f"{self.folder}/chaos.lock", "w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            fail("chaos runs on this cluster; end it first")
+        return lock
 
     def status(self, args):
         self.must_be_up()
