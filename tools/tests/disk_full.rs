@@ -5,6 +5,7 @@ use std::{
     io::{ErrorKind, Write},
     path::{Path, PathBuf},
     process::Command,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -83,7 +84,7 @@ fn soon<T>(what: &str, mut f: impl FnMut() -> std::io::Result<T>) -> T {
         match f() {
             Ok(v) => return v,
             Err(e) if start.elapsed() > Duration::from_secs(120) => panic!("{what}: {e}"),
-            Err(_) => std::thread::sleep(Duration::from_millis(100)),
+            Err(_) => thread::sleep(Duration::from_millis(100)),
         }
     }
 }
@@ -118,20 +119,103 @@ fn full_targets_refuse_and_take_again() {
     c.is_in_service();
 }
 
+/// A tmpfs of this size in the cluster's folder, until it is dropped; `None`, said, where none can be mounted.
+fn small_disk(c: &mut Small, size: &str) -> Option<PathBuf> {
+    let tmpfs = c.root.path().join("small");
+    fs::create_dir(&tmpfs).unwrap();
+    let option = format!("size={size}");
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &option, "strake-test"]).arg(&tmpfs).output();
+    if !mounted.is_ok_and(|o| o.status.success()) {
+        println!("skipped: mounting a tmpfs needs root");
+        return None;
+    }
+    c.tmpfs = Some(tmpfs.clone());
+    Some(tmpfs)
+}
+
+/// The cluster stops, this part of its folder moves to another disk, and it starts again.
+fn move_to(c: &Small, part: &str, disk: &Path) {
+    let down = strake().arg("down").arg("--dir").arg(c.dir()).output().unwrap();
+    assert!(down.status.success(), "{}", String::from_utf8_lossy(&down.stderr));
+    let from = c.dir().join(part);
+    assert!(
+        Command::new("cp").arg("-a").arg("--sparse=always").arg(&from).arg(disk.join(part)).status().unwrap().success()
+    );
+    fs::remove_dir_all(&from).unwrap();
+    std::os::unix::fs::symlink(disk.join(part), &from).unwrap();
+    c.up();
+}
+
+/// Something else takes the disk below a target whose file is sparse, at once, in the middle of writes; and gives it back.
+#[test]
+fn a_full_disk_below_a_target_hurts_nobody_for_long() {
+    if !can_mount() {
+        return;
+    }
+    let mut c = Small::new();
+    let Some(disk) = small_disk(&mut c, "1g") else { return };
+    c.up();
+    move_to(&c, "oss1", &disk);
+    let oss = || fs::read_to_string(c.dir().join("run/oss1.pid")).unwrap();
+    let before = oss();
+    let content = |n: usize| -> Vec<u8> { (0..MIB).map(|i| (i * 7 + i / 251 + n * 13) as u8).collect() };
+    let file = |n: usize| c.mnt().join(format!("f{n}"));
+    let (mut n, mut synced, mut refused) = (0, Vec::new(), 0);
+    let mut write_for = |time: Duration, may_fail: bool| {
+        let start = Instant::now();
+        while start.elapsed() < time {
+            match put(&file(n), &content(n)) {
+                Ok(()) => synced.push(n),
+                Err(e) if may_fail && e.kind() == ErrorKind::StorageFull => refused += 1,
+                Err(e) => panic!("file {n}: {e}"),
+            }
+            n += 1;
+            // Room stays on the other target.
+            if let Some(old) = synced.len().checked_sub(200) {
+                let old = synced.remove(old / 2);
+                fs::remove_file(file(old)).unwrap();
+            }
+        }
+    };
+    write_for(Duration::from_secs(1), false);
+    for _ in 0..3 {
+        let ballast = disk.join("ballast");
+        thread::scope(|s| {
+            s.spawn(|| {
+                thread::sleep(Duration::from_millis(500));
+                let f = File::create(&ballast).unwrap();
+                let (mut at, mut step) = (0, 64 << 20);
+                while step >= 4096 {
+                    match rustix::fs::fallocate(&f, rustix::fs::FallocateFlags::empty(), at, step) {
+                        Ok(()) => at += step,
+                        Err(_) => step /= 2,
+                    }
+                }
+                assert!(at > 64 << 20, "there was little to take: {at} bytes");
+            });
+            write_for(Duration::from_secs(4), true);
+        });
+        fs::remove_file(&ballast).unwrap();
+        soon("all in service again", || {
+            let out = strake().arg("status").arg("--dir").arg(c.dir()).output()?;
+            if out.status.success() { Ok(()) } else { Err(std::io::Error::other(String::from_utf8_lossy(&out.stdout))) }
+        });
+        soon("a file after space was made", || put(&c.mnt().join("again"), &content(1)));
+    }
+    println!("{} files synced, {refused} refused", synced.len());
+    assert_eq!(oss(), before, "it came back without a restart");
+    for n in synced {
+        assert!(fs::read(file(n)).unwrap() == content(n), "file {n} changed");
+    }
+}
+
 #[test]
 fn a_full_metadata_disk_loses_nothing_and_recovers() {
     if !can_mount() {
         return;
     }
     let mut c = Small::new();
-    let tmpfs = c.root.path().join("small");
-    fs::create_dir(&tmpfs).unwrap();
-    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=1g", "strake-test"]).arg(&tmpfs).output();
-    if !mounted.is_ok_and(|o| o.status.success()) {
-        println!("skipped: mounting a tmpfs needs root");
-        return;
-    }
-    c.tmpfs = Some(tmpfs.clone());
+    let Some(tmpfs) = small_disk(&mut c, "1g") else { return };
     // The whole cluster is made first; then the metadata server's folder moves to the small file system.
     c.up();
     let kept = c.mnt().join("kept");
@@ -140,13 +224,7 @@ fn a_full_metadata_disk_loses_nothing_and_recovers() {
     for n in 0..100 {
         fs::create_dir(c.mnt().join(format!("d{n}"))).unwrap();
     }
-    let down = strake().arg("down").arg("--dir").arg(c.dir()).output().unwrap();
-    assert!(down.status.success(), "{}", String::from_utf8_lossy(&down.stderr));
-    let mds = c.dir().join("mds1");
-    assert!(Command::new("cp").arg("-a").arg(&mds).arg(tmpfs.join("mds1")).status().unwrap().success());
-    fs::remove_dir_all(&mds).unwrap();
-    std::os::unix::fs::symlink(tmpfs.join("mds1"), &mds).unwrap();
-    c.up();
+    move_to(&c, "mds1", &tmpfs);
     assert_eq!(fs::read(&kept).unwrap(), b"here before");
     // Something else takes all that is left of that disk now, but not what the server gives up meanwhile.
     let ballast = tmpfs.join("ballast");

@@ -318,6 +318,20 @@ fn a_wiped_leader_is_replaced_and_then_the_next_one() {
     until("the replacement", || g.mds(&["replace", "4", &at5]).status.success());
     g.in_order();
     assert!(!g.voters().contains(&4) && g.voters().contains(&5));
+    // A third one is lost before it votes, and another one comes to its address. The leader's log is whole and of several terms.
+    let (at, n) = g.join(6);
+    until("it learns", || text(&g.mds(&["add", &at, "127.0.0.1:1"]).stderr).contains("start it first"));
+    let (mut child, file) = g.extra[n].take().unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    fs::remove_dir_all(g.root.path().join("mds6")).unwrap();
+    let config = fs::read_to_string(&file).unwrap().replace("id = 6", "id = 7");
+    fs::write(&file, config).unwrap();
+    g.extra[n] = Some((g.start(&file), file));
+    until("the replacement", || g.mds(&["replace", "5", &at]).status.success());
+    g.in_order();
+    assert!(g.voters().len() == 3 && g.voters().contains(&7));
+    assert_eq!(g.list()["members"].as_array().unwrap().len(), 3, "{}", g.list());
 }
 
 #[test]

@@ -186,6 +186,7 @@ fn heartbeat(i: &mut Input) -> Vec<u8> {
         failed: i.u8() == 0,
         synced_chains: vec![i.number() as u32],
         chunks: 0,
+        lapses: i.number() as u32,
     };
     pb::HeartbeatRequest {
         node: 1001 + u32::from(i.u8() % 4),

@@ -58,6 +58,8 @@ struct Seen {
     capacity: u64,
     /// The stamp of the life whose device failed.
     failed: Option<u64>,
+    /// Of the life with this stamp: how often it left its chains for lack of space, and came back. Odd: it is out.
+    lapses: (u64, u32),
     synced: BTreeSet<ChainId>,
     /// Map version the reporter acted on.
     version: u64,
@@ -180,6 +182,9 @@ impl Manager {
             if r.failed {
                 s.failed = Some(r.stamp);
             }
+            // A heartbeat may be overtaken by a later one: the number only grows.
+            let before = if s.lapses.0 == r.stamp { s.lapses.1 } else { 0 };
+            s.lapses = (r.stamp, before.max(r.lapses));
             // Only chains it is a member of: the list is bounded by the map.
             let own = |c: &&ChainId| map.chain(**c).is_some_and(|c| c.state_of(r.target).is_some());
             s.synced = r.synced_chains.iter().filter(own).copied().collect();
@@ -202,6 +207,7 @@ impl Manager {
     pub fn lease_left(&self, now: Duration, target: &pb::Target) -> Duration {
         let from = match self.seen.get(&target.id) {
             Some(s) if s.failed == Some(target.stamp) => return Duration::ZERO,
+            Some(s) if s.lapses.0 == target.stamp && s.lapses.1 % 2 == 1 => return Duration::ZERO,
             Some(s) => s.at,
             None if target.alive => self.elected,
             None => return Duration::ZERO,

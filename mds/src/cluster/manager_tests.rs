@@ -207,6 +207,22 @@ fn a_failed_device_is_out_until_it_is_registered_anew() {
 }
 
 #[test]
+fn a_target_that_lacks_space_is_out_until_it_says_that_it_is_back() {
+    let mut r = Rig::new(with_chains(2, 1), 0);
+    r.beat(100, 1);
+    let lapses = |n| move |h: &mut pb::HeartbeatRequest| h.targets[0].lapses = n;
+    r.beat_with(100, 0, lapses(1)).unwrap();
+    assert!(r.tick(100), "no need to wait for its lease");
+    assert_eq!(r.states(2)[1], (0, ReplicaOffline));
+    r.beat_with(200, 0, lapses(0)).unwrap();
+    assert!(!r.tick(200), "a heartbeat that was overtaken says nothing");
+    r.beat_with(300, 0, lapses(2)).unwrap();
+    r.beat(300, 1);
+    assert!(r.tick(300));
+    assert_eq!(r.states(2)[1], (0, ReplicaSyncing));
+}
+
+#[test]
 fn nothing_is_granted_to_a_node_that_is_being_taken_out() {
     let mut r = Rig::new(with_chains(2, 1), 0);
     r.beat(1000, 1);

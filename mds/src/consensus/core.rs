@@ -140,10 +140,24 @@ impl Core {
             return;
         }
         self.raw.tick();
-        if self.lost_state && self.raw.raft.leader_id != 0 && self.raw.raft.pending_request_snapshot == 0 {
-            let _ = self.raw.request_snapshot();
-        }
+        self.ask_for_state();
         self.own_timeout();
+    }
+
+    /// A member without a state asks its leader for a copy. raft-rs does so only where the last entry is of the leader's term.
+    /// A leader whose log still begins with the first entry sends a new member that log, a message at a time, and goes on
+    /// only when it is acknowledged, which a member without a state does not do: it would never come to that term. That the
+    /// last entry is in the leader's log is enough: the copy, which is no older, takes nothing back.
+    fn ask_for_state(&mut self) {
+        let raft = &mut self.raw.raft;
+        if !self.lost_state || raft.leader_id == 0 || raft.pending_request_snapshot != 0 {
+            return;
+        }
+        let last = raft.raft_log.last_index();
+        if self.raw.request_snapshot().is_err() && last > 0 && self.followed == (self.raw.raft.term, last) {
+            // The next heartbeat is answered with the request.
+            self.raw.raft.pending_request_snapshot = last;
+        }
     }
 
     /// Why a message from a peer would be dropped as improper, if it would.

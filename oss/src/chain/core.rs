@@ -25,7 +25,8 @@ pub struct ChainCore {
     stale_through: u64,
     /// The predecessor has spoken in an epoch in which it knew this replica as SERVING.
     confirmed: bool,
-    failed: bool,
+    /// Why this target cannot have what its successor has.
+    failed: Option<Code>,
     slots: BTreeMap<ChunkId, Slot>,
     /// Chunk of each operation that is in a slot.
     ops: BTreeMap<OpId, ChunkId>,
@@ -45,7 +46,7 @@ impl ChainCore {
             view: View::outside(0),
             stale_through,
             confirmed: false,
-            failed: false,
+            failed: None,
             slots: BTreeMap::new(),
             ops: BTreeMap::new(),
         }
@@ -62,7 +63,7 @@ impl ChainCore {
     }
 
     pub fn failed(&self) -> bool {
-        self.failed
+        self.failed.is_some()
     }
 
     /// Chunks with something in flight.
@@ -146,7 +147,7 @@ impl ChainCore {
     }
 
     fn check_epoch(&self, epoch: u64) -> Result<()> {
-        if self.failed {
+        if self.failed() {
             return Err(self.not_serving("is on a failed target"));
         }
         if epoch != self.view.epoch {
@@ -188,6 +189,8 @@ impl ChainCore {
         if !keeps {
             // What was committed may be replaced by a source that lacks some of it.
             self.me.stamp = self.life ^ self.view.epoch.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            // What was lacking it will be given, once there is space.
+            self.failed.take_if(|why| *why == Code::NoSpc);
         }
         let chunks: Vec<ChunkId> = self.slots.keys().copied().collect();
         for chunk in chunks {
@@ -391,8 +394,8 @@ impl ChainCore {
     }
 
     fn fail(&mut self, reason: Error, out: &mut Vec<Output>) {
-        if !self.failed {
-            self.failed = true;
+        if self.failed.is_none() {
+            self.failed = Some(reason.code);
             out.push(Output::Failed { reason });
         }
     }

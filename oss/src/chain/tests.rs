@@ -145,6 +145,19 @@ fn a_replica_that_cannot_have_what_its_successor_has_fails() {
     assert_eq!(r.staged(1, Some(Code::NoSpc)), [""; 0], "the successor may have it");
     assert_eq!(r.answer(1, 1, None), ["failed"]);
     assert_eq!(r.client(2, 2, true), ["refused 2 NotServing"]);
+    // Taken out, it will be given what it lacks; but not if its device is broken.
+    let filling = [(6, ReplicaServing), (5, ReplicaSyncing)];
+    r.go(Input::View(view(4, &[(6, ReplicaLastsrv), (5, ReplicaLastsrv)])));
+    assert!(r.core.failed(), "the other one has it and may come back");
+    assert_eq!(r.go(Input::View(view(5, &[(6, ReplicaServing), (5, ReplicaOffline)]))), ["refused 1 NotServing"]);
+    r.go(Input::View(view(6, &filling)));
+    assert_eq!(r.forward(3, 6, v(6, 2), v(0, 0)), ["stage 3"]);
+    let mut broken = One::new(HEAD);
+    broken.client(1, 1, true);
+    broken.staged(1, Some(Code::Io));
+    assert_eq!(broken.answer(1, 1, None), ["failed"]);
+    broken.go(Input::View(view(4, &filling)));
+    assert_eq!(broken.forward(2, 4, v(4, 1), v(0, 0)), ["refused 2 NotServing"]);
     let mut r = One::new(HEAD);
     r.client(1, 1, true);
     r.staged(1, Some(Code::NoSpc));

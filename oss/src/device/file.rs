@@ -60,6 +60,9 @@ impl Device for FileDevice {
     fn name(&self) -> String {
         self.node.name.clone()
     }
+    fn spare(&self) -> u64 {
+        self.node.spare()
+    }
 
     async fn read(&self, offset: u64, mut buf: BufMut) -> Result<BufMut> {
         let len = buf.len() as u64;

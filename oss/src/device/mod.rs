@@ -40,6 +40,11 @@ pub trait Device: Send + Sync + 'static {
     fn direct(&self) -> bool;
     /// For messages to people.
     fn name(&self) -> String;
+    /// Bytes that can be written where nothing was written before. Less than the capacity for a sparse file in a file system that
+    /// has little space left; others may take of it at any time.
+    fn spare(&self) -> u64 {
+        u64::MAX
+    }
     /// Fills `buf` from `offset`; both multiples of [`BLOCK`].
     async fn read(&self, offset: u64, buf: BufMut) -> Result<BufMut>;
     /// Writes `bufs` one after the other from `offset`, which is a multiple of [`BLOCK`] like their total. Visible to reads

@@ -51,6 +51,19 @@ impl Node {
         Ok(Node { file, capacity: bytes / BLOCK * BLOCK, direct, can_discard, name })
     }
 
+    /// See [`Device::spare`](super::Device::spare).
+    pub fn spare(&self) -> u64 {
+        if !self.can_discard {
+            return u64::MAX;
+        }
+        let (Ok(file), Ok(below)) = (rustix::fs::fstat(&self.file), rustix::fs::fstatvfs(&self.file)) else {
+            return u64::MAX; // a write will tell
+        };
+        let free = below.f_bavail.saturating_mul(below.f_frsize);
+        let is_sparse = (file.st_blocks as u64).saturating_mul(512) < self.capacity;
+        if is_sparse { free } else { u64::MAX }
+    }
+
     /// Buffers as direct I/O needs them: copied into one aligned buffer unless every one is aligned and there are few.
     pub fn aligned(&self, pool: &Pool, bufs: Vec<Buf>) -> Vec<Buf> {
         let fits =

@@ -176,6 +176,9 @@ impl Device for UringDevice {
     fn name(&self) -> String {
         self.node.name.clone()
     }
+    fn spare(&self) -> u64 {
+        self.node.spare()
+    }
     async fn read(&self, offset: u64, buf: BufMut) -> Result<BufMut> {
         let len = buf.len() as u64;
         check_range(&self.node.name, self.node.capacity, offset, len)?;

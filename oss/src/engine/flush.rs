@@ -154,7 +154,14 @@ impl Shared {
                 self.state.lock().abort();
                 return Err(e.context("chunk table"));
             }
+            // The next flush goes on from what the table holds, durable or not.
+            self.state.lock().tally = tally;
             if let Err(e) = self.table.sync() {
+                if e.code == Code::NoSpc {
+                    // The store has not tried, so nothing is lost: the same records are committed again by the next flush.
+                    self.state.lock().abort();
+                    return Err(e.context("chunk table"));
+                }
                 let m = format!("chunk table: sync failed ({e}); unflushed writes may be lost, restart this target");
                 let mut s = self.state.lock();
                 s.abort();

@@ -310,8 +310,9 @@ impl Engine {
     /// Keeps space free for the updates of a session. Returns how many blocks it has from now on, until
     /// [`strake_proto::data::GRANT_TERM`] from `now`, which is on the boot clock. `Stale`: it has asked for something else since.
     pub fn grant(&self, now: Duration, ask: Ask) -> Result<u64> {
+        let spare = self.shared.device.spare() / BLOCK;
         let mut s = self.shared.state.lock();
-        let free = s.alloc.free_blocks().saturating_sub(self.shared.reserve);
+        let free = s.alloc.free_blocks().saturating_sub(self.shared.reserve).min(spare);
         s.grants.ask(now, ask, free).ok_or_else(|| Error::new(Code::Stale, "a later question for space was answered"))
     }
 

@@ -36,6 +36,8 @@ use crate::{
 const KEPT_EVICTED: usize = 65_536;
 /// Below this much free space an update is staged before anybody hears of it.
 const ROOM: u64 = 256 << 20;
+/// With so much space a target that left its chains for lack of it comes back.
+const RETURN: u64 = 64 << 20;
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// One target in this life of the process.
@@ -46,6 +48,8 @@ pub struct Target {
     pub id: AtomicU32,
     pub repaired: AtomicU64,
     failed: AtomicBool,
+    /// How often it has left its chains for lack of space, and come back. Odd: it is out.
+    lapses: AtomicU32,
 }
 
 impl Target {
@@ -55,9 +59,30 @@ impl Target {
     pub fn failed(&self) -> bool {
         self.failed.load(Ordering::Acquire)
     }
+    /// A replica lacks what its successor has. For lack of space: until there is some. Else this target is out for good.
     pub fn fail(&self, why: &Error) {
-        if !self.failed.swap(true, Ordering::AcqRel) {
+        if why.code == Code::NoSpc {
+            let is_in = |n: u32| n.is_multiple_of(2).then_some(n + 1);
+            if self.lapses.fetch_update(Ordering::AcqRel, Ordering::Acquire, is_in).is_ok() {
+                tracing::error!("target {} leaves its chains until there is space: {why}", self.id());
+            }
+        } else if !self.failed.swap(true, Ordering::AcqRel) {
             tracing::error!("target {} has failed and leaves its chains: {why}", self.id());
+        }
+    }
+    pub fn lacks_space(&self) -> bool {
+        self.lapses.load(Ordering::Acquire) % 2 == 1
+    }
+    /// Before the mds is told that this target is out: from then on it may be behind in each of its chains.
+    pub fn check_in(&self) -> Result<()> {
+        if self.failed() || self.lacks_space() {
+            return Err(Error::new(Code::NotServing, format!("target {} is out of its chains", self.id())));
+        }
+        Ok(())
+    }
+    fn come_back(&self) {
+        if self.lapses.fetch_update(Ordering::AcqRel, Ordering::Acquire, |n| (n % 2 == 1).then_some(n + 1)).is_ok() {
+            tracing::info!("target {} has space again and comes back", self.id());
         }
     }
     /// An error of the engine: one of the device takes the target out.
@@ -68,7 +93,7 @@ impl Target {
     }
     pub fn has_room(&self) -> bool {
         let u = self.engine.usage();
-        u.capacity.saturating_sub(u.used + u.granted) > ROOM.min(u.capacity / 8)
+        u.capacity.saturating_sub(u.used + u.granted) > ROOM.min(u.capacity / 8) && self.engine.device().spare() > ROOM
     }
 }
 
@@ -175,7 +200,8 @@ impl Node {
         let target = |engine: Arc<Engine>| {
             let id = AtomicU32::new(engine.identity().target_id);
             let stamp = env.random_u64();
-            Arc::new(Target { engine, stamp, id, repaired: AtomicU64::new(0), failed: AtomicBool::new(false) })
+            let (repaired, failed, lapses) = (AtomicU64::new(0), AtomicBool::new(false), AtomicU32::new(0));
+            Arc::new(Target { engine, stamp, id, repaired, failed, lapses })
         };
         Arc::new(Node {
             clients: Semaphore::new(cfg.max_requests),
@@ -406,6 +432,18 @@ impl Node {
         }
     }
 
+    /// What left for lack of space comes back when there is some, and when no replica takes itself for in sync that lacks
+    /// something.
+    fn look_for_space(&self) {
+        let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().cloned().collect();
+        for t in self.targets.iter().filter(|t| t.lacks_space()) {
+            let told = !replicas.iter().any(|r| r.id == t.id() && r.has_failed());
+            if told && t.engine.device().spare() >= RETURN {
+                t.come_back();
+            }
+        }
+    }
+
     fn heartbeat_request(&self) -> pb::HeartbeatRequest {
         let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().cloned().collect();
         let map_version = self.map.load().version();
@@ -420,6 +458,7 @@ impl Node {
                 failed: t.failed(),
                 synced_chains: synced,
                 chunks: u.chunks,
+                lapses: t.lapses.load(Ordering::Acquire),
             }
         };
         pb::HeartbeatRequest {
@@ -434,6 +473,7 @@ impl Node {
 
     async fn heartbeat(self: &Arc<Self>, mds: &mut MdsLink, period: Duration) -> Result<()> {
         let map = self.map.load_full();
+        self.look_for_space();
         let body = self.heartbeat_request().encode_to_vec();
         let sent = self.env.boot();
         let m = mds.call(&map, Message::new(opcode::HEARTBEAT, body), period * 2).await?;
@@ -494,6 +534,12 @@ impl Node {
         for t in &self.targets {
             if t.failed() {
                 notices.push(format!("target {} has failed; replace its device and restart", t.id()));
+            }
+            if t.lacks_space() {
+                notices.push(format!(
+                    "target {} is out of its chains: the file system it is in is full; make space there, it comes back by itself",
+                    t.id()
+                ));
             }
             if !t.engine.device().direct() {
                 notices.push(format!("target {} runs without direct I/O: its file system refuses it", t.id()));

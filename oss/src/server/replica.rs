@@ -131,10 +131,12 @@ impl Replica {
         self.inner.lock().core.stamp()
     }
     pub fn check_read(&self, chunk: &ChunkId, epoch: u64) -> Result<()> {
+        self.target.check_in()?;
         self.inner.lock().core.read(chunk, epoch)
     }
     /// As [`Replica::check_read`], of all chunks of the file from this one on.
     pub fn check_read_from(&self, chunk: &ChunkId, epoch: u64) -> Result<()> {
+        self.target.check_in()?;
         self.inner.lock().core.read_all(chunk..=&ChunkId { index: u64::MAX, ..*chunk }, epoch)
     }
     pub fn check_member(&self, epoch: u64) -> Result<()> {
@@ -148,6 +150,9 @@ impl Replica {
             }
             e
         })
+    }
+    pub fn has_failed(&self) -> bool {
+        self.inner.lock().core.failed()
     }
     pub fn heard_predecessor(&self, epoch: u64) {
         self.inner.lock().core.heard_predecessor(epoch);
@@ -251,7 +256,10 @@ impl Replica {
                 env.spawn(async move { me.greet(to, epoch).await });
             }
             Output::RefreshMap => self.node.kick.notify_one(),
-            Output::Failed { reason } => self.target.fail(&reason),
+            Output::Failed { reason } => {
+                self.target.fail(&reason);
+                self.node.kick.notify_one();
+            }
             Output::Alarm { message } => tracing::error!("{message}"),
         }
     }

@@ -91,8 +91,7 @@ pub struct ReplaceArgs {
 
 /// How long `list` looks for a leader before it shows what others know.
 const LEADERLESS: Duration = Duration::from_secs(3);
-/// A member that was not heard of for longer is shown as silent.
-const SILENT_MS: u64 = 2000;
+
 pub fn run(command: Command) -> Result<ExitCode> {
     let reach = match &command {
         Command::List(a) => &a.reach,
@@ -295,7 +294,7 @@ fn role(m: &pb::Member, now: &pb::MembersReply) -> &'static str {
 fn state(m: &pb::Member, now: &pb::MembersReply) -> Vec<&'static str> {
     // Only a leader knows of the others.
     let knows = now.id == now.leader || m.id == now.id;
-    let silent = m.heard_ms.is_none_or(|ms| ms > SILENT_MS);
+    let silent = plan::is_silent(m, now);
     let all = [
         (m.leaving, "leaving"),
         (knows && silent, "silent"),

@@ -7,6 +7,8 @@ use pb::members_request::Change;
 
 /// A learner this close is worth asking to be promoted; the leader has the last word.
 const CLOSE: u64 = 1000;
+/// A member that was not heard of for longer is silent.
+const SILENT_MS: u64 = 2000;
 
 /// What is wanted.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,18 +60,40 @@ pub fn next(goal: &Goal, now: &pb::MembersReply) -> Result<Next> {
         Goal::Replace { old, new } => {
             let m = get(*new).ok_or_else(|| vanished(*new))?;
             let out = get(*old);
+            let (gone, heard): (Vec<&pb::Member>, _) = former_selves(m, now).partition(|o| is_silent(o, now));
+            let mut gone: Vec<u64> = gone.iter().map(|o| o.id).collect();
             if m.voter {
-                return next(&Goal::Remove(*old), now);
+                return match (gone.iter().any(|id| id != old), heard.iter().find(|o| o.id != *old)) {
+                    (true, _) => Ok(step(vec![], gone)),
+                    (false, Some(o)) => Ok(Next::Wait(format!(
+                        "metadata server {} had the address of {new} before and was heard of just now",
+                        o.id
+                    ))),
+                    (false, None) => next(&Goal::Remove(*old), now),
+                };
             }
-            let others = now.members.iter().filter(|m| m.voter && m.id != *old).count();
+            gone.extend(out.filter(|o| !gone.contains(&o.id)).map(|o| o.id));
+            let stay = now.members.iter().filter(|m| m.voter && !gone.contains(&m.id)).count();
             match behind(&[m], now.last_index) {
                 Some(wait) => wait,
                 // One alone has nobody to hand over to: first there are two.
-                None if out.is_none() || others == 0 => step(vec![*new], vec![]),
-                None => step(vec![*new], vec![*old]),
+                None if stay == 0 => step(vec![*new], vec![]),
+                None => step(vec![*new], gone),
             }
         }
     })
+}
+
+/// Members that were at the address of `m` before it: it answers there, so they are gone for good once they are silent. Such
+/// are left by a replacement that did not come to its end before its own server was lost, too.
+fn former_selves<'a>(m: &'a pb::Member, now: &'a pb::MembersReply) -> impl Iterator<Item = &'a pb::Member> {
+    let here = |o: &&pb::Member| o.id != m.id && !m.endpoint.is_empty() && o.endpoint == m.endpoint && !o.leaving;
+    now.members.iter().filter(here)
+}
+
+/// As far as the leader can know.
+pub fn is_silent(m: &pb::Member, now: &pb::MembersReply) -> bool {
+    m.id != now.leader && m.heard_ms.is_none_or(|ms| ms > SILENT_MS)
 }
 
 fn step(promote: Vec<u64>, remove: Vec<u64>) -> Next {
@@ -171,5 +195,33 @@ mod tests {
         asks(Goal::Replace { old: 1, new: 4 }, "v1 l4", &[4], &[]);
         asks(Goal::Replace { old: 1, new: 4 }, "v1 v4", &[], &[1]);
         asks(Goal::Replace { old: 1, new: 4 }, "v1 v2 l4", &[4], &[1]);
+    }
+
+    /// 2 was lost; 4, which came at its address, before it voted; now there is 5.
+    #[test]
+    fn a_replacement_takes_away_what_was_at_its_address_before() {
+        let at = |text: &str, here: &[u64], heard_ms| {
+            let mut g = group(text);
+            for m in g.members.iter_mut().filter(|m| here.contains(&m.id)) {
+                m.endpoint = "tcp:h:2".into();
+                m.heard_ms = if m.id == 5 { Some(10) } else { heard_ms };
+            }
+            g
+        };
+        for (old, text, promote, remove) in [
+            (4, "v1 v2 v3 l4 l5", &[5][..], &[2, 4][..]),
+            (2, "v1 v2 v3 l4 l5", &[5], &[2, 4]),
+            (2, "v1 v3 l4 l5 f2", &[5], &[4]),
+            (2, "v1 v2 v3 l4 v5", &[], &[2, 4]),
+            (4, "v1 v2 v3 v5 f4", &[], &[2]),
+        ] {
+            let got = next(&Goal::Replace { old, new: 5 }, &at(text, &[2, 4, 5], None)).unwrap();
+            assert_eq!(got, step(promote.to_vec(), remove.to_vec()), "{old} from {text}");
+        }
+        // One that was heard of just now is waited for, but not before the new one votes.
+        let heard = |text: &str| next(&Goal::Replace { old: 2, new: 5 }, &at(text, &[3, 5], Some(10))).unwrap();
+        assert_eq!(heard("v1 v2 v3 l5"), step(vec![5], vec![2]));
+        assert!(matches!(heard("v1 v3 v5 f2"), Next::Wait(why) if why.contains("3 had the address")));
+        assert_eq!(next(&Goal::Replace { old: 2, new: 5 }, &at("v1 v3 v5 f2 f4", &[5], None)).unwrap(), Next::Done);
     }
 }

@@ -248,6 +248,29 @@ async fn members_are_added_promoted_replaced_and_removed() {
     c.put("x", "3").await;
 }
 
+/// A leader that still has its whole log does not give a new member a copy by itself; and the member's first entries are of another term.
+#[tokio::test(start_paused = true)]
+async fn a_new_member_gets_the_state_from_a_leader_whose_log_is_whole_and_of_several_terms() {
+    let mut c = Cluster::new(3, 21, |_| {}).await;
+    let long = "v".repeat(700_000);
+    for i in 0..4 {
+        c.put(&format!("k{i}"), &long).await;
+    }
+    let former = c.leader().await;
+    c.kill(former, true).await;
+    c.put("x", "1").await;
+    c.add(4, vec![]).await;
+    let leader = c.leader().await;
+    let status = c.node(leader).status();
+    assert!(status.first_index == 1 && status.term > 1, "{status:?}");
+    c.node(leader).change_members(MemberChange::AddLearner { id: 4, endpoint: Endpoint::Sim(4) }).await.unwrap();
+    (1..=3u64).for_each(|id| c.node(4).set_peer(id, Endpoint::Sim(id as u32)));
+    c.settled(&[leader, 4]).await;
+    c.node(leader).change_members(step(&[4], &[former])).await.unwrap();
+    c.put("y", "1").await;
+    c.settled(&[leader, 4]).await;
+}
+
 /// As soon as a change is answered, a majority of the new members must be able to do without the others.
 #[tokio::test(start_paused = true)]
 async fn the_leader_may_die_as_soon_as_it_answered_a_replacement() {

@@ -196,6 +196,11 @@ async fn a_full_table_delays_durability_and_loses_nothing() {
     assert_eq!(e.flush().await.unwrap_err().code, Code::NoSpc);
     assert!(e.is_dirty());
     apply(&e, key(0), write(1, b"y"), 2).await.unwrap();
+    // The table takes it, and then cannot make it durable.
+    bed.table.fail_next(strake_store::mem::Fault::Sync, 1, Code::NoSpc);
+    assert_eq!(e.flush().await.unwrap_err().code, Code::NoSpc);
+    assert!(e.is_dirty());
+    apply(&e, key(1), write(0, b"z"), 3).await.unwrap();
     e.flush().await.unwrap();
     drop(e);
     assert_eq!(read_all(&*bed.open().await, key(0)).await.unwrap(), b"xy");

@@ -207,7 +207,7 @@ impl Authority {
     fn returned(&self, h: &pb::HeartbeatRequest, t: &pb::TargetReport) {
         use ReplicaState::*;
         let mut map = self.map.lock();
-        if map.chains.is_empty() || t.failed {
+        if map.chains.is_empty() || t.failed || t.lapses % 2 == 1 {
             return;
         }
         let c = map.chains[0].clone();
@@ -262,8 +262,10 @@ impl Service for Authority {
         }
         for t in &h.targets {
             self.seen.lock().insert(t.target, Instant::now());
-            if t.failed {
+            if t.failed || t.lapses % 2 == 1 {
                 self.failed.lock().insert(t.target);
+            } else if t.lapses > 0 {
+                self.failed.lock().remove(&t.target);
             }
             self.returned(&h, t);
         }

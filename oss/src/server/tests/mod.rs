@@ -456,6 +456,32 @@ async fn a_failed_device_leaves_the_chain_and_service_goes_on() {
     assert!(!c.nodes[1].server.as_ref().unwrap().status().notices.is_empty());
 }
 
+/// The file system below a target is full although the target itself has room: others have what it cannot have.
+#[tokio::test(start_paused = true)]
+async fn a_target_that_lacks_space_leaves_its_chain_and_comes_back_by_itself() {
+    for victim in 0..3 {
+        let c = Cluster::start(3).await;
+        c.write(0, 0, b"before", 1).await.unwrap();
+        c.nodes[victim].device.fail(crate::device::mem::Op::Write, 0, Code::NoSpc);
+        let (epoch, data) = (c.authority.chain().epoch, bytes(1, 8192));
+        let result = c.write(1, 0, &data, 2).await;
+        // The tail has nobody behind it: it says so before anybody has the update. The others find that out too late.
+        match victim {
+            2 => assert_eq!(result.unwrap_err().code, Code::NoSpc),
+            _ => assert_eq!(result.unwrap().version.number, 1),
+        }
+        assert_eq!(c.authority.chain().epoch > epoch, victim != 2, "target {victim}: {:?}", c.authority.states());
+        c.whole().await;
+        c.write(1, 4096, b"after", 3).await.unwrap();
+        for t in 0..3 {
+            let (_, got) = c.read(t, 1, 4096, 5).await.unwrap();
+            assert_eq!(got, b"after", "target {victim} was out, {t} is read");
+            assert_eq!(c.read(t, 0, 0, 6).await.unwrap().1, b"before");
+        }
+        assert!(c.nodes[victim].server.as_ref().unwrap().status().notices.is_empty());
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn writers_to_one_chunk_queue_and_all_succeed_with_a_resync_beside_them() {
     let mut c = Cluster::start(3).await;
