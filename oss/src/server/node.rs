@@ -24,12 +24,14 @@ use tokio::sync::{Notify, Semaphore};
 
 use super::{
     Config,
+    damage::Damage,
     peers::{MdsLink, Peers},
     replica::Replica,
+    scrub::{self, Ask, Scrub},
 };
 use crate::{
     chain::View,
-    engine::{Engine, TargetIdentity},
+    engine::{Engine, Position, TargetIdentity},
 };
 
 /// Evicted sessions remembered; their capabilities expire long before so many follow.
@@ -37,6 +39,8 @@ const KEPT_EVICTED: usize = 65_536;
 /// Below this much free space an update is staged before anybody hears of it.
 const ROOM: u64 = 256 << 20;
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Chunks of one target that are repaired at a time.
+const REPAIRS: usize = 4;
 
 /// One target in this life of the process.
 pub struct Target {
@@ -44,7 +48,10 @@ pub struct Target {
     pub stamp: u64,
     /// `TARGET_UNASSIGNED` until registered.
     pub id: AtomicU32,
-    pub repaired: AtomicU64,
+    pub damage: Damage,
+    pub scrub: Scrub,
+    /// Bounds the chunks that repairs have in memory.
+    pub repairs: Semaphore,
     failed: AtomicBool,
 }
 
@@ -165,7 +172,12 @@ impl Node {
         let target = |engine: Arc<Engine>| {
             let id = AtomicU32::new(engine.identity().target_id);
             let stamp = env.random_u64();
-            Arc::new(Target { engine, stamp, id, repaired: AtomicU64::new(0), failed: AtomicBool::new(false) })
+            let position = engine.scrub_position().unwrap_or_else(|e| {
+                tracing::warn!("the scrub begins anew: {e}");
+                Position::default()
+            });
+            let (damage, scrub, repairs) = (Damage::default(), Scrub::new(position), Semaphore::new(REPAIRS));
+            Arc::new(Target { engine, stamp, id, damage, scrub, repairs, failed: AtomicBool::new(false) })
         };
         Arc::new(Node {
             clients: Semaphore::new(cfg.max_requests),
@@ -225,6 +237,32 @@ impl Node {
             let m = format!("target {target} of storage server '{}' has no replica of chain {chain}", self.cfg.name);
             Error::new(Code::NotServing, m)
         })
+    }
+
+    /// The replica on a target of this server with the lowest chain from this one on.
+    pub fn next_replica(&self, target: TargetId, from: ChainId) -> Option<Arc<Replica>> {
+        let replicas = self.replicas.lock();
+        replicas.range((target, from)..=(target, ChainId::MAX)).next().map(|(_, r)| r.clone())
+    }
+
+    /// Whether a chain has no other replica in sync than the one on this target.
+    pub fn is_last(&self, target: TargetId) -> bool {
+        let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().filter(|r| r.id == target).cloned().collect();
+        replicas.iter().any(|r| r.view().serving == [target])
+    }
+
+    /// What was asked for is done on these targets, on all if there are none; how they are then. `NoEnt`: no such target here.
+    pub fn scrub(&self, ask: Option<Ask>, targets: &[TargetId]) -> Result<Vec<pb::ScrubStatus>> {
+        if let Some(unknown) = targets.iter().find(|t| self.target(**t).is_none()) {
+            let m = format!("storage server '{}' has no target {unknown}", self.cfg.name);
+            return Err(Error::new(Code::NoEnt, m));
+        }
+        let chosen = self.targets.iter().filter(|t| targets.is_empty() || targets.contains(&t.id()));
+        let each = chosen.map(|t| {
+            ask.into_iter().for_each(|a| t.scrub.ask(a));
+            scrub::status(self, t)
+        });
+        Ok(each.collect())
     }
 
     pub fn target(&self, id: TargetId) -> Option<&Arc<Target>> {
@@ -454,7 +492,7 @@ impl Node {
         let lease_left_ms = self.lease_left().as_millis() as u64;
         let target = |t: &Arc<Target>| {
             let u = t.engine.usage();
-            let device = t.engine.device();
+            let (device, found) = (t.engine.device(), t.damage.counts());
             pb::TargetStatus {
                 id: t.id(),
                 device: device.name(),
@@ -468,12 +506,19 @@ impl Node {
                 write_bytes: u.write_bytes,
                 checksum_errors: u.checksum_errors,
                 lease_left_ms,
+                damaged: found.damaged,
+                repaired: found.repaired,
+                lost: found.lost,
             }
         };
         let mut notices = Vec::new();
         for t in &self.targets {
             if t.failed() {
                 notices.push(format!("target {} has failed; replace its device and restart", t.id()));
+            }
+            let lost = t.damage.counts().lost;
+            if lost > 0 {
+                notices.push(format!("target {}: {lost} chunks have no good copy; see `strake scrub status`", t.id()));
             }
             if !t.engine.device().direct() {
                 notices.push(format!("target {} runs without direct I/O: its file system refuses it", t.id()));
