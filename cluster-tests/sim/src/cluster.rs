@@ -13,7 +13,7 @@ use strake_mds::{
 use strake_oss::{
     device::mem::{MemDevice, Op, Tear},
     engine::{Engine, Options, TargetIdentity},
-    server::{self as oss_server, OssServer},
+    server::{self as oss_server, Ask, OssServer},
 };
 use strake_proto::{CapKey, Code, Error, Result};
 use strake_store::MemStore;
@@ -28,6 +28,8 @@ const CALM: Weather = Weather { min_delay: Duration::ZERO, max_delay: Duration::
 /// Secret of every simulated cluster.
 const KEY: [u8; 32] = [0x5e; 32];
 const TARGET_BYTES: u64 = 256 << 20;
+/// Storage servers look for damage all the time.
+const SCRUB_EVERY_S: u64 = 3;
 /// Rates of clocks of which no two differ by more than a tenth.
 const DRIFT: std::ops::Range<f64> = 0.955..1.045;
 /// Bounds of leases that three clients reach.
@@ -93,6 +95,26 @@ pub struct Cluster {
     write_back: Option<u32>,
     mds: Vec<Mds>,
     oss: Vec<Oss>,
+    /// Of servers that were killed.
+    scrubbed: Scrubbed,
+}
+
+/// What storage servers looked at, in chunks.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Scrubbed {
+    /// In the last pass of each life of a server.
+    pub chunks: u64,
+    /// Of which were found damaged, in any pass. No disk decays here, so there should be none.
+    pub damaged: u64,
+}
+
+impl Scrubbed {
+    fn add(&mut self, server: &OssServer) {
+        for t in server.scrub(None) {
+            self.chunks += t.chunks;
+            self.damaged += t.damaged;
+        }
+    }
 }
 
 fn bytes32(rng: &mut StdRng) -> [u8; 32] {
@@ -140,6 +162,7 @@ impl Cluster {
             write_back: Some(seed as u32 % 2),
             mds,
             oss,
+            scrubbed: Scrubbed::default(),
         }
     }
 
@@ -221,12 +244,14 @@ impl Cluster {
                 cap_key: CapKey::from_cluster_key(&KEY),
             };
             let mds = (1..=MDS).map(Endpoint::Sim).collect();
-            let config = oss_server::Config::new(format!("oss{node}"), Endpoint::Sim(node), mds);
+            let mut config = oss_server::Config::new(format!("oss{node}"), Endpoint::Sim(node), mds);
+            config.scrub_every_s = SCRUB_EVERY_S;
             // Registration needs a metadata leader; without one it goes on in the background of the real server, and a
             // start that takes longer than any election is a failure to report.
             let server = timeout(Duration::from_secs(60), oss_server::start(config, parts))
                 .await
                 .map_err(|_| Error::new(Code::TimedOut, "an oss did not start in 60 s"))??;
+            server.scrub(Some(Ask::Start));
             self.oss[i].life = Some((env, server));
             self.oss[i].harmed = false;
         }
@@ -278,6 +303,7 @@ impl Cluster {
         if let Some(o) = self.oss.iter_mut().find(|o| o.node == node)
             && let Some((env, server)) = o.life.take()
         {
+            self.scrubbed.add(&server);
             env.kill();
             drop(server);
             if power {
@@ -286,6 +312,13 @@ impl Cluster {
             o.table.crash(|n| if power { (dice % (n as u64 + 1)) as usize } else { n });
         }
         self.net.node_died(node);
+    }
+
+    /// What storage servers looked at so far.
+    pub fn scrubbed(&self) -> Scrubbed {
+        let mut all = self.scrubbed;
+        self.oss.iter().filter_map(|o| o.life.as_ref()).for_each(|(_, server)| all.add(server));
+        all
     }
 
     /// A client on a node of its own.

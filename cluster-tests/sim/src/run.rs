@@ -81,6 +81,8 @@ pub struct Outcome {
     pub names: u64,
     pub locks: u64,
     pub looks: u64,
+    /// Chunks that storage servers read through to find damage, in their last passes.
+    pub scrubbed: u64,
     pub errors: u64,
     /// Promises broken, in words. Empty is the only good answer.
     pub violations: Vec<String>,
@@ -199,7 +201,11 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
     }
     wait_whole(&cluster, "after the last fault").await?;
     let (trace, messages, events) = cluster.net.trace();
-    let f = found.lock();
+    let mut f = found.lock();
+    let scrubbed = cluster.scrubbed();
+    if scrubbed.damaged > 0 {
+        f.violations.push(format!("{} chunks were found damaged on disks that do not decay", scrubbed.damaged));
+    }
     Ok(Outcome {
         seed: s.seed,
         trace,
@@ -215,6 +221,7 @@ async fn simulate(s: Scenario) -> Result<Outcome> {
         names: f.names,
         locks: f.locks,
         looks: f.looks,
+        scrubbed: scrubbed.chunks,
         errors: f.errors,
         violations: f.violations.clone(),
     })
