@@ -10,6 +10,7 @@ mod lfs;
 mod lifeline;
 mod members;
 mod mount;
+mod scrub;
 mod serve;
 mod status;
 mod targets;
@@ -61,6 +62,8 @@ enum Command {
     MemoryMount(bench::MemoryArgs),
     /// Cross-check metadata and stored chunks (changes nothing).
     Fsck(fsck::FsckArgs),
+    /// Have storage targets read all they hold and repair what is damaged; or show what was found.
+    Scrub(scrub::ScrubArgs),
     /// The Lustre-like user tool (also by calling this binary `lfs`).
     #[command(disable_help_flag = true)]
     Lfs {
@@ -82,7 +85,7 @@ pub fn main() -> ExitCode {
     }
     let command = Cli::parse().command;
     let mounts = matches!(command, Command::Mount(_) | Command::Umount(_));
-    if matches!(command, Command::Status(_) | Command::Stats(_) | Command::Lfs { .. }) {
+    if matches!(command, Command::Status(_) | Command::Scrub(_) | Command::Stats(_) | Command::Lfs { .. }) {
         end_with_the_pipe();
     }
     let result = match command {
@@ -99,6 +102,7 @@ pub fn main() -> ExitCode {
         Command::Bench(a) => bench::bench(&a),
         Command::MemoryMount(a) => bench::memory_mount(&a),
         Command::Fsck(a) => fsck::fsck(&a),
+        Command::Scrub(a) => scrub::scrub(&a),
         Command::Lfs { args } => return exit_code(lfs::main(args)),
     };
     match result {

@@ -10,6 +10,7 @@ use strake_proto::{
     pb,
     pb::{ReplicaState, admin_client::AdminClient},
 };
+use tonic::transport::Channel;
 
 use crate::{
     dev::Cluster,
@@ -31,22 +32,27 @@ pub struct StatusArgs {
     verbose: bool,
 }
 
-const PATIENCE: Duration = Duration::from_secs(2);
+pub const PATIENCE: Duration = Duration::from_secs(2);
 /// Bytes of one answer: as many sessions as there may be, with the longest names.
 const MAX_STATUS: usize = 64 << 20;
+
+/// The administration of one server.
+pub async fn admin(addr: &str) -> Result<AdminClient<Channel>> {
+    let failed = |e: &dyn std::fmt::Display| Error::new(Code::Disconnected, format!("{addr}: {e}"));
+    let channel = tonic::transport::Endpoint::from_shared(format!("http://{addr}"))
+        .map_err(|e| failed(&e))?
+        .connect_timeout(PATIENCE)
+        .connect()
+        .await
+        .map_err(|e| failed(&e))?;
+    Ok(AdminClient::new(channel).max_decoding_message_size(MAX_STATUS))
+}
 
 /// Asks one server.
 pub async fn ask(addr: &str) -> Result<pb::StatusReply> {
     let failed = |e: &dyn std::fmt::Display| Error::new(Code::Disconnected, format!("{addr}: {e}"));
     let call = async {
-        let channel = tonic::transport::Endpoint::from_shared(format!("http://{addr}"))
-            .map_err(|e| failed(&e))?
-            .connect_timeout(PATIENCE)
-            .connect()
-            .await
-            .map_err(|e| failed(&e))?;
-        let mut client = AdminClient::new(channel).max_decoding_message_size(MAX_STATUS);
-        let reply = client.status(pb::StatusRequest {}).await.map_err(|e| failed(&e.message()))?;
+        let reply = admin(addr).await?.status(pb::StatusRequest {}).await.map_err(|e| failed(&e.message()))?;
         Ok(reply.into_inner())
     };
     tokio::time::timeout(PATIENCE, call).await.map_err(|_| failed(&"no answer in 2 s"))?
@@ -243,7 +249,7 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
                 "targets": s.targets.iter().map(|t| json!({ "id": t.id, "device": t.device, "capacity": t.capacity,
                     "used": t.used, "chunks": t.chunks, "direct_io": t.direct_io, "reads": t.reads, "writes": t.writes,
                     "read_bytes": t.read_bytes, "write_bytes": t.write_bytes, "checksum_errors": t.checksum_errors,
-                    "lease_left_ms": t.lease_left_ms })).collect::<Vec<_>>(),
+                    "lease_left_ms": t.lease_left_ms, "damaged": t.damaged, "repaired": t.repaired, "lost": t.lost })).collect::<Vec<_>>(),
             }),
         })
         .collect();

@@ -14,6 +14,16 @@ pub fn size(bytes: u64) -> String {
     if unit == 0 { format!("{bytes} B") } else { format!("{value:.1} {}", UNITS[unit]) }
 }
 
+/// A time as people read it, in its two largest units: `2 d 3 h`.
+pub fn span(seconds: u64) -> String {
+    match seconds {
+        0..60 => format!("{seconds} s"),
+        60..3600 => format!("{} min {} s", seconds / 60, seconds % 60),
+        3600..86_400 => format!("{} h {} min", seconds / 3600, seconds / 60 % 60),
+        _ => format!("{} d {} h", seconds / 86_400, seconds / 3600 % 24),
+    }
+}
+
 /// A line that is rewritten in place on a terminal and printed once per change elsewhere.
 pub struct Progress {
     live: bool,
@@ -69,6 +79,7 @@ mod tests {
     fn sizes_and_tables() {
         assert_eq!(size(1023), "1023 B");
         assert_eq!(size(3 << 30), "3.0 GiB");
+        assert_eq!([59, 3599, 7260, 266_400].map(span), ["59 s", "59 min 59 s", "2 h 1 min", "3 d 2 h"]);
         let rows = vec![vec!["a".into(), "b".into()], vec!["long".into(), "c".into()]];
         assert_eq!(table(&rows), "a     b\nlong  c\n");
     }

@@ -7,10 +7,10 @@ use strake_fabric::{Buf, Pool};
 use strake_oss::{
     device::{BLOCK, Device, MemDevice},
     engine::{
-        Engine, Key, Options, TargetIdentity, Update,
+        Engine, Key, Options, Position, TargetIdentity, Update,
         record::{
-            Header, Segment, TALLY_KEY, TARGET_KEY, decode_target, encode_target, header_key, parse_header_key,
-            parse_segment_key, segment_key,
+            Header, SCRUB_KEY, Segment, TALLY_KEY, TARGET_KEY, decode_target, encode_target, header_key,
+            parse_header_key, parse_segment_key, segment_key,
         },
         superblock::Superblock,
         tally::{Mark, Tally},
@@ -76,6 +76,9 @@ fn records(i: &mut Input) {
     let _ = (parse_header_key(key), parse_segment_key(key));
     if let Ok(t) = Tally::decode(&sealed(TALLY_KEY, &body)) {
         assert_eq!(t.encode(), sealed(TALLY_KEY, &body));
+    }
+    if let Ok(p) = Position::decode(&sealed(SCRUB_KEY, &body)) {
+        assert_eq!(p.encode(), sealed(SCRUB_KEY, &body));
     }
     match kind % 3 {
         0 => {
@@ -165,7 +168,12 @@ fn pair(i: &mut Input) -> (Bytes, Bytes) {
 async fn act(engine: &Arc<Engine>, i: &mut Input<'_>, number: u64) {
     let key = key(i);
     match i.u8() % 8 {
-        0 => drop(engine.meta(&key)),
+        0 if i.u8() & 1 == 0 => drop(engine.meta(&key)),
+        0 => {
+            if let Ok(Some(look)) = engine.check_whole(&key).await {
+                assert!(look.damaged.iter().all(|d| d.start < d.end && d.end <= look.len), "{look:?}");
+            }
+        }
         1 => drop(engine.list(1, None, usize::from(i.u8())).map(|l| l.len())),
         2 => drop(engine.flush().await),
         3 | 4 => {

@@ -15,7 +15,7 @@ use strake_mds::{
 use strake_oss::{
     device::mem::{MemDevice, Op, Tear},
     engine::{Engine, Options, TargetIdentity},
-    server::{self as oss_server, OssServer},
+    server::{self as oss_server, Ask, OssServer},
 };
 use strake_proto::{CapKey, Code, Error, Result};
 use strake_store::MemStore;
@@ -34,6 +34,8 @@ const KEY: [u8; 32] = [0x5e; 32];
 /// How long a write of the Raft log takes.
 const LOG_LATENCY: Duration = Duration::from_millis(1);
 const TARGET_BYTES: u64 = 256 << 20;
+/// Storage servers look for damage all the time.
+const SCRUB_EVERY_S: u64 = 3;
 /// Rates of clocks of which no two differ by more than a tenth.
 const DRIFT: std::ops::Range<f64> = 0.955..1.045;
 /// Bounds of leases that three clients reach.
@@ -165,6 +167,26 @@ pub struct Cluster {
     write_back: Option<u32>,
     mds: Vec<Mds>,
     oss: Vec<Oss>,
+    /// Of servers that were killed.
+    scrubbed: Scrubbed,
+}
+
+/// What storage servers looked at, in chunks.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Scrubbed {
+    /// In the last pass of each life of a server.
+    pub chunks: u64,
+    /// Of which were found damaged, in any pass. No disk decays here, so there should be none where no read goes wrong.
+    pub damaged: u64,
+}
+
+impl Scrubbed {
+    fn add(&mut self, server: &OssServer) {
+        for t in server.scrub(None) {
+            self.chunks += t.chunks;
+            self.damaged += t.damaged;
+        }
+    }
 }
 
 fn bytes32(rng: &mut StdRng) -> [u8; 32] {
@@ -203,6 +225,7 @@ impl Cluster {
             write_back: Some(seed as u32 % 2),
             mds,
             oss,
+            scrubbed: Scrubbed::default(),
         }
     }
 
@@ -298,8 +321,11 @@ impl Cluster {
                 let cap_key = CapKey::from_cluster_key(&KEY);
                 let parts = oss_server::Parts { env: of_life, fabric, targets: vec![engine], cap_key };
                 let mds = (1..=MDS).map(Endpoint::Sim).collect();
-                let config = oss_server::Config::new(format!("oss{node}"), Endpoint::Sim(node), mds);
-                oss_server::start(config, parts).await
+                let mut config = oss_server::Config::new(format!("oss{node}"), Endpoint::Sim(node), mds);
+                config.scrub_every_s = SCRUB_EVERY_S;
+                let server = oss_server::start(config, parts).await?;
+                server.scrub(Some(Ask::Start));
+                Ok(server)
             };
             self.oss[i].life = Some(Life::begin(env, starting));
             self.oss[i].harmed = false;
@@ -391,6 +417,7 @@ impl Cluster {
         if let Some(o) = self.oss.iter_mut().find(|o| o.node == node)
             && let Some(life) = o.life.take()
         {
+            life.ask(|server| self.scrubbed.add(server));
             life.end();
             if power {
                 torn = o.device.crash(dice, Tear::Sector) > 0;
@@ -412,6 +439,7 @@ impl Cluster {
         if let Some(o) = self.oss.iter_mut().find(|o| o.node == node)
             && let Some(life) = o.life.take()
         {
+            life.ask(|server| self.scrubbed.add(server));
             life.end();
             o.table.crash(|n| n);
         }
@@ -424,6 +452,13 @@ impl Cluster {
         self.net.made(Kind::ClientDeath, self.net.is_busy(node));
         env.kill();
         self.net.node_died(node);
+    }
+
+    /// What storage servers looked at so far.
+    pub fn scrubbed(&self) -> Scrubbed {
+        let mut all = self.scrubbed;
+        self.oss.iter().filter_map(|o| o.life.as_ref()).for_each(|life| drop(life.ask(|server| all.add(server))));
+        all
     }
 
     /// A client on a node of its own.

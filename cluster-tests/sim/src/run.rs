@@ -20,7 +20,7 @@ use crate::{
     cluster::{Cluster, FIRST_CLIENT, MDS, Sync},
     faults::{self, Fault, Timed},
     ghost::Ghost,
-    ledger::Ledger,
+    ledger::{Kind, Ledger},
     lockers::{self, Locker, Model},
     moves,
     net::Weather,
@@ -112,6 +112,8 @@ pub struct Outcome {
     pub names: u64,
     pub locks: u64,
     pub looks: u64,
+    /// Chunks that storage servers read through to find damage, in their last passes.
+    pub scrubbed: u64,
     pub errors: u64,
     /// Promises broken, in words. Empty is the only good answer.
     pub violations: Vec<String>,
@@ -174,12 +176,18 @@ pub fn run_with(s: Scenario, faults: &[Timed]) -> Result<Outcome> {
 
 fn report(seed: u64, scheduled: usize, cluster: &Cluster, f: &mut Findings, begun: Instant) -> Outcome {
     let (trace, messages, events) = cluster.net.trace();
+    let scrubbed = cluster.scrubbed();
+    let faults = cluster.net.ledger();
+    let misread = faults.rows().any(|(kind, made, _)| kind == Kind::DiskCorrupt.name() && made > 0);
+    if scrubbed.damaged > 0 && !misread {
+        f.broken(format!("{} chunks were found damaged on disks that do not decay", scrubbed.damaged));
+    }
     Outcome {
         seed,
         trace,
         events,
         messages,
-        faults: cluster.net.ledger(),
+        faults,
         scheduled,
         simulated: begun.elapsed(),
         writes: f.writes,
@@ -190,6 +198,7 @@ fn report(seed: u64, scheduled: usize, cluster: &Cluster, f: &mut Findings, begu
         names: f.names,
         locks: f.locks,
         looks: f.looks,
+        scrubbed: scrubbed.chunks,
         errors: f.errors,
         violations: std::mem::take(&mut f.violations),
         broken_at: f.broken_at,

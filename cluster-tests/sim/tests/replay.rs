@@ -11,7 +11,8 @@ fn twice(seed: u64) {
             && first.seeks > 0
             && first.syncs > 0
             && first.names > 0
-            && first.locks > 0,
+            && first.locks > 0
+            && first.scrubbed > 0,
         "seed {seed} did nothing: {first:?}"
     );
     let second = run(Scenario::new(seed)).unwrap();

@@ -33,6 +33,10 @@ impl Admin for Shell {
         Ok(Response::new(self.0.status()))
     }
 
+    async fn scrub(&self, _: Request<pb::ScrubRequest>) -> Result<Response<pb::ScrubReply>, Status> {
+        Err(Status::unimplemented("this is a metadata server; ask a storage server"))
+    }
+
     async fn pool_change(&self, r: Request<pb::PoolChangeRequest>) -> Result<Response<pb::PoolChangeReply>, Status> {
         let r = r.into_inner();
         self.0.leading().map_err(status)?;

@@ -71,6 +71,14 @@ impl ChainCore {
         self.slots.len()
     }
 
+    /// The version that an update in its slot is to have.
+    pub fn version_of(&self, op: OpId) -> Option<Version> {
+        match self.slots.get(self.ops.get(&op)?)?.current.as_ref()? {
+            Current::Update(u) if u.op == op => Some(u.version),
+            _ => None,
+        }
+    }
+
     /// Indices from `from.index` on of the chunks of a file that have something in flight.
     pub fn busy_from(&self, from: ChunkId) -> Vec<u64> {
         let end = ChunkId { index: u64::MAX, ..from };

@@ -132,6 +132,12 @@ impl MemDevice {
         block[(offset % BLOCK) as usize] ^= 1 << (bit % 8);
     }
 
+    /// Where the blocks are that begin with these bytes.
+    pub fn find(&self, begin: &[u8]) -> Vec<u64> {
+        let inner = self.inner.lock();
+        inner.blocks.iter().filter(|(_, b)| b.starts_with(begin)).map(|(at, _)| at * BLOCK).collect()
+    }
+
     /// From now on flushes are acknowledged and do nothing, as by a build that forgot its fsync: for tests that must notice.
     pub fn skip_flush(&self) {
         self.inner.lock().skip_flush = true;

@@ -10,7 +10,7 @@ use tokio::sync::OwnedMutexGuard;
 use super::{
     Engine, Shared, State,
     alloc::{Extent, coalesce},
-    record::{TALLY_KEY, header_key, segment_key},
+    record::{self, TALLY_KEY, header_key, segment_key},
     tally::{Mark, Tally},
 };
 use crate::device::BLOCK;
@@ -196,6 +196,8 @@ impl Shared {
                 other => other?,
             };
             if let Some(old) = old {
+                // Decayed since it was added: what it was then is not known.
+                tally.unsure |= record::unseal(key, &old).is_err();
                 tally.remove(key, &old);
             }
             if let Some(new) = new {

@@ -16,6 +16,7 @@
 //! |---|---|
 //! | `stage.rs` | from an update to staged blocks and the records that will name them |
 //! | `read.rs` | consistent views of a chunk, verified reads |
+//! | `check.rs`, `position.rs` | looking for decay, and how far the scrub has come |
 //! | `list.rs` | listings, extents, forgetting tombstones |
 //! | `flush.rs` | the order above, shared by concurrent callers; reuse of space |
 //! | `open.rs` | formatting, and rebuilding the allocator from the table |
@@ -26,11 +27,13 @@
 //! | `grants.rs` | free space that is promised to sessions |
 
 mod alloc;
+mod check;
 mod flush;
 mod grants;
 mod list;
 mod open;
 mod overlay;
+mod position;
 mod read;
 pub mod record;
 mod sights;
@@ -51,10 +54,12 @@ use std::{
 };
 
 use alloc::{Allocator, Extent};
+pub use check::{Look, STEP};
 pub use grants::Ask;
 use grants::Grants;
 use overlay::Overlay;
 use parking_lot::Mutex;
+pub use position::Position;
 use record::{Header, Segment};
 use sights::Sight;
 pub use stage::Staged;
@@ -109,6 +114,8 @@ pub enum Update {
     Truncate { len: u32 },
     /// Removes the bytes; the version stays as a tombstone.
     Remove,
+    /// The whole chunk anew, as an update that this one stands for leaves it; earlier writers stay. Its header must be whole.
+    Rewrite { data: Vec<Buf>, sums: Vec<u32> },
     /// The whole chunk anew, whatever state it was in: also damaged.
     Replace { data: Vec<Buf>, sums: Vec<u32>, tombstone: bool },
 }

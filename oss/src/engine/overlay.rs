@@ -33,6 +33,11 @@ impl<K: Ord + Copy, V> Overlay<K, V> {
         Some(v)
     }
 
+    /// As [`Overlay::get`], of changes alone: `None` also for what is only cached.
+    pub fn changed_one(&self, key: &K) -> Option<Slot<V>> {
+        self.dirty.get(key).or_else(|| self.flushing.get(key)).cloned()
+    }
+
     /// A change, to be flushed.
     pub fn put(&mut self, key: K, value: Slot<V>) {
         self.dirty.insert(key, value);
@@ -44,6 +49,19 @@ impl<K: Ord + Copy, V> Overlay<K, V> {
         if self.young.len() >= self.limit {
             self.old = std::mem::take(&mut self.young);
         }
+    }
+
+    /// The store's record is damaged: one that is only cached and whole is dirty again. Whether there was one.
+    pub fn heal(&mut self, key: &K, is_whole: impl Fn(&V) -> bool) -> bool {
+        if self.changed_one(key).is_some() {
+            return false;
+        }
+        let cached = self.get(key).flatten().filter(|v| is_whole(v));
+        let found = cached.is_some();
+        if found {
+            self.put(*key, cached);
+        }
+        found
     }
 
     pub fn dirty_len(&self) -> usize {

@@ -11,7 +11,7 @@ use strake_proto::{
 
 use super::{
     Engine, Key, ReadOut, Shared, add, damaged,
-    overlay::Slot,
+    overlay::{Overlay, Slot},
     record::{HOLE, Header, SEG_BLOCKS, SEG_BYTES, Segment, header_key, parse_segment_key, segment_key},
 };
 
@@ -44,6 +44,8 @@ pub(super) struct View {
     pub header: Slot<Header>,
     /// The segments asked for, in order.
     pub segments: Vec<(u8, Slot<Segment>)>,
+    /// Records that were damaged in the store and whole in memory, from where they go there again.
+    pub healed: usize,
     pub _ticket: Ticket,
 }
 
@@ -53,6 +55,24 @@ struct Loaded {
     epoch: u64,
     header: Option<Slot<Header>>,
     segments: BTreeMap<u8, Slot<Segment>>,
+}
+
+/// Where a view has its records from.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Source {
+    /// From memory where they are there.
+    Memory,
+    /// As the store holds them, but for changes that it will hold with the next flush.
+    Store,
+}
+
+impl Source {
+    fn of<K: Ord + Copy, V>(self, records: &mut Overlay<K, V>, key: &K) -> Option<Slot<V>> {
+        match self {
+            Source::Memory => records.get(key),
+            Source::Store => records.changed_one(key),
+        }
+    }
 }
 
 enum Missing {
@@ -72,34 +92,67 @@ impl Shared {
     /// The header and the segments that `want` names, given the header. Reads the store without the lock, and again if a
     /// flush ended meanwhile: in the same epoch, what memory does not know is in the store as it was read.
     pub(super) fn view(self: &Arc<Self>, key: &Key, want: impl Fn(Option<&Header>) -> Range<u8>) -> Result<View> {
+        self.view_of(key, want, Source::Memory)
+    }
+
+    pub(super) fn view_of(
+        self: &Arc<Self>,
+        key: &Key,
+        want: impl Fn(Option<&Header>) -> Range<u8>,
+        source: Source,
+    ) -> Result<View> {
         let mut loaded = Loaded::default();
+        let mut healed = 0;
         loop {
-            let missing = match self.try_view(key, &want, &mut loaded) {
-                Ok(view) => return Ok(view),
+            let missing = match self.try_view(key, &want, source, &mut loaded) {
+                Ok(view) => return Ok(View { healed, ..view }),
                 Err(missing) => missing,
             };
             match missing {
                 Missing::Header => loaded.header = Some(self.load_header(key)?),
                 Missing::Segments(range) => self.load_segments(key, range, &mut loaded.segments)?,
             }
+            if source == Source::Store {
+                healed += self.heal(key, &loaded);
+            }
         }
+    }
+
+    /// Has records that are damaged in the store and whole in memory written again. How many.
+    fn heal(&self, key: &Key, loaded: &Loaded) -> usize {
+        let mut state = self.state.lock();
+        let s = &mut *state;
+        if s.epoch != loaded.epoch || s.failed.is_some() {
+            return 0;
+        }
+        let header = loaded.header.iter().flatten().filter(|h| h.damaged && s.headers.heal(key, |h| !h.damaged));
+        let mut healed = header.count();
+        for (seg, _) in loaded.segments.iter().filter(|(_, v)| v.as_ref().is_some_and(|v| v.damaged)) {
+            let at = (*key, *seg);
+            healed += usize::from(!s.lost.contains(&at) && s.segments.heal(&at, |v| !v.damaged));
+        }
+        s.committed += healed as u64;
+        healed
     }
 
     fn try_view(
         self: &Arc<Self>,
         key: &Key,
         want: &impl Fn(Option<&Header>) -> Range<u8>,
+        source: Source,
         loaded: &mut Loaded,
     ) -> Result<View, Missing> {
-        let mut s = self.state.lock();
+        let mut state = self.state.lock();
+        let s = &mut *state;
         if loaded.epoch != s.epoch {
             *loaded = Loaded { epoch: s.epoch, ..Loaded::default() };
         }
-        let Some(header) = s.headers.get(key).or_else(|| loaded.header.clone()) else { return Err(Missing::Header) };
+        let known = source.of(&mut s.headers, key);
+        let Some(header) = known.or_else(|| loaded.header.clone()) else { return Err(Missing::Header) };
         let mut segments = Vec::new();
         let mut missing: Option<Range<u8>> = None;
         for seg in want(header.as_deref()) {
-            match s.segments.get(&(*key, seg)).or_else(|| loaded.segments.get(&seg).cloned()) {
+            match source.of(&mut s.segments, &(*key, seg)).or_else(|| loaded.segments.get(&seg).cloned()) {
                 Some(_) if s.lost.contains(&(*key, seg)) => segments.push((seg, Some(Arc::new(Segment::damaged())))),
                 Some(v) => segments.push((seg, v)),
                 None => missing = Some(missing.map_or(seg, |m| m.start)..seg + 1),
@@ -116,8 +169,8 @@ impl Shared {
         }
         let epoch = s.epoch;
         *s.readers.entry(epoch).or_default() += 1;
-        drop(s);
-        Ok(View { header, segments, _ticket: Ticket { shared: self.clone(), epoch } })
+        drop(state);
+        Ok(View { header, segments, healed: 0, _ticket: Ticket { shared: self.clone(), epoch } })
     }
 
     pub(super) fn header(self: &Arc<Self>, key: &Key) -> Result<Slot<Header>> {
@@ -167,9 +220,9 @@ impl Shared {
         tracing::error!("{}: {key}: {e}", self.device.name());
     }
 
-    /// Reads device blocks into a buffer for as many as there are sums, and checks each against its own.
-    pub(super) async fn read_blocks(&self, key: &Key, block: u64, at: usize, sums: &[u32], buf: BufMut) -> Result<Buf> {
-        let len = sums.len() * BLOCK;
+    /// Reads device blocks, unchecked, until the buffer is full.
+    pub(super) async fn read_device(&self, key: &Key, block: u64, buf: BufMut) -> Result<BufMut> {
+        let len = buf.len();
         let buf = self.device.read(block * BLOCK as u64, buf).await.map_err(|e| e.context(key))?;
         if buf.len() != len {
             return Err(Error::new(
@@ -177,6 +230,12 @@ impl Shared {
                 format!("{key}: {} read {} of {len} bytes", self.device.name(), buf.len()),
             ));
         }
+        Ok(buf)
+    }
+
+    /// Reads device blocks into a buffer for as many as there are sums, and checks each against its own.
+    pub(super) async fn read_blocks(&self, key: &Key, block: u64, at: usize, sums: &[u32], buf: BufMut) -> Result<Buf> {
+        let buf = self.read_device(key, block, buf).await?;
         if let Some(i) = buf.chunks(BLOCK).zip(sums).position(|(bytes, sum)| crc32c(bytes) != *sum) {
             let e = Error::new(
                 Code::Corrupt,
@@ -195,12 +254,12 @@ impl Shared {
 }
 
 /// Adjoining blocks of a chunk that lie in one run on the device, or are holes.
-struct Piece {
+pub(super) struct Piece {
     /// First block, counted in the chunk.
-    at: usize,
+    pub at: usize,
     /// Where on the device; [`HOLE`] for holes.
-    block: u64,
-    sums: Vec<u32>,
+    pub block: u64,
+    pub sums: Vec<u32>,
 }
 
 /// The record of a block among segments that follow each other.
@@ -209,7 +268,13 @@ pub(super) fn find(segments: &[(u8, Slot<Segment>)], at: usize) -> Option<&Segme
     segments.get((at / SEG_BLOCKS).checked_sub(first)?)?.1.as_deref()
 }
 
-fn pieces(key: &Key, segments: &[(u8, Slot<Segment>)], blocks: Range<usize>, zero_sum: u32) -> Result<Vec<Piece>> {
+/// `Corrupt` where the record of one of these blocks is damaged.
+pub(super) fn pieces(
+    key: &Key,
+    segments: &[(u8, Slot<Segment>)],
+    blocks: Range<usize>,
+    zero_sum: u32,
+) -> Result<Vec<Piece>> {
     let mut out: Vec<Piece> = Vec::new();
     let end = blocks.end;
     for at in blocks {

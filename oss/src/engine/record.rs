@@ -30,6 +30,8 @@ pub const SEGMENT_PREFIX: u8 = b's';
 pub const SIGHT_PREFIX: u8 = b'c';
 /// The record that ties the table to its device.
 pub const TARGET_KEY: &[u8] = b"t";
+/// How far the scrub has come, see [`position`](super::position).
+pub const SCRUB_KEY: &[u8] = b"p";
 /// The record that sums up all headers and segments, see [`tally`](super::tally).
 pub const TALLY_KEY: &[u8] = b"f";
 

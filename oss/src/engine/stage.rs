@@ -190,7 +190,7 @@ impl Engine {
             Update::Replace { data, tombstone: true, .. } if !data.is_empty() => {
                 return Err(Error::new(Code::Inval, "a tombstone has no bytes"));
             }
-            Update::Replace { data, sums, .. } => check_data(0, data, sums)?,
+            Update::Rewrite { data, sums } | Update::Replace { data, sums, .. } => check_data(0, data, sums)?,
             Update::Punch { .. } | Update::Truncate { .. } | Update::Remove => {}
         }
         self.throttle().await?;
@@ -203,6 +203,7 @@ impl Engine {
             Update::Punch { offset, len } => self.stage_punch(slot, offset, len).await,
             Update::Truncate { len } => self.stage_truncate(slot, len).await,
             Update::Remove => self.stage_whole(slot, Vec::new(), Vec::new(), true, true).await,
+            Update::Rewrite { data, sums } => self.stage_whole(slot, data, sums, false, true).await,
             Update::Replace { data, sums, tombstone } => self.stage_whole(slot, data, sums, tombstone, false).await,
         }
     }
@@ -397,8 +398,8 @@ impl Engine {
         Error::new(Code::NoSpc, m)
     }
 
-    /// Makes a staged update visible: at once, durable at the next flush. Write, punch, truncate and remove append `writers` to
-    /// the chunk's list (the last 8 stay), replace sets it.
+    /// Makes a staged update visible: at once, durable at the next flush. Replace sets the chunk's list of writers, all others
+    /// append `writers` to it; the last [`KEPT_WRITERS`] stay.
     pub fn commit(&self, mut staged: Staged, version: Version, writers: Vec<Writer>) -> Result<ChunkMeta> {
         let mut list = std::mem::take(&mut staged.writers);
         list.extend(writers);

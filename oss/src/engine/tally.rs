@@ -33,7 +33,7 @@ pub struct Tally {
     /// Over keys alone, so that a damaged value does not hide a lost record.
     pub keys: u64,
     pub values: u64,
-    /// A record was damaged when the target was opened, so `values` may be off.
+    /// A record was damaged when the target was opened or replaced, so `values` may be off.
     pub unsure: bool,
 }
 

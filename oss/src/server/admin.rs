@@ -5,7 +5,7 @@ use std::{net::SocketAddr, sync::Arc};
 use strake_proto::{Error, Result, pb};
 use tonic::{Request, Response, Status, transport::server::TcpIncoming};
 
-use super::node::Node;
+use super::{node::Node, scrub::Ask};
 use pb::admin_server::{Admin, AdminServer};
 
 struct Shell(Arc<Node>);
@@ -14,6 +14,18 @@ struct Shell(Arc<Node>);
 impl Admin for Shell {
     async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusReply>, Status> {
         Ok(Response::new(self.0.status()))
+    }
+    async fn scrub(&self, r: Request<pb::ScrubRequest>) -> Result<Response<pb::ScrubReply>, Status> {
+        let r = r.into_inner();
+        let ask = match r.action {
+            0 => None,
+            1 => Some(Ask::Start),
+            2 => Some(Ask::Stop),
+            3 => Some(Ask::Resume),
+            other => return Err(Status::invalid_argument(format!("this version knows no action {other} of a scrub"))),
+        };
+        let targets = self.0.scrub(ask, &r.targets).map_err(|e| Status::not_found(e.message))?;
+        Ok(Response::new(pb::ScrubReply { targets }))
     }
     async fn pool_change(&self, _: Request<pb::PoolChangeRequest>) -> Result<Response<pb::PoolChangeReply>, Status> {
         Err(Status::unimplemented("this is a storage server; ask a metadata server"))

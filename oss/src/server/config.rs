@@ -73,6 +73,12 @@ pub struct Config {
     /// Chunks a resync keeps in flight per chain.
     #[serde(default = "defaults::sync_parallel")]
     pub sync_parallel: usize,
+    /// Bytes per second that the scrub may read from each target, 0 = no limit.
+    #[serde(default = "defaults::scrub_rate")]
+    pub scrub_rate: u64,
+    /// Seconds from the beginning of one scrub of a target to that of the next, 0 = only when asked for.
+    #[serde(default = "defaults::scrub_every")]
+    pub scrub_every_s: u64,
     /// Requests of clients worked on at a time; beyond it they are told to come again.
     #[serde(default = "defaults::max_requests")]
     pub max_requests: usize,
@@ -84,6 +90,7 @@ pub struct Config {
 /// More at a time than any machine does.
 const MOST: usize = 65_536;
 const LONGEST_MS: u64 = 86_400_000;
+const LONGEST_SCRUB_S: u64 = 100 * 365 * 86_400;
 
 mod defaults {
     pub fn create() -> bool {
@@ -97,6 +104,12 @@ mod defaults {
     }
     pub fn sync_parallel() -> usize {
         4
+    }
+    pub fn scrub_rate() -> u64 {
+        32 << 20
+    }
+    pub fn scrub_every() -> u64 {
+        7 * 86_400
     }
     pub fn max_requests() -> usize {
         1024
@@ -121,6 +134,8 @@ impl Config {
             flush_ms: defaults::flush(),
             sync_rate: 0,
             sync_parallel: defaults::sync_parallel(),
+            scrub_rate: defaults::scrub_rate(),
+            scrub_every_s: defaults::scrub_every(),
             max_requests: defaults::max_requests(),
             peer_timeout_ms: defaults::peer_timeout(),
         }
@@ -153,6 +168,9 @@ impl Config {
         }
         if self.heartbeat_ms.max(self.flush_ms).max(self.peer_timeout_ms) > LONGEST_MS {
             return bad("heartbeat_ms, flush_ms and peer_timeout_ms are at most a day");
+        }
+        if self.scrub_every_s > LONGEST_SCRUB_S {
+            return bad("scrub_every_s is at most a hundred years; 0 switches it off");
         }
         Ok(())
     }

@@ -4,7 +4,9 @@
 //! |---|---|
 //! | `service.rs` | requests as they arrive: rights, sanity, dispatch |
 //! | `replica.rs` | carries out what a chain's state machine asks for |
-//! | `sync.rs` | filling a replica that is out of sync; repairing a damaged chunk |
+//! | `sync.rs` | filling a replica that is out of sync |
+//! | `repair.rs`, `damage.rs` | repairing a damaged chunk; what was found damaged |
+//! | `scrub.rs` | reading everything now and then, to find damage before a reader does |
 //! | `node.rs` | registration, heartbeats, lease, the cluster map |
 //! | `peers.rs` | connections to other servers |
 //! | `config.rs` | configuration keys |
@@ -12,10 +14,13 @@
 
 mod admin;
 pub mod config;
+mod damage;
 mod disk;
 mod node;
 mod peers;
+mod repair;
 mod replica;
+mod scrub;
 mod service;
 mod sync;
 #[cfg(test)]
@@ -27,6 +32,7 @@ pub use config::{Config, TargetConfig};
 pub use disk::start_on_disk;
 use node::Node;
 use peers::{MdsLink, Peers};
+pub use scrub::Ask;
 use strake_fabric::{Endpoint, Env, Fabric, Listener};
 use strake_proto::{CapKey, Code, Result, pb};
 
@@ -81,6 +87,10 @@ pub async fn start(cfg: Config, parts: Parts) -> Result<OssServer> {
             }
         }));
     }
+    for t in &node.targets {
+        tasks.push(env.spawn(scrub::run(node.clone(), t.clone())));
+        tasks.push(env.spawn(scrub::heal(node.clone(), t.clone())));
+    }
     let endpoint = listener.endpoint().clone();
     Ok(OssServer { node, listener: Some(listener), endpoint, tasks })
 }
@@ -93,6 +103,11 @@ impl OssServer {
 
     pub fn status(&self) -> pb::StatusReply {
         self.node.status()
+    }
+
+    /// What was asked for is done on all targets; how far their scrubs are, and what was found damaged.
+    pub fn scrub(&self, ask: Option<Ask>) -> Vec<pb::ScrubStatus> {
+        self.node.scrub(ask, &[]).unwrap_or_default()
     }
 
     /// Stops serving, flushes, and ends; its targets may be opened again. Chains go on without it once its lease has

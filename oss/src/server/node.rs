@@ -24,12 +24,14 @@ use tokio::sync::{Notify, Semaphore};
 
 use super::{
     Config,
+    damage::Damage,
     peers::{MdsLink, Peers},
     replica::Replica,
+    scrub::{self, Ask, Scrub},
 };
 use crate::{
     chain::View,
-    engine::{Engine, TargetIdentity},
+    engine::{Engine, Position, TargetIdentity},
 };
 
 /// Evicted sessions remembered; their capabilities expire long before so many follow.
@@ -39,6 +41,8 @@ const ROOM: u64 = 256 << 20;
 /// With so much space a target that left its chains for lack of it comes back.
 const RETURN: u64 = 64 << 20;
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Chunks of one target that are repaired at a time.
+const REPAIRS: usize = 4;
 
 /// One target in this life of the process.
 pub struct Target {
@@ -46,7 +50,10 @@ pub struct Target {
     pub stamp: u64,
     /// `TARGET_UNASSIGNED` until registered.
     pub id: AtomicU32,
-    pub repaired: AtomicU64,
+    pub damage: Damage,
+    pub scrub: Scrub,
+    /// Bounds the chunks that repairs have in memory.
+    pub repairs: Semaphore,
     failed: AtomicBool,
     /// How often it has left its chains for lack of space, and come back. Odd: it is out.
     lapses: AtomicU32,
@@ -200,8 +207,13 @@ impl Node {
         let target = |engine: Arc<Engine>| {
             let id = AtomicU32::new(engine.identity().target_id);
             let stamp = env.random_u64();
-            let (repaired, failed, lapses) = (AtomicU64::new(0), AtomicBool::new(false), AtomicU32::new(0));
-            Arc::new(Target { engine, stamp, id, repaired, failed, lapses })
+            let position = engine.scrub_position().unwrap_or_else(|e| {
+                tracing::warn!("the scrub begins anew: {e}");
+                Position::default()
+            });
+            let (damage, scrub, repairs) = (Damage::default(), Scrub::new(position), Semaphore::new(REPAIRS));
+            let (failed, lapses) = (AtomicBool::new(false), AtomicU32::new(0));
+            Arc::new(Target { engine, stamp, id, damage, scrub, repairs, failed, lapses })
         };
         Arc::new(Node {
             clients: Semaphore::new(cfg.max_requests),
@@ -261,6 +273,32 @@ impl Node {
             let m = format!("target {target} of storage server '{}' has no replica of chain {chain}", self.cfg.name);
             Error::new(Code::NotServing, m)
         })
+    }
+
+    /// The replica on a target of this server with the lowest chain from this one on.
+    pub fn next_replica(&self, target: TargetId, from: ChainId) -> Option<Arc<Replica>> {
+        let replicas = self.replicas.lock();
+        replicas.range((target, from)..=(target, ChainId::MAX)).next().map(|(_, r)| r.clone())
+    }
+
+    /// Whether a chain has no other replica in sync than the one on this target.
+    pub fn is_last(&self, target: TargetId) -> bool {
+        let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().filter(|r| r.id == target).cloned().collect();
+        replicas.iter().any(|r| r.view().serving == [target])
+    }
+
+    /// What was asked for is done on these targets, on all if there are none; how they are then. `NoEnt`: no such target here.
+    pub fn scrub(&self, ask: Option<Ask>, targets: &[TargetId]) -> Result<Vec<pb::ScrubStatus>> {
+        if let Some(unknown) = targets.iter().find(|t| self.target(**t).is_none()) {
+            let m = format!("storage server '{}' has no target {unknown}", self.cfg.name);
+            return Err(Error::new(Code::NoEnt, m));
+        }
+        let chosen = self.targets.iter().filter(|t| targets.is_empty() || targets.contains(&t.id()));
+        let each = chosen.map(|t| {
+            ask.into_iter().for_each(|a| t.scrub.ask(a));
+            scrub::status(self, t)
+        });
+        Ok(each.collect())
     }
 
     pub fn target(&self, id: TargetId) -> Option<&Arc<Target>> {
@@ -514,7 +552,7 @@ impl Node {
         let lease_left_ms = self.lease_left().as_millis() as u64;
         let target = |t: &Arc<Target>| {
             let u = t.engine.usage();
-            let device = t.engine.device();
+            let (device, found) = (t.engine.device(), t.damage.counts());
             pb::TargetStatus {
                 id: t.id(),
                 device: device.name(),
@@ -528,6 +566,9 @@ impl Node {
                 write_bytes: u.write_bytes,
                 checksum_errors: u.checksum_errors,
                 lease_left_ms,
+                damaged: found.damaged,
+                repaired: found.repaired,
+                lost: found.lost,
             }
         };
         let mut notices = Vec::new();
@@ -540,6 +581,10 @@ impl Node {
                     "target {} is out of its chains: the file system it is in is full; make space there, it comes back by itself",
                     t.id()
                 ));
+            }
+            let lost = t.damage.counts().lost;
+            if lost > 0 {
+                notices.push(format!("target {}: {lost} chunks have no good copy; see `strake scrub status`", t.id()));
             }
             if !t.engine.device().direct() {
                 notices.push(format!("target {} runs without direct I/O: its file system refuses it", t.id()));

@@ -127,6 +127,10 @@ impl Replica {
     pub fn busy_from(&self, from: ChunkId) -> Vec<u64> {
         self.inner.lock().core.busy_from(from)
     }
+    /// See [`ChainCore::version_of`].
+    pub fn version_of(&self, op: OpId) -> Option<Version> {
+        self.inner.lock().core.version_of(op)
+    }
     pub fn stamp(&self) -> Stamp {
         self.inner.lock().core.stamp()
     }
@@ -272,10 +276,16 @@ impl Replica {
             Err(e) => Err(e),
         };
         if matches!(&result, Err(e) if e.code == Code::Corrupt)
-            && self.repair_held(c.request.chunk).await.is_ok()
             && let Ok(update) = update_of(&c)
         {
+            // Even if something has no good copy: it need not be what this update builds on.
+            let _ = self.repair_held(c.request.chunk).await;
             result = self.engine().stage_of(key, update, granted).await;
+        }
+        if matches!(&result, Err(e) if e.code == Code::Corrupt)
+            && let Some(staged) = self.take_over(op, c.request.chunk).await
+        {
+            result = Ok(staged);
         }
         let mut inner = self.inner.lock();
         let result = match (result, inner.ops.get_mut(&op)) {
@@ -416,6 +426,7 @@ impl Replica {
             return Err(Error::new(Code::Protocol, "FORWARD does not say what it builds on"));
         };
         let (epoch, version) = (r.epoch, r.version);
+        self.prepare(r.chunk, Some(prev.version)).await;
         let what = What::Forward { session: r.session, seq: r.seq, version, prev: prev.version };
         self.answer(self.submit(carried, what).await?, epoch, false).await
     }
@@ -425,6 +436,7 @@ impl Replica {
         let r = &carried.request;
         let epoch = r.epoch;
         let replay = (r.flags & FLAG_REPLAY != 0).then_some(r.version);
+        self.prepare(r.chunk, None).await;
         let what = What::Client { session: r.session, seq: r.seq, replay };
         self.answer(self.submit(carried, what).await?, epoch, stable).await
     }

@@ -184,17 +184,21 @@ impl OssService {
             return Err(inval(format!("{} bytes at {} reach beyond a chunk of 16 MiB", r.len, r.offset)));
         }
         // Another replica that repairs its copy knows which version it needs, and checks that it gets it.
-        let repair = peer.role == Role::Server && r.kind == Kind::Replace;
+        let even_dirty = peer.role == Role::Server && r.kind == Kind::Replace;
         match replica.check_read(&r.chunk, r.epoch) {
-            Err(_) if repair && replica.view().serving() => replica.check_member(r.epoch)?,
+            Err(_) if even_dirty && replica.view().serving() => replica.check_member(r.epoch)?,
             other => self.check_read(replica, r.epoch, other)?,
         }
         let key = replica.key(r.chunk);
         let mut out = replica.engine().read_in_limit(&key, r.offset, r.len).await;
         // A replica that repairs must not ask others to repair: two damaged copies would wait for each other.
-        if !repair && matches!(&out, Err(e) if e.code == Code::Corrupt) {
-            replica.repair(r.chunk).await?;
+        if peer.role != Role::Server && matches!(&out, Err(e) if e.code == Code::Corrupt) {
+            let repaired = replica.repair(r.chunk, r.offset..r.offset + r.len).await;
+            // Even if something has no good copy: it need not be what is read here.
             out = replica.engine().read_in_limit(&key, r.offset, r.len).await;
+            if matches!(&out, Err(e) if e.code == Code::Corrupt) {
+                repaired?;
+            }
         }
         if let Err(e) = &out {
             replica.target.note(e);

@@ -1,4 +1,4 @@
-//! Resync of a SYNCING successor, and repair of a damaged chunk from another replica.
+//! Resync of a SYNCING successor.
 
 use std::{
     collections::BTreeMap,
@@ -7,7 +7,7 @@ use std::{
 };
 
 use futures_util::{StreamExt, stream};
-use strake_fabric::{Buf, Message};
+use strake_fabric::Message;
 use strake_proto::{
     ChunkId, Code, Error, Result, TargetId,
     data::{DataReply, DataRequest, FLAG_TOMBSTONE, Kind, ListEntry, Version},
@@ -18,7 +18,7 @@ use super::{
     peers::Lane,
     replica::{Carried, Replica, update_of},
 };
-use crate::engine::{ChunkMeta, Update};
+use crate::engine::ChunkMeta;
 
 const PAGE: u32 = 1024;
 /// Chunks that go in one step of what a target has of a chain that it left, and the pause after each.
@@ -146,7 +146,14 @@ impl Replica {
         Ok(pushed)
     }
 
-    async fn list_of(&self, to: TargetId, epoch: u64, chunk: ChunkId, len: u32, mode: u32) -> Result<Vec<ListEntry>> {
+    pub(super) async fn list_of(
+        &self,
+        to: TargetId,
+        epoch: u64,
+        chunk: ChunkId,
+        len: u32,
+        mode: u32,
+    ) -> Result<Vec<ListEntry>> {
         let r = DataRequest { len, offset: mode, ..DataRequest::new(self.chain, epoch, to, chunk) };
         let (_, payload) = self.call(to, Lane::Other, Message::new(opcode::SYNC_LIST, r.encode())).await?;
         let mut entries = Vec::new();
@@ -237,51 +244,5 @@ impl Replica {
         }
         drop(hold);
         Ok(DataReply { version: r.version, epoch, stamps: vec![self.stamp()], ..DataReply::default() })
-    }
-
-    /// Repairs a chunk that nothing is in flight for.
-    pub(super) async fn repair(self: &Arc<Self>, chunk: ChunkId) -> Result<()> {
-        let epoch = self.view().epoch;
-        let _hold = self.hold(chunk, epoch).await?;
-        self.repair_held(chunk).await
-    }
-
-    /// Replaces the committed chunk, whose slot the caller occupies, by the same version from another in-sync replica.
-    pub(super) async fn repair_held(self: &Arc<Self>, chunk: ChunkId) -> Result<()> {
-        let view = self.view();
-        let key = self.key(chunk);
-        let (meta, known) = match self.engine().meta(&key) {
-            Ok(m) => (m.unwrap_or_default(), true),
-            Err(e) if e.code == Code::Corrupt => (ChunkMeta::default(), false),
-            Err(e) => return Err(e),
-        };
-        let mut last = Error::new(Code::Corrupt, format!("chunk {chunk} of chain {} has no other copy", self.chain));
-        for to in view.serving.iter().copied().filter(|t| *t != self.id) {
-            match self.fetch(to, view.epoch, chunk, known).await {
-                Ok((r, data)) if !known || r.version == meta.version => {
-                    let update = Update::Replace { data, sums: r.sums, tombstone: false };
-                    let staged = self.engine().stage(key, update).await?;
-                    self.engine().commit(staged, r.version, meta.writers)?;
-                    tracing::warn!(
-                        "chunk {chunk} of chain {} was damaged on target {}; repaired from {to}",
-                        self.chain,
-                        self.id
-                    );
-                    self.target.repaired.fetch_add(1, Ordering::Relaxed);
-                    return Ok(());
-                }
-                Ok(_) => {}
-                Err(e) => last = e.context(format!("chunk {chunk} is damaged and target {to} could not help")),
-            }
-        }
-        Err(Error::new(Code::Corrupt, last.message))
-    }
-
-    /// The whole committed chunk of another replica. `even_dirty`: this replica knows which version it wants.
-    async fn fetch(&self, to: TargetId, epoch: u64, chunk: ChunkId, even_dirty: bool) -> Result<(DataReply, Vec<Buf>)> {
-        let kind = if even_dirty { Kind::Replace } else { Kind::None };
-        let len = strake_proto::layout::MAX_CHUNK as u32;
-        let r = DataRequest { kind, len, ..DataRequest::new(self.chain, epoch, to, chunk) };
-        self.call(to, Lane::Other, Message::new(opcode::READ, r.encode())).await
     }
 }

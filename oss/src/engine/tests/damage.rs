@@ -4,7 +4,7 @@ use strake_proto::Code;
 use strake_store::{Batch, MetaStore, Reader};
 
 use super::*;
-use crate::engine::record::{Segment, segment_key};
+use crate::engine::record::{self, Segment, segment_key};
 
 async fn two_chunks() -> (Bed, Vec<u8>, Vec<u8>) {
     let bed = Bed::new(1024).await;
@@ -89,6 +89,70 @@ async fn a_healed_chunk_is_whole_after_a_restart() {
     let e = bed.open().await;
     assert_eq!(read_all(&e, key(0)).await.unwrap(), a);
     assert_eq!((e.usage().checksum_errors, e.usage().used), (0, (3 + 74) * BLOCK));
+}
+
+/// Decay while the target is served, of the record's own checksum too: what replaces it leaves a table that is taken for whole.
+#[tokio::test]
+async fn a_record_that_decays_and_is_replaced_leaves_a_table_that_opens() {
+    let (bed, a, _) = two_chunks().await;
+    let k = segment_key(&key(0), 0);
+    let good = bed.table.get(&k).unwrap().unwrap();
+    for bit in [9, 100, good.len() * 8 - 1] {
+        let e = bed.open().await;
+        let mut bad = bed.table.get(&k).unwrap().unwrap().to_vec();
+        bad[bit / 8] ^= 1 << (bit % 8);
+        let mut batch = Batch::default();
+        batch.put(k.clone(), bad);
+        bed.table.commit(batch).unwrap();
+        assert_eq!(read_all(&e, key(0)).await.unwrap_err().code, Code::Corrupt);
+        apply(&e, key(0), replace(&a), 1).await.unwrap();
+        e.flush().await.unwrap();
+        drop(e);
+        let e = bed.open().await;
+        assert_eq!(read_all(&e, key(0)).await.unwrap(), a, "bit {bit}");
+    }
+}
+
+/// A look finds what a read would, reads nothing from memory, and says where.
+#[tokio::test]
+async fn a_look_finds_each_damaged_block_and_record() {
+    let (bed, a, b) = two_chunks().await;
+    let e = bed.open().await;
+    assert_eq!((read_all(&e, key(0)).await.unwrap(), read_all(&e, key(1)).await.unwrap()), (a.clone(), b));
+    let look = async |n| e.check_whole(&key(n)).await.unwrap();
+    assert_eq!(look(7).await, None);
+    let whole = look(0).await.unwrap();
+    assert_eq!((whole.len, whole.bytes, whole.version, whole.is_whole()), (9000, 3 * 4096, version(1), true));
+    // Chunk 0 lies in the first three blocks, chunk 1 in the 74 behind them.
+    for block in [2, 4, 5, 66, 67, 76] {
+        bed.device.flip_bit((256 + block) * BLOCK + 9, 5);
+    }
+    let one = |part: std::ops::Range<u32>| std::iter::once(part).collect::<Vec<_>>();
+    assert_eq!(look(0).await.unwrap().damaged, one(8192..9000));
+    let damaged = [4096..12_288, 63 * 4096..65 * 4096, 73 * 4096..300_000];
+    assert_eq!(look(1).await.unwrap().damaged, damaged);
+    assert_eq!(e.usage().checksum_errors, 6);
+    let part = e.check(&key(1), 8192..16_384).await.unwrap().unwrap();
+    assert_eq!((part.damaged, part.bytes), (one(8192..12_288), 8192));
+    bed.device.flip_bit((256 + 2) * BLOCK + 9, 5);
+    // Records: memory has them, and puts them back.
+    let records: Vec<_> = [record::header_key(&key(0)), segment_key(&key(0), 0)].into();
+    for k in &records {
+        let good = bed.table.get(k).unwrap().unwrap();
+        for bit in (0..good.len() * 8).step_by(11) {
+            let mut bad = good.to_vec();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            let mut batch = Batch::default();
+            batch.put(k.clone(), bad);
+            bed.table.commit(batch).unwrap();
+            let found = look(0).await.unwrap();
+            assert_eq!((found.healed, found.is_whole()), (1, true), "bit {bit}");
+            assert_eq!(look(0).await.unwrap().healed, 0, "it is on its way");
+            e.flush().await.unwrap();
+            assert_eq!(bed.table.get(k).unwrap().unwrap(), good, "bit {bit}");
+        }
+    }
+    assert_eq!(read_all(&e, key(0)).await.unwrap(), a);
 }
 
 #[tokio::test]

@@ -282,7 +282,7 @@ impl Service for Authority {
 
 pub struct Node {
     pub device: Arc<MemDevice>,
-    table: MemStore,
+    pub table: MemStore,
     env: Option<Env>,
     pub server: Option<OssServer>,
     life: u8,
@@ -296,11 +296,17 @@ pub struct Cluster {
     pub clock: Instant,
     _mds: Listener,
     client: End,
+    tune: fn(&mut Config),
 }
 
 impl Cluster {
     /// `n` servers with one target each, which are one chain.
     pub async fn start(n: u32) -> Cluster {
+        Cluster::start_with(n, |_| {}).await
+    }
+
+    /// With servers that are configured otherwise.
+    pub async fn start_with(n: u32, tune: fn(&mut Config)) -> Cluster {
         let net = Arc::new(Net::default());
         let authority = Arc::new(Authority::default());
         authority.map.lock().fs_uuid = vec![1; 16].into();
@@ -309,7 +315,7 @@ impl Cluster {
         let client = End { net: net.clone(), me: 800, role: Role::Client, pool: Pool::default() };
         let key = CapKey::from_cluster_key(&[7; 32]);
         let clock = Instant::now();
-        let mut c = Cluster { net, authority, nodes: Vec::new(), key, clock, _mds: listener, client };
+        let mut c = Cluster { net, authority, nodes: Vec::new(), key, clock, _mds: listener, client, tune };
         for i in 0..n {
             let device = Arc::new(MemDevice::new(64 << 20));
             let table = MemStore::new();
@@ -343,7 +349,8 @@ impl Cluster {
         let table = Arc::new(n.table.clone());
         let engine = Engine::open(n.device.clone(), table, Pool::default(), Options::default()).await.unwrap();
         let fabric = Arc::new(End { net, me: i as u32, role: Role::Server, pool: Pool::default() });
-        let cfg = Config::new(format!("oss{i}"), Endpoint::Sim(i as u32), vec![Endpoint::Sim(900)]);
+        let mut cfg = Config::new(format!("oss{i}"), Endpoint::Sim(i as u32), vec![Endpoint::Sim(900)]);
+        (self.tune)(&mut cfg);
         let parts = Parts { env: env.clone(), fabric, targets: vec![engine], cap_key: self.key.clone() };
         n.server = Some(start(cfg, parts).await.unwrap());
         n.env = Some(env);

@@ -3,6 +3,7 @@
 mod bed;
 mod grants;
 mod leaving;
+mod scrub;
 mod tcp;
 
 use std::time::Duration;
@@ -430,18 +431,15 @@ async fn a_damaged_block_is_repaired_from_another_replica_and_never_returned() {
 
 /// Damages every block of a target's device with these contents.
 async fn flip_everywhere(c: &Cluster, target: u32, block: &[u8]) {
-    use crate::device::Device;
     c.flush().await.unwrap();
+    flip_now(c, target, block);
+}
+
+fn flip_now(c: &Cluster, target: u32, block: &[u8]) {
     let device = &c.nodes[target as usize].device;
-    let mut hits = 0;
-    for at in (0..device.capacity()).step_by(4096) {
-        let got = device.read(at, strake_fabric::Pool::default().get_now(4096)).await.unwrap();
-        if got[..4000] == block[..4000] {
-            device.flip_bit(at + 77, 3);
-            hits += 1;
-        }
-    }
-    assert!(hits > 0, "target {target} does not hold the block");
+    let found = device.find(&block[..4000]);
+    assert!(!found.is_empty(), "target {target} does not hold the block");
+    found.into_iter().for_each(|at| device.flip_bit(at + 77, 3));
 }
 
 #[tokio::test(start_paused = true)]

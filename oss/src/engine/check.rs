@@ -1,0 +1,130 @@
+//! Looking for decay: whether a chunk is stored as it was written. Its records are read from the store, not from memory, and
+//! every block from the device.
+
+use std::ops::Range;
+
+use strake_proto::{
+    Code, Error, Result,
+    checksum::{BLOCK, crc32c},
+    data::Version,
+    layout::MAX_CHUNK,
+};
+
+use super::{
+    Engine, Key, Shared, add,
+    read::{Piece, Source, pieces, segments_of},
+    record::{HOLE, Header, SEG_BLOCKS, SEG_BYTES},
+};
+
+/// Bytes of a chunk that are looked at in one step: what one look has in memory, and how long blocks that an update frees
+/// meanwhile cannot be used again.
+pub const STEP: u32 = 1 << 20;
+
+/// What is stored of a chunk, or of a part of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Look {
+    pub version: Version,
+    /// Of the chunk, in bytes; 0 where its header is damaged.
+    pub len: u32,
+    /// Read from the device.
+    pub bytes: u64,
+    /// Bytes of the chunk that cannot be read, in order, none adjoining another: whole blocks as far as the chunk reaches.
+    pub damaged: Vec<Range<u32>>,
+    /// Its header is damaged: nothing of it can be read.
+    pub headless: bool,
+    /// Records that were damaged in the store and whole in memory. They are written again with the next flush.
+    pub healed: usize,
+}
+
+impl Look {
+    pub fn is_whole(&self) -> bool {
+        self.damaged.is_empty() && !self.headless
+    }
+
+    fn bad(&mut self, part: Range<u32>) {
+        let part = part.start..part.end.min(self.len);
+        match self.damaged.last_mut() {
+            Some(last) if last.end == part.start => last.end = part.end,
+            _ => self.damaged.push(part),
+        }
+    }
+
+    fn append(&mut self, next: Look) {
+        self.bytes += next.bytes;
+        self.healed += next.healed;
+        self.headless |= next.headless;
+        next.damaged.into_iter().for_each(|d| self.bad(d));
+    }
+}
+
+impl Engine {
+    /// Looks at a part of a chunk as it is committed; a part of more than [`STEP`] bytes holds as much memory. `None`: no such
+    /// chunk. `Corrupt`: the store itself cannot read its records. Every block and record found damaged is counted.
+    pub async fn check(&self, key: &Key, part: Range<u32>) -> Result<Option<Look>> {
+        let shared = &self.shared;
+        let end_in = |h: Option<&Header>| h.map_or(0, |h| h.meta.len.min(part.end));
+        let view = shared.view_of(key, |h| segments_of(part.start, end_in(h)), Source::Store)?;
+        let Some(header) = &view.header else { return Ok(None) };
+        let (version, len, headless) = (header.meta.version, header.meta.len, header.damaged);
+        let mut look = Look { version, len, headless, healed: view.healed, ..Look::default() };
+        if headless {
+            return Ok(Some(look));
+        }
+        let (from, to) = (part.start as usize / BLOCK, (end_in(Some(header)) as usize).div_ceil(BLOCK));
+        let zero_sum = crc32c(&shared.zeros[..BLOCK]);
+        for (seg, record) in &view.segments {
+            let first = usize::from(*seg) * SEG_BLOCKS;
+            let blocks = first.max(from)..(first + SEG_BLOCKS).min(to);
+            if record.as_ref().is_some_and(|s| s.damaged) {
+                let start = u32::from(*seg) * SEG_BYTES;
+                look.bad(start..start + SEG_BYTES);
+                continue;
+            }
+            for p in pieces(key, &view.segments, blocks, zero_sum)?.iter().filter(|p| p.block != HOLE) {
+                look.bytes += (p.sums.len() * BLOCK) as u64;
+                for at in shared.bad_blocks(key, p).await? {
+                    look.bad((at * BLOCK) as u32..((at + 1) * BLOCK) as u32);
+                }
+            }
+        }
+        Ok(Some(look))
+    }
+
+    /// As [`Engine::check`], of a whole chunk, step by step. For a caller who keeps updates of it away.
+    pub async fn check_whole(&self, key: &Key) -> Result<Option<Look>> {
+        let mut all: Option<Look> = None;
+        for from in (0..MAX_CHUNK as u32).step_by(STEP as usize) {
+            let Some(look) = self.check(key, from..from + STEP).await? else { break };
+            let end = look.len;
+            match &mut all {
+                Some(all) => all.append(look),
+                None => all = Some(look),
+            }
+            if from + STEP >= end {
+                break;
+            }
+        }
+        Ok(all)
+    }
+}
+
+impl Shared {
+    /// Blocks of a piece, counted in the chunk, that do not match their checksums.
+    async fn bad_blocks(&self, key: &Key, p: &Piece) -> Result<Vec<usize>> {
+        let buf = self.read_device(key, p.block, self.pool.get_now(p.sums.len() * BLOCK)).await?;
+        let blocks = buf.chunks(BLOCK).zip(&p.sums).enumerate();
+        let bad: Vec<usize> =
+            blocks.filter(|(_, (bytes, sum))| crc32c(bytes) != **sum).map(|(i, _)| p.at + i).collect();
+        if let Some(first) = bad.first() {
+            let m = format!(
+                "{} blocks from block {first} on do not match their checksums (device block {} of {})",
+                bad.len(),
+                p.block + (first - p.at) as u64,
+                self.device.name()
+            );
+            self.note_damage(key, &Error::new(Code::Corrupt, m));
+            add(&self.counters.damaged, bad.len() as u64 - 1);
+        }
+        Ok(bad)
+    }
+}

@@ -1,0 +1,293 @@
+//! Repair of a damaged chunk from other in-sync replicas. Only the bytes that are damaged here are fetched, so that copies which
+//! are damaged in different places heal each other.
+
+use std::{iter, ops::Range, sync::Arc};
+
+use strake_fabric::{Buf, Message};
+use strake_proto::{
+    ChunkId, Code, Error, Result, TargetId,
+    data::{DataReply, DataRequest, Kind, Version, Writer},
+    layout::MAX_CHUNK,
+    opcode,
+};
+
+use super::{
+    damage::{Outcome, Still},
+    peers::Lane,
+    replica::Replica,
+    sync::LIST_ONE,
+};
+use crate::{
+    chain::{OpId, View},
+    engine::{Look, Staged, Update},
+};
+
+/// A chunk damaged in more places is fetched from the first to the last of them at once.
+const MAX_PARTS: usize = 64;
+
+/// Why a chunk stays as it is.
+struct Unrepaired {
+    /// Every in-sync replica was asked, and none has a good copy.
+    lost: bool,
+    /// Of it; empty if that is all that was damaged.
+    left: Vec<Range<u32>>,
+    cause: Error,
+}
+
+impl From<Error> for Unrepaired {
+    /// What fails on this side says nothing of other copies.
+    fn from(cause: Error) -> Unrepaired {
+        Unrepaired { lost: false, left: Vec::new(), cause }
+    }
+}
+
+impl Replica {
+    /// Repairs a chunk when nothing is in flight for it, for a reader of this part. What is known to be lost is not looked for
+    /// again in the same epoch.
+    pub(super) async fn repair(self: &Arc<Self>, chunk: ChunkId, part: Range<u32>) -> Result<()> {
+        match self.target.damage.lost_in(&self.key(chunk), self.view().epoch, &part) {
+            Some(cause) => Err(Error::new(Code::Corrupt, cause)),
+            None => self.mend(chunk, None).await,
+        }
+    }
+
+    /// An update builds on the chunk's header: if that is damaged it is repaired first. `prev`: the version that the update
+    /// builds on, where its sender says so. What goes wrong is left to the update to say.
+    pub(super) async fn prepare(self: &Arc<Self>, chunk: ChunkId, prev: Option<Version>) {
+        let (key, whole) = (self.key(chunk), 0..MAX_CHUNK as u32);
+        let headless = matches!(self.engine().meta(&key), Err(e) if e.code == Code::Corrupt);
+        if headless && self.target.damage.lost_in(&key, self.view().epoch, &whole).is_none() {
+            let _ = self.mend(chunk, prev).await;
+        }
+    }
+
+    /// As [`Replica::repair`], whatever is known. `version`: of the chunk, should its header not tell.
+    pub(super) async fn mend(self: &Arc<Self>, chunk: ChunkId, version: Option<Version>) -> Result<()> {
+        let epoch = self.view().epoch;
+        let _hold = self.hold(chunk, epoch).await?;
+        self.repair_as(chunk, version).await
+    }
+
+    /// Repairs the committed chunk, whose slot the caller occupies, and reports it. `Corrupt` if that is not possible now.
+    pub(super) async fn repair_held(self: &Arc<Self>, chunk: ChunkId) -> Result<()> {
+        self.repair_as(chunk, None).await
+    }
+
+    async fn repair_as(self: &Arc<Self>, chunk: ChunkId, version: Option<Version>) -> Result<()> {
+        // After the slot: who has a turn waits for no slot.
+        let _turn = self.target.repairs.acquire().await;
+        let (view, key, now) = (self.view(), self.key(chunk), self.node.env.unix_ms());
+        let look = self.engine().check_whole(&key).await.inspect_err(|e| self.cannot_look(e))?;
+        let Some(look) = look.filter(|l| !l.is_whole() || l.healed > 0) else {
+            // Somebody else repaired it meanwhile, or it was written anew.
+            self.target.damage.whole(&key);
+            return Ok(());
+        };
+        let result = if look.headless {
+            self.replace(&view, chunk, version).await.map(Some)
+        } else if look.is_whole() {
+            Ok(None) // its records go to the store again from memory
+        } else {
+            self.patch(&view, chunk, &look).await.map(Some)
+        };
+        let outcome = match &result {
+            Ok(from) => Outcome::Repaired(*from),
+            Err(u) => {
+                let left = if u.left.is_empty() { left_of(&look) } else { u.left.clone() };
+                let (epoch, version, cause) = (view.epoch, look.version, u.cause.message.clone());
+                Outcome::Still(Still { epoch, version, lost: u.lost, left, cause })
+            }
+        };
+        // One that is not in sync is filled in any case.
+        if view.serving() && self.target.damage.report(key, &look, &outcome, now) {
+            self.say(chunk, &outcome);
+        }
+        match result {
+            Ok(_) => Ok(()),
+            Err(u) => {
+                self.target.note(&u.cause);
+                Err(Error::new(Code::Corrupt, u.cause.message))
+            }
+        }
+    }
+
+    /// The chunk table itself cannot be read in places: no copy of a chunk mends that. The target leaves its chains if all of them
+    /// go on without it; else it serves what it can.
+    pub(super) fn cannot_look(&self, e: &Error) {
+        self.target.note(e);
+        if e.code == Code::Corrupt && !self.node.is_last(self.id) {
+            self.target.fail(e);
+        }
+    }
+
+    fn say(&self, chunk: ChunkId, outcome: &Outcome) {
+        let (chain, here) = (self.chain, self.id);
+        match outcome {
+            Outcome::Repaired(Some(from)) => {
+                tracing::warn!("chunk {chunk} of chain {chain} was damaged on target {here}; repaired from {from}");
+            }
+            Outcome::Still(s) if s.lost => {
+                tracing::error!(
+                    "chunk {chunk} of chain {chain} is damaged on target {here}, with no good copy: {}",
+                    s.cause
+                );
+            }
+            Outcome::Still(s) => {
+                tracing::warn!(
+                    "chunk {chunk} of chain {chain} is damaged on target {here}, not repaired yet: {}",
+                    s.cause
+                );
+            }
+            Outcome::Repaired(None) | Outcome::Gone => {}
+        }
+    }
+
+    /// What is damaged from elsewhere, the rest from here. What has a good copy is repaired even if other parts have none.
+    async fn patch(self: &Arc<Self>, view: &View, chunk: ChunkId, look: &Look) -> Result<TargetId, Unrepaired> {
+        let key = self.key(chunk);
+        let meta = self.engine().meta(&key)?.unwrap_or_default();
+        let mut failed: Option<Unrepaired> = None;
+        let mut good = Vec::new();
+        for bad in parts_of(look) {
+            match self.borrow(view, chunk, meta.version, bad.clone()).await {
+                Ok(part) => good.push((bad, part)),
+                Err(e) => {
+                    let so_far = failed.map_or((true, Vec::new()), |f| (f.lost, f.left));
+                    let left = [so_far.1, vec![bad]].concat();
+                    failed = Some(Unrepaired { lost: so_far.0 && e.lost, left, cause: e.cause });
+                }
+            }
+        }
+        if let Some(mut failed) = failed {
+            for (part, (_, r, data)) in good {
+                let update = Update::Write { offset: part.start, data, sums: r.sums };
+                if let Err(e) = self.put_in(chunk, update, meta.version, Vec::new()).await {
+                    (failed.lost, failed.cause) = (false, e);
+                    failed.left.push(part);
+                }
+            }
+            return Err(failed);
+        }
+        let (mut data, mut sums, mut at, mut source) = (Vec::new(), Vec::new(), 0, self.id);
+        for (part, (from, r, bytes)) in good {
+            self.own(chunk, at..part.start, &mut data, &mut sums).await?;
+            data.extend(bytes);
+            sums.extend(r.sums);
+            (at, source) = (part.end, from);
+        }
+        self.own(chunk, at..look.len, &mut data, &mut sums).await?;
+        self.put_in(chunk, Update::Replace { data, sums, tombstone: false }, meta.version, meta.writers).await?;
+        Ok(source)
+    }
+
+    /// A part that is whole here.
+    async fn own(&self, chunk: ChunkId, part: Range<u32>, data: &mut Vec<Buf>, sums: &mut Vec<u32>) -> Result<()> {
+        if part.start < part.end {
+            let own = self.engine().read(&self.key(chunk), part.start, part.end - part.start).await?;
+            data.extend(own.data);
+            sums.extend(own.sums);
+        }
+        Ok(())
+    }
+
+    /// What an update leaves, from the in-sync successor that has committed it: no copy may be left of the damaged bytes that the
+    /// update builds on here.
+    pub(super) async fn take_over(&self, op: OpId, chunk: ChunkId) -> Option<Staged> {
+        let (view, version) = (self.view(), self.version_of(op)?);
+        let to = view.serving_successor()?;
+        let (r, data) = self.fetch(to, view.epoch, chunk, 0..MAX_CHUNK as u32, true).await.ok()?;
+        if r.version != version {
+            return None;
+        }
+        self.engine().stage(self.key(chunk), Update::Rewrite { data, sums: r.sums }).await.ok()
+    }
+
+    /// A chunk whose header is damaged: all of it, at this version; if that is not known, from a replica where nothing is in flight
+    /// for it.
+    async fn replace(
+        self: &Arc<Self>,
+        view: &View,
+        chunk: ChunkId,
+        known: Option<Version>,
+    ) -> Result<TargetId, Unrepaired> {
+        let (whole, fits) = (0..MAX_CHUNK as u32, |r: &DataReply| known.is_none_or(|v| v == r.version));
+        let (from, reply, data) = self.ask_others(view, chunk, whole, known.is_some(), fits).await?;
+        let entry = self.list_of(from, view.epoch, chunk, 1, LIST_ONE).await?.into_iter().next();
+        let (version, tombstone) = entry.map_or((Version::default(), true), |e| (e.version, e.tombstone));
+        if version != reply.version {
+            let m = format!("chunk {chunk} changed on target {from} while it was fetched");
+            return Err(Error::new(Code::NotServing, m).into());
+        }
+        let (data, sums) = if tombstone { (Vec::new(), Vec::new()) } else { (data, reply.sums) };
+        self.put_in(chunk, Update::Replace { data, sums, tombstone }, version, Vec::new()).await?;
+        Ok(from)
+    }
+
+    /// A part of the chunk at this version.
+    async fn borrow(
+        &self,
+        view: &View,
+        chunk: ChunkId,
+        version: Version,
+        part: Range<u32>,
+    ) -> Result<(TargetId, DataReply, Vec<Buf>), Unrepaired> {
+        let len = part.end - part.start;
+        self.ask_others(view, chunk, part, true, |r| r.version == version && r.len == len).await
+    }
+
+    /// The first answer of another in-sync replica that fits. `even_dirty`: the caller knows which version it wants.
+    async fn ask_others(
+        &self,
+        view: &View,
+        chunk: ChunkId,
+        part: Range<u32>,
+        even_dirty: bool,
+        fits: impl Fn(&DataReply) -> bool,
+    ) -> Result<(TargetId, DataReply, Vec<Buf>), Unrepaired> {
+        let none =
+            Error::new(Code::Corrupt, format!("chunk {chunk} of chain {} has no other copy in sync", self.chain));
+        let mut failed = Unrepaired { lost: true, left: Vec::new(), cause: none };
+        for to in view.serving.iter().copied().filter(|t| *t != self.id) {
+            let e = match self.fetch(to, view.epoch, chunk, part.clone(), even_dirty).await {
+                Ok((r, data)) if fits(&r) => return Ok((to, r, data)),
+                Ok(_) => Error::new(Code::VersionGap, format!("target {to} has another version of it")),
+                Err(e) => e.context(format!("chunk {chunk} is damaged and target {to} could not help")),
+            };
+            failed.lost &= e.code == Code::Corrupt;
+            failed.cause = e;
+        }
+        Err(failed)
+    }
+
+    async fn fetch(
+        &self,
+        to: TargetId,
+        epoch: u64,
+        chunk: ChunkId,
+        part: Range<u32>,
+        even_dirty: bool,
+    ) -> Result<(DataReply, Vec<Buf>)> {
+        let kind = if even_dirty { Kind::Replace } else { Kind::None };
+        let (offset, len) = (part.start, part.end - part.start);
+        let r = DataRequest { kind, offset, len, ..DataRequest::new(self.chain, epoch, to, chunk) };
+        self.call(to, Lane::Other, Message::new(opcode::READ, r.encode())).await
+    }
+
+    async fn put_in(&self, chunk: ChunkId, update: Update, version: Version, writers: Vec<Writer>) -> Result<()> {
+        let staged = self.engine().stage(self.key(chunk), update).await?;
+        self.engine().commit(staged, version, writers).map(drop)
+    }
+}
+
+/// What is damaged as long as nothing is repaired.
+pub(super) fn left_of(look: &Look) -> Vec<Range<u32>> {
+    if look.headless { iter::once(0..MAX_CHUNK as u32).collect() } else { parts_of(look) }
+}
+
+/// What is to be fetched: what is damaged, in so many parts at most.
+fn parts_of(look: &Look) -> Vec<Range<u32>> {
+    match &look.damaged[..] {
+        [first, .., last] if look.damaged.len() > MAX_PARTS => iter::once(first.start..last.end).collect(),
+        parts => parts.to_vec(),
+    }
+}

@@ -1,0 +1,398 @@
+//! The scrub: each target reads all that it holds now and then, so that damage is found and repaired while there is a good copy,
+//! not when the last one is asked for.
+//!
+//! A pass goes through the chunks of the target's chains in order of their ids, at a limited rate, and more slowly still while the
+//! target serves requests. It looks at what is committed: updates never touch committed blocks, so one in flight looks like no
+//! damage; a repair waits for it. Chains that are not in sync here are left out, they are filled anyway.
+
+use std::{sync::Arc, time::Duration};
+
+use parking_lot::Mutex;
+use strake_proto::{ChainId, ChunkId, Code, Error, Result, pb};
+use tokio::{sync::Notify, time::Instant};
+
+use super::{
+    damage::{Outcome, Still},
+    node::{Node, Target},
+    repair::left_of,
+    replica::Replica,
+};
+use crate::engine::{Position, STEP};
+
+const PAGE: usize = 256;
+/// After its start a server has its chains to bring into sync.
+const SETTLE: Duration = Duration::from_secs(30);
+/// How often the position is written down, and how often repairs that were not possible are tried again.
+const NOTE_EVERY: Duration = Duration::from_secs(30);
+const AGAIN: Duration = Duration::from_secs(30);
+/// Wall clocks jump: what they say is looked at again after so long.
+const LONGEST_WAIT: Duration = Duration::from_secs(3600);
+/// What one look costs besides the bytes it reads.
+const RECORDS: u64 = 4096;
+/// So much more slowly a pass goes while the target serves requests.
+const YIELD: u32 = 4;
+/// Shorter debts are collected: a timer is no finer than a millisecond.
+const NAP: Duration = Duration::from_millis(10);
+/// How long a repair waits for updates of its chunk, and how often that is tried.
+const PATIENCE: Duration = Duration::from_secs(20);
+const ATTEMPTS: u32 = 3;
+
+/// What an administrator asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ask {
+    /// A pass from the first chunk on, now, without regard to other requests.
+    Start,
+    /// No pass, until one of the others is asked for or the server restarts.
+    Stop,
+    /// On with what was stopped.
+    Resume,
+}
+
+#[derive(Default)]
+struct State {
+    position: Position,
+    ask: Option<Ask>,
+    /// The pass under way was asked for.
+    asked: bool,
+    paused: bool,
+    running: bool,
+    /// Since when this server has been at this pass, and how far it was then, in bytes.
+    since: Option<(Instant, u64)>,
+    /// Chains that were not in sync when their turn came.
+    skipped: u64,
+    /// Why this pass could not look at all there is.
+    trouble: String,
+}
+
+/// The scrub of one target.
+pub struct Scrub {
+    state: Mutex<State>,
+    news: Notify,
+}
+
+impl Scrub {
+    /// Goes on from where an earlier life of the server has left it.
+    pub fn new(position: Position) -> Scrub {
+        Scrub { state: Mutex::new(State { position, ..State::default() }), news: Notify::new() }
+    }
+
+    pub fn ask(&self, what: Ask) {
+        self.state.lock().ask = Some(what);
+        self.news.notify_one();
+    }
+
+    /// `None`: a pass goes on or begins now. Else how long nothing is to be done.
+    fn wait(&self, now_ms: u64, every_s: u64) -> Option<Duration> {
+        let mut s = self.state.lock();
+        match s.ask.take() {
+            Some(Ask::Start) => {
+                s.begin(now_ms, true);
+                return None;
+            }
+            Some(Ask::Stop) => s.paused = true,
+            Some(Ask::Resume) => (s.paused, s.asked) = (false, s.position.at.is_some()),
+            None => {}
+        }
+        if s.position.at.is_some() && !s.paused {
+            return None;
+        }
+        if s.paused || every_s == 0 {
+            return Some(LONGEST_WAIT);
+        }
+        s.position.began_ms = s.position.began_ms.min(now_ms);
+        let due = s.position.began_ms.saturating_add(every_s.saturating_mul(1000));
+        if s.position.pass > 0 && now_ms < due {
+            return Some(Duration::from_millis(due - now_ms).min(LONGEST_WAIT));
+        }
+        s.begin(now_ms, false);
+        None
+    }
+
+    /// Somebody asks for something else.
+    fn is_asked(&self) -> bool {
+        self.state.lock().ask.is_some()
+    }
+
+    async fn nap(&self, long: Duration) {
+        tokio::select! {
+            biased;
+            () = self.news.notified() => {}
+            () = tokio::time::sleep(long) => {}
+        }
+    }
+
+    fn at(&self) -> Option<(ChainId, Option<ChunkId>)> {
+        self.state.lock().position.at
+    }
+
+    fn go_to(&self, at: Option<(ChainId, Option<ChunkId>)>) {
+        self.state.lock().position.at = at;
+    }
+
+    fn go(&self) {
+        let mut s = self.state.lock();
+        (s.running, s.since) = (true, Some((Instant::now(), s.position.bytes)));
+    }
+
+    /// The pass ends or is interrupted. Whether it is complete.
+    fn rest(&self, now_ms: u64) -> bool {
+        let mut s = self.state.lock();
+        s.running = false;
+        let p = &mut s.position;
+        let complete = p.at.is_none();
+        if complete {
+            (p.ended_ms, p.took_ms) = (now_ms, now_ms.saturating_sub(p.began_ms));
+            s.asked = false;
+        }
+        complete
+    }
+
+    fn is_in_trouble(&self, what: &Error) {
+        tracing::error!("the scrub leaves something out: {what}");
+        self.state.lock().trouble = what.to_string();
+    }
+}
+
+impl State {
+    fn begin(&mut self, now_ms: u64, asked: bool) {
+        let p = &mut self.position;
+        (p.pass, p.began_ms, p.chunks, p.bytes, p.at) = (p.pass + 1, now_ms, 0, 0, Some((0, None)));
+        (self.asked, self.paused, self.skipped) = (asked, false, 0);
+        self.trouble.clear();
+        self.since = None;
+    }
+}
+
+/// Holds a pass back to its rate.
+struct Pace {
+    owed: Duration,
+    /// Requests that the target had served when this was last looked at.
+    served: u64,
+}
+
+impl Pace {
+    async fn take(&mut self, target: &Target, bytes: u64, rate: u64) {
+        let usage = target.engine.usage();
+        let served = usage.reads + usage.writes;
+        let busy = std::mem::replace(&mut self.served, served) != served;
+        let Some(us) = (bytes * 1_000_000).checked_div(rate) else { return tokio::task::yield_now().await };
+        let yields = busy && !target.scrub.state.lock().asked;
+        self.owed += Duration::from_micros(us) * if yields { YIELD } else { 1 };
+        if self.owed >= NAP {
+            target.scrub.nap(std::mem::take(&mut self.owed)).await;
+        }
+    }
+}
+
+/// Scrubs one target for ever.
+pub(super) async fn run(node: Arc<Node>, target: Arc<Target>) {
+    let scrub = &target.scrub;
+    scrub.nap(SETTLE).await;
+    loop {
+        let wait = match target.failed() {
+            true => Some(LONGEST_WAIT),
+            false => scrub.wait(node.env.unix_ms(), node.cfg.scrub_every_s),
+        };
+        if let Some(wait) = wait {
+            scrub.nap(wait).await;
+            continue;
+        }
+        note(&target);
+        scrub.go();
+        let result = pass(&node, &target).await;
+        heal_once(&node, &target).await;
+        if let Err(e) = &result {
+            scrub.is_in_trouble(e);
+            target.note(e);
+        }
+        if scrub.rest(node.env.unix_ms()) {
+            tracing::info!("target {}: a pass of the scrub is complete", target.id());
+        }
+        note(&target);
+        if result.is_err() {
+            scrub.nap(AGAIN).await;
+        }
+    }
+}
+
+fn note(target: &Target) {
+    let position = target.scrub.state.lock().position;
+    if let Err(e) = target.engine.note_scrub_position(&position) {
+        tracing::warn!("target {}: cannot write down how far its scrub is: {e}", target.id());
+    }
+}
+
+/// Goes on until the pass is complete or something else is asked for.
+async fn pass(node: &Arc<Node>, target: &Arc<Target>) -> Result<()> {
+    let scrub = &target.scrub;
+    let usage = target.engine.usage();
+    let mut pace = Pace { owed: Duration::ZERO, served: usage.reads + usage.writes };
+    let mut noted = Instant::now();
+    while let Some((chain, after)) = scrub.at() {
+        if scrub.is_asked() || target.failed() || node.stopped() {
+            return Ok(());
+        }
+        let Some(replica) = node.next_replica(target.id(), chain) else {
+            scrub.go_to(None);
+            return Ok(());
+        };
+        let after = after.filter(|_| replica.chain == chain);
+        if !page(&replica, after, &mut pace).await? {
+            scrub.go_to(replica.chain.checked_add(1).map(|next| (next, None)));
+        }
+        if noted.elapsed() >= NOTE_EVERY {
+            note(target);
+            noted = Instant::now();
+        }
+    }
+    Ok(())
+}
+
+/// Some chunks of a chain. Whether there may be more.
+async fn page(replica: &Arc<Replica>, after: Option<ChunkId>, pace: &mut Pace) -> Result<bool> {
+    let (scrub, view) = (&replica.target.scrub, replica.view());
+    if !view.serving() {
+        let of_chain = view.state != pb::ReplicaState::ReplicaUnknown;
+        scrub.state.lock().skipped += u64::from(of_chain);
+        return Ok(false);
+    }
+    let list = match replica.engine().list(replica.chain, after, PAGE) {
+        Err(e) if e.code == Code::Corrupt => {
+            replica.cannot_look(&e);
+            scrub.is_in_trouble(&e.context(format_args!("target {}, chunks of chain {}", replica.id, replica.chain)));
+            return Ok(false);
+        }
+        other => other?,
+    };
+    for entry in &list {
+        if !chunk(replica, entry.chunk, pace).await? {
+            return Ok(true);
+        }
+        scrub.go_to(Some((replica.chain, Some(entry.chunk))));
+    }
+    Ok(list.len() == PAGE)
+}
+
+/// Looks at a chunk, and has it repaired. False: cut short.
+async fn chunk(replica: &Arc<Replica>, chunk: ChunkId, pace: &mut Pace) -> Result<bool> {
+    let (target, key) = (&replica.target, replica.key(chunk));
+    let mut from = 0;
+    loop {
+        let look = match replica.engine().check(&key, from..from + STEP).await {
+            Err(e) if e.code == Code::Corrupt => {
+                replica.cannot_look(&e);
+                target.scrub.is_in_trouble(&e);
+                return Ok(true);
+            }
+            other => other?,
+        };
+        let Some(look) = look else { break };
+        target.scrub.state.lock().position.bytes += look.bytes;
+        pace.take(target, look.bytes + RECORDS, replica.node.cfg.scrub_rate).await;
+        if target.scrub.is_asked() {
+            return Ok(false);
+        }
+        if !look.is_whole() {
+            if let Err(e) = mend(replica, chunk).await {
+                let (epoch, version, left) = (replica.view().epoch, look.version, left_of(&look));
+                let still = Still { epoch, version, lost: false, left, cause: e.message };
+                target.damage.report(key, &look, &Outcome::Still(still), replica.node.env.unix_ms());
+            }
+            break;
+        }
+        if look.healed > 0 {
+            target.damage.report(key, &look, &Outcome::Repaired(None), replica.node.env.unix_ms());
+        }
+        from += STEP;
+        if from >= look.len {
+            target.damage.whole(&key);
+            break;
+        }
+    }
+    target.scrub.state.lock().position.chunks += 1;
+    Ok(true)
+}
+
+/// Has a chunk repaired and reported, if this replica is in sync. An error: it was not looked at, because an update of it hangs.
+async fn mend(replica: &Arc<Replica>, chunk: ChunkId) -> Result<()> {
+    let mut result = Ok(());
+    for _ in 0..ATTEMPTS {
+        if !replica.view().serving() {
+            return Ok(());
+        }
+        result = match tokio::time::timeout(PATIENCE, replica.mend(chunk, None)).await {
+            Ok(Err(e)) if e.code != Code::Corrupt => Err(e),
+            Ok(_) => return Ok(()),
+            Err(_) => Err(Error::new(Code::TimedOut, format!("chunk {chunk} is being changed for {PATIENCE:?}"))),
+        };
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    result
+}
+
+/// Tries again for ever what could not be repaired.
+pub(super) async fn heal(node: Arc<Node>, target: Arc<Target>) {
+    loop {
+        tokio::time::sleep(AGAIN).await;
+        heal_once(&node, &target).await;
+    }
+}
+
+/// Tries again what could not be repaired, if there are other replicas now or it was written anew.
+async fn heal_once(node: &Node, target: &Target) {
+    for (key, still) in target.damage.open() {
+        let replica = node.next_replica(target.id(), key.chain).filter(|r| r.chain == key.chain);
+        let Some(replica) = replica.filter(|_| !target.failed()) else { continue };
+        if replica.view().state == pb::ReplicaState::ReplicaUnknown {
+            target.damage.whole(&key); // the chain is elsewhere now
+            continue;
+        }
+        let unchanged = match target.engine.meta(&key) {
+            Ok(m) => m.is_some_and(|m| m.version == still.version),
+            Err(_) => true,
+        };
+        if !(still.lost && unchanged && still.epoch == replica.view().epoch) {
+            // What hangs is tried again.
+            let _ = mend(&replica, key.chunk).await;
+        }
+    }
+}
+
+/// What `strake scrub status` shows of a target.
+pub(super) fn status(node: &Node, target: &Target) -> pb::ScrubStatus {
+    let (usage, counts) = (target.engine.usage(), target.damage.counts());
+    let (findings, left_out) = target.damage.findings();
+    let s = target.scrub.state.lock();
+    let p = &s.position;
+    let left = if p.at.is_some() { usage.used.saturating_sub(p.bytes) } else { 0 };
+    let done = s.since.filter(|_| s.running).map(|(since, from)| (p.bytes - from, since.elapsed().as_millis() as u64));
+    // What it did so far says more than the limit.
+    let eta_s = match done {
+        Some((bytes, ms)) if bytes > 0 && ms > 1000 => left / (bytes * 1000 / ms).max(1),
+        _ => left.checked_div(node.cfg.scrub_rate).unwrap_or(0),
+    };
+    pb::ScrubStatus {
+        target: target.id(),
+        pass: p.pass,
+        under_way: p.at.is_some() && !target.failed(),
+        running: !target.failed() && (s.running || matches!(s.ask, Some(Ask::Start | Ask::Resume))),
+        paused: s.paused || s.ask == Some(Ask::Stop),
+        bytes: p.bytes,
+        bytes_total: usage.used.max(p.bytes),
+        chunks: p.chunks,
+        chunks_total: usage.chunks.max(p.chunks),
+        eta_s,
+        began_ms: p.began_ms,
+        ended_ms: p.ended_ms,
+        took_ms: p.took_ms,
+        skipped_chains: s.skipped,
+        trouble: if target.failed() { format!("target {} has failed", target.id()) } else { s.trouble.clone() },
+        damaged: counts.damaged,
+        repaired: counts.repaired,
+        lost: counts.lost,
+        findings,
+        findings_left_out: left_out,
+        rate: node.cfg.scrub_rate,
+        every_s: node.cfg.scrub_every_s,
+    }
+}
