@@ -307,7 +307,8 @@ fn random_logs_do_real_work() {
     let done = replies.iter().filter(ok).count();
     assert!(done > 600 && done < 2_900, "{done} of {} commands succeeded", replies.len());
     let h = fs.ns.header();
-    assert!(h.inodes > 50 && h.next_ino > 200, "{h:?}");
+    // Sealed files keep their names, so fewer are made.
+    assert!(h.inodes > 50 && h.next_ino > 150 && h.format_version == FORMAT_VERSION, "{h:?}");
     assert!(fs.ns.locked_by(0) > 3, "{}", fs.ns.locked_by(0));
 }
 
