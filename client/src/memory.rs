@@ -339,6 +339,7 @@ fn change_of(ops: &[pb::Op]) -> Change {
             Op::Removexattr(o) => c.inodes.push(o.ino),
             Op::Extend(o) => c.inodes.push(o.ino),
             Op::Setlayout(o) => c.inodes.push(o.ino),
+            Op::Seal(o) => c.inodes.push(o.ino),
             _ => {}
         }
     }

@@ -14,7 +14,7 @@ use crate::{Client, core::Core, writeback::Back};
 const ACLS: [(&[u8], u32); 2] = [(b"system.posix_acl_access", 1), (b"system.posix_acl_default", 2)];
 const S_IFMT: u32 = 0o170_000;
 const S_IFLNK: u32 = 0o120_000;
-/// How long [`Client::set_layout`] waits for those who are closing the file.
+/// How long [`Client::set_layout`] and [`Client::seal`] wait for those who are closing the file.
 const CLOSING: Duration = Duration::from_secs(1);
 
 pub(crate) fn op(o: pb::op::Op) -> pb::Op {
@@ -252,18 +252,35 @@ impl Client {
     /// A directory's default (`None` deletes it), or the layout of a file without data (`EEXIST` when it has some,
     /// `EBUSY` while somebody has it open for writing).
     pub async fn set_layout(&self, creds: &pb::Creds, ino: Ino, layout: Option<pb::LayoutSpec>) -> Result<()> {
-        let set = pb::op::Op::Setlayout(pb::SetLayout { ino, layout });
+        self.once_closed(creds, pb::op::Op::Setlayout(pb::SetLayout { ino, layout })).await.map(drop)
+    }
+
+    /// A change of a file that nobody may have open for writing, else `EBUSY`.
+    async fn once_closed(&self, creds: &pb::Creds, change: pb::op::Op) -> Result<pb::OpResult> {
         let end = Instant::now() + CLOSING;
         loop {
-            match self.write_op(creds, set.clone()).await {
+            match self.write_op(creds, change.clone()).await {
                 // Closed a moment ago, perhaps: the kernel does not wait for that, and releases are told in groups.
                 Err(e) if e.code == Code::Busy && Instant::now() < end => {
                     self.core.clone().send_releases().await;
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
-                r => return r.map(drop),
+                r => return r,
             }
         }
+    }
+
+    /// How a file is sealed, `ENODATA` where it is not; with `page` also the digests of that page of its manifest.
+    pub async fn get_seal(&self, creds: &pb::Creds, ino: Ino, page: Option<u64>) -> Result<(pb::SealInfo, Bytes)> {
+        let r = self.read_op(creds, pb::op::Op::GetSeal(pb::GetSeal { ino, page })).await?;
+        let info = r.seal.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the seal out"))?;
+        Ok((info, r.data))
+    }
+
+    /// One step of sealing a file, see `docs/seal.md`. How it is sealed then, `None` when it is not any more. `EBUSY` while somebody
+    /// has it open for writing, `EPERM` for others than the owner and root, `ESTALE` when the seal named was undone.
+    pub async fn seal(&self, creds: &pb::Creds, step: pb::Seal) -> Result<Option<pb::SealInfo>> {
+        Ok(self.once_closed(creds, pb::op::Op::Seal(step)).await?.seal)
     }
 
     /// One path of an inode from the root.

@@ -15,6 +15,7 @@ pub mod map;
 pub mod opcode;
 pub mod ops;
 pub mod rows;
+pub mod seal;
 
 /// Control messages generated from `schema/*.proto`.
 #[allow(clippy::all, rustdoc::all)]

@@ -9,7 +9,7 @@ pub const O_ACCMODE: u32 = 3;
 /// Whether an operation only looks, and at what is in the log: a member that does not lead can do that. Who has something open, and who
 /// waits for a lock, only the leader knows.
 pub fn only_looks(op: &pb::Op) -> bool {
-    use Op::{Access, Getattr, Getlayout, Getxattr, Listxattr, Lookup, PathOf, Readdir, Readlink, Statfs};
+    use Op::{Access, GetSeal, Getattr, Getlayout, Getxattr, Listxattr, Lookup, PathOf, Readdir, Readlink, Statfs};
     matches!(
         op.op,
         Some(
@@ -23,6 +23,7 @@ pub fn only_looks(op: &pb::Op) -> bool {
                 | Getlayout(_)
                 | PathOf(_)
                 | Access(_)
+                | GetSeal(_)
         )
     )
 }

@@ -16,11 +16,12 @@ const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 const FILES: [&str; 5] = ["common.proto", "meta.proto", "cluster.proto", "admin.proto", "log.proto"];
 
 /// Each choice, and what shows how an unknown one is read.
-const CHOICES: [(&str, fn()); 11] = [
+const CHOICES: [(&str, fn()); 12] = [
     ("enum ReplicaState", replica_state),
     ("enum LockKind", lock_kind),
     ("enum LockType", lock_type),
     ("oneof Op.op", op),
+    ("oneof Seal.step", seal_step),
     ("oneof MembersRequest.change", members_request),
     ("oneof LogCommand.command", log_command),
     ("oneof LogReply.reply", log_reply),
@@ -54,6 +55,9 @@ fn foreign<M: prost::Message + Default>() -> M {
 
 fn op() {
     assert_eq!(foreign::<pb::Op>().op, None);
+}
+fn seal_step() {
+    assert_eq!(foreign::<pb::Seal>().step, None);
 }
 fn members_request() {
     assert_eq!(foreign::<pb::MembersRequest>().change, None);

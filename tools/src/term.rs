@@ -47,6 +47,14 @@ impl Progress {
         self.last = line;
     }
 
+    /// Makes room on a terminal for a line of something else.
+    pub fn clear(&mut self) {
+        if self.live && !self.last.is_empty() {
+            eprint!("\r\x1b[K");
+            self.last.clear();
+        }
+    }
+
     pub fn done(self) {
         if self.live && !self.last.is_empty() {
             eprintln!();

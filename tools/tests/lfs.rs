@@ -21,7 +21,7 @@ async fn lfs_works_on_a_mount() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/lfs.sh");
     let run = move || {
         let mut c = Command::new("timeout");
-        c.args(["60", "bash"]).arg(script).arg(env!("CARGO_BIN_EXE_strake")).arg(at).output()
+        c.args(["120", "bash"]).arg(script).arg(env!("CARGO_BIN_EXE_strake")).arg(at).output()
     };
     let out = tokio::task::spawn_blocking(run).await.unwrap().unwrap();
     let (text, errors) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));

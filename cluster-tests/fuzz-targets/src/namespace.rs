@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, ops::Bound, sync::Arc};
 use bytes::Bytes;
 use prost::Message;
 use strake_mds::{cluster::state::make_chains, namespace::Namespace};
-use strake_proto::pb::{self, log_command::Command, op::Op};
+use strake_proto::pb::{self, log_command::Command, op::Op, seal::Step};
 use strake_store::{Batch, MemStore, MetaStore, Reader};
 
 use crate::input::Input;
@@ -156,6 +156,24 @@ pub fn lock(i: &mut Input) -> (u64, i32, Option<pb::LockSpan>) {
     (u64::from(i.u8() % 3), i32::from(how >> 4 & 1), (how != 255).then_some(span))
 }
 
+/// A step of sealing, of small files so that it may fit; the ids of seals are small, too.
+fn seal(i: &mut Input) -> pb::Seal {
+    let how = i.u8();
+    let digests = || Bytes::from(vec![how; 32 * usize::from(how >> 4 & 3)]);
+    let step = match how % 5 {
+        0 => None,
+        1 => Some(Step::Begin(pb::SealBegin {})),
+        2 => Some(Step::Page(pb::SealPage { number: u64::from(how >> 6), digests: digests() })),
+        3 => {
+            let sum = Bytes::from(vec![how; 32]);
+            let (size, extent_size) = (i.number(), 4 << 20);
+            Some(Step::Finish(pb::Manifest { size, extent_size, sha256: sum.clone(), root: sum, time_ns: 0 }))
+        }
+        _ => Some(Step::Undo(pb::SealUndo {})),
+    };
+    pb::Seal { ino: ino(i), id: u64::from(i.u8()), step }
+}
+
 fn op(i: &mut Input) -> pb::Op {
     let op = match i.u8() % 32 {
         0 => Op::Create(pb::Create {
@@ -232,6 +250,7 @@ fn op(i: &mut Input) -> pb::Op {
         }),
         26 => Op::Setxattr(pb::SetXattr { ino: ino(i), name: acl_name(i), value: acl(i), flags: 0 }),
         27 => Op::Removexattr(pb::RemoveXattr { ino: ino(i), name: acl_name(i) }),
+        31 => Op::Seal(seal(i)),
         _ => return pb::Op::decode(i.bytes()).unwrap_or_default(),
     };
     pb::Op { op: Some(op) }

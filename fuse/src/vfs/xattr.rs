@@ -5,7 +5,10 @@
 //! would get. `strake.spec`, to be set: an encoded [`pb::LayoutSpec`] as a directory's default or an unwritten file's
 //! layout; removing it deletes a directory's default. `strake.fid`: the FID in text. `strake.name`: the file system's name.
 //! `strake.statfs`: an encoded
-//! [`pb::StatfsReply`]. `strake.map.N`: part N of the encoded cluster map, see [`map_part`]. `strake.path.FID`: the path
+//! [`pb::StatfsReply`]. `strake.seal`: how a file is sealed, an encoded [`pb::SealInfo`] (`ENODATA` if it is not); to be set: an
+//! encoded [`pb::Seal`], a step of sealing it; also as `system.strake.seal`, of which the kernel leaves it to the metadata servers
+//! who may: an owner without write permission may seal a file. `strake.seal.N`: the digests of page N of its manifest.
+//! `strake.map.N`: part N of the encoded cluster map, see [`map_part`]. `strake.path.FID`: the path
 //! of that FID from the root of the mount, for root only, since it looks past search permissions.
 
 use bytes::Bytes;
@@ -20,6 +23,11 @@ pub const MAP_PART: usize = 60 << 10;
 /// Bytes of [`map_part`]'s head.
 pub const MAP_HEAD: usize = 16;
 
+/// What follows the prefix of a virtual name.
+fn of_mount(name: &[u8]) -> Option<&[u8]> {
+    if name == b"system.strake.seal" { Some(b"seal") } else { name.strip_prefix(VIRTUAL) }
+}
+
 fn no_data(what: impl Into<String>) -> Error {
     Error::new(Code::NoData, what)
 }
@@ -27,7 +35,7 @@ fn no_data(what: impl Into<String>) -> Error {
 impl Vfs {
     pub async fn getxattr(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<Bytes> {
         let ino = self.inner(ino);
-        match name.strip_prefix(VIRTUAL) {
+        match of_mount(name) {
             Some(rest) => self.get_virtual(caller, ino, rest).await,
             None => self.client.getxattr(&self.creds(caller), ino, name).await.map(Bytes::from).map_err(stale),
         }
@@ -37,11 +45,16 @@ impl Vfs {
     pub async fn setxattr(&self, caller: Caller, ino: Ino, name: &[u8], value: &[u8], flags: u32) -> Result<()> {
         let ino = self.inner(ino);
         let creds = self.creds(caller);
-        match name.strip_prefix(VIRTUAL) {
+        match of_mount(name) {
             Some(b"spec") => {
                 let spec = pb::LayoutSpec::decode(value)
                     .map_err(|e| Error::new(Code::Inval, format!("strake.spec is not a layout spec: {e}")))?;
                 self.client.set_layout(&creds, ino, Some(spec)).await
+            }
+            Some(b"seal") => {
+                let step = pb::Seal::decode(value)
+                    .map_err(|e| Error::new(Code::Inval, format!("strake.seal is not a step of sealing: {e}")))?;
+                self.client.seal(&creds, pb::Seal { ino, ..step }).await.map(drop)
             }
             Some(_) => Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be set")),
             None => self.client.setxattr(&creds, ino, name, value, flags).await.map_err(stale),
@@ -51,7 +64,7 @@ impl Vfs {
     pub async fn removexattr(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<()> {
         let ino = self.inner(ino);
         let creds = self.creds(caller);
-        match name.strip_prefix(VIRTUAL) {
+        match of_mount(name) {
             Some(b"spec") => self.client.set_layout(&creds, ino, None).await,
             Some(_) => Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be removed")),
             None => self.client.removexattr(&creds, ino, name).await.map_err(stale),
@@ -89,7 +102,12 @@ impl Vfs {
                 let layout = found.effective.or(found.layout).ok_or_else(|| no_data("no layout"))?;
                 return Ok(layout.encode_to_vec().into());
             }
+            "seal" => return Ok(self.client.get_seal(&self.creds(caller), ino, None).await?.0.encode_to_vec().into()),
             _ => {}
+        }
+        if let Some(page) = name.strip_prefix("seal.") {
+            let page = page.parse().map_err(|_| no_data("strake.seal.N takes a number"))?;
+            return Ok(self.client.get_seal(&self.creds(caller), ino, Some(page)).await?.1);
         }
         if let Some(number) = name.strip_prefix("map.") {
             let number = number.parse().map_err(|_| no_data("strake.map.N takes a number"))?;

@@ -17,6 +17,7 @@ const FORMAT_SPARSE: u32 = 3;
 impl Run<'_, '_> {
     pub fn setattr(&mut self, o: &pb::SetAttr) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
+        perm::changeable(&r)?;
         self.may_setattr(&r, o)?;
         let mut mode = r.attr().mode;
         let strips = o.drop_privileges && !perm::is_dir(r.attr()) && perm::may_strip(self.by.creds, &r);
@@ -117,6 +118,7 @@ impl Run<'_, '_> {
     /// Needs no permission of its own: whoever was let write holds a capability.
     pub fn extend(&mut self, o: &pb::Extend) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
+        perm::changeable(&r)?;
         check_has_data(r.attr())?;
         check_size(o.end)?;
         self.drop_capability(&mut r)?;

@@ -85,6 +85,7 @@ pub fn named(op: &pb::Op) -> impl Iterator<Item = Ino> {
         Some(Op::Removexattr(o)) => [o.ino, 0],
         Some(Op::Extend(o)) => [o.ino, 0],
         Some(Op::Setlayout(o)) => [o.ino, 0],
+        Some(Op::Seal(o)) => [o.ino, 0],
         // What these are answered with is not remembered.
         Some(
             Op::Close(_)
@@ -92,6 +93,7 @@ pub fn named(op: &pb::Op) -> impl Iterator<Item = Ino> {
             | Op::Getlayout(_)
             | Op::PathOf(_)
             | Op::GetLock(_)
+            | Op::GetSeal(_)
             | Op::SetLock(_)
             | Op::Release(_),
         )
@@ -117,10 +119,12 @@ pub fn enlists(op: &pb::Op) -> bool {
 
 /// Whether an operation is answered with something that may be remembered.
 pub fn tells(op: &pb::Op) -> bool {
-    use Op::{Close, GetLock, Getlayout, PathOf, Release, SetLock, Statfs};
+    use Op::{Close, GetLock, GetSeal, Getlayout, PathOf, Release, SetLock, Statfs};
     !matches!(
         op.op,
-        None | Some(Close(_) | Statfs(_) | Getlayout(_) | PathOf(_) | GetLock(_) | SetLock(_) | Release(_))
+        None | Some(
+            Close(_) | Statfs(_) | Getlayout(_) | PathOf(_) | GetLock(_) | GetSeal(_) | SetLock(_) | Release(_)
+        )
     )
 }
 

@@ -6,7 +6,7 @@ use strake_proto::{Ino, pb};
 use super::{
     keys, locks,
     ops::Inode,
-    perm,
+    perm, seals,
     txn::{Res, Txn},
 };
 
@@ -52,6 +52,7 @@ pub fn remove_inode(t: &mut Txn<'_>, r: &pb::InodeRecord) -> Res<()> {
     if perm::is_file(r.attr()) {
         discard_data(t, r);
         locks::forget_file(t, ino)?;
+        seals::forget_pages(t, r);
     }
     t.delete_inode(ino);
     t.header.inodes = t.header.inodes.saturating_sub(1);

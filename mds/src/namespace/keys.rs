@@ -19,6 +19,7 @@ pub const EVICTED: u8 = b'e';
 pub const WRITER: u8 = b'w';
 pub const LOCK: u8 = b'l';
 pub const LOCK_TOTAL: u8 = b'k';
+pub const EXTENTS: u8 = b'm';
 
 /// Names of one directory whose hashes collide; a 257th is refused with `ENOSPC` (odds: beyond any directory).
 pub const SLOTS: u64 = 256;
@@ -85,6 +86,15 @@ pub fn lock_total(session: SessionId, ino: Ino) -> Bytes {
     b.freeze()
 }
 
+/// A page of a sealed file's manifest: the digests of its extents.
+pub fn extents(ino: Ino, page: u64) -> Bytes {
+    let mut b = BytesMut::with_capacity(17);
+    b.put_u8(EXTENTS);
+    b.put_u64(ino);
+    b.put_u64(page);
+    b.freeze()
+}
+
 pub fn dentry(dir: Ino, cookie: u64) -> Bytes {
     let mut b = BytesMut::with_capacity(19);
     b.put_u8(DENTRY);
@@ -136,6 +146,7 @@ mod tests {
         );
         assert_eq!(parse_lock(&lock(1, 2, 3, pb::LockKind::LockFlock)), Some((1, 2, 3, pb::LockKind::LockFlock)));
         assert_eq!(&lock_total(1, 2)[..], b"k\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02");
+        assert_eq!(&extents(1, 2)[..], b"m\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02");
         assert_eq!(&dentry(3, 0x0500)[..], b"d\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0\0\x05\0");
         for (kind, byte) in [(SESSION, b's'), (ORPHAN, b'o'), (GC, b'g'), (TRIM, b't'), (EVICTED, b'e')] {
             assert_eq!(numbered(kind, 1)[..], [byte, 0, 0, 0, 0, 0, 0, 0, 1]);

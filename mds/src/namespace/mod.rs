@@ -2,7 +2,7 @@
 //!
 //! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs`, `xattrs` have the operations
 //! that change) on a `txn` (overlay over the store); `placement` chooses chains, `perm` decides who may (`acl` are its
-//! lists), `gc` is what goes after its name went (`queue` finds it), `writers` who may write, `locks` who has locked what
+//! lists), `gc` is what goes after its name went (`queue` finds it), `writers` who may write, `seals` what nobody may change, `locks` who has locked what
 //! (`spans` is the arithmetic of ranges), `effects` is what of all that clients can see, `keys` is the on-disk key format.
 
 mod acl;
@@ -17,6 +17,7 @@ mod ops;
 mod perm;
 mod placement;
 mod queue;
+mod seals;
 pub mod spans;
 mod txn;
 mod writers;
@@ -44,8 +45,8 @@ use queue::{Found, Queue};
 use txn::{Fail, Layer, Txn};
 
 /// The newest version of the state's format; a newer one is refused. A state has the version of the newest kind of record
-/// that was ever put into it: 1, 2 with locks, or 3 with files that may have holes.
-pub const FORMAT_VERSION: u32 = 3;
+/// that was ever put into it: 1, 2 with locks, 3 with files that may have holes, or 4 with sealed files.
+pub const FORMAT_VERSION: u32 = 4;
 const FORMAT_FIRST: u32 = 1;
 
 /// Prefixes of the numbered records that workers take from the lowest on.

@@ -226,6 +226,7 @@ impl Run<'_, '_> {
         if perm::is_dir(r.attr()) {
             return fail(Code::Perm, "a directory cannot have a second name");
         }
+        perm::changeable(&r)?;
         if r.attr().nlink == 0 && !r.linkable {
             return fail(Code::NoEnt, "the file was removed");
         }
@@ -259,7 +260,7 @@ impl Run<'_, '_> {
 
     pub fn unlink(&mut self, parent: Ino, name: &[u8]) -> Res<pb::OpResult> {
         let mut s = self.side(parent, name, Code::IsDir)?;
-        perm::may_delete(self.by.creds, &s.dir, s.inode.attr())?;
+        perm::may_delete(self.by.creds, &s.dir, &s.inode)?;
         if s.is_dir() {
             return fail(Code::IsDir, "a directory is removed by rmdir");
         }
@@ -273,7 +274,7 @@ impl Run<'_, '_> {
 
     pub fn rmdir(&mut self, parent: Ino, name: &[u8]) -> Res<pb::OpResult> {
         let mut s = self.side(parent, name, if name == b".." { Code::NotEmpty } else { Code::Inval })?;
-        perm::may_delete(self.by.creds, &s.dir, s.inode.attr())?;
+        perm::may_delete(self.by.creds, &s.dir, &s.inode)?;
         if !s.is_dir() {
             return fail(Code::NotDir, "the name is not that of a directory");
         }
@@ -328,7 +329,7 @@ impl Run<'_, '_> {
             Spot::Free(_) if exchange => return fail(Code::NoEnt, "no such new name to exchange with"),
             Spot::Free(_) => {
                 self.check_not_within(to_dir, &from, Code::Inval)?;
-                perm::may_delete(self.by.creds, &from.dir, from.inode.attr())?;
+                perm::may_delete(self.by.creds, &from.dir, &from.inode)?;
                 perm::check(self.by.creds, &new_dir, W | X)?;
                 self.check_move(&from, to_dir)?;
                 None
@@ -342,8 +343,8 @@ impl Run<'_, '_> {
         if from.ino() == to.ino() {
             return Ok(shown(&from.inode));
         }
-        perm::may_delete(self.by.creds, &from.dir, from.inode.attr())?;
-        perm::may_delete(self.by.creds, &to.dir, to.inode.attr())?;
+        perm::may_delete(self.by.creds, &from.dir, &from.inode)?;
+        perm::may_delete(self.by.creds, &to.dir, &to.inode)?;
         if exchange {
             self.check_move(&from, to.at())?;
             self.check_move(&to, from.at())?;

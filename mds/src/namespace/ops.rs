@@ -145,6 +145,7 @@ impl Run<'_, '_> {
             Op::PathOf(o) => self.path_of(o.ino),
             Op::Access(o) => self.access(o),
             Op::GetLock(o) => self.get_lock(o),
+            Op::GetSeal(o) => self.get_seal(o),
             Op::SetLock(o) => self.set_lock(o),
             Op::Create(o) => self.create(o),
             Op::Tmpfile(o) => self.tmpfile(o),
@@ -161,6 +162,7 @@ impl Run<'_, '_> {
             Op::Extend(o) => self.extend(o),
             Op::Release(o) => self.release(o),
             Op::Setlayout(o) => self.setlayout(o),
+            Op::Seal(o) => self.seal(o),
         }?;
         match self.room.checked_sub(r.encoded_len() + 8) {
             Some(room) => self.room = room,

@@ -45,9 +45,21 @@ pub fn in_group(c: &pb::Creds, gid: u32) -> bool {
     c.gid == gid || c.groups.contains(&gid)
 }
 
-/// `EACCES` unless mode bits and ACL grant all of `mask` ([`R`] | [`W`] | [`X`]).
+/// `EPERM` if the file is sealed: nobody changes anything of it, root included.
+pub fn changeable(r: &pb::InodeRecord) -> Result<()> {
+    if r.seal.is_none() {
+        return Ok(());
+    }
+    let m = format!("inode {} is sealed; it can be changed after `lfs seal --undo`", r.attr().ino);
+    Err(Error::new(Code::Perm, m))
+}
+
+/// `EACCES` unless mode bits and ACL grant all of `mask` ([`R`] | [`W`] | [`X`]). `EPERM`: to write what is sealed.
 pub fn check(c: &pb::Creds, r: &pb::InodeRecord, mask: u32) -> Result<()> {
     let a = r.attr();
+    if mask & W != 0 {
+        changeable(r)?;
+    }
     if is_granted(c, r, mask & 7) {
         return Ok(());
     }
@@ -86,9 +98,10 @@ pub fn mask_of_open(flags: u32) -> u32 {
 }
 
 /// Whether a name of `victim` may be taken out of `dir`.
-pub fn may_delete(c: &pb::Creds, dir: &pb::InodeRecord, victim: &pb::Attr) -> Result<()> {
+pub fn may_delete(c: &pb::Creds, dir: &pb::InodeRecord, victim: &pb::InodeRecord) -> Result<()> {
     check(c, dir, W | X)?;
-    let dir = dir.attr();
+    changeable(victim)?;
+    let (dir, victim) = (dir.attr(), victim.attr());
     if dir.mode & S_ISVTX != 0 && !owns(c, victim) && !owns(c, dir) {
         let m = format!("directory {} is sticky and neither it nor inode {} is yours", dir.ino, victim.ino);
         return Err(Error::new(Code::Perm, m));
@@ -194,10 +207,25 @@ mod tests {
     #[test]
     fn sticky_directories_protect_other_peoples_names() {
         let dir = record(S_IFDIR | 0o1777, 1, 1);
-        let file = attr(S_IFREG | 0o666, 2, 2);
+        let file = record(S_IFREG | 0o666, 2, 2);
         assert_eq!(may_delete(&creds(3, 3, &[]), &dir, &file).unwrap_err().code, Code::Perm);
         for uid in [0, 1, 2] {
             assert!(may_delete(&creds(uid, 9, &[]), &dir, &file).is_ok(), "uid {uid}");
+        }
+    }
+
+    #[test]
+    fn what_is_sealed_is_nobodys_to_change() {
+        let dir = record(S_IFDIR | 0o777, 1, 1);
+        let mut file = record(S_IFREG | 0o666, 2, 2);
+        file.seal = Some(pb::SealInfo::default());
+        for uid in [0, 1, 2] {
+            let c = creds(uid, uid, &[]);
+            assert!(check(&c, &file, R).is_ok(), "uid {uid}");
+            for mask in [W, R | W, W | X] {
+                assert_eq!(check(&c, &file, mask).unwrap_err().code, Code::Perm, "uid {uid}");
+            }
+            assert_eq!(may_delete(&c, &dir, &file).unwrap_err().code, Code::Perm, "uid {uid}");
         }
     }
 

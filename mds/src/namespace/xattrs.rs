@@ -75,6 +75,7 @@ impl Run<'_, '_> {
 
     pub fn setxattr(&mut self, o: &pb::SetXattr) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
+        perm::changeable(&r)?;
         if o.flags & !(XATTR_CREATE | XATTR_REPLACE) != 0 {
             return fail(Code::Inval, format!("extended attribute flags {:#x} are unknown", o.flags));
         }
@@ -106,6 +107,7 @@ impl Run<'_, '_> {
 
     pub fn removexattr(&mut self, o: &pb::RemoveXattr) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
+        perm::changeable(&r)?;
         let weakens = o.name == CAPABILITY && perm::may_strip(self.by.creds, &r);
         if !weakens {
             self.may_xattr(&r, &o.name, true)?;

@@ -238,6 +238,10 @@ pub(super) fn show(key: &[u8], value: &[u8]) -> Result<(&'static str, Map<String
             let (session, ino) = two()?;
             ("lock total", json!({ "session": session, "ino": ino, "ranges": t.ranges }))
         }
+        Some(b'm') => {
+            let (ino, page) = two()?;
+            ("manifest", json!({ "ino": ino, "page": page, "extents": value.len() / 32 }))
+        }
         _ => return Err(bad()),
     };
     match shown {
@@ -257,6 +261,10 @@ fn show_inode(ino: u64, r: &pb::InodeRecord) -> Result<Value> {
     if let Some(c) = component {
         shown["data"] = c.data_id.into();
         shown["chains"] = c.chains.clone().into();
+    }
+    if let Some(s) = &r.seal {
+        shown["sealed"] = true.into();
+        shown["sha256"] = s.manifest.as_ref().map(|m| hex(&m.sha256)).into();
     }
     if !r.symlink.is_empty() {
         shown["symlink"] = text(&r.symlink);

@@ -10,7 +10,7 @@ use strake_proto::{Code, Error, Result, pb};
 use strake_store::MetaStore;
 
 use crate::namespace::locks;
-use pb::{log_command::Command, op::Op};
+use pb::{log_command::Command, op::Op, seal::Step};
 
 const MIB: u64 = 1 << 20;
 /// By default so much of the file system is reserved, and no more than that.
@@ -46,6 +46,7 @@ impl Need {
             Some(Op::Create(_) | Op::Mkdir(_) | Op::Mknod(_) | Op::Symlink(_) | Op::Link(_) | Op::Setxattr(_)) => {
                 Need::Growth
             }
+            Some(Op::Seal(s)) if !matches!(s.step, Some(Step::Undo(_))) => Need::Growth,
             Some(Op::Setattr(s)) if s.size.is_some() => Need::Little,
             Some(Op::SetLock(l)) if locks::is_take(l) => Need::Some,
             Some(Op::Setattr(_) | Op::Rename(_) | Op::Extend(_) | Op::Setlayout(_)) => Need::Some,

@@ -8,7 +8,7 @@ use rustix::{
     io::Errno,
 };
 use strake_fuse::{table, vfs};
-use strake_proto::{map::MapView, pb};
+use strake_proto::{map::MapView, pb, seal};
 
 use super::Failure;
 
@@ -119,6 +119,31 @@ pub fn set_layout(path: &Path, spec: &pb::LayoutSpec) -> Result<(), Errno> {
 
 pub fn delete_default(path: &Path) -> Result<(), Errno> {
     removexattr(path, "strake.spec")
+}
+
+/// How a file is sealed, `None` if it is not.
+pub fn seal(path: &Path) -> Result<Option<pb::SealInfo>, Failure> {
+    decoded(path, "strake.seal")
+}
+
+/// The digests of the extents that a manifest is of.
+pub fn digests(path: &Path, manifest: &pb::Manifest) -> Result<Vec<seal::Digest>, Failure> {
+    let mut all = Vec::new();
+    for number in 0..seal::pages(manifest.size) {
+        let page = read(path, &format!("strake.seal.{number}"))?.unwrap_or_default();
+        if page.len() != seal::digests_in(manifest.size, number) * seal::DIGEST {
+            let m = format!("'{}': page {number} of its manifest has {} bytes", path.display(), page.len());
+            return Err(Failure::new(libc::EPROTO, m));
+        }
+        all.extend(page.chunks_exact(seal::DIGEST).map(|d| seal::Digest::try_from(d).unwrap_or_default()));
+    }
+    Ok(all)
+}
+
+/// A step of sealing a file. Under this name the kernel leaves it to the metadata servers who may.
+pub fn seal_step(path: &Path, id: u64, step: pb::seal::Step) -> Result<(), Errno> {
+    let step = pb::Seal { ino: 0, id, step: Some(step) };
+    lsetxattr(path, "system.strake.seal", &step.encode_to_vec(), XattrFlags::empty())
 }
 
 /// The FID of a path, in text.

@@ -5,16 +5,20 @@
 //! compared with published output byte for byte.
 
 mod args;
+mod content;
 mod df;
 mod dirs;
 mod fids;
 mod format;
 mod fs;
 mod getstripe;
+mod seal;
 mod setstripe;
+mod sums;
 mod targets;
+mod verify;
 
-use std::{ffi::OsString, fmt::Write as _, io::Write as _};
+use std::{ffi::OsString, fmt::Write as _, io::Write as _, os::unix::ffi::OsStrExt as _};
 
 use strake_proto::{Error, Ino, map::MapView, pb};
 
@@ -65,7 +69,10 @@ pub struct Output {
 
 impl Output {
     fn print(&mut self, s: &str) {
-        self.text.extend_from_slice(s.as_bytes());
+        self.print_bytes(s.as_bytes());
+    }
+    fn print_bytes(&mut self, s: &[u8]) {
+        self.text.extend_from_slice(s);
         // Long listings must not wait for their end.
         if self.text.len() > 64 << 10 {
             self.flush();
@@ -103,6 +110,8 @@ const COMMANDS: &[Command] = &[
     Command { name: "df", usage: df::USAGE, run: df::run },
     Command { name: "path2fid", usage: "lfs path2fid [--parents] PATH...\n", run: fids::path2fid },
     Command { name: "fid2path", usage: "lfs fid2path [-0] [-n] FSNAME|ROOT FID...\n", run: fids::fid2path },
+    Command { name: "seal", usage: seal::USAGE, run: seal::run },
+    Command { name: "verify", usage: verify::USAGE, run: verify::run },
     Command { name: "help", usage: "lfs help [COMMAND]\n", run: help },
 ];
 
@@ -215,12 +224,18 @@ fn help(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
 
 /// Reads the arguments of a command as the command does, and does nothing.
 pub fn read_arguments(command: u8, args: Vec<OsString>, map: &MapView, space: &pb::StatfsReply) {
-    let _ = match command % 6 {
+    let _ = match command % 9 {
         0 => setstripe::read(args).map(drop),
         1 => getstripe::read(args, map).map(drop),
         2 => df::read(args, map, space).map(drop),
         3 => dirs::read(args).map(drop),
         4 => fids::read(args),
+        5 => seal::read(args).map(drop),
+        6 => verify::read(args).map(drop),
+        7 => {
+            args.iter().for_each(|text| drop(sums::parse(text.as_bytes())));
+            Ok(())
+        }
         _ => targets::read(args, map),
     };
 }

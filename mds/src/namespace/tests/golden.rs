@@ -6,13 +6,14 @@ use strake_store::{Batch, FjallStore, MetaStore};
 
 use super::*;
 
-const GOLDEN: [&str; 3] = [
+const GOLDEN: [&str; 4] = [
     concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v1"),
     concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v2"),
     concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v3"),
+    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v4"),
 ];
 /// Every kind of record that each format has.
-const KINDS: [&[u8]; 3] = [b"HMdegiorstwx", b"HMdegiklorstwx", b"HMdegiklorstwx"];
+const KINDS: [&[u8]; 4] = [b"HMdegiorstwx", b"HMdegiklorstwx", b"HMdegiklorstwx", b"HMdegiklmorstwx"];
 
 /// One of everything that a state of a format can hold.
 fn fill(format: u32) -> Fs {
@@ -70,6 +71,11 @@ fn fill(format: u32) -> Fs {
         let sparse = fs.create(ROOT, "sparse");
         fs.one(Op::Extend(pb::Extend { ino: sparse, end: 1 << 40, holes: true }));
     }
+    if format >= 4 {
+        let (whole, begun) = (seals::closed(&mut fs, "sealed", 5 << 20), seals::closed(&mut fs, "begun", 0));
+        seals::seal(&mut fs, whole);
+        fs.one(seals::begin(begun));
+    }
     assert_eq!(fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![other], evict: true })).status, None);
     assert!(fs.ns.orphans(9).contains(&held));
     fs
@@ -118,6 +124,20 @@ fn a_state_of_format_3_is_read_for_ever() {
     assert_eq!((fs.attr(sparse).sparse, fs.attr(sparse).size), (true, 1 << 40));
     let whole = fs.lookup(ROOT, "hard").unwrap();
     assert!(!fs.attr(whole).sparse);
+}
+
+#[test]
+fn a_state_of_format_4_is_read_for_ever() {
+    let mut fs = read_for_ever(4);
+    let sealed = fs.lookup(ROOT, "sealed").unwrap();
+    let r = fs.one(Op::GetSeal(pb::GetSeal { ino: sealed, page: Some(0) }));
+    let m = r.seal.and_then(|s| s.manifest).unwrap();
+    assert_eq!((m.size, m.extent_size, r.data.len()), (5 << 20, 4 << 20, 64));
+    fs.fails(mk_unlink(ROOT, "sealed"), Code::Perm);
+    let begun = fs.lookup(ROOT, "begun").unwrap();
+    let r = fs.one(Op::GetSeal(pb::GetSeal { ino: begun, page: None }));
+    assert!(r.seal.is_some_and(|s| s.manifest.is_none()));
+    fs.fails(mk_size(begun, 7), Code::Perm);
 }
 
 fn read_for_ever(format: u32) -> Fs {

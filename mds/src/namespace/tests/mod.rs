@@ -11,6 +11,7 @@ mod names;
 mod random;
 
 mod replay;
+mod seals;
 mod writers;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -278,6 +279,7 @@ pub fn fsck(fs: &Fs) {
     let mut subdirs: BTreeMap<Ino, u32> = BTreeMap::new();
     let mut xattrs: BTreeMap<Ino, u32> = BTreeMap::new();
     let mut writers: BTreeMap<Ino, u32> = BTreeMap::new();
+    let mut pages: BTreeMap<Ino, Vec<u64>> = BTreeMap::new();
     let (mut orphans, mut trims, mut replies) = (BTreeSet::new(), BTreeMap::new(), BTreeSet::new());
     let (mut locked, mut totals) = (BTreeMap::new(), BTreeMap::new());
     let mut kinds = Vec::new();
@@ -301,6 +303,10 @@ pub fn fsck(fs: &Fs) {
             }
             b'i' => drop(inodes.insert(at, pb::InodeRecord::decode(v).unwrap())),
             b'x' => *xattrs.entry(at).or_default() += 1,
+            b'm' => {
+                pages.entry(at).or_default().push(n);
+                assert!(!v.is_empty() && v.len() <= 1024 * 32 && v.len().is_multiple_of(32), "digests");
+            }
             b's' => assert!(fs.ns.session(at).is_some()),
             b'r' => drop(replies.insert((at, n))),
             b'o' => drop(orphans.insert(at)),
@@ -330,7 +336,14 @@ pub fn fsck(fs: &Fs) {
         }
     }
     let sparse = inodes.values().any(|r| r.attr.unwrap().sparse);
-    let format = if sparse { 3 } else { 1 + u32::from(!locked.is_empty()) };
+    let sealed = inodes.values().any(|r| r.seal.is_some());
+    let format = if sealed {
+        4
+    } else if sparse {
+        3
+    } else {
+        1 + u32::from(!locked.is_empty())
+    };
     assert!((format..=FORMAT_VERSION).contains(&header.format_version), "format {}", header.format_version);
     assert_eq!(header.inodes, inodes.len() as u64);
     assert!(totals.keys().all(|(_, ino)| *ino == 0 || inodes.contains_key(ino)), "locks of a file that is gone");
@@ -367,9 +380,15 @@ pub fn fsck(fs: &Fs) {
         assert_eq!(r.writers, writers.remove(ino).unwrap_or(0), "writers of {ino}");
         assert!(!r.surplus || r.writers > 0, "surplus of {ino} that nobody keeps from being cut");
         assert_eq!(r.xattrs, xattrs.remove(ino).unwrap_or(0), "xattrs of {ino}");
+        let seal = r.seal.clone().unwrap_or_default();
+        let digests = pages.remove(ino).unwrap_or_default();
+        assert_eq!(digests, (0..seal.pages).collect::<Vec<_>>(), "pages of {ino}");
+        assert!(seal.manifest.is_none_or(|m| m.size == a.size && seal.pages == strake_proto::seal::pages(a.size)));
+        assert!(r.seal.is_none() || r.writers == 0 && r.trim.is_none() && a.nlink > 0, "{ino} is sealed");
         assert_eq!(r.layout.is_some(), a.mode & perm::S_IFMT == perm::S_IFREG);
     }
     assert!(names.is_empty() && in_dir.is_empty() && xattrs.is_empty(), "{names:?} {in_dir:?} {xattrs:?}");
+    assert!(pages.is_empty(), "pages of no file: {pages:?}");
     assert!(orphans.is_empty() && trims.is_empty(), "{orphans:?} {trims:?}");
     let memory = fs.ns.memory.read();
     let kept = memory.sessions.iter().flat_map(|(id, s)| s.seqs.iter().map(move |n| (*id, *n)));

@@ -1,0 +1,155 @@
+//! Sealed files: immutable, with a manifest of what they hold. See `docs/seal.md`.
+//!
+//! The inode says that the file is sealed and has the manifest's sums; the digests of its extents are in pages, records of their
+//! own. What being immutable means is [`perm::changeable`], which every operation that changes something asks.
+
+use strake_proto::{
+    Code, pb,
+    seal::{DIGEST, digests_in, extent_size, pages},
+};
+
+use super::{
+    gc, keys,
+    ops::{Inode, Run, shown},
+    perm::{self, R},
+    txn::{Res, Txn, fail},
+};
+use pb::seal::Step;
+
+/// The format of a state with a sealed file.
+const FORMAT_SEALED: u32 = 4;
+
+/// Drops the pages of a manifest.
+pub fn forget_pages(t: &mut Txn<'_>, r: &pb::InodeRecord) {
+    let pages = r.seal.as_ref().map_or(0, |s| s.pages);
+    (0..pages).for_each(|n| t.delete(keys::extents(r.attr().ino, n)));
+}
+
+/// A result that shows an inode and how it is sealed.
+fn told(r: &pb::InodeRecord) -> pb::OpResult {
+    pb::OpResult { seal: r.seal.clone(), ..shown(r) }
+}
+
+impl Run<'_, '_> {
+    /// What a manifest says may be used to guess at the contents: only who may read those may have it.
+    pub fn get_seal(&mut self, o: &pb::GetSeal) -> Res<pb::OpResult> {
+        let r = self.inode(o.ino)?;
+        perm::check(self.by.creds, &r, R)?;
+        if r.seal.is_none() {
+            return fail(Code::NoData, "the file is not sealed");
+        }
+        let ino = r.attr().ino;
+        let data = match o.page {
+            None => Default::default(),
+            Some(n) => match self.t.get(&keys::extents(ino, n))? {
+                Some(digests) => digests,
+                None => return fail(Code::NoData, format!("the manifest has no page {n}")),
+            },
+        };
+        Ok(pb::OpResult { ino, seal: r.seal, data, ..Default::default() })
+    }
+
+    pub fn seal(&mut self, o: &pb::Seal) -> Res<pb::OpResult> {
+        let r = self.inode(o.ino)?;
+        if !perm::owns(self.by.creds, r.attr()) {
+            return fail(Code::Perm, "only the owner and root may seal a file");
+        }
+        match &o.step {
+            Some(Step::Begin(_)) => self.begin_seal(r),
+            Some(Step::Page(page)) => self.add_page(r, o.id, page),
+            Some(Step::Finish(manifest)) => self.finish_seal(r, o.id, manifest),
+            Some(Step::Undo(_)) => self.undo_seal(r),
+            None => fail(Code::OpNotSupp, "this metadata server does not know the step; upgrade it"),
+        }
+    }
+
+    fn begin_seal(&mut self, mut r: pb::InodeRecord) -> Res<pb::OpResult> {
+        if !perm::is_file(r.attr()) {
+            return fail(Code::Inval, "only regular files can be sealed");
+        }
+        if r.seal.is_some() {
+            return Ok(told(&r));
+        }
+        if r.attr().nlink == 0 {
+            return fail(Code::NoEnt, "the file has no name (any more)");
+        }
+        if r.writers > 0 {
+            return fail(
+                Code::Busy,
+                format!("the file is open for writing, by {} client(s); close it there", r.writers),
+            );
+        }
+        if r.trim.is_some() {
+            return fail(Code::Busy, "bytes beyond the end of the file are still being removed; try again");
+        }
+        let id = gc::number(self.t);
+        r.seal = Some(pb::SealInfo { id, ..Default::default() });
+        let version = &mut self.t.header.format_version;
+        *version = (*version).max(FORMAT_SEALED);
+        Ok(told(&self.save(r)))
+    }
+
+    fn add_page(&mut self, mut r: pb::InodeRecord, id: u64, page: &pb::SealPage) -> Res<pb::OpResult> {
+        let size = r.attr().size;
+        let seal = unfinished(&mut r, id)?;
+        let digests = digests_in(size, page.number);
+        if digests == 0 || page.digests.len() != digests * DIGEST {
+            let m = format!("page {} of this manifest has {digests} digests of {DIGEST} bytes", page.number);
+            return fail(Code::Inval, m);
+        }
+        if page.number > seal.pages {
+            return fail(Code::Inval, format!("page {} before page {}", page.number, seal.pages));
+        }
+        seal.pages = seal.pages.max(page.number + 1);
+        let ino = r.attr().ino;
+        self.t.put(keys::extents(ino, page.number), page.digests.clone());
+        self.t.put_inode(ino, r.clone());
+        Ok(told(&r))
+    }
+
+    fn finish_seal(&mut self, mut r: pb::InodeRecord, id: u64, manifest: &pb::Manifest) -> Res<pb::OpResult> {
+        let (size, now) = (r.attr().size, self.t.now());
+        let timeless = |m: &pb::Manifest| pb::Manifest { time_ns: 0, ..m.clone() };
+        if let Some(pb::SealInfo { id: own, manifest: Some(m), .. }) = &r.seal
+            && *own == id
+            && timeless(m) == timeless(manifest)
+        {
+            return Ok(told(&r));
+        }
+        let seal = unfinished(&mut r, id)?;
+        if manifest.size != size || manifest.extent_size != extent_size(size) {
+            let m =
+                format!("the file has {size} bytes, in extents of {}; its manifest says otherwise", extent_size(size));
+            return fail(Code::Inval, m);
+        }
+        if manifest.sha256.len() != DIGEST || manifest.root.len() != DIGEST {
+            return fail(Code::Inval, format!("SHA-256 and root of a manifest have {DIGEST} bytes"));
+        }
+        if seal.pages != pages(size) {
+            return fail(Code::Inval, format!("{} of {} pages of the manifest are there", seal.pages, pages(size)));
+        }
+        seal.manifest = Some(pb::Manifest { time_ns: now, ..manifest.clone() });
+        Ok(told(&self.save(r)))
+    }
+
+    fn undo_seal(&mut self, mut r: pb::InodeRecord) -> Res<pb::OpResult> {
+        let Some(seal) = &r.seal else { return fail(Code::NoData, "the file is not sealed") };
+        // Who cannot read the file to its end must be able to go back.
+        if seal.manifest.is_some() && !perm::is_root(self.by.creds) {
+            return fail(Code::Perm, "only root may undo a seal");
+        }
+        forget_pages(self.t, &r);
+        r.seal = None;
+        Ok(told(&self.save(r)))
+    }
+}
+
+/// The seal that is to get its manifest.
+fn unfinished(r: &mut pb::InodeRecord, id: u64) -> Res<&mut pb::SealInfo> {
+    match &mut r.seal {
+        Some(s) if s.id != id => fail(Code::Stale, "the seal was undone meanwhile"),
+        Some(s) if s.manifest.is_some() => fail(Code::Exist, "the file has a manifest"),
+        Some(s) => Ok(s),
+        None => fail(Code::Stale, "the seal was undone meanwhile"),
+    }
+}
