@@ -14,7 +14,7 @@ use super::{
     slot::{Current, Due, Next, Refusal, Slot, Staging, Update},
 };
 
-#[derive(Debug)]
+#[derive(Clone, Debug, Hash)]
 pub struct ChainCore {
     chain: ChainId,
     me: Stamp,
