@@ -70,6 +70,13 @@ impl ChainCore {
         self.slots.len()
     }
 
+    /// An update in a slot may have been shown to readers by a replica that was lost since. This one answers no reads of its chunk
+    /// until it is committed; one that came into sync behind it would.
+    pub fn owes_shown(&self) -> bool {
+        let shown = |s: &Slot| matches!(&s.current, Some(Current::Update(u)) if u.shown && !u.dropped);
+        self.slots.values().any(shown)
+    }
+
     /// Indices from `from.index` on of the chunks of a file that have something in flight.
     pub fn busy_from(&self, from: ChunkId) -> Vec<u64> {
         let end = ChunkId { index: u64::MAX, ..from };

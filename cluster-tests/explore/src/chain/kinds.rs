@@ -54,6 +54,8 @@ pub enum Fault {
     None,
     /// A replica is reported as filled before it has flushed.
     FillsUnflushed,
+    /// A replica is reported as filled while an update is in flight that one that was lost has shown.
+    FillsShown,
     /// Replicas leave before they act on it.
     LeavesUnheard,
     /// An update is answered before the successor has it.

@@ -45,7 +45,9 @@ impl World {
     /// What a heartbeat says: the epoch it acts on, and whether its successor is filled.
     fn report(&self, i: usize) -> (u64, bool) {
         let (r, v) = (&self.replicas[i], self.replicas[i].core.view());
-        (v.epoch, v.tail && v.syncing_successor().is_some() && r.pass == Pass::Synced)
+        let filled = v.tail && v.syncing_successor().is_some() && r.pass == Pass::Synced;
+        let waits = r.core.owes_shown() && self.fault != Fault::FillsShown;
+        (v.epoch, filled && !waits)
     }
 
     fn beat_matters(&self, i: usize) -> bool {

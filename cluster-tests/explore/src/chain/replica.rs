@@ -49,10 +49,15 @@ impl World {
         }
         let view = r.core.view();
         let reaches = |to: Option<u32>| to.is_some_and(|to| self.reaches(to as usize, view.epoch));
-        let paused = r.work.iter().filter(|(_, w)| matches!(w.awaits, Awaits::Pause(_)));
-        // Asked sooner, it would refuse as before.
-        let successor = view.successor.map(|(t, _)| t);
-        out.extend(paused.filter(|_| reaches(successor)).map(|(op, _)| Action::Retry { at: i, op: *op }));
+        // Asked sooner, the successor would refuse as before.
+        let successor = view.successor.map(|(t, _)| t).filter(|t| reaches(Some(*t))).map(|t| t as usize);
+        for (op, w) in r.work.iter().filter(|(_, w)| matches!(w.awaits, Awaits::Pause(_))) {
+            let known =
+                |to: usize| matches!(w.kind, Kind::Update(u) if self.replicas[to].chunk.list.contains(&u.value));
+            if successor.is_some_and(|to| !known(to) || self.flush_path(to).is_ok()) {
+                out.push(Action::Retry { at: i, op: *op });
+            }
+        }
         if view.tail && reaches(view.syncing_successor()) {
             match r.pass {
                 Pass::Begin if !r.work.values().any(|w| matches!(w.kind, Kind::Push(_))) => {
