@@ -51,7 +51,7 @@ pub struct Version {
 }
 
 /// A change already applied to a chunk, kept so that a retry is answered and not applied twice.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Writer {
     pub session: SessionId,
     pub seq: u64,

@@ -98,7 +98,7 @@ codes! {
 }
 
 /// An error with its cause in words.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Error {
     pub code: Code,
     pub message: String,

@@ -2,8 +2,9 @@
 //! broken promise is a shortest one.
 //!
 //! A [`Model`] is a world of real cores and the network between them; `leases` is that of `docs/leases.md`, `writeback` that of its
-//! section "Write-back".
+//! section "Write-back", `chain` that of `docs/replication.md`.
 
+pub mod chain;
 pub mod leases;
 pub mod writeback;
 

@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 
 use clap::{Parser, Subcommand};
-use strake_explore::{Model, explore, leases, writeback};
+use strake_explore::{Model, chain, explore, leases, writeback};
 
 /// Explores every order of events of the lease protocol (docs/leases.md) within bounds.
 #[derive(Parser)]
@@ -19,6 +19,8 @@ struct Args {
 enum Other {
     /// Of write-back instead
     WriteBack(OfWriteBack),
+    /// Of chains of replicas instead (docs/replication.md)
+    Chain(OfChain),
 }
 
 #[derive(clap::Args)]
@@ -110,6 +112,79 @@ struct OfWriteBack {
     most: usize,
 }
 
+#[derive(clap::Args)]
+struct OfChain {
+    /// Copies that the chain shall have, of three targets
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=3))]
+    copies: u8,
+    /// Writes by two clients together
+    #[arg(long, default_value_t = 1)]
+    writes: u8,
+    /// Flushes by both
+    #[arg(long, default_value_t = 0)]
+    flushes: u8,
+    /// Servers that die
+    #[arg(long, default_value_t = 0)]
+    crashes: u8,
+    /// Leases of living servers that run out
+    #[arg(long, default_value_t = 0)]
+    expiries: u8,
+    /// Connections that break under a request, which may arrive later
+    #[arg(long, default_value_t = 0)]
+    breaks: u8,
+    /// Requests of clients that arrive once more
+    #[arg(long, default_value_t = 0)]
+    doubles: u8,
+    /// Changes of the chain, besides those by registrations
+    #[arg(long, default_value_t = 0)]
+    changes: u8,
+    /// Changes of the targets that the chain shall have
+    #[arg(long, default_value_t = 0)]
+    plans: u8,
+    /// Updates for which there is no space
+    #[arg(long, default_value_t = 0, requires = "slow")]
+    full: u8,
+    /// Staging takes time
+    #[arg(long)]
+    slow: bool,
+    /// Space is short: nobody is told of an update before it is staged
+    #[arg(long)]
+    short: bool,
+    /// What comes too early or too late is refused, instead of waiting
+    #[arg(long)]
+    refusals: bool,
+    /// Try of one world in so many whether it can become whole again (0: of those only in which nothing can happen any more)
+    #[arg(long, default_value_t = 0)]
+    settle: u64,
+    /// A mistake made on purpose, to be found
+    #[arg(long, value_enum, default_value = "none")]
+    fault: chain::Fault,
+    /// Stop after so many different worlds (some 100 bytes each, and some 3,000 for each of the two farthest levels)
+    #[arg(long, default_value_t = 50_000_000)]
+    most: usize,
+}
+
+impl OfChain {
+    fn bounds(&self) -> chain::Bounds {
+        chain::Bounds {
+            copies: self.copies,
+            writes: self.writes,
+            flushes: self.flushes,
+            crashes: self.crashes,
+            expiries: self.expiries,
+            breaks: self.breaks,
+            doubles: self.doubles,
+            changes: self.changes,
+            plans: self.plans,
+            full: self.full,
+            slow: self.slow,
+            short: self.short,
+            refusals: self.refusals,
+            settle: self.settle,
+        }
+    }
+}
+
 fn tell<M: Model>(first: M, most: usize) -> std::process::ExitCode
 where
     M::Action: Debug,
@@ -131,6 +206,9 @@ where
 
 fn main() -> std::process::ExitCode {
     let Args { other, leases: a } = Args::parse();
+    if let Some(Other::Chain(a)) = &other {
+        return tell(chain::World::new(a.bounds(), a.fault), a.most);
+    }
     if let Some(Other::WriteBack(a)) = other {
         let bounds = writeback::Bounds {
             opens: a.opens,

@@ -14,7 +14,7 @@ use super::{
     slot::{Current, Due, Next, Refusal, Slot, Staging, Update},
 };
 
-#[derive(Debug)]
+#[derive(Clone, Debug, Hash)]
 pub struct ChainCore {
     chain: ChainId,
     me: Stamp,
@@ -77,6 +77,13 @@ impl ChainCore {
             Current::Update(u) if u.op == op => Some(u.version),
             _ => None,
         }
+    }
+
+    /// An update in a slot may have been shown to readers by a replica that was lost since. This one answers no reads of its chunk
+    /// until it is committed; one that came into sync behind it would.
+    pub fn owes_shown(&self) -> bool {
+        let shown = |s: &Slot| matches!(&s.current, Some(Current::Update(u)) if u.shown && !u.dropped);
+        self.slots.values().any(shown)
     }
 
     /// Indices from `from.index` on of the chunks of a file that have something in flight.

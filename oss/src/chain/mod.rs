@@ -28,7 +28,7 @@ pub type OpId = u64;
 pub const MAX_QUEUE: usize = 64;
 
 /// Something that wants a chunk's slot.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 pub struct Op {
     pub id: OpId,
     pub chunk: ChunkId,
@@ -39,7 +39,7 @@ pub struct Op {
     pub what: What,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 pub enum What {
     /// An update entering at the head.
     Client {
@@ -126,7 +126,7 @@ pub enum Outcome {
 }
 
 /// A chunk's committed state as the protocol sees it; the default is an absent chunk.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Committed {
     pub version: Version,
     /// The last few changes, oldest first.

@@ -12,7 +12,7 @@ use super::{
     rows::{Progress, Reads},
 };
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, Hash)]
 pub struct Slot {
     pub current: Option<Current>,
     pub queue: VecDeque<Op>,
@@ -35,13 +35,13 @@ impl Slot {
     }
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug, Hash)]
 pub enum Current {
     Hold(OpId),
     Update(Box<Update>),
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug, Hash)]
 pub enum Staging {
     Pending,
     Ok,
@@ -49,7 +49,7 @@ pub enum Staging {
 }
 
 /// Where the update stands with the successor, in the present epoch.
-#[derive(Debug)]
+#[derive(Clone, Debug, Hash)]
 pub enum Next {
     /// Not asked.
     Idle,
@@ -62,7 +62,7 @@ pub enum Next {
     Refused(Error),
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug, Hash)]
 pub struct Update {
     pub op: OpId,
     /// Repetitions of the same forward, answered with it.

@@ -329,6 +329,24 @@ fn a_replay_is_overtaken_when_the_writers_do_not_reach_back_to_it() {
     assert_eq!(replay(&[], v(3, 70)), stage);
 }
 
+/// The tail was lost, perhaps after it had shown an update, and returns without it: it must not come into sync before that.
+#[test]
+fn what_a_lost_replica_may_have_shown_is_owed_until_it_is_committed() {
+    let mut r = One::new(HEAD);
+    assert!(!r.core.owes_shown());
+    r.client(1, 7, true);
+    r.staged(1, None);
+    assert!(r.core.owes_shown(), "sent to one that serves");
+    let after = r.go(Input::View(view(4, FILLING)));
+    assert_eq!(after, ["forward 1 #3 to 6 n1"]);
+    assert!(r.core.owes_shown());
+    assert_eq!(r.answer(1, 3, None), ["applied 1 n1 x2"]);
+    assert!(!r.core.owes_shown());
+    r.client(2, 8, true);
+    r.staged(2, None);
+    assert!(!r.core.owes_shown(), "sent to nobody that served");
+}
+
 /// Random histories with losses: whoever else wrote since, a replay never lands on it.
 #[test]
 fn a_replay_never_lands_on_what_others_wrote_since() {

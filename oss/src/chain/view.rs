@@ -6,7 +6,7 @@ use strake_proto::{
     pb::{self, ReplicaState},
 };
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct View {
     pub epoch: u64,
     /// This replica's state; `ReplicaUnknown` when it is not in the chain.

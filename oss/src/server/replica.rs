@@ -474,8 +474,10 @@ impl Replica {
 
     /// Whether the tail's report says that its successor is filled.
     pub fn has_synced(&self) -> bool {
-        let v = self.view();
-        v.tail && v.syncing_successor().is_some() && self.synced.load(Ordering::Acquire) == v.epoch
+        let inner = self.inner.lock();
+        let v = inner.core.view();
+        let filled = v.tail && v.syncing_successor().is_some() && self.synced.load(Ordering::Acquire) == v.epoch;
+        filled && !inner.core.owes_shown()
     }
 }
 

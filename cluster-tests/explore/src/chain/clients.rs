@@ -1,0 +1,152 @@
+//! Clients: they send what was not answered again, flush, and send again what a flush did not cover.
+
+use strake_oss::chain::What;
+use strake_proto::{
+    Code,
+    data::{Stamp, Version},
+};
+
+use super::{
+    Action, Asker, Fault, Kind, World,
+    kinds::{Acked, CLIENTS, Open, Write},
+};
+
+pub(super) fn session(client: usize) -> u64 {
+    client as u64 + 1
+}
+
+impl World {
+    pub(super) fn actions_of_clients(&self, out: &mut Vec<Action>) {
+        // A client that has an older map sends to whom that names, which is no other than one that has it too.
+        let is_head = |i: &usize| {
+            let r = &self.replicas[*i];
+            r.leased && r.core.view().serving() && r.core.view().head
+        };
+        let heads: Vec<usize> = (0..self.replicas.len()).filter(is_head).collect();
+        for c in 0..CLIENTS {
+            let client = &self.clients[c];
+            // Those that have done nothing are alike: the first one begins.
+            let turn = c == 0 || client.seq > 0 || self.clients[c - 1].seq > 0;
+            for to in &heads {
+                match &client.open {
+                    None if self.left.writes > 0 && turn => out.push(Action::Write { client: c, to: *to }),
+                    Some(o) if !o.sent => out.push(Action::Send { client: c, to: *to }),
+                    _ => {}
+                }
+                let unstable = client.open.is_none() && client.acked.iter().any(|a| !a.stable);
+                if unstable && self.left.flushes > 0 && self.flush_path(*to).is_ok() {
+                    out.push(Action::Flush { client: c, to: *to });
+                }
+                let twice = |epoch| self.left.doubles > 0 && self.replicas[*to].epoch() == epoch;
+                if client.last.is_some_and(|(_, _, epoch)| twice(epoch)) {
+                    out.push(Action::Twice { client: c, to: *to });
+                }
+            }
+            if self.left.breaks > 0 && client.open.as_ref().is_some_and(|o| o.sent) {
+                out.push(Action::HangUp(c));
+            }
+        }
+    }
+
+    pub(super) fn write(&mut self, c: usize, to: usize) {
+        self.left.writes -= 1;
+        self.next_value += 1;
+        let client = &mut self.clients[c];
+        client.seq += 1;
+        let write = Write { value: self.next_value, session: session(c), seq: client.seq };
+        client.open = Some(Open { write, replay: None, sent: false });
+        self.send(c, to);
+    }
+
+    pub(super) fn send(&mut self, c: usize, to: usize) {
+        let epoch = self.replicas[to].epoch();
+        let doubles = self.left.doubles > 0;
+        let client = &mut self.clients[c];
+        let Some(o) = &mut client.open else { return };
+        o.sent = true;
+        let (write, replay) = (o.write, o.replay);
+        client.last = doubles.then_some((write, replay, epoch));
+        let what = What::Client { session: write.session, seq: write.seq, replay };
+        self.admit(to, epoch, Asker::Client, Kind::Update(write), what);
+    }
+
+    /// What was sent last arrives once more.
+    pub(super) fn twice(&mut self, c: usize, to: usize) {
+        self.left.doubles -= 1;
+        let Some((write, replay, epoch)) = self.clients[c].last else { return };
+        if self.left.doubles == 0 {
+            self.clients.iter_mut().for_each(|c| c.last = None);
+        }
+        let what = What::Client { session: write.session, seq: write.seq, replay };
+        self.admit(to, epoch, Asker::Nobody, Kind::Update(write), what);
+    }
+
+    pub(super) fn hang_up(&mut self, c: usize) {
+        self.left.breaks -= 1;
+        self.hung_up(session(c));
+        for w in self.replicas.iter_mut().flat_map(|r| r.work.values_mut()) {
+            if w.asker == Asker::Client && matches!(w.kind, Kind::Update(u) if u.session == session(c)) {
+                w.asker = Asker::Nobody;
+            }
+        }
+    }
+
+    pub(super) fn hung_up(&mut self, session: u64) {
+        if let Some(o) = self.clients.get_mut(session as usize - 1).and_then(|c| c.open.as_mut()) {
+            o.sent = false;
+        }
+    }
+
+    pub(super) fn client_answered(
+        &mut self,
+        from: usize,
+        write: Write,
+        result: Result<(Version, Vec<Stamp>, bool), Code>,
+    ) {
+        let losses = self.replicas[from].losses;
+        let client = &mut self.clients[write.session as usize - 1];
+        let Some(o) = client.open.as_mut().filter(|o| o.write == write) else { return };
+        o.sent = false;
+        let again = o.replay.is_some();
+        match result {
+            Ok((version, stamps, stable)) => {
+                client.open = None;
+                client.acked.retain(|a| a.write != write);
+                client.acked.push(Acked { write, version, stamps, stable, losses }.forgetful());
+            }
+            Err(Code::Overtaken) => {
+                if !again || self.losses == 0 {
+                    let m = format!("update {} is overtaken without a loss of all replicas", write.value);
+                    self.broken.get_or_insert(m);
+                }
+                client.open = None;
+                client.acked.retain(|a| a.write != write);
+            }
+            Err(Code::NoSpc) if !again => client.open = None,
+            Err(_) => {}
+        }
+        self.clients[write.session as usize - 1].acked.sort_by_key(|a| a.write.value);
+    }
+
+    pub(super) fn flush(&mut self, c: usize, to: usize) {
+        self.left.flushes -= 1;
+        let Ok(stamps) = self.flush_from(to) else { return };
+        let any = self.fault == Fault::AnyStamp;
+        let client = &mut self.clients[c];
+        for a in client.acked.iter_mut().filter(|a| !a.stable) {
+            if any || stamps.first().is_some_and(|head| a.stamps.contains(head)) {
+                a.stable = true;
+                *a = a.clone().forgetful();
+            } else if client.open.is_none() {
+                client.open = Some(Open { write: a.write, replay: Some(a.version), sent: false });
+            }
+        }
+    }
+}
+
+impl Acked {
+    /// What is stable is never sent again.
+    fn forgetful(self) -> Acked {
+        if self.stable { Acked { version: Version::default(), stamps: Vec::new(), losses: 0, ..self } } else { self }
+    }
+}

@@ -1,0 +1,308 @@
+//! The world of `docs/replication.md`: a chain of up to three replicas, their metadata server, two clients and one chunk. The replicas'
+//! state machines and the rules of membership are the product's; what is around them is written after its shells.
+//!
+//! The promises: what may be read, wherever, has every write that was answered, and never goes back; only a loss of all
+//! replicas in sync takes what is not stable. What is stable is durable at all that are in sync. Replicas in sync are alike when nothing is in
+//! flight. When faults end, the chain becomes whole and every write is answered and stable.
+
+mod checks;
+mod clients;
+mod kinds;
+mod mds;
+mod replica;
+
+use std::{
+    hash::{DefaultHasher, Hash, Hasher},
+    ops::Deref,
+};
+
+use kinds::{Asker, Awaits, CHAIN, CLIENTS, Chunk, Client, Kind, N, Pass, Replica};
+pub use kinds::{Bounds, Fault, Message};
+use strake_oss::chain::{ChainCore, OpId};
+use strake_proto::{
+    data::Stamp,
+    pb::{self, ReplicaState},
+};
+
+use crate::Model;
+
+/// The chain as it is in the newest map.
+#[derive(Clone, Debug)]
+struct Newest(pb::Chain);
+
+impl Hash for Newest {
+    fn hash<H: Hasher>(&self, h: &mut H) {
+        let replicas: Vec<(u32, i32)> = self.0.replicas.iter().map(|r| (r.target, r.state)).collect();
+        (self.0.epoch, replicas, &self.0.preferred).hash(h);
+    }
+}
+
+impl Deref for Newest {
+    type Target = pb::Chain;
+    fn deref(&self) -> &pb::Chain {
+        &self.0
+    }
+}
+
+#[derive(Clone, Debug, Hash)]
+pub struct World {
+    fault: Fault,
+    left: Bounds,
+    /// Space may run out.
+    full: bool,
+    /// Of the newest map.
+    chain: Newest,
+    /// Targets whose leases have not run out, at the metadata server.
+    alive: [bool; N],
+    /// What each one's last heartbeat said: the epoch it acted on, and whether its successor was filled.
+    seen: [(u64, bool); N],
+    /// How often all in-sync replicas were lost at once.
+    losses: u8,
+    replicas: [Replica; N],
+    clients: [Client; CLIENTS],
+    messages: Vec<Message>,
+    /// Who may be told in which epoch that its predecessor knows it.
+    greets: Vec<(usize, u64)>,
+    next_value: u8,
+    /// The newest that could be read, at which count of losses.
+    read: (u8, Vec<u8>),
+    /// A promise that a step broke.
+    broken: Option<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    Deliver(Message),
+    /// The connection under a message breaks.
+    Break(Message),
+    Staged {
+        at: usize,
+        op: OpId,
+        full: bool,
+    },
+    Retry {
+        at: usize,
+        op: OpId,
+    },
+    /// The tail looks whether its SYNCING successor has what it has.
+    Compare(usize),
+    /// And flushes it.
+    FlushFilled(usize),
+    /// One that has left the chain removes what it had.
+    Forget(usize),
+    Write {
+        client: usize,
+        to: usize,
+    },
+    /// What was not answered well is sent again.
+    Send {
+        client: usize,
+        to: usize,
+    },
+    /// An older request arrives once more.
+    Twice {
+        client: usize,
+        to: usize,
+    },
+    Flush {
+        client: usize,
+        to: usize,
+    },
+    /// The client's connection breaks.
+    HangUp(usize),
+    /// The metadata server looks at the chain.
+    Evaluate,
+    /// The chain shall have these targets.
+    Plan(Vec<u32>),
+    Beat(usize),
+    LeaseEnds(usize),
+    /// A server dies, with `keeps` after a flush.
+    Crash {
+        at: usize,
+        keeps: bool,
+    },
+    Register(usize),
+}
+
+impl World {
+    /// All serve and know it, and nothing is written.
+    pub fn new(left: Bounds, fault: Fault) -> World {
+        let targets: Vec<u32> = (0..N as u32).take(usize::from(left.copies)).collect();
+        let serving = |t: &u32| pb::Replica { target: *t, state: ReplicaState::ReplicaServing as i32 };
+        let replicas = targets.iter().map(serving).collect();
+        let mut w = World {
+            fault,
+            left,
+            full: left.full > 0,
+            chain: Newest(pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: targets, lost: false }),
+            alive: [true; N],
+            seen: [(0, false); N],
+            losses: 0,
+            replicas: [0, 1, 2].map(|i| Replica::new(i, 1, Chunk::default())),
+            clients: Default::default(),
+            messages: Vec::new(),
+            greets: Vec::new(),
+            next_value: 0,
+            read: (0, Vec::new()),
+            broken: None,
+        };
+        for i in [0, 1, 2, 0, 1, 2] {
+            w.beat(i);
+        }
+        w.tidy();
+        w
+    }
+
+    fn actions_of_messages(&self, out: &mut Vec<Action>) {
+        for (k, m) in self.messages.iter().enumerate() {
+            if self.messages[..k].contains(m) {
+                continue;
+            }
+            let (arrives, breaks) = match m {
+                Message::Answer { result, .. } => (true, result.is_ok()),
+                Message::Forward { to, epoch, asker, .. } | Message::Put { to, epoch, asker, .. } => {
+                    let r = &self.replicas[*to];
+                    let refused = self.left.refusals || r.epoch() > *epoch;
+                    (!r.down && (refused || r.leased && r.epoch() == *epoch), *asker != Asker::Nobody)
+                }
+            };
+            if arrives {
+                out.push(Action::Deliver(m.clone()));
+            }
+            if breaks && self.left.breaks > 0 {
+                out.push(Action::Break(m.clone()));
+            }
+        }
+    }
+
+    fn take(&mut self, m: &Message) {
+        if let Some(k) = self.messages.iter().position(|o| o == m) {
+            self.messages.remove(k);
+        }
+    }
+
+    /// Who sent it is told that there is no answer. A request may arrive later.
+    fn breaks(&mut self, m: &Message) {
+        self.left.breaks -= 1;
+        self.take(m);
+        match m.clone() {
+            Message::Answer { to, op, attempt, .. } => {
+                self.broken_off(Asker::Replica { at: to, op, attempt }, None);
+            }
+            Message::Forward { to, epoch, version, prev, write, asker } => {
+                self.messages.push(Message::Forward { to, epoch, version, prev, write, asker: Asker::Nobody });
+                self.broken_off(asker, None);
+            }
+            Message::Put { to, epoch, body, expected, asker } => {
+                self.messages.push(Message::Put { to, epoch, body, expected, asker: Asker::Nobody });
+                self.broken_off(asker, None);
+            }
+        }
+    }
+
+    /// Worlds that go on alike become one: what has no effect any more is not kept, nor an order of messages.
+    fn tidy(&mut self) {
+        let World { replicas, messages, greets, left, .. } = self;
+        let epoch = self.chain.epoch;
+        self.seen.iter_mut().filter(|s| s.0 < epoch).for_each(|s| *s = (0, false));
+        let waits: Vec<(usize, OpId, u32)> = replicas
+            .iter()
+            .enumerate()
+            .flat_map(|(at, r)| r.work.iter().map(move |(op, w)| (at, *op, w.awaits)))
+            .filter_map(|(at, op, awaits)| match awaits {
+                Awaits::Forward(attempt) | Awaits::Push(attempt) => Some((at, op, attempt)),
+                _ => None,
+            })
+            .collect();
+        let forget = |asker: &mut Asker| match asker {
+            Asker::Replica { at, op, attempt } if !waits.contains(&(*at, *op, *attempt)) => *asker = Asker::Nobody,
+            _ => {}
+        };
+        replicas.iter_mut().flat_map(|r| r.work.values_mut()).for_each(|w| forget(&mut w.asker));
+        messages.retain_mut(|m| match m {
+            Message::Answer { to, op, attempt, .. } => waits.contains(&(*to, *op, *attempt)),
+            Message::Forward { to, epoch, asker, .. } => {
+                forget(asker);
+                // Its sender will hear of that epoch, too, and send it again.
+                let over = replicas[*to].epoch() > *epoch;
+                !(over && (!left.refusals || *asker == Asker::Nobody))
+            }
+            Message::Put { to, epoch, asker, .. } => {
+                forget(asker);
+                *asker != Asker::Nobody || replicas[*to].epoch() <= *epoch
+            }
+        });
+        if messages.len() > 1 {
+            messages.sort_by_cached_key(|m| {
+                let mut h = DefaultHasher::new();
+                m.hash(&mut h);
+                h.finish()
+            });
+        }
+        greets.retain(|(to, epoch)| {
+            let r = &mut replicas[*to];
+            let arrives = r.leased && r.epoch() == *epoch;
+            if arrives {
+                r.core.heard_predecessor(*epoch);
+            }
+            !arrives && r.epoch() <= *epoch
+        });
+        greets.sort_unstable();
+    }
+
+    fn go(&mut self, action: &Action) -> Result<(), String> {
+        match action {
+            Action::Deliver(m) => {
+                self.take(m);
+                self.receive(m.clone());
+            }
+            Action::Break(m) => self.breaks(m),
+            Action::Staged { at, op, full } => self.staged(*at, *op, *full),
+            Action::Retry { at, op } => self.retry(*at, *op),
+            Action::Compare(i) => self.compare(*i),
+            Action::FlushFilled(i) => self.flush_filled(*i),
+            Action::Forget(i) => self.replicas[*i].chunk = Chunk::default(),
+            Action::Write { client, to } => self.write(*client, *to),
+            Action::Send { client, to } => self.send(*client, *to),
+            Action::Twice { client, to } => self.twice(*client, *to),
+            Action::Flush { client, to } => self.flush(*client, *to),
+            Action::HangUp(c) => self.hang_up(*c),
+            Action::Evaluate => self.evaluate(),
+            Action::Plan(targets) => self.plan(targets),
+            Action::Beat(i) => self.beat(*i),
+            Action::LeaseEnds(i) => self.lease_ends(*i),
+            Action::Crash { at, keeps } => {
+                self.left.crashes -= 1;
+                self.crash(*at, *keeps);
+            }
+            Action::Register(i) => self.register(*i),
+        }
+        self.tidy();
+        self.promises()
+    }
+}
+
+/// A core that knows no map yet. `stale_through`: see [`ChainCore::new`].
+fn new_core(at: usize, life: u64, stale_through: u64) -> ChainCore {
+    ChainCore::new(CHAIN, Stamp { target: at as u32, stamp: life }, stale_through)
+}
+
+impl Model for World {
+    type Action = Action;
+
+    fn actions(&self) -> Vec<Action> {
+        let mut out = Vec::new();
+        self.actions_of_messages(&mut out);
+        (0..N).for_each(|i| self.actions_of_replica(i, &mut out));
+        self.actions_of_clients(&mut out);
+        self.actions_of_mds(&mut out);
+        out
+    }
+
+    fn act(&mut self, action: &Action) -> Result<(), String> {
+        self.go(action)?;
+        let one_of = self.left.settle;
+        let tried = one_of > 0 && crate::fingerprint(self).is_multiple_of(one_of);
+        if tried || self.actions().is_empty() { self.clone().settles() } else { Ok(()) }
+    }
+}

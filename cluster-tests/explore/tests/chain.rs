@@ -1,0 +1,87 @@
+//! Every order of events of small cases of chains (`docs/replication.md`), and that the explorer finds mistakes made on purpose.
+
+use strake_explore::{
+    chain::{Bounds, Fault, World},
+    explore,
+};
+
+/// One write to three replicas.
+fn three() -> Bounds {
+    Bounds { copies: 3, writes: 1, ..Bounds::default() }
+}
+
+/// One to two replicas; a third target stands by.
+fn two() -> Bounds {
+    Bounds { copies: 2, ..three() }
+}
+
+fn holds(bounds: Bounds) {
+    let start = std::time::Instant::now();
+    let seen = explore(World::new(bounds, Fault::None), 1_000_000);
+    if let Some((story, why)) = &seen.broken {
+        let story: Vec<String> = story.iter().map(|a| format!("  {a:?}")).collect();
+        panic!("{why}:\n{}", story.join("\n"));
+    }
+    println!("{bounds:?}: {} states, {} steps, depth {}, {:?}", seen.states, seen.steps, seen.depth, start.elapsed());
+    assert!(!seen.cut, "{} states were not all", seen.states);
+}
+
+#[test]
+fn connections() {
+    holds(Bounds { writes: 2, flushes: 1, breaks: 1, doubles: 1, ..three() });
+    holds(Bounds { writes: 2, breaks: 1, refusals: true, ..three() });
+}
+
+#[test]
+fn disks() {
+    holds(Bounds { writes: 2, breaks: 1, slow: true, full: 1, ..three() });
+    holds(Bounds { writes: 2, breaks: 1, slow: true, full: 1, short: true, ..three() });
+}
+
+#[test]
+fn leases() {
+    holds(Bounds { flushes: 1, expiries: 1, changes: 3, ..three() });
+    holds(Bounds { writes: 2, flushes: 1, expiries: 1, changes: 3, refusals: true, ..two() });
+}
+
+#[test]
+fn crashes() {
+    holds(Bounds { flushes: 1, crashes: 1, changes: 3, ..three() });
+    holds(Bounds { flushes: 1, crashes: 2, changes: 2, ..two() });
+}
+
+#[test]
+fn becomes_whole_again() {
+    holds(Bounds { flushes: 1, crashes: 1, changes: 3, settle: 1, ..two() });
+    holds(Bounds { flushes: 1, expiries: 1, changes: 2, settle: 1, ..three() });
+}
+
+#[test]
+fn moves() {
+    holds(Bounds { plans: 1, changes: 3, ..two() });
+}
+
+/// Bounds in which each mistake shows.
+#[test]
+fn mistakes_are_found() {
+    let cases = [
+        (Fault::FillsShown, Bounds { crashes: 1, changes: 2, ..three() }),
+        (Fault::FillsUnflushed, Bounds { flushes: 1, expiries: 1, changes: 3, ..two() }),
+        (Fault::LeavesUnheard, Bounds { plans: 1, changes: 4, ..two() }),
+        (Fault::AnswersEarly, three()),
+        (Fault::NoLease, Bounds { expiries: 1, changes: 1, ..three() }),
+        (Fault::AnyStamp, Bounds { copies: 1, flushes: 1, crashes: 1, changes: 2, ..three() }),
+        (Fault::RestartUnnoticed, Bounds { crashes: 1, expiries: 1, changes: 1, ..three() }),
+        (Fault::Unconfirmed, Bounds { expiries: 1, changes: 3, ..two() }),
+        (Fault::PutsUnchecked, Bounds { writes: 2, expiries: 1, breaks: 1, changes: 2, ..two() }),
+        (Fault::KnownUnflushed, Bounds { flushes: 1, breaks: 1, ..two() }),
+        (Fault::FlushesServing, Bounds { flushes: 1, expiries: 1, changes: 3, ..two() }),
+        (Fault::AnyEpoch, Bounds { expiries: 1, changes: 3, refusals: true, ..three() }),
+        (Fault::PushesUnheld, Bounds { writes: 2, expiries: 1, changes: 3, ..two() }),
+    ];
+    for (fault, bounds) in cases {
+        let seen = explore(World::new(bounds, fault), 1_000_000);
+        let (story, why) = seen.broken.unwrap_or_else(|| panic!("{fault:?} was not found in {} states", seen.states));
+        println!("{fault:?}: {} states, {} steps: {why}", seen.states, story.len());
+    }
+}
