@@ -457,7 +457,9 @@ impl Cluster {
     /// What storage servers looked at so far.
     pub fn scrubbed(&self) -> Scrubbed {
         let mut all = self.scrubbed;
-        self.oss.iter().filter_map(|o| o.life.as_ref()).for_each(|life| drop(life.ask(|server| all.add(server))));
+        for life in self.oss.iter().filter_map(|o| o.life.as_ref()) {
+            life.ask(|server| all.add(server));
+        }
         all
     }
 

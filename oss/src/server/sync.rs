@@ -18,7 +18,7 @@ use super::{
     peers::Lane,
     replica::{Carried, Replica, update_of},
 };
-use crate::engine::ChunkMeta;
+use crate::engine::{ChunkMeta, Update};
 
 const PAGE: u32 = 1024;
 /// Chunks that go in one step of what a target has of a chain that it left, and the pause after each.
