@@ -127,7 +127,9 @@ impl Update {
         let successor = view.successor.map(|(t, _)| t);
         let head = view.head;
         let (row, due) = match (&self.staging, &mut self.next, successor) {
-            (Staging::Pending, Next::Idle, Some(s)) if self.eager || self.exposed => (Progress::Forward, Due::Forward(s)),
+            (Staging::Pending, Next::Idle, Some(s)) if self.eager || self.exposed => {
+                (Progress::Forward, Due::Forward(s))
+            }
             (Staging::Pending, _, _) => return Due::Wait,
             (Staging::Ok, _, None) => (Progress::CommitLast, Due::Commit(Vec::new())),
             (Staging::Ok, Next::Done(stamps), Some(_)) => {
