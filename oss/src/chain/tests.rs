@@ -419,7 +419,7 @@ fn the_model_finds_replicas_that_leave_before_they_know_it() {
         };
         std::panic::catch_unwind(run).is_err()
     };
-    // Only in these do replicas move.
-    let found = (0..200u64).filter(|seed| seed % 4 >= 2).filter(fails).count();
-    assert!(found > 0, "in none of 100 runs");
+    // Only in these do replicas move. It takes much to come together: three of them find it.
+    let found = (0..4000u64).filter(|seed| seed % 4 >= 2).filter(fails).count();
+    assert!(found > 0, "in none of 2000 runs");
 }
