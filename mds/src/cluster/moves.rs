@@ -323,7 +323,8 @@ mod tests {
         assert_eq!(moved(&m), [(1, vec![4, 1]), (4, vec![3, 5])]);
         // Not to where there is no room for it.
         m.targets[0].used = 90;
-        (m.targets[4].used, m.targets[5].used, m.targets[2].used) = (60, 60, 10);
+        m.targets[1..].iter_mut().for_each(|t| t.used = 60);
+        m.targets[2].used = 10;
         assert_eq!(moved(&m), [(1, vec![2, 1])]);
         // It is back.
         m.targets[0].alive = true;
