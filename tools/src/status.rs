@@ -119,8 +119,9 @@ fn newest_map(answers: &Answers) -> Option<&pb::ClusterMap> {
     answers.iter().filter_map(|(_, r)| r.as_ref().ok()?.map.as_ref()).max_by_key(|m| m.version)
 }
 
+/// Nothing is to come. What an administrator gave up is lost for good and said elsewhere.
 fn is_whole(map: &pb::ClusterMap) -> bool {
-    map.chains.iter().all(|c| c.serving().count() == c.replicas.len())
+    map.chains.iter().all(|c| c.lost || c.serving().count() == c.replicas.len())
 }
 
 fn print_nodes(answers: &Answers) {
@@ -191,14 +192,14 @@ fn print_map(map: &pb::ClusterMap, verbose: bool) {
         ]);
     }
     print!("{}", table(&rows));
-    let whole = map.chains.iter().filter(|c| c.serving().count() == c.replicas.len()).count();
-    println!(
-        "\nfile system {}, map version {}: {whole} of {} chains whole",
-        map.fs_name,
-        map.version,
-        map.chains.len()
-    );
-    for c in map.chains.iter().filter(|c| verbose || c.serving().count() < c.replicas.len()) {
+    let whole = map.chains.iter().filter(|c| !c.lost && c.serving().count() == c.replicas.len()).count();
+    let lost = match map.chains.iter().filter(|c| c.lost).count() {
+        0 => String::new(),
+        n => format!(", {n} lost for good (`strake target give-up`)"),
+    };
+    let (name, version, all) = (&map.fs_name, map.version, map.chains.len());
+    println!("\nfile system {name}, map version {version}: {whole} of {all} chains whole{lost}");
+    for c in map.chains.iter().filter(|c| verbose || c.lost || c.serving().count() < c.replicas.len()) {
         let replicas: Vec<String> =
             c.replicas.iter().map(|r| format!("{}:{}", r.target, state_name(r.state()))).collect();
         println!("  chain {} epoch {}: {}", c.id, c.epoch, replicas.join(" "));

@@ -19,17 +19,30 @@ use serde_json::Value;
 
 struct Cluster {
     root: tempfile::TempDir,
+    servers: &'static str,
 }
 
 impl Cluster {
-    fn new() -> Cluster {
-        let c = Cluster { root: tempfile::tempdir().unwrap() };
+    fn new(servers: &'static str) -> Cluster {
+        let c = Cluster { root: tempfile::tempdir().unwrap(), servers };
         ok(&c.up());
         c
     }
     fn up(&self) -> Output {
         let mut up = strake();
-        up.args(["up", "--mds", "1", "--oss", "4", "--targets-per-oss", "1", "--target-gib", "1", "--mirror", "2"]);
+        up.args([
+            "up",
+            "--mds",
+            "1",
+            "--target-gib",
+            "1",
+            "--mirror",
+            "2",
+            "--targets-per-oss",
+            "1",
+            "--oss",
+            self.servers,
+        ]);
         up.arg("--dir").arg(self.dir()).arg("--mount").arg(self.mnt()).output().unwrap()
     }
     fn dir(&self) -> PathBuf {
@@ -98,7 +111,7 @@ fn work(at: PathBuf, stop: &AtomicBool) -> usize {
 
 #[test]
 fn targets_are_emptied_replaced_and_removed_while_files_are_written() {
-    let c = Cluster::new();
+    let c = Cluster::new("5");
     let data = |i| pattern(1000 + i, 1 << 20);
     let file = |i: usize| c.mnt().join(format!("f{i}"));
     (0..40).for_each(|i| fs::write(file(i), data(i)).unwrap());
@@ -122,7 +135,7 @@ fn targets_are_emptied_replaced_and_removed_while_files_are_written() {
     c.kill_oss(1);
     c.until("it is dead", || c.target(first)["alive"] == false);
     ok(&c.run(&["target", "remove", &first.to_string()]));
-    assert_eq!(c.targets().len(), 3);
+    assert_eq!(c.targets().len(), 4);
     all_right();
 
     // All of a server, without waiting; then it stays after all.
@@ -142,7 +155,7 @@ fn targets_are_emptied_replaced_and_removed_while_files_are_written() {
 
 #[test]
 fn a_dead_target_is_replaced_by_another_and_what_cannot_move_is_said() {
-    let c = Cluster::new();
+    let c = Cluster::new("4");
     let data = |i| pattern(i, 1 << 20);
     (0..30).for_each(|i| fs::write(c.mnt().join(format!("f{i}")), data(i)).unwrap());
     let [dead, heir] = [1, 2].map(|oss| c.target_of(oss));

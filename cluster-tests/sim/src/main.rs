@@ -28,7 +28,7 @@ struct Args {
     /// Simulated seconds under faults, where it is not the usual.
     #[arg(long)]
     seconds: Option<u64>,
-    /// Faults three times as often and of more kinds.
+    /// Faults twice as often and of more kinds.
     #[arg(long)]
     harsh: bool,
     /// Also clocks that drift, scarce leases, clients that only look, and one that keeps to no rule.

@@ -14,7 +14,7 @@ fn whoever_has_the_file_next_sees_what_was_written() {
         assert!(o.violations.is_empty(), "seed {seed}: {:#?}", o.violations);
         (held, lost) = (held + o.held, lost + o.lost);
     }
-    assert!(held > 500 && lost > 0, "{held} held back, {lost} lost: the runs show too little");
+    assert!(held > 200 && lost > 0, "{held} held back, {lost} lost: the runs show too little");
 }
 
 #[test]

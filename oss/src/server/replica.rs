@@ -299,10 +299,19 @@ impl Replica {
             }
             (Err(e), _) => {
                 self.target.note(&e);
-                Err(e)
+                Err(self.told(e, inner.core.view()))
             }
         };
         self.run(&mut inner, Input::Staged { op, result });
+    }
+
+    /// What is said of an update that could not be stored. A device that failed takes its target out of the chain, and where others are in sync
+    /// they make the update: whoever sent it comes again.
+    fn told(&self, e: Error, view: &View) -> Error {
+        if e.code != Code::Io || view.serving.iter().all(|t| *t == self.id) {
+            return e;
+        }
+        Error::new(Code::NotServing, format!("target {} has failed and leaves chain {} ({e})", self.id, self.chain))
     }
 
     /// Makes a staged removal visible, unless the epoch is over. Then the target may be a replica again, and what it lists must not

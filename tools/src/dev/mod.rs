@@ -154,7 +154,8 @@ fn lacking(s: &pb::StatusReply, cluster: &Cluster) -> Option<String> {
     if map.chains.is_empty() {
         return Some("chains are being made".into());
     }
-    let whole = map.chains.iter().filter(|c| c.serving().count() == c.replicas.len()).count();
+    // What is lost is not waited for.
+    let whole = map.chains.iter().filter(|c| c.lost || c.serving().count() == c.replicas.len()).count();
     (whole < map.chains.len()).then(|| format!("{whole} of {} chains in sync", map.chains.len()))
 }
 
