@@ -10,6 +10,9 @@ use strake_oss::chain::rows::{Epoch, Event, Progress, Reads};
 /// A table's name, its rows and how often each was taken.
 pub type Counts = Vec<(&'static str, Vec<(&'static str, u64)>)>;
 
+/// Of chains: too rare to be counted on in a few seeds.
+const RARE: &str = "rare; more seeds (./simulate), oss/src/chain/tests.rs, the explorer's chains";
+
 /// Rows that the standard seeds do not take, and why or where they are taken instead.
 pub const ELSEWHERE: &[(&str, &str)] = &[
     ("looked-again", "reading is one step in one thread; the explorer puts changes in between"),
@@ -22,6 +25,26 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("report-asked-to-write", "nobody writes what another has open there; sim/tests/writeback.rs"),
     ("report-sent-again", "not in these seeds; unit tests"),
     ("report-excused", "a cut must take five seconds; mds/src/server/tests/leases.rs"),
+    ("gap", "must never happen"),
+    ("client-overtaken", RARE),
+    ("queue-full", RARE),
+    ("forward-joins", RARE),
+    ("forward-queues", RARE),
+    ("staging-failed", RARE),
+    ("failed-head", RARE),
+    ("failed-middle", RARE),
+    ("failed-asks", RARE),
+    ("failed-behind", RARE),
+    ("refused", RARE),
+    ("refused-in-doubt", RARE),
+    ("commit-failed", RARE),
+    ("epoch-kept", RARE),
+    ("epoch-dropped", RARE),
+    ("read-tail", RARE),
+    ("read-shown", RARE),
+    ("read-not-serving", RARE),
+    ("drops", RARE),
+    ("device-failed", RARE),
 ];
 
 /// Of both pages.

@@ -15,7 +15,7 @@ fn a_planted_mistake_becomes_short() {
     let fails = |seed: &u64| run(planted(*seed)).is_ok_and(|o| !o.violations.is_empty());
     let seed = (1..=30).find(fails).expect("a seed that notices it");
     let before = run(planted(seed)).unwrap();
-    let short = shrink(planted(seed), 36, &mut |step| println!("{step}")).unwrap().unwrap();
+    let short = shrink(planted(seed), 120, &mut |step| println!("{step}")).unwrap().unwrap();
     println!("{}", short.text());
     assert_eq!(short.of, faults::draw(&planted(seed)).len());
     assert!(short.faults.len() * 10 <= short.of, "{} of {} faults are left", short.faults.len(), short.of);
