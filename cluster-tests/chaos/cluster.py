@@ -9,7 +9,7 @@ MOUNT = "/mnt/strake"
 
 
 class Node:
-    """A container. `rack` is a subnet of the cluster's network and a label; nobody but the faults knows of it yet."""
+    """A container. `rack` is a subnet of the cluster's network, a label, and for storage servers where copies are kept apart."""
 
     def __init__(self, name, role, number, rack):
         self.name, self.role, self.number, self.rack = name, role, number, rack
@@ -99,6 +99,7 @@ expect_targets = {2 * len(self.of("oss"))}
 
 [oss]
 name = "{node.name}"
+rack = "{node.rack}"
 listen = "tcp:0.0.0.0:{FABRIC}"
 advertise = "tcp:{node.name}:{FABRIC}"
 admin = "0.0.0.0:{ADMIN}"

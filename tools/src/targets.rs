@@ -9,6 +9,7 @@ use std::{
 
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
+use strake_mds::cluster::moves::is_moving;
 use strake_proto::{
     Code, Error, Result, TargetId,
     map::{ChainExt, MapView, ROLE_OSS},
@@ -146,7 +147,7 @@ fn act(reach: &Reach, work: impl AsyncFnOnce(&mut Group) -> Result<Vec<String>>)
                 print!("{}", rows(&map));
             }
             (Err(e), _) if e.code == Code::TimedOut => {
-                eprintln!("strake: {e}; it goes on by itself: `strake target list` shows how far it is");
+                eprintln!("strake: {e}; what was accepted goes on by itself: `strake target list` shows how far it is");
                 return Ok(ExitCode::from(UNFINISHED));
             }
             (Err(e), _) => return Err(e),
@@ -171,11 +172,15 @@ fn targets_of(map: &MapView, names: &[String]) -> Result<Vec<TargetId>> {
 
 /// Waits out what goes away by itself, but not that something is in the way (`EBUSY`).
 async fn change(g: &mut Group, c: pb::TargetChange) -> Result<()> {
+    let mut again = false;
     loop {
         match g.ask_once(Some(Change::Target(c))).await {
             Err(e) if passes(&e) && e.code != Code::Busy => g.pause(&e.message).await?,
+            // It was done, and the answer was lost.
+            Err(e) if again && e.code == Code::NoEnt && c.action == REMOVE => return Ok(()),
             r => return r.map(drop),
         }
+        again = true;
     }
 }
 
@@ -225,7 +230,8 @@ async fn drain(g: &mut Group, ids: &[TargetId], heir: Option<TargetId>, wait: bo
             )]);
         }
         let first = *first.get_or_insert(all);
-        if all != moved.0 || moving > 0 {
+        // Others may take their turn first.
+        if all != moved.0 || moving > 0 || map.map.chains.iter().any(is_moving) {
             moved = (all, Instant::now());
         } else if moved.1.elapsed() > STUCK {
             return Err(stuck(&map, ids));

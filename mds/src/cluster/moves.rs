@@ -187,6 +187,14 @@ impl<'a> Load<'a> {
         yes.then_some(is)
     }
 
+    /// The target, if a chain waits for it in vain: it is to join, and has been dead for long or was given up.
+    fn never_comes(&self, c: &pb::Chain, t: TargetId, dead: &BTreeSet<TargetId>) -> Option<&'a pb::Target> {
+        use pb::ReplicaState::{ReplicaServing, ReplicaSyncing};
+        let is = self.targets.get(&t).copied()?;
+        let takes_part = matches!(c.state_of(t), Some(ReplicaServing | ReplicaSyncing));
+        (!takes_part && !is.alive && (is.given_up || dead.contains(&t))).then_some(is)
+    }
+
     fn moves(&mut self, from: TargetId, to: TargetId) {
         for t in [from, to] {
             *self.moving.entry(t).or_default() += 1;
@@ -226,6 +234,15 @@ pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain], dead: &BTreeSet<TargetI
     let rests = |c: &&pb::Chain| !busy.contains(&c.id) && !is_moving(c) && c.head().is_some();
     let resting: Vec<&pb::Chain> = map.chains.iter().filter(rests).collect();
     let mut out: BTreeMap<u32, (pb::Chain, String)> = BTreeMap::new();
+    let under_way = |c: &&pb::Chain| !busy.contains(&c.id) && is_moving(c) && c.head().is_some();
+    for c in map.chains.iter().filter(under_way) {
+        // What replaces it never comes: another place.
+        let Some(old) = c.preferred.iter().find_map(|t| load.never_comes(c, *t, dead)) else { continue };
+        if let Some(heir) = load.heir(c, old, false) {
+            load.moves(old.id, heir);
+            out.insert(c.id, moved(c, old.id, heir, Why::Dead.words()));
+        }
+    }
     for why in [Why::Dead, Why::Drains, Why::Crowded] {
         for c in &resting {
             if out.contains_key(&c.id) {
@@ -237,15 +254,18 @@ pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain], dead: &BTreeSet<TargetI
             }
             if let Some(heir) = load.heir(c, old, why == Why::Crowded) {
                 load.moves(old.id, heir);
-                let mut n = pb::Chain { epoch: c.epoch + 1, ..(*c).clone() };
-                n.preferred.iter_mut().filter(|t| **t == old.id).for_each(|t| *t = heir);
-                let sentence =
-                    format!("chain {}: its replica on target {} moves to target {heir}: {}", c.id, old.id, why.words());
-                out.insert(c.id, (n, sentence));
+                out.insert(c.id, moved(c, old.id, heir, why.words()));
             }
         }
     }
     out.into_values().collect()
+}
+
+/// The chain with another target in the place of one, and a sentence about it.
+fn moved(c: &pb::Chain, from: TargetId, to: TargetId, why: &str) -> (pb::Chain, String) {
+    let mut n = pb::Chain { epoch: c.epoch + 1, ..c.clone() };
+    n.preferred.iter_mut().filter(|t| **t == from).for_each(|t| *t = to);
+    (n, format!("chain {}: its replica on target {from} moves to target {to}: {why}", c.id))
 }
 
 #[cfg(test)]
@@ -329,6 +349,28 @@ mod tests {
         // It is back.
         m.targets[0].alive = true;
         assert_eq!(moved(&m), []);
+    }
+
+    #[test]
+    fn a_move_whose_end_is_lost_goes_elsewhere() {
+        let mut m = map();
+        target_change(&mut m, &change(0, target_action::DRAIN, None)).unwrap();
+        m.targets[4].alive = false;
+        m.chains.truncate(1);
+        m.chains[0].preferred = vec![4, 1];
+        m.chains[0].replicas.push(pb::Replica { target: 4, state: ReplicaOffline as i32 });
+        assert_eq!(planned(&m), [], "it may come back");
+        let dead = BTreeSet::from([4]);
+        let again: Vec<_> = plan(&m, &[], &dead).into_iter().map(|(c, _)| c).collect();
+        assert_eq!(again.iter().map(|c| &c.preferred[..]).collect::<Vec<_>>(), [[5, 1]]);
+        let update = pb::MapUpdate { expect_version: m.version, chains: again, ..Default::default() };
+        state::update(&mut m.clone(), &update).unwrap();
+        // Given up, it is not waited for either.
+        target_change(&mut m, &change(4, target_action::GIVE_UP, None)).unwrap();
+        assert_eq!(planned(&m), [(1, vec![5, 1])]);
+        // One that is being filled is left alone.
+        m.chains[0].replicas[2].set_state(pb::ReplicaState::ReplicaSyncing);
+        assert_eq!(planned(&m), []);
     }
 
     #[test]

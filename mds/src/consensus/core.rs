@@ -149,6 +149,10 @@ impl Core {
     /// only when it is acknowledged, which a member without a state does not do: it would never come to that term. That the
     /// last entry is in the leader's log is enough: the copy, which is no older, takes nothing back.
     fn ask_for_state(&mut self) {
+        // A copy that has come is about to be written down.
+        if self.raw.snap().is_some() {
+            return;
+        }
         let raft = &mut self.raw.raft;
         if !self.lost_state || raft.leader_id == 0 || raft.pending_request_snapshot != 0 {
             return;

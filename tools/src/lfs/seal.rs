@@ -143,6 +143,10 @@ fn seal(path: &Path, real: &Path, meter: &mut Meter) -> Result<pb::SealInfo, Fai
     match result {
         Ok(()) => mount::seal(real)?.filter(|s| s.manifest.is_some()).ok_or_else(|| undone(path)),
         Err(mut f) => {
+            // Another run, which began it or went on with it, may have been faster.
+            if let Some(info) = mount::seal(real)?.filter(|s| s.manifest.is_some()) {
+                return Ok(info);
+            }
             // What another run of this began is that one's to complete.
             let undo = before.is_none().then(|| mount::seal_step(real, begun.id, Step::Undo(pb::SealUndo {})));
             let left = "; it is immutable without a manifest (`lfs seal` again, or `lfs seal --undo`)";
@@ -189,7 +193,7 @@ fn refused(path: &Path, e: Errno) -> Failure {
         Errno::BUSY => Failure::new(
             libc::EBUSY,
             format!(
-                "'{path}' is open for writing, here or on another mount; it can be sealed once it is closed everywhere"
+                "'{path}' is open for writing, here or on another mount, or was just cut; it can be sealed once it is closed everywhere"
             ),
         ),
         Errno::PERM => Failure::new(libc::EPERM, format!("'{path}': only the owner and root may seal a file")),

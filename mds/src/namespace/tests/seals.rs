@@ -90,7 +90,14 @@ fn a_seal_in_all_its_steps() {
     fs.fails(get(f, Some(2)), Code::NoData);
     // A second run that read the same ends well, one that read something else does not.
     assert_eq!(fs.one(finish(f, id, size)).seal.unwrap().manifest.unwrap(), m);
-    fs.fails(page(f, id, 0, PAGE), Code::Exist);
+    fs.one(page(f, id, 0, PAGE));
+    let Op::Seal(pb::Seal { step: Some(Step::Page(mut other)), .. }) = page(f, id, 0, PAGE) else { panic!() };
+    other.digests = vec![9; PAGE * 32].into();
+    fs.fails(Op::Seal(pb::Seal { ino: f, id, step: Some(Step::Page(other)) }), Code::Exist);
+    // Nor does a run that gives up undo what another one completed.
+    for late in [id, id + 1] {
+        fs.fails(Op::Seal(pb::Seal { ino: f, id: late, step: Some(Step::Undo(pb::SealUndo {})) }), Code::Stale);
+    }
     let Op::Seal(pb::Seal { step: Some(Step::Finish(mut other)), .. }) = finish(f, id, size) else { panic!() };
     other.sha256 = vec![9; 32].into();
     fs.fails(Op::Seal(pb::Seal { ino: f, id, step: Some(Step::Finish(other)) }), Code::Exist);
