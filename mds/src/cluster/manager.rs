@@ -56,8 +56,9 @@ struct Seen {
     at: Duration,
     used: u64,
     capacity: u64,
-    /// The stamp of the life whose device failed.
+    /// The stamp of the life whose device failed, and since when that is known.
     failed: Option<u64>,
+    failed_at: Duration,
     /// Of the life with this stamp: how often it left its chains for lack of space, and came back. Odd: it is out.
     lapses: (u64, u32),
     synced: BTreeSet<ChainId>,
@@ -179,8 +180,8 @@ impl Manager {
             s.at = now;
             s.used = r.used;
             s.capacity = r.capacity;
-            if r.failed {
-                s.failed = Some(r.stamp);
+            if r.failed && s.failed != Some(r.stamp) {
+                (s.failed, s.failed_at) = (Some(r.stamp), now);
             }
             // A heartbeat may be overtaken by a later one: the number only grows.
             let before = if s.lapses.0 == r.stamp { s.lapses.1 } else { 0 };
@@ -265,7 +266,10 @@ impl Manager {
 
     /// Targets that nobody heard of for so long that they are not waited for any more.
     fn long_dead(&self, now: Duration, map: &pb::ClusterMap) -> BTreeSet<TargetId> {
-        let heard = |t: &pb::Target| self.seen.get(&t.id).map_or(self.elected, |s| s.at.max(self.elected));
+        let heard = |t: &pb::Target| {
+            let at = |s: &Seen| if s.failed == Some(t.stamp) { s.failed_at } else { s.at };
+            self.seen.get(&t.id).map_or(self.elected, |s| at(s).max(self.elected))
+        };
         let gone = |t: &&pb::Target| !t.alive && now.saturating_sub(heard(t)) >= self.options.rebuild_after;
         match self.options.rebuild_after.is_zero() {
             true => BTreeSet::new(),

@@ -108,7 +108,8 @@ where
     let stays = |r: &pb::Replica| match r.state() {
         ReplicaServing => true,
         ReplicaSyncing => wanted(r.target) || !acts(r.target),
-        _ => wanted(r.target),
+        // One that has just lost its place goes with the next change: who served may not be gone at once.
+        _ => wanted(r.target) || chain.state_of(r.target) == Some(ReplicaServing),
     };
     replicas.retain(stays);
     for t in chain.preferred.iter().filter(|t| chain.state_of(**t).is_none()) {
@@ -171,6 +172,7 @@ pub fn restarted(chain: &pb::Chain, target: TargetId) -> Option<pb::Chain> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cluster::state;
 
     fn chain(text: &str) -> pb::Chain {
         let replicas: Vec<pb::Replica> = text
@@ -233,7 +235,11 @@ mod tests {
             ("6 WAITING, no source", "L1 w2", &[], false, "L1 o2"),
         ] {
             let facts = Facts { alive: |t| live.contains(&t), synced, acts: |_| true };
-            assert_eq!(text(evaluate(&chain(before), &facts)), after, "row {row}");
+            let (old, next) = (chain(before), evaluate(&chain(before), &facts));
+            if let Some(next) = &next {
+                state::check_transition(&old, next).unwrap_or_else(|e| panic!("row {row}: {e}"));
+            }
+            assert_eq!(text(next), after, "row {row}");
         }
     }
 
@@ -253,6 +259,9 @@ mod tests {
             ("stays though it has all", "S1 S3 y2", &[1, 3], all, true, none, "-"),
             ("goes when it knows", "S1 S3 y2", &[1, 3], all, true, all, "S1 S3"),
             ("goes when its lease is over", "S1 S3 y2", &[1, 3], &[1, 3], false, none, "S1 S3"),
+            ("not wanted, and dies while another is filled", "S1 S2 y3", &[2, 3], &[2, 3, 4], false, all, "S2 y3 o1"),
+            ("and is dropped then", "S2 y3 o1", &[2, 3], &[2, 3, 4], false, all, "S2 y3"),
+            ("not wanted, and dies as one of three", "S1 S2 S3 o4", &[3, 4], &[2, 3], false, all, "S2 S3 o1 o4"),
             ("not while one that is wanted is missing", "S1 S2 o3", &[1, 3], &[1, 2], false, all, "-"),
             ("nor when that dies now", "S1 S2 S3", &[1, 3], &[1, 2], false, all, "S1 S2 o3"),
             ("one after the other", "S1 S2 S3 S4", &[3, 4], all, false, all, "S2 S3 S4 y1"),
@@ -268,7 +277,11 @@ mod tests {
         ] {
             let chain = pb::Chain { preferred: wanted.to_vec(), ..chain(before) };
             let facts = Facts { alive: |t| live.contains(&t), synced, acts: |t| acts.contains(&t) };
-            assert_eq!(text(evaluate(&chain, &facts)), after, "{what}: {before}");
+            let next = evaluate(&chain, &facts);
+            if let Some(next) = &next {
+                state::check_transition(&chain, next).unwrap_or_else(|e| panic!("{what}: {before}: {e}"));
+            }
+            assert_eq!(text(next), after, "{what}: {before}");
         }
     }
 

@@ -55,7 +55,13 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
             next.targets.retain(|t| t.id != c.target);
             next.targets.iter_mut().filter(|t| t.heir == Some(c.target)).for_each(|t| t.heir = None);
             next.pools.iter_mut().for_each(|p| p.targets.retain(|t| *t != c.target));
-            next.chains.iter_mut().for_each(|chain| chain.replicas.retain(|r| r.target != c.target));
+            // Only lost ones have it still. They want it no more, for one that comes back all the same must not wait for it.
+            for chain in &mut next.chains {
+                chain.replicas.retain(|r| r.target != c.target);
+                if chain.preferred.len() > 1 {
+                    chain.preferred.retain(|t| *t != c.target);
+                }
+            }
             next.next_target = next.next_target.max(c.target + 1);
             commit(map, next);
             return Ok(());
@@ -128,7 +134,11 @@ impl<'a> Load<'a> {
             c.preferred.iter().for_each(|t| *load.replicas.entry(*t).or_default() += 1);
             let has: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
             let wants: BTreeSet<TargetId> = c.preferred.iter().copied().collect();
-            has.symmetric_difference(&wants).for_each(|t| *load.moving.entry(*t).or_default() += 1);
+            // What a target is being filled with has yet to take its space there.
+            let filled = |t: &TargetId| has.contains(t) && c.state_of(*t) != Some(pb::ReplicaState::ReplicaServing);
+            let alive = |t: &TargetId| load.targets.get(t).is_some_and(|t| t.alive);
+            let coming: Vec<TargetId> = wants.iter().copied().filter(|t| filled(t) && alive(t)).collect();
+            has.symmetric_difference(&wants).chain(&coming).for_each(|t| *load.moving.entry(*t).or_default() += 1);
         }
         load
     }
@@ -274,7 +284,7 @@ mod tests {
     use strake_proto::NodeId;
 
     use super::*;
-    use crate::cluster::state;
+    use crate::cluster::{membership, state};
 
     /// Four nodes with one target each, a chain of two headed by each, and one node with two targets without chains.
     fn map() -> pb::ClusterMap {
@@ -469,9 +479,17 @@ mod tests {
             m.chains[n].preferred = to.to_vec();
             m.chains[n].replicas = to.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
         }
-        for t in [0, 1] {
-            target_change(&mut m, &change(t, target_action::REMOVE, None)).unwrap();
-        }
+        // One is taken out, and the other comes back all the same.
+        target_change(&mut m, &change(0, target_action::REMOVE, None)).unwrap();
+        let mut back = m.clone();
+        target_change(&mut back, &change(1, target_action::KEEP, None)).unwrap();
+        back.targets.iter_mut().for_each(|t| t.alive = true);
+        assert_eq!((back.chains[0].lost, &back.chains[0].preferred[..]), (false, &[1][..]));
+        let facts = membership::Facts { alive: |_| true, synced: false, acts: |_| true };
+        let source = membership::evaluate(&back.chains[0], &facts).unwrap();
+        let update = pb::MapUpdate { expect_version: back.version, chains: vec![source], ..Default::default() };
+        state::update(&mut back, &update).unwrap();
+        target_change(&mut m, &change(1, target_action::REMOVE, None)).unwrap();
         assert!(m.chains[0].lost && m.chains[0].replicas.is_empty());
         strake_proto::map::MapView::new(m).unwrap();
     }

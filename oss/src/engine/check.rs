@@ -111,7 +111,10 @@ impl Engine {
 impl Shared {
     /// Blocks of a piece, counted in the chunk, that do not match their checksums.
     async fn bad_blocks(&self, key: &Key, p: &Piece) -> Result<Vec<usize>> {
-        let buf = self.read_device(key, p.block, self.pool.get_now(p.sums.len() * BLOCK)).await?;
+        let buf = match self.read_device(key, p.block, self.pool.get_now(p.sums.len() * BLOCK)).await {
+            Err(e) if e.code == Code::Io => return self.unreadable_blocks(key, p, e).await,
+            other => other?,
+        };
         let blocks = buf.chunks(BLOCK).zip(&p.sums).enumerate();
         let bad: Vec<usize> =
             blocks.filter(|(_, (bytes, sum))| crc32c(bytes) != **sum).map(|(i, _)| p.at + i).collect();
@@ -125,6 +128,23 @@ impl Shared {
             self.note_damage(key, &Error::new(Code::Corrupt, m));
             add(&self.counters.damaged, bad.len() as u64 - 1);
         }
+        Ok(bad)
+    }
+
+    /// The device does not give the piece in one: which of its blocks it does not give, or gives wrong. `Io` if it gives none.
+    async fn unreadable_blocks(&self, key: &Key, p: &Piece, e: Error) -> Result<Vec<usize>> {
+        let mut bad = Vec::new();
+        for (i, sum) in p.sums.iter().enumerate() {
+            let buf = self.read_device(key, p.block + i as u64, self.pool.get_now(BLOCK)).await;
+            if !buf.is_ok_and(|bytes| crc32c(&bytes) == *sum) {
+                bad.push(p.at + i);
+            }
+        }
+        if bad.len() == p.sums.len() && bad.len() > 1 {
+            return Err(e);
+        }
+        self.note_damage(key, &e.context(format!("{} blocks cannot be read", bad.len())));
+        add(&self.counters.damaged, (bad.len() as u64).saturating_sub(1));
         Ok(bad)
     }
 }

@@ -475,7 +475,9 @@ impl Node {
     fn look_for_space(&self) {
         let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().cloned().collect();
         for t in self.targets.iter().filter(|t| t.lacks_space()) {
-            let told = !replicas.iter().any(|r| r.id == t.id() && r.has_failed());
+            // Out of all its chains in the map that this server acts on: while it has a lease for an older one it must stay out.
+            let out = self.map.load().target(t.id()).is_some_and(|t| !t.alive);
+            let told = out && !replicas.iter().any(|r| r.id == t.id() && r.has_failed());
             if told && t.engine.device().spare() >= RETURN {
                 t.come_back();
             }

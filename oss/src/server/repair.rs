@@ -114,8 +114,7 @@ impl Replica {
     /// The chunk table itself cannot be read in places: no copy of a chunk mends that. The target leaves its chains if all of them
     /// go on without it; else it serves what it can.
     pub(super) fn cannot_look(&self, e: &Error) {
-        self.target.note(e);
-        if e.code == Code::Corrupt && !self.node.is_last(self.id) {
+        if matches!(e.code, Code::Corrupt | Code::Io) && !self.node.is_last(self.id) {
             self.target.fail(e);
         }
     }
@@ -251,6 +250,10 @@ impl Replica {
             let e = match self.fetch(to, view.epoch, chunk, part.clone(), even_dirty).await {
                 Ok((r, data)) if fits(&r) => return Ok((to, r, data)),
                 Ok(_) => Error::new(Code::VersionGap, format!("target {to} has another version of it")),
+                // That its device fails is that target's trouble.
+                Err(e) if e.code == Code::Io => {
+                    Error::new(Code::NotServing, format!("chunk {chunk} is damaged and target {to} fails ({e})"))
+                }
                 Err(e) => e.context(format!("chunk {chunk} is damaged and target {to} could not help")),
             };
             failed.lost &= e.code == Code::Corrupt;

@@ -203,7 +203,6 @@ pub(super) async fn run(node: Arc<Node>, target: Arc<Target>) {
         heal_once(&node, &target).await;
         if let Err(e) = &result {
             scrub.is_in_trouble(e);
-            target.note(e);
         }
         if scrub.rest(node.env.unix_ms()) {
             tracing::info!("target {}: a pass of the scrub is complete", target.id());
@@ -279,7 +278,7 @@ async fn chunk(replica: &Arc<Replica>, chunk: ChunkId, pace: &mut Pace) -> Resul
     let mut from = 0;
     loop {
         let look = match replica.engine().check(&key, from..from + STEP).await {
-            Err(e) if e.code == Code::Corrupt => {
+            Err(e) if matches!(e.code, Code::Corrupt | Code::Io) => {
                 replica.cannot_look(&e);
                 target.scrub.is_in_trouble(&e);
                 return Ok(true);
