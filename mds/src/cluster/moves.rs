@@ -372,12 +372,12 @@ mod tests {
         assert_eq!(planned(&m), [], "it may come back");
         let dead = BTreeSet::from([4]);
         let again: Vec<_> = plan(&m, &[], &dead).into_iter().map(|(c, _)| c).collect();
-        assert_eq!(again.iter().map(|c| &c.preferred[..]).collect::<Vec<_>>(), [[5, 1]]);
+        assert_eq!(again.iter().map(|c| &c.preferred[..]).collect::<Vec<_>>(), [[2, 1]]);
         let update = pb::MapUpdate { expect_version: m.version, chains: again, ..Default::default() };
         state::update(&mut m.clone(), &update).unwrap();
         // Given up, it is not waited for either.
         target_change(&mut m, &change(4, target_action::GIVE_UP, None)).unwrap();
-        assert_eq!(planned(&m), [(1, vec![5, 1])]);
+        assert_eq!(planned(&m), [(1, vec![2, 1])]);
         // One that is being filled is left alone.
         m.chains[0].replicas[2].set_state(pb::ReplicaState::ReplicaSyncing);
         assert_eq!(planned(&m), []);
