@@ -9,7 +9,10 @@ use std::{
 
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
-use strake_mds::cluster::moves::is_moving;
+use strake_mds::cluster::moves::{
+    is_moving,
+    target_action::{DRAIN, GIVE_UP, KEEP, REMOVE},
+};
 use strake_proto::{
     Code, Error, Result, TargetId,
     map::{ChainExt, MapView, ROLE_OSS},
@@ -95,10 +98,6 @@ pub struct NodesArgs {
     no_wait: bool,
 }
 
-const DRAIN: u32 = 1;
-const KEEP: u32 = 2;
-const REMOVE: u32 = 3;
-const GIVE_UP: u32 = 4;
 const LOOK: Duration = Duration::from_millis(400);
 /// Nothing moves and nothing will: that takes longer than any pause between two moves.
 const STUCK: Duration = Duration::from_secs(15);

@@ -104,3 +104,15 @@ fn story<M: Model>(first: &M, seen: &HashMap<u64, (u64, u32)>, mut to: u64) -> V
     }
     out
 }
+
+/// Panics with the story if a promise breaks anywhere in a world of these bounds, or if the world is larger than a test may be.
+pub fn holds<M: Model>(bounds: &impl Debug, first: M) {
+    let start = std::time::Instant::now();
+    let seen = explore(first, 1_000_000);
+    if let Some((story, why)) = &seen.broken {
+        let story: Vec<String> = story.iter().map(|a| format!("  {a:?}")).collect();
+        panic!("{why}:\n{}", story.join("\n"));
+    }
+    println!("{bounds:?}: {} states, {} steps, depth {}, {:?}", seen.states, seen.steps, seen.depth, start.elapsed());
+    assert!(!seen.cut, "{} states were not all", seen.states);
+}

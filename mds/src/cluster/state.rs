@@ -298,8 +298,9 @@ fn check_new_chain(c: &pb::Chain) -> Result<()> {
     Ok(())
 }
 
-/// The second half of the membership rules' assertion: whoever proposed this, no replica that missed an epoch may serve.
-pub(super) fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
+/// The second half of the membership rules' assertion: whoever proposed this, no replica that missed an epoch may serve. `EINVAL` if a
+/// chain cannot become this one.
+pub fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
     use ReplicaState::*;
     let bad = |why: &str| Err(inval(format!("chain {} from epoch {} to {}: {why}", old.id, old.epoch, new.epoch)));
     if new.epoch <= old.epoch {

@@ -2,31 +2,24 @@
 //! late, replicas restart and lose what they had not flushed, leases run out, and memberships change by the rules of
 //! `docs/replication.md`. It drives the real [`ChainCore`] and checks what that document promises.
 
+mod store;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use strake_proto::{
     ChunkId, Code, Error, Result,
-    data::{Stamp, Version, Writer},
+    data::{Stamp, Version},
     layout::splitmix64,
     pb::{self, ReplicaState},
 };
 
-use super::{ChainCore, Committed, Input, Local, Op, OpId, Outcome, Output, View, What};
+use super::{ChainCore, Input, Op, OpId, Outcome, Output, View, What};
+use store::{Chunk, Store};
 
 pub const CHUNKS: u64 = 2;
 const N: usize = 3;
 const CLIENTS: usize = 2;
 const CHAIN: u32 = 1;
-/// Writers that a chunk remembers: fewer than [`strake_proto::data::KEPT_WRITERS`], so that runs go beyond them.
-const KEPT: usize = 8;
-
-/// A chunk is the list of the updates applied to it; every update has a number of its own.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Chunk {
-    state: Committed,
-    list: Vec<u64>,
-}
-
 #[derive(Clone, Debug)]
 enum From {
     Client {
@@ -59,30 +52,6 @@ struct Ctx {
     session: u64,
     seq: u64,
     from: From,
-}
-
-struct Store {
-    chunks: BTreeMap<ChunkId, Chunk>,
-    values: BTreeMap<OpId, (ChunkId, u64)>,
-}
-
-impl Local for Store {
-    fn committed(&self, chunk: &ChunkId) -> Result<Committed> {
-        Ok(self.chunks.get(chunk).map(|c| c.state.clone()).unwrap_or_default())
-    }
-    fn commit(&mut self, op: OpId, version: Version, writer: Writer) -> Result<()> {
-        let (chunk, value) = self.values[&op];
-        let c = self.chunks.entry(chunk).or_default();
-        let kept = c.list.len().saturating_sub(KEPT);
-        assert!(!c.list[kept..].contains(&value), "update {value} applied twice to {chunk}");
-        c.list.push(value);
-        c.state.version = version;
-        c.state.writers.push(writer);
-        if c.state.writers.len() > KEPT {
-            c.state.writers.remove(0);
-        }
-        Ok(())
-    }
 }
 
 struct Replica {
@@ -334,7 +303,7 @@ impl Cluster {
         self.r[i] = fresh(i, life, epoch, durable);
     }
 
-    /// The replica reaches the mds: rules 1 to 4, and it gets the map and a lease.
+    /// The replica reaches the mds: `leaves` to `waits`, and it gets the map and a lease.
     fn heartbeat(&mut self, i: usize) {
         use ReplicaState::*;
         if self.r[i].cut || self.hasty && !self.wanted.contains(&(i as u32)) && self.rand(8) > 0 {

@@ -1,6 +1,9 @@
 //! The metadata server's side: the real rules of membership, heartbeats and leases.
 
-use strake_mds::cluster::membership::{self, Facts};
+use strake_mds::cluster::{
+    membership::{self, Facts},
+    state::check_transition,
+};
 use strake_oss::chain::{Input, View};
 use strake_proto::{
     map::ChainExt,
@@ -72,6 +75,8 @@ impl World {
 
     pub(super) fn evaluate(&mut self) {
         let Some(chain) = self.evaluated() else { return };
+        // What the map would refuse would be proposed for ever.
+        check_transition(&self.chain, &chain).unwrap_or_else(|e| panic!("the map refuses it: {e}"));
         self.left.changes -= 1;
         self.set_chain(chain);
     }

@@ -184,7 +184,7 @@ impl Authority {
         c.epoch += 1;
         map.version += 1;
     }
-    /// Rules 1, 2 and 6.
+    /// `leaves`, `all-leave` and `fill-ends`.
     fn gone(map: &mut pb::ClusterMap, lost: impl Fn(u32) -> bool) {
         use ReplicaState::*;
         if map.chains.is_empty() {
@@ -203,7 +203,7 @@ impl Authority {
         let lost = |t: u32| failed.contains(&t) || seen.get(&t).is_none_or(|at| at.elapsed() >= LEASE);
         Self::gone(&mut self.map.lock(), lost);
     }
-    /// Rules 3 to 5.
+    /// `source`, `fills`, `waits` and `filled`.
     fn returned(&self, h: &pb::HeartbeatRequest, t: &pb::TargetReport) {
         use ReplicaState::*;
         let mut map = self.map.lock();
