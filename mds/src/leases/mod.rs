@@ -154,6 +154,19 @@ impl Leases {
         true
     }
 
+    /// Whether what comes on this connection was sent before its session said hello on a newer one, or to a former leader: its sender
+    /// may have had its answer elsewhere since.
+    pub fn is_late(&self, id: SessionId, connection: Connection) -> bool {
+        let late = match self.sessions.get(&id).and_then(|h| h.met) {
+            Some(met) => connection < met,
+            None => self.grace.contains(&id),
+        };
+        if late {
+            Leader::ChangeLate.taken();
+        }
+        late
+    }
+
     /// A renewal of the session is answered at `now`. False: it must say hello first.
     pub fn renewed(&mut self, now: Duration, id: SessionId) -> bool {
         self.expire_one(now, id);

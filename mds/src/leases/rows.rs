@@ -6,6 +6,7 @@ strake_proto::rows! {
         Elected = "elected",
         Hello = "hello",
         HelloLate = "hello-late",
+        ChangeLate = "change-late",
         LivesOn = "lives-on",
         Renewed = "renewed",
         NotRenewed = "not-renewed",

@@ -225,6 +225,17 @@ fn only_the_connection_of_the_last_hello_counts() {
 }
 
 #[test]
+fn what_was_sent_before_the_last_hello_is_late() {
+    let mut t = Leases::new(limits(), ms(0), 1, [A, B]);
+    assert!(t.is_late(A, 1) && !t.is_late(7, 1), "it was open before this leader was elected");
+    t.hello(A, 2, false);
+    assert!(t.is_late(A, 1) && !t.is_late(A, 2) && !t.is_late(A, 3));
+    assert!(t.is_late(B, 1));
+    t.hello(B, 1, true);
+    assert!(!t.is_late(B, 1));
+}
+
+#[test]
 fn a_leader_that_stood_still_gives_nobody_up() {
     for renews in [false, true] {
         let mut t = table(limits());

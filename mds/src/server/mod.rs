@@ -9,6 +9,8 @@
 //! `members` changes the group.
 
 mod admin;
+mod attempts;
+mod changes;
 mod chunks;
 pub mod config;
 pub mod disk;
@@ -29,7 +31,7 @@ mod waits;
 mod tests;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     path::PathBuf,
     sync::{
         Arc, OnceLock,
@@ -45,7 +47,7 @@ use machine::Machine;
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Endpoint, Env, Fabric, Listener, watch};
-use strake_proto::{CapKey, Code, Error, Result, SessionId, map::MapView, pb};
+use strake_proto::{CapKey, Code, Error, Result, map::MapView, pb};
 use strake_store::MetaStore;
 use tokio::{sync::Notify, task::JoinHandle};
 
@@ -53,6 +55,7 @@ use crate::{
     cluster::{manager::Manager, recovery},
     consensus::{self, Leadership, LogStore, Node},
 };
+use attempts::Attempts;
 use followers::Following;
 use recalls::Recalls;
 use room::{Need, Room};
@@ -102,8 +105,7 @@ struct Mds {
     links: chunks::Links,
     room: Room,
     following: Following,
-    /// Requests that were proposed and whose outcome is not known here: (session, sequence number).
-    unsettled: Mutex<BTreeSet<(SessionId, u64)>>,
+    attempts: Mutex<Attempts>,
     /// A reply waits for a file to be cut.
     trim_wanted: Notify,
     /// Somebody who waits for a lock may have his turn.
@@ -159,7 +161,7 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
         links: chunks::Links::new(parts.fabric.clone()),
         room,
         following: Following::default(),
-        unsettled: Mutex::default(),
+        attempts: Mutex::default(),
         trim_wanted: Notify::new(),
         turns: watch::Sender::new(0),
         advertised: OnceLock::new(),
@@ -282,41 +284,6 @@ impl Mds {
         self.propose_anyway(command).await
     }
 
-    /// A client's list of changes. A retry of one that ran, or that may yet run, is not answered with `NoSpc`.
-    async fn propose_list(&self, request: pb::MetaRequest) -> Result<pb::LogReply> {
-        let (key, session, seq) = ((request.session, request.seq), request.session, request.seq);
-        let again = self.may_have_run(session, seq);
-        if !again {
-            self.room.check(Need::of_list(&request.ops))?;
-            {
-                let mut unsettled = self.unsettled.lock();
-                unsettled.insert(key);
-                if unsettled.len() > MAX_UNSETTLED {
-                    unsettled.pop_first();
-                }
-            }
-            // Noted before this waits: another attempt at the same request must not be answered without the log.
-            if let Err(e) = self.check_locks(session, seq, &request.ops).await {
-                self.unsettled.lock().remove(&key);
-                return Err(e);
-            }
-        }
-        let command = pb::log_command::Command::Meta(request);
-        match self.propose_anyway(command).await {
-            Err(e) if e.code == Code::NoSpc && again => Err(Error::new(Code::Disconnected, e.message)),
-            Err(e) if !leader::never_ran(&e) => Err(e),
-            result => {
-                self.unsettled.lock().remove(&key);
-                result
-            }
-        }
-    }
-
-    /// Whether a request is one that ran, or that may yet run.
-    fn may_have_run(&self, session: SessionId, seq: u64) -> bool {
-        self.machine.namespace.has_reply(session, seq) || self.unsettled.lock().contains(&(session, seq))
-    }
-
     async fn propose_anyway(&self, command: pb::log_command::Command) -> Result<pb::LogReply> {
         let command = pb::LogCommand { now_ns: self.env.unix_ns(), command: Some(command) };
         let bytes: Bytes = self.node.propose(command.encode_to_vec().into()).await?;
@@ -385,7 +352,6 @@ impl Mds {
     }
 }
 
-const MAX_UNSETTLED: usize = 65_536;
 const ROOM_TICK: Duration = Duration::from_millis(250);
 
 /// Queues are counted up to here for `status`.

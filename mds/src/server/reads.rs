@@ -1,4 +1,4 @@
-//! Answers lists of operations: what is looked at or changed, and what of the answer may be remembered. See `docs/leases.md`.
+//! Answers lists of operations that change nothing, and says what of the answer may be remembered. See `docs/leases.md`.
 
 use std::collections::BTreeSet;
 
@@ -7,12 +7,8 @@ use strake_proto::{Code, Error, Ino, Result, pb};
 use super::{
     Mds,
     recalls::{Asker, Depends},
-    service::{misread, ok},
 };
-use crate::{
-    leases::rows::{Leader, Reporting},
-    namespace::effects,
-};
+use crate::{leases::rows::Leader, namespace::effects};
 
 /// How often a state that changes is read for an answer that may be remembered.
 const LOOKS: usize = 3;
@@ -94,51 +90,5 @@ impl Mds {
             let depends = Depends { inos: Some(read.looked), ticket };
             return Ok(Look { reply: read.reply, depends, noted });
         }
-    }
-
-    /// A list that changes something.
-    pub(super) async fn change(&self, term: u64, epoch: u64, mut request: pb::MetaRequest) -> Result<pb::MetaReply> {
-        let by = Asker { session: request.session, connection: request.connection };
-        self.recalls.dropped(term, by, &std::mem::take(&mut request.dropped))?;
-        request.follower = false;
-        let writes = request.ops.iter().filter(|o| effects::enlists(o)).count();
-        if !self.recalls.may_write(term, by.session, writes)? && !self.may_have_run(by.session, request.seq) {
-            let m = format!("session {} has too many files open for writing; close some", by.session);
-            let status = Some(Error::new(Code::Overloaded, m).to_status());
-            return Ok(pb::MetaReply { results: vec![pb::OpResult { status, ..Default::default() }], granted: vec![] });
-        }
-        // What others have written before comes before this: a size and times that are set now must stay.
-        let set = request.ops.iter().filter(|o| effects::sets(o)).flat_map(effects::named).collect();
-        let asked = self.recalls.ask(term, by.session, &set)?;
-        if !asked.is_empty() {
-            Reporting::AskedToSet.taken();
-        }
-        self.recalls.reported(term, &asked).await?;
-        let expected = self.recalls.expect(term, by.session, request.seq)?;
-        let ops = request.ops.clone();
-        let reply = self.propose_list(request).await?;
-        let depends = self.recalls.outcome(term, &expected)?;
-        drop(expected);
-        let Some(pb::log_reply::Reply::Meta(mut reply)) = reply.reply else { return Err(misread()) };
-        if reply.results.iter().all(ok) {
-            self.note_locks(by.session, &ops);
-            self.wait_for_trims(term, &ops, &reply.results).await?;
-            self.note_handles(by.session, epoch, &ops, &mut reply.results)?;
-        }
-        self.recalls.settled(term, &depends).await?;
-        if reply.results.iter().all(ok) {
-            self.wait_for_held_back(term, by, &ops, &reply.results).await?;
-            self.recalls.settled(term, &depends).await?;
-        }
-        reply.granted = self.recalls.held(term, by, &effects::told(&ops, &reply.results))?;
-        Ok(reply)
-    }
-
-    /// Whoever may write a file from now on waits for what others hold back of it: sent later it would lie over what is newer. They
-    /// have been told by now that they are not alone, and hold nothing more back.
-    async fn wait_for_held_back(&self, term: u64, by: Asker, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
-        let opened = ops.iter().zip(results).filter(|(o, _)| effects::enlists(o));
-        let opened: BTreeSet<Ino> = opened.map(|(_, r)| r.attr.as_ref().map_or(r.ino, |a| a.ino)).collect();
-        self.recalls.wait_for_holders(term, by.session, &opened).await
     }
 }

@@ -312,6 +312,15 @@ impl Recalls {
         })
     }
 
+    /// Before a change is looked at. `Disconnected` when it was sent on a connection that its session has left.
+    pub fn in_time(&self, term: u64, by: Asker) -> Result<()> {
+        if by.connection != 0 && self.with(term, |t, _| t.leases.is_late(by.session, by.connection))? {
+            let m = "the session has not said hello on this connection, or has a newer one; connect again and say it";
+            return Err(Error::new(Code::Disconnected, m));
+        }
+        Ok(())
+    }
+
     /// Leases that a session gives back.
     pub fn dropped(&self, term: u64, by: Asker, inos: &[Ino]) -> Result<()> {
         self.with(term, |t, now| inos.iter().for_each(|ino| t.leases.dropped(now, by.session, by.connection, *ino)))

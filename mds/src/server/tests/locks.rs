@@ -34,7 +34,7 @@ fn wait(id: u64, ino: u64, owner: u64) -> pb::LockWait {
     pb::LockWait { id, ino, owner, kind: 0, span: span(LockType::LockWrite), trying: false }
 }
 
-/// A lock that is refused without an entry is an error of the whole request.
+/// The error of a lock that is refused, from the log or without an entry.
 async fn code(c: &mut Client<'_>, op: Op) -> Option<Code> {
     match c.run(vec![op]).await {
         Ok(r) => r[0].status.as_ref().filter(|s| s.code != 0).map(|s| Code::from_wire(s.code)),
@@ -59,6 +59,26 @@ async fn world(members: usize) -> (World, std::sync::Arc<world::FakeOss>) {
     let oss = w.oss(1).await;
     until("chains", || w.mds.iter().flatten().any(|(_, s)| s.status().map.unwrap().sets.len() == 1)).await;
     (w, oss)
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_refused_without_an_entry_does_not_run_when_it_arrives_again() {
+    let (w, _oss) = world(1).await;
+    let (mut a, mut b) = (w.client(1).await, w.client(2).await);
+    let f = file(&mut a, "f").await;
+    a.one(write(f, 1)).await;
+    let request = b.request(vec![write(f, 1)]);
+    let answer = async || match b.send(&request).await {
+        Ok(r) => Code::from_wire(r[0].status.as_ref().map_or(0, |s| s.code)),
+        Err(e) => e.code,
+    };
+    assert_eq!(answer().await, Code::LockConflict);
+    a.one(unlock(f, 1)).await;
+    assert_eq!((answer().await, w.server().await.status().locks), (Code::LockConflict, 0));
+    // Its sender has the answer, and says so with what it sends next.
+    let next = b.request(vec![write(f, 2)]);
+    assert!(b.send(&next).await.is_ok());
+    assert_eq!((b.send(&request).await.unwrap_err().code, w.server().await.status().locks), (Code::ReplyGone, 1));
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,0 +1,201 @@
+//! What the leader knows of clients' changes beside the log: which may run yet, and which it refused without an entry. A
+//! request may come more than once, also at the same time over two connections, and has one outcome. A pure table.
+
+use std::collections::BTreeMap;
+
+use strake_proto::{Code, Error, Result, SessionId};
+
+/// Requests of one session that are remembered.
+const MAX_OF_SESSION: usize = 1_024;
+
+#[derive(Debug)]
+enum Attempt {
+    /// It is looked at: whether it is refused is not known yet.
+    Looked,
+    /// It was proposed and its outcome is not known. So many attempts may run yet.
+    Proposed(usize),
+    /// Its sender was told this, and may have told others.
+    Refused(Error),
+}
+
+#[derive(Debug, Default)]
+struct Session {
+    /// Its sender waits for no answer below.
+    lowest: u64,
+    attempts: BTreeMap<u64, Attempt>,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct Attempts {
+    sessions: BTreeMap<SessionId, Session>,
+}
+
+/// What a request is.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Begun {
+    /// One that was refused with this.
+    Refused(Error),
+    /// The only attempt: it is looked at from now on, until it is [`passed`](Attempts::passed),
+    /// [`refused`](Attempts::refused) or [`not_looked`](Attempts::not_looked) at.
+    First,
+    /// One that may run, or have run, already: only the log can tell.
+    Again,
+}
+
+fn given_up(seq: u64) -> Error {
+    Error::new(Code::ReplyGone, format!("the sender of request {seq} waits for no answer to it any more"))
+}
+
+impl Attempts {
+    /// A request has come. `lowest`: what its sender says it waits for at least. `Overloaded` while another attempt is looked at; `ReplyGone` when nobody waits for it.
+    pub fn begin(&mut self, session: SessionId, seq: u64, lowest: u64) -> Result<Begun> {
+        let s = self.sessions.entry(session).or_default();
+        if lowest > s.lowest {
+            s.lowest = lowest;
+            s.attempts = s.attempts.split_off(&lowest);
+        }
+        if seq < s.lowest {
+            return Err(given_up(seq));
+        }
+        match s.attempts.get_mut(&seq) {
+            Some(Attempt::Refused(e)) => return Ok(Begun::Refused(e.clone())),
+            Some(Attempt::Looked) => {
+                return Err(Error::new(Code::Overloaded, "an earlier attempt at the same request is looked at"));
+            }
+            Some(Attempt::Proposed(open)) => {
+                *open += 1;
+                return Ok(Begun::Again);
+            }
+            None => {}
+        }
+        s.attempts.insert(seq, Attempt::Looked);
+        if s.attempts.len() > MAX_OF_SESSION {
+            s.attempts.pop_first();
+        }
+        Ok(Begun::First)
+    }
+
+    /// It was looked at and goes to the log. `ReplyGone` when nobody waits for it any more.
+    pub fn passed(&mut self, session: SessionId, seq: u64) -> Result<()> {
+        let s = self.sessions.entry(session).or_default();
+        if seq < s.lowest {
+            return Err(given_up(seq));
+        }
+        s.attempts.insert(seq, Attempt::Proposed(1));
+        Ok(())
+    }
+
+    /// It was looked at, and its sender is told this, now and whenever it comes again: it never runs.
+    pub fn refused(&mut self, session: SessionId, seq: u64, with: &Error) {
+        if let Some(s) = self.sessions.get_mut(&session).filter(|s| seq >= s.lowest) {
+            s.attempts.insert(seq, Attempt::Refused(with.clone()));
+        }
+    }
+
+    /// It was not looked at to the end, and may come again.
+    pub fn not_looked(&mut self, session: SessionId, seq: u64) {
+        let at = self.sessions.get_mut(&session).map(|s| &mut s.attempts);
+        if let Some(at) = at.filter(|at| matches!(at.get(&seq), Some(Attempt::Looked))) {
+            at.remove(&seq);
+        }
+    }
+
+    /// The log knows what became of it.
+    pub fn ran(&mut self, session: SessionId, seq: u64) {
+        if let Some(s) = self.sessions.get_mut(&session) {
+            s.attempts.remove(&seq);
+        }
+    }
+
+    /// The log did not take this attempt. Whether no other may run: then it is [`refused`](Attempts::refused) from now on, or without
+    /// an error may come again.
+    pub fn not_taken(&mut self, session: SessionId, seq: u64, with: Option<&Error>) -> bool {
+        match self.sessions.get_mut(&session).and_then(|s| s.attempts.get_mut(&seq)) {
+            Some(Attempt::Proposed(open)) if *open > 1 => *open -= 1,
+            Some(Attempt::Proposed(_)) => {
+                match with {
+                    Some(e) => self.refused(session, seq, e),
+                    None => self.ran(session, seq),
+                }
+                return true;
+            }
+            _ => {}
+        }
+        false
+    }
+
+    /// Forgets sessions that are no more.
+    pub fn retain(&mut self, lives: impl Fn(SessionId) -> bool) {
+        self.sessions.retain(|id, _| lives(*id));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn busy() -> Error {
+        Error::new(Code::LockConflict, "another's")
+    }
+    fn code(r: Result<Begun>) -> Code {
+        r.unwrap_err().code
+    }
+
+    #[test]
+    fn who_was_refused_is_refused_again() {
+        let mut t = Attempts::default();
+        assert_eq!(t.begin(1, 5, 4), Ok(Begun::First));
+        assert_eq!(code(t.begin(1, 5, 4)), Code::Overloaded, "not while the first attempt may still pass");
+        t.refused(1, 5, &busy());
+        assert_eq!(
+            (t.begin(1, 5, 4), t.begin(1, 4, 4), t.begin(2, 5, 4)),
+            (Ok(Begun::Refused(busy())), Ok(Begun::First), Ok(Begun::First))
+        );
+        // Its sender has the answer and goes on.
+        assert_eq!(t.begin(1, 6, 6), Ok(Begun::First));
+        assert_eq!((code(t.begin(1, 5, 4)), code(t.begin(1, 4, 4))), (Code::ReplyGone, Code::ReplyGone));
+        assert_eq!(t.sessions[&1].attempts.len(), 1);
+        assert_eq!(t.passed(1, 4).unwrap_err().code, Code::ReplyGone);
+        t.refused(1, 5, &busy());
+        assert_eq!(t.sessions[&1].attempts.len(), 1);
+    }
+
+    #[test]
+    fn what_was_proposed_is_for_the_log_to_tell_until_it_has() {
+        let mut t = Attempts::default();
+        assert_eq!(t.begin(1, 5, 0), Ok(Begun::First));
+        t.not_looked(1, 5);
+        assert_eq!(t.begin(1, 5, 0), Ok(Begun::First));
+        t.passed(1, 5).unwrap();
+        t.not_looked(1, 5);
+        assert_eq!(t.begin(1, 5, 0), Ok(Begun::Again));
+        t.ran(1, 5);
+        assert_eq!(t.begin(1, 5, 0), Ok(Begun::First));
+        t.retain(|id| id != 1);
+        assert!(t.sessions.is_empty());
+    }
+
+    #[test]
+    fn what_the_log_does_not_take_is_refused_unless_another_attempt_may_run() {
+        let mut t = Attempts::default();
+        t.begin(1, 5, 0).unwrap();
+        t.passed(1, 5).unwrap();
+        t.begin(1, 5, 0).unwrap();
+        assert!(!t.not_taken(1, 5, Some(&busy())));
+        assert!(t.not_taken(1, 5, Some(&busy())));
+        assert_eq!(t.begin(1, 5, 0), Ok(Begun::Refused(busy())));
+        assert!(!t.not_taken(1, 6, None), "it ran long ago");
+    }
+
+    #[test]
+    fn a_session_that_waits_for_everything_fills_nothing() {
+        let mut t = Attempts::default();
+        for seq in 1..3_000 {
+            t.begin(1, seq, 0).unwrap();
+            t.refused(1, seq, &busy());
+        }
+        assert_eq!(t.sessions[&1].attempts.len(), MAX_OF_SESSION);
+        assert_eq!(t.begin(1, 2_999, 0), Ok(Begun::Refused(busy())));
+    }
+}

@@ -1,0 +1,150 @@
+//! Answers lists of operations that change something, each once however often it comes. See `docs/leases.md`.
+
+use std::collections::BTreeSet;
+
+use strake_proto::{Code, Error, Ino, Result, pb};
+
+use super::{
+    Mds,
+    attempts::Begun,
+    leader,
+    recalls::Asker,
+    room::Need,
+    service::{misread, ok},
+};
+use crate::{leases::rows::Reporting, namespace::effects};
+
+/// A request that is looked at; dropped, it may come again.
+struct Looking<'a> {
+    mds: &'a Mds,
+    by: Asker,
+    seq: u64,
+}
+
+impl Drop for Looking<'_> {
+    fn drop(&mut self) {
+        self.mds.attempts.lock().not_looked(self.by.session, self.seq);
+    }
+}
+
+impl Looking<'_> {
+    fn refuse(self, e: &Error) -> pb::MetaReply {
+        self.mds.attempts.lock().refused(self.by.session, self.seq, e);
+        refusal(e)
+    }
+
+    fn pass(self) -> Result<()> {
+        self.mds.attempts.lock().passed(self.by.session, self.seq)
+    }
+}
+
+/// The answer to a list of which nothing ran.
+fn refusal(e: &Error) -> pb::MetaReply {
+    pb::MetaReply { results: vec![pb::OpResult { status: Some(e.to_status()), ..Default::default() }], granted: vec![] }
+}
+
+impl Mds {
+    /// A list that changes something.
+    pub(super) async fn change(&self, term: u64, epoch: u64, mut request: pb::MetaRequest) -> Result<pb::MetaReply> {
+        let by = Asker { session: request.session, connection: request.connection };
+        let seq = request.seq;
+        self.recalls.in_time(term, by)?;
+        self.recalls.dropped(term, by, &std::mem::take(&mut request.dropped))?;
+        request.follower = false;
+        let looking = match self.begin(&request)? {
+            Begun::Refused(e) => return Ok(refusal(&e)),
+            Begun::First => Some(Looking { mds: self, by, seq }),
+            Begun::Again => None,
+        };
+        if let Some(looking) = looking {
+            if let Err(e) = self.check_room(term, by, &request.ops)? {
+                return Ok(looking.refuse(&e));
+            }
+            self.have_reported(term, by, &request.ops).await?;
+            match self.check_locks(by.session, seq, &request.ops).await {
+                Err(e) if e.is_retryable() => return Err(e),
+                Err(e) => return Ok(looking.refuse(&e)),
+                Ok(()) => looking.pass()?,
+            }
+        } else {
+            self.have_reported(term, by, &request.ops).await?;
+        }
+        let expected = self.recalls.expect(term, by.session, seq)?;
+        let ops = request.ops.clone();
+        let mut reply = match self.propose_list(request).await? {
+            Ok(reply) => reply,
+            Err(e) => return Ok(refusal(&e)),
+        };
+        let depends = self.recalls.outcome(term, &expected)?;
+        drop(expected);
+        if reply.results.iter().all(ok) {
+            self.note_locks(by.session, &ops);
+            self.wait_for_trims(term, &ops, &reply.results).await?;
+            self.note_handles(by.session, epoch, &ops, &mut reply.results)?;
+        }
+        self.recalls.settled(term, &depends).await?;
+        if reply.results.iter().all(ok) {
+            self.wait_for_held_back(term, by, &ops, &reply.results).await?;
+            self.recalls.settled(term, &depends).await?;
+        }
+        reply.granted = self.recalls.held(term, by, &effects::told(&ops, &reply.results))?;
+        Ok(reply)
+    }
+
+    fn begin(&self, r: &pb::MetaRequest) -> Result<Begun> {
+        if self.machine.namespace.has_reply(r.session, r.seq) {
+            return Ok(Begun::Again);
+        }
+        self.attempts.lock().begin(r.session, r.seq, r.lowest_unanswered)
+    }
+
+    /// Whether there is room for it: the inner error is its answer.
+    fn check_room(&self, term: u64, by: Asker, ops: &[pb::Op]) -> Result<Result<()>> {
+        let writes = ops.iter().filter(|o| effects::enlists(o)).count();
+        if !self.recalls.may_write(term, by.session, writes)? {
+            let m = format!("session {} has too many files open for writing; close some", by.session);
+            return Ok(Err(Error::new(Code::Overloaded, m)));
+        }
+        Ok(self.room.check(Need::of_list(ops)))
+    }
+
+    /// What others have written before comes before this: a size and times that are set now must stay.
+    async fn have_reported(&self, term: u64, by: Asker, ops: &[pb::Op]) -> Result<()> {
+        let set = ops.iter().filter(|o| effects::sets(o)).flat_map(effects::named).collect();
+        let asked = self.recalls.ask(term, by.session, &set)?;
+        if !asked.is_empty() {
+            Reporting::AskedToSet.taken();
+        }
+        self.recalls.reported(term, &asked).await
+    }
+
+    /// Has a list agreed on and applied. The inner error is its answer: there is no room for it.
+    async fn propose_list(&self, request: pb::MetaRequest) -> Result<Result<pb::MetaReply>> {
+        let (session, seq) = (request.session, request.seq);
+        let ran = self.propose_anyway(pb::log_command::Command::Meta(request)).await;
+        let e = match ran {
+            Ok(ran) => {
+                self.attempts.lock().ran(session, seq);
+                let Some(pb::log_reply::Reply::Meta(reply)) = ran.reply else { return Err(misread()) };
+                return Ok(Ok(reply));
+            }
+            Err(e) if !leader::never_ran(&e) => return Err(e),
+            Err(e) => e,
+        };
+        let full = e.code == Code::NoSpc;
+        let last = self.attempts.lock().not_taken(session, seq, full.then_some(&e));
+        match full {
+            true if last => Ok(Err(e)),
+            true => Err(Error::new(Code::Disconnected, e.message)),
+            false => Err(e),
+        }
+    }
+
+    /// Whoever may write a file from now on waits for what others hold back of it: sent later it would lie over what is newer. They
+    /// have been told by now that they are not alone, and hold nothing more back.
+    async fn wait_for_held_back(&self, term: u64, by: Asker, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
+        let opened = ops.iter().zip(results).filter(|(o, _)| effects::enlists(o));
+        let opened: BTreeSet<Ino> = opened.map(|(_, r)| r.attr.as_ref().map_or(r.ino, |a| a.ino)).collect();
+        self.recalls.wait_for_holders(term, by.session, &opened).await
+    }
+}
