@@ -54,6 +54,8 @@ pub struct Proposal {
 #[derive(Default)]
 struct Seen {
     at: Duration,
+    /// Of the life that was heard of.
+    stamp: u64,
     used: u64,
     capacity: u64,
     /// The stamp of the life whose device failed, and since when that is known.
@@ -177,7 +179,7 @@ impl Manager {
         self.told.insert(h.node, (now, h.evicted_seen));
         for r in &h.targets {
             let s = self.seen.entry(r.target).or_default();
-            s.at = now;
+            (s.at, s.stamp) = (now, r.stamp);
             s.used = r.used;
             s.capacity = r.capacity;
             if r.failed && s.failed != Some(r.stamp) {
@@ -209,9 +211,10 @@ impl Manager {
         let from = match self.seen.get(&target.id) {
             Some(s) if s.failed == Some(target.stamp) => return Duration::ZERO,
             Some(s) if s.lapses.0 == target.stamp && s.lapses.1 % 2 == 1 => return Duration::ZERO,
-            Some(s) => s.at,
-            None if target.alive => self.elected,
-            None => return Duration::ZERO,
+            Some(s) if s.stamp == target.stamp => s.at,
+            _ if target.alive => self.elected,
+            // It has registered, and may not have had the answer: then it does not know the chains it is in.
+            _ => return Duration::ZERO,
         };
         (from + self.options.lease).saturating_sub(now)
     }

@@ -162,6 +162,24 @@ fn the_last_ones_come_back_by_one_source() {
     assert_eq!(states[2], (1, ReplicaOffline));
 }
 
+/// It does not know yet what it is registered as, nor its chains: what it is given back then it would take for its former life's.
+#[test]
+fn who_has_registered_is_alive_from_its_own_first_heartbeat_on() {
+    let mut r = Rig::new(with_chains(2, 1), 0);
+    let mut map = r.map.map.clone();
+    let mut again = request("n0", &[0]);
+    again.targets[0].stamp = 99;
+    r.beat(100, 0);
+    r.beat(100, 1);
+    assert!(!r.tick(100));
+    state::register(&mut map, &again).unwrap();
+    r.set(200, map);
+    assert!(!r.tick(300), "its former life was heard of a moment ago");
+    r.beat(400, 0);
+    assert!(r.tick(400));
+    assert_eq!(r.states(2)[1], (0, ReplicaSyncing));
+}
+
 #[test]
 fn synced_counts_from_the_tail_at_the_current_epoch_only() {
     let mut r = Rig::new(with_chains(2, 1), 0);
