@@ -260,8 +260,10 @@ impl Actor {
     /// A failure is reported once; when nothing is broken any more, the next fsync succeeds.
     async fn last_sync(&mut self, n: usize) -> Result<()> {
         let (file, model) = &mut self.files[n];
-        if let Err(e) = file.fsync().await {
-            tracing::info!("client {}: file{n}: {e:?}", self.id);
+        // Bytes that could not be written later are told of by the first of each.
+        let told = [file.flush().await, file.fsync().await];
+        if told.iter().any(|r| r.is_err()) {
+            tracing::info!("client {}: file{n}: {told:?}", self.id);
             model.sync_failed();
             file.fsync().await.map_err(|e| e.context(format!("client {}: last fsync of file{n}", self.id)))?;
         }
