@@ -220,17 +220,18 @@ impl Namespace {
     /// Answers operations that change nothing, up to the first failure, from all entries applied so far. `session` 0
     /// is the server itself.
     pub fn read(&self, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> pb::MetaReply {
-        self.read_at(session, creds, ops).reply
+        self.read_at(session, creds, ops).map_or_else(
+            |e| {
+                let result = pb::OpResult { status: Some(e.to_status()), ..Default::default() };
+                pb::MetaReply { results: vec![result], granted: Vec::new() }
+            },
+            |r| r.reply,
+        )
     }
 
-    /// Likewise, with what the answer depends on.
-    pub fn read_at(&self, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> ReadAt {
-        let memory = self.memory.read();
-        self.try_read(&memory, session, creds, ops).unwrap_or_else(|e| {
-            let result = pb::OpResult { status: Some(e.to_status()), ..Default::default() };
-            let reply = pb::MetaReply { results: vec![result], granted: Vec::new() };
-            ReadAt { reply, looked: BTreeSet::new(), written: BTreeSet::new(), version: memory.header.applied_index }
-        })
+    /// Likewise, with what the answer depends on. An error is no answer: `NoSession`, or what is wrong with the store.
+    pub fn read_at(&self, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> Result<ReadAt> {
+        self.try_read(&self.memory.read(), session, creds, ops)
     }
 
     /// Likewise, on a member that does not lead. An error is no answer: the session is not known here, or the state cannot be
@@ -246,7 +247,6 @@ impl Namespace {
         self.try_read(&memory, session, creds, ops)
     }
 
-    /// `NoSession`, or what is wrong with the store.
     fn try_read(&self, memory: &Memory, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> Result<ReadAt> {
         if session != 0 && !memory.sessions.contains_key(&session) {
             return Err(Error::new(Code::NoSession, format!("session {session} has ended; mount again")));

@@ -74,7 +74,7 @@ impl Mds {
                 Leader::Looked.taken()
             }
             let before = self.recalls.grant(term, by, &wanted)?;
-            let read = namespace.read_at(by.session, &creds, &request.ops);
+            let read = namespace.read_at(by.session, &creds, &request.ops)?;
             if tells {
                 wanted.clone_from(&read.looked);
             }

@@ -347,6 +347,10 @@ impl Mds {
                 };
                 let ino = r.attr.as_ref().map_or(r.ino, |a| a.ino);
                 if let Err(e) = l.sessions.open(session, ino) {
+                    if e.code == Code::NoSession {
+                        // It ran before its session ended: asked for again, the sender hears of that end.
+                        return Err(Error::new(Code::Disconnected, e.message));
+                    }
                     *r = pb::OpResult { status: Some(e.to_status()), ..Default::default() };
                     break;
                 }

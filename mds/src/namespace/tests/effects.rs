@@ -115,6 +115,8 @@ fn a_survey_shows_all_sessions_and_writers() {
     let sessions = vec![(fs.session, false), (other, false)];
     assert_eq!(s, crate::namespace::Survey { sessions, writers: vec![(fs.session, f)], fences: vec![] });
     let getattr = op(Op::Getattr(pb::GetAttr { ino: f }));
-    let r = fs.ns.read_at(fs.session, &creds(0), &[getattr]);
+    let r = fs.ns.read_at(fs.session, &creds(0), std::slice::from_ref(&getattr)).unwrap();
     assert_eq!((r.looked, r.version), ([f].into(), fs.ns.version()));
+    let gone = fs.ns.read_at(99, &creds(0), &[getattr]).err();
+    assert_eq!(gone.map(|e| e.code), Some(strake_proto::Code::NoSession), "no answer that somebody else might be told");
 }
