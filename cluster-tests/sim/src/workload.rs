@@ -300,7 +300,7 @@ impl Actor {
 
 /// The first `most` bytes of a file.
 pub async fn read_all(file: &File, most: u64) -> Result<Vec<u8>> {
-    Ok(file.read(0, most as usize).await?.iter().flat_map(|b| b.iter().copied()).collect())
+    Ok(file.read(0, most as usize).await?.iter().map(|b| &b[..]).collect::<Vec<_>>().concat())
 }
 
 async fn list(client: &Client, dir: Ino) -> Result<BTreeSet<String>> {
