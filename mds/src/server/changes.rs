@@ -28,11 +28,6 @@ impl Drop for Looking<'_> {
 }
 
 impl Looking<'_> {
-    fn refuse(self, e: &Error) -> pb::MetaReply {
-        self.mds.attempts.lock().refused(self.by.session, self.seq, e);
-        refusal(e)
-    }
-
     fn pass(self) -> Result<()> {
         self.mds.attempts.lock().passed(self.by.session, self.seq)
     }
@@ -56,20 +51,19 @@ impl Mds {
             Begun::First => Some(Looking { mds: self, by, seq }),
             Begun::Again => None,
         };
-        if let Some(looking) = looking {
-            if let Err(e) = self.check_room(term, by, &request.ops)? {
-                return Ok(looking.refuse(&e));
-            }
-            self.have_reported(term, by, &request.ops).await?;
+        if let (Some(_), Err(e)) = (&looking, self.check_room(term, by, &request.ops)?) {
+            return Ok(self.refuse_list(by, seq, &e));
+        }
+        // What others have written before comes before this: a size and times that are set now must stay.
+        self.have_reported(term, by, &request.ops).await?;
+        if looking.is_some() {
             match self.check_locks(by.session, seq, &request.ops).await {
-                Err(e) if e.is_retryable() => return Err(e),
-                Err(e) => return Ok(looking.refuse(&e)),
-                Ok(()) => looking.pass()?,
+                Err(e) if !e.is_retryable() => return Ok(self.refuse_list(by, seq, &e)),
+                r => r?,
             }
-        } else {
-            self.have_reported(term, by, &request.ops).await?;
         }
         let expected = self.recalls.expect(term, by.session, seq)?;
+        looking.map_or(Ok(()), Looking::pass)?;
         let ops = request.ops.clone();
         let mut reply = match self.propose_list(request).await? {
             Ok(reply) => reply,
@@ -92,10 +86,18 @@ impl Mds {
     }
 
     fn begin(&self, r: &pb::MetaRequest) -> Result<Begun> {
-        if self.machine.namespace.has_reply(r.session, r.seq) {
+        let begun = self.attempts.lock().begin(r.session, r.seq, r.lowest_unanswered)?;
+        // Asked after that: what has run since is not proposed any more.
+        if begun == Begun::First && self.machine.namespace.has_reply(r.session, r.seq) {
+            self.attempts.lock().not_looked(r.session, r.seq);
             return Ok(Begun::Again);
         }
-        self.attempts.lock().begin(r.session, r.seq, r.lowest_unanswered)
+        Ok(begun)
+    }
+
+    fn refuse_list(&self, by: Asker, seq: u64, e: &Error) -> pb::MetaReply {
+        self.attempts.lock().refused(by.session, seq, e);
+        refusal(e)
     }
 
     /// Whether there is room for it: the inner error is its answer.
@@ -108,7 +110,6 @@ impl Mds {
         Ok(self.room.check(Need::of_list(ops)))
     }
 
-    /// What others have written before comes before this: a size and times that are set now must stay.
     async fn have_reported(&self, term: u64, by: Asker, ops: &[pb::Op]) -> Result<()> {
         let set = ops.iter().filter(|o| effects::sets(o)).flat_map(effects::named).collect();
         let asked = self.recalls.ask(term, by.session, &set)?;
