@@ -86,9 +86,13 @@ impl Mds {
     }
 
     fn begin(&self, r: &pb::MetaRequest) -> Result<Begun> {
+        let ran = || self.machine.namespace.has_reply(r.session, r.seq);
+        if ran() {
+            return Ok(Begun::Again);
+        }
         let begun = self.attempts.lock().begin(r.session, r.seq, r.lowest_unanswered)?;
-        // Asked after that: what has run since is not proposed any more.
-        if begun == Begun::First && self.machine.namespace.has_reply(r.session, r.seq) {
+        // It may have run since, and is not among those that were proposed any more.
+        if begun == Begun::First && ran() {
             self.attempts.lock().not_looked(r.session, r.seq);
             return Ok(Begun::Again);
         }
