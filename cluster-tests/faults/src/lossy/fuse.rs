@@ -393,11 +393,14 @@ impl Filesystem for Transport {
     fn fallocate(&self, _: &Request, ino: INodeNo, _: FileHandle, offset: u64, len: u64, mode: i32, reply: ReplyEmpty) {
         const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         let mut d = self.0.lock();
-        let done = d.tree.content_mut(ino.0).and_then(|c| match mode {
-            0 => Ok(c.set_size(c.size().max(offset + len))),
-            libc::FALLOC_FL_KEEP_SIZE => Ok(()),
-            PUNCH => Ok(c.zero(offset, len)),
-            _ => Err(libc::EOPNOTSUPP),
+        let done = d.tree.content_mut(ino.0).and_then(|c| {
+            match mode {
+                0 => c.set_size(c.size().max(offset + len)),
+                libc::FALLOC_FL_KEEP_SIZE => (),
+                PUNCH => c.zero(offset, len),
+                _ => return Err(libc::EOPNOTSUPP),
+            }
+            Ok(())
         });
         empty(done, reply);
     }
