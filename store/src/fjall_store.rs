@@ -11,6 +11,7 @@
 
 use std::{
     collections::BTreeMap,
+    fs::File,
     ops::Bound,
     path::{Path, PathBuf},
     sync::Arc,
@@ -219,10 +220,10 @@ impl Open {
             db.list_keyspace_names().iter().filter_map(|n| n.strip_prefix("meta-")?.parse().ok()).collect();
         generations.sort_unstable();
         let generation = generations.pop().unwrap_or(0);
-        let keyspace = open_keyspace(&db, generation, options).map_err(what)?;
+        let keyspace = open_keyspace(&db, path, generation, options).map_err(what)?;
         for old in generations {
             // Left by a crash in the middle of `clear`.
-            db.delete_keyspace(open_keyspace(&db, old, options).map_err(what)?).map_err(what)?;
+            db.delete_keyspace(open_keyspace(&db, path, old, options).map_err(what)?).map_err(what)?;
         }
         Ok(Open { db, generation, keyspace })
     }
@@ -241,9 +242,14 @@ impl Open {
     }
 }
 
-fn open_keyspace(db: &Database, generation: u64, options: &Options) -> fjall::Result<Keyspace> {
+/// Opens or makes the keyspace of a generation of the store in `path`.
+fn open_keyspace(db: &Database, path: &Path, generation: u64, options: &Options) -> fjall::Result<Keyspace> {
     let options = || KeyspaceCreateOptions::default().max_memtable_size(options.memtable_bytes.max(1 << 20));
-    db.keyspace(&format!("meta-{generation}"), options)
+    let keyspace = db.keyspace(&format!("meta-{generation}"), options)?;
+    // fjall (3.1.13) makes the folders of this keyspace and of its list of keyspaces in there and does not sync their names:
+    // without them what its journal holds is forgotten.
+    File::open(path.join("keyspaces"))?.sync_all()?;
+    Ok(keyspace)
 }
 
 /// Keeps the errno where there is one; damage is `Corrupt`.
@@ -356,7 +362,7 @@ impl MetaStore for FjallStore {
         let Some(old) = state.open.clone() else { return Err(closed()) };
         let generation = old.generation + 1;
         let failed = |e: fjall::Error| map_error(&e).context("metadata store");
-        let keyspace = open_keyspace(&old.db, generation, &self.options).map_err(failed)?;
+        let keyspace = open_keyspace(&old.db, &self.path, generation, &self.options).map_err(failed)?;
         state.open = Some(Arc::new(Open { db: old.db.clone(), generation, keyspace }));
         old.db.delete_keyspace(old.keyspace.clone()).map_err(failed)
     }
@@ -424,7 +430,7 @@ mod tests {
         b.put("a", "1");
         s.commit(b).unwrap();
         s.sync().unwrap();
-        open_keyspace(&s.state.read().open.as_ref().unwrap().db, 1, &s.options).unwrap();
+        open_keyspace(&s.state.read().open.as_ref().unwrap().db, &s.path, 1, &s.options).unwrap();
         drop(s);
         let s = FjallStore::open(dir.path()).unwrap();
         assert_eq!(s.prefix(b"").count(), 0);

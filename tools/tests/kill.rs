@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use strake_faults::{Options, can_lose_power, run};
+use strake_faults::{Options, Power, Rule, can_lose, run};
 
 #[test]
 fn what_was_promised_survives_sigkill() {
@@ -12,17 +12,21 @@ fn what_was_promised_survives_sigkill() {
     }
     let root = tempfile::tempdir().unwrap();
     let strake = PathBuf::from(env!("CARGO_BIN_EXE_strake"));
-    let power = can_lose_power(root.path());
-    if let Err(e) = &power {
-        println!("skipped: power loss: {e}");
-    }
-    for (name, all, power_loss) in [("some", false, false), ("all", true, false), ("power", true, true)] {
-        if power_loss && power.is_err() {
+    let kinds = [
+        ("some", false, Power::Stays),
+        ("all", true, Power::Stays),
+        ("power", true, Power::Ext4),
+        ("lossy", false, Power::Lossy(Rule::Posix)),
+        ("lossy-all", true, Power::Lossy(Rule::Posix)),
+    ];
+    for (name, all, power) in kinds {
+        if let Err(e) = can_lose(power, root.path()) {
+            println!("skipped: {name}: {e}");
             continue;
         }
         let (strake, dir) = (strake.clone(), root.path().join(name));
-        let outcome = run(&Options { strake, rounds: 1, seed: 7, dir, mirror: 2, all, power_loss }).unwrap();
-        assert_eq!(outcome.broken, 0, "{outcome:?}");
-        assert!(outcome.promises > 0, "nothing was promised, so nothing was checked");
+        let outcome = run(&Options { strake, rounds: 1, seed: 7, dir, mirror: 2, all, power }).unwrap();
+        assert_eq!(outcome.broken, 0, "{name}: {outcome:?}");
+        assert!(outcome.promises > 0, "{name}: nothing was promised, so nothing was checked");
     }
 }

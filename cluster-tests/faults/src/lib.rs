@@ -5,10 +5,12 @@
 //! at once. The cluster is started again and every promise of every round is checked.
 //!
 //! What a killed process wrote without syncing stays in the kernel, so SIGKILL alone cannot see a missing fsync. With
-//! [`Options::power_loss`] the cluster lives on a disk that loses power, too, and forgets what was not synced.
+//! [`Options::power`] the cluster lives on a disk that loses power, too, and forgets what was not synced.
 
 mod disk;
 mod journal;
+mod lossy;
+mod power;
 mod writers;
 
 use std::{
@@ -22,8 +24,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use disk::Disk;
 use journal::Journal;
+pub use lossy::Rule;
+use power::Disks;
+pub use power::Power;
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -41,8 +45,8 @@ pub struct Options {
     pub mirror: u32,
     /// Every round kills every process: what only memory held is gone.
     pub all: bool,
-    /// Every round kills every process and cuts the power of the disk under them. Needs root, ext4 and a loop device.
-    pub power_loss: bool,
+    /// What dies with the processes.
+    pub power: Power,
 }
 
 /// What came of it.
@@ -60,8 +64,8 @@ struct Cluster {
     dir: PathBuf,
     mount: PathBuf,
     mirror: u32,
-    /// The disk that `dir` is on, if it can lose power.
-    disk: Option<Disk>,
+    /// What `dir` is on.
+    disks: Disks,
 }
 
 /// How long after the last kill `strake fsck` may still find something.
@@ -124,13 +128,21 @@ impl Cluster {
         Ok(fs::read_to_string(self.dir.join("run").join(format!("{role}.pid")))?.trim().parse()?)
     }
 
+    /// Logs that lie on a disk that goes with this process.
+    fn keep_logs(&self, to: &Path) {
+        if matches!(self.disks, Disks::Lossy(_)) {
+            let _ = Command::new("cp").arg("-r").arg(self.dir.join("logs")).arg(to).output();
+        }
+    }
+
     fn down(&self) {
         let _ = Command::new(&self.strake).arg("down").arg("--dir").arg(&self.dir).output();
     }
 
     /// All signals leave within microseconds of each other, right after the disk's power went if it can. Waiting for dying
     /// processes, which still hold their locks and ports, is left to `strake up`, except where the disk needs them gone.
-    fn kill(&self, roles: &[&str]) -> Result<()> {
+    /// Returns what the disk lost, in words.
+    fn kill(&self, roles: &[&str], seed: u64) -> Result<String> {
         let open = |role: &&str| -> Result<OwnedFd> {
             let pid = self.pid(role)?;
             // SAFETY: a system call without pointers; the pid is of a process of the cluster this program started.
@@ -142,14 +154,15 @@ impl Cluster {
             Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
         };
         let processes = roles.iter().map(open).collect::<Result<Vec<OwnedFd>>>()?;
-        if let Some(disk) = &self.disk {
-            disk.cut_power()?;
-        }
+        let servers = roles.iter().filter(|r| **r != "mount").map(|r| self.dir.join(r));
+        let lost = self.disks.cut_power(&servers.collect::<Vec<_>>(), seed)?;
         for p in &processes {
             // SAFETY: no siginfo is passed; the descriptor is open.
             unsafe { libc::syscall(libc::SYS_pidfd_send_signal, p.as_raw_fd(), libc::SIGKILL, 0, 0) };
         }
-        let Some(disk) = &self.disk else { return Ok(()) };
+        if self.disks.stay() {
+            return Ok(lost);
+        }
         for (p, role) in processes.iter().zip(roles) {
             let mut poll = libc::pollfd { fd: p.as_raw_fd(), events: libc::POLLIN, revents: 0 };
             // SAFETY: one pollfd that lives through the call. Readable means that every thread has ended.
@@ -157,7 +170,8 @@ impl Cluster {
                 return Err(format!("{role} still runs 30 s after SIGKILL").into());
             }
         }
-        disk.power_up()
+        self.disks.power_up()?;
+        Ok(lost)
     }
 }
 
@@ -191,11 +205,11 @@ impl Restart {
     }
 }
 
-/// Whether this machine has what [`Options::power_loss`] needs; the error says what is missing. `dir` must exist.
-pub fn can_lose_power(dir: &Path) -> Result<()> {
+/// Whether this machine has what such a [`Power`] needs; the error says what is missing. `dir` must exist.
+pub fn can_lose(power: Power, dir: &Path) -> Result<()> {
     let dir = dir.join("probe");
     fs::create_dir(&dir)?;
-    let made = Disk::new(&dir).map(drop);
+    let made = Disks::new(power, &dir).map(drop);
     fs::remove_dir_all(dir)?;
     made
 }
@@ -210,18 +224,19 @@ pub fn run(o: &Options) -> Result<Outcome> {
         return Err(format!("{} exists; remove it or name another --dir", o.dir.display()).into());
     }
     fs::create_dir_all(&o.dir)?;
-    let disk = if o.power_loss { Some(Disk::new(&o.dir)?) } else { None };
-    let dir = disk.as_ref().map_or(o.dir.as_path(), Disk::at).join("cluster");
-    let cluster = Cluster { strake, dir, mount: o.dir.join("mnt"), mirror: o.mirror, disk };
+    let disks = Disks::new(o.power, &o.dir)?;
+    let dir = disks.at(&o.dir).join("cluster");
+    let cluster = Cluster { strake, dir, mount: o.dir.join("mnt"), mirror: o.mirror, disks };
     let journal = Journal::create(&o.dir.join("journal"))?;
     println!("seed {}, {} rounds in {}", o.seed, o.rounds, o.dir.display());
     let result = rounds(o, &cluster, &journal);
     cluster.down();
-    drop(cluster);
     if matches!(result, Ok(0)) {
+        drop(cluster);
         fs::remove_dir_all(&o.dir)?;
     } else {
-        println!("everything is left in {} to look at", o.dir.display());
+        cluster.keep_logs(&o.dir);
+        println!("what is left of it is in {} to look at", o.dir.display());
     }
     Ok(Outcome { broken: result?, promises: journal.len() })
 }
@@ -234,10 +249,12 @@ fn rounds(o: &Options, cluster: &Cluster, journal: &Journal) -> Result<u64> {
     cluster.up()?;
     for round in 1..=o.rounds {
         let before = journal.len();
-        let victims = victims(&mut rng, o.all || o.power_loss);
+        let victims = victims(&mut rng, o.all || o.power == Power::Ext4);
         let pids = cluster.pids()?;
         let restart = cluster.ready_to_restart()?;
         let alive = Duration::from_millis(rng.random_range(300..2500));
+        let seed = rng.random();
+        let mut lost = String::new();
         let up = writers::under_load(&cluster.mount, round, rng.random(), journal, || {
             sleep(alive);
             // A slow machine may need longer for its first promise; without one the round would show nothing.
@@ -245,13 +262,13 @@ fn rounds(o: &Options, cluster: &Cluster, journal: &Journal) -> Result<u64> {
             while journal.len() == before && Instant::now() < late {
                 sleep(Duration::from_millis(10));
             }
-            cluster.kill(&victims)?;
+            lost = cluster.kill(&victims, seed)?;
             // Writers whose mount lives go on through the failure and the recovery.
             let t = Instant::now();
             Ok(restart.go().map(|()| t.elapsed()))
         })?;
         let made = journal.len() - before;
-        let who = format!("round {round}: killed {} after {alive:.1?}; {made} promises", victims.join(" "));
+        let who = format!("round {round}: killed {} after {alive:.1?}{lost}; {made} promises", victims.join(" "));
         match up {
             Ok(up) => {
                 let known = broken.len();

@@ -2,16 +2,20 @@
 
 use std::{env, process::ExitCode};
 
-use strake_faults::{Options, Outcome, Result};
+use strake_faults::{Options, Outcome, Power, Result, Rule};
 
-const USAGE: &str = "usage: strake-faults [--rounds N] [--seed N] [--dir DIR] [--mirror N] [--all-at-once] [--power-loss]\n\
+const USAGE: &str = "usage: strake-faults [--rounds N] [--seed N] [--dir DIR] [--mirror N] [--all-at-once]\n\
+    \x20   [--power-loss | --lossy | --lossy-journal]\n\
     --all-at-once: every round kills every process\n\
-    --power-loss: and cuts the power of the disk under them (needs root, ext4, a loop device)";
+    --power-loss: and cuts the power of the disk under them (needs root, ext4, a loop device)\n\
+    --lossy: cuts the power of the killed servers' folders, which lie on a file system that loses all that was not synced,\n\
+    \x20   names included, in any order (needs root, /dev/fuse)\n\
+    --lossy-journal: the same, but any fsync makes all names durable, as with ext4's journal";
 
 fn options() -> Result<Options> {
     let strake = env::current_exe()?.with_file_name("strake");
     let dir = env::temp_dir().join("strake-faults");
-    let mut o = Options { strake, rounds: 30, seed: 1, dir, mirror: 2, all: false, power_loss: false };
+    let mut o = Options { strake, rounds: 30, seed: 1, dir, mirror: 2, all: false, power: Power::Stays };
     let mut args = env::args().skip(1);
     while let Some(a) = args.next() {
         let mut value = || args.next().ok_or_else(|| format!("{a} needs a value\n{USAGE}"));
@@ -20,7 +24,9 @@ fn options() -> Result<Options> {
             "--seed" => o.seed = value()?.parse()?,
             "--dir" => o.dir = value()?.into(),
             "--mirror" => o.mirror = value()?.parse()?,
-            "--power-loss" => o.power_loss = true,
+            "--power-loss" => o.power = Power::Ext4,
+            "--lossy" => o.power = Power::Lossy(Rule::Posix),
+            "--lossy-journal" => o.power = Power::Lossy(Rule::Journal),
             "--all-at-once" => o.all = true,
             _ => return Err(USAGE.into()),
         }
