@@ -15,6 +15,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
+    time::{Duration, Instant},
 };
 
 use bytes::Bytes;
@@ -43,6 +44,12 @@ impl Small {
         let mut c = strake();
         c.args(["up", "--mds=1", "--oss=2", "--targets-per-oss=1", "--target-gib=1", "--mirror=2", "--dir"]);
         ok(&c.arg(self.dir()).arg("--mount").arg(self.mnt()).output().unwrap());
+        // Only replicas in sync are asked what they have.
+        let start = Instant::now();
+        while !self.run(&["status"]).status.success() {
+            assert!(start.elapsed() < Duration::from_secs(60), "{}", text(&self.run(&["status"]).stdout));
+            thread::sleep(Duration::from_millis(100));
+        }
     }
     fn run(&self, command: &[&str]) -> Output {
         strake().args(command).arg("--dir").arg(self.dir()).output().unwrap()
