@@ -16,13 +16,14 @@ const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 const FILES: [&str; 5] = ["common.proto", "meta.proto", "cluster.proto", "admin.proto", "log.proto"];
 
 /// Each choice, and what shows how an unknown one is read.
-const CHOICES: [(&str, fn()); 12] = [
+const CHOICES: [(&str, fn()); 13] = [
     ("enum ReplicaState", replica_state),
     ("enum LockKind", lock_kind),
     ("enum LockType", lock_type),
     ("oneof Op.op", op),
     ("oneof Seal.step", seal_step),
     ("oneof MembersRequest.change", members_request),
+    ("oneof Repair.what", repair_what),
     ("oneof LogCommand.command", log_command),
     ("oneof LogReply.reply", log_reply),
     ("repr Code in proto/src/error.rs", code),
@@ -61,6 +62,9 @@ fn seal_step() {
 }
 fn members_request() {
     assert_eq!(foreign::<pb::MembersRequest>().change, None);
+}
+fn repair_what() {
+    assert_eq!(foreign::<pb::Repair>().what, None);
 }
 fn log_command() {
     assert_eq!(foreign::<pb::LogCommand>().command, None);

@@ -60,7 +60,7 @@ enum Command {
     /// The mount that `bench` measures the kernel's FUSE with.
     #[command(hide = true)]
     MemoryMount(bench::MemoryArgs),
-    /// Cross-check metadata and stored chunks (changes nothing).
+    /// Cross-check metadata and stored chunks, and repair what differs if asked to.
     Fsck(fsck::FsckArgs),
     /// Have storage targets read all they hold and repair what is damaged; or show what was found.
     Scrub(scrub::ScrubArgs),

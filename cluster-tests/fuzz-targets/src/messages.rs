@@ -141,7 +141,7 @@ fn control(data: &[u8]) {
         SessionRenewReply RecallRequest RecallReply SessionCloseRequest SessionCloseReply RegisterRequest RegisterReply HeartbeatRequest
         HeartbeatReply MapRequest MapReply RaftBatch RaftAck SnapshotChunk StatusRequest StatusReply
         PoolChangeRequest PoolChangeReply MembersRequest MembersReply MemberProbe MemberInfo ClusterMap LayoutSpec Layout StatfsReply InodeRecord DentryRecord SessionRecord GcRecord
-        EvictedRecord StateHeader Trim FrontierRequest FrontierReply ScrubRequest ScrubReply ScrubStatus DamageFinding Seal SealInfo Manifest
+        EvictedRecord StateHeader Trim FrontierRequest FrontierReply ScrubRequest ScrubReply ScrubStatus DamageFinding Seal SealInfo Manifest Repair
     );
 }
 

@@ -269,6 +269,20 @@ fn ops(i: &mut Input) -> Vec<pb::Op> {
     (0..1 + i.u8() % 4).map(|_| op(i)).collect()
 }
 
+fn repair(i: &mut Input) -> pb::Repair {
+    use pb::repair::What;
+    let what = match i.u8() % 3 {
+        0 => What::Chunks(pb::RepairChunks {
+            ino: ino(i),
+            data_id: u64::from(i.u8() % 8),
+            chains: vec![i.number() as u32 % 4],
+        }),
+        1 => What::End(pb::RepairEnd { ino: ino(i), data_id: u64::from(i.u8() % 8), size: i.number() }),
+        _ => What::Name(pb::RepairName { parent: ino(i), name: Bytes::copy_from_slice(i.bytes()), ino: ino(i) }),
+    };
+    pb::Repair { what: Some(what) }
+}
+
 /// A command made of choices, or any bytes.
 pub fn command(i: &mut Input) -> Bytes {
     let now = T0 + i64::from(i.u8());
@@ -295,6 +309,7 @@ pub fn command(i: &mut Input) -> Bytes {
             action: u32::from(i.u8() % 5),
             heir: (i.u8() & 1 == 1).then(|| i.number() as u32 % 4),
         }),
+        11 => Command::Repair(repair(i)),
         _ => Command::Meta(pb::MetaRequest {
             session: u64::from(i.u8() % 4),
             seq: i.number(),

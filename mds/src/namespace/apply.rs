@@ -23,6 +23,7 @@ use super::{
     ops::{self, DIR_SIZE},
     perm,
     placement::Placement,
+    repair,
     txn::{Fail, Layer, Res, Txn, decode, fail},
     writers::{self, Left},
 };
@@ -147,6 +148,7 @@ impl<'a> Apply<'a> {
             Command::Recover(r) => self.recover(&r),
             Command::GcDone(g) => self.change(|t| gc::gc_done(t, &g.numbers)).map(|()| ok()),
             Command::TrimDone(d) => self.change(|t| gc::trim_done(t, &d)).map(|()| ok()),
+            Command::Repair(r) => self.change(|t| repair::repair(t, &r)).map(|()| ok()),
             Command::FreeOrphans(f) => self.change(|t| gc::free_orphans(t, &f.inos)).map(|()| ok()),
         }
     }

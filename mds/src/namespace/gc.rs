@@ -21,10 +21,13 @@ pub fn number(t: &mut Txn<'_>) -> u64 {
 /// not know: writers report an end after they wrote.
 pub fn discard_data(t: &mut Txn<'_>, r: &pb::InodeRecord) {
     let Some(layout) = &r.layout else { return };
-    let a = r.attr();
-    let g = pb::GcRecord { ino: a.ino, layout: Some(layout.clone()), size: a.size };
+    discard(t, pb::GcRecord { ino: r.attr().ino, layout: Some(layout.clone()), size: r.attr().size });
+}
+
+/// Puts chunks there.
+pub fn discard(t: &mut Txn<'_>, chunks: pb::GcRecord) {
     let key = keys::numbered(keys::GC, number(t));
-    t.put(key, g.encode_to_vec());
+    t.put(key, chunks.encode_to_vec());
 }
 
 /// The bytes from `size` on are to go: leaves a [`pb::Trim`]. None may reappear when the file grows again.

@@ -2,7 +2,7 @@
 //!
 //! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs`, `xattrs` have the operations
 //! that change) on a `txn` (overlay over the store); `placement` chooses chains, `perm` decides who may (`acl` are its
-//! lists), `gc` is what goes after its name went (`queue` finds it), `writers` who may write, `seals` what nobody may change, `locks` who has locked what
+//! lists), `gc` is what goes after its name went (`queue` finds it), `writers` who may write, `seals` what nobody may change, `repair` what fsck found wrong, `locks` who has locked what
 //! (`spans` is the arithmetic of ranges), `effects` is what of all that clients can see, `keys` is the on-disk key format.
 
 mod acl;
@@ -17,6 +17,7 @@ mod ops;
 mod perm;
 mod placement;
 mod queue;
+mod repair;
 mod seals;
 pub mod spans;
 mod txn;
@@ -424,6 +425,14 @@ impl Namespace {
             }
             kind => return Err(Error::new(Code::Inval, format!("unknown kind {kind} of pending deletions"))),
         })
+    }
+
+    /// Fails if the record of an inode is there and cannot be read; no entry may be proposed then that looks at it.
+    pub fn check_record(&self, ino: Ino) -> Result<()> {
+        match self.store.get(&keys::numbered(keys::INODE, ino))? {
+            Some(value) => pb::InodeRecord::decode(value).map(drop).map_err(|e| damaged("an inode", e)),
+            None => Ok(()),
+        }
     }
 
     fn inode(&self, ino: Ino) -> Option<pb::InodeRecord> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use prost::Message as _;
 use strake_fabric::{Endpoint, Message};
-use strake_proto::{Code, Error, Result, map::ROLE_MDS, opcode, pb};
+use strake_proto::{Code, Error, Ino, Result, map::ROLE_MDS, opcode, pb};
 use tokio::time::timeout;
 
 use super::{Mds, service::encode};
@@ -14,7 +14,7 @@ use crate::{
     cluster::{recovery, state::FIRST_OSS_NODE},
     consensus::{MemberChange, members::Group},
 };
-use pb::{log_command::Command, members_request::Change};
+use pb::{log_command::Command, members_request::Change, repair::What};
 
 /// How long a new server may take to say who it is.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -46,6 +46,12 @@ impl Mds {
             Some(Change::Target(c)) => {
                 self.leading()?;
                 self.propose(Command::TargetChange(c)).await?;
+            }
+            Some(Change::Repair(r)) => {
+                self.leading()?;
+                self.node.read_barrier().await?;
+                named(&r).into_iter().try_for_each(|ino| self.machine.namespace.check_record(ino))?;
+                self.propose(Command::Repair(r)).await?;
             }
         }
         let group = self.node.group().await?;
@@ -212,6 +218,16 @@ impl Mds {
             }
         }
         map.former.iter().for_each(|id| self.node.forget_peer(u64::from(*id)));
+    }
+}
+
+/// The inodes that a repair is about.
+fn named(r: &pb::Repair) -> Vec<Ino> {
+    match &r.what {
+        Some(What::Chunks(c)) => vec![c.ino],
+        Some(What::End(e)) => vec![e.ino],
+        Some(What::Name(n)) => vec![n.parent, n.ino],
+        None => vec![],
     }
 }
 

@@ -10,6 +10,7 @@ mod model;
 mod names;
 mod random;
 
+mod repair;
 mod replay;
 mod seals;
 mod writers;

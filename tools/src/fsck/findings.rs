@@ -1,0 +1,283 @@
+//! What stored chunks say against what files say.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use strake_proto::{
+    ChunkId, Ino, TargetId,
+    data::{ListEntry, Version},
+    layout::StripeMap,
+    map::{ChainExt, MapView},
+    pb,
+};
+
+/// One thing that should not be.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Finding {
+    /// Chunks of a file that no name and no deletion in progress refers to.
+    Leaked { ino: Ino, data: u64, target: TargetId, chains: BTreeSet<u32>, chunks: u64 },
+    /// A chunk on a chain that the file's layout does not put it on.
+    Misplaced { chunk: ChunkId, path: String, chain: u32, target: TargetId, place: Place },
+    /// In-sync replicas of one chunk disagree.
+    Diverged { chunk: String, chain: u32, versions: Vec<(TargetId, String)> },
+    /// A chunk wholly beyond the end of its file, which nobody has open for writing.
+    BeyondEnd { chunk: ChunkId, path: String, target: TargetId, size: u64 },
+    /// A directory entry whose inode cannot be read; `gone`: because there is none.
+    Dangling { path: String, parent: Ino, name: Vec<u8>, ino: Ino, error: String, gone: bool },
+    /// A directory that has another name already.
+    TwoParents { path: String, ino: Ino },
+    /// A file with stripes on a chain whose last copies were given up.
+    Lost { path: String, chains: Vec<u32> },
+    /// A file whose bytes could not be read.
+    Unreadable { path: String, error: String },
+}
+
+/// Where a misplaced chunk should be.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Place {
+    pub chain: u32,
+    /// All replicas in sync there have it.
+    pub there: bool,
+    /// The chain that it is on has other chunks of the file.
+    pub beside_others: bool,
+}
+
+impl Finding {
+    /// The targets that it is about.
+    pub fn targets(&self) -> Vec<TargetId> {
+        match self {
+            Finding::Leaked { target, .. } | Finding::Misplaced { target, .. } | Finding::BeyondEnd { target, .. } => {
+                vec![*target]
+            }
+            Finding::Diverged { versions, .. } => versions.iter().map(|v| v.0).collect(),
+            _ => Vec::new(),
+        }
+    }
+}
+
+pub struct FileInfo {
+    pub path: String,
+    pub size: u64,
+    pub map: StripeMap,
+}
+
+/// What the metadata servers are about to delete: the lowest size in bytes that a pair of inode and data id is cut to.
+pub type Pending = BTreeMap<(Ino, u64), u64>;
+
+pub type Lists = BTreeMap<(u32, TargetId), Vec<ListEntry>>;
+
+/// What the lists say against what the files say; and how many chunk replicas wait for their deletion. What belongs to one of the
+/// `unread` inodes nobody knows.
+pub fn compare(
+    map: &MapView,
+    files: &BTreeMap<Ino, FileInfo>,
+    lists: &Lists,
+    pending: &Pending,
+    unread: &BTreeSet<Ino>,
+) -> (Vec<Finding>, u64) {
+    let mut findings = Vec::new();
+    let mut waiting = 0;
+    let mut leaks: BTreeMap<(Ino, u64, TargetId), (BTreeSet<u32>, u64)> = BTreeMap::new();
+    for ((chain, target), list) in lists {
+        for e in list.iter().filter(|e| !e.tombstone) {
+            let (chunk, target) = (e.chunk, *target);
+            let cut = pending.get(&(chunk.ino, chunk.data));
+            match files.get(&chunk.ino).filter(|f| f.map.data == chunk.data) {
+                None if cut == Some(&0) => waiting += 1,
+                None if unread.contains(&chunk.ino) => {}
+                None => {
+                    let (chains, chunks) = leaks.entry((chunk.ino, chunk.data, target)).or_default();
+                    chains.insert(*chain);
+                    *chunks += 1;
+                }
+                Some(f) if f.map.chain_of(chunk.index) != *chain => {
+                    let place = place(map, f, lists, chunk, *chain);
+                    findings.push(Finding::Misplaced { chunk, path: f.path.clone(), chain: *chain, target, place });
+                }
+                Some(f) if cut.is_some_and(|size| chunk.index >= f.map.cut(*size).first_gone) => waiting += 1,
+                Some(f) if chunk.index >= f.map.cut(f.size).first_gone => {
+                    findings.push(Finding::BeyondEnd { chunk, path: f.path.clone(), target, size: f.size });
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    findings.extend(leaks.into_iter().map(|((ino, data, target), (chains, chunks))| Finding::Leaked {
+        ino,
+        data,
+        target,
+        chains,
+        chunks,
+    }));
+    for chain in &map.map.chains {
+        findings.extend(diverged(chain, lists));
+    }
+    for f in files.values().filter(|f| f.size > 0) {
+        let used: BTreeSet<u32> = f.map.chains.iter().copied().collect();
+        let chains: Vec<u32> = used.into_iter().filter(|id| map.chain(*id).is_some_and(|c| c.lost)).collect();
+        if !chains.is_empty() {
+            findings.push(Finding::Lost { path: f.path.clone(), chains });
+        }
+    }
+    (findings, waiting)
+}
+
+fn place(map: &MapView, file: &FileInfo, lists: &Lists, chunk: ChunkId, on: u32) -> Place {
+    let chain = file.map.chain_of(chunk.index);
+    let members: Vec<TargetId> = map.chain(chain).map(|c| c.serving().collect()).unwrap_or_default();
+    let has = |t: &TargetId| {
+        let list = lists.get(&(chain, *t));
+        let at = list.and_then(|l| l.binary_search_by_key(&chunk, |e| e.chunk).ok());
+        at.zip(list).is_some_and(|(at, l)| !l[at].tombstone)
+    };
+    let there = !members.is_empty() && members.iter().all(has);
+    Place { chain, there, beside_others: file.map.chains.contains(&on) }
+}
+
+/// Chunks whose versions differ between the chain's in-sync replicas.
+fn diverged(chain: &pb::Chain, lists: &Lists) -> Vec<Finding> {
+    let members: Vec<TargetId> = chain.serving().collect();
+    let mut seen: BTreeMap<ChunkId, BTreeMap<TargetId, (Version, bool, u32)>> = BTreeMap::new();
+    for t in &members {
+        for e in lists.get(&(chain.id, *t)).into_iter().flatten() {
+            seen.entry(e.chunk).or_default().insert(*t, (e.version, e.tombstone, e.len));
+        }
+    }
+    let tell = |v: Option<&(Version, bool, u32)>| match v {
+        None => "absent".to_string(),
+        Some((v, tombstone, len)) => {
+            format!("{}.{}{}", v.epoch, v.number, if *tombstone { " removed".into() } else { format!(" {len} bytes") })
+        }
+    };
+    let differs = |by: &BTreeMap<TargetId, (Version, bool, u32)>| {
+        // A tombstone may be forgotten on one replica before the other; both mean "not there".
+        let there = |t: &TargetId| by.get(t).filter(|v| !v.1);
+        members.windows(2).any(|w| there(&w[0]) != there(&w[1]))
+    };
+    seen.iter()
+        .filter(|(_, by)| differs(by))
+        .map(|(chunk, by)| Finding::Diverged {
+            chunk: chunk.to_string(),
+            chain: chain.id,
+            versions: members.iter().map(|t| (*t, tell(by.get(t)))).collect(),
+        })
+        .collect()
+}
+
+pub fn text(f: &Finding) -> String {
+    match f {
+        Finding::Leaked { ino, data, target, chunks, .. } => {
+            format!("leaked: {chunks} chunks of inode {ino:#x}, data {data:#x}, on target {target}: no file has them")
+        }
+        Finding::Misplaced { chunk, path, chain, target, place } => {
+            let right = place.chain;
+            format!("misplaced: chunk {chunk} ({path}) on target {target}, chain {chain}; its chain is {right}")
+        }
+        Finding::Diverged { chunk, chain, versions } => {
+            let v: Vec<String> = versions.iter().map(|(t, v)| format!("target {t}: {v}")).collect();
+            format!("diverged: chunk {chunk} of chain {chain}: {}", v.join(", "))
+        }
+        Finding::BeyondEnd { chunk, path, target, size } => {
+            format!("beyond the end: chunk {chunk} ({path}) on target {target}; the file has {size} bytes")
+        }
+        Finding::Dangling { path, parent, ino, error, .. } => {
+            format!("dangling: {path} (inode {ino:#x}, in directory {parent:#x}): {error}")
+        }
+        Finding::TwoParents { path, ino } => format!("directory with two names: {path} (inode {ino:#x})"),
+        Finding::Lost { path, chains } => {
+            let list = chains.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+            format!("lost: {path} has stripes on chains {list}, whose last copies were given up")
+        }
+        Finding::Unreadable { path, error } => format!("unreadable: {path}: {error}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(ino: Ino, index: u64, number: u64) -> ListEntry {
+        let version = Version { epoch: 1, number };
+        ListEntry { chunk: ChunkId { ino, data: 1, index }, version, len: 10, tombstone: false }
+    }
+
+    fn map() -> MapView {
+        let serving = |target| pb::Replica { target, state: pb::ReplicaState::ReplicaServing as i32 };
+        let chain =
+            |id| pb::Chain { id, epoch: 1, replicas: vec![serving(1), serving(2)], preferred: vec![1, 2], lost: false };
+        let target = |id| pb::Target { id, alive: true, ..Default::default() };
+        let map = pb::ClusterMap {
+            chains: vec![chain(1), chain(2)],
+            targets: vec![target(1), target(2)],
+            ..Default::default()
+        };
+        MapView::new(map).unwrap()
+    }
+
+    fn files() -> BTreeMap<Ino, FileInfo> {
+        let map = StripeMap { ino: 7, data: 1, stripe_size: 1 << 20, chains: vec![1, 2] };
+        BTreeMap::from([(7, FileInfo { path: "/f".into(), size: 2 << 20, map })])
+    }
+
+    #[test]
+    fn a_whole_file_system_has_no_findings() {
+        let lists = Lists::from([
+            ((1, 1), vec![entry(7, 0, 3)]),
+            ((1, 2), vec![entry(7, 0, 3)]),
+            ((2, 1), vec![entry(7, 1, 1)]),
+            ((2, 2), vec![entry(7, 1, 1)]),
+        ]);
+        assert_eq!(compare(&map(), &files(), &lists, &Pending::new(), &BTreeSet::new()), (vec![], 0));
+    }
+
+    #[test]
+    fn chunks_that_are_about_to_go_are_no_findings() {
+        let both = |e: Vec<ListEntry>| Lists::from([((1, 1), e.clone()), ((1, 2), e)]);
+        let lists = both(vec![entry(7, 0, 1), entry(7, 2, 1), entry(8, 0, 1)]);
+        assert_eq!(compare(&map(), &files(), &lists, &Pending::new(), &BTreeSet::new()).0.len(), 4);
+        // The file is cut to its size, the other one is removed.
+        let pending = Pending::from([((7, 1), 2 << 20), ((8, 1), 0)]);
+        assert_eq!(compare(&map(), &files(), &lists, &pending, &BTreeSet::new()), (vec![], 4));
+        // Another generation of the data is removed: not these chunks.
+        let pending = Pending::from([((8, 2), 0)]);
+        assert_eq!(compare(&map(), &files(), &lists, &pending, &BTreeSet::new()).0.len(), 4);
+    }
+
+    #[test]
+    fn each_planted_fault_is_found() {
+        let lists = Lists::from([
+            ((1, 1), vec![entry(7, 0, 3), entry(7, 1, 1), entry(8, 0, 1), entry(8, 2, 1)]),
+            ((1, 2), vec![entry(7, 0, 2)]),
+            ((2, 1), vec![entry(7, 3, 1)]),
+            ((2, 2), vec![]),
+        ]);
+        let (found, waiting) = compare(&map(), &files(), &lists, &Pending::new(), &BTreeSet::new());
+        assert_eq!(waiting, 0);
+        let has = |f: fn(&Finding) -> bool| found.iter().any(f);
+        assert!(has(|f| matches!(f, Finding::Leaked { ino: 8, target: 1, chunks: 2, .. })), "{found:?}");
+        let misplaced = |f: &Finding| matches!(f, Finding::Misplaced { target: 1, place, .. } if !place.there && place.beside_others);
+        assert!(found.iter().any(misplaced), "{found:?}");
+        assert!(has(|f| matches!(f, Finding::BeyondEnd { target: 1, .. })), "{found:?}");
+        assert!(has(|f| matches!(f, Finding::Diverged { chunk, .. } if chunk == "7.1.0")), "{found:?}");
+        // Nobody knows what an inode has that cannot be read.
+        let unread = BTreeSet::from([8]);
+        let (found, _) = compare(&map(), &files(), &lists, &Pending::new(), &unread);
+        assert!(!found.iter().any(|f| matches!(f, Finding::Leaked { .. })), "{found:?}");
+    }
+
+    #[test]
+    fn a_misplaced_chunk_is_there_only_with_all_replicas_of_its_chain() {
+        let files = files();
+        let place_of = |second: Vec<ListEntry>| {
+            let lists = Lists::from([
+                ((1, 1), vec![entry(7, 0, 3), entry(7, 1, 1)]),
+                ((2, 1), vec![entry(7, 1, 1)]),
+                ((2, 2), second),
+            ]);
+            place(&map(), &files[&7], &lists, entry(7, 1, 1).chunk, 3)
+        };
+        let whole = Place { chain: 2, there: true, beside_others: false };
+        assert_eq!(place_of(vec![entry(7, 1, 1), entry(7, 3, 1)]), whole);
+        assert!(!place_of(vec![entry(7, 3, 1)]).there);
+        assert!(!place_of(vec![ListEntry { tombstone: true, ..entry(7, 1, 1) }]).there);
+    }
+}

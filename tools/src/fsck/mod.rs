@@ -1,0 +1,114 @@
+//! `strake fsck`: metadata and stored chunks cross-checked while the file system is in use.
+//!
+//! The namespace is walked through the client library; every target lists the chunks it has ([`look`]). What differs
+//! ([`findings`]) is looked at a second time after a pause, because a file may have changed in between, and reported only if it
+//! still differs. Chunks that the metadata servers are about to delete are counted apart: a removed file keeps them for a grace
+//! period. It changes nothing unless it is asked to [`repair`].
+
+mod findings;
+mod look;
+mod repair;
+
+use std::{collections::BTreeMap, path::PathBuf, process::ExitCode};
+
+use clap::Args;
+use serde_json::{Value, json};
+use strake_client::Creds;
+use strake_fabric::{Endpoint, Env, Identity, Pool, tcp::TcpFabric};
+use strake_proto::Result;
+
+use crate::{config, dev::Cluster, mount, term::Progress};
+use findings::text;
+use look::{Checker, Outcome};
+use repair::Fate;
+
+#[derive(Args)]
+pub struct FsckArgs {
+    /// Folder of a local cluster (see `strake up`).
+    #[arg(long, default_value = "strake-cluster", conflicts_with_all = ["mds", "cluster_key"])]
+    dir: PathBuf,
+    /// Metadata servers, tcp:HOST:PORT, instead of a local cluster.
+    #[arg(long, value_delimiter = ',', requires = "cluster_key")]
+    mds: Vec<String>,
+    /// File with the cluster key.
+    #[arg(long)]
+    cluster_key: Option<PathBuf>,
+    /// Also read every byte of every file and check its checksums.
+    #[arg(long)]
+    read_data: bool,
+    /// Repair what can be repaired safely while the file system is in use: leaked chunks, chunks beyond the end of their file,
+    /// misplaced ones that their chain has, too, and names of inodes that do not exist. Looks again afterwards.
+    #[arg(long)]
+    repair: bool,
+    /// Print the outcome as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
+    let (mds, key) = match &args.cluster_key {
+        Some(path) => (args.mds.clone(), config::read_key(path)?),
+        None => {
+            let c = Cluster::open(&args.dir)?;
+            (c.mds_endpoints(), config::read_key(&c.cluster_key())?)
+        }
+    };
+    crate::run(0, async {
+        let identity = Identity::server(&key);
+        let client = mount::connect(&mds, identity.client_key).await?;
+        let fabric = TcpFabric::new(Env::system(), identity, None, Pool::default(), Default::default());
+        let creds = Creds { uid: 0, gid: 0, groups: vec![] };
+        let progress = Progress::new();
+        let mds = mds.iter().map(|e| e.parse()).collect::<Result<Vec<Endpoint>>>()?;
+        let mut checker = Checker { client, fabric, creds, mds, connections: BTreeMap::new(), progress };
+        let result = async {
+            let outcome = checker.run(args.read_data).await?;
+            let fates = if args.repair { Some(checker.repair(&outcome.findings).await?) } else { None };
+            Ok((outcome, fates))
+        };
+        let result: Result<_> = result.await;
+        checker.progress.done();
+        checker.client.close().await?;
+        let (outcome, fates) = result?;
+        report(&outcome, fates.as_deref(), args.json);
+        Ok(if left(&outcome, fates.as_deref()) == 0 { ExitCode::SUCCESS } else { ExitCode::from(FOUND) })
+    })
+}
+
+/// Exit status: something is left that should not be.
+const FOUND: u8 = 4;
+
+/// How many findings have not been repaired.
+fn left(o: &Outcome, fates: Option<&[Fate]>) -> usize {
+    fates.map_or(o.findings.len(), |all| all.iter().filter(|f| !f.is_repaired()).count())
+}
+
+fn report(o: &Outcome, fates: Option<&[Fate]>, as_json: bool) {
+    let (all, left) = (o.findings.len(), left(o, fates));
+    if as_json {
+        let list: Vec<String> = o.findings.iter().map(text).collect();
+        let mut report = json!({
+            "files": o.files, "chunks": o.chunks, "pending_deletion": o.pending, "findings": list, "clean": left == 0
+        });
+        if let Some(fates) = fates {
+            let each = list.iter().zip(fates).map(|(finding, fate)| fate.as_json(finding));
+            report["repairs"] = Value::Array(each.collect());
+        }
+        println!("{report:#}");
+        return;
+    }
+    for (n, f) in o.findings.iter().enumerate() {
+        println!("{}", text(f));
+        if let Some(fate) = fates.and_then(|all| all.get(n)) {
+            println!("  {fate}");
+        }
+    }
+    let verdict = match fates {
+        _ if all == 0 => "clean".to_string(),
+        None => format!("{all} findings"),
+        Some(_) if left == 0 => format!("{all} findings, all repaired"),
+        Some(_) => format!("{all} findings, {left} not repaired"),
+    };
+    let pending = if o.pending > 0 { format!(" ({} pending deletion)", o.pending) } else { String::new() };
+    println!("{} files, {} chunk replicas{pending}: {verdict}", o.files, o.chunks);
+}

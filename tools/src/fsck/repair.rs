@@ -1,0 +1,339 @@
+//! `strake fsck --repair`: has the metadata leader put right what was found, and looks again.
+//!
+//! What is to be deleted goes where removed files' chunks go: it is done although servers fail meanwhile. The metadata servers do
+//! nothing of it unless their state says the same, so whatever changed since the look is safe.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    time::{Duration, Instant},
+};
+
+use bytes::Bytes;
+use prost::Message as _;
+use serde_json::{Value, json};
+use strake_fabric::{Connection, Message};
+use strake_proto::{Code, Ino, Result, opcode, pb};
+
+use super::{
+    findings::Finding,
+    look::{Checker, Outcome},
+};
+use pb::{members_request::Change, repair::What};
+
+/// How long deletions may take before they are reported as not done yet.
+const DELETION: Duration = Duration::from_secs(30);
+const POLL: Duration = Duration::from_millis(300);
+
+/// What became of a finding.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fate {
+    Repaired(&'static str),
+    Left { why: String, next: &'static str },
+}
+
+impl Fate {
+    pub fn is_repaired(&self) -> bool {
+        matches!(self, Fate::Repaired(_))
+    }
+
+    pub fn as_json(&self, finding: &str) -> Value {
+        match self {
+            Fate::Repaired(what) => json!({ "finding": finding, "repaired": true, "what": what }),
+            Fate::Left { why, next } => json!({ "finding": finding, "repaired": false, "why": why, "next": next }),
+        }
+    }
+}
+
+impl fmt::Display for Fate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Fate::Repaired(what) => write!(f, "repaired: {what}"),
+            Fate::Left { why, next } => write!(f, "not repaired: {why}; {next}"),
+        }
+    }
+}
+
+/// What one request is about. Findings at several targets may need the same.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Job {
+    Chunks { ino: Ino, data: u64 },
+    End { ino: Ino, data: u64, size: u64 },
+    Name { parent: Ino, name: Vec<u8>, ino: Ino },
+}
+
+impl Job {
+    /// What is deleted through the queues of the metadata servers.
+    fn queued(&self) -> Option<(Ino, u64)> {
+        match self {
+            Job::Chunks { ino, data } | Job::End { ino, data, .. } => Some((*ino, *data)),
+            Job::Name { .. } => None,
+        }
+    }
+
+    fn request(&self, chains: &BTreeSet<u32>) -> pb::Repair {
+        let what = match self {
+            Job::Chunks { ino, data } => {
+                What::Chunks(pb::RepairChunks { ino: *ino, data_id: *data, chains: chains.iter().copied().collect() })
+            }
+            Job::End { ino, data, size } => What::End(pb::RepairEnd { ino: *ino, data_id: *data, size: *size }),
+            Job::Name { parent, name, ino } => {
+                What::Name(pb::RepairName { parent: *parent, name: Bytes::copy_from_slice(name), ino: *ino })
+            }
+        };
+        pb::Repair { what: Some(what) }
+    }
+
+    fn done(&self) -> &'static str {
+        match self {
+            Job::Chunks { .. } => "the chunks are deleted",
+            Job::End { .. } => "the file is cut at its end",
+            Job::Name { .. } => "the entry is removed",
+        }
+    }
+}
+
+/// What is to be asked for, with the chains it is about; and for each finding the job that repairs it, or why there is none.
+struct Plan {
+    jobs: BTreeMap<Job, BTreeSet<u32>>,
+    each: Vec<Result<Job, Fate>>,
+}
+
+fn left(why: impl Into<String>, next: &'static str) -> Fate {
+    Fate::Left { why: why.into(), next }
+}
+
+impl Plan {
+    fn new(findings: &[Finding]) -> Plan {
+        // A chain is cleared of all that a file has there, or of nothing.
+        let only = |f: &Finding| match f {
+            Finding::Misplaced { chunk, chain, place, .. } if !place.there => Some((chunk.ino, chunk.data, *chain)),
+            _ => None,
+        };
+        let only: BTreeSet<_> = findings.iter().filter_map(only).collect();
+        let each: Vec<_> = findings.iter().map(|f| job(f, &only)).collect();
+        let mut jobs: BTreeMap<Job, BTreeSet<u32>> = BTreeMap::new();
+        for (f, job) in findings.iter().zip(&each) {
+            let Ok(job) = job else { continue };
+            let chains = jobs.entry(job.clone()).or_default();
+            match f {
+                Finding::Leaked { chains: on, .. } => chains.extend(on),
+                Finding::Misplaced { chain, .. } => drop(chains.insert(*chain)),
+                _ => {}
+            }
+        }
+        Plan { jobs, each }
+    }
+}
+
+/// What repairs a finding. `only`: inode, data and chain of misplaced chunks that their own chain does not have.
+fn job(f: &Finding, only: &BTreeSet<(Ino, u64, u32)>) -> Result<Job, Fate> {
+    match f {
+        Finding::Leaked { ino, data, .. } => Ok(Job::Chunks { ino: *ino, data: *data }),
+        Finding::BeyondEnd { chunk, size, .. } => Ok(Job::End { ino: chunk.ino, data: chunk.data, size: *size }),
+        Finding::Dangling { parent, name, ino, gone: true, .. } => {
+            Ok(Job::Name { parent: *parent, name: name.clone(), ino: *ino })
+        }
+        Finding::Dangling { .. } => Err(left(
+            "the inode may exist, it only cannot be read now",
+            "see that all metadata servers are well (`strake status`) and run fsck again",
+        )),
+        Finding::Misplaced { place, .. } if place.beside_others => Err(left(
+            "the chain has other chunks of the file, of which this one cannot be told apart safely",
+            "copy the file, compare it, and remove the old one",
+        )),
+        Finding::Misplaced { chunk, chain, .. } if only.contains(&(chunk.ino, chunk.data, *chain)) => Err(left(
+            "the chain where chunks of the file should be does not have them: they may be the only copy",
+            "compare the file with another copy of it; when it is right or written anew, run fsck again",
+        )),
+        Finding::Misplaced { chunk, .. } => Ok(Job::Chunks { ino: chunk.ino, data: chunk.data }),
+        Finding::Diverged { .. } => Err(left(
+            "which replica is right cannot be told from here",
+            "run `strake scrub start --wait` and fsck again; if it stays, `strake target drain` the target with the older version",
+        )),
+        Finding::TwoParents { .. } => Err(left(
+            "which name is right cannot be told from here",
+            "move what is in the directory to a new one and tell the developers",
+        )),
+        Finding::Lost { .. } => Err(left(
+            "its last copies were given up",
+            "restore the file from elsewhere, or `strake target keep` the target if it is back",
+        )),
+        Finding::Unreadable { .. } => {
+            Err(left("no good copy was found", "see `strake scrub`, and restore the file from elsewhere"))
+        }
+    }
+}
+
+impl Checker {
+    /// Repairs what can be repaired; what became of each finding, in their order.
+    pub async fn repair(&mut self, findings: &[Finding]) -> Result<Vec<Fate>> {
+        let plan = Plan::new(findings);
+        let mut refused = BTreeMap::new();
+        let count = plan.jobs.len();
+        for (n, (job, chains)) in plan.jobs.iter().enumerate() {
+            self.progress.say(format!("repair {} of {count}", n + 1));
+            let request = job.request(chains);
+            match self.of_leader(async |c| ask(c, request.clone()).await).await {
+                Ok(()) => {}
+                // It is gone, by an attempt whose answer was lost or without us; the next look tells.
+                Err(e) if e.code == Code::NoEnt => {}
+                Err(e) => drop(refused.insert(job, e)),
+            }
+        }
+        if refused.len() == count {
+            return Ok(plan
+                .each
+                .iter()
+                .map(|j| j.as_ref().map_or_else(Fate::clone, |j| said_no(&refused[j])))
+                .collect());
+        }
+        let waiting = self.deletions(&plan).await?;
+        let mut now = self.pass().await?;
+        if findings.iter().any(|f| again(f, &now)) {
+            self.progress.say("something is still there; looking again");
+            tokio::time::sleep(Duration::from_secs(3)).await;
+            now = self.pass().await?;
+        }
+        let fate = |(f, job): (&Finding, &Result<Job, Fate>)| match job {
+            Ok(job) => match refused.get(job) {
+                Some(e) => said_no(e),
+                None if waiting.contains(job) => left(
+                    "its deletion waits with the metadata servers, which try it until all storage servers that have chunks answer",
+                    "see `strake status` for what is missing, and run fsck again",
+                ),
+                None => proven(f, &now, job.done()),
+            },
+            // What was wrong with it may have gone with the rest.
+            Err(_) if !is_judged_by_reading(f) && is_gone(f, &now) => Fate::Repaired("it is gone, with something else"),
+            Err(fate) => fate.clone(),
+        };
+        Ok(findings.iter().zip(&plan.each).map(fate).collect())
+    }
+
+    /// Waits until what was asked for is deleted; the jobs that take longer.
+    async fn deletions(&mut self, plan: &Plan) -> Result<BTreeSet<Job>> {
+        let start = Instant::now();
+        loop {
+            let going = self.going().await?;
+            let waiting = plan.jobs.keys().filter(|j| j.queued().is_some_and(|key| going.contains_key(&key)));
+            let waiting: BTreeSet<Job> = waiting.cloned().collect();
+            if waiting.is_empty() || start.elapsed() > DELETION {
+                return Ok(waiting);
+            }
+            self.progress.say(format!("{} deletions are not done yet", waiting.len()));
+            tokio::time::sleep(POLL).await;
+        }
+    }
+}
+
+async fn ask(c: &dyn Connection, repair: pb::Repair) -> Result<()> {
+    let request = pb::MembersRequest { change: Some(Change::Repair(repair)) };
+    let body = Bytes::from(request.encode_to_vec());
+    c.call(Message::new(opcode::MEMBERS, body), Duration::from_secs(10)).await.map(drop)
+}
+
+fn said_no(e: &strake_proto::Error) -> Fate {
+    let next = match e.code {
+        Code::Busy => "run fsck again when it is not in use",
+        Code::Exist => "run fsck again; if it stays, the inode has no name that can be reached: tell the developers",
+        Code::Inval => {
+            "if the metadata was recovered from an older state, see \"When the group is lost\" in docs/operations.md"
+        }
+        _ => "run fsck again",
+    };
+    left(format!("the metadata servers say: {}", e.message), next)
+}
+
+fn proven(f: &Finding, now: &Outcome, done: &'static str) -> Fate {
+    if again(f, now) {
+        let next = "run fsck again; metadata servers of an older version do not know these repairs";
+        return left("it is still there", next);
+    }
+    match f.targets().iter().find(|t| !now.listed.contains(t)) {
+        Some(t) => left(format!("target {t} cannot be asked now"), "run fsck again when it is back"),
+        None => Fate::Repaired(done),
+    }
+}
+
+fn is_judged_by_reading(f: &Finding) -> bool {
+    matches!(f, Finding::Unreadable { .. })
+}
+
+fn is_gone(f: &Finding, now: &Outcome) -> bool {
+    !again(f, now) && f.targets().iter().all(|t| now.listed.contains(t))
+}
+
+/// Whether a later look found the same, or some of it.
+fn again(f: &Finding, now: &Outcome) -> bool {
+    use Finding::{BeyondEnd, Dangling, Diverged, Leaked, Misplaced};
+    now.findings.iter().any(|n| match (f, n) {
+        (Leaked { ino, data, target, .. }, Leaked { ino: i, data: d, target: t, .. }) => {
+            (ino, data, target) == (i, d, t)
+        }
+        (Misplaced { chunk, chain, target, .. }, Misplaced { chunk: c, chain: on, target: t, .. }) => {
+            (chunk, chain, target) == (c, on, t)
+        }
+        (BeyondEnd { chunk, target, .. }, BeyondEnd { chunk: c, target: t, .. }) => (chunk, target) == (c, t),
+        (Dangling { parent, name, ino, .. }, Dangling { parent: p, name: n, ino: i, .. }) => {
+            (parent, name, ino) == (p, n, i)
+        }
+        (Diverged { chunk, chain, .. }, Diverged { chunk: c, chain: on, .. }) => (chunk, chain) == (c, on),
+        _ => f == n,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use strake_proto::ChunkId;
+
+    use super::{super::findings::Place, *};
+
+    fn leak(target: u32, chain: u32) -> Finding {
+        Finding::Leaked { ino: 8, data: 5, target, chains: BTreeSet::from([chain]), chunks: 3 }
+    }
+
+    fn misplaced(index: u64, there: bool, beside_others: bool) -> Finding {
+        let (chunk, place) = (ChunkId { ino: 7, data: 1, index }, Place { chain: 2, there, beside_others });
+        Finding::Misplaced { chunk, path: "/f".into(), chain: 1, target: 1, place }
+    }
+
+    #[test]
+    fn what_is_at_several_targets_is_asked_for_once() {
+        let plan = Plan::new(&[leak(1, 4), leak(2, 4), leak(3, 6)]);
+        let jobs: Vec<_> = plan.jobs.iter().collect();
+        assert_eq!(jobs, [(&Job::Chunks { ino: 8, data: 5 }, &BTreeSet::from([4, 6]))]);
+        assert!(plan.each.iter().all(Result::is_ok));
+    }
+
+    #[test]
+    fn what_may_be_the_only_copy_stays() {
+        let jobs = |findings: &[Finding]| Plan::new(findings).jobs.len();
+        assert_eq!(jobs(&[misplaced(0, true, false), misplaced(1, true, false)]), 1);
+        assert_eq!(jobs(&[misplaced(0, true, false), misplaced(1, false, false)]), 0, "a chain is cleared as a whole");
+        assert_eq!(jobs(&[misplaced(0, true, true)]), 0);
+    }
+
+    #[test]
+    fn an_inode_that_cannot_be_read_keeps_its_name() {
+        let dangling = |gone| Finding::Dangling {
+            path: "/x".into(),
+            parent: 1,
+            name: b"x".to_vec(),
+            ino: 9,
+            error: "e".into(),
+            gone,
+        };
+        assert!(job(&dangling(true), &BTreeSet::new()).is_ok());
+        assert!(job(&dangling(false), &BTreeSet::new()).is_err());
+    }
+
+    #[test]
+    fn what_cannot_be_looked_at_is_not_called_repaired() {
+        let mut now = Outcome { listed: BTreeSet::from([1]), ..Default::default() };
+        assert_eq!(proven(&leak(1, 4), &now, "done"), Fate::Repaired("done"));
+        assert!(!proven(&leak(2, 4), &now, "done").is_repaired());
+        now.findings = vec![Finding::Leaked { ino: 8, data: 5, target: 1, chains: BTreeSet::from([4]), chunks: 1 }];
+        assert!(!proven(&leak(1, 4), &now, "done").is_repaired(), "some are left");
+    }
+}
