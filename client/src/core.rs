@@ -19,7 +19,7 @@ use prost::Message as _;
 use strake_fabric::{Buf, BufMut, Endpoint, Env, Fabric, LeaderFinder, watch};
 use strake_proto::{ChainId, Code, Error, Incarnation, Ino, Kin, NodeId, Result, TargetId, map::MapView, opcode, pb};
 use tokio::{
-    sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, Semaphore},
+    sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, RwLock, Semaphore},
     time::Instant,
 };
 
@@ -77,6 +77,10 @@ pub(crate) struct Core {
     pub memory: Memory,
     pub found: Found,
     pub idle: Idle,
+    /// See [`Core::reassertions`].
+    pub(crate) reassertions: AtomicU64,
+    /// Held to tell of closes, alone to tell of everything on the same connection.
+    pub(crate) closing: RwLock<()>,
     /// Leases began on a new connection.
     pub(crate) greeted: Notify,
     pub(crate) recalls: Acknowledged,
@@ -191,6 +195,8 @@ impl Core {
             memory: Memory::default(),
             found: Found::default(),
             idle: Idle::default(),
+            reassertions: AtomicU64::new(0),
+            closing: RwLock::default(),
             greeted: Notify::new(),
             recalls: Acknowledged::default(),
             conns: Conns::new(cfg.connections_per_node.max(1)),

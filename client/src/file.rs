@@ -88,8 +88,9 @@ impl Client {
                 core.may_alter()?;
             }
             let open = op(pb::op::Op::Open(pb::Open { ino, flags: flags & (O_ACCMODE | O_APPEND) }));
+            let since = core.reassertions();
             let r = ok(core.meta(&creds, vec![open]).await?)?;
-            let file = core.file(r, &creds, flags).await?;
+            let file = core.file(r, &creds, flags, since).await?;
             file.truncate_at_open(flags & O_TRUNC != 0).await
         };
         self.core.detached(opening).await
@@ -117,9 +118,10 @@ impl Client {
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
             let create = pb::Create { parent, name, mode: bits, exclusive, layout, flags: flags_sent, umask };
+            let since = core.reassertions();
             let r = ok(core.meta(&creds, vec![op(pb::op::Op::Create(create))]).await?)?;
             let created = r.last().is_some_and(|r| r.created);
-            let file = core.file(r, &creds, flags).await?;
+            let file = core.file(r, &creds, flags, since).await?;
             file.truncate_at_open(flags & O_TRUNC != 0 && !created).await
         };
         self.core.detached(opening).await
@@ -139,8 +141,9 @@ impl Client {
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
             let make = pb::Tmpfile { parent, mode: bits, umask, flags: flags_sent, linkable, layout: None };
+            let since = core.reassertions();
             let r = ok(core.meta(&creds, vec![op(pb::op::Op::Tmpfile(make))]).await?)?;
-            let file = core.file(r, &creds, flags).await?;
+            let file = core.file(r, &creds, flags, since).await?;
             let attr = file.attr();
             Ok((file, attr))
         };
@@ -149,12 +152,13 @@ impl Client {
 }
 
 impl Core {
-    /// A handle from the answer to an open.
+    /// A handle from the answer to an open, which was asked for at `since` ([`Core::reassertions`]).
     pub(crate) async fn file(
         self: &Arc<Self>,
         mut r: Vec<pb::OpResult>,
         creds: &pb::Creds,
         flags: u32,
+        since: u64,
     ) -> Result<File> {
         let bad = |m: &str| Error::new(Code::Protocol, m);
         let r = r.pop().ok_or_else(|| bad("an empty answer to an open"))?;
@@ -177,6 +181,7 @@ impl Core {
             Ok((inode, session)) => {
                 let keep = self.cfg.keep.as_deref().filter(|_| matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR));
                 inode.opened(session, writer, keep);
+                self.counted_open(since);
                 if !idle::is_kept(flags) {
                     self.stop_keeping(inode.ino);
                 }
@@ -188,10 +193,7 @@ impl Core {
             }
             Err(e) => {
                 // The server counts it as open.
-                let close = op(pb::op::Op::Close(pb::Close { ino: attr.ino }));
-                if let Err(e) = self.meta(creds, vec![close]).await {
-                    tracing::debug!("{e}");
-                }
+                self.tell_closed(&[attr.ino], since).await;
                 let session = self.current_session().map_or(0, |s| s.id);
                 let release = match self.live_inode(attr.ino) {
                     Some(inode) => inode.opened_again(session, writer),
@@ -736,26 +738,27 @@ impl File {
         let outcome = self.sync(Teller::Close).await;
         let h = &self.0;
         let Some(open) = h.open.lock().take().and_then(Arc::into_inner) else { return outcome };
-        let (core, creds) = (h.core.clone(), h.creds.clone());
-        let gone = h.core.detached(async move { forget(core, open, creds).await }).await;
+        let core = h.core.clone();
+        let gone = h.core.detached(async move {
+            forget(core, open).await;
+            Ok(())
+        });
+        let gone = gone.await;
         outcome.and(gone)
     }
 }
 
 /// Tells the metadata server that a handle is gone.
-async fn forget(core: Arc<Core>, open: Open, creds: pb::Creds) -> Result<()> {
+async fn forget(core: Arc<Core>, open: Open) {
     let inode = &open.inode;
-    let now = core.current_session().map(|s| s.id);
+    let (now, since) = (core.current_session().map(|s| s.id), core.reassertions());
     let counted = inode.closed(open.session, now);
     // What a write that ran beside the close left. Nobody waits for it who may write next, once this client is not on record.
     core.send_held(inode).await;
-    // A release that waits for a close which fails is made up for when the session ends.
     if counted {
-        let close = op(pb::op::Op::Close(pb::Close { ino: inode.ino }));
-        ok(core.meta(&creds, vec![close]).await?)?;
+        core.tell_closed(&[inode.ino], since).await;
     }
     core.release_later(inode.ino, inode.release());
-    Ok(())
 }
 
 impl Drop for Handle {
@@ -763,15 +766,14 @@ impl Drop for Handle {
         if self.closed.load(Relaxed) || self.core.is_closed() || tokio::runtime::Handle::try_current().is_err() {
             return;
         }
-        let (core, inode, creds) = (self.core.clone(), self.inode.clone(), self.creds.clone());
+        let (core, inode) = (self.core.clone(), self.inode.clone());
         let open = self.open.get_mut().take().and_then(Arc::into_inner);
         self.core.env.spawn(async move {
             if let Err(e) = core.sync_inode(&inode).await {
                 tracing::warn!(ino = inode.ino, "a file that nobody closed could not be flushed: {e}");
             }
-            let Some(open) = open else { return };
-            if let Err(e) = forget(core, open, creds).await {
-                tracing::debug!("{e}");
+            if let Some(open) = open {
+                forget(core, open).await;
             }
         });
     }

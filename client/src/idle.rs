@@ -12,7 +12,6 @@ use crate::{
     core::Core,
     file::{File, O_APPEND, Open},
     inode::O_ACCMODE,
-    meta::{ok, op},
 };
 
 /// Files kept open for later. Times a thousand clients they are still half of what metadata servers allow.
@@ -126,6 +125,7 @@ impl Core {
 
     /// All at once, many in one request.
     fn close_kept(self: &Arc<Self>, files: Vec<Arc<Open>>) {
+        let since = self.reassertions();
         let closed: Vec<Ino> = files.into_iter().filter_map(|open| self.retire(open)).collect();
         if closed.is_empty() {
             return;
@@ -133,11 +133,7 @@ impl Core {
         let core = self.clone();
         self.env.spawn(async move {
             for part in closed.chunks(CLOSES_AT_ONCE) {
-                let close = |ino: &Ino| op(pb::op::Op::Close(pb::Close { ino: *ino }));
-                let reply = core.meta(&pb::Creds::default(), part.iter().map(close).collect()).await;
-                if let Err(e) = reply.and_then(ok) {
-                    tracing::debug!("closing files: {e}");
-                }
+                core.tell_closed(part, since).await;
             }
         });
     }

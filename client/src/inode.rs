@@ -609,7 +609,7 @@ impl Core {
     /// become known to the present one.
     async fn reopen(self: &Arc<Self>, inode: &Inode, old: &Cap) -> Result<()> {
         let session = self.session().await?;
-        let strangers = inode.strangers(session.id);
+        let (strangers, since) = (inode.strangers(session.id), self.reassertions());
         let open = || op(pb::op::Op::Open(pb::Open { ino: inode.ino, flags: old.flags }));
         let mut ops = vec![open()];
         // One open per handle that the session must learn of; else the one open is taken back at once.
@@ -620,6 +620,7 @@ impl Core {
         let r = self.meta_as_opener(&old.creds, ops).await.map_err(|e| e.context("reopening the file"))?;
         if strangers > 0 {
             inode.adopt(session.id);
+            self.counted_open(since);
         }
         let index = r.iter().map(|r| r.writer).max().unwrap_or(0);
         self.release_later(inode.ino, inode.opened_again(session.id, index));

@@ -47,6 +47,7 @@ mod locks;
 mod mds;
 mod memory;
 mod meta;
+mod opens;
 mod ranges;
 mod readahead;
 mod recalls;

@@ -36,7 +36,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 /// One attempt at a request. A leader that is cut off says nothing; the next one answers the retry.
 pub(crate) const META_TRY: Duration = Duration::from_secs(5);
 /// One renewal. A leader that stopped must be found out before the leases are over.
-const HELLO_TRY: Duration = Duration::from_secs(1);
+pub(crate) const HELLO_TRY: Duration = Duration::from_secs(1);
 /// When the time is over.
 const MIN_TRY: Duration = Duration::from_millis(1);
 /// How often leases are renewed. They live about three times as long.
@@ -387,7 +387,13 @@ impl Core {
     }
 
     /// Renews the session and its leases; on a new connection it says hello, having forgotten everything.
-    async fn renew_on(&self, leader: &Leader, s: &Session, reassert: bool, patience: Duration) -> Result<()> {
+    pub(crate) async fn renew_on(
+        &self,
+        leader: &Leader,
+        s: &Session,
+        reassert: bool,
+        patience: Duration,
+    ) -> Result<()> {
         let hello = !self.memory.is_greeted(s.id, leader.number);
         if hello {
             self.forget_all();
@@ -395,6 +401,7 @@ impl Core {
         let mut opens = Vec::new();
         if reassert {
             self.forget_kept();
+            self.begin_reassertion();
             // Once per handle: the server counts.
             for i in self.live_inodes() {
                 opens.extend(std::iter::repeat_n(i.ino, i.handles_of(s.id)));
@@ -431,19 +438,6 @@ impl Core {
         match r.map {
             Some(map) => self.install_map(map),
             None => Ok(()),
-        }
-    }
-
-    /// Tells the leader everything that this session has open, whatever it believed before.
-    pub(crate) async fn reassert(self: &Arc<Self>) {
-        let Some(s) = self.current_session() else { return };
-        let outcome = match self.leader().await {
-            Ok(leader) => self.renew_on(&leader, &s, true, HELLO_TRY).await,
-            Err(e) => Err(e),
-        };
-        if let Err(e) = outcome {
-            // The next leader is told anyway.
-            tracing::debug!("reasserting: {e}");
         }
     }
 

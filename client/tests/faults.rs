@@ -97,6 +97,23 @@ async fn lost_replies_never_apply_twice() {
     assert!(content(&f).await == (0..20u8).flat_map(|i| vec![i; 65536]).collect::<Vec<_>>());
 }
 
+/// The file may have no name any more: told of one close twice, the servers would free it under the other handle.
+#[tokio::test(start_paused = true)]
+async fn a_close_is_told_once_though_its_answer_is_lost() {
+    let c = Cluster::new(2, 1);
+    let a = c.client(1).await;
+    let f = file(&a, 1).await;
+    for lost in 1..5 {
+        let (second, _) = a.open(&user(), f.ino(), RW).await.unwrap();
+        assert_eq!(c.mds.opens(), 2);
+        c.net.lose_replies(1, lost);
+        second.close().await.unwrap();
+        // At the latest when all is told on the next connection.
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        assert_eq!(c.mds.opens(), 1, "{lost} answers lost");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_new_leader_is_found_by_hint_and_without_and_opens_are_reasserted() {
     let c = Cluster::new(2, 1);

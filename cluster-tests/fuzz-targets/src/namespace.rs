@@ -276,6 +276,7 @@ fn repair(i: &mut Input) -> pb::Repair {
             ino: ino(i),
             data_id: u64::from(i.u8() % 8),
             chains: vec![i.number() as u32 % 4],
+            misplaced: i.u8() % 2 == 1,
         }),
         1 => What::End(pb::RepairEnd { ino: ino(i), data_id: u64::from(i.u8() % 8), size: i.number() }),
         _ => What::Name(pb::RepairName { parent: ino(i), name: Bytes::copy_from_slice(i.bytes()), ino: ino(i) }),

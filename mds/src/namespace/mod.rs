@@ -429,9 +429,12 @@ impl Namespace {
 
     /// Fails if the record of an inode is there and cannot be read; no entry may be proposed then that looks at it.
     pub fn check_record(&self, ino: Ino) -> Result<()> {
-        match self.store.get(&keys::numbered(keys::INODE, ino))? {
-            Some(value) => pb::InodeRecord::decode(value).map(drop).map_err(|e| damaged("an inode", e)),
-            None => Ok(()),
+        let memory = self.memory.read();
+        let none = Layer::default();
+        let t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
+        match t.inode(ino) {
+            Ok(_) => Ok(()),
+            Err(Fail::Op(e) | Fail::Store(e)) => Err(e),
         }
     }
 

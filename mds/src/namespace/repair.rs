@@ -40,7 +40,8 @@ fn chunks(t: &mut Txn<'_>, c: &pb::RepairChunks) -> Res<()> {
     if let Some(id) = c.chains.iter().find(|id| view.chain(**id).is_none()) {
         return fail(Code::Inval, format!("there is no chain {id}"));
     }
-    if let Some(id) = own_chains(t, c, &view)?.iter().find(|id| c.chains.contains(id)) {
+    let own = own_chains(t, c, &view)?;
+    if let Some(id) = own.iter().find(|id| !c.misplaced || c.chains.contains(id)) {
         return fail(Code::Exist, format!("inode {:#x} exists and has its chunks on chain {id}", c.ino));
     }
     let component = pb::Component {

@@ -69,10 +69,13 @@ impl Attempts {
             }
             None => {}
         }
-        s.attempts.insert(seq, Attempt::Looked);
-        if s.attempts.len() > MAX_OF_SESSION {
-            s.attempts.pop_first();
+        if s.attempts.len() >= MAX_OF_SESSION {
+            let oldest = s.attempts.iter().find(|(_, a)| matches!(a, Attempt::Refused(_))).map(|(seq, _)| *seq);
+            let full =
+                || Error::new(Code::Overloaded, format!("{MAX_OF_SESSION} changes of session {session} are under way"));
+            s.attempts.remove(&oldest.ok_or_else(full)?);
         }
+        s.attempts.insert(seq, Attempt::Looked);
         Ok(Begun::First)
     }
 
@@ -197,5 +200,11 @@ mod tests {
         }
         assert_eq!(t.sessions[&1].attempts.len(), MAX_OF_SESSION);
         assert_eq!(t.begin(1, 2_999, 0), Ok(Begun::Refused(busy())));
+        // What may run yet is not forgotten.
+        for seq in 3_000..3_000 + MAX_OF_SESSION as u64 {
+            assert_eq!(t.begin(1, seq, 0), Ok(Begun::First));
+        }
+        assert_eq!(code(t.begin(1, 9_000, 0)), Code::Overloaded);
+        assert_eq!(code(t.begin(1, 3_000, 0)), Code::Overloaded, "it is looked at");
     }
 }

@@ -63,6 +63,8 @@ impl Mds {
             }
         }
         let expected = self.recalls.expect(term, by.session, seq)?;
+        // Again, after all the waiting.
+        self.recalls.in_time(term, by)?;
         looking.map_or(Ok(()), Looking::pass)?;
         let ops = request.ops.clone();
         let mut reply = match self.propose_list(request).await? {
@@ -74,7 +76,7 @@ impl Mds {
         if reply.results.iter().all(ok) {
             self.note_locks(by.session, &ops);
             self.wait_for_trims(term, &ops, &reply.results).await?;
-            self.note_handles(by.session, epoch, &ops, &mut reply.results)?;
+            self.note_handles(term, by, epoch, &ops, &mut reply.results)?;
         }
         self.recalls.settled(term, &depends).await?;
         if reply.results.iter().all(ok) {
@@ -88,6 +90,8 @@ impl Mds {
     fn begin(&self, r: &pb::MetaRequest) -> Result<Begun> {
         let ran = || self.machine.namespace.has_reply(r.session, r.seq);
         if ran() {
+            // An attempt that nobody waited for to the end may count as one that may run yet.
+            self.attempts.lock().ran(r.session, r.seq);
             return Ok(Begun::Again);
         }
         let begun = self.attempts.lock().begin(r.session, r.seq, r.lowest_unanswered)?;

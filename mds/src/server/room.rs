@@ -10,7 +10,7 @@ use strake_proto::{Code, Error, Result, pb};
 use strake_store::MetaStore;
 
 use crate::namespace::locks;
-use pb::{log_command::Command, op::Op, seal::Step};
+use pb::{log_command::Command, op::Op, repair::What, seal::Step};
 
 const MIB: u64 = 1 << 20;
 /// By default so much of the file system is reserved, and no more than that.
@@ -33,6 +33,7 @@ impl Need {
         match command {
             Command::Meta(m) => Need::of_list(&m.ops),
             Command::PoolChange(_) => Need::Some,
+            Command::Repair(r) if matches!(r.what, Some(What::Chunks(_))) => Need::Some,
             _ => Need::Little,
         }
     }

@@ -11,7 +11,7 @@ use strake_proto::{
     opcode, pb,
 };
 
-use super::{Mds, waits::MAX_OF_SESSION};
+use super::{Mds, recalls::Asker, waits::MAX_OF_SESSION};
 use crate::{
     consensus::{StateMachine as _, twins},
     namespace::{MAX_DEAD, Namespace},
@@ -318,10 +318,12 @@ impl Mds {
         Ok(encode(&self.change(term, epoch, request).await?))
     }
 
-    /// Opens and closes of an answered list go into the table; opens get their capability.
+    /// Opens and closes of an answered list go into the table; opens get their capability. `Disconnected` for a list that comes late:
+    /// what its sender has open it has told since, on a newer connection.
     pub(super) fn note_handles(
         &self,
-        session: SessionId,
+        term: u64,
+        by: Asker,
         epoch: u64,
         ops: &[pb::Op],
         results: &mut [pb::OpResult],
@@ -330,6 +332,8 @@ impl Mds {
         if !ops.iter().any(touches) {
             return Ok(());
         }
+        self.recalls.in_time(term, by)?;
+        let session = by.session;
         self.with_lead(|l| {
             for (op, r) in ops.iter().zip(results) {
                 if !ok(r) {

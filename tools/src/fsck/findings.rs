@@ -35,13 +35,21 @@ pub enum Finding {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
     pub chain: u32,
-    /// All replicas in sync there have it.
+    /// All replicas in sync there have it, readable, the same and not shorter.
     pub there: bool,
     /// The chain that it is on has other chunks of the file.
     pub beside_others: bool,
 }
 
 impl Finding {
+    /// Inode, data and chain of a misplaced chunk that may be the only copy.
+    pub fn only_copy(&self) -> Option<(Ino, u64, u32)> {
+        match self {
+            Finding::Misplaced { chunk, chain, place, .. } if !place.there => Some((chunk.ino, chunk.data, *chain)),
+            _ => None,
+        }
+    }
+
     /// The targets that it is about.
     pub fn targets(&self) -> Vec<TargetId> {
         match self {
@@ -90,7 +98,7 @@ pub fn compare(
                     *chunks += 1;
                 }
                 Some(f) if f.map.chain_of(chunk.index) != *chain => {
-                    let place = place(map, f, lists, chunk, *chain);
+                    let place = place(map, f, lists, e, *chain);
                     findings.push(Finding::Misplaced { chunk, path: f.path.clone(), chain: *chain, target, place });
                 }
                 Some(f) if cut.is_some_and(|size| chunk.index >= f.map.cut(*size).first_gone) => waiting += 1,
@@ -121,15 +129,19 @@ pub fn compare(
     (findings, waiting)
 }
 
-fn place(map: &MapView, file: &FileInfo, lists: &Lists, chunk: ChunkId, on: u32) -> Place {
-    let chain = file.map.chain_of(chunk.index);
+fn place(map: &MapView, file: &FileInfo, lists: &Lists, e: &ListEntry, on: u32) -> Place {
+    let chain = file.map.chain_of(e.chunk.index);
     let members: Vec<TargetId> = map.chain(chain).map(|c| c.serving().collect()).unwrap_or_default();
-    let has = |t: &TargetId| {
-        let list = lists.get(&(chain, *t));
-        let at = list.and_then(|l| l.binary_search_by_key(&chunk, |e| e.chunk).ok());
-        at.zip(list).is_some_and(|(at, l)| !l[at].tombstone)
+    let of = |t: &TargetId| {
+        let list = lists.get(&(chain, *t))?;
+        let at = list.binary_search_by_key(&e.chunk, |e| e.chunk).ok()?;
+        Some(&list[at])
     };
-    let there = !members.is_empty() && members.iter().all(has);
+    // A chunk whose record is damaged is listed without a version.
+    let good = |o: &ListEntry| !o.tombstone && o.version != Version::default() && o.len >= e.len;
+    let all: Option<Vec<&ListEntry>> = members.iter().map(of).collect();
+    let same = |all: &Vec<&ListEntry>| all.windows(2).all(|w| w[0].version == w[1].version);
+    let there = all.is_some_and(|all| !all.is_empty() && all.iter().all(|o| good(o)) && same(&all));
     Place { chain, there, beside_others: file.map.chains.contains(&on) }
 }
 
@@ -273,11 +285,14 @@ mod tests {
                 ((2, 1), vec![entry(7, 1, 1)]),
                 ((2, 2), second),
             ]);
-            place(&map(), &files[&7], &lists, entry(7, 1, 1).chunk, 3)
+            place(&map(), &files[&7], &lists, &entry(7, 1, 1), 3)
         };
         let whole = Place { chain: 2, there: true, beside_others: false };
         assert_eq!(place_of(vec![entry(7, 1, 1), entry(7, 3, 1)]), whole);
         assert!(!place_of(vec![entry(7, 3, 1)]).there);
         assert!(!place_of(vec![ListEntry { tombstone: true, ..entry(7, 1, 1) }]).there);
+        assert!(!place_of(vec![ListEntry { len: 9, ..entry(7, 1, 1) }]).there, "shorter");
+        assert!(!place_of(vec![entry(7, 1, 2)]).there, "they disagree");
+        assert!(!place_of(vec![ListEntry { version: Version::default(), ..entry(7, 1, 1) }]).there, "damaged");
     }
 }

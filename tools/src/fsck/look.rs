@@ -31,6 +31,8 @@ pub struct Outcome {
     pub pending: u64,
     /// Targets that were asked what they have.
     pub listed: BTreeSet<TargetId>,
+    /// [`Finding::only_copy`] of all looks, also where a later one differs.
+    pub only_copies: BTreeSet<(Ino, u64, u32)>,
 }
 
 pub struct Checker {
@@ -55,6 +57,7 @@ impl Checker {
             self.progress.say(format!("{} differences; looking again", outcome.findings.len()));
             tokio::time::sleep(Duration::from_secs(3)).await;
             let again = self.pass().await?;
+            outcome.only_copies.extend(&again.only_copies);
             let still: BTreeSet<Finding> = again.findings.into_iter().collect();
             outcome.findings.retain(|f| still.contains(f));
             outcome.pending = again.pending;
@@ -99,7 +102,8 @@ impl Checker {
             findings.retain(|f| beyond(f).is_none_or(|ino| !written.contains(&ino)));
         }
         findings.sort();
-        Ok(Outcome { findings, files: files.len() as u64, chunks, pending, listed })
+        let only_copies = findings.iter().filter_map(Finding::only_copy).collect();
+        Ok(Outcome { findings, files: files.len() as u64, chunks, pending, listed, only_copies })
     }
 
     /// What is about to be deleted.

@@ -63,7 +63,7 @@ pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
         let mut checker = Checker { client, fabric, creds, mds, connections: BTreeMap::new(), progress };
         let result = async {
             let outcome = checker.run(args.read_data).await?;
-            let fates = if args.repair { Some(checker.repair(&outcome.findings).await?) } else { None };
+            let fates = if args.repair { Some(checker.repair(&outcome).await?) } else { None };
             Ok((outcome, fates))
         };
         let result: Result<_> = result.await;

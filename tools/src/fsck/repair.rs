@@ -57,25 +57,41 @@ impl fmt::Display for Fate {
 /// What one request is about. Findings at several targets may need the same.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Job {
-    Chunks { ino: Ino, data: u64 },
-    End { ino: Ino, data: u64, size: u64 },
-    Name { parent: Ino, name: Vec<u8>, ino: Ino },
+    /// `misplaced`: a file has this data, but not there.
+    Chunks {
+        ino: Ino,
+        data: u64,
+        misplaced: bool,
+    },
+    End {
+        ino: Ino,
+        data: u64,
+        size: u64,
+    },
+    Name {
+        parent: Ino,
+        name: Vec<u8>,
+        ino: Ino,
+    },
 }
 
 impl Job {
     /// What is deleted through the queues of the metadata servers.
     fn queued(&self) -> Option<(Ino, u64)> {
         match self {
-            Job::Chunks { ino, data } | Job::End { ino, data, .. } => Some((*ino, *data)),
+            Job::Chunks { ino, data, .. } | Job::End { ino, data, .. } => Some((*ino, *data)),
             Job::Name { .. } => None,
         }
     }
 
     fn request(&self, chains: &BTreeSet<u32>) -> pb::Repair {
         let what = match self {
-            Job::Chunks { ino, data } => {
-                What::Chunks(pb::RepairChunks { ino: *ino, data_id: *data, chains: chains.iter().copied().collect() })
-            }
+            Job::Chunks { ino, data, misplaced } => What::Chunks(pb::RepairChunks {
+                ino: *ino,
+                data_id: *data,
+                chains: chains.iter().copied().collect(),
+                misplaced: *misplaced,
+            }),
             Job::End { ino, data, size } => What::End(pb::RepairEnd { ino: *ino, data_id: *data, size: *size }),
             Job::Name { parent, name, ino } => {
                 What::Name(pb::RepairName { parent: *parent, name: Bytes::copy_from_slice(name), ino: *ino })
@@ -104,14 +120,9 @@ fn left(why: impl Into<String>, next: &'static str) -> Fate {
 }
 
 impl Plan {
-    fn new(findings: &[Finding]) -> Plan {
-        // A chain is cleared of all that a file has there, or of nothing.
-        let only = |f: &Finding| match f {
-            Finding::Misplaced { chunk, chain, place, .. } if !place.there => Some((chunk.ino, chunk.data, *chain)),
-            _ => None,
-        };
-        let only: BTreeSet<_> = findings.iter().filter_map(only).collect();
-        let each: Vec<_> = findings.iter().map(|f| job(f, &only)).collect();
+    /// `only`: [`Finding::only_copy`] of all looks. A chain is cleared of all that a file has there, or of nothing.
+    fn new(findings: &[Finding], only: &BTreeSet<(Ino, u64, u32)>) -> Plan {
+        let each: Vec<_> = findings.iter().map(|f| job(f, only)).collect();
         let mut jobs: BTreeMap<Job, BTreeSet<u32>> = BTreeMap::new();
         for (f, job) in findings.iter().zip(&each) {
             let Ok(job) = job else { continue };
@@ -129,7 +140,7 @@ impl Plan {
 /// What repairs a finding. `only`: inode, data and chain of misplaced chunks that their own chain does not have.
 fn job(f: &Finding, only: &BTreeSet<(Ino, u64, u32)>) -> Result<Job, Fate> {
     match f {
-        Finding::Leaked { ino, data, .. } => Ok(Job::Chunks { ino: *ino, data: *data }),
+        Finding::Leaked { ino, data, .. } => Ok(Job::Chunks { ino: *ino, data: *data, misplaced: false }),
         Finding::BeyondEnd { chunk, size, .. } => Ok(Job::End { ino: chunk.ino, data: chunk.data, size: *size }),
         Finding::Dangling { parent, name, ino, gone: true, .. } => {
             Ok(Job::Name { parent: *parent, name: name.clone(), ino: *ino })
@@ -146,7 +157,7 @@ fn job(f: &Finding, only: &BTreeSet<(Ino, u64, u32)>) -> Result<Job, Fate> {
             "the chain where chunks of the file should be does not have them: they may be the only copy",
             "compare the file with another copy of it; when it is right or written anew, run fsck again",
         )),
-        Finding::Misplaced { chunk, .. } => Ok(Job::Chunks { ino: chunk.ino, data: chunk.data }),
+        Finding::Misplaced { chunk, .. } => Ok(Job::Chunks { ino: chunk.ino, data: chunk.data, misplaced: true }),
         Finding::Diverged { .. } => Err(left(
             "which replica is right cannot be told from here",
             "run `strake scrub start --wait` and fsck again; if it stays, `strake target drain` the target with the older version",
@@ -167,8 +178,9 @@ fn job(f: &Finding, only: &BTreeSet<(Ino, u64, u32)>) -> Result<Job, Fate> {
 
 impl Checker {
     /// Repairs what can be repaired; what became of each finding, in their order.
-    pub async fn repair(&mut self, findings: &[Finding]) -> Result<Vec<Fate>> {
-        let plan = Plan::new(findings);
+    pub async fn repair(&mut self, seen: &Outcome) -> Result<Vec<Fate>> {
+        let findings = &seen.findings;
+        let plan = Plan::new(findings, &seen.only_copies);
         let mut refused = BTreeMap::new();
         let count = plan.jobs.len();
         for (n, (job, chains)) in plan.jobs.iter().enumerate() {
@@ -300,18 +312,21 @@ mod tests {
 
     #[test]
     fn what_is_at_several_targets_is_asked_for_once() {
-        let plan = Plan::new(&[leak(1, 4), leak(2, 4), leak(3, 6)]);
+        let plan = Plan::new(&[leak(1, 4), leak(2, 4), leak(3, 6)], &BTreeSet::new());
         let jobs: Vec<_> = plan.jobs.iter().collect();
-        assert_eq!(jobs, [(&Job::Chunks { ino: 8, data: 5 }, &BTreeSet::from([4, 6]))]);
+        assert_eq!(jobs, [(&Job::Chunks { ino: 8, data: 5, misplaced: false }, &BTreeSet::from([4, 6]))]);
         assert!(plan.each.iter().all(Result::is_ok));
     }
 
     #[test]
     fn what_may_be_the_only_copy_stays() {
-        let jobs = |findings: &[Finding]| Plan::new(findings).jobs.len();
+        let only = |findings: &[Finding]| findings.iter().filter_map(Finding::only_copy).collect();
+        let jobs = |findings: &[Finding]| Plan::new(findings, &only(findings)).jobs.len();
         assert_eq!(jobs(&[misplaced(0, true, false), misplaced(1, true, false)]), 1);
         assert_eq!(jobs(&[misplaced(0, true, false), misplaced(1, false, false)]), 0, "a chain is cleared as a whole");
         assert_eq!(jobs(&[misplaced(0, true, true)]), 0);
+        let in_one_look_only = only(&[misplaced(1, false, false)]);
+        assert_eq!(Plan::new(&[misplaced(0, true, false)], &in_one_look_only).jobs.len(), 0);
     }
 
     #[test]

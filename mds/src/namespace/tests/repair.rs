@@ -10,7 +10,11 @@ fn repair(fs: &mut Fs, what: What) -> Option<Code> {
 }
 
 fn chunks(ino: Ino, data_id: u64, chains: &[u32]) -> What {
-    What::Chunks(pb::RepairChunks { ino, data_id, chains: chains.to_vec() })
+    What::Chunks(pb::RepairChunks { ino, data_id, chains: chains.to_vec(), misplaced: false })
+}
+
+fn misplaced(ino: Ino, data_id: u64, chains: &[u32]) -> What {
+    What::Chunks(pb::RepairChunks { ino, data_id, chains: chains.to_vec(), misplaced: true })
 }
 
 fn end(fs: &mut Fs, ino: Ino, size: u64) -> Option<Code> {
@@ -48,7 +52,8 @@ fn chunks_that_some_file_has_are_never_deleted() {
     let f = closed(&mut fs, "f", 9_000_000);
     let (data, own, other) = chains_of(&fs, f);
     assert_eq!(repair(&mut fs, chunks(f, data, &own)), Some(Code::Exist));
-    assert_eq!(repair(&mut fs, chunks(f, data, &[other, own[0]])), Some(Code::Exist), "one of them is enough");
+    assert_eq!(repair(&mut fs, chunks(f, data, &[other])), Some(Code::Exist), "they are not leaked");
+    assert_eq!(repair(&mut fs, misplaced(f, data, &[other, own[0]])), Some(Code::Exist), "one of them is enough");
     // Removed but open, it is an orphan.
     fs.one(mk_unlink(ROOT, "f"));
     assert_eq!(repair(&mut fs, chunks(f, data, &own)), Some(Code::Exist));
@@ -68,7 +73,7 @@ fn chunks_that_no_file_has_are_queued_for_deletion() {
     let f = closed(&mut fs, "f", 9_000_000);
     let (data, own, other) = chains_of(&fs, f);
     // Where the layout does not put them, and of a data id that is not the file's (any more).
-    assert_eq!(repair(&mut fs, chunks(f, data, &[other])), None);
+    assert_eq!(repair(&mut fs, misplaced(f, data, &[other])), None);
     fs.one(mk_create(ROOT, "later"));
     assert_eq!(repair(&mut fs, chunks(f, data + 1, &own)), None);
     // Of an inode that is gone.

@@ -488,3 +488,29 @@ async fn who_may_not_ask_for_recalls_is_refused() {
     .0;
     assert!(r == Err(Code::Disconnected) && took < AWHILE, "{r:?} {took:?}");
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_close_that_comes_late_closes_nothing() {
+    let w = World::new(1, |_| ()).await;
+    let _oss = w.oss(1).await;
+    let server = w.server().await;
+    until("chains", || server.status().map.unwrap().sets.len() == 1).await;
+    let mut a = Holder::new(&w, 1).await;
+    let opened = a.one(create("f", 2)).await;
+    let ino = opened.results[0].ino;
+    a.one(Op::Open(pb::Open { ino, flags: 2 })).await;
+    let close = a.request(Op::Close(pb::Close { ino }));
+    // It has closed one of them, and tells all that is open on another connection.
+    a.hello_again().await;
+    let all = pb::SessionRenewRequest {
+        session: a.c.session,
+        connection: a.connection,
+        reassert: true,
+        opens: vec![ino],
+        ..Default::default()
+    };
+    let _: pb::SessionRenewReply = w.ask(Role::Client, opcode::SESSION_RENEW, &all).await.unwrap();
+    let late = w.ask::<pb::MetaReply>(Role::Client, opcode::META, &close).await.unwrap_err();
+    assert_eq!(late.code, Code::Disconnected);
+    assert_eq!(server.status().sessions[0].opens, 1);
+}

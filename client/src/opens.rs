@@ -1,0 +1,94 @@
+//! What the metadata leader is told of open files: each open and close as it happens, and on a new connection all that are open, a
+//! *reassertion*, which takes the place of what was told before. It counts: told of one close twice, it would take a file that is
+//! open for closed, and free it if it has no name any more. So a close is told once; when that fails a new connection is made, and
+//! on that all is told without it.
+
+use std::{
+    sync::{Arc, atomic::Ordering::SeqCst},
+    time::Duration,
+};
+
+use prost::Message as _;
+use strake_fabric::Message;
+use strake_proto::{Code, Ino, opcode, pb};
+
+use crate::{
+    config::Counters,
+    core::Core,
+    mds::{HELLO_TRY, META_TRY},
+    meta::op,
+};
+
+/// A server that has too much to do is asked so often, with a pause; then it counts a file as open until the next reassertion.
+const ATTEMPTS: u32 = 20;
+const PAUSE: Duration = Duration::from_millis(250);
+
+impl Core {
+    /// How often all was told, or is being told. To be taken before an open is asked for, and before a close is counted.
+    pub(crate) fn reassertions(&self) -> u64 {
+        self.reassertions.load(SeqCst)
+    }
+
+    /// All that is open from here on is not in this reassertion.
+    pub(crate) fn begin_reassertion(&self) {
+        self.reassertions.fetch_add(1, SeqCst);
+    }
+
+    /// An open counts from now on, which was asked for at `since`. If all was told meanwhile, that was without it.
+    pub(crate) fn counted_open(self: &Arc<Self>, since: u64) {
+        if self.reassertions() != since {
+            let core = self.clone();
+            self.env.spawn(async move { core.reassert().await });
+        }
+    }
+
+    /// Tells everything that this session has open, whatever the leader believed before.
+    pub(crate) async fn reassert(self: &Arc<Self>) {
+        // What is told on the same connection must not be overtaken by this.
+        let _alone = self.closing.write().await;
+        let Some(s) = self.current_session() else { return };
+        let outcome = match self.leader().await {
+            Ok(leader) => self.renew_on(&leader, &s, true, HELLO_TRY).await,
+            Err(e) => Err(e),
+        };
+        if let Err(e) = outcome {
+            // The next leader is told anyway.
+            tracing::debug!("reasserting: {e}");
+        }
+    }
+
+    /// Tells of files that were closed at `since`, once for each handle.
+    pub(crate) async fn tell_closed(self: &Arc<Self>, inos: &[Ino], since: u64) {
+        let Some(s) = self.current_session() else { return };
+        let close = |ino: &Ino| op(pb::op::Op::Close(pb::Close { ino: *ino }));
+        let ops: Vec<_> = inos.iter().map(close).collect();
+        for _ in 0..ATTEMPTS {
+            let beside = self.closing.read().await;
+            let Ok(leader) = self.leader().await else { return };
+            if self.reassertions() != since {
+                return;
+            }
+            let request = pb::MetaRequest {
+                session: s.id,
+                creds: Some(pb::Creds::default()),
+                connection: leader.number,
+                ops: ops.clone(),
+                ..Default::default()
+            };
+            Counters::add(&self.stats.meta_requests, 1);
+            Counters::add(&self.stats.operations, 1);
+            match leader.conn.call(Message::new(opcode::META, request.encode_to_vec()), META_TRY).await {
+                Ok(_) => return,
+                Err(e) if e.code == Code::Overloaded => {
+                    drop(beside);
+                    tokio::time::sleep(PAUSE).await;
+                }
+                Err(e) if e.code == Code::NoSession => return self.session_gone(&s),
+                Err(e) => {
+                    tracing::debug!("closing files: {e}");
+                    return self.leader_failed(&leader, &e).await;
+                }
+            }
+        }
+    }
+}
