@@ -48,7 +48,8 @@ fn given_up(seq: u64) -> Error {
 }
 
 impl Attempts {
-    /// A request has come. `lowest`: what its sender says it waits for at least. `Overloaded` while another attempt is looked at; `ReplyGone` when nobody waits for it.
+    /// A request has come. `lowest`: what its sender says it waits for at least. `Overloaded` while another attempt is looked at, or too
+    /// many changes of the session are; `ReplyGone` when nobody waits for it.
     pub fn begin(&mut self, session: SessionId, seq: u64, lowest: u64) -> Result<Begun> {
         let s = self.sessions.entry(session).or_default();
         if lowest > s.lowest {

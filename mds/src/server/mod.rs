@@ -1,7 +1,7 @@
 //! The metadata server as a process: the thin shell around `namespace`, `cluster` and `consensus`.
 //!
-//! `service` answers requests, `reads` those about the namespace: reads after a barrier, changes through the log, under the
-//! leases that `recalls` keeps. `machine` is what the log is applied to.
+//! `service` answers requests, `reads` and `changes` those about the namespace: reads after a barrier, changes through the log and each
+//! once (`attempts`), under the leases that `recalls` keeps. `machine` is what the log is applied to.
 //! `followers` answers reads while this server does not lead, `recent` helps it.
 //! `leader` runs what only the leader does: membership ticks, session terms, orphans; `chunks` are its workers that cut
 //! and delete chunks at the storage servers. `sessions` is its pure table of sessions and opens. `disk` starts all that
