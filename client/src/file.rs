@@ -541,10 +541,8 @@ impl File {
         let appending = async move {
             let inode = me.0.inode.clone();
             let _one = inode.appending.lock().await;
-            let (_lock, _placing) = me.0.core.lock_end(&inode).await?;
-            me.0.core.send_held(&inode).await;
-            let len = segments::total(&data);
-            let end = inode.append_end(me.0.core.fresh_size(&inode).await?);
+            let (_lock, _placing, size) = me.0.core.lock_end(&inode).await?;
+            let (len, end) = (segments::total(&data), inode.append_end(size));
             let offset = keep::numbers().map_or(end, |n| n.append_offset(end, len as u64));
             let n = me.write_now(offset, data).await?;
             if n < len { Err(Error::new(Code::NoSpc, "no space left for all of the bytes")) } else { Ok(offset) }

@@ -237,21 +237,27 @@ fn locked(r: Vec<pb::OpResult>) -> Result<(Locked, Vec<pb::LockSpan>)> {
 }
 
 impl Core {
-    /// For an append: others neither append until it is done, nor are they told of a size without it. Nobody needs to be asked while
-    /// nobody else may write the file.
+    /// For an append: where the file ends once all that was held back is sent. Others neither append until what is returned is dropped,
+    /// nor are they told of a size without it. Nobody needs to be asked while nobody else may write the file.
     pub(crate) async fn lock_end<'a>(
         self: &Arc<Self>,
-        inode: &'a Inode,
-    ) -> Result<(Option<EndLock>, MutexGuard<'a, ()>)> {
+        inode: &'a Arc<Inode>,
+    ) -> Result<(Option<EndLock>, MutexGuard<'a, ()>, u64)> {
         let placing = inode.placing.lock().await;
-        if self.known_size(inode).is_some() {
-            return Ok((None, placing));
+        self.send_held(inode).await;
+        // One look for both: that nobody needs to be asked, and the size. Who asks for it without the lock may wait for a report of one
+        // who has the lock and waits for a report from here.
+        if let Some((size, _)) = self.known_size(inode) {
+            return Ok((None, placing, size));
         }
         // Who has the lock may wait for a report from here.
         drop(placing);
         Client { core: self.clone() }.set_lock(inode.ino, &END, true).await?;
         let lock = EndLock { core: self.clone(), ino: inode.ino };
-        Ok((Some(lock), inode.placing.lock().await))
+        let placing = inode.placing.lock().await;
+        self.send_held(inode).await;
+        let size = self.fresh_size(inode).await?;
+        Ok((Some(lock), placing, size))
     }
 
     /// Gives up the lock of an append, if there is any.
