@@ -128,7 +128,9 @@ impl Mds {
         let mut s = self.state.lock();
         s.sessions.values_mut().for_each(|s| s.alive = false);
         s.opens.clear();
+        s.ends.clear();
         s.writers.clear();
+        s.reports.clear();
     }
     /// Writers are told that they are on record, and are so until they release what they wrote.
     pub fn want_releases(&self) {
