@@ -3,14 +3,7 @@
 //! The size a reader sees is the larger of the metadata server's and the end of this client's own writes. Own writes are
 //! reported (`Extend`) in the background, and before anything returns that promises or shows the size.
 
-use std::{
-    collections::BTreeMap,
-    ops::Range,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering::Relaxed},
-    },
-};
+use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 use parking_lot::Mutex;
 use strake_proto::{
@@ -20,7 +13,7 @@ use strake_proto::{
     layout::{MAX_FILE_SIZE, StripeMap},
     pb,
 };
-use tokio::sync::Mutex as AsyncMutex;
+use tokio::sync::{Mutex as AsyncMutex, watch};
 
 use crate::{
     cache::Tenure,
@@ -109,11 +102,39 @@ pub(crate) struct Inode {
     capping: AsyncMutex<()>,
     /// Serialises appends.
     pub appending: AsyncMutex<()>,
-    /// Held from when it is decided where an append goes until it is there. Reports wait for it.
+    /// Held from when it is decided without a lock where an append goes until it is there. Reports wait for it.
     pub placing: AsyncMutex<()>,
-    /// No new append goes below: a former client of the mount had put one there that is yet to come.
-    append_floor: AtomicU64,
+    /// Appends that a former client of the mount had in work and that may come again. Reports wait for them, and no other append goes below.
+    awaited: watch::Sender<Awaited>,
     state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct Awaited {
+    appends: usize,
+    /// The highest end of them.
+    end: u64,
+}
+
+/// An append that may come again. Dropped when it was done, or does not come.
+pub(crate) struct AwaitedAppend(Arc<Inode>);
+
+impl AwaitedAppend {
+    pub fn new(inode: Arc<Inode>, end: u64) -> AwaitedAppend {
+        inode.awaited.send_modify(|a| *a = Awaited { appends: a.appends + 1, end: end.max(a.end) });
+        AwaitedAppend(inode)
+    }
+}
+
+impl Drop for AwaitedAppend {
+    fn drop(&mut self) {
+        self.0.awaited.send_modify(|a| {
+            a.appends -= 1;
+            if a.appends == 0 {
+                a.end = 0;
+            }
+        });
+    }
 }
 
 /// A file this client writes no longer.
@@ -195,7 +216,7 @@ impl Inode {
                 placed,
                 kept: None,
             }),
-            append_floor: AtomicU64::new(0),
+            awaited: watch::Sender::default(),
         }
     }
 
@@ -359,11 +380,12 @@ impl Inode {
 
     /// Where an append goes that finds the file ending at `size`.
     pub fn append_end(&self, size: u64) -> u64 {
-        size.max(self.append_floor.load(Relaxed))
+        size.max(self.awaited.borrow().end)
     }
 
-    pub fn raise_append_floor(&self, end: u64) {
-        self.append_floor.fetch_max(end, Relaxed);
+    /// Returns when no append is awaited that a former client of the mount had in work.
+    pub async fn appended_again(&self) {
+        let _ = self.awaited.subscribe().wait_for(|a| a.appends == 0).await;
     }
 
     /// What a former client of the mount knew of the file. `is_same`: this client has its session. Else what it wrote beyond

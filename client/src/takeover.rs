@@ -12,7 +12,7 @@ use strake_proto::{Code, Ino, Result, pb};
 use crate::{
     Client, File, Numbers,
     core::{Core, Hold, room_for},
-    inode::{Inode, O_ACCMODE, O_WRONLY, Release, Writer},
+    inode::{AwaitedAppend, Inode, O_ACCMODE, O_WRONLY, Release, Writer},
     keep::{Keep, KeptInode, KeptWrite, WriteKind},
     meta::{ok, op},
     segments::{self, Content},
@@ -57,6 +57,9 @@ impl Client {
             core.inherit(former, is_same).await;
         }
         core.inherit_writes(&keep, writes, is_same).await;
+        if is_same {
+            requests.iter().for_each(|n| core.expect_append(n));
+        }
         core.inherited.send_replace(true);
         // Their writes hold what flushes them.
         drop(core.env.spawn(async move {
@@ -67,12 +70,6 @@ impl Client {
                 }
             }
         }));
-        for (ino, end) in requests.iter().filter_map(|n| n.appended()) {
-            if let Some(inode) = core.live_inode(ino) {
-                inode.raise_append_floor(end);
-            }
-            core.unlock_end(ino);
-        }
         // Counts opens anew: those of the former client are among them no more.
         core.reassert().await;
         opened
@@ -87,6 +84,15 @@ impl Client {
 }
 
 impl Core {
+    /// Of an append that may come again: others are not told of a size without it. Whoever has the end of the file asks for the size first.
+    fn expect_append(self: &Arc<Self>, request: &Numbers) {
+        let Some((ino, append)) = request.appended() else { return };
+        if let Some(inode) = self.live_inode(ino) {
+            request.await_append(AwaitedAppend::new(inode, append.end));
+        }
+        self.unlock_end(ino);
+    }
+
     /// Files that nobody had open any more and whose writes are not known to be stable: the servers were away when they were
     /// closed.
     async fn open_strays(self: &Arc<Self>, writes: &[(u64, KeptWrite, Record)]) -> Vec<File> {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use common::*;
 use strake_client::{Client, Config, File, Former, Keep, numbered};
+use strake_fabric::Buf;
 use strake_proto::Code;
 
 const RW: u32 = 2;
@@ -178,4 +179,68 @@ async fn a_request_that_comes_again_is_not_done_again() {
     assert_eq!(join(&f.read(0, 100).await.unwrap()), want);
     assert_eq!(make(&b).await.err().unwrap().code, Code::Exist, "a new request");
     f.close().await.unwrap();
+}
+
+/// Another client has the end of the file as soon as this one's lock goes, and asks for the size.
+#[tokio::test(start_paused = true)]
+async fn others_append_after_what_comes_again() {
+    for comes in [true, false] {
+        let (c, keep) = (Cluster::new(3, 2), new_keep());
+        killed(|| async {
+            let a = c.client_with(1, with(&keep)).await;
+            let f = file(&a).await;
+            f.write_all_at(0, &[1; 10]).await.unwrap();
+            let appending = keep.begin(102, 0, INO);
+            assert_eq!(numbered(appending.clone(), f.append(kept(&keep, 5, 10))).await.unwrap(), 10);
+            std::mem::forget((a, f, appending));
+        });
+        let keep = next(&keep);
+        let b = c.client_with(2, with(&keep)).await;
+        let mut left = keep.left_requests();
+        let former = Former { ino: INO, flags: RW, uid: 1000, gid: 1000 };
+        let f = b.take_over(&[former], &left).await.pop().unwrap().unwrap();
+        let other = c.client(3).await;
+        let g = other.open(&user(), INO, RW).await.unwrap().0;
+        let theirs = tokio::spawn(async move { g.append(vec![Buf::copy_from(&[7; 10])]).await });
+        // One of this client waits for the lock, and must not be in the way either.
+        let (mine, own) = (f.clone(), kept(&keep, 6, 10));
+        let mine = tokio::spawn(async move { mine.append(own).await });
+        tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+        assert!(!theirs.is_finished(), "it is not known yet where the file ends");
+        let request = left.pop();
+        if comes {
+            assert_eq!(numbered(request.clone(), f.append(kept(&keep, 5, 10))).await.unwrap(), 10);
+        }
+        drop(request);
+        let mut at = [theirs.await.unwrap().unwrap(), mine.await.unwrap().unwrap()];
+        at.sort_unstable();
+        // Its bytes were there already, and were told of as any write of the former client.
+        assert_eq!(at, [20, 30], "{comes}");
+        assert_eq!(join(&f.read(10, 10).await.unwrap()), [5; 10]);
+    }
+}
+
+/// With the session, the place went to others.
+#[tokio::test(start_paused = true)]
+async fn an_append_of_a_lost_session_is_an_error() {
+    let (c, keep) = (Cluster::new(3, 2), new_keep());
+    killed(|| async {
+        let a = c.client_with(1, with(&keep)).await;
+        let f = file(&a).await;
+        let appending = keep.begin(102, 0, INO);
+        assert_eq!(numbered(appending.clone(), f.append(kept(&keep, 5, 10))).await.unwrap(), 0);
+        std::mem::forget((a, f, appending));
+    });
+    c.mds.evict_all();
+    let other = c.client(3).await;
+    let g = other.open(&user(), INO, RW).await.unwrap().0;
+    assert_eq!(g.append(vec![Buf::copy_from(&[7; 20])]).await.unwrap(), 0);
+    let keep = next(&keep);
+    let b = c.client_with(2, with(&keep)).await;
+    let left = keep.left_requests();
+    let former = Former { ino: INO, flags: RW, uid: 1000, gid: 1000 };
+    let f = b.take_over(&[former], &left).await.pop().unwrap().unwrap();
+    let e = numbered(left.first().cloned(), f.append(kept(&keep, 5, 10))).await.unwrap_err();
+    assert_eq!(e.code, Code::Io, "{e}");
+    assert_eq!(join(&g.read(0, 100).await.unwrap()), [7; 20]);
 }
