@@ -272,9 +272,15 @@ impl Core {
         n: u64,
         only: Option<SessionId>,
     ) -> Result<(SessionId, u64)> {
+        let lost = || Error::new(Code::NoSession, "the session was lost before a write");
+        let is_other = |id: SessionId| only.is_some_and(|only| only != id);
+        // Before a capability is asked for in another one.
+        if is_other(self.current_session().map_or(0, |s| s.id)) {
+            return Err(lost());
+        }
         let cap = self.capability(inode, true, None).await?;
-        if only.is_some_and(|only| only != cap.session) {
-            return Err(Error::new(Code::NoSession, "the session was lost before a write"));
+        if is_other(cap.session) {
+            return Err(lost());
         }
         let session = self.current_session().filter(|s| s.id == cap.session).ok_or_else(session_lost)?;
         let take = || session.take_data_numbers(n);

@@ -553,6 +553,8 @@ impl File {
         let (core, inode) = (&self.0.core, &self.0.inode);
         let _one = inode.appending.lock().await;
         loop {
+            // A new one may wait for reports of others: not while reports from here wait.
+            core.capability(inode, true, None).await?;
             let end = core.lock_end(inode).await?;
             let offset = inode.append_end(end.size);
             if let Some(n) = keep::numbers() {
