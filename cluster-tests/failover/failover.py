@@ -3,8 +3,8 @@ import datetime, json, multiprocessing, os, random, re, signal, statistics, subp
 
 STRAKE = os.environ["STRAKE"]
 PROGRAMS = 4
-# What one `put` writes where storage servers are killed: more than one request carries.
-SIZE = 1280 << 10
+# What one `put` writes where storage servers are killed: more than is kept with a name.
+SIZE = 320 << 10
 # The promise of docs/operations.md for whatever is killed, and how long after a kill a call is put down to it.
 MOST, FELT = 5, 10
 
