@@ -7,8 +7,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use strake_proto::{ChainId, TargetId, map::ChainExt, pb};
 
-use super::moves::{FULL, Load, MOVES, Why, is_whole, moved};
+use super::moves::{FULL, Load, Why, is_whole, moved};
 
+/// Replicas that one target gives away or takes at a time, whatever for, if another is to come on top: it is no emergency.
+const MOVES: usize = 2;
 /// So many of the fullest and of the emptiest targets are looked at.
 const LOOK: usize = 32;
 /// A move that evens out less than this share of a target is not worth it.

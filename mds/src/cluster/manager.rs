@@ -19,7 +19,7 @@ use strake_proto::{
 
 use super::{balance::Balance, deal, membership, moves, recovery, rows::Membership, state};
 
-/// New targets wait this long for company before chains are made.
+/// New targets wait this long for company before chains are made; as long lies between two looks at what is missing.
 pub const SETTLE: Duration = Duration::from_secs(1);
 /// Small changes of a target's used bytes reach the map this often.
 const USED_PERIOD: Duration = Duration::from_secs(10);
@@ -100,6 +100,8 @@ pub struct Manager {
     since: BTreeMap<ChainId, (u64, u64)>,
     targets: usize,
     last_registration: Duration,
+    /// When chains were last looked for that are missing.
+    dealt: Duration,
     used_written: Duration,
     balance: Balance,
     balanced: Duration,
@@ -123,6 +125,7 @@ impl Manager {
             since: BTreeMap::new(),
             targets: map.map.targets.len(),
             last_registration: now,
+            dealt: now,
             used_written: now,
             balance: Balance::new(options.balance_percent),
             balanced: now,
@@ -260,13 +263,13 @@ impl Manager {
             }
         }
         let alive: BTreeSet<TargetId> = next.targets.iter().filter(|t| t.alive).map(|t| t.id).collect();
-        let mut chains = self.changed_chains(map, &alive, &mut why);
-        if targets.is_empty()
-            && chains.is_empty()
+        let same = |n: &pb::Target| map.target(n.id).is_some_and(|t| t.alive == n.alive);
+        if targets.iter().all(same)
             && let Some(new) = self.new_chains(now, map, alive.len())
         {
             return Some(self.proposes(map, new));
         }
+        let mut chains = self.changed_chains(map, &alive, &mut why);
         for (chain, sentence) in moves::plan(&next, &chains, &self.long_dead(now, &next)) {
             why.push(sentence);
             chains.push(chain);
@@ -281,12 +284,14 @@ impl Manager {
         Some(self.proposes(map, Proposal { update: pb::MapUpdate { chains, targets, ..Default::default() }, why }))
     }
 
-    /// What is missing of chains. It is long and goes alone: who leaves a chain must not wait for it.
-    fn new_chains(&self, now: Duration, map: &MapView, alive: usize) -> Option<Proposal> {
-        let settled = now.saturating_sub(self.last_registration) >= SETTLE;
+    /// What is missing of chains. It is long and goes alone, when nobody has come or gone; other changes have the next turn.
+    fn new_chains(&mut self, now: Duration, map: &MapView, alive: usize) -> Option<Proposal> {
+        // Not looked for at every tick: should the change be refused, others go on.
+        let settled = now.saturating_sub(self.last_registration.max(self.dealt)) >= SETTLE;
         if !settled || alive < self.options.expect_targets {
             return None;
         }
+        self.dealt = now;
         let (chains, sets) = deal::make_chains(&map.map, self.options.chains_per_target)?;
         let why = vec![format!("{} new chains in {} sets", chains.len(), sets.len())];
         Some(Proposal { update: pb::MapUpdate { chains, sets, ..Default::default() }, why })

@@ -17,8 +17,8 @@ pub mod target_action {
     pub const GIVE_UP: u32 = 4;
 }
 
-/// Replicas that one target gives away or takes at a time.
-pub(super) const MOVES: usize = 2;
+/// Replicas that one target gives away or takes at a time. One that is dead has no part in it: what it had comes from all others.
+const MOVES: usize = 8;
 /// No replica moves to a target that would be fuller then, percent.
 pub(super) const FULL: u128 = 95;
 
@@ -286,7 +286,7 @@ pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain], dead: &BTreeSet<TargetI
                 continue;
             }
             let Some(old) = c.preferred.iter().rev().find_map(|t| load.leaves(c, *t, why, dead)) else { continue };
-            if load.moving(old.id) >= MOVES {
+            if why != Why::Dead && load.moving(old.id) >= MOVES {
                 continue;
             }
             if let Some(heir) = load.heir(c, old, why) {
@@ -386,6 +386,30 @@ mod tests {
         // It is back.
         m.targets[0].alive = true;
         assert_eq!(moved(&m), []);
+    }
+
+    #[test]
+    fn all_others_take_part_when_one_is_lost() {
+        let mut m = map();
+        m.chains.clear();
+        m.nodes = (1001..=1005).map(|id| pb::Node { id, ..Default::default() }).collect();
+        let (chains, sets) = crate::cluster::deal::make_chains(&m, 8).unwrap();
+        (m.chains, m.sets) = (chains, sets);
+        m.targets[0].alive = false;
+        for c in m.chains.iter_mut().filter(|c| c.preferred.len() > 1) {
+            c.replicas.sort_by_key(|r| r.target == 0);
+            c.replicas.iter_mut().filter(|r| r.target == 0).for_each(|r| r.set_state(ReplicaOffline));
+        }
+        m.chains.retain(|c| c.preferred != [0]);
+        let lost = m.chains.iter().filter(|c| c.preferred.contains(&0)).count();
+        let planned = plan(&m, &[], &BTreeSet::from([0]));
+        let mut takes: BTreeMap<TargetId, usize> = BTreeMap::new();
+        for (c, _) in &planned {
+            let old = m.chains.iter().find(|o| o.id == c.id).unwrap();
+            c.preferred.iter().filter(|t| !old.preferred.contains(t)).for_each(|t| *takes.entry(*t).or_default() += 1);
+        }
+        assert!(takes.len() == 5 && takes.values().all(|n| (1..=MOVES).contains(n)), "{lost} lost: {takes:?}");
+        assert!(planned.len() >= lost.min(5 * MOVES) - MOVES, "{} of {lost}", planned.len());
     }
 
     #[test]
