@@ -392,6 +392,7 @@ mod tests {
     fn all_others_take_part_when_one_is_lost() {
         let mut m = map();
         m.chains.clear();
+        m.pools.clear();
         m.nodes = (1001..=1005).map(|id| pb::Node { id, ..Default::default() }).collect();
         let (chains, sets) = crate::cluster::deal::make_chains(&m, 8).unwrap();
         (m.chains, m.sets) = (chains, sets);
@@ -408,8 +409,9 @@ mod tests {
             let old = m.chains.iter().find(|o| o.id == c.id).unwrap();
             c.preferred.iter().filter(|t| !old.preferred.contains(t)).for_each(|t| *takes.entry(*t).or_default() += 1);
         }
-        assert!(takes.len() == 5 && takes.values().all(|n| (1..=MOVES).contains(n)), "{lost} lost: {takes:?}");
-        assert!(planned.len() >= lost.min(5 * MOVES) - MOVES, "{} of {lost}", planned.len());
+        // Two of the five others share a server.
+        assert!(takes.len() >= 4 && takes.values().all(|n| (1..=MOVES).contains(n)), "{lost} lost: {takes:?}");
+        assert!(planned.len() > 3 * MOVES, "{} of {lost}", planned.len());
     }
 
     #[test]
@@ -472,10 +474,11 @@ mod tests {
         // What leaves for another reason goes to a member, and elsewhere where there is none.
         m.pools = vec![pb::Pool { name: "p".into(), targets: vec![0, 1, 2] }];
         m.targets[1].draining = true;
+        m.targets[2].used = 50;
         m.chains.truncate(1);
         assert_eq!(planned(&m), [(1, vec![0, 2])]);
         members(&mut m, &[0, 1]);
-        assert_eq!(planned(&m), [(1, vec![0, 4])]);
+        assert_eq!(planned(&m), [(1, vec![0, 3])]);
     }
 
     #[test]
