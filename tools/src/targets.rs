@@ -276,14 +276,17 @@ struct Held {
     leaving: usize,
     /// It is given them.
     arriving: usize,
+    /// Chains that it heads: where `lfs` says that a file is on it.
+    heads: usize,
 }
 
 impl Held {
     fn of(map: &MapView, id: TargetId) -> Held {
-        let mut h = Held { all: 0, leaving: 0, arriving: 0 };
+        let mut h = Held { all: 0, leaving: 0, arriving: 0, heads: 0 };
         for c in map.map.chains.iter().filter(|c| !c.lost) {
             let (has, wanted) = (c.state_of(id).is_some(), c.preferred.contains(&id));
             h.all += usize::from(has || wanted);
+            h.heads += usize::from(c.ost_index() == id);
             h.leaving += usize::from(has && !wanted);
             let serves = c.state_of(id) == Some(pb::ReplicaState::ReplicaServing);
             h.arriving += usize::from(wanted && !serves && c.head().is_some());
@@ -303,7 +306,8 @@ fn state(t: &pb::Target, h: &Held) -> String {
     words.into_iter().collect::<Vec<_>>().join(", ")
 }
 
-fn percent(t: &pb::Target) -> f64 {
+/// How full a target is, with one decimal.
+pub fn percent(t: &pb::Target) -> f64 {
     (t.used as f64 * 1000.0 / t.capacity.max(1) as f64).round() / 10.0
 }
 
@@ -312,7 +316,7 @@ fn node_name(map: &MapView, t: &pb::Target) -> String {
 }
 
 fn rows(map: &MapView) -> String {
-    let head = ["TARGET", "SERVER", "STATE", "USED", "CAPACITY", "FULL", "REPLICAS", "LEAVING", "ARRIVING"];
+    let head = ["TARGET", "SERVER", "STATE", "USED", "CAPACITY", "FULL", "REPLICAS", "HEADS", "LEAVING", "ARRIVING"];
     let mut rows = vec![head.map(String::from).to_vec()];
     for t in &map.map.targets {
         let h = Held::of(map, t.id);
@@ -324,6 +328,7 @@ fn rows(map: &MapView) -> String {
             size(t.capacity),
             format!("{} %", percent(t)),
             h.all.to_string(),
+            h.heads.to_string(),
             h.leaving.to_string(),
             h.arriving.to_string(),
         ]);
@@ -336,7 +341,7 @@ fn as_json(map: &MapView, said: &[String]) -> Value {
         let h = Held::of(map, t.id);
         json!({
             "target": t.id, "server": node_name(map, t), "alive": t.alive, "draining": t.draining, "given_up": t.given_up, "heir": t.heir, "used": t.used,
-            "capacity": t.capacity, "percent": percent(t), "replicas": h.all, "leaving": h.leaving, "arriving": h.arriving,
+            "capacity": t.capacity, "percent": percent(t), "replicas": h.all, "heads": h.heads, "leaving": h.leaving, "arriving": h.arriving,
         })
     };
     let lost: Vec<u32> = map.map.chains.iter().filter(|c| c.lost).map(|c| c.id).collect();
@@ -392,7 +397,7 @@ mod tests {
                 .nth(3)
                 .unwrap()
                 .split_whitespace()
-                .eq("2 oss1003 alive 50.0 MiB 200.0 MiB 25 % 1 0 1".split(' ')),
+                .eq("2 oss1003 alive 50.0 MiB 200.0 MiB 25 % 1 1 0 1".split(' ')),
             "{text}"
         );
         assert_eq!(as_json(&m, &[])["targets"][0]["leaving"], 1);

@@ -187,6 +187,7 @@ fn heartbeat(i: &mut Input) -> Vec<u8> {
         synced_chains: vec![i.number() as u32],
         chunks: 0,
         lapses: i.number() as u32,
+        stored: (0..i.u8() % 4).map(|_| pb::ChainBytes { chain: i.number() as u32, bytes: i.number() }).collect(),
     };
     pb::HeartbeatRequest {
         node: 1001 + u32::from(i.u8() % 4),

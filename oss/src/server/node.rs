@@ -499,6 +499,7 @@ impl Node {
                 synced_chains: synced,
                 chunks: u.chunks,
                 lapses: t.lapses.load(Ordering::Acquire),
+                stored: t.engine.stored().into_iter().map(|(chain, bytes)| pb::ChainBytes { chain, bytes }).collect(),
             }
         };
         pb::HeartbeatRequest {
