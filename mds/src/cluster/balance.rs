@@ -117,7 +117,9 @@ impl<'a> Floor<'a> {
         for c in map.chains.iter().filter(|c| !c.lost) {
             let n = bytes.get(&c.id).copied().unwrap_or(0);
             for t in &c.preferred {
-                *used.entry(*t).or_default() += n;
+                // What a server says may be anything.
+                let used = used.entry(*t).or_default();
+                *used = used.saturating_add(n);
                 if n > 0 && is_whole(c) {
                     on.entry(*t).or_default().push((c, n));
                 }
@@ -167,8 +169,8 @@ impl<'a> Floor<'a> {
 
     fn make(&mut self, m: Move<'a>) -> (pb::Chain, String) {
         let (from, to) = (self.levels[m.from].target.id, self.levels[m.to].target.id);
-        self.levels[m.from].used -= m.bytes.min(self.levels[m.from].used);
-        self.levels[m.to].used += m.bytes;
+        self.levels[m.from].used = self.levels[m.from].used.saturating_sub(m.bytes);
+        self.levels[m.to].used = self.levels[m.to].used.saturating_add(m.bytes);
         self.taken.insert(m.chain.id);
         self.load.moves(from, to);
         moved(m.chain, from, to, Why::Fuller.words())
