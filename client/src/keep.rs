@@ -340,6 +340,11 @@ impl Numbers {
         *self.awaited.lock() = Some(append);
     }
 
+    /// Whether others wait for the append of this request.
+    pub fn is_awaited(&self) -> bool {
+        self.awaited.lock().is_some()
+    }
+
     fn first_use(&self, bit: u64) -> bool {
         self.used.fetch_or(bit, Relaxed) & bit == 0
     }

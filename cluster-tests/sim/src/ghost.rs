@@ -75,7 +75,7 @@ impl Ghost {
         wrong.extend(model.check_size(size).err());
         wrong.extend(model.check(0, &before).err());
         let same = after.get(..before.len()).is_some_and(|a| a == before);
-        let zeros = after.get(before.len()..).is_some_and(|a| a.iter().all(|b| *b == 0));
+        let zeros = after.get(before.len()..).is_some_and(|a| a == vec![0; a.len()]);
         if size != attr.size || after.len() as u64 != longer || !same || !zeros {
             let at = after.iter().skip(before.len()).position(|b| *b != 0);
             wrong.push(format!("size {size}, then {longer}: same {same}, zeros beyond {zeros}, first other {at:?}"));

@@ -173,12 +173,13 @@ impl Serve {
         let waiting = self.interrupts.begin(head.unique, head.pid, patience);
         let core = self.core.clone();
         let changes = patience == Patience::UntilKilled && !body.only_asks();
+        // Whoever waits for a lock must not keep others from their work, and nobody must keep an append waiting that they wait for.
+        let passes = patience == Patience::UntilSignal || numbers.as_ref().is_some_and(|n| n.is_awaited());
         self.runtime.spawn(async move {
             let reply = {
                 // In place: a task has room for each place that a future is moved to.
                 let work = std::pin::pin!(numbered(numbers.clone(), async {
-                    // Whoever waits for a lock must not keep others from their work.
-                    let _room = if patience == Patience::UntilSignal { None } else { core.room.acquire().await.ok() };
+                    let _room = if passes { None } else { core.room.acquire().await.ok() };
                     core.answer(head, body).await
                 }));
                 tokio::select! {
