@@ -2,7 +2,7 @@
 //! metadata leader moves it (`docs/replication.md`, "Moves"); these commands say what is wanted and show how far it is.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     process::ExitCode,
     time::{Duration, Instant},
 };
@@ -10,7 +10,7 @@ use std::{
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 use strake_mds::cluster::moves::{
-    is_moving,
+    MOVES, is_moving,
     target_action::{DRAIN, GIVE_UP, KEEP, REMOVE},
 };
 use strake_proto::{
@@ -229,8 +229,7 @@ async fn drain(g: &mut Group, ids: &[TargetId], heir: Option<TargetId>, wait: bo
             )]);
         }
         let first = *first.get_or_insert(all);
-        // Others may take their turn first.
-        if all != moved.0 || moving > 0 || map.map.chains.iter().any(is_moving) {
+        if all != moved.0 || is_under_way(&map, ids) {
             moved = (all, Instant::now());
         } else if moved.1.elapsed() > STUCK {
             return Err(stuck(&map, ids));
@@ -248,6 +247,21 @@ fn progress(first: usize, left: usize, moving: usize, bytes: u64, taken: Duratio
         n => format!(", about {} s more", (taken.as_secs_f64() / n as f64 * left as f64).ceil()),
     };
     format!("{done} of {first} replicas have moved, {moving} on their way, {} still there{eta}", size(bytes))
+}
+
+/// Whether replicas are on their way from or to these targets, or may wait for their turn: a target has all that it moves at a time.
+fn is_under_way(map: &MapView, ids: &[TargetId]) -> bool {
+    let mut ends: BTreeMap<TargetId, usize> = BTreeMap::new();
+    // Without a source a chain waits for ever.
+    for c in map.map.chains.iter().filter(|c| !c.lost && c.head().is_some() && is_moving(c)) {
+        let has: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
+        let wants: BTreeSet<TargetId> = c.preferred.iter().copied().collect();
+        if ids.iter().any(|t| has.contains(t) || wants.contains(t)) {
+            return true;
+        }
+        has.symmetric_difference(&wants).for_each(|t| *ends.entry(*t).or_default() += 1);
+    }
+    ends.values().any(|n| *n >= MOVES)
 }
 
 /// Why nothing moves.
@@ -401,6 +415,33 @@ mod tests {
             "{text}"
         );
         assert_eq!(as_json(&m, &[])["targets"][0]["leaving"], 1);
+    }
+
+    #[test]
+    fn what_moves_elsewhere_or_is_lost_is_not_waited_for() {
+        let changed = |f: &dyn Fn(&mut pb::ClusterMap)| {
+            let mut m = map().map.clone();
+            f(&mut m);
+            MapView::new(m).unwrap()
+        };
+        let m = map();
+        // Chain 2 moves from 0 to 2, and 1 stays in it.
+        assert_eq!([0, 1, 2, 3].map(|t| is_under_way(&m, &[t])), [true, true, true, false]);
+        assert!(is_under_way(&m, &[3, 2]));
+        let lost = changed(&|m| m.chains[1].lost = true);
+        assert!(!is_under_way(&lost, &[0, 1, 2, 3]));
+        let waits = changed(&|m| m.chains[1].replicas.iter_mut().for_each(|r| r.state = 5));
+        assert!(!is_under_way(&waits, &[0, 1, 2, 3]));
+        // Others have their turn.
+        let more = |n: u32| {
+            changed(&|m| {
+                let again = |id| pb::Chain { id, ..m.chains[1].clone() };
+                let more: Vec<pb::Chain> = (10..10 + n).map(again).collect();
+                m.chains.extend(more);
+            })
+        };
+        assert!(!is_under_way(&more(MOVES as u32 - 2), &[3]));
+        assert!(is_under_way(&more(MOVES as u32 - 1), &[3]));
     }
 
     #[test]

@@ -18,7 +18,7 @@ pub mod target_action {
 }
 
 /// Replicas that one target gives away or takes at a time. One that is dead has no part in it: what it had comes from all others.
-const MOVES: usize = 8;
+pub const MOVES: usize = 8;
 /// No replica moves to a target that would be fuller then, percent.
 pub(super) const FULL: u128 = 95;
 
@@ -141,9 +141,11 @@ impl<'a> Load<'a> {
         let of_pool = sets.filter_map(|s| Some((s, map.pools.iter().find(|p| p.name == s.pool)?)));
         let pools = of_pool.flat_map(|(s, p)| s.chains.iter().map(move |c| (*c, p))).collect();
         let mut load = Load { map, targets, domains, pools, replicas: BTreeMap::new(), moving: BTreeMap::new() };
+        let open = recovery::in_doubt(map);
         for c in &map.chains {
             c.preferred.iter().for_each(|t| *load.replicas.entry(*t).or_default() += 1);
-            if is_whole(c) {
+            // Without a source nothing is copied; what waits for one must not keep others waiting.
+            if is_whole(c) || c.lost || c.head().is_none() || open.contains(&c.id) {
                 continue;
             }
             let has: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
@@ -505,6 +507,25 @@ mod tests {
             .iter_mut()
             .for_each(|c| c.replicas.iter_mut().for_each(|r| r.set_state(pb::ReplicaState::ReplicaLastsrv)));
         assert_eq!(planned(&m), []);
+    }
+
+    #[test]
+    fn what_has_no_source_holds_up_nobody() {
+        let mut m = map();
+        target_change(&mut m, &change(0, target_action::DRAIN, Some(4))).unwrap();
+        let half_way = pb::Chain { preferred: vec![4, 1], ..m.chains[0].clone() };
+        let add = |m: &mut pb::ClusterMap| m.chains.extend((10..30).map(|id| pb::Chain { id, ..half_way.clone() }));
+        add(&mut m);
+        assert_eq!(planned(&m), [], "all move");
+        for (lost, doubt) in [(true, false), (false, false), (false, true)] {
+            for c in m.chains.iter_mut().filter(|c| c.id >= 10) {
+                c.lost = lost;
+                c.replicas.iter_mut().for_each(|r| r.set_state(if doubt { ReplicaServing } else { ReplicaLastsrv }));
+            }
+            let of = m.chains.iter().filter(|c| doubt && c.id >= 10);
+            m.doubts = of.map(|c| pb::Doubt { chain: c.id, ..Default::default() }).collect();
+            assert_eq!(planned(&m), [(1, vec![4, 1]), (4, vec![3, 4])]);
+        }
     }
 
     #[test]
