@@ -282,7 +282,8 @@ impl Core {
         if is_other(cap.session) {
             return Err(lost());
         }
-        let session = self.current_session().filter(|s| s.id == cap.session).ok_or_else(session_lost)?;
+        let gone = || if only.is_some() { lost() } else { session_lost() };
+        let session = self.current_session().filter(|s| s.id == cap.session).ok_or_else(gone)?;
         let take = || session.take_data_numbers(n);
         let first = match keep::numbers() {
             Some(numbers) => numbers.data(session.id, take),

@@ -553,16 +553,19 @@ impl File {
         let (core, inode) = (&self.0.core, &self.0.inode);
         let _one = inode.appending.lock().await;
         loop {
-            // A new one may wait for reports of others: not while reports from here wait.
-            core.capability(inode, true, None).await?;
+            // First, so that the session is on record as a writer before the end is looked for; and a new one may wait for reports of others.
+            let session = core.capability(inode, true, None).await?.session;
             let end = core.lock_end(inode).await?;
+            if end.session != session {
+                continue;
+            }
             let offset = inode.append_end(end.size);
             if let Some(n) = keep::numbers() {
                 n.set_append(end.session, offset, segments::total(&data) as u64);
             }
             match self.write_now(offset, data.clone(), Some(end.session)).await {
                 // With it the end was lost. Nothing was sent.
-                Err(e) if e.code == Code::NoSession => {}
+                Err(e) if e.code == Code::NoSession => keep::numbers().iter().for_each(|n| n.clear_append()),
                 r => return Ok((offset, r?)),
             }
         }
@@ -600,7 +603,8 @@ impl File {
         if done > 0 {
             h.inode.wrote(session, offset + done, &h.creds)?;
         }
-        if done < len as u64 {
+        let unsent = outcome.as_ref().is_err_and(|e| e.code == Code::NoSession);
+        if done < len as u64 && !unsent {
             h.inode.write_failed(end);
         }
         match outcome {
@@ -780,6 +784,10 @@ async fn forget(core: Arc<Core>, open: Open) {
     let inode = &open.inode;
     let (now, since) = (core.current_session().map(|s| s.id), core.reassertions());
     let counted = inode.closed(open.session, now);
+    if inode.handles() == 0 {
+        // A killed program's write or append goes on by itself. Once this client is not on record, nobody looks out for it.
+        drop((inode.appending.lock().await, inode.ranges.lock_all().await));
+    }
     // What a write that ran beside the close left. Nobody waits for it who may write next, once this client is not on record.
     core.send_held(inode).await;
     if counted {

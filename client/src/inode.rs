@@ -89,7 +89,7 @@ struct State {
     loud: u64,
     placed: Placed,
     /// What outlives this process, while this client may write the file.
-    kept: Option<KeptInode>,
+    kept: Option<Arc<KeptInode>>,
 }
 
 pub(crate) struct Inode {
@@ -180,7 +180,7 @@ impl State {
             return None;
         }
         let writer = self.writer.take()?;
-        let kept = self.kept.take().into_iter().map(Arc::new).collect();
+        let kept = self.kept.take().into_iter().collect();
         Some(Release { writer, surplus: std::mem::take(&mut self.surplus), kept })
     }
 }
@@ -365,7 +365,7 @@ impl Inode {
         s.holes &= !holes;
         if s.reported == s.writes {
             s.local_end = 0;
-            s.kept.iter().for_each(KeptInode::reported);
+            s.kept.iter().for_each(|k| k.reported());
         }
     }
 
@@ -374,8 +374,14 @@ impl Inode {
         let mut s = self.state.lock();
         s.reported = s.writes;
         (s.local_end, s.begun, s.holes) = (0, 0, false);
-        s.kept.iter().for_each(KeptInode::reported);
+        s.kept.iter().for_each(|k| k.reported());
         s.attr = *attr;
+    }
+
+    /// The lock of an append is about to be asked for; what is returned is to be held until it was given up.
+    pub fn note_end(&self) -> Option<Arc<KeptInode>> {
+        let kept = self.state.lock().kept.clone();
+        kept.inspect(|k| k.set_ends())
     }
 
     /// Where an append goes that finds the file ending at `size`.
@@ -399,7 +405,7 @@ impl Inode {
         if former.surplus() {
             let mut s = self.state.lock();
             s.surplus = true;
-            s.kept.iter().for_each(KeptInode::set_surplus);
+            s.kept.iter().for_each(|k| k.set_surplus());
         }
         if former.failed() {
             self.fail_loudly("bytes written before the mount was restarted were lost");
@@ -412,7 +418,7 @@ impl Inode {
     pub fn opened(&self, session: SessionId, writer: u64, keep: Option<&Keep>) {
         let mut s = self.state.lock();
         if s.kept.is_none() {
-            s.kept = keep.and_then(|k| k.put_inode(self.ino));
+            s.kept = keep.and_then(|k| k.put_inode(self.ino)).map(Arc::new);
         }
         *s.handles.entry(session).or_default() += 1;
         s.enlisted(session, writer);
@@ -436,7 +442,7 @@ impl Inode {
         s.doubtful = true;
         s.surplus |= end > s.attr.size;
         if s.surplus {
-            s.kept.iter().for_each(KeptInode::set_surplus);
+            s.kept.iter().for_each(|k| k.set_surplus());
         }
     }
 
@@ -507,7 +513,7 @@ impl Inode {
         let mut s = self.state.lock();
         s.errors += 1;
         s.error = Some(e);
-        s.kept.iter().for_each(KeptInode::set_failed);
+        s.kept.iter().for_each(|k| k.set_failed());
     }
 
     pub fn errors(&self) -> u64 {

@@ -263,11 +263,6 @@ impl Keep {
         self.writes.put(&w.words(order))
     }
 
-    /// Whether a former client left writes that nobody has asked for yet.
-    pub(crate) fn has_left_writes(&self) -> bool {
-        !self.left.lock().writes.is_empty()
-    }
-
     /// Writes that a former client left, in their order.
     pub(crate) fn left_writes(&self) -> Vec<(u64, KeptWrite, Record)> {
         let mut left = std::mem::take(&mut self.left.lock().writes);
@@ -381,6 +376,11 @@ impl Numbers {
         n
     }
 
+    /// Nothing was appended.
+    pub(crate) fn clear_append(&self) {
+        self.record.set(number::APPEND, 0);
+    }
+
     /// `len` bytes are about to be appended there, in this session.
     pub(crate) fn set_append(&self, session: SessionId, offset: u64, len: u64) {
         self.record.set(number::APPEND, 0);
@@ -416,6 +416,8 @@ mod inode {
     pub const FAILED: u64 = 4;
     /// What is not reported may have left holes.
     pub const HOLES: u64 = 8;
+    /// The lock of an append may be held.
+    pub const ENDS: u64 = 16;
 }
 
 impl KeptInode {
@@ -464,6 +466,14 @@ impl KeptInode {
 
     pub fn failed(&self) -> bool {
         self.0.get(inode::FLAGS) & inode::FAILED != 0
+    }
+
+    pub fn set_ends(&self) {
+        self.flag(inode::ENDS, true);
+    }
+
+    pub fn ends(&self) -> bool {
+        self.0.get(inode::FLAGS) & inode::ENDS != 0
     }
 
     pub fn set_writer(&self, index: u64) {

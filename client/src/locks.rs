@@ -16,6 +16,7 @@ use crate::{
     Client,
     core::Core,
     inode::Inode,
+    keep::KeptInode,
     lock_waits::Place,
     meta::{ok, op},
     retry::in_doubt,
@@ -200,7 +201,7 @@ impl Client {
 
     async fn unlock(&self, ino: Ino, lock: &Lock) -> Result<Locked> {
         let (tell, answer) = oneshot::channel();
-        self.core.spawn_unlock(ino, lock, Some(tell));
+        self.core.spawn_unlock(ino, lock, Some(tell), None);
         answer.await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))?
     }
 
@@ -209,7 +210,7 @@ impl Client {
         if !can_spawn() {
             return;
         }
-        self.core.spawn_unlock(ino, &Lock { mode: LockType::LockUnlock, ..*lock }, None);
+        self.core.spawn_unlock(ino, &Lock { mode: LockType::LockUnlock, ..*lock }, None, None);
     }
 
     /// The present session at the metadata servers, 0 while there is none.
@@ -237,6 +238,8 @@ pub(crate) struct End<'a> {
 struct EndLock {
     core: Arc<Core>,
     ino: Ino,
+    /// Who takes this client's place gives it up.
+    kept: Option<Arc<KeptInode>>,
 }
 
 /// Of a client there is one at a time for each file.
@@ -245,7 +248,7 @@ const END: Lock =
 
 impl Drop for EndLock {
     fn drop(&mut self) {
-        self.core.unlock_end(self.ino);
+        self.core.unlock_end(self.ino, self.kept.take());
     }
 }
 
@@ -269,26 +272,28 @@ impl Core {
         }
         // Others may be asked for reports, and wait for one from here. Who has the lock needs to keep nobody from the size.
         drop(placing);
+        let kept = inode.note_end();
         let Locked { session, .. } = Client { core: self.clone() }.set_lock(inode.ino, &END, true).await?;
-        let lock = EndLock { core: self.clone(), ino: inode.ino };
+        let lock = EndLock { core: self.clone(), ino: inode.ino, kept };
         self.send_held(inode).await;
         let size = self.fresh_size(inode).await?;
         Ok(End { _placing: None, _lock: Some(lock), session, size })
     }
 
-    /// Gives up the lock of an append, if there is any.
-    pub(crate) fn unlock_end(self: &Arc<Self>, ino: Ino) {
+    /// Gives up the lock of an append, if there is any. `kept` is held until then.
+    pub(crate) fn unlock_end(self: &Arc<Self>, ino: Ino, kept: Option<Arc<KeptInode>>) {
         if can_spawn() {
-            self.spawn_unlock(ino, &Lock { mode: LockType::LockUnlock, ..END }, None);
+            self.spawn_unlock(ino, &Lock { mode: LockType::LockUnlock, ..END }, None, kept);
         }
     }
 
-    fn spawn_unlock(self: &Arc<Self>, ino: Ino, lock: &Lock, tell: Option<Tell>) {
+    fn spawn_unlock(self: &Arc<Self>, ino: Ino, lock: &Lock, tell: Option<Tell>, kept: Option<Arc<KeptInode>>) {
         let (core, lock, lane) = (self.clone(), *lock, self.locks.enter(ino, lock));
         self.env.spawn(async move {
             let _lane = lane.await;
             let session = core.current_session().map_or(0, |s| s.id);
             let _ = core.surely(session, &[lock.set(ino)], tell).await;
+            drop(kept);
         });
     }
 

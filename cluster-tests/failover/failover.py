@@ -4,7 +4,7 @@ import datetime, json, multiprocessing, os, random, re, signal, statistics, subp
 STRAKE = os.environ["STRAKE"]
 PROGRAMS = 4
 # What one `put` writes where storage servers are killed: more than is kept with a name.
-SIZE = 320 << 10
+SIZE = 64 << 10
 # The promise of docs/operations.md for whatever is killed, and how long after a kill a call is put down to it.
 MOST, FELT = 5, 10
 

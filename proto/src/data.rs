@@ -253,7 +253,8 @@ pub struct DataReply {
     pub version: Version,
     /// The chain's epoch when it was answered.
     pub epoch: u64,
-    /// Reads: bytes that exist, at most what was asked; what is missing reads as zeros up to the file's size. GRANT: units granted.
+    /// Reads: bytes that exist, at most what was asked; what is missing reads as zeros up to the file's size. GRANT: units granted. SYNC_PUT: not
+    /// 0 while applications wait for the target.
     pub len: u32,
     pub sums: Vec<u32>,
     pub stamps: Vec<Stamp>,

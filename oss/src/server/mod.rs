@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `service.rs` | requests as they arrive: rights, sanity, dispatch |
 //! | `replica.rs` | carries out what a chain's state machine asks for |
-//! | `sync.rs` | filling a replica that is out of sync |
+//! | `sync.rs`, `pace.rs` | filling a replica that is out of sync; how that makes way for applications |
 //! | `repair.rs`, `damage.rs` | repairing a damaged chunk; what was found damaged |
 //! | `scrub.rs` | reading everything now and then, to find damage before a reader does |
 //! | `node.rs` | registration, heartbeats, lease, the cluster map |
@@ -17,6 +17,7 @@ pub mod config;
 mod damage;
 mod disk;
 mod node;
+mod pace;
 mod peers;
 mod repair;
 mod replica;

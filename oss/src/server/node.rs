@@ -25,6 +25,7 @@ use tokio::sync::{Notify, Semaphore};
 use super::{
     Config,
     damage::Damage,
+    pace::Foreground,
     peers::{MdsLink, Peers},
     replica::Replica,
     scrub::{self, Ask, Scrub},
@@ -54,6 +55,7 @@ pub struct Target {
     pub scrub: Scrub,
     /// Bounds the chunks that repairs have in memory.
     pub repairs: Semaphore,
+    pub foreground: Foreground,
     failed: AtomicBool,
     /// How often it has left its chains for lack of space, and come back. Odd: it is out.
     lapses: AtomicU32,
@@ -213,7 +215,8 @@ impl Node {
             });
             let (damage, scrub, repairs) = (Damage::default(), Scrub::new(position), Semaphore::new(REPAIRS));
             let (failed, lapses) = (AtomicBool::new(false), AtomicU32::new(0));
-            Arc::new(Target { engine, stamp, id, damage, scrub, repairs, failed, lapses })
+            let foreground = Foreground::default();
+            Arc::new(Target { engine, stamp, id, damage, scrub, repairs, foreground, failed, lapses })
         };
         Arc::new(Node {
             clients: Semaphore::new(cfg.max_requests),

@@ -15,6 +15,7 @@ use strake_proto::{
 
 use super::{
     node::Node,
+    pace::Awaited,
     replica::{Carried, Replica, reply},
     sync::LIST_ONE,
 };
@@ -87,6 +88,8 @@ impl Service for OssService {
             Role::Client => Some(self.admit()?),
             Role::Server => None, // bounded by what their clients are admitted to
         };
+        let for_client = peer.role == Role::Client || m.opcode == opcode::FORWARD && r.session != 0;
+        let _awaited = for_client.then(|| Awaited::new(replica.target.clone()));
         if m.payload_len() > 0 && !matches!(m.opcode, opcode::WRITE | opcode::FORWARD | opcode::SYNC_PUT) {
             return Err(inval("this request takes no payload"));
         }

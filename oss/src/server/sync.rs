@@ -13,8 +13,10 @@ use strake_proto::{
     data::{DataReply, DataRequest, FLAG_TOMBSTONE, Kind, ListEntry, Version},
     opcode,
 };
+use tokio::time::Instant;
 
 use super::{
+    pace::{QUIET, pause},
     peers::Lane,
     replica::{Carried, Replica, update_of},
 };
@@ -29,6 +31,13 @@ const PAUSE_MAX: Duration = Duration::from_secs(2);
 /// In SYNC_LIST's `offset`: only the chunk named, if it exists.
 pub const LIST_ONE: u32 = 1;
 const FIRST: ChunkId = ChunkId { ino: 0, data: 0, index: 0 };
+
+/// What came of a push.
+pub(super) struct Sent {
+    bytes: u64,
+    /// Applications wait for the target that it was sent to.
+    busy: bool,
+}
 
 /// A tombstone of version 0 stands for no record at all.
 fn same(a: Option<&ListEntry>, b: Option<&ListEntry>) -> bool {
@@ -165,17 +174,30 @@ impl Replica {
 
     async fn push_held(self: &Arc<Self>, to: TargetId, epoch: u64, chunk: ChunkId) -> Result<()> {
         let hold = self.hold(chunk, epoch).await?;
+        let begun = Instant::now();
         let sent = self.push(to, epoch, chunk).await?;
         drop(hold);
-        let rate = self.node.cfg.sync_rate;
-        if let Some(ms) = (sent * 1000 * self.node.cfg.sync_parallel as u64).checked_div(rate) {
-            tokio::time::sleep(Duration::from_millis(ms)).await;
-        }
+        let (rate, at_a_time) = (self.node.cfg.sync_rate, self.node.cfg.sync_parallel as u64);
+        let limit = (sent.bytes * 1000 * at_a_time).checked_div(rate).unwrap_or(0);
+        self.make_way(Duration::from_millis(limit), begun.elapsed(), sent.busy).await;
         Ok(())
     }
 
-    /// Sends the committed chunk, whose slot the caller occupies. Returns the bytes sent.
-    pub(super) async fn push(self: &Arc<Self>, to: TargetId, epoch: u64, chunk: ChunkId) -> Result<u64> {
+    /// Waits after a piece: for the fill's limit, and for those whom an application waits for, here or, as of the piece, at the successor.
+    async fn make_way(&self, limit: Duration, took: Duration, busy_there: bool) {
+        let begun = Instant::now();
+        loop {
+            let busy = busy_there || self.target.foreground.is_busy(Instant::now());
+            let left = pause(limit, took, busy).saturating_sub(begun.elapsed());
+            if left.is_zero() {
+                return;
+            }
+            tokio::time::sleep(if busy { left.min(QUIET) } else { left }).await;
+        }
+    }
+
+    /// Sends the committed chunk, whose slot the caller occupies.
+    pub(super) async fn push(self: &Arc<Self>, to: TargetId, epoch: u64, chunk: ChunkId) -> Result<Sent> {
         let theirs = self.list_of(to, epoch, chunk, 1, LIST_ONE).await?;
         let expected = theirs.first().map(|e| e.version).unwrap_or_default();
         let key = self.key(chunk);
@@ -209,10 +231,10 @@ impl Replica {
             };
             (r.len, r.sums, payload) = (out.len, out.sums, out.data);
         }
-        let sent = u64::from(r.len);
+        let bytes = u64::from(r.len);
         let m = Message::new(opcode::SYNC_PUT, r.encode()).with_payload(payload);
-        self.call(to, Lane::Other, m).await?;
-        Ok(sent)
+        let (answer, _) = self.call(to, Lane::Other, m).await?;
+        Ok(Sent { bytes, busy: answer.len != 0 })
     }
 
     /// A SYNC_PUT as it arrives.
@@ -243,6 +265,8 @@ impl Replica {
             self.engine().commit(staged?, r.version, r.writers.clone())?;
         }
         drop(hold);
-        Ok(DataReply { version: r.version, epoch, stamps: vec![self.stamp()], ..DataReply::default() })
+        let busy = self.target.foreground.is_busy(Instant::now());
+        let stamps = vec![self.stamp()];
+        Ok(DataReply { version: r.version, epoch, len: u32::from(busy), stamps, ..DataReply::default() })
     }
 }
