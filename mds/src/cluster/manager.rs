@@ -25,6 +25,8 @@ pub const SETTLE: Duration = Duration::from_secs(1);
 const USED_PERIOD: Duration = Duration::from_secs(10);
 /// Between two looks at how full targets are.
 const BALANCE_PERIOD: Duration = Duration::from_secs(1);
+/// Between two looks at replicas that could stand better.
+const TIDY_PERIOD: Duration = Duration::from_secs(1);
 /// Longest `unreachable` list that is looked at.
 const MAX_UNREACHABLE: usize = 1024;
 /// A node that others report unreachable for this long, though it heartbeats itself, is taken out.
@@ -105,6 +107,9 @@ pub struct Manager {
     used_written: Duration,
     balance: Balance,
     balanced: Duration,
+    /// When replicas were last looked for that could stand better, and the map's version if there was nothing to do then.
+    tidied: Duration,
+    tidy: Option<u64>,
     shuns: BTreeMap<NodeId, Shun>,
     /// Since when each node heartbeats without a gap, and its last one.
     beating: BTreeMap<NodeId, (Duration, Duration)>,
@@ -129,6 +134,8 @@ impl Manager {
             used_written: now,
             balance: Balance::new(options.balance_percent),
             balanced: now,
+            tidied: now,
+            tidy: None,
             shuns: BTreeMap::new(),
             beating: BTreeMap::new(),
             told: BTreeMap::new(),
@@ -270,7 +277,14 @@ impl Manager {
             return Some(self.proposes(map, new));
         }
         let mut chains = self.changed_chains(map, &alive, &mut why);
-        for (chain, sentence) in moves::plan(&next, &chains, &self.long_dead(now, &next)) {
+        let tidy = now.saturating_sub(self.tidied) >= TIDY_PERIOD && self.tidy != Some(map.version());
+        let planned = moves::plan(&next, &chains, &self.long_dead(now, &next), tidy);
+        if tidy {
+            self.tidied = now;
+            let nothing = planned.is_empty() && targets.is_empty() && chains.is_empty();
+            self.tidy = nothing.then_some(map.version());
+        }
+        for (chain, sentence) in planned {
             why.push(sentence);
             chains.push(chain);
         }

@@ -7,7 +7,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use strake_proto::{ChainId, Code, Error, Result, TargetId, map::ChainExt, pb};
 
-use super::{domains::Domains, recovery, state::commit};
+use super::{
+    domains::{Domains, Rack},
+    recovery,
+    state::commit,
+};
 
 /// Action numbers of [`pb::TargetChange`].
 pub mod target_action {
@@ -125,6 +129,8 @@ pub(super) struct Load<'a> {
     map: &'a pb::ClusterMap,
     targets: BTreeMap<TargetId, &'a pb::Target>,
     pub(super) domains: Domains<'a>,
+    /// Those with targets that are alive and stay.
+    racks: BTreeSet<Rack<'a>>,
     /// Of chains that were made for a pool that there still is.
     pub(super) pools: BTreeMap<ChainId, &'a pb::Pool>,
     /// Replicas that a target has, or is to have.
@@ -140,7 +146,10 @@ impl<'a> Load<'a> {
         let sets = map.sets.iter().filter(|s| !s.pool.is_empty());
         let of_pool = sets.filter_map(|s| Some((s, map.pools.iter().find(|p| p.name == s.pool)?)));
         let pools = of_pool.flat_map(|(s, p)| s.chains.iter().map(move |c| (*c, p))).collect();
-        let mut load = Load { map, targets, domains, pools, replicas: BTreeMap::new(), moving: BTreeMap::new() };
+        let usable = map.targets.iter().filter(|t| t.alive && !t.draining);
+        let racks = usable.filter_map(|t| domains.rack(t.id)).collect();
+        let (replicas, moving) = (BTreeMap::new(), BTreeMap::new());
+        let mut load = Load { map, targets, domains, racks, pools, replicas, moving };
         let open = recovery::in_doubt(map);
         for c in &map.chains {
             c.preferred.iter().for_each(|t| *load.replicas.entry(*t).or_default() += 1);
@@ -212,11 +221,24 @@ impl<'a> Load<'a> {
             Why::Dead => dead.contains(&t) && !is.alive,
             Why::Drains => is.draining,
             // A copy that is missing is made good first.
-            Why::Crowded => is_whole(c) && self.domains.crowd(t, &c.preferred) > 0,
+            Why::Crowded => is_whole(c) && self.may_spread(c, t),
             Why::Pool => is_whole(c) && self.pools.get(&c.id).is_some_and(|p| !p.targets.contains(&t)),
             Why::Fuller => false,
         };
         yes.then_some(is)
+    }
+
+    /// Whether some rack has fewer of a target's fellow copies than its own: a cheap answer where copies outnumber racks.
+    fn may_spread(&self, c: &pb::Chain, t: TargetId) -> bool {
+        let others = || c.preferred.iter().filter(|o| **o != t);
+        let least = |crowd: usize| {
+            let has = |r: &Rack| others().filter(|o| self.domains.rack(**o) == Some(*r)).count();
+            self.racks.len() > others().count() || self.racks.iter().any(|r| has(r) < crowd)
+        };
+        match self.domains.crowd(t, others()) {
+            0 => false,
+            crowd => least(crowd),
+        }
     }
 
     /// The target, if a chain waits for it in vain: it is to join, and has been dead for long or was given up.
@@ -260,11 +282,18 @@ impl Why {
 
 /// Chains that are to get other targets now, with a sentence about each: first where a copy is missing because its target has been
 /// dead for long, then where a target drains, then where copies share a rack that need not, then where a pool's chain is on others than its
-/// members. Those in `changed` are left alone.
-pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain], dead: &BTreeSet<TargetId>) -> Vec<(pb::Chain, String)> {
+/// members. Those in `changed` are left alone. The last two are no emergency and may find nothing for ever, at the cost of all chains
+/// times all targets: only with `tidy`.
+pub fn plan(
+    map: &pb::ClusterMap,
+    changed: &[pb::Chain],
+    dead: &BTreeSet<TargetId>,
+    tidy: bool,
+) -> Vec<(pb::Chain, String)> {
     let racks = map.nodes.iter().any(|n| !n.rack.is_empty());
     let pools = map.sets.iter().any(|s| !s.pool.is_empty());
-    if !racks && !pools && dead.is_empty() && map.targets.iter().all(|t| !t.draining) {
+    let tidy = tidy && (racks || pools);
+    if !tidy && dead.is_empty() && map.targets.iter().all(|t| !t.draining) {
         return Vec::new();
     }
     let mut load = Load::new(map);
@@ -282,7 +311,8 @@ pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain], dead: &BTreeSet<TargetI
             out.insert(c.id, moved(c, old.id, heir, Why::Dead.words()));
         }
     }
-    for why in [Why::Dead, Why::Drains, Why::Crowded, Why::Pool] {
+    let reasons = [Why::Dead, Why::Drains, Why::Crowded, Why::Pool];
+    for &why in if tidy { &reasons[..] } else { &reasons[..2] } {
         for c in &resting {
             if out.contains_key(&c.id) {
                 continue;
@@ -341,7 +371,7 @@ mod tests {
     }
 
     fn planned(map: &pb::ClusterMap) -> Vec<(u32, Vec<TargetId>)> {
-        plan(map, &[], &BTreeSet::new()).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
+        plan(map, &[], &BTreeSet::new(), true).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
     }
 
     #[test]
@@ -361,7 +391,7 @@ mod tests {
         target_change(&mut m, &change(3, target_action::DRAIN, None)).unwrap();
         // Nor to what would be too full.
         assert_eq!(planned(&m), [(3, vec![2, 1]), (4, vec![3, 1])]);
-        for (chain, _) in plan(&m, &[], &BTreeSet::new()) {
+        for (chain, _) in plan(&m, &[], &BTreeSet::new(), true) {
             let update = pb::MapUpdate { expect_version: m.version, chains: vec![chain], ..Default::default() };
             state::update(&mut m.clone(), &update).unwrap();
         }
@@ -377,7 +407,7 @@ mod tests {
         assert_eq!(planned(&m), []);
         let dead = BTreeSet::from([0]);
         let moved = |m: &pb::ClusterMap| -> Vec<_> {
-            plan(m, &[], &dead).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
+            plan(m, &[], &dead, true).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
         };
         assert_eq!(moved(&m), [(1, vec![4, 1]), (4, vec![3, 5])]);
         // Not to where there is no room for it.
@@ -405,7 +435,7 @@ mod tests {
         }
         m.chains.retain(|c| c.preferred != [0]);
         let lost = m.chains.iter().filter(|c| c.preferred.contains(&0)).count();
-        let planned = plan(&m, &[], &BTreeSet::from([0]));
+        let planned = plan(&m, &[], &BTreeSet::from([0]), true);
         let mut takes: BTreeMap<TargetId, usize> = BTreeMap::new();
         for (c, _) in &planned {
             let old = m.chains.iter().find(|o| o.id == c.id).unwrap();
@@ -426,7 +456,7 @@ mod tests {
         m.chains[0].replicas.push(pb::Replica { target: 4, state: ReplicaOffline as i32 });
         assert_eq!(planned(&m), [], "it may come back");
         let dead = BTreeSet::from([4]);
-        let again: Vec<_> = plan(&m, &[], &dead).into_iter().map(|(c, _)| c).collect();
+        let again: Vec<_> = plan(&m, &[], &dead, true).into_iter().map(|(c, _)| c).collect();
         assert_eq!(again.iter().map(|c| &c.preferred[..]).collect::<Vec<_>>(), [[2, 1]]);
         let update = pb::MapUpdate { expect_version: m.version, chains: again, ..Default::default() };
         state::update(&mut m.clone(), &update).unwrap();
@@ -445,11 +475,29 @@ mod tests {
         m.nodes = [(1001, "a"), (1002, "a"), (1003, "b"), (1004, "b"), (1005, "")].map(node).to_vec();
         // 0 and 1 share a rack, 2 and 3 too.
         assert_eq!(planned(&m), [(1, vec![0, 4]), (3, vec![2, 5])]);
+        assert_eq!(plan(&m, &[], &BTreeSet::new(), false), [], "not at every look");
         // A copy that moves for another reason finds its rack at once.
         m.targets[4].alive = false;
         m.targets[5].alive = false;
         target_change(&mut m, &change(1, target_action::DRAIN, None)).unwrap();
         assert_eq!(planned(&m), [(1, vec![0, 2]), (2, vec![0, 2]), (3, vec![2, 0])]);
+        // Three copies in two racks: nothing can be done, and that is seen without a look at any target.
+        m = map();
+        m.chains.truncate(1);
+        m.chains[0].preferred = vec![0, 1, 2];
+        m.chains[0].replicas = [0, 1, 2].map(|target| pb::Replica { target, state: ReplicaServing as i32 }).to_vec();
+        m.nodes = [(1001, "a"), (1002, "a"), (1003, "b"), (1004, "b"), (1005, "b")].map(node).to_vec();
+        assert!((0..3).all(|t| !Load::new(&m).may_spread(&m.chains[0], t)));
+        assert_eq!(planned(&m), []);
+        // A third one.
+        m.nodes[4].rack = "c".into();
+        assert!(
+            [(0, true), (1, true), (2, false)].iter().all(|(t, is)| Load::new(&m).may_spread(&m.chains[0], *t) == *is)
+        );
+        assert_eq!(planned(&m), [(1, vec![0, 4, 2])]);
+        // All in one of two.
+        m.nodes.iter_mut().for_each(|n| n.rack = if n.id == 1005 { "b".into() } else { "a".into() });
+        assert_eq!(planned(&m), [(1, vec![0, 1, 4])]);
         // Where there is but one rack, nothing moves.
         m = map();
         m.nodes = (1001..=1005).map(|id| node((id, "a"))).collect();
@@ -490,7 +538,7 @@ mod tests {
         for id in 10..20 {
             m.chains.push(pb::Chain { id, ..m.chains[0].clone() });
         }
-        let all = plan(&m, &[], &BTreeSet::new());
+        let all = plan(&m, &[], &BTreeSet::new(), true);
         assert_eq!(all.len(), MOVES, "{all:?}");
         for (n, _) in all {
             assert!(n.preferred.contains(&4));
@@ -502,7 +550,7 @@ mod tests {
         moved.replicas = moved.preferred.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
         assert_eq!(planned(&m).len(), 1);
         // A chain that changes otherwise waits, as does one without a source.
-        assert_eq!(plan(&m, &m.chains.clone(), &BTreeSet::new()), []);
+        assert_eq!(plan(&m, &m.chains.clone(), &BTreeSet::new(), true), []);
         m.chains
             .iter_mut()
             .for_each(|c| c.replicas.iter_mut().for_each(|r| r.set_state(pb::ReplicaState::ReplicaLastsrv)));
