@@ -134,6 +134,7 @@ impl<'a> Floor<'a> {
     /// The next move between two that differ by more than this; from the fullest to the emptiest, where that can be.
     fn next(&self, least: f64) -> Option<Move<'a>> {
         let free = |i: &usize| self.load.moving(self.levels[*i].target.id) < MOVES;
+        let may = |c: &pb::Chain, from, to| !self.taken.contains(&c.id) && self.load.suits(c, from, to);
         for from in (0..self.levels.len()).filter(free).take(LOOK) {
             for to in (0..self.levels.len()).rev().filter(free).take(LOOK) {
                 let (giver, taker) = (&self.levels[from], &self.levels[to]);
@@ -145,7 +146,7 @@ impl<'a> Floor<'a> {
                 let worth = LEAST * giver.capacity().min(taker.capacity());
                 let fits = |n: u64| n <= most && n as f64 >= worth && taker.has_room(n);
                 let chains = self.on.get(&giver.target.id).into_iter().flatten();
-                let may = chains.filter(|(c, n)| fits(*n) && self.may(c, giver.target.id, taker.target.id));
+                let may = chains.filter(|(c, n)| fits(*n) && may(c, giver.target.id, taker.target.id));
                 // Of about as many bytes rather one that it does not head: its OST index stays.
                 let best = may.max_by_key(|(c, n)| (n.ilog2(), c.ost_index() != giver.target.id, *n));
                 if let Some((chain, bytes)) = best {
@@ -154,17 +155,6 @@ impl<'a> Floor<'a> {
             }
         }
         None
-    }
-
-    fn may(&self, c: &pb::Chain, from: TargetId, to: TargetId) -> bool {
-        let others = || c.preferred.iter().filter(|t| **t != from);
-        let domains = &self.load.domains;
-        let pool = self.load.pools.get(&c.id);
-        !self.taken.contains(&c.id)
-            && !c.preferred.contains(&to)
-            && pool.is_none_or(|p| p.targets.contains(&to) || !p.targets.contains(&from))
-            && others().all(|o| domains.servers_differ(*o, to))
-            && domains.crowd(to, others()) <= domains.crowd(from, others())
     }
 
     fn make(&mut self, m: Move<'a>) -> (pb::Chain, String) {

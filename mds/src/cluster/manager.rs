@@ -278,7 +278,8 @@ impl Manager {
         }
         let mut chains = self.changed_chains(map, &alive, &mut why);
         let tidy = now.saturating_sub(self.tidied) >= TIDY_PERIOD && self.tidy != Some(map.version());
-        let planned = moves::plan(&next, &chains, &self.long_dead(now, &next), tidy);
+        let per = tidy.then_some(self.options.chains_per_target);
+        let planned = moves::plan(&next, &chains, &self.long_dead(now, &next), per);
         if tidy {
             self.tidied = now;
             let nothing = planned.is_empty() && targets.is_empty() && chains.is_empty();

@@ -111,26 +111,28 @@ fn what_was_dead_for_long_is_copied_to_others() {
         let of = r.map.map.chains.iter().filter(|c| c.preferred.len() == copies);
         of.filter(|c| c.preferred.contains(&0)).count()
     };
-    let until = |r: &mut Rig, from: u64, to: u64| {
+    // All say that whoever they fill has everything.
+    let until_with = |r: &mut Rig, from: u64, to: u64, alive: &[TargetId]| {
         for now in (from..to).step_by(500) {
-            r.beat(now, 1);
-            r.beat(now, 2);
+            let all: Vec<ChainId> = r.map.map.chains.iter().map(|c| c.id).collect();
+            for t in alive {
+                r.beat_with(now, *t, |h| h.targets[0].synced_chains = all.clone()).unwrap();
+            }
             r.tick(now);
         }
     };
+    let until = |r: &mut Rig, from, to| until_with(r, from, to, &[1, 2]);
     until(&mut r, 0, 60_000);
     assert_eq!([1, 2, 3].map(|copies| wanted(&r, copies)), [1, 2, 3]);
     until(&mut r, 60_000, 61_000);
     // Where there is one copy nobody has it, and of three all others have it.
     assert_eq!([1, 2, 3].map(|copies| wanted(&r, copies)), [1, 0, 3]);
-    // Back, it gets chains of its own again, and leaves those.
-    until(&mut r, 61_000, 62_000);
-    for now in (62_000..66_000).step_by(500) {
-        (0..3).for_each(|t| r.beat(now, t));
-        r.tick(now);
-    }
-    assert_eq!(wanted(&r, 2), 1);
-    assert!(r.map.target(0).unwrap().alive);
+    // Back, it gets a chain again of who heads two now, and leaves the others.
+    until(&mut r, 61_000, 66_000);
+    let chains = r.map.map.chains.len();
+    until_with(&mut r, 66_000, 76_000, &[0, 1, 2]);
+    assert_eq!((wanted(&r, 2), r.map.map.chains.len()), (1, chains));
+    assert!(r.map.target(0).unwrap().alive && r.chain(2).replicas.len() == 2);
 }
 
 #[test]

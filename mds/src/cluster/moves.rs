@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use strake_proto::{ChainId, Code, Error, Result, TargetId, map::ChainExt, pb};
 
 use super::{
+    deal::{self, RichAndPoor},
     domains::{Domains, Rack},
     recovery,
     state::commit,
@@ -223,7 +224,7 @@ impl<'a> Load<'a> {
             // A copy that is missing is made good first.
             Why::Crowded => is_whole(c) && self.may_spread(c, t),
             Why::Pool => is_whole(c) && self.pools.get(&c.id).is_some_and(|p| !p.targets.contains(&t)),
-            Why::Fuller => false,
+            Why::Fuller | Why::Heads => false,
         };
         yes.then_some(is)
     }
@@ -249,6 +250,31 @@ impl<'a> Load<'a> {
         (!takes_part && !is.alive && (is.given_up || dead.contains(&t))).then_some(is)
     }
 
+    /// Whether a chain may have a target in the place of another one: on none of the other replicas' servers, as far from them, and not
+    /// out of its pool.
+    pub(super) fn suits(&self, c: &pb::Chain, from: TargetId, to: TargetId) -> bool {
+        let others = || c.preferred.iter().filter(|t| **t != from);
+        let pool = self.pools.get(&c.id);
+        !c.preferred.contains(&to)
+            && pool.is_none_or(|p| p.targets.contains(&to) || !p.targets.contains(&from))
+            && others().all(|o| self.domains.servers_differ(*o, to))
+            && self.domains.crowd(to, others()) <= self.domains.crowd(from, others())
+    }
+
+    /// Whether a target may head a chain in the place of another one: it is in it already, or may take that one's replica without
+    /// becoming fuller than that one is. So it does not undo what was moved to even out how full targets are.
+    fn may_head(&self, c: &pb::Chain, from: TargetId, to: TargetId) -> bool {
+        if c.preferred.contains(&to) {
+            return true;
+        }
+        let (Some(a), Some(b)) = (self.targets.get(&from), self.targets.get(&to)) else { return false };
+        let then = u128::from(b.used) + u128::from(self.each(a)) * (self.moving(to) as u128 + 1);
+        let even = then * u128::from(a.capacity) <= u128::from(a.used) * u128::from(b.capacity);
+        let room = then * 100 <= u128::from(b.capacity) * FULL;
+        let free = [from, to].iter().all(|t| self.moving(*t) < MOVES);
+        even && room && free && self.suits(c, from, to)
+    }
+
     pub(super) fn moves(&mut self, from: TargetId, to: TargetId) {
         for t in [from, to] {
             *self.moving.entry(t).or_default() += 1;
@@ -256,6 +282,8 @@ impl<'a> Load<'a> {
         *self.replicas.entry(to).or_default() += 1;
     }
 }
+
+type Planned = BTreeMap<ChainId, (pb::Chain, String)>;
 
 /// Why a replica is to move.
 #[derive(Clone, Copy, PartialEq)]
@@ -266,6 +294,8 @@ pub(super) enum Why {
     /// Decided by [`Balance`](super::balance::Balance).
     Fuller,
     Pool,
+    /// That target heads too few of this kind.
+    Heads,
 }
 
 impl Why {
@@ -276,24 +306,26 @@ impl Why {
             Why::Crowded => "another copy is in the same rack",
             Why::Fuller => "that is fuller",
             Why::Pool => "that is not in the pool of these files",
+            Why::Heads => "that heads more than its share",
         }
     }
 }
 
 /// Chains that are to get other targets now, with a sentence about each: first where a copy is missing because its target has been
 /// dead for long, then where a target drains, then where copies share a rack that need not, then where a pool's chain is on others than its
-/// members. Those in `changed` are left alone. The last two are no emergency and may find nothing for ever, at the cost of all chains
-/// times all targets: only with `tidy`.
+/// members, then where a target heads too few. Those in `changed` are left alone. The last three are no emergency and may find nothing
+/// for ever, at the cost of all chains times all targets: only with `tidy`, the chains of each kind that a target heads.
 pub fn plan(
     map: &pb::ClusterMap,
     changed: &[pb::Chain],
     dead: &BTreeSet<TargetId>,
-    tidy: bool,
+    tidy: Option<usize>,
 ) -> Vec<(pb::Chain, String)> {
     let racks = map.nodes.iter().any(|n| !n.rack.is_empty());
     let pools = map.sets.iter().any(|s| !s.pool.is_empty());
-    let tidy = tidy && (racks || pools);
-    if !tidy && dead.is_empty() && map.targets.iter().all(|t| !t.draining) {
+    let heads = tidy.map(|per| deal::rich_and_poor(map, per)).unwrap_or_default();
+    let tidy = tidy.is_some() && (racks || pools);
+    if !tidy && heads.is_empty() && dead.is_empty() && map.targets.iter().all(|t| !t.draining) {
         return Vec::new();
     }
     let mut load = Load::new(map);
@@ -301,7 +333,7 @@ pub fn plan(
     let busy: BTreeSet<u32> = changed.iter().map(|c| c.id).chain(open).collect();
     let rests = |c: &&pb::Chain| !busy.contains(&c.id) && !is_moving(c) && c.head().is_some();
     let resting: Vec<&pb::Chain> = map.chains.iter().filter(rests).collect();
-    let mut out: BTreeMap<u32, (pb::Chain, String)> = BTreeMap::new();
+    let mut out = Planned::new();
     let under_way = |c: &&pb::Chain| !busy.contains(&c.id) && is_moving(c) && c.head().is_some();
     for c in map.chains.iter().filter(under_way) {
         // What replaces it never comes: another place.
@@ -327,14 +359,45 @@ pub fn plan(
             }
         }
     }
+    for kind in heads {
+        spread_heads(&mut load, &resting, kind, &mut out);
+    }
     out.into_values().collect()
 }
 
-/// The chain with another target in the place of one, and a sentence about it.
+/// Has chains headed by who heads too few of them, where others head more than their share.
+fn spread_heads(load: &mut Load, resting: &[&pb::Chain], mut kind: RichAndPoor, out: &mut Planned) {
+    let rich: BTreeSet<ChainId> = kind.chains.into_iter().collect();
+    for c in resting.iter().filter(|c| rich.contains(&c.id) && is_whole(c)) {
+        let from = c.ost_index();
+        if out.contains_key(&c.id) || kind.heads[&from] <= kind.per {
+            continue;
+        }
+        let may = |t: &&TargetId| kind.heads[*t] * 2 <= kind.per && load.may_head(c, from, **t);
+        let Some(to) = kind.poor.iter().filter(may).min_by_key(|t| kind.heads[*t]).copied() else { continue };
+        kind.heads.entry(from).and_modify(|n| *n -= 1);
+        kind.heads.entry(to).and_modify(|n| *n += 1);
+        if !c.preferred.contains(&to) {
+            load.moves(from, to);
+        }
+        out.insert(c.id, moved(c, from, to, Why::Heads.words()));
+    }
+}
+
+/// The chain with another target in the place of one, and a sentence about it. They change places if it has both.
 pub(super) fn moved(c: &pb::Chain, from: TargetId, to: TargetId, why: &str) -> (pb::Chain, String) {
     let mut n = pb::Chain { epoch: c.epoch + 1, ..c.clone() };
-    n.preferred.iter_mut().filter(|t| **t == from).for_each(|t| *t = to);
-    (n, format!("chain {}: its replica on target {from} moves to target {to}: {why}", c.id))
+    for t in &mut n.preferred {
+        *t = if *t == from {
+            to
+        } else if *t == to {
+            from
+        } else {
+            *t
+        };
+    }
+    let what = if c.preferred.contains(&to) { "changes places with" } else { "moves to" };
+    (n, format!("chain {}: its replica on target {from} {what} target {to}: {why}", c.id))
 }
 
 #[cfg(test)]
@@ -371,7 +434,7 @@ mod tests {
     }
 
     fn planned(map: &pb::ClusterMap) -> Vec<(u32, Vec<TargetId>)> {
-        plan(map, &[], &BTreeSet::new(), true).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
+        plan(map, &[], &BTreeSet::new(), Some(1)).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
     }
 
     #[test]
@@ -391,7 +454,7 @@ mod tests {
         target_change(&mut m, &change(3, target_action::DRAIN, None)).unwrap();
         // Nor to what would be too full.
         assert_eq!(planned(&m), [(3, vec![2, 1]), (4, vec![3, 1])]);
-        for (chain, _) in plan(&m, &[], &BTreeSet::new(), true) {
+        for (chain, _) in plan(&m, &[], &BTreeSet::new(), Some(1)) {
             let update = pb::MapUpdate { expect_version: m.version, chains: vec![chain], ..Default::default() };
             state::update(&mut m.clone(), &update).unwrap();
         }
@@ -407,7 +470,7 @@ mod tests {
         assert_eq!(planned(&m), []);
         let dead = BTreeSet::from([0]);
         let moved = |m: &pb::ClusterMap| -> Vec<_> {
-            plan(m, &[], &dead, true).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
+            plan(m, &[], &dead, Some(1)).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
         };
         assert_eq!(moved(&m), [(1, vec![4, 1]), (4, vec![3, 5])]);
         // Not to where there is no room for it.
@@ -435,7 +498,7 @@ mod tests {
         }
         m.chains.retain(|c| c.preferred != [0]);
         let lost = m.chains.iter().filter(|c| c.preferred.contains(&0)).count();
-        let planned = plan(&m, &[], &BTreeSet::from([0]), true);
+        let planned = plan(&m, &[], &BTreeSet::from([0]), Some(8));
         let mut takes: BTreeMap<TargetId, usize> = BTreeMap::new();
         for (c, _) in &planned {
             let old = m.chains.iter().find(|o| o.id == c.id).unwrap();
@@ -456,7 +519,7 @@ mod tests {
         m.chains[0].replicas.push(pb::Replica { target: 4, state: ReplicaOffline as i32 });
         assert_eq!(planned(&m), [], "it may come back");
         let dead = BTreeSet::from([4]);
-        let again: Vec<_> = plan(&m, &[], &dead, true).into_iter().map(|(c, _)| c).collect();
+        let again: Vec<_> = plan(&m, &[], &dead, Some(1)).into_iter().map(|(c, _)| c).collect();
         assert_eq!(again.iter().map(|c| &c.preferred[..]).collect::<Vec<_>>(), [[2, 1]]);
         let update = pb::MapUpdate { expect_version: m.version, chains: again, ..Default::default() };
         state::update(&mut m.clone(), &update).unwrap();
@@ -475,7 +538,7 @@ mod tests {
         m.nodes = [(1001, "a"), (1002, "a"), (1003, "b"), (1004, "b"), (1005, "")].map(node).to_vec();
         // 0 and 1 share a rack, 2 and 3 too.
         assert_eq!(planned(&m), [(1, vec![0, 4]), (3, vec![2, 5])]);
-        assert_eq!(plan(&m, &[], &BTreeSet::new(), false), [], "not at every look");
+        assert_eq!(plan(&m, &[], &BTreeSet::new(), None), [], "not at every look");
         // A copy that moves for another reason finds its rack at once.
         m.targets[4].alive = false;
         m.targets[5].alive = false;
@@ -538,7 +601,7 @@ mod tests {
         for id in 10..20 {
             m.chains.push(pb::Chain { id, ..m.chains[0].clone() });
         }
-        let all = plan(&m, &[], &BTreeSet::new(), true);
+        let all = plan(&m, &[], &BTreeSet::new(), Some(1));
         assert_eq!(all.len(), MOVES, "{all:?}");
         for (n, _) in all {
             assert!(n.preferred.contains(&4));
@@ -550,7 +613,7 @@ mod tests {
         moved.replicas = moved.preferred.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
         assert_eq!(planned(&m).len(), 1);
         // A chain that changes otherwise waits, as does one without a source.
-        assert_eq!(plan(&m, &m.chains.clone(), &BTreeSet::new(), true), []);
+        assert_eq!(plan(&m, &m.chains.clone(), &BTreeSet::new(), Some(1)), []);
         m.chains
             .iter_mut()
             .for_each(|c| c.replicas.iter_mut().for_each(|r| r.set_state(pb::ReplicaState::ReplicaLastsrv)));
