@@ -78,7 +78,11 @@ impl Balance {
             if !self.going {
                 return out;
             }
-            let Some(m) = floor.next(percent / 2.0) else { return out };
+            let Some(m) = floor.next(percent / 2.0) else {
+                // What differs cannot be evened out: it has ended, unless it only waits for what is under way.
+                self.going = !out.is_empty() || floor.is_busy();
+                return out;
+            };
             out.push(floor.make(m));
         }
     }
@@ -131,6 +135,10 @@ impl<'a> Floor<'a> {
         let level = |target: &'a pb::Target| Level { target, used: used.get(&target.id).copied().unwrap_or(0) };
         let levels = map.targets.iter().filter(judged).map(level).collect();
         Floor { load: Load::new(map), levels, on, taken: BTreeSet::new(), stuck: BTreeSet::new() }
+    }
+
+    fn is_busy(&self) -> bool {
+        self.levels.iter().any(|l| self.load.moving(l.target.id) > 0)
     }
 
     /// The next move between two that differ by more than this; from the fullest to the emptiest, where that can be.

@@ -270,3 +270,13 @@ fn who_can_give_nothing_keeps_nobody_else_from_it() {
     let left = b.map.targets.iter().map(|t| b.used(t.id)).collect::<Vec<_>>();
     assert!(left[3..].iter().all(|n| *n == 0) && b.moves > 0 && left[0] < 300 * MIB, "{left:?}");
 }
+
+#[test]
+fn what_cannot_be_evened_out_starts_nothing_for_later() {
+    let mut b = Bed::new(2, 1000 * MIB);
+    let own: Vec<ChainId> = b.map.chains.iter().filter(|c| c.preferred == [0]).map(|c| c.id).collect();
+    b.bytes.insert(own[0], 70 * MIB);
+    assert_eq!((b.spread(), b.plan().len()), (0.07, 0), "it is one piece");
+    b.bytes = own.iter().take(3).map(|c| (*c, 10 * MIB)).collect();
+    assert_eq!((b.spread(), b.plan().len()), (0.03, 0), "within the bound");
+}
