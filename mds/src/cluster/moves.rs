@@ -125,6 +125,11 @@ pub fn is_whole(c: &pb::Chain) -> bool {
     c.replicas.len() == c.preferred.len() && c.preferred.iter().all(serves)
 }
 
+/// Whether a target can take nothing more.
+fn is_full(t: &pb::Target) -> bool {
+    u128::from(t.used) * 100 > u128::from(t.capacity) * FULL
+}
+
 /// How full targets are, and what they have to do.
 pub(super) struct Load<'a> {
     map: &'a pb::ClusterMap,
@@ -178,17 +183,24 @@ impl<'a> Load<'a> {
         t.used / self.replicas.get(&t.id).copied().unwrap_or(0).max(1) as u64
     }
 
-    /// The target that takes the place of `old` in a chain: the heir if it may, else the one that is least full when what is on its
-    /// way counts as much as what each replica there has. It is on none of the other replicas' servers, and in a rack with as few of
+    /// The target that takes the place of `old` in a chain: the heir if it may, else one that has all of it still, else the one that is
+    /// least full when what is on its way counts as much as what each replica there has. It is on none of the other replicas' servers, and in a rack with as few of
     /// them as can be; if that is why, with fewer than `old`. A chain of a pool stays within it if that can be, and unless copies
     /// would be lost otherwise it goes nowhere else.
     fn heir(&self, c: &pb::Chain, old: &pb::Target, why: Why) -> Option<TargetId> {
+        use pb::ReplicaState::{ReplicaServing, ReplicaSyncing, ReplicaWaiting};
         let others: Vec<TargetId> = c.preferred.iter().copied().filter(|t| *t != old.id).collect();
         let crowd = |t: &pb::Target| self.domains.crowd(t.id, &others);
+        // It was to leave, and has not yet: nothing is copied.
+        let has = |t: &pb::Target| c.state_of(t.id) == Some(ReplicaServing);
+        // One that has just begun to be filled says nothing of how much it is.
+        let begins = matches!(c.state_of(old.id), None | Some(ReplicaSyncing | ReplicaWaiting));
+        let source = c.head().filter(|_| begins).and_then(|t| self.targets.get(&t).copied());
+        let each = self.each(source.unwrap_or(old));
         let could = |t: &&pb::Target| {
             let apart = others.iter().all(|o| self.domains.servers_differ(*o, t.id));
-            let then = u128::from(t.used) + u128::from(self.each(old)) * (self.moving(t.id) as u128 + 1);
-            let room = then * 100 <= u128::from(t.capacity) * FULL;
+            let then = u128::from(t.used) + u128::from(each) * (self.moving(t.id) as u128 + 1);
+            let room = has(t) || then * 100 <= u128::from(t.capacity) * FULL;
             t.alive && !t.draining && t.id != old.id && apart && room
         };
         let mut could: Vec<&pb::Target> = self.map.targets.iter().filter(could).collect();
@@ -205,9 +217,9 @@ impl<'a> Load<'a> {
         let fullness = |t: &&pb::Target| {
             let used = t.used.saturating_add(self.each(t) * self.moving(t.id) as u64);
             let own = self.replicas.get(&t.id).copied().unwrap_or(0);
-            (u128::from(used) * 1000 / u128::from(t.capacity.max(1)), own, t.id)
+            (!has(t), u128::from(used) * 1000 / u128::from(t.capacity.max(1)), own, t.id)
         };
-        let free = |t: &&pb::Target| self.moving(t.id) < MOVES;
+        let free = |t: &&pb::Target| has(t) || self.moving(t.id) < MOVES;
         match old.heir.filter(|h| could.iter().any(|t| t.id == *h)) {
             // It takes as many as it can at a time, and will take this one later.
             Some(h) => Some(h).filter(|h| self.moving(*h) < MOVES),
@@ -224,7 +236,7 @@ impl<'a> Load<'a> {
             // A copy that is missing is made good first.
             Why::Crowded => is_whole(c) && self.may_spread(c, t),
             Why::Pool => is_whole(c) && self.pools.get(&c.id).is_some_and(|p| !p.targets.contains(&t)),
-            Why::Fuller | Why::Heads => false,
+            Why::Full | Why::Fuller | Why::Heads => false,
         };
         yes.then_some(is)
     }
@@ -242,12 +254,19 @@ impl<'a> Load<'a> {
         }
     }
 
-    /// The target, if a chain waits for it in vain: it is to join, and has been dead for long or was given up.
-    fn never_comes(&self, c: &pb::Chain, t: TargetId, dead: &BTreeSet<TargetId>) -> Option<&'a pb::Target> {
+    /// The target, if a chain waits for it in vain: it is to join, and has been dead for long, was given up, or has become too full.
+    fn waits_for(&self, c: &pb::Chain, t: TargetId, dead: &BTreeSet<TargetId>) -> Option<(&'a pb::Target, Why)> {
         use pb::ReplicaState::{ReplicaServing, ReplicaSyncing};
         let is = self.targets.get(&t).copied()?;
-        let takes_part = matches!(c.state_of(t), Some(ReplicaServing | ReplicaSyncing));
-        (!takes_part && !is.alive && (is.given_up || dead.contains(&t))).then_some(is)
+        let state = c.state_of(t);
+        let takes_part = matches!(state, Some(ReplicaServing | ReplicaSyncing));
+        if !takes_part && !is.alive && (is.given_up || dead.contains(&t)) {
+            Some((is, Why::Dead))
+        } else if state != Some(ReplicaServing) && is.alive && is_full(is) {
+            Some((is, Why::Full))
+        } else {
+            None
+        }
     }
 
     /// Whether a chain may have a target in the place of another one: on none of the other replicas' servers, as far from them, and not
@@ -289,6 +308,8 @@ type Planned = BTreeMap<ChainId, (pb::Chain, String)>;
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Why {
     Dead,
+    /// A move that is under way.
+    Full,
     Drains,
     Crowded,
     /// Decided by [`Balance`](super::balance::Balance).
@@ -302,6 +323,7 @@ impl Why {
     pub(super) fn words(self) -> &'static str {
         match self {
             Why::Dead => "that has been dead for long",
+            Why::Full => "that has become too full",
             Why::Drains => "that is to be emptied",
             Why::Crowded => "another copy is in the same rack",
             Why::Fuller => "that is fuller",
@@ -325,7 +347,8 @@ pub fn plan(
     let pools = map.sets.iter().any(|s| !s.pool.is_empty());
     let heads = tidy.map(|per| deal::rich_and_poor(map, per)).unwrap_or_default();
     let tidy = tidy.is_some() && (racks || pools);
-    if !tidy && heads.is_empty() && dead.is_empty() && map.targets.iter().all(|t| !t.draining) {
+    let full = map.targets.iter().any(is_full) && map.chains.iter().any(is_moving);
+    if !tidy && heads.is_empty() && dead.is_empty() && !full && map.targets.iter().all(|t| !t.draining) {
         return Vec::new();
     }
     let mut load = Load::new(map);
@@ -336,11 +359,11 @@ pub fn plan(
     let mut out = Planned::new();
     let under_way = |c: &&pb::Chain| !busy.contains(&c.id) && is_moving(c) && c.head().is_some();
     for c in map.chains.iter().filter(under_way) {
-        // What replaces it never comes: another place.
-        let Some(old) = c.preferred.iter().find_map(|t| load.never_comes(c, *t, dead)) else { continue };
-        if let Some(heir) = load.heir(c, old, Why::Dead) {
+        // What replaces it never comes, or cannot take it: another place.
+        let Some((old, why)) = c.preferred.iter().find_map(|t| load.waits_for(c, *t, dead)) else { continue };
+        if let Some(heir) = load.heir(c, old, why) {
             load.moves(old.id, heir);
-            out.insert(c.id, moved(c, old.id, heir, Why::Dead.words()));
+            out.insert(c.id, moved(c, old.id, heir, why.words()));
         }
     }
     let reasons = [Why::Dead, Why::Drains, Why::Crowded, Why::Pool];
@@ -528,6 +551,33 @@ mod tests {
         assert_eq!(planned(&m), [(1, vec![2, 1])]);
         // One that is being filled is left alone.
         m.chains[0].replicas[2].set_state(pb::ReplicaState::ReplicaSyncing);
+        assert_eq!(planned(&m), []);
+    }
+
+    #[test]
+    fn a_move_to_what_has_become_full_goes_elsewhere_or_back() {
+        let mut m = map();
+        m.chains.truncate(1);
+        m.chains[0].preferred = vec![4, 1];
+        m.chains[0].replicas.push(pb::Replica { target: 4, state: pb::ReplicaState::ReplicaSyncing as i32 });
+        m.targets[4].used = 95;
+        assert_eq!(planned(&m), []);
+        // Back to where it is, though that is full, rather than to what is empty.
+        m.targets[4].used = 96;
+        m.targets[0].used = 99;
+        assert_eq!(planned(&m), [(1, vec![0, 1])]);
+        // From what is to be emptied it goes on.
+        m.targets[0].draining = true;
+        m.targets[0].used = 50;
+        assert_eq!(planned(&m), [(1, vec![2, 1])]);
+        // If there is nothing better it stays.
+        for t in [2, 3, 5] {
+            m.targets[t].used = 95;
+        }
+        assert_eq!(planned(&m), []);
+        // Who is filled already is not disturbed.
+        m.targets[2].used = 0;
+        m.chains[0].replicas[2].set_state(ReplicaServing);
         assert_eq!(planned(&m), []);
     }
 
