@@ -41,7 +41,7 @@ const SHUN_MAX: Duration = Duration::from_secs(300);
 pub struct Options {
     /// How long a storage server may act on an answered heartbeat.
     pub lease: Duration,
-    /// Chains are made once so many targets are alive; 0: any.
+    /// The first chains are made once so many targets are alive; 0: any.
     pub expect_targets: usize,
     /// Chains of each number of copies that a target heads.
     pub chains_per_target: usize,
@@ -303,7 +303,9 @@ impl Manager {
     fn new_chains(&mut self, now: Duration, map: &MapView, alive: usize) -> Option<Proposal> {
         // Not looked for at every tick: should the change be refused, others go on.
         let settled = now.saturating_sub(self.last_registration.max(self.dealt)) >= SETTLE;
-        if !settled || alive < self.options.expect_targets {
+        // Later ones do not wait for those that are down just then.
+        let waits = map.map.sets.is_empty() && alive < self.options.expect_targets;
+        if !settled || waits {
             return None;
         }
         self.dealt = now;

@@ -102,6 +102,15 @@ fn chains_are_made_when_all_expected_targets_live_and_a_second_has_passed() {
     }
     assert!(r.tick(2800));
     assert_eq!(r.map.map.sets.len(), 6);
+    // Nor for others, once there are chains: two are dead when the next one comes.
+    let mut map = r.map.map.clone();
+    state::register(&mut map, &request("later", &[78])).unwrap();
+    r.set(3000, map);
+    for now in (3100..=7000).step_by(300) {
+        [0, 4].into_iter().for_each(|t| r.beat(now, t));
+        r.tick(now);
+    }
+    assert!(r.map.map.sets.len() > 6 && r.map.map.targets.iter().filter(|t| t.alive).count() == 2);
 }
 
 #[test]
