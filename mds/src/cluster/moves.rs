@@ -185,8 +185,8 @@ impl<'a> Load<'a> {
 
     /// The target that takes the place of `old` in a chain: the heir if it may, else one that has all of it still, else the one that is
     /// least full when what is on its way counts as much as what each replica there has. It is on none of the other replicas' servers, and in a rack with as few of
-    /// them as can be; if that is why, with fewer than `old`. A chain of a pool stays within it if that can be, and unless copies
-    /// would be lost otherwise it goes nowhere else.
+    /// them as can be; if that is why, with fewer than `old`. A chain of a pool stays
+    /// within it if a member may take it; if none may, it leaves the pool all the same where what was decided could not be done otherwise.
     fn heir(&self, c: &pb::Chain, old: &pb::Target, why: Why) -> Option<TargetId> {
         use pb::ReplicaState::{ReplicaServing, ReplicaSyncing, ReplicaWaiting};
         let others: Vec<TargetId> = c.preferred.iter().copied().filter(|t| *t != old.id).collect();
@@ -225,6 +225,12 @@ impl<'a> Load<'a> {
             Some(h) => Some(h).filter(|h| self.moving(*h) < MOVES),
             None => could.into_iter().filter(|t| crowd(t) == fewest).filter(free).min_by_key(fullness).map(|t| t.id),
         }
+    }
+
+    /// What to say of a move out of the chain's pool.
+    fn outside(&self, c: &pb::Chain, to: TargetId) -> String {
+        let left = self.pools.get(&c.id).filter(|p| !p.targets.contains(&to));
+        left.map(|p| format!("; no target of pool '{}' can take it", p.name)).unwrap_or_default()
     }
 
     /// The target, if its replica of a resting chain is to move for this reason.
@@ -363,7 +369,7 @@ pub fn plan(
         let Some((old, why)) = c.preferred.iter().find_map(|t| load.waits_for(c, *t, dead)) else { continue };
         if let Some(heir) = load.heir(c, old, why) {
             load.moves(old.id, heir);
-            out.insert(c.id, moved(c, old.id, heir, why.words()));
+            out.insert(c.id, moved(c, old.id, heir, &(why.words().to_owned() + &load.outside(c, heir))));
         }
     }
     let reasons = [Why::Dead, Why::Drains, Why::Crowded, Why::Pool];
@@ -378,7 +384,7 @@ pub fn plan(
             }
             if let Some(heir) = load.heir(c, old, why) {
                 load.moves(old.id, heir);
-                out.insert(c.id, moved(c, old.id, heir, why.words()));
+                out.insert(c.id, moved(c, old.id, heir, &(why.words().to_owned() + &load.outside(c, heir))));
             }
         }
     }
@@ -640,8 +646,11 @@ mod tests {
         m.targets[2].used = 50;
         m.chains.truncate(1);
         assert_eq!(planned(&m), [(1, vec![0, 2])]);
+        assert!(!plan(&m, &[], &BTreeSet::new(), None)[0].1.contains("pool"));
         members(&mut m, &[0, 1]);
         assert_eq!(planned(&m), [(1, vec![0, 3])]);
+        let (_, sentence) = plan(&m, &[], &BTreeSet::new(), None).remove(0);
+        assert!(sentence.ends_with("to be emptied; no target of pool 'p' can take it"), "{sentence}");
     }
 
     #[test]
