@@ -193,11 +193,7 @@ impl Manager {
                 format!("storage server {} is not registered; register first", h.node),
             ));
         }
-        let stored: usize = h.targets.iter().map(|r| r.stored.len()).sum();
-        if h.targets.len() > state::MAX_NODE_TARGETS
-            || h.unreachable.len() > MAX_UNREACHABLE
-            || stored > recovery::MAX_SIGHTS
-        {
+        if h.targets.len() > state::MAX_NODE_TARGETS || h.unreachable.len() > MAX_UNREACHABLE {
             return Err(Error::new(Code::Inval, "heartbeat lists too long"));
         }
         for r in &h.targets {
@@ -210,6 +206,7 @@ impl Manager {
             return Err(Error::new(Code::Overloaded, "other storage servers cannot reach this node; it gets no lease"));
         }
         self.told.insert(h.node, (now, h.evicted_seen));
+        let stored: usize = h.targets.iter().map(|r| r.stored.len()).sum();
         for r in &h.targets {
             let s = self.seen.entry(r.target).or_default();
             (s.at, s.stamp) = (now, r.stamp);
@@ -224,9 +221,10 @@ impl Manager {
             // Only chains it is a member of: the list is bounded by the map.
             let own = |c: &&ChainId| map.chain(**c).is_some_and(|c| c.state_of(r.target).is_some());
             s.synced = r.synced_chains.iter().filter(own).copied().collect();
-            // Nothing is stored, or the server is of a version that does not say what.
-            let says = !r.stored.is_empty() || r.used == 0;
-            s.stored = says.then(|| r.stored.iter().map(|c| (c.chain, c.bytes)).collect());
+            // Nothing is stored, or the server is of a version that does not say what. A list without end is no reason to refuse a lease.
+            let says = (!r.stored.is_empty() || r.used == 0) && stored <= recovery::MAX_SIGHTS;
+            let known = r.stored.iter().filter(|c| map.chain(c.chain).is_some());
+            s.stored = says.then(|| known.map(|c| (c.chain, c.bytes)).collect());
             s.version = h.map_version;
         }
         self.note_unreachable(now, h, map);

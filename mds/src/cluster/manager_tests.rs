@@ -642,9 +642,15 @@ fn replicas_move_to_an_empty_target_by_what_heartbeats_say() {
 #[test]
 fn reports_of_what_is_stored_are_bounded() {
     let mut r = Rig::new(with_chains(2, 1), 0);
-    let many = |h: &mut pb::HeartbeatRequest| {
-        h.targets[0].stored =
-            (0..=recovery::MAX_SIGHTS as u32).map(|chain| pb::ChainBytes { chain, bytes: 1 }).collect();
+    let say = |n: u32| {
+        move |h: &mut pb::HeartbeatRequest| {
+            h.targets[0].stored = (0..n).map(|chain| pb::ChainBytes { chain, bytes: 1 }).collect();
+        }
     };
-    assert_eq!(r.beat_with(100, 0, many).unwrap_err().code, Code::Inval);
+    let most = recovery::MAX_SIGHTS as u32;
+    r.beat_with(100, 0, say(most)).unwrap();
+    let known = r.map.map.chains.len();
+    assert_eq!(r.m.seen[&0].stored.as_ref().map(Vec::len), Some(known), "chains that there are");
+    r.beat_with(200, 0, say(most + 1)).unwrap();
+    assert!(r.m.seen[&0].stored.is_none(), "it is as if it had not said");
 }

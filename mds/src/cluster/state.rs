@@ -395,6 +395,10 @@ pub fn pool_change(map: &mut pb::ClusterMap, p: &pb::PoolChange) -> Result<()> {
     let missing = || Error::new(Code::NoEnt, format!("there is no pool '{name}'"));
     match p.action {
         pool_action::NEW if at.is_some() => return Err(Error::new(Code::Exist, format!("pool '{name}' exists"))),
+        // In a layout these say that there is no pool.
+        pool_action::NEW if name == "none" || name == "ignore" => {
+            return Err(inval(format!("a pool cannot be named '{name}': `lfs setstripe -p {name}` means no pool")));
+        }
         pool_action::NEW => {
             let targets: BTreeSet<TargetId> = p.targets.iter().copied().collect();
             next.pools.push(pb::Pool { name: name.clone(), targets: targets.into_iter().collect() });
