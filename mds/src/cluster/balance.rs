@@ -11,7 +11,7 @@ use super::moves::{FULL, Load, Why, is_whole, moved};
 
 /// Replicas that one target gives away or takes at a time, whatever for, if another is to come on top: it is no emergency.
 const MOVES: usize = 2;
-/// So many of the fullest and of the emptiest targets are looked at.
+/// So many of the emptiest targets are looked at for each chain that might move.
 const LOOK: usize = 32;
 /// A move that evens out less than this share of a target is not worth it.
 const LEAST: f64 = 0.001;
@@ -78,7 +78,11 @@ impl Balance {
             if !self.going {
                 return out;
             }
-            let Some(m) = floor.next(percent / 2.0) else { return out };
+            let Some(m) = floor.next(percent / 2.0) else {
+                // What differs cannot be evened out: it has ended, unless it only waits for what is under way.
+                self.going = !out.is_empty() || floor.is_busy();
+                return out;
+            };
             out.push(floor.make(m));
         }
     }
@@ -98,6 +102,8 @@ struct Floor<'a> {
     /// Chains that rest, and their bytes, by target.
     on: BTreeMap<TargetId, Vec<(&'a pb::Chain, u64)>>,
     taken: BTreeSet<ChainId>,
+    /// Those that have nothing to give that anybody may take.
+    stuck: BTreeSet<TargetId>,
 }
 
 impl<'a> Floor<'a> {
@@ -128,43 +134,58 @@ impl<'a> Floor<'a> {
         let judged = |t: &&pb::Target| t.alive && !t.draining && stored(t.id).is_some();
         let level = |target: &'a pb::Target| Level { target, used: used.get(&target.id).copied().unwrap_or(0) };
         let levels = map.targets.iter().filter(judged).map(level).collect();
-        Floor { load: Load::new(map), levels, on, taken: BTreeSet::new() }
+        Floor { load: Load::new(map), levels, on, taken: BTreeSet::new(), stuck: BTreeSet::new() }
+    }
+
+    fn is_busy(&self) -> bool {
+        self.levels.iter().any(|l| self.load.moving(l.target.id) > 0)
     }
 
     /// The next move between two that differ by more than this; from the fullest to the emptiest, where that can be.
-    fn next(&self, least: f64) -> Option<Move<'a>> {
+    fn next(&mut self, least: f64) -> Option<Move<'a>> {
         let free = |i: &usize| self.load.moving(self.levels[*i].target.id) < MOVES;
-        for from in (0..self.levels.len()).filter(free).take(LOOK) {
-            for to in (0..self.levels.len()).rev().filter(free).take(LOOK) {
-                let (giver, taker) = (&self.levels[from], &self.levels[to]);
-                let differ = giver.full() - taker.full();
-                if differ <= least {
-                    break;
-                }
-                let most = giver.half_way(taker);
-                let worth = LEAST * giver.capacity().min(taker.capacity());
-                let fits = |n: u64| n <= most && n as f64 >= worth && taker.has_room(n);
-                let chains = self.on.get(&giver.target.id).into_iter().flatten();
-                let may = chains.filter(|(c, n)| fits(*n) && self.may(c, giver.target.id, taker.target.id));
-                // Of about as many bytes rather one that it does not head: its OST index stays.
-                let best = may.max_by_key(|(c, n)| (n.ilog2(), c.ost_index() != giver.target.id, *n));
-                if let Some((chain, bytes)) = best {
-                    return Some(Move { chain, bytes: *bytes, from, to });
-                }
+        let takers: Vec<usize> = (0..self.levels.len()).rev().filter(free).collect();
+        let emptiest = self.levels[*takers.first()?].full();
+        let givers: Vec<usize> = (0..self.levels.len()).filter(free).collect();
+        for from in givers {
+            let giver = &self.levels[from];
+            if giver.full() - emptiest <= least {
+                return None;
             }
+            if self.stuck.contains(&giver.target.id) {
+                continue;
+            }
+            if let Some(m) = self.best(from, &takers, least) {
+                return Some(m);
+            }
+            self.stuck.insert(giver.target.id);
         }
         None
     }
 
-    fn may(&self, c: &pb::Chain, from: TargetId, to: TargetId) -> bool {
-        let others = || c.preferred.iter().filter(|t| **t != from);
-        let domains = &self.load.domains;
-        let pool = self.load.pools.get(&c.id);
-        !self.taken.contains(&c.id)
-            && !c.preferred.contains(&to)
-            && pool.is_none_or(|p| p.targets.contains(&to) || !p.targets.contains(&from))
-            && others().all(|o| domains.servers_differ(*o, to))
-            && domains.crowd(to, others()) <= domains.crowd(from, others())
+    /// The largest of a giver's chains that the emptiest of these takers may have, or else the next one; of about as many bytes rather
+    /// one that it does not head: its OST index stays.
+    fn best(&self, from: usize, takers: &[usize], least: f64) -> Option<Move<'a>> {
+        let giver = &self.levels[from];
+        let id = giver.target.id;
+        let taker = |c: &pb::Chain, bytes: u64| {
+            let pool = self.load.pools.get(&c.id).filter(|p| p.targets.contains(&id));
+            let member = |to: &&usize| pool.is_none_or(|p| p.targets.contains(&self.levels[**to].target.id));
+            let may = |to: &&usize| {
+                let to = &self.levels[**to];
+                let worth = LEAST * giver.capacity().min(to.capacity());
+                bytes <= giver.half_way(to)
+                    && bytes as f64 >= worth
+                    && to.has_room(bytes)
+                    && self.load.suits(c, id, to.target.id)
+            };
+            let differs = |to: &&usize| giver.full() - self.levels[**to].full() > least;
+            takers.iter().take_while(differs).filter(member).take(LOOK).find(may).copied()
+        };
+        let chains = self.on.get(&id).into_iter().flatten().filter(|(c, _)| !self.taken.contains(&c.id));
+        let may =
+            chains.filter_map(|(chain, bytes)| Some(Move { chain, bytes: *bytes, from, to: taker(chain, *bytes)? }));
+        may.max_by_key(|m| (m.to, m.bytes.ilog2(), m.chain.ost_index() != id, m.bytes))
     }
 
     fn make(&mut self, m: Move<'a>) -> (pb::Chain, String) {

@@ -240,3 +240,43 @@ fn only_what_is_whole_moves() {
     }
     assert!(b.plan().is_empty());
 }
+
+#[test]
+fn who_can_give_nothing_keeps_nobody_else_from_it() {
+    let mut b = Bed::new(45, 1000 * MIB);
+    let own = |b: &Bed, t, chains: &[u64]| {
+        let of = b.map.chains.iter().filter(|c| c.preferred == [t]);
+        of.map(|c| c.id).zip(chains.iter().copied()).collect::<Vec<_>>()
+    };
+    // What the fullest have is too large to go anywhere.
+    for t in 0..40 {
+        let one = own(&b, t, &[600 * MIB]);
+        b.bytes.extend(one);
+    }
+    let two = own(&b, 40, &[200 * MIB, 200 * MIB]);
+    b.bytes.extend(two);
+    let planned = b.plan();
+    assert!(planned.len() == 1 && planned[0].1.contains("on target 40 moves to"), "{planned:?}");
+    // The emptiest are not in the pool.
+    let mut b = Bed::new(45, 1000 * MIB);
+    b.map.pools = vec![pb::Pool { name: "p".into(), targets: vec![0, 1, 2] }];
+    b.deal();
+    let single = b.map.sets.iter().find(|s| s.pool == "p" && s.copies == 1).unwrap().chains.clone();
+    let head = |id: &ChainId| b.map.chains.iter().find(|c| c.id == *id).unwrap().preferred[0];
+    let bytes: Vec<(ChainId, u64)> =
+        single.iter().map(|c| (*c, if head(c) == 0 { 50 * MIB } else { 10 * MIB })).collect();
+    b.bytes.extend(bytes);
+    b.settle();
+    let left = b.map.targets.iter().map(|t| b.used(t.id)).collect::<Vec<_>>();
+    assert!(left[3..].iter().all(|n| *n == 0) && b.moves > 0 && left[0] < 300 * MIB, "{left:?}");
+}
+
+#[test]
+fn what_cannot_be_evened_out_starts_nothing_for_later() {
+    let mut b = Bed::new(2, 1000 * MIB);
+    let own: Vec<ChainId> = b.map.chains.iter().filter(|c| c.preferred == [0]).map(|c| c.id).collect();
+    b.bytes.insert(own[0], 70 * MIB);
+    assert_eq!((b.spread(), b.plan().len()), (0.07, 0), "it is one piece");
+    b.bytes = own.iter().take(3).map(|c| (*c, 10 * MIB)).collect();
+    assert_eq!((b.spread(), b.plan().len()), (0.03, 0), "within the bound");
+}

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use pb::ReplicaState::ReplicaServing;
-use strake_proto::{ChainId, NodeId, TargetId, pb};
+use strake_proto::{ChainId, NodeId, TargetId, map::ChainExt, pb};
 
 use super::{
     domains::{Domains, Rack},
@@ -12,47 +12,66 @@ use super::{
     state::MAX_COPIES,
 };
 
-/// Chains of a map, about: with more targets than that allows, each heads fewer. Every change of a chain sends the map to everybody.
+/// Most chains of a map: every change of a chain sends the map to everybody.
 pub const MAX_CHAINS: usize = 32_768;
 /// Chain ids of an era are below the next era times two to this.
 const ERA_CHAINS: u32 = 16;
 
+/// Where the ids of chains that are made now begin, and the first one that none may have. A group that was recovered must not give out
+/// again what was given out after the state that it has.
+pub(super) fn ids(map: &pb::ClusterMap) -> (u64, u64) {
+    let era = recovery::incarnation(map).era();
+    (era << ERA_CHAINS, (era + 1) << ERA_CHAINS)
+}
+
 /// Chains and chain sets for what is alive, stays, and heads too few: per number of copies that the live nodes allow, one set in
 /// which each such target heads so many that it has `per` of them, fewer where the map would become too long. The same for
-/// each pool, of chains that have all replicas on its members. `None` if nothing is missing.
+/// each pool, of chains that have all replicas on its members. `None` if nothing is missing, or there is no room for it.
 ///
-/// A target heads too few if it heads at most half of `per`: what moved away is not made up for chain by chain, or the map would grow
-/// with every move. A set's order goes round its heads.
+/// A target heads too few if it heads at most half of `per`: what moved away is not made up for chain by chain. Nor if it moved to
+/// others, so that the map does not grow with every target that goes and comes back: no more chains are made of a kind once there are
+/// `per` for each target; then [`rich_and_poor`] is made even. A set's order goes round its heads.
 pub fn make_chains(map: &pb::ClusterMap, per: usize) -> Option<(Vec<pb::Chain>, Vec<pb::ChainSet>)> {
     let groups = groups(map);
-    let wanted: usize = groups.iter().map(|g| g.places.len() * g.kinds).sum();
-    let fits = if map.chains.len() < MAX_CHAINS { MAX_CHAINS / wanted.max(1) } else { 1 };
-    let per = per.min(fits).max(1);
-    let chains: BTreeMap<ChainId, &pb::Chain> = map.chains.iter().filter(|c| !c.lost).map(|c| (c.id, c)).collect();
-    // A group that was recovered must not give out again what was given out after the state that it has.
-    let before = (recovery::incarnation(map).era() as u32) << ERA_CHAINS;
+    let Deals { per, mut left, all } = Deals::new(map, &groups, per);
+    let before = ids(map).0 as u32;
     let mut next_chain: ChainId = map.chains.iter().map(|c| c.id).max().unwrap_or(0).max(before) + 1;
     let mut next_set = map.sets.iter().map(|s| s.id).max().unwrap_or(0).max(before) + 1;
     let (mut new, mut sets) = (Vec::new(), Vec::new());
-    for g in &groups {
-        for copies in 1..=g.kinds {
-            let own = map.sets.iter().filter(|s| s.pool == g.pool && s.copies as usize == copies);
-            let own = own.flat_map(|s| &s.chains).filter_map(|id| chains.get(id)).map(|c| &c.preferred[..]);
-            let first = next_chain;
-            for preferred in Deal::new(&g.places, own).missing(per, copies) {
-                let serving = |t: &TargetId| pb::Replica { target: *t, state: ReplicaServing as i32 };
-                let replicas = preferred.iter().map(serving).collect();
-                new.push(pb::Chain { id: next_chain, epoch: 1, replicas, preferred, lost: false });
-                next_chain += 1;
-            }
-            if next_chain > first {
-                let chains = (first..next_chain).collect();
-                sets.push(pb::ChainSet { id: next_set, pool: g.pool.to_owned(), copies: copies as u32, chains });
-                next_set += 1;
-            }
+    for mut d in all {
+        let first = next_chain;
+        for preferred in d.missing(per, left) {
+            let serving = |t: &TargetId| pb::Replica { target: *t, state: ReplicaServing as i32 };
+            let replicas = preferred.iter().map(serving).collect();
+            new.push(pb::Chain { id: next_chain, epoch: 1, replicas, preferred, lost: false });
+            next_chain += 1;
+        }
+        if next_chain > first {
+            let chains = (first..next_chain).collect::<Vec<_>>();
+            left -= chains.len();
+            sets.push(pb::ChainSet { id: next_set, pool: d.group.pool.to_owned(), copies: d.copies as u32, chains });
+            next_set += 1;
         }
     }
     if sets.is_empty() { None } else { Some((new, sets)) }
+}
+
+/// Chains of one kind whose head has more than its share, and who lacks some.
+pub(super) struct RichAndPoor {
+    /// What each target heads.
+    pub heads: BTreeMap<TargetId, usize>,
+    /// The share of each.
+    pub per: usize,
+    pub chains: Vec<ChainId>,
+    /// Those that head at most half of their share.
+    pub poor: Vec<TargetId>,
+}
+
+/// Where targets head too few chains, and others more than `per`.
+pub(super) fn rich_and_poor(map: &pb::ClusterMap, per: usize) -> Vec<RichAndPoor> {
+    let groups = groups(map);
+    let deals = Deals::new(map, &groups, per);
+    deals.all.iter().filter_map(|d| d.rich_and_poor(deals.per)).collect()
 }
 
 /// Targets that have chains among themselves: all of them, or those of a pool.
@@ -90,9 +109,43 @@ impl<'a> Group<'a> {
     }
 }
 
+/// All kinds of chains: of each group, and each number of copies.
+struct Deals<'a> {
+    /// What each target heads of each kind, if the map shall not become too long.
+    per: usize,
+    /// Chains that the map has room for.
+    left: usize,
+    all: Vec<Deal<'a>>,
+}
+
+impl<'a> Deals<'a> {
+    fn new(map: &'a pb::ClusterMap, groups: &'a [Group<'a>], per: usize) -> Deals<'a> {
+        let chains: BTreeMap<ChainId, &pb::Chain> = map.chains.iter().filter(|c| !c.lost).map(|c| (c.id, c)).collect();
+        let mut all = Vec::new();
+        for group in groups {
+            for copies in 1..=group.kinds {
+                let own = map.sets.iter().filter(|s| s.pool == group.pool && s.copies as usize == copies);
+                let own = own.flat_map(|s| &s.chains).filter_map(|id| chains.get(id).copied());
+                all.push(Deal::new(group, copies, own));
+            }
+        }
+        let last = map.chains.iter().map(|c| u64::from(c.id)).max().unwrap_or(0);
+        let (first, end) = ids(map);
+        let ids = end.saturating_sub(last.max(first) + 1) as usize;
+        let left = ids.min(MAX_CHAINS.saturating_sub(map.chains.len()));
+        let fits = |per: &usize| all.iter().map(|d| d.lacks(*per)).sum::<usize>() <= left;
+        let per = (1..=per).rev().find(fits).unwrap_or(1);
+        Deals { per, left, all }
+    }
+}
+
 /// What the chains of one number of copies mean for each target of a group; targets by their position in it.
 struct Deal<'a> {
+    group: &'a Group<'a>,
+    copies: usize,
     places: &'a [Place<'a>],
+    /// Chains that there are, and what heads them.
+    chains: Vec<(ChainId, TargetId)>,
     heads: Vec<usize>,
     follows: Vec<u32>,
     /// With whom it shares chains, once for each chain.
@@ -100,13 +153,16 @@ struct Deal<'a> {
 }
 
 impl<'a> Deal<'a> {
-    fn new<'c>(places: &'a [Place<'a>], chains: impl Iterator<Item = &'c [TargetId]>) -> Deal<'a> {
+    fn new(group: &'a Group<'a>, copies: usize, own: impl Iterator<Item = &'a pb::Chain>) -> Deal<'a> {
+        let places = &group.places[..];
         let n = places.len();
-        let mut d = Deal { places, heads: vec![0; n], follows: vec![0; n], partners: vec![Vec::new(); n] };
+        let (heads, follows, partners) = (vec![0; n], vec![0; n], vec![Vec::new(); n]);
+        let mut d = Deal { group, copies, places, chains: Vec::new(), heads, follows, partners };
         let at: BTreeMap<TargetId, usize> = places.iter().enumerate().map(|(i, p)| (p.id, i)).collect();
-        for c in chains {
-            let known: Vec<usize> = c.iter().filter_map(|t| at.get(t).copied()).collect();
-            if let Some(head) = c.first().and_then(|t| at.get(t)) {
+        for c in own {
+            let known: Vec<usize> = c.preferred.iter().filter_map(|t| at.get(t).copied()).collect();
+            d.chains.push((c.id, c.ost_index()));
+            if let Some(head) = at.get(&c.ost_index()) {
                 d.heads[*head] += 1;
             }
             (1..known.len()).for_each(|i| d.join(&known[..i], known[i]));
@@ -122,28 +178,42 @@ impl<'a> Deal<'a> {
         }
     }
 
-    /// Chains of so many copies for those who head at most half of `per`, one for each of them in turn.
-    fn missing(&mut self, per: usize, copies: usize) -> Vec<Vec<TargetId>> {
-        let short = |h: &usize| if h * 2 <= per { per - h } else { 0 };
-        let missing: Vec<usize> = self.heads.iter().map(short).collect();
-        let mut chains = Vec::new();
-        for round in 0..missing.iter().copied().max().unwrap_or(0) {
-            for head in (0..missing.len()).filter(|t| missing[*t] > round) {
-                let chain = self.chain(head, copies);
-                chains.push(chain.into_iter().map(|t| self.places[t].id).collect());
-            }
-        }
-        chains
+    /// How many chains are missing.
+    fn lacks(&self, per: usize) -> usize {
+        let known: BTreeSet<TargetId> =
+            self.places.iter().map(|p| p.id).chain(self.chains.iter().map(|c| c.1)).collect();
+        let more = (per * known.len()).saturating_sub(self.chains.len());
+        self.heads.iter().map(|h| short(*h, per)).sum::<usize>().min(more)
+    }
+
+    /// Chains for those who head too few, one for each of them in turn; so many at most.
+    fn missing(&mut self, per: usize, most: usize) -> Vec<Vec<TargetId>> {
+        let most = most.min(self.lacks(per));
+        let short: Vec<usize> = self.heads.iter().map(|h| short(*h, per)).collect();
+        let rounds = 0..short.iter().copied().max().unwrap_or(0);
+        let turns = rounds.flat_map(|round| (0..short.len()).map(move |t| (round, t)));
+        let heads = turns.filter(|(round, t)| short[*t] > *round).take(most);
+        heads.map(|(_, head)| self.chain(head)).collect()
+    }
+
+    /// `None` if there are not both.
+    fn rich_and_poor(&self, per: usize) -> Option<RichAndPoor> {
+        let heads: BTreeMap<TargetId, usize> =
+            self.places.iter().map(|p| p.id).zip(self.heads.iter().copied()).collect();
+        let poor: Vec<TargetId> = heads.iter().filter(|(_, n)| short(**n, per) > 0).map(|(t, _)| *t).collect();
+        let rich = |t: &TargetId| heads.get(t).is_some_and(|n| *n > per);
+        let chains: Vec<ChainId> = self.chains.iter().filter(|c| rich(&c.1)).map(|c| c.0).collect();
+        (!poor.is_empty() && !chains.is_empty()).then_some(RichAndPoor { heads, per, chains, poor })
     }
 
     /// Followers stand on other nodes, in racks with as few of the others as can be. Of these places, first come those that follow in
     /// the fewest chains, so that all get as many; then those that share the fewest with the others of this one, so that what a
     /// lost target had is with as many as possible.
-    fn chain(&mut self, head: usize, copies: usize) -> Vec<usize> {
+    fn chain(&mut self, head: usize) -> Vec<TargetId> {
         let n = self.places.len();
         let mut chain = vec![head];
         let mut shared = vec![0u32; n];
-        while chain.len() < copies {
+        while chain.len() < self.copies {
             let last = chain[chain.len() - 1];
             self.partners[last].iter().for_each(|t| shared[*t] += 1);
             let cost = |t: usize| {
@@ -156,8 +226,13 @@ impl<'a> Deal<'a> {
             self.join(&chain, t);
             chain.push(t);
         }
-        chain
+        chain.into_iter().map(|t| self.places[t].id).collect()
     }
+}
+
+/// How many more a target is to head that heads so many: none unless that is at most half.
+fn short(heads: usize, per: usize) -> usize {
+    if heads * 2 <= per { per.saturating_sub(heads) } else { 0 }
 }
 
 #[cfg(test)]

@@ -25,6 +25,8 @@ pub const SETTLE: Duration = Duration::from_secs(1);
 const USED_PERIOD: Duration = Duration::from_secs(10);
 /// Between two looks at how full targets are.
 const BALANCE_PERIOD: Duration = Duration::from_secs(1);
+/// Between two looks at replicas that could stand better.
+const TIDY_PERIOD: Duration = Duration::from_secs(1);
 /// Longest `unreachable` list that is looked at.
 const MAX_UNREACHABLE: usize = 1024;
 /// A node that others report unreachable for this long, though it heartbeats itself, is taken out.
@@ -39,7 +41,7 @@ const SHUN_MAX: Duration = Duration::from_secs(300);
 pub struct Options {
     /// How long a storage server may act on an answered heartbeat.
     pub lease: Duration,
-    /// Chains are made once so many targets are alive; 0: any.
+    /// The first chains are made once so many targets are alive; 0: any.
     pub expect_targets: usize,
     /// Chains of each number of copies that a target heads.
     pub chains_per_target: usize,
@@ -105,6 +107,9 @@ pub struct Manager {
     used_written: Duration,
     balance: Balance,
     balanced: Duration,
+    /// When replicas were last looked for that could stand better, and the map's version if there was nothing to do then.
+    tidied: Duration,
+    tidy: Option<u64>,
     shuns: BTreeMap<NodeId, Shun>,
     /// Since when each node heartbeats without a gap, and its last one.
     beating: BTreeMap<NodeId, (Duration, Duration)>,
@@ -129,6 +134,8 @@ impl Manager {
             used_written: now,
             balance: Balance::new(options.balance_percent),
             balanced: now,
+            tidied: now,
+            tidy: None,
             shuns: BTreeMap::new(),
             beating: BTreeMap::new(),
             told: BTreeMap::new(),
@@ -186,11 +193,7 @@ impl Manager {
                 format!("storage server {} is not registered; register first", h.node),
             ));
         }
-        let stored: usize = h.targets.iter().map(|r| r.stored.len()).sum();
-        if h.targets.len() > state::MAX_NODE_TARGETS
-            || h.unreachable.len() > MAX_UNREACHABLE
-            || stored > recovery::MAX_SIGHTS
-        {
+        if h.targets.len() > state::MAX_NODE_TARGETS || h.unreachable.len() > MAX_UNREACHABLE {
             return Err(Error::new(Code::Inval, "heartbeat lists too long"));
         }
         for r in &h.targets {
@@ -203,6 +206,7 @@ impl Manager {
             return Err(Error::new(Code::Overloaded, "other storage servers cannot reach this node; it gets no lease"));
         }
         self.told.insert(h.node, (now, h.evicted_seen));
+        let stored: usize = h.targets.iter().map(|r| r.stored.len()).sum();
         for r in &h.targets {
             let s = self.seen.entry(r.target).or_default();
             (s.at, s.stamp) = (now, r.stamp);
@@ -217,9 +221,10 @@ impl Manager {
             // Only chains it is a member of: the list is bounded by the map.
             let own = |c: &&ChainId| map.chain(**c).is_some_and(|c| c.state_of(r.target).is_some());
             s.synced = r.synced_chains.iter().filter(own).copied().collect();
-            // Nothing is stored, or the server is of a version that does not say what.
-            let says = !r.stored.is_empty() || r.used == 0;
-            s.stored = says.then(|| r.stored.iter().map(|c| (c.chain, c.bytes)).collect());
+            // Nothing is stored, or the server is of a version that does not say what. A list without end is no reason to refuse a lease.
+            let says = (!r.stored.is_empty() || r.used == 0) && stored <= recovery::MAX_SIGHTS;
+            let known = r.stored.iter().filter(|c| map.chain(c.chain).is_some());
+            s.stored = says.then(|| known.map(|c| (c.chain, c.bytes)).collect());
             s.version = h.map_version;
         }
         self.note_unreachable(now, h, map);
@@ -270,7 +275,15 @@ impl Manager {
             return Some(self.proposes(map, new));
         }
         let mut chains = self.changed_chains(map, &alive, &mut why);
-        for (chain, sentence) in moves::plan(&next, &chains, &self.long_dead(now, &next)) {
+        let tidy = now.saturating_sub(self.tidied) >= TIDY_PERIOD && self.tidy != Some(map.version());
+        let per = tidy.then_some(self.options.chains_per_target);
+        let planned = moves::plan(&next, &chains, &self.long_dead(now, &next), per);
+        if tidy {
+            self.tidied = now;
+            let nothing = planned.is_empty() && targets.is_empty() && chains.is_empty();
+            self.tidy = nothing.then_some(map.version());
+        }
+        for (chain, sentence) in planned {
             why.push(sentence);
             chains.push(chain);
         }
@@ -288,7 +301,9 @@ impl Manager {
     fn new_chains(&mut self, now: Duration, map: &MapView, alive: usize) -> Option<Proposal> {
         // Not looked for at every tick: should the change be refused, others go on.
         let settled = now.saturating_sub(self.last_registration.max(self.dealt)) >= SETTLE;
-        if !settled || alive < self.options.expect_targets {
+        // Later ones do not wait for those that are down just then.
+        let waits = map.map.sets.is_empty() && alive < self.options.expect_targets;
+        if !settled || waits {
             return None;
         }
         self.dealt = now;

@@ -102,6 +102,15 @@ fn chains_are_made_when_all_expected_targets_live_and_a_second_has_passed() {
     }
     assert!(r.tick(2800));
     assert_eq!(r.map.map.sets.len(), 6);
+    // Nor for others, once there are chains: two are dead when the next one comes.
+    let mut map = r.map.map.clone();
+    state::register(&mut map, &request("later", &[78])).unwrap();
+    r.set(3000, map);
+    for now in (3100..=7000).step_by(300) {
+        [0, 4].into_iter().for_each(|t| r.beat(now, t));
+        r.tick(now);
+    }
+    assert!(r.map.map.sets.len() > 6 && r.map.map.targets.iter().filter(|t| t.alive).count() == 2);
 }
 
 #[test]
@@ -111,26 +120,28 @@ fn what_was_dead_for_long_is_copied_to_others() {
         let of = r.map.map.chains.iter().filter(|c| c.preferred.len() == copies);
         of.filter(|c| c.preferred.contains(&0)).count()
     };
-    let until = |r: &mut Rig, from: u64, to: u64| {
+    // All say that whoever they fill has everything.
+    let until_with = |r: &mut Rig, from: u64, to: u64, alive: &[TargetId]| {
         for now in (from..to).step_by(500) {
-            r.beat(now, 1);
-            r.beat(now, 2);
+            let all: Vec<ChainId> = r.map.map.chains.iter().map(|c| c.id).collect();
+            for t in alive {
+                r.beat_with(now, *t, |h| h.targets[0].synced_chains = all.clone()).unwrap();
+            }
             r.tick(now);
         }
     };
+    let until = |r: &mut Rig, from, to| until_with(r, from, to, &[1, 2]);
     until(&mut r, 0, 60_000);
     assert_eq!([1, 2, 3].map(|copies| wanted(&r, copies)), [1, 2, 3]);
     until(&mut r, 60_000, 61_000);
     // Where there is one copy nobody has it, and of three all others have it.
     assert_eq!([1, 2, 3].map(|copies| wanted(&r, copies)), [1, 0, 3]);
-    // Back, it gets chains of its own again, and leaves those.
-    until(&mut r, 61_000, 62_000);
-    for now in (62_000..66_000).step_by(500) {
-        (0..3).for_each(|t| r.beat(now, t));
-        r.tick(now);
-    }
-    assert_eq!(wanted(&r, 2), 1);
-    assert!(r.map.target(0).unwrap().alive);
+    // Back, it gets a chain again of who heads two now, and leaves the others.
+    until(&mut r, 61_000, 66_000);
+    let chains = r.map.map.chains.len();
+    until_with(&mut r, 66_000, 76_000, &[0, 1, 2]);
+    assert_eq!((wanted(&r, 2), r.map.map.chains.len()), (1, chains));
+    assert!(r.map.target(0).unwrap().alive && r.chain(2).replicas.len() == 2);
 }
 
 #[test]
@@ -631,9 +642,15 @@ fn replicas_move_to_an_empty_target_by_what_heartbeats_say() {
 #[test]
 fn reports_of_what_is_stored_are_bounded() {
     let mut r = Rig::new(with_chains(2, 1), 0);
-    let many = |h: &mut pb::HeartbeatRequest| {
-        h.targets[0].stored =
-            (0..=recovery::MAX_SIGHTS as u32).map(|chain| pb::ChainBytes { chain, bytes: 1 }).collect();
+    let say = |n: u32| {
+        move |h: &mut pb::HeartbeatRequest| {
+            h.targets[0].stored = (0..n).map(|chain| pb::ChainBytes { chain, bytes: 1 }).collect();
+        }
     };
-    assert_eq!(r.beat_with(100, 0, many).unwrap_err().code, Code::Inval);
+    let most = recovery::MAX_SIGHTS as u32;
+    r.beat_with(100, 0, say(most)).unwrap();
+    let known = r.map.map.chains.len();
+    assert_eq!(r.m.seen[&0].stored.as_ref().map(Vec::len), Some(known), "chains that there are");
+    r.beat_with(200, 0, say(most + 1)).unwrap();
+    assert!(r.m.seen[&0].stored.is_none(), "it is as if it had not said");
 }

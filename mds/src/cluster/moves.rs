@@ -7,7 +7,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use strake_proto::{ChainId, Code, Error, Result, TargetId, map::ChainExt, pb};
 
-use super::{domains::Domains, recovery, state::commit};
+use super::{
+    deal::{self, RichAndPoor},
+    domains::{Domains, Rack},
+    recovery,
+    state::commit,
+};
 
 /// Action numbers of [`pb::TargetChange`].
 pub mod target_action {
@@ -120,11 +125,18 @@ pub fn is_whole(c: &pb::Chain) -> bool {
     c.replicas.len() == c.preferred.len() && c.preferred.iter().all(serves)
 }
 
+/// Whether a target can take nothing more.
+fn is_full(t: &pb::Target) -> bool {
+    u128::from(t.used) * 100 > u128::from(t.capacity) * FULL
+}
+
 /// How full targets are, and what they have to do.
 pub(super) struct Load<'a> {
     map: &'a pb::ClusterMap,
     targets: BTreeMap<TargetId, &'a pb::Target>,
     pub(super) domains: Domains<'a>,
+    /// Those with targets that are alive and stay.
+    racks: BTreeSet<Rack<'a>>,
     /// Of chains that were made for a pool that there still is.
     pub(super) pools: BTreeMap<ChainId, &'a pb::Pool>,
     /// Replicas that a target has, or is to have.
@@ -140,7 +152,10 @@ impl<'a> Load<'a> {
         let sets = map.sets.iter().filter(|s| !s.pool.is_empty());
         let of_pool = sets.filter_map(|s| Some((s, map.pools.iter().find(|p| p.name == s.pool)?)));
         let pools = of_pool.flat_map(|(s, p)| s.chains.iter().map(move |c| (*c, p))).collect();
-        let mut load = Load { map, targets, domains, pools, replicas: BTreeMap::new(), moving: BTreeMap::new() };
+        let usable = map.targets.iter().filter(|t| t.alive && !t.draining);
+        let racks = usable.filter_map(|t| domains.rack(t.id)).collect();
+        let (replicas, moving) = (BTreeMap::new(), BTreeMap::new());
+        let mut load = Load { map, targets, domains, racks, pools, replicas, moving };
         let open = recovery::in_doubt(map);
         for c in &map.chains {
             c.preferred.iter().for_each(|t| *load.replicas.entry(*t).or_default() += 1);
@@ -168,17 +183,24 @@ impl<'a> Load<'a> {
         t.used / self.replicas.get(&t.id).copied().unwrap_or(0).max(1) as u64
     }
 
-    /// The target that takes the place of `old` in a chain: the heir if it may, else the one that is least full when what is on its
-    /// way counts as much as what each replica there has. It is on none of the other replicas' servers, and in a rack with as few of
-    /// them as can be; if that is why, with fewer than `old`. A chain of a pool stays within it if that can be, and unless copies
-    /// would be lost otherwise it goes nowhere else.
+    /// The target that takes the place of `old` in a chain: the heir if it may, else one that has all of it still, else the one that is
+    /// least full when what is on its way counts as much as what each replica there has. It is on none of the other replicas' servers, and in a rack with as few of
+    /// them as can be; if that is why, with fewer than `old`. A chain of a pool stays
+    /// within it if a member may take it; if none may, it leaves the pool all the same where what was decided could not be done otherwise.
     fn heir(&self, c: &pb::Chain, old: &pb::Target, why: Why) -> Option<TargetId> {
+        use pb::ReplicaState::{ReplicaServing, ReplicaSyncing, ReplicaWaiting};
         let others: Vec<TargetId> = c.preferred.iter().copied().filter(|t| *t != old.id).collect();
         let crowd = |t: &pb::Target| self.domains.crowd(t.id, &others);
+        // It was to leave, and has not yet: nothing is copied.
+        let has = |t: &pb::Target| c.state_of(t.id) == Some(ReplicaServing);
+        // One that has just begun to be filled says nothing of how much it is.
+        let begins = matches!(c.state_of(old.id), None | Some(ReplicaSyncing | ReplicaWaiting));
+        let source = c.head().filter(|_| begins).and_then(|t| self.targets.get(&t).copied());
+        let each = self.each(source.unwrap_or(old));
         let could = |t: &&pb::Target| {
             let apart = others.iter().all(|o| self.domains.servers_differ(*o, t.id));
-            let then = u128::from(t.used) + u128::from(self.each(old)) * (self.moving(t.id) as u128 + 1);
-            let room = then * 100 <= u128::from(t.capacity) * FULL;
+            let then = u128::from(t.used) + u128::from(each) * (self.moving(t.id) as u128 + 1);
+            let room = has(t) || then * 100 <= u128::from(t.capacity) * FULL;
             t.alive && !t.draining && t.id != old.id && apart && room
         };
         let mut could: Vec<&pb::Target> = self.map.targets.iter().filter(could).collect();
@@ -195,14 +217,20 @@ impl<'a> Load<'a> {
         let fullness = |t: &&pb::Target| {
             let used = t.used.saturating_add(self.each(t) * self.moving(t.id) as u64);
             let own = self.replicas.get(&t.id).copied().unwrap_or(0);
-            (u128::from(used) * 1000 / u128::from(t.capacity.max(1)), own, t.id)
+            (!has(t), u128::from(used) * 1000 / u128::from(t.capacity.max(1)), own, t.id)
         };
-        let free = |t: &&pb::Target| self.moving(t.id) < MOVES;
+        let free = |t: &&pb::Target| has(t) || self.moving(t.id) < MOVES;
         match old.heir.filter(|h| could.iter().any(|t| t.id == *h)) {
             // It takes as many as it can at a time, and will take this one later.
             Some(h) => Some(h).filter(|h| self.moving(*h) < MOVES),
             None => could.into_iter().filter(|t| crowd(t) == fewest).filter(free).min_by_key(fullness).map(|t| t.id),
         }
+    }
+
+    /// What to say of a move out of the chain's pool.
+    fn outside(&self, c: &pb::Chain, to: TargetId) -> String {
+        let left = self.pools.get(&c.id).filter(|p| !p.targets.contains(&to));
+        left.map(|p| format!("; no target of pool '{}' can take it", p.name)).unwrap_or_default()
     }
 
     /// The target, if its replica of a resting chain is to move for this reason.
@@ -212,19 +240,64 @@ impl<'a> Load<'a> {
             Why::Dead => dead.contains(&t) && !is.alive,
             Why::Drains => is.draining,
             // A copy that is missing is made good first.
-            Why::Crowded => is_whole(c) && self.domains.crowd(t, &c.preferred) > 0,
+            Why::Crowded => is_whole(c) && self.may_spread(c, t),
             Why::Pool => is_whole(c) && self.pools.get(&c.id).is_some_and(|p| !p.targets.contains(&t)),
-            Why::Fuller => false,
+            Why::Full | Why::Fuller | Why::Heads => false,
         };
         yes.then_some(is)
     }
 
-    /// The target, if a chain waits for it in vain: it is to join, and has been dead for long or was given up.
-    fn never_comes(&self, c: &pb::Chain, t: TargetId, dead: &BTreeSet<TargetId>) -> Option<&'a pb::Target> {
+    /// Whether some rack has fewer of a target's fellow copies than its own: a cheap answer where copies outnumber racks.
+    fn may_spread(&self, c: &pb::Chain, t: TargetId) -> bool {
+        let others = || c.preferred.iter().filter(|o| **o != t);
+        let least = |crowd: usize| {
+            let has = |r: &Rack| others().filter(|o| self.domains.rack(**o) == Some(*r)).count();
+            self.racks.len() > others().count() || self.racks.iter().any(|r| has(r) < crowd)
+        };
+        match self.domains.crowd(t, others()) {
+            0 => false,
+            crowd => least(crowd),
+        }
+    }
+
+    /// The target, if a chain waits for it in vain: it is to join, and has been dead for long, was given up, or has become too full.
+    fn waits_for(&self, c: &pb::Chain, t: TargetId, dead: &BTreeSet<TargetId>) -> Option<(&'a pb::Target, Why)> {
         use pb::ReplicaState::{ReplicaServing, ReplicaSyncing};
         let is = self.targets.get(&t).copied()?;
-        let takes_part = matches!(c.state_of(t), Some(ReplicaServing | ReplicaSyncing));
-        (!takes_part && !is.alive && (is.given_up || dead.contains(&t))).then_some(is)
+        let state = c.state_of(t);
+        let takes_part = matches!(state, Some(ReplicaServing | ReplicaSyncing));
+        if !takes_part && !is.alive && (is.given_up || dead.contains(&t)) {
+            Some((is, Why::Dead))
+        } else if state != Some(ReplicaServing) && is.alive && is_full(is) {
+            Some((is, Why::Full))
+        } else {
+            None
+        }
+    }
+
+    /// Whether a chain may have a target in the place of another one: on none of the other replicas' servers, as far from them, and not
+    /// out of its pool.
+    pub(super) fn suits(&self, c: &pb::Chain, from: TargetId, to: TargetId) -> bool {
+        let others = || c.preferred.iter().filter(|t| **t != from);
+        let pool = self.pools.get(&c.id);
+        !c.preferred.contains(&to)
+            && pool.is_none_or(|p| p.targets.contains(&to) || !p.targets.contains(&from))
+            && others().all(|o| self.domains.servers_differ(*o, to))
+            && self.domains.crowd(to, others()) <= self.domains.crowd(from, others())
+    }
+
+    /// Whether a target may head a chain in the place of another one: it is in it already, or may take that one's replica without
+    /// becoming fuller than that one is. So it does not undo what was moved to even out how full targets are.
+    fn may_head(&self, c: &pb::Chain, from: TargetId, to: TargetId) -> bool {
+        if c.preferred.contains(&to) {
+            return true;
+        }
+        let (Some(a), Some(b)) = (self.targets.get(&from), self.targets.get(&to)) else { return false };
+        let then = u128::from(b.used) + u128::from(self.each(a)) * (self.moving(to) as u128 + 1);
+        let even = then * u128::from(a.capacity) <= u128::from(a.used) * u128::from(b.capacity);
+        let room = then * 100 <= u128::from(b.capacity) * FULL;
+        let free = [from, to].iter().all(|t| self.moving(*t) < MOVES);
+        even && room && free && self.suits(c, from, to)
     }
 
     pub(super) fn moves(&mut self, from: TargetId, to: TargetId) {
@@ -235,36 +308,53 @@ impl<'a> Load<'a> {
     }
 }
 
+type Planned = BTreeMap<ChainId, (pb::Chain, String)>;
+
 /// Why a replica is to move.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Why {
     Dead,
+    /// A move that is under way.
+    Full,
     Drains,
     Crowded,
     /// Decided by [`Balance`](super::balance::Balance).
     Fuller,
     Pool,
+    /// That target heads too few of this kind.
+    Heads,
 }
 
 impl Why {
     pub(super) fn words(self) -> &'static str {
         match self {
             Why::Dead => "that has been dead for long",
+            Why::Full => "that has become too full",
             Why::Drains => "that is to be emptied",
             Why::Crowded => "another copy is in the same rack",
             Why::Fuller => "that is fuller",
             Why::Pool => "that is not in the pool of these files",
+            Why::Heads => "that heads more than its share",
         }
     }
 }
 
 /// Chains that are to get other targets now, with a sentence about each: first where a copy is missing because its target has been
 /// dead for long, then where a target drains, then where copies share a rack that need not, then where a pool's chain is on others than its
-/// members. Those in `changed` are left alone.
-pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain], dead: &BTreeSet<TargetId>) -> Vec<(pb::Chain, String)> {
+/// members, then where a target heads too few. Those in `changed` are left alone. The last three are no emergency and may find nothing
+/// for ever, at the cost of all chains times all targets: only with `tidy`, the chains of each kind that a target heads.
+pub fn plan(
+    map: &pb::ClusterMap,
+    changed: &[pb::Chain],
+    dead: &BTreeSet<TargetId>,
+    tidy: Option<usize>,
+) -> Vec<(pb::Chain, String)> {
     let racks = map.nodes.iter().any(|n| !n.rack.is_empty());
     let pools = map.sets.iter().any(|s| !s.pool.is_empty());
-    if !racks && !pools && dead.is_empty() && map.targets.iter().all(|t| !t.draining) {
+    let heads = tidy.map(|per| deal::rich_and_poor(map, per)).unwrap_or_default();
+    let tidy = tidy.is_some() && (racks || pools);
+    let full = map.targets.iter().any(is_full) && map.chains.iter().any(is_moving);
+    if !tidy && heads.is_empty() && dead.is_empty() && !full && map.targets.iter().all(|t| !t.draining) {
         return Vec::new();
     }
     let mut load = Load::new(map);
@@ -272,17 +362,18 @@ pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain], dead: &BTreeSet<TargetI
     let busy: BTreeSet<u32> = changed.iter().map(|c| c.id).chain(open).collect();
     let rests = |c: &&pb::Chain| !busy.contains(&c.id) && !is_moving(c) && c.head().is_some();
     let resting: Vec<&pb::Chain> = map.chains.iter().filter(rests).collect();
-    let mut out: BTreeMap<u32, (pb::Chain, String)> = BTreeMap::new();
+    let mut out = Planned::new();
     let under_way = |c: &&pb::Chain| !busy.contains(&c.id) && is_moving(c) && c.head().is_some();
     for c in map.chains.iter().filter(under_way) {
-        // What replaces it never comes: another place.
-        let Some(old) = c.preferred.iter().find_map(|t| load.never_comes(c, *t, dead)) else { continue };
-        if let Some(heir) = load.heir(c, old, Why::Dead) {
+        // What replaces it never comes, or cannot take it: another place.
+        let Some((old, why)) = c.preferred.iter().find_map(|t| load.waits_for(c, *t, dead)) else { continue };
+        if let Some(heir) = load.heir(c, old, why) {
             load.moves(old.id, heir);
-            out.insert(c.id, moved(c, old.id, heir, Why::Dead.words()));
+            out.insert(c.id, moved(c, old.id, heir, &(why.words().to_owned() + &load.outside(c, heir))));
         }
     }
-    for why in [Why::Dead, Why::Drains, Why::Crowded, Why::Pool] {
+    let reasons = [Why::Dead, Why::Drains, Why::Crowded, Why::Pool];
+    for &why in if tidy { &reasons[..] } else { &reasons[..2] } {
         for c in &resting {
             if out.contains_key(&c.id) {
                 continue;
@@ -293,18 +384,49 @@ pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain], dead: &BTreeSet<TargetI
             }
             if let Some(heir) = load.heir(c, old, why) {
                 load.moves(old.id, heir);
-                out.insert(c.id, moved(c, old.id, heir, why.words()));
+                out.insert(c.id, moved(c, old.id, heir, &(why.words().to_owned() + &load.outside(c, heir))));
             }
         }
+    }
+    for kind in heads {
+        spread_heads(&mut load, &resting, kind, &mut out);
     }
     out.into_values().collect()
 }
 
-/// The chain with another target in the place of one, and a sentence about it.
+/// Has chains headed by who heads too few of them, where others head more than their share.
+fn spread_heads(load: &mut Load, resting: &[&pb::Chain], mut kind: RichAndPoor, out: &mut Planned) {
+    let rich: BTreeSet<ChainId> = kind.chains.into_iter().collect();
+    for c in resting.iter().filter(|c| rich.contains(&c.id) && is_whole(c)) {
+        let from = c.ost_index();
+        if out.contains_key(&c.id) || kind.heads[&from] <= kind.per {
+            continue;
+        }
+        let may = |t: &&TargetId| kind.heads[*t] * 2 <= kind.per && load.may_head(c, from, **t);
+        let Some(to) = kind.poor.iter().filter(may).min_by_key(|t| kind.heads[*t]).copied() else { continue };
+        kind.heads.entry(from).and_modify(|n| *n -= 1);
+        kind.heads.entry(to).and_modify(|n| *n += 1);
+        if !c.preferred.contains(&to) {
+            load.moves(from, to);
+        }
+        out.insert(c.id, moved(c, from, to, Why::Heads.words()));
+    }
+}
+
+/// The chain with another target in the place of one, and a sentence about it. They change places if it has both.
 pub(super) fn moved(c: &pb::Chain, from: TargetId, to: TargetId, why: &str) -> (pb::Chain, String) {
     let mut n = pb::Chain { epoch: c.epoch + 1, ..c.clone() };
-    n.preferred.iter_mut().filter(|t| **t == from).for_each(|t| *t = to);
-    (n, format!("chain {}: its replica on target {from} moves to target {to}: {why}", c.id))
+    for t in &mut n.preferred {
+        *t = if *t == from {
+            to
+        } else if *t == to {
+            from
+        } else {
+            *t
+        };
+    }
+    let what = if c.preferred.contains(&to) { "changes places with" } else { "moves to" };
+    (n, format!("chain {}: its replica on target {from} {what} target {to}: {why}", c.id))
 }
 
 #[cfg(test)]
@@ -341,7 +463,7 @@ mod tests {
     }
 
     fn planned(map: &pb::ClusterMap) -> Vec<(u32, Vec<TargetId>)> {
-        plan(map, &[], &BTreeSet::new()).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
+        plan(map, &[], &BTreeSet::new(), Some(1)).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
     }
 
     #[test]
@@ -361,7 +483,7 @@ mod tests {
         target_change(&mut m, &change(3, target_action::DRAIN, None)).unwrap();
         // Nor to what would be too full.
         assert_eq!(planned(&m), [(3, vec![2, 1]), (4, vec![3, 1])]);
-        for (chain, _) in plan(&m, &[], &BTreeSet::new()) {
+        for (chain, _) in plan(&m, &[], &BTreeSet::new(), Some(1)) {
             let update = pb::MapUpdate { expect_version: m.version, chains: vec![chain], ..Default::default() };
             state::update(&mut m.clone(), &update).unwrap();
         }
@@ -377,7 +499,7 @@ mod tests {
         assert_eq!(planned(&m), []);
         let dead = BTreeSet::from([0]);
         let moved = |m: &pb::ClusterMap| -> Vec<_> {
-            plan(m, &[], &dead).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
+            plan(m, &[], &dead, Some(1)).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
         };
         assert_eq!(moved(&m), [(1, vec![4, 1]), (4, vec![3, 5])]);
         // Not to where there is no room for it.
@@ -405,7 +527,7 @@ mod tests {
         }
         m.chains.retain(|c| c.preferred != [0]);
         let lost = m.chains.iter().filter(|c| c.preferred.contains(&0)).count();
-        let planned = plan(&m, &[], &BTreeSet::from([0]));
+        let planned = plan(&m, &[], &BTreeSet::from([0]), Some(8));
         let mut takes: BTreeMap<TargetId, usize> = BTreeMap::new();
         for (c, _) in &planned {
             let old = m.chains.iter().find(|o| o.id == c.id).unwrap();
@@ -426,7 +548,7 @@ mod tests {
         m.chains[0].replicas.push(pb::Replica { target: 4, state: ReplicaOffline as i32 });
         assert_eq!(planned(&m), [], "it may come back");
         let dead = BTreeSet::from([4]);
-        let again: Vec<_> = plan(&m, &[], &dead).into_iter().map(|(c, _)| c).collect();
+        let again: Vec<_> = plan(&m, &[], &dead, Some(1)).into_iter().map(|(c, _)| c).collect();
         assert_eq!(again.iter().map(|c| &c.preferred[..]).collect::<Vec<_>>(), [[2, 1]]);
         let update = pb::MapUpdate { expect_version: m.version, chains: again, ..Default::default() };
         state::update(&mut m.clone(), &update).unwrap();
@@ -439,17 +561,62 @@ mod tests {
     }
 
     #[test]
+    fn a_move_to_what_has_become_full_goes_elsewhere_or_back() {
+        let mut m = map();
+        m.chains.truncate(1);
+        m.chains[0].preferred = vec![4, 1];
+        m.chains[0].replicas.push(pb::Replica { target: 4, state: pb::ReplicaState::ReplicaSyncing as i32 });
+        m.targets[4].used = 95;
+        assert_eq!(planned(&m), []);
+        // Back to where it is, though that is full, rather than to what is empty.
+        m.targets[4].used = 96;
+        m.targets[0].used = 99;
+        assert_eq!(planned(&m), [(1, vec![0, 1])]);
+        // From what is to be emptied it goes on.
+        m.targets[0].draining = true;
+        m.targets[0].used = 50;
+        assert_eq!(planned(&m), [(1, vec![2, 1])]);
+        // If there is nothing better it stays.
+        for t in [2, 3, 5] {
+            m.targets[t].used = 95;
+        }
+        assert_eq!(planned(&m), []);
+        // Who is filled already is not disturbed.
+        m.targets[2].used = 0;
+        m.chains[0].replicas[2].set_state(ReplicaServing);
+        assert_eq!(planned(&m), []);
+    }
+
+    #[test]
     fn copies_get_out_of_each_others_racks() {
         let mut m = map();
         let node = |(id, rack): (NodeId, &str)| pb::Node { id, rack: rack.into(), ..Default::default() };
         m.nodes = [(1001, "a"), (1002, "a"), (1003, "b"), (1004, "b"), (1005, "")].map(node).to_vec();
         // 0 and 1 share a rack, 2 and 3 too.
         assert_eq!(planned(&m), [(1, vec![0, 4]), (3, vec![2, 5])]);
+        assert_eq!(plan(&m, &[], &BTreeSet::new(), None), [], "not at every look");
         // A copy that moves for another reason finds its rack at once.
         m.targets[4].alive = false;
         m.targets[5].alive = false;
         target_change(&mut m, &change(1, target_action::DRAIN, None)).unwrap();
         assert_eq!(planned(&m), [(1, vec![0, 2]), (2, vec![0, 2]), (3, vec![2, 0])]);
+        // Three copies in two racks: nothing can be done, and that is seen without a look at any target.
+        m = map();
+        m.chains.truncate(1);
+        m.chains[0].preferred = vec![0, 1, 2];
+        m.chains[0].replicas = [0, 1, 2].map(|target| pb::Replica { target, state: ReplicaServing as i32 }).to_vec();
+        m.nodes = [(1001, "a"), (1002, "a"), (1003, "b"), (1004, "b"), (1005, "b")].map(node).to_vec();
+        assert!((0..3).all(|t| !Load::new(&m).may_spread(&m.chains[0], t)));
+        assert_eq!(planned(&m), []);
+        // A third one.
+        m.nodes[4].rack = "c".into();
+        assert!(
+            [(0, true), (1, true), (2, false)].iter().all(|(t, is)| Load::new(&m).may_spread(&m.chains[0], *t) == *is)
+        );
+        assert_eq!(planned(&m), [(1, vec![0, 4, 2])]);
+        // All in one of two.
+        m.nodes.iter_mut().for_each(|n| n.rack = if n.id == 1005 { "b".into() } else { "a".into() });
+        assert_eq!(planned(&m), [(1, vec![0, 1, 4])]);
         // Where there is but one rack, nothing moves.
         m = map();
         m.nodes = (1001..=1005).map(|id| node((id, "a"))).collect();
@@ -479,8 +646,11 @@ mod tests {
         m.targets[2].used = 50;
         m.chains.truncate(1);
         assert_eq!(planned(&m), [(1, vec![0, 2])]);
+        assert!(!plan(&m, &[], &BTreeSet::new(), None)[0].1.contains("pool"));
         members(&mut m, &[0, 1]);
         assert_eq!(planned(&m), [(1, vec![0, 3])]);
+        let (_, sentence) = plan(&m, &[], &BTreeSet::new(), None).remove(0);
+        assert!(sentence.ends_with("to be emptied; no target of pool 'p' can take it"), "{sentence}");
     }
 
     #[test]
@@ -490,7 +660,7 @@ mod tests {
         for id in 10..20 {
             m.chains.push(pb::Chain { id, ..m.chains[0].clone() });
         }
-        let all = plan(&m, &[], &BTreeSet::new());
+        let all = plan(&m, &[], &BTreeSet::new(), Some(1));
         assert_eq!(all.len(), MOVES, "{all:?}");
         for (n, _) in all {
             assert!(n.preferred.contains(&4));
@@ -502,7 +672,7 @@ mod tests {
         moved.replicas = moved.preferred.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
         assert_eq!(planned(&m).len(), 1);
         // A chain that changes otherwise waits, as does one without a source.
-        assert_eq!(plan(&m, &m.chains.clone(), &BTreeSet::new()), []);
+        assert_eq!(plan(&m, &m.chains.clone(), &BTreeSet::new(), Some(1)), []);
         m.chains
             .iter_mut()
             .for_each(|c| c.replicas.iter_mut().for_each(|r| r.set_state(pb::ReplicaState::ReplicaLastsrv)));

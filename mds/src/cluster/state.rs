@@ -11,7 +11,7 @@ use strake_proto::{
     pb,
 };
 
-use super::{membership, recovery};
+use super::{deal, membership, recovery};
 
 /// Node ids below are Raft ids of metadata servers, from here on those of storage servers.
 pub const FIRST_OSS_NODE: NodeId = 1001;
@@ -175,7 +175,8 @@ fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarg
 }
 
 /// Replaces parts of the map by id, in this order: nodes, targets, chains, sets. `EBUSY` unless the map is at
-/// `expect_version`; `EINVAL` for a change that the membership rules never make (see `docs/replication.md`).
+/// `expect_version`; `EINVAL` for a change that the membership rules never make (see `docs/replication.md`); `ENOSPC` for chains that
+/// are too many.
 pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
     if u.expect_version != map.version {
         let m = format!("the map is at version {}, the update expects {}", map.version, u.expect_version);
@@ -219,6 +220,10 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
             }
             None => {
                 check_new_chain(c)?;
+                if next.chains.len() >= deal::MAX_CHAINS || u64::from(c.id) >= deal::ids(map).1 {
+                    let m = format!("chain {}: the cluster has all the chains that it can have", c.id);
+                    return Err(Error::new(Code::NoSpc, m));
+                }
                 at.insert(c.id, next.chains.len());
                 next.chains.push(c.clone());
             }
@@ -390,6 +395,10 @@ pub fn pool_change(map: &mut pb::ClusterMap, p: &pb::PoolChange) -> Result<()> {
     let missing = || Error::new(Code::NoEnt, format!("there is no pool '{name}'"));
     match p.action {
         pool_action::NEW if at.is_some() => return Err(Error::new(Code::Exist, format!("pool '{name}' exists"))),
+        // In a layout these say that there is no pool.
+        pool_action::NEW if name == "none" || name == "ignore" => {
+            return Err(inval(format!("a pool cannot be named '{name}': `lfs setstripe -p {name}` means no pool")));
+        }
         pool_action::NEW => {
             let targets: BTreeSet<TargetId> = p.targets.iter().copied().collect();
             next.pools.push(pb::Pool { name: name.clone(), targets: targets.into_iter().collect() });

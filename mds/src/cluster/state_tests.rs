@@ -280,7 +280,7 @@ fn pools_answer_as_lustre_does() {
     change(REMOVE, "fast", &[0, 2]).unwrap();
     change(DESTROY, "fast", &[]).unwrap();
     assert_eq!(code(change(9, "fast", &[])), Code::Inval);
-    for name in ["", "way-too-long-for-a-pool", "a/b", "a b"] {
+    for name in ["", "way-too-long-for-a-pool", "a/b", "a b", "none", "ignore"] {
         assert_eq!(code(change(NEW, name, &[])), Code::Inval);
     }
 }

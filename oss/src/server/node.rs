@@ -25,7 +25,7 @@ use tokio::sync::{Notify, Semaphore};
 use super::{
     Config,
     damage::Damage,
-    pace::Foreground,
+    pace::{Fills, Foreground},
     peers::{MdsLink, Peers},
     replica::Replica,
     scrub::{self, Ask, Scrub},
@@ -56,6 +56,7 @@ pub struct Target {
     /// Bounds the chunks that repairs have in memory.
     pub repairs: Semaphore,
     pub foreground: Foreground,
+    pub fills: Fills,
     failed: AtomicBool,
     /// How often it has left its chains for lack of space, and come back. Odd: it is out.
     lapses: AtomicU32,
@@ -215,8 +216,8 @@ impl Node {
             });
             let (damage, scrub, repairs) = (Damage::default(), Scrub::new(position), Semaphore::new(REPAIRS));
             let (failed, lapses) = (AtomicBool::new(false), AtomicU32::new(0));
-            let foreground = Foreground::default();
-            Arc::new(Target { engine, stamp, id, damage, scrub, repairs, foreground, failed, lapses })
+            let (foreground, fills) = (Foreground::default(), Fills::default());
+            Arc::new(Target { engine, stamp, id, damage, scrub, repairs, foreground, fills, failed, lapses })
         };
         Arc::new(Node {
             clients: Semaphore::new(cfg.max_requests),

@@ -1,8 +1,9 @@
-//! How a fill makes way for what applications wait for.
+//! How a fill makes way for what applications wait for, and for other fills.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
+use strake_proto::ChainId;
 use tokio::time::Instant;
 
 use super::node::Target;
@@ -50,6 +51,36 @@ impl Drop for Awaited {
     }
 }
 
+/// Chains that fill one target at a time: one that returns is out of sync in all of its chains, each with another source.
+const FILLS: usize = 8;
+/// A fill that was not heard of for so long has no part in that: its source may be gone, or waits itself.
+const IDLE: Duration = Duration::from_secs(1);
+
+/// The chains that fill a target, and when each was last heard of.
+#[derive(Default)]
+pub struct Fills(Mutex<BTreeMap<ChainId, Instant>>);
+
+impl Fills {
+    /// Whether a chain may begin to fill the target, or go on.
+    pub fn admits(&self, chain: ChainId, now: Instant) -> bool {
+        let mut all = self.0.lock();
+        all.retain(|_, at| now.saturating_duration_since(*at) < IDLE);
+        let admits = all.len() < FILLS || all.contains_key(&chain);
+        if admits {
+            all.insert(chain, now);
+        }
+        admits
+    }
+
+    pub fn hears(&self, chain: ChainId, now: Instant) {
+        self.0.lock().entry(chain).and_modify(|at| *at = now);
+    }
+
+    pub fn ends(&self, chain: ChainId) {
+        self.0.lock().remove(&chain);
+    }
+}
+
 /// How long a fill waits after a piece that took so long. `limit`: how long the piece takes at the fill's highest rate, zero if that has none.
 pub fn pause(limit: Duration, took: Duration, busy: bool) -> Duration {
     if !busy {
@@ -65,6 +96,24 @@ mod tests {
 
     fn ms(n: u64) -> Duration {
         Duration::from_millis(n)
+    }
+
+    #[test]
+    fn so_many_fill_a_target_at_a_time() {
+        let (fills, start) = (Fills::default(), Instant::now());
+        let first = FILLS as ChainId;
+        assert!((0..first).all(|c| fills.admits(c, start)));
+        assert!(!fills.admits(first, start) && fills.admits(0, start), "who has begun goes on");
+        fills.ends(3);
+        assert!(fills.admits(first, start) && !fills.admits(3, start));
+        // Who is silent gives way, but not who still sends.
+        fills.hears(0, start + IDLE / 2);
+        let later = start + IDLE;
+        assert!((20..19 + first).all(|c| fills.admits(c, later)));
+        assert!(!fills.admits(50, later) && fills.admits(0, later));
+        // What is heard of one that has no part in it gives it none.
+        fills.hears(60, later);
+        assert!(!fills.admits(60, later));
     }
 
     #[test]

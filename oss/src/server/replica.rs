@@ -469,6 +469,9 @@ impl Replica {
         let before = self.view().epoch;
         self.feed(Input::View(view));
         let now = self.view();
+        if before < epoch {
+            self.target.fills.ends(self.chain);
+        }
         if before < epoch && has_left {
             let me = self.clone();
             self.node.env.spawn(async move { me.forget(epoch).await });

@@ -12,6 +12,7 @@ use strake_proto::{
     layout::MAX_CHUNK,
     opcode,
 };
+use tokio::time::Instant;
 
 use super::{
     node::Node,
@@ -300,6 +301,10 @@ fn sync_list(replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
             Err(e) => return Err(e),
         }
     } else {
+        if !replica.target.fills.admits(replica.chain, Instant::now()) {
+            let m = format!("other chains fill target {}; chain {} has its turn later", replica.id, replica.chain);
+            return Err(Error::new(Code::Overloaded, m));
+        }
         replica.engine().list(replica.chain, after(r.chunk), r.len.clamp(1, MAX_LIST) as usize)?
     };
     list_reply(r, &entries)

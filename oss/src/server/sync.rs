@@ -28,6 +28,8 @@ const FORGET_PAGE: usize = 256;
 const FORGET_PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
+/// Between two questions whether a target that others fill has room for this fill.
+const TURN: Duration = Duration::from_millis(200);
 /// In SYNC_LIST's `offset`: only the chunk named, if it exists.
 pub const LIST_ONE: u32 = 1;
 const FIRST: ChunkId = ChunkId { ino: 0, data: 0, index: 0 };
@@ -56,6 +58,10 @@ impl Replica {
                     self.synced.store(epoch, Ordering::Release);
                     self.node.kick.notify_one();
                     return;
+                }
+                Err(e) if e.code == Code::Overloaded => {
+                    tracing::debug!("chain {}: {e}", self.chain);
+                    tokio::time::sleep(TURN).await;
                 }
                 Err(e) => {
                     if self.goes_on(epoch) {
@@ -244,6 +250,7 @@ impl Replica {
         if self.view().serving() {
             return Err(Error::new(Code::NotServing, format!("chain {} is in sync here", self.chain)));
         }
+        self.target.fills.hears(self.chain, Instant::now());
         let hold = self.hold(chunk, epoch).await?;
         let key = self.key(chunk);
         // A damaged record has no version; it may be replaced by anything.
