@@ -1,7 +1,7 @@
 """The faults. Each is a generator: it does harm, says what it hit and for how many seconds that is to last, and then heals."""
 import contextlib, mmap, os, shutil, signal, subprocess, time
 from blocks import BLOCK, HEAD, MAGIC, MAX_BLOCKS, make
-from cluster import FABRIC, MOUNT
+from cluster import ADMIN, FABRIC, MOUNT
 from engine import alive
 from workload import TOP
 
@@ -352,8 +352,14 @@ class Faults:
         if self.busy:
             raise NotRun("another fault is at work")
         node = self.random.choice([n for n in self.c.of("oss") if n is not self.flip_node])
-        # The copies of what is wiped must be there.
-        report = self.wait("not all is in sync", 60, lambda r, code: r if code == 0 else None)
+        # The copies of what is wiped must be there, and good.
+        in_sync = lambda: self.wait("not all is in sync", 60, lambda r, code: r if code == 0 else None)
+        in_sync()
+        if self.flipped:
+            scrub = self.c.strake("scrub", "start", "--wait", "--admin", f"{self.flip_node.name}:{ADMIN}")
+            if not scrub or scrub.returncode != 0:
+                raise NotRun(f"flipped bits may not be repaired yet: {scrub.stderr.strip() if scrub else 'no answer'}")
+        report = in_sync()
         self.busy.add(node.name)
         where = next(n["id"] for n in report["map"]["nodes"] if n["name"] == node.name)
         of_node = lambda r: {t["id"] for t in r["map"]["targets"] if t["node"] == where and t["alive"]}
