@@ -9,6 +9,9 @@ use ReplicaState::*;
 const LEASE: Duration = Duration::from_secs(2);
 const REBUILD: Duration = Duration::from_secs(60);
 
+const SLOW: slow::Options =
+    slow::Options { factor: 8, floor: Duration::from_millis(20), lasts: Duration::from_secs(30), drain: true };
+
 fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
 }
@@ -22,7 +25,10 @@ struct Rig {
 impl Rig {
     fn new(map: pb::ClusterMap, expect_targets: usize) -> Rig {
         let map = MapView::new(map).unwrap();
-        Rig { m: Manager::new(Options { lease: LEASE, expect_targets, rebuild_after: REBUILD }, ms(0), &map), map }
+        Rig {
+            m: Manager::new(Options { lease: LEASE, expect_targets, rebuild_after: REBUILD, slow: SLOW }, ms(0), &map),
+            map,
+        }
     }
     fn beat(&mut self, now: u64, target: TargetId) {
         self.beat_with(now, target, |_| ()).unwrap();
@@ -130,14 +136,22 @@ fn what_was_dead_for_long_is_copied_to_others() {
 #[test]
 fn a_new_leader_counts_leases_from_its_election() {
     let mut r = Rig::new(with_chains(2, 1), 0);
-    r.m = Manager::new(Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD }, ms(10_000), &r.map);
+    r.m = Manager::new(
+        Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD, slow: SLOW },
+        ms(10_000),
+        &r.map,
+    );
     assert!(!r.tick(11_900), "renewed at the election");
     r.beat(11_900, 1);
     assert!(r.tick(12_000));
     assert_eq!(r.states(2), vec![(1, ReplicaServing), (0, ReplicaOffline)]);
     assert_eq!(r.states(1), vec![(0, ReplicaLastsrv)]);
     // What was dead before the election is not alive by it.
-    r.m = Manager::new(Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD }, ms(20_000), &r.map);
+    r.m = Manager::new(
+        Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD, slow: SLOW },
+        ms(20_000),
+        &r.map,
+    );
     assert!(!r.tick(20_100));
 }
 
@@ -360,7 +374,8 @@ struct World {
 impl World {
     fn new(seed: u64) -> World {
         let map = MapView::new(with_chains(4, 1)).unwrap();
-        let m = Manager::new(Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD }, ms(0), &map);
+        let m =
+            Manager::new(Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD, slow: SLOW }, ms(0), &map);
         let oss = map.map.targets.iter().map(|t| Oss { up: true, stamp: t.stamp, ..Oss::default() }).collect();
         let holds = map.map.chains.iter().map(|c| (c.id, c.serving().collect())).collect();
         let history = BTreeMap::from([(map.version(), map.map.clone())]);
@@ -526,7 +541,11 @@ impl World {
                     self.adopt(map);
                 }
             }
-            self.m = Manager::new(Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD }, now, &self.map);
+            self.m = Manager::new(
+                Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD, slow: SLOW },
+                now,
+                &self.map,
+            );
         }
     }
 

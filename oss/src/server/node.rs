@@ -100,6 +100,11 @@ impl Target {
             self.fail(e);
         }
     }
+    /// How its device does.
+    fn times(&self) -> pb::DeviceTimes {
+        let device = self.engine.device();
+        pb::DeviceTimes { rotates: device.rotates(), ..device.meter().summary() }
+    }
     pub fn has_room(&self) -> bool {
         let u = self.engine.usage();
         u.capacity.saturating_sub(u.used + u.granted) > ROOM.min(u.capacity / 8) && self.engine.device().spare() > ROOM
@@ -502,6 +507,7 @@ impl Node {
                 synced_chains: synced,
                 chunks: u.chunks,
                 lapses: t.lapses.load(Ordering::Acquire),
+                device: Some(t.times()),
             }
         };
         pb::HeartbeatRequest {
@@ -574,6 +580,8 @@ impl Node {
                 damaged: found.damaged,
                 repaired: found.repaired,
                 lost: found.lost,
+                times: Some(t.times()),
+                slow: None,
             }
         };
         let mut notices = Vec::new();
