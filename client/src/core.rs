@@ -97,7 +97,7 @@ pub(crate) struct Core {
     pub(crate) holding: Mutex<BTreeMap<Ino, Arc<Inode>>>,
     /// Places of writes that are held back among them.
     pub(crate) held_order: AtomicU64,
-    /// What a former process held back is known.
+    /// What a former process held back, wrote and did not report is known.
     pub(crate) inherited: watch::Sender<bool>,
     /// What may be held back, by the space that is granted. Taken within the lock of what is held back.
     pub(crate) budget: Mutex<Budget>,
@@ -207,7 +207,7 @@ impl Core {
             flush_wanted: Notify::new(),
             holding: Mutex::default(),
             held_order: AtomicU64::new(1),
-            inherited: watch::Sender::new(cfg.keep.as_ref().is_none_or(|k| !k.has_left_writes())),
+            inherited: watch::Sender::new(cfg.keep.as_ref().is_none_or(|k| k.former_session() == 0)),
             budget: Mutex::default(),
             asking_space: Mutex::default(),
             flushing: Mutex::default(),

@@ -226,18 +226,19 @@ impl Core {
 
     // --- writes ---
 
-    /// Puts bytes on their replicas. The caller holds the range's lock. `stable`: on disk, not only in memory.
+    /// Puts bytes on their replicas. The caller holds the range's lock. `stable`: on disk, not only in memory. `only`: in no other
+    /// session; see [`Core::data_numbers`].
     pub(crate) async fn write_range(
         self: &Arc<Self>,
         inode: &Arc<Inode>,
         offset: u64,
         data: &[Buf],
-        stable: bool,
+        (stable, only): (bool, Option<SessionId>),
         mut room: Option<tokio::sync::OwnedSemaphorePermit>,
     ) -> (SessionId, u64, Result<()>) {
         let stripes = inode.placed().stripes;
         let len = segments::total(data) as u64;
-        let (session, first) = match self.data_numbers(inode, stripes.split(offset, len).count() as u64).await {
+        let (session, first) = match self.data_numbers(inode, stripes.split(offset, len).count() as u64, only).await {
             Ok(n) => n,
             Err(e) => return (0, 0, Err(e)),
         };
@@ -264,10 +265,25 @@ impl Core {
         (session, done, first_error.map_or(Ok(()), Err))
     }
 
-    /// Numbers for the pieces of one write: the present session, and the first of them.
-    pub(crate) async fn data_numbers(self: &Arc<Self>, inode: &Inode, n: u64) -> Result<(SessionId, u64)> {
+    /// Numbers for the pieces of one write: the present session, and the first of them. `NoSession` if that is another one than `only`.
+    pub(crate) async fn data_numbers(
+        self: &Arc<Self>,
+        inode: &Inode,
+        n: u64,
+        only: Option<SessionId>,
+    ) -> Result<(SessionId, u64)> {
+        let lost = || Error::new(Code::NoSession, "the session was lost before a write");
+        let is_other = |id: SessionId| only.is_some_and(|only| only != id);
+        // Before a capability is asked for in another one.
+        if is_other(self.current_session().map_or(0, |s| s.id)) {
+            return Err(lost());
+        }
         let cap = self.capability(inode, true, None).await?;
-        let session = self.current_session().filter(|s| s.id == cap.session).ok_or_else(session_lost)?;
+        if is_other(cap.session) {
+            return Err(lost());
+        }
+        let gone = || if only.is_some() { lost() } else { session_lost() };
+        let session = self.current_session().filter(|s| s.id == cap.session).ok_or_else(gone)?;
         let take = || session.take_data_numbers(n);
         let first = match keep::numbers() {
             Some(numbers) => numbers.data(session.id, take),

@@ -26,7 +26,7 @@ use crate::{
     core::Core,
     idle,
     inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed, Release, Writer},
-    keep,
+    keep::{self, Appended},
     meta::{Mode, ok, op},
     readahead::ReadAhead,
     segments,
@@ -511,7 +511,7 @@ impl File {
                 return Ok(len);
             }
             core.send_held(inode).await;
-            me.write_now(offset, data).await
+            me.write_now(offset, data, None).await
         };
         self.0.core.detached(writing).await
     }
@@ -539,20 +539,50 @@ impl File {
         self.check(self.is_writable(), "writing")?;
         let me = self.clone();
         let appending = async move {
-            let inode = me.0.inode.clone();
-            let _one = inode.appending.lock().await;
-            let (_lock, _placing) = me.0.core.lock_end(&inode).await?;
-            me.0.core.send_held(&inode).await;
             let len = segments::total(&data);
-            let end = inode.append_end(me.0.core.fresh_size(&inode).await?);
-            let offset = keep::numbers().map_or(end, |n| n.append_offset(end, len as u64));
-            let n = me.write_now(offset, data).await?;
+            let (offset, n) = match keep::numbers().and_then(|n| n.append_again()) {
+                Some(a) => (a.offset, me.append_again(a, data).await?),
+                None => me.append_new(data).await?,
+            };
             if n < len { Err(Error::new(Code::NoSpc, "no space left for all of the bytes")) } else { Ok(offset) }
         };
         self.0.core.detached(appending).await
     }
 
-    async fn write_now(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
+    async fn append_new(&self, data: Vec<Buf>) -> Result<(u64, usize)> {
+        let (core, inode) = (&self.0.core, &self.0.inode);
+        let _one = inode.appending.lock().await;
+        loop {
+            // First, so that the session is on record as a writer before the end is looked for; and a new one may wait for reports of others.
+            let session = core.capability(inode, true, None).await?.session;
+            let end = core.lock_end(inode).await?;
+            if end.session != session {
+                continue;
+            }
+            let offset = inode.append_end(end.size);
+            if let Some(n) = keep::numbers() {
+                n.set_append(end.session, offset, segments::total(&data) as u64);
+            }
+            match self.write_now(offset, data.clone(), Some(end.session)).await {
+                // With it the end was lost. Nothing was sent.
+                Err(e) if e.code == Code::NoSession => keep::numbers().iter().for_each(|n| n.clear_append()),
+                r => return Ok((offset, r?)),
+            }
+        }
+    }
+
+    /// An append that a former client of the mount had in work goes where it went. Others are told of no size without it, so it
+    /// waits for nobody.
+    async fn append_again(&self, a: Appended, data: Vec<Buf>) -> Result<usize> {
+        let lost = |e: Error| match e.code {
+            Code::NoSession => Error::new(Code::Io, "the session was lost during an append; the bytes may be there"),
+            _ => e,
+        };
+        self.write_now(a.offset, data, Some(a.session)).await.map_err(lost)
+    }
+
+    /// `only`: `NoSession`, and nothing is sent, in another session.
+    async fn write_now(&self, offset: u64, data: Vec<Buf>, only: Option<SessionId>) -> Result<usize> {
         let h = &self.0;
         self.tell_errors(Teller::Write)?;
         let len = segments::total(&data);
@@ -567,13 +597,14 @@ impl File {
         let _turn = h.inode.ranges.lock(offset..end).await;
         h.inode.begins(&(offset..end));
         h.core.cache.lock().invalidate(h.inode.ino, offset..end);
-        let (session, done, outcome) = h.core.write_range(&h.inode, offset, &data, stable, room).await;
+        let (session, done, outcome) = h.core.write_range(&h.inode, offset, &data, (stable, only), room).await;
         // Again: a fetch that began during the write may have seen the old bytes.
         h.core.cache.lock().invalidate(h.inode.ino, offset..end);
         if done > 0 {
             h.inode.wrote(session, offset + done, &h.creds)?;
         }
-        if done < len as u64 {
+        let unsent = outcome.as_ref().is_err_and(|e| e.code == Code::NoSession);
+        if done < len as u64 && !unsent {
             h.inode.write_failed(end);
         }
         match outcome {
@@ -753,6 +784,10 @@ async fn forget(core: Arc<Core>, open: Open) {
     let inode = &open.inode;
     let (now, since) = (core.current_session().map(|s| s.id), core.reassertions());
     let counted = inode.closed(open.session, now);
+    if inode.handles() == 0 {
+        // A killed program's write or append goes on by itself. Once this client is not on record, nobody looks out for it.
+        drop((inode.appending.lock().await, inode.ranges.lock_all().await));
+    }
     // What a write that ran beside the close left. Nobody waits for it who may write next, once this client is not on record.
     core.send_held(inode).await;
     if counted {

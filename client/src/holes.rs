@@ -192,7 +192,7 @@ impl Core {
         let stripes = inode.placed().stripes;
         // One number for all chunks, each of which remembers it: a repetition after a restart of the mount may find other chunks,
         // and what the last daemon sent may arrive late.
-        let number = self.data_numbers(inode, 1).await?;
+        let number = self.data_numbers(inode, 1, None).await?;
         let punch = |chain| self.punch_chain(inode, &stripes, chain, range.clone(), stable, number);
         let punches = chains(&stripes).into_iter().map(punch);
         join_all(punches).await.into_iter().collect()

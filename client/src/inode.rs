@@ -3,14 +3,7 @@
 //! The size a reader sees is the larger of the metadata server's and the end of this client's own writes. Own writes are
 //! reported (`Extend`) in the background, and before anything returns that promises or shows the size.
 
-use std::{
-    collections::BTreeMap,
-    ops::Range,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering::Relaxed},
-    },
-};
+use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 use parking_lot::Mutex;
 use strake_proto::{
@@ -20,7 +13,7 @@ use strake_proto::{
     layout::{MAX_FILE_SIZE, StripeMap},
     pb,
 };
-use tokio::sync::Mutex as AsyncMutex;
+use tokio::sync::{Mutex as AsyncMutex, watch};
 
 use crate::{
     cache::Tenure,
@@ -96,7 +89,7 @@ struct State {
     loud: u64,
     placed: Placed,
     /// What outlives this process, while this client may write the file.
-    kept: Option<KeptInode>,
+    kept: Option<Arc<KeptInode>>,
 }
 
 pub(crate) struct Inode {
@@ -109,11 +102,39 @@ pub(crate) struct Inode {
     capping: AsyncMutex<()>,
     /// Serialises appends.
     pub appending: AsyncMutex<()>,
-    /// Held from when it is decided where an append goes until it is there. Reports wait for it.
+    /// Held from when it is decided without a lock where an append goes until it is there. Reports wait for it.
     pub placing: AsyncMutex<()>,
-    /// No new append goes below: a former client of the mount had put one there that is yet to come.
-    append_floor: AtomicU64,
+    /// Appends that a former client of the mount had in work and that may come again. Reports wait for them, and no other append goes below.
+    awaited: watch::Sender<Awaited>,
     state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct Awaited {
+    appends: usize,
+    /// The highest end of them.
+    end: u64,
+}
+
+/// An append that may come again. Dropped when it was done, or does not come.
+pub(crate) struct AwaitedAppend(Arc<Inode>);
+
+impl AwaitedAppend {
+    pub fn new(inode: Arc<Inode>, end: u64) -> AwaitedAppend {
+        inode.awaited.send_modify(|a| *a = Awaited { appends: a.appends + 1, end: end.max(a.end) });
+        AwaitedAppend(inode)
+    }
+}
+
+impl Drop for AwaitedAppend {
+    fn drop(&mut self) {
+        self.0.awaited.send_modify(|a| {
+            a.appends -= 1;
+            if a.appends == 0 {
+                a.end = 0;
+            }
+        });
+    }
 }
 
 /// A file this client writes no longer.
@@ -159,7 +180,7 @@ impl State {
             return None;
         }
         let writer = self.writer.take()?;
-        let kept = self.kept.take().into_iter().map(Arc::new).collect();
+        let kept = self.kept.take().into_iter().collect();
         Some(Release { writer, surplus: std::mem::take(&mut self.surplus), kept })
     }
 }
@@ -195,7 +216,7 @@ impl Inode {
                 placed,
                 kept: None,
             }),
-            append_floor: AtomicU64::new(0),
+            awaited: watch::Sender::default(),
         }
     }
 
@@ -344,7 +365,7 @@ impl Inode {
         s.holes &= !holes;
         if s.reported == s.writes {
             s.local_end = 0;
-            s.kept.iter().for_each(KeptInode::reported);
+            s.kept.iter().for_each(|k| k.reported());
         }
     }
 
@@ -353,17 +374,24 @@ impl Inode {
         let mut s = self.state.lock();
         s.reported = s.writes;
         (s.local_end, s.begun, s.holes) = (0, 0, false);
-        s.kept.iter().for_each(KeptInode::reported);
+        s.kept.iter().for_each(|k| k.reported());
         s.attr = *attr;
+    }
+
+    /// The lock of an append is about to be asked for; what is returned is to be held until it was given up.
+    pub fn note_end(&self) -> Option<Arc<KeptInode>> {
+        let kept = self.state.lock().kept.clone();
+        kept.inspect(|k| k.set_ends())
     }
 
     /// Where an append goes that finds the file ending at `size`.
     pub fn append_end(&self, size: u64) -> u64 {
-        size.max(self.append_floor.load(Relaxed))
+        size.max(self.awaited.borrow().end)
     }
 
-    pub fn raise_append_floor(&self, end: u64) {
-        self.append_floor.fetch_max(end, Relaxed);
+    /// Returns when no append is awaited that a former client of the mount had in work.
+    pub async fn appended_again(&self) {
+        let _ = self.awaited.subscribe().wait_for(|a| a.appends == 0).await;
     }
 
     /// What a former client of the mount knew of the file. `is_same`: this client has its session. Else what it wrote beyond
@@ -377,7 +405,7 @@ impl Inode {
         if former.surplus() {
             let mut s = self.state.lock();
             s.surplus = true;
-            s.kept.iter().for_each(KeptInode::set_surplus);
+            s.kept.iter().for_each(|k| k.set_surplus());
         }
         if former.failed() {
             self.fail_loudly("bytes written before the mount was restarted were lost");
@@ -390,7 +418,7 @@ impl Inode {
     pub fn opened(&self, session: SessionId, writer: u64, keep: Option<&Keep>) {
         let mut s = self.state.lock();
         if s.kept.is_none() {
-            s.kept = keep.and_then(|k| k.put_inode(self.ino));
+            s.kept = keep.and_then(|k| k.put_inode(self.ino)).map(Arc::new);
         }
         *s.handles.entry(session).or_default() += 1;
         s.enlisted(session, writer);
@@ -414,7 +442,7 @@ impl Inode {
         s.doubtful = true;
         s.surplus |= end > s.attr.size;
         if s.surplus {
-            s.kept.iter().for_each(KeptInode::set_surplus);
+            s.kept.iter().for_each(|k| k.set_surplus());
         }
     }
 
@@ -485,7 +513,7 @@ impl Inode {
         let mut s = self.state.lock();
         s.errors += 1;
         s.error = Some(e);
-        s.kept.iter().for_each(KeptInode::set_failed);
+        s.kept.iter().for_each(|k| k.set_failed());
     }
 
     pub fn errors(&self) -> u64 {

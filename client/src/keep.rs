@@ -16,7 +16,7 @@ use std::{
     },
 };
 
-use crate::{segments::Content, unstable::Entry};
+use crate::{inode::AwaitedAppend, segments::Content, unstable::Entry};
 use parking_lot::Mutex;
 use strake_fabric::{Buf, Endpoint, Kept, KeptAt, Pool, REGION, Record, Records};
 use strake_proto::{
@@ -234,13 +234,13 @@ impl Keep {
     /// Keeps the numbers of a request about `ino`; `None` when too many are kept.
     pub fn begin(&self, unique: u64, owner_word: u64, ino: Ino) -> Option<Arc<Numbers>> {
         let record = self.requests.put(&[unique, owner_word, 0, 0, 0, 0, 0, 0, ino])?;
-        Some(Arc::new(Numbers { record, used: AtomicU64::new(0) }))
+        Some(Numbers::new(record))
     }
 
     /// The requests that were in work when a former client died. Once.
     pub fn left_requests(&self) -> Vec<Arc<Numbers>> {
         let left = std::mem::take(&mut self.left.lock().requests);
-        left.into_iter().map(|record| Arc::new(Numbers { record, used: AtomicU64::new(0) })).collect()
+        left.into_iter().map(Numbers::new).collect()
     }
 
     /// The mutations of `session` that a former client may have sent, and nobody has repeated yet.
@@ -263,11 +263,6 @@ impl Keep {
         self.writes.put(&w.words(order))
     }
 
-    /// Whether a former client left writes that nobody has asked for yet.
-    pub(crate) fn has_left_writes(&self) -> bool {
-        !self.left.lock().writes.is_empty()
-    }
-
     /// Writes that a former client left, in their order.
     pub(crate) fn left_writes(&self) -> Vec<(u64, KeptWrite, Record)> {
         let mut left = std::mem::take(&mut self.left.lock().writes);
@@ -282,6 +277,8 @@ pub struct Numbers {
     record: Record,
     /// Bit 0: the mutation's number was used in this life. Bit 1: that of its data. Bit 2: the append's offset.
     used: AtomicU64,
+    /// Dropped with this.
+    awaited: Mutex<Option<AwaitedAppend>>,
 }
 
 mod number {
@@ -291,6 +288,7 @@ mod number {
     pub const MUTATION: usize = 3;
     pub const DATA_SESSION: usize = 4;
     pub const DATA: usize = 5;
+    /// One more than its offset; in the session of the data's numbers.
     pub const APPEND: usize = 6;
     pub const APPEND_END: usize = 7;
     pub const INO: usize = 8;
@@ -311,6 +309,10 @@ pub(crate) fn numbers() -> Option<Arc<Numbers>> {
 }
 
 impl Numbers {
+    fn new(record: Record) -> Arc<Numbers> {
+        Arc::new(Numbers { record, used: AtomicU64::new(0), awaited: Mutex::default() })
+    }
+
     /// The kernel's number of the request.
     pub fn unique(&self) -> u64 {
         self.record.get(number::UNIQUE)
@@ -321,10 +323,21 @@ impl Numbers {
         self.record.get(number::OWNER)
     }
 
-    /// The inode it is about, and the end of what a former client was to append there.
-    pub(crate) fn appended(&self) -> Option<(Ino, u64)> {
-        (self.record.get(number::APPEND) != 0)
-            .then(|| (self.record.get(number::INO), self.record.get(number::APPEND_END)))
+    /// What a former client was to append, and the inode it was about.
+    pub(crate) fn appended(&self) -> Option<(Ino, Appended)> {
+        let get = |word| self.record.get(word);
+        let (next, end, session) = (get(number::APPEND), get(number::APPEND_END), get(number::DATA_SESSION));
+        (next != 0).then(|| (get(number::INO), Appended { offset: next - 1, end, session }))
+    }
+
+    /// Likewise, for who appends it again: once.
+    pub(crate) fn append_again(&self) -> Option<Appended> {
+        self.first_use(4).then(|| self.appended()).flatten().map(|(_, a)| a)
+    }
+
+    /// Until the request is answered or given up its append is awaited.
+    pub(crate) fn await_append(&self, append: AwaitedAppend) {
+        *self.awaited.lock() = Some(append);
     }
 
     fn first_use(&self, bit: u64) -> bool {
@@ -363,20 +376,28 @@ impl Numbers {
         n
     }
 
-    /// Where an append of `len` bytes goes: to `now`, or where a former client put it or was about to.
-    pub(crate) fn append_offset(&self, now: u64, len: u64) -> u64 {
-        if !self.first_use(4) {
-            return now;
-        }
-        match self.record.get(number::APPEND) {
-            0 => {
-                self.record.set(number::APPEND_END, now.saturating_add(len));
-                self.record.set(number::APPEND, now.saturating_add(1));
-                now
-            }
-            n => n - 1,
-        }
+    /// Nothing was appended.
+    pub(crate) fn clear_append(&self) {
+        self.record.set(number::APPEND, 0);
     }
+
+    /// `len` bytes are about to be appended there, in this session.
+    pub(crate) fn set_append(&self, session: SessionId, offset: u64, len: u64) {
+        self.record.set(number::APPEND, 0);
+        self.record.set(number::DATA, 0);
+        self.record.set(number::DATA_SESSION, session);
+        self.record.set(number::APPEND_END, offset.saturating_add(len));
+        self.record.set(number::APPEND, offset.saturating_add(1));
+    }
+}
+
+/// Where a former client put an append, or was about to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Appended {
+    pub offset: u64,
+    pub end: u64,
+    /// In which session.
+    pub session: SessionId,
 }
 
 /// What is kept of a file that this client has open for writing, until the metadata servers know that it has not.
@@ -395,6 +416,8 @@ mod inode {
     pub const FAILED: u64 = 4;
     /// What is not reported may have left holes.
     pub const HOLES: u64 = 8;
+    /// The lock of an append may be held.
+    pub const ENDS: u64 = 16;
 }
 
 impl KeptInode {
@@ -443,6 +466,14 @@ impl KeptInode {
 
     pub fn failed(&self) -> bool {
         self.0.get(inode::FLAGS) & inode::FAILED != 0
+    }
+
+    pub fn set_ends(&self) {
+        self.flag(inode::ENDS, true);
+    }
+
+    pub fn ends(&self) -> bool {
+        self.0.get(inode::FLAGS) & inode::ENDS != 0
     }
 
     pub fn set_writer(&self, index: u64) {
@@ -651,8 +682,10 @@ mod tests {
         inode.set_surplus();
         let numbers = first.begin(55, 3, 77).unwrap();
         numbers.set_mutation(6, 10);
+        assert_eq!(numbers.append_again(), None);
+        numbers.set_append(5, 0, 9);
+        numbers.set_append(6, 0, 10);
         assert_eq!(numbers.data(6, || 20), 20);
-        assert_eq!(numbers.append_offset(0, 10), 0);
         first.set_session(6);
         // Killed here.
         kept.into_iter().for_each(std::mem::forget);
@@ -678,11 +711,12 @@ mod tests {
         inodes[0].wrote(5, false, (1, 2));
         assert_eq!(inodes[0].unreported(), Some((5, false, (1, 2))));
         let request = second.left_requests().pop().unwrap();
-        assert_eq!((request.unique(), request.owner_word(), request.appended()), (55, 3, Some((77, 10))));
+        let append = Appended { offset: 0, end: 10, session: 6 };
+        assert_eq!((request.unique(), request.owner_word(), request.appended()), (55, 3, Some((77, append))));
         assert_eq!(request.mutation(), Some((6, 10)), "the same number");
         assert_eq!(request.mutation(), None, "once");
         assert_eq!((request.data(6, || 99), request.data(6, || 99)), (20, 99));
-        assert_eq!((request.append_offset(500, 1), request.append_offset(500, 1)), (0, 500));
+        assert_eq!((request.append_again(), request.append_again()), (Some(append), None));
         assert!(second.left_requests().is_empty() && second.left_writes().is_empty());
     }
 

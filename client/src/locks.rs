@@ -5,13 +5,18 @@
 
 use std::{sync::Arc, time::Duration};
 
+use futures_util::future::{Either, FutureExt, ready};
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
-use tokio::sync::{Mutex, MutexGuard, OwnedMutexGuard, Semaphore, oneshot};
+use tokio::{
+    sync::{Mutex, MutexGuard, OwnedMutexGuard, Semaphore, oneshot},
+    task::coop::unconstrained,
+};
 
 use crate::{
     Client,
     core::Core,
     inode::Inode,
+    keep::KeptInode,
     lock_waits::Place,
     meta::{ok, op},
     retry::in_doubt,
@@ -90,10 +95,17 @@ impl Default for Lanes {
 }
 
 impl Lanes {
-    async fn enter(&self, ino: Ino, lock: &Lock) -> OwnedMutexGuard<()> {
+    /// The place in the queue is that of this call, not of the first poll: what an owner asks for next, perhaps in another thread, must
+    /// not overtake a task that is to unlock and has not begun.
+    fn enter(&self, ino: Ino, lock: &Lock) -> impl Future<Output = OwnedMutexGuard<()>> + Send + use<> {
         let mut mix = ino.rotate_left(32) ^ lock.owner;
         let lane = strake_proto::layout::splitmix64(&mut mix) as usize % LANES;
-        self.lanes[lane].clone().lock_owned().await
+        // A task that has done much would not be let into the queue.
+        let mut turn = Box::pin(unconstrained(self.lanes[lane].clone().lock_owned()));
+        match turn.as_mut().now_or_never() {
+            Some(lane) => Either::Left(ready(lane)),
+            None => Either::Right(turn),
+        }
     }
 }
 
@@ -189,7 +201,7 @@ impl Client {
 
     async fn unlock(&self, ino: Ino, lock: &Lock) -> Result<Locked> {
         let (tell, answer) = oneshot::channel();
-        self.core.spawn_unlock(ino, lock, Some(tell));
+        self.core.spawn_unlock(ino, lock, Some(tell), None);
         answer.await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))?
     }
 
@@ -198,7 +210,7 @@ impl Client {
         if !can_spawn() {
             return;
         }
-        self.core.spawn_unlock(ino, &Lock { mode: LockType::LockUnlock, ..*lock }, None);
+        self.core.spawn_unlock(ino, &Lock { mode: LockType::LockUnlock, ..*lock }, None, None);
     }
 
     /// The present session at the metadata servers, 0 while there is none.
@@ -212,10 +224,22 @@ fn can_spawn() -> bool {
     tokio::runtime::Handle::try_current().is_ok()
 }
 
+/// Where a file ends, once all that was held back is sent. Until this is dropped nobody else appends: he finds the lock taken, or where there
+/// is none, he asks for the size, and no report is made here meanwhile.
+pub(crate) struct End<'a> {
+    _placing: Option<MutexGuard<'a, ()>>,
+    _lock: Option<EndLock>,
+    /// With which all this is lost.
+    pub session: SessionId,
+    pub size: u64,
+}
+
 /// The end of a file is this client's to append to. Dropped, it is anybody's.
-pub(crate) struct EndLock {
+struct EndLock {
     core: Arc<Core>,
     ino: Ino,
+    /// Who takes this client's place gives it up.
+    kept: Option<Arc<KeptInode>>,
 }
 
 /// Of a client there is one at a time for each file.
@@ -224,7 +248,7 @@ const END: Lock =
 
 impl Drop for EndLock {
     fn drop(&mut self) {
-        self.core.unlock_end(self.ino);
+        self.core.unlock_end(self.ino, self.kept.take());
     }
 }
 
@@ -237,36 +261,39 @@ fn locked(r: Vec<pb::OpResult>) -> Result<(Locked, Vec<pb::LockSpan>)> {
 }
 
 impl Core {
-    /// For an append: others neither append until it is done, nor are they told of a size without it. Nobody needs to be asked while
-    /// nobody else may write the file.
-    pub(crate) async fn lock_end<'a>(
-        self: &Arc<Self>,
-        inode: &'a Inode,
-    ) -> Result<(Option<EndLock>, MutexGuard<'a, ()>)> {
+    /// For an append. Nobody needs to be asked while nobody else may write the file.
+    pub(crate) async fn lock_end<'a>(self: &Arc<Self>, inode: &'a Arc<Inode>) -> Result<End<'a>> {
         let placing = inode.placing.lock().await;
-        if self.known_size(inode).is_some() {
-            return Ok((None, placing));
+        self.send_held(inode).await;
+        let session = self.current_session().map_or(0, |s| s.id);
+        // One look for both: that nobody needs to be asked, and the size.
+        if let Some((size, _)) = self.known_size(inode) {
+            return Ok(End { _placing: Some(placing), _lock: None, session, size });
         }
-        // Who has the lock may wait for a report from here.
+        // Others may be asked for reports, and wait for one from here. Who has the lock needs to keep nobody from the size.
         drop(placing);
-        Client { core: self.clone() }.set_lock(inode.ino, &END, true).await?;
-        let lock = EndLock { core: self.clone(), ino: inode.ino };
-        Ok((Some(lock), inode.placing.lock().await))
+        let kept = inode.note_end();
+        let Locked { session, .. } = Client { core: self.clone() }.set_lock(inode.ino, &END, true).await?;
+        let lock = EndLock { core: self.clone(), ino: inode.ino, kept };
+        self.send_held(inode).await;
+        let size = self.fresh_size(inode).await?;
+        Ok(End { _placing: None, _lock: Some(lock), session, size })
     }
 
-    /// Gives up the lock of an append, if there is any.
-    pub(crate) fn unlock_end(self: &Arc<Self>, ino: Ino) {
+    /// Gives up the lock of an append, if there is any. `kept` is held until then.
+    pub(crate) fn unlock_end(self: &Arc<Self>, ino: Ino, kept: Option<Arc<KeptInode>>) {
         if can_spawn() {
-            self.spawn_unlock(ino, &Lock { mode: LockType::LockUnlock, ..END }, None);
+            self.spawn_unlock(ino, &Lock { mode: LockType::LockUnlock, ..END }, None, kept);
         }
     }
 
-    fn spawn_unlock(self: &Arc<Self>, ino: Ino, lock: &Lock, tell: Option<Tell>) {
-        let (core, lock) = (self.clone(), *lock);
+    fn spawn_unlock(self: &Arc<Self>, ino: Ino, lock: &Lock, tell: Option<Tell>, kept: Option<Arc<KeptInode>>) {
+        let (core, lock, lane) = (self.clone(), *lock, self.locks.enter(ino, lock));
         self.env.spawn(async move {
-            let _lane = core.locks.enter(ino, &lock).await;
+            let _lane = lane.await;
             let session = core.current_session().map_or(0, |s| s.id);
             let _ = core.surely(session, &[lock.set(ino)], tell).await;
+            drop(kept);
         });
     }
 
@@ -313,5 +340,30 @@ impl Core {
             tracing::warn!("a lock could not be given up yet");
             tokio::time::sleep(Duration::from_secs(1)).await;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn turns_are_taken_in_the_order_in_which_they_were_asked_for() {
+        let lanes = Lanes::default();
+        let first = lanes.enter(1, &END).await;
+        let (second, mut third) = (lanes.enter(1, &END), Box::pin(lanes.enter(1, &END)));
+        assert!(third.as_mut().now_or_never().is_none());
+        drop(first);
+        // Nobody has looked at the second yet.
+        assert!(third.as_mut().now_or_never().is_none());
+        let mut second = second.now_or_never().expect("its turn");
+        assert!(third.as_mut().now_or_never().is_none());
+        drop(second);
+        drop(third.now_or_never().expect("the last turn"));
+        // Who does not want it any more is in nobody's way.
+        second = lanes.enter(1, &END).await;
+        drop(lanes.enter(1, &END));
+        drop(second);
+        assert!(lanes.enter(1, &END).now_or_never().is_some());
     }
 }

@@ -142,21 +142,28 @@ impl Core {
             // A former process of the mount may have held something back.
             let _ = core.inherited.subscribe().wait_for(|known| *known).await;
             if let Some(inode) = core.live_inode(ino) {
+                inode.appended_again().await;
                 let _placed = inode.placing.lock().await;
                 if let Err(e) = core.tell_all(&inode).await {
                     tracing::warn!(ino, "somebody asks for the size of a file that could not be reported: {e}");
                 }
             }
         });
+        // On a new connection it is asked for again.
+        let is_asked =
+            || self.memory.is_greeted(session, leader.number) && !leader.conn.is_closed() && !self.is_closed();
         // What is held back may wait for storage servers for long.
         while timeout(WORKING, &mut telling).await.is_err() {
+            if !is_asked() {
+                return;
+            }
             let working = Told { working: vec![number], ..Told::default() };
             match self.ask_recalls(&leader, session, working).await {
                 Ok(more) => self.make_reports(&leader, session, more.reports),
                 Err(e) => tracing::debug!("telling of a report that takes long: {e}"),
             }
         }
-        while self.memory.is_greeted(session, leader.number) && !leader.conn.is_closed() && !self.is_closed() {
+        while is_asked() {
             match self.ask_recalls(&leader, session, Told { reported: vec![number], ..Told::default() }).await {
                 Ok(more) => return self.make_reports(&leader, session, more.reports),
                 Err(e) => tracing::debug!("telling of a report: {e}"),

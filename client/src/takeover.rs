@@ -12,7 +12,7 @@ use strake_proto::{Code, Ino, Result, pb};
 use crate::{
     Client, File, Numbers,
     core::{Core, Hold, room_for},
-    inode::{Inode, O_ACCMODE, O_WRONLY, Release, Writer},
+    inode::{AwaitedAppend, Inode, O_ACCMODE, O_WRONLY, Release, Writer},
     keep::{Keep, KeptInode, KeptWrite, WriteKind},
     meta::{ok, op},
     segments::{self, Content},
@@ -54,9 +54,14 @@ impl Client {
         let writes = keep.left_writes();
         let strays = if is_same { core.open_strays(&writes).await } else { Vec::new() };
         for former in keep.left_inodes() {
-            core.inherit(former, is_same).await;
+            let former = Arc::new(former);
+            core.inherit(former.clone(), is_same).await;
+            if is_same && former.ends() {
+                core.unlock_end(former.ino(), Some(former));
+            }
         }
         core.inherit_writes(&keep, writes, is_same).await;
+        requests.iter().for_each(|n| core.expect_append(n));
         core.inherited.send_replace(true);
         // Their writes hold what flushes them.
         drop(core.env.spawn(async move {
@@ -67,12 +72,6 @@ impl Client {
                 }
             }
         }));
-        for (ino, end) in requests.iter().filter_map(|n| n.appended()) {
-            if let Some(inode) = core.live_inode(ino) {
-                inode.raise_append_floor(end);
-            }
-            core.unlock_end(ino);
-        }
         // Counts opens anew: those of the former client are among them no more.
         core.reassert().await;
         opened
@@ -87,6 +86,16 @@ impl Client {
 }
 
 impl Core {
+    /// Of an append that may come again: others are not told of a size without it. Whoever has the end of the file asks for the size first.
+    fn expect_append(self: &Arc<Self>, request: &Numbers) {
+        let present = self.current_session().map(|s| s.id);
+        let Some((ino, append)) = request.appended().filter(|(_, a)| Some(a.session) == present) else { return };
+        if let Some(inode) = self.live_inode(ino) {
+            request.await_append(AwaitedAppend::new(inode, append.end));
+        }
+        self.unlock_end(ino, None);
+    }
+
     /// Files that nobody had open any more and whose writes are not known to be stable: the servers were away when they were
     /// closed.
     async fn open_strays(self: &Arc<Self>, writes: &[(u64, KeptWrite, Record)]) -> Vec<File> {
@@ -112,7 +121,7 @@ impl Core {
         self.file(r, &pb::Creds { uid: f.uid, gid: f.gid, groups: Vec::new() }, f.flags, since).await
     }
 
-    async fn inherit(self: &Arc<Self>, former: KeptInode, is_same: bool) {
+    async fn inherit(self: &Arc<Self>, former: Arc<KeptInode>, is_same: bool) {
         if let Some(inode) = self.live_inode(former.ino()) {
             inode.inherit(&former, is_same);
             if former.unreported().is_some() && !is_same {
@@ -130,7 +139,7 @@ impl Core {
             }
         }
         let writer = Writer { session: session.id, index };
-        self.release_later(ino, Some(Release { writer, surplus, kept: vec![Arc::new(former)] }));
+        self.release_later(ino, Some(Release { writer, surplus, kept: vec![former] }));
     }
 
     async fn inherit_writes(self: &Arc<Self>, keep: &Arc<Keep>, writes: Vec<(u64, KeptWrite, Record)>, is_same: bool) {

@@ -394,7 +394,7 @@ impl Core {
     ) -> Result<()> {
         let stripes = inode.placed().stripes;
         let pieces: Vec<Piece> = stripes.split(at, segments::total(bytes) as u64).collect();
-        let numbers = self.data_numbers(inode, pieces.len() as u64).await?;
+        let numbers = self.data_numbers(inode, pieces.len() as u64, None).await?;
         if numbers.0 != session {
             // Others may have written since it was lost.
             return Err(session_lost());

@@ -3,10 +3,11 @@
 
 mod common;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use common::*;
 use strake_client::{Client, Config, File, Former, Keep, numbered};
+use strake_fabric::Buf;
 use strake_proto::Code;
 
 const RW: u32 = 2;
@@ -178,4 +179,80 @@ async fn a_request_that_comes_again_is_not_done_again() {
     assert_eq!(join(&f.read(0, 100).await.unwrap()), want);
     assert_eq!(make(&b).await.err().unwrap().code, Code::Exist, "a new request");
     f.close().await.unwrap();
+}
+
+/// Another client has the end of the file as soon as this one's lock goes, and asks for the size.
+#[tokio::test(start_paused = true)]
+async fn others_append_after_what_comes_again() {
+    for (comes, arrived) in [(true, true), (true, false), (false, true), (false, false)] {
+        let (c, keep) = (Cluster::new(3, 2), new_keep());
+        killed(|| async {
+            let a = c.client_with(1, with(&keep)).await;
+            let f = file(&a).await;
+            f.write_all_at(0, &[1; 10]).await.unwrap();
+            f.fsync().await.unwrap();
+            let appending = keep.begin(102, 0, INO);
+            if !arrived {
+                c.oss.faults(|f| f.write_delay = Duration::from_secs(1000));
+            }
+            let append = numbered(appending.clone(), f.append(kept(&keep, 5, 10)));
+            let done = tokio::time::timeout(Duration::from_secs(1), append).await;
+            assert_eq!(done.ok().map(|r| r.unwrap()), arrived.then_some(10));
+            std::mem::forget((a, f, appending));
+        });
+        c.oss.faults(|f| f.write_delay = Duration::ZERO);
+        let keep = next(&keep);
+        let b = c.client_with(2, with(&keep)).await;
+        let mut left = keep.left_requests();
+        let former = Former { ino: INO, flags: RW, uid: 1000, gid: 1000 };
+        let f = b.take_over(&[former], &left).await.pop().unwrap().unwrap();
+        let other = c.client(3).await;
+        let g = other.open(&user(), INO, RW).await.unwrap().0;
+        let theirs = tokio::spawn(async move { g.append(vec![Buf::copy_from(&[7; 10])]).await });
+        // One of this client waits for the lock, and must not be in the way either.
+        let (mine, own) = (f.clone(), kept(&keep, 6, 10));
+        let mine = tokio::spawn(async move { mine.append(own).await });
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        assert!(!theirs.is_finished(), "it is not known yet where the file ends");
+        let request = left.pop();
+        if comes {
+            assert_eq!(numbered(request.clone(), f.append(kept(&keep, 5, 10))).await.unwrap(), 10);
+        }
+        drop(request);
+        let mut at = [theirs.await.unwrap().unwrap(), mine.await.unwrap().unwrap()];
+        at.sort_unstable();
+        if comes || arrived {
+            assert_eq!(at, [20, 30], "{comes} {arrived}");
+            assert_eq!(join(&f.read(10, 10).await.unwrap()), [5; 10]);
+        } else {
+            // This client's own may have left room for it.
+            assert!(at == [10, 20] || at == [20, 30], "{at:?}");
+        }
+    }
+}
+
+/// With the session, the place went to others.
+#[tokio::test(start_paused = true)]
+async fn an_append_of_a_lost_session_is_an_error() {
+    let (c, keep) = (Cluster::new(3, 2), new_keep());
+    killed(|| async {
+        let a = c.client_with(1, with(&keep)).await;
+        let f = file(&a).await;
+        let appending = keep.begin(102, 0, INO);
+        assert_eq!(numbered(appending.clone(), f.append(kept(&keep, 5, 10))).await.unwrap(), 0);
+        std::mem::forget((a, f, appending));
+    });
+    c.mds.evict_all();
+    let other = c.client(3).await;
+    let g = other.open(&user(), INO, RW).await.unwrap().0;
+    assert_eq!(g.append(vec![Buf::copy_from(&[7; 20])]).await.unwrap(), 0);
+    let keep = next(&keep);
+    let b = c.client_with(2, with(&keep)).await;
+    let left = keep.left_requests();
+    let former = Former { ino: INO, flags: RW, uid: 1000, gid: 1000 };
+    let f = b.take_over(&[former], &left).await.pop().unwrap().unwrap();
+    assert_eq!(f.write_all_at(0, &[7]).await.unwrap_err().code, Code::Io, "what was not synced is lost");
+    let e = numbered(left.first().cloned(), f.append(kept(&keep, 5, 10))).await.unwrap_err();
+    assert!(e.code == Code::Io && e.message.contains("during an append"), "{e}");
+    assert_eq!(join(&g.read(0, 100).await.unwrap()), [7; 20]);
 }

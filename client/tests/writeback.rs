@@ -453,6 +453,48 @@ async fn what_is_not_in_kept_memory_goes_through() {
     assert_eq!(held(&a).0, 1);
 }
 
+/// With the session goes the lock: then both ask for the size and for each other's reports, and one place is to be given once.
+#[tokio::test(start_paused = true)]
+async fn an_append_that_loses_its_session_begins_anew() {
+    let c = cluster(1, 1);
+    let (a, b, other) = (c.client(1).await, c.client_with(2, holding()).await, c.client(3).await);
+    let f = file(&b).await;
+    f.write_all_at(0, &[1; 10]).await.unwrap();
+    c.oss.faults(|f| f.write_delay = Duration::from_secs(1));
+    let (g, h) = (a.open(&user(), f.ino(), RW).await.unwrap().0, other.open(&user(), f.ino(), RW).await.unwrap().0);
+    // Its own bytes are held back no more, and take a second: the first append waits for them with the lock held.
+    let first = tokio::spawn(async move { g.append(vec![Buf::copy_from(&[2; 10])]).await });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(!first.is_finished());
+    c.mds.evict_all();
+    let second = tokio::time::timeout(Duration::from_secs(60), h.append(vec![Buf::copy_from(&[3; 10])])).await;
+    let second = second.expect("no waiting for ever").unwrap();
+    let first =
+        tokio::time::timeout(Duration::from_secs(60), first).await.expect("no waiting for ever").unwrap().unwrap();
+    assert!(first.abs_diff(second) >= 10, "at {first} and {second}");
+    let got = content(&h).await;
+    assert_eq!((got[first as usize], got[second as usize]), (2, 3), "{got:?}");
+}
+
+/// While an append sends what was held back another client comes to append, too, has the lock, and waits for a report of this one.
+#[tokio::test(start_paused = true)]
+async fn an_append_that_is_not_alone_any_more_waits_for_the_lock() {
+    let c = cluster(1, 1);
+    let (a, b) = (c.client_with(1, holding()).await, c.client(2).await);
+    let f = file(&a).await;
+    f.write_all_at(0, &[1; 10]).await.unwrap();
+    c.oss.faults(|f| f.write_delay = Duration::from_secs(1));
+    let at_once = f.clone();
+    let first = tokio::spawn(async move { at_once.append(vec![Buf::copy_from(&[2; 10])]).await });
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let g = b.open(&user(), f.ino(), RW).await.unwrap().0;
+    let both = async { (g.append(vec![Buf::copy_from(&[3; 10])]).await.unwrap(), first.await.unwrap().unwrap()) };
+    let both = tokio::time::timeout(Duration::from_secs(30), both).await.expect("neither waits for the other for ever");
+    assert_eq!(both, (10, 20), "who has the lock is the first");
+    let want = [[1; 10], [3; 10], [2; 10]].concat();
+    assert_eq!((content(&f).await, content(&g).await), (want.clone(), want));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 

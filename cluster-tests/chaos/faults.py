@@ -270,7 +270,11 @@ class Faults:
         with self.full(30), contextlib.ExitStack() as after:
             after.callback(shutil.rmtree, where, ignore_errors=True)
             os.mkdir(where)
-            ost = self.random.randrange(8)
+            report, _ = self.c.servers_status()
+            alive_ones = [t["id"] for t in (report or {"map": {"targets": []}})["map"]["targets"] if t["alive"]]
+            if not alive_ones:
+                raise NotRun("which targets there are is not known")
+            ost = self.random.choice(alive_ones)
             r = self.c.exec(client, "lfs", "setstripe", "-c", "1", "-i", str(ost), f"{MOUNT}/{folder}")
             if r.returncode:
                 raise NotRun(f"lfs setstripe: {r.stderr.strip()}")
@@ -343,6 +347,54 @@ class Faults:
         for m in self.c.of("mds"):
             self.c.write_mds(m)
 
+    def wiped_oss(self):
+        """A storage server loses both its targets. As docs/operations.md says: it starts with empty ones, and the old ones are given up."""
+        if self.busy:
+            raise NotRun("another fault is at work")
+        node = self.random.choice([n for n in self.c.of("oss") if n is not self.flip_node])
+        # The copies of what is wiped must be there.
+        report = self.wait("not all is in sync", 60, lambda r, code: r if code == 0 else None)
+        self.busy.add(node.name)
+        where = next(n["id"] for n in report["map"]["nodes"] if n["name"] == node.name)
+        of_node = lambda r: {t["id"] for t in r["map"]["targets"] if t["node"] == where and t["alive"]}
+        old = of_node(report)
+        self.ended.add(node.name)
+        self.c.engine.docker("stop", "-t", "0", self.c.container(node))
+        for t in (0, 1):
+            shutil.rmtree(f"{self.c.volume(node)}/target{t}")
+        self.c.engine.docker("start", self.c.container(node))
+        yield f"{node.name}: targets {sorted(old)}", 0
+        try:
+            self.wait("no new targets", 60, lambda r, _: r if len(of_node(r) - old) == len(old) else None)
+        except NotRun as e:
+            raise RuntimeError(str(e)) from e
+        # What they had moves, then they can go; until then the command refuses.
+        self.target("give-up", old, 60)
+        self.target("remove", old, 300)
+
+    def target(self, what, targets, limit):
+        end = time.monotonic() + limit
+        while True:
+            r = self.c.strake("target", what, *map(str, sorted(targets)), "--mds", ",".join(f"tcp:{m.name}:{FABRIC}" for m in self.c.of("mds")),
+                              "--cluster-key", "/etc/strake/cluster.key", timeout=70)
+            if r and r.returncode == 0:
+                return
+            if time.monotonic() > end:
+                raise RuntimeError(f"strake target {what}: {r.stderr.strip() if r else 'no answer'}")
+            time.sleep(1)
+
+    def wait(self, what, limit, done):
+        """What `done` makes of the status, as soon as it makes something of it."""
+        end = time.monotonic() + limit
+        while True:
+            report, code = self.c.servers_status()
+            result = done(report, code) if report and report["map"] else None
+            if result:
+                return result
+            if time.monotonic() > end:
+                raise NotRun(what)
+            time.sleep(0.5)
+
     def heal_everything(self):
         """Also after a run that was broken off: whatever is paused, stopped, cut off or full."""
         for node in self.c.nodes.values():
@@ -367,8 +419,8 @@ class Faults:
         """The kinds of faults with their weights; and those that cannot be had, each with its reason."""
         kinds = {"sigkill": 10, "sigkill_all": 2, "sigkill_mount": 4, "sigkill_client": 3, "sigstop": 6, "pause": 5, "disconnect": 5, "one_way": 6,
                  "cut_pair": 5, "cut_racks": 3, "slow_link": 4, "lossy_link": 5, "late_link": 4, "full_mds_volume": 3, "full_oss_volume": 3, "full_targets": 2,
-                 "bit_flips": 4, "rolling_restart": 2, "wiped_mds": 2}
-        cannot = {"wiped_oss": "this fault is not written yet; tools/tests/targets.rs replaces lost targets"}
+                 "bit_flips": 4, "rolling_restart": 2, "wiped_mds": 2, "wiped_oss": 2}
+        cannot = {}
         node = self.c.of("client")[0]
         for kind, command in (("late_link", ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]),
                               ("slow_link", ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1gbit", "burst", "64kb", "latency", "1s"]),

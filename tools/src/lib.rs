@@ -10,6 +10,7 @@ mod lfs;
 mod lifeline;
 mod members;
 mod mount;
+mod pools;
 mod scrub;
 mod serve;
 mod status;
@@ -53,6 +54,9 @@ enum Command {
     /// The same for all targets of a storage server.
     #[command(subcommand)]
     Node(targets::NodeCommand),
+    /// Make, fill and remove pools of targets.
+    #[command(subcommand)]
+    Pool(pools::Command),
     /// Show nodes, Raft, targets, chains and space.
     Status(status::StatusArgs),
     /// Measure the file system beside what this machine can do at all.
@@ -98,6 +102,7 @@ pub fn main() -> ExitCode {
         Command::Down(a) => dev::down(&a),
         Command::Target(c) => targets::run(c),
         Command::Node(c) => targets::run_node(c),
+        Command::Pool(c) => pools::run(c),
         Command::Status(a) => status::status(&a),
         Command::Bench(a) => bench::bench(&a),
         Command::MemoryMount(a) => bench::memory_mount(&a),

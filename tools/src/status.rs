@@ -14,7 +14,7 @@ use tonic::transport::Channel;
 
 use crate::{
     dev::Cluster,
-    targets::slow_json,
+    targets::{percent, slow_json},
     term::{size, table},
 };
 
@@ -174,7 +174,7 @@ fn state_name(s: ReplicaState) -> &'static str {
 
 fn print_map(map: &pb::ClusterMap, verbose: bool) {
     println!();
-    let mut rows = vec![["TARGET", "NODE", "STATE", "CAPACITY", "USED", "CHAINS"].map(String::from).to_vec()];
+    let mut rows = vec![["TARGET", "NODE", "STATE", "CAPACITY", "USED", "FULL", "CHAINS"].map(String::from).to_vec()];
     for t in &map.targets {
         let node = map.nodes.iter().find(|n| n.id == t.node).map_or_else(|| t.node.to_string(), |n| n.name.clone());
         let of = map.chains.iter().filter(|c| c.state_of(t.id).is_some());
@@ -191,6 +191,7 @@ fn print_map(map: &pb::ClusterMap, verbose: bool) {
             words.join(", "),
             size(t.capacity),
             size(t.used),
+            format!("{} %", percent(t)),
             format!("{serving}/{all} in sync"),
         ]);
     }
@@ -273,7 +274,8 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
             "nodes": m.nodes.iter().map(|n| json!({ "id": n.id, "name": n.name, "version": n.version,
                 "role": if n.role == ROLE_MDS { "mds" } else { "oss" }, "endpoints": n.endpoints })).collect::<Vec<_>>(),
             "targets": m.targets.iter().map(|t| json!({ "id": t.id, "node": t.node, "alive": t.alive, "draining": t.draining,
-                "drained_because_slow": t.slow.as_ref().map(slow_json), "capacity": t.capacity, "used": t.used, "stamp": t.stamp.to_string() })).collect::<Vec<_>>(),
+                "drained_because_slow": t.slow.as_ref().map(slow_json), "capacity": t.capacity, "used": t.used, "percent": percent(t),
+                "chains": m.chains.iter().filter(|c| c.state_of(t.id).is_some()).count(), "stamp": t.stamp.to_string() })).collect::<Vec<_>>(),
             "chains": m.chains.iter().map(|c| json!({ "id": c.id, "epoch": c.epoch, "ost_index": c.ost_index(),
                 "in_sync": c.serving().collect::<Vec<_>>(),
                 "replicas": c.replicas.iter().map(|r| json!({ "target": r.target, "state": state_name(r.state()) }))

@@ -2,7 +2,7 @@
 //! metadata leader moves it (`docs/replication.md`, "Moves"); these commands say what is wanted and show how far it is.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     process::ExitCode,
     time::{Duration, Instant, SystemTime},
 };
@@ -11,7 +11,7 @@ use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 use strake_mds::cluster::{
     moves::{
-        is_moving,
+        MOVES, is_moving,
         target_action::{DRAIN, GIVE_UP, KEEP, REMOVE},
     },
     slow::{what, words},
@@ -236,8 +236,7 @@ async fn drain(g: &mut Group, ids: &[TargetId], heir: Option<TargetId>, wait: bo
             )]);
         }
         let first = *first.get_or_insert(all);
-        // Others may take their turn first.
-        if all != moved.0 || moving > 0 || map.map.chains.iter().any(is_moving) {
+        if all != moved.0 || is_under_way(&map, ids) {
             moved = (all, Instant::now());
         } else if moved.1.elapsed() > STUCK {
             return Err(stuck(&map, ids));
@@ -255,6 +254,21 @@ fn progress(first: usize, left: usize, moving: usize, bytes: u64, taken: Duratio
         n => format!(", about {} s more", (taken.as_secs_f64() / n as f64 * left as f64).ceil()),
     };
     format!("{done} of {first} replicas have moved, {moving} on their way, {} still there{eta}", size(bytes))
+}
+
+/// Whether replicas are on their way from or to these targets, or may wait for their turn: a target has all that it moves at a time.
+fn is_under_way(map: &MapView, ids: &[TargetId]) -> bool {
+    let mut ends: BTreeMap<TargetId, usize> = BTreeMap::new();
+    // Without a source a chain waits for ever.
+    for c in map.map.chains.iter().filter(|c| !c.lost && c.head().is_some() && is_moving(c)) {
+        let has: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
+        let wants: BTreeSet<TargetId> = c.preferred.iter().copied().collect();
+        if ids.iter().any(|t| has.contains(t) || wants.contains(t)) {
+            return true;
+        }
+        has.symmetric_difference(&wants).for_each(|t| *ends.entry(*t).or_default() += 1);
+    }
+    ends.values().any(|n| *n >= MOVES)
 }
 
 /// Why nothing moves.
@@ -283,14 +297,17 @@ struct Held {
     leaving: usize,
     /// It is given them.
     arriving: usize,
+    /// Chains that it heads: where `lfs` says that a file is on it.
+    heads: usize,
 }
 
 impl Held {
     fn of(map: &MapView, id: TargetId) -> Held {
-        let mut h = Held { all: 0, leaving: 0, arriving: 0 };
+        let mut h = Held { all: 0, leaving: 0, arriving: 0, heads: 0 };
         for c in map.map.chains.iter().filter(|c| !c.lost) {
             let (has, wanted) = (c.state_of(id).is_some(), c.preferred.contains(&id));
             h.all += usize::from(has || wanted);
+            h.heads += usize::from(c.ost_index() == id);
             h.leaving += usize::from(has && !wanted);
             let serves = c.state_of(id) == Some(pb::ReplicaState::ReplicaServing);
             h.arriving += usize::from(wanted && !serves && c.head().is_some());
@@ -318,7 +335,8 @@ fn state(t: &pb::Target, h: &Held, slow: bool) -> String {
     words.into_iter().collect::<Vec<_>>().join(", ")
 }
 
-fn percent(t: &pb::Target) -> f64 {
+/// How full a target is, with one decimal.
+pub fn percent(t: &pb::Target) -> f64 {
     (t.used as f64 * 1000.0 / t.capacity.max(1) as f64).round() / 10.0
 }
 
@@ -357,7 +375,7 @@ fn slowness(map: &MapView, now: &[pb::SlowTarget], unix_ms: u64) -> String {
 }
 
 fn rows(map: &MapView, slow: &[pb::SlowTarget]) -> String {
-    let head = ["TARGET", "SERVER", "STATE", "USED", "CAPACITY", "FULL", "REPLICAS", "LEAVING", "ARRIVING"];
+    let head = ["TARGET", "SERVER", "STATE", "USED", "CAPACITY", "FULL", "REPLICAS", "HEADS", "LEAVING", "ARRIVING"];
     let mut rows = vec![head.map(String::from).to_vec()];
     for t in &map.map.targets {
         let h = Held::of(map, t.id);
@@ -369,6 +387,7 @@ fn rows(map: &MapView, slow: &[pb::SlowTarget]) -> String {
             size(t.capacity),
             format!("{} %", percent(t)),
             h.all.to_string(),
+            h.heads.to_string(),
             h.leaving.to_string(),
             h.arriving.to_string(),
         ]);
@@ -381,7 +400,7 @@ fn as_json(map: &MapView, slow: &[pb::SlowTarget], said: &[String]) -> Value {
         let h = Held::of(map, t.id);
         json!({
             "target": t.id, "server": node_name(map, t), "alive": t.alive, "draining": t.draining, "given_up": t.given_up, "heir": t.heir, "used": t.used,
-            "capacity": t.capacity, "percent": percent(t), "replicas": h.all, "leaving": h.leaving, "arriving": h.arriving,
+            "capacity": t.capacity, "percent": percent(t), "replicas": h.all, "heads": h.heads, "leaving": h.leaving, "arriving": h.arriving,
             "drained_because_slow": t.slow.is_some(), "slow": slow_of(t, slow).map(slow_json),
         })
     };
@@ -438,7 +457,7 @@ mod tests {
                 .nth(3)
                 .unwrap()
                 .split_whitespace()
-                .eq("2 oss1003 alive 50.0 MiB 200.0 MiB 25 % 1 0 1".split(' ')),
+                .eq("2 oss1003 alive 50.0 MiB 200.0 MiB 25 % 1 1 0 1".split(' ')),
             "{text}"
         );
         assert_eq!(as_json(&m, &[], &[])["targets"][0]["leaving"], 1);
@@ -466,6 +485,33 @@ mod tests {
             told,
             [(&Value::Null, &json!(false)), (&json!(45_000), &json!(true)), (&json!(45_000), &json!(false))]
         );
+    }
+
+    #[test]
+    fn what_moves_elsewhere_or_is_lost_is_not_waited_for() {
+        let changed = |f: &dyn Fn(&mut pb::ClusterMap)| {
+            let mut m = map().map.clone();
+            f(&mut m);
+            MapView::new(m).unwrap()
+        };
+        let m = map();
+        // Chain 2 moves from 0 to 2, and 1 stays in it.
+        assert_eq!([0, 1, 2, 3].map(|t| is_under_way(&m, &[t])), [true, true, true, false]);
+        assert!(is_under_way(&m, &[3, 2]));
+        let lost = changed(&|m| m.chains[1].lost = true);
+        assert!(!is_under_way(&lost, &[0, 1, 2, 3]));
+        let waits = changed(&|m| m.chains[1].replicas.iter_mut().for_each(|r| r.state = 5));
+        assert!(!is_under_way(&waits, &[0, 1, 2, 3]));
+        // Others have their turn.
+        let more = |n: u32| {
+            changed(&|m| {
+                let again = |id| pb::Chain { id, ..m.chains[1].clone() };
+                let more: Vec<pb::Chain> = (10..10 + n).map(again).collect();
+                m.chains.extend(more);
+            })
+        };
+        assert!(!is_under_way(&more(MOVES as u32 - 2), &[3]));
+        assert!(is_under_way(&more(MOVES as u32 - 1), &[3]));
     }
 
     #[test]

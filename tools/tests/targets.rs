@@ -182,3 +182,44 @@ fn a_dead_target_is_replaced_by_another_and_what_cannot_move_is_said() {
     let fsck = c.run(&["fsck", "--read-data"]);
     assert!(fsck.status.success(), "{}{}", text(&fsck.stdout), text(&fsck.stderr));
 }
+
+#[test]
+fn pools_keep_files_within_and_are_managed_by_command() {
+    let c = Cluster::new("3");
+    let pools = || {
+        let v: Value = serde_json::from_slice(&ok_bytes(&c.run(&["pool", "list", "--json"]))).unwrap();
+        v["pools"].as_array().unwrap().clone()
+    };
+    ok(&c.run(&["pool", "new", "fast", "0"]));
+    ok(&c.run(&["pool", "add", "fast", "2"]));
+    refused(&c.run(&["pool", "new", "fast"]), &["exists"]);
+    refused(&c.run(&["pool", "add", "fast", "2"]), &["already"]);
+    refused(&c.run(&["pool", "add", "fast", "9"]), &["not registered"]);
+    refused(&c.run(&["pool", "remove", "slow", "0"]), &["no pool 'slow'"]);
+    assert!(pools().len() == 1 && pools()[0]["targets"] == serde_json::json!([0, 2]), "{:?}", pools());
+    let chains = || {
+        let v: Value = serde_json::from_slice(&c.run(&["status", "--json"]).stdout).unwrap();
+        v["map"]["chains"].as_array().unwrap().clone()
+    };
+    let general = c.targets().len() * 8 * 3;
+    c.until("the pool has chains", || chains().len() >= general + 2 * 8 * 2);
+    let d = c.mnt().join("d");
+    fs::create_dir(&d).unwrap();
+    let lfs = |args: &[&str]| strake().arg("lfs").args(args).arg(&d).output().unwrap();
+    ok(&lfs(&["setstripe", "-p", "fast"]));
+    let before: Vec<u64> = c.targets().iter().map(|t| t["used"].as_u64().unwrap()).collect();
+    (0..20).for_each(|i| fs::write(d.join(format!("f{i}")), pattern(i, 1 << 20)).unwrap());
+    // Two copies of each, all of them in the pool.
+    c.until("what was written is reported", || {
+        let used = |id: usize| c.target(id)["used"].as_u64().unwrap() - before[id];
+        used(0) >= 20 << 20 && used(2) >= 20 << 20
+    });
+    assert!(c.target(1)["used"].as_u64().unwrap() < before[1] + (1 << 20));
+    ok(&c.run(&["pool", "destroy", "fast"]));
+    assert!(pools().is_empty());
+    (0..20).for_each(|i| assert!(fs::read(d.join(format!("f{i}"))).unwrap() == pattern(i, 1 << 20)));
+}
+
+fn ok_bytes(out: &Output) -> Vec<u8> {
+    ok(out).into_bytes()
+}

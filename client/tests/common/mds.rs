@@ -59,6 +59,8 @@ struct State {
     reports: BTreeMap<(u64, u64), (u64, bool)>,
     /// How often it was said that one takes longer.
     worked: u64,
+    /// Who may append to an inode.
+    ends: BTreeMap<u64, u64>,
     /// META requests that were answered.
     asked: u64,
     /// The next renewal that is no hello is answered without leases.
@@ -97,6 +99,7 @@ impl Mds {
             recalls: 0,
             reports: BTreeMap::new(),
             worked: 0,
+            ends: BTreeMap::new(),
             asked: 0,
             denies: false,
         };
@@ -125,7 +128,9 @@ impl Mds {
         let mut s = self.state.lock();
         s.sessions.values_mut().for_each(|s| s.alive = false);
         s.opens.clear();
+        s.ends.clear();
         s.writers.clear();
+        s.reports.clear();
     }
     /// Writers are told that they are on record, and are so until they release what they wrote.
     pub fn want_releases(&self) {
@@ -151,9 +156,12 @@ impl Mds {
 
     /// Asks whoever writes a file to report it; returns when that is done.
     pub async fn report(&self, ino: u64) {
+        self.report_to(0, ino).await;
+    }
+    async fn report_to(&self, asks: u64, ino: u64) {
         let mine: Vec<(u64, u64)> = {
             let s = &mut *self.state.lock();
-            let writers: Vec<u64> = s.writers.iter().filter(|w| w.1 == ino).map(|w| w.0).collect();
+            let writers: Vec<u64> = s.writers.iter().filter(|w| w.1 == ino && w.0 != asks).map(|w| w.0).collect();
             let number = |id| {
                 s.recalls += 1;
                 (id, s.recalls)
@@ -260,8 +268,13 @@ impl Mds {
         pb::RecallReply { recalls, reports }
     }
 
-    /// Answers when all others have forgotten what was changed, or did not in time.
+    /// Answers when all others have forgotten what was changed, or did not in time. A size, when others have reported theirs.
     async fn meta(&self, r: pb::MetaRequest) -> Result<pb::MetaReply> {
+        for o in &r.ops {
+            if let Some(Op::Getattr(g)) = &o.op {
+                self.report_to(r.session, g.ino).await;
+            }
+        }
         let (reply, upto) = {
             let reply = self.meta_now(r)?;
             let mut s = self.state.lock();
@@ -417,6 +430,19 @@ impl Mds {
                 i.attr.change += 1;
                 Ok(with(i))
             }
+            // Of the kind that appends take.
+            Op::SetLock(l) => {
+                let holder = s.ends.get(&l.ino).copied();
+                if holder.is_some_and(|id| id != session) {
+                    return e(Code::LockConflict, "another has the lock");
+                }
+                if l.span.is_some_and(|s| s.r#type == pb::LockType::LockUnlock as i32) {
+                    s.ends.remove(&l.ino);
+                } else {
+                    s.ends.insert(l.ino, session);
+                }
+                Ok(pb::OpResult { lock: Some(pb::LockReply { session, ..Default::default() }), ..Default::default() })
+            }
             _ => e(Code::OpNotSupp, "not in this fake"),
         }
     }
@@ -494,6 +520,13 @@ impl Service for Front {
                 pb::MapReply { map: (map.version > r.have).then_some(map) }.encode_to_vec()
             }
             opcode::META => self.0.meta(body(&m)).await?.encode_to_vec(),
+            // All may try again.
+            opcode::LOCK_WAIT => {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+                let r: pb::LockWaitRequest = body(&m);
+                let ready = r.waits.iter().filter(|w| !w.trying).map(|w| w.id).collect();
+                pb::LockWaitReply { ready, ..Default::default() }.encode_to_vec()
+            }
             opcode::RECALL => self.0.recall(body(&m)).await.encode_to_vec(),
             o => return Err(strake_fabric::unknown_opcode(o)),
         };

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, ops::Bound, sync::Arc};
 
 use bytes::Bytes;
 use prost::Message;
-use strake_mds::{cluster::state::make_chains, namespace::Namespace};
+use strake_mds::{cluster::deal::make_chains, namespace::Namespace};
 use strake_proto::pb::{self, log_command::Command, op::Op, seal::Step};
 use strake_store::{Batch, MemStore, MetaStore, Reader};
 
@@ -64,7 +64,7 @@ impl Member {
         let targets = map.map.targets.iter().map(|t| pb::Target { alive: true, ..t.clone() }).collect();
         m.good(Command::MapUpdate(pb::MapUpdate { expect_version: map.version(), targets, ..Default::default() }));
         let map = m.ns.map();
-        let (chains, sets) = make_chains(&map.map).expect("live targets");
+        let (chains, sets) = make_chains(&map.map, 1).expect("live targets");
         m.good(Command::MapUpdate(pb::MapUpdate { expect_version: map.version(), chains, sets, ..Default::default() }));
         for n in 0..2 {
             let client_uuid = vec![n; 16].into();

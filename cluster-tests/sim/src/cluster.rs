@@ -670,5 +670,7 @@ fn mds_config(node: u32) -> mds_server::Config {
     c.peers = (1..=MDS).map(|n| (u64::from(n), Endpoint::Sim(n))).collect();
     c.default_copies = COPIES;
     c.expect_targets = OSS as usize;
+    // Several, but few: a run's time grows with them.
+    c.chains_per_target = 2;
     c
 }

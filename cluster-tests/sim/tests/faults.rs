@@ -21,14 +21,19 @@ fn every_kind_of_fault_hits_an_operation() {
     assert!(sum.rows().all(|(_, made, counted)| counted <= made), "{}", sum.text());
 }
 
-/// Where nobody does anything there is little to hit: what servers do among themselves after a fault.
+/// Where nobody does anything there is less to hit: what servers do among themselves after a fault.
 #[test]
 fn what_hits_nothing_is_not_counted() {
-    let busy = Scenario::harsh(1);
-    let idle = Scenario { without: (1 << TASKS) - 1, ..busy };
-    let (busy, idle) = (run(busy).unwrap().faults.counted(), run(idle).unwrap().faults.counted());
-    println!("{busy} with clients at work, {idle} without");
-    assert!(idle * 2 < busy, "{idle} of {busy}");
+    let (mut working, mut without) = (0, 0);
+    for seed in 1..=6 {
+        let busy = Scenario::harsh(seed);
+        let idle = Scenario { without: (1 << TASKS) - 1, ..busy };
+        let (busy, idle) = (run(busy).unwrap().faults.counted(), run(idle).unwrap().faults.counted());
+        println!("seed {seed}: {busy} with clients at work, {idle} without");
+        working += busy;
+        without += idle;
+    }
+    assert!(without * 3 < working * 2, "{without} of {working}");
 }
 
 #[test]

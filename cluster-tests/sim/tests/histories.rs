@@ -55,7 +55,7 @@ fn a_planted_repeated_operation_is_rejected() {
 
 #[test]
 fn a_planted_follower_that_does_not_wait_is_rejected() {
-    is_found(Plant::Unsettled, 3, 20);
+    is_found(Plant::Unsettled, 3, 40);
     // That recalls are late alone is no fault.
     for seed in 1..=10 {
         let report = history(seed, Some(Plant::LateRecall));

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use prost::Message as _;
 use strake_client::{Client, Config, Keep};
 use strake_fabric::{Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
-use strake_mds::{cluster::state::make_chains, namespace::Namespace};
+use strake_mds::{cluster::deal::make_chains, namespace::Namespace};
 use strake_proto::{
     CapKey, Capability, Code, Error, Result, Rights,
     layout::StripeMap,
@@ -81,7 +81,7 @@ impl Mds {
         let alive = pb::MapUpdate { expect_version: map.version(), targets, ..Default::default() };
         self.propose(Command::MapUpdate(alive)).unwrap();
         let map = self.ns.map();
-        let (chains, sets) = make_chains(&map.map).unwrap();
+        let (chains, sets) = make_chains(&map.map, 1).unwrap();
         let made = pb::MapUpdate { expect_version: map.version(), chains, sets, ..Default::default() };
         self.propose(Command::MapUpdate(made)).unwrap();
         let pool = |action, targets| pb::PoolChange { pool: "flash".into(), action, targets };

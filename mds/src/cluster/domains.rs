@@ -26,6 +26,11 @@ impl<'a> Domains<'a> {
         Domains { of: map.targets.iter().map(|t| (t.id, (t.node, rack(t.node)))).collect() }
     }
 
+    /// The rack of a target, `None` if it is not registered.
+    pub fn rack(&self, t: TargetId) -> Option<Rack<'a>> {
+        self.of.get(&t).map(|o| o.1)
+    }
+
     /// Whether both are registered and on different servers.
     pub fn servers_differ(&self, a: TargetId, b: TargetId) -> bool {
         matches!((self.of.get(&a), self.of.get(&b)), (Some(a), Some(b)) if a.0 != b.0)
@@ -33,8 +38,7 @@ impl<'a> Domains<'a> {
 
     /// How many of the others stand in the rack of `t`.
     pub fn crowd<'b>(&self, t: TargetId, others: impl IntoIterator<Item = &'b TargetId>) -> usize {
-        let rack = self.of.get(&t).map(|o| o.1);
-        others.into_iter().filter(|o| **o != t && self.of.get(o).map(|o| o.1) == rack).count()
+        others.into_iter().filter(|o| **o != t && self.rack(**o) == self.rack(t)).count()
     }
 }
 

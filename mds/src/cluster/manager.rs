@@ -18,16 +18,19 @@ use strake_proto::{
 };
 
 use super::{
-    membership, moves, recovery,
+    balance::Balance,
+    deal, membership, moves, recovery,
     rows::Membership,
     slow::{self, SlowTargets},
     state,
 };
 
-/// New targets wait this long for company before chains are made.
+/// New targets wait this long for company before chains are made; as long lies between two looks at what is missing.
 pub const SETTLE: Duration = Duration::from_secs(1);
 /// Small changes of a target's used bytes reach the map this often.
 const USED_PERIOD: Duration = Duration::from_secs(10);
+/// Between two looks at how full targets are.
+const BALANCE_PERIOD: Duration = Duration::from_secs(1);
 /// Longest `unreachable` list that is looked at.
 const MAX_UNREACHABLE: usize = 1024;
 /// A node that others report unreachable for this long, though it heartbeats itself, is taken out.
@@ -44,8 +47,12 @@ pub struct Options {
     pub lease: Duration,
     /// Chains are made once so many targets are alive; 0: any.
     pub expect_targets: usize,
+    /// Chains of each number of copies that a target heads.
+    pub chains_per_target: usize,
     /// What a target has that was dead for so long is copied to others; zero: never.
     pub rebuild_after: Duration,
+    /// Points that targets may differ in how full they are before replicas move; 0: they do not.
+    pub balance_percent: u32,
     pub slow: slow::Options,
 }
 
@@ -70,6 +77,8 @@ struct Seen {
     /// Of the life with this stamp: how often it left its chains for lack of space, and came back. Odd: it is out.
     lapses: (u64, u32),
     synced: BTreeSet<ChainId>,
+    /// Bytes of each chain, in order of the chains; `None`: it does not say.
+    stored: Option<Vec<(ChainId, u64)>>,
     /// Map version the reporter acted on.
     version: u64,
 }
@@ -92,11 +101,17 @@ pub struct Manager {
     /// Targets that lose a SERVING or SYNCING place by the proposal under way.
     leaving: BTreeSet<TargetId>,
     in_flight: bool,
+    /// Version of the map that was noted last.
+    known: Option<u64>,
     /// Per chain: its epoch, and the first map version known to have it.
     since: BTreeMap<ChainId, (u64, u64)>,
     targets: usize,
     last_registration: Duration,
+    /// When chains were last looked for that are missing.
+    dealt: Duration,
     used_written: Duration,
+    balance: Balance,
+    balanced: Duration,
     shuns: BTreeMap<NodeId, Shun>,
     /// Since when each node heartbeats without a gap, and its last one.
     beating: BTreeMap<NodeId, (Duration, Duration)>,
@@ -114,10 +129,14 @@ impl Manager {
             seen: BTreeMap::new(),
             leaving: BTreeSet::new(),
             in_flight: false,
+            known: None,
             since: BTreeMap::new(),
             targets: map.map.targets.len(),
             last_registration: now,
+            dealt: now,
             used_written: now,
+            balance: Balance::new(options.balance_percent),
+            balanced: now,
             shuns: BTreeMap::new(),
             beating: BTreeMap::new(),
             told: BTreeMap::new(),
@@ -129,6 +148,10 @@ impl Manager {
 
     /// To be called with every map that was applied, before anything else that uses it.
     pub fn map_changed(&mut self, now: Duration, map: &MapView) {
+        if self.known == Some(map.version()) {
+            return;
+        }
+        self.known = Some(map.version());
         for c in &map.map.chains {
             let have = self.since.entry(c.id).or_insert((0, 0));
             if have.0 != c.epoch {
@@ -173,7 +196,11 @@ impl Manager {
                 format!("storage server {} is not registered; register first", h.node),
             ));
         }
-        if h.targets.len() > state::MAX_NODE_TARGETS || h.unreachable.len() > MAX_UNREACHABLE {
+        let stored: usize = h.targets.iter().map(|r| r.stored.len()).sum();
+        if h.targets.len() > state::MAX_NODE_TARGETS
+            || h.unreachable.len() > MAX_UNREACHABLE
+            || stored > recovery::MAX_SIGHTS
+        {
             return Err(Error::new(Code::Inval, "heartbeat lists too long"));
         }
         for r in &h.targets {
@@ -204,6 +231,9 @@ impl Manager {
             // Only chains it is a member of: the list is bounded by the map.
             let own = |c: &&ChainId| map.chain(**c).is_some_and(|c| c.state_of(r.target).is_some());
             s.synced = r.synced_chains.iter().filter(own).copied().collect();
+            // Nothing is stored, or the server is of a version that does not say what.
+            let says = !r.stored.is_empty() || r.used == 0;
+            s.stored = says.then(|| r.stored.iter().map(|c| (c.chain, c.bytes)).collect());
             s.version = h.map_version;
         }
         self.note_unreachable(now, h, map);
@@ -247,28 +277,65 @@ impl Manager {
             }
         }
         let alive: BTreeSet<TargetId> = next.targets.iter().filter(|t| t.alive).map(|t| t.id).collect();
-        let mut chains = self.changed_chains(map, &alive, &mut why);
-        let mut sets = Vec::new();
-        let settled = now.saturating_sub(self.last_registration) >= SETTLE;
-        if settled
-            && alive.len() >= self.options.expect_targets
-            && let Some((new_chains, new_sets)) = state::make_chains(&next)
+        let same = |n: &pb::Target| map.target(n.id).is_some_and(|t| t.alive == n.alive);
+        if targets.iter().all(same)
+            && let Some(new) = self.new_chains(now, map, alive.len())
         {
-            why.push(format!("{} new chains in {} sets", new_chains.len(), new_sets.len()));
-            chains.extend(new_chains);
-            sets = new_sets;
+            return Some(self.proposes(map, new));
         }
+        let mut chains = self.changed_chains(map, &alive, &mut why);
         for (chain, sentence) in moves::plan(&next, &chains, &self.long_dead(now, &next)) {
             why.push(sentence);
             chains.push(chain);
         }
-        if targets.is_empty() && chains.is_empty() && sets.is_empty() {
+        for (chain, sentence) in self.evened(now, next, &chains) {
+            why.push(sentence);
+            chains.push(chain);
+        }
+        if targets.is_empty() && chains.is_empty() {
             return None;
         }
+        Some(self.proposes(map, Proposal { update: pb::MapUpdate { chains, targets, ..Default::default() }, why }))
+    }
+
+    /// What is missing of chains. It is long and goes alone, when nobody has come or gone; other changes have the next turn.
+    fn new_chains(&mut self, now: Duration, map: &MapView, alive: usize) -> Option<Proposal> {
+        // Not looked for at every tick: should the change be refused, others go on.
+        let settled = now.saturating_sub(self.last_registration.max(self.dealt)) >= SETTLE;
+        if !settled || alive < self.options.expect_targets {
+            return None;
+        }
+        self.dealt = now;
+        let (chains, sets) = deal::make_chains(&map.map, self.options.chains_per_target)?;
+        let why = vec![format!("{} new chains in {} sets", chains.len(), sets.len())];
+        Some(Proposal { update: pb::MapUpdate { chains, sets, ..Default::default() }, why })
+    }
+
+    /// Moves that make targets equally full, in the map with these chains.
+    fn evened(&mut self, now: Duration, mut map: pb::ClusterMap, changed: &[pb::Chain]) -> Vec<(pb::Chain, String)> {
+        if now.saturating_sub(self.balanced) < BALANCE_PERIOD {
+            return Vec::new();
+        }
+        self.balanced = now;
+        let changed: BTreeMap<ChainId, &pb::Chain> = changed.iter().map(|c| (c.id, c)).collect();
+        let open = recovery::in_doubt(&map);
+        for c in &mut map.chains {
+            if let Some(new) = changed.get(&c.id) {
+                *c = (*new).clone();
+            }
+        }
+        let seen = &self.seen;
+        let stored = |t| seen.get(&t).and_then(|s| s.stored.as_deref());
+        let mut moves = self.balance.plan(&map, &stored);
+        moves.retain(|(c, _)| !changed.contains_key(&c.id) && !open.contains(&c.id));
+        moves
+    }
+
+    fn proposes(&mut self, map: &MapView, mut p: Proposal) -> Proposal {
         self.in_flight = true;
-        self.leaving = leaving(map, &chains);
-        let update = pb::MapUpdate { expect_version: map.version(), chains, targets, sets, nodes: Vec::new() };
-        Some(Proposal { update, why })
+        self.leaving = leaving(map, &p.update.chains);
+        p.update.expect_version = map.version();
+        p
     }
 
     /// The proposal was applied or refused (`known`), or its fate is unknown: then this manager proposes and grants

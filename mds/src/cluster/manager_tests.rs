@@ -16,6 +16,17 @@ fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
 }
 
+fn options(expect_targets: usize) -> Options {
+    Options {
+        lease: LEASE,
+        expect_targets,
+        rebuild_after: REBUILD,
+        chains_per_target: 1,
+        balance_percent: 4,
+        slow: SLOW,
+    }
+}
+
 /// A manager with its map, fed by hand.
 struct Rig {
     map: MapView,
@@ -25,10 +36,7 @@ struct Rig {
 impl Rig {
     fn new(map: pb::ClusterMap, expect_targets: usize) -> Rig {
         let map = MapView::new(map).unwrap();
-        Rig {
-            m: Manager::new(Options { lease: LEASE, expect_targets, rebuild_after: REBUILD, slow: SLOW }, ms(0), &map),
-            map,
-        }
+        Rig { m: Manager::new(options(expect_targets), ms(0), &map), map }
     }
     fn beat(&mut self, now: u64, target: TargetId) {
         self.beat_with(now, target, |_| ()).unwrap();
@@ -87,6 +95,8 @@ fn chains_are_made_when_all_expected_targets_live_and_a_second_has_passed() {
     r.beat(1600, 0);
     r.beat(1600, 1);
     r.beat(1600, 2);
+    assert!(r.tick(1600), "the third is alive");
+    assert!(r.map.map.sets.is_empty(), "chains are made alone");
     assert!(r.tick(1600));
     assert_eq!(r.map.map.sets.iter().map(|s| s.copies).collect::<Vec<_>>(), vec![1, 2, 3]);
     assert!(!r.tick(1700), "nothing is left to do");
@@ -136,22 +146,14 @@ fn what_was_dead_for_long_is_copied_to_others() {
 #[test]
 fn a_new_leader_counts_leases_from_its_election() {
     let mut r = Rig::new(with_chains(2, 1), 0);
-    r.m = Manager::new(
-        Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD, slow: SLOW },
-        ms(10_000),
-        &r.map,
-    );
+    r.m = Manager::new(options(0), ms(10_000), &r.map);
     assert!(!r.tick(11_900), "renewed at the election");
     r.beat(11_900, 1);
     assert!(r.tick(12_000));
     assert_eq!(r.states(2), vec![(1, ReplicaServing), (0, ReplicaOffline)]);
     assert_eq!(r.states(1), vec![(0, ReplicaLastsrv)]);
     // What was dead before the election is not alive by it.
-    r.m = Manager::new(
-        Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD, slow: SLOW },
-        ms(20_000),
-        &r.map,
-    );
+    r.m = Manager::new(options(0), ms(20_000), &r.map);
     assert!(!r.tick(20_100));
 }
 
@@ -374,8 +376,7 @@ struct World {
 impl World {
     fn new(seed: u64) -> World {
         let map = MapView::new(with_chains(4, 1)).unwrap();
-        let m =
-            Manager::new(Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD, slow: SLOW }, ms(0), &map);
+        let m = Manager::new(options(0), ms(0), &map);
         let oss = map.map.targets.iter().map(|t| Oss { up: true, stamp: t.stamp, ..Oss::default() }).collect();
         let holds = map.map.chains.iter().map(|c| (c.id, c.serving().collect())).collect();
         let history = BTreeMap::from([(map.version(), map.map.clone())]);
@@ -541,11 +542,7 @@ impl World {
                     self.adopt(map);
                 }
             }
-            self.m = Manager::new(
-                Options { lease: LEASE, expect_targets: 0, rebuild_after: REBUILD, slow: SLOW },
-                now,
-                &self.map,
-            );
+            self.m = Manager::new(options(0), now, &self.map);
         }
     }
 
@@ -593,4 +590,60 @@ fn random_histories_keep_the_invariants() {
         }
     }
     assert!(total.iter().all(|t| *t > 100), "the histories reach little: {total:?}");
+}
+
+#[test]
+fn replicas_move_to_an_empty_target_by_what_heartbeats_say() {
+    let mut r = Rig::new(with_chains(3, 1), 0);
+    let two = |r: &Rig| r.map.map.chains.iter().filter(|c| c.preferred.len() == 2).cloned().collect::<Vec<_>>();
+    // Each of the three has a part of two chains; capacity is 1000.
+    let old = r.map.map.chains.len() as u32;
+    let beat = |r: &mut Rig, now: u64| {
+        for t in 0..r.map.map.targets.len() as u32 {
+            let on: Vec<pb::Chain> = two(r).into_iter().filter(|c| c.state_of(t) == Some(ReplicaServing)).collect();
+            let stored = on
+                .iter()
+                .filter(|c| c.id <= old)
+                .map(|c| pb::ChainBytes { chain: c.id, bytes: 200 })
+                .collect::<Vec<_>>();
+            r.beat_with(now, t, |h| {
+                h.targets[0].used = 200 * stored.len() as u64;
+                h.targets[0].stored.clone_from(&stored);
+            })
+            .unwrap();
+        }
+    };
+    let mut late = r.map.map.clone();
+    state::register(&mut late, &request("late", &[77])).unwrap();
+    r.set(0, late);
+    // One that says nothing of its chains is left out.
+    r.beat_with(500, 0, |h| h.targets[0].used = 400).unwrap();
+    assert!(r.m.seen[&0].stored.is_none());
+    let mut moved = 0;
+    for now in (1000..20_000).step_by(250) {
+        beat(&mut r, now);
+        r.tick(now);
+        // What is to be filled is filled at once.
+        let mut map = r.map.map.clone();
+        for c in map.chains.iter_mut().filter(|c| moves::is_moving(c)) {
+            moved += 1;
+            c.epoch += 1;
+            c.replicas = c.preferred.iter().map(|t| pb::Replica { target: *t, state: ReplicaServing as i32 }).collect();
+        }
+        map.version += 1;
+        r.set(now, map);
+    }
+    let on_late = two(&r).iter().filter(|c| c.preferred.contains(&3)).count();
+    // Its own new chain, which is empty, and one of those.
+    assert_eq!((moved, on_late), (1, 2), "{:?}", two(&r));
+}
+
+#[test]
+fn reports_of_what_is_stored_are_bounded() {
+    let mut r = Rig::new(with_chains(2, 1), 0);
+    let many = |h: &mut pb::HeartbeatRequest| {
+        h.targets[0].stored =
+            (0..=recovery::MAX_SIGHTS as u32).map(|chain| pb::ChainBytes { chain, bytes: 1 }).collect();
+    };
+    assert_eq!(r.beat_with(100, 0, many).unwrap_err().code, Code::Inval);
 }

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use strake_proto::{Code, Error, Result, TargetId, map::ChainExt, pb};
+use strake_proto::{ChainId, Code, Error, Result, TargetId, map::ChainExt, pb};
 
 use super::{domains::Domains, recovery, slow, state::commit};
 
@@ -17,10 +17,10 @@ pub mod target_action {
     pub const GIVE_UP: u32 = 4;
 }
 
-/// Replicas that one target gives away or takes at a time.
-const MOVES: usize = 2;
+/// Replicas that one target gives away or takes at a time. One that is dead has no part in it: what it had comes from all others.
+pub const MOVES: usize = 8;
 /// No replica moves to a target that would be fuller then, percent.
-const FULL: u128 = 95;
+pub(super) const FULL: u128 = 95;
 
 /// What an administrator decided about a target. `ENOENT` if it is not registered, `EINVAL` for an heir that cannot be one, `EBUSY`
 /// for taking one out that is alive or that a chain still needs, and for a drain that only slowness is the reason for ([`slow::may_drain`]).
@@ -122,11 +122,19 @@ pub fn is_moving(c: &pb::Chain) -> bool {
     c.replicas.len() != c.preferred.len() || c.replicas.iter().any(|r| !c.preferred.contains(&r.target))
 }
 
+/// Whether a chain has all the replicas that it shall have, in sync, and no other.
+pub fn is_whole(c: &pb::Chain) -> bool {
+    let serves = |t: &TargetId| c.state_of(*t) == Some(pb::ReplicaState::ReplicaServing);
+    c.replicas.len() == c.preferred.len() && c.preferred.iter().all(serves)
+}
+
 /// How full targets are, and what they have to do.
-struct Load<'a> {
+pub(super) struct Load<'a> {
     map: &'a pb::ClusterMap,
     targets: BTreeMap<TargetId, &'a pb::Target>,
-    domains: Domains<'a>,
+    pub(super) domains: Domains<'a>,
+    /// Of chains that were made for a pool that there still is.
+    pub(super) pools: BTreeMap<ChainId, &'a pb::Pool>,
     /// Replicas that a target has, or is to have.
     replicas: BTreeMap<TargetId, usize>,
     /// Those of them that it takes or gives away now.
@@ -134,12 +142,20 @@ struct Load<'a> {
 }
 
 impl<'a> Load<'a> {
-    fn new(map: &'a pb::ClusterMap) -> Load<'a> {
+    pub(super) fn new(map: &'a pb::ClusterMap) -> Load<'a> {
         let targets = map.targets.iter().map(|t| (t.id, t)).collect();
         let domains = Domains::new(map);
-        let mut load = Load { map, targets, domains, replicas: BTreeMap::new(), moving: BTreeMap::new() };
+        let sets = map.sets.iter().filter(|s| !s.pool.is_empty());
+        let of_pool = sets.filter_map(|s| Some((s, map.pools.iter().find(|p| p.name == s.pool)?)));
+        let pools = of_pool.flat_map(|(s, p)| s.chains.iter().map(move |c| (*c, p))).collect();
+        let mut load = Load { map, targets, domains, pools, replicas: BTreeMap::new(), moving: BTreeMap::new() };
+        let open = recovery::in_doubt(map);
         for c in &map.chains {
             c.preferred.iter().for_each(|t| *load.replicas.entry(*t).or_default() += 1);
+            // Without a source nothing is copied; what waits for one must not keep others waiting.
+            if is_whole(c) || c.lost || c.head().is_none() || open.contains(&c.id) {
+                continue;
+            }
             let has: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
             let wants: BTreeSet<TargetId> = c.preferred.iter().copied().collect();
             // What a target is being filled with has yet to take its space there.
@@ -151,7 +167,7 @@ impl<'a> Load<'a> {
         load
     }
 
-    fn moving(&self, t: TargetId) -> usize {
+    pub(super) fn moving(&self, t: TargetId) -> usize {
         self.moving.get(&t).copied().unwrap_or(0)
     }
 
@@ -162,8 +178,9 @@ impl<'a> Load<'a> {
 
     /// The target that takes the place of `old` in a chain: the heir if it may, else the one that is least full when what is on its
     /// way counts as much as what each replica there has. It is on none of the other replicas' servers, and in a rack with as few of
-    /// them as can be; with `less`, with fewer than `old`.
-    fn heir(&self, c: &pb::Chain, old: &pb::Target, less: bool) -> Option<TargetId> {
+    /// them as can be; if that is why, with fewer than `old`. A chain of a pool stays within it if that can be, and unless copies
+    /// would be lost otherwise it goes nowhere else.
+    fn heir(&self, c: &pb::Chain, old: &pb::Target, why: Why) -> Option<TargetId> {
         let others: Vec<TargetId> = c.preferred.iter().copied().filter(|t| *t != old.id).collect();
         let crowd = |t: &pb::Target| self.domains.crowd(t.id, &others);
         let could = |t: &&pb::Target| {
@@ -172,9 +189,15 @@ impl<'a> Load<'a> {
             let room = then * 100 <= u128::from(t.capacity) * FULL;
             t.alive && !t.draining && t.id != old.id && apart && room
         };
-        let could: Vec<&pb::Target> = self.map.targets.iter().filter(could).collect();
+        let mut could: Vec<&pb::Target> = self.map.targets.iter().filter(could).collect();
+        if let Some(pool) = self.pools.get(&c.id) {
+            let member = |t: &&pb::Target| pool.targets.contains(&t.id);
+            if could.iter().any(member) || matches!(why, Why::Crowded | Why::Pool) {
+                could.retain(member);
+            }
+        }
         let fewest = could.iter().map(|t| crowd(t)).min()?;
-        if less && fewest >= crowd(old) {
+        if why == Why::Crowded && fewest >= crowd(old) {
             return None;
         }
         let fullness = |t: &&pb::Target| {
@@ -197,10 +220,9 @@ impl<'a> Load<'a> {
             Why::Dead => dead.contains(&t) && !is.alive,
             Why::Drains => is.draining,
             // A copy that is missing is made good first.
-            Why::Crowded => {
-                let whole = c.preferred.iter().all(|t| c.state_of(*t) == Some(pb::ReplicaState::ReplicaServing));
-                whole && self.domains.crowd(t, &c.preferred) > 0
-            }
+            Why::Crowded => is_whole(c) && self.domains.crowd(t, &c.preferred) > 0,
+            Why::Pool => is_whole(c) && self.pools.get(&c.id).is_some_and(|p| !p.targets.contains(&t)),
+            Why::Fuller => false,
         };
         yes.then_some(is)
     }
@@ -213,7 +235,7 @@ impl<'a> Load<'a> {
         (!takes_part && !is.alive && (is.given_up || dead.contains(&t))).then_some(is)
     }
 
-    fn moves(&mut self, from: TargetId, to: TargetId) {
+    pub(super) fn moves(&mut self, from: TargetId, to: TargetId) {
         for t in [from, to] {
             *self.moving.entry(t).or_default() += 1;
         }
@@ -223,27 +245,34 @@ impl<'a> Load<'a> {
 
 /// Why a replica is to move.
 #[derive(Clone, Copy, PartialEq)]
-enum Why {
+pub(super) enum Why {
     Dead,
     Drains,
     Crowded,
+    /// Decided by [`Balance`](super::balance::Balance).
+    Fuller,
+    Pool,
 }
 
 impl Why {
-    fn words(self) -> &'static str {
+    pub(super) fn words(self) -> &'static str {
         match self {
             Why::Dead => "that has been dead for long",
             Why::Drains => "that is to be emptied",
             Why::Crowded => "another copy is in the same rack",
+            Why::Fuller => "that is fuller",
+            Why::Pool => "that is not in the pool of these files",
         }
     }
 }
 
 /// Chains that are to get other targets now, with a sentence about each: first where a copy is missing because its target has been
-/// dead for long, then where a target drains, then where copies share a rack that need not. Those in `changed` are left alone.
+/// dead for long, then where a target drains, then where copies share a rack that need not, then where a pool's chain is on others than its
+/// members. Those in `changed` are left alone.
 pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain], dead: &BTreeSet<TargetId>) -> Vec<(pb::Chain, String)> {
     let racks = map.nodes.iter().any(|n| !n.rack.is_empty());
-    if !racks && dead.is_empty() && map.targets.iter().all(|t| !t.draining) {
+    let pools = map.sets.iter().any(|s| !s.pool.is_empty());
+    if !racks && !pools && dead.is_empty() && map.targets.iter().all(|t| !t.draining) {
         return Vec::new();
     }
     let mut load = Load::new(map);
@@ -256,21 +285,21 @@ pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain], dead: &BTreeSet<TargetI
     for c in map.chains.iter().filter(under_way) {
         // What replaces it never comes: another place.
         let Some(old) = c.preferred.iter().find_map(|t| load.never_comes(c, *t, dead)) else { continue };
-        if let Some(heir) = load.heir(c, old, false) {
+        if let Some(heir) = load.heir(c, old, Why::Dead) {
             load.moves(old.id, heir);
             out.insert(c.id, moved(c, old.id, heir, Why::Dead.words()));
         }
     }
-    for why in [Why::Dead, Why::Drains, Why::Crowded] {
+    for why in [Why::Dead, Why::Drains, Why::Crowded, Why::Pool] {
         for c in &resting {
             if out.contains_key(&c.id) {
                 continue;
             }
             let Some(old) = c.preferred.iter().rev().find_map(|t| load.leaves(c, *t, why, dead)) else { continue };
-            if load.moving(old.id) >= MOVES {
+            if why != Why::Dead && load.moving(old.id) >= MOVES {
                 continue;
             }
-            if let Some(heir) = load.heir(c, old, why == Why::Crowded) {
+            if let Some(heir) = load.heir(c, old, why) {
                 load.moves(old.id, heir);
                 out.insert(c.id, moved(c, old.id, heir, why.words()));
             }
@@ -280,7 +309,7 @@ pub fn plan(map: &pb::ClusterMap, changed: &[pb::Chain], dead: &BTreeSet<TargetI
 }
 
 /// The chain with another target in the place of one, and a sentence about it.
-fn moved(c: &pb::Chain, from: TargetId, to: TargetId, why: &str) -> (pb::Chain, String) {
+pub(super) fn moved(c: &pb::Chain, from: TargetId, to: TargetId, why: &str) -> (pb::Chain, String) {
     let mut n = pb::Chain { epoch: c.epoch + 1, ..c.clone() };
     n.preferred.iter_mut().filter(|t| **t == from).for_each(|t| *t = to);
     (n, format!("chain {}: its replica on target {from} moves to target {to}: {why}", c.id))
@@ -370,6 +399,32 @@ mod tests {
     }
 
     #[test]
+    fn all_others_take_part_when_one_is_lost() {
+        let mut m = map();
+        m.chains.clear();
+        m.pools.clear();
+        m.nodes = (1001..=1005).map(|id| pb::Node { id, ..Default::default() }).collect();
+        let (chains, sets) = crate::cluster::deal::make_chains(&m, 8).unwrap();
+        (m.chains, m.sets) = (chains, sets);
+        m.targets[0].alive = false;
+        for c in m.chains.iter_mut().filter(|c| c.preferred.len() > 1) {
+            c.replicas.sort_by_key(|r| r.target == 0);
+            c.replicas.iter_mut().filter(|r| r.target == 0).for_each(|r| r.set_state(ReplicaOffline));
+        }
+        m.chains.retain(|c| c.preferred != [0]);
+        let lost = m.chains.iter().filter(|c| c.preferred.contains(&0)).count();
+        let planned = plan(&m, &[], &BTreeSet::from([0]));
+        let mut takes: BTreeMap<TargetId, usize> = BTreeMap::new();
+        for (c, _) in &planned {
+            let old = m.chains.iter().find(|o| o.id == c.id).unwrap();
+            c.preferred.iter().filter(|t| !old.preferred.contains(t)).for_each(|t| *takes.entry(*t).or_default() += 1);
+        }
+        // Two of the five others share a server.
+        assert!(takes.len() >= 4 && takes.values().all(|n| (1..=MOVES).contains(n)), "{lost} lost: {takes:?}");
+        assert!(planned.len() > 3 * MOVES, "{} of {lost}", planned.len());
+    }
+
+    #[test]
     fn a_move_whose_end_is_lost_goes_elsewhere() {
         let mut m = map();
         target_change(&mut m, &change(0, target_action::DRAIN, None)).unwrap();
@@ -410,6 +465,33 @@ mod tests {
     }
 
     #[test]
+    fn a_pools_chain_stays_with_its_members() {
+        let mut m = map();
+        m.sets = vec![pb::ChainSet { id: 1, pool: "p".into(), copies: 2, chains: vec![1] }];
+        let members = |m: &mut pb::ClusterMap, of: &[TargetId]| m.pools[0].targets = of.to_vec();
+        members(&mut m, &[0, 1]);
+        assert_eq!(planned(&m), []);
+        // 1 was taken out; one that is emptier, but no member, does not count.
+        members(&mut m, &[0, 2, 3]);
+        assert_eq!(planned(&m), [(1, vec![0, 2])]);
+        // Nobody is left that could have it, or the pool is gone.
+        members(&mut m, &[0]);
+        assert_eq!(planned(&m), []);
+        members(&mut m, &[]);
+        assert_eq!(planned(&m), []);
+        m.pools.clear();
+        assert_eq!(planned(&m), []);
+        // What leaves for another reason goes to a member, and elsewhere where there is none.
+        m.pools = vec![pb::Pool { name: "p".into(), targets: vec![0, 1, 2] }];
+        m.targets[1].draining = true;
+        m.targets[2].used = 50;
+        m.chains.truncate(1);
+        assert_eq!(planned(&m), [(1, vec![0, 2])]);
+        members(&mut m, &[0, 1]);
+        assert_eq!(planned(&m), [(1, vec![0, 3])]);
+    }
+
+    #[test]
     fn few_move_at_a_time_and_one_after_the_other() {
         let mut m = map();
         target_change(&mut m, &change(0, target_action::DRAIN, Some(4))).unwrap();
@@ -433,6 +515,25 @@ mod tests {
             .iter_mut()
             .for_each(|c| c.replicas.iter_mut().for_each(|r| r.set_state(pb::ReplicaState::ReplicaLastsrv)));
         assert_eq!(planned(&m), []);
+    }
+
+    #[test]
+    fn what_has_no_source_holds_up_nobody() {
+        let mut m = map();
+        target_change(&mut m, &change(0, target_action::DRAIN, Some(4))).unwrap();
+        let half_way = pb::Chain { preferred: vec![4, 1], ..m.chains[0].clone() };
+        let add = |m: &mut pb::ClusterMap| m.chains.extend((10..30).map(|id| pb::Chain { id, ..half_way.clone() }));
+        add(&mut m);
+        assert_eq!(planned(&m), [], "all move");
+        for (lost, doubt) in [(true, false), (false, false), (false, true)] {
+            for c in m.chains.iter_mut().filter(|c| c.id >= 10) {
+                c.lost = lost;
+                c.replicas.iter_mut().for_each(|r| r.set_state(if doubt { ReplicaServing } else { ReplicaLastsrv }));
+            }
+            let of = m.chains.iter().filter(|c| doubt && c.id >= 10);
+            m.doubts = of.map(|c| pb::Doubt { chain: c.id, ..Default::default() }).collect();
+            assert_eq!(planned(&m), [(1, vec![4, 1]), (4, vec![3, 4])]);
+        }
     }
 
     #[test]

@@ -11,7 +11,7 @@ use strake_proto::{
     pb,
 };
 
-use super::{domains::Domains, membership, recovery};
+use super::{membership, recovery};
 
 /// Node ids below are Raft ids of metadata servers, from here on those of storage servers.
 pub const FIRST_OSS_NODE: NodeId = 1001;
@@ -21,8 +21,6 @@ pub const MAX_NODE_TARGETS: usize = 256;
 pub const MAX_TARGETS: usize = 4096;
 /// Longest pool name, as in Lustre.
 pub const MAX_POOL_NAME: usize = 15;
-/// Chain ids of an era are below the next era times two to this.
-const ERA_CHAINS: u32 = 16;
 /// Chain sets are made for 1 up to this many copies.
 pub const MAX_COPIES: usize = 3;
 /// Replicas of a chain with those that join and leave; what storage servers keep a record of.
@@ -199,8 +197,11 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
         *have = t.clone();
     }
     let open = recovery::in_doubt(map);
+    let targets: BTreeSet<TargetId> = map.targets.iter().map(|t| t.id).collect();
+    let mut at: BTreeMap<ChainId, usize> = map.chains.iter().enumerate().map(|(i, c)| (c.id, i)).collect();
     for c in &u.chains {
-        if c.lost || map.chains.iter().any(|h| h.id == c.id && h.lost) {
+        let have = at.get(&c.id).copied();
+        if c.lost || have.is_some_and(|i| next.chains[i].lost) {
             return Err(inval(format!("chain {}: what is lost is decided by an administrator", c.id)));
         }
         if open.contains(&c.id) {
@@ -208,16 +209,17 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
             return Err(Error::new(Code::Busy, m));
         }
         check_chain(c)?;
-        if let Some(t) = c.preferred.iter().find(|t| map.targets.iter().all(|h| h.id != **t)) {
+        if let Some(t) = c.preferred.iter().find(|t| !targets.contains(t)) {
             return Err(inval(format!("chain {}: target {t} is not registered", c.id)));
         }
-        match next.chains.iter_mut().find(|h| h.id == c.id) {
-            Some(have) => {
-                check_transition(have, c)?;
-                *have = c.clone();
+        match have {
+            Some(i) => {
+                check_transition(&next.chains[i], c)?;
+                next.chains[i] = c.clone();
             }
             None => {
                 check_new_chain(c)?;
+                at.insert(c.id, next.chains.len());
                 next.chains.push(c.clone());
             }
         }
@@ -226,7 +228,7 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
         if next.sets.iter().any(|h| h.id == s.id) {
             return Err(inval(format!("chain set {} exists; sets never change", s.id)));
         }
-        if s.chains.is_empty() || s.chains.iter().any(|c| next.chains.iter().all(|h| h.id != *c)) {
+        if s.chains.is_empty() || s.chains.iter().any(|c| !at.contains_key(c)) {
             return Err(inval(format!("chain set {} must name chains of the map", s.id)));
         }
         next.sets.push(s.clone());
@@ -416,84 +418,6 @@ pub fn pool_change(map: &mut pb::ClusterMap, p: &pb::PoolChange) -> Result<()> {
     }
     commit(map, next);
     Ok(())
-}
-
-/// Chains and chain sets for what is alive and has none yet: per number of copies that the live nodes allow, one set of
-/// one chain per target that does not head a chain of that many copies. `None` if nothing is missing.
-///
-/// Further replicas stand on other nodes, in other racks as far as there are any. They are dealt so that every target gets as many as the others and shares
-/// chains with as many different targets as possible: what a dead target served is then spread over many.
-pub fn make_chains(map: &pb::ClusterMap) -> Option<(Vec<pb::Chain>, Vec<pb::ChainSet>)> {
-    let usable = map.targets.iter().filter(|t| t.alive && !t.draining);
-    let nodes: BTreeSet<NodeId> = usable.clone().map(|t| t.node).collect();
-    let live: Vec<TargetId> = usable.map(|t| t.id).collect();
-    let domains = Domains::new(map);
-    // A group that was recovered must not give out again what was given out after the state that it has.
-    let before = (recovery::incarnation(map).era() as u32) << ERA_CHAINS;
-    let mut next_chain: ChainId = map.chains.iter().map(|c| c.id).max().unwrap_or(0).max(before) + 1;
-    let mut next_set = map.sets.iter().map(|s| s.id).max().unwrap_or(0).max(before) + 1;
-    let (mut chains, mut sets) = (Vec::new(), Vec::new());
-    for copies in 1..=MAX_COPIES.min(nodes.len()) {
-        let same: Vec<&pb::Chain> = map.chains.iter().filter(|c| c.preferred.len() == copies).collect();
-        let heads: BTreeSet<TargetId> = same.iter().filter_map(|c| c.preferred.first().copied()).collect();
-        let mut deal = Deal::new(same.iter().map(|c| &c.preferred[..]));
-        let mut members = Vec::new();
-        for &target in live.iter().filter(|t| !heads.contains(t)) {
-            let preferred = deal.chain(target, copies, &live, &domains);
-            let serving = |t: &TargetId| pb::Replica { target: *t, state: ReplicaState::ReplicaServing as i32 };
-            let replicas = preferred.iter().map(serving).collect();
-            members.push(next_chain);
-            chains.push(pb::Chain { id: next_chain, epoch: 1, replicas, preferred, lost: false });
-            next_chain += 1;
-        }
-        if !members.is_empty() {
-            sets.push(pb::ChainSet { id: next_set, pool: String::new(), copies: copies as u32, chains: members });
-            next_set += 1;
-        }
-    }
-    if sets.is_empty() { None } else { Some((chains, sets)) }
-}
-
-/// How often each target follows in a chain, and how often two share one.
-struct Deal {
-    follows: BTreeMap<TargetId, u32>,
-    together: BTreeMap<(TargetId, TargetId), u32>,
-}
-
-impl Deal {
-    fn new<'a>(chains: impl Iterator<Item = &'a [TargetId]>) -> Deal {
-        let mut d = Deal { follows: BTreeMap::new(), together: BTreeMap::new() };
-        for c in chains {
-            for i in 1..c.len() {
-                d.add(&c[..i], c[i]);
-            }
-        }
-        d
-    }
-
-    fn add(&mut self, before: &[TargetId], t: TargetId) {
-        *self.follows.entry(t).or_default() += 1;
-        for b in before {
-            *self.together.entry((*b.min(&t), *b.max(&t))).or_default() += 1;
-        }
-    }
-
-    fn chain(&mut self, head: TargetId, copies: usize, live: &[TargetId], domains: &Domains) -> Vec<TargetId> {
-        let mut chain = vec![head];
-        while chain.len() < copies {
-            let cost = |t: TargetId| {
-                let shared: u32 =
-                    chain.iter().map(|b| self.together.get(&(*b.min(&t), *b.max(&t))).copied().unwrap_or(0)).sum();
-                // The distance from the head rotates equals, so that neighbours do not all pick the same target.
-                (domains.crowd(t, &chain), self.follows.get(&t).copied().unwrap_or(0), shared, t.wrapping_sub(head))
-            };
-            let apart = |t: &&TargetId| chain.iter().all(|c| domains.servers_differ(*c, **t));
-            let Some(&t) = live.iter().filter(apart).min_by_key(|t| cost(**t)) else { break };
-            self.add(&chain, t);
-            chain.push(t);
-        }
-        chain
-    }
 }
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
 //! Tests of the map's pure functions.
 
 use super::*;
+use crate::cluster::deal::make_chains;
 use ReplicaState::*;
 
-fn uuid(n: u8) -> bytes::Bytes {
+pub(crate) fn uuid(n: u8) -> bytes::Bytes {
     bytes::Bytes::from(vec![n; 16])
 }
 
@@ -36,48 +37,21 @@ pub(crate) fn cluster(nodes: u8, per: u8) -> pb::ClusterMap {
     map
 }
 
+/// The same with one chain headed by each target for each number of copies.
 pub(crate) fn with_chains(nodes: u8, per: u8) -> pb::ClusterMap {
     let mut map = cluster(nodes, per);
-    let (chains, sets) = make_chains(&map).unwrap();
-    let u = pb::MapUpdate { expect_version: map.version, chains, sets, ..Default::default() };
-    update(&mut map, &u).unwrap();
+    deal(&mut map, 1);
     map
 }
 
-#[test]
-fn copies_stand_in_different_racks_where_there_are_any() {
-    let mut map = pb::ClusterMap { version: 1, fs_uuid: uuid(99), ..Default::default() };
-    let racks = ["a", "a", "a", "b", "b", "c"];
-    for (n, rack) in racks.iter().enumerate() {
-        let uuids = [2 * n as u8, 2 * n as u8 + 1];
-        let r = pb::RegisterRequest { rack: rack.to_string(), ..request(&format!("n{n}"), &uuids) };
-        register(&mut map, &r).unwrap();
-    }
-    map.targets.iter_mut().for_each(|t| t.alive = true);
-    let (chains, _) = make_chains(&map).unwrap();
-    let rack = |t: &TargetId| racks[*t as usize / 2];
-    assert_eq!(chains.len(), 3 * 12);
-    for c in &chains {
-        let different: BTreeSet<&str> = c.preferred.iter().map(rack).collect();
-        assert_eq!(different.len(), c.preferred.len(), "{c:?}");
-    }
-    // Three copies in two racks: two share one, on different servers.
-    map.targets.retain(|t| rack(&t.id) != "c");
-    let (chains, _) = make_chains(&map).unwrap();
-    for c in chains.iter().filter(|c| c.preferred.len() == 3) {
-        let different: BTreeSet<&str> = c.preferred.iter().map(rack).collect();
-        let servers: BTreeSet<TargetId> = c.preferred.iter().map(|t| t / 2).collect();
-        assert_eq!((different.len(), servers.len()), (2, 3), "{c:?}");
-    }
-    // A server says where it stands each time that it registers.
-    let moved = pb::RegisterRequest { rack: "b".into(), ..request("n0", &[0, 1]) };
-    register(&mut map, &moved).unwrap();
-    assert_eq!(map.nodes[0].rack, "b");
-    let bad = pb::RegisterRequest { rack: "b\n".into(), ..request("n0", &[0, 1]) };
-    assert_eq!(code(register(&mut map, &bad)), Code::Inval);
+/// Adds the chains that are missing where each target shall head so many.
+pub(crate) fn deal(map: &mut pb::ClusterMap, per: usize) {
+    let (chains, sets) = make_chains(map, per).unwrap();
+    let u = pb::MapUpdate { expect_version: map.version, chains, sets, ..Default::default() };
+    update(map, &u).unwrap();
 }
 
-fn code<T: std::fmt::Debug>(r: Result<T>) -> Code {
+pub(crate) fn code<T: std::fmt::Debug>(r: Result<T>) -> Code {
     r.unwrap_err().code
 }
 
@@ -309,56 +283,4 @@ fn pools_answer_as_lustre_does() {
     for name in ["", "way-too-long-for-a-pool", "a/b", "a b"] {
         assert_eq!(code(change(NEW, name, &[])), Code::Inval);
     }
-}
-
-#[test]
-fn chains_stand_on_different_nodes_and_are_dealt_evenly() {
-    for (nodes, per) in [(1, 1), (1, 4), (2, 1), (2, 3), (3, 1), (3, 4), (5, 2), (8, 3)] {
-        let map = with_chains(nodes, per);
-        let n = usize::from(nodes) * usize::from(per);
-        let kinds = usize::from(nodes).min(3);
-        assert_eq!((map.sets.len(), map.chains.len()), (kinds, kinds * n), "{nodes}x{per}");
-        for (k, set) in map.sets.iter().enumerate() {
-            assert_eq!((set.copies as usize, set.chains.len()), (k + 1, n));
-            let mut follows = vec![0; n];
-            let mut partners = vec![BTreeSet::<u32>::new(); n];
-            for (i, id) in set.chains.iter().enumerate() {
-                let c = map.chains.iter().find(|c| c.id == *id).unwrap();
-                assert_eq!((c.preferred[0] as usize, c.preferred.len(), c.epoch), (i, k + 1, 1));
-                assert_eq!(count(c, ReplicaServing), k + 1);
-                let on: BTreeSet<u32> = c.preferred.iter().map(|t| map.targets[*t as usize].node).collect();
-                assert_eq!(on.len(), k + 1, "two copies on one node");
-                for t in &c.preferred[1..] {
-                    follows[*t as usize] += 1;
-                }
-                for a in &c.preferred {
-                    partners[*a as usize].extend(c.preferred.iter().filter(|b| *b != a));
-                }
-            }
-            let (min, max) = (follows.iter().min().unwrap(), follows.iter().max().unwrap());
-            assert!(max - min <= 2, "{nodes}x{per} copies {}: {follows:?}", k + 1);
-            // What a dead target served is taken over by several others.
-            let elsewhere = n - usize::from(per);
-            let want = (k * (k + 1)).min(elsewhere).div_ceil(2).max(k);
-            assert!(partners.iter().all(|p| p.len() >= want), "{nodes}x{per} copies {}: {partners:?}", k + 1);
-        }
-        assert!(make_chains(&map).is_none(), "everything has its chains");
-    }
-}
-
-#[test]
-fn new_targets_make_new_sets_and_leave_the_old_alone() {
-    let mut map = with_chains(2, 2);
-    let before = map.clone();
-    register(&mut map, &request("late", &[200])).unwrap();
-    assert!(make_chains(&map).is_none(), "not alive yet");
-    map.targets.last_mut().unwrap().alive = true;
-    let (chains, sets) = make_chains(&map).unwrap();
-    // One chain of one and of two copies for the new target, and now three copies are possible for all five.
-    assert_eq!(sets.iter().map(|s| (s.copies, s.chains.len())).collect::<Vec<_>>(), vec![(1, 1), (2, 1), (3, 5)]);
-    let u = pb::MapUpdate { expect_version: map.version, chains, sets, ..Default::default() };
-    update(&mut map, &u).unwrap();
-    assert_eq!(&map.sets[..before.sets.len()], &before.sets[..]);
-    assert_eq!(&map.chains[..before.chains.len()], &before.chains[..]);
-    MapView::new(map).unwrap();
 }

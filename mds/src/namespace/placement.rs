@@ -1,6 +1,9 @@
 //! Which chains a new file's stripes go to: a pure function of what was asked for, the cluster map and the inode id.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Arc, OnceLock},
+};
 
 use strake_proto::{
     ChainId, Code, Error, Ino, Result, TargetId,
@@ -19,25 +22,52 @@ const EQUAL_PERCENT: u64 = 17;
 /// No chain set and no first target: see `OpResult.effective`.
 const NONE: u32 = u32::MAX;
 
-/// A chain a stripe could go to.
-#[derive(Clone, Debug, PartialEq)]
-struct Candidate {
-    chain: ChainId,
-    target: TargetId,
+/// How fit a chain is for new data, best first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Fit {
+    /// It has all its replicas in sync, and none is to move.
+    Whole,
+    /// Some are missing or move, but its first target is alive and none of its targets is being emptied.
+    Stays,
     /// It has an in-sync replica.
-    serving: bool,
-    /// Its first target is alive too, and none of its replicas is to move away.
-    whole: bool,
+    Serves,
+}
+
+/// A target that a stripe could go to, and the chains it heads. Only those that are as fit as its fittest.
+#[derive(Clone, Debug)]
+struct Candidate {
+    target: TargetId,
+    fit: Fit,
+    ways: Vec<Way>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    chain: ChainId,
     /// Free space of its fullest replica, MiB.
     free: u64,
 }
+
+impl Candidate {
+    /// Its chain for the stripe of a file that uses it for the time `turn`, from 0. Files begin with different ones, and the stripes of
+    /// one file that come to the same target go round them. So a file that is as wide as a chain set goes along it.
+    fn way(&self, ino: Ino, turn: usize) -> &Way {
+        // Not the number that `by_free_space` draws the target with.
+        let first = splitmix64(&mut { !ino }) % self.ways.len() as u64;
+        &self.ways[(first as usize + turn) % self.ways.len()]
+    }
+}
+
+/// By copies - 1; in the order of the chain sets.
+type Candidates = [Vec<Candidate>; MAX_COPIES as usize];
 
 /// A cluster map and what choosing needs of it, computed once per map.
 #[derive(Default)]
 pub struct Placement {
     pub view: Arc<MapView>,
-    /// By copies - 1; in the order of the chain sets.
-    candidates: [Vec<Candidate>; MAX_COPIES as usize],
+    all: Candidates,
+    /// By name, once somebody asked.
+    pools: BTreeMap<String, OnceLock<Candidates>>,
 }
 
 /// Checks a request's own words; whether targets and pool exist is checked against the map where it is used.
@@ -101,8 +131,9 @@ fn over(spec: &pb::LayoutSpec, under: &pb::LayoutSpec) -> pb::LayoutSpec {
 
 impl Placement {
     pub fn new(view: Arc<MapView>) -> Placement {
-        let candidates = std::array::from_fn(|i| candidates(&view, i as u32 + 1));
-        Placement { view, candidates }
+        let all = by_copies(|copies| candidates(&view, copies, "", |_| true));
+        let pools = view.map.pools.iter().map(|p| (p.name.clone(), OnceLock::new())).collect();
+        Placement { view, all, pools }
     }
 
     /// The whole specification for a file: `layers` from the most to the least specific, below them the defaults of
@@ -158,16 +189,29 @@ impl Placement {
         }
     }
 
-    /// Those a file of this resolved specification may use; one whose first target is dead, or that is
-    /// being moved, only if all are such.
+    /// Those of a pool: its own chains, which have all replicas on its members; while none of them serves, those that a member
+    /// heads.
+    fn of_pool(&self, pool: &pb::Pool, copies: u32) -> Vec<Candidate> {
+        let members: BTreeSet<TargetId> = pool.targets.iter().copied().collect();
+        let headed = |c: &pb::Chain| members.contains(&c.ost_index());
+        let own = candidates(&self.view, copies, &pool.name, headed);
+        if own.is_empty() { candidates(&self.view, copies, "", headed) } else { own }
+    }
+
+    fn candidates(&self, s: &pb::LayoutSpec) -> Result<&[Candidate]> {
+        let by_copies = match (self.pool(&s.pool)?, self.pools.get(&s.pool)) {
+            (Some(pool), Some(known)) => known.get_or_init(|| by_copies(|copies| self.of_pool(pool, copies))),
+            _ => &self.all,
+        };
+        Ok(by_copies.get(s.copies.wrapping_sub(1) as usize).map_or(&[], |c| c))
+    }
+
+    /// Those a file of this resolved specification may use; one whose chains have their first target dead, or are
+    /// being emptied, only if all are such.
     fn usable(&self, s: &pb::LayoutSpec) -> Result<Vec<&Candidate>> {
-        let none: &[Candidate] = &[];
-        let all = self.candidates.get(s.copies.wrapping_sub(1) as usize).map_or(none, |c| c);
-        let pool = self.pool(&s.pool)?;
-        let member = |c: &&Candidate| pool.is_none_or(|p| p.targets.contains(&c.target));
-        let serving: Vec<&Candidate> = all.iter().filter(|c| c.serving).filter(member).collect();
-        let any_whole = serving.iter().any(|c| c.whole);
-        Ok(serving.into_iter().filter(|c| c.whole || !any_whole).collect())
+        let all = self.candidates(s)?;
+        let any_stays = all.iter().any(|c| c.fit < Fit::Serves);
+        Ok(all.iter().filter(|c| c.fit < Fit::Serves || !any_stays).collect())
     }
 
     /// A layout for a new file. `spec` is resolved; the choice depends on nothing but it, the map and `ino`.
@@ -191,7 +235,8 @@ impl Placement {
 
     fn chains(&self, s: &pb::LayoutSpec, ino: Ino) -> Result<Vec<ChainId>> {
         if !s.targets.is_empty() {
-            return s.targets.iter().map(|t| self.explicit(s.copies, *t)).collect();
+            let mut turns = BTreeMap::new();
+            return s.targets.iter().map(|t| self.explicit(s, *t, ino, &mut turns)).collect();
         }
         let usable = self.usable(s)?;
         let n = usable.len();
@@ -207,23 +252,34 @@ impl Placement {
                 let at = usable.iter().position(|c| c.target == t);
                 at.ok_or_else(|| Error::new(Code::NoDev, format!("target {t} is not available for new files")))?
             }
-            None if count < n && !balanced(&usable) => return Ok(by_free_space(usable, count, ino)),
-            None => (ino % n as u64) as usize,
+            None => {
+                let ways: Vec<Way> = usable.iter().map(|c| *c.way(ino, 0)).collect();
+                if count < n && !balanced(&ways) {
+                    return Ok(by_free_space(ways, count, ino));
+                }
+                (ino % n as u64) as usize
+            }
         };
-        Ok((0..count).map(|i| usable[(first + i) % n].chain).collect())
+        Ok((first..first + count).map(|i| usable[i % n].way(ino, i / n).chain).collect())
     }
 
-    fn explicit(&self, copies: u32, target: TargetId) -> Result<ChainId> {
+    /// A chain of a listed target. `turns`: how often the file uses each already.
+    fn explicit(
+        &self,
+        s: &pb::LayoutSpec,
+        target: TargetId,
+        ino: Ino,
+        turns: &mut BTreeMap<TargetId, usize>,
+    ) -> Result<ChainId> {
         self.known(target)?;
-        let of =
-            self.candidates.get(copies.wrapping_sub(1) as usize).and_then(|c| c.iter().find(|c| c.target == target));
-        match of {
-            Some(c) if c.serving => Ok(c.chain),
-            _ => {
-                let m = format!("target {target} is not available for new files with {copies} copies");
-                Err(Error::new(Code::NoDev, m))
-            }
-        }
+        let all = self.all.get(s.copies.wrapping_sub(1) as usize).into_iter().flatten();
+        let Some(c) = self.candidates(s)?.iter().chain(all).find(|c| c.target == target) else {
+            let m = format!("target {target} is not available for new files with {} copies", s.copies);
+            return Err(Error::new(Code::NoDev, m));
+        };
+        let turn = turns.entry(target).or_default();
+        *turn += 1;
+        Ok(c.way(ino, *turn - 1).chain)
     }
 
     /// The chains as consecutive members of one chain set, if they are many and are that.
@@ -270,35 +326,59 @@ fn stripes(s: &pb::LayoutSpec, n: usize) -> usize {
     wanted.min(MAX_STRIPES)
 }
 
-fn candidates(view: &MapView, copies: u32) -> Vec<Candidate> {
-    let mut seen = BTreeMap::new();
-    let mut out = Vec::new();
-    let sets = view.map.sets.iter().filter(|s| s.pool.is_empty() && s.copies == copies);
-    for chain in sets.flat_map(|s| &s.chains).filter_map(|id| view.chain(*id)) {
+fn by_copies(of: impl Fn(u32) -> Vec<Candidate>) -> Candidates {
+    std::array::from_fn(|i| of(i as u32 + 1))
+}
+
+/// The targets that head chains of a pool's sets, and which of them; only those that serve.
+fn candidates(view: &MapView, copies: u32, pool: &str, may: impl Fn(&pb::Chain) -> bool) -> Vec<Candidate> {
+    let mut at = BTreeMap::new();
+    let mut out: Vec<Candidate> = Vec::new();
+    let sets = view.map.sets.iter().filter(|s| s.pool == pool && s.copies == copies);
+    for chain in sets.flat_map(|s| &s.chains).filter_map(|id| view.chain(*id)).filter(|c| may(c)) {
+        let Some(fit) = fit(view, chain) else { continue };
         let target = chain.ost_index();
-        let serving = chain.head().is_some();
-        let stays = chain.preferred.iter().all(|t| view.target(*t).is_none_or(|t| !t.draining));
-        let whole = serving && stays && view.target(target).is_some_and(|t| t.alive);
         let free = chain.preferred.iter().filter_map(|t| view.target(*t)).map(free_mib).min().unwrap_or(0);
-        if seen.insert(target, chain.id).is_none() {
-            out.push(Candidate { chain: chain.id, target, serving, whole, free });
+        let i = *at.entry(target).or_insert_with(|| {
+            out.push(Candidate { target, fit, ways: Vec::new() });
+            out.len() - 1
+        });
+        let c = &mut out[i];
+        if fit < c.fit {
+            *c = Candidate { target, fit, ways: Vec::new() };
+        }
+        if fit == c.fit {
+            c.ways.push(Way { chain: chain.id, free });
         }
     }
     out
+}
+
+fn fit(view: &MapView, c: &pb::Chain) -> Option<Fit> {
+    c.head()?;
+    let alive = view.target(c.ost_index()).is_some_and(|t| t.alive);
+    let stays = c.preferred.iter().all(|t| view.target(*t).is_none_or(|t| !t.draining));
+    let whole = c.replicas.len() == c.preferred.len()
+        && c.preferred.iter().all(|t| c.state_of(*t) == Some(pb::ReplicaState::ReplicaServing));
+    Some(match (alive && stays, whole) {
+        (true, true) => Fit::Whole,
+        (true, false) => Fit::Stays,
+        (false, _) => Fit::Serves,
+    })
 }
 
 fn free_mib(t: &pb::Target) -> u64 {
     t.capacity.saturating_sub(t.used) >> 20
 }
 
-fn balanced(c: &[&Candidate]) -> bool {
+fn balanced(c: &[Way]) -> bool {
     let most = c.iter().map(|c| c.free).max().unwrap_or(0);
     let least = c.iter().map(|c| c.free).min().unwrap_or(0);
     u128::from(least) * 100 >= u128::from(most) * u128::from(100 - EQUAL_PERCENT)
 }
 
 /// Weighted by free space, without replacement.
-fn by_free_space(mut left: Vec<&Candidate>, count: usize, ino: Ino) -> Vec<ChainId> {
+fn by_free_space(mut left: Vec<Way>, count: usize, ino: Ino) -> Vec<ChainId> {
     let mut state = ino;
     let mut chosen = Vec::with_capacity(count);
     // + 1: a full target is chosen only where nearly nothing else is left, and the sum is never 0.

@@ -11,6 +11,9 @@ use crate::{
     leases::Limits,
 };
 
+/// Most chains of each number of copies that a target may head.
+const MAX_PER_TARGET: usize = 64;
+
 /// Configuration of one metadata server, section `[mds]` of the configuration file.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -53,6 +56,12 @@ pub struct Config {
     /// Chains are made once so many targets are alive; 0: with the first ones.
     #[serde(default)]
     pub expect_targets: usize,
+    /// Chains of each number of copies that a target heads: into so many parts what it has is cut, for balance.
+    #[serde(default = "chains_per_target")]
+    pub chains_per_target: usize,
+    /// Percentage points that the fullest and the emptiest target may differ before data moves between targets; 0: it never does.
+    #[serde(default = "balance_percent")]
+    pub balance_percent: u32,
     /// How long a storage server may act on one answered heartbeat, milliseconds.
     #[serde(default = "lease_ms")]
     pub lease_ms: u64,
@@ -103,6 +112,12 @@ fn fs_name() -> String {
 }
 const fn one() -> u32 {
     1
+}
+const fn chains_per_target() -> usize {
+    8
+}
+const fn balance_percent() -> u32 {
+    4
 }
 const fn lease_ms() -> u64 {
     2000
@@ -177,6 +192,8 @@ impl Config {
             root_uid: 0,
             root_gid: 0,
             expect_targets: 0,
+            chains_per_target: chains_per_target(),
+            balance_percent: balance_percent(),
             lease_ms: lease_ms(),
             session_term_ms: session_term_ms(),
             rebuild_after_ms: rebuild_after_ms(),
@@ -216,6 +233,12 @@ impl Config {
         }
         if self.default_copies == 0 || self.default_copies as usize > MAX_COPIES {
             return bad(format!("`default_copies` is 1 to {MAX_COPIES}"));
+        }
+        if !(1..=MAX_PER_TARGET).contains(&self.chains_per_target) {
+            return bad(format!("`chains_per_target` is 1 to {MAX_PER_TARGET}"));
+        }
+        if self.balance_percent > 100 {
+            return bad("`balance_percent` is 0 to 100".into());
         }
         if self.fs_name.is_empty() || self.fs_name.len() > 64 || self.fs_name.chars().any(char::is_control) {
             return bad("`fs_name` is 1 to 64 bytes of printable text".into());
@@ -290,6 +313,9 @@ mod tests {
             ("peers = ['1=a:1', '1=b:1']", "peers"),
             ("peers = ['2000=a:1']", "ids"),
             ("default_copies = 4", "default_copies"),
+            ("chains_per_target = 0", "chains_per_target"),
+            ("chains_per_target = 65", "chains_per_target"),
+            ("balance_percent = 101", "balance_percent"),
             ("lease_ms = 0", "lease_ms"),
             ("slow_factor = 1", "slow_factor"),
             ("slow_for_ms = 999", "slow_for_ms"),

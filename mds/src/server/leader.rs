@@ -78,6 +78,8 @@ impl Mds {
         let options = Options {
             lease: self.cfg.lease(),
             expect_targets: self.cfg.expect_targets,
+            chains_per_target: self.cfg.chains_per_target,
+            balance_percent: self.cfg.balance_percent,
             rebuild_after: Duration::from_millis(self.cfg.rebuild_after_ms),
             slow: slow::Options {
                 factor: self.cfg.slow_factor,

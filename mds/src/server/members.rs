@@ -47,6 +47,10 @@ impl Mds {
                 self.leading()?;
                 self.propose(Command::TargetChange(c)).await?;
             }
+            Some(Change::Pool(p)) => {
+                self.leading()?;
+                self.propose(Command::PoolChange(p)).await?;
+            }
             Some(Change::Repair(r)) => {
                 self.leading()?;
                 self.node.read_barrier().await?;

@@ -234,10 +234,23 @@ struct State {
     dirty_bytes: u64,
     flushing_bytes: u64,
     chunks: u64,
+    /// Blocks of each chain's chunks, of those that have any.
+    stored: BTreeMap<ChainId, u64>,
     /// Of the table as it was last synced.
     tally: Tally,
     /// Set when durability can no longer be promised; nothing is changed any more.
     failed: Option<Error>,
+}
+
+impl State {
+    /// A chunk of the chain has so many blocks more and so many fewer.
+    fn note_stored(&mut self, chain: ChainId, more: u64, fewer: u64) {
+        let blocks = self.stored.entry(chain).or_default();
+        *blocks = (*blocks + more).saturating_sub(fewer);
+        if *blocks == 0 {
+            self.stored.remove(&chain);
+        }
+    }
 }
 
 struct Shared {
@@ -312,6 +325,11 @@ impl Engine {
             write_bytes: get(&c.write_bytes),
             checksum_errors: get(&c.damaged),
         }
+    }
+
+    /// Bytes that the chunks of each chain take, in order of the chains; those without any are left out.
+    pub fn stored(&self) -> Vec<(ChainId, u64)> {
+        self.shared.state.lock().stored.iter().map(|(chain, blocks)| (*chain, blocks * BLOCK)).collect()
     }
 
     /// Keeps space free for the updates of a session. Returns how many blocks it has from now on, until

@@ -1,13 +1,13 @@
 //! Formatting a target, and opening one: whose it is, and which blocks are free.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, atomic::Ordering},
 };
 
 use parking_lot::Mutex;
 use strake_fabric::{Buf, Pool};
-use strake_proto::{Code, Error, Result};
+use strake_proto::{ChainId, Code, Error, Result};
 use strake_store::{Batch, MetaStore};
 
 use super::{
@@ -79,7 +79,7 @@ impl Engine {
         let mark = Mark::read(&*device, &pool, superblock.identity.target_uuid).await;
         let mut found = Tally::default();
         let chunks = count_chunks(&*table, &counters, &mut found)?;
-        let (alloc, lost) =
+        let Space { alloc, lost, stored } =
             rebuild(&*table, superblock.blocks, &counters, &mut found).map_err(|e| e.context(device.name()))?;
         found.unsure = counters.damaged.load(Ordering::Relaxed) > 0;
         let tally = check_tally(&*table, found, mark).map_err(|e| e.context(device.name()))?;
@@ -101,6 +101,7 @@ impl Engine {
             dirty_bytes: 0,
             flushing_bytes: 0,
             chunks,
+            stored,
             tally,
             failed: None,
         };
@@ -184,31 +185,35 @@ fn note(counters: &Counters, key: &[u8]) {
     }
 }
 
-/// Free space: everything that no segment record names. Also the segments that could not be read.
-fn rebuild(
-    table: &dyn MetaStore,
-    blocks: u64,
-    counters: &Counters,
-    found: &mut Tally,
-) -> Result<(Allocator, BTreeSet<(Key, u8)>)> {
-    let mut lost = BTreeSet::new();
-    let mut alloc = Allocator::new(DATA_START, blocks);
+/// What segment records say of the device's blocks.
+struct Space {
+    /// Everything that none names is free.
+    alloc: Allocator,
+    /// Those that could not be read.
+    lost: BTreeSet<(Key, u8)>,
+    /// Blocks of each chain.
+    stored: BTreeMap<ChainId, u64>,
+}
+
+fn rebuild(table: &dyn MetaStore, blocks: u64, counters: &Counters, found: &mut Tally) -> Result<Space> {
+    let mut space = Space { alloc: Allocator::new(DATA_START, blocks), lost: BTreeSet::new(), stored: BTreeMap::new() };
     for pair in table.prefix(&[SEGMENT_PREFIX]) {
         let (k, v) = pair?;
         found.add(&k, &v);
         let place = parse_segment_key(&k);
         let (Some((key, _)), Ok(segment)) = (place, Segment::decode(&k, &v)) else {
             note(counters, &k);
-            lost.extend(place);
+            space.lost.extend(place);
             continue;
         };
         for e in extents(&segment) {
-            if !alloc.take(e) {
+            if !space.alloc.take(e) {
                 return Err(conflict(table, blocks, key, e));
             }
+            *space.stored.entry(key.chain).or_default() += e.count;
         }
     }
-    Ok((alloc, lost))
+    Ok(space)
 }
 
 fn extents(s: &Segment) -> Vec<Extent> {

@@ -424,6 +424,7 @@ impl Engine {
             s.segments.put((key, n), segment);
             s.lost.remove(&(key, n));
         }
+        s.note_stored(key.chain, staged.bytes / BLOCK as u64, staged.freed.iter().map(|e| e.count).sum());
         s.freed.append(&mut staged.freed);
         s.dirty_bytes += staged.bytes;
         s.committed += 1;

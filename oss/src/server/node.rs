@@ -507,6 +507,7 @@ impl Node {
                 synced_chains: synced,
                 chunks: u.chunks,
                 lapses: t.lapses.load(Ordering::Acquire),
+                stored: t.engine.stored().into_iter().map(|(chain, bytes)| pb::ChainBytes { chain, bytes }).collect(),
                 device: Some(t.times()),
             }
         };

@@ -183,3 +183,96 @@ fn a_files_layout_can_change_only_before_it_has_data() {
     fs.fails(set(2), Code::Exist);
     fs.fails(Op::Setlayout(pb::SetLayout { ino: f, layout: None }), Code::Inval);
 }
+
+/// Gives each target so many chains of each number of copies.
+fn deal(fs: &mut Fs, per: usize) {
+    let map = fs.ns.map();
+    let (chains, sets) = crate::cluster::deal::make_chains(&map.map, per).unwrap();
+    let u = pb::MapUpdate { expect_version: map.version(), chains, sets, ..Default::default() };
+    assert_eq!(fs.log(Command::MapUpdate(u)).status, None);
+}
+
+fn chains(fs: &mut Fs, spec: pb::LayoutSpec) -> Vec<u32> {
+    let c = create(fs, ROOT, spec).unwrap().0;
+    let map = fs.ns.map();
+    let layout = pb::Layout { generation: 0, components: vec![c] };
+    StripeMap::resolve(1, &layout, &map).unwrap().chains
+}
+
+#[test]
+fn files_spread_over_all_chains_of_a_target() {
+    let mut fs = Fs::with_chains(8);
+    let (mut used, mut heads) = (vec![0; 1000], vec![0; 6]);
+    for _ in 0..480 {
+        let c = chains(&mut fs, pb::LayoutSpec { copies: 2, ..spec() });
+        used[c[0] as usize] += 1;
+        heads[fs.ns.map().chain(c[0]).unwrap().ost_index() as usize] += 1;
+    }
+    let used: Vec<i32> = used.into_iter().filter(|n| *n > 0).collect();
+    assert!(used.len() == 48 && used.iter().all(|n| (3..=20).contains(n)), "{used:?}");
+    assert!(heads.iter().all(|n| *n == 80), "{heads:?}");
+    // One that comes to a target again uses another chain of it.
+    for s in [pb::LayoutSpec { overstripe: 12, ..spec() }, pb::LayoutSpec { targets: vec![3; 8], ..spec() }] {
+        let c = chains(&mut fs, s);
+        assert_eq!(distinct(&c), c.len(), "{c:?}");
+    }
+    // As wide as several sets, and still small.
+    let (c, t) = create(&mut fs, ROOT, pb::LayoutSpec { overstripe: 2000, copies: 2, ..spec() }).unwrap();
+    assert_eq!((t.len(), distinct(&t), c.chains.len()), (2000, 6, 0));
+}
+
+#[test]
+fn chains_that_are_whole_are_taken_first() {
+    let mut fs = Fs::with_chains(8);
+    let map = fs.ns.map();
+    let own: Vec<&pb::Chain> = map.map.chains.iter().filter(|c| c.preferred.len() == 2 && c.ost_index() == 1).collect();
+    assert_eq!(own.len(), 8);
+    let degraded = |c: &&pb::Chain| {
+        let mut c = pb::Chain { epoch: c.epoch + 1, ..(*c).clone() };
+        c.replicas[1].set_state(pb::ReplicaState::ReplicaOffline);
+        c
+    };
+    let update = |fs: &mut Fs, chains: Vec<pb::Chain>| {
+        let u = pb::MapUpdate { expect_version: fs.ns.map().version(), chains, ..Default::default() };
+        assert_eq!(fs.log(Command::MapUpdate(u)).status, None);
+    };
+    update(&mut fs, own[..7].iter().map(degraded).collect());
+    let on_one = pb::LayoutSpec { targets: vec![1], copies: 2, ..spec() };
+    for _ in 0..20 {
+        assert_eq!(chains(&mut fs, on_one.clone()), [own[7].id]);
+    }
+    // Where there are none, all that serve.
+    update(&mut fs, own[7..].iter().map(degraded).collect());
+    let all: Vec<u32> = (0..100).map(|_| chains(&mut fs, on_one.clone())[0]).collect();
+    assert_eq!(distinct(&all), 8);
+}
+
+#[test]
+fn a_pools_files_stay_within_it() {
+    let mut fs = Fs::new();
+    let flash =
+        |action, targets: Vec<u32>| Command::PoolChange(pb::PoolChange { pool: "flash".into(), action, targets });
+    assert_eq!(fs.log(flash(1, vec![1, 3, 4])).status, None);
+    let two = pb::LayoutSpec { pool: "flash".into(), copies: 2, ..spec() };
+    let members = |fs: &mut Fs, spec: &pb::LayoutSpec| {
+        let c = chains(fs, spec.clone())[0];
+        fs.ns.map().chain(c).unwrap().preferred.clone()
+    };
+    // Before it has chains of its own a member heads them.
+    assert!((0..20).all(|_| [1, 3, 4].contains(&members(&mut fs, &two)[0])));
+    deal(&mut fs, 4);
+    for _ in 0..50 {
+        assert!(members(&mut fs, &two).iter().all(|t| [1, 3, 4].contains(t)));
+    }
+    // Nobody else uses them.
+    let map = fs.ns.map();
+    let own: Vec<u32> = map.map.sets.iter().filter(|s| s.pool == "flash").flat_map(|s| s.chains.clone()).collect();
+    assert!((0..50).all(|_| !own.contains(&chains(&mut fs, pb::LayoutSpec { copies: 2, ..spec() })[0])));
+    // Files go on when the pool goes, and a target outside may be named.
+    let f = create(&mut fs, ROOT, two.clone()).unwrap().0;
+    let outside = pb::LayoutSpec { targets: vec![0], ..two };
+    assert_eq!(targets(&mut fs, outside), [0]);
+    assert_eq!(fs.log(flash(3, vec![1, 3, 4])).status, None);
+    assert_eq!(fs.log(flash(4, vec![])).status, None);
+    assert!(fs.ns.map().chain(f.chains[0]).is_some());
+}

@@ -81,17 +81,26 @@ impl Fs {
 
     /// With few hash bits, so that names collide.
     pub fn with_mask(mask: u64) -> Fs {
+        Fs::with(mask, 1)
+    }
+
+    /// With so many chains headed by each target.
+    pub fn with_chains(per: usize) -> Fs {
+        Fs::with(u64::MAX, per)
+    }
+
+    fn with(mask: u64, per: usize) -> Fs {
         let store = MemStore::new();
         let ns = Namespace::open_with(std::sync::Arc::new(store.clone()), mask).unwrap();
         let mut fs = Fs { store, ns, index: 0, now: T0, seq: 0, session: 0, creds: creds(0), effects: vec![] };
         assert_eq!(fs.log(format()).status, None);
         fs.session = fs.open_session(1);
-        fs.cluster(3, 2);
+        fs.cluster(3, 2, per);
         fs
     }
 
     /// Registers `nodes` storage servers of `each` targets of 1 TiB and makes their chains.
-    fn cluster(&mut self, nodes: u32, each: u32) {
+    fn cluster(&mut self, nodes: u32, each: u32, per: usize) {
         for n in 0..nodes {
             let target = |t: u32| pb::RegisterTarget {
                 uuid: vec![(n * each + t + 1) as u8; 16].into(),
@@ -113,7 +122,7 @@ impl Fs {
         }
         self.targets(|t| t.alive = true);
         let map = self.ns.map();
-        let (chains, sets) = crate::cluster::state::make_chains(&map.map).unwrap();
+        let (chains, sets) = crate::cluster::deal::make_chains(&map.map, per).unwrap();
         let u = pb::MapUpdate { expect_version: map.version(), chains, sets, ..Default::default() };
         assert_eq!(self.log(Command::MapUpdate(u)).status, None);
     }

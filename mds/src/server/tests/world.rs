@@ -197,6 +197,7 @@ impl World {
     pub async fn start(&mut self, i: usize) {
         let env = self.env(i as u8 + 1);
         let mut cfg = Config::new(i as u64 + 1, Endpoint::Sim(i as u32 + 1), "/unused".into());
+        cfg.chains_per_target = 1;
         cfg.peers = (1..=self.logs.len()).map(|n| (n as u64, Endpoint::Sim(n as u32))).collect();
         cfg.join = self.logs[i].image().voters.is_empty();
         if cfg.join {

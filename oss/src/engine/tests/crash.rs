@@ -273,6 +273,7 @@ async fn state(e: &Engine) -> Result<Model> {
     }
     assert_eq!(sum, out.values().map(|c| c.stored.len() as u64 * BLOCK).sum::<u64>());
     assert_eq!(e.extents(CHAIN, 5, 6, (0, 0), 0)?.bytes, sum, "without the extents");
+    assert_eq!(e.stored(), if sum > 0 { vec![(CHAIN, sum)] } else { Vec::new() });
     Ok(out)
 }
 

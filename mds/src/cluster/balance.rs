@@ -1,0 +1,182 @@
+//! Replicas that move so that targets get equally full. A pure function on the map and on what storage servers say they store.
+//!
+//! How full a target is, is judged by the chains that it shall have: what comes counts already, what goes counts no more. So moves that
+//! are under way, and what a target has yet to remove, are not evened out a second time.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use strake_proto::{ChainId, TargetId, map::ChainExt, pb};
+
+use super::moves::{FULL, Load, Why, is_whole, moved};
+
+/// Replicas that one target gives away or takes at a time, whatever for, if another is to come on top: it is no emergency.
+const MOVES: usize = 2;
+/// So many of the fullest and of the emptiest targets are looked at.
+const LOOK: usize = 32;
+/// A move that evens out less than this share of a target is not worth it.
+const LEAST: f64 = 0.001;
+
+/// What a target stores of each chain, bytes; `None` if it did not say.
+pub type Stored<'a> = dyn Fn(TargetId) -> Option<&'a [(ChainId, u64)]> + 'a;
+
+/// A target that may give and take.
+struct Level<'a> {
+    target: &'a pb::Target,
+    /// Of the chains that it shall have, bytes.
+    used: u64,
+}
+
+impl Level<'_> {
+    fn capacity(&self) -> f64 {
+        self.target.capacity.max(1) as f64
+    }
+
+    fn full(&self) -> f64 {
+        self.used as f64 / self.capacity()
+    }
+
+    /// With so many bytes less here and more there both would be equally full.
+    fn half_way(&self, to: &Level) -> u64 {
+        let [a, b] = [self, to].map(|l| (u128::from(l.used), u128::from(l.target.capacity.max(1))));
+        ((a.0 * b.1).saturating_sub(b.0 * a.1) / (a.1 + b.1)) as u64
+    }
+
+    fn has_room(&self, bytes: u64) -> bool {
+        let then = u128::from(self.used.max(self.target.used).saturating_add(bytes));
+        then * 100 <= u128::from(self.target.capacity) * FULL
+    }
+}
+
+/// Evens out what differs by more than `percent` points between the fullest and the emptiest of the targets that are alive and stay.
+pub struct Balance {
+    percent: u32,
+    /// It has begun, and goes on until they differ by half as much only.
+    going: bool,
+}
+
+impl Balance {
+    /// `percent` 0: nothing is moved.
+    pub fn new(percent: u32) -> Balance {
+        Balance { percent, going: false }
+    }
+
+    /// Chains that are to get other targets now, with a sentence about each: of chains that rest with all replicas in sync, the largest
+    /// that does not make the taker fuller than the giver is then. Where they may stand is as for any other move; they get no closer to
+    /// other copies, and chains of a pool stay within it.
+    pub fn plan(&mut self, map: &pb::ClusterMap, stored: &Stored) -> Vec<(pb::Chain, String)> {
+        if self.percent == 0 {
+            return Vec::new();
+        }
+        let mut floor = Floor::new(map, stored);
+        let percent = f64::from(self.percent) / 100.0;
+        let mut out = Vec::new();
+        loop {
+            floor.levels.sort_by(|a, b| b.full().total_cmp(&a.full()).then(a.target.id.cmp(&b.target.id)));
+            let (Some(first), Some(last)) = (floor.levels.first(), floor.levels.last()) else { return out };
+            let differ = first.full() - last.full();
+            self.going = differ > if self.going { percent / 2.0 } else { percent };
+            if !self.going {
+                return out;
+            }
+            let Some(m) = floor.next(percent / 2.0) else { return out };
+            out.push(floor.make(m));
+        }
+    }
+}
+
+/// A replica that is to move: whose by position in the levels, and how much it is.
+struct Move<'a> {
+    chain: &'a pb::Chain,
+    bytes: u64,
+    from: usize,
+    to: usize,
+}
+
+struct Floor<'a> {
+    load: Load<'a>,
+    levels: Vec<Level<'a>>,
+    /// Chains that rest, and their bytes, by target.
+    on: BTreeMap<TargetId, Vec<(&'a pb::Chain, u64)>>,
+    taken: BTreeSet<ChainId>,
+}
+
+impl<'a> Floor<'a> {
+    fn new(map: &'a pb::ClusterMap, stored: &Stored) -> Floor<'a> {
+        let chains: BTreeMap<ChainId, &pb::Chain> = map.chains.iter().map(|c| (c.id, c)).collect();
+        let mut bytes: BTreeMap<ChainId, u64> = BTreeMap::new();
+        for t in &map.targets {
+            for (chain, n) in stored(t.id).unwrap_or_default() {
+                if chains.get(chain).is_some_and(|c| c.serving().any(|s| s == t.id)) {
+                    let most = bytes.entry(*chain).or_default();
+                    *most = (*most).max(*n);
+                }
+            }
+        }
+        let mut used: BTreeMap<TargetId, u64> = BTreeMap::new();
+        let mut on: BTreeMap<TargetId, Vec<(&pb::Chain, u64)>> = BTreeMap::new();
+        for c in map.chains.iter().filter(|c| !c.lost) {
+            let n = bytes.get(&c.id).copied().unwrap_or(0);
+            for t in &c.preferred {
+                // What a server says may be anything.
+                let used = used.entry(*t).or_default();
+                *used = used.saturating_add(n);
+                if n > 0 && is_whole(c) {
+                    on.entry(*t).or_default().push((c, n));
+                }
+            }
+        }
+        let judged = |t: &&pb::Target| t.alive && !t.draining && stored(t.id).is_some();
+        let level = |target: &'a pb::Target| Level { target, used: used.get(&target.id).copied().unwrap_or(0) };
+        let levels = map.targets.iter().filter(judged).map(level).collect();
+        Floor { load: Load::new(map), levels, on, taken: BTreeSet::new() }
+    }
+
+    /// The next move between two that differ by more than this; from the fullest to the emptiest, where that can be.
+    fn next(&self, least: f64) -> Option<Move<'a>> {
+        let free = |i: &usize| self.load.moving(self.levels[*i].target.id) < MOVES;
+        for from in (0..self.levels.len()).filter(free).take(LOOK) {
+            for to in (0..self.levels.len()).rev().filter(free).take(LOOK) {
+                let (giver, taker) = (&self.levels[from], &self.levels[to]);
+                let differ = giver.full() - taker.full();
+                if differ <= least {
+                    break;
+                }
+                let most = giver.half_way(taker);
+                let worth = LEAST * giver.capacity().min(taker.capacity());
+                let fits = |n: u64| n <= most && n as f64 >= worth && taker.has_room(n);
+                let chains = self.on.get(&giver.target.id).into_iter().flatten();
+                let may = chains.filter(|(c, n)| fits(*n) && self.may(c, giver.target.id, taker.target.id));
+                // Of about as many bytes rather one that it does not head: its OST index stays.
+                let best = may.max_by_key(|(c, n)| (n.ilog2(), c.ost_index() != giver.target.id, *n));
+                if let Some((chain, bytes)) = best {
+                    return Some(Move { chain, bytes: *bytes, from, to });
+                }
+            }
+        }
+        None
+    }
+
+    fn may(&self, c: &pb::Chain, from: TargetId, to: TargetId) -> bool {
+        let others = || c.preferred.iter().filter(|t| **t != from);
+        let domains = &self.load.domains;
+        let pool = self.load.pools.get(&c.id);
+        !self.taken.contains(&c.id)
+            && !c.preferred.contains(&to)
+            && pool.is_none_or(|p| p.targets.contains(&to) || !p.targets.contains(&from))
+            && others().all(|o| domains.servers_differ(*o, to))
+            && domains.crowd(to, others()) <= domains.crowd(from, others())
+    }
+
+    fn make(&mut self, m: Move<'a>) -> (pb::Chain, String) {
+        let (from, to) = (self.levels[m.from].target.id, self.levels[m.to].target.id);
+        self.levels[m.from].used = self.levels[m.from].used.saturating_sub(m.bytes);
+        self.levels[m.to].used = self.levels[m.to].used.saturating_add(m.bytes);
+        self.taken.insert(m.chain.id);
+        self.load.moves(from, to);
+        moved(m.chain, from, to, Why::Fuller.words())
+    }
+}
+
+#[cfg(test)]
+#[path = "balance_tests.rs"]
+mod tests;

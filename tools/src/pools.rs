@@ -1,0 +1,182 @@
+//! `strake pool list|new|add|remove|destroy`: named groups of targets that files can be kept to (`lfs setstripe -p`).
+
+use std::process::ExitCode;
+
+use clap::{Args, Subcommand};
+use serde_json::{Value, json};
+use strake_mds::cluster::state::pool_action::{ADD, DESTROY, NEW, REMOVE};
+use strake_proto::{Code, Error, Result, TargetId, map::MapView, pb};
+
+use crate::{
+    members::{Group, Reach, UNFINISHED, passes},
+    term::{size, table},
+};
+use pb::members_request::Change;
+
+#[derive(Subcommand)]
+pub enum Command {
+    /// Show pools, their targets and how full they are.
+    List(ListArgs),
+    /// Make a pool.
+    New(PoolArgs),
+    /// Put targets into a pool.
+    Add(MembersArgs),
+    /// Take targets out of a pool: what files of the pool have there moves to those that stay in it.
+    Remove(MembersArgs),
+    /// Remove a pool. Its files stay where they are, and are no longer kept together.
+    Destroy(NameArgs),
+}
+
+#[derive(Args)]
+pub struct ListArgs {
+    #[command(flatten)]
+    reach: Reach,
+}
+
+#[derive(Args)]
+pub struct NameArgs {
+    /// The pool: 1 to 15 letters, digits, '_', '-' and '.'.
+    pool: String,
+    #[command(flatten)]
+    reach: Reach,
+}
+
+#[derive(Args)]
+pub struct PoolArgs {
+    #[command(flatten)]
+    name: NameArgs,
+    /// Its targets, by number.
+    target: Vec<TargetId>,
+}
+
+#[derive(Args)]
+pub struct MembersArgs {
+    #[command(flatten)]
+    name: NameArgs,
+    /// Targets, by number.
+    #[arg(required = true)]
+    target: Vec<TargetId>,
+}
+
+pub fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::List(a) => act(&a.reach, &[]),
+        Command::New(a) => act(&a.name.reach, &[change(&a.name.pool, NEW, a.target)]),
+        Command::Add(a) => act(&a.name.reach, &[change(&a.name.pool, ADD, a.target)]),
+        Command::Remove(a) => act(&a.name.reach, &[change(&a.name.pool, REMOVE, a.target)]),
+        Command::Destroy(a) => destroy(&a),
+    }
+}
+
+fn change(pool: &str, action: u32, targets: Vec<TargetId>) -> pb::PoolChange {
+    pb::PoolChange { pool: pool.into(), action, targets }
+}
+
+/// All members leave at once: one after the other, what is on them would move to those that are left.
+fn destroy(a: &NameArgs) -> Result<ExitCode> {
+    let mut group = Group::new(&a.reach)?;
+    let map = crate::run(1, group.map())?;
+    let members = map.map.pools.iter().find(|p| p.name == a.pool).map(|p| p.targets.clone()).unwrap_or_default();
+    group.done();
+    let mut steps = vec![change(&a.pool, DESTROY, Vec::new())];
+    if !members.is_empty() {
+        steps.insert(0, change(&a.pool, REMOVE, members));
+    }
+    act(&a.reach, &steps)
+}
+
+/// Makes the changes, then shows all pools.
+fn act(reach: &Reach, steps: &[pb::PoolChange]) -> Result<ExitCode> {
+    let mut group = Group::new(reach)?;
+    crate::run(1, async {
+        let now = made(&mut group, steps).await;
+        group.done();
+        match now {
+            Ok(map) if reach.json => println!("{:#}", as_json(&map)),
+            Ok(map) => print!("{}", rows(&map)),
+            Err(e) if e.code == Code::TimedOut => {
+                eprintln!("strake: {e}; `strake pool list` shows what was done");
+                return Ok(ExitCode::from(UNFINISHED));
+            }
+            Err(e) => return Err(e),
+        }
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+async fn made(g: &mut Group, steps: &[pb::PoolChange]) -> Result<MapView> {
+    for step in steps {
+        make(g, step).await?;
+    }
+    g.map().await
+}
+
+async fn make(g: &mut Group, step: &pb::PoolChange) -> Result<()> {
+    let mut again = false;
+    loop {
+        match g.ask_once(Some(Change::Pool(step.clone()))).await {
+            Err(e) if passes(&e) => g.pause(&e.message).await?,
+            // It was done, and the answer was lost.
+            Err(e) if again && is_done(step.action, &e) => return Ok(()),
+            r => return r.map(drop),
+        }
+        again = true;
+    }
+}
+
+fn is_done(action: u32, e: &Error) -> bool {
+    e.code == if matches!(action, NEW | ADD) { Code::Exist } else { Code::NoEnt }
+}
+
+/// Bytes used and bytes there are on the targets of a pool.
+fn space(map: &MapView, p: &pb::Pool) -> (u64, u64) {
+    let of = p.targets.iter().filter_map(|t| map.target(*t));
+    of.fold((0, 0), |(used, all), t| (used + t.used, all + t.capacity))
+}
+
+fn rows(map: &MapView) -> String {
+    let mut rows = vec![["POOL", "TARGETS", "USED", "CAPACITY"].map(String::from).to_vec()];
+    for p in &map.map.pools {
+        let members = p.targets.iter().map(TargetId::to_string).collect::<Vec<_>>().join(",");
+        let (used, all) = space(map, p);
+        rows.push(vec![p.name.clone(), if members.is_empty() { "-".into() } else { members }, size(used), size(all)]);
+    }
+    table(&rows)
+}
+
+fn as_json(map: &MapView) -> Value {
+    let pool = |p: &pb::Pool| {
+        let (used, capacity) = space(map, p);
+        json!({ "pool": p.name, "targets": p.targets, "used": used, "capacity": capacity })
+    };
+    json!({ "pools": map.map.pools.iter().map(pool).collect::<Vec<_>>() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pools_are_shown_with_their_space() {
+        let target = |id| pb::Target { id, used: 1 << 20, capacity: 4 << 20, ..Default::default() };
+        let pool = |(name, targets): (&str, &[u32])| pb::Pool { name: name.into(), targets: targets.to_vec() };
+        let map = MapView::new(pb::ClusterMap {
+            targets: (0..3).map(target).collect(),
+            pools: [("fast", &[0, 2][..]), ("empty", &[])].map(pool).to_vec(),
+            ..Default::default()
+        });
+        let map = map.unwrap();
+        let lines: Vec<Vec<String>> =
+            rows(&map).lines().map(|l| l.split_whitespace().map(String::from).collect()).collect();
+        assert_eq!(lines[1], ["fast", "0,2", "2.0", "MiB", "8.0", "MiB"]);
+        assert_eq!(lines[2][..2], ["empty", "-"]);
+        assert_eq!(as_json(&map)["pools"][0]["capacity"], 8 << 20);
+    }
+
+    #[test]
+    fn a_repetition_that_finds_it_done_is_no_error() {
+        let e = |code| Error::new(code, "x");
+        assert!(is_done(NEW, &e(Code::Exist)) && is_done(ADD, &e(Code::Exist)) && !is_done(ADD, &e(Code::NoEnt)));
+        assert!(is_done(DESTROY, &e(Code::NoEnt)) && !is_done(DESTROY, &e(Code::NotEmpty)));
+    }
+}
