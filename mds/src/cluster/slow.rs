@@ -267,11 +267,7 @@ pub fn words(s: &pb::Slow) -> String {
     };
     if s.what == what::STALLS {
         let percent = |us: u64| us / 10_000;
-        return format!(
-            "its device answers nothing for {} % of the time, others {} %",
-            percent(s.each_us),
-            percent(s.peers_us)
-        );
+        return format!("its device hangs {} % of the time, others {} %", percent(s.each_us), percent(s.peers_us));
     }
     let op = if s.what == what::READS { "read" } else { "change" };
     format!(

@@ -163,7 +163,7 @@ fn a_device_that_hangs_is_slow_without_an_answer_also_when_all_wait_for_it() {
     r.told.insert(1, pb::DeviceTimes { stalled_ms: 8000, ..Default::default() });
     r.run(32);
     assert_eq!(r.drained, [1]);
-    assert_eq!(r.said, ["target 1 is slow: its device answers nothing for 80 % of the time, others 0 %"]);
+    assert_eq!(r.said, ["target 1 is slow: its device hangs 80 % of the time, others 0 %"]);
     // All of them: something else is wrong. And what others did an hour ago is not known any more.
     for (hang, idle) in [(0..5, 0), (1..2, 3600)] {
         let mut r = Rig::new(5);

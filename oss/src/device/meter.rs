@@ -4,7 +4,10 @@
 //! them: what one operation gets of it is what it costs the device. And large operations take long on every device: what one of a modest
 //! rate needs for the bytes is left out, of both.
 
-use std::{collections::VecDeque, time::Duration};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::Duration,
+};
 
 use parking_lot::Mutex;
 use strake_proto::pb;
@@ -15,6 +18,8 @@ const SLOTS: usize = 10;
 const SLOT: Duration = Duration::from_secs(1);
 /// A device that has something to do, and ended nothing for longer than this, stalls.
 const STALL: Duration = Duration::from_millis(200);
+/// And one that did not end an operation for longer than this, whatever else it ends.
+const HANG: Duration = Duration::from_secs(5);
 /// 100 MB/s, which any device has.
 const PER_BYTE: Duration = Duration::from_nanos(10);
 
@@ -29,6 +34,7 @@ pub enum Class {
 /// An operation under way, to be handed to [`Meter::end`].
 #[derive(Clone, Copy, Debug)]
 pub struct Begun {
+    number: u64,
     class: Class,
     at: Instant,
     /// [`State::shared`] then.
@@ -41,7 +47,10 @@ pub struct Begun {
 pub struct Meter(Mutex<State>);
 
 struct State {
-    under_way: u32,
+    /// When each operation under way began, by their numbers, so the oldest first.
+    under_way: BTreeMap<u64, Instant>,
+    /// The next number.
+    next: u64,
     /// What any device needs for the bytes that are under way.
     bytes: Duration,
     /// Bytes written since the last flush began.
@@ -133,7 +142,8 @@ impl Default for Meter {
     fn default() -> Meter {
         let now = Instant::now();
         Meter(Mutex::new(State {
-            under_way: 0,
+            under_way: BTreeMap::new(),
+            next: 0,
             bytes: Duration::ZERO,
             unflushed: 0,
             shared: Duration::ZERO,
@@ -167,10 +177,10 @@ impl State {
     fn advance(&mut self) {
         let (before, now) = (self.now, Instant::now().max(self.now));
         self.now = now;
-        let stalls_from = before.max(self.progress + STALL + self.bytes);
-        let stalled = now.saturating_duration_since(stalls_from);
-        if self.under_way > 0 {
-            self.shared += (now - before) / self.under_way;
+        if let Some(oldest) = self.under_way.values().next() {
+            let stalls_from = (self.progress + STALL).min(*oldest + HANG) + self.bytes;
+            let stalled = now.saturating_duration_since(before.max(stalls_from));
+            self.shared += (now - before) / self.under_way.len() as u32;
             self.slot().stalled += stalled.min(SLOT * SLOTS as u32);
         } else {
             self.progress = now;
@@ -199,7 +209,7 @@ impl Meter {
     pub fn end(&self, op: Begun) {
         let mut s = self.0.lock();
         s.advance();
-        s.under_way -= 1;
+        s.under_way.remove(&op.number);
         s.bytes = s.bytes.saturating_sub(op.bytes);
         s.progress = s.now;
         let took = (s.now - op.at).saturating_sub(op.bytes);
@@ -230,9 +240,11 @@ impl State {
     fn begin(&mut self, class: Class, bytes: u64) -> Begun {
         self.advance();
         let bytes = per_bytes(bytes);
-        self.under_way += 1;
+        let number = self.next;
+        self.next += 1;
+        self.under_way.insert(number, self.now);
         self.bytes += bytes;
-        Begun { class, at: self.now, shared: self.shared, bytes }
+        Begun { number, class, at: self.now, shared: self.shared, bytes }
     }
 }
 
@@ -317,12 +329,18 @@ mod tests {
             m.summary();
         }
         assert_eq!(m.summary().stalled_ms, 1800);
-        // Others end, and it does not: the device works.
+        // Others end, and it does not: the device works, for a while.
         for _ in 0..40 {
             one(&m, Class::Read, 0, ms(50)).await;
         }
         assert_eq!(m.summary().stalled_ms, 1850);
+        for _ in 0..60 {
+            one(&m, Class::Read, 0, ms(50)).await;
+        }
+        assert_eq!(m.summary().stalled_ms, 3850, "two seconds beyond five");
         m.end(op);
+        one(&m, Class::Read, 0, ms(150)).await;
+        assert_eq!(m.summary().stalled_ms, 3850);
         advance(ms(60_000)).await;
         let s = m.summary();
         assert_eq!((s.stalled_ms, s.changes.unwrap().count), (0, 0));
