@@ -14,7 +14,7 @@ use tonic::transport::Channel;
 
 use crate::{
     dev::Cluster,
-    targets::percent,
+    targets::{percent, slow_json},
     term::{size, table},
 };
 
@@ -183,10 +183,12 @@ fn print_map(map: &pb::ClusterMap, verbose: bool) {
             all += 1;
             serving += usize::from(c.state_of(t.id) == Some(ReplicaState::ReplicaServing));
         }
+        let state = [(t.alive, "alive"), (!t.alive, "dead"), (t.draining, "draining"), (t.slow.is_some(), "slow")];
+        let words: Vec<&str> = state.iter().filter(|(is, _)| *is).map(|(_, word)| *word).collect();
         rows.push(vec![
             t.id.to_string(),
             node,
-            if t.alive { "alive" } else { "dead" }.into(),
+            words.join(", "),
             size(t.capacity),
             size(t.used),
             format!("{} %", percent(t)),
@@ -231,6 +233,15 @@ fn print_sessions(answers: &Answers) {
     print!("{}", table(&rows));
 }
 
+/// How a target's device does.
+fn times_json(t: &pb::DeviceTimes) -> Value {
+    let of = |o: &Option<pb::OpTimes>| {
+        let o = o.unwrap_or_default();
+        json!({ "count": o.count, "each_us": o.each_us, "median_us": o.median_us, "p99_us": o.p99_us })
+    };
+    json!({ "reads": of(&t.reads), "changes": of(&t.changes), "stalled_ms": t.stalled_ms, "rotates": t.rotates })
+}
+
 fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
     let servers: Vec<Value> = answers
         .iter()
@@ -252,7 +263,8 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
                 "targets": s.targets.iter().map(|t| json!({ "id": t.id, "device": t.device, "capacity": t.capacity,
                     "used": t.used, "chunks": t.chunks, "direct_io": t.direct_io, "reads": t.reads, "writes": t.writes,
                     "read_bytes": t.read_bytes, "write_bytes": t.write_bytes, "checksum_errors": t.checksum_errors,
-                    "lease_left_ms": t.lease_left_ms, "damaged": t.damaged, "repaired": t.repaired, "lost": t.lost })).collect::<Vec<_>>(),
+                    "lease_left_ms": t.lease_left_ms, "damaged": t.damaged, "repaired": t.repaired, "lost": t.lost,
+                    "slow": t.slow.as_ref().map(slow_json), "times": t.times.as_ref().map(times_json) })).collect::<Vec<_>>(),
             }),
         })
         .collect();
@@ -261,8 +273,8 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
             "version": m.version, "fs_name": m.fs_name, "default_copies": m.default_copies, "whole": is_whole(m),
             "nodes": m.nodes.iter().map(|n| json!({ "id": n.id, "name": n.name, "version": n.version,
                 "role": if n.role == ROLE_MDS { "mds" } else { "oss" }, "endpoints": n.endpoints })).collect::<Vec<_>>(),
-            "targets": m.targets.iter().map(|t| json!({ "id": t.id, "node": t.node, "alive": t.alive,
-                "capacity": t.capacity, "used": t.used, "percent": percent(t),
+            "targets": m.targets.iter().map(|t| json!({ "id": t.id, "node": t.node, "alive": t.alive, "draining": t.draining,
+                "drained_because_slow": t.slow.as_ref().map(slow_json), "capacity": t.capacity, "used": t.used, "percent": percent(t),
                 "chains": m.chains.iter().filter(|c| c.state_of(t.id).is_some()).count(), "stamp": t.stamp.to_string() })).collect::<Vec<_>>(),
             "chains": m.chains.iter().map(|c| json!({ "id": c.id, "epoch": c.epoch, "ost_index": c.ost_index(),
                 "in_sync": c.serving().collect::<Vec<_>>(),

@@ -4,14 +4,17 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     process::ExitCode,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
-use strake_mds::cluster::moves::{
-    MOVES, is_moving,
-    target_action::{DRAIN, GIVE_UP, KEEP, REMOVE},
+use strake_mds::cluster::{
+    moves::{
+        MOVES, is_moving,
+        target_action::{DRAIN, GIVE_UP, KEEP, REMOVE},
+    },
+    slow::{what, words},
 };
 use strake_proto::{
     Code, Error, Result, TargetId,
@@ -21,7 +24,7 @@ use strake_proto::{
 
 use crate::{
     members::{Group, Reach, UNFINISHED, passes},
-    term::{size, table},
+    term::{size, span, table},
 };
 use pb::members_request::Change;
 
@@ -135,15 +138,15 @@ fn act(reach: &Reach, work: impl AsyncFnOnce(&mut Group) -> Result<Vec<String>>)
     crate::run(1, async {
         let outcome = work(&mut group).await;
         let now = match &outcome {
-            Ok(_) => Some(group.map().await?),
+            Ok(_) => Some((group.map().await?, group.ask(None).await?.slow)),
             Err(_) => None,
         };
         group.done();
         match (outcome, now) {
-            (Ok(said), Some(map)) if reach.json => println!("{:#}", as_json(&map, &said)),
-            (Ok(said), Some(map)) => {
+            (Ok(said), Some((map, slow))) if reach.json => println!("{:#}", as_json(&map, &slow, &said)),
+            (Ok(said), Some((map, slow))) => {
                 said.iter().for_each(|line| println!("{line}"));
-                print!("{}", rows(&map));
+                print!("{}{}", rows(&map, &slow), slowness(&map, &slow, unix_ms()));
             }
             (Err(e), _) if e.code == Code::TimedOut => {
                 eprintln!("strake: {e}; what was accepted goes on by itself: `strake target list` shows how far it is");
@@ -154,6 +157,10 @@ fn act(reach: &Reach, work: impl AsyncFnOnce(&mut Group) -> Result<Vec<String>>)
         }
         Ok(ExitCode::SUCCESS)
     })
+}
+
+fn unix_ms() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis() as u64
 }
 
 /// The targets of storage servers by these names.
@@ -186,7 +193,7 @@ async fn change(g: &mut Group, c: pb::TargetChange) -> Result<()> {
 async fn change_each(g: &mut Group, ids: &[TargetId], action: u32, what: &str) -> Result<Vec<String>> {
     let mut said = Vec::new();
     for target in ids {
-        change(g, pb::TargetChange { target: *target, action, heir: None }).await?;
+        change(g, pb::TargetChange { target: *target, action, heir: None, slow: None }).await?;
         said.push(format!("target {target} {what}"));
     }
     Ok(said)
@@ -207,7 +214,7 @@ async fn give_up(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String>> {
 
 async fn drain(g: &mut Group, ids: &[TargetId], heir: Option<TargetId>, wait: bool) -> Result<Vec<String>> {
     for target in ids {
-        change(g, pb::TargetChange { target: *target, action: DRAIN, heir }).await?;
+        change(g, pb::TargetChange { target: *target, action: DRAIN, heir, slow: None }).await?;
     }
     let names = || ids.iter().map(TargetId::to_string).collect::<Vec<_>>().join(", ");
     if !wait {
@@ -309,8 +316,16 @@ impl Held {
     }
 }
 
-fn state(t: &pb::Target, h: &Held) -> String {
+/// How a target is slow now, or was when it was drained for that.
+fn slow_of<'a>(t: &'a pb::Target, now: &'a [pb::SlowTarget]) -> Option<&'a pb::Slow> {
+    now.iter().find(|s| s.target == t.id).and_then(|s| s.slow.as_ref()).or(t.slow.as_ref())
+}
+
+fn state(t: &pb::Target, h: &Held, slow: bool) -> String {
     let mut words: BTreeSet<&str> = BTreeSet::new();
+    if slow {
+        words.insert("slow");
+    }
     words.insert(if t.alive { "alive" } else { "dead" });
     if t.given_up {
         words.insert("given up");
@@ -329,7 +344,37 @@ fn node_name(map: &MapView, t: &pb::Target) -> String {
     map.node(t.node).map(|n| n.name.clone()).unwrap_or_default()
 }
 
-fn rows(map: &MapView) -> String {
+/// What `strake status` and `strake target list` say of it with `--json`.
+pub(crate) fn slow_json(s: &pb::Slow) -> Value {
+    let what = match s.what {
+        what::READS => "reads",
+        what::CHANGES => "changes",
+        _ => "stalls",
+    };
+    json!({
+        "since_ms": s.since_ms, "what": what, "each_us": s.each_us, "peers_us": s.peers_us, "median_us": s.median_us, "p99_us": s.p99_us,
+    })
+}
+
+/// A line about each slow target. `unix_ms`: the time of day.
+fn slowness(map: &MapView, now: &[pb::SlowTarget], unix_ms: u64) -> String {
+    let mut text = String::new();
+    for t in &map.map.targets {
+        let Some(s) = slow_of(t, now) else { continue };
+        let long = span(unix_ms.saturating_sub(s.since_ms) / 1000);
+        let then = match (t.slow.is_some(), t.draining) {
+            (true, _) => {
+                format!(". It is drained for that: replace its device, or `strake target keep {}` calls it off", t.id)
+            }
+            (false, true) => ". It is drained".into(),
+            (false, false) => String::new(),
+        };
+        text += &format!("target {} has been slow for {long}: {}{then}\n", t.id, words(s));
+    }
+    text
+}
+
+fn rows(map: &MapView, slow: &[pb::SlowTarget]) -> String {
     let head = ["TARGET", "SERVER", "STATE", "USED", "CAPACITY", "FULL", "REPLICAS", "HEADS", "LEAVING", "ARRIVING"];
     let mut rows = vec![head.map(String::from).to_vec()];
     for t in &map.map.targets {
@@ -337,7 +382,7 @@ fn rows(map: &MapView) -> String {
         rows.push(vec![
             t.id.to_string(),
             node_name(map, t),
-            state(t, &h),
+            state(t, &h, slow_of(t, slow).is_some()),
             size(t.used),
             size(t.capacity),
             format!("{} %", percent(t)),
@@ -350,12 +395,13 @@ fn rows(map: &MapView) -> String {
     table(&rows)
 }
 
-fn as_json(map: &MapView, said: &[String]) -> Value {
+fn as_json(map: &MapView, slow: &[pb::SlowTarget], said: &[String]) -> Value {
     let target = |t: &pb::Target| {
         let h = Held::of(map, t.id);
         json!({
             "target": t.id, "server": node_name(map, t), "alive": t.alive, "draining": t.draining, "given_up": t.given_up, "heir": t.heir, "used": t.used,
             "capacity": t.capacity, "percent": percent(t), "replicas": h.all, "heads": h.heads, "leaving": h.leaving, "arriving": h.arriving,
+            "drained_because_slow": t.slow.is_some(), "slow": slow_of(t, slow).map(slow_json),
         })
     };
     let lost: Vec<u32> = map.map.chains.iter().filter(|c| c.lost).map(|c| c.id).collect();
@@ -405,7 +451,7 @@ mod tests {
             (h.all, h.leaving, h.arriving)
         };
         assert_eq!([0, 1, 2, 3].map(counts), [(2, 1, 0), (2, 0, 0), (1, 0, 1), (1, 0, 0)]);
-        let text = rows(&m);
+        let text = rows(&m, &[]);
         assert!(
             text.lines()
                 .nth(3)
@@ -414,7 +460,31 @@ mod tests {
                 .eq("2 oss1003 alive 50.0 MiB 200.0 MiB 25 % 1 1 0 1".split(' ')),
             "{text}"
         );
-        assert_eq!(as_json(&m, &[])["targets"][0]["leaving"], 1);
+        assert_eq!(as_json(&m, &[], &[])["targets"][0]["leaving"], 1);
+    }
+
+    #[test]
+    fn slow_targets_are_shown_with_what_is_done_about_them() {
+        let slow =
+            pb::Slow { since_ms: 1_700_000_000_000, what: 2, each_us: 45_000, peers_us: 300, ..Default::default() };
+        let mut m = map().map;
+        (m.targets[1].slow, m.targets[1].draining) = (Some(slow), true);
+        let m = MapView::new(m).unwrap();
+        let now = [pb::SlowTarget { target: 2, slow: Some(slow) }];
+        let (text, lines) = (rows(&m, &now), slowness(&m, &now, 1_700_000_090_500));
+        assert!(text.contains("alive, draining, slow") && text.contains("alive, slow"), "{text}");
+        assert!(
+            lines.contains("target 1 has been slow for 1 min 30 s: each change costs its device 45 ms, others 0.3 ms"),
+            "{lines}"
+        );
+        assert!(lines.contains("`strake target keep 1`") && !lines.contains("keep 2"), "{lines}");
+        let json = as_json(&m, &now, &[]);
+        let told =
+            [0, 1, 2].map(|t| (&json["targets"][t]["slow"]["each_us"], &json["targets"][t]["drained_because_slow"]));
+        assert_eq!(
+            told,
+            [(&Value::Null, &json!(false)), (&json!(45_000), &json!(true)), (&json!(45_000), &json!(false))]
+        );
     }
 
     #[test]

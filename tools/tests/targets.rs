@@ -4,8 +4,9 @@ mod common;
 
 use std::{
     fs,
+    os::unix::fs::symlink,
     path::PathBuf,
-    process::Output,
+    process::{Command, Output},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -16,6 +17,7 @@ use std::{
 
 use common::{kill, ok, refused, strake, text};
 use serde_json::Value;
+use strake_faults::{Lossy, Rule};
 
 struct Cluster {
     root: tempfile::TempDir,
@@ -179,6 +181,60 @@ fn a_dead_target_is_replaced_by_another_and_what_cannot_move_is_said() {
     c.until("all has moved", || c.target(dead)["replicas"] == 0);
     (0..30).for_each(|i| assert!(fs::read(c.mnt().join(format!("f{i}"))).unwrap() == data(i), "file {i}"));
     c.until("its bytes are gone", || c.target(dead)["used"].as_u64().unwrap() < 4 << 20);
+    let fsck = c.run(&["fsck", "--read-data"]);
+    assert!(fsck.status.success(), "{}{}", text(&fsck.stdout), text(&fsck.stderr));
+}
+
+#[test]
+fn a_target_whose_device_becomes_slow_is_emptied_and_kept_if_asked() {
+    // All devices on file systems of one kind, the first server's on its own.
+    let roots = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let [disk, others] = match roots.each_ref().map(|r| Lossy::new(r.path(), Rule::Journal)) {
+        [Ok(disk), Ok(others)] => [disk, others],
+        [Err(e), _] | [_, Err(e)] => return println!("skipped: {e}"),
+    };
+    let c = Cluster::new("4");
+    let slow = c.target_of(1);
+    ok(&c.run(&["down"]));
+    for oss in 1..=4 {
+        let device = c.dir().join(format!("oss{oss}/target0/data"));
+        let there = if oss == 1 { disk.at() } else { others.at() }.join(oss.to_string());
+        let copied = Command::new("cp").arg("--sparse=always").args([&device, &there]).status().unwrap();
+        assert!(copied.success());
+        fs::remove_file(&device).unwrap();
+        symlink(&there, &device).unwrap();
+    }
+    ok(&c.up());
+    let (data, file) = (|i| pattern(i, 300_000), |i: usize| c.mnt().join(format!("f{i}")));
+    (0..30).for_each(|i| fs::write(file(i), data(i)).unwrap());
+    let stop = Arc::new(AtomicBool::new(false));
+    let worker = {
+        let (at, stop) = (c.mnt(), stop.clone());
+        thread::spawn(move || work(at, &stop))
+    };
+    // As long as it takes to know what is usual; nobody is slow.
+    thread::sleep(Duration::from_secs(12));
+    assert!(c.targets().iter().all(|t| t["slow"].is_null() && t["draining"] == false), "{:#?}", c.targets());
+
+    disk.slow(Duration::from_millis(200));
+    c.until("it is drained", || c.target(slow)["draining"] == true);
+    let drained = |t: &&Value| t["drained_because_slow"] == true;
+    assert!(c.targets().iter().filter(drained).count() == 1 && drained(&&c.target(slow)), "{:#?}", c.targets());
+    let list = ok(&c.run(&["target", "list"]));
+    assert!(list.contains("draining, slow") && list.contains(&format!("target {slow} has been slow for")), "{list}");
+    let status = text(&c.run(&["status"]).stdout);
+    assert!(status.contains(&format!("target {slow} is drained because it was slow")), "{status}");
+    c.until("all has moved", || c.target(slow)["replicas"] == 0);
+    stop.store(true, Ordering::Relaxed);
+    assert!(worker.join().unwrap() > 20);
+    (0..30).for_each(|i| assert!(fs::read(file(i)).unwrap() == data(i), "file {i}"));
+
+    // Whatever it does now, it stays.
+    ok(&c.run(&["target", "keep", &slow.to_string()]));
+    thread::sleep(Duration::from_secs(12));
+    let t = c.target(slow);
+    assert!(t["draining"] == false && t["drained_because_slow"] == false, "{t}");
+    disk.slow(Duration::ZERO);
     let fsck = c.run(&["fsck", "--read-data"]);
     assert!(fsck.status.success(), "{}{}", text(&fsck.stdout), text(&fsck.stderr));
 }

@@ -25,7 +25,7 @@ use std::{
 };
 
 use journal::Journal;
-pub use lossy::Rule;
+pub use lossy::{Lossy, Rule};
 use power::Disks;
 pub use power::Power;
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IndexedRandom};

@@ -174,6 +174,16 @@ fn register(i: &mut Input) -> Vec<u8> {
     .encode_to_vec()
 }
 
+fn device(i: &mut Input) -> pb::DeviceTimes {
+    let op = |i: &mut Input| pb::OpTimes {
+        count: i.number(),
+        each_us: i.number(),
+        median_us: i.number(),
+        p99_us: i.number(),
+    };
+    pb::DeviceTimes { reads: Some(op(i)), changes: Some(op(i)), stalled_ms: i.number(), rotates: false }
+}
+
 fn heartbeat(i: &mut Input) -> Vec<u8> {
     if i.u8() == 0 {
         return i.bytes().to_vec();
@@ -188,6 +198,7 @@ fn heartbeat(i: &mut Input) -> Vec<u8> {
         chunks: 0,
         lapses: i.number() as u32,
         stored: (0..i.u8() % 4).map(|_| pb::ChainBytes { chain: i.number() as u32, bytes: i.number() }).collect(),
+        device: (i.u8() & 1 == 1).then(|| device(i)),
     };
     pb::HeartbeatRequest {
         node: 1001 + u32::from(i.u8() % 4),

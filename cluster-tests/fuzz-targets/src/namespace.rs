@@ -305,11 +305,12 @@ pub fn command(i: &mut Input) -> Bytes {
         7 => Command::Register(pb::RegisterRequest::decode(i.bytes()).unwrap_or_default()),
         8 => Command::MapUpdate(map_update(i)),
         9 => Command::MdsNodes(pb::MdsNodes::decode(i.bytes()).unwrap_or_default()),
-        10 => Command::TargetChange(pb::TargetChange {
-            target: u32::from(i.u8() % 4),
-            action: u32::from(i.u8() % 5),
-            heir: (i.u8() & 1 == 1).then(|| i.number() as u32 % 4),
-        }),
+        10 => {
+            let (target, action, flags) = (u32::from(i.u8() % 4), u32::from(i.u8() % 5), i.u8());
+            let heir = (flags & 1 == 1).then(|| i.number() as u32 % 4);
+            let slow = (flags & 2 == 2).then(pb::Slow::default);
+            Command::TargetChange(pb::TargetChange { target, action, heir, slow })
+        }
         11 => Command::Repair(repair(i)),
         _ => Command::Meta(pb::MetaRequest {
             session: u64::from(i.u8() % 4),

@@ -507,13 +507,17 @@ impl Cluster {
         self.mds.iter().find(|m| m.life.as_ref().and_then(|l| l.ask(MdsServer::leads)) == Some(true)).map(|m| m.node)
     }
 
+    /// The newest map that a metadata server has.
+    pub fn map(&self) -> Option<strake_proto::pb::ClusterMap> {
+        let statuses = self.mds.iter().filter_map(|m| m.life.as_ref()?.ask(MdsServer::status));
+        statuses.filter_map(|s| s.map).max_by_key(|m| m.version)
+    }
+
     /// The chains of the leader's map, and whether all replicas of all are in sync.
     pub fn whole(&self) -> bool {
         use strake_proto::map::ChainExt;
-        let statuses = self.mds.iter().filter_map(|m| m.life.as_ref()?.ask(MdsServer::status));
-        let newest = statuses.filter_map(|s| s.map).max_by_key(|m| m.version);
         let rests = |c: &strake_proto::pb::Chain| c.serving().count() == c.replicas.len() && !is_moving(c);
-        newest.is_some_and(|m| !m.chains.is_empty() && m.chains.iter().all(rests))
+        self.map().is_some_and(|m| !m.chains.is_empty() && m.chains.iter().all(rests))
     }
 
     /// Cuts the link between two nodes, in both directions or from `a` to `b`, for ever or till then.

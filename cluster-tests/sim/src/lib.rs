@@ -18,6 +18,7 @@ pub mod oracle;
 pub mod plant;
 pub mod run;
 pub mod shrink;
+pub mod slow;
 pub mod truth;
 pub mod wide;
 pub mod workload;

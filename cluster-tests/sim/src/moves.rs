@@ -74,8 +74,8 @@ pub async fn keep_all(cluster: &Cluster) -> Result<()> {
 /// Asks one metadata server after the other until one does it.
 async fn decide(fabric: &Arc<SimFabric>, change: Change) -> Result<()> {
     let change = match change {
-        Change::Drain { target, heir } => pb::TargetChange { target, action: DRAIN, heir },
-        Change::Keep { target } => pb::TargetChange { target, action: KEEP, heir: None },
+        Change::Drain { target, heir } => pb::TargetChange { target, action: DRAIN, heir, slow: None },
+        Change::Keep { target } => pb::TargetChange { target, action: KEEP, heir: None, slow: None },
     };
     let change = pb::members_request::Change::Target(change);
     let body = pb::MembersRequest { change: Some(change) }.encode_to_vec();

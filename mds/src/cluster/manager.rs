@@ -17,7 +17,13 @@ use strake_proto::{
     pb,
 };
 
-use super::{balance::Balance, deal, membership, moves, recovery, rows::Membership, state};
+use super::{
+    balance::Balance,
+    deal, membership, moves, recovery,
+    rows::Membership,
+    slow::{self, SlowTargets},
+    state,
+};
 
 /// New targets wait this long for company before chains are made; as long lies between two looks at what is missing.
 pub const SETTLE: Duration = Duration::from_secs(1);
@@ -49,6 +55,7 @@ pub struct Options {
     pub rebuild_after: Duration,
     /// Points that targets may differ in how full they are before replicas move; 0: they do not.
     pub balance_percent: u32,
+    pub slow: slow::Options,
 }
 
 /// A map change to propose. [`Manager::resolved`] must be called with what became of it.
@@ -115,6 +122,7 @@ pub struct Manager {
     beating: BTreeMap<NodeId, (Duration, Duration)>,
     /// When each node last said up to which number it knows the evictions, and that number.
     told: BTreeMap<NodeId, (Duration, u64)>,
+    pub slow: SlowTargets,
 }
 
 impl Manager {
@@ -139,6 +147,7 @@ impl Manager {
             shuns: BTreeMap::new(),
             beating: BTreeMap::new(),
             told: BTreeMap::new(),
+            slow: SlowTargets::new(options.slow),
         };
         m.map_changed(now, map);
         m
@@ -165,6 +174,7 @@ impl Manager {
     /// All were heard of just now: for a server that did not run for a while and could not listen.
     pub fn all_heard(&mut self, now: Duration) {
         self.elected = now;
+        self.slow.restart();
         for s in self.seen.values_mut() {
             s.at = s.at.max(now);
         }
@@ -201,6 +211,10 @@ impl Manager {
                 let m = format!("target {} is registered by another node or start; register it again", r.target);
                 return Err(Error::new(Code::Stale, m));
             }
+        }
+        // Also of one that is shut out: others may not reach it because its device hangs.
+        for (r, device) in h.targets.iter().filter_map(|r| Some((r, r.device.as_ref()?))) {
+            self.slow.told(now, r.target, r.stamp, device);
         }
         if self.shunned(now, h.node) {
             return Err(Error::new(Code::Overloaded, "other storage servers cannot reach this node; it gets no lease"));

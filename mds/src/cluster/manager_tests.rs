@@ -9,12 +9,22 @@ use ReplicaState::*;
 const LEASE: Duration = Duration::from_secs(2);
 const REBUILD: Duration = Duration::from_secs(60);
 
+const SLOW: slow::Options =
+    slow::Options { factor: 8, floor: Duration::from_millis(20), lasts: Duration::from_secs(30), drain: true };
+
 fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
 }
 
 fn options(expect_targets: usize) -> Options {
-    Options { lease: LEASE, expect_targets, rebuild_after: REBUILD, chains_per_target: 1, balance_percent: 4 }
+    Options {
+        lease: LEASE,
+        expect_targets,
+        rebuild_after: REBUILD,
+        chains_per_target: 1,
+        balance_percent: 4,
+        slow: SLOW,
+    }
 }
 
 /// A manager with its map, fed by hand.

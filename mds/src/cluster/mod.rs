@@ -2,7 +2,7 @@
 //!
 //! [`state`] holds the part that is agreed on by Raft: pure functions on the map, called at apply. [`membership`] holds the
 //! rules for one chain, [`deal`] which chains there are, [`moves`] and [`balance`] which replicas move where, [`recovery`] the rules for a group that begins anew. [`manager`] holds
-//! what only the leader knows, heartbeats and leases, and turns it into proposals.
+//! what only the leader knows, heartbeats and leases, and turns it into proposals; [`slow`] judges what heartbeats say of devices.
 
 pub mod balance;
 pub mod deal;
@@ -12,4 +12,5 @@ pub mod membership;
 pub mod moves;
 pub mod recovery;
 pub mod rows;
+pub mod slow;
 pub mod state;

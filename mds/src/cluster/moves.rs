@@ -10,7 +10,7 @@ use strake_proto::{ChainId, Code, Error, Result, TargetId, map::ChainExt, pb};
 use super::{
     deal::{self, RichAndPoor},
     domains::{Domains, Rack},
-    recovery,
+    recovery, slow,
     state::commit,
 };
 
@@ -28,7 +28,7 @@ pub const MOVES: usize = 8;
 pub(super) const FULL: u128 = 95;
 
 /// What an administrator decided about a target. `ENOENT` if it is not registered, `EINVAL` for an heir that cannot be one, `EBUSY`
-/// for taking one out that is alive or that a chain still needs.
+/// for taking one out that is alive or that a chain still needs, and for a drain that only slowness is the reason for ([`slow::may_drain`]).
 pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<()> {
     let mut next = map.clone();
     let inval = |m: String| Err(Error::new(Code::Inval, m));
@@ -37,6 +37,9 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
     let is = known(c.target).ok_or_else(|| missing(c.target))?;
     match c.action {
         target_action::DRAIN => {
+            if c.slow.is_some() {
+                slow::may_drain(map, is)?;
+            }
             if let Some(heir) = c.heir {
                 let h = known(heir).ok_or_else(|| missing(heir))?;
                 if heir == c.target || h.draining {
@@ -49,6 +52,7 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
             next.targets.iter_mut().filter(|t| t.heir == Some(c.target)).for_each(|t| t.heir = None);
         }
         _ if c.heir.is_some() => return inval("only a target that is emptied has an heir".into()),
+        _ if c.slow.is_some() => return inval("a slow target is drained, nothing else".into()),
         target_action::KEEP => {}
         target_action::GIVE_UP if is.alive => {
             let m = format!("target {} is alive; it is not lost", c.target);
@@ -77,6 +81,10 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
         t.draining = c.action != target_action::KEEP;
         t.given_up = c.action == target_action::GIVE_UP;
         t.heir = c.heir;
+        t.slow = c.slow;
+        if c.action == target_action::KEEP {
+            t.kept = t.stamp;
+        }
     }
     judge_lost(&mut next);
     commit(map, next);
@@ -459,7 +467,7 @@ mod tests {
     }
 
     fn change(target: TargetId, action: u32, heir: Option<TargetId>) -> pb::TargetChange {
-        pb::TargetChange { target, action, heir }
+        pb::TargetChange { target, action, heir, slow: None }
     }
 
     fn planned(map: &pb::ClusterMap) -> Vec<(u32, Vec<TargetId>)> {

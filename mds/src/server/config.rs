@@ -80,6 +80,18 @@ pub struct Config {
     /// A leader whose log writes take longer than this hands over to a member whose do not, milliseconds; 0: never.
     #[serde(default = "slow_disk_ms")]
     pub slow_disk_ms: u64,
+    /// A storage target whose device is so many times slower than the others' is slow; 0: none is.
+    #[serde(default = "slow_factor")]
+    pub slow_factor: u64,
+    /// But not if it answers within this (the median; ten times this, the slowest in a hundred), milliseconds.
+    #[serde(default = "slow_floor_ms")]
+    pub slow_floor_ms: u64,
+    /// And only when that lasts so long without a break, milliseconds.
+    #[serde(default = "slow_for_ms")]
+    pub slow_for_ms: u64,
+    /// Slow targets are drained, one at a time.
+    #[serde(default = "yes")]
+    pub drain_slow: bool,
     /// Files whose chunks are deleted at the same time.
     #[serde(default = "gc_parallel")]
     pub gc_parallel: usize,
@@ -124,6 +136,18 @@ const fn tick_ms() -> u64 {
 }
 const fn slow_disk_ms() -> u64 {
     300
+}
+const fn slow_factor() -> u64 {
+    8
+}
+const fn slow_floor_ms() -> u64 {
+    20
+}
+const fn slow_for_ms() -> u64 {
+    30_000
+}
+const fn yes() -> bool {
+    true
 }
 const fn gc_parallel() -> usize {
     32
@@ -176,6 +200,10 @@ impl Config {
             capability_ms: capability_ms(),
             tick_ms: tick_ms(),
             slow_disk_ms: slow_disk_ms(),
+            slow_factor: slow_factor(),
+            slow_floor_ms: slow_floor_ms(),
+            slow_for_ms: slow_for_ms(),
+            drain_slow: yes(),
             gc_parallel: gc_parallel(),
             cache_bytes: cache_bytes(),
             reserve_bytes: None,
@@ -218,6 +246,9 @@ impl Config {
         if self.join && self.peers.iter().all(|p| p.0 == self.id) {
             return bad("`join` needs the group's members in `peers`".into());
         }
+        if !matches!(self.slow_factor, 0 | 2..=1000) {
+            return bad(format!("`slow_factor` = {} is neither 0 nor 2 to 1000", self.slow_factor));
+        }
         for (key, value, min) in [
             ("lease_ms", self.lease_ms, 100),
             ("session_term_ms", self.session_term_ms, 100),
@@ -225,6 +256,8 @@ impl Config {
             ("capability_ms", self.capability_ms, 1000),
             ("tick_ms", self.tick_ms, 1),
             ("slow_disk_ms", self.slow_disk_ms, 0),
+            ("slow_floor_ms", self.slow_floor_ms, 1),
+            ("slow_for_ms", self.slow_for_ms, 1000),
             ("gc_parallel", self.gc_parallel as u64, 1),
             ("cache_bytes", self.cache_bytes, 1 << 20),
             ("reserve_bytes", self.reserve_bytes.unwrap_or(0), 0),
@@ -284,6 +317,9 @@ mod tests {
             ("chains_per_target = 65", "chains_per_target"),
             ("balance_percent = 101", "balance_percent"),
             ("lease_ms = 0", "lease_ms"),
+            ("slow_factor = 1", "slow_factor"),
+            ("slow_for_ms = 999", "slow_for_ms"),
+            ("drain_slow = 1", "drain_slow"),
             ("reserve_bytes = 9000000000000000000", "reserve_bytes"),
             ("join = true", "join"),
             ("fs_name = ''", "fs_name"),

@@ -9,7 +9,10 @@ use tokio::time::sleep;
 
 use super::{Lead, Mds, chunks, sessions::Sessions, waits::Waits};
 use crate::{
-    cluster::manager::{Manager, Options, Proposal},
+    cluster::{
+        manager::{Manager, Options, Proposal},
+        slow,
+    },
     consensus::Leadership,
 };
 use pb::log_command::Command;
@@ -78,6 +81,12 @@ impl Mds {
             chains_per_target: self.cfg.chains_per_target,
             balance_percent: self.cfg.balance_percent,
             rebuild_after: Duration::from_millis(self.cfg.rebuild_after_ms),
+            slow: slow::Options {
+                factor: self.cfg.slow_factor,
+                floor: Duration::from_millis(self.cfg.slow_floor_ms),
+                lasts: Duration::from_millis(self.cfg.slow_for_ms),
+                drain: self.cfg.drain_slow,
+            },
         };
         let mut sessions = Sessions::default();
         for (id, s) in self.machine.namespace.sessions() {
@@ -184,6 +193,25 @@ impl Mds {
             if let Ok(Some(p)) = proposal {
                 self.change_map(p).await;
             }
+            self.judge_slow(now).await;
+        }
+    }
+
+    /// Names targets that are slow beside the others, and has one of them drained.
+    async fn judge_slow(&self, now: Duration) {
+        let judged = self.with_lead(|l| {
+            let (map, slow) = (self.map(), &mut l.manager.slow);
+            Ok((slow.judge(now, self.env.unix_ms(), &map), slow.to_drain(now, &map.map)))
+        });
+        let Ok((said, change)) = judged else { return };
+        said.iter().for_each(|s| tracing::warn!("cluster: {s}"));
+        let Some(change) = change else { return };
+        match self.propose(Command::TargetChange(change)).await {
+            Ok(_) => tracing::warn!(
+                "cluster: target {} is drained, because it is slow. `strake target keep {0}` calls it off",
+                change.target
+            ),
+            Err(e) => tracing::warn!("cluster: target {} is slow and was not drained: {e}", change.target),
         }
     }
 

@@ -62,6 +62,13 @@ impl Mds {
         Ok(encode(&pb::MembersReply { learner, ..self.members_reply(&group) }))
     }
 
+    /// Targets that are slow, as far as this server leads and so knows.
+    pub(super) fn slow_targets(&self) -> Vec<pb::SlowTarget> {
+        let lead = self.lead.lock();
+        let named = lead.iter().flat_map(|l| l.manager.slow.named());
+        named.map(|(target, slow)| pb::SlowTarget { target, slow: Some(*slow) }).collect()
+    }
+
     fn members_reply(&self, group: &Group) -> pb::MembersReply {
         let map = self.map();
         let member = |m: &crate::consensus::members::Member| {
@@ -91,6 +98,7 @@ impl Mds {
             learner: 0,
             incarnation: map.map.incarnation,
             awaited: recovery::all_awaited(&map.map),
+            slow: self.slow_targets(),
         }
     }
 

@@ -52,7 +52,7 @@ use strake_store::MetaStore;
 use tokio::{sync::Notify, task::JoinHandle};
 
 use crate::{
-    cluster::{manager::Manager, recovery},
+    cluster::{manager::Manager, recovery, slow::words},
     consensus::{self, Leadership, LogStore, Node},
 };
 use attempts::Attempts;
@@ -312,6 +312,8 @@ impl Mds {
                 map.map.doubts.len()
             ));
         }
+        let slow = self.slow_targets();
+        notices.extend(slow_notices(&map.map, &slow));
         let lead = self.lead.lock();
         let sessions = ns.sessions().into_iter().map(|(id, s)| pb::SessionStatus {
             id,
@@ -327,6 +329,7 @@ impl Mds {
             capacity: t.capacity,
             used: t.used,
             lease_left_ms: lead.as_ref().map_or(0, |l| l.manager.lease_left(now, t).as_millis() as u64),
+            slow: slow.iter().find(|s| s.target == t.id).and_then(|s| s.slow),
             ..Default::default()
         });
         pb::StatusReply {
@@ -350,6 +353,21 @@ impl Mds {
             follower_refusals: self.following.refused.load(Relaxed),
         }
     }
+}
+
+/// What is slow, and what is drained for that.
+fn slow_notices(map: &pb::ClusterMap, slow: &[pb::SlowTarget]) -> Vec<String> {
+    let drained = map.targets.iter().filter_map(|t| Some((t.id, t.slow.as_ref()?)));
+    let named = |(id, s): (u32, &pb::Slow)| {
+        format!(
+            "target {id} is drained because it was slow ({}): replace its device, or `strake target keep {id}`",
+            words(s)
+        )
+    };
+    let mut all: Vec<String> = drained.clone().map(named).collect();
+    let others = slow.iter().filter(|s| drained.clone().all(|(id, _)| id != s.target));
+    all.extend(others.filter_map(|s| Some(format!("target {} is slow: {}", s.target, words(s.slow.as_ref()?)))));
+    all
 }
 
 const ROOM_TICK: Duration = Duration::from_millis(250);

@@ -7,7 +7,11 @@ use strake_fabric::{Buf, BufMut, Pool};
 use strake_proto::{Code, Error, Result};
 use tokio::sync::{RwLock, Semaphore};
 
-use super::{Device, check_range, node::Node};
+use super::{
+    Device, Meter, check_range,
+    meter::{Begun, Class},
+    node::Node,
+};
 
 /// Operations at a time.
 const DEPTH: usize = 64;
@@ -18,6 +22,7 @@ pub struct FileDevice {
     /// Changes hold it shared until they end; a flush takes it for a moment to wait for those before it.
     barrier: Arc<RwLock<()>>,
     pool: Pool,
+    meter: Arc<Meter>,
 }
 
 impl FileDevice {
@@ -27,21 +32,24 @@ impl FileDevice {
 
     pub(super) fn on(node: Arc<Node>) -> FileDevice {
         let depth = Arc::new(Semaphore::new(DEPTH));
-        FileDevice { node, depth, barrier: Arc::default(), pool: Pool::default() }
+        FileDevice { node, depth, barrier: Arc::default(), pool: Pool::default(), meter: Arc::default() }
     }
 
     /// Runs on a blocking thread, whether or not the caller waits for it.
     async fn run<T: Send + 'static>(
         &self,
         changes: bool,
+        begin: impl FnOnce(&Meter) -> Option<Begun> + Send + 'static,
         work: impl FnOnce(&Node) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let gone = |e: &dyn std::fmt::Display| Error::new(Code::Io, format!("{}: {e}", self.node.name));
         let permit = self.depth.clone().acquire_owned().await.map_err(|e| gone(&e))?;
         let shared = if changes { Some(self.barrier.clone().read_owned().await) } else { None };
-        let node = self.node.clone();
+        let (node, meter) = (self.node.clone(), self.meter.clone());
         let task = tokio::task::spawn_blocking(move || {
+            let begun = begin(&meter);
             let result = work(&node);
+            begun.into_iter().for_each(|op| meter.end(op));
             drop((permit, shared));
             result
         });
@@ -63,14 +71,24 @@ impl Device for FileDevice {
     fn spare(&self) -> u64 {
         self.node.spare()
     }
+    fn meter(&self) -> &Meter {
+        &self.meter
+    }
+    fn rotates(&self) -> bool {
+        self.node.rotates
+    }
 
     async fn read(&self, offset: u64, mut buf: BufMut) -> Result<BufMut> {
         let len = buf.len() as u64;
         check_range(&self.node.name, self.node.capacity, offset, len)?;
-        self.run(false, move |node| {
-            node.file.read_exact_at(&mut buf, offset).map_err(|e| node.error("read", offset, len, e))?;
-            Ok(buf)
-        })
+        self.run(
+            false,
+            move |m| Some(m.begin(Class::Read, len)),
+            move |node| {
+                node.file.read_exact_at(&mut buf, offset).map_err(|e| node.error("read", offset, len, e))?;
+                Ok(buf)
+            },
+        )
         .await
     }
 
@@ -78,22 +96,28 @@ impl Device for FileDevice {
         let len = bufs.iter().map(|b| b.len() as u64).sum();
         check_range(&self.node.name, self.node.capacity, offset, len)?;
         let bufs = self.node.aligned(&self.pool, bufs);
-        self.run(true, move |node| {
-            let mut at = offset;
-            for b in &bufs {
-                node.file.write_all_at(b, at).map_err(|e| node.error("write", offset, len, e))?;
-                at += b.len() as u64;
-            }
-            Ok(())
-        })
+        self.run(
+            true,
+            move |m| Some(m.begin(Class::Change, len)),
+            move |node| {
+                let mut at = offset;
+                for b in &bufs {
+                    node.file.write_all_at(b, at).map_err(|e| node.error("write", offset, len, e))?;
+                    at += b.len() as u64;
+                }
+                Ok(())
+            },
+        )
         .await
     }
 
     async fn flush(&self) -> Result<()> {
         drop(self.barrier.write().await);
-        self.run(false, |node| {
-            node.file.sync_data().map_err(|e| Error::from(e).context(format!("{}: flush", node.name)))
-        })
+        self.run(
+            false,
+            |m| Some(m.begin_flush()),
+            |node| node.file.sync_data().map_err(|e| Error::from(e).context(format!("{}: flush", node.name))),
+        )
         .await
     }
 
@@ -102,11 +126,15 @@ impl Device for FileDevice {
         if !self.node.can_discard {
             return Ok(());
         }
-        self.run(true, move |node| {
-            use rustix::fs::{FallocateFlags, fallocate};
-            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            fallocate(&node.file, flags, offset, len).map_err(|e| node.error("discard", offset, len, e.into()))
-        })
+        self.run(
+            true,
+            |_| None,
+            move |node| {
+                use rustix::fs::{FallocateFlags, fallocate};
+                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                fallocate(&node.file, flags, offset, len).map_err(|e| node.error("discard", offset, len, e.into()))
+            },
+        )
         .await
     }
 }

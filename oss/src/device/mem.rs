@@ -10,7 +10,10 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 use strake_fabric::{Buf, BufMut};
 use strake_proto::{Code, Error, Result};
 
-use super::{BLOCK, Device, check_range};
+use super::{
+    BLOCK, Device, Meter, check_range,
+    meter::{Begun, Class},
+};
 
 type Block = Box<[u8; BLOCK as usize]>;
 
@@ -67,6 +70,16 @@ struct Inner {
 pub struct MemDevice {
     capacity: u64,
     inner: Mutex<Inner>,
+    meter: Meter,
+}
+
+/// An operation under way, or abandoned.
+struct Metered<'a>(&'a Meter, Option<Begun>);
+
+impl Drop for Metered<'_> {
+    fn drop(&mut self) {
+        self.1.take().into_iter().for_each(|op| self.0.end(op));
+    }
 }
 
 fn zeros() -> Block {
@@ -76,7 +89,7 @@ fn zeros() -> Block {
 impl MemDevice {
     /// An empty device of `capacity` bytes, rounded down to whole blocks. Memory is used only for blocks written.
     pub fn new(capacity: u64) -> MemDevice {
-        MemDevice { capacity: capacity / BLOCK * BLOCK, inner: Mutex::default() }
+        MemDevice { capacity: capacity / BLOCK * BLOCK, inner: Mutex::default(), meter: Meter::default() }
     }
 
     /// Power goes and comes back: see the module documentation. Ends a power failure set by [`MemDevice::power_off_after`].
@@ -154,7 +167,14 @@ impl MemDevice {
 
     /// Runs one operation under the lock and takes the set time. A change is in the device from the start: whoever loses
     /// power in between finds any part of it. A read looks at the end, when what it reads may have changed.
-    async fn operate<T>(&self, op: Op, run: impl FnOnce(&mut Inner) -> T) -> Result<T> {
+    async fn operate<T>(&self, op: Op, bytes: u64, run: impl FnOnce(&mut Inner) -> T) -> Result<T> {
+        let begun = match op {
+            Op::Read => Some(self.meter.begin(Class::Read, bytes)),
+            Op::Write => Some(self.meter.begin(Class::Change, bytes)),
+            Op::Flush => Some(self.meter.begin_flush()),
+            Op::Discard => None,
+        };
+        let _metered = Metered(&self.meter, begun);
         let latency = self.inner.lock().latency.get(&op).copied().unwrap_or_default();
         if op == Op::Read && !latency.is_zero() {
             tokio::time::sleep(latency).await;
@@ -213,10 +233,14 @@ impl Device for MemDevice {
     fn name(&self) -> String {
         "memory device".into()
     }
+    fn meter(&self) -> &Meter {
+        &self.meter
+    }
 
     async fn read(&self, offset: u64, mut buf: BufMut) -> Result<BufMut> {
-        check_range("memory device", self.capacity, offset, buf.len() as u64)?;
-        self.operate(Op::Read, move |inner| {
+        let len = buf.len() as u64;
+        check_range("memory device", self.capacity, offset, len)?;
+        self.operate(Op::Read, len, move |inner| {
             inner.counters.reads += 1;
             inner.counters.read_bytes += buf.len() as u64;
             for (i, part) in buf.chunks_mut(BLOCK as usize).enumerate() {
@@ -238,7 +262,7 @@ impl Device for MemDevice {
     async fn write(&self, offset: u64, bufs: Vec<Buf>) -> Result<()> {
         let total: u64 = bufs.iter().map(|b| b.len() as u64).sum();
         check_range("memory device", self.capacity, offset, total)?;
-        self.operate(Op::Write, move |inner| {
+        self.operate(Op::Write, total, move |inner| {
             inner.counters.writes += 1;
             inner.counters.write_bytes += total;
             let (mut at, mut block, mut filled) = (offset / BLOCK, zeros(), 0);
@@ -260,7 +284,7 @@ impl Device for MemDevice {
     }
 
     async fn flush(&self) -> Result<()> {
-        self.operate(Op::Flush, |inner| {
+        self.operate(Op::Flush, 0, |inner| {
             inner.counters.flushes += 1;
             if !inner.skip_flush {
                 inner.unflushed.clear();
@@ -271,7 +295,7 @@ impl Device for MemDevice {
 
     async fn discard(&self, offset: u64, len: u64) -> Result<()> {
         check_range("memory device", self.capacity, offset, len)?;
-        self.operate(Op::Discard, |inner| {
+        self.operate(Op::Discard, 0, |inner| {
             inner.counters.discards += 1;
             for at in offset / BLOCK..(offset + len) / BLOCK {
                 inner.set(at, None);

@@ -10,6 +10,7 @@
 
 pub mod file;
 pub mod mem;
+pub mod meter;
 mod node;
 #[cfg(test)]
 mod tests;
@@ -20,6 +21,7 @@ use std::{path::Path, sync::Arc};
 use async_trait::async_trait;
 pub use file::FileDevice;
 pub use mem::MemDevice;
+pub use meter::Meter;
 use strake_fabric::{Buf, BufMut};
 use strake_proto::{Code, Error, Result};
 pub use uring::UringDevice;
@@ -44,6 +46,12 @@ pub trait Device: Send + Sync + 'static {
     /// has little space left; others may take of it at any time.
     fn spare(&self) -> u64 {
         u64::MAX
+    }
+    /// How long its operations take.
+    fn meter(&self) -> &Meter;
+    /// Whether it is a disk that turns, as far as is known: those are compared with each other only.
+    fn rotates(&self) -> bool {
+        false
     }
     /// Fills `buf` from `offset`; both multiples of [`BLOCK`].
     async fn read(&self, offset: u64, buf: BufMut) -> Result<BufMut>;

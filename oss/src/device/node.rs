@@ -20,6 +20,17 @@ pub(super) struct Node {
     /// Block devices are not told of free space unless asked: many do it slowly.
     pub can_discard: bool,
     pub name: String,
+    pub rotates: bool,
+}
+
+/// Whether the disk below is one that turns; no, where the kernel does not say.
+fn rotates(file: &File, block: bool) -> bool {
+    let Ok(s) = rustix::fs::fstat(file) else { return false };
+    let dev = if block { s.st_rdev } else { s.st_dev };
+    let at = format!("/sys/dev/block/{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
+    // A partition's queue is its disk's.
+    let said = ["queue", "../queue"].iter().find_map(|q| std::fs::read_to_string(format!("{at}/{q}/rotational")).ok());
+    said.is_some_and(|s| s.trim() == "1")
 }
 
 impl Node {
@@ -48,7 +59,8 @@ impl Node {
             return Err(Error::new(Code::Inval, format!("{name} is neither a regular file nor a block device")));
         }
         let bytes = file.seek(SeekFrom::End(0)).map_err(|e| Error::from(e).context(&name))?;
-        Ok(Node { file, capacity: bytes / BLOCK * BLOCK, direct, can_discard, name })
+        let rotates = rotates(&file, !can_discard);
+        Ok(Node { file, capacity: bytes / BLOCK * BLOCK, direct, can_discard, name, rotates })
     }
 
     /// See [`Device::spare`](super::Device::spare).

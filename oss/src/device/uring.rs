@@ -20,7 +20,11 @@ use strake_fabric::{Buf, BufMut, Pool, REGION, Region};
 use strake_proto::{Code, Error, Result};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
-use super::{Device, check_range, node::Node};
+use super::{
+    Device, Meter, check_range,
+    meter::{Begun, Class},
+    node::Node,
+};
 
 /// Operations in the kernel at a time, unless told otherwise.
 pub const DEPTH: usize = 256;
@@ -48,6 +52,7 @@ struct Queue {
     closed: AtomicBool,
     /// Reads and writes that used registered memory.
     fixed: AtomicU64,
+    meter: Meter,
     wake: OwnedFd,
 }
 
@@ -84,6 +89,7 @@ impl UringDevice {
             sleeping: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             fixed: AtomicU64::new(0),
+            meter: Meter::default(),
             wake,
         });
         let (started, ready) = std::sync::mpsc::sync_channel(1);
@@ -179,6 +185,12 @@ impl Device for UringDevice {
     fn spare(&self) -> u64 {
         self.node.spare()
     }
+    fn meter(&self) -> &Meter {
+        &self.queue.meter
+    }
+    fn rotates(&self) -> bool {
+        self.node.rotates
+    }
     async fn read(&self, offset: u64, buf: BufMut) -> Result<BufMut> {
         let len = buf.len() as u64;
         check_range(&self.node.name, self.node.capacity, offset, len)?;
@@ -212,6 +224,7 @@ struct Active {
     done: u64,
     /// What the kernel reads while it writes; must not move.
     iovecs: Box<[libc::iovec]>,
+    metered: Option<Begun>,
 }
 
 /// The pool's regions that a ring has registered.
@@ -390,7 +403,13 @@ impl Ring {
         if matches!(op.work, Work::Write(_) | Work::Discard) {
             self.changes.insert(seq);
         }
-        self.active[index] = Some(Active { op, seq, done: 0, iovecs: Box::default() });
+        let metered = match op.work {
+            Work::Read(_) => Some(self.queue.meter.begin(Class::Read, op.len)),
+            Work::Write(_) => Some(self.queue.meter.begin(Class::Change, op.len)),
+            Work::Flush => Some(self.queue.meter.begin_flush()),
+            Work::Discard => None,
+        };
+        self.active[index] = Some(Active { op, seq, done: 0, iovecs: Box::default(), metered });
         self.submit(index);
     }
 
@@ -477,7 +496,8 @@ impl Ring {
     }
 
     fn finish(&mut self, index: usize, result: Result<()>) {
-        let Some(Active { op, seq, .. }) = self.active[index].take() else { return };
+        let Some(Active { op, seq, metered, .. }) = self.active[index].take() else { return };
+        metered.into_iter().for_each(|m| self.queue.meter.end(m));
         self.vacant.push(index);
         self.changes.remove(&seq);
         let Op { work, reply, .. } = op;

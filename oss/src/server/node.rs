@@ -101,6 +101,11 @@ impl Target {
             self.fail(e);
         }
     }
+    /// How its device does.
+    fn times(&self) -> pb::DeviceTimes {
+        let device = self.engine.device();
+        pb::DeviceTimes { rotates: device.rotates(), ..device.meter().summary() }
+    }
     pub fn has_room(&self) -> bool {
         let u = self.engine.usage();
         u.capacity.saturating_sub(u.used + u.granted) > ROOM.min(u.capacity / 8) && self.engine.device().spare() > ROOM
@@ -504,6 +509,7 @@ impl Node {
                 chunks: u.chunks,
                 lapses: t.lapses.load(Ordering::Acquire),
                 stored: t.engine.stored().into_iter().map(|(chain, bytes)| pb::ChainBytes { chain, bytes }).collect(),
+                device: Some(t.times()),
             }
         };
         pb::HeartbeatRequest {
@@ -576,6 +582,8 @@ impl Node {
                 damaged: found.damaged,
                 repaired: found.repaired,
                 lost: found.lost,
+                times: Some(t.times()),
+                slow: None,
             }
         };
         let mut notices = Vec::new();

@@ -118,7 +118,24 @@ impl Disk {
     }
 }
 
-pub struct Transport(pub Arc<Mutex<Disk>>);
+pub struct Transport(pub Arc<Mutex<Disk>>, pub Arc<Latency>);
+
+/// So long each read, write and fsync of a file takes, one at a time.
+#[derive(Default)]
+pub struct Latency(Mutex<Duration>);
+
+impl Latency {
+    pub fn set(&self, by: Duration) {
+        *self.0.lock() = by;
+    }
+
+    fn pass(&self) {
+        let by = self.0.lock();
+        if !by.is_zero() {
+            std::thread::sleep(*by);
+        }
+    }
+}
 
 fn error(e: i32) -> Errno {
     Errno::from_i32(e)
@@ -296,6 +313,7 @@ impl Filesystem for Transport {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
+        self.1.pass();
         let read = self.0.lock().tree.content(ino.0).map(|c| c.read(offset, size as usize));
         match read {
             Ok(bytes) => reply.data(&bytes),
@@ -315,6 +333,7 @@ impl Filesystem for Transport {
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
+        self.1.pass();
         // Pages of a mapping go where they are mapped, whatever the handle's flags say.
         let append = flags.0 & libc::O_APPEND != 0 && !write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let written = self.0.lock().tree.content_mut(ino.0).map(|c| {
@@ -346,6 +365,7 @@ impl Filesystem for Transport {
     }
 
     fn fsync(&self, _: &Request, ino: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        self.1.pass();
         empty(self.0.lock().tree.sync_file(ino.0), reply);
     }
 

@@ -1,5 +1,5 @@
-//! A disk that can lose power, as a file system of our own on FUSE, in the memory of this process. It forgets far more
-//! than a real one: of all that was not synced any sector, size and directory operation, in any order.
+//! A disk that can lose power or become slow, as a file system of our own on FUSE, in the memory of this process. It forgets far
+//! more than a real one: of all that was not synced any sector, size and directory operation, in any order.
 
 mod content;
 mod fuse;
@@ -10,6 +10,7 @@ use std::{
     path::{Path, PathBuf},
     process::Command,
     sync::Arc,
+    time::Duration,
 };
 
 use fuser::{BackgroundSession, Config, MountOption, Session, SessionACL};
@@ -23,6 +24,7 @@ use crate::Result;
 pub struct Lossy {
     at: PathBuf,
     disk: Arc<Mutex<fuse::Disk>>,
+    latency: Arc<fuse::Latency>,
     session: Option<BackgroundSession>,
 }
 
@@ -32,6 +34,7 @@ impl Lossy {
         let at = dir.join("lossy");
         fs::create_dir(&at)?;
         let disk = Arc::new(Mutex::new(fuse::Disk::new(rule)));
+        let latency = Arc::new(fuse::Latency::default());
         let mut config = Config::default();
         config.mount_options = vec![
             MountOption::FSName("strake-lossy".into()),
@@ -41,15 +44,20 @@ impl Lossy {
         config.acl = SessionACL::Owner;
         config.n_threads = Some(4);
         config.clone_fd = true;
-        let session = Session::new(fuse::Transport(disk.clone()), &at, &config)
+        let session = Session::new(fuse::Transport(disk.clone(), latency.clone()), &at, &config)
             .and_then(Session::spawn)
             .map_err(|e| format!("mounting at {}: {e}; it needs root and /dev/fuse", at.display()))?;
-        Ok(Lossy { at, disk, session: Some(session) })
+        Ok(Lossy { at, disk, latency, session: Some(session) })
     }
 
     /// Where it is mounted.
     pub fn at(&self) -> &Path {
         &self.at
+    }
+
+    /// From here on every read, write and fsync of a file takes this long, one after the other.
+    pub fn slow(&self, by: Duration) {
+        self.latency.set(by);
     }
 
     /// The power of these folders goes: until [`power_up`](Lossy::power_up) all in them is `EIO`. The same seed on the same

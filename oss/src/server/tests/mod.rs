@@ -3,6 +3,7 @@
 mod bed;
 mod grants;
 mod leaving;
+mod pace;
 mod scrub;
 mod tcp;
 
