@@ -26,6 +26,7 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("report-sent-again", "not in these seeds; unit tests"),
     ("report-excused", "a cut must take five seconds; mds/src/server/tests/leases.rs"),
     ("gap", "must never happen"),
+    ("client-refused", RARE),
     ("client-overtaken", RARE),
     ("queue-full", RARE),
     ("forward-joins", RARE),

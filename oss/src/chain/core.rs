@@ -1,6 +1,9 @@
 //! The state machine of one replica of one chain.
 
-use std::{collections::BTreeMap, ops::RangeInclusive};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    ops::RangeInclusive,
+};
 
 use strake_proto::{
     ChainId, ChunkId, Code, Error, Result,
@@ -13,6 +16,18 @@ use super::{
     rows::{Epoch, Event, Progress, Reads},
     slot::{Current, Due, Next, Refusal, Slot, Staging, Update},
 };
+
+/// Refusals that the head remembers.
+const KEPT_REFUSALS: usize = 1024;
+
+/// A client's update that was refused for good.
+#[derive(Clone, Debug, Hash)]
+struct Refused {
+    session: u64,
+    seq: u64,
+    code: Code,
+    message: String,
+}
 
 #[derive(Clone, Debug, Hash)]
 pub struct ChainCore {
@@ -30,6 +45,9 @@ pub struct ChainCore {
     slots: BTreeMap<ChunkId, Slot>,
     /// Chunk of each operation that is in a slot.
     ops: BTreeMap<OpId, ChunkId>,
+    /// The last ones of this epoch. Who was told goes on and writes something newer there, over which another copy of the request must not
+    /// be made when it comes late. Copies of other epochs are refused as such.
+    refused: VecDeque<Refused>,
 }
 
 fn refuse(op: OpId, code: Code, message: String) -> Output {
@@ -49,6 +67,7 @@ impl ChainCore {
             failed: None,
             slots: BTreeMap::new(),
             ops: BTreeMap::new(),
+            refused: VecDeque::new(),
         }
     }
 
@@ -197,6 +216,7 @@ impl ChainCore {
         let was_serving = self.view.serving();
         self.confirmed = view.serving() && (view.head || (was_serving && self.confirmed));
         self.view = view;
+        self.refused.clear();
         if let Some(to) = self.view.serving_successor() {
             out.push(Output::Greet { to, epoch: self.view.epoch });
         }
@@ -343,6 +363,10 @@ impl ChainCore {
             Event::ClientKnown.taken();
             return Err(Outcome::Known { version: w.version });
         }
+        if let Some(r) = self.refused.iter().find(|r| r.session == session && r.seq == seq) {
+            Event::ClientRefused.taken();
+            return Err(Outcome::Refused(Error::new(r.code, r.message.clone())));
+        }
         if let Some(first) = replay
             && (!reaches_back(&now, first) || now.writers.iter().any(|w| w.version > first && w.session != session))
         {
@@ -382,7 +406,11 @@ impl ChainCore {
                     self.fail(e.context("commit of an update failed"), out);
                 }
             },
-            Due::Refuse(e) => self.finish(chunk, || Outcome::Refused(e.clone()), local, out),
+            Due::Refuse(e) => {
+                let writer = u.writer;
+                self.remember(writer, &e);
+                self.finish(chunk, || Outcome::Refused(e.clone()), local, out);
+            }
             Due::Fail(e) => {
                 self.fail(e.context("the successor committed an update that cannot be stored here"), out);
             }
@@ -406,6 +434,17 @@ impl ChainCore {
             }
         }
         self.next_in_queue(chunk, local, out);
+    }
+
+    /// A client's update is refused. It asks again with the same number only where that may help.
+    fn remember(&mut self, Writer { session, seq, .. }: Writer, e: &Error) {
+        if session == 0 || !self.view.head || e.is_retryable() {
+            return;
+        }
+        if self.refused.len() >= KEPT_REFUSALS {
+            self.refused.pop_front();
+        }
+        self.refused.push_back(Refused { session, seq, code: e.code, message: e.message.clone() });
     }
 
     fn fail(&mut self, reason: Error, out: &mut Vec<Output>) {

@@ -5,6 +5,8 @@ strake_proto::rows! {
     pub enum Event {
         /// A client's update that was made before.
         ClientKnown = "client-known",
+        /// Another copy of a client's update that was refused.
+        ClientRefused = "client-refused",
         /// A repetition of a write that others have overtaken.
         ClientOvertaken = "client-overtaken",
         /// A client's update gets a version and the slot.

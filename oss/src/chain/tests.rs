@@ -287,6 +287,40 @@ fn holds_keep_updates_off_and_queues_are_bounded() {
     assert_eq!(r.go(Input::Release { op: 1 }), [""; 0]);
 }
 
+/// The client of 1 is told that there is no space, writes something newer (2) once there is, and only then the copy of 1 arrives.
+#[test]
+fn what_was_refused_is_not_made_when_it_comes_again_late() {
+    let mut r = One::new(HEAD);
+    assert_eq!(r.client(1, 7, false), ["stage 1"]);
+    assert_eq!(r.staged(1, Some(Code::NoSpc)), ["refused 1 NoSpc"]);
+    assert_eq!(r.client(2, 8, true), ["stage 2", "forward 2 #1 to 6 n1"]);
+    assert_eq!(r.client(3, 7, true), [""; 0], "queued");
+    assert_eq!(r.staged(2, None), [""; 0]);
+    assert_eq!(r.answer(2, 1, None), ["applied 2 n1 x2", "refused 3 NoSpc"]);
+    // The successor's refusal likewise; not one that is told to ask again, nor one of the mds.
+    assert_eq!(r.client(4, 9, true), ["stage 4", "forward 4 #1 to 6 n2"]);
+    assert_eq!(r.staged(4, None), [""; 0]);
+    assert_eq!(r.answer(4, 1, Some(Code::NoSpc)), ["refused 4 NoSpc"]);
+    assert_eq!(r.client(5, 9, true), ["refused 5 NoSpc"]);
+    assert_eq!(r.client(6, 10, false), ["stage 6"]);
+    assert_eq!(r.staged(6, Some(Code::Resend)), ["refused 6 Resend"]);
+    assert_eq!(r.client(7, 10, false), ["stage 7"]);
+    assert_eq!(r.staged(7, Some(Code::NoSpc)), ["refused 7 NoSpc"]);
+    // Only so many are remembered, and none in another epoch, where copies of this one are refused.
+    for seq in 100..100 + 1024 {
+        r.client(8, seq, false);
+        assert_eq!(r.staged(8, Some(Code::NoSpc)), ["refused 8 NoSpc"]);
+    }
+    assert_eq!(r.client(9, 100, false), ["refused 9 NoSpc"]);
+    assert_eq!(r.client(10, 7, false), ["stage 10"]);
+    assert_eq!(r.staged(10, Some(Code::NoSpc)), ["refused 10 NoSpc"]);
+    r.go(Input::View(view(4, HEAD)));
+    assert_eq!(r.client(11, 7, false), ["stage 11"]);
+    let what = What::Client { session: 9, seq: 100, replay: None };
+    let late = Op { id: 12, chunk: CHUNK, epoch: 3, eager: true, what };
+    assert_eq!(r.go(Input::Op(late)), ["refused 12 StaleEpoch"]);
+}
+
 #[test]
 fn replays_are_known_applied_or_overtaken() {
     let replay = |r: &mut One, id, seq, first| {

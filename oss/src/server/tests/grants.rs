@@ -1,5 +1,7 @@
 //! Space that is kept free for a session: who is given it, and who may take it.
 
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
 use strake_proto::{
     SessionId,
     data::{FLAG_GRANTED, GRANT_TERM, MAX_GRANT},
@@ -33,8 +35,9 @@ impl Cluster {
 
     /// A write of so many blocks to a chunk of its own.
     async fn put(&self, session: SessionId, index: u64, blocks: usize, flags: u8) -> Result<(), Code> {
-        let data = bytes(index, blocks * 4096);
-        let make = || self.of(session, DataRequest { flags, ..self.write_request(index, 0, &data, 1000 + index) });
+        static NUMBER: AtomicU64 = AtomicU64::new(1000);
+        let (data, seq) = (bytes(index, blocks * 4096), NUMBER.fetch_add(1, Relaxed));
+        let make = || self.of(session, DataRequest { flags, ..self.write_request(index, 0, &data, seq) });
         self.retry(opcode::WRITE, &data, make).await.map(drop).map_err(|e| e.code)
     }
 
