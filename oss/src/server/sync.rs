@@ -122,9 +122,11 @@ impl Replica {
         }
     }
 
-    /// Compares both lists page by page, pushes what differs, flushes the successor.
+    /// Compares both lists page by page, pushes what differs, flushes the successor. A chunk that cannot be read here keeps no
+    /// other one from being sent; it is told (`Corrupt`) at the end. How many were sent.
     async fn pass(self: &Arc<Self>, to: TargetId, epoch: u64) -> Result<usize> {
         let (mut after, mut pushed) = (FIRST, 0);
+        let (mut unread, mut first) = (0, None);
         loop {
             let ours = self.engine().list(self.chain, (after != FIRST).then_some(after), PAGE as usize)?;
             let theirs = self.list_of(to, epoch, after, PAGE, 0).await?;
@@ -143,12 +145,20 @@ impl Replica {
                 both.entry(e.chunk).or_default().1 = Some(e);
             }
             let differing: Vec<ChunkId> = both.iter().filter(|(_, (a, b))| !same(*a, *b)).map(|(c, _)| *c).collect();
-            pushed += differing.len();
             let mut pushes = stream::iter(differing)
                 .map(|chunk| self.push_held(to, epoch, chunk))
                 .buffer_unordered(self.node.cfg.sync_parallel);
             while let Some(r) = pushes.next().await {
-                r?;
+                match r {
+                    Err(e) if e.code == Code::Corrupt => {
+                        unread += 1;
+                        first.get_or_insert(e);
+                    }
+                    other => {
+                        other?;
+                        pushed += 1;
+                    }
+                }
             }
             match end {
                 Some(e) => after = e,
@@ -156,6 +166,9 @@ impl Replica {
             }
         }
         self.flush_successor(to, epoch).await?;
+        if let Some(e) = first {
+            return Err(e.context(format_args!("{unread} chunks cannot be sent, {pushed} others were")));
+        }
         // That the successor may come into sync from here on must not be forgotten by those who know it.
         self.engine().sync_sights().await?;
         Ok(pushed)

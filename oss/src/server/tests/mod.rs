@@ -3,6 +3,7 @@
 mod bed;
 mod grants;
 mod leaving;
+mod rot;
 mod scrub;
 mod tcp;
 
