@@ -2,14 +2,16 @@
 
 use std::{
     collections::BTreeMap,
+    ops::Range,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
 use futures_util::{StreamExt, stream};
-use strake_fabric::Message;
+use strake_fabric::{Buf, Message};
 use strake_proto::{
     ChunkId, Code, Error, Result, TargetId,
+    checksum::block_sums,
     data::{DataReply, DataRequest, FLAG_TOMBSTONE, Kind, ListEntry, Version},
     opcode,
 };
@@ -20,7 +22,7 @@ use super::{
     peers::Lane,
     replica::{Carried, Replica, update_of},
 };
-use crate::engine::{ChunkMeta, Update};
+use crate::engine::{ChunkMeta, ReadOut, Update};
 
 const PAGE: u32 = 1024;
 /// Chunks that go in one step of what a target has of a chain that it left, and the pause after each.
@@ -241,19 +243,42 @@ impl Replica {
         if meta.tombstone {
             r.flags = FLAG_TOMBSTONE;
         } else {
-            let out = match self.engine().read(&key, 0, meta.len).await {
-                Err(e) if e.code == Code::Corrupt => {
-                    self.repair_held(chunk).await?;
-                    self.engine().read(&key, 0, meta.len).await?
-                }
-                other => other?,
-            };
-            (r.len, r.sums, payload) = (out.len, out.sums, out.data);
+            let (out, damaged) = self.read_out(chunk, meta.len).await?;
+            if !damaged.is_empty() {
+                tracing::warn!("chunk {chunk} of chain {} goes to target {to} with what has no good copy", self.chain);
+            }
+            (r.len, r.sums, r.damaged, payload) = (out.len, out.sums, damaged, out.data);
         }
         let bytes = u64::from(r.len);
         let m = Message::new(opcode::SYNC_PUT, r.encode()).with_payload(payload);
         let (answer, _) = self.call(to, Lane::Other, m).await?;
         Ok(Sent { bytes, busy: answer.len != 0 })
+    }
+
+    /// All bytes of a committed chunk, whose slot the caller occupies, and what of them has no good copy: zeros stand for that. `Corrupt`
+    /// while that is not sure.
+    async fn read_out(self: &Arc<Self>, chunk: ChunkId, len: u32) -> Result<(ReadOut, Vec<Range<u32>>)> {
+        let key = self.key(chunk);
+        match self.engine().read(&key, 0, len).await {
+            Err(e) if matches!(e.code, Code::Corrupt | Code::Io) => {}
+            other => return Ok((other?, Vec::new())),
+        }
+        match self.repair_as(chunk, None).await {
+            Ok(()) => return Ok((self.engine().read(&key, 0, len).await?, Vec::new())),
+            Err(u) if !u.lost => return Err(u.cause),
+            Err(_) => {} // some of it may be repaired
+        }
+        let look = self.engine().check_whole(&key).await?.unwrap_or_default();
+        let (mut data, mut sums, mut at) = (Vec::new(), Vec::new(), 0);
+        for part in &look.damaged {
+            self.own(chunk, at..part.start, &mut data, &mut sums).await?;
+            let zeros = Buf::copy_from(&vec![0; (part.end - part.start) as usize]);
+            sums.extend(block_sums(u64::from(part.start), [&zeros[..]]));
+            data.push(zeros);
+            at = part.end;
+        }
+        self.own(chunk, at..len, &mut data, &mut sums).await?;
+        Ok((ReadOut { data, sums, len, version: look.version }, look.damaged))
     }
 
     /// A SYNC_PUT as it arrives.
@@ -283,6 +308,7 @@ impl Replica {
             }
             self.check_member(epoch)?;
             self.engine().commit(staged?, r.version, r.writers.clone())?;
+            self.report_given(r);
         }
         drop(hold);
         let busy = self.target.foreground.is_busy(Instant::now());
