@@ -1,10 +1,10 @@
 //! Fixed-layout bodies of data-plane frames. Little-endian; specified in `docs/formats.md`.
 //!
 //! A request body is a 96-byte [`DataRequest`] head, then (as counted in it) a 64-byte capability, block checksums,
-//! recent-writer records and memory regions. A reply body is a 40-byte [`DataReply`] head, then block checksums and
+//! recent-writer records, memory regions and damaged parts. A reply body is a 40-byte [`DataReply`] head, then block checksums and
 //! replica start stamps.
 
-use std::time::Duration;
+use std::{ops::Range, time::Duration};
 
 use bytes::{BufMut, Bytes, BytesMut};
 
@@ -21,6 +21,8 @@ pub const MAX_WRITERS: usize = 64;
 pub const KEPT_WRITERS: usize = MAX_WRITERS;
 pub const MAX_REGIONS: usize = 256;
 pub const MAX_STAMPS: usize = 16;
+/// Parts of a 16 MiB chunk, at least a block each and as much apart.
+pub const MAX_DAMAGED: usize = 2048;
 
 /// What an update does to its chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,6 +111,8 @@ pub struct DataRequest {
     pub sums: Vec<u32>,
     pub writers: Vec<Writer>,
     pub regions: Vec<Region>,
+    /// SYNC_PUT: bytes of the chunk, whole blocks as far as it reaches, that have no good copy; in order. Zeros stand for them in the payload.
+    pub damaged: Vec<Range<u32>>,
 }
 
 impl DataRequest {
@@ -130,14 +134,14 @@ impl DataRequest {
             sums: Vec::new(),
             writers: Vec::new(),
             regions: Vec::new(),
+            damaged: Vec::new(),
         }
     }
 
     pub fn encode(&self) -> Bytes {
         let cap = if self.cap.is_some() { CAP_LEN } else { 0 };
-        let mut b = BytesMut::with_capacity(
-            REQUEST_HEAD + cap + self.sums.len() * 4 + self.writers.len() * 32 + self.regions.len() * 16,
-        );
+        let lists = self.sums.len() * 4 + self.writers.len() * 32 + self.regions.len() * 16 + self.damaged.len() * 8;
+        let mut b = BytesMut::with_capacity(REQUEST_HEAD + cap + lists);
         b.put_u16_le(VERSION);
         b.put_u8(self.kind as u8);
         b.put_u8(self.flags & !FLAG_CAP | if self.cap.is_some() { FLAG_CAP } else { 0 });
@@ -156,7 +160,7 @@ impl DataRequest {
         b.put_u64_le(self.version.number);
         b.put_u16_le(self.writers.len() as u16);
         b.put_u16_le(self.regions.len() as u16);
-        b.put_u32_le(0);
+        b.put_u32_le(self.damaged.len() as u32);
         if let Some(c) = &self.cap {
             b.put_slice(c);
         }
@@ -173,6 +177,10 @@ impl DataRequest {
             b.put_u64_le(r.addr);
             b.put_u32_le(r.key);
             b.put_u32_le(r.len);
+        }
+        for d in &self.damaged {
+            b.put_u32_le(d.start);
+            b.put_u32_le(d.end);
         }
         b.freeze()
     }
@@ -202,9 +210,8 @@ impl DataRequest {
         let sums = r.u32()? as usize;
         let (session, seq) = (r.u64()?, r.u64()?);
         let version = Version { epoch: r.u64()?, number: r.u64()? };
-        let (writers, regions) = (r.u16()? as usize, r.u16()? as usize);
-        r.u32()?;
-        if sums > MAX_SUMS || writers > MAX_WRITERS || regions > MAX_REGIONS {
+        let (writers, regions, damaged) = (r.u16()? as usize, r.u16()? as usize, r.u32()? as usize);
+        if sums > MAX_SUMS || writers > MAX_WRITERS || regions > MAX_REGIONS || damaged > MAX_DAMAGED {
             return Err(bad("data request lists too long"));
         }
         let cap = if flags & FLAG_CAP != 0 { Some(r.take::<CAP_LEN>()?) } else { None };
@@ -216,6 +223,7 @@ impl DataRequest {
             .collect::<Result<_>>()?;
         let regions =
             (0..regions).map(|_| Ok(Region { addr: r.u64()?, key: r.u32()?, len: r.u32()? })).collect::<Result<_>>()?;
+        let damaged = (0..damaged).map(|_| Ok(r.u32()?..r.u32()?)).collect::<Result<_>>()?;
         r.end()?;
         Ok(DataRequest {
             kind,
@@ -233,6 +241,7 @@ impl DataRequest {
             sums,
             writers,
             regions,
+            damaged,
         })
     }
 }
@@ -522,6 +531,7 @@ mod tests {
             sums: vec![1, 2, 3],
             writers: vec![Writer { session: 1, seq: 2, version: Version { epoch: 3, number: 4 } }],
             regions: vec![Region { addr: 1 << 40, key: 5, len: 6 }],
+            damaged: vec![4096..8192, 12_288..12_300],
             ..DataRequest::new(4, 11, 2, ChunkId { ino: 1, data: 2, index: 3 })
         }
     }
@@ -530,7 +540,7 @@ mod tests {
     fn requests_and_replies_round_trip() {
         let r = request();
         assert_eq!(DataRequest::decode(&r.encode()).unwrap(), r);
-        let bare = DataRequest { cap: None, sums: vec![], writers: vec![], regions: vec![], ..r };
+        let bare = DataRequest { cap: None, sums: vec![], writers: vec![], regions: vec![], damaged: vec![], ..r };
         assert_eq!(bare.encode().len(), REQUEST_HEAD);
         assert_eq!(DataRequest::decode(&bare.encode()).unwrap(), bare);
         let p = DataReply {
@@ -556,6 +566,9 @@ mod tests {
         assert!(DataRequest::decode(&long).is_err());
         let mut lying = good.to_vec();
         lying[52..56].copy_from_slice(&u32::MAX.to_le_bytes());
+        assert!(DataRequest::decode(&lying).is_err());
+        lying.copy_from_slice(&good);
+        lying[92..96].copy_from_slice(&(MAX_DAMAGED as u32 + 1).to_le_bytes());
         assert!(DataRequest::decode(&lying).is_err());
         for (at, unknown) in [(2, 200), (3, 32), (3, 64), (3, 128)] {
             let mut other = good.to_vec();

@@ -76,6 +76,7 @@ fn data_request() {
         sums: vec![0xd1, 0xd2],
         writers: vec![Writer { session: 0xe1, seq: 0xe2, version: Version { epoch: 0xe3, number: 0xe4 } }],
         regions: vec![Region { addr: 0xf1, key: 0xf2, len: 0xf3 }],
+        damaged: vec![std::ops::Range { start: 0xb1, end: 0xb2 }],
         ..DataRequest::new(0x11, 0x12, 0x16, ChunkId { ino: 0x13, data: 0x14, index: 0x15 })
     };
     let cap = "ca".repeat(CAP_LEN);
@@ -98,7 +99,7 @@ fn data_request() {
         "7400000000000000",
         "0100",
         "0100",
-        "00000000",
+        "01000000",
         &cap,
         "d1000000",
         "d2000000",
@@ -109,6 +110,8 @@ fn data_request() {
         "f100000000000000",
         "f2000000",
         "f3000000",
+        "b1000000",
+        "b2000000",
     ];
     same(&r.encode(), &want);
     assert_eq!(

@@ -189,7 +189,11 @@ async fn act(engine: &Arc<Engine>, i: &mut Input<'_>, number: u64) {
             let update = match i.u8() % 8 {
                 0 => Update::Truncate { len: i.number() as u32 },
                 1 => Update::Remove,
-                2 => Update::Replace { data, sums: block_sums(0, [bytes]), tombstone: i.u8() & 1 == 1 },
+                2 => {
+                    let (sums, tombstone) = (block_sums(0, [bytes]), i.u8() & 1 == 1);
+                    let damaged = (0..i.u8() % 3).map(|_| i.u32()..i.u32()).collect();
+                    Update::Replace { data, sums, tombstone, damaged }
+                }
                 3 => Update::Write { offset: i.u32(), data, sums: vec![i.u32(); usize::from(i.u8())] },
                 _ => Update::Write { offset, data, sums },
             };

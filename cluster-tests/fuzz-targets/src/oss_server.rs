@@ -298,6 +298,8 @@ fn request(i: &mut Input, epoch: u64) -> (Role, Message) {
         payload = i.bytes().to_vec();
         if r.kind == Kind::Replace {
             r.offset = 0;
+            let at = |i: &mut Input| u32::from(i.u8() % 8) * 1024;
+            r.damaged = (0..i.u8() % 3).map(|_| at(i)..at(i)).collect();
         }
         r.sums = block_sums(u64::from(r.offset), [&payload[..]]);
         r.len = payload.len() as u32;

@@ -46,6 +46,7 @@ mod tests;
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
+    ops::Range,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -116,8 +117,9 @@ pub enum Update {
     Remove,
     /// The whole chunk anew, as an update that this one stands for leaves it; earlier writers stay. Its header must be whole.
     Rewrite { data: Vec<Buf>, sums: Vec<u32> },
-    /// The whole chunk anew, whatever state it was in: also damaged.
-    Replace { data: Vec<Buf>, sums: Vec<u32>, tombstone: bool },
+    /// The whole chunk anew, whatever state it was in: also damaged. Blocks in `damaged`, bytes from the start of the chunk, have no
+    /// good copy anywhere: they are stored as damaged ones, which cannot be read.
+    Replace { data: Vec<Buf>, sums: Vec<u32>, tombstone: bool, damaged: Vec<Range<u32>> },
 }
 
 /// What a read found.

@@ -118,6 +118,15 @@ struct Image {
     sums: Vec<u32>,
 }
 
+/// A chunk as it shall be, see [`Update::Replace`].
+#[derive(Default)]
+struct Whole {
+    data: Vec<Buf>,
+    sums: Vec<u32>,
+    tombstone: bool,
+    damaged: Vec<Range<u32>>,
+}
+
 /// Segment records being rewritten, which follow each other, and what that frees.
 #[derive(Default)]
 struct Rewrite {
@@ -202,9 +211,13 @@ impl Engine {
             }
             Update::Punch { offset, len } => self.stage_punch(slot, offset, len).await,
             Update::Truncate { len } => self.stage_truncate(slot, len).await,
-            Update::Remove => self.stage_whole(slot, Vec::new(), Vec::new(), true, true).await,
-            Update::Rewrite { data, sums } => self.stage_whole(slot, data, sums, false, true).await,
-            Update::Replace { data, sums, tombstone } => self.stage_whole(slot, data, sums, tombstone, false).await,
+            Update::Remove => self.stage_whole(slot, Whole { tombstone: true, ..Whole::default() }, true).await,
+            Update::Rewrite { data, sums } => {
+                self.stage_whole(slot, Whole { data, sums, ..Whole::default() }, true).await
+            }
+            Update::Replace { data, sums, tombstone, damaged } => {
+                self.stage_whole(slot, Whole { data, sums, tombstone, damaged }, false).await
+            }
         }
     }
 
@@ -310,14 +323,8 @@ impl Engine {
 
     /// The chunk anew, or without bytes. Old records are dropped unread where they are damaged: opening the target did not
     /// count their blocks as used either.
-    async fn stage_whole(
-        &self,
-        slot: Slotted,
-        data: Vec<Buf>,
-        sums: Vec<u32>,
-        tombstone: bool,
-        keep_writers: bool,
-    ) -> Result<Staged> {
+    async fn stage_whole(&self, slot: Slotted, whole: Whole, keep_writers: bool) -> Result<Staged> {
+        let Whole { data, sums, tombstone, damaged } = whole;
         let old = slot.look(|h| match h {
             Some(h) if h.damaged => 0..MAX_SEGS,
             h => segments_of(0, h.map_or(0, |h| h.meta.len)),
@@ -332,7 +339,10 @@ impl Engine {
         }
         let mut space = slot.no_space();
         if bytes > 0 {
-            let image = self.shared.image(&slot.key, &Old::default(), 0, data, sums).await?;
+            let mut image = self.shared.image(&slot.key, &Old::default(), 0, data, sums).await?;
+            if !damaged.is_empty() {
+                image.spoil(&damaged)?;
+            }
             for part in image.without_zeros(crc32c(&self.shared.zeros[..BLOCK])) {
                 let mut more = self.write(&slot.key, &part, Claim::Open).await?;
                 rewrite.place(&part, &more.extents);
@@ -487,6 +497,19 @@ impl Old {
 }
 
 impl Image {
+    /// Makes these parts damaged: gives their blocks checksums that the bytes do not have.
+    fn spoil(&mut self, parts: &[Range<u32>]) -> Result<()> {
+        let good = self.sums.clone();
+        for part in parts {
+            let blocks = part.start as usize / BLOCK..(part.end as usize).div_ceil(BLOCK);
+            let (Some(good), Some(sums)) = (good.get(blocks.clone()), self.sums.get_mut(blocks)) else {
+                return Err(Error::new(Code::Inval, format!("bytes {part:?} are no part of the chunk")));
+            };
+            sums.iter_mut().zip(good).for_each(|(sum, good)| *sum = !good);
+        }
+        Ok(())
+    }
+
     /// The parts that are not zeros: what is zero becomes holes. `zero_sum` is the checksum of a block of zeros.
     fn without_zeros(self, zero_sum: u32) -> Vec<Image> {
         let blocks = self.data.iter().flat_map(|b| b.chunks(BLOCK));

@@ -26,12 +26,12 @@ use crate::{
 const MAX_PARTS: usize = 64;
 
 /// Why a chunk stays as it is.
-struct Unrepaired {
+pub(super) struct Unrepaired {
     /// Every in-sync replica was asked, and none has a good copy.
-    lost: bool,
+    pub lost: bool,
     /// Of it; empty if that is all that was damaged.
     left: Vec<Range<u32>>,
-    cause: Error,
+    pub cause: Error,
 }
 
 impl From<Error> for Unrepaired {
@@ -65,15 +65,20 @@ impl Replica {
     pub(super) async fn mend(self: &Arc<Self>, chunk: ChunkId, version: Option<Version>) -> Result<()> {
         let epoch = self.view().epoch;
         let _hold = self.hold(chunk, epoch).await?;
-        self.repair_as(chunk, version).await
+        self.repair_as(chunk, version).await.map_err(|u| u.cause)
     }
 
     /// Repairs the committed chunk, whose slot the caller occupies, and reports it. `Corrupt` if that is not possible now.
     pub(super) async fn repair_held(self: &Arc<Self>, chunk: ChunkId) -> Result<()> {
-        self.repair_as(chunk, None).await
+        self.repair_as(chunk, None).await.map_err(|u| u.cause)
     }
 
-    async fn repair_as(self: &Arc<Self>, chunk: ChunkId, version: Option<Version>) -> Result<()> {
+    /// As [`Replica::repair_held`]. `version`: as for [`Replica::mend`].
+    pub(super) async fn repair_as(
+        self: &Arc<Self>,
+        chunk: ChunkId,
+        version: Option<Version>,
+    ) -> Result<(), Unrepaired> {
         // After the slot: who has a turn waits for no slot.
         let _turn = self.target.repairs.acquire().await;
         let (view, key, now) = (self.view(), self.key(chunk), self.node.env.unix_ms());
@@ -106,8 +111,23 @@ impl Replica {
             Ok(_) => Ok(()),
             Err(u) => {
                 self.target.note(&u.cause);
-                Err(Error::new(Code::Corrupt, u.cause.message))
+                Err(Unrepaired { cause: Error::new(Code::Corrupt, u.cause.message), ..u })
             }
+        }
+    }
+
+    /// What a chunk that this target is given lacks: the target it came from had no good copy to give.
+    pub(super) fn report_given(&self, r: &DataRequest) {
+        let key = self.key(r.chunk);
+        if r.damaged.is_empty() {
+            return self.target.damage.whole(&key);
+        }
+        let left = r.damaged.clone();
+        let look = Look { version: r.version, len: r.len, damaged: left.clone(), ..Look::default() };
+        let cause = format!("chunk {} had no good copy when this target was filled", r.chunk);
+        let outcome = Outcome::Still(Still { epoch: r.epoch, version: r.version, lost: true, left, cause });
+        if self.target.damage.report(key, &look, &outcome, self.node.env.unix_ms()) {
+            self.say(r.chunk, &outcome);
         }
     }
 
@@ -175,12 +195,24 @@ impl Replica {
             (at, source) = (part.end, from);
         }
         self.own(chunk, at..look.len, &mut data, &mut sums).await?;
-        self.put_in(chunk, Update::Replace { data, sums, tombstone: false }, meta.version, meta.writers).await?;
+        self.put_in(
+            chunk,
+            Update::Replace { data, sums, tombstone: false, damaged: Vec::new() },
+            meta.version,
+            meta.writers,
+        )
+        .await?;
         Ok(source)
     }
 
     /// A part that is whole here.
-    async fn own(&self, chunk: ChunkId, part: Range<u32>, data: &mut Vec<Buf>, sums: &mut Vec<u32>) -> Result<()> {
+    pub(super) async fn own(
+        &self,
+        chunk: ChunkId,
+        part: Range<u32>,
+        data: &mut Vec<Buf>,
+        sums: &mut Vec<u32>,
+    ) -> Result<()> {
         if part.start < part.end {
             let own = self.engine().read(&self.key(chunk), part.start, part.end - part.start).await?;
             data.extend(own.data);
@@ -218,7 +250,7 @@ impl Replica {
             return Err(Error::new(Code::NotServing, m).into());
         }
         let (data, sums) = if tombstone { (Vec::new(), Vec::new()) } else { (data, reply.sums) };
-        self.put_in(chunk, Update::Replace { data, sums, tombstone }, version, Vec::new()).await?;
+        self.put_in(chunk, Update::Replace { data, sums, tombstone, damaged: Vec::new() }, version, Vec::new()).await?;
         Ok(from)
     }
 

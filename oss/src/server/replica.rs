@@ -101,7 +101,8 @@ pub fn update_of(c: &Carried) -> Result<Update> {
         Kind::Truncate => Update::Truncate { len: r.offset },
         Kind::Remove => Update::Remove,
         Kind::Replace => {
-            Update::Replace { data: data(), sums: r.sums.clone(), tombstone: r.flags & FLAG_TOMBSTONE != 0 }
+            let (sums, tombstone, damaged) = (r.sums.clone(), r.flags & FLAG_TOMBSTONE != 0, r.damaged.clone());
+            Update::Replace { data: data(), sums, tombstone, damaged }
         }
         Kind::None => return Err(Error::new(Code::Inval, "an update that updates nothing")),
     })

@@ -7,7 +7,7 @@ use futures_util::{StreamExt, stream};
 use strake_fabric::{Buf, Message, Peer, Role, Service, unknown_opcode};
 use strake_proto::{
     Capability, ChunkId, Code, Error, Result, Rights,
-    checksum::pieces,
+    checksum::{self, pieces},
     data::{DataReply, DataRequest, FLAG_GRANTED, FLAG_STABLE, FLAG_TOMBSTONE, Kind, ListEntry, MAX_EXTENTS},
     layout::MAX_CHUNK,
     opcode,
@@ -27,6 +27,7 @@ const MAX_LIST: u32 = 4096;
 /// Updates that one TRIM keeps in flight.
 const TRIM_PARALLEL: usize = 16;
 const TRIM_PAGE: usize = 256;
+const BLOCK: u32 = checksum::BLOCK as u32;
 
 pub struct OssService {
     pub node: Arc<Node>,
@@ -62,6 +63,19 @@ fn check_shape(r: &DataRequest, payload: usize) -> Result<()> {
     Ok(())
 }
 
+/// What a SYNC_PUT says is damaged: whole blocks of its chunk, in order.
+fn check_damaged(r: &DataRequest) -> Result<()> {
+    let mut at = 0;
+    for d in &r.damaged {
+        let to_border = d.end % BLOCK == 0 || d.end == r.len;
+        if d.start < at || d.start % BLOCK != 0 || d.end <= d.start || d.end > r.len || !to_border {
+            return Err(inval(format!("bytes {d:?} of a chunk of {} cannot be what is damaged of it", r.len)));
+        }
+        at = d.end;
+    }
+    Ok(())
+}
+
 #[async_trait]
 impl Service for OssService {
     async fn handle(&self, peer: &Peer, m: Message) -> Result<Message> {
@@ -80,6 +94,9 @@ impl Service for OssService {
             other => return Err(unknown_opcode(other)),
         }
         let r = DataRequest::decode(&m.body)?;
+        if !r.damaged.is_empty() && m.opcode != opcode::SYNC_PUT {
+            return Err(inval("only what a target is filled with may be damaged"));
+        }
         if m.opcode == opcode::LIST_CHUNKS {
             return self.list_chunks(&r);
         }
@@ -129,6 +146,7 @@ impl Service for OssService {
                 if r.kind != Kind::Replace {
                     return Err(inval("SYNC_PUT replaces a chunk"));
                 }
+                check_damaged(&r)?;
                 Ok(reply(&replica.put(carried(r)).await?, Vec::new()))
             }
             other => Err(unknown_opcode(other)),

@@ -2,14 +2,16 @@
 
 use std::{
     collections::BTreeMap,
+    ops::Range,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
 use futures_util::{StreamExt, stream};
-use strake_fabric::Message;
+use strake_fabric::{Buf, Message};
 use strake_proto::{
     ChunkId, Code, Error, Result, TargetId,
+    checksum::block_sums,
     data::{DataReply, DataRequest, FLAG_TOMBSTONE, Kind, ListEntry, Version},
     opcode,
 };
@@ -20,7 +22,7 @@ use super::{
     peers::Lane,
     replica::{Carried, Replica, update_of},
 };
-use crate::engine::{ChunkMeta, Update};
+use crate::engine::{ChunkMeta, ReadOut, Update};
 
 const PAGE: u32 = 1024;
 /// Chunks that go in one step of what a target has of a chain that it left, and the pause after each.
@@ -122,9 +124,11 @@ impl Replica {
         }
     }
 
-    /// Compares both lists page by page, pushes what differs, flushes the successor.
+    /// Compares both lists page by page, pushes what differs, flushes the successor. A chunk that cannot be read here keeps no
+    /// other one from being sent; it is told (`Corrupt`) at the end. How many were sent.
     async fn pass(self: &Arc<Self>, to: TargetId, epoch: u64) -> Result<usize> {
         let (mut after, mut pushed) = (FIRST, 0);
+        let (mut unread, mut first) = (0, None);
         loop {
             let ours = self.engine().list(self.chain, (after != FIRST).then_some(after), PAGE as usize)?;
             let theirs = self.list_of(to, epoch, after, PAGE, 0).await?;
@@ -143,12 +147,20 @@ impl Replica {
                 both.entry(e.chunk).or_default().1 = Some(e);
             }
             let differing: Vec<ChunkId> = both.iter().filter(|(_, (a, b))| !same(*a, *b)).map(|(c, _)| *c).collect();
-            pushed += differing.len();
             let mut pushes = stream::iter(differing)
                 .map(|chunk| self.push_held(to, epoch, chunk))
                 .buffer_unordered(self.node.cfg.sync_parallel);
             while let Some(r) = pushes.next().await {
-                r?;
+                match r {
+                    Err(e) if e.code == Code::Corrupt => {
+                        unread += 1;
+                        first.get_or_insert(e);
+                    }
+                    other => {
+                        other?;
+                        pushed += 1;
+                    }
+                }
             }
             match end {
                 Some(e) => after = e,
@@ -156,6 +168,9 @@ impl Replica {
             }
         }
         self.flush_successor(to, epoch).await?;
+        if let Some(e) = first {
+            return Err(e.context(format_args!("{unread} chunks cannot be sent, {pushed} others were")));
+        }
         // That the successor may come into sync from here on must not be forgotten by those who know it.
         self.engine().sync_sights().await?;
         Ok(pushed)
@@ -228,19 +243,42 @@ impl Replica {
         if meta.tombstone {
             r.flags = FLAG_TOMBSTONE;
         } else {
-            let out = match self.engine().read(&key, 0, meta.len).await {
-                Err(e) if e.code == Code::Corrupt => {
-                    self.repair_held(chunk).await?;
-                    self.engine().read(&key, 0, meta.len).await?
-                }
-                other => other?,
-            };
-            (r.len, r.sums, payload) = (out.len, out.sums, out.data);
+            let (out, damaged) = self.read_out(chunk, meta.len).await?;
+            if !damaged.is_empty() {
+                tracing::warn!("chunk {chunk} of chain {} goes to target {to} with what has no good copy", self.chain);
+            }
+            (r.len, r.sums, r.damaged, payload) = (out.len, out.sums, damaged, out.data);
         }
         let bytes = u64::from(r.len);
         let m = Message::new(opcode::SYNC_PUT, r.encode()).with_payload(payload);
         let (answer, _) = self.call(to, Lane::Other, m).await?;
         Ok(Sent { bytes, busy: answer.len != 0 })
+    }
+
+    /// All bytes of a committed chunk, whose slot the caller occupies, and what of them has no good copy: zeros stand for that. `Corrupt`
+    /// while that is not sure.
+    async fn read_out(self: &Arc<Self>, chunk: ChunkId, len: u32) -> Result<(ReadOut, Vec<Range<u32>>)> {
+        let key = self.key(chunk);
+        match self.engine().read(&key, 0, len).await {
+            Err(e) if matches!(e.code, Code::Corrupt | Code::Io) => {}
+            other => return Ok((other?, Vec::new())),
+        }
+        match self.repair_as(chunk, None).await {
+            Ok(()) => return Ok((self.engine().read(&key, 0, len).await?, Vec::new())),
+            Err(u) if !u.lost => return Err(u.cause),
+            Err(_) => {} // some of it may be repaired
+        }
+        let look = self.engine().check_whole(&key).await?.unwrap_or_default();
+        let (mut data, mut sums, mut at) = (Vec::new(), Vec::new(), 0);
+        for part in &look.damaged {
+            self.own(chunk, at..part.start, &mut data, &mut sums).await?;
+            let zeros = Buf::copy_from(&vec![0; (part.end - part.start) as usize]);
+            sums.extend(block_sums(u64::from(part.start), [&zeros[..]]));
+            data.push(zeros);
+            at = part.end;
+        }
+        self.own(chunk, at..len, &mut data, &mut sums).await?;
+        Ok((ReadOut { data, sums, len, version: look.version }, look.damaged))
     }
 
     /// A SYNC_PUT as it arrives.
@@ -270,6 +308,7 @@ impl Replica {
             }
             self.check_member(epoch)?;
             self.engine().commit(staged?, r.version, r.writers.clone())?;
+            self.report_given(r);
         }
         drop(hold);
         let busy = self.target.foreground.is_busy(Instant::now());

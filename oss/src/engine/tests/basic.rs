@@ -58,7 +58,7 @@ async fn bad_updates_are_refused() {
     );
     assert_eq!(code(e.stage(key(0), write((16 << 20) - 1, &[1, 2])).await), Code::Inval);
     assert_eq!(code(e.stage(key(0), write(u32::MAX, &[1, 2])).await), Code::Inval);
-    let tombstone = Update::Replace { data, sums: vec![], tombstone: true };
+    let tombstone = Update::Replace { data, sums: vec![], tombstone: true, damaged: vec![] };
     assert_eq!(code(e.stage(key(0), tombstone).await), Code::Inval);
     assert_eq!(e.usage().used, 0);
 }
@@ -131,7 +131,7 @@ async fn replace_takes_the_place_of_everything_and_keeps_zeros_as_holes() {
     assert_eq!((meta.version, meta.writers.len()), (version(9), 1));
     e.flush().await.unwrap();
     assert_eq!(e.usage().used, (2 + 98 - 73) * BLOCK);
-    let gone = Update::Replace { data: vec![], sums: vec![], tombstone: true };
+    let gone = Update::Replace { data: vec![], sums: vec![], tombstone: true, damaged: vec![] };
     apply(&e, key(0), gone, 10).await.unwrap();
     e.flush().await.unwrap();
     assert_eq!((e.usage().used, e.usage().chunks), (0, 0));

@@ -197,3 +197,39 @@ async fn a_record_that_was_unreadable_once_stays_damaged() {
     drop(e);
     assert_eq!(bed.open().await.usage().used, (3 + 3 + 74) * BLOCK);
 }
+
+/// Blocks that came without a good copy, zeros or not, stay damaged over a restart until they are written anew.
+#[tokio::test]
+async fn a_chunk_is_stored_with_what_is_damaged_of_it() {
+    let (bed, ..) = two_chunks().await;
+    let e = bed.open().await;
+    let mut data = pattern(7, 300_000);
+    data[8192..12_288].fill(0);
+    let parts = vec![8192..12_288, 65_536..73_728, 299_008..300_000];
+    let with = |damaged: Vec<std::ops::Range<u32>>| match replace(&data) {
+        Update::Replace { data, sums, tombstone, .. } => Update::Replace { data, sums, tombstone, damaged },
+        other => other,
+    };
+    for beyond in [300_000..303_105, 303_104..303_105, 8192..1 << 30, std::ops::Range { start: 8192, end: 4096 }] {
+        let used = e.usage().used;
+        let refused = apply(&e, key(1), with(std::iter::once(beyond.clone()).collect()), 4).await.unwrap_err();
+        assert_eq!((refused.code, e.usage().used), (Code::Inval, used), "{beyond:?}");
+    }
+    apply(&e, key(1), with(parts.clone()), 5).await.unwrap();
+    e.flush().await.unwrap();
+    drop(e);
+    let e = bed.open().await;
+    let look = e.check_whole(&key(1)).await.unwrap().unwrap();
+    assert_eq!((look.damaged, look.version, look.len), (parts.clone(), version(5), 300_000));
+    for p in &parts {
+        let code = async |at| read(&e, key(1), at, 1).await.err().map(|e| e.code);
+        assert_eq!((code(p.start).await, code(p.end - 1).await), (Some(Code::Corrupt), Some(Code::Corrupt)));
+        assert_eq!((code(p.start - 1).await, code(p.end).await), (None, None));
+        let part = apply(&e, key(1), write(p.start + 1, b"in a bad block"), 6).await.unwrap_err();
+        assert_eq!(part.code, Code::Corrupt);
+    }
+    for p in &parts {
+        apply(&e, key(1), write(p.start, &data[p.start as usize..p.end as usize]), 6).await.unwrap();
+    }
+    assert!(read_all(&e, key(1)).await.unwrap() == data);
+}

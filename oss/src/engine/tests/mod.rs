@@ -76,7 +76,7 @@ pub(super) fn write(offset: u32, data: &[u8]) -> Update {
 }
 
 pub(super) fn replace(data: &[u8]) -> Update {
-    Update::Replace { sums: block_sums(0, [data]), data: vec![Buf::copy_from(data)], tombstone: false }
+    Update::Replace { sums: block_sums(0, [data]), data: vec![Buf::copy_from(data)], tombstone: false, damaged: vec![] }
 }
 
 pub(super) fn version(number: u64) -> Version {

@@ -299,6 +299,11 @@ pub struct Cluster {
     tune: fn(&mut Config),
 }
 
+fn identity(i: u8) -> TargetIdentity {
+    let (fs_uuid, target_uuid) = ([0; 16], [i + 1; 16]);
+    TargetIdentity { fs_uuid, target_uuid, target_id: u32::MAX, node: String::new(), incarnation: 0 }
+}
+
 impl Cluster {
     /// `n` servers with one target each, which are one chain.
     pub async fn start(n: u32) -> Cluster {
@@ -319,15 +324,7 @@ impl Cluster {
         for i in 0..n {
             let device = Arc::new(MemDevice::new(64 << 20));
             let table = MemStore::new();
-            let target_uuid = [i as u8 + 1; 16];
-            let id = TargetIdentity {
-                fs_uuid: [0; 16],
-                target_uuid,
-                target_id: u32::MAX,
-                node: String::new(),
-                incarnation: 0,
-            };
-            Engine::format(&*device, &table, id).await.unwrap();
+            Engine::format(&*device, &table, identity(i as u8)).await.unwrap();
             c.nodes.push(Node { device, table, env: None, server: None, life: 0 });
             c.boot(i as usize).await;
         }
@@ -365,6 +362,13 @@ impl Cluster {
         n.server = None;
         n.device.crash(u64::from(n.life), Tear::Sector);
         n.table.crash(|_| 0);
+    }
+
+    /// Takes all from a server that was killed.
+    pub async fn wipe(&mut self, i: usize) {
+        let n = &mut self.nodes[i];
+        (n.device, n.table) = (Arc::new(MemDevice::new(64 << 20)), MemStore::new());
+        Engine::format(&*n.device, &n.table, identity(i as u8)).await.unwrap();
     }
 
     pub async fn call(&self, to: u32, op: u16, r: &DataRequest, data: &[u8]) -> Result<(DataReply, Vec<u8>)> {

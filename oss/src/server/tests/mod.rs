@@ -4,6 +4,7 @@ mod bed;
 mod grants;
 mod leaving;
 mod pace;
+mod rot;
 mod scrub;
 mod tcp;
 

@@ -25,7 +25,7 @@ use crate::{
 
 const MIB: u64 = 1 << 20;
 
-fn status(c: &Cluster, i: usize) -> pb::ScrubStatus {
+pub(super) fn status(c: &Cluster, i: usize) -> pb::ScrubStatus {
     c.nodes[i].server.as_ref().unwrap().scrub(None).remove(0)
 }
 
@@ -47,22 +47,22 @@ async fn done(c: &Cluster, i: usize) -> pb::ScrubStatus {
 }
 
 /// Waits until all replicas serve and know it.
-async fn in_sync(c: &Cluster) {
+pub(super) async fn in_sync(c: &Cluster) {
     c.whole().await;
     tokio::time::sleep(Duration::from_secs(1)).await;
 }
 
-async fn scrubbed(c: &Cluster, i: usize) -> pb::ScrubStatus {
+pub(super) async fn scrubbed(c: &Cluster, i: usize) -> pb::ScrubStatus {
     ask(c, i, Ask::Start);
     done(c, i).await
 }
 
-fn key(index: u64) -> Key {
+pub(super) fn key(index: u64) -> Key {
     Key { chain: CHAIN, chunk: chunk(index) }
 }
 
 /// Damages a record in the table of a target.
-fn flip_record(c: &Cluster, i: usize, k: &[u8], bit: usize) {
+pub(super) fn flip_record(c: &Cluster, i: usize, k: &[u8], bit: usize) {
     let mut value = c.nodes[i].table.get(k).unwrap().unwrap().to_vec();
     let bit = bit % (value.len() * 8);
     value[bit / 8] ^= 1 << (bit % 8);
@@ -71,12 +71,12 @@ fn flip_record(c: &Cluster, i: usize, k: &[u8], bit: usize) {
     c.nodes[i].table.commit(batch).unwrap();
 }
 
-fn counts(s: &pb::ScrubStatus) -> (u64, u64, u64) {
+pub(super) fn counts(s: &pb::ScrubStatus) -> (u64, u64, u64) {
     (s.damaged, s.repaired, s.lost)
 }
 
 /// Chunks 0 to 3: small, of several segments, larger than one look, with a hole.
-async fn filled(c: &Cluster) -> Vec<Vec<u8>> {
+pub(super) async fn filled(c: &Cluster) -> Vec<Vec<u8>> {
     let mut all = vec![bytes(1, 5000), bytes(2, 700_000), bytes(3, 2_500_000), bytes(4, 4096)];
     for (i, data) in all.iter().enumerate() {
         c.write(i as u64, 0, data, i as u64 + 1).await.unwrap();
@@ -88,7 +88,7 @@ async fn filled(c: &Cluster) -> Vec<Vec<u8>> {
     all
 }
 
-async fn is_whole(c: &Cluster, i: u32, want: &[Vec<u8>]) {
+pub(super) async fn is_whole(c: &Cluster, i: u32, want: &[Vec<u8>]) {
     for (index, data) in want.iter().enumerate() {
         let got = c.read(i, index as u64, 0, 16 << 20).await.unwrap().1;
         assert!(got == *data, "chunk {index} on target {i}");
