@@ -57,7 +57,8 @@ impl Replica {
             match self.pass(to, epoch).await {
                 Ok(pushed) => {
                     tracing::info!("chain {}: target {to} is filled ({pushed} chunks sent), epoch {epoch}", self.chain);
-                    self.synced.store(epoch, Ordering::Release);
+                    // The fill of a former epoch may end after this one's.
+                    self.synced.fetch_max(epoch, Ordering::AcqRel);
                     self.node.kick.notify_one();
                     return;
                 }
