@@ -23,7 +23,7 @@ use fjall::{Database, Keyspace, KeyspaceCreateOptions, LsmError, PersistMode, Re
 use parking_lot::RwLock;
 use strake_proto::{Code, Error, Result};
 
-use crate::{Batch, MetaStore, PairIter, Reader, check_key, is_empty_range};
+use crate::{Batch, MetaStore, PairIter, Reader, check_key, is_empty_range, journal};
 
 /// Memory for cached blocks when [`Options`] does not say otherwise.
 pub const DEFAULT_CACHE: u64 = 64 << 20;
@@ -210,12 +210,25 @@ impl State {
 impl Open {
     fn at(path: &Path, options: &Options) -> Result<Open> {
         let what = |e: fjall::Error| map_error(&e).context(format!("metadata store {}", path.display()));
-        let db = Database::builder(path)
-            .cache_size(options.cache_bytes)
-            .max_journaling_size(options.journal_bytes.max(64 << 20))
-            .worker_threads(options.threads.max(1))
-            .open()
-            .map_err(what)?;
+        let open = || {
+            Database::builder(path)
+                .cache_size(options.cache_bytes)
+                .max_journaling_size(options.journal_bytes.max(64 << 20))
+                .worker_threads(options.threads.max(1))
+                .open()
+        };
+        let db = match open() {
+            Err(fjall::Error::JournalRecovery(e)) => match journal::cut_torn_end(path)? {
+                Some(bytes) => {
+                    let path = path.display();
+                    tracing::warn!(%path, "the journal is cut before a torn batch ({e:?}), as after a loss of power; {bytes} bytes go");
+                    open()
+                }
+                None => Err(fjall::Error::JournalRecovery(e)),
+            },
+            other => other,
+        }
+        .map_err(what)?;
         let mut generations: Vec<u64> =
             db.list_keyspace_names().iter().filter_map(|n| n.strip_prefix("meta-")?.parse().ok()).collect();
         generations.sort_unstable();

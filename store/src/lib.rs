@@ -6,6 +6,7 @@
 
 pub mod fjall_store;
 mod folder;
+mod journal;
 pub mod mem;
 
 use std::ops::Bound;

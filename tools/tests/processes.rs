@@ -251,6 +251,8 @@ fn programs_begin_with_files_of_a_mount_whose_servers_stand_still() {
     ok(&small.up(&["--mount", small.mnt.to_str().unwrap()]));
     let pid = |name: &str| fs::read_to_string(small.dir.join(format!("run/{name}.pid"))).unwrap();
     let open: Vec<fs::File> = (0..4).map(|i| fs::File::create(small.mnt.join(format!("f{i}"))).unwrap()).collect();
+    // So that the storage servers have heard of their chains.
+    open.iter().for_each(|mut f| f.write_all(&[1; 5000]).unwrap());
     signal(&pid("mds1"), Signal::STOP);
     for mut f in &open {
         f.write_all(&[1; 5000]).unwrap();
