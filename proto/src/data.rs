@@ -73,7 +73,7 @@ pub const FLAG_CAP: u8 = 1;
 pub const FLAG_STABLE: u8 = 2;
 /// A repetition of an unstable write after a replica restarted; `version` is what the first attempt was given.
 pub const FLAG_REPLAY: u8 = 4;
-/// SYNC_PUT of a removed chunk.
+/// SYNC_PUT: of a removed chunk. TRIM of all chunks, FORWARD_FLUSH: nobody writes to this data any more, its tombstones may be forgotten.
 pub const FLAG_TOMBSTONE: u8 = 8;
 /// A write of bytes that were held back: it may take what the target has granted to its session.
 pub const FLAG_GRANTED: u8 = 16;

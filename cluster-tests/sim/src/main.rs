@@ -256,11 +256,12 @@ fn sweep_files(args: &Args) -> u64 {
         };
         let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
         println!(
-            "seed {seed}: {} of {} faults counted, {} writes, {} punches, {} seeks, {} syncs, {} reads, {} names, {} locks, {} looks, {} errors, {} messages, {:.0?} simulated, trace {hash}",
+            "seed {seed}: {} of {} faults counted, {} writes, {} punches, {} cuts, {} seeks, {} syncs, {} reads, {} names, {} locks, {} looks, {} errors, {} messages, {:.0?} simulated, trace {hash}",
             o.faults.counted(),
             o.scheduled,
             o.writes,
             o.punches,
+            o.cuts,
             o.seeks,
             o.syncs,
             o.reads,

@@ -74,6 +74,23 @@ impl FileModel {
         }
     }
 
+    /// The size is about to be set: what lies behind it may be gone.
+    pub fn sizing(&mut self, tag: u32, size: u64) {
+        for (_, cell) in self.cells.range_mut(size / CELL as u64..) {
+            cell.tags.push(tag);
+            cell.holes.insert(tag);
+        }
+        self.most_size = self.most_size.max(size);
+        self.good_size = self.good_size.min(size);
+        self.durable_size = self.durable_size.min(size);
+    }
+
+    /// The size was set: what lay behind it is gone for good.
+    pub fn sized(&mut self, size: u64) {
+        self.cells.split_off(&(size / CELL as u64));
+        (self.most_size, self.good_size, self.durable_size) = (size, size, size);
+    }
+
     /// Whether what lies between may be a hole: read as zeros.
     pub fn check_hole(&self, from: u64, to: u64) -> Result<(), String> {
         for c in from / CELL as u64..to.min(self.most_size).div_ceil(CELL as u64) {

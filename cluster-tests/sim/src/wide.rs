@@ -48,8 +48,15 @@ pub async fn start(
     Ok(tasks)
 }
 
-/// The largest size that anybody was told of each file: they only grow.
-type Sizes = Arc<Mutex<BTreeMap<Ino, u64>>>;
+/// The largest size that anybody was told of each file since it was set last: from then on they only grow.
+type Sizes = Arc<Mutex<BTreeMap<(Ino, u64), u64>>>;
+
+/// What is known before somebody looks.
+struct Known {
+    sizes: BTreeMap<(Ino, u64), u64>,
+    ends: BTreeMap<Ino, End>,
+    sizings: BTreeMap<Ino, u64>,
+}
 
 struct Onlooker {
     client: Client,
@@ -73,7 +80,7 @@ impl Onlooker {
     async fn look(&mut self, writer: u32, file: usize) -> Result<()> {
         let (me, client) = (root(), self.client.clone());
         let dir = client.lookup(&me, client.root(), format!("d{writer}").as_bytes()).await?.ino;
-        let known = (self.sizes.lock().clone(), self.found.lock().ends.clone());
+        let known = self.known();
         match self.rng.random_range(0..10) {
             0 => {
                 let page = client.readdir(&me, dir, 0, 100, true).await?;
@@ -93,17 +100,24 @@ impl Onlooker {
         Ok(())
     }
 
-    /// `known`: from before it was asked.
-    fn told(&self, (known, ends): &(BTreeMap<Ino, u64>, BTreeMap<Ino, End>), attr: &pb::Attr) {
-        if attr.mode & 0o170_000 != 0o100_000 {
+    fn known(&self) -> Known {
+        let found = self.found.lock();
+        Known { sizes: self.sizes.lock().clone(), ends: found.ends.clone(), sizings: found.sizings.clone() }
+    }
+
+    fn told(&self, known: &Known, attr: &pb::Attr) {
+        let sizing = |of: &BTreeMap<Ino, u64>| of.get(&attr.ino).copied().unwrap_or(0);
+        let (before, now) = (sizing(&known.sizings), sizing(&self.found.lock().sizings));
+        if attr.mode & 0o170_000 != 0o100_000 || before != now || now % 2 == 1 {
             return;
         }
-        let least = known.get(&attr.ino).copied().unwrap_or(0);
+        let key = (attr.ino, now);
+        let least = known.sizes.get(&key).copied().unwrap_or(0);
         if attr.size < least || attr.size > FILE_BYTES {
             let m = format!("file {:#x} has {} bytes; {least} had been told", attr.ino, attr.size);
             self.found.lock().broken(m);
         }
-        if let Some(e) = ends.get(&attr.ino).filter(|e| attr.size < e.end) {
+        if let Some(e) = known.ends.get(&attr.ino).filter(|e| attr.size < e.end) {
             let m = format!(
                 "file {:#x} has {} bytes for somebody; a write up to {} had returned",
                 attr.ino, attr.size, e.end
@@ -111,7 +125,7 @@ impl Onlooker {
             self.found.lock().short.push((*e, m));
         }
         let mut sizes = self.sizes.lock();
-        let most = sizes.entry(attr.ino).or_insert(0);
+        let most = sizes.entry(key).or_insert(0);
         *most = attr.size.max(*most);
         self.found.lock().looks += 1;
     }

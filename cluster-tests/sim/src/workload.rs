@@ -31,6 +31,7 @@ pub struct Findings {
     pub broken_at: Option<usize>,
     pub writes: u64,
     pub punches: u64,
+    pub cuts: u64,
     pub seeks: u64,
     pub syncs: u64,
     pub reads: u64,
@@ -41,6 +42,8 @@ pub struct Findings {
     pub errors: u64,
     /// How far each file was written by writes that returned.
     pub ends: BTreeMap<Ino, End>,
+    /// How often the size of a file was about to be set, and was; odd while somebody may see either.
+    pub sizings: BTreeMap<Ino, u64>,
     /// Smaller sizes that somebody was told later. Broken promises, unless the writer lost its session: then its bytes are gone.
     pub short: Vec<(End, String)>,
 }
@@ -53,6 +56,7 @@ impl Findings {
             broken_at: None,
             writes: 0,
             punches: 0,
+            cuts: 0,
             seeks: 0,
             syncs: 0,
             reads: 0,
@@ -62,6 +66,7 @@ impl Findings {
             waits_given_up: 0,
             errors: 0,
             ends: BTreeMap::new(),
+            sizings: BTreeMap::new(),
             short: Vec::new(),
         }
     }
@@ -126,7 +131,8 @@ impl Actor {
     /// Random operations until told to stop.
     pub async fn run(&mut self, stop: Arc<std::sync::atomic::AtomicBool>) {
         while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-            let result = match self.rng.random_range(0..24) {
+            let result = match self.rng.random_range(0..27) {
+                24..=26 => self.truncate().await,
                 20..=21 => self.punch().await,
                 22..=23 => self.seek().await,
                 0..=7 => self.write().await,
@@ -154,6 +160,7 @@ impl Actor {
         let mut bytes = vec![0; len];
         fill(tag, offset, &mut bytes);
         let (file, model) = &mut self.files[n];
+        tracing::debug!("client {}: writes {offset}+{len} of {:#x}, tag {tag}", self.id, file.ino());
         model.wrote(tag, offset, len);
         file.write_all_at(offset, &bytes).await.inspect_err(|_| model.write_failed(tag))?;
         let end = offset + len as u64;
@@ -178,6 +185,30 @@ impl Actor {
         model.punched(tag, first * CELL as u64, count * CELL as u64);
         file.punch(first * CELL as u64, count * CELL as u64).await.inspect_err(|_| model.write_failed(tag))?;
         self.found.lock().punches += 1;
+        Ok(())
+    }
+
+    /// As a program does that writes a file anew, and as one that cuts off its end or makes it longer.
+    async fn truncate(&mut self) -> Result<()> {
+        let n = self.rng.random_range(0..FILES);
+        let cells = FILE_BYTES / CELL as u64;
+        let size = if self.rng.random_bool(0.5) { 0 } else { self.rng.random_range(0..=cells) * CELL as u64 };
+        let tag = self.next_tag;
+        self.next_tag += 1;
+        let (file, model) = &mut self.files[n];
+        tracing::debug!("client {}: sets the size of {:#x} to {size}, tag {tag}", self.id, file.ino());
+        model.sizing(tag, size);
+        {
+            let mut found = self.found.lock();
+            found.ends.remove(&file.ino());
+            *found.sizings.entry(file.ino()).or_default() |= 1;
+        }
+        file.truncate(size).await.inspect_err(|_| model.write_failed(tag))?;
+        tracing::debug!("client {}: set the size of {:#x} to {size}, tag {tag}", self.id, file.ino());
+        model.sized(size);
+        let mut found = self.found.lock();
+        *found.sizings.entry(file.ino()).or_default() += 1;
+        found.cuts += 1;
         Ok(())
     }
 
@@ -211,6 +242,7 @@ impl Actor {
         let n = self.rng.random_range(0..FILES);
         let (file, model) = &mut self.files[n];
         file.fsync().await.inspect_err(|_| model.sync_failed())?;
+        tracing::debug!("client {}: synced {:#x}", self.id, file.ino());
         model.synced();
         self.found.lock().syncs += 1;
         Ok(())

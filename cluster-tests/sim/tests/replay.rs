@@ -8,6 +8,7 @@ fn twice(seed: u64) {
     assert!(
         first.writes > 0
             && first.punches > 0
+            && first.cuts > 0
             && first.seeks > 0
             && first.syncs > 0
             && first.names > 0

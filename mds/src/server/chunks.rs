@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use strake_fabric::{Connection, Endpoint, Fabric, Message};
 use strake_proto::{
     ChunkId, Code, Error, Ino, Result,
-    data::DataRequest,
+    data::{DataReply, DataRequest, FLAG_TOMBSTONE, Version},
     layout::{Cut, StripeMap},
     map::{ChainExt, MapView},
     opcode, pb,
@@ -99,7 +99,7 @@ pub(super) async fn cut_files(mds: &Mds) {
     };
     let job = |(ino, trim, layout): (Ino, pb::Trim, pb::Layout)| async move {
         fenced(mds, trim.fence)?;
-        trim_file(mds, ino, &layout, trim.size).await
+        trim_file(mds, ino, &layout, Some(&trim)).await
     };
     let done = |keys: Vec<(Ino, u64)>| async move {
         let each = |(ino, number)| mds.propose(Command::TrimDone(pb::TrimDone { ino, number }));
@@ -122,7 +122,7 @@ pub(super) async fn delete_files(mds: &Mds) {
     let list = |n: usize| mds.machine.namespace.gc_queue(n);
     let job = |r: pb::GcRecord| async move {
         match &r.layout {
-            Some(layout) => trim_file(mds, r.ino, layout, 0).await,
+            Some(layout) => trim_file(mds, r.ino, layout, None).await,
             None => Ok(()),
         }
     };
@@ -212,14 +212,22 @@ fn settle<K: Ord + Copy + std::fmt::Debug>(
     }
 }
 
-/// Cuts a file's chunks to `size` on all its chains.
-async fn trim_file(mds: &Mds, ino: Ino, layout: &pb::Layout, size: u64) -> Result<()> {
+/// Cuts a file's chunks on all its chains, or removes all if its data is gone for good.
+async fn trim_file(mds: &Mds, ino: Ino, layout: &pb::Layout, trim: Option<&pb::Trim>) -> Result<()> {
     let map = mds.map();
     let stripes = StripeMap::resolve(ino, layout, &map)?;
-    let requests = trim_requests(&stripes, size, &map)?;
+    let requests = trim_requests(&stripes, trim.map(|t| t.size), &map)?;
     let calls = requests.into_iter().map(|(node, request)| async move {
         let conn = mds.links.get(&node).await?;
-        conn.call(Message::new(opcode::TRIM, request.encode()), CALL_TIMEOUT).await.map(|_| ())
+        let Some(trim) = trim else { return call(&*conn, &request).await.map(drop) };
+        let term = mds.with_lead(|l| Ok(l.term))?;
+        let version = Version { epoch: term, number: 0 };
+        let number = call(&*conn, &DataRequest { version, ..request.clone() }).await?.version.number;
+        // Only now: a number that is given after another cut of the file is done would undo what was written since.
+        if mds.machine.namespace.trim_of(ino).is_none_or(|t| t.number != trim.number) {
+            return Err(Error::new(Code::Stale, format!("cut {} of inode {ino:#x} is made or replaced", trim.number)));
+        }
+        call(&*conn, &DataRequest { version, seq: number, ..request }).await.map(drop)
     });
     let mut calls = stream::iter(calls).buffer_unordered(CHAINS_AT_ONCE);
     while let Some(r) = calls.next().await {
@@ -228,9 +236,15 @@ async fn trim_file(mds: &Mds, ino: Ino, layout: &pb::Layout, size: u64) -> Resul
     Ok(())
 }
 
+async fn call(conn: &dyn Connection, request: &DataRequest) -> Result<DataReply> {
+    let reply = conn.call(Message::new(opcode::TRIM, request.encode()), CALL_TIMEOUT).await?;
+    DataReply::decode(&reply.body)
+}
+
 /// What to ask of the head of each chain.
-fn trim_requests(stripes: &StripeMap, size: u64, map: &MapView) -> Result<Vec<(pb::Node, DataRequest)>> {
-    let Cut { first_gone, kept } = stripes.cut(size);
+fn trim_requests(stripes: &StripeMap, size: Option<u64>, map: &MapView) -> Result<Vec<(pb::Node, DataRequest)>> {
+    let Cut { first_gone, kept } = stripes.cut(size.unwrap_or(0));
+    let flags = if size.is_none() { FLAG_TOMBSTONE } else { 0 };
     // Only one chain has the chunk that keeps some of its bytes.
     let partial = (kept != u32::MAX).then(|| stripes.chain_of(first_gone.saturating_sub(1)));
     let mut chains = stripes.chains.clone();
@@ -246,7 +260,7 @@ fn trim_requests(stripes: &StripeMap, size: u64, map: &MapView) -> Result<Vec<(p
         let node = map.node_of(head).ok_or_else(|| Error::new(Code::Io, format!("target {head} has no node")))?;
         let chunk = ChunkId { ino: stripes.ino, data: stripes.data, index: first_gone };
         let len = if partial == Some(id) { kept } else { u32::MAX };
-        out.push((node.clone(), DataRequest { len, ..DataRequest::new(id, chain.epoch, head, chunk) }));
+        out.push((node.clone(), DataRequest { len, flags, ..DataRequest::new(id, chain.epoch, head, chunk) }));
     }
     Ok(out)
 }

@@ -489,12 +489,15 @@ impl ChainCore {
             }
             (Refusal::Gap, _, _) => {
                 Progress::Gap.taken();
-                let message = format!(
-                    "chain {chain} epoch {epoch}: the in-sync successor of target {me} refused version {:?} built on \
-                     {:?}: {error}",
-                    u.version, u.prev
-                );
-                out.push(Output::Alarm { message });
+                // Its attempts are 20 ms apart, until the chain changes.
+                if u.attempt.is_power_of_two() {
+                    let message = format!(
+                        "chain {chain} epoch {epoch}: the in-sync successor of target {me} refused version {:?} built \
+                         on {:?}: {error}",
+                        u.version, u.prev
+                    );
+                    out.push(Output::Alarm { message });
+                }
             }
             (Refusal::Final, _, _) => Progress::RefusedInDoubt.taken(),
             (Refusal::Unanswered, _, _) => {

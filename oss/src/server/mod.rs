@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `service.rs` | requests as they arrive: rights, sanity, dispatch |
 //! | `replica.rs` | carries out what a chain's state machine asks for |
+//! | `trim.rs` | cutting what a file has behind its end |
 //! | `sync.rs`, `pace.rs` | filling a replica that is out of sync; how that makes way for applications |
 //! | `repair.rs`, `damage.rs` | repairing a damaged chunk; what was found damaged |
 //! | `scrub.rs` | reading everything now and then, to find damage before a reader does |
@@ -26,6 +27,7 @@ mod service;
 mod sync;
 #[cfg(test)]
 mod tests;
+mod trim;
 
 use std::{sync::Arc, time::Duration};
 

@@ -22,6 +22,7 @@ use tokio::sync::oneshot;
 use super::{
     node::{InWork, Node, Target},
     peers::Lane,
+    trim::Cuts,
 };
 use crate::{
     chain::{ChainCore, Committed, Input, Local, Op, OpId, Outcome, Output, View, What},
@@ -59,6 +60,7 @@ pub struct Replica {
     inner: Mutex<Inner>,
     /// The epoch in which the SYNCING successor was completely filled.
     pub synced: AtomicU64,
+    pub cuts: Cuts,
 }
 
 struct Store<'a> {
@@ -112,7 +114,7 @@ impl Replica {
     pub fn new(node: Arc<Node>, target: Arc<Target>, id: TargetId, chain: ChainId, stale_through: u64) -> Arc<Replica> {
         let core = ChainCore::new(chain, Stamp { target: id, stamp: target.stamp }, stale_through);
         let inner = Mutex::new(Inner { core, ops: BTreeMap::new() });
-        Arc::new(Replica { node, target, chain, id, inner, synced: AtomicU64::new(0) })
+        Arc::new(Replica { node, target, chain, id, inner, synced: AtomicU64::new(0), cuts: Cuts::default() })
     }
 
     pub fn engine(&self) -> &Arc<Engine> {

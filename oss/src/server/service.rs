@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use futures_util::{StreamExt, stream};
 use strake_fabric::{Buf, Message, Peer, Role, Service, unknown_opcode};
 use strake_proto::{
     Capability, ChunkId, Code, Error, Result, Rights,
@@ -19,14 +18,12 @@ use super::{
     pace::Awaited,
     replica::{Carried, Replica, reply},
     sync::LIST_ONE,
+    trim::trim,
 };
 use crate::engine::Ask;
 
 /// Most entries of a list in one answer.
 const MAX_LIST: u32 = 4096;
-/// Updates that one TRIM keeps in flight.
-const TRIM_PARALLEL: usize = 16;
-const TRIM_PAGE: usize = 256;
 const BLOCK: u32 = checksum::BLOCK as u32;
 
 pub struct OssService {
@@ -81,7 +78,12 @@ impl Service for OssService {
     async fn handle(&self, peer: &Peer, m: Message) -> Result<Message> {
         let server_only = matches!(
             m.opcode,
-            opcode::FORWARD | opcode::FORWARD_FLUSH | opcode::SYNC_LIST | opcode::SYNC_PUT | opcode::LIST_CHUNKS
+            opcode::TRIM
+                | opcode::FORWARD
+                | opcode::FORWARD_FLUSH
+                | opcode::SYNC_LIST
+                | opcode::SYNC_PUT
+                | opcode::LIST_CHUNKS
         );
         if server_only && peer.role != Role::Server {
             tracing::warn!("{} asked for {:#06x}, which only servers may", peer.addr, m.opcode);
@@ -89,7 +91,7 @@ impl Service for OssService {
         }
         match m.opcode {
             opcode::ECHO => return Ok(Message::new(opcode::ECHO, m.body).with_payload(m.payload)),
-            opcode::READ | opcode::WRITE | opcode::FLUSH | opcode::TRIM | opcode::EXTENTS | opcode::GRANT => {}
+            opcode::READ | opcode::WRITE | opcode::FLUSH | opcode::EXTENTS | opcode::GRANT => {}
             _ if server_only => {}
             other => return Err(unknown_opcode(other)),
         }
@@ -125,10 +127,7 @@ impl Service for OssService {
                 Ok(reply(&replica.update(carried(r), stable).await?, Vec::new()))
             }
             opcode::FLUSH => self.flush(peer, &replica, &r).await,
-            opcode::TRIM => {
-                self.check_cap(peer, &r, Rights::TRIM)?;
-                Ok(reply(&trim(&replica, &r, m.trace).await?, Vec::new()))
-            }
+            opcode::TRIM => Ok(reply(&trim(&replica, &r, m.trace).await?, Vec::new())),
             opcode::FORWARD => {
                 check_shape(&r, m.payload_len())?;
                 Ok(reply(&replica.forwarded(carried(r)).await?, Vec::new()))
@@ -326,49 +325,4 @@ fn sync_list(replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
         replica.engine().list(replica.chain, after(r.chunk), r.len.clamp(1, MAX_LIST) as usize)?
     };
     list_reply(r, &entries)
-}
-
-/// Removes a file's chunks of this chain from `chunk.index` on, and cuts the one before.
-async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Result<DataReply> {
-    replica.check_member(r.epoch)?;
-    if !replica.view().head {
-        return Err(Error::new(Code::NotServing, format!("chain {} is trimmed at its head, not here", r.chain)));
-    }
-    let update = |kind, index, offset| {
-        let request =
-            DataRequest { kind, offset, ..DataRequest::new(r.chain, r.epoch, r.target, ChunkId { index, ..r.chunk }) };
-        replica.update(Carried { request, payload: Vec::new(), trace, _in_work: None }, false)
-    };
-    // What is being written right now may make chunks that no list has yet: those are removed after it, in their slot.
-    let mut busy = replica.busy_from(r.chunk);
-    let mut from = r.chunk.index;
-    loop {
-        let page = replica.engine().chunks_of(r.chain, r.chunk.ino, r.chunk.data, from, TRIM_PAGE)?;
-        let mut live: Vec<u64> = page.iter().filter(|e| !e.tombstone).map(|e| e.chunk.index).collect();
-        live.extend(std::mem::take(&mut busy).into_iter().filter(|i| !live.contains(i)).collect::<Vec<_>>());
-        let mut removals = stream::iter(live).map(|i| update(Kind::Remove, i, 0)).buffer_unordered(TRIM_PARALLEL);
-        while let Some(done) = removals.next().await {
-            done?;
-        }
-        match page.last().and_then(|e| e.chunk.index.checked_add(1)) {
-            Some(next) if page.len() == TRIM_PAGE => from = next,
-            _ => break,
-        }
-    }
-    if let Some(index) = r.chunk.index.checked_sub(1)
-        && r.len != u32::MAX
-    {
-        let key = replica.key(ChunkId { index, ..r.chunk });
-        let cut = match replica.engine().meta(&key) {
-            _ if replica.busy_from(key.chunk).first() == Some(&index) => true,
-            Err(e) if e.code == Code::Corrupt => true,
-            other => other?.is_some_and(|m| !m.tombstone && m.len > r.len),
-        };
-        if cut {
-            update(Kind::Truncate, index, r.len).await?;
-        }
-    }
-    let forget = (r.chunk.index == 0).then_some(r.chunk);
-    let stamps = replica.flush_chain(r.epoch, forget).await?;
-    Ok(DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() })
 }

@@ -17,7 +17,7 @@ use prost::Message as _;
 use strake_fabric::{Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
 use strake_proto::{
     CapKey, Code, Error, Result,
-    data::{DataReply, DataRequest},
+    data::{DataReply, DataRequest, FLAG_TOMBSTONE, Version},
     ids::TARGET_UNASSIGNED,
     opcode, pb,
 };
@@ -378,8 +378,13 @@ impl Service for FakeOss {
         if self.refuse.load(Ordering::Relaxed) {
             return Err(Error::new(Code::NotServing, "not now"));
         }
-        self.trims.lock().push(DataRequest::decode(&request.body).unwrap());
-        Ok(Message::new(opcode::TRIM, DataReply::default().encode()))
+        let r = DataRequest::decode(&request.body).unwrap();
+        let asks = r.seq == 0 && r.flags & FLAG_TOMBSTONE == 0;
+        let version = Version { number: if asks { r.chunk.ino } else { 0 }, ..Version::default() };
+        if !asks {
+            self.trims.lock().push(r);
+        }
+        Ok(Message::new(opcode::TRIM, DataReply { version, ..DataReply::default() }.encode()))
     }
 }
 

@@ -426,6 +426,27 @@ impl Cluster {
         }
     }
 
+    /// As the metadata servers do: cuts the file's chunks from `index` on, tries until it is done.
+    pub async fn trim(&self, index: u64, len: u32) -> DataReply {
+        let ask = async |seq| {
+            let version = Version { epoch: 1, number: 0 };
+            let cut = DataRequest { len, seq, version, session: 0, cap: None, ..self.request(self.head(), index) };
+            self.call_as(Role::Server, self.head(), opcode::TRIM, &cut, &[]).await
+        };
+        loop {
+            let done = match ask(0).await {
+                Ok((number, _)) => ask(number.version.number).await,
+                other => other,
+            };
+            match done {
+                Ok((reply, _)) => return reply,
+                Err(e) => assert!(e.is_retryable(), "{e}"),
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            self.authority.tick();
+        }
+    }
+
     pub fn write_request(&self, index: u64, offset: u32, data: &[u8], seq: u64) -> DataRequest {
         let sums = block_sums(u64::from(offset), [data]);
         let (kind, len) = (Kind::Write, data.len() as u32);

@@ -172,8 +172,7 @@ async fn damaged_records_are_repaired_from_memory_or_from_the_other_copy() {
 async fn a_removed_chunk_whose_record_is_damaged_stays_removed() {
     let mut c = Cluster::start(2).await;
     filled(&c).await;
-    let trim = || DataRequest { len: u32::MAX, ..c.request(c.head(), 2) };
-    c.retry(opcode::TRIM, &[], trim).await.unwrap();
+    c.trim(2, u32::MAX).await;
     c.kill(0);
     c.boot(0).await;
     in_sync(&c).await;
@@ -470,8 +469,7 @@ async fn a_pass_is_stopped_resumed_and_survives_a_restart_while_chunks_come_and_
     assert_eq!((s.pass, s.running, s.under_way, s.paused), (1, false, true, true));
     assert!((7..=9).contains(&s.chunks), "{} chunks", s.chunks);
     // One behind it goes, some before it too, one comes.
-    let trim = || DataRequest { len: u32::MAX, ..c.request(0, 15) };
-    c.retry(opcode::TRIM, &[], trim).await.unwrap();
+    c.trim(15, u32::MAX).await;
     ask(&c, 0, Ask::Resume);
     tokio::time::sleep(Duration::from_millis(2500)).await;
     let before = status(&c, 0).chunks;
