@@ -2,6 +2,7 @@
 //! mount(8)'s helper. A library so that what
 //! reads text from outside can be fuzzed; the program is [`main`].
 
+mod add_target;
 mod bench;
 mod config;
 mod dev;

@@ -143,13 +143,15 @@ pub fn oss(args: OssArgs) -> Result<ExitCode> {
         let list = args.mds.into_iter().map(toml::Value::String).collect();
         o.push(("oss", "mds", toml::Value::Array(list)));
     }
-    let file: OssFile = config::load(args.common.config.as_deref(), o)?;
+    let path = args.common.config;
+    let file: OssFile = config::load(path.as_deref(), o.clone())?;
+    let reread = Box::new(move || Ok(config::load::<OssFile>(path.as_deref(), o.clone())?.oss));
     let log = config::log_filter(&file.log)?;
     let key = config::read_key(&file.cluster_key)?;
     crate::init_log(&log);
     raise_file_limit();
     crate::run(file.threads, async move {
-        let server = strake_oss::server::start_on_disk(file.oss, Env::system(), key).await?;
+        let server = strake_oss::server::start_on_disk_with(file.oss, Env::system(), key, reread).await?;
         tracing::info!("object storage server is up at {}", server.endpoint());
         until_signal().await?;
         server.shutdown().await?;
@@ -164,7 +166,14 @@ pub fn check_mds(text: &str) -> Result<()> {
 
 /// Reads a storage server's configuration and checks it.
 pub fn check_oss(text: &str) -> Result<()> {
-    config::parse::<OssFile>("text", text, Overrides::new())?.oss.check()
+    oss_config("text", text).map(drop)
+}
+
+/// A storage server's configuration, as it would be read from a file.
+pub fn oss_config(name: &str, text: &str) -> Result<strake_oss::server::Config> {
+    let cfg = config::parse::<OssFile>(name, text, Overrides::new())?.oss;
+    cfg.check()?;
+    Ok(cfg)
 }
 
 /// A server has a descriptor for each client, and some for each target; a shell allows a thousand, often. From now on as many as

@@ -23,6 +23,7 @@ use strake_proto::{
 };
 
 use crate::{
+    add_target::{self, AddArgs},
     members::{Group, Reach, UNFINISHED, passes},
     term::{size, span, table},
 };
@@ -30,6 +31,8 @@ use pb::members_request::Change;
 
 #[derive(Subcommand)]
 pub enum Command {
+    /// Give a storage server one more target, while it serves.
+    Add(AddArgs),
     /// Show targets, how full they are, and what is on its way.
     List(ListArgs),
     /// Move everything on targets to others, while the file system is used; waits for the end.
@@ -107,6 +110,7 @@ const STUCK: Duration = Duration::from_secs(15);
 
 pub fn run(command: Command) -> Result<ExitCode> {
     match command {
+        Command::Add(a) => add_target::run(&a),
         Command::List(a) => act(&a.reach, async |_| Ok(Vec::new())),
         Command::Drain(a) => {
             let (ids, wait) = (a.targets.target, !a.no_wait);

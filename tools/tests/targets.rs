@@ -5,8 +5,8 @@ mod common;
 use std::{
     fs,
     os::unix::fs::symlink,
-    path::PathBuf,
-    process::{Command, Output},
+    path::{Path, PathBuf},
+    process::{Child, Command, Output, Stdio},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -183,6 +183,73 @@ fn a_dead_target_is_replaced_by_another_and_what_cannot_move_is_said() {
     c.until("its bytes are gone", || c.target(dead)["used"].as_u64().unwrap() < 4 << 20);
     let fsck = c.run(&["fsck", "--read-data"]);
     assert!(fsck.status.success(), "{}{}", text(&fsck.stdout), text(&fsck.stderr));
+}
+
+#[test]
+fn a_target_is_added_to_a_server_that_serves() {
+    let c = Cluster::new("3");
+    let (data, file) = (|i| pattern(3000 + i, 700_000), |i: usize| c.mnt().join(format!("f{i}")));
+    (0..40).for_each(|i| fs::write(file(i), data(i)).unwrap());
+    let stop = Arc::new(AtomicBool::new(false));
+    let worker = {
+        let (at, stop) = (c.mnt(), stop.clone());
+        thread::spawn(move || work(at, &stop))
+    };
+    refused(&c.run(&["target", "add", "--server", "oss9"]), &["oss1 to oss3"]);
+    let said: Value = serde_json::from_str(&ok(&c.run(&["target", "add", "--server", "oss2", "--json"]))).unwrap();
+    assert_eq!(said["targets"], serde_json::json!([3]), "{said}");
+    c.until("it takes its part", || c.target(3)["alive"] == true && c.target(3)["replicas"].as_u64() > Some(0));
+    assert!(c.target(3)["server"] == "oss2" && c.targets().len() == 4);
+    stop.store(true, Ordering::Relaxed);
+    assert!(worker.join().unwrap() > 5);
+    ok(&c.run(&["down"]));
+    ok(&c.up());
+    c.until("it is back", || c.target(3)["alive"] == true);
+    (0..40).for_each(|i| assert!(fs::read(file(i)).unwrap() == data(i), "file {i}"));
+
+    // A server whose configuration was written by hand.
+    let (config, ours) = (c.root.path().join("oss3.toml"), c.dir().join("oss3.toml"));
+    let before = fs::read_to_string(&ours).unwrap();
+    fs::write(&config, &before).unwrap();
+    c.kill_oss(3);
+    let child = strake().arg("oss").arg("--config").arg(&config).stdin(Stdio::null()).spawn().unwrap();
+    let mut server = Server(child);
+    let add = |config: &Path, path: &Path, more: &[&str]| {
+        let mut add = strake();
+        add.args(["target", "add", "--config"]).arg(config).arg("--path").arg(path).args(more).output().unwrap()
+    };
+    let (new, own) = (c.root.path().join("new"), c.dir().join("oss3/target0"));
+    c.until("it is back", || c.target(c.target_of(3))["alive"] == true);
+    let gib = ["--size-gib", "1"];
+    refused(&add(&ours, &new, &gib), &["--server oss3"]);
+    refused(&add(&config, &new, &[]), &["give either size or device", "nothing was added"]);
+    refused(&add(&config, &own, &gib), &["already"]);
+    refused(&add(&config, &c.dir().join("logs"), &gib), &["nothing was added"]);
+    assert_eq!(fs::read_to_string(&config).unwrap(), before);
+    assert!(ok(&add(&config, &new, &gib)).contains("target 4 is new"));
+    c.until("it takes its part", || c.target(4)["replicas"].as_u64() > Some(0));
+    assert!(c.target(4)["server"] == "oss3");
+    // It is there again after a restart.
+    server.0.kill().unwrap();
+    server.0.wait().unwrap();
+    refused(&add(&config, &c.root.path().join("other"), &gib), &["nothing was added"]);
+    let child = strake().arg("oss").arg("--config").arg(&config).stdin(Stdio::null()).spawn().unwrap();
+    server = Server(child);
+    c.until("both are back", || {
+        c.targets().iter().filter(|t| t["server"] == "oss3" && t["alive"] == true).count() == 2
+    });
+
+    (0..40).for_each(|i| assert!(fs::read(file(i)).unwrap() == data(i), "file {i}"));
+    drop(server);
+}
+
+struct Server(Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 #[test]

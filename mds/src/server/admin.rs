@@ -37,6 +37,10 @@ impl Admin for Shell {
         Err(Status::unimplemented("this is a metadata server; ask a storage server"))
     }
 
+    async fn add_targets(&self, _: Request<pb::AddTargetsRequest>) -> Result<Response<pb::AddTargetsReply>, Status> {
+        Err(Status::unimplemented("this is a metadata server; ask a storage server"))
+    }
+
     async fn pool_change(&self, r: Request<pb::PoolChangeRequest>) -> Result<Response<pb::PoolChangeReply>, Status> {
         let r = r.into_inner();
         self.0.leading().map_err(status)?;

@@ -1,5 +1,5 @@
 //! The leader's workers at the storage servers: they cut what a shrink left over and delete what has no file any more.
-//! Both are idempotent and are tried again until done; what cannot be done now does not hold up the rest.
+//! Both are tried again until done; what cannot be done now does not hold up the rest. A cut that was made is not made again.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -93,13 +93,24 @@ impl Links {
 
 /// Files whose size went down: their chunks are cut on every chain, then the shrink is answered.
 pub(super) async fn cut_files(mds: &Mds) {
+    // What was made and is not in the log yet: when it is, the file is written again, and another cut may come after that.
+    let made: Mutex<BTreeSet<(Ino, u64)>> = Mutex::default();
+    let wanted = |(ino, number): (Ino, u64)| mds.machine.namespace.trim_of(ino).is_some_and(|t| t.number == number);
     let list = |n: usize| {
+        made.lock().retain(|cut| wanted(*cut));
         let trims = mds.machine.namespace.trims(n);
         trims.into_iter().map(|(ino, t, layout)| ((ino, t.number), (ino, t, layout))).collect::<Vec<_>>()
     };
-    let job = |(ino, trim, layout): (Ino, pb::Trim, pb::Layout)| async move {
-        fenced(mds, trim.fence)?;
-        trim_file(mds, ino, &layout, Some(&trim)).await
+    let job = |(ino, trim, layout): (Ino, pb::Trim, pb::Layout)| {
+        let made = &made;
+        async move {
+            if !made.lock().contains(&(ino, trim.number)) {
+                fenced(mds, trim.fence)?;
+                trim_file(mds, ino, &layout, Some(&trim)).await?;
+                made.lock().insert((ino, trim.number));
+            }
+            Ok(())
+        }
     };
     let done = |keys: Vec<(Ino, u64)>| async move {
         let each = |(ino, number)| mds.propose(Command::TrimDone(pb::TrimDone { ino, number }));
@@ -223,6 +234,9 @@ async fn trim_file(mds: &Mds, ino: Ino, layout: &pb::Layout, trim: Option<&pb::T
         let term = mds.with_lead(|l| Ok(l.term))?;
         let version = Version { epoch: term, number: 0 };
         let number = call(&*conn, &DataRequest { version, ..request.clone() }).await?.version.number;
+        if number == 0 {
+            return Err(Error::new(Code::Protocol, "a storage server of an older version cuts without a number"));
+        }
         // Only now: a number that is given after another cut of the file is done would undo what was written since.
         if mds.machine.namespace.trim_of(ino).is_none_or(|t| t.number != trim.number) {
             return Err(Error::new(Code::Stale, format!("cut {} of inode {ino:#x} is made or replaced", trim.number)));

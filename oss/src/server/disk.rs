@@ -1,18 +1,57 @@
 //! A storage server from its target folders.
 
-use std::{path::Path, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use strake_fabric::{Env, Identity, Pool, tcp::TcpFabric};
-use strake_proto::{CapKey, Code, Error, Result, ids::TARGET_UNASSIGNED};
+use strake_proto::{CapKey, Code, Error, Result, TargetId, ids::TARGET_UNASSIGNED};
+use tokio::sync::Mutex;
 
-use super::{Config, OssServer, Parts, TargetConfig, admin};
+use super::{Config, OssServer, Parts, TargetConfig, admin, node::Node};
 use crate::engine::{self, Engine, Options, TargetIdentity, TargetLayout};
+
+/// Reads the configuration anew.
+pub type Reread = Box<dyn Fn() -> Result<Config> + Send + Sync>;
+
+/// What more targets are made with, while the others serve.
+pub(super) struct More {
+    reread: Reread,
+    pool: Pool,
+    /// Folders of the targets that there are. Held while some are added.
+    known: Mutex<BTreeSet<PathBuf>>,
+}
+
+impl More {
+    /// Makes, opens and registers the targets that the configuration has come to name; their numbers. Those before one that fails stay.
+    pub async fn add(&self, node: &Node) -> Result<Vec<TargetId>> {
+        let mut known = self.known.lock().await;
+        let cfg = (self.reread)()?;
+        cfg.check()?;
+        let fs_uuid = node.targets().iter().map(|t| t.engine.identity().fs_uuid).find(|u| *u != [0; 16]);
+        let mut added = Vec::new();
+        for t in cfg.targets.iter().filter(|t| !known.contains(&t.path)).collect::<Vec<_>>() {
+            let engine = open(t, &node.cfg.name, fs_uuid, &node.env, &self.pool).await?;
+            added.push(node.add_target(engine).await?);
+            known.insert(t.path.clone());
+        }
+        Ok(added)
+    }
+}
 
 /// Starts a server on TCP from `cfg.targets`, making targets whose folders are absent or empty. `cluster_key` is the secret
 /// that all servers of the cluster share.
 ///
 /// Errors name the folder and what is wrong with it: in use, of another cluster, newer, damaged, incomplete.
 pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Result<OssServer> {
+    let fixed = || Err(Error::new(Code::OpNotSupp, "this server was given its configuration by its program, for good"));
+    start_on_disk_with(cfg, env, cluster_key, Box::new(fixed)).await
+}
+
+/// As [`start_on_disk`]; `reread` gives the configuration as it is then, which may name more targets than before.
+pub async fn start_on_disk_with(cfg: Config, env: Env, cluster_key: [u8; 32], reread: Reread) -> Result<OssServer> {
     cfg.check()?;
     if cfg.targets.is_empty() {
         return Err(Error::new(Code::Inval, "storage server configuration: targets must name at least one folder"));
@@ -25,12 +64,14 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
         fs_uuid = fs_uuid.or(Some(engine.identity().fs_uuid).filter(|u| *u != [0; 16]));
         targets.push(engine);
     }
+    let known = Mutex::new(cfg.targets.iter().map(|t| t.path.clone()).collect());
+    let more = More { reread, pool: pool.clone(), known };
     let fabric = TcpFabric::new(env.clone(), Identity::server(&cluster_key), None, pool, Default::default());
     let cap_key = CapKey::from_cluster_key(&cluster_key);
     let at = cfg.admin;
     let mut server = super::start(cfg, Parts { env: env.clone(), fabric: Arc::new(fabric), targets, cap_key }).await?;
     if let Some(at) = at {
-        server.tasks.push(env.spawn(admin::serve(server.node.clone(), at)?));
+        server.tasks.push(env.spawn(admin::serve(server.node.clone(), more, at)?));
     }
     Ok(server)
 }

@@ -32,7 +32,7 @@ mod trim;
 use std::{sync::Arc, time::Duration};
 
 pub use config::{Config, TargetConfig};
-pub use disk::start_on_disk;
+pub use disk::{Reread, start_on_disk, start_on_disk_with};
 use node::Node;
 use peers::{MdsLink, Peers};
 pub use scrub::Ask;
@@ -76,24 +76,8 @@ pub async fn start(cfg: Config, parts: Parts) -> Result<OssServer> {
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(Duration::from_secs(1));
     }
-    let mut tasks = vec![env.spawn(node.clone().stay_registered(mds, listener.endpoint().clone()))];
-    for t in &node.targets {
-        let (t, every) = (t.clone(), Duration::from_millis(node.cfg.flush_ms));
-        tasks.push(env.spawn(async move {
-            loop {
-                tokio::time::sleep(every).await;
-                if t.engine.is_dirty()
-                    && let Err(e) = t.engine.flush().await
-                {
-                    t.note(&e);
-                }
-            }
-        }));
-    }
-    for t in &node.targets {
-        tasks.push(env.spawn(scrub::run(node.clone(), t.clone())));
-        tasks.push(env.spawn(scrub::heal(node.clone(), t.clone())));
-    }
+    let tasks = vec![env.spawn(node.clone().stay_registered(mds, listener.endpoint().clone()))];
+    node.targets().iter().for_each(|t| node.tend(t));
     let endpoint = listener.endpoint().clone();
     Ok(OssServer { node, listener: Some(listener), endpoint, tasks })
 }
@@ -121,10 +105,10 @@ impl OssServer {
             let _ = t.await; // ended by `stop`
         }
         let mut result = Ok(());
-        for t in &self.node.targets {
+        for t in self.node.targets().iter() {
             result = result.and(t.engine.flush().await);
         }
-        let engines: Vec<_> = self.node.targets.iter().map(|t| Arc::downgrade(&t.engine)).collect();
+        let engines: Vec<_> = self.node.targets().iter().map(|t| Arc::downgrade(&t.engine)).collect();
         drop(self);
         // Requests in progress and connections still hold them for a moment.
         let until = tokio::time::Instant::now() + Duration::from_secs(5);
@@ -139,6 +123,7 @@ impl OssServer {
         for t in &self.tasks {
             t.abort();
         }
+        self.tasks.extend(self.node.untended());
         self.node.stop();
     }
 }

@@ -1,7 +1,7 @@
 //! What all parts of one storage server share, and its place in the cluster: registration, heartbeats, the map.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
@@ -20,7 +20,11 @@ use strake_proto::{
     opcode,
     pb::{self, ReplicaState},
 };
-use tokio::sync::{Notify, Semaphore};
+use tokio::{
+    sync::{Notify, Semaphore, oneshot},
+    task::JoinHandle,
+    time::Instant,
+};
 
 use super::{
     Config,
@@ -42,6 +46,8 @@ const ROOM: u64 = 256 << 20;
 /// With so much space a target that left its chains for lack of it comes back.
 const RETURN: u64 = 64 << 20;
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a new target is tried to be registered.
+const JOIN: Duration = Duration::from_secs(20);
 /// Chunks of one target that are repaired at a time.
 const REPAIRS: usize = 4;
 
@@ -63,6 +69,18 @@ pub struct Target {
 }
 
 impl Target {
+    fn new(engine: Arc<Engine>, stamp: u64) -> Arc<Target> {
+        let id = AtomicU32::new(engine.identity().target_id);
+        let position = engine.scrub_position().unwrap_or_else(|e| {
+            tracing::warn!("the scrub begins anew: {e}");
+            Position::default()
+        });
+        let (damage, scrub, repairs) = (Damage::default(), Scrub::new(position), Semaphore::new(REPAIRS));
+        let (failed, lapses) = (AtomicBool::new(false), AtomicU32::new(0));
+        let (foreground, fills) = (Foreground::default(), Fills::default());
+        Arc::new(Target { engine, stamp, id, damage, scrub, repairs, foreground, fills, failed, lapses })
+    }
+
     pub fn id(&self) -> TargetId {
         self.id.load(Ordering::Acquire)
     }
@@ -187,12 +205,24 @@ fn follows(target: &TargetIdentity, now: u64) -> bool {
     target.fs_uuid == [0; 16] || matches!(was.kin(Incarnation(now)), Kin::Same | Kin::Newer)
 }
 
+/// A target that is to be registered while the others serve.
+struct Joining {
+    target: Arc<Target>,
+    until: Instant,
+    done: oneshot::Sender<Result<TargetId>>,
+}
+
 pub struct Node {
     pub cfg: Config,
     pub env: Env,
     pub cap_key: CapKey,
     pub peers: Peers,
-    pub targets: Vec<Arc<Target>>,
+    /// Grows only.
+    targets: ArcSwap<Vec<Arc<Target>>>,
+    /// Targets that are to be registered too.
+    joining: Mutex<VecDeque<Joining>>,
+    /// What goes on for each target.
+    tending: Mutex<Vec<JoinHandle<()>>>,
     pub id: AtomicU32,
     pub map: ArcSwap<MapView>,
     /// Heartbeat now: the map is stale, or there is news.
@@ -212,21 +242,12 @@ pub struct Node {
 
 impl Node {
     pub fn new(cfg: Config, env: Env, cap_key: CapKey, peers: Peers, engines: Vec<Arc<Engine>>) -> Arc<Node> {
-        let target = |engine: Arc<Engine>| {
-            let id = AtomicU32::new(engine.identity().target_id);
-            let stamp = env.random_u64();
-            let position = engine.scrub_position().unwrap_or_else(|e| {
-                tracing::warn!("the scrub begins anew: {e}");
-                Position::default()
-            });
-            let (damage, scrub, repairs) = (Damage::default(), Scrub::new(position), Semaphore::new(REPAIRS));
-            let (failed, lapses) = (AtomicBool::new(false), AtomicU32::new(0));
-            let (foreground, fills) = (Foreground::default(), Fills::default());
-            Arc::new(Target { engine, stamp, id, damage, scrub, repairs, foreground, fills, failed, lapses })
-        };
+        let targets = engines.into_iter().map(|e| Target::new(e, env.random_u64())).collect();
         Arc::new(Node {
             clients: Semaphore::new(cfg.max_requests),
-            targets: engines.into_iter().map(target).collect(),
+            targets: ArcSwap::from_pointee(targets),
+            joining: Mutex::default(),
+            tending: Mutex::default(),
             cap_key,
             peers,
             id: AtomicU32::new(0),
@@ -302,7 +323,8 @@ impl Node {
             let m = format!("storage server '{}' has no target {unknown}", self.cfg.name);
             return Err(Error::new(Code::NoEnt, m));
         }
-        let chosen = self.targets.iter().filter(|t| targets.is_empty() || targets.contains(&t.id()));
+        let own = self.targets();
+        let chosen = own.iter().filter(|t| targets.is_empty() || targets.contains(&t.id()));
         let each = chosen.map(|t| {
             ask.into_iter().for_each(|a| t.scrub.ask(a));
             scrub::status(self, t)
@@ -310,8 +332,60 @@ impl Node {
         Ok(each.collect())
     }
 
-    pub fn target(&self, id: TargetId) -> Option<&Arc<Target>> {
-        self.targets.iter().find(|t| t.id() == id)
+    pub fn targets(&self) -> Arc<Vec<Arc<Target>>> {
+        self.targets.load_full()
+    }
+
+    pub fn target(&self, id: TargetId) -> Option<Arc<Target>> {
+        self.targets.load().iter().find(|t| t.id() == id).cloned()
+    }
+
+    /// Flushes and scrubs a target from now on.
+    pub fn tend(self: &Arc<Self>, target: &Arc<Target>) {
+        let (t, every) = (target.clone(), Duration::from_millis(self.cfg.flush_ms));
+        let flush = async move {
+            loop {
+                tokio::time::sleep(every).await;
+                if t.engine.is_dirty()
+                    && let Err(e) = t.engine.flush().await
+                {
+                    t.note(&e);
+                }
+            }
+        };
+        let env = &self.env;
+        let scrub = env.spawn(scrub::run(self.clone(), target.clone()));
+        let heal = env.spawn(scrub::heal(self.clone(), target.clone()));
+        self.tending.lock().extend([env.spawn(flush), scrub, heal]);
+    }
+
+    /// Has one more target registered while the others serve; its number. An error leaves all as it was here; whether the metadata servers
+    /// know of it already is not known then, and no matter: it may be tried again.
+    pub async fn add_target(&self, engine: Arc<Engine>) -> Result<TargetId> {
+        let (done, answer) = oneshot::channel();
+        let target = Target::new(engine, self.env.random_u64());
+        self.joining.lock().push_back(Joining { target, until: Instant::now() + JOIN, done });
+        self.kick.notify_one();
+        answer.await.map_err(|_| Error::new(Code::Disconnected, "this storage server is stopping"))?
+    }
+
+    /// One attempt to register the first target that is to join.
+    async fn join(self: &Arc<Self>, mds: &mut MdsLink, listening: &Endpoint) {
+        let Some(j) = self.joining.lock().pop_front() else { return };
+        match self.register_with(mds, listening, Some(&j.target)).await {
+            Ok(()) => {
+                tracing::info!("target {} is new", j.target.id());
+                self.tend(&j.target);
+                let _ = j.done.send(Ok(j.target.id()));
+            }
+            Err(e) if matches!(e.code, Code::Inval | Code::NoSpc) || Instant::now() > j.until => {
+                let _ = j.done.send(Err(e));
+            }
+            Err(e) => {
+                tracing::warn!("a new target is not registered yet, trying again: {e}");
+                self.joining.lock().push_back(j);
+            }
+        }
     }
 
     /// Takes a newer map: every replica gets its chain's new state.
@@ -329,7 +403,7 @@ impl Node {
         let map = Arc::new(MapView::new(map)?);
         self.note_sights(&map);
         self.map.store(map.clone());
-        for target in self.targets.iter().filter(|t| t.id() != TARGET_UNASSIGNED) {
+        for target in self.targets().iter().filter(|t| t.id() != TARGET_UNASSIGNED) {
             let id = target.id();
             for chain in map.chains_of(id) {
                 let in_former_life = first
@@ -360,7 +434,7 @@ impl Node {
     /// in sync: what was known before is what they ask for.
     fn note_sights(&self, map: &MapView) {
         let doubted = doubted(map);
-        for t in self.targets.iter().filter(|t| t.id() != TARGET_UNASSIGNED) {
+        for t in self.targets().iter().filter(|t| t.id() != TARGET_UNASSIGNED) {
             let left: Vec<ChainId> = t.engine.known_chains();
             let left = left.into_iter().filter_map(|id| map.chain(id)).filter(|c| has_left(c, t.id()));
             let chains = map.chains_of(t.id()).chain(left).filter(|c| !doubted.contains(&c.id));
@@ -372,8 +446,8 @@ impl Node {
 
     /// The latest incarnation of the metadata group that one of its targets has belonged to.
     fn incarnation(&self) -> Incarnation {
-        let all = self.targets.iter().map(|t| Incarnation(t.engine.identity().incarnation));
-        all.max_by_key(|i| i.era()).unwrap_or_default()
+        let all = self.targets();
+        all.iter().map(|t| Incarnation(t.engine.identity().incarnation)).max_by_key(|i| i.era()).unwrap_or_default()
     }
 
     // --- registration and heartbeats
@@ -382,10 +456,10 @@ impl Node {
         self.cfg.advertise.as_ref().unwrap_or(listening).to_string()
     }
 
-    fn register_request(&self, listening: &Endpoint) -> pb::RegisterRequest {
-        let ids: Vec<_> = self.targets.iter().map(|t| t.engine.identity()).collect();
+    fn register_request(&self, listening: &Endpoint, all: &[Arc<Target>]) -> pb::RegisterRequest {
+        let ids: Vec<_> = all.iter().map(|t| t.engine.identity()).collect();
         let fs = ids.iter().map(|i| i.fs_uuid).find(|u| *u != [0; 16]);
-        let targets = self.targets.iter().zip(&ids).map(|(t, id)| pb::RegisterTarget {
+        let targets = all.iter().zip(&ids).map(|(t, id)| pb::RegisterTarget {
             uuid: id.target_uuid.to_vec().into(),
             capacity: t.engine.usage().capacity,
             stamp: t.stamp,
@@ -405,7 +479,17 @@ impl Node {
 
     /// One attempt to register. `EINVAL`: this server or its targets belong elsewhere, trying again is no use.
     pub async fn register(self: &Arc<Self>, mds: &mut MdsLink, listening: &Endpoint) -> Result<()> {
-        let body = self.register_request(listening).encode_to_vec();
+        self.register_with(mds, listening, None).await
+    }
+
+    async fn register_with(
+        self: &Arc<Self>,
+        mds: &mut MdsLink,
+        listening: &Endpoint,
+        new: Option<&Arc<Target>>,
+    ) -> Result<()> {
+        let all: Vec<Arc<Target>> = self.targets().iter().chain(new).cloned().collect();
+        let body = self.register_request(listening, &all).encode_to_vec();
         let map = self.map.load_full();
         let m = mds.call(&map, Message::new(opcode::REGISTER, body), REGISTER_TIMEOUT).await?;
         let bad = |e: prost::DecodeError| Error::new(Code::Protocol, format!("answer to registration: {e}"));
@@ -413,11 +497,11 @@ impl Node {
         let fs: [u8; 16] = r.fs_uuid[..]
             .try_into()
             .map_err(|_| Error::new(Code::Protocol, "answer to registration: cluster uuid is not 16 bytes"))?;
-        if r.target_ids.len() != self.targets.len() {
+        if r.target_ids.len() != all.len() {
             return Err(Error::new(Code::Protocol, "answer to registration: not one id per target"));
         }
         let now = r.map.as_ref().map_or(0, |m| m.incarnation);
-        if let Some(t) = self.targets.iter().find(|t| !follows(&t.engine.identity(), now)) {
+        if let Some(t) = all.iter().find(|t| !follows(&t.engine.identity(), now)) {
             let was = Incarnation(t.engine.identity().incarnation);
             let m = format!(
                 "target {} belongs to incarnation {was} of the metadata group; what answers is {}, which was given up",
@@ -427,7 +511,7 @@ impl Node {
             mds.reject();
             return Err(Error::new(Code::NotLeader, m));
         }
-        for (t, id) in self.targets.iter().zip(&r.target_ids) {
+        for (t, id) in all.iter().zip(&r.target_ids) {
             let mut have = t.engine.identity();
             if have.fs_uuid != [0; 16] && have.fs_uuid != fs {
                 let m = format!("target {} belongs to another cluster; it is not touched", have.target_id);
@@ -442,6 +526,9 @@ impl Node {
             t.id.store(*id, Ordering::Release);
         }
         self.id.store(r.node, Ordering::Release);
+        if new.is_some() {
+            self.targets.store(Arc::new(all));
+        }
         if let Some(map) = r.map {
             self.apply_map(map)?;
         }
@@ -452,8 +539,9 @@ impl Node {
     pub async fn stay_registered(self: Arc<Self>, mut mds: MdsLink, listening: Endpoint) {
         let period = Duration::from_millis(self.cfg.heartbeat_ms);
         loop {
+            self.join(&mut mds, &listening).await;
             let now = self.env.boot();
-            self.targets.iter().for_each(|t| t.engine.expire_grants(now));
+            self.targets().iter().for_each(|t| t.engine.expire_grants(now));
             match self.heartbeat(&mut mds, period).await {
                 Ok(()) => {}
                 Err(e) if e.code == Code::Stale => {
@@ -483,7 +571,7 @@ impl Node {
     /// something.
     fn look_for_space(&self) {
         let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().cloned().collect();
-        for t in self.targets.iter().filter(|t| t.lacks_space()) {
+        for t in self.targets().iter().filter(|t| t.lacks_space()) {
             // Out of all its chains in the map that this server acts on: while it has a lease for an older one it must stay out.
             let out = self.map.load().target(t.id()).is_some_and(|t| !t.alive);
             let told = out && !replicas.iter().any(|r| r.id == t.id() && r.has_failed());
@@ -515,7 +603,7 @@ impl Node {
         pb::HeartbeatRequest {
             node: self.id.load(Ordering::Acquire),
             map_version,
-            targets: self.targets.iter().map(report).collect(),
+            targets: self.targets().iter().map(report).collect(),
             unreachable: self.peers.unreachable(),
             evicted_seen: self.evictions.lock().over(),
             incarnation: self.incarnation().0,
@@ -554,7 +642,15 @@ impl Node {
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         *self.lease_until.lock() = Duration::ZERO;
+        self.joining.lock().clear(); // who waits is told
         self.replicas.lock().clear();
+    }
+
+    /// What went on for its targets, to be waited for.
+    pub fn untended(&self) -> Vec<JoinHandle<()>> {
+        let tasks = std::mem::take(&mut *self.tending.lock());
+        tasks.iter().for_each(JoinHandle::abort);
+        tasks
     }
 
     pub fn stopped(&self) -> bool {
@@ -587,7 +683,7 @@ impl Node {
             }
         };
         let mut notices = Vec::new();
-        for t in &self.targets {
+        for t in self.targets().iter() {
             if t.failed() {
                 notices.push(format!("target {} has failed; replace its device and restart", t.id()));
             }
@@ -614,7 +710,7 @@ impl Node {
             uptime_ms: self.env.boot().saturating_sub(self.started).as_millis() as u64,
             map: Some(self.map.load().map.clone()),
             notices,
-            targets: self.targets.iter().map(target).collect(),
+            targets: self.targets().iter().map(target).collect(),
             ..pb::StatusReply::default()
         }
     }

@@ -308,7 +308,11 @@ impl Replica {
                 self.target.note(e);
             }
             self.check_member(epoch)?;
-            self.engine().commit(staged?, r.version, r.writers.clone())?;
+            if r.version == Version::default() && r.flags & FLAG_TOMBSTONE != 0 {
+                self.engine().forget(staged?)?; // the source has no record of it
+            } else {
+                self.engine().commit(staged?, r.version, r.writers.clone())?;
+            }
             self.report_given(r);
         }
         drop(hold);

@@ -34,7 +34,7 @@ pub struct Cuts(Mutex<Given>);
 #[derive(Default)]
 struct Given {
     epoch: u64,
-    /// The newest term of a metadata server that asked.
+    /// The newest term of a metadata server that asked in this epoch. A recovered group begins with a lower one, and newer epochs.
     term: u64,
     last: u64,
     files: BTreeMap<File, Cut>,
@@ -67,7 +67,7 @@ impl Cuts {
     /// or the chain has changed; `Overloaded`: not now.
     fn give(&self, file: File, epoch: u64, term: u64) -> Result<u64> {
         let given = &mut *self.0.lock();
-        if term < given.term || epoch < given.epoch {
+        if epoch < given.epoch || epoch == given.epoch && term < given.term {
             let m = format!("term {term} and epoch {epoch} asked, {} and {} here", given.term, given.epoch);
             return Err(Error::new(Code::StaleEpoch, m));
         }
@@ -209,6 +209,7 @@ mod tests {
         assert!(cuts.begin(A, 6, old).is_err() && cuts.begin(A, 5, old).is_err());
         assert_eq!(cuts.give(A, 5, 8).unwrap_err().code, Code::StaleEpoch);
         drop(cuts.begin((5, 9), 6, new).unwrap());
+        cuts.give(A, 7, 2).unwrap(); // of a group that was recovered
     }
 
     #[tokio::test(start_paused = true)]

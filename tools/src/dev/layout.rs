@@ -32,7 +32,22 @@ struct Parameters {
     mount: Option<PathBuf>,
     /// Ports in order: fabric and admin of each mds, then of each oss.
     ports: Vec<u16>,
+    /// What `strake target add` added, in order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    added: Vec<Added>,
 }
+
+/// One more target than the cluster was made with.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Added {
+    /// Of the storage server, from 1.
+    oss: u32,
+    gib: u64,
+}
+
+/// Most targets of one storage server.
+const MOST_TARGETS: usize = 64;
 
 impl Parameters {
     /// The numbers that [`UpArgs`] allows, and a port for each server.
@@ -52,7 +67,21 @@ impl Parameters {
         if self.ports.len() != 2 * (self.mds + self.oss) as usize {
             return bad("`ports` must have two ports for each server");
         }
+        let added = |a: &Added| (1..=self.oss).contains(&a.oss) && (1..=MAX_TARGET_GIB).contains(&a.gib);
+        if !self.added.iter().all(added) || (1..=self.oss).any(|n| self.targets_of(n).len() > MOST_TARGETS) {
+            return bad(
+                "`added` names a storage server that there is not, or a size or number of targets that cannot be",
+            );
+        }
         Ok(())
+    }
+}
+
+impl Parameters {
+    /// Sizes of a storage server's targets, GiB.
+    fn targets_of(&self, oss: u32) -> Vec<u64> {
+        let first = std::iter::repeat_n(self.target_gib, self.targets_per_oss as usize);
+        first.chain(self.added.iter().filter(|a| a.oss == oss).map(|a| a.gib)).collect()
     }
 }
 
@@ -172,6 +201,7 @@ impl Cluster {
             target_gib: args.target_gib.unwrap_or(16),
             mount,
             ports: free_ports(2 * (mds + oss) as usize)?,
+            added: Vec::new(),
         };
         let c = Cluster { dir: std::path::absolute(&args.dir)?, p };
         let servers = c.roles().into_iter().map(|r| r.name());
@@ -238,6 +268,28 @@ impl Cluster {
         (1..=self.p.oss).map(|n| format!("127.0.0.1:{}", self.port(&Role::Oss(n), true))).collect()
     }
 
+    /// One more target for a storage server, in its configuration; `gib`: as large as the first ones, if not given. The server's
+    /// administration.
+    pub fn add_target(&mut self, server: &str, gib: Option<u64>) -> Result<String> {
+        let oss = (1..=self.p.oss).find(|n| Role::Oss(*n).name() == server).ok_or_else(|| {
+            let m = format!("there is no storage server '{server}'; there are oss1 to oss{}", self.p.oss);
+            Error::new(Code::NoEnt, m)
+        })?;
+        if self.p.targets_of(oss).len() >= MOST_TARGETS {
+            return Err(Error::new(Code::NoSpc, format!("{server} has {MOST_TARGETS} targets already")));
+        }
+        self.p.added.push(Added { oss, gib: gib.unwrap_or(self.p.target_gib) });
+        self.p.check()?;
+        self.write_configs()?;
+        Ok(format!("127.0.0.1:{}", self.port(&Role::Oss(oss), true)))
+    }
+
+    /// Takes back what [`add_target`](Cluster::add_target) wrote last.
+    pub fn take_target_back(&mut self) -> Result<()> {
+        self.p.added.pop();
+        self.write_configs()
+    }
+
     fn write_configs(&self) -> Result<()> {
         for role in self.roles() {
             let text = match role {
@@ -284,9 +336,10 @@ impl Cluster {
         let _ = writeln!(s, "listen = \"tcp:127.0.0.1:{}\"", self.port(role, false));
         let _ = writeln!(s, "admin = \"127.0.0.1:{}\"", self.port(role, true));
         let _ = writeln!(s, "mds = {:?}", self.mds_endpoints());
-        for t in 0..self.p.targets_per_oss {
+        let Role::Oss(n) = role else { return s };
+        for (t, gib) in self.p.targets_of(*n).into_iter().enumerate() {
             let path = self.dir.join(role.name()).join(format!("target{t}"));
-            let _ = writeln!(s, "\n[[oss.targets]]\npath = {path:?}\nsize = {}", self.p.target_gib << 30);
+            let _ = writeln!(s, "\n[[oss.targets]]\npath = {path:?}\nsize = {}", gib << 30);
         }
         s
     }

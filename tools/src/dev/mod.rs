@@ -19,7 +19,7 @@ use process::Role;
 use crate::{mount, status, term::Progress};
 
 /// One PiB.
-const MAX_TARGET_GIB: u64 = 1 << 20;
+pub(crate) const MAX_TARGET_GIB: u64 = 1 << 20;
 
 #[derive(Args)]
 pub struct UpArgs {

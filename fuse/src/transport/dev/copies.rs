@@ -5,7 +5,7 @@
 //! ago is given again a few times.
 
 use std::{
-    collections::BTreeMap,
+    collections::BTreeSet,
     io,
     sync::{
         Arc, OnceLock, Weak,
@@ -54,7 +54,7 @@ impl Copies {
     /// The kernel is about to be told attributes that it may keep, of the inode that it knows by this number.
     pub fn told(&self, node: u64, taken: Taken) {
         if taken != Taken::InOrder {
-            self.lately.lock().told(node, taken == Taken::Blindly, Instant::now());
+            self.lately.lock().told(node, Instant::now());
         }
     }
 
@@ -90,11 +90,11 @@ impl Forget for Copies {
         let Some(channel) = self.channel() else { return };
         let names = names && self.forget_names();
         let nodes = inos.iter().map(|ino| if *ino == self.root { ROOT_INO } else { *ino });
-        let unknown: Vec<(u64, bool)> = nodes.map(|node| (node, !forget_inode(&channel, node))).collect();
+        let unknown: Vec<u64> = nodes.filter(|node| !forget_inode(&channel, *node)).collect();
         let (nodes, names) = {
             let (mut lately, now) = (self.lately.lock(), Instant::now());
-            let nodes = unknown.into_iter().filter(|(node, unknown)| lately.is_to_come(*node, *unknown, now));
-            (nodes.map(|(node, _)| node).collect::<Vec<_>>(), names && lately.has_listed(now))
+            let nodes: Vec<u64> = unknown.into_iter().filter(|node| lately.is_to_come(*node, now)).collect();
+            (nodes, names && lately.has_listed(now))
         };
         if nodes.is_empty() && !names {
             return;
@@ -143,8 +143,7 @@ struct Lately {
 
 #[derive(Default)]
 struct Generation {
-    /// Whether the kernel believes what it was told of an inode even if a notice came in between.
-    inodes: BTreeMap<u64, bool>,
+    inodes: BTreeSet<u64>,
     /// They were too many to be remembered.
     all: bool,
     /// Names of directories were listed.
@@ -165,7 +164,7 @@ impl Lately {
         }
     }
 
-    fn told(&mut self, node: u64, blindly: bool, now: Instant) {
+    fn told(&mut self, node: u64, now: Instant) {
         self.turn(now);
         let young = &mut self.young;
         if young.inodes.len() >= MOST {
@@ -173,7 +172,7 @@ impl Lately {
             young.all = true;
         }
         if !young.all {
-            *young.inodes.entry(node).or_default() |= blindly;
+            young.inodes.insert(node);
         }
     }
 
@@ -187,11 +186,10 @@ impl Lately {
         self.young.listed || self.old.listed
     }
 
-    /// Whether a reply that may not have been taken in yet makes a notice worthless that was just given. `unknown`: the kernel did
-    /// not have the inode.
-    fn is_to_come(&mut self, node: u64, unknown: bool, now: Instant) -> bool {
+    /// Whether an inode that the kernel did not have when a notice was given may come with a reply that it has not taken in yet.
+    fn is_to_come(&mut self, node: u64, now: Instant) -> bool {
         self.turn(now);
-        [&self.young, &self.old].iter().any(|g| g.all || g.inodes.get(&node).is_some_and(|blindly| unknown || *blindly))
+        [&self.young, &self.old].iter().any(|g| g.all || g.inodes.contains(&node))
     }
 }
 
@@ -209,36 +207,23 @@ mod tests {
         let start = Instant::now();
         let mut l = Lately::new(start);
         let at = |ms| start + Duration::from_millis(ms);
-        l.told(5, false, at(900));
-        l.told(6, true, at(900));
+        l.told(5, at(900));
         l.listed(at(900));
         for ms in [900, 1899] {
-            assert!(l.is_to_come(5, true, at(ms)) && !l.is_to_come(5, false, at(ms)), "the kernel had it");
-            assert!(l.is_to_come(6, true, at(ms)) && l.is_to_come(6, false, at(ms)), "it does not look");
-            assert!(!l.is_to_come(7, true, at(ms)) && l.has_listed(at(ms)));
+            assert!(l.is_to_come(5, at(ms)) && !l.is_to_come(7, at(ms)) && l.has_listed(at(ms)));
         }
-        assert!(!l.is_to_come(6, true, at(2900)) && !l.has_listed(at(2900)));
-        l.told(8, true, at(2950));
-        assert!(!l.is_to_come(8, true, at(9000)), "nothing was told for long");
-    }
-
-    #[test]
-    fn told_twice_counts_as_the_worse_of_both() {
-        let now = Instant::now();
-        for both in [[true, false], [false, true]] {
-            let mut l = Lately::new(now);
-            both.iter().for_each(|blindly| l.told(5, *blindly, now));
-            assert!(l.is_to_come(5, false, now));
-        }
+        assert!(!l.is_to_come(5, at(2900)) && !l.has_listed(at(2900)));
+        l.told(8, at(2950));
+        assert!(!l.is_to_come(8, at(9000)), "nothing was told for long");
     }
 
     #[test]
     fn memory_is_bounded_and_forgets_nothing() {
         let now = Instant::now();
         let mut l = Lately::new(now);
-        (0..3 * MOST as u64).for_each(|node| l.told(node, false, now));
+        (0..3 * MOST as u64).for_each(|node| l.told(node, now));
         assert!(l.young.inodes.len() <= MOST);
-        assert!([0, MOST as u64, 1 << 40].into_iter().all(|node| l.is_to_come(node, false, now)));
+        assert!([0, MOST as u64, 1 << 40].into_iter().all(|node| l.is_to_come(node, now)));
     }
 
     /// What the kernel is told: the code, and of an inode its number.
@@ -265,12 +250,9 @@ mod tests {
         assert_eq!(all(), [inode(5), inode(6), inode(ROOT_INO)], "no name was told");
         tokio::time::sleep(Duration::from_millis(200)).await;
         assert_eq!(all(), [], "the kernel had them all");
-        copies.told(7, Taken::Blindly);
         copies.told_names(Taken::Found);
-        copies.forget(&[6, 7], true);
-        assert_eq!(all(), [epoch(0), inode(6), inode(7)]);
-        tokio::time::sleep(Duration::from_millis(200)).await;
-        assert_eq!(all(), [inode(7); AGAIN.len()]);
+        copies.forget(&[6], true);
+        assert_eq!(all(), [epoch(0), inode(6)]);
         copies.told_names(Taken::Listed);
         copies.forget(&[6], false);
         copies.forget(&[6], true);

@@ -44,7 +44,7 @@ pub enum Taken {
     Found,
     /// Likewise; and names count as told when it takes them in, not when it asked for them.
     Listed,
-    /// It believes them.
+    /// It would believe them: it is told nothing that it may keep.
     Blindly,
 }
 

@@ -402,7 +402,7 @@ async fn a_target_tells_what_it_acted_on_last_and_follows_later_incarnations_onl
     assert_eq!((told[0].epoch, told[0].lived), (now.epoch, true));
     let of = |c: &Cluster| {
         let node = &c.nodes[0].server.as_ref().unwrap().node;
-        (node.targets[0].engine.identity().incarnation, node.map.load().map.incarnation)
+        (node.targets()[0].engine.identity().incarnation, node.map.load().map.incarnation)
     };
     assert_eq!(of(&c), (later.0, later.0));
     // Neither the former group nor a twin of the later one, whatever their maps' versions, and not after a restart either.

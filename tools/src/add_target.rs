@@ -1,0 +1,157 @@
+//! `strake target add`: one more target for a storage server that serves. It goes into the server's configuration, so that it is there
+//! after a restart too, and the server is told to read that again.
+
+use std::{
+    fmt::Write as _,
+    fs,
+    io::Write as _,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Duration,
+};
+
+use clap::Args;
+use serde_json::json;
+use strake_proto::{Code, Error, Result, pb};
+
+use crate::{
+    dev::{Cluster, MAX_TARGET_GIB},
+    serve, status,
+};
+
+#[derive(Args)]
+pub struct AddArgs {
+    /// The storage server, by name, in a local cluster.
+    #[arg(long, required_unless_present = "config")]
+    server: Option<String>,
+    /// Folder of a local cluster (see `strake up`).
+    #[arg(long, default_value = "strake-cluster")]
+    dir: PathBuf,
+    /// The storage server's configuration file, instead of a local cluster; on the server's machine.
+    #[arg(long, conflicts_with_all = ["server", "dir"], requires = "path")]
+    config: Option<PathBuf>,
+    /// Folder of the target: absent or empty, or with a target of this cluster.
+    #[arg(long, requires = "config")]
+    path: Option<PathBuf>,
+    /// Size of the file that holds its data, GiB.
+    #[arg(long, conflicts_with = "device", value_parser = clap::value_parser!(u64).range(1..=MAX_TARGET_GIB))]
+    size_gib: Option<u64>,
+    /// Block device that holds its data, instead of a file.
+    #[arg(long, requires = "config")]
+    device: Option<PathBuf>,
+    /// The device need not be blank: all that is on it is lost.
+    #[arg(long, requires = "device")]
+    force: bool,
+    /// Print the outcome as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The server makes the target, which for a large file on a slow disk takes a while, and has it registered.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+pub fn run(a: &AddArgs) -> Result<ExitCode> {
+    let targets = match (&a.config, &a.path) {
+        (Some(config), Some(path)) => in_file(config, path, a)?,
+        _ => {
+            let mut c = Cluster::open(&a.dir)?;
+            let admin = c.add_target(a.server.as_deref().unwrap_or_default(), a.size_gib)?;
+            tell(&admin).map_err(|e| taken_back(e, || c.take_target_back()))?
+        }
+    };
+    let said = match &targets[..] {
+        [] => "the server had it already".to_string(),
+        new => {
+            let names: Vec<String> = new.iter().map(u32::to_string).collect();
+            format!("target {} is new; data moves there by itself: `strake target list` shows it", names.join(", "))
+        }
+    };
+    match a.json {
+        true => println!("{:#}", json!({ "message": said, "targets": targets })),
+        false => println!("{said}"),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The error, after what had been written is taken back; not while the server may still be at it.
+fn taken_back(e: Error, back: impl FnOnce() -> Result<()>) -> Error {
+    if e.code == Code::TimedOut {
+        return e.context("the target stays in the configuration; `strake target list` shows whether it is there");
+    }
+    match back() {
+        Ok(()) => e.context("nothing was added"),
+        Err(b) => e.context(format_args!("the target is not added but still in the configuration ({b}); take it out")),
+    }
+}
+
+fn in_file(config: &Path, path: &Path, a: &AddArgs) -> Result<Vec<u32>> {
+    let folder = std::path::absolute(config)?.parent().map(Path::to_path_buf).unwrap_or_default();
+    if folder.join("cluster.toml").exists() {
+        let name = config.file_stem().unwrap_or_default().display();
+        let m = format!("`strake up` writes {}: use --server {name} --dir {}", config.display(), folder.display());
+        return Err(Error::new(Code::Inval, m));
+    }
+    let about = |e: std::io::Error| Error::from(e).context(config.display());
+    let before = fs::read_to_string(config).map_err(about)?;
+    let path = std::path::absolute(path)?;
+    let after = with_target(&before, &path, a);
+    let cfg = serve::oss_config(&config.display().to_string(), &after).map_err(|e| {
+        e.context("with one more [[oss.targets]] at its end it would be no configuration of a storage server; add the target by hand")
+    })?;
+    if cfg.targets.iter().filter(|t| t.path == path).count() > 1 {
+        return Err(Error::new(Code::Exist, format!("{} names {} already", config.display(), path.display())));
+    }
+    let admin = cfg.admin.ok_or_else(|| {
+        let m = "has no `admin` address, so the server cannot be told: add the target there by hand and restart it";
+        Error::new(Code::Inval, format!("{} {m}", config.display()))
+    })?;
+    replace(config, &after).map_err(about)?;
+    tell(&admin.to_string()).map_err(|e| taken_back(e, || replace(config, &before).map_err(about)))
+}
+
+/// A storage server's configuration with one more target.
+fn with_target(text: &str, path: &Path, a: &AddArgs) -> String {
+    let mut s = text.to_string();
+    if !s.is_empty() && !s.ends_with('\n') {
+        s.push('\n');
+    }
+    let _ = writeln!(s, "\n[[oss.targets]]\npath = {}", quoted(path));
+    if let Some(device) = &a.device {
+        let _ = writeln!(s, "device = {}", quoted(device));
+    }
+    if a.force {
+        let _ = writeln!(s, "force = true");
+    }
+    if let Some(gib) = a.size_gib {
+        let _ = writeln!(s, "size = {}", gib << 30);
+    }
+    s
+}
+
+fn quoted(path: &Path) -> toml::Value {
+    toml::Value::String(path.display().to_string())
+}
+
+/// A file whole, with its mode: a machine that stops meanwhile leaves the old one or the new one.
+fn replace(path: &Path, text: &str) -> std::io::Result<()> {
+    let (new, had) = (path.with_extension("new"), fs::metadata(path)?);
+    let mut f = fs::File::create(&new)?;
+    f.set_permissions(had.permissions())?;
+    std::os::unix::fs::fchown(&f, Some(had.uid()), Some(had.gid()))?;
+    f.write_all(text.as_bytes())?;
+    f.sync_all()?;
+    fs::rename(new, path)
+}
+
+/// Has a server read its configuration again; the targets that are new to it.
+fn tell(admin: &str) -> Result<Vec<u32>> {
+    crate::run(1, async {
+        let call = async {
+            let answer = status::admin(admin).await?.add_targets(pb::AddTargetsRequest {}).await;
+            answer.map(|r| r.into_inner().targets).map_err(|e| Error::new(Code::Inval, e.message()))
+        };
+        let late = || Error::new(Code::TimedOut, format!("{admin}: no answer in {} s", PATIENCE.as_secs()));
+        tokio::time::timeout(PATIENCE, call).await.map_err(|_| late())?
+    })
+}
