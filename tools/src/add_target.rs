@@ -148,7 +148,9 @@ fn replace(path: &Path, text: &str) -> std::io::Result<()> {
 fn tell(admin: &str) -> Result<Vec<u32>> {
     crate::run(1, async {
         let call = async {
-            let answer = status::admin(admin).await?.add_targets(pb::AddTargetsRequest {}).await;
+            let server = status::admin(admin).await;
+            let mut server = server.map_err(|e| e.context("the storage server does not answer, start it first"))?;
+            let answer = server.add_targets(pb::AddTargetsRequest {}).await;
             answer.map(|r| r.into_inner().targets).map_err(|e| Error::new(Code::Inval, e.message()))
         };
         let late = || Error::new(Code::TimedOut, format!("{admin}: no answer in {} s", PATIENCE.as_secs()));

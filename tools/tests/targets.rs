@@ -219,7 +219,7 @@ fn a_target_is_added_to_a_server_that_serves() {
         add.args(["target", "add", "--config"]).arg(config).arg("--path").arg(path).args(more).output().unwrap()
     };
     let (new, own) = (c.root.path().join("new"), c.dir().join("oss3/target0"));
-    c.until("it is back", || c.target(c.target_of(3))["alive"] == true);
+    c.until("it serves", || !text(&add(&config, &new, &[]).stderr).contains("does not answer"));
     let gib = ["--size-gib", "1"];
     refused(&add(&ours, &new, &gib), &["--server oss3"]);
     refused(&add(&config, &new, &[]), &["give either size or device", "nothing was added"]);
@@ -232,7 +232,7 @@ fn a_target_is_added_to_a_server_that_serves() {
     // It is there again after a restart.
     server.0.kill().unwrap();
     server.0.wait().unwrap();
-    refused(&add(&config, &c.root.path().join("other"), &gib), &["nothing was added"]);
+    refused(&add(&config, &c.root.path().join("other"), &gib), &["nothing was added", "start it first"]);
     let child = strake().arg("oss").arg("--config").arg(&config).stdin(Stdio::null()).spawn().unwrap();
     server = Server(child);
     c.until("both are back", || {
