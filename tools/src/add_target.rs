@@ -55,6 +55,7 @@ pub fn run(a: &AddArgs) -> Result<ExitCode> {
     let targets = match (&a.config, &a.path) {
         (Some(config), Some(path)) => in_file(config, path, a)?,
         _ => {
+            let _alone = alone_in(&a.dir)?;
             let mut c = Cluster::open(&a.dir)?;
             let admin = c.add_target(a.server.as_deref().unwrap_or_default(), a.size_gib)?;
             tell(&admin).map_err(|e| taken_back(e, || c.take_target_back()))?
@@ -74,7 +75,7 @@ pub fn run(a: &AddArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The error, after what had been written is taken back; not while the server may still be at it.
+/// The error, after what had been written is taken back; not where the server may have the target all the same.
 fn taken_back(e: Error, back: impl FnOnce() -> Result<()>) -> Error {
     if e.code == Code::TimedOut {
         return e.context("the target stays in the configuration; `strake target list` shows whether it is there");
@@ -85,17 +86,26 @@ fn taken_back(e: Error, back: impl FnOnce() -> Result<()>) -> Error {
     }
 }
 
+/// Others who add targets by what is in this folder wait until it is closed.
+fn alone_in(folder: &Path) -> Result<fs::File> {
+    let f = fs::File::open(folder).map_err(|e| Error::from(e).context(folder.display()))?;
+    f.lock().map_err(|e| Error::from(e).context(folder.display()))?;
+    Ok(f)
+}
+
 fn in_file(config: &Path, path: &Path, a: &AddArgs) -> Result<Vec<u32>> {
-    let folder = std::path::absolute(config)?.parent().map(Path::to_path_buf).unwrap_or_default();
+    let about = |e: std::io::Error| Error::from(e).context(config.display());
+    let config = &fs::canonicalize(config).map_err(about)?;
+    let folder = config.parent().unwrap_or(Path::new("/"));
     if folder.join("cluster.toml").exists() {
         let name = config.file_stem().unwrap_or_default().display();
         let m = format!("`strake up` writes {}: use --server {name} --dir {}", config.display(), folder.display());
         return Err(Error::new(Code::Inval, m));
     }
-    let about = |e: std::io::Error| Error::from(e).context(config.display());
+    let _alone = alone_in(folder)?;
     let before = fs::read_to_string(config).map_err(about)?;
     let path = std::path::absolute(path)?;
-    let after = with_target(&before, &path, a);
+    let after = with_target(&before, &path, a, a.force)?;
     let cfg = serve::oss_config(&config.display().to_string(), &after).map_err(|e| {
         e.context("with one more [[oss.targets]] at its end it would be no configuration of a storage server; add the target by hand")
     })?;
@@ -107,53 +117,68 @@ fn in_file(config: &Path, path: &Path, a: &AddArgs) -> Result<Vec<u32>> {
         Error::new(Code::Inval, format!("{} {m}", config.display()))
     })?;
     replace(config, &after).map_err(about)?;
-    tell(&admin.to_string()).map_err(|e| taken_back(e, || replace(config, &before).map_err(about)))
+    let targets = tell(&admin.to_string()).map_err(|e| taken_back(e, || replace(config, &before).map_err(about)))?;
+    if a.force {
+        // Once was meant.
+        replace(config, &with_target(&before, &path, a, false)?).map_err(about)?;
+    }
+    Ok(targets)
 }
 
 /// A storage server's configuration with one more target.
-fn with_target(text: &str, path: &Path, a: &AddArgs) -> String {
+fn with_target(text: &str, path: &Path, a: &AddArgs, force: bool) -> Result<String> {
     let mut s = text.to_string();
     if !s.is_empty() && !s.ends_with('\n') {
         s.push('\n');
     }
-    let _ = writeln!(s, "\n[[oss.targets]]\npath = {}", quoted(path));
+    let _ = writeln!(s, "\n[[oss.targets]]\npath = {}", quoted(path)?);
     if let Some(device) = &a.device {
-        let _ = writeln!(s, "device = {}", quoted(device));
+        let _ = writeln!(s, "device = {}", quoted(&std::path::absolute(device)?)?);
     }
-    if a.force {
+    if force {
         let _ = writeln!(s, "force = true");
     }
     if let Some(gib) = a.size_gib {
         let _ = writeln!(s, "size = {}", gib << 30);
     }
-    s
+    Ok(s)
 }
 
-fn quoted(path: &Path) -> toml::Value {
-    toml::Value::String(path.display().to_string())
+fn quoted(path: &Path) -> Result<toml::Value> {
+    let text = path.to_str().ok_or_else(|| {
+        Error::new(Code::Inval, format!("{} is not UTF-8, which a configuration must be", path.display()))
+    })?;
+    Ok(toml::Value::String(text.into()))
 }
 
 /// A file whole, with its mode: a machine that stops meanwhile leaves the old one or the new one.
 fn replace(path: &Path, text: &str) -> std::io::Result<()> {
-    let (new, had) = (path.with_extension("new"), fs::metadata(path)?);
+    let mut name = path.file_name().unwrap_or_default().to_os_string();
+    name.push(format!(".{}.new", std::process::id()));
+    let (new, had) = (path.with_file_name(name), fs::metadata(path)?);
     let mut f = fs::File::create(&new)?;
     f.set_permissions(had.permissions())?;
     std::os::unix::fs::fchown(&f, Some(had.uid()), Some(had.gid()))?;
     f.write_all(text.as_bytes())?;
     f.sync_all()?;
-    fs::rename(new, path)
+    fs::rename(new, path)?;
+    fs::File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 
-/// Has a server read its configuration again; the targets that are new to it.
+/// Has a server read its configuration again; the targets that are new to it. `ETIMEDOUT`: whether it has them is not known.
 fn tell(admin: &str) -> Result<Vec<u32>> {
+    use tonic::Code::{FailedPrecondition, Unimplemented};
     crate::run(1, async {
-        let call = async {
-            let server = status::admin(admin).await;
-            let mut server = server.map_err(|e| e.context("the storage server does not answer, start it first"))?;
-            let answer = server.add_targets(pb::AddTargetsRequest {}).await;
-            answer.map(|r| r.into_inner().targets).map_err(|e| Error::new(Code::Inval, e.message()))
-        };
-        let late = || Error::new(Code::TimedOut, format!("{admin}: no answer in {} s", PATIENCE.as_secs()));
-        tokio::time::timeout(PATIENCE, call).await.map_err(|_| late())?
+        let server = tokio::time::timeout(status::PATIENCE, status::admin(admin)).await;
+        let server = server.unwrap_or_else(|_| Err(Error::new(Code::Disconnected, admin)));
+        let mut server = server.map_err(|e| e.context("the storage server does not answer, start it first"))?;
+        match tokio::time::timeout(PATIENCE, server.add_targets(pb::AddTargetsRequest {})).await {
+            Ok(Ok(answer)) => Ok(answer.into_inner().targets),
+            Ok(Err(e)) if matches!(e.code(), FailedPrecondition | Unimplemented) => {
+                Err(Error::new(Code::Inval, e.message()))
+            }
+            Ok(Err(e)) => Err(Error::new(Code::TimedOut, format!("{admin}: {}", e.message()))),
+            Err(_) => Err(Error::new(Code::TimedOut, format!("{admin}: no answer in {} s", PATIENCE.as_secs()))),
+        }
     })
 }

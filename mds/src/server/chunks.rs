@@ -91,26 +91,40 @@ impl Links {
     }
 }
 
+/// Cuts that a leader has made in its term.
+#[derive(Default)]
+pub(super) struct CutsMade {
+    term: u64,
+    /// Inode and number.
+    cuts: BTreeSet<(Ino, u64)>,
+}
+
+impl CutsMade {
+    fn begin(&mut self, term: u64) {
+        if self.term != term {
+            *self = CutsMade { term, ..CutsMade::default() };
+        }
+    }
+}
+
 /// Files whose size went down: their chunks are cut on every chain, then the shrink is answered.
-pub(super) async fn cut_files(mds: &Mds) {
+pub(super) async fn cut_files(mds: &Mds, term: u64) {
     // What was made and is not in the log yet: when it is, the file is written again, and another cut may come after that.
-    let made: Mutex<BTreeSet<(Ino, u64)>> = Mutex::default();
+    let made = &mds.cuts_made;
+    made.lock().begin(term);
     let wanted = |(ino, number): (Ino, u64)| mds.machine.namespace.trim_of(ino).is_some_and(|t| t.number == number);
     let list = |n: usize| {
-        made.lock().retain(|cut| wanted(*cut));
+        made.lock().cuts.retain(|cut| wanted(*cut));
         let trims = mds.machine.namespace.trims(n);
         trims.into_iter().map(|(ino, t, layout)| ((ino, t.number), (ino, t, layout))).collect::<Vec<_>>()
     };
-    let job = |(ino, trim, layout): (Ino, pb::Trim, pb::Layout)| {
-        let made = &made;
-        async move {
-            if !made.lock().contains(&(ino, trim.number)) {
-                fenced(mds, trim.fence)?;
-                trim_file(mds, ino, &layout, Some(&trim)).await?;
-                made.lock().insert((ino, trim.number));
-            }
-            Ok(())
+    let job = |(ino, trim, layout): (Ino, pb::Trim, pb::Layout)| async move {
+        if !made.lock().cuts.contains(&(ino, trim.number)) {
+            fenced(mds, trim.fence)?;
+            trim_file(mds, ino, &layout, Some(&trim)).await?;
+            made.lock().cuts.insert((ino, trim.number));
         }
+        Ok(())
     };
     let done = |keys: Vec<(Ino, u64)>| async move {
         let each = |(ino, number)| mds.propose(Command::TrimDone(pb::TrimDone { ino, number }));

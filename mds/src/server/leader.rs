@@ -106,7 +106,7 @@ impl Mds {
             self.free_orphans(),
             self.serve_locks(),
             self.end_leases(),
-            chunks::cut_files(self),
+            chunks::cut_files(self, term),
             chunks::delete_files(self),
         );
     }

@@ -108,6 +108,7 @@ struct Mds {
     attempts: Mutex<Attempts>,
     /// A reply waits for a file to be cut.
     trim_wanted: Notify,
+    cuts_made: Mutex<chunks::CutsMade>,
     /// Somebody who waits for a lock may have his turn.
     turns: watch::Sender<u64>,
     advertised: OnceLock<Endpoint>,
@@ -163,6 +164,7 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
         following: Following::default(),
         attempts: Mutex::default(),
         trim_wanted: Notify::new(),
+        cuts_made: Mutex::default(),
         turns: watch::Sender::new(0),
         advertised: OnceLock::new(),
         refused: AtomicU64::new(0),

@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, sync::Arc};
 
-use strake_proto::{Error, Result, pb};
+use strake_proto::{Code, Error, Result, pb};
 use tonic::{Request, Response, Status, transport::server::TcpIncoming};
 
 use super::{disk::More, node::Node, scrub::Ask};
@@ -32,7 +32,10 @@ impl Admin for Shell {
         // To its end, whether or not the caller waits for it.
         let added = tokio::spawn(async move { more.add(&node).await }).await;
         let added = added.map_err(|e| Status::internal(e.to_string()))?;
-        let targets = added.map_err(|e| Status::failed_precondition(e.message))?;
+        let targets = added.map_err(|e| match e.code {
+            Code::Disconnected | Code::TimedOut => Status::unavailable(e.message),
+            _ => Status::failed_precondition(e.message),
+        })?;
         Ok(Response::new(pb::AddTargetsReply { targets }))
     }
     async fn pool_change(&self, _: Request<pb::PoolChangeRequest>) -> Result<Response<pb::PoolChangeReply>, Status> {

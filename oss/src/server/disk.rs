@@ -27,7 +27,8 @@ pub(super) struct More {
 impl More {
     /// Makes, opens and registers the targets that the configuration has come to name; their numbers. Those before one that fails stay.
     pub async fn add(&self, node: &Node) -> Result<Vec<TargetId>> {
-        let mut known = self.known.lock().await;
+        let busy = |_| Error::new(Code::Busy, "targets are being added; try again when they are");
+        let mut known = self.known.try_lock().map_err(busy)?;
         let cfg = (self.reread)()?;
         cfg.check()?;
         let fs_uuid = node.targets().iter().map(|t| t.engine.identity().fs_uuid).find(|u| *u != [0; 16]);

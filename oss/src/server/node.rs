@@ -364,7 +364,12 @@ impl Node {
     pub async fn add_target(&self, engine: Arc<Engine>) -> Result<TargetId> {
         let (done, answer) = oneshot::channel();
         let target = Target::new(engine, self.env.random_u64());
-        self.joining.lock().push_back(Joining { target, until: Instant::now() + JOIN, done });
+        {
+            let mut joining = self.joining.lock();
+            if !self.stopped() {
+                joining.push_back(Joining { target, until: Instant::now() + JOIN, done });
+            }
+        }
         self.kick.notify_one();
         answer.await.map_err(|_| Error::new(Code::Disconnected, "this storage server is stopping"))?
     }
@@ -491,7 +496,9 @@ impl Node {
         let all: Vec<Arc<Target>> = self.targets().iter().chain(new).cloned().collect();
         let body = self.register_request(listening, &all).encode_to_vec();
         let map = self.map.load_full();
-        let m = mds.call(&map, Message::new(opcode::REGISTER, body), REGISTER_TIMEOUT).await?;
+        // Those that serve need their next heartbeat before their lease is over.
+        let patience = new.map_or(REGISTER_TIMEOUT, |_| Duration::from_millis(self.cfg.heartbeat_ms) * 2);
+        let m = mds.call(&map, Message::new(opcode::REGISTER, body), patience).await?;
         let bad = |e: prost::DecodeError| Error::new(Code::Protocol, format!("answer to registration: {e}"));
         let r = pb::RegisterReply::decode(&m.body[..]).map_err(bad)?;
         let fs: [u8; 16] = r.fs_uuid[..]
