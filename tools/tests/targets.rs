@@ -212,14 +212,16 @@ fn a_target_is_added_to_a_server_that_serves() {
     let before = fs::read_to_string(&ours).unwrap();
     fs::write(&config, &before).unwrap();
     c.kill_oss(3);
-    let child = strake().arg("oss").arg("--config").arg(&config).stdin(Stdio::null()).spawn().unwrap();
-    let mut server = Server(child);
+    let mut server = Server::start(&config);
     let add = |config: &Path, path: &Path, more: &[&str]| {
         let mut add = strake();
         add.args(["target", "add", "--config"]).arg(config).arg("--path").arg(path).args(more).output().unwrap()
     };
     let (new, own) = (c.root.path().join("new"), c.dir().join("oss3/target0"));
-    c.until("it serves", || !text(&add(&config, &new, &[]).stderr).contains("does not answer"));
+    c.until("it serves", || {
+        server.again(&config);
+        !text(&add(&config, &new, &[]).stderr).contains("does not answer")
+    });
     let gib = ["--size-gib", "1"];
     refused(&add(&ours, &new, &gib), &["--server oss3"]);
     refused(&add(&config, &new, &[]), &["give either size or device", "nothing was added"]);
@@ -233,9 +235,8 @@ fn a_target_is_added_to_a_server_that_serves() {
     server.0.kill().unwrap();
     server.0.wait().unwrap();
     refused(&add(&config, &c.root.path().join("other"), &gib), &["nothing was added", "start it first"]);
-    let child = strake().arg("oss").arg("--config").arg(&config).stdin(Stdio::null()).spawn().unwrap();
-    server = Server(child);
     c.until("both are back", || {
+        server.again(&config);
         c.targets().iter().filter(|t| t["server"] == "oss3" && t["alive"] == true).count() == 2
     });
 
@@ -244,6 +245,18 @@ fn a_target_is_added_to_a_server_that_serves() {
 }
 
 struct Server(Child);
+
+impl Server {
+    fn start(config: &Path) -> Server {
+        Server(strake().arg("oss").arg("--config").arg(config).stdin(Stdio::null()).spawn().unwrap())
+    }
+    /// If it has ended: the one before may not have let go of its targets yet.
+    fn again(&mut self, config: &Path) {
+        if self.0.try_wait().unwrap().is_some() {
+            *self = Server::start(config);
+        }
+    }
+}
 
 impl Drop for Server {
     fn drop(&mut self) {
