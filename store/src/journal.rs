@@ -101,7 +101,10 @@ fn walk<R: Read>(j: &mut Journal<R>) -> io::Result<Option<u64>> {
             }
             (ITEM, Some(n)) if n > 0 => {
                 let head: [u8; 20] = j.take()?;
-                let [.., k0, k1, _, _, _, _, s0, s1, s2, s3] = head;
+                let [_, packed, .., k0, k1, v0, v1, v2, v3, s0, s1, s2, s3] = head;
+                if packed == 0 && [v0, v1, v2, v3] != [s0, s1, s2, s3] {
+                    return Ok(Some(good));
+                }
                 let (key, stored) = (u16::from_le_bytes([k0, k1]), u32::from_le_bytes([s0, s1, s2, s3]));
                 j.sum.update(&[tag]);
                 j.sum.update(&head);
@@ -178,7 +181,14 @@ mod tests {
 
     #[test]
     fn a_batch_that_is_torn_within_ends_the_journal() {
-        for (n, what) in [(12, "a sector"), (0, "a sector"), (19, "a sector"), (7, "fewer items"), (7, "more items")] {
+        for (n, what) in [
+            (12, "a sector"),
+            (0, "a sector"),
+            (19, "a sector"),
+            (7, "fewer items"),
+            (7, "more items"),
+            (7, "a length"),
+        ] {
             let (dir, journal) = store();
             let mut bytes = fs::read(&journal).unwrap();
             let at = place_of(&bytes, n);
@@ -187,6 +197,7 @@ mod tests {
             assert_eq!((bytes[count - 1], bytes[count]), (START, 2));
             match what {
                 "a sector" => bytes[at + 400..at + 912].fill(0),
+                "a length" => bytes[at - 9..at - 5].fill(0),
                 "fewer items" => bytes[count] = 1,
                 _ => bytes[count] = 3,
             }
