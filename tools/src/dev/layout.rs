@@ -75,9 +75,7 @@ impl Parameters {
         }
         Ok(())
     }
-}
 
-impl Parameters {
     /// Sizes of a storage server's targets, GiB.
     fn targets_of(&self, oss: u32) -> Vec<u64> {
         let first = std::iter::repeat_n(self.target_gib, self.targets_per_oss as usize);
