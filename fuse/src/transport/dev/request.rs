@@ -73,8 +73,8 @@ pub enum Body {
     Lookup {
         name: Vec<u8>,
     },
-    /// FORGET and BATCH_FORGET: never answered.
-    Forget,
+    /// FORGET and BATCH_FORGET: never answered. Inodes that the kernel has no more, and of how many replies.
+    Forget(Vec<(u64, u64)>),
     Getattr,
     Statx,
     Setattr(SetAttr),
@@ -292,13 +292,22 @@ impl Head {
     }
 }
 
+/// `fuse_batch_forget_in` and what follows.
+fn forgotten(f: &mut Fields<'_>) -> Result<Vec<(u64, u64)>, Malformed> {
+    let count = f.u32()?;
+    f.skip(4)?;
+    // As many as there are: the number is not believed.
+    (0..count).map(|_| Ok((f.u64()?, f.u64()?))).collect()
+}
+
 /// Reads the arguments of every request but WRITE, whose data the caller has: see [`write`].
 pub fn read(head: Head, args: &[u8], setxattr_ext: bool) -> Result<Body, Malformed> {
     let f = &mut Fields(args);
     Ok(match head.opcode {
         op::INIT => Body::Init(init(f)?),
         op::LOOKUP => Body::Lookup { name: f.name()? },
-        op::FORGET | op::BATCH_FORGET => Body::Forget,
+        op::FORGET => Body::Forget(vec![(head.node, f.u64()?)]),
+        op::BATCH_FORGET => Body::Forget(forgotten(f)?),
         op::GETATTR => Body::Getattr,
         op::STATX => Body::Statx,
         op::SETATTR => Body::Setattr(setattr(f)?),
