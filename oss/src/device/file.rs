@@ -116,7 +116,7 @@ impl Device for FileDevice {
         self.run(
             false,
             |m| Some(m.begin_flush()),
-            |node| node.file.sync_data().map_err(|e| Error::from(e).context(format!("{}: flush", node.name))),
+            |node| node.file.sync_data().map_err(|e| node.error("flush", 0, 0, e)),
         )
         .await
     }

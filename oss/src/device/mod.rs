@@ -8,10 +8,14 @@
 //!
 //! Everything above speaks in bytes that are multiples of [`BLOCK`].
 
+#[cfg(any(test, feature = "conformance"))]
+pub mod conformance;
 pub mod file;
 pub mod mem;
 pub mod meter;
 mod node;
+#[cfg(any(test, feature = "conformance"))]
+mod random;
 #[cfg(test)]
 mod tests;
 pub mod uring;

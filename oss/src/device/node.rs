@@ -92,7 +92,13 @@ impl Node {
         vec![one.freeze()]
     }
 
+    /// An error of the device. The kernel has many names for those (`ENODATA` for a bad sector, `EREMOTEIO`, `EILSEQ`): to all above
+    /// they are one, unless it is only that there is no space or memory.
     pub fn error(&self, what: &str, offset: u64, len: u64, e: std::io::Error) -> Error {
-        Error::from(e).context(format!("{}: {what} of {len} bytes at {offset}", self.name))
+        let mut e = Error::from(e);
+        if !matches!(e.code, Code::NoSpc | Code::DQuot | Code::NoMem) {
+            e.code = Code::Io;
+        }
+        e.context(format!("{}: {what} of {len} bytes at {offset}", self.name))
     }
 }

@@ -85,7 +85,7 @@ pub async fn create_target_dir(path: &Path, layout: TargetLayout, id: TargetIden
 }
 
 /// The kernel lets go of a block device a moment after the io_uring that used it last ended, or was killed.
-async fn open_device(path: &Path) -> Result<Arc<dyn Device>> {
+pub(crate) async fn open_device(path: &Path) -> Result<Arc<dyn Device>> {
     let until = tokio::time::Instant::now() + LET_GO;
     loop {
         match device::open(path) {
