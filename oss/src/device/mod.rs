@@ -2,7 +2,7 @@
 //!
 //! | implementation | what it is |
 //! |---|---|
-//! | [`UringDevice`] | a file or block device through io_uring, direct where the file system allows |
+//! | [`UringDevice`] | a file or block device through io_uring, direct where the file system allows; an NVMe namespace (`/dev/ngXnY`) by NVMe commands through it |
 //! | [`FileDevice`] | the same through plain system calls, where io_uring is not to be had |
 //! | [`MemDevice`] | memory that models power loss, errors and bit flips; the simulator's disk |
 //!
@@ -14,6 +14,7 @@ pub mod file;
 pub mod mem;
 pub mod meter;
 mod node;
+mod nvme;
 #[cfg(any(test, feature = "conformance"))]
 mod random;
 #[cfg(test)]
@@ -68,11 +69,15 @@ pub trait Device: Send + Sync + 'static {
     async fn discard(&self, offset: u64, len: u64) -> Result<()>;
 }
 
-/// The best device for a file or block device: io_uring, or plain system calls with a notice.
+/// The best device for a file, block device or NVMe namespace: io_uring, or plain system calls with a notice.
 pub fn open(path: &Path) -> Result<Arc<dyn Device>> {
     let node = Arc::new(node::Node::open(path)?);
     match UringDevice::on(node.clone(), uring::DEPTH) {
         Ok(d) => Ok(Arc::new(d)),
+        Err(e) if node.namespace.is_some() => {
+            let m = "NVMe commands need io_uring with large entries (Linux 5.19); name the block device of the namespace instead";
+            Err(e.context(m))
+        }
         Err(e) => {
             tracing::warn!("{e}; using plain reads and writes instead, which cost more CPU");
             Ok(Arc::new(FileDevice::on(node)))

@@ -11,7 +11,7 @@ use strake_fabric::{Buf, Pool};
 use strake_proto::Code;
 
 use super::{
-    conformance::{SIZE, all, bad_blocks, fill, power_cut, random_io, read},
+    conformance::{SIZE, all, fill, power_cut, random_io, read},
     *,
 };
 
