@@ -3,6 +3,7 @@
 //! | implementation | what it is |
 //! |---|---|
 //! | [`UringDevice`] | a file or block device through io_uring, direct where the file system allows; an NVMe namespace (`/dev/ngXnY`) by NVMe commands through it |
+//! | [`SpdkDevice`] | an NVMe namespace, local or remote, by SPDK in this process |
 //! | [`FileDevice`] | the same through plain system calls, where io_uring is not to be had |
 //! | [`MemDevice`] | memory that models power loss, errors and bit flips; the simulator's disk |
 //!
@@ -17,6 +18,7 @@ mod node;
 mod nvme;
 #[cfg(any(test, feature = "conformance"))]
 mod random;
+pub mod spdk;
 #[cfg(test)]
 mod tests;
 pub mod uring;
@@ -27,6 +29,7 @@ use async_trait::async_trait;
 pub use file::FileDevice;
 pub use mem::MemDevice;
 pub use meter::Meter;
+pub use spdk::SpdkDevice;
 use strake_fabric::{Buf, BufMut};
 use strake_proto::{Code, Error, Result};
 pub use uring::UringDevice;
@@ -70,7 +73,11 @@ pub trait Device: Send + Sync + 'static {
 }
 
 /// The best device for a file, block device or NVMe namespace: io_uring, or plain system calls with a notice.
+/// A path that begins with `spdk:`, or a link to such, is SPDK's: that may take a while, and must not be done on a thread of tokio's.
 pub fn open(path: &Path) -> Result<Arc<dyn Device>> {
+    if let Some(text) = of_spdk(path) {
+        return Ok(Arc::new(SpdkDevice::open(&text)?));
+    }
     let node = Arc::new(node::Node::open(path)?);
     match UringDevice::on(node.clone(), uring::DEPTH) {
         Ok(d) => Ok(Arc::new(d)),
@@ -83,6 +90,12 @@ pub fn open(path: &Path) -> Result<Arc<dyn Device>> {
             Ok(Arc::new(FileDevice::on(node)))
         }
     }
+}
+
+/// What SPDK is to open: `path` itself, or what it is a link to. Those are no paths: nothing is there.
+pub fn of_spdk(path: &Path) -> Option<String> {
+    let text = |p: &Path| p.to_str().filter(|t| t.starts_with(spdk::PREFIX)).map(String::from);
+    text(path).or_else(|| text(&std::fs::read_link(path).ok()?))
 }
 
 /// Refuses what no caller of a device may ask: unaligned or beyond the end.

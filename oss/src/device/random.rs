@@ -48,7 +48,7 @@ impl Done {
 impl fmt::Display for Done {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let n = |c: &AtomicU64| c.load(Relaxed);
-        let mib = |c: &AtomicU64| n(c) * BLOCK >> 20;
+        let mib = |c: &AtomicU64| (n(c) * BLOCK) >> 20;
         write!(
             f,
             "{} reads of {} MiB, {} writes of {} MiB ({} abandoned), {} flushes, {} discards; {} blocks verified",

@@ -75,7 +75,7 @@ use superblock::Superblock;
 use tally::Tally;
 #[cfg(test)]
 pub(crate) use target::open_device;
-pub use target::{TargetLayout, create_target_dir, open_target_dir};
+pub use target::{TargetLayout, announce_device, create_target_dir, open_target_dir};
 
 use crate::device::{BLOCK, Device};
 
