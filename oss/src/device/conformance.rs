@@ -1,7 +1,10 @@
 //! What every [`Device`] must do, as functions that panic where it does not. For tests of any device: give [`all`] one
-//! whose contents may be lost. It waits for conditions only, and so runs under tokio's paused time too.
+//! whose contents may be lost.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use futures_util::future::join_all;
 use strake_fabric::{Buf, BufMut, Pool};
@@ -27,7 +30,7 @@ pub async fn read(d: &dyn Device, pool: &Pool, offset: u64, len: usize) -> Vec<u
     d.read(offset, pool.get_now(len)).await.unwrap().to_vec()
 }
 
-/// Everything below but [`bad_blocks`], [`power_cut`] and [`random_io`], which need a device of a kind.
+/// Everything below but [`bad_blocks`], [`power_cut`], [`flushed`] and [`random_io`], which need a device of a kind.
 pub async fn all(d: Arc<dyn Device>) {
     assert!(d.capacity() >= SIZE && d.capacity().is_multiple_of(BLOCK), "{} bytes", d.capacity());
     assert!(!d.name().is_empty());
@@ -177,4 +180,20 @@ pub async fn power_cut(d: &dyn Device, cut: impl AsyncFnOnce()) {
         assert!(got.iter().all(|b| *b == 1 || *b == 2 && i >= 32), "block {i}");
     }
     d.flush().await.unwrap();
+}
+
+/// What was written and flushed is there at any time after. Returns how often it was read, and how long the longest read took.
+pub async fn flushed(d: &dyn Device, time: Duration) -> (u64, Duration) {
+    let pool = &Pool::default();
+    let data = fill(pool, 1 << 20, |i| (i / 4096 * 7 + i % 249) as u8).freeze();
+    d.write(0, vec![data.clone()]).await.unwrap();
+    d.flush().await.unwrap();
+    let (start, mut reads, mut longest) = (Instant::now(), 0, Duration::ZERO);
+    while start.elapsed() < time {
+        let begun = Instant::now();
+        assert!(read(d, pool, 0, data.len()).await == data[..]);
+        (reads, longest) = (reads + 1, longest.max(begun.elapsed()));
+    }
+    d.flush().await.unwrap();
+    (reads, longest)
 }
