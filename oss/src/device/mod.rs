@@ -15,7 +15,7 @@ pub mod file;
 pub mod mem;
 pub mod meter;
 mod node;
-mod nvme;
+pub mod nvme;
 #[cfg(any(test, feature = "conformance"))]
 mod random;
 pub mod spdk;
