@@ -9,6 +9,8 @@ pub mod greeting;
 mod lend;
 mod queue;
 mod stream;
+#[cfg(test)]
+mod tests;
 mod verbs;
 
 use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, time::Duration};
@@ -305,42 +307,5 @@ impl Fabric for RdmaFabric {
 
     fn pool(&self) -> &Pool {
         &self.streams.pool
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_small_limit_makes_a_smaller_pool_and_says_so() {
-        let mib = 1 << 20;
-        assert_eq!(registrable(256 * mib, u64::MAX), (256 * mib, None));
-        assert_eq!(registrable(64 * mib, 1024 * mib), (64 * mib, None));
-        let (may, why) = registrable(256 * mib, 8 * mib);
-        assert_eq!(may, 4 * mib);
-        let why = why.unwrap();
-        assert!(why.contains("8388608") && why.contains("ulimit -l"), "{why}");
-        assert_eq!(registrable(256 * mib, 7 * mib).0, 0);
-    }
-
-    #[tokio::test]
-    async fn what_is_missing_is_said_in_one_sentence_and_nothing_falls_back() {
-        match probe() {
-            Ok(devices) => println!("skipped: this machine has RDMA ({})", devices.join(", ")),
-            Err(e) => {
-                assert_eq!(e.code, Code::OpNotSupp, "{e}");
-                assert!(e.message.starts_with("RDMA is not available: ") && !e.message.contains('\n'), "{e}");
-                assert!(e.message.contains("install") || e.message.contains("load"), "{e}");
-                let made = RdmaFabric::new(
-                    Env::system(),
-                    Identity::client([1; 32]),
-                    None,
-                    Pool::new(16 << 20),
-                    Options::default(),
-                );
-                assert_eq!(made.err().unwrap().message, e.message);
-            }
-        }
     }
 }

@@ -322,8 +322,6 @@ library! {
         ibv_dealloc_pd: fn(*mut Pd) -> c_int;
         ibv_reg_mr: fn(*mut Pd, *mut c_void, usize, c_int) -> *mut Mr;
         ibv_dereg_mr: fn(*mut Mr) -> c_int;
-        ibv_create_comp_channel: fn(*mut Context) -> *mut CompChannel;
-        ibv_destroy_comp_channel: fn(*mut CompChannel) -> c_int;
         ibv_create_cq: fn(*mut Context, c_int, *mut c_void, *mut CompChannel, c_int) -> *mut Cq;
         ibv_destroy_cq: fn(*mut Cq) -> c_int;
         ibv_get_cq_event: fn(*mut CompChannel, *mut *mut Cq, *mut *mut c_void) -> c_int;
@@ -331,6 +329,11 @@ library! {
         ibv_create_srq: fn(*mut Pd, *mut SrqInitAttr) -> *mut Srq;
         ibv_destroy_srq: fn(*mut Srq) -> c_int;
         ibv_wc_status_str: fn(c_int) -> *const c_char;
+    }
+    // These two never changed.
+    ibverbs "IBVERBS_1.0" {
+        ibv_create_comp_channel: fn(*mut Context) -> *mut CompChannel;
+        ibv_destroy_comp_channel: fn(*mut CompChannel) -> c_int;
     }
     rdmacm "RDMACM_1.0" {
         rdma_create_event_channel: fn() -> *mut CmChannel;
