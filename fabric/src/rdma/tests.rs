@@ -66,12 +66,24 @@ async fn works(c: &dyn Connection) {
     assert!(got.body == "ok" && got.payload[0][..] == payload[..]);
 }
 
+/// [`conformance::all`], with the time of each part.
+async fn conforms(dialer: &RdmaFabric, listener: &RdmaFabric, at: &Endpoint) {
+    macro_rules! each {
+        ($($part:ident)*) => { $(
+            let start = Instant::now();
+            conformance::$part(dialer, listener, at).await;
+            println!("{}: {:?}", stringify!($part), start.elapsed());
+        )* };
+    }
+    each!(sizes concurrency answers_in_any_order errors back_calls timeouts_and_dropped_calls windows endings);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn conforms_on_threads() {
     let Some(at) = here() else { return };
     let dialer = fabric_of(client_identity(), None, Options::default());
     let listener = server();
-    conformance::all(&dialer, &listener, &at).await;
+    conforms(&dialer, &listener, &at).await;
     settled(&dialer).await;
     settled(&listener).await;
 }
@@ -80,7 +92,7 @@ async fn conforms_on_threads() {
 async fn conforms_in_one_thread() {
     let Some(at) = here() else { return };
     let f = server();
-    conformance::all(&f, &f, &at).await;
+    conforms(&f, &f, &at).await;
     settled(&f).await;
 }
 
