@@ -6,7 +6,7 @@ use std::{
 };
 
 use strake_proto::{
-    ChainId, ChunkId, Code, Error, Result,
+    ChainId, ChunkId, Code, Error, Result, SessionId,
     data::{Stamp, Version, Writer},
     pb::ReplicaState,
 };
@@ -48,6 +48,8 @@ pub struct ChainCore {
     /// The last ones of this epoch. Who was told goes on and writes something newer there, over which another copy of the request must not
     /// be made when it comes late. Copies of other epochs are refused as such.
     refused: VecDeque<Refused>,
+    /// The newest round of each session from which an update came in this epoch; not 0. What its client gave up is of an older one.
+    rounds: BTreeMap<SessionId, u64>,
 }
 
 fn refuse(op: OpId, code: Code, message: String) -> Output {
@@ -68,6 +70,7 @@ impl ChainCore {
             slots: BTreeMap::new(),
             ops: BTreeMap::new(),
             refused: VecDeque::new(),
+            rounds: BTreeMap::new(),
         }
     }
 
@@ -217,6 +220,7 @@ impl ChainCore {
         self.confirmed = view.serving() && (view.head || (was_serving && self.confirmed));
         self.view = view;
         self.refused.clear();
+        self.rounds.clear();
         if let Some(to) = self.view.serving_successor() {
             out.push(Output::Greet { to, epoch: self.view.epoch });
         }
@@ -263,6 +267,13 @@ impl ChainCore {
             out.push(Output::Done { op: op.id, outcome: Outcome::Refused(e) });
             return;
         }
+        if let What::Client { session, round, .. } = op.what
+            && self.is_late(session, round)
+        {
+            Event::ClientLate.taken();
+            let m = format!("session {session} has given up an update since this was sent; it is to be sent again");
+            return out.push(refuse(op.id, Code::Overloaded, m));
+        }
         if matches!(op.what, What::Forward { .. }) {
             self.heard_predecessor(op.epoch);
         }
@@ -307,6 +318,27 @@ impl ChainCore {
         }
     }
 
+    /// A session's flush came in this round, to the head.
+    pub fn heard_round(&mut self, epoch: u64, session: SessionId, round: u64) -> Result<()> {
+        self.check_member(epoch)?;
+        if !(self.view.serving() && self.view.head) {
+            return Err(self.not_serving("is flushed at its head, not here"));
+        }
+        self.is_late(session, round);
+        Ok(())
+    }
+
+    /// Whether the session has begun another round since this was sent. What has its place in a queue before that round's first update is not
+    /// late: it is made before that one.
+    fn is_late(&mut self, session: SessionId, round: u64) -> bool {
+        match self.rounds.get(&session) {
+            Some(newest) if round < *newest => return true,
+            None if round == 0 => {}
+            _ => drop(self.rounds.insert(session, round)),
+        }
+        false
+    }
+
     fn next_in_queue(&mut self, chunk: ChunkId, local: &mut dyn Local, out: &mut Vec<Output>) {
         loop {
             let Some(slot) = self.slots.get_mut(&chunk) else { return };
@@ -329,7 +361,7 @@ impl ChainCore {
                 out.push(Output::Done { op: op.id, outcome: Outcome::Granted });
                 Current::Hold(op.id)
             }
-            What::Client { session, seq, replay } => match self.assign(&op, session, seq, replay, local) {
+            What::Client { session, seq, replay, .. } => match self.assign(&op, session, seq, replay, local) {
                 Ok(u) => Current::Update(Box::new(u)),
                 Err(outcome) => return out.push(Output::Done { op: op.id, outcome }),
             },
