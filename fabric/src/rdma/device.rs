@@ -26,6 +26,9 @@ pub struct Device {
     srq: *mut Srq,
     /// Most READs that may be under way, as target and as source.
     pub reads: (u8, u8),
+    /// It checks windows against the bounds of the registration only, so what is lent is registered by itself (soft-RoCE, as of
+    /// Linux 6.1).
+    loose: bool,
     /// Registered regions by their id. Theirs to hold: unmapped memory must not stay registered.
     regions: Mutex<BTreeMap<u64, (Arc<Registered>, Arc<Region>)>>,
     inbox: Inbox,
@@ -124,6 +127,7 @@ impl Device {
             pd,
             srq: null_mut(),
             reads: (cap(attr.max_qp_rd_atom), cap(attr.max_qp_init_rd_atom)),
+            loose: attr.vendor_id == verbs::SOFT_ROCE,
             regions: Mutex::default(),
             inbox: Inbox { _memory: memory, start, mr: None },
             pool,
@@ -208,6 +212,11 @@ impl Device {
 
     pub fn of_buf(&self, b: &Buf) -> Result<Arc<Registered>> {
         self.registration(b.region(), b.as_ptr().cast_mut(), b.len())
+    }
+
+    /// A registration under which a window may be bound to exactly these bytes, which the caller holds as long.
+    pub fn to_lend(&self, all: &Arc<Registered>, start: *const u8, len: usize) -> Result<Arc<Registered>> {
+        if self.loose { self.register(start.cast_mut(), len).map(Arc::new) } else { Ok(all.clone()) }
     }
 
     pub fn of_mut(&self, b: &mut BufMut) -> Result<Arc<Registered>> {

@@ -132,8 +132,14 @@ impl Queue {
 #[async_trait]
 impl Bulk for Queue {
     async fn lend(&self, payload: Vec<Buf>, mut to: Option<BufMut>) -> Result<Loan> {
-        let parts = self.parts(payload)?;
-        let to_mr = to.as_mut().map(|b| self.device.of_mut(b)).transpose()?;
+        let mut parts = self.parts(payload)?;
+        for p in &mut parts {
+            p.mr = self.device.to_lend(&p.mr, p.buf.as_ptr(), p.buf.len())?;
+        }
+        let to_mr = match &mut to {
+            Some(b) => Some(self.device.to_lend(&self.device.of_mut(b)?, b.as_ptr(), b.len())?),
+            None => None,
+        };
         let mut room = self.room(parts.len() + usize::from(to.is_some())).await?;
         let mut s = self.state.lock();
         let s = &mut *s;

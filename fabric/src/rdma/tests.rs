@@ -190,6 +190,7 @@ async fn what_was_not_lent_is_not_reached() {
     let foreign = other.q.lend(vec![data.clone()], None).await.unwrap().regions.payload[0];
     let len = data.len() as u32;
     for case in 0..6 {
+        println!("case {case}");
         let mut peer = raw(&f, guard.endpoint()).await;
         let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
         let good = loan.regions.payload[0];

@@ -170,7 +170,9 @@ pub struct SrqInitAttr {
 /// `struct ibv_device_attr`, 232 bytes.
 #[repr(C)]
 pub struct DeviceAttr {
-    _a: [u64; 14],
+    _a: [u64; 12],
+    pub vendor_id: u32,
+    _vendor: [u32; 3],
     pub max_qp_wr: c_int,
     pub device_cap_flags: u32,
     pub max_sge: c_int,
@@ -244,6 +246,7 @@ const _: () = {
     assert!(size_of::<Wc>() == 48 && offset_of!(Wc, byte_len) == 20 && offset_of!(Wc, wc_flags) == 36);
     assert!(size_of::<QpInitAttr>() == 64 && offset_of!(QpInitAttr, max_send_wr) == 32);
     assert!(offset_of!(QpInitAttr, qp_type) == 52 && size_of::<SrqInitAttr>() == 24);
+    assert!(offset_of!(DeviceAttr, vendor_id) == 96);
     assert!(size_of::<DeviceAttr>() == 232 && offset_of!(DeviceAttr, device_cap_flags) == 116);
     assert!(offset_of!(DeviceAttr, max_qp_rd_atom) == 144 && offset_of!(DeviceAttr, max_qp_init_rd_atom) == 156);
     assert!(offset_of!(DeviceAttr, max_mw) == 176 && offset_of!(DeviceAttr, max_srq_wr) == 216);
@@ -257,6 +260,8 @@ pub const REMOTE_WRITE: u32 = 2;
 pub const REMOTE_READ: u32 = 4;
 pub const MW_BIND: c_int = 16;
 pub const CAP_MW_2B: u32 = 1 << 24;
+/// `vendor_id` of soft-RoCE.
+pub const SOFT_ROCE: u32 = 0xff_ffff;
 pub const MW_TYPE_2: c_int = 2;
 pub const QPT_RC: c_int = 2;
 pub const PS_TCP: c_int = 0x106;
