@@ -215,8 +215,8 @@ impl Device {
     }
 
     /// A registration under which a window may be bound to exactly these bytes, which the caller holds as long.
-    pub fn to_lend(&self, all: &Arc<Registered>, start: *const u8, len: usize) -> Result<Arc<Registered>> {
-        if self.loose { self.register(start.cast_mut(), len).map(Arc::new) } else { Ok(all.clone()) }
+    pub fn to_lend(&self, region: Option<&Arc<Region>>, start: *const u8, len: usize) -> Result<Arc<Registered>> {
+        self.registration(region.filter(|_| !self.loose), start.cast_mut(), len)
     }
 
     pub fn of_mut(&self, b: &mut BufMut) -> Result<Arc<Registered>> {

@@ -37,12 +37,11 @@ struct Part {
 }
 
 impl Queue {
-    /// The payload in parts that are registered, at most [`MAX_PARTS`]; copied where it must be.
-    fn parts(&self, payload: Vec<Buf>) -> Result<Vec<Part>> {
+    /// The payload in parts that can be registered, at most [`MAX_PARTS`]; copied where it must be.
+    fn parts(&self, payload: Vec<Buf>) -> Vec<Buf> {
         let whole: Vec<Buf> = payload.into_iter().filter(|b| !b.is_empty()).collect();
         let fits = whole.len() <= MAX_PARTS && whole.iter().all(|b| b.region().is_some());
-        let bufs = if fits { whole } else { self.copied(&whole) };
-        bufs.into_iter().map(|buf| Ok(Part { mr: self.device.of_buf(&buf)?, buf })).collect()
+        if fits { whole } else { self.copied(&whole) }
     }
 
     fn copied(&self, from: &[Buf]) -> Vec<Buf> {
@@ -131,15 +130,11 @@ impl Queue {
 
 #[async_trait]
 impl Bulk for Queue {
-    async fn lend(&self, payload: Vec<Buf>, mut to: Option<BufMut>) -> Result<Loan> {
-        let mut parts = self.parts(payload)?;
-        for p in &mut parts {
-            p.mr = self.device.to_lend(&p.mr, p.buf.as_ptr(), p.buf.len())?;
-        }
-        let to_mr = match &mut to {
-            Some(b) => Some(self.device.to_lend(&self.device.of_mut(b)?, b.as_ptr(), b.len())?),
-            None => None,
-        };
+    async fn lend(&self, payload: Vec<Buf>, to: Option<BufMut>) -> Result<Loan> {
+        let device = &self.device;
+        let part = |buf: Buf| Ok(Part { mr: device.to_lend(buf.region(), buf.as_ptr(), buf.len())?, buf });
+        let parts = self.parts(payload).into_iter().map(part).collect::<Result<Vec<_>>>()?;
+        let to_mr = to.as_ref().map(|b| device.to_lend(b.region(), b.as_ptr(), b.len())).transpose()?;
         let mut room = self.room(parts.len() + usize::from(to.is_some())).await?;
         let mut s = self.state.lock();
         let s = &mut *s;
@@ -234,7 +229,8 @@ impl Bulk for Queue {
     }
 
     async fn put(&self, payload: Vec<Buf>, to: data::Region) -> Result<()> {
-        let parts = self.parts(payload)?;
+        let part = |buf: Buf| Ok(Part { mr: self.device.of_buf(&buf)?, buf });
+        let parts = self.parts(payload).into_iter().map(part).collect::<Result<Vec<_>>>()?;
         let mut room = self.room(parts.len()).await?;
         let mut s = self.state.lock();
         let mut at = to.addr;

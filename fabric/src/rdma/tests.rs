@@ -88,12 +88,39 @@ async fn conforms_on_threads() {
     settled(&listener).await;
 }
 
+/// The parts that move few bytes; the others depend on threads least.
 #[tokio::test]
 async fn conforms_in_one_thread() {
     let Some(at) = here() else { return };
     let f = server();
-    conforms(&f, &f, &at).await;
+    conformance::concurrency(&f, &f, &at).await;
+    conformance::answers_in_any_order(&f, &f, &at).await;
+    conformance::errors(&f, &f, &at).await;
+    conformance::back_calls(&f, &f, &at).await;
+    conformance::timeouts_and_dropped_calls(&f, &f, &at).await;
+    conformance::endings(&f, &f, &at).await;
     settled(&f).await;
+}
+
+#[tokio::test]
+async fn little_memory_that_may_be_locked_is_enough_and_too_little_is_one_calls_error() {
+    let Some(at) = here() else { return };
+    if !limited() || memlock() > 8 << 20 {
+        println!("skipped: this process may lock more than 8 MiB");
+        return;
+    }
+    let f = server();
+    assert_eq!(f.pool().stats().limit, 4 << 20);
+    let (_service, guard) = serve(&f, &at).await;
+    let conn = f.connect(guard.endpoint(), None).await.unwrap();
+    works(&*conn).await;
+    let big = Message::new(opcode::ECHO, "").with_payload(vec![conformance::pattern(16 << 20, 1)]);
+    let e = conn.call(big, LONG).await.unwrap_err();
+    assert!(e.code == Code::NoMem && e.message.contains("locked memory is 8388608"), "{e}");
+    println!("said: {e}");
+    for _ in 0..3 {
+        works(&*conn).await;
+    }
 }
 
 /// All buffers are back but those of the shared receive queue.
@@ -190,7 +217,6 @@ async fn what_was_not_lent_is_not_reached() {
     let foreign = other.q.lend(vec![data.clone()], None).await.unwrap().regions.payload[0];
     let len = data.len() as u32;
     for case in 0..6 {
-        println!("case {case}");
         let mut peer = raw(&f, guard.endpoint()).await;
         let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
         let good = loan.regions.payload[0];
