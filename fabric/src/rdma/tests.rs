@@ -1,6 +1,7 @@
 //! On a real device, or soft-RoCE: `cluster-tests/vm/run` has one. Elsewhere each test says why it does not run.
 //!
-//! `STRAKE_RDMA_ADDR` names the address of an RDMA port of this machine, `STRAKE_RDMA_LINK` a network interface that may be taken down.
+//! `STRAKE_RDMA_ADDR` names the address of an RDMA port of this machine; `STRAKE_RDMA_REMOTE` an endpoint of another one that runs
+//! [`peer_that_serves`], and `STRAKE_RDMA_LINK` the network interface that leads there.
 
 use std::{
     sync::{Arc, atomic::Ordering::SeqCst},
@@ -367,42 +368,60 @@ async fn a_peer_killed_in_mid_transfer() {
     settled(&f).await;
 }
 
-fn link(state: &str) -> bool {
-    let Ok(name) = std::env::var("STRAKE_RDMA_LINK") else {
-        println!("skipped: STRAKE_RDMA_LINK names no network interface");
-        return false;
-    };
-    let done = std::process::Command::new("ip").args(["link", "set", &name, state]).status();
-    assert!(done.is_ok_and(|s| s.success()), "ip link set {name} {state}");
-    true
+/// Not a test but the other machine's part of the next one.
+#[tokio::test]
+async fn peer_that_serves() {
+    let Ok(at) = std::env::var("STRAKE_RDMA_SERVE") else { return };
+    let f = server();
+    let (_service, _guard) = serve(&f, &at.parse().unwrap()).await;
+    println!("serving");
+    std::future::pending::<()>().await;
+}
+
+/// Loses all that this machine sends, or no longer.
+fn cut(interface: &str, cut: bool) {
+    let loss = ["qdisc", "replace", "dev", interface, "root", "netem", "loss", if cut { "100%" } else { "0%" }];
+    let done = std::process::Command::new("tc").args(loss).status();
+    assert!(done.is_ok_and(|s| s.success()), "tc {loss:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_link_that_goes_down_and_comes_back() {
-    let Some(at) = here() else { return };
-    let f = server();
-    let (_service, guard) = serve(&f, &at).await;
-    let conn = f.connect(guard.endpoint(), None).await.unwrap();
-    works(&*conn).await;
-    if !link("down") {
+async fn a_link_to_another_machine_that_is_cut_and_comes_back() {
+    let (Ok(at), Ok(interface)) = (std::env::var("STRAKE_RDMA_REMOTE"), std::env::var("STRAKE_RDMA_LINK")) else {
+        println!(
+            "skipped: STRAKE_RDMA_REMOTE and STRAKE_RDMA_LINK name no other machine that serves, and no link to it"
+        );
         return;
-    }
-    let start = Instant::now();
-    let e = conn.call(Message::new(opcode::ECHO, "").with_payload(vec![conformance::pattern(1 << 20, 1)]), LONG).await;
-    let took = start.elapsed();
-    let down = f.connect(guard.endpoint(), None).await.err();
-    link("up");
-    println!("link down: {:?} after {took:?}; connect: {down:?}", e.as_ref().err());
-    assert!(e.is_err_and(|e| e.code == Code::Disconnected), "a call over a link that is down");
-    let start = Instant::now();
-    let again = loop {
-        match f.connect(guard.endpoint(), None).await {
-            Ok(c) => break c,
-            Err(e) => assert!(start.elapsed() < LONG, "{e}"),
-        }
-        sleep(Duration::from_millis(100)).await;
     };
-    works(&*again).await;
+    let at: Endpoint = at.parse().unwrap();
+    let f = fabric_of(client_identity(), None, Options::default());
+    let conn = again(&f, &at).await;
+    works(&*conn).await;
+    cut(&interface, true);
+    let start = Instant::now();
+    let big = Message::new(opcode::ECHO, "").with_payload(vec![conformance::pattern(1 << 20, 1)]);
+    let e = conn.call(big, LONG).await.unwrap_err();
+    let took = start.elapsed();
+    let meanwhile = f.connect(&at, None).await.err();
+    cut(&interface, false);
+    println!("cut: {e} after {took:?}; to connect: {meanwhile:?}");
+    assert!(e.code == Code::Disconnected && took < Duration::from_secs(8) && meanwhile.is_some());
+    let start = Instant::now();
+    works(&*again(&f, &at).await).await;
+    println!("back: after {:?}", start.elapsed());
+    drop(conn);
+    settled(&f).await;
+}
+
+async fn again(f: &RdmaFabric, at: &Endpoint) -> Arc<dyn Connection> {
+    let start = Instant::now();
+    loop {
+        match f.connect(at, None).await {
+            Ok(c) => return c,
+            Err(e) => assert!(start.elapsed() < 2 * LONG, "{e}"),
+        }
+        sleep(Duration::from_millis(200)).await;
+    }
 }
 
 #[test]
