@@ -14,6 +14,7 @@ pub mod kept;
 pub mod leader;
 pub mod rdma;
 pub mod region;
+pub mod roads;
 pub mod tcp;
 pub mod watch;
 
@@ -28,6 +29,7 @@ pub use kept::{Kept, Record, Records};
 pub use leader::LeaderFinder;
 pub use rdma::RdmaFabric;
 pub use region::{REGION, Region};
+pub use roads::Roads;
 use strake_proto::{Error, Result};
 pub use tcp::TcpFabric;
 
