@@ -8,7 +8,7 @@ use std::{
         mpsc::{Receiver, RecvTimeoutError},
     },
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use strake_proto::{Code, Error, Result};
@@ -31,7 +31,7 @@ const TRANSPORT_ID: usize = 1024;
 
 /// What is told to the thread.
 pub enum Event {
-    /// A queue pair of this generation failed.
+    /// A queue pair of this generation failed, or could not be had.
     Failed(u64),
     Close,
 }
@@ -112,7 +112,7 @@ impl Controller {
     }
 
     /// Only when no queue pair of it is left. `failed`: it would not answer a proper farewell.
-    fn detach(self, failed: bool) {
+    pub fn detach(self, failed: bool) {
         // SAFETY: connected, and not used any more.
         unsafe {
             if failed {
@@ -147,7 +147,6 @@ impl Controller {
     /// Resets the controller until it works again; whether the device was dropped meanwhile.
     fn recover(&mut self, shared: &Shared, id: &TransportId, format: Format, events: &Receiver<Event>) -> bool {
         tracing::warn!("{id}: the controller fails; resetting it");
-        *shared.down_since.lock() = Some(Instant::now());
         shared.set_up(false);
         while shared.pairs.load(SeqCst) > 0 {
             thread::sleep(Duration::from_millis(1));
@@ -175,7 +174,6 @@ impl Controller {
         }
         tracing::info!("{id}: the controller works again");
         *shared.controller.lock() = *self;
-        *shared.down_since.lock() = None;
         shared.generation.fetch_add(1, SeqCst);
         shared.set_up(true);
         false

@@ -26,6 +26,8 @@ static ANNOUNCED: Mutex<(BTreeSet<PciAddress>, bool)> = Mutex::new((BTreeSet::ne
 pub struct Env {
     pub api: Api,
     allowed: BTreeSet<PciAddress>,
+    /// It was started for RDMA, which needs hugepages.
+    rdma: bool,
     /// Memory of others can be made known to a controller on PCIe: there is an IOMMU.
     iommu: bool,
     regions: Mutex<Regions>,
@@ -51,7 +53,8 @@ pub fn announce(id: &TransportId) {
 
 /// The arguments of DPDK. No PCI device but the allowed ones is ever looked at: DPDK takes those from their drivers.
 fn arguments(allowed: &BTreeSet<PciAddress>, rdma: bool, core: usize, process: u32) -> Vec<String> {
-    let mut args: Vec<String> = ["strake", "--no-telemetry", "--log-level=lib.eal:4", "-l"].map(String::from).into();
+    let mut args: Vec<String> =
+        ["strake", "--no-telemetry", "--no-shconf", "--log-level=lib.eal:4", "-l"].map(String::from).into();
     args.push(core.to_string());
     if allowed.is_empty() {
         args.push("--no-pci".into());
@@ -61,7 +64,7 @@ fn arguments(allowed: &BTreeSet<PciAddress>, rdma: bool, core: usize, process: u
     }
     if allowed.is_empty() && !rdma {
         // Data lie in ordinary memory; this is for SPDK's own requests.
-        args.extend(["--no-huge", "--legacy-mem", "-m", "256", "--iova-mode=va", "--no-shconf"].map(String::from));
+        args.extend(["--no-huge", "--legacy-mem", "-m", "256", "--iova-mode=va"].map(String::from));
     } else {
         args.extend(["--match-allocations", "--huge-unlink", "--base-virtaddr=0x200000000000"].map(String::from));
         args.push(format!("--file-prefix=strake_{process}"));
@@ -113,18 +116,20 @@ fn start(core: usize) -> Result<Env> {
     // SAFETY: SPDK's environment is there.
     let iommu = unsafe { (api.spdk_iommu_is_enabled)() };
     tracing::info!("SPDK on {version}; PCI devices allowed: {}", allowed.len());
-    Ok(Env { api, allowed, iommu, regions: Mutex::default(), open: Mutex::default() })
+    Ok(Env { api, allowed, rdma, iommu, regions: Mutex::default(), open: Mutex::default() })
 }
 
 impl Env {
-    /// Takes a namespace for one device of this process. `Busy`: another has it. `Perm`: a PCI device that came too late.
+    /// Takes a namespace for one device of this process. `Busy`: another has it. `Perm`: it came too late.
     pub fn claim(&'static self, id: &TransportId) -> Result<Claim> {
-        if let Way::Pcie(at) = id.way
-            && !self.allowed.contains(&at)
-        {
-            let m =
-                "was not among the targets when SPDK started, and it looks at no other PCI device: restart this server";
-            return Err(Error::new(Code::Perm, format!("{id} {m}")));
+        let late = match id.way {
+            Way::Pcie(at) if !self.allowed.contains(&at) => Some("looks at no PCI device but those that were"),
+            Way::Rdma(_) if !self.rdma => Some("was started without what RDMA needs"),
+            _ => None,
+        };
+        if let Some(why) = late {
+            let m = format!("{id} was not among the targets when SPDK started, and SPDK {why}: restart this server");
+            return Err(Error::new(Code::Perm, m));
         }
         let key = (id.way.clone(), id.namespace);
         if !self.open.lock().insert(key.clone()) {

@@ -20,7 +20,7 @@ use std::{
         mpsc::{self, Sender},
     },
     thread::JoinHandle,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use async_trait::async_trait;
@@ -73,7 +73,6 @@ struct Shared {
     events: Mutex<Sender<Event>>,
     /// The controller works; else it is being reset.
     up: AtomicBool,
-    down_since: Mutex<Option<Instant>>,
     /// Grows with each reset.
     generation: AtomicU64,
     closed: AtomicBool,
@@ -91,6 +90,8 @@ struct Queue {
     ops: Mutex<VecDeque<Op>>,
     /// It is or goes to sleep and must be woken.
     sleeping: AtomicBool,
+    /// It has ended, and takes nothing more. Changed with `ops` locked.
+    closed: AtomicBool,
     wake: OwnedFd,
 }
 
@@ -166,22 +167,28 @@ impl SpdkDevice {
             _claim: claim,
         };
         for (n, core) in cores.into_iter().enumerate() {
-            let reactor = device.shared.clone();
+            let (shared, (connected, has_pair)) = (device.shared.clone(), mpsc::sync_channel(1));
             let thread = std::thread::Builder::new().name(format!("spdk-{core}")).spawn(move || {
                 let mut only = CpuSet::new();
                 only.set(core);
                 if let Err(e) = sched_setaffinity(None, &only) {
-                    tracing::warn!("{}: cannot keep to CPU {core} ({e})", reactor.name);
+                    tracing::warn!("{}: cannot keep to CPU {core} ({e})", shared.name);
                 }
-                Reactor::new(reactor, n).run();
+                let mut reactor = Reactor::new(shared, n);
+                let _ = connected.send(reactor.connect());
+                reactor.serve();
             })?;
             device.reactors.push(thread);
+            if has_pair.recv() != Ok(true) {
+                let m = format!("{id}: the controller gives no queue pair for CPU {core}; name fewer in cores");
+                return Err(Error::new(Code::Busy, m));
+            }
         }
         Ok(device)
     }
 
     async fn submit(&self, work: Work, offset: u64, len: u64) -> Result<Option<BufMut>> {
-        let gone = || Error::new(Code::Io, format!("{}: its reactor has ended", self.shared.name));
+        let gone = || Error::new(Code::Io, format!("{}: its reactor has given it up", self.shared.name));
         let change = match work {
             Work::Write(_) => Some(self.barrier.clone().read_owned().await),
             _ => None,
@@ -189,7 +196,13 @@ impl SpdkDevice {
         let permit = self.depth.clone().acquire_owned().await.map_err(|_| gone())?;
         let (reply, answer) = oneshot::channel();
         let queue = &self.shared.queues[self.turn.fetch_add(1, SeqCst) % self.shared.queues.len()];
-        queue.ops.lock().push_back(Op { work, offset, len, covers: 0, reply, _permit: permit, _change: change });
+        {
+            let mut ops = queue.ops.lock();
+            if queue.closed.load(SeqCst) {
+                return Err(gone());
+            }
+            ops.push_back(Op { work, offset, len, covers: 0, reply, _permit: permit, _change: change });
+        }
         queue.wake();
         answer.await.map_err(|_| gone())?
     }
@@ -212,9 +225,14 @@ impl SpdkDevice {
 impl Shared {
     fn connect(env: &'static Env, id: &TransportId, events: Sender<Event>) -> Result<Arc<Shared>> {
         let controller = Controller::connect(env, id)?;
+        Shared::of(controller, env, id, events).inspect_err(|_| controller.detach(false))
+    }
+
+    fn of(controller: Controller, env: &'static Env, id: &TransportId, events: Sender<Event>) -> Result<Arc<Shared>> {
         let queue = |_: &usize| -> Result<Queue> {
             let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(std::io::Error::from)?;
-            Ok(Queue { ops: Mutex::default(), sleeping: AtomicBool::new(false), wake })
+            let (sleeping, closed) = (AtomicBool::new(false), AtomicBool::new(false));
+            Ok(Queue { ops: Mutex::default(), sleeping, closed, wake })
         };
         Ok(Arc::new(Shared {
             name: id.to_string(),
@@ -228,7 +246,6 @@ impl Shared {
             controller: Mutex::new(controller),
             events: Mutex::new(events),
             up: AtomicBool::new(true),
-            down_since: Mutex::default(),
             generation: AtomicU64::new(0),
             closed: AtomicBool::new(false),
             pairs: AtomicUsize::new(0),
@@ -248,7 +265,7 @@ impl Shared {
 
     fn set_up(&self, up: bool) {
         self.up.store(up, SeqCst);
-        self.queues.iter().for_each(Queue::wake);
+        self.queues.iter().for_each(Queue::rouse);
     }
 
     fn tell(&self, event: Event) {
@@ -266,11 +283,26 @@ impl Shared {
 }
 
 impl Queue {
+    /// Has it look at `ops`.
     fn wake(&self) {
         if self.sleeping.swap(false, SeqCst) {
-            // Fails only when the counter is full, and then the thread is awake.
-            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+            self.rouse();
         }
+    }
+
+    /// Has it look at everything, though it be about to sleep.
+    fn rouse(&self) {
+        // Fails only when the counter is full, and then the thread is awake.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    fn close(&self) {
+        let waiting = {
+            let mut ops = self.ops.lock();
+            self.closed.store(true, SeqCst);
+            std::mem::take(&mut *ops)
+        };
+        drop(waiting);
     }
 
     /// Until it is woken, or for so long.
@@ -288,7 +320,7 @@ impl Queue {
 impl Drop for SpdkDevice {
     fn drop(&mut self) {
         self.shared.closed.store(true, SeqCst);
-        self.shared.queues.iter().for_each(Queue::wake);
+        self.shared.queues.iter().for_each(Queue::rouse);
         self.reactors.drain(..).for_each(|t| drop(t.join()));
         self.shared.tell(Event::Close);
         self.control.take().into_iter().for_each(|t| drop(t.join()));

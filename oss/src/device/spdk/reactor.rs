@@ -5,6 +5,7 @@ use std::{
     cell::RefCell,
     collections::{BTreeMap, VecDeque},
     ffi::c_void,
+    panic::{AssertUnwindSafe, catch_unwind},
     ptr,
     rc::Rc,
     sync::{Arc, atomic::Ordering::SeqCst},
@@ -26,11 +27,15 @@ const SPIN: Duration = Duration::from_micros(50);
 const NAP: Duration = Duration::from_micros(50);
 /// How often it looks while the controller is being reset.
 const DOWN: Duration = Duration::from_millis(50);
-/// How long operations wait for a controller that is being reset.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+/// How long operations wait for a queue pair.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long the controller may keep all commands before it is taken for dead: as the kernel's driver does.
+const STALL: Duration = Duration::from_secs(30);
 /// How often, and how far apart, a command is given again for which the controller was not ready.
 const TRIES: u32 = 40;
 const APART: Duration = Duration::from_millis(250);
+/// How often one is given again that was lost with its queue pair, as the kernel's driver does: it may be what the controller fails at.
+const LOSSES: u32 = 5;
 
 struct Active {
     op: Op,
@@ -51,6 +56,13 @@ struct Piece {
     copied: bool,
     copy: Option<Dma>,
     tries: u32,
+    losses: u32,
+}
+
+impl Piece {
+    fn new(offset: u64, at: *mut u8, len: u64, copied: bool) -> Piece {
+        Piece { offset, at, len, copied, copy: None, tries: 0, losses: 0 }
+    }
 }
 
 type Ended = Rc<RefCell<Vec<(u64, usize, Status)>>>;
@@ -73,9 +85,10 @@ extern "C" fn done(ticket: *mut c_void, completion: *const Completion) {
 pub struct Reactor {
     shared: Arc<Shared>,
     index: usize,
-    /// A queue pair, and the generation of the controller that it is of.
-    pair: Option<(*mut c_void, u64)>,
+    pair: Option<*mut c_void>,
     namespace: *mut c_void,
+    /// Since when there is no queue pair.
+    without: Option<Instant>,
     active: BTreeMap<u64, Active>,
     next: u64,
     /// Pieces to be submitted.
@@ -84,8 +97,10 @@ pub struct Reactor {
     pause: Option<Instant>,
     under_way: usize,
     ended: Ended,
-    /// The controller was told that the queue pair is broken.
-    reported: bool,
+    /// The generation of the controller that was said to fail.
+    told: Option<u64>,
+    /// When a command ended last, or was given while there was no other.
+    progress: Instant,
     /// When something was done last.
     busy: Instant,
 }
@@ -97,19 +112,30 @@ impl Reactor {
             index,
             pair: None,
             namespace: ptr::null_mut(),
+            without: None,
             active: BTreeMap::new(),
             next: 0,
             todo: VecDeque::new(),
             pause: None,
             under_way: 0,
             ended: Rc::default(),
-            reported: false,
+            told: None,
+            progress: Instant::now(),
             busy: Instant::now(),
         }
     }
 
     /// Until the device is dropped and everything has ended.
-    pub fn run(&mut self) {
+    pub fn serve(mut self) {
+        if catch_unwind(AssertUnwindSafe(|| self.run())).is_err() {
+            tracing::error!("{}: a reactor panicked; its part of the operations fails from now on", self.shared.name);
+            self.shared.queues[self.index].close();
+            self.abandon();
+            self.close_pair();
+        }
+    }
+
+    fn run(&mut self) {
         loop {
             let closed = self.shared.is_closed();
             let arrived = std::mem::take(&mut *self.shared.queues[self.index].ops.lock());
@@ -121,12 +147,9 @@ impl Reactor {
             self.submit();
             self.poll();
             self.reap();
-            if self.pair.is_none() {
-                self.expire(closed);
-            }
+            self.expire(closed);
             if closed && self.active.is_empty() {
-                self.close_pair();
-                return;
+                return self.close_pair();
             }
             self.rest();
         }
@@ -135,45 +158,66 @@ impl Reactor {
     /// Has a queue pair while the controller works, and none while it is reset.
     fn keep_pair(&mut self) {
         if !self.shared.is_up() {
-            return self.close_pair();
+            self.close_pair();
+        } else if self.pair.is_none() && !self.is_broken() && !self.connect() {
+            self.broken();
         }
-        if self.pair.is_some() || self.reported && self.pair.is_none() && !self.renewed() {
-            return;
+        match self.pair {
+            Some(_) => self.without = None,
+            None => drop(self.without.get_or_insert_with(Instant::now)),
         }
-        // Counted first: the controller is not reset while there may be a queue pair.
-        self.shared.pairs.fetch_add(1, SeqCst);
-        if !self.shared.is_up() {
-            self.shared.pairs.fetch_sub(1, SeqCst);
-            return;
-        }
-        let (c, generation) = (*self.shared.controller.lock(), self.shared.generation.load(SeqCst));
-        // SAFETY: a connected controller; default options.
-        let pair = unsafe { (self.shared.env.api.spdk_nvme_ctrlr_alloc_io_qpair)(c.at, ptr::null(), 0) };
-        if pair.is_null() {
-            self.shared.pairs.fetch_sub(1, SeqCst);
-            self.reported = true;
-            self.shared.tell(Event::Failed(generation));
-            return;
-        }
-        (self.pair, self.namespace, self.reported) = (Some((pair, generation)), c.namespace, false);
     }
 
-    /// The controller was reset since a queue pair could not be had.
-    fn renewed(&self) -> bool {
-        self.shared.down_since.lock().is_none()
+    /// Makes a queue pair; whether there is one.
+    pub fn connect(&mut self) -> bool {
+        // Counted first: the controller is not reset while there may be a queue pair.
+        self.shared.pairs.fetch_add(1, SeqCst);
+        if self.shared.is_up() {
+            let c = *self.shared.controller.lock();
+            // SAFETY: a connected controller; default options.
+            let pair = unsafe { (self.shared.env.api.spdk_nvme_ctrlr_alloc_io_qpair)(c.at, ptr::null(), 0) };
+            if !pair.is_null() {
+                (self.pair, self.namespace) = (Some(pair), c.namespace);
+                return true;
+            }
+        }
+        self.shared.pairs.fetch_sub(1, SeqCst);
+        false
+    }
+
+    /// Whether the control thread knows that the controller fails, and has not reset it yet.
+    fn is_broken(&self) -> bool {
+        self.told == Some(self.shared.generation.load(SeqCst))
+    }
+
+    fn broken(&mut self) {
+        let generation = self.shared.generation.load(SeqCst);
+        if self.told.replace(generation) != Some(generation) {
+            self.shared.tell(Event::Failed(generation));
+        }
     }
 
     /// What is under way ends by it, as aborted.
     fn close_pair(&mut self) {
-        let Some((pair, _)) = self.pair.take() else { return };
+        let Some(pair) = self.pair.take() else { return };
         // SAFETY: this thread's queue pair, not within one of its callbacks.
         unsafe { (self.shared.env.api.spdk_nvme_ctrlr_free_io_qpair)(pair) };
         self.reap();
         if self.under_way > 0 {
             tracing::error!("{}: {} commands vanished with their queue", self.shared.name, self.under_way);
+            self.abandon();
         }
         self.shared.pairs.fetch_sub(1, SeqCst);
-        self.reported = false;
+    }
+
+    /// Operations whose commands SPDK may still have: their memory is never freed, and who waits for them gets an error.
+    fn abandon(&mut self) {
+        let (lost, kept): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            std::mem::take(&mut self.active).into_iter().partition(|(_, a)| a.under_way > 0);
+        (self.active, self.under_way) = (kept, 0);
+        for Active { op: Op { work, .. }, pieces, .. } in lost.into_values() {
+            std::mem::forget((work, pieces));
+        }
     }
 
     fn arrive(&mut self, op: Op) {
@@ -190,7 +234,7 @@ impl Reactor {
             let copied = !env.reaches(way, region);
             for from in (0..len).step_by(most as usize) {
                 let n = most.min((len - from) as u64);
-                a.pieces.push(Piece { offset, at: at.wrapping_add(from), len: n, copied, copy: None, tries: 0 });
+                a.pieces.push(Piece::new(offset, at.wrapping_add(from), n, copied));
                 offset += n;
             }
         };
@@ -200,9 +244,7 @@ impl Reactor {
                 cut(at, len, buf.region());
             }
             Work::Write(bufs) => bufs.iter().for_each(|b: &Buf| cut(b.as_ptr().cast_mut(), b.len(), b.region())),
-            Work::Flush => {
-                a.pieces.push(Piece { offset: 0, at: ptr::null_mut(), len: 0, copied: false, copy: None, tries: 0 })
-            }
+            Work::Flush => a.pieces.push(Piece::new(0, ptr::null_mut(), 0, false)),
         }
         a.left = a.pieces.len();
         self.todo.extend((0..a.left).map(|n| (self.next, n)));
@@ -210,7 +252,7 @@ impl Reactor {
     }
 
     fn submit(&mut self) {
-        let Some((pair, _)) = self.pair.filter(|_| !self.reported) else { return };
+        let Some(pair) = self.pair.filter(|_| !self.is_broken()) else { return };
         if self.pause.is_some_and(|until| Instant::now() < until) {
             return;
         }
@@ -266,6 +308,9 @@ impl Reactor {
             }
         };
         if rc == 0 {
+            if self.under_way == 0 {
+                self.progress = Instant::now();
+            }
             (a.under_way, self.under_way) = (a.under_way + 1, self.under_way + 1);
             return Ok(true);
         }
@@ -277,23 +322,23 @@ impl Reactor {
                 self.broken();
                 Ok(false)
             }
-            n => Err(s.error(&a.op, std::io::Error::from_raw_os_error(n).into())),
-        }
-    }
-
-    fn broken(&mut self) {
-        if let Some((_, generation)) = self.pair
-            && !self.reported
-        {
-            self.reported = true;
-            self.shared.tell(Event::Failed(generation));
+            n => {
+                let code = if n == libc::ENOMEM { Code::NoMem } else { Code::Io };
+                let why = format!("SPDK does not take the command ({})", std::io::Error::from_raw_os_error(n));
+                Err(s.error(&a.op, Error::new(code, why)))
+            }
         }
     }
 
     fn poll(&mut self) {
-        let Some((pair, _)) = self.pair.filter(|_| !self.reported && self.under_way > 0) else { return };
+        let Some(pair) = self.pair.filter(|_| self.under_way > 0 && !self.is_broken()) else { return };
         // SAFETY: this thread's queue pair.
-        if unsafe { (self.shared.env.api.spdk_nvme_qpair_process_completions)(pair, 0) } < 0 {
+        let rc = unsafe { (self.shared.env.api.spdk_nvme_qpair_process_completions)(pair, 0) };
+        let stalls = self.ended.borrow().is_empty() && self.progress.elapsed() > STALL;
+        if stalls {
+            tracing::warn!("{}: no command ended for {} s", self.shared.name, STALL.as_secs());
+        }
+        if rc < 0 || stalls {
             self.broken();
         }
     }
@@ -302,17 +347,19 @@ impl Reactor {
         let ended = std::mem::take(&mut *self.ended.borrow_mut());
         if !ended.is_empty() {
             self.busy = Instant::now();
+            self.progress = self.busy;
         }
+        let lost = self.pair.is_none() || self.is_broken();
         for (id, n, status) in ended {
-            self.under_way -= 1;
+            self.under_way = self.under_way.saturating_sub(1);
             let Some(a) = self.active.get_mut(&id) else { continue };
             a.under_way -= 1;
             let p = &mut a.pieces[n];
             let copy = p.copy.take();
-            // A command that went with its queue is given to the next one; it counts no try.
-            if status.is_transient() && (self.pair.is_none() || self.reported || p.tries < TRIES) {
-                if self.pair.is_some() && !self.reported {
-                    p.tries += 1;
+            let (times, most) = if lost { (&mut p.losses, LOSSES) } else { (&mut p.tries, TRIES) };
+            if status.is_transient() && *times < most {
+                *times += 1;
+                if !lost {
                     self.pause = Some(Instant::now() + APART);
                 }
                 self.todo.push_back((id, n));
@@ -356,17 +403,14 @@ impl Reactor {
         let _ = reply.send(result.map(|()| buf)); // the caller may have gone
     }
 
-    /// While there is no queue pair: what waited for too long fails.
+    /// Without a queue pair for too long, or for good: what waits for one fails.
     fn expire(&mut self, closed: bool) {
-        let late = self.shared.down_since.lock().is_some_and(|since| since.elapsed() > PATIENCE);
-        if self.under_way > 0 || !(late || closed && !self.shared.is_up()) {
-            return;
-        }
-        let ids: Vec<u64> = self.active.keys().copied().collect();
+        let Some(since) = self.without.filter(|since| closed || since.elapsed() > PATIENCE) else { return };
         self.todo.clear();
+        let ids: Vec<u64> = self.active.keys().copied().collect();
         for id in ids {
             let Some(a) = self.active.get_mut(&id) else { continue };
-            let m = format!("the controller has not worked for {} s", PATIENCE.as_secs());
+            let m = format!("the controller has not worked for {} s", since.elapsed().as_secs());
             a.left = 1;
             let e = self.shared.error(&a.op, Error::new(Code::Io, m));
             self.end(id, Err(e));
@@ -374,14 +418,13 @@ impl Reactor {
     }
 
     fn rest(&mut self) {
-        let down = !self.shared.is_up();
-        let polling = self.under_way > 0 && !self.reported;
-        let waits = polling || !self.todo.is_empty() || !self.ended.borrow().is_empty();
-        if !down && !self.reported && self.busy.elapsed() < SPIN {
+        let down = self.pair.is_none() || self.is_broken();
+        if !down && self.busy.elapsed() < SPIN {
             return std::hint::spin_loop();
         }
+        let waits = self.under_way > 0 || !self.todo.is_empty() || !self.ended.borrow().is_empty();
         let time = match waits {
-            _ if down || self.reported => (!self.active.is_empty()).then_some(DOWN),
+            _ if down => (!self.active.is_empty()).then_some(DOWN),
             true => Some(NAP),
             false => None,
         };

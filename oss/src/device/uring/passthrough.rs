@@ -2,7 +2,7 @@
 //! without its scheduler, merging, splitting and retrying. Structures and numbers: `linux/nvme_ioctl.h`.
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::{File, Metadata, OpenOptions},
     os::{
         fd::AsRawFd,
         unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
@@ -94,13 +94,17 @@ pub enum Data {
 
 /// Whether it is a character device of an NVMe namespace; by the name that the kernel has for it, whatever `path` is called.
 pub fn is_namespace(path: &Path) -> bool {
-    kernel_name(path).is_some_and(|n| n.starts_with("ng"))
+    path.metadata().ok().and_then(|m| kernel_name(&m)).is_some_and(|n| n.starts_with("ng"))
 }
 
-fn kernel_name(path: &Path) -> Option<String> {
-    let m = path.metadata().ok().filter(|m| m.file_type().is_char_device())?;
-    let (major, minor) = (rustix::fs::major(m.rdev()), rustix::fs::minor(m.rdev()));
-    let at = std::fs::canonicalize(format!("/sys/dev/char/{major}:{minor}")).ok()?;
+fn kernel_name(node: &Metadata) -> Option<String> {
+    let kind = match node.file_type() {
+        t if t.is_char_device() => "char",
+        t if t.is_block_device() => "block",
+        _ => return None,
+    };
+    let (major, minor) = (rustix::fs::major(node.rdev()), rustix::fs::minor(node.rdev()));
+    let at = std::fs::canonicalize(format!("/sys/dev/{kind}/{major}:{minor}")).ok()?;
     Some(at.file_name()?.to_str()?.to_string())
 }
 
@@ -109,8 +113,8 @@ impl Namespace {
     pub fn open(path: &Path) -> Result<(File, Namespace)> {
         let name = path.display();
         let about = |e: std::io::Error| Error::from(e).context(path.display());
-        let own = kernel_name(path).unwrap_or_default();
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(about)?;
+        let own = kernel_name(&file.metadata().map_err(about)?).unwrap_or_default();
         let block = own.replacen("ng", "nvme", 1);
         let claim = OpenOptions::new().read(true).write(true).custom_flags(libc::O_EXCL).open(format!("/dev/{block}"));
         let claim = claim.map_err(|e| match e.raw_os_error() {
@@ -122,7 +126,8 @@ impl Namespace {
             _ => Error::from(e).context(format!("{name}: /dev/{block}, which is the same namespace and must be held")),
         })?;
         let id = namespace_id(&file).map_err(about)?;
-        if namespace_id(&claim).map_err(about)? != id {
+        let held = claim.metadata().ok().and_then(|m| kernel_name(&m));
+        if held.as_ref() != Some(&block) || namespace_id(&claim).map_err(about)? != id {
             return Err(Error::new(Code::Inval, format!("{name} and /dev/{block} are not the same namespace")));
         }
         let format = identify(&file, id).map_err(about)?;
@@ -137,8 +142,10 @@ impl Namespace {
         let (mut op, mut slot) = (URING_CMD_IO, None);
         match *data {
             Data::None => {}
-            Data::One(at, registered) => (c.addr, c.data_len, slot) = (at.addr() as u64, len as u32, registered),
-            Data::Many(at, n) => (op, c.addr, c.data_len) = (URING_CMD_IO_VEC, at.addr() as u64, n as u32),
+            Data::One(at, registered) => {
+                (c.addr, c.data_len, slot) = (at.expose_provenance() as u64, len as u32, registered)
+            }
+            Data::Many(at, n) => (op, c.addr, c.data_len) = (URING_CMD_IO_VEC, at.expose_provenance() as u64, n as u32),
         }
         if opcode != FLUSH {
             debug_assert!(matches!(opcode, READ | WRITE) && len > 0 && len <= self.most);
