@@ -51,8 +51,18 @@ pub fn announce(id: &TransportId) {
     }
 }
 
+/// Whether an IOMMU of this machine, by what its capability register says (Intel VT-d 11.4.2, MGAW), translates fewer bits than
+/// DPDK's virtual addresses have. DPDK does not ask.
+fn narrow_iommu() -> bool {
+    let Ok(units) = std::fs::read_dir("/sys/class/iommu") else { return false };
+    units.flatten().any(|unit| {
+        let register = std::fs::read_to_string(unit.path().join("intel-iommu/cap")).unwrap_or_default();
+        u64::from_str_radix(register.trim(), 16).is_ok_and(|cap| (cap >> 16 & 0x3f) + 1 < 48)
+    })
+}
+
 /// The arguments of DPDK. No PCI device but the allowed ones is ever looked at: DPDK takes those from their drivers.
-fn arguments(allowed: &BTreeSet<PciAddress>, rdma: bool, core: usize, process: u32) -> Vec<String> {
+fn arguments(allowed: &BTreeSet<PciAddress>, rdma: bool, narrow: bool, core: usize, process: u32) -> Vec<String> {
     let mut args: Vec<String> =
         ["strake", "--no-telemetry", "--no-shconf", "--log-level=lib.eal:4", "-l"].map(String::from).into();
     args.push(core.to_string());
@@ -68,6 +78,9 @@ fn arguments(allowed: &BTreeSet<PciAddress>, rdma: bool, core: usize, process: u
     } else {
         args.extend(["--match-allocations", "--huge-unlink", "--base-virtaddr=0x200000000000"].map(String::from));
         args.push(format!("--file-prefix=strake_{process}"));
+        if narrow {
+            args.push("--iova-mode=pa".into());
+        }
     }
     args
 }
@@ -95,7 +108,7 @@ fn start(core: usize) -> Result<Env> {
     let (allowed, rdma) = ANNOUNCED.lock().clone();
     let api = ffi::load()?;
     let huge = !allowed.is_empty() || rdma;
-    let args = arguments(&allowed, rdma, core, std::process::id());
+    let args = arguments(&allowed, rdma, narrow_iommu(), core, std::process::id());
     let text: Vec<CString> = args.iter().filter_map(|a| CString::new(a.as_str()).ok()).collect();
     // DPDK moves the pointers about, and writes to none of the strings.
     let mut argv: Vec<*mut c_char> = text.iter().map(|a| a.as_ptr().cast_mut()).collect();
@@ -222,14 +235,15 @@ mod tests {
     #[test]
     fn no_pci_device_is_looked_at_that_no_target_names() {
         let has = |args: &[String], what: &str| args.iter().any(|a| a == what);
-        let none = arguments(&BTreeSet::new(), false, 1, 7);
+        let none = arguments(&BTreeSet::new(), false, true, 1, 7);
         assert!(has(&none, "--no-pci") && has(&none, "--no-huge") && !has(&none, "-a"), "{none:?}");
-        let rdma = arguments(&BTreeSet::new(), true, 1, 7);
+        let rdma = arguments(&BTreeSet::new(), true, false, 1, 7);
         assert!(has(&rdma, "--no-pci") && !has(&rdma, "--no-huge"), "{rdma:?}");
         let two = ["0000:3b:00.0", "0000:5e:00.0"].map(|a| a.parse().unwrap()).into();
-        let pcie = arguments(&two, false, 1, 7);
+        let pcie = arguments(&two, false, true, 1, 7);
         let named: Vec<&str> = pcie.iter().skip_while(|a| *a != "-a").take(4).map(String::as_str).collect();
         assert_eq!(named, ["-a", "0000:3b:00.0", "-a", "0000:5e:00.0"]);
         assert!(!has(&pcie, "--no-pci"), "with names, all others are left alone");
+        assert!(has(&pcie, "--iova-mode=pa") && has(&none, "--iova-mode=va") && !has(&rdma, "--iova-mode=pa"));
     }
 }
