@@ -19,6 +19,9 @@ use super::{
 /// Regions registered at most: 4 GiB of buffers.
 const MAX_REGIONS: usize = 1024;
 
+/// `RTE_IOVA_VA` of DPDK: devices are given virtual addresses.
+const IOVA_VA: i32 = 2;
+
 /// What the targets of this process name, before DPDK starts: it may look at these PCI devices and at no other.
 static ANNOUNCED: Mutex<(BTreeSet<PciAddress>, bool)> = Mutex::new((BTreeSet::new(), false));
 
@@ -28,8 +31,9 @@ pub struct Env {
     allowed: BTreeSet<PciAddress>,
     /// It was started for RDMA, which needs hugepages.
     rdma: bool,
-    /// Memory of others can be made known to a controller on PCIe: there is an IOMMU.
-    iommu: bool,
+    /// Memory of others can be made known to a controller on PCIe: an IOMMU translates this process's addresses. By physical
+    /// ones SPDK would find wrong pages, or such as move.
+    virtual_addresses: bool,
     regions: Mutex<Regions>,
     open: Mutex<BTreeSet<(Way, u32)>>,
 }
@@ -127,9 +131,15 @@ fn start(core: usize) -> Result<Env> {
         return Err(Error::new(Code::OpNotSupp, m));
     }
     // SAFETY: SPDK's environment is there.
-    let iommu = unsafe { (api.spdk_iommu_is_enabled)() };
+    let (iommu, mode) = unsafe { ((api.spdk_iommu_is_enabled)(), (api.rte_eal_iova_mode)()) };
+    let virtual_addresses = iommu && mode == IOVA_VA;
     tracing::info!("SPDK on {version}; PCI devices allowed: {}", allowed.len());
-    Ok(Env { api, allowed, rdma, iommu, regions: Mutex::default(), open: Mutex::default() })
+    if !allowed.is_empty() && !virtual_addresses {
+        tracing::warn!(
+            "no IOMMU that has room for this process's addresses: all data of devices on PCIe are copied, which costs more CPU"
+        );
+    }
+    Ok(Env { api, allowed, rdma, virtual_addresses, regions: Mutex::default(), open: Mutex::default() })
 }
 
 impl Env {
@@ -156,7 +166,7 @@ impl Env {
         match (way, region) {
             // The kernel's sockets do.
             (Way::Tcp(_), _) => true,
-            (Way::Pcie(_), _) if !self.iommu => false,
+            (Way::Pcie(_), _) if !self.virtual_addresses => false,
             (_, Some(region)) => self.register(region),
             (_, None) => false,
         }

@@ -57,6 +57,7 @@ macro_rules! functions {
 functions! {
     rte_eal_init: fn(c_int, *mut *mut c_char) -> c_int;
     rte_version: fn() -> *const c_char;
+    rte_eal_iova_mode: fn() -> c_int;
     spdk_env_dpdk_post_init: fn(bool) -> c_int;
     spdk_iommu_is_enabled: fn() -> bool;
     spdk_dma_zmalloc: fn(usize, usize, *mut u64) -> *mut c_void;
