@@ -191,9 +191,9 @@ impl Core {
         at: &mut Attempts,
     ) -> Result<()> {
         let _all = inode.ranges.lock_all().await;
-        let (plan, planned, bereft) = {
+        let (plan, bereft) = {
             let u = self.unstable.lock();
-            (u.plan(chain, inode.ino, stamps), u.mark(), u.is_bereft(chain, inode.ino, stamps))
+            (u.plan(chain, inode.ino, mark, stamps), u.is_bereft(chain, inode.ino, mark, stamps))
         };
         if bereft {
             inode.fail_loudly("bytes written before the mount was restarted were lost with a storage server");
@@ -223,7 +223,7 @@ impl Core {
             inode.fail(Error { code: Code::Io, ..e.context("unstable bytes could not be written again") });
         }
         let mut u = self.unstable.lock();
-        u.replayed(chain, inode.ino, mark, planned, stamps);
+        u.replayed(chain, inode.ino, mark);
         for (order, e) in again {
             u.add_again(chain, order, e);
         }

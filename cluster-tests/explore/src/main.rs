@@ -135,6 +135,9 @@ struct OfChain {
     /// Requests of clients that arrive once more
     #[arg(long, default_value_t = 0)]
     doubles: u8,
+    /// Requests between replicas that arrive once more
+    #[arg(long, default_value_t = 0)]
+    repeats: u8,
     /// Changes of the chain, besides those by registrations
     #[arg(long, default_value_t = 0)]
     changes: u8,
@@ -174,6 +177,7 @@ impl OfChain {
             expiries: self.expiries,
             breaks: self.breaks,
             doubles: self.doubles,
+            repeats: self.repeats,
             changes: self.changes,
             plans: self.plans,
             full: self.full,

@@ -31,6 +31,14 @@ fn disks() {
     holds(Bounds { writes: 2, breaks: 1, slow: true, full: 1, short: true, ..three() });
 }
 
+/// What a successor refused for want of space arrives once more.
+#[test]
+fn repetitions() {
+    holds(Bounds { writes: 2, repeats: 1, slow: true, full: 1, ..two() });
+    holds(Bounds { writes: 2, repeats: 1, slow: true, full: 1, ..three() });
+    holds(Bounds { writes: 2, repeats: 1, expiries: 1, changes: 2, ..two() });
+}
+
 #[test]
 fn leases() {
     holds(Bounds { flushes: 1, expiries: 1, changes: 3, ..three() });

@@ -17,6 +17,9 @@ use super::{
     slot::{Current, Due, Next, Refusal, Slot, Staging, Update},
 };
 
+/// Chunks of which it is remembered that a version was refused. Of the others a copy that comes late may be taken.
+const KEPT_SPENT: usize = 4096;
+
 /// Refusals that the head remembers.
 const KEPT_REFUSALS: usize = 1024;
 
@@ -27,6 +30,13 @@ struct Refused {
     seq: u64,
     code: Code,
     message: String,
+}
+
+/// A version that was refused for good. Others may have been asked to make it, and a copy of that may be on its way yet.
+#[derive(Clone, Copy, Debug, Hash)]
+struct Spent {
+    version: Version,
+    code: Code,
 }
 
 #[derive(Clone, Debug, Hash)]
@@ -48,6 +58,9 @@ pub struct ChainCore {
     /// The last ones of this epoch. Who was told goes on and writes something newer there, over which another copy of the request must not
     /// be made when it comes late. Copies of other epochs are refused as such.
     refused: VecDeque<Refused>,
+    /// The newest such version of each chunk in this epoch, until something newer is committed. The head gives no other update that version, the
+    /// others take no such update any more.
+    spent: BTreeMap<ChunkId, Spent>,
 }
 
 fn refuse(op: OpId, code: Code, message: String) -> Output {
@@ -68,6 +81,7 @@ impl ChainCore {
             slots: BTreeMap::new(),
             ops: BTreeMap::new(),
             refused: VecDeque::new(),
+            spent: BTreeMap::new(),
         }
     }
 
@@ -217,6 +231,7 @@ impl ChainCore {
         self.confirmed = view.serving() && (view.head || (was_serving && self.confirmed));
         self.view = view;
         self.refused.clear();
+        self.spent.clear();
         if let Some(to) = self.view.serving_successor() {
             out.push(Output::Greet { to, epoch: self.view.epoch });
         }
@@ -333,10 +348,12 @@ impl ChainCore {
                 Ok(u) => Current::Update(Box::new(u)),
                 Err(outcome) => return out.push(Output::Done { op: op.id, outcome }),
             },
-            What::Forward { session, seq, version, prev } => match accept(&op, session, seq, version, prev, local) {
-                Ok(u) => Current::Update(Box::new(u)),
-                Err(outcome) => return out.push(Output::Done { op: op.id, outcome }),
-            },
+            What::Forward { session, seq, version, prev } => {
+                match self.accept(&op, Writer { session, seq, version }, prev, local) {
+                    Ok(u) => Current::Update(Box::new(u)),
+                    Err(outcome) => return out.push(Output::Done { op: op.id, outcome }),
+                }
+            }
         };
         let update = matches!(current, Current::Update(_));
         self.ops.insert(op.id, op.chunk);
@@ -374,9 +391,51 @@ impl ChainCore {
             let m = format!("chunk {} was changed by others since; this write's bytes are lost", op.chunk);
             return Err(Outcome::Refused(Error::new(Code::Overtaken, m)));
         }
-        let version = Version { epoch: self.view.epoch, number: now.version.number.saturating_add(1) };
+        let epoch = self.view.epoch;
+        // What a successor was asked to make and refused may arrive there once more: its number is never another update's.
+        let spent = self.spent.get(&op.chunk).filter(|s| s.version.epoch == epoch).map_or(0, |s| s.version.number);
+        let version = Version { epoch, number: now.version.number.max(spent).saturating_add(1) };
         Event::ClientStarts.taken();
         Ok(Update::new(op, version, now.version, Writer { session, seq, version }))
+    }
+
+    /// At any other replica: takes an update that builds on what is committed here.
+    fn accept(&mut self, op: &Op, writer: Writer, prev: Version, local: &dyn Local) -> Result<Update, Outcome> {
+        let version = writer.version;
+        let now = match local.committed(&op.chunk) {
+            Ok(c) => c.version,
+            Err(e) => {
+                self.spend(op.chunk, version, &e);
+                return Err(Outcome::Refused(e));
+            }
+        };
+        if now == version {
+            Event::ForwardKnown.taken();
+            return Err(Outcome::Known { version });
+        }
+        if let Some(s) = self.spent.get(&op.chunk).filter(|s| version <= s.version) {
+            Event::ForwardRefused.taken();
+            let m = format!("version {version:?} of chunk {} was refused here before", op.chunk);
+            return Err(Outcome::Refused(Error::new(s.code, m)));
+        }
+        if now != prev {
+            Event::ForwardGap.taken();
+            let m = format!("chunk {} is at {now:?} here, the update builds on {prev:?}", op.chunk);
+            return Err(Outcome::Refused(Error::new(Code::VersionGap, m)));
+        }
+        Event::ForwardStarts.taken();
+        Ok(Update::new(op, version, prev, writer))
+    }
+
+    /// A version that somebody else may have been asked for is refused. Nothing is remembered where it will be asked for again.
+    fn spend(&mut self, chunk: ChunkId, version: Version, e: &Error) {
+        if Refusal::of(e.code) != Refusal::Final || self.spent.get(&chunk).is_some_and(|s| version <= s.version) {
+            return;
+        }
+        if self.spent.len() >= KEPT_SPENT && !self.spent.contains_key(&chunk) {
+            self.spent.pop_first(); // of the oldest file
+        }
+        self.spent.insert(chunk, Spent { version, code: e.code });
     }
 
     // --- through the slot
@@ -398,6 +457,7 @@ impl ChainCore {
             Due::Commit(behind) => match local.commit(op, u.version, u.writer) {
                 Ok(()) => {
                     let version = u.version;
+                    self.spent.remove(&chunk);
                     let stamps: Vec<Stamp> = std::iter::once(me).chain(behind).collect();
                     self.finish(chunk, || Outcome::Applied { version, stamps: stamps.clone() }, local, out);
                 }
@@ -407,8 +467,11 @@ impl ChainCore {
                 }
             },
             Due::Refuse(e) => {
-                let writer = u.writer;
+                let (writer, told) = (u.writer, u.exposed || !view.head);
                 self.remember(writer, &e);
+                if told {
+                    self.spend(chunk, writer.version, &e);
+                }
                 self.finish(chunk, || Outcome::Refused(e.clone()), local, out);
             }
             Due::Fail(e) => {
@@ -477,7 +540,7 @@ impl ChainCore {
             Err(e) => e,
         };
         match (Refusal::of(error.code), syncing, chunk) {
-            (Refusal::Final, _, _) if !u.unanswered => {
+            (Refusal::Final, _, _) => {
                 u.next = Next::Refused(error);
                 return self.advance(op, local, out);
             }
@@ -498,11 +561,6 @@ impl ChainCore {
                     );
                     out.push(Output::Alarm { message });
                 }
-            }
-            (Refusal::Final, _, _) => Progress::RefusedInDoubt.taken(),
-            (Refusal::Unanswered, _, _) => {
-                Progress::TryAgain.taken();
-                u.unanswered = true;
             }
             (Refusal::Transient, _, _) => {
                 Progress::TryAgain.taken();
@@ -541,27 +599,4 @@ fn reaches_back(now: &Committed, first: Version) -> bool {
     let Some(oldest) = now.writers.first().map(|w| w.version) else { return now.version <= first };
     let follows = Version { number: first.number.saturating_add(1), ..first };
     oldest <= first || oldest == follows || oldest.number <= 1
-}
-
-/// At any other replica: takes an update that builds on what is committed here.
-fn accept(
-    op: &Op,
-    session: u64,
-    seq: u64,
-    version: Version,
-    prev: Version,
-    local: &dyn Local,
-) -> Result<Update, Outcome> {
-    let now = local.committed(&op.chunk).map_err(Outcome::Refused)?.version;
-    if now == version {
-        Event::ForwardKnown.taken();
-        return Err(Outcome::Known { version });
-    }
-    if now != prev {
-        Event::ForwardGap.taken();
-        let m = format!("chunk {} is at {now:?} here, the update builds on {prev:?}", op.chunk);
-        return Err(Outcome::Refused(Error::new(Code::VersionGap, m)));
-    }
-    Event::ForwardStarts.taken();
-    Ok(Update::new(op, version, prev, Writer { session, seq, version }))
 }

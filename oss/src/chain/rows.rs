@@ -15,6 +15,8 @@ strake_proto::rows! {
         ClientQueues = "client-queues",
         /// A forward of what is committed here.
         ForwardKnown = "forward-known",
+        /// Another copy of a forward that was refused.
+        ForwardRefused = "forward-refused",
         /// A forward gets the slot.
         ForwardStarts = "forward-starts",
         /// A forward that builds on something else.
@@ -55,8 +57,6 @@ strake_proto::rows! {
         FailedBehind = "failed-behind",
         /// The successor refused for good.
         Refused = "refused",
-        /// It did, and an earlier attempt may still arrive.
-        RefusedInDoubt = "refused-in-doubt",
         /// Asked again later.
         TryAgain = "try-again",
         /// The successor is given the whole chunk first.

@@ -123,19 +123,61 @@ fn the_head_forwards_at_once_with_room_and_after_staging_without() {
 }
 
 #[test]
-fn refusals_are_final_only_if_nothing_is_unanswered() {
+fn without_an_answer_it_is_asked_again_and_a_refusal_is_final() {
     let mut r = One::new(HEAD);
     r.client(1, 1, true);
     r.staged(1, None);
-    assert_eq!(r.answer(1, 1, Some(Code::NoSpc)), ["refused 1 NoSpc"]);
-    r.client(2, 2, true);
-    r.staged(2, None);
-    assert_eq!(r.answer(2, 1, Some(Code::TimedOut)), ["later 2"]);
-    assert_eq!(r.go(Input::Retry { op: 2, attempt: 1 }), ["forward 2 #2 to 6 n1"]);
-    assert_eq!(r.answer(2, 2, Some(Code::NoSpc)), ["later 2"], "the first attempt may still be applied");
-    assert_eq!(r.answer(2, 1, None), [""; 0], "an answer to an older attempt says nothing");
-    assert_eq!(r.go(Input::Retry { op: 2, attempt: 2 }), ["forward 2 #3 to 6 n1"]);
-    assert_eq!(r.answer(2, 3, None), ["applied 2 n1 x2"]);
+    assert_eq!(r.answer(1, 1, Some(Code::TimedOut)), ["later 1"]);
+    assert_eq!(r.go(Input::Retry { op: 1, attempt: 1 }), ["forward 1 #2 to 6 n1"]);
+    assert_eq!(r.answer(1, 1, None), [""; 0], "an answer to an older attempt says nothing");
+    assert_eq!(r.answer(1, 2, Some(Code::NoSpc)), ["refused 1 NoSpc"], "the first one is refused too, when it arrives");
+}
+
+/// There is no space at the successor. Its refusal arrives, then there is space again, and then another copy of the forward.
+#[test]
+fn what_a_successor_refused_it_does_not_make_later() {
+    let mut r = One::new(TAIL);
+    assert_eq!(r.forward(1, 3, v(3, 1), v(0, 0)), ["stage 1"]);
+    assert_eq!(r.staged(1, Some(Code::NotServing)), ["refused 1 NotServing"]);
+    assert_eq!(r.forward(2, 3, v(3, 1), v(0, 0)), ["stage 2"], "its sender comes again");
+    assert_eq!(r.staged(2, Some(Code::NoSpc)), ["refused 2 NoSpc"]);
+    assert_eq!(r.forward(3, 3, v(3, 1), v(0, 0)), ["refused 3 NoSpc"]);
+    assert_eq!(r.forward(4, 3, v(3, 2), v(0, 0)), ["stage 4"]);
+    assert_eq!(r.forward(5, 3, v(3, 1), v(0, 0)), [""; 0], "queued");
+    assert_eq!(r.staged(4, None), ["applied 4 n2 x1", "refused 5 VersionGap"]);
+    assert_eq!(r.forward(6, 3, v(3, 2), v(0, 0)), ["known 6 n2"]);
+    // One in the middle, likewise what the one behind it refused.
+    let mut r = One::new(MIDDLE);
+    r.forward(1, 3, v(3, 1), v(0, 0));
+    r.staged(1, None);
+    assert_eq!(r.answer(1, 1, Some(Code::Resend)), ["refused 1 Resend"]);
+    assert_eq!(r.forward(2, 3, v(3, 1), v(0, 0)), ["refused 2 Resend"]);
+    // Copies of an epoch that is over are refused as such.
+    r.go(Input::View(view(4, TAIL)));
+    assert_eq!(r.forward(3, 3, v(3, 1), v(0, 0)), ["refused 3 StaleEpoch"]);
+    assert_eq!(r.forward(4, 4, v(4, 1), v(0, 0)), ["stage 4"]);
+}
+
+#[test]
+fn no_two_updates_that_others_were_asked_for_have_one_version() {
+    let mut r = One::new(HEAD);
+    for (op, code) in [(1, Code::NoSpc), (2, Code::Resend)] {
+        assert_eq!(r.client(op, op, true), [format!("stage {op}"), format!("forward {op} #1 to 6 n{op}")]);
+        assert_eq!(r.staged(op, None), [""; 0]);
+        assert_eq!(r.answer(op, 1, Some(code)), [format!("refused {op} {code:?}")]);
+    }
+    assert_eq!(r.client(3, 3, true), ["stage 3", "forward 3 #1 to 6 n3"]);
+    r.staged(3, None);
+    assert_eq!(r.answer(3, 1, None), ["applied 3 n3 x2"]);
+    // Nobody else has heard of this one.
+    assert_eq!(r.client(4, 4, false), ["stage 4"]);
+    assert_eq!(r.staged(4, Some(Code::NoSpc)), ["refused 4 NoSpc"]);
+    assert_eq!(r.client(5, 5, true), ["stage 5", "forward 5 #1 to 6 n4"]);
+    r.staged(5, None);
+    assert_eq!(r.answer(5, 1, Some(Code::NoSpc)), ["refused 5 NoSpc"]);
+    r.go(Input::View(view(4, ALONE)));
+    assert_eq!(r.client(6, 6, true), ["stage 6"]);
+    assert_eq!(r.staged(6, None), ["applied 6 n4 x1"], "versions of another epoch are others");
 }
 
 #[test]

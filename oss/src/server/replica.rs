@@ -25,7 +25,7 @@ use super::{
     trim::Cuts,
 };
 use crate::{
-    chain::{ChainCore, Committed, Input, Local, Op, OpId, Outcome, Output, View, What},
+    chain::{ChainCore, Committed, Input, Local, Op, OpId, Outcome, Output, View, What, slot::Refusal},
     engine::{Engine, Key, Staged, Update},
 };
 
@@ -440,7 +440,12 @@ impl Replica {
         let (epoch, version) = (r.epoch, r.version);
         self.prepare(r.chunk, Some(prev.version)).await;
         let what = What::Forward { session: r.session, seq: r.seq, version, prev: prev.version };
-        self.answer(self.submit(carried, what).await?, epoch, false).await
+        let outcome = self.submit(carried, what).await?;
+        // It is made: that it cannot be flushed now must not be taken for a refusal.
+        self.answer(outcome, epoch, false).await.map_err(|e| match Refusal::of(e.code) {
+            Refusal::Transient => e,
+            _ => Error::new(Code::NotServing, format!("an update is here, but not flushed: {e}")),
+        })
     }
 
     /// An update as it arrives from a client, or from the mds (session 0).

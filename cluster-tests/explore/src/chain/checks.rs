@@ -92,7 +92,7 @@ impl World {
     pub(super) fn settles(mut self) -> Result<(), String> {
         let left = &mut self.left;
         (left.writes, left.crashes, left.expiries, left.breaks) = (0, 0, 0, 0);
-        (left.doubles, left.plans, left.full) = (0, 0, 0);
+        (left.doubles, left.repeats, left.plans, left.full) = (0, 0, 0, 0);
         (left.changes, left.flushes) = (u8::MAX, u8::MAX);
         let mut rng = 7;
         for _ in 0..PATIENCE {

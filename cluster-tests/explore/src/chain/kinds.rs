@@ -31,6 +31,8 @@ pub struct Bounds {
     pub breaks: u8,
     /// Requests of clients that arrive once more.
     pub doubles: u8,
+    /// Requests between replicas that arrive once more.
+    pub repeats: u8,
     /// Changes of the chain by the metadata server, besides those that a registration makes.
     pub changes: u8,
     /// Changes of the targets that the chain shall have.

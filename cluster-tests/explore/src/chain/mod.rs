@@ -75,6 +75,8 @@ pub enum Action {
     Deliver(Message),
     /// The connection under a message breaks.
     Break(Message),
+    /// A message will arrive once more.
+    Repeat(Message),
     Staged {
         at: usize,
         op: OpId,
@@ -172,6 +174,9 @@ impl World {
             if breaks && self.left.breaks > 0 {
                 out.push(Action::Break(m.clone()));
             }
+            if self.left.repeats > 0 && !matches!(m, Message::Answer { .. }) {
+                out.push(Action::Repeat(m.clone()));
+            }
         }
     }
 
@@ -198,6 +203,16 @@ impl World {
                 self.broken_off(asker, None);
             }
         }
+    }
+
+    /// Another copy of a request, whose answer nobody waits for.
+    fn repeat(&mut self, m: &Message) {
+        self.left.repeats -= 1;
+        let mut copy = m.clone();
+        if let Message::Forward { asker, .. } | Message::Put { asker, .. } = &mut copy {
+            *asker = Asker::Nobody;
+        }
+        self.messages.push(copy);
     }
 
     /// Worlds that go on alike become one: what has no effect any more is not kept, nor an order of messages.
@@ -257,6 +272,7 @@ impl World {
                 self.receive(m.clone());
             }
             Action::Break(m) => self.breaks(m),
+            Action::Repeat(m) => self.repeat(m),
             Action::Staged { at, op, full } => self.staged(*at, *op, *full),
             Action::Retry { at, op } => self.retry(*at, *op),
             Action::Compare(i) => self.compare(*i),
