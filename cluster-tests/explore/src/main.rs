@@ -138,6 +138,9 @@ struct OfChain {
     /// Requests between replicas that arrive once more
     #[arg(long, default_value_t = 0)]
     repeats: u8,
+    /// Writes, among them, that their client gives up without an answer
+    #[arg(long, default_value_t = 0)]
+    given_up: u8,
     /// Changes of the chain, besides those by registrations
     #[arg(long, default_value_t = 0)]
     changes: u8,
@@ -178,6 +181,7 @@ impl OfChain {
             breaks: self.breaks,
             doubles: self.doubles,
             repeats: self.repeats,
+            given_up: self.given_up,
             changes: self.changes,
             plans: self.plans,
             full: self.full,

@@ -6,7 +6,7 @@ use std::{
 };
 
 use strake_proto::{
-    ChainId, ChunkId, Code, Error, Result,
+    ChainId, ChunkId, Code, Error, Result, SessionId,
     data::{Stamp, Version, Writer},
     pb::ReplicaState,
 };
@@ -61,6 +61,8 @@ pub struct ChainCore {
     /// The newest such version of each chunk in this epoch, until something newer is committed. The head gives no other update that version, the
     /// others take no such update any more.
     spent: BTreeMap<ChunkId, Spent>,
+    /// The newest round of each session from which an update came in this epoch; not 0. What its client gave up is of an older one.
+    rounds: BTreeMap<SessionId, u64>,
 }
 
 fn refuse(op: OpId, code: Code, message: String) -> Output {
@@ -82,6 +84,7 @@ impl ChainCore {
             ops: BTreeMap::new(),
             refused: VecDeque::new(),
             spent: BTreeMap::new(),
+            rounds: BTreeMap::new(),
         }
     }
 
@@ -232,6 +235,7 @@ impl ChainCore {
         self.view = view;
         self.refused.clear();
         self.spent.clear();
+        self.rounds.clear();
         if let Some(to) = self.view.serving_successor() {
             out.push(Output::Greet { to, epoch: self.view.epoch });
         }
@@ -278,6 +282,13 @@ impl ChainCore {
             out.push(Output::Done { op: op.id, outcome: Outcome::Refused(e) });
             return;
         }
+        if let What::Client { session, round, .. } = op.what
+            && self.is_late(session, round)
+        {
+            Event::ClientLate.taken();
+            let m = format!("session {session} has given up an update since this was sent; it is to be sent again");
+            return out.push(refuse(op.id, Code::Overloaded, m));
+        }
         if matches!(op.what, What::Forward { .. }) {
             self.heard_predecessor(op.epoch);
         }
@@ -322,6 +333,27 @@ impl ChainCore {
         }
     }
 
+    /// A session's flush came in this round, to the head.
+    pub fn heard_round(&mut self, epoch: u64, session: SessionId, round: u64) -> Result<()> {
+        self.check_member(epoch)?;
+        if !(self.view.serving() && self.view.head) {
+            return Err(self.not_serving("is flushed at its head, not here"));
+        }
+        self.is_late(session, round);
+        Ok(())
+    }
+
+    /// Whether the session has begun another round since this was sent. What has its place in a queue before that round's first update is not
+    /// late: it is made before that one.
+    fn is_late(&mut self, session: SessionId, round: u64) -> bool {
+        match self.rounds.get(&session) {
+            Some(newest) if round < *newest => return true,
+            None if round == 0 => {}
+            _ => drop(self.rounds.insert(session, round)),
+        }
+        false
+    }
+
     fn next_in_queue(&mut self, chunk: ChunkId, local: &mut dyn Local, out: &mut Vec<Output>) {
         loop {
             let Some(slot) = self.slots.get_mut(&chunk) else { return };
@@ -344,7 +376,7 @@ impl ChainCore {
                 out.push(Output::Done { op: op.id, outcome: Outcome::Granted });
                 Current::Hold(op.id)
             }
-            What::Client { session, seq, replay } => match self.assign(&op, session, seq, replay, local) {
+            What::Client { session, seq, replay, .. } => match self.assign(&op, session, seq, replay, local) {
                 Ok(u) => Current::Update(Box::new(u)),
                 Err(outcome) => return out.push(Output::Done { op: op.id, outcome }),
             },

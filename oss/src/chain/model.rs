@@ -99,6 +99,9 @@ struct Client {
     /// The one unanswered request: chunk, value, seq, replay.
     open: Option<(ChunkId, u64, u64, Option<Version>)>,
     acked: Vec<Acked>,
+    /// How many requests it has given up, and what it wrote in all: values, and whether they were given up.
+    round: u64,
+    values: BTreeMap<u64, bool>,
 }
 
 pub struct Cluster {
@@ -126,11 +129,14 @@ pub struct Cluster {
     moves: bool,
     /// The map that each replica acted on when it was last heard of.
     acted: Vec<u64>,
+    /// Clients do not say in which round they are: a mistake.
+    pub roundless: bool,
     /// Replicas leave before they know it, which they hear of late: a mistake.
     pub hasty: bool,
     pub left: u64,
     pub reads: u64,
     pub writes: u64,
+    pub given_up: u64,
 }
 
 fn chunk(i: u64) -> ChunkId {
@@ -165,10 +171,12 @@ impl Cluster {
             wanted: (0..N as u32).collect(),
             moves: seed % 4 >= 2,
             acted: vec![0; N],
+            roundless: false,
             hasty: false,
             left: 0,
             reads: 0,
             writes: 0,
+            given_up: 0,
         };
         for i in 0..N {
             c.heartbeat(i);
@@ -672,8 +680,31 @@ impl Cluster {
             self.next_value += 1;
             self.clients[c].seq += 1;
             self.clients[c].open = Some((chunk(k), value, self.clients[c].seq, None));
+            self.clients[c].values.insert(value, false);
+        } else if self.clients[c].open.is_some_and(|o| o.3.is_none()) && self.faults && self.rand(20) == 0 {
+            return self.give_up(c);
         }
         self.send(c);
+    }
+
+    /// Copies of what it sent are on their way yet.
+    fn give_up(&mut self, c: usize) {
+        let client = &mut self.clients[c];
+        let Some((_, value, ..)) = client.open.take() else { return };
+        client.values.insert(value, true);
+        client.round += 1;
+        self.given_up += 1;
+    }
+
+    /// Nothing that was given up lies on top of what its client wrote afterwards.
+    fn check_given_up(&self, list: &[u64]) {
+        for client in &self.clients {
+            let mut newest = 0;
+            for value in list.iter().filter(|v| client.values.contains_key(v)) {
+                assert!(*value > newest || !client.values[value], "{value} was given up before {newest}: {list:?}");
+                newest = newest.max(*value);
+            }
+        }
     }
 
     fn send(&mut self, c: usize) {
@@ -681,8 +712,9 @@ impl Cluster {
         let Some((chunk, value, seq, replay)) = self.clients[c].open else { return };
         let chain = &self.chains[&self.clients[c].map];
         let (Some(head), epoch) = (chain.head(), chain.epoch) else { return };
-        let session = c as u64 + 1;
-        let op = Op { id: 0, chunk, epoch, eager: self.rand(2) == 0, what: What::Client { session, seq, replay } };
+        let (session, round) = (c as u64 + 1, if self.roundless { 0 } else { self.clients[c].round });
+        let what = What::Client { session, seq, replay, round };
+        let op = Op { id: 0, chunk, epoch, eager: self.rand(2) == 0, what };
         let ctx = Ctx { chunk, value, session, seq, from: From::Client { value } };
         if self.r[head as usize].leased {
             self.msgs.push(Msg::Update { to: head as usize, op, ctx });
@@ -756,6 +788,7 @@ impl Cluster {
             let must = a.stable || a.losses == self.losses;
             assert!(!must || got.contains(&a.value), "read at {i} lacks acknowledged {}: {got:?} {a:?}", a.value);
         }
+        self.check_given_up(&got);
         let losses = self.losses;
         let (at, seen) = self.seen.entry(c).or_default();
         // An update that fails for want of space may have been seen on a replica that was lost since.

@@ -7,6 +7,8 @@ strake_proto::rows! {
         ClientKnown = "client-known",
         /// Another copy of a client's update that was refused.
         ClientRefused = "client-refused",
+        /// A client's update of a round that is over.
+        ClientLate = "client-late",
         /// A repetition of a write that others have overtaken.
         ClientOvertaken = "client-overtaken",
         /// A client's update gets a version and the slot.

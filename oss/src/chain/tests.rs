@@ -78,7 +78,7 @@ impl One {
         self.core.handle(input, &mut self.mem).into_iter().map(say).collect()
     }
     fn client(&mut self, id: OpId, seq: u64, eager: bool) -> Vec<String> {
-        let what = What::Client { session: 9, seq, replay: None };
+        let what = What::Client { session: 9, seq, replay: None, round: 0 };
         self.go(Input::Op(Op { id, chunk: CHUNK, epoch: self.core.view().epoch, eager, what }))
     }
     fn forward(&mut self, id: OpId, epoch: u64, version: Version, prev: Version) -> Vec<String> {
@@ -358,15 +358,51 @@ fn what_was_refused_is_not_made_when_it_comes_again_late() {
     assert_eq!(r.staged(10, Some(Code::NoSpc)), ["refused 10 NoSpc"]);
     r.go(Input::View(view(4, HEAD)));
     assert_eq!(r.client(11, 7, false), ["stage 11"]);
-    let what = What::Client { session: 9, seq: 100, replay: None };
+    let what = What::Client { session: 9, seq: 100, replay: None, round: 0 };
     let late = Op { id: 12, chunk: CHUNK, epoch: 3, eager: true, what };
     assert_eq!(r.go(Input::Op(late)), ["refused 12 StaleEpoch"]);
+}
+
+/// The client's call failed after a while without any answer. The program writes something newer there, and another copy of the first
+/// request arrives.
+#[test]
+fn what_was_given_up_is_not_made_when_newer_has_come() {
+    let client = |r: &mut One, id, epoch, (session, seq, round)| {
+        let what = What::Client { session, seq, replay: None, round };
+        r.go(Input::Op(Op { id, chunk: CHUNK, epoch, eager: false, what }))
+    };
+    let applied = |r: &mut One, id, n| assert_eq!(r.staged(id, None), [format!("applied {id} n{n} x1")]);
+    let mut r = One::new(ALONE);
+    assert_eq!(client(&mut r, 1, 3, (9, 7, 1)), ["stage 1"]);
+    assert_eq!(
+        client(&mut r, 2, 3, (9, 6, 0)),
+        ["refused 2 Overloaded"],
+        "late, or on its way when another was given up"
+    );
+    applied(&mut r, 1, 1);
+    assert_eq!(client(&mut r, 3, 3, (9, 6, 0)), ["refused 3 Overloaded"]);
+    // A living one is sent again, and made once.
+    assert_eq!(client(&mut r, 4, 3, (9, 6, 1)), ["stage 4"]);
+    applied(&mut r, 4, 2);
+    assert_eq!(client(&mut r, 5, 3, (9, 6, 2)), ["known 5 n2"]);
+    assert_eq!(client(&mut r, 6, 3, (9, 8, 1)), ["refused 6 Overloaded"]);
+    assert_eq!(client(&mut r, 7, 3, (8, 8, 0)), ["stage 7"], "of another session");
+    // What has its place before the new round's first is made before it.
+    assert_eq!(client(&mut r, 8, 3, (8, 9, 0)), [""; 0]);
+    assert_eq!(client(&mut r, 9, 3, (8, 10, 1)), [""; 0]);
+    assert_eq!(r.staged(7, None), ["applied 7 n3 x1", "stage 8"]);
+    assert_eq!(r.staged(8, None), ["applied 8 n4 x1", "stage 9"]);
+    assert_eq!(r.staged(9, None), ["applied 9 n5 x1"]);
+    // Nothing is remembered from one epoch to the next, in which copies of before are refused.
+    r.go(Input::View(view(4, ALONE)));
+    assert_eq!(client(&mut r, 10, 3, (9, 5, 0)), ["refused 10 StaleEpoch"]);
+    assert_eq!(client(&mut r, 11, 4, (9, 11, 0)), ["stage 11"]);
 }
 
 #[test]
 fn replays_are_known_applied_or_overtaken() {
     let replay = |r: &mut One, id, seq, first| {
-        let what = What::Client { session: 9, seq, replay: Some(first) };
+        let what = What::Client { session: 9, seq, replay: Some(first), round: 0 };
         r.go(Input::Op(Op { id, chunk: CHUNK, epoch: 3, eager: true, what }))
     };
     let writer = |session, seq, version| Writer { session, seq, version };
@@ -390,7 +426,7 @@ fn a_replay_is_overtaken_when_the_writers_do_not_reach_back_to_it() {
             list.iter().map(|(s, version)| Writer { session: *s, seq: 0, version: *version }).collect();
         let version = writers.last().map_or(v(3, 70), |w| w.version);
         r.mem.0.insert(CHUNK, Committed { version, writers });
-        let what = What::Client { session: 9, seq: 1, replay: Some(first) };
+        let what = What::Client { session: 9, seq: 1, replay: Some(first), round: 0 };
         r.go(Input::Op(Op { id: 1, chunk: CHUNK, epoch: 3, eager: true, what })).remove(0)
     };
     let own = |numbers: std::ops::Range<u64>, epoch| numbers.map(|n| (9, v(epoch, n))).collect::<Vec<_>>();
@@ -452,7 +488,7 @@ fn a_replay_never_lands_on_what_others_wrote_since() {
         let mut r = One::new(ALONE);
         let writers = list[list.len().saturating_sub(kept)..].to_vec();
         r.mem.0.insert(CHUNK, Committed { version: writers.last().unwrap().version, writers: writers.clone() });
-        let what = What::Client { session: 9, seq: first.seq, replay: Some(first.version) };
+        let what = What::Client { session: 9, seq: first.seq, replay: Some(first.version), round: 0 };
         let did = r.go(Input::Op(Op { id: 1, chunk: CHUNK, epoch: 3, eager: true, what })).remove(0);
         let known = writers.contains(&first);
         if did == "stage 1" {
@@ -467,7 +503,7 @@ fn a_replay_never_lands_on_what_others_wrote_since() {
 #[test]
 fn random_faults_keep_what_is_promised() {
     let seeds: u64 = std::env::var("STRAKE_SEEDS").ok().and_then(|s| s.parse().ok()).unwrap_or(300);
-    let (mut reads, mut writes, mut left) = (0, 0, 0);
+    let (mut reads, mut writes, mut left, mut given_up) = (0, 0, 0, 0);
     for seed in std::env::var("STRAKE_FIRST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(0)..seeds {
         let run = std::panic::catch_unwind(|| {
             let mut c = Cluster::new(seed);
@@ -475,13 +511,14 @@ fn random_faults_keep_what_is_promised() {
                 c.step();
             }
             c.settle();
-            (c.reads, c.writes, c.left)
+            (c.reads, c.writes, c.left, c.given_up)
         });
-        let (r, w, l) = run.unwrap_or_else(|_| panic!("seed {seed}"));
-        (reads, writes, left) = (reads + r, writes + w, left + l);
+        let (r, w, l, g) = run.unwrap_or_else(|_| panic!("seed {seed}"));
+        (reads, writes, left, given_up) = (reads + r, writes + w, left + l, given_up + g);
     }
-    let enough = reads > seeds * 20 && writes > seeds * 20 && left > seeds;
-    assert!(enough, "runs did too little: {reads} reads, {writes} writes, {left} replicas that left");
+    let enough = reads > seeds * 20 && writes > seeds * 20 && left > seeds && given_up > seeds;
+    let did = format!("{reads} reads, {writes} writes, {given_up} given up, {left} replicas that left");
+    assert!(enough, "runs did too little: {did}");
 }
 
 #[test]
@@ -498,4 +535,17 @@ fn the_model_finds_replicas_that_leave_before_they_know_it() {
     // Only in these do replicas move. It takes much to come together: three of them find it.
     let found = (0..4000u64).filter(|seed| seed % 4 >= 2).filter(fails).count();
     assert!(found > 0, "in none of 2000 runs");
+}
+
+#[test]
+fn the_model_finds_updates_that_were_given_up_on_top_of_newer_ones() {
+    let fails = |seed: u64| {
+        let run = || {
+            let mut c = Cluster::new(seed);
+            c.roundless = true;
+            (0..6_000).for_each(|_| c.step());
+        };
+        std::panic::catch_unwind(run).is_err()
+    };
+    assert!((0..300).any(fails), "in none of 300 runs");
 }

@@ -16,7 +16,7 @@ use std::{
     ops::Deref,
 };
 
-use kinds::{Asker, Awaits, CHAIN, CLIENTS, Chunk, Client, Kind, N, Pass, Replica};
+use kinds::{Asker, Awaits, CHAIN, CLIENTS, Chunk, Client, Kind, N, Pass, Replica, Write};
 pub use kinds::{Bounds, Fault, Message};
 use strake_oss::chain::{ChainCore, OpId};
 use strake_proto::{
@@ -50,6 +50,8 @@ pub struct World {
     left: Bounds,
     /// Space may run out.
     full: bool,
+    /// Something may be given up.
+    checks_given_up: bool,
     /// Of the newest map.
     chain: Newest,
     /// Targets whose leases have not run out, at the metadata server.
@@ -106,6 +108,17 @@ pub enum Action {
         client: usize,
         to: usize,
     },
+    /// A write is given up without an answer; it has not arrived yet.
+    GiveUp {
+        client: usize,
+        to: usize,
+    },
+    /// One that was given up arrives.
+    Late {
+        client: usize,
+        to: usize,
+        write: Write,
+    },
     Flush {
         client: usize,
         to: usize,
@@ -136,6 +149,7 @@ impl World {
             fault,
             left,
             full: left.full > 0,
+            checks_given_up: left.given_up > 0,
             chain: Newest(pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: targets, lost: false }),
             alive: [true; N],
             seen: [(0, false); N],
@@ -281,6 +295,8 @@ impl World {
             Action::Write { client, to } => self.write(*client, *to),
             Action::Send { client, to } => self.send(*client, *to),
             Action::Twice { client, to } => self.twice(*client, *to),
+            Action::GiveUp { client, to } => self.give_up(*client, *to),
+            Action::Late { client, to, write } => self.late(*client, *to, *write),
             Action::Flush { client, to } => self.flush(*client, *to),
             Action::HangUp(c) => self.hang_up(*c),
             Action::Evaluate => self.evaluate(),

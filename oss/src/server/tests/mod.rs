@@ -252,6 +252,38 @@ async fn a_punch_goes_down_the_chain_and_is_never_undone() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_a_session_gave_up_is_not_made_after_its_next_round_came() {
+    let c = Cluster::start(2).await;
+    let write = |seq, round, data: &'static [u8]| {
+        let r = DataRequest { round, ..c.write_request(0, 0, data, seq) };
+        let c = &c;
+        async move { c.call(c.head(), opcode::WRITE, &r, data).await.err().map(|e| e.code) }
+    };
+    c.write(0, 0, b"first", 1).await.unwrap();
+    // 2 is given up, and its copy waits somewhere.
+    assert_eq!(write(3, 1, b"newer").await, None);
+    assert_eq!(write(2, 0, b"late!").await, Some(Code::Overloaded));
+    assert_eq!(c.read(0, 0, 0, 5).await.unwrap().1, b"newer");
+    assert_eq!(write(4, 1, b"alive").await, None);
+    // A flush says it as well; not that of another session.
+    let flush = |round, session| {
+        let cap = strake_proto::Capability { session, ..c.cap(Rights::WRITE) };
+        let r = DataRequest { round, session, cap: Some(c.key.seal(&cap)), ..c.request(c.head(), 0) };
+        let c = &c;
+        async move { c.call(c.head(), opcode::FLUSH, &r, &[]).await.err().map(|e| e.code) }
+    };
+    assert_eq!(flush(9, SESSION + 1).await, None);
+    assert_eq!(write(5, 1, b"still").await, None);
+    assert_eq!(flush(2, SESSION).await, None);
+    assert_eq!(write(6, 1, b"late!").await, Some(Code::Overloaded));
+    assert_eq!(write(6, 2, b"again").await, None);
+    assert_eq!(write(6, 2, b"again").await, None, "known");
+    for t in 0..2 {
+        assert_eq!(c.read(t, 0, 0, 5).await.unwrap().1, b"again");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn requests_without_right_are_refused() {
     let c = Cluster::start(1).await;
     c.write(0, 0, b"data", 1).await.unwrap();
