@@ -61,6 +61,9 @@ pub async fn start_on_disk_with(cfg: Config, env: Env, cluster_key: [u8; 32], re
     let mut targets = Vec::new();
     let mut fs_uuid = None;
     for t in &cfg.targets {
+        engine::announce_device(&t.path, t.device.as_deref())?;
+    }
+    for t in &cfg.targets {
         let engine = open(t, &cfg.name, fs_uuid, &env, &pool).await?;
         fs_uuid = fs_uuid.or(Some(engine.identity().fs_uuid).filter(|u| *u != [0; 16]));
         targets.push(engine);
