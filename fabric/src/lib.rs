@@ -1,17 +1,20 @@
 //! Moving requests, replies and bulk bytes between StrakeFS processes.
 //!
 //! A [`Fabric`] connects and listens; a [`Connection`] carries calls, many at a time, in both directions; a
-//! [`Service`] answers them. TCP is one implementation, the simulator's network another. Bulk bytes travel in
+//! [`Service`] answers them. TCP and RDMA are implementations, the simulator's network another. Bulk bytes travel in
 //! [`Buf`]s: aligned, pooled, shared by reference from socket to disk.
 
 pub mod buf;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
+pub mod conn;
 pub mod endpoint;
 pub mod env;
 pub mod kept;
 pub mod leader;
+pub mod rdma;
 pub mod region;
+pub mod roads;
 pub mod tcp;
 pub mod watch;
 
@@ -24,7 +27,9 @@ pub use endpoint::Endpoint;
 pub use env::{Clock, Env};
 pub use kept::{Kept, Record, Records};
 pub use leader::LeaderFinder;
+pub use rdma::RdmaFabric;
 pub use region::{REGION, Region};
+pub use roads::Roads;
 use strake_proto::{Error, Result};
 pub use tcp::TcpFabric;
 

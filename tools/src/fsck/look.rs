@@ -9,7 +9,7 @@ use std::{
 use bytes::Bytes;
 use prost::Message as _;
 use strake_client::{Client, Creds};
-use strake_fabric::{Connection, Endpoint, Fabric, Message, tcp::TcpFabric};
+use strake_fabric::{Connection, Endpoint, Fabric, Message, Roads};
 use strake_proto::{
     ChunkId, Code, Error, Ino, NodeId, Result, TargetId,
     data::{DataRequest, ListEntry},
@@ -37,7 +37,7 @@ pub struct Outcome {
 
 pub struct Checker {
     pub client: Client,
-    pub fabric: TcpFabric,
+    pub fabric: Roads,
     pub creds: Creds,
     pub mds: Vec<Endpoint>,
     pub connections: BTreeMap<NodeId, Arc<dyn Connection>>,

@@ -23,7 +23,7 @@ use options::{FollowerKey, LONGEST, Options, TransportKey};
 use serde::Deserialize;
 use source::Source;
 use strake_client::{Client, FOREVER};
-use strake_fabric::{Endpoint, Env, Identity, Pool, tcp::TcpFabric};
+use strake_fabric::{Endpoint, Env, Identity, Pool, Roads};
 use strake_fuse::{
     MountConfig,
     supervisor::control::Asker,
@@ -390,7 +390,7 @@ async fn connect_with(config: strake_client::Config, client_key: [u8; 32]) -> Re
     if config.cache_bytes > strake_client::Config::new(Vec::new()).cache_bytes && pool.stats().limit < wanted {
         pool = Pool::new(wanted);
     }
-    let fabric = TcpFabric::new(env.clone(), Identity::client(client_key), None, pool, Default::default());
+    let fabric = Roads::new(env.clone(), Identity::client(client_key), None, pool, Default::default());
     Client::connect(config, env, Arc::new(fabric)).await
 }
 

@@ -9,7 +9,7 @@ use tokio::{
     sync::mpsc,
 };
 
-use super::conn::{Hold, Outgoing, Shared};
+use super::shared::{Hold, Outgoing, Shared};
 
 /// Frames written at once, at most.
 const BATCH: usize = 32;
