@@ -14,8 +14,8 @@ use crate::{
 #[derive(Clone)]
 pub struct Roads {
     tcp: TcpFabric,
-    /// Made when it is first asked for.
-    rdma: Arc<OnceLock<Result<RdmaFabric>>>,
+    /// Made when it is first asked for and can be.
+    rdma: Arc<OnceLock<RdmaFabric>>,
     new_rdma: Arc<dyn Fn() -> Result<RdmaFabric> + Send + Sync>,
 }
 
@@ -34,10 +34,13 @@ impl Roads {
 
     fn road(&self, at: &Endpoint) -> Result<&dyn Fabric> {
         match at {
-            Endpoint::Rdma(..) => match self.rdma.get_or_init(|| (self.new_rdma)()) {
-                Ok(f) => Ok(f),
-                Err(e) => Err(e.clone().context(format!("cannot use {at}"))),
-            },
+            Endpoint::Rdma(..) => {
+                if self.rdma.get().is_none() {
+                    let made = (self.new_rdma)().map_err(|e| e.context(format!("cannot use {at}")))?;
+                    let _ = self.rdma.set(made);
+                }
+                Ok(self.rdma.get().expect("made above"))
+            }
             _ => Ok(&self.tcp),
         }
     }

@@ -8,6 +8,8 @@ pub mod bulk;
 pub mod handshake;
 mod read;
 mod shared;
+#[cfg(test)]
+mod tests;
 mod write;
 
 use std::{

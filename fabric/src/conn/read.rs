@@ -298,7 +298,7 @@ async fn lend_room(s: Arc<Shared>, body: Bytes) -> Result<Message> {
     let ask = AskRoom::decode(&body)?;
     let over = || Error::new(Code::NoEnt, "nobody waits for that reply");
     let bulk = s.bulk.clone().ok_or_else(over)?;
-    if !s.waits(ask.request_id) {
+    if !s.may_have_room(ask.request_id) {
         return Err(over());
     }
     let room = pool_buffer(&s, ask.len as usize).await;

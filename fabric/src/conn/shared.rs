@@ -115,6 +115,8 @@ pub(crate) struct Waiter {
     tx: oneshot::Sender<Result<Message>>,
     /// What the peer may reach until then.
     pub loans: Vec<u64>,
+    /// The peer has asked for room for its reply. It may once: rooms are memory.
+    pub asked: bool,
     /// Taken as long, for the sake of the loans, also when nobody waits for the answer.
     _slot: Option<Arc<Slot>>,
 }
@@ -415,9 +417,11 @@ impl Shared {
         self.pending.lock().waiting.remove(&id)
     }
 
-    /// Whether anybody waits for this answer.
-    pub fn waits(&self, id: u64) -> bool {
-        self.pending.lock().waiting.get(&id).is_some_and(|w| !w.tx.is_closed())
+    /// Whether somebody waits for this answer, and it is the first time that its peer asks for room.
+    pub fn may_have_room(&self, id: u64) -> bool {
+        let mut p = self.pending.lock();
+        let waiter = p.waiting.get_mut(&id).filter(|w| !w.tx.is_closed());
+        waiter.is_some_and(|w| !std::mem::replace(&mut w.asked, true))
     }
 
     /// The peer reaches more for this call. False: nobody waits for its answer any more.
@@ -465,7 +469,7 @@ impl Shared {
             let slot = self.slot(payload.max(room)).await?;
             let (tx, rx) = oneshot::channel();
             let (loan, placed) = self.lend(&mut request, room).await?;
-            let mut waiter = Waiter { tx, loans: Vec::new(), _slot: None };
+            let mut waiter = Waiter { tx, loans: Vec::new(), asked: false, _slot: None };
             let mut f = outgoing(self, Kind::Request, 0, op, request, Hold::Request(slot.clone()))?;
             if let Some(p) = &placed {
                 f.place(p);

@@ -30,10 +30,13 @@ pub struct Device {
     /// Linux 6.1).
     loose: bool,
     /// Registered regions by their id. Theirs to hold: unmapped memory must not stay registered.
-    regions: Mutex<BTreeMap<u64, (Arc<Registered>, Arc<Region>)>>,
+    regions: Mutex<BTreeMap<u64, Whole>>,
     inbox: Inbox,
     pub pool: Pool,
 }
+
+/// A region of the pool, and its registration.
+type Whole = (Arc<Registered>, Arc<Region>);
 
 /// The buffers of the shared receive queue.
 struct Inbox {
@@ -170,10 +173,10 @@ impl Device {
         }
     }
 
-    /// Copies from a receive buffer that was completed and not given back, within its length.
-    pub fn copy_received(&self, i: u32, at: usize, to: &mut [u8]) {
-        assert!(at + to.len() <= MESSAGE);
-        let from = self.inbox.start.wrapping_add(i as usize * MESSAGE + at);
+    /// Copies the start of a receive buffer that was completed and not given back.
+    pub fn copy_received(&self, i: u32, to: &mut [u8]) {
+        assert!(to.len() <= MESSAGE);
+        let from = self.inbox.start.wrapping_add(i as usize * MESSAGE);
         // SAFETY: within the buffers' memory, in one that the device is done with and nobody else uses.
         unsafe { std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len()) }
     }

@@ -87,9 +87,18 @@ impl Queue {
         self.post(s, wr, Wr::Op(Op { _room, held, done }))
     }
 
-    fn window(&self, s: &mut State) -> Result<*mut Mw> {
-        if let Some(w) = s.spare.pop() {
-            return Ok(w);
+    /// Makes as many windows spare as will be bound: after this only an end of the connection can come in between.
+    fn windows(&self, s: &mut State, n: usize) -> Result<()> {
+        while s.spare.len() < n {
+            let w = self.new_window(s)?;
+            s.spare.push(w);
+        }
+        Ok(())
+    }
+
+    fn new_window(&self, s: &mut State) -> Result<*mut Mw> {
+        if s.destroyed() {
+            return Err(self.gone(s));
         }
         // SAFETY: an open context, whose device was found to have windows.
         let w = match unsafe { (*self.device.ctx).ops.alloc_mw } {
@@ -113,7 +122,7 @@ impl Queue {
         at: (*const u8, usize),
         access: u32,
     ) -> Result<(*mut Mw, data::Region)> {
-        let w = self.window(s)?;
+        let w = s.spare.pop().ok_or_else(|| Error::new(Code::Io, "a memory window that was not made"))?;
         // SAFETY: a window that is not bound and that nobody else uses.
         let key = unsafe { (*w).rkey };
         // The lowest byte of a key is its user's to choose: another one each time.
@@ -138,6 +147,7 @@ impl Bulk for Queue {
         let mut room = self.room(parts.len() + usize::from(to.is_some())).await?;
         let mut s = self.state.lock();
         let s = &mut *s;
+        self.windows(s, parts.len() + usize::from(to.is_some()))?;
         let mut regions = Regions::default();
         let mut windows = Vec::with_capacity(parts.len() + 1);
         let mut bound = || {
@@ -158,7 +168,7 @@ impl Bulk for Queue {
         mrs.extend(to_mr);
         let id = s.next_loan;
         s.next_loan += 1;
-        // Also after an error: some windows may be open then, until the connection ends.
+        // Also after an error: the connection is over, and some windows are open until its queue pair is gone.
         s.loans.insert(id, Lent { _mrs: mrs, _payload: payload, room: to, windows });
         bound.map(|()| Loan { id, regions })
     }
@@ -196,6 +206,9 @@ impl Bulk for Queue {
     }
 
     async fn fetch(&self, from: &[data::Region], mut to: BufMut) -> Result<BufMut> {
+        if from.iter().map(|r| r.len as usize).sum::<usize>() != to.len() {
+            return Err(Error::new(Code::Protocol, "regions of another length than the payload"));
+        }
         let mr = self.device.of_mut(&mut to)?;
         let mut room = self.room(from.len()).await?;
         let rx = {
@@ -232,6 +245,9 @@ impl Bulk for Queue {
         let part = |buf: Buf| Ok(Part { mr: self.device.of_buf(&buf)?, buf });
         let parts = self.parts(payload).into_iter().map(part).collect::<Result<Vec<_>>>()?;
         let mut room = self.room(parts.len()).await?;
+        if parts.iter().map(|p| p.buf.len()).sum::<usize>() > to.len as usize {
+            return Err(Error::new(Code::Protocol, "a payload that is longer than the room for it"));
+        }
         let mut s = self.state.lock();
         let mut at = to.addr;
         for p in parts {

@@ -13,7 +13,12 @@ mod stream;
 mod tests;
 mod verbs;
 
-use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    sync::{Arc, Weak},
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use cm::{Event, Id};
@@ -122,7 +127,8 @@ pub fn probe() -> Result<Vec<String>> {
 pub struct RdmaFabric {
     streams: Streams,
     lib: &'static Lib,
-    devices: Arc<Mutex<BTreeMap<usize, Arc<Device>>>>,
+    /// By their context's address. Theirs to hold are the connections: a device that is unplugged goes with the last of them.
+    devices: Arc<Mutex<BTreeMap<usize, Weak<Device>>>>,
 }
 
 impl RdmaFabric {
@@ -150,8 +156,8 @@ impl RdmaFabric {
             return Err(Error::new(Code::Disconnected, "an RDMA connection without a device"));
         }
         let mut all = self.devices.lock();
-        if let Some(d) = all.get(&ctx.addr()) {
-            return Ok(d.clone());
+        if let Some(d) = all.get(&ctx.addr()).and_then(Weak::upgrade) {
+            return Ok(d);
         }
         let messages = if limited() {
             let few = memlock() / 8 / MESSAGE as u64;
@@ -160,7 +166,7 @@ impl RdmaFabric {
             RECEIVES
         };
         let d = Device::open(self.lib, ctx, self.streams.pool.clone(), messages)?;
-        all.insert(ctx.addr(), d.clone());
+        all.insert(ctx.addr(), Arc::downgrade(&d));
         Ok(d)
     }
 
@@ -195,14 +201,15 @@ impl RdmaFabric {
         let half_open = Arc::new(Semaphore::new(self.streams.options.max_half_open));
         let open = Arc::new(Semaphore::new(self.streams.options.max_connections));
         loop {
-            let e = tokio::select! {
+            let next = async { (half_open.clone().acquire_owned().await, listening.events.next().await) };
+            let (half, e) = tokio::select! {
                 biased;
                 _ = stopped(&mut stop) => return,
-                e = listening.events.next() => e,
+                next = next => next,
             };
+            let Ok(half) = half else { return };
             match e {
                 Ok(e) if e.kind == event::CONNECT_REQUEST => {
-                    let Ok(half) = half_open.clone().acquire_owned().await else { return };
                     let (f, service, stop, open) = (self.clone(), service.clone(), stop.clone(), open.clone());
                     let id = Id::of_request(self.lib, e.id);
                     self.streams.env.spawn(async move {

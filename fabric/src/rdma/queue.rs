@@ -13,6 +13,7 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
 use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result};
 use tokio::{
@@ -96,24 +97,19 @@ pub struct Held {
     pub to: Option<BufMut>,
 }
 
-/// A message that was received.
-struct Received {
-    buffer: u32,
-    at: usize,
-    len: usize,
-}
-
 #[derive(Default)]
 pub struct State {
     posted: Vec<Option<Wr>>,
     unused: Vec<usize>,
-    inbox: VecDeque<Received>,
-    /// Receive buffers with messages that the reader has not taken.
-    held: u32,
-    /// Buffers that were taken and the other end was not told of.
+    /// Requests that are posted and not completed.
+    under_way: usize,
+    /// What was received and not read. Copied, so that a reader who waits keeps no buffer of the queue that all share.
+    inbox: VecDeque<Bytes>,
+    /// Messages that were taken and the other end was not told of.
     owed: u32,
-    /// Messages that may be sent.
+    /// Messages that may be sent, and how many if the other end has emptied all its buffers.
     credits: u32,
+    most_credits: u32,
     /// Longest message that the other end takes.
     message: usize,
     sends: usize,
@@ -128,6 +124,8 @@ pub struct State {
     over: Option<Error>,
     /// Halves of the stream that are dropped.
     dropped: u32,
+    /// The queue pair is in its error state: nothing is sent or served any more, and what was posted is completed.
+    stopped: bool,
     /// The queue pair is destroyed.
     destroyed: bool,
 }
@@ -136,6 +134,10 @@ pub struct State {
 unsafe impl Send for State {}
 
 impl State {
+    pub fn destroyed(&self) -> bool {
+        self.destroyed
+    }
+
     /// Keeps what the device may still touch after an error.
     pub fn strand(&mut self, held: Held) {
         self.posted.push(Some(Wr::Stranded { _held: held }));
@@ -201,7 +203,8 @@ impl Queue {
     /// What the other end takes.
     pub fn set_peer(&self, g: &super::greeting::Greeting) {
         let mut s = self.state.lock();
-        s.credits += u32::from(g.credits);
+        s.credits = u32::from(g.credits);
+        s.most_credits = s.credits;
         s.message = (g.message as usize).min(MESSAGE);
     }
 
@@ -226,6 +229,7 @@ impl Queue {
         // record holds.
         let rc = unsafe { ((*self.device.ctx).ops.post_send)(self.qp, wr, &raw mut bad) };
         if rc == 0 {
+            s.under_way += 1;
             return Ok(());
         }
         // Its record stays: what it holds may be in use by those posted before it.
@@ -275,21 +279,27 @@ impl Queue {
 
     fn received(&self, s: &mut State, wc: &Wc) {
         let buffer = (wc.wr_id & !RECV) as u32;
-        if wc.status != 0 || wc.byte_len == 0 {
-            self.give_back(s, buffer);
+        // Of another kind it would say nothing about the buffer, which may have an earlier message in it.
+        let sent =
+            wc.opcode == verbs::WC_RECV && wc.wc_flags & verbs::WC_WITH_IMM != 0 && wc.byte_len as usize <= MESSAGE;
+        let mut message = vec![0; if wc.status == 0 && sent { wc.byte_len as usize } else { 0 }];
+        self.device.copy_received(buffer, &mut message);
+        if let Err(e) = self.device.post_recv(buffer) {
+            self.fail(s, e);
         }
         if wc.status != 0 {
             return self.broken(s, wc);
         }
-        s.credits += u32::from_be(wc.imm);
-        if wc.byte_len == 0 {
+        let returned = if sent { u32::from_be(wc.imm) } else { 0 };
+        s.credits = s.credits.saturating_add(returned);
+        if message.is_empty() {
             s.owed += 1;
-            return;
+        } else {
+            s.inbox.push_back(message.into());
         }
-        s.held += 1;
-        s.inbox.push_back(Received { buffer, at: 0, len: wc.byte_len as usize });
-        if s.held + s.owed > u32::from(CREDITS) || s.credits > 1 << 16 {
-            self.fail(s, Error::new(Code::Protocol, format!("{} does not keep to its credits", self.addr)));
+        if !sent || s.inbox.len() as u32 + s.owed > u32::from(CREDITS) || s.credits > s.most_credits {
+            let m = format!("{} does not keep to its credits, or sends what is no message", self.addr);
+            self.fail(s, Error::new(Code::Protocol, m));
         }
         if let Some(w) = s.reader.take() {
             w.wake();
@@ -300,6 +310,7 @@ impl Queue {
         let i = wc.wr_id as usize;
         let Some(record) = s.posted.get_mut(i).and_then(Option::take) else { return };
         s.unused.push(i);
+        s.under_way -= 1;
         match &record {
             Wr::Message { .. } => s.sends -= 1,
             Wr::Return => s.returns -= 1,
@@ -318,12 +329,6 @@ impl Queue {
         // SAFETY: a static, NUL-terminated text for every number.
         let why = unsafe { CStr::from_ptr((self.device.lib.ibv_wc_status_str)(wc.status)) }.to_string_lossy();
         self.fail(s, Error::new(Code::Disconnected, format!("the connection to {} broke: {why}", self.addr)));
-    }
-
-    fn give_back(&self, s: &mut State, buffer: u32) {
-        if let Err(e) = self.device.post_recv(buffer) {
-            self.fail(s, e);
-        }
     }
 
     /// Gives credits back if it is time, and wakes a writer that can go on.
@@ -356,15 +361,11 @@ impl Queue {
             s.reader = Some(waker.clone());
             return None;
         };
-        let n = to.len().min(m.len - m.at);
-        self.device.copy_received(m.buffer, m.at, &mut to[..n]);
-        m.at += n;
-        if m.at == m.len {
-            let buffer = m.buffer;
+        let n = to.len().min(m.len());
+        to[..n].copy_from_slice(&m.split_to(n));
+        if m.is_empty() {
             s.inbox.pop_front();
-            s.held -= 1;
             s.owed += 1;
-            self.give_back(&mut s, buffer);
             self.settle(&mut s);
         }
         Some(Ok(n))
@@ -426,9 +427,6 @@ impl Queue {
         let mut s = self.state.lock();
         s.dropped += 1;
         if s.dropped == 2 {
-            for m in std::mem::take(&mut s.inbox) {
-                self.give_back(&mut s, m.buffer);
-            }
             self.ops.close();
             self.wake.notify_one();
         }
@@ -437,18 +435,23 @@ impl Queue {
     /// Polls until the connection is over, and takes it down then or when dropped.
     pub async fn drive(self: Arc<Queue>) {
         let q = Ending(self);
+        q.0.run().await;
+        q.0.empty().await;
+    }
+
+    async fn run(&self) {
         let mut last = Instant::now();
         loop {
-            let n = q.0.poll();
+            let n = self.poll();
             let (over, dropped) = {
-                let s = q.0.state.lock();
+                let s = self.state.lock();
                 (s.over.is_some(), s.dropped == 2)
             };
             if over {
                 return;
             }
             if dropped {
-                return q.0.linger().await;
+                return self.linger().await;
             }
             if n > 0 {
                 last = Instant::now();
@@ -458,22 +461,22 @@ impl Queue {
                 continue;
             }
             // SAFETY: the completion queue lives as long as `self`.
-            if unsafe { ((*q.0.device.ctx).ops.req_notify_cq)(q.0.cq, 0) } != 0 {
+            if unsafe { ((*self.device.ctx).ops.req_notify_cq)(self.cq, 0) } != 0 {
                 let e = os_error("completions");
-                return q.0.fail(&mut q.0.state.lock(), e);
+                return self.fail(&mut self.state.lock(), e);
             }
-            if q.0.poll() > 0 {
+            if self.poll() > 0 {
                 last = Instant::now();
                 continue;
             }
             tokio::select! {
                 biased;
-                () = q.0.wake.notified() => {}
-                e = q.0.id.events.next() => q.0.at_event(e),
-                r = q.0.completions() => if let Err(e) = r {
-                    return q.0.fail(&mut q.0.state.lock(), e);
+                () = self.wake.notified() => {}
+                e = self.id.events.next() => self.at_event(e),
+                r = self.completions() => if let Err(e) = r {
+                    return self.fail(&mut self.state.lock(), e);
                 },
-                () = sleep(PROBE) => q.0.probe(),
+                () = sleep(PROBE) => self.probe(),
             }
         }
     }
@@ -506,7 +509,7 @@ impl Queue {
     }
 
     /// A WRITE of no bytes: the other end's device answers it, or the connection breaks.
-    fn probe(&self) {
+    pub fn probe(&self) {
         let mut wr = new_wr(op::WRITE);
         let _ = self.post(&mut self.state.lock(), &mut wr, Wr::Probe);
     }
@@ -527,36 +530,52 @@ impl Queue {
         }
     }
 
+    /// Stops the queue pair and takes the completions of all that was posted, and with them the receive buffers that it had
+    /// from the shared queue: with the queue pair they would be lost.
+    async fn empty(&self) {
+        let start = Instant::now();
+        self.stop(&mut self.state.lock());
+        while start.elapsed() < LINGER {
+            let n = self.poll();
+            if n == 0 && self.state.lock().under_way == 0 {
+                return;
+            }
+            sleep(Duration::from_millis(u64::from(n == 0))).await;
+        }
+    }
+
+    fn stop(&self, s: &mut State) {
+        self.fail(s, Error::new(Code::Disconnected, format!("{} is closed", self.addr)));
+        if !std::mem::replace(&mut s.stopped, true) {
+            // SAFETY: a valid id. A failure: it never was connected, or is not any more.
+            unsafe { (self.device.lib.rdma_disconnect)(self.id.raw) };
+        }
+    }
+
     /// Destroys the queue pair. From then on the device touches nothing, and all that was held for it goes.
     pub fn end(&self) {
         let mut s = self.state.lock();
         if std::mem::replace(&mut s.destroyed, true) {
             return;
         }
-        self.fail(&mut s, Error::new(Code::Disconnected, format!("{} is closed", self.addr)));
+        self.stop(&mut s);
         let lib = self.device.lib;
+        let mut wcs = [Wc::default(); BATCH];
         // SAFETY: id, windows and queue pair are valid and not used after this. First the windows: they are bound to it.
         unsafe {
-            (lib.rdma_disconnect)(self.id.raw);
             for w in s.windows.drain(..) {
                 if let Some(dealloc) = (*self.device.ctx).ops.dealloc_mw {
                     dealloc(w);
                 }
             }
             if !self.qp.is_null() {
+                while self.poll_locked(&mut s, &mut wcs) > 0 {}
                 (lib.rdma_destroy_qp)(self.id.raw);
             }
         }
         s.spare.clear();
-        // Receive buffers that it had taken from the shared queue.
         if !self.cq.is_null() {
-            let mut wcs = [Wc::default(); BATCH];
             while self.poll_locked(&mut s, &mut wcs) > 0 {}
-        }
-        if s.dropped == 2 {
-            for m in std::mem::take(&mut s.inbox) {
-                self.give_back(&mut s, m.buffer);
-            }
         }
         let records = (std::mem::take(&mut s.posted), std::mem::take(&mut s.loans));
         drop(s);
@@ -576,9 +595,6 @@ impl Drop for Ending {
 impl Drop for Queue {
     fn drop(&mut self) {
         self.end();
-        for m in std::mem::take(&mut self.state.get_mut().inbox) {
-            let _ = self.device.post_recv(m.buffer);
-        }
         self.fd = None;
         let lib = self.device.lib;
         // SAFETY: the queue pair is destroyed, all events are acknowledged; each object is made by the library or null.

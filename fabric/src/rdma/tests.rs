@@ -16,7 +16,7 @@ use strake_proto::{
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::*;
+use super::{verbs::op, *};
 use crate::{
     Buf, Message, Role,
     conformance::{self, TestService},
@@ -126,9 +126,9 @@ async fn little_memory_that_may_be_locked_is_enough_and_too_little_is_one_calls_
 
 /// All buffers are back but those of the shared receive queue.
 async fn settled(f: &RdmaFabric) {
-    let kept: usize = f.devices.lock().len() * RECEIVES as usize * MESSAGE;
+    let open = || f.devices.lock().values().filter(|d| d.strong_count() > 0).count();
     let start = Instant::now();
-    while f.pool().stats().used > kept as u64 {
+    while f.pool().stats().used > (open() * RECEIVES as usize * MESSAGE) as u64 {
         assert!(start.elapsed() < Duration::from_secs(5), "still out: {:?}", f.pool().stats());
         sleep(Duration::from_millis(10)).await;
     }
@@ -252,6 +252,8 @@ async fn what_was_not_lent_is_not_reached() {
     let mut peer = raw(&f, guard.endpoint()).await;
     let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
     service.open(1);
+    // What a silent connection sends to see whether the other end is there is answered, by its device.
+    peer.q.probe();
     for (crc, code) in [(crc32c(&data), 0), (crc32c(&data) ^ 1, Code::Resend as u16)] {
         peer.wr.write_all(&frame(Some(&loan.regions), data.len(), crc)).await.unwrap();
         let mut answer = [0; 64];
@@ -262,6 +264,27 @@ async fn what_was_not_lent_is_not_reached() {
         peer.rd.read_exact(&mut body).await.unwrap();
     }
     works(&*friend).await;
+}
+
+#[tokio::test]
+async fn who_sends_what_is_no_message_is_cut_off_and_others_served_on() {
+    let Some(at) = here() else { return };
+    let f = server();
+    let (service, guard) = serve(&f, &at).await;
+    let friend = f.connect(guard.endpoint(), None).await.unwrap();
+    const WRITE_WITH_IMM: std::ffi::c_int = 1;
+    const SEND: std::ffi::c_int = 2;
+    // More credits than there are; no immediate data; a message whose bytes were written elsewhere.
+    for (n, (opcode, credits)) in [(op::SEND_WITH_IMM, u32::MAX), (SEND, 0), (WRITE_WITH_IMM, 0)].iter().enumerate() {
+        let mut peer = raw(&f, guard.endpoint()).await;
+        let mut wr = queue::new_wr(*opcode);
+        wr.imm_or_key = *credits;
+        peer.q.post(&mut peer.q.state.lock(), &mut wr, queue::Wr::Probe).unwrap();
+        let mut rest = Vec::new();
+        let _ = timeout(LONG, peer.rd.read_to_end(&mut rest)).await.expect("the connection ends");
+        service.until(|s| s.disconnected.load(SeqCst) == n + 1).await;
+        works(&*friend).await;
+    }
 }
 
 /// Answers READ with more than was asked for, and with what was.

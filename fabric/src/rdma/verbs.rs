@@ -264,6 +264,9 @@ pub const CAP_MW_2B: u32 = 1 << 24;
 pub const SOFT_ROCE: u32 = 0xff_ffff;
 pub const MW_TYPE_2: c_int = 2;
 pub const QPT_RC: c_int = 2;
+/// Of a completion: a SEND was received; with immediate data.
+pub const WC_RECV: c_int = 128;
+pub const WC_WITH_IMM: u32 = 2;
 pub const PS_TCP: c_int = 0x106;
 
 pub mod op {
@@ -407,14 +410,15 @@ pub fn missing(what: String) -> Error {
     Error::new(Code::OpNotSupp, format!("RDMA is not available: {what}"))
 }
 
-/// The libraries, opened once.
+/// The libraries, opened once; where they are missing, looked for each time.
 pub fn lib() -> Result<&'static Lib> {
-    static LIB: OnceLock<Result<Lib>> = OnceLock::new();
-    let opened = LIB.get_or_init(|| {
-        let ibverbs = Handle::open("libibverbs.so.1")?;
-        Lib::load(&Handles { ibverbs, rdmacm: Handle::open("librdmacm.so.1")? })
-    });
-    opened.as_ref().map_err(Clone::clone)
+    static LIB: OnceLock<Lib> = OnceLock::new();
+    if let Some(lib) = LIB.get() {
+        return Ok(lib);
+    }
+    let ibverbs = Handle::open("libibverbs.so.1")?;
+    let lib = Lib::load(&Handles { ibverbs, rdmacm: Handle::open("librdmacm.so.1")? })?;
+    Ok(LIB.get_or_init(|| lib))
 }
 
 /// The cause of a call that returned −1 or NULL.
