@@ -16,6 +16,7 @@ pub mod rdma;
 pub mod region;
 pub mod roads;
 pub mod tcp;
+pub mod traffic;
 pub mod watch;
 
 use std::sync::Arc;
@@ -29,9 +30,10 @@ pub use kept::{Kept, Record, Records};
 pub use leader::LeaderFinder;
 pub use rdma::RdmaFabric;
 pub use region::{REGION, Region};
-pub use roads::Roads;
+pub use roads::{Roads, Use};
 use strake_proto::{Error, Result};
 pub use tcp::TcpFabric;
+pub use traffic::Traffic;
 
 /// What a connection's other end proved to be in the handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,6 +99,10 @@ pub trait Connection: Send + Sync + 'static {
     fn is_closed(&self) -> bool;
     /// What the peer is reached at, for messages to people.
     fn addr(&self) -> String;
+    /// What went over it so far, payloads and all.
+    fn traffic(&self) -> Traffic {
+        Traffic::default()
+    }
     /// Stops it; calls in flight end with `Disconnected`.
     fn close(&self);
 }
@@ -109,6 +115,14 @@ pub trait Fabric: Send + Sync + 'static {
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener>;
     /// Where received payloads come from and where senders should take their buffers.
     fn pool(&self) -> &Pool;
+    /// The endpoints of a server that lead there, the best first. An error says why none does.
+    fn ways(&self, endpoints: &[String]) -> Result<Vec<Endpoint>> {
+        Ok(endpoints.iter().filter_map(|e| e.parse().ok()).collect())
+    }
+    /// What went over each road that it has, by the name that endpoints begin with.
+    fn roads(&self) -> Vec<(&'static str, Traffic)> {
+        Vec::new()
+    }
 }
 
 /// Keeps a listening socket and its connections alive.

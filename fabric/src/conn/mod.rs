@@ -29,7 +29,7 @@ use shared::{Handle, Setup};
 use strake_proto::{Code, Error, Result};
 use tokio::{io::AsyncWrite, sync::watch, time::timeout};
 
-use crate::{Connection, Env, Identity, Pool, Role, Service};
+use crate::{Connection, Env, Identity, Pool, Role, Service, traffic::Totals};
 
 /// Limits and times of connections.
 #[derive(Clone, Debug)]
@@ -81,12 +81,21 @@ pub(crate) struct Streams {
     pub pool: Pool,
     pub options: Options,
     next_id: Arc<AtomicU64>,
+    pub totals: Totals,
 }
 
 impl Streams {
     pub fn new(env: Env, identity: Identity, cluster_uuid: Option<[u8; 16]>, pool: Pool, options: Options) -> Streams {
         let cluster = Arc::new(RwLock::new(cluster_uuid));
-        Streams { env, identity, cluster, pool, options, next_id: Arc::new(AtomicU64::new(1)) }
+        Streams {
+            env,
+            identity,
+            cluster,
+            pool,
+            options,
+            next_id: Arc::new(AtomicU64::new(1)),
+            totals: Totals::default(),
+        }
     }
 
     pub fn set_cluster(&self, uuid: [u8; 16]) {
@@ -172,6 +181,7 @@ impl Streams {
             bulk,
             addr,
             id: self.next_id.fetch_add(1, Relaxed),
+            counter: self.totals.open(),
             service,
         }
     }

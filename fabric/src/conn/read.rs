@@ -64,7 +64,7 @@ impl<R: Incoming> Inbox<'_, R> {
         (self.start, self.end) = (0, self.end - self.start);
         let n = self.rd.read(&mut self.buf[self.end..]).await.map_err(|e| self.io(e))?;
         self.end += n;
-        self.shared.received.fetch_add(n as u64, Relaxed);
+        self.shared.received(n);
         Ok(n > 0)
     }
 
@@ -98,7 +98,7 @@ impl<R: Incoming> Inbox<'_, R> {
                 return Err(Error::new(Code::Disconnected, m));
             }
             at += n;
-            self.shared.received.fetch_add(n as u64, Relaxed);
+            self.shared.received(n);
         }
         if large {
             self.rd.wake_at(1);
@@ -276,6 +276,7 @@ async fn settle(s: Arc<Shared>, h: Header, mut waiting: Waiter, result: Result<M
     waiting.answer(match (result, room) {
         (Ok(mut m), Some(mut room)) if placed && room.len() >= h.payload_len as usize => {
             room.truncate(h.payload_len as usize);
+            s.counter.received(h.payload_len.into());
             match checked(&h, room) {
                 Payload::Whole(p) => {
                     m.payload = p;
@@ -427,7 +428,10 @@ async fn fetch_and_handle(
 ) {
     let Some(bulk) = answer.shared.bulk.clone() else { return };
     let got = match bulk.fetch(&parts, to).await {
-        Ok(got) => checked(&answer.header, got),
+        Ok(got) => {
+            answer.shared.counter.received(got.len() as u64);
+            checked(&answer.header, got)
+        }
         Err(e) => return answer.send(Err(e), None),
     };
     match got {
@@ -478,7 +482,10 @@ impl Answer {
                 bulk.put(payload, room).await
             };
             match brought.await {
-                Ok(()) => placed = Some(Placed { len, crc }),
+                Ok(()) => {
+                    self.shared.counter.sent(len.into());
+                    placed = Some(Placed { len, crc });
+                }
                 Err(e) => result = Err(e),
             }
         }

@@ -42,7 +42,7 @@ use super::{
     read::Incoming,
     write,
 };
-use crate::{Buf, Connection, Env, Message, Peer, Pool, Role, Service};
+use crate::{Buf, Connection, Env, Message, Peer, Pool, Role, Service, Traffic, traffic::Counter};
 
 /// How a connection goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -63,6 +63,7 @@ pub(super) struct Setup {
     pub bulk: Option<Arc<dyn Bulk>>,
     pub addr: String,
     pub id: u64,
+    pub counter: Counter,
     pub service: Option<Arc<dyn Service>>,
 }
 
@@ -156,8 +157,11 @@ pub(crate) struct Shared {
     owed: AtomicU32,
     /// The reader waits for room here, so that silence says nothing about the peer.
     pub stalled: AtomicBool,
-    pub received: AtomicU64,
-    pub sent: AtomicU64,
+    /// Bytes of the stream: signs of life.
+    received: AtomicU64,
+    sent: AtomicU64,
+    /// For people.
+    pub counter: Counter,
     pulse_sleeps: AtomicBool,
     pulse: Notify,
 }
@@ -192,6 +196,7 @@ where
         version: setup.version,
         addr: setup.addr,
         bulk: setup.bulk,
+        counter: setup.counter,
         out,
         pending: Mutex::new(Pending { waiting: BTreeMap::new(), next_id: 1, over: None }),
         phase: watch::Sender::new(Phase::Open),
@@ -334,6 +339,18 @@ pub(super) fn outgoing(s: &Shared, kind: Kind, id: u64, op: u16, m: Message, hol
 }
 
 impl Shared {
+    /// Bytes that came through the stream.
+    pub fn received(&self, bytes: usize) {
+        self.received.fetch_add(bytes as u64, Relaxed);
+        self.counter.received(bytes as u64);
+    }
+
+    /// Bytes that went into the stream.
+    pub fn sent(&self, bytes: usize) {
+        self.sent.fetch_add(bytes as u64, Relaxed);
+        self.counter.sent(bytes as u64);
+    }
+
     /// Queues a frame. The queue is as long as the windows allow frames to exist, so a full one means that the peer
     /// does not keep to them; and a closed one, that the connection is gone.
     pub fn send(&self, f: Outgoing) {
@@ -473,6 +490,7 @@ impl Shared {
             let mut f = outgoing(self, Kind::Request, 0, op, request, Hold::Request(slot.clone()))?;
             if let Some(p) = &placed {
                 f.place(p);
+                self.counter.sent(p.len.into());
             }
             if let Some(loan) = &loan {
                 waiter.loans.push(loan.id);
@@ -571,6 +589,9 @@ impl Connection for Handle {
     fn addr(&self) -> String {
         self.0.addr.clone()
     }
+    fn traffic(&self) -> Traffic {
+        self.0.counter.look()
+    }
     fn close(&self) {
         self.0.fail(&Error::new(Code::Disconnected, format!("connection to {} was closed here", self.0.addr)));
     }
@@ -589,6 +610,9 @@ impl Connection for Back {
     }
     fn addr(&self) -> String {
         self.0.addr.clone()
+    }
+    fn traffic(&self) -> Traffic {
+        self.0.counter.look()
     }
     fn close(&self) {
         self.0.fail(&Error::new(Code::Disconnected, format!("connection to {} was closed here", self.0.addr)));

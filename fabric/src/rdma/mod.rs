@@ -34,7 +34,7 @@ use tokio::{
 use verbs::{Lib, event};
 
 use crate::{
-    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, REGION, Service,
+    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, REGION, Service, Traffic,
     conn::{Bulk, Options, Streams, stopped},
 };
 
@@ -314,5 +314,9 @@ impl Fabric for RdmaFabric {
 
     fn pool(&self) -> &Pool {
         &self.streams.pool
+    }
+
+    fn roads(&self) -> Vec<(&'static str, Traffic)> {
+        vec![("rdma", self.streams.totals.look())]
     }
 }

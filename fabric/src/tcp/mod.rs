@@ -19,7 +19,7 @@ use tokio::{
 
 pub use crate::conn::{Incoming, Options, handshake};
 use crate::{
-    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, Service,
+    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, Service, Traffic,
     conn::{Streams, stopped},
 };
 
@@ -187,6 +187,10 @@ impl Fabric for TcpFabric {
 
     fn pool(&self) -> &Pool {
         &self.streams.pool
+    }
+
+    fn roads(&self) -> Vec<(&'static str, Traffic)> {
+        vec![("tcp", self.streams.totals.look())]
     }
 }
 

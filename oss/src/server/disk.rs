@@ -78,9 +78,11 @@ pub async fn start_on_disk_with(cfg: Config, env: Env, cluster_key: [u8; 32], re
 }
 
 /// As large as may be registered, where others come by RDMA.
-fn pool_for(listen: &Endpoint) -> Result<Pool> {
+fn pool_for(listen: &[Endpoint]) -> Result<Pool> {
     let pool = Pool::default();
-    let Endpoint::Rdma(..) = listen else { return Ok(pool) };
+    if !listen.iter().any(|e| matches!(e, Endpoint::Rdma(..))) {
+        return Ok(pool);
+    }
     let (limit, why) = rdma::pool_limit(pool.stats().limit)?;
     if let Some(why) = why {
         tracing::warn!("{why}");

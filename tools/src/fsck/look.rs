@@ -217,11 +217,17 @@ impl Checker {
         if let Some(c) = self.connections.get(&node.id).filter(|c| !c.is_closed()) {
             return Ok(c.clone());
         }
-        let at = node.endpoints.iter().find_map(|e| e.parse::<Endpoint>().ok());
-        let at = at.ok_or_else(|| Error::new(Code::NoDev, format!("node {} has no endpoint", node.name)))?;
-        let c = self.fabric.connect(&at, None).await.map_err(|e| e.context(&node.name))?;
-        self.connections.insert(node.id, c.clone());
-        Ok(c)
+        let mut failed = Error::new(Code::NoDev, format!("node {} has no endpoint", node.name));
+        for at in self.fabric.ways(&node.endpoints).map_err(|e| e.context(&node.name))? {
+            match self.fabric.connect(&at, None).await {
+                Ok(c) => {
+                    self.connections.insert(node.id, c.clone());
+                    return Ok(c);
+                }
+                Err(e) => failed = e.context(&node.name),
+            }
+        }
+        Err(failed)
     }
 
     async fn list(&mut self, map: &MapView, chain: &pb::Chain, target: TargetId) -> Result<Vec<ListEntry>> {
