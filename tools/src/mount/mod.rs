@@ -68,7 +68,7 @@ pub struct MountArgs {
     client_key: Option<PathBuf>,
     /// How data goes to and from storage servers: auto (RDMA where both ends have it), tcp, or rdma and nothing else.
     #[arg(long)]
-    fabric: Option<String>,
+    fabric: Option<FabricKey>,
     /// Let other users in.
     #[arg(long)]
     allow_other: bool,
@@ -288,7 +288,6 @@ fn load(args: &MountArgs, asked: &Options) -> Result<MountFile> {
         o.push(("mount", "mountpoint", m.clone().into()));
     }
     o.extend(args.client_key.as_ref().map(|p| ("", "client_key", p.display().to_string().into())));
-    o.extend(args.fabric.as_ref().map(|f| ("mount", "fabric", f.clone().into())));
     o.extend(args.allow_other.then_some(("mount", "allow_other", true.into())));
     o.extend(args.read_replica.map(|n| ("mount", "read_replica", (n as i64).into())));
     o.extend(args.read_only.then_some(("mount", "read_only", true.into())));
@@ -298,6 +297,8 @@ fn load(args: &MountArgs, asked: &Options) -> Result<MountFile> {
     for text in &args.options {
         all.take(text, false)?;
     }
+    // Over what the file says, its options too.
+    all.fabric = asked.fabric.or(args.fabric).or(all.fabric);
     if let (Some(text), Some(Source { subtree: Some(of_source), .. })) = (text, source) {
         if let Some(other) = asked.subtree.as_ref().filter(|s| **s != of_source) {
             let m = format!("option 'subtree={other}' and the source '{text}' name two folders; leave one out");
@@ -477,5 +478,22 @@ mod tests {
         assert_eq!(flags("nodev", &[base]), MountFlags::NODEV);
         assert_eq!(flags("nodev,nosuid", &[base]), both);
         assert_eq!(flags("nodev", &[base, "-o", "dev,nosuid"]), MountFlags::NOSUID);
+    }
+
+    #[test]
+    fn rdma_that_is_asked_for_and_missing_is_named_before_anything_else() {
+        let of = |words: &[&str]| {
+            let args = Only::try_parse_from([&["mount", "h:1", "/m"], words].concat()).map_err(|e| e.to_string())?.args;
+            let asked = asked(&args).map_err(|e| e.to_string())?;
+            load(&args, &asked).map(|f| f.mount).map_err(|e| e.to_string())
+        };
+        assert_eq!(of(&["--fabric", "rdma"]).unwrap().fabric, FabricKey::Rdma);
+        assert_eq!(of(&["--fabric", "rdma", "-o", "fabric=tcp"]).unwrap().fabric, FabricKey::Tcp);
+        assert!(of(&["--fabric", "ib"]).is_err_and(|e| e.contains("there are 'auto', 'tcp' and 'rdma'")));
+        assert!(of(&[]).unwrap().has_fabric().is_ok() && of(&["-o", "fabric=tcp"]).unwrap().has_fabric().is_ok());
+        match (rdma::probe(), of(&["--fabric", "rdma"]).unwrap().has_fabric()) {
+            (Ok(devices), r) => assert!(r.is_ok(), "{devices:?}"),
+            (Err(why), r) => assert_eq!(r.unwrap_err().message, why.message),
+        }
     }
 }

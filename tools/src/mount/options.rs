@@ -441,6 +441,8 @@ mod tests {
             "run_dir=r",
             "transport=rdma",
             "transport",
+            "fabric=infiniband",
+            "fabric",
             "attr_timeout=-1",
             "attr_timeout=nan",
             "attr_timeout=inf",
