@@ -67,7 +67,7 @@ pub use config::{Config, FOREVER, FollowerReads, Stats};
 pub use file::File;
 pub use keep::{Keep, Numbers, numbered};
 pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS};
-pub use memory::Forget;
+pub use memory::{Forget, Forgetting};
 pub use meta::{DirPage, LayoutInfo, Mode};
 use strake_fabric::{Env, Fabric, traffic};
 use strake_proto::{Ino, Result, map::MapView};

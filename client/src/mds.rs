@@ -27,6 +27,7 @@ use crate::{
     core::{Attempts, Core},
     inode::Inode,
     keep::{self, Keep, Numbers},
+    memory::forgotten,
     retry::{in_doubt, meta_passes},
     rows::Holder,
     seqs::Seqs,
@@ -366,7 +367,8 @@ impl Core {
         let mut cut: Vec<_> = self.live_inodes().into_iter().filter(|i| i.forget_end(session.id)).collect();
         *current = None;
         drop(current);
-        self.forget_all();
+        // The leader waits for its leases until they are over, and by then copies are, too.
+        drop(self.forget_all());
         self.forget_kept();
         Counters::add(&self.stats.sessions_lost, 1);
         tracing::warn!(session = session.id, "the session is gone; unstable writes of open files are lost");
@@ -396,7 +398,7 @@ impl Core {
     ) -> Result<()> {
         let hello = !self.memory.is_greeted(s.id, leader.number);
         if hello {
-            self.forget_all();
+            forgotten(self.forget_all()).await;
         }
         let mut opens = Vec::new();
         if reassert {
@@ -531,6 +533,7 @@ impl Core {
             }
             let mut asking = self.memory.begin(&request.ops);
             request.dropped = std::mem::take(&mut asking.dropped);
+            forgotten(asking.forgetting.take()).await;
             let body = request.encode_to_vec();
             let on = |connection| {
                 // Fields may come in any order: the number of the connection goes behind the rest.

@@ -2,7 +2,9 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    future::Future,
     hash::{BuildHasher, RandomState},
+    pin::Pin,
     sync::{Arc, OnceLock},
     time::Duration,
 };
@@ -60,9 +62,19 @@ struct Leased {
 
 /// Whoever keeps copies of what [`crate::Client`] told, as the kernel of a mount does.
 pub trait Forget: Send + Sync {
-    /// Forgets what is known of these inodes, and with `names` the names in all directories. Returns when that is done; must not
-    /// wait for a request to this client.
-    fn forget(&self, inos: &[Ino], names: bool);
+    /// Forgets what is known of these inodes, and with `names` the names in all directories. Must not wait for a request to this
+    /// client. `None`: that is done; else it is when the future ends.
+    fn forget(&self, inos: &[Ino], names: bool) -> Option<Forgetting>;
+}
+
+/// Ends when what was taken back cannot be believed any more. Until then nobody may be told that it is forgotten.
+pub type Forgetting = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// Waits for that.
+pub(crate) async fn forgotten(copies: Option<Forgetting>) {
+    if let Some(f) = copies {
+        f.await;
+    }
 }
 
 /// See the module.
@@ -87,6 +99,8 @@ pub(crate) struct Asking<'a> {
     cuts: Vec<Ino>,
     /// Inodes whose leases it gives back.
     pub dropped: Vec<Ino>,
+    /// To be waited for before it is sent.
+    pub forgetting: Option<Forgetting>,
 }
 
 impl Memory {
@@ -102,7 +116,7 @@ impl Memory {
     }
 
     /// Before hello is said: forgets everything, and has copies taken back.
-    pub fn connected(&self) {
+    pub fn connected(&self) -> Option<Forgetting> {
         let known = {
             let Leased { table, tenures } = &mut *self.leased.lock();
             let known = table.known();
@@ -110,7 +124,7 @@ impl Memory {
             tenures.end_all();
             known
         };
-        self.take_back(&known, true);
+        self.take_back(&known, true)
     }
 
     /// A renewal that was sent at `sent` was answered. Whether there had been no leases before: what was known without is void.
@@ -125,11 +139,11 @@ impl Memory {
             known
         };
         // Copies are not believed any more, but the kernel would keep ACLs.
-        known.inspect(|known| self.take_back(known, true)).is_some()
+        known.inspect(|known| drop(self.take_back(known, true))).is_some()
     }
 
     /// Forgets what was recalled, and has copies taken back.
-    pub fn recalled(&self, inos: &[Ino]) {
+    pub fn recalled(&self, inos: &[Ino]) -> Option<Forgetting> {
         let names = {
             let (mut leased, mut names) = (self.leased.lock(), false);
             for ino in inos {
@@ -141,14 +155,14 @@ impl Memory {
             }
             names
         };
-        self.take_back(inos, names);
+        self.take_back(inos, names)
     }
 
-    fn take_back(&self, inos: &[Ino], names: bool) {
-        let Some(copies) = self.copies.get().filter(|_| !inos.is_empty()) else { return };
+    fn take_back(&self, inos: &[Ino], names: bool) -> Option<Forgetting> {
+        let copies = self.copies.get().filter(|_| !inos.is_empty())?;
         // Whoever is just telling what was known a moment ago is done after this; others find it forgotten.
         drop(self.telling.write());
-        copies.forget(inos, names);
+        copies.forget(inos, names)
     }
 
     // --- copies ---
@@ -236,7 +250,7 @@ impl Memory {
 
     // --- requests ---
 
-    /// A list is about to be sent. When this returns, nobody has a copy any more of what is not leased from then on.
+    /// A list is about to be sent. When [`Asking::forgetting`] has ended, nobody has a copy any more of what is not leased from then on.
     pub fn begin(&self, ops: &[pb::Op]) -> Asking<'_> {
         let mut leased = self.leased.lock();
         let Leased { table, tenures } = &mut *leased;
@@ -253,8 +267,8 @@ impl Memory {
         };
         let token = table.begin();
         drop(leased);
-        self.take_back(&dropped.inos, dropped.names);
-        Asking { memory: self, token, change, cuts, dropped: dropped.inos }
+        let forgetting = self.take_back(&dropped.inos, dropped.names);
+        Asking { memory: self, token, change, cuts, dropped: dropped.inos, forgetting }
     }
 }
 

@@ -17,6 +17,7 @@ use crate::{
     config::Counters,
     core::Core,
     mds::{Leader, META_TRY, decode},
+    memory::{Forgetting, forgotten},
 };
 
 /// How long there may be no leases before it is looked again whether there are.
@@ -92,9 +93,10 @@ impl Core {
     }
 
     /// Forgets everything that is known under leases.
-    pub(crate) fn forget_all(&self) {
-        self.memory.connected();
+    pub(crate) fn forget_all(&self) -> Option<Forgetting> {
+        let forgetting = self.memory.connected();
         self.forget_bytes();
+        forgetting
     }
 
     /// Frees the memory of bytes that nobody reads any more: their tenure is over.
@@ -116,12 +118,13 @@ impl Core {
         let m = leader.conn.call(Message::new(opcode::RECALL, request.encode_to_vec()), META_TRY).await?;
         let r: pb::RecallReply = decode(&m)?;
         let inos: Vec<Ino> = r.recalls.iter().map(|r| r.ino).collect();
-        self.memory.recalled(&inos);
+        let forgetting = self.memory.recalled(&inos);
         if !inos.is_empty() {
             Counters::add(&self.stats.recalls, inos.len() as u64);
             let mut cache = self.cache.lock();
             inos.iter().for_each(|ino| cache.forget(*ino));
         }
+        forgotten(forgetting).await;
         // Each answer has all that is owed, the lowest numbers first.
         if let Some(last) = r.recalls.iter().map(|r| r.number).max() {
             self.recalls.note(connection, last);

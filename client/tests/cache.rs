@@ -6,7 +6,7 @@ use std::{sync::Arc, time::Duration};
 
 use common::*;
 use parking_lot::Mutex;
-use strake_client::{Client, Config, File, Forget, rows::Holder};
+use strake_client::{Client, Config, File, Forget, Forgetting, rows::Holder};
 use strake_proto::{Ino, layout::splitmix64, pb};
 
 const RW: u32 = 2;
@@ -95,8 +95,13 @@ async fn a_leader_that_was_elected_again_is_greeted_on_a_new_connection() {
 struct Kernel(Arc<Mds>, Arc<Mutex<Vec<(Ino, u64)>>>);
 
 impl Forget for Kernel {
-    fn forget(&self, inos: &[Ino], _names: bool) {
-        self.1.lock().extend(inos.iter().map(|ino| (*ino, self.0.asked())));
+    fn forget(&self, inos: &[Ino], _names: bool) -> Option<Forgetting> {
+        let (kernel, inos) = (self.clone(), inos.to_vec());
+        // Known to be forgotten only after a while.
+        Some(Box::pin(async move {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            kernel.1.lock().extend(inos.iter().map(|ino| (*ino, kernel.0.asked())));
+        }))
     }
 }
 

@@ -1,5 +1,5 @@
 """Cases for `run`: each takes a mount that changes (a) and one that looks (b), in a folder of its own."""
-import ctypes, errno, fcntl, mmap, os, random, shutil, signal, sqlite3, stat, subprocess, sys, time, traceback
+import ctypes, errno, fcntl, mmap, os, random, shutil, signal, sqlite3, stat, subprocess, sys, threading, time, traceback
 
 libc = ctypes.CDLL(None, use_errno=True)
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
@@ -343,6 +343,53 @@ def mode_of_open_file(a, b):
             os.fstat(f.fileno())
             os.chmod(a + "/f", m)
             same(os.fstat(f.fileno()).st_mode & 0o7777, m)
+
+def looked_up_by_a_starved_program(a, b):
+    """It shares its processor with some that go before it, and takes in late what it was told of a file that its kernel did not have.
+    The change may not return before: it is waited for, up to 4 s."""
+    cpus, wait, busy = os.sched_getaffinity(0), random.Random(5), []
+    cpu = {min(cpus)}
+    def all_busy(signal):
+        for p in busy: os.kill(p, signal)
+    try:
+        for _ in range(6):
+            busy.append(os.fork())
+            if busy[-1] == 0:
+                os.sched_setaffinity(0, cpu)
+                while True: pass
+        for i in range(25):
+            all_busy(signal.SIGSTOP)
+            os.mknod(f"{a}/f{i}", 0o644)
+            r, w = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.sched_setaffinity(0, cpu); os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+                os.write(w, b"!")
+                fd = os.open(f"{b}/f{i}", os.O_PATH)
+                began = time.monotonic()
+                os.write(w, f"{began} {os.fstat(fd).st_mode & 0o777:o}".encode())
+                os._exit(0)
+            os.close(w); os.read(r, 1)
+            ended = []
+            def change():
+                os.chmod(f"{a}/f{i}", 0o600)
+                ended.append(time.monotonic())
+            changing = threading.Thread(target=change)
+            all_busy(signal.SIGCONT)
+            time.sleep(wait.uniform(0, 0.01))
+            changing.start()
+            changing.join(2)
+            time.sleep(0.15)
+            os.sched_setscheduler(child, os.SCHED_OTHER, os.sched_param(0)); os.sched_setaffinity(child, cpus)
+            all_busy(signal.SIGSTOP)
+            changing.join()
+            os.waitpid(child, 0)
+            with os.fdopen(r) as f: began, mode = f.read().split()
+            late = float(began) - ended[0]
+            same(late < 0 or mode == "600", True, f"file {i} had {mode} {late:.6f} s after the change")
+    finally:
+        all_busy(signal.SIGKILL)
+        for p in busy: os.waitpid(p, 0)
 
 def owner(a, b):
     put(a + "/f"); os.stat(b + "/f"); os.chown(a + "/f", 12, 34)

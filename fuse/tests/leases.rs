@@ -4,7 +4,7 @@ mod common;
 
 use std::{
     fs,
-    os::unix::fs::{MetadataExt, PermissionsExt},
+    os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
     path::Path,
     time::Duration,
 };
@@ -193,5 +193,43 @@ async fn bounds_of_zero_ask_each_time() {
     assert_eq!(stat(&at).await, Some((file, 0o644)));
     its.setattr(&me, mode(file, 0o640)).await.unwrap();
     assert_eq!(stat(&at).await, Some((file, 0o640)));
+    unmounted(&m).await;
+}
+
+/// A recall waits for replies on their way. What the kernel was brought and has forgotten is not on its way, however it was brought.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_recall_does_not_wait_for_what_the_kernel_has_dropped() {
+    let (dir, cluster, me) = (tempfile::tempdir().unwrap(), Cluster::new(), Creds::default());
+    let Some((m, _, other)) = mounted(&cluster, MountConfig::new(dir.path())).await else { return };
+    let sub = other.mkdir(&me, other.root(), b"d", 0o755).await.unwrap().ino;
+    let mut all = Vec::new();
+    for n in 0..100 {
+        all.push(other.mknod(&me, sub, format!("f{n}").as_bytes(), 0o100_644, 0).await.unwrap().ino);
+    }
+    let at = dir.path().to_path_buf();
+    let made = off(move || {
+        for _ in 0..2 {
+            let listed: Vec<_> = fs::read_dir(at.join("d")).unwrap().map(|e| e.unwrap().metadata().unwrap()).collect();
+            assert_eq!(listed.len(), 100);
+        }
+        let [file, folder, link] = ["file", "folder", "link"].map(|n| at.join(n));
+        fs::write(&file, b"x").unwrap();
+        fs::create_dir(&folder).unwrap();
+        std::os::unix::fs::symlink("file", &link).unwrap();
+        fs::hard_link(&file, folder.join("also")).unwrap();
+        fs::rename(folder.join("also"), folder.join("other")).unwrap();
+        fs::File::open(folder.join("other")).unwrap();
+        let unnamed = fs::OpenOptions::new().write(true).custom_flags(libc::O_TMPFILE).open(&at).unwrap();
+        let made = [file, folder, link].map(|p| fs::symlink_metadata(p).unwrap().ino());
+        made.into_iter().chain([unnamed.metadata().unwrap().ino()]).collect::<Vec<_>>()
+    })
+    .await;
+    all.extend(made);
+    if let Err(e) = fs::write("/proc/sys/vm/drop_caches", "2") {
+        println!("skipped: the kernel cannot be told to drop what it does not use: {e}");
+        return unmounted(&m).await;
+    }
+    let quickly = tokio::time::timeout(Duration::from_secs(3), cluster.recall(&all));
+    quickly.await.expect("the recall waits for a reply that nobody has to take in");
     unmounted(&m).await;
 }

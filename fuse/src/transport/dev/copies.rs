@@ -1,11 +1,12 @@
 //! Takes back what the kernel keeps copies of: see "The kernel" in `docs/leases.md`.
 //!
 //! A notice goes by what the kernel has taken in. A reply that was written just before may not be among that yet, and what it says
-//! counts afterwards, where the kernel does not see that it is older than the notice. So a notice about what was told a moment
-//! ago is given again a few times.
+//! of an inode that the kernel did not have counts afterwards, for its whole time: it does not see that the reply is older than the
+//! notice. But it says that it has no such inode. Then, if more replies have brought that inode than the kernel has forgotten, one is on
+//! its way: the notice is given again until the kernel has it. So long nobody hears that it is forgotten, up to a bound.
 
 use std::{
-    collections::BTreeSet,
+    collections::{HashMap, hash_map::Entry},
     io,
     sync::{
         Arc, OnceLock, Weak,
@@ -15,19 +16,17 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_client::Forget;
+use strake_client::{Forget, Forgetting};
 use strake_proto::{Ino, ids::ROOT_INO};
-use tokio::{runtime::Handle, time::Instant};
+use tokio::{runtime::Handle, task::JoinHandle};
 
-use super::{channel::Channel, notify, reply::Taken};
+use super::{channel::Channel, notify};
 
-/// Pauses before a notice is given again.
-const AGAIN: [Duration; 4] =
-    [Duration::from_millis(1), Duration::from_millis(4), Duration::from_millis(15), Duration::from_millis(80)];
-/// How long a reply counts as told a moment ago, at least.
-const LATELY: Duration = Duration::from_secs(1);
-/// Inodes that are remembered for that; when there are more, all count.
-const MOST: usize = 32_768;
+/// Pause before a notice is given again, at first and at most.
+const AGAIN: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(20)];
+/// How long others wait at most, if the program that the reply is for does not get to run: after 5 s without an answer this client would be
+/// evicted.
+const LONGEST: Duration = Duration::from_secs(4);
 
 /// The kernel's copies of what a mount told it.
 pub struct Copies {
@@ -37,13 +36,14 @@ pub struct Copies {
     runtime: Handle,
     /// Names were told since they were forgotten last.
     has_names: AtomicBool,
-    lately: Mutex<Lately>,
+    /// How many replies brought an inode that the kernel has not forgotten since.
+    brought: Mutex<HashMap<u64, u64>>,
 }
 
 impl Copies {
     pub fn new(root: Ino, runtime: Handle) -> Copies {
-        let lately = Mutex::new(Lately::new(Instant::now()));
-        Copies { channel: OnceLock::new(), root, runtime, has_names: AtomicBool::new(false), lately }
+        let (channel, has_names, brought) = (OnceLock::new(), AtomicBool::new(false), Mutex::default());
+        Copies { channel, root, runtime, has_names, brought }
     }
 
     /// Through which the kernel is told.
@@ -51,22 +51,34 @@ impl Copies {
         let _ = self.channel.set(Arc::downgrade(channel));
     }
 
-    /// The kernel is about to be told attributes that it may keep, of the inode that it knows by this number.
-    pub fn told(&self, node: u64, taken: Taken) {
-        if taken != Taken::InOrder {
-            self.lately.lock().told(node, Instant::now());
+    /// A reply is about to be sent that brings these inodes, known to the kernel by these numbers.
+    pub fn brings(&self, nodes: &[u64]) {
+        if !nodes.is_empty() {
+            let mut brought = self.brought.lock();
+            nodes.iter().for_each(|node| *brought.entry(*node).or_default() += 1);
         }
     }
 
-    /// The kernel is about to be told names that it may keep.
-    pub fn told_names(&self, taken: Taken) {
-        self.has_names.store(true, SeqCst);
-        if taken == Taken::Listed {
-            self.lately.lock().listed(Instant::now());
+    /// The kernel has forgotten what so many replies brought, or did not take them.
+    pub fn forgotten(&self, nodes: impl Iterator<Item = (u64, u64)>) {
+        let mut brought = self.brought.lock();
+        for (node, times) in nodes {
+            // A former daemon may have brought it, too.
+            if let Entry::Occupied(mut had) = brought.entry(node) {
+                *had.get_mut() = had.get().saturating_sub(times);
+                if *had.get() == 0 {
+                    had.remove();
+                }
+            }
         }
     }
 
-    /// A former daemon told names.
+    /// Whether it has, or will have when it has taken in a reply.
+    fn is_to_come(&self, node: u64) -> bool {
+        self.brought.lock().contains_key(&node)
+    }
+
+    /// The kernel is about to be told names that it may keep, or was by a former daemon.
     pub fn has_names(&self) {
         self.has_names.store(true, SeqCst);
     }
@@ -85,33 +97,41 @@ impl Copies {
     }
 }
 
-impl Forget for Copies {
-    fn forget(&self, inos: &[Ino], names: bool) {
-        let Some(channel) = self.channel() else { return };
-        let names = names && self.forget_names();
-        let nodes = inos.iter().map(|ino| if *ino == self.root { ROOT_INO } else { *ino });
-        let unknown: Vec<u64> = nodes.filter(|node| !forget_inode(&channel, *node)).collect();
-        let (nodes, names) = {
-            let (mut lately, now) = (self.lately.lock(), Instant::now());
-            let nodes: Vec<u64> = unknown.into_iter().filter(|node| lately.is_to_come(*node, now)).collect();
-            (nodes, names && lately.has_listed(now))
-        };
-        if nodes.is_empty() && !names {
-            return;
+/// What a recall calls.
+pub struct Recalls(pub Arc<Copies>);
+
+impl Forget for Recalls {
+    fn forget(&self, inos: &[Ino], names: bool) -> Option<Forgetting> {
+        let (copies, channel) = (&self.0, self.0.channel()?);
+        if names {
+            copies.forget_names();
         }
-        let channel = Arc::downgrade(&channel);
-        self.runtime.spawn(async move {
-            for pause in AGAIN {
-                tokio::time::sleep(pause).await;
-                let Some(c) = channel.upgrade() else { return };
-                if names {
-                    forget_names(&c);
-                }
-                for node in &nodes {
-                    forget_inode(&c, *node);
-                }
-            }
-        });
+        let nodes = inos.iter().map(|ino| if *ino == copies.root { ROOT_INO } else { *ino });
+        let unknown = nodes.filter(|node| !forget_inode(&channel, *node));
+        let to_come: Vec<u64> = unknown.filter(|node| copies.is_to_come(*node)).collect();
+        if to_come.is_empty() {
+            return None;
+        }
+        let copies = copies.clone();
+        let gone = move |node| copies.channel().is_none_or(|c| forget_inode(&c, node)) || !copies.is_to_come(node);
+        Some(Box::pin(waited_for(self.0.runtime.spawn(all_gone(to_come, gone)))))
+    }
+}
+
+/// Ends with the task, or when nobody may wait any longer for it: it goes on.
+async fn waited_for(task: JoinHandle<()>) {
+    if tokio::time::timeout(LONGEST, task).await.is_err() {
+        tracing::warn!("a program does not get to run and may see old attributes for a moment when it does");
+    }
+}
+
+/// Ends when each inode is gone.
+async fn all_gone(mut nodes: Vec<u64>, gone: impl Fn(u64) -> bool) {
+    let [mut pause, longest] = AGAIN;
+    while !nodes.is_empty() {
+        tokio::time::sleep(pause).await;
+        pause = (2 * pause).min(longest);
+        nodes.retain(|node| !gone(*node));
     }
 }
 
@@ -133,97 +153,30 @@ fn forget_inode(channel: &Channel, node: u64) -> bool {
     }
 }
 
-/// What the kernel was told in the last one or two seconds, and may not have taken in.
-struct Lately {
-    young: Generation,
-    old: Generation,
-    /// When the young one began.
-    since: Instant,
-}
-
-#[derive(Default)]
-struct Generation {
-    inodes: BTreeSet<u64>,
-    /// They were too many to be remembered.
-    all: bool,
-    /// Names of directories were listed.
-    listed: bool,
-}
-
-impl Lately {
-    fn new(now: Instant) -> Lately {
-        Lately { young: Generation::default(), old: Generation::default(), since: now }
-    }
-
-    fn turn(&mut self, now: Instant) {
-        let age = now.saturating_duration_since(self.since);
-        if age >= LATELY {
-            let young = std::mem::take(&mut self.young);
-            self.old = if age < 2 * LATELY { young } else { Generation::default() };
-            self.since = now;
-        }
-    }
-
-    fn told(&mut self, node: u64, now: Instant) {
-        self.turn(now);
-        let young = &mut self.young;
-        if young.inodes.len() >= MOST {
-            young.inodes.clear();
-            young.all = true;
-        }
-        if !young.all {
-            young.inodes.insert(node);
-        }
-    }
-
-    fn listed(&mut self, now: Instant) {
-        self.turn(now);
-        self.young.listed = true;
-    }
-
-    fn has_listed(&mut self, now: Instant) -> bool {
-        self.turn(now);
-        self.young.listed || self.old.listed
-    }
-
-    /// Whether an inode that the kernel did not have when a notice was given may come with a reply that it has not taken in yet.
-    fn is_to_come(&mut self, node: u64, now: Instant) -> bool {
-        self.turn(now);
-        [&self.young, &self.old].iter().any(|g| g.all || g.inodes.contains(&node))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::fd::OwnedFd;
 
     use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
 
+    use tokio::time::Instant;
+
     use super::*;
     use crate::transport::dev::abi;
 
-    #[test]
-    fn what_was_told_is_remembered_for_a_second_or_two() {
-        let start = Instant::now();
-        let mut l = Lately::new(start);
-        let at = |ms| start + Duration::from_millis(ms);
-        l.told(5, at(900));
-        l.listed(at(900));
-        for ms in [900, 1899] {
-            assert!(l.is_to_come(5, at(ms)) && !l.is_to_come(7, at(ms)) && l.has_listed(at(ms)));
-        }
-        assert!(!l.is_to_come(5, at(2900)) && !l.has_listed(at(2900)));
-        l.told(8, at(2950));
-        assert!(!l.is_to_come(8, at(9000)), "nothing was told for long");
-    }
-
-    #[test]
-    fn memory_is_bounded_and_forgets_nothing() {
-        let now = Instant::now();
-        let mut l = Lately::new(now);
-        (0..3 * MOST as u64).for_each(|node| l.told(node, now));
-        assert!(l.young.inodes.len() <= MOST);
-        assert!([0, MOST as u64, 1 << 40].into_iter().all(|node| l.is_to_come(node, now)));
+    #[tokio::test]
+    async fn an_inode_is_to_come_until_all_that_was_brought_is_forgotten() {
+        let c = Copies::new(77, Handle::current());
+        c.brings(&[5, 6, 5]);
+        c.forgotten([(5, 1), (6, 1), (8, 3)].into_iter());
+        assert!(c.is_to_come(5) && !c.is_to_come(6));
+        c.brings(&[5]);
+        c.forgotten([(5, 2)].into_iter());
+        assert!(!c.is_to_come(5));
+        c.brings(&[8]);
+        assert!(c.is_to_come(8), "what a former daemon brought counts for nothing");
+        c.forgotten([(8, 7)].into_iter());
+        assert!(c.brought.lock().is_empty());
     }
 
     /// What the kernel is told: the code, and of an inode its number.
@@ -237,30 +190,44 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_notice_is_given_again_where_a_reply_may_be_on_its_way() {
+    async fn what_the_kernel_has_is_forgotten_at_once() {
         let (kernel, its) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-        let (channel, root) = (Arc::new(Channel::new(its)), 77);
-        let copies = Copies::new(root, Handle::current());
+        let (copies, channel) = (Arc::new(Copies::new(77, Handle::current())), Arc::new(Channel::new(its)));
         copies.connect(&channel);
+        // It takes every notice: it has every inode.
         let all = || std::iter::from_fn(|| said(&kernel)).collect::<Vec<_>>();
         let [inode, epoch] = [|node| (abi::NOTIFY_INVAL_INODE, node), |_| (abi::NOTIFY_INC_EPOCH, 0)];
-        copies.told(5, Taken::InOrder);
-        copies.told(6, Taken::Found);
-        copies.forget(&[5, 6, root], true);
+        let recalls = Recalls(copies.clone());
+        copies.brings(&[6]);
+        assert!(recalls.forget(&[5, 6, 77], true).is_none());
         assert_eq!(all(), [inode(5), inode(6), inode(ROOT_INO)], "no name was told");
-        tokio::time::sleep(Duration::from_millis(200)).await;
-        assert_eq!(all(), [], "the kernel had them all");
-        copies.told_names(Taken::Found);
-        copies.forget(&[6], true);
-        assert_eq!(all(), [epoch(0), inode(6)]);
-        copies.told_names(Taken::Listed);
-        copies.forget(&[6], false);
-        copies.forget(&[6], true);
+        copies.has_names();
+        assert!(recalls.forget(&[6], false).is_none());
+        assert!(recalls.forget(&[6], true).is_none());
         assert_eq!(all(), [inode(6), epoch(0), inode(6)]);
-        tokio::time::sleep(Duration::from_millis(200)).await;
-        assert_eq!(all(), [epoch(0); AGAIN.len()]);
         drop(channel);
-        copies.forget(&[7], true);
+        assert!(recalls.forget(&[7], true).is_none());
         assert_eq!(all(), [], "the mount is gone");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_notice_is_given_again_until_the_kernel_has_the_inode() {
+        let (start, asked) = (Instant::now(), Mutex::new(Vec::new()));
+        let at = move |ms| start + Duration::from_millis(ms);
+        // It takes in 5 after 10 ms and 6 never.
+        let gone = |node| {
+            asked.lock().push(node);
+            node == 5 && Instant::now() >= at(10)
+        };
+        all_gone(vec![5], gone).await;
+        assert_eq!(Instant::now(), at(15));
+        assert_eq!(std::mem::take(&mut *asked.lock()), [5; 4]);
+        let task = tokio::spawn(all_gone(vec![5, 6], move |node| node == 5 || Instant::now() >= at(9000)));
+        let (again, its) = (task.abort_handle(), Instant::now());
+        waited_for(task).await;
+        assert_eq!(Instant::now(), its + LONGEST, "before the session is lost");
+        assert!(!again.is_finished());
+        tokio::time::sleep_until(at(9050)).await;
+        assert!(again.is_finished(), "it is told as soon as it has it");
     }
 }

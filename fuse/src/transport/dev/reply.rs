@@ -42,7 +42,7 @@ pub enum Taken {
     InOrder,
     /// Likewise, unless it did not have the inode before.
     Found,
-    /// Likewise; and names count as told when it takes them in, not when it asked for them.
+    /// Likewise. Names it would believe: it is told none that it may keep.
     Listed,
     /// It would believe them: it is told nothing that it may keep.
     Blindly,
@@ -80,6 +80,11 @@ impl Told {
 
     pub fn taken(&self) -> Taken {
         self.taken
+    }
+
+    /// The inodes that it brings, once for each time.
+    pub fn nodes(&self) -> impl Iterator<Item = u64> {
+        self.marks.iter().filter(|m| m.name.is_some()).filter_map(|m| m.stat.map(|s| s.attr.ino))
     }
 
     /// It may not be believed at all.

@@ -73,8 +73,8 @@ pub enum Body {
     Lookup {
         name: Vec<u8>,
     },
-    /// FORGET and BATCH_FORGET: never answered.
-    Forget,
+    /// FORGET and BATCH_FORGET: never answered. Inodes that the kernel has no more, and of how many replies.
+    Forget(Vec<(u64, u64)>),
     Getattr,
     Statx,
     Setattr(SetAttr),
@@ -292,13 +292,22 @@ impl Head {
     }
 }
 
+/// `fuse_batch_forget_in` and what follows.
+fn forgotten(f: &mut Fields<'_>) -> Result<Vec<(u64, u64)>, Malformed> {
+    let count = f.u32()?;
+    f.skip(4)?;
+    // As many as there are: the number is not believed.
+    (0..count).map(|_| Ok((f.u64()?, f.u64()?))).collect()
+}
+
 /// Reads the arguments of every request but WRITE, whose data the caller has: see [`write`].
 pub fn read(head: Head, args: &[u8], setxattr_ext: bool) -> Result<Body, Malformed> {
     let f = &mut Fields(args);
     Ok(match head.opcode {
         op::INIT => Body::Init(init(f)?),
         op::LOOKUP => Body::Lookup { name: f.name()? },
-        op::FORGET | op::BATCH_FORGET => Body::Forget,
+        op::FORGET => Body::Forget(vec![(head.node, f.u64()?)]),
+        op::BATCH_FORGET => Body::Forget(forgotten(f)?),
         op::GETATTR => Body::Getattr,
         op::STATX => Body::Statx,
         op::SETATTR => Body::Setattr(setattr(f)?),
@@ -532,6 +541,16 @@ mod tests {
         let want = Head { len: 90, opcode: 16, unique: 7, node: 8, uid: 9, gid: 10, pid: 11 };
         assert_eq!(Head::read(&bytes), Ok(want));
         assert!(Head::read(&bytes[..39]).is_err());
+    }
+
+    #[test]
+    fn forgotten_inodes_are_as_many_as_there_are() {
+        let words = |words: &[u64]| words.iter().flat_map(|w| w.to_ne_bytes()).collect::<Vec<u8>>();
+        let batch = |args: &[u64]| read(head(op::BATCH_FORGET), &words(args), false);
+        assert!(matches!(batch(&[2, 5, 1, 6, 3]), Ok(Body::Forget(all)) if all == [(5, 1), (6, 3)]));
+        assert!(matches!(batch(&[0]), Ok(Body::Forget(all)) if all.is_empty()));
+        assert!(batch(&[2, 5, 1]).is_err() && batch(&[u32::MAX.into(), 5, 1]).is_err());
+        assert!(matches!(read(head(op::FORGET), &words(&[4]), false), Ok(Body::Forget(all)) if all == [(1, 4)]));
     }
 
     /// Every request cut anywhere is an error or another request, never a panic; none of them may be taken whole.

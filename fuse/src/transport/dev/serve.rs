@@ -22,7 +22,7 @@ use tokio::{runtime::Handle, sync::Semaphore};
 use super::{
     abi::{self, fattr},
     channel::Channel,
-    copies::Copies,
+    copies::{Copies, Recalls},
     init::Agreed,
     interrupts::{Interrupts, Patience},
     reply::{self, Entries, Reply, Taken, Timeouts},
@@ -112,7 +112,7 @@ impl Serve {
     pub(super) fn keep_copies(&mut self, channel: &Arc<Channel>) {
         let Core { vfs, copies, agreed, bounds, .. } = &mut self.core;
         copies.connect(channel);
-        if !vfs.set_copies(copies.clone()) {
+        if !vfs.set_copies(Arc::new(Recalls(copies.clone()))) {
             tracing::warn!("another mount of this client keeps copies: here the kernel keeps none");
             *bounds = Timeouts { attr: Duration::ZERO, entry: Duration::ZERO };
         }
@@ -160,7 +160,10 @@ impl Serve {
         let of = if patience == Patience::UntilSignal { &self.lock_room } else { &self.taken };
         let place = match of.clone().try_acquire_owned() {
             Ok(p) => p,
-            Err(_) if patience == Patience::UntilSignal => return answer.send(&Reply::Error(libc::ENOLCK)),
+            Err(_) if patience == Patience::UntilSignal => {
+                answer.send(&Reply::Error(libc::ENOLCK));
+                return;
+            }
             Err(_) => match self.runtime.block_on(of.clone().acquire_owned()) {
                 Ok(p) => p,
                 Err(_) => return,
@@ -211,13 +214,15 @@ impl Handler for Serve {
             // A sequential reader finds most bytes read ahead: answered here, they wake no other thread.
             let _tasks_go_there = self.runtime.enter();
             if let Some(parts) = self.core.vfs.read_ready(handle, offset, size as usize) {
-                return answer.send(&Reply::Data(parts));
+                answer.send(&Reply::Data(parts));
+                return;
             }
         }
         if let Body::Flush { handle, owner } = body
             && self.core.vfs.flush_ready(handle, owner)
         {
-            return answer.send(&Reply::ok());
+            answer.send(&Reply::ok());
+            return;
         }
         let patience = match &body {
             Body::Setlk { wait: true, .. } => Patience::UntilSignal,
@@ -225,6 +230,10 @@ impl Handler for Serve {
             _ => Patience::UntilKilled,
         };
         self.run(head, patience, answer, body, early);
+    }
+
+    fn forgotten(&self, nodes: &[(u64, u64)]) {
+        self.core.copies.forgotten(nodes.iter().copied());
     }
 
     fn agreed(&self, agreed: Agreed) {
@@ -286,7 +295,10 @@ impl Core {
 
     /// Sends a reply. What the kernel may keep of it is decided at this moment: whoever takes it back does so before or after.
     fn send(&self, answer: Answer, reply: Reply) {
-        let Reply::Told(told) = reply else { return answer.send(&reply) };
+        let Reply::Told(told) = reply else {
+            answer.send(&reply);
+            return;
+        };
         let (v, taken) = (&self.vfs, told.taken());
         let keeps_names = self.agreed.get().is_some_and(Agreed::forgets_names);
         let _now = v.telling();
@@ -294,23 +306,24 @@ impl Core {
             if taken == Taken::Blindly {
                 return Duration::ZERO; // it asks when it wants to know
             }
-            let valid = s.timeout(self.bounds.attr.min(v.attr_valid(&s.attr)));
-            if !valid.is_zero() {
-                self.copies.told(s.attr.ino, taken);
-            }
-            valid
+            s.timeout(self.bounds.attr.min(v.attr_valid(&s.attr)))
         };
         let name = |dir, name: &[u8], to| {
-            if !keeps_names {
+            // Names of a listing would count as told when it takes them in, not when it asked.
+            if !keeps_names || taken == Taken::Listed {
                 return Duration::ZERO;
             }
             let valid = self.bounds.entry.min(v.name_valid(dir, name, to));
             if !valid.is_zero() {
-                self.copies.told_names(taken);
+                self.copies.has_names();
             }
             valid
         };
-        answer.send(&told.finish(attr, name));
+        let nodes: Vec<u64> = told.nodes().collect();
+        self.copies.brings(&nodes);
+        if !answer.send(&told.finish(attr, name)) {
+            self.copies.forgotten(nodes.into_iter().map(|n| (n, 1)));
+        }
     }
 
     /// Names and attributes.

@@ -32,6 +32,9 @@ pub trait Handler: Send + Sync + 'static {
     /// Called on a thread that takes requests: it must not wait for long. Every request but FORGET and INIT comes here.
     fn handle(&self, request: Request, answer: Answer);
 
+    /// The kernel has inodes no more, each of which so many replies had brought.
+    fn forgotten(&self, nodes: &[(u64, u64)]);
+
     /// The kernel's INIT was answered with this.
     fn agreed(&self, agreed: Agreed);
 
@@ -53,16 +56,18 @@ impl Answer {
         self.index
     }
 
-    pub fn send(mut self, reply: &Reply) {
-        self.send_now(reply);
+    /// False: the kernel did not take it.
+    pub fn send(mut self, reply: &Reply) -> bool {
+        self.send_now(reply)
     }
 
-    fn send_now(&mut self, reply: &Reply) {
+    fn send_now(&mut self, reply: &Reply) -> bool {
         self.sent = true;
-        if let Err(e) = self.channel.send(self.unique, reply) {
+        self.channel.send(self.unique, reply).unwrap_or_else(|e| {
             tracing::error!("the kernel does not take the reply to request {}: {e}", self.unique);
             let _ = self.channel.send(self.unique, &Reply::Error(libc::EIO));
-        }
+            false
+        })
     }
 }
 
@@ -172,6 +177,7 @@ impl<H: Handler> Shared<H> {
                     a.send(&Reply::Error(libc::EINVAL));
                 }
             }
+            (Ok(Body::Forget(nodes)), _) => self.handler.forgotten(&nodes),
             (Ok(Body::Interrupt { unique }), _) => self.interrupt(channel, request.unique, unique),
             (Ok(Body::Init(asked)), Some(answer)) => self.init(asked, answer),
             (Ok(body), Some(answer)) => self.handler.handle(Request { head: request, body }, answer),
@@ -220,7 +226,9 @@ impl<H: Handler> Shared<H> {
                 self.handler.agreed(agreed);
                 answer.send(&Reply::Bytes(agreed.reply()));
             }
-            Outcome::AskAgain => answer.send(&Reply::Bytes(init::ask_again())),
+            Outcome::AskAgain => {
+                answer.send(&Reply::Bytes(init::ask_again()));
+            }
             Outcome::TooOld => {
                 tracing::error!("this kernel speaks FUSE {}.{}, older than can be served", asked.major, asked.minor);
                 answer.send(&Reply::Error(libc::EPROTO));
