@@ -62,7 +62,7 @@ impl Totals {
     }
 }
 
-/// See [`Totals::open`]. Dropped when the connection is gone.
+/// See [`Totals::open`].
 #[derive(Debug)]
 pub(crate) struct Counter {
     own: Counters,
@@ -83,10 +83,16 @@ impl Counter {
     pub fn look(&self) -> Traffic {
         self.own.look()
     }
+
+    /// The connection is over; what it has counted stays.
+    pub fn close(&self) {
+        let was = self.own.connections.swap(0, Relaxed);
+        self.all.connections.fetch_sub(was, Relaxed);
+    }
 }
 
 impl Drop for Counter {
     fn drop(&mut self) {
-        self.all.connections.fetch_sub(1, Relaxed);
+        self.close();
     }
 }

@@ -140,7 +140,7 @@ impl<R: Incoming> Inbox<'_, R> {
         if h.flags & FLAG_REGIONS == 0 {
             return Ok(None);
         }
-        if self.shared.bulk.is_none() {
+        if self.shared.bulk().is_none() {
             return Err(Error::new(Code::Protocol, "regions over a transport that has none"));
         }
         let mut head = [0; REGIONS_HEAD];
@@ -266,7 +266,7 @@ async fn response<R: Incoming>(s: &Arc<Shared>, inbox: &mut Inbox<'_, R>, h: &He
 async fn settle(s: Arc<Shared>, h: Header, mut waiting: Waiter, result: Result<Message>) {
     let mut room = None;
     for loan in std::mem::take(&mut waiting.loans) {
-        let Some(bulk) = &s.bulk else { break };
+        let Some(bulk) = s.bulk() else { return waiting.answer(Err(s.over())) };
         match bulk.take_back(loan).await {
             Ok(r) => room = r.or(room),
             Err(e) => return waiting.answer(Err(e)),
@@ -298,7 +298,7 @@ async fn settle(s: Arc<Shared>, h: Header, mut waiting: Waiter, result: Result<M
 async fn lend_room(s: Arc<Shared>, body: Bytes) -> Result<Message> {
     let ask = AskRoom::decode(&body)?;
     let over = || Error::new(Code::NoEnt, "nobody waits for that reply");
-    let bulk = s.bulk.clone().ok_or_else(over)?;
+    let bulk = s.bulk().ok_or_else(over)?;
     if !s.may_have_room(ask.request_id) {
         return Err(over());
     }
@@ -362,7 +362,7 @@ async fn request<R: Incoming>(
     let behind = if parts.is_empty() { h.payload_len } else { 0 };
     let mut answer =
         Answer { shared: s.clone(), header: *h, arrived, place: None, room, lent, _owed: owed, done: false };
-    if h.opcode == opcode::ROOM && s.bulk.is_some() && s.phase() != Phase::Closed {
+    if h.opcode == opcode::ROOM && s.bulk().is_some() && s.phase() != Phase::Closed {
         inbox.skip(behind).await?;
         let asked = lend_room(s.clone(), body);
         s.env.spawn(async move { answer.send(asked.await, None) });
@@ -426,7 +426,7 @@ async fn fetch_and_handle(
     peer: Arc<Peer>,
     service: Arc<dyn Service>,
 ) {
-    let Some(bulk) = answer.shared.bulk.clone() else { return };
+    let Some(bulk) = answer.shared.bulk() else { return };
     let got = match bulk.fetch(&parts, to).await {
         Ok(got) => {
             answer.shared.counter.received(got.len() as u64);
@@ -466,7 +466,7 @@ impl Answer {
     /// Brings a large payload to its place first, where the transport can.
     async fn finish(mut self, mut result: Result<Message>) {
         let mut placed = None;
-        let bulk = self.shared.bulk.clone();
+        let bulk = self.shared.bulk();
         if let (Some(bulk), Ok(m)) = (bulk, &mut result)
             && m.payload_len() > INLINE
             && m.payload_len() <= MAX_PAYLOAD as usize

@@ -23,7 +23,7 @@ use std::{
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use strake_proto::{
     Code, Error, Result,
     frame::{FLAG_PAYLOAD_SUMMED, FLAG_REGIONS, HEADER_LEN, Header, Kind, MAX_BODY, MAX_PAYLOAD},
@@ -142,7 +142,8 @@ pub(crate) struct Shared {
     pub pool: Pool,
     pub version: u16,
     pub addr: String,
-    pub bulk: Option<Arc<dyn Bulk>>,
+    /// Let go when the connection is closed: whoever keeps a closed one must not keep its device.
+    bulk: RwLock<Option<Arc<dyn Bulk>>>,
     out: mpsc::Sender<Outgoing>,
     pending: Mutex<Pending>,
     window: Arc<Semaphore>,
@@ -195,7 +196,7 @@ where
         pool: setup.pool,
         version: setup.version,
         addr: setup.addr,
-        bulk: setup.bulk,
+        bulk: RwLock::new(setup.bulk),
         counter: setup.counter,
         out,
         pending: Mutex::new(Pending { waiting: BTreeMap::new(), next_id: 1, over: None }),
@@ -351,6 +352,11 @@ impl Shared {
         self.counter.sent(bytes as u64);
     }
 
+    /// What moves payloads beside the stream.
+    pub fn bulk(&self) -> Option<Arc<dyn Bulk>> {
+        self.bulk.read().clone()
+    }
+
     /// Queues a frame. The queue is as long as the windows allow frames to exist, so a full one means that the peer
     /// does not keep to them; and a closed one, that the connection is gone.
     pub fn send(&self, f: Outgoing) {
@@ -377,6 +383,7 @@ impl Shared {
             }
             std::mem::take(&mut p.waiting)
         };
+        self.counter.close();
         if self.phase.send_replace(Phase::Closed) != Phase::Closed {
             match cause.code {
                 Code::Protocol => tracing::warn!(peer = %self.addr, "closing the connection: {cause}"),
@@ -385,6 +392,8 @@ impl Shared {
         }
         self.window.close();
         self.window_bytes.close();
+        let bulk = self.bulk.write().take();
+        drop(bulk);
         for w in waiting.into_values() {
             w.answer(Err(self.gone(cause)));
         }
@@ -398,7 +407,7 @@ impl Shared {
     }
 
     /// The error of a call that cannot be made, or was not answered, because the connection is over.
-    fn over(&self) -> Error {
+    pub fn over(&self) -> Error {
         let cause = self.pending.lock().over.clone();
         self.gone(&cause.unwrap_or_else(|| Error::new(Code::Disconnected, format!("{} is closed", self.addr))))
     }
@@ -482,7 +491,7 @@ impl Shared {
         let call = async {
             let payload = request.payload_len();
             check_size(op, request.body.len(), payload)?;
-            let room = if self.bulk.is_some() { bulk::expected(op, &request.body) } else { 0 };
+            let room = if self.bulk().is_some() { bulk::expected(op, &request.body) } else { 0 };
             let slot = self.slot(payload.max(room)).await?;
             let (tx, rx) = oneshot::channel();
             let (loan, placed) = self.lend(&mut request, room).await?;
@@ -516,7 +525,7 @@ impl Shared {
     async fn lend(&self, m: &mut Message, room: usize) -> Result<(Option<Loan>, Option<Placed>)> {
         let len = m.payload_len();
         let large = len > INLINE;
-        let Some(bulk) = self.bulk.as_ref().filter(|_| large || room > INLINE) else { return Ok((None, None)) };
+        let Some(bulk) = self.bulk().filter(|_| large || room > INLINE) else { return Ok((None, None)) };
         let room = if room > INLINE { Some(read::pool_buffer(self, room).await) } else { None };
         let (payload, placed) = if large {
             let crc = is_summed(m.opcode).then(|| sum(&m.payload));

@@ -44,6 +44,8 @@ const BACKLOG: i32 = 1024;
 const RECEIVES: u32 = 512;
 /// How long to resolve an address, ms.
 const RESOLVE_MS: i32 = 2000;
+/// How often to see whether a device that was removed is back.
+const RETURN: Duration = Duration::from_secs(1);
 /// Setting up a connection takes a few messages of the connection manager, which repeats lost ones after seconds.
 const SETUP: Duration = Duration::from_secs(5);
 
@@ -197,18 +199,39 @@ impl RdmaFabric {
         Ok(q)
     }
 
-    async fn accept_all(self, listening: Id, service: Arc<dyn Service>, mut stop: watch::Receiver<()>) {
+    /// `at`: where it listens, with the port that it has.
+    async fn accept_all(self, mut listening: Id, at: SocketAddr, service: Arc<dyn Service>, stop: watch::Receiver<()>) {
+        let mut stopping = stop.clone();
+        loop {
+            tokio::select! {
+                biased;
+                _ = stopped(&mut stopping) => return,
+                () = self.accept_until_removed(&listening, &service, &stop) => {}
+            }
+            tracing::warn!("the RDMA device of {at} was removed; it is listened at again when it is back");
+            // The device goes only when nothing is on it.
+            drop(listening);
+            listening = loop {
+                tokio::select! {
+                    biased;
+                    _ = stopped(&mut stopping) => return,
+                    () = sleep(RETURN) => {}
+                }
+                let Ok(id) = Id::new(self.lib) else { continue };
+                if id.listen(at, BACKLOG).is_ok() {
+                    break id;
+                }
+            };
+            tracing::info!("listening at {at} by RDMA again");
+        }
+    }
+
+    async fn accept_until_removed(&self, listening: &Id, service: &Arc<dyn Service>, stop: &watch::Receiver<()>) {
         let half_open = Arc::new(Semaphore::new(self.streams.options.max_half_open));
         let open = Arc::new(Semaphore::new(self.streams.options.max_connections));
         loop {
-            let next = async { (half_open.clone().acquire_owned().await, listening.events.next().await) };
-            let (half, e) = tokio::select! {
-                biased;
-                _ = stopped(&mut stop) => return,
-                next = next => next,
-            };
-            let Ok(half) = half else { return };
-            match e {
+            let Ok(half) = half_open.clone().acquire_owned().await else { return };
+            match listening.events.next().await {
                 Ok(e) if e.kind == event::CONNECT_REQUEST => {
                     let (f, service, stop, open) = (self.clone(), service.clone(), stop.clone(), open.clone());
                     let id = Id::of_request(self.lib, e.id);
@@ -222,6 +245,7 @@ impl RdmaFabric {
                         }
                     });
                 }
+                Ok(e) if e.kind == event::DEVICE_REMOVAL => return,
                 Ok(_) => {}
                 Err(e) => {
                     tracing::warn!("cannot accept RDMA connections: {e}");
@@ -302,13 +326,14 @@ impl Fabric for RdmaFabric {
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {
         let failed = |e: Error| e.context(format!("cannot listen at {at}"));
         let addr = addresses(at).await.map_err(failed)?;
-        let addr = addr.first().ok_or_else(|| failed(Error::new(Code::Inval, "the name has no address")))?;
+        let mut addr = *addr.first().ok_or_else(|| failed(Error::new(Code::Inval, "the name has no address")))?;
         let id = Id::new(self.lib).map_err(failed)?;
-        let port = id.listen(*addr, BACKLOG).map_err(failed)?;
+        let port = id.listen(addr, BACKLOG).map_err(failed)?;
+        addr.set_port(port);
         let Endpoint::Rdma(name, _) = at else { return Err(Error::new(Code::Inval, "not an RDMA endpoint")) };
         let endpoint = Endpoint::Rdma(name.clone(), port);
         let (stop, stopping) = watch::channel(());
-        self.streams.env.spawn(self.clone().accept_all(id, service, stopping));
+        self.streams.env.spawn(self.clone().accept_all(id, addr, service, stopping));
         Ok(Listener::new(endpoint, Box::new(stop)))
     }
 

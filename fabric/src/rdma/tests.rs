@@ -391,6 +391,43 @@ async fn a_peer_killed_in_mid_transfer() {
     settled(&f).await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_device_that_vanishes_in_mid_transfer() {
+    let (Some(at), Ok(device)) = (here(), std::env::var("STRAKE_RDMA_VANISH")) else {
+        println!("skipped: STRAKE_RDMA_VANISH names no soft-RoCE device that may be removed");
+        return;
+    };
+    let f = server();
+    let (service, guard) = serve(&f, &at).await;
+    let conn = f.connect(guard.endpoint(), None).await.unwrap();
+    let big = Buf::copy_from(&conformance::pattern(4 << 20, 1));
+    let transfers = async {
+        loop {
+            let calls = (0..4).map(|_| conn.call(Message::new(opcode::ECHO, "").with_payload(vec![big.clone()]), LONG));
+            if let Some(e) = futures_util::future::join_all(calls).await.into_iter().find_map(Result::err) {
+                return e;
+            }
+        }
+    };
+    // soft-RoCE waits with it until no process has the device open, and librdmacm keeps it so.
+    let removal = async {
+        service.until(|s| s.handled.load(SeqCst) > 2).await;
+        std::process::Command::new("rdma").args(["link", "delete", &device]).spawn().unwrap()
+    };
+    let (e, _removal) = timeout(LONG, async { tokio::join!(transfers, removal) }).await.expect("the calls end");
+    assert_eq!(e.code, Code::Disconnected, "{e}");
+    println!("removed: {e}");
+    let e = f.connect(guard.endpoint(), None).await.err().unwrap();
+    println!("removed: {e}");
+    assert_eq!(e.code, Code::Disconnected);
+    settled(&f).await;
+    let start = Instant::now();
+    while f.devices.lock().values().any(|d| d.strong_count() > 0) {
+        assert!(start.elapsed() < LONG, "all goes, though somebody keeps the connection");
+        sleep(Duration::from_millis(10)).await;
+    }
+}
+
 /// Not a test but the other machine's part of the next one.
 #[tokio::test]
 async fn peer_that_serves() {

@@ -425,3 +425,22 @@ pub fn lib() -> Result<&'static Lib> {
 pub fn os_error(what: &str) -> Error {
     Error::from(std::io::Error::last_os_error()).context(what.to_string())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_that_are_missing_or_others_are_named() {
+        let e = Handle::open("libstrake-is-not-there.so.9").err().unwrap();
+        assert!(e.code == Code::OpNotSupp && e.message.contains("libstrake-is-not-there.so.9 cannot be opened"), "{e}");
+        // A library that is there, and is not of rdma-core.
+        let other = Handle::open("libc.so.6").unwrap();
+        for (name, version) in [("ibv_reg_mr", "IBVERBS_1.1"), ("malloc", "IBVERBS_1.1")] {
+            let e = other.symbol(name, version).err().unwrap();
+            let said =
+                format!("libc.so.6 has no {name} ({version}): it is too old or of another vendor; install rdma-core");
+            assert!(e.code == Code::OpNotSupp && e.message.contains(&said), "{e}");
+        }
+    }
+}
