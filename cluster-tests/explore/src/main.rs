@@ -37,6 +37,9 @@ struct OfLeases {
     /// Requests for recalls that are sent again
     #[arg(long, default_value_t = 0)]
     repeats: u8,
+    /// Changes of which a copy arrives later
+    #[arg(long, default_value_t = 0)]
+    copies: u8,
     /// Changes that nobody waits for any more
     #[arg(long, default_value_t = 0)]
     impatience: u8,
@@ -231,6 +234,7 @@ fn main() -> std::process::ExitCode {
         changes: a.changes,
         ticks: a.ticks,
         repeats: a.repeats,
+        copies: a.copies,
         reconnects: a.reconnects,
         impatience: a.impatience,
         failovers: a.failovers,

@@ -1,7 +1,7 @@
 //! Every order of events of small cases of `docs/leases.md`, and that the explorer finds mistakes made on purpose.
 
 use strake_explore::{
-    explore,
+    Model, explore,
     leases::{Bounds, Fault, World},
 };
 
@@ -10,6 +10,7 @@ const NOTHING: Bounds = Bounds {
     changes: 0,
     ticks: 0,
     repeats: 0,
+    copies: 0,
     reconnects: 0,
     impatience: 0,
     failovers: 0,
@@ -65,6 +66,46 @@ fn reports() {
 #[test]
 fn full_sessions() {
     holds(Bounds { asks: 1, changes: 1, full: true, ..NOTHING });
+}
+
+/// Goes on with actions that begin like this, one after the other.
+fn after(mut world: World, script: &[&str]) -> World {
+    for line in script {
+        let action = world.actions().into_iter().find(|a| format!("{a:?}").starts_with(line));
+        let action = action.unwrap_or_else(|| panic!("{line} cannot happen; what can is {:?}", world.actions()));
+        world.act(&action).unwrap();
+    }
+    world
+}
+
+/// A client looks up the name, takes it away, which gives back the lease on what was behind it, and is answered. A copy of that request
+/// is on its way.
+const ANSWERED_WITH_A_COPY_LEFT: [&str; 11] = [
+    "Ask(0, Lookup)",
+    "Deliver(Message { client: 0, connection: 1, body: Read",
+    "Step(Task { client: 0",
+    "Step(Task { client: 0",
+    "Step(Task { client: 0",
+    "Deliver(Message { client: 0, connection: 1, body: Answer",
+    "Alter(0, Name)",
+    "Copy(Message { client: 0, connection: 1, body: Write",
+    "Step(Task { client: 0",
+    "Step(Task { client: 0",
+    "Deliver(Message { client: 0, connection: 1, body: Done",
+];
+
+#[test]
+fn copies_of_requests() {
+    holds(Bounds { asks: 1, changes: 1, copies: 1, ..NOTHING });
+    // From a beginning that is too far away to be reached among everything else.
+    let bounds = Bounds { asks: 2, changes: 2, copies: 1, ..NOTHING };
+    let explored = |fault| explore(after(World::new(bounds, fault), &ANSWERED_WITH_A_COPY_LEFT), 1_000_000);
+    let seen = explored(Fault::None);
+    assert!(seen.broken.is_none() && !seen.cut, "{seen:?}");
+    println!("{} states, {} steps, depth {}", seen.states, seen.steps, seen.depth);
+    let seen = explored(Fault::DropsAgain);
+    let (story, why) = seen.broken.expect("found");
+    println!("{} states, {} steps: {why}", seen.states, story.len());
 }
 
 /// Bounds in which each mistake shows. `SparesLater` needs two new connections: `strake-explore --fault spares-later`.

@@ -27,6 +27,12 @@ fn seeds_16_to_30() {
     (16..=30).for_each(holds);
 }
 
+/// The network brought a copy of a rename that had been answered, which gave back the lease on what was moved a second time.
+#[test]
+fn a_copy_of_a_request_gives_no_lease_back() {
+    holds(1_282_917);
+}
+
 #[test]
 fn the_same_seed_gives_the_same_history() {
     for seed in [3, 4, 5] {

@@ -74,6 +74,8 @@ struct Holder {
     given_up: bool,
     /// What it is to forget so that it has room, and under which number. It stays among the inode's holders until it has.
     leaving: BTreeMap<Ino, Number>,
+    /// The highest of its requests that gave leases back.
+    gave_back: u64,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -255,13 +257,20 @@ impl Leases {
         self.sessions.get(&id).map(|h| h.until).filter(|until| now < *until)
     }
 
-    /// The holder has forgotten an inode by itself.
-    pub fn dropped(&mut self, now: Duration, id: SessionId, connection: Connection, ino: Ino) {
-        if let Some(h) = self.sessions.get_mut(&id)
-            && h.met == Some(connection)
-            && h.held.remove(&ino).is_some()
-        {
-            self.held -= 1;
+    /// The holder has forgotten these inodes by itself, and says so with its request `seq`. Each request says so once: when a copy of it
+    /// arrives, its sender may have been answered and have learned anew. One that was overtaken by a later one gives nothing back, so its
+    /// sender is asked like anybody.
+    pub fn dropped(&mut self, now: Duration, id: SessionId, connection: Connection, seq: u64, inos: &[Ino]) {
+        let Some(h) = self.sessions.get_mut(&id).filter(|h| h.met == Some(connection) && h.gave_back < seq) else {
+            return;
+        };
+        if inos.is_empty() {
+            return;
+        }
+        h.gave_back = seq;
+        let given: Vec<Ino> = inos.iter().copied().filter(|ino| h.held.remove(ino).is_some()).collect();
+        self.held -= given.len();
+        for ino in given {
             if let Some(o) = self.inodes.get_mut(&ino) {
                 o.holders.remove(&id);
             }
@@ -475,13 +484,13 @@ impl Leases {
     /// Ends a session's leases if their term is over.
     fn expire_one(&mut self, now: Duration, id: SessionId) {
         let Some(h) = self.sessions.get_mut(&id).filter(|h| h.until <= now) else { return };
-        let (met, given_up, until) = (h.met, h.given_up, h.until);
+        let Holder { met, given_up, until, gave_back, .. } = *h;
         if !h.held.is_empty() || !h.owes.is_empty() {
             Leader::TermOver.taken();
         }
         self.forget(id);
         if met.is_some() {
-            self.sessions.insert(id, Holder { met, given_up, until, ..Default::default() });
+            self.sessions.insert(id, Holder { met, given_up, until, gave_back, ..Default::default() });
         }
     }
 

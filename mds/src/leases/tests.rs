@@ -112,9 +112,38 @@ fn a_hello_that_comes_late_is_refused() {
     let mut t = table(limits());
     assert!(t.hello(B, 3, false) && t.renewed(ms(0), B) && t.grant(ms(0), B, 3, 7));
     assert!(!t.hello(B, 2, false) && !t.hello(B, 3, true) && t.holds(B, 3, 7));
-    t.dropped(ms(0), B, 1, 7);
+    t.dropped(ms(0), B, 1, 1, &[7]);
     assert!(t.holds(B, 3, 7) && !t.holds(B, 1, 7), "given back on a former connection");
     assert!(changed(&mut t, ms(0), Some((B, 1)), 7), "learned on a later connection than the change was sent on");
+}
+
+#[test]
+fn a_request_gives_leases_back_once() {
+    let mut t = table(limits());
+    let gives = |t: &mut Leases, seq, ino| t.dropped(ms(0), B, 1, seq, &[ino]);
+    let holds = |t: &mut Leases, ino| t.grant(ms(0), B, 1, ino) && t.holds(B, 1, ino);
+    assert!(holds(&mut t, 7) && holds(&mut t, 8));
+    gives(&mut t, 5, 7);
+    assert!(!t.holds(B, 1, 7) && t.holds(B, 1, 8));
+    // It was answered and has learned of it again, when the network brings a copy of that request.
+    assert!(holds(&mut t, 7));
+    gives(&mut t, 5, 7);
+    assert!(changed(&mut t, ms(0), None, 7), "it is recalled");
+    // Overtaken by a later request that gave something back: it is asked, too.
+    gives(&mut t, 4, 8);
+    assert!(changed(&mut t, ms(0), None, 8));
+    // What gives nothing back overtakes nothing, and the numbers count beyond the end of a term.
+    t.dropped(ms(0), B, 1, 9, &[]);
+    t.tick(TERM);
+    assert!(t.renewed(TERM, B) && t.grant(TERM, B, 1, 7));
+    t.dropped(TERM, B, 1, 5, &[7]);
+    assert!(t.holds(B, 1, 7));
+    t.dropped(TERM, B, 1, 6, &[7]);
+    assert!(!t.holds(B, 1, 7));
+    // On a new connection it has forgotten everything anyhow.
+    assert!(t.hello(B, 2, false) && t.renewed(TERM, B) && t.grant(TERM, B, 2, 7));
+    t.dropped(TERM, B, 2, 6, &[7]);
+    assert!(!t.holds(B, 2, 7));
 }
 
 #[test]
@@ -150,7 +179,7 @@ fn bounds() {
     assert!(t.grant(ms(0), A, 1, 2), "it has that");
     assert!(!t.grant(ms(0), B, 1, 1), "of an inode");
     assert!(t.grant(ms(0), B, 1, 3) && !t.grant(ms(0), B, 1, 4), "of all");
-    t.dropped(ms(0), A, 1, 1);
+    t.dropped(ms(0), A, 1, 1, &[1]);
     assert!(t.grant(ms(0), B, 1, 4));
     // Recalled twice within a second: not leased for one.
     assert!(changed(&mut t, ms(100), None, 4) && t.grant(ms(100), B, 1, 4) && changed(&mut t, ms(200), None, 4));

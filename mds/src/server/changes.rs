@@ -44,7 +44,7 @@ impl Mds {
         let by = Asker { session: request.session, connection: request.connection };
         let seq = request.seq;
         self.recalls.in_time(term, by)?;
-        self.recalls.dropped(term, by, &std::mem::take(&mut request.dropped))?;
+        self.recalls.dropped(term, by, seq, &std::mem::take(&mut request.dropped))?;
         request.follower = false;
         let looking = match self.begin(&request)? {
             Begun::Refused(e) => return Ok(refusal(&e)),

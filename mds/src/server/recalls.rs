@@ -321,9 +321,9 @@ impl Recalls {
         Ok(())
     }
 
-    /// Leases that a session gives back.
-    pub fn dropped(&self, term: u64, by: Asker, inos: &[Ino]) -> Result<()> {
-        self.with(term, |t, now| inos.iter().for_each(|ino| t.leases.dropped(now, by.session, by.connection, *ino)))
+    /// Leases that a session gives back with a request.
+    pub fn dropped(&self, term: u64, by: Asker, seq: u64, inos: &[Ino]) -> Result<()> {
+        self.with(term, |t, now| t.leases.dropped(now, by.session, by.connection, seq, inos))
     }
 
     /// What of this may be remembered by who asked.

@@ -167,6 +167,8 @@ pub enum Fault {
     Unentangled,
     /// What a full session is to forget counts as forgotten at once.
     RoomAtOnce,
+    /// A copy of a request gives leases back again.
+    DropsAgain,
     /// Who looks at a file does not wait for what its writer has to report.
     NotAsked,
     /// Who looks shares a report that is on its way.

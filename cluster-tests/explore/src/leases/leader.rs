@@ -224,9 +224,9 @@ impl World {
                 self.add_task(Task { client, connection, stage });
             }
             Body::Write { seq, alter, dropped } => {
-                for ino in dropped {
-                    leases.dropped(now, id(client), connection, ino);
-                }
+                // Numbers of changes begin with 1. With the fault, a copy has a number of its own.
+                let own = if self.fault == Fault::DropsAgain { u64::from(u8::MAX - self.left.copies) } else { 0 };
+                leases.dropped(now, id(client), connection, 256 * own + u64::from(seq) + 1, &dropped);
                 self.grant(client, connection, alter.named());
                 self.add_task(Task { client, connection, stage: Stage::Proposed { seq, alter } });
             }

@@ -55,6 +55,8 @@ pub struct Bounds {
     pub ticks: u8,
     /// Requests for recalls that are sent again; any message may be lost in any case.
     pub repeats: u8,
+    /// Changes of which a copy arrives.
+    pub copies: u8,
     pub reconnects: u8,
     /// Changes that nobody waits for any more.
     pub impatience: u8,
@@ -89,6 +91,8 @@ pub struct World {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     Deliver(Message),
+    /// It arrives, and once more later.
+    Copy(Message),
     /// The leader goes on with a request.
     Step(Task),
     SendRecalls(usize),
@@ -237,6 +241,10 @@ impl Model for World {
         let mut out = Vec::new();
         let mut messages = self.messages.clone();
         messages.dedup();
+        if self.left.copies > 0 {
+            let changes = messages.iter().filter(|m| matches!(m.body, Body::Write { .. }));
+            out.extend(changes.cloned().map(Action::Copy));
+        }
         // One that is never delivered is a lost one.
         out.extend(messages.into_iter().map(Action::Deliver));
         let mut tasks = self.leader.tasks.clone();
@@ -264,6 +272,10 @@ impl Model for World {
     fn act(&mut self, action: &Action) -> Result<(), String> {
         match action {
             Action::Deliver(m) => self.deliver(m.clone())?,
+            Action::Copy(m) => {
+                self.leader_takes(m.clone());
+                self.left.copies -= 1;
+            }
             Action::Step(t) => self.step(t),
             Action::SendRecalls(i) => {
                 let recalls = self.leader.leases.recalls(self.now(), id(*i), 0);

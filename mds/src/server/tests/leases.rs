@@ -225,6 +225,24 @@ async fn own_changes_are_recalled_from_others_and_what_they_hit_besides_from_one
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_request_that_arrives_again_gives_nothing_back() {
+    let w = lone().await;
+    let (mut a, mut b) = (Holder::new(&w, 1).await, Holder::new(&w, 2).await);
+    let x = a.one(mkdir("x")).await.results[0].ino;
+    let change = pb::MetaRequest { dropped: vec![x], ..a.request(rename("x", "y")) };
+    a.send(&change).await;
+    assert_eq!(a.one(getattr(x)).await.granted, [x], "it learns of it anew");
+    // The network brings a copy.
+    let _: Result<pb::MetaReply, _> = w.ask(Role::Client, opcode::META, &change).await;
+    let set = b.request(chmod(x, 0o700));
+    let ((_, took), forgot) = tokio::join!(timed(b.send(&set)), async {
+        sleep(Duration::from_millis(300)).await;
+        a.forget().await
+    });
+    assert!(forgot == [x] && took >= Duration::from_millis(300), "{forgot:?}, {took:?}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn leases_are_for_those_who_said_hello_where_they_ask() {
     let (w, _oss) = with_files().await;
     let mut a = Holder { c: w.client(1).await, w: &w, connection: 1, acknowledged: 0 };
