@@ -217,7 +217,7 @@ impl Bridge {
             moved: all.iter().map(|_| AtomicU64::new(0)).collect(),
         };
         if ongoing.run.lock().road().is_some() {
-            let parts = all.iter().enumerate().flat_map(|(i, t)| parts(i, t, inner.part as u64));
+            let parts = Parts { all, size: inner.part as u64, range: 0, done: 0 };
             let moves = stream::iter(parts).map(|p| inner.part(&ongoing, p)).buffer_unordered(inner.width);
             moves.for_each(|()| ready(())).await;
         }
@@ -230,16 +230,28 @@ impl Bridge {
     }
 }
 
-/// A range in parts that end at multiples of `size` in the file.
-fn parts(range: usize, t: &Transfer, size: u64) -> impl Iterator<Item = Part> + use<> {
-    let (start, end, gpu) = (t.offset, t.offset.saturating_add(t.len), t.gpu);
-    let mut at = start;
-    std::iter::from_fn(move || {
-        let stop = (at / size + 1).saturating_mul(size).min(end);
-        let part = Part { range, offset: at, gpu: gpu + (at - start), len: (stop - at) as usize };
-        at = stop;
-        (part.len > 0).then_some(part)
-    })
+/// All ranges in parts that end at multiples of `size` in their files.
+struct Parts<'a> {
+    all: &'a [Transfer],
+    size: u64,
+    range: usize,
+    /// Bytes of the range that are in parts.
+    done: u64,
+}
+
+impl Iterator for Parts<'_> {
+    type Item = Part;
+    fn next(&mut self) -> Option<Part> {
+        while self.done == self.all.get(self.range)?.len {
+            (self.range, self.done) = (self.range + 1, 0);
+        }
+        let t = &self.all[self.range];
+        let offset = t.offset + self.done;
+        let len = (self.size - offset % self.size).min(t.len - self.done);
+        let part = Part { range: self.range, offset, gpu: t.gpu + self.done, len: len as usize };
+        self.done += len;
+        Some(part)
+    }
 }
 
 impl Inner {
@@ -297,7 +309,8 @@ impl Inner {
         let bufs = call.all[p.range].file.read(p.offset, p.len).await?;
         let got: usize = bufs.iter().map(Buf::len).sum();
         if got < p.len {
-            let m = format!("the file ends after {} bytes, in the middle of what was to be loaded", p.offset + got as u64);
+            let m =
+                format!("the file ends after {} bytes, in the middle of what was to be loaded", p.offset + got as u64);
             return Err(Error::new(Code::Io, m));
         }
         loop {
@@ -347,7 +360,13 @@ impl Inner {
     }
 
     /// A copy by one worker, for self-tests.
-    pub async fn copy_by(&self, worker: usize, call: &Arc<Call>, tier: Tier, work: Work) -> Result<Option<strake_fabric::BufMut>, Fault> {
+    pub async fn copy_by(
+        &self,
+        worker: usize,
+        call: &Arc<Call>,
+        tier: Tier,
+        work: Work,
+    ) -> Result<Option<strake_fabric::BufMut>, Fault> {
         Ok(self.workers[worker].copy(call, tier, work).await?.saved)
     }
 }

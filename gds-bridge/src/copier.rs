@@ -7,7 +7,7 @@ use std::{
 };
 
 use parking_lot::{Condvar, Mutex};
-use strake_fabric::{Buf, BufMut};
+use strake_fabric::{Buf, BufMut, Region};
 use strake_proto::{Code, Result};
 use tokio::sync::{mpsc, oneshot};
 
@@ -89,7 +89,7 @@ pub enum Work {
 
 /// A copy that was made.
 pub struct Done {
-    /// Bytes that were copied once more, from or to a slot.
+    /// Bytes that were copied once more in host memory.
     pub staged: u64,
     /// The buffer of a [`Work::Save`].
     pub saved: Option<BufMut>,
@@ -148,6 +148,30 @@ fn refuse_all(mut queue: mpsc::UnboundedReceiver<Job>, why: &Fault) {
     }
 }
 
+/// Host memory that bytes take one more copy through.
+enum Stage {
+    /// Pinned.
+    Slot(Slot),
+    /// Not pinned, for bytes of the pageable tier whose own memory is.
+    Plain(BufMut),
+}
+
+impl Stage {
+    fn as_mut_ptr(&mut self) -> *mut u8 {
+        match self {
+            Stage::Slot(s) => s.as_mut_ptr(),
+            Stage::Plain(b) => b.as_mut_ptr(),
+        }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Stage::Slot(s) => s.bytes(),
+            Stage::Plain(b) => b,
+        }
+    }
+}
+
 /// Host memory of a copy that the device may still use.
 enum Held {
     Load { _from: Vec<Buf> },
@@ -158,7 +182,7 @@ struct Flying {
     landing: Landing,
     mark: Mark,
     held: Held,
-    slot: Option<Slot>,
+    stage: Option<Stage>,
     staged: u64,
     answer: Answer,
 }
@@ -192,42 +216,67 @@ impl Worker {
     fn take_off(&mut self, job: Job) {
         let Job { call, tier, work, answer } = job;
         let Some(landing) = call.take_off() else { return };
-        // One slot for each that may be under way, as far as there are slots at all.
-        let mut slot = if tier == Tier::Pageable { None } else { self.slots.pop() };
+        let mut stage = self.stage(tier, &work);
         let (begun, held) = match work {
-            Work::Load { from, to } => (self.begin_load(tier, &from, to, slot.as_mut()), Held::Load { _from: from }),
+            Work::Load { from, to } => (self.begin_load(tier, &from, to, stage.as_mut()), Held::Load { _from: from }),
             Work::Save { from, mut into } => {
-                (self.begin_save(tier, from, &mut into, slot.as_mut()), Held::Save { into })
+                (self.begin_save(tier, from, &mut into, stage.as_mut()), Held::Save { into })
             }
         };
         match begun.and_then(|staged| Ok((staged, self.stream.mark()?))) {
-            Ok((staged, mark)) => self.flying.push_back(Flying { landing, mark, held, slot, staged, answer }),
+            Ok((staged, mark)) => self.flying.push_back(Flying { landing, mark, held, stage, staged, answer }),
             Err(e) => {
                 // Some of its copies may have begun.
                 self.stream.drain();
                 drop(held);
-                self.slots.extend(slot);
+                self.put_back(stage);
                 drop(landing);
                 let _ = answer.send(Err(e));
             }
         }
     }
 
-    /// Returns the bytes that went through the slot.
-    fn begin_load(&mut self, tier: Tier, from: &[Buf], to: u64, mut slot: Option<&mut Slot>) -> Result<u64, Fault> {
+    /// What its bytes may have to take one more copy through.
+    fn stage(&mut self, tier: Tier, work: &Work) -> Option<Stage> {
+        if tier != Tier::Pageable {
+            // There is one for each that may be under way.
+            return self.slots.pop().map(Stage::Slot);
+        }
+        let (pinned, len) = match work {
+            Work::Load { from, .. } => {
+                (from.iter().any(|b| self.regions.knows(b.region())), from.iter().map(|b| b.len()).sum())
+            }
+            Work::Save { into, .. } => (self.regions.knows(into.region()), into.len()),
+        };
+        pinned.then(|| Stage::Plain(BufMut::unpooled(len)))
+    }
+
+    fn put_back(&mut self, stage: Option<Stage>) {
+        if let Some(Stage::Slot(slot)) = stage {
+            self.slots.push(slot);
+        }
+    }
+
+    /// Whether memory is of the kind that the tier takes.
+    fn suits(&self, tier: Tier, region: Option<&Arc<Region>>) -> bool {
+        if tier == Tier::Pageable { !self.regions.knows(region) } else { self.regions.has(region) }
+    }
+
+    /// Returns the bytes that took one more copy.
+    fn begin_load(&mut self, tier: Tier, from: &[Buf], to: u64, mut stage: Option<&mut Stage>) -> Result<u64, Fault> {
         let (mut done, mut staged) = (0, 0);
         for b in from {
-            let source = if tier == Tier::Pageable || self.regions.has(b) {
+            let source = if self.suits(tier, b.region()) {
                 b.as_ptr()
             } else {
-                let slot = slot.as_mut().filter(|s| s.len() - staged >= b.len()).ok_or_else(|| no_slot(b.len()))?;
-                let room = slot.as_mut_ptr().wrapping_add(staged);
-                // SAFETY: the slot has that room, and it is another one than that of the segments before.
+                let room = stage.as_mut().filter(|s| s.bytes().len() - staged >= b.len());
+                let room = room.ok_or_else(|| no_slot(b.len()))?.as_mut_ptr().wrapping_add(staged);
+                // SAFETY: the stage has that room, and it is another one than that of the segments before.
                 unsafe { room.copy_from_nonoverlapping(b.as_ptr(), b.len()) };
                 staged += b.len();
                 room.cast_const()
             };
-            // SAFETY: `from` and the slot are held, unchanged, until the copy's mark was waited for or the stream drained.
+            // SAFETY: `from` and the stage are held, unchanged, until the copy's mark was waited for or the stream drained.
             unsafe { self.stream.load(to + done, source, b.len())? };
             done += b.len() as u64;
         }
@@ -240,23 +289,23 @@ impl Worker {
         tier: Tier,
         from: u64,
         into: &mut BufMut,
-        slot: Option<&mut Slot>,
+        stage: Option<&mut Stage>,
     ) -> Result<u64, Fault> {
         let len = into.len();
-        if tier == Tier::Pageable || self.regions.has_mut(into) {
+        if self.suits(tier, into.region()) {
             // SAFETY: `into` is held until the copy's mark was waited for or the stream drained, and nobody else has it.
             unsafe { self.stream.save(into.as_mut_ptr(), from, len)? };
             return Ok(0);
         }
-        let slot = slot.filter(|s| s.len() >= len).ok_or_else(|| no_slot(len))?;
-        // SAFETY: the slot is held as long, and used by this copy alone.
-        unsafe { self.stream.save(slot.as_mut_ptr(), from, len)? };
+        let stage = stage.filter(|s| s.bytes().len() >= len).ok_or_else(|| no_slot(len))?;
+        // SAFETY: the stage is held as long, and used by this copy alone.
+        unsafe { self.stream.save(stage.as_mut_ptr(), from, len)? };
         Ok(len as u64)
     }
 
     /// Waits for the oldest copy.
     fn land(&mut self) {
-        let Some(mut f) = self.flying.pop_front() else { return };
+        let Some(f) = self.flying.pop_front() else { return };
         let outcome = self.stream.wait(f.mark);
         if outcome.is_err() {
             self.stream.drain();
@@ -264,19 +313,22 @@ impl Worker {
         let saved = match f.held {
             Held::Load { .. } => None,
             Held::Save { mut into } => {
-                if let Some(slot) = f.slot.as_mut().filter(|_| f.staged > 0 && outcome.is_ok()) {
+                if let Some(stage) = f.stage.as_ref().filter(|_| f.staged > 0 && outcome.is_ok()) {
                     let len = into.len();
-                    into.copy_from_slice(&slot.bytes()[..len]);
+                    into.copy_from_slice(&stage.bytes()[..len]);
                 }
                 Some(into)
             }
         };
-        self.slots.extend(f.slot.take());
+        self.put_back(f.stage);
         drop(f.landing);
         let _ = f.answer.send(outcome.map(|()| Done { staged: f.staged, saved }));
     }
 }
 
 fn no_slot(bytes: usize) -> Fault {
-    Fault::Pin { bytes: bytes as u64, why: "the bytes lie outside of pinned memory, and there is no slot for them".into() }
+    Fault::Pin {
+        bytes: bytes as u64,
+        why: "the bytes lie outside of pinned memory, and there is no slot for them".into(),
+    }
 }

@@ -34,10 +34,17 @@ struct State {
     refused: HashMap<Tier, Unavailable>,
     context_gone: bool,
     gone_after: Option<u64>,
-    fail_after: Option<(u64, Fault)>,
+    failing: Option<Failing>,
     corrupt_after: Option<u64>,
     copied: Copied,
     copies: u64,
+}
+
+/// Copies that are to fail.
+struct Failing {
+    from: u64,
+    fault: Fault,
+    pinned_only: bool,
 }
 
 /// Bytes that a [`HostMem`] copied, as it sees host addresses itself.
@@ -84,10 +91,21 @@ impl HostMem {
         s.gone_after = Some(s.copies + copies);
     }
 
-    /// The copy after the next `copies` ones fails, and all others from there on, until this is called with `None`.
-    pub fn fail_after(&self, what: Option<(u64, Fault)>) {
+    /// The copy after the next `copies` ones fails, and all others from there on, until [`HostMem::mend`].
+    pub fn fail_after(&self, copies: u64, fault: Fault) {
         let mut s = self.0.lock();
-        s.fail_after = what.map(|(n, f)| (s.copies + n, f));
+        s.failing = Some(Failing { from: s.copies + copies, fault, pinned_only: false });
+    }
+
+    /// As [`HostMem::fail_after`], but copies from and to memory that is not pinned go on.
+    pub fn fail_pinned_after(&self, copies: u64, fault: Fault) {
+        let mut s = self.0.lock();
+        s.failing = Some(Failing { from: s.copies + copies, fault, pinned_only: true });
+    }
+
+    /// No copy fails any more.
+    pub fn mend(&self) {
+        self.0.lock().failing = None;
     }
 
     /// The copy after the next `copies` ones changes one bit.
@@ -151,11 +169,11 @@ impl State {
         if self.gone_after.is_some_and(|at| n >= at) {
             self.context_gone = true;
         }
-        if let Some((_, fault)) = self.fail_after.as_ref().filter(|(at, _)| n >= *at) {
-            return Err(fault.clone());
+        let pinned = self.is_pinned(c.host.addr(), c.len);
+        if let Some(f) = self.failing.as_ref().filter(|f| n >= f.from && (pinned || !f.pinned_only)) {
+            return Err(f.fault.clone());
         }
         let (block, at) = self.find(c.device, c.len as u64)?;
-        let pinned = self.is_pinned(c.host.addr(), c.len);
         let device = &mut self.blocks.get_mut(&block).expect("just found")[at..at + c.len];
         let corrupt = self.corrupt_after.take_if(|at| n >= *at).is_some();
         if c.to_device {
@@ -401,9 +419,11 @@ mod tests {
         assert_eq!(load(2), [Ok(()), Ok(())]);
         assert_eq!(m.peek(a, 64).unwrap().iter().filter(|b| **b != 7).count(), 1);
         let fault = Fault::Driver { call: "cuMemcpyHtoDAsync", code: 719, name: "launch failed".into() };
-        m.fail_after(Some((1, fault.clone())));
-        assert_eq!(load(3), [Ok(()), Err(fault.clone()), Err(fault)]);
-        m.fail_after(None);
+        m.fail_after(1, fault.clone());
+        assert_eq!(load(3), [Ok(()), Err(fault.clone()), Err(fault.clone())]);
+        m.fail_pinned_after(0, fault);
+        assert_eq!(load(1), [Ok(())], "it is not pinned");
+        m.mend();
         m.destroy_after(1);
         assert_eq!(load(3), [Ok(()), Err(Fault::ContextGone), Err(Fault::ContextGone)]);
         assert!(m.stream().is_err() && m.alloc(1).is_err());

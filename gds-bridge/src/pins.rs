@@ -4,7 +4,7 @@ use std::{collections::HashMap, sync::Arc};
 
 use parking_lot::Mutex;
 use rustix::process::{Resource, getrlimit};
-use strake_fabric::{Buf, BufMut, REGION, Region};
+use strake_fabric::{BufMut, REGION, Region};
 
 use crate::mem::{Fault, GpuMem};
 
@@ -25,10 +25,6 @@ impl Slot {
         // SAFETY: the buffer is page-aligned and whole pages, and lives until `drop` has unpinned it.
         unsafe { device.pin(memory.as_mut_ptr(), len)? };
         Ok(Slot { memory, device: device.clone() })
-    }
-
-    pub fn len(&self) -> usize {
-        self.memory.len()
     }
 
     pub fn bytes(&self) -> &[u8] {
@@ -88,7 +84,9 @@ impl Pins {
                     let why = refused.map_or(because, |e: Fault| e.to_string());
                     let notice = smaller.then(|| {
                         let (count, kib) = (workers * each, size >> 10);
-                        format!("{count} pinned slots of {kib} KiB and {rest} pinned regions of the client's buffers: {why}")
+                        format!(
+                            "{count} pinned slots of {kib} KiB and {rest} pinned regions of the client's buffers: {why}"
+                        )
                     });
                     return Ok(Pins { slots, slot_bytes: size, regions: Regions::new(device, rest), notice });
                 }
@@ -122,17 +120,14 @@ impl Regions {
         Regions::new(device, 0)
     }
 
-    /// Whether the buffer lies in pinned memory; its region is pinned for that if it may be.
-    pub fn has(&self, buf: &Buf) -> bool {
-        buf.region().is_some_and(|r| self.has_region(r))
+    /// Whether a buffer of this region lies in memory that is pinned by now.
+    pub fn knows(&self, region: Option<&Arc<Region>>) -> bool {
+        region.is_some_and(|r| self.inner.lock().pinned.contains_key(&r.id()))
     }
 
-    /// As [`Regions::has`].
-    pub fn has_mut(&self, buf: &BufMut) -> bool {
-        buf.region().is_some_and(|r| self.has_region(r))
-    }
-
-    fn has_region(&self, region: &Arc<Region>) -> bool {
+    /// Whether it lies in pinned memory; the region is pinned for that if it may be.
+    pub fn has(&self, region: Option<&Arc<Region>>) -> bool {
+        let Some(region) = region else { return false };
         let mut inner = self.inner.lock();
         if inner.pinned.contains_key(&region.id()) {
             return true;
@@ -166,7 +161,7 @@ impl Drop for Regions {
 
 #[cfg(test)]
 mod tests {
-    use strake_fabric::Pool;
+    use strake_fabric::{Buf, Pool};
 
     use super::*;
     use crate::HostMem;
@@ -222,9 +217,9 @@ mod tests {
         let (p, pool) = (p.unwrap(), Pool::new(64 << 20));
         let bufs: Vec<BufMut> = (0..4).map(|_| pool.get_now(REGION)).collect();
         let small = pool.get_now(5000);
-        let pinned: Vec<bool> = bufs.iter().chain(&bufs).map(|b| p.regions.has_mut(b)).collect();
+        let pinned: Vec<bool> = bufs.iter().chain(&bufs).map(|b| p.regions.has(b.region())).collect();
         assert_eq!(pinned, [true, true, false, false, true, true, false, false], "9 MiB are two regions");
-        assert!(!p.regions.has_mut(&small) && !p.regions.has(&Buf::copy_from(b"not of the pool")));
+        assert!(!p.regions.has(small.region()) && !p.regions.has(Buf::copy_from(b"not of the pool").region()));
         assert_eq!((p.regions.count(), m.pinned()), (2, (48 + 8) << 20));
         let regions = p.regions.clone();
         drop(p);

@@ -76,13 +76,7 @@ pub struct Run {
 
 impl Run {
     /// A call of so many bytes. Without a tier for it, it has ended.
-    pub fn begin(
-        asked: u64,
-        policy: Policy,
-        direction: Direction,
-        standings: &ByTier<Standing>,
-        consent: bool,
-    ) -> Run {
+    pub fn begin(asked: u64, policy: Policy, direction: Direction, standings: &ByTier<Standing>, consent: bool) -> Run {
         let (roads, unavailable) = choose(policy, direction, standings, consent);
         let ended = roads.is_empty().then(|| {
             let why = in_words(&unavailable);

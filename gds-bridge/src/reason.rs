@@ -97,13 +97,19 @@ impl fmt::Display for Unavailable {
                 write!(f, "{library} has no function {symbol}: install a newer NVIDIA driver")
             }
             Unavailable::NoDevice { wanted, found: 0 } => {
-                write!(f, "there is no GPU here for the driver, so no device {wanted}; look at nvidia-smi and CUDA_VISIBLE_DEVICES")
+                write!(
+                    f,
+                    "there is no GPU here for the driver, so no device {wanted}; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+                )
             }
             Unavailable::NoDevice { wanted, found } => {
                 write!(f, "there is no device {wanted}: they are numbered from 0 to {}", found.saturating_sub(1))
             }
             Unavailable::NoDmaBuf { device } => {
-                write!(f, "{device} does not export its memory as dma-buf, which takes the open kernel modules of the driver")
+                write!(
+                    f,
+                    "{device} does not export its memory as dma-buf, which takes the open kernel modules of the driver"
+                )
             }
             Unavailable::NotPinned(e) => write!(f, "no host memory could be pinned: {e}"),
             Unavailable::NoConsent => {
@@ -112,7 +118,10 @@ impl fmt::Display for Unavailable {
             Unavailable::NotTested => f.write_str("not tested yet: `strake gds probe` tests"),
             Unavailable::TestStopped(e) => write!(f, "the self-test could not be run: {e}"),
             Unavailable::TestFailed { at } => {
-                write!(f, "the self-test read back other bytes than it had written, from byte {at} on: do not trust this device")
+                write!(
+                    f,
+                    "the self-test read back other bytes than it had written, from byte {at} on: do not trust this device"
+                )
             }
             Unavailable::Lost(e) => write!(f, "it failed in a call and has passed no self-test since: {e}"),
             Unavailable::Device(e) => write!(f, "the device cannot be used: {e}"),

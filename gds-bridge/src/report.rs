@@ -64,7 +64,7 @@ pub struct Report {
     pub ranges: Vec<u64>,
     /// Bytes moved by each tier.
     pub by_tier: ByTier<u64>,
-    /// Of those, bytes that were copied once more in host memory, to or from a pinned slot.
+    /// Of those, bytes that were copied once more in host memory, because the client's buffer was not of the kind that the tier takes.
     pub staged: u64,
     /// Changes of tier, in order.
     pub switches: Vec<Switch>,

@@ -26,8 +26,7 @@ pub enum Tier {
 
 impl Tier {
     /// All of them, best first.
-    pub const ALL: [Tier; 5] =
-        [Tier::GpuRdma, Tier::LocalGds, Tier::BounceRdma, Tier::BounceTcp, Tier::Pageable];
+    pub const ALL: [Tier; 5] = [Tier::GpuRdma, Tier::LocalGds, Tier::BounceRdma, Tier::BounceTcp, Tier::Pageable];
 
     /// As users write it.
     pub const fn name(self) -> &'static str {
@@ -108,10 +107,7 @@ impl FromStr for Policy {
             None if s == "prefer" => Ok(Policy::Prefer),
             Some(("require", tier)) => Ok(Policy::Require(tier.parse()?)),
             Some(("at-least", tier)) => Ok(Policy::AtLeast(tier.parse()?)),
-            _ => Err(Error::new(
-                Code::Inval,
-                format!("`{s}` is no policy: prefer, at-least:TIER or require:TIER is"),
-            )),
+            _ => Err(Error::new(Code::Inval, format!("`{s}` is no policy: prefer, at-least:TIER or require:TIER is"))),
         }
     }
 }
@@ -178,7 +174,9 @@ mod tests {
         for p in policies {
             assert_eq!(p.to_string().parse::<Policy>().unwrap(), p);
         }
-        for bad in ["", "require", "require:", "require:gpu", "at-least:prefer", "atleast:pageable", "Prefer", "prefer:"] {
+        for bad in
+            ["", "require", "require:", "require:gpu", "at-least:prefer", "atleast:pageable", "Prefer", "prefer:"]
+        {
             assert_eq!(bad.parse::<Policy>().unwrap_err().code, Code::Inval, "{bad}");
         }
         let e = "require:rdma".parse::<Policy>().unwrap_err();

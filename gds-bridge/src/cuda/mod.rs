@@ -96,16 +96,12 @@ impl Cuda {
         // SAFETY: as above; the name's length is given, and the driver ends it with a zero.
         unsafe {
             table.call("cuDeviceGet", (table.device)(&mut number, wanted)).map_err(failed)?;
-            table
-                .call("cuDeviceGetName", (table.device_name)(name.as_mut_ptr(), 127, number))
-                .map_err(failed)?;
+            table.call("cuDeviceGetName", (table.device_name)(name.as_mut_ptr(), 127, number)).map_err(failed)?;
             // An older driver does not know the question: then it cannot do it.
             if (table.device_attribute)(&mut dma_buf, DMA_BUF_SUPPORTED, number) != 0 {
                 dma_buf = 0;
             }
-            table
-                .call("cuDevicePrimaryCtxRetain", (table.context_retain)(&mut context, number))
-                .map_err(failed)?;
+            table.call("cuDevicePrimaryCtxRetain", (table.context_retain)(&mut context, number)).map_err(failed)?;
         }
         // SAFETY: the last byte was never written.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();

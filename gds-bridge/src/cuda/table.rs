@@ -85,10 +85,8 @@ impl Library {
     fn symbol(&self, symbol: &CStr) -> Result<Handle, Unavailable> {
         // SAFETY: the handle is of a library that is never closed.
         let found = unsafe { libc::dlsym(self.handle, symbol.as_ptr()) };
-        let missing = || Unavailable::OldLibrary {
-            library: self.name.clone(),
-            symbol: symbol.to_string_lossy().into_owned(),
-        };
+        let missing =
+            || Unavailable::OldLibrary { library: self.name.clone(), symbol: symbol.to_string_lossy().into_owned() };
         if found.is_null() { Err(missing()) } else { Ok(found) }
     }
 }
