@@ -1,5 +1,6 @@
 //! `strake gds`, and the bridge on the files of a cluster of real processes, over TCP.
 
+#[allow(dead_code, reason = "some of it is for other tests")]
 mod common;
 
 use std::{
