@@ -3,6 +3,8 @@
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
     sync::Arc,
+    thread,
+    time::Duration,
 };
 
 use parking_lot::Mutex;
@@ -38,6 +40,7 @@ struct State {
     corrupt_after: Option<u64>,
     copied: Copied,
     copies: u64,
+    pace: Duration,
 }
 
 /// Copies that are to fail.
@@ -112,6 +115,11 @@ impl HostMem {
     pub fn corrupt_after(&self, copies: u64) {
         let mut s = self.0.lock();
         s.corrupt_after = Some(s.copies + copies);
+    }
+
+    /// Each copy takes at least this long from now on.
+    pub fn slow_down(&self, copy: Duration) {
+        self.0.lock().pace = copy;
     }
 
     /// What was copied so far.
@@ -306,6 +314,10 @@ impl HostStream {
     fn make(&mut self, before: u64) {
         while self.done < before {
             let Some(c) = self.copies.pop_front() else { break };
+            let pace = self.device.0.lock().pace;
+            if !pace.is_zero() {
+                thread::sleep(pace);
+            }
             if let Err(e) = self.device.0.lock().copy(&c) {
                 self.faults.push_back((self.done, e));
             }

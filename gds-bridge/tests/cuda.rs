@@ -14,7 +14,7 @@ use std::{
 use ram::{MIB, Ram, pattern, whole};
 use strake_fabric::Pool;
 use strake_gds::{Bridge, Cuda, Fault, GpuMem, Options, Policy, Tier, Transfer, Unavailable, plan::Standing};
-use strake_proto::Code;
+use strake_proto::{Code, Error};
 
 const BOUNCE: Policy = Policy::Require(Tier::BounceTcp);
 
@@ -214,6 +214,17 @@ async fn errors_of_the_driver_end_calls_by_their_meaning() {
     assert!(failed.error.code == Code::Io && failed.error.message.contains("4711"), "{failed}");
     assert_eq!(failed.report.moved(), 0);
     set(&r.library, 2, 0);
+
+    // Memory that is freed in the meantime: the driver has a code for it that means many things.
+    let Some(r) = rig(&[]) else { return };
+    let bridge = r.bridge().await;
+    let tensor = r.gpu.alloc(2 * MIB).unwrap();
+    let gpu = r.gpu.clone();
+    let hook = move |n| if n == 3 { gpu.free(tensor).map_err(Error::from) } else { Ok(()) };
+    let freed = Ram::with(1, pattern(1, 2 * MIB), &r.pool, hook);
+    let failed = bridge.load(&[whole(&freed, tensor)], Policy::Prefer).await.unwrap_err();
+    assert!(failed.error.code == Code::Inval && failed.report.switches.is_empty(), "{failed}");
+    assert!(failed.error.message.contains("is not of memory that this device's context has"), "{failed}");
 
     let Some(r) = rig(&[]) else { return };
     let bridge = r.bridge().await;

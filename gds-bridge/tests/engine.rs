@@ -421,6 +421,18 @@ async fn a_call_that_is_given_up_touches_the_device_no_more() {
     mem.free(tensor).unwrap();
     tokio::time::sleep(Duration::from_millis(50)).await;
     assert_eq!(mem.copied(), copied);
+    // Copies that the device has begun are waited for.
+    let tensor = device(&mem, &vec![0; 4 << 20]);
+    let file = Ram::new(1, pattern(1, 4 * MIB), &pool);
+    mem.slow_down(Duration::from_millis(100));
+    let all = [whole(&file, tensor)];
+    let given_up = tokio::time::timeout(Duration::from_millis(300), bridge.load(&all, BOUNCE)).await;
+    assert!(given_up.is_err());
+    let now = mem.copied();
+    assert!(now.load_pinned > copied.load_pinned, "some were under way");
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert_eq!(mem.copied(), now);
+    mem.slow_down(Duration::ZERO);
     // Whatever moment it is given up in, nothing is copied behind it, and the bridge serves on.
     for polls in 0..60 {
         let tensor = device(&mem, &vec![0; 1 << 20]);

@@ -41,6 +41,9 @@ fn small(bytes: &[u8]) {
         let again: String = key.iter().map(|b| format!("{b:02x}")).collect();
         assert_eq!(decode_hex(&again), Some(key));
     }
+    if let Ok(policy) = text.parse::<strake_gds::Policy>() {
+        assert_eq!(policy.to_string().parse::<strake_gds::Policy>().expect("its own text"), policy);
+    }
     if let Ok(fid) = text.parse::<Fid>() {
         assert_eq!(fid.to_string().parse::<Fid>().expect("its own text"), fid);
         if let Ok(ino) = fid.to_ino() {
