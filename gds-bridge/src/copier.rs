@@ -242,13 +242,12 @@ impl Worker {
             // There is one for each that may be under way.
             return self.slots.pop().map(Stage::Slot);
         }
-        let (pinned, len) = match work {
-            Work::Load { from, .. } => {
-                (from.iter().any(|b| self.regions.knows(b.region())), from.iter().map(|b| b.len()).sum())
-            }
-            Work::Save { into, .. } => (self.regions.knows(into.region()), into.len()),
+        // Memory that may be pinned now or in a moment.
+        let len = match work {
+            Work::Load { from, .. } => from.iter().map(|b| b.len()).sum(),
+            Work::Save { into, .. } => into.len(),
         };
-        pinned.then(|| Stage::Plain(BufMut::unpooled(len)))
+        self.regions.may_have_any().then(|| Stage::Plain(BufMut::unpooled(len)))
     }
 
     fn put_back(&mut self, stage: Option<Stage>) {

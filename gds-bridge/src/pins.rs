@@ -120,6 +120,12 @@ impl Regions {
         Regions::new(device, 0)
     }
 
+    /// False: none is pinned, and none ever will be.
+    pub fn may_have_any(&self) -> bool {
+        let inner = self.inner.lock();
+        inner.left > 0 || !inner.pinned.is_empty()
+    }
+
     /// Whether a buffer of this region lies in memory that is pinned by now.
     pub fn knows(&self, region: Option<&Arc<Region>>) -> bool {
         region.is_some_and(|r| self.inner.lock().pinned.contains_key(&r.id()))
