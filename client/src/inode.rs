@@ -434,6 +434,12 @@ impl Inode {
         s.release()
     }
 
+    /// Whether there are handles, none of them from an open as late as this one of the same session.
+    pub fn is_open_before(&self, last: Writer) -> bool {
+        let s = self.state.lock();
+        !s.handles.is_empty() && s.writer.is_some_and(|w| w.session == last.session && w.index < last.index)
+    }
+
     /// What to release when the last handle has gone.
     pub fn release(&self) -> Option<Release> {
         self.state.lock().release()
@@ -640,7 +646,7 @@ impl Core {
     /// become known to the present one.
     async fn reopen(self: &Arc<Self>, inode: &Inode, old: &Cap) -> Result<()> {
         let session = self.session().await?;
-        let (strangers, since) = (inode.strangers(session.id), self.reassertions());
+        let (strangers, opening) = (inode.strangers(session.id), self.opening(Some(inode.ino), old.flags));
         let open = || op(pb::op::Op::Open(pb::Open { ino: inode.ino, flags: old.flags }));
         let mut ops = vec![open()];
         // One open per handle that the session must learn of; else the one open is taken back at once.
@@ -651,7 +657,7 @@ impl Core {
         let r = self.meta_as_opener(&old.creds, ops).await.map_err(|e| e.context("reopening the file"))?;
         if strangers > 0 {
             inode.adopt(session.id);
-            self.counted_open(since);
+            self.counted_open(opening.since);
         }
         let index = r.iter().map(|r| r.writer).max().unwrap_or(0);
         self.release_later(inode.ino, inode.opened_again(session.id, index));
