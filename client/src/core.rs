@@ -17,7 +17,9 @@ use futures_util::stream::{self, StreamExt};
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Buf, BufMut, Endpoint, Env, Fabric, LeaderFinder, watch};
-use strake_proto::{ChainId, Code, Error, Incarnation, Ino, Kin, NodeId, Result, TargetId, map::MapView, opcode, pb};
+use strake_proto::{
+    ChainId, Code, Error, Incarnation, Ino, Kin, NodeId, Result, SessionId, TargetId, map::MapView, opcode, pb,
+};
 use tokio::{
     sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, RwLock, Semaphore},
     time::Instant,
@@ -39,6 +41,7 @@ use crate::{
     mds::{Link, Session},
     memory::Memory,
     meta::op,
+    opens::Openings,
     recalls::{self, Acknowledged},
     retry::{Backoff, in_doubt},
     route,
@@ -70,8 +73,9 @@ pub(crate) struct Core {
     pub(crate) session: Mutex<Option<Arc<Session>>>,
     pub(crate) session_change: AsyncMutex<()>,
     inodes: Mutex<BTreeMap<Ino, Weak<Inode>>>,
-    /// Files that are to be released, see [`Core::release_later`].
-    releases: Mutex<BTreeMap<Ino, Release>>,
+    /// Files that are to be released, see [`Core::release_later`], and the last opening before that.
+    releases: Mutex<BTreeMap<Ino, (Release, u64)>>,
+    pub(crate) openings: Openings,
     pub locks: Lanes,
     pub lock_waits: LockWaits,
     pub memory: Memory,
@@ -190,6 +194,7 @@ impl Core {
             session_change: AsyncMutex::default(),
             inodes: Mutex::default(),
             releases: Mutex::default(),
+            openings: Openings::default(),
             locks: Lanes::default(),
             lock_waits: LockWaits::default(),
             memory: Memory::default(),
@@ -370,19 +375,31 @@ impl Core {
     pub fn release_later(&self, ino: Ino, release: Option<Release>) {
         let Some(mut new) = release.filter(|r| r.writer.index != 0) else { return };
         let mut all = self.releases.lock();
-        if let Some(old) = all.get(&ino).filter(|old| old.writer.session == new.writer.session) {
+        if let Some((old, _)) = all.get(&ino).filter(|(old, _)| old.writer.session == new.writer.session) {
             new.writer.index = new.writer.index.max(old.writer.index);
             new.surplus |= old.surplus;
             new.kept.extend(old.kept.iter().cloned());
         }
-        all.insert(ino, new);
+        all.insert(ino, (new, self.openings.last()));
     }
 
-    /// Tells what was released. What belongs to a lost session was released by its end.
+    /// What may be told now of what was released in this session; what belongs to a lost one was released by its end. The servers take
+    /// the end of a file's last open for the end of all before it, so those must have been answered, and none of them be in use.
+    fn due_releases(&self, session: SessionId) -> Vec<(Ino, Release)> {
+        let mut all = self.releases.lock();
+        let mine = std::mem::take(&mut *all).into_iter().filter(|(_, (r, _))| r.writer.session == session);
+        let (due, later): (Vec<_>, Vec<_>) = mine.partition(|(ino, (r, last))| {
+            let needed = |i: Arc<Inode>| i.is_open_before(r.writer);
+            !self.openings.may_open(*ino, *last) && !self.live_inode(*ino).is_some_and(needed)
+        });
+        all.extend(later);
+        due.into_iter().map(|(ino, (r, _))| (ino, r)).collect()
+    }
+
+    /// Tells what was released.
     pub async fn send_releases(self: Arc<Self>) {
         let Some(session) = self.current_session() else { return };
-        let mut all: Vec<_> = std::mem::take(&mut *self.releases.lock()).into_iter().collect();
-        all.retain(|(_, r)| r.writer.session == session.id);
+        let all = self.due_releases(session.id);
         for part in all.chunks(RELEASES_AT_ONCE) {
             let one = |(ino, r): &(Ino, Release)| {
                 op(pb::op::Op::Release(pb::Release { ino: *ino, writer: r.writer.index, surplus: r.surplus }))

@@ -28,6 +28,7 @@ use crate::{
     inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed, Release, Writer},
     keep::{self, Appended},
     meta::{Mode, ok, op},
+    opens::Opening,
     readahead::ReadAhead,
     segments,
     writeback::{Back, Taken, covers, overlay},
@@ -88,9 +89,9 @@ impl Client {
                 core.may_alter()?;
             }
             let open = op(pb::op::Op::Open(pb::Open { ino, flags: flags & (O_ACCMODE | O_APPEND) }));
-            let since = core.reassertions();
+            let opening = core.opening(Some(ino), flags);
             let r = ok(core.meta(&creds, vec![open]).await?)?;
-            let file = core.file(r, &creds, flags, since).await?;
+            let file = core.file(r, &creds, flags, opening).await?;
             file.truncate_at_open(flags & O_TRUNC != 0).await
         };
         self.core.detached(opening).await
@@ -118,10 +119,10 @@ impl Client {
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
             let create = pb::Create { parent, name, mode: bits, exclusive, layout, flags: flags_sent, umask };
-            let since = core.reassertions();
+            let opening = core.opening(None, flags);
             let r = ok(core.meta(&creds, vec![op(pb::op::Op::Create(create))]).await?)?;
             let created = r.last().is_some_and(|r| r.created);
-            let file = core.file(r, &creds, flags, since).await?;
+            let file = core.file(r, &creds, flags, opening).await?;
             file.truncate_at_open(flags & O_TRUNC != 0 && !created).await
         };
         self.core.detached(opening).await
@@ -141,9 +142,9 @@ impl Client {
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
             let make = pb::Tmpfile { parent, mode: bits, umask, flags: flags_sent, linkable, layout: None };
-            let since = core.reassertions();
+            let opening = core.opening(None, flags);
             let r = ok(core.meta(&creds, vec![op(pb::op::Op::Tmpfile(make))]).await?)?;
-            let file = core.file(r, &creds, flags, since).await?;
+            let file = core.file(r, &creds, flags, opening).await?;
             let attr = file.attr();
             Ok((file, attr))
         };
@@ -152,13 +153,13 @@ impl Client {
 }
 
 impl Core {
-    /// A handle from the answer to an open, which was asked for at `since` ([`Core::reassertions`]).
+    /// A handle from the answer to an open.
     pub(crate) async fn file(
         self: &Arc<Self>,
         mut r: Vec<pb::OpResult>,
         creds: &pb::Creds,
         flags: u32,
-        since: u64,
+        opening: Opening,
     ) -> Result<File> {
         let bad = |m: &str| Error::new(Code::Protocol, m);
         let r = r.pop().ok_or_else(|| bad("an empty answer to an open"))?;
@@ -181,7 +182,7 @@ impl Core {
             Ok((inode, session)) => {
                 let keep = self.cfg.keep.as_deref().filter(|_| matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR));
                 inode.opened(session, writer, keep);
-                self.counted_open(since);
+                self.counted_open(opening.since);
                 if !idle::is_kept(flags) {
                     self.stop_keeping(inode.ino);
                 }
@@ -193,7 +194,7 @@ impl Core {
             }
             Err(e) => {
                 // The server counts it as open.
-                self.tell_closed(&[attr.ino], since).await;
+                self.tell_closed(&[attr.ino], opening.since).await;
                 let session = self.current_session().map_or(0, |s| s.id);
                 let release = match self.live_inode(attr.ino) {
                     Some(inode) => inode.opened_again(session, writer),
@@ -289,6 +290,7 @@ impl Core {
     /// All bytes written through this client are stable and the size is in the metadata log.
     pub(crate) async fn sync_inode(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
         self.send_held(inode).await;
+        self.fence(inode).await?;
         self.flush_inode(inode.ino).await?;
         self.push_size(inode).await
     }

@@ -7,7 +7,7 @@ use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 use parking_lot::Mutex;
 use strake_proto::{
-    Code, Error, Ino, Result, Rights, SessionId,
+    ChainId, ChunkId, Code, Error, Ino, Result, Rights, SessionId,
     cap::{self, CAP_LEN},
     checksum::BLOCK,
     layout::{MAX_FILE_SIZE, StripeMap},
@@ -106,6 +106,8 @@ pub(crate) struct Inode {
     pub placing: AsyncMutex<()>,
     /// Appends that a former client of the mount had in work and that may come again. Reports wait for them, and no other append goes below.
     awaited: watch::Sender<Awaited>,
+    /// Chains with updates that were given up and may be on their way, and a chunk of each.
+    pub given_up: Mutex<BTreeMap<ChainId, ChunkId>>,
     state: Mutex<State>,
 }
 
@@ -217,6 +219,7 @@ impl Inode {
                 kept: None,
             }),
             awaited: watch::Sender::default(),
+            given_up: Mutex::default(),
         }
     }
 
@@ -431,6 +434,12 @@ impl Inode {
         s.release()
     }
 
+    /// Whether there are handles, none of them from an open as late as this one of the same session.
+    pub fn is_open_before(&self, last: Writer) -> bool {
+        let s = self.state.lock();
+        !s.handles.is_empty() && s.writer.is_some_and(|w| w.session == last.session && w.index < last.index)
+    }
+
     /// What to release when the last handle has gone.
     pub fn release(&self) -> Option<Release> {
         self.state.lock().release()
@@ -637,7 +646,7 @@ impl Core {
     /// become known to the present one.
     async fn reopen(self: &Arc<Self>, inode: &Inode, old: &Cap) -> Result<()> {
         let session = self.session().await?;
-        let (strangers, since) = (inode.strangers(session.id), self.reassertions());
+        let (strangers, opening) = (inode.strangers(session.id), self.opening(Some(inode.ino), old.flags));
         let open = || op(pb::op::Op::Open(pb::Open { ino: inode.ino, flags: old.flags }));
         let mut ops = vec![open()];
         // One open per handle that the session must learn of; else the one open is taken back at once.
@@ -648,7 +657,7 @@ impl Core {
         let r = self.meta_as_opener(&old.creds, ops).await.map_err(|e| e.context("reopening the file"))?;
         if strangers > 0 {
             inode.adopt(session.id);
-            self.counted_open(since);
+            self.counted_open(opening.since);
         }
         let index = r.iter().map(|r| r.writer).max().unwrap_or(0);
         self.release_later(inode.ino, inode.opened_again(session.id, index));

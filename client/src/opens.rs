@@ -2,12 +2,17 @@
 //! *reassertion*, which takes the place of what was told before. It counts: told of one close twice, it would take a file that is
 //! open for closed, and free it if it has no name any more. So a close is told once; when that fails a new connection is made, and
 //! on that all is told without it.
+//!
+//! Who may write a file goes by numbers instead: a release names the last open that it knows of, and has no effect after a later one.
+//! An open of before that is not answered yet has no say in that, so a release waits for it.
 
 use std::{
+    collections::BTreeMap,
     sync::{Arc, atomic::Ordering::SeqCst},
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::Message;
 use strake_proto::{Code, Ino, opcode, pb};
@@ -15,6 +20,7 @@ use strake_proto::{Code, Ino, opcode, pb};
 use crate::{
     config::Counters,
     core::Core,
+    inode::O_ACCMODE,
     mds::{HELLO_TRY, META_TRY},
     meta::op,
 };
@@ -23,7 +29,54 @@ use crate::{
 const ATTEMPTS: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(250);
 
+/// Opens for writing that were asked for and whose handles do not count yet, by rising numbers. Which file one is of may be known only
+/// by its answer.
+#[derive(Default)]
+pub(crate) struct Openings(Mutex<(u64, BTreeMap<u64, Option<Ino>>)>);
+
+impl Openings {
+    fn begin(&self, ino: Option<Ino>) -> u64 {
+        let (last, under_way) = &mut *self.0.lock();
+        *last += 1;
+        under_way.insert(*last, ino);
+        *last
+    }
+
+    /// The number of the last one.
+    pub fn last(&self) -> u64 {
+        self.0.lock().0
+    }
+
+    /// Whether one up to `number` is under way that may be of this file.
+    pub fn may_open(&self, ino: Ino, number: u64) -> bool {
+        self.0.lock().1.range(..=number).any(|(_, of)| of.is_none_or(|of| of == ino))
+    }
+}
+
+/// An open, from before it is asked for until its handle counts.
+pub(crate) struct Opening {
+    core: Arc<Core>,
+    /// See [`Core::reassertions`].
+    pub since: u64,
+    /// Of one for writing.
+    number: Option<u64>,
+}
+
+impl Drop for Opening {
+    fn drop(&mut self) {
+        if let Some(n) = self.number {
+            self.core.openings.0.lock().1.remove(&n);
+        }
+    }
+}
+
 impl Core {
+    /// An open is about to be asked for. `ino`: of this file, if that is known.
+    pub(crate) fn opening(self: &Arc<Self>, ino: Option<Ino>, flags: u32) -> Opening {
+        let number = (flags & O_ACCMODE != 0).then(|| self.openings.begin(ino));
+        Opening { core: self.clone(), since: self.reassertions(), number }
+    }
+
     /// How often all was told, or is being told. To be taken before an open is asked for, and before a close is counted.
     pub(crate) fn reassertions(&self) -> u64 {
         self.reassertions.load(SeqCst)

@@ -123,6 +123,37 @@ async fn writes_that_go_through_lie_over_what_was_held_back_before() {
     assert!(content(&f).await == want);
 }
 
+/// A release takes the session off the record for all opens up to the one that it names, also for one that was answered later.
+#[tokio::test(start_paused = true)]
+async fn a_file_is_not_released_before_an_earlier_open_is_answered_and_closed() {
+    let c = cluster(2, 1);
+    let a = c.client_with(1, holding()).await;
+    let b = c.client_with(2, holding()).await;
+    let f = file(&a).await;
+    let ino = f.ino();
+    f.close().await.unwrap();
+    let soon = || tokio::time::sleep(Duration::from_millis(500));
+    soon().await;
+    assert!(!c.mds.is_written(ino));
+    c.mds.answer_next_open_after(Duration::from_millis(700));
+    let opener = a.clone();
+    let opening = tokio::spawn(async move { opener.open(&user(), ino, RW).await });
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let (late, _) = a.open(&user(), ino, RW).await.unwrap();
+    late.close().await.unwrap();
+    assert!(!opening.is_finished());
+    let f = opening.await.unwrap().unwrap().0;
+    soon().await;
+    assert!(c.mds.is_written(ino), "nobody would ask this client for what it holds back");
+    f.write_all_at(0, &[7; 100]).await.unwrap();
+    assert_eq!(held(&a), (1, 100));
+    let (g, _) = b.open(&user(), ino, 0).await.unwrap();
+    assert_eq!(content(&g).await, [7; 100]);
+    f.close().await.unwrap();
+    soon().await;
+    assert!(!c.mds.is_written(ino));
+}
+
 #[tokio::test(start_paused = true)]
 async fn nothing_is_held_back_of_what_others_write_or_without_a_lease() {
     let c = cluster(2, 1);

@@ -42,8 +42,8 @@ struct State {
     inodes: BTreeMap<u64, Inode>,
     sessions: BTreeMap<u64, Session>,
     opens: BTreeMap<(u64, u64), i64>,
-    /// Sessions that opened inodes for writing and have them open.
-    writers: BTreeSet<(u64, u64)>,
+    /// Sessions that opened inodes for writing and have them open, with the number of the last open.
+    writers: BTreeMap<(u64, u64), u64>,
     /// Until they say that they do not write them any more, not only close them.
     releases: bool,
     next: u64,
@@ -65,6 +65,8 @@ struct State {
     asked: u64,
     /// The next renewal that is no hello is answered without leases.
     denies: bool,
+    /// The next open is carried out and not answered for so long.
+    late_open: Duration,
 }
 
 pub struct Mds {
@@ -88,7 +90,7 @@ impl Mds {
             inodes: BTreeMap::new(),
             sessions: BTreeMap::new(),
             opens: BTreeMap::new(),
-            writers: BTreeSet::new(),
+            writers: BTreeMap::new(),
             releases: false,
             next: 100,
             now_ns: 1,
@@ -102,6 +104,7 @@ impl Mds {
             ends: BTreeMap::new(),
             asked: 0,
             denies: false,
+            late_open: Duration::ZERO,
         };
         Mds { key, oss, state: Mutex::new(state), news: Notify::new() }
     }
@@ -136,6 +139,12 @@ impl Mds {
     pub fn want_releases(&self) {
         self.state.lock().releases = true;
     }
+    pub fn answer_next_open_after(&self, d: Duration) {
+        self.state.lock().late_open = d;
+    }
+    pub fn is_written(&self, ino: u64) -> bool {
+        self.state.lock().writers.keys().any(|(_, i)| *i == ino)
+    }
     pub fn opens(&self) -> i64 {
         self.state.lock().opens.values().sum()
     }
@@ -161,7 +170,7 @@ impl Mds {
     async fn report_to(&self, asks: u64, ino: u64) {
         let mine: Vec<(u64, u64)> = {
             let s = &mut *self.state.lock();
-            let writers: Vec<u64> = s.writers.iter().filter(|w| w.1 == ino && w.0 != asks).map(|w| w.0).collect();
+            let writers: Vec<u64> = s.writers.keys().filter(|w| w.1 == ino && w.0 != asks).map(|w| w.0).collect();
             let number = |id| {
                 s.recalls += 1;
                 (id, s.recalls)
@@ -275,12 +284,15 @@ impl Mds {
                 self.report_to(r.session, g.ino).await;
             }
         }
-        let (reply, upto) = {
+        let opens = r.ops.iter().any(|o| matches!(o.op, Some(Op::Open(_))));
+        let (reply, upto, late) = {
             let reply = self.meta_now(r)?;
             let mut s = self.state.lock();
             s.asked += 1;
-            (reply, s.recalls)
+            let late = if opens { std::mem::take(&mut s.late_open) } else { Duration::ZERO };
+            (reply, s.recalls, late)
         };
+        tokio::time::sleep(late).await;
         let settled = async {
             loop {
                 let news = self.news.notified();
@@ -336,7 +348,7 @@ impl Mds {
         }
         shown.extend(reply.results.iter().filter_map(|r| Some(r.attr?.ino)));
         for ino in shown {
-            let others = s.writers.iter().any(|(id, i)| *id != r.session && *i == ino);
+            let others = s.writers.keys().any(|(id, i)| *id != r.session && *i == ino);
             if r.connection != 0 && !others {
                 s.holders.entry(ino).or_default().insert(r.session);
                 reply.granted.push(ino);
@@ -398,7 +410,9 @@ impl Mds {
                 Ok(pb::OpResult { created: true, ..self.open(s, session, ino, c.flags)? })
             }
             Op::Release(r) => {
-                s.writers.remove(&(session, r.ino));
+                if s.writers.get(&(session, r.ino)) == Some(&r.writer) {
+                    s.writers.remove(&(session, r.ino));
+                }
                 Ok(pb::OpResult::default())
             }
             Op::Unlink(u) => {
@@ -476,7 +490,7 @@ impl Mds {
         let (attr, layout) = (i.attr, i.layout.clone());
         if flags & 3 != 0 {
             self.changed(s, session, ino);
-            s.writers.insert((session, ino));
+            s.writers.insert((session, ino), s.now_ns as u64);
         }
         let data = layout.components[0].data_id;
         let cap = Capability { ino, data, session, session_epoch: 1, expiry_ms: s.cap_ms, rights };
@@ -510,7 +524,7 @@ impl Service for Front {
                 let r: pb::SessionCloseRequest = body(&m);
                 let mut s = self.0.state.lock();
                 s.opens.retain(|(id, _), _| *id != r.session);
-                s.writers.retain(|(id, _)| *id != r.session);
+                s.writers.retain(|(id, _), _| *id != r.session);
                 s.sessions.remove(&r.session);
                 vec![]
             }

@@ -54,6 +54,9 @@ fn small(bytes: &[u8]) {
     if let Ok(f) = Format::parse(&identify) {
         assert!(f.capacity() <= f.blocks << f.shift && f.capacity().is_multiple_of(4096));
     }
+    if let Ok(policy) = text.parse::<strake_gds::Policy>() {
+        assert_eq!(policy.to_string().parse::<strake_gds::Policy>().expect("its own text"), policy);
+    }
     if let Ok(fid) = text.parse::<Fid>() {
         assert_eq!(fid.to_string().parse::<Fid>().expect("its own text"), fid);
         if let Ok(ino) = fid.to_ino() {

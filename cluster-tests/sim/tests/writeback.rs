@@ -28,6 +28,14 @@ fn what_an_evicted_session_did_not_report_stays_away() {
     }
 }
 
+/// A release that named a later open took a player off the record whose own open was answered only then: nobody asked it for what it
+/// held back.
+#[test]
+fn who_has_a_file_open_stays_on_record() {
+    let o = run(1_400_775, None).unwrap();
+    assert!(o.violations.is_empty(), "{:#?}", o.violations);
+}
+
 #[test]
 fn a_run_replays() {
     assert_eq!(run(7, None).unwrap().trace, run(7, None).unwrap().trace);
