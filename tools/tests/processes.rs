@@ -192,6 +192,69 @@ fn a_mount_keeps_its_files_over_a_restart_of_everything() {
     assert_eq!(fs::read_dir(&small.mnt).unwrap().count(), 0);
 }
 
+/// Killed when dropped.
+struct Server(std::process::Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_storage_server_that_no_road_leads_to_holds_up_only_what_is_on_it() {
+    if !can_mount() {
+        return;
+    }
+    if strake_fabric::rdma::probe().is_ok() {
+        println!("skipped: this machine has RDMA");
+        return;
+    }
+    let small = Small::new();
+    ok(&small.up(&["--mount", small.mnt.to_str().unwrap()]));
+    fs::write(small.mnt.join("f"), b"there").unwrap();
+    let config = small.dir.join("oss1.toml");
+    let mds = fs::read_to_string(&config).unwrap().lines().find(|l| l.starts_with("mds = ")).unwrap().to_string();
+    let (key, target) = (small.dir.join("cluster.key"), small.dir.join("oss3"));
+    let theirs = small.dir.join("oss3.toml");
+    let text = format!(
+        "cluster_key = {key:?}\n[oss]\nname = 'oss3'\nlisten = 'tcp:127.0.0.1:0'\nadvertise = 'rdma:127.0.0.1:9'\n{mds}\n\
+         [[oss.targets]]\npath = {target:?}\nsize = 1073741824\n"
+    );
+    fs::write(&theirs, text).unwrap();
+    let _server = Server(strake().arg("oss").arg("--config").arg(&theirs).spawn().unwrap());
+    while !small.status().to_string().contains("rdma:127.0.0.1:9") {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    // The next daemon of a mount that is there.
+    let mount = fs::read_to_string(small.dir.join("run/mount.pid")).unwrap();
+    let daemon = || fs::read_to_string(format!("/proc/{0}/task/{0}/children", mount.trim())).unwrap();
+    let former = daemon();
+    kill(former.trim());
+    let read = std::process::Command::new("timeout").arg("30").arg("cat").arg(small.mnt.join("f")).output().unwrap();
+    assert_eq!(ok(&read), "there");
+    assert_ne!(daemon(), former);
+    // A mount that begins is refused if a road was asked for.
+    let second = small.dir.with_file_name("second");
+    fs::create_dir(&second).unwrap();
+    let start = |more: &[&str]| {
+        strake()
+            .arg("mount")
+            .arg("--config")
+            .arg(small.dir.join("mount.toml"))
+            .args(more)
+            .arg(&second)
+            .output()
+            .unwrap()
+    };
+    refused(&start(&["--fabric", "tcp"]), &["storage server 'oss3'", "the server has no TCP endpoint"]);
+    ok(&start(&[]));
+    let there = fs::read(second.join("f"));
+    ok(&strake().arg("umount").arg(&second).output().unwrap());
+    assert_eq!(there.unwrap(), b"there");
+}
+
 /// Whether it ignores SIGPIPE, and where its stderr goes.
 fn pipes_of(pid: u32) -> (bool, PathBuf) {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();

@@ -24,7 +24,7 @@ use tokio::{
     signal::unix::{SignalKind, signal},
 };
 
-use super::{MountSection, connect_with};
+use super::{FabricKey, MountSection, connect_with};
 use crate::lifeline::{self, Lifeline};
 
 /// Memory for written data that is not yet known to be stable, and for what is on its way; taken as it is used.
@@ -95,7 +95,9 @@ pub(super) async fn serve(section: MountSection, key: [u8; 32], socket: RawFd) -
         }),
         _ => None,
     };
-    let client = connect_with(config, key, section.fabric.into()).await?;
+    // Only who asked for a road is refused, and only a mount that begins: of one that is there, nothing but what needs that server waits.
+    let all = matches!(order, Message::Connect { .. }) && section.fabric != FabricKey::Auto;
+    let client = connect_with(config, key, section.fabric.into(), all).await?;
     let mut mount = section.mount_config();
     let descriptors: Vec<OwnedFd> = match order {
         Message::TakeOver => {
@@ -188,7 +190,7 @@ pub(super) async fn unsupervised(section: MountSection, key: [u8; 32]) -> Result
         config.uuid = Some(uuid);
         config.dead.clone_from(&l.dead);
     }
-    let client = connect_with(config, key, section.fabric.into()).await?;
+    let client = connect_with(config, key, section.fabric.into(), section.fabric != FabricKey::Auto).await?;
     if let Some(l) = &mut lifeline {
         l.told();
     }

@@ -323,10 +323,12 @@ pub fn mount(args: &MountArgs, argv: Vec<OsString>) -> Result<ExitCode> {
     }
     let file = load(args, &asked)?;
     file.mount.check()?;
-    file.mount.has_fabric()?;
+    let socket = daemon::socket();
+    if socket.is_none() {
+        file.mount.has_fabric()?;
+    }
     let log = config::log_filter(&file.log)?;
     let key = config::read_key(&file.client_key)?;
-    let socket = daemon::socket();
     if socket.is_none() && !args.foreground {
         return background::in_background(&file.mount, argv);
     }
@@ -391,7 +393,7 @@ fn not_mounted(dir: &Path) -> Error {
 
 /// Connects a client of a running cluster.
 pub async fn connect(mds: &[String], client_key: [u8; 32]) -> Result<Client> {
-    connect_with(client_config(mds)?, client_key, Use::Best).await
+    connect_with(client_config(mds)?, client_key, Use::Best, false).await
 }
 
 fn client_config(mds: &[String]) -> Result<strake_client::Config> {
@@ -400,8 +402,9 @@ fn client_config(mds: &[String]) -> Result<strake_client::Config> {
     Ok(strake_client::Config { hostname, ..strake_client::Config::new(mds) })
 }
 
-/// `OpNotSupp`, `NoMem`: a storage server is reached by no road that may be used.
-async fn connect_with(config: strake_client::Config, client_key: [u8; 32], roads: Use) -> Result<Client> {
+/// A storage server that is reached by no road that may be used is `OpNotSupp` or `NoMem` if `all` are to be reached. Otherwise, what needs
+/// that one waits, as if it were away.
+async fn connect_with(config: strake_client::Config, client_key: [u8; 32], roads: Use, all: bool) -> Result<Client> {
     let env = Env::system();
     let mut pool = Pool::default();
     // Half of it is for what is under way.
@@ -420,7 +423,11 @@ async fn connect_with(config: strake_client::Config, client_key: [u8; 32], roads
     let client = Client::connect(config, env, Arc::new(fabric.clone())).await?;
     let map = client.map();
     for n in map.map.nodes.iter().filter(|n| n.role != ROLE_MDS) {
-        fabric.ways(&n.endpoints).map_err(|e| e.context(format!("storage server '{}'", n.name)))?;
+        match fabric.ways(&n.endpoints).map_err(|e| e.context(format!("storage server '{}'", n.name))) {
+            Ok(_) => {}
+            Err(e) if all => return Err(e),
+            Err(e) => tracing::warn!("what is on it waits: {e}"),
+        }
     }
     Ok(client)
 }
