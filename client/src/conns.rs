@@ -10,7 +10,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_fabric::{Connection, Endpoint, Fabric};
+use strake_fabric::{Connection, Fabric};
 use strake_proto::{Code, Error, NodeId, Result, pb};
 use tokio::{sync::Mutex as AsyncMutex, time::Instant};
 
@@ -69,6 +69,20 @@ impl Conns {
         Arc::new(Node { slots: (0..self.per_node).map(|_| AsyncMutex::default()).collect(), turn: AtomicUsize::new(0) })
     }
 
+    /// The connections that are open.
+    pub fn ways(&self) -> Vec<pb::WayStatus> {
+        let nodes = self.nodes.lock();
+        let mut all = Vec::new();
+        for (node, n) in nodes.iter() {
+            let open = n.slots.iter().filter_map(|s| s.try_lock().ok()?.conn.clone().filter(|c| !c.is_closed()));
+            all.extend(open.map(|c| {
+                let t = c.traffic();
+                pb::WayStatus { node: *node, endpoint: c.addr(), sent: t.sent, received: t.received }
+            }));
+        }
+        all
+    }
+
     pub fn close(&self) {
         for n in std::mem::take(&mut *self.nodes.lock()).into_values() {
             for s in &n.slots {
@@ -84,8 +98,9 @@ impl Conns {
 
 async fn connect(fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Result<Arc<dyn Connection>> {
     let mut last = Error::new(Code::Disconnected, format!("node {} ({}) has no usable endpoint", node.id, node.name));
-    for e in &node.endpoints {
-        let Ok(endpoint) = e.parse::<Endpoint>() else { continue };
+    // Whoever may wait does so: a device may come back.
+    let failed = |e: Error| Error::new(Code::Disconnected, format!("connecting to {}: {}", node.name, e.message));
+    for endpoint in fabric.ways(&node.endpoints).map_err(failed)? {
         last = match tokio::time::timeout(CONNECT_TIMEOUT, fabric.connect(&endpoint, None)).await {
             Ok(Ok(c)) => return Ok(c),
             Ok(Err(e)) => e.context(format_args!("connecting to {} at {endpoint}", node.name)),

@@ -22,6 +22,7 @@ use crate::{
     core::{Attempts, Core, Hold, room_for},
     inode::{Cap, Inode},
     keep::{self, KeptWrite},
+    mds::Session,
     retry::{DataVerdict, data_verdict},
     route,
     segments::{self, Content},
@@ -45,6 +46,24 @@ pub(crate) struct Question<'a, T> {
     pub request: DataRequest,
     /// `Corrupt`: another replica may do better.
     pub read: &'a (dyn Fn(TargetId, DataReply, Vec<Buf>) -> Result<T> + Sync),
+}
+
+/// An update that is under way. Dropped without having been settled it is given up, and may be on its way yet.
+struct UnderWay<'a> {
+    core: &'a Core,
+    inode: &'a Inode,
+    at: (ChainId, ChunkId),
+    session: u64,
+    settled: bool,
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        if let Some(s) = self.core.session_of(self.session).filter(|_| !self.settled) {
+            s.next_round();
+            self.inode.given_up.lock().extend([self.at]);
+        }
+    }
 }
 
 /// One update of one chunk on its way.
@@ -162,8 +181,28 @@ impl Core {
         }
     }
 
-    /// One update, repeated with the same number until it is answered.
+    fn session_of(&self, id: SessionId) -> Option<Arc<Session>> {
+        self.current_session().filter(|s| s.id == id)
+    }
+
+    pub(crate) fn round_of(&self, session: SessionId) -> u64 {
+        self.session_of(session).map_or(0, |s| s.round())
+    }
+
+    /// One update, repeated with the same number until it is answered. Where it is given up, a new round begins before this returns.
     pub(crate) async fn update(self: &Arc<Self>, u: &mut Update<'_>, at: &mut Attempts) -> Result<DataReply> {
+        let (inode, at_chunk, session) = (u.inode, (u.chain, u.chunk), u.session);
+        let mut under_way = UnderWay { core: self, inode, at: at_chunk, session, settled: false };
+        let r = self.repeat_update(u, at).await;
+        under_way.settled = match &r {
+            Ok(_) => true,
+            // Its head remembers what it refused for good.
+            Err(e) => !e.is_retryable() && !at.in_doubt,
+        };
+        r
+    }
+
+    async fn repeat_update(self: &Arc<Self>, u: &mut Update<'_>, at: &mut Attempts) -> Result<DataReply> {
         let (mut resends, mut caps) = (0, 0);
         let mut cap = self.capability(u.inode, true, None).await?;
         let sums_of = |u: &Update| block_sums(u64::from(u.offset), u.data.bytes().iter().map(|b| &b[..]));
@@ -217,6 +256,7 @@ impl Core {
             seq: u.seq,
             version: u.version,
             cap: Some(cap.bytes),
+            round: self.round_of(u.session),
             sums: sums.to_vec(),
             ..DataRequest::new(u.chain, 0, 0, u.chunk)
         };

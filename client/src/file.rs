@@ -290,6 +290,7 @@ impl Core {
     /// All bytes written through this client are stable and the size is in the metadata log.
     pub(crate) async fn sync_inode(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
         self.send_held(inode).await;
+        self.fence(inode).await?;
         self.flush_inode(inode.ino).await?;
         self.push_size(inode).await
     }

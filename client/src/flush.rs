@@ -99,6 +99,20 @@ impl Core {
         join_all(flushes).await.into_iter().collect()
     }
 
+    /// Returns when updates of the file that were given up, and are on their way yet, will not be made over anything that is written or cut
+    /// from now on, by whomever: the heads of their chains have heard of the present round.
+    pub(crate) async fn fence(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
+        let chains = std::mem::take(&mut *inode.given_up.lock());
+        let fences = chains.into_iter().map(|(chain, chunk)| async move {
+            let mut at = self.attempts("flush after a write that was given up");
+            let r = self.send_flush(chain, inode, DataRequest::new(chain, 0, 0, chunk), &mut at).await;
+            // A head that answers anything else has heard of it; a chain that is lost makes nothing.
+            let r = r.or_else(|e| if e.is_retryable() { Err(e) } else { Ok(None) });
+            r.map(drop).inspect_err(|_| inode.given_up.lock().extend([(chain, chunk)]))
+        });
+        join_all(fences).await.into_iter().collect()
+    }
+
     /// One flush of a chain at a time: those who waited find their bytes stable already.
     async fn flush_locked(
         self: &Arc<Self>,
@@ -154,7 +168,12 @@ impl Core {
                 }
             };
             let map = self.map();
-            let request = DataRequest { session: cap.session, cap: Some(cap.bytes), ..request.clone() };
+            let request = DataRequest {
+                session: cap.session,
+                cap: Some(cap.bytes),
+                round: self.round_of(cap.session),
+                ..request.clone()
+            };
             let e = match self.to_head(&map, chain, Message::new(opcode::FLUSH, Vec::new()), request).await {
                 Ok((head, r)) => match r.stamps.iter().find(|s| s.target == head && r.stable) {
                     Some(s) => return Ok(Some(*s)),
@@ -191,9 +210,9 @@ impl Core {
         at: &mut Attempts,
     ) -> Result<()> {
         let _all = inode.ranges.lock_all().await;
-        let (plan, planned, bereft) = {
+        let (plan, bereft) = {
             let u = self.unstable.lock();
-            (u.plan(chain, inode.ino, stamps), u.mark(), u.is_bereft(chain, inode.ino, stamps))
+            (u.plan(chain, inode.ino, mark, stamps), u.is_bereft(chain, inode.ino, mark, stamps))
         };
         if bereft {
             inode.fail_loudly("bytes written before the mount was restarted were lost with a storage server");
@@ -223,7 +242,7 @@ impl Core {
             inode.fail(Error { code: Code::Io, ..e.context("unstable bytes could not be written again") });
         }
         let mut u = self.unstable.lock();
-        u.replayed(chain, inode.ino, mark, planned, stamps);
+        u.replayed(chain, inode.ino, mark);
         for (order, e) in again {
             u.add_again(chain, order, e);
         }

@@ -7,7 +7,7 @@ use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 use parking_lot::Mutex;
 use strake_proto::{
-    Code, Error, Ino, Result, Rights, SessionId,
+    ChainId, ChunkId, Code, Error, Ino, Result, Rights, SessionId,
     cap::{self, CAP_LEN},
     checksum::BLOCK,
     layout::{MAX_FILE_SIZE, StripeMap},
@@ -106,6 +106,8 @@ pub(crate) struct Inode {
     pub placing: AsyncMutex<()>,
     /// Appends that a former client of the mount had in work and that may come again. Reports wait for them, and no other append goes below.
     awaited: watch::Sender<Awaited>,
+    /// Chains with updates that were given up and may be on their way, and a chunk of each.
+    pub given_up: Mutex<BTreeMap<ChainId, ChunkId>>,
     state: Mutex<State>,
 }
 
@@ -217,6 +219,7 @@ impl Inode {
                 kept: None,
             }),
             awaited: watch::Sender::default(),
+            given_up: Mutex::default(),
         }
     }
 

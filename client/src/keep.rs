@@ -26,9 +26,9 @@ use strake_proto::{
 };
 
 /// "strake" and the version of this layout.
-const LAYOUT: u64 = u64::from_be_bytes(*b"strake\0\x03");
-/// The one before, without writes that were not answered: a part of this one.
-const LAYOUT_BEFORE: u64 = u64::from_be_bytes(*b"strake\0\x02");
+const LAYOUT: u64 = u64::from_be_bytes(*b"strake\0\x04");
+/// Those before, which are parts of this one: without writes that were not answered, and without rounds.
+const LAYOUTS_BEFORE: [u64; 2] = [u64::from_be_bytes(*b"strake\0\x02"), u64::from_be_bytes(*b"strake\0\x03")];
 
 impl std::fmt::Debug for Keep {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -43,6 +43,7 @@ mod head {
     pub const SESSION: usize = 3;
     pub const NEXT_MUTATION: usize = 4;
     pub const NEXT_DATA: usize = 5;
+    pub const ROUND: usize = 6;
     /// For the owner of the client.
     pub const OWNER: usize = 16;
     pub const OWNER_WORDS: usize = 16;
@@ -116,7 +117,8 @@ impl Keep {
 
     fn of(memory: Arc<Kept>) -> io::Result<Arc<Keep>> {
         let layout = memory.len().ge(&(BUFFERS + REGION)).then(|| memory.word(head::LAYOUT * 8));
-        let Some(layout) = layout.filter(|l| [LAYOUT, LAYOUT_BEFORE].contains(&l.load(Acquire))) else {
+        let known = |l| l == LAYOUT || LAYOUTS_BEFORE.contains(&l);
+        let Some(layout) = layout.filter(|l| known(l.load(Acquire))) else {
             let m = "the kept memory of this mount has the layout of another version";
             return Err(io::Error::new(io::ErrorKind::InvalidData, m));
         };
@@ -219,6 +221,11 @@ impl Keep {
     /// The first of `n` numbers for data writes that none had.
     pub(crate) fn take_data_numbers(&self, n: u64) -> u64 {
         self.word(head::NEXT_DATA).fetch_add(n, Relaxed)
+    }
+
+    /// See [`strake_proto::data::DataRequest::round`]; of all sessions.
+    pub(crate) fn round(&self) -> &AtomicU64 {
+        self.word(head::ROUND)
     }
 
     /// Keeps an open handle's words; `None` when too many are kept.

@@ -69,11 +69,11 @@ pub use keep::{Keep, Numbers, numbered};
 pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS};
 pub use memory::{Forget, Forgetting};
 pub use meta::{DirPage, LayoutInfo, Mode};
-use strake_fabric::{Env, Fabric};
+use strake_fabric::{Env, Fabric, traffic};
 use strake_proto::{Ino, Result, map::MapView};
 pub use strake_proto::{
     ids::ROOT_INO,
-    pb::{Attr, Creds, Layout, LayoutSpec, SetAttr, StatfsReply},
+    pb::{Attr, Creds, Layout, LayoutSpec, Roads, SetAttr, StatfsReply},
 };
 pub use takeover::Former;
 
@@ -133,6 +133,11 @@ impl Client {
         self.core.session().await?;
         self.core.refresh_map(self.core.map().version()).await;
         Ok(self.core.map())
+    }
+
+    /// Over which connections it reaches the storage servers, and what went over each kind of fabric.
+    pub fn roads(&self) -> Roads {
+        Roads { roads: traffic::roads(&*self.core.fabric), ways: self.core.conns.ways() }
     }
 
     /// The root directory.

@@ -9,7 +9,10 @@ use std::{
     collections::BTreeMap,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering::Relaxed},
+        atomic::{
+            AtomicU64,
+            Ordering::{Relaxed, SeqCst},
+        },
     },
     time::Duration,
 };
@@ -73,6 +76,8 @@ pub(crate) struct Session {
     seqs: Mutex<Seqs>,
     /// Numbers of data writes: a space of their own. With kept memory it is there.
     data_seq: AtomicU64,
+    /// See [`strake_proto::data::DataRequest::round`]. With kept memory it is there.
+    round: AtomicU64,
     /// The metadata servers ask for what it holds back before they tell others of a file.
     pub may_hold_back: bool,
     keep: Option<Arc<Keep>>,
@@ -85,6 +90,20 @@ impl Session {
             Some(k) => k.take_data_numbers(n),
             None => self.data_seq.fetch_add(n, Relaxed),
         }
+    }
+
+    fn rounds(&self) -> &AtomicU64 {
+        self.keep.as_ref().map_or(&self.round, |k| k.round())
+    }
+
+    /// What data requests that are sent now say.
+    pub(crate) fn round(&self) -> u64 {
+        self.rounds().load(SeqCst)
+    }
+
+    /// An update is given up that may be on its way: what is written from now on is not to be overwritten by it.
+    pub(crate) fn next_round(&self) {
+        self.rounds().fetch_add(1, SeqCst);
     }
 
     /// A number for a mutation: the one that a former client used for the same request, or a new one. `EIO` when that
@@ -349,9 +368,14 @@ impl Core {
             fs_uuid: r.fs_uuid,
             seqs: Mutex::new(seqs),
             data_seq: AtomicU64::new(1),
+            round: AtomicU64::new(0),
             may_hold_back: self.cfg.write_back && r.write_back,
             keep,
         });
+        if self.cfg.keep.as_ref().is_some_and(|k| k.former_session() == s.id) {
+            // What a former process had on its way, and nobody repeats.
+            s.next_round();
+        }
         *self.session.lock() = Some(s.clone());
         Ok(s)
     }

@@ -342,6 +342,9 @@ impl Core {
             (Some(i), Some(_)) => Some(i.ranges.lock_all().await),
             _ => None,
         };
+        if let (Some(i), Some(_)) = (&inode, size) {
+            self.fence(i).await?;
+        }
         if let Some(i) = &inode {
             // Own writes count as made before: an mtime set now must stay.
             self.push_size(i).await?;

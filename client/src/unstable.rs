@@ -164,14 +164,15 @@ impl<T> Unstable<T> {
     }
 
     /// The lost bytes of one inode on one chain, without those that a later write covers: disjoint, so that they can be
-    /// sent in any order. What survived is left alone: it may be newer.
-    pub fn plan(&self, chain: ChainId, ino: Ino, stamps: &[Stamp]) -> Vec<Replay<T>> {
+    /// sent in any order. What survived is left alone: it may be newer. So is what was answered after the flush was sent, of which
+    /// its answer says nothing: the replica may have restarted since.
+    pub fn plan(&self, chain: ChainId, ino: Ino, mark: u64, stamps: &[Stamp]) -> Vec<Replay<T>> {
         let mut covered: BTreeMap<ChunkId, Vec<Range<u64>>> = BTreeMap::new();
         let mut out = Vec::new();
         let Some(c) = self.chains.get(&chain) else { return out };
         for ((order, _), e) in c.iter().rev().filter(|(_, e)| e.chunk.ino == ino) {
             let above = covered.entry(e.chunk).or_default();
-            if !e.survives(stamps) {
+            if *order < mark && !e.survives(stamps) {
                 for r in subtract(e.range(), above) {
                     let skip = (r.start - u64::from(e.offset)) as usize;
                     out.push(Replay {
@@ -194,15 +195,15 @@ impl<T> Unstable<T> {
 
     /// Whether bytes of an inode on a chain are lost that nobody has any more: a former client had them elsewhere than in
     /// kept memory.
-    pub fn is_bereft(&self, chain: ChainId, ino: Ino, stamps: &[Stamp]) -> bool {
+    pub fn is_bereft(&self, chain: ChainId, ino: Ino, mark: u64, stamps: &[Stamp]) -> bool {
         let lost = |e: &Entry<T>| e.chunk.ino == ino && e.data.span() == 0 && !e.survives(stamps);
-        self.chains.get(&chain).is_some_and(|c| c.values().any(lost))
+        self.chains.get(&chain).is_some_and(|c| c.range(..(mark, 0)).any(|(_, e)| lost(e)))
     }
 
-    /// The plan for an inode on a chain was carried out: forgets what was stable at `mark`, and what was lost before
-    /// `planned` (as far as it is still unstable it was added anew).
-    pub fn replayed(&mut self, chain: ChainId, ino: Ino, mark: u64, planned: u64, stamps: &[Stamp]) {
-        self.retain(chain, |order, e| e.chunk.ino != ino || order >= planned || (order >= mark && e.survives(stamps)));
+    /// The plan for an inode on a chain was carried out: forgets what was stable at `mark`, and what was lost (as far as it is still
+    /// unstable it was added anew). What was answered later stays, stable or not: older bytes that stay must not be replayed over it.
+    pub fn replayed(&mut self, chain: ChainId, ino: Ino, mark: u64) {
+        self.retain(chain, |order, e| e.chunk.ino != ino || order >= mark);
     }
 
     /// Whether unstable bytes of a chunk overlap these: then a stable write is kept too, lest they be replayed over it.
@@ -338,10 +339,30 @@ mod tests {
         let mark = u.mark();
         assert!(u.flushed(7, mark, &stamps(&[(1, 101), (2, 201)])).contains_key(&1));
         assert!(u.pending(7, mark, Some(1)) && !u.pending(7, mark, Some(2)));
-        let plan = u.plan(7, 1, &stamps(&[(1, 101)]));
+        let plan = u.plan(7, 1, mark, &stamps(&[(1, 101)]));
         assert_eq!((plan.len(), plan[0].seq), (1, Some(2)));
-        u.replayed(7, 1, mark, u.mark(), &stamps(&[(1, 101)]));
+        u.replayed(7, 1, mark);
         assert_eq!((u.bytes(), u.pending(7, u64::MAX, None)), (0, false));
+    }
+
+    /// A flush is answered by the replica's second life, which lost the first bytes and has the second; before they are replayed it
+    /// restarts once more, and its third life is given bytes over the second ones. These must not be replayed over them later.
+    #[test]
+    fn what_was_written_since_a_flush_was_sent_is_left_to_the_next_one() {
+        let mut u = Unstable::default();
+        u.add(7, entry(0, 1, 10, &[(1, 1)]));
+        let mark = u.mark();
+        u.add(7, entry(20, 2, 10, &[(1, 2)]));
+        assert!(u.flushed(7, mark, &stamps(&[(1, 2)])).contains_key(&1));
+        u.add(7, entry(25, 3, 10, &[(1, 3)]));
+        let planned = |u: &Unstable<()>, mark, stamps: &[Stamp]| -> Vec<(u32, u64)> {
+            u.plan(7, 1, mark, stamps).iter().map(|p| (p.offset, p.data.span())).collect()
+        };
+        assert_eq!(planned(&u, mark, &stamps(&[(1, 2)])), [(0, 10)]);
+        u.replayed(7, 1, mark);
+        let mark = u.mark();
+        assert!(u.flushed(7, mark, &stamps(&[(1, 3)])).contains_key(&1));
+        assert_eq!(planned(&u, mark, &stamps(&[(1, 3)])), [(20, 5)], "without what was written over it");
     }
 
     #[test]
@@ -352,7 +373,7 @@ mod tests {
         u.clip(1, 4);
         assert_eq!(u.bytes(), 4);
         assert_eq!(u.chains_of(1), vec![7]);
-        assert_eq!(u.plan(7, 1, &[])[0].data.span(), 4);
+        assert_eq!(u.plan(7, 1, u.mark(), &[])[0].data.span(), 4);
         assert_eq!(u.forget_session(1).len(), 1);
         assert_eq!(u.bytes(), 0);
     }
@@ -365,10 +386,10 @@ mod tests {
         assert_eq!((u.bytes(), u.chunks_of(7, 1), u.chunks_of(7, 2)), (10, BTreeSet::from([0]), BTreeSet::new()));
         assert!(u.overlaps(7, CHUNK, 13, 1) && !u.overlaps(7, CHUNK, 14, 1));
         u.clip(1, 8);
-        let plan = u.plan(7, 1, &[]);
+        let plan = u.plan(7, 1, u.mark(), &[]);
         assert!(matches!(plan[0].data, Content::Hole(4)));
         assert!(matches!(&plan[1].data, Content::Bytes(b) if b[0].len() == 4), "what was punched is not written again");
-        assert!(!u.is_bereft(7, 1, &[]));
+        assert!(!u.is_bereft(7, 1, u.mark(), &[]));
         u.forget_inode(1);
         assert_eq!((u.bytes(), u.chains_of(1)), (0, vec![]));
     }
@@ -384,6 +405,59 @@ mod tests {
         assert!(u.due(4, 30, 3).is_empty());
         assert_eq!(u.due(4, 29, 3), vec![7]);
         assert_eq!(u.due(4, 30, 2), vec![7]);
+    }
+
+    /// One chunk of a server that forgets what it has not flushed when it restarts.
+    struct Server {
+        life: u64,
+        bytes: Vec<u8>,
+        seqs: BTreeSet<u64>,
+        durable: (Vec<u8>, BTreeSet<u64>),
+    }
+
+    impl Default for Server {
+        fn default() -> Server {
+            let bytes = vec![0; 72];
+            Server { life: 1, bytes: bytes.clone(), seqs: BTreeSet::new(), durable: (bytes, BTreeSet::new()) }
+        }
+    }
+
+    impl Server {
+        fn stamp(&self) -> Stamp {
+            Stamp { target: 1, stamp: self.life }
+        }
+        fn flush(&mut self) {
+            self.durable = (self.bytes.clone(), self.seqs.clone());
+        }
+        fn restart(&mut self) {
+            self.life += 1;
+            (self.bytes, self.seqs) = self.durable.clone();
+        }
+        /// Whether it is stable: what is known is flushed.
+        fn update(&mut self, seq: u64, offset: u32, data: &Content) -> bool {
+            let known = !self.seqs.insert(seq);
+            if known {
+                self.flush();
+            } else {
+                let bytes: Vec<u8> = data.bytes().iter().flat_map(|b| b.to_vec()).collect();
+                self.bytes[offset as usize..offset as usize + bytes.len()].copy_from_slice(&bytes);
+            }
+            known
+        }
+        /// As `flush.rs` does, with numbers from `seq` on for parts.
+        fn replay(&mut self, u: &mut Unstable<()>, mark: u64, stamp: Stamp, mut seq: u64) {
+            let mut again = Vec::new();
+            for p in u.plan(3, 1, mark, &[stamp]) {
+                seq += 1;
+                let number = p.seq.unwrap_or(seq);
+                if !self.update(number, p.offset, &p.data) {
+                    let e = entry(p.offset, 1, 0, &[]);
+                    again.push((p.order, Entry { data: p.data, seq: number, stamps: vec![self.stamp()], ..e }));
+                }
+            }
+            u.replayed(3, 1, mark);
+            again.into_iter().for_each(|(order, e)| u.add_again(3, order, e));
+        }
     }
 
     proptest! {
@@ -417,7 +491,7 @@ mod tests {
             let now = stamps(&[(1, 2)]);
             let mark = u.mark();
             u.flushed(3, mark, &now);
-            for p in u.plan(3, 1, &now) {
+            for p in u.plan(3, 1, mark, &now) {
                 let bytes = match &p.data {
                     Content::Bytes(b) => b.iter().flat_map(|b| b.to_vec()).collect(),
                     Content::Hole(n) => vec![0; *n as usize],
@@ -425,9 +499,58 @@ mod tests {
                 have[p.offset as usize..p.offset as usize + bytes.len()].copy_from_slice(&bytes);
             }
             prop_assert_eq!(have, want);
-            u.replayed(3, 1, mark, u.mark(), &now);
+            u.replayed(3, 1, mark);
             prop_assert_eq!(u.bytes(), 0);
             prop_assert!(!u.pending(3, u64::MAX, None));
+        }
+
+        /// A server that restarts at any time, between a flush, its answer and the replay that follows from that, while writes go on.
+        #[test]
+        fn whatever_restarts_when_the_last_writer_of_every_byte_stays(
+            steps in prop::collection::vec((0u8..9, 0u32..48, 1usize..24), 1..60),
+        ) {
+            let mut s = Server::default();
+            let (mut u, mut want) = (Unstable::default(), vec![0u8; 72]);
+            let (mut asked, mut lost): (Option<u64>, Option<(u64, Stamp)>) = (None, None);
+            for (i, (what, at, n)) in steps.iter().enumerate() {
+                let byte = i as u8 + 1;
+                match what {
+                    0..=3 => {
+                        want[*at as usize..*at as usize + n].fill(byte);
+                        let mut e = entry(*at, byte, *n, &[]);
+                        s.update(e.seq, e.offset, &e.data);
+                        e.stamps = vec![s.stamp()];
+                        u.add(3, e);
+                    }
+                    4 => s.restart(),
+                    5 if lost.is_none() => asked = asked.or(Some(u.mark())),
+                    6 => {
+                        if let Some(mark) = asked.take() {
+                            s.flush();
+                            lost = (!u.flushed(3, mark, &[s.stamp()]).is_empty()).then_some((mark, s.stamp()));
+                        }
+                    }
+                    7 => {
+                        if let Some((mark, stamp)) = lost.take() {
+                            s.replay(&mut u, mark, stamp, 1000 * (i as u64 + 1));
+                        }
+                    }
+                    _ => {}
+                }
+            }
+            if let Some((mark, stamp)) = lost {
+                s.replay(&mut u, mark, stamp, 1_000_000);
+            }
+            while u.pending(3, u64::MAX, None) {
+                let mark = u.mark();
+                s.flush();
+                if !u.flushed(3, mark, &[s.stamp()]).is_empty() {
+                    s.replay(&mut u, mark, s.stamp(), 2_000_000);
+                }
+            }
+            s.restart();
+            prop_assert_eq!(s.bytes, want);
+            prop_assert_eq!(u.bytes(), 0);
         }
     }
 }

@@ -293,6 +293,7 @@ async fn a_dead_chain_is_an_error_after_the_time_limit_and_heals_before_it() {
     c.net.set_down(node(0), false);
     write.await.unwrap().unwrap();
     assert!(a.stats().longest_stall_ms >= 3000);
+    assert_eq!(c.oss.counts(|n| n.round), 1, "one was given up");
     // A server that takes requests and says nothing is as good as dead, until the map says so.
     let c = Cluster::new(2, 2);
     let a = c.client(2).await;

@@ -65,6 +65,9 @@ async fn unstable_bytes_and_sizes_are_taken_over() {
         assert_eq!(f.attr().size, 350_000);
         f.fsync().await.unwrap();
         assert_eq!((b.stats().replays > 0, c.mds.size_of(INO)), (restarted, 350_000));
+        f.write_all_at(0, &[1]).await.unwrap();
+        assert_eq!(c.oss.counts(|n| n.round), 1, "what the former client had on its way is given up");
+        f.fsync().await.unwrap();
         c.restart(&[0, 1, 2]);
         assert!(join(&f.read(0, 1 << 20).await.unwrap()) == want, "stable now");
         f.close().await.unwrap();

@@ -1,18 +1,22 @@
 //! Moving requests, replies and bulk bytes between StrakeFS processes.
 //!
 //! A [`Fabric`] connects and listens; a [`Connection`] carries calls, many at a time, in both directions; a
-//! [`Service`] answers them. TCP is one implementation, the simulator's network another. Bulk bytes travel in
+//! [`Service`] answers them. TCP and RDMA are implementations, the simulator's network another. Bulk bytes travel in
 //! [`Buf`]s: aligned, pooled, shared by reference from socket to disk.
 
 pub mod buf;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
+pub mod conn;
 pub mod endpoint;
 pub mod env;
 pub mod kept;
 pub mod leader;
+pub mod rdma;
 pub mod region;
+pub mod roads;
 pub mod tcp;
+pub mod traffic;
 pub mod watch;
 
 use std::sync::Arc;
@@ -24,9 +28,12 @@ pub use endpoint::Endpoint;
 pub use env::{Clock, Env};
 pub use kept::{Kept, Record, Records};
 pub use leader::LeaderFinder;
+pub use rdma::RdmaFabric;
 pub use region::{REGION, Region};
+pub use roads::{Roads, Use};
 use strake_proto::{Error, Result};
 pub use tcp::TcpFabric;
+pub use traffic::Traffic;
 
 /// What a connection's other end proved to be in the handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,6 +99,10 @@ pub trait Connection: Send + Sync + 'static {
     fn is_closed(&self) -> bool;
     /// What the peer is reached at, for messages to people.
     fn addr(&self) -> String;
+    /// What went over it so far, payloads and all.
+    fn traffic(&self) -> Traffic {
+        Traffic::default()
+    }
     /// Stops it; calls in flight end with `Disconnected`.
     fn close(&self);
 }
@@ -104,6 +115,14 @@ pub trait Fabric: Send + Sync + 'static {
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener>;
     /// Where received payloads come from and where senders should take their buffers.
     fn pool(&self) -> &Pool;
+    /// The endpoints of a server that lead there, the best first. An error says why none does.
+    fn ways(&self, endpoints: &[String]) -> Result<Vec<Endpoint>> {
+        Ok(endpoints.iter().filter_map(|e| e.parse().ok()).collect())
+    }
+    /// What went over each road that it has, by the name that endpoints begin with.
+    fn roads(&self) -> Vec<(&'static str, Traffic)> {
+        Vec::new()
+    }
 }
 
 /// Keeps a listening socket and its connections alive.

@@ -1,6 +1,6 @@
 //! Fixed-layout bodies of data-plane frames. Little-endian; specified in `docs/formats.md`.
 //!
-//! A request body is a 96-byte [`DataRequest`] head, then (as counted in it) a 64-byte capability, block checksums,
+//! A request body is a 96-byte [`DataRequest`] head, then (as said in it) a 64-byte capability, a round, block checksums,
 //! recent-writer records, memory regions and damaged parts. A reply body is a 40-byte [`DataReply`] head, then block checksums and
 //! replica start stamps.
 
@@ -77,8 +77,10 @@ pub const FLAG_REPLAY: u8 = 4;
 pub const FLAG_TOMBSTONE: u8 = 8;
 /// A write of bytes that were held back: it may take what the target has granted to its session.
 pub const FLAG_GRANTED: u8 = 16;
+/// A round follows. Set by the encoder.
+pub const FLAG_ROUND: u8 = 32;
 /// A request with any other is refused: what it asks for would be left out.
-const FLAGS: u8 = FLAG_CAP | FLAG_STABLE | FLAG_REPLAY | FLAG_TOMBSTONE | FLAG_GRANTED;
+const FLAGS: u8 = FLAG_CAP | FLAG_STABLE | FLAG_REPLAY | FLAG_TOMBSTONE | FLAG_GRANTED | FLAG_ROUND;
 
 /// How long a target keeps free what it has granted, from when it answered. A session counts from when it asked, and takes 0.9 of it.
 pub const GRANT_TERM: Duration = Duration::from_secs(10);
@@ -90,7 +92,7 @@ pub const MAX_GRANT: u64 = (64 << 20) / GRANT_UNIT;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DataRequest {
     pub kind: Kind,
-    /// [`FLAG_STABLE`] | [`FLAG_REPLAY`] | [`FLAG_TOMBSTONE`] | [`FLAG_GRANTED`]; [`FLAG_CAP`] is set by the encoder.
+    /// [`FLAG_STABLE`] | [`FLAG_REPLAY`] | [`FLAG_TOMBSTONE`] | [`FLAG_GRANTED`]; [`FLAG_CAP`] and [`FLAG_ROUND`] are set by the encoder.
     pub flags: u8,
     pub chain: ChainId,
     /// The sender's idea of the chain's epoch; a replica with another one answers `StaleEpoch`.
@@ -107,6 +109,10 @@ pub struct DataRequest {
     pub seq: u64,
     pub version: Version,
     pub cap: Option<[u8; CAP_LEN]>,
+    /// WRITE, FLUSH: how often the session had given up an update without knowing what became of it, when this was sent. A head that has heard of
+    /// a newer round refuses updates of older ones: they may be such, and what was written since must not be overwritten. 0, which is not
+    /// sent: never, or not said.
+    pub round: u64,
     /// One CRC32C per 4 KiB block touched, see [`crate::checksum`].
     pub sums: Vec<u32>,
     pub writers: Vec<Writer>,
@@ -131,6 +137,7 @@ impl DataRequest {
             seq: 0,
             version: Version::default(),
             cap: None,
+            round: 0,
             sums: Vec::new(),
             writers: Vec::new(),
             regions: Vec::new(),
@@ -140,11 +147,13 @@ impl DataRequest {
 
     pub fn encode(&self) -> Bytes {
         let cap = if self.cap.is_some() { CAP_LEN } else { 0 };
+        let round = if self.round != 0 { 8 } else { 0 };
         let lists = self.sums.len() * 4 + self.writers.len() * 32 + self.regions.len() * 16 + self.damaged.len() * 8;
-        let mut b = BytesMut::with_capacity(REQUEST_HEAD + cap + lists);
+        let mut b = BytesMut::with_capacity(REQUEST_HEAD + cap + round + lists);
         b.put_u16_le(VERSION);
         b.put_u8(self.kind as u8);
-        b.put_u8(self.flags & !FLAG_CAP | if self.cap.is_some() { FLAG_CAP } else { 0 });
+        let follow = if self.cap.is_some() { FLAG_CAP } else { 0 } | if round > 0 { FLAG_ROUND } else { 0 };
+        b.put_u8(self.flags & !(FLAG_CAP | FLAG_ROUND) | follow);
         b.put_u32_le(self.chain);
         b.put_u64_le(self.epoch);
         b.put_u64_le(self.chunk.ino);
@@ -163,6 +172,9 @@ impl DataRequest {
         b.put_u32_le(self.damaged.len() as u32);
         if let Some(c) = &self.cap {
             b.put_slice(c);
+        }
+        if round > 0 {
+            b.put_u64_le(self.round);
         }
         for s in &self.sums {
             b.put_u32_le(*s);
@@ -215,6 +227,10 @@ impl DataRequest {
             return Err(bad("data request lists too long"));
         }
         let cap = if flags & FLAG_CAP != 0 { Some(r.take::<CAP_LEN>()?) } else { None };
+        let round = if flags & FLAG_ROUND != 0 { r.u64()? } else { 0 };
+        if flags & FLAG_ROUND != 0 && round == 0 {
+            return Err(bad("a round of 0 is not sent"));
+        }
         let sums = (0..sums).map(|_| r.u32()).collect::<Result<_>>()?;
         let writers = (0..writers)
             .map(|_| {
@@ -227,7 +243,7 @@ impl DataRequest {
         r.end()?;
         Ok(DataRequest {
             kind,
-            flags: flags & !FLAG_CAP,
+            flags: flags & !(FLAG_CAP | FLAG_ROUND),
             chain,
             epoch,
             chunk,
@@ -238,6 +254,7 @@ impl DataRequest {
             seq,
             version,
             cap,
+            round,
             sums,
             writers,
             regions,
@@ -528,6 +545,7 @@ mod tests {
             seq: 3,
             version: Version { epoch: 2, number: 8 },
             cap: Some([9; CAP_LEN]),
+            round: 1 << 40,
             sums: vec![1, 2, 3],
             writers: vec![Writer { session: 1, seq: 2, version: Version { epoch: 3, number: 4 } }],
             regions: vec![Region { addr: 1 << 40, key: 5, len: 6 }],
@@ -540,7 +558,8 @@ mod tests {
     fn requests_and_replies_round_trip() {
         let r = request();
         assert_eq!(DataRequest::decode(&r.encode()).unwrap(), r);
-        let bare = DataRequest { cap: None, sums: vec![], writers: vec![], regions: vec![], damaged: vec![], ..r };
+        let bare =
+            DataRequest { cap: None, round: 0, sums: vec![], writers: vec![], regions: vec![], damaged: vec![], ..r };
         assert_eq!(bare.encode().len(), REQUEST_HEAD);
         assert_eq!(DataRequest::decode(&bare.encode()).unwrap(), bare);
         let p = DataReply {
@@ -570,7 +589,7 @@ mod tests {
         lying.copy_from_slice(&good);
         lying[92..96].copy_from_slice(&(MAX_DAMAGED as u32 + 1).to_le_bytes());
         assert!(DataRequest::decode(&lying).is_err());
-        for (at, unknown) in [(2, 200), (3, 32), (3, 64), (3, 128)] {
+        for (at, unknown) in [(2, 200), (3, 64), (3, 128)] {
             let mut other = good.to_vec();
             other[at] |= unknown;
             assert!(DataRequest::decode(&other).is_err(), "kind or flag {unknown}");

@@ -15,6 +15,9 @@ pub const MAX_PAYLOAD: u32 = 16 << 20;
 
 /// `payload_crc` is set and the receiver checks it (payloads that carry no block checksums of their own).
 pub const FLAG_PAYLOAD_SUMMED: u8 = 1;
+/// Requests: regions of the sender's memory follow the body. Responses: the payload is not behind the body, it was written to
+/// the requester's memory. Only where the transport can (RDMA).
+pub const FLAG_REGIONS: u8 = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]

@@ -28,6 +28,9 @@ pub const PROBE: u16 = 0x0064;
 /// mds to the mds that leads: what may be told of, see `docs/follower-reads.md`.
 pub const FRONTIER: u16 = 0x0065;
 
+/// Within the transport, RDMA only: room for the payload of a reply, see `docs/rdma.md`.
+pub const ROOM: u16 = 0x0081;
+
 /// Data plane; bodies are [`crate::data`] headers.
 pub const READ: u16 = 0x0101;
 pub const WRITE: u16 = 0x0102;

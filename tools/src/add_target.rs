@@ -37,7 +37,7 @@ pub struct AddArgs {
     /// Size of the file that holds its data, GiB.
     #[arg(long, conflicts_with = "device", value_parser = clap::value_parser!(u64).range(1..=MAX_TARGET_GIB))]
     size_gib: Option<u64>,
-    /// Block device that holds its data, instead of a file.
+    /// Block device or NVMe namespace (/dev/ngXnY) that holds its data, instead of a file; or spdk:TRANSPORT-ID.
     #[arg(long, requires = "config")]
     device: Option<PathBuf>,
     /// The device need not be blank: all that is on it is lost.
@@ -133,7 +133,7 @@ fn with_target(text: &str, path: &Path, a: &AddArgs, force: bool) -> Result<Stri
     }
     let _ = writeln!(s, "\n[[oss.targets]]\npath = {}", quoted(path)?);
     if let Some(device) = &a.device {
-        let _ = writeln!(s, "device = {}", quoted(&std::path::absolute(device)?)?);
+        let _ = writeln!(s, "device = {}", quoted(&whole(device)?)?);
     }
     if force {
         let _ = writeln!(s, "force = true");
@@ -142,6 +142,15 @@ fn with_target(text: &str, path: &Path, a: &AddArgs, force: bool) -> Result<Stri
         let _ = writeln!(s, "size = {}", gib << 30);
     }
     Ok(s)
+}
+
+/// As it is named from any folder. SPDK's devices are no paths.
+fn whole(device: &Path) -> Result<PathBuf> {
+    Ok(if device.as_os_str().as_encoded_bytes().starts_with(b"spdk:") {
+        device.into()
+    } else {
+        std::path::absolute(device)?
+    })
 }
 
 fn quoted(path: &Path) -> Result<toml::Value> {

@@ -7,6 +7,7 @@ mod bench;
 mod config;
 mod dev;
 mod fsck;
+mod gds;
 mod lfs;
 mod lifeline;
 mod members;
@@ -69,6 +70,9 @@ enum Command {
     Fsck(fsck::FsckArgs),
     /// Have storage targets read all they hold and repair what is damaged; or show what was found.
     Scrub(scrub::ScrubArgs),
+    /// Show which roads between files and GPU memory this machine has.
+    #[command(subcommand)]
+    Gds(gds::Command),
     /// The Lustre-like user tool (also by calling this binary `lfs`).
     #[command(disable_help_flag = true)]
     Lfs {
@@ -90,7 +94,8 @@ pub fn main() -> ExitCode {
     }
     let command = Cli::parse().command;
     let mounts = matches!(command, Command::Mount(_) | Command::Umount(_));
-    if matches!(command, Command::Status(_) | Command::Scrub(_) | Command::Stats(_) | Command::Lfs { .. }) {
+    let prints = matches!(command, Command::Status(_) | Command::Scrub(_) | Command::Stats(_) | Command::Gds(_));
+    if prints || matches!(command, Command::Lfs { .. }) {
         end_with_the_pipe();
     }
     let result = match command {
@@ -109,6 +114,7 @@ pub fn main() -> ExitCode {
         Command::MemoryMount(a) => bench::memory_mount(&a),
         Command::Fsck(a) => fsck::fsck(&a),
         Command::Scrub(a) => scrub::scrub(&a),
+        Command::Gds(c) => gds::run(c),
         Command::Lfs { args } => return exit_code(lfs::main(args)),
     };
     match result {

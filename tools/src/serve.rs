@@ -198,3 +198,30 @@ pub async fn until_signal() -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_storage_server_listens_at_one_endpoint_or_several() {
+        let of = |rest: &str| {
+            let text = format!("cluster_key = '/k'\n[oss]\nname = 'a'\nmds = ['tcp:h:1']\n{rest}\n");
+            oss_config("f", &text).map(|c| {
+                let said =
+                    |l: Vec<strake_fabric::Endpoint>| l.iter().map(|e| e.to_string()).collect::<Vec<_>>().join(" ");
+                (said(c.listen), said(c.advertise))
+            })
+        };
+        let is = |listen: &str, advertise: &str| (listen.to_string(), advertise.to_string());
+        assert_eq!(of("listen = 'tcp:h:7'").unwrap(), is("tcp:h:7", ""));
+        assert_eq!(of("listen = 'tcp:h:7,rdma:i:8'").unwrap(), is("tcp:h:7 rdma:i:8", ""));
+        let both = "listen = ['tcp:0.0.0.0:7', 'rdma:i:8']\nadvertise = ['tcp:h:7', 'rdma:i:8']";
+        assert_eq!(of(both).unwrap(), is("tcp:0.0.0.0:7 rdma:i:8", "tcp:h:7 rdma:i:8"));
+        assert_eq!(of("listen = 'tcp:h:7'\nadvertise = 'tcp:g:7'").unwrap(), is("tcp:h:7", "tcp:g:7"));
+        for bad in ["listen = []", "listen = ''", "listen = 7", "listen = ['tcp:h:7', 'ib:h:8']", "listen = 'tcp:h:7,'"]
+        {
+            assert!(of(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -154,6 +154,12 @@ fn print_nodes(answers: &Answers) {
             println!("note: {addr}: {n}");
         }
     }
+    for s in answers.iter().filter_map(|(_, r)| r.as_ref().ok()) {
+        for r in s.roads.iter().filter(|r| r.sent + r.received > 0) {
+            let (n, sent, received) = (r.connections, size(r.sent), size(r.received));
+            println!("{}: by {} {n} connections, {sent} sent, {received} received", s.name, r.road);
+        }
+    }
     for s in answers.iter().filter_map(|(_, r)| r.as_ref().ok()).filter(|s| s.follower_reads + s.follower_refusals > 0)
     {
         let (told, sent) = (s.follower_reads, s.follower_refusals);
@@ -256,6 +262,8 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
                     "voters": r.voters, "learners": r.learners })),
                 "inodes": s.inodes, "orphans": s.orphans, "gc_queue": s.gc_queue,
                 "locks": s.locks, "lock_waits": s.lock_waits,
+                "roads": s.roads.iter().map(|r| json!({ "road": r.road, "connections": r.connections, "sent": r.sent,
+                    "received": r.received })).collect::<Vec<_>>(),
                 "follower_reads": s.follower_reads, "follower_refusals": s.follower_refusals,
                 "sessions": s.sessions.iter().map(|c| json!({ "id": c.id, "hostname": c.hostname, "pid": c.pid,
                     "version": c.version, "idle_ms": c.idle_ms, "opens": c.opens,

@@ -85,6 +85,8 @@ pub struct Counts {
     pub flushes: u64,
     /// Writes that said that they take of what was granted.
     pub granted: u64,
+    /// The round of the last write.
+    pub round: u64,
     pub reads: BTreeMap<u32, u64>,
 }
 
@@ -227,6 +229,7 @@ impl Oss {
                 }
                 s.counts.applied += 1;
                 s.counts.granted += u64::from(r.flags & FLAG_GRANTED != 0);
+                s.counts.round = r.round;
                 let version = Version { epoch: chain.epoch, number: at.version.number + 1 };
                 for t in chain.serving() {
                     let c = s.targets.get_mut(&t).unwrap().chunks.entry(r.chunk).or_default();

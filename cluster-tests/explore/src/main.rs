@@ -138,6 +138,12 @@ struct OfChain {
     /// Requests of clients that arrive once more
     #[arg(long, default_value_t = 0)]
     doubles: u8,
+    /// Requests between replicas that arrive once more
+    #[arg(long, default_value_t = 0)]
+    repeats: u8,
+    /// Writes, among them, that their client gives up without an answer
+    #[arg(long, default_value_t = 0)]
+    given_up: u8,
     /// Changes of the chain, besides those by registrations
     #[arg(long, default_value_t = 0)]
     changes: u8,
@@ -177,6 +183,8 @@ impl OfChain {
             expiries: self.expiries,
             breaks: self.breaks,
             doubles: self.doubles,
+            repeats: self.repeats,
+            given_up: self.given_up,
             changes: self.changes,
             plans: self.plans,
             full: self.full,

@@ -26,9 +26,24 @@ fn connections() {
 }
 
 #[test]
+fn updates_that_were_given_up() {
+    holds(Bounds { writes: 3, given_up: 1, breaks: 1, ..three() });
+    holds(Bounds { writes: 3, given_up: 1, flushes: 1, expiries: 1, changes: 2, ..two() });
+    holds(Bounds { writes: 2, given_up: 1, crashes: 1, changes: 2, ..two() });
+}
+
+#[test]
 fn disks() {
     holds(Bounds { writes: 2, breaks: 1, slow: true, full: 1, ..three() });
     holds(Bounds { writes: 2, breaks: 1, slow: true, full: 1, short: true, ..three() });
+}
+
+/// What a successor refused for want of space arrives once more.
+#[test]
+fn repetitions() {
+    holds(Bounds { writes: 2, repeats: 1, slow: true, full: 1, ..two() });
+    holds(Bounds { writes: 2, repeats: 1, slow: true, full: 1, ..three() });
+    holds(Bounds { writes: 2, repeats: 1, expiries: 1, changes: 2, ..two() });
 }
 
 #[test]
@@ -70,6 +85,7 @@ fn mistakes_are_found() {
         (Fault::KnownUnflushed, Bounds { flushes: 1, breaks: 1, ..two() }),
         (Fault::FlushesServing, Bounds { flushes: 1, expiries: 1, changes: 3, ..two() }),
         (Fault::AnyEpoch, Bounds { expiries: 1, changes: 3, refusals: true, ..three() }),
+        (Fault::Roundless, Bounds { writes: 2, given_up: 1, ..three() }),
         (Fault::PushesUnheld, Bounds { writes: 2, expiries: 1, changes: 3, ..two() }),
     ];
     for (fault, bounds) in cases {

@@ -108,7 +108,7 @@ fn stream(data: &[u8]) -> Vec<u8> {
         let mut h = Header {
             version: if how & 1 == 0 { WIRE_VERSION } else { i.u16() },
             kind,
-            flags: how >> 1 & 1,
+            flags: how >> 1 & 1 | how >> 6 & 2,
             opcode: i.u16(),
             status: if how & 4 == 0 { 0 } else { i.u16() },
             deadline_ms: u32::from(i.u8()),

@@ -1,6 +1,10 @@
 //! Bodies of the wire: the fixed layouts of the data plane, capabilities, control messages, cluster map and layouts.
 
 use prost::Message;
+use strake_fabric::{
+    conn::bulk::{AskRoom, MAX_PARTS, REGIONS_HEAD, Regions},
+    rdma::greeting::Greeting,
+};
 use strake_proto::{
     cap::{CAP_LEN, CapKey, peek},
     data::{DataReply, DataRequest, Extents, LIST_ENTRY, ListEntry},
@@ -15,7 +19,10 @@ pub fn run(data: &[u8]) {
     let Some((kind, data)) = data.split_first() else { return };
     match kind % 8 {
         0 => frame_header(data),
-        1 => data_request(data),
+        1 => {
+            data_request(data);
+            lent_memory(data);
+        }
         2 => data_reply(data),
         3 => list_entries(data),
         4 => capability(data),
@@ -49,6 +56,28 @@ fn data_request(data: &[u8]) {
     assert_eq!(again[..92], data[..92]);
     assert_eq!(again[96..], data[96..]);
     assert_eq!(DataRequest::decode(&again).unwrap(), r);
+}
+
+/// What a peer over RDMA says of its memory and of itself. Regions once as they are, once with their checksum made right.
+fn lent_memory(data: &[u8]) {
+    let mut right = data.to_vec();
+    if let Some((head, rest)) = data.split_first_chunk::<REGIONS_HEAD>() {
+        let crc = strake_proto::checksum::crc32c(&[&head[..4], rest].concat());
+        right[4..8].copy_from_slice(&crc.to_le_bytes());
+    }
+    for b in [data, &right[..]] {
+        if let Ok(r) = Regions::decode(b) {
+            assert_eq!(r.encode(), b);
+            assert!(r.payload.len() <= MAX_PARTS);
+            assert!(r.payload.iter().chain(&r.room).all(|r| r.len > 0 && r.addr.checked_add(r.len.into()).is_some()));
+        }
+    }
+    if let Ok(a) = AskRoom::decode(data) {
+        assert_eq!(AskRoom::decode(&a.encode()).unwrap(), a);
+    }
+    if let Ok(g) = Greeting::decode(data) {
+        assert_eq!(Greeting::decode(&g.encode()).unwrap(), g);
+    }
 }
 
 fn data_reply(data: &[u8]) {

@@ -115,6 +115,7 @@ fn core(i: &mut Input) {
                         session: i.number(),
                         seq: i.number(),
                         replay: (i.u8() & 1 == 1).then(|| version(i)),
+                        round: 0,
                     },
                     2 | 3 => What::Forward { session: 1, seq: i.number(), version: version(i), prev: version(i) },
                     _ => What::Hold,

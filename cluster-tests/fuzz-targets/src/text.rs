@@ -1,5 +1,5 @@
-//! Text from people and from the kernel: configurations, command lines, addresses, key and identity files, `/proc`, and what
-//! `lfs` reads from a mount and prints.
+//! Text from people and from the kernel: configurations, command lines, addresses, key and identity files, devices of SPDK, `/proc`, and what
+//! `lfs` reads from a mount and prints; and what an NVMe controller says of a namespace.
 
 use std::{ffi::OsString, os::unix::ffi::OsStringExt};
 
@@ -10,6 +10,10 @@ use strake_fuse::{
     vfs::fuzzing::{map_part, read_caller, read_groups},
 };
 use strake_mds::server::{disk::read_identity, parse_peer};
+use strake_oss::device::{
+    nvme::{Format, IDENTIFY},
+    spdk::TransportId,
+};
 use strake_proto::{Fid, map::MapView, pb};
 use strake_tools::fuzzing::{decode_hex, read_arguments, read_mount_words, read_text, show};
 
@@ -40,6 +44,18 @@ fn small(bytes: &[u8]) {
     if let Some(key) = decode_hex(text) {
         let again: String = key.iter().map(|b| format!("{b:02x}")).collect();
         assert_eq!(decode_hex(&again), Some(key));
+    }
+    if let Ok(id) = TransportId::parse(text) {
+        assert_eq!(TransportId::parse(&id.to_string()).expect("its own text").way, id.way);
+    }
+    let mut identify = [0; IDENTIFY];
+    let n = bytes.len().min(IDENTIFY);
+    identify[..n].copy_from_slice(&bytes[..n]);
+    if let Ok(f) = Format::parse(&identify) {
+        assert!(f.capacity() <= f.blocks << f.shift && f.capacity().is_multiple_of(4096));
+    }
+    if let Ok(policy) = text.parse::<strake_gds::Policy>() {
+        assert_eq!(policy.to_string().parse::<strake_gds::Policy>().expect("its own text"), policy);
     }
     if let Ok(fid) = text.parse::<Fid>() {
         assert_eq!(fid.to_string().parse::<Fid>().expect("its own text"), fid);

@@ -9,6 +9,7 @@ pub mod faults;
 pub mod full;
 pub mod ghost;
 pub mod histories;
+pub mod late;
 pub mod ledger;
 pub mod lockers;
 pub mod mix;

@@ -34,6 +34,8 @@ const REPEATED: f64 = 0.2;
 const REPEATED_WITHIN: Duration = Duration::from_millis(200);
 /// As the real transport's dead-peer detection.
 const DEAD_PEER: Duration = Duration::from_secs(2);
+/// After so long the connection of what is held up is given up.
+const HELD_UP: Duration = Duration::from_millis(500);
 /// A batch of Raft messages that is longer holds entries; shorter ones are heartbeats and acknowledgements.
 const RAFT_ENTRIES: usize = 200;
 
@@ -67,11 +69,22 @@ struct State {
     under_way: BTreeMap<u32, u32>,
     passed: BTreeMap<(u32, u32), u64>,
     ledger: Ledger,
+    /// Of this node no update arrives, until [`Network::let_late_through`].
+    held_up: Option<u32>,
+    late: Vec<Late>,
     connections: Vec<Weak<SimConnection>>,
     trace: Sha256,
     /// The same, one line per event, to see where two runs part.
     events: Vec<String>,
     messages: u64,
+}
+
+/// A request that waits in the network, though its connection was given up.
+struct Late {
+    env: Env,
+    service: Arc<dyn Service>,
+    peer: Peer,
+    request: Message,
 }
 
 #[derive(Clone, Copy)]
@@ -160,6 +173,8 @@ impl Network {
             under_way: BTreeMap::new(),
             passed: BTreeMap::new(),
             ledger: Ledger::default(),
+            held_up: None,
+            late: Vec::new(),
             connections: Vec::new(),
             trace: Sha256::new(),
             events: Vec::new(),
@@ -227,11 +242,27 @@ impl Network {
         self.state.lock().ledger
     }
 
+    /// No update of this node arrives any more, its connections are given up for that, and the network keeps them.
+    pub fn hold_up(&self, node: Option<u32>) {
+        self.state.lock().held_up = node;
+    }
+
+    /// What was held up arrives: how many.
+    pub fn let_late_through(&self) -> usize {
+        let late = std::mem::take(&mut self.state.lock().late);
+        let count = late.len();
+        for Late { env, service, peer, request } in late {
+            env.spawn(async move { drop(service.handle(&peer, request).await) });
+        }
+        count
+    }
+
     /// Lets go of all nodes, so that what they use is freed.
     pub fn end(&self) {
         let (listening, connections) = {
             let mut s = self.state.lock();
             s.events = Vec::new();
+            s.late = Vec::new();
             (std::mem::take(&mut s.listening), std::mem::take(&mut s.connections))
         };
         drop(listening);
@@ -440,8 +471,19 @@ impl SimConnection {
         let counts = is_operation(&request);
         let _under_way = counts.then(|| UnderWay::new(&self.net, [self.from.node, self.to.node]));
         let repeated = self.travel(self.from.node, self.to.node, counts, false).await?;
+        let mut request = request;
+        if let Some(plant) = self.net.planted() {
+            plant.tamper_request(&mut request);
+        }
         let service = self.service.lock().clone().ok_or_else(|| strake_fabric::unknown_opcode(request.opcode))?;
         let peer = self.peer.lock().clone().ok_or_else(|| self.gone())?;
+        if request.opcode == opcode::WRITE && self.net.state.lock().held_up == Some(self.from.node) {
+            let late = Late { env: self.to.env.clone(), service, peer, request };
+            self.net.state.lock().late.push(late);
+            sleep(HELD_UP).await;
+            self.close();
+            return Err(self.gone());
+        }
         self.net.delivered(self.from.node, self.to.node, &request);
         let (answer, answered) = oneshot::channel();
         let (trace, opcode) = (request.trace, request.opcode);

@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use prost::Message as _;
 use strake_fabric::Message;
-use strake_proto::{opcode, pb};
+use strake_proto::{data::DataRequest, opcode, pb};
 
 /// How far a repetition's number is from the one it repeats: no client counts so far.
 const ANOTHER: u64 = 1 << 40;
@@ -24,6 +24,8 @@ pub enum Plant {
     EmptyReport,
     /// Some changes run twice: they arrive again, under a number that the servers do not know.
     Repeat,
+    /// Clients do not say that they have given an update up.
+    Roundless,
 }
 
 /// How late.
@@ -54,6 +56,14 @@ impl Plant {
                 reply.body = pb::FrontierReply { unsettled: Vec::new(), ..r }.encode_to_vec().into();
             }
             _ => {}
+        }
+    }
+
+    /// Changes a request.
+    pub fn tamper_request(self, request: &mut Message) {
+        if self == Plant::Roundless && matches!(request.opcode, opcode::WRITE | opcode::FLUSH) {
+            let Ok(r) = DataRequest::decode(&request.body) else { return };
+            request.body = DataRequest { round: 0, ..r }.encode();
         }
     }
 

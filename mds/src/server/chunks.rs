@@ -72,7 +72,8 @@ impl Links {
 
     async fn get(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
         let mut last = Error::new(Code::Inval, format!("storage server '{}' has no endpoint", node.name));
-        for at in node.endpoints.iter().filter_map(|e| e.parse::<Endpoint>().ok()) {
+        let failed = |e: Error| e.context(format_args!("storage server '{}'", node.name));
+        for at in self.fabric.ways(&node.endpoints).map_err(failed)? {
             let slot = self.slot(&at);
             let mut slot = slot.lock().await;
             if let Some(c) = slot.as_ref().filter(|c| !c.is_closed()) {

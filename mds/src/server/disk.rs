@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use strake_fabric::{Env, Identity, Pool, tcp::TcpFabric};
+use strake_fabric::{Env, Identity, Pool, Roads};
 use strake_proto::{CapKey, Code, Error, Result};
 
 use super::{Config, Disk, MdsServer, Parts, admin, room};
@@ -14,7 +14,7 @@ use crate::{
     folder::{self, LOG, RESERVE, Record, Sizes, State, cluster_id},
 };
 
-/// Starts a server on TCP from `cfg.dir`, making the folder at the first start. `cluster_key` is the secret that all servers
+/// Starts a server from `cfg.dir`, making the folder at the first start. `cluster_key` is the secret that all servers
 /// of the cluster share; what clients and other clusters must not forge is derived from it.
 ///
 /// Errors name the folder and what is wrong with it: in use, of another member or cluster, newer, damaged.
@@ -32,7 +32,7 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
     }
     let log = DiskLog::open(&cfg.dir.join(LOG), cluster, cfg.id, &voters, env.random_u64(), sizes.log())?;
     Record { member: cfg.id, cluster, state: State::Complete }.write(&cfg.dir)?;
-    let fabric = TcpFabric::new(env.clone(), Identity::server(&cluster_key), None, Pool::default(), Default::default());
+    let fabric = Roads::new(env.clone(), Identity::server(&cluster_key), None, Pool::default(), Default::default());
     let parts = Parts {
         env,
         fabric: Arc::new(fabric),

@@ -46,7 +46,7 @@ pub use disk::start_on_disk;
 use machine::Machine;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Endpoint, Env, Fabric, Listener, watch};
+use strake_fabric::{Endpoint, Env, Fabric, Listener, traffic, watch};
 use strake_proto::{CapKey, Code, Error, Result, map::MapView, pb};
 use strake_store::MetaStore;
 use tokio::{sync::Notify, task::JoinHandle};
@@ -348,6 +348,7 @@ impl Mds {
             orphans: ns.orphans(STATUS_LIMIT).len() as u64,
             gc_queue: ns.gc_waiting(STATUS_LIMIT) as u64,
             notices,
+            roads: traffic::roads(self.links.fabric()),
             map: Some(map.map.clone()),
             locks: ns.locked_by(0),
             lock_waits: lead.as_ref().map_or(0, |l| l.waits.len() as u64),

@@ -6,7 +6,7 @@ use std::{
 };
 
 use strake_proto::{
-    ChainId, ChunkId, Code, Error, Result,
+    ChainId, ChunkId, Code, Error, Result, SessionId,
     data::{Stamp, Version, Writer},
     pb::ReplicaState,
 };
@@ -16,6 +16,9 @@ use super::{
     rows::{Epoch, Event, Progress, Reads},
     slot::{Current, Due, Next, Refusal, Slot, Staging, Update},
 };
+
+/// Chunks of which it is remembered that a version was refused. Of the others a copy that comes late may be taken.
+const KEPT_SPENT: usize = 4096;
 
 /// Refusals that the head remembers.
 const KEPT_REFUSALS: usize = 1024;
@@ -27,6 +30,13 @@ struct Refused {
     seq: u64,
     code: Code,
     message: String,
+}
+
+/// A version that was refused for good. Others may have been asked to make it, and a copy of that may be on its way yet.
+#[derive(Clone, Copy, Debug, Hash)]
+struct Spent {
+    version: Version,
+    code: Code,
 }
 
 #[derive(Clone, Debug, Hash)]
@@ -48,6 +58,11 @@ pub struct ChainCore {
     /// The last ones of this epoch. Who was told goes on and writes something newer there, over which another copy of the request must not
     /// be made when it comes late. Copies of other epochs are refused as such.
     refused: VecDeque<Refused>,
+    /// The newest such version of each chunk in this epoch, until something newer is committed. The head gives no other update that version, the
+    /// others take no such update any more.
+    spent: BTreeMap<ChunkId, Spent>,
+    /// The newest round of each session from which an update came in this epoch; not 0. What its client gave up is of an older one.
+    rounds: BTreeMap<SessionId, u64>,
 }
 
 fn refuse(op: OpId, code: Code, message: String) -> Output {
@@ -68,6 +83,8 @@ impl ChainCore {
             slots: BTreeMap::new(),
             ops: BTreeMap::new(),
             refused: VecDeque::new(),
+            spent: BTreeMap::new(),
+            rounds: BTreeMap::new(),
         }
     }
 
@@ -217,6 +234,8 @@ impl ChainCore {
         self.confirmed = view.serving() && (view.head || (was_serving && self.confirmed));
         self.view = view;
         self.refused.clear();
+        self.spent.clear();
+        self.rounds.clear();
         if let Some(to) = self.view.serving_successor() {
             out.push(Output::Greet { to, epoch: self.view.epoch });
         }
@@ -263,6 +282,13 @@ impl ChainCore {
             out.push(Output::Done { op: op.id, outcome: Outcome::Refused(e) });
             return;
         }
+        if let What::Client { session, round, .. } = op.what
+            && self.is_late(session, round)
+        {
+            Event::ClientLate.taken();
+            let m = format!("session {session} has given up an update since this was sent; it is to be sent again");
+            return out.push(refuse(op.id, Code::Overloaded, m));
+        }
         if matches!(op.what, What::Forward { .. }) {
             self.heard_predecessor(op.epoch);
         }
@@ -307,6 +333,27 @@ impl ChainCore {
         }
     }
 
+    /// A session's flush came in this round, to the head.
+    pub fn heard_round(&mut self, epoch: u64, session: SessionId, round: u64) -> Result<()> {
+        self.check_member(epoch)?;
+        if !(self.view.serving() && self.view.head) {
+            return Err(self.not_serving("is flushed at its head, not here"));
+        }
+        self.is_late(session, round);
+        Ok(())
+    }
+
+    /// Whether the session has begun another round since this was sent. What has its place in a queue before that round's first update is not
+    /// late: it is made before that one.
+    fn is_late(&mut self, session: SessionId, round: u64) -> bool {
+        match self.rounds.get(&session) {
+            Some(newest) if round < *newest => return true,
+            None if round == 0 => {}
+            _ => drop(self.rounds.insert(session, round)),
+        }
+        false
+    }
+
     fn next_in_queue(&mut self, chunk: ChunkId, local: &mut dyn Local, out: &mut Vec<Output>) {
         loop {
             let Some(slot) = self.slots.get_mut(&chunk) else { return };
@@ -329,14 +376,16 @@ impl ChainCore {
                 out.push(Output::Done { op: op.id, outcome: Outcome::Granted });
                 Current::Hold(op.id)
             }
-            What::Client { session, seq, replay } => match self.assign(&op, session, seq, replay, local) {
+            What::Client { session, seq, replay, .. } => match self.assign(&op, session, seq, replay, local) {
                 Ok(u) => Current::Update(Box::new(u)),
                 Err(outcome) => return out.push(Output::Done { op: op.id, outcome }),
             },
-            What::Forward { session, seq, version, prev } => match accept(&op, session, seq, version, prev, local) {
-                Ok(u) => Current::Update(Box::new(u)),
-                Err(outcome) => return out.push(Output::Done { op: op.id, outcome }),
-            },
+            What::Forward { session, seq, version, prev } => {
+                match self.accept(&op, Writer { session, seq, version }, prev, local) {
+                    Ok(u) => Current::Update(Box::new(u)),
+                    Err(outcome) => return out.push(Output::Done { op: op.id, outcome }),
+                }
+            }
         };
         let update = matches!(current, Current::Update(_));
         self.ops.insert(op.id, op.chunk);
@@ -374,9 +423,51 @@ impl ChainCore {
             let m = format!("chunk {} was changed by others since; this write's bytes are lost", op.chunk);
             return Err(Outcome::Refused(Error::new(Code::Overtaken, m)));
         }
-        let version = Version { epoch: self.view.epoch, number: now.version.number.saturating_add(1) };
+        let epoch = self.view.epoch;
+        // What a successor was asked to make and refused may arrive there once more: its number is never another update's.
+        let spent = self.spent.get(&op.chunk).filter(|s| s.version.epoch == epoch).map_or(0, |s| s.version.number);
+        let version = Version { epoch, number: now.version.number.max(spent).saturating_add(1) };
         Event::ClientStarts.taken();
         Ok(Update::new(op, version, now.version, Writer { session, seq, version }))
+    }
+
+    /// At any other replica: takes an update that builds on what is committed here.
+    fn accept(&mut self, op: &Op, writer: Writer, prev: Version, local: &dyn Local) -> Result<Update, Outcome> {
+        let version = writer.version;
+        let now = match local.committed(&op.chunk) {
+            Ok(c) => c.version,
+            Err(e) => {
+                self.spend(op.chunk, version, &e);
+                return Err(Outcome::Refused(e));
+            }
+        };
+        if now == version {
+            Event::ForwardKnown.taken();
+            return Err(Outcome::Known { version });
+        }
+        if let Some(s) = self.spent.get(&op.chunk).filter(|s| version <= s.version) {
+            Event::ForwardRefused.taken();
+            let m = format!("version {version:?} of chunk {} was refused here before", op.chunk);
+            return Err(Outcome::Refused(Error::new(s.code, m)));
+        }
+        if now != prev {
+            Event::ForwardGap.taken();
+            let m = format!("chunk {} is at {now:?} here, the update builds on {prev:?}", op.chunk);
+            return Err(Outcome::Refused(Error::new(Code::VersionGap, m)));
+        }
+        Event::ForwardStarts.taken();
+        Ok(Update::new(op, version, prev, writer))
+    }
+
+    /// A version that somebody else may have been asked for is refused. Nothing is remembered where it will be asked for again.
+    fn spend(&mut self, chunk: ChunkId, version: Version, e: &Error) {
+        if Refusal::of(e.code) != Refusal::Final || self.spent.get(&chunk).is_some_and(|s| version <= s.version) {
+            return;
+        }
+        if self.spent.len() >= KEPT_SPENT && !self.spent.contains_key(&chunk) {
+            self.spent.pop_first(); // of the oldest file
+        }
+        self.spent.insert(chunk, Spent { version, code: e.code });
     }
 
     // --- through the slot
@@ -398,6 +489,7 @@ impl ChainCore {
             Due::Commit(behind) => match local.commit(op, u.version, u.writer) {
                 Ok(()) => {
                     let version = u.version;
+                    self.spent.remove(&chunk);
                     let stamps: Vec<Stamp> = std::iter::once(me).chain(behind).collect();
                     self.finish(chunk, || Outcome::Applied { version, stamps: stamps.clone() }, local, out);
                 }
@@ -407,8 +499,11 @@ impl ChainCore {
                 }
             },
             Due::Refuse(e) => {
-                let writer = u.writer;
+                let (writer, told) = (u.writer, u.exposed || !view.head);
                 self.remember(writer, &e);
+                if told {
+                    self.spend(chunk, writer.version, &e);
+                }
                 self.finish(chunk, || Outcome::Refused(e.clone()), local, out);
             }
             Due::Fail(e) => {
@@ -477,7 +572,7 @@ impl ChainCore {
             Err(e) => e,
         };
         match (Refusal::of(error.code), syncing, chunk) {
-            (Refusal::Final, _, _) if !u.unanswered => {
+            (Refusal::Final, _, _) => {
                 u.next = Next::Refused(error);
                 return self.advance(op, local, out);
             }
@@ -498,11 +593,6 @@ impl ChainCore {
                     );
                     out.push(Output::Alarm { message });
                 }
-            }
-            (Refusal::Final, _, _) => Progress::RefusedInDoubt.taken(),
-            (Refusal::Unanswered, _, _) => {
-                Progress::TryAgain.taken();
-                u.unanswered = true;
             }
             (Refusal::Transient, _, _) => {
                 Progress::TryAgain.taken();
@@ -541,27 +631,4 @@ fn reaches_back(now: &Committed, first: Version) -> bool {
     let Some(oldest) = now.writers.first().map(|w| w.version) else { return now.version <= first };
     let follows = Version { number: first.number.saturating_add(1), ..first };
     oldest <= first || oldest == follows || oldest.number <= 1
-}
-
-/// At any other replica: takes an update that builds on what is committed here.
-fn accept(
-    op: &Op,
-    session: u64,
-    seq: u64,
-    version: Version,
-    prev: Version,
-    local: &dyn Local,
-) -> Result<Update, Outcome> {
-    let now = local.committed(&op.chunk).map_err(Outcome::Refused)?.version;
-    if now == version {
-        Event::ForwardKnown.taken();
-        return Err(Outcome::Known { version });
-    }
-    if now != prev {
-        Event::ForwardGap.taken();
-        let m = format!("chunk {} is at {now:?} here, the update builds on {prev:?}", op.chunk);
-        return Err(Outcome::Refused(Error::new(Code::VersionGap, m)));
-    }
-    Event::ForwardStarts.taken();
-    Ok(Update::new(op, version, prev, Writer { session, seq, version }))
 }

@@ -47,6 +47,8 @@ pub enum What {
         seq: u64,
         /// The version that the first attempt of an unstable write was given ([`strake_proto::data::FLAG_REPLAY`]).
         replay: Option<Version>,
+        /// [`strake_proto::data::DataRequest::round`].
+        round: u64,
     },
     /// An update from the predecessor, which builds on version `prev`.
     Forward { session: SessionId, seq: u64, version: Version, prev: Version },

@@ -14,7 +14,7 @@ use strake_proto::{
 };
 
 use super::{ChainCore, Input, Op, OpId, Outcome, Output, View, What};
-use store::{Chunk, Store};
+use store::{Chunk, KEPT, Store};
 
 pub const CHUNKS: u64 = 2;
 const N: usize = 3;
@@ -99,6 +99,9 @@ struct Client {
     /// The one unanswered request: chunk, value, seq, replay.
     open: Option<(ChunkId, u64, u64, Option<Version>)>,
     acked: Vec<Acked>,
+    /// How many requests it has given up, and what it wrote in all: values, and whether they were given up.
+    round: u64,
+    values: BTreeMap<u64, bool>,
 }
 
 pub struct Cluster {
@@ -119,16 +122,21 @@ pub struct Cluster {
     faults: bool,
     /// Space runs out now and then.
     full: bool,
+    /// The chain seldom changes, so that more happens within an epoch.
+    calm: bool,
     /// Targets that the chain shall have; changed at random, if replicas move in this run.
     wanted: BTreeSet<u32>,
     moves: bool,
     /// The map that each replica acted on when it was last heard of.
     acted: Vec<u64>,
+    /// Clients do not say in which round they are: a mistake.
+    pub roundless: bool,
     /// Replicas leave before they know it, which they hear of late: a mistake.
     pub hasty: bool,
     pub left: u64,
     pub reads: u64,
     pub writes: u64,
+    pub given_up: u64,
 }
 
 fn chunk(i: u64) -> ChunkId {
@@ -159,13 +167,16 @@ impl Cluster {
             seen: BTreeMap::new(),
             faults: true,
             full: seed % 2 == 1,
+            calm: seed % 8 == 5,
             wanted: (0..N as u32).collect(),
             moves: seed % 4 >= 2,
             acted: vec![0; N],
+            roundless: false,
             hasty: false,
             left: 0,
             reads: 0,
             writes: 0,
+            given_up: 0,
         };
         for i in 0..N {
             c.heartbeat(i);
@@ -187,7 +198,8 @@ impl Cluster {
     /// One random thing happens.
     pub fn step(&mut self) {
         let i = self.rand(N as u64) as usize;
-        match self.rand(if self.faults { 1000 } else { 960 }) {
+        let changes = self.faults && (!self.calm || self.rand(50) == 0);
+        match self.rand(if changes { 1000 } else { 960 }) {
             0..300 => self.deliver(),
             300..420 => self.stage(i),
             420..470 => self.retry(i),
@@ -524,7 +536,11 @@ impl Cluster {
 
     fn stage(&mut self, i: usize) {
         let Some(op) = self.r[i].staging.pop_first() else { return };
-        let result = if self.full && self.faults && self.rand(50) == 0 { Err(err(Code::NoSpc)) } else { Ok(()) };
+        let result = if self.full && self.faults && self.rand(if self.calm { 10 } else { 50 }) == 0 {
+            Err(err(Code::NoSpc))
+        } else {
+            Ok(())
+        };
         self.feed(i, Input::Staged { op, result });
     }
 
@@ -664,8 +680,31 @@ impl Cluster {
             self.next_value += 1;
             self.clients[c].seq += 1;
             self.clients[c].open = Some((chunk(k), value, self.clients[c].seq, None));
+            self.clients[c].values.insert(value, false);
+        } else if self.clients[c].open.is_some_and(|o| o.3.is_none()) && self.faults && self.rand(20) == 0 {
+            return self.give_up(c);
         }
         self.send(c);
+    }
+
+    /// Copies of what it sent are on their way yet.
+    fn give_up(&mut self, c: usize) {
+        let client = &mut self.clients[c];
+        let Some((_, value, ..)) = client.open.take() else { return };
+        client.values.insert(value, true);
+        client.round += 1;
+        self.given_up += 1;
+    }
+
+    /// Nothing that was given up lies on top of what its client wrote afterwards.
+    fn check_given_up(&self, list: &[u64]) {
+        for client in &self.clients {
+            let mut newest = 0;
+            for value in list.iter().filter(|v| client.values.contains_key(v)) {
+                assert!(*value > newest || !client.values[value], "{value} was given up before {newest}: {list:?}");
+                newest = newest.max(*value);
+            }
+        }
     }
 
     fn send(&mut self, c: usize) {
@@ -673,8 +712,9 @@ impl Cluster {
         let Some((chunk, value, seq, replay)) = self.clients[c].open else { return };
         let chain = &self.chains[&self.clients[c].map];
         let (Some(head), epoch) = (chain.head(), chain.epoch) else { return };
-        let session = c as u64 + 1;
-        let op = Op { id: 0, chunk, epoch, eager: self.rand(2) == 0, what: What::Client { session, seq, replay } };
+        let (session, round) = (c as u64 + 1, if self.roundless { 0 } else { self.clients[c].round });
+        let what = What::Client { session, seq, replay, round };
+        let op = Op { id: 0, chunk, epoch, eager: self.rand(2) == 0, what };
         let ctx = Ctx { chunk, value, session, seq, from: From::Client { value } };
         if self.r[head as usize].leased {
             self.msgs.push(Msg::Update { to: head as usize, op, ctx });
@@ -695,7 +735,9 @@ impl Cluster {
                 self.clients[c].acked.push(acked);
             }
             Err(e) if e.code == Code::Overtaken => {
-                assert!(replay.is_some() && self.losses > 0, "overtaken without a loss of all replicas");
+                let forgotten = || self.r.iter().any(|r| r.store.changes_since(chunk, value) >= KEPT);
+                let may = replay.is_some() && (self.losses > 0 || forgotten());
+                assert!(may, "overtaken without a loss of all replicas");
                 self.clients[c].open = None;
                 self.clients[c].acked.retain(|a| a.value != value);
             }
@@ -746,6 +788,7 @@ impl Cluster {
             let must = a.stable || a.losses == self.losses;
             assert!(!must || got.contains(&a.value), "read at {i} lacks acknowledged {}: {got:?} {a:?}", a.value);
         }
+        self.check_given_up(&got);
         let losses = self.losses;
         let (at, seen) = self.seen.entry(c).or_default();
         // An update that fails for want of space may have been seen on a replica that was lost since.

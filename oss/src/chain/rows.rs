@@ -7,6 +7,8 @@ strake_proto::rows! {
         ClientKnown = "client-known",
         /// Another copy of a client's update that was refused.
         ClientRefused = "client-refused",
+        /// A client's update of a round that is over.
+        ClientLate = "client-late",
         /// A repetition of a write that others have overtaken.
         ClientOvertaken = "client-overtaken",
         /// A client's update gets a version and the slot.
@@ -15,6 +17,8 @@ strake_proto::rows! {
         ClientQueues = "client-queues",
         /// A forward of what is committed here.
         ForwardKnown = "forward-known",
+        /// Another copy of a forward that was refused.
+        ForwardRefused = "forward-refused",
         /// A forward gets the slot.
         ForwardStarts = "forward-starts",
         /// A forward that builds on something else.
@@ -55,8 +59,6 @@ strake_proto::rows! {
         FailedBehind = "failed-behind",
         /// The successor refused for good.
         Refused = "refused",
-        /// It did, and an earlier attempt may still arrive.
-        RefusedInDoubt = "refused-in-doubt",
         /// Asked again later.
         TryAgain = "try-again",
         /// The successor is given the whole chunk first.

@@ -75,8 +75,6 @@ pub struct Update {
     pub next: Next,
     /// Counts messages to the successor; answers to older ones are ignored.
     pub attempt: u32,
-    /// A message of this epoch got no answer: it may still arrive and be applied.
-    pub unanswered: bool,
     /// Some replica behind has been sent it: it may be committed there.
     pub exposed: bool,
     /// It was sent to a SERVING one, which may have committed it and shown it to readers.
@@ -110,7 +108,6 @@ impl Update {
             staging: Staging::Pending,
             next: Next::Idle,
             attempt: 0,
-            unanswered: false,
             exposed: false,
             shown: false,
             dropped: false,
@@ -156,18 +153,15 @@ impl Update {
     pub fn new_epoch(&mut self) {
         self.next = Next::Idle;
         self.attempt = self.attempt.wrapping_add(1);
-        self.unanswered = false;
     }
 }
 
 /// How a successor's refusal is to be taken.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// It did not and will not apply the update.
+    /// It has not made the update and will not, in this epoch, whichever attempt arrives.
     Final,
-    /// It may have applied it.
-    Unanswered,
-    /// Not now.
+    /// Not now; or there is no answer, and it may have made it.
     Transient,
     /// It does not have what the update builds on.
     Gap,
@@ -176,11 +170,14 @@ pub enum Refusal {
 impl Refusal {
     pub fn of(code: Code) -> Refusal {
         match code {
-            Code::Disconnected | Code::TimedOut => Refusal::Unanswered,
             Code::VersionGap => Refusal::Gap,
-            Code::StaleEpoch | Code::NotServing | Code::LeaseExpired | Code::Overloaded | Code::NotLeader => {
-                Refusal::Transient
-            }
+            Code::StaleEpoch
+            | Code::NotServing
+            | Code::LeaseExpired
+            | Code::Overloaded
+            | Code::NotLeader
+            | Code::Disconnected
+            | Code::TimedOut => Refusal::Transient,
             _ => Refusal::Final,
         }
     }

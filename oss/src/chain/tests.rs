@@ -78,7 +78,7 @@ impl One {
         self.core.handle(input, &mut self.mem).into_iter().map(say).collect()
     }
     fn client(&mut self, id: OpId, seq: u64, eager: bool) -> Vec<String> {
-        let what = What::Client { session: 9, seq, replay: None };
+        let what = What::Client { session: 9, seq, replay: None, round: 0 };
         self.go(Input::Op(Op { id, chunk: CHUNK, epoch: self.core.view().epoch, eager, what }))
     }
     fn forward(&mut self, id: OpId, epoch: u64, version: Version, prev: Version) -> Vec<String> {
@@ -123,19 +123,61 @@ fn the_head_forwards_at_once_with_room_and_after_staging_without() {
 }
 
 #[test]
-fn refusals_are_final_only_if_nothing_is_unanswered() {
+fn without_an_answer_it_is_asked_again_and_a_refusal_is_final() {
     let mut r = One::new(HEAD);
     r.client(1, 1, true);
     r.staged(1, None);
-    assert_eq!(r.answer(1, 1, Some(Code::NoSpc)), ["refused 1 NoSpc"]);
-    r.client(2, 2, true);
-    r.staged(2, None);
-    assert_eq!(r.answer(2, 1, Some(Code::TimedOut)), ["later 2"]);
-    assert_eq!(r.go(Input::Retry { op: 2, attempt: 1 }), ["forward 2 #2 to 6 n1"]);
-    assert_eq!(r.answer(2, 2, Some(Code::NoSpc)), ["later 2"], "the first attempt may still be applied");
-    assert_eq!(r.answer(2, 1, None), [""; 0], "an answer to an older attempt says nothing");
-    assert_eq!(r.go(Input::Retry { op: 2, attempt: 2 }), ["forward 2 #3 to 6 n1"]);
-    assert_eq!(r.answer(2, 3, None), ["applied 2 n1 x2"]);
+    assert_eq!(r.answer(1, 1, Some(Code::TimedOut)), ["later 1"]);
+    assert_eq!(r.go(Input::Retry { op: 1, attempt: 1 }), ["forward 1 #2 to 6 n1"]);
+    assert_eq!(r.answer(1, 1, None), [""; 0], "an answer to an older attempt says nothing");
+    assert_eq!(r.answer(1, 2, Some(Code::NoSpc)), ["refused 1 NoSpc"], "the first one is refused too, when it arrives");
+}
+
+/// There is no space at the successor. Its refusal arrives, then there is space again, and then another copy of the forward.
+#[test]
+fn what_a_successor_refused_it_does_not_make_later() {
+    let mut r = One::new(TAIL);
+    assert_eq!(r.forward(1, 3, v(3, 1), v(0, 0)), ["stage 1"]);
+    assert_eq!(r.staged(1, Some(Code::NotServing)), ["refused 1 NotServing"]);
+    assert_eq!(r.forward(2, 3, v(3, 1), v(0, 0)), ["stage 2"], "its sender comes again");
+    assert_eq!(r.staged(2, Some(Code::NoSpc)), ["refused 2 NoSpc"]);
+    assert_eq!(r.forward(3, 3, v(3, 1), v(0, 0)), ["refused 3 NoSpc"]);
+    assert_eq!(r.forward(4, 3, v(3, 2), v(0, 0)), ["stage 4"]);
+    assert_eq!(r.forward(5, 3, v(3, 1), v(0, 0)), [""; 0], "queued");
+    assert_eq!(r.staged(4, None), ["applied 4 n2 x1", "refused 5 VersionGap"]);
+    assert_eq!(r.forward(6, 3, v(3, 2), v(0, 0)), ["known 6 n2"]);
+    // One in the middle, likewise what the one behind it refused.
+    let mut r = One::new(MIDDLE);
+    r.forward(1, 3, v(3, 1), v(0, 0));
+    r.staged(1, None);
+    assert_eq!(r.answer(1, 1, Some(Code::Resend)), ["refused 1 Resend"]);
+    assert_eq!(r.forward(2, 3, v(3, 1), v(0, 0)), ["refused 2 Resend"]);
+    // Copies of an epoch that is over are refused as such.
+    r.go(Input::View(view(4, TAIL)));
+    assert_eq!(r.forward(3, 3, v(3, 1), v(0, 0)), ["refused 3 StaleEpoch"]);
+    assert_eq!(r.forward(4, 4, v(4, 1), v(0, 0)), ["stage 4"]);
+}
+
+#[test]
+fn no_two_updates_that_others_were_asked_for_have_one_version() {
+    let mut r = One::new(HEAD);
+    for (op, code) in [(1, Code::NoSpc), (2, Code::Resend)] {
+        assert_eq!(r.client(op, op, true), [format!("stage {op}"), format!("forward {op} #1 to 6 n{op}")]);
+        assert_eq!(r.staged(op, None), [""; 0]);
+        assert_eq!(r.answer(op, 1, Some(code)), [format!("refused {op} {code:?}")]);
+    }
+    assert_eq!(r.client(3, 3, true), ["stage 3", "forward 3 #1 to 6 n3"]);
+    r.staged(3, None);
+    assert_eq!(r.answer(3, 1, None), ["applied 3 n3 x2"]);
+    // Nobody else has heard of this one.
+    assert_eq!(r.client(4, 4, false), ["stage 4"]);
+    assert_eq!(r.staged(4, Some(Code::NoSpc)), ["refused 4 NoSpc"]);
+    assert_eq!(r.client(5, 5, true), ["stage 5", "forward 5 #1 to 6 n4"]);
+    r.staged(5, None);
+    assert_eq!(r.answer(5, 1, Some(Code::NoSpc)), ["refused 5 NoSpc"]);
+    r.go(Input::View(view(4, ALONE)));
+    assert_eq!(r.client(6, 6, true), ["stage 6"]);
+    assert_eq!(r.staged(6, None), ["applied 6 n4 x1"], "versions of another epoch are others");
 }
 
 #[test]
@@ -316,15 +358,51 @@ fn what_was_refused_is_not_made_when_it_comes_again_late() {
     assert_eq!(r.staged(10, Some(Code::NoSpc)), ["refused 10 NoSpc"]);
     r.go(Input::View(view(4, HEAD)));
     assert_eq!(r.client(11, 7, false), ["stage 11"]);
-    let what = What::Client { session: 9, seq: 100, replay: None };
+    let what = What::Client { session: 9, seq: 100, replay: None, round: 0 };
     let late = Op { id: 12, chunk: CHUNK, epoch: 3, eager: true, what };
     assert_eq!(r.go(Input::Op(late)), ["refused 12 StaleEpoch"]);
+}
+
+/// The client's call failed after a while without any answer. The program writes something newer there, and another copy of the first
+/// request arrives.
+#[test]
+fn what_was_given_up_is_not_made_when_newer_has_come() {
+    let client = |r: &mut One, id, epoch, (session, seq, round)| {
+        let what = What::Client { session, seq, replay: None, round };
+        r.go(Input::Op(Op { id, chunk: CHUNK, epoch, eager: false, what }))
+    };
+    let applied = |r: &mut One, id, n| assert_eq!(r.staged(id, None), [format!("applied {id} n{n} x1")]);
+    let mut r = One::new(ALONE);
+    assert_eq!(client(&mut r, 1, 3, (9, 7, 1)), ["stage 1"]);
+    assert_eq!(
+        client(&mut r, 2, 3, (9, 6, 0)),
+        ["refused 2 Overloaded"],
+        "late, or on its way when another was given up"
+    );
+    applied(&mut r, 1, 1);
+    assert_eq!(client(&mut r, 3, 3, (9, 6, 0)), ["refused 3 Overloaded"]);
+    // A living one is sent again, and made once.
+    assert_eq!(client(&mut r, 4, 3, (9, 6, 1)), ["stage 4"]);
+    applied(&mut r, 4, 2);
+    assert_eq!(client(&mut r, 5, 3, (9, 6, 2)), ["known 5 n2"]);
+    assert_eq!(client(&mut r, 6, 3, (9, 8, 1)), ["refused 6 Overloaded"]);
+    assert_eq!(client(&mut r, 7, 3, (8, 8, 0)), ["stage 7"], "of another session");
+    // What has its place before the new round's first is made before it.
+    assert_eq!(client(&mut r, 8, 3, (8, 9, 0)), [""; 0]);
+    assert_eq!(client(&mut r, 9, 3, (8, 10, 1)), [""; 0]);
+    assert_eq!(r.staged(7, None), ["applied 7 n3 x1", "stage 8"]);
+    assert_eq!(r.staged(8, None), ["applied 8 n4 x1", "stage 9"]);
+    assert_eq!(r.staged(9, None), ["applied 9 n5 x1"]);
+    // Nothing is remembered from one epoch to the next, in which copies of before are refused.
+    r.go(Input::View(view(4, ALONE)));
+    assert_eq!(client(&mut r, 10, 3, (9, 5, 0)), ["refused 10 StaleEpoch"]);
+    assert_eq!(client(&mut r, 11, 4, (9, 11, 0)), ["stage 11"]);
 }
 
 #[test]
 fn replays_are_known_applied_or_overtaken() {
     let replay = |r: &mut One, id, seq, first| {
-        let what = What::Client { session: 9, seq, replay: Some(first) };
+        let what = What::Client { session: 9, seq, replay: Some(first), round: 0 };
         r.go(Input::Op(Op { id, chunk: CHUNK, epoch: 3, eager: true, what }))
     };
     let writer = |session, seq, version| Writer { session, seq, version };
@@ -348,7 +426,7 @@ fn a_replay_is_overtaken_when_the_writers_do_not_reach_back_to_it() {
             list.iter().map(|(s, version)| Writer { session: *s, seq: 0, version: *version }).collect();
         let version = writers.last().map_or(v(3, 70), |w| w.version);
         r.mem.0.insert(CHUNK, Committed { version, writers });
-        let what = What::Client { session: 9, seq: 1, replay: Some(first) };
+        let what = What::Client { session: 9, seq: 1, replay: Some(first), round: 0 };
         r.go(Input::Op(Op { id: 1, chunk: CHUNK, epoch: 3, eager: true, what })).remove(0)
     };
     let own = |numbers: std::ops::Range<u64>, epoch| numbers.map(|n| (9, v(epoch, n))).collect::<Vec<_>>();
@@ -410,7 +488,7 @@ fn a_replay_never_lands_on_what_others_wrote_since() {
         let mut r = One::new(ALONE);
         let writers = list[list.len().saturating_sub(kept)..].to_vec();
         r.mem.0.insert(CHUNK, Committed { version: writers.last().unwrap().version, writers: writers.clone() });
-        let what = What::Client { session: 9, seq: first.seq, replay: Some(first.version) };
+        let what = What::Client { session: 9, seq: first.seq, replay: Some(first.version), round: 0 };
         let did = r.go(Input::Op(Op { id: 1, chunk: CHUNK, epoch: 3, eager: true, what })).remove(0);
         let known = writers.contains(&first);
         if did == "stage 1" {
@@ -425,7 +503,7 @@ fn a_replay_never_lands_on_what_others_wrote_since() {
 #[test]
 fn random_faults_keep_what_is_promised() {
     let seeds: u64 = std::env::var("STRAKE_SEEDS").ok().and_then(|s| s.parse().ok()).unwrap_or(300);
-    let (mut reads, mut writes, mut left) = (0, 0, 0);
+    let (mut reads, mut writes, mut left, mut given_up) = (0, 0, 0, 0);
     for seed in std::env::var("STRAKE_FIRST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(0)..seeds {
         let run = std::panic::catch_unwind(|| {
             let mut c = Cluster::new(seed);
@@ -433,13 +511,14 @@ fn random_faults_keep_what_is_promised() {
                 c.step();
             }
             c.settle();
-            (c.reads, c.writes, c.left)
+            (c.reads, c.writes, c.left, c.given_up)
         });
-        let (r, w, l) = run.unwrap_or_else(|_| panic!("seed {seed}"));
-        (reads, writes, left) = (reads + r, writes + w, left + l);
+        let (r, w, l, g) = run.unwrap_or_else(|_| panic!("seed {seed}"));
+        (reads, writes, left, given_up) = (reads + r, writes + w, left + l, given_up + g);
     }
-    let enough = reads > seeds * 20 && writes > seeds * 20 && left > seeds;
-    assert!(enough, "runs did too little: {reads} reads, {writes} writes, {left} replicas that left");
+    let enough = reads > seeds * 20 && writes > seeds * 20 && left > seeds && given_up > seeds;
+    let did = format!("{reads} reads, {writes} writes, {given_up} given up, {left} replicas that left");
+    assert!(enough, "runs did too little: {did}");
 }
 
 #[test]
@@ -456,4 +535,17 @@ fn the_model_finds_replicas_that_leave_before_they_know_it() {
     // Only in these do replicas move. It takes much to come together: three of them find it.
     let found = (0..4000u64).filter(|seed| seed % 4 >= 2).filter(fails).count();
     assert!(found > 0, "in none of 2000 runs");
+}
+
+#[test]
+fn the_model_finds_updates_that_were_given_up_on_top_of_newer_ones() {
+    let fails = |seed: u64| {
+        let run = || {
+            let mut c = Cluster::new(seed);
+            c.roundless = true;
+            (0..6_000).for_each(|_| c.step());
+        };
+        std::panic::catch_unwind(run).is_err()
+    };
+    assert!((0..300).any(fails), "in none of 300 runs");
 }

@@ -85,7 +85,7 @@ impl Device for FileDevice {
             false,
             move |m| Some(m.begin(Class::Read, len)),
             move |node| {
-                node.file.read_exact_at(&mut buf, offset).map_err(|e| node.error("read", offset, len, e))?;
+                node.file.read_exact_at(&mut buf, offset).map_err(|e| node.error("read", offset, len, e.into()))?;
                 Ok(buf)
             },
         )
@@ -102,7 +102,7 @@ impl Device for FileDevice {
             move |node| {
                 let mut at = offset;
                 for b in &bufs {
-                    node.file.write_all_at(b, at).map_err(|e| node.error("write", offset, len, e))?;
+                    node.file.write_all_at(b, at).map_err(|e| node.error("write", offset, len, e.into()))?;
                     at += b.len() as u64;
                 }
                 Ok(())
@@ -116,7 +116,7 @@ impl Device for FileDevice {
         self.run(
             false,
             |m| Some(m.begin_flush()),
-            |node| node.file.sync_data().map_err(|e| Error::from(e).context(format!("{}: flush", node.name))),
+            |node| node.file.sync_data().map_err(|e| node.error("flush", 0, 0, e.into())),
         )
         .await
     }
@@ -132,7 +132,8 @@ impl Device for FileDevice {
             move |node| {
                 use rustix::fs::{FallocateFlags, fallocate};
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-                fallocate(&node.file, flags, offset, len).map_err(|e| node.error("discard", offset, len, e.into()))
+                fallocate(&node.file, flags, offset, len)
+                    .map_err(|e| node.error("discard", offset, len, std::io::Error::from(e).into()))
             },
         )
         .await

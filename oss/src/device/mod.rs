@@ -2,16 +2,23 @@
 //!
 //! | implementation | what it is |
 //! |---|---|
-//! | [`UringDevice`] | a file or block device through io_uring, direct where the file system allows |
+//! | [`UringDevice`] | a file or block device through io_uring, direct where the file system allows; an NVMe namespace (`/dev/ngXnY`) by NVMe commands through it |
+//! | [`SpdkDevice`] | an NVMe namespace, local or remote, by SPDK in this process |
 //! | [`FileDevice`] | the same through plain system calls, where io_uring is not to be had |
 //! | [`MemDevice`] | memory that models power loss, errors and bit flips; the simulator's disk |
 //!
 //! Everything above speaks in bytes that are multiples of [`BLOCK`].
 
+#[cfg(any(test, feature = "conformance"))]
+pub mod conformance;
 pub mod file;
 pub mod mem;
 pub mod meter;
 mod node;
+pub mod nvme;
+#[cfg(any(test, feature = "conformance"))]
+mod random;
+pub mod spdk;
 #[cfg(test)]
 mod tests;
 pub mod uring;
@@ -22,6 +29,7 @@ use async_trait::async_trait;
 pub use file::FileDevice;
 pub use mem::MemDevice;
 pub use meter::Meter;
+pub use spdk::SpdkDevice;
 use strake_fabric::{Buf, BufMut};
 use strake_proto::{Code, Error, Result};
 pub use uring::UringDevice;
@@ -64,16 +72,30 @@ pub trait Device: Send + Sync + 'static {
     async fn discard(&self, offset: u64, len: u64) -> Result<()>;
 }
 
-/// The best device for a file or block device: io_uring, or plain system calls with a notice.
+/// The best device for a file, block device or NVMe namespace: io_uring, or plain system calls with a notice.
+/// A path that begins with `spdk:`, or a link to such, is SPDK's: that may take a while, and must not be done on a thread of tokio's.
 pub fn open(path: &Path) -> Result<Arc<dyn Device>> {
+    if let Some(text) = of_spdk(path) {
+        return Ok(Arc::new(SpdkDevice::open(&text)?));
+    }
     let node = Arc::new(node::Node::open(path)?);
     match UringDevice::on(node.clone(), uring::DEPTH) {
         Ok(d) => Ok(Arc::new(d)),
+        Err(e) if node.namespace.is_some() => {
+            let m = "NVMe commands need io_uring with large entries (Linux 5.19); name the block device of the namespace instead";
+            Err(e.context(m))
+        }
         Err(e) => {
             tracing::warn!("{e}; using plain reads and writes instead, which cost more CPU");
             Ok(Arc::new(FileDevice::on(node)))
         }
     }
+}
+
+/// What SPDK is to open: `path` itself, or what it is a link to. Those are no paths: nothing is there.
+pub fn of_spdk(path: &Path) -> Option<String> {
+    let text = |p: &Path| p.to_str().filter(|t| t.starts_with(spdk::PREFIX)).map(String::from);
+    text(path).or_else(|| text(&std::fs::read_link(path).ok()?))
 }
 
 /// Refuses what no caller of a device may ask: unaligned or beyond the end.

@@ -1,4 +1,4 @@
-//! A regular file or block device, opened for the devices that live on one.
+//! A regular file, block device or NVMe namespace, opened for the devices that live on one.
 
 use std::{
     fs::{File, OpenOptions},
@@ -10,7 +10,10 @@ use std::{
 use strake_fabric::{Buf, Pool};
 use strake_proto::{Code, Error, Result};
 
-use super::BLOCK;
+use super::{
+    BLOCK,
+    uring::passthrough::{self, Namespace},
+};
 
 pub(super) struct Node {
     pub file: File,
@@ -21,6 +24,8 @@ pub(super) struct Node {
     pub can_discard: bool,
     pub name: String,
     pub rotates: bool,
+    /// `file` takes NVMe commands, not reads and writes.
+    pub namespace: Option<Namespace>,
 }
 
 /// Whether the disk below is one that turns; no, where the kernel does not say.
@@ -38,6 +43,19 @@ impl Node {
     /// this node alone: `Busy` if it is mounted or another one has it.
     pub fn open(path: &Path) -> Result<Node> {
         let name = path.display().to_string();
+        if passthrough::is_namespace(path) {
+            let (file, ns) = Namespace::open(path)?;
+            let capacity = ns.format.capacity();
+            return Ok(Node {
+                file,
+                capacity,
+                direct: true,
+                can_discard: false,
+                name,
+                rotates: false,
+                namespace: Some(ns),
+            });
+        }
         let block = path.metadata().is_ok_and(|m| m.file_type().is_block_device());
         let alone = if block { libc::O_EXCL } else { 0 };
         let with = |flags: i32| OpenOptions::new().read(true).write(true).custom_flags(flags | alone).open(path);
@@ -56,11 +74,14 @@ impl Node {
         let kind = file.metadata().map_err(|e| Error::from(e).context(&name))?;
         let can_discard = kind.is_file();
         if !can_discard && !kind.file_type().is_block_device() {
-            return Err(Error::new(Code::Inval, format!("{name} is neither a regular file nor a block device")));
+            return Err(Error::new(
+                Code::Inval,
+                format!("{name} is neither a regular file nor a block device nor an NVMe namespace"),
+            ));
         }
         let bytes = file.seek(SeekFrom::End(0)).map_err(|e| Error::from(e).context(&name))?;
         let rotates = rotates(&file, !can_discard);
-        Ok(Node { file, capacity: bytes / BLOCK * BLOCK, direct, can_discard, name, rotates })
+        Ok(Node { file, capacity: bytes / BLOCK * BLOCK, direct, can_discard, name, rotates, namespace: None })
     }
 
     /// See [`Device::spare`](super::Device::spare).
@@ -92,7 +113,12 @@ impl Node {
         vec![one.freeze()]
     }
 
-    pub fn error(&self, what: &str, offset: u64, len: u64, e: std::io::Error) -> Error {
-        Error::from(e).context(format!("{}: {what} of {len} bytes at {offset}", self.name))
+    /// An error of the device. The kernel has many names for those (`ENODATA` for a bad sector, `EREMOTEIO`, `EILSEQ`): to all above
+    /// they are one, unless it is only that there is no space or memory.
+    pub fn error(&self, what: &str, offset: u64, len: u64, mut e: Error) -> Error {
+        if !matches!(e.code, Code::NoSpc | Code::DQuot | Code::NoMem) {
+            e.code = Code::Io;
+        }
+        e.context(format!("{}: {what} of {len} bytes at {offset}", self.name))
     }
 }

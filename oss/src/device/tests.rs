@@ -1,78 +1,35 @@
-//! One suite for every device.
+//! The suite of [`conformance`] on every device, and what is of one device only.
 
-use std::sync::Arc;
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+    sync::Arc,
+    time::Duration,
+};
 
-use futures_util::future::join_all;
-use strake_fabric::{Buf, BufMut, Pool};
+use strake_fabric::{Buf, Pool};
 use strake_proto::Code;
 
-use super::*;
+use super::{
+    conformance::{SIZE, all, fill, power_cut, random_io, read},
+    *,
+};
 
-const SIZE: u64 = 8 << 20;
-
-fn fill(pool: &Pool, len: usize, with: impl Fn(usize) -> u8) -> BufMut {
-    let mut b = pool.get_now(len);
-    b.iter_mut().enumerate().for_each(|(i, x)| *x = with(i));
-    b
-}
-
-async fn read(d: &dyn Device, pool: &Pool, offset: u64, len: usize) -> Vec<u8> {
-    d.read(offset, pool.get_now(len)).await.unwrap().to_vec()
-}
-
+/// The suite, and random operations from a seed of this moment.
 async fn conformance(d: Arc<dyn Device>) {
-    let pool = Pool::default();
-    assert_eq!(d.capacity(), SIZE);
-    assert!(!d.name().is_empty());
-    // What was never written reads as something, in full.
-    assert_eq!(read(&*d, &pool, SIZE - 4096, 4096).await.len(), 4096);
-
-    // Vectored writes, whole or in odd pieces, land one after the other.
-    let whole = fill(&pool, 3 * 4096, |i| (i / 7) as u8).freeze();
-    d.write(4096, vec![whole.slice(0..4096), whole.slice(4096..12288)]).await.unwrap();
-    assert_eq!(read(&*d, &pool, 4096, 12288).await, whole.to_vec());
-    let odd = [0..1, 1..5000, 5000..5001, 5001..12288].map(|r| Buf::copy_from(&whole[r]));
-    d.write(1 << 20, odd.to_vec()).await.unwrap();
-    assert_eq!(read(&*d, &pool, 1 << 20, 12288).await, whole.to_vec());
-    let many: Vec<Buf> = (0..1500).map(|i| fill(&pool, 4096, |_| i as u8).freeze()).collect();
-    d.write(2 << 20, many).await.unwrap();
-    for i in [0u64, 1023, 1024, 1499] {
-        assert_eq!(read(&*d, &pool, (2 << 20) + i * 4096, 4096).await, vec![i as u8; 4096]);
-    }
-
-    // Concurrent operations, more than the device takes at a time, do not mix.
-    join_all((0..1000u64).map(|i| {
-        let (d, pool) = (&d, &pool);
-        async move {
-            let b = fill(pool, 4096, |n| (i as usize * 31 + n) as u8).freeze();
-            d.write(i * 4096, vec![b.clone()]).await.unwrap();
-            assert_eq!(d.read(i * 4096, pool.get_now(4096)).await.unwrap()[..], b[..]);
-        }
-    }))
-    .await;
-    d.flush().await.unwrap();
-
-    for (offset, len) in [(0, 0), (1, 4096), (0, 100), (SIZE, 4096), (SIZE - 4096, 8192), (u64::MAX - 4095, 4096)] {
-        assert_eq!(d.read(offset, pool.get_now(len)).await.unwrap_err().code, Code::Inval, "{offset} {len}");
-        let buf = pool.get_now(len).freeze();
-        assert_eq!(d.write(offset, vec![buf]).await.unwrap_err().code, Code::Inval, "{offset} {len}");
-    }
-
-    // Abandoned operations end, and a flush waits for them; the device serves on.
-    for i in 0..50 {
-        let op = d.write(i * 4096, vec![fill(&pool, 4096, |_| 1).freeze()]);
-        let _ = tokio::time::timeout(std::time::Duration::ZERO, op).await;
-        let op = d.read(i * 4096, pool.get_now(4096));
-        let _ = tokio::time::timeout(std::time::Duration::ZERO, op).await;
-    }
-    d.flush().await.unwrap();
-    d.discard(0, 1 << 20).await.unwrap();
-    d.write(0, vec![whole.clone()]).await.unwrap();
-    d.flush().await.unwrap();
-    assert_eq!(read(&*d, &pool, 0, 12288).await, whole.to_vec());
+    all(d.clone()).await;
+    random(d).await;
 }
 
-fn file(dir: &tempfile::TempDir) -> std::path::PathBuf {
+async fn random(d: Arc<dyn Device>) {
+    let seed = rand::random();
+    let name = d.name();
+    let done = random_io(d, seed, Duration::from_secs(2)).await;
+    eprintln!("{name}, seed {seed}: {done}");
+    assert!(done.verified() > 1000, "{done}");
+}
+
+fn file(dir: &tempfile::TempDir) -> PathBuf {
     let path = dir.path().join("data");
     std::fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
     path
@@ -98,7 +55,98 @@ async fn more_is_discarded_at_once_than_is_ever_read() {
 
 #[tokio::test]
 async fn memory() {
-    conformance(Arc::new(MemDevice::new(SIZE))).await;
+    let d = Arc::new(MemDevice::new(SIZE));
+    conformance(d.clone()).await;
+    for seed in 0..16 {
+        for tear in [mem::Tear::Block, mem::Tear::Sector] {
+            power_cut(&*d, async || assert!(d.crash(seed, tear) >= 32)).await;
+        }
+    }
+    d.power_off_after(0);
+    let off = d.flush().await.unwrap_err();
+    assert!(off.code == Code::Io && off.message.contains("power lost"), "{off}");
+}
+
+#[tokio::test]
+#[should_panic(expected = "block")]
+async fn a_device_that_forgets_its_flush_is_found_out() {
+    let d = Arc::new(MemDevice::new(SIZE));
+    d.skip_flush();
+    for seed in 0..16 {
+        power_cut(&*d, async || assert!(d.crash(seed, mem::Tear::Block) >= 32)).await;
+    }
+}
+
+#[tokio::test]
+#[should_panic(expected = "is not as written")]
+async fn a_device_with_a_wrong_bit_is_found_out() {
+    let d = Arc::new(MemDevice::new(SIZE));
+    let decay = d.clone();
+    let decays = tokio::spawn(async move {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        (0..SIZE / BLOCK).for_each(|block| decay.flip_bit(block * BLOCK + 77, 3));
+    });
+    random_io(d, 1, Duration::from_secs(1)).await;
+    decays.await.unwrap();
+}
+
+/// A loop device on a file, gone when dropped.
+struct Loop(PathBuf);
+
+impl Loop {
+    fn on(file: &Path) -> Option<Loop> {
+        let made = Command::new("losetup").args(["--find", "--show"]).arg(file).output();
+        match made {
+            Ok(o) if o.status.success() => Some(Loop(String::from_utf8(o.stdout).unwrap().trim().into())),
+            other => {
+                eprintln!("not run: no loop device to be had ({other:?})");
+                None
+            }
+        }
+    }
+}
+
+/// A plain device on a loop device, and then one with io_uring: one at a time has it.
+async fn on_loop(l: &Loop, test: impl AsyncFn(Arc<dyn Device>)) {
+    test(Arc::new(FileDevice::open(&l.0).unwrap())).await;
+    match crate::engine::open_device(&l.0).await {
+        Ok(d) => test(d).await,
+        Err(e) => panic!("{e}"),
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("-d").arg(&self.0).status();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn block_device() {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(l) = Loop::on(&file(&dir)) else { return };
+    on_loop(&l, conformance).await;
+}
+
+/// A loop device whose file system is full: the kernel's errors of a block device.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_block_device_fails_at_is_an_error_of_the_device() {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(fs) = Mount::new(dir, "tmpfs", "size=2m") else { return };
+    let Some(l) = Loop::on(&file(&fs.0)) else { return };
+    on_loop(&l, async |d| {
+        let pool = Pool::default();
+        let mut failed = None;
+        for at in (0..SIZE).step_by(1 << 20) {
+            let wrote = d.write(at, vec![fill(&pool, 1 << 20, |_| 1).freeze()]).await;
+            let flushed = d.flush().await;
+            failed = failed.or(wrote.err()).or(flushed.err());
+        }
+        let e = failed.unwrap();
+        assert!(matches!(e.code, Code::Io | Code::NoSpc) && e.message.contains(&d.name()), "{e:?}");
+        assert_eq!(read(&*d, &pool, 0, 4096).await, [1; 4096]);
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -161,23 +209,30 @@ async fn buffers_of_a_pool_are_registered_and_stay_mapped() {
     assert_eq!(read(&d, &Pool::new(1 << 20), 4096, 4096).await, [2; 4096]);
 }
 
-/// A ramfs, unmounted when dropped: a file system without direct I/O.
-struct Ramfs(tempfile::TempDir);
+/// A file system in memory, unmounted when dropped.
+struct Mount(tempfile::TempDir);
 
-impl Drop for Ramfs {
+impl Mount {
+    fn new(dir: tempfile::TempDir, kind: &str, options: &str) -> Option<Mount> {
+        let mount = Command::new("mount").args(["-t", kind, "-o", options, "none"]).arg(dir.path()).status();
+        if !mount.is_ok_and(|s| s.success()) {
+            eprintln!("not run: mounting a {kind} needs root");
+            return None;
+        }
+        Some(Mount(dir))
+    }
+}
+
+impl Drop for Mount {
     fn drop(&mut self) {
-        let _ = std::process::Command::new("umount").arg("-l").arg(self.0.path()).status();
+        let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_file_system_without_direct_io_is_used_through_the_page_cache() {
     let dir = tempfile::tempdir().unwrap();
-    let mount = std::process::Command::new("mount").args(["-t", "ramfs", "none"]).arg(dir.path()).status();
-    if !mount.is_ok_and(|s| s.success()) {
-        return eprintln!("not run: mounting a ramfs needs root");
-    }
-    let fs = Ramfs(dir);
+    let Some(fs) = Mount::new(dir, "ramfs", "noatime") else { return };
     let path = file(&fs.0);
     let devices = [Arc::new(FileDevice::open(&path).unwrap()) as Arc<dyn Device>, open(&path).unwrap()];
     for d in devices {
@@ -195,7 +250,7 @@ async fn a_file_system_without_direct_io_is_used_through_the_page_cache() {
 async fn what_is_no_device_is_refused_in_words() {
     let dir = tempfile::tempdir().unwrap();
     assert_eq!(open(&dir.path().join("absent")).err().unwrap().code, Code::NoEnt);
-    let e = open(std::path::Path::new("/dev/null")).err().unwrap();
+    let e = open(Path::new("/dev/null")).err().unwrap();
     assert!(e.code == Code::Inval && e.message.contains("neither"), "{e}");
 }
 
@@ -257,7 +312,7 @@ async fn faults_and_latency_are_as_asked() {
     let mut want = vec![9; 8192];
     want[5000] ^= 8;
     assert_eq!(read(&d, &pool, 0, 8192).await, want);
-    d.set_latency(mem::OPS, std::time::Duration::from_millis(5));
+    d.set_latency(mem::OPS, Duration::from_millis(5));
     let start = tokio::time::Instant::now();
     d.flush().await.unwrap();
     assert_eq!(start.elapsed().as_millis(), 5);

@@ -73,7 +73,9 @@ use strake_proto::{
 use strake_store::MetaStore;
 use superblock::Superblock;
 use tally::Tally;
-pub use target::{TargetLayout, create_target_dir, open_target_dir};
+#[cfg(test)]
+pub(crate) use target::open_device;
+pub use target::{TargetLayout, announce_device, create_target_dir, open_target_dir};
 
 use crate::device::{BLOCK, Device};
 

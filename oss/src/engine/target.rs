@@ -1,4 +1,4 @@
-//! The folder of a target: `data` (a file, or a link to a block device), `table/` (the chunk table), `target.lock` (held
+//! The folder of a target: `data` (a file, or a link to a device, or one that says which device of SPDK), `table/` (the chunk table), `target.lock` (held
 //! by the process that serves it) and, while it is being made, `INCOMPLETE`.
 
 use std::{
@@ -25,7 +25,8 @@ const INCOMPLETE: &str = "INCOMPLETE";
 pub enum TargetLayout {
     /// A sparse file of this many bytes in the target's folder.
     File { size: u64 },
-    /// A whole block device; everything on it is lost. Refused if there seems to be anything, unless `force`.
+    /// A whole block device or NVMe namespace, or one of SPDK's; everything on it is lost. Refused if there seems to be anything,
+    /// unless `force`.
     BlockDevice { path: PathBuf, force: bool },
 }
 
@@ -85,16 +86,30 @@ pub async fn create_target_dir(path: &Path, layout: TargetLayout, id: TargetIden
 }
 
 /// The kernel lets go of a block device a moment after the io_uring that used it last ended, or was killed.
-async fn open_device(path: &Path) -> Result<Arc<dyn Device>> {
+pub(crate) async fn open_device(path: &Path) -> Result<Arc<dyn Device>> {
     let until = tokio::time::Instant::now() + LET_GO;
     loop {
-        match device::open(path) {
+        let opened = match device::of_spdk(path) {
+            None => device::open(path),
+            Some(_) => {
+                let path = path.to_path_buf();
+                let task = tokio::task::spawn_blocking(move || device::open(&path)).await;
+                task.unwrap_or_else(|e| Err(Error::new(Code::Io, format!("opening the device: {e}"))))
+            }
+        };
+        match opened {
             Err(e) if e.code == Code::Busy && tokio::time::Instant::now() < until => {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
             other => return other,
         }
     }
+}
+
+/// Tells the devices of what a target is on, or is to be made on, before any is opened (see [`device::spdk::announce`]).
+pub fn announce_device(path: &Path, device: Option<&Path>) -> Result<()> {
+    let named = device.and_then(device::of_spdk).or_else(|| device::of_spdk(&path.join(DATA)));
+    named.map_or(Ok(()), |text| device::spdk::announce(&text).map_err(|e| e.context(path.display())))
 }
 
 /// `Exist` for a device with a target on it, or with anything where labels lie.
@@ -138,7 +153,8 @@ pub async fn open_target_dir(
         return Err(Error::new(Code::NoEnt, m));
     }
     for part in [DATA, TABLE] {
-        if !path.join(part).exists() {
+        let at = path.join(part);
+        if !at.exists() && device::of_spdk(&at).is_none() {
             let m = format!(
                 "{}: {part} is missing; if the target is new create it, else mount or restore what is missing, or \
                  format the target and resync it",

@@ -6,12 +6,19 @@ use serde::{Deserialize, Deserializer, de::Error as _};
 use strake_fabric::Endpoint;
 use strake_proto::{Code, Error, Result};
 
-fn endpoint<'de, D: Deserializer<'de>>(d: D) -> Result<Endpoint, D::Error> {
-    String::deserialize(d)?.parse().map_err(D::Error::custom)
-}
-
-fn endpoint_option<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Endpoint>, D::Error> {
-    Option::<String>::deserialize(d)?.map(|s| s.parse().map_err(D::Error::custom)).transpose()
+/// One, several by commas, or a list.
+fn own_endpoints<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Endpoint>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "expected an endpoint or a list of them")]
+    enum Either {
+        Text(String),
+        List(Vec<String>),
+    }
+    let all = match Either::deserialize(d)? {
+        Either::Text(t) => t.split(',').map(String::from).collect(),
+        Either::List(l) => l,
+    };
+    all.iter().map(|s| s.trim().parse().map_err(D::Error::custom)).collect()
 }
 
 fn endpoints<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Endpoint>, D::Error> {
@@ -44,12 +51,12 @@ pub struct TargetConfig {
 pub struct Config {
     /// Stable name of this node, unique in the cluster.
     pub name: String,
-    /// Where it listens, `tcp:HOST:PORT`. Port 0 picks one.
-    #[serde(deserialize_with = "endpoint")]
-    pub listen: Endpoint,
+    /// Where it listens, `tcp:HOST:PORT` and `rdma:HOST:PORT`; at least one. Port 0 picks one.
+    #[serde(deserialize_with = "own_endpoints")]
+    pub listen: Vec<Endpoint>,
     /// What others reach it at, when that is not `listen`.
-    #[serde(default, deserialize_with = "endpoint_option")]
-    pub advertise: Option<Endpoint>,
+    #[serde(default, deserialize_with = "own_endpoints")]
+    pub advertise: Vec<Endpoint>,
     /// Where the gRPC administration service listens; none if absent.
     #[serde(default)]
     pub admin: Option<SocketAddr>,
@@ -124,8 +131,8 @@ impl Config {
     pub fn new(name: impl Into<String>, listen: Endpoint, mds: Vec<Endpoint>) -> Config {
         Config {
             name: name.into(),
-            listen,
-            advertise: None,
+            listen: vec![listen],
+            advertise: Vec::new(),
             admin: None,
             rack: String::new(),
             mds,
@@ -148,6 +155,9 @@ impl Config {
         }
         if self.rack.len() > 255 || self.rack.chars().any(char::is_control) {
             return bad("rack must be at most 255 bytes of printable text");
+        }
+        if self.listen.is_empty() || self.listen.len() > 16 || self.advertise.len() > 16 {
+            return bad("listen must name 1 to 16 endpoints, advertise at most 16");
         }
         if self.mds.is_empty() {
             return bad("mds must name at least one metadata server");

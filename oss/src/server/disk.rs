@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use strake_fabric::{Env, Identity, Pool, tcp::TcpFabric};
+use strake_fabric::{Endpoint, Env, Identity, Pool, Roads, rdma};
 use strake_proto::{CapKey, Code, Error, Result, TargetId, ids::TARGET_UNASSIGNED};
 use tokio::sync::Mutex;
 
@@ -42,7 +42,7 @@ impl More {
     }
 }
 
-/// Starts a server on TCP from `cfg.targets`, making targets whose folders are absent or empty. `cluster_key` is the secret
+/// Starts a server from `cfg.targets`, making targets whose folders are absent or empty. `cluster_key` is the secret
 /// that all servers of the cluster share.
 ///
 /// Errors name the folder and what is wrong with it: in use, of another cluster, newer, damaged, incomplete.
@@ -57,9 +57,12 @@ pub async fn start_on_disk_with(cfg: Config, env: Env, cluster_key: [u8; 32], re
     if cfg.targets.is_empty() {
         return Err(Error::new(Code::Inval, "storage server configuration: targets must name at least one folder"));
     }
-    let pool = Pool::default();
+    let pool = pool_for(&cfg.listen)?;
     let mut targets = Vec::new();
     let mut fs_uuid = None;
+    for t in &cfg.targets {
+        engine::announce_device(&t.path, t.device.as_deref())?;
+    }
     for t in &cfg.targets {
         let engine = open(t, &cfg.name, fs_uuid, &env, &pool).await?;
         fs_uuid = fs_uuid.or(Some(engine.identity().fs_uuid).filter(|u| *u != [0; 16]));
@@ -67,7 +70,7 @@ pub async fn start_on_disk_with(cfg: Config, env: Env, cluster_key: [u8; 32], re
     }
     let known = Mutex::new(cfg.targets.iter().map(|t| t.path.clone()).collect());
     let more = More { reread, pool: pool.clone(), known };
-    let fabric = TcpFabric::new(env.clone(), Identity::server(&cluster_key), None, pool, Default::default());
+    let fabric = Roads::new(env.clone(), Identity::server(&cluster_key), None, pool, Default::default());
     let cap_key = CapKey::from_cluster_key(&cluster_key);
     let at = cfg.admin;
     let mut server = super::start(cfg, Parts { env: env.clone(), fabric: Arc::new(fabric), targets, cap_key }).await?;
@@ -75,6 +78,19 @@ pub async fn start_on_disk_with(cfg: Config, env: Env, cluster_key: [u8; 32], re
         server.tasks.push(env.spawn(admin::serve(server.node.clone(), more, at)?));
     }
     Ok(server)
+}
+
+/// As large as may be registered, where others come by RDMA.
+fn pool_for(listen: &[Endpoint]) -> Result<Pool> {
+    let pool = Pool::default();
+    if !listen.iter().any(|e| matches!(e, Endpoint::Rdma(..))) {
+        return Ok(pool);
+    }
+    let (limit, why) = rdma::pool_limit(pool.stats().limit)?;
+    if let Some(why) = why {
+        tracing::warn!("{why}");
+    }
+    Ok(Pool::new(limit))
 }
 
 fn is_new(path: &Path) -> bool {

@@ -53,8 +53,8 @@ pub struct Parts {
 /// A running server. Dropping it ends it without a flush; [`OssServer::shutdown`] flushes first.
 pub struct OssServer {
     node: Arc<Node>,
-    listener: Option<Listener>,
-    endpoint: Endpoint,
+    listeners: Vec<Listener>,
+    endpoints: Vec<Endpoint>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
 }
 
@@ -65,10 +65,14 @@ pub async fn start(cfg: Config, parts: Parts) -> Result<OssServer> {
     let Parts { env, fabric, targets, cap_key } = parts;
     let peers = Peers::new(env.clone(), fabric.clone());
     let node = Node::new(cfg, env.clone(), cap_key, peers, targets);
-    let listener = fabric.listen(&node.cfg.listen, Arc::new(service::OssService { node: node.clone() })).await?;
+    let mut listeners = Vec::new();
+    for at in &node.cfg.listen {
+        listeners.push(fabric.listen(at, Arc::new(service::OssService { node: node.clone() })).await?);
+    }
+    let endpoints: Vec<Endpoint> = listeners.iter().map(|l| l.endpoint().clone()).collect();
     let mut mds = MdsLink::new(fabric, node.cfg.mds.clone());
     let mut pause = Duration::from_millis(50);
-    while let Err(e) = node.register(&mut mds, listener.endpoint()).await {
+    while let Err(e) = node.register(&mut mds, &endpoints).await {
         if e.code == Code::Inval {
             return Err(e.context(format!("storage server '{}' cannot join", node.cfg.name)));
         }
@@ -76,16 +80,15 @@ pub async fn start(cfg: Config, parts: Parts) -> Result<OssServer> {
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(Duration::from_secs(1));
     }
-    let tasks = vec![env.spawn(node.clone().stay_registered(mds, listener.endpoint().clone()))];
+    let tasks = vec![env.spawn(node.clone().stay_registered(mds, endpoints.clone()))];
     node.targets().iter().for_each(|t| node.tend(t));
-    let endpoint = listener.endpoint().clone();
-    Ok(OssServer { node, listener: Some(listener), endpoint, tasks })
+    Ok(OssServer { node, listeners, endpoints, tasks })
 }
 
 impl OssServer {
-    /// Where it listens.
+    /// Where it listens, first of all.
     pub fn endpoint(&self) -> Endpoint {
-        self.endpoint.clone()
+        self.endpoints[0].clone()
     }
 
     pub fn status(&self) -> pb::StatusReply {
@@ -119,7 +122,7 @@ impl OssServer {
     }
 
     fn stop(&mut self) {
-        self.listener = None;
+        self.listeners.clear();
         for t in &self.tasks {
             t.abort();
         }

@@ -375,7 +375,7 @@ impl Node {
     }
 
     /// One attempt to register the first target that is to join.
-    async fn join(self: &Arc<Self>, mds: &mut MdsLink, listening: &Endpoint) {
+    async fn join(self: &Arc<Self>, mds: &mut MdsLink, listening: &[Endpoint]) {
         let Some(j) = self.joining.lock().pop_front() else { return };
         match self.register_with(mds, listening, Some(&j.target)).await {
             Ok(()) => {
@@ -457,11 +457,12 @@ impl Node {
 
     // --- registration and heartbeats
 
-    fn advertised(&self, listening: &Endpoint) -> String {
-        self.cfg.advertise.as_ref().unwrap_or(listening).to_string()
+    fn advertised(&self, listening: &[Endpoint]) -> Vec<String> {
+        let all = if self.cfg.advertise.is_empty() { listening } else { &self.cfg.advertise };
+        all.iter().map(Endpoint::to_string).collect()
     }
 
-    fn register_request(&self, listening: &Endpoint, all: &[Arc<Target>]) -> pb::RegisterRequest {
+    fn register_request(&self, listening: &[Endpoint], all: &[Arc<Target>]) -> pb::RegisterRequest {
         let ids: Vec<_> = all.iter().map(|t| t.engine.identity()).collect();
         let fs = ids.iter().map(|i| i.fs_uuid).find(|u| *u != [0; 16]);
         let targets = all.iter().zip(&ids).map(|(t, id)| pb::RegisterTarget {
@@ -473,7 +474,7 @@ impl Node {
         });
         pb::RegisterRequest {
             name: self.cfg.name.clone(),
-            endpoints: vec![self.advertised(listening)],
+            endpoints: self.advertised(listening),
             targets: targets.collect(),
             version: env!("CARGO_PKG_VERSION").into(),
             fs_uuid: fs.map(Vec::from).unwrap_or_default().into(),
@@ -483,14 +484,14 @@ impl Node {
     }
 
     /// One attempt to register. `EINVAL`: this server or its targets belong elsewhere, trying again is no use.
-    pub async fn register(self: &Arc<Self>, mds: &mut MdsLink, listening: &Endpoint) -> Result<()> {
+    pub async fn register(self: &Arc<Self>, mds: &mut MdsLink, listening: &[Endpoint]) -> Result<()> {
         self.register_with(mds, listening, None).await
     }
 
     async fn register_with(
         self: &Arc<Self>,
         mds: &mut MdsLink,
-        listening: &Endpoint,
+        listening: &[Endpoint],
         new: Option<&Arc<Target>>,
     ) -> Result<()> {
         let all: Vec<Arc<Target>> = self.targets().iter().chain(new).cloned().collect();
@@ -543,7 +544,7 @@ impl Node {
     }
 
     /// Registers, then sends heartbeats for ever.
-    pub async fn stay_registered(self: Arc<Self>, mut mds: MdsLink, listening: Endpoint) {
+    pub async fn stay_registered(self: Arc<Self>, mut mds: MdsLink, listening: Vec<Endpoint>) {
         let period = Duration::from_millis(self.cfg.heartbeat_ms);
         loop {
             self.join(&mut mds, &listening).await;
@@ -718,6 +719,7 @@ impl Node {
             map: Some(self.map.load().map.clone()),
             notices,
             targets: self.targets().iter().map(target).collect(),
+            roads: self.peers.roads(),
             ..pb::StatusReply::default()
         }
     }

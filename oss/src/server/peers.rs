@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Connection, Endpoint, Env, Fabric, LeaderFinder, Message};
+use strake_fabric::{Connection, Endpoint, Env, Fabric, LeaderFinder, Message, traffic};
 use strake_proto::{Code, Error, NodeId, Result, map::MapView, opcode, pb};
 
 /// Failures older than this are no longer reported.
@@ -70,8 +70,8 @@ impl Peers {
         let n =
             map.node(node).ok_or_else(|| Error::new(Code::Disconnected, format!("node {node} is not in the map")))?;
         let mut last = Error::new(Code::Disconnected, format!("node {node} has no endpoint"));
-        for e in &n.endpoints {
-            match connect(&*self.fabric, &e.parse()?).await {
+        for at in self.fabric.ways(&n.endpoints)? {
+            match connect(&*self.fabric, &at).await {
                 Ok(c) => {
                     *slot = Some(c.clone());
                     return Ok(c);
@@ -80,6 +80,11 @@ impl Peers {
             }
         }
         Err(last.context(format!("connecting to node {node}")))
+    }
+
+    /// What went over each road.
+    pub fn roads(&self) -> Vec<pb::RoadStatus> {
+        traffic::roads(&*self.fabric)
     }
 
     /// Nodes that lately did not answer, for the heartbeat.

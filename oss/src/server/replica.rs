@@ -13,7 +13,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use strake_fabric::{Buf, Message};
 use strake_proto::{
-    ChainId, ChunkId, Code, Error, Result, TargetId,
+    ChainId, ChunkId, Code, Error, Result, SessionId, TargetId,
     data::{DataReply, DataRequest, FLAG_GRANTED, FLAG_REPLAY, FLAG_TOMBSTONE, Kind, Stamp, Version, Writer},
     opcode,
 };
@@ -25,7 +25,7 @@ use super::{
     trim::Cuts,
 };
 use crate::{
-    chain::{ChainCore, Committed, Input, Local, Op, OpId, Outcome, Output, View, What},
+    chain::{ChainCore, Committed, Input, Local, Op, OpId, Outcome, Output, View, What, slot::Refusal},
     engine::{Engine, Key, Staged, Update},
 };
 
@@ -157,6 +157,10 @@ impl Replica {
             }
             e
         })
+    }
+    /// See [`ChainCore::heard_round`].
+    pub fn heard_round(&self, epoch: u64, session: SessionId, round: u64) -> Result<()> {
+        self.inner.lock().core.heard_round(epoch, session, round)
     }
     pub fn has_failed(&self) -> bool {
         self.inner.lock().core.failed()
@@ -364,6 +368,7 @@ impl Replica {
             epoch,
             target: to,
             version,
+            round: 0,
             flags: c.request.flags & (FLAG_TOMBSTONE | FLAG_GRANTED),
             cap: None,
             writers: vec![Writer { session: 0, seq: 0, version: prev }],
@@ -440,7 +445,12 @@ impl Replica {
         let (epoch, version) = (r.epoch, r.version);
         self.prepare(r.chunk, Some(prev.version)).await;
         let what = What::Forward { session: r.session, seq: r.seq, version, prev: prev.version };
-        self.answer(self.submit(carried, what).await?, epoch, false).await
+        let outcome = self.submit(carried, what).await?;
+        // It is made: that it cannot be flushed now must not be taken for a refusal.
+        self.answer(outcome, epoch, false).await.map_err(|e| match Refusal::of(e.code) {
+            Refusal::Transient => e,
+            _ => Error::new(Code::NotServing, format!("an update is here, but not flushed: {e}")),
+        })
     }
 
     /// An update as it arrives from a client, or from the mds (session 0).
@@ -449,7 +459,7 @@ impl Replica {
         let epoch = r.epoch;
         let replay = (r.flags & FLAG_REPLAY != 0).then_some(r.version);
         self.prepare(r.chunk, None).await;
-        let what = What::Client { session: r.session, seq: r.seq, replay };
+        let what = What::Client { session: r.session, seq: r.seq, replay, round: r.round };
         self.answer(self.submit(carried, what).await?, epoch, stable).await
     }
 

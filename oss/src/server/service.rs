@@ -276,10 +276,13 @@ impl OssService {
 
     async fn flush(&self, peer: &Peer, replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
         // Only who may write to a file has something to flush; `chunk` names one of its chunks.
-        self.check_cap(peer, r, Rights::WRITE)?;
+        let cap = self.check_cap(peer, r, Rights::WRITE)?;
         let view = replica.view();
         if view.epoch == r.epoch && !view.head {
             return Err(Error::new(Code::NotServing, format!("chain {} is flushed at its head, not here", r.chain)));
+        }
+        if let Some(cap) = cap.filter(|_| r.round != 0) {
+            replica.heard_round(r.epoch, cap.session, r.round)?;
         }
         let stamps = replica.flush_chain(r.epoch, None).await?;
         Ok(reply(&DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() }, Vec::new()))

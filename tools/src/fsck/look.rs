@@ -9,7 +9,7 @@ use std::{
 use bytes::Bytes;
 use prost::Message as _;
 use strake_client::{Client, Creds};
-use strake_fabric::{Connection, Endpoint, Fabric, Message, tcp::TcpFabric};
+use strake_fabric::{Connection, Endpoint, Fabric, Message, Roads};
 use strake_proto::{
     ChunkId, Code, Error, Ino, NodeId, Result, TargetId,
     data::{DataRequest, ListEntry},
@@ -37,7 +37,7 @@ pub struct Outcome {
 
 pub struct Checker {
     pub client: Client,
-    pub fabric: TcpFabric,
+    pub fabric: Roads,
     pub creds: Creds,
     pub mds: Vec<Endpoint>,
     pub connections: BTreeMap<NodeId, Arc<dyn Connection>>,
@@ -217,11 +217,17 @@ impl Checker {
         if let Some(c) = self.connections.get(&node.id).filter(|c| !c.is_closed()) {
             return Ok(c.clone());
         }
-        let at = node.endpoints.iter().find_map(|e| e.parse::<Endpoint>().ok());
-        let at = at.ok_or_else(|| Error::new(Code::NoDev, format!("node {} has no endpoint", node.name)))?;
-        let c = self.fabric.connect(&at, None).await.map_err(|e| e.context(&node.name))?;
-        self.connections.insert(node.id, c.clone());
-        Ok(c)
+        let mut failed = Error::new(Code::NoDev, format!("node {} has no endpoint", node.name));
+        for at in self.fabric.ways(&node.endpoints).map_err(|e| e.context(&node.name))? {
+            match self.fabric.connect(&at, None).await {
+                Ok(c) => {
+                    self.connections.insert(node.id, c.clone());
+                    return Ok(c);
+                }
+                Err(e) => failed = e.context(&node.name),
+            }
+        }
+        Err(failed)
     }
 
     async fn list(&mut self, map: &MapView, chain: &pb::Chain, target: TargetId) -> Result<Vec<ListEntry>> {

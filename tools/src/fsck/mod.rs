@@ -14,7 +14,7 @@ use std::{collections::BTreeMap, path::PathBuf, process::ExitCode};
 use clap::Args;
 use serde_json::{Value, json};
 use strake_client::Creds;
-use strake_fabric::{Endpoint, Env, Identity, Pool, tcp::TcpFabric};
+use strake_fabric::{Endpoint, Env, Identity, Pool, Roads};
 use strake_proto::Result;
 
 use crate::{config, dev::Cluster, mount, term::Progress};
@@ -56,7 +56,7 @@ pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
     crate::run(0, async {
         let identity = Identity::server(&key);
         let client = mount::connect(&mds, identity.client_key).await?;
-        let fabric = TcpFabric::new(Env::system(), identity, None, Pool::default(), Default::default());
+        let fabric = Roads::new(Env::system(), identity, None, Pool::default(), Default::default());
         let creds = Creds { uid: 0, gid: 0, groups: vec![] };
         let progress = Progress::new();
         let mds = mds.iter().map(|e| e.parse()).collect::<Result<Vec<Endpoint>>>()?;

@@ -112,6 +112,11 @@ pub fn statfs(mount: &Path) -> Result<pb::StatfsReply, Failure> {
     decoded(mount, "strake.statfs")?.ok_or_else(|| not_ours(mount))
 }
 
+/// How the mount reaches the storage servers.
+pub fn roads(path: &Path) -> Result<pb::Roads, Failure> {
+    decoded(path, "strake.roads")?.ok_or_else(|| not_ours(path))
+}
+
 /// Sets a directory's default or the layout of a file that was never written.
 pub fn set_layout(path: &Path, spec: &pb::LayoutSpec) -> Result<(), Errno> {
     lsetxattr(path, "strake.spec", &spec.encode_to_vec(), XattrFlags::empty())

@@ -12,6 +12,7 @@ mod fids;
 mod format;
 mod fs;
 mod getstripe;
+mod path;
 mod seal;
 mod setstripe;
 mod sums;
@@ -110,6 +111,7 @@ const COMMANDS: &[Command] = &[
     Command { name: "df", usage: df::USAGE, run: df::run },
     Command { name: "path2fid", usage: "lfs path2fid [--parents] PATH...\n", run: fids::path2fid },
     Command { name: "fid2path", usage: "lfs fid2path [-0] [-n] FSNAME|ROOT FID...\n", run: fids::fid2path },
+    Command { name: "path", usage: path::USAGE, run: path::run },
     Command { name: "seal", usage: seal::USAGE, run: seal::run },
     Command { name: "verify", usage: verify::USAGE, run: verify::run },
     Command { name: "help", usage: "lfs help [COMMAND]\n", run: help },
@@ -224,7 +226,7 @@ fn help(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
 
 /// Reads the arguments of a command as the command does, and does nothing.
 pub fn read_arguments(command: u8, args: Vec<OsString>, map: &MapView, space: &pb::StatfsReply) {
-    let _ = match command % 9 {
+    let _ = match command % 10 {
         0 => setstripe::read(args).map(drop),
         1 => getstripe::read(args, map).map(drop),
         2 => df::read(args, map, space).map(drop),
@@ -232,7 +234,8 @@ pub fn read_arguments(command: u8, args: Vec<OsString>, map: &MapView, space: &p
         4 => fids::read(args),
         5 => seal::read(args).map(drop),
         6 => verify::read(args).map(drop),
-        7 => {
+        7 => path::read(args).map(drop),
+        8 => {
             args.iter().for_each(|text| drop(sums::parse(text.as_bytes())));
             Ok(())
         }

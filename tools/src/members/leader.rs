@@ -7,7 +7,7 @@ use std::{
 
 use clap::Args;
 use prost::Message as _;
-use strake_fabric::{Endpoint, Env, Fabric, Identity, LeaderFinder, Message, Pool, tcp::TcpFabric};
+use strake_fabric::{Endpoint, Env, Fabric, Identity, LeaderFinder, Message, Pool, Roads};
 use strake_proto::{Code, Error, Result, map::MapView, opcode, pb};
 
 use crate::{config, dev::Cluster, term::Progress};
@@ -40,7 +40,7 @@ pub(crate) const UNFINISHED: u8 = 2;
 
 /// The way to the group's leader.
 pub(crate) struct Group {
-    fabric: TcpFabric,
+    fabric: Roads,
     pub(super) finder: LeaderFinder,
     pub(super) deadline: Instant,
     progress: Progress,
@@ -64,7 +64,7 @@ impl Group {
             }
         };
         let mds = mds.iter().map(|m| address(m)).collect::<Result<Vec<Endpoint>>>()?;
-        let fabric = TcpFabric::new(Env::system(), Identity::server(&key), None, Pool::default(), Default::default());
+        let fabric = Roads::new(Env::system(), Identity::server(&key), None, Pool::default(), Default::default());
         let deadline = Instant::now() + Duration::from_secs(reach.timeout);
         Ok(Group { fabric, finder: LeaderFinder::new(mds), deadline, progress: Progress::new() })
     }

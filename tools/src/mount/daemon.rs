@@ -95,7 +95,7 @@ pub(super) async fn serve(section: MountSection, key: [u8; 32], socket: RawFd) -
         }),
         _ => None,
     };
-    let client = connect_with(config, key).await?;
+    let client = connect_with(config, key, section.fabric.into()).await?;
     let mut mount = section.mount_config();
     let descriptors: Vec<OwnedFd> = match order {
         Message::TakeOver => {
@@ -188,7 +188,7 @@ pub(super) async fn unsupervised(section: MountSection, key: [u8; 32]) -> Result
         config.uuid = Some(uuid);
         config.dead.clone_from(&l.dead);
     }
-    let client = connect_with(config, key).await?;
+    let client = connect_with(config, key, section.fabric.into()).await?;
     if let Some(l) = &mut lifeline {
         l.told();
     }

@@ -19,17 +19,17 @@ use std::{
 };
 
 use clap::Args;
-use options::{FollowerKey, LONGEST, Options, TransportKey};
+use options::{FabricKey, FollowerKey, LONGEST, Options, TransportKey};
 use serde::Deserialize;
 use source::Source;
 use strake_client::{Client, FOREVER};
-use strake_fabric::{Endpoint, Env, Identity, Pool, tcp::TcpFabric};
+use strake_fabric::{Endpoint, Env, Fabric, Identity, Pool, Roads, Use, rdma};
 use strake_fuse::{
     MountConfig,
     supervisor::control::Asker,
     table::{self, Mounted},
 };
-use strake_proto::{Code, Error, Result};
+use strake_proto::{Code, Error, Result, map::ROLE_MDS};
 
 pub use stats::{StatsArgs, stats};
 pub use umount::{UmountArgs, umount, unmount};
@@ -66,6 +66,9 @@ pub struct MountArgs {
     /// File with the client key [default: /etc/strake/client.key].
     #[arg(long)]
     client_key: Option<PathBuf>,
+    /// How data goes to and from storage servers: auto (RDMA where both ends have it), tcp, or rdma and nothing else.
+    #[arg(long)]
+    fabric: Option<FabricKey>,
     /// Let other users in.
     #[arg(long)]
     allow_other: bool,
@@ -116,6 +119,8 @@ struct MountSection {
     follower_reads: FollowerKey,
     #[serde(default)]
     write_back: bool,
+    #[serde(default)]
+    fabric: FabricKey,
     run_dir: Option<PathBuf>,
     #[serde(default)]
     options: String,
@@ -166,8 +171,17 @@ impl MountSection {
         self.cache_bytes = asked.cache_bytes.or(self.cache_bytes);
         self.follower_reads = asked.follower_reads.unwrap_or(self.follower_reads);
         self.write_back = asked.write_back.unwrap_or(self.write_back);
+        self.fabric = asked.fabric.unwrap_or(self.fabric);
         self.run_dir = asked.run_dir.clone().or(self.run_dir.take());
         self.asked = asked;
+    }
+
+    /// Whether this machine has the fabric that was asked for; an error says what is missing.
+    fn has_fabric(&self) -> Result<()> {
+        match self.fabric {
+            FabricKey::Rdma => rdma::probe().map(drop),
+            FabricKey::Auto | FabricKey::Tcp => Ok(()),
+        }
     }
 
     fn background(&self) -> bool {
@@ -283,6 +297,8 @@ fn load(args: &MountArgs, asked: &Options) -> Result<MountFile> {
     for text in &args.options {
         all.take(text, false)?;
     }
+    // Over what the file says, its options too.
+    all.fabric = asked.fabric.or(args.fabric).or(all.fabric);
     if let (Some(text), Some(Source { subtree: Some(of_source), .. })) = (text, source) {
         if let Some(other) = asked.subtree.as_ref().filter(|s| **s != of_source) {
             let m = format!("option 'subtree={other}' and the source '{text}' name two folders; leave one out");
@@ -307,6 +323,7 @@ pub fn mount(args: &MountArgs, argv: Vec<OsString>) -> Result<ExitCode> {
     }
     let file = load(args, &asked)?;
     file.mount.check()?;
+    file.mount.has_fabric()?;
     let log = config::log_filter(&file.log)?;
     let key = config::read_key(&file.client_key)?;
     let socket = daemon::socket();
@@ -326,6 +343,7 @@ fn check_only(args: &MountArgs) -> Result<()> {
     let asked = asked(args)?;
     let file = load(args, &asked)?;
     file.mount.check()?;
+    file.mount.has_fabric()?;
     config::log_filter(&file.log)?;
     config::read_key(&file.client_key)?;
     strake_fuse::can_mount(&file.mount.mountpoint)
@@ -373,7 +391,7 @@ fn not_mounted(dir: &Path) -> Error {
 
 /// Connects a client of a running cluster.
 pub async fn connect(mds: &[String], client_key: [u8; 32]) -> Result<Client> {
-    connect_with(client_config(mds)?, client_key).await
+    connect_with(client_config(mds)?, client_key, Use::Best).await
 }
 
 fn client_config(mds: &[String]) -> Result<strake_client::Config> {
@@ -382,7 +400,8 @@ fn client_config(mds: &[String]) -> Result<strake_client::Config> {
     Ok(strake_client::Config { hostname, ..strake_client::Config::new(mds) })
 }
 
-async fn connect_with(config: strake_client::Config, client_key: [u8; 32]) -> Result<Client> {
+/// `OpNotSupp`, `NoMem`: a storage server is reached by no road that may be used.
+async fn connect_with(config: strake_client::Config, client_key: [u8; 32], roads: Use) -> Result<Client> {
     let env = Env::system();
     let mut pool = Pool::default();
     // Half of it is for what is under way.
@@ -390,8 +409,20 @@ async fn connect_with(config: strake_client::Config, client_key: [u8; 32]) -> Re
     if config.cache_bytes > strake_client::Config::new(Vec::new()).cache_bytes && pool.stats().limit < wanted {
         pool = Pool::new(wanted);
     }
-    let fabric = TcpFabric::new(env.clone(), Identity::client(client_key), None, pool, Default::default());
-    Client::connect(config, env, Arc::new(fabric)).await
+    if roads == Use::Rdma {
+        let (limit, why) = rdma::pool_limit(pool.stats().limit)?;
+        if let Some(why) = why {
+            tracing::warn!("{why}");
+            pool = Pool::new(limit);
+        }
+    }
+    let fabric = Roads::new(env.clone(), Identity::client(client_key), None, pool, Default::default()).only(roads);
+    let client = Client::connect(config, env, Arc::new(fabric.clone())).await?;
+    let map = client.map();
+    for n in map.map.nodes.iter().filter(|n| n.role != ROLE_MDS) {
+        fabric.ways(&n.endpoints).map_err(|e| e.context(format!("storage server '{}'", n.name)))?;
+    }
+    Ok(client)
 }
 
 /// Whether a StrakeFS is mounted exactly there.
@@ -447,5 +478,22 @@ mod tests {
         assert_eq!(flags("nodev", &[base]), MountFlags::NODEV);
         assert_eq!(flags("nodev,nosuid", &[base]), both);
         assert_eq!(flags("nodev", &[base, "-o", "dev,nosuid"]), MountFlags::NOSUID);
+    }
+
+    #[test]
+    fn rdma_that_is_asked_for_and_missing_is_named_before_anything_else() {
+        let of = |words: &[&str]| {
+            let args = Only::try_parse_from([&["mount", "h:1", "/m"], words].concat()).map_err(|e| e.to_string())?.args;
+            let asked = asked(&args).map_err(|e| e.to_string())?;
+            load(&args, &asked).map(|f| f.mount).map_err(|e| e.to_string())
+        };
+        assert_eq!(of(&["--fabric", "rdma"]).unwrap().fabric, FabricKey::Rdma);
+        assert_eq!(of(&["--fabric", "rdma", "-o", "fabric=tcp"]).unwrap().fabric, FabricKey::Tcp);
+        assert!(of(&["--fabric", "ib"]).is_err_and(|e| e.contains("there are 'auto', 'tcp' and 'rdma'")));
+        assert!(of(&[]).unwrap().has_fabric().is_ok() && of(&["-o", "fabric=tcp"]).unwrap().has_fabric().is_ok());
+        match (rdma::probe(), of(&["--fabric", "rdma"]).unwrap().has_fabric()) {
+            (Ok(devices), r) => assert!(r.is_ok(), "{devices:?}"),
+            (Err(why), r) => assert_eq!(r.unwrap_err().message, why.message),
+        }
     }
 }

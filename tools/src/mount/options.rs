@@ -1,9 +1,13 @@
 //! Options in the manner of mount(8): `-o a,b=c`. Pure. `docs/mounting.md` has the table.
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    str::FromStr,
+};
 
 use serde::Deserialize;
 use strake_client::FollowerReads;
+use strake_fabric::Use;
 use strake_fuse::{MountFlags, Transport, table};
 use strake_proto::{Code, Error, Result};
 
@@ -54,6 +58,39 @@ impl From<FollowerKey> for FollowerReads {
     }
 }
 
+/// See `docs/rdma.md`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FabricKey {
+    #[default]
+    Auto,
+    Tcp,
+    Rdma,
+}
+
+impl From<FabricKey> for Use {
+    fn from(key: FabricKey) -> Use {
+        match key {
+            FabricKey::Auto => Use::Best,
+            FabricKey::Tcp => Use::Tcp,
+            FabricKey::Rdma => Use::Rdma,
+        }
+    }
+}
+
+impl FromStr for FabricKey {
+    type Err = Error;
+
+    fn from_str(value: &str) -> Result<FabricKey> {
+        match value {
+            "auto" => Ok(FabricKey::Auto),
+            "tcp" => Ok(FabricKey::Tcp),
+            "rdma" => Ok(FabricKey::Rdma),
+            _ => Err(bad(format!("option 'fabric={value}': there are 'auto', 'tcp' and 'rdma'"))),
+        }
+    }
+}
+
 /// What was asked for; `None` and empty: nothing was said.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Options {
@@ -83,6 +120,7 @@ pub struct Options {
     pub cache_bytes: Option<u64>,
     pub follower_reads: Option<FollowerKey>,
     pub write_back: Option<bool>,
+    pub fabric: Option<FabricKey>,
     pub run_dir: Option<PathBuf>,
 }
 
@@ -104,7 +142,7 @@ const WORDS: [&str; 14] = [
     "nofail",
 ];
 /// Options with one.
-const VALUES: [&str; 17] = [
+const VALUES: [&str; 18] = [
     "timeout",
     "retry",
     "subtree",
@@ -120,6 +158,7 @@ const VALUES: [&str; 17] = [
     "read_replica",
     "cache_bytes",
     "follower_reads",
+    "fabric",
     "run_dir",
     "comment",
 ];
@@ -233,6 +272,7 @@ impl Options {
                     }
                 });
             }
+            "fabric" => self.fabric = Some(value.parse()?),
             "threads" => self.threads = Some(number(name, value, 0, crate::MAX_THREADS as u64, "threads")? as usize),
             _ => self.read_replica = Some(number(name, value, 0, 2, "the number of a copy")? as usize),
         }
@@ -401,6 +441,8 @@ mod tests {
             "run_dir=r",
             "transport=rdma",
             "transport",
+            "fabric=infiniband",
+            "fabric",
             "attr_timeout=-1",
             "attr_timeout=nan",
             "attr_timeout=inf",

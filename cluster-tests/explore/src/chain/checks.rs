@@ -35,6 +35,7 @@ impl World {
         let got = &self.replicas[*first].chunk.list;
         for i in &served {
             let here = &self.replicas[*i].chunk.list;
+            self.nothing_late(here)?;
             if here != got {
                 return Err(format!("{here:?} is read at {i}, {got:?} at {first}"));
             }
@@ -50,6 +51,20 @@ impl World {
             return Err(format!("{got:?} is read at {first} after {before:?}"));
         }
         self.read = (self.losses, got.clone());
+        Ok(())
+    }
+
+    /// Nothing that was given up lies on top of what its client wrote afterwards.
+    fn nothing_late(&self, list: &[u8]) -> Result<(), String> {
+        for client in &self.clients {
+            let mut newest = 0;
+            for value in list.iter().filter(|v| client.values.contains(v)) {
+                if *value < newest && client.given_up.iter().any(|g| g.0.value == *value) {
+                    return Err(format!("{list:?} is read: {value} was given up before {newest} was written"));
+                }
+                newest = newest.max(*value);
+            }
+        }
         Ok(())
     }
 
@@ -92,7 +107,7 @@ impl World {
     pub(super) fn settles(mut self) -> Result<(), String> {
         let left = &mut self.left;
         (left.writes, left.crashes, left.expiries, left.breaks) = (0, 0, 0, 0);
-        (left.doubles, left.plans, left.full) = (0, 0, 0);
+        (left.doubles, left.repeats, left.plans, left.full, left.given_up) = (0, 0, 0, 0, 0);
         (left.changes, left.flushes) = (u8::MAX, u8::MAX);
         let mut rng = 7;
         for _ in 0..PATIENCE {

@@ -33,6 +33,12 @@ impl World {
                     Some(o) if !o.sent => out.push(Action::Send { client: c, to: *to }),
                     _ => {}
                 }
+                if client.open.is_none() && self.left.given_up > 0 && self.left.writes > 0 && turn {
+                    out.push(Action::GiveUp { client: c, to: *to });
+                }
+                let arrives = |epoch: u64| epoch == self.replicas[*to].epoch();
+                let late = client.given_up.iter().filter(|(_, epoch, _, on_its_way)| *on_its_way && arrives(*epoch));
+                out.extend(late.map(|(write, ..)| Action::Late { client: c, to: *to, write: *write }));
                 let unstable = client.open.is_none() && client.acked.iter().any(|a| !a.stable);
                 if unstable && self.left.flushes > 0 && self.flush_path(*to).is_ok() {
                     out.push(Action::Flush { client: c, to: *to });
@@ -48,25 +54,54 @@ impl World {
         }
     }
 
-    pub(super) fn write(&mut self, c: usize, to: usize) {
+    fn next_write(&mut self, c: usize) -> Write {
         self.left.writes -= 1;
         self.next_value += 1;
         let client = &mut self.clients[c];
         client.seq += 1;
-        let write = Write { value: self.next_value, session: session(c), seq: client.seq };
+        if self.checks_given_up {
+            client.values.push(self.next_value);
+        }
+        Write { value: self.next_value, session: session(c), seq: client.seq }
+    }
+
+    fn round(&self, c: usize) -> u64 {
+        if self.fault == Fault::Roundless { 0 } else { self.clients[c].round }
+    }
+
+    pub(super) fn give_up(&mut self, c: usize, to: usize) {
+        self.left.given_up -= 1;
+        let (write, epoch, round) = (self.next_write(c), self.replicas[to].epoch(), self.round(c));
+        let client = &mut self.clients[c];
+        client.given_up.push((write, epoch, round, true));
+        client.round += 1;
+    }
+
+    pub(super) fn late(&mut self, c: usize, to: usize, late: Write) {
+        let given_up = self.clients[c].given_up.iter_mut().find(|(write, ..)| *write == late);
+        let Some((write, epoch, round, on_its_way)) = given_up else { return };
+        *on_its_way = false;
+        let (write, epoch) = (*write, *epoch);
+        let what = What::Client { session: write.session, seq: write.seq, replay: None, round: *round };
+        self.admit(to, epoch, Asker::Nobody, Kind::Update(write), what);
+    }
+
+    pub(super) fn write(&mut self, c: usize, to: usize) {
+        let write = self.next_write(c);
+        let client = &mut self.clients[c];
         client.open = Some(Open { write, replay: None, sent: false });
         self.send(c, to);
     }
 
     pub(super) fn send(&mut self, c: usize, to: usize) {
-        let epoch = self.replicas[to].epoch();
+        let (epoch, round) = (self.replicas[to].epoch(), self.round(c));
         let doubles = self.left.doubles > 0;
         let client = &mut self.clients[c];
         let Some(o) = &mut client.open else { return };
         o.sent = true;
         let (write, replay) = (o.write, o.replay);
         client.last = doubles.then_some((write, replay, epoch));
-        let what = What::Client { session: write.session, seq: write.seq, replay };
+        let what = What::Client { session: write.session, seq: write.seq, replay, round };
         self.admit(to, epoch, Asker::Client, Kind::Update(write), what);
     }
 
@@ -77,7 +112,7 @@ impl World {
         if self.left.doubles == 0 {
             self.clients.iter_mut().for_each(|c| c.last = None);
         }
-        let what = What::Client { session: write.session, seq: write.seq, replay };
+        let what = What::Client { session: write.session, seq: write.seq, replay, round: self.round(c) };
         self.admit(to, epoch, Asker::Nobody, Kind::Update(write), what);
     }
 

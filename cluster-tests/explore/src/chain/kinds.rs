@@ -31,6 +31,10 @@ pub struct Bounds {
     pub breaks: u8,
     /// Requests of clients that arrive once more.
     pub doubles: u8,
+    /// Requests between replicas that arrive once more.
+    pub repeats: u8,
+    /// Writes that their client gives up without an answer: they arrive later, or not at all. They count as writes, too.
+    pub given_up: u8,
     /// Changes of the chain by the metadata server, besides those that a registration makes.
     pub changes: u8,
     /// Changes of the targets that the chain shall have.
@@ -78,6 +82,8 @@ pub enum Fault {
     AnyEpoch,
     /// A chunk is pushed as it was when its slot was asked for.
     PushesUnheld,
+    /// Clients do not say that they have given something up.
+    Roundless,
 }
 
 /// The updates that were applied; every update has a number of its own.
@@ -230,4 +236,10 @@ pub struct Client {
     pub acked: Vec<Acked>,
     /// What may arrive once more, and in which epoch it was sent.
     pub last: Option<(Write, Option<Version>, u64)>,
+    /// How many writes it has given up.
+    pub round: u64,
+    /// Those, and in which epoch and round they were sent; whether they may arrive yet.
+    pub given_up: Vec<(Write, u64, u64, bool)>,
+    /// Values of all that it wrote.
+    pub values: Vec<u8>,
 }

@@ -16,7 +16,7 @@ use std::{
     ops::Deref,
 };
 
-use kinds::{Asker, Awaits, CHAIN, CLIENTS, Chunk, Client, Kind, N, Pass, Replica};
+use kinds::{Asker, Awaits, CHAIN, CLIENTS, Chunk, Client, Kind, N, Pass, Replica, Write};
 pub use kinds::{Bounds, Fault, Message};
 use strake_oss::chain::{ChainCore, OpId};
 use strake_proto::{
@@ -50,6 +50,8 @@ pub struct World {
     left: Bounds,
     /// Space may run out.
     full: bool,
+    /// Something may be given up.
+    checks_given_up: bool,
     /// Of the newest map.
     chain: Newest,
     /// Targets whose leases have not run out, at the metadata server.
@@ -75,6 +77,8 @@ pub enum Action {
     Deliver(Message),
     /// The connection under a message breaks.
     Break(Message),
+    /// A message will arrive once more.
+    Repeat(Message),
     Staged {
         at: usize,
         op: OpId,
@@ -103,6 +107,17 @@ pub enum Action {
     Twice {
         client: usize,
         to: usize,
+    },
+    /// A write is given up without an answer; it has not arrived yet.
+    GiveUp {
+        client: usize,
+        to: usize,
+    },
+    /// One that was given up arrives.
+    Late {
+        client: usize,
+        to: usize,
+        write: Write,
     },
     Flush {
         client: usize,
@@ -134,6 +149,7 @@ impl World {
             fault,
             left,
             full: left.full > 0,
+            checks_given_up: left.given_up > 0,
             chain: Newest(pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: targets, lost: false }),
             alive: [true; N],
             seen: [(0, false); N],
@@ -172,6 +188,9 @@ impl World {
             if breaks && self.left.breaks > 0 {
                 out.push(Action::Break(m.clone()));
             }
+            if self.left.repeats > 0 && !matches!(m, Message::Answer { .. }) {
+                out.push(Action::Repeat(m.clone()));
+            }
         }
     }
 
@@ -198,6 +217,16 @@ impl World {
                 self.broken_off(asker, None);
             }
         }
+    }
+
+    /// Another copy of a request, whose answer nobody waits for.
+    fn repeat(&mut self, m: &Message) {
+        self.left.repeats -= 1;
+        let mut copy = m.clone();
+        if let Message::Forward { asker, .. } | Message::Put { asker, .. } = &mut copy {
+            *asker = Asker::Nobody;
+        }
+        self.messages.push(copy);
     }
 
     /// Worlds that go on alike become one: what has no effect any more is not kept, nor an order of messages.
@@ -257,6 +286,7 @@ impl World {
                 self.receive(m.clone());
             }
             Action::Break(m) => self.breaks(m),
+            Action::Repeat(m) => self.repeat(m),
             Action::Staged { at, op, full } => self.staged(*at, *op, *full),
             Action::Retry { at, op } => self.retry(*at, *op),
             Action::Compare(i) => self.compare(*i),
@@ -265,6 +295,8 @@ impl World {
             Action::Write { client, to } => self.write(*client, *to),
             Action::Send { client, to } => self.send(*client, *to),
             Action::Twice { client, to } => self.twice(*client, *to),
+            Action::GiveUp { client, to } => self.give_up(*client, *to),
+            Action::Late { client, to, write } => self.late(*client, *to, *write),
             Action::Flush { client, to } => self.flush(*client, *to),
             Action::HangUp(c) => self.hang_up(*c),
             Action::Evaluate => self.evaluate(),

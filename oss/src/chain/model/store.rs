@@ -10,7 +10,7 @@ use strake_proto::{
 use crate::chain::{Committed, Local, OpId};
 
 /// Writers that a chunk remembers: fewer than [`strake_proto::data::KEPT_WRITERS`], so that runs go beyond them.
-const KEPT: usize = 8;
+pub const KEPT: usize = 8;
 
 /// A chunk is the list of the updates applied to it; every update has a number of its own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -22,6 +22,13 @@ pub struct Chunk {
 pub struct Store {
     pub chunks: BTreeMap<ChunkId, Chunk>,
     pub values: BTreeMap<OpId, (ChunkId, u64)>,
+}
+
+impl Store {
+    /// How many others changed a chunk after one that did.
+    pub fn changes_since(&self, chunk: ChunkId, value: u64) -> usize {
+        self.chunks.get(&chunk).map_or(0, |c| c.list.iter().rev().position(|v| *v == value).unwrap_or(0))
+    }
 }
 
 impl Local for Store {

@@ -13,7 +13,7 @@ use strake_proto::{Code, Result};
 use super::*;
 use crate::{
     device,
-    engine::{TargetLayout, create_target_dir, open_target_dir},
+    engine::{TargetLayout, announce_device, create_target_dir, open_target_dir},
 };
 
 const SIZE: u64 = 64 << 20;
@@ -117,4 +117,33 @@ async fn a_device_with_anything_at_its_beginning_is_left_alone() {
     l.put(1 << 20, &[1]);
     l.create("t0", false).await.unwrap();
     drop(open(&l.target("t0")).await.unwrap());
+}
+
+/// Where SPDK is missing, and where it is there but no controller answers: an error that says so, and no half of a target.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_target_on_spdk_without_its_controller_is_an_error_and_nothing_is_used_instead() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = "spdk:trtype:TCP traddr:127.0.0.1 trsvcid:1 subnqn:nqn.2024-01.org.example:none";
+    let create = async |name: &str, device: &str| {
+        let layout = TargetLayout::BlockDevice { path: device.into(), force: true };
+        create_target_dir(&dir.path().join(name), layout, identity()).await.unwrap_err()
+    };
+    let missing = |e: &strake_proto::Error| match e.code {
+        Code::NoEnt => e.message.contains("SPDK is not installed") && e.message.contains("build SPDK"),
+        code => code == Code::NxIo && e.message.contains("no such controller"),
+    };
+    let e = create("t0", text).await;
+    assert!(missing(&e), "{e:?}");
+    assert!(!dir.path().join("t0/data").exists() && !dir.path().join("t0/table").exists());
+    assert_eq!(create("t0", "spdk:trtype:TCP").await.code, Code::Inval);
+    // One that was made says the same, not that its data are missing.
+    let t1 = dir.path().join("t1");
+    create_target_dir(&t1, TargetLayout::File { size: SIZE }, identity()).await.unwrap();
+    fs::remove_file(t1.join("data")).unwrap();
+    std::os::unix::fs::symlink(text, t1.join("data")).unwrap();
+    let e = open(&t1).await.err().unwrap();
+    assert!(missing(&e), "{e:?}");
+    announce_device(&t1, None).unwrap();
+    let e = announce_device(&t1, Some(Path::new("spdk:trtype:FC traddr:1"))).unwrap_err();
+    assert!(e.code == Code::Inval && e.message.contains("PCIe, TCP, RDMA"), "{e:?}");
 }

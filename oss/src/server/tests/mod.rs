@@ -15,12 +15,14 @@ use strake_fabric::Role;
 use strake_proto::{
     Code, Incarnation, Result, Rights,
     checksum::block_sums,
-    data::{DataRequest, FLAG_REPLAY, FLAG_STABLE, FLAG_TOMBSTONE, Kind, Version},
+    data::{DataRequest, FLAG_REPLAY, FLAG_STABLE, FLAG_TOMBSTONE, Kind, Version, Writer},
     layout::MAX_CHUNK,
     map::ChainExt,
     opcode, pb,
 };
 use tokio::time::Instant;
+
+use crate::device::mem::Op;
 
 #[tokio::test(start_paused = true)]
 async fn writes_of_all_sizes_are_read_from_every_replica() {
@@ -249,6 +251,67 @@ async fn a_punch_goes_down_the_chain_and_is_never_undone() {
     for t in 0..3 {
         assert!(c.read(t, 0, 0, 50_000).await.unwrap().1 == want, "target {t}");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_session_gave_up_is_not_made_after_its_next_round_came() {
+    let c = Cluster::start(2).await;
+    let write = |seq, round, data: &'static [u8]| {
+        let r = DataRequest { round, ..c.write_request(0, 0, data, seq) };
+        let c = &c;
+        async move { c.call(c.head(), opcode::WRITE, &r, data).await.err().map(|e| e.code) }
+    };
+    c.write(0, 0, b"first", 1).await.unwrap();
+    // 2 is given up, and its copy waits somewhere.
+    assert_eq!(write(3, 1, b"newer").await, None);
+    assert_eq!(write(2, 0, b"late!").await, Some(Code::Overloaded));
+    assert_eq!(c.read(0, 0, 0, 5).await.unwrap().1, b"newer");
+    assert_eq!(write(4, 1, b"alive").await, None);
+    // A flush says it as well; not that of another session.
+    let flush = |round, session| {
+        let cap = strake_proto::Capability { session, ..c.cap(Rights::WRITE) };
+        let r = DataRequest { round, session, cap: Some(c.key.seal(&cap)), ..c.request(c.head(), 0) };
+        let c = &c;
+        async move { c.call(c.head(), opcode::FLUSH, &r, &[]).await.err().map(|e| e.code) }
+    };
+    assert_eq!(flush(9, SESSION + 1).await, None);
+    assert_eq!(write(5, 1, b"still").await, None);
+    assert_eq!(flush(2, SESSION).await, None);
+    assert_eq!(write(6, 1, b"late!").await, Some(Code::Overloaded));
+    assert_eq!(write(6, 2, b"again").await, None);
+    assert_eq!(write(6, 2, b"again").await, None, "known");
+    for t in 0..2 {
+        assert_eq!(c.read(t, 0, 0, 5).await.unwrap().1, b"again");
+    }
+}
+
+/// The tail has no space, and refuses. Then it has some, another copy of the forward arrives, and the client writes something else.
+#[tokio::test(start_paused = true)]
+async fn what_a_replica_refused_it_does_not_make_later() {
+    let c = Cluster::start(2).await;
+    let (head, tail) = (c.head(), 1 - c.head());
+    let forward = |number, data: &'static [u8], seq| {
+        let writers = vec![Writer { session: 0, seq: 0, version: Version::default() }];
+        let version = Version { epoch: 1, number };
+        let r = DataRequest { target: tail, version, cap: None, writers, ..c.write_request(0, 0, data, seq) };
+        let c = &c;
+        async move { c.call_as(Role::Server, tail, opcode::FORWARD, &r, data).await }
+    };
+    let device = &c.nodes[tail as usize].device;
+    device.fail(Op::Write, 0, Code::NoSpc);
+    assert_eq!(c.write(0, 0, b"refused", 1).await.unwrap_err().code, Code::NoSpc);
+    assert_eq!(forward(1, b"refused", 1).await.unwrap_err().code, Code::NoSpc);
+    assert_eq!(c.write(0, 0, b"other", 2).await.unwrap().version, Version { epoch: 1, number: 2 });
+    assert_eq!(forward(1, b"refused", 1).await.unwrap_err().code, Code::VersionGap);
+    for t in [head, tail] {
+        assert_eq!(c.read(t, 0, 0, 9).await.unwrap().1, b"other");
+    }
+    // What is made is not refused, though it cannot be flushed.
+    assert!(forward(2, b"other", 2).await.unwrap().0.stable);
+    c.write(0, 0, b"third", 3).await.unwrap();
+    device.fail(Op::Flush, 0, Code::NoSpc);
+    let e = forward(3, b"third", 3).await.unwrap_err();
+    assert!(e.code == Code::NotServing && e.message.contains("not flushed"), "{e}");
 }
 
 #[tokio::test(start_paused = true)]

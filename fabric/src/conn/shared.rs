@@ -23,10 +23,10 @@ use std::{
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use strake_proto::{
     Code, Error, Result,
-    frame::{FLAG_PAYLOAD_SUMMED, HEADER_LEN, Header, Kind, MAX_BODY, MAX_PAYLOAD},
+    frame::{FLAG_PAYLOAD_SUMMED, FLAG_REGIONS, HEADER_LEN, Header, Kind, MAX_BODY, MAX_PAYLOAD},
     opcode,
 };
 use tokio::{
@@ -35,12 +35,18 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-use super::{Options, read, read::Incoming, write};
-use crate::{Buf, Connection, Env, Message, Peer, Pool, Role, Service};
+use super::{
+    Bulk, Loan, Options,
+    bulk::{self, INLINE},
+    read,
+    read::Incoming,
+    write,
+};
+use crate::{Buf, Connection, Env, Message, Peer, Pool, Role, Service, Traffic, traffic::Counter};
 
 /// How a connection goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Phase {
+pub(crate) enum Phase {
     Open,
     /// Takes no new requests and ends when those running are answered.
     Draining,
@@ -54,13 +60,15 @@ pub(super) struct Setup {
     pub pool: Pool,
     pub version: u16,
     pub role: Role,
+    pub bulk: Option<Arc<dyn Bulk>>,
     pub addr: String,
     pub id: u64,
+    pub counter: Counter,
     pub service: Option<Arc<dyn Service>>,
 }
 
 /// A frame on its way out.
-pub(super) struct Outgoing {
+pub(crate) struct Outgoing {
     pub header: Header,
     pub body: Bytes,
     pub payload: Vec<Buf>,
@@ -68,15 +76,29 @@ pub(super) struct Outgoing {
     pub hold: Hold,
 }
 
-pub(super) enum Hold {
+pub(crate) enum Hold {
     Nothing,
     Request(Arc<Slot>),
     #[allow(dead_code)] // held for its drop
     Response(Place),
 }
 
+/// A payload that was brought to its place already.
+pub(crate) struct Placed {
+    pub len: u32,
+    pub crc: Option<u32>,
+}
+
+impl Outgoing {
+    pub fn place(&mut self, p: &Placed) {
+        self.header.flags = FLAG_REGIONS | if p.crc.is_some() { FLAG_PAYLOAD_SUMMED } else { 0 };
+        self.header.payload_len = p.len;
+        self.header.payload_crc = p.crc.unwrap_or(0);
+    }
+}
+
 /// A caller's place in the window.
-pub(super) struct Slot {
+pub(crate) struct Slot {
     _call: OwnedSemaphorePermit,
     _bytes: OwnedSemaphorePermit,
     /// Nobody waits for the answer any more; if the request is not written yet, it need not be.
@@ -84,25 +106,44 @@ pub(super) struct Slot {
 }
 
 /// A handler's place, with the bytes of the request it handles.
-pub(super) struct Place {
+pub(crate) struct Place {
     pub _handler: OwnedSemaphorePermit,
     pub _bytes: OwnedSemaphorePermit,
 }
 
+/// A call that is to be answered.
+pub(crate) struct Waiter {
+    tx: oneshot::Sender<Result<Message>>,
+    /// What the peer may reach until then.
+    pub loans: Vec<u64>,
+    /// The peer has asked for room for its reply. It may once: rooms are memory.
+    pub asked: bool,
+    /// Taken as long, for the sake of the loans, also when nobody waits for the answer.
+    _slot: Option<Arc<Slot>>,
+}
+
+impl Waiter {
+    pub fn answer(self, result: Result<Message>) {
+        let _ = self.tx.send(result);
+    }
+}
+
 /// The answers waited for.
 struct Pending {
-    waiting: BTreeMap<u64, oneshot::Sender<Result<Message>>>,
+    waiting: BTreeMap<u64, Waiter>,
     next_id: u64,
     /// Why no call can be made any more.
     over: Option<Error>,
 }
 
-pub(super) struct Shared {
+pub(crate) struct Shared {
     pub env: Env,
     pub options: Options,
     pub pool: Pool,
     pub version: u16,
     pub addr: String,
+    /// Let go when the connection is closed: whoever keeps a closed one must not keep its device.
+    bulk: RwLock<Option<Arc<dyn Bulk>>>,
     out: mpsc::Sender<Outgoing>,
     pending: Mutex<Pending>,
     window: Arc<Semaphore>,
@@ -117,8 +158,11 @@ pub(super) struct Shared {
     owed: AtomicU32,
     /// The reader waits for room here, so that silence says nothing about the peer.
     pub stalled: AtomicBool,
-    pub received: AtomicU64,
-    pub sent: AtomicU64,
+    /// Bytes of the stream: signs of life.
+    received: AtomicU64,
+    sent: AtomicU64,
+    /// For people.
+    pub counter: Counter,
     pulse_sleeps: AtomicBool,
     pulse: Notify,
 }
@@ -152,6 +196,8 @@ where
         pool: setup.pool,
         version: setup.version,
         addr: setup.addr,
+        bulk: RwLock::new(setup.bulk),
+        counter: setup.counter,
         out,
         pending: Mutex::new(Pending { waiting: BTreeMap::new(), next_id: 1, over: None }),
         phase: watch::Sender::new(Phase::Open),
@@ -264,13 +310,19 @@ fn frame(s: &Shared, kind: Kind) -> Outgoing {
     Outgoing { header, body: Bytes::new(), payload: Vec::new(), hold: Hold::Nothing }
 }
 
+/// `TooBig` for what no receiver would take.
+fn check_size(op: u16, body: usize, payload: usize) -> Result<()> {
+    if body > MAX_BODY as usize || payload > MAX_PAYLOAD as usize {
+        let m = format!("message {op:#06x} too large to send (body {body}, payload {payload})");
+        return Err(Error::new(Code::TooBig, m));
+    }
+    Ok(())
+}
+
 /// Fills in lengths and checksums. `TooBig` for what no receiver would take.
 pub(super) fn outgoing(s: &Shared, kind: Kind, id: u64, op: u16, m: Message, hold: Hold) -> Result<Outgoing> {
     let payload_len = m.payload_len();
-    if m.body.len() > MAX_BODY as usize || payload_len > MAX_PAYLOAD as usize {
-        let m = format!("message {op:#06x} too large to send (body {}, payload {payload_len})", m.body.len());
-        return Err(Error::new(Code::TooBig, m));
-    }
+    check_size(op, m.body.len(), payload_len)?;
     let mut f = frame(s, kind);
     let summed = payload_len > 0 && is_summed(op);
     f.header.flags = if summed { FLAG_PAYLOAD_SUMMED } else { 0 };
@@ -288,6 +340,23 @@ pub(super) fn outgoing(s: &Shared, kind: Kind, id: u64, op: u16, m: Message, hol
 }
 
 impl Shared {
+    /// Bytes that came through the stream.
+    pub fn received(&self, bytes: usize) {
+        self.received.fetch_add(bytes as u64, Relaxed);
+        self.counter.received(bytes as u64);
+    }
+
+    /// Bytes that went into the stream.
+    pub fn sent(&self, bytes: usize) {
+        self.sent.fetch_add(bytes as u64, Relaxed);
+        self.counter.sent(bytes as u64);
+    }
+
+    /// What moves payloads beside the stream.
+    pub fn bulk(&self) -> Option<Arc<dyn Bulk>> {
+        self.bulk.read().clone()
+    }
+
     /// Queues a frame. The queue is as long as the windows allow frames to exist, so a full one means that the peer
     /// does not keep to them; and a closed one, that the connection is gone.
     pub fn send(&self, f: Outgoing) {
@@ -314,6 +383,7 @@ impl Shared {
             }
             std::mem::take(&mut p.waiting)
         };
+        self.counter.close();
         if self.phase.send_replace(Phase::Closed) != Phase::Closed {
             match cause.code {
                 Code::Protocol => tracing::warn!(peer = %self.addr, "closing the connection: {cause}"),
@@ -322,8 +392,10 @@ impl Shared {
         }
         self.window.close();
         self.window_bytes.close();
+        let bulk = self.bulk.write().take();
+        drop(bulk);
         for w in waiting.into_values() {
-            let _ = w.send(Err(self.gone(cause)));
+            w.answer(Err(self.gone(cause)));
         }
     }
 
@@ -335,7 +407,7 @@ impl Shared {
     }
 
     /// The error of a call that cannot be made, or was not answered, because the connection is over.
-    fn over(&self) -> Error {
+    pub fn over(&self) -> Error {
         let cause = self.pending.lock().over.clone();
         self.gone(&cause.unwrap_or_else(|| Error::new(Code::Disconnected, format!("{} is closed", self.addr))))
     }
@@ -367,8 +439,25 @@ impl Shared {
     }
 
     /// Who waits for this answer, taken out.
-    pub fn take_waiting(&self, id: u64) -> Option<oneshot::Sender<Result<Message>>> {
+    pub fn take_waiting(&self, id: u64) -> Option<Waiter> {
         self.pending.lock().waiting.remove(&id)
+    }
+
+    /// Whether somebody waits for this answer, and it is the first time that its peer asks for room.
+    pub fn may_have_room(&self, id: u64) -> bool {
+        let mut p = self.pending.lock();
+        let waiter = p.waiting.get_mut(&id).filter(|w| !w.tx.is_closed());
+        waiter.is_some_and(|w| !std::mem::replace(&mut w.asked, true))
+    }
+
+    /// The peer reaches more for this call. False: nobody waits for its answer any more.
+    pub fn add_loan(&self, id: u64, loan: u64) -> bool {
+        let mut p = self.pending.lock();
+        let waiter = p.waiting.get_mut(&id).filter(|w| !w.tx.is_closed());
+        waiter.is_some_and(|w| {
+            w.loans.push(loan);
+            true
+        })
     }
 
     fn is_busy(&self) -> bool {
@@ -396,16 +485,31 @@ impl Shared {
         Ok(Arc::new(Slot { _call: call, _bytes: bytes, abandoned: AtomicBool::new(false) }))
     }
 
-    async fn call(self: &Arc<Self>, request: Message, limit: Duration) -> Result<Message> {
+    pub async fn call(self: &Arc<Self>, mut request: Message, limit: Duration) -> Result<Message> {
         let start = Instant::now();
         let op = request.opcode;
         let call = async {
-            let slot = self.slot(request.payload_len()).await?;
+            let payload = request.payload_len();
+            check_size(op, request.body.len(), payload)?;
+            let room = if self.bulk().is_some() { bulk::expected(op, &request.body) } else { 0 };
+            let slot = self.slot(payload.max(room)).await?;
             let (tx, rx) = oneshot::channel();
+            let (loan, placed) = self.lend(&mut request, room).await?;
+            let mut waiter = Waiter { tx, loans: Vec::new(), asked: false, _slot: None };
             let mut f = outgoing(self, Kind::Request, 0, op, request, Hold::Request(slot.clone()))?;
+            if let Some(p) = &placed {
+                f.place(p);
+                self.counter.sent(p.len.into());
+            }
+            if let Some(loan) = &loan {
+                waiter.loans.push(loan.id);
+                waiter._slot = Some(slot.clone());
+                f.header.flags |= FLAG_REGIONS;
+                f.payload.insert(0, loan.regions.encode().into());
+            }
             let left = limit.saturating_sub(start.elapsed()).as_millis();
             f.header.deadline_ms = u32::try_from(left).unwrap_or(u32::MAX).max(1);
-            f.header.request_id = self.register(tx)?;
+            f.header.request_id = self.register(waiter)?;
             let _waiting = Waiting { shared: self, slot, id: f.header.request_id };
             self.wake_pulse();
             self.send(f);
@@ -417,14 +521,29 @@ impl Shared {
         })
     }
 
-    fn register(&self, tx: oneshot::Sender<Result<Message>>) -> Result<u64> {
+    /// Lends the peer a large payload, and room for a large reply.
+    async fn lend(&self, m: &mut Message, room: usize) -> Result<(Option<Loan>, Option<Placed>)> {
+        let len = m.payload_len();
+        let large = len > INLINE;
+        let Some(bulk) = self.bulk().filter(|_| large || room > INLINE) else { return Ok((None, None)) };
+        let room = if room > INLINE { Some(read::pool_buffer(self, room).await) } else { None };
+        let (payload, placed) = if large {
+            let crc = is_summed(m.opcode).then(|| sum(&m.payload));
+            (std::mem::take(&mut m.payload), Some(Placed { len: len as u32, crc }))
+        } else {
+            (Vec::new(), None)
+        };
+        Ok((Some(bulk.lend(payload, room).await?), placed))
+    }
+
+    fn register(&self, waiter: Waiter) -> Result<u64> {
         let mut p = self.pending.lock();
         if let Some(cause) = &p.over {
             return Err(self.gone(cause));
         }
         let id = p.next_id;
         p.next_id += 1;
-        p.waiting.insert(id, tx);
+        p.waiting.insert(id, waiter);
         drop(p);
         self.awaited.fetch_add(1, SeqCst);
         Ok(id)
@@ -432,7 +551,7 @@ impl Shared {
 }
 
 /// See [`Shared::owe`].
-pub(super) struct Owed(Arc<Shared>);
+pub(crate) struct Owed(Arc<Shared>);
 
 impl Drop for Owed {
     fn drop(&mut self) {
@@ -450,8 +569,12 @@ struct Waiting<'a> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         self.shared.awaited.fetch_sub(1, SeqCst);
-        self.shared.take_waiting(self.id);
-        self.slot.abandoned.store(true, Relaxed);
+        let mut p = self.shared.pending.lock();
+        // What was lent stays so until the peer has answered, so the request must be sent.
+        if p.waiting.get(&self.id).is_some_and(|w| w.loans.is_empty()) {
+            p.waiting.remove(&self.id);
+            self.slot.abandoned.store(true, Relaxed);
+        }
     }
 }
 
@@ -475,6 +598,9 @@ impl Connection for Handle {
     fn addr(&self) -> String {
         self.0.addr.clone()
     }
+    fn traffic(&self) -> Traffic {
+        self.0.counter.look()
+    }
     fn close(&self) {
         self.0.fail(&Error::new(Code::Disconnected, format!("connection to {} was closed here", self.0.addr)));
     }
@@ -493,6 +619,9 @@ impl Connection for Back {
     }
     fn addr(&self) -> String {
         self.0.addr.clone()
+    }
+    fn traffic(&self) -> Traffic {
+        self.0.counter.look()
     }
     fn close(&self) {
         self.0.fail(&Error::new(Code::Disconnected, format!("connection to {} was closed here", self.0.addr)));

@@ -2,7 +2,6 @@
 //! buffer, so that many small frames cost one system call; payloads go from the socket into a pool buffer.
 
 use std::{
-    os::fd::AsRawFd,
     sync::{Arc, atomic::Ordering::Relaxed},
     time::Duration,
 };
@@ -12,16 +11,19 @@ use prost::Message as _;
 use strake_proto::{
     Code, Error, Result,
     checksum::crc32c,
-    frame::{FLAG_PAYLOAD_SUMMED, HEADER_LEN, Header, Kind},
-    pb,
+    data::Region,
+    frame::{FLAG_PAYLOAD_SUMMED, FLAG_REGIONS, HEADER_LEN, Header, Kind, MAX_PAYLOAD},
+    opcode, pb,
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt},
-    net::tcp::OwnedReadHalf,
     time::{Instant, timeout},
 };
 
-use super::conn::{Hold, Outgoing, Owed, Phase, Place, Shared, outgoing};
+use super::{
+    bulk::{AskRoom, INLINE, REGIONS_HEAD, Regions},
+    shared::{Hold, Outgoing, Owed, Phase, Place, Placed, Shared, Waiter, is_summed, outgoing, sum},
+};
 use crate::{Buf, BufMut, Message, Peer, Service};
 
 /// Payloads with at least so much still to come are waited for in as large parts as the kernel allows.
@@ -33,17 +35,6 @@ pub trait Incoming: AsyncRead + Send + Unpin + 'static {
     /// where there is no such thing.
     fn wake_at(&self, _bytes: usize) -> bool {
         false
-    }
-}
-
-impl Incoming for OwnedReadHalf {
-    fn wake_at(&self, bytes: usize) -> bool {
-        let bytes = bytes as libc::c_int;
-        let (fd, value) = (self.as_ref().as_raw_fd(), (&raw const bytes).cast());
-        // SAFETY: `value` points to a `c_int`, whose size is given. Failure leaves the reader woken more often.
-        unsafe {
-            libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, value, size_of::<libc::c_int>() as u32) == 0
-        }
     }
 }
 
@@ -73,7 +64,7 @@ impl<R: Incoming> Inbox<'_, R> {
         (self.start, self.end) = (0, self.end - self.start);
         let n = self.rd.read(&mut self.buf[self.end..]).await.map_err(|e| self.io(e))?;
         self.end += n;
-        self.shared.received.fetch_add(n as u64, Relaxed);
+        self.shared.received(n);
         Ok(n > 0)
     }
 
@@ -107,7 +98,7 @@ impl<R: Incoming> Inbox<'_, R> {
                 return Err(Error::new(Code::Disconnected, m));
             }
             at += n;
-            self.shared.received.fetch_add(n as u64, Relaxed);
+            self.shared.received(n);
         }
         if large {
             self.rd.wake_at(1);
@@ -144,12 +135,29 @@ impl<R: Incoming> Inbox<'_, R> {
         Ok(body)
     }
 
+    /// The requester's regions, if it sent any. The payload follows if they have none of it.
+    async fn regions(&mut self, h: &Header) -> Result<Option<Regions>> {
+        if h.flags & FLAG_REGIONS == 0 {
+            return Ok(None);
+        }
+        if self.shared.bulk().is_none() {
+            return Err(Error::new(Code::Protocol, "regions over a transport that has none"));
+        }
+        let mut head = [0; REGIONS_HEAD];
+        self.exact(&mut head).await?;
+        let mut all = [&head[..], &vec![0; Regions::rest(&head)?]].concat();
+        self.exact(&mut all[REGIONS_HEAD..]).await?;
+        let regions = Regions::decode(&all)?;
+        if !regions.payload.is_empty() && regions.payload_len() != u64::from(h.payload_len) {
+            let m = format!("regions of {} bytes for a payload of {}", regions.payload_len(), h.payload_len);
+            return Err(Error::new(Code::Protocol, m));
+        }
+        Ok(Some(regions))
+    }
+
     async fn payload(&mut self, h: &Header, mut to: BufMut) -> Result<Payload> {
         self.exact(&mut to).await?;
-        if h.flags & FLAG_PAYLOAD_SUMMED != 0 && crc32c(&to) != h.payload_crc {
-            return Ok(Payload::Damaged);
-        }
-        Ok(Payload::Whole(if to.is_empty() { Vec::new() } else { vec![to.freeze()] }))
+        Ok(checked(h, to))
     }
 
     /// Reads a payload that nobody wants.
@@ -170,6 +178,13 @@ impl<R: Incoming> Inbox<'_, R> {
 enum Payload {
     Whole(Vec<Buf>),
     Damaged,
+}
+
+fn checked(h: &Header, got: BufMut) -> Payload {
+    if h.flags & FLAG_PAYLOAD_SUMMED != 0 && crc32c(&got) != h.payload_crc {
+        return Payload::Damaged;
+    }
+    Payload::Whole(if got.is_empty() { Vec::new() } else { vec![got.freeze()] })
 }
 
 fn damaged() -> Error {
@@ -217,26 +232,91 @@ fn empty(h: &Header) -> Result<()> {
 
 async fn response<R: Incoming>(s: &Arc<Shared>, inbox: &mut Inbox<'_, R>, h: &Header) -> Result<()> {
     let body = inbox.body(h).await?;
+    let placed = h.flags & FLAG_REGIONS != 0;
+    let behind = if placed { 0 } else { h.payload_len };
     let Some(waiting) = s.take_waiting(h.request_id) else {
         // Given up by its caller.
-        return inbox.skip(h.payload_len).await;
+        return inbox.skip(behind).await;
     };
-    if h.status != 0 {
-        inbox.skip(h.payload_len).await?;
+    let result = if h.status != 0 {
+        inbox.skip(behind).await?;
         let e = pb::Status::decode(body).map_or_else(
             |_| Error::new(Code::from_wire(u32::from(h.status)), "the peer's error came without a readable text"),
             Error::from,
         );
-        let _ = waiting.send(Err(e));
-        return Ok(());
-    }
-    let buf = response_buffer(s, h.payload_len as usize).await;
-    let result = match inbox.payload(h, buf).await? {
-        Payload::Whole(payload) => Ok(Message { opcode: h.opcode, trace: h.trace, body, payload }),
-        Payload::Damaged => Err(damaged()),
+        Err(e)
+    } else if placed {
+        Ok(Message { opcode: h.opcode, trace: h.trace, body, payload: Vec::new() })
+    } else {
+        let buf = response_buffer(s, h.payload_len as usize).await;
+        match inbox.payload(h, buf).await? {
+            Payload::Whole(payload) => Ok(Message { opcode: h.opcode, trace: h.trace, body, payload }),
+            Payload::Damaged => Err(damaged()),
+        }
     };
-    let _ = waiting.send(result);
+    if waiting.loans.is_empty() && !placed {
+        waiting.answer(result);
+    } else {
+        s.env.spawn(settle(s.clone(), *h, waiting, result));
+    }
     Ok(())
+}
+
+/// Takes back what was lent to the call, and then answers it, with what was written there if the header says so.
+async fn settle(s: Arc<Shared>, h: Header, mut waiting: Waiter, result: Result<Message>) {
+    let mut room = None;
+    for loan in std::mem::take(&mut waiting.loans) {
+        let Some(bulk) = s.bulk() else { return waiting.answer(Err(s.over())) };
+        match bulk.take_back(loan).await {
+            Ok(r) => room = r.or(room),
+            Err(e) => return waiting.answer(Err(e)),
+        }
+    }
+    let placed = h.status == 0 && h.flags & FLAG_REGIONS != 0;
+    waiting.answer(match (result, room) {
+        (Ok(mut m), Some(mut room)) if placed && room.len() >= h.payload_len as usize => {
+            room.truncate(h.payload_len as usize);
+            s.counter.received(h.payload_len.into());
+            match checked(&h, room) {
+                Payload::Whole(p) => {
+                    m.payload = p;
+                    Ok(m)
+                }
+                Payload::Damaged => Err(damaged()),
+            }
+        }
+        (Ok(_), _) if placed => {
+            let e = Error::new(Code::Protocol, format!("{} wrote a reply to where it had no room", s.addr));
+            s.fail(&e);
+            Err(e)
+        }
+        (result, _) => result,
+    });
+}
+
+/// Answers a request for room: lends a buffer to the call that it names.
+async fn lend_room(s: Arc<Shared>, body: Bytes) -> Result<Message> {
+    let ask = AskRoom::decode(&body)?;
+    let over = || Error::new(Code::NoEnt, "nobody waits for that reply");
+    let bulk = s.bulk().ok_or_else(over)?;
+    if !s.may_have_room(ask.request_id) {
+        return Err(over());
+    }
+    let room = pool_buffer(&s, ask.len as usize).await;
+    let loan = bulk.lend(Vec::new(), Some(room)).await?;
+    if !s.add_loan(ask.request_id, loan.id) {
+        bulk.take_back(loan.id).await?;
+        return Err(over());
+    }
+    Ok(Message::new(opcode::ROOM, loan.regions.encode()))
+}
+
+/// A buffer for a payload to come: from beyond the pool's limit if others keep it full for too long.
+pub(super) async fn pool_buffer(s: &Shared, len: usize) -> BufMut {
+    match timeout(s.options.room_wait, s.pool.get(len)).await {
+        Ok(Ok(b)) => b,
+        _ => s.pool.get_now(len),
+    }
 }
 
 /// Waits for the pool a while only: who holds its buffers may be waiting for a response behind this one.
@@ -275,16 +355,27 @@ async fn request<R: Incoming>(
     let arrived = Instant::now();
     let owed = s.owe();
     let body = inbox.body(h).await?;
+    let regions = inbox.regions(h).await?;
+    let lent = regions.is_some();
+    let Regions { payload: parts, room } = regions.unwrap_or_default();
     let len = h.payload_len as usize;
-    let mut answer = Answer { shared: s.clone(), header: *h, arrived, place: None, _owed: owed, done: false };
+    let behind = if parts.is_empty() { h.payload_len } else { 0 };
+    let mut answer =
+        Answer { shared: s.clone(), header: *h, arrived, place: None, room, lent, _owed: owed, done: false };
+    if h.opcode == opcode::ROOM && s.bulk().is_some() && s.phase() != Phase::Closed {
+        inbox.skip(behind).await?;
+        let asked = lend_room(s.clone(), body);
+        s.env.spawn(async move { answer.send(asked.await, None) });
+        return Ok(());
+    }
     let refusal = match service {
         _ if s.phase() != Phase::Open => Some(Error::new(Code::Disconnected, "this server is shutting down")),
         None => Some(crate::unknown_opcode(h.opcode)),
         Some(_) => None,
     };
     let (Some(service), None) = (service, &refusal) else {
-        inbox.skip(h.payload_len).await?;
-        answer.send(Err(refusal.unwrap_or_else(|| crate::unknown_opcode(h.opcode))));
+        inbox.skip(behind).await?;
+        answer.send(Err(refusal.unwrap_or_else(|| crate::unknown_opcode(h.opcode))), None);
         return Ok(());
     };
     let room = async {
@@ -294,30 +385,59 @@ async fn request<R: Incoming>(
     let refusal = match waiting_for_room(s, room).await {
         Some(Ok((place, buf))) => {
             answer.place = Some(place);
+            let (service, peer) = (service.clone(), peer.clone());
+            let m = Message { opcode: h.opcode, trace: h.trace, body, payload: Vec::new() };
+            if !parts.is_empty() {
+                s.env.spawn(fetch_and_handle(answer, parts, buf, m, peer, service));
+                return Ok(());
+            }
             match inbox.payload(h, buf).await? {
                 Payload::Whole(payload) => {
-                    let m = Message { opcode: h.opcode, trace: h.trace, body, payload };
-                    let (service, peer) = (service.clone(), peer.clone());
-                    s.env.spawn(async move {
-                        let r = service.handle(&peer, m).await;
-                        answer.send(r);
-                    });
+                    s.env.spawn(handle(answer, Message { payload, ..m }, peer, service));
                     return Ok(());
                 }
                 Payload::Damaged => damaged(),
             }
         }
         Some(Err(e)) => {
-            inbox.skip(h.payload_len).await?;
+            inbox.skip(behind).await?;
             e
         }
         None => {
-            inbox.skip(h.payload_len).await?;
+            inbox.skip(behind).await?;
             Error::new(Code::Overloaded, "this server has too many requests running; try again later")
         }
     };
-    answer.send(Err(refusal));
+    answer.send(Err(refusal), None);
     Ok(())
+}
+
+async fn handle(answer: Answer, m: Message, peer: Arc<Peer>, service: Arc<dyn Service>) {
+    let r = service.handle(&peer, m).await;
+    answer.finish(r).await;
+}
+
+/// Reads the payload from where the requester has it.
+async fn fetch_and_handle(
+    mut answer: Answer,
+    parts: Vec<Region>,
+    to: BufMut,
+    m: Message,
+    peer: Arc<Peer>,
+    service: Arc<dyn Service>,
+) {
+    let Some(bulk) = answer.shared.bulk() else { return };
+    let got = match bulk.fetch(&parts, to).await {
+        Ok(got) => {
+            answer.shared.counter.received(got.len() as u64);
+            checked(&answer.header, got)
+        }
+        Err(e) => return answer.send(Err(e), None),
+    };
+    match got {
+        Payload::Whole(payload) => handle(answer, Message { payload, ..m }, peer, service).await,
+        Payload::Damaged => answer.send(Err(damaged()), None),
+    }
 }
 
 async fn place(s: &Shared, bytes: usize) -> Result<Place> {
@@ -334,25 +454,71 @@ struct Answer {
     header: Header,
     arrived: Instant,
     place: Option<Place>,
+    /// Where the requester wants the payload.
+    room: Option<Region>,
+    /// The requester keeps memory for this request until it is answered.
+    lent: bool,
     _owed: Owed,
     done: bool,
 }
 
 impl Answer {
-    fn send(&mut self, result: Result<Message>) {
+    /// Brings a large payload to its place first, where the transport can.
+    async fn finish(mut self, mut result: Result<Message>) {
+        let mut placed = None;
+        let bulk = self.shared.bulk();
+        if let (Some(bulk), Ok(m)) = (bulk, &mut result)
+            && m.payload_len() > INLINE
+            && m.payload_len() <= MAX_PAYLOAD as usize
+        {
+            let payload = std::mem::take(&mut m.payload);
+            let len = payload.iter().map(Buf::len).sum::<usize>() as u32;
+            let crc = is_summed(self.header.opcode).then(|| sum(&payload));
+            let brought = async {
+                let room = match self.room.filter(|r| r.len >= len) {
+                    Some(r) => r,
+                    None => self.ask_room(len).await?,
+                };
+                bulk.put(payload, room).await
+            };
+            match brought.await {
+                Ok(()) => {
+                    self.shared.counter.sent(len.into());
+                    placed = Some(Placed { len, crc });
+                }
+                Err(e) => result = Err(e),
+            }
+        }
+        self.send(result, placed);
+    }
+
+    async fn ask_room(&mut self, len: u32) -> Result<Region> {
+        let ask = AskRoom { request_id: self.header.request_id, len };
+        self.lent = true;
+        let s = &self.shared;
+        let got = s.call(Message::new(opcode::ROOM, ask.encode()), s.options.silence * 5).await?;
+        let room = Regions::decode(&got.body)?.room.filter(|r| r.len >= len);
+        room.ok_or_else(|| Error::new(Code::Protocol, format!("{} gave too little room for a reply", s.addr)))
+    }
+
+    fn send(&mut self, result: Result<Message>, placed: Option<Placed>) {
         self.done = true;
         let (s, h) = (&self.shared, &self.header);
         let hold = self.place.take().map_or(Hold::Nothing, Hold::Response);
         // The caller counts from before the request was sent, so after that time it has gone for certain.
         let limit = Duration::from_millis(u64::from(h.deadline_ms));
-        if h.deadline_ms > 0 && self.arrived.elapsed() > limit {
+        if h.deadline_ms > 0 && self.arrived.elapsed() > limit && !self.lent {
             return;
         }
         let mut hold = Some(hold);
         let framed = result.and_then(|mut m| {
             m.trace = h.trace;
             let held = hold.take().unwrap_or(Hold::Nothing);
-            outgoing(s, Kind::Response, h.request_id, h.opcode, m, held)
+            let mut f = outgoing(s, Kind::Response, h.request_id, h.opcode, m, held)?;
+            if let Some(p) = &placed {
+                f.place(p);
+            }
+            Ok(f)
         });
         let frame = framed.or_else(|e| failure(s, h, &e, hold.take().unwrap_or(Hold::Nothing)));
         match frame {
@@ -373,7 +539,7 @@ fn failure(s: &Shared, h: &Header, e: &Error, hold: Hold) -> Result<Outgoing> {
 impl Drop for Answer {
     fn drop(&mut self) {
         if !self.done {
-            self.send(Err(Error::new(Code::Io, "the server failed while it handled this request; see its log")));
+            self.send(Err(Error::new(Code::Io, "the server failed while it handled this request; see its log")), None);
         }
     }
 }

@@ -9,7 +9,7 @@ use tokio::{
     sync::mpsc,
 };
 
-use super::conn::{Hold, Outgoing, Shared};
+use super::shared::{Hold, Outgoing, Shared};
 
 /// Frames written at once, at most.
 const BATCH: usize = 32;
@@ -96,7 +96,7 @@ async fn write_pieces<W: AsyncWrite + Unpin>(
             n += 1;
         }
         let mut written = wr.write_vectored(&slices[..n]).await?;
-        s.sent.fetch_add(written as u64, Relaxed);
+        s.sent(written);
         let offered: usize = slices[..n].iter().map(|b| b.len()).sum();
         if written == 0 && offered > 0 {
             return Err(std::io::ErrorKind::WriteZero.into());

@@ -1,0 +1,193 @@
+//! Frames over any stream of bytes: all of a connection but the socket below it.
+//!
+//! `handshake.rs` says who is there, `shared.rs` holds what a connection is, `read.rs` and `write.rs` move its frames. A
+//! transport gives a stream ([`Streams::connect_over`], [`Streams::accept_over`]) and, if payloads do not go through it, a
+//! [`Bulk`].
+
+pub mod bulk;
+pub mod handshake;
+mod read;
+mod shared;
+#[cfg(test)]
+mod tests;
+mod write;
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+pub(crate) use bulk::{Bulk, Loan};
+use handshake::{Agreed, Party};
+use parking_lot::RwLock;
+pub use read::Incoming;
+pub(crate) use shared::Shared;
+use shared::{Handle, Setup};
+use strake_proto::{Code, Error, Result};
+use tokio::{io::AsyncWrite, sync::watch, time::timeout};
+
+use crate::{Connection, Env, Identity, Pool, Role, Service, traffic::Totals};
+
+/// Limits and times of connections.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Requests in flight per connection and direction; further callers wait.
+    pub max_inflight: usize,
+    /// Bytes of their payloads, likewise, and of the payloads of running handlers.
+    pub max_inflight_bytes: usize,
+    /// Requests of one connection handled at a time.
+    pub max_handlers: usize,
+    pub connect_timeout: Duration,
+    pub handshake_timeout: Duration,
+    /// Accepted connections whose handshake is not over. As many as a thousand clients make when their leader dies: fewer, and they
+    /// come so slowly that those behind give up and begin anew.
+    pub max_half_open: usize,
+    /// Accepted connections of one listener.
+    pub max_connections: usize,
+    /// A peer that owes an answer and sends nothing for this long is taken for dead.
+    pub silence: Duration,
+    /// How long the reader waits for a handler's place or for memory before it refuses a request.
+    pub room_wait: Duration,
+    /// How long requests may still run when a listener is dropped.
+    pub drain: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options {
+            max_inflight: 256,
+            max_inflight_bytes: 64 << 20,
+            max_handlers: 256,
+            connect_timeout: Duration::from_secs(1),
+            handshake_timeout: Duration::from_secs(5),
+            max_half_open: 1024,
+            max_connections: 4096,
+            silence: Duration::from_secs(2),
+            room_wait: Duration::from_secs(1),
+            drain: Duration::from_secs(1),
+        }
+    }
+}
+
+/// What the connections of one fabric have in common. Clones share everything.
+#[derive(Clone)]
+pub(crate) struct Streams {
+    pub env: Env,
+    identity: Identity,
+    cluster: Arc<RwLock<Option<[u8; 16]>>>,
+    pub pool: Pool,
+    pub options: Options,
+    next_id: Arc<AtomicU64>,
+    pub totals: Totals,
+}
+
+impl Streams {
+    pub fn new(env: Env, identity: Identity, cluster_uuid: Option<[u8; 16]>, pool: Pool, options: Options) -> Streams {
+        let cluster = Arc::new(RwLock::new(cluster_uuid));
+        Streams {
+            env,
+            identity,
+            cluster,
+            pool,
+            options,
+            next_id: Arc::new(AtomicU64::new(1)),
+            totals: Totals::default(),
+        }
+    }
+
+    pub fn set_cluster(&self, uuid: [u8; 16]) {
+        *self.cluster.write() = Some(uuid);
+    }
+
+    /// The handshake and all that follows: the dialer's end.
+    pub async fn connect_over<R, W>(
+        &self,
+        rd: R,
+        wr: W,
+        bulk: Option<Arc<dyn Bulk>>,
+        addr: String,
+        back: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>>
+    where
+        R: Incoming,
+        W: AsyncWrite + Send + Unpin + 'static,
+    {
+        let mut stream = tokio::io::join(rd, wr);
+        let party = self.party();
+        let agreed = self.within(handshake::dial(&mut stream, &party)).await;
+        let agreed = agreed.map_err(|e| e.context(format!("cannot talk to {addr}")))?;
+        let (rd, wr) = stream.into_inner();
+        let peer = Agreed { role: Role::Server, ..agreed };
+        Ok(Arc::new(Handle(shared::start(self.setup(peer, bulk, addr, back), rd, wr))))
+    }
+
+    /// The listener's end of the handshake; serves from then on.
+    pub async fn welcome<R, W>(
+        &self,
+        rd: R,
+        wr: W,
+        bulk: Option<Arc<dyn Bulk>>,
+        addr: String,
+        service: Arc<dyn Service>,
+    ) -> Result<Arc<Shared>>
+    where
+        R: Incoming,
+        W: AsyncWrite + Send + Unpin + 'static,
+    {
+        let mut stream = tokio::io::join(rd, wr);
+        let party = self.party();
+        let agreed = self.within(handshake::answer(&mut stream, &party)).await;
+        let agreed = agreed.inspect_err(|e| tracing::warn!(peer = %addr, "refused a connection: {e}"))?;
+        let (rd, wr) = stream.into_inner();
+        Ok(shared::start(self.setup(agreed, bulk, addr, Some(service)), rd, wr))
+    }
+
+    /// Returns when the connection is over; drains it when `stop`'s sender is dropped.
+    pub async fn attend(&self, shared: &Shared, mut stop: watch::Receiver<()>) {
+        tokio::select! {
+            biased;
+            () = shared.closed() => {}
+            _ = stopped(&mut stop) => shared.drain(self.options.drain).await,
+        }
+    }
+
+    async fn within<T>(&self, handshake: impl Future<Output = Result<T>>) -> Result<T> {
+        let limit = self.options.handshake_timeout;
+        timeout(limit, handshake)
+            .await
+            .unwrap_or_else(|_| Err(Error::new(Code::TimedOut, format!("the handshake took longer than {limit:?}"))))
+    }
+
+    fn party(&self) -> Party {
+        Party::new(self.identity.clone(), *self.cluster.read(), self.env.random_bytes())
+    }
+
+    fn setup(
+        &self,
+        agreed: Agreed,
+        bulk: Option<Arc<dyn Bulk>>,
+        addr: String,
+        service: Option<Arc<dyn Service>>,
+    ) -> Setup {
+        Setup {
+            env: self.env.clone(),
+            options: self.options.clone(),
+            pool: self.pool.clone(),
+            version: agreed.version,
+            role: agreed.role,
+            bulk,
+            addr,
+            id: self.next_id.fetch_add(1, Relaxed),
+            counter: self.totals.open(),
+            service,
+        }
+    }
+}
+
+/// Resolves when the sender is gone.
+pub(crate) async fn stopped(stop: &mut watch::Receiver<()>) {
+    while stop.changed().await.is_ok() {}
+}

@@ -1,0 +1,264 @@
+//! Connections that lend memory, over pipes within this process: what RDMA does with keys and windows, done with a table. So the
+//! code above the transport is tested where there is no device, and a fabric is seen to need no more than this file.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicUsize, Ordering::SeqCst},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use strake_proto::{Code, Error, Result, data::Region, opcode};
+use tokio::sync::watch;
+
+use super::{
+    Bulk, Loan, Options, Streams,
+    bulk::{AskRoom, Regions},
+};
+use crate::{
+    Buf, BufMut, Connection, Endpoint, Env, Fabric, Identity, Listener, Message, Peer, Pool, Service, conformance,
+};
+
+const LONG: Duration = Duration::from_secs(20);
+
+enum Lent {
+    Payload(Buf),
+    Room(BufMut),
+}
+
+/// What one end lends to the other, by key.
+#[derive(Default)]
+struct Table {
+    next: u32,
+    lent: BTreeMap<u32, Lent>,
+    loans: BTreeMap<u64, Vec<u32>>,
+}
+
+impl Table {
+    fn add(&mut self, lent: Lent) -> Region {
+        self.next += 1;
+        let len = match &lent {
+            Lent::Payload(b) => b.len(),
+            Lent::Room(b) => b.len(),
+        };
+        self.lent.insert(self.next, lent);
+        Region { addr: 0, key: self.next, len: len as u32 }
+    }
+}
+
+/// One end's view: what it lends, and what it may reach.
+struct Memory {
+    ours: Arc<Mutex<Table>>,
+    theirs: Arc<Mutex<Table>>,
+    counts: Arc<Counts>,
+}
+
+#[derive(Default)]
+struct Counts {
+    fetched: AtomicUsize,
+    put: AtomicUsize,
+}
+
+fn refused(what: &str) -> Error {
+    Error::new(Code::Disconnected, format!("refused: {what}"))
+}
+
+#[async_trait]
+impl Bulk for Memory {
+    async fn lend(&self, payload: Vec<Buf>, room: Option<BufMut>) -> Result<Loan> {
+        let mut whole = BufMut::unpooled(payload.iter().map(Buf::len).sum());
+        let mut at = 0;
+        for b in &payload {
+            whole[at..at + b.len()].copy_from_slice(b);
+            at += b.len();
+        }
+        let mut t = self.ours.lock();
+        let mut regions = Regions::default();
+        if at > 0 {
+            // In two parts, so that their order counts.
+            let mut whole = whole.freeze();
+            let first = whole.split_to(at / 2);
+            regions.payload = vec![t.add(Lent::Payload(first)), t.add(Lent::Payload(whole))];
+        }
+        regions.room = room.map(|r| t.add(Lent::Room(r)));
+        let id = u64::from(t.next);
+        t.loans.insert(id, regions.payload.iter().chain(&regions.room).map(|r| r.key).collect());
+        Ok(Loan { id, regions })
+    }
+
+    async fn take_back(&self, loan: u64) -> Result<Option<BufMut>> {
+        let mut t = self.ours.lock();
+        let mut room = None;
+        for key in t.loans.remove(&loan).unwrap_or_default() {
+            if let Some(Lent::Room(r)) = t.lent.remove(&key) {
+                room = Some(r);
+            }
+        }
+        Ok(room)
+    }
+
+    async fn fetch(&self, from: &[Region], mut to: BufMut) -> Result<BufMut> {
+        let t = self.theirs.lock();
+        let mut at = 0;
+        for r in from {
+            let Some(Lent::Payload(b)) = t.lent.get(&r.key) else { return Err(refused("a key that opens nothing")) };
+            let (start, len) = (r.addr as usize, r.len as usize);
+            let b = b.get(start..start + len).ok_or_else(|| refused("beyond what was lent"))?;
+            to[at..at + len].copy_from_slice(b);
+            at += len;
+        }
+        assert_eq!(at, to.len());
+        self.counts.fetched.fetch_add(at, SeqCst);
+        Ok(to)
+    }
+
+    async fn put(&self, payload: Vec<Buf>, to: Region) -> Result<()> {
+        let mut t = self.theirs.lock();
+        let Some(Lent::Room(room)) = t.lent.get_mut(&to.key) else { return Err(refused("a key that opens nothing")) };
+        let mut at = to.addr as usize;
+        for b in payload {
+            room[at..at + b.len()].copy_from_slice(&b);
+            at += b.len();
+            self.counts.put.fetch_add(b.len(), SeqCst);
+        }
+        Ok(())
+    }
+}
+
+struct Listening {
+    service: Arc<dyn Service>,
+    /// Gone when the listener was dropped.
+    stop: Weak<watch::Sender<()>>,
+    stopping: watch::Receiver<()>,
+}
+
+#[derive(Clone)]
+struct InMemory {
+    streams: Streams,
+    listeners: Arc<Mutex<BTreeMap<Endpoint, Listening>>>,
+    counts: Arc<Counts>,
+    /// Of all connections, both ends.
+    tables: Arc<Mutex<Vec<Arc<Mutex<Table>>>>>,
+}
+
+impl InMemory {
+    fn new() -> InMemory {
+        let identity = Identity::server(&[1; 32]);
+        let streams = Streams::new(Env::system(), identity, None, Pool::new(512 << 20), Options::default());
+        InMemory { streams, listeners: Arc::default(), counts: Arc::default(), tables: Arc::default() }
+    }
+
+    fn ends(&self) -> (Arc<dyn Bulk>, Arc<dyn Bulk>) {
+        let (a, b) = (Arc::<Mutex<Table>>::default(), Arc::<Mutex<Table>>::default());
+        self.tables.lock().extend([a.clone(), b.clone()]);
+        let end = |ours: &Arc<Mutex<Table>>, theirs: &Arc<Mutex<Table>>| {
+            Arc::new(Memory { ours: ours.clone(), theirs: theirs.clone(), counts: self.counts.clone() })
+        };
+        (end(&a, &b), end(&b, &a))
+    }
+
+    /// What is lent still, over all connections.
+    fn lent(&self) -> usize {
+        self.tables.lock().iter().map(|t| t.lock().lent.len()).sum()
+    }
+}
+
+#[async_trait]
+impl Fabric for InMemory {
+    async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        let (near, far) = tokio::io::duplex(64 << 10);
+        let (ours, theirs) = self.ends();
+        {
+            let listeners = self.listeners.lock();
+            let l = listeners.get(to).filter(|l| l.stop.strong_count() > 0);
+            let l = l.ok_or_else(|| Error::new(Code::Disconnected, format!("nobody listens at {to}")))?;
+            let (f, service, stop) = (self.streams.clone(), l.service.clone(), l.stopping.clone());
+            let (rd, wr) = tokio::io::split(far);
+            self.streams.env.spawn(async move {
+                if let Ok(shared) = f.welcome(rd, wr, Some(theirs), "memory".into(), service).await {
+                    f.attend(&shared, stop).await;
+                }
+            });
+        }
+        let (rd, wr) = tokio::io::split(near);
+        self.streams.connect_over(rd, wr, Some(ours), to.to_string(), back).await
+    }
+
+    async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {
+        let (stop, stopping) = watch::channel(());
+        let stop = Arc::new(stop);
+        self.listeners.lock().insert(at.clone(), Listening { service, stop: Arc::downgrade(&stop), stopping });
+        Ok(Listener::new(at.clone(), Box::new(stop)))
+    }
+
+    fn pool(&self) -> &Pool {
+        &self.streams.pool
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn conforms_with_lent_memory() {
+    let f = InMemory::new();
+    conformance::all(&f, &f, &Endpoint::Sim(1)).await;
+    assert!(f.counts.fetched.load(SeqCst) > 1 << 20 && f.counts.put.load(SeqCst) > 1 << 20);
+    // Those of connections that ended in the middle go with the connection; this table does not know of its end.
+    f.tables.lock().clear();
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_lent_is_taken_back_before_the_caller_sees_the_answer() {
+    let f = InMemory::new();
+    let service = Arc::new(conformance::TestService::default());
+    let at = Endpoint::Sim(1);
+    let _guard = f.listen(&at, service.clone()).await.unwrap();
+    let conn = f.connect(&at, None).await.unwrap();
+    for len in [0, 4096, 4097, 100_000, 16 << 20] {
+        let payload = conformance::pattern(len, 3);
+        let m = Message::new(opcode::ECHO, "x").with_payload(vec![payload.clone()]);
+        let got = conn.call(m, LONG).await.unwrap();
+        assert!(got.payload_len() == len && got.payload.iter().all(|b| b[..] == payload[..]));
+        assert_eq!(f.lent(), 0, "{len}");
+    }
+    // One that is given up lends until it is answered.
+    let m = Message::new(conformance::GATED, "").with_payload(vec![conformance::pattern(100_000, 1)]);
+    assert_eq!(conn.call(m, Duration::from_millis(10)).await.unwrap_err().code, Code::TimedOut);
+    assert_eq!(f.lent(), 2);
+    service.open(1);
+    while f.lent() > 0 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// Asks again and again for room for one answer.
+struct Greedy(Mutex<Vec<Result<Message>>>);
+
+#[async_trait]
+impl Service for Greedy {
+    async fn handle(&self, peer: &Peer, m: Message) -> Result<Message> {
+        let back = peer.back.clone().ok_or_else(|| refused("no way back"))?;
+        for id in [1, 1, 1, 77] {
+            let ask = AskRoom { request_id: id, len: 1 << 20 };
+            let got = back.call(Message::new(opcode::ROOM, ask.encode()), LONG).await;
+            self.0.lock().push(got);
+        }
+        Ok(m)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_gets_room_once_for_an_answer_that_is_waited_for() {
+    let f = InMemory::new();
+    let at = Endpoint::Sim(1);
+    let greedy = Arc::new(Greedy(Mutex::default()));
+    let _guard = f.listen(&at, greedy.clone()).await.unwrap();
+    let conn = f.connect(&at, None).await.unwrap();
+    // The first call of a connection has the id 1.
+    conn.call(Message::new(0x75, ""), LONG).await.unwrap();
+    let got: Vec<_> = greedy.0.lock().drain(..).map(|r| r.map(drop).map_err(|e| e.code)).collect();
+    assert_eq!(got, [Ok(()), Err(Code::NoEnt), Err(Code::NoEnt), Err(Code::NoEnt)]);
+    assert_eq!(f.lent(), 0);
+}

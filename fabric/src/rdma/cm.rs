@@ -1,0 +1,319 @@
+//! The RDMA connection manager's ids and events, as futures.
+
+use std::{ffi::c_int, net::SocketAddr, os::fd::RawFd, ptr::null_mut};
+
+use strake_proto::{Code, Error, Result};
+use tokio::io::unix::AsyncFd;
+
+use super::verbs::{self, CmChannel, CmEvent, CmId, ConnParam, Lib, event, os_error};
+
+/// A channel of events.
+pub struct Events {
+    lib: &'static Lib,
+    raw: *mut CmChannel,
+    /// Dropped before the channel is.
+    fd: Option<AsyncFd<RawFd>>,
+}
+
+// SAFETY: the library allows any thread.
+unsafe impl Send for Events {}
+// SAFETY: as above.
+unsafe impl Sync for Events {}
+
+/// An event, copied and acknowledged.
+pub struct Event {
+    pub kind: c_int,
+    pub status: c_int,
+    /// Of a connection request: the new id.
+    pub id: *mut CmId,
+    pub private: Vec<u8>,
+    /// READs that the other end has under way at most, and that it serves.
+    pub reads: (u8, u8),
+}
+
+// SAFETY: the id is only a name here.
+unsafe impl Send for Event {}
+
+pub fn non_blocking(fd: RawFd) -> Result<AsyncFd<RawFd>> {
+    // SAFETY: plain calls on an open descriptor.
+    let rc = unsafe { libc::fcntl(fd, libc::F_SETFL, libc::fcntl(fd, libc::F_GETFL) | libc::O_NONBLOCK) };
+    if rc < 0 {
+        return Err(os_error("a descriptor that does not block"));
+    }
+    // SAFETY: callers drop the result before they close the descriptor, see `Events` and `Queue`.
+    let registered = unsafe { AsyncFd::register(fd) };
+    registered.map_err(|e| Error::from(std::io::Error::from(e)).context("a descriptor of RDMA events"))
+}
+
+/// Whether the connection manager is there; an error is a sentence.
+pub fn see(lib: &'static Lib) -> Result<()> {
+    let raw = open_channel(lib)?;
+    // SAFETY: just made, and nothing is on it.
+    unsafe { (lib.rdma_destroy_event_channel)(raw) };
+    Ok(())
+}
+
+fn open_channel(lib: &Lib) -> Result<*mut CmChannel> {
+    // SAFETY: no arguments.
+    let raw = unsafe { (lib.rdma_create_event_channel)() };
+    if raw.is_null() {
+        let e = std::io::Error::last_os_error();
+        return Err(verbs::missing(format!(
+            "the connection manager does not open ({e}); load its module (modprobe rdma_ucm) and see that \
+             /dev/infiniband/rdma_cm may be read and written"
+        )));
+    }
+    Ok(raw)
+}
+
+impl Events {
+    pub fn new(lib: &'static Lib) -> Result<Events> {
+        let raw = open_channel(lib)?;
+        let mut events = Events { lib, raw, fd: None };
+        // SAFETY: a channel just made.
+        events.fd = Some(non_blocking(unsafe { (*raw).fd })?);
+        Ok(events)
+    }
+
+    pub fn try_next(&self) -> Result<Option<Event>> {
+        let mut raw: *mut CmEvent = null_mut();
+        // SAFETY: an open channel; a success gives an event that is valid until it is acknowledged.
+        unsafe {
+            if (self.lib.rdma_get_cm_event)(self.raw, &raw mut raw) != 0 {
+                let e = std::io::Error::last_os_error();
+                return match e.kind() {
+                    std::io::ErrorKind::WouldBlock => Ok(None),
+                    _ => Err(Error::from(e).context("events of RDMA connections")),
+                };
+            }
+            let e = &*raw;
+            let private = match e.conn.private_data_len {
+                n if n > 0 && !e.conn.private_data.is_null() => {
+                    std::slice::from_raw_parts(e.conn.private_data.cast::<u8>(), usize::from(n)).to_vec()
+                }
+                _ => Vec::new(),
+            };
+            let reads = (e.conn.initiator_depth, e.conn.responder_resources);
+            let event = Event { kind: e.event, status: e.status, id: e.id, private, reads };
+            (self.lib.rdma_ack_cm_event)(raw);
+            Ok(Some(event))
+        }
+    }
+
+    pub async fn next(&self) -> Result<Event> {
+        let fd = self.fd.as_ref().ok_or_else(|| Error::new(Code::Disconnected, "a closed event channel"))?;
+        loop {
+            if let Some(e) = self.try_next()? {
+                return Ok(e);
+            }
+            let mut ready = fd.readable().await?;
+            // An event that comes between the look and this is seen by the next look or wakes again.
+            if let Some(e) = self.try_next()? {
+                return Ok(e);
+            }
+            ready.clear_ready();
+        }
+    }
+
+    /// The next event, which must be of this kind.
+    pub async fn expect(&self, kind: c_int, to: &str) -> Result<Event> {
+        let e = self.next().await?;
+        if e.kind == kind {
+            return Ok(e);
+        }
+        Err(refused(&e, to))
+    }
+}
+
+/// What an event says that is not the one hoped for.
+fn refused(e: &Event, to: &str) -> Error {
+    if e.kind == event::REJECTED && e.status == verbs::REJ_BY_LISTENER {
+        return match super::greeting::Greeting::decode(&e.private) {
+            Ok(g) if g.status != 0 => {
+                let code = Code::from_wire(u32::from(g.status));
+                Error::new(code, format!("{to} refused the connection ({code:?})"))
+            }
+            Ok(_) => Error::new(Code::Disconnected, format!("{to} refused the connection")),
+            Err(e) => e.context(to.to_string()),
+        };
+    }
+    let why = match e.kind {
+        event::REJECTED if e.status == verbs::REJ_NO_LISTENER => "nobody listens there".into(),
+        event::REJECTED => format!("rejected (reason {})", e.status),
+        event::ADDR_ERROR => "no RDMA device leads to that address".into(),
+        event::ROUTE_ERROR => "no route".into(),
+        event::UNREACHABLE | event::CONNECT_ERROR => format!("unreachable ({})", e.status),
+        event::DISCONNECTED => "the other end closed the connection".into(),
+        event::DEVICE_REMOVAL => "the device was removed".into(),
+        k => format!("event {k} ({})", e.status),
+    };
+    Error::new(Code::Disconnected, format!("cannot connect to {to}: {why}"))
+}
+
+impl Drop for Events {
+    fn drop(&mut self) {
+        self.fd = None;
+        // SAFETY: made by the library; ids on it are dropped before it, see `Id`.
+        unsafe { (self.lib.rdma_destroy_event_channel)(self.raw) }
+    }
+}
+
+/// An id of the connection manager with its channel.
+pub struct Id {
+    lib: &'static Lib,
+    pub raw: *mut CmId,
+    pub events: Events,
+}
+
+// SAFETY: the library allows any thread.
+unsafe impl Send for Id {}
+// SAFETY: as above.
+unsafe impl Sync for Id {}
+
+impl Id {
+    pub fn new(lib: &'static Lib) -> Result<Id> {
+        let events = Events::new(lib)?;
+        let mut raw = null_mut();
+        // SAFETY: an open channel.
+        if unsafe { (lib.rdma_create_id)(events.raw, &raw mut raw, null_mut(), verbs::PS_TCP) } != 0 {
+            return Err(os_error("an RDMA connection"));
+        }
+        Ok(Id { lib, raw, events })
+    }
+
+    /// Of a connection request: moved to a channel of its own. It is destroyed if that fails.
+    pub fn of_request(lib: &'static Lib, raw: *mut CmId) -> Result<Id> {
+        let events = Events::new(lib).inspect_err(|_| {
+            // SAFETY: an id that is nobody else's.
+            unsafe { (lib.rdma_destroy_id)(raw) };
+        })?;
+        let id = Id { lib, raw, events };
+        // SAFETY: an id without events that are not acknowledged.
+        if unsafe { (lib.rdma_migrate_id)(raw, id.events.raw) } != 0 {
+            return Err(os_error("an RDMA connection's events"));
+        }
+        Ok(id)
+    }
+
+    pub fn verbs(&self) -> *mut verbs::Context {
+        // SAFETY: a valid id.
+        unsafe { (*self.raw).verbs }
+    }
+
+    /// The other end's address.
+    pub fn peer(&self) -> String {
+        // SAFETY: a valid id holds the address in a `sockaddr_storage`, of the family that it names.
+        unsafe {
+            let at = &raw const (*self.raw).dst;
+            match c_int::from((*at).ss_family) {
+                libc::AF_INET => {
+                    let a = &*at.cast::<libc::sockaddr_in>();
+                    let ip = std::net::Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr));
+                    SocketAddr::from((ip, u16::from_be(a.sin_port))).to_string()
+                }
+                libc::AF_INET6 => {
+                    let a = &*at.cast::<libc::sockaddr_in6>();
+                    SocketAddr::from((a.sin6_addr.s6_addr, u16::from_be(a.sin6_port))).to_string()
+                }
+                _ => "an unknown address".into(),
+            }
+        }
+    }
+
+    pub async fn resolve(&self, to: SocketAddr, limit_ms: c_int, name: &str) -> Result<()> {
+        let mut at = sockaddr(to);
+        // SAFETY: a valid id and address.
+        let rc = unsafe { (self.lib.rdma_resolve_addr)(self.raw, null_mut(), (&raw mut at).cast(), limit_ms) };
+        let no_way = |e: Error| Error::new(Code::Disconnected, format!("cannot connect to {name}: {e}"));
+        if rc != 0 {
+            return Err(no_way(os_error("no RDMA device leads to that address")));
+        }
+        self.events.expect(event::ADDR_RESOLVED, name).await?;
+        // SAFETY: a valid id whose address is resolved.
+        if unsafe { (self.lib.rdma_resolve_route)(self.raw, limit_ms) } != 0 {
+            return Err(no_way(os_error("no route")));
+        }
+        self.events.expect(event::ROUTE_RESOLVED, name).await.map(|_| ())
+    }
+
+    pub fn listen(&self, at: SocketAddr, backlog: c_int) -> Result<u16> {
+        let mut at = sockaddr(at);
+        // SAFETY: a valid id and address.
+        unsafe {
+            if (self.lib.rdma_bind_addr)(self.raw, (&raw mut at).cast()) != 0
+                || (self.lib.rdma_listen)(self.raw, backlog) != 0
+            {
+                return Err(os_error("RDMA"));
+            }
+            Ok(u16::from_be((self.lib.rdma_get_src_port)(self.raw)))
+        }
+    }
+
+    fn param(private: &[u8], reads: (u8, u8)) -> ConnParam {
+        ConnParam {
+            private_data: private.as_ptr().cast(),
+            private_data_len: private.len() as u8,
+            responder_resources: reads.0,
+            initiator_depth: reads.1,
+            flow_control: 1,
+            retry_count: 7,
+            // Without end: a shared receive queue may be empty for a while.
+            rnr_retry_count: 7,
+            srq: 1,
+            qp_num: 0,
+        }
+    }
+
+    pub fn connect(&self, private: &[u8], reads: (u8, u8)) -> Result<()> {
+        let mut p = Id::param(private, reads);
+        // SAFETY: a resolved id with a queue pair; the parameters outlive the call.
+        match unsafe { (self.lib.rdma_connect)(self.raw, &raw mut p) } {
+            0 => Ok(()),
+            _ => Err(os_error("an RDMA connection")),
+        }
+    }
+
+    pub fn accept(&self, private: &[u8], reads: (u8, u8)) -> Result<()> {
+        let mut p = Id::param(private, reads);
+        // SAFETY: as for `connect`.
+        match unsafe { (self.lib.rdma_accept)(self.raw, &raw mut p) } {
+            0 => Ok(()),
+            _ => Err(os_error("an RDMA connection")),
+        }
+    }
+
+    pub fn reject(&self, private: &[u8]) {
+        // SAFETY: an id of a request. A failure is as good as a rejection: the other end times out.
+        unsafe { (self.lib.rdma_reject)(self.raw, private.as_ptr().cast(), private.len() as u8) };
+    }
+}
+
+impl Drop for Id {
+    fn drop(&mut self) {
+        // SAFETY: all events were acknowledged; the queue pair is gone, see `Queue`. The channel goes after it.
+        unsafe { (self.lib.rdma_destroy_id)(self.raw) };
+    }
+}
+
+fn sockaddr(a: SocketAddr) -> libc::sockaddr_storage {
+    // SAFETY: all zeros are a value of it, and it has room and alignment for both kinds.
+    unsafe {
+        let mut s: libc::sockaddr_storage = std::mem::zeroed();
+        match a {
+            SocketAddr::V4(v4) => {
+                let p = &mut *(&raw mut s).cast::<libc::sockaddr_in>();
+                p.sin_family = libc::AF_INET as u16;
+                p.sin_port = v4.port().to_be();
+                p.sin_addr.s_addr = u32::from_ne_bytes(v4.ip().octets());
+            }
+            SocketAddr::V6(v6) => {
+                let p = &mut *(&raw mut s).cast::<libc::sockaddr_in6>();
+                p.sin6_family = libc::AF_INET6 as u16;
+                p.sin6_port = v6.port().to_be();
+                p.sin6_addr.s6_addr = v6.ip().octets();
+                p.sin6_scope_id = v6.scope_id();
+            }
+        }
+        s
+    }
+}

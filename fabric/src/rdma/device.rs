@@ -1,0 +1,243 @@
+//! A device: protection domain, shared receive queue, registrations of pool memory.
+
+use std::{
+    collections::BTreeMap,
+    ffi::{CStr, c_int},
+    ptr::null_mut,
+    sync::Arc,
+};
+
+use parking_lot::Mutex;
+use strake_proto::{Code, Error, Result};
+
+use super::verbs::{self, Context, DeviceAttr, Lib, Mr, Pd, RecvWr, Sge, Srq, SrqInitAttr, os_error};
+use crate::{Buf, BufMut, Pool, REGION, Region};
+
+/// Bytes of a message at most, and of a receive buffer.
+pub const MESSAGE: usize = 4096;
+/// Of a completion's id: it is a receive buffer.
+pub const RECV: u64 = 1 << 63;
+
+pub struct Device {
+    pub lib: &'static Lib,
+    pub ctx: *mut Context,
+    pub name: String,
+    pd: *mut Pd,
+    srq: *mut Srq,
+    /// Most READs that may be under way, as target and as source.
+    pub reads: (u8, u8),
+    /// It checks windows against the bounds of the registration only, so what is lent is registered by itself (soft-RoCE, as of
+    /// Linux 6.1).
+    loose: bool,
+    /// Registered regions by their id. Theirs to hold: unmapped memory must not stay registered.
+    regions: Mutex<BTreeMap<u64, Whole>>,
+    inbox: Inbox,
+    pub pool: Pool,
+}
+
+/// A region of the pool, and its registration.
+type Whole = (Arc<Registered>, Arc<Region>);
+
+/// The buffers of the shared receive queue.
+struct Inbox {
+    /// Held for its memory.
+    _memory: BufMut,
+    start: *mut u8,
+    mr: Option<Registered>,
+}
+
+// SAFETY: the libraries' objects may be used by any thread; what they point to lives as long as this value.
+unsafe impl Send for Device {}
+// SAFETY: as above; the libraries lock for themselves.
+unsafe impl Sync for Device {}
+
+/// Memory that the device may reach, for local use; nothing remote can be done with its key.
+pub struct Registered {
+    lib: &'static Lib,
+    pub mr: *mut Mr,
+}
+
+// SAFETY: as for `Device`.
+unsafe impl Send for Registered {}
+// SAFETY: as for `Device`.
+unsafe impl Sync for Registered {}
+
+impl Registered {
+    pub fn lkey(&self) -> u32 {
+        // SAFETY: a registration is valid until it is dropped.
+        unsafe { (*self.mr).lkey }
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        // SAFETY: made by `ibv_reg_mr`, and this is its only owner.
+        let rc = unsafe { (self.lib.ibv_dereg_mr)(self.mr) };
+        if rc != 0 {
+            tracing::error!("memory stays registered: {}", std::io::Error::from_raw_os_error(rc));
+        }
+    }
+}
+
+/// The name of a device's context.
+pub fn name_of(lib: &Lib, ctx: *mut Context) -> String {
+    // SAFETY: an open context names its device, whose name is NUL-terminated.
+    unsafe { CStr::from_ptr((lib.ibv_get_device_name)((*ctx).device)) }.to_string_lossy().into_owned()
+}
+
+/// Limits of a device; an error in words if it cannot be used.
+pub fn look_at(lib: &Lib, ctx: *mut Context) -> Result<DeviceAttr> {
+    let name = name_of(lib, ctx);
+    // SAFETY: all zeros are a value of this plain struct, which is filled for an open context.
+    let attr = unsafe {
+        let mut attr: DeviceAttr = std::mem::zeroed();
+        match (lib.ibv_query_device)(ctx, &raw mut attr) {
+            0 => attr,
+            rc => return Err(Error::from(std::io::Error::from_raw_os_error(rc)).context(format!("device {name}"))),
+        }
+    };
+    // SAFETY: an open context.
+    let windows = unsafe { (*ctx).ops.alloc_mw.is_some() && (*ctx).ops.dealloc_mw.is_some() };
+    if !windows || attr.device_cap_flags & verbs::CAP_MW_2B == 0 || attr.max_mw == 0 {
+        return Err(verbs::missing(format!(
+            "device {name} has no memory windows of type 2B, without which memory would be lent without bounds; use another device"
+        )));
+    }
+    if attr.max_srq_wr < 16 {
+        return Err(verbs::missing(format!("device {name} has no shared receive queues; use another device")));
+    }
+    Ok(attr)
+}
+
+impl Device {
+    /// Sets up a device for use, with a shared receive queue of `messages`.
+    pub fn open(lib: &'static Lib, ctx: *mut Context, pool: Pool, messages: u32) -> Result<Arc<Device>> {
+        let attr = look_at(lib, ctx)?;
+        let name = name_of(lib, ctx);
+        let messages = messages.min(attr.max_srq_wr as u32);
+        // SAFETY: an open context.
+        let pd = unsafe { (lib.ibv_alloc_pd)(ctx) };
+        if pd.is_null() {
+            return Err(os_error(&format!("device {name}: a protection domain")));
+        }
+        let mut memory = pool.get_now(messages as usize * MESSAGE);
+        let start = memory.as_mut_ptr();
+        let cap = |n: c_int| n.clamp(1, 16) as u8;
+        let mut device = Device {
+            lib,
+            ctx,
+            name,
+            pd,
+            srq: null_mut(),
+            reads: (cap(attr.max_qp_rd_atom), cap(attr.max_qp_init_rd_atom)),
+            loose: attr.vendor_id == verbs::SOFT_ROCE,
+            regions: Mutex::default(),
+            inbox: Inbox { _memory: memory, start, mr: None },
+            pool,
+        };
+        let mut init = SrqInitAttr { srq_context: null_mut(), max_wr: messages, max_sge: 1, srq_limit: 0 };
+        // SAFETY: a protection domain and attributes that outlive the call.
+        device.srq = unsafe { (lib.ibv_create_srq)(pd, &raw mut init) };
+        if device.srq.is_null() {
+            return Err(os_error(&format!("device {}: a shared receive queue", device.name)));
+        }
+        device.inbox.mr = Some(device.register(start, messages as usize * MESSAGE)?);
+        for i in 0..messages {
+            device.post_recv(i)?;
+        }
+        Ok(Arc::new(device))
+    }
+
+    pub fn pd(&self) -> *mut Pd {
+        self.pd
+    }
+
+    pub fn srq(&self) -> *mut Srq {
+        self.srq
+    }
+
+    /// Gives a receive buffer to the queue.
+    pub fn post_recv(&self, i: u32) -> Result<()> {
+        let lkey = self.inbox.mr.as_ref().map_or(0, Registered::lkey);
+        let addr = self.inbox.start.wrapping_add(i as usize * MESSAGE).addr() as u64;
+        let mut sge = Sge { addr, length: MESSAGE as u32, lkey };
+        let mut wr = RecvWr { wr_id: RECV | u64::from(i), next: null_mut(), sg_list: &raw mut sge, num_sge: 1 };
+        let mut bad = null_mut();
+        // SAFETY: queue and request are valid; the buffer is registered and is nobody's until its completion.
+        match unsafe { ((*self.ctx).ops.post_srq_recv)(self.srq, &raw mut wr, &raw mut bad) } {
+            0 => Ok(()),
+            rc => {
+                let e = Error::from(std::io::Error::from_raw_os_error(rc));
+                Err(e.context(format!("device {}: a receive buffer", self.name)))
+            }
+        }
+    }
+
+    /// Copies the start of a receive buffer that was completed and not given back.
+    pub fn copy_received(&self, i: u32, to: &mut [u8]) {
+        assert!(to.len() <= MESSAGE);
+        let from = self.inbox.start.wrapping_add(i as usize * MESSAGE);
+        // SAFETY: within the buffers' memory, in one that the device is done with and nobody else uses.
+        unsafe { std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len()) }
+    }
+
+    fn register(&self, start: *mut u8, len: usize) -> Result<Registered> {
+        // Without remote rights of its own: those are for windows.
+        let access = verbs::LOCAL_WRITE | verbs::MW_BIND;
+        // SAFETY: the domain is valid; callers hold the memory for longer than the result.
+        let mr = unsafe { (self.lib.ibv_reg_mr)(self.pd, start.cast(), len, access) };
+        if mr.is_null() {
+            let e = std::io::Error::last_os_error();
+            let m = format!(
+                "device {}: {len} bytes cannot be registered ({e}); the limit for locked memory is {} bytes, raise it \
+                 (ulimit -l, LimitMEMLOCK=) or give the process a smaller pool",
+                self.name,
+                super::memlock()
+            );
+            return Err(Error::new(Code::NoMem, m));
+        }
+        Ok(Registered { lib: self.lib, mr })
+    }
+
+    /// The registration of memory that lies in `region`, or at `start` if in none. The caller holds the memory as long.
+    fn registration(&self, region: Option<&Arc<Region>>, start: *mut u8, len: usize) -> Result<Arc<Registered>> {
+        let Some(region) = region else { return self.register(start, len).map(Arc::new) };
+        let mut all = self.regions.lock();
+        if let Some((r, _)) = all.get(&region.id()) {
+            return Ok(r.clone());
+        }
+        // Regions that nobody else has: their pool is gone.
+        all.retain(|_, (_, held)| Arc::strong_count(held) > 1);
+        let made = Arc::new(self.register(region.as_ptr(), REGION)?);
+        all.insert(region.id(), (made.clone(), region.clone()));
+        Ok(made)
+    }
+
+    pub fn of_buf(&self, b: &Buf) -> Result<Arc<Registered>> {
+        self.registration(b.region(), b.as_ptr().cast_mut(), b.len())
+    }
+
+    /// A registration under which a window may be bound to exactly these bytes, which the caller holds as long.
+    pub fn to_lend(&self, region: Option<&Arc<Region>>, start: *const u8, len: usize) -> Result<Arc<Registered>> {
+        self.registration(region.filter(|_| !self.loose), start.cast_mut(), len)
+    }
+
+    pub fn of_mut(&self, b: &mut BufMut) -> Result<Arc<Registered>> {
+        let (start, len) = (b.as_mut_ptr(), b.capacity());
+        self.registration(b.region(), start, len)
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // SAFETY: queue pairs hold the device, so nothing uses these any more; in reverse order of their making.
+        unsafe {
+            if !self.srq.is_null() {
+                (self.lib.ibv_destroy_srq)(self.srq);
+            }
+            self.inbox.mr = None;
+            self.regions.get_mut().clear();
+            (self.lib.ibv_dealloc_pd)(self.pd);
+        }
+    }
+}

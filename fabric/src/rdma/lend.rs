@@ -1,0 +1,264 @@
+//! Payloads from memory to memory: lending it to the other end, and reading and writing what it lends.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use strake_proto::{Code, Error, Result, data};
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
+
+use super::{
+    device::Registered,
+    queue::{Held, Op, Queue, State, Wr, new_wr},
+    verbs::{self, Mw, SendWr, Sge, op, os_error},
+};
+use crate::{
+    Buf, BufMut, REGION,
+    conn::{
+        Bulk, Loan,
+        bulk::{MAX_PARTS, Regions},
+    },
+};
+
+/// Memory that the other end may reach through windows. Registrations come first: they go before the memory.
+pub struct Lent {
+    _mrs: Vec<Arc<Registered>>,
+    _payload: Vec<Buf>,
+    room: Option<BufMut>,
+    windows: Vec<*mut Mw>,
+}
+
+// SAFETY: windows are only used through the queue, under its lock.
+unsafe impl Send for Lent {}
+
+/// A part of a payload, and its registration.
+struct Part {
+    buf: Buf,
+    mr: Arc<Registered>,
+}
+
+impl Queue {
+    /// The payload in parts that can be registered, at most [`MAX_PARTS`]; copied where it must be.
+    fn parts(&self, payload: Vec<Buf>) -> Vec<Buf> {
+        let whole: Vec<Buf> = payload.into_iter().filter(|b| !b.is_empty()).collect();
+        let fits = whole.len() <= MAX_PARTS && whole.iter().all(|b| b.region().is_some());
+        if fits { whole } else { self.copied(&whole) }
+    }
+
+    fn copied(&self, from: &[Buf]) -> Vec<Buf> {
+        let mut left: usize = from.iter().map(Buf::len).sum();
+        let (mut i, mut at, mut out) = (0, 0, Vec::new());
+        while left > 0 {
+            let mut to = self.device.pool.get_now(left.min(REGION));
+            let mut filled = 0;
+            while filled < to.len() {
+                let n = (from[i].len() - at).min(to.len() - filled);
+                to[filled..filled + n].copy_from_slice(&from[i][at..at + n]);
+                filled += n;
+                at += n;
+                if at == from[i].len() {
+                    (i, at) = (i + 1, 0);
+                }
+            }
+            left -= filled;
+            out.push(to.freeze());
+        }
+        out
+    }
+
+    /// Room for so many operations.
+    async fn room(&self, n: usize) -> Result<OwnedSemaphorePermit> {
+        match self.ops.clone().acquire_many_owned(n as u32).await {
+            Ok(p) => Ok(p),
+            Err(_) => Err(self.gone(&self.state.lock())),
+        }
+    }
+
+    /// Posts an operation that needs one of the permits.
+    fn post_op(
+        &self,
+        s: &mut State,
+        wr: &mut SendWr,
+        room: &mut OwnedSemaphorePermit,
+        held: Held,
+        done: Option<oneshot::Sender<Held>>,
+    ) -> Result<()> {
+        let none = || Error::new(Code::Io, "an operation that no room was made for");
+        let _room = room.split(1).ok_or_else(none)?;
+        self.post(s, wr, Wr::Op(Op { _room, held, done }))
+    }
+
+    /// Makes as many windows spare as will be bound: after this only an end of the connection can come in between.
+    fn windows(&self, s: &mut State, n: usize) -> Result<()> {
+        while s.spare.len() < n {
+            let w = self.new_window(s)?;
+            s.spare.push(w);
+        }
+        Ok(())
+    }
+
+    fn new_window(&self, s: &mut State) -> Result<*mut Mw> {
+        if s.destroyed() {
+            return Err(self.gone(s));
+        }
+        // SAFETY: an open context, whose device was found to have windows.
+        let w = match unsafe { (*self.device.ctx).ops.alloc_mw } {
+            // SAFETY: a valid protection domain.
+            Some(alloc) => unsafe { alloc(self.device.pd(), verbs::MW_TYPE_2) },
+            None => std::ptr::null_mut(),
+        };
+        if w.is_null() {
+            return Err(os_error(&format!("device {}: a memory window", self.device.name)));
+        }
+        s.windows.push(w);
+        Ok(w)
+    }
+
+    /// Binds a window to exactly these bytes.
+    fn bind(
+        &self,
+        s: &mut State,
+        room: &mut OwnedSemaphorePermit,
+        mr: &Registered,
+        at: (*const u8, usize),
+        access: u32,
+    ) -> Result<(*mut Mw, data::Region)> {
+        let w = s.spare.pop().ok_or_else(|| Error::new(Code::Io, "a memory window that was not made"))?;
+        // SAFETY: a window that is not bound and that nobody else uses.
+        let key = unsafe { (*w).rkey };
+        // The lowest byte of a key is its user's to choose: another one each time.
+        let key = (key & !0xff) | (key.wrapping_add(1) & 0xff);
+        let mut wr = new_wr(op::BIND_MW);
+        (wr.mw, wr.mw_rkey, wr.mw_mr) = (w, key, mr.mr);
+        (wr.mw_addr, wr.mw_length, wr.mw_access) = (at.0.addr() as u64, at.1 as u64, access);
+        self.post_op(s, &mut wr, room, Held::default(), None)?;
+        // SAFETY: as above.
+        unsafe { (*w).rkey = key };
+        Ok((w, data::Region { addr: wr.mw_addr, key, len: at.1 as u32 }))
+    }
+}
+
+#[async_trait]
+impl Bulk for Queue {
+    async fn lend(&self, payload: Vec<Buf>, to: Option<BufMut>) -> Result<Loan> {
+        let device = &self.device;
+        let part = |buf: Buf| Ok(Part { mr: device.to_lend(buf.region(), buf.as_ptr(), buf.len())?, buf });
+        let parts = self.parts(payload).into_iter().map(part).collect::<Result<Vec<_>>>()?;
+        let to_mr = to.as_ref().map(|b| device.to_lend(b.region(), b.as_ptr(), b.len())).transpose()?;
+        let mut room = self.room(parts.len() + usize::from(to.is_some())).await?;
+        let mut s = self.state.lock();
+        let s = &mut *s;
+        self.windows(s, parts.len() + usize::from(to.is_some()))?;
+        let mut regions = Regions::default();
+        let mut windows = Vec::with_capacity(parts.len() + 1);
+        let mut bound = || {
+            for p in &parts {
+                let (w, r) = self.bind(s, &mut room, &p.mr, (p.buf.as_ptr(), p.buf.len()), verbs::REMOTE_READ)?;
+                windows.push(w);
+                regions.payload.push(r);
+            }
+            if let (Some(b), Some(mr)) = (&to, &to_mr) {
+                let (w, r) = self.bind(s, &mut room, mr, (b.as_ptr(), b.len()), verbs::REMOTE_WRITE)?;
+                windows.push(w);
+                regions.room = Some(r);
+            }
+            Ok(())
+        };
+        let bound = bound();
+        let (payload, mut mrs): (Vec<_>, Vec<_>) = parts.into_iter().map(|p| (p.buf, p.mr)).unzip();
+        mrs.extend(to_mr);
+        let id = s.next_loan;
+        s.next_loan += 1;
+        // Also after an error: the connection is over, and some windows are open until its queue pair is gone.
+        s.loans.insert(id, Lent { _mrs: mrs, _payload: payload, room: to, windows });
+        bound.map(|()| Loan { id, regions })
+    }
+
+    async fn take_back(&self, loan: u64) -> Result<Option<BufMut>> {
+        let n = self.state.lock().loans.get(&loan).map_or(0, |l| l.windows.len());
+        let mut room = self.room(n).await?;
+        let done = {
+            let mut s = self.state.lock();
+            let s = &mut *s;
+            let windows = s.loans.get(&loan).map(|l| l.windows.clone()).unwrap_or_default();
+            let mut done = None;
+            for (i, w) in windows.iter().enumerate() {
+                let mut wr = new_wr(op::LOCAL_INV);
+                // SAFETY: a window of this loan.
+                wr.imm_or_key = unsafe { (**w).rkey };
+                let (tx, rx) = oneshot::channel();
+                let last = i + 1 == windows.len();
+                done = last.then_some(rx);
+                self.post_op(s, &mut wr, &mut room, Held::default(), last.then_some(tx))?;
+            }
+            done
+        };
+        // In order, so the last one's completion is all of theirs.
+        if let Some(done) = done
+            && done.await.is_err()
+        {
+            return Err(self.gone(&self.state.lock()));
+        }
+        let mut s = self.state.lock();
+        let Some(lent) = s.loans.remove(&loan) else { return Ok(None) };
+        s.spare.extend(&lent.windows);
+        drop(s);
+        Ok(lent.room)
+    }
+
+    async fn fetch(&self, from: &[data::Region], mut to: BufMut) -> Result<BufMut> {
+        if from.iter().map(|r| r.len as usize).sum::<usize>() != to.len() {
+            return Err(Error::new(Code::Protocol, "regions of another length than the payload"));
+        }
+        let mr = self.device.of_mut(&mut to)?;
+        let mut room = self.room(from.len()).await?;
+        let rx = {
+            let mut s = self.state.lock();
+            let (mut at, lkey) = (to.as_mut_ptr().addr() as u64, mr.lkey());
+            let (tx, rx) = oneshot::channel();
+            let mut end = Some((Held { mrs: vec![mr], bufs: Vec::new(), to: Some(to) }, tx));
+            for (i, r) in from.iter().enumerate() {
+                let mut sge = Sge { addr: at, length: r.len, lkey };
+                let mut wr = new_wr(op::READ);
+                (wr.sg_list, wr.num_sge) = (&raw mut sge, 1);
+                (wr.remote_addr, wr.rkey) = (r.addr, r.key);
+                at += u64::from(r.len);
+                // The buffer is held by the last one: they complete in order, and `post` fails for all or none of the rest.
+                let last = if i + 1 == from.len() { end.take() } else { None };
+                let (held, done) = last.map_or((Held::default(), None), |(h, d)| (h, Some(d)));
+                if let Err(e) = self.post_op(&mut s, &mut wr, &mut room, held, done) {
+                    // What was posted may still write: the buffer stays until the queue pair is gone.
+                    if let Some((held, _)) = end {
+                        s.strand(held);
+                    }
+                    return Err(e);
+                }
+            }
+            rx
+        };
+        match rx.await {
+            Ok(Held { to: Some(to), .. }) => Ok(to),
+            _ => Err(self.gone(&self.state.lock())),
+        }
+    }
+
+    async fn put(&self, payload: Vec<Buf>, to: data::Region) -> Result<()> {
+        let part = |buf: Buf| Ok(Part { mr: self.device.of_buf(&buf)?, buf });
+        let parts = self.parts(payload).into_iter().map(part).collect::<Result<Vec<_>>>()?;
+        let mut room = self.room(parts.len()).await?;
+        if parts.iter().map(|p| p.buf.len()).sum::<usize>() > to.len as usize {
+            return Err(Error::new(Code::Protocol, "a payload that is longer than the room for it"));
+        }
+        let mut s = self.state.lock();
+        let mut at = to.addr;
+        for p in parts {
+            let mut sge = Sge { addr: p.buf.as_ptr().addr() as u64, length: p.buf.len() as u32, lkey: p.mr.lkey() };
+            let mut wr = new_wr(op::WRITE);
+            (wr.sg_list, wr.num_sge) = (&raw mut sge, 1);
+            (wr.remote_addr, wr.rkey) = (at, to.key);
+            at += p.buf.len() as u64;
+            let held = Held { mrs: vec![p.mr], bufs: vec![p.buf], to: None };
+            self.post_op(&mut s, &mut wr, &mut room, held, None)?;
+        }
+        Ok(())
+    }
+}

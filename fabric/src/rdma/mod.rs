@@ -1,0 +1,347 @@
+//! Frames over RDMA: reliable connections set up by the RDMA connection manager, payloads moved one-sided. See `docs/rdma.md`.
+//!
+//! `verbs.rs` opens the libraries, `cm.rs` makes connections, `device.rs` holds what the connections of a device share,
+//! `queue.rs` is one connection, `stream.rs` the stream of frames over it, `lend.rs` its payloads.
+
+mod cm;
+mod device;
+pub mod greeting;
+mod lend;
+mod queue;
+mod stream;
+#[cfg(test)]
+mod tests;
+mod verbs;
+
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    sync::{Arc, Weak},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use cm::{Event, Id};
+use device::{Device, MESSAGE};
+use greeting::Greeting;
+use parking_lot::Mutex;
+use queue::{CREDITS, Queue};
+use strake_proto::{Code, Error, Result};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore, watch},
+    time::{sleep, timeout},
+};
+use verbs::{Lib, event};
+
+use crate::{
+    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, REGION, Service, Traffic,
+    conn::{Bulk, Options, Streams, stopped},
+};
+
+/// Connections that nobody has accepted yet.
+const BACKLOG: i32 = 1024;
+/// Receive buffers of a device, where the limit for locked memory allows.
+const RECEIVES: u32 = 512;
+/// How long to resolve an address, ms.
+const RESOLVE_MS: i32 = 2000;
+/// How often to see whether a device that was removed is back.
+const RETURN: Duration = Duration::from_secs(1);
+/// Setting up a connection takes a few messages of the connection manager, which repeats lost ones after seconds.
+const SETUP: Duration = Duration::from_secs(5);
+
+/// The most memory that this process may have registered, bytes; `u64::MAX`: no limit.
+pub fn memlock() -> u64 {
+    rustix::process::getrlimit(rustix::process::Resource::Memlock).current.unwrap_or(u64::MAX)
+}
+
+/// Whether the limit holds for this process: not with CAP_IPC_LOCK.
+fn limited() -> bool {
+    const IPC_LOCK: u32 = 14;
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let caps = status.lines().find_map(|l| l.strip_prefix("CapEff:")).unwrap_or_default();
+    u64::from_str_radix(caps.trim(), 16).unwrap_or(0) & (1 << IPC_LOCK) == 0
+}
+
+/// How large a pool may be to be registered, bytes, and a sentence if that is less than wanted. The rest of the limit is for receive
+/// buffers, queues and single large buffers.
+fn registrable(wanted: u64, limit: u64) -> (u64, Option<String>) {
+    let may = limit / 2 / REGION as u64 * REGION as u64;
+    if may >= wanted {
+        return (wanted, None);
+    }
+    let m = format!(
+        "RDMA: of the {wanted} bytes wanted for buffers only {may} are used, because the limit for locked memory is {limit} bytes; raise it \
+         (ulimit -l, LimitMEMLOCK=)"
+    );
+    (may, Some(m))
+}
+
+/// The size of a pool for [`RdmaFabric::new`] under this process's limit for locked memory, and what to tell people if it is smaller.
+/// `NoMem`: the limit allows none.
+pub fn pool_limit(wanted: u64) -> Result<(u64, Option<String>)> {
+    let limit = if limited() { memlock() } else { u64::MAX };
+    match registrable(wanted, limit) {
+        (0, why) => Err(Error::new(Code::NoMem, why.unwrap_or_else(|| "RDMA: no memory wanted".into()))),
+        other => Ok(other),
+    }
+}
+
+/// Names of the devices that can be used. An error is one sentence that says what is missing.
+pub fn probe() -> Result<Vec<String>> {
+    let lib = verbs::lib()?;
+    cm::see(lib)?;
+    let mut n = 0;
+    // SAFETY: a place for the count; the list is freed below, devices are closed before.
+    let list = unsafe { (lib.ibv_get_device_list)(&raw mut n) };
+    let (mut good, mut bad) = (Vec::new(), None);
+    for i in 0..if list.is_null() { 0 } else { n as usize } {
+        // SAFETY: within the list; an open device is closed once.
+        unsafe {
+            let ctx = (lib.ibv_open_device)(*list.add(i));
+            if ctx.is_null() {
+                bad = Some(verbs::os_error("a device cannot be opened"));
+                continue;
+            }
+            match device::look_at(lib, ctx) {
+                Ok(_) => good.push(device::name_of(lib, ctx)),
+                Err(e) => bad = Some(e),
+            }
+            (lib.ibv_close_device)(ctx);
+        }
+    }
+    if !list.is_null() {
+        // SAFETY: the list from above.
+        unsafe { (lib.ibv_free_device_list)(list) };
+    }
+    match (good.is_empty(), bad) {
+        (false, _) => Ok(good),
+        (true, Some(e)) => Err(e),
+        (true, None) => Err(verbs::missing(
+            "this machine has no RDMA device; load the driver of its network card and see that /dev/infiniband/uverbs* \
+             may be read and written"
+                .into(),
+        )),
+    }
+}
+
+/// The [`Fabric`] over RDMA. Clones share everything.
+#[derive(Clone)]
+pub struct RdmaFabric {
+    streams: Streams,
+    lib: &'static Lib,
+    /// By their context's address. Theirs to hold are the connections: a device that is unplugged goes with the last of them.
+    devices: Arc<Mutex<BTreeMap<usize, Weak<Device>>>>,
+}
+
+impl RdmaFabric {
+    /// As [`crate::TcpFabric::new`]. `OpNotSupp` with one sentence where this machine has no RDMA; see [`pool_limit`] for the pool.
+    pub fn new(
+        env: Env,
+        identity: Identity,
+        cluster_uuid: Option<[u8; 16]>,
+        pool: Pool,
+        options: Options,
+    ) -> Result<RdmaFabric> {
+        probe()?;
+        let streams = Streams::new(env, identity, cluster_uuid, pool, options);
+        Ok(RdmaFabric { streams, lib: verbs::lib()?, devices: Arc::default() })
+    }
+
+    /// For handshakes from now on.
+    pub fn set_cluster(&self, uuid: [u8; 16]) {
+        self.streams.set_cluster(uuid);
+    }
+
+    fn device(&self, id: &Id) -> Result<Arc<Device>> {
+        let ctx = id.verbs();
+        if ctx.is_null() {
+            return Err(Error::new(Code::Disconnected, "an RDMA connection without a device"));
+        }
+        let mut all = self.devices.lock();
+        if let Some(d) = all.get(&ctx.addr()).and_then(Weak::upgrade) {
+            return Ok(d);
+        }
+        let messages = if limited() {
+            let few = memlock() / 8 / MESSAGE as u64;
+            RECEIVES.min(few as u32).max(16)
+        } else {
+            RECEIVES
+        };
+        let d = Device::open(self.lib, ctx, self.streams.pool.clone(), messages)?;
+        all.insert(ctx.addr(), Arc::downgrade(&d));
+        Ok(d)
+    }
+
+    /// Resolves, connects, and starts the task that polls.
+    async fn dial(&self, to: &Endpoint) -> Result<Arc<Queue>> {
+        let name = to.to_string();
+        let mut failed = Error::new(Code::Disconnected, format!("cannot connect to {name}: the name has no address"));
+        for at in addresses(to).await? {
+            match self.dial_one(at, &name).await {
+                Ok(q) => return Ok(q),
+                Err(e) => failed = e,
+            }
+        }
+        Err(failed)
+    }
+
+    async fn dial_one(&self, at: SocketAddr, name: &str) -> Result<Arc<Queue>> {
+        let id = Id::new(self.lib)?;
+        id.resolve(at, RESOLVE_MS, name).await?;
+        let device = self.device(&id)?;
+        let reads = device.reads;
+        let q = Queue::new(device, id, name.to_string())?;
+        q.id().connect(&greeting().encode(), reads)?;
+        let e = q.id().events.expect(event::ESTABLISHED, name).await?;
+        q.set_peer(&Greeting::decode(&e.private)?);
+        let q = Arc::new(q);
+        self.streams.env.spawn(q.clone().drive());
+        Ok(q)
+    }
+
+    /// `at`: where it listens, with the port that it has.
+    async fn accept_all(self, mut listening: Id, at: SocketAddr, service: Arc<dyn Service>, stop: watch::Receiver<()>) {
+        let mut stopping = stop.clone();
+        loop {
+            tokio::select! {
+                biased;
+                _ = stopped(&mut stopping) => return,
+                () = self.accept_until_removed(&listening, &service, &stop) => {}
+            }
+            tracing::warn!("the RDMA device of {at} was removed; it is listened at again when it is back");
+            // The device goes only when nothing is on it.
+            drop(listening);
+            listening = loop {
+                tokio::select! {
+                    biased;
+                    _ = stopped(&mut stopping) => return,
+                    () = sleep(RETURN) => {}
+                }
+                let Ok(id) = Id::new(self.lib) else { continue };
+                if id.listen(at, BACKLOG).is_ok() {
+                    break id;
+                }
+            };
+            tracing::info!("listening at {at} by RDMA again");
+        }
+    }
+
+    async fn accept_until_removed(&self, listening: &Id, service: &Arc<dyn Service>, stop: &watch::Receiver<()>) {
+        let half_open = Arc::new(Semaphore::new(self.streams.options.max_half_open));
+        let open = Arc::new(Semaphore::new(self.streams.options.max_connections));
+        loop {
+            let Ok(half) = half_open.clone().acquire_owned().await else { return };
+            match listening.events.next().await {
+                Ok(e) if e.kind == event::CONNECT_REQUEST => {
+                    let (f, service, stop, open) = (self.clone(), service.clone(), stop.clone(), open.clone());
+                    let id = Id::of_request(self.lib, e.id);
+                    self.streams.env.spawn(async move {
+                        let done = match id {
+                            Ok(id) => f.accept(id, e, service, stop, half, &open).await,
+                            Err(e) => Err(e),
+                        };
+                        if let Err(e) = done {
+                            tracing::warn!("cannot accept an RDMA connection: {e}");
+                        }
+                    });
+                }
+                Ok(e) if e.kind == event::DEVICE_REMOVAL => return,
+                Ok(_) => {}
+                Err(e) => {
+                    tracing::warn!("cannot accept RDMA connections: {e}");
+                    sleep(Duration::from_millis(100)).await;
+                }
+            }
+        }
+    }
+
+    async fn accept(
+        &self,
+        id: Id,
+        request: Event,
+        service: Arc<dyn Service>,
+        stop: watch::Receiver<()>,
+        half: OwnedSemaphorePermit,
+        open: &Arc<Semaphore>,
+    ) -> Result<()> {
+        let from = format!("rdma:{}", id.peer());
+        let refuse = |id: &Id, code: Code| {
+            id.reject(&Greeting { message: 0, credits: 0, status: code as u16 }.encode());
+        };
+        let theirs = match Greeting::decode(&request.private) {
+            Ok(g) => g,
+            Err(e) => {
+                refuse(&id, e.code);
+                return Err(e.context(from));
+            }
+        };
+        let Ok(_room) = open.clone().try_acquire_owned() else {
+            refuse(&id, Code::Overloaded);
+            return Err(Error::new(Code::Overloaded, format!("{from}: this server has too many connections")));
+        };
+        let device = self.device(&id).inspect_err(|_| refuse(&id, Code::Io))?;
+        // What the other end asks for, within what the device can.
+        let reads = (device.reads.0.min(request.reads.0.max(1)), device.reads.1.min(request.reads.1.max(1)));
+        let q = Queue::new(device, id, from.clone())?;
+        q.set_peer(&theirs);
+        q.id().accept(&greeting().encode(), reads)?;
+        let up = timeout(SETUP, q.id().events.expect(event::ESTABLISHED, &from)).await;
+        up.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, format!("{from} does not finish its connection"))))?;
+        let q = Arc::new(q);
+        self.streams.env.spawn(q.clone().drive());
+        let (rd, wr) = stream::halves(&q);
+        let bulk: Arc<dyn Bulk> = q;
+        // The handshake tells of refusals itself.
+        if let Ok(shared) = self.streams.welcome(rd, wr, Some(bulk), from, service).await {
+            drop(half);
+            self.streams.attend(&shared, stop).await;
+        }
+        Ok(())
+    }
+}
+
+fn greeting() -> Greeting {
+    Greeting { message: MESSAGE as u32, credits: CREDITS, status: 0 }
+}
+
+async fn addresses(e: &Endpoint) -> Result<Vec<SocketAddr>> {
+    let Endpoint::Rdma(host, port) = e else {
+        return Err(Error::new(Code::Inval, format!("{e} is not an RDMA endpoint")));
+    };
+    let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
+    let found = tokio::net::lookup_host((host, *port)).await;
+    found.map(Iterator::collect).map_err(|e| Error::new(Code::Disconnected, format!("cannot find {host}: {e}")))
+}
+
+#[async_trait]
+impl Fabric for RdmaFabric {
+    async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        let q = timeout(SETUP, self.dial(to)).await.unwrap_or_else(|_| {
+            Err(Error::new(Code::TimedOut, format!("cannot connect to {to}: no answer within {SETUP:?}")))
+        })?;
+        let (rd, wr) = stream::halves(&q);
+        self.streams.connect_over(rd, wr, Some(q), to.to_string(), back).await
+    }
+
+    async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {
+        let failed = |e: Error| e.context(format!("cannot listen at {at}"));
+        let addr = addresses(at).await.map_err(failed)?;
+        let mut addr = *addr.first().ok_or_else(|| failed(Error::new(Code::Inval, "the name has no address")))?;
+        let id = Id::new(self.lib).map_err(failed)?;
+        let port = id.listen(addr, BACKLOG).map_err(failed)?;
+        addr.set_port(port);
+        let Endpoint::Rdma(name, _) = at else { return Err(Error::new(Code::Inval, "not an RDMA endpoint")) };
+        let endpoint = Endpoint::Rdma(name.clone(), port);
+        let (stop, stopping) = watch::channel(());
+        self.streams.env.spawn(self.clone().accept_all(id, addr, service, stopping));
+        Ok(Listener::new(endpoint, Box::new(stop)))
+    }
+
+    fn pool(&self) -> &Pool {
+        &self.streams.pool
+    }
+
+    fn roads(&self) -> Vec<(&'static str, Traffic)> {
+        vec![("rdma", self.streams.totals.look())]
+    }
+}

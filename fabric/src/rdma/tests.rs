@@ -1,0 +1,517 @@
+//! On a real device, or soft-RoCE: `cluster-tests/vm/run` has one. Elsewhere each test says why it does not run.
+//!
+//! `STRAKE_RDMA_ADDR` names the address of an RDMA port of this machine; `STRAKE_RDMA_REMOTE` an endpoint of another one that runs
+//! [`peer_that_serves`], and `STRAKE_RDMA_LINK` the network interface that leads there.
+
+use std::{
+    sync::{Arc, atomic::Ordering::SeqCst},
+    time::{Duration, Instant},
+};
+
+use strake_proto::{
+    checksum::crc32c,
+    data::{DataRequest, Region},
+    frame::{FLAG_PAYLOAD_SUMMED, FLAG_REGIONS, Header, Kind},
+    opcode,
+};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use super::{verbs::op, *};
+use crate::{
+    Buf, Message, Role,
+    conformance::{self, TestService},
+    conn::{bulk::Regions, handshake, handshake::Party},
+};
+
+const LONG: Duration = Duration::from_secs(30);
+
+/// Where to listen; `None`, said why, without a device.
+fn here() -> Option<Endpoint> {
+    if let Err(e) = probe() {
+        println!("skipped: {e}");
+        return None;
+    }
+    let Ok(addr) = std::env::var("STRAKE_RDMA_ADDR") else {
+        println!("skipped: STRAKE_RDMA_ADDR names no address of an RDMA port");
+        return None;
+    };
+    Some(Endpoint::Rdma(addr, 0))
+}
+
+fn fabric_of(identity: Identity, cluster: Option<[u8; 16]>, options: Options) -> RdmaFabric {
+    let (limit, why) = pool_limit(64 << 20).unwrap();
+    if let Some(why) = why {
+        println!("{why}");
+    }
+    RdmaFabric::new(Env::system(), identity, cluster, Pool::new(limit), options).unwrap()
+}
+
+fn server() -> RdmaFabric {
+    fabric_of(Identity::server(&[1; 32]), Some([5; 16]), Options::default())
+}
+
+fn client_identity() -> Identity {
+    Identity::client(Identity::server(&[1; 32]).client_key)
+}
+
+async fn serve(f: &RdmaFabric, at: &Endpoint) -> (Arc<TestService>, Listener) {
+    let service = Arc::new(TestService::default());
+    let guard = f.listen(at, service.clone()).await.unwrap();
+    (service, guard)
+}
+
+async fn works(c: &dyn Connection) {
+    let payload = conformance::pattern(300_000, 4);
+    let m = Message::new(opcode::ECHO, "ok").with_payload(vec![payload.clone()]);
+    let got = c.call(m, LONG).await.unwrap();
+    assert!(got.body == "ok" && got.payload[0][..] == payload[..]);
+}
+
+/// [`conformance::all`], with the time of each part.
+async fn conforms(dialer: &RdmaFabric, listener: &RdmaFabric, at: &Endpoint) {
+    macro_rules! each {
+        ($($part:ident)*) => { $(
+            let start = Instant::now();
+            conformance::$part(dialer, listener, at).await;
+            println!("{}: {:?}", stringify!($part), start.elapsed());
+        )* };
+    }
+    each!(sizes concurrency answers_in_any_order errors back_calls timeouts_and_dropped_calls windows endings);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn conforms_on_threads() {
+    let Some(at) = here() else { return };
+    let dialer = fabric_of(client_identity(), None, Options::default());
+    let listener = server();
+    conforms(&dialer, &listener, &at).await;
+    settled(&dialer).await;
+    settled(&listener).await;
+}
+
+/// The parts that move few bytes; the others depend on threads least.
+#[tokio::test]
+async fn conforms_in_one_thread() {
+    let Some(at) = here() else { return };
+    let f = server();
+    conformance::concurrency(&f, &f, &at).await;
+    conformance::answers_in_any_order(&f, &f, &at).await;
+    conformance::errors(&f, &f, &at).await;
+    conformance::back_calls(&f, &f, &at).await;
+    conformance::timeouts_and_dropped_calls(&f, &f, &at).await;
+    conformance::endings(&f, &f, &at).await;
+    settled(&f).await;
+}
+
+#[tokio::test]
+async fn little_memory_that_may_be_locked_is_enough_and_too_little_is_one_calls_error() {
+    let Some(at) = here() else { return };
+    if !limited() || memlock() > 8 << 20 {
+        println!("skipped: this process may lock more than 8 MiB");
+        return;
+    }
+    let f = server();
+    assert_eq!(f.pool().stats().limit, 4 << 20);
+    let (_service, guard) = serve(&f, &at).await;
+    let conn = f.connect(guard.endpoint(), None).await.unwrap();
+    works(&*conn).await;
+    let big = Message::new(opcode::ECHO, "").with_payload(vec![conformance::pattern(16 << 20, 1)]);
+    let e = conn.call(big, LONG).await.unwrap_err();
+    assert!(e.code == Code::NoMem && e.message.contains("locked memory is 8388608"), "{e}");
+    println!("said: {e}");
+    for _ in 0..3 {
+        works(&*conn).await;
+    }
+}
+
+/// All buffers are back but those of the shared receive queue.
+async fn settled(f: &RdmaFabric) {
+    let open = || f.devices.lock().values().filter(|d| d.strong_count() > 0).count();
+    let start = Instant::now();
+    while f.pool().stats().used > (open() * RECEIVES as usize * MESSAGE) as u64 {
+        assert!(start.elapsed() < Duration::from_secs(5), "still out: {:?}", f.pool().stats());
+        sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test]
+async fn strangers_are_refused_in_words_and_others_served_on() {
+    let Some(at) = here() else { return };
+    let f = server();
+    let (service, guard) = serve(&f, &at).await;
+    let friend = f.connect(guard.endpoint(), None).await.unwrap();
+    for (identity, cluster) in
+        [(Identity::client([9; 32]), None), (Identity::server(&[9; 32]), None), (client_identity(), Some([6; 16]))]
+    {
+        let e = fabric_of(identity, cluster, Options::default()).connect(guard.endpoint(), None).await.err().unwrap();
+        assert_eq!(e.code, Code::Unauthenticated, "{e}");
+    }
+    works(&*friend).await;
+    drop(friend);
+    service.until(|s| s.disconnected.load(SeqCst) == 1).await;
+    assert_eq!(service.peers.lock()[0].role, Role::Server);
+    let at = guard.endpoint().clone();
+    drop(guard);
+    let start = Instant::now();
+    while f.connect(&at, None).await.is_ok() {
+        assert!(start.elapsed() < LONG);
+        sleep(Duration::from_millis(10)).await;
+    }
+    let e = f.connect(&at, None).await.err().unwrap();
+    assert!(e.code == Code::Disconnected && e.message.contains("nobody listens"), "{e}");
+}
+
+#[tokio::test]
+async fn one_connection_too_many_is_told_so() {
+    let Some(at) = here() else { return };
+    let few = Options { max_connections: 1, ..Options::default() };
+    let f = fabric_of(Identity::server(&[1; 32]), None, few);
+    let (_service, guard) = serve(&f, &at).await;
+    let first = f.connect(guard.endpoint(), None).await.unwrap();
+    let e = f.connect(guard.endpoint(), None).await.err().unwrap();
+    assert_eq!(e.code, Code::Overloaded, "{e}");
+    works(&*first).await;
+}
+
+/// A peer past its handshake that writes what it likes.
+struct Raw {
+    q: Arc<Queue>,
+    rd: stream::ReadHalf,
+    wr: stream::WriteHalf,
+}
+
+async fn raw(f: &RdmaFabric, at: &Endpoint) -> Raw {
+    let q = f.dial(at).await.unwrap();
+    let (rd, wr) = stream::halves(&q);
+    let mut both = tokio::io::join(rd, wr);
+    handshake::dial(&mut both, &Party::new(client_identity(), None, [1; 32])).await.unwrap();
+    let (rd, wr) = both.into_inner();
+    Raw { q, rd, wr }
+}
+
+fn frame(regions: Option<&Regions>, len: usize, crc: u32) -> Vec<u8> {
+    let header = Header {
+        version: 1,
+        kind: Kind::Request,
+        flags: FLAG_PAYLOAD_SUMMED | if regions.is_some() { FLAG_REGIONS } else { 0 },
+        opcode: conformance::GATED,
+        status: 0,
+        deadline_ms: 0,
+        request_id: 9,
+        body_len: 0,
+        payload_len: len as u32,
+        body_crc: crc32c(b""),
+        payload_crc: crc,
+        trace: 0,
+    };
+    [&header.encode()[..], &regions.map(Regions::encode).unwrap_or_default()].concat()
+}
+
+#[tokio::test]
+async fn what_was_not_lent_is_not_reached() {
+    let Some(at) = here() else { return };
+    let f = server();
+    let (service, guard) = serve(&f, &at).await;
+    let friend = f.connect(guard.endpoint(), None).await.unwrap();
+    let data = f.pool().get_now(1 << 20).freeze();
+    let other = raw(&f, guard.endpoint()).await;
+    let foreign = other.q.lend(vec![data.clone()], None).await.unwrap().regions.payload[0];
+    let len = data.len() as u32;
+    for case in 0..6 {
+        let mut peer = raw(&f, guard.endpoint()).await;
+        let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
+        let good = loan.regions.payload[0];
+        if case == 2 {
+            peer.q.take_back(loan.id).await.unwrap();
+        }
+        let bad = match case {
+            // Ends a byte, a page beyond what was lent; begins before it.
+            0 => Region { len: len + 1, ..good },
+            1 => Region { addr: good.addr + 4096, ..good },
+            // Taken back.
+            2 => good,
+            // Lent to the same process over another connection.
+            3 => foreign,
+            // Made up.
+            4 => Region { key: good.key ^ 1, ..good },
+            _ => Region { addr: good.addr - 1, ..good },
+        };
+        let regions = Regions { payload: vec![bad], room: None };
+        peer.wr.write_all(&frame(Some(&regions), bad.len as usize, 0)).await.unwrap();
+        let mut rest = Vec::new();
+        let _ = timeout(LONG, peer.rd.read_to_end(&mut rest)).await.expect("the connection ends");
+        service.until(|s| s.disconnected.load(SeqCst) == case + 1).await;
+        works(&*friend).await;
+    }
+    // Regions that do not add up to the payload end the connection before anything is read.
+    let mut peer = raw(&f, guard.endpoint()).await;
+    let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
+    peer.wr.write_all(&frame(Some(&loan.regions), 4096, 0)).await.unwrap();
+    service.until(|s| s.disconnected.load(SeqCst) == 7).await;
+    // Each was a request with what is good: it is answered once the gate is open; damaged, it is to be sent again.
+    let mut peer = raw(&f, guard.endpoint()).await;
+    let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
+    service.open(1);
+    // What a silent connection sends to see whether the other end is there is answered, by its device.
+    peer.q.probe();
+    for (crc, code) in [(crc32c(&data), 0), (crc32c(&data) ^ 1, Code::Resend as u16)] {
+        peer.wr.write_all(&frame(Some(&loan.regions), data.len(), crc)).await.unwrap();
+        let mut answer = [0; 64];
+        peer.rd.read_exact(&mut answer).await.unwrap();
+        let answer = Header::decode(&answer).unwrap();
+        assert_eq!((answer.request_id, answer.status), (9, code));
+        let mut body = vec![0; answer.body_len as usize];
+        peer.rd.read_exact(&mut body).await.unwrap();
+    }
+    works(&*friend).await;
+}
+
+#[tokio::test]
+async fn who_sends_what_is_no_message_is_cut_off_and_others_served_on() {
+    let Some(at) = here() else { return };
+    let f = server();
+    let (service, guard) = serve(&f, &at).await;
+    let friend = f.connect(guard.endpoint(), None).await.unwrap();
+    const WRITE_WITH_IMM: std::ffi::c_int = 1;
+    const SEND: std::ffi::c_int = 2;
+    // More credits than there are; no immediate data; a message whose bytes were written elsewhere.
+    for (n, (opcode, credits)) in [(op::SEND_WITH_IMM, u32::MAX), (SEND, 0), (WRITE_WITH_IMM, 0)].iter().enumerate() {
+        let mut peer = raw(&f, guard.endpoint()).await;
+        let mut wr = queue::new_wr(*opcode);
+        wr.imm_or_key = *credits;
+        peer.q.post(&mut peer.q.state.lock(), &mut wr, queue::Wr::Probe).unwrap();
+        let mut rest = Vec::new();
+        let _ = timeout(LONG, peer.rd.read_to_end(&mut rest)).await.expect("the connection ends");
+        service.until(|s| s.disconnected.load(SeqCst) == n + 1).await;
+        works(&*friend).await;
+    }
+}
+
+/// Answers READ with more than was asked for, and with what was.
+struct Reader;
+
+#[async_trait]
+impl Service for Reader {
+    async fn handle(&self, _: &crate::Peer, m: Message) -> Result<Message> {
+        let asked = DataRequest::decode(&m.body)?;
+        let len = (asked.len + asked.offset) as usize;
+        Ok(Message { payload: vec![conformance::pattern(len, 2)], ..Message::default() })
+    }
+}
+
+#[tokio::test]
+async fn replies_are_written_to_the_offered_room_or_to_one_asked_for() {
+    let Some(at) = here() else { return };
+    let f = server();
+    let guard = f.listen(&at, Arc::new(Reader)).await.unwrap();
+    let conn = f.connect(guard.endpoint(), None).await.unwrap();
+    // The offset says how much more than announced comes.
+    for (len, more) in [(1 << 20, 0), (100, 0), (8192, 1), (5000, 1 << 20), (0, 70_000), (4 << 20, 0)] {
+        let chunk = strake_proto::ChunkId { ino: 1, data: 1, index: 0 };
+        let ask = DataRequest { len, offset: more, ..DataRequest::new(1, 1, 1, chunk) };
+        let got = conn.call(Message::new(opcode::READ, ask.encode()), LONG).await.unwrap();
+        let want = conformance::pattern((len + more) as usize, 2);
+        assert!(got.payload_len() == want.len() && got.payload.iter().all(|p| p[..] == want[..]), "{len} {more}");
+    }
+    settled(&f).await;
+}
+
+#[tokio::test]
+async fn a_call_given_up_lends_until_it_is_answered_and_breaks_nothing() {
+    let Some(at) = here() else { return };
+    let f = server();
+    let (service, guard) = serve(&f, &at).await;
+    let conn = f.connect(guard.endpoint(), None).await.unwrap();
+    let used = f.pool().stats().used;
+    let payload = f.pool().get_now(1 << 20).freeze();
+    let m = Message::new(conformance::GATED, "").with_payload(vec![payload]);
+    let e = conn.call(m, Duration::from_millis(100)).await.unwrap_err();
+    assert_eq!(e.code, Code::TimedOut);
+    assert!(f.pool().stats().used >= used + (1 << 20), "lent still");
+    works(&*conn).await;
+    service.open(1);
+    settled(&f).await;
+    works(&*conn).await;
+}
+
+#[tokio::test]
+async fn an_idle_connection_costs_no_cpu() {
+    let Some(at) = here() else { return };
+    let f = server();
+    let (_service, guard) = serve(&f, &at).await;
+    let conns = futures_util::future::join_all((0..8).map(|_| f.connect(guard.endpoint(), None))).await;
+    for c in &conns {
+        works(&**c.as_ref().unwrap()).await;
+    }
+    sleep(Duration::from_millis(500)).await;
+    let cpu = || {
+        let t = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+        Duration::new(t.tv_sec as u64, t.tv_nsec as u32)
+    };
+    let before = cpu();
+    sleep(Duration::from_secs(3)).await;
+    let used = cpu() - before;
+    println!("8 idle connections and their listener: {used:?} of CPU time in 3 s");
+    assert!(used < Duration::from_millis(15), "{used:?}");
+}
+
+/// Not a test but the peer of the next one.
+#[tokio::test]
+async fn peer_that_is_killed() {
+    let Ok(at) = std::env::var("STRAKE_RDMA_PEER") else { return };
+    let f = fabric_of(client_identity(), None, Options::default());
+    let conn = f.connect(&at.parse().unwrap(), None).await.unwrap();
+    let big = Buf::copy_from(&conformance::pattern(4 << 20, 1));
+    loop {
+        let calls = (0..4).map(|_| conn.call(Message::new(opcode::ECHO, "").with_payload(vec![big.clone()]), LONG));
+        futures_util::future::join_all(calls).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_peer_killed_in_mid_transfer() {
+    let Some(at) = here() else { return };
+    let f = server();
+    let (service, guard) = serve(&f, &at).await;
+    let friend = f.connect(guard.endpoint(), None).await.unwrap();
+    for round in 0..3 {
+        let before = service.handled.load(SeqCst);
+        let mut child = tokio::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "rdma::tests::peer_that_is_killed"])
+            .env("STRAKE_RDMA_PEER", guard.endpoint().to_string())
+            .stdout(std::process::Stdio::null())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        timeout(LONG, service.until(|s| s.handled.load(SeqCst) > before + 1)).await.expect("it transfers");
+        child.kill().await.unwrap();
+        timeout(LONG, service.until(|s| s.disconnected.load(SeqCst) == round + 1)).await.expect("its end is noticed");
+        works(&*friend).await;
+    }
+    settled(&f).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_device_that_vanishes_in_mid_transfer() {
+    let (Some(at), Ok(device)) = (here(), std::env::var("STRAKE_RDMA_VANISH")) else {
+        println!("skipped: STRAKE_RDMA_VANISH names no soft-RoCE device that may be removed");
+        return;
+    };
+    let f = server();
+    let (service, guard) = serve(&f, &at).await;
+    let conn = f.connect(guard.endpoint(), None).await.unwrap();
+    let big = Buf::copy_from(&conformance::pattern(4 << 20, 1));
+    let transfers = async {
+        loop {
+            let calls = (0..4).map(|_| conn.call(Message::new(opcode::ECHO, "").with_payload(vec![big.clone()]), LONG));
+            if let Some(e) = futures_util::future::join_all(calls).await.into_iter().find_map(Result::err) {
+                return e;
+            }
+        }
+    };
+    // soft-RoCE waits with it until no process has the device open, and librdmacm keeps it so.
+    let removal = async {
+        service.until(|s| s.handled.load(SeqCst) > 2).await;
+        std::process::Command::new("rdma").args(["link", "delete", &device]).spawn().unwrap()
+    };
+    let (e, _removal) = timeout(LONG, async { tokio::join!(transfers, removal) }).await.expect("the calls end");
+    assert_eq!(e.code, Code::Disconnected, "{e}");
+    println!("removed: {e}");
+    let e = f.connect(guard.endpoint(), None).await.err().unwrap();
+    println!("removed: {e}");
+    assert_eq!(e.code, Code::Disconnected);
+    settled(&f).await;
+    let start = Instant::now();
+    while f.devices.lock().values().any(|d| d.strong_count() > 0) {
+        assert!(start.elapsed() < LONG, "all goes, though somebody keeps the connection");
+        sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// Not a test but the other machine's part of the next one.
+#[tokio::test]
+async fn peer_that_serves() {
+    let Ok(at) = std::env::var("STRAKE_RDMA_SERVE") else { return };
+    let f = server();
+    let (_service, _guard) = serve(&f, &at.parse().unwrap()).await;
+    println!("serving");
+    std::future::pending::<()>().await;
+}
+
+/// Loses all that this machine sends, or no longer.
+fn cut(interface: &str, cut: bool) {
+    let loss = ["qdisc", "replace", "dev", interface, "root", "netem", "loss", if cut { "100%" } else { "0%" }];
+    let done = std::process::Command::new("tc").args(loss).status();
+    assert!(done.is_ok_and(|s| s.success()), "tc {loss:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_link_to_another_machine_that_is_cut_and_comes_back() {
+    let (Ok(at), Ok(interface)) = (std::env::var("STRAKE_RDMA_REMOTE"), std::env::var("STRAKE_RDMA_LINK")) else {
+        println!(
+            "skipped: STRAKE_RDMA_REMOTE and STRAKE_RDMA_LINK name no other machine that serves, and no link to it"
+        );
+        return;
+    };
+    let at: Endpoint = at.parse().unwrap();
+    let f = fabric_of(client_identity(), None, Options::default());
+    let conn = again(&f, &at).await;
+    works(&*conn).await;
+    cut(&interface, true);
+    let start = Instant::now();
+    let big = Message::new(opcode::ECHO, "").with_payload(vec![conformance::pattern(1 << 20, 1)]);
+    let e = conn.call(big, LONG).await.unwrap_err();
+    let took = start.elapsed();
+    let meanwhile = f.connect(&at, None).await.err();
+    cut(&interface, false);
+    println!("cut: {e} after {took:?}; to connect: {meanwhile:?}");
+    assert!(e.code == Code::Disconnected && took < Duration::from_secs(8) && meanwhile.is_some());
+    let start = Instant::now();
+    works(&*again(&f, &at).await).await;
+    println!("back: after {:?}", start.elapsed());
+    drop(conn);
+    settled(&f).await;
+}
+
+async fn again(f: &RdmaFabric, at: &Endpoint) -> Arc<dyn Connection> {
+    let start = Instant::now();
+    loop {
+        match f.connect(at, None).await {
+            Ok(c) => return c,
+            Err(e) => assert!(start.elapsed() < 2 * LONG, "{e}"),
+        }
+        sleep(Duration::from_millis(200)).await;
+    }
+}
+
+#[test]
+fn a_small_limit_makes_a_smaller_pool_and_says_so() {
+    let mib = 1 << 20;
+    assert_eq!(registrable(256 * mib, u64::MAX), (256 * mib, None));
+    assert_eq!(registrable(64 * mib, 1024 * mib), (64 * mib, None));
+    let (may, why) = registrable(256 * mib, 8 * mib);
+    assert_eq!(may, 4 * mib);
+    let why = why.unwrap();
+    assert!(why.contains("8388608") && why.contains("ulimit -l"), "{why}");
+    assert_eq!(registrable(256 * mib, 7 * mib).0, 0);
+}
+
+#[tokio::test]
+async fn what_is_missing_is_said_in_one_sentence_and_nothing_falls_back() {
+    match probe() {
+        Ok(devices) => println!("skipped: this machine has RDMA ({})", devices.join(", ")),
+        Err(e) => {
+            assert_eq!(e.code, Code::OpNotSupp, "{e}");
+            assert!(e.message.starts_with("RDMA is not available: ") && !e.message.contains('\n'), "{e}");
+            assert!(e.message.contains("install") || e.message.contains("load"), "{e}");
+            let made = RdmaFabric::new(
+                Env::system(),
+                Identity::client([1; 32]),
+                None,
+                Pool::new(16 << 20),
+                Options::default(),
+            );
+            assert_eq!(made.err().unwrap().message, e.message);
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! One fabric of several roads: each endpoint says which one leads to it, and of a server's endpoints the best is taken that both
+//! ends have.
+
+use std::sync::{Arc, OnceLock};
+
+use async_trait::async_trait;
+use strake_proto::{Code, Error, Result};
+
+use crate::{
+    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, RdmaFabric, Service, TcpFabric, Traffic,
+    conn::Options, rdma,
+};
+
+/// Which roads may be taken to a server that is reached by several.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Use {
+    /// RDMA where both ends have it, TCP where not, or where RDMA fails.
+    #[default]
+    Best,
+    /// TCP only.
+    Tcp,
+    /// RDMA only: without it nothing is reached.
+    Rdma,
+}
+
+/// TCP for `tcp:` endpoints and RDMA for `rdma:` ones, with one pool. Neither ever stands in for the other: where a machine has no RDMA,
+/// using an `rdma:` endpoint is an error that says what is missing.
+#[derive(Clone)]
+pub struct Roads {
+    choice: Use,
+    tcp: TcpFabric,
+    /// Made when it is first asked for and can be.
+    rdma: Arc<OnceLock<RdmaFabric>>,
+    new_rdma: Arc<dyn Fn() -> Result<RdmaFabric> + Send + Sync>,
+}
+
+impl Roads {
+    /// As [`TcpFabric::new`].
+    pub fn new(env: Env, identity: Identity, cluster_uuid: Option<[u8; 16]>, pool: Pool, options: Options) -> Roads {
+        let tcp = TcpFabric::new(env.clone(), identity.clone(), cluster_uuid, pool.clone(), options.clone());
+        let new_rdma = Arc::new(move || {
+            RdmaFabric::new(env.clone(), identity.clone(), cluster_uuid, pool.clone(), options.clone())
+        });
+        Roads { choice: Use::Best, tcp, rdma: Arc::default(), new_rdma }
+    }
+
+    /// The same roads, of which only these are taken to servers that have several.
+    #[must_use]
+    pub fn only(mut self, choice: Use) -> Roads {
+        self.choice = choice;
+        self
+    }
+
+    fn rdma(&self) -> Result<&RdmaFabric> {
+        if let Some(f) = self.rdma.get() {
+            return Ok(f);
+        }
+        let made = (self.new_rdma)()?;
+        Ok(self.rdma.get_or_init(|| made))
+    }
+
+    fn road(&self, at: &Endpoint) -> Result<&dyn Fabric> {
+        match at {
+            Endpoint::Rdma(..) => match self.rdma() {
+                Ok(f) => Ok(f),
+                Err(e) => Err(e.context(format!("cannot use {at}"))),
+            },
+            _ => Ok(&self.tcp),
+        }
+    }
+
+    /// Whether a pool of this size may be registered as a whole: with less, RDMA would fail in the middle of its work.
+    fn rdma_with_all_memory(&self) -> Result<()> {
+        self.rdma()?;
+        match rdma::pool_limit(self.pool().stats().limit)? {
+            (_, Some(why)) => Err(Error::new(Code::NoMem, why)),
+            (_, None) => Ok(()),
+        }
+    }
+}
+
+#[async_trait]
+impl Fabric for Roads {
+    async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        self.road(to)?.connect(to, back).await
+    }
+
+    async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {
+        self.road(at)?.listen(at, service).await
+    }
+
+    fn pool(&self) -> &Pool {
+        self.tcp.pool()
+    }
+
+    fn ways(&self, endpoints: &[String]) -> Result<Vec<Endpoint>> {
+        let all = endpoints.iter().filter_map(|e| e.parse().ok());
+        let (rdma, mut others): (Vec<Endpoint>, Vec<_>) = all.partition(|e| matches!(e, Endpoint::Rdma(..)));
+        let lacks = |road: &str, asked: &str| {
+            let m = format!(
+                "the server has no {road} endpoint, only {}, and {asked} was asked for",
+                endpoints.join(" and ")
+            );
+            Err(Error::new(Code::OpNotSupp, m))
+        };
+        match self.choice {
+            Use::Tcp if others.is_empty() && !rdma.is_empty() => lacks("TCP", "TCP only"),
+            Use::Rdma if rdma.is_empty() => lacks("RDMA", "RDMA only"),
+            Use::Tcp => Ok(others),
+            Use::Rdma => self.rdma().map(|_| rdma),
+            Use::Best if rdma.is_empty() => Ok(others),
+            Use::Best => match self.rdma_with_all_memory() {
+                Ok(()) => Ok([rdma, others].concat()),
+                Err(e) if others.is_empty() => Err(e),
+                Err(e) => {
+                    tracing::debug!("not by RDMA: {e}");
+                    others.dedup();
+                    Ok(others)
+                }
+            },
+        }
+    }
+
+    fn roads(&self) -> Vec<(&'static str, Traffic)> {
+        [self.tcp.roads(), self.rdma.get().map(Fabric::roads).unwrap_or_default()].concat()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conformance::TestService;
+
+    fn roads() -> Roads {
+        Roads::new(Env::system(), Identity::server(&[1; 32]), None, Pool::new(16 << 20), Options::default())
+    }
+
+    #[tokio::test]
+    async fn an_endpoint_is_never_reached_by_another_road() {
+        let roads = roads();
+        let service = Arc::new(TestService::default());
+        let guard = roads.listen(&"tcp:127.0.0.1:0".parse().unwrap(), service.clone()).await.unwrap();
+        assert!(roads.connect(guard.endpoint(), None).await.is_ok());
+        let Endpoint::Tcp(host, port) = guard.endpoint().clone() else { unreachable!() };
+        let rdma = Endpoint::Rdma(host, port);
+        let e = roads.connect(&rdma, None).await.err().unwrap();
+        match crate::rdma::probe() {
+            Ok(_) => println!("skipped: this machine has RDMA"),
+            Err(why) => {
+                assert!(e.code == why.code && e.message.ends_with(&why.message), "{e}");
+                assert!(roads.listen(&rdma, service).await.is_err());
+            }
+        }
+    }
+
+    #[test]
+    fn the_best_road_that_both_ends_have_is_taken_and_no_other_than_asked_for() {
+        let (tcp, rdma) = ("tcp:10.0.0.1:1".to_string(), "rdma:10.0.0.1:2".to_string());
+        let both = [tcp.clone(), rdma.clone()];
+        let said = |r: Result<Vec<Endpoint>>| r.map(|v| v.iter().map(Endpoint::to_string).collect::<Vec<_>>());
+        let ways = |choice, e: &[String]| said(roads().only(choice).ways(e));
+        assert_eq!(ways(Use::Tcp, &both).unwrap(), [tcp.as_str()]);
+        assert_eq!(ways(Use::Best, std::slice::from_ref(&tcp)).unwrap(), [tcp.as_str()]);
+        assert_eq!(ways(Use::Best, &["nonsense".into(), tcp.clone()]).unwrap(), [tcp.as_str()]);
+        for (choice, only) in [(Use::Tcp, &rdma), (Use::Rdma, &tcp)] {
+            let e = ways(choice, std::slice::from_ref(only)).unwrap_err();
+            assert!(e.code == Code::OpNotSupp && e.message.contains(only.as_str()), "{e}");
+        }
+        match crate::rdma::probe() {
+            Ok(_) => {
+                assert_eq!(ways(Use::Rdma, &both).unwrap(), [rdma.as_str()]);
+                assert_eq!(ways(Use::Best, &both).unwrap(), [rdma.as_str(), tcp.as_str()]);
+            }
+            Err(why) => {
+                assert_eq!(ways(Use::Best, &both).unwrap(), [tcp.as_str()]);
+                for (choice, e) in [(Use::Rdma, &both[..]), (Use::Best, &both[1..])] {
+                    assert_eq!(ways(choice, e).unwrap_err().message, why.message);
+                }
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn bytes_are_counted_by_road_and_connection() {
+        let (near, far) = (roads(), roads());
+        let service = Arc::new(TestService::default());
+        let guard = far.listen(&"tcp:127.0.0.1:0".parse().unwrap(), service.clone()).await.unwrap();
+        let conn = near.connect(guard.endpoint(), None).await.unwrap();
+        let payload = crate::conformance::pattern(100_000, 1);
+        let m = crate::Message::new(strake_proto::opcode::ECHO, "").with_payload(vec![payload]);
+        conn.call(m, std::time::Duration::from_secs(10)).await.unwrap();
+        let of = conn.traffic();
+        assert!(of.sent > 100_000 && of.received > 100_000 && of.sent < 101_000, "{of:?}");
+        let total = |f: &Roads| f.roads()[0];
+        assert!(total(&near).0 == "tcp" && total(&near).1.connections == 1 && total(&near).1.sent >= of.sent);
+        assert!(total(&far).1.received >= of.sent);
+        drop(conn);
+        service.until(|s| s.disconnected.load(std::sync::atomic::Ordering::SeqCst) == 1).await;
+        while total(&near).1.connections + total(&far).1.connections > 0 {
+            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+        }
+        assert!(total(&near).1.sent >= of.sent, "kept when the connection is gone");
+    }
+}

@@ -1,0 +1,378 @@
+//! Calls: many ranges of many files, cut into parts, to the device or from it.
+
+use std::{
+    fmt,
+    future::ready,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
+    },
+    time::Instant,
+};
+
+use futures_util::{StreamExt, stream};
+use parking_lot::Mutex;
+use strake_fabric::{Buf, Pool, REGION};
+use strake_proto::{Code, Error, Result, layout::MAX_FILE_SIZE};
+use tokio::sync::Semaphore;
+
+use crate::{
+    ByTier, Direction, Failed, FileIo, Policy, Report, Tier, Unavailable,
+    copier::{Call, Copier, Flight, Work},
+    mem::{Fault, GpuMem},
+    pins::{MIN_SLOT, Pins, Regions},
+    plan::{Run, Standing},
+    selftest,
+};
+
+/// How a bridge is made. The defaults are for one device.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Threads with a stream each, 1 to 64.
+    pub workers: usize,
+    /// Parts that each has under way, and slots, 2 to 16.
+    pub slots: usize,
+    /// Largest part, bytes: a power of two from 256 KiB to 4 MiB.
+    pub slot_bytes: usize,
+    /// Host memory that is pinned at most, bytes. `None`: half of `RLIMIT_MEMLOCK`, or 512 MiB where that is without limit.
+    pub pinned_limit: Option<u64>,
+    /// `GpuRdma` may be used although its bytes are verified at the storage server only.
+    pub accept_oss_checksum: bool,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { workers: 4, slots: 3, slot_bytes: REGION, pinned_limit: None, accept_oss_checksum: false }
+    }
+}
+
+impl Options {
+    fn check(&self) -> Result<()> {
+        let sizes = MIN_SLOT..=REGION;
+        let what = match self {
+            o if !(1..=64).contains(&o.workers) => "workers must be 1 to 64",
+            o if !(2..=16).contains(&o.slots) => "slots must be 2 to 16",
+            o if !sizes.contains(&o.slot_bytes) || !o.slot_bytes.is_power_of_two() => {
+                "slot_bytes must be a power of two from 256 KiB to 4 MiB"
+            }
+            _ => return Ok(()),
+        };
+        Err(Error::new(Code::Inval, what))
+    }
+}
+
+/// A range of a file, and where it lies in the device's memory.
+#[derive(Clone)]
+pub struct Transfer {
+    /// The file.
+    pub file: Arc<dyn FileIo>,
+    /// First byte in the file.
+    pub offset: u64,
+    /// First byte in the device's memory.
+    pub gpu: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// Moves bytes between files and one device. Clones are the same bridge. Must be dropped where waiting a moment is allowed.
+#[derive(Clone)]
+pub struct Bridge(Arc<Inner>);
+
+pub(crate) struct Inner {
+    pub device: Arc<dyn GpuMem>,
+    pub pool: Pool,
+    pub workers: Vec<Copier>,
+    /// Largest part, bytes.
+    pub part: usize,
+    /// Why nothing is pinned.
+    pub unpinned: Option<Fault>,
+    regions: Arc<Regions>,
+    notice: Option<String>,
+    consent: bool,
+    /// Parts under way, over all calls.
+    room: Semaphore,
+    width: usize,
+    next: AtomicUsize,
+    standings: Mutex<ByTier<Standing>>,
+    /// One self-test at a time.
+    testing: tokio::sync::Mutex<()>,
+}
+
+/// A piece of a range.
+struct Part {
+    range: usize,
+    offset: u64,
+    gpu: u64,
+    len: usize,
+}
+
+/// What one call has in common.
+struct Ongoing<'a> {
+    all: &'a [Transfer],
+    direction: Direction,
+    flight: Flight,
+    run: Mutex<Run>,
+    /// Bytes moved of each range.
+    moved: Vec<AtomicU64>,
+}
+
+impl Bridge {
+    /// A bridge to a device, for files of a client whose buffers come from `pool` ([`strake_client::Client::pool`]). Runs the
+    /// self-tests; a device on which they fail makes a bridge, too, whose calls say why they fail.
+    ///
+    /// `EINVAL` for options out of range.
+    pub async fn open(device: Arc<dyn GpuMem>, pool: Pool, options: Options) -> Result<Bridge> {
+        options.check()?;
+        let shape = (options.workers, options.slots, options.slot_bytes);
+        let (slots, part, regions, notice, unpinned) = match Pins::new(&device, shape, options.pinned_limit) {
+            Ok(p) => (p.slots, p.slot_bytes, p.regions, p.notice, None),
+            Err(e) => {
+                let none = (0..options.workers).map(|_| Vec::new()).collect();
+                (none, MIN_SLOT, Regions::none(&device), Some(format!("nothing is pinned: {e}")), Some(e))
+            }
+        };
+        let width = slots.iter().map(|s| s.len().max(2)).sum();
+        let start = |slots| Copier::start(device.clone(), slots, regions.clone());
+        let workers = slots.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+        let bridge = Bridge(Arc::new(Inner {
+            device,
+            pool,
+            workers,
+            part,
+            unpinned,
+            regions,
+            notice,
+            consent: options.accept_oss_checksum,
+            room: Semaphore::new(width),
+            width,
+            next: AtomicUsize::new(0),
+            standings: Mutex::new(ByTier::new(|_| Standing::Unavailable(Unavailable::NotTested))),
+            testing: tokio::sync::Mutex::default(),
+        }));
+        bridge.self_test().await;
+        Ok(bridge)
+    }
+
+    /// Moves a pattern through every tier and back; what comes of it is where the tiers stand from now on.
+    pub async fn self_test(&self) -> ByTier<Standing> {
+        let _one = self.0.testing.lock().await;
+        for tier in Tier::ALL {
+            let standing = selftest::test(&self.0, tier).await;
+            self.0.standings.lock()[tier] = standing;
+        }
+        self.standings()
+    }
+
+    /// What is known of the tiers.
+    pub fn standings(&self) -> ByTier<Standing> {
+        self.0.standings.lock().clone()
+    }
+
+    /// What there is less of than was wanted, for people: slots, pinned buffers.
+    pub fn notice(&self) -> Option<&str> {
+        self.0.notice.as_deref()
+    }
+
+    /// Bytes of the largest part, which is the size of a slot.
+    pub fn part_bytes(&self) -> usize {
+        self.0.part
+    }
+
+    /// Bytes of the client's buffers that are pinned by now.
+    pub fn pinned_buffers(&self) -> u64 {
+        (self.0.regions.count() * REGION) as u64
+    }
+
+    /// Reads ranges of files into the device's memory. When it returns, all bytes are there and a kernel may use them.
+    ///
+    /// `EINVAL` when a range is not of this device, is longer than its allocation, or overlaps another one; `EOPNOTSUPP` when no tier is
+    /// available that the policy allows; `EIO` when that comes to pass in the middle, or a file ends before its range does; `ENODEV`
+    /// when the context is gone; otherwise what the file system says.
+    pub async fn load(&self, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
+        self.call(Direction::Load, all, policy).await
+    }
+
+    /// Writes what is in the device's memory to ranges of files, as [`strake_client::File::write`] does: to be safe it takes an fsync. Whatever is
+    /// to write the memory must have ended before. Errors as of [`Bridge::load`]; ranges may not overlap in a file.
+    pub async fn save(&self, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
+        self.call(Direction::Save, all, policy).await
+    }
+
+    async fn call(&self, direction: Direction, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
+        let (begun, inner) = (Instant::now(), &self.0);
+        let lost = |s: &Standing| matches!(s, Standing::Unavailable(Unavailable::Lost(_)));
+        if self.standings().iter().any(|(_, s)| lost(s)) {
+            self.self_test().await;
+        }
+        let asked = all.iter().fold(0u64, |sum, t| sum.saturating_add(t.len));
+        let mut run = Run::begin(asked, policy, direction, &self.standings(), inner.consent);
+        if let Err(e) = inner.check(direction, all) {
+            run.refuse(e);
+        }
+        let ongoing = Ongoing {
+            all,
+            direction,
+            flight: Flight(Arc::default()),
+            run: Mutex::new(run),
+            moved: all.iter().map(|_| AtomicU64::new(0)).collect(),
+        };
+        if ongoing.run.lock().road().is_some() {
+            let parts = Parts { all, size: inner.part as u64, range: 0, done: 0 };
+            let moves = stream::iter(parts).map(|p| inner.part(&ongoing, p)).buffer_unordered(inner.width);
+            moves.for_each(|()| ready(())).await;
+        }
+        let ranges = ongoing.moved.iter().map(|n| n.load(Relaxed)).collect();
+        let (report, outcome) = ongoing.run.into_inner().finish(ranges, begun.elapsed());
+        match outcome {
+            Ok(()) => Ok(report),
+            Err(error) => Err(Failed { error, report }),
+        }
+    }
+}
+
+/// All ranges in parts that end at multiples of `size` in their files.
+struct Parts<'a> {
+    all: &'a [Transfer],
+    size: u64,
+    range: usize,
+    /// Bytes of the range that are in parts.
+    done: u64,
+}
+
+impl Iterator for Parts<'_> {
+    type Item = Part;
+    fn next(&mut self) -> Option<Part> {
+        while self.done == self.all.get(self.range)?.len {
+            (self.range, self.done) = (self.range + 1, 0);
+        }
+        let t = &self.all[self.range];
+        let offset = t.offset + self.done;
+        let len = (self.size - offset % self.size).min(t.len - self.done);
+        let part = Part { range: self.range, offset, gpu: t.gpu + self.done, len: len as usize };
+        self.done += len;
+        Some(part)
+    }
+}
+
+impl Inner {
+    /// What can be known to be wrong before anything moves.
+    fn check(&self, direction: Direction, all: &[Transfer]) -> Result<()> {
+        let inval = |i: usize, m: String| Error::new(Code::Inval, format!("range {i}: {m}"));
+        for (i, t) in all.iter().enumerate().filter(|(_, t)| t.len > 0) {
+            if t.offset.checked_add(t.len).is_none_or(|end| end > MAX_FILE_SIZE) {
+                return Err(inval(i, format!("{} bytes from {} on end beyond the largest file", t.len, t.offset)));
+            }
+            self.device.check(t.gpu, t.len).map_err(|f| Error::from(f).context(format!("range {i}")))?;
+        }
+        let place = |i: usize| match direction {
+            Direction::Load => (0, all[i].gpu),
+            Direction::Save => (all[i].file.id(), all[i].offset),
+        };
+        let mut order: Vec<usize> = (0..all.len()).filter(|i| all[*i].len > 0).collect();
+        order.sort_by_key(|i| place(*i));
+        for w in order.windows(2) {
+            let ((a, at), (b, next)) = (place(w[0]), place(w[1]));
+            if a == b && next < at + all[w[0]].len {
+                let wherein = if direction == Direction::Load { "the device's memory" } else { "the file" };
+                return Err(inval(w[1], format!("it overlaps range {} in {wherein}", w[0])));
+            }
+        }
+        Ok(())
+    }
+
+    async fn part(&self, call: &Ongoing<'_>, p: Part) {
+        let Ok(_one) = self.room.acquire().await else { return };
+        let moved = match call.direction {
+            Direction::Load => self.load_part(call, &p).await,
+            Direction::Save => self.save_part(call, &p).await,
+        };
+        match moved {
+            Ok(Some((tier, staged))) => {
+                call.run.lock().moved(tier, p.len as u64, staged);
+                call.moved[p.range].fetch_add(p.len as u64, Relaxed);
+            }
+            Ok(None) => {}
+            Err(e) => {
+                let (t, end) = (&call.all[p.range], p.offset + p.len as u64);
+                let place = format!("range {}: bytes {} to {end} of inode {:#x}", p.range, p.offset, t.file.id());
+                call.run.lock().fail(e.context(place));
+            }
+        }
+    }
+
+    /// By which tier it went, and how many bytes by way of a slot. `None`: the call has ended.
+    async fn load_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<(Tier, u64)>> {
+        // Not to fetch what nobody wants any more.
+        if call.run.lock().road().is_none() {
+            return Ok(None);
+        }
+        let bufs = call.all[p.range].file.read(p.offset, p.len).await?;
+        let got: usize = bufs.iter().map(Buf::len).sum();
+        if got < p.len {
+            let m =
+                format!("the file ends after {} bytes, in the middle of what was to be loaded", p.offset + got as u64);
+            return Err(Error::new(Code::Io, m));
+        }
+        loop {
+            let Some(tier) = call.run.lock().road() else { return Ok(None) };
+            let work = Work::Load { from: bufs.clone(), to: p.gpu };
+            match self.worker().copy(&call.flight.0, tier, work).await {
+                Ok(done) => return Ok(Some((tier, done.staged))),
+                Err(f) => self.tier_failed(call, tier, p, f)?,
+            }
+        }
+    }
+
+    /// As [`Inner::load_part`].
+    async fn save_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<(Tier, u64)>> {
+        loop {
+            let Some(tier) = call.run.lock().road() else { return Ok(None) };
+            let into = self.pool.get(p.len).await?;
+            let work = Work::Save { from: p.gpu, into };
+            match self.worker().copy(&call.flight.0, tier, work).await {
+                Ok(done) => {
+                    let Some(saved) = done.saved else { continue };
+                    call.all[p.range].file.write(p.offset, saved.freeze()).await?;
+                    return Ok(Some((tier, done.staged)));
+                }
+                Err(f) => self.tier_failed(call, tier, p, f)?,
+            }
+        }
+    }
+
+    /// Another tier may go on, or (an error) none would help.
+    fn tier_failed(&self, call: &Ongoing<'_>, tier: Tier, p: &Part, f: Fault) -> Result<()> {
+        // A driver does not say by its code that memory was freed in the meantime.
+        let f = self.device.check(p.gpu, p.len as u64).err().unwrap_or(f);
+        if f.is_of_call() {
+            return Err(f.into());
+        }
+        tracing::warn!("{}: {tier} failed: {f}", self.device.name());
+        let why = Unavailable::Lost(f);
+        self.standings.lock()[tier] = Standing::Unavailable(why.clone());
+        call.run.lock().lost(tier, why);
+        Ok(())
+    }
+
+    /// The next one in turn.
+    fn worker(&self) -> &Copier {
+        &self.workers[self.next.fetch_add(1, Relaxed) % self.workers.len()]
+    }
+
+    /// A copy by one worker, for self-tests.
+    pub async fn copy_by(
+        &self,
+        worker: usize,
+        call: &Arc<Call>,
+        tier: Tier,
+        work: Work,
+    ) -> Result<Option<strake_fabric::BufMut>, Fault> {
+        Ok(self.workers[worker].copy(call, tier, work).await?.saved)
+    }
+}
+
+impl fmt::Debug for Bridge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Bridge").field("device", &self.0.device.name()).field("standings", &self.standings()).finish()
+    }
+}

@@ -1,0 +1,333 @@
+//! Workers: threads that feed one stream each and wait for it, so that no task of the runtime has to.
+
+use std::{
+    collections::VecDeque,
+    sync::Arc,
+    thread::{self, JoinHandle},
+};
+
+use parking_lot::{Condvar, Mutex};
+use strake_fabric::{Buf, BufMut, Region};
+use strake_proto::{Code, Result};
+use tokio::sync::{mpsc, oneshot};
+
+use crate::{
+    Tier,
+    mem::{Fault, GpuMem, Mark, Stream},
+    pins::{Regions, Slot},
+};
+
+/// What holds the copies of one call together: who gives the call up waits for those that the device has begun.
+#[derive(Default)]
+pub struct Call {
+    state: Mutex<CallState>,
+    landed: Condvar,
+}
+
+#[derive(Default)]
+struct CallState {
+    given_up: bool,
+    flying: usize,
+}
+
+impl Call {
+    /// For a copy to begin; `None`: nobody wants it any more.
+    fn take_off(self: Arc<Self>) -> Option<Landing> {
+        let mut s = self.state.lock();
+        if s.given_up {
+            return None;
+        }
+        s.flying += 1;
+        drop(s);
+        Some(Landing(self))
+    }
+
+    /// Begins no other copy and waits for those under way.
+    fn give_up(&self) {
+        let mut s = self.state.lock();
+        s.given_up = true;
+        self.landed.wait_while(&mut s, |s| s.flying > 0);
+    }
+}
+
+/// A copy that was begun, until the device uses no memory for it any more.
+struct Landing(Arc<Call>);
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        self.0.state.lock().flying -= 1;
+        self.0.landed.notify_all();
+    }
+}
+
+/// Gives the call up when it is dropped.
+pub struct Flight(pub Arc<Call>);
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        self.0.give_up();
+    }
+}
+
+/// One part's copy.
+pub enum Work {
+    /// To the device.
+    Load {
+        /// The bytes, of one slot at most.
+        from: Vec<Buf>,
+        /// Address.
+        to: u64,
+    },
+    /// From the device, as many bytes as the buffer has.
+    Save {
+        /// Address.
+        from: u64,
+        /// Where to; comes back in [`Done`].
+        into: BufMut,
+    },
+}
+
+/// A copy that was made.
+pub struct Done {
+    /// Bytes that were copied once more in host memory.
+    pub staged: u64,
+    /// The buffer of a [`Work::Save`].
+    pub saved: Option<BufMut>,
+}
+
+type Answer = oneshot::Sender<Result<Done, Fault>>;
+
+struct Job {
+    call: Arc<Call>,
+    tier: Tier,
+    work: Work,
+    answer: Answer,
+}
+
+/// One worker.
+pub struct Copier {
+    jobs: Option<mpsc::UnboundedSender<Job>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Copier {
+    /// Starts the thread. It has as many copies under way as it has slots, and at least two.
+    pub fn start(device: Arc<dyn GpuMem>, slots: Vec<Slot>, regions: Arc<Regions>) -> Result<Copier> {
+        let (jobs, queue) = mpsc::unbounded_channel();
+        let thread = thread::Builder::new().name("strake-gds".into()).spawn(move || {
+            let depth = slots.len().max(2);
+            match device.stream() {
+                Ok(stream) => Worker { stream, slots, regions, depth, flying: VecDeque::new() }.run(queue),
+                Err(e) => refuse_all(queue, &e),
+            }
+        })?;
+        Ok(Copier { jobs: Some(jobs), thread: Some(thread) })
+    }
+
+    /// Has a part copied; the caller bounds how many. The tier tells whether the host memory must be pinned.
+    pub async fn copy(&self, call: &Arc<Call>, tier: Tier, work: Work) -> Result<Done, Fault> {
+        let (answer, answered) = oneshot::channel();
+        let job = Job { call: call.clone(), tier, work, answer };
+        let gone = || Fault::Driver { call: "a worker", code: Code::Io.errno(), name: "its thread has ended".into() };
+        self.jobs.as_ref().ok_or_else(gone)?.send(job).map_err(|_| gone())?;
+        answered.await.map_err(|_| gone())?
+    }
+}
+
+impl Drop for Copier {
+    fn drop(&mut self) {
+        self.jobs = None;
+        // It ends when it has emptied its queue. A panic of it was reported by its own thread.
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+fn refuse_all(mut queue: mpsc::UnboundedReceiver<Job>, why: &Fault) {
+    while let Some(job) = queue.blocking_recv() {
+        let _ = job.answer.send(Err(why.clone()));
+    }
+}
+
+/// Host memory that bytes take one more copy through.
+enum Stage {
+    /// Pinned.
+    Slot(Slot),
+    /// Not pinned, for bytes of the pageable tier whose own memory is.
+    Plain(BufMut),
+}
+
+impl Stage {
+    fn as_mut_ptr(&mut self) -> *mut u8 {
+        match self {
+            Stage::Slot(s) => s.as_mut_ptr(),
+            Stage::Plain(b) => b.as_mut_ptr(),
+        }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Stage::Slot(s) => s.bytes(),
+            Stage::Plain(b) => b,
+        }
+    }
+}
+
+/// Host memory of a copy that the device may still use.
+enum Held {
+    Load { _from: Vec<Buf> },
+    Save { into: BufMut },
+}
+
+struct Flying {
+    landing: Landing,
+    mark: Mark,
+    held: Held,
+    stage: Option<Stage>,
+    staged: u64,
+    answer: Answer,
+}
+
+struct Worker {
+    /// Before what it copies from and to: dropped first, and waits.
+    stream: Box<dyn Stream>,
+    flying: VecDeque<Flying>,
+    slots: Vec<Slot>,
+    regions: Arc<Regions>,
+    depth: usize,
+}
+
+impl Worker {
+    fn run(mut self, mut queue: mpsc::UnboundedReceiver<Job>) {
+        loop {
+            let next = if self.flying.is_empty() { queue.blocking_recv() } else { queue.try_recv().ok() };
+            match next {
+                Some(job) => {
+                    while self.flying.len() >= self.depth {
+                        self.land();
+                    }
+                    self.take_off(job);
+                }
+                None if self.flying.is_empty() => return,
+                None => self.land(),
+            }
+        }
+    }
+
+    fn take_off(&mut self, job: Job) {
+        let Job { call, tier, work, answer } = job;
+        let Some(landing) = call.take_off() else { return };
+        let mut stage = self.stage(tier, &work);
+        let (begun, held) = match work {
+            Work::Load { from, to } => (self.begin_load(tier, &from, to, stage.as_mut()), Held::Load { _from: from }),
+            Work::Save { from, mut into } => {
+                (self.begin_save(tier, from, &mut into, stage.as_mut()), Held::Save { into })
+            }
+        };
+        match begun.and_then(|staged| Ok((staged, self.stream.mark()?))) {
+            Ok((staged, mark)) => self.flying.push_back(Flying { landing, mark, held, stage, staged, answer }),
+            Err(e) => {
+                // Some of its copies may have begun.
+                self.stream.drain();
+                drop(held);
+                self.put_back(stage);
+                drop(landing);
+                let _ = answer.send(Err(e));
+            }
+        }
+    }
+
+    /// What its bytes may have to take one more copy through.
+    fn stage(&mut self, tier: Tier, work: &Work) -> Option<Stage> {
+        if tier != Tier::Pageable {
+            // There is one for each that may be under way.
+            return self.slots.pop().map(Stage::Slot);
+        }
+        // Memory that may be pinned now or in a moment.
+        let len = match work {
+            Work::Load { from, .. } => from.iter().map(|b| b.len()).sum(),
+            Work::Save { into, .. } => into.len(),
+        };
+        self.regions.may_have_any().then(|| Stage::Plain(BufMut::unpooled(len)))
+    }
+
+    fn put_back(&mut self, stage: Option<Stage>) {
+        if let Some(Stage::Slot(slot)) = stage {
+            self.slots.push(slot);
+        }
+    }
+
+    /// Whether memory is of the kind that the tier takes.
+    fn suits(&self, tier: Tier, region: Option<&Arc<Region>>) -> bool {
+        if tier == Tier::Pageable { !self.regions.knows(region) } else { self.regions.has(region) }
+    }
+
+    /// Returns the bytes that took one more copy.
+    fn begin_load(&mut self, tier: Tier, from: &[Buf], to: u64, mut stage: Option<&mut Stage>) -> Result<u64, Fault> {
+        let (mut done, mut staged) = (0, 0);
+        for b in from {
+            let source = if self.suits(tier, b.region()) {
+                b.as_ptr()
+            } else {
+                let room = stage.as_mut().filter(|s| s.bytes().len() - staged >= b.len());
+                let room = room.ok_or_else(|| no_slot(b.len()))?.as_mut_ptr().wrapping_add(staged);
+                // SAFETY: the stage has that room, and it is another one than that of the segments before.
+                unsafe { room.copy_from_nonoverlapping(b.as_ptr(), b.len()) };
+                staged += b.len();
+                room.cast_const()
+            };
+            // SAFETY: `from` and the stage are held, unchanged, until the copy's mark was waited for or the stream drained.
+            unsafe { self.stream.load(to + done, source, b.len())? };
+            done += b.len() as u64;
+        }
+        Ok(staged as u64)
+    }
+
+    /// As [`Worker::begin_load`].
+    fn begin_save(
+        &mut self,
+        tier: Tier,
+        from: u64,
+        into: &mut BufMut,
+        stage: Option<&mut Stage>,
+    ) -> Result<u64, Fault> {
+        let len = into.len();
+        if self.suits(tier, into.region()) {
+            // SAFETY: `into` is held until the copy's mark was waited for or the stream drained, and nobody else has it.
+            unsafe { self.stream.save(into.as_mut_ptr(), from, len)? };
+            return Ok(0);
+        }
+        let stage = stage.filter(|s| s.bytes().len() >= len).ok_or_else(|| no_slot(len))?;
+        // SAFETY: the stage is held as long, and used by this copy alone.
+        unsafe { self.stream.save(stage.as_mut_ptr(), from, len)? };
+        Ok(len as u64)
+    }
+
+    /// Waits for the oldest copy.
+    fn land(&mut self) {
+        let Some(f) = self.flying.pop_front() else { return };
+        let outcome = self.stream.wait(f.mark);
+        if outcome.is_err() {
+            self.stream.drain();
+        }
+        let saved = match f.held {
+            Held::Load { .. } => None,
+            Held::Save { mut into } => {
+                if let Some(stage) = f.stage.as_ref().filter(|_| f.staged > 0 && outcome.is_ok()) {
+                    let len = into.len();
+                    into.copy_from_slice(&stage.bytes()[..len]);
+                }
+                Some(into)
+            }
+        };
+        self.put_back(f.stage);
+        drop(f.landing);
+        let _ = f.answer.send(outcome.map(|()| Done { staged: f.staged, saved }));
+    }
+}
+
+fn no_slot(bytes: usize) -> Fault {
+    Fault::Pin {
+        bytes: bytes as u64,
+        why: "the bytes lie outside of pinned memory, and there is no slot for them".into(),
+    }
+}

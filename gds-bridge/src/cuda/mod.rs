@@ -1,0 +1,355 @@
+//! Memory of an NVIDIA GPU, by the driver library, which is opened at run time.
+
+mod table;
+
+use std::{
+    collections::VecDeque,
+    ffi::{CStr, c_char, c_int, c_void},
+    fmt,
+    path::Path,
+    ptr,
+    sync::Arc,
+};
+
+use table::{Handle, Table};
+
+use crate::{
+    Tier, Unavailable,
+    mem::{Fault, GpuMem, Mark, Stream},
+};
+
+/// The driver's library, which belongs to the kernel driver and not to the toolkit.
+const LIBRARY: &str = "libcuda.so.1";
+
+// CUresult.
+const OUT_OF_MEMORY: c_int = 2;
+const DEINITIALIZED: c_int = 4;
+const NO_DEVICE: c_int = 100;
+const INVALID_CONTEXT: c_int = 201;
+const CONTEXT_IS_DESTROYED: c_int = 709;
+// CUdevice_attribute.
+const DMA_BUF_SUPPORTED: c_int = 124;
+// CUpointer_attribute.
+const CONTEXT: c_int = 1;
+const MEMORY_TYPE: c_int = 2;
+const DEVICE_ORDINAL: c_int = 9;
+const RANGE_START: c_int = 11;
+const RANGE_SIZE: c_int = 12;
+/// CU_MEMORYTYPE_DEVICE.
+const DEVICE_MEMORY: u32 = 2;
+/// CU_MEMHOSTREGISTER_PORTABLE: pinned for every context.
+const PORTABLE: u32 = 1;
+/// CU_STREAM_NON_BLOCKING: does not wait for the default stream.
+const NON_BLOCKING: u32 = 1;
+/// CU_EVENT_DISABLE_TIMING, and CU_EVENT_BLOCKING_SYNC: who waits sleeps.
+const QUIET_EVENT: u32 = 2 | 1;
+
+/// One GPU, in its primary context: that of PyTorch and of everything that uses the CUDA runtime. Clones are the same.
+#[derive(Clone)]
+pub struct Cuda(Arc<Gpu>);
+
+struct Gpu {
+    table: Table,
+    device: c_int,
+    context: Handle,
+    name: String,
+    dma_buf: bool,
+}
+
+// SAFETY: the driver's functions may be called by any thread, and the context is only handed back to them.
+unsafe impl Send for Gpu {}
+// SAFETY: as above.
+unsafe impl Sync for Gpu {}
+
+/// What the driver says of an address.
+struct Place {
+    context: Handle,
+    memory: u32,
+    device: c_int,
+    start: u64,
+    size: u64,
+}
+
+impl Cuda {
+    /// A device by its number among those that the driver shows to this process.
+    pub fn open(device: u32) -> Result<Cuda, Unavailable> {
+        Cuda::open_library(Path::new(LIBRARY), device)
+    }
+
+    /// As [`Cuda::open`], with another file than `libcuda.so.1`.
+    pub fn open_library(library: &Path, device: u32) -> Result<Cuda, Unavailable> {
+        let table = Table::open(library)?;
+        let none = |found: c_int| Unavailable::NoDevice { wanted: device, found: found.max(0) as u32 };
+        // SAFETY: the flags of cuInit are 0.
+        match unsafe { (table.init)(0) } {
+            0 => {}
+            NO_DEVICE => return Err(none(0)),
+            code => return Err(Unavailable::Device(table.fault("cuInit", code))),
+        }
+        let failed = Unavailable::Device;
+        let mut found = 0;
+        // SAFETY: each call writes one value, which lives through it.
+        unsafe { table.call("cuDeviceGetCount", (table.device_count)(&mut found)) }.map_err(failed)?;
+        let wanted = c_int::try_from(device).ok().filter(|n| *n < found).ok_or_else(|| none(found))?;
+        let (mut number, mut context, mut dma_buf) = (0, ptr::null_mut(), 0);
+        let mut name: [c_char; 128] = [0; 128];
+        // SAFETY: as above; the name's length is given, and the driver ends it with a zero.
+        unsafe {
+            table.call("cuDeviceGet", (table.device)(&mut number, wanted)).map_err(failed)?;
+            table.call("cuDeviceGetName", (table.device_name)(name.as_mut_ptr(), 127, number)).map_err(failed)?;
+            // An older driver does not know the question: then it cannot do it.
+            if (table.device_attribute)(&mut dma_buf, DMA_BUF_SUPPORTED, number) != 0 {
+                dma_buf = 0;
+            }
+            table.call("cuDevicePrimaryCtxRetain", (table.context_retain)(&mut context, number)).map_err(failed)?;
+        }
+        // SAFETY: the last byte was never written.
+        let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
+        let name = format!("{name} (device {device})");
+        Ok(Cuda(Arc::new(Gpu { table, device: number, context, name, dma_buf: dma_buf == 1 })))
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        // SAFETY: retained once, by `open`.
+        unsafe { (self.table.context_release)(self.device) };
+    }
+}
+
+impl Table {
+    fn fault(&self, call: &'static str, code: c_int) -> Fault {
+        let mut name = ptr::null();
+        // SAFETY: writes one pointer, to a constant string or null.
+        let known = unsafe { (self.error_name)(code, &mut name) } == 0 && !name.is_null();
+        let name = if known {
+            // SAFETY: just checked.
+            unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+        } else {
+            "an error that this driver has no name for".into()
+        };
+        Fault::Driver { call, code, name }
+    }
+
+    fn call(&self, call: &'static str, code: c_int) -> Result<(), Fault> {
+        match code {
+            0 => Ok(()),
+            DEINITIALIZED | INVALID_CONTEXT | CONTEXT_IS_DESTROYED => Err(Fault::ContextGone),
+            code => Err(self.fault(call, code)),
+        }
+    }
+}
+
+/// The device's context is the thread's, until dropped.
+struct Current<'a>(&'a Gpu);
+
+impl Drop for Current<'_> {
+    fn drop(&mut self) {
+        let mut ours = ptr::null_mut();
+        // SAFETY: writes one pointer.
+        unsafe { (self.0.table.context_pop)(&mut ours) };
+    }
+}
+
+impl Gpu {
+    fn enter(&self) -> Result<Current<'_>, Fault> {
+        // SAFETY: the context was retained.
+        self.table.call("cuCtxPushCurrent", unsafe { (self.table.context_push)(self.context) })?;
+        Ok(Current(self))
+    }
+
+    fn place(&self, addr: u64) -> Result<Place, Fault> {
+        let mut p = Place { context: ptr::null_mut(), memory: 0, device: -1, start: 0, size: 0 };
+        let asked = [CONTEXT, MEMORY_TYPE, DEVICE_ORDINAL, RANGE_START, RANGE_SIZE];
+        let to: [*mut c_void; 5] = [
+            (&raw mut p.context).cast(),
+            (&raw mut p.memory).cast(),
+            (&raw mut p.device).cast(),
+            (&raw mut p.start).cast(),
+            (&raw mut p.size).cast(),
+        ];
+        // SAFETY: as many attributes as places, each of the size that its attribute has on 64-bit machines.
+        let code = unsafe { (self.table.pointer_attributes)(5, asked.as_ptr(), to.as_ptr(), addr) };
+        self.table.call("cuPointerGetAttributes", code)?;
+        Ok(p)
+    }
+}
+
+impl GpuMem for Cuda {
+    fn name(&self) -> String {
+        self.0.name.clone()
+    }
+
+    fn refuses(&self, tier: Tier) -> Option<Unavailable> {
+        (tier == Tier::GpuRdma && !self.0.dma_buf).then(|| Unavailable::NoDmaBuf { device: self.0.name.clone() })
+    }
+
+    fn check(&self, addr: u64, len: u64) -> Result<(), Fault> {
+        let _current = self.0.enter()?;
+        let (mut at, mut left) = (addr, len);
+        loop {
+            let p = self.0.place(at)?;
+            // Memory of pools and of mappings has no context, but a device.
+            let ours = p.context == self.0.context || (p.context.is_null() && p.device == self.0.device);
+            // The driver does not tell what was freed from what never was.
+            if p.memory != DEVICE_MEMORY || !ours || at < p.start || at - p.start >= p.size {
+                let beyond = Fault::Beyond { addr, len, end: at };
+                return Err(if at > addr { beyond } else { Fault::Foreign { addr } });
+            }
+            let here = p.size - (at - p.start);
+            if left <= here {
+                return Ok(());
+            }
+            let end = p.start + p.size;
+            // Mappings one behind the other are one range to their owner, allocations are not.
+            if !p.context.is_null() {
+                return Err(Fault::Beyond { addr, len, end });
+            }
+            (at, left) = (end, left - here);
+        }
+    }
+
+    fn alloc(&self, len: u64) -> Result<u64, Fault> {
+        let _current = self.0.enter()?;
+        let mut addr = 0;
+        // SAFETY: writes one address.
+        match unsafe { (self.0.table.alloc)(&mut addr, len as usize) } {
+            OUT_OF_MEMORY => Err(Fault::NoMemory { bytes: len }),
+            code => self.0.table.call("cuMemAlloc", code).map(|()| addr),
+        }
+    }
+
+    fn free(&self, addr: u64) -> Result<(), Fault> {
+        let _current = self.0.enter()?;
+        // SAFETY: the driver refuses what it has not allocated.
+        self.0.table.call("cuMemFree", unsafe { (self.0.table.free)(addr) })
+    }
+
+    unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), Fault> {
+        let _current = self.0.enter()?;
+        // SAFETY: the memory stays mapped, as the caller promised.
+        let code = unsafe { (self.0.table.host_register)(start.cast(), len, PORTABLE) };
+        self.0.table.call("cuMemHostRegister", code).map_err(|e| match e {
+            Fault::Driver { .. } => Fault::Pin { bytes: len as u64, why: e.to_string() },
+            e => e,
+        })
+    }
+
+    fn unpin(&self, start: *mut u8) {
+        let Ok(_current) = self.0.enter() else { return };
+        // SAFETY: was registered by `pin`; when the context is gone, so is the registration.
+        let code = unsafe { (self.0.table.host_unregister)(start.cast()) };
+        if let Err(e) = self.0.table.call("cuMemHostUnregister", code) {
+            tracing::debug!("{e}");
+        }
+    }
+
+    fn stream(&self) -> Result<Box<dyn Stream>, Fault> {
+        let mut stream = ptr::null_mut();
+        let table = &self.0.table;
+        // SAFETY: the context was retained; the calling thread is the stream's own. The second call writes one handle.
+        unsafe {
+            table.call("cuCtxSetCurrent", (table.context_set)(self.0.context))?;
+            table.call("cuStreamCreate", (table.stream_create)(&mut stream, NON_BLOCKING))?;
+        }
+        let (marks, spare) = (VecDeque::new(), Vec::new());
+        Ok(Box::new(CudaStream { gpu: self.0.clone(), stream, marks, spare, given: 0, broken: None }))
+    }
+}
+
+impl fmt::Debug for Cuda {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Cuda({})", self.0.name)
+    }
+}
+
+struct CudaStream {
+    gpu: Arc<Gpu>,
+    stream: Handle,
+    /// Not waited for yet, with their events.
+    marks: VecDeque<(u64, Handle)>,
+    spare: Vec<Handle>,
+    given: u64,
+    /// Errors of copies end the context, and with it this stream.
+    broken: Option<Fault>,
+}
+
+impl CudaStream {
+    fn usable(&self) -> Result<(), Fault> {
+        self.broken.clone().map_or(Ok(()), Err)
+    }
+}
+
+impl Stream for CudaStream {
+    unsafe fn load(&mut self, to: u64, from: *const u8, len: usize) -> Result<(), Fault> {
+        self.usable()?;
+        // SAFETY: `from` stays as it is until the copy is over, as the caller promised; the driver knows its own addresses.
+        let code = unsafe { (self.gpu.table.to_device)(to, from.cast(), len, self.stream) };
+        self.gpu.table.call("cuMemcpyHtoDAsync", code)
+    }
+
+    unsafe fn save(&mut self, to: *mut u8, from: u64, len: usize) -> Result<(), Fault> {
+        self.usable()?;
+        // SAFETY: `to` is the copy's alone until it is over, as the caller promised.
+        let code = unsafe { (self.gpu.table.to_host)(to.cast(), from, len, self.stream) };
+        self.gpu.table.call("cuMemcpyDtoHAsync", code)
+    }
+
+    fn mark(&mut self) -> Result<Mark, Fault> {
+        self.usable()?;
+        let table = &self.gpu.table;
+        let event = match self.spare.pop() {
+            Some(e) => e,
+            None => {
+                let mut event = ptr::null_mut();
+                // SAFETY: writes one handle.
+                table.call("cuEventCreate", unsafe { (table.event_create)(&mut event, QUIET_EVENT) })?;
+                event
+            }
+        };
+        // SAFETY: event and stream are of this context and were not destroyed.
+        let recorded = table.call("cuEventRecord", unsafe { (table.event_record)(event, self.stream) });
+        if recorded.is_err() {
+            self.spare.push(event);
+        }
+        recorded?;
+        self.given += 1;
+        self.marks.push_back((self.given, event));
+        Ok(Mark(self.given))
+    }
+
+    fn wait(&mut self, mark: Mark) -> Result<(), Fault> {
+        while let Some((n, event)) = self.marks.front().copied()
+            && n <= mark.0
+        {
+            // SAFETY: the event was recorded and not destroyed.
+            let code = unsafe { (self.gpu.table.event_wait)(event) };
+            if let Err(e) = self.gpu.table.call("cuEventSynchronize", code) {
+                self.broken.get_or_insert(e);
+            }
+            self.marks.pop_front();
+            self.spare.push(event);
+        }
+        self.usable()
+    }
+
+    fn drain(&mut self) {
+        // SAFETY: the stream was not destroyed. When it fails the context has ended, and with it its copies.
+        let code = unsafe { (self.gpu.table.stream_wait)(self.stream) };
+        if let Err(e) = self.gpu.table.call("cuStreamSynchronize", code) {
+            self.broken.get_or_insert(e);
+        }
+    }
+}
+
+impl Drop for CudaStream {
+    fn drop(&mut self) {
+        self.drain();
+        for event in self.spare.drain(..).chain(self.marks.drain(..).map(|(_, e)| e)) {
+            // SAFETY: ours, recorded nowhere any more.
+            unsafe { (self.gpu.table.event_destroy)(event) };
+        }
+        // SAFETY: ours, and empty.
+        unsafe { (self.gpu.table.stream_destroy)(self.stream) };
+    }
+}

@@ -1,0 +1,92 @@
+//! What is used of the driver library: declarations of our own, opened at run time.
+//!
+//! Names and types are those of CUDA's driver API, whose symbols keep their meaning for good: what changes gets a new name with a
+//! version behind it. Results are plain numbers here, because a driver may return one that no list of today has.
+
+use std::{
+    ffi::{CStr, CString, c_char, c_int, c_uint, c_void},
+    os::unix::ffi::OsStrExt,
+    path::Path,
+};
+
+use crate::Unavailable;
+
+/// A context, stream or event: only ever handed back.
+pub type Handle = *mut c_void;
+
+macro_rules! functions {
+    ($($field:ident = $symbol:literal($($arg:ty),*);)*) => {
+        /// The driver's functions.
+        pub struct Table {
+            $(pub $field: unsafe extern "C" fn($($arg),*) -> c_int,)*
+        }
+
+        impl Table {
+            /// Opens the library and finds them all. It stays open until the process ends.
+            pub fn open(library: &Path) -> Result<Table, Unavailable> {
+                let opened = Library::open(library)?;
+                Ok(Table {
+                    // SAFETY: the symbol is a function of the driver's API of this very type.
+                    $($field: unsafe { std::mem::transmute::<Handle, unsafe extern "C" fn($($arg),*) -> c_int>(opened.symbol($symbol)?) },)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    init = c"cuInit"(c_uint);
+    device_count = c"cuDeviceGetCount"(*mut c_int);
+    device = c"cuDeviceGet"(*mut c_int, c_int);
+    device_name = c"cuDeviceGetName"(*mut c_char, c_int, c_int);
+    device_attribute = c"cuDeviceGetAttribute"(*mut c_int, c_int, c_int);
+    context_retain = c"cuDevicePrimaryCtxRetain"(*mut Handle, c_int);
+    context_release = c"cuDevicePrimaryCtxRelease_v2"(c_int);
+    context_set = c"cuCtxSetCurrent"(Handle);
+    context_push = c"cuCtxPushCurrent_v2"(Handle);
+    context_pop = c"cuCtxPopCurrent_v2"(*mut Handle);
+    pointer_attributes = c"cuPointerGetAttributes"(c_uint, *const c_int, *const *mut c_void, u64);
+    alloc = c"cuMemAlloc_v2"(*mut u64, usize);
+    free = c"cuMemFree_v2"(u64);
+    host_register = c"cuMemHostRegister_v2"(*mut c_void, usize, c_uint);
+    host_unregister = c"cuMemHostUnregister"(*mut c_void);
+    stream_create = c"cuStreamCreate"(*mut Handle, c_uint);
+    stream_destroy = c"cuStreamDestroy_v2"(Handle);
+    stream_wait = c"cuStreamSynchronize"(Handle);
+    to_device = c"cuMemcpyHtoDAsync_v2"(u64, *const c_void, usize, Handle);
+    to_host = c"cuMemcpyDtoHAsync_v2"(*mut c_void, u64, usize, Handle);
+    event_create = c"cuEventCreate"(*mut Handle, c_uint);
+    event_destroy = c"cuEventDestroy_v2"(Handle);
+    event_record = c"cuEventRecord"(Handle, Handle);
+    event_wait = c"cuEventSynchronize"(Handle);
+    error_name = c"cuGetErrorName"(c_int, *mut *const c_char);
+}
+
+struct Library {
+    name: String,
+    handle: Handle,
+}
+
+impl Library {
+    fn open(path: &Path) -> Result<Library, Unavailable> {
+        let name = path.display().to_string();
+        let missing = |why: String| Unavailable::NoLibrary { library: name.clone(), why };
+        let file = CString::new(path.as_os_str().as_bytes()).map_err(|_| missing("its name has a zero byte".into()))?;
+        // SAFETY: opening a library runs its initialisers; that of the driver may be loaded by any thread.
+        let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if handle.is_null() {
+            // SAFETY: the last error of this thread, or null; copied before any other call of the loader.
+            let why = unsafe { libc::dlerror().as_ref().map(|e| CStr::from_ptr(e).to_string_lossy().into_owned()) };
+            return Err(missing(why.unwrap_or_else(|| "the loader does not say why".into())));
+        }
+        Ok(Library { name, handle })
+    }
+
+    fn symbol(&self, symbol: &CStr) -> Result<Handle, Unavailable> {
+        // SAFETY: the handle is of a library that is never closed.
+        let found = unsafe { libc::dlsym(self.handle, symbol.as_ptr()) };
+        let missing =
+            || Unavailable::OldLibrary { library: self.name.clone(), symbol: symbol.to_string_lossy().into_owned() };
+        if found.is_null() { Err(missing()) } else { Ok(found) }
+    }
+}

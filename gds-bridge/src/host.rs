@@ -1,0 +1,445 @@
+//! Host memory that behaves as a device's does, for machines without one.
+
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    sync::Arc,
+    thread,
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+
+use crate::{
+    Tier, Unavailable,
+    mem::{Fault, GpuMem, Mark, Stream},
+};
+
+/// First address; nothing of the process can lie there (not canonical on x86-64, beyond user space on AArch64).
+const BASE: u64 = 0x00d0_0000_0000_0000;
+const ALIGN: u64 = 2 << 20;
+
+/// A stand-in for a device. Its addresses mean nothing to the process, its streams copy as late as they may, and it fails where and
+/// as it is told. Clones are the same device.
+#[derive(Clone, Default)]
+pub struct HostMem(Arc<Mutex<State>>);
+
+#[derive(Default)]
+struct State {
+    blocks: BTreeMap<u64, Vec<u8>>,
+    /// Start and end of what was freed. Addresses are never used again.
+    freed: Vec<(u64, u64)>,
+    allocated: u64,
+    /// Host memory that is pinned: start and length.
+    pinned: BTreeMap<usize, usize>,
+    pin_limit: Option<u64>,
+    room: Option<u64>,
+    refused: HashMap<Tier, Unavailable>,
+    context_gone: bool,
+    gone_after: Option<u64>,
+    failing: Option<Failing>,
+    corrupt_after: Option<u64>,
+    copied: Copied,
+    copies: u64,
+    pace: Duration,
+}
+
+/// Copies that are to fail.
+struct Failing {
+    from: u64,
+    fault: Fault,
+    pinned_only: bool,
+}
+
+/// Bytes that a [`HostMem`] copied, as it sees host addresses itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Copied {
+    /// From pinned host memory to the device.
+    pub load_pinned: u64,
+    /// From other host memory.
+    pub load_pageable: u64,
+    /// From the device to pinned host memory.
+    pub save_pinned: u64,
+    /// To other host memory.
+    pub save_pageable: u64,
+}
+
+impl HostMem {
+    /// A device that fails nowhere and really locks what it pins (mlock(2)), as far as the process may.
+    pub fn new() -> HostMem {
+        HostMem::default()
+    }
+
+    /// Pins no more than so many bytes, without locking them.
+    pub fn limit_pins(&self, bytes: u64) {
+        self.0.lock().pin_limit = Some(bytes);
+    }
+
+    /// Has no more memory than this.
+    pub fn limit_room(&self, bytes: u64) {
+        self.0.lock().room = Some(bytes);
+    }
+
+    /// From now on, or (`None`) no more, refuses to serve a tier.
+    pub fn refuse(&self, tier: Tier, why: Option<Unavailable>) {
+        let refused = &mut self.0.lock().refused;
+        match why {
+            Some(why) => refused.insert(tier, why),
+            None => refused.remove(&tier),
+        };
+    }
+
+    /// Destroys the context, before the copy after the next `copies` ones.
+    pub fn destroy_after(&self, copies: u64) {
+        let mut s = self.0.lock();
+        s.gone_after = Some(s.copies + copies);
+    }
+
+    /// The copy after the next `copies` ones fails, and all others from there on, until [`HostMem::mend`].
+    pub fn fail_after(&self, copies: u64, fault: Fault) {
+        let mut s = self.0.lock();
+        s.failing = Some(Failing { from: s.copies + copies, fault, pinned_only: false });
+    }
+
+    /// As [`HostMem::fail_after`], but copies from and to memory that is not pinned go on.
+    pub fn fail_pinned_after(&self, copies: u64, fault: Fault) {
+        let mut s = self.0.lock();
+        s.failing = Some(Failing { from: s.copies + copies, fault, pinned_only: true });
+    }
+
+    /// No copy fails any more.
+    pub fn mend(&self) {
+        self.0.lock().failing = None;
+    }
+
+    /// The copy after the next `copies` ones changes one bit.
+    pub fn corrupt_after(&self, copies: u64) {
+        let mut s = self.0.lock();
+        s.corrupt_after = Some(s.copies + copies);
+    }
+
+    /// Each copy takes at least this long from now on.
+    pub fn slow_down(&self, copy: Duration) {
+        self.0.lock().pace = copy;
+    }
+
+    /// What was copied so far.
+    pub fn copied(&self) -> Copied {
+        self.0.lock().copied
+    }
+
+    /// Bytes of host memory that are pinned now.
+    pub fn pinned(&self) -> u64 {
+        self.0.lock().pinned.values().map(|n| *n as u64).sum()
+    }
+
+    /// What lies in the device's memory.
+    pub fn peek(&self, addr: u64, len: u64) -> Result<Vec<u8>, Fault> {
+        let s = self.0.lock();
+        let (block, at) = s.find(addr, len)?;
+        Ok(s.blocks[&block][at..at + len as usize].to_vec())
+    }
+
+    /// Puts bytes into the device's memory.
+    pub fn poke(&self, addr: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let mut s = self.0.lock();
+        let (block, at) = s.find(addr, bytes.len() as u64)?;
+        s.blocks.get_mut(&block).expect("just found")[at..at + bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+}
+
+impl State {
+    /// The allocation, and the place in it.
+    fn find(&self, addr: u64, len: u64) -> Result<(u64, usize), Fault> {
+        if self.context_gone {
+            return Err(Fault::ContextGone);
+        }
+        if let Some((start, bytes)) = self.blocks.range(..=addr).next_back() {
+            let end = start + bytes.len() as u64;
+            if addr < end {
+                let beyond = Fault::Beyond { addr, len, end };
+                return if len <= end - addr { Ok((*start, (addr - start) as usize)) } else { Err(beyond) };
+            }
+        }
+        let freed = self.freed.iter().any(|(start, end)| (*start..*end).contains(&addr));
+        Err(if freed { Fault::Freed { addr } } else { Fault::Foreign { addr } })
+    }
+
+    fn is_pinned(&self, host: usize, len: usize) -> bool {
+        let before = self.pinned.range(..=host).next_back();
+        before.is_some_and(|(start, n)| host + len <= start + n)
+    }
+
+    /// One copy of a stream.
+    fn copy(&mut self, c: &Pending) -> Result<(), Fault> {
+        let n = self.copies;
+        self.copies += 1;
+        if self.gone_after.is_some_and(|at| n >= at) {
+            self.context_gone = true;
+        }
+        let pinned = self.is_pinned(c.host.addr(), c.len);
+        if let Some(f) = self.failing.as_ref().filter(|f| n >= f.from && (pinned || !f.pinned_only)) {
+            return Err(f.fault.clone());
+        }
+        let (block, at) = self.find(c.device, c.len as u64)?;
+        let device = &mut self.blocks.get_mut(&block).expect("just found")[at..at + c.len];
+        let corrupt = self.corrupt_after.take_if(|at| n >= *at).is_some();
+        if c.to_device {
+            // SAFETY: the caller of `load` promised that the memory is valid until this copy was waited for.
+            device.copy_from_slice(unsafe { std::slice::from_raw_parts(c.host, c.len) });
+            device[c.len / 2] ^= u8::from(corrupt);
+        } else {
+            // SAFETY: the caller of `save` promised the same for writing, and that nobody else uses it.
+            let host = unsafe { std::slice::from_raw_parts_mut(c.host, c.len) };
+            host.copy_from_slice(device);
+            host[c.len / 2] ^= u8::from(corrupt);
+        }
+        let counter = match (c.to_device, pinned) {
+            (true, true) => &mut self.copied.load_pinned,
+            (true, false) => &mut self.copied.load_pageable,
+            (false, true) => &mut self.copied.save_pinned,
+            (false, false) => &mut self.copied.save_pageable,
+        };
+        *counter += c.len as u64;
+        Ok(())
+    }
+}
+
+impl GpuMem for HostMem {
+    fn name(&self) -> String {
+        "host memory in place of a device".into()
+    }
+
+    fn refuses(&self, tier: Tier) -> Option<Unavailable> {
+        let s = self.0.lock();
+        if s.context_gone {
+            return Some(Unavailable::Device(Fault::ContextGone));
+        }
+        s.refused.get(&tier).cloned()
+    }
+
+    fn check(&self, addr: u64, len: u64) -> Result<(), Fault> {
+        self.0.lock().find(addr, len).map(|_| ())
+    }
+
+    fn alloc(&self, len: u64) -> Result<u64, Fault> {
+        let mut s = self.0.lock();
+        if s.context_gone {
+            return Err(Fault::ContextGone);
+        }
+        let used: u64 = s.blocks.values().map(|b| b.len() as u64).sum();
+        if s.room.is_some_and(|room| len > room.saturating_sub(used)) {
+            return Err(Fault::NoMemory { bytes: len });
+        }
+        // A gap behind each, so that the next is never a part of it.
+        let addr = BASE + s.allocated;
+        s.allocated += len.next_multiple_of(ALIGN) + ALIGN;
+        s.blocks.insert(addr, vec![0xee; len as usize]);
+        Ok(addr)
+    }
+
+    fn free(&self, addr: u64) -> Result<(), Fault> {
+        let mut s = self.0.lock();
+        let (block, at) = s.find(addr, 0)?;
+        if at > 0 {
+            return Err(Fault::Foreign { addr });
+        }
+        let gone = s.blocks.remove(&block).expect("just found");
+        s.freed.push((block, block + gone.len() as u64));
+        Ok(())
+    }
+
+    unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), Fault> {
+        let mut s = self.0.lock();
+        let refused = |why: String| Fault::Pin { bytes: len as u64, why };
+        if s.context_gone {
+            return Err(Fault::ContextGone);
+        }
+        let already: u64 = s.pinned.values().map(|n| *n as u64).sum();
+        match s.pin_limit {
+            Some(limit) if already + len as u64 > limit => {
+                return Err(refused(format!("{already} of {limit} bytes are taken")));
+            }
+            Some(_) => {}
+            // SAFETY: the caller says that these pages are mapped; locking them changes none of their bytes.
+            None => unsafe { rustix::mm::mlock(start.cast(), len) }.map_err(|e| refused(format!("mlock: {e}")))?,
+        }
+        s.pinned.insert(start.addr(), len);
+        Ok(())
+    }
+
+    fn unpin(&self, start: *mut u8) {
+        let mut s = self.0.lock();
+        let Some(len) = s.pinned.remove(&start.addr()) else { return };
+        if s.pin_limit.is_none() {
+            // SAFETY: locked in `pin`, and mapped until this returns, as its caller promised.
+            let _ = unsafe { rustix::mm::munlock(start.cast(), len) };
+        }
+    }
+
+    fn stream(&self) -> Result<Box<dyn Stream>, Fault> {
+        if self.0.lock().context_gone {
+            return Err(Fault::ContextGone);
+        }
+        let (copies, faults) = (VecDeque::new(), VecDeque::new());
+        Ok(Box::new(HostStream { device: self.clone(), copies, faults, given: 0, done: 0 }))
+    }
+}
+
+/// A copy that was asked for and not made yet.
+struct Pending {
+    host: *mut u8,
+    device: u64,
+    len: usize,
+    to_device: bool,
+}
+
+/// Copies are made when somebody waits for them, no earlier.
+struct HostStream {
+    device: HostMem,
+    copies: VecDeque<Pending>,
+    /// Of copies that failed, by their numbers, until somebody has waited for them.
+    faults: VecDeque<(u64, Fault)>,
+    given: u64,
+    done: u64,
+}
+
+impl HostStream {
+    /// The next fault of a copy before this one.
+    fn told_before(&mut self, n: u64) -> Option<(u64, Fault)> {
+        if self.faults.front()?.0 < n { self.faults.pop_front() } else { None }
+    }
+
+    /// Makes the copies before this one.
+    fn make(&mut self, before: u64) {
+        while self.done < before {
+            let Some(c) = self.copies.pop_front() else { break };
+            let pace = self.device.0.lock().pace;
+            if !pace.is_zero() {
+                thread::sleep(pace);
+            }
+            if let Err(e) = self.device.0.lock().copy(&c) {
+                self.faults.push_back((self.done, e));
+            }
+            self.done += 1;
+        }
+    }
+
+    fn push(&mut self, c: Pending) -> Result<(), Fault> {
+        if self.device.0.lock().context_gone {
+            return Err(Fault::ContextGone);
+        }
+        if c.len > 0 {
+            self.copies.push_back(c);
+            self.given += 1;
+        }
+        Ok(())
+    }
+}
+
+impl Stream for HostStream {
+    unsafe fn load(&mut self, to: u64, from: *const u8, len: usize) -> Result<(), Fault> {
+        self.push(Pending { host: from.cast_mut(), device: to, len, to_device: true })
+    }
+
+    unsafe fn save(&mut self, to: *mut u8, from: u64, len: usize) -> Result<(), Fault> {
+        self.push(Pending { host: to, device: from, len, to_device: false })
+    }
+
+    fn mark(&mut self) -> Result<Mark, Fault> {
+        Ok(Mark(self.given))
+    }
+
+    fn wait(&mut self, mark: Mark) -> Result<(), Fault> {
+        self.make(mark.0);
+        let mut outcome = Ok(());
+        while let Some((_, fault)) = self.told_before(mark.0) {
+            outcome = outcome.and(Err(fault));
+        }
+        outcome
+    }
+
+    fn drain(&mut self) {
+        self.make(self.given);
+    }
+}
+
+impl Drop for HostStream {
+    fn drop(&mut self) {
+        self.drain();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pointers_are_told_apart() {
+        let m = HostMem::new();
+        let a = m.alloc(1000).unwrap();
+        let b = m.alloc(10).unwrap();
+        m.check(a, 1000).unwrap();
+        m.check(a + 999, 1).unwrap();
+        assert_eq!(m.check(a + 1, 1000), Err(Fault::Beyond { addr: a + 1, len: 1000, end: a + 1000 }));
+        assert_eq!(m.check(a, u64::MAX), Err(Fault::Beyond { addr: a, len: u64::MAX, end: a + 1000 }));
+        for foreign in [0, 4096, a - 1, a + 1000, u64::MAX] {
+            assert_eq!(m.check(foreign, 1), Err(Fault::Foreign { addr: foreign }));
+        }
+        assert_eq!(m.free(a + 1), Err(Fault::Foreign { addr: a + 1 }));
+        m.free(a).unwrap();
+        assert_eq!(m.check(a + 5, 1), Err(Fault::Freed { addr: a + 5 }));
+        assert_eq!(m.free(a), Err(Fault::Freed { addr: a }));
+        m.check(b, 10).unwrap();
+        assert_eq!(HostMem::new().check(b + ALIGN, 1), Err(Fault::Foreign { addr: b + ALIGN }));
+        m.limit_room(20);
+        assert_eq!(m.alloc(11), Err(Fault::NoMemory { bytes: 11 }));
+        m.alloc(10).unwrap();
+    }
+
+    #[test]
+    fn a_stream_copies_when_it_is_waited_for_and_not_before() {
+        let m = HostMem::new();
+        let a = m.alloc(8).unwrap();
+        let (mut s, host) = (m.stream().unwrap(), *b"a buffer");
+        // SAFETY: `host` lives until the mark is waited for.
+        unsafe { s.load(a, host.as_ptr(), 8).unwrap() };
+        let mark = s.mark().unwrap();
+        assert_eq!(m.peek(a, 8).unwrap(), [0xee; 8]);
+        s.wait(mark).unwrap();
+        assert_eq!(m.peek(a, 8).unwrap(), host);
+        assert_eq!(m.copied(), Copied { load_pageable: 8, ..Copied::default() });
+    }
+
+    #[test]
+    fn faults_come_when_they_were_ordered() {
+        let m = HostMem::new();
+        let a = m.alloc(64).unwrap();
+        let host = [7u8; 64];
+        let load = |n: u64| -> Vec<Result<(), Fault>> {
+            let mut s = m.stream().unwrap();
+            (0..n)
+                .map(|_| {
+                    // SAFETY: `host` outlives the stream.
+                    unsafe { s.load(a, host.as_ptr(), 64)? };
+                    let mark = s.mark()?;
+                    s.wait(mark)
+                })
+                .collect()
+        };
+        m.corrupt_after(1);
+        assert_eq!(load(2), [Ok(()), Ok(())]);
+        assert_eq!(m.peek(a, 64).unwrap().iter().filter(|b| **b != 7).count(), 1);
+        let fault = Fault::Driver { call: "cuMemcpyHtoDAsync", code: 719, name: "launch failed".into() };
+        m.fail_after(1, fault.clone());
+        assert_eq!(load(3), [Ok(()), Err(fault.clone()), Err(fault.clone())]);
+        m.fail_pinned_after(0, fault);
+        assert_eq!(load(1), [Ok(())], "it is not pinned");
+        m.mend();
+        m.destroy_after(1);
+        assert_eq!(load(3), [Ok(()), Err(Fault::ContextGone), Err(Fault::ContextGone)]);
+        assert!(m.stream().is_err() && m.alloc(1).is_err());
+        assert_eq!(m.check(a, 1), Err(Fault::ContextGone));
+        assert_eq!(m.refuses(Tier::Pageable), Some(Unavailable::Device(Fault::ContextGone)));
+    }
+}

@@ -1,0 +1,45 @@
+//! Ranges of files into GPU memory and back, with a report of the road that every byte took. See `docs/gds.md`.
+//!
+//! ```no_run
+//! # async fn example(client: strake_client::Client, file: strake_client::File) -> Result<(), Box<dyn std::error::Error>> {
+//! use std::sync::Arc;
+//!
+//! use strake_gds::{Bridge, Cuda, GpuMem, Options, Policy, Tier, Transfer};
+//!
+//! let gpu = Arc::new(Cuda::open(0)?);
+//! let bridge = Bridge::open(gpu.clone(), client.pool().clone(), Options::default()).await?;
+//! let tensor = gpu.alloc(1 << 30)?;
+//! let all = [Transfer { file: Arc::new(file), offset: 0, gpu: tensor, len: 1 << 30 }];
+//! let report = bridge.load(&all, Policy::AtLeast(Tier::BounceTcp)).await?;
+//! println!("{report}");
+//! # Ok(()) }
+//! ```
+//!
+//! Where to read: [`plan`] decides which tier a part takes and is pure; [`Bridge`] (`bridge.rs`) cuts calls into parts and drives it;
+//! `copier.rs` has the threads that copy; `pins.rs` registers host memory; [`GpuMem`] is the device, implemented by [`Cuda`] and
+//! [`HostMem`].
+
+#![warn(missing_docs)]
+
+mod bridge;
+mod copier;
+mod cuda;
+mod file;
+mod host;
+mod mem;
+mod pins;
+pub mod plan;
+mod reason;
+mod report;
+mod selftest;
+pub mod status;
+mod tier;
+
+pub use bridge::{Bridge, Options, Transfer};
+pub use cuda::Cuda;
+pub use file::FileIo;
+pub use host::{Copied, HostMem};
+pub use mem::{Fault, GpuMem, Mark, Stream};
+pub use reason::Unavailable;
+pub use report::{Checksum, Direction, Failed, Report, Switch};
+pub use tier::{ByTier, Policy, Tier};

@@ -1,0 +1,152 @@
+//! GPU memory as the bridge sees it.
+
+use std::fmt;
+
+use strake_proto::{Code, Error};
+
+use crate::{Tier, Unavailable};
+
+/// What a device, its driver or the memory given to it had against something.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// An address that belongs to no allocation of this context.
+    Foreign {
+        /// The address.
+        addr: u64,
+    },
+    /// An address of an allocation that was freed.
+    Freed {
+        /// The address.
+        addr: u64,
+    },
+    /// A range that goes on behind its allocation.
+    Beyond {
+        /// Where it starts.
+        addr: u64,
+        /// Its bytes.
+        len: u64,
+        /// Where the allocation ends.
+        end: u64,
+    },
+    /// The context was destroyed, or an error of the device has ended it.
+    ContextGone,
+    /// The device has no room.
+    NoMemory {
+        /// For so many bytes.
+        bytes: u64,
+    },
+    /// Host memory could not be pinned.
+    Pin {
+        /// How much of it.
+        bytes: u64,
+        /// What the system said.
+        why: String,
+    },
+    /// A call of the driver failed.
+    Driver {
+        /// Which.
+        call: &'static str,
+        /// The code that it returned.
+        code: i32,
+        /// The code in words.
+        name: String,
+    },
+}
+
+impl Fault {
+    /// Whether it is about what the caller gave or about the device as a whole, so that another tier would meet it, too.
+    pub const fn is_of_call(&self) -> bool {
+        match self {
+            Fault::Foreign { .. } | Fault::Freed { .. } | Fault::Beyond { .. } | Fault::ContextGone => true,
+            Fault::NoMemory { .. } | Fault::Pin { .. } | Fault::Driver { .. } => false,
+        }
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Fault::Foreign { addr } => write!(f, "address {addr:#x} is not of memory that this device's context has"),
+            Fault::Freed { addr } => write!(f, "address {addr:#x} is of memory that was freed"),
+            Fault::Beyond { addr, len, end } => {
+                write!(f, "{len} bytes from address {addr:#x} are more than its allocation has, which ends at {end:#x}")
+            }
+            Fault::ContextGone => f.write_str("the device's context is gone"),
+            Fault::NoMemory { bytes } => write!(f, "the device has no room for {bytes} bytes"),
+            Fault::Pin { bytes, why } => write!(f, "{bytes} bytes of host memory cannot be pinned: {why}"),
+            Fault::Driver { call, code, name } => write!(f, "{call} failed with {code}: {name}"),
+        }
+    }
+}
+
+impl std::error::Error for Fault {}
+
+impl From<Fault> for Error {
+    fn from(f: Fault) -> Error {
+        let code = match &f {
+            Fault::Foreign { .. } | Fault::Freed { .. } | Fault::Beyond { .. } => Code::Inval,
+            Fault::ContextGone => Code::NoDev,
+            Fault::NoMemory { .. } | Fault::Pin { .. } => Code::NoMem,
+            Fault::Driver { .. } => Code::Io,
+        };
+        Error::new(code, f.to_string())
+    }
+}
+
+/// Everything that a stream was given before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Mark(pub u64);
+
+/// Memory of one device in one context.
+pub trait GpuMem: Send + Sync + 'static {
+    /// For messages to people.
+    fn name(&self) -> String;
+
+    /// Why it can be no end of a tier. `None`: it says nothing against it.
+    fn refuses(&self, tier: Tier) -> Option<Unavailable>;
+
+    /// Whether `len` bytes from `addr` lie in one live allocation of this context.
+    fn check(&self, addr: u64, len: u64) -> Result<(), Fault>;
+
+    /// Memory of the device, at least 256-byte aligned, with unspecified contents.
+    fn alloc(&self, len: u64) -> Result<u64, Fault>;
+
+    /// Gives back what [`GpuMem::alloc`] returned.
+    fn free(&self, addr: u64) -> Result<(), Fault>;
+
+    /// Pins host memory and makes it known to the device, which then copies from and to it by itself.
+    ///
+    /// # Safety
+    /// The memory, whole pages, stays mapped until [`GpuMem::unpin`] returned.
+    unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), Fault>;
+
+    /// Undoes a [`GpuMem::pin`] that succeeded, with the same `start`. No stream uses the memory any more.
+    fn unpin(&self, start: *mut u8);
+
+    /// A new queue of copies, for the thread that calls.
+    fn stream(&self) -> Result<Box<dyn Stream>, Fault>;
+}
+
+/// Copies in order, beside the program. Must be used by the thread that made it. Dropping it waits for its copies.
+pub trait Stream {
+    /// Copies from host memory, pinned or not, to the device.
+    ///
+    /// # Safety
+    /// `from` is valid for reading `len` bytes, and does not change, until a later mark was waited for or the stream drained.
+    unsafe fn load(&mut self, to: u64, from: *const u8, len: usize) -> Result<(), Fault>;
+
+    /// Copies from the device to host memory, pinned or not.
+    ///
+    /// # Safety
+    /// `to` is valid for writing `len` bytes, and nobody else uses them, until a later mark was waited for or the stream drained.
+    unsafe fn save(&mut self, to: *mut u8, from: u64, len: usize) -> Result<(), Fault>;
+
+    /// Notes how far it was filled.
+    fn mark(&mut self) -> Result<Mark, Fault>;
+
+    /// Returns when everything before the mark is done. An error is of one of the copies before it, and told once.
+    fn wait(&mut self, mark: Mark) -> Result<(), Fault>;
+
+    /// Returns when no host memory is used any more that was given to it. What became of the copies is told by [`Stream::wait`].
+    fn drain(&mut self);
+}

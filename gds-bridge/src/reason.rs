@@ -1,0 +1,192 @@
+//! Why a tier cannot be used.
+
+use std::fmt;
+
+use crate::mem::Fault;
+
+/// Why a tier cannot be used; as text one sentence that names what is missing and, where there is something to do, what.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Unavailable {
+    /// This version has no code for it; the text says what it lacks.
+    NotBuilt(&'static str),
+    /// A library that it needs cannot be opened.
+    NoLibrary {
+        /// Its file name.
+        library: String,
+        /// What the loader said.
+        why: String,
+    },
+    /// A library lacks a function.
+    OldLibrary {
+        /// Its file name.
+        library: String,
+        /// The function.
+        symbol: String,
+    },
+    /// The driver has fewer devices than that.
+    NoDevice {
+        /// Number of the device that was asked for.
+        wanted: u32,
+        /// How many there are.
+        found: u32,
+    },
+    /// The device does not export its memory.
+    NoDmaBuf {
+        /// Its name.
+        device: String,
+    },
+    /// No host memory could be registered with the device.
+    NotPinned(Fault),
+    /// Its bytes would be verified at the storage server only, and nobody agreed to that.
+    NoConsent,
+    /// No self-test was run.
+    NotTested,
+    /// The self-test could not be run to its end.
+    TestStopped(Fault),
+    /// The self-test read back other bytes than it had written.
+    TestFailed {
+        /// First byte that differed, counted from the beginning of the part.
+        at: u64,
+    },
+    /// It failed in a call.
+    Lost(Fault),
+    /// The device gives no access any more.
+    Device(Fault),
+    /// The program that looked did not answer in time.
+    Hung {
+        /// How long it was waited for.
+        seconds: u64,
+    },
+    /// The program that looked ended before it had an answer.
+    Died {
+        /// How it ended.
+        how: String,
+    },
+}
+
+impl Unavailable {
+    /// A word for scripts.
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Unavailable::NotBuilt(_) => "not-built",
+            Unavailable::NoLibrary { .. } => "no-library",
+            Unavailable::OldLibrary { .. } => "old-library",
+            Unavailable::NoDevice { .. } => "no-device",
+            Unavailable::NoDmaBuf { .. } => "no-dma-buf",
+            Unavailable::NotPinned(_) => "not-pinned",
+            Unavailable::NoConsent => "no-consent",
+            Unavailable::NotTested => "not-tested",
+            Unavailable::TestStopped(_) => "test-stopped",
+            Unavailable::TestFailed { .. } => "test-failed",
+            Unavailable::Lost(_) => "lost",
+            Unavailable::Device(_) => "device",
+            Unavailable::Hung { .. } => "hung",
+            Unavailable::Died { .. } => "died",
+        }
+    }
+}
+
+impl fmt::Display for Unavailable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Unavailable::NotBuilt(what) => write!(f, "not in this version: {what}"),
+            Unavailable::NoLibrary { library, why } => {
+                write!(f, "{library} cannot be opened ({why}): install the NVIDIA driver on this machine")
+            }
+            Unavailable::OldLibrary { library, symbol } => {
+                write!(f, "{library} has no function {symbol}: install a newer NVIDIA driver")
+            }
+            Unavailable::NoDevice { wanted, found: 0 } => {
+                write!(
+                    f,
+                    "there is no GPU here for the driver, so no device {wanted}; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+                )
+            }
+            Unavailable::NoDevice { wanted, found } => {
+                write!(f, "there is no device {wanted}: they are numbered from 0 to {}", found.saturating_sub(1))
+            }
+            Unavailable::NoDmaBuf { device } => {
+                write!(
+                    f,
+                    "{device} does not export its memory as dma-buf, which takes the open kernel modules of the driver"
+                )
+            }
+            Unavailable::NotPinned(e) => write!(f, "no host memory could be pinned: {e}"),
+            Unavailable::NoConsent => {
+                f.write_str("its bytes are verified at the storage server only, and accept_oss_checksum is not set")
+            }
+            Unavailable::NotTested => f.write_str("not tested yet: `strake gds probe` tests"),
+            Unavailable::TestStopped(e) => write!(f, "the self-test could not be run: {e}"),
+            Unavailable::TestFailed { at } => {
+                write!(
+                    f,
+                    "the self-test read back other bytes than it had written, from byte {at} on: do not trust this device"
+                )
+            }
+            Unavailable::Lost(e) => write!(f, "it failed in a call and has passed no self-test since: {e}"),
+            Unavailable::Device(e) => write!(f, "the device cannot be used: {e}"),
+            Unavailable::Hung { seconds } => {
+                write!(f, "no answer in {seconds} s: the driver hangs, and so would every program that uses it")
+            }
+            Unavailable::Died { how } => write!(f, "the program that looked {how} before it had an answer"),
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// One of each.
+    pub fn all() -> Vec<Unavailable> {
+        let fault = || Fault::Pin { bytes: 4096, why: "the limit is reached".into() };
+        let all = vec![
+            Unavailable::NotBuilt("the client has no RDMA"),
+            Unavailable::NoLibrary { library: "libcuda.so.1".into(), why: "no such file".into() },
+            Unavailable::OldLibrary { library: "libcuda.so.1".into(), symbol: "cuInit".into() },
+            Unavailable::NoDevice { wanted: 3, found: 2 },
+            Unavailable::NoDmaBuf { device: "A GPU".into() },
+            Unavailable::NotPinned(fault()),
+            Unavailable::NoConsent,
+            Unavailable::NotTested,
+            Unavailable::TestStopped(fault()),
+            Unavailable::TestFailed { at: 7 },
+            Unavailable::Lost(fault()),
+            Unavailable::Device(Fault::ContextGone),
+            Unavailable::Hung { seconds: 20 },
+            Unavailable::Died { how: "was killed by signal 11".into() },
+        ];
+        for u in &all {
+            // A new case must come here, too.
+            match u {
+                Unavailable::NotBuilt(_)
+                | Unavailable::NoLibrary { .. }
+                | Unavailable::OldLibrary { .. }
+                | Unavailable::NoDevice { .. }
+                | Unavailable::NoDmaBuf { .. }
+                | Unavailable::NotPinned(_)
+                | Unavailable::NoConsent
+                | Unavailable::NotTested
+                | Unavailable::TestStopped(_)
+                | Unavailable::TestFailed { .. }
+                | Unavailable::Lost(_)
+                | Unavailable::Device(_)
+                | Unavailable::Hung { .. }
+                | Unavailable::Died { .. } => {}
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn each_reason_is_one_sentence_of_its_own() {
+        let all = all();
+        for (i, u) in all.iter().enumerate() {
+            let text = u.to_string();
+            assert!(text.len() > 20 && !text.contains('\n') && !text.contains(". ") && !text.ends_with('.'), "{text}");
+            assert!(all[..i].iter().all(|o| o.kind() != u.kind() && o.to_string() != text), "{text}");
+        }
+        let none = Unavailable::NoDevice { wanted: 0, found: 0 }.to_string();
+        assert!(none.contains("no GPU") && none.contains("CUDA_VISIBLE_DEVICES"), "{none}");
+    }
+}

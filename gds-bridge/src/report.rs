@@ -1,0 +1,146 @@
+//! What a call did.
+
+use std::{fmt, time::Duration};
+
+use serde::{Serialize, Serializer};
+use strake_proto::Error;
+
+use crate::{ByTier, Policy, Tier, Unavailable};
+
+/// Which way bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Direction {
+    /// From files to the device.
+    Load,
+    /// From the device to files.
+    Save,
+}
+
+/// Where CRC32Cs were verified or made; none covers the copy between host memory and the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Checksum {
+    /// By the client, before the copy to the device or after the copy from it.
+    AtClient,
+    /// By the storage server only: what happened on the way from there is not known.
+    AtOssOnly,
+}
+
+impl fmt::Display for Checksum {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Checksum::AtClient => "at the client",
+            Checksum::AtOssOnly => "at oss only",
+        })
+    }
+}
+
+/// A change of tier in the middle of a call.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Switch {
+    /// Bytes that the call had moved until then.
+    pub after: u64,
+    /// The tier that failed.
+    pub from: Tier,
+    /// The one that went on; `None`: the policy allowed none.
+    pub to: Option<Tier>,
+    /// Why it failed.
+    #[serde(serialize_with = "in_words")]
+    pub why: Unavailable,
+}
+
+/// What a call did, a failed one included: then it tells what is certain to have been moved, and the rest of the destination holds
+/// anything.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    /// Which way.
+    pub direction: Direction,
+    /// What the caller allowed.
+    pub policy: Policy,
+    /// Bytes of all ranges.
+    pub asked: u64,
+    /// Bytes that were moved of each range, in the caller's order.
+    pub ranges: Vec<u64>,
+    /// Bytes moved by each tier.
+    pub by_tier: ByTier<u64>,
+    /// Of those, bytes that were copied once more in host memory, because the client's buffer was not of the kind that the tier takes.
+    pub staged: u64,
+    /// Changes of tier, in order.
+    pub switches: Vec<Switch>,
+    /// Tiers that the policy allows and that were not available, best first.
+    #[serde(serialize_with = "reasons")]
+    pub unavailable: Vec<(Tier, Unavailable)>,
+    /// Where the bytes were verified; `None`: none were moved.
+    pub checksum: Option<Checksum>,
+    /// How long the call took.
+    #[serde(rename = "seconds", serialize_with = "seconds")]
+    pub took: Duration,
+}
+
+fn in_words<S: Serializer>(why: &Unavailable, s: S) -> Result<S::Ok, S::Error> {
+    s.collect_str(why)
+}
+
+fn reasons<S: Serializer>(all: &[(Tier, Unavailable)], s: S) -> Result<S::Ok, S::Error> {
+    s.collect_map(all.iter().map(|(t, why)| (t, why.to_string())))
+}
+
+fn seconds<S: Serializer>(took: &Duration, s: S) -> Result<S::Ok, S::Error> {
+    s.serialize_f64(took.as_secs_f64())
+}
+
+impl Report {
+    /// Bytes moved.
+    pub fn moved(&self) -> u64 {
+        self.by_tier.sum()
+    }
+
+    /// Whether every byte asked for was moved, all by this tier.
+    pub fn is_all(&self, tier: Tier) -> bool {
+        self.by_tier[tier] == self.asked
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = if self.direction == Direction::Load { "loaded" } else { "saved" };
+        write!(f, "{what} {} of {} bytes under {}:", self.moved(), self.asked, self.policy)?;
+        for (tier, bytes) in self.by_tier.iter().filter(|(_, bytes)| **bytes > 0) {
+            write!(f, " {bytes} by {tier},")?;
+        }
+        write!(f, " {} of them copied once more in host memory", self.staged)?;
+        if let Some(c) = self.checksum {
+            write!(f, "; checksum: {c}")?;
+        }
+        for s in &self.switches {
+            let to = s.to.map_or("nothing", Tier::name);
+            write!(f, "; after {} bytes from {} to {to}: {}", s.after, s.from, s.why)?;
+        }
+        for (tier, why) in &self.unavailable {
+            write!(f, "; {tier}: {why}")?;
+        }
+        Ok(())
+    }
+}
+
+/// A call that failed, and what it had done by then.
+#[derive(Clone, Debug)]
+pub struct Failed {
+    /// The cause.
+    pub error: Error,
+    /// What was moved.
+    pub report: Report,
+}
+
+impl fmt::Display for Failed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({} of {} bytes were moved)", self.error, self.report.moved(), self.report.asked)
+    }
+}
+
+impl std::error::Error for Failed {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.error)
+    }
+}

@@ -1,0 +1,113 @@
+//! A tier is available when a pattern went through it to the device and came back the same.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant, SystemTime},
+};
+
+use futures_util::future::try_join_all;
+use strake_fabric::{Buf, BufMut};
+use strake_proto::layout::splitmix64;
+
+use crate::{
+    Tier, Unavailable,
+    bridge::Inner,
+    copier::{Flight, Work},
+    mem::{Fault, GpuMem},
+    plan::{Measured, Standing},
+};
+
+/// What this version has no code for, whatever the machine has.
+pub fn not_built(tier: Tier) -> Option<Unavailable> {
+    match tier {
+        Tier::GpuRdma | Tier::BounceRdma => Some(Unavailable::NotBuilt("the client speaks TCP only, RDMA is to come")),
+        Tier::LocalGds => Some(Unavailable::NotBuilt("no copies are kept on this node that cuFile could read")),
+        Tier::BounceTcp | Tier::Pageable => None,
+    }
+}
+
+/// Why a tier cannot even be tested on a device. `unpinned`: why it has no pinned memory.
+pub fn refused(device: &dyn GpuMem, tier: Tier, unpinned: Option<&Fault>) -> Option<Unavailable> {
+    let pinned = tier != Tier::Pageable;
+    let without = || unpinned.filter(|_| pinned).cloned().map(Unavailable::NotPinned);
+    device.refuses(tier).or_else(|| not_built(tier)).or_else(without)
+}
+
+pub(crate) async fn test(bridge: &Inner, tier: Tier) -> Standing {
+    let outcome = match refused(&*bridge.device, tier, bridge.unpinned.as_ref()) {
+        Some(why) => Err(why),
+        None => there_and_back(bridge, tier).await,
+    };
+    match outcome {
+        Ok(m) => Standing::Available(m),
+        Err(why) => Standing::Unavailable(why),
+    }
+}
+
+/// Device memory that is freed at the end.
+struct Scratch<'a> {
+    device: &'a dyn GpuMem,
+    addr: u64,
+}
+
+impl Drop for Scratch<'_> {
+    fn drop(&mut self) {
+        if let Err(e) = self.device.free(self.addr) {
+            tracing::debug!("memory of a self-test was not freed: {e}");
+        }
+    }
+}
+
+async fn there_and_back(bridge: &Inner, tier: Tier) -> Result<Measured, Unavailable> {
+    let (device, part, workers) = (&*bridge.device, bridge.part as u64, bridge.workers.len());
+    // A device that is nearly full still has room for one part.
+    let room = [workers, 1].into_iter().find_map(|n| Some((n, device.alloc(n as u64 * part).ok()?)));
+    let no_room = || Unavailable::TestStopped(Fault::NoMemory { bytes: part });
+    let (at_once, addr) = room.ok_or_else(no_room)?;
+    // Freed after the flight is over, also when the test is given up.
+    let scratch = Scratch { device, addr };
+    let flight = Flight(Arc::default());
+    let mut seed = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
+    let mut took = [Duration::ZERO; 2];
+    // First buffers that lie outside of the pool's regions, then such as the client has; what counts is the second.
+    for pooled in [false, true] {
+        took = [Duration::ZERO; 2];
+        let all: Vec<usize> = (0..workers).collect();
+        for group in all.chunks(at_once) {
+            let places = || group.iter().map(|w| (*w, scratch.addr + (*w % at_once) as u64 * part));
+            let sent: Vec<Buf> = group.iter().map(|_| pattern(buffer(bridge, pooled), &mut seed)).collect();
+            let begun = Instant::now();
+            let load = |((w, to), b)| bridge.copy_by(w, &flight.0, tier, Work::Load { from: vec![b], to });
+            let loads = places().zip(sent.iter().cloned()).map(load);
+            try_join_all(loads).await.map_err(Unavailable::TestStopped)?;
+            let loaded = Instant::now();
+            let save =
+                |(w, from)| bridge.copy_by(w, &flight.0, tier, Work::Save { from, into: buffer(bridge, pooled) });
+            let came = try_join_all(places().map(save)).await.map_err(Unavailable::TestStopped)?;
+            took[0] += loaded - begun;
+            took[1] += loaded.elapsed();
+            for (sent, came) in sent.iter().zip(came) {
+                let came = came.unwrap_or_else(|| BufMut::unpooled(0));
+                if let Some(at) = sent.iter().zip(came.iter()).position(|(a, b)| a != b) {
+                    return Err(Unavailable::TestFailed { at: at as u64 });
+                }
+                if came.len() < sent.len() {
+                    return Err(Unavailable::TestFailed { at: came.len() as u64 });
+                }
+            }
+        }
+    }
+    let rate = |t: Duration| (workers as u64 * part) as f64 / t.as_secs_f64().max(1e-9);
+    Ok(Measured { load: rate(took[0]), save: rate(took[1]) })
+}
+
+fn buffer(bridge: &Inner, pooled: bool) -> BufMut {
+    if pooled { bridge.pool.get_now(bridge.part) } else { BufMut::unpooled(bridge.part) }
+}
+
+fn pattern(mut b: BufMut, seed: &mut u64) -> Buf {
+    for word in b.chunks_exact_mut(8) {
+        word.copy_from_slice(&splitmix64(seed).to_le_bytes());
+    }
+    b.freeze()
+}

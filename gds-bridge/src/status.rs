@@ -1,0 +1,79 @@
+//! Where the tiers stand, in a form that goes from one process to another.
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use strake_fabric::Pool;
+use strake_proto::Result;
+
+use crate::{
+    Bridge, ByTier, GpuMem, Options, Tier, Unavailable,
+    plan::Standing,
+    selftest::{not_built, refused},
+};
+
+/// One tier.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TierStatus {
+    /// Its name.
+    pub tier: String,
+    /// Whether it passed a self-test.
+    pub available: bool,
+    /// A word for the reason, if it is not available: see [`Unavailable::kind`].
+    pub reason: Option<String>,
+    /// The reason in a sentence.
+    pub why: Option<String>,
+    /// What the self-test measured, bytes per second to the device.
+    pub load_bytes_per_s: Option<f64>,
+    /// And from it.
+    pub save_bytes_per_s: Option<f64>,
+}
+
+impl TierStatus {
+    /// Of a tier that cannot be used.
+    pub fn unavailable(tier: Tier, why: &Unavailable) -> TierStatus {
+        TierStatus {
+            tier: tier.name().into(),
+            available: false,
+            reason: Some(why.kind().into()),
+            why: Some(why.to_string()),
+            load_bytes_per_s: None,
+            save_bytes_per_s: None,
+        }
+    }
+
+    fn of(tier: Tier, standing: &Standing) -> TierStatus {
+        match standing {
+            Standing::Unavailable(why) => TierStatus::unavailable(tier, why),
+            Standing::Available(m) => TierStatus {
+                tier: tier.name().into(),
+                available: true,
+                reason: None,
+                why: None,
+                load_bytes_per_s: Some(m.load),
+                save_bytes_per_s: Some(m.save),
+            },
+        }
+    }
+}
+
+/// What there is to say of the tiers without a device, and why there is none.
+pub fn without(why: &Unavailable) -> Vec<TierStatus> {
+    all(|tier| Standing::Unavailable(not_built(tier).unwrap_or_else(|| why.clone())))
+}
+
+/// What there is to say of them with a device, without moving a byte.
+pub fn untested(device: &dyn GpuMem) -> Vec<TierStatus> {
+    all(|tier| Standing::Unavailable(refused(device, tier, None).unwrap_or(Unavailable::NotTested)))
+}
+
+/// The same after self-tests, and what a bridge had to say about its memory.
+pub async fn tested(device: Arc<dyn GpuMem>) -> Result<(Vec<TierStatus>, Option<String>)> {
+    let bridge = Bridge::open(device, Pool::default(), Options::default()).await?;
+    let standings = bridge.standings();
+    Ok((all(|tier| standings[tier].clone()), bridge.notice().map(String::from)))
+}
+
+fn all(f: impl FnMut(Tier) -> Standing) -> Vec<TierStatus> {
+    ByTier::new(f).iter().map(|(tier, s)| TierStatus::of(tier, s)).collect()
+}

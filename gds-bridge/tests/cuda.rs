@@ -1,0 +1,236 @@
+//! The CUDA side against a stand-in for the driver library, which is compiled here. It shows that functions, types, pointer checks and
+//! error codes fit together as the API describes them; no GPU and no real driver is in it.
+
+mod ram;
+
+use std::{
+    ffi::{CString, c_int, c_long, c_void},
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::Arc,
+};
+
+use ram::{MIB, Ram, pattern, whole};
+use strake_fabric::Pool;
+use strake_gds::{Bridge, Cuda, Fault, GpuMem, Options, Policy, Tier, Transfer, Unavailable, plan::Standing};
+use strake_proto::{Code, Error};
+
+const BOUNCE: Policy = Policy::Require(Tier::BounceTcp);
+
+/// The compiled library; `None` (and said so) where there is no compiler.
+fn standin(dir: &Path, flags: &[&str]) -> Option<PathBuf> {
+    let (source, to) =
+        (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/standin/libcuda.c"), dir.join("libcuda.so.1"));
+    let mut cc = Command::new("cc");
+    cc.args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread", "-o"]).arg(&to).arg(source).args(flags);
+    match cc.output() {
+        Ok(out) => assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr)),
+        Err(e) => {
+            println!("skipped: no C compiler here ({e})");
+            return None;
+        }
+    }
+    Some(to)
+}
+
+/// A function of the stand-in's own.
+fn own(library: &Path, name: &str) -> *mut c_void {
+    let (library, name) = (CString::new(library.as_os_str().as_bytes()).unwrap(), CString::new(name).unwrap());
+    // SAFETY: opens what is open already, and looks a name up.
+    let f = unsafe { libc::dlsym(libc::dlopen(library.as_ptr(), libc::RTLD_NOW), name.as_ptr()) };
+    assert!(!f.is_null());
+    f
+}
+
+fn set(library: &Path, what: c_int, n: c_long) {
+    // SAFETY: the function has this type.
+    let f: unsafe extern "C" fn(c_int, c_long) = unsafe { std::mem::transmute(own(library, "strake_standin_set")) };
+    // SAFETY: it takes any numbers.
+    unsafe { f(what, n) }
+}
+
+/// Bytes loaded from pinned memory, from other memory, saved to pinned memory, to other memory.
+fn counts(library: &Path) -> [u64; 4] {
+    // SAFETY: the function has this type.
+    let f: unsafe extern "C" fn(c_int) -> u64 = unsafe { std::mem::transmute(own(library, "strake_standin_count")) };
+    // SAFETY: these are its counters.
+    [0, 1, 2, 3].map(|i| unsafe { f(i) })
+}
+
+fn number(library: &Path, of: &str) -> c_int {
+    // SAFETY: the functions that are asked for here have this type.
+    let f: unsafe extern "C" fn() -> c_int = unsafe { std::mem::transmute(own(library, of)) };
+    // SAFETY: they take nothing.
+    unsafe { f() }
+}
+
+struct Rig {
+    library: PathBuf,
+    gpu: Cuda,
+    pool: Pool,
+    _dir: tempfile::TempDir,
+}
+
+fn rig(flags: &[&str]) -> Option<Rig> {
+    let dir = tempfile::tempdir().unwrap();
+    let library = standin(dir.path(), flags)?;
+    let gpu = Cuda::open_library(&library, 1).unwrap();
+    Some(Rig { library, gpu, pool: Pool::new(64 << 20), _dir: dir })
+}
+
+impl Rig {
+    async fn bridge(&self) -> Bridge {
+        let options =
+            Options { workers: 3, slots: 2, slot_bytes: 256 << 10, pinned_limit: Some(1 << 30), ..Options::default() };
+        Bridge::open(Arc::new(self.gpu.clone()), self.pool.clone(), options).await.unwrap()
+    }
+}
+
+#[test]
+fn without_the_library_there_is_one_sentence() {
+    match Cuda::open(0) {
+        Err(Unavailable::NoLibrary { library, why }) => {
+            assert_eq!(library, "libcuda.so.1");
+            assert!(why.contains("No such file"), "{why}");
+        }
+        other => println!("skipped: this machine has a driver library ({other:?})"),
+    }
+    let e = Cuda::open_library(Path::new("/nowhere/libcuda.so.1"), 0).unwrap_err().to_string();
+    assert!(
+        e.starts_with("/nowhere/libcuda.so.1 cannot be opened (") && e.contains("install the NVIDIA driver"),
+        "{e}"
+    );
+    let dir = tempfile::tempdir().unwrap();
+    let garbage = dir.path().join("libcuda.so.1");
+    std::fs::write(&garbage, b"not a library").unwrap();
+    assert!(matches!(Cuda::open_library(&garbage, 0), Err(Unavailable::NoLibrary { .. })));
+}
+
+#[test]
+fn old_empty_and_failing_drivers_are_told_apart() {
+    let open = |flags: &[&str], device| {
+        let dir = tempfile::tempdir().unwrap();
+        standin(dir.path(), flags).map(|library| Cuda::open_library(&library, device).unwrap_err())
+    };
+    let Some(old) = open(&["-DWITHOUT_EVENTS"], 0) else { return };
+    assert!(matches!(&old, Unavailable::OldLibrary { symbol, .. } if symbol == "cuEventCreate"), "{old}");
+    assert_eq!(open(&["-DDEVICES=0"], 0), Some(Unavailable::NoDevice { wanted: 0, found: 0 }));
+    assert_eq!(open(&["-DINIT=100"], 0), Some(Unavailable::NoDevice { wanted: 0, found: 0 }));
+    assert_eq!(open(&[], 2), Some(Unavailable::NoDevice { wanted: 2, found: 2 }));
+    assert_eq!(open(&[], u32::MAX), Some(Unavailable::NoDevice { wanted: u32::MAX, found: 2 }));
+    let name = || "CUDA_ERROR_NOT_INITIALIZED".to_string();
+    let failed = Fault::Driver { call: "cuInit", code: 3, name: name() };
+    assert_eq!(open(&["-DINIT=3"], 0), Some(Unavailable::Device(failed)));
+    // A number that nobody has a name for, as newer drivers return.
+    for code in [5000, -1, i32::MAX] {
+        let e = open(&[&format!("-DINIT={code}")], 0).unwrap();
+        assert!(matches!(&e, Unavailable::Device(Fault::Driver { code: c, .. }) if *c == code), "{e}");
+    }
+}
+
+#[test]
+fn addresses_are_checked_against_the_driver() {
+    let Some(r) = rig(&["-DNO_DMA_BUF"]) else { return };
+    let gpu = &r.gpu;
+    assert_eq!(gpu.name(), "Stand-in GPU (device 1)");
+    assert_eq!(gpu.refuses(Tier::GpuRdma), Some(Unavailable::NoDmaBuf { device: gpu.name() }));
+    assert_eq!(gpu.refuses(Tier::BounceTcp), None);
+    let (a, b) = (gpu.alloc(4096).unwrap(), gpu.alloc(4096).unwrap());
+    assert_eq!(b, a + 4096, "side by side, so that only the driver's ranges tell them apart");
+    gpu.check(a, 4096).unwrap();
+    gpu.check(a + 4095, 1).unwrap();
+    assert_eq!(gpu.check(a + 1, 4096), Err(Fault::Beyond { addr: a + 1, len: 4096, end: b }));
+    let host = [0u8; 8];
+    for foreign in [0, 1, u64::MAX, host.as_ptr() as u64, b + 4096] {
+        assert_eq!(gpu.check(foreign, 1), Err(Fault::Foreign { addr: foreign }));
+    }
+    gpu.free(a).unwrap();
+    assert_eq!(gpu.check(a, 1), Err(Fault::Foreign { addr: a }));
+    assert!(matches!(gpu.free(a), Err(Fault::Driver { call: "cuMemFree", code: 1, .. })));
+    assert_eq!(gpu.alloc(1 << 40), Err(Fault::NoMemory { bytes: 1 << 40 }));
+    // Another device's context, and memory that has none: by its device.
+    let other = Cuda::open_library(&r.library, 0).unwrap();
+    let foreign = other.alloc(4096).unwrap();
+    assert_eq!(gpu.check(foreign, 1), Err(Fault::Foreign { addr: foreign }));
+    other.check(foreign, 4096).unwrap();
+    set(&r.library, 4, 0);
+    let (m, n) = (gpu.alloc(4096).unwrap(), gpu.alloc(4096).unwrap());
+    gpu.check(m, 8192).unwrap();
+    assert_eq!(gpu.check(m, 8193), Err(Fault::Beyond { addr: m, len: 8193, end: n + 4096 }));
+    set(&r.library, 5, 0);
+    let elsewhere = gpu.alloc(4096).unwrap();
+    assert_eq!(gpu.check(elsewhere, 1), Err(Fault::Foreign { addr: elsewhere }));
+    assert_eq!(number(&r.library, "strake_standin_depth"), 0, "the thread's own context is as it was");
+}
+
+#[tokio::test]
+async fn bytes_go_there_and_back_and_the_library_counts_the_same() {
+    let Some(r) = rig(&[]) else { return };
+    let bridge = r.bridge().await;
+    let s = bridge.standings();
+    assert!(
+        matches!(s[Tier::BounceTcp], Standing::Available(_)) && matches!(s[Tier::Pageable], Standing::Available(_))
+    );
+    let file = Ram::new(1, pattern(1, 3 * MIB + 99), &r.pool);
+    let len = 3 * MIB + 99;
+    let tensor = r.gpu.alloc(4 * MIB).unwrap();
+    let before = counts(&r.library);
+    let report = bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap();
+    assert!(report.is_all(Tier::BounceTcp) && report.staged > 0 && report.staged < len, "{report}");
+    let loaded = counts(&r.library);
+    assert_eq!([loaded[0] - before[0], loaded[1] - before[1]], [len, 0]);
+    for (policy, pinned) in [(BOUNCE, true), (Policy::Require(Tier::Pageable), false)] {
+        let before = counts(&r.library);
+        let out = Ram::new(2, Vec::new(), &r.pool);
+        let all = [Transfer { file: out.clone(), offset: 0, gpu: tensor, len }];
+        bridge.save(&all, policy).await.unwrap();
+        assert!(*out.bytes.lock() == *file.bytes.lock());
+        let now = counts(&r.library);
+        let want = if pinned { [len, 0] } else { [0, len] };
+        assert_eq!([now[2] - before[2], now[3] - before[3]], want);
+    }
+    drop(bridge);
+    assert_eq!(number(&r.library, "strake_standin_pins"), 0, "everything is let go");
+}
+
+#[tokio::test]
+async fn errors_of_the_driver_end_calls_by_their_meaning() {
+    let Some(r) = rig(&[]) else { return };
+    // Nothing can be registered.
+    set(&r.library, 3, 304);
+    let bridge = r.bridge().await;
+    let notice = bridge.notice().unwrap();
+    assert!(notice.contains("cuMemHostRegister failed with 304: CUDA_ERROR_OPERATING_SYSTEM"), "{notice}");
+    assert!(matches!(bridge.standings()[Tier::BounceTcp], Standing::Unavailable(Unavailable::NotPinned(_))));
+    set(&r.library, 3, 0);
+    let bridge = r.bridge().await;
+    let file = Ram::new(1, pattern(1, 2 * MIB), &r.pool);
+    let tensor = r.gpu.alloc(2 * MIB).unwrap();
+    let all = [whole(&file, tensor)];
+    // An error of a copy, of which nobody says what it means.
+    set(&r.library, 2, 4711);
+    let failed = bridge.load(&all, Policy::Prefer).await.unwrap_err();
+    assert!(failed.error.code == Code::Io && failed.error.message.contains("4711"), "{failed}");
+    assert_eq!(failed.report.moved(), 0);
+    set(&r.library, 2, 0);
+
+    // Memory that is freed in the meantime: the driver has a code for it that means many things.
+    let Some(r) = rig(&[]) else { return };
+    let bridge = r.bridge().await;
+    let tensor = r.gpu.alloc(2 * MIB).unwrap();
+    let gpu = r.gpu.clone();
+    let hook = move |n| if n == 3 { gpu.free(tensor).map_err(Error::from) } else { Ok(()) };
+    let freed = Ram::with(1, pattern(1, 2 * MIB), &r.pool, hook);
+    let failed = bridge.load(&[whole(&freed, tensor)], Policy::Prefer).await.unwrap_err();
+    assert!(failed.error.code == Code::Inval && failed.report.switches.is_empty(), "{failed}");
+    assert!(failed.error.message.contains("is not of memory that this device's context has"), "{failed}");
+
+    let Some(r) = rig(&[]) else { return };
+    let bridge = r.bridge().await;
+    let tensor = r.gpu.alloc(2 * MIB).unwrap();
+    set(&r.library, 1, 5);
+    let failed = bridge.load(&[whole(&file, tensor)], Policy::Prefer).await.unwrap_err();
+    assert!(failed.error.code == Code::NoDev && failed.report.moved() < 2 * MIB, "{failed}");
+    assert_eq!(bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap_err().error.code, Code::NoDev);
+}

@@ -1,0 +1,107 @@
+//! Files in memory, to drive the bridge's own part: what a client would return, at the times that a test wants.
+
+#![allow(dead_code)]
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering::SeqCst},
+};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use strake_fabric::{Buf, Pool};
+use strake_gds::{Bridge, FileIo, GpuMem, HostMem, Options, Transfer};
+use strake_proto::{Result, layout::splitmix64};
+
+pub const KIB: u64 = 1 << 10;
+pub const MIB: u64 = 1 << 20;
+
+pub fn pattern(seed: u64, len: u64) -> Vec<u8> {
+    let mut s = seed;
+    (0..len.div_ceil(8)).flat_map(|_| splitmix64(&mut s).to_le_bytes()).take(len as usize).collect()
+}
+
+type Hook = Box<dyn Fn(u64) -> Result<()> + Send + Sync>;
+
+pub struct Ram {
+    id: u64,
+    pub bytes: Mutex<Vec<u8>>,
+    pool: Pool,
+    calls: AtomicU64,
+    /// Called before each read and write with its number.
+    hook: Hook,
+}
+
+impl Ram {
+    pub fn new(id: u64, bytes: Vec<u8>, pool: &Pool) -> Arc<Ram> {
+        Ram::with(id, bytes, pool, |_| Ok(()))
+    }
+
+    pub fn with(
+        id: u64,
+        bytes: Vec<u8>,
+        pool: &Pool,
+        hook: impl Fn(u64) -> Result<()> + Send + Sync + 'static,
+    ) -> Arc<Ram> {
+        let (bytes, pool) = (Mutex::new(bytes), pool.clone());
+        Arc::new(Ram { id, bytes, pool, calls: AtomicU64::new(0), hook: Box::new(hook) })
+    }
+}
+
+#[async_trait]
+impl FileIo for Ram {
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// In segments as a client returns them: of the pool, the last one from elsewhere.
+    async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
+        (self.hook)(self.calls.fetch_add(1, SeqCst))?;
+        tokio::task::yield_now().await;
+        let all = self.bytes.lock();
+        let (start, end) = ((offset as usize).min(all.len()), (offset as usize + len).min(all.len()));
+        let (first, last) = all[start..end].split_at((end - start) / 3 * 2);
+        let mut b = self.pool.get_now(first.len());
+        b.copy_from_slice(first);
+        Ok(vec![b.freeze(), Buf::copy_from(last)])
+    }
+
+    async fn write(&self, offset: u64, data: Buf) -> Result<()> {
+        (self.hook)(self.calls.fetch_add(1, SeqCst))?;
+        tokio::task::yield_now().await;
+        let (mut all, at) = (self.bytes.lock(), offset as usize);
+        let end = at + data.len();
+        if all.len() < end {
+            all.resize(end, 0);
+        }
+        all[at..end].copy_from_slice(&data);
+        Ok(())
+    }
+}
+
+/// A device that pins so much without locking, and a bridge to it with small parts.
+pub async fn bridge(pins: u64) -> (HostMem, Pool, Bridge) {
+    let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
+    mem.limit_pins(pins);
+    let bridge = over(&mem, &pool).await;
+    (mem, pool, bridge)
+}
+
+/// Three workers with two slots of 256 KiB.
+pub async fn over(mem: &HostMem, pool: &Pool) -> Bridge {
+    let options =
+        Options { workers: 3, slots: 2, slot_bytes: 256 << 10, pinned_limit: Some(1 << 30), ..Options::default() };
+    Bridge::open(Arc::new(mem.clone()), pool.clone(), options).await.unwrap()
+}
+
+/// A device allocation with these contents.
+pub fn device(mem: &HostMem, bytes: &[u8]) -> u64 {
+    let addr = mem.alloc(bytes.len() as u64).unwrap();
+    mem.poke(addr, bytes).unwrap();
+    addr
+}
+
+pub fn whole(file: &Arc<Ram>, gpu: u64) -> Transfer {
+    let len = file.bytes.lock().len() as u64;
+    Transfer { file: file.clone(), offset: 0, gpu, len }
+}

@@ -1,0 +1,186 @@
+/* A stand-in for libcuda.so.1, for tests on machines without a GPU: the functions that src/cuda/table.rs names, on host memory.
+ * Copies are made when somebody waits for them. Its speed means nothing, and it shows nothing about a real driver.
+ *
+ * Made with: -DDEVICES=n (2), -DINIT=code (0), -DHANGS (cuInit never returns), -DCRASHES, -DNO_DMA_BUF, -DWITHOUT_EVENTS (old library).
+ * strake_standin_set(what, n): 1 = destroy the context after n copies, 2 = copies fail with code n, 3 = registering fails with code n,
+ * 4 = allocations have no context from here on, as mappings have none, 5 = allocations belong to device n. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#include <pthread.h>
+
+#ifndef DEVICES
+#define DEVICES 2
+#endif
+#ifndef INIT
+#define INIT 0
+#endif
+
+#define ALLOCS 256
+#define PINS 256
+#define QUEUE 1024
+#define AWAY (1ull << 60) /* no address of the process */
+
+typedef struct { uint64_t start, size; void *context; int device, live; } Alloc;
+typedef struct { void *host; uint64_t device; size_t len; int to_device; } Copy;
+typedef struct { Copy copies[QUEUE]; unsigned long given, done; int failed; } Stream;
+typedef struct { Stream *stream; unsigned long at; } Event;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int context_of[64];
+static Alloc allocs[ALLOCS];
+static int n_allocs, gone, fail_copies, fail_pins, without_context, other_device = -1;
+static long gone_after = -1;
+static struct { char *start; size_t len; } pins[PINS];
+static int n_pins;
+static uint64_t counts[4]; /* loaded from pinned, from other memory; saved to pinned, to other memory */
+static _Thread_local void *current[16];
+static _Thread_local int depth;
+
+void strake_standin_set(int what, long n) {
+  pthread_mutex_lock(&lock);
+  if (what == 1) gone_after = n;
+  if (what == 2) fail_copies = n;
+  if (what == 3) fail_pins = n;
+  if (what == 4) without_context = 1;
+  if (what == 5) other_device = n;
+  pthread_mutex_unlock(&lock);
+}
+uint64_t strake_standin_count(int which) { return counts[which]; }
+int strake_standin_pins(void) { return n_pins; }
+int strake_standin_depth(void) { return depth; }
+
+static int alive(void) { return gone ? 709 : 0; }
+static Alloc *find(uint64_t p) {
+  for (int i = 0; i < n_allocs; i++)
+    if (allocs[i].live && p >= allocs[i].start && p < allocs[i].start + allocs[i].size) return &allocs[i];
+  return 0;
+}
+
+int cuInit(unsigned flags) {
+#ifdef HANGS
+  for (;;) sleep(1);
+#endif
+#ifdef CRASHES
+  abort();
+#endif
+  return flags ? 1 : INIT;
+}
+int cuDeviceGetCount(int *n) { *n = DEVICES; return 0; }
+int cuDeviceGet(int *d, int n) { *d = n; return n < DEVICES ? 0 : 101; }
+int cuDeviceGetName(char *name, int len, int d) { (void)d; strncpy(name, "Stand-in GPU", len); return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) {
+  (void)d;
+#ifdef NO_DMA_BUF
+  *v = 0;
+#else
+  *v = a == 124;
+#endif
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void **c, int d) { *c = &context_of[d]; return 0; }
+int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return 0; }
+int cuCtxSetCurrent(void *c) { current[depth] = c; return alive(); }
+int cuCtxPushCurrent_v2(void *c) { if (gone) return 709; current[++depth] = c; return 0; }
+int cuCtxPopCurrent_v2(void **c) { if (!depth) return 201; *c = current[depth--]; return 0; }
+
+int cuPointerGetAttributes(unsigned n, const int *what, void *const *to, uint64_t p) {
+  if (!current[depth]) return 201;
+  pthread_mutex_lock(&lock);
+  Alloc *a = find(p);
+  for (unsigned i = 0; i < n; i++) switch (what[i]) {
+    case 1: *(void **)to[i] = a ? a->context : 0; break;
+    case 2: *(unsigned *)to[i] = a ? 2 : 0; break;
+    case 9: *(int *)to[i] = a ? a->device : -2; break;
+    case 11: *(uint64_t *)to[i] = a ? a->start : 0; break;
+    case 12: *(size_t *)to[i] = a ? a->size : 0; break;
+    default: pthread_mutex_unlock(&lock); return 1;
+  }
+  pthread_mutex_unlock(&lock);
+  return 0;
+}
+int cuMemAlloc_v2(uint64_t *p, size_t len) {
+  if (!current[depth]) return 201;
+  if (len > (1ull << 32)) return 2;
+  pthread_mutex_lock(&lock);
+  static uint64_t next; /* one behind the other, so that ranges could run into the next allocation */
+  static char *memory;
+  if (!memory) memory = malloc(1 << 28);
+  if (next + len > 1 << 28 || n_allocs == ALLOCS) { pthread_mutex_unlock(&lock); return 2; }
+  *p = (uint64_t)memory + next + AWAY;
+  next += (len + 255) & ~255ull;
+  int device = other_device < 0 ? 0 : other_device;
+  for (int d = 0; other_device < 0 && d < 64; d++) if (current[depth] == &context_of[d]) device = d;
+  allocs[n_allocs++] = (Alloc){*p, (len + 255) & ~255ull, without_context ? 0 : &context_of[device], device, 1};
+  pthread_mutex_unlock(&lock);
+  return 0;
+}
+int cuMemFree_v2(uint64_t p) {
+  pthread_mutex_lock(&lock);
+  Alloc *a = find(p);
+  int ok = a && a->start == p;
+  if (ok) a->live = 0;
+  pthread_mutex_unlock(&lock);
+  return ok ? 0 : 1;
+}
+int cuMemHostRegister_v2(void *p, size_t len, unsigned flags) {
+  pthread_mutex_lock(&lock);
+  int code = fail_pins ? fail_pins : flags != 1 || n_pins == PINS ? 1 : 0;
+  for (int i = 0; i < n_pins; i++) if (pins[i].start == p) code = 712;
+  if (!code) { pins[n_pins].start = p; pins[n_pins++].len = len; }
+  pthread_mutex_unlock(&lock);
+  return code;
+}
+int cuMemHostUnregister(void *p) {
+  int code = 713;
+  pthread_mutex_lock(&lock);
+  for (int i = 0; i < n_pins; i++) if (pins[i].start == p) { pins[i] = pins[--n_pins]; code = 0; break; }
+  pthread_mutex_unlock(&lock);
+  return code;
+}
+int cuStreamCreate(void **s, unsigned flags) { if (flags != 1) return 1; if (gone) return 709; *s = calloc(1, sizeof(Stream)); return 0; }
+
+static int is_pinned(char *host, size_t len) {
+  for (int i = 0; i < n_pins; i++) if (host >= pins[i].start && host + len <= pins[i].start + pins[i].len) return 1;
+  return 0;
+}
+static int run(Stream *s, unsigned long before) {
+  pthread_mutex_lock(&lock);
+  for (; s->done < before; s->done++) {
+    Copy *c = &s->copies[s->done % QUEUE];
+    if (gone_after == 0) gone = 1;
+    if (gone_after > 0) gone_after--;
+    Alloc *a = find(c->device);
+    if (gone) s->failed = 709;
+    else if (fail_copies) s->failed = fail_copies;
+    else if (!a || c->device + c->len > a->start + a->size) s->failed = 700;
+    if (s->failed) continue;
+    if (c->to_device) memcpy((void *)(c->device - AWAY), c->host, c->len);
+    else memcpy(c->host, (void *)(c->device - AWAY), c->len);
+    counts[2 * !c->to_device + !is_pinned(c->host, c->len)] += c->len;
+  }
+  pthread_mutex_unlock(&lock);
+  return s->failed;
+}
+static int add(Stream *s, Copy c) {
+  if (gone) return 709;
+  if (!find(c.device)) return 1;
+  if (s->given - s->done == QUEUE) run(s, s->given);
+  s->copies[s->given++ % QUEUE] = c;
+  return 0;
+}
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t len, void *s) { return add(s, (Copy){(void *)from, to, len, 1}); }
+int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t len, void *s) { return add(s, (Copy){to, from, len, 0}); }
+int cuStreamSynchronize(void *s) { return run(s, ((Stream *)s)->given); }
+int cuStreamDestroy_v2(void *s) { run(s, ((Stream *)s)->given); free(s); return 0; }
+#ifndef WITHOUT_EVENTS
+int cuEventCreate(void **e, unsigned flags) { if (flags != 3) return 1; *e = calloc(1, sizeof(Event)); return 0; }
+int cuEventDestroy_v2(void *e) { free(e); return 0; }
+int cuEventRecord(void *e, void *s) { *(Event *)e = (Event){s, ((Stream *)s)->given}; return 0; }
+int cuEventSynchronize(void *e) { return run(((Event *)e)->stream, ((Event *)e)->at); }
+#endif
+int cuGetErrorName(int code, const char **name) {
+  *name = code == 3 ? "CUDA_ERROR_NOT_INITIALIZED" : code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : code == 304 ? "CUDA_ERROR_OPERATING_SYSTEM" : 0;
+  return *name ? 0 : 1;
+}

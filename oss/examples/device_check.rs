@@ -1,0 +1,55 @@
+//! The conformance suite of devices on one that is named, and then random operations on it, each block verified.
+//!
+//! `cargo run --release -p strake-oss --features conformance --example device_check -- DEVICE --erase [SECONDS [SEED]]`
+//!
+//! DEVICE is what a target's `device` may be, or a file. **All that is on it is lost.** Without SECONDS: 600. The seed is printed.
+//! `--reads SECONDS`: instead, what was written and flushed is read again and again, for a controller that is taken away meanwhile.
+//! `--bad-read OFFSET`, `--bad-write OFFSET`: instead, that the device fails there is reported as it must be, and the rest serves on.
+
+use std::{path::Path, process::ExitCode, time::Duration};
+
+use strake_oss::device::{self, conformance};
+
+const USAGE: &str = "device_check DEVICE --erase [SECONDS [SEED]] | --erase --reads SECONDS | --erase --bad-read OFFSET | --erase --bad-write OFFSET";
+
+fn number(text: &str) -> u64 {
+    text.parse().unwrap_or_else(|_| panic!("{text} is no number; {USAGE}"))
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let (path, rest) = match &args[..] {
+        [path, "--erase", rest @ ..] => (Path::new(path), rest),
+        _ => {
+            eprintln!("usage: {USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    let d = match device::open(path) {
+        Ok(d) => d,
+        Err(e) => {
+            eprintln!("{e}");
+            return ExitCode::FAILURE;
+        }
+    };
+    println!("device: {}, {} MiB, direct: {}", d.name(), d.capacity() >> 20, d.direct());
+    if let [what @ ("--bad-read" | "--bad-write"), offset] = rest {
+        conformance::bad_blocks(&*d, number(offset), *what == "--bad-read").await;
+        println!("its bad block is an error, and the rest serves on");
+        return ExitCode::SUCCESS;
+    }
+    if let ["--reads", seconds] = rest {
+        let (reads, longest) = conformance::flushed(&*d, Duration::from_secs(number(seconds))).await;
+        println!("{reads} reads are as written; the longest took {} ms", longest.as_millis());
+        return ExitCode::SUCCESS;
+    }
+    conformance::all(d.clone()).await;
+    println!("conformance: passed");
+    let seconds = rest.first().map_or(600, |s| number(s));
+    let seed = rest.get(1).map_or_else(rand::random, |s| number(s));
+    println!("random operations for {seconds} s, seed {seed}");
+    println!("{}", conformance::random_io(d, seed, Duration::from_secs(seconds)).await);
+    ExitCode::SUCCESS
+}

@@ -1,0 +1,194 @@
+//! The controller of a device: its connection, its keep-alive, and its reset when it fails. One thread, which sleeps.
+
+use std::{
+    ffi::{CString, c_void},
+    ptr,
+    sync::{
+        atomic::Ordering::SeqCst,
+        mpsc::{Receiver, RecvTimeoutError},
+    },
+    thread,
+    time::Duration,
+};
+
+use strake_proto::{Code, Error, Result};
+
+use super::{
+    Shared,
+    env::Env,
+    transport::{TransportId, Way},
+};
+use crate::device::nvme::Format;
+
+/// How often the admin queue is looked at: it sends the keep-alives that fabrics want every few seconds.
+const LOOK: Duration = Duration::from_millis(500);
+/// Between two tries to reset a controller.
+const AGAIN: Duration = Duration::from_millis(500);
+/// Where Identify Controller says that the write cache is volatile (NVMe Base 2.0, figure 275).
+const VWC: usize = 525;
+/// More than `struct spdk_nvme_transport_id` has in any release, in words.
+const TRANSPORT_ID: usize = 1024;
+
+/// What is told to the thread.
+pub enum Event {
+    /// A queue pair of this generation failed, or could not be had.
+    Failed(u64),
+    Close,
+}
+
+/// A controller and the namespace on it. Pointers of SPDK's, good until it is detached.
+#[derive(Clone, Copy)]
+pub struct Controller {
+    env: &'static Env,
+    pub at: *mut c_void,
+    pub namespace: *mut c_void,
+}
+
+// SAFETY: SPDK takes locks of its own around a controller; queue pairs, which have none, stay on their threads.
+unsafe impl Send for Controller {}
+
+impl Controller {
+    /// Blocks while the controller is reached and set up.
+    pub fn connect(env: &'static Env, id: &TransportId) -> Result<Controller> {
+        let text = CString::new(id.of_spdk()).map_err(|_| Error::new(Code::Inval, "a zero byte in a transport id"))?;
+        let mut parsed = vec![0u64; TRANSPORT_ID];
+        // SAFETY: zeroed memory, larger and no less aligned than the structure; a valid string.
+        let rc = unsafe { (env.api.spdk_nvme_transport_id_parse)(parsed.as_mut_ptr().cast(), text.as_ptr()) };
+        if rc != 0 {
+            return Err(Error::new(Code::Inval, format!("{id}: SPDK does not take it ({rc})")));
+        }
+        // SAFETY: a parsed transport id; no options.
+        let at = unsafe { (env.api.spdk_nvme_connect)(parsed.as_ptr().cast(), ptr::null(), 0) };
+        if at.is_null() {
+            let look = match id.way {
+                Way::Pcie(_) => "is it bound to vfio-pci?",
+                Way::Tcp(_) | Way::Rdma(_) => "is its target up, and this host allowed there?",
+            };
+            return Err(Error::new(Code::NxIo, format!("{id}: no such controller to be reached; {look}")));
+        }
+        let mut c = Controller { env, at, namespace: ptr::null_mut() };
+        match c.find(id.namespace) {
+            Ok(()) => Ok(c),
+            Err(e) => {
+                c.detach(false);
+                Err(e.context(id))
+            }
+        }
+    }
+
+    fn find(&mut self, namespace: u32) -> Result<()> {
+        // SAFETY: a connected controller; a null namespace is asked nothing.
+        let ns = unsafe { (self.env.api.spdk_nvme_ctrlr_get_ns)(self.at, namespace) };
+        // SAFETY: as above.
+        if ns.is_null() || !unsafe { (self.env.api.spdk_nvme_ns_is_active)(ns) } {
+            return Err(Error::new(Code::NoDev, format!("the controller has no active namespace {namespace}")));
+        }
+        self.namespace = ns;
+        Ok(())
+    }
+
+    pub fn format(&self) -> Result<Format> {
+        let (api, ns) = (&self.env.api, self.namespace);
+        // SAFETY: an active namespace of a connected controller.
+        let (sector, metadata, blocks) = unsafe {
+            let metadata = (api.spdk_nvme_ns_get_md_size)(ns);
+            ((api.spdk_nvme_ns_get_sector_size)(ns), metadata, (api.spdk_nvme_ns_get_num_sectors)(ns))
+        };
+        let shift = if sector.is_power_of_two() { sector.trailing_zeros() } else { 0 };
+        Format::new(blocks, shift, metadata)
+    }
+
+    /// Bytes of one command at most.
+    pub fn most(&self) -> u64 {
+        // SAFETY: an active namespace of a connected controller.
+        let most = unsafe { (self.env.api.spdk_nvme_ns_get_max_io_xfer_size)(self.namespace) };
+        u64::from(most).min(1 << 20) / super::BLOCK * super::BLOCK
+    }
+
+    /// Whether what it acknowledged can be lost before a flush.
+    pub fn is_volatile(&self) -> bool {
+        // SAFETY: the controller's 4096 bytes of Identify, which SPDK keeps as NVMe lays them out.
+        unsafe { *(self.env.api.spdk_nvme_ctrlr_get_data)(self.at).add(VWC) & 1 == 1 }
+    }
+
+    /// Only when no queue pair of it is left. `failed`: it would not answer a proper farewell.
+    pub fn detach(self, failed: bool) {
+        // SAFETY: connected, and not used any more.
+        unsafe {
+            if failed {
+                (self.env.api.spdk_nvme_ctrlr_fail)(self.at);
+            }
+            (self.env.api.spdk_nvme_detach)(self.at);
+        }
+    }
+
+    /// Until the device is dropped, and all of its queue pairs are gone.
+    pub fn serve(mut self, shared: &Shared, id: &TransportId, format: Format, events: &Receiver<Event>) {
+        let mut closed = false;
+        while !closed {
+            let failed = match events.recv_timeout(LOOK) {
+                Ok(Event::Failed(generation)) => generation == shared.generation.load(SeqCst),
+                Ok(Event::Close) | Err(RecvTimeoutError::Disconnected) => break,
+                // SAFETY: a connected controller; its admin queue is this thread's.
+                Err(RecvTimeoutError::Timeout) => unsafe {
+                    (self.env.api.spdk_nvme_ctrlr_process_admin_completions)(self.at) < 0
+                },
+            };
+            if failed {
+                closed = self.recover(shared, id, format, events);
+            }
+        }
+        while shared.pairs.load(SeqCst) > 0 {
+            thread::sleep(Duration::from_millis(1));
+        }
+        self.detach(!shared.is_up());
+    }
+
+    /// Resets the controller until it works again; whether the device was dropped meanwhile.
+    fn recover(&mut self, shared: &Shared, id: &TransportId, format: Format, events: &Receiver<Event>) -> bool {
+        tracing::warn!("{id}: the controller fails; resetting it");
+        shared.set_up(false);
+        while shared.pairs.load(SeqCst) > 0 {
+            thread::sleep(Duration::from_millis(1));
+        }
+        if shared.volatile && shared.written.load(SeqCst) > shared.flushed.load(SeqCst) {
+            // The same namespace may have come back without what was only in its cache: no flush can vouch for it.
+            shared.lost.store(true, SeqCst);
+            tracing::error!(
+                "{id}: reset with writes that were not flushed; flushes fail until this target is opened anew"
+            );
+        }
+        let mut last = Error::new(Code::Io, "");
+        loop {
+            match self.reset(id, format) {
+                Ok(()) => break,
+                Err(e) if e != last => {
+                    tracing::warn!("{e}; trying again");
+                    last = e;
+                }
+                Err(_) => {}
+            }
+            if let Ok(Event::Close) = events.recv_timeout(AGAIN) {
+                return true;
+            }
+        }
+        tracing::info!("{id}: the controller works again");
+        *shared.controller.lock() = *self;
+        shared.generation.fetch_add(1, SeqCst);
+        shared.set_up(true);
+        false
+    }
+
+    fn reset(&mut self, id: &TransportId, format: Format) -> Result<()> {
+        // SAFETY: a controller without queue pairs but its admin queue, which is this thread's.
+        let rc = unsafe { (self.env.api.spdk_nvme_ctrlr_reset)(self.at) };
+        if rc != 0 {
+            return Err(Error::new(Code::Io, format!("{id}: the controller cannot be reset ({rc})")));
+        }
+        self.find(id.namespace).map_err(|e| e.context(id))?;
+        match self.format()? {
+            f if f == format => Ok(()),
+            _ => Err(Error::new(Code::Io, format!("{id}: another size or format than before"))),
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! SPDK's and DPDK's functions, by our own declarations, from the libraries of the machine. The prototypes are the same in every
+//! release of SPDK from v22.01 to v26.05, and no structure of theirs is known here but [`Completion`], which NVMe fixes.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+
+use strake_proto::{Code, Error, Result};
+
+/// `struct spdk_nvme_cpl`: a completion queue entry (NVMe Base 2.0, 3.3.3.2).
+#[repr(C)]
+pub struct Completion {
+    dw0: u32,
+    dw1: u32,
+    head: u16,
+    queue: u16,
+    command: u16,
+    /// With the phase in its lowest bit.
+    pub status: u16,
+}
+
+const _: () = assert!(size_of::<Completion>() == 16);
+
+pub type Done = extern "C" fn(*mut c_void, *const Completion);
+
+/// In the order in which they must be opened, all symbols for all: SPDK's are linked against less than they use.
+const LIBRARIES: &[(&str, bool)] = &[
+    ("libcrypto.so.3", false),
+    ("libssl.so.3", false),
+    ("librte_eal.so", true),
+    ("librte_pci.so", true),
+    ("librte_bus_pci.so", true),
+    ("librte_mempool.so", true),
+    ("librte_mempool_ring.so", true),
+    ("librte_ring.so", true),
+    ("librte_power.so", false),
+    ("libspdk_env_dpdk.so", true),
+    ("libspdk_sock_posix.so", true),
+    ("libspdk_nvme.so", true),
+];
+
+macro_rules! functions {
+    ($($name:ident: fn($($arg:ty),*) $(-> $out:ty)?;)*) => {
+        /// The functions, as long as this process lives.
+        pub struct Api { $(pub $name: unsafe extern "C" fn($($arg),*) $(-> $out)?,)* }
+
+        impl Api {
+            fn find() -> Result<Api> {
+                Ok(Api { $($name: {
+                    let at = symbol(concat!(stringify!($name), "\0"))?;
+                    // SAFETY: the function of that name has this prototype in every release of SPDK and DPDK from v22.01 on.
+                    unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) $(-> $out)?>(at) }
+                },)* })
+            }
+        }
+    };
+}
+
+functions! {
+    rte_eal_init: fn(c_int, *mut *mut c_char) -> c_int;
+    rte_version: fn() -> *const c_char;
+    rte_eal_iova_mode: fn() -> c_int;
+    spdk_env_dpdk_post_init: fn(bool) -> c_int;
+    spdk_iommu_is_enabled: fn() -> bool;
+    spdk_dma_zmalloc: fn(usize, usize, *mut u64) -> *mut c_void;
+    spdk_dma_free: fn(*mut c_void);
+    spdk_mem_register: fn(*mut c_void, usize) -> c_int;
+    spdk_nvme_transport_id_parse: fn(*mut c_void, *const c_char) -> c_int;
+    spdk_nvme_connect: fn(*const c_void, *const c_void, usize) -> *mut c_void;
+    spdk_nvme_detach: fn(*mut c_void) -> c_int;
+    spdk_nvme_ctrlr_fail: fn(*mut c_void);
+    spdk_nvme_ctrlr_reset: fn(*mut c_void) -> c_int;
+    spdk_nvme_ctrlr_get_data: fn(*mut c_void) -> *const u8;
+    spdk_nvme_ctrlr_get_ns: fn(*mut c_void, u32) -> *mut c_void;
+    spdk_nvme_ctrlr_process_admin_completions: fn(*mut c_void) -> i32;
+    spdk_nvme_ctrlr_alloc_io_qpair: fn(*mut c_void, *const c_void, usize) -> *mut c_void;
+    spdk_nvme_ctrlr_free_io_qpair: fn(*mut c_void) -> c_int;
+    spdk_nvme_ns_is_active: fn(*mut c_void) -> bool;
+    spdk_nvme_ns_get_sector_size: fn(*mut c_void) -> u32;
+    spdk_nvme_ns_get_md_size: fn(*mut c_void) -> u32;
+    spdk_nvme_ns_get_num_sectors: fn(*mut c_void) -> u64;
+    spdk_nvme_ns_get_max_io_xfer_size: fn(*mut c_void) -> u32;
+    spdk_nvme_ns_cmd_read: fn(*mut c_void, *mut c_void, *mut c_void, u64, u32, Done, *mut c_void, u32) -> c_int;
+    spdk_nvme_ns_cmd_write: fn(*mut c_void, *mut c_void, *mut c_void, u64, u32, Done, *mut c_void, u32) -> c_int;
+    spdk_nvme_ns_cmd_flush: fn(*mut c_void, *mut c_void, Done, *mut c_void) -> c_int;
+    spdk_nvme_qpair_process_completions: fn(*mut c_void, u32) -> i32;
+}
+
+const INSTALL: &str = "build SPDK (v22.01 or later) with its own DPDK and --with-shared, install both and run ldconfig, \
+                       or name their folders in LD_LIBRARY_PATH";
+
+fn last_error() -> String {
+    // SAFETY: dlerror returns null or a string that is valid until the next call of this thread.
+    let text = unsafe { libc::dlerror() };
+    if text.is_null() {
+        return "unknown error".into();
+    }
+    // SAFETY: as above.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+/// Opens them for good: DPDK's threads run their code as long as the process lives. `NoEnt`, in a sentence that says what to install.
+pub fn load() -> Result<Api> {
+    open_all(LIBRARIES)?;
+    Api::find()
+}
+
+fn open_all(libraries: &[(&str, bool)]) -> Result<()> {
+    for (name, needed) in libraries {
+        let text = CString::new(*name).map_err(|_| Error::new(Code::Inval, "a library's name"))?;
+        // SAFETY: a valid string; constructors of these libraries only register transports and drivers.
+        let opened = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_LAZY | libc::RTLD_GLOBAL) };
+        if opened.is_null() && *needed {
+            return Err(Error::new(Code::NoEnt, format!("SPDK is not installed ({}); {INSTALL}", last_error())));
+        }
+    }
+    Ok(())
+}
+
+fn symbol(name: &'static str) -> Result<*mut c_void> {
+    // SAFETY: `name` ends with a zero byte.
+    let at = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr().cast()) };
+    if at.is_null() {
+        let name = name.trim_end_matches('\0');
+        return Err(Error::new(Code::OpNotSupp, format!("the SPDK of this machine has no {name}; {INSTALL}")));
+    }
+    Ok(at)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_said_in_one_sentence() {
+        let e = open_all(&[("libstrake_no_such.so", false), ("libstrake_nor_such.so", true)]).unwrap_err();
+        assert_eq!(e.code, Code::NoEnt);
+        assert!(e.message.contains("libstrake_nor_such.so") && e.message.contains("build SPDK"), "{e}");
+        let e = symbol("strake_no_such_function\0").unwrap_err();
+        assert!(e.code == Code::OpNotSupp && e.message.contains("no strake_no_such_function;"), "{e}");
+        assert!(symbol("malloc\0").is_ok());
+    }
+}

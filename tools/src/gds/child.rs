@@ -1,0 +1,139 @@
+//! Looking from a child process: a driver may hang or crash where it likes, `strake` answers.
+
+use std::{
+    io::{BufRead, BufReader, Write},
+    os::unix::process::ExitStatusExt,
+    process::{Child, Command, ExitCode, ExitStatus, Stdio},
+    sync::{Arc, mpsc},
+    thread,
+    time::{Duration, Instant},
+};
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+use strake_gds::{
+    Cuda, GpuMem, HostMem, Tier, Unavailable,
+    status::{self, TierStatus},
+};
+use strake_proto::{Code, Error, Result};
+
+use super::{Device, Memory};
+
+/// What the child knows; it says so after each step, the last one is the answer.
+#[derive(Serialize, Deserialize)]
+pub struct Found {
+    pub device: Option<String>,
+    pub notice: Option<String>,
+    pub tiers: Vec<TierStatus>,
+    /// Nothing is to come.
+    done: bool,
+}
+
+/// How long a killed child may take to be gone. One that a driver holds in the kernel may stay for ever; it is left then.
+const GOING: Duration = Duration::from_secs(1);
+
+/// The child: looks, and prints what it found, one line of JSON for each step.
+pub fn look(at: Device, test: bool) -> Result<ExitCode> {
+    // A driver that hangs here is not to outlive who asked. Where it cannot be had, it may.
+    let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
+    let opened: Result<Arc<dyn GpuMem>, Unavailable> = match at.memory {
+        Memory::Cuda => Cuda::open(at.device).map(|g| Arc::new(g) as _),
+        Memory::Host => Ok(Arc::new(HostMem::new())),
+    };
+    let (device, tiers) = match &opened {
+        Ok(d) => (Some(d.name()), status::untested(&**d)),
+        Err(why) => (None, status::without(why)),
+    };
+    let mut found = Found { device, notice: None, tiers, done: !test || opened.is_err() };
+    say(&found)?;
+    if let (Ok(d), true) = (opened, test) {
+        (found.tiers, found.notice) = crate::run(2, status::tested(d))?;
+        found.done = true;
+        say(&found)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn say(found: &Found) -> Result<()> {
+    let mut line = serde_json::to_vec(found).map_err(std::io::Error::from)?;
+    line.push(b'\n');
+    let mut out = std::io::stdout().lock();
+    out.write_all(&line)?;
+    Ok(out.flush()?)
+}
+
+/// Starts the child and waits for it, `seconds` at most.
+pub fn ask(at: Device, test: bool, seconds: u64) -> Result<Found> {
+    let memory = at.memory.to_possible_value().map(|v| v.get_name().to_string()).unwrap_or_default();
+    let mut command = Command::new("/proc/self/exe");
+    command.args(["gds", "look", "--memory", &memory, "--device", &at.device.to_string()]);
+    command.args(test.then_some("--test")).stdin(Stdio::null()).stdout(Stdio::piped());
+    let failed = |e: std::io::Error| Error::from(e).context("starting the program that looks");
+    let mut child = command.spawn().map_err(failed)?;
+    let out = child.stdout.take().ok_or_else(|| Error::new(Code::Io, "the child has no output"))?;
+    let (lines, heard) = mpsc::channel();
+    // Not joined: it ends with the pipe, which a process that cannot be killed may keep open.
+    thread::spawn(move || {
+        for line in BufReader::new(out).lines().map_while(|l| l.ok()) {
+            // A driver may print what it likes.
+            if let Ok(found) = serde_json::from_str::<Found>(&line)
+                && lines.send(found).is_err()
+            {
+                return;
+            }
+        }
+    });
+    let until = Instant::now() + Duration::from_secs(seconds);
+    let mut last = None;
+    let why = loop {
+        match heard.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok(found) if found.done => {
+                reap(&mut child, until);
+                return Ok(found);
+            }
+            Ok(found) => last = Some(found),
+            Err(mpsc::RecvTimeoutError::Timeout) => break Unavailable::Hung { seconds },
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                break Unavailable::Died {
+                    how: reap(&mut child, until).map_or("closed its output".into(), how_it_ended),
+                };
+            }
+        }
+    };
+    let _ = child.kill();
+    reap(&mut child, Instant::now() + GOING);
+    Ok(without_answer(last, &why))
+}
+
+/// Waits for its end, until then.
+fn reap(child: &mut Child, until: Instant) -> Option<ExitStatus> {
+    loop {
+        match child.try_wait() {
+            Ok(None) if Instant::now() < until => thread::sleep(Duration::from_millis(10)),
+            Ok(status) => return status,
+            Err(_) => return None,
+        }
+    }
+}
+
+fn how_it_ended(status: ExitStatus) -> String {
+    match (status.signal(), status.code()) {
+        (Some(n), _) => format!("was killed by signal {n}"),
+        (None, code) => format!("ended with {}", code.unwrap_or_default()),
+    }
+}
+
+/// What it had said of tiers that cannot be used stands; of the others nothing is known but `why`.
+fn without_answer(last: Option<Found>, why: &Unavailable) -> Found {
+    let Some(mut found) = last else {
+        return Found { device: None, notice: None, tiers: status::without(why), done: true };
+    };
+    let open = Unavailable::NotTested.kind();
+    for t in found.tiers.iter_mut().filter(|t| t.reason.as_deref() == Some(open)) {
+        if let Ok(tier) = t.tier.parse::<Tier>() {
+            *t = TierStatus::unavailable(tier, why);
+        }
+    }
+    found.done = true;
+    found
+}

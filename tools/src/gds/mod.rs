@@ -1,0 +1,123 @@
+//! `strake gds`: which roads between files and GPU memory this machine has, and why it has not the others.
+
+mod child;
+
+use std::process::ExitCode;
+
+use clap::{Args, Subcommand, ValueEnum};
+use serde::Serialize;
+use strake_gds::{Policy, status::TierStatus};
+use strake_proto::Result;
+
+use crate::term::{size, table};
+
+#[derive(Subcommand)]
+pub enum Command {
+    /// Show what this machine has, without moving a byte.
+    Status(LookArgs),
+    /// Move a pattern through every tier and back, and show how fast that went.
+    Probe {
+        #[command(flatten)]
+        look: LookArgs,
+        /// End with 1 if no tier passed that this policy allows: prefer, at-least:TIER or require:TIER.
+        #[arg(long, default_value_t = Policy::Prefer)]
+        policy: Policy,
+    },
+    /// What `status` and `probe` start to look for them.
+    #[command(hide = true)]
+    Look {
+        #[command(flatten)]
+        at: Device,
+        #[arg(long)]
+        test: bool,
+    },
+}
+
+#[derive(Args)]
+pub struct LookArgs {
+    #[command(flatten)]
+    at: Device,
+    /// Seconds after which a driver that does not answer is taken for hung.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=600))]
+    timeout: u64,
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Clone, Copy)]
+pub struct Device {
+    /// Number of the GPU, as CUDA counts them.
+    #[arg(long, default_value_t = 0)]
+    device: u32,
+    /// Where the memory is.
+    #[arg(long, value_enum, default_value_t = Memory::Cuda)]
+    memory: Memory,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Memory {
+    /// On an NVIDIA GPU.
+    Cuda,
+    /// In this machine's own memory, in place of a device: to see how it works. What is measured says nothing about a GPU.
+    Host,
+}
+
+/// What is printed.
+#[derive(Serialize)]
+struct Shown {
+    device: Option<String>,
+    /// What there is less of than was wanted.
+    notice: Option<String>,
+    tiers: Vec<TierStatus>,
+    /// Of `probe`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    policy: Option<Policy>,
+    /// Whether a tier passed that the policy allows.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    met: Option<bool>,
+}
+
+pub fn run(command: Command) -> Result<ExitCode> {
+    let (args, policy) = match command {
+        Command::Look { at, test } => return child::look(at, test),
+        Command::Status(args) => (args, None),
+        Command::Probe { look, policy } => (look, Some(policy)),
+    };
+    let found = child::ask(args.at, policy.is_some(), args.timeout)?;
+    let met = policy.map(|p| found.tiers.iter().any(|t| t.available && t.tier.parse().is_ok_and(|t| p.allows(t))));
+    let shown = Shown { device: found.device, notice: found.notice, tiers: found.tiers, policy, met };
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&shown).map_err(std::io::Error::from)?);
+    } else {
+        print(&shown);
+    }
+    Ok(if met == Some(false) { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+fn print(shown: &Shown) {
+    println!("device: {}", shown.device.as_deref().unwrap_or("none"));
+    if let Some(n) = &shown.notice {
+        println!("note: {n}");
+    }
+    println!();
+    let mut rows = vec![["TIER", "STATE", "TO DEVICE", "FROM DEVICE"].map(String::from).to_vec()];
+    for t in &shown.tiers {
+        let rate = |r: Option<f64>| r.map_or_else(|| "-".into(), |r| format!("{}/s", size(r as u64)));
+        let state = match t.reason.as_deref() {
+            None => "available",
+            Some("not-tested") => "not tested",
+            Some(_) => "not available",
+        };
+        rows.push(vec![t.tier.clone(), state.into(), rate(t.load_bytes_per_s), rate(t.save_bytes_per_s)]);
+    }
+    print!("{}", table(&rows));
+    println!();
+    for t in &shown.tiers {
+        if let Some(why) = &t.why {
+            println!("{}: {why}", t.tier);
+        }
+    }
+    if let (Some(policy), Some(met)) = (shown.policy, shown.met) {
+        println!("\nthe policy {policy} {}", if met { "can be met" } else { "cannot be met here" });
+    }
+}

@@ -1,0 +1,159 @@
+//! `lfs path`: over which road this mount reaches the servers that hold a file.
+
+use std::{collections::BTreeSet, ffi::OsString, os::unix::fs::MetadataExt, path::Path};
+
+use rustix::io::Errno;
+use serde_json::{Value, json};
+use strake_proto::{
+    NodeId,
+    layout::StripeMap,
+    map::{MapView, ROLE_MDS},
+    pb,
+};
+
+use super::{
+    Failure, Output,
+    args::{Opt, Parsed, Takes::*, opt, parse},
+    fs as mount,
+};
+use crate::term::{size, table};
+
+pub const USAGE: &str = "lfs path [--json] PATH...   the connections of this mount to the servers that hold a file; of a \
+                         directory: to all\n";
+const OPTIONS: &[Opt] = &[opt('\0', "json", Nothing)];
+
+pub fn read(args: Vec<OsString>) -> Result<Parsed, Failure> {
+    let p = parse("path", OPTIONS, args)?;
+    if p.operands.is_empty() {
+        return Err(Failure::usage("path", "no path given".into()));
+    }
+    Ok(p)
+}
+
+pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
+    let p = read(args)?;
+    let mut all = Vec::new();
+    for path in &p.operands {
+        match look(Path::new(path)) {
+            Ok(servers) if p.has("json") => {
+                all.push(json!({ "path": path.to_string_lossy(), "servers": as_json(&servers) }));
+            }
+            Ok(servers) => out.print(&format!("{}\n{}", path.to_string_lossy(), text(&servers))),
+            Err(f) => out.fail(f),
+        }
+    }
+    if p.has("json") {
+        out.print(&format!("{:#}\n", Value::from(all)));
+    }
+    Ok(())
+}
+
+/// A storage server, and the connections of the mount to it.
+struct Server {
+    id: NodeId,
+    name: String,
+    ways: Vec<pb::WayStatus>,
+}
+
+fn look(path: &Path) -> Result<Vec<Server>, Failure> {
+    let failed = |e: std::io::Error| {
+        Failure::os(format_args!("cannot read '{}'", path.display()), Errno::from_io_error(&e).unwrap_or(Errno::IO))
+    };
+    let real = path.canonicalize().map_err(failed)?;
+    let meta = real.metadata().map_err(failed)?;
+    let map = mount::map(&mount::mount_of(&real)?)?;
+    let roads = mount::roads(&real)?;
+    let nodes = if meta.is_file() { holders(meta.ino(), &mount::layout(&real)?, &map)? } else { storage_servers(&map) };
+    Ok(servers(&nodes, &map, &roads))
+}
+
+/// The nodes with a replica of one of the file's chains.
+fn holders(ino: u64, layout: &pb::Layout, map: &MapView) -> Result<BTreeSet<NodeId>, Failure> {
+    let stripes = StripeMap::resolve(ino, layout, map)?;
+    let chains = stripes.chains.iter().filter_map(|c| map.chain(*c));
+    Ok(chains.flat_map(|c| &c.replicas).filter_map(|r| map.node_of(r.target)).map(|n| n.id).collect())
+}
+
+fn storage_servers(map: &MapView) -> BTreeSet<NodeId> {
+    map.map.nodes.iter().filter(|n| n.role != ROLE_MDS).map(|n| n.id).collect()
+}
+
+fn servers(nodes: &BTreeSet<NodeId>, map: &MapView, roads: &pb::Roads) -> Vec<Server> {
+    let server = |id: &NodeId| Server {
+        id: *id,
+        name: map.node(*id).map_or_else(|| id.to_string(), |n| n.name.clone()),
+        ways: roads.ways.iter().filter(|w| w.node == *id).cloned().collect(),
+    };
+    nodes.iter().map(server).collect()
+}
+
+/// What an endpoint begins with.
+fn road(w: &pb::WayStatus) -> &str {
+    w.endpoint.split_once(':').map_or("", |(road, _)| road)
+}
+
+fn text(servers: &[Server]) -> String {
+    let mut rows = vec![["SERVER", "ROAD", "CONNECTED TO", "SENT", "RECEIVED"].map(String::from).to_vec()];
+    for s in servers {
+        rows.extend(
+            s.ways
+                .iter()
+                .map(|w| vec![s.name.clone(), road(w).into(), w.endpoint.clone(), size(w.sent), size(w.received)]),
+        );
+        if s.ways.is_empty() {
+            rows.push(vec![s.name.clone(), "-".into(), "not connected".into()]);
+        }
+    }
+    table(&rows)
+}
+
+fn as_json(servers: &[Server]) -> Value {
+    let way =
+        |w: &pb::WayStatus| json!({ "road": road(w), "endpoint": w.endpoint, "sent": w.sent, "received": w.received });
+    let one = |s: &Server| {
+        let ways: Vec<Value> = s.ways.iter().map(way).collect();
+        json!({ "node": s.id, "name": s.name, "connections": ways })
+    };
+    servers.iter().map(one).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_of_a_file_and_how_they_are_reached() {
+        let node = |id, name: &str| pb::Node { id, role: 2, name: name.into(), ..Default::default() };
+        let target = |id, node| pb::Target { id, node, ..Default::default() };
+        let chain = |id, targets: &[u32]| pb::Chain {
+            id,
+            replicas: targets.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect(),
+            ..Default::default()
+        };
+        let map = MapView::new(pb::ClusterMap {
+            nodes: vec![node(5, "oss1"), node(6, "oss2"), node(7, "oss3")],
+            targets: vec![target(0, 5), target(1, 6), target(2, 7)],
+            chains: vec![chain(1, &[0, 1]), chain(2, &[2, 1])],
+            ..Default::default()
+        })
+        .unwrap();
+        let component = pb::Component { end: u64::MAX, stripe_size: 65536, chains: vec![1], ..Default::default() };
+        let layout = pb::Layout { components: vec![component], ..Default::default() };
+        let way = |endpoint: &str| pb::WayStatus { node: 5, endpoint: endpoint.into(), sent: 2048, received: 7 };
+        let roads = pb::Roads { ways: vec![way("rdma:10.0.0.1:7"), way("tcp:h:8")], ..Default::default() };
+        let nodes = holders(9, &layout, &map).unwrap();
+        assert_eq!(nodes, BTreeSet::from([5, 6]));
+        let found = servers(&nodes, &map, &roads);
+        assert_eq!(
+            text(&found),
+            "SERVER  ROAD  CONNECTED TO     SENT     RECEIVED\n\
+             oss1    rdma  rdma:10.0.0.1:7  2.0 KiB  7 B\n\
+             oss1    tcp   tcp:h:8          2.0 KiB  7 B\n\
+             oss2    -     not connected\n"
+        );
+        let json = as_json(&found);
+        assert_eq!(json[0]["connections"][0]["road"], "rdma");
+        assert_eq!(json[1]["connections"], json!([]));
+        assert_eq!(storage_servers(&map).len(), 3);
+    }
+}

@@ -1,0 +1,226 @@
+//! `strake gds`, and the bridge on the files of a cluster of real processes, over TCP.
+
+#[allow(dead_code, reason = "some of it is for other tests")]
+mod common;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use common::{ok, refused, strake, text};
+use serde_json::Value;
+use strake_client::{Client, Config, Creds, File};
+use strake_fabric::{Env, Identity, Pool, TcpFabric};
+use strake_gds::{Bridge, GpuMem, HostMem, Options, Policy, Tier, Transfer};
+use strake_proto::layout::splitmix64;
+
+const TIERS: [&str; 5] = ["gpu-rdma", "local-gds", "bounce-rdma", "bounce-tcp", "pageable"];
+
+fn gds(args: &[&str]) -> Command {
+    let mut c = strake();
+    c.arg("gds").args(args);
+    c
+}
+
+fn json(out: &Output) -> Value {
+    serde_json::from_slice(&out.stdout).unwrap_or_else(|e| panic!("{e}: {}\n{}", text(&out.stdout), text(&out.stderr)))
+}
+
+#[track_caller]
+fn reasons(v: &Value) -> Vec<(String, String)> {
+    let tiers = v["tiers"].as_array().unwrap();
+    assert_eq!(tiers.iter().map(|t| t["tier"].as_str().unwrap()).collect::<Vec<_>>(), TIERS);
+    let word = |v: &Value| v.as_str().unwrap_or("").to_string();
+    tiers.iter().map(|t| (word(&t["reason"]), word(&t["why"]))).collect()
+}
+
+/// The stand-in of the driver library, made for a purpose; `None` (and said so) where there is no compiler.
+fn standin(dir: &Path, flag: &str) -> Option<()> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../gds-bridge/tests/standin/libcuda.c");
+    let mut cc = Command::new("cc");
+    cc.args(["-shared", "-fPIC", "-O1", "-pthread", flag, "-o"]).arg(dir.join("libcuda.so.1")).arg(source);
+    match cc.output() {
+        Ok(out) => assert!(out.status.success(), "{}", text(&out.stderr)),
+        Err(e) => {
+            println!("skipped: no C compiler here ({e})");
+            return None;
+        }
+    }
+    Some(())
+}
+
+#[test]
+fn without_a_driver_each_tier_says_why_it_is_not_there() {
+    let out = gds(&["status", "--json"]).output().unwrap();
+    ok(&out);
+    let v = json(&out);
+    if !v["device"].is_null() || !v["tiers"][3]["why"].as_str().unwrap_or("").contains("libcuda.so.1 cannot be opened")
+    {
+        println!("skipped: this machine has a driver: {v}");
+        return;
+    }
+    let kinds: Vec<String> = reasons(&v).into_iter().map(|r| r.0).collect();
+    assert_eq!(kinds, ["not-built", "not-built", "not-built", "no-library", "no-library"]);
+    let shown = ok(&gds(&["status"]).output().unwrap());
+    assert!(shown.starts_with("device: none\n"), "{shown}");
+    for t in TIERS {
+        assert!(shown.lines().any(|l| l.starts_with(t) && l.contains("not available")), "{t}: {shown}");
+        assert!(shown.lines().any(|l| l.starts_with(&format!("{t}: "))), "{t}: {shown}");
+    }
+    let out = gds(&["probe"]).output().unwrap();
+    assert_eq!(out.status.code(), Some(1));
+    assert!(text(&out.stdout).ends_with("the policy prefer cannot be met here\n"), "{}", text(&out.stdout));
+}
+
+#[test]
+fn the_stand_in_passes_its_self_tests_and_policies_decide_the_exit() {
+    let out = gds(&["probe", "--memory=host", "--json"]).output().unwrap();
+    ok(&out);
+    let v = json(&out);
+    assert_eq!((&v["met"], &v["policy"]), (&true.into(), &"prefer".into()));
+    for tier in [3, 4] {
+        let t = &v["tiers"][tier];
+        assert_eq!(t["available"], true, "{v}");
+        assert!(t["load_bytes_per_s"].as_f64().unwrap() > 0.0 && t["save_bytes_per_s"].as_f64().unwrap() > 0.0);
+    }
+    let exit = |policy: &str| gds(&["probe", "--memory=host", "--policy", policy]).output().unwrap().status.code();
+    assert_eq!(exit("require:bounce-tcp"), Some(0));
+    assert_eq!(exit("at-least:bounce-rdma"), Some(1));
+    let v = json(&gds(&["status", "--memory=host", "--json"]).output().unwrap());
+    let kinds: Vec<String> = reasons(&v).into_iter().map(|r| r.0).collect();
+    assert_eq!(kinds, ["not-built", "not-built", "not-built", "not-tested", "not-tested"]);
+    assert!(v.get("met").is_none());
+}
+
+#[test]
+fn wrong_arguments_are_refused() {
+    refused(&gds(&["probe", "--policy=best"]).output().unwrap(), &["best", "at-least:TIER"]);
+    refused(&gds(&["probe", "--policy=require:rdma"]).output().unwrap(), &["`rdma` is no tier", "gpu-rdma"]);
+    for bad in
+        [["status", "--timeout=0"], ["status", "--timeout=601"], ["status", "--device=-1"], ["probe", "--memory=gpu"]]
+    {
+        refused(&gds(&bad).output().unwrap(), &["error"]);
+    }
+    refused(&gds(&[]).output().unwrap(), &["status", "probe"]);
+}
+
+#[test]
+fn a_driver_that_hangs_or_crashes_is_left_behind() {
+    let dir = tempfile::tempdir().unwrap();
+    let with = |args: &[&str]| gds(args).env("LD_LIBRARY_PATH", dir.path()).output().unwrap();
+    let Some(()) = standin(dir.path(), "-DHANGS") else { return };
+    let begun = Instant::now();
+    let out = with(&["probe", "--json", "--timeout=2"]);
+    assert!(begun.elapsed() > Duration::from_secs(2) && begun.elapsed() < Duration::from_secs(60));
+    assert_eq!(out.status.code(), Some(1));
+    let why = reasons(&json(&out));
+    assert_eq!((why[0].0.as_str(), why[3].0.as_str(), why[4].0.as_str()), ("not-built", "hung", "hung"));
+    assert!(why[3].1.starts_with("no answer in 2 s: the driver hangs"), "{why:?}");
+    // The process is gone. Only this test has it in its environment.
+    let mark = format!("LD_LIBRARY_PATH={}", dir.path().display());
+    let left = fs::read_dir("/proc").unwrap().flatten().filter(|p| {
+        fs::read(p.path().join("environ")).is_ok_and(|e| e.split(|b| *b == 0).any(|v| v == mark.as_bytes()))
+    });
+    assert_eq!(left.count(), 0);
+
+    let Some(()) = standin(dir.path(), "-DCRASHES") else { return };
+    let why = reasons(&json(&with(&["status", "--json"])));
+    assert_eq!(
+        why[3],
+        ("died".into(), "the program that looked was killed by signal 6 before it had an answer".into())
+    );
+
+    let Some(()) = standin(dir.path(), "-DNO_DMA_BUF") else { return };
+    let v = json(&with(&["probe", "--json", "--device=1", "--policy=require:bounce-tcp"]));
+    assert_eq!((&v["device"], &v["met"]), (&"Stand-in GPU (device 1)".into(), &true.into()), "{v}");
+    assert_eq!(reasons(&v)[0].0, "no-dma-buf");
+    let why = reasons(&json(&with(&["status", "--json", "--device=7"])));
+    assert_eq!(why[3], ("no-device".into(), "there is no device 7: they are numbered from 0 to 1".into()));
+}
+
+/// One metadata server and two storage servers; stopped when dropped.
+struct Small {
+    _root: tempfile::TempDir,
+    dir: PathBuf,
+}
+
+impl Small {
+    fn new() -> Small {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("cluster");
+        let mut up = strake();
+        up.arg("up").arg("--dir").arg(&dir).args(["--mount=none", "--mds=1", "--oss=2", "--targets-per-oss=1"]);
+        ok(&up.args(["--mirror=2", "--target-gib=1"]).current_dir(root.path()).output().unwrap());
+        Small { _root: root, dir }
+    }
+
+    async fn client(&self) -> Client {
+        let made: toml::Table = fs::read_to_string(self.dir.join("cluster.toml")).unwrap().parse().unwrap();
+        let port = made["ports"].as_array().unwrap()[0].as_integer().unwrap();
+        let hex = fs::read_to_string(self.dir.join("client.key")).unwrap();
+        let byte = |i: usize| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16).unwrap();
+        let key: [u8; 32] = std::array::from_fn(byte);
+        let env = Env::system();
+        let fabric = TcpFabric::new(env.clone(), Identity::client(key), None, Pool::default(), Default::default());
+        let config = Config::new(vec![format!("tcp:127.0.0.1:{port}").parse().unwrap()]);
+        Client::connect(config, env, Arc::new(fabric)).await.unwrap()
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = strake().arg("down").arg("--dir").arg(&self.dir).output();
+    }
+}
+
+fn range(f: &File, offset: u64, gpu: u64, len: u64) -> Transfer {
+    Transfer { file: Arc::new(f.clone()), offset, gpu, len }
+}
+
+#[test]
+fn bytes_go_to_a_cluster_and_come_back_over_tcp() {
+    const BOUNCE: Policy = Policy::Require(Tier::BounceTcp);
+    let cluster = Small::new();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async {
+        let (a, b) = (cluster.client().await, cluster.client().await);
+        let mem = HostMem::new();
+        mem.limit_pins(1 << 30);
+        let options = Options { pinned_limit: Some(256 << 20), ..Options::default() };
+        let len = (24 << 20) + 12_345u64;
+        let mut seed = 5;
+        let data: Vec<u8> = (0..len.div_ceil(8)).flat_map(|_| splitmix64(&mut seed).to_le_bytes()).collect();
+        let data = &data[..len as usize];
+        let tensor = mem.alloc(len).unwrap();
+        mem.poke(tensor, data).unwrap();
+
+        let bridge = Bridge::open(Arc::new(mem.clone()), a.pool().clone(), options.clone()).await.unwrap();
+        let (f, _) = a.create(&Creds::default(), a.root(), b"checkpoint", 0o644, 2, true, None).await.unwrap();
+        let r = bridge.save(&[range(&f, 0, tensor, len)], BOUNCE).await.unwrap();
+        assert!(r.is_all(Tier::BounceTcp) && r.staged == 0, "{r}");
+        f.fsync().await.unwrap();
+
+        // Through the other client, past its cache: what arrives from the socket lies in pinned memory already.
+        let bridge = Bridge::open(Arc::new(mem.clone()), b.pool().clone(), options).await.unwrap();
+        let (g, attr) = b.open(&Creds::default(), f.ino(), 0o40000).await.unwrap();
+        assert_eq!(attr.size, len);
+        let to = mem.alloc(len).unwrap();
+        let before = mem.copied();
+        let r =
+            bridge.load(&[range(&g, 0, to, len / 2), range(&g, len / 2, to + len / 2, len - len / 2)], BOUNCE).await;
+        let r = r.unwrap();
+        assert!(r.is_all(Tier::BounceTcp), "{r}");
+        assert_eq!(r.staged, 0, "no byte was copied once more: {r}");
+        assert!(bridge.pinned_buffers() > 0);
+        assert_eq!(mem.copied().load_pinned - before.load_pinned, len);
+        assert!(mem.peek(to, len).unwrap() == data);
+        f.close().await.unwrap();
+        g.close().await.unwrap();
+        a.close().await.unwrap();
+        b.close().await.unwrap();
+    });
+}
