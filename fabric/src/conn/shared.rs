@@ -116,7 +116,8 @@ pub(crate) struct Waiter {
     tx: oneshot::Sender<Result<Message>>,
     /// What the peer may reach until then.
     pub loans: Vec<u64>,
-    /// The peer has asked for room for its reply. It may once: rooms are memory.
+    /// The peer may not ask for room for its reply, or not again: it may once, because rooms are memory, and not for what answers a
+    /// request for room.
     pub asked: bool,
     /// Taken as long, for the sake of the loans, also when nobody waits for the answer.
     _slot: Option<Arc<Slot>>,
@@ -443,7 +444,7 @@ impl Shared {
         self.pending.lock().waiting.remove(&id)
     }
 
-    /// Whether somebody waits for this answer, and it is the first time that its peer asks for room.
+    /// Whether somebody waits for this answer, which may be a large one, and it is the first time that its peer asks for room.
     pub fn may_have_room(&self, id: u64) -> bool {
         let mut p = self.pending.lock();
         let waiter = p.waiting.get_mut(&id).filter(|w| !w.tx.is_closed());
@@ -495,7 +496,7 @@ impl Shared {
             let slot = self.slot(payload.max(room)).await?;
             let (tx, rx) = oneshot::channel();
             let (loan, placed) = self.lend(&mut request, room).await?;
-            let mut waiter = Waiter { tx, loans: Vec::new(), asked: false, _slot: None };
+            let mut waiter = Waiter { tx, loans: Vec::new(), asked: op == opcode::ROOM, _slot: None };
             let mut f = outgoing(self, Kind::Request, 0, op, request, Hold::Request(slot.clone()))?;
             if let Some(p) = &placed {
                 f.place(p);

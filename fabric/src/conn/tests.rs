@@ -262,3 +262,60 @@ async fn a_peer_gets_room_once_for_an_answer_that_is_waited_for() {
     assert_eq!(got, [Ok(()), Err(Code::NoEnt), Err(Code::NoEnt), Err(Code::NoEnt)]);
     assert_eq!(f.lent(), 0);
 }
+
+/// Takes its time to lend.
+struct Slow(Arc<dyn Bulk>);
+
+#[async_trait]
+impl Bulk for Slow {
+    async fn lend(&self, payload: Vec<Buf>, room: Option<BufMut>) -> Result<Loan> {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        self.0.lend(payload, room).await
+    }
+    async fn take_back(&self, loan: u64) -> Result<Option<BufMut>> {
+        self.0.take_back(loan).await
+    }
+    async fn fetch(&self, from: &[Region], to: BufMut) -> Result<BufMut> {
+        self.0.fetch(from, to).await
+    }
+    async fn put(&self, payload: Vec<Buf>, to: Region) -> Result<()> {
+        self.0.put(payload, to).await
+    }
+}
+
+/// Answers with more than fits into a frame.
+struct Verbose;
+
+#[async_trait]
+impl Service for Verbose {
+    async fn handle(&self, _: &Peer, m: Message) -> Result<Message> {
+        Ok(m.with_payload(vec![conformance::pattern(100_000, 5)]))
+    }
+}
+
+/// All that a server asks of who connected is room. If it lent memory for the answer to that, a client that keeps the answer back
+/// would hold as much as it likes.
+#[tokio::test(start_paused = true)]
+async fn a_request_for_room_is_no_reason_to_lend_any() {
+    let f = InMemory::new();
+    let (near, far) = tokio::io::duplex(64 << 10);
+    let (ours, theirs) = f.ends();
+    let served = f.streams.clone();
+    let (rd, wr) = tokio::io::split(far);
+    f.streams.env.spawn(async move {
+        let shared = served.welcome(rd, wr, Some(theirs), "memory".into(), Arc::new(Verbose)).await.unwrap();
+        shared.closed().await;
+    });
+    let (rd, wr) = tokio::io::split(near);
+    let conn = f.streams.connect_over(rd, wr, Some(Arc::new(Slow(ours))), "memory".into(), None).await.unwrap();
+    let asks = async {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        // The server waits for the answer to its first request.
+        let ask = AskRoom { request_id: 1, len: 16 << 20 };
+        conn.call(Message::new(opcode::ROOM, ask.encode()), LONG).await.map(drop).map_err(|e| e.code)
+    };
+    let (answer, asked) = tokio::join!(conn.call(Message::new(0x75, ""), LONG), asks);
+    assert_eq!(asked, Err(Code::NoEnt));
+    assert_eq!(answer.unwrap().payload_len(), 100_000);
+    assert_eq!(f.lent(), 0);
+}
