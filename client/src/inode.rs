@@ -488,10 +488,18 @@ impl Inode {
         self.state.lock().handles.iter().filter(|(s, _)| **s != session).map(|(_, n)| n).sum()
     }
 
-    fn adopt(&self, session: SessionId) {
-        let mut s = self.state.lock();
-        let n: usize = s.handles.values().sum();
-        s.handles = BTreeMap::from([(session, n)]);
+    /// The session learned of so many handles more. Returns how many of them are not there any more.
+    fn adopt(&self, session: SessionId, told: usize) -> usize {
+        let (mut s, mut left) = (self.state.lock(), told);
+        s.handles.retain(|of, n| {
+            let known = if *of == session { 0 } else { left.min(*n) };
+            (*n, left) = (*n - known, left - known);
+            *n > 0
+        });
+        if told > left {
+            *s.handles.entry(session).or_default() += told - left;
+        }
+        left
     }
 
     /// Keeps the capability that an open was answered with.
@@ -656,8 +664,11 @@ impl Core {
         }
         let r = self.meta_as_opener(&old.creds, ops).await.map_err(|e| e.context("reopening the file"))?;
         if strangers > 0 {
-            inode.adopt(session.id);
+            let closed = inode.adopt(session.id, strangers);
             self.counted_open(opening.since);
+            if closed > 0 {
+                self.tell_closed(&vec![inode.ino; closed], opening.since).await;
+            }
         }
         let index = r.iter().map(|r| r.writer).max().unwrap_or(0);
         self.release_later(inode.ino, inode.opened_again(session.id, index));

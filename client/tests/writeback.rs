@@ -154,6 +154,25 @@ async fn a_file_is_not_released_before_an_earlier_open_is_answered_and_closed() 
     assert!(!c.mds.is_written(ino));
 }
 
+/// A new session is told of what is open, and of what was closed while it was told.
+#[tokio::test(start_paused = true)]
+async fn a_file_that_is_closed_while_a_new_session_learns_of_it_is_released() {
+    let c = cluster(2, 1);
+    let a = c.client_with(1, holding()).await;
+    let f = file(&a).await;
+    let ino = f.ino();
+    c.mds.evict_all();
+    c.mds.answer_next_open_after(Duration::from_millis(700));
+    while !c.mds.is_written(ino) {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    f.close().await.unwrap();
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert!(c.mds.is_written(ino));
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    assert_eq!((c.mds.is_written(ino), c.mds.opens()), (false, 0));
+}
+
 #[tokio::test(start_paused = true)]
 async fn nothing_is_held_back_of_what_others_write_or_without_a_lease() {
     let c = cluster(2, 1);

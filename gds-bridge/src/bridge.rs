@@ -12,12 +12,12 @@ use std::{
 
 use futures_util::{StreamExt, stream};
 use parking_lot::Mutex;
-use strake_fabric::{Buf, Pool, REGION};
+use strake_fabric::{Buf, REGION};
 use strake_proto::{Code, Error, Result, layout::MAX_FILE_SIZE};
 use tokio::sync::Semaphore;
 
 use crate::{
-    ByTier, Direction, Failed, FileIo, Policy, Report, Tier, Unavailable,
+    ByTier, Direction, Failed, FileIo, Network, Policy, Report, Tier, Unavailable,
     copier::{Call, Copier, Flight, Work},
     mem::{Fault, GpuMem},
     pins::{MIN_SLOT, Pins, Regions},
@@ -80,7 +80,7 @@ pub struct Bridge(Arc<Inner>);
 
 pub(crate) struct Inner {
     pub device: Arc<dyn GpuMem>,
-    pub pool: Pool,
+    pub network: Arc<dyn Network>,
     pub workers: Vec<Copier>,
     /// Largest part, bytes.
     pub part: usize,
@@ -117,11 +117,10 @@ struct Ongoing<'a> {
 }
 
 impl Bridge {
-    /// A bridge to a device, for files of a client whose buffers come from `pool` ([`strake_client::Client::pool`]). Runs the
-    /// self-tests; a device on which they fail makes a bridge, too, whose calls say why they fail.
+    /// A bridge to a device, for files of one client. Runs the self-tests; a device on which they fail makes a bridge, too, whose calls say why they fail.
     ///
     /// `EINVAL` for options out of range.
-    pub async fn open(device: Arc<dyn GpuMem>, pool: Pool, options: Options) -> Result<Bridge> {
+    pub async fn open(device: Arc<dyn GpuMem>, network: Arc<dyn Network>, options: Options) -> Result<Bridge> {
         options.check()?;
         let shape = (options.workers, options.slots, options.slot_bytes);
         let (slots, part, regions, notice, unpinned) = match Pins::new(&device, shape, options.pinned_limit) {
@@ -136,7 +135,7 @@ impl Bridge {
         let workers = slots.into_iter().map(start).collect::<Result<Vec<_>>>()?;
         let bridge = Bridge(Arc::new(Inner {
             device,
-            pool,
+            network,
             workers,
             part,
             unpinned,
@@ -204,6 +203,7 @@ impl Bridge {
         if self.standings().iter().any(|(_, s)| lost(s)) {
             self.self_test().await;
         }
+        let rdma_before = inner.network.over_rdma();
         let asked = all.iter().fold(0u64, |sum, t| sum.saturating_add(t.len));
         let mut run = Run::begin(asked, policy, direction, &self.standings(), inner.consent);
         if let Err(e) = inner.check(direction, all) {
@@ -221,6 +221,7 @@ impl Bridge {
             let moves = stream::iter(parts).map(|p| inner.part(&ongoing, p)).buffer_unordered(inner.width);
             moves.for_each(|()| ready(())).await;
         }
+        ongoing.run.lock().over_rdma(inner.network.over_rdma().saturating_sub(rdma_before));
         let ranges = ongoing.moved.iter().map(|n| n.load(Relaxed)).collect();
         let (report, outcome) = ongoing.run.into_inner().finish(ranges, begun.elapsed());
         match outcome {
@@ -327,7 +328,7 @@ impl Inner {
     async fn save_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<(Tier, u64)>> {
         loop {
             let Some(tier) = call.run.lock().road() else { return Ok(None) };
-            let into = self.pool.get(p.len).await?;
+            let into = self.network.pool().get(p.len).await?;
             let work = Work::Save { from: p.gpu, into };
             match self.worker().copy(&call.flight.0, tier, work).await {
                 Ok(done) => {

@@ -1,8 +1,8 @@
-//! Files as the bridge sees them.
+//! Files, and the client that has them, as the bridge sees them.
 
 use async_trait::async_trait;
-use strake_client::File;
-use strake_fabric::Buf;
+use strake_client::{Client, File};
+use strake_fabric::{Buf, Pool};
 use strake_proto::{Code, Error, Result};
 
 /// A file that parts are read from and written to, many at a time.
@@ -16,6 +16,36 @@ pub trait FileIo: Send + Sync + 'static {
 
     /// Writes all of it, or fails.
     async fn write(&self, offset: u64, data: Buf) -> Result<()>;
+}
+
+/// What a bridge asks of the client whose files it moves.
+pub trait Network: Send + Sync + 'static {
+    /// Where buffers come from, those of bytes that arrive too.
+    fn pool(&self) -> &Pool;
+
+    /// Bytes that went over RDMA since the beginning, whichever way and for whom.
+    fn over_rdma(&self) -> u64;
+}
+
+impl Network for Client {
+    fn pool(&self) -> &Pool {
+        Client::pool(self)
+    }
+
+    fn over_rdma(&self) -> u64 {
+        self.roads().roads.iter().filter(|r| r.road == "rdma").map(|r| r.sent + r.received).sum()
+    }
+}
+
+/// Buffers without a client, for self-tests.
+impl Network for Pool {
+    fn pool(&self) -> &Pool {
+        self
+    }
+
+    fn over_rdma(&self) -> u64 {
+        0
+    }
 }
 
 #[async_trait]

@@ -7,7 +7,7 @@
 //! use strake_gds::{Bridge, Cuda, GpuMem, Options, Policy, Tier, Transfer};
 //!
 //! let gpu = Arc::new(Cuda::open(0)?);
-//! let bridge = Bridge::open(gpu.clone(), client.pool().clone(), Options::default()).await?;
+//! let bridge = Bridge::open(gpu.clone(), Arc::new(client), Options::default()).await?;
 //! let tensor = gpu.alloc(1 << 30)?;
 //! let all = [Transfer { file: Arc::new(file), offset: 0, gpu: tensor, len: 1 << 30 }];
 //! let report = bridge.load(&all, Policy::AtLeast(Tier::BounceTcp)).await?;
@@ -37,7 +37,7 @@ mod tier;
 
 pub use bridge::{Bridge, Options, Transfer};
 pub use cuda::Cuda;
-pub use file::FileIo;
+pub use file::{FileIo, Network};
 pub use host::{Copied, HostMem};
 pub use mem::{Fault, GpuMem, Mark, Stream};
 pub use reason::Unavailable;

@@ -70,6 +70,7 @@ pub struct Run {
     asked: u64,
     by_tier: ByTier<u64>,
     staged: u64,
+    over_rdma: u64,
     switches: Vec<Switch>,
     ended: Option<Error>,
 }
@@ -90,6 +91,7 @@ impl Run {
             asked,
             by_tier: ByTier::default(),
             staged: 0,
+            over_rdma: 0,
             switches: Vec::new(),
             ended,
         }
@@ -132,6 +134,19 @@ impl Run {
         self.switches.push(Switch { after: self.by_tier.sum(), from: tier, to, why });
     }
 
+    /// At the end: so many bytes went over the client's RDMA meanwhile. Then it is not certain that `BounceTcp` was what it says, and who
+    /// required exactly that is told. For all others it is a lower bound.
+    pub fn over_rdma(&mut self, bytes: u64) {
+        self.over_rdma = bytes;
+        if bytes > 0 && self.policy == Policy::Require(Tier::BounceTcp) && self.by_tier.sum() > 0 {
+            let m = format!(
+                "{} is not certain: the client had {bytes} bytes over RDMA meanwhile; use fabric=tcp",
+                self.policy
+            );
+            self.fail(Error::new(Code::Io, m));
+        }
+    }
+
     /// Something happened that no tier helps against.
     pub fn fail(&mut self, e: Error) {
         self.ended.get_or_insert(e);
@@ -150,6 +165,7 @@ impl Run {
             ranges,
             by_tier: self.by_tier,
             staged: self.staged,
+            over_rdma: self.over_rdma,
             switches: self.switches,
             unavailable: self.unavailable,
             checksum,

@@ -133,6 +133,8 @@ impl fmt::Display for Unavailable {
     }
 }
 
+impl std::error::Error for Unavailable {}
+
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;

@@ -66,6 +66,9 @@ pub struct Report {
     pub by_tier: ByTier<u64>,
     /// Of those, bytes that were copied once more in host memory, because the client's buffer was not of the kind that the tier takes.
     pub staged: u64,
+    /// Bytes that the client had over RDMA while the call ran, of other calls and programs too. If there are any, some of what is
+    /// counted as `bounce-tcp` may have come by RDMA.
+    pub over_rdma: u64,
     /// Changes of tier, in order.
     pub switches: Vec<Switch>,
     /// Tiers that the policy allows and that were not available, best first.
@@ -110,6 +113,9 @@ impl fmt::Display for Report {
             write!(f, " {bytes} by {tier},")?;
         }
         write!(f, " {} of them copied once more in host memory", self.staged)?;
+        if self.over_rdma > 0 {
+            write!(f, "; the client had {} bytes over RDMA meanwhile", self.over_rdma)?;
+        }
         if let Some(c) = self.checksum {
             write!(f, "; checksum: {c}")?;
         }

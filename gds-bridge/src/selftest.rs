@@ -20,7 +20,8 @@ use crate::{
 /// What this version has no code for, whatever the machine has.
 pub fn not_built(tier: Tier) -> Option<Unavailable> {
     match tier {
-        Tier::GpuRdma | Tier::BounceRdma => Some(Unavailable::NotBuilt("the client speaks TCP only, RDMA is to come")),
+        Tier::GpuRdma => Some(Unavailable::NotBuilt("GPU memory is not registered for RDMA yet")),
+        Tier::BounceRdma => Some(Unavailable::NotBuilt("it is not told yet which bytes the client had over RDMA")),
         Tier::LocalGds => Some(Unavailable::NotBuilt("no copies are kept on this node that cuFile could read")),
         Tier::BounceTcp | Tier::Pageable => None,
     }
@@ -102,7 +103,7 @@ async fn there_and_back(bridge: &Inner, tier: Tier) -> Result<Measured, Unavaila
 }
 
 fn buffer(bridge: &Inner, pooled: bool) -> BufMut {
-    if pooled { bridge.pool.get_now(bridge.part) } else { BufMut::unpooled(bridge.part) }
+    if pooled { bridge.network.pool().get_now(bridge.part) } else { BufMut::unpooled(bridge.part) }
 }
 
 fn pattern(mut b: BufMut, seed: &mut u64) -> Buf {

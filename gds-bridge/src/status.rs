@@ -69,7 +69,7 @@ pub fn untested(device: &dyn GpuMem) -> Vec<TierStatus> {
 
 /// The same after self-tests, and what a bridge had to say about its memory.
 pub async fn tested(device: Arc<dyn GpuMem>) -> Result<(Vec<TierStatus>, Option<String>)> {
-    let bridge = Bridge::open(device, Pool::default(), Options::default()).await?;
+    let bridge = Bridge::open(device, Arc::new(Pool::default()), Options::default()).await?;
     let standings = bridge.standings();
     Ok((all(|tier| standings[tier].clone()), bridge.notice().map(String::from)))
 }

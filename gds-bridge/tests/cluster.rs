@@ -34,7 +34,7 @@ async fn striped_files_arrive_and_what_is_saved_is_read_by_another_mount() {
     let (a, b) = (cluster.client(1).await, cluster.client(2).await);
     let mem = HostMem::new();
     mem.limit_pins(1 << 30);
-    let bridge = over(&mem, a.pool()).await;
+    let bridge = over(&mem, Arc::new(a.clone())).await;
     let data: Vec<Vec<u8>> = (0..3).map(|i| pattern(i, 2 * MIB + 4321 * i)).collect();
     let mut files = Vec::new();
     for (i, d) in data.iter().enumerate() {
@@ -83,7 +83,7 @@ async fn damaged_full_and_closed_files_fail_with_their_own_errors() {
     let c = cluster.client(1).await;
     let mem = HostMem::new();
     mem.limit_pins(1 << 30);
-    let bridge = over(&mem, c.pool()).await;
+    let bridge = over(&mem, Arc::new(c.clone())).await;
     let data = pattern(9, 2 * MIB);
     let f = written(&c, b"f", &data, 65536).await;
     let tensor = ram::device(&mem, &vec![0; 2 << 20]);

@@ -83,7 +83,7 @@ impl Rig {
     async fn bridge(&self) -> Bridge {
         let options =
             Options { workers: 3, slots: 2, slot_bytes: 256 << 10, pinned_limit: Some(1 << 30), ..Options::default() };
-        Bridge::open(Arc::new(self.gpu.clone()), self.pool.clone(), options).await.unwrap()
+        Bridge::open(Arc::new(self.gpu.clone()), Arc::new(self.pool.clone()), options).await.unwrap()
     }
 }
 

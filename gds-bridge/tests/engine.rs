@@ -2,14 +2,20 @@
 
 mod ram;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::SeqCst},
+    },
+    time::Duration,
+};
 
 use futures_util::FutureExt;
 use ram::*;
 use strake_fabric::Pool;
 use strake_gds::{
-    Bridge, Checksum, Copied, Direction, Fault, FileIo, GpuMem, HostMem, Options, Policy, Report, Tier, Transfer,
-    Unavailable,
+    Bridge, Checksum, Copied, Direction, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Report, Tier,
+    Transfer, Unavailable,
     plan::{Measured, Standing},
 };
 use strake_proto::{Code, Error, layout::splitmix64};
@@ -300,12 +306,50 @@ async fn bad_ranges_are_refused_before_anything_moves() {
     assert_eq!((r.asked, r.checksum), (0, None));
 }
 
+/// A client that had some bytes over RDMA.
+struct Mixed(Pool, Arc<AtomicU64>);
+
+impl Network for Mixed {
+    fn pool(&self) -> &Pool {
+        &self.0
+    }
+    fn over_rdma(&self) -> u64 {
+        self.1.load(SeqCst)
+    }
+}
+
+#[tokio::test]
+async fn what_may_have_come_by_rdma_is_not_said_to_be_tcp() {
+    let (mem, pool, rdma) = (HostMem::new(), Pool::new(64 << 20), Arc::new(AtomicU64::new(1000)));
+    mem.limit_pins(1 << 30);
+    let bridge = over(&mem, Arc::new(Mixed(pool.clone(), rdma.clone()))).await;
+    let tensor = device(&mem, &vec![0; 1 << 20]);
+    let quiet = Ram::new(1, pattern(1, MIB), &pool);
+    // What was before the call does not count.
+    let r = bridge.load(&[whole(&quiet, tensor)], BOUNCE).await.unwrap();
+    assert_eq!(r.over_rdma, 0);
+    let file = Ram::with(1, pattern(1, MIB), &pool, move |n| {
+        rdma.fetch_add(u64::from(n == 2) * 4096, SeqCst);
+        rdma.fetch_add(1, SeqCst);
+        Ok(())
+    });
+    let failed = bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap_err();
+    assert!(failed.error.code == Code::Io && failed.error.message.contains("4100 bytes over RDMA"), "{failed}");
+    assert_eq!((failed.report.over_rdma, failed.report.moved()), (4100, MIB));
+    for policy in [Policy::Prefer, Policy::AtLeast(Tier::BounceTcp)] {
+        let r = bridge.load(&[whole(&file, tensor)], policy).await.unwrap();
+        assert!(r.over_rdma >= 4 && r.to_string().contains("bytes over RDMA meanwhile"), "{r}");
+    }
+    let r = bridge.load(&[whole(&file, tensor)], Policy::Require(Tier::Pageable)).await.unwrap();
+    assert!(r.over_rdma > 0, "it is told, and this tier says nothing of the network");
+}
+
 #[tokio::test]
 async fn options_out_of_range_are_refused() {
     let with = |f: fn(&mut Options)| {
         let mut o = Options::default();
         f(&mut o);
-        Bridge::open(Arc::new(HostMem::new()), Pool::new(8 << 20), o)
+        Bridge::open(Arc::new(HostMem::new()), Arc::new(Pool::new(8 << 20)), o)
     };
     let bad: [fn(&mut Options); 7] = [
         |o| o.workers = 0,
@@ -461,7 +505,7 @@ async fn a_call_that_is_given_up_touches_the_device_no_more() {
 async fn calls_beside_each_other_share_the_slots_and_a_small_pool() {
     let (mem, pool) = (HostMem::new(), Pool::new(MIB));
     mem.limit_pins(1 << 30);
-    let bridge = over(&mem, &pool).await;
+    let bridge = over(&mem, Arc::new(pool.clone())).await;
     let calls: Vec<_> = (0..8u64)
         .map(|i| {
             let (bridge, mem, pool) = (bridge.clone(), mem.clone(), pool.clone());

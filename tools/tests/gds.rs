@@ -198,14 +198,14 @@ fn bytes_go_to_a_cluster_and_come_back_over_tcp() {
         let tensor = mem.alloc(len).unwrap();
         mem.poke(tensor, data).unwrap();
 
-        let bridge = Bridge::open(Arc::new(mem.clone()), a.pool().clone(), options.clone()).await.unwrap();
+        let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(a.clone()), options.clone()).await.unwrap();
         let (f, _) = a.create(&Creds::default(), a.root(), b"checkpoint", 0o644, 2, true, None).await.unwrap();
         let r = bridge.save(&[range(&f, 0, tensor, len)], BOUNCE).await.unwrap();
         assert!(r.is_all(Tier::BounceTcp) && r.staged == 0, "{r}");
         f.fsync().await.unwrap();
 
         // Through the other client, past its cache: what arrives from the socket lies in pinned memory already.
-        let bridge = Bridge::open(Arc::new(mem.clone()), b.pool().clone(), options).await.unwrap();
+        let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(b.clone()), options).await.unwrap();
         let (g, attr) = b.open(&Creds::default(), f.ino(), 0o40000).await.unwrap();
         assert_eq!(attr.size, len);
         let to = mem.alloc(len).unwrap();

@@ -10,7 +10,7 @@ use std::sync::{
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use strake_fabric::{Buf, Pool};
-use strake_gds::{Bridge, FileIo, GpuMem, HostMem, Options, Transfer};
+use strake_gds::{Bridge, FileIo, GpuMem, HostMem, Network, Options, Transfer};
 use strake_proto::{Result, layout::splitmix64};
 
 pub const KIB: u64 = 1 << 10;
@@ -83,15 +83,15 @@ impl FileIo for Ram {
 pub async fn bridge(pins: u64) -> (HostMem, Pool, Bridge) {
     let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
     mem.limit_pins(pins);
-    let bridge = over(&mem, &pool).await;
+    let bridge = over(&mem, Arc::new(pool.clone())).await;
     (mem, pool, bridge)
 }
 
 /// Three workers with two slots of 256 KiB.
-pub async fn over(mem: &HostMem, pool: &Pool) -> Bridge {
+pub async fn over(mem: &HostMem, network: Arc<dyn Network>) -> Bridge {
     let options =
         Options { workers: 3, slots: 2, slot_bytes: 256 << 10, pinned_limit: Some(1 << 30), ..Options::default() };
-    Bridge::open(Arc::new(mem.clone()), pool.clone(), options).await.unwrap()
+    Bridge::open(Arc::new(mem.clone()), network, options).await.unwrap()
 }
 
 /// A device allocation with these contents.
