@@ -38,6 +38,8 @@ const SENDS: usize = 16;
 const RETURNS: usize = 4;
 /// Operations on payloads that are posted at a time.
 const OPS: usize = 256;
+/// Work requests of a queue pair that may be posted at a time.
+pub const DEPTH: usize = SENDS + RETURNS + 1 + OPS;
 /// How long to look for completions after the last one before sleeping.
 const SPIN: Duration = Duration::from_micros(50);
 /// After so long without any, see whether the other end is there.
@@ -168,7 +170,6 @@ impl Queue {
             wake: Notify::new(),
             addr,
         };
-        let depth = SENDS + RETURNS + 1 + OPS;
         // SAFETY: an open context; each object is made from valid ones, and `Drop` takes back what was made.
         unsafe {
             q.channel = (lib.ibv_create_comp_channel)(q.device.ctx);
@@ -176,7 +177,8 @@ impl Queue {
                 return Err(os_error("a completion channel"));
             }
             q.fd = Some(non_blocking((*q.channel).fd)?);
-            let entries = (depth + 2 * usize::from(CREDITS) + 8) as i32;
+            // A peer that keeps to no credits may fill every shared buffer before the first look, and what overflows is lost.
+            let entries = (DEPTH as u32 + q.device.messages) as i32;
             q.cq = (lib.ibv_create_cq)(q.device.ctx, entries, null_mut(), q.channel, 0);
             if q.cq.is_null() {
                 return Err(os_error("a completion queue"));
@@ -185,7 +187,7 @@ impl Queue {
             init.send_cq = q.cq;
             init.recv_cq = q.cq;
             init.srq = q.device.srq();
-            init.max_send_wr = depth as u32;
+            init.max_send_wr = DEPTH as u32;
             init.max_send_sge = 1;
             init.qp_type = verbs::QPT_RC;
             if (lib.rdma_create_qp)(q.id.raw, q.device.pd(), &raw mut init) != 0 {

@@ -176,7 +176,9 @@ pub struct DeviceAttr {
     pub max_qp_wr: c_int,
     pub device_cap_flags: u32,
     pub max_sge: c_int,
-    _b: [c_int; 5],
+    _b: [c_int; 2],
+    pub max_cqe: c_int,
+    _mr: [c_int; 2],
     pub max_qp_rd_atom: c_int,
     _c: [c_int; 2],
     pub max_qp_init_rd_atom: c_int,
@@ -248,6 +250,7 @@ const _: () = {
     assert!(offset_of!(QpInitAttr, qp_type) == 52 && size_of::<SrqInitAttr>() == 24);
     assert!(offset_of!(DeviceAttr, vendor_id) == 96);
     assert!(size_of::<DeviceAttr>() == 232 && offset_of!(DeviceAttr, device_cap_flags) == 116);
+    assert!(offset_of!(DeviceAttr, max_cqe) == 132);
     assert!(offset_of!(DeviceAttr, max_qp_rd_atom) == 144 && offset_of!(DeviceAttr, max_qp_init_rd_atom) == 156);
     assert!(offset_of!(DeviceAttr, max_mw) == 176 && offset_of!(DeviceAttr, max_srq_wr) == 216);
     assert!(offset_of!(CmId, qp) == 24 && offset_of!(CmId, dst) == 160);
