@@ -287,6 +287,24 @@ async fn who_sends_what_is_no_message_is_cut_off_and_others_served_on() {
     }
 }
 
+#[tokio::test]
+async fn reads_that_one_end_makes_are_those_that_the_other_is_asked_to_serve() {
+    let Some(at) = here() else { return };
+    let f = server();
+    let mut to = addresses(&at).await.unwrap()[0];
+    let listening = Id::new(f.lib).unwrap();
+    to.set_port(listening.listen(to, BACKLOG).unwrap());
+    let id = Id::new(f.lib).unwrap();
+    id.resolve(to, RESOLVE_MS, "here").await.unwrap();
+    let q = Queue::new(f.device(&id).unwrap(), id, "here".into()).unwrap();
+    // Serves three, makes five.
+    q.id().connect(&greeting().encode(), (3, 5)).unwrap();
+    let e = timeout(LONG, listening.events.expect(event::CONNECT_REQUEST, "here")).await.unwrap().unwrap();
+    let id = Id::of_request(f.lib, e.id).unwrap();
+    assert_eq!(e.reads, (5, 3));
+    id.reject(&greeting().encode());
+}
+
 /// Answers READ with more than was asked for, and with what was.
 struct Reader;
 
