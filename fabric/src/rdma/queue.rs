@@ -50,7 +50,10 @@ const LINGER: Duration = Duration::from_millis(200);
 const BATCH: usize = 16;
 
 pub struct Queue {
+    /// Dropped first: what is stranded after the end has registrations, which must not outlive the device.
+    pub state: Mutex<State>,
     pub device: Arc<Device>,
+    /// Dropped after the device: its context is the library's, sure to be open while it has an id.
     id: Id,
     qp: *mut verbs::Qp,
     cq: *mut Cq,
@@ -58,7 +61,6 @@ pub struct Queue {
     /// Dropped before the channel is destroyed.
     fd: Option<AsyncFd<RawFd>>,
     pub ops: Arc<Semaphore>,
-    pub state: Mutex<State>,
     wake: Notify,
     pub addr: String,
 }
@@ -159,6 +161,7 @@ impl Queue {
     pub fn new(device: Arc<Device>, id: Id, addr: String) -> Result<Queue> {
         let lib = device.lib;
         let mut q = Queue {
+            state: Mutex::new(State { message: MESSAGE, ..State::default() }),
             device,
             id,
             qp: null_mut(),
@@ -166,7 +169,6 @@ impl Queue {
             channel: null_mut(),
             fd: None,
             ops: Arc::new(Semaphore::new(OPS)),
-            state: Mutex::new(State { message: MESSAGE, ..State::default() }),
             wake: Notify::new(),
             addr,
         };
