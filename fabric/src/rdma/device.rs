@@ -95,6 +95,12 @@ pub fn name_of(lib: &Lib, ctx: *mut Context) -> String {
 /// Limits of a device; an error in words if it cannot be used.
 pub fn look_at(lib: &Lib, ctx: *mut Context) -> Result<DeviceAttr> {
     let name = name_of(lib, ctx);
+    // SAFETY: an open context has a device.
+    if unsafe { (*(*ctx).device).transport_type } == verbs::TRANSPORT_IWARP {
+        return Err(verbs::missing(format!(
+            "device {name} is of iWARP, which sends no immediate data; use one of InfiniBand or RoCE"
+        )));
+    }
     // SAFETY: all zeros are a value of this plain struct, which is filled for an open context.
     let attr = unsafe {
         let mut attr: DeviceAttr = std::mem::zeroed();
