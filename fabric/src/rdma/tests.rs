@@ -305,6 +305,29 @@ async fn reads_that_one_end_makes_are_those_that_the_other_is_asked_to_serve() {
     id.reject(&greeting().encode());
 }
 
+/// In one thread, so that the server takes no completion before all have come.
+#[tokio::test]
+async fn who_fills_all_shared_buffers_at_once_takes_none_away() {
+    let Some(at) = here() else { return };
+    let f = server();
+    let (service, guard) = serve(&f, &at).await;
+    let friend = f.connect(guard.endpoint(), None).await.unwrap();
+    let flooder = fabric_of(client_identity(), None, Options::default());
+    // If buffers were lost, there would be none after some of these.
+    for n in 1..=5 {
+        let peer = raw(&flooder, guard.endpoint()).await;
+        for i in 0..peer.q.device.messages {
+            let mut wr = queue::new_wr(op::SEND_WITH_IMM);
+            peer.q.post(&mut peer.q.state.lock(), &mut wr, queue::Wr::Probe).unwrap();
+            if i % 64 == 63 {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        }
+        timeout(LONG, service.until(|s| s.disconnected.load(SeqCst) == n)).await.expect("it is cut off");
+        timeout(LONG, works(&*friend)).await.expect("others are served on");
+    }
+}
+
 /// Answers READ with more than was asked for, and with what was.
 struct Reader;
 
