@@ -119,8 +119,8 @@ pub(crate) struct Waiter {
     /// The peer may not ask for room for its reply, or not again: it may once, because rooms are memory, and not for what answers a
     /// request for room.
     pub asked: bool,
-    /// Taken as long, for the sake of the loans, also when nobody waits for the answer.
-    _slot: Option<Arc<Slot>>,
+    /// Taken as long, for the sake of the loans, also of those made later, when nobody waits for the answer any more.
+    _slot: Arc<Slot>,
 }
 
 impl Waiter {
@@ -496,7 +496,7 @@ impl Shared {
             let slot = self.slot(payload.max(room)).await?;
             let (tx, rx) = oneshot::channel();
             let (loan, placed) = self.lend(&mut request, room).await?;
-            let mut waiter = Waiter { tx, loans: Vec::new(), asked: op == opcode::ROOM, _slot: None };
+            let mut waiter = Waiter { tx, loans: Vec::new(), asked: op == opcode::ROOM, _slot: slot.clone() };
             let mut f = outgoing(self, Kind::Request, 0, op, request, Hold::Request(slot.clone()))?;
             if let Some(p) = &placed {
                 f.place(p);
@@ -504,7 +504,6 @@ impl Shared {
             }
             if let Some(loan) = &loan {
                 waiter.loans.push(loan.id);
-                waiter._slot = Some(slot.clone());
                 f.header.flags |= FLAG_REGIONS;
                 f.payload.insert(0, loan.regions.encode().into());
             }

@@ -27,7 +27,7 @@ pub struct Event {
     /// Of a connection request: the new id.
     pub id: *mut CmId,
     pub private: Vec<u8>,
-    /// READs that the other end has under way at most, and that it serves.
+    /// READs at a time that this end is asked to serve, and that it may have under way.
     pub reads: (u8, u8),
 }
 
@@ -93,7 +93,7 @@ impl Events {
                 }
                 _ => Vec::new(),
             };
-            let reads = (e.conn.initiator_depth, e.conn.responder_resources);
+            let reads = (e.conn.responder_resources, e.conn.initiator_depth);
             let event = Event { kind: e.event, status: e.status, id: e.id, private, reads };
             (self.lib.rdma_ack_cm_event)(raw);
             Ok(Some(event))
@@ -249,6 +249,7 @@ impl Id {
         }
     }
 
+    /// `reads`: how many this end serves at a time, and how many it has under way.
     fn param(private: &[u8], reads: (u8, u8)) -> ConnParam {
         ConnParam {
             private_data: private.as_ptr().cast(),

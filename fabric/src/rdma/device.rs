@@ -10,13 +10,18 @@ use std::{
 use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result};
 
-use super::verbs::{self, Context, DeviceAttr, Lib, Mr, Pd, RecvWr, Sge, Srq, SrqInitAttr, os_error};
+use super::{
+    queue::DEPTH,
+    verbs::{self, Context, DeviceAttr, Lib, Mr, Pd, RecvWr, Sge, Srq, SrqInitAttr, os_error},
+};
 use crate::{Buf, BufMut, Pool, REGION, Region};
 
 /// Bytes of a message at most, and of a receive buffer.
 pub const MESSAGE: usize = 4096;
 /// Of a completion's id: it is a receive buffer.
 pub const RECV: u64 = 1 << 63;
+/// Receive buffers that a device needs at least.
+pub const FEWEST: u32 = 16;
 
 pub struct Device {
     pub lib: &'static Lib,
@@ -24,6 +29,8 @@ pub struct Device {
     pub name: String,
     pd: *mut Pd,
     srq: *mut Srq,
+    /// Buffers of the shared receive queue.
+    pub messages: u32,
     /// Most READs that may be under way, as target and as source.
     pub reads: (u8, u8),
     /// It checks windows against the bounds of the registration only, so what is lent is registered by itself (soft-RoCE, as of
@@ -88,6 +95,12 @@ pub fn name_of(lib: &Lib, ctx: *mut Context) -> String {
 /// Limits of a device; an error in words if it cannot be used.
 pub fn look_at(lib: &Lib, ctx: *mut Context) -> Result<DeviceAttr> {
     let name = name_of(lib, ctx);
+    // SAFETY: an open context has a device.
+    if unsafe { (*(*ctx).device).transport_type } == verbs::TRANSPORT_IWARP {
+        return Err(verbs::missing(format!(
+            "device {name} is of iWARP, which sends no immediate data; use one of InfiniBand or RoCE"
+        )));
+    }
     // SAFETY: all zeros are a value of this plain struct, which is filled for an open context.
     let attr = unsafe {
         let mut attr: DeviceAttr = std::mem::zeroed();
@@ -103,8 +116,15 @@ pub fn look_at(lib: &Lib, ctx: *mut Context) -> Result<DeviceAttr> {
             "device {name} has no memory windows of type 2B, without which memory would be lent without bounds; use another device"
         )));
     }
-    if attr.max_srq_wr < 16 {
+    if attr.max_srq_wr < FEWEST as c_int {
         return Err(verbs::missing(format!("device {name} has no shared receive queues; use another device")));
+    }
+    if attr.max_cqe < DEPTH as c_int + FEWEST as c_int {
+        return Err(verbs::missing(format!(
+            "device {name} has completion queues of {} entries at most, and {} are needed; use another device",
+            attr.max_cqe,
+            DEPTH as u32 + FEWEST
+        )));
     }
     Ok(attr)
 }
@@ -114,7 +134,8 @@ impl Device {
     pub fn open(lib: &'static Lib, ctx: *mut Context, pool: Pool, messages: u32) -> Result<Arc<Device>> {
         let attr = look_at(lib, ctx)?;
         let name = name_of(lib, ctx);
-        let messages = messages.min(attr.max_srq_wr as u32);
+        // All of them may complete on one queue pair, beside all that it sends.
+        let messages = messages.min(attr.max_srq_wr as u32).min(attr.max_cqe as u32 - DEPTH as u32);
         // SAFETY: an open context.
         let pd = unsafe { (lib.ibv_alloc_pd)(ctx) };
         if pd.is_null() {
@@ -129,6 +150,7 @@ impl Device {
             name,
             pd,
             srq: null_mut(),
+            messages,
             reads: (cap(attr.max_qp_rd_atom), cap(attr.max_qp_init_rd_atom)),
             loose: attr.vendor_id == verbs::SOFT_ROCE,
             regions: Mutex::default(),

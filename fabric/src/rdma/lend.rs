@@ -199,6 +199,10 @@ impl Bulk for Queue {
             return Err(self.gone(&self.state.lock()));
         }
         let mut s = self.state.lock();
+        if s.destroyed() {
+            // The loans went with the queue pair, and with them what was written there.
+            return Err(self.gone(&s));
+        }
         let Some(lent) = s.loans.remove(&loan) else { return Ok(None) };
         s.spare.extend(&lent.windows);
         drop(s);

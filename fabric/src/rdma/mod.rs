@@ -22,7 +22,7 @@ use std::{
 
 use async_trait::async_trait;
 use cm::{Event, Id};
-use device::{Device, MESSAGE};
+use device::{Device, FEWEST, MESSAGE};
 use greeting::Greeting;
 use parking_lot::Mutex;
 use queue::{CREDITS, Queue};
@@ -163,7 +163,7 @@ impl RdmaFabric {
         }
         let messages = if limited() {
             let few = memlock() / 8 / MESSAGE as u64;
-            RECEIVES.min(few as u32).max(16)
+            RECEIVES.min(few as u32).max(FEWEST)
         } else {
             RECEIVES
         };

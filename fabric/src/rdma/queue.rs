@@ -38,6 +38,8 @@ const SENDS: usize = 16;
 const RETURNS: usize = 4;
 /// Operations on payloads that are posted at a time.
 const OPS: usize = 256;
+/// Work requests of a queue pair that may be posted at a time.
+pub const DEPTH: usize = SENDS + RETURNS + 1 + OPS;
 /// How long to look for completions after the last one before sleeping.
 const SPIN: Duration = Duration::from_micros(50);
 /// After so long without any, see whether the other end is there.
@@ -48,7 +50,10 @@ const LINGER: Duration = Duration::from_millis(200);
 const BATCH: usize = 16;
 
 pub struct Queue {
+    /// Dropped first: what is stranded after the end has registrations, which must not outlive the device.
+    pub state: Mutex<State>,
     pub device: Arc<Device>,
+    /// Dropped after the device: its context is the library's, sure to be open while it has an id.
     id: Id,
     qp: *mut verbs::Qp,
     cq: *mut Cq,
@@ -56,7 +61,6 @@ pub struct Queue {
     /// Dropped before the channel is destroyed.
     fd: Option<AsyncFd<RawFd>>,
     pub ops: Arc<Semaphore>,
-    pub state: Mutex<State>,
     wake: Notify,
     pub addr: String,
 }
@@ -157,6 +161,7 @@ impl Queue {
     pub fn new(device: Arc<Device>, id: Id, addr: String) -> Result<Queue> {
         let lib = device.lib;
         let mut q = Queue {
+            state: Mutex::new(State { message: MESSAGE, ..State::default() }),
             device,
             id,
             qp: null_mut(),
@@ -164,11 +169,9 @@ impl Queue {
             channel: null_mut(),
             fd: None,
             ops: Arc::new(Semaphore::new(OPS)),
-            state: Mutex::new(State { message: MESSAGE, ..State::default() }),
             wake: Notify::new(),
             addr,
         };
-        let depth = SENDS + RETURNS + 1 + OPS;
         // SAFETY: an open context; each object is made from valid ones, and `Drop` takes back what was made.
         unsafe {
             q.channel = (lib.ibv_create_comp_channel)(q.device.ctx);
@@ -176,7 +179,8 @@ impl Queue {
                 return Err(os_error("a completion channel"));
             }
             q.fd = Some(non_blocking((*q.channel).fd)?);
-            let entries = (depth + 2 * usize::from(CREDITS) + 8) as i32;
+            // A peer that keeps to no credits may fill every shared buffer before the first look, and what overflows is lost.
+            let entries = (DEPTH as u32 + q.device.messages) as i32;
             q.cq = (lib.ibv_create_cq)(q.device.ctx, entries, null_mut(), q.channel, 0);
             if q.cq.is_null() {
                 return Err(os_error("a completion queue"));
@@ -185,7 +189,7 @@ impl Queue {
             init.send_cq = q.cq;
             init.recv_cq = q.cq;
             init.srq = q.device.srq();
-            init.max_send_wr = depth as u32;
+            init.max_send_wr = DEPTH as u32;
             init.max_send_sge = 1;
             init.qp_type = verbs::QPT_RC;
             if (lib.rdma_create_qp)(q.id.raw, q.device.pd(), &raw mut init) != 0 {

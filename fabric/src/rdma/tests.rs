@@ -287,6 +287,54 @@ async fn who_sends_what_is_no_message_is_cut_off_and_others_served_on() {
     }
 }
 
+#[tokio::test]
+async fn reads_that_one_end_makes_are_those_that_the_other_is_asked_to_serve() {
+    let Some(at) = here() else { return };
+    let f = server();
+    let mut to = addresses(&at).await.unwrap()[0];
+    let listening = Id::new(f.lib).unwrap();
+    to.set_port(listening.listen(to, BACKLOG).unwrap());
+    let id = Id::new(f.lib).unwrap();
+    id.resolve(to, RESOLVE_MS, "here").await.unwrap();
+    let q = Queue::new(f.device(&id).unwrap(), id, "here".into()).unwrap();
+    // Serves three, makes five.
+    q.id().connect(&greeting().encode(), (3, 5)).unwrap();
+    let e = timeout(LONG, listening.events.expect(event::CONNECT_REQUEST, "here")).await.unwrap().unwrap();
+    let id = Id::of_request(f.lib, e.id).unwrap();
+    assert_eq!(e.reads, (5, 3));
+    id.reject(&greeting().encode());
+}
+
+/// In one thread, so that the server takes no completion before all have come.
+#[tokio::test]
+async fn who_fills_all_shared_buffers_at_once_takes_none_away() {
+    let Some(at) = here() else { return };
+    let f = server();
+    let (service, guard) = serve(&f, &at).await;
+    let friend = f.connect(guard.endpoint(), None).await.unwrap();
+    let flooder = fabric_of(client_identity(), None, Options::default());
+    // The second one finds as many as the first.
+    for n in 1..=2 {
+        let peer = raw(&flooder, guard.endpoint()).await;
+        sleep(Duration::from_millis(200)).await;
+        let room = peer.q.ops.clone().acquire_owned().await.unwrap();
+        let (done, arrived) = tokio::sync::oneshot::channel();
+        let last = queue::Wr::Op(queue::Op { _room: room, held: queue::Held::default(), done: Some(done) });
+        let all = (1..peer.q.device.messages).map(|_| queue::Wr::Probe).chain([last]);
+        for (i, record) in all.enumerate() {
+            let mut wr = queue::new_wr(op::SEND_WITH_IMM);
+            peer.q.post(&mut peer.q.state.lock(), &mut wr, record).unwrap();
+            if i % 64 == 63 {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        }
+        std::thread::sleep(Duration::from_millis(500));
+        assert!(timeout(LONG, arrived).await.unwrap().is_ok(), "flood {n}: each has a buffer and is completed");
+        timeout(LONG, service.until(|s| s.disconnected.load(SeqCst) == n)).await.expect("it is cut off");
+        timeout(LONG, works(&*friend)).await.expect("others are served on");
+    }
+}
+
 /// Answers READ with more than was asked for, and with what was.
 struct Reader;
 

@@ -25,7 +25,7 @@ pub type Srq = Opaque;
 /// `struct ibv_context`, as far as it is used.
 #[repr(C)]
 pub struct Context {
-    pub device: *mut Opaque,
+    pub device: *mut DeviceHead,
     pub ops: Ops,
     pub cmd_fd: c_int,
     pub async_fd: c_int,
@@ -33,6 +33,14 @@ pub struct Context {
 }
 
 type Unused = *const c_void;
+
+/// Start of `struct ibv_device`.
+#[repr(C)]
+pub struct DeviceHead {
+    _ops: [Unused; 2],
+    _node_type: c_int,
+    pub transport_type: c_int,
+}
 
 /// `struct ibv_context_ops`: what the headers' inline functions call.
 #[repr(C)]
@@ -176,7 +184,9 @@ pub struct DeviceAttr {
     pub max_qp_wr: c_int,
     pub device_cap_flags: u32,
     pub max_sge: c_int,
-    _b: [c_int; 5],
+    _b: [c_int; 2],
+    pub max_cqe: c_int,
+    _mr: [c_int; 2],
     pub max_qp_rd_atom: c_int,
     _c: [c_int; 2],
     pub max_qp_init_rd_atom: c_int,
@@ -234,7 +244,7 @@ const _: () = {
     assert!(offset_of!(Ops, alloc_mw) == 56 && offset_of!(Ops, dealloc_mw) == 72);
     assert!(offset_of!(Ops, poll_cq) == 88 && offset_of!(Ops, req_notify_cq) == 96);
     assert!(offset_of!(Ops, post_srq_recv) == 160 && offset_of!(Ops, post_send) == 200);
-    assert!(offset_of!(CompChannel, fd) == 8);
+    assert!(offset_of!(DeviceHead, transport_type) == 20 && offset_of!(CompChannel, fd) == 8);
     assert!(size_of::<Mr>() == 48 && offset_of!(Mr, lkey) == 36 && offset_of!(Mr, rkey) == 40);
     assert!(size_of::<Mw>() == 32 && offset_of!(Mw, rkey) == 16 && offset_of!(Mw, kind) == 24);
     assert!(size_of::<Sge>() == 16);
@@ -248,6 +258,7 @@ const _: () = {
     assert!(offset_of!(QpInitAttr, qp_type) == 52 && size_of::<SrqInitAttr>() == 24);
     assert!(offset_of!(DeviceAttr, vendor_id) == 96);
     assert!(size_of::<DeviceAttr>() == 232 && offset_of!(DeviceAttr, device_cap_flags) == 116);
+    assert!(offset_of!(DeviceAttr, max_cqe) == 132);
     assert!(offset_of!(DeviceAttr, max_qp_rd_atom) == 144 && offset_of!(DeviceAttr, max_qp_init_rd_atom) == 156);
     assert!(offset_of!(DeviceAttr, max_mw) == 176 && offset_of!(DeviceAttr, max_srq_wr) == 216);
     assert!(offset_of!(CmId, qp) == 24 && offset_of!(CmId, dst) == 160);
@@ -264,6 +275,7 @@ pub const CAP_MW_2B: u32 = 1 << 24;
 pub const SOFT_ROCE: u32 = 0xff_ffff;
 pub const MW_TYPE_2: c_int = 2;
 pub const QPT_RC: c_int = 2;
+pub const TRANSPORT_IWARP: c_int = 1;
 /// Of a completion: a SEND was received; with immediate data.
 pub const WC_RECV: c_int = 128;
 pub const WC_WITH_IMM: u32 = 2;
@@ -320,10 +332,10 @@ macro_rules! library {
 
 library! {
     ibverbs "IBVERBS_1.1" {
-        ibv_get_device_list: fn(*mut c_int) -> *mut *mut Opaque;
-        ibv_free_device_list: fn(*mut *mut Opaque);
-        ibv_get_device_name: fn(*mut Opaque) -> *const c_char;
-        ibv_open_device: fn(*mut Opaque) -> *mut Context;
+        ibv_get_device_list: fn(*mut c_int) -> *mut *mut DeviceHead;
+        ibv_free_device_list: fn(*mut *mut DeviceHead);
+        ibv_get_device_name: fn(*mut DeviceHead) -> *const c_char;
+        ibv_open_device: fn(*mut DeviceHead) -> *mut Context;
         ibv_close_device: fn(*mut Context) -> c_int;
         ibv_query_device: fn(*mut Context, *mut DeviceAttr) -> c_int;
         ibv_alloc_pd: fn(*mut Context) -> *mut Pd;
