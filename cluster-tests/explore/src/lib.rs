@@ -26,6 +26,16 @@ pub trait Model: Clone + Hash {
     fn act(&mut self, action: &Self::Action) -> Result<(), String>;
 }
 
+/// Goes on with actions whose text begins like this, one after the other. Panics where there is none, or one breaks a promise.
+pub fn after<M: Model>(mut world: M, script: &[&str]) -> M {
+    for line in script {
+        let action = world.actions().into_iter().find(|a| format!("{a:?}").starts_with(line));
+        let action = action.unwrap_or_else(|| panic!("{line} cannot happen; what can is {:?}", world.actions()));
+        world.act(&action).unwrap();
+    }
+    world
+}
+
 /// What an exploration saw.
 #[derive(Debug)]
 pub struct Explored<A> {

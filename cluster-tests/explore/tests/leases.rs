@@ -1,7 +1,7 @@
 //! Every order of events of small cases of `docs/leases.md`, and that the explorer finds mistakes made on purpose.
 
 use strake_explore::{
-    Model, explore,
+    after, explore,
     leases::{Bounds, Fault, World},
 };
 
@@ -66,16 +66,6 @@ fn reports() {
 #[test]
 fn full_sessions() {
     holds(Bounds { asks: 1, changes: 1, full: true, ..NOTHING });
-}
-
-/// Goes on with actions that begin like this, one after the other.
-fn after(mut world: World, script: &[&str]) -> World {
-    for line in script {
-        let action = world.actions().into_iter().find(|a| format!("{a:?}").starts_with(line));
-        let action = action.unwrap_or_else(|| panic!("{line} cannot happen; what can is {:?}", world.actions()));
-        world.act(&action).unwrap();
-    }
-    world
 }
 
 /// A client looks up the name, takes it away, which gives back the lease on what was behind it, and is answered. A copy of that request

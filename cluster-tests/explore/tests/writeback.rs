@@ -1,7 +1,7 @@
 //! Every order of events of small cases of write-back (`docs/leases.md`), and that the explorer finds mistakes made on purpose.
 
 use strake_explore::{
-    Model, explore,
+    after, explore,
     writeback::{Bounds, Fault, World},
 };
 
@@ -54,16 +54,6 @@ fn evictions() {
 fn time() {
     holds(Bounds { writes: 3, ticks: 2, ..some() });
     holds(Bounds { ticks: 3, renewals: 1, ..one() });
-}
-
-/// Goes on with actions that begin like this, one after the other.
-fn after(mut world: World, script: &[&str]) -> World {
-    for line in script {
-        let action = world.actions().into_iter().find(|a| format!("{a:?}").starts_with(line));
-        let action = action.unwrap_or_else(|| panic!("{line} cannot happen; what can is {:?}", world.actions()));
-        world.act(&action).unwrap();
-    }
-    world
 }
 
 /// A client opens the file, sends that again on a new connection, is answered and closes the file. What was sent first is at the

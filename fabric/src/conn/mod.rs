@@ -121,7 +121,7 @@ impl Streams {
         let agreed = agreed.map_err(|e| e.context(format!("cannot talk to {addr}")))?;
         let (rd, wr) = stream.into_inner();
         let peer = Agreed { role: Role::Server, ..agreed };
-        Ok(Arc::new(Handle(shared::start(self.setup(peer, bulk, addr, back), rd, wr))))
+        Ok(Arc::new(Handle::owner(shared::start(self.setup(peer, bulk, addr, back), rd, wr))))
     }
 
     /// The listener's end of the handshake; serves from then on.

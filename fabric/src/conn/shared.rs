@@ -215,7 +215,7 @@ where
         role: setup.role,
         addr: shared.addr.clone(),
         id: setup.id,
-        back: Some(Arc::new(Back(shared.clone()))),
+        back: Some(Arc::new(Handle::back(shared.clone()))),
     });
     shared.env.spawn(run_reader(shared.clone(), rd, peer, setup.service));
     shared.env.spawn(run_writer(shared.clone(), wr, queue));
@@ -578,52 +578,49 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// What the one who connected holds: the connection ends with it.
-pub(super) struct Handle(pub Arc<Shared>);
+/// A connection as its users hold it.
+pub(super) struct Handle {
+    shared: Arc<Shared>,
+    /// The connection ends with this.
+    owns: bool,
+}
+
+impl Handle {
+    /// Of the one who connected.
+    pub fn owner(shared: Arc<Shared>) -> Handle {
+        Handle { shared, owns: true }
+    }
+
+    /// Of a service, for requests the other way: it does not keep the connection open.
+    fn back(shared: Arc<Shared>) -> Handle {
+        Handle { shared, owns: false }
+    }
+}
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.close();
+        if self.owns {
+            self.close();
+        }
     }
 }
 
 #[async_trait]
 impl Connection for Handle {
     async fn call(&self, request: Message, timeout: Duration) -> Result<Message> {
-        self.0.call(request, timeout).await
+        self.shared.call(request, timeout).await
     }
     fn is_closed(&self) -> bool {
-        self.0.is_over()
+        self.shared.is_over()
     }
     fn addr(&self) -> String {
-        self.0.addr.clone()
+        self.shared.addr.clone()
     }
     fn traffic(&self) -> Traffic {
-        self.0.counter.look()
+        self.shared.counter.look()
     }
     fn close(&self) {
-        self.0.fail(&Error::new(Code::Disconnected, format!("connection to {} was closed here", self.0.addr)));
-    }
-}
-
-/// What a service holds for requests the other way: does not keep the connection open.
-struct Back(Arc<Shared>);
-
-#[async_trait]
-impl Connection for Back {
-    async fn call(&self, request: Message, timeout: Duration) -> Result<Message> {
-        self.0.call(request, timeout).await
-    }
-    fn is_closed(&self) -> bool {
-        self.0.is_over()
-    }
-    fn addr(&self) -> String {
-        self.0.addr.clone()
-    }
-    fn traffic(&self) -> Traffic {
-        self.0.counter.look()
-    }
-    fn close(&self) {
-        self.0.fail(&Error::new(Code::Disconnected, format!("connection to {} was closed here", self.0.addr)));
+        self.shared
+            .fail(&Error::new(Code::Disconnected, format!("connection to {} was closed here", self.shared.addr)));
     }
 }
