@@ -68,6 +68,8 @@ pub struct Core {
     stalled: bool,
     /// A term, and up to where this log is known to be that of the term's leader.
     followed: (u64, u64),
+    /// How often this member has asked to be elected since it last knew of a leader.
+    campaigns: u32,
     /// Numbers that the driver has yet to report as persisted, with the messages that wait for it.
     waiting: std::collections::VecDeque<(u64, Vec<Message>)>,
     written: HardState,
@@ -121,6 +123,7 @@ impl Core {
             lost_state,
             stalled: false,
             followed: (0, 0),
+            campaigns: 0,
             waiting: Default::default(),
             written,
         };
@@ -135,10 +138,12 @@ impl Core {
     pub fn tick(&mut self) {
         self.quiet = self.quiet.saturating_sub(1);
         let raft = &self.raw.raft;
-        let fires = raft.election_elapsed + 1 >= raft.randomized_election_timeout();
-        if raft.state != StateRole::Leader && fires && !self.may_campaign() {
+        let fires = raft.state != StateRole::Leader && raft.election_elapsed + 1 >= raft.randomized_election_timeout();
+        if fires && !self.may_campaign() {
             return;
         }
+        self.campaigns =
+            if raft.leader_id != 0 { u32::from(fires) } else { self.campaigns.saturating_add(fires.into()) };
         self.raw.tick();
         self.ask_for_state();
         self.own_timeout();
@@ -504,12 +509,20 @@ impl Core {
             && log.committed - log.applied.min(log.committed) <= MAX_UNAPPLIED_AT_ELECTION
     }
 
+    /// A first campaign that nobody answers, or that ties with another's, is repeated after a shorter time: all have waited
+    /// for the leader already. Further ones take the full time, so that slow disks and networks find an end.
     fn own_timeout(&mut self) {
         let raft = &mut self.raw.raft;
-        if raft.randomized_election_timeout() >= OWN_TIMEOUTS {
-            let (min, max) = self.timeouts;
-            let draw = splitmix64(&mut self.rng) % (max - min).max(1) as u64;
-            raft.set_randomized_election_timeout(min + draw as usize);
+        if raft.randomized_election_timeout() < OWN_TIMEOUTS {
+            return;
+        }
+        let (min, max) = self.timeouts;
+        let draw = splitmix64(&mut self.rng) as usize;
+        raft.set_randomized_election_timeout(min + draw % (max - min).max(1));
+        if self.campaigns == 1 && matches!(raft.state, StateRole::PreCandidate | StateRole::Candidate) {
+            let short = min / 4 + draw % (max / 2 - min / 4).max(1);
+            // No timeout may be below the least one, so part of it counts as past.
+            raft.election_elapsed = raft.randomized_election_timeout().saturating_sub(short.max(1));
         }
     }
 }

@@ -430,6 +430,56 @@ fn the_same_seed_gives_the_same_history() {
 }
 
 impl World {
+    /// One tick of these members, at the same moment; then whatever they say to each other arrives.
+    fn beat(&mut self, ids: &[u64]) {
+        ids.iter().for_each(|id| self.node(*id).core.tick());
+        self.drain();
+        while !self.flying.is_empty() || ids.iter().any(|id| !self.nodes[id].writes.is_empty()) {
+            for m in std::mem::take(&mut self.flying) {
+                if ids.contains(&m.from) && ids.contains(&m.to) {
+                    self.deliver(m);
+                }
+            }
+            self.drain();
+            ids.iter().for_each(|id| self.persist(*id));
+            self.drain();
+        }
+    }
+}
+
+/// The leader dies, and both others ask for votes in the same moment: neither has the other's.
+#[test]
+fn a_tied_election_is_repeated_soon() {
+    let half = config(1).election_ticks.1 / 2;
+    let (mut ties, mut again) = (0, 0);
+    for seed in 0..300 {
+        let mut w = World::new(seed);
+        while leader_of(&w.nodes).is_none() {
+            w.beat(&[1, 2, 3]);
+        }
+        w.beat(&[1, 2, 3]);
+        let dead = leader_of(&w.nodes).unwrap();
+        let term = w.nodes[&dead].core.term();
+        w.nodes.get_mut(&dead).unwrap().core.step_down();
+        let rest: Vec<u64> = (1..=3).filter(|id| *id != dead).collect();
+        while rest.iter().all(|id| w.nodes[id].core.term() == term) {
+            w.beat(&rest);
+        }
+        if leader_of(&w.nodes).is_some() {
+            continue;
+        }
+        ties += 1;
+        let ticks = (1..100).find(|_| {
+            w.beat(&rest);
+            leader_of(&w.nodes).is_some() || rest.iter().any(|id| w.nodes[id].core.term() > term + 1)
+        });
+        assert!(ticks.is_some_and(|n| n < half), "seed {seed}: asked again after {ticks:?} ticks");
+        again += usize::from(leader_of(&w.nodes).is_none());
+    }
+    assert!(ties > 10 && again * 3 < ties, "{ties} ties, {again} tied again");
+}
+
+impl World {
     /// A message that a broken peer could send: any kind, numbers near or far from what makes sense.
     fn nonsense(&mut self, to: u64) -> RaftMessage {
         use protobuf::ProtobufEnum as _;
