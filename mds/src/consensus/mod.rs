@@ -124,7 +124,7 @@ impl Config {
             peers,
             tick: Duration::from_millis(50),
             heartbeat_ticks: 2,
-            election_ticks: (8, 16),
+            election_ticks: (8, 13),
             max_inflight: 64,
             max_entry: 2 << 20,
             max_uncommitted: 32 << 20,
