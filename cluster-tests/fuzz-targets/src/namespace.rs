@@ -312,6 +312,10 @@ pub fn command(i: &mut Input) -> Bytes {
             Command::TargetChange(pb::TargetChange { target, action, heir, slow })
         }
         11 => Command::Repair(repair(i)),
+        12 => {
+            let (ino, fence, change, end) = (ino(i), u64::from(i.u8() % 16), u64::from(i.u8() % 8), i.number());
+            Command::EndFound(pb::EndFound { ino, fence, change, end })
+        }
         _ => Command::Meta(pb::MetaRequest {
             session: u64::from(i.u8() % 4),
             seq: i.number(),

@@ -194,6 +194,13 @@ impl Manager {
         self.known_to_all(now, map) >= eviction
     }
 
+    /// Whether no replica in sync of a chain has anything in work, or will have, that sessions sent which were evicted by this
+    /// number and before. A replica that comes into sync later does so in a newer epoch.
+    pub fn chain_knows(&self, eviction: u64, chain: &pb::Chain, map: &MapView) -> bool {
+        let number = |t| self.told.get(&map.node_of(t)?.id).map(|told| told.1);
+        chain.serving().all(|t| number(t).is_some_and(|n| n >= eviction))
+    }
+
     /// A heartbeat arrived at `now`. `ESTALE` asks the sender to register first: its node, target or stamp is not the
     /// registered one. `Overloaded`: it is shut out for now, and its leases run out.
     pub fn heartbeat(&mut self, now: Duration, h: &pb::HeartbeatRequest, map: &MapView) -> Result<()> {

@@ -104,6 +104,13 @@ impl Reports {
         }
     }
 
+    /// The session cannot make a report about this file yet, which is not its fault.
+    pub fn excuse(&mut self, now: Duration, id: SessionId, ino: Ino) {
+        Reporting::Excused.taken();
+        let asked = self.writers.get_mut(&id).into_iter().flat_map(|w| w.asked.values_mut());
+        asked.filter(|r| r.ino == ino).for_each(|r| r.since = now);
+    }
+
     /// All were heard of just now: for a server that did not run for a while and could not listen.
     pub fn all_heard(&mut self, now: Duration) {
         self.writers.values_mut().flat_map(|w| w.asked.values_mut()).for_each(|r| r.since = now);
@@ -196,5 +203,9 @@ mod tests {
         assert_eq!((r.overdue(ms(9000), ms(5000)), r.take(ms(5000), 1)), (vec![(1, 7)], vec![(n, 7)]));
         r.all_heard(ms(9000));
         assert!(r.overdue(ms(13_999), ms(5000)).is_empty() && !r.is_in(1, n));
+        let other = r.ask(ms(9000), 1, 8);
+        r.excuse(ms(14_000), 1, 7);
+        assert_eq!(r.overdue(ms(18_999), ms(5000)), [(1, 8)], "it has its time again, for this file");
+        assert!(!r.is_in(1, n) && !r.is_in(1, other) && r.overdue(ms(19_000), ms(5000)).len() == 2);
     }
 }

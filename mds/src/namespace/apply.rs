@@ -150,6 +150,7 @@ impl<'a> Apply<'a> {
             Command::TrimDone(d) => self.change(|t| gc::trim_done(t, &d)).map(|()| ok()),
             Command::Repair(r) => self.change(|t| repair::repair(t, &r)).map(|()| ok()),
             Command::FreeOrphans(f) => self.change(|t| gc::free_orphans(t, &f.inos)).map(|()| ok()),
+            Command::EndFound(e) => self.change(|t| writers::end_found(t, &e, index)).map(|()| ok()),
         }
     }
 

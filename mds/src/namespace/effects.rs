@@ -18,12 +18,16 @@ pub struct Notes {
     pub looked: RefCell<BTreeSet<Ino>>,
     /// Of those that it read: by how many sessions they may be written, where by any.
     pub written: RefCell<BTreeMap<Ino, u32>>,
+    /// Of those that it read: files of which it is yet to be found out how far they go.
+    pub endless: RefCell<BTreeSet<Ino>>,
     /// Inodes of which clients see something else now.
     pub changed: BTreeSet<Ino>,
     /// Who may write what from now on, or no longer, in order.
     pub writers: Vec<(SessionId, Ino, bool)>,
     /// Files that sessions could write that were evicted, by the eviction with this number.
     pub fences: Vec<(Ino, u64)>,
+    /// Those of them that others write: how far they go is to be found out.
+    pub ends: Vec<(Ino, u64)>,
 }
 
 /// What an entry did. One that was refused has no effect but what it looked at.
@@ -41,6 +45,7 @@ pub struct Effect {
     pub changed: BTreeSet<Ino>,
     pub writers: Vec<(SessionId, Ino, bool)>,
     pub fences: Vec<(Ino, u64)>,
+    pub ends: Vec<(Ino, u64)>,
     /// A session that may hold back what it writes.
     pub holds_back: Option<SessionId>,
     /// Sessions that ended, and whether they said goodbye.
@@ -49,8 +54,8 @@ pub struct Effect {
 
 impl Effect {
     pub(super) fn of(notes: Notes) -> Effect {
-        let Notes { looked, changed, writers, fences, .. } = notes;
-        Effect { looked: looked.into_inner(), changed, writers, fences, ..Default::default() }
+        let Notes { looked, changed, writers, fences, ends, .. } = notes;
+        Effect { looked: looked.into_inner(), changed, writers, fences, ends, ..Default::default() }
     }
 
     /// The part that stays if the entry was undone.

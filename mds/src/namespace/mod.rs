@@ -73,6 +73,8 @@ pub struct Survey {
     pub writers: Vec<(SessionId, Ino)>,
     /// Files that evicted sessions could write, with the number of the last such eviction, until they were cut.
     pub fences: Vec<(Ino, u64)>,
+    /// Those of them that others write, until it is found out how far they go.
+    pub ends: Vec<(Ino, u64)>,
 }
 
 /// An answer, and what it depends on.
@@ -82,6 +84,8 @@ pub struct ReadAt {
     pub looked: BTreeSet<Ino>,
     /// Those of them that other sessions are on record as writing.
     pub written: BTreeSet<Ino>,
+    /// Those of which it is yet to be found out how far they go.
+    pub endless: BTreeSet<Ino>,
     /// The last entry that it knows of.
     pub version: u64,
 }
@@ -256,14 +260,14 @@ impl Namespace {
         let mut t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
         match ops::run(&mut t, ops::By { creds, session, index: 0 }, ops, false) {
             Ok((reply, _)) => {
-                let (looked, mut written) = (t.notes.looked.take(), BTreeSet::new());
+                let (looked, endless, mut written) = (t.notes.looked.take(), t.notes.endless.take(), BTreeSet::new());
                 for (ino, writers) in t.notes.written.take() {
                     let own = self.store.get(&keys::writer(session, ino))?.is_some();
                     if writers > u32::from(own) {
                         written.insert(ino);
                     }
                 }
-                Ok(ReadAt { reply, looked, written, version: memory.header.applied_index })
+                Ok(ReadAt { reply, looked, written, endless, version: memory.header.applied_index })
             }
             Err(Fail::Op(e) | Fail::Store(e)) => Err(e),
         }
@@ -297,6 +301,7 @@ impl Namespace {
             let Some(r) = self.inode(ino) else { continue };
             let fence = r.fence.max(r.trim.map_or(0, |t| t.fence));
             s.fences.extend((fence != 0).then_some((ino, fence)));
+            s.ends.extend((r.fence != 0).then_some((ino, r.fence)));
         }
         s.sessions = memory.sessions.iter().map(|(id, x)| (*id, x.record.write_back)).collect();
         Ok(look(s))
@@ -386,6 +391,11 @@ impl Namespace {
     /// The cut an inode waits for.
     pub fn trim_of(&self, ino: Ino) -> Option<pb::Trim> {
         self.inode(ino)?.trim
+    }
+
+    /// A file in which evicted sessions wrote beside others, until it is found out how far it goes.
+    pub fn endless(&self, ino: Ino) -> Result<Option<pb::InodeRecord>> {
+        Ok(self.looking(|t| t.inode(ino))?.filter(|r| r.fence != 0))
     }
 
     /// Up to `limit` files without a name, by inode id.

@@ -171,6 +171,9 @@ impl<'a> Txn<'a> {
         if r.writers > 0 {
             self.notes.written.borrow_mut().insert(ino, r.writers);
         }
+        if r.fence != 0 {
+            self.notes.endless.borrow_mut().insert(ino);
+        }
         if r.attr.is_none_or(|a| a.ino != ino) {
             let m = format!("the record of inode {ino} is not that inode's; restore this member from its peers");
             return Err(Fail::Store(Error::new(Code::Corrupt, m)));

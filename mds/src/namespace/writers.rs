@@ -3,15 +3,19 @@
 //! A write is on its replicas before its end is in the inode. Whoever dies in between leaves bytes beyond the file's end,
 //! which would be read as data, not as zeros, when the file grows over them. So every session that may write is on
 //! record (in the log, so that it outlives leaders); when one ends without saying that all is reported, the file is cut at
-//! its recorded end as soon as nobody else may be writing there, and before anybody new may.
+//! its recorded end as soon as nobody else may be writing there, and before anybody new may. Beside others nothing can be cut:
+//! after an eviction it is found out how far the file goes, and that is its end then.
 
-use strake_proto::{Ino, SessionId, ops::O_ACCMODE, pb};
+use strake_proto::{Code, Ino, SessionId, ops::O_ACCMODE, pb};
 
 use super::{
     gc, keys,
-    ops::{By, Inode},
-    txn::{Res, Txn},
+    ops::{self, By, Inode},
+    txn::{Fail, Res, Txn, fail},
 };
+
+/// Who wrote what was found is not known: not root, who alone keeps set-id bits.
+const NOBODY: u32 = 65_534;
 
 pub fn asks_to_write(flags: u32) -> bool {
     flags & O_ACCMODE != 0
@@ -65,8 +69,32 @@ pub fn release(t: &mut Txn<'_>, session: SessionId, ino: Ino, opened: Option<u64
         let end = r.attr().size;
         gc::cut(t, &mut r, end);
         (r.surplus, r.fence) = (false, 0);
+    } else if let Left::Evicted(number) = left {
+        t.notes.ends.push((ino, number));
     }
     t.put_unseen(ino, r);
+    Ok(())
+}
+
+/// What evicted writers did not report of their ends was found out. `surplus` stays: another writer may have left some, too.
+pub fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()> {
+    let before = t.need(e.ino)?;
+    if before.fence == 0 || before.fence != e.fence || before.attr().change != e.change {
+        return fail(Code::Stale, format!("inode {:#x} was changed since its end was looked for", e.ino));
+    }
+    if e.end > before.attr().size {
+        // As if it had been reported. There may be holes in it.
+        let creds = pb::Creds { uid: NOBODY, gid: NOBODY, ..Default::default() };
+        let extend = pb::op::Op::Extend(pb::Extend { ino: e.ino, end: e.end, holes: true });
+        let by = By { creds: &creds, session: 0, index };
+        let (reply, _) = ops::run(t, by, &[pb::Op { op: Some(extend) }], true)?;
+        if let Some(s) = reply.results.into_iter().find_map(|r| r.status) {
+            return Err(Fail::Op(s.into()));
+        }
+    }
+    let mut r = t.need(e.ino)?;
+    r.fence = 0;
+    t.put_unseen(e.ino, r);
     Ok(())
 }
 

@@ -124,7 +124,8 @@ impl Mds {
         if !asked.is_empty() {
             Reporting::AskedToSet.taken();
         }
-        self.recalls.reported(term, &asked).await
+        self.recalls.reported(term, &asked).await?;
+        self.recalls.ends_known(term, &set).await
     }
 
     /// Has a list agreed on and applied. The inner error is its answer: there is no room for it.

@@ -32,7 +32,7 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Beyond so many connections those that broke are forgotten.
 const MAX_LINKS: usize = 1024;
 /// Chains of one file that are asked at the same time.
-const CHAINS_AT_ONCE: usize = 16;
+pub(super) const CHAINS_AT_ONCE: usize = 16;
 /// Files that are being cut at the same time.
 const CUTS_AT_ONCE: usize = 64;
 /// Pauses before another try.
@@ -70,7 +70,8 @@ impl Links {
         open.entry(at.clone()).or_default().clone()
     }
 
-    async fn get(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
+    /// The connection to a storage server, made if there is none.
+    pub async fn get(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
         let mut last = Error::new(Code::Inval, format!("storage server '{}' has no endpoint", node.name));
         let failed = |e: Error| e.context(format_args!("storage server '{}'", node.name));
         for at in self.fabric.ways(&node.endpoints).map_err(failed)? {
@@ -131,7 +132,7 @@ pub(super) async fn cut_files(mds: &Mds, term: u64) {
         let each = |(ino, number)| mds.propose(Command::TrimDone(pb::TrimDone { ino, number }));
         try_join_all(keys.into_iter().map(each)).await.map(|_| ())
     };
-    work_off(CUTS_AT_ONCE, CUT_POLL, || mds.trim_wanted.notified(), list, job, done).await;
+    work_off(CUTS_AT_ONCE, (CUT_POLL, RETRY_MAX), || mds.trim_wanted.notified(), list, job, done).await;
 }
 
 /// A cut because of an evicted session's writes waits until none of them can arrive after it.
@@ -154,14 +155,14 @@ pub(super) async fn delete_files(mds: &Mds) {
     };
     let done =
         |numbers: Vec<u64>| async move { mds.propose(Command::GcDone(pb::GcDone { numbers })).await.map(|_| ()) };
-    work_off(mds.cfg.gc_parallel, DELETE_POLL, std::future::pending, list, job, done).await;
+    work_off(mds.cfg.gc_parallel, (DELETE_POLL, RETRY_MAX), std::future::pending, list, job, done).await;
 }
 
 /// Runs `job` for all that `list` names, at most `parallel` at a time, and reports the finished ones by `done`. Looks for
-/// new ones when woken, after each job and every `poll`. Never returns.
-async fn work_off<K, T, W, J, D>(
+/// new ones when woken, after each job and every `poll`. `most`: the longest pause before a job is tried again. Never returns.
+pub(super) async fn work_off<K, T, W, J, D>(
     parallel: usize,
-    poll: Duration,
+    (poll, most): (Duration, Duration),
     wake: impl Fn() -> W,
     list: impl Fn(usize) -> Vec<(K, T)>,
     job: impl Fn(T) -> J,
@@ -200,9 +201,9 @@ async fn work_off<K, T, W, J, D>(
             biased;
             Some((key, result)) = running.next(), if !running.is_empty() => {
                 let mut finished = Vec::new();
-                settle(&mut busy, &mut finished, key, result);
+                settle(&mut busy, &mut finished, key, result, most);
                 while let Some(Some((key, result))) = running.next().now_or_never() {
-                    settle(&mut busy, &mut finished, key, result);
+                    settle(&mut busy, &mut finished, key, result, most);
                 }
                 if finished.is_empty() {
                     continue;
@@ -211,7 +212,7 @@ async fn work_off<K, T, W, J, D>(
                 for key in finished {
                     match &reported {
                         Ok(()) => drop(busy.remove(&key)),
-                        Err(e) => settle(&mut busy, &mut Vec::new(), key, Err(e.clone())),
+                        Err(e) => settle(&mut busy, &mut Vec::new(), key, Err(e.clone()), most),
                     }
                 }
             }
@@ -226,14 +227,15 @@ fn settle<K: Ord + Copy + std::fmt::Debug>(
     finished: &mut Vec<K>,
     key: K,
     result: Result<()>,
+    most: Duration,
 ) {
     match result {
         Ok(()) => finished.push(key),
         Err(e) => {
-            tracing::debug!(?key, "cutting chunks, to be tried again: {e}");
+            tracing::debug!(?key, "to be tried again at the storage servers: {e}");
             let state = busy.entry(key).or_insert((None, RETRY_MIN));
             state.0 = Some(Instant::now() + state.1);
-            state.1 = (state.1 * 2).min(RETRY_MAX);
+            state.1 = (state.1 * 2).min(most);
         }
     }
 }

@@ -169,11 +169,12 @@ impl Mds {
     }
 }
 
-/// Leaves out of listings what somebody else may still have to report. `None`: it is shown elsewhere, its writer must be asked.
+/// Leaves out of listings what somebody else may still have to report. `None`: it is shown elsewhere, its writer must be asked, or
+/// how far a file goes is not known.
 fn leave_out(read: ReadAt) -> Option<pb::MetaReply> {
-    let ReadAt { mut reply, written, .. } = read;
+    let ReadAt { mut reply, written, endless, .. } = read;
     let written = |a: &pb::Attr| written.contains(&a.ino);
-    if reply.results.iter().filter_map(|r| r.attr.as_ref()).any(written) {
+    if !endless.is_empty() || reply.results.iter().filter_map(|r| r.attr.as_ref()).any(written) {
         return None;
     }
     for e in reply.results.iter_mut().flat_map(|r| &mut r.entries) {

@@ -7,7 +7,7 @@ use strake_fabric::watch;
 use strake_proto::{Code, Error, Result, map::ROLE_MDS, pb};
 use tokio::time::sleep;
 
-use super::{Lead, Mds, chunks, sessions::Sessions, waits::Waits};
+use super::{Lead, Mds, chunks, ends, sessions::Sessions, waits::Waits};
 use crate::{
     cluster::{
         manager::{Manager, Options, Proposal},
@@ -107,6 +107,7 @@ impl Mds {
             self.serve_locks(),
             self.end_leases(),
             chunks::cut_files(self, term),
+            ends::find_ends(self, term),
             chunks::delete_files(self),
         );
     }

@@ -4,7 +4,7 @@
 //! once (`attempts`), under the leases that `recalls` keeps. `machine` is what the log is applied to.
 //! `followers` answers reads while this server does not lead, `recent` helps it.
 //! `leader` runs what only the leader does: membership ticks, session terms, orphans; `chunks` are its workers that cut
-//! and delete chunks at the storage servers. `sessions` is its pure table of sessions and opens. `disk` starts all that
+//! and delete chunks at the storage servers, `ends` the one that looks there how far a file goes. `sessions` is its pure table of sessions and opens. `disk` starts all that
 //! from a folder, `locks` and `waits` have clients wait for locks, `room` says which changes its disk has space for, `admin` serves gRPC,
 //! `members` changes the group.
 
@@ -14,6 +14,7 @@ mod changes;
 mod chunks;
 pub mod config;
 pub mod disk;
+mod ends;
 mod followers;
 mod leader;
 mod locks;

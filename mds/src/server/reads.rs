@@ -19,6 +19,8 @@ const ASKS: usize = 8;
 struct Look {
     reply: pb::MetaReply,
     depends: Depends,
+    /// How far these files go is not known yet.
+    endless: BTreeSet<Ino>,
     /// What of it may be remembered, if it is still held when it is answered.
     noted: BTreeSet<Ino>,
 }
@@ -41,19 +43,20 @@ impl Mds {
         Ok(look.reply)
     }
 
-    /// Reads, and has others who write a file that is shown report first how it is.
+    /// Reads, and has others who write a file that is shown report first how it is, and what evicted ones did not report found out.
     async fn look_once_reported(&self, term: u64, by: Asker, request: &pb::MetaRequest) -> Result<Look> {
         let mut reported = BTreeSet::new();
         for _ in 0..ASKS {
             let mut look = self.look(term, by, request)?;
             let new: BTreeSet<Ino> = shown(&look.reply).difference(&reported).copied().collect();
             let asked = self.recalls.ask(term, by.session, &new)?;
-            if asked.is_empty() {
+            if asked.is_empty() && look.endless.is_empty() {
                 // A listing may show many: they are asked for one by one.
                 self.recalls.leave_out(term, by.session, &mut look.reply.results)?;
                 return Ok(look);
             }
             self.recalls.reported(term, &asked).await?;
+            self.recalls.ends_known(term, &look.endless).await?;
             reported.extend(new);
         }
         Err(Error::new(Code::Overloaded, "what is asked for changes too fast; try again"))
@@ -88,7 +91,7 @@ impl Mds {
                 noted.retain(|ino| before.contains(ino));
             }
             let depends = Depends { inos: Some(read.looked), ticket };
-            return Ok(Look { reply: read.reply, depends, noted });
+            return Ok(Look { reply: read.reply, depends, endless: read.endless, noted });
         }
     }
 }

@@ -60,6 +60,8 @@ struct Table {
     writers: Writers,
     /// Files of which something may still arrive that an evicted session wrote, by the last such eviction.
     fences: BTreeMap<Ino, u64>,
+    /// Files that others write, too, by the last such eviction: how far they go is not known yet.
+    ends: BTreeMap<Ino, u64>,
     /// When it was last looked for those who do not answer.
     ticked: Duration,
     /// Rung for sessions that wait for what they are to forget.
@@ -80,9 +82,11 @@ impl Table {
         for (session, ino, comes) in &e.writers {
             self.writers.record(*session, *ino, *comes);
         }
-        for (ino, eviction) in &e.fences {
-            let last = self.fences.entry(*ino).or_default();
-            *last = (*last).max(*eviction);
+        for (files, by) in [(&mut self.fences, &e.fences), (&mut self.ends, &e.ends)] {
+            for (ino, eviction) in by {
+                let last = files.entry(*ino).or_default();
+                *last = (*last).max(*eviction);
+            }
         }
         e.holds_back.into_iter().for_each(|id| self.writers.holds_back(id));
         let by = Asker { session: e.session, connection: e.connection };
@@ -122,9 +126,11 @@ impl Table {
         granted
     }
 
-    /// Whether nothing can arrive any more that evicted sessions wrote to these files; `None`: to any.
+    /// Whether nothing can arrive any more that evicted sessions wrote to these files, and it is known how far those go; `None`:
+    /// to any.
     fn is_fenced(&self, inos: Option<&BTreeSet<Ino>>) -> bool {
-        self.fences.is_empty() || inos.is_some_and(|inos| !inos.iter().any(|ino| self.fences.contains_key(ino)))
+        let waits = |ino| self.fences.contains_key(ino) || self.ends.contains_key(ino);
+        self.fences.is_empty() && self.ends.is_empty() || inos.is_some_and(|inos| !inos.iter().any(waits))
     }
 
     /// When something ends by itself next.
@@ -189,6 +195,7 @@ impl Recalls {
                 reports: Reports::new(term),
                 writers: Writers::new(found.writers, holding),
                 fences: found.fences.into_iter().collect(),
+                ends: found.ends.into_iter().collect(),
                 ticked: self.env.boot(),
                 bells: BTreeMap::new(),
                 expected: BTreeMap::new(),
@@ -355,8 +362,8 @@ impl Recalls {
         })
     }
 
-    /// Waits until nobody remembers what was before that on which an answer depends, and nothing that an evicted session wrote there
-    /// can arrive any more.
+    /// Waits until nobody remembers what was before that on which an answer depends, nothing that an evicted session wrote there
+    /// can arrive any more, and it is known how far that goes.
     pub async fn settled(&self, term: u64, on: &Depends) -> Result<()> {
         let mut waits = false;
         self.until(term, |t, now| {
@@ -382,7 +389,7 @@ impl Recalls {
     pub fn awaited(&self, term: u64, most: usize) -> Result<Vec<Ino>> {
         let awaited = |t: &mut Table, now| {
             let mut inos = t.leases.awaited(most).filter(|_| !t.leases.in_grace(now))?;
-            inos.extend(t.fences.keys());
+            inos.extend(t.fences.keys().chain(t.ends.keys()));
             (inos.len() <= most).then_some(inos)
         };
         self.with(term, awaited)?
@@ -405,6 +412,30 @@ impl Recalls {
             self.tell_news();
         }
         Ok(())
+    }
+
+    /// Some files of which it is to be found out how far they go, by the last eviction.
+    pub fn endless(&self, limit: usize) -> Vec<(Ino, u64)> {
+        let table = self.table.lock();
+        table.iter().flat_map(|t| &t.ends).take(limit).map(|(ino, eviction)| (*ino, *eviction)).collect()
+    }
+
+    /// That was found out of these, up to this eviction.
+    pub fn ends_found(&self, term: u64, found: &[(Ino, u64)]) -> Result<()> {
+        self.with(term, |t, _| {
+            for (ino, upto) in found {
+                if t.ends.get(ino).is_some_and(|eviction| eviction <= upto) {
+                    t.ends.remove(ino);
+                }
+            }
+        })?;
+        self.tell_news();
+        Ok(())
+    }
+
+    /// Waits until it is known how far these files go.
+    pub async fn ends_known(&self, term: u64, inos: &BTreeSet<Ino>) -> Result<()> {
+        self.until(term, |t, _| !inos.iter().any(|ino| t.ends.contains_key(ino))).await
     }
 
     async fn until(&self, term: u64, mut over: impl FnMut(&Table, Duration) -> bool) -> Result<()> {
@@ -462,6 +493,14 @@ impl Recalls {
     /// Waits until these have reported, or cannot any more.
     pub async fn reported(&self, term: u64, asked: &[(SessionId, Number)]) -> Result<()> {
         self.until(term, |t, _| asked.iter().all(|(id, number)| t.reports.is_in(*id, *number))).await
+    }
+
+    /// These sessions cannot report about these files yet.
+    fn excuse(&self, those: &[(SessionId, Ino)]) {
+        let now = self.env.boot();
+        if let Some(t) = self.table.lock().as_mut() {
+            those.iter().for_each(|(id, ino)| t.reports.excuse(now, *id, *ino));
+        }
     }
 
     /// Leaves out of a listing what somebody else may still have to report.
@@ -545,17 +584,14 @@ impl Mds {
                 () = self.recalls.alarm.notified() => continue,
             }
             let (mut silent, late) = self.recalls.tick();
-            // A report waits for the cut of its file like everything that makes it grow; its sender cannot help that.
-            let late = late.into_iter().filter(|(_, ino)| {
-                let excused = self.machine.namespace.trim_of(*ino).is_some();
-                if excused {
-                    Reporting::Excused.taken()
-                } else {
-                    Reporting::Late.taken()
-                }
-                !excused
-            });
-            silent.extend(late.map(|(id, _)| id));
+            // A report waits for the cut of its file, or for its end to be found, like everything that makes it grow; its sender
+            // cannot help that.
+            let namespace = &self.machine.namespace;
+            let held_up = |ino| namespace.trim_of(ino).is_some() || !matches!(namespace.endless(ino), Ok(None));
+            let (excused, late): (Vec<_>, Vec<_>) = late.into_iter().partition(|(_, ino)| held_up(*ino));
+            self.recalls.excuse(&excused);
+            late.iter().for_each(|_| Reporting::Late.taken());
+            silent.extend(late.into_iter().map(|(id, _)| id));
             silent.sort_unstable();
             silent.dedup();
             for batch in silent.chunks(BATCH) {

@@ -113,7 +113,7 @@ fn a_survey_shows_all_sessions_and_writers() {
     let other = fs.open_session(9);
     let s = fs.ns.survey(|s| s).unwrap();
     let sessions = vec![(fs.session, false), (other, false)];
-    assert_eq!(s, crate::namespace::Survey { sessions, writers: vec![(fs.session, f)], fences: vec![] });
+    assert_eq!(s, crate::namespace::Survey { sessions, writers: vec![(fs.session, f)], ..Default::default() });
     let getattr = op(Op::Getattr(pb::GetAttr { ino: f }));
     let r = fs.ns.read_at(fs.session, &creds(0), std::slice::from_ref(&getattr)).unwrap();
     assert_eq!((r.looked, r.version), ([f].into(), fs.ns.version()));

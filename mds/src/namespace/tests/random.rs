@@ -207,6 +207,12 @@ fn command(d: &mut Dice, fs: &Fs, seqs: &mut [u64; 3], newer: bool) -> Command {
             let expect_version = map.version() - u64::from(d.one_in(4));
             Command::MapUpdate(pb::MapUpdate { expect_version, targets: vec![t], ..Default::default() })
         }
+        7 if newer => {
+            let known = fs.ns.survey(|s| s.ends).unwrap().first().copied();
+            let (ino, fence) = known.unwrap_or((d.ino(seen.next), d.below(9)));
+            let change = fs.record(ino).and_then(|r| r.attr).map_or(0, |a| a.change) + u64::from(d.one_in(4));
+            Command::EndFound(pb::EndFound { ino, fence, change, end: d.size() })
+        }
         _ => {
             let session = if d.one_in(8) { 1 + d.below(5) } else { 1 };
             let s = &mut seqs[(session % 3) as usize];

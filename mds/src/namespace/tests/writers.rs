@@ -1,6 +1,7 @@
 //! Who may write is on record, and what a writer that went silently left is cut before anybody may write there anew.
 
 use super::*;
+use crate::namespace::ops::Inode;
 
 fn open(ino: Ino) -> Op {
     Op::Open(pb::Open { ino, flags: 1 })
@@ -117,6 +118,114 @@ fn living_writers_keep_their_unreported_bytes() {
     });
     assert_eq!(cut_of(&fs, ino), Some((1 << 20, eviction)), "cut once the last writer has reported its end");
     assert!(!fs.record(ino).unwrap().surplus);
+}
+
+/// A file that another session writes, too, when its maker is evicted; the eviction, the other one and the number of its open.
+fn left_beside(fs: &mut Fs, mode: u32) -> (Ino, u64, u64, u64) {
+    let (dead, alive) = (fs.open_session(5), fs.open_session(6));
+    let ino = fs.of_session(dead, |fs| {
+        let ino = fs.create(ROOT, "f");
+        fs.one(extend(ino, 100));
+        fs.one(Op::Setattr(pb::SetAttr { ino, mode: Some(mode), ..Default::default() }));
+        ino
+    });
+    let writer = fs.of_session(alive, |fs| fs.one(open(ino)).writer);
+    fs.log(end(dead, true));
+    (ino, fs.ns.evicted_after(0).last().unwrap().number, alive, writer)
+}
+
+impl Fs {
+    /// What became of an end that was found.
+    fn found(&mut self, ino: Ino, fence: u64, change: u64, end: u64) -> Option<Code> {
+        let reply = self.log(Command::EndFound(pb::EndFound { ino, fence, change, end }));
+        code_of(reply.status.as_ref())
+    }
+}
+
+#[test]
+fn an_end_that_is_found_is_the_end_and_what_is_there_stays() {
+    let mut fs = Fs::new();
+    let (ino, fence, alive, writer) = left_beside(&mut fs, 0o4755);
+    let before = fs.record(ino).unwrap();
+    let getattr = op(Op::Getattr(pb::GetAttr { ino }));
+    let endless = |fs: &Fs| fs.ns.read_at(0, &creds(0), std::slice::from_ref(&getattr)).unwrap().endless;
+    assert_eq!((before.fence, before.surplus, fs.ns.endless(ino).unwrap().is_some()), (fence, true, true));
+    assert_eq!((endless(&fs), fs.ns.survey(|s| s.ends).unwrap()), ([ino].into(), vec![(ino, fence)]));
+    assert_eq!(fs.found(ino, fence, before.attr().change, 5_000), None);
+    let told = fs.effects.last().unwrap();
+    assert_eq!((told.session, &told.changed, told.named.len()), (0, &[ino].into(), 0), "all who hold a lease are told");
+    let (r, a) = (fs.record(ino).unwrap(), fs.attr(ino));
+    assert_eq!((a.size, a.sparse, a.mode & 0o7777, r.written), (5_000, true, 0o755, true));
+    assert!(a.mtime_ns > before.attr().mtime_ns && a.change == before.attr().change + 1);
+    assert_eq!((r.fence, fs.ns.endless(ino).unwrap().is_some()), (0, false));
+    assert_eq!((endless(&fs), fs.ns.survey(|s| (s.ends, s.fences)).unwrap()), ([].into(), (vec![], vec![])));
+    // It was done: by nobody once more.
+    for change in [before.attr().change, a.change] {
+        assert_eq!(fs.found(ino, fence, change, 9_000), Some(Code::Stale));
+        assert_eq!(fs.found(ino, 0, change, 9_000), Some(Code::Stale));
+    }
+    assert_eq!(fs.attr(ino).size, 5_000);
+    // A failed write of somebody else may have left something: cut when the last writer leaves, and only beyond.
+    fs.of_session(alive, |fs| fs.one(release(ino, writer, false)));
+    assert_eq!(cut_of(&fs, ino), Some((5_000, 0)));
+}
+
+#[test]
+fn an_end_that_was_seen_before_a_change_or_an_eviction_is_refused() {
+    let mut fs = Fs::new();
+    let (ino, fence, alive, _) = left_beside(&mut fs, 0o644);
+    let seen = fs.attr(ino).change;
+    // Another one is evicted meanwhile, which changes nothing that clients see.
+    let third = fs.open_session(7);
+    fs.of_session(third, |fs| fs.one(open(ino)));
+    fs.log(end(third, true));
+    let last = fs.ns.evicted_after(fence)[0].number;
+    assert_eq!((fs.attr(ino).change, fs.effects.iter().flat_map(|e| e.ends.clone()).next()), (seen, Some((ino, last))));
+    assert_eq!(fs.found(ino, fence, seen, 5_000), Some(Code::Stale));
+    // It is cut.
+    fs.of_session(alive, |fs| fs.one(mk_size(ino, 10)));
+    assert_eq!(fs.found(ino, last, seen, 5_000), Some(Code::Stale));
+    assert_eq!((fs.attr(ino).size, fs.record(ino).unwrap().fence), (10, last));
+    // There is nothing beyond, or not as far: no change, and nobody has to forget anything.
+    let change = fs.attr(ino).change;
+    assert_eq!(fs.found(ino, last, change, 10), None);
+    assert_eq!((fs.attr(ino).change, fs.attr(ino).size, fs.record(ino).unwrap().fence), (change, 10, 0));
+    assert!(fs.effects.iter().all(|e| e.changed.is_empty()));
+    assert_eq!(fs.found(99, last, change, 10), Some(Code::NoEnt));
+}
+
+#[test]
+fn an_end_that_cannot_be_is_refused_and_looked_for_again() {
+    let mut fs = Fs::new();
+    let (ino, fence, ..) = left_beside(&mut fs, 0o644);
+    let change = fs.attr(ino).change;
+    assert_eq!(fs.found(ino, fence, change, u64::MAX), Some(Code::FBig));
+    assert_eq!((fs.attr(ino).size, fs.record(ino).unwrap().fence), (100, fence));
+}
+
+#[test]
+fn nothing_is_to_be_found_where_everybody_has_left() {
+    let mut fs = Fs::new();
+    let (ino, fence, alive, writer) = left_beside(&mut fs, 0o644);
+    let change = fs.attr(ino).change;
+    fs.of_session(alive, |fs| fs.one(release(ino, writer, false)));
+    assert_eq!((cut_of(&fs, ino), fs.ns.endless(ino).unwrap()), (Some((100, fence)), None));
+    assert_eq!(fs.found(ino, fence, change, 5_000), Some(Code::Stale));
+    assert_eq!(fs.attr(ino).size, 100);
+    assert_eq!(fs.ns.survey(|s| (s.ends, s.fences)).unwrap(), (vec![], vec![(ino, fence)]));
+}
+
+/// A member that gets the state from another one goes on as that one does.
+#[test]
+fn a_copy_of_the_state_has_the_ends_that_are_to_be_found() {
+    let mut fs = Fs::new();
+    let (ino, fence, ..) = left_beside(&mut fs, 0o644);
+    let change = fs.attr(ino).change;
+    fs.ns.reload().unwrap();
+    assert_eq!(fs.ns.survey(|s| s.ends).unwrap(), [(ino, fence)]);
+    assert_eq!(fs.found(ino, fence, change, 300), None);
+    fs.ns.reload().unwrap();
+    assert_eq!((fs.attr(ino).size, fs.ns.endless(ino).unwrap()), (300, None));
 }
 
 #[test]

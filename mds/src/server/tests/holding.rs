@@ -50,8 +50,8 @@ async fn nobody_is_told_of_what_an_evicted_session_may_yet_write() {
         oss.busy.store(false, Ordering::Relaxed);
         let began = Instant::now();
         let (look, ..) = all.await;
-        // The writer waits for the cut, too, which was tried in vain meanwhile.
-        assert!(began.elapsed() < Duration::from_secs(6) && size(&look) == 0, "{:?}", began.elapsed());
+        // The writer waits for the cut, too, which was tried in vain meanwhile, and has then time for its report, which it does not make.
+        assert!(began.elapsed() < Duration::from_secs(11) && size(&look) == 0, "{:?}", began.elapsed());
     }
 }
 

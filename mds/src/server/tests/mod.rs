@@ -1,6 +1,7 @@
 //! Whole servers: groups of one and three members, fake storage servers, raw requests.
 
 mod disk;
+mod ends;
 mod followers;
 mod full_disk;
 mod holding;

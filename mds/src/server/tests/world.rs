@@ -14,10 +14,10 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
+use strake_fabric::{Buf, Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
 use strake_proto::{
     CapKey, Code, Error, Result,
-    data::{DataReply, DataRequest, FLAG_TOMBSTONE, Version},
+    data::{DataReply, DataRequest, Extent, Extents, FLAG_TOMBSTONE, Version},
     ids::TARGET_UNASSIGNED,
     opcode, pb,
 };
@@ -321,7 +321,7 @@ impl World {
     }
 }
 
-/// Heartbeats, and notes what it is asked to trim.
+/// Heartbeats, and notes what it is asked to trim, and for the ends of files.
 #[derive(Default)]
 pub struct FakeOss {
     pub up: AtomicBool,
@@ -330,6 +330,9 @@ pub struct FakeOss {
     /// It has not done with what evicted sessions sent.
     pub busy: AtomicBool,
     pub trims: Mutex<Vec<DataRequest>>,
+    /// Bytes of the chunks of the one file that is written, by index.
+    pub stored: Mutex<BTreeMap<u64, u32>>,
+    pub looks: Mutex<Vec<DataRequest>>,
     pub evicted: Mutex<BTreeSet<u64>>,
     pub map: Mutex<pb::ClusterMap>,
 }
@@ -371,14 +374,45 @@ impl FakeOss {
     }
 }
 
+impl FakeOss {
+    fn look(&self, op: u16, r: &DataRequest) -> Message {
+        let stored = self.stored.lock();
+        let message =
+            |len, payload| Message::new(op, DataReply { len, ..DataReply::default() }.encode()).with_payload(payload);
+        if op == opcode::READ {
+            message(stored[&r.chunk.index].saturating_sub(r.offset).min(r.len), Vec::new())
+        } else {
+            let whole = |(index, len): (&u64, &u32)| {
+                let offset = if *index == r.chunk.index { r.offset } else { 0 };
+                let end = len.next_multiple_of(4096);
+                (end > offset).then(|| Extent { index: *index, offset, len: end - offset })
+            };
+            // One at a time.
+            let mut found = stored.range(r.chunk.index..).filter_map(whole);
+            let first: Vec<Extent> = found.next().into_iter().collect();
+            let bytes = first.iter().map(|e| u64::from(e.len)).sum();
+            let page = Extents { next: found.next().map(|e| (e.index, e.offset)), found: first, bytes };
+            message(0, vec![Buf::copy_from(&page.encode())])
+        }
+    }
+}
+
 #[async_trait]
 impl Service for FakeOss {
     async fn handle(&self, peer: &Peer, request: Message) -> Result<Message> {
-        assert_eq!((peer.role, request.opcode), (Role::Server, opcode::TRIM));
+        assert_eq!(peer.role, Role::Server);
+        let r = DataRequest::decode(&request.body).unwrap();
+        let looks = matches!(request.opcode, opcode::EXTENTS | opcode::READ);
+        if looks {
+            self.looks.lock().push(r.clone());
+        }
         if self.refuse.load(Ordering::Relaxed) {
             return Err(Error::new(Code::NotServing, "not now"));
         }
-        let r = DataRequest::decode(&request.body).unwrap();
+        if looks {
+            return Ok(self.look(request.opcode, &r));
+        }
+        assert_eq!(request.opcode, opcode::TRIM);
         let asks = r.seq == 0 && r.flags & FLAG_TOMBSTONE == 0;
         let version = Version { number: if asks { r.chunk.ino } else { 0 }, ..Version::default() };
         if !asks {

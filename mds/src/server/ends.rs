@@ -1,0 +1,147 @@
+//! The leader finds out how far a file goes in which sessions wrote that were evicted, beside others who may go on writing. What
+//! those had not reported cannot be cut, so it becomes part of the file before anybody is told of that. See `docs/leases.md`,
+//! "What evicted sessions have sent".
+
+use std::time::Duration;
+
+use futures_util::stream::{self, StreamExt, TryStreamExt};
+use strake_fabric::{Connection, Message};
+use strake_proto::{
+    ChainId, ChunkId, Code, Error, Ino, Result,
+    checksum::BLOCK,
+    data::{DataReply, DataRequest, Extent, Extents, MAX_EXTENTS},
+    layout::{MAX_FILE_SIZE, StripeMap},
+    map::{ChainExt, MapView},
+    opcode, pb,
+};
+
+use super::{
+    Mds,
+    chunks::{CHAINS_AT_ONCE, work_off},
+};
+use crate::leases::rows::Leader;
+use pb::log_command::Command;
+
+/// Files that are looked at at the same time.
+const AT_ONCE: usize = 16;
+const POLL: Duration = Duration::from_millis(100);
+/// Somebody waits for each of them.
+const RETRY_MAX: Duration = Duration::from_millis(500);
+const CALL_TIMEOUT: Duration = Duration::from_secs(2);
+const BLOCK_LEN: u32 = BLOCK as u32;
+
+/// Has the ends of all such files put into the log, for ever.
+pub(super) async fn find_ends(mds: &Mds, term: u64) {
+    let list = |n: usize| mds.recalls.endless(n).into_iter().map(|file| (file, file.0)).collect::<Vec<_>>();
+    let done = |found: Vec<(Ino, u64)>| async move { mds.recalls.ends_found(term, &found) };
+    work_off(AT_ONCE, (POLL, RETRY_MAX), std::future::pending, list, |ino| find_end(mds, ino), done).await;
+}
+
+/// `Ok`: it is known, or nobody needs to know any more.
+async fn find_end(mds: &Mds, ino: Ino) -> Result<()> {
+    let Some(r) = mds.machine.namespace.endless(ino)? else { return Ok(()) };
+    if r.trim.is_some() {
+        // What is about to go must not be taken for what was written.
+        return Err(Error::new(Code::Overloaded, "the file waits to be cut"));
+    }
+    let attr = r.attr.unwrap_or_default();
+    let end = match &r.layout {
+        Some(layout) if attr.size < MAX_FILE_SIZE => stored_end(mds, ino, layout, attr.size, r.fence).await?,
+        _ => 0,
+    };
+    Leader::EndSought.taken();
+    let found = pb::EndFound { ino, fence: r.fence, change: attr.change, end };
+    match mds.propose(Command::EndFound(found)).await {
+        Ok(_) => {
+            if end > attr.size {
+                Leader::EndFound.taken();
+                tracing::info!(end, "inode {ino:#x} goes farther than an evicted session had reported");
+            }
+            Ok(())
+        }
+        Err(e) => {
+            if e.code == Code::Stale {
+                Leader::EndMoved.taken();
+            }
+            Err(e)
+        }
+    }
+}
+
+/// Where the last byte ends that the storage servers have from `size` on, 0 if they have none. Once no session can put anything
+/// there any more that was evicted by this number or before.
+async fn stored_end(mds: &Mds, ino: Ino, layout: &pb::Layout, size: u64, fence: u64) -> Result<u64> {
+    let map = mds.map();
+    let stripes = StripeMap::resolve(ino, layout, &map)?;
+    let mut chains = stripes.chains.clone();
+    chains.sort_unstable();
+    chains.dedup();
+    let ends = chains.into_iter().map(|chain| end_on(mds, &map, &stripes, chain, size, fence));
+    let ends = stream::iter(ends).buffer_unordered(CHAINS_AT_ONCE);
+    ends.try_fold(0, |all, end| async move { Ok(end.max(all)) }).await
+}
+
+/// Likewise on one chain. Any replica may answer that may answer a reader; the tail always may.
+async fn end_on(mds: &Mds, map: &MapView, stripes: &StripeMap, id: ChainId, size: u64, fence: u64) -> Result<u64> {
+    let chain = map.chain(id).ok_or_else(|| Error::new(Code::Io, format!("the map has no chain {id}")))?;
+    if chain.lost {
+        return Ok(0); // with all it had
+    }
+    let not_yet = |m: String| Error::new(Code::NotServing, m);
+    if !mds.with_lead(|l| Ok(l.manager.chain_knows(fence, chain, map)))? {
+        return Err(not_yet(format!("not all of chain {id} know of eviction {fence} yet")));
+    }
+    let mut last = not_yet(format!("chain {id} has no source"));
+    let mut replicas: Vec<_> = chain.serving().collect();
+    replicas.reverse();
+    for target in replicas {
+        let node = map.node_of(target).ok_or_else(|| Error::new(Code::Io, format!("target {target} has no node")))?;
+        let chunk = ChunkId { ino: stripes.ino, data: stripes.data, index: 0 };
+        let looked = async {
+            let conn = mds.links.get(node).await?;
+            end_at(&*conn, DataRequest::new(id, chain.epoch, target, chunk), stripes, size).await
+        };
+        match looked.await {
+            Ok(end) => return Ok(end),
+            Err(e) => last = e.context(format_args!("chain {id} at '{}'", node.name)),
+        }
+    }
+    Err(last)
+}
+
+/// Likewise by one replica, to which `request` is addressed.
+async fn end_at(conn: &dyn Connection, request: DataRequest, stripes: &StripeMap, size: u64) -> Result<u64> {
+    let (first, _) = stripes.locate(size);
+    let mut from = (first.chunk.index, first.offset - first.offset % BLOCK_LEN);
+    let of_chunk = |index| DataRequest { chunk: ChunkId { index, ..request.chunk }, ..request.clone() };
+    let mut last: Option<Extent> = None;
+    loop {
+        let r = DataRequest { offset: from.1, len: MAX_EXTENTS as u32, ..of_chunk(from.0) };
+        let (_, payload) = call(conn, opcode::EXTENTS, &r).await?;
+        let page = Extents::decode(&payload, from)?;
+        // Chunks that the layout has elsewhere are none of the file.
+        let own = |e: &&Extent| stripes.chain_of(e.index) == request.chain && stripes.place_of(e.index).is_some();
+        last = page.found.iter().rev().find(own).copied().or(last);
+        match page.next {
+            Some(next) => from = next,
+            None => break,
+        }
+    }
+    let Some(e) = last else { return Ok(0) };
+    // Extents are whole blocks: a read tells how much of the last one there is.
+    let offset = e.offset + e.len - BLOCK_LEN;
+    let len = match call(conn, opcode::READ, &DataRequest { offset, len: BLOCK_LEN, ..of_chunk(e.index) }).await {
+        Ok((head, _)) => head.len.min(BLOCK_LEN),
+        // A bad block: what was in it nobody can tell, but something was.
+        Err(e) if e.code == Code::Corrupt => BLOCK_LEN,
+        Err(e) => return Err(e),
+    };
+    let (start, most) = stripes.place_of(e.index).unwrap_or_default();
+    Ok((start + most.min(u64::from(offset + len))).min(MAX_FILE_SIZE))
+}
+
+async fn call(conn: &dyn Connection, op: u16, request: &DataRequest) -> Result<(DataReply, Vec<u8>)> {
+    let reply = conn.call(Message::new(op, request.encode()), CALL_TIMEOUT).await?;
+    let payload = reply.payload.iter().flat_map(|b| b.iter().copied()).collect();
+    Ok((DataReply::decode(&reply.body)?, payload))
+}
