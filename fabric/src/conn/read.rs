@@ -21,7 +21,7 @@ use tokio::{
 };
 
 use super::{
-    bulk::{AskRoom, INLINE, REGIONS_HEAD, Regions},
+    bulk::{AskRoom, INLINE, REGIONS_HEAD, Regions, no_memory},
     shared::{Hold, Outgoing, Owed, Phase, Place, Placed, Shared, Waiter, is_summed, outgoing, sum},
 };
 use crate::{Buf, BufMut, Message, Peer, Service};
@@ -471,21 +471,22 @@ impl Answer {
             && m.payload_len() > INLINE
             && m.payload_len() <= MAX_PAYLOAD as usize
         {
-            let payload = std::mem::take(&mut m.payload);
-            let len = payload.iter().map(Buf::len).sum::<usize>() as u32;
-            let crc = is_summed(self.header.opcode).then(|| sum(&payload));
+            let len = m.payload_len() as u32;
+            let crc = is_summed(self.header.opcode).then(|| sum(&m.payload));
             let brought = async {
                 let room = match self.room.filter(|r| r.len >= len) {
                     Some(r) => r,
                     None => self.ask_room(len).await?,
                 };
-                bulk.put(payload, room).await
+                bulk.put(m.payload.clone(), room).await
             };
             match brought.await {
                 Ok(()) => {
                     self.shared.counter.sent(len.into());
+                    m.payload.clear();
                     placed = Some(Placed { len, crc });
                 }
+                Err(e) if no_memory(&e) => {}
                 Err(e) => result = Err(e),
             }
         }

@@ -416,7 +416,7 @@ impl Queue {
     }
 
     fn send_message(&self, s: &mut State, mut buf: BufMut) -> Result<()> {
-        let mr = self.device.of_mut(&mut buf)?;
+        let mr = self.device.of_message(&mut buf)?;
         let mut sge = Sge { addr: buf.as_ptr().addr() as u64, length: buf.len() as u32, lkey: mr.lkey() };
         let mut wr = new_wr(op::SEND_WITH_IMM);
         wr.imm_or_key = std::mem::take(&mut s.owed).to_be();
