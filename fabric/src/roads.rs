@@ -71,9 +71,9 @@ impl Roads {
         }
     }
 
-    fn rdma_with_all_memory(&self) -> Result<()> {
-        self.rdma()?;
-        rdma::whole_pool(self.pool().stats().limit)
+    fn rdma_with_all_memory(&self) -> Result<&RdmaFabric> {
+        let f = self.rdma()?;
+        rdma::whole_pool(self.pool().stats().limit).map(|()| f)
     }
 }
 
@@ -105,10 +105,10 @@ impl Fabric for Roads {
             Use::Tcp if others.is_empty() && !rdma.is_empty() => lacks("TCP", "TCP only"),
             Use::Rdma if rdma.is_empty() => lacks("RDMA", "RDMA only"),
             Use::Tcp => Ok(others),
-            Use::Rdma => self.rdma().map(|_| rdma),
+            Use::Rdma => self.rdma().map(|f| f.by_rail(rdma)),
             Use::Best if rdma.is_empty() => Ok(others),
             Use::Best => match self.rdma_with_all_memory() {
-                Ok(()) => Ok([rdma, others].concat()),
+                Ok(f) => Ok([f.by_rail(rdma), others].concat()),
                 Err(e) if others.is_empty() => Err(e),
                 Err(e) => {
                     match e.code {

@@ -370,6 +370,13 @@ async fn payloads_go_through_the_stream_where_no_memory_may_be_registered() {
                 assert!(got.payload_len() == len && got.payload.iter().all(|b| b[..] == payload[..]), "{len} {code:?}");
                 assert_eq!(f.lent(), 0, "{len} {code:?}");
             }
+            // Room for it is asked for, and refused.
+            let n: usize = 100_000;
+            let got = conn.call(Message::new(conformance::GENERATE, n.to_le_bytes().to_vec()), LONG).await;
+            assert_eq!(
+                got.map(|m| m.payload_len()).map_err(|e| e.code),
+                if code == Code::Io { Err(code) } else { Ok(n) }
+            );
             let moved = f.counts.put.load(SeqCst) + f.counts.fetched.load(SeqCst);
             assert_eq!(moved > 0, far && !near, "{near} {far}: the request's, by the server");
         }

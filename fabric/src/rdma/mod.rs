@@ -1,7 +1,7 @@
 //! Frames over RDMA: reliable connections set up by the RDMA connection manager, payloads moved one-sided. See `docs/rdma.md`.
 //!
 //! `verbs.rs` opens the libraries, `cm.rs` makes connections, `device.rs` holds what the connections of a device share,
-//! `locked.rs` how much of it may be registered, `queue.rs` is one connection, `stream.rs` the stream of frames over it, `lend.rs`
+//! `locked.rs` how much of it may be registered, `rails.rs` chooses the ports, `queue.rs` is one connection, `stream.rs` the stream of frames over it, `lend.rs`
 //! its payloads.
 
 mod cm;
@@ -10,6 +10,7 @@ pub mod greeting;
 mod lend;
 mod locked;
 mod queue;
+mod rails;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -17,7 +18,7 @@ mod verbs;
 
 use std::{
     collections::BTreeMap,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     sync::{Arc, Weak},
     time::Duration,
 };
@@ -30,6 +31,7 @@ use locked::Budget;
 pub use locked::{pool_limit, whole_pool};
 use parking_lot::Mutex;
 use queue::{CREDITS, Queue};
+use rails::{Ledger, Path};
 use strake_proto::{Code, Error, Result};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, watch},
@@ -100,6 +102,7 @@ pub struct RdmaFabric {
     usable: usize,
     /// By their context's address. Theirs to hold are the connections: a device that is unplugged goes with the last of them.
     devices: Arc<Mutex<BTreeMap<usize, Weak<Device>>>>,
+    rails: Arc<Ledger>,
 }
 
 impl RdmaFabric {
@@ -113,7 +116,7 @@ impl RdmaFabric {
     ) -> Result<RdmaFabric> {
         let usable = probe()?.len();
         let streams = Streams::new(env, identity, cluster_uuid, pool, options);
-        Ok(RdmaFabric { streams, lib: verbs::lib()?, usable, devices: Arc::default() })
+        Ok(RdmaFabric { streams, lib: verbs::lib()?, usable, devices: Arc::default(), rails: Arc::default() })
     }
 
     /// For handshakes from now on.
@@ -142,26 +145,48 @@ impl RdmaFabric {
         let name = to.to_string();
         let mut failed = Error::new(Code::Disconnected, format!("cannot connect to {name}: the name has no address"));
         for at in addresses(to).await? {
-            match self.dial_one(at, &name).await {
-                Ok(q) => return Ok(q),
-                Err(e) => failed = e,
+            for path in self.rails.order(&[at.ip()], false) {
+                match self.dial_one(at, path, &name).await {
+                    Ok(q) => return Ok(q),
+                    Err(e) => failed = e,
+                }
             }
         }
         Err(failed)
     }
 
-    async fn dial_one(&self, at: SocketAddr, name: &str) -> Result<Arc<Queue>> {
+    async fn dial_one(&self, at: SocketAddr, path: Path, name: &str) -> Result<Arc<Queue>> {
+        // Also a connect that is given up counts as one that failed on this path.
+        let mut rail = self.rails.take(path);
         let id = Id::new(self.lib)?;
-        id.resolve(at, RESOLVE_MS, name).await?;
+        id.resolve(path.from, at, RESOLVE_MS, name).await?;
         let device = self.device(&id)?;
         let reads = device.reads;
-        let q = Queue::new(device, id, name.to_string())?;
+        let mut q = Queue::new(device, id, name.to_string())?;
         q.id().connect(&greeting().encode(), reads)?;
         let e = q.id().events.expect(event::ESTABLISHED, name).await?;
         q.set_peer(&Greeting::decode(&e.private)?);
+        rail.well();
+        q.rail = Some(rail);
         let q = Arc::new(q);
         self.streams.env.spawn(q.clone().drive());
         Ok(q)
+    }
+
+    /// The same endpoints, the best first: by the rails that lead to each and by the connections that are open there. Equals take turns. Names come
+    /// after addresses.
+    pub fn by_rail(&self, endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
+        if endpoints.len() < 2 {
+            return endpoints;
+        }
+        let ips: Vec<Option<IpAddr>> = endpoints.iter().map(|e| host(e).ok()?.0.parse().ok()).collect();
+        let known: Vec<IpAddr> = ips.iter().flatten().copied().collect();
+        let mut order: Vec<IpAddr> = self.rails.order(&known, true).into_iter().map(|p| p.to).collect();
+        order.dedup();
+        let place = |ip: &Option<IpAddr>| order.iter().position(|o| Some(*o) == *ip).unwrap_or(usize::MAX);
+        let mut all: Vec<(usize, Endpoint)> = ips.iter().map(place).zip(endpoints).collect();
+        all.sort_by_key(|(place, _)| *place);
+        all.into_iter().map(|(_, e)| e).collect()
     }
 
     /// `at`: where it listens, with the port that it has.
@@ -269,12 +294,16 @@ fn greeting() -> Greeting {
     Greeting { message: MESSAGE as u32, credits: CREDITS, status: 0 }
 }
 
+fn host(e: &Endpoint) -> Result<(&str, u16)> {
+    match e {
+        Endpoint::Rdma(h, port) => Ok((h.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(h), *port)),
+        _ => Err(Error::new(Code::Inval, format!("{e} is not an RDMA endpoint"))),
+    }
+}
+
 async fn addresses(e: &Endpoint) -> Result<Vec<SocketAddr>> {
-    let Endpoint::Rdma(host, port) = e else {
-        return Err(Error::new(Code::Inval, format!("{e} is not an RDMA endpoint")));
-    };
-    let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
-    let found = tokio::net::lookup_host((host, *port)).await;
+    let (host, port) = host(e)?;
+    let found = tokio::net::lookup_host((host, port)).await;
     found.map(Iterator::collect).map_err(|e| Error::new(Code::Disconnected, format!("cannot find {host}: {e}")))
 }
 

@@ -26,6 +26,7 @@ use super::{
     cm::{Id, non_blocking},
     device::{Device, MESSAGE, RECV, Registered},
     lend::Lent,
+    rails::Taken,
     verbs::{self, CompChannel, Cq, Mw, QpInitAttr, SendWr, Sge, Wc, event, op, os_error, send_flag},
 };
 use crate::BufMut;
@@ -63,6 +64,8 @@ pub struct Queue {
     pub ops: Arc<Semaphore>,
     wake: Notify,
     pub addr: String,
+    /// Of the end that connected.
+    pub rail: Option<Taken>,
 }
 
 // SAFETY: the library's objects allow any thread; the queue pair is used under the lock of `state` only.
@@ -171,6 +174,7 @@ impl Queue {
             ops: Arc::new(Semaphore::new(OPS)),
             wake: Notify::new(),
             addr,
+            rail: None,
         };
         // SAFETY: an open context; each object is made from valid ones, and `Drop` takes back what was made.
         unsafe {
@@ -440,6 +444,9 @@ impl Queue {
     pub async fn drive(self: Arc<Queue>) {
         let q = Ending(self);
         q.0.run().await;
+        if let (Some(rail), true) = (&q.0.rail, q.0.state.lock().over.is_some()) {
+            rail.broke();
+        }
         q.0.empty().await;
     }
 
