@@ -444,7 +444,12 @@ impl Queue {
     pub async fn drive(self: Arc<Queue>) {
         let q = Ending(self);
         q.0.run().await;
-        if let (Some(rail), true) = (&q.0.rail, q.0.state.lock().over.is_some()) {
+        let broke = {
+            let s = q.0.state.lock();
+            // Or given up because of a silence, in which the last messages did not arrive either.
+            s.over.is_some() || s.sends > 0
+        };
+        if let (Some(rail), true) = (&q.0.rail, broke) {
             rail.broke();
         }
         q.0.empty().await;

@@ -603,10 +603,10 @@ async fn connections_are_spread_over_rails_and_take_another_when_one_goes() {
     println!("rails: 3 of 6 connections ended {:?} after the cut", start.elapsed());
     conns.retain(|c| c.addr() == all[0].to_string());
     let start = Instant::now();
-    for _ in 0..3 {
+    for n in 1..=3 {
         conns.push(by_rails(&f, &all).await);
+        println!("rails: {n} new ones after {:?}", start.elapsed());
     }
-    println!("rails: 3 new ones after {:?}", start.elapsed());
     assert_eq!(of(&conns, &all[0]), 6);
     futures_util::future::join_all(conns.iter().map(|c| works(&**c))).await;
     cut(&interface, false);
