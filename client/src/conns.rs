@@ -96,16 +96,93 @@ impl Conns {
     }
 }
 
+/// What is missing for a connection, here or there, may come: whoever may wait does so, as for a server that is away. Only who is refused for
+/// what he is hears so.
+fn away(e: Error) -> Error {
+    match e.code {
+        Code::Unauthenticated | Code::Protocol => e,
+        _ if e.is_retryable() => e,
+        _ => Error { code: Code::Disconnected, ..e },
+    }
+}
+
 async fn connect(fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Result<Arc<dyn Connection>> {
     let mut last = Error::new(Code::Disconnected, format!("node {} ({}) has no usable endpoint", node.id, node.name));
-    // Whoever may wait does so: a device may come back.
-    let failed = |e: Error| Error::new(Code::Disconnected, format!("connecting to {}: {}", node.name, e.message));
+    let failed = |e: Error| away(e).context(format_args!("connecting to {}", node.name));
     for endpoint in fabric.ways(&node.endpoints).map_err(failed)? {
         last = match tokio::time::timeout(CONNECT_TIMEOUT, fabric.connect(&endpoint, None)).await {
             Ok(Ok(c)) => return Ok(c),
-            Ok(Err(e)) => e.context(format_args!("connecting to {} at {endpoint}", node.name)),
+            Ok(Err(e)) => away(e).context(format_args!("connecting to {} at {endpoint}", node.name)),
             Err(_) => Error::new(Code::Disconnected, format!("{} at {endpoint} does not answer", node.name)),
         };
     }
     Err(last)
+}
+
+#[cfg(test)]
+mod tests {
+    use async_trait::async_trait;
+    use strake_fabric::{Endpoint, Listener, Message, Pool, Service};
+
+    use super::*;
+
+    /// Nobody is reached, for this reason; or, without one, everybody.
+    struct Reached {
+        why_not: Mutex<Option<Code>>,
+        pool: Pool,
+    }
+
+    struct Open;
+
+    #[async_trait]
+    impl Connection for Open {
+        async fn call(&self, _: Message, _: Duration) -> Result<Message> {
+            Err(Error::new(Code::Disconnected, "nobody"))
+        }
+        fn is_closed(&self) -> bool {
+            false
+        }
+        fn addr(&self) -> String {
+            "open".into()
+        }
+        fn close(&self) {}
+    }
+
+    #[async_trait]
+    impl Fabric for Reached {
+        async fn connect(&self, _: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+            match *self.why_not.lock() {
+                Some(code) => Err(Error::new(code, "of this reason")),
+                None => Ok(Arc::new(Open)),
+            }
+        }
+        async fn listen(&self, _: &Endpoint, _: Arc<dyn Service>) -> Result<Listener> {
+            Err(Error::new(Code::OpNotSupp, "nobody listens here"))
+        }
+        fn pool(&self) -> &Pool {
+            &self.pool
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connect_that_fails_for_lack_of_anything_is_a_server_that_is_away() {
+        let reached = Arc::new(Reached { why_not: Mutex::default(), pool: Pool::new(1 << 20) });
+        let fabric: Arc<dyn Fabric> = reached.clone();
+        let node = pb::Node { id: 4, name: "oss4".into(), endpoints: vec!["rdma:h:1".into()], ..Default::default() };
+        let conns = Conns::new(1);
+        for code in Code::ALL {
+            *reached.why_not.lock() = Some(*code);
+            tokio::time::sleep(FAILURE_STANDS * 2).await;
+            let e = conns.get(&fabric, &node).await.err().unwrap();
+            let whole = "connecting to oss4 at rdma:h:1: of this reason";
+            assert_eq!(e.message, whole, "{code:?}");
+            let refused = matches!(code, Code::Unauthenticated | Code::Protocol);
+            assert_eq!(e.is_retryable(), !refused, "{code:?} reads as {:?}", e.code);
+            // At once after that: the same.
+            assert_eq!(conns.get(&fabric, &node).await.err().unwrap().message, whole);
+        }
+        *reached.why_not.lock() = None;
+        tokio::time::sleep(FAILURE_STANDS * 2).await;
+        assert!(conns.get(&fabric, &node).await.is_ok());
+    }
 }

@@ -78,6 +78,11 @@ impl Region {
         self.id
     }
 
+    /// Whether it is a part of memory that outlives the process.
+    pub fn is_kept(&self) -> bool {
+        self.kept.is_some()
+    }
+
     /// Start of its [`REGION`] bytes.
     pub fn as_ptr(&self) -> *mut u8 {
         self.ptr.as_ptr()

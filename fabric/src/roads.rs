@@ -1,7 +1,7 @@
 //! One fabric of several roads: each endpoint says which one leads to it, and of a server's endpoints the best is taken that both
 //! ends have.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 
 use async_trait::async_trait;
 use strake_proto::{Code, Error, Result};
@@ -32,6 +32,8 @@ pub struct Roads {
     /// Made when it is first asked for and can be.
     rdma: Arc<OnceLock<RdmaFabric>>,
     new_rdma: Arc<dyn Fn() -> Result<RdmaFabric> + Send + Sync>,
+    /// That RDMA is there and not used.
+    said: Arc<Once>,
 }
 
 impl Roads {
@@ -41,7 +43,7 @@ impl Roads {
         let new_rdma = Arc::new(move || {
             RdmaFabric::new(env.clone(), identity.clone(), cluster_uuid, pool.clone(), options.clone())
         });
-        Roads { choice: Use::Best, tcp, rdma: Arc::default(), new_rdma }
+        Roads { choice: Use::Best, tcp, rdma: Arc::default(), new_rdma, said: Arc::new(Once::new()) }
     }
 
     /// The same roads, of which only these are taken to servers that have several.
@@ -69,13 +71,9 @@ impl Roads {
         }
     }
 
-    /// Whether a pool of this size may be registered as a whole: with less, RDMA would fail in the middle of its work.
-    fn rdma_with_all_memory(&self) -> Result<()> {
-        self.rdma()?;
-        match rdma::pool_limit(self.pool().stats().limit)? {
-            (_, Some(why)) => Err(Error::new(Code::NoMem, why)),
-            (_, None) => Ok(()),
-        }
+    fn rdma_with_all_memory(&self) -> Result<&RdmaFabric> {
+        let f = self.rdma()?;
+        rdma::whole_pool(self.pool().stats().limit).map(|()| f)
     }
 }
 
@@ -107,13 +105,17 @@ impl Fabric for Roads {
             Use::Tcp if others.is_empty() && !rdma.is_empty() => lacks("TCP", "TCP only"),
             Use::Rdma if rdma.is_empty() => lacks("RDMA", "RDMA only"),
             Use::Tcp => Ok(others),
-            Use::Rdma => self.rdma().map(|_| rdma),
+            Use::Rdma => self.rdma().map(|f| f.by_rail(rdma)),
             Use::Best if rdma.is_empty() => Ok(others),
             Use::Best => match self.rdma_with_all_memory() {
-                Ok(()) => Ok([rdma, others].concat()),
+                Ok(f) => Ok([f.by_rail(rdma), others].concat()),
                 Err(e) if others.is_empty() => Err(e),
                 Err(e) => {
-                    tracing::debug!("not by RDMA: {e}");
+                    match e.code {
+                        // There is RDMA at both ends, and it is a setting that keeps it from being used.
+                        Code::NoMem => self.said.call_once(|| tracing::warn!("{}", e.message)),
+                        _ => tracing::debug!("not by RDMA: {e}"),
+                    }
                     others.dedup();
                     Ok(others)
                 }

@@ -28,14 +28,20 @@ const ENTRY: usize = 16;
 #[async_trait]
 pub(crate) trait Bulk: Send + Sync + 'static {
     /// Lends `payload` for reading and `room` for writing. Both are held until [`Bulk::take_back`], or until the connection can
-    /// reach nothing any more. Dropped before it is ready, it has lent nothing.
+    /// reach nothing any more. Dropped before it is ready, it has lent nothing. What [`no_memory`] names has lent nothing either.
     async fn lend(&self, payload: Vec<Buf>, room: Option<BufMut>) -> Result<Loan>;
     /// Ends a loan. When this returns, the peer reaches nothing of it. Gives back the room.
     async fn take_back(&self, loan: u64) -> Result<Option<BufMut>>;
     /// Fills `to` from the peer's regions, the lengths of which add up to its own.
     async fn fetch(&self, from: &[Region], to: BufMut) -> Result<BufMut>;
-    /// Writes to the start of the peer's region. What goes through the stream after this arrives after it.
+    /// Writes to the start of the peer's region. What goes through the stream after this arrives after it. What [`no_memory`] names
+    /// has written nothing.
     async fn put(&self, payload: Vec<Buf>, to: Region) -> Result<()>;
+}
+
+/// Whether there was no memory to move a payload from or to: it goes through the stream then, which takes longer and little memory.
+pub(crate) fn no_memory(e: &Error) -> bool {
+    matches!(e.code, Code::NoMem | Code::Overloaded)
 }
 
 /// What was lent, and how the peer reaches it.

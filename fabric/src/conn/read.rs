@@ -21,7 +21,7 @@ use tokio::{
 };
 
 use super::{
-    bulk::{AskRoom, INLINE, REGIONS_HEAD, Regions},
+    bulk::{AskRoom, INLINE, REGIONS_HEAD, Regions, no_memory},
     shared::{Hold, Outgoing, Owed, Phase, Place, Placed, Shared, Waiter, is_summed, outgoing, sum},
 };
 use crate::{Buf, BufMut, Message, Peer, Service};
@@ -360,8 +360,17 @@ async fn request<R: Incoming>(
     let Regions { payload: parts, room } = regions.unwrap_or_default();
     let len = h.payload_len as usize;
     let behind = if parts.is_empty() { h.payload_len } else { 0 };
-    let mut answer =
-        Answer { shared: s.clone(), header: *h, arrived, place: None, room, lent, _owed: owed, done: false };
+    let mut answer = Answer {
+        shared: s.clone(),
+        header: *h,
+        arrived,
+        place: None,
+        room,
+        lent,
+        streamed: behind as usize > INLINE,
+        _owed: owed,
+        done: false,
+    };
     if h.opcode == opcode::ROOM && s.bulk().is_some() && s.phase() != Phase::Closed {
         inbox.skip(behind).await?;
         let asked = lend_room(s.clone(), body);
@@ -458,6 +467,8 @@ struct Answer {
     room: Option<Region>,
     /// The requester keeps memory for this request until it is answered.
     lent: bool,
+    /// A large payload came through the stream: the requester had no memory to lend, and is not asked for more.
+    streamed: bool,
     _owed: Owed,
     done: bool,
 }
@@ -469,23 +480,25 @@ impl Answer {
         let bulk = self.shared.bulk();
         if let (Some(bulk), Ok(m)) = (bulk, &mut result)
             && m.payload_len() > INLINE
+            && !self.streamed
             && m.payload_len() <= MAX_PAYLOAD as usize
         {
-            let payload = std::mem::take(&mut m.payload);
-            let len = payload.iter().map(Buf::len).sum::<usize>() as u32;
-            let crc = is_summed(self.header.opcode).then(|| sum(&payload));
+            let len = m.payload_len() as u32;
+            let crc = is_summed(self.header.opcode).then(|| sum(&m.payload));
             let brought = async {
                 let room = match self.room.filter(|r| r.len >= len) {
                     Some(r) => r,
                     None => self.ask_room(len).await?,
                 };
-                bulk.put(payload, room).await
+                bulk.put(m.payload.clone(), room).await
             };
             match brought.await {
                 Ok(()) => {
                     self.shared.counter.sent(len.into());
+                    m.payload.clear();
                     placed = Some(Placed { len, crc });
                 }
+                Err(e) if no_memory(&e) => {}
                 Err(e) => result = Err(e),
             }
         }

@@ -527,13 +527,18 @@ impl Shared {
         let large = len > INLINE;
         let Some(bulk) = self.bulk().filter(|_| large || room > INLINE) else { return Ok((None, None)) };
         let room = if room > INLINE { Some(read::pool_buffer(self, room).await) } else { None };
-        let (payload, placed) = if large {
-            let crc = is_summed(m.opcode).then(|| sum(&m.payload));
-            (std::mem::take(&mut m.payload), Some(Placed { len: len as u32, crc }))
-        } else {
-            (Vec::new(), None)
+        let payload = if large { m.payload.clone() } else { Vec::new() };
+        let loan = match bulk.lend(payload, room).await {
+            Ok(loan) => loan,
+            Err(e) if bulk::no_memory(&e) => return Ok((None, None)),
+            Err(e) => return Err(e),
         };
-        Ok((Some(bulk.lend(payload, room).await?), placed))
+        let placed = large.then(|| {
+            let crc = is_summed(m.opcode).then(|| sum(&m.payload));
+            m.payload.clear();
+            Placed { len: len as u32, crc }
+        });
+        Ok((Some(loan), placed))
     }
 
     fn register(&self, waiter: Waiter) -> Result<u64> {

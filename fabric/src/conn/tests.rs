@@ -161,6 +161,19 @@ impl InMemory {
         (end(&a, &b), end(&b, &a))
     }
 
+    /// A connection whose ends move payloads by these.
+    async fn join(&self, near: Arc<dyn Bulk>, far: Arc<dyn Bulk>, service: Arc<dyn Service>) -> Arc<dyn Connection> {
+        let (ours, theirs) = tokio::io::duplex(64 << 10);
+        let served = self.streams.clone();
+        let (rd, wr) = tokio::io::split(theirs);
+        self.streams.env.spawn(async move {
+            let shared = served.welcome(rd, wr, Some(far), "memory".into(), service).await.unwrap();
+            shared.closed().await;
+        });
+        let (rd, wr) = tokio::io::split(ours);
+        self.streams.connect_over(rd, wr, Some(near), "memory".into(), None).await.unwrap()
+    }
+
     /// What is lent still, over all connections.
     fn lent(&self) -> usize {
         self.tables.lock().iter().map(|t| t.lock().lent.len()).sum()
@@ -298,16 +311,8 @@ impl Service for Verbose {
 #[tokio::test(start_paused = true)]
 async fn a_request_for_room_is_no_reason_to_lend_any() {
     let f = InMemory::new();
-    let (near, far) = tokio::io::duplex(64 << 10);
     let (ours, theirs) = f.ends();
-    let served = f.streams.clone();
-    let (rd, wr) = tokio::io::split(far);
-    f.streams.env.spawn(async move {
-        let shared = served.welcome(rd, wr, Some(theirs), "memory".into(), Arc::new(Verbose)).await.unwrap();
-        shared.closed().await;
-    });
-    let (rd, wr) = tokio::io::split(near);
-    let conn = f.streams.connect_over(rd, wr, Some(Arc::new(Slow(ours))), "memory".into(), None).await.unwrap();
+    let conn = f.join(Arc::new(Slow(ours)), theirs, Arc::new(Verbose)).await;
     let asks = async {
         tokio::time::sleep(Duration::from_millis(50)).await;
         // The server waits for the answer to its first request.
@@ -318,4 +323,62 @@ async fn a_request_for_room_is_no_reason_to_lend_any() {
     assert_eq!(asked, Err(Code::NoEnt));
     assert_eq!(answer.unwrap().payload_len(), 100_000);
     assert_eq!(f.lent(), 0);
+}
+
+/// Has no memory to lend, or to write from.
+struct Poor(Arc<dyn Bulk>, Code);
+
+impl Poor {
+    fn none<T>(&self) -> Result<T> {
+        Err(Error::new(self.1, "as asked"))
+    }
+}
+
+#[async_trait]
+impl Bulk for Poor {
+    async fn lend(&self, _: Vec<Buf>, _: Option<BufMut>) -> Result<Loan> {
+        self.none()
+    }
+    async fn take_back(&self, loan: u64) -> Result<Option<BufMut>> {
+        self.0.take_back(loan).await
+    }
+    async fn fetch(&self, from: &[Region], to: BufMut) -> Result<BufMut> {
+        self.0.fetch(from, to).await
+    }
+    async fn put(&self, _: Vec<Buf>, _: Region) -> Result<()> {
+        self.none()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn payloads_go_through_the_stream_where_no_memory_may_be_registered() {
+    for code in [Code::NoMem, Code::Overloaded, Code::Io] {
+        for (near, far) in [(true, false), (false, true), (true, true)] {
+            let f = InMemory::new();
+            let (ours, theirs) = f.ends();
+            let poor = |bulk: Arc<dyn Bulk>, is| if is { Arc::new(Poor(bulk, code)) as Arc<dyn Bulk> } else { bulk };
+            let conn = f.join(poor(ours, near), poor(theirs, far), Arc::<conformance::TestService>::default()).await;
+            for len in [4096, 4097, 16 << 20] {
+                let payload = conformance::pattern(len, 3);
+                let parts = vec![payload.slice(0..len / 3), payload.slice(len / 3..len)];
+                let got = conn.call(Message::new(opcode::ECHO, "x").with_payload(parts), LONG).await;
+                if len > 4096 && code == Code::Io {
+                    assert_eq!(got.unwrap_err().code, code, "other errors are the call's");
+                    continue;
+                }
+                let got = got.unwrap();
+                assert!(got.payload_len() == len && got.payload.iter().all(|b| b[..] == payload[..]), "{len} {code:?}");
+                assert_eq!(f.lent(), 0, "{len} {code:?}");
+            }
+            // Room for it is asked for, and refused.
+            let n: usize = 100_000;
+            let got = conn.call(Message::new(conformance::GENERATE, n.to_le_bytes().to_vec()), LONG).await;
+            assert_eq!(
+                got.map(|m| m.payload_len()).map_err(|e| e.code),
+                if code == Code::Io { Err(code) } else { Ok(n) }
+            );
+            let moved = f.counts.put.load(SeqCst) + f.counts.fetched.load(SeqCst);
+            assert_eq!(moved > 0, far && !near, "{near} {far}: the request's, by the server");
+        }
+    }
 }

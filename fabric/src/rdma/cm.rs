@@ -1,6 +1,11 @@
 //! The RDMA connection manager's ids and events, as futures.
 
-use std::{ffi::c_int, net::SocketAddr, os::fd::RawFd, ptr::null_mut};
+use std::{
+    ffi::c_int,
+    net::{IpAddr, SocketAddr},
+    os::fd::RawFd,
+    ptr::null_mut,
+};
 
 use strake_proto::{Code, Error, Result};
 use tokio::io::unix::AsyncFd;
@@ -220,10 +225,13 @@ impl Id {
         }
     }
 
-    pub async fn resolve(&self, to: SocketAddr, limit_ms: c_int, name: &str) -> Result<()> {
+    /// Finds device, port and path: from the port that has the address `from`, or from the one that the kernel's routes say.
+    pub async fn resolve(&self, from: Option<IpAddr>, to: SocketAddr, limit_ms: c_int, name: &str) -> Result<()> {
         let mut at = sockaddr(to);
-        // SAFETY: a valid id and address.
-        let rc = unsafe { (self.lib.rdma_resolve_addr)(self.raw, null_mut(), (&raw mut at).cast(), limit_ms) };
+        let mut from = from.map(|ip| sockaddr(SocketAddr::new(ip, 0)));
+        let from = from.as_mut().map_or(null_mut(), |f| (&raw mut *f).cast());
+        // SAFETY: a valid id and addresses that outlive the call; without the first one, null.
+        let rc = unsafe { (self.lib.rdma_resolve_addr)(self.raw, from, (&raw mut at).cast(), limit_ms) };
         let no_way = |e: Error| Error::new(Code::Disconnected, format!("cannot connect to {name}: {e}"));
         if rc != 0 {
             return Err(no_way(os_error("no RDMA device leads to that address")));

@@ -11,10 +11,11 @@ use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result};
 
 use super::{
+    locked::{Budget, Locked, What},
     queue::DEPTH,
     verbs::{self, Context, DeviceAttr, Lib, Mr, Pd, RecvWr, Sge, Srq, SrqInitAttr, os_error},
 };
-use crate::{Buf, BufMut, Pool, REGION, Region};
+use crate::{Buf, BufMut, Pool, REGION, Region, buf::ALIGN};
 
 /// Bytes of a message at most, and of a receive buffer.
 pub const MESSAGE: usize = 4096;
@@ -62,6 +63,7 @@ unsafe impl Sync for Device {}
 pub struct Registered {
     lib: &'static Lib,
     pub mr: *mut Mr,
+    _locked: Locked,
 }
 
 // SAFETY: as for `Device`.
@@ -163,7 +165,10 @@ impl Device {
         if device.srq.is_null() {
             return Err(os_error(&format!("device {}: a shared receive queue", device.name)));
         }
-        device.inbox.mr = Some(device.register(start, messages as usize * MESSAGE)?);
+        let receives = messages as usize * MESSAGE;
+        let locked =
+            Budget::here().take(What::Stream, receives as u64).ok_or_else(|| Budget::here().refusal(receives))?;
+        device.inbox.mr = Some(device.register(start, receives, locked)?);
         for i in 0..messages {
             device.post_recv(i)?;
         }
@@ -203,7 +208,7 @@ impl Device {
         unsafe { std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len()) }
     }
 
-    fn register(&self, start: *mut u8, len: usize) -> Result<Registered> {
+    fn register(&self, start: *mut u8, len: usize, locked: Locked) -> Result<Registered> {
         // Without remote rights of its own: those are for windows.
         let access = verbs::LOCAL_WRITE | verbs::MW_BIND;
         // SAFETY: the domain is valid; callers hold the memory for longer than the result.
@@ -214,39 +219,66 @@ impl Device {
                 "device {}: {len} bytes cannot be registered ({e}); the limit for locked memory is {} bytes, raise it \
                  (ulimit -l, LimitMEMLOCK=) or give the process a smaller pool",
                 self.name,
-                super::memlock()
+                Budget::here().limit
             );
             return Err(Error::new(Code::NoMem, m));
         }
-        Ok(Registered { lib: self.lib, mr })
+        Ok(Registered { lib: self.lib, mr, _locked: locked })
     }
 
-    /// The registration of memory that lies in `region`, or at `start` if in none. The caller holds the memory as long.
-    fn registration(&self, region: Option<&Arc<Region>>, start: *mut u8, len: usize) -> Result<Arc<Registered>> {
-        let Some(region) = region else { return self.register(start, len).map(Arc::new) };
+    /// Registers a region for as long as anybody has it; `None`: there is no room for that.
+    fn whole(&self, region: &Arc<Region>) -> Option<Arc<Registered>> {
         let mut all = self.regions.lock();
         if let Some((r, _)) = all.get(&region.id()) {
-            return Ok(r.clone());
+            return Some(r.clone());
         }
         // Regions that nobody else has: their pool is gone.
         all.retain(|_, (_, held)| Arc::strong_count(held) > 1);
-        let made = Arc::new(self.register(region.as_ptr(), REGION)?);
+        let what = if region.is_kept() { What::Kept { pool: self.pool.stats().limit } } else { What::Pool };
+        let locked = Budget::here().take(what, REGION as u64)?;
+        let made = self.register(region.as_ptr(), REGION, locked);
+        let made = made.inspect_err(|e| tracing::debug!("a region stays unregistered: {e}")).ok().map(Arc::new)?;
         all.insert(region.id(), (made.clone(), region.clone()));
-        Ok(made)
+        Some(made)
+    }
+
+    /// The registration of memory that lies in `region`, or of exactly these bytes, for `otherwise`, where there is none or it cannot
+    /// be registered whole. The caller holds the memory as long. `Overloaded`: there is no room for it now, but may be later.
+    fn registration(
+        &self,
+        region: Option<&Arc<Region>>,
+        start: *mut u8,
+        len: usize,
+        otherwise: What,
+    ) -> Result<Arc<Registered>> {
+        if let Some(whole) = region.and_then(|r| self.whole(r)) {
+            return Ok(whole);
+        }
+        // The kernel counts pages.
+        let (first, end) = (start.addr() / ALIGN, (start.addr() + len).div_ceil(ALIGN));
+        let room = Budget::here().take(otherwise, ((end - first) * ALIGN) as u64);
+        let room = room.ok_or_else(|| Budget::here().refusal(len))?;
+        self.register(start, len, room).map(Arc::new)
     }
 
     pub fn of_buf(&self, b: &Buf) -> Result<Arc<Registered>> {
-        self.registration(b.region(), b.as_ptr().cast_mut(), b.len())
+        self.registration(b.region(), b.as_ptr().cast_mut(), b.len(), What::Once)
     }
 
     /// A registration under which a window may be bound to exactly these bytes, which the caller holds as long.
     pub fn to_lend(&self, region: Option<&Arc<Region>>, start: *const u8, len: usize) -> Result<Arc<Registered>> {
-        self.registration(region.filter(|_| !self.loose), start.cast_mut(), len)
+        self.registration(region.filter(|_| !self.loose), start.cast_mut(), len, What::Once)
     }
 
     pub fn of_mut(&self, b: &mut BufMut) -> Result<Arc<Registered>> {
         let (start, len) = (b.as_mut_ptr(), b.capacity());
-        self.registration(b.region(), start, len)
+        self.registration(b.region(), start, len, What::Once)
+    }
+
+    /// As [`Device::of_mut`], for a message of the stream.
+    pub fn of_message(&self, b: &mut BufMut) -> Result<Arc<Registered>> {
+        let (start, len) = (b.as_mut_ptr(), b.capacity());
+        self.registration(b.region(), start, len, What::Stream)
     }
 }
 

@@ -1,13 +1,16 @@
 //! Frames over RDMA: reliable connections set up by the RDMA connection manager, payloads moved one-sided. See `docs/rdma.md`.
 //!
 //! `verbs.rs` opens the libraries, `cm.rs` makes connections, `device.rs` holds what the connections of a device share,
-//! `queue.rs` is one connection, `stream.rs` the stream of frames over it, `lend.rs` its payloads.
+//! `locked.rs` how much of it may be registered, `rails.rs` chooses the ports, `queue.rs` is one connection, `stream.rs` the stream of frames over it, `lend.rs`
+//! its payloads.
 
 mod cm;
 mod device;
 pub mod greeting;
 mod lend;
+mod locked;
 mod queue;
+mod rails;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -15,7 +18,7 @@ mod verbs;
 
 use std::{
     collections::BTreeMap,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     sync::{Arc, Weak},
     time::Duration,
 };
@@ -24,8 +27,11 @@ use async_trait::async_trait;
 use cm::{Event, Id};
 use device::{Device, FEWEST, MESSAGE};
 use greeting::Greeting;
+use locked::Budget;
+pub use locked::{pool_limit, whole_pool};
 use parking_lot::Mutex;
 use queue::{CREDITS, Queue};
+use rails::{Ledger, Path};
 use strake_proto::{Code, Error, Result};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, watch},
@@ -34,7 +40,7 @@ use tokio::{
 use verbs::{Lib, event};
 
 use crate::{
-    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, REGION, Service, Traffic,
+    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, Service, Traffic,
     conn::{Bulk, Options, Streams, stopped},
 };
 
@@ -48,43 +54,6 @@ const RESOLVE_MS: i32 = 2000;
 const RETURN: Duration = Duration::from_secs(1);
 /// Setting up a connection takes a few messages of the connection manager, which repeats lost ones after seconds.
 const SETUP: Duration = Duration::from_secs(5);
-
-/// The most memory that this process may have registered, bytes; `u64::MAX`: no limit.
-pub fn memlock() -> u64 {
-    rustix::process::getrlimit(rustix::process::Resource::Memlock).current.unwrap_or(u64::MAX)
-}
-
-/// Whether the limit holds for this process: not with CAP_IPC_LOCK.
-fn limited() -> bool {
-    const IPC_LOCK: u32 = 14;
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let caps = status.lines().find_map(|l| l.strip_prefix("CapEff:")).unwrap_or_default();
-    u64::from_str_radix(caps.trim(), 16).unwrap_or(0) & (1 << IPC_LOCK) == 0
-}
-
-/// How large a pool may be to be registered, bytes, and a sentence if that is less than wanted. The rest of the limit is for receive
-/// buffers, queues and single large buffers.
-fn registrable(wanted: u64, limit: u64) -> (u64, Option<String>) {
-    let may = limit / 2 / REGION as u64 * REGION as u64;
-    if may >= wanted {
-        return (wanted, None);
-    }
-    let m = format!(
-        "RDMA: of the {wanted} bytes wanted for buffers only {may} are used, because the limit for locked memory is {limit} bytes; raise it \
-         (ulimit -l, LimitMEMLOCK=)"
-    );
-    (may, Some(m))
-}
-
-/// The size of a pool for [`RdmaFabric::new`] under this process's limit for locked memory, and what to tell people if it is smaller.
-/// `NoMem`: the limit allows none.
-pub fn pool_limit(wanted: u64) -> Result<(u64, Option<String>)> {
-    let limit = if limited() { memlock() } else { u64::MAX };
-    match registrable(wanted, limit) {
-        (0, why) => Err(Error::new(Code::NoMem, why.unwrap_or_else(|| "RDMA: no memory wanted".into()))),
-        other => Ok(other),
-    }
-}
 
 /// Names of the devices that can be used. An error is one sentence that says what is missing.
 pub fn probe() -> Result<Vec<String>> {
@@ -129,8 +98,11 @@ pub fn probe() -> Result<Vec<String>> {
 pub struct RdmaFabric {
     streams: Streams,
     lib: &'static Lib,
+    /// Devices that there were at the start.
+    usable: usize,
     /// By their context's address. Theirs to hold are the connections: a device that is unplugged goes with the last of them.
     devices: Arc<Mutex<BTreeMap<usize, Weak<Device>>>>,
+    rails: Arc<Ledger>,
 }
 
 impl RdmaFabric {
@@ -142,9 +114,9 @@ impl RdmaFabric {
         pool: Pool,
         options: Options,
     ) -> Result<RdmaFabric> {
-        probe()?;
+        let usable = probe()?.len();
         let streams = Streams::new(env, identity, cluster_uuid, pool, options);
-        Ok(RdmaFabric { streams, lib: verbs::lib()?, devices: Arc::default() })
+        Ok(RdmaFabric { streams, lib: verbs::lib()?, usable, devices: Arc::default(), rails: Arc::default() })
     }
 
     /// For handshakes from now on.
@@ -161,12 +133,8 @@ impl RdmaFabric {
         if let Some(d) = all.get(&ctx.addr()).and_then(Weak::upgrade) {
             return Ok(d);
         }
-        let messages = if limited() {
-            let few = memlock() / 8 / MESSAGE as u64;
-            RECEIVES.min(few as u32).max(FEWEST)
-        } else {
-            RECEIVES
-        };
+        let few = Budget::here().receives(MESSAGE, self.usable);
+        let messages = u64::from(RECEIVES).min(few).max(FEWEST.into()) as u32;
         let d = Device::open(self.lib, ctx, self.streams.pool.clone(), messages)?;
         all.insert(ctx.addr(), Arc::downgrade(&d));
         Ok(d)
@@ -177,26 +145,48 @@ impl RdmaFabric {
         let name = to.to_string();
         let mut failed = Error::new(Code::Disconnected, format!("cannot connect to {name}: the name has no address"));
         for at in addresses(to).await? {
-            match self.dial_one(at, &name).await {
-                Ok(q) => return Ok(q),
-                Err(e) => failed = e,
+            for path in self.rails.order(&[at.ip()], false) {
+                match self.dial_one(at, path, &name).await {
+                    Ok(q) => return Ok(q),
+                    Err(e) => failed = e,
+                }
             }
         }
         Err(failed)
     }
 
-    async fn dial_one(&self, at: SocketAddr, name: &str) -> Result<Arc<Queue>> {
+    async fn dial_one(&self, at: SocketAddr, path: Path, name: &str) -> Result<Arc<Queue>> {
+        // Also a connect that is given up counts as one that failed on this path.
+        let mut rail = self.rails.take(path);
         let id = Id::new(self.lib)?;
-        id.resolve(at, RESOLVE_MS, name).await?;
+        id.resolve(path.from, at, RESOLVE_MS, name).await?;
         let device = self.device(&id)?;
         let reads = device.reads;
-        let q = Queue::new(device, id, name.to_string())?;
+        let mut q = Queue::new(device, id, name.to_string())?;
         q.id().connect(&greeting().encode(), reads)?;
         let e = q.id().events.expect(event::ESTABLISHED, name).await?;
         q.set_peer(&Greeting::decode(&e.private)?);
+        rail.well();
+        q.rail = Some(rail);
         let q = Arc::new(q);
         self.streams.env.spawn(q.clone().drive());
         Ok(q)
+    }
+
+    /// The same endpoints, the best first: by the rails that lead to each and by the connections that are open there. Equals take turns. Names come
+    /// after addresses.
+    pub fn by_rail(&self, endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
+        if endpoints.len() < 2 {
+            return endpoints;
+        }
+        let ips: Vec<Option<IpAddr>> = endpoints.iter().map(|e| host(e).ok()?.0.parse().ok()).collect();
+        let known: Vec<IpAddr> = ips.iter().flatten().copied().collect();
+        let mut order: Vec<IpAddr> = self.rails.order(&known, true).into_iter().map(|p| p.to).collect();
+        order.dedup();
+        let place = |ip: &Option<IpAddr>| order.iter().position(|o| Some(*o) == *ip).unwrap_or(usize::MAX);
+        let mut all: Vec<(usize, Endpoint)> = ips.iter().map(place).zip(endpoints).collect();
+        all.sort_by_key(|(place, _)| *place);
+        all.into_iter().map(|(_, e)| e).collect()
     }
 
     /// `at`: where it listens, with the port that it has.
@@ -304,12 +294,16 @@ fn greeting() -> Greeting {
     Greeting { message: MESSAGE as u32, credits: CREDITS, status: 0 }
 }
 
+fn host(e: &Endpoint) -> Result<(&str, u16)> {
+    match e {
+        Endpoint::Rdma(h, port) => Ok((h.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(h), *port)),
+        _ => Err(Error::new(Code::Inval, format!("{e} is not an RDMA endpoint"))),
+    }
+}
+
 async fn addresses(e: &Endpoint) -> Result<Vec<SocketAddr>> {
-    let Endpoint::Rdma(host, port) = e else {
-        return Err(Error::new(Code::Inval, format!("{e} is not an RDMA endpoint")));
-    };
-    let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
-    let found = tokio::net::lookup_host((host, *port)).await;
+    let (host, port) = host(e)?;
+    let found = tokio::net::lookup_host((host, port)).await;
     found.map(Iterator::collect).map_err(|e| Error::new(Code::Disconnected, format!("cannot find {host}: {e}")))
 }
 

@@ -26,6 +26,7 @@ use super::{
     cm::{Id, non_blocking},
     device::{Device, MESSAGE, RECV, Registered},
     lend::Lent,
+    rails::Taken,
     verbs::{self, CompChannel, Cq, Mw, QpInitAttr, SendWr, Sge, Wc, event, op, os_error, send_flag},
 };
 use crate::BufMut;
@@ -63,6 +64,8 @@ pub struct Queue {
     pub ops: Arc<Semaphore>,
     wake: Notify,
     pub addr: String,
+    /// Of the end that connected.
+    pub rail: Option<Taken>,
 }
 
 // SAFETY: the library's objects allow any thread; the queue pair is used under the lock of `state` only.
@@ -171,6 +174,7 @@ impl Queue {
             ops: Arc::new(Semaphore::new(OPS)),
             wake: Notify::new(),
             addr,
+            rail: None,
         };
         // SAFETY: an open context; each object is made from valid ones, and `Drop` takes back what was made.
         unsafe {
@@ -416,7 +420,7 @@ impl Queue {
     }
 
     fn send_message(&self, s: &mut State, mut buf: BufMut) -> Result<()> {
-        let mr = self.device.of_mut(&mut buf)?;
+        let mr = self.device.of_message(&mut buf)?;
         let mut sge = Sge { addr: buf.as_ptr().addr() as u64, length: buf.len() as u32, lkey: mr.lkey() };
         let mut wr = new_wr(op::SEND_WITH_IMM);
         wr.imm_or_key = std::mem::take(&mut s.owed).to_be();
@@ -440,6 +444,14 @@ impl Queue {
     pub async fn drive(self: Arc<Queue>) {
         let q = Ending(self);
         q.0.run().await;
+        let broke = {
+            let s = q.0.state.lock();
+            // Or given up because of a silence, in which the last messages did not arrive either.
+            s.over.is_some() || s.sends > 0
+        };
+        if let (Some(rail), true) = (&q.0.rail, broke) {
+            rail.broke();
+        }
         q.0.empty().await;
     }
 

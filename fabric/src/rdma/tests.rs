@@ -106,7 +106,7 @@ async fn conforms_in_one_thread() {
 #[tokio::test]
 async fn little_memory_that_may_be_locked_is_enough_and_too_little_is_one_calls_error() {
     let Some(at) = here() else { return };
-    if !limited() || memlock() > 8 << 20 {
+    if Budget::here().limit > 8 << 20 {
         println!("skipped: this process may lock more than 8 MiB");
         return;
     }
@@ -115,12 +115,42 @@ async fn little_memory_that_may_be_locked_is_enough_and_too_little_is_one_calls_
     let (_service, guard) = serve(&f, &at).await;
     let conn = f.connect(guard.endpoint(), None).await.unwrap();
     works(&*conn).await;
-    let big = Message::new(opcode::ECHO, "").with_payload(vec![conformance::pattern(16 << 20, 1)]);
-    let e = conn.call(big, LONG).await.unwrap_err();
-    assert!(e.code == Code::NoMem && e.message.contains("locked memory is 8388608"), "{e}");
+    // Kept memory, of which no region may stay registered, and more at a time than may be registered by itself.
+    let kept = Pool::kept(crate::Kept::create(64 << 20).unwrap(), 0);
+    for round in 0..2 {
+        let writes = (0..6).map(|n| {
+            let (conn, want) = (&conn, conformance::pattern(1 << 20, round * 100 + n));
+            let mut b = kept.get_now(1 << 20);
+            b.copy_from_slice(&want);
+            let b = b.freeze();
+            assert!(b.region().is_some_and(|r| r.is_kept()));
+            async move {
+                let got = patient(&**conn, b).await.unwrap();
+                assert!(got.payload.len() == 1 && got.payload[0][..] == want[..]);
+            }
+        });
+        futures_util::future::join_all(writes).await;
+    }
+    for len in [3 << 20, 4 << 20] {
+        let want = conformance::pattern(len, 2);
+        assert!(patient(&*conn, want.clone()).await.unwrap().payload[0][..] == want[..], "{len}");
+    }
+    let e = patient(&*conn, conformance::pattern(16 << 20, 1)).await.unwrap_err();
+    assert!(e.code == Code::NoMem && e.message.contains("whole pool of 4194304"), "{e}");
     println!("said: {e}");
     for _ in 0..3 {
         works(&*conn).await;
+    }
+}
+
+/// An echo, again while the server has too much to do.
+async fn patient(c: &dyn Connection, payload: Buf) -> Result<Message> {
+    loop {
+        let m = Message::new(opcode::ECHO, "").with_payload(vec![payload.clone()]);
+        match c.call(m, LONG).await {
+            Err(e) if e.code == Code::Overloaded => sleep(Duration::from_millis(20)).await,
+            r => return r,
+        }
     }
 }
 
@@ -295,7 +325,7 @@ async fn reads_that_one_end_makes_are_those_that_the_other_is_asked_to_serve() {
     let listening = Id::new(f.lib).unwrap();
     to.set_port(listening.listen(to, BACKLOG).unwrap());
     let id = Id::new(f.lib).unwrap();
-    id.resolve(to, RESOLVE_MS, "here").await.unwrap();
+    id.resolve(None, to, RESOLVE_MS, "here").await.unwrap();
     let q = Queue::new(f.device(&id).unwrap(), id, "here".into()).unwrap();
     // Serves three, makes five.
     q.id().connect(&greeting().encode(), (3, 5)).unwrap();
@@ -479,9 +509,12 @@ async fn a_device_that_vanishes_in_mid_transfer() {
 /// Not a test but the other machine's part of the next one.
 #[tokio::test]
 async fn peer_that_serves() {
-    let Ok(at) = std::env::var("STRAKE_RDMA_SERVE") else { return };
+    let Ok(all) = std::env::var("STRAKE_RDMA_SERVE") else { return };
     let f = server();
-    let (_service, _guard) = serve(&f, &at.parse().unwrap()).await;
+    let mut serving = Vec::new();
+    for at in all.split(',') {
+        serving.push(serve(&f, &at.parse().unwrap()).await);
+    }
     println!("serving");
     std::future::pending::<()>().await;
 }
@@ -521,6 +554,88 @@ async fn a_link_to_another_machine_that_is_cut_and_comes_back() {
     settled(&f).await;
 }
 
+/// What a client does: the best endpoint first, a second and a half for each.
+async fn by_rails(f: &RdmaFabric, all: &[Endpoint]) -> Arc<dyn Connection> {
+    for at in f.by_rail(all.to_vec()) {
+        if let Ok(Ok(c)) = timeout(Duration::from_millis(1500), f.connect(&at, None)).await {
+            return c;
+        }
+    }
+    panic!("no rail leads to {all:?}");
+}
+
+fn link(interface: &str, state: &str) {
+    let done = std::process::Command::new("ip").args(["link", "set", interface, state]).status();
+    assert!(done.is_ok_and(|s| s.success()), "ip link set {interface} {state}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_are_spread_over_rails_and_take_another_when_one_goes() {
+    let (Ok(all), Ok(interface)) = (std::env::var("STRAKE_RDMA_RAILS"), std::env::var("STRAKE_RDMA_LINK")) else {
+        println!(
+            "skipped: STRAKE_RDMA_RAILS and STRAKE_RDMA_LINK name no two endpoints of another machine, and no link to the second"
+        );
+        return;
+    };
+    let all: Vec<Endpoint> = all.split(',').map(|e| e.parse().unwrap()).collect();
+    let f = fabric_of(client_identity(), None, Options::default());
+    for at in &all {
+        works(&*again(&f, at).await).await;
+    }
+    let mut conns = Vec::new();
+    for _ in 0..6 {
+        conns.push(by_rails(&f, &all).await);
+    }
+    let of = |conns: &[Arc<dyn Connection>], at: &Endpoint| conns.iter().filter(|c| c.addr() == at.to_string()).count();
+    assert_eq!(all.iter().map(|at| of(&conns, at)).collect::<Vec<_>>(), [3, 3]);
+    futures_util::future::join_all(conns.iter().map(|c| works(&**c))).await;
+    // The port of the second rail is active still, and nothing gets through.
+    cut(&interface, true);
+    let start = Instant::now();
+    let calls = conns.iter().map(|c| async move {
+        let m = Message::new(opcode::ECHO, "").with_payload(vec![conformance::pattern(1 << 20, 1)]);
+        (c.addr(), c.call(m, LONG).await)
+    });
+    for (addr, got) in futures_util::future::join_all(calls).await {
+        let cut_off = addr == all[1].to_string();
+        assert!(got.map_or_else(|e| cut_off && e.code == Code::Disconnected, |_| !cut_off), "{addr}");
+    }
+    println!("rails: 3 of 6 connections ended {:?} after the cut", start.elapsed());
+    conns.retain(|c| c.addr() == all[0].to_string());
+    let start = Instant::now();
+    for n in 1..=3 {
+        conns.push(by_rails(&f, &all).await);
+        println!("rails: {n} new ones after {:?}", start.elapsed());
+    }
+    assert_eq!(of(&conns, &all[0]), 6);
+    futures_util::future::join_all(conns.iter().map(|c| works(&**c))).await;
+    cut(&interface, false);
+    // What failed is tried again some time after.
+    let start = Instant::now();
+    while f.by_rail(all.clone())[0] != all[1] {
+        assert!(start.elapsed() < 3 * LONG);
+        sleep(Duration::from_millis(500)).await;
+    }
+    println!("rails: the second one first again after {:?}", start.elapsed());
+    let back = by_rails(&f, &all).await;
+    assert_eq!(back.addr(), all[1].to_string());
+    works(&*back).await;
+    drop(back);
+    // A port that is not active is known without a try.
+    link(&interface, "down");
+    let start = Instant::now();
+    while f.by_rail(all.clone())[0] != all[0] {
+        assert!(start.elapsed() < LONG);
+        sleep(Duration::from_millis(100)).await;
+    }
+    let only = by_rails(&f, &all).await;
+    assert_eq!(only.addr(), all[0].to_string());
+    works(&*only).await;
+    link(&interface, "up");
+    drop((conns, only));
+    settled(&f).await;
+}
+
 async fn again(f: &RdmaFabric, at: &Endpoint) -> Arc<dyn Connection> {
     let start = Instant::now();
     loop {
@@ -530,18 +645,6 @@ async fn again(f: &RdmaFabric, at: &Endpoint) -> Arc<dyn Connection> {
         }
         sleep(Duration::from_millis(200)).await;
     }
-}
-
-#[test]
-fn a_small_limit_makes_a_smaller_pool_and_says_so() {
-    let mib = 1 << 20;
-    assert_eq!(registrable(256 * mib, u64::MAX), (256 * mib, None));
-    assert_eq!(registrable(64 * mib, 1024 * mib), (64 * mib, None));
-    let (may, why) = registrable(256 * mib, 8 * mib);
-    assert_eq!(may, 4 * mib);
-    let why = why.unwrap();
-    assert!(why.contains("8388608") && why.contains("ulimit -l"), "{why}");
-    assert_eq!(registrable(256 * mib, 7 * mib).0, 0);
 }
 
 #[tokio::test]

@@ -14,7 +14,7 @@ use futures_util::{
     stream::{self, FuturesUnordered, StreamExt},
 };
 use parking_lot::Mutex;
-use strake_fabric::{Connection, Endpoint, Fabric, Message};
+use strake_fabric::{Connection, Fabric, Message};
 use strake_proto::{
     ChunkId, Code, Error, Ino, Result,
     data::{DataReply, DataRequest, FLAG_TOMBSTONE, Version},
@@ -43,13 +43,14 @@ const MAX_LATER: usize = 4096;
 const CUT_POLL: Duration = Duration::from_secs(1);
 const DELETE_POLL: Duration = Duration::from_millis(200);
 
-/// The connection to one endpoint; locked while it is made.
+/// The connection to one server; locked while it is made.
 type Slot = Arc<tokio::sync::Mutex<Option<Arc<dyn Connection>>>>;
 
-/// One connection per storage server.
+/// One connection per storage server, by the best of its endpoints that answered, and kept until it breaks.
 pub(super) struct Links {
     fabric: Arc<dyn Fabric>,
-    open: Mutex<BTreeMap<Endpoint, Slot>>,
+    /// By their endpoints.
+    open: Mutex<BTreeMap<Vec<String>, Slot>>,
 }
 
 impl Links {
@@ -61,25 +62,25 @@ impl Links {
         &*self.fabric
     }
 
-    fn slot(&self, at: &Endpoint) -> Slot {
+    fn slot(&self, at: &[String]) -> Slot {
         let mut open = self.open.lock();
         if open.len() >= MAX_LINKS && !open.contains_key(at) {
             // Servers that came back at other addresses, again and again.
             open.retain(|_, s| s.try_lock().map_or(true, |c| c.as_ref().is_some_and(|c| !c.is_closed())));
         }
-        open.entry(at.clone()).or_default().clone()
+        open.entry(at.to_vec()).or_default().clone()
     }
 
     /// The connection to a storage server, made if there is none.
     pub async fn get(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
+        let slot = self.slot(&node.endpoints);
+        let mut slot = slot.lock().await;
+        if let Some(c) = slot.as_ref().filter(|c| !c.is_closed()) {
+            return Ok(c.clone());
+        }
         let mut last = Error::new(Code::Inval, format!("storage server '{}' has no endpoint", node.name));
         let failed = |e: Error| e.context(format_args!("storage server '{}'", node.name));
         for at in self.fabric.ways(&node.endpoints).map_err(failed)? {
-            let slot = self.slot(&at);
-            let mut slot = slot.lock().await;
-            if let Some(c) = slot.as_ref().filter(|c| !c.is_closed()) {
-                return Ok(c.clone());
-            }
             match timeout(CONNECT_TIMEOUT, self.fabric.connect(&at, None)).await {
                 Ok(Ok(c)) => {
                     *slot = Some(c.clone());
@@ -298,18 +299,23 @@ fn trim_requests(stripes: &StripeMap, size: Option<u64>, map: &MapView) -> Resul
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
     use async_trait::async_trait;
-    use strake_fabric::{Listener, Pool, Service};
+    use strake_fabric::{Endpoint, Listener, Pool, Service};
 
     use super::*;
 
-    struct Nowhere(Pool);
+    /// Reaches everybody, by TCP only. Counts what it is asked for by RDMA.
+    struct Nowhere(Pool, Arc<AtomicUsize>);
 
     #[async_trait]
     impl Fabric for Nowhere {
-        async fn connect(&self, _: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+            if matches!(to, Endpoint::Rdma(..)) {
+                self.1.fetch_add(1, Ordering::Relaxed);
+                tokio::time::sleep(CONNECT_TIMEOUT * 2).await;
+            }
             Ok(Arc::new(Open(AtomicBool::new(false))))
         }
         async fn listen(&self, _: &Endpoint, _: Arc<dyn Service>) -> Result<Listener> {
@@ -340,7 +346,7 @@ mod tests {
 
     #[tokio::test]
     async fn links_that_broke_are_forgotten_when_there_are_many() {
-        let links = Links::new(Arc::new(Nowhere(Pool::new(1 << 20))));
+        let links = Links::new(Arc::new(Nowhere(Pool::new(1 << 20), Arc::default())));
         let node = |n: usize| pb::Node { endpoints: vec![format!("tcp:h:{n}")], ..Default::default() };
         let kept = links.get(&node(1)).await.unwrap();
         for n in 2..=3 * MAX_LINKS {
@@ -349,5 +355,22 @@ mod tests {
         }
         let again = links.get(&node(1)).await.unwrap();
         assert!(Arc::ptr_eq(&kept, &again), "one that works stays");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_road_that_leads_nowhere_is_not_tried_again_while_another_is_open() {
+        let tried = Arc::new(AtomicUsize::new(0));
+        let links = Links::new(Arc::new(Nowhere(Pool::new(1 << 20), tried.clone())));
+        let both = ["rdma:h:1", "tcp:h:1"].map(String::from).to_vec();
+        let node = pb::Node { endpoints: both, ..Default::default() };
+        let start = Instant::now();
+        let all = try_join_all((0..8).map(|_| links.get(&node))).await.unwrap();
+        assert!(all.iter().all(|c| Arc::ptr_eq(c, &all[0])), "who waited has the same");
+        assert!(Arc::ptr_eq(&all[0], &links.get(&node).await.unwrap()));
+        assert_eq!((tried.load(Ordering::Relaxed), start.elapsed()), (1, CONNECT_TIMEOUT));
+        // It is when the other one breaks.
+        all[0].close();
+        assert!(!links.get(&node).await.unwrap().is_closed());
+        assert_eq!(tried.load(Ordering::Relaxed), 2);
     }
 }

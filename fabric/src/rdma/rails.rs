@@ -1,0 +1,437 @@
+//! Rails: the ports of this machine's RDMA devices, and by which of them a peer is reached best. What the kernel tells of them is read
+//! for each connection; choosing is pure ([`order`]); what connections met with is remembered ([`Ledger`]).
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ffi::CStr,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    path::Path as File,
+    ptr::null_mut,
+    sync::Arc,
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use tokio::time::Instant;
+
+/// A path on which a connection failed is taken last for so long.
+const FAILURE_STANDS: Duration = Duration::from_secs(30);
+
+/// An address of a port.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rail {
+    pub address: IpAddr,
+    /// Bits of the address that its subnet has in common.
+    pub prefix: u32,
+    /// NUMA node of the device, if it is near one.
+    pub node: Option<u32>,
+    pub active: bool,
+}
+
+/// From which local address to which other one; without the first, from the one that the kernel's routes say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Path {
+    pub from: Option<IpAddr>,
+    pub to: IpAddr,
+}
+
+impl Rail {
+    fn reaches(&self, to: IpAddr) -> bool {
+        let bits = |a: IpAddr| match a {
+            IpAddr::V4(a) => u128::from(a.to_bits()) << 96,
+            IpAddr::V6(a) => a.to_bits(),
+        };
+        let differ = bits(self.address) ^ bits(to);
+        self.address.is_ipv4() == to.is_ipv4() && differ.leading_zeros() >= self.prefix
+    }
+}
+
+/// What [`order`] goes by beside the rails.
+#[derive(Clone, Debug, Default)]
+pub struct Met {
+    /// Connections that are open, or being made.
+    pub open: BTreeMap<Path, usize>,
+    /// Where one failed lately.
+    pub failed: BTreeSet<Path>,
+    /// NUMA nodes that the process is bound to. Empty: it is near all.
+    pub near: BTreeSet<u32>,
+    /// Which of equals comes first.
+    pub turn: usize,
+}
+
+/// The paths to a peer that has these addresses, the best first: those that did not fail lately; from ports whose subnet the address
+/// is in, then by the kernel's routes; from near devices, then from far ones; by the fewest connections that share one of their ends. A port
+/// that is not active is left out. An address of this machine is reached from itself.
+pub fn order(rails: &[Rail], peer: &[IpAddr], met: &Met) -> Vec<Path> {
+    let mut all = Vec::new();
+    for &to in peer {
+        let own = rails.iter().any(|r| r.address == to);
+        let leads = |r: &&Rail| r.active && if own { r.address == to } else { r.reaches(to) };
+        let found = all.len();
+        for r in rails.iter().filter(leads) {
+            let far = !met.near.is_empty() && r.node.is_some_and(|n| !met.near.contains(&n));
+            all.push((Path { from: Some(r.address), to }, far));
+        }
+        if all.len() == found {
+            all.push((Path { from: None, to }, false));
+        }
+    }
+    let shared = |p: &Path| {
+        let shares = |o: &Path| usize::from(o.to == p.to) + usize::from(o.from.is_some() && o.from == p.from);
+        met.open.iter().map(|(o, n)| shares(o) * n).sum::<usize>()
+    };
+    let n = all.len().max(1);
+    let rank = |(i, (p, far)): (usize, (Path, bool))| {
+        ((met.failed.contains(&p), p.from.is_none(), far, shared(&p), (i + n - met.turn % n) % n), p)
+    };
+    let mut ranked: Vec<_> = all.into_iter().enumerate().map(rank).collect();
+    ranked.sort();
+    ranked.into_iter().map(|(_, p)| p).collect()
+}
+
+/// What a process's connections met with.
+#[derive(Default)]
+pub struct Ledger {
+    open: Mutex<BTreeMap<Path, usize>>,
+    failed: Mutex<BTreeMap<Path, Instant>>,
+    turn: Mutex<usize>,
+}
+
+impl Ledger {
+    /// As [`order`], of this machine as it is now. `turn`: equals take turns with each call.
+    pub fn order(&self, peer: &[IpAddr], turn: bool) -> Vec<Path> {
+        let now = Instant::now();
+        let mut failed = self.failed.lock();
+        failed.retain(|_, at| now.duration_since(*at) < FAILURE_STANDS);
+        let failed = failed.keys().copied().collect();
+        let mut turns = self.turn.lock();
+        let met = Met { open: self.open.lock().clone(), failed, near: near(), turn: *turns };
+        *turns = turns.wrapping_add(usize::from(turn));
+        order(&here(File::new("/sys"), &addresses()), peer, &met)
+    }
+
+    /// Counts a connection on this path as long as the result lives.
+    pub fn take(self: &Arc<Ledger>, path: Path) -> Taken {
+        *self.open.lock().entry(path).or_default() += 1;
+        Taken { ledger: self.clone(), path, well: false }
+    }
+}
+
+/// A connection's place on its path. One that is dropped before it is [`Taken::well`] counts as failed.
+pub struct Taken {
+    ledger: Arc<Ledger>,
+    path: Path,
+    well: bool,
+}
+
+impl Taken {
+    /// It is up.
+    pub fn well(&mut self) {
+        self.well = true;
+        self.ledger.failed.lock().remove(&self.path);
+    }
+
+    /// It was up, and broke.
+    pub fn broke(&self) {
+        self.ledger.failed.lock().insert(self.path, Instant::now());
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        if !self.well {
+            self.broke();
+        }
+        let mut open = self.ledger.open.lock();
+        if let Some(n) = open.get_mut(&self.path) {
+            *n -= 1;
+            if *n == 0 {
+                open.remove(&self.path);
+            }
+        }
+    }
+}
+
+/// An address of a network interface.
+struct Address {
+    interface: String,
+    ip: IpAddr,
+    prefix: u32,
+}
+
+fn addresses() -> Vec<Address> {
+    let (mut all, mut head) = (Vec::new(), null_mut());
+    // SAFETY: a success gives a list, whose entries are valid until it is freed below, once.
+    unsafe {
+        if libc::getifaddrs(&raw mut head) != 0 {
+            return all;
+        }
+        let mut next = head;
+        while let Some(a) = next.as_ref() {
+            next = a.ifa_next;
+            if let (Some(ip), Some(mask)) = (ip_of(a.ifa_addr), ip_of(a.ifa_netmask)) {
+                let prefix = match mask {
+                    IpAddr::V4(m) => m.to_bits().leading_ones(),
+                    IpAddr::V6(m) => m.to_bits().leading_ones(),
+                };
+                let interface = CStr::from_ptr(a.ifa_name).to_string_lossy().into_owned();
+                all.push(Address { interface, ip, prefix });
+            }
+        }
+        libc::freeifaddrs(head);
+    }
+    all
+}
+
+/// # Safety
+/// Null, or an address as long as its family says.
+unsafe fn ip_of(a: *const libc::sockaddr) -> Option<IpAddr> {
+    // SAFETY: as the caller promises; such addresses are aligned for their family.
+    unsafe {
+        match i32::from(a.as_ref()?.sa_family) {
+            libc::AF_INET => {
+                let a = &*a.cast::<libc::sockaddr_in>();
+                Some(Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr)).into())
+            }
+            libc::AF_INET6 => Some(Ipv6Addr::from((*a.cast::<libc::sockaddr_in6>()).sin6_addr.s6_addr).into()),
+            _ => None,
+        }
+    }
+}
+
+fn text(file: &File) -> String {
+    std::fs::read_to_string(file).unwrap_or_default().trim().to_string()
+}
+
+fn names(folder: &File) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut all: Vec<String> = entries.filter_map(|e| e.file_name().into_string().ok()).collect();
+    all.sort();
+    all
+}
+
+/// The rails that sysfs shows, which is mounted at `sys`. Link-local addresses are none: only their interface tells where they lead.
+fn here(sys: &File, addresses: &[Address]) -> Vec<Rail> {
+    let (devices, nets) = (sys.join("class/infiniband"), sys.join("class/net"));
+    let mut all = Vec::new();
+    for device in names(&devices) {
+        let folder = devices.join(&device);
+        // Soft-RoCE is a child of its network interface.
+        let places = [folder.join("device"), nets.join(text(&folder.join("parent"))).join("device")];
+        let node = places.iter().find_map(|p| text(&p.join("numa_node")).parse().ok());
+        for port in names(&folder.join("ports")) {
+            let at = folder.join("ports").join(&port);
+            let ndevs = at.join("gid_attrs/ndevs");
+            // RoCE: each entry of the port's table of addresses belongs to an interface.
+            let mut interfaces: BTreeSet<String> = names(&ndevs).iter().map(|n| text(&ndevs.join(n))).collect();
+            // InfiniBand: interfaces of IPoIB are children of the device.
+            interfaces.extend(names(&nets).into_iter().filter(|n| {
+                let net = nets.join(n);
+                let nth = text(&net.join("dev_port")).parse::<u32>().ok();
+                net.join("device/infiniband").join(&device).exists() && nth.map(|n| n + 1) == port.parse().ok()
+            }));
+            let active = text(&at.join("state")).contains("ACTIVE");
+            let local = |ip: &IpAddr| matches!(ip, IpAddr::V6(a) if a.is_unicast_link_local());
+            for a in addresses.iter().filter(|a| interfaces.contains(&a.interface) && !local(&a.ip)) {
+                all.push(Rail { address: a.ip, prefix: a.prefix, node, active });
+            }
+        }
+    }
+    all
+}
+
+/// NUMA nodes that this process is bound to; empty when it may run everywhere.
+fn near() -> BTreeSet<u32> {
+    let folder = File::new("/sys/devices/system/node");
+    let number = |n: &String| n.strip_prefix("node")?.parse::<u32>().ok();
+    let node = |n: &String| Some((number(n)?, text(&folder.join(n).join("cpulist"))));
+    let nodes: Vec<_> = names(folder).iter().filter_map(node).collect();
+    bound_to(&text(File::new("/proc/self/status")), &nodes)
+}
+
+/// `nodes`: their numbers and lists of CPUs.
+fn bound_to(status: &str, nodes: &[(u32, String)]) -> BTreeSet<u32> {
+    let allowed = ranges(status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or_default());
+    let meets = |list: &str| ranges(list).iter().any(|a| allowed.iter().any(|b| a.0 <= b.1 && b.0 <= a.1));
+    let near: BTreeSet<u32> = nodes.iter().filter(|(_, cpus)| meets(cpus)).map(|(n, _)| *n).collect();
+    // A node without CPUs binds nobody.
+    if near.len() == nodes.iter().filter(|(_, cpus)| !cpus.is_empty()).count() { BTreeSet::new() } else { near }
+}
+
+/// First and last of each range of a list like `0-3,8`.
+fn ranges(list: &str) -> Vec<(u32, u32)> {
+    let range = |r: &str| {
+        let (a, b) = r.split_once('-').unwrap_or((r, r));
+        Some((a.trim().parse().ok()?, b.trim().parse().ok()?))
+    };
+    list.split(',').filter_map(range).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ip(s: &str) -> IpAddr {
+        s.parse().unwrap()
+    }
+
+    fn rail(address: &str, prefix: u32, node: Option<u32>) -> Rail {
+        Rail { address: ip(address), prefix, node, active: true }
+    }
+
+    fn paths(rails: &[Rail], peer: &[&str], met: &Met) -> Vec<String> {
+        let peer: Vec<IpAddr> = peer.iter().map(|p| ip(p)).collect();
+        let name = |p: Path| format!("{}>{}", p.from.map_or("*".into(), |f| f.to_string()), p.to);
+        order(rails, &peer, met).into_iter().map(name).collect()
+    }
+
+    fn path(from: &str, to: &str) -> Path {
+        Path { from: Some(ip(from)), to: ip(to) }
+    }
+
+    #[test]
+    fn an_address_is_reached_from_its_subnet_and_otherwise_by_routes() {
+        let two = [rail("10.0.1.7", 24, None), rail("10.0.2.7", 24, None), rail("fd00:1::7", 64, None)];
+        for (peer, want) in [
+            (&["10.0.2.1"][..], &["10.0.2.7>10.0.2.1"][..]),
+            (&["fd00:1::1"], &["fd00:1::7>fd00:1::1"]),
+            (&["10.9.9.9"], &["*>10.9.9.9"]),
+            (&["10.9.9.9", "10.0.1.1"], &["10.0.1.7>10.0.1.1", "*>10.9.9.9"]),
+            (&["10.0.1.7"], &["10.0.1.7>10.0.1.7"]),
+            (&[], &[]),
+        ] {
+            assert_eq!(paths(&two, peer, &Met::default()), want);
+        }
+        assert_eq!(paths(&[], &["10.0.1.1"], &Met::default()), ["*>10.0.1.1"]);
+        // IPv4 in a subnet of IPv6 that begins alike is none of it.
+        assert_eq!(paths(&[rail("a00:100::", 24, None)], &["10.0.1.1"], &Met::default()), ["*>10.0.1.1"]);
+        // One network for all: from each, but to this machine's own address from that one only.
+        let flat = [rail("10.0.0.7", 8, None), rail("10.0.0.8", 8, None)];
+        assert_eq!(paths(&flat, &["10.0.1.1"], &Met::default()), ["10.0.0.7>10.0.1.1", "10.0.0.8>10.0.1.1"]);
+        assert_eq!(paths(&flat, &["10.0.0.8"], &Met::default()), ["10.0.0.8>10.0.0.8"]);
+    }
+
+    #[test]
+    fn near_rails_come_first_then_far_ones_and_those_that_failed_last() {
+        let rails = [rail("10.0.1.7", 16, Some(0)), rail("10.0.2.7", 16, Some(1)), rail("10.0.3.7", 16, None)];
+        let peer = &["10.0.9.1"];
+        let bound = Met { near: [1].into(), ..Met::default() };
+        assert_eq!(paths(&rails, peer, &bound), ["10.0.2.7>10.0.9.1", "10.0.3.7>10.0.9.1", "10.0.1.7>10.0.9.1"]);
+        // Far ones also when near ones are busy: only where none is left.
+        let busy = Met { open: [(path("10.0.2.7", "10.0.8.1"), 50)].into(), ..bound.clone() };
+        assert_eq!(paths(&rails, peer, &busy), ["10.0.3.7>10.0.9.1", "10.0.2.7>10.0.9.1", "10.0.1.7>10.0.9.1"]);
+        let failed = Met { failed: [path("10.0.2.7", "10.0.9.1")].into(), ..bound };
+        assert_eq!(paths(&rails, peer, &failed), ["10.0.3.7>10.0.9.1", "10.0.1.7>10.0.9.1", "10.0.2.7>10.0.9.1"]);
+        let mut down = rails.clone();
+        down[2].active = false;
+        assert_eq!(paths(&down, peer, &failed), ["10.0.1.7>10.0.9.1", "10.0.2.7>10.0.9.1"]);
+        down.iter_mut().for_each(|r| r.active = false);
+        assert_eq!(paths(&down, peer, &failed), ["*>10.0.9.1"]);
+    }
+
+    #[test]
+    fn connections_are_spread_over_both_ends() {
+        let flat = [rail("10.0.0.7", 8, None), rail("10.0.0.8", 8, None)];
+        let peer = [ip("10.0.1.1"), ip("10.0.1.2")];
+        for first in 0..4 {
+            let mut met = Met { turn: first, ..Met::default() };
+            for _ in 0..8 {
+                let best = order(&flat, &peer, &met)[0];
+                *met.open.entry(best).or_default() += 1;
+            }
+            let of = |is: &dyn Fn(&Path) -> bool| met.open.iter().filter(|(p, _)| is(p)).map(|(_, n)| n).sum::<usize>();
+            for r in &flat {
+                assert_eq!(of(&|p| p.from == Some(r.address)), 4, "{met:?}");
+            }
+            for to in peer {
+                assert_eq!(of(&|p| p.to == to), 4, "{met:?}");
+            }
+        }
+        // Processes that begin at the same time begin with different ones, turn by turn.
+        let first = |turn| order(&flat, &peer, &Met { turn, ..Met::default() })[0];
+        let firsts: BTreeSet<Path> = (0..4).map(first).collect();
+        assert_eq!(firsts.len(), 4);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_failure_is_remembered_for_a_while_and_a_success_forgets_it() {
+        let (ledger, p) = (Arc::new(Ledger::default()), path("10.0.0.7", "10.0.1.1"));
+        let failed = |l: &Ledger| {
+            l.order(&[], false);
+            l.failed.lock().contains_key(&p)
+        };
+        drop(ledger.take(p));
+        assert!(failed(&ledger) && ledger.open.lock().is_empty());
+        tokio::time::sleep(FAILURE_STANDS + Duration::from_secs(1)).await;
+        assert!(!failed(&ledger));
+        drop(ledger.take(p));
+        let mut up = ledger.take(p);
+        up.well();
+        assert!(!failed(&ledger) && ledger.open.lock()[&p] == 1);
+        up.broke();
+        drop(up);
+        assert!(failed(&ledger) && ledger.open.lock().is_empty());
+    }
+
+    #[test]
+    fn rails_are_what_sysfs_shows() {
+        let sys = tempfile::tempdir().unwrap();
+        let put = |at: &str, what: &str| {
+            let at = sys.path().join("class").join(at);
+            std::fs::create_dir_all(at.parent().unwrap()).unwrap();
+            std::fs::write(at, what).unwrap();
+        };
+        // RoCE with a VLAN on it and an empty entry; IPoIB's second port, down; soft-RoCE near its interface's node.
+        put("infiniband/mlx5_0/device/numa_node", "1\n");
+        put("infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n");
+        put("infiniband/mlx5_0/ports/1/gid_attrs/ndevs/0", "eth0\n");
+        put("infiniband/mlx5_0/ports/1/gid_attrs/ndevs/1", "eth0.5\n");
+        put("infiniband/mlx5_0/ports/1/gid_attrs/ndevs/2", "");
+        put("infiniband/mlx4_0/device/numa_node", "-1\n");
+        for (port, state) in [(1, "4: ACTIVE\n"), (2, "1: DOWN\n")] {
+            put(&format!("infiniband/mlx4_0/ports/{port}/state"), state);
+            put(&format!("net/ib{}/dev_port", port - 1), &format!("{}\n", port - 1));
+            put(&format!("net/ib{}/device/infiniband/mlx4_0/x", port - 1), "");
+        }
+        put("infiniband/rxe0/parent", "eth1\n");
+        put("infiniband/rxe0/ports/1/state", "4: ACTIVE\n");
+        put("infiniband/rxe0/ports/1/gid_attrs/ndevs/0", "eth1\n");
+        put("net/eth1/device/numa_node", "0\n");
+        let address = |interface: &str, s: &str| Address { interface: interface.into(), ip: ip(s), prefix: 24 };
+        let all = [
+            address("lo", "127.0.0.1"),
+            address("eth0", "10.0.0.1"),
+            address("eth0", "fe80::1"),
+            address("eth0.5", "10.0.5.1"),
+            address("ib0", "10.1.0.1"),
+            address("ib1", "10.1.1.1"),
+            address("eth1", "10.2.0.1"),
+            address("eth2", "10.3.0.1"),
+        ];
+        let found: BTreeMap<String, (Option<u32>, bool)> =
+            here(sys.path(), &all).into_iter().map(|r| (r.address.to_string(), (r.node, r.active))).collect();
+        let want = [
+            ("10.0.0.1", (Some(1), true)),
+            ("10.0.5.1", (Some(1), true)),
+            ("10.1.0.1", (None, true)),
+            ("10.1.1.1", (None, false)),
+            ("10.2.0.1", (Some(0), true)),
+        ];
+        assert_eq!(found, want.map(|(a, r)| (a.to_string(), r)).into());
+        assert!(here(&sys.path().join("none"), &all).is_empty());
+        assert!(addresses().iter().any(|a| a.ip == ip("127.0.0.1") && a.prefix == 8));
+    }
+
+    #[test]
+    fn a_process_is_near_the_nodes_whose_cpus_it_may_use() {
+        let two = [(0, "0-3,8-11".to_string()), (1, "4-7,12-15".to_string()), (2, String::new())];
+        for (allowed, near) in [("0-15", &[][..]), ("5", &[1]), ("8-11", &[0]), ("3-4", &[]), ("0,9", &[0]), ("", &[])]
+        {
+            let status = format!("Name:\tx\nCpus_allowed_list:\t{allowed}\nMems_allowed_list:\t0-1\n");
+            let want: BTreeSet<u32> = near.iter().copied().collect();
+            assert_eq!(bound_to(&status, &two), want, "{allowed}");
+        }
+        assert!(bound_to("", &[]).is_empty());
+        assert!(bound_to("Cpus_allowed_list:\t0", &[(0, "0-1".into())]).is_empty());
+    }
+}
