@@ -48,6 +48,7 @@ fn evictions() {
     holds(Bounds { evictions: 1, chain: true, ..some() });
     holds(Bounds { evictions: 1, failovers: 1, ..one() });
     holds(Bounds { evictions: 1, ticks: 2, ..some() });
+    holds(Bounds { evictions: 1, looks: 1, ..one() });
 }
 
 #[test]
@@ -111,6 +112,9 @@ fn mistakes_are_found() {
         (Fault::GrantsWritten, Bounds { looks: 1, ..some() }),
         (Fault::NotFenced, Bounds { evictions: 1, ..one() }),
         (Fault::FencedInWork, Bounds { evictions: 1, chain: true, ..one() }),
+        (Fault::EndIgnored, Bounds { looks: 1, evictions: 1, more_blocks: 1, ..some() }),
+        (Fault::SeenEarly, Bounds { looks: 1, evictions: 1, more_blocks: 1, ..some() }),
+        (Fault::NotReadAgain, Bounds { evictions: 1, looks: 2, ..one() }),
         (Fault::NewLeaderUnfenced, Bounds { evictions: 1, failovers: 1, ..one() }),
         (Fault::NewLeaderIgnoresEvicted, Bounds { evictions: 1, failovers: 1, ..one() }),
         (Fault::ReleasesLater, Bounds { opens: 2, releases: 1, ..one() }),

@@ -664,3 +664,27 @@ fn reports_of_what_is_stored_are_bounded() {
     r.beat_with(200, 0, say(most + 1)).unwrap();
     assert!(r.m.seen[&0].stored.is_none(), "it is as if it had not said");
 }
+
+/// What is read of a chain for good must have all of an evicted session: whether a server's lease is over does not matter.
+#[test]
+fn a_chain_knows_an_eviction_when_all_in_sync_do() {
+    let mut r = Rig::new(with_chains(3, 1), 3);
+    let knows = |r: &Rig, n| r.m.chain_knows(n, r.chain(2), &r.map);
+    let [(head, ReplicaServing), (tail, _)] = r.states(2)[..] else { panic!("{:?}", r.states(2)) };
+    assert!(!knows(&r, 1), "a new leader has heard of nobody");
+    r.beat_with(100, head, |h| h.evicted_seen = 7).unwrap();
+    assert!(!knows(&r, 7));
+    r.beat_with(100, tail, |h| h.evicted_seen = 5).unwrap();
+    assert!(knows(&r, 5) && !knows(&r, 6));
+    r.beat_with(200, tail, |h| h.evicted_seen = 9).unwrap();
+    assert!(knows(&r, 7) && !knows(&r, 8));
+    // The others know nothing of it, and are in other chains.
+    assert!(r.m.known_to_all(ms(200), &r.map) < 5 && r.m.known_to_all(ms(9000), &r.map) == u64::MAX && !knows(&r, 8));
+    let mut map = r.map.map.clone();
+    let chain = map.chains.iter_mut().find(|c| c.id == r.chain(2).id).unwrap();
+    chain.epoch += 1;
+    chain.replicas.iter_mut().find(|x| x.target == head).unwrap().set_state(ReplicaOffline);
+    chain.replicas.rotate_left(1);
+    r.set(300, map);
+    assert!(knows(&r, 9), "who is not in sync does not count");
+}

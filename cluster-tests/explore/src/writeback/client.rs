@@ -337,6 +337,9 @@ impl World {
                     let shown = (r.what == What::Look).then_some(size);
                     let who = if r.what == What::Look { "looked" } else { "opened the file" };
                     self.sees(i, r.floor, shown).map_err(|e| format!("client {i} {who} and {e}"))?;
+                    if let Some(size) = shown {
+                        self.finds(i, r.floor, size).map_err(|e| format!("client {i} {who} and {e}"))?;
+                    }
                 } else if let Some(r) = c.extending.take_if(|r| r.id == id) {
                     let attrs = if granted { vec![(FILE, size)] } else { vec![] };
                     let told = Told { attrs, names: vec![], openers: vec![] };

@@ -96,6 +96,14 @@ pub enum Stage {
     Opened { size: u64 },
 }
 
+/// How far the file goes at the storage server, as the leader saw it, and which eviction and which change it knew of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Seen {
+    pub end: u64,
+    pub eviction: usize,
+    pub change: u8,
+}
+
 /// A client's request.
 #[derive(Clone, Debug, Hash)]
 pub struct Request {
@@ -175,8 +183,14 @@ pub enum Action {
     Learn(usize),
     /// The storage server hears of evictions.
     Hear,
-    /// The leader learns that it has.
+    /// The leader learns that it has, and cuts what is to be cut.
     Fenced,
+    /// The leader looks how far the file goes at the storage server.
+    See,
+    /// What it saw is applied.
+    Found,
+    /// Likewise of a leader that has died.
+    Stray,
     /// An update that is in work is made.
     Apply(Message),
     Tick,
@@ -207,6 +221,12 @@ pub enum Fault {
     NotFenced,
     /// Nor until they have done with what they had accepted.
     FencedInWork,
+    /// What an evicted session did not report is left alone beside another writer.
+    EndIgnored,
+    /// The leader looks for it before the storage server has heard of the eviction.
+    SeenEarly,
+    /// Who looked at the file before it was found is answered what he saw.
+    NotReadAgain,
     /// A new leader does not know of files that evicted sessions could write.
     NewLeaderUnfenced,
     /// Nor of evicted sessions whose leases may still be alive.

@@ -5,7 +5,7 @@ use strake_proto::SessionId;
 
 use super::{
     Fault, TERM, World, id,
-    kinds::{Body, FILE, Message, Stage, Task, What},
+    kinds::{Body, FILE, Message, Seen, Stage, Task, What},
 };
 
 /// What a leader knows by itself.
@@ -17,6 +17,9 @@ pub struct Leader {
     pub writers: Writers,
     /// The last eviction of a session that could write the file, until nothing of it can arrive any more.
     pub fence: usize,
+    /// The last one beside another writer, until it is known how far the file goes; what was seen of that.
+    pub endless: usize,
+    pub seen: Option<Seen>,
     pub tasks: Vec<Task>,
     /// Clients that wait for recalls, by connection.
     pub polls: [Option<u64>; 2],
@@ -72,6 +75,9 @@ impl World {
                 if last.is_some_and(|last| last == opened || self.fault == Fault::ReleasesLater) {
                     self.log.writers.remove(&client);
                     self.leader.writers.record(id(client), FILE, false);
+                    if self.log.writers.is_empty() && self.log.endless > 0 {
+                        (self.log.cut, self.log.endless) = (true, 0);
+                    }
                 }
             }
             _ => {}
@@ -124,12 +130,16 @@ impl World {
         those.into_iter().map(|s| (s, self.leader.reports.ask(now, s, FILE))).collect()
     }
 
-    /// Notes a lease, reads the state, and has others report first, once.
+    /// Notes a lease, reads the state, and has others report first, once, and what is not known of the file's end found out.
     fn look(&mut self, client: usize, connection: u64, n: u8, reported: bool) {
         self.grant(client, connection);
         let (size, ticket) = (self.log.size, Some(self.leader.leases.ticket()));
-        let others = self.others_write(client);
-        let stage = if reported || others.is_empty() || self.fault == Fault::NotAsked {
+        let mut others = self.others_write(client);
+        if reported || self.fault == Fault::NotAsked {
+            others.clear();
+        }
+        let endless = self.log.endless > 0 && self.fault != Fault::NotReadAgain;
+        let stage = if others.is_empty() && !endless {
             Stage::Settling { size, ticket }
         } else {
             Stage::Reporting { asked: self.ask(others) }
@@ -150,6 +160,7 @@ impl World {
             }
             What::Extend { end } => {
                 self.log.size = self.log.size.max(end);
+                self.log.change += 1;
                 changed = true;
             }
             What::Look => {}
@@ -168,19 +179,62 @@ impl World {
             self.leader.writers.record(id(client), FILE, false);
             self.log.fence = self.log.evicted.len();
             self.leader.fence = self.log.fence;
+            if self.log.writers.is_empty() {
+                (self.log.cut, self.log.endless) = (true, 0);
+            } else if self.fault != Fault::EndIgnored {
+                self.log.endless = self.log.fence;
+                self.leader.endless = self.log.fence;
+            }
         }
         self.leader.leases.ended(now, id(client), false);
         self.leader.reports.ended(id(client));
         self.leader.writers.ended(id(client));
     }
 
+    /// The leader looks for the end that an evicted session did not report, unless nobody needs to know any more.
+    pub(super) fn see(&mut self) {
+        let (eviction, change) = (self.log.endless, self.log.change);
+        if eviction == 0 {
+            self.leader.endless = 0;
+            self.cut();
+            return;
+        }
+        let end = self.storage.blocks.iter().rposition(|b| *b != 0).map_or(0, |i| i as u64 + 1);
+        self.leader.seen = Some(Seen { end, eviction, change });
+    }
+
+    /// What lies beyond the end goes, if nobody may have written there.
+    pub(super) fn cut(&mut self) {
+        if std::mem::take(&mut self.log.cut) {
+            let end = self.log.size as usize;
+            self.storage.blocks.iter_mut().skip(end).for_each(|b| *b = 0);
+        }
+    }
+
+    /// An entry of the log, and whether it was not refused.
+    pub(super) fn found(&mut self, seen: Seen) -> bool {
+        if self.log.endless == 0 || seen.eviction != self.log.endless || seen.change != self.log.change {
+            return false;
+        }
+        self.log.endless = 0;
+        if seen.end > self.log.size {
+            self.log.size = seen.end;
+            self.log.change += 1;
+            let now = self.now();
+            self.leader.leases.applied(now, [(FILE, None)]);
+        }
+        true
+    }
+
     /// Whether the leader can go on with a request.
     pub(super) fn can_step(&self, t: &Task) -> bool {
         let l = &self.leader;
         let is_in = |asked: &[(SessionId, Number)]| asked.iter().all(|(s, n)| l.reports.is_in(*s, *n));
-        let open = !l.leases.in_grace(self.now()) && (l.fence == 0 || self.fault == Fault::NotFenced);
+        let fenced = l.fence == 0 && l.endless == 0 || self.fault == Fault::NotFenced;
+        let open = !l.leases.in_grace(self.now()) && fenced;
         match &t.stage {
-            Stage::Reporting { asked } | Stage::Holding { asked, .. } => is_in(asked),
+            Stage::Reporting { asked } => is_in(asked) && l.endless == 0,
+            Stage::Holding { asked, .. } => is_in(asked),
             Stage::Settling { ticket, .. } => {
                 let early = self.fault == Fault::Unsettled && t.what == What::Open;
                 let settled = match ticket {
@@ -242,12 +296,15 @@ impl World {
             graced.extend(self.evicted.may_live(self.now(), TERM, Vec::new));
         }
         let holding = if self.fault == Fault::NewLeaderForgets { vec![] } else { alive };
+        self.strays.extend(self.leader.seen);
         self.leader = Leader {
             term,
             leases: Leases::new(World::limits(), self.now(), term, graced),
             reports: Reports::new(term),
             writers: Writers::new(self.log.writers.keys().map(|c| (id(*c), FILE)), holding),
             fence: if self.fault == Fault::NewLeaderUnfenced { 0 } else { self.log.fence },
+            endless: if self.fault == Fault::NewLeaderUnfenced { 0 } else { self.log.endless },
+            seen: None,
             tasks: Vec::new(),
             polls: [None; 2],
         };

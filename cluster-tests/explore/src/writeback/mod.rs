@@ -6,7 +6,8 @@
 //!
 //! The promises: whoever opened the file for writing, looked at it or reads it under a lease finds every write that had returned before he
 //! asked, in the bytes and in the size, but for those of evicted sessions. No bytes are put over those of a write that began when they
-//! had been written. And nothing of an evicted session is put there when somebody was answered after its eviction.
+//! had been written. And nothing of an evicted session is put there when somebody was answered after its eviction, nor is anything of one
+//! seen by anybody when somebody has been told that the file is shorter.
 
 mod client;
 mod kinds;
@@ -19,7 +20,7 @@ use std::{
 
 use client::Client;
 pub use kinds::{Action, Bounds, Fault};
-use kinds::{Body, FILE, Message, Version, Versions, What, Write, has};
+use kinds::{Body, FILE, Message, Seen, Version, Versions, What, Write, has};
 use leader::Leader;
 use strake_mds::leases::{Leases, evicted::Evicted, reports::Reports, writers::Writers};
 use strake_proto::SessionId;
@@ -39,6 +40,12 @@ struct Log {
     evicted: Vec<usize>,
     /// The last one of a session that could write.
     fence: usize,
+    /// Likewise, if another one can and the end that it did not report is not found yet.
+    endless: usize,
+    /// The file is to be cut at its end.
+    cut: bool,
+    /// Counts the changes of the file.
+    change: u8,
     done: BTreeSet<(usize, u8)>,
 }
 
@@ -71,6 +78,10 @@ pub struct World {
     writes: Vec<Write>,
     /// Evictions before the last answer.
     depended: usize,
+    /// Writes of evicted clients that somebody found beyond the end.
+    denied: Versions,
+    /// What leaders that have died saw of the file's end: on its way into the log.
+    strays: Vec<Seen>,
     /// What every server knows of evictions.
     evicted: Evicted,
 }
@@ -107,6 +118,8 @@ impl World {
             reports: Reports::new(1),
             writers,
             fence: 0,
+            endless: 0,
+            seen: None,
             tasks: Vec::new(),
             polls: [Some(1), Some(1)],
         };
@@ -119,6 +132,9 @@ impl World {
                 size: 0,
                 evicted: Vec::new(),
                 fence: 0,
+                endless: 0,
+                cut: false,
+                change: 0,
                 done: BTreeSet::new(),
             },
             leader,
@@ -127,6 +143,8 @@ impl World {
             messages: Vec::new(),
             writes: Vec::new(),
             depended: 0,
+            denied: 0,
+            strays: Vec::new(),
             evicted: Evicted::default(),
         }
     }
@@ -202,19 +220,41 @@ impl World {
         Ok(())
     }
 
-    /// Whether the storage server has done with what the evicted sessions sent that it has heard of.
-    fn is_fenced(&self) -> bool {
+    /// Whether the storage server has heard of an eviction, and has done with what sessions sent that it knows evicted.
+    fn is_fenced(&self, eviction: usize) -> bool {
         let known = &self.log.evicted[..self.storage.heard];
         let in_work = self.storage.work.iter().any(|m| known.contains(&m.client));
-        self.storage.heard >= self.leader.fence && (!in_work || self.fault == Fault::FencedInWork)
+        self.storage.heard >= eviction && (!in_work || self.fault == Fault::FencedInWork)
     }
 
     /// What a client may read from memory is as new as anything that was written.
-    fn check(&self) -> Result<(), String> {
-        let floor = self.returned();
-        for (i, c) in self.clients.iter().enumerate() {
-            if let Some(size) = c.table.attr(self.now(), FILE) {
-                self.sees(i, floor, Some(*size)).map_err(|e| format!("client {i} has a lease and {e}"))?;
+    fn check(&mut self) -> Result<(), String> {
+        let (floor, now) = (self.returned(), self.now());
+        for i in 0..self.clients.len() {
+            if let Some(size) = self.clients[i].table.attr(now, FILE).copied() {
+                let told = |e| format!("client {i} has a lease and {e}");
+                self.sees(i, floor, Some(size)).map_err(told)?;
+                if !self.log.is_evicted(i) {
+                    self.finds(i, floor, size).map_err(told)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A program of this client finds the file so long. What evicted clients had put there before is in it, or never will be.
+    fn finds(&mut self, client: usize, floor: Versions, size: u64) -> Result<(), String> {
+        let c = &self.clients[client];
+        let end = size.max(c.arrived).max(c.held.end());
+        for (version, w) in (1..).zip(&self.writes) {
+            if !self.log.is_evicted(w.client) || self.storage.blocks[w.block as usize] != version {
+                continue;
+            }
+            if end > w.block && has(self.denied, version) {
+                return Err(format!("finds version {version} of an evicted client, which was beyond the end before"));
+            }
+            if end <= w.block && has(floor, version) {
+                self.denied |= 1 << version;
             }
         }
         Ok(())
@@ -246,8 +286,19 @@ impl Model for World {
         if self.storage.heard < self.log.evicted.len() {
             out.push(Action::Hear);
         }
-        if self.leader.fence > 0 && self.is_fenced() {
+        if self.leader.fence > 0 && self.is_fenced(self.leader.fence) {
             out.push(Action::Fenced);
+        }
+        let endless = self.leader.endless;
+        let may_see = self.is_fenced(endless) || self.fault == Fault::SeenEarly;
+        if endless > 0 && self.leader.seen.is_none() && may_see {
+            out.push(Action::See);
+        }
+        if self.leader.seen.is_some() {
+            out.push(Action::Found);
+        }
+        if !self.strays.is_empty() {
+            out.push(Action::Stray);
         }
         if self.left.ticks > 0 {
             out.push(Action::Tick);
@@ -299,7 +350,22 @@ impl Model for World {
             }
             Action::Learn(i) => self.session_lost(*i),
             Action::Hear => self.storage.heard = self.log.evicted.len(),
-            Action::Fenced => self.leader.fence = 0,
+            Action::Fenced => {
+                self.leader.fence = 0;
+                self.cut();
+            }
+            Action::See => self.see(),
+            Action::Found => {
+                if let Some(seen) = self.leader.seen.take()
+                    && self.found(seen)
+                {
+                    self.leader.endless = 0;
+                }
+            }
+            Action::Stray => {
+                let seen = self.strays.remove(0);
+                self.found(seen);
+            }
             Action::Apply(m) => {
                 self.storage.work.retain(|x| x != m);
                 self.put(m.clone())?;
