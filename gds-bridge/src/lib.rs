@@ -34,6 +34,7 @@ mod report;
 mod selftest;
 pub mod session;
 pub mod status;
+pub mod tensors;
 mod tier;
 
 pub use bridge::{Bridge, Options, Transfer};

@@ -5,13 +5,14 @@ mod common;
 mod ram;
 mod served;
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use ram::{MIB, pattern};
 use served::Served;
 use strake_gds::{
-    GpuMem, Options, Policy, Tier, Transfer,
+    Options, Policy, Tier, Transfer,
     session::{Content, Memory, Session, Setup},
+    tensors::{Dtype, New},
 };
 use strake_proto::{Code, Error};
 
@@ -116,6 +117,51 @@ fn ranges_are_loaded_and_saved_and_errors_have_their_codes() {
     assert_eq!(code(s.open_file("/f", 0, 0)), Some(Code::NoEnt));
     s.unlink("/g").unwrap();
     assert_eq!(s.unlink("/g").unwrap_err().code, Code::NoEnt);
+}
+
+#[test]
+fn tensors_are_saved_and_loaded_as_safetensors() {
+    let served = Served::new(3);
+    let s = Session::open(&setup(&served)).unwrap();
+    let device = s.device().clone();
+    let (w, b) = (pattern(1, 2 * MIB), pattern(2, 33));
+    let (wide, bytes) = (device.alloc(2 * MIB).unwrap(), device.alloc(33).unwrap());
+    s.put(wide, &w).unwrap();
+    s.put(bytes, &b).unwrap();
+    let new = |name: &str, dtype, shape: &[usize], gpu| New { name: name.into(), dtype, shape: shape.into(), gpu };
+    let tensors = [new("bytes", Dtype::U8, &[3, 11], bytes), new("wide", Dtype::F32, &[512, 1024], wide)];
+    let notes = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+    let r = s.save_tensors("/m", 0o644, &tensors, &notes, Policy::Prefer).unwrap();
+    assert_eq!(r.moved(), 2 * MIB + 33);
+    s.save_tensors("/n", 0o644, &tensors[..1], &notes, Policy::Prefer).unwrap();
+
+    // Two files in one call, each into one piece of memory.
+    let files = ["/m", "/n"].map(|p| s.open_tensors(p).unwrap());
+    let blocks = files.each_ref().map(|f| device.alloc(f.header.layout().1).unwrap());
+    let all: Vec<Transfer> = files.iter().zip(blocks).flat_map(|(f, b)| f.to_block(b)).collect();
+    assert_eq!(all.len(), 2, "tensors that lie side by side are one range");
+    let r = s.load(&all, Policy::Prefer).unwrap();
+    assert_eq!(r.ranges, [2 * MIB + 33, 33]);
+    let at = |addr, len: u64| {
+        let mut v = vec![0; len as usize];
+        s.get(addr, &mut v).unwrap();
+        v
+    };
+    assert!(at(blocks[0], 2 * MIB) == w && at(blocks[0] + 2 * MIB, 33) == b && at(blocks[1], 33) == b);
+
+    // Into memory that is there, and only what is wanted.
+    let to = device.alloc(33).unwrap();
+    let all = files[0].to_places(|n| (n == "bytes").then_some((to, 33))).unwrap();
+    assert_eq!(s.load(&all, Policy::Prefer).unwrap().moved(), 33);
+    assert_eq!(at(to, 33), b);
+    let e = files[0].to_places(|_| Some((to, 33))).map(drop).unwrap_err();
+    assert!(e.code == Code::Inval && e.message.contains("tensor 'wide' has 2097152 bytes"), "{e}");
+
+    // A file that is cut short is refused before anything moves.
+    let f = s.open_file("/n", RDWR, 0).unwrap();
+    served.block_on(f.truncate(60)).unwrap();
+    let e = s.open_tensors("/n").err().unwrap();
+    assert!(e.code == Code::Inval && e.message.contains("'/n'"), "{e}");
 }
 
 #[test]

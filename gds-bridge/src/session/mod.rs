@@ -2,6 +2,7 @@
 
 mod path;
 mod replace;
+mod tensors;
 
 use std::{fmt, path::PathBuf, process, str::FromStr, sync::Arc, time::Duration};
 
@@ -10,6 +11,7 @@ use rustix::process::{getegid, geteuid, getgroups};
 use strake_client::{Client, Creds, File};
 use strake_fabric::{Endpoint, Env, Identity, Pool, Roads, Use, endpoint::MDS_PORT, keyfile, rdma};
 use strake_proto::{Code, Error, Result};
+pub use tensors::TensorFile;
 use tokio::runtime::Runtime;
 
 use crate::{
