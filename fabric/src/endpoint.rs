@@ -4,6 +4,9 @@ use std::{fmt, str::FromStr};
 
 use strake_proto::{Code, Error};
 
+/// Where metadata servers listen unless told otherwise.
+pub const MDS_PORT: u16 = 7400;
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Endpoint {
     /// Host name or address, and port.

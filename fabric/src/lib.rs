@@ -11,6 +11,7 @@ pub mod conn;
 pub mod endpoint;
 pub mod env;
 pub mod kept;
+pub mod keyfile;
 pub mod leader;
 pub mod rdma;
 pub mod region;

@@ -226,7 +226,7 @@ impl Bridge {
         let (report, outcome) = ongoing.run.into_inner().finish(ranges, begun.elapsed());
         match outcome {
             Ok(()) => Ok(report),
-            Err(error) => Err(Failed { error, report }),
+            Err(error) => Err(Failed { error, report: Box::new(report) }),
         }
     }
 }

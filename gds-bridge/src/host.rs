@@ -28,6 +28,7 @@ struct State {
     blocks: BTreeMap<u64, Vec<u8>>,
     /// Start and end of what was freed. Addresses are never used again.
     freed: Vec<(u64, u64)>,
+    lent: Vec<Lent>,
     allocated: u64,
     /// Host memory that is pinned: start and length.
     pinned: BTreeMap<usize, usize>,
@@ -42,6 +43,15 @@ struct State {
     copies: u64,
     pace: Duration,
 }
+
+/// Memory of the process that takes part as if it were the device's.
+struct Lent {
+    start: *mut u8,
+    len: usize,
+}
+
+// SAFETY: only an address; what makes it valid is the promise of who lent it, which is not bound to a thread.
+unsafe impl Send for Lent {}
 
 /// Copies that are to fail.
 struct Failing {
@@ -132,18 +142,39 @@ impl HostMem {
         self.0.lock().pinned.values().map(|n| *n as u64).sum()
     }
 
+    /// Takes memory of the process for the device's, at its own address, until [`HostMem::take_back`] is told the same.
+    ///
+    /// # Safety
+    /// Until then the memory stays mapped, and is written by nobody else while a call moves it (while one loads into it: not read
+    /// either).
+    pub unsafe fn lend(&self, start: *mut u8, len: usize) {
+        self.0.lock().lent.push(Lent { start, len });
+    }
+
+    /// Undoes one [`HostMem::lend`]. No call uses the memory any more.
+    pub fn take_back(&self, start: *mut u8, len: usize) {
+        let lent = &mut self.0.lock().lent;
+        if let Some(at) = lent.iter().position(|l| l.start == start && l.len == len) {
+            lent.swap_remove(at);
+        }
+    }
+
     /// What lies in the device's memory.
     pub fn peek(&self, addr: u64, len: u64) -> Result<Vec<u8>, Fault> {
-        let s = self.0.lock();
-        let (block, at) = s.find(addr, len)?;
-        Ok(s.blocks[&block][at..at + len as usize].to_vec())
+        let mut s = self.0.lock();
+        let from = s.place(addr, len)?;
+        let mut bytes = vec![0; len as usize];
+        // SAFETY: `place` says that so many bytes are there, and the lock keeps them.
+        unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(from, bytes.len()) };
+        Ok(bytes)
     }
 
     /// Puts bytes into the device's memory.
     pub fn poke(&self, addr: u64, bytes: &[u8]) -> Result<(), Fault> {
         let mut s = self.0.lock();
-        let (block, at) = s.find(addr, bytes.len() as u64)?;
-        s.blocks.get_mut(&block).expect("just found")[at..at + bytes.len()].copy_from_slice(bytes);
+        let to = s.place(addr, bytes.len() as u64)?;
+        // SAFETY: as in `peek`.
+        unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Ok(())
     }
 }
@@ -165,6 +196,24 @@ impl State {
         Err(if freed { Fault::Freed { addr } } else { Fault::Foreign { addr } })
     }
 
+    /// Where a range lies in this process: valid for reading and writing `len` bytes while the lock is held.
+    fn place(&mut self, addr: u64, len: u64) -> Result<*mut u8, Fault> {
+        if let Some(lent) = self.is_lent(addr, len).filter(|_| !self.context_gone) {
+            return Ok(lent);
+        }
+        let (block, at) = self.find(addr, len)?;
+        Ok(self.blocks.get_mut(&block).expect("just found")[at..].as_mut_ptr())
+    }
+
+    fn is_lent(&self, addr: u64, len: u64) -> Option<*mut u8> {
+        let within = |l: &&Lent| {
+            let at = addr.checked_sub(l.start.addr() as u64);
+            at.is_some_and(|at| at < l.len as u64 && len <= l.len as u64 - at)
+        };
+        let l = self.lent.iter().find(within)?;
+        Some(l.start.wrapping_add(addr as usize - l.start.addr()))
+    }
+
     fn is_pinned(&self, host: usize, len: usize) -> bool {
         let before = self.pinned.range(..=host).next_back();
         before.is_some_and(|(start, n)| host + len <= start + n)
@@ -181,18 +230,14 @@ impl State {
         if let Some(f) = self.failing.as_ref().filter(|f| n >= f.from && (pinned || !f.pinned_only)) {
             return Err(f.fault.clone());
         }
-        let (block, at) = self.find(c.device, c.len as u64)?;
-        let device = &mut self.blocks.get_mut(&block).expect("just found")[at..at + c.len];
+        let device = self.place(c.device, c.len as u64)?;
         let corrupt = self.corrupt_after.take_if(|at| n >= *at).is_some();
-        if c.to_device {
-            // SAFETY: the caller of `load` promised that the memory is valid until this copy was waited for.
-            device.copy_from_slice(unsafe { std::slice::from_raw_parts(c.host, c.len) });
-            device[c.len / 2] ^= u8::from(corrupt);
-        } else {
-            // SAFETY: the caller of `save` promised the same for writing, and that nobody else uses it.
-            let host = unsafe { std::slice::from_raw_parts_mut(c.host, c.len) };
-            host.copy_from_slice(device);
-            host[c.len / 2] ^= u8::from(corrupt);
+        let (from, to) = if c.to_device { (c.host, device) } else { (device, c.host) };
+        // SAFETY: the host's end is valid until this copy was waited for, as the caller of `load` or `save` promised; the device's is
+        // as `place` says. They may be the same memory only if somebody lent a buffer of the bridge's own: hence `copy_from`.
+        unsafe {
+            to.copy_from(from, c.len);
+            *to.add(c.len / 2) ^= u8::from(corrupt);
         }
         let counter = match (c.to_device, pinned) {
             (true, true) => &mut self.copied.load_pinned,
@@ -219,7 +264,12 @@ impl GpuMem for HostMem {
     }
 
     fn check(&self, addr: u64, len: u64) -> Result<(), Fault> {
-        self.0.lock().find(addr, len).map(|_| ())
+        self.0.lock().place(addr, len).map(|_| ())
+    }
+
+    fn settle(&self) -> Result<(), Fault> {
+        // Nothing but the bridge's own copies runs on it.
+        if self.0.lock().context_gone { Err(Fault::ContextGone) } else { Ok(()) }
     }
 
     fn alloc(&self, len: u64) -> Result<u64, Fault> {
@@ -395,6 +445,21 @@ mod tests {
         m.limit_room(20);
         assert_eq!(m.alloc(11), Err(Fault::NoMemory { bytes: 11 }));
         m.alloc(10).unwrap();
+    }
+
+    #[test]
+    fn memory_that_is_lent_is_the_devices_until_it_is_taken_back() {
+        let (m, mut mine) = (HostMem::new(), vec![1u8; 100]);
+        let (start, addr) = (mine.as_mut_ptr(), mine.as_mut_ptr().addr() as u64);
+        assert_eq!(m.check(addr, 1), Err(Fault::Foreign { addr }));
+        // SAFETY: `mine` lives to the end of the test and is used by nobody else meanwhile.
+        unsafe { m.lend(start, 100) };
+        m.poke(addr + 90, &[7; 10]).unwrap();
+        assert_eq!(m.peek(addr + 89, 11).unwrap(), [1, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]);
+        assert!(m.check(addr + 90, 11).is_err() && m.check(addr + 100, 0).is_err());
+        m.take_back(start, 100);
+        assert_eq!(m.check(addr, 1), Err(Fault::Foreign { addr }));
+        assert_eq!(mine[99], 7);
     }
 
     #[test]

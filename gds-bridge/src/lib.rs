@@ -16,7 +16,7 @@
 //! ```
 //!
 //! Where to read: [`plan`] decides which tier a part takes and is pure; [`Bridge`] (`bridge.rs`) cuts calls into parts and drives it;
-//! `copier.rs` has the threads that copy; `pins.rs` registers host memory; [`GpuMem`] is the device, implemented by [`Cuda`] and
+//! `copier.rs` has the threads that copy; [`session`] is all of it for programs that are not asynchronous; `pins.rs` registers host memory; [`GpuMem`] is the device, implemented by [`Cuda`] and
 //! [`HostMem`].
 
 #![warn(missing_docs)]
@@ -32,7 +32,9 @@ pub mod plan;
 mod reason;
 mod report;
 mod selftest;
+pub mod session;
 pub mod status;
+pub mod tensors;
 mod tier;
 
 pub use bridge::{Bridge, Options, Transfer};

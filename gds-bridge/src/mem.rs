@@ -108,6 +108,10 @@ pub trait GpuMem: Send + Sync + 'static {
     /// Whether `len` bytes from `addr` lie in one live allocation of this context.
     fn check(&self, addr: u64, len: u64) -> Result<(), Fault>;
 
+    /// Returns when everything is done that the program had given to the device before, on whatever stream: what another library
+    /// queued may still write or read the memory that a call is about to move.
+    fn settle(&self) -> Result<(), Fault>;
+
     /// Memory of the device, at least 256-byte aligned, with unspecified contents.
     fn alloc(&self, len: u64) -> Result<u64, Fault>;
 

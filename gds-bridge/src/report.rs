@@ -94,6 +94,23 @@ fn seconds<S: Serializer>(took: &Duration, s: S) -> Result<S::Ok, S::Error> {
 }
 
 impl Report {
+    /// Of a call that did nothing.
+    pub(crate) fn nothing(direction: Direction, policy: Policy, asked: u64, ranges: usize) -> Report {
+        Report {
+            direction,
+            policy,
+            asked,
+            ranges: vec![0; ranges],
+            by_tier: ByTier::default(),
+            staged: 0,
+            over_rdma: 0,
+            switches: Vec::new(),
+            unavailable: Vec::new(),
+            checksum: None,
+            took: Duration::ZERO,
+        }
+    }
+
     /// Bytes moved.
     pub fn moved(&self) -> u64 {
         self.by_tier.sum()
@@ -136,7 +153,7 @@ pub struct Failed {
     /// The cause.
     pub error: Error,
     /// What was moved.
-    pub report: Report,
+    pub report: Box<Report>,
 }
 
 impl fmt::Display for Failed {

@@ -70,8 +70,13 @@ pub fn untested(device: &dyn GpuMem) -> Vec<TierStatus> {
 /// The same after self-tests, and what a bridge had to say about its memory.
 pub async fn tested(device: Arc<dyn GpuMem>) -> Result<(Vec<TierStatus>, Option<String>)> {
     let bridge = Bridge::open(device, Arc::new(Pool::default()), Options::default()).await?;
+    Ok((of_bridge(&bridge), bridge.notice().map(String::from)))
+}
+
+/// What a bridge knows.
+pub(crate) fn of_bridge(bridge: &Bridge) -> Vec<TierStatus> {
     let standings = bridge.standings();
-    Ok((all(|tier| standings[tier].clone()), bridge.notice().map(String::from)))
+    all(|tier| standings[tier].clone())
 }
 
 fn all(f: impl FnMut(Tier) -> Standing) -> Vec<TierStatus> {

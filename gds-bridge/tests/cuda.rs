@@ -161,6 +161,8 @@ fn addresses_are_checked_against_the_driver() {
     set(&r.library, 5, 0);
     let elsewhere = gpu.alloc(4096).unwrap();
     assert_eq!(gpu.check(elsewhere, 1), Err(Fault::Foreign { addr: elsewhere }));
+    gpu.settle().unwrap();
+    assert_eq!(number(&r.library, "strake_standin_settled"), 1);
     assert_eq!(number(&r.library, "strake_standin_depth"), 0, "the thread's own context is as it was");
 }
 

@@ -566,7 +566,7 @@ async fn random_calls_with_faults_equal_a_model() {
             };
             let (report, done) = match outcome {
                 Ok(r) => (r, true),
-                Err(f) => (f.report, false),
+                Err(f) => (*f.report, false),
             };
             assert_eq!(report.moved(), report.ranges.iter().sum::<u64>());
             let now = mem.copied();

@@ -3,6 +3,7 @@
 use std::{borrow::Cow, fs, path::Path};
 
 use serde::de::DeserializeOwned;
+pub use strake_fabric::keyfile::{decode_hex, read as read_key};
 use strake_proto::{Code, Error, Result};
 use toml::{
     Spanned,
@@ -107,30 +108,6 @@ pub fn read_text(kind: u8, text: &str) -> Result<()> {
         2 => crate::mount::check(text),
         _ => crate::dev::check(text),
     }
-}
-
-/// A key file: 64 hexadecimal digits. Refuses one that others may read.
-pub fn read_key(path: &Path) -> Result<[u8; 32]> {
-    use std::os::unix::fs::PermissionsExt;
-    let what = |e: Error| e.context(format!("key file {}", path.display()));
-    let meta = fs::metadata(path).map_err(|e| what(e.into()))?;
-    if meta.permissions().mode() & 0o077 != 0 {
-        return Err(what(invalid("is readable by others; run chmod 600 on it".into())));
-    }
-    let text = fs::read_to_string(path).map_err(|e| what(e.into()))?;
-    decode_hex(text.trim()).ok_or_else(|| what(invalid("is not 64 hexadecimal digits".into())))
-}
-
-/// 64 hexadecimal digits.
-pub fn decode_hex(s: &str) -> Option<[u8; 32]> {
-    if s.len() != 64 || !s.is_ascii() {
-        return None;
-    }
-    let mut key = [0u8; 32];
-    for (i, b) in key.iter_mut().enumerate() {
-        *b = u8::from_str_radix(&s[2 * i..2 * i + 2], 16).ok()?;
-    }
-    Some(key)
 }
 
 /// Writes a key that only its owner may read. Refuses to replace one.

@@ -145,6 +145,10 @@ impl Mds {
     pub fn is_written(&self, ino: u64) -> bool {
         self.state.lock().writers.keys().any(|(_, i)| *i == ino)
     }
+    /// Names in the directory, in order.
+    pub fn names(&self) -> Vec<Vec<u8>> {
+        self.state.lock().names.keys().cloned().collect()
+    }
     pub fn opens(&self) -> i64 {
         self.state.lock().opens.values().sum()
     }
@@ -418,6 +422,13 @@ impl Mds {
             Op::Unlink(u) => {
                 self.changed(s, session, u.parent);
                 s.names.remove(&u.name[..]).ok_or_else(gone)?;
+                Ok(pb::OpResult::default())
+            }
+            // In the one directory that there is.
+            Op::Rename(r) => {
+                self.changed(s, session, r.parent);
+                let ino = s.names.remove(&r.name[..]).ok_or_else(gone)?;
+                s.names.insert(r.new_name.to_vec(), ino);
                 Ok(pb::OpResult::default())
             }
             Op::Extend(x) => {

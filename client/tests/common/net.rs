@@ -32,6 +32,9 @@ impl Net {
     pub fn put(&self, node: u32, service: Arc<dyn Service>) {
         self.services.lock().insert(node, service);
     }
+    pub fn service(&self, node: u32) -> Arc<dyn Service> {
+        self.services.lock()[&node].clone()
+    }
     pub fn set_down(&self, node: u32, down: bool) {
         if down {
             self.down.lock().insert(node)

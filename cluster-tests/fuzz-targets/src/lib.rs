@@ -15,6 +15,7 @@ pub mod oss_disk;
 pub mod oss_server;
 pub mod raft_core;
 pub mod raft_log;
+pub mod safetensors;
 pub mod text;
 pub mod world;
 
@@ -33,5 +34,6 @@ pub const TARGETS: &[Target] = &[
     ("oss_server", oss_server::run),
     ("raft_core", raft_core::run),
     ("raft_log", raft_log::run),
+    ("safetensors", safetensors::run),
     ("text", text::run),
 ];

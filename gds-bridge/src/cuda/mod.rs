@@ -209,6 +209,12 @@ impl GpuMem for Cuda {
         }
     }
 
+    fn settle(&self) -> Result<(), Fault> {
+        let _current = self.0.enter()?;
+        // SAFETY: waits for the context that is current.
+        self.0.table.call("cuCtxSynchronize", unsafe { (self.0.table.context_wait)() })
+    }
+
     fn alloc(&self, len: u64) -> Result<u64, Fault> {
         let _current = self.0.enter()?;
         let mut addr = 0;

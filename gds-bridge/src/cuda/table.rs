@@ -45,6 +45,7 @@ functions! {
     context_set = c"cuCtxSetCurrent"(Handle);
     context_push = c"cuCtxPushCurrent_v2"(Handle);
     context_pop = c"cuCtxPopCurrent_v2"(*mut Handle);
+    context_wait = c"cuCtxSynchronize"();
     pointer_attributes = c"cuPointerGetAttributes"(c_uint, *const c_int, *const *mut c_void, u64);
     alloc = c"cuMemAlloc_v2"(*mut u64, usize);
     free = c"cuMemFree_v2"(u64);

@@ -30,7 +30,7 @@ typedef struct { Stream *stream; unsigned long at; } Event;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int context_of[64];
 static Alloc allocs[ALLOCS];
-static int n_allocs, gone, fail_copies, fail_pins, without_context, other_device = -1;
+static int settled, n_allocs, gone, fail_copies, fail_pins, without_context, other_device = -1;
 static long gone_after = -1;
 static struct { char *start; size_t len; } pins[PINS];
 static int n_pins;
@@ -49,6 +49,7 @@ void strake_standin_set(int what, long n) {
 }
 uint64_t strake_standin_count(int which) { return counts[which]; }
 int strake_standin_pins(void) { return n_pins; }
+int strake_standin_settled(void) { return settled; }
 int strake_standin_depth(void) { return depth; }
 
 static int alive(void) { return gone ? 709 : 0; }
@@ -84,6 +85,8 @@ int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return 0; }
 int cuCtxSetCurrent(void *c) { current[depth] = c; return alive(); }
 int cuCtxPushCurrent_v2(void *c) { if (gone) return 709; current[++depth] = c; return 0; }
 int cuCtxPopCurrent_v2(void **c) { if (!depth) return 201; *c = current[depth--]; return 0; }
+
+int cuCtxSynchronize(void) { if (!current[depth]) return 201; settled++; return alive(); }
 
 int cuPointerGetAttributes(unsigned n, const int *what, void *const *to, uint64_t p) {
   if (!current[depth]) return 201;

@@ -1,10 +1,8 @@
 //! What is mounted: `HOST[:PORT][,HOST[:PORT]...]:/SUBTREE`, or servers alone. Pure.
 
-use strake_fabric::Endpoint;
+use strake_fabric::{Endpoint, endpoint::MDS_PORT};
 use strake_proto::{Code, Error, Result};
 
-/// Where metadata servers listen unless told otherwise.
-pub const PORT: u16 = 7400;
 /// Longest path of Linux, bytes.
 const LONGEST: usize = 4095;
 
@@ -41,7 +39,7 @@ impl Source {
 fn server(text: &str) -> Option<String> {
     let host = text.strip_prefix("tcp:").unwrap_or(text);
     let has_port = if host.starts_with('[') { host.contains("]:") } else { host.contains(':') };
-    let whole = if has_port { host.to_string() } else { format!("{host}:{PORT}") };
+    let whole = if has_port { host.to_string() } else { format!("{host}:{MDS_PORT}") };
     let ok = matches!(whole.parse::<Endpoint>(), Ok(Endpoint::Tcp(..)));
     ok.then_some(whole)
 }

@@ -1,0 +1,142 @@
+//! The structs of the header.
+
+use std::{ffi::c_char, mem::offset_of, ptr};
+
+use strake_fabric::Use;
+use strake_gds::{
+    Checksum, Report, Tier,
+    session::{Memory, Setup},
+};
+use strake_proto::Result;
+
+use crate::{OpenFile, inval, text};
+
+/// `struct strakegds_options`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Options {
+    size: usize,
+    mds: *const c_char,
+    client_key: *const c_char,
+    memory: *const c_char,
+    fabric: *const c_char,
+    pinned_limit: u64,
+    workers: u32,
+    slots: u32,
+    slot_bytes: u32,
+    accept_oss_checksum: u32,
+}
+
+/// `struct strakegds_range`.
+#[repr(C)]
+pub struct Range {
+    pub file: *mut OpenFile,
+    pub offset: u64,
+    pub address: u64,
+    pub length: u64,
+}
+
+/// `struct strakegds_report`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct ReportOut {
+    size: usize,
+    asked: u64,
+    moved: u64,
+    by_tier: [u64; Tier::ALL.len()],
+    staged: u64,
+    over_rdma: u64,
+    switches: u32,
+    checksum: u32,
+    seconds: f64,
+}
+
+impl Options {
+    /// # Safety
+    /// `from` is null or options of the size that they say, whose pointers are null or texts.
+    pub unsafe fn read(from: *const Options) -> Result<Setup> {
+        if from.is_null() {
+            return Err(inval("options is NULL"));
+        }
+        // SAFETY: they have a size at least.
+        let size = unsafe { (&raw const (*from).size).read() };
+        // A size of less, or of a program that knows more than this library does, would be read wrong.
+        if size != size_of::<Options>() {
+            let known = size_of::<Options>();
+            return Err(inval(format!("options: size is {size}, and this version of the library knows {known}")));
+        }
+        // SAFETY: they are as large as these.
+        let o = unsafe { from.read() };
+        let or = |p: *const c_char, what: &str, default| {
+            // SAFETY: the caller's promise.
+            if p.is_null() { Ok(default) } else { unsafe { text(p, what) } }
+        };
+        // SAFETY: as above.
+        let mds = unsafe { text(o.mds, "options: mds") }?;
+        let mut setup = Setup::new(mds, or(o.memory, "options: memory", "cuda:0")?.parse::<Memory>()?);
+        setup.key = or(o.client_key, "options: client_key", strake_gds::session::KEY)?.into();
+        setup.roads = match or(o.fabric, "options: fabric", "auto")? {
+            "auto" => Use::Best,
+            "tcp" => Use::Tcp,
+            "rdma" => Use::Rdma,
+            other => return Err(inval(format!("options: fabric is '{other}'; auto, tcp and rdma are known"))),
+        };
+        let or_default = |n: u32, default: usize| if n == 0 { default } else { n as usize };
+        let d = &mut setup.options;
+        d.pinned_limit = (o.pinned_limit > 0).then_some(o.pinned_limit);
+        d.workers = or_default(o.workers, d.workers);
+        d.slots = or_default(o.slots, d.slots);
+        d.slot_bytes = or_default(o.slot_bytes, d.slot_bytes);
+        d.accept_oss_checksum = o.accept_oss_checksum != 0;
+        Ok(setup)
+    }
+}
+
+impl ReportOut {
+    /// Before anything is done: whether there will be a place for the report.
+    ///
+    /// # Safety
+    /// `to` is null or has a size at least.
+    pub unsafe fn check(to: *const ReportOut) -> Result<()> {
+        if to.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        let (size, known) = (unsafe { (&raw const (*to).size).read() }, size_of::<ReportOut>());
+        if size == known {
+            return Ok(());
+        }
+        Err(inval(format!("report: size is {size}, and this version of the library knows {known}")))
+    }
+
+    /// # Safety
+    /// `to` passed [`ReportOut::check`] and is valid for as many bytes as it says, or is null.
+    pub unsafe fn write(to: *mut ReportOut, r: &Report) {
+        if to.is_null() {
+            return;
+        }
+        let size = size_of::<ReportOut>();
+        let out = ReportOut {
+            size,
+            asked: r.asked,
+            moved: r.moved(),
+            by_tier: Tier::ALL.map(|t| r.by_tier[t]),
+            staged: r.staged,
+            over_rdma: r.over_rdma,
+            switches: r.switches.len() as u32,
+            checksum: match r.checksum {
+                None => 0,
+                Some(Checksum::AtClient) => 1,
+                Some(Checksum::AtOssOnly) => 2,
+            },
+            seconds: r.took.as_secs_f64(),
+        };
+        // SAFETY: it is as large as that.
+        unsafe { ptr::write(to, out) };
+    }
+}
+
+// As a C compiler for 64-bit machines lays them out; the test's program has the same lines.
+const _: () = assert!(size_of::<Options>() == 64 && offset_of!(Options, accept_oss_checksum) == 60);
+const _: () = assert!(size_of::<Range>() == 32 && offset_of!(Range, length) == 24);
+const _: () = assert!(size_of::<ReportOut>() == 96 && offset_of!(ReportOut, seconds) == 88);

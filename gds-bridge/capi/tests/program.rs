@@ -1,0 +1,88 @@
+//! A C program over the library, compiled here, with the cluster in memory behind real sockets.
+
+#[path = "../../../client/tests/common/mod.rs"]
+mod common;
+#[path = "../../tests/served/mod.rs"]
+mod served;
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use common::{join, user};
+use served::Served;
+
+/// Where the shared library lies that was built for this test.
+fn library() -> PathBuf {
+    let deps = std::env::current_exe().unwrap().parent().unwrap().to_path_buf();
+    let found = [deps.join("libstrakegds.so"), deps.parent().unwrap().join("libstrakegds.so")];
+    found.into_iter().find(|p| p.exists()).expect("cargo builds it with the test")
+}
+
+/// Compiles `source`; `None` (and said so) where there is no compiler.
+fn compile(source: &str, to: &Path, cpp: bool) -> Option<()> {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut cc = Command::new(if cpp { "c++" } else { "cc" });
+    cc.args(if cpp { &["-x", "c++", "-std=c++14"][..] } else { &["-std=c11", "-D_GNU_SOURCE"] });
+    cc.args(["-Wall", "-Wextra", "-Werror", "-O1", "-g", "-I"]).arg(here.join("include"));
+    cc.arg(here.join("tests").join(source)).arg("-o").arg(to);
+    if cpp {
+        cc.arg("-fsyntax-only");
+    } else {
+        // By its name in the library, as an installed one is found.
+        let dir = to.parent().unwrap();
+        std::fs::copy(library(), dir.join("libstrakegds.so")).unwrap();
+        std::fs::copy(library(), dir.join("libstrakegds.so.1")).unwrap();
+        cc.arg("-L").arg(dir).arg("-lstrakegds");
+    }
+    match cc.output() {
+        Ok(out) => assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr)),
+        Err(e) => {
+            println!("skipped: no compiler here ({e})");
+            return None;
+        }
+    }
+    Some(())
+}
+
+#[test]
+fn a_program_in_c_saves_loads_and_is_told_what_is_wrong() {
+    let served = Served::new(3);
+    let program = served.dir.path().join("program");
+    let Some(()) = compile("program.c", &program, false) else { return };
+    let run = Command::new(&program)
+        .args([served.mds.as_ref(), served.key.as_os_str()])
+        .env("LD_LIBRARY_PATH", served.dir.path())
+        .output()
+        .unwrap();
+    let said = [run.stdout, run.stderr].map(|b| String::from_utf8_lossy(&b).into_owned());
+    assert!(run.status.success(), "{said:?}");
+    println!("{}", said[0]);
+
+    // What it left is seen from here, by another client.
+    let (three, two) = served.block_on(async {
+        let c = served.client().await;
+        let mut all = Vec::new();
+        for name in [&b"three"[..], b"two"] {
+            let ino = c.lookup(&user(), c.root(), name).await.unwrap().ino;
+            let (f, attr) = c.open(&user(), ino, 0).await.unwrap();
+            all.push(join(&f.read(0, attr.size as usize).await.unwrap()));
+            f.close().await.unwrap();
+        }
+        c.close().await.unwrap();
+        (all.remove(0), all.remove(0))
+    });
+    let byte = |i: usize| ((i as u32).wrapping_mul(2_654_435_761) >> 13) as u8;
+    let data: Vec<u8> = (0..1_000_100).map(byte).collect();
+    assert!(three[..7] == [0; 7] && three[7..] == data[..1_000_000]);
+    assert!(two == [&data[..5], &data[100..]].concat());
+    assert_eq!(served.cluster.mds.names(), [b"three".to_vec(), b"two".to_vec()]);
+    assert_eq!(served.cluster.mds.opens(), 0, "everything was closed");
+}
+
+#[test]
+fn the_header_is_cpp_too() {
+    let dir = tempfile::tempdir().unwrap();
+    compile("header.cpp", &dir.path().join("header"), true);
+}

@@ -1,0 +1,284 @@
+//! Memory of the device in Python's hands, and memory of others that is given to a call.
+
+use std::{ptr, sync::Arc};
+
+use pyo3::{
+    exceptions::{PyAttributeError, PyBufferError, PyTypeError, PyValueError},
+    prelude::*,
+    types::{PyBytes, PyDict, PyTuple},
+};
+use strake_gds::{
+    session::{Memory, Session},
+    tensors::Dtype,
+};
+
+use crate::{dlpack, dtype, failed};
+
+/// A session, and what kind of memory it is for.
+pub struct Device {
+    pub session: Session,
+    pub memory: Memory,
+}
+
+/// A piece of the device's memory, given back when the last tensor in it is gone.
+pub struct Block {
+    device: Arc<Device>,
+    pub address: u64,
+    bytes: u64,
+    /// What it is on the stand-in, which has been lent this.
+    host: Option<Vec<u64>>,
+}
+
+impl Block {
+    pub fn new(device: &Arc<Device>, bytes: u64) -> PyResult<Arc<Block>> {
+        // A place of its own even where nothing is in it.
+        let len = bytes.max(1);
+        let (address, host) = match device.session.host() {
+            None => (device.session.device().alloc(len).map_err(|f| failed(f.into()))?, None),
+            Some(stand_in) => {
+                let mut words = vec![0u64; len.div_ceil(8) as usize];
+                let start = words.as_mut_ptr().cast::<u8>();
+                // SAFETY: the vector is neither moved nor dropped before `drop` has taken it back; who uses a tensor during a call that
+                // moves it breaks the rules of every such library.
+                unsafe { stand_in.lend(start, words.len() * 8) };
+                (start.expose_provenance() as u64, Some(words))
+            }
+        };
+        Ok(Arc::new(Block { device: device.clone(), address, bytes: len, host }))
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        match (&mut self.host, self.device.session.host()) {
+            (Some(words), Some(stand_in)) => stand_in.take_back(words.as_mut_ptr().cast(), words.len() * 8),
+            // A context that is gone has freed it.
+            _ => drop(self.device.session.device().free(self.address)),
+        }
+    }
+}
+
+/// A tensor in memory of the bridge's device. Goes to other libraries by `__dlpack__` (torch.from_dlpack, numpy.from_dlpack) and, on a GPU,
+/// `__cuda_array_interface__`, without a copy.
+#[pyclass(frozen, module = "strake_gds")]
+pub struct Tensor {
+    block: Arc<Block>,
+    address: u64,
+    len: u64,
+    pub kind: Dtype,
+    shape: Vec<usize>,
+}
+
+impl Tensor {
+    pub fn new(block: &Arc<Block>, at: u64, len: u64, kind: Dtype, shape: Vec<usize>) -> Tensor {
+        debug_assert!(at + len <= block.bytes);
+        Tensor { block: block.clone(), address: block.address + at, len, kind, shape }
+    }
+
+    fn dlpack_device(&self) -> (i32, i32) {
+        match self.block.device.memory {
+            Memory::Host => (dlpack::CPU, 0),
+            Memory::Cuda(n) => (dlpack::CUDA, n as i32),
+        }
+    }
+}
+
+#[pymethods]
+impl Tensor {
+    /// Type of its elements, as safetensors names it.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        dtype::name(self.kind)
+    }
+
+    /// Elements in each dimension.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+
+    /// Bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.len
+    }
+
+    /// Its address on the device.
+    #[getter]
+    fn ptr(&self) -> u64 {
+        self.address
+    }
+
+    /// A copy of its bytes, for tests and small things: it is slow.
+    fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let mut bytes = vec![0; self.len as usize];
+        let got = py.detach(|| self.block.device.session.get(self.address, &mut bytes));
+        got.map_err(|f| failed(f.into()))?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    /// The other way.
+    fn frombytes(&self, py: Python<'_>, bytes: Vec<u8>) -> PyResult<()> {
+        if bytes.len() as u64 != self.len {
+            return Err(PyValueError::new_err(format!("{} bytes for a tensor of {}", bytes.len(), self.len)));
+        }
+        let put = py.detach(|| self.block.device.session.put(self.address, &bytes));
+        put.map_err(|f| failed(f.into()))
+    }
+
+    #[getter]
+    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        if self.block.device.memory == Memory::Host {
+            return Err(PyAttributeError::new_err("this memory is not on a GPU"));
+        }
+        let kind = dtype::typestr(self.kind)
+            .ok_or_else(|| PyAttributeError::new_err(format!("the array interface has no {}", self.dtype())))?;
+        let d = PyDict::new(py);
+        d.set_item("version", 3)?;
+        d.set_item("shape", self.shape(py)?)?;
+        d.set_item("typestr", kind)?;
+        d.set_item("data", (self.address, false))?;
+        d.set_item("strides", py.None())?;
+        // Nothing is under way on it.
+        d.set_item("stream", py.None())?;
+        Ok(d)
+    }
+
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        self.dlpack_device()
+    }
+
+    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        // Whatever stream it will be used on: its bytes are there.
+        drop(stream);
+        if copy == Some(true) || dl_device.is_some_and(|d| d != self.dlpack_device()) {
+            return Err(PyBufferError::new_err("a tensor of the bridge is shared where it is, never copied"));
+        }
+        let kind = dtype::dlpack(self.kind)
+            .ok_or_else(|| PyBufferError::new_err(format!("DLPack has no {}", self.dtype())))?;
+        let versioned = max_version.is_some_and(|v| v.0 >= 1);
+        let owner = self.block.clone();
+        dlpack::write(py, owner, self.address, self.dlpack_device(), kind, &self.shape, versioned)
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "<strake_gds.Tensor {} {:?} on {}>",
+            self.dtype(),
+            self.shape,
+            self.block.device.session.device().name()
+        )
+    }
+}
+
+/// Memory of a tensor of anybody, for the time of a call.
+pub struct Given {
+    pub address: u64,
+    pub len: u64,
+    pub kind: Option<Dtype>,
+    pub shape: Vec<usize>,
+    device: Arc<Device>,
+    /// What the stand-in was lent for it.
+    lent: Option<usize>,
+    /// Keeps the memory.
+    _owner: Py<PyAny>,
+}
+
+impl Given {
+    /// `TypeError` for something that is no tensor, or one in other memory than the bridge's; `BufferError` for one that is not contiguous, or
+    /// is read-only and `written`.
+    pub fn of(device: &Arc<Device>, x: &Bound<'_, PyAny>, written: bool) -> PyResult<Given> {
+        let (seen, kind, owner) = match x.getattr_opt("__cuda_array_interface__")? {
+            Some(i) => {
+                let (seen, kind) = of_interface(i.cast::<PyDict>()?)?;
+                (seen, kind, x.clone())
+            }
+            None => of_dlpack(x)?,
+        };
+        let ours = match device.memory {
+            Memory::Host => matches!(seen.device, dlpack::CPU | dlpack::CUDA_HOST),
+            Memory::Cuda(_) => seen.device == dlpack::CUDA,
+        };
+        if !ours {
+            let name = device.session.device().name();
+            return Err(PyTypeError::new_err(format!("the tensor is in other memory than the bridge's ({name})")));
+        }
+        if written && seen.read_only {
+            return Err(PyBufferError::new_err("the tensor is read-only"));
+        }
+        let bits = kind.map_or(usize::from(seen.bits), |k| k.bitsize());
+        let len = seen.shape.iter().try_fold(bits, |n, d| n.checked_mul(*d)).filter(|n| n % 8 == 0);
+        let len = len.ok_or_else(|| PyBufferError::new_err("the tensor has no whole number of bytes"))? as u64 / 8;
+        let mut given = Given {
+            address: seen.address,
+            len,
+            kind,
+            shape: seen.shape,
+            device: device.clone(),
+            lent: None,
+            _owner: owner.unbind(),
+        };
+        if let (Some(stand_in), true) = (device.session.host(), len > 0) {
+            let start: *mut u8 = ptr::with_exposed_provenance_mut(given.address as usize);
+            // SAFETY: its owner says that the memory is there, and is held as long as this is; what is asked of who calls is in `Block::new`.
+            unsafe { stand_in.lend(start, len as usize) };
+            given.lent = Some(len as usize);
+        }
+        Ok(given)
+    }
+}
+
+impl Drop for Given {
+    fn drop(&mut self) {
+        if let (Some(len), Some(stand_in)) = (self.lent, self.device.session.host()) {
+            stand_in.take_back(ptr::with_exposed_provenance_mut(self.address as usize), len);
+        }
+    }
+}
+
+fn of_interface(i: &Bound<'_, PyDict>) -> PyResult<(dlpack::Seen, Option<Dtype>)> {
+    let item = |key: &str| {
+        let missing = || PyTypeError::new_err(format!("__cuda_array_interface__ has no '{key}'"));
+        i.get_item(key)?.ok_or_else(missing)
+    };
+    let (address, read_only): (u64, bool) = item("data")?.extract()?;
+    let shape: Vec<usize> = item("shape")?.extract()?;
+    let text: String = item("typestr")?.extract()?;
+    let bytes = text.get(2..).and_then(|n| n.parse::<u8>().ok()).filter(|n| (1..=16).contains(n));
+    let bytes = bytes.ok_or_else(|| PyTypeError::new_err(format!("typestr '{text}' is not known")))?;
+    if let Some(strides) = i.get_item("strides")?.filter(|s| !s.is_none()) {
+        let strides: Vec<i64> = strides.extract()?;
+        let elements: Vec<i64> = strides.iter().map(|s| s / i64::from(bytes)).collect();
+        let whole = strides.iter().all(|s| s % i64::from(bytes) == 0);
+        if strides.len() != shape.len() || !whole || !dlpack::is_dense(&shape, &elements) {
+            return Err(PyBufferError::new_err("the tensor is not contiguous: call .contiguous() on it first"));
+        }
+    }
+    let seen = dlpack::Seen { address, device: dlpack::CUDA, code: 0, bits: bytes * 8, shape, read_only };
+    Ok((seen, dtype::by_typestr(&text)))
+}
+
+fn of_dlpack<'py>(x: &Bound<'py, PyAny>) -> PyResult<(dlpack::Seen, Option<Dtype>, Bound<'py, PyAny>)> {
+    let Some(export) = x.getattr_opt("__dlpack__")? else {
+        let m = "a tensor is needed: something with __dlpack__ or __cuda_array_interface__";
+        return Err(PyTypeError::new_err(format!("{m}, not {}", x.get_type().name()?)));
+    };
+    let newer = PyDict::new(x.py());
+    newer.set_item("max_version", (1, 0))?;
+    let capsule = match export.call((), Some(&newer)) {
+        // It is of before 2024 and knows no versions.
+        Err(e) if e.is_instance_of::<PyTypeError>(x.py()) => export.call0()?,
+        other => other?,
+    };
+    let seen = dlpack::read(&capsule)?;
+    let kind = dtype::by_dlpack(seen.code, seen.bits);
+    Ok((seen, kind, capsule))
+}

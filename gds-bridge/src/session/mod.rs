@@ -1,0 +1,326 @@
+//! A client, a device and a bridge between them for programs that are not asynchronous: what the C library and the Python module are made of.
+
+mod path;
+mod replace;
+mod tensors;
+
+use std::{fmt, path::PathBuf, process, str::FromStr, sync::Arc, time::Duration};
+
+pub use replace::Content;
+use rustix::process::{getegid, geteuid, getgroups};
+use strake_client::{Client, Creds, File};
+use strake_fabric::{Endpoint, Env, Identity, Pool, Roads, Use, endpoint::MDS_PORT, keyfile, rdma};
+use strake_proto::{Code, Error, Result};
+pub use tensors::TensorFile;
+use tokio::runtime::Runtime;
+
+use crate::{
+    Bridge, Cuda, Direction, Failed, GpuMem, HostMem, Options, Policy, Report, Transfer,
+    mem::Fault,
+    status::{TierStatus, of_bridge},
+};
+
+/// Where a client's key is unless told otherwise.
+pub const KEY: &str = "/etc/strake/client.key";
+
+/// Where the memory is that bytes go to and come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    /// On an NVIDIA GPU, by its number as the driver counts.
+    Cuda(u32),
+    /// In this process, in place of a device; what is measured says nothing about a GPU.
+    Host,
+}
+
+impl FromStr for Memory {
+    type Err = Error;
+    /// `cuda`, `cuda:N` or `host`.
+    fn from_str(s: &str) -> Result<Memory> {
+        let bad = || Error::new(Code::Inval, format!("`{s}` is no memory: cuda:N and host are"));
+        match s.split_once(':') {
+            None if s == "host" => Ok(Memory::Host),
+            None if s == "cuda" => Ok(Memory::Cuda(0)),
+            Some(("cuda", n)) => n.parse().map(Memory::Cuda).map_err(|_| bad()),
+            _ => Err(bad()),
+        }
+    }
+}
+
+/// How a session is made. Start from [`Setup::new`].
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// Metadata servers, `HOST[:PORT]`.
+    pub mds: Vec<String>,
+    /// File with the client key.
+    pub key: PathBuf,
+    /// The device.
+    pub memory: Memory,
+    /// Roads to the storage servers.
+    pub roads: Use,
+    /// For whom files are opened; `None`: the user and groups of the process.
+    pub creds: Option<Creds>,
+    /// Threads that serve the network, 1 to 64.
+    pub threads: usize,
+    /// The bridge's.
+    pub options: Options,
+}
+
+impl Setup {
+    /// The defaults, for a cluster whose metadata servers are named in a list with commas.
+    pub fn new(mds: &str, memory: Memory) -> Setup {
+        Setup {
+            mds: mds.split(',').map(|s| s.trim().to_string()).filter(|s| !s.is_empty()).collect(),
+            key: KEY.into(),
+            memory,
+            roads: Use::Best,
+            creds: None,
+            threads: 4,
+            options: Options::default(),
+        }
+    }
+
+    fn endpoints(&self) -> Result<Vec<Endpoint>> {
+        if self.mds.is_empty() {
+            return Err(Error::new(Code::Inval, "no metadata server is named"));
+        }
+        let one = |s: &String| s.parse().or_else(|e| format!("{s}:{MDS_PORT}").parse().map_err(|_: Error| e));
+        self.mds.iter().map(one).collect()
+    }
+}
+
+/// Files of a cluster and memory of a device. Every call blocks until it is done; several threads may call at a time. Not to be used
+/// by tasks of a tokio runtime.
+///
+/// Its threads do not follow a fork(2): in the child every call is `EINVAL`, and dropping it does nothing.
+pub struct Session {
+    /// Taken when it is dropped.
+    inner: Option<Inner>,
+    pid: u32,
+}
+
+struct Inner {
+    /// First: its drop waits for copies.
+    bridge: Bridge,
+    device: Arc<dyn GpuMem>,
+    host: Option<HostMem>,
+    client: Client,
+    creds: Creds,
+    runtime: Runtime,
+}
+
+impl Session {
+    /// Connects to the cluster and opens the device.
+    ///
+    /// `EINVAL` for a setup that cannot be, `ENODEV` (with the reason) when there is no such device, what the client says of the cluster.
+    pub fn open(setup: &Setup) -> Result<Session> {
+        let endpoints = setup.endpoints()?;
+        if !(1..=64).contains(&setup.threads) {
+            return Err(Error::new(Code::Inval, "threads must be 1 to 64"));
+        }
+        let key = keyfile::read(&setup.key)?;
+        let none = |why: crate::Unavailable| Error::new(Code::NoDev, why.to_string());
+        let host = (setup.memory == Memory::Host).then(HostMem::new);
+        let device: Arc<dyn GpuMem> = match (&host, setup.memory) {
+            (None, Memory::Cuda(n)) => Arc::new(Cuda::open(n).map_err(none)?),
+            (host, _) => Arc::new(host.clone().unwrap_or_default()),
+        };
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(setup.threads).enable_all().build()?;
+        let (client, bridge) = runtime.block_on(async {
+            let client = connect(endpoints, key, setup.roads).await?;
+            let bridge = Bridge::open(device.clone(), Arc::new(client.clone()), setup.options.clone()).await?;
+            Ok::<_, Error>((client, bridge))
+        })?;
+        let creds = setup.creds.clone().unwrap_or_else(mine);
+        let inner = Inner { bridge, device, host, client, creds, runtime };
+        Ok(Session { inner: Some(inner), pid: process::id() })
+    }
+
+    fn inner(&self) -> Result<&Inner> {
+        let forked = || Error::new(Code::Inval, "the session was opened before a fork: open one in this process");
+        self.inner.as_ref().filter(|_| self.pid == process::id()).ok_or_else(forked)
+    }
+
+    fn run<T>(&self, f: impl AsyncFnOnce(&Inner) -> Result<T>) -> Result<T> {
+        let inner = self.inner()?;
+        inner.runtime.block_on(f(inner))
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<dyn GpuMem> {
+        &self.inner.as_ref().expect("taken by drop only").device
+    }
+
+    /// The stand-in, if that is the device.
+    pub fn host(&self) -> Option<&HostMem> {
+        self.inner.as_ref().and_then(|i| i.host.as_ref())
+    }
+
+    /// Where the tiers stand.
+    pub fn tiers(&self) -> Result<Vec<TierStatus>> {
+        Ok(of_bridge(&self.inner()?.bridge))
+    }
+
+    /// What there is less of than was wanted, for people.
+    pub fn notice(&self) -> Option<&str> {
+        self.inner.as_ref().and_then(|i| i.bridge.notice())
+    }
+
+    /// Opens a file. `flags` as of open(2): access mode, O_CREAT (with `mode`), O_EXCL, O_TRUNC, O_DIRECT.
+    pub fn open_file(&self, path: &str, flags: u32, mode: u32) -> Result<File> {
+        self.run(async |s| s.open_file(path, flags, mode).await)
+    }
+
+    /// Bytes of a file, as the metadata servers know by now.
+    pub fn size(&self, file: &File) -> Result<u64> {
+        self.run(async |s| Ok(s.client.getattr(&s.creds, file.ino()).await?.size))
+    }
+
+    /// Returns when everything written to the file is safe.
+    pub fn fsync(&self, file: &File) -> Result<()> {
+        self.run(async |_| file.fsync().await)
+    }
+
+    /// Closes a file; an error is of bytes that were written and lost.
+    pub fn close(&self, file: File) -> Result<()> {
+        self.run(async |_| file.close().await)
+    }
+
+    /// The first bytes of a file, fewer only where it ends.
+    pub fn read(&self, file: &File, offset: u64, len: usize) -> Result<Vec<u8>> {
+        self.run(async |_| {
+            let mut bytes = vec![0; len];
+            let got = file.read_into(offset, &mut bytes).await?;
+            bytes.truncate(got);
+            Ok(bytes)
+        })
+    }
+
+    /// Gives a file another name, atomically.
+    pub fn rename(&self, from: &str, to: &str) -> Result<()> {
+        self.run(async |s| s.rename(from, to).await)
+    }
+
+    /// Removes a file's name.
+    pub fn unlink(&self, path: &str) -> Result<()> {
+        self.run(async |s| {
+            let place = path::resolve(&s.client, &s.creds, path).await?;
+            s.client.unlink(&s.creds, place.parent, &place.name).await
+        })
+    }
+
+    /// [`Bridge::load`].
+    pub fn load(&self, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
+        self.call(Direction::Load, all, policy)
+    }
+
+    /// [`Bridge::save`].
+    pub fn save(&self, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
+        self.call(Direction::Save, all, policy)
+    }
+
+    fn call(&self, direction: Direction, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
+        let asked = all.iter().fold(0u64, |sum, t| sum.saturating_add(t.len));
+        let nothing = || Report::nothing(direction, policy, asked, all.len());
+        let refused = |error| Failed { error, report: Box::new(nothing()) };
+        let inner = self.inner().map_err(refused)?;
+        inner.runtime.block_on(async {
+            match direction {
+                Direction::Load => inner.bridge.load(all, policy).await,
+                Direction::Save => inner.bridge.save(all, policy).await,
+            }
+        })
+    }
+
+    /// Moves host memory to the device's, for tests and small things: it is slow.
+    pub fn put(&self, to: u64, bytes: &[u8]) -> Result<(), Fault> {
+        self.device().check(to, bytes.len() as u64)?;
+        let mut stream = self.device().stream()?;
+        // SAFETY: `bytes` are borrowed until the stream was drained below.
+        let begun = unsafe { stream.load(to, bytes.as_ptr(), bytes.len()) };
+        let outcome = begun.and_then(|()| stream.mark()).and_then(|mark| stream.wait(mark));
+        stream.drain();
+        outcome
+    }
+
+    /// The other way.
+    pub fn get(&self, from: u64, bytes: &mut [u8]) -> Result<(), Fault> {
+        self.device().check(from, bytes.len() as u64)?;
+        let mut stream = self.device().stream()?;
+        // SAFETY: as in `put`, and borrowed by nobody else.
+        let begun = unsafe { stream.save(bytes.as_mut_ptr(), from, bytes.len()) };
+        let outcome = begun.and_then(|()| stream.mark()).and_then(|mark| stream.wait(mark));
+        stream.drain();
+        outcome
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        let Some(inner) = self.inner.take() else { return };
+        if self.pid != process::id() {
+            // Waiting for threads that the parent has would never end.
+            std::mem::forget(inner);
+            return;
+        }
+        let Inner { bridge, client, runtime, .. } = inner;
+        drop(bridge);
+        if let Err(e) = runtime.block_on(client.close()) {
+            tracing::error!("closing the session: {e}");
+        }
+        runtime.shutdown_timeout(Duration::from_secs(5));
+    }
+}
+
+impl fmt::Debug for Session {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Session").field("bridge", &self.inner.as_ref().map(|i| &i.bridge)).finish()
+    }
+}
+
+impl Inner {
+    async fn open_file(&self, path: &str, flags: u32, mode: u32) -> Result<File> {
+        let (creat, excl) = (flags & libc::O_CREAT as u32 != 0, flags & libc::O_EXCL as u32 != 0);
+        let flags = flags & !(libc::O_CREAT | libc::O_EXCL) as u32;
+        let place = path::resolve(&self.client, &self.creds, path).await?;
+        let named = |e: Error| e.context(format!("path '{path}'"));
+        let opened = match place.found {
+            Some(_) if creat && excl => Err(Error::new(Code::Exist, "there is a file of that name")),
+            Some(attr) if attr.mode & libc::S_IFMT == libc::S_IFDIR => Err(Error::new(Code::IsDir, "is a folder")),
+            Some(attr) if attr.mode & libc::S_IFMT != libc::S_IFREG => {
+                Err(Error::new(Code::Inval, "is not a regular file"))
+            }
+            Some(attr) => self.client.open(&self.creds, attr.ino, flags).await,
+            None if creat => self.client.create(&self.creds, place.parent, &place.name, mode, flags, excl, None).await,
+            None => Err(Error::new(Code::NoEnt, "there is no such file")),
+        };
+        Ok(opened.map_err(named)?.0)
+    }
+
+    async fn rename(&self, from: &str, to: &str) -> Result<()> {
+        let from = path::resolve(&self.client, &self.creds, from).await?;
+        let to = path::resolve(&self.client, &self.creds, to).await?;
+        self.client.rename(&self.creds, (from.parent, &from.name), (to.parent, &to.name), 0).await
+    }
+}
+
+async fn connect(mds: Vec<Endpoint>, key: [u8; 32], roads: Use) -> Result<Client> {
+    let env = Env::system();
+    let hostname = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let config = strake_client::Config { hostname, ..strake_client::Config::new(mds) };
+    let mut pool = Pool::default();
+    if roads == Use::Rdma {
+        let (limit, why) = rdma::pool_limit(pool.stats().limit)?;
+        if let Some(why) = why {
+            tracing::warn!("{why}");
+            pool = Pool::new(limit);
+        }
+    }
+    let fabric = Roads::new(env.clone(), Identity::client(key), None, pool, Default::default()).only(roads);
+    Client::connect(config, env, Arc::new(fabric)).await
+}
+
+/// The user that the process acts for.
+fn mine() -> Creds {
+    let groups = getgroups().unwrap_or_default().into_iter().map(|g| g.as_raw()).collect();
+    Creds { uid: geteuid().as_raw(), gid: getegid().as_raw(), groups }
+}

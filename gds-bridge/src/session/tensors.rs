@@ -1,0 +1,91 @@
+//! Safetensors files of a session: into the device's memory and from it.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use strake_client::File;
+use strake_proto::{Code, Error, Result};
+
+use super::{Content, Session};
+use crate::{
+    Failed, Policy, Report, Transfer,
+    report::Direction,
+    tensors::{Header, New, PREFIX, build, header_len},
+};
+
+/// A safetensors file that is open for reading.
+pub struct TensorFile {
+    /// The file.
+    pub file: Arc<File>,
+    /// What it says of itself, verified against its size.
+    pub header: Header,
+    path: String,
+}
+
+impl TensorFile {
+    /// All of its tensors to one piece of memory, laid out as [`Header::layout`] says: as few ranges as possible.
+    pub fn to_block(&self, block: u64) -> Vec<Transfer> {
+        let (places, _) = self.header.layout();
+        let mut all: Vec<Transfer> = Vec::new();
+        for (t, place) in self.header.tensors.iter().zip(places).filter(|(t, _)| t.len > 0) {
+            let gpu = block + place;
+            match all.last_mut().filter(|l| l.offset + l.len == t.offset && l.gpu + l.len == gpu) {
+                Some(last) => last.len += t.len,
+                None => all.push(Transfer { file: self.file.clone(), offset: t.offset, gpu, len: t.len }),
+            }
+        }
+        all
+    }
+
+    /// Tensors to memory that there is already: `to` tells address and bytes for a name, or that it is not wanted. `EINVAL` for one that
+    /// has another size.
+    pub fn to_places(&self, to: impl Fn(&str) -> Option<(u64, u64)>) -> Result<Vec<Transfer>> {
+        let mut all = Vec::new();
+        for t in &self.header.tensors {
+            let Some((gpu, len)) = to(&t.name) else { continue };
+            if len != t.len {
+                let m = format!("{}: tensor '{}' has {} bytes, the memory for it {len}", self.path, t.name, t.len);
+                return Err(Error::new(Code::Inval, m));
+            }
+            all.push(Transfer { file: self.file.clone(), offset: t.offset, gpu, len });
+        }
+        Ok(all)
+    }
+}
+
+impl Session {
+    /// Opens a safetensors file and reads its header. `EINVAL` for one whose header lies.
+    pub fn open_tensors(&self, path: &str) -> Result<TensorFile> {
+        let file = self.open_file(path, libc::O_RDONLY as u32, 0)?;
+        let header = self.header(&file).map_err(|e| e.context(format!("path '{path}'")));
+        match header {
+            Ok(header) => Ok(TensorFile { file: Arc::new(file), header, path: path.into() }),
+            Err(e) => {
+                let _ = self.close(file);
+                Err(e)
+            }
+        }
+    }
+
+    fn header(&self, file: &File) -> Result<Header> {
+        let size = self.size(file)?;
+        let n = header_len(&self.read(file, 0, PREFIX)?, size)?;
+        Header::parse(&self.read(file, PREFIX as u64, n)?, size)
+    }
+
+    /// Writes tensors as a safetensors file that takes `path` when it is whole and safe: see [`Session::replace`].
+    pub fn save_tensors(
+        &self,
+        path: &str,
+        mode: u32,
+        tensors: &[New],
+        notes: &BTreeMap<String, String>,
+        policy: Policy,
+    ) -> Result<Report, Failed> {
+        let refused = |error| {
+            let report = Box::new(Report::nothing(Direction::Save, policy, 0, tensors.len()));
+            Failed { error, report }
+        };
+        let (head, ranges) = build(tensors, notes).map_err(refused)?;
+        self.replace(path, mode, Content { head: &head, device: &ranges }, policy)
+    }
+}

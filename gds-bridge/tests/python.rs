@@ -1,0 +1,41 @@
+//! The Python module's tests, with the cluster that they need. `gds-bridge/python/test` builds the module and runs this.
+
+#[path = "../../client/tests/common/mod.rs"]
+mod common;
+mod served;
+
+use std::{path::Path, process::Command};
+
+use served::Served;
+
+#[test]
+fn python_loads_and_saves() {
+    let Some(python) = std::env::var_os("STRAKE_GDS_PYTHON") else {
+        println!("skipped: STRAKE_GDS_PYTHON names no interpreter that has the module: run gds-bridge/python/test");
+        return;
+    };
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let served = Served::new(3);
+    let cc = Command::new("cc")
+        .args(["-shared", "-fPIC", "-O1", "-pthread", "-o"])
+        .arg(served.dir.path().join("libcuda.so.1"))
+        .arg(here.join("tests/standin/libcuda.c"))
+        .status();
+    let standin = cc.is_ok_and(|s| s.success());
+    for memory in ["host", "cuda:0"] {
+        if memory != "host" && !standin {
+            println!("skipped: no C compiler for the stand-in of the driver");
+            continue;
+        }
+        let run = Command::new(&python)
+            .arg(here.join("python/tests/test_bridge.py"))
+            .env("MEMORY", memory)
+            .env("STRAKE_MDS", &served.mds)
+            .env("STRAKE_KEY", &served.key)
+            .env("LD_LIBRARY_PATH", served.dir.path())
+            .output()
+            .unwrap();
+        println!("== {memory}\n{}{}", String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr));
+        assert!(run.status.success(), "{memory}");
+    }
+}
