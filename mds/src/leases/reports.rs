@@ -111,6 +111,12 @@ impl Reports {
         asked.filter(|r| r.ino == ino).for_each(|r| r.since = now);
     }
 
+    /// From now on reports about this file can be made.
+    pub fn restart(&mut self, now: Duration, ino: Ino) {
+        let asked = self.writers.values_mut().flat_map(|w| w.asked.values_mut());
+        asked.filter(|r| r.ino == ino).for_each(|r| r.since = now);
+    }
+
     /// All were heard of just now: for a server that did not run for a while and could not listen.
     pub fn all_heard(&mut self, now: Duration) {
         self.writers.values_mut().flat_map(|w| w.asked.values_mut()).for_each(|r| r.since = now);
@@ -207,5 +213,7 @@ mod tests {
         r.excuse(ms(14_000), 1, 7);
         assert_eq!(r.overdue(ms(18_999), ms(5000)), [(1, 8)], "it has its time again, for this file");
         assert!(!r.is_in(1, n) && !r.is_in(1, other) && r.overdue(ms(19_000), ms(5000)).len() == 2);
+        r.restart(ms(18_000), 8);
+        assert_eq!(r.overdue(ms(19_000), ms(5000)), [(1, 7)]);
     }
 }

@@ -8,6 +8,7 @@ use super::{
     Mds,
     attempts::Begun,
     leader,
+    reads::shown,
     recalls::Asker,
     room::Need,
     service::{misread, ok},
@@ -83,6 +84,7 @@ impl Mds {
             self.wait_for_held_back(term, by, &ops, &reply.results).await?;
             self.recalls.settled(term, &depends).await?;
         }
+        self.recalls.ends_known(term, &shown(&reply)).await?;
         reply.granted = self.recalls.held(term, by, &effects::told(&ops, &reply.results))?;
         Ok(reply)
     }

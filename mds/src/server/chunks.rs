@@ -178,25 +178,34 @@ pub(super) async fn work_off<K, T, W, J, D>(
     // Jobs that run or failed: when to try again, and the pause after that.
     let mut busy: BTreeMap<K, (Option<Instant>, Duration)> = BTreeMap::new();
     loop {
-        if running.len() < parallel && busy.len() < MAX_LATER {
+        let free = parallel - running.len();
+        if free > 0 {
             let now = Instant::now();
             let listed = list(busy.len() + parallel);
             let due: BTreeSet<K> = listed.iter().map(|l| l.0).collect();
             busy.retain(|k, (at, _)| at.is_none() || due.contains(k));
+            // Those that failed must neither keep new ones away, nor be kept away by them: whoever is due for longest is first.
+            let mut fresh = busy.values().filter(|(at, pause)| at.is_some() && *pause == RETRY_MIN).count();
+            let mut ready = Vec::new();
             for (key, what) in listed {
-                if running.len() >= parallel {
-                    break;
+                if !busy.contains_key(&key) {
+                    if fresh >= parallel || busy.len() >= MAX_LATER {
+                        continue;
+                    }
+                    fresh += 1;
                 }
-                let state = busy.entry(key).or_insert((Some(now), RETRY_MIN));
-                if state.0.is_some_and(|at| at <= now) {
-                    state.0 = None;
-                    let run = job(what);
-                    running.push(async move { (key, run.await) });
-                }
+                let (at, _) = busy.entry(key).or_insert((Some(now), RETRY_MIN));
+                ready.extend(at.filter(|at| *at <= now).map(|at| (at, key, what)));
+            }
+            ready.sort_unstable_by_key(|(at, key, _)| (*at, *key));
+            for (_, key, what) in ready.into_iter().take(free) {
+                busy.entry(key).and_modify(|(at, _)| *at = None);
+                let run = job(what);
+                running.push(async move { (key, run.await) });
             }
         }
-        let next_try = busy.values().filter_map(|(at, _)| *at).min();
         let wait = Instant::now() + poll;
+        let next_try = busy.values().filter_map(|(at, _)| *at).min().filter(|_| running.len() < parallel);
         let until = next_try.map_or(wait, |t| t.min(wait)).max(Instant::now() + Duration::from_millis(1));
         tokio::select! {
             biased;
@@ -355,6 +364,41 @@ mod tests {
         }
         let again = links.get(&node(1)).await.unwrap();
         assert!(Arc::ptr_eq(&kept, &again), "one that works stays");
+    }
+
+    /// More than are remembered to have failed, and few at a time.
+    #[tokio::test(start_paused = true)]
+    async fn jobs_that_fail_are_tried_again_however_many_and_keep_nobody_away() {
+        const ALL: u32 = 5000;
+        let (heal, left, slow) =
+            (AtomicBool::new(false), Mutex::new((0..ALL).collect::<BTreeSet<_>>()), AtomicUsize::new(0));
+        let list = |n: usize| left.lock().iter().take(n).map(|k| (*k, *k)).collect::<Vec<_>>();
+        let job = |k: u32| {
+            let (heal, slow) = (&heal, &slow);
+            async move {
+                if heal.load(Ordering::Relaxed) || k == 40 {
+                    return Ok(());
+                }
+                if k < 32 {
+                    slow.fetch_add(1, Ordering::Relaxed);
+                    tokio::time::sleep(Duration::from_secs(2)).await;
+                }
+                Err(Error::new(Code::Io, "not now"))
+            }
+        };
+        let done = |keys: Vec<u32>| {
+            keys.iter().for_each(|k| drop(left.lock().remove(k)));
+            std::future::ready(Ok(()))
+        };
+        let work = work_off(16, (CUT_POLL, RETRY_MAX), std::future::pending::<()>, list, job, done);
+        let mut work = std::pin::pin!(work);
+        assert!(timeout(Duration::from_secs(30), &mut work).await.is_err());
+        assert!(!left.lock().contains(&40), "the 32 slow ones before it do not keep it away");
+        assert!(slow.load(Ordering::Relaxed) > 32, "they are tried again");
+        assert!(timeout(Duration::from_secs(120), &mut work).await.is_err());
+        heal.store(true, Ordering::Relaxed);
+        assert!(timeout(Duration::from_secs(60), &mut work).await.is_err());
+        assert_eq!(left.lock().len(), 0);
     }
 
     #[tokio::test(start_paused = true)]

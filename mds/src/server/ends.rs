@@ -17,7 +17,7 @@ use strake_proto::{
 
 use super::{
     Mds,
-    chunks::{CHAINS_AT_ONCE, work_off},
+    chunks::{CHAINS_AT_ONCE, fenced, work_off},
 };
 use crate::leases::rows::Leader;
 use pb::log_command::Command;
@@ -44,6 +44,7 @@ async fn find_end(mds: &Mds, ino: Ino) -> Result<()> {
         // What is about to go must not be taken for what was written.
         return Err(Error::new(Code::Overloaded, "the file waits to be cut"));
     }
+    fenced(mds, r.fence)?;
     let attr = r.attr.unwrap_or_default();
     let end = match &r.layout {
         Some(layout) if attr.size < MAX_FILE_SIZE => stored_end(mds, ino, layout, attr.size, r.fence).await?,
@@ -91,7 +92,7 @@ async fn end_on(mds: &Mds, map: &MapView, stripes: &StripeMap, id: ChainId, size
     if !mds.with_lead(|l| Ok(l.manager.chain_knows(fence, chain, map)))? {
         return Err(not_yet(format!("not all of chain {id} know of eviction {fence} yet")));
     }
-    let mut last = not_yet(format!("chain {id} has no source"));
+    let (mut unsure, mut failed) = (None, None);
     let mut replicas: Vec<_> = chain.serving().collect();
     replicas.reverse();
     for target in replicas {
@@ -102,15 +103,24 @@ async fn end_on(mds: &Mds, map: &MapView, stripes: &StripeMap, id: ChainId, size
             end_at(&*conn, DataRequest::new(id, chain.epoch, target, chunk), stripes, size).await
         };
         match looked.await {
-            Ok(end) => return Ok(end),
-            Err(e) => last = e.context(format_args!("chain {id} at '{}'", node.name)),
+            Ok(End { at, sure: true }) => return Ok(at),
+            // Another one may know better. If none does, it is the most that any of them may have.
+            Ok(end) => unsure = unsure.max(Some(end.at)),
+            Err(e) => failed = Some(e.context(format_args!("chain {id} at '{}'", node.name))),
         }
     }
-    Err(last)
+    let nobody = || not_yet(format!("chain {id} has no source"));
+    failed.map_or_else(|| unsure.ok_or_else(nobody), Err)
+}
+
+/// Where a replica has the last byte, and whether it could read it.
+struct End {
+    at: u64,
+    sure: bool,
 }
 
 /// Likewise by one replica, to which `request` is addressed.
-async fn end_at(conn: &dyn Connection, request: DataRequest, stripes: &StripeMap, size: u64) -> Result<u64> {
+async fn end_at(conn: &dyn Connection, request: DataRequest, stripes: &StripeMap, size: u64) -> Result<End> {
     let (first, _) = stripes.locate(size);
     let mut from = (first.chunk.index, first.offset - first.offset % BLOCK_LEN);
     let of_chunk = |index| DataRequest { chunk: ChunkId { index, ..request.chunk }, ..request.clone() };
@@ -127,17 +137,19 @@ async fn end_at(conn: &dyn Connection, request: DataRequest, stripes: &StripeMap
             None => break,
         }
     }
-    let Some(e) = last else { return Ok(0) };
+    let Some(e) = last else { return Ok(End { at: 0, sure: true }) };
     // Extents are whole blocks: a read tells how much of the last one there is.
     let offset = e.offset + e.len - BLOCK_LEN;
-    let len = match call(conn, opcode::READ, &DataRequest { offset, len: BLOCK_LEN, ..of_chunk(e.index) }).await {
-        Ok((head, _)) => head.len.min(BLOCK_LEN),
+    let (len, sure) = match call(conn, opcode::READ, &DataRequest { offset, len: BLOCK_LEN, ..of_chunk(e.index) }).await
+    {
+        // Data without bytes: a damaged record of which blocks there are counts as all of them.
+        Ok((head, _)) => (head.len.min(BLOCK_LEN), head.len > 0),
         // A bad block: what was in it nobody can tell, but something was.
-        Err(e) if e.code == Code::Corrupt => BLOCK_LEN,
+        Err(e) if e.code == Code::Corrupt => (BLOCK_LEN, false),
         Err(e) => return Err(e),
     };
     let (start, most) = stripes.place_of(e.index).unwrap_or_default();
-    Ok((start + most.min(u64::from(offset + len))).min(MAX_FILE_SIZE))
+    Ok(End { at: (start + most.min(u64::from(offset + len))).min(MAX_FILE_SIZE), sure })
 }
 
 async fn call(conn: &dyn Connection, op: u16, request: &DataRequest) -> Result<(DataReply, Vec<u8>)> {

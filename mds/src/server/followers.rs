@@ -173,8 +173,8 @@ impl Mds {
 /// how far a file goes is not known.
 fn leave_out(read: ReadAt) -> Option<pb::MetaReply> {
     let ReadAt { mut reply, written, endless, .. } = read;
-    let written = |a: &pb::Attr| written.contains(&a.ino);
-    if !endless.is_empty() || reply.results.iter().filter_map(|r| r.attr.as_ref()).any(written) {
+    let written = |a: &pb::Attr| written.contains(&a.ino) || endless.contains(&a.ino);
+    if reply.results.iter().filter_map(|r| r.attr.as_ref()).any(written) {
         return None;
     }
     for e in reply.results.iter_mut().flat_map(|r| &mut r.entries) {

@@ -26,7 +26,7 @@ struct Look {
 }
 
 /// The inodes whose attributes are shown, other than in listings.
-fn shown(reply: &pb::MetaReply) -> BTreeSet<Ino> {
+pub(super) fn shown(reply: &pb::MetaReply) -> BTreeSet<Ino> {
     reply.results.iter().filter_map(|r| r.attr.as_ref()).map(|a| a.ino).collect()
 }
 
@@ -48,15 +48,16 @@ impl Mds {
         let mut reported = BTreeSet::new();
         for _ in 0..ASKS {
             let mut look = self.look(term, by, request)?;
-            let new: BTreeSet<Ino> = shown(&look.reply).difference(&reported).copied().collect();
+            let shown = shown(&look.reply);
+            let new: BTreeSet<Ino> = shown.difference(&reported).copied().collect();
             let asked = self.recalls.ask(term, by.session, &new)?;
-            if asked.is_empty() && look.endless.is_empty() {
+            if asked.is_empty() && look.endless.is_disjoint(&shown) {
                 // A listing may show many: they are asked for one by one.
                 self.recalls.leave_out(term, by.session, &mut look.reply.results)?;
                 return Ok(look);
             }
             self.recalls.reported(term, &asked).await?;
-            self.recalls.ends_known(term, &look.endless).await?;
+            self.recalls.ends_known(term, &shown).await?;
             reported.extend(new);
         }
         Err(Error::new(Code::Overloaded, "what is asked for changes too fast; try again"))

@@ -37,6 +37,8 @@ const POLL: Duration = Duration::from_secs(3);
 const TICK: Duration = Duration::from_millis(250);
 /// A look that comes this late means that the process was stopped: nobody could be heard.
 const STALL: Duration = Duration::from_secs(1);
+/// How long who asks is kept waiting for how far a file goes; below the time after which clients give a try up.
+const ENDS_WAIT: Duration = Duration::from_secs(4);
 
 /// What an answer depends on: inodes, or all of them if it is not known, as of a ticket.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -126,11 +128,9 @@ impl Table {
         granted
     }
 
-    /// Whether nothing can arrive any more that evicted sessions wrote to these files, and it is known how far those go; `None`:
-    /// to any.
+    /// Whether nothing can arrive any more that evicted sessions wrote to these files; `None`: to any.
     fn is_fenced(&self, inos: Option<&BTreeSet<Ino>>) -> bool {
-        let waits = |ino| self.fences.contains_key(ino) || self.ends.contains_key(ino);
-        self.fences.is_empty() && self.ends.is_empty() || inos.is_some_and(|inos| !inos.iter().any(waits))
+        self.fences.is_empty() || inos.is_some_and(|inos| !inos.iter().any(|ino| self.fences.contains_key(ino)))
     }
 
     /// When something ends by itself next.
@@ -362,8 +362,8 @@ impl Recalls {
         })
     }
 
-    /// Waits until nobody remembers what was before that on which an answer depends, nothing that an evicted session wrote there
-    /// can arrive any more, and it is known how far that goes.
+    /// Waits until nobody remembers what was before that on which an answer depends, and nothing that an evicted session wrote there
+    /// can arrive any more.
     pub async fn settled(&self, term: u64, on: &Depends) -> Result<()> {
         let mut waits = false;
         self.until(term, |t, now| {
@@ -389,7 +389,7 @@ impl Recalls {
     pub fn awaited(&self, term: u64, most: usize) -> Result<Vec<Ino>> {
         let awaited = |t: &mut Table, now| {
             let mut inos = t.leases.awaited(most).filter(|_| !t.leases.in_grace(now))?;
-            inos.extend(t.fences.keys().chain(t.ends.keys()));
+            inos.extend(t.fences.keys().chain(t.ends.keys().filter(|ino| !t.fences.contains_key(ino))));
             (inos.len() <= most).then_some(inos)
         };
         self.with(term, awaited)?
@@ -422,10 +422,11 @@ impl Recalls {
 
     /// That was found out of these, up to this eviction.
     pub fn ends_found(&self, term: u64, found: &[(Ino, u64)]) -> Result<()> {
-        self.with(term, |t, _| {
+        self.with(term, |t, now| {
             for (ino, upto) in found {
                 if t.ends.get(ino).is_some_and(|eviction| eviction <= upto) {
                     t.ends.remove(ino);
+                    t.reports.restart(now, *ino);
                 }
             }
         })?;
@@ -433,9 +434,22 @@ impl Recalls {
         Ok(())
     }
 
-    /// Waits until it is known how far these files go.
+    /// Waits until it is known how far these files go, which takes as long as a chain of theirs has nobody who answers: `Overloaded`,
+    /// before who asks would take this server for dead. He asks again.
     pub async fn ends_known(&self, term: u64, inos: &BTreeSet<Ino>) -> Result<()> {
-        self.until(term, |t, _| !inos.iter().any(|ino| t.ends.contains_key(ino))).await
+        let mut waits = false;
+        let known = self.until(term, |t, _| {
+            let known = t.ends.is_empty() || !inos.iter().any(|ino| t.ends.contains_key(ino));
+            if !known && !std::mem::replace(&mut waits, true) {
+                Leader::Unfenced.taken();
+            }
+            known
+        });
+        tokio::time::timeout(ENDS_WAIT, known).await.unwrap_or_else(|_| {
+            let m = "an evicted client wrote this file, and storage servers that know how far it goes now do not answer; \
+                     see 'strake status'";
+            Err(Error::new(Code::Overloaded, m))
+        })
     }
 
     async fn until(&self, term: u64, mut over: impl FnMut(&Table, Duration) -> bool) -> Result<()> {
@@ -503,10 +517,10 @@ impl Recalls {
         }
     }
 
-    /// Leaves out of a listing what somebody else may still have to report.
+    /// Leaves out of a listing what somebody else may still have to report, and what is not known yet.
     pub fn leave_out(&self, term: u64, session: SessionId, results: &mut [pb::OpResult]) -> Result<()> {
         self.with(term, |t, _| {
-            let written = |ino| t.writers.others(session, ino).next().is_some();
+            let written = |ino| t.ends.contains_key(&ino) || t.writers.others(session, ino).next().is_some();
             for e in results.iter_mut().flat_map(|r| &mut r.entries).filter(|e| e.attr.is_some()) {
                 if written(e.ino) {
                     Reporting::LeftOut.taken();

@@ -5,7 +5,7 @@ use std::pin::pin;
 use tokio::time::timeout;
 
 use super::{
-    leases::{Holder, chmod, extend, getattr, open, size, with_files},
+    leases::{Holder, chmod, extend, getattr, list, open, size, with_files},
     world::{Client, FakeOss},
     *,
 };
@@ -133,6 +133,45 @@ async fn the_other_writer_is_not_evicted_meanwhile() {
     b.one(extend(f, 40)).await;
     let (r, _) = tokio::join!(stat, timeout(AWHILE, b.poll(vec![number])));
     assert_eq!(size(&r), 40);
+}
+
+/// Whoever does not ask for how far that file goes does not wait; nor does he who does for so long that he would give this server up.
+#[tokio::test(start_paused = true)]
+async fn all_else_goes_on_while_no_storage_server_answers() {
+    let (w, oss) = with_files().await;
+    let (mut a, mut b, mut c) = (w.client(1).await, Holder::new(&w, 2).await, Holder::new(&w, 3).await);
+    let f = shared(&mut a, &mut b).await;
+    oss.refuse.store(true, Ordering::Relaxed);
+    evict(&w, 1).await;
+    // The storage server refuses the session from its next heartbeats on.
+    sleep(Duration::from_secs(2)).await;
+    b.renew().await;
+    c.renew().await;
+    let at_once = async {
+        let r = c.one(list()).await;
+        let e = &r.results[0].entries[0];
+        assert_eq!((e.ino, e.attr), (f, None), "listed, without what is not known");
+        let again = c.request(mkdir("d"));
+        c.send(&again).await;
+        c.send(&again).await;
+    };
+    timeout(AWHILE, at_once).await.expect("waits for the file's end");
+    let more = b.request(extend(f, 40));
+    let leader = w.leader().await;
+    let asked = w.ask_at(leader, Role::Client, opcode::META, more.encode_to_vec().into());
+    let alive = async {
+        for _ in 0..4 {
+            sleep(Duration::from_millis(900)).await;
+            b.renew().await;
+            c.renew().await;
+        }
+    };
+    let (told, ()) = tokio::join!(asked, alive);
+    assert_eq!(told.unwrap_err().code, Code::Overloaded);
+    stores(&oss, &[(0, 70)]);
+    oss.refuse.store(false, Ordering::Relaxed);
+    assert_eq!(size(&b.send(&more).await), 40);
+    assert!(!oss.looks.lock().is_empty());
 }
 
 /// Where nobody else writes the file it is cut, as ever; and one that is gone keeps nobody waiting.
