@@ -387,7 +387,7 @@ mod tests {
             }
         };
         let done = |keys: Vec<u32>| {
-            keys.iter().for_each(|k| drop(left.lock().remove(k)));
+            left.lock().retain(|k| !keys.contains(k));
             std::future::ready(Ok(()))
         };
         let work = work_off(16, (CUT_POLL, RETRY_MAX), std::future::pending::<()>, list, job, done);
