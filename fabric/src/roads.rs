@@ -23,6 +23,20 @@ pub enum Use {
     Rdma,
 }
 
+impl Use {
+    /// The pool for a program that takes these roads: a smaller one, and said so, where RDMA is all there is and the limit for locked memory
+    /// allows no more. `NoMem`: it allows none.
+    pub fn pool(self, wanted: Pool) -> Result<Pool> {
+        if self != Use::Rdma {
+            return Ok(wanted);
+        }
+        let (limit, why) = rdma::pool_limit(wanted.stats().limit)?;
+        let Some(why) = why else { return Ok(wanted) };
+        tracing::warn!("{why}");
+        Ok(Pool::new(limit))
+    }
+}
+
 /// TCP for `tcp:` endpoints and RDMA for `rdma:` ones, with one pool. Neither ever stands in for the other: where a machine has no RDMA,
 /// using an `rdma:` endpoint is an error that says what is missing.
 #[derive(Clone)]

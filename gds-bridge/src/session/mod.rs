@@ -9,7 +9,7 @@ use std::{fmt, path::PathBuf, process, str::FromStr, sync::Arc, time::Duration};
 pub use replace::Content;
 use rustix::process::{getegid, geteuid, getgroups};
 use strake_client::{Client, Creds, File};
-use strake_fabric::{Endpoint, Env, Identity, Pool, Roads, Use, endpoint::MDS_PORT, keyfile, rdma};
+use strake_fabric::{Endpoint, Env, Identity, Pool, Roads, Use, endpoint::MDS_PORT, keyfile};
 use strake_proto::{Code, Error, Result};
 pub use tensors::TensorFile;
 use tokio::runtime::Runtime;
@@ -307,14 +307,7 @@ async fn connect(mds: Vec<Endpoint>, key: [u8; 32], roads: Use) -> Result<Client
     let env = Env::system();
     let hostname = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let config = strake_client::Config { hostname, ..strake_client::Config::new(mds) };
-    let mut pool = Pool::default();
-    if roads == Use::Rdma {
-        let (limit, why) = rdma::pool_limit(pool.stats().limit)?;
-        if let Some(why) = why {
-            tracing::warn!("{why}");
-            pool = Pool::new(limit);
-        }
-    }
+    let pool = roads.pool(Pool::default())?;
     let fabric = Roads::new(env.clone(), Identity::client(key), None, pool, Default::default()).only(roads);
     Client::connect(config, env, Arc::new(fabric)).await
 }

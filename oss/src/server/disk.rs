@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use strake_fabric::{Endpoint, Env, Identity, Pool, Roads, rdma};
+use strake_fabric::{Endpoint, Env, Identity, Pool, Roads, Use};
 use strake_proto::{CapKey, Code, Error, Result, TargetId, ids::TARGET_UNASSIGNED};
 use tokio::sync::Mutex;
 
@@ -86,11 +86,7 @@ fn pool_for(listen: &[Endpoint]) -> Result<Pool> {
     if !listen.iter().any(|e| matches!(e, Endpoint::Rdma(..))) {
         return Ok(pool);
     }
-    let (limit, why) = rdma::pool_limit(pool.stats().limit)?;
-    if let Some(why) = why {
-        tracing::warn!("{why}");
-    }
-    Ok(Pool::new(limit))
+    Use::Rdma.pool(pool)
 }
 
 fn is_new(path: &Path) -> bool {

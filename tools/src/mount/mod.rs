@@ -412,13 +412,7 @@ async fn connect_with(config: strake_client::Config, client_key: [u8; 32], roads
     if config.cache_bytes > strake_client::Config::new(Vec::new()).cache_bytes && pool.stats().limit < wanted {
         pool = Pool::new(wanted);
     }
-    if roads == Use::Rdma {
-        let (limit, why) = rdma::pool_limit(pool.stats().limit)?;
-        if let Some(why) = why {
-            tracing::warn!("{why}");
-            pool = Pool::new(limit);
-        }
-    }
+    let pool = roads.pool(pool)?;
     let fabric = Roads::new(env.clone(), Identity::client(client_key), None, pool, Default::default()).only(roads);
     let client = Client::connect(config, env, Arc::new(fabric.clone())).await?;
     let map = client.map();
