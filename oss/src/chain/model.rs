@@ -2,6 +2,7 @@
 //! late, replicas restart and lose what they had not flushed, leases run out, and memberships change by the rules of
 //! `docs/replication.md`. It drives the real [`ChainCore`] and checks what that document promises.
 
+mod clients;
 mod store;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,12 +15,14 @@ use strake_proto::{
 };
 
 use super::{ChainCore, Input, Op, OpId, Outcome, Output, View, What};
-use store::{Chunk, KEPT, Store};
+use clients::Client;
+use store::{Chunk, Store};
 
 pub const CHUNKS: u64 = 2;
 const N: usize = 3;
 const CLIENTS: usize = 2;
 const CHAIN: u32 = 1;
+
 #[derive(Clone, Debug)]
 enum From {
     Client {
@@ -79,29 +82,6 @@ enum Msg {
     Put { to: usize, epoch: u64, chunk: ChunkId, body: Chunk, expected: Version, at: usize, life: u64, hold: OpId },
     PutAnswer { to: usize, life: u64, hold: OpId, result: Result<()> },
     Reply { client: usize, value: u64, losses: u64, result: Result<(Version, Vec<Stamp>, bool)> },
-}
-
-#[derive(Clone, Debug)]
-struct Acked {
-    chunk: ChunkId,
-    value: u64,
-    seq: u64,
-    version: Version,
-    stamps: Vec<Stamp>,
-    stable: bool,
-    losses: u64,
-}
-
-#[derive(Default)]
-struct Client {
-    map: u64,
-    seq: u64,
-    /// The one unanswered request: chunk, value, seq, replay.
-    open: Option<(ChunkId, u64, u64, Option<Version>)>,
-    acked: Vec<Acked>,
-    /// How many requests it has given up, and what it wrote in all: values, and whether they were given up.
-    round: u64,
-    values: BTreeMap<u64, bool>,
 }
 
 pub struct Cluster {
@@ -661,141 +641,6 @@ impl Cluster {
             Msg::Reply { client, value, losses, result } => self.client_reply(client, value, losses, result),
             Msg::Answer { .. } | Msg::PutAnswer { .. } => {} // for a former life
         }
-    }
-
-    // --- clients
-
-    fn client_map(&mut self) {
-        let c = self.rand(CLIENTS as u64) as usize;
-        self.clients[c].map = self.version;
-    }
-
-    fn client_write(&mut self) {
-        let c = self.rand(CLIENTS as u64) as usize;
-        if self.clients[c].open.is_none() {
-            if !self.faults {
-                return;
-            }
-            let (k, value) = (self.rand(CHUNKS), self.next_value);
-            self.next_value += 1;
-            self.clients[c].seq += 1;
-            self.clients[c].open = Some((chunk(k), value, self.clients[c].seq, None));
-            self.clients[c].values.insert(value, false);
-        } else if self.clients[c].open.is_some_and(|o| o.3.is_none()) && self.faults && self.rand(20) == 0 {
-            return self.give_up(c);
-        }
-        self.send(c);
-    }
-
-    /// Copies of what it sent are on their way yet.
-    fn give_up(&mut self, c: usize) {
-        let client = &mut self.clients[c];
-        let Some((_, value, ..)) = client.open.take() else { return };
-        client.values.insert(value, true);
-        client.round += 1;
-        self.given_up += 1;
-    }
-
-    /// Nothing that was given up lies on top of what its client wrote afterwards.
-    fn check_given_up(&self, list: &[u64]) {
-        for client in &self.clients {
-            let mut newest = 0;
-            for value in list.iter().filter(|v| client.values.contains_key(v)) {
-                assert!(*value > newest || !client.values[value], "{value} was given up before {newest}: {list:?}");
-                newest = newest.max(*value);
-            }
-        }
-    }
-
-    fn send(&mut self, c: usize) {
-        use strake_proto::map::ChainExt;
-        let Some((chunk, value, seq, replay)) = self.clients[c].open else { return };
-        let chain = &self.chains[&self.clients[c].map];
-        let (Some(head), epoch) = (chain.head(), chain.epoch) else { return };
-        let (session, round) = (c as u64 + 1, if self.roundless { 0 } else { self.clients[c].round });
-        let what = What::Client { session, seq, replay, round };
-        let op = Op { id: 0, chunk, epoch, eager: self.rand(2) == 0, what };
-        let ctx = Ctx { chunk, value, session, seq, from: From::Client { value } };
-        if self.r[head as usize].leased {
-            self.msgs.push(Msg::Update { to: head as usize, op, ctx });
-        }
-    }
-
-    fn client_reply(&mut self, c: usize, value: u64, losses: u64, result: Result<(Version, Vec<Stamp>, bool)>) {
-        let Some((chunk, open, seq, replay)) = self.clients[c].open else { return };
-        if open != value {
-            return;
-        }
-        match result {
-            Ok((version, stamps, stable)) => {
-                self.writes += 1;
-                self.clients[c].open = None;
-                let acked = Acked { chunk, value, seq, version, stamps, stable, losses };
-                self.clients[c].acked.retain(|a| a.value != value);
-                self.clients[c].acked.push(acked);
-            }
-            Err(e) if e.code == Code::Overtaken => {
-                let forgotten = || self.r.iter().any(|r| r.store.changes_since(chunk, value) >= KEPT);
-                let may = replay.is_some() && (self.losses > 0 || forgotten());
-                assert!(may, "overtaken without a loss of all replicas");
-                self.clients[c].open = None;
-                self.clients[c].acked.retain(|a| a.value != value);
-            }
-            Err(e) if e.code == Code::NoSpc && replay.is_none() => self.clients[c].open = None,
-            Err(_) => {}
-        }
-    }
-
-    fn client_flush(&mut self) {
-        use strake_proto::map::ChainExt;
-        let c = self.rand(CLIENTS as u64) as usize;
-        if self.clients[c].open.is_some() {
-            return;
-        }
-        let chain = &self.chains[&self.clients[c].map];
-        let (Some(head), epoch) = (chain.head(), chain.epoch) else { return };
-        let head = head as usize;
-        if self.r[head].core.view().epoch != epoch || !self.r[head].core.view().head {
-            return;
-        }
-        let Ok(stamps) = self.flush_from(head) else { return };
-        let mut again = None;
-        for a in self.clients[c].acked.iter_mut().filter(|a| !a.stable) {
-            if stamps.first().is_some_and(|head| a.stamps.contains(head)) {
-                a.stable = true;
-            } else {
-                again = again.or(Some((a.chunk, a.value, a.seq, Some(a.version))));
-            }
-        }
-        self.clients[c].open = again;
-    }
-
-    fn client_read(&mut self, i: usize) {
-        let epoch = self.chains[&self.clients[0].map].epoch;
-        let c = chunk(self.rand(CHUNKS));
-        let r = &self.r[i];
-        let all: Vec<ChunkId> = (0..CHUNKS).map(chunk).collect();
-        if let [first, .., last] = &all[..] {
-            let each = all.iter().all(|c| r.core.read(c, epoch).is_ok());
-            assert_eq!(r.core.read_all(first..=last, epoch).is_ok(), each, "what may be read of all at {i}");
-        }
-        if !r.leased || r.core.read(&c, epoch).is_err() {
-            return;
-        }
-        self.reads += 1;
-        let got = r.store.chunks.get(&c).map(|x| x.list.clone()).unwrap_or_default();
-        for a in self.clients.iter().flat_map(|c| &c.acked).filter(|a| a.chunk == c) {
-            let must = a.stable || a.losses == self.losses;
-            assert!(!must || got.contains(&a.value), "read at {i} lacks acknowledged {}: {got:?} {a:?}", a.value);
-        }
-        self.check_given_up(&got);
-        let losses = self.losses;
-        let (at, seen) = self.seen.entry(c).or_default();
-        // An update that fails for want of space may have been seen on a replica that was lost since.
-        if *at == losses && !self.full {
-            assert!(got.starts_with(seen), "a read at {i} went back: {got:?} after {seen:?}");
-        }
-        (*at, *seen) = (losses, got);
     }
 }
 
