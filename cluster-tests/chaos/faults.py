@@ -133,7 +133,15 @@ class Faults:
     def pause(self):
         """A container is frozen whole."""
         node = self.pick("mds", "oss", "client")
-        self.c.engine.docker("pause", self.c.container(node))
+        for _ in range(5):
+            r = self.c.engine.docker("pause", self.c.container(node), check=False)
+            if r.returncode == 0:
+                break
+            # A program waits for a mount whose daemon is frozen already, and cannot be frozen itself while it does.
+            self.c.engine.docker("unpause", self.c.container(node), check=False)
+            time.sleep(0.5)
+        else:
+            raise NotRun(f"docker pause {node.name}: {r.stderr.strip()}")
         yield node.name, self.seconds()
         self.c.engine.docker("unpause", self.c.container(node))
 
