@@ -144,7 +144,7 @@ mod tests {
                     assert!(parts.len() <= from.len());
                     for p in parts {
                         let of = &mut got[p.key as usize];
-                        assert_eq!(p.addr, (u64::from(p.key) + 1 << 32) + *of, "the next bytes of its region");
+                        assert_eq!(p.addr, ((u64::from(p.key) + 1) << 32) + *of, "the next bytes of its region");
                         *of += u64::from(p.len);
                     }
                     at += n;
