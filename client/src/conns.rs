@@ -96,12 +96,11 @@ impl Conns {
     }
 }
 
-/// What is missing for a connection, here or there, may come: whoever may wait does so, as for a server that is away. Only who is refused for
-/// what he is hears so.
+/// What is missing for a connection, here or there, may come: whoever may wait does so, as for a server that is away, and it is told as one
+/// that is, also where the server answered that it has too many connections. Only who is refused for what he is hears so.
 fn away(e: Error) -> Error {
     match e.code {
-        Code::Unauthenticated | Code::Protocol => e,
-        _ if e.is_retryable() => e,
+        Code::Unauthenticated | Code::Protocol | Code::TimedOut => e,
         _ => Error { code: Code::Disconnected, ..e },
     }
 }
@@ -177,7 +176,13 @@ mod tests {
             let whole = "connecting to oss4 at rdma:h:1: of this reason";
             assert_eq!(e.message, whole, "{code:?}");
             let refused = matches!(code, Code::Unauthenticated | Code::Protocol);
-            assert_eq!(e.is_retryable(), !refused, "{code:?} reads as {:?}", e.code);
+            // As of a server that does not answer: who waits for it is told of it, and why.
+            assert_eq!(
+                matches!(e.code, Code::Disconnected | Code::TimedOut),
+                !refused,
+                "{code:?} reads as {:?}",
+                e.code
+            );
             // At once after that: the same.
             assert_eq!(conns.get(&fabric, &node).await.err().unwrap().message, whole);
         }

@@ -87,7 +87,7 @@ impl Roads {
 
     fn rdma_with_all_memory(&self) -> Result<&RdmaFabric> {
         let f = self.rdma()?;
-        rdma::whole_pool(self.pool().stats().limit).map(|()| f)
+        f.with_all_memory().map(|()| f)
     }
 }
 

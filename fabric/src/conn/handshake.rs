@@ -373,6 +373,32 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_listener_that_goes_away_in_the_middle_is_away_and_nothing_else() {
+        for told in 0..WELCOME_LEN + VERDICT_LEN {
+            let (mut a, mut relay) = tokio::io::duplex(4096);
+            let (mut onward, mut b) = tokio::io::duplex(4096);
+            let relayed = async move {
+                let mut hello = [0; HELLO_LEN];
+                relay.read_exact(&mut hello).await.unwrap();
+                onward.write_all(&hello).await.unwrap();
+                let mut answer = [0; WELCOME_LEN + VERDICT_LEN];
+                onward.read_exact(&mut answer[..WELCOME_LEN]).await.unwrap();
+                relay.write_all(&answer[..told.min(WELCOME_LEN)]).await.unwrap();
+                if told > WELCOME_LEN {
+                    let mut proof = [0; PROOF_LEN];
+                    relay.read_exact(&mut proof).await.unwrap();
+                    onward.write_all(&proof).await.unwrap();
+                    onward.read_exact(&mut answer[WELCOME_LEN..]).await.unwrap();
+                    relay.write_all(&answer[WELCOME_LEN..told]).await.unwrap();
+                }
+            };
+            let (dialer, listener) = (party(server(1), None, 1), party(server(1), None, 2));
+            let (dialed, _, ()) = tokio::join!(dial(&mut a, &dialer), answer(&mut b, &listener), relayed);
+            assert_eq!(dialed.unwrap_err().code, Code::Disconnected, "after {told} bytes");
+        }
+    }
+
+    #[tokio::test]
     async fn a_client_key_does_not_make_a_server() {
         let liar = Identity { role: Role::Server, server_key: Some(server(1).client_key), ..server(1) };
         let (a, b) = meet(party(liar, None, 1), party(server(1), None, 2)).await;

@@ -389,7 +389,8 @@ async fn request<R: Incoming>(
     };
     let room = async {
         let place = place(s, h.body_len as usize + len).await?;
-        Ok((place, if len == 0 { s.pool.get_now(0) } else { s.pool.get(len).await? }))
+        // One that is larger than the whole pool, which may be small where little memory may be locked, has all of its room.
+        Ok((place, if len == 0 { s.pool.get_now(0) } else { s.pool.get_all(&[len]).await?.swap_remove(0) }))
     };
     let refusal = match waiting_for_room(s, room).await {
         Some(Ok((place, buf))) => {

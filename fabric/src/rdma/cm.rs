@@ -10,7 +10,10 @@ use std::{
 use strake_proto::{Code, Error, Result};
 use tokio::io::unix::AsyncFd;
 
-use super::verbs::{self, CmChannel, CmEvent, CmId, ConnParam, Lib, event, os_error};
+use super::{
+    greeting::Greeting,
+    verbs::{self, CmChannel, CmEvent, CmId, ConnParam, Lib, event, os_error},
+};
 
 /// A channel of events.
 pub struct Events {
@@ -122,28 +125,37 @@ impl Events {
 
     /// The next event, which must be of this kind.
     pub async fn expect(&self, kind: c_int, to: &str) -> Result<Event> {
-        let e = self.next().await?;
-        if e.kind == kind {
-            return Ok(e);
-        }
-        Err(refused(&e, to))
+        expected(self.next().await?, kind, to)
     }
 }
 
-/// What an event says that is not the one hoped for.
+/// An event that must be of this kind.
+pub fn expected(e: Event, kind: c_int, to: &str) -> Result<Event> {
+    if e.kind == kind { Ok(e) } else { Err(refused(&e, to)) }
+}
+
+/// What an event says that is not the one hoped for. `Protocol` only for an answer that somebody gave who does not speak this protocol: a
+/// listener that goes away is none, and its kernel rejects for it what it had not answered, without a word.
 fn refused(e: &Event, to: &str) -> Error {
-    if e.kind == event::REJECTED && e.status == verbs::REJ_BY_LISTENER {
-        return match super::greeting::Greeting::decode(&e.private) {
-            Ok(g) if g.status != 0 => {
-                let code = Code::from_wire(u32::from(g.status));
-                Error::new(code, format!("{to} refused the connection ({code:?})"))
+    if e.kind == event::REJECTED && e.status == verbs::REJ_BY_LISTENER && !Greeting::is_none(&e.private) {
+        return match Greeting::decode(&e.private) {
+            Ok(g) => {
+                let code = if g.status == 0 { Code::Disconnected } else { Code::from_wire(u32::from(g.status)) };
+                let why = match code {
+                    Code::Overloaded => "it has too many connections",
+                    Code::NoMem => "it has no memory for one more",
+                    Code::Io => "it cannot use its device",
+                    Code::Protocol => "it does not speak this version below the frames",
+                    _ => "for a reason of its own",
+                };
+                Error::new(code, format!("{to} refused the connection: {why} ({code:?})"))
             }
-            Ok(_) => Error::new(Code::Disconnected, format!("{to} refused the connection")),
             Err(e) => e.context(to.to_string()),
         };
     }
     let why = match e.kind {
         event::REJECTED if e.status == verbs::REJ_NO_LISTENER => "nobody listens there".into(),
+        event::REJECTED if e.status == verbs::REJ_BY_LISTENER => "it went away before it answered".into(),
         event::REJECTED => format!("rejected (reason {})", e.status),
         event::ADDR_ERROR => "no RDMA device leads to that address".into(),
         event::ROUTE_ERROR => "no route".into(),
@@ -324,5 +336,49 @@ fn sockaddr(a: SocketAddr) -> libc::sockaddr_storage {
             }
         }
         s
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn says(kind: c_int, status: c_int, private: &[u8]) -> Error {
+        let e = Event { kind, status, id: null_mut(), private: private.to_vec(), reads: (0, 0) };
+        refused(&e, "rdma:h:1")
+    }
+
+    #[test]
+    fn who_goes_away_before_he_answers_is_away_and_only_an_answer_is_of_another_protocol() {
+        let rejected = |private: &[u8]| says(event::REJECTED, verbs::REJ_BY_LISTENER, private);
+        // What a kernel says for a listener that is killed, ends, or drops a request that it had no memory for.
+        for none in [&[][..], &[0; 24], &[0; 148]] {
+            let e = rejected(none);
+            assert!(e.code == Code::Disconnected && e.message.contains("went away before it answered"), "{e}");
+        }
+        for (kind, status) in [
+            (event::REJECTED, verbs::REJ_NO_LISTENER),
+            (event::REJECTED, 4),
+            (event::UNREACHABLE, -110),
+            (event::CONNECT_ERROR, -22),
+            (event::DISCONNECTED, 0),
+            (event::DEVICE_REMOVAL, 0),
+            (event::ADDR_ERROR, -19),
+            (event::ROUTE_ERROR, -110),
+        ] {
+            assert_eq!(says(kind, status, &[]).code, Code::Disconnected, "event {kind} ({status})");
+        }
+        let greeting = |code: u16| Greeting { message: 0, credits: 0, status: code }.encode();
+        for code in [Code::Overloaded, Code::NoMem, Code::Io, Code::Protocol, Code::Disconnected] {
+            let e = rejected(&[&greeting(code as u16)[..], &[0; 124]].concat());
+            assert!(e.code == code && e.message.starts_with("rdma:h:1 refused the connection: "), "{e}");
+        }
+        let e = rejected(&greeting(Code::Overloaded as u16));
+        assert!(e.message.contains("too many connections"), "{e}");
+        let well = Greeting { message: 4096, credits: 32, status: 0 }.encode();
+        assert_eq!(rejected(&well).code, Code::Disconnected);
+        // Somebody else's answer.
+        assert_eq!(rejected(b"HTTP/1.1 400 Bad Request").code, Code::Protocol);
+        assert_eq!(rejected(&[0xff; 148]).code, Code::Protocol);
     }
 }

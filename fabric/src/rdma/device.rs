@@ -11,8 +11,9 @@ use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result};
 
 use super::{
-    locked::{Budget, Locked, What},
+    locked::{Budget, Had, Locked, What},
     queue::DEPTH,
+    stage::Stage,
     verbs::{self, Context, DeviceAttr, Lib, Mr, Pd, RecvWr, Sge, Srq, SrqInitAttr, os_error},
 };
 use crate::{Buf, BufMut, Pool, REGION, Region, buf::ALIGN};
@@ -40,7 +41,14 @@ pub struct Device {
     /// Registered regions by their id. Theirs to hold: unmapped memory must not stay registered.
     regions: Mutex<BTreeMap<u64, Whole>>,
     inbox: Inbox,
+    /// Of each device that is set up.
+    pub stage: Option<Arc<Stage>>,
     pub pool: Pool,
+    /// How many share what may be registered.
+    devices: usize,
+    /// As if nothing that is fetched could be registered where it goes.
+    #[cfg(test)]
+    pub starved: std::sync::atomic::AtomicBool,
 }
 
 /// A region of the pool, and its registration.
@@ -132,8 +140,14 @@ pub fn look_at(lib: &Lib, ctx: *mut Context) -> Result<DeviceAttr> {
 }
 
 impl Device {
-    /// Sets up a device for use, with a shared receive queue of `messages`.
-    pub fn open(lib: &'static Lib, ctx: *mut Context, pool: Pool, messages: u32) -> Result<Arc<Device>> {
+    /// Sets up a device for use, one of so many, with a shared receive queue of `messages`.
+    pub fn open(
+        lib: &'static Lib,
+        ctx: *mut Context,
+        pool: Pool,
+        messages: u32,
+        devices: usize,
+    ) -> Result<Arc<Device>> {
         let attr = look_at(lib, ctx)?;
         let name = name_of(lib, ctx);
         // All of them may complete on one queue pair, beside all that it sends.
@@ -157,7 +171,11 @@ impl Device {
             loose: attr.vendor_id == verbs::SOFT_ROCE,
             regions: Mutex::default(),
             inbox: Inbox { _memory: memory, start, mr: None },
+            stage: None,
             pool,
+            devices,
+            #[cfg(test)]
+            starved: false.into(),
         };
         let mut init = SrqInitAttr { srq_context: null_mut(), max_wr: messages, max_sge: 1, srq_limit: 0 };
         // SAFETY: a protection domain and attributes that outlive the call.
@@ -165,10 +183,11 @@ impl Device {
         if device.srq.is_null() {
             return Err(os_error(&format!("device {}: a shared receive queue", device.name)));
         }
-        let receives = messages as usize * MESSAGE;
-        let locked =
-            Budget::here().take(What::Stream, receives as u64).ok_or_else(|| Budget::here().refusal(receives))?;
-        device.inbox.mr = Some(device.register(start, receives, locked)?);
+        device.inbox.mr = Some(device.register_for_good(start, messages as usize * MESSAGE)?);
+        let mut stage = Stage::new(&device.pool, Budget::here().piece(devices));
+        let (start, len) = stage.memory();
+        stage.registered(device.register_for_good(start, len)?);
+        device.stage = Some(Arc::new(stage));
         for i in 0..messages {
             device.post_recv(i)?;
         }
@@ -226,6 +245,12 @@ impl Device {
         Ok(Registered { lib: self.lib, mr, _locked: locked })
     }
 
+    /// Of the device's own memory.
+    fn register_for_good(&self, start: *mut u8, len: usize) -> Result<Registered> {
+        let room = Budget::here().take(What::Stream, len as u64).ok_or_else(|| Budget::here().refusal(len))?;
+        self.register(start, len, room)
+    }
+
     /// Registers a region for as long as anybody has it; `None`: there is no room for that.
     fn whole(&self, region: &Arc<Region>) -> Option<Arc<Registered>> {
         let mut all = self.regions.lock();
@@ -234,8 +259,10 @@ impl Device {
         }
         // Regions that nobody else has: their pool is gone.
         all.retain(|_, (_, held)| Arc::strong_count(held) > 1);
-        let what = if region.is_kept() { What::Kept { pool: self.pool.stats().limit } } else { What::Pool };
-        let locked = Budget::here().take(what, REGION as u64)?;
+        let kept = all.values().filter(|(_, r)| r.is_kept()).count();
+        let had = Had { pool: ((all.len() - kept) * REGION) as u64, kept: (kept * REGION) as u64 };
+        let kept = region.is_kept().then(|| self.pool.stats().limit);
+        let locked = Budget::here().region(had, self.devices, kept)?;
         let made = self.register(region.as_ptr(), REGION, locked);
         let made = made.inspect_err(|e| tracing::debug!("a region stays unregistered: {e}")).ok().map(Arc::new)?;
         all.insert(region.id(), (made.clone(), region.clone()));
@@ -271,6 +298,10 @@ impl Device {
     }
 
     pub fn of_mut(&self, b: &mut BufMut) -> Result<Arc<Registered>> {
+        #[cfg(test)]
+        if self.starved.load(std::sync::atomic::Ordering::Relaxed) {
+            return Err(Budget::here().refusal(b.capacity()));
+        }
         let (start, len) = (b.as_mut_ptr(), b.capacity());
         self.registration(b.region(), start, len, What::Once)
     }
@@ -290,6 +321,7 @@ impl Drop for Device {
                 (self.lib.ibv_destroy_srq)(self.srq);
             }
             self.inbox.mr = None;
+            self.stage = None;
             self.regions.get_mut().clear();
             (self.lib.ibv_dealloc_pd)(self.pd);
         }

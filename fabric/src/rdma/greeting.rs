@@ -30,6 +30,11 @@ impl Greeting {
         b
     }
 
+    /// Whether the private data are none: what a kernel sends for a process that went away before it answered.
+    pub fn is_none(b: &[u8]) -> bool {
+        b.iter().all(|b| *b == 0)
+    }
+
     /// Private data arrive padded with zeros to the length that the network has for them.
     pub fn decode(b: &[u8]) -> Result<Greeting> {
         let other = || Error::new(Code::Protocol, "the other end does not speak StrakeFS over RDMA");
@@ -79,5 +84,6 @@ mod tests {
             assert!(Greeting::decode(&g.encode()).is_err());
         }
         assert!(Greeting::decode(&[0xff; 56]).is_err());
+        assert!(Greeting::is_none(&[]) && Greeting::is_none(&[0; 148]) && !Greeting::is_none(&good.encode()));
     }
 }

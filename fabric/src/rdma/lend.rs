@@ -9,13 +9,14 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use super::{
     device::Registered,
     queue::{Held, Op, Queue, State, Wr, new_wr},
+    stage::cut,
     verbs::{self, Mw, SendWr, Sge, op, os_error},
 };
 use crate::{
     Buf, BufMut, REGION,
     conn::{
         Bulk, Loan,
-        bulk::{MAX_PARTS, Regions},
+        bulk::{MAX_PARTS, Regions, no_memory},
     },
 };
 
@@ -135,6 +136,55 @@ impl Queue {
         unsafe { (*w).rkey = key };
         Ok((w, data::Region { addr: wr.mw_addr, key, len: at.1 as u32 }))
     }
+
+    /// READs the peer's regions to one place of this end, with its key; what keeps that place is held until all are done, and given back.
+    async fn read_from(&self, from: &[data::Region], to: (u64, u32), held: Held) -> Result<Held> {
+        let mut room = self.room(from.len()).await?;
+        let rx = {
+            let mut s = self.state.lock();
+            let (mut at, lkey) = to;
+            let (tx, rx) = oneshot::channel();
+            let mut end = Some((held, tx));
+            for (i, r) in from.iter().enumerate() {
+                let mut sge = Sge { addr: at, length: r.len, lkey };
+                let mut wr = new_wr(op::READ);
+                (wr.sg_list, wr.num_sge) = (&raw mut sge, 1);
+                (wr.remote_addr, wr.rkey) = (r.addr, r.key);
+                at += u64::from(r.len);
+                // All is held by the last one: they complete in order, and `post` fails for all or none of the rest.
+                let last = if i + 1 == from.len() { end.take() } else { None };
+                let (held, done) = last.map_or((Held::default(), None), |(h, d)| (h, Some(d)));
+                if let Err(e) = self.post_op(&mut s, &mut wr, &mut room, held, done) {
+                    // What was posted may still write: its place stays until the queue pair is gone.
+                    if let Some((held, _)) = end {
+                        s.strand(held);
+                    }
+                    return Err(e);
+                }
+            }
+            rx
+        };
+        rx.await.map_err(|_| self.gone(&self.state.lock()))
+    }
+
+    /// As [`Bulk::fetch`], through memory that the device has registered for this.
+    async fn fetch_in_pieces(&self, from: &[data::Region], mut to: BufMut) -> Result<BufMut> {
+        let none = || Error::new(Code::Io, "a device that was not set up");
+        let stage = self.device.stage.as_ref().ok_or_else(none)?;
+        let mut at = 0;
+        while at < to.len() {
+            let n = stage.piece().min(to.len() - at);
+            // Given back after each piece, so that a small payload does not wait for all of a large one.
+            let place = stage.place().await?;
+            let goal = (place.addr(), place.lkey());
+            let held = Held { place: Some(place), ..Held::default() };
+            let done = self.read_from(&cut(from, at, n), goal, held).await?;
+            let place = done.place.ok_or_else(none)?;
+            place.copy_to(&mut to[at..at + n]);
+            at += n;
+        }
+        Ok(to)
+    }
 }
 
 #[async_trait]
@@ -213,36 +263,15 @@ impl Bulk for Queue {
         if from.iter().map(|r| r.len as usize).sum::<usize>() != to.len() {
             return Err(Error::new(Code::Protocol, "regions of another length than the payload"));
         }
-        let mr = self.device.of_mut(&mut to)?;
-        let mut room = self.room(from.len()).await?;
-        let rx = {
-            let mut s = self.state.lock();
-            let (mut at, lkey) = (to.as_mut_ptr().addr() as u64, mr.lkey());
-            let (tx, rx) = oneshot::channel();
-            let mut end = Some((Held { mrs: vec![mr], bufs: Vec::new(), to: Some(to) }, tx));
-            for (i, r) in from.iter().enumerate() {
-                let mut sge = Sge { addr: at, length: r.len, lkey };
-                let mut wr = new_wr(op::READ);
-                (wr.sg_list, wr.num_sge) = (&raw mut sge, 1);
-                (wr.remote_addr, wr.rkey) = (r.addr, r.key);
-                at += u64::from(r.len);
-                // The buffer is held by the last one: they complete in order, and `post` fails for all or none of the rest.
-                let last = if i + 1 == from.len() { end.take() } else { None };
-                let (held, done) = last.map_or((Held::default(), None), |(h, d)| (h, Some(d)));
-                if let Err(e) = self.post_op(&mut s, &mut wr, &mut room, held, done) {
-                    // What was posted may still write: the buffer stays until the queue pair is gone.
-                    if let Some((held, _)) = end {
-                        s.strand(held);
-                    }
-                    return Err(e);
-                }
-            }
-            rx
+        let mr = match self.device.of_mut(&mut to) {
+            Ok(mr) => mr,
+            // Neither this process's share-out nor the kernel has room for it. In pieces it comes as well.
+            Err(e) if no_memory(&e) => return self.fetch_in_pieces(from, to).await,
+            Err(e) => return Err(e),
         };
-        match rx.await {
-            Ok(Held { to: Some(to), .. }) => Ok(to),
-            _ => Err(self.gone(&self.state.lock())),
-        }
+        let (at, lkey) = (to.as_mut_ptr().addr() as u64, mr.lkey());
+        let held = Held { mrs: vec![mr], to: Some(to), ..Held::default() };
+        self.read_from(from, (at, lkey), held).await?.to.ok_or_else(|| self.gone(&self.state.lock()))
     }
 
     async fn put(&self, payload: Vec<Buf>, to: data::Region) -> Result<()> {
@@ -260,7 +289,7 @@ impl Bulk for Queue {
             (wr.sg_list, wr.num_sge) = (&raw mut sge, 1);
             (wr.remote_addr, wr.rkey) = (at, to.key);
             at += p.buf.len() as u64;
-            let held = Held { mrs: vec![p.mr], bufs: vec![p.buf], to: None };
+            let held = Held { mrs: vec![p.mr], bufs: vec![p.buf], ..Held::default() };
             self.post_op(&mut s, &mut wr, &mut room, held, None)?;
         }
         Ok(())

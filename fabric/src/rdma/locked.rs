@@ -1,41 +1,58 @@
 //! Memory that the kernel keeps in place for devices. What all devices together have registered counts against one limit of the
-//! process (`RLIMIT_MEMLOCK`), so it is shared out here: what stays registered never takes what comes and goes its room.
+//! process (`RLIMIT_MEMLOCK`), and so do the buffers that it has registered with io_uring. So it is shared out here: what stays registered
+//! never takes what comes and goes its room.
 
-use std::sync::OnceLock;
+use std::sync::{
+    OnceLock,
+    atomic::{AtomicBool, Ordering::Relaxed},
+};
 
 use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result};
 
-use crate::REGION;
+use super::stage::PLACES;
+use crate::{REGION, buf::ALIGN};
 
 const UNLIMITED: u64 = u64::MAX;
+/// The largest piece that goes through a device's stage, bytes.
+const LARGEST_PIECE: u64 = 256 << 10;
 
 /// What memory is registered for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
-    /// A region of a pool. Stays.
-    Pool,
-    /// A region of kept memory, where that leaves a pool of so many bytes its room. Stays.
-    Kept { pool: u64 },
+    /// A region of a pool or of kept memory, by a device. Stays. See [`Budget::region`].
+    Region,
+    /// A region of a pool, by an io_uring. Stays.
+    Ring,
     /// A payload by itself, for one request.
     Once,
-    /// Buffers of the stream, without which nothing works. Never refused.
+    /// Buffers of the stream, and those that payloads go through: without them nothing works. Never refused.
     Stream,
 }
 
 #[derive(Debug, Default)]
 struct Used {
-    pool: u64,
-    kept: u64,
+    region: u64,
+    ring: u64,
     once: u64,
     stream: u64,
 }
 
-/// The limit and what is taken of it. Half of it is for regions, a quarter for what is registered by itself; the rest is for receive
+/// Bytes of regions that one device has registered.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Had {
+    pub pool: u64,
+    pub kept: u64,
+}
+
+/// The limit and what is taken of it. Half of it is for regions, in equal parts for each device, because a region that two have
+/// registered counts twice; a quarter for what is registered by itself, of which an io_uring may have half; the rest is for receive
 /// buffers, which their number bounds, and for queues.
 pub struct Budget {
     pub limit: u64,
     used: Mutex<Used>,
+    /// RDMA is used by this process, or will be. Before, an io_uring takes what the kernel gives.
+    rdma: AtomicBool,
 }
 
 /// Room that is taken; given back when dropped.
@@ -47,7 +64,8 @@ pub struct Locked {
 
 impl Budget {
     const fn new(limit: u64) -> Budget {
-        Budget { limit, used: Mutex::new(Used { pool: 0, kept: 0, once: 0, stream: 0 }) }
+        let used = Mutex::new(Used { region: 0, ring: 0, once: 0, stream: 0 });
+        Budget { limit, used, rdma: AtomicBool::new(false) }
     }
 
     /// This process's, with the limit that it had when this was first asked for.
@@ -56,14 +74,43 @@ impl Budget {
         HERE.get_or_init(|| Budget::new(limit()))
     }
 
+    /// From now on room is kept for RDMA.
+    pub fn keep_for_rdma(&self) {
+        self.rdma.store(true, Relaxed);
+    }
+
+    /// Room for a region, for one of so many devices, which `had` some already. `kept`: it is of kept memory, which leaves a pool of so many
+    /// bytes its room. `None`: there is none now.
+    pub fn region(&'static self, had: Had, devices: usize, kept: Option<u64>) -> Option<Locked> {
+        let bytes = REGION as u64;
+        let pool = kept.map_or(had.pool, |pool| had.pool.max(pool));
+        if had.kept.saturating_add(pool).saturating_add(bytes) > self.share_or_one(devices) {
+            return None;
+        }
+        self.take(What::Region, bytes)
+    }
+
+    /// Each device's part of what is for regions.
+    fn share(&self, devices: usize) -> u64 {
+        self.limit / 2 / devices.max(1) as u64
+    }
+
+    /// Likewise, but one region where there is room for one at all: the first device has it, and others do without.
+    fn share_or_one(&self, devices: usize) -> u64 {
+        self.share(devices).max((self.limit / 2).min(REGION as u64))
+    }
+
     /// `None`: there is no room now.
     pub fn take(&'static self, what: What, bytes: u64) -> Option<Locked> {
         let mut u = self.used.lock();
-        let regions = self.limit / 2;
+        let (eighth, quarter) = (self.limit / 8, self.limit / 4);
+        // A ring may have got more before RDMA was used. And the kernel counts queues, which drivers make.
+        let in_all = u.region + u.ring + u.once + u.stream + bytes <= self.limit - self.limit / 16;
         let fits = match what {
-            What::Pool => u.pool + u.kept + bytes <= regions,
-            What::Kept { pool } => u.kept.saturating_add(u.pool.max(pool)).saturating_add(bytes) <= regions,
-            What::Once => u.once + bytes <= self.limit / 4,
+            What::Region => in_all && u.region + bytes <= self.limit / 2,
+            What::Once => in_all && u.once + u.ring.min(eighth) + bytes <= quarter,
+            What::Ring if !self.rdma.load(Relaxed) => true,
+            What::Ring => in_all && u.ring + bytes <= eighth && u.once + u.ring + bytes <= quarter,
             What::Stream => true,
         };
         if !fits {
@@ -78,16 +125,23 @@ impl Budget {
         self.limit / 8 / size as u64 / devices.max(1) as u64
     }
 
-    /// How large a pool may be to be registered, bytes, and a sentence if that is less than wanted.
-    pub fn pool(&self, wanted: u64) -> (u64, Option<String>) {
+    /// Bytes of each place of a device's stage, where there are so many devices: a power of two. All places of all of them are a 32nd of the limit.
+    pub fn piece(&self, devices: usize) -> usize {
+        let most = self.limit / 32 / (PLACES * devices.max(1)) as u64;
+        1 << most.clamp(ALIGN as u64, LARGEST_PIECE).ilog2()
+    }
+
+    /// How large a pool may be to be registered by each of so many devices, bytes, and a sentence if that is less than wanted.
+    pub fn pool(&self, wanted: u64, devices: usize) -> (u64, Option<String>) {
         let limit = self.limit;
-        let may = limit / 2 / REGION as u64 * REGION as u64;
+        let may = self.share_or_one(devices) / REGION as u64 * REGION as u64;
         if may >= wanted {
             return (wanted, None);
         }
         let m = format!(
-            "RDMA: of the {wanted} bytes wanted for buffers only {may} are used, because the limit for locked memory is {limit} bytes; \
-             raise it (ulimit -l, LimitMEMLOCK=)"
+            "RDMA: of the {wanted} bytes wanted for buffers only {may} are used, because the limit for locked memory is {limit} bytes{}; \
+             raise it (ulimit -l, LimitMEMLOCK=)",
+            shared_by(devices)
         );
         (may, Some(m))
     }
@@ -107,8 +161,8 @@ impl Budget {
 impl Used {
     fn of(&mut self, what: What) -> &mut u64 {
         match what {
-            What::Pool => &mut self.pool,
-            What::Kept { .. } => &mut self.kept,
+            What::Region => &mut self.region,
+            What::Ring => &mut self.ring,
             What::Once => &mut self.once,
             What::Stream => &mut self.stream,
         }
@@ -119,6 +173,10 @@ impl Drop for Locked {
     fn drop(&mut self) {
         *self.budget.used.lock().of(self.what) -= self.bytes;
     }
+}
+
+fn shared_by(devices: usize) -> String {
+    if devices > 1 { format!(", which {devices} RDMA devices share") } else { String::new() }
 }
 
 /// The most memory that this process may have registered, bytes; `u64::MAX`: no limit.
@@ -143,27 +201,36 @@ fn is_exempt(status: &str, namespace: Option<&str>) -> bool {
     capable && namespace.is_none_or(|n| n == OF_THE_MACHINE)
 }
 
-/// The size of a pool for [`super::RdmaFabric::new`] under this process's limit for locked memory, and what to tell people if it is
-/// smaller. `NoMem`: the limit allows none.
+/// The size of a pool for [`super::RdmaFabric::new`] under this process's limit for locked memory and with this machine's devices, and what to
+/// tell people if it is smaller. `NoMem`: the limit allows none. Who asks is going to use RDMA.
 pub fn pool_limit(wanted: u64) -> Result<(u64, Option<String>)> {
-    match Budget::here().pool(wanted) {
+    Budget::here().keep_for_rdma();
+    match Budget::here().pool(wanted, super::probe().map_or(1, |devices| devices.len())) {
         (0, why) => Err(Error::new(Code::NoMem, why.unwrap_or_else(|| "RDMA: no memory wanted".into()))),
         other => Ok(other),
     }
 }
 
-/// `NoMem`, in a sentence, where a pool of this size may not be registered as a whole.
-pub fn whole_pool(size: u64) -> Result<()> {
+/// `NoMem`, in a sentence, where a pool of this size may not be registered as a whole by each of so many devices.
+pub fn whole_pool(size: u64, devices: usize) -> Result<()> {
     let b = Budget::here();
-    if b.pool(size).0 >= size {
+    if b.share(devices) >= size {
         return Ok(());
     }
     let m = format!(
-        "RDMA is not used: buffers of {size} bytes may not be registered, because the limit for locked memory is {} bytes; raise it to \
-         twice as much (ulimit -l, LimitMEMLOCK=), or ask for RDMA (fabric=rdma), which makes do with fewer",
-        b.limit
+        "RDMA is not used: buffers of {size} bytes may not be registered, because the limit for locked memory is {} bytes{}; raise it to \
+         {} bytes (ulimit -l, LimitMEMLOCK=), or ask for RDMA (fabric=rdma), which makes do with fewer",
+        b.limit,
+        shared_by(devices),
+        size.saturating_mul(2 * devices.max(1) as u64)
     );
     Err(Error::new(Code::NoMem, m))
+}
+
+/// Room for a region that is registered with an io_uring: the kernel counts it together with what RDMA has registered, and once for each
+/// ring. `None`: what is left is RDMA's.
+pub fn for_ring() -> Option<Locked> {
+    Budget::here().take(What::Ring, REGION as u64)
 }
 
 #[cfg(test)]
@@ -178,38 +245,107 @@ mod tests {
 
     #[test]
     fn a_small_limit_makes_a_smaller_pool_and_says_so() {
-        assert_eq!(budget(UNLIMITED).pool(256 * MIB), (256 * MIB, None));
-        assert_eq!(budget(1024 * MIB).pool(64 * MIB), (64 * MIB, None));
-        let (may, why) = budget(8 * MIB).pool(256 * MIB);
+        assert_eq!(budget(UNLIMITED).pool(256 * MIB, 8), (256 * MIB, None));
+        assert_eq!(budget(1024 * MIB).pool(64 * MIB, 1), (64 * MIB, None));
+        let (may, why) = budget(8 * MIB).pool(256 * MIB, 1);
         assert_eq!(may, 4 * MIB);
         let why = why.unwrap();
-        assert!(why.contains("8388608") && why.contains("ulimit -l"), "{why}");
-        assert_eq!(budget(7 * MIB).pool(256 * MIB).0, 0);
+        assert!(why.contains("8388608 bytes; raise") && why.contains("ulimit -l"), "{why}");
+        assert_eq!(budget(7 * MIB).pool(256 * MIB, 1).0, 0);
+        // Each device registers all of it.
+        let (may, why) = budget(64 * MIB).pool(256 * MIB, 2);
+        assert!(may == 16 * MIB && why.as_ref().is_some_and(|m| m.contains("which 2 RDMA devices share")), "{why:?}");
+        // But for one region, that one of them has.
+        assert_eq!((budget(8 * MIB).pool(256 * MIB, 2).0, budget(7 * MIB).pool(256 * MIB, 2).0), (4 * MIB, 0));
+        let b = budget(8 * MIB);
+        let first = b.region(Had::default(), 2, None);
+        assert!(first.is_some() && b.region(Had::default(), 2, None).is_none());
+    }
+
+    /// Regions until there is no room, and the room.
+    fn regions(b: &'static Budget, had: &mut Had, devices: usize, kept: Option<u64>) -> Vec<Locked> {
+        let each = std::iter::from_fn(|| {
+            let room = b.region(*had, devices, kept)?;
+            *(if kept.is_some() { &mut had.kept } else { &mut had.pool }) += REGION as u64;
+            Some(room)
+        });
+        each.take(1000).collect()
     }
 
     #[test]
     fn kept_memory_leaves_a_pool_and_single_payloads_their_room() {
-        let region = REGION as u64;
-        let b = budget(64 * MIB);
-        let kept = What::Kept { pool: 16 * MIB };
+        let (b, mut had) = (budget(64 * MIB), Had::default());
         // 32 MiB for regions, 16 of them for the pool whether it has them yet or not.
-        let first: Vec<_> = (0..4).map(|_| b.take(kept, region).expect("room beside the pool")).collect();
-        assert!(b.take(kept, region).is_none());
-        let pool: Vec<_> = (0..4).map(|_| b.take(What::Pool, region).expect("the pool's own")).collect();
-        assert!(b.take(What::Pool, region).is_none() && b.take(kept, region).is_none());
+        let first = regions(b, &mut had, 1, Some(16 * MIB));
+        let pool = regions(b, &mut had, 1, None);
+        assert_eq!((first.len(), pool.len()), (4, 4));
+        assert!(b.region(had, 1, Some(16 * MIB)).is_none());
         // Payloads by themselves have another share, and buffers of the stream ask nobody.
         let once = b.take(What::Once, 16 * MIB).unwrap();
         assert!(b.take(What::Once, 1).is_none() && b.take(What::Stream, 4096).is_some());
         drop(once);
         assert!(b.take(What::Once, 16 * MIB).is_some());
         drop((first, pool));
-        let all: Vec<_> = (0..4).map(|_| b.take(kept, region)).collect();
-        assert!(all.iter().all(Option::is_some), "all room came back");
+        assert_eq!(regions(b, &mut Had::default(), 1, Some(0)).len(), 8, "all room came back");
         // The limit of most machines: never a region of kept memory.
-        assert!(budget(8 * MIB).take(What::Kept { pool: 4 * MIB }, region).is_none());
-        let none = budget(UNLIMITED);
-        let many: Vec<_> = (0..128).map(|_| none.take(What::Kept { pool: UNLIMITED / 4 }, region)).collect();
-        assert!(many.iter().all(Option::is_some));
+        assert!(regions(budget(8 * MIB), &mut Had::default(), 1, Some(4 * MIB)).is_empty());
+        assert_eq!(regions(budget(UNLIMITED), &mut Had::default(), 1, Some(UNLIMITED / 4)).len(), 1000);
+    }
+
+    #[test]
+    fn each_device_registers_the_whole_pool() {
+        for devices in 1..=4 {
+            let b = budget(256 * MIB);
+            let (pool, _) = b.pool(UNLIMITED, devices);
+            let taken: Vec<_> = (0..devices).map(|_| regions(b, &mut Had::default(), devices, None)).collect();
+            for of_one in &taken {
+                assert_eq!(of_one.len() as u64 * REGION as u64, pool, "{devices}");
+            }
+            assert!(b.take(What::Once, 64 * MIB).is_some() && b.used.lock().region <= 128 * MIB);
+        }
+    }
+
+    #[test]
+    fn rings_leave_rdma_its_room_where_it_is_used_and_are_counted_in_any_case() {
+        let rings = |b: &'static Budget| {
+            std::iter::from_fn(|| b.take(What::Ring, REGION as u64)).take(1000).collect::<Vec<_>>()
+        };
+        let b = budget(64 * MIB);
+        b.keep_for_rdma();
+        let ring = rings(b);
+        assert_eq!(ring.len(), 2, "an eighth");
+        let pool = regions(b, &mut Had::default(), 1, None);
+        assert_eq!(pool.len(), 8, "and regions have their half");
+        let (stream, once) = (b.take(What::Stream, 10 * MIB), b.take(What::Once, 8 * MIB));
+        assert!(stream.is_some() && once.is_some() && b.take(What::Once, 4096).is_none());
+        drop(ring);
+        assert!(b.take(What::Once, 2 * MIB).is_some(), "what a ring has not is theirs");
+        // Not below 32 MiB.
+        let small = budget(8 * MIB);
+        small.keep_for_rdma();
+        assert!(rings(small).is_empty());
+        // Without RDMA the kernel says how much. Who begins to use it later gets no more than what is left.
+        let b = budget(64 * MIB);
+        let before: Vec<_> = (0..12).map(|_| b.take(What::Ring, REGION as u64).unwrap()).collect();
+        b.keep_for_rdma();
+        assert!(b.take(What::Ring, REGION as u64).is_none());
+        let later = regions(b, &mut Had::default(), 1, None);
+        assert_eq!(later.len(), 3, "12 MiB, and 4 are for what the kernel counts and nobody here");
+        drop((before, later));
+        assert_eq!(rings(budget(UNLIMITED)).len(), 1000);
+    }
+
+    #[test]
+    fn pieces_that_go_through_a_stage_are_a_small_part_of_the_limit() {
+        for (limit, devices, piece) in [
+            (UNLIMITED, 1, 256 << 10),
+            (8 * MIB, 1, 64 << 10),
+            (8 * MIB, 2, 32 << 10),
+            (8 * MIB, 3, 16 << 10),
+            (65536, 1, 4096),
+        ] {
+            assert_eq!(budget(limit).piece(devices), piece, "{limit} {devices}");
+        }
     }
 
     #[test]

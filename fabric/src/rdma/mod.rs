@@ -1,7 +1,7 @@
 //! Frames over RDMA: reliable connections set up by the RDMA connection manager, payloads moved one-sided. See `docs/rdma.md`.
 //!
 //! `verbs.rs` opens the libraries, `cm.rs` makes connections, `device.rs` holds what the connections of a device share,
-//! `locked.rs` how much of it may be registered, `rails.rs` chooses the ports, `queue.rs` is one connection, `stream.rs` the stream of frames over it, `lend.rs`
+//! `locked.rs` how much of it may be registered, `stage.rs` what payloads go through that may not be, `rails.rs` chooses the ports, `queue.rs` is one connection, `stream.rs` the stream of frames over it, `lend.rs`
 //! its payloads.
 
 mod cm;
@@ -11,6 +11,7 @@ mod lend;
 mod locked;
 mod queue;
 mod rails;
+mod stage;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -28,7 +29,7 @@ use cm::{Event, Id};
 use device::{Device, FEWEST, MESSAGE};
 use greeting::Greeting;
 use locked::Budget;
-pub use locked::{pool_limit, whole_pool};
+pub use locked::{Locked, for_ring, pool_limit, whole_pool};
 use parking_lot::Mutex;
 use queue::{CREDITS, Queue};
 use rails::{Ledger, Path};
@@ -115,13 +116,21 @@ impl RdmaFabric {
         options: Options,
     ) -> Result<RdmaFabric> {
         let usable = probe()?.len();
+        Budget::here().keep_for_rdma();
         let streams = Streams::new(env, identity, cluster_uuid, pool, options);
-        Ok(RdmaFabric { streams, lib: verbs::lib()?, usable, devices: Arc::default(), rails: Arc::default() })
+        let rails = Arc::<Ledger>::default();
+        rails.order(&[], false); // Looks at the ports here, where devices are looked at anyway.
+        Ok(RdmaFabric { streams, lib: verbs::lib()?, usable, devices: Arc::default(), rails })
     }
 
     /// For handshakes from now on.
     pub fn set_cluster(&self, uuid: [u8; 16]) {
         self.streams.set_cluster(uuid);
+    }
+
+    /// Whether each device may register all of the pool; `NoMem` says in a sentence why not.
+    pub fn with_all_memory(&self) -> Result<()> {
+        whole_pool(self.streams.pool.stats().limit, self.usable)
     }
 
     fn device(&self, id: &Id) -> Result<Arc<Device>> {
@@ -135,7 +144,7 @@ impl RdmaFabric {
         }
         let few = Budget::here().receives(MESSAGE, self.usable);
         let messages = u64::from(RECEIVES).min(few).max(FEWEST.into()) as u32;
-        let d = Device::open(self.lib, ctx, self.streams.pool.clone(), messages)?;
+        let d = Device::open(self.lib, ctx, self.streams.pool.clone(), messages, self.usable)?;
         all.insert(ctx.addr(), Arc::downgrade(&d));
         Ok(d)
     }
@@ -143,30 +152,34 @@ impl RdmaFabric {
     /// Resolves, connects, and starts the task that polls.
     async fn dial(&self, to: &Endpoint) -> Result<Arc<Queue>> {
         let name = to.to_string();
-        let mut failed = Error::new(Code::Disconnected, format!("cannot connect to {name}: the name has no address"));
-        for at in addresses(to).await? {
-            for path in self.rails.order(&[at.ip()], false) {
-                match self.dial_one(at, path, &name).await {
-                    Ok(q) => return Ok(q),
-                    Err(e) => failed = e,
-                }
-            }
-        }
-        Err(failed)
+        let addresses = addresses(to).await?;
+        self.rails.ports.refresh().await;
+        let paths = |at: SocketAddr| self.rails.order(&[at.ip()], false).into_iter().map(move |path| (at, path));
+        let all = addresses.into_iter().flat_map(paths).collect();
+        // Callers give up after a second or little more: within that each path has its turn.
+        let limit = self.streams.options.connect_timeout;
+        let name = name.as_str();
+        let dialed = rails::in_turn(all, limit, |(at, path)| self.dial_one(at, path, name)).await;
+        let nowhere = || Error::new(Code::Disconnected, format!("cannot connect to {name}: the name has no address"));
+        dialed.unwrap_or_else(|| Err(nowhere()))
     }
 
     async fn dial_one(&self, at: SocketAddr, path: Path, name: &str) -> Result<Arc<Queue>> {
-        // Also a connect that is given up counts as one that failed on this path.
+        // Also a connect that is given up counts as one that failed on this path, but not one that is answered by a refusal.
         let mut rail = self.rails.take(path);
         let id = Id::new(self.lib)?;
         id.resolve(path.from, at, RESOLVE_MS, name).await?;
         let device = self.device(&id)?;
         let reads = device.reads;
-        let mut q = Queue::new(device, id, name.to_string())?;
+        let mut q = Queue::new(device, id, name.to_string());
+        q.make()?;
         q.id().connect(&greeting().encode(), reads)?;
-        let e = q.id().events.expect(event::ESTABLISHED, name).await?;
+        let e = q.id().events.next().await?;
+        if matches!(e.kind, event::ESTABLISHED | event::REJECTED) {
+            rail.well();
+        }
+        let e = cm::expected(e, event::ESTABLISHED, name)?;
         q.set_peer(&Greeting::decode(&e.private)?);
-        rail.well();
         q.rail = Some(rail);
         let q = Arc::new(q);
         self.streams.env.spawn(q.clone().drive());
@@ -272,7 +285,8 @@ impl RdmaFabric {
         let device = self.device(&id).inspect_err(|_| refuse(&id, Code::Io))?;
         // What the other end asks for, within what the device can.
         let reads = (device.reads.0.min(request.reads.0.max(1)), device.reads.1.min(request.reads.1.max(1)));
-        let q = Queue::new(device, id, from.clone())?;
+        let mut q = Queue::new(device, id, from.clone());
+        q.make().inspect_err(|_| refuse(q.id(), Code::NoMem))?;
         q.set_peer(&theirs);
         q.id().accept(&greeting().encode(), reads)?;
         let up = timeout(SETUP, q.id().events.expect(event::ESTABLISHED, &from)).await;

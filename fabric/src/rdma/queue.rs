@@ -102,6 +102,7 @@ pub struct Held {
     pub mrs: Vec<Arc<Registered>>,
     pub bufs: Vec<crate::Buf>,
     pub to: Option<BufMut>,
+    pub place: Option<super::stage::Place>,
 }
 
 #[derive(Default)]
@@ -129,6 +130,8 @@ pub struct State {
     writer: Option<Waker>,
     /// Why nothing more can be sent or received.
     over: Option<Error>,
+    /// That is for the path's sake, or the device's: neither end closed or broke it.
+    path_broke: bool,
     /// Halves of the stream that are dropped.
     dropped: u32,
     /// The queue pair is in its error state: nothing is sent or served any more, and what was posted is completed.
@@ -141,6 +144,12 @@ pub struct State {
 unsafe impl Send for State {}
 
 impl State {
+    /// Whether the next connection should rather take another path. Also where this end gave up because of a silence, in which the last
+    /// messages did not arrive either; but not where the peer closed it or refused something: it was reached.
+    fn path_to_blame(&self) -> bool {
+        self.path_broke || self.over.is_none() && self.sends > 0
+    }
+
     pub fn destroyed(&self) -> bool {
         self.destroyed
     }
@@ -160,10 +169,9 @@ pub fn new_wr(opcode: std::ffi::c_int) -> SendWr {
 }
 
 impl Queue {
-    /// A queue pair for an id whose device is known.
-    pub fn new(device: Arc<Device>, id: Id, addr: String) -> Result<Queue> {
-        let lib = device.lib;
-        let mut q = Queue {
+    /// For an id whose device is known. Without a queue pair yet: see [`Queue::make`].
+    pub fn new(device: Arc<Device>, id: Id, addr: String) -> Queue {
+        Queue {
             state: Mutex::new(State { message: MESSAGE, ..State::default() }),
             device,
             id,
@@ -175,7 +183,13 @@ impl Queue {
             wake: Notify::new(),
             addr,
             rail: None,
-        };
+        }
+    }
+
+    /// Makes the queue pair. After an error nothing more can be done with it than to refuse the connection.
+    pub fn make(&mut self) -> Result<()> {
+        let q = self;
+        let lib = q.device.lib;
         // SAFETY: an open context; each object is made from valid ones, and `Drop` takes back what was made.
         unsafe {
             q.channel = (lib.ibv_create_comp_channel)(q.device.ctx);
@@ -201,7 +215,7 @@ impl Queue {
             }
             q.qp = (*q.id.raw).qp;
         }
-        Ok(q)
+        Ok(())
     }
 
     pub fn id(&self) -> &Id {
@@ -336,6 +350,8 @@ impl Queue {
     fn broken(&self, s: &mut State, wc: &Wc) {
         // SAFETY: a static, NUL-terminated text for every number.
         let why = unsafe { CStr::from_ptr((self.device.lib.ibv_wc_status_str)(wc.status)) }.to_string_lossy();
+        // Requests after the first one that broke are flushed, as are those of a connection that one of the ends closed.
+        s.path_broke |= s.over.is_none() && verbs::is_of_the_path(wc.status);
         self.fail(s, Error::new(Code::Disconnected, format!("the connection to {} broke: {why}", self.addr)));
     }
 
@@ -444,11 +460,7 @@ impl Queue {
     pub async fn drive(self: Arc<Queue>) {
         let q = Ending(self);
         q.0.run().await;
-        let broke = {
-            let s = q.0.state.lock();
-            // Or given up because of a silence, in which the last messages did not arrive either.
-            s.over.is_some() || s.sends > 0
-        };
+        let broke = q.0.state.lock().path_to_blame();
         if let (Some(rail), true) = (&q.0.rail, broke) {
             rail.broke();
         }
@@ -513,6 +525,7 @@ impl Queue {
     }
 
     fn at_event(&self, e: Result<super::cm::Event>) {
+        let removed = e.as_ref().is_ok_and(|e| e.kind == event::DEVICE_REMOVAL);
         let why = match e {
             Ok(e) if e.kind == event::DISCONNECTED => format!("{} closed the connection", self.addr),
             Ok(e) if e.kind == event::DEVICE_REMOVAL => format!("the device {} was removed", self.device.name),
@@ -521,7 +534,9 @@ impl Queue {
         };
         // What came before the end is to be read.
         while self.poll() > 0 {}
-        self.fail(&mut self.state.lock(), Error::new(Code::Disconnected, why));
+        let mut s = self.state.lock();
+        s.path_broke |= s.over.is_none() && removed;
+        self.fail(&mut s, Error::new(Code::Disconnected, why));
     }
 
     /// A WRITE of no bytes: the other end's device answers it, or the connection breaks.
@@ -622,5 +637,32 @@ impl Drop for Queue {
                 (lib.ibv_destroy_comp_channel)(self.channel);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_is_blamed_for_silence_and_for_nothing_that_the_peer_did() {
+        let closed = || Some(Error::new(Code::Disconnected, "closed"));
+        for (over, sends, path_broke, blamed) in [
+            // Closed by this end, with everything sent; given up in a silence.
+            (None, 0, false, false),
+            (None, 3, false, true),
+            // Closed by the peer, or ended with it, whatever was on its way.
+            (closed(), 0, false, false),
+            (closed(), 3, false, false),
+            (closed(), 3, true, true),
+        ] {
+            let s = State { over, sends, path_broke, ..State::default() };
+            assert_eq!(s.path_to_blame(), blamed, "{:?} {sends} {path_broke}", s.over);
+        }
+        // Flushed; refused by the peer's NIC; out of receive buffers there.
+        for status in [5, 9, 10, 11, 13] {
+            assert!(!verbs::is_of_the_path(status), "{status}");
+        }
+        assert!(verbs::is_of_the_path(12), "nobody acknowledges");
     }
 }

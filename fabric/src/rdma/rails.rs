@@ -1,5 +1,5 @@
 //! Rails: the ports of this machine's RDMA devices, and by which of them a peer is reached best. What the kernel tells of them is read
-//! for each connection; choosing is pure ([`order`]); what connections met with is remembered ([`Ledger`]).
+//! when it is needed and older than a second ([`Ports`]); choosing is pure ([`order`]); what connections met with is remembered ([`Ledger`]).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,10 +12,15 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use tokio::time::Instant;
+use strake_proto::{Code, Error, Result};
+use tokio::time::{Instant, timeout};
 
 /// A path on which a connection failed is taken last for so long.
 const FAILURE_STANDS: Duration = Duration::from_secs(30);
+/// What was read of this machine's ports is good for so long.
+const FRESH: Duration = Duration::from_secs(1);
+/// Each path has at least so long to answer.
+const SHORTEST_SHARE: Duration = Duration::from_millis(50);
 
 /// An address of a port.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -89,25 +94,135 @@ pub fn order(rails: &[Rail], peer: &[IpAddr], met: &Met) -> Vec<Path> {
     ranked.into_iter().map(|(_, p)| p).collect()
 }
 
+/// Tries one after the other until one succeeds. All are tried within `limit`, whatever becomes of each: one that is silent ends with its
+/// share of the time that is left, and only the last may take longer. The last failure, if none succeeds; `None` without any.
+pub async fn in_turn<X, T, F: Future<Output = Result<T>>>(
+    all: Vec<X>,
+    limit: Duration,
+    mut one: impl FnMut(X) -> F,
+) -> Option<Result<T>> {
+    let (start, mut left) = (Instant::now(), all.len() as u32);
+    let mut last = None;
+    for x in all {
+        let share = (limit.saturating_sub(start.elapsed()) / left).max(SHORTEST_SHARE);
+        left -= 1;
+        let ended = match left {
+            0 => one(x).await,
+            _ => timeout(share, one(x)).await.unwrap_or_else(|_| {
+                Err(Error::new(Code::TimedOut, format!("no answer within {share:?}, and there are other ways")))
+            }),
+        };
+        match ended {
+            Err(e) => last = Some(Err(e)),
+            well => return Some(well),
+        }
+    }
+    last
+}
+
+/// This machine, as the kernel told last.
+#[derive(Default)]
+struct Seen {
+    rails: Vec<Rail>,
+    near: BTreeSet<u32>,
+}
+
+/// This machine's ports. Reading them takes some hundred system calls, which may wait for a driver: that is done by threads that may wait, with
+/// no lock held that others need, and not for each connection.
+pub struct Ports {
+    look: fn() -> (Vec<Rail>, BTreeSet<u32>),
+    seen: Mutex<Option<(Instant, Arc<Seen>)>>,
+    /// Held by the one who reads.
+    reading: tokio::sync::Mutex<()>,
+}
+
+impl Default for Ports {
+    fn default() -> Ports {
+        Ports::new(|| (here(File::new("/sys"), &addresses()), near()))
+    }
+}
+
+impl Ports {
+    fn new(look: fn() -> (Vec<Rail>, BTreeSet<u32>)) -> Ports {
+        Ports { look, seen: Mutex::default(), reading: tokio::sync::Mutex::default() }
+    }
+
+    fn fresh(&self) -> bool {
+        self.seen.lock().as_ref().is_some_and(|(at, _)| at.elapsed() < FRESH)
+    }
+
+    /// Reads them, on this thread.
+    fn read(&self) -> Arc<Seen> {
+        let (rails, near) = (self.look)();
+        let seen = Arc::new(Seen { rails, near });
+        *self.seen.lock() = Some((Instant::now(), seen.clone()));
+        seen
+    }
+
+    /// What was seen last, however long ago. Only who asks first reads it himself.
+    fn last(&self) -> Arc<Seen> {
+        let seen = self.seen.lock().as_ref().map(|(_, seen)| seen.clone());
+        seen.unwrap_or_else(|| self.read())
+    }
+
+    /// Makes sure that what is known is not old. One reads for all who wait.
+    pub async fn refresh(self: &Arc<Ports>) {
+        if self.fresh() {
+            return;
+        }
+        let _one = self.reading.lock().await;
+        if self.fresh() {
+            return;
+        }
+        let ports = self.clone();
+        // A reader that dies leaves what is known as it is.
+        let _ = tokio::task::spawn_blocking(move || ports.read()).await;
+    }
+
+    /// Has it read again if it is old, by somebody else; at once where there is nobody else.
+    fn refresh_soon(self: &Arc<Ports>) {
+        if self.fresh() {
+            return;
+        }
+        match tokio::runtime::Handle::try_current() {
+            Ok(runtime) if self.reading.try_lock().is_ok() => {
+                let ports = self.clone();
+                runtime.spawn(async move { ports.refresh().await });
+            }
+            Ok(_) => {}
+            Err(_) => drop(self.read()),
+        }
+    }
+}
+
 /// What a process's connections met with.
 #[derive(Default)]
 pub struct Ledger {
+    pub ports: Arc<Ports>,
     open: Mutex<BTreeMap<Path, usize>>,
     failed: Mutex<BTreeMap<Path, Instant>>,
     turn: Mutex<usize>,
 }
 
 impl Ledger {
-    /// As [`order`], of this machine as it is now. `turn`: equals take turns with each call.
+    /// As [`order`], of this machine as it was seen last. `turn`: equals take turns with each call.
     pub fn order(&self, peer: &[IpAddr], turn: bool) -> Vec<Path> {
         let now = Instant::now();
-        let mut failed = self.failed.lock();
-        failed.retain(|_, at| now.duration_since(*at) < FAILURE_STANDS);
-        let failed = failed.keys().copied().collect();
-        let mut turns = self.turn.lock();
-        let met = Met { open: self.open.lock().clone(), failed, near: near(), turn: *turns };
-        *turns = turns.wrapping_add(usize::from(turn));
-        order(&here(File::new("/sys"), &addresses()), peer, &met)
+        let seen = self.ports.last();
+        self.ports.refresh_soon();
+        let failed = {
+            let mut failed = self.failed.lock();
+            failed.retain(|_, at| now.duration_since(*at) < FAILURE_STANDS);
+            failed.keys().copied().collect()
+        };
+        let turn = {
+            let mut turns = self.turn.lock();
+            let now = *turns;
+            *turns = now.wrapping_add(usize::from(turn));
+            now
+        };
+        let met = Met { open: self.open.lock().clone(), failed, near: seen.near.clone(), turn };
+        order(&seen.rails, peer, &met)
     }
 
     /// Counts a connection on this path as long as the result lives.
@@ -125,13 +240,13 @@ pub struct Taken {
 }
 
 impl Taken {
-    /// It is up.
+    /// The other end answered: it is up, or was refused.
     pub fn well(&mut self) {
         self.well = true;
         self.ledger.failed.lock().remove(&self.path);
     }
 
-    /// It was up, and broke.
+    /// It was up, and broke, which neither end did.
     pub fn broke(&self) {
         self.ledger.failed.lock().insert(self.path, Instant::now());
     }
@@ -371,6 +486,86 @@ mod tests {
         up.broke();
         drop(up);
         assert!(failed(&ledger) && ledger.open.lock().is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_silent_path_leaves_the_others_their_time() {
+        let limit = Duration::from_secs(1);
+        let start = Instant::now();
+        // Silent, refused, well: the refusal's share goes to those after it.
+        let tries = |said: Vec<Option<bool>>| async move {
+            let tried = Arc::new(Mutex::new(Vec::new()));
+            let all = said.iter().copied().enumerate().collect();
+            let got = in_turn(all, limit, |(i, answer): (usize, Option<bool>)| {
+                tried.lock().push((i, start.elapsed()));
+                async move {
+                    match answer {
+                        None => std::future::pending().await,
+                        Some(true) => Ok(i),
+                        Some(false) => Err(Error::new(Code::Disconnected, format!("refused {i}"))),
+                    }
+                }
+            });
+            let got = timeout(Duration::from_secs(5), got).await;
+            let tried = tried.lock().clone();
+            (got, tried)
+        };
+        let ms = Duration::from_millis;
+        let (got, tried) = tries(vec![None, Some(false), Some(true)]).await;
+        assert!(matches!(got, Ok(Some(Ok(2)))));
+        for ((i, at), share) in tried.iter().zip([Duration::ZERO, limit / 3, limit / 3]) {
+            assert!(*at >= share && *at < share + ms(5), "{i} after {at:?}");
+        }
+        // The last one has all the time that its caller gives it, and a refusal is what is told.
+        let (got, tried) = tries(vec![None, None]).await;
+        assert!(got.is_err() && tried.len() == 2);
+        let (got, _) = tries(vec![None, Some(false)]).await;
+        assert!(got.unwrap().unwrap().unwrap_err().message.contains("refused 1"));
+        let (got, _) = tries(vec![]).await;
+        assert!(got.unwrap().is_none());
+        // However many there are, each has a moment.
+        let begun = start.elapsed();
+        let (got, _) = tries([vec![None; 40], vec![Some(true)]].concat()).await;
+        assert!(matches!(got, Ok(Some(Ok(40)))) && start.elapsed() - begun < limit + 40 * SHORTEST_SHARE + ms(50));
+    }
+
+    static LOOKS: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn ports_are_read_once_for_many_and_again_when_that_is_old() {
+        use std::sync::atomic::Ordering::SeqCst;
+        thread_local!(static ASYNC: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
+        let look: fn() -> (Vec<Rail>, BTreeSet<u32>) = || {
+            assert!(!ASYNC.get(), "read on a thread that others need");
+            std::thread::sleep(Duration::from_millis(20));
+            (vec![rail("10.0.0.7", 8, None)], [LOOKS.fetch_add(1, SeqCst) as u32].into())
+        };
+        let ports = Arc::new(Ports::new(look));
+        let many = (0..50).map(|_| {
+            let ports = ports.clone();
+            tokio::spawn(async move {
+                ASYNC.set(true);
+                ports.refresh().await;
+                ASYNC.set(false);
+                assert_eq!(ports.last().rails.len(), 1);
+            })
+        });
+        for one in futures_util::future::join_all(many).await {
+            one.unwrap();
+        }
+        assert_eq!(LOOKS.load(SeqCst), 1, "one reads for all");
+        ports.refresh().await;
+        assert_eq!(LOOKS.load(SeqCst), 1, "not old yet");
+        ports.seen.lock().as_mut().unwrap().0 -= FRESH;
+        ports.refresh_soon();
+        let known = ports.last();
+        assert!(known.near.contains(&0), "who cannot wait has what was known");
+        let start = Instant::now();
+        while ports.last().near.contains(&0) {
+            assert!(start.elapsed() < Duration::from_secs(30));
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        assert_eq!(LOOKS.load(SeqCst), 2);
     }
 
     #[test]

@@ -294,6 +294,12 @@ pub mod send_flag {
     pub const SIGNALED: u32 = 2;
 }
 
+/// Whether a completion's status (`enum ibv_wc_status`) says that nothing gets through, or that the device fails: retries exceeded, no response
+/// in time, fatal, general. All others are of one of the ends: something was refused, or the connection was closed.
+pub fn is_of_the_path(status: c_int) -> bool {
+    matches!(status, 12 | 19..=21)
+}
+
 pub mod event {
     use std::ffi::c_int;
     pub const ADDR_RESOLVED: c_int = 0;

@@ -28,6 +28,9 @@ use super::Mds;
 use pb::log_command::Command;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// After a connect failed, whoever wants that server is told so for this long, at once, before it is tried again: with many who wait, each
+/// would otherwise try for a second, one after the other.
+const FAILURE_STANDS: Duration = Duration::from_millis(500);
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Beyond so many connections those that broke are forgotten.
 const MAX_LINKS: usize = 1024;
@@ -43,8 +46,15 @@ const MAX_LATER: usize = 4096;
 const CUT_POLL: Duration = Duration::from_secs(1);
 const DELETE_POLL: Duration = Duration::from_millis(200);
 
-/// The connection to one server; locked while it is made.
-type Slot = Arc<tokio::sync::Mutex<Option<Arc<dyn Connection>>>>;
+/// The connection to one server, or how the last try for one ended.
+#[derive(Default)]
+struct Link {
+    open: Option<Arc<dyn Connection>>,
+    failed: Option<(Instant, Error)>,
+}
+
+/// Locked while it is made.
+type Slot = Arc<tokio::sync::Mutex<Link>>;
 
 /// One connection per storage server, by the best of its endpoints that answered, and kept until it breaks.
 pub(super) struct Links {
@@ -66,26 +76,37 @@ impl Links {
         let mut open = self.open.lock();
         if open.len() >= MAX_LINKS && !open.contains_key(at) {
             // Servers that came back at other addresses, again and again.
-            open.retain(|_, s| s.try_lock().map_or(true, |c| c.as_ref().is_some_and(|c| !c.is_closed())));
+            open.retain(|_, s| s.try_lock().map_or(true, |l| l.open.as_ref().is_some_and(|c| !c.is_closed())));
         }
         open.entry(at.to_vec()).or_default().clone()
     }
 
-    /// The connection to a storage server, made if there is none.
+    /// The connection to a storage server, made if there is none. A failure is that of all who waited for it, and of who asks soon after.
     pub async fn get(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
         let slot = self.slot(&node.endpoints);
         let mut slot = slot.lock().await;
-        if let Some(c) = slot.as_ref().filter(|c| !c.is_closed()) {
+        if let Some(c) = slot.open.as_ref().filter(|c| !c.is_closed()) {
             return Ok(c.clone());
         }
+        if let Some((at, e)) = &slot.failed
+            && at.elapsed() < FAILURE_STANDS
+        {
+            return Err(e.clone());
+        }
+        let made = self.connect(node).await;
+        *slot = match &made {
+            Ok(c) => Link { open: Some(c.clone()), failed: None },
+            Err(e) => Link { open: None, failed: Some((Instant::now(), e.clone())) },
+        };
+        made
+    }
+
+    async fn connect(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
         let mut last = Error::new(Code::Inval, format!("storage server '{}' has no endpoint", node.name));
         let failed = |e: Error| e.context(format_args!("storage server '{}'", node.name));
         for at in self.fabric.ways(&node.endpoints).map_err(failed)? {
             match timeout(CONNECT_TIMEOUT, self.fabric.connect(&at, None)).await {
-                Ok(Ok(c)) => {
-                    *slot = Some(c.clone());
-                    return Ok(c);
-                }
+                Ok(Ok(c)) => return Ok(c),
                 Ok(Err(e)) => last = e.context(format_args!("storage server '{}' at {at}", node.name)),
                 Err(_) => last = Error::new(Code::TimedOut, format!("storage server '{}' at {at}", node.name)),
             }
@@ -315,13 +336,13 @@ mod tests {
 
     use super::*;
 
-    /// Reaches everybody, by TCP only. Counts what it is asked for by RDMA.
+    /// Reaches everybody, by TCP only, but for the host `dead`, which is silent. Counts what it is asked for without reaching it.
     struct Nowhere(Pool, Arc<AtomicUsize>);
 
     #[async_trait]
     impl Fabric for Nowhere {
         async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
-            if matches!(to, Endpoint::Rdma(..)) {
+            if matches!(to, Endpoint::Rdma(..)) || to.to_string().contains(":dead:") {
                 self.1.fetch_add(1, Ordering::Relaxed);
                 tokio::time::sleep(CONNECT_TIMEOUT * 2).await;
             }
@@ -364,6 +385,23 @@ mod tests {
         }
         let again = links.get(&node(1)).await.unwrap();
         assert!(Arc::ptr_eq(&kept, &again), "one that works stays");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_waits_for_a_dead_server_is_told_with_the_first_and_it_is_tried_again_later() {
+        let tried = Arc::new(AtomicUsize::new(0));
+        let links = Links::new(Arc::new(Nowhere(Pool::new(1 << 20), tried.clone())));
+        let node = |host: &str| pb::Node { endpoints: vec![format!("tcp:{host}:1")], ..Default::default() };
+        let (dead, start) = (node("dead"), Instant::now());
+        let all = futures_util::future::join_all((0..100).map(|_| links.get(&dead))).await;
+        assert!(all.iter().all(|r| r.as_ref().is_err_and(|e| e.code == Code::TimedOut)));
+        assert_eq!((tried.load(Ordering::Relaxed), start.elapsed()), (1, CONNECT_TIMEOUT));
+        // So is who comes soon after, but not who wants another one.
+        assert!(links.get(&dead).await.is_err() && links.get(&node("h")).await.is_ok());
+        assert_eq!((tried.load(Ordering::Relaxed), start.elapsed()), (1, CONNECT_TIMEOUT));
+        tokio::time::sleep(FAILURE_STANDS).await;
+        assert!(links.get(&dead).await.is_err());
+        assert_eq!(tried.load(Ordering::Relaxed), 2);
     }
 
     /// More than are remembered to have failed, and few at a time.

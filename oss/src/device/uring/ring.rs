@@ -11,7 +11,10 @@ pub use io_uring::{
     cqueue::{Entry as SmallAnswer, Entry32 as LargeAnswer},
     squeue::{Entry as Small, Entry128 as Large},
 };
-use strake_fabric::{Buf, REGION, Region};
+use strake_fabric::{
+    Buf, REGION, Region,
+    rdma::{self, Locked},
+};
 use strake_proto::{Code, Error, Result};
 
 use super::{Op, Queue, Work, passthrough::Data};
@@ -63,7 +66,7 @@ struct Registered {
     /// Their indices in the ring's table, by id.
     slots: BTreeMap<u64, u16>,
     /// Held until the ring is gone: the kernel knows their pages, not their addresses.
-    held: Vec<Arc<Region>>,
+    held: Vec<(Arc<Region>, Locked)>,
     /// More may be registered.
     open: bool,
 }
@@ -88,21 +91,29 @@ impl Registered {
         if !self.open || self.held.len() == MAX_REGIONS {
             return None;
         }
+        let have = (self.held.len() * REGION) >> 20;
+        let Some(room) = rdma::for_ring() else {
+            self.open = false;
+            tracing::warn!(
+                "{device}: no more than {have} MiB of buffers are registered with io_uring, because RDMA needs the rest of the limit of locked \
+                 memory; what is not costs more CPU. Raise the limit (ulimit -l, LimitMEMLOCK=)."
+            );
+            return None;
+        };
         let slot = self.held.len() as u16;
         let memory = libc::iovec { iov_base: region.as_ptr().cast(), iov_len: REGION };
         // SAFETY: the region is held, and so mapped, until after the ring is gone.
         match unsafe { ring.submitter().register_buffers_update(u32::from(slot), &[memory], None) } {
             Ok(()) => {
-                self.held.push(region.clone());
+                self.held.push((region.clone(), room));
                 self.slots.insert(region.id(), slot);
                 Some(slot)
             }
             Err(e) => {
                 self.open = false;
                 tracing::warn!(
-                    "{device}: cannot register more than {} MiB of buffers with io_uring ({e}); the rest costs more CPU. \
-                     Raise the limit of locked memory (ulimit -l, LimitMEMLOCK=).",
-                    (self.held.len() * REGION) >> 20
+                    "{device}: cannot register more than {have} MiB of buffers with io_uring ({e}); the rest costs more CPU. \
+                     Raise the limit of locked memory (ulimit -l, LimitMEMLOCK=)."
                 );
                 None
             }
