@@ -7,7 +7,7 @@ use std::{
 };
 
 use parking_lot::{Condvar, Mutex};
-use strake_fabric::{Buf, BufMut, Region};
+use strake_fabric::{Buf, BufMut, Region, Road};
 use strake_proto::{Code, Result};
 use tokio::sync::{mpsc, oneshot};
 
@@ -16,6 +16,10 @@ use crate::{
     mem::{Fault, GpuMem, Mark, Stream},
     pins::{Regions, Slot},
 };
+
+/// Bytes that came by RDMA may take one more copy if they are fewer in one piece: payloads that came with their frame, and what the client's
+/// cache has copied.
+const SMALL: usize = 64 << 10;
 
 /// What holds the copies of one call together: who gives the call up waits for those that the device has begun.
 #[derive(Default)]
@@ -267,6 +271,8 @@ impl Worker {
         for b in from {
             let source = if self.suits(tier, b.region()) {
                 b.as_ptr()
+            } else if tier == Tier::BounceRdma && b.road() == Road::Rdma && b.len() >= SMALL {
+                return Err(not_straight(b.len()));
             } else {
                 let room = stage.as_mut().filter(|s| s.bytes().len() - staged >= b.len());
                 let room = room.ok_or_else(|| no_slot(b.len()))?.as_mut_ptr().wrapping_add(staged);
@@ -296,6 +302,9 @@ impl Worker {
             unsafe { self.stream.save(into.as_mut_ptr(), from, len)? };
             return Ok(0);
         }
+        if tier == Tier::BounceRdma && len >= SMALL {
+            return Err(not_straight(len));
+        }
         let stage = stage.filter(|s| s.bytes().len() >= len).ok_or_else(|| no_slot(len))?;
         // SAFETY: the stage is held as long, and used by this copy alone.
         unsafe { self.stream.save(stage.as_mut_ptr(), from, len)? };
@@ -322,6 +331,16 @@ impl Worker {
         self.put_back(f.stage);
         drop(f.landing);
         let _ = f.answer.send(outcome.map(|()| Done { staged: f.staged, saved }));
+    }
+}
+
+/// Bytes for RDMA that the device cannot copy from or to where they lie.
+fn not_straight(bytes: usize) -> Fault {
+    Fault::Pin {
+        bytes: bytes as u64,
+        why: "they are received or sent by RDMA in memory that could not be registered with the device, too: raise pinned_limit, or the \
+              limit for locked memory"
+            .into(),
     }
 }
 

@@ -3,6 +3,7 @@
 use std::{fmt, time::Duration};
 
 use serde::{Serialize, Serializer};
+use strake_fabric::ByRoad;
 use strake_proto::Error;
 
 use crate::{ByTier, Policy, Tier, Unavailable};
@@ -66,9 +67,10 @@ pub struct Report {
     pub by_tier: ByTier<u64>,
     /// Of those, bytes that were copied once more in host memory, because the client's buffer was not of the kind that the tier takes.
     pub staged: u64,
-    /// Bytes that the client had over RDMA while the call ran, of other calls and programs too. If there are any, some of what is
-    /// counted as `bounce-tcp` may have come by RDMA.
-    pub over_rdma: u64,
+    /// The same bytes by the road of the network that they took, as the transport that moved each payload says; bytes from the client's
+    /// cache by that which brought them there. What was copied on the way into or out of the client's buffers, and zeros of holes, is `local`.
+    #[serde(serialize_with = "roads")]
+    pub by_road: ByRoad,
     /// Changes of tier, in order.
     pub switches: Vec<Switch>,
     /// Tiers that the policy allows and that were not available, best first.
@@ -89,6 +91,10 @@ fn reasons<S: Serializer>(all: &[(Tier, Unavailable)], s: S) -> Result<S::Ok, S:
     s.collect_map(all.iter().map(|(t, why)| (t, why.to_string())))
 }
 
+fn roads<S: Serializer>(by: &ByRoad, s: S) -> Result<S::Ok, S::Error> {
+    s.collect_map(by.iter().map(|(road, bytes)| (road.name(), bytes)))
+}
+
 fn seconds<S: Serializer>(took: &Duration, s: S) -> Result<S::Ok, S::Error> {
     s.serialize_f64(took.as_secs_f64())
 }
@@ -103,7 +109,7 @@ impl Report {
             ranges: vec![0; ranges],
             by_tier: ByTier::default(),
             staged: 0,
-            over_rdma: 0,
+            by_road: ByRoad::default(),
             switches: Vec::new(),
             unavailable: Vec::new(),
             checksum: None,
@@ -130,8 +136,9 @@ impl fmt::Display for Report {
             write!(f, " {bytes} by {tier},")?;
         }
         write!(f, " {} of them copied once more in host memory", self.staged)?;
-        if self.over_rdma > 0 {
-            write!(f, "; the client had {} bytes over RDMA meanwhile", self.over_rdma)?;
+        f.write_str("; over the network:")?;
+        for (road, bytes) in self.by_road.iter().filter(|(_, bytes)| *bytes > 0) {
+            write!(f, " {bytes} by {road},")?;
         }
         if let Some(c) = self.checksum {
             write!(f, "; checksum: {c}")?;

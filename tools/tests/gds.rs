@@ -14,7 +14,7 @@ use std::{
 use common::{ok, refused, strake, text};
 use serde_json::Value;
 use strake_client::{Client, Config, Creds, File};
-use strake_fabric::{Env, Identity, Pool, TcpFabric};
+use strake_fabric::{Env, Identity, Pool, Road, TcpFabric};
 use strake_gds::{Bridge, GpuMem, HostMem, Options, Policy, Tier, Transfer};
 use strake_proto::layout::splitmix64;
 
@@ -64,7 +64,7 @@ fn without_a_driver_each_tier_says_why_it_is_not_there() {
         return;
     }
     let kinds: Vec<String> = reasons(&v).into_iter().map(|r| r.0).collect();
-    assert_eq!(kinds, ["not-built", "not-built", "not-built", "no-library", "no-library"]);
+    assert_eq!(kinds, ["not-built", "not-built", "no-library", "no-library", "no-library"]);
     let shown = ok(&gds(&["status"]).output().unwrap());
     assert!(shown.starts_with("device: none\n"), "{shown}");
     for t in TIERS {
@@ -92,7 +92,7 @@ fn the_stand_in_passes_its_self_tests_and_policies_decide_the_exit() {
     assert_eq!(exit("at-least:bounce-rdma"), Some(1));
     let v = json(&gds(&["status", "--memory=host", "--json"]).output().unwrap());
     let kinds: Vec<String> = reasons(&v).into_iter().map(|r| r.0).collect();
-    assert_eq!(kinds, ["not-built", "not-built", "not-built", "not-tested", "not-tested"]);
+    assert_eq!(kinds, ["not-built", "not-built", "no-rdma", "not-tested", "not-tested"]);
     assert!(v.get("met").is_none());
 }
 
@@ -158,9 +158,14 @@ impl Small {
         Small { _root: root, dir }
     }
 
-    async fn client(&self) -> Client {
+    /// Of the metadata server.
+    fn port(&self) -> i64 {
         let made: toml::Table = fs::read_to_string(self.dir.join("cluster.toml")).unwrap().parse().unwrap();
-        let port = made["ports"].as_array().unwrap()[0].as_integer().unwrap();
+        made["ports"].as_array().unwrap()[0].as_integer().unwrap()
+    }
+
+    async fn client(&self) -> Client {
+        let port = self.port();
         let hex = fs::read_to_string(self.dir.join("client.key")).unwrap();
         let byte = |i: usize| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16).unwrap();
         let key: [u8; 32] = std::array::from_fn(byte);
@@ -201,7 +206,7 @@ fn bytes_go_to_a_cluster_and_come_back_over_tcp() {
         let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(a.clone()), options.clone()).await.unwrap();
         let (f, _) = a.create(&Creds::default(), a.root(), b"checkpoint", 0o644, 2, true, None).await.unwrap();
         let r = bridge.save(&[range(&f, 0, tensor, len)], BOUNCE).await.unwrap();
-        assert!(r.is_all(Tier::BounceTcp) && r.staged == 0, "{r}");
+        assert!(r.is_all(Tier::BounceTcp) && r.staged == 0 && r.by_road[Road::Tcp] == len, "{r}");
         f.fsync().await.unwrap();
 
         // Through the other client, past its cache: what arrives from the socket lies in pinned memory already.
@@ -214,7 +219,10 @@ fn bytes_go_to_a_cluster_and_come_back_over_tcp() {
             bridge.load(&[range(&g, 0, to, len / 2), range(&g, len / 2, to + len / 2, len - len / 2)], BOUNCE).await;
         let r = r.unwrap();
         assert!(r.is_all(Tier::BounceTcp), "{r}");
-        assert_eq!(r.staged, 0, "no byte was copied once more: {r}");
+        assert_eq!((r.staged, r.by_road[Road::Tcp]), (0, len), "no byte was copied once more: {r}");
+        let of_file = b.file_roads(f.ino()).file;
+        let tcp = of_file.iter().find(|r| r.road == "tcp").unwrap();
+        assert_eq!((tcp.fetched, of_file.iter().map(|r| r.fetched).sum::<u64>()), (len, len));
         assert!(bridge.pinned_buffers() > 0);
         assert_eq!(mem.copied().load_pinned - before.load_pinned, len);
         assert!(mem.peek(to, len).unwrap() == data);

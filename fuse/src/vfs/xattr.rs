@@ -88,7 +88,7 @@ impl Vfs {
         match name {
             "fid" => return Ok(Fid::from_ino(ino).to_string().into_bytes().into()),
             "name" => return Ok(self.client.map().map.fs_name.clone().into_bytes().into()),
-            "roads" => return Ok(self.client.roads().encode_to_vec().into()),
+            "roads" => return Ok(self.client.file_roads(ino).encode_to_vec().into()),
             "statfs" => return Ok(self.statfs().await?.encode_to_vec().into()),
             "layout" => {
                 let found = self.client.get_layout(&self.creds(caller), ino).await?;

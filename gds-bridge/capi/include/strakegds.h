@@ -67,7 +67,7 @@ struct strakegds_report {
   uint64_t moved;                    /* bytes that were certainly moved: the sum of by_tier */
   uint64_t by_tier[STRAKEGDS_TIERS]; /* by the road that each byte took */
   uint64_t staged;                   /* of those, copied once more in host memory */
-  uint64_t over_rdma;                /* bytes that the client had over RDMA meanwhile */
+  uint64_t over_rdma;                /* bytes of `moved` that went over RDMA, in the network */
   uint32_t switches;                 /* how often the tier changed in the middle of the call */
   uint32_t checksum;                 /* enum strakegds_checksum */
   double seconds;
