@@ -18,7 +18,7 @@ use tokio::sync::Semaphore;
 
 use crate::{
     ByTier, Direction, Failed, FileIo, Network, Policy, Report, Tier, Unavailable,
-    copier::{Call, Copier, Flight, Work},
+    copier::{Call, Copier, Done, Flight, Work},
     mem::{Fault, GpuMem},
     pins::{MIN_SLOT, Pins, Regions},
     plan::{Run, Standing},
@@ -38,11 +38,21 @@ pub struct Options {
     pub pinned_limit: Option<u64>,
     /// `GpuRdma` may be used although its bytes are verified at the storage server only.
     pub accept_oss_checksum: bool,
+    /// The device sums what it received and what it gave, and the sums are compared with the host's. It costs a part of the device's and of the
+    /// processor's time. Where the device cannot, reports say so.
+    pub verify_on_gpu: bool,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { workers: 4, slots: 3, slot_bytes: REGION, pinned_limit: None, accept_oss_checksum: false }
+        Options {
+            workers: 4,
+            slots: 3,
+            slot_bytes: REGION,
+            pinned_limit: None,
+            accept_oss_checksum: false,
+            verify_on_gpu: false,
+        }
     }
 }
 
@@ -89,6 +99,8 @@ pub(crate) struct Inner {
     regions: Arc<Regions>,
     notice: Option<String>,
     consent: bool,
+    /// Parts are verified by the device; otherwise why not.
+    sums: Result<(), String>,
     /// Parts under way, over all calls.
     room: Semaphore,
     width: usize,
@@ -106,8 +118,8 @@ struct Part {
     len: usize,
 }
 
-/// What became of a part: its tier, its bytes by road, and those that took one more copy.
-type Moved = (Tier, ByRoad, u64);
+/// What became of a part: its tier, its bytes by road, and how it was copied.
+type Moved = (Tier, ByRoad, Done);
 
 /// What one call has in common.
 struct Ongoing<'a> {
@@ -136,6 +148,7 @@ impl Bridge {
         let width = slots.iter().map(|s| s.len().max(2)).sum();
         let start = |slots| Copier::start(device.clone(), slots, regions.clone());
         let workers = slots.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+        let sums = if options.verify_on_gpu { device.sums() } else { Err("it was not asked for".into()) };
         let bridge = Bridge(Arc::new(Inner {
             device,
             network,
@@ -145,6 +158,7 @@ impl Bridge {
             regions,
             notice,
             consent: options.accept_oss_checksum,
+            sums,
             room: Semaphore::new(width),
             width,
             next: AtomicUsize::new(0),
@@ -242,7 +256,8 @@ impl Bridge {
             moves.for_each(|()| ready(())).await;
         }
         let ranges = ongoing.moved.iter().map(|n| n.load(Relaxed)).collect();
-        let (report, outcome) = ongoing.run.into_inner().finish(ranges, begun.elapsed());
+        let (mut report, outcome) = ongoing.run.into_inner().finish(ranges, begun.elapsed());
+        report.not_on_gpu = inner.sums.clone().err();
         match outcome {
             Ok(()) => Ok(report),
             Err(error) => Err(Failed { error, report: Box::new(report) }),
@@ -307,8 +322,12 @@ impl Inner {
             Direction::Save => self.save_part(call, &p).await,
         };
         match moved {
-            Ok(Some((tier, by, staged))) => {
+            Ok(Some((tier, by, done))) => {
                 let mut run = call.run.lock();
+                if done.summed {
+                    run.verified(by.sum());
+                }
+                let staged = done.staged;
                 match call.direction {
                     Direction::Load => run.moved(tier, by, staged),
                     Direction::Save => run.saved(tier, by, staged),
@@ -341,9 +360,9 @@ impl Inner {
         let came = ByRoad::came(&bufs);
         loop {
             let Some(tier) = call.run.lock().road_of(came) else { return Ok(None) };
-            let work = Work::Load { from: bufs.clone(), to: p.gpu };
+            let work = Work::Load { from: bufs.clone(), to: p.gpu, sum: self.sums.is_ok() };
             match self.worker().copy(&call.flight.0, tier, work).await {
-                Ok(done) => return Ok(Some((tier, came, done.staged))),
+                Ok(done) => return Ok(Some((tier, came, done))),
                 Err(f) => self.tier_failed(call, tier, p, f)?,
             }
         }
@@ -354,12 +373,12 @@ impl Inner {
         loop {
             let Some(tier) = call.run.lock().road() else { return Ok(None) };
             let into = self.network.pool().get(p.len).await?;
-            let work = Work::Save { from: p.gpu, into };
+            let work = Work::Save { from: p.gpu, into, sum: self.sums.is_ok() };
             match self.worker().copy(&call.flight.0, tier, work).await {
-                Ok(done) => {
-                    let Some(saved) = done.saved else { continue };
+                Ok(mut done) => {
+                    let Some(saved) = done.saved.take() else { continue };
                     let went = call.all[p.range].file.write(p.offset, saved.freeze()).await?;
-                    return Ok(Some((tier, went, done.staged)));
+                    return Ok(Some((tier, went, done)));
                 }
                 Err(f) => self.tier_failed(call, tier, p, f)?,
             }

@@ -72,6 +72,8 @@ pub struct Run {
     by_tier: ByTier<u64>,
     staged: u64,
     by_road: ByRoad,
+    /// Bytes whose sums the device has confirmed.
+    verified: u64,
     switches: Vec<Switch>,
     /// A part took another bounce tier than the one in use, and that was told.
     other_road: bool,
@@ -95,6 +97,7 @@ impl Run {
             by_tier: ByTier::default(),
             staged: 0,
             by_road: ByRoad::default(),
+            verified: 0,
             switches: Vec::new(),
             other_road: false,
             ended,
@@ -154,6 +157,11 @@ impl Run {
         for (tier, bytes) in split.iter().filter(|(_, bytes)| **bytes > 0) {
             assert!(self.policy.allows(tier), "{} does not allow {tier}, by which {bytes} bytes went", self.policy);
         }
+    }
+
+    /// Of a part that is about to be counted the device's sum was right.
+    pub fn verified(&mut self, bytes: u64) {
+        self.verified += bytes;
     }
 
     /// A part was saved. Only now it is known by which roads it went, and the call has ended if the policy does not allow what they make of
@@ -220,7 +228,12 @@ impl Run {
         assert_eq!(ranges.iter().sum::<u64>(), moved, "bytes by range and bytes by tier differ");
         assert_eq!(self.by_road.sum(), moved, "bytes by road and bytes by tier differ");
         let direct = self.by_tier[Tier::GpuRdma] > 0;
-        let checksum = (moved > 0).then_some(if direct { Checksum::AtOssOnly } else { Checksum::AtClient });
+        assert!(self.verified <= moved);
+        let checksum = (moved > 0).then_some(match self.verified == moved {
+            true => Checksum::OnGpu,
+            false if direct => Checksum::AtOssOnly,
+            false => Checksum::AtClient,
+        });
         let report = Report {
             direction: self.direction,
             policy: self.policy,
@@ -232,6 +245,8 @@ impl Run {
             switches: self.switches,
             unavailable: self.unavailable,
             checksum,
+            checksums: checksum.into(),
+            not_on_gpu: None,
             took,
         };
         let outcome = match self.ended {
@@ -267,7 +282,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Fault, reason};
+    use crate::{Checksums, Fault, reason};
 
     fn tcp(bytes: u64) -> ByRoad {
         ByRoad::of(Road::Tcp, bytes)
@@ -490,6 +505,21 @@ mod tests {
         let mut r = run(Policy::Require(Tier::BounceTcp), [0, 0, 9, 9, 30]);
         r.saved(Tier::BounceTcp, rdma(30), 0);
         assert!(r.finish(vec![30], Duration::ZERO).1.unwrap_err().message.contains("makes it bounce-rdma"));
+    }
+
+    #[test]
+    fn only_what_was_verified_to_the_last_byte_is_called_so() {
+        let of = |verified, tier| {
+            let mut r = run(Policy::Prefer, [9, 0, 0, 9, 3]);
+            r.verified(verified);
+            r.moved(tier, tcp(100), 0);
+            r.finish(vec![100], Duration::ZERO).0.checksums
+        };
+        assert_eq!((of(100, Tier::BounceTcp), of(99, Tier::BounceTcp)), (Checksums::Gpu, Checksums::Host));
+        assert_eq!((of(100, Tier::GpuRdma), of(99, Tier::GpuRdma)), (Checksums::Gpu, Checksums::None));
+        let none = standings([0, 0, 0, 9, 3]);
+        let nothing = Run::begin(0, Policy::Prefer, Direction::Load, &none, true).finish(vec![0], Duration::ZERO);
+        assert_eq!(nothing.0.checksums, Checksums::None);
     }
 
     #[test]

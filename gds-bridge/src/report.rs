@@ -18,12 +18,14 @@ pub enum Direction {
     Save,
 }
 
-/// Where CRC32Cs were verified or made; none covers the copy between host memory and the device.
+/// Where CRC32Cs were verified or made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Checksum {
     /// By the client, before the copy to the device or after the copy from it.
     AtClient,
+    /// By the client, and by the device at its end of the copy.
+    OnGpu,
     /// By the storage server only: what happened on the way from there is not known.
     AtOssOnly,
 }
@@ -32,7 +34,40 @@ impl fmt::Display for Checksum {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Checksum::AtClient => "at the client",
+            Checksum::OnGpu => "at the client and on the GPU",
             Checksum::AtOssOnly => "at oss only",
+        })
+    }
+}
+
+/// How far every byte of a call was verified.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Checksums {
+    /// In host memory: nothing covers the copy between there and the device.
+    Host,
+    /// In the device's memory.
+    Gpu,
+    /// At neither, or nothing was moved.
+    None,
+}
+
+impl From<Option<Checksum>> for Checksums {
+    fn from(c: Option<Checksum>) -> Checksums {
+        match c {
+            Some(Checksum::OnGpu) => Checksums::Gpu,
+            Some(Checksum::AtClient) => Checksums::Host,
+            Some(Checksum::AtOssOnly) | None => Checksums::None,
+        }
+    }
+}
+
+impl fmt::Display for Checksums {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Checksums::Host => "host",
+            Checksums::Gpu => "gpu",
+            Checksums::None => "none",
         })
     }
 }
@@ -78,6 +113,10 @@ pub struct Report {
     pub unavailable: Vec<(Tier, Unavailable)>,
     /// Where the bytes were verified; `None`: none were moved.
     pub checksum: Option<Checksum>,
+    /// The same in a word: how far every byte was verified.
+    pub checksums: Checksums,
+    /// Why nothing was verified on the GPU; `None`: what was moved was.
+    pub not_on_gpu: Option<String>,
     /// How long the call took.
     #[serde(rename = "seconds", serialize_with = "seconds")]
     pub took: Duration,
@@ -113,6 +152,8 @@ impl Report {
             switches: Vec::new(),
             unavailable: Vec::new(),
             checksum: None,
+            checksums: Checksums::None,
+            not_on_gpu: None,
             took: Duration::ZERO,
         }
     }
@@ -142,6 +183,10 @@ impl fmt::Display for Report {
         }
         if let Some(c) = self.checksum {
             write!(f, "; checksum: {c}")?;
+        }
+        write!(f, "; checksums: {}", self.checksums)?;
+        if let Some(why) = &self.not_on_gpu {
+            write!(f, ", not verified on the GPU: {why}")?;
         }
         for s in &self.switches {
             let to = s.to.map_or("nothing", Tier::name);

@@ -84,12 +84,13 @@ async fn there_and_back(bridge: &Inner, tier: Tier) -> Result<Measured, Unavaila
             let places = || group.iter().map(|w| (*w, scratch.addr + (*w % at_once) as u64 * part));
             let sent: Vec<Buf> = group.iter().map(|_| pattern(buffer(bridge, pooled), &mut seed)).collect();
             let begun = Instant::now();
-            let load = |((w, to), b)| bridge.copy_by(w, &flight.0, tier, Work::Load { from: vec![b], to });
+            let load = |((w, to), b)| bridge.copy_by(w, &flight.0, tier, Work::Load { from: vec![b], to, sum: false });
             let loads = places().zip(sent.iter().cloned()).map(load);
             try_join_all(loads).await.map_err(Unavailable::TestStopped)?;
             let loaded = Instant::now();
-            let save =
-                |(w, from)| bridge.copy_by(w, &flight.0, tier, Work::Save { from, into: buffer(bridge, pooled) });
+            let save = |(w, from)| {
+                bridge.copy_by(w, &flight.0, tier, Work::Save { from, into: buffer(bridge, pooled), sum: false })
+            };
             let came = try_join_all(places().map(save)).await.map_err(Unavailable::TestStopped)?;
             took[0] += loaded - begun;
             took[1] += loaded.elapsed();

@@ -14,8 +14,8 @@ use futures_util::FutureExt;
 use ram::*;
 use strake_fabric::{ByRoad, Pool, Road};
 use strake_gds::{
-    Bridge, Checksum, Copied, Direction, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Report, Tier,
-    Transfer, Unavailable,
+    Bridge, Checksum, Checksums, Copied, Direction, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Report,
+    Tier, Transfer, Unavailable,
     plan::{Measured, Standing},
 };
 use strake_proto::{Code, Error, layout::splitmix64};
@@ -676,6 +676,44 @@ async fn random_calls_with_faults_equal_a_model() {
                 assert!(device == file, "seed {seed}");
                 assert!(direction == Direction::Save || file == models[i][at..at + n]);
             }
+        }
+    }
+}
+
+#[tokio::test]
+async fn reports_say_how_far_bytes_were_verified() {
+    let open = async |mem: &HostMem, verify_on_gpu| {
+        mem.limit_pins(1 << 30);
+        let options = Options { workers: 2, slots: 2, slot_bytes: 256 << 10, verify_on_gpu, ..Options::default() };
+        let options = Options { pinned_limit: Some(1 << 30), ..options };
+        let pool = Pool::new(64 << 20);
+        (Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap(), pool)
+    };
+    let (mem, with) = (HostMem::new(), HostMem::new());
+    with.play_sums();
+    for (mem, asked, want, why) in [
+        (&mem, false, Checksums::Host, Some("it was not asked for")),
+        (&mem, true, Checksums::Host, Some("there is no GPU")),
+        (&with, false, Checksums::Host, Some("it was not asked for")),
+        (&with, true, Checksums::Gpu, None),
+    ] {
+        let (bridge, pool) = open(mem, asked).await;
+        let file = Ram::new(1, pattern(1, MIB + 1), &pool);
+        let tensor = device(mem, &vec![0; (1 << 20) + 1]);
+        let all = [whole(&file, tensor)];
+        for r in [bridge.load(&all, Policy::Prefer).await.unwrap(), bridge.save(&all, Policy::Prefer).await.unwrap()] {
+            assert_eq!(r.checksums, want, "{r}");
+            assert_eq!(r.not_on_gpu.is_some(), why.is_some());
+            assert!(why.is_none_or(|w| r.not_on_gpu.as_ref().unwrap().contains(w)), "{r}");
+            assert_eq!(serde_json::to_value(&r).unwrap()["checksums"], want.to_string());
+        }
+        assert_eq!(bridge.load(&[], Policy::Prefer).await.unwrap().checksums, Checksums::None);
+        // One bit, on the way to the device: found, or not.
+        mem.corrupt_after(2);
+        let r = bridge.load(&all, BOUNCE).await;
+        match want {
+            Checksums::Gpu => assert_eq!(r.unwrap_err().error.code, Code::Corrupt),
+            _ => assert_eq!(r.unwrap().moved(), MIB + 1),
         }
     }
 }

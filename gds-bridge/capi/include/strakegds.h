@@ -32,9 +32,10 @@ enum strakegds_tier {
 
 /* Where bytes were verified. */
 enum strakegds_checksum {
-  STRAKEGDS_CHECKSUM_NONE = 0,       /* no byte was moved */
-  STRAKEGDS_CHECKSUM_AT_CLIENT = 1,  /* before the copy to the device, or after the copy from it */
-  STRAKEGDS_CHECKSUM_AT_OSS_ONLY = 2 /* what happened behind the storage server is not known */
+  STRAKEGDS_CHECKSUM_NONE = 0,        /* no byte was moved */
+  STRAKEGDS_CHECKSUM_AT_CLIENT = 1,   /* before the copy to the device, or after the copy from it */
+  STRAKEGDS_CHECKSUM_AT_OSS_ONLY = 2, /* what happened behind the storage server is not known */
+  STRAKEGDS_CHECKSUM_ON_GPU = 3      /* by the client, and on the GPU at its end of the copy */
 };
 
 struct strakegds;      /* a bridge: a client of a cluster, and a device */

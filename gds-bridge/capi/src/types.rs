@@ -128,6 +128,7 @@ impl ReportOut {
                 None => 0,
                 Some(Checksum::AtClient) => 1,
                 Some(Checksum::AtOssOnly) => 2,
+                Some(Checksum::OnGpu) => 3,
             },
             seconds: r.took.as_secs_f64(),
         };
