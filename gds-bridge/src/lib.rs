@@ -21,6 +21,7 @@
 
 #![warn(missing_docs)]
 
+pub mod bench;
 mod bridge;
 mod copier;
 mod cuda;

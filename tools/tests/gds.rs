@@ -232,3 +232,58 @@ fn bytes_go_to_a_cluster_and_come_back_over_tcp() {
         b.close().await.unwrap();
     });
 }
+
+#[test]
+fn the_benchmark_measures_on_a_cluster_and_a_strict_run_is_refused() {
+    let cluster = Small::new();
+    let mds = format!("127.0.0.1:{}", cluster.port());
+    let key = cluster.dir.join("client.key");
+    let bench = |more: &[&str]| {
+        let mut c = gds(&["bench", &mds, "--memory=host", "--mib=8", "--threads=1,2", "--client-key"]);
+        c.arg(&key).args(more).output().unwrap()
+    };
+    let out = bench(&["--json", "--strict", "--policy=require:pageable"]);
+    ok(&out);
+    let v = json(&out);
+    assert_eq!((&v["gpu"], &v["bytes"], &v["refused"]), (&false.into(), &(8 << 20).into(), &Value::Null));
+    for (i, row) in v["rows"].as_array().unwrap().iter().enumerate() {
+        assert_eq!(row["threads"], i + 1);
+        assert_eq!(row["loaded"]["by_tier"]["pageable"], 8 << 20);
+        assert_eq!(row["loaded"]["by_road"]["tcp"], 8 << 20, "{row}");
+        assert_eq!(row["saved"]["by_road"]["tcp"], 8 << 20, "{row}");
+        assert!(row["of_ceiling"]["load"].as_f64().unwrap() > 0.0);
+    }
+    // A policy that nothing here can meet, strict: it says so and ends with 1.
+    let out = bench(&["--strict", "--policy=at-least:bounce-rdma"]);
+    assert_eq!(out.status.code(), Some(1));
+    let (shown, said) = (text(&out.stdout), text(&out.stderr));
+    assert!(shown.contains("there is no GPU in this run") && shown.contains("ceiling: pinned copies alone"), "{shown}");
+    assert!(said.contains("this run is refused") && said.contains("no storage server is reached by RDMA"), "{said}");
+    // Its file is gone, so that another run may be made.
+    let shown = ok(&bench(&[]));
+    assert!(shown.contains("bridge, 2 threads") && shown.contains("times the loop"), "{shown}");
+    assert!(shown.contains("checksums: host, not verified on the GPU: it was not asked for"), "{shown}");
+    refused(&bench(&["--file=/none/x"]), &["/none/x"]);
+}
+
+/// The commands of the page, as they stand there.
+#[test]
+fn the_five_minute_page_works_as_it_is_written() {
+    let page = include_str!("../../docs/gds.md");
+    let (_, block) = page.split_once("```sh\n").unwrap();
+    let (script, _) = block.split_once("```").unwrap();
+    assert!(script.starts_with("strake up ") && script.contains("strake gds bench"), "{script}");
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("cluster");
+    let stop = Small { _root: root, dir: dir.clone() };
+    let binary = strake().get_program().to_owned();
+    let path = format!("{}:/usr/bin:/bin", Path::new(&binary).parent().unwrap().display());
+    let mut sh = Command::new("sh");
+    sh.args(["-euxc", script]).env("DIR", &dir).env("PATH", path).current_dir(stop._root.path());
+    let shown = ok(&sh.output().unwrap());
+    for words in
+        ["device: host memory in place of a device", "the policy at-least:pageable can be met", "of the ceiling"]
+    {
+        assert!(shown.contains(words), "'{words}' is not in: {shown}");
+    }
+}
