@@ -6,7 +6,7 @@
 use std::{ops::Range, sync::Arc, time::Duration};
 
 use futures_util::future::join_all;
-use strake_fabric::{Buf, Connection, Message};
+use strake_fabric::{Buf, ByRoad, Connection, Message, Road};
 use strake_proto::{
     ChainId, ChunkId, Code, Error, Result, SessionId, TargetId,
     checksum::{block_sums, verify},
@@ -148,19 +148,19 @@ impl Core {
         }
     }
 
-    /// Sends an update or a flush to the head of a chain, which is returned with the answer.
+    /// Sends an update or a flush to the head of a chain, which is returned with the answer and the road that the bytes took.
     pub(crate) async fn to_head(
         &self,
         map: &MapView,
         chain: ChainId,
         m: Message,
         r: DataRequest,
-    ) -> Result<(TargetId, DataReply)> {
+    ) -> Result<(TargetId, DataReply, Road)> {
         let chain = chain_of(map, chain)?;
         let head = chain.head().ok_or_else(|| self.deserted(map, chain))?;
         let body = DataRequest { chain: chain.id, epoch: chain.epoch, target: head, ..r }.encode();
         let reply = self.data_call(map, chain, head, Message { body, ..m }).await?;
-        Ok((head, DataReply::decode(&reply.body)?))
+        Ok((head, DataReply::decode(&reply.body)?, reply.went))
     }
 
     /// The pause after a failed attempt, with a new map if that may help.
@@ -261,7 +261,12 @@ impl Core {
             ..DataRequest::new(u.chain, 0, 0, u.chunk)
         };
         let m = Message::new(opcode::WRITE, Vec::new()).with_payload(u.data.bytes().to_vec());
-        Ok(self.to_head(map, u.chain, m, request).await?.1)
+        let (_, reply, road) = self.to_head(map, u.chain, m, request).await?;
+        for b in u.data.bytes() {
+            b.sent_by(road);
+            u.inode.sent.add(ByRoad::of(road, b.len() as u64));
+        }
+        Ok(reply)
     }
 
     // --- writes ---
@@ -428,6 +433,7 @@ impl Core {
             }
             let mut out = payload;
             segments::push_zeros(&mut out, &self.zero, (p.len - r.len) as usize);
+            inode.fetched.add(ByRoad::came(&out));
             Ok(out)
         };
         let request = DataRequest { offset: p.offset, len: p.len, ..DataRequest::new(p.chain, 0, 0, p.chunk) };

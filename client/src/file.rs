@@ -306,7 +306,7 @@ impl Expected<'_> {
     fn arrived(mut self, bufs: &[Buf]) {
         let Some(id) = self.id.take() else { return };
         // Small ones are copied: kept for long they would leave no room in one piece for large ones between them.
-        let small = segments::total(bufs) < SMALL;
+        let small = segments::total(bufs) < SMALL && segments::road(bufs).is_some();
         let kept = if small { vec![segments::detached(bufs)] } else { bufs.to_vec() };
         self.core.cache.lock().arrived(id, Some(kept), Instant::now());
     }

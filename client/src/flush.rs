@@ -175,7 +175,7 @@ impl Core {
                 ..request.clone()
             };
             let e = match self.to_head(&map, chain, Message::new(opcode::FLUSH, Vec::new()), request).await {
-                Ok((head, r)) => match r.stamps.iter().find(|s| s.target == head && r.stable) {
+                Ok((head, r, _)) => match r.stamps.iter().find(|s| s.target == head && r.stable) {
                     Some(s) => return Ok(Some(*s)),
                     None => {
                         let m = format!("chain {chain} answered a flush without its head's stamp");

@@ -6,6 +6,7 @@
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 use parking_lot::Mutex;
+use strake_fabric::RoadCounter;
 use strake_proto::{
     ChainId, ChunkId, Code, Error, Ino, Result, Rights, SessionId,
     cap::{self, CAP_LEN},
@@ -108,6 +109,9 @@ pub(crate) struct Inode {
     awaited: watch::Sender<Awaited>,
     /// Chains with updates that were given up and may be on their way, and a chunk of each.
     pub given_up: Mutex<BTreeMap<ChainId, ChunkId>>,
+    /// Bytes that came from storage servers and that went there, by road.
+    pub fetched: RoadCounter,
+    pub sent: RoadCounter,
     state: Mutex<State>,
 }
 
@@ -196,6 +200,8 @@ impl Inode {
             reporting: AsyncMutex::default(),
             capping: AsyncMutex::default(),
             appending: AsyncMutex::default(),
+            fetched: RoadCounter::default(),
+            sent: RoadCounter::default(),
             placing: AsyncMutex::default(),
             state: Mutex::new(State {
                 attr,

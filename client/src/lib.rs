@@ -69,8 +69,12 @@ pub use keep::{Keep, Numbers, numbered};
 pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS};
 pub use memory::{Forget, Forgetting};
 pub use meta::{DirPage, LayoutInfo, Mode};
-use strake_fabric::{Env, Fabric, traffic};
-use strake_proto::{Ino, Result, map::MapView};
+use strake_fabric::{Endpoint, Env, Fabric, Road, traffic};
+use strake_proto::{
+    Ino, Result,
+    map::{MapView, ROLE_MDS},
+    pb,
+};
 pub use strake_proto::{
     ids::ROOT_INO,
     pb::{Attr, Creds, Layout, LayoutSpec, Roads, SetAttr, StatfsReply},
@@ -137,7 +141,35 @@ impl Client {
 
     /// Over which connections it reaches the storage servers, and what went over each kind of fabric.
     pub fn roads(&self) -> Roads {
-        Roads { roads: traffic::roads(&*self.core.fabric), ways: self.core.conns.ways() }
+        Roads { roads: traffic::roads(&*self.core.fabric), ways: self.core.conns.ways(), ..Default::default() }
+    }
+
+    /// As [`Client::roads`], and by which roads bytes of this file came from storage servers and went there, since this client has it in use.
+    /// Their sums are all that was moved, zeros of holes and what was sent again included.
+    pub fn file_roads(&self, ino: Ino) -> Roads {
+        let Some(inode) = self.core.live_inode(ino) else { return self.roads() };
+        let (fetched, sent) = (inode.fetched.look(), inode.sent.look());
+        let of = |road: Road| pb::FileRoad { road: road.name().into(), fetched: fetched[road], sent: sent[road] };
+        Roads { file: Road::ALL.into_iter().map(of).collect(), ..self.roads() }
+    }
+
+    /// Why no storage server is reached by RDMA; `None`: at least one is.
+    pub fn no_rdma(&self) -> Option<String> {
+        let map = self.core.map();
+        let servers = map.map.nodes.iter().filter(|n| n.role != ROLE_MDS);
+        let mut why = None;
+        for node in servers {
+            match self.core.fabric.ways(&node.endpoints) {
+                Ok(ways) if ways.iter().any(|w| matches!(w, Endpoint::Rdma(..))) => return None,
+                Ok(_) => {}
+                Err(e) => why = why.or(Some(e.message)),
+            }
+            // What is missing is missing here, so that others would say the same.
+            if node.endpoints.iter().any(|e| e.starts_with("rdma:")) {
+                break;
+            }
+        }
+        Some(why.unwrap_or_else(|| "no storage server has an RDMA endpoint that this client may use".into()))
     }
 
     /// The root directory.

@@ -1,6 +1,6 @@
 //! Lists of buffers as one run of bytes: cutting without copying.
 
-use strake_fabric::{Buf, BufMut, Pool};
+use strake_fabric::{Buf, BufMut, Pool, Road};
 
 pub(crate) fn total(bufs: &[Buf]) -> usize {
     bufs.iter().map(Buf::len).sum()
@@ -62,9 +62,17 @@ pub(crate) fn copy(pool: &Pool, bufs: &[Buf]) -> Buf {
     fill(pool.get_now(total(bufs)), bufs)
 }
 
-/// A copy in one buffer that belongs to no pool.
+/// The road by which all of it came, if it was one.
+pub(crate) fn road(bufs: &[Buf]) -> Option<Road> {
+    let first = bufs.first()?.road();
+    bufs.iter().all(|b| b.road() == first).then_some(first)
+}
+
+/// A copy in one buffer that belongs to no pool; it is said to have come as the bytes did, if they came by one road.
 pub(crate) fn detached(bufs: &[Buf]) -> Buf {
-    fill(BufMut::unpooled(total(bufs)), bufs)
+    let mut to = BufMut::unpooled(total(bufs));
+    to.came_by(road(bufs).unwrap_or_default());
+    fill(to, bufs)
 }
 
 fn fill(mut out: BufMut, bufs: &[Buf]) -> Buf {
@@ -106,6 +114,14 @@ mod tests {
         }
         assert_eq!(&copy(&Pool::default(), &bufs)[..], &data[..]);
         assert_eq!(&detached(&bufs)[..], &data[..]);
+        let by = |road| {
+            let mut b = BufMut::unpooled(10);
+            b.came_by(road);
+            b.freeze()
+        };
+        let (one, two) = ([by(Road::Rdma), by(Road::Rdma).slice(3..7)], [by(Road::Rdma), by(Road::Tcp)]);
+        assert_eq!((road(&one), road(&two), road(&[])), (Some(Road::Rdma), None, None));
+        assert_eq!((detached(&one).road(), copy(&Pool::default(), &one).road()), (Road::Rdma, Road::Local));
         let mut z = Vec::new();
         push_zeros(&mut z, &Buf::copy_from(&[0; 8]), 21);
         assert_eq!(total(&z), 21);

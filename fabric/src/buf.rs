@@ -23,6 +23,7 @@ use tokio::sync::Semaphore;
 use crate::{
     kept::Kept,
     region::{Arena, Place, REGION, Region},
+    traffic::{ByRoad, Road, Went},
 };
 
 /// Alignment of every pooled buffer: enough for `O_DIRECT` and for registration.
@@ -154,7 +155,7 @@ impl Pool {
         let place = s.arena.lock().take_at(at, capacity, s.regions())?;
         s.used_bytes.fetch_add(capacity as u64, Relaxed);
         let block = Block { ptr: place.as_ptr(), cap: capacity, place: Some(place) };
-        Some(BufMut { block, len: capacity, home: Some(Home { pool: s.clone(), pages: 0 }) })
+        Some(BufMut::new(block, capacity, Some(Home { pool: s.clone(), pages: 0 })))
     }
 
     /// A buffer of exactly `len` visible bytes (contents unspecified), start aligned to [`ALIGN`]. Waits while the
@@ -214,7 +215,7 @@ impl Pool {
             }
         };
         s.used_bytes.fetch_add(cap as u64, Relaxed);
-        BufMut { block, len, home: Some(Home { pool: s.clone(), pages }) }
+        BufMut::new(block, len, Some(Home { pool: s.clone(), pages }))
     }
 }
 
@@ -258,12 +259,25 @@ pub struct BufMut {
     block: Block,
     len: usize,
     home: Option<Home>,
+    /// How its bytes came.
+    road: Road,
+    /// How they left, since it was filled.
+    went: Went,
 }
 
 impl BufMut {
+    fn new(block: Block, len: usize, home: Option<Home>) -> BufMut {
+        BufMut { block, len, home, road: Road::Local, went: Went::default() }
+    }
+
+    /// Its bytes came by this road. A new buffer, and one that is written again, is [`Road::Local`].
+    pub fn came_by(&mut self, road: Road) {
+        self.road = road;
+    }
+
     /// A zeroed buffer that belongs to no pool.
     pub fn unpooled(len: usize) -> BufMut {
-        BufMut { block: Block::new(capacity(len)), len, home: None }
+        BufMut::new(Block::new(capacity(len)), len, None)
     }
 
     pub fn freeze(self) -> Buf {
@@ -388,6 +402,29 @@ impl Buf {
         }
     }
 
+    /// How its bytes came. What was copied came by none.
+    pub fn road(&self) -> Road {
+        match &self.owner {
+            Owner::Pooled(b) => b.road,
+            Owner::Bytes(_) => Road::Local,
+        }
+    }
+
+    /// All of it was sent by this road, and has arrived.
+    pub fn sent_by(&self, road: Road) {
+        if let Owner::Pooled(b) = &self.owner {
+            b.went.add(road, self.len());
+        }
+    }
+
+    /// How bytes of the whole buffer, of which this may be a part, were sent since it was filled; those that were sent twice count twice.
+    pub fn went(&self) -> ByRoad {
+        match &self.owner {
+            Owner::Pooled(b) => b.went.look(),
+            Owner::Bytes(_) => ByRoad::default(),
+        }
+    }
+
     /// Where it lies in kept memory, if it does.
     pub fn kept(&self) -> Option<KeptAt> {
         let Owner::Pooled(b) = &self.owner else { return None };
@@ -407,6 +444,7 @@ impl Buf {
             Owner::Pooled(b) if range.start == 0 => match Arc::try_unwrap(b) {
                 Ok(mut b) => {
                     b.truncate(range.end);
+                    (b.road, b.went) = (Road::Local, Went::default());
                     Ok(b)
                 }
                 Err(b) => Err(Buf { owner: Owner::Pooled(b), range }),
@@ -463,6 +501,28 @@ mod tests {
             assert_eq!(after.allocations - before.allocations, outside, "{len}");
             assert_eq!(after.free, REGION as u64, "one region, used again");
         }
+    }
+
+    #[test]
+    fn marks_stay_with_the_bytes_and_not_with_the_memory() {
+        let pool = Pool::new(64 << 20);
+        let mut b = pool.get_now(100);
+        assert_eq!(b.road, Road::Local);
+        b.came_by(Road::Tcp);
+        let b = b.freeze();
+        let part = b.slice(10..30);
+        assert_eq!((part.road(), Buf::copy_from(&part).road()), (Road::Tcp, Road::Local));
+        part.sent_by(Road::Rdma);
+        b.slice(30..40).sent_by(Road::RdmaStream);
+        assert_eq!((b.went()[Road::Rdma], b.went()[Road::RdmaStream], b.went().sum()), (20, 10, 30));
+        drop(part);
+        // Written again, or used by somebody else: nothing of it is left.
+        let b = b.try_mut().unwrap().freeze();
+        assert_eq!((b.road(), b.went().sum()), (Road::Local, 0));
+        drop(b);
+        let again = pool.get_now(100).freeze();
+        assert_eq!((again.road(), again.went().sum()), (Road::Local, 0));
+        assert_eq!(Buf::from(Bytes::from_static(b"x")).road(), Road::Local);
     }
 
     #[tokio::test(start_paused = true)]

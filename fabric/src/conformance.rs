@@ -125,7 +125,7 @@ pub fn pattern(len: usize, seed: usize) -> Buf {
 }
 
 fn echo(body: impl Into<Bytes>, payload: Vec<Buf>) -> Message {
-    Message { opcode: opcode::ECHO, trace: 77, body: body.into(), payload }
+    Message { opcode: opcode::ECHO, trace: 77, body: body.into(), payload, ..Message::default() }
 }
 
 fn flat(payload: &[Buf]) -> Vec<u8> {

@@ -34,7 +34,7 @@ pub use region::{REGION, Region};
 pub use roads::{Roads, Use};
 use strake_proto::{Error, Result};
 pub use tcp::TcpFabric;
-pub use traffic::Traffic;
+pub use traffic::{ByRoad, Road, RoadCounter, Traffic};
 
 /// What a connection's other end proved to be in the handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,11 +54,14 @@ pub struct Message {
     pub body: Bytes,
     /// Bulk bytes in order. A received payload is one segment, from the receiver's pool.
     pub payload: Vec<Buf>,
+    /// Of an answer as [`Connection::call`] returns it: how the request's payload went. The answer's own payload tells by
+    /// [`Buf::road`] how it came.
+    pub went: Road,
 }
 
 impl Message {
     pub fn new(opcode: u16, body: impl Into<Bytes>) -> Message {
-        Message { opcode, trace: 0, body: body.into(), payload: Vec::new() }
+        Message { opcode, body: body.into(), ..Message::default() }
     }
     #[must_use]
     pub fn with_payload(mut self, payload: Vec<Buf>) -> Message {

@@ -204,7 +204,8 @@ mod tests {
         let conn = near.connect(guard.endpoint(), None).await.unwrap();
         let payload = crate::conformance::pattern(100_000, 1);
         let m = crate::Message::new(strake_proto::opcode::ECHO, "").with_payload(vec![payload]);
-        conn.call(m, std::time::Duration::from_secs(10)).await.unwrap();
+        let got = conn.call(m, std::time::Duration::from_secs(10)).await.unwrap();
+        assert_eq!((got.went, got.payload[0].road()), (crate::Road::Tcp, crate::Road::Tcp));
         let of = conn.traffic();
         assert!(of.sent > 100_000 && of.received > 100_000 && of.sent < 101_000, "{of:?}");
         let total = |f: &Roads| f.roads()[0];

@@ -1,13 +1,133 @@
 //! What goes over connections, counted.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering::Relaxed},
+use std::{
+    fmt,
+    ops::{AddAssign, Index},
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicU64, Ordering::Relaxed},
+    },
 };
 
 use strake_proto::pb;
 
-use crate::Fabric;
+use crate::{Buf, Fabric};
+
+/// How bytes came into a buffer, or left it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Road {
+    /// By no network: made or copied here, zeros of a hole, of a simulated network.
+    #[default]
+    Local,
+    /// Through a TCP stream.
+    Tcp,
+    /// Between two RDMA devices, but through the stream of frames, and copied between there and the buffer: a large payload for which
+    /// there was no memory to lend.
+    RdmaStream,
+    /// Between two RDMA devices and straight into or out of the buffer; or with its frame, if it has no more than 4 KiB.
+    Rdma,
+}
+
+impl Road {
+    /// All of them.
+    pub const ALL: [Road; 4] = [Road::Local, Road::Tcp, Road::RdmaStream, Road::Rdma];
+
+    /// As users read it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Road::Local => "local",
+            Road::Tcp => "tcp",
+            Road::RdmaStream => "rdma-stream",
+            Road::Rdma => "rdma",
+        }
+    }
+}
+
+impl fmt::Display for Road {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// Bytes by road.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ByRoad([u64; Road::ALL.len()]);
+
+impl ByRoad {
+    /// So many bytes by one road.
+    pub fn of(road: Road, bytes: u64) -> ByRoad {
+        let mut all = ByRoad::default();
+        all.add(road, bytes);
+        all
+    }
+
+    /// What these buffers say of themselves.
+    pub fn came(bufs: &[Buf]) -> ByRoad {
+        let mut all = ByRoad::default();
+        bufs.iter().for_each(|b| all.add(b.road(), b.len() as u64));
+        all
+    }
+
+    /// More of them.
+    pub fn add(&mut self, road: Road, bytes: u64) {
+        self.0[road as usize] += bytes;
+    }
+
+    /// All together.
+    pub fn sum(&self) -> u64 {
+        self.0.iter().sum()
+    }
+
+    /// Each road with its bytes.
+    pub fn iter(&self) -> impl Iterator<Item = (Road, u64)> {
+        Road::ALL.into_iter().zip(self.0)
+    }
+}
+
+impl Index<Road> for ByRoad {
+    type Output = u64;
+    fn index(&self, road: Road) -> &u64 {
+        &self.0[road as usize]
+    }
+}
+
+impl AddAssign for ByRoad {
+    fn add_assign(&mut self, other: ByRoad) {
+        other.iter().for_each(|(road, bytes)| self.add(road, bytes));
+    }
+}
+
+/// Counts bytes by road, from many threads.
+#[derive(Debug, Default)]
+pub struct RoadCounter([AtomicU64; Road::ALL.len()]);
+
+impl RoadCounter {
+    /// More of them.
+    pub fn add(&self, more: ByRoad) {
+        for (road, bytes) in more.iter().filter(|(_, bytes)| *bytes > 0) {
+            self.0[road as usize].fetch_add(bytes, Relaxed);
+        }
+    }
+
+    /// So far.
+    pub fn look(&self) -> ByRoad {
+        ByRoad(std::array::from_fn(|i| self.0[i].load(Relaxed)))
+    }
+}
+
+/// How the bytes of one buffer left it; smaller, as there is one in each.
+#[derive(Debug, Default)]
+pub(crate) struct Went([AtomicU32; Road::ALL.len()]);
+
+impl Went {
+    pub fn add(&self, road: Road, bytes: usize) {
+        self.0[road as usize].fetch_add(bytes as u32, Relaxed);
+    }
+
+    pub fn look(&self) -> ByRoad {
+        ByRoad(std::array::from_fn(|i| self.0[i].load(Relaxed).into()))
+    }
+}
 
 /// Connections that are open, and bytes since the beginning: of frames, and of payloads whichever way they went.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -12,13 +12,13 @@ use std::{
 
 use futures_util::{StreamExt, stream};
 use parking_lot::Mutex;
-use strake_fabric::{Buf, REGION};
+use strake_fabric::{Buf, ByRoad, REGION};
 use strake_proto::{Code, Error, Result, layout::MAX_FILE_SIZE};
 use tokio::sync::Semaphore;
 
 use crate::{
     ByTier, Direction, Failed, FileIo, Network, Policy, Report, Tier, Unavailable,
-    copier::{Call, Copier, Flight, Work},
+    copier::{Call, Copier, Done, Flight, Work},
     mem::{Fault, GpuMem},
     pins::{MIN_SLOT, Pins, Regions},
     plan::{Run, Standing},
@@ -38,11 +38,21 @@ pub struct Options {
     pub pinned_limit: Option<u64>,
     /// `GpuRdma` may be used although its bytes are verified at the storage server only.
     pub accept_oss_checksum: bool,
+    /// The device sums what it received and what it gave, and the sums are compared with the host's. It costs a part of the device's and of the
+    /// processor's time. Where the device cannot, reports say so.
+    pub verify_on_gpu: bool,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { workers: 4, slots: 3, slot_bytes: REGION, pinned_limit: None, accept_oss_checksum: false }
+        Options {
+            workers: 4,
+            slots: 3,
+            slot_bytes: REGION,
+            pinned_limit: None,
+            accept_oss_checksum: false,
+            verify_on_gpu: false,
+        }
     }
 }
 
@@ -89,6 +99,8 @@ pub(crate) struct Inner {
     regions: Arc<Regions>,
     notice: Option<String>,
     consent: bool,
+    /// Parts are verified by the device; otherwise why not.
+    sums: Result<(), String>,
     /// Parts under way, over all calls.
     room: Semaphore,
     width: usize,
@@ -105,6 +117,9 @@ struct Part {
     gpu: u64,
     len: usize,
 }
+
+/// What became of a part: its tier, its bytes by road, and how it was copied.
+type Moved = (Tier, ByRoad, Done);
 
 /// What one call has in common.
 struct Ongoing<'a> {
@@ -133,6 +148,7 @@ impl Bridge {
         let width = slots.iter().map(|s| s.len().max(2)).sum();
         let start = |slots| Copier::start(device.clone(), slots, regions.clone());
         let workers = slots.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+        let sums = if options.verify_on_gpu { device.sums() } else { Err("it was not asked for".into()) };
         let bridge = Bridge(Arc::new(Inner {
             device,
             network,
@@ -142,6 +158,7 @@ impl Bridge {
             regions,
             notice,
             consent: options.accept_oss_checksum,
+            sums,
             room: Semaphore::new(width),
             width,
             next: AtomicUsize::new(0),
@@ -159,6 +176,13 @@ impl Bridge {
             let standing = selftest::test(&self.0, tier).await;
             self.0.standings.lock()[tier] = standing;
         }
+        let mut all = self.0.standings.lock();
+        // They are one road of the device's, so that a test says nothing of which is faster: the better one is taken first.
+        if let (Standing::Available(_), Standing::Available(m)) = (&all[Tier::BounceRdma], all[Tier::BounceTcp].clone())
+        {
+            all[Tier::BounceRdma] = Standing::Available(m);
+        }
+        drop(all);
         self.standings()
     }
 
@@ -197,13 +221,23 @@ impl Bridge {
         self.call(Direction::Save, all, policy).await
     }
 
+    /// Whether the standings may be others than they were: a tier failed, or RDMA has come or gone.
+    fn is_changed(&self) -> bool {
+        let all = self.standings();
+        let lost = |s: &Standing| matches!(s, Standing::Unavailable(Unavailable::Lost(_)));
+        let rdma = match &all[Tier::BounceRdma] {
+            Standing::Available(_) => Some(true),
+            Standing::Unavailable(Unavailable::NoRdma { .. }) => Some(false),
+            Standing::Unavailable(_) => None,
+        };
+        all.iter().any(|(_, s)| lost(s)) || rdma.is_some_and(|had| had != self.0.network.no_rdma().is_none())
+    }
+
     async fn call(&self, direction: Direction, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
         let (begun, inner) = (Instant::now(), &self.0);
-        let lost = |s: &Standing| matches!(s, Standing::Unavailable(Unavailable::Lost(_)));
-        if self.standings().iter().any(|(_, s)| lost(s)) {
+        if self.is_changed() {
             self.self_test().await;
         }
-        let rdma_before = inner.network.over_rdma();
         let asked = all.iter().fold(0u64, |sum, t| sum.saturating_add(t.len));
         let mut run = Run::begin(asked, policy, direction, &self.standings(), inner.consent);
         if let Err(e) = inner.check(direction, all) {
@@ -221,9 +255,9 @@ impl Bridge {
             let moves = stream::iter(parts).map(|p| inner.part(&ongoing, p)).buffer_unordered(inner.width);
             moves.for_each(|()| ready(())).await;
         }
-        ongoing.run.lock().over_rdma(inner.network.over_rdma().saturating_sub(rdma_before));
         let ranges = ongoing.moved.iter().map(|n| n.load(Relaxed)).collect();
-        let (report, outcome) = ongoing.run.into_inner().finish(ranges, begun.elapsed());
+        let (mut report, outcome) = ongoing.run.into_inner().finish(ranges, begun.elapsed());
+        report.not_on_gpu = inner.sums.clone().err();
         match outcome {
             Ok(()) => Ok(report),
             Err(error) => Err(Failed { error, report: Box::new(report) }),
@@ -288,8 +322,17 @@ impl Inner {
             Direction::Save => self.save_part(call, &p).await,
         };
         match moved {
-            Ok(Some((tier, staged))) => {
-                call.run.lock().moved(tier, p.len as u64, staged);
+            Ok(Some((tier, by, done))) => {
+                let mut run = call.run.lock();
+                if done.summed {
+                    run.verified(by.sum());
+                }
+                let staged = done.staged;
+                match call.direction {
+                    Direction::Load => run.moved(tier, by, staged),
+                    Direction::Save => run.saved(tier, by, staged),
+                }
+                drop(run);
                 call.moved[p.range].fetch_add(p.len as u64, Relaxed);
             }
             Ok(None) => {}
@@ -301,8 +344,8 @@ impl Inner {
         }
     }
 
-    /// By which tier it went, and how many bytes by way of a slot. `None`: the call has ended.
-    async fn load_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<(Tier, u64)>> {
+    /// By which tier it went, its bytes by road, and how many by way of a slot. `None`: the call has ended.
+    async fn load_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         // Not to fetch what nobody wants any more.
         if call.run.lock().road().is_none() {
             return Ok(None);
@@ -314,27 +357,28 @@ impl Inner {
                 format!("the file ends after {} bytes, in the middle of what was to be loaded", p.offset + got as u64);
             return Err(Error::new(Code::Io, m));
         }
+        let came = ByRoad::came(&bufs);
         loop {
-            let Some(tier) = call.run.lock().road() else { return Ok(None) };
-            let work = Work::Load { from: bufs.clone(), to: p.gpu };
+            let Some(tier) = call.run.lock().road_of(came) else { return Ok(None) };
+            let work = Work::Load { from: bufs.clone(), to: p.gpu, sum: self.sums.is_ok() };
             match self.worker().copy(&call.flight.0, tier, work).await {
-                Ok(done) => return Ok(Some((tier, done.staged))),
+                Ok(done) => return Ok(Some((tier, came, done))),
                 Err(f) => self.tier_failed(call, tier, p, f)?,
             }
         }
     }
 
     /// As [`Inner::load_part`].
-    async fn save_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<(Tier, u64)>> {
+    async fn save_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         loop {
             let Some(tier) = call.run.lock().road() else { return Ok(None) };
             let into = self.network.pool().get(p.len).await?;
-            let work = Work::Save { from: p.gpu, into };
+            let work = Work::Save { from: p.gpu, into, sum: self.sums.is_ok() };
             match self.worker().copy(&call.flight.0, tier, work).await {
-                Ok(done) => {
-                    let Some(saved) = done.saved else { continue };
-                    call.all[p.range].file.write(p.offset, saved.freeze()).await?;
-                    return Ok(Some((tier, done.staged)));
+                Ok(mut done) => {
+                    let Some(saved) = done.saved.take() else { continue };
+                    let went = call.all[p.range].file.write(p.offset, saved.freeze()).await?;
+                    return Ok(Some((tier, went, done)));
                 }
                 Err(f) => self.tier_failed(call, tier, p, f)?,
             }

@@ -7,8 +7,11 @@ use std::{
 };
 
 use parking_lot::{Condvar, Mutex};
-use strake_fabric::{Buf, BufMut, Region};
-use strake_proto::{Code, Result};
+use strake_fabric::{Buf, BufMut, Region, Road};
+use strake_proto::{
+    Code, Result,
+    checksum::{combine, crc32c},
+};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::{
@@ -16,6 +19,10 @@ use crate::{
     mem::{Fault, GpuMem, Mark, Stream},
     pins::{Regions, Slot},
 };
+
+/// Bytes that came by RDMA may take one more copy if they are fewer in one piece: payloads that came with their frame, and what the client's
+/// cache has copied.
+const SMALL: usize = 64 << 10;
 
 /// What holds the copies of one call together: who gives the call up waits for those that the device has begun.
 #[derive(Default)]
@@ -77,6 +84,8 @@ pub enum Work {
         from: Vec<Buf>,
         /// Address.
         to: u64,
+        /// The device sums what arrived, and it is compared.
+        sum: bool,
     },
     /// From the device, as many bytes as the buffer has.
     Save {
@@ -84,6 +93,8 @@ pub enum Work {
         from: u64,
         /// Where to; comes back in [`Done`].
         into: BufMut,
+        /// As of a load.
+        sum: bool,
     },
 }
 
@@ -93,6 +104,8 @@ pub struct Done {
     pub staged: u64,
     /// The buffer of a [`Work::Save`].
     pub saved: Option<BufMut>,
+    /// The device's sum of its end equals that of the host's.
+    pub summed: bool,
 }
 
 type Answer = oneshot::Sender<Result<Done, Fault>>;
@@ -184,7 +197,18 @@ struct Flying {
     held: Held,
     stage: Option<Stage>,
     staged: u64,
+    check: Option<Check>,
     answer: Answer,
+}
+
+/// What the device is to say of its end of a copy.
+struct Check {
+    /// Its number for the stream.
+    number: u64,
+    /// The sum of the host's end; of a save it is known when it has come.
+    want: Option<u32>,
+    at: u64,
+    len: u64,
 }
 
 struct Worker {
@@ -218,13 +242,19 @@ impl Worker {
         let Some(landing) = call.take_off() else { return };
         let mut stage = self.stage(tier, &work);
         let (begun, held) = match work {
-            Work::Load { from, to } => (self.begin_load(tier, &from, to, stage.as_mut()), Held::Load { _from: from }),
-            Work::Save { from, mut into } => {
-                (self.begin_save(tier, from, &mut into, stage.as_mut()), Held::Save { into })
+            Work::Load { from, to, sum } => {
+                let begun = self.begin_load(tier, &from, to, stage.as_mut());
+                (begun.and_then(|staged| Ok((staged, self.check_load(sum, &from, to)?))), Held::Load { _from: from })
+            }
+            Work::Save { from, mut into, sum } => {
+                let begun = self.begin_save(tier, from, &mut into, stage.as_mut());
+                (begun.and_then(|staged| Ok((staged, self.check_save(sum, from, into.len())?))), Held::Save { into })
             }
         };
-        match begun.and_then(|staged| Ok((staged, self.stream.mark()?))) {
-            Ok((staged, mark)) => self.flying.push_back(Flying { landing, mark, held, stage, staged, answer }),
+        match begun.and_then(|(staged, check)| Ok((staged, check, self.stream.mark()?))) {
+            Ok((staged, check, mark)) => {
+                self.flying.push_back(Flying { landing, mark, held, stage, staged, check, answer });
+            }
             Err(e) => {
                 // Some of its copies may have begun.
                 self.stream.drain();
@@ -234,6 +264,24 @@ impl Worker {
                 let _ = answer.send(Err(e));
             }
         }
+    }
+
+    /// Has the device sum what arrives. The host sums meanwhile what it has sent.
+    fn check_load(&mut self, wanted: bool, from: &[Buf], to: u64) -> Result<Option<Check>, Fault> {
+        let len = from.iter().map(Buf::len).sum();
+        if !wanted || len == 0 {
+            return Ok(None);
+        }
+        let number = self.stream.sum(to, len)?;
+        let want = from.iter().fold(0, |sum, b| combine(sum, crc32c(b), b.len()));
+        Ok(Some(Check { number, want: Some(want), at: to, len: len as u64 }))
+    }
+
+    fn check_save(&mut self, wanted: bool, from: u64, len: usize) -> Result<Option<Check>, Fault> {
+        if !wanted || len == 0 {
+            return Ok(None);
+        }
+        Ok(Some(Check { number: self.stream.sum(from, len)?, want: None, at: from, len: len as u64 }))
     }
 
     /// What its bytes may have to take one more copy through.
@@ -267,6 +315,8 @@ impl Worker {
         for b in from {
             let source = if self.suits(tier, b.region()) {
                 b.as_ptr()
+            } else if tier == Tier::BounceRdma && b.road() == Road::Rdma && b.len() >= SMALL {
+                return Err(not_straight(b.len()));
             } else {
                 let room = stage.as_mut().filter(|s| s.bytes().len() - staged >= b.len());
                 let room = room.ok_or_else(|| no_slot(b.len()))?.as_mut_ptr().wrapping_add(staged);
@@ -296,6 +346,9 @@ impl Worker {
             unsafe { self.stream.save(into.as_mut_ptr(), from, len)? };
             return Ok(0);
         }
+        if tier == Tier::BounceRdma && len >= SMALL {
+            return Err(not_straight(len));
+        }
         let stage = stage.filter(|s| s.bytes().len() >= len).ok_or_else(|| no_slot(len))?;
         // SAFETY: the stage is held as long, and used by this copy alone.
         unsafe { self.stream.save(stage.as_mut_ptr(), from, len)? };
@@ -305,7 +358,7 @@ impl Worker {
     /// Waits for the oldest copy.
     fn land(&mut self) {
         let Some(f) = self.flying.pop_front() else { return };
-        let outcome = self.stream.wait(f.mark);
+        let mut outcome = self.stream.wait(f.mark);
         if outcome.is_err() {
             self.stream.drain();
         }
@@ -320,8 +373,25 @@ impl Worker {
             }
         };
         self.put_back(f.stage);
+        if let Some(c) = &f.check {
+            let said = self.stream.summed(c.number);
+            let want = c.want.or_else(|| saved.as_ref().map(|b| crc32c(b)));
+            if outcome.is_ok() && (said.is_none() || said != want) {
+                outcome = Err(Fault::Damaged { addr: c.at, len: c.len });
+            }
+        }
         drop(f.landing);
-        let _ = f.answer.send(outcome.map(|()| Done { staged: f.staged, saved }));
+        let _ = f.answer.send(outcome.map(|()| Done { staged: f.staged, saved, summed: f.check.is_some() }));
+    }
+}
+
+/// Bytes for RDMA that the device cannot copy from or to where they lie.
+fn not_straight(bytes: usize) -> Fault {
+    Fault::Pin {
+        bytes: bytes as u64,
+        why: "they are received or sent by RDMA in memory that could not be registered with the device, too: raise pinned_limit, or the \
+              limit for locked memory"
+            .into(),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use async_trait::async_trait;
 use strake_client::{Client, File};
-use strake_fabric::{Buf, Pool};
+use strake_fabric::{Buf, ByRoad, Pool, Road};
 use strake_proto::{Code, Error, Result};
 
 /// A file that parts are read from and written to, many at a time.
@@ -11,11 +11,11 @@ pub trait FileIo: Send + Sync + 'static {
     /// What tells it from other files, for messages and to find ranges that overlap.
     fn id(&self) -> u64;
 
-    /// The bytes of a range, verified; fewer only where the file ends.
+    /// The bytes of a range, verified; fewer only where the file ends. By which road they came is marked on the buffers ([`Buf::road`]).
     async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>>;
 
-    /// Writes all of it, or fails.
-    async fn write(&self, offset: u64, data: Buf) -> Result<()>;
+    /// Writes all of it, or fails. By which roads it went: as many bytes as there are.
+    async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad>;
 }
 
 /// What a bridge asks of the client whose files it moves.
@@ -23,8 +23,8 @@ pub trait Network: Send + Sync + 'static {
     /// Where buffers come from, those of bytes that arrive too.
     fn pool(&self) -> &Pool;
 
-    /// Bytes that went over RDMA since the beginning, whichever way and for whom.
-    fn over_rdma(&self) -> u64;
+    /// Why no storage server is reached by RDMA; `None`: at least one is.
+    fn no_rdma(&self) -> Option<String>;
 }
 
 impl Network for Client {
@@ -32,10 +32,13 @@ impl Network for Client {
         Client::pool(self)
     }
 
-    fn over_rdma(&self) -> u64 {
-        self.roads().roads.iter().filter(|r| r.road == "rdma").map(|r| r.sent + r.received).sum()
+    fn no_rdma(&self) -> Option<String> {
+        Client::no_rdma(self)
     }
 }
+
+/// What is said where nobody asked a cluster.
+pub(crate) const NO_CLIENT: &str = "there is no client here that would reach any";
 
 /// Buffers without a client, for self-tests.
 impl Network for Pool {
@@ -43,8 +46,8 @@ impl Network for Pool {
         self
     }
 
-    fn over_rdma(&self) -> u64 {
-        0
+    fn no_rdma(&self) -> Option<String> {
+        Some(NO_CLIENT.into())
     }
 }
 
@@ -58,11 +61,38 @@ impl FileIo for File {
         File::read(self, offset, len).await
     }
 
-    async fn write(&self, offset: u64, data: Buf) -> Result<()> {
-        let len = data.len();
+    async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad> {
+        let (len, sent) = (data.len(), data.clone());
         match File::write(self, offset, vec![data]).await? {
             n if n < len => Err(Error::new(Code::NoSpc, "no space left for all of the bytes")),
-            _ => Ok(()),
+            _ => Ok(once(sent.went(), len as u64)),
         }
+    }
+}
+
+/// Each of `len` bytes once. What was sent again, or by more than one road, counts as the road that proves the least; what was not sent yet went by none.
+fn once(went: ByRoad, len: u64) -> ByRoad {
+    let (mut all, mut left) = (ByRoad::default(), len);
+    for road in [Road::Local, Road::Tcp, Road::RdmaStream, Road::Rdma] {
+        let n = went[road].min(left);
+        all.add(road, n);
+        left -= n;
+    }
+    all.add(Road::Local, left);
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_of_a_write_counts_once() {
+        let mut went = ByRoad::of(Road::Rdma, 100);
+        assert_eq!(once(went, 100), went);
+        assert_eq!(once(went, 130)[Road::Local], 30, "held back");
+        went.add(Road::Tcp, 40);
+        let all = once(went, 100);
+        assert_eq!((all[Road::Tcp], all[Road::Rdma], all.sum()), (40, 60, 100), "some were sent again");
     }
 }

@@ -2,12 +2,14 @@
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
+    ptr,
     sync::Arc,
     thread,
     time::Duration,
 };
 
 use parking_lot::Mutex;
+use strake_proto::checksum::crc32c;
 
 use crate::{
     Tier, Unavailable,
@@ -42,6 +44,7 @@ struct State {
     copied: Copied,
     copies: u64,
     pace: Duration,
+    sums: bool,
 }
 
 /// Memory of the process that takes part as if it were the device's.
@@ -130,6 +133,11 @@ impl HostMem {
     /// Each copy takes at least this long from now on.
     pub fn slow_down(&self, copy: Duration) {
         self.0.lock().pace = copy;
+    }
+
+    /// From now on plays a device that sums its memory. The work is done by this machine: for tests.
+    pub fn play_sums(&self) {
+        self.0.lock().sums = true;
     }
 
     /// What was copied so far.
@@ -327,16 +335,21 @@ impl GpuMem for HostMem {
         }
     }
 
+    fn sums(&self) -> Result<(), String> {
+        if self.0.lock().sums { Ok(()) } else { Err("there is no GPU, only host memory in its place".into()) }
+    }
+
     fn stream(&self) -> Result<Box<dyn Stream>, Fault> {
         if self.0.lock().context_gone {
             return Err(Fault::ContextGone);
         }
         let (copies, faults) = (VecDeque::new(), VecDeque::new());
-        Ok(Box::new(HostStream { device: self.clone(), copies, faults, given: 0, done: 0 }))
+        let told = BTreeMap::new();
+        Ok(Box::new(HostStream { device: self.clone(), copies, faults, given: 0, done: 0, told }))
     }
 }
 
-/// A copy that was asked for and not made yet.
+/// A copy that was asked for and not made yet; without a host's end a sum.
 struct Pending {
     host: *mut u8,
     device: u64,
@@ -352,6 +365,8 @@ struct HostStream {
     faults: VecDeque<(u64, Fault)>,
     given: u64,
     done: u64,
+    /// Sums by the numbers of their orders.
+    told: BTreeMap<u64, u32>,
 }
 
 impl HostStream {
@@ -368,7 +383,12 @@ impl HostStream {
             if !pace.is_zero() {
                 thread::sleep(pace);
             }
-            if let Err(e) = self.device.0.lock().copy(&c) {
+            if c.host.is_null() {
+                match self.device.peek(c.device, c.len as u64) {
+                    Ok(bytes) => drop(self.told.insert(self.done, crc32c(&bytes))),
+                    Err(e) => self.faults.push_back((self.done, e)),
+                }
+            } else if let Err(e) = self.device.0.lock().copy(&c) {
                 self.faults.push_back((self.done, e));
             }
             self.done += 1;
@@ -394,6 +414,18 @@ impl Stream for HostStream {
 
     unsafe fn save(&mut self, to: *mut u8, from: u64, len: usize) -> Result<(), Fault> {
         self.push(Pending { host: to, device: from, len, to_device: false })
+    }
+
+    fn sum(&mut self, from: u64, len: usize) -> Result<u64, Fault> {
+        let number = self.given;
+        self.push(Pending { host: ptr::null_mut(), device: from, len, to_device: false })?;
+        Ok(number)
+    }
+
+    fn summed(&mut self, number: u64) -> Option<u32> {
+        let told = self.told.remove(&number);
+        self.told.retain(|n, _| *n > number);
+        told
     }
 
     fn mark(&mut self) -> Result<Mark, Fault> {

@@ -21,6 +21,7 @@
 
 #![warn(missing_docs)]
 
+pub mod bench;
 mod bridge;
 mod copier;
 mod cuda;
@@ -43,5 +44,5 @@ pub use file::{FileIo, Network};
 pub use host::{Copied, HostMem};
 pub use mem::{Fault, GpuMem, Mark, Stream};
 pub use reason::Unavailable;
-pub use report::{Checksum, Direction, Failed, Report, Switch};
+pub use report::{Checksum, Checksums, Direction, Failed, Report, Switch};
 pub use tier::{ByTier, Policy, Tier};

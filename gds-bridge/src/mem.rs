@@ -35,6 +35,13 @@ pub enum Fault {
         /// For so many bytes.
         bytes: u64,
     },
+    /// What lies in the device's memory is not what was copied there, or what came from it not what lies there: the checksums differ.
+    Damaged {
+        /// Where it lies.
+        addr: u64,
+        /// Its bytes.
+        len: u64,
+    },
     /// Host memory could not be pinned.
     Pin {
         /// How much of it.
@@ -58,6 +65,8 @@ impl Fault {
     pub const fn is_of_call(&self) -> bool {
         match self {
             Fault::Foreign { .. } | Fault::Freed { .. } | Fault::Beyond { .. } | Fault::ContextGone => true,
+            // Nobody knows whom to trust.
+            Fault::Damaged { .. } => true,
             Fault::NoMemory { .. } | Fault::Pin { .. } | Fault::Driver { .. } => false,
         }
     }
@@ -73,6 +82,10 @@ impl fmt::Display for Fault {
             }
             Fault::ContextGone => f.write_str("the device's context is gone"),
             Fault::NoMemory { bytes } => write!(f, "the device has no room for {bytes} bytes"),
+            Fault::Damaged { addr, len } => write!(
+                f,
+                "{len} bytes at address {addr:#x} were damaged between host memory and the device: their CRC32Cs differ"
+            ),
             Fault::Pin { bytes, why } => write!(f, "{bytes} bytes of host memory cannot be pinned: {why}"),
             Fault::Driver { call, code, name } => write!(f, "{call} failed with {code}: {name}"),
         }
@@ -86,6 +99,7 @@ impl From<Fault> for Error {
         let code = match &f {
             Fault::Foreign { .. } | Fault::Freed { .. } | Fault::Beyond { .. } => Code::Inval,
             Fault::ContextGone => Code::NoDev,
+            Fault::Damaged { .. } => Code::Corrupt,
             Fault::NoMemory { .. } | Fault::Pin { .. } => Code::NoMem,
             Fault::Driver { .. } => Code::Io,
         };
@@ -127,6 +141,9 @@ pub trait GpuMem: Send + Sync + 'static {
     /// Undoes a [`GpuMem::pin`] that succeeded, with the same `start`. No stream uses the memory any more.
     fn unpin(&self, start: *mut u8);
 
+    /// Whether its streams sum memory by the device itself ([`Stream::sum`]); otherwise why not, in a sentence. May take a while the first time.
+    fn sums(&self) -> Result<(), String>;
+
     /// A new queue of copies, for the thread that calls.
     fn stream(&self) -> Result<Box<dyn Stream>, Fault>;
 }
@@ -144,6 +161,14 @@ pub trait Stream {
     /// # Safety
     /// `to` is valid for writing `len` bytes, and nobody else uses them, until a later mark was waited for or the stream drained.
     unsafe fn save(&mut self, to: *mut u8, from: u64, len: usize) -> Result<(), Fault>;
+
+    /// Has the device sum its memory behind the copies so far: CRC32C. What it says is asked of [`Stream::summed`] by the number that this returns.
+    /// Only where [`GpuMem::sums`] has no objection.
+    fn sum(&mut self, from: u64, len: usize) -> Result<u64, Fault>;
+
+    /// What the device said, told once; a mark behind the sum was waited for. `None`: it failed, as the wait has told. Forgets all sums
+    /// before it.
+    fn summed(&mut self, number: u64) -> Option<u32>;
 
     /// Notes how far it was filled.
     fn mark(&mut self) -> Result<Mark, Fault>;

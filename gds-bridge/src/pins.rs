@@ -20,7 +20,7 @@ pub struct Slot {
 }
 
 impl Slot {
-    fn new(device: &Arc<dyn GpuMem>, len: usize) -> Result<Slot, Fault> {
+    pub fn new(device: &Arc<dyn GpuMem>, len: usize) -> Result<Slot, Fault> {
         let mut memory = BufMut::unpooled(len);
         // SAFETY: the buffer is page-aligned and whole pages, and lives until `drop` has unpinned it.
         unsafe { device.pin(memory.as_mut_ptr(), len)? };

@@ -1,5 +1,6 @@
 //! Which tier each part of a call takes. No clock, no memory, no I/O: what happens is told to it, what to do is asked of it.
 
+use strake_fabric::{ByRoad, Road};
 use strake_proto::{Code, Error};
 
 use crate::{ByTier, Direction, Policy, Report, Switch, Tier, Unavailable, report::Checksum};
@@ -70,8 +71,12 @@ pub struct Run {
     asked: u64,
     by_tier: ByTier<u64>,
     staged: u64,
-    over_rdma: u64,
+    by_road: ByRoad,
+    /// Bytes whose sums the device has confirmed.
+    verified: u64,
     switches: Vec<Switch>,
+    /// A part took another bounce tier than the one in use, and that was told.
+    other_road: bool,
     ended: Option<Error>,
 }
 
@@ -91,8 +96,10 @@ impl Run {
             asked,
             by_tier: ByTier::default(),
             staged: 0,
-            over_rdma: 0,
+            by_road: ByRoad::default(),
+            verified: 0,
             switches: Vec::new(),
+            other_road: false,
             ended,
         }
     }
@@ -108,43 +115,106 @@ impl Run {
         if self.ended.is_some() { None } else { self.roads.first().copied() }
     }
 
-    /// A part arrived, `staged` of its bytes by way of one more copy.
-    pub fn moved(&mut self, tier: Tier, bytes: u64, staged: u64) {
-        assert!(self.policy.allows(tier), "{} does not allow {tier}, by which {bytes} bytes went", self.policy);
+    /// The tier for a part that was fetched and lies in host memory: of those left, the first that bytes of these roads can take. With
+    /// [`Tier::BounceRdma`] those of other roads than RDMA are bounced, too, and count as [`Tier::BounceTcp`]. `None`: as for [`Run::road`], or
+    /// the call has ended just now, because the policy allows no tier for them.
+    pub fn road_of(&mut self, came: ByRoad) -> Option<Tier> {
+        let first = self.road()?;
+        let Some(tier) = self.roads.iter().find_map(|t| self.takes(*t, came)) else {
+            let lost = self.switches.iter().rev().find(|s| matches!(s.why, Unavailable::Lost(_)));
+            let lost = lost.map(|s| format!("; {}: {}", s.from, s.why)).unwrap_or_default();
+            let m =
+                format!("bytes of a part came by {}, and {} allows no tier for them{lost}", said(came), self.policy);
+            self.ended = Some(Error::new(Code::Io, m));
+            return None;
+        };
+        let lowest = if came[Road::Rdma] < came.sum() && tier.is_bounce() { Tier::BounceTcp } else { tier };
+        if lowest > first && !self.other_road {
+            self.other_road = true;
+            let why = Unavailable::CameBy(worst(came));
+            self.switches.push(Switch { after: self.by_tier.sum(), from: first, to: Some(lowest), why });
+        }
+        Some(tier)
+    }
+
+    /// How a part is copied whose tier is to be `tier`, if its bytes can take it.
+    fn takes(&self, tier: Tier, came: ByRoad) -> Option<Tier> {
+        if !tier.is_bounce() {
+            return Some(tier);
+        }
+        let has = |t: Tier| self.roads.contains(&t);
+        let (rdma, others) = (came[Road::Rdma] > 0, came[Road::Rdma] < came.sum());
+        // What may not be called what it is, is not called something less either.
+        let whole = !rdma || has(Tier::BounceRdma) || (has(Tier::BounceTcp) && self.policy.allows(Tier::BounceRdma));
+        let fits = whole && (!others || has(Tier::BounceTcp));
+        let by_rdma = rdma && has(Tier::BounceRdma);
+        fits.then_some(if by_rdma { Tier::BounceRdma } else { Tier::BounceTcp })
+    }
+
+    /// A part arrived that took this tier, bytes of these roads, `staged` of them by way of one more copy.
+    pub fn moved(&mut self, tier: Tier, by: ByRoad, staged: u64) {
+        let split = self.count(tier, by, staged);
+        for (tier, bytes) in split.iter().filter(|(_, bytes)| **bytes > 0) {
+            assert!(self.policy.allows(tier), "{} does not allow {tier}, by which {bytes} bytes went", self.policy);
+        }
+    }
+
+    /// Of a part that is about to be counted the device's sum was right.
+    pub fn verified(&mut self, bytes: u64) {
+        self.verified += bytes;
+    }
+
+    /// A part was saved. Only now it is known by which roads it went, and the call has ended if the policy does not allow what they make of
+    /// the tier. The bytes count all the same: they were moved.
+    pub fn saved(&mut self, tier: Tier, by: ByRoad, staged: u64) {
+        let less = self.policy.allows(Tier::BounceRdma) && !self.roads.contains(&Tier::BounceRdma);
+        let tier = match tier.is_bounce() {
+            true if less || by[Road::Rdma] == 0 => Tier::BounceTcp,
+            true => Tier::BounceRdma,
+            false => tier,
+        };
+        let split = self.count(tier, by, staged);
+        let wrong = split.iter().find(|(t, bytes)| **bytes > 0 && !self.policy.allows(*t));
+        if let Some((tier, bytes)) = wrong {
+            let m = format!(
+                "{bytes} bytes of a part went by {}, which makes it {tier}, and {} does not allow that",
+                said(by),
+                self.policy
+            );
+            self.fail(Error::new(Code::Io, m));
+        }
+    }
+
+    fn count(&mut self, tier: Tier, by: ByRoad, staged: u64) -> ByTier<u64> {
+        let (bytes, mut split) = (by.sum(), ByTier::default());
         assert!(staged <= bytes);
-        self.by_tier[tier] += bytes;
+        let rdma = if tier == Tier::BounceRdma { by[Road::Rdma] } else { 0 };
+        split[Tier::BounceRdma] = rdma;
+        split[if tier == Tier::BounceRdma { Tier::BounceTcp } else { tier }] += bytes - rdma;
+        split.iter().for_each(|(t, n)| self.by_tier[t] += n);
+        self.by_road += by;
         self.staged += staged;
         assert!(self.by_tier.sum() <= self.asked, "more bytes arrived than were asked for");
+        split
     }
 
     /// A tier failed; several parts may say so of the same one.
     pub fn lost(&mut self, tier: Tier, why: Unavailable) {
         let Some(at) = self.roads.iter().position(|t| *t == tier) else { return };
+        // The network chooses between the two that bounce, so both are in use where one is.
+        let in_use = at == 0 || (tier.is_bounce() && self.roads[0].is_bounce());
         self.roads.remove(at);
-        if at > 0 || self.ended.is_some() {
+        if !in_use || self.ended.is_some() {
             return;
         }
-        let to = self.roads.first().copied();
-        if to.is_none() {
+        let to = self.roads.iter().find(|t| at == 0 || !t.is_bounce()).copied();
+        if self.roads.is_empty() {
             let (policy, others) = (self.policy, in_words(&self.unavailable));
             let others = if others.is_empty() { others } else { format!("; {others}") };
             let m = format!("{tier} failed in the middle of the call, and {policy} allows no other: {why}{others}");
             self.ended = Some(Error::new(Code::Io, m));
         }
         self.switches.push(Switch { after: self.by_tier.sum(), from: tier, to, why });
-    }
-
-    /// At the end: so many bytes went over the client's RDMA meanwhile. Then it is not certain that `BounceTcp` was what it says, and who
-    /// required exactly that is told. For all others it is a lower bound.
-    pub fn over_rdma(&mut self, bytes: u64) {
-        self.over_rdma = bytes;
-        if bytes > 0 && self.policy == Policy::Require(Tier::BounceTcp) && self.by_tier.sum() > 0 {
-            let m = format!(
-                "{} is not certain: the client had {bytes} bytes over RDMA meanwhile; use fabric=tcp",
-                self.policy
-            );
-            self.fail(Error::new(Code::Io, m));
-        }
     }
 
     /// Something happened that no tier helps against.
@@ -156,8 +226,14 @@ impl Run {
     pub fn finish(self, ranges: Vec<u64>, took: std::time::Duration) -> (Report, Result<(), Error>) {
         let moved = self.by_tier.sum();
         assert_eq!(ranges.iter().sum::<u64>(), moved, "bytes by range and bytes by tier differ");
+        assert_eq!(self.by_road.sum(), moved, "bytes by road and bytes by tier differ");
         let direct = self.by_tier[Tier::GpuRdma] > 0;
-        let checksum = (moved > 0).then_some(if direct { Checksum::AtOssOnly } else { Checksum::AtClient });
+        assert!(self.verified <= moved);
+        let checksum = (moved > 0).then_some(match self.verified == moved {
+            true => Checksum::OnGpu,
+            false if direct => Checksum::AtOssOnly,
+            false => Checksum::AtClient,
+        });
         let report = Report {
             direction: self.direction,
             policy: self.policy,
@@ -165,10 +241,12 @@ impl Run {
             ranges,
             by_tier: self.by_tier,
             staged: self.staged,
-            over_rdma: self.over_rdma,
+            by_road: self.by_road,
             switches: self.switches,
             unavailable: self.unavailable,
             checksum,
+            checksums: checksum.into(),
+            not_on_gpu: None,
             took,
         };
         let outcome = match self.ended {
@@ -182,6 +260,17 @@ impl Run {
     }
 }
 
+/// The roads that are in it.
+fn said(by: ByRoad) -> String {
+    let all: Vec<_> = by.iter().filter(|(_, n)| *n > 0).map(|(road, n)| format!("{road} ({n})")).collect();
+    all.join(" and ")
+}
+
+/// The road in it that proves the least.
+fn worst(by: ByRoad) -> Road {
+    [Road::Tcp, Road::Local, Road::RdmaStream].into_iter().find(|r| by[*r] > 0).unwrap_or(Road::Rdma)
+}
+
 fn in_words(all: &[(Tier, Unavailable)]) -> String {
     all.iter().map(|(t, why)| format!("{t}: {why}")).collect::<Vec<_>>().join("; ")
 }
@@ -193,7 +282,21 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Fault, reason};
+    use crate::{Checksums, Fault, reason};
+
+    fn tcp(bytes: u64) -> ByRoad {
+        ByRoad::of(Road::Tcp, bytes)
+    }
+
+    fn rdma(bytes: u64) -> ByRoad {
+        ByRoad::of(Road::Rdma, bytes)
+    }
+
+    fn both(by_tcp: u64, by_rdma: u64) -> ByRoad {
+        let mut all = tcp(by_tcp);
+        all += rdma(by_rdma);
+        all
+    }
 
     fn lost() -> Unavailable {
         Unavailable::Lost(Fault::Driver { call: "cuMemcpy", code: 999, name: "unknown".into() })
@@ -245,9 +348,9 @@ mod tests {
         assert_eq!(report.checksum, None);
 
         let mut r = run(Policy::Prefer, [5, 0, 0, 4, 0]);
-        r.moved(Tier::GpuRdma, 40, 0);
+        r.moved(Tier::GpuRdma, tcp(40), 0);
         r.lost(Tier::GpuRdma, lost());
-        r.moved(Tier::BounceTcp, 60, 0);
+        r.moved(Tier::BounceTcp, tcp(60), 0);
         let (report, outcome) = r.finish(vec![100], Duration::ZERO);
         outcome.unwrap();
         // A part of it is not verified, so the whole is not.
@@ -279,13 +382,13 @@ mod tests {
     fn prefer_goes_down_in_mid_run_and_says_so() {
         let mut r = run(Policy::Prefer, [0, 0, 0, 9, 3]);
         assert_eq!(r.road(), Some(Tier::BounceTcp));
-        r.moved(Tier::BounceTcp, 30, 10);
+        r.moved(Tier::BounceTcp, tcp(30), 10);
         r.lost(Tier::BounceTcp, lost());
         assert_eq!(r.road(), Some(Tier::Pageable));
         // Others were under way: one more failure says nothing new, an arrival counts as what it was.
         r.lost(Tier::BounceTcp, lost());
-        r.moved(Tier::BounceTcp, 20, 0);
-        r.moved(Tier::Pageable, 50, 0);
+        r.moved(Tier::BounceTcp, tcp(20), 0);
+        r.moved(Tier::Pageable, tcp(50), 0);
         let (report, outcome) = r.finish(vec![60, 40], Duration::ZERO);
         outcome.unwrap();
         assert_eq!((report.by_tier[Tier::BounceTcp], report.by_tier[Tier::Pageable], report.staged), (50, 50, 10));
@@ -302,7 +405,7 @@ mod tests {
         for policy in [Policy::Require(Tier::BounceTcp), Policy::AtLeast(Tier::BounceTcp)] {
             let mut r = run(policy, [0, 0, 0, 9, 30]);
             assert_eq!(r.road(), Some(Tier::BounceTcp), "the faster one is not allowed");
-            r.moved(Tier::BounceTcp, 30, 0);
+            r.moved(Tier::BounceTcp, tcp(30), 0);
             r.lost(Tier::BounceTcp, lost());
             assert_eq!(r.road(), None);
             r.fail(Error::new(Code::Io, "a later cause"));
@@ -321,15 +424,120 @@ mod tests {
     #[test]
     #[should_panic(expected = "does not allow pageable")]
     fn a_byte_by_a_tier_that_is_not_allowed_is_a_bug() {
-        run(Policy::Require(Tier::BounceTcp), [0, 0, 0, 9, 3]).moved(Tier::Pageable, 1, 0);
+        run(Policy::Require(Tier::BounceTcp), [0, 0, 0, 9, 3]).moved(Tier::Pageable, tcp(1), 0);
     }
 
     #[test]
     #[should_panic(expected = "differ")]
     fn accounts_that_differ_are_a_bug() {
         let mut r = run(Policy::Prefer, [0, 0, 0, 9, 3]);
-        r.moved(Tier::BounceTcp, 100, 0);
+        r.moved(Tier::BounceTcp, tcp(100), 0);
         let _ = r.finish(vec![99], Duration::ZERO);
+    }
+
+    #[test]
+    fn bytes_count_as_the_road_that_they_took() {
+        let mut r = run(Policy::Prefer, [0, 0, 9, 9, 3]);
+        assert_eq!(r.road(), Some(Tier::BounceRdma));
+        assert_eq!(r.road_of(rdma(20)), Some(Tier::BounceRdma));
+        r.moved(Tier::BounceRdma, rdma(20), 0);
+        // The network changes: said once, and counted for each byte.
+        for _ in 0..2 {
+            assert_eq!(r.road_of(tcp(10)), Some(Tier::BounceTcp));
+            r.moved(Tier::BounceTcp, tcp(10), 0);
+        }
+        assert_eq!(r.road_of(both(15, 5)), Some(Tier::BounceRdma));
+        r.moved(Tier::BounceRdma, both(15, 5), 1);
+        // A stream is not straight.
+        let stream = ByRoad::of(Road::RdmaStream, 10);
+        assert_eq!(r.road_of(stream), Some(Tier::BounceTcp));
+        r.moved(Tier::BounceTcp, stream, 0);
+        // Where RDMA cannot be straight any more it is no better than TCP.
+        r.lost(Tier::BounceRdma, lost());
+        assert_eq!(r.road_of(rdma(30)), Some(Tier::BounceTcp));
+        r.moved(Tier::BounceTcp, rdma(30), 30);
+        let (report, outcome) = r.finish(vec![100], Duration::ZERO);
+        outcome.unwrap();
+        assert_eq!((report.by_tier[Tier::BounceRdma], report.by_tier[Tier::BounceTcp]), (25, 75));
+        assert_eq!((report.by_road[Road::Rdma], report.by_road[Road::Tcp], report.by_road.sum()), (55, 35, 100));
+        let told = |from, to, why| Switch { after: 0, from, to: Some(to), why };
+        let all: Vec<Switch> = report.switches.iter().map(|s| Switch { after: 0, ..s.clone() }).collect();
+        let came = told(Tier::BounceRdma, Tier::BounceTcp, Unavailable::CameBy(Road::Tcp));
+        assert_eq!(all, [came, told(Tier::BounceRdma, Tier::BounceTcp, lost())]);
+        let json = serde_json::to_value(&report).unwrap();
+        assert_eq!((&json["by_road"]["rdma-stream"], &json["by_road"]["tcp"]), (&10.into(), &35.into()));
+    }
+
+    #[test]
+    fn a_lower_road_than_asked_ends_the_call_before_a_byte_of_it_is_copied() {
+        let strict = [Policy::Require(Tier::BounceRdma), Policy::AtLeast(Tier::BounceRdma)];
+        let lower = [tcp(10), ByRoad::of(Road::Local, 10), ByRoad::of(Road::RdmaStream, 10), both(1, 9)];
+        for (policy, came) in strict.into_iter().flat_map(|p| lower.map(|l| (p, l))) {
+            let mut r = run(policy, [0, 0, 9, 9, 30]);
+            assert_eq!(r.road_of(rdma(30)), Some(Tier::BounceRdma));
+            r.moved(Tier::BounceRdma, rdma(30), 0);
+            assert_eq!((r.road_of(came), r.road()), (None, None));
+            let (report, outcome) = r.finish(vec![30], Duration::ZERO);
+            let e = outcome.unwrap_err();
+            assert!(e.code == Code::Io && e.message.contains("allows no tier for them"), "{e}");
+            assert_eq!((report.moved(), report.by_tier[Tier::BounceRdma]), (30, 30));
+        }
+        // And what is exactly TCP is not RDMA.
+        let mut r = run(Policy::Require(Tier::BounceTcp), [0, 0, 9, 9, 30]);
+        assert_eq!(r.road_of(tcp(30)), Some(Tier::BounceTcp));
+        assert_eq!(r.road_of(both(29, 1)), None);
+        let e = r.finish(vec![0], Duration::ZERO).1.unwrap_err();
+        assert!(e.message.contains("came by tcp (29) and rdma (1), and require:bounce-tcp allows"), "{e}");
+        // Other tiers say nothing of the network.
+        assert_eq!(run(Policy::Require(Tier::Pageable), [0, 0, 9, 9, 3]).road_of(both(1, 2)), Some(Tier::Pageable));
+    }
+
+    #[test]
+    fn what_was_saved_by_a_lower_road_ends_the_call_and_is_told() {
+        let mut r = run(Policy::AtLeast(Tier::BounceRdma), [0, 0, 9, 9, 30]);
+        r.saved(Tier::BounceRdma, rdma(30), 0);
+        r.saved(Tier::BounceRdma, both(10, 20), 0);
+        assert_eq!(r.road(), None);
+        let (report, outcome) = r.finish(vec![60], Duration::ZERO);
+        let e = outcome.unwrap_err();
+        assert!(e.code == Code::Io && e.message.contains("10 bytes of a part went by tcp (10) and rdma (20)"), "{e}");
+        assert_eq!((report.by_tier[Tier::BounceRdma], report.by_tier[Tier::BounceTcp]), (50, 10));
+        let mut r = run(Policy::Require(Tier::BounceTcp), [0, 0, 9, 9, 30]);
+        r.saved(Tier::BounceTcp, rdma(30), 0);
+        assert!(r.finish(vec![30], Duration::ZERO).1.unwrap_err().message.contains("makes it bounce-rdma"));
+    }
+
+    #[test]
+    fn only_what_was_verified_to_the_last_byte_is_called_so() {
+        let of = |verified, tier| {
+            let mut r = run(Policy::Prefer, [9, 0, 0, 9, 3]);
+            r.verified(verified);
+            r.moved(tier, tcp(100), 0);
+            r.finish(vec![100], Duration::ZERO).0.checksums
+        };
+        assert_eq!((of(100, Tier::BounceTcp), of(99, Tier::BounceTcp)), (Checksums::Gpu, Checksums::Host));
+        assert_eq!((of(100, Tier::GpuRdma), of(99, Tier::GpuRdma)), (Checksums::Gpu, Checksums::None));
+        let none = standings([0, 0, 0, 9, 3]);
+        let nothing = Run::begin(0, Policy::Prefer, Direction::Load, &none, true).finish(vec![0], Duration::ZERO);
+        assert_eq!(nothing.0.checksums, Checksums::None);
+    }
+
+    #[test]
+    fn a_copy_that_fails_is_told_also_of_the_second_tier_that_bounces() {
+        let mut r = run(Policy::Prefer, [0, 0, 9, 9, 3]);
+        r.lost(Tier::BounceTcp, lost());
+        assert_eq!(r.road_of(tcp(60)), Some(Tier::Pageable));
+        r.moved(Tier::Pageable, tcp(60), 0);
+        assert_eq!(r.road_of(rdma(40)), Some(Tier::BounceRdma));
+        r.moved(Tier::BounceRdma, rdma(40), 0);
+        let (report, outcome) = r.finish(vec![100], Duration::ZERO);
+        outcome.unwrap();
+        assert_eq!(report.switches[0].to, Some(Tier::Pageable));
+        let mut r = run(Policy::AtLeast(Tier::BounceTcp), [0, 0, 9, 9, 3]);
+        r.lost(Tier::BounceTcp, lost());
+        assert_eq!(r.road_of(tcp(60)), None);
+        let e = r.finish(vec![0], Duration::ZERO).1.unwrap_err();
+        assert!(e.message.contains("allows no tier for them; bounce-tcp: it failed in a call"), "{e}");
     }
 
     fn policies() -> impl Strategy<Value = Policy> {
@@ -357,18 +565,29 @@ mod tests {
             let mut gone = Vec::new();
             for (what, which, bytes) in steps {
                 match what {
-                    0..4 => match run.road() {
-                        Some(t) => {
-                            prop_assert!(!ended && policy.allows(t) && speeds[t as usize] > 0 && !gone.contains(&t));
-                            prop_assert!(consent || t != Tier::GpuRdma);
-                            under_way.push((t, bytes));
+                    0..4 => {
+                        let part = bytes % 7;
+                        let came = match what {
+                            0 => tcp(bytes),
+                            1 => rdma(bytes),
+                            2 => both(part, bytes - part),
+                            _ => ByRoad::of(Road::RdmaStream, bytes),
+                        };
+                        match run.road_of(came) {
+                            Some(t) => {
+                                prop_assert!(!ended && policy.allows(t) && speeds[t as usize] > 0 && !gone.contains(&t));
+                                prop_assert!(consent || t != Tier::GpuRdma);
+                                under_way.push((t, came));
+                            }
+                            None => ended = true,
                         }
-                        None => ended = true,
-                    },
+                    }
                     4..6 if !under_way.is_empty() => {
-                        let (t, bytes) = under_way.swap_remove(which.index(under_way.len()));
-                        run.moved(t, bytes, bytes / 2);
-                        moved[t] += bytes;
+                        let (t, came) = under_way.swap_remove(which.index(under_way.len()));
+                        run.moved(t, came, came.sum() / 2);
+                        let straight = if t == Tier::BounceRdma { came[Road::Rdma] } else { 0 };
+                        moved[Tier::BounceRdma] += straight;
+                        moved[if t == Tier::BounceRdma { Tier::BounceTcp } else { t }] += came.sum() - straight;
                     }
                     6 if !under_way.is_empty() => {
                         let (t, _) = under_way.swap_remove(which.index(under_way.len()));
@@ -387,6 +606,7 @@ mod tests {
             prop_assert!(outcome.is_err());
             prop_assert_eq!(report.by_tier, moved);
             prop_assert_eq!(report.moved(), report.ranges.iter().sum::<u64>());
+            prop_assert_eq!(report.moved(), report.by_road.sum());
             for (t, bytes) in report.by_tier.iter() {
                 prop_assert!(*bytes == 0 || policy.allows(t));
             }

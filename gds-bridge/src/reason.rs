@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use strake_fabric::Road;
+
 use crate::mem::Fault;
 
 /// Why a tier cannot be used; as text one sentence that names what is missing and, where there is something to do, what.
@@ -37,6 +39,13 @@ pub enum Unavailable {
     },
     /// No host memory could be registered with the device.
     NotPinned(Fault),
+    /// The client reaches no storage server by RDMA.
+    NoRdma {
+        /// What it lacks.
+        why: String,
+    },
+    /// Bytes came by another road of the network than the tier stands for.
+    CameBy(Road),
     /// Its bytes would be verified at the storage server only, and nobody agreed to that.
     NoConsent,
     /// No self-test was run.
@@ -74,6 +83,8 @@ impl Unavailable {
             Unavailable::NoDevice { .. } => "no-device",
             Unavailable::NoDmaBuf { .. } => "no-dma-buf",
             Unavailable::NotPinned(_) => "not-pinned",
+            Unavailable::NoRdma { .. } => "no-rdma",
+            Unavailable::CameBy(_) => "came-by",
             Unavailable::NoConsent => "no-consent",
             Unavailable::NotTested => "not-tested",
             Unavailable::TestStopped(_) => "test-stopped",
@@ -112,6 +123,8 @@ impl fmt::Display for Unavailable {
                 )
             }
             Unavailable::NotPinned(e) => write!(f, "no host memory could be pinned: {e}"),
+            Unavailable::NoRdma { why } => write!(f, "no storage server is reached by RDMA: {why}"),
+            Unavailable::CameBy(road) => write!(f, "bytes of a part took another road than it stands for: {road}"),
             Unavailable::NoConsent => {
                 f.write_str("its bytes are verified at the storage server only, and accept_oss_checksum is not set")
             }
@@ -149,6 +162,8 @@ pub(crate) mod tests {
             Unavailable::NoDevice { wanted: 3, found: 2 },
             Unavailable::NoDmaBuf { device: "A GPU".into() },
             Unavailable::NotPinned(fault()),
+            Unavailable::NoRdma { why: "there is no device".into() },
+            Unavailable::CameBy(Road::Tcp),
             Unavailable::NoConsent,
             Unavailable::NotTested,
             Unavailable::TestStopped(fault()),
@@ -167,6 +182,8 @@ pub(crate) mod tests {
                 | Unavailable::NoDevice { .. }
                 | Unavailable::NoDmaBuf { .. }
                 | Unavailable::NotPinned(_)
+                | Unavailable::NoRdma { .. }
+                | Unavailable::CameBy(_)
                 | Unavailable::NoConsent
                 | Unavailable::NotTested
                 | Unavailable::TestStopped(_)

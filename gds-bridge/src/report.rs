@@ -3,6 +3,7 @@
 use std::{fmt, time::Duration};
 
 use serde::{Serialize, Serializer};
+use strake_fabric::ByRoad;
 use strake_proto::Error;
 
 use crate::{ByTier, Policy, Tier, Unavailable};
@@ -17,12 +18,14 @@ pub enum Direction {
     Save,
 }
 
-/// Where CRC32Cs were verified or made; none covers the copy between host memory and the device.
+/// Where CRC32Cs were verified or made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Checksum {
     /// By the client, before the copy to the device or after the copy from it.
     AtClient,
+    /// By the client, and by the device at its end of the copy.
+    OnGpu,
     /// By the storage server only: what happened on the way from there is not known.
     AtOssOnly,
 }
@@ -31,7 +34,40 @@ impl fmt::Display for Checksum {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Checksum::AtClient => "at the client",
+            Checksum::OnGpu => "at the client and on the GPU",
             Checksum::AtOssOnly => "at oss only",
+        })
+    }
+}
+
+/// How far every byte of a call was verified.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Checksums {
+    /// In host memory: nothing covers the copy between there and the device.
+    Host,
+    /// In the device's memory.
+    Gpu,
+    /// At neither, or nothing was moved.
+    None,
+}
+
+impl From<Option<Checksum>> for Checksums {
+    fn from(c: Option<Checksum>) -> Checksums {
+        match c {
+            Some(Checksum::OnGpu) => Checksums::Gpu,
+            Some(Checksum::AtClient) => Checksums::Host,
+            Some(Checksum::AtOssOnly) | None => Checksums::None,
+        }
+    }
+}
+
+impl fmt::Display for Checksums {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Checksums::Host => "host",
+            Checksums::Gpu => "gpu",
+            Checksums::None => "none",
         })
     }
 }
@@ -66,9 +102,10 @@ pub struct Report {
     pub by_tier: ByTier<u64>,
     /// Of those, bytes that were copied once more in host memory, because the client's buffer was not of the kind that the tier takes.
     pub staged: u64,
-    /// Bytes that the client had over RDMA while the call ran, of other calls and programs too. If there are any, some of what is
-    /// counted as `bounce-tcp` may have come by RDMA.
-    pub over_rdma: u64,
+    /// The same bytes by the road of the network that they took, as the transport that moved each payload says; bytes from the client's
+    /// cache by that which brought them there. What was copied on the way into or out of the client's buffers, and zeros of holes, is `local`.
+    #[serde(serialize_with = "roads")]
+    pub by_road: ByRoad,
     /// Changes of tier, in order.
     pub switches: Vec<Switch>,
     /// Tiers that the policy allows and that were not available, best first.
@@ -76,6 +113,10 @@ pub struct Report {
     pub unavailable: Vec<(Tier, Unavailable)>,
     /// Where the bytes were verified; `None`: none were moved.
     pub checksum: Option<Checksum>,
+    /// The same in a word: how far every byte was verified.
+    pub checksums: Checksums,
+    /// Why nothing was verified on the GPU; `None`: what was moved was.
+    pub not_on_gpu: Option<String>,
     /// How long the call took.
     #[serde(rename = "seconds", serialize_with = "seconds")]
     pub took: Duration,
@@ -87,6 +128,10 @@ fn in_words<S: Serializer>(why: &Unavailable, s: S) -> Result<S::Ok, S::Error> {
 
 fn reasons<S: Serializer>(all: &[(Tier, Unavailable)], s: S) -> Result<S::Ok, S::Error> {
     s.collect_map(all.iter().map(|(t, why)| (t, why.to_string())))
+}
+
+fn roads<S: Serializer>(by: &ByRoad, s: S) -> Result<S::Ok, S::Error> {
+    s.collect_map(by.iter().map(|(road, bytes)| (road.name(), bytes)))
 }
 
 fn seconds<S: Serializer>(took: &Duration, s: S) -> Result<S::Ok, S::Error> {
@@ -103,10 +148,12 @@ impl Report {
             ranges: vec![0; ranges],
             by_tier: ByTier::default(),
             staged: 0,
-            over_rdma: 0,
+            by_road: ByRoad::default(),
             switches: Vec::new(),
             unavailable: Vec::new(),
             checksum: None,
+            checksums: Checksums::None,
+            not_on_gpu: None,
             took: Duration::ZERO,
         }
     }
@@ -130,11 +177,16 @@ impl fmt::Display for Report {
             write!(f, " {bytes} by {tier},")?;
         }
         write!(f, " {} of them copied once more in host memory", self.staged)?;
-        if self.over_rdma > 0 {
-            write!(f, "; the client had {} bytes over RDMA meanwhile", self.over_rdma)?;
+        f.write_str("; over the network:")?;
+        for (road, bytes) in self.by_road.iter().filter(|(_, bytes)| *bytes > 0) {
+            write!(f, " {bytes} by {road},")?;
         }
         if let Some(c) = self.checksum {
             write!(f, "; checksum: {c}")?;
+        }
+        write!(f, "; checksums: {}", self.checksums)?;
+        if let Some(why) = &self.not_on_gpu {
+            write!(f, ", not verified on the GPU: {why}")?;
         }
         for s in &self.switches {
             let to = s.to.map_or("nothing", Tier::name);

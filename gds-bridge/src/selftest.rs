@@ -21,21 +21,26 @@ use crate::{
 pub fn not_built(tier: Tier) -> Option<Unavailable> {
     match tier {
         Tier::GpuRdma => Some(Unavailable::NotBuilt("GPU memory is not registered for RDMA yet")),
-        Tier::BounceRdma => Some(Unavailable::NotBuilt("it is not told yet which bytes the client had over RDMA")),
         Tier::LocalGds => Some(Unavailable::NotBuilt("no copies are kept on this node that cuFile could read")),
-        Tier::BounceTcp | Tier::Pageable => None,
+        Tier::BounceRdma | Tier::BounceTcp | Tier::Pageable => None,
     }
 }
 
-/// Why a tier cannot even be tested on a device. `unpinned`: why it has no pinned memory.
-pub fn refused(device: &dyn GpuMem, tier: Tier, unpinned: Option<&Fault>) -> Option<Unavailable> {
+/// Why a tier cannot even be tested on a device. `unpinned`: why it has no pinned memory. `no_rdma`: why nothing comes by RDMA.
+pub fn refused(
+    device: &dyn GpuMem,
+    tier: Tier,
+    unpinned: Option<&Fault>,
+    no_rdma: impl FnOnce() -> Option<String>,
+) -> Option<Unavailable> {
     let pinned = tier != Tier::Pageable;
     let without = || unpinned.filter(|_| pinned).cloned().map(Unavailable::NotPinned);
-    device.refuses(tier).or_else(|| not_built(tier)).or_else(without)
+    let unreached = || if tier == Tier::BounceRdma { no_rdma().map(|why| Unavailable::NoRdma { why }) } else { None };
+    device.refuses(tier).or_else(|| not_built(tier)).or_else(unreached).or_else(without)
 }
 
 pub(crate) async fn test(bridge: &Inner, tier: Tier) -> Standing {
-    let outcome = match refused(&*bridge.device, tier, bridge.unpinned.as_ref()) {
+    let outcome = match refused(&*bridge.device, tier, bridge.unpinned.as_ref(), || bridge.network.no_rdma()) {
         Some(why) => Err(why),
         None => there_and_back(bridge, tier).await,
     };
@@ -70,20 +75,22 @@ async fn there_and_back(bridge: &Inner, tier: Tier) -> Result<Measured, Unavaila
     let flight = Flight(Arc::default());
     let mut seed = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
     let mut took = [Duration::ZERO; 2];
-    // First buffers that lie outside of the pool's regions, then such as the client has; what counts is the second.
-    for pooled in [false, true] {
+    // First buffers that lie outside of the pool's regions, then such as the client has; what counts is the second. RDMA knows only those.
+    let kinds: &[bool] = if tier == Tier::BounceRdma { &[true] } else { &[false, true] };
+    for pooled in kinds.iter().copied() {
         took = [Duration::ZERO; 2];
         let all: Vec<usize> = (0..workers).collect();
         for group in all.chunks(at_once) {
             let places = || group.iter().map(|w| (*w, scratch.addr + (*w % at_once) as u64 * part));
             let sent: Vec<Buf> = group.iter().map(|_| pattern(buffer(bridge, pooled), &mut seed)).collect();
             let begun = Instant::now();
-            let load = |((w, to), b)| bridge.copy_by(w, &flight.0, tier, Work::Load { from: vec![b], to });
+            let load = |((w, to), b)| bridge.copy_by(w, &flight.0, tier, Work::Load { from: vec![b], to, sum: false });
             let loads = places().zip(sent.iter().cloned()).map(load);
             try_join_all(loads).await.map_err(Unavailable::TestStopped)?;
             let loaded = Instant::now();
-            let save =
-                |(w, from)| bridge.copy_by(w, &flight.0, tier, Work::Save { from, into: buffer(bridge, pooled) });
+            let save = |(w, from)| {
+                bridge.copy_by(w, &flight.0, tier, Work::Save { from, into: buffer(bridge, pooled), sum: false })
+            };
             let came = try_join_all(places().map(save)).await.map_err(Unavailable::TestStopped)?;
             took[0] += loaded - begun;
             took[1] += loaded.elapsed();

@@ -8,6 +8,7 @@ use strake_proto::Result;
 
 use crate::{
     Bridge, ByTier, GpuMem, Options, Tier, Unavailable,
+    file::NO_CLIENT,
     plan::Standing,
     selftest::{not_built, refused},
 };
@@ -64,7 +65,10 @@ pub fn without(why: &Unavailable) -> Vec<TierStatus> {
 
 /// What there is to say of them with a device, without moving a byte.
 pub fn untested(device: &dyn GpuMem) -> Vec<TierStatus> {
-    all(|tier| Standing::Unavailable(refused(device, tier, None).unwrap_or(Unavailable::NotTested)))
+    all(|tier| {
+        let no_rdma = || Some(NO_CLIENT.to_string());
+        Standing::Unavailable(refused(device, tier, None, no_rdma).unwrap_or(Unavailable::NotTested))
+    })
 }
 
 /// The same after self-tests, and what a bridge had to say about its memory.

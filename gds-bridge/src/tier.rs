@@ -16,9 +16,9 @@ pub enum Tier {
     GpuRdma,
     /// cuFile on the backing file of a copy on this node.
     LocalGds,
-    /// RDMA to pinned host memory, and a copy by the device.
+    /// RDMA straight to pinned host memory, and a copy by the device.
     BounceRdma,
-    /// TCP to pinned host memory, and a copy by the device.
+    /// Pinned host memory, whichever other way bytes came there, and a copy by the device.
     BounceTcp,
     /// Host memory that is not pinned: the driver copies every byte once more.
     Pageable,
@@ -37,6 +37,11 @@ impl Tier {
             Tier::BounceTcp => "bounce-tcp",
             Tier::Pageable => "pageable",
         }
+    }
+
+    /// Whether its bytes pass pinned host memory: what the device does is the same, the network makes the difference.
+    pub const fn is_bounce(self) -> bool {
+        matches!(self, Tier::BounceRdma | Tier::BounceTcp)
     }
 
     /// Whether it is `other` or a better one.

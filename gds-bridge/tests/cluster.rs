@@ -4,12 +4,16 @@
 mod common;
 mod ram;
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering::SeqCst},
+};
 
 use common::*;
 use ram::{KIB, MIB, over, pattern};
 use strake_client::{Client, File};
-use strake_gds::{Direction, GpuMem, HostMem, Policy, Tier, Transfer};
+use strake_fabric::{Buf, ByRoad, Road};
+use strake_gds::{Direction, FileIo, GpuMem, HostMem, Policy, Tier, Transfer};
 use strake_proto::Code;
 
 const RW: u32 = 2;
@@ -113,4 +117,99 @@ async fn damaged_full_and_closed_files_fail_with_their_own_errors() {
     read_only.clone().close().await.unwrap();
     let failed = bridge.load(&[range(&read_only, 0, tensor, 100)], BOUNCE).await.unwrap_err();
     assert_eq!(failed.error.code, Code::BadF);
+}
+
+/// A file of the client; before the read or write of this number the network changes its roads.
+struct Turning {
+    file: File,
+    calls: AtomicU64,
+    at: u64,
+    turn: Box<dyn Fn() + Send + Sync>,
+}
+
+impl Turning {
+    fn count(&self) {
+        if self.calls.fetch_add(1, SeqCst) == self.at {
+            (self.turn)();
+        }
+    }
+}
+
+#[async_trait::async_trait]
+impl FileIo for Turning {
+    fn id(&self) -> u64 {
+        FileIo::id(&self.file)
+    }
+    async fn read(&self, offset: u64, len: usize) -> strake_proto::Result<Vec<Buf>> {
+        self.count();
+        FileIo::read(&self.file, offset, len).await
+    }
+    async fn write(&self, offset: u64, data: Buf) -> strake_proto::Result<ByRoad> {
+        self.count();
+        FileIo::write(&self.file, offset, data).await
+    }
+}
+
+/// Each server's transport marks what it moves, as the real ones do; all between there and the report is the real thing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
+    const O_DIRECT: u32 = 0o40000;
+    let cluster = Cluster::new(4, 1);
+    let net = cluster.net.clone();
+    let all_by = move |road: Road| (0..4).for_each(|t| net.set_road(node(t), road));
+    all_by(Road::Rdma);
+    let c = cluster.client(1).await;
+    let mem = HostMem::new();
+    mem.limit_pins(1 << 30);
+    let bridge = over(&mem, Arc::new(c.clone())).await;
+    let data = pattern(7, 4 * MIB);
+    let f = written(&c, b"f", &data, 256 << 10).await;
+    let tensor = ram::device(&mem, &vec![0; data.len()]);
+    // Not from the cache: it would tell how bytes came when they came.
+    let (uncached, _) = c.open(&user(), f.ino(), RW | O_DIRECT).await.unwrap();
+    let by_road = || c.file_roads(f.ino()).file;
+    let moved = |of: fn(&strake_proto::pb::FileRoad) -> u64| by_road().iter().map(of).sum::<u64>();
+    assert_eq!((moved(|r| r.sent), by_road()[3].sent), (4 * MIB, 4 * MIB), "what was written, by RDMA");
+
+    let strict = Policy::Require(Tier::BounceRdma);
+    let r = bridge.load(&[range(&uncached, 0, tensor, 4 * MIB)], strict).await.unwrap();
+    assert!(r.is_all(Tier::BounceRdma) && r.staged == 0, "{r}");
+    assert!(mem.peek(tensor, 4 * MIB).unwrap() == data);
+    let r = bridge.save(&[range(&uncached, 0, tensor, 4 * MIB)], strict).await.unwrap();
+    assert!(r.is_all(Tier::BounceRdma), "{r}");
+
+    for (policy, direction) in [strict, Policy::AtLeast(Tier::BounceTcp)]
+        .into_iter()
+        .flat_map(|p| [Direction::Load, Direction::Save].map(|d| (p, d)))
+    {
+        all_by(Road::Rdma);
+        let back = all_by.clone();
+        let turn = Box::new(move || back(Road::Tcp));
+        let turning = Arc::new(Turning { file: uncached.clone(), calls: AtomicU64::new(0), at: 8, turn });
+        let all = [Transfer { file: turning, offset: 0, gpu: tensor, len: 4 * MIB }];
+        let (fetched, sent) = (moved(|r| r.fetched), moved(|r| r.sent));
+        let outcome = match direction {
+            Direction::Load => bridge.load(&all, policy).await,
+            Direction::Save => bridge.save(&all, policy).await,
+        };
+        let r = match outcome {
+            Ok(r) => r,
+            Err(failed) => {
+                assert!(policy == strict && failed.error.code == Code::Io, "{failed}");
+                *failed.report
+            }
+        };
+        assert_eq!(r.moved() == r.asked, policy != strict, "a strict call ends: {r}");
+        assert_eq!((r.moved(), r.by_road.sum()), (r.ranges.iter().sum(), r.moved()));
+        assert_eq!((r.by_tier[Tier::BounceRdma], r.by_tier[Tier::Pageable]), (r.by_road[Road::Rdma], 0), "{r}");
+        assert!(r.by_road[Road::Rdma] > 0 && r.by_road[Road::Local] == 0, "{r}");
+        if policy != strict {
+            assert!(r.by_tier[Tier::BounceTcp] > 0, "{r}");
+            let (fetched, sent) = (moved(|r| r.fetched) - fetched, moved(|r| r.sent) - sent);
+            let want = if direction == Direction::Load { (r.moved(), 0) } else { (0, r.moved()) };
+            assert_eq!((fetched, sent), want, "`lfs path` counts the same bytes");
+        } else if direction == Direction::Load {
+            assert_eq!(r.by_tier[Tier::BounceTcp], 0, "{r}");
+        }
+    }
 }

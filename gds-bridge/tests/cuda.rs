@@ -13,7 +13,9 @@ use std::{
 
 use ram::{MIB, Ram, pattern, whole};
 use strake_fabric::Pool;
-use strake_gds::{Bridge, Cuda, Fault, GpuMem, Options, Policy, Tier, Transfer, Unavailable, plan::Standing};
+use strake_gds::{
+    Bridge, Checksums, Cuda, Fault, GpuMem, Options, Policy, Tier, Transfer, Unavailable, plan::Standing,
+};
 use strake_proto::{Code, Error};
 
 const BOUNCE: Policy = Policy::Require(Tier::BounceTcp);
@@ -235,4 +237,84 @@ async fn errors_of_the_driver_end_calls_by_their_meaning() {
     let failed = bridge.load(&[whole(&file, tensor)], Policy::Prefer).await.unwrap_err();
     assert!(failed.error.code == Code::NoDev && failed.report.moved() < 2 * MIB, "{failed}");
     assert_eq!(bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap_err().error.code, Code::NoDev);
+}
+
+/// A bridge whose parts are verified by the device.
+async fn verified(r: &Rig) -> Bridge {
+    let options = Options {
+        workers: 2,
+        slots: 2,
+        slot_bytes: 256 << 10,
+        pinned_limit: Some(1 << 30),
+        verify_on_gpu: true,
+        ..Options::default()
+    };
+    Bridge::open(Arc::new(r.gpu.clone()), Arc::new(r.pool.clone()), options).await.unwrap()
+}
+
+#[tokio::test]
+async fn what_is_damaged_between_host_and_device_is_found_by_the_devices_sums() {
+    let Some(r) = rig(&[]) else { return };
+    let len = 2 * MIB + 4097;
+    let file = Ram::new(1, pattern(1, len), &r.pool);
+    let tensor = r.gpu.alloc(3 * MIB).unwrap();
+    // An address that is not aligned to anything.
+    let all = [Transfer { file: file.clone(), offset: 0, gpu: tensor + 3, len }];
+    let bridge = verified(&r).await;
+    for policy in [BOUNCE, Policy::Require(Tier::Pageable)] {
+        for report in [bridge.load(&all, policy).await.unwrap(), bridge.save(&all, policy).await.unwrap()] {
+            assert_eq!((report.checksums, report.not_on_gpu.clone()), (Checksums::Gpu, None), "{report}");
+            assert!(report.to_string().contains("checksums: gpu") && report.is_all(policy_tier(policy)), "{report}");
+        }
+    }
+    for nth in [0, 3, 7] {
+        let before = file.bytes.lock().clone();
+        set(&r.library, 6, nth);
+        let failed = bridge.load(&all, BOUNCE).await.unwrap_err();
+        assert!(failed.error.code == Code::Corrupt && failed.error.message.contains("CRC32Cs differ"), "{failed}");
+        assert!(failed.report.moved() < len && failed.report.switches.is_empty(), "{}", failed.report);
+        // What came damaged from the device is not written.
+        bridge.load(&all, BOUNCE).await.unwrap();
+        set(&r.library, 6, nth);
+        let failed = bridge.save(&all, BOUNCE).await.unwrap_err();
+        assert_eq!(failed.error.code, Code::Corrupt, "{failed}");
+        assert!(*file.bytes.lock() == before);
+    }
+    drop(bridge);
+    assert_eq!(number(&r.library, "strake_standin_pins"), 0, "everything is let go");
+
+    // Without it nothing is found, and that is what the report says.
+    let bridge = r.bridge().await;
+    set(&r.library, 6, 3);
+    let report = bridge.load(&all, BOUNCE).await.unwrap();
+    assert_eq!(report.checksums, Checksums::Host);
+    assert!(report.to_string().contains("not verified on the GPU: it was not asked for"), "{report}");
+    drop((bridge, r.gpu));
+    assert_eq!(number(&r.library, "strake_standin_modules"), 0);
+}
+
+fn policy_tier(p: Policy) -> Tier {
+    match p {
+        Policy::Require(t) => t,
+        other => panic!("{other}"),
+    }
+}
+
+#[tokio::test]
+async fn a_kernel_that_cannot_be_had_or_is_wrong_is_not_used_and_the_report_says_so() {
+    for (what, n, words) in [(7, 218, "does not take the kernel that sums"), (8, 1, "does not work on this device")] {
+        let Some(r) = rig(&[]) else { return };
+        set(&r.library, what, n);
+        let bridge = verified(&r).await;
+        let file = Ram::new(1, pattern(1, MIB), &r.pool);
+        let tensor = r.gpu.alloc(MIB).unwrap();
+        let report = bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap();
+        assert!(report.is_all(Tier::BounceTcp) && report.checksums == Checksums::Host, "{report}");
+        assert!(
+            report.to_string().contains("not verified on the GPU: ") && report.to_string().contains(words),
+            "{report}"
+        );
+        drop((bridge, r.gpu));
+        assert_eq!(number(&r.library, "strake_standin_modules"), 0);
+    }
 }

@@ -5,17 +5,17 @@ mod ram;
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering::SeqCst},
+        atomic::{AtomicBool, Ordering::SeqCst},
     },
     time::Duration,
 };
 
 use futures_util::FutureExt;
 use ram::*;
-use strake_fabric::Pool;
+use strake_fabric::{ByRoad, Pool, Road};
 use strake_gds::{
-    Bridge, Checksum, Copied, Direction, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Report, Tier,
-    Transfer, Unavailable,
+    Bridge, Checksum, Checksums, Copied, Direction, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Report,
+    Tier, Transfer, Unavailable,
     plan::{Measured, Standing},
 };
 use strake_proto::{Code, Error, layout::splitmix64};
@@ -231,9 +231,13 @@ async fn every_refusal_is_told_in_its_words_and_obeyed() {
     bridge.self_test().await;
     bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap();
     bridge.load(&[whole(&file, tensor)], Policy::Require(Tier::Pageable)).await.unwrap();
-    for never in [Tier::GpuRdma, Tier::LocalGds, Tier::BounceRdma] {
+    for (never, why) in [
+        (Tier::GpuRdma, "not in this version"),
+        (Tier::LocalGds, "not in this version"),
+        (Tier::BounceRdma, "no storage server is reached by RDMA"),
+    ] {
         let failed = bridge.load(&[whole(&file, tensor)], Policy::Require(never)).await.unwrap_err();
-        assert!(failed.error.message.contains("not in this version"), "{failed}");
+        assert!(failed.error.message.contains(why), "{failed}");
     }
 }
 
@@ -306,42 +310,130 @@ async fn bad_ranges_are_refused_before_anything_moves() {
     assert_eq!((r.asked, r.checksum), (0, None));
 }
 
-/// A client that had some bytes over RDMA.
-struct Mixed(Pool, Arc<AtomicU64>);
+/// A client that reaches servers by RDMA, or not.
+struct Reach(Pool, Arc<AtomicBool>);
 
-impl Network for Mixed {
+impl Network for Reach {
     fn pool(&self) -> &Pool {
         &self.0
     }
-    fn over_rdma(&self) -> u64 {
-        self.1.load(SeqCst)
+    fn no_rdma(&self) -> Option<String> {
+        (!self.1.load(SeqCst)).then(|| "there is no device".into())
+    }
+}
+
+const RDMA: Policy = Policy::Require(Tier::BounceRdma);
+
+/// A bridge of a client that has RDMA.
+async fn with_rdma(pins: u64) -> (HostMem, Pool, Bridge, Arc<AtomicBool>) {
+    let (mem, pool, rdma) = (HostMem::new(), Pool::new(64 << 20), Arc::new(AtomicBool::new(true)));
+    mem.limit_pins(pins);
+    let bridge = over(&mem, Arc::new(Reach(pool.clone(), rdma.clone()))).await;
+    (mem, pool, bridge, rdma)
+}
+
+#[tokio::test]
+async fn what_comes_by_rdma_straight_into_pinned_memory_is_bounce_rdma() {
+    let (mem, pool, bridge, rdma) = with_rdma(1 << 30).await;
+    let data = pattern(1, 3 * MIB + 100);
+    let file = Ram::by(1, data.clone(), &pool, |_| Road::Rdma);
+    let tensor = device(&mem, &vec![0; data.len()]);
+    let all = [whole(&file, tensor)];
+    let before = mem.copied();
+    for policy in [RDMA, Policy::AtLeast(Tier::BounceRdma)] {
+        let r = bridge.load(&all, policy).await.unwrap();
+        assert!(r.is_all(Tier::BounceRdma) && r.staged == 0 && r.by_road[Road::Rdma] == r.asked, "{r}");
+        assert!(mem.peek(tensor, data.len() as u64).unwrap() == data);
+        let r = bridge.save(&all, policy).await.unwrap();
+        assert!(r.is_all(Tier::BounceRdma) && r.staged == 0 && r.by_road[Road::Rdma] == r.asked, "{r}");
+    }
+    let (now, len) = (mem.copied(), data.len() as u64);
+    assert_eq!((now.load_pinned - before.load_pinned, now.save_pinned - before.save_pinned), (2 * len, 2 * len));
+    assert_eq!((now.load_pageable, now.save_pageable), (before.load_pageable, before.save_pageable));
+    // Exactly TCP it is not: nothing is copied on a load, and a save says what it was.
+    let failed = bridge.load(&all, BOUNCE).await.unwrap_err();
+    assert!(failed.error.message.contains("came by rdma"), "{failed}");
+    assert_eq!((failed.error.code, failed.report.moved()), (Code::Io, 0));
+    let failed = bridge.save(&all, BOUNCE).await.unwrap_err();
+    assert!(failed.error.message.contains("which makes it bounce-rdma"), "{failed}");
+    assert_eq!(failed.report.moved(), failed.report.by_tier[Tier::BounceRdma]);
+
+    // It goes: said before anything moves. It comes back: found by the next call.
+    rdma.store(false, SeqCst);
+    let failed = bridge.load(&all, RDMA).await.unwrap_err();
+    assert_eq!((failed.error.code, failed.report.moved()), (Code::OpNotSupp, 0));
+    assert!(failed.error.message.contains("no storage server is reached by RDMA: there is no device"), "{failed}");
+    rdma.store(true, SeqCst);
+    assert!(bridge.load(&all, RDMA).await.unwrap().is_all(Tier::BounceRdma));
+}
+
+/// The network changes its road in the middle of a call.
+#[tokio::test]
+async fn a_switch_of_roads_in_mid_run_is_counted_to_the_byte_and_ends_strict_calls() {
+    let turn = 2 * MIB;
+    let roads = move |at| if at < turn { Road::Rdma } else { Road::Tcp };
+    let data = pattern(1, 4 * MIB + 777);
+    let (len, tail) = (data.len() as u64, 2 * MIB + 777);
+    for direction in [Direction::Load, Direction::Save] {
+        let (mem, pool, bridge, _) = with_rdma(1 << 30).await;
+        let file = Ram::by(1, data.clone(), &pool, roads);
+        let tensor = device(&mem, &data);
+        let all = [whole(&file, tensor)];
+        let call = async |policy| match direction {
+            Direction::Load => bridge.load(&all, policy).await,
+            Direction::Save => bridge.save(&all, policy).await,
+        };
+        for policy in [Policy::AtLeast(Tier::BounceTcp), Policy::AtLeast(Tier::Pageable)] {
+            let before = mem.copied();
+            let r = call(policy).await.unwrap();
+            if r.by_tier[Tier::Pageable] > 0 {
+                continue; // It was faster in the self-test: then the network makes no difference.
+            }
+            assert_eq!((r.by_tier[Tier::BounceRdma], r.by_tier[Tier::BounceTcp]), (turn, tail), "{r}");
+            assert_eq!((r.by_road[Road::Rdma], r.by_road[Road::Tcp]), (turn, tail), "{r}");
+            assert_eq!((r.moved(), r.ranges.iter().sum::<u64>(), r.by_road.sum()), (len, len, len));
+            let now = mem.copied();
+            assert_eq!(now.load_pinned + now.save_pinned - before.load_pinned - before.save_pinned, len);
+            if direction == Direction::Load {
+                let [s] = &r.switches[..] else { panic!("{r}") };
+                let want = (Tier::BounceRdma, Some(Tier::BounceTcp), &Unavailable::CameBy(Road::Tcp));
+                assert_eq!((s.from, s.to, &s.why), want);
+            }
+        }
+        for policy in [RDMA, Policy::AtLeast(Tier::BounceRdma)] {
+            let before = mem.copied();
+            let failed = call(policy).await.unwrap_err();
+            assert!(failed.error.code == Code::Io && failed.error.message.contains("tcp ("), "{failed}");
+            let (r, now) = (failed.report, mem.copied());
+            assert!(r.by_tier[Tier::BounceRdma] > 0 && r.moved() < len, "{r}");
+            assert_eq!((r.moved(), r.by_road.sum()), (r.by_tier.sum(), r.ranges.iter().sum()));
+            if direction == Direction::Load {
+                // Not one byte that came otherwise reached the device.
+                assert_eq!(r.by_tier[Tier::BounceTcp], 0, "{r}");
+                assert!(now.load_pinned - before.load_pinned <= turn);
+            }
+            assert_eq!((now.load_pageable, now.save_pageable), (before.load_pageable, before.save_pageable));
+        }
     }
 }
 
 #[tokio::test]
-async fn what_may_have_come_by_rdma_is_not_said_to_be_tcp() {
-    let (mem, pool, rdma) = (HostMem::new(), Pool::new(64 << 20), Arc::new(AtomicU64::new(1000)));
-    mem.limit_pins(1 << 30);
-    let bridge = over(&mem, Arc::new(Mixed(pool.clone(), rdma.clone()))).await;
-    let tensor = device(&mem, &vec![0; 1 << 20]);
-    let quiet = Ram::new(1, pattern(1, MIB), &pool);
-    // What was before the call does not count.
-    let r = bridge.load(&[whole(&quiet, tensor)], BOUNCE).await.unwrap();
-    assert_eq!(r.over_rdma, 0);
-    let file = Ram::with(1, pattern(1, MIB), &pool, move |n| {
-        rdma.fetch_add(u64::from(n == 2) * 4096, SeqCst);
-        rdma.fetch_add(1, SeqCst);
-        Ok(())
-    });
-    let failed = bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap_err();
-    assert!(failed.error.code == Code::Io && failed.error.message.contains("4100 bytes over RDMA"), "{failed}");
-    assert_eq!((failed.report.over_rdma, failed.report.moved()), (4100, MIB));
-    for policy in [Policy::Prefer, Policy::AtLeast(Tier::BounceTcp)] {
-        let r = bridge.load(&[whole(&file, tensor)], policy).await.unwrap();
-        assert!(r.over_rdma >= 4 && r.to_string().contains("bytes over RDMA meanwhile"), "{r}");
+async fn rdma_into_memory_that_is_not_registered_is_not_called_straight() {
+    // Slots, and no region of the pool; and slots with one region, of which the pool has several.
+    for pins in [6 * 256 * KIB, 6 * 256 * KIB + 4 * MIB] {
+        let (mem, pool, bridge, _) = with_rdma(pins).await;
+        let file = Ram::by(1, pattern(1, 6 * MIB), &pool, |_| Road::Rdma);
+        let tensor = device(&mem, &vec![0; 6 << 20]);
+        let all = [whole(&file, tensor)];
+        // What is taken here lies in the region that is registered already.
+        let _taken: Vec<_> = (0..4).map(|_| pool.get_now(1 << 20)).collect();
+        let failed = bridge.load(&all, RDMA).await.unwrap_err();
+        assert!(failed.error.message.contains("registered with the device"), "{failed}");
+        assert!(failed.report.by_tier[Tier::BounceTcp] == 0 && failed.report.staged == 0, "{}", failed.report);
+        let r = bridge.load(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
+        assert!(r.staged > 0 && r.staged <= r.by_tier[Tier::BounceTcp] && r.by_road[Road::Rdma] == r.asked, "{r}");
+        assert!(mem.peek(tensor, 6 * MIB).unwrap() == *file.bytes.lock());
     }
-    let r = bridge.load(&[whole(&file, tensor)], Policy::Require(Tier::Pageable)).await.unwrap();
-    assert!(r.over_rdma > 0, "it is told, and this tier says nothing of the network");
 }
 
 #[tokio::test]
@@ -448,7 +540,7 @@ impl FileIo for Stuck {
         }
         self.0.read(offset, len).await
     }
-    async fn write(&self, _: u64, _: strake_fabric::Buf) -> strake_proto::Result<()> {
+    async fn write(&self, _: u64, _: strake_fabric::Buf) -> strake_proto::Result<ByRoad> {
         unreachable!("this test loads")
     }
 }
@@ -584,6 +676,44 @@ async fn random_calls_with_faults_equal_a_model() {
                 assert!(device == file, "seed {seed}");
                 assert!(direction == Direction::Save || file == models[i][at..at + n]);
             }
+        }
+    }
+}
+
+#[tokio::test]
+async fn reports_say_how_far_bytes_were_verified() {
+    let open = async |mem: &HostMem, verify_on_gpu| {
+        mem.limit_pins(1 << 30);
+        let options = Options { workers: 2, slots: 2, slot_bytes: 256 << 10, verify_on_gpu, ..Options::default() };
+        let options = Options { pinned_limit: Some(1 << 30), ..options };
+        let pool = Pool::new(64 << 20);
+        (Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap(), pool)
+    };
+    let (mem, with) = (HostMem::new(), HostMem::new());
+    with.play_sums();
+    for (mem, asked, want, why) in [
+        (&mem, false, Checksums::Host, Some("it was not asked for")),
+        (&mem, true, Checksums::Host, Some("there is no GPU")),
+        (&with, false, Checksums::Host, Some("it was not asked for")),
+        (&with, true, Checksums::Gpu, None),
+    ] {
+        let (bridge, pool) = open(mem, asked).await;
+        let file = Ram::new(1, pattern(1, MIB + 1), &pool);
+        let tensor = device(mem, &vec![0; (1 << 20) + 1]);
+        let all = [whole(&file, tensor)];
+        for r in [bridge.load(&all, Policy::Prefer).await.unwrap(), bridge.save(&all, Policy::Prefer).await.unwrap()] {
+            assert_eq!(r.checksums, want, "{r}");
+            assert_eq!(r.not_on_gpu.is_some(), why.is_some());
+            assert!(why.is_none_or(|w| r.not_on_gpu.as_ref().unwrap().contains(w)), "{r}");
+            assert_eq!(serde_json::to_value(&r).unwrap()["checksums"], want.to_string());
+        }
+        assert_eq!(bridge.load(&[], Policy::Prefer).await.unwrap().checksums, Checksums::None);
+        // One bit, on the way to the device: found, or not.
+        mem.corrupt_after(2);
+        let r = bridge.load(&all, BOUNCE).await;
+        match want {
+            Checksums::Gpu => assert_eq!(r.unwrap_err().error.code, Code::Corrupt),
+            _ => assert_eq!(r.unwrap().moved(), MIB + 1),
         }
     }
 }

@@ -37,5 +37,19 @@ fn python_loads_and_saves() {
             .unwrap();
         println!("== {memory}\n{}{}", String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr));
         assert!(run.status.success(), "{memory}");
+        // And the page that people read first, as it stands there.
+        let page = include_str!("../../docs/gds.md");
+        let script = page.split_once("```python\n").unwrap().1.split_once("```").unwrap().0;
+        assert!(script.contains("load_safetensors") && script.contains("by_road"), "{script}");
+        let run = Command::new(&python)
+            .args(["-c", script])
+            .envs([("MEMORY", memory), ("POLICY", "at-least:pageable")])
+            .env("MDS", &served.mds)
+            .env("KEY", &served.key)
+            .env("LD_LIBRARY_PATH", served.dir.path())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&run.stderr);
+        assert!(run.status.success() && String::from_utf8_lossy(&run.stdout).contains("pageable"), "{memory}: {said}");
     }
 }

@@ -14,7 +14,7 @@ use std::{
 use common::{ok, refused, strake, text};
 use serde_json::Value;
 use strake_client::{Client, Config, Creds, File};
-use strake_fabric::{Env, Identity, Pool, TcpFabric};
+use strake_fabric::{Env, Identity, Pool, Road, TcpFabric};
 use strake_gds::{Bridge, GpuMem, HostMem, Options, Policy, Tier, Transfer};
 use strake_proto::layout::splitmix64;
 
@@ -64,7 +64,7 @@ fn without_a_driver_each_tier_says_why_it_is_not_there() {
         return;
     }
     let kinds: Vec<String> = reasons(&v).into_iter().map(|r| r.0).collect();
-    assert_eq!(kinds, ["not-built", "not-built", "not-built", "no-library", "no-library"]);
+    assert_eq!(kinds, ["not-built", "not-built", "no-library", "no-library", "no-library"]);
     let shown = ok(&gds(&["status"]).output().unwrap());
     assert!(shown.starts_with("device: none\n"), "{shown}");
     for t in TIERS {
@@ -92,7 +92,7 @@ fn the_stand_in_passes_its_self_tests_and_policies_decide_the_exit() {
     assert_eq!(exit("at-least:bounce-rdma"), Some(1));
     let v = json(&gds(&["status", "--memory=host", "--json"]).output().unwrap());
     let kinds: Vec<String> = reasons(&v).into_iter().map(|r| r.0).collect();
-    assert_eq!(kinds, ["not-built", "not-built", "not-built", "not-tested", "not-tested"]);
+    assert_eq!(kinds, ["not-built", "not-built", "no-rdma", "not-tested", "not-tested"]);
     assert!(v.get("met").is_none());
 }
 
@@ -158,9 +158,14 @@ impl Small {
         Small { _root: root, dir }
     }
 
-    async fn client(&self) -> Client {
+    /// Of the metadata server.
+    fn port(&self) -> i64 {
         let made: toml::Table = fs::read_to_string(self.dir.join("cluster.toml")).unwrap().parse().unwrap();
-        let port = made["ports"].as_array().unwrap()[0].as_integer().unwrap();
+        made["ports"].as_array().unwrap()[0].as_integer().unwrap()
+    }
+
+    async fn client(&self) -> Client {
+        let port = self.port();
         let hex = fs::read_to_string(self.dir.join("client.key")).unwrap();
         let byte = |i: usize| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16).unwrap();
         let key: [u8; 32] = std::array::from_fn(byte);
@@ -201,7 +206,7 @@ fn bytes_go_to_a_cluster_and_come_back_over_tcp() {
         let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(a.clone()), options.clone()).await.unwrap();
         let (f, _) = a.create(&Creds::default(), a.root(), b"checkpoint", 0o644, 2, true, None).await.unwrap();
         let r = bridge.save(&[range(&f, 0, tensor, len)], BOUNCE).await.unwrap();
-        assert!(r.is_all(Tier::BounceTcp) && r.staged == 0, "{r}");
+        assert!(r.is_all(Tier::BounceTcp) && r.staged == 0 && r.by_road[Road::Tcp] == len, "{r}");
         f.fsync().await.unwrap();
 
         // Through the other client, past its cache: what arrives from the socket lies in pinned memory already.
@@ -214,7 +219,10 @@ fn bytes_go_to_a_cluster_and_come_back_over_tcp() {
             bridge.load(&[range(&g, 0, to, len / 2), range(&g, len / 2, to + len / 2, len - len / 2)], BOUNCE).await;
         let r = r.unwrap();
         assert!(r.is_all(Tier::BounceTcp), "{r}");
-        assert_eq!(r.staged, 0, "no byte was copied once more: {r}");
+        assert_eq!((r.staged, r.by_road[Road::Tcp]), (0, len), "no byte was copied once more: {r}");
+        let of_file = b.file_roads(f.ino()).file;
+        let tcp = of_file.iter().find(|r| r.road == "tcp").unwrap();
+        assert_eq!((tcp.fetched, of_file.iter().map(|r| r.fetched).sum::<u64>()), (len, len));
         assert!(bridge.pinned_buffers() > 0);
         assert_eq!(mem.copied().load_pinned - before.load_pinned, len);
         assert!(mem.peek(to, len).unwrap() == data);
@@ -223,4 +231,59 @@ fn bytes_go_to_a_cluster_and_come_back_over_tcp() {
         a.close().await.unwrap();
         b.close().await.unwrap();
     });
+}
+
+#[test]
+fn the_benchmark_measures_on_a_cluster_and_a_strict_run_is_refused() {
+    let cluster = Small::new();
+    let mds = format!("127.0.0.1:{}", cluster.port());
+    let key = cluster.dir.join("client.key");
+    let bench = |more: &[&str]| {
+        let mut c = gds(&["bench", &mds, "--memory=host", "--mib=8", "--threads=1,2", "--client-key"]);
+        c.arg(&key).args(more).output().unwrap()
+    };
+    let out = bench(&["--json", "--strict", "--policy=require:pageable"]);
+    ok(&out);
+    let v = json(&out);
+    assert_eq!((&v["gpu"], &v["bytes"], &v["refused"]), (&false.into(), &(8 << 20).into(), &Value::Null));
+    for (i, row) in v["rows"].as_array().unwrap().iter().enumerate() {
+        assert_eq!(row["threads"], i + 1);
+        assert_eq!(row["loaded"]["by_tier"]["pageable"], 8 << 20);
+        assert_eq!(row["loaded"]["by_road"]["tcp"], 8 << 20, "{row}");
+        assert_eq!(row["saved"]["by_road"]["tcp"], 8 << 20, "{row}");
+        assert!(row["of_ceiling"]["load"].as_f64().unwrap() > 0.0);
+    }
+    // A policy that nothing here can meet, strict: it says so and ends with 1.
+    let out = bench(&["--strict", "--policy=at-least:bounce-rdma"]);
+    assert_eq!(out.status.code(), Some(1));
+    let (shown, said) = (text(&out.stdout), text(&out.stderr));
+    assert!(shown.contains("there is no GPU in this run") && shown.contains("ceiling: pinned copies alone"), "{shown}");
+    assert!(said.contains("this run is refused") && said.contains("no storage server is reached by RDMA"), "{said}");
+    // Its file is gone, so that another run may be made.
+    let shown = ok(&bench(&[]));
+    assert!(shown.contains("bridge, 2 threads") && shown.contains("times the loop"), "{shown}");
+    assert!(shown.contains("checksums: host, not verified on the GPU: it was not asked for"), "{shown}");
+    refused(&bench(&["--file=/none/x"]), &["/none/x"]);
+}
+
+/// The commands of the page, as they stand there.
+#[test]
+fn the_five_minute_page_works_as_it_is_written() {
+    let page = include_str!("../../docs/gds.md");
+    let (_, block) = page.split_once("```sh\n").unwrap();
+    let (script, _) = block.split_once("```").unwrap();
+    assert!(script.starts_with("strake up ") && script.contains("strake gds bench"), "{script}");
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("cluster");
+    let stop = Small { _root: root, dir: dir.clone() };
+    let binary = strake().get_program().to_owned();
+    let path = format!("{}:/usr/bin:/bin", Path::new(&binary).parent().unwrap().display());
+    let mut sh = Command::new("sh");
+    sh.args(["-euxc", script]).env("DIR", &dir).env("PATH", path).current_dir(stop._root.path());
+    let shown = ok(&sh.output().unwrap());
+    for words in
+        ["device: host memory in place of a device", "the policy at-least:pageable can be met", "of the ceiling"]
+    {
+        assert!(shown.contains(words), "'{words}' is not in: {shown}");
+    }
 }

@@ -12,7 +12,9 @@ use std::{
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use strake_client::Config;
-use strake_fabric::{Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
+use strake_fabric::{
+    Buf, Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Road, Role, Service,
+};
 use strake_proto::{Code, Error, Result};
 
 #[derive(Default)]
@@ -24,6 +26,8 @@ pub struct Net {
     silent: Mutex<BTreeSet<u32>>,
     /// Of so many requests to a node the reply is lost: they run, and the connection breaks.
     lose: Mutex<BTreeMap<u32, u32>>,
+    /// What transports to a node would say of payloads. Those that are not here are of no network.
+    roads: Mutex<BTreeMap<u32, Road>>,
     pool: Pool,
     calls: AtomicU64,
 }
@@ -52,6 +56,24 @@ impl Net {
     pub fn lose_replies(&self, node: u32, n: u32) {
         self.lose.lock().insert(node, n);
     }
+    /// From now on payloads from and to a node go by this road, if their transport is asked.
+    pub fn set_road(&self, node: u32, road: Road) {
+        self.roads.lock().insert(node, road);
+    }
+    fn road(&self, node: u32) -> Road {
+        self.roads.lock().get(&node).copied().unwrap_or_default()
+    }
+    /// The answer with the marks that a transport of this road makes.
+    fn marked(&self, node: u32, m: Message) -> Message {
+        let road = self.road(node);
+        let mark = |b: &Buf| {
+            let mut to = self.pool.get_now(b.len());
+            to.copy_from_slice(b);
+            to.came_by(road);
+            to.freeze()
+        };
+        Message { went: road, payload: m.payload.iter().map(mark).collect(), ..m }
+    }
     fn is_down(&self, node: u32) -> bool {
         self.down.lock().contains(&node)
     }
@@ -69,7 +91,11 @@ pub struct MemFabric(pub Arc<Net>);
 #[async_trait]
 impl Fabric for MemFabric {
     async fn connect(&self, to: &Endpoint, _back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
-        let Endpoint::Sim(node) = *to else { return Err(Error::new(Code::Inval, "not a simulated node")) };
+        let node = match to {
+            Endpoint::Sim(node) => *node,
+            Endpoint::Rdma(_, node) => u32::from(*node),
+            Endpoint::Tcp(..) => return Err(Error::new(Code::Inval, "not a simulated node")),
+        };
         if self.0.is_down(node) || !self.0.services.lock().contains_key(&node) {
             return Err(Error::new(Code::Disconnected, "connection refused"));
         }
@@ -83,6 +109,13 @@ impl Fabric for MemFabric {
     }
     fn pool(&self) -> &Pool {
         &self.0.pool
+    }
+    fn ways(&self, endpoints: &[String]) -> Result<Vec<Endpoint>> {
+        let way = |e: &String| match e.parse() {
+            Ok(Endpoint::Sim(n)) if self.0.road(n) == Road::Rdma => Some(Endpoint::Rdma("sim".into(), n as u16)),
+            e => e.ok(),
+        };
+        Ok(endpoints.iter().filter_map(way).collect())
     }
 }
 
@@ -120,7 +153,7 @@ impl Connection for MemConn {
                     self.broken.store(true, SeqCst);
                     return Err(gone());
                 }
-                Ok(r) => return r,
+                Ok(r) => return r.map(|m| self.net.marked(self.node, m)),
                 Err(_) if self.is_closed() => return Err(gone()),
                 Err(_) if tokio::time::Instant::now() >= end => return Err(Error::new(Code::TimedOut, "no answer")),
                 Err(_) => {}

@@ -24,7 +24,7 @@ use super::{
     bulk::{AskRoom, INLINE, REGIONS_HEAD, Regions, no_memory},
     shared::{Hold, Outgoing, Owed, Phase, Place, Placed, Shared, Waiter, is_summed, outgoing, sum},
 };
-use crate::{Buf, BufMut, Message, Peer, Service};
+use crate::{Buf, BufMut, Message, Peer, Road, Service};
 
 /// Payloads with at least so much still to come are waited for in as large parts as the kernel allows.
 const LARGE: usize = 128 << 10;
@@ -157,6 +157,7 @@ impl<R: Incoming> Inbox<'_, R> {
 
     async fn payload(&mut self, h: &Header, mut to: BufMut) -> Result<Payload> {
         self.exact(&mut to).await?;
+        to.came_by(self.shared.stream_road(to.len()));
         Ok(checked(h, to))
     }
 
@@ -246,11 +247,13 @@ async fn response<R: Incoming>(s: &Arc<Shared>, inbox: &mut Inbox<'_, R>, h: &He
         );
         Err(e)
     } else if placed {
-        Ok(Message { opcode: h.opcode, trace: h.trace, body, payload: Vec::new() })
+        Ok(Message { opcode: h.opcode, trace: h.trace, body, ..Message::default() })
     } else {
         let buf = response_buffer(s, h.payload_len as usize).await;
         match inbox.payload(h, buf).await? {
-            Payload::Whole(payload) => Ok(Message { opcode: h.opcode, trace: h.trace, body, payload }),
+            Payload::Whole(payload) => {
+                Ok(Message { opcode: h.opcode, trace: h.trace, body, payload, ..Message::default() })
+            }
             Payload::Damaged => Err(damaged()),
         }
     };
@@ -276,6 +279,7 @@ async fn settle(s: Arc<Shared>, h: Header, mut waiting: Waiter, result: Result<M
     waiting.answer(match (result, room) {
         (Ok(mut m), Some(mut room)) if placed && room.len() >= h.payload_len as usize => {
             room.truncate(h.payload_len as usize);
+            room.came_by(Road::Rdma);
             s.counter.received(h.payload_len.into());
             match checked(&h, room) {
                 Payload::Whole(p) => {
@@ -396,7 +400,7 @@ async fn request<R: Incoming>(
         Some(Ok((place, buf))) => {
             answer.place = Some(place);
             let (service, peer) = (service.clone(), peer.clone());
-            let m = Message { opcode: h.opcode, trace: h.trace, body, payload: Vec::new() };
+            let m = Message { opcode: h.opcode, trace: h.trace, body, ..Message::default() };
             if !parts.is_empty() {
                 s.env.spawn(fetch_and_handle(answer, parts, buf, m, peer, service));
                 return Ok(());
@@ -438,7 +442,8 @@ async fn fetch_and_handle(
 ) {
     let Some(bulk) = answer.shared.bulk() else { return };
     let got = match bulk.fetch(&parts, to).await {
-        Ok(got) => {
+        Ok(mut got) => {
+            got.came_by(Road::Rdma);
             answer.shared.counter.received(got.len() as u64);
             checked(&answer.header, got)
         }
@@ -544,7 +549,7 @@ impl Answer {
 
 fn failure(s: &Shared, h: &Header, e: &Error, hold: Hold) -> Result<Outgoing> {
     let body = Bytes::from(e.to_status().encode_to_vec());
-    let m = Message { opcode: h.opcode, trace: h.trace, body, payload: Vec::new() };
+    let m = Message { opcode: h.opcode, trace: h.trace, body, ..Message::default() };
     let mut f = outgoing(s, Kind::Response, h.request_id, h.opcode, m, hold)?;
     f.header.status = e.code as u16;
     Ok(f)

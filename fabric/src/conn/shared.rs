@@ -42,7 +42,7 @@ use super::{
     read::Incoming,
     write,
 };
-use crate::{Buf, Connection, Env, Message, Peer, Pool, Role, Service, Traffic, traffic::Counter};
+use crate::{Buf, Connection, Env, Message, Peer, Pool, Road, Role, Service, Traffic, traffic::Counter};
 
 /// How a connection goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -145,6 +145,8 @@ pub(crate) struct Shared {
     pub addr: String,
     /// Let go when the connection is closed: whoever keeps a closed one must not keep its device.
     bulk: RwLock<Option<Arc<dyn Bulk>>>,
+    /// The stream goes over RDMA: there was a bulk.
+    over_rdma: bool,
     out: mpsc::Sender<Outgoing>,
     pending: Mutex<Pending>,
     window: Arc<Semaphore>,
@@ -197,6 +199,7 @@ where
         pool: setup.pool,
         version: setup.version,
         addr: setup.addr,
+        over_rdma: setup.bulk.is_some(),
         bulk: RwLock::new(setup.bulk),
         counter: setup.counter,
         out,
@@ -358,6 +361,15 @@ impl Shared {
         self.bulk.read().clone()
     }
 
+    /// What a payload of this length takes that goes through the stream.
+    pub fn stream_road(&self, len: usize) -> Road {
+        match self.over_rdma {
+            false => Road::Tcp,
+            true if len > INLINE => Road::RdmaStream,
+            true => Road::Rdma,
+        }
+    }
+
     /// Queues a frame. The queue is as long as the windows allow frames to exist, so a full one means that the peer
     /// does not keep to them; and a closed one, that the connection is gone.
     pub fn send(&self, f: Outgoing) {
@@ -496,6 +508,7 @@ impl Shared {
             let slot = self.slot(payload.max(room)).await?;
             let (tx, rx) = oneshot::channel();
             let (loan, placed) = self.lend(&mut request, room).await?;
+            let went = if placed.is_some() { Road::Rdma } else { self.stream_road(payload) };
             let mut waiter = Waiter { tx, loans: Vec::new(), asked: op == opcode::ROOM, _slot: slot.clone() };
             let mut f = outgoing(self, Kind::Request, 0, op, request, Hold::Request(slot.clone()))?;
             if let Some(p) = &placed {
@@ -513,7 +526,8 @@ impl Shared {
             let _waiting = Waiting { shared: self, slot, id: f.header.request_id };
             self.wake_pulse();
             self.send(f);
-            rx.await.unwrap_or_else(|_| Err(self.over()))
+            let answer = rx.await.unwrap_or_else(|_| Err(self.over()))?;
+            Ok(Message { went, ..answer })
         };
         timeout(limit, call).await.unwrap_or_else(|_| {
             let m = format!("{} did not answer request {op:#06x} within {limit:?}", self.addr);

@@ -20,7 +20,7 @@ use super::{
     bulk::{AskRoom, Regions},
 };
 use crate::{
-    Buf, BufMut, Connection, Endpoint, Env, Fabric, Identity, Listener, Message, Peer, Pool, Service, conformance,
+    Buf, BufMut, Connection, Endpoint, Env, Fabric, Identity, Listener, Message, Peer, Pool, Road, Service, conformance,
 };
 
 const LONG: Duration = Duration::from_secs(20);
@@ -234,6 +234,7 @@ async fn what_was_lent_is_taken_back_before_the_caller_sees_the_answer() {
         let m = Message::new(opcode::ECHO, "x").with_payload(vec![payload.clone()]);
         let got = conn.call(m, LONG).await.unwrap();
         assert!(got.payload_len() == len && got.payload.iter().all(|b| b[..] == payload[..]));
+        assert!(got.went == Road::Rdma && got.payload.iter().all(|b| b.road() == Road::Rdma), "{len}");
         assert_eq!(f.lent(), 0, "{len}");
     }
     // One that is given up lends until it is answered.
@@ -368,6 +369,9 @@ async fn payloads_go_through_the_stream_where_no_memory_may_be_registered() {
                 }
                 let got = got.unwrap();
                 assert!(got.payload_len() == len && got.payload.iter().all(|b| b[..] == payload[..]), "{len} {code:?}");
+                // It was not straight, and both ends of the call say so.
+                let road = |streamed| if streamed && len > 4096 { Road::RdmaStream } else { Road::Rdma };
+                assert_eq!((got.went, got.payload[0].road()), (road(near), road(true)), "{len} {near} {far}");
                 assert_eq!(f.lent(), 0, "{len} {code:?}");
             }
             // Room for it is asked for, and refused.

@@ -8,7 +8,7 @@
 //! [`pb::StatfsReply`]. `strake.seal`: how a file is sealed, an encoded [`pb::SealInfo`] (`ENODATA` if it is not); to be set: an
 //! encoded [`pb::Seal`], a step of sealing it; also as `system.strake.seal`, of which the kernel leaves it to the metadata servers
 //! who may: an owner without write permission may seal a file. `strake.seal.N`: the digests of page N of its manifest.
-//! `strake.roads`: how the storage servers are reached, an encoded [`pb::Roads`]. `strake.map.N`: part N of the encoded cluster map, see [`map_part`]. `strake.path.FID`: the path
+//! `strake.roads`: how the storage servers are reached, and by which roads bytes of the file came and went, an encoded [`pb::Roads`]. `strake.map.N`: part N of the encoded cluster map, see [`map_part`]. `strake.path.FID`: the path
 //! of that FID from the root of the mount, for root only, since it looks past search permissions.
 
 use bytes::Bytes;
@@ -88,7 +88,7 @@ impl Vfs {
         match name {
             "fid" => return Ok(Fid::from_ino(ino).to_string().into_bytes().into()),
             "name" => return Ok(self.client.map().map.fs_name.clone().into_bytes().into()),
-            "roads" => return Ok(self.client.roads().encode_to_vec().into()),
+            "roads" => return Ok(self.client.file_roads(ino).encode_to_vec().into()),
             "statfs" => return Ok(self.statfs().await?.encode_to_vec().into()),
             "layout" => {
                 let found = self.client.get_layout(&self.creds(caller), ino).await?;

@@ -32,9 +32,10 @@ enum strakegds_tier {
 
 /* Where bytes were verified. */
 enum strakegds_checksum {
-  STRAKEGDS_CHECKSUM_NONE = 0,       /* no byte was moved */
-  STRAKEGDS_CHECKSUM_AT_CLIENT = 1,  /* before the copy to the device, or after the copy from it */
-  STRAKEGDS_CHECKSUM_AT_OSS_ONLY = 2 /* what happened behind the storage server is not known */
+  STRAKEGDS_CHECKSUM_NONE = 0,        /* no byte was moved */
+  STRAKEGDS_CHECKSUM_AT_CLIENT = 1,   /* before the copy to the device, or after the copy from it */
+  STRAKEGDS_CHECKSUM_AT_OSS_ONLY = 2, /* what happened behind the storage server is not known */
+  STRAKEGDS_CHECKSUM_ON_GPU = 3      /* by the client, and on the GPU at its end of the copy */
 };
 
 struct strakegds;      /* a bridge: a client of a cluster, and a device */
@@ -67,7 +68,7 @@ struct strakegds_report {
   uint64_t moved;                    /* bytes that were certainly moved: the sum of by_tier */
   uint64_t by_tier[STRAKEGDS_TIERS]; /* by the road that each byte took */
   uint64_t staged;                   /* of those, copied once more in host memory */
-  uint64_t over_rdma;                /* bytes that the client had over RDMA meanwhile */
+  uint64_t over_rdma;                /* bytes of `moved` that went over RDMA, in the network */
   uint32_t switches;                 /* how often the tier changed in the middle of the call */
   uint32_t checksum;                 /* enum strakegds_checksum */
   double seconds;

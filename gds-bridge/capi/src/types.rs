@@ -2,7 +2,7 @@
 
 use std::{ffi::c_char, mem::offset_of, ptr};
 
-use strake_fabric::Use;
+use strake_fabric::{Road, Use};
 use strake_gds::{
     Checksum, Report, Tier,
     session::{Memory, Setup},
@@ -122,12 +122,13 @@ impl ReportOut {
             moved: r.moved(),
             by_tier: Tier::ALL.map(|t| r.by_tier[t]),
             staged: r.staged,
-            over_rdma: r.over_rdma,
+            over_rdma: r.by_road[Road::Rdma] + r.by_road[Road::RdmaStream],
             switches: r.switches.len() as u32,
             checksum: match r.checksum {
                 None => 0,
                 Some(Checksum::AtClient) => 1,
                 Some(Checksum::AtOssOnly) => 2,
+                Some(Checksum::OnGpu) => 3,
             },
             seconds: r.took.as_secs_f64(),
         };

@@ -1,5 +1,6 @@
 //! Memory of an NVIDIA GPU, by the driver library, which is opened at run time.
 
+mod sums;
 mod table;
 
 use std::{
@@ -8,9 +9,10 @@ use std::{
     fmt,
     path::Path,
     ptr,
-    sync::Arc,
+    sync::{Arc, OnceLock},
 };
 
+use sums::{Kernel, Sums};
 use table::{Handle, Table};
 
 use crate::{
@@ -54,6 +56,8 @@ struct Gpu {
     context: Handle,
     name: String,
     dma_buf: bool,
+    /// That sums memory, or why it does not; looked for when it is first asked for.
+    kernel: OnceLock<Result<Kernel, String>>,
 }
 
 // SAFETY: the driver's functions may be called by any thread, and the context is only handed back to them.
@@ -106,12 +110,18 @@ impl Cuda {
         // SAFETY: the last byte was never written.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
         let name = format!("{name} (device {device})");
-        Ok(Cuda(Arc::new(Gpu { table, device: number, context, name, dma_buf: dma_buf == 1 })))
+        let kernel = OnceLock::new();
+        Ok(Cuda(Arc::new(Gpu { table, device: number, context, name, dma_buf: dma_buf == 1, kernel })))
     }
 }
 
 impl Drop for Gpu {
     fn drop(&mut self) {
+        if let Some(Ok(kernel)) = self.kernel.take()
+            && let Ok(_current) = self.enter()
+        {
+            self.unload(&kernel);
+        }
         // SAFETY: retained once, by `open`.
         unsafe { (self.table.context_release)(self.device) };
     }
@@ -156,6 +166,22 @@ impl Gpu {
         // SAFETY: the context was retained.
         self.table.call("cuCtxPushCurrent", unsafe { (self.table.context_push)(self.context) })?;
         Ok(Current(self))
+    }
+
+    fn kernel(&self) -> Result<&Kernel, String> {
+        let load = || {
+            let _current = self.enter().map_err(|e| e.to_string())?;
+            let kernel =
+                self.load_kernel().map_err(|e| format!("the driver does not take the kernel that sums: {e}"))?;
+            match self.try_kernel(&kernel) {
+                Ok(()) => Ok(kernel),
+                Err(why) => {
+                    self.unload(&kernel);
+                    Err(why)
+                }
+            }
+        };
+        self.kernel.get_or_init(load).as_ref().map_err(Clone::clone)
     }
 
     fn place(&self, addr: u64) -> Result<Place, Fault> {
@@ -250,6 +276,10 @@ impl GpuMem for Cuda {
         }
     }
 
+    fn sums(&self) -> Result<(), String> {
+        self.0.kernel().map(|_| ())
+    }
+
     fn stream(&self) -> Result<Box<dyn Stream>, Fault> {
         let mut stream = ptr::null_mut();
         let table = &self.0.table;
@@ -259,7 +289,8 @@ impl GpuMem for Cuda {
             table.call("cuStreamCreate", (table.stream_create)(&mut stream, NON_BLOCKING))?;
         }
         let (marks, spare) = (VecDeque::new(), Vec::new());
-        Ok(Box::new(CudaStream { gpu: self.0.clone(), stream, marks, spare, given: 0, broken: None }))
+        let sums = Sums::default();
+        Ok(Box::new(CudaStream { gpu: self.0.clone(), stream, marks, spare, given: 0, broken: None, sums }))
     }
 }
 
@@ -278,6 +309,7 @@ struct CudaStream {
     given: u64,
     /// Errors of copies end the context, and with it this stream.
     broken: Option<Fault>,
+    sums: Sums,
 }
 
 impl CudaStream {
@@ -299,6 +331,17 @@ impl Stream for CudaStream {
         // SAFETY: `to` is the copy's alone until it is over, as the caller promised.
         let code = unsafe { (self.gpu.table.to_host)(to.cast(), from, len, self.stream) };
         self.gpu.table.call("cuMemcpyDtoHAsync", code)
+    }
+
+    fn sum(&mut self, from: u64, len: usize) -> Result<u64, Fault> {
+        self.usable()?;
+        let no_kernel = |name| Fault::Driver { call: "cuModuleLoadData", code: 0, name };
+        let kernel = self.gpu.kernel().map_err(no_kernel)?;
+        self.sums.sum(&self.gpu, kernel, self.stream, from, len)
+    }
+
+    fn summed(&mut self, number: u64) -> Option<u32> {
+        self.sums.summed(number).filter(|_| self.broken.is_none())
     }
 
     fn mark(&mut self) -> Result<Mark, Fault> {
@@ -351,6 +394,7 @@ impl Stream for CudaStream {
 impl Drop for CudaStream {
     fn drop(&mut self) {
         self.drain();
+        self.sums.free(&self.gpu);
         for event in self.spare.drain(..).chain(self.marks.drain(..).map(|(_, e)| e)) {
             // SAFETY: ours, recorded nowhere any more.
             unsafe { (self.gpu.table.event_destroy)(event) };

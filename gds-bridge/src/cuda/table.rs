@@ -60,6 +60,10 @@ functions! {
     event_destroy = c"cuEventDestroy_v2"(Handle);
     event_record = c"cuEventRecord"(Handle, Handle);
     event_wait = c"cuEventSynchronize"(Handle);
+    module_load = c"cuModuleLoadData"(*mut Handle, *const c_void);
+    module_unload = c"cuModuleUnload"(Handle);
+    module_function = c"cuModuleGetFunction"(*mut Handle, Handle, *const c_char);
+    launch = c"cuLaunchKernel"(Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut *mut c_void, *mut *mut c_void);
     error_name = c"cuGetErrorName"(c_int, *mut *const c_char);
 }
 

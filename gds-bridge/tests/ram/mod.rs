@@ -9,7 +9,7 @@ use std::sync::{
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use strake_fabric::{Buf, Pool};
+use strake_fabric::{Buf, BufMut, ByRoad, Pool, Road};
 use strake_gds::{Bridge, FileIo, GpuMem, HostMem, Network, Options, Transfer};
 use strake_proto::{Result, layout::splitmix64};
 
@@ -30,6 +30,8 @@ pub struct Ram {
     calls: AtomicU64,
     /// Called before each read and write with its number.
     hook: Hook,
+    /// By which road bytes at an offset come and go.
+    roads: Box<dyn Fn(u64) -> Road + Send + Sync>,
 }
 
 impl Ram {
@@ -44,7 +46,20 @@ impl Ram {
         hook: impl Fn(u64) -> Result<()> + Send + Sync + 'static,
     ) -> Arc<Ram> {
         let (bytes, pool) = (Mutex::new(bytes), pool.clone());
-        Arc::new(Ram { id, bytes, pool, calls: AtomicU64::new(0), hook: Box::new(hook) })
+        Arc::new(Ram {
+            id,
+            bytes,
+            pool,
+            calls: AtomicU64::new(0),
+            hook: Box::new(hook),
+            roads: Box::new(|_| Road::Tcp),
+        })
+    }
+
+    /// As [`Ram::new`]; the transport says that bytes at an offset took this road.
+    pub fn by(id: u64, bytes: Vec<u8>, pool: &Pool, roads: impl Fn(u64) -> Road + Send + Sync + 'static) -> Arc<Ram> {
+        let (bytes, pool) = (Mutex::new(bytes), pool.clone());
+        Arc::new(Ram { id, bytes, pool, calls: AtomicU64::new(0), hook: Box::new(|_| Ok(())), roads: Box::new(roads) })
     }
 }
 
@@ -54,19 +69,24 @@ impl FileIo for Ram {
         self.id
     }
 
-    /// In segments as a client returns them: of the pool, the last one from elsewhere.
+    /// In segments as a client returns them: of the pool, the last one from elsewhere, unless it comes by RDMA.
     async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
         (self.hook)(self.calls.fetch_add(1, SeqCst))?;
         tokio::task::yield_now().await;
         let all = self.bytes.lock();
         let (start, end) = ((offset as usize).min(all.len()), (offset as usize + len).min(all.len()));
-        let (first, last) = all[start..end].split_at((end - start) / 3 * 2);
-        let mut b = self.pool.get_now(first.len());
+        let road = (self.roads)(offset);
+        let cut = if road == Road::Rdma { end - start } else { (end - start) / 3 * 2 };
+        let (first, last) = all[start..end].split_at(cut);
+        let (mut b, mut rest) = (self.pool.get_now(first.len()), BufMut::unpooled(last.len()));
         b.copy_from_slice(first);
-        Ok(vec![b.freeze(), Buf::copy_from(last)])
+        rest.copy_from_slice(last);
+        b.came_by(road);
+        rest.came_by(road);
+        Ok(vec![b.freeze(), rest.freeze()])
     }
 
-    async fn write(&self, offset: u64, data: Buf) -> Result<()> {
+    async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad> {
         (self.hook)(self.calls.fetch_add(1, SeqCst))?;
         tokio::task::yield_now().await;
         let (mut all, at) = (self.bytes.lock(), offset as usize);
@@ -75,7 +95,7 @@ impl FileIo for Ram {
             all.resize(end, 0);
         }
         all[at..end].copy_from_slice(&data);
-        Ok(())
+        Ok(ByRoad::of((self.roads)(offset), data.len() as u64))
     }
 }
 

@@ -3,7 +3,9 @@
  *
  * Made with: -DDEVICES=n (2), -DINIT=code (0), -DHANGS (cuInit never returns), -DCRASHES, -DNO_DMA_BUF, -DWITHOUT_EVENTS (old library).
  * strake_standin_set(what, n): 1 = destroy the context after n copies, 2 = copies fail with code n, 3 = registering fails with code n,
- * 4 = allocations have no context from here on, as mappings have none, 5 = allocations belong to device n. */
+ * 4 = allocations have no context from here on, as mappings have none, 5 = allocations belong to device n, 6 = the copy to or from the device after
+ * n others changes a bit, 7 = modules are refused with code n, 8 = the kernel says wrong sums.
+ * Of kernels it knows one by its name and plays it: what the text does is not looked at. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,7 +25,7 @@
 #define AWAY (1ull << 60) /* no address of the process */
 
 typedef struct { uint64_t start, size; void *context; int device, live; } Alloc;
-typedef struct { void *host; uint64_t device; size_t len; int to_device; } Copy;
+typedef struct { void *host; uint64_t device; size_t len; int to_device; uint32_t block; uint64_t sums; } Copy; /* block: a kernel that sums */
 typedef struct { Copy copies[QUEUE]; unsigned long given, done; int failed; } Stream;
 typedef struct { Stream *stream; unsigned long at; } Event;
 
@@ -31,7 +33,8 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int context_of[64];
 static Alloc allocs[ALLOCS];
 static int settled, n_allocs, gone, fail_copies, fail_pins, without_context, other_device = -1;
-static long gone_after = -1;
+static long gone_after = -1, damage_after = -1;
+static int refuse_modules, wrong_sums, modules, sum_kernel;
 static struct { char *start; size_t len; } pins[PINS];
 static int n_pins;
 static uint64_t counts[4]; /* loaded from pinned, from other memory; saved to pinned, to other memory */
@@ -45,12 +48,16 @@ void strake_standin_set(int what, long n) {
   if (what == 3) fail_pins = n;
   if (what == 4) without_context = 1;
   if (what == 5) other_device = n;
+  if (what == 6) damage_after = n;
+  if (what == 7) refuse_modules = n;
+  if (what == 8) wrong_sums = n;
   pthread_mutex_unlock(&lock);
 }
 uint64_t strake_standin_count(int which) { return counts[which]; }
 int strake_standin_pins(void) { return n_pins; }
 int strake_standin_settled(void) { return settled; }
 int strake_standin_depth(void) { return depth; }
+int strake_standin_modules(void) { return modules; }
 
 static int alive(void) { return gone ? 709 : 0; }
 static Alloc *find(uint64_t p) {
@@ -148,6 +155,19 @@ static int is_pinned(char *host, size_t len) {
   for (int i = 0; i < n_pins; i++) if (host >= pins[i].start && host + len <= pins[i].start + pins[i].len) return 1;
   return 0;
 }
+static uint32_t crc32c(const unsigned char *p, size_t n) {
+  uint32_t crc = ~0u;
+  for (; n--; p++) {
+    crc ^= *p;
+    for (int i = 0; i < 8; i++) crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
+  }
+  return ~crc;
+}
+static void sum(Copy *c) {
+  uint32_t *to = (uint32_t *)(c->sums - AWAY);
+  for (size_t at = 0; at < c->len; at += c->block)
+    *to++ = crc32c((unsigned char *)(c->device - AWAY + at), c->len - at < c->block ? c->len - at : c->block) ^ wrong_sums;
+}
 static int run(Stream *s, unsigned long before) {
   pthread_mutex_lock(&lock);
   for (; s->done < before; s->done++) {
@@ -159,8 +179,10 @@ static int run(Stream *s, unsigned long before) {
     else if (fail_copies) s->failed = fail_copies;
     else if (!a || c->device + c->len > a->start + a->size) s->failed = 700;
     if (s->failed) continue;
+    if (c->block) { sum(c); continue; }
     if (c->to_device) memcpy((void *)(c->device - AWAY), c->host, c->len);
     else memcpy(c->host, (void *)(c->device - AWAY), c->len);
+    if (damage_after >= 0 && damage_after-- == 0) ((char *)(c->to_device ? (void *)(c->device - AWAY) : c->host))[c->len / 2] ^= 1;
     counts[2 * !c->to_device + !is_pinned(c->host, c->len)] += c->len;
   }
   pthread_mutex_unlock(&lock);
@@ -172,6 +194,28 @@ static int add(Stream *s, Copy c) {
   if (s->given - s->done == QUEUE) run(s, s->given);
   s->copies[s->given++ % QUEUE] = c;
   return 0;
+}
+int cuModuleLoadData(void **m, const void *text) {
+  if (!current[depth]) return 201;
+  if (refuse_modules) return refuse_modules;
+  if (!strstr(text, ".version 6.") || !strstr(text, ".visible .entry strake_crc32c(")) return 218;
+  *m = &modules;
+  modules++;
+  return 0;
+}
+int cuModuleUnload(void *m) { if (m != &modules || !modules) return 1; modules--; return 0; }
+int cuModuleGetFunction(void **f, void *m, const char *name) {
+  if (m != &modules || strcmp(name, "strake_crc32c")) return 500;
+  *f = &sum_kernel;
+  return 0;
+}
+int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *s, void **p, void **extra) {
+  if (f != &sum_kernel || gy != 1 || gz != 1 || by != 1 || bz != 1 || shared || extra) return 1;
+  Copy c = {.device = *(uint64_t *)p[0], .len = *(uint64_t *)p[1], .block = *(uint32_t *)p[2], .sums = *(uint64_t *)p[3]};
+  if (!c.block || (uint64_t)gx * bx * c.block < c.len) return 1; /* there is a thread for each block */
+  Alloc *a = find(c.sums);
+  if (!a || c.sums + (c.len + c.block - 1) / c.block * 4 > a->start + a->size) return 700;
+  return add(s, c);
 }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t len, void *s) { return add(s, (Copy){(void *)from, to, len, 1}); }
 int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t len, void *s) { return add(s, (Copy){to, from, len, 0}); }

@@ -1,5 +1,6 @@
 //! `strake gds`: which roads between files and GPU memory this machine has, and why it has not the others.
 
+mod bench;
 mod child;
 
 use std::process::ExitCode;
@@ -23,6 +24,8 @@ pub enum Command {
         #[arg(long, default_value_t = Policy::Prefer)]
         policy: Policy,
     },
+    /// Measure loads and saves beside what the device can do at all and beside a loop of read and copy, in one run.
+    Bench(bench::BenchArgs),
     /// What `status` and `probe` start to look for them.
     #[command(hide = true)]
     Look {
@@ -80,6 +83,7 @@ struct Shown {
 pub fn run(command: Command) -> Result<ExitCode> {
     let (args, policy) = match command {
         Command::Look { at, test } => return child::look(at, test),
+        Command::Bench(args) => return bench::run(args),
         Command::Status(args) => (args, None),
         Command::Probe { look, policy } => (look, Some(policy)),
     };

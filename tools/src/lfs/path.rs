@@ -1,4 +1,4 @@
-//! `lfs path`: over which road this mount reaches the servers that hold a file.
+//! `lfs path`: over which roads this mount reaches the servers that hold a file, and by which ones its bytes came and went.
 
 use std::{collections::BTreeSet, ffi::OsString, os::unix::fs::MetadataExt, path::Path};
 
@@ -18,7 +18,7 @@ use super::{
 };
 use crate::term::{size, table};
 
-pub const USAGE: &str = "lfs path [--json] PATH...   the connections of this mount to the servers that hold a file; of a \
+pub const USAGE: &str = "lfs path [--json] PATH...   the connections of this mount to the servers that hold a file, and its bytes by road; of a \
                          directory: to all\n";
 const OPTIONS: &[Opt] = &[opt('\0', "json", Nothing)];
 
@@ -35,10 +35,14 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     let mut all = Vec::new();
     for path in &p.operands {
         match look(Path::new(path)) {
-            Ok(servers) if p.has("json") => {
-                all.push(json!({ "path": path.to_string_lossy(), "servers": as_json(&servers) }));
+            Ok(seen) if p.has("json") => {
+                let bytes = file_json(&seen.file);
+                all.push(json!({ "path": path.to_string_lossy(), "servers": as_json(&seen.servers), "bytes": bytes }));
             }
-            Ok(servers) => out.print(&format!("{}\n{}", path.to_string_lossy(), text(&servers))),
+            Ok(seen) => {
+                let text = text(&seen.servers) + &file_text(&seen.file);
+                out.print(&format!("{}\n{text}", path.to_string_lossy()));
+            }
             Err(f) => out.fail(f),
         }
     }
@@ -55,7 +59,13 @@ struct Server {
     ways: Vec<pb::WayStatus>,
 }
 
-fn look(path: &Path) -> Result<Vec<Server>, Failure> {
+struct Seen {
+    servers: Vec<Server>,
+    /// Of the file itself; empty if the mount does not have it in use.
+    file: Vec<pb::FileRoad>,
+}
+
+fn look(path: &Path) -> Result<Seen, Failure> {
     let failed = |e: std::io::Error| {
         Failure::os(format_args!("cannot read '{}'", path.display()), Errno::from_io_error(&e).unwrap_or(Errno::IO))
     };
@@ -64,7 +74,8 @@ fn look(path: &Path) -> Result<Vec<Server>, Failure> {
     let map = mount::map(&mount::mount_of(&real)?)?;
     let roads = mount::roads(&real)?;
     let nodes = if meta.is_file() { holders(meta.ino(), &mount::layout(&real)?, &map)? } else { storage_servers(&map) };
-    Ok(servers(&nodes, &map, &roads))
+    let file = if meta.is_file() { roads.file.clone() } else { Vec::new() };
+    Ok(Seen { servers: servers(&nodes, &map, &roads), file })
 }
 
 /// The nodes with a replica of one of the file's chains.
@@ -117,6 +128,27 @@ fn as_json(servers: &[Server]) -> Value {
     servers.iter().map(one).collect()
 }
 
+/// Bytes of the file by road, and all together.
+fn file_text(file: &[pb::FileRoad]) -> String {
+    let moved: Vec<&pb::FileRoad> = file.iter().filter(|r| r.fetched + r.sent > 0).collect();
+    if moved.is_empty() {
+        return "no bytes of it were moved since this mount has it in use\n".into();
+    }
+    let mut rows = vec![["BYTES OF IT BY", "FETCHED", "SENT"].map(String::from).to_vec()];
+    rows.extend(moved.iter().map(|r| vec![r.road.clone(), r.fetched.to_string(), r.sent.to_string()]));
+    let sum = |of: fn(&pb::FileRoad) -> u64| file.iter().map(of).sum::<u64>().to_string();
+    rows.push(vec!["together".into(), sum(|r| r.fetched), sum(|r| r.sent)]);
+    table(&rows)
+}
+
+fn file_json(file: &[pb::FileRoad]) -> Value {
+    let of = |of: fn(&pb::FileRoad) -> u64| {
+        let by_road: serde_json::Map<String, Value> = file.iter().map(|r| (r.road.clone(), of(r).into())).collect();
+        json!({ "by_road": by_road, "together": file.iter().map(of).sum::<u64>() })
+    };
+    json!({ "fetched": of(|r| r.fetched), "sent": of(|r| r.sent) })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -155,5 +187,22 @@ mod tests {
         assert_eq!(json[0]["connections"][0]["road"], "rdma");
         assert_eq!(json[1]["connections"], json!([]));
         assert_eq!(storage_servers(&map).len(), 3);
+    }
+
+    #[test]
+    fn bytes_of_a_file_by_road_add_up() {
+        let road = |road: &str, fetched, sent| pb::FileRoad { road: road.into(), fetched, sent };
+        let file = [road("local", 0, 0), road("tcp", 10, 4096), road("rdma-stream", 0, 0), road("rdma", 1 << 20, 5)];
+        assert_eq!(
+            file_text(&file),
+            "BYTES OF IT BY  FETCHED  SENT\n\
+             tcp             10       4096\n\
+             rdma            1048576  5\n\
+             together        1048586  4101\n"
+        );
+        let json = file_json(&file);
+        assert_eq!(json["fetched"]["by_road"]["rdma"], 1 << 20);
+        assert_eq!((&json["fetched"]["together"], &json["sent"]["together"]), (&1_048_586.into(), &4101.into()));
+        assert!(file_text(&file[..1]).starts_with("no bytes of it"), "a file that was only opened");
     }
 }

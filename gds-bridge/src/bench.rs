@@ -1,0 +1,329 @@
+//! What `strake gds bench` measures: the bridge beside what the device can do at all and beside the loop that people write by hand, in one run.
+
+use std::{sync::Arc, time::Instant};
+
+use serde::Serialize;
+use strake_client::File;
+use strake_proto::{Code, Error, Result, checksum::crc32c, layout::splitmix64};
+
+use crate::{
+    Failed, GpuMem, Policy, Report, Tier, Transfer,
+    mem::Fault,
+    pins::{MIN_SLOT, Slot},
+    session::{Memory, Session, Setup},
+};
+
+const MIB: u64 = 1 << 20;
+/// Pinned memory that the ceiling is measured with: two pieces of this, so that one is copied while the other is looked at.
+const PIECE: usize = 4 << 20;
+const O_DIRECT: u32 = 0o40000;
+const RDWR_CREATE_NEW: u32 = 2 | (libc::O_CREAT | libc::O_EXCL) as u32;
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The cluster and the device; the number of workers is set for each row.
+    pub setup: Setup,
+    /// A file that is made for it, and removed at the end. `EEXIST` if there is one.
+    pub path: String,
+    /// Its size: a multiple of 1 MiB.
+    pub bytes: u64,
+    /// Workers of each row.
+    pub threads: Vec<usize>,
+    /// For the calls of the bridge.
+    pub policy: Policy,
+    /// Refuse a run in which not every byte took one and the same tier.
+    pub strict: bool,
+}
+
+/// Bytes per second, to the device and from it.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Rates {
+    /// To the device.
+    pub load: f64,
+    /// From the device.
+    pub save: f64,
+}
+
+/// The bridge with so many workers.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    /// Workers, with a thread and a stream each.
+    pub threads: usize,
+    /// Bytes per second.
+    pub rates: Rates,
+    /// Of a save with the fsync that makes it safe.
+    pub save_and_fsync: f64,
+    /// `rates` as parts of the ceiling.
+    pub of_ceiling: Rates,
+    /// The load as a multiple of the pageable loop.
+    pub of_pageable_loop: f64,
+    /// Which way the bytes went.
+    pub loaded: Report,
+    /// As `loaded`.
+    pub saved: Report,
+}
+
+/// One run.
+#[derive(Clone, Debug, Serialize)]
+pub struct Figures {
+    /// Name of the device.
+    pub device: String,
+    /// False: the device is host memory, and the figures say nothing of a GPU.
+    pub gpu: bool,
+    /// Bytes of the file.
+    pub bytes: u64,
+    /// What was allowed.
+    pub policy: Policy,
+    /// Whether one tier was wanted.
+    pub strict: bool,
+    /// Copies between pinned host memory and the device, one stream, nothing else.
+    pub ceiling: Rates,
+    /// Read 1 MiB into ordinary memory, copy it to the device, wait, and again.
+    pub pageable_loop: f64,
+    /// By workers.
+    pub rows: Vec<Row>,
+    /// Why the run is not to be believed; then the rows are those until then.
+    pub refused: Option<String>,
+}
+
+/// Why a strict run is refused that made these reports: not all bytes took one and the same tier.
+pub fn refusal<'a>(reports: impl IntoIterator<Item = &'a Report>) -> Option<String> {
+    let mut first: Option<Tier> = None;
+    for r in reports {
+        if let Some(s) = r.switches.first() {
+            let to = s.to.map_or("nothing", Tier::name);
+            return Some(format!("the tier changed in the middle of a call, from {} to {to}: {}", s.from, s.why));
+        }
+        for (tier, _) in r.by_tier.iter().filter(|(_, bytes)| **bytes > 0) {
+            match first {
+                Some(before) if before != tier => {
+                    return Some(format!("some bytes took {before} and others {tier}: ask for one with --policy"));
+                }
+                _ => first = Some(tier),
+            }
+        }
+    }
+    None
+}
+
+fn rate(bytes: u64, begun: Instant) -> f64 {
+    bytes as f64 / begun.elapsed().as_secs_f64().max(1e-9)
+}
+
+/// Measures. `EINVAL` for a plan that cannot be; what a session or call says otherwise. In a strict run the error of a call that its policy ended
+/// is the refusal.
+pub fn run(plan: &Plan) -> Result<Figures> {
+    run_with(plan, Session::open)
+}
+
+/// As [`run`], with sessions that the caller opens.
+#[doc(hidden)]
+pub fn run_with(plan: &Plan, mut open: impl FnMut(&Setup) -> Result<Session>) -> Result<Figures> {
+    if plan.bytes == 0 || plan.bytes % MIB != 0 || plan.threads.is_empty() {
+        return Err(Error::new(Code::Inval, "the size must be a multiple of 1 MiB, and there must be a row"));
+    }
+    let mut figures: Option<Figures> = None;
+    for n in &plan.threads {
+        let mut setup = plan.setup.clone();
+        setup.options.workers = *n;
+        let mut bench = Bench::new(open(&setup)?, plan)?;
+        if figures.is_none() {
+            figures = Some(bench.bare(plan)?);
+        }
+        let Some(f) = &mut figures else { continue };
+        match bench.row(plan, *n, f) {
+            Ok(row) => f.rows.push(row),
+            Err(failed) if plan.strict => f.refused = Some(failed.to_string()),
+            Err(failed) => return Err(failed.error),
+        }
+        let reports = f.rows.iter().flat_map(|r| [&r.saved, &r.loaded]);
+        if plan.strict && f.refused.is_none() {
+            f.refused = refusal(reports);
+        }
+        if f.refused.is_some() {
+            break;
+        }
+    }
+    figures.ok_or_else(|| Error::new(Code::Inval, "no row"))
+}
+
+/// A session with a file and device memory, which go when it is dropped.
+struct Bench {
+    session: Session,
+    file: Option<Arc<File>>,
+    path: String,
+    gpu: u64,
+    seed: u64,
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        self.file = None;
+        let _ = self.session.device().free(self.gpu);
+        if let Err(e) = self.session.unlink(&self.path) {
+            tracing::warn!("'{}' stays: {e}", self.path);
+        }
+    }
+}
+
+impl Bench {
+    fn new(session: Session, plan: &Plan) -> Result<Bench> {
+        let gpu = session.device().alloc(plan.bytes)?;
+        // Without the client's cache: what is loaded comes from the storage servers.
+        match session.open_file(&plan.path, RDWR_CREATE_NEW | O_DIRECT, 0o600) {
+            Ok(f) => Ok(Bench { session, file: Some(Arc::new(f)), path: plan.path.clone(), gpu, seed: 1 }),
+            Err(e) => {
+                let _ = session.device().free(gpu);
+                Err(e)
+            }
+        }
+    }
+
+    fn file(&self) -> Result<&Arc<File>> {
+        self.file.as_ref().ok_or_else(|| Error::new(Code::BadF, "the file is closed"))
+    }
+
+    /// What is measured once, without the bridge.
+    fn bare(&mut self, plan: &Plan) -> Result<Figures> {
+        let device = self.session.device().clone();
+        let ceiling = Rates {
+            load: ceiling(&device, self.gpu, plan.bytes, true)?,
+            save: ceiling(&device, self.gpu, plan.bytes, false)?,
+        };
+        self.fill(plan.bytes)?;
+        let whole = [self.whole(plan.bytes)?];
+        self.session.save(&whole, Policy::Prefer).map_err(|f| f.error)?;
+        self.session.fsync(self.file()?)?;
+        Ok(Figures {
+            device: device.name(),
+            gpu: matches!(plan.setup.memory, Memory::Cuda(_)),
+            bytes: plan.bytes,
+            policy: plan.policy,
+            strict: plan.strict,
+            ceiling,
+            pageable_loop: self.pageable_loop(plan.bytes)?,
+            rows: Vec::new(),
+            refused: None,
+        })
+    }
+
+    fn whole(&self, bytes: u64) -> Result<Transfer> {
+        Ok(Transfer { file: self.file()?.clone(), offset: 0, gpu: self.gpu, len: bytes })
+    }
+
+    /// New bytes for the device; their checksums by MiB.
+    fn fill(&mut self, bytes: u64) -> Result<Vec<u32>> {
+        let mut block = vec![0u8; MIB as usize];
+        let mut sums = Vec::new();
+        for at in (0..bytes).step_by(MIB as usize) {
+            for word in block.chunks_exact_mut(8) {
+                word.copy_from_slice(&splitmix64(&mut self.seed).to_le_bytes());
+            }
+            self.session.put(self.gpu + at, &block)?;
+            sums.push(crc32c(&block));
+        }
+        Ok(sums)
+    }
+
+    fn pageable_loop(&self, bytes: u64) -> Result<f64> {
+        let begun = Instant::now();
+        for at in (0..bytes).step_by(MIB as usize) {
+            let block = self.session.read(self.file()?, at, MIB as usize)?;
+            self.session.put(self.gpu + at, &block)?;
+        }
+        Ok(rate(bytes, begun))
+    }
+
+    /// Saves new bytes, wipes them, loads them, and looks whether they are the same.
+    fn row(&mut self, plan: &Plan, threads: usize, f: &Figures) -> Result<Row, Failed> {
+        let nothing = |e: Error| Failed {
+            error: e,
+            report: Box::new(Report::nothing(crate::Direction::Save, plan.policy, plan.bytes, 1)),
+        };
+        let sums = self.fill(plan.bytes).map_err(nothing)?;
+        let whole = [self.whole(plan.bytes).map_err(nothing)?];
+        let begun = Instant::now();
+        let saved = self.session.save(&whole, plan.policy)?;
+        let file = self.file().map_err(nothing)?;
+        self.session.fsync(file).map_err(nothing)?;
+        let save_and_fsync = rate(plan.bytes, begun);
+        self.wipe(plan.bytes).map_err(nothing)?;
+        let loaded = self.session.load(&whole, plan.policy)?;
+        self.compare(&sums).map_err(nothing)?;
+        let of = |r: &Report| r.moved() as f64 / r.took.as_secs_f64().max(1e-9);
+        let rates = Rates { load: of(&loaded), save: of(&saved) };
+        Ok(Row {
+            threads,
+            rates,
+            save_and_fsync,
+            of_ceiling: Rates { load: rates.load / f.ceiling.load, save: rates.save / f.ceiling.save },
+            of_pageable_loop: rates.load / f.pageable_loop,
+            loaded,
+            saved,
+        })
+    }
+
+    fn wipe(&self, bytes: u64) -> Result<()> {
+        let zeros = vec![0; MIB as usize];
+        for at in (0..bytes).step_by(MIB as usize) {
+            self.session.put(self.gpu + at, &zeros)?;
+        }
+        Ok(())
+    }
+
+    fn compare(&self, sums: &[u32]) -> Result<()> {
+        let mut block = vec![0; MIB as usize];
+        for (i, sum) in sums.iter().enumerate() {
+            self.session.get(self.gpu + i as u64 * MIB, &mut block)?;
+            if crc32c(&block) != *sum {
+                return Err(Error::new(
+                    Code::Corrupt,
+                    format!("MiB {i} of what was loaded differs from what was saved"),
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Two pinned slots of so many bytes, or smaller ones where that is more than may be locked.
+fn two_slots(device: &Arc<dyn GpuMem>, mut bytes: usize) -> Result<(usize, [Slot; 2]), Fault> {
+    loop {
+        match (Slot::new(device, bytes), Slot::new(device, bytes)) {
+            (Ok(a), Ok(b)) => return Ok((bytes, [a, b])),
+            (Err(e), _) | (_, Err(e)) if bytes <= MIN_SLOT => return Err(e),
+            _ => bytes /= 2,
+        }
+    }
+}
+
+/// Copies of so many bytes through pinned memory, by one stream, bytes per second.
+fn ceiling(device: &Arc<dyn GpuMem>, gpu: u64, bytes: u64, load: bool) -> Result<f64, Fault> {
+    let (piece, mut slots) = two_slots(device, PIECE.min(bytes as usize))?;
+    // Dropped before the slots: its drop waits.
+    let mut stream = device.stream()?;
+    let mut once = || {
+        let begun = Instant::now();
+        let mut marks = [None, None];
+        let mut at = 0;
+        while at < bytes {
+            let (n, which) = (piece.min((bytes - at) as usize), (at as usize / piece) % 2);
+            if let Some(mark) = marks[which].take() {
+                stream.wait(mark)?;
+            }
+            let host = slots[which].as_mut_ptr();
+            // SAFETY: the slot has `n` bytes, nobody looks at them, and it lives until the stream, dropped first, has been waited for.
+            unsafe { if load { stream.load(gpu + at, host, n)? } else { stream.save(host, gpu + at, n)? } }
+            marks[which] = Some(stream.mark()?);
+            at += n as u64;
+        }
+        for mark in marks.into_iter().flatten() {
+            stream.wait(mark)?;
+        }
+        Ok::<_, Fault>(rate(bytes, begun))
+    };
+    // The first one warms up.
+    once()?;
+    once()
+}

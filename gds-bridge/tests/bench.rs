@@ -1,0 +1,94 @@
+//! The benchmark's own logic: its rows, and that a strict run is refused whose tier changed.
+
+#[path = "../../client/tests/common/mod.rs"]
+mod common;
+mod served;
+
+use served::Served;
+use strake_gds::{
+    Fault, Options, Policy, Tier, Unavailable,
+    bench::{self, Plan},
+    session::{Memory, Session, Setup},
+};
+use strake_proto::Code;
+
+fn plan(at: &Served, policy: Policy, strict: bool) -> Plan {
+    let options = Options { slots: 2, slot_bytes: 256 << 10, ..Options::default() };
+    let setup = Setup { key: at.key.clone(), threads: 2, options, ..Setup::new(&at.mds, Memory::Host) };
+    Plan { setup, path: "/bench".into(), bytes: 4 << 20, threads: vec![1, 2], policy, strict }
+}
+
+/// Opens a session, and says so where this machine lets it pin nothing.
+fn open(setup: &Setup) -> Result<Session, strake_proto::Error> {
+    let s = Session::open(setup)?;
+    let pinned = s.tiers()?.iter().any(|t| t.tier == "bounce-tcp" && t.available);
+    if !pinned {
+        println!("note: no memory can be locked here: {:?}", s.notice());
+    }
+    Ok(s)
+}
+
+#[test]
+fn a_run_has_its_rows_and_ratios_and_leaves_nothing_behind() {
+    let served = Served::new(2);
+    let f = bench::run_with(&plan(&served, Policy::Prefer, false), open).unwrap();
+    assert_eq!((f.rows.iter().map(|r| r.threads).collect::<Vec<_>>(), f.gpu), (vec![1, 2], false));
+    for r in &f.rows {
+        assert_eq!((r.saved.moved(), r.loaded.moved()), (4 << 20, 4 << 20));
+        for n in [r.rates.load, r.rates.save, r.save_and_fsync, f.ceiling.load, f.ceiling.save, f.pageable_loop] {
+            assert!(n.is_finite() && n > 0.0);
+        }
+        assert!((r.of_ceiling.load * f.ceiling.load / r.rates.load - 1.0).abs() < 1e-6);
+        assert!((r.of_pageable_loop * f.pageable_loop / r.rates.load - 1.0).abs() < 1e-6);
+    }
+    assert!(served.cluster.mds.names().is_empty(), "the file is removed");
+    let mut odd = plan(&served, Policy::Prefer, false);
+    odd.bytes = (1 << 20) + 1;
+    assert_eq!(bench::run(&odd).unwrap_err().code, Code::Inval);
+}
+
+#[test]
+fn a_strict_run_is_refused_when_its_tier_changes() {
+    let served = Served::new(2);
+    let broken = || Fault::Driver { call: "cuMemcpyHtoDAsync", code: 999, name: "CUDA_ERROR_UNKNOWN".into() };
+    // From the second row on pinned memory does not work.
+    let breaking = |rows: &mut u32, setup: &Setup| {
+        let s = open(setup)?;
+        if !s.tiers()?.iter().any(|t| t.tier == "bounce-tcp" && t.available) {
+            return Err(strake_proto::Error::new(Code::NoMem, "no memory can be locked here"));
+        }
+        *rows += 1;
+        if *rows == 2 {
+            s.host().unwrap().fail_pinned_after(6, broken());
+        }
+        Ok(s)
+    };
+    let mut rows = 0;
+    let f = bench::run_with(&plan(&served, Policy::Require(Tier::BounceTcp), true), |s| breaking(&mut rows, s));
+    let f = match f {
+        Err(e) if e.message.contains("no memory can be locked") => return println!("skipped: {e}"),
+        f => f.unwrap(),
+    };
+    let why = f.refused.unwrap();
+    assert!(f.rows.len() == 1 && why.contains("999: CUDA_ERROR_UNKNOWN"), "{why}");
+    assert!(served.cluster.mds.names().is_empty());
+}
+
+#[test]
+fn what_a_strict_run_refuses() {
+    let served = Served::new(2);
+    let mut f = bench::run_with(&plan(&served, Policy::Require(Tier::Pageable), true), open).unwrap();
+    assert_eq!(f.refused, None);
+    let reports =
+        |f: &bench::Figures| f.rows.iter().flat_map(|r| [r.saved.clone(), r.loaded.clone()]).collect::<Vec<_>>();
+    assert_eq!(bench::refusal(&reports(&f)), None);
+    let (all, last) = (f.bytes, f.rows.len() - 1);
+    f.rows[last].loaded.by_tier[Tier::Pageable] = all - 1;
+    f.rows[last].loaded.by_tier[Tier::BounceTcp] = 1;
+    let why = bench::refusal(&reports(&f)).unwrap();
+    assert!(why.contains("bounce-tcp") && why.contains("pageable"), "{why}");
+    let to = Some(Tier::Pageable);
+    let switch = strake_gds::Switch { after: 0, from: Tier::BounceTcp, to, why: Unavailable::NotTested };
+    f.rows[0].saved.switches.push(switch);
+    assert!(bench::refusal(&reports(&f)).unwrap().contains("from bounce-tcp to pageable"));
+}

@@ -1,0 +1,118 @@
+//! `strake gds bench`: figures of the bridge on this machine, and what they are to be compared with.
+
+use std::{path::PathBuf, process::ExitCode};
+
+use clap::{Args, builder::RangedU64ValueParser};
+use strake_fabric::Use;
+use strake_gds::{
+    Policy, Report, Tier,
+    bench::{self, Figures, Plan},
+    session::{self, Setup},
+};
+use strake_proto::Result;
+
+use super::{Device, Memory};
+use crate::term::{size, table};
+
+#[derive(Args)]
+pub struct BenchArgs {
+    /// Metadata servers, HOST[:PORT] with commas.
+    mds: String,
+    /// File with the client key.
+    #[arg(long, default_value = session::KEY)]
+    client_key: PathBuf,
+    #[command(flatten)]
+    at: Device,
+    /// A file that is made for it, from the root of the file system, and removed at the end.
+    #[arg(long, default_value = "/.strake-gds-bench")]
+    file: String,
+    /// MiB of the file; the device must have as much room.
+    #[arg(long, default_value_t = 256, value_parser = RangedU64ValueParser::<u64>::new().range(1..=65536))]
+    mib: u64,
+    /// Workers of each row.
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4, 8], value_parser = RangedU64ValueParser::<usize>::new().range(1..=64))]
+    threads: Vec<usize>,
+    /// What calls may take: prefer, at-least:TIER or require:TIER.
+    #[arg(long, default_value_t = Policy::Prefer)]
+    policy: Policy,
+    /// End with 1 unless every byte took one and the same tier.
+    #[arg(long)]
+    strict: bool,
+    /// Have the GPU verify what arrives and what it gives, in the figures too.
+    #[arg(long)]
+    verify_on_gpu: bool,
+    /// Roads to the storage servers.
+    #[arg(long, value_enum, default_value_t = Fabric::Auto)]
+    fabric: Fabric,
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Fabric {
+    Auto,
+    Tcp,
+    Rdma,
+}
+
+pub fn run(args: BenchArgs) -> Result<ExitCode> {
+    let memory = match args.at.memory {
+        Memory::Cuda => session::Memory::Cuda(args.at.device),
+        Memory::Host => session::Memory::Host,
+    };
+    let roads = match args.fabric {
+        Fabric::Auto => Use::Best,
+        Fabric::Tcp => Use::Tcp,
+        Fabric::Rdma => Use::Rdma,
+    };
+    let mut setup = Setup { key: args.client_key, roads, ..Setup::new(&args.mds, memory) };
+    setup.options.verify_on_gpu = args.verify_on_gpu;
+    let (path, bytes) = (args.file, args.mib << 20);
+    let plan = Plan { setup, path, bytes, threads: args.threads, policy: args.policy, strict: args.strict };
+    let figures = bench::run(&plan)?;
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&figures).map_err(std::io::Error::from)?);
+    } else {
+        print!("{}", text(&figures));
+    }
+    if let Some(why) = &figures.refused {
+        eprintln!("error: this run is refused: {why}");
+        return Ok(ExitCode::FAILURE);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn text(f: &Figures) -> String {
+    let rate = |n: f64| format!("{}/s", size(n as u64));
+    let mut out = format!("device: {}\n", f.device);
+    if !f.gpu {
+        out += "note: there is no GPU in this run: these are figures of this machine's own memory in place of one\n";
+    }
+    out += &format!("file: {} on the cluster, read past the client's cache; policy {}\n\n", size(f.bytes), f.policy);
+    let row = |what: String, to: String, from: String, note: String| vec![what, to, from, note];
+    let head = ["", "TO DEVICE", "FROM DEVICE", "TIERS"].map(String::from);
+    let mut rows = vec![head.to_vec()];
+    let (load, save) = (rate(f.ceiling.load), rate(f.ceiling.save));
+    rows.push(row("ceiling: pinned copies alone".into(), load, save, "-".into()));
+    rows.push(row("loop: read 1 MiB, copy, wait".into(), rate(f.pageable_loop), "-".into(), "-".into()));
+    for r in &f.rows {
+        let what = format!("bridge, {} threads", r.threads);
+        rows.push(row(what, rate(r.rates.load), rate(r.rates.save), tiers([&r.loaded, &r.saved])));
+        rows.push(row("  with the fsync".into(), "-".into(), rate(r.save_and_fsync), "-".into()));
+        let part = |n: f64| format!("{n:.2} of the ceiling");
+        let times = format!("{:.1} times the loop", r.of_pageable_loop);
+        rows.push(row("  ratios".into(), part(r.of_ceiling.load), part(r.of_ceiling.save), times));
+    }
+    out += &table(&rows);
+    if let Some(r) = f.rows.last().map(|r| &r.loaded) {
+        let why = r.not_on_gpu.as_ref().map(|why| format!(", not verified on the GPU: {why}")).unwrap_or_default();
+        out += &format!("\nchecksums: {}{why}\n", r.checksums);
+    }
+    out
+}
+
+/// The tiers that bytes took.
+fn tiers(reports: [&Report; 2]) -> String {
+    let took = |t: &Tier| reports.iter().any(|r| r.by_tier[*t] > 0);
+    Tier::ALL.iter().filter(|t| took(t)).map(|t| t.name()).collect::<Vec<_>>().join(", ")
+}
