@@ -15,12 +15,14 @@ class Chaos:
         self.seed = args.seed if args.seed is not None else secrets.randbelow(1_000_000)
         self.random = random.Random(self.seed)
         self.load = Workload(cluster, self.seed)
-        self.faults = Faults(cluster, self.load.s, self.random)
+        self.faults = Faults(cluster, self.load.s, self.random, self.broken)
         self.kinds, self.cannot = self.faults.kinds()
         self.done, self.not_run, self.healed = collections.Counter(), collections.Counter(), []
         self.wrong, self.events, self.began = [], [], time.monotonic()
         self.last_progress = time.monotonic()
         self.started = {}
+        # Not in service, and that was told.
+        self.out = False
 
     # Telling.
 
@@ -81,12 +83,7 @@ class Chaos:
         if self.random.random() < 0.3:
             self.sleep(self.random.uniform(0, 1.5))
             active.append(self.begin(self.random.choices(names, self.kinds.values())[0]))
-        for fault, until in sorted((a for a in active if a), key=lambda a: a[1]):
-            self.sleep(until - time.monotonic())
-            try:
-                next(fault, None)
-            except (RuntimeError, OSError, subprocess.TimeoutExpired) as e:
-                self.broken(f"healing: {e}")
+        self.heal([a for a in active if a])
         self.faults.busy.clear()
         if first == "bit_flips" and active[0]:
             self.replicas("after the flips")
@@ -95,15 +92,32 @@ class Chaos:
             self.nobody_else_ended()
         self.sleep(self.random.uniform(0.5, 4))
 
+    def heal(self, active):
+        """Each when it is due; one that takes long does not hold up another."""
+        while active:
+            active.sort(key=lambda a: a[1])
+            fault, until = active.pop(0)
+            self.sleep(until - time.monotonic())
+            try:
+                again = next(fault, None)
+            except (NotRun, RuntimeError, OSError, subprocess.TimeoutExpired) as e:
+                self.broken(f"healing: {e}")
+                continue
+            if again is not None:
+                active.append((fault, time.monotonic() + again))
+
     def in_service(self, limit=HEALED):
+        """Waits for it. What keeps it from service is told once, not again by each round that follows."""
         began = time.monotonic()
         while not self.c.all_in_service():
-            if time.monotonic() - began > limit:
-                report = self.c.strake("status", "--admin", self.c.admin())
-                self.broken(f"not in service {limit} s after the last fault ended:\n{report.stdout if report else 'nobody answers'}")
+            if self.out or time.monotonic() - began > limit:
+                if not self.out:
+                    self.broken(f"not in service {limit} s after the last fault ended:\n{self.c.status_text()}")
+                self.out = True
                 return
             self.progress()
             time.sleep(0.2)
+        self.out = False
         self.healed.append(time.monotonic() - began)
 
     def nobody_else_ended(self):
@@ -144,6 +158,7 @@ class Chaos:
     def last(self):
         say("healing everything; waiting until every chain is in sync")
         self.faults.heal_everything()
+        self.out = False
         self.in_service(180)
         self.nobody_else_ended()
         for name in self.load.stop(60):

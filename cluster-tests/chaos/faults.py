@@ -1,5 +1,6 @@
-"""The faults. Each is a generator: it does harm, says what it hit and for how many seconds that is to last, and then heals."""
-import contextlib, mmap, os, shutil, signal, subprocess, time
+"""The faults. Each is a generator: it does harm, says what it hit and for how many seconds that is to last, and then heals. While
+that takes long it yields in how many seconds it wants to go on, so that a fault beside it ends in time."""
+import concurrent.futures, contextlib, mmap, os, shutil, signal, subprocess, time
 from blocks import BLOCK, HEAD, MAGIC, MAX_BLOCKS, make
 from cluster import ADMIN, FABRIC, MOUNT
 from engine import alive
@@ -7,6 +8,8 @@ from workload import TOP
 
 # Less than a client's term (30 s): nothing may be told to its programs.
 LONGEST_CUT = 14
+# How long an emptied storage server may take until its new targets are there, in seconds.
+NEW_TARGETS = 60
 
 
 class NotRun(Exception):
@@ -14,10 +17,13 @@ class NotRun(Exception):
 
 
 class Faults:
-    def __init__(self, cluster, shared, random):
-        self.c, self.s, self.random = cluster, shared, random
+    def __init__(self, cluster, shared, random, broken):
+        """`broken` is told what a fault found that is a broken promise, though it can go on."""
+        self.c, self.s, self.random, self.broken = cluster, shared, random, broken
         self.ended = set()      # nodes whose process was ended by a fault since anybody looked
         self.busy = set()
+        # Who is cut off is no node to run commands on.
+        cluster.avoid = lambda: self.busy
         # All flipped bits are on one target, so that never two replicas of a chunk are damaged.
         self.flip_node, self.flip_target = random.choice(cluster.of("oss")), random.randrange(2)
         self.flipped = 0
@@ -115,7 +121,7 @@ class Faults:
         yield node.name, 0
         end = time.monotonic() + 60
         while not self.c.is_mounted(node) and time.monotonic() < end:
-            time.sleep(0.1)
+            yield 0.1
         self.s.pids[node.number - 1] = self.c.pid(node)
         self.client_is_hit(node, 3)
 
@@ -336,14 +342,13 @@ class Faults:
         others = [f"tcp:{m.name}:{FABRIC}" for m in self.c.of("mds") if m is not node]
         end = time.monotonic() + 90
         while True:
-            r = self.c.strake("mds", "replace", str(old), f"tcp:{node.name}:{FABRIC}", "--mds", ",".join(others),
-                              "--cluster-key", "/etc/strake/cluster.key", "--timeout", "40", timeout=70)
+            r = yield from self.aside("mds", "replace", str(old), f"tcp:{node.name}:{FABRIC}", "--mds", ",".join(others), "--timeout", "40")
             if r and r.returncode == 0:
                 break
             # It starts, a leader has just been elected, or time was short: the command says so and is repeated.
             if time.monotonic() > end:
                 raise RuntimeError(f"strake mds replace: {r.stderr.strip() if r else 'no answer'}")
-            time.sleep(1)
+            yield 1
         for m in self.c.of("mds"):
             self.c.write_mds(m)
 
@@ -370,36 +375,59 @@ class Faults:
             shutil.rmtree(f"{self.c.volume(node)}/target{t}")
         self.c.engine.docker("start", self.c.container(node))
         yield f"{node.name}: targets {sorted(old)}", 0
+        came = lambda r, _: r if len(of_node(r) - old) == len(old) else None
         try:
-            self.wait("no new targets", 60, lambda r, _: r if len(of_node(r) - old) == len(old) else None)
+            yield from self.waiting("no new targets", NEW_TARGETS, came)
         except NotRun as e:
-            raise RuntimeError(str(e)) from e
+            log = self.c.engine.docker("logs", "--tail", "8", self.c.container(node), check=False)
+            self.broken(f"healing: {e}\n{self.c.status_text()}\n{node.name} has logged last:\n{log.stdout}{log.stderr}")
+            # Once is enough: without them the old ones cannot go, and all that follows would not be in service.
+            try:
+                yield from self.waiting("still no new targets", 5 * NEW_TARGETS, came)
+            except NotRun as e:
+                raise RuntimeError(str(e)) from e
         # What they had moves, then they can go; until then the command refuses.
-        self.target("give-up", old, 60)
-        self.target("remove", old, 300)
+        yield from self.target("give-up", old, 60)
+        yield from self.target("remove", old, 300)
 
     def target(self, what, targets, limit):
         end = time.monotonic() + limit
         while True:
-            r = self.c.strake("target", what, *map(str, sorted(targets)), "--mds", ",".join(f"tcp:{m.name}:{FABRIC}" for m in self.c.of("mds")),
-                              "--cluster-key", "/etc/strake/cluster.key", timeout=70)
+            r = yield from self.aside("target", what, *map(str, sorted(targets)), "--mds", ",".join(f"tcp:{m.name}:{FABRIC}" for m in self.c.of("mds")))
             if r and r.returncode == 0:
                 return
             if time.monotonic() > end:
                 raise RuntimeError(f"strake target {what}: {r.stderr.strip() if r else 'no answer'}")
-            time.sleep(1)
+            yield 1
 
-    def wait(self, what, limit, done):
+    def aside(self, *command):
+        """A command that changes the cluster, whose end is waited for while other faults end."""
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            run = pool.submit(self.c.strake, *command, "--cluster-key", "/etc/strake/cluster.key", timeout=70)
+            while not run.done():
+                yield 0.1
+            return run.result()
+
+    def waiting(self, what, limit, done):
         """What `done` makes of the status, as soon as it makes something of it."""
-        end = time.monotonic() + limit
+        began = time.monotonic()
         while True:
             report, code = self.c.servers_status()
             result = done(report, code) if report and report["map"] else None
             if result:
                 return result
-            if time.monotonic() > end:
-                raise NotRun(what)
-            time.sleep(0.5)
+            if time.monotonic() > began + limit:
+                raise NotRun(f"{what} within {limit} s")
+            yield 0.5
+
+    def wait(self, what, limit, done):
+        """Likewise, and nothing else meanwhile."""
+        waiting = self.waiting(what, limit, done)
+        while True:
+            try:
+                time.sleep(next(waiting))
+            except StopIteration as e:
+                return e.value
 
     def heal_everything(self):
         """Also after a run that was broken off: whatever is paused, stopped, cut off or full."""
