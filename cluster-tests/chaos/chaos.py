@@ -54,7 +54,7 @@ class Chaos:
 
     def begin(self, kind):
         """Starts a fault; what is left of it, or nothing if it could not be had now."""
-        fault = getattr(self.faults, kind)()
+        fault, began = getattr(self.faults, kind)(), time.monotonic()
         busy = set(self.faults.busy)
         try:
             what, seconds = next(fault)
@@ -67,14 +67,19 @@ class Chaos:
         except (RuntimeError, OSError, subprocess.TimeoutExpired) as e:
             self.broken(f"{kind}: {e}")
             return None
-        # A writer that is silent for 5 s while somebody looks at its files is evicted, and told so (docs/client.md).
-        for node in self.c.of("client"):
-            if node.name in self.faults.busy - busy and seconds > 4:
-                self.faults.client_is_hit(node, seconds + 6)
+        cut = [n for n in self.c.of("client") if seconds and n.name in self.faults.busy - busy]
+        self.clients_are_hit(cut, time.monotonic() - began + seconds, seconds)
         self.done[kind] += 1
         self.events.append({"at": round(time.monotonic() - self.began, 1), "kind": kind, "hit": what, "seconds": seconds})
         self.line(f"{kind:16}{what}" + (f", for {seconds} s" if seconds else ""))
-        return fault, time.monotonic() + seconds
+        return fault, time.monotonic() + seconds, cut, began
+
+    def clients_are_hit(self, nodes, silent, left):
+        """A writer that is silent for 5 s while somebody looks at its files is evicted, and told so (docs/client.md). How long these
+        really are, and for how much longer: to begin and to end a fault takes its time, where much else runs."""
+        for node in nodes:
+            if silent > 4:
+                self.faults.client_is_hit(node, left + 6)
 
     def round(self):
         names = list(self.kinds)
@@ -96,15 +101,18 @@ class Chaos:
         """Each when it is due; one that takes long does not hold up another."""
         while active:
             active.sort(key=lambda a: a[1])
-            fault, until = active.pop(0)
+            fault, until, cut, began = active.pop(0)
             self.sleep(until - time.monotonic())
+            # As soon as it ends they are told.
+            self.clients_are_hit(cut, time.monotonic() - began + 1, 2)
             try:
                 again = next(fault, None)
             except (NotRun, RuntimeError, OSError, subprocess.TimeoutExpired) as e:
                 self.broken(f"healing: {e}")
                 continue
+            self.clients_are_hit(cut, time.monotonic() - began, 0)
             if again is not None:
-                active.append((fault, time.monotonic() + again))
+                active.append((fault, time.monotonic() + again, [], began))
 
     def in_service(self, limit=HEALED):
         """Waits for it. What keeps it from service is told once, not again by each round that follows."""

@@ -76,11 +76,13 @@ class Faults:
         raise NotRun(f"{node.name} has no address")
 
     def undo(self, node, *command):
-        """Takes a rule away. A node that was ended since has none any more."""
+        """Takes a rule away. A node that was ended since has none any more; of one that runs it may not stay."""
+        before = self.c.pid(node)
         try:
             self.netns(node, *command)
-        except NotRun:
-            pass
+        except NotRun as e:
+            if node.name not in self.ended and before and self.c.pid(node) == before:
+                raise RuntimeError(f"not undone: {e}") from e
 
     def seconds(self, low=1.0, high=LONGEST_CUT):
         return round(self.random.uniform(low, high), 1)
@@ -171,9 +173,9 @@ class Faults:
     def one_way(self):
         """All that a node sends, or all that it is sent, is dropped."""
         node, chain = self.pick("mds", "oss", "client"), self.random.choice(("INPUT", "OUTPUT"))
-        self.netns(node, "iptables", "-I", chain, "!", self.random_lo(chain), "lo", "-j", "DROP")
+        self.netns(node, "iptables", "-w", "30", "-I", chain, "!", self.random_lo(chain), "lo", "-j", "DROP")
         yield f"{node.name}, {'to' if chain == 'INPUT' else 'from'} it", self.seconds()
-        self.undo(node, "iptables", "-D", chain, "!", self.random_lo(chain), "lo", "-j", "DROP")
+        self.undo(node, "iptables", "-w", "30", "-D", chain, "!", self.random_lo(chain), "lo", "-j", "DROP")
 
     @staticmethod
     def random_lo(chain):
@@ -183,11 +185,11 @@ class Faults:
         """Two nodes that cannot reach each other, though everybody else reaches both."""
         one = self.pick("mds", "oss", "client")
         two = self.pick("oss")
-        self.netns(one, "iptables", "-I", "INPUT", "-s", self.c.address(two), "-j", "DROP")
-        self.netns(two, "iptables", "-I", "INPUT", "-s", self.c.address(one), "-j", "DROP")
+        self.netns(one, "iptables", "-w", "30", "-I", "INPUT", "-s", self.c.address(two), "-j", "DROP")
+        self.netns(two, "iptables", "-w", "30", "-I", "INPUT", "-s", self.c.address(one), "-j", "DROP")
         yield f"{one.name} and {two.name}", self.seconds()
-        self.undo(one, "iptables", "-D", "INPUT", "-s", self.c.address(two), "-j", "DROP")
-        self.undo(two, "iptables", "-D", "INPUT", "-s", self.c.address(one), "-j", "DROP")
+        self.undo(one, "iptables", "-w", "30", "-D", "INPUT", "-s", self.c.address(two), "-j", "DROP")
+        self.undo(two, "iptables", "-w", "30", "-D", "INPUT", "-s", self.c.address(one), "-j", "DROP")
 
     def cut_racks(self):
         """The link between the racks: neither reaches the other. Rack a has the majority of the metadata servers."""
@@ -198,11 +200,11 @@ class Faults:
         rule = ["INPUT", "-s", self.c.subnet_of("a"), "-j", "DROP"], ["OUTPUT", "-d", self.c.subnet_of("a"), "-j", "DROP"]
         for node in nodes:
             for r in rule:
-                self.netns(node, "iptables", "-I", *r)
+                self.netns(node, "iptables", "-w", "30", "-I", *r)
         yield "racks a and b", self.seconds()
         for node in nodes:
             for r in rule:
-                self.undo(node, "iptables", "-D", *r)
+                self.undo(node, "iptables", "-w", "30", "-D", *r)
 
     def slow_link(self):
         """What a node sends passes at a low rate, with a short queue."""
@@ -216,9 +218,9 @@ class Faults:
         """A share of the packets that a node is sent is lost."""
         node, share = self.pick("mds", "oss", "client"), self.random.choice((0.02, 0.1, 0.3))
         rule = ["INPUT", "!", "-i", "lo", "-m", "statistic", "--mode", "random", "--probability", str(share), "-j", "DROP"]
-        self.netns(node, "iptables", "-I", *rule)
+        self.netns(node, "iptables", "-w", "30", "-I", *rule)
         yield f"{node.name}, {share:.0%} lost", self.seconds()
-        self.undo(node, "iptables", "-D", *rule)
+        self.undo(node, "iptables", "-w", "30", "-D", *rule)
 
     def late_link(self):
         """Delay, jitter, reordering and doubles, where the kernel has netem."""
@@ -439,12 +441,10 @@ class Faults:
             pid = self.c.pid(node)
             if pid:
                 os.kill(pid, signal.SIGCONT)
-                self.undo(node, "iptables", "-F", "INPUT")
-                self.undo(node, "iptables", "-F", "OUTPUT")
-                try:
-                    self.undo(node, "tc", "qdisc", "del", "dev", self.device(node), "root")
-                except NotRun:
-                    pass
+                with contextlib.suppress(NotRun):
+                    self.netns(node, "iptables", "-w", "30", "-F", "INPUT")
+                    self.netns(node, "iptables", "-w", "30", "-F", "OUTPUT")
+                    self.netns(node, "tc", "qdisc", "del", "dev", self.device(node), "root")
             filler = f"{self.c.volume(node)}/filler"
             if os.path.exists(filler):
                 os.unlink(filler)
@@ -458,10 +458,10 @@ class Faults:
         node = self.c.of("client")[0]
         for kind, command in (("late_link", ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]),
                               ("slow_link", ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1gbit", "burst", "64kb", "latency", "1s"]),
-                              ("lossy_link", ["iptables", "-A", "OUTPUT", "-m", "statistic", "--mode", "random", "--probability", "0.5", "-d", "203.0.113.1", "-j", "DROP"])):
+                              ("lossy_link", ["iptables", "-w", "30", "-A", "OUTPUT", "-m", "statistic", "--mode", "random", "--probability", "0.5", "-d", "203.0.113.1", "-j", "DROP"])):
             try:
                 self.netns(node, *command)
-                back = ["tc", "qdisc", "del", "dev", "lo", "root"] if command[0] == "tc" else ["iptables", "-D", *command[2:]]
+                back = ["tc", "qdisc", "del", "dev", "lo", "root"] if command[0] == "tc" else ["iptables", "-w", "30", "-D", *command[4:]]
                 self.netns(node, *back)
             except NotRun as e:
                 cannot[kind] = str(e).splitlines()[0]
