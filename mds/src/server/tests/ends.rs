@@ -73,8 +73,8 @@ async fn a_time_that_is_set_meanwhile_stays() {
     oss.refuse.store(true, Ordering::Relaxed);
     evict(&w, 1).await;
     let set = Op::Setattr(pb::SetAttr { ino: 0, mtime_ns: Some(7), ..Default::default() });
-    let set =
-        pb::MetaRequest { ops: [lookup("f"), set].map(|op| pb::Op { op: Some(op) }).into(), ..b.request(getattr(f)) };
+    let ops = [lookup("f"), set.clone()].map(|op| pb::Op { op: Some(op) }).into();
+    let set = pb::MetaRequest { ops, ..b.request(set) };
     {
         let mut set = pin!(b.send(&set));
         assert!(timeout(AWHILE, &mut set).await.is_err(), "answered before it is known how far the file goes");
@@ -104,6 +104,7 @@ async fn names_go_and_move_while_the_end_is_not_known() {
         assert_eq!(b.send(&change).await.results[0].attr, None);
     }
     oss.refuse.store(false, Ordering::Relaxed);
+    assert_eq!(size(&b.one(getattr(f)).await), 9000);
     let moved = b.one(rename("h", "f")).await.results[0].attr.unwrap();
     assert_eq!((moved.size, moved.nlink), (9000, 1));
 }

@@ -307,12 +307,20 @@ async fn chunks_go_when_nothing_that_an_evicted_session_sent_can_come_after() {
     oss.busy.store(true, Ordering::Relaxed);
     // The first one is evicted for this.
     w.client_that(3, false, &[1]).await;
-    c.one(unlink("f")).await;
-    until("the deletion waits", || status().gc_queue == 1).await;
-    sleep(Duration::from_secs(5)).await;
-    let early = oss.trims.lock().iter().any(|t| t.flags & FLAG_TOMBSTONE != 0);
-    assert!(!early && status().gc_queue == 1, "a write of the evicted session may still come");
-    oss.busy.store(false, Ordering::Relaxed);
+    let unlink = c.request(vec![unlink("f")]);
+    {
+        let mut answered = std::pin::pin!(c.send(&unlink));
+        tokio::select! {
+            biased;
+            r = &mut answered => panic!("answered while something may still be written there: {r:?}"),
+            () = until("the deletion waits", || status().gc_queue == 1) => (),
+        }
+        sleep(Duration::from_secs(5)).await;
+        let early = oss.trims.lock().iter().any(|t| t.flags & FLAG_TOMBSTONE != 0);
+        assert!(!early && status().gc_queue == 1, "a write of the evicted session may still come");
+        oss.busy.store(false, Ordering::Relaxed);
+        answered.await.unwrap();
+    }
     until("the chunks are removed", || status().gc_queue == 0).await;
     let t = oss.trims.lock().last().cloned().unwrap();
     assert_eq!((t.chunk.ino, t.chunk.index, t.flags & FLAG_TOMBSTONE), (f.ino, 0, FLAG_TOMBSTONE));
