@@ -326,6 +326,44 @@ async fn chunks_go_when_nothing_that_an_evicted_session_sent_can_come_after() {
     assert_eq!((t.chunk.ino, t.chunk.index, t.flags & FLAG_TOMBSTONE), (f.ino, 0, FLAG_TOMBSTONE));
 }
 
+/// The network brings each request twice.
+#[tokio::test(start_paused = true)]
+async fn an_open_and_a_close_that_come_twice_count_once() {
+    let (w, _oss) = leases::with_files().await;
+    let mut c = leases::Holder::new(&w, 2).await;
+    let f = c.one(create("f", 2)).await.results[0].ino;
+    let server = w.server().await;
+    let opens = || server.status().sessions[0].opens;
+    assert_eq!(opens(), 1);
+    let close = || Op::Close(pb::Close { ino: f });
+    let mut asked = 100;
+    for (ops, is) in [(vec![close()], 0), (vec![leases::open(f, 0), close()], 0), (vec![leases::open(f, 0); 2], 1)] {
+        for op in ops {
+            asked += 1;
+            let r = pb::MetaRequest { seq: asked, lowest_unanswered: asked, ..c.request(op) };
+            for _ in 0..2 {
+                c.send(&r).await;
+            }
+        }
+        assert_eq!(opens(), is);
+    }
+    // Two handles, of which one is closed; and one that is opened for writing, which is asked for again.
+    let r = pb::MetaRequest { seq: 200, lowest_unanswered: 200, ..c.request(close()) };
+    for _ in 0..2 {
+        c.send(&r).await;
+    }
+    assert_eq!(opens(), 1, "the other handle is open");
+    let written = pb::MetaRequest { seq: 201, lowest_unanswered: 201, ..c.request(leases::open(f, 2)) };
+    for _ in 0..2 {
+        assert!(!c.send(&written).await.results[0].capability.is_empty());
+    }
+    for seq in [202, 203] {
+        let r = pb::MetaRequest { seq, lowest_unanswered: seq, ..c.request(close()) };
+        c.send(&r).await;
+    }
+    assert_eq!(opens(), 0);
+}
+
 #[tokio::test(start_paused = true)]
 async fn opens_are_reasserted_to_a_new_leader_and_orphans_wait_for_them() {
     let mut w = World::new(3, |_| ()).await;
