@@ -106,9 +106,9 @@ impl Session {
         self.rounds().fetch_add(1, SeqCst);
     }
 
-    /// A number for a mutation: the one that a former client used for the same request, or a new one. `EIO` when that
+    /// A number for a mutation, or for what opens and closes files: the one that a former client used for the same request, or a new one. `EIO` when that
     /// client's session is lost: it ran or it did not.
-    fn begin(&self, numbers: Option<&Numbers>) -> Result<Turn<'_>> {
+    pub(crate) fn begin(&self, numbers: Option<&Numbers>) -> Result<Turn<'_>> {
         if let Some((session, n)) = numbers.and_then(Numbers::mutation) {
             if session != self.id {
                 let m = "the session was lost while the mount was restarted, and with it the answer";
@@ -128,6 +128,10 @@ impl Session {
         Ok(Turn(self, n))
     }
 
+    pub(crate) fn lowest_unanswered(&self) -> u64 {
+        self.seqs.lock().lowest_unanswered()
+    }
+
     /// Nobody will repeat it.
     pub(crate) fn abandon(&self, numbers: &Numbers) {
         if let Some((session, n)) = numbers.mutation()
@@ -139,7 +143,7 @@ impl Session {
 }
 
 /// A mutation's number, given back when its answer came or nobody waits for one.
-struct Turn<'a>(&'a Session, u64);
+pub(crate) struct Turn<'a>(&'a Session, pub u64);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
@@ -539,19 +543,21 @@ impl Core {
         }
         let mut at = self.attempts("metadata request");
         let mutation = is_mutation(&ops);
+        // What it opens and closes counts once, however often it arrives.
+        let counts = ops.iter().any(|o| matches!(o.op, Some(pb::op::Op::Open(_) | pb::op::Op::Close(_))));
         let one_try = if is_resize(&ops) { SHRINK_TRY } else { META_TRY };
         let sent = ops.len();
-        let numbers = if keeps_number(&ops) { keep::numbers() } else { None };
+        let numbers = if mutation && keeps_number(&ops) { keep::numbers() } else { None };
         let mut request = pb::MetaRequest { creds: Some(creds.clone()), ops, ..Default::default() };
         loop {
             let s = self.session().await?;
             if only.is_some_and(|id| id != s.id) {
                 return Err(Error::new(Code::NoSession, "the session was lost"));
             }
-            let turn = if mutation { Some(s.begin(numbers.as_deref())?) } else { None };
+            let turn = if mutation || counts { Some(s.begin(numbers.as_deref())?) } else { None };
             request.session = s.id;
             request.seq = turn.as_ref().map_or(0, |t| t.1);
-            request.lowest_unanswered = s.seqs.lock().lowest_unanswered();
+            request.lowest_unanswered = s.lowest_unanswered();
             if !mutation && let Some(results) = self.ask_follower(&request).await {
                 return Ok(results);
             }

@@ -1,7 +1,7 @@
 //! What the metadata leader is told of open files: each open and close as it happens, and on a new connection all that are open, a
 //! *reassertion*, which takes the place of what was told before. It counts: told of one close twice, it would take a file that is
 //! open for closed, and free it if it has no name any more. So a close is told once; when that fails a new connection is made, and
-//! on that all is told without it.
+//! on that all is told without it. Should the network bring it twice, the leader knows its number.
 //!
 //! Who may write a file goes by numbers instead: a release names the last open that it knows of, and has no effect after a later one.
 //! An open of before that is not answered yet has no say in that, so a release waits for it.
@@ -115,6 +115,7 @@ impl Core {
         let Some(s) = self.current_session() else { return };
         let close = |ino: &Ino| op(pb::op::Op::Close(pb::Close { ino: *ino }));
         let ops: Vec<_> = inos.iter().map(close).collect();
+        let Ok(turn) = s.begin(None) else { return };
         for _ in 0..ATTEMPTS {
             let beside = self.closing.read().await;
             let Ok(leader) = self.leader().await else { return };
@@ -123,6 +124,8 @@ impl Core {
             }
             let request = pb::MetaRequest {
                 session: s.id,
+                seq: turn.1,
+                lowest_unanswered: s.lowest_unanswered(),
                 creds: Some(pb::Creds::default()),
                 connection: leader.number,
                 ops: ops.clone(),

@@ -15,12 +15,14 @@ class Chaos:
         self.seed = args.seed if args.seed is not None else secrets.randbelow(1_000_000)
         self.random = random.Random(self.seed)
         self.load = Workload(cluster, self.seed)
-        self.faults = Faults(cluster, self.load.s, self.random)
+        self.faults = Faults(cluster, self.load.s, self.random, self.broken)
         self.kinds, self.cannot = self.faults.kinds()
         self.done, self.not_run, self.healed = collections.Counter(), collections.Counter(), []
         self.wrong, self.events, self.began = [], [], time.monotonic()
         self.last_progress = time.monotonic()
         self.started = {}
+        # Not in service, and that was told.
+        self.out = False
 
     # Telling.
 
@@ -52,7 +54,7 @@ class Chaos:
 
     def begin(self, kind):
         """Starts a fault; what is left of it, or nothing if it could not be had now."""
-        fault = getattr(self.faults, kind)()
+        fault, began = getattr(self.faults, kind)(), time.monotonic()
         busy = set(self.faults.busy)
         try:
             what, seconds = next(fault)
@@ -65,14 +67,19 @@ class Chaos:
         except (RuntimeError, OSError, subprocess.TimeoutExpired) as e:
             self.broken(f"{kind}: {e}")
             return None
-        # A writer that is silent for 5 s while somebody looks at its files is evicted, and told so (docs/client.md).
-        for node in self.c.of("client"):
-            if node.name in self.faults.busy - busy and seconds > 4:
-                self.faults.client_is_hit(node, seconds + 6)
+        cut = [n for n in self.c.of("client") if seconds and n.name in self.faults.busy - busy]
+        self.clients_are_hit(cut, time.monotonic() - began + seconds, seconds)
         self.done[kind] += 1
         self.events.append({"at": round(time.monotonic() - self.began, 1), "kind": kind, "hit": what, "seconds": seconds})
         self.line(f"{kind:16}{what}" + (f", for {seconds} s" if seconds else ""))
-        return fault, time.monotonic() + seconds
+        return fault, time.monotonic() + seconds, cut, began
+
+    def clients_are_hit(self, nodes, silent, left):
+        """A writer that is silent for 5 s while somebody looks at its files is evicted, and told so (docs/client.md). How long these
+        really are, and for how much longer: to begin and to end a fault takes its time, where much else runs."""
+        for node in nodes:
+            if silent > 4:
+                self.faults.client_is_hit(node, left + 6)
 
     def round(self):
         names = list(self.kinds)
@@ -81,12 +88,7 @@ class Chaos:
         if self.random.random() < 0.3:
             self.sleep(self.random.uniform(0, 1.5))
             active.append(self.begin(self.random.choices(names, self.kinds.values())[0]))
-        for fault, until in sorted((a for a in active if a), key=lambda a: a[1]):
-            self.sleep(until - time.monotonic())
-            try:
-                next(fault, None)
-            except (RuntimeError, OSError, subprocess.TimeoutExpired) as e:
-                self.broken(f"healing: {e}")
+        self.heal([a for a in active if a])
         self.faults.busy.clear()
         if first == "bit_flips" and active[0]:
             self.replicas("after the flips")
@@ -95,15 +97,35 @@ class Chaos:
             self.nobody_else_ended()
         self.sleep(self.random.uniform(0.5, 4))
 
+    def heal(self, active):
+        """Each when it is due; one that takes long does not hold up another."""
+        while active:
+            active.sort(key=lambda a: a[1])
+            fault, until, cut, began = active.pop(0)
+            self.sleep(until - time.monotonic())
+            # As soon as it ends they are told.
+            self.clients_are_hit(cut, time.monotonic() - began + 1, 2)
+            try:
+                again = next(fault, None)
+            except (NotRun, RuntimeError, OSError, subprocess.TimeoutExpired) as e:
+                self.broken(f"healing: {e}")
+                continue
+            self.clients_are_hit(cut, time.monotonic() - began, 0)
+            if again is not None:
+                active.append((fault, time.monotonic() + again, [], began))
+
     def in_service(self, limit=HEALED):
+        """Waits for it. What keeps it from service is told once, not again by each round that follows."""
         began = time.monotonic()
         while not self.c.all_in_service():
-            if time.monotonic() - began > limit:
-                report = self.c.strake("status", "--admin", self.c.admin())
-                self.broken(f"not in service {limit} s after the last fault ended:\n{report.stdout if report else 'nobody answers'}")
+            if self.out or time.monotonic() - began > limit:
+                if not self.out:
+                    self.broken(f"not in service {limit} s after the last fault ended:\n{self.c.status_text()}")
+                self.out = True
                 return
             self.progress()
             time.sleep(0.2)
+        self.out = False
         self.healed.append(time.monotonic() - began)
 
     def nobody_else_ended(self):
@@ -144,6 +166,7 @@ class Chaos:
     def last(self):
         say("healing everything; waiting until every chain is in sync")
         self.faults.heal_everything()
+        self.out = False
         self.in_service(180)
         self.nobody_else_ended()
         for name in self.load.stop(60):

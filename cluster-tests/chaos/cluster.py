@@ -28,6 +28,8 @@ class Cluster:
         self.engine = Engine(self.folder)
         self.nodes = {n.name: n for n in plan()}
         self.saved = {"subnet": "10.89", "limited": False, "ids": {}}
+        # Names of nodes that commands are better not run on just now.
+        self.avoid = set
         if os.path.exists(self.file):
             with open(self.file) as f:
                 self.saved = json.load(f)
@@ -186,9 +188,9 @@ mountpoint = "{MOUNT}"
         return self.engine.docker("exec", self.container(node), *command, check=False, timeout=timeout)
 
     def strake(self, *command, timeout=120):
-        """A command of the program within a metadata server's container that runs."""
-        r = None
-        for node in self.of("mds"):
+        """A command of the program within a metadata server's container that runs, if possible of one that is not cut off."""
+        r, avoid = None, self.avoid()
+        for node in sorted(self.of("mds"), key=lambda n: n.name in avoid):
             try:
                 r = self.exec(node, "strake", *command, timeout=timeout)
             except subprocess.TimeoutExpired:
@@ -207,6 +209,11 @@ mountpoint = "{MOUNT}"
             return (json.loads(r.stdout), r.returncode)
         except (AttributeError, ValueError):
             return (None, 1)
+
+    def status_text(self):
+        """What `strake status` shows."""
+        r = self.strake("status", "--admin", self.admin())
+        return r.stdout + r.stderr if r else "nobody answers"
 
     def is_mounted(self, node):
         pid = self.pid(node)
@@ -332,8 +339,7 @@ mountpoint = "{MOUNT}"
             for r in rows:
                 print(f"{r['node']:9}{r['rack']:6}{r['address']:14}{r['state']:12}{r['restarts']:<10}{r['since']:21}{r['mount']}")
             print()
-            r = self.strake("status", "--admin", self.admin())
-            print((r.stdout + r.stderr).rstrip() if r else "no metadata server's container runs")
+            print(self.status_text().rstrip())
         return 2 if lost else code
 
     def shell(self, args):

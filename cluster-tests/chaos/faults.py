@@ -1,5 +1,6 @@
-"""The faults. Each is a generator: it does harm, says what it hit and for how many seconds that is to last, and then heals."""
-import contextlib, mmap, os, shutil, signal, subprocess, time
+"""The faults. Each is a generator: it does harm, says what it hit and for how many seconds that is to last, and then heals. While
+that takes long it yields in how many seconds it wants to go on, so that a fault beside it ends in time."""
+import concurrent.futures, contextlib, mmap, os, shutil, signal, subprocess, time
 from blocks import BLOCK, HEAD, MAGIC, MAX_BLOCKS, make
 from cluster import ADMIN, FABRIC, MOUNT
 from engine import alive
@@ -7,6 +8,8 @@ from workload import TOP
 
 # Less than a client's term (30 s): nothing may be told to its programs.
 LONGEST_CUT = 14
+# How long an emptied storage server may take until its new targets are there, in seconds.
+NEW_TARGETS = 60
 
 
 class NotRun(Exception):
@@ -14,10 +17,13 @@ class NotRun(Exception):
 
 
 class Faults:
-    def __init__(self, cluster, shared, random):
-        self.c, self.s, self.random = cluster, shared, random
+    def __init__(self, cluster, shared, random, broken):
+        """`broken` is told what a fault found that is a broken promise, though it can go on."""
+        self.c, self.s, self.random, self.broken = cluster, shared, random, broken
         self.ended = set()      # nodes whose process was ended by a fault since anybody looked
         self.busy = set()
+        # Who is cut off is no node to run commands on.
+        cluster.avoid = lambda: self.busy
         # All flipped bits are on one target, so that never two replicas of a chunk are damaged.
         self.flip_node, self.flip_target = random.choice(cluster.of("oss")), random.randrange(2)
         self.flipped = 0
@@ -70,11 +76,13 @@ class Faults:
         raise NotRun(f"{node.name} has no address")
 
     def undo(self, node, *command):
-        """Takes a rule away. A node that was ended since has none any more."""
+        """Takes a rule away. A node that was ended since has none any more; of one that runs it may not stay."""
+        before = self.c.pid(node)
         try:
             self.netns(node, *command)
-        except NotRun:
-            pass
+        except NotRun as e:
+            if node.name not in self.ended and before and self.c.pid(node) == before:
+                raise RuntimeError(f"not undone: {e}") from e
 
     def seconds(self, low=1.0, high=LONGEST_CUT):
         return round(self.random.uniform(low, high), 1)
@@ -115,7 +123,7 @@ class Faults:
         yield node.name, 0
         end = time.monotonic() + 60
         while not self.c.is_mounted(node) and time.monotonic() < end:
-            time.sleep(0.1)
+            yield 0.1
         self.s.pids[node.number - 1] = self.c.pid(node)
         self.client_is_hit(node, 3)
 
@@ -173,9 +181,9 @@ class Faults:
     def one_way(self):
         """All that a node sends, or all that it is sent, is dropped."""
         node, chain = self.pick("mds", "oss", "client"), self.random.choice(("INPUT", "OUTPUT"))
-        self.netns(node, "iptables", "-I", chain, "!", self.random_lo(chain), "lo", "-j", "DROP")
+        self.netns(node, "iptables", "-w", "30", "-I", chain, "!", self.random_lo(chain), "lo", "-j", "DROP")
         yield f"{node.name}, {'to' if chain == 'INPUT' else 'from'} it", self.seconds()
-        self.undo(node, "iptables", "-D", chain, "!", self.random_lo(chain), "lo", "-j", "DROP")
+        self.undo(node, "iptables", "-w", "30", "-D", chain, "!", self.random_lo(chain), "lo", "-j", "DROP")
 
     @staticmethod
     def random_lo(chain):
@@ -185,11 +193,11 @@ class Faults:
         """Two nodes that cannot reach each other, though everybody else reaches both."""
         one = self.pick("mds", "oss", "client")
         two = self.pick("oss")
-        self.netns(one, "iptables", "-I", "INPUT", "-s", self.c.address(two), "-j", "DROP")
-        self.netns(two, "iptables", "-I", "INPUT", "-s", self.c.address(one), "-j", "DROP")
+        self.netns(one, "iptables", "-w", "30", "-I", "INPUT", "-s", self.c.address(two), "-j", "DROP")
+        self.netns(two, "iptables", "-w", "30", "-I", "INPUT", "-s", self.c.address(one), "-j", "DROP")
         yield f"{one.name} and {two.name}", self.seconds()
-        self.undo(one, "iptables", "-D", "INPUT", "-s", self.c.address(two), "-j", "DROP")
-        self.undo(two, "iptables", "-D", "INPUT", "-s", self.c.address(one), "-j", "DROP")
+        self.undo(one, "iptables", "-w", "30", "-D", "INPUT", "-s", self.c.address(two), "-j", "DROP")
+        self.undo(two, "iptables", "-w", "30", "-D", "INPUT", "-s", self.c.address(one), "-j", "DROP")
 
     def cut_racks(self):
         """The link between the racks: neither reaches the other. Rack a has the majority of the metadata servers."""
@@ -200,11 +208,11 @@ class Faults:
         rule = ["INPUT", "-s", self.c.subnet_of("a"), "-j", "DROP"], ["OUTPUT", "-d", self.c.subnet_of("a"), "-j", "DROP"]
         for node in nodes:
             for r in rule:
-                self.netns(node, "iptables", "-I", *r)
+                self.netns(node, "iptables", "-w", "30", "-I", *r)
         yield "racks a and b", self.seconds()
         for node in nodes:
             for r in rule:
-                self.undo(node, "iptables", "-D", *r)
+                self.undo(node, "iptables", "-w", "30", "-D", *r)
 
     def slow_link(self):
         """What a node sends passes at a low rate, with a short queue."""
@@ -218,9 +226,9 @@ class Faults:
         """A share of the packets that a node is sent is lost."""
         node, share = self.pick("mds", "oss", "client"), self.random.choice((0.02, 0.1, 0.3))
         rule = ["INPUT", "!", "-i", "lo", "-m", "statistic", "--mode", "random", "--probability", str(share), "-j", "DROP"]
-        self.netns(node, "iptables", "-I", *rule)
+        self.netns(node, "iptables", "-w", "30", "-I", *rule)
         yield f"{node.name}, {share:.0%} lost", self.seconds()
-        self.undo(node, "iptables", "-D", *rule)
+        self.undo(node, "iptables", "-w", "30", "-D", *rule)
 
     def late_link(self):
         """Delay, jitter, reordering and doubles, where the kernel has netem."""
@@ -344,14 +352,13 @@ class Faults:
         others = [f"tcp:{m.name}:{FABRIC}" for m in self.c.of("mds") if m is not node]
         end = time.monotonic() + 90
         while True:
-            r = self.c.strake("mds", "replace", str(old), f"tcp:{node.name}:{FABRIC}", "--mds", ",".join(others),
-                              "--cluster-key", "/etc/strake/cluster.key", "--timeout", "40", timeout=70)
+            r = yield from self.aside("mds", "replace", str(old), f"tcp:{node.name}:{FABRIC}", "--mds", ",".join(others), "--timeout", "40")
             if r and r.returncode == 0:
                 break
             # It starts, a leader has just been elected, or time was short: the command says so and is repeated.
             if time.monotonic() > end:
                 raise RuntimeError(f"strake mds replace: {r.stderr.strip() if r else 'no answer'}")
-            time.sleep(1)
+            yield 1
         for m in self.c.of("mds"):
             self.c.write_mds(m)
 
@@ -378,36 +385,59 @@ class Faults:
             shutil.rmtree(f"{self.c.volume(node)}/target{t}")
         self.c.engine.docker("start", self.c.container(node))
         yield f"{node.name}: targets {sorted(old)}", 0
+        came = lambda r, _: r if len(of_node(r) - old) == len(old) else None
         try:
-            self.wait("no new targets", 60, lambda r, _: r if len(of_node(r) - old) == len(old) else None)
+            yield from self.waiting("no new targets", NEW_TARGETS, came)
         except NotRun as e:
-            raise RuntimeError(str(e)) from e
+            log = self.c.engine.docker("logs", "--tail", "8", self.c.container(node), check=False)
+            self.broken(f"healing: {e}\n{self.c.status_text()}\n{node.name} has logged last:\n{log.stdout}{log.stderr}")
+            # Once is enough: without them the old ones cannot go, and all that follows would not be in service.
+            try:
+                yield from self.waiting("still no new targets", 5 * NEW_TARGETS, came)
+            except NotRun as e:
+                raise RuntimeError(str(e)) from e
         # What they had moves, then they can go; until then the command refuses.
-        self.target("give-up", old, 60)
-        self.target("remove", old, 300)
+        yield from self.target("give-up", old, 60)
+        yield from self.target("remove", old, 300)
 
     def target(self, what, targets, limit):
         end = time.monotonic() + limit
         while True:
-            r = self.c.strake("target", what, *map(str, sorted(targets)), "--mds", ",".join(f"tcp:{m.name}:{FABRIC}" for m in self.c.of("mds")),
-                              "--cluster-key", "/etc/strake/cluster.key", timeout=70)
+            r = yield from self.aside("target", what, *map(str, sorted(targets)), "--mds", ",".join(f"tcp:{m.name}:{FABRIC}" for m in self.c.of("mds")))
             if r and r.returncode == 0:
                 return
             if time.monotonic() > end:
                 raise RuntimeError(f"strake target {what}: {r.stderr.strip() if r else 'no answer'}")
-            time.sleep(1)
+            yield 1
 
-    def wait(self, what, limit, done):
+    def aside(self, *command):
+        """A command that changes the cluster, whose end is waited for while other faults end."""
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            run = pool.submit(self.c.strake, *command, "--cluster-key", "/etc/strake/cluster.key", timeout=70)
+            while not run.done():
+                yield 0.1
+            return run.result()
+
+    def waiting(self, what, limit, done):
         """What `done` makes of the status, as soon as it makes something of it."""
-        end = time.monotonic() + limit
+        began = time.monotonic()
         while True:
             report, code = self.c.servers_status()
             result = done(report, code) if report and report["map"] else None
             if result:
                 return result
-            if time.monotonic() > end:
-                raise NotRun(what)
-            time.sleep(0.5)
+            if time.monotonic() > began + limit:
+                raise NotRun(f"{what} within {limit} s")
+            yield 0.5
+
+    def wait(self, what, limit, done):
+        """Likewise, and nothing else meanwhile."""
+        waiting = self.waiting(what, limit, done)
+        while True:
+            try:
+                time.sleep(next(waiting))
+            except StopIteration as e:
+                return e.value
 
     def heal_everything(self):
         """Also after a run that was broken off: whatever is paused, stopped, cut off or full."""
@@ -419,12 +449,10 @@ class Faults:
             pid = self.c.pid(node)
             if pid:
                 os.kill(pid, signal.SIGCONT)
-                self.undo(node, "iptables", "-F", "INPUT")
-                self.undo(node, "iptables", "-F", "OUTPUT")
-                try:
-                    self.undo(node, "tc", "qdisc", "del", "dev", self.device(node), "root")
-                except NotRun:
-                    pass
+                with contextlib.suppress(NotRun):
+                    self.netns(node, "iptables", "-w", "30", "-F", "INPUT")
+                    self.netns(node, "iptables", "-w", "30", "-F", "OUTPUT")
+                    self.netns(node, "tc", "qdisc", "del", "dev", self.device(node), "root")
             filler = f"{self.c.volume(node)}/filler"
             if os.path.exists(filler):
                 os.unlink(filler)
@@ -438,10 +466,10 @@ class Faults:
         node = self.c.of("client")[0]
         for kind, command in (("late_link", ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]),
                               ("slow_link", ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1gbit", "burst", "64kb", "latency", "1s"]),
-                              ("lossy_link", ["iptables", "-A", "OUTPUT", "-m", "statistic", "--mode", "random", "--probability", "0.5", "-d", "203.0.113.1", "-j", "DROP"])):
+                              ("lossy_link", ["iptables", "-w", "30", "-A", "OUTPUT", "-m", "statistic", "--mode", "random", "--probability", "0.5", "-d", "203.0.113.1", "-j", "DROP"])):
             try:
                 self.netns(node, *command)
-                back = ["tc", "qdisc", "del", "dev", "lo", "root"] if command[0] == "tc" else ["iptables", "-D", *command[2:]]
+                back = ["tc", "qdisc", "del", "dev", "lo", "root"] if command[0] == "tc" else ["iptables", "-w", "30", "-D", *command[4:]]
                 self.netns(node, *back)
             except NotRun as e:
                 cannot[kind] = str(e).splitlines()[0]

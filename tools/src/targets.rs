@@ -118,7 +118,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Keep(a) => act(&a.reach, async |g| change_each(g, &a.target, KEEP, "stays").await),
         Command::GiveUp(a) => act(&a.reach, async |g| give_up(g, &a.target).await),
-        Command::Remove(a) => act(&a.reach, async |g| change_each(g, &a.target, REMOVE, "is no target any more").await),
+        Command::Remove(a) => act(&a.reach, async |g| remove(g, &a.target).await),
         Command::Replace(a) => act(&a.reach, async |g| drain(g, &[a.old], Some(a.new), !a.no_wait).await),
     }
 }
@@ -182,15 +182,11 @@ fn targets_of(map: &MapView, names: &[String]) -> Result<Vec<TargetId>> {
 
 /// Waits out what goes away by itself, but not that something is in the way (`EBUSY`).
 async fn change(g: &mut Group, c: pb::TargetChange) -> Result<()> {
-    let mut again = false;
     loop {
         match g.ask_once(Some(Change::Target(c))).await {
             Err(e) if passes(&e) && e.code != Code::Busy => g.pause(&e.message).await?,
-            // It was done, and the answer was lost.
-            Err(e) if again && e.code == Code::NoEnt && c.action == REMOVE => return Ok(()),
             r => return r.map(drop),
         }
-        again = true;
     }
 }
 
@@ -199,6 +195,21 @@ async fn change_each(g: &mut Group, ids: &[TargetId], action: u32, what: &str) -
     for target in ids {
         change(g, pb::TargetChange { target: *target, action, heir: None, slow: None }).await?;
         said.push(format!("target {target} {what}"));
+    }
+    Ok(said)
+}
+
+/// One after the other. Those that a former call has taken out are no reason to refuse: it may have got stuck at the next one, or its
+/// answer was lost.
+async fn remove(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String>> {
+    let mut said = Vec::new();
+    for target in ids {
+        match change_each(g, &[*target], REMOVE, "is no target any more").await {
+            Err(e) if e.code == Code::NoEnt && *target < g.map().await?.map.next_target => {
+                said.push(format!("target {target} was removed before"));
+            }
+            r => said.append(&mut r?),
+        }
     }
     Ok(said)
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use prost::Message as _;
 use strake_fabric::Message;
+use strake_mds::namespace::Namespace;
 use strake_proto::{data::DataRequest, opcode, pb};
 
 /// How far a repetition's number is from the one it repeats: no client counts so far.
@@ -73,7 +74,7 @@ impl Plant {
             return None;
         }
         let mut meta = pb::MetaRequest::decode(request.body.clone()).ok()?;
-        if meta.seq == 0 {
+        if !Namespace::is_mutation(&meta.ops) {
             return None;
         }
         meta.seq += ANOTHER;

@@ -103,6 +103,7 @@ pub struct Manager {
     /// Targets that lose a SERVING or SYNCING place by the proposal under way.
     leaving: BTreeSet<TargetId>,
     in_flight: bool,
+    in_doubt: bool,
     /// Version of the map that was noted last.
     known: Option<u64>,
     /// Per chain: its epoch, and the first map version known to have it.
@@ -134,6 +135,7 @@ impl Manager {
             seen: BTreeMap::new(),
             leaving: BTreeSet::new(),
             in_flight: false,
+            in_doubt: false,
             known: None,
             since: BTreeMap::new(),
             targets: map.map.targets.len(),
@@ -361,12 +363,19 @@ impl Manager {
     }
 
     /// The proposal was applied or refused (`known`), or its fate is unknown: then this manager proposes and grants
-    /// nothing more to those concerned, and the next leader's takes over.
+    /// nothing more to those concerned until it is, or the next leader's takes over.
     pub fn resolved(&mut self, known: bool) {
+        self.in_doubt = !known;
         if known {
             self.in_flight = false;
             self.leaving.clear();
         }
+    }
+
+    /// Whether a proposal's fate is unknown. It is known, and [`Manager::resolved`], once anything proposed later in the same term has
+    /// been applied.
+    pub fn in_doubt(&self) -> bool {
+        self.in_doubt
     }
 
     /// Targets that nobody heard of for so long that they are not waited for any more.

@@ -124,7 +124,7 @@ impl<'a> Apply<'a> {
         self.header.now_ns = self.header.now_ns.max(now_ns);
         match self.command(index, command) {
             Ok(reply) => Ok(reply),
-            Err(Fail::Op(e)) => Ok(refused(&e)),
+            Err(Fail::Op(e) | Fail::Later(e)) => Ok(refused(&e)),
             Err(Fail::Store(e)) => Err(e.context(format!("applying log entry {index}"))),
         }
     }

@@ -6,9 +6,10 @@ use super::{
     acl::Acl,
     gc,
     ops::{Inode, Run, check_size, opened, shown},
-    perm::{self, S_ISGID, W},
+    perm::{self, S_ISGID, S_ISUID, W},
     placement,
     txn::{Res, fail},
+    writers,
 };
 
 /// The format of a state with a file that may have holes.
@@ -19,6 +20,10 @@ impl Run<'_, '_> {
         let mut r = self.inode(o.ino)?;
         perm::changeable(&r)?;
         self.may_setattr(&r, o)?;
+        let sets_ids = o.mode.is_some_and(|m| m & (S_ISUID | S_ISGID) != 0);
+        if sets_ids || o.mtime_ns.is_some() && !o.mtime_now {
+            writers::may_set(&r)?;
+        }
         let mut mode = r.attr().mode;
         let strips = o.drop_privileges && !perm::is_dir(r.attr()) && perm::may_strip(self.by.creds, &r);
         if o.uid.is_some() || o.gid.is_some() || strips {

@@ -269,7 +269,7 @@ impl Namespace {
                 }
                 Ok(ReadAt { reply, looked, written, endless, version: memory.header.applied_index })
             }
-            Err(Fail::Op(e) | Fail::Store(e)) => Err(e),
+            Err(Fail::Op(e) | Fail::Store(e) | Fail::Later(e)) => Err(e),
         }
     }
 
@@ -327,7 +327,7 @@ impl Namespace {
         let none = Layer::default();
         let t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
         look(&t).map_err(|f| match f {
-            Fail::Op(e) | Fail::Store(e) => e,
+            Fail::Op(e) | Fail::Store(e) | Fail::Later(e) => e,
         })
     }
 
@@ -366,6 +366,11 @@ impl Namespace {
         decoded
             .map(|(n, r)| pb::Evicted { number: n, session: r.session, min_epoch: r.min_epoch, below: r.below })
             .collect()
+    }
+
+    /// The number of the first eviction after the one with this number.
+    pub fn eviction_after(&self, number: u64) -> Option<u64> {
+        self.list(keys::EVICTED, number, 1).first().map(|(n, _)| *n)
     }
 
     /// The oldest `limit` sets of chunks to delete, with the numbers for `GcDone`.
@@ -444,7 +449,7 @@ impl Namespace {
         let t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
         match t.inode(ino) {
             Ok(_) => Ok(()),
-            Err(Fail::Op(e) | Fail::Store(e)) => Err(e),
+            Err(Fail::Op(e) | Fail::Store(e) | Fail::Later(e)) => Err(e),
         }
     }
 

@@ -15,10 +15,12 @@ use super::{
 };
 
 /// Why an operation did not happen. An `Op` failure is an answer, the same on every member. A `Store` failure is this
-/// member's own trouble: nothing may be answered, the whole batch is given up.
+/// member's own trouble: nothing may be answered, the whole batch is given up. `Later`: the list that it is in has not run,
+/// on any member, and may come again under its number.
 pub enum Fail {
     Op(Error),
     Store(Error),
+    Later(Error),
 }
 
 pub type Res<T> = Result<T, Fail>;

@@ -6,7 +6,7 @@
 //! its recorded end as soon as nobody else may be writing there, and before anybody new may. Beside others nothing can be cut:
 //! after an eviction it is found out how far the file goes, and that is its end then.
 
-use strake_proto::{Code, Ino, SessionId, ops::O_ACCMODE, pb};
+use strake_proto::{Code, Error, Ino, SessionId, ops::O_ACCMODE, pb};
 
 use super::{
     gc, keys,
@@ -96,6 +96,16 @@ pub fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()> {
     r.fence = 0;
     t.put_unseen(e.ino, r);
     Ok(())
+}
+
+/// What a write undoes is not set while it is to be found out how far an evicted session wrote: that would undo it. The leader
+/// waits before such a list goes to the log; this is for an eviction that comes between.
+pub fn may_set(r: &pb::InodeRecord) -> Res<()> {
+    if r.fence == 0 {
+        return Ok(());
+    }
+    let m = format!("how far inode {:#x} goes is not known yet: an evicted client wrote it", r.attr().ino);
+    Err(Fail::Later(Error::new(Code::Overloaded, m)))
 }
 
 /// The session has ended; `left` is how it left all that it did not release.

@@ -10,6 +10,7 @@ use super::{
     ops::{Inode, Run},
     perm::{self, R, S_ISGID, W},
     txn::{Res, fail},
+    writers,
 };
 
 /// Longest name and value of an extended attribute, as in Linux.
@@ -83,6 +84,9 @@ impl Run<'_, '_> {
             return fail(Code::TooBig, format!("a value of {} bytes; {SIZE_MAX} are the limit", o.value.len()));
         }
         self.may_xattr(&r, &o.name, true)?;
+        if o.name == CAPABILITY {
+            writers::may_set(&r)?;
+        }
         if is_acl(&o.name) {
             return self.set_acl(r, &o.name, Acl::parse(&o.value)?);
         }

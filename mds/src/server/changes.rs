@@ -43,7 +43,7 @@ impl Mds {
     /// A list that changes something.
     pub(super) async fn change(&self, term: u64, epoch: u64, mut request: pb::MetaRequest) -> Result<pb::MetaReply> {
         let by = Asker { session: request.session, connection: request.connection };
-        let seq = request.seq;
+        let (seq, number) = (request.seq, (request.seq, request.lowest_unanswered));
         self.recalls.in_time(term, by)?;
         self.recalls.dropped(term, by, seq, &std::mem::take(&mut request.dropped))?;
         request.follower = false;
@@ -77,13 +77,14 @@ impl Mds {
         if reply.results.iter().all(ok) {
             self.note_locks(by.session, &ops);
             self.wait_for_trims(term, &ops, &reply.results).await?;
-            self.note_handles(term, by, epoch, &ops, &mut reply.results)?;
+            self.note_handles(term, by, number, epoch, &ops, &mut reply.results)?;
         }
         self.recalls.settled(term, &depends).await?;
         if reply.results.iter().all(ok) {
             self.wait_for_held_back(term, by, &ops, &reply.results).await?;
             self.recalls.settled(term, &depends).await?;
         }
+        self.recalls.leave_out_of_names(term, &ops, &mut reply.results)?;
         self.recalls.ends_known(term, &shown(&reply)).await?;
         reply.granted = self.recalls.held(term, by, &effects::told(&ops, &reply.results))?;
         Ok(reply)

@@ -166,10 +166,22 @@ pub(super) fn fenced(mds: &Mds, eviction: u64) -> Result<()> {
     Err(Error::new(Code::Overloaded, format!("not all storage servers know of eviction {eviction} yet")))
 }
 
+/// Likewise for a deletion, which has its number from the same counter: a write that arrives later makes a chunk that no file has.
+/// Whoever had the file open is gone: he closed it when his writes were answered, or was evicted before this number was given.
+fn fenced_before(mds: &Mds, number: u64) -> Result<()> {
+    let now = mds.env.boot();
+    let known = mds.with_lead(|l| Ok(l.manager.known_to_all(now, &mds.map())))?;
+    match mds.machine.namespace.eviction_after(known).filter(|eviction| *eviction < number) {
+        Some(eviction) => fenced(mds, eviction),
+        None => Ok(()),
+    }
+}
+
 /// Files that are gone: all their chunks are removed.
 pub(super) async fn delete_files(mds: &Mds) {
-    let list = |n: usize| mds.machine.namespace.gc_queue(n);
-    let job = |r: pb::GcRecord| async move {
+    let list = |n: usize| mds.machine.namespace.gc_queue(n).into_iter().map(|(n, r)| (n, (n, r))).collect::<Vec<_>>();
+    let job = |(number, r): (u64, pb::GcRecord)| async move {
+        fenced_before(mds, number)?;
         match &r.layout {
             Some(layout) => trim_file(mds, r.ino, layout, None).await,
             None => Ok(()),

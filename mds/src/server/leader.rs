@@ -193,6 +193,8 @@ impl Mds {
             self.lift_fences();
             if let Ok(Some(p)) = proposal {
                 self.change_map(p).await;
+            } else if self.with_lead(|l| Ok(l.manager.in_doubt())).unwrap_or(false) {
+                self.settle_map().await;
             }
             self.judge_slow(now).await;
         }
@@ -242,6 +244,23 @@ impl Mds {
             l.manager.resolved(known);
             Ok(())
         });
+    }
+
+    /// A lone server whose disk was full leads on, and a map change that was under way may have been made. It is known when something
+    /// behind it in the log was applied: a change that changes nothing.
+    async fn settle_map(&self) {
+        let nothing = pb::MapUpdate { expect_version: self.map().version(), ..Default::default() };
+        match self.propose(Command::MapUpdate(nothing)).await {
+            Err(e) if e.code != Code::Busy => tracing::debug!("whether the map was changed is not known yet: {e}"),
+            _ => {
+                let now = self.env.boot();
+                let _ = self.with_lead(|l| {
+                    l.manager.map_changed(now, &self.map());
+                    l.manager.resolved(true);
+                    Ok(())
+                });
+            }
+        }
     }
 
     async fn end_sessions(&self) {

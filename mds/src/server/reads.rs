@@ -37,7 +37,14 @@ impl Mds {
         self.node.read_barrier().await?;
         let mut look = self.look_once_reported(term, by, &request).await?;
         // At once: a file without a name is there only as long as somebody has it open.
-        self.note_handles(term, by, epoch, &request.ops, &mut look.reply.results)?;
+        self.note_handles(
+            term,
+            by,
+            (request.seq, request.lowest_unanswered),
+            epoch,
+            &request.ops,
+            &mut look.reply.results,
+        )?;
         self.recalls.settled(term, &look.depends).await?;
         look.reply.granted = self.recalls.held(term, by, &look.noted)?;
         Ok(look.reply)

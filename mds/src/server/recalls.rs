@@ -530,6 +530,19 @@ impl Recalls {
         })
     }
 
+    /// Leaves out of what is told of a name that went or moved how its file is, where that is not known yet: only the name matters.
+    pub fn leave_out_of_names(&self, term: u64, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
+        use pb::op::Op::{Rename, Unlink};
+        self.with(term, |t, _| {
+            for (op, r) in ops.iter().zip(results) {
+                if matches!(op.op, Some(Rename(_) | Unlink(_))) && r.attr.is_some_and(|a| t.ends.contains_key(&a.ino)) {
+                    Reporting::LeftOut.taken();
+                    r.attr = None;
+                }
+            }
+        })
+    }
+
     // --- time ---
 
     /// How long nothing ends by itself.

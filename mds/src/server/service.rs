@@ -318,12 +318,14 @@ impl Mds {
         Ok(encode(&self.change(term, epoch, request).await?))
     }
 
-    /// Opens and closes of an answered list go into the table; opens get their capability. `Disconnected` for a list that comes late:
-    /// what its sender has open it has told since, on a newer connection.
+    /// Opens and closes of an answered list go into the table, once however often it comes; opens get their capability. `Disconnected`
+    /// for a list that comes late: what its sender has open it has told since, on a newer connection. `number`: of the request, and the
+    /// lowest of those that its sender waits for.
     pub(super) fn note_handles(
         &self,
         term: u64,
         by: Asker,
+        number: (u64, u64),
         epoch: u64,
         ops: &[pb::Op],
         results: &mut [pb::OpResult],
@@ -334,7 +336,10 @@ impl Mds {
         }
         self.recalls.in_time(term, by)?;
         let session = by.session;
+        // It ran before its session ended: asked for again, the sender hears of that end.
+        let ended = |e: Error| if e.code == Code::NoSession { Error { code: Code::Disconnected, ..e } } else { e };
         self.with_lead(|l| {
+            let counts = l.sessions.counts(session, by.connection, number).map_err(ended)?;
             for (op, r) in ops.iter().zip(results) {
                 if !ok(r) {
                     break;
@@ -344,17 +349,15 @@ impl Mds {
                     Some(Op::Create(c)) => c.flags,
                     Some(Op::Tmpfile(t)) => t.flags,
                     Some(Op::Close(c)) => {
-                        l.sessions.close(session, if c.ino == 0 { r.ino } else { c.ino });
+                        if counts {
+                            l.sessions.close(session, if c.ino == 0 { r.ino } else { c.ino });
+                        }
                         continue;
                     }
                     _ => continue,
                 };
                 let ino = r.attr.as_ref().map_or(r.ino, |a| a.ino);
-                if let Err(e) = l.sessions.open(session, ino) {
-                    if e.code == Code::NoSession {
-                        // It ran before its session ended: asked for again, the sender hears of that end.
-                        return Err(Error::new(Code::Disconnected, e.message));
-                    }
+                if counts && let Err(e) = l.sessions.open(session, ino) {
                     *r = pb::OpResult { status: Some(e.to_status()), ..Default::default() };
                     break;
                 }

@@ -16,11 +16,26 @@ pub const MAX_OPENS: usize = 1 << 20;
 pub const MAX_ALL_OPENS: usize = 1 << 23;
 /// So many are open to each session whatever the others hold, so that some cannot shut out the rest.
 pub const FREE_OPENS: usize = 128;
+/// Requests of a session whose answer it waits for, and of which it is known whether they were counted.
+const KEPT: usize = 4096;
+
+/// Requests of a session's connection whose opens and closes were counted. The network may bring a copy of one, and who is told to ask
+/// again does so under the same number.
+#[derive(Default)]
+struct Counted {
+    connection: u64,
+    seqs: BTreeSet<u64>,
+    /// Nobody waits for the answers of those below.
+    answered: u64,
+    /// Of those below it is not known any more.
+    forgotten: u64,
+}
 
 struct Entry {
     heard: Duration,
     epoch: u64,
     opens: BTreeMap<Ino, u32>,
+    counted: Counted,
     /// Its end was proposed.
     ending: bool,
 }
@@ -53,7 +68,7 @@ impl Sessions {
 
     /// A session that the namespace knows. Keeps what is known of it.
     pub fn learn(&mut self, now: Duration, id: SessionId, epoch: u64) {
-        let fresh = || Entry { heard: now, epoch, opens: BTreeMap::new(), ending: false };
+        let fresh = || Entry { heard: now, epoch, opens: BTreeMap::new(), counted: Counted::default(), ending: false };
         self.entries.entry(id).or_insert_with(fresh);
     }
 
@@ -105,6 +120,37 @@ impl Sessions {
                 self.holders.remove(&ino);
             }
         }
+    }
+
+    /// Whether what the request `seq` opens and closes is to be counted: it was not before on this connection, and somebody waits for
+    /// an answer from `lowest` on. A new connection begins with all that is open being told. `Disconnected`: it is not known, as far too
+    /// many are waited for; on a new connection it is. Without a number, or one of its connection, a request always counts.
+    pub fn counts(&mut self, id: SessionId, connection: u64, (seq, lowest): (u64, u64)) -> Result<bool> {
+        let e = self.entries.get_mut(&id).ok_or_else(|| gone(id))?;
+        if connection == 0 || seq == 0 {
+            return Ok(true);
+        }
+        if e.counted.connection != connection {
+            e.counted = Counted { connection, ..Counted::default() };
+        }
+        let c = &mut e.counted;
+        if lowest.min(seq) > c.answered {
+            c.answered = lowest.min(seq);
+            c.seqs = c.seqs.split_off(&c.answered);
+        }
+        if seq < c.answered {
+            return Ok(false);
+        }
+        if seq < c.forgotten {
+            return Err(Error::new(Code::Disconnected, "whether the request was counted is not known any more"));
+        }
+        let first = c.seqs.insert(seq);
+        if c.seqs.len() > KEPT
+            && let Some(lowest) = c.seqs.pop_first()
+        {
+            c.forgotten = lowest + 1;
+        }
+        Ok(first)
     }
 
     /// One more handle. `ENOENT` for an orphan that is being freed.
@@ -289,6 +335,29 @@ mod tests {
         assert_eq!(t.opens_of(1), MAX_OPENS);
         t.remove(1);
         assert_eq!((t.held, t.holders.len()), (1, 1), "and nothing stays when it goes");
+    }
+
+    #[test]
+    fn what_comes_twice_on_a_connection_counts_once() {
+        let mut t = Sessions::default();
+        t.learn(s(0), 1, 1);
+        let mut counts = |connection, seq, lowest| t.counts(1, connection, (seq, lowest)).map_err(|e| e.code);
+        assert_eq!([7, 5, 7, 5].map(|seq| counts(3, seq, 2)), [Ok(true), Ok(true), Ok(false), Ok(false)]);
+        assert_eq!([0, 0].map(|seq| counts(3, seq, 2)), [Ok(true), Ok(true)], "without a number");
+        assert_eq!([7, 7].map(|seq| counts(0, seq, 2)), [Ok(true), Ok(true)], "nor one of its connection");
+        assert_eq!([7, 7].map(|seq| counts(4, seq, 2)), [Ok(true), Ok(false)], "on the next one all is told anew");
+        // Nobody waits for the answer of 8, which had not come: then nothing is open by it.
+        assert_eq!(counts(4, 9, 9), Ok(true));
+        assert_eq!([7, 8, 9, 10].map(|seq| counts(4, seq, 7)), [Ok(false), Ok(false), Ok(false), Ok(true)]);
+        // More than are remembered.
+        let last = 12 + KEPT as u64;
+        assert!((12..last).all(|seq| counts(4, seq, 9) == Ok(true)));
+        assert_eq!(
+            [9, 10, 11].map(|seq| counts(4, seq, 9)),
+            [Err(Code::Disconnected), Err(Code::Disconnected), Ok(true)]
+        );
+        assert_eq!([last - 1, last].map(|seq| counts(4, seq, 9)), [Ok(false), Ok(true)]);
+        assert_eq!(t.counts(9, 4, (1, 1)).unwrap_err().code, Code::NoSession);
     }
 
     #[test]

@@ -171,6 +171,48 @@ fn an_end_that_is_found_is_the_end_and_what_is_there_stays() {
 }
 
 #[test]
+fn what_a_write_undoes_is_set_when_the_end_is_known() {
+    let mut fs = Fs::new();
+    let (ino, fence, ..) = left_beside(&mut fs, 0o644);
+    let set = |o: pb::SetAttr| Op::Setattr(pb::SetAttr { ino, ..o });
+    let sets = [
+        set(pb::SetAttr { mtime_ns: Some(7), ..Default::default() }),
+        set(pb::SetAttr { mode: Some(0o4755), ..Default::default() }),
+        Op::Setxattr(pb::SetXattr {
+            ino,
+            name: b"security.capability".as_slice().into(),
+            value: b"c".as_slice().into(),
+            flags: 0,
+        }),
+    ];
+    let before = fs.record(ino).unwrap();
+    let numbered = |fs: &mut Fs, o| {
+        fs.seq += 1;
+        let (session, seq, creds) = (fs.session, fs.seq, Some(fs.creds.clone()));
+        Command::Meta(pb::MetaRequest { session, seq, creds, ops: vec![op(o)], ..Default::default() })
+    };
+    let requests = sets.map(|o| numbered(&mut fs, o));
+    for r in &requests {
+        let reply = fs.log(r.clone());
+        assert_eq!((code_of(reply.status.as_ref()), reply.reply), (Some(Code::Overloaded), None), "{r:?}");
+    }
+    assert_eq!(fs.record(ino).unwrap(), before);
+    // What a write leaves alone, and what it does itself, waits for nothing.
+    let rest = set(pb::SetAttr { mode: Some(0o600), atime_ns: Some(3), mtime_now: true, ..Default::default() });
+    let rest = numbered(&mut fs, rest);
+    assert_eq!(fs.log(rest).status, None);
+    assert_eq!(fs.attr(ino).mode & 0o7777, 0o600);
+    let change = fs.attr(ino).change;
+    assert_eq!(fs.found(ino, fence, change, 5_000), None);
+    // Under the same numbers.
+    for r in requests {
+        assert_eq!(fs.log(r).status, None);
+    }
+    let (a, r) = (fs.attr(ino), fs.record(ino).unwrap());
+    assert_eq!((a.size, a.mtime_ns, a.mode & 0o7777, r.xattrs), (5_000, 7, 0o4755, 1));
+}
+
+#[test]
 fn an_end_that_was_seen_before_a_change_or_an_eviction_is_refused() {
     let mut fs = Fs::new();
     let (ino, fence, alive, _) = left_beside(&mut fs, 0o644);

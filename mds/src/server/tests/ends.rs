@@ -63,6 +63,52 @@ async fn what_was_not_reported_is_there_for_all_from_the_same_moment_on() {
     assert!(oss.looks.lock().is_empty());
 }
 
+/// Whoever names a file by the operation before is not waited for before his list goes to the log, as when the eviction comes just then.
+#[tokio::test(start_paused = true)]
+async fn a_time_that_is_set_meanwhile_stays() {
+    let (w, oss) = with_files().await;
+    let (mut a, mut b) = (w.client(1).await, Holder::new(&w, 2).await);
+    let f = shared(&mut a, &mut b).await;
+    stores(&oss, &[(0, 9000)]);
+    oss.refuse.store(true, Ordering::Relaxed);
+    evict(&w, 1).await;
+    let set = Op::Setattr(pb::SetAttr { ino: 0, mtime_ns: Some(7), ..Default::default() });
+    let ops = [lookup("f"), set.clone()].map(|op| pb::Op { op: Some(op) }).into();
+    let set = pb::MetaRequest { ops, ..b.request(set) };
+    {
+        let mut set = pin!(b.send(&set));
+        assert!(timeout(AWHILE, &mut set).await.is_err(), "answered before it is known how far the file goes");
+        oss.refuse.store(false, Ordering::Relaxed);
+        let is = set.await.results[1].attr.unwrap();
+        assert_eq!((is.mtime_ns, is.size), (7, 9000));
+    }
+    let is = b.one(getattr(f)).await.results[0].attr.unwrap();
+    assert_eq!((is.mtime_ns, is.size), (7, 9000));
+}
+
+/// Whose chains may not answer for long.
+#[tokio::test(start_paused = true)]
+async fn names_go_and_move_while_the_end_is_not_known() {
+    let (w, oss) = with_files().await;
+    let (mut a, mut b) = (w.client(1).await, Holder::new(&w, 2).await);
+    let f = shared(&mut a, &mut b).await;
+    b.one(Op::Link(pb::Link { ino: f, parent: ROOT_INO, name: b"g".to_vec().into() })).await;
+    stores(&oss, &[(0, 9000)]);
+    oss.refuse.store(true, Ordering::Relaxed);
+    evict(&w, 1).await;
+    for change in [rename("f", "h"), unlink("g")] {
+        let change = b.request(change);
+        let reply = timeout(AWHILE, b.send(&change)).await.expect("it waits for the file");
+        assert_eq!((reply.results[0].ino, reply.results[0].attr), (f, None));
+        // Once more, as after a lost answer.
+        assert_eq!(b.send(&change).await.results[0].attr, None);
+    }
+    oss.refuse.store(false, Ordering::Relaxed);
+    assert_eq!(size(&b.one(getattr(f)).await), 9000);
+    let moved = b.one(rename("h", "f")).await.results[0].attr.unwrap();
+    assert_eq!((moved.size, moved.nlink), (9000, 1));
+}
+
 /// Not before they know of the eviction, nor of what is to be cut.
 #[tokio::test(start_paused = true)]
 async fn storage_servers_are_asked_when_it_is_time() {

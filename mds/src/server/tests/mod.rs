@@ -15,7 +15,13 @@ use std::{sync::atomic::Ordering, time::Duration};
 
 use prost::Message as _;
 use strake_fabric::Role;
-use strake_proto::{CapKey, Code, Rights, cap::CAP_LEN, data::Kind, ids::ROOT_INO, opcode, pb};
+use strake_proto::{
+    CapKey, Code, Rights,
+    cap::CAP_LEN,
+    data::{FLAG_TOMBSTONE, Kind},
+    ids::ROOT_INO,
+    opcode, pb,
+};
 use tokio::time::sleep;
 
 use pb::{ReplicaState, op::Op};
@@ -158,6 +164,25 @@ async fn files_get_chains_and_capabilities_by_their_open_flags() {
     );
 }
 
+/// As when the disk of a lone server was full while a change of the map was under way.
+#[tokio::test(start_paused = true)]
+async fn a_map_change_of_which_nobody_knows_does_not_stop_those_that_follow() {
+    let w = World::new(1, |_| ()).await;
+    let oss = w.oss(1).await;
+    let server = w.server().await;
+    let alive = || server.status().map.unwrap().targets[0].alive;
+    until("it is alive", alive).await;
+    let mds = &server.mds;
+    let lost = mds.with_lead(|l| {
+        let proposal = l.manager.tick(mds.env.boot() + Duration::from_secs(60), &mds.map());
+        l.manager.resolved(false);
+        Ok(proposal.is_some())
+    });
+    assert!(lost.unwrap() && mds.with_lead(|l| Ok(l.manager.in_doubt())).unwrap());
+    oss.up.store(false, Ordering::Relaxed);
+    until("it is seen that it is dead", || !alive()).await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_shrink_is_answered_when_the_bytes_are_gone() {
     let w = World::new(1, |_| ()).await;
@@ -269,6 +294,74 @@ async fn removed_files_live_while_open_and_their_chunks_go_after() {
     let status = || w.mds[0].as_ref().unwrap().1.status();
     until("the queue is empty", || status().gc_queue == 0 && status().orphans == 0).await;
     assert_eq!(c.fails(Op::Getattr(pb::GetAttr { ino: f.ino })).await, Code::NoEnt);
+}
+
+#[tokio::test(start_paused = true)]
+async fn chunks_go_when_nothing_that_an_evicted_session_sent_can_come_after() {
+    let w = World::new(1, |_| ()).await;
+    let oss = w.oss(1).await;
+    let status = || w.mds[0].as_ref().unwrap().1.status();
+    until("chains", || status().map.unwrap().sets.len() == 1).await;
+    let f = w.client(1).await.one(create("f", 2)).await;
+    let mut c = w.client(2).await;
+    oss.busy.store(true, Ordering::Relaxed);
+    // The first one is evicted for this.
+    w.client_that(3, false, &[1]).await;
+    let unlink = c.request(vec![unlink("f")]);
+    {
+        let mut answered = std::pin::pin!(c.send(&unlink));
+        tokio::select! {
+            biased;
+            r = &mut answered => panic!("answered while something may still be written there: {r:?}"),
+            () = until("the deletion waits", || status().gc_queue == 1) => (),
+        }
+        sleep(Duration::from_secs(5)).await;
+        let early = oss.trims.lock().iter().any(|t| t.flags & FLAG_TOMBSTONE != 0);
+        assert!(!early && status().gc_queue == 1, "a write of the evicted session may still come");
+        oss.busy.store(false, Ordering::Relaxed);
+        answered.await.unwrap();
+    }
+    until("the chunks are removed", || status().gc_queue == 0).await;
+    let t = oss.trims.lock().last().cloned().unwrap();
+    assert_eq!((t.chunk.ino, t.chunk.index, t.flags & FLAG_TOMBSTONE), (f.ino, 0, FLAG_TOMBSTONE));
+}
+
+/// The network brings each request twice.
+#[tokio::test(start_paused = true)]
+async fn an_open_and_a_close_that_come_twice_count_once() {
+    let (w, _oss) = leases::with_files().await;
+    let mut c = leases::Holder::new(&w, 2).await;
+    let f = c.one(create("f", 2)).await.results[0].ino;
+    let server = w.server().await;
+    let opens = || server.status().sessions[0].opens;
+    assert_eq!(opens(), 1);
+    let close = || Op::Close(pb::Close { ino: f });
+    let mut asked = 100;
+    for (ops, is) in [(vec![close()], 0), (vec![leases::open(f, 0), close()], 0), (vec![leases::open(f, 0); 2], 1)] {
+        for op in ops {
+            asked += 1;
+            let r = pb::MetaRequest { seq: asked, lowest_unanswered: asked, ..c.request(op) };
+            for _ in 0..2 {
+                c.send(&r).await;
+            }
+        }
+        assert_eq!(opens(), is);
+    }
+    // Two handles, of which one is closed; and one that is opened for writing, which is asked for again.
+    let r = pb::MetaRequest { seq: 200, lowest_unanswered: 200, ..c.request(close()) };
+    for _ in 0..2 {
+        c.send(&r).await;
+    }
+    assert_eq!(opens(), 1, "the other handle is open");
+    let written = pb::MetaRequest { seq: 201, lowest_unanswered: 201, ..c.request(leases::open(f, 2)) };
+    for _ in 0..2 {
+        assert!(!c.send(&written).await.results[0].capability.is_empty());
+    }
+    for seq in [202, 203] {
+        let r = pb::MetaRequest { seq, lowest_unanswered: seq, ..c.request(close()) };
+        c.send(&r).await;
+    }
+    assert_eq!(opens(), 0);
 }
 
 #[tokio::test(start_paused = true)]
