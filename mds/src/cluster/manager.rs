@@ -199,8 +199,13 @@ impl Manager {
     /// Whether no replica in sync of a chain has anything in work, or will have, that sessions sent which were evicted by this
     /// number and before. A replica that comes into sync later does so in a newer epoch.
     pub fn chain_knows(&self, eviction: u64, chain: &pb::Chain, map: &MapView) -> bool {
+        self.known_of(chain, map) >= eviction
+    }
+
+    /// The last eviction that all replicas in sync of a chain know of; 0 while one of them has not been heard of.
+    pub fn known_of(&self, chain: &pb::Chain, map: &MapView) -> u64 {
         let number = |t| self.told.get(&map.node_of(t)?.id).map(|told| told.1);
-        chain.serving().all(|t| number(t).is_some_and(|n| n >= eviction))
+        chain.serving().map(|t| number(t).unwrap_or(0)).min().unwrap_or(u64::MAX)
     }
 
     /// A heartbeat arrived at `now`. `ESTALE` asks the sender to register first: its node, target or stamp is not the

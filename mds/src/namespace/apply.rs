@@ -248,7 +248,8 @@ impl<'a> Apply<'a> {
         let Some(creds) = &m.creds else {
             return fail(Code::Inval, "the request does not say for whom it is");
         };
-        let (reply, effect) = self.run(ops::By { creds, session: m.session, index }, &m.ops)?;
+        let by = ops::By { creds, session: m.session, index, ends_matter: m.ends_matter };
+        let (reply, effect) = self.run(by, &m.ops)?;
         self.effects.push(Effect {
             session: m.session,
             seq: m.seq,

@@ -22,7 +22,7 @@ impl Run<'_, '_> {
         self.may_setattr(&r, o)?;
         let sets_ids = o.mode.is_some_and(|m| m & (S_ISUID | S_ISGID) != 0);
         if sets_ids || o.mtime_ns.is_some() && !o.mtime_now {
-            writers::may_set(&r)?;
+            writers::may_set(&self.by, &r)?;
         }
         let mut mode = r.attr().mode;
         let strips = o.drop_privileges && !perm::is_dir(r.attr()) && perm::may_strip(self.by.creds, &r);

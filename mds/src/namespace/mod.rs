@@ -258,7 +258,7 @@ impl Namespace {
         }
         let none = Layer::default();
         let mut t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
-        match ops::run(&mut t, ops::By { creds, session, index: 0 }, ops, false) {
+        match ops::run(&mut t, ops::By { creds, session, index: 0, ends_matter: false }, ops, false) {
             Ok((reply, _)) => {
                 let (looked, endless, mut written) = (t.notes.looked.take(), t.notes.endless.take(), BTreeSet::new());
                 for (ino, writers) in t.notes.written.take() {

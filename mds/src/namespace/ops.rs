@@ -32,6 +32,8 @@ pub struct By<'a> {
     pub session: SessionId,
     /// Index of the log entry; 0: a read.
     pub index: u64,
+    /// As the log entry says: entries from before this rule do what they did then, on every member.
+    pub ends_matter: bool,
 }
 
 /// One list of operations on its way.

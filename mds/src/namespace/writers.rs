@@ -86,7 +86,7 @@ pub fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()> {
         // As if it had been reported. There may be holes in it.
         let creds = pb::Creds { uid: NOBODY, gid: NOBODY, ..Default::default() };
         let extend = pb::op::Op::Extend(pb::Extend { ino: e.ino, end: e.end, holes: true });
-        let by = By { creds: &creds, session: 0, index };
+        let by = By { creds: &creds, session: 0, index, ends_matter: false };
         let (reply, _) = ops::run(t, by, &[pb::Op { op: Some(extend) }], true)?;
         if let Some(s) = reply.results.into_iter().find_map(|r| r.status) {
             return Err(Fail::Op(s.into()));
@@ -100,8 +100,8 @@ pub fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()> {
 
 /// What a write undoes is not set while it is to be found out how far an evicted session wrote: that would undo it. The leader
 /// waits before such a list goes to the log; this is for an eviction that comes between.
-pub fn may_set(r: &pb::InodeRecord) -> Res<()> {
-    if r.fence == 0 {
+pub fn may_set(by: &By<'_>, r: &pb::InodeRecord) -> Res<()> {
+    if r.fence == 0 || !by.ends_matter {
         return Ok(());
     }
     let m = format!("how far inode {:#x} goes is not known yet: an evicted client wrote it", r.attr().ino);

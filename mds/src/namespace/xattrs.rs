@@ -85,7 +85,7 @@ impl Run<'_, '_> {
         }
         self.may_xattr(&r, &o.name, true)?;
         if o.name == CAPABILITY {
-            writers::may_set(&r)?;
+            writers::may_set(&self.by, &r)?;
         }
         if is_acl(&o.name) {
             return self.set_acl(r, &o.name, Acl::parse(&o.value)?);

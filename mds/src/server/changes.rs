@@ -46,7 +46,7 @@ impl Mds {
         let (seq, number) = (request.seq, (request.seq, request.lowest_unanswered));
         self.recalls.in_time(term, by)?;
         self.recalls.dropped(term, by, seq, &std::mem::take(&mut request.dropped))?;
-        request.follower = false;
+        (request.follower, request.ends_matter) = (false, true);
         let looking = match self.begin(&request)? {
             Begun::Refused(e) => return Ok(refusal(&e)),
             Begun::First => Some(Looking { mds: self, by, seq }),

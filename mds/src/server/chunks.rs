@@ -145,7 +145,8 @@ pub(super) async fn cut_files(mds: &Mds, term: u64) {
     let job = |(ino, trim, layout): (Ino, pb::Trim, pb::Layout)| async move {
         if !made.lock().cuts.contains(&(ino, trim.number)) {
             fenced(mds, trim.fence)?;
-            trim_file(mds, ino, &layout, Some(&trim)).await?;
+            let map = mds.map();
+            trim_chunks(mds, &map, &StripeMap::resolve(ino, &layout, &map)?, Some(&trim)).await?;
             made.lock().cuts.insert((ino, trim.number));
         }
         Ok(())
@@ -166,26 +167,29 @@ pub(super) fn fenced(mds: &Mds, eviction: u64) -> Result<()> {
     Err(Error::new(Code::Overloaded, format!("not all storage servers know of eviction {eviction} yet")))
 }
 
-/// Likewise for a deletion, which has its number from the same counter: a write that arrives later makes a chunk that no file has.
-/// Whoever had the file open is gone: he closed it when his writes were answered, or was evicted before this number was given.
-fn fenced_before(mds: &Mds, number: u64) -> Result<()> {
-    let now = mds.env.boot();
-    let known = mds.with_lead(|l| Ok(l.manager.known_to_all(now, &mds.map())))?;
-    match mds.machine.namespace.eviction_after(known).filter(|eviction| *eviction < number) {
-        Some(eviction) => fenced(mds, eviction),
-        None => Ok(()),
+/// For a deletion, which has its number from the same counter: a write that arrives later makes a chunk that no file has. Whoever had
+/// the file open closed it, or was evicted before this number was given. Only the file's own chains matter, in the epochs of `map`.
+fn fenced_before(mds: &Mds, number: u64, stripes: &StripeMap, map: &MapView) -> Result<()> {
+    for id in stripes.chains.iter().collect::<BTreeSet<_>>() {
+        let Some(chain) = map.chain(*id).filter(|c| !c.lost) else { continue };
+        // Who has not been heard of knows of none. Asked in this order: what is evicted in between counts.
+        let known = mds.with_lead(|l| Ok(l.manager.known_of(chain, map)))?;
+        if let Some(eviction) = mds.machine.namespace.eviction_after(known).filter(|eviction| *eviction < number) {
+            return Err(Error::new(Code::Overloaded, format!("not all of chain {id} know of eviction {eviction} yet")));
+        }
     }
+    Ok(())
 }
 
 /// Files that are gone: all their chunks are removed.
 pub(super) async fn delete_files(mds: &Mds) {
     let list = |n: usize| mds.machine.namespace.gc_queue(n).into_iter().map(|(n, r)| (n, (n, r))).collect::<Vec<_>>();
     let job = |(number, r): (u64, pb::GcRecord)| async move {
-        fenced_before(mds, number)?;
-        match &r.layout {
-            Some(layout) => trim_file(mds, r.ino, layout, None).await,
-            None => Ok(()),
-        }
+        let Some(layout) = &r.layout else { return Ok(()) };
+        let map = mds.map();
+        let stripes = StripeMap::resolve(r.ino, layout, &map)?;
+        fenced_before(mds, number, &stripes, &map)?;
+        trim_chunks(mds, &map, &stripes, None).await
     };
     let done =
         |numbers: Vec<u64>| async move { mds.propose(Command::GcDone(pb::GcDone { numbers })).await.map(|_| ()) };
@@ -284,10 +288,8 @@ fn settle<K: Ord + Copy + std::fmt::Debug>(
 }
 
 /// Cuts a file's chunks on all its chains, or removes all if its data is gone for good.
-async fn trim_file(mds: &Mds, ino: Ino, layout: &pb::Layout, trim: Option<&pb::Trim>) -> Result<()> {
-    let map = mds.map();
-    let stripes = StripeMap::resolve(ino, layout, &map)?;
-    let requests = trim_requests(&stripes, trim.map(|t| t.size), &map)?;
+async fn trim_chunks(mds: &Mds, map: &MapView, stripes: &StripeMap, trim: Option<&pb::Trim>) -> Result<()> {
+    let requests = trim_requests(stripes, trim.map(|t| t.size), map)?;
     let calls = requests.into_iter().map(|(node, request)| async move {
         let conn = mds.links.get(&node).await?;
         let Some(trim) = trim else { return call(&*conn, &request).await.map(drop) };
@@ -298,8 +300,11 @@ async fn trim_file(mds: &Mds, ino: Ino, layout: &pb::Layout, trim: Option<&pb::T
             return Err(Error::new(Code::Protocol, "a storage server of an older version cuts without a number"));
         }
         // Only now: a number that is given after another cut of the file is done would undo what was written since.
-        if mds.machine.namespace.trim_of(ino).is_none_or(|t| t.number != trim.number) {
-            return Err(Error::new(Code::Stale, format!("cut {} of inode {ino:#x} is made or replaced", trim.number)));
+        if mds.machine.namespace.trim_of(stripes.ino).is_none_or(|t| t.number != trim.number) {
+            return Err(Error::new(
+                Code::Stale,
+                format!("cut {} of inode {:#x} is made or replaced", trim.number, stripes.ino),
+            ));
         }
         call(&*conn, &DataRequest { version, seq: number, ..request }).await.map(drop)
     });

@@ -11,7 +11,7 @@ use strake_proto::{
     opcode, pb,
 };
 
-use super::{Mds, recalls::Asker, waits::MAX_OF_SESSION};
+use super::{Mds, recalls::Asker, sessions::WasCounted, waits::MAX_OF_SESSION};
 use crate::{
     consensus::{StateMachine as _, twins},
     namespace::{MAX_DEAD, Namespace},
@@ -339,17 +339,18 @@ impl Mds {
         // It ran before its session ended: asked for again, the sender hears of that end.
         let ended = |e: Error| if e.code == Code::NoSession { Error { code: Code::Disconnected, ..e } } else { e };
         self.with_lead(|l| {
-            let counts = l.sessions.counts(session, by.connection, number).map_err(ended)?;
+            let was = l.sessions.counted(session, by.connection, number).map_err(ended)?;
             for (op, r) in ops.iter().zip(results) {
                 if !ok(r) {
-                    break;
+                    // It may come again, and do better.
+                    return Ok(());
                 }
                 let flags = match &op.op {
                     Some(Op::Open(o)) => o.flags,
                     Some(Op::Create(c)) => c.flags,
                     Some(Op::Tmpfile(t)) => t.flags,
                     Some(Op::Close(c)) => {
-                        if counts {
+                        if was == WasCounted::No {
                             l.sessions.close(session, if c.ino == 0 { r.ino } else { c.ino });
                         }
                         continue;
@@ -357,12 +358,15 @@ impl Mds {
                     _ => continue,
                 };
                 let ino = r.attr.as_ref().map_or(r.ino, |a| a.ino);
-                if counts && let Err(e) = l.sessions.open(session, ino) {
+                if was != WasCounted::Yes
+                    && let Err(e) = l.sessions.open(session, ino)
+                {
                     *r = pb::OpResult { status: Some(e.to_status()), ..Default::default() };
-                    break;
+                    return Ok(());
                 }
                 r.capability = self.capability(session, epoch, flags, r).unwrap_or_default();
             }
+            l.sessions.count(session, by.connection, number.0);
             Ok(())
         })
     }

@@ -31,6 +31,15 @@ struct Counted {
     forgotten: u64,
 }
 
+/// A file that counts too often is freed too late, one that counts too seldom too early. So in doubt opens count and closes do not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WasCounted {
+    Yes,
+    No,
+    /// So many are waited for that it is not known any more.
+    Perhaps,
+}
+
 struct Entry {
     heard: Duration,
     epoch: u64,
@@ -122,13 +131,15 @@ impl Sessions {
         }
     }
 
-    /// Whether what the request `seq` opens and closes is to be counted: it was not before on this connection, and somebody waits for
-    /// an answer from `lowest` on. A new connection begins with all that is open being told. `Disconnected`: it is not known, as far too
-    /// many are waited for; on a new connection it is. Without a number, or one of its connection, a request always counts.
-    pub fn counts(&mut self, id: SessionId, connection: u64, (seq, lowest): (u64, u64)) -> Result<bool> {
+    /// Whether what the request `seq` opens and closes was counted on this connection; its sender waits for answers from `lowest` on.
+    /// `Disconnected`: it was sent on an older connection, and all that is open has been told since.
+    pub fn counted(&mut self, id: SessionId, connection: u64, (seq, lowest): (u64, u64)) -> Result<WasCounted> {
         let e = self.entries.get_mut(&id).ok_or_else(|| gone(id))?;
         if connection == 0 || seq == 0 {
-            return Ok(true);
+            return Ok(WasCounted::No);
+        }
+        if connection < e.counted.connection {
+            return Err(Error::new(Code::Disconnected, "the connection is not the session's last"));
         }
         if e.counted.connection != connection {
             e.counted = Counted { connection, ..Counted::default() };
@@ -138,19 +149,25 @@ impl Sessions {
             c.answered = lowest.min(seq);
             c.seqs = c.seqs.split_off(&c.answered);
         }
-        if seq < c.answered {
-            return Ok(false);
+        Ok(match seq {
+            _ if seq < c.answered || c.seqs.contains(&seq) => WasCounted::Yes,
+            _ if seq < c.forgotten => WasCounted::Perhaps,
+            _ => WasCounted::No,
+        })
+    }
+
+    /// All that the request opens and closes has been counted.
+    pub fn count(&mut self, id: SessionId, connection: u64, seq: u64) {
+        let Some(c) = self.entries.get_mut(&id).map(|e| &mut e.counted) else { return };
+        if seq == 0 || c.connection != connection || seq < c.answered {
+            return;
         }
-        if seq < c.forgotten {
-            return Err(Error::new(Code::Disconnected, "whether the request was counted is not known any more"));
-        }
-        let first = c.seqs.insert(seq);
+        c.seqs.insert(seq);
         if c.seqs.len() > KEPT
             && let Some(lowest) = c.seqs.pop_first()
         {
             c.forgotten = lowest + 1;
         }
-        Ok(first)
     }
 
     /// One more handle. `ENOENT` for an orphan that is being freed.
@@ -189,7 +206,10 @@ impl Sessions {
 
     /// All that a session holds open, once per handle; replaces what was known.
     pub fn reassert(&mut self, id: SessionId, opens: &[Ino]) -> Result<()> {
-        let had = std::mem::take(&mut self.entries.get_mut(&id).ok_or_else(|| gone(id))?.opens);
+        let e = self.entries.get_mut(&id).ok_or_else(|| gone(id))?;
+        let had = std::mem::take(&mut e.opens);
+        // What is not answered yet is not in the list: if it comes again it counts on top of that.
+        e.counted.seqs.clear();
         for ino in had.into_keys() {
             self.unhold(ino);
         }
@@ -339,25 +359,43 @@ mod tests {
 
     #[test]
     fn what_comes_twice_on_a_connection_counts_once() {
+        use WasCounted::{No, Perhaps, Yes};
         let mut t = Sessions::default();
         t.learn(s(0), 1, 1);
-        let mut counts = |connection, seq, lowest| t.counts(1, connection, (seq, lowest)).map_err(|e| e.code);
-        assert_eq!([7, 5, 7, 5].map(|seq| counts(3, seq, 2)), [Ok(true), Ok(true), Ok(false), Ok(false)]);
-        assert_eq!([0, 0].map(|seq| counts(3, seq, 2)), [Ok(true), Ok(true)], "without a number");
-        assert_eq!([7, 7].map(|seq| counts(0, seq, 2)), [Ok(true), Ok(true)], "nor one of its connection");
-        assert_eq!([7, 7].map(|seq| counts(4, seq, 2)), [Ok(true), Ok(false)], "on the next one all is told anew");
+        let mut comes = |connection, seq, lowest| {
+            let was = t.counted(1, connection, (seq, lowest)).map_err(|e| e.code);
+            t.count(1, connection, seq);
+            was
+        };
+        assert_eq!([7, 5, 7, 5].map(|seq| comes(3, seq, 2)), [Ok(No), Ok(No), Ok(Yes), Ok(Yes)]);
+        assert_eq!([0, 0].map(|seq| comes(3, seq, 2)), [Ok(No), Ok(No)], "without a number");
+        assert_eq!([7, 7].map(|seq| comes(0, seq, 2)), [Ok(No), Ok(No)], "nor one of its connection");
+        assert_eq!([7, 7].map(|seq| comes(4, seq, 2)), [Ok(No), Ok(Yes)], "on the next one all is told anew");
+        assert_eq!(comes(3, 8, 2), Err(Code::Disconnected), "what the former one brings late is told already");
         // Nobody waits for the answer of 8, which had not come: then nothing is open by it.
-        assert_eq!(counts(4, 9, 9), Ok(true));
-        assert_eq!([7, 8, 9, 10].map(|seq| counts(4, seq, 7)), [Ok(false), Ok(false), Ok(false), Ok(true)]);
+        assert_eq!(comes(4, 9, 9), Ok(No));
+        assert_eq!([7, 8, 9, 10].map(|seq| comes(4, seq, 7)), [Ok(Yes), Ok(Yes), Ok(Yes), Ok(No)]);
         // More than are remembered.
         let last = 12 + KEPT as u64;
-        assert!((12..last).all(|seq| counts(4, seq, 9) == Ok(true)));
-        assert_eq!(
-            [9, 10, 11].map(|seq| counts(4, seq, 9)),
-            [Err(Code::Disconnected), Err(Code::Disconnected), Ok(true)]
-        );
-        assert_eq!([last - 1, last].map(|seq| counts(4, seq, 9)), [Ok(false), Ok(true)]);
-        assert_eq!(t.counts(9, 4, (1, 1)).unwrap_err().code, Code::NoSession);
+        assert!((12..last).all(|seq| comes(4, seq, 9) == Ok(No)));
+        assert_eq!([9, 10, 11].map(|seq| comes(4, seq, 9)), [Ok(Perhaps), Ok(Perhaps), Ok(No)]);
+        assert_eq!([last - 1, last].map(|seq| comes(4, seq, 9)), [Ok(Yes), Ok(No)]);
+        assert_eq!(t.counted(9, 4, (1, 1)).unwrap_err().code, Code::NoSession);
+    }
+
+    #[test]
+    fn what_is_not_counted_yet_when_all_is_told_anew_counts_on_top() {
+        let mut t = Sessions::default();
+        t.learn(s(0), 1, 1);
+        for (seq, ino) in [(5, 50), (6, 60)] {
+            assert_eq!(t.counted(1, 3, (seq, 5)).unwrap(), WasCounted::No);
+            t.open(1, ino).unwrap();
+            t.count(1, 3, seq);
+        }
+        // 5 is answered; the answer of 6 is on its way, or somebody is to ask again.
+        t.reassert(1, &[50]).unwrap();
+        assert_eq!(t.counted(1, 3, (6, 6)).unwrap(), WasCounted::No);
+        assert_eq!(t.counted(1, 3, (5, 6)).unwrap(), WasCounted::Yes, "a late copy of what is in the list");
     }
 
     #[test]

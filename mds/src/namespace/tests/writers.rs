@@ -189,7 +189,14 @@ fn what_a_write_undoes_is_set_when_the_end_is_known() {
     let numbered = |fs: &mut Fs, o| {
         fs.seq += 1;
         let (session, seq, creds) = (fs.session, fs.seq, Some(fs.creds.clone()));
-        Command::Meta(pb::MetaRequest { session, seq, creds, ops: vec![op(o)], ..Default::default() })
+        Command::Meta(pb::MetaRequest {
+            session,
+            seq,
+            creds,
+            ops: vec![op(o)],
+            ends_matter: true,
+            ..Default::default()
+        })
     };
     let requests = sets.map(|o| numbered(&mut fs, o));
     for r in &requests {
@@ -197,6 +204,13 @@ fn what_a_write_undoes_is_set_when_the_end_is_known() {
         assert_eq!((code_of(reply.status.as_ref()), reply.reply), (Some(Code::Overloaded), None), "{r:?}");
     }
     assert_eq!(fs.record(ino).unwrap(), before);
+    // An entry of a leader from before this rule does on every member what it did then.
+    let Command::Meta(old) = numbered(&mut fs, set(pb::SetAttr { mtime_ns: Some(5), ..Default::default() })) else {
+        unreachable!()
+    };
+    let reply = fs.log(Command::Meta(pb::MetaRequest { ends_matter: false, ..old }));
+    assert_eq!(code_of(reply.status.as_ref()), None);
+    assert_eq!(fs.record(ino).unwrap().attr().mtime_ns, 5);
     // What a write leaves alone, and what it does itself, waits for nothing.
     let rest = set(pb::SetAttr { mode: Some(0o600), atime_ns: Some(3), mtime_now: true, ..Default::default() });
     let rest = numbered(&mut fs, rest);
