@@ -159,7 +159,7 @@ impl Sessions {
     /// All that the request opens and closes has been counted.
     pub fn count(&mut self, id: SessionId, connection: u64, seq: u64) {
         let Some(c) = self.entries.get_mut(&id).map(|e| &mut e.counted) else { return };
-        if seq == 0 || c.connection != connection || seq < c.answered {
+        if seq == 0 || c.connection != connection || seq < c.answered.max(c.forgotten) {
             return;
         }
         c.seqs.insert(seq);
