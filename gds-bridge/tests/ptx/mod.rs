@@ -46,7 +46,7 @@ fn number(s: &str) -> Option<u64> {
     s.strip_prefix("0x").map_or_else(|| s.parse().ok(), |h| u64::from_str_radix(h, 16).ok())
 }
 
-fn between<'a>(s: &'a str, open: char, close: char) -> (&'a str, &'a str) {
+fn between(s: &str, open: char, close: char) -> (&str, &str) {
     let (_, rest) = s.split_once(open).expect("a bracket");
     rest.split_once(close).expect("its end")
 }
