@@ -120,7 +120,7 @@ pub fn run(plan: &Plan) -> Result<Figures> {
 /// As [`run`], with sessions that the caller opens.
 #[doc(hidden)]
 pub fn run_with(plan: &Plan, mut open: impl FnMut(&Setup) -> Result<Session>) -> Result<Figures> {
-    if plan.bytes == 0 || plan.bytes % MIB != 0 || plan.threads.is_empty() {
+    if plan.bytes == 0 || !plan.bytes.is_multiple_of(MIB) || plan.threads.is_empty() {
         return Err(Error::new(Code::Inval, "the size must be a multiple of 1 MiB, and there must be a row"));
     }
     let mut figures: Option<Figures> = None;

@@ -46,7 +46,7 @@ fn number(s: &str) -> Option<u64> {
     s.strip_prefix("0x").map_or_else(|| s.parse().ok(), |h| u64::from_str_radix(h, 16).ok())
 }
 
-fn between<'a>(s: &'a str, open: char, close: char) -> (&'a str, &'a str) {
+fn between(s: &str, open: char, close: char) -> (&str, &str) {
     let (_, rest) = s.split_once(open).expect("a bracket");
     rest.split_once(close).expect("its end")
 }
@@ -173,11 +173,11 @@ impl Thread<'_> {
             "ld.global.u8" => memory.at(v(1), 1)[0].into(),
             "ld.const.u32" => {
                 let at = (v(1) - CONST_BASE) as usize;
-                assert!(at % 4 == 0, "a word that is not aligned");
+                assert!(at.is_multiple_of(4), "a word that is not aligned");
                 u32::from_le_bytes(self.kernel.const_bytes[at..at + 4].try_into().unwrap()).into()
             }
             "st.global.u32" => {
-                assert!(v(0) % 4 == 0, "a word that is not aligned");
+                assert!(v(0).is_multiple_of(4), "a word that is not aligned");
                 memory.at(v(0), 4).copy_from_slice(&(v(1) as u32).to_le_bytes());
                 return true;
             }
