@@ -325,6 +325,7 @@ pub fn command(i: &mut Input) -> Bytes {
             connection: u64::from(i.u8() % 4),
             dropped: vec![ino(i)],
             follower: false,
+            ends_matter: i.u8().is_multiple_of(2),
         }),
     };
     entry(now, c)
