@@ -337,3 +337,26 @@ async fn a_full_pool_holds_up_callers_but_not_answers() {
     drop((all, got));
     assert_eq!(pool.stats().used, 0);
 }
+
+/// Two servers that forward to each other what fills their pools would wait for ever.
+#[tokio::test]
+async fn a_full_pool_refuses_clients_but_not_servers() {
+    let pool = Pool::new(1 << 20);
+    let options = Options { room_wait: Duration::from_millis(40), ..Options::default() };
+    let f = TcpFabric::new(Env::system(), Identity::server(&[1; 32]), None, pool.clone(), options);
+    let (_service, guard) = serve(&f).await;
+    let all = pool.get(1 << 20).await.unwrap();
+    let call = async |from: &TcpFabric| {
+        let conn = from.connect(guard.endpoint(), None).await.unwrap();
+        let payload = conformance::pattern(100_000, 1);
+        let got = conn.call(echo("").with_payload(vec![payload.clone()]), LONG).await?;
+        assert!(got.payload[0][..] == payload[..]);
+        Ok::<_, strake_proto::Error>(())
+    };
+    let client = fabric_with(client_identity(), None, Options::default());
+    assert_eq!(call(&client).await.unwrap_err().code, Code::Overloaded);
+    call(&server()).await.unwrap();
+    drop(all);
+    call(&client).await.unwrap();
+    assert_eq!(pool.stats().used, 0);
+}

@@ -24,7 +24,7 @@ use super::{
     bulk::{AskRoom, INLINE, REGIONS_HEAD, Regions, no_memory},
     shared::{Hold, Outgoing, Owed, Phase, Place, Placed, Shared, Waiter, is_summed, outgoing, sum},
 };
-use crate::{Buf, BufMut, Message, Peer, Road, Service};
+use crate::{Buf, BufMut, Message, Peer, Road, Role, Service};
 
 /// Payloads with at least so much still to come are waited for in as large parts as the kernel allows.
 const LARGE: usize = 128 << 10;
@@ -349,6 +349,24 @@ async fn waiting_for_room<T>(s: &Arc<Shared>, room: impl Future<Output = T>) -> 
     r
 }
 
+/// One that is larger than the whole pool, which may be small where little memory may be locked, has all of its room. Another server
+/// does not wait long for room: what it forwards lies in its own pool meanwhile, and ours may be full of what waits for room in that.
+async fn request_buffer(s: &Shared, len: usize, from: Role) -> Result<BufMut> {
+    if len == 0 {
+        return Ok(s.pool.get_now(0));
+    }
+    let lens = [len];
+    let room = s.pool.get_all(&lens);
+    let room = match from {
+        Role::Server => match timeout(s.options.room_wait / 4, room).await {
+            Ok(room) => room,
+            Err(_) => return Ok(s.pool.get_now(len)),
+        },
+        _ => room.await,
+    };
+    Ok(room?.swap_remove(0))
+}
+
 async fn request<R: Incoming>(
     s: &Arc<Shared>,
     inbox: &mut Inbox<'_, R>,
@@ -393,8 +411,7 @@ async fn request<R: Incoming>(
     };
     let room = async {
         let place = place(s, h.body_len as usize + len).await?;
-        // One that is larger than the whole pool, which may be small where little memory may be locked, has all of its room.
-        Ok((place, if len == 0 { s.pool.get_now(0) } else { s.pool.get_all(&[len]).await?.swap_remove(0) }))
+        Ok((place, request_buffer(s, len, peer.role).await?))
     };
     let refusal = match waiting_for_room(s, room).await {
         Some(Ok((place, buf))) => {

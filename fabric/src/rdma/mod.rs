@@ -153,7 +153,7 @@ impl RdmaFabric {
     async fn dial(&self, to: &Endpoint) -> Result<Arc<Queue>> {
         let name = to.to_string();
         let addresses = addresses(to).await?;
-        self.rails.ports.refresh().await;
+        self.rails.ports.refresh_in_time().await;
         let paths = |at: SocketAddr| self.rails.order(&[at.ip()], false).into_iter().map(move |path| (at, path));
         let all = addresses.into_iter().flat_map(paths).collect();
         // Callers give up after a second or little more: within that each path has its turn.

@@ -19,6 +19,8 @@ use tokio::time::{Instant, timeout};
 const FAILURE_STANDS: Duration = Duration::from_secs(30);
 /// What was read of this machine's ports is good for so long.
 const FRESH: Duration = Duration::from_secs(1);
+/// A connection waits so long at most for that to be read again.
+const LONGEST_LOOK: Duration = Duration::from_millis(100);
 /// Each path has at least so long to answer.
 const SHORTEST_SHARE: Duration = Duration::from_millis(50);
 
@@ -132,8 +134,8 @@ struct Seen {
 pub struct Ports {
     look: fn() -> (Vec<Rail>, BTreeSet<u32>),
     seen: Mutex<Option<(Instant, Arc<Seen>)>>,
-    /// Held by the one who reads.
-    reading: tokio::sync::Mutex<()>,
+    /// Held by the one who reads, also when nobody waits for him any more.
+    reading: Arc<tokio::sync::Mutex<()>>,
 }
 
 impl Default for Ports {
@@ -144,7 +146,7 @@ impl Default for Ports {
 
 impl Ports {
     fn new(look: fn() -> (Vec<Rail>, BTreeSet<u32>)) -> Ports {
-        Ports { look, seen: Mutex::default(), reading: tokio::sync::Mutex::default() }
+        Ports { look, seen: Mutex::default(), reading: Arc::default() }
     }
 
     fn fresh(&self) -> bool {
@@ -165,18 +167,32 @@ impl Ports {
         seen.unwrap_or_else(|| self.read())
     }
 
-    /// Makes sure that what is known is not old. One reads for all who wait.
+    /// Makes sure that what is known is not old. One reads for all who wait, however long a driver lets him wait.
     pub async fn refresh(self: &Arc<Ports>) {
         if self.fresh() {
             return;
         }
-        let _one = self.reading.lock().await;
+        let one = self.reading.clone().lock_owned().await;
         if self.fresh() {
             return;
         }
         let ports = self.clone();
+        let reads = move || {
+            ports.read();
+            drop(one);
+        };
         // A reader that dies leaves what is known as it is.
-        let _ = tokio::task::spawn_blocking(move || ports.read()).await;
+        let _ = tokio::task::spawn_blocking(reads).await;
+    }
+
+    /// Likewise, but a device whose driver hangs does not keep the others from being used: then what was seen last is good enough.
+    pub async fn refresh_in_time(self: &Arc<Ports>) {
+        let known = self.seen.lock().is_some();
+        if known {
+            let _ = timeout(LONGEST_LOOK, self.refresh()).await;
+        } else {
+            self.refresh().await;
+        }
     }
 
     /// Has it read again if it is old, by somebody else; at once where there is nobody else.
@@ -527,6 +543,31 @@ mod tests {
         let begun = start.elapsed();
         let (got, _) = tries([vec![None; 40], vec![Some(true)]].concat()).await;
         assert!(matches!(got, Ok(Some(Ok(40)))) && start.elapsed() - begun < limit + 40 * SHORTEST_SHARE + ms(50));
+    }
+
+    #[tokio::test]
+    async fn a_driver_that_hangs_holds_up_one_thread_and_nobody_who_connects() {
+        use std::sync::{
+            Condvar, Mutex as Std,
+            atomic::{AtomicUsize, Ordering::SeqCst},
+        };
+        static LOOKS: AtomicUsize = AtomicUsize::new(0);
+        static HANGS: (Std<bool>, Condvar) = (Std::new(true), Condvar::new());
+        let ports = Arc::new(Ports::new(|| {
+            if LOOKS.fetch_add(1, SeqCst) > 0 {
+                drop(HANGS.1.wait_while(HANGS.0.lock().unwrap(), |hangs| *hangs).unwrap());
+            }
+            (vec![rail("10.0.0.7", 8, None)], BTreeSet::new())
+        }));
+        ports.refresh_in_time().await;
+        ports.seen.lock().as_mut().unwrap().0 -= FRESH;
+        for _ in 0..3 {
+            timeout(Duration::from_secs(30), ports.refresh_in_time()).await.expect("it waits for the driver");
+            assert_eq!(ports.last().rails.len(), 1);
+        }
+        assert_eq!(LOOKS.load(SeqCst), 2);
+        *HANGS.0.lock().unwrap() = false;
+        HANGS.1.notify_all();
     }
 
     static LOOKS: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);

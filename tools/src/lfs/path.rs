@@ -132,7 +132,7 @@ fn as_json(servers: &[Server]) -> Value {
 fn file_text(file: &[pb::FileRoad]) -> String {
     let moved: Vec<&pb::FileRoad> = file.iter().filter(|r| r.fetched + r.sent > 0).collect();
     if moved.is_empty() {
-        return "no bytes of it were moved since this mount has it in use\n".into();
+        return "no bytes of it are counted: the mount counts those of a file while it has it in use\n".into();
     }
     let mut rows = vec![["BYTES OF IT BY", "FETCHED", "SENT"].map(String::from).to_vec()];
     rows.extend(moved.iter().map(|r| vec![r.road.clone(), r.fetched.to_string(), r.sent.to_string()]));
@@ -203,6 +203,6 @@ mod tests {
         let json = file_json(&file);
         assert_eq!(json["fetched"]["by_road"]["rdma"], 1 << 20);
         assert_eq!((&json["fetched"]["together"], &json["sent"]["together"]), (&1_048_586.into(), &4101.into()));
-        assert!(file_text(&file[..1]).starts_with("no bytes of it"), "a file that was only opened");
+        assert!(file_text(&file[..1]).starts_with("no bytes of it are counted"), "a file that was only opened");
     }
 }
