@@ -35,7 +35,7 @@ enum strakegds_checksum {
   STRAKEGDS_CHECKSUM_NONE = 0,        /* no byte was moved */
   STRAKEGDS_CHECKSUM_AT_CLIENT = 1,   /* before the copy to the device, or after the copy from it */
   STRAKEGDS_CHECKSUM_AT_OSS_ONLY = 2, /* what happened behind the storage server is not known */
-  STRAKEGDS_CHECKSUM_ON_GPU = 3      /* by the client, and on the GPU at its end of the copy */
+  STRAKEGDS_CHECKSUM_ON_GPU = 3       /* by the client, and on the GPU at its end of the copy */
 };
 
 struct strakegds;      /* a bridge: a client of a cluster, and a device */
@@ -53,6 +53,10 @@ struct strakegds_options {
   uint32_t slots;               /* pinned slots of each; 3 */
   uint32_t slot_bytes;          /* size of each; 4 MiB */
   uint32_t accept_oss_checksum; /* gpu-rdma may be used although its bytes are verified at the storage server only */
+  /* Since version 2. Options that end before this, of programs of version 1, are taken as if it were 0. */
+  uint32_t verify_on_gpu;       /* the device sums its own end of every copy, and the sums are compared; the report says
+                                 * where that was not possible (`not_on_gpu` in strakegds_report_json()) */
+  uint32_t reserved;            /* 0 */
 };
 
 struct strakegds_range {
@@ -75,7 +79,7 @@ struct strakegds_report {
 };
 
 /* The version of this interface; grows when something is added. What is here does not change. */
-#define STRAKEGDS_ABI 1
+#define STRAKEGDS_ABI 2
 int strakegds_abi(void);
 
 /* What the last call of this thread had to say; "" if it succeeded. Valid until the next call of this thread. */

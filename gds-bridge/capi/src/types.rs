@@ -1,6 +1,10 @@
 //! The structs of the header.
 
-use std::{ffi::c_char, mem::offset_of, ptr};
+use std::{
+    ffi::c_char,
+    mem::{MaybeUninit, offset_of},
+    ptr,
+};
 
 use strake_fabric::{Road, Use};
 use strake_gds::{
@@ -25,7 +29,12 @@ pub struct Options {
     slots: u32,
     slot_bytes: u32,
     accept_oss_checksum: u32,
+    verify_on_gpu: u32,
+    reserved: u32,
 }
+
+/// Options of version 1: they end before `verify_on_gpu`.
+const FIRST: usize = offset_of!(Options, verify_on_gpu);
 
 /// `struct strakegds_range`.
 #[repr(C)]
@@ -60,13 +69,22 @@ impl Options {
         }
         // SAFETY: they have a size at least.
         let size = unsafe { (&raw const (*from).size).read() };
-        // A size of less, or of a program that knows more than this library does, would be read wrong.
-        if size != size_of::<Options>() {
-            let known = size_of::<Options>();
-            return Err(inval(format!("options: size is {size}, and this version of the library knows {known}")));
+        // Any other size, or one of a program that knows more than this library does, would be read wrong.
+        let known = size_of::<Options>();
+        if size != FIRST && size != known {
+            let m = format!("options: size is {size}, and this version of the library knows {FIRST} and {known}");
+            return Err(inval(m));
         }
-        // SAFETY: they are as large as these.
-        let o = unsafe { from.read() };
+        // What an older program does not have is zero: the default of each.
+        let mut o = MaybeUninit::<Options>::zeroed();
+        // SAFETY: they are as large as they say, which is no more than what is written to; every field may be zero.
+        let o = unsafe {
+            ptr::copy_nonoverlapping(from.cast::<u8>(), o.as_mut_ptr().cast::<u8>(), size);
+            o.assume_init()
+        };
+        if o.reserved != 0 {
+            return Err(inval(format!("options: reserved is {}, and must be 0", o.reserved)));
+        }
         let or = |p: *const c_char, what: &str, default| {
             // SAFETY: the caller's promise.
             if p.is_null() { Ok(default) } else { unsafe { text(p, what) } }
@@ -88,6 +106,7 @@ impl Options {
         d.slots = or_default(o.slots, d.slots);
         d.slot_bytes = or_default(o.slot_bytes, d.slot_bytes);
         d.accept_oss_checksum = o.accept_oss_checksum != 0;
+        d.verify_on_gpu = o.verify_on_gpu != 0;
         Ok(setup)
     }
 }
@@ -138,6 +157,6 @@ impl ReportOut {
 }
 
 // As a C compiler for 64-bit machines lays them out; the test's program has the same lines.
-const _: () = assert!(size_of::<Options>() == 64 && offset_of!(Options, accept_oss_checksum) == 60);
+const _: () = assert!(size_of::<Options>() == 72 && FIRST == 64 && offset_of!(Options, reserved) == 68);
 const _: () = assert!(size_of::<Range>() == 32 && offset_of!(Range, length) == 24);
 const _: () = assert!(size_of::<ReportOut>() == 96 && offset_of!(ReportOut, seconds) == 88);

@@ -13,7 +13,7 @@
 #define CHECK(what) do { if (!(what)) { \
   fprintf(stderr, "line %d: %s: %s\n", __LINE__, #what, strakegds_error()); exit(1); } } while (0)
 
-_Static_assert(sizeof(struct strakegds_options) == 64 && offsetof(struct strakegds_options, accept_oss_checksum) == 60, "options");
+_Static_assert(sizeof(struct strakegds_options) == 72 && offsetof(struct strakegds_options, verify_on_gpu) == 64, "options");
 _Static_assert(sizeof(struct strakegds_range) == 32 && offsetof(struct strakegds_range, length) == 24, "range");
 _Static_assert(sizeof(struct strakegds_report) == 96 && offsetof(struct strakegds_report, seconds) == 88, "report");
 
@@ -41,6 +41,8 @@ int main(int n, char **arg) {
   struct strakegds_options bad = o;
   bad.size = 8;
   refuses(strakegds_open(&bad, &b), EINVAL, "size is 8");
+  bad = o, bad.reserved = 1;
+  refuses(strakegds_open(&bad, &b), EINVAL, "reserved is 1");
   bad = o, bad.mds = NULL;
   refuses(strakegds_open(&bad, &b), EINVAL, "mds is NULL");
   bad = o, bad.memory = "gpu";

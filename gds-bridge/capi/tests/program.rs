@@ -82,6 +82,25 @@ fn a_program_in_c_saves_loads_and_is_told_what_is_wrong() {
 }
 
 #[test]
+fn a_program_in_c_asks_for_checksums_on_the_device() {
+    let served = Served::new(3);
+    let dir = served.dir.path();
+    let Some(()) = compile("verify.c", &dir.join("verify"), false) else { return };
+    let standin = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/standin/libcuda.c");
+    let mut cc = Command::new("cc");
+    cc.args(["-shared", "-fPIC", "-O1", "-pthread", "-o"]).arg(dir.join("libcuda.so.1")).arg(standin);
+    assert!(cc.status().unwrap().success(), "the stand-in for the driver library");
+    for memory in ["host", "cuda:0"] {
+        let run = Command::new(dir.join("verify"))
+            .args([served.mds.as_ref(), served.key.as_os_str(), memory.as_ref()])
+            .env("LD_LIBRARY_PATH", dir)
+            .output()
+            .unwrap();
+        assert!(run.status.success(), "{memory}: {}", String::from_utf8_lossy(&run.stderr));
+    }
+}
+
+#[test]
 fn the_header_is_cpp_too() {
     let dir = tempfile::tempdir().unwrap();
     compile("header.cpp", &dir.path().join("header"), true);

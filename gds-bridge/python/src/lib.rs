@@ -10,13 +10,13 @@ use std::{collections::BTreeMap, sync::Arc};
 use pyo3::{
     exceptions::{PyOSError, PyTypeError, PyValueError},
     prelude::*,
-    types::{PyDict, PyList, PyString},
+    types::{PyBytes, PyDict, PyList, PyString},
 };
 use strake_client::File;
 use strake_fabric::Use;
 use strake_gds::{
     Failed, Policy, Report, Transfer,
-    session::{Content, KEY, Session, Setup, TensorFile},
+    session::{Content, KEY, Memory, Session, Setup, TensorFile},
     tensors::New,
 };
 use strake_proto::Error;
@@ -54,7 +54,8 @@ fn policy(text: &str) -> PyResult<Policy> {
 /// A client of a cluster, and a device: see docs/gds.md.
 ///
 /// `mds`: metadata servers, "HOST[:PORT],...". `memory`: "cuda:N", or "host" for this machine's own in place of a device. `fabric`: "auto", "tcp" or
-/// "rdma". Calls block, and let other threads of Python run meanwhile. Not to be used in a child after fork: make one there.
+/// "rdma". `verify_on_gpu`: the device sums its own end of every copy, and the sums are compared; reports say where that was not possible
+/// (`not_on_gpu`). Calls block, and let other threads of Python run meanwhile. Not to be used in a child after fork: make one there.
 #[pyclass(frozen, module = "strake_gds")]
 struct Bridge {
     device: std::sync::Mutex<Option<Arc<Device>>>,
@@ -121,7 +122,7 @@ fn paths_of(x: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
 impl Bridge {
     #[new]
     #[pyo3(signature = (mds, *, key = None, memory = "cuda:0", fabric = "auto", pinned_limit = None, workers = None, slots = None, slot_bytes = None,
-        accept_oss_checksum = false))]
+        accept_oss_checksum = false, verify_on_gpu = false))]
     #[allow(clippy::too_many_arguments, reason = "they are named in Python")]
     fn new(
         py: Python<'_>,
@@ -134,6 +135,7 @@ impl Bridge {
         slots: Option<usize>,
         slot_bytes: Option<usize>,
         accept_oss_checksum: bool,
+        verify_on_gpu: bool,
     ) -> PyResult<Bridge> {
         let memory = memory.parse().map_err(failed)?;
         let mut setup = Setup::new(mds, memory);
@@ -150,6 +152,7 @@ impl Bridge {
         o.slots = slots.unwrap_or(o.slots);
         o.slot_bytes = slot_bytes.unwrap_or(o.slot_bytes);
         o.accept_oss_checksum = accept_oss_checksum;
+        o.verify_on_gpu = verify_on_gpu;
         let session = py.detach(|| Session::open(&setup)).map_err(failed)?;
         Ok(Bridge { device: std::sync::Mutex::new(Some(Arc::new(Device { session, memory }))) })
     }
@@ -177,6 +180,15 @@ impl Bridge {
         from_json(py, &all.to_string())
     }
 
+    /// Where the memory is: "cuda:N" or "host".
+    #[getter]
+    fn memory(&self) -> PyResult<String> {
+        Ok(match self.device()?.memory {
+            Memory::Host => "host".into(),
+            Memory::Cuda(n) => format!("cuda:{n}"),
+        })
+    }
+
     /// A new tensor of the device, with any contents.
     #[pyo3(signature = (shape, dtype = "U8"))]
     fn alloc(&self, shape: Vec<usize>, dtype: &str) -> PyResult<Tensor> {
@@ -187,6 +199,9 @@ impl Bridge {
     }
 
     /// Fills tensors from files, all in one call: `items` are (path, offset, tensor). Returns the report.
+    ///
+    /// In place of a tensor, here and wherever one is taken, a tuple (address, bytes) is memory of the bridge's that the caller vouches for: an address
+    /// on a GPU is looked up, one with `memory="host"` is believed.
     #[pyo3(signature = (items, policy = "prefer"))]
     fn load<'py>(
         &self,
@@ -246,6 +261,33 @@ impl Bridge {
             Ok(device.session.replace(&path, mode, Content { head: &[], device: &ranges }, policy))
         });
         told(py, outcome.map_err(failed)?)
+    }
+
+    /// A file's size in bytes, and `length` of its bytes from `offset` on (fewer only where it ends) in ordinary memory: for headers and other
+    /// small things, past all tiers and reports.
+    #[pyo3(signature = (path, offset = 0, length = 0))]
+    fn peek<'py>(
+        &self,
+        py: Python<'py>,
+        path: String,
+        offset: u64,
+        length: usize,
+    ) -> PyResult<(u64, Bound<'py, PyBytes>)> {
+        let device = self.device()?;
+        let session = &device.session;
+        let seen = py.detach(|| {
+            let f = session.open_file(&path, 0, 0)?;
+            // No more than there is, whatever a damaged header made of `length`.
+            let read = session.size(&f).and_then(|size| {
+                let len = size.saturating_sub(offset).min(length as u64) as usize;
+                Ok((size, session.read(&f, offset, len)?))
+            });
+            // Of reading there is nothing to be lost.
+            let _ = session.close(f);
+            read
+        });
+        let (size, bytes) = seen.map_err(failed)?;
+        Ok((size, PyBytes::new(py, &bytes)))
     }
 
     /// What a safetensors file has: name, type and shape of each tensor, and the notes of its maker.

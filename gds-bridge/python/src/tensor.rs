@@ -195,8 +195,12 @@ pub struct Given {
 impl Given {
     /// `TypeError` for something that is no tensor, or one in other memory than the bridge's; `BufferError` for one that is not contiguous, or
     /// is read-only and `written`.
+    ///
+    /// A tuple of an address and a number of bytes is taken as it is.
     pub fn of(device: &Arc<Device>, x: &Bound<'_, PyAny>, written: bool) -> PyResult<Given> {
-        let (seen, kind, owner) = match x.getattr_opt("__cuda_array_interface__")? {
+        let interface = x.getattr_opt("__cuda_array_interface__")?;
+        let (seen, kind, owner) = match interface {
+            None if x.is_instance_of::<PyTuple>() => (of_address(device, x.extract()?), Some(Dtype::U8), x.clone()),
             Some(i) => {
                 let (seen, kind) = of_interface(i.cast::<PyDict>()?)?;
                 (seen, kind, x.clone())
@@ -242,6 +246,15 @@ impl Drop for Given {
             stand_in.take_back(ptr::with_exposed_provenance_mut(self.address as usize), len);
         }
     }
+}
+
+/// Memory that somebody vouches for.
+fn of_address(device: &Device, (address, len): (u64, usize)) -> dlpack::Seen {
+    let kind = match device.memory {
+        Memory::Host => dlpack::CPU,
+        Memory::Cuda(_) => dlpack::CUDA,
+    };
+    dlpack::Seen { address, device: kind, code: 1, bits: 8, shape: vec![len], read_only: false }
 }
 
 fn of_interface(i: &Bound<'_, PyDict>) -> PyResult<(dlpack::Seen, Option<Dtype>)> {

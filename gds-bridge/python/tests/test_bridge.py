@@ -15,10 +15,10 @@ MEMORY = os.environ["MEMORY"]
 HOST = MEMORY == "host"
 
 
-def connect():
+def connect(**more):
     # Little is pinned, so that it works under an 8 MiB limit of locked memory.
     return strake_gds.Bridge(os.environ["STRAKE_MDS"], key=os.environ["STRAKE_KEY"], memory=MEMORY, fabric="tcp",
-                             pinned_limit=2 << 20, workers=2, slots=2, slot_bytes=256 << 10)
+                             pinned_limit=2 << 20, workers=2, slots=2, slot_bytes=256 << 10, **more)
 
 
 def pattern(n, seed=1):
@@ -75,6 +75,42 @@ class Test(unittest.TestCase):
         to = self.b.alloc([1010])
         self.b.load_into(to, self.name)
         self.assertEqual(to.tobytes(), data[3:13] + data[5000:6000])
+
+    def test_verify_on_gpu(self):
+        data = pattern(700_001)
+        self.b.save_from(self.tensor(data), self.name)
+        to = self.b.alloc([len(data)])
+        r = self.b.load_into(to, self.name)
+        self.assertEqual((r["checksum"], r["checksums"], r["not_on_gpu"]), ("at-client", "host", "it was not asked for"))
+        with connect(verify_on_gpu=True) as b:
+            t = b.alloc([len(data)])
+            for r in [b.load_into(t, self.name), b.save_from(t, self.name + "2")]:
+                self.is_all(r, len(data))
+                if HOST:
+                    self.assertEqual((r["checksum"], r["checksums"]), ("at-client", "host"))
+                    self.assertIn("there is no GPU", r["not_on_gpu"])
+                else:
+                    self.assertEqual((r["checksum"], r["checksums"], r["not_on_gpu"]), ("on-gpu", "gpu", None))
+            self.assertEqual(t.tobytes(), data)
+
+    def test_addresses_and_peek(self):
+        data = pattern(100_000)
+        t = self.tensor(data)
+        self.assertEqual(self.b.memory, MEMORY)
+        self.is_all(self.b.save_from((t.ptr + 10, 1000), self.name), 1000)
+        self.assertEqual(self.b.peek(self.name), (1000, b""))
+        self.assertEqual(self.b.peek(self.name, 990, 1 << 40), (1000, data[1000:1010]))
+        self.assertEqual(self.b.peek(self.name, 1001, 5), (1000, b""))
+        self.is_all(self.b.load([(self.name, 5, (t.ptr, 4))]), 4)
+        self.assertEqual(t.tobytes(), data[15:19] + data[4:])
+        with self.assertRaises(FileNotFoundError):
+            self.b.peek(self.name + "none")
+        for bad in [(t.ptr,), (t.ptr, -1), ("x", 1)]:
+            with self.assertRaises((TypeError, ValueError, OverflowError)):
+                self.b.load_into(bad, self.name)
+        if not HOST:
+            with self.assertRaises(OSError):
+                self.b.load_into((4096, 10), self.name)
 
     def test_errors(self):
         t = self.tensor(b"0123456789")
