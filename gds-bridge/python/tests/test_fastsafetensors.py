@@ -85,7 +85,7 @@ class Test(unittest.TestCase):
         self.is_model(tensors)
 
     def test_what_is_filtered_out_is_not_read(self):
-        loader = Loader(self.b, framework=FRAMEWORK)
+        loader = Loader(self.b, framework=FRAMEWORK, policy=f"require:{self.tier}")
         loader.add_filenames({0: self.files})
         loader.set_tensor_filter(lambda n: n == "e")
         buffers = loader.copy_files_to_device()
