@@ -339,7 +339,7 @@ impl Mds {
         // It ran before its session ended: asked for again, the sender hears of that end.
         let ended = |e: Error| if e.code == Code::NoSession { Error { code: Code::Disconnected, ..e } } else { e };
         self.with_lead(|l| {
-            let was = l.sessions.counted(session, by.connection, number).map_err(ended)?;
+            let was = l.sessions.was_counted(session, by.connection, number).map_err(ended)?;
             for (op, r) in ops.iter().zip(results) {
                 if !ok(r) {
                     // It may come again, and do better.

@@ -133,7 +133,7 @@ impl Sessions {
 
     /// Whether what the request `seq` opens and closes was counted on this connection; its sender waits for answers from `lowest` on.
     /// `Disconnected`: it was sent on an older connection, and all that is open has been told since.
-    pub fn counted(&mut self, id: SessionId, connection: u64, (seq, lowest): (u64, u64)) -> Result<WasCounted> {
+    pub fn was_counted(&mut self, id: SessionId, connection: u64, (seq, lowest): (u64, u64)) -> Result<WasCounted> {
         let e = self.entries.get_mut(&id).ok_or_else(|| gone(id))?;
         if connection == 0 || seq == 0 {
             return Ok(WasCounted::No);
@@ -363,7 +363,7 @@ mod tests {
         let mut t = Sessions::default();
         t.learn(s(0), 1, 1);
         let mut comes = |connection, seq, lowest| {
-            let was = t.counted(1, connection, (seq, lowest)).map_err(|e| e.code);
+            let was = t.was_counted(1, connection, (seq, lowest)).map_err(|e| e.code);
             t.count(1, connection, seq);
             was
         };
@@ -380,7 +380,7 @@ mod tests {
         assert!((12..last).all(|seq| comes(4, seq, 9) == Ok(No)));
         assert_eq!([9, 10, 11].map(|seq| comes(4, seq, 9)), [Ok(Perhaps), Ok(Perhaps), Ok(No)]);
         assert_eq!([last - 1, last].map(|seq| comes(4, seq, 9)), [Ok(Yes), Ok(No)]);
-        assert_eq!(t.counted(9, 4, (1, 1)).unwrap_err().code, Code::NoSession);
+        assert_eq!(t.was_counted(9, 4, (1, 1)).unwrap_err().code, Code::NoSession);
     }
 
     #[test]
@@ -388,14 +388,14 @@ mod tests {
         let mut t = Sessions::default();
         t.learn(s(0), 1, 1);
         for (seq, ino) in [(5, 50), (6, 60)] {
-            assert_eq!(t.counted(1, 3, (seq, 5)).unwrap(), WasCounted::No);
+            assert_eq!(t.was_counted(1, 3, (seq, 5)).unwrap(), WasCounted::No);
             t.open(1, ino).unwrap();
             t.count(1, 3, seq);
         }
         // 5 is answered; the answer of 6 is on its way, or somebody is to ask again.
         t.reassert(1, &[50]).unwrap();
-        assert_eq!(t.counted(1, 3, (6, 6)).unwrap(), WasCounted::No);
-        assert_eq!(t.counted(1, 3, (5, 6)).unwrap(), WasCounted::Yes, "a late copy of what is in the list");
+        assert_eq!(t.was_counted(1, 3, (6, 6)).unwrap(), WasCounted::No);
+        assert_eq!(t.was_counted(1, 3, (5, 6)).unwrap(), WasCounted::Yes, "a late copy of what is in the list");
     }
 
     #[test]
