@@ -116,10 +116,16 @@ impl Core {
             return Error::new(Code::Io, m);
         }
         let e = not_serving(format!("chain {} has no replica in sync", chain.id));
-        for node in chain.replicas.iter().filter_map(|r| map.node_of(r.target)) {
-            self.failed(Server::Storage, &node.name, &e);
-        }
+        self.wait_for_absent(map, chain, &e);
         e
+    }
+
+    /// For people: who is waited for.
+    fn wait_for_absent(&self, map: &MapView, chain: &pb::Chain, e: &Error) {
+        let absent = chain.replicas.iter().filter(|r| r.state() != pb::ReplicaState::ReplicaServing);
+        for node in absent.filter_map(|r| map.node_of(r.target)) {
+            self.failed(Server::Storage, &node.name, e);
+        }
     }
 
     /// One request. Ends early when the chain changes meanwhile: the addressed replica may never answer.
@@ -511,6 +517,9 @@ impl Core {
                 DataVerdict::Refresh | DataVerdict::Resend => passing = Some(e),
                 DataVerdict::OtherReplica => last = e,
             }
+        }
+        if let Some(e) = passing.as_ref().filter(|e| e.code == Code::NotServing) {
+            self.wait_for_absent(map, chain, e);
         }
         Err(passing.unwrap_or(last))
     }

@@ -9,6 +9,7 @@ use strake_proto::{
     data::{DataReply, DataRequest, Kind, Version, Writer},
     layout::MAX_CHUNK,
     opcode,
+    pb::{self, ReplicaState},
 };
 
 use super::{
@@ -29,6 +30,8 @@ const MAX_PARTS: usize = 64;
 pub(super) struct Unrepaired {
     /// Every in-sync replica was asked, and none has a good copy.
     pub lost: bool,
+    /// One of them did not say: it will, or leave the chain.
+    pub unasked: bool,
     /// Of it; empty if that is all that was damaged.
     left: Vec<Range<u32>>,
     pub cause: Error,
@@ -37,7 +40,7 @@ pub(super) struct Unrepaired {
 impl From<Error> for Unrepaired {
     /// What fails on this side says nothing of other copies.
     fn from(cause: Error) -> Unrepaired {
-        Unrepaired { lost: false, left: Vec::new(), cause }
+        Unrepaired { lost: false, unasked: cause.is_retryable(), left: Vec::new(), cause }
     }
 }
 
@@ -116,6 +119,28 @@ impl Replica {
         }
     }
 
+    /// What a client is told of bytes that no replica in sync has good. While a replica is away that may have them it waits for that one, as
+    /// it waits for a chain of which none is there.
+    pub(super) fn told_damaged(&self, chunk: ChunkId, e: Error) -> Error {
+        if e.code != Code::Corrupt {
+            return e;
+        }
+        // Who is being filled is not given a chunk without a header, so it is not in sync, and no help, before that is repaired.
+        let headless = matches!(self.engine().meta(&self.key(chunk)), Err(e) if e.code == Code::Corrupt);
+        let may_help = |r: &pb::Replica| match r.state() {
+            ReplicaState::ReplicaServing => false,
+            ReplicaState::ReplicaSyncing => !headless,
+            _ => true,
+        };
+        let map = self.node.map.load();
+        match map.chain(self.chain).filter(|c| !c.lost && c.replicas.iter().any(may_help)) {
+            Some(_) => {
+                Error::new(Code::NotServing, format!("no good copy is there, and a replica is away ({})", e.message))
+            }
+            None => e,
+        }
+    }
+
     /// What a chunk that this target is given lacks: the target it came from had no good copy to give.
     pub(super) fn report_given(&self, r: &DataRequest) {
         let key = self.key(r.chunk);
@@ -171,9 +196,10 @@ impl Replica {
             match self.borrow(view, chunk, meta.version, bad.clone()).await {
                 Ok(part) => good.push((bad, part)),
                 Err(e) => {
-                    let so_far = failed.map_or((true, Vec::new()), |f| (f.lost, f.left));
-                    let left = [so_far.1, vec![bad]].concat();
-                    failed = Some(Unrepaired { lost: so_far.0 && e.lost, left, cause: e.cause });
+                    let none = Unrepaired { lost: true, unasked: false, left: Vec::new(), cause: e.cause };
+                    let f = failed.get_or_insert(none);
+                    (f.lost, f.unasked) = (f.lost && e.lost, f.unasked || e.unasked);
+                    f.left.push(bad);
                 }
             }
         }
@@ -277,7 +303,7 @@ impl Replica {
     ) -> Result<(TargetId, DataReply, Vec<Buf>), Unrepaired> {
         let none =
             Error::new(Code::Corrupt, format!("chunk {chunk} of chain {} has no other copy in sync", self.chain));
-        let mut failed = Unrepaired { lost: true, left: Vec::new(), cause: none };
+        let mut failed = Unrepaired { lost: true, unasked: false, left: Vec::new(), cause: none };
         for to in view.serving.iter().copied().filter(|t| *t != self.id) {
             let e = match self.fetch(to, view.epoch, chunk, part.clone(), even_dirty).await {
                 Ok((r, data)) if fits(&r) => return Ok((to, r, data)),
@@ -289,6 +315,7 @@ impl Replica {
                 Err(e) => e.context(format!("chunk {chunk} is damaged and target {to} could not help")),
             };
             failed.lost &= e.code == Code::Corrupt;
+            failed.unasked |= e.is_retryable();
             failed.cause = e;
         }
         Err(failed)

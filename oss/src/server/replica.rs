@@ -22,6 +22,7 @@ use tokio::sync::oneshot;
 use super::{
     node::{InWork, Node, Target},
     peers::Lane,
+    repair::Unrepaired,
     trim::Cuts,
 };
 use crate::{
@@ -278,6 +279,7 @@ impl Replica {
     async fn stage(self: Arc<Self>, op: OpId, c: Arc<Carried>) {
         let key = self.key(c.request.chunk);
         let granted = (c.request.flags & FLAG_GRANTED != 0).then_some(c.request.session);
+        let mut unasked = None;
         let mut result = match update_of(&c) {
             Ok(update) => self.engine().stage_of(key, update, granted).await,
             Err(e) => Err(e),
@@ -286,14 +288,26 @@ impl Replica {
             && let Ok(update) = update_of(&c)
         {
             // Even if something has no good copy: it need not be what this update builds on.
-            let _ = self.repair_held(c.request.chunk).await;
+            let repaired = self.repair_as(c.request.chunk, None).await;
             result = self.engine().stage_of(key, update, granted).await;
+            if let (Err(e), Err(Unrepaired { unasked: true, cause, .. })) = (&result, repaired)
+                && e.code == Code::Corrupt
+            {
+                unasked = Some(cause);
+            }
         }
         if matches!(&result, Err(e) if e.code == Code::Corrupt)
             && let Some(staged) = self.take_over(op, c.request.chunk).await
         {
             result = Ok(staged);
         }
+        result = match (result, unasked) {
+            // Somebody in sync may have it good and did not answer. He will, or leave the chain.
+            (Err(_), Some(cause)) => Err(Error::new(Code::NotServing, cause.message)),
+            // Of those behind it the head thinks that they refuse for good.
+            (Err(e), None) if self.view().head => Err(self.told_damaged(c.request.chunk, e)),
+            (result, _) => result,
+        };
         let mut inner = self.inner.lock();
         let result = match (result, inner.ops.get_mut(&op)) {
             (Ok(staged), Some(running)) => {

@@ -218,7 +218,7 @@ impl OssService {
             // Even if something has no good copy: it need not be what is read here.
             out = replica.engine().read_in_limit(&key, r.offset, r.len).await;
             if matches!(&out, Err(e) if e.code == Code::Corrupt) {
-                repaired?;
+                out = repaired.and(out).map_err(|e| replica.told_damaged(r.chunk, e));
             }
         }
         if let Err(e) = &out {

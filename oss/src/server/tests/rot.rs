@@ -14,7 +14,7 @@ use strake_proto::{
 
 use super::{
     bed::{CHAIN, Cluster, bytes, chunk},
-    flip_now,
+    flip_everywhere, flip_now,
     scrub::{counts, filled, flip_record, in_sync, is_whole, key, scrubbed, status},
 };
 use crate::engine::record::{header_key, segment_key};
@@ -33,11 +33,13 @@ fn damage(c: &Cluster, want: &[Vec<u8>]) {
 
 /// All that is damaged is an error at this target, all else is good.
 async fn is_whole_but_for_what_is_bad(c: &Cluster, i: u32, want: &[Vec<u8>]) {
+    let away = c.authority.states().iter().any(|(_, s)| *s != ReplicaState::ReplicaServing);
+    let code = if away { Code::NotServing } else { Code::Corrupt };
     for (index, from, to) in BAD {
         let all = &want[index as usize];
         for at in [from, to - 1] {
             let e = c.read(i, index, at, 1).await.unwrap_err();
-            assert_eq!(e.code, Code::Corrupt, "byte {at} of chunk {index} at {i}: {e}");
+            assert_eq!(e.code, code, "byte {at} of chunk {index} at {i}: {e}");
         }
         assert!(c.read(i, index, 0, from).await.unwrap().1 == all[..from as usize], "chunk {index} at {i}");
         let rest = c.read(i, index, to, (16 << 20) - to).await.unwrap().1;
@@ -182,6 +184,59 @@ async fn a_good_copy_that_comes_back_mends_what_was_carried_over_too() {
         assert_eq!(status(&c, i as usize).lost, 0, "target {i}");
     }
     assert_eq!((counts(&status(&c, 1)), counts(&status(&c, 2))), ((0, 0, 0), (3, 3, 0)));
+}
+
+/// Its readers and writers wait for it, as for a chunk of which no copy is there.
+#[tokio::test(start_paused = true)]
+async fn a_good_copy_that_is_away_is_waited_for() {
+    let mut c = Cluster::start(2).await;
+    let mut want = filled(&c).await;
+    c.kill(1);
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    c.authority.tick();
+    flip_everywhere(&c, 0, &want[1][8192..12_288]).await;
+    for _ in 0..2 {
+        let read = DataRequest { offset: 9000, len: 10, ..c.request(0, 1) };
+        let e = c.call(0, opcode::READ, &read, &[]).await.unwrap_err();
+        assert!(e.code == Code::NotServing && e.message.contains("a replica is away"), "{e}");
+        let e = c.call(0, opcode::WRITE, &c.write_request(1, 9000, b"part", 50), b"part").await.unwrap_err();
+        assert!(e.code == Code::NotServing && e.message.contains("a replica is away"), "{e}");
+    }
+    assert!(c.read(0, 1, 12_288, 5000).await.unwrap().1 == want[1][12_288..17_288], "all else is served");
+    c.boot(1).await;
+    in_sync(&c).await;
+    c.write(1, 9000, b"part", 50).await.unwrap();
+    want[1][9000..9004].copy_from_slice(b"part");
+    for i in 0..2 {
+        is_whole(&c, i, &want).await;
+    }
+    assert_eq!(status(&c, 0).lost, 0);
+}
+
+/// The other copy does not answer, and it is not known yet that it is away.
+#[tokio::test(start_paused = true)]
+async fn an_update_onto_a_bad_block_is_not_refused_because_nobody_answered() {
+    let c = Cluster::start(2).await;
+    let mut want = filled(&c).await;
+    let (head, other) = if c.head() == 0 { (0, 1) } else { (1, 0) };
+    flip_everywhere(&c, head, &want[1][8192..12_288]).await;
+    c.net.cut.lock().insert(other);
+    let request = c.write_request(1, 9000, b"part", 50);
+    let e = loop {
+        let Err(e) = c.call(head, opcode::WRITE, &request, b"part").await else { panic!("nobody has the block") };
+        c.authority.tick();
+        if e.code != Code::TimedOut {
+            break e;
+        }
+    };
+    assert!(e.is_retryable(), "{e}");
+    c.net.cut.lock().clear();
+    in_sync(&c).await;
+    c.write(1, 9000, b"part", 50).await.unwrap();
+    want[1][9000..9004].copy_from_slice(b"part");
+    for i in 0..2 {
+        is_whole(&c, i, &want).await;
+    }
 }
 
 #[tokio::test(start_paused = true)]
