@@ -266,6 +266,42 @@ fn the_benchmark_measures_on_a_cluster_and_a_strict_run_is_refused() {
     refused(&bench(&["--file=/none/x"]), &["/none/x"]);
 }
 
+/// `cluster-tests/gpu/run`, with host memory in place of a GPU: its clusters, rows and ratios, and that a step that cannot run is not passed.
+#[test]
+fn the_script_for_gpu_machines_runs_and_says_what_it_did_not() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cluster-tests/gpu/run");
+    let dir = tempfile::tempdir().unwrap();
+    let run = |more: &[&str]| {
+        let mut c = Command::new(&script);
+        c.args(["--memory=host", "--mib=8", "--threads=1,2", "--json", "--strake", env!("CARGO_BIN_EXE_strake")]);
+        c.arg("--ram").arg(dir.path()).arg("--disk").arg(dir.path()).arg("--out").arg(dir.path().join("out"));
+        c.args(more).output().unwrap()
+    };
+    let out = run(&["--policy=require:pageable"]);
+    ok(&out);
+    let v = json(&out);
+    let outcome = |v: &Value, step: &str| v["steps"][step]["outcome"].as_str().unwrap_or("").to_string();
+    for step in ["memory", "verified", "disk"] {
+        assert_eq!((outcome(&v, step).as_str(), v["steps"][step]["rows"].as_array().unwrap().len()), ("ran", 2));
+    }
+    for step in ["local", "loaders"] {
+        assert_eq!(outcome(&v, step), "skipped");
+        assert!(!v["steps"][step]["why"].as_str().unwrap().is_empty());
+    }
+    assert_eq!((&v["gpu"], v["goals"].as_array().unwrap().len()), (&false.into(), 3));
+    let shown = fs::read_to_string(dir.path().join("out/figures.md")).unwrap();
+    assert!(shown.contains("nothing here says anything of one") && shown.contains("pageable 8388608"), "{shown}");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the clusters are gone");
+
+    // A call that its policy ends fails the step and the run, and no goal is said to be reached.
+    let out = run(&["--policy=require:bounce-rdma"]);
+    assert_eq!(out.status.code(), Some(1));
+    let v = json(&out);
+    assert_eq!(outcome(&v, "memory"), "failed");
+    assert!(v["steps"]["memory"]["why"].as_str().unwrap().contains("RDMA"), "{v}");
+    assert!(v["goals"].as_array().unwrap().iter().all(|g| g["met"].is_null()));
+}
+
 /// The commands of the page, as they stand there.
 #[test]
 fn the_five_minute_page_works_as_it_is_written() {

@@ -3,9 +3,48 @@
 #[path = "../../fuse/tests/common/mod.rs"]
 mod common;
 
-use std::{path::Path, process::Command, time::Duration};
+use std::{
+    ffi::{CStr, CString},
+    fs::File,
+    os::{fd::AsRawFd, unix::ffi::OsStrExt},
+    path::Path,
+    process::Command,
+    time::Duration,
+};
 
 use strake_fuse::{MountConfig, can_mount, mount};
+
+/// A mount of the same name whose process has died.
+struct Dead(tempfile::TempDir, CString);
+
+impl Dead {
+    /// `None` where only root may make one.
+    fn new(name: &CStr) -> Option<Dead> {
+        if !rustix::process::geteuid().is_root() {
+            println!("skipped: only root can leave a dead mount");
+            return None;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let at = CString::new(dir.path().as_os_str().as_bytes()).unwrap();
+        let fuse = File::options().read(true).write(true).open("/dev/fuse").unwrap();
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", fuse.as_raw_fd());
+        let (kind, options) = (c"fuse.strake", CString::new(options).unwrap());
+        // SAFETY: the strings end with a zero and outlive the call.
+        let r = unsafe { libc::mount(name.as_ptr(), at.as_ptr(), kind.as_ptr(), 0, options.as_ptr().cast()) };
+        assert_eq!(r, 0, "{}", std::io::Error::last_os_error());
+        drop(fuse);
+        let gone = std::fs::read_dir(dir.path()).unwrap_err();
+        assert_eq!(gone.raw_os_error(), Some(libc::ENOTCONN));
+        Some(Dead(dir, at))
+    }
+}
+
+impl Drop for Dead {
+    fn drop(&mut self) {
+        // SAFETY: the string ends with a zero and outlives the call.
+        unsafe { libc::umount2(self.1.as_ptr(), libc::MNT_DETACH) };
+    }
+}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lfs_works_on_a_mount() {
@@ -14,6 +53,8 @@ async fn lfs_works_on_a_mount() {
         println!("skipped: {e}");
         return;
     }
+    // What is asked by name is asked of the living one.
+    let _dead = Dead::new(c"lfstest");
     let mut cfg = MountConfig::new(dir.path());
     cfg.allow_other = rustix::process::geteuid().is_root();
     let m = mount(cfg, common::Cluster::new().client().await).await.unwrap();

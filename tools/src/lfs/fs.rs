@@ -59,8 +59,18 @@ pub fn by_name_or_path(name: &str) -> Result<PathBuf, Failure> {
     if name.contains('/') || Path::new(name).exists() {
         return mount_of(Path::new(name));
     }
-    let found = named_mounts()?.into_iter().find(|m| is_named(m, name)).map(|(at, _)| at);
-    found.ok_or_else(|| Failure::new(libc::ENODEV, format!("file system '{name}' is not mounted here")))
+    let mut found: Vec<_> = named_mounts()?.into_iter().filter(|m| is_named(m, name)).map(|(at, _)| at).collect();
+    // A mount whose process has died stays in the table until it is unmounted. The error of the last is told if all are such.
+    found.sort_by_key(|at| is_dead(at));
+    found
+        .into_iter()
+        .next()
+        .ok_or_else(|| Failure::new(libc::ENODEV, format!("file system '{name}' is not mounted here")))
+}
+
+/// Whether the process of a mount has died.
+fn is_dead(at: &Path) -> bool {
+    matches!(lgetxattr(at, "strake.name", &mut [0u8; 64][..]), Err(Errno::NOTCONN | Errno::CONNABORTED))
 }
 
 /// Whether a mount is of the file system of this name. Only one whose source is a list of servers is asked.
