@@ -14,8 +14,12 @@ use std::{
 
 use strake_fuse::{MountConfig, can_mount, mount};
 
+fn c_path(p: &Path) -> CString {
+    CString::new(p.as_os_str().as_bytes()).unwrap()
+}
+
 /// A mount of the same name whose process has died.
-struct Dead(tempfile::TempDir, CString);
+struct Dead(tempfile::TempDir);
 
 impl Dead {
     /// `None` where only root may make one.
@@ -25,7 +29,7 @@ impl Dead {
             return None;
         }
         let dir = tempfile::tempdir().unwrap();
-        let at = CString::new(dir.path().as_os_str().as_bytes()).unwrap();
+        let at = c_path(dir.path());
         let fuse = File::options().read(true).write(true).open("/dev/fuse").unwrap();
         let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", fuse.as_raw_fd());
         let (kind, options) = (c"fuse.strake", CString::new(options).unwrap());
@@ -35,14 +39,14 @@ impl Dead {
         drop(fuse);
         let gone = std::fs::read_dir(dir.path()).unwrap_err();
         assert_eq!(gone.raw_os_error(), Some(libc::ENOTCONN));
-        Some(Dead(dir, at))
+        Some(Dead(dir))
     }
 }
 
 impl Drop for Dead {
     fn drop(&mut self) {
-        // SAFETY: the string ends with a zero and outlives the call.
-        unsafe { libc::umount2(self.1.as_ptr(), libc::MNT_DETACH) };
+        // SAFETY: the string ends with a zero and lives until the end of the statement.
+        unsafe { libc::umount2(c_path(self.0.path()).as_ptr(), libc::MNT_DETACH) };
     }
 }
 
