@@ -17,7 +17,7 @@ use crate::{
     FileIo, Tier, Unavailable,
     bridge::Inner,
     copier::{Call, Flight, Work},
-    mem::{Fault, GpuMem},
+    mem::Fault,
     plan::Measured,
     selftest::{Scratch, pattern},
 };

@@ -135,6 +135,11 @@ impl HostMem {
         s.gone_after = Some(s.copies + copies);
     }
 
+    /// Destroys the context now.
+    pub fn destroy(&self) {
+        self.0.lock().context_gone = true;
+    }
+
     /// The copy after the next `copies` ones fails, and all others from there on, until [`HostMem::mend`].
     pub fn fail_after(&self, copies: u64, fault: Fault) {
         let mut s = self.0.lock();
