@@ -36,8 +36,9 @@ use crate::{
     idle::Idle,
     inode::{Inode, Release},
     keep,
+    lanes::Lanes,
     lock_waits::LockWaits,
-    locks::Lanes,
+    locks,
     mds::{Link, Session},
     memory::Memory,
     meta::op,
@@ -76,7 +77,7 @@ pub(crate) struct Core {
     /// Files that are to be released, see [`Core::release_later`], and the last opening before that.
     releases: Mutex<BTreeMap<Ino, (Release, u64)>>,
     pub(crate) openings: Openings,
-    pub locks: Lanes,
+    pub locks: locks::Lanes,
     pub lock_waits: LockWaits,
     pub memory: Memory,
     pub found: Found,
@@ -89,6 +90,8 @@ pub(crate) struct Core {
     pub(crate) greeted: Notify,
     pub(crate) recalls: Acknowledged,
     pub conns: Conns,
+    /// For foreign memory.
+    pub lanes: Lanes,
     /// Data requests in flight.
     pub pieces: Arc<Semaphore>,
     /// Room for unstable bytes, in [`ROOM_UNIT`]s.
@@ -195,7 +198,7 @@ impl Core {
             inodes: Mutex::default(),
             releases: Mutex::default(),
             openings: Openings::default(),
-            locks: Lanes::default(),
+            locks: locks::Lanes::default(),
             lock_waits: LockWaits::default(),
             memory: Memory::default(),
             found: Found::default(),
@@ -205,6 +208,7 @@ impl Core {
             greeted: Notify::new(),
             recalls: Acknowledged::default(),
             conns: Conns::new(cfg.connections_per_node.max(1)),
+            lanes: Lanes::new(cfg.connections_per_node),
             pieces: Arc::new(Semaphore::new(cfg.max_inflight_pieces.max(1))),
             unstable_room: rooms(cfg.unstable_limit),
             cache: Mutex::new(Cache::new((cfg.cache_bytes as u64).min(fabric.pool().stats().limit / 2))),

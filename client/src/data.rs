@@ -3,6 +3,8 @@
 //! A write goes to the head of its chain and keeps its number through every retry, so that it is applied once. A read
 //! goes to a replica of the reader's choice and is checked against the checksums in its reply.
 
+pub(crate) mod foreign;
+
 use std::{ops::Range, sync::Arc, time::Duration};
 
 use futures_util::future::join_all;

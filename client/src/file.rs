@@ -1,5 +1,6 @@
 //! Open files.
 
+mod foreign;
 mod holes;
 
 use std::{

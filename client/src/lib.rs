@@ -41,6 +41,7 @@ mod holes;
 mod idle;
 mod inode;
 mod keep;
+mod lanes;
 pub mod leases;
 mod lock_waits;
 mod locks;
@@ -64,6 +65,7 @@ mod writeback;
 use std::{sync::Arc, time::Duration};
 
 pub use config::{Config, FOREVER, FollowerReads, Stats};
+pub use data::foreign::Arrived;
 pub use file::File;
 pub use keep::{Keep, Numbers, numbered};
 pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS};
@@ -122,6 +124,7 @@ impl Client {
             }
             core.set_closed();
             core.conns.close();
+            core.lanes.close();
             outcome
         };
         self.core.detached(closing).await
@@ -141,7 +144,11 @@ impl Client {
 
     /// Over which connections it reaches the storage servers, and what went over each kind of fabric.
     pub fn roads(&self) -> Roads {
-        Roads { roads: traffic::roads(&*self.core.fabric), ways: self.core.conns.ways(), ..Default::default() }
+        Roads {
+            roads: traffic::roads(&*self.core.fabric),
+            ways: [self.core.conns.ways(), self.core.lanes.ways()].concat(),
+            ..Default::default()
+        }
     }
 
     /// As [`Client::roads`], and by which roads bytes of this file came from storage servers and went there, since this client has it in use.

@@ -10,6 +10,7 @@ pub mod conformance;
 pub mod conn;
 pub mod endpoint;
 pub mod env;
+pub mod foreign;
 pub mod kept;
 pub mod keyfile;
 pub mod leader;
@@ -27,6 +28,7 @@ pub use buf::{Buf, BufMut, KeptAt, Pool, PoolStats};
 use bytes::Bytes;
 pub use endpoint::Endpoint;
 pub use env::{Clock, Env};
+pub use foreign::{Foreign, Lend};
 pub use kept::{Kept, Record, Records};
 pub use leader::LeaderFinder;
 pub use rdma::RdmaFabric;
@@ -57,6 +59,11 @@ pub struct Message {
     /// Of an answer as [`Connection::call`] returns it: how the request's payload went. The answer's own payload tells by
     /// [`Buf::road`] how it came.
     pub went: Road,
+    /// Of a request: memory that is lent in place of its payload, or for that of the answer. READ and WRITE only, and only over a
+    /// connection that [`Connection::lends`].
+    pub lend: Option<Lend>,
+    /// Of an answer: bytes of its payload that the peer wrote to what was lent, from the start. [`Message::payload`] is empty then.
+    pub placed: u32,
 }
 
 impl Message {
@@ -101,6 +108,11 @@ pub trait Connection: Send + Sync + 'static {
     /// the connection. Errors of the transport: `Disconnected`, `TimedOut` (the request may have run), `Protocol`.
     async fn call(&self, request: Message, timeout: std::time::Duration) -> Result<Message>;
     fn is_closed(&self) -> bool;
+    /// Whether a request may lend foreign memory ([`Message::lend`]). When such a call has ended, in whatever way, the peer reaches nothing of it
+    /// any more; one that is given up or whose answer does not come ends the connection for that.
+    fn lends(&self) -> bool {
+        false
+    }
     /// What the peer is reached at, for messages to people.
     fn addr(&self) -> String;
     /// What went over it so far, payloads and all.

@@ -13,15 +13,16 @@ use std::{
 use futures_util::{StreamExt, stream};
 use parking_lot::Mutex;
 use strake_fabric::{Buf, ByRoad, REGION};
-use strake_proto::{Code, Error, Result, layout::MAX_FILE_SIZE};
+use strake_proto::{Code, Error, Result, checksum::BLOCK, layout::MAX_FILE_SIZE};
 use tokio::sync::Semaphore;
 
 use crate::{
     ByTier, Direction, Failed, FileIo, Network, Policy, Report, Tier, Unavailable,
     copier::{Call, Copier, Done, Flight, Work},
+    direct::{Place, Stop, Went},
     mem::{Fault, GpuMem},
     pins::{MIN_SLOT, Pins, Regions},
-    plan::{Run, Standing},
+    plan::{Measured, Run, Standing},
     selftest,
 };
 
@@ -99,8 +100,10 @@ pub(crate) struct Inner {
     regions: Arc<Regions>,
     notice: Option<String>,
     consent: bool,
-    /// Parts are verified by the device; otherwise why not.
+    /// Parts that are copied are verified by the device; otherwise why not.
     sums: Result<(), String>,
+    /// The device can sum its memory; otherwise why not. Parts that pass no host memory are always verified by it where it can.
+    pub device_sums: Result<(), String>,
     /// Parts under way, over all calls.
     room: Semaphore,
     width: usize,
@@ -148,7 +151,11 @@ impl Bridge {
         let width = slots.iter().map(|s| s.len().max(2)).sum();
         let start = |slots| Copier::start(device.clone(), slots, regions.clone());
         let workers = slots.into_iter().map(start).collect::<Result<Vec<_>>>()?;
-        let sums = if options.verify_on_gpu { device.sums() } else { Err("it was not asked for".into()) };
+        let device_sums = match device.refuses(Tier::GpuRdma) {
+            Some(_) if !options.verify_on_gpu => Err("it was not asked for".into()),
+            _ => device.sums(),
+        };
+        let sums = if options.verify_on_gpu { device_sums.clone() } else { Err("it was not asked for".into()) };
         let bridge = Bridge(Arc::new(Inner {
             device,
             network,
@@ -159,6 +166,7 @@ impl Bridge {
             notice,
             consent: options.accept_oss_checksum,
             sums,
+            device_sums,
             room: Semaphore::new(width),
             width,
             next: AtomicUsize::new(0),
@@ -172,7 +180,8 @@ impl Bridge {
     /// Moves a pattern through every tier and back; what comes of it is where the tiers stand from now on.
     pub async fn self_test(&self) -> ByTier<Standing> {
         let _one = self.0.testing.lock().await;
-        for tier in Tier::ALL {
+        // That over RDMA is measured in terms of the others.
+        for tier in Tier::ALL.into_iter().cycle().skip(1).take(Tier::ALL.len()) {
             let standing = selftest::test(&self.0, tier).await;
             self.0.standings.lock()[tier] = standing;
         }
@@ -239,7 +248,7 @@ impl Bridge {
             self.self_test().await;
         }
         let asked = all.iter().fold(0u64, |sum, t| sum.saturating_add(t.len));
-        let mut run = Run::begin(asked, policy, direction, &self.standings(), inner.consent);
+        let mut run = Run::begin(asked, policy, direction, &inner.standings_of(direction), inner.accepts());
         if let Err(e) = inner.check(direction, all) {
             run.refuse(e);
         }
@@ -257,7 +266,7 @@ impl Bridge {
         }
         let ranges = ongoing.moved.iter().map(|n| n.load(Relaxed)).collect();
         let (mut report, outcome) = ongoing.run.into_inner().finish(ranges, begun.elapsed());
-        report.not_on_gpu = inner.sums.clone().err();
+        report.not_on_gpu = inner.not_on_gpu(&report);
         match outcome {
             Ok(()) => Ok(report),
             Err(error) => Err(Failed { error, report: Box::new(report) }),
@@ -325,7 +334,7 @@ impl Inner {
             Ok(Some((tier, by, done))) => {
                 let mut run = call.run.lock();
                 if done.summed {
-                    run.verified(by.sum());
+                    run.verified(tier, by.sum());
                 }
                 let staged = done.staged;
                 match call.direction {
@@ -347,9 +356,21 @@ impl Inner {
     /// By which tier it went, its bytes by road, and how many by way of a slot. `None`: the call has ended.
     async fn load_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         // Not to fetch what nobody wants any more.
-        if call.run.lock().road().is_none() {
-            return Ok(None);
+        match call.run.lock().road() {
+            None => return Ok(None),
+            Some(Tier::GpuRdma) => {}
+            Some(_) => return self.load_by_host(call, p).await,
         }
+        match self.load_direct(&call.flight.0, p.place(call)).await {
+            Ok(went) => return Ok(Some(direct_done(went))),
+            Err(Stop::Call(e)) => return Err(e),
+            Err(Stop::Tier(f)) => self.tier_failed(call, Tier::GpuRdma, p, f)?,
+        }
+        if call.run.lock().road().is_none() { Ok(None) } else { self.load_by_host(call, p).await }
+    }
+
+    /// As [`Inner::load_part`], over host memory.
+    async fn load_by_host(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         let bufs = call.all[p.range].file.read(p.offset, p.len).await?;
         let got: usize = bufs.iter().map(Buf::len).sum();
         if got < p.len {
@@ -371,7 +392,18 @@ impl Inner {
     /// As [`Inner::load_part`].
     async fn save_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         loop {
-            let Some(tier) = call.run.lock().road() else { return Ok(None) };
+            let Some(mut tier) = call.run.lock().road() else { return Ok(None) };
+            if tier == Tier::GpuRdma && p.offset.is_multiple_of(BLOCK as u64) {
+                match self.save_direct(&call.flight.0, p.place(call)).await {
+                    Ok(went) => return Ok(Some(direct_done(went))),
+                    Err(Stop::Call(e)) => return Err(e),
+                    Err(Stop::Tier(f)) => self.tier_failed(call, tier, p, f)?,
+                }
+                continue;
+            }
+            if tier == Tier::GpuRdma {
+                tier = call.run.lock().beside(tier).ok_or_else(|| unaligned(p.offset))?;
+            }
             let into = self.network.pool().get(p.len).await?;
             let work = Work::Save { from: p.gpu, into, sum: self.sums.is_ok() };
             match self.worker().copy(&call.flight.0, tier, work).await {
@@ -399,8 +431,37 @@ impl Inner {
         Ok(())
     }
 
+    /// Where the tiers stand in a direction: where the device makes no checksums, nothing is saved straight from its memory.
+    fn standings_of(&self, direction: Direction) -> ByTier<Standing> {
+        let mut all = self.standings.lock().clone();
+        if let (Direction::Save, Standing::Available(_), Err(why)) = (direction, &all[Tier::GpuRdma], &self.device_sums)
+        {
+            all[Tier::GpuRdma] = Standing::Unavailable(Unavailable::NoSums { why: why.clone() });
+        }
+        all
+    }
+
+    /// Bytes that pass no host memory are verified by the device, or the caller does without.
+    fn accepts(&self) -> bool {
+        self.consent || self.device_sums.is_ok()
+    }
+
+    fn not_on_gpu(&self, report: &Report) -> Option<String> {
+        let direct = report.is_all(Tier::GpuRdma) && report.moved() > 0;
+        if direct { self.device_sums.clone().err() } else { self.sums.clone().err() }
+    }
+
+    /// What the self-test of the bounce road measured, or without it that of the pageable one.
+    pub fn bounce(&self) -> Option<Measured> {
+        let all = self.standings.lock();
+        [Tier::BounceTcp, Tier::Pageable].into_iter().find_map(|t| match &all[t] {
+            Standing::Available(m) => Some(*m),
+            Standing::Unavailable(_) => None,
+        })
+    }
+
     /// The next one in turn.
-    fn worker(&self) -> &Copier {
+    pub fn worker(&self) -> &Copier {
         &self.workers[self.next.fetch_add(1, Relaxed) % self.workers.len()]
     }
 
@@ -414,6 +475,24 @@ impl Inner {
     ) -> Result<Option<strake_fabric::BufMut>, Fault> {
         Ok(self.workers[worker].copy(call, tier, work).await?.saved)
     }
+}
+
+impl Part {
+    fn place<'a>(&self, call: &'a Ongoing<'_>) -> Place<'a> {
+        Place { file: &*call.all[self.range].file, offset: self.offset, gpu: self.gpu, len: self.len as u64 }
+    }
+}
+
+fn direct_done(w: Went) -> Moved {
+    (Tier::GpuRdma, w.by, Done { staged: w.staged, saved: None, summed: w.summed, sums: Vec::new() })
+}
+
+fn unaligned(offset: u64) -> Error {
+    let m = format!(
+        "storage servers read the device's memory only for parts that begin at a multiple of 4096 in the file, and this one begins at {offset}: \
+         allow a tier over host memory beside gpu-rdma"
+    );
+    Error::new(Code::Inval, m)
 }
 
 impl fmt::Debug for Bridge {

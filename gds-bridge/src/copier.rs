@@ -96,6 +96,13 @@ pub enum Work {
         /// As of a load.
         sum: bool,
     },
+    /// No copy: the device sums its memory.
+    Sum {
+        /// Address.
+        from: u64,
+        /// Bytes.
+        len: usize,
+    },
 }
 
 /// A copy that was made.
@@ -106,6 +113,8 @@ pub struct Done {
     pub saved: Option<BufMut>,
     /// The device's sum of its end equals that of the host's.
     pub summed: bool,
+    /// What a [`Work::Sum`] found, of each 4 KiB.
+    pub sums: Vec<u32>,
 }
 
 type Answer = oneshot::Sender<Result<Done, Fault>>;
@@ -187,8 +196,14 @@ impl Stage {
 
 /// Host memory of a copy that the device may still use.
 enum Held {
-    Load { _from: Vec<Buf> },
-    Save { into: BufMut },
+    Load {
+        _from: Vec<Buf>,
+    },
+    Save {
+        into: BufMut,
+    },
+    /// The number of a sum.
+    Sum(u64),
 }
 
 struct Flying {
@@ -250,6 +265,10 @@ impl Worker {
                 let begun = self.begin_save(tier, from, &mut into, stage.as_mut());
                 (begun.and_then(|staged| Ok((staged, self.check_save(sum, from, into.len())?))), Held::Save { into })
             }
+            Work::Sum { from, len } => match self.stream.sum(from, len) {
+                Ok(number) => (Ok((0, None)), Held::Sum(number)),
+                Err(e) => (Err(e), Held::Sum(0)),
+            },
         };
         match begun.and_then(|(staged, check)| Ok((staged, check, self.stream.mark()?))) {
             Ok((staged, check, mark)) => {
@@ -286,6 +305,9 @@ impl Worker {
 
     /// What its bytes may have to take one more copy through.
     fn stage(&mut self, tier: Tier, work: &Work) -> Option<Stage> {
+        if matches!(work, Work::Sum { .. }) {
+            return None;
+        }
         if tier != Tier::Pageable {
             // There is one for each that may be under way.
             return self.slots.pop().map(Stage::Slot);
@@ -294,6 +316,7 @@ impl Worker {
         let len = match work {
             Work::Load { from, .. } => from.iter().map(|b| b.len()).sum(),
             Work::Save { into, .. } => into.len(),
+            Work::Sum { .. } => 0,
         };
         self.regions.may_have_any().then(|| Stage::Plain(BufMut::unpooled(len)))
     }
@@ -362,8 +385,17 @@ impl Worker {
         if outcome.is_err() {
             self.stream.drain();
         }
+        let mut sums = Vec::new();
         let saved = match f.held {
             Held::Load { .. } => None,
+            Held::Sum(number) => {
+                match self.stream.summed_blocks(number).filter(|_| outcome.is_ok()) {
+                    Some(found) => sums = found,
+                    None if outcome.is_ok() => outcome = Err(no_sums()),
+                    None => {}
+                }
+                None
+            }
             Held::Save { mut into } => {
                 if let Some(stage) = f.stage.as_ref().filter(|_| f.staged > 0 && outcome.is_ok()) {
                     let len = into.len();
@@ -381,7 +413,7 @@ impl Worker {
             }
         }
         drop(f.landing);
-        let _ = f.answer.send(outcome.map(|()| Done { staged: f.staged, saved, summed: f.check.is_some() }));
+        let _ = f.answer.send(outcome.map(|()| Done { staged: f.staged, saved, summed: f.check.is_some(), sums }));
     }
 }
 
@@ -393,6 +425,10 @@ fn not_straight(bytes: usize) -> Fault {
               limit for locked memory"
             .into(),
     }
+}
+
+fn no_sums() -> Fault {
+    Fault::Driver { call: "a sum", code: Code::Io.errno(), name: "the device said nothing of it".into() }
 }
 
 fn no_slot(bytes: usize) -> Fault {

@@ -1,8 +1,10 @@
 //! Files, and the client that has them, as the bridge sees them.
 
+use std::sync::Arc;
+
 use async_trait::async_trait;
-use strake_client::{Client, File};
-use strake_fabric::{Buf, ByRoad, Pool, Road};
+use strake_client::{Arrived, Client, Creds, File};
+use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
 use strake_proto::{Code, Error, Result};
 
 /// A file that parts are read from and written to, many at a time.
@@ -16,17 +18,38 @@ pub trait FileIo: Send + Sync + 'static {
 
     /// Writes all of it, or fails. By which roads it went: as many bytes as there are.
     async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad>;
+
+    /// As [`File::read_foreign`].
+    async fn read_direct(&self, _offset: u64, _into: &Foreign) -> Result<Vec<Arrived>> {
+        Err(not_direct())
+    }
+
+    /// As [`File::write_foreign`].
+    async fn write_direct(&self, _offset: u64, _from: &Foreign, _sums: &[u32]) -> Result<()> {
+        Err(not_direct())
+    }
+}
+
+fn not_direct() -> Error {
+    Error::new(Code::OpNotSupp, "this file is on no storage server that would reach the device's memory")
 }
 
 /// What a bridge asks of the client whose files it moves.
+#[async_trait]
 pub trait Network: Send + Sync + 'static {
     /// Where buffers come from, those of bytes that arrive too.
     fn pool(&self) -> &Pool;
 
     /// Why no storage server is reached by RDMA; `None`: at least one is.
     fn no_rdma(&self) -> Option<String>;
+
+    /// A file for the self-test of the road that passes no host memory, which is gone when it is dropped.
+    async fn scratch(&self) -> Result<Arc<dyn FileIo>> {
+        Err(not_direct())
+    }
 }
 
+#[async_trait]
 impl Network for Client {
     fn pool(&self) -> &Pool {
         Client::pool(self)
@@ -35,12 +58,24 @@ impl Network for Client {
     fn no_rdma(&self) -> Option<String> {
         Client::no_rdma(self)
     }
+
+    async fn scratch(&self) -> Result<Arc<dyn FileIo>> {
+        let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+        let me = Creds { uid, gid, groups: Vec::new() };
+        let (file, _) = self.tmpfile(&me, self.root(), 0o600, O_RDWR | O_DIRECT, false).await?;
+        Ok(Arc::new(file))
+    }
 }
+
+const O_RDWR: u32 = 2;
+/// Nothing of it is kept, so that what is read comes from the servers.
+const O_DIRECT: u32 = 0o40000;
 
 /// What is said where nobody asked a cluster.
 pub(crate) const NO_CLIENT: &str = "there is no client here that would reach any";
 
 /// Buffers without a client, for self-tests.
+#[async_trait]
 impl Network for Pool {
     fn pool(&self) -> &Pool {
         self
@@ -67,6 +102,14 @@ impl FileIo for File {
             n if n < len => Err(Error::new(Code::NoSpc, "no space left for all of the bytes")),
             _ => Ok(once(sent.went(), len as u64)),
         }
+    }
+
+    async fn read_direct(&self, offset: u64, into: &Foreign) -> Result<Vec<Arrived>> {
+        self.read_foreign(offset, into).await
+    }
+
+    async fn write_direct(&self, offset: u64, from: &Foreign, sums: &[u32]) -> Result<()> {
+        self.write_foreign(offset, from, sums).await
     }
 }
 

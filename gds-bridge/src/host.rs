@@ -1,6 +1,7 @@
 //! Host memory that behaves as a device's does, for machines without one.
 
 use std::{
+    any::Any,
     collections::{BTreeMap, HashMap, VecDeque},
     ptr,
     sync::Arc,
@@ -9,7 +10,8 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_proto::checksum::crc32c;
+use strake_fabric::Foreign;
+use strake_proto::checksum::{BLOCK, block_sums, combine};
 
 use crate::{
     Tier, Unavailable,
@@ -27,7 +29,7 @@ pub struct HostMem(Arc<Mutex<State>>);
 
 #[derive(Default)]
 struct State {
-    blocks: BTreeMap<u64, Vec<u8>>,
+    blocks: BTreeMap<u64, Arc<Block>>,
     /// Start and end of what was freed. Addresses are never used again.
     freed: Vec<(u64, u64)>,
     lent: Vec<Lent>,
@@ -45,6 +47,32 @@ struct State {
     copies: u64,
     pace: Duration,
     sums: bool,
+    no_exports: Option<String>,
+}
+
+/// An allocation. Who was lent a part of it keeps it in place when it is freed.
+struct Block {
+    start: *mut u8,
+    len: usize,
+}
+
+// SAFETY: memory of its own, which is only reached through addresses; those who do keep to the promises of `GpuMem`.
+unsafe impl Send for Block {}
+// SAFETY: as above.
+unsafe impl Sync for Block {}
+
+impl Block {
+    fn new(len: u64) -> Block {
+        let memory = vec![0xee_u8; len as usize].into_boxed_slice();
+        Block { len: memory.len(), start: Box::into_raw(memory).cast() }
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        // SAFETY: made in `new` of a box of so many bytes, and nobody has it any more.
+        drop(unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(self.start, self.len)) });
+    }
 }
 
 /// Memory of the process that takes part as if it were the device's.
@@ -107,6 +135,11 @@ impl HostMem {
         s.gone_after = Some(s.copies + copies);
     }
 
+    /// Destroys the context now.
+    pub fn destroy(&self) {
+        self.0.lock().context_gone = true;
+    }
+
     /// The copy after the next `copies` ones fails, and all others from there on, until [`HostMem::mend`].
     pub fn fail_after(&self, copies: u64, fault: Fault) {
         let mut s = self.0.lock();
@@ -138,6 +171,11 @@ impl HostMem {
     /// From now on plays a device that sums its memory. The work is done by this machine: for tests.
     pub fn play_sums(&self) {
         self.0.lock().sums = true;
+    }
+
+    /// From now on, or (`None`) no more, lends no memory to storage servers, for this reason.
+    pub fn refuse_exports(&self, why: Option<String>) {
+        self.0.lock().no_exports = why;
     }
 
     /// What was copied so far.
@@ -194,7 +232,7 @@ impl State {
             return Err(Fault::ContextGone);
         }
         if let Some((start, bytes)) = self.blocks.range(..=addr).next_back() {
-            let end = start + bytes.len() as u64;
+            let end = start + bytes.len as u64;
             if addr < end {
                 let beyond = Fault::Beyond { addr, len, end };
                 return if len <= end - addr { Ok((*start, (addr - start) as usize)) } else { Err(beyond) };
@@ -210,7 +248,7 @@ impl State {
             return Ok(lent);
         }
         let (block, at) = self.find(addr, len)?;
-        Ok(self.blocks.get_mut(&block).expect("just found")[at..].as_mut_ptr())
+        Ok(self.blocks[&block].start.wrapping_add(at))
     }
 
     fn is_lent(&self, addr: u64, len: u64) -> Option<*mut u8> {
@@ -285,14 +323,14 @@ impl GpuMem for HostMem {
         if s.context_gone {
             return Err(Fault::ContextGone);
         }
-        let used: u64 = s.blocks.values().map(|b| b.len() as u64).sum();
+        let used: u64 = s.blocks.values().map(|b| b.len as u64).sum();
         if s.room.is_some_and(|room| len > room.saturating_sub(used)) {
             return Err(Fault::NoMemory { bytes: len });
         }
         // A gap behind each, so that the next is never a part of it.
         let addr = BASE + s.allocated;
         s.allocated += len.next_multiple_of(ALIGN) + ALIGN;
-        s.blocks.insert(addr, vec![0xee; len as usize]);
+        s.blocks.insert(addr, Arc::new(Block::new(len)));
         Ok(addr)
     }
 
@@ -303,7 +341,7 @@ impl GpuMem for HostMem {
             return Err(Fault::Foreign { addr });
         }
         let gone = s.blocks.remove(&block).expect("just found");
-        s.freed.push((block, block + gone.len() as u64));
+        s.freed.push((block, block + gone.len as u64));
         Ok(())
     }
 
@@ -339,6 +377,24 @@ impl GpuMem for HostMem {
         if self.0.lock().sums { Ok(()) } else { Err("there is no GPU, only host memory in its place".into()) }
     }
 
+    fn export(&self, addr: u64, len: u64) -> Result<Foreign, Fault> {
+        let mut s = self.0.lock();
+        if let Some(why) = s.no_exports.clone() {
+            return Err(Fault::Export { bytes: len, why });
+        }
+        let start = s.place(addr, len)?;
+        let keep: Arc<dyn Any + Send + Sync> = match s.is_lent(addr, len) {
+            Some(_) => Arc::new(()),
+            None => s.blocks[&s.find(addr, len)?.0].clone(),
+        };
+        // SAFETY: a block is in place as long as it is held; what was lent to this device, as long as a call moves it, by the promise of who did.
+        Ok(unsafe { Foreign::host(start, len, keep) })
+    }
+
+    fn arrived(&self) -> Result<(), Fault> {
+        if self.0.lock().context_gone { Err(Fault::ContextGone) } else { Ok(()) }
+    }
+
     fn stream(&self) -> Result<Box<dyn Stream>, Fault> {
         if self.0.lock().context_gone {
             return Err(Fault::ContextGone);
@@ -365,8 +421,8 @@ struct HostStream {
     faults: VecDeque<(u64, Fault)>,
     given: u64,
     done: u64,
-    /// Sums by the numbers of their orders.
-    told: BTreeMap<u64, u32>,
+    /// Sums of blocks by the numbers of their orders, and the bytes of all of them.
+    told: BTreeMap<u64, (Vec<u32>, usize)>,
 }
 
 impl HostStream {
@@ -385,7 +441,7 @@ impl HostStream {
             }
             if c.host.is_null() {
                 match self.device.peek(c.device, c.len as u64) {
-                    Ok(bytes) => drop(self.told.insert(self.done, crc32c(&bytes))),
+                    Ok(bytes) => drop(self.told.insert(self.done, (block_sums(0, [&bytes[..]]), bytes.len()))),
                     Err(e) => self.faults.push_back((self.done, e)),
                 }
             } else if let Err(e) = self.device.0.lock().copy(&c) {
@@ -423,9 +479,16 @@ impl Stream for HostStream {
     }
 
     fn summed(&mut self, number: u64) -> Option<u32> {
+        let (blocks, all) = self.told.remove(&number)?;
+        self.told.retain(|n, _| *n > number);
+        let lens = (0..all).step_by(BLOCK).map(|at| BLOCK.min(all - at));
+        Some(blocks.iter().zip(lens).fold(0, |sum, (word, len)| combine(sum, *word, len)))
+    }
+
+    fn summed_blocks(&mut self, number: u64) -> Option<Vec<u32>> {
         let told = self.told.remove(&number);
         self.told.retain(|n, _| *n > number);
-        told
+        told.map(|(blocks, _)| blocks)
     }
 
     fn mark(&mut self) -> Result<Mark, Fault> {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use strake_fabric::Foreign;
 use strake_proto::{Code, Error};
 
 use crate::{Tier, Unavailable};
@@ -42,6 +43,13 @@ pub enum Fault {
         /// Its bytes.
         len: u64,
     },
+    /// The device's memory could not be lent to a storage server.
+    Export {
+        /// How much of it.
+        bytes: u64,
+        /// What the driver, the system or the network said.
+        why: String,
+    },
     /// Host memory could not be pinned.
     Pin {
         /// How much of it.
@@ -67,7 +75,7 @@ impl Fault {
             Fault::Foreign { .. } | Fault::Freed { .. } | Fault::Beyond { .. } | Fault::ContextGone => true,
             // Nobody knows whom to trust.
             Fault::Damaged { .. } => true,
-            Fault::NoMemory { .. } | Fault::Pin { .. } | Fault::Driver { .. } => false,
+            Fault::NoMemory { .. } | Fault::Export { .. } | Fault::Pin { .. } | Fault::Driver { .. } => false,
         }
     }
 }
@@ -86,6 +94,9 @@ impl fmt::Display for Fault {
                 f,
                 "{len} bytes at address {addr:#x} were damaged between host memory and the device: their CRC32Cs differ"
             ),
+            Fault::Export { bytes, why } => {
+                write!(f, "{bytes} bytes of the device's memory cannot be lent to a storage server: {why}")
+            }
             Fault::Pin { bytes, why } => write!(f, "{bytes} bytes of host memory cannot be pinned: {why}"),
             Fault::Driver { call, code, name } => write!(f, "{call} failed with {code}: {name}"),
         }
@@ -101,7 +112,7 @@ impl From<Fault> for Error {
             Fault::ContextGone => Code::NoDev,
             Fault::Damaged { .. } => Code::Corrupt,
             Fault::NoMemory { .. } | Fault::Pin { .. } => Code::NoMem,
-            Fault::Driver { .. } => Code::Io,
+            Fault::Export { .. } | Fault::Driver { .. } => Code::Io,
         };
         Error::new(code, f.to_string())
     }
@@ -144,6 +155,13 @@ pub trait GpuMem: Send + Sync + 'static {
     /// Whether its streams sum memory by the device itself ([`Stream::sum`]); otherwise why not, in a sentence. May take a while the first time.
     fn sums(&self) -> Result<(), String>;
 
+    /// `len` bytes from `addr` for storage servers to read and write by themselves. What is exported stays in place as long as anybody holds it, also when
+    /// it is freed meanwhile. [`Fault::Export`]: the device does not do that, or not of this memory.
+    fn export(&self, addr: u64, len: u64) -> Result<Foreign, Fault>;
+
+    /// Returns when what others had written to exported memory before is seen by all that the device is given from now on.
+    fn arrived(&self) -> Result<(), Fault>;
+
     /// A new queue of copies, for the thread that calls.
     fn stream(&self) -> Result<Box<dyn Stream>, Fault>;
 }
@@ -169,6 +187,9 @@ pub trait Stream {
     /// What the device said, told once; a mark behind the sum was waited for. `None`: it failed, as the wait has told. Forgets all sums
     /// before it.
     fn summed(&mut self, number: u64) -> Option<u32>;
+
+    /// As [`Stream::summed`], of each 4 KiB of it, the last of which may be shorter.
+    fn summed_blocks(&mut self, number: u64) -> Option<Vec<u32>>;
 
     /// Notes how far it was filled.
     fn mark(&mut self) -> Result<Mark, Fault>;

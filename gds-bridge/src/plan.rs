@@ -72,8 +72,9 @@ pub struct Run {
     by_tier: ByTier<u64>,
     staged: u64,
     by_road: ByRoad,
-    /// Bytes whose sums the device has confirmed.
+    /// Bytes whose sums the device has confirmed, and those of them that went straight into its memory or out of it.
     verified: u64,
+    verified_direct: u64,
     switches: Vec<Switch>,
     /// A part took another bounce tier than the one in use, and that was told.
     other_road: bool,
@@ -98,6 +99,7 @@ impl Run {
             staged: 0,
             by_road: ByRoad::default(),
             verified: 0,
+            verified_direct: 0,
             switches: Vec::new(),
             other_road: false,
             ended,
@@ -113,6 +115,11 @@ impl Run {
     /// The tier that the next part takes; `None`: the call has ended and begins no other part.
     pub fn road(&self) -> Option<Tier> {
         if self.ended.is_some() { None } else { self.roads.first().copied() }
+    }
+
+    /// The tier for a part that the one in use cannot take: the next one over host memory.
+    pub fn beside(&self, tier: Tier) -> Option<Tier> {
+        self.roads.iter().copied().find(|t| *t != tier && (t.is_bounce() || *t == Tier::Pageable))
     }
 
     /// The tier for a part that was fetched and lies in host memory: of those left, the first that bytes of these roads can take. With
@@ -140,7 +147,8 @@ impl Run {
     /// How a part is copied whose tier is to be `tier`, if its bytes can take it.
     fn takes(&self, tier: Tier, came: ByRoad) -> Option<Tier> {
         if !tier.is_bounce() {
-            return Some(tier);
+            // They are in host memory already.
+            return (tier == Tier::Pageable).then_some(tier);
         }
         let has = |t: Tier| self.roads.contains(&t);
         let (rdma, others) = (came[Road::Rdma] > 0, came[Road::Rdma] < came.sum());
@@ -160,8 +168,9 @@ impl Run {
     }
 
     /// Of a part that is about to be counted the device's sum was right.
-    pub fn verified(&mut self, bytes: u64) {
+    pub fn verified(&mut self, tier: Tier, bytes: u64) {
         self.verified += bytes;
+        self.verified_direct += if tier == Tier::GpuRdma { bytes } else { 0 };
     }
 
     /// A part was saved. Only now it is known by which roads it went, and the call has ended if the policy does not allow what they make of
@@ -227,7 +236,7 @@ impl Run {
         let moved = self.by_tier.sum();
         assert_eq!(ranges.iter().sum::<u64>(), moved, "bytes by range and bytes by tier differ");
         assert_eq!(self.by_road.sum(), moved, "bytes by road and bytes by tier differ");
-        let direct = self.by_tier[Tier::GpuRdma] > 0;
+        let direct = self.by_tier[Tier::GpuRdma] > self.verified_direct;
         assert!(self.verified <= moved);
         let checksum = (moved > 0).then_some(match self.verified == moved {
             true => Checksum::OnGpu,
@@ -511,7 +520,7 @@ mod tests {
     fn only_what_was_verified_to_the_last_byte_is_called_so() {
         let of = |verified, tier| {
             let mut r = run(Policy::Prefer, [9, 0, 0, 9, 3]);
-            r.verified(verified);
+            r.verified(tier, verified);
             r.moved(tier, tcp(100), 0);
             r.finish(vec![100], Duration::ZERO).0.checksums
         };

@@ -37,11 +37,26 @@ pub enum Unavailable {
         /// Its name.
         device: String,
     },
+    /// The device cannot be made to see what others wrote into its memory.
+    NoFlush {
+        /// Its name.
+        device: String,
+    },
     /// No host memory could be registered with the device.
     NotPinned(Fault),
     /// The client reaches no storage server by RDMA.
     NoRdma {
         /// What it lacks.
+        why: String,
+    },
+    /// No file could be made on the cluster to test it with.
+    NoScratch {
+        /// What the file system said.
+        why: String,
+    },
+    /// The device makes no checksums, and storage servers take no bytes without.
+    NoSums {
+        /// Why it makes none.
         why: String,
     },
     /// Bytes came by another road of the network than the tier stands for.
@@ -82,8 +97,11 @@ impl Unavailable {
             Unavailable::OldLibrary { .. } => "old-library",
             Unavailable::NoDevice { .. } => "no-device",
             Unavailable::NoDmaBuf { .. } => "no-dma-buf",
+            Unavailable::NoFlush { .. } => "no-flush",
             Unavailable::NotPinned(_) => "not-pinned",
             Unavailable::NoRdma { .. } => "no-rdma",
+            Unavailable::NoScratch { .. } => "no-scratch",
+            Unavailable::NoSums { .. } => "no-sums",
             Unavailable::CameBy(_) => "came-by",
             Unavailable::NoConsent => "no-consent",
             Unavailable::NotTested => "not-tested",
@@ -122,8 +140,23 @@ impl fmt::Display for Unavailable {
                     "{device} does not export its memory as dma-buf, which takes the open kernel modules of the driver"
                 )
             }
+            Unavailable::NoFlush { device } => {
+                write!(
+                    f,
+                    "{device} does not see by itself what others write into its memory, and cannot be told to from here"
+                )
+            }
             Unavailable::NotPinned(e) => write!(f, "no host memory could be pinned: {e}"),
             Unavailable::NoRdma { why } => write!(f, "no storage server is reached by RDMA: {why}"),
+            Unavailable::NoScratch { why } => {
+                write!(
+                    f,
+                    "its self-test needs a file without a name in the root of the file system, which failed: {why}"
+                )
+            }
+            Unavailable::NoSums { why } => {
+                write!(f, "storage servers take no bytes without checksums, and the device makes none: {why}")
+            }
             Unavailable::CameBy(road) => write!(f, "bytes of a part took another road than it stands for: {road}"),
             Unavailable::NoConsent => {
                 f.write_str("its bytes are verified at the storage server only, and accept_oss_checksum is not set")
@@ -161,8 +194,11 @@ pub(crate) mod tests {
             Unavailable::OldLibrary { library: "libcuda.so.1".into(), symbol: "cuInit".into() },
             Unavailable::NoDevice { wanted: 3, found: 2 },
             Unavailable::NoDmaBuf { device: "A GPU".into() },
+            Unavailable::NoFlush { device: "A GPU".into() },
             Unavailable::NotPinned(fault()),
             Unavailable::NoRdma { why: "there is no device".into() },
+            Unavailable::NoScratch { why: "permission denied".into() },
+            Unavailable::NoSums { why: "it has no kernel".into() },
             Unavailable::CameBy(Road::Tcp),
             Unavailable::NoConsent,
             Unavailable::NotTested,
@@ -181,8 +217,11 @@ pub(crate) mod tests {
                 | Unavailable::OldLibrary { .. }
                 | Unavailable::NoDevice { .. }
                 | Unavailable::NoDmaBuf { .. }
+                | Unavailable::NoFlush { .. }
                 | Unavailable::NotPinned(_)
                 | Unavailable::NoRdma { .. }
+                | Unavailable::NoScratch { .. }
+                | Unavailable::NoSums { .. }
                 | Unavailable::CameBy(_)
                 | Unavailable::NoConsent
                 | Unavailable::NotTested

@@ -13,6 +13,7 @@ use crate::{
     Tier, Unavailable,
     bridge::Inner,
     copier::{Flight, Work},
+    direct,
     mem::{Fault, GpuMem},
     plan::{Measured, Standing},
 };
@@ -20,9 +21,8 @@ use crate::{
 /// What this version has no code for, whatever the machine has.
 pub fn not_built(tier: Tier) -> Option<Unavailable> {
     match tier {
-        Tier::GpuRdma => Some(Unavailable::NotBuilt("GPU memory is not registered for RDMA yet")),
         Tier::LocalGds => Some(Unavailable::NotBuilt("no copies are kept on this node that cuFile could read")),
-        Tier::BounceRdma | Tier::BounceTcp | Tier::Pageable => None,
+        Tier::GpuRdma | Tier::BounceRdma | Tier::BounceTcp | Tier::Pageable => None,
     }
 }
 
@@ -33,15 +33,17 @@ pub fn refused(
     unpinned: Option<&Fault>,
     no_rdma: impl FnOnce() -> Option<String>,
 ) -> Option<Unavailable> {
-    let pinned = tier != Tier::Pageable;
+    let pinned = !matches!(tier, Tier::GpuRdma | Tier::Pageable);
     let without = || unpinned.filter(|_| pinned).cloned().map(Unavailable::NotPinned);
-    let unreached = || if tier == Tier::BounceRdma { no_rdma().map(|why| Unavailable::NoRdma { why }) } else { None };
+    let by_rdma = matches!(tier, Tier::GpuRdma | Tier::BounceRdma);
+    let unreached = || if by_rdma { no_rdma().map(|why| Unavailable::NoRdma { why }) } else { None };
     device.refuses(tier).or_else(|| not_built(tier)).or_else(unreached).or_else(without)
 }
 
 pub(crate) async fn test(bridge: &Inner, tier: Tier) -> Standing {
     let outcome = match refused(&*bridge.device, tier, bridge.unpinned.as_ref(), || bridge.network.no_rdma()) {
         Some(why) => Err(why),
+        None if tier == Tier::GpuRdma => direct::there_and_back(bridge, bridge.bounce()).await,
         None => there_and_back(bridge, tier).await,
     };
     match outcome {
@@ -51,9 +53,9 @@ pub(crate) async fn test(bridge: &Inner, tier: Tier) -> Standing {
 }
 
 /// Device memory that is freed at the end.
-struct Scratch<'a> {
-    device: &'a dyn GpuMem,
-    addr: u64,
+pub(crate) struct Scratch<'a> {
+    pub device: &'a dyn GpuMem,
+    pub addr: u64,
 }
 
 impl Drop for Scratch<'_> {
@@ -113,7 +115,7 @@ fn buffer(bridge: &Inner, pooled: bool) -> BufMut {
     if pooled { bridge.network.pool().get_now(bridge.part) } else { BufMut::unpooled(bridge.part) }
 }
 
-fn pattern(mut b: BufMut, seed: &mut u64) -> Buf {
+pub(crate) fn pattern(mut b: BufMut, seed: &mut u64) -> Buf {
     for word in b.chunks_exact_mut(8) {
         word.copy_from_slice(&splitmix64(seed).to_le_bytes());
     }

@@ -132,6 +132,41 @@ fn old_empty_and_failing_drivers_are_told_apart() {
 }
 
 #[test]
+fn whole_pages_around_a_range_are_exported_and_writes_of_others_are_flushed_where_they_must_be() {
+    use std::os::{fd::AsRawFd, unix::fs::FileExt};
+    for unordered in [false, true] {
+        let Some(r) = rig(if unordered { &["-DUNORDERED"] } else { &[] }) else { return };
+        let gpu = &r.gpu;
+        assert_eq!(gpu.refuses(Tier::GpuRdma), None);
+        let a = gpu.alloc(20_000).unwrap();
+        for (addr, len) in [(a, 20_000), (a + 1, 1), (a + 4095, 8193)] {
+            let m = gpu.export(addr, len).unwrap();
+            let (fd, offset) = m.exported().unwrap();
+            assert_eq!((m.addr(), m.len(), offset), (addr, len, addr % 4096));
+            let mut said = [0; 16];
+            let file = std::fs::File::open(format!("/proc/self/fd/{}", fd.as_raw_fd())).unwrap();
+            file.read_exact_at(&mut said, 0).unwrap();
+            let word = |at: usize| u64::from_le_bytes(said[at..at + 8].try_into().unwrap());
+            assert_eq!(word(0), addr - addr % 4096);
+            assert_eq!(word(8), (addr + len).next_multiple_of(4096) - word(0));
+            let number = fd.as_raw_fd();
+            drop(m);
+            assert!(std::fs::read_link(format!("/proc/self/fd/{number}")).is_err(), "closed with the last holder");
+        }
+        gpu.arrived().unwrap();
+        assert_eq!(number(&r.library, "strake_standin_flushed"), i32::from(unordered));
+    }
+    let Some(r) = rig(&["-DWITHOUT_EXPORT"]) else { return };
+    let old = r.gpu.refuses(Tier::GpuRdma).unwrap();
+    assert!(
+        matches!(&old, Unavailable::OldLibrary { symbol, .. } if symbol == "cuMemGetHandleForAddressRange"),
+        "{old}"
+    );
+    let a = r.gpu.alloc(4096).unwrap();
+    assert!(matches!(r.gpu.export(a, 1), Err(Fault::Export { .. })));
+}
+
+#[test]
 fn addresses_are_checked_against_the_driver() {
     let Some(r) = rig(&["-DNO_DMA_BUF"]) else { return };
     let gpu = &r.gpu;

@@ -114,7 +114,11 @@ async fn without_pinned_memory_there_is_the_pageable_tier_or_an_error() {
     assert!(r.to_string().contains("bounce-tcp: no host memory could be pinned"), "{r}");
     let failed = bridge.load(&[whole(&file, tensor)], Policy::AtLeast(Tier::BounceTcp)).await.unwrap_err();
     assert!(failed.error.code == Code::OpNotSupp && failed.report.moved() == 0, "{failed}");
-    for tier in ["gpu-rdma: not in this version", "local-gds: not in this version", "bounce-tcp: no host memory"] {
+    for tier in [
+        "gpu-rdma: no storage server is reached by RDMA",
+        "local-gds: not in this version",
+        "bounce-tcp: no host memory",
+    ] {
         assert!(failed.error.message.contains(tier), "{failed}");
     }
 }
@@ -232,7 +236,7 @@ async fn every_refusal_is_told_in_its_words_and_obeyed() {
     bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap();
     bridge.load(&[whole(&file, tensor)], Policy::Require(Tier::Pageable)).await.unwrap();
     for (never, why) in [
-        (Tier::GpuRdma, "not in this version"),
+        (Tier::GpuRdma, "no storage server is reached by RDMA"),
         (Tier::LocalGds, "not in this version"),
         (Tier::BounceRdma, "no storage server is reached by RDMA"),
     ] {

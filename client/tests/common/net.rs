@@ -13,7 +13,7 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use strake_client::Config;
 use strake_fabric::{
-    Buf, Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Road, Role, Service,
+    Buf, Clock, Connection, Endpoint, Env, Fabric, Foreign, Lend, Listener, Message, Peer, Pool, Road, Role, Service,
 };
 use strake_proto::{Code, Error, Result};
 
@@ -28,8 +28,20 @@ pub struct Net {
     lose: Mutex<BTreeMap<u32, u32>>,
     /// What transports to a node would say of payloads. Those that are not here are of no network.
     roads: Mutex<BTreeMap<u32, Road>>,
+    /// Of so many answers that are written to foreign memory a byte changes there.
+    damaged: AtomicU64,
+    /// Requests that lent foreign memory, and the connections that they came by.
+    lent: AtomicU64,
+    lanes: Mutex<BTreeSet<u64>>,
     pool: Pool,
     calls: AtomicU64,
+}
+
+/// The bytes of foreign memory.
+fn looked_at(m: &Foreign) -> Buf {
+    let from = std::ptr::with_exposed_provenance::<u8>(m.addr() as usize);
+    // SAFETY: who lends it keeps it in place while the call is under way.
+    Buf::copy_from(&unsafe { std::slice::from_raw_parts(from, m.len() as usize) }.to_vec())
 }
 
 impl Net {
@@ -59,6 +71,31 @@ impl Net {
     /// From now on payloads from and to a node go by this road, if their transport is asked.
     pub fn set_road(&self, node: u32, road: Road) {
         self.roads.lock().insert(node, road);
+    }
+    /// A byte changes in foreign memory after each of the next `n` answers was written there.
+    pub fn damage(&self, n: u64) {
+        self.damaged.store(n, SeqCst);
+    }
+    /// Requests that lent foreign memory so far, and by how many connections.
+    pub fn lent(&self) -> (u64, usize) {
+        (self.lent.load(SeqCst), self.lanes.lock().len())
+    }
+    /// What RDMA does with an answer to a request that lent room for it.
+    fn placed(&self, lend: Option<&Lend>, mut m: Message) -> Message {
+        let Some(Lend::Room(room)) = lend.filter(|_| m.payload_len() > 4096) else { return m };
+        let mut to = std::ptr::with_exposed_provenance_mut::<u8>(room.addr() as usize);
+        assert!(m.payload_len() as u64 <= room.len());
+        m.placed = m.payload_len() as u32;
+        let damaged = self.damaged.fetch_update(SeqCst, SeqCst, |n| n.checked_sub(1)).is_ok();
+        for b in std::mem::take(&mut m.payload) {
+            // SAFETY: as in `looked_at`, and nobody holds references to it.
+            unsafe {
+                to.copy_from(b.as_ptr(), b.len());
+                *to.add(b.len() / 2) ^= u8::from(damaged);
+            }
+            to = to.wrapping_add(b.len());
+        }
+        m
     }
     fn road(&self, node: u32) -> Road {
         self.roads.lock().get(&node).copied().unwrap_or_default()
@@ -102,7 +139,8 @@ impl Fabric for MemFabric {
         if self.0.silent.lock().contains(&node) {
             std::future::pending::<()>().await;
         }
-        Ok(Arc::new(MemConn { net: self.0.clone(), node, broken: AtomicBool::new(false) }))
+        let id = self.0.calls.fetch_add(1, SeqCst);
+        Ok(Arc::new(MemConn { net: self.0.clone(), node, id, broken: AtomicBool::new(false) }))
     }
     async fn listen(&self, _at: &Endpoint, _service: Arc<dyn Service>) -> Result<Listener> {
         Err(Error::new(Code::OpNotSupp, "clients do not listen"))
@@ -122,12 +160,25 @@ impl Fabric for MemFabric {
 struct MemConn {
     net: Arc<Net>,
     node: u32,
+    /// Unlike that of all others.
+    id: u64,
     broken: AtomicBool,
 }
 
 #[async_trait]
 impl Connection for MemConn {
-    async fn call(&self, request: Message, timeout: Duration) -> Result<Message> {
+    async fn call(&self, mut request: Message, timeout: Duration) -> Result<Message> {
+        let lend = request.lend.take();
+        if let Some(what) = &lend {
+            if !self.lends() {
+                return Err(Error::new(Code::OpNotSupp, "nothing can be lent to this node"));
+            }
+            self.net.lent.fetch_add(1, SeqCst);
+            self.net.lanes.lock().insert(self.id);
+            if let Lend::Payload(m) = what {
+                request.payload = vec![looked_at(m)];
+            }
+        }
         let gone = || Error::new(Code::Disconnected, format!("node {} is gone", self.node));
         if self.is_closed() {
             return Err(gone());
@@ -153,7 +204,7 @@ impl Connection for MemConn {
                     self.broken.store(true, SeqCst);
                     return Err(gone());
                 }
-                Ok(r) => return r.map(|m| self.net.marked(self.node, m)),
+                Ok(r) => return r.map(|m| self.net.placed(lend.as_ref(), self.net.marked(self.node, m))),
                 Err(_) if self.is_closed() => return Err(gone()),
                 Err(_) if tokio::time::Instant::now() >= end => return Err(Error::new(Code::TimedOut, "no answer")),
                 Err(_) => {}
@@ -165,6 +216,9 @@ impl Connection for MemConn {
             self.broken.store(true, SeqCst);
         }
         self.broken.load(SeqCst)
+    }
+    fn lends(&self) -> bool {
+        self.net.road(self.node) == Road::Rdma
     }
     fn addr(&self) -> String {
         format!("sim:{}", self.node)

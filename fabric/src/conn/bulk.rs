@@ -13,7 +13,7 @@ use strake_proto::{
     opcode,
 };
 
-use crate::{Buf, BufMut};
+use crate::{Buf, BufMut, Lend};
 
 /// Payloads up to this length follow their frame.
 pub const INLINE: usize = 4096;
@@ -30,8 +30,12 @@ pub(crate) trait Bulk: Send + Sync + 'static {
     /// Lends `payload` for reading and `room` for writing. Both are held until [`Bulk::take_back`], or until the connection can
     /// reach nothing any more. Dropped before it is ready, it has lent nothing. What [`no_memory`] names has lent nothing either.
     async fn lend(&self, payload: Vec<Buf>, room: Option<BufMut>) -> Result<Loan>;
+    /// As [`Bulk::lend`], for memory that is not of a pool. An error has lent nothing.
+    async fn lend_foreign(&self, what: &Lend) -> Result<Loan>;
     /// Ends a loan. When this returns, the peer reaches nothing of it. Gives back the room.
     async fn take_back(&self, loan: u64) -> Result<Option<BufMut>>;
+    /// Ends a loan at once, and the connection with it if it was not taken back.
+    fn revoke(&self, loan: u64);
     /// Fills `to` from the peer's regions, the lengths of which add up to its own.
     async fn fetch(&self, from: &[Region], to: BufMut) -> Result<BufMut>;
     /// Writes to the start of the peer's region. What goes through the stream after this arrives after it. What [`no_memory`] names

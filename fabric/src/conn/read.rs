@@ -276,7 +276,12 @@ async fn settle(s: Arc<Shared>, h: Header, mut waiting: Waiter, result: Result<M
         }
     }
     let placed = h.status == 0 && h.flags & FLAG_REGIONS != 0;
+    let foreign = waiting.foreign;
     waiting.answer(match (result, room) {
+        (Ok(m), None) if placed && foreign.is_some_and(|room| h.payload_len <= room) => {
+            s.counter.received(h.payload_len.into());
+            Ok(Message { placed: h.payload_len, ..m })
+        }
         (Ok(mut m), Some(mut room)) if placed && room.len() >= h.payload_len as usize => {
             room.truncate(h.payload_len as usize);
             room.came_by(Road::Rdma);

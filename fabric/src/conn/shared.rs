@@ -42,7 +42,7 @@ use super::{
     read::Incoming,
     write,
 };
-use crate::{Buf, Connection, Env, Message, Peer, Pool, Road, Role, Service, Traffic, traffic::Counter};
+use crate::{Buf, Connection, Env, Lend, Message, Peer, Pool, Road, Role, Service, Traffic, traffic::Counter};
 
 /// How a connection goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -119,6 +119,8 @@ pub(crate) struct Waiter {
     /// The peer may not ask for room for its reply, or not again: it may once, because rooms are memory, and not for what answers a
     /// request for room.
     pub asked: bool,
+    /// Bytes of foreign memory that the reply may be written to.
+    pub foreign: Option<u32>,
     /// Taken as long, for the sake of the loans, also of those made later, when nobody waits for the answer any more.
     _slot: Arc<Slot>,
 }
@@ -502,14 +504,28 @@ impl Shared {
         let start = Instant::now();
         let op = request.opcode;
         let call = async {
+            let foreign = request.lend.take();
             let payload = request.payload_len();
             check_size(op, request.body.len(), payload)?;
             let room = if self.bulk().is_some() { bulk::expected(op, &request.body) } else { 0 };
-            let slot = self.slot(payload.max(room)).await?;
+            let lent = foreign.as_ref().map_or(0, |what| what.memory().len() as usize);
+            let slot = self.slot(payload.max(room).max(lent)).await?;
             let (tx, rx) = oneshot::channel();
-            let (loan, placed) = self.lend(&mut request, room).await?;
+            // Dropped last, with whatever this ends.
+            let mut lending = None;
+            let (loan, placed) = match &foreign {
+                None => self.lend(&mut request, room).await?,
+                Some(what) => {
+                    let (loan, placed, held) = self.lend_foreign(&request, what).await?;
+                    lending = Some(held);
+                    (Some(loan), placed)
+                }
+            };
             let went = if placed.is_some() { Road::Rdma } else { self.stream_road(payload) };
-            let mut waiter = Waiter { tx, loans: Vec::new(), asked: op == opcode::ROOM, _slot: slot.clone() };
+            let foreign =
+                foreign.map(|what| if matches!(what, Lend::Room(_)) { what.memory().len() as u32 } else { 0 });
+            let asked = op == opcode::ROOM || foreign.is_some();
+            let mut waiter = Waiter { tx, loans: Vec::new(), asked, foreign, _slot: slot.clone() };
             let mut f = outgoing(self, Kind::Request, 0, op, request, Hold::Request(slot.clone()))?;
             if let Some(p) = &placed {
                 f.place(p);
@@ -527,6 +543,7 @@ impl Shared {
             self.wake_pulse();
             self.send(f);
             let answer = rx.await.unwrap_or_else(|_| Err(self.over()))?;
+            drop(lending);
             Ok(Message { went, ..answer })
         };
         timeout(limit, call).await.unwrap_or_else(|_| {
@@ -555,6 +572,25 @@ impl Shared {
         Ok((Some(loan), placed))
     }
 
+    /// Lends foreign memory. What comes with the loan ends it, and the connection if need be, when it is dropped.
+    async fn lend_foreign(&self, m: &Message, what: &Lend) -> Result<(Loan, Option<Placed>, Lending)> {
+        let none = || {
+            Error::new(Code::OpNotSupp, format!("memory cannot be lent to {}, which is not reached by RDMA", self.addr))
+        };
+        let bulk = self.bulk().ok_or_else(none)?;
+        let len = what.memory().len();
+        if is_summed(m.opcode) || !m.payload.is_empty() || len == 0 || len > u64::from(MAX_PAYLOAD) {
+            return Err(Error::new(
+                Code::Inval,
+                format!("{len} bytes of foreign memory for request {:#06x}", m.opcode),
+            ));
+        }
+        let loan = bulk.lend_foreign(what).await?;
+        let placed = matches!(what, Lend::Payload(_)).then_some(Placed { len: len as u32, crc: None });
+        let lending = Lending { bulk, loan: loan.id };
+        Ok((loan, placed, lending))
+    }
+
     fn register(&self, waiter: Waiter) -> Result<u64> {
         let mut p = self.pending.lock();
         if let Some(cause) = &p.over {
@@ -566,6 +602,18 @@ impl Shared {
         drop(p);
         self.awaited.fetch_add(1, SeqCst);
         Ok(id)
+    }
+}
+
+/// Foreign memory that is lent to a call: with this the peer reaches nothing of it any more, however the call ended.
+struct Lending {
+    bulk: Arc<dyn Bulk>,
+    loan: u64,
+}
+
+impl Drop for Lending {
+    fn drop(&mut self) {
+        self.bulk.revoke(self.loan);
     }
 }
 
@@ -631,6 +679,9 @@ impl Connection for Handle {
     }
     fn is_closed(&self) -> bool {
         self.shared.is_over()
+    }
+    fn lends(&self) -> bool {
+        self.shared.over_rdma
     }
     fn addr(&self) -> String {
         self.shared.addr.clone()

@@ -12,7 +12,11 @@ use std::{
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use strake_proto::{Code, Error, Result, data::Region, opcode};
+use strake_proto::{
+    Code, Error, Result,
+    data::{DataRequest, Region},
+    opcode,
+};
 use tokio::sync::watch;
 
 use super::{
@@ -20,7 +24,8 @@ use super::{
     bulk::{AskRoom, Regions},
 };
 use crate::{
-    Buf, BufMut, Connection, Endpoint, Env, Fabric, Identity, Listener, Message, Peer, Pool, Road, Service, conformance,
+    Buf, BufMut, Connection, Endpoint, Env, Fabric, Foreign, Identity, Lend, Listener, Message, Peer, Pool, Road,
+    Service, conformance,
 };
 
 const LONG: Duration = Duration::from_secs(20);
@@ -28,6 +33,19 @@ const LONG: Duration = Duration::from_secs(20);
 enum Lent {
     Payload(Buf),
     Room(BufMut),
+    Foreign(Lend),
+}
+
+impl Lent {
+    /// Foreign memory in which a peer may do so much from `at` on, in this direction.
+    fn foreign(&self, room: bool, at: u64, len: usize) -> Result<*mut u8> {
+        let Lent::Foreign(what) = self else { return Err(refused("a key for something else")) };
+        let m = what.memory();
+        if matches!(what, Lend::Room(_)) != room || at + len as u64 > m.len() {
+            return Err(refused("beyond what was lent"));
+        }
+        Ok(std::ptr::with_exposed_provenance_mut::<u8>((m.addr() + at) as usize))
+    }
 }
 
 /// What one end lends to the other, by key.
@@ -44,6 +62,7 @@ impl Table {
         let len = match &lent {
             Lent::Payload(b) => b.len(),
             Lent::Room(b) => b.len(),
+            Lent::Foreign(what) => what.memory().len() as usize,
         };
         self.lent.insert(self.next, lent);
         Region { addr: 0, key: self.next, len: len as u32 }
@@ -61,6 +80,7 @@ struct Memory {
 struct Counts {
     fetched: AtomicUsize,
     put: AtomicUsize,
+    revoked: AtomicUsize,
 }
 
 fn refused(what: &str) -> Error {
@@ -90,6 +110,26 @@ impl Bulk for Memory {
         Ok(Loan { id, regions })
     }
 
+    async fn lend_foreign(&self, what: &Lend) -> Result<Loan> {
+        let mut t = self.ours.lock();
+        let region = t.add(Lent::Foreign(what.clone()));
+        let id = u64::from(t.next);
+        t.loans.insert(id, vec![region.key]);
+        let regions = match what {
+            Lend::Payload(_) => Regions { payload: vec![region], room: None },
+            Lend::Room(_) => Regions { payload: Vec::new(), room: Some(region) },
+        };
+        Ok(Loan { id, regions })
+    }
+
+    fn revoke(&self, loan: u64) {
+        let mut t = self.ours.lock();
+        for key in t.loans.remove(&loan).unwrap_or_default() {
+            t.lent.remove(&key);
+            self.counts.revoked.fetch_add(1, SeqCst);
+        }
+    }
+
     async fn take_back(&self, loan: u64) -> Result<Option<BufMut>> {
         let mut t = self.ours.lock();
         let mut room = None;
@@ -105,8 +145,17 @@ impl Bulk for Memory {
         let t = self.theirs.lock();
         let mut at = 0;
         for r in from {
-            let Some(Lent::Payload(b)) = t.lent.get(&r.key) else { return Err(refused("a key that opens nothing")) };
             let (start, len) = (r.addr as usize, r.len as usize);
+            let b = match t.lent.get(&r.key).ok_or_else(|| refused("a key that opens nothing"))? {
+                Lent::Payload(b) => b,
+                other => {
+                    let from = other.foreign(false, r.addr, len)?;
+                    // SAFETY: who lends foreign memory keeps it in place, and the table's lock keeps the loan.
+                    unsafe { to[at..at + len].as_mut_ptr().copy_from(from, len) };
+                    at += len;
+                    continue;
+                }
+            };
             let b = b.get(start..start + len).ok_or_else(|| refused("beyond what was lent"))?;
             to[at..at + len].copy_from_slice(b);
             at += len;
@@ -118,10 +167,17 @@ impl Bulk for Memory {
 
     async fn put(&self, payload: Vec<Buf>, to: Region) -> Result<()> {
         let mut t = self.theirs.lock();
-        let Some(Lent::Room(room)) = t.lent.get_mut(&to.key) else { return Err(refused("a key that opens nothing")) };
+        let lent = t.lent.get_mut(&to.key).ok_or_else(|| refused("a key that opens nothing"))?;
         let mut at = to.addr as usize;
         for b in payload {
-            room[at..at + b.len()].copy_from_slice(&b);
+            match &mut *lent {
+                Lent::Room(room) => room[at..at + b.len()].copy_from_slice(&b),
+                other => {
+                    let to = other.foreign(true, at as u64, b.len())?;
+                    // SAFETY: as in `fetch`.
+                    unsafe { to.copy_from(b.as_ptr(), b.len()) };
+                }
+            }
             at += b.len();
             self.counts.put.fetch_add(b.len(), SeqCst);
         }
@@ -286,6 +342,12 @@ impl Bulk for Slow {
         tokio::time::sleep(Duration::from_millis(100)).await;
         self.0.lend(payload, room).await
     }
+    async fn lend_foreign(&self, what: &Lend) -> Result<Loan> {
+        self.0.lend_foreign(what).await
+    }
+    fn revoke(&self, loan: u64) {
+        self.0.revoke(loan);
+    }
     async fn take_back(&self, loan: u64) -> Result<Option<BufMut>> {
         self.0.take_back(loan).await
     }
@@ -340,6 +402,12 @@ impl Bulk for Poor {
     async fn lend(&self, _: Vec<Buf>, _: Option<BufMut>) -> Result<Loan> {
         self.none()
     }
+    async fn lend_foreign(&self, what: &Lend) -> Result<Loan> {
+        self.0.lend_foreign(what).await
+    }
+    fn revoke(&self, loan: u64) {
+        self.0.revoke(loan);
+    }
     async fn take_back(&self, loan: u64) -> Result<Option<BufMut>> {
         self.0.take_back(loan).await
     }
@@ -385,4 +453,126 @@ async fn payloads_go_through_the_stream_where_no_memory_may_be_registered() {
             assert_eq!(moved > 0, far && !near, "{near} {far}: the request's, by the server");
         }
     }
+}
+
+/// Answers READ with a pattern, as long as its offset says, and WRITE with the sum of what came; both when the gate is open.
+struct Disk(tokio::sync::Semaphore);
+
+#[async_trait]
+impl Service for Disk {
+    async fn handle(&self, _: &Peer, m: Message) -> Result<Message> {
+        let _open = self.0.acquire().await;
+        if m.opcode == opcode::WRITE {
+            let sum = super::shared::sum(&m.payload);
+            return Ok(Message::new(opcode::WRITE, sum.to_le_bytes().to_vec()));
+        }
+        let r = DataRequest::decode(&m.body)?;
+        Ok(Message::new(opcode::READ, "").with_payload(vec![conformance::pattern(r.offset as usize, 9)]))
+    }
+}
+
+fn read_of(offset: usize, room: usize) -> Message {
+    let chunk = strake_proto::ChunkId { ino: 1, data: 1, index: 0 };
+    let r = DataRequest { offset: offset as u32, len: room as u32, ..DataRequest::new(1, 1, 1, chunk) };
+    Message::new(opcode::READ, r.encode())
+}
+
+/// Memory that is nobody's buffer, all of it `fill`.
+fn device(len: usize, fill: u8) -> (Arc<Vec<Cell>>, Foreign) {
+    let keep = Arc::new((0..len).map(|_| Cell(std::cell::UnsafeCell::new(fill))).collect::<Vec<_>>());
+    // SAFETY: cells may be written while they are shared; they are looked at when nobody writes.
+    let all = unsafe { Foreign::host(keep.as_ptr().cast_mut().cast(), len as u64, keep.clone()) };
+    (keep, all)
+}
+
+#[repr(transparent)]
+struct Cell(std::cell::UnsafeCell<u8>);
+
+// SAFETY: only addresses are shared; the tests order the accesses.
+unsafe impl Sync for Cell {}
+
+fn bytes(of: &Arc<Vec<Cell>>) -> Vec<u8> {
+    // SAFETY: nobody writes at that moment.
+    of.iter().map(|c| unsafe { *c.0.get() }).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn foreign_memory_is_read_and_written_where_it_lies() {
+    let f = InMemory::new();
+    let at = Endpoint::Sim(1);
+    let disk = Arc::new(Disk(tokio::sync::Semaphore::new(1)));
+    let _guard = f.listen(&at, disk).await.unwrap();
+    let conn = f.connect(&at, None).await.unwrap();
+    assert!(conn.lends());
+    let (memory, all) = device(1 << 20, 7);
+    for (from, room, len) in [(0, 1 << 20, 1 << 20), (5, 100_000, 99_999), (3, 9000, 4097)] {
+        let part = all.slice(from..from + room);
+        let m = Message { lend: Some(Lend::Room(part.clone())), ..read_of(len, room as usize) };
+        let got = conn.call(m, LONG).await.unwrap();
+        assert!(got.placed as usize == len && got.payload.is_empty(), "{} of {len}", got.placed);
+        let want = conformance::pattern(len, 9);
+        assert_eq!(bytes(&memory)[from as usize..from as usize + len], want[..]);
+        let m = Message { lend: Some(Lend::Payload(part.slice(0..len as u64))), ..Message::new(opcode::WRITE, "") };
+        let got = conn.call(m, LONG).await.unwrap();
+        assert_eq!(got.body[..], super::shared::sum(&[want]).to_le_bytes());
+        assert_eq!((got.went, f.lent()), (Road::Rdma, 0));
+    }
+    // What comes with its frame is not written there; what is longer than the room is refused.
+    let before = bytes(&memory);
+    let small = Message { lend: Some(Lend::Room(all.clone())), ..read_of(4096, 1 << 20) };
+    let got = conn.call(small, LONG).await.unwrap();
+    assert_eq!((got.placed, got.payload_len()), (0, 4096));
+    let long = Message { lend: Some(Lend::Room(all.slice(0..5000))), ..read_of(5001, 5000) };
+    assert_eq!(conn.call(long, LONG).await.unwrap_err().code, Code::NoEnt);
+    // Neither are requests whose payload is summed on its way, and those that have another payload.
+    for m in [Message::new(opcode::ECHO, ""), read_of(1, 1).with_payload(vec![conformance::pattern(1, 1)])] {
+        let m = Message { lend: Some(Lend::Payload(all.clone())), ..m };
+        assert_eq!(conn.call(m, LONG).await.unwrap_err().code, Code::Inval);
+    }
+    assert!(bytes(&memory) == before && f.lent() == 0 && f.counts.revoked.load(SeqCst) == 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn foreign_memory_is_out_of_reach_when_a_call_has_ended_in_any_way() {
+    let f = InMemory::new();
+    let at = Endpoint::Sim(1);
+    let disk = Arc::new(Disk(tokio::sync::Semaphore::new(0)));
+    let _guard = f.listen(&at, disk.clone()).await.unwrap();
+    let (memory, all) = device(1 << 20, 7);
+    let conn = f.connect(&at, None).await.unwrap();
+    let ask = || Message { lend: Some(Lend::Room(all.clone())), ..read_of(1 << 20, 1 << 20) };
+    // Too late; dropped; the connection ends.
+    assert_eq!(conn.call(ask(), Duration::from_millis(10)).await.unwrap_err().code, Code::TimedOut);
+    assert_eq!((f.lent(), Arc::strong_count(&memory)), (0, 2));
+    {
+        let call = conn.call(ask(), LONG);
+        tokio::pin!(call);
+        assert!(tokio::time::timeout(Duration::from_millis(10), &mut call).await.is_err());
+        assert_eq!(f.lent(), 1);
+    }
+    assert_eq!(f.lent(), 0);
+    let conn = f.connect(&at, None).await.unwrap();
+    let (ended, ()) = tokio::join!(conn.call(ask(), LONG), async {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        conn.close();
+    });
+    assert_eq!((ended.unwrap_err().code, f.lent()), (Code::Disconnected, 0));
+    assert_eq!(f.counts.revoked.load(SeqCst), 3);
+    disk.0.add_permits(9);
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(bytes(&memory), [7; 1 << 20], "written by a late answer");
+}
+
+#[tokio::test]
+async fn over_tcp_nothing_is_lent_and_nothing_sent() {
+    let tcp =
+        crate::TcpFabric::new(Env::system(), Identity::server(&[1; 32]), None, Pool::new(16 << 20), Options::default());
+    let service = Arc::new(conformance::TestService::default());
+    let guard = tcp.listen(&"tcp:127.0.0.1:0".parse().unwrap(), service.clone()).await.unwrap();
+    let conn = tcp.connect(guard.endpoint(), None).await.unwrap();
+    let (_memory, all) = device(8192, 7);
+    let m = Message { lend: Some(Lend::Payload(all)), ..Message::new(opcode::WRITE, "") };
+    let e = conn.call(m, LONG).await.unwrap_err();
+    assert!(e.code == Code::OpNotSupp && e.message.contains("not reached by RDMA") && !conn.lends(), "{e}");
+    assert_eq!(service.handled.load(SeqCst), 0);
 }

@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     ffi::{CStr, c_int},
+    os::fd::{AsRawFd, BorrowedFd},
     ptr::null_mut,
     sync::Arc,
 };
@@ -16,7 +17,7 @@ use super::{
     stage::Stage,
     verbs::{self, Context, DeviceAttr, Lib, Mr, Pd, RecvWr, Sge, Srq, SrqInitAttr, os_error},
 };
-use crate::{Buf, BufMut, Pool, REGION, Region, buf::ALIGN};
+use crate::{Buf, BufMut, Foreign, Pool, REGION, Region, buf::ALIGN};
 
 /// Bytes of a message at most, and of a receive buffer.
 pub const MESSAGE: usize = 4096;
@@ -71,7 +72,8 @@ unsafe impl Sync for Device {}
 pub struct Registered {
     lib: &'static Lib,
     pub mr: *mut Mr,
-    _locked: Locked,
+    /// `None`: it is no memory of this process's.
+    _locked: Option<Locked>,
 }
 
 // SAFETY: as for `Device`.
@@ -84,11 +86,17 @@ impl Registered {
         // SAFETY: a registration is valid until it is dropped.
         unsafe { (*self.mr).lkey }
     }
+
+    /// Of memory that was registered with remote rights of its own: its key.
+    pub fn rkey(&self) -> u32 {
+        // SAFETY: as above.
+        unsafe { (*self.mr).rkey }
+    }
 }
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        // SAFETY: made by `ibv_reg_mr`, and this is its only owner.
+        // SAFETY: made by `ibv_reg_mr` or `ibv_reg_dmabuf_mr`, and this is its only owner.
         let rc = unsafe { (self.lib.ibv_dereg_mr)(self.mr) };
         if rc != 0 {
             tracing::error!("memory stays registered: {}", std::io::Error::from_raw_os_error(rc));
@@ -242,7 +250,7 @@ impl Device {
             );
             return Err(Error::new(Code::NoMem, m));
         }
-        Ok(Registered { lib: self.lib, mr, _locked: locked })
+        Ok(Registered { lib: self.lib, mr, _locked: Some(locked) })
     }
 
     /// Of the device's own memory.
@@ -295,6 +303,27 @@ impl Device {
     /// A registration under which a window may be bound to exactly these bytes, which the caller holds as long.
     pub fn to_lend(&self, region: Option<&Arc<Region>>, start: *const u8, len: usize) -> Result<Arc<Registered>> {
         self.registration(region.filter(|_| !self.loose), start.cast_mut(), len, What::Once)
+    }
+
+    /// Registers exactly these bytes of a dma-buf, with a key that opens them for one direction: the kernel binds no windows to such a
+    /// registration. It takes no locked memory: what it holds in place is the exporter's.
+    pub fn of_dma_buf(&self, (fd, offset): (BorrowedFd<'_>, u64), memory: &Foreign, access: u32) -> Result<Registered> {
+        let register = verbs::reg_dmabuf()?;
+        let len = memory.len() as usize;
+        let local = if access & verbs::REMOTE_WRITE != 0 { verbs::LOCAL_WRITE } else { 0 };
+        // SAFETY: a valid domain and an open descriptor, which the kernel checks and holds by itself.
+        let mr = unsafe { register(self.pd, offset, len, memory.addr(), fd.as_raw_fd(), local | access as c_int) };
+        if !mr.is_null() {
+            return Ok(Registered { lib: self.lib, mr, _locked: None });
+        }
+        let e = std::io::Error::last_os_error();
+        let name = &self.name;
+        Err(match e.raw_os_error() {
+            Some(libc::EOPNOTSUPP | libc::EPROTONOSUPPORT | libc::ENOSYS) => verbs::missing(format!(
+                "device {name} registers no memory of other devices (dma-buf); use one that does, with a driver and a kernel that do"
+            )),
+            _ => Error::from(e).context(format!("device {name}: {len} bytes of a dma-buf cannot be registered")),
+        })
     }
 
     pub fn of_mut(&self, b: &mut BufMut) -> Result<Arc<Registered>> {

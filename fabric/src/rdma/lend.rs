@@ -13,7 +13,7 @@ use super::{
     verbs::{self, Mw, SendWr, Sge, op, os_error},
 };
 use crate::{
-    Buf, BufMut, REGION,
+    Buf, BufMut, Foreign, Lend, REGION,
     conn::{
         Bulk, Loan,
         bulk::{MAX_PARTS, Regions, no_memory},
@@ -25,6 +25,7 @@ pub struct Lent {
     _mrs: Vec<Arc<Registered>>,
     _payload: Vec<Buf>,
     room: Option<BufMut>,
+    _foreign: Option<Foreign>,
     windows: Vec<*mut Mw>,
 }
 
@@ -219,8 +220,53 @@ impl Bulk for Queue {
         let id = s.next_loan;
         s.next_loan += 1;
         // Also after an error: the connection is over, and some windows are open until its queue pair is gone.
-        s.loans.insert(id, Lent { _mrs: mrs, _payload: payload, room: to, windows });
+        s.loans.insert(id, Lent { _mrs: mrs, _payload: payload, room: to, _foreign: None, windows });
         bound.map(|()| Loan { id, regions })
+    }
+
+    async fn lend_foreign(&self, what: &Lend) -> Result<Loan> {
+        let memory = what.memory();
+        let access = if matches!(what, Lend::Room(_)) { verbs::REMOTE_WRITE } else { verbs::REMOTE_READ };
+        let at = || (std::ptr::with_exposed_provenance::<u8>(memory.addr() as usize), memory.len() as usize);
+        let (mr, room) = match memory.exported() {
+            Some(place) => (Arc::new(self.device.of_dma_buf(place, memory, access)?), None),
+            None => (self.device.to_lend(None, at().0, at().1)?, Some(self.room(1).await?)),
+        };
+        let lent = {
+            let mut s = self.state.lock();
+            if s.destroyed() {
+                return Err(self.gone(&s));
+            }
+            let bound = match room {
+                None => Ok((Vec::new(), data::Region { addr: memory.addr(), key: mr.rkey(), len: at().1 as u32 })),
+                Some(mut room) => {
+                    let made = self.windows(&mut s, 1);
+                    let bound = made.and_then(|()| self.bind(&mut s, &mut room, &mr, at(), access));
+                    bound.map(|(w, region)| (vec![w], region))
+                }
+            };
+            bound.map(|(windows, region)| {
+                let id = s.next_loan;
+                s.next_loan += 1;
+                let foreign = Some(memory.clone());
+                let mrs = vec![mr.clone()];
+                s.loans.insert(id, Lent { _mrs: mrs, _payload: Vec::new(), room: None, _foreign: foreign, windows });
+                (id, region)
+            })
+        };
+        // The window may be open until the queue pair is gone.
+        let (id, region) = lent.inspect_err(|_| self.end())?;
+        let regions = match what {
+            Lend::Payload(_) => Regions { payload: vec![region], room: None },
+            Lend::Room(_) => Regions { payload: Vec::new(), room: Some(region) },
+        };
+        Ok(Loan { id, regions })
+    }
+
+    fn revoke(&self, loan: u64) {
+        if self.state.lock().loans.contains_key(&loan) {
+            self.end();
+        }
     }
 
     async fn take_back(&self, loan: u64) -> Result<Option<BufMut>> {

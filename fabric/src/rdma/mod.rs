@@ -6,6 +6,8 @@
 
 mod cm;
 mod device;
+#[cfg(test)]
+mod foreign_tests;
 pub mod greeting;
 mod lend;
 mod locked;

@@ -566,6 +566,9 @@ impl Queue {
     async fn empty(&self) {
         let start = Instant::now();
         self.stop(&mut self.state.lock());
+        if self.state.lock().destroyed {
+            return;
+        }
         while start.elapsed() < LINGER {
             let n = self.poll();
             if n == 0 && self.state.lock().under_way == 0 {

@@ -26,7 +26,7 @@ use crate::{
 const LONG: Duration = Duration::from_secs(30);
 
 /// Where to listen; `None`, said why, without a device.
-fn here() -> Option<Endpoint> {
+pub fn here() -> Option<Endpoint> {
     if let Err(e) = probe() {
         println!("skipped: {e}");
         return None;
@@ -46,7 +46,7 @@ fn fabric_of(identity: Identity, cluster: Option<[u8; 16]>, options: Options) ->
     RdmaFabric::new(Env::system(), identity, cluster, Pool::new(limit), options).unwrap()
 }
 
-fn server() -> RdmaFabric {
+pub fn server() -> RdmaFabric {
     fabric_of(Identity::server(&[1; 32]), Some([5; 16]), Options::default())
 }
 
@@ -54,13 +54,13 @@ fn client_identity() -> Identity {
     Identity::client(Identity::server(&[1; 32]).client_key)
 }
 
-async fn serve(f: &RdmaFabric, at: &Endpoint) -> (Arc<TestService>, Listener) {
+pub async fn serve(f: &RdmaFabric, at: &Endpoint) -> (Arc<TestService>, Listener) {
     let service = Arc::new(TestService::default());
     let guard = f.listen(at, service.clone()).await.unwrap();
     (service, guard)
 }
 
-async fn works(c: &dyn Connection) {
+pub async fn works(c: &dyn Connection) {
     let payload = conformance::pattern(300_000, 4);
     let m = Message::new(opcode::ECHO, "ok").with_payload(vec![payload.clone()]);
     let got = c.call(m, LONG).await.unwrap();
@@ -190,7 +190,7 @@ async fn patient(c: &dyn Connection, payload: Buf) -> Result<Message> {
 }
 
 /// All buffers are back but those of the shared receive queue.
-async fn settled(f: &RdmaFabric) {
+pub async fn settled(f: &RdmaFabric) {
     let open = || f.devices.lock().values().filter(|d| d.strong_count() > 0).count();
     let own = RECEIVES as usize * MESSAGE + stage::PLACES * Budget::here().piece(f.usable);
     let start = Instant::now();

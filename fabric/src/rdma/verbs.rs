@@ -383,6 +383,21 @@ library! {
     }
 }
 
+/// `ibv_reg_dmabuf_mr(pd, offset, length, iova, fd, access)`.
+pub type RegDmaBuf = unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr;
+
+/// Newer than all else that is used, and only needed for memory of GPUs: libraries without it serve for the rest.
+pub fn reg_dmabuf() -> Result<RegDmaBuf> {
+    static FOUND: OnceLock<RegDmaBuf> = OnceLock::new();
+    if let Some(f) = FOUND.get() {
+        return Ok(*f);
+    }
+    let p = Handle::open("libibverbs.so.1")?.symbol("ibv_reg_dmabuf_mr", "IBVERBS_1.12")?;
+    // SAFETY: a function of this name and version has this type.
+    let f = unsafe { std::mem::transmute::<*mut c_void, RegDmaBuf>(p) };
+    Ok(*FOUND.get_or_init(|| f))
+}
+
 struct Handles {
     ibverbs: Handle,
     rdmacm: Handle,

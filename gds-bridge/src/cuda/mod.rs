@@ -1,5 +1,6 @@
 //! Memory of an NVIDIA GPU, by the driver library, which is opened at run time.
 
+mod export;
 mod sums;
 mod table;
 
@@ -12,6 +13,8 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use export::Export;
+use strake_fabric::Foreign;
 use sums::{Kernel, Sums};
 use table::{Handle, Table};
 
@@ -29,8 +32,6 @@ const DEINITIALIZED: c_int = 4;
 const NO_DEVICE: c_int = 100;
 const INVALID_CONTEXT: c_int = 201;
 const CONTEXT_IS_DESTROYED: c_int = 709;
-// CUdevice_attribute.
-const DMA_BUF_SUPPORTED: c_int = 124;
 // CUpointer_attribute.
 const CONTEXT: c_int = 1;
 const MEMORY_TYPE: c_int = 2;
@@ -55,7 +56,7 @@ struct Gpu {
     device: c_int,
     context: Handle,
     name: String,
-    dma_buf: bool,
+    export: Export,
     /// That sums memory, or why it does not; looked for when it is first asked for.
     kernel: OnceLock<Result<Kernel, String>>,
 }
@@ -95,23 +96,21 @@ impl Cuda {
         // SAFETY: each call writes one value, which lives through it.
         unsafe { table.call("cuDeviceGetCount", (table.device_count)(&mut found)) }.map_err(failed)?;
         let wanted = c_int::try_from(device).ok().filter(|n| *n < found).ok_or_else(|| none(found))?;
-        let (mut number, mut context, mut dma_buf) = (0, ptr::null_mut(), 0);
+        let (mut number, mut context) = (0, ptr::null_mut());
         let mut name: [c_char; 128] = [0; 128];
         // SAFETY: as above; the name's length is given, and the driver ends it with a zero.
         unsafe {
             table.call("cuDeviceGet", (table.device)(&mut number, wanted)).map_err(failed)?;
             table.call("cuDeviceGetName", (table.device_name)(name.as_mut_ptr(), 127, number)).map_err(failed)?;
-            // An older driver does not know the question: then it cannot do it.
-            if (table.device_attribute)(&mut dma_buf, DMA_BUF_SUPPORTED, number) != 0 {
-                dma_buf = 0;
-            }
             table.call("cuDevicePrimaryCtxRetain", (table.context_retain)(&mut context, number)).map_err(failed)?;
         }
         // SAFETY: the last byte was never written.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
         let name = format!("{name} (device {device})");
         let kernel = OnceLock::new();
-        Ok(Cuda(Arc::new(Gpu { table, device: number, context, name, dma_buf: dma_buf == 1, kernel })))
+        // An older driver does not know the questions: then it cannot do it.
+        let export = Export::of(library, export::attribute_of(table.device_attribute, number));
+        Ok(Cuda(Arc::new(Gpu { table, device: number, context, name, export, kernel })))
     }
 }
 
@@ -207,7 +206,7 @@ impl GpuMem for Cuda {
     }
 
     fn refuses(&self, tier: Tier) -> Option<Unavailable> {
-        (tier == Tier::GpuRdma && !self.0.dma_buf).then(|| Unavailable::NoDmaBuf { device: self.0.name.clone() })
+        self.0.export.refuses(tier, &self.0.name)
     }
 
     fn check(&self, addr: u64, len: u64) -> Result<(), Fault> {
@@ -280,6 +279,14 @@ impl GpuMem for Cuda {
         self.0.kernel().map(|_| ())
     }
 
+    fn export(&self, addr: u64, len: u64) -> Result<Foreign, Fault> {
+        self.0.export_range(addr, len)
+    }
+
+    fn arrived(&self) -> Result<(), Fault> {
+        self.0.flush_writes()
+    }
+
     fn stream(&self) -> Result<Box<dyn Stream>, Fault> {
         let mut stream = ptr::null_mut();
         let table = &self.0.table;
@@ -342,6 +349,10 @@ impl Stream for CudaStream {
 
     fn summed(&mut self, number: u64) -> Option<u32> {
         self.sums.summed(number).filter(|_| self.broken.is_none())
+    }
+
+    fn summed_blocks(&mut self, number: u64) -> Option<Vec<u32>> {
+        self.sums.summed_blocks(number).filter(|_| self.broken.is_none())
     }
 
     fn mark(&mut self) -> Result<Mark, Fault> {

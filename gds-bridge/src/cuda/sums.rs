@@ -144,20 +144,31 @@ impl Sums {
         queued.map(|()| self.given)
     }
 
-    /// Combines what was said of the blocks. The stream was waited for.
-    pub fn summed(&mut self, number: u64) -> Option<u32> {
+    /// What was said of the blocks, and how long all of them are. The stream was waited for.
+    fn told(&mut self, number: u64) -> Option<(Vec<u32>, usize)> {
         let later = self.pending.split_off(&(number + 1));
         let told = std::mem::replace(&mut self.pending, later);
-        let mut sum = None;
+        let mut found = None;
         for (n, p) in told {
             if n == number {
                 let words = p.room.host.chunks_exact(4).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]]));
-                let lens = (0..p.len).step_by(BLOCK).map(|at| BLOCK.min(p.len - at));
-                sum = Some(words.zip(lens).fold(0, |all, (word, len)| combine(all, word, len)));
+                found = Some((words.take(p.len.div_ceil(BLOCK)).collect(), p.len));
             }
             self.spare.push(p.room);
         }
-        sum
+        found
+    }
+
+    /// The sum of all of it. The stream was waited for.
+    pub fn summed(&mut self, number: u64) -> Option<u32> {
+        let (blocks, all) = self.told(number)?;
+        let lens = (0..all).step_by(BLOCK).map(|at| BLOCK.min(all - at));
+        Some(blocks.iter().zip(lens).fold(0, |sum, (word, len)| combine(sum, *word, len)))
+    }
+
+    /// Those of its blocks. The stream was waited for.
+    pub fn summed_blocks(&mut self, number: u64) -> Option<Vec<u32>> {
+        self.told(number).map(|(blocks, _)| blocks)
     }
 
     /// Nothing uses them any more.

@@ -67,6 +67,11 @@ functions! {
     error_name = c"cuGetErrorName"(c_int, *mut *const c_char);
 }
 
+/// A function that newer drivers have.
+pub fn find(library: &Path, symbol: &CStr) -> Option<Handle> {
+    Library::open(library).and_then(|l| l.symbol(symbol)).ok()
+}
+
 struct Library {
     name: String,
     handle: Handle,

@@ -1,14 +1,17 @@
 /* A stand-in for libcuda.so.1, for tests on machines without a GPU: the functions that src/cuda/table.rs names, on host memory.
  * Copies are made when somebody waits for them. Its speed means nothing, and it shows nothing about a real driver.
  *
- * Made with: -DDEVICES=n (2), -DINIT=code (0), -DHANGS (cuInit never returns), -DCRASHES, -DNO_DMA_BUF, -DWITHOUT_EVENTS (old library).
+ * Made with: -DDEVICES=n (2), -DINIT=code (0), -DHANGS (cuInit never returns), -DCRASHES, -DNO_DMA_BUF, -DWITHOUT_EVENTS (old library),
+ * -DUNORDERED (writes of others must be flushed), -DWITHOUT_EXPORT (a driver that knows no dma-buf).
  * strake_standin_set(what, n): 1 = destroy the context after n copies, 2 = copies fail with code n, 3 = registering fails with code n,
  * 4 = allocations have no context from here on, as mappings have none, 5 = allocations belong to device n, 6 = the copy to or from the device after
  * n others changes a bit, 7 = modules are refused with code n, 8 = the kernel says wrong sums.
  * Of kernels it knows one by its name and plays it: what the text does is not looked at. */
+#define _GNU_SOURCE
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 #include <pthread.h>
 
@@ -58,6 +61,8 @@ int strake_standin_pins(void) { return n_pins; }
 int strake_standin_settled(void) { return settled; }
 int strake_standin_depth(void) { return depth; }
 int strake_standin_modules(void) { return modules; }
+static int flushed;
+int strake_standin_flushed(void) { return flushed; }
 
 static int alive(void) { return gone ? 709 : 0; }
 static Alloc *find(uint64_t p) {
@@ -83,7 +88,10 @@ int cuDeviceGetAttribute(int *v, int a, int d) {
 #ifdef NO_DMA_BUF
   *v = 0;
 #else
-  *v = a == 124;
+  *v = a == 124 || a == 117;
+#endif
+#ifndef UNORDERED
+  if (a == 118) *v = 100;
 #endif
   return 0;
 }
@@ -126,6 +134,24 @@ int cuMemAlloc_v2(uint64_t *p, size_t len) {
   pthread_mutex_unlock(&lock);
   return 0;
 }
+int cuFlushGPUDirectRDMAWrites(int target, int scope) {
+  if (!current[depth]) return 201;
+  if (target != 0 || scope != 100) return 1;
+  flushed++;
+  return alive();
+}
+#ifndef WITHOUT_EXPORT
+/* A file in memory with the range's place and length in it, in place of a dma-buf. */
+int cuMemGetHandleForAddressRange(void *handle, uint64_t p, size_t len, int type, unsigned long long flags) {
+  if (!current[depth]) return 201;
+  if (type != 1 || flags || p % 4096 || len % 4096 || !len) return 1;
+  uint64_t said[2] = {p, len};
+  int fd = memfd_create("standin", 0);
+  if (fd < 0 || write(fd, said, sizeof said) != sizeof said) return 999;
+  *(int *)handle = fd;
+  return alive();
+}
+#endif
 int cuMemFree_v2(uint64_t p) {
   pthread_mutex_lock(&lock);
   Alloc *a = find(p);

@@ -1,0 +1,183 @@
+//! Foreign memory on a real device, or soft-RoCE; see `tests.rs`.
+
+use std::{
+    cell::UnsafeCell,
+    os::fd::OwnedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::SeqCst},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use strake_proto::{Code, Result, checksum::crc32c, data::DataRequest, opcode};
+use tokio::{sync::Semaphore, time::timeout};
+
+use super::tests::{here, serve, server, settled, works};
+use crate::{Connection, Fabric, Foreign, Lend, Listener, Message, Peer, RdmaFabric, Road, Service, conformance};
+
+const LONG: Duration = Duration::from_secs(30);
+const MIB: usize = 1 << 20;
+
+/// Pages that a peer may write at any time.
+struct Pages(Box<[UnsafeCell<u8>]>);
+
+// SAFETY: only addresses are shared; the tests look at the bytes when nobody may write them.
+unsafe impl Send for Pages {}
+// SAFETY: as above.
+unsafe impl Sync for Pages {}
+
+impl Pages {
+    fn new(len: usize, fill: u8) -> Arc<Pages> {
+        Arc::new(Pages((0..len).map(|_| UnsafeCell::new(fill)).collect()))
+    }
+
+    fn lent(self: &Arc<Pages>) -> Foreign {
+        // SAFETY: cells may be written while they are shared, and are mapped as long as they are held.
+        unsafe { Foreign::host(self.0.as_ptr().cast_mut().cast(), self.0.len() as u64, self.clone()) }
+    }
+
+    fn look(&self) -> &[u8] {
+        // SAFETY: the tests call it when nothing is lent.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len()) }
+    }
+}
+
+/// READ answers with a pattern of the length asked for, WRITE with the sum of what came; each takes a permit and gives it back.
+struct Disk(Semaphore, AtomicU64);
+
+impl Disk {
+    async fn at(f: &RdmaFabric, open: usize) -> (Arc<Disk>, Listener) {
+        let disk = Arc::new(Disk(Semaphore::new(open), AtomicU64::new(0)));
+        let guard = f.listen(&here().unwrap(), disk.clone()).await.unwrap();
+        (disk, guard)
+    }
+}
+
+#[async_trait]
+impl Service for Disk {
+    async fn handle(&self, _: &Peer, m: Message) -> Result<Message> {
+        self.1.fetch_add(1, SeqCst);
+        let _open = self.0.acquire().await;
+        if m.opcode == opcode::WRITE {
+            return Ok(Message::new(opcode::WRITE, crc32c(&m.payload[0]).to_le_bytes().to_vec()));
+        }
+        let r = DataRequest::decode(&m.body)?;
+        Ok(Message::new(opcode::READ, "").with_payload(vec![conformance::pattern(r.len as usize, 9)]))
+    }
+}
+
+fn read(into: Foreign) -> Message {
+    let chunk = strake_proto::ChunkId { ino: 1, data: 1, index: 0 };
+    let r = DataRequest { len: into.len() as u32, ..DataRequest::new(1, 1, 1, chunk) };
+    Message { lend: Some(Lend::Room(into)), ..Message::new(opcode::READ, r.encode()) }
+}
+
+fn write(from: Foreign) -> Message {
+    Message { lend: Some(Lend::Payload(from)), ..Message::new(opcode::WRITE, "") }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn foreign_memory_is_read_and_written_where_it_lies_over_several_queue_pairs() {
+    if here().is_none() {
+        return;
+    }
+    let f = server();
+    let (_disk, guard) = Disk::at(&f, 4).await;
+    let lanes = futures_util::future::join_all((0..4).map(|_| f.connect(guard.endpoint(), None))).await;
+    let lanes: Vec<Arc<dyn Connection>> = lanes.into_iter().collect::<Result<_>>().unwrap();
+    let memory = Pages::new(4 * MIB + 4097, 0);
+    let used = f.pool().stats().used;
+    // Each lane has a part of its own, none of which begins or ends with a page.
+    let parts = [
+        1..MIB as u64,
+        MIB as u64..2 * MIB as u64 + 1,
+        2 * MIB as u64 + 1..4 * MIB as u64,
+        4 * MIB as u64..4 * MIB as u64 + 4097,
+    ];
+    let reads = lanes.iter().zip(parts.clone()).map(|(c, p)| c.call(read(memory.lent().slice(p)), LONG));
+    for (got, p) in futures_util::future::join_all(reads).await.into_iter().zip(parts.clone()) {
+        let got = got.unwrap();
+        assert!(u64::from(got.placed) == p.end - p.start && got.payload.is_empty(), "{p:?}: {}", got.placed);
+    }
+    assert_eq!(Arc::strong_count(&memory), 1, "nothing is lent");
+    for p in parts.clone() {
+        let want = conformance::pattern((p.end - p.start) as usize, 9);
+        assert!(memory.look()[p.start as usize..p.end as usize] == want[..], "{p:?}");
+    }
+    assert_eq!(memory.look()[0], 0);
+    let writes = lanes.iter().zip(parts.clone()).map(|(c, p)| c.call(write(memory.lent().slice(p)), LONG));
+    for (got, p) in futures_util::future::join_all(writes).await.into_iter().zip(parts) {
+        let got = got.unwrap();
+        let want = crc32c(&memory.look()[p.start as usize..p.end as usize]);
+        assert_eq!((&got.body[..], got.went), (&want.to_le_bytes()[..], Road::Rdma));
+    }
+    for c in &lanes {
+        assert!(c.traffic().sent > 4000 && c.traffic().received > 4000, "{:?}", c.traffic());
+    }
+    drop(lanes);
+    settled(&f).await;
+    assert!(f.pool().stats().used <= used);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn foreign_memory_is_out_of_reach_the_moment_a_call_is_given_up() {
+    let Some(at) = here() else { return };
+    let f = server();
+    let (_service, friends) = serve(&f, &at).await;
+    let friend = f.connect(friends.endpoint(), None).await.unwrap();
+    let (disk, guard) = Disk::at(&f, 0).await;
+    let memory = Pages::new(MIB, 7);
+    for round in 0..4 {
+        let conn = f.connect(guard.endpoint(), None).await.unwrap();
+        let m = if round % 2 == 0 { read(memory.lent()) } else { write(memory.lent()) };
+        {
+            let call = conn.call(m, if round < 2 { Duration::from_millis(300) } else { LONG });
+            tokio::pin!(call);
+            let ended = timeout(Duration::from_millis(if round < 2 { 5000 } else { 300 }), &mut call).await;
+            assert_eq!(ended.map(|r| r.unwrap_err().code).ok(), (round < 2).then_some(Code::TimedOut));
+        }
+        assert_eq!(Arc::strong_count(&memory), 1, "round {round}: lent still");
+        // For that its connection has ended; others have not.
+        timeout(LONG, async {
+            while !conn.is_closed() {
+                tokio::time::sleep(Duration::from_millis(5)).await
+            }
+        })
+        .await
+        .unwrap();
+        works(&*friend).await;
+    }
+    assert!(disk.1.load(SeqCst) >= 2, "none of them was handled");
+    disk.0.add_permits(4);
+    settled_of(&f, 2).await;
+    assert!(memory.look().iter().all(|b| *b == 7), "written by a late answer");
+    works(&*friend).await;
+}
+
+/// Only so many ends of connections are left.
+async fn settled_of(f: &RdmaFabric, ends: u64) {
+    let left = async {
+        while f.roads()[0].1.connections > ends {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(LONG, left).await.expect("connections end");
+}
+
+#[tokio::test]
+async fn a_device_that_registers_no_dma_bufs_is_named_and_the_connection_goes_on() {
+    let Some(at) = here() else { return };
+    let f = server();
+    let (_service, guard) = serve(&f, &at).await;
+    let conn = f.connect(guard.endpoint(), None).await.unwrap();
+    let fd = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+    let e = conn.call(read(Foreign::dma_buf(fd, 0, 1 << 40, 8192)), LONG).await.unwrap_err();
+    println!("{e}");
+    // A device that does register such memory says that this is none.
+    let soft = std::env::var("STRAKE_RDMA_SOFT").is_ok();
+    assert!(!soft || e.code == Code::OpNotSupp && e.message.contains("registers no memory of other devices"), "{e}");
+    assert!(e.message.contains("device ") && !conn.is_closed(), "{e}");
+    works(&*conn).await;
+}

@@ -1,0 +1,302 @@
+//! The road on which the storage servers read and write the device's memory: one part, and its self-test. See `docs/gds.md`.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant, SystemTime},
+};
+
+use futures_util::future::try_join_all;
+use strake_client::Arrived;
+use strake_fabric::{Buf, BufMut, ByRoad, Road};
+use strake_proto::{
+    Code, Error,
+    checksum::{BLOCK, combine},
+};
+
+use crate::{
+    FileIo, Tier, Unavailable,
+    bridge::Inner,
+    copier::{Call, Flight, Work},
+    mem::Fault,
+    plan::Measured,
+    selftest::{Scratch, pattern},
+};
+
+/// Why a part did not go this way.
+pub enum Stop {
+    /// The tier is to blame: another one may do.
+    Tier(Fault),
+    /// So it would be on every other road.
+    Call(Error),
+}
+
+impl From<Fault> for Stop {
+    fn from(f: Fault) -> Stop {
+        if f.is_of_call() { Stop::Call(f.into()) } else { Stop::Tier(f) }
+    }
+}
+
+/// A part that went this way.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Went {
+    /// Its bytes by road.
+    pub by: ByRoad,
+    /// Bytes that were not written by a storage server but copied by the device, from a slot: zeros of holes, and what came with an answer.
+    pub staged: u64,
+    /// The device has summed all of it.
+    pub summed: bool,
+}
+
+/// A place in a file, and one in the device's memory.
+#[derive(Clone, Copy)]
+pub struct Place<'a> {
+    pub file: &'a dyn FileIo,
+    pub offset: u64,
+    pub gpu: u64,
+    pub len: u64,
+}
+
+/// What the network has against it: the tier is to blame for what is not there or may not be lent, the call for all else.
+fn stopped(e: Error, len: u64) -> Stop {
+    match e.code {
+        Code::OpNotSupp | Code::NoMem | Code::Overloaded | Code::Busy => {
+            Stop::Tier(Fault::Export { bytes: len, why: e.message })
+        }
+        _ => Stop::Call(e),
+    }
+}
+
+impl Inner {
+    /// Has the storage servers write a part into the device's memory. What they say of their sums is compared with what the device says of its
+    /// own, if it sums; a part that differs is fetched once more.
+    pub async fn load_direct(&self, flight: &Arc<Call>, p: Place<'_>) -> Result<Went, Stop> {
+        let memory = self.device.export(p.gpu, p.len)?;
+        let mut damaged = None;
+        for _ in 0..2 {
+            let all = p.file.read_direct(p.offset, &memory).await.map_err(|e| stopped(e, p.len))?;
+            let got = all.last().map_or(0, |a| a.range.end);
+            if got < p.len {
+                let end = p.offset + got;
+                let m = format!("the file ends after {end} bytes, in the middle of what was to be loaded");
+                return Err(Stop::Call(Error::new(Code::Io, m)));
+            }
+            self.device.arrived()?;
+            let staged = self.fill_up(flight, p.gpu, &all).await?;
+            match self.verify_direct(flight, p.gpu, &all).await {
+                Err(f @ Fault::Damaged { .. }) => damaged = Some(f),
+                Err(f) => return Err(f.into()),
+                Ok(summed) => {
+                    // Memory that was freed meanwhile was nobody's to fill.
+                    self.device.check(p.gpu, p.len)?;
+                    return Ok(Went { by: roads(&all), staged, summed });
+                }
+            }
+        }
+        Err(Stop::Call(damaged.map_or_else(|| Error::new(Code::Io, "a part that was not loaded"), Error::from)))
+    }
+
+    /// Puts what no server wrote into the device's memory.
+    async fn fill_up(&self, flight: &Arc<Call>, gpu: u64, all: &[Arrived]) -> Result<u64, Fault> {
+        let mut staged = 0;
+        for a in all {
+            let mut from = a.here.clone();
+            let here: u64 = from.iter().map(|b| b.len() as u64).sum();
+            let begun = a.placed + here;
+            let hole = a.range.end - a.range.start - begun;
+            if hole > 0 {
+                from.push(BufMut::unpooled(hole as usize).freeze());
+            }
+            if !from.is_empty() {
+                let to = gpu + a.range.start + a.placed;
+                let work = Work::Load { from, to, sum: self.device_sums.is_ok() };
+                self.worker().copy(flight, self.copies(), work).await?;
+                staged += here + hole;
+            }
+        }
+        Ok(staged)
+    }
+
+    /// How the device copies what must be copied for this tier.
+    fn copies(&self) -> Tier {
+        if self.unpinned.is_none() { Tier::BounceTcp } else { Tier::Pageable }
+    }
+
+    /// Whether the device summed what the servers wrote, and found it right.
+    async fn verify_direct(&self, flight: &Arc<Call>, gpu: u64, all: &[Arrived]) -> Result<bool, Fault> {
+        if self.device_sums.is_err() {
+            return Ok(false);
+        }
+        let placed = all.iter().filter(|a| a.placed > 0);
+        let verify = placed.map(|a| async move {
+            let (at, len) = (gpu + a.range.start, a.placed);
+            let sum = whole(&self.sums_of(flight, at, len).await?, len);
+            if sum == a.sum { Ok(()) } else { Err(Fault::Damaged { addr: at, len }) }
+        });
+        try_join_all(verify).await.map(|_| true)
+    }
+
+    /// The device's sums of its memory, of each 4 KiB.
+    async fn sums_of(&self, flight: &Arc<Call>, from: u64, len: u64) -> Result<Vec<u32>, Fault> {
+        let work = Work::Sum { from, len: len as usize };
+        Ok(self.worker().copy(flight, self.copies(), work).await?.sums)
+    }
+
+    /// Has the storage servers read a part from the device's memory, by the sums that the device makes of it first. If they find others, both are
+    /// made once more.
+    pub async fn save_direct(&self, flight: &Arc<Call>, p: Place<'_>) -> Result<Went, Stop> {
+        let memory = self.device.export(p.gpu, p.len)?;
+        for again in [true, false] {
+            let sums = self.sums_of(flight, p.gpu, p.len).await?;
+            match p.file.write_direct(p.offset, &memory, &sums).await {
+                Ok(()) => {
+                    // Of memory that was freed meanwhile nobody knows whose bytes these are.
+                    self.device.check(p.gpu, p.len)?;
+                    return Ok(Went { by: ByRoad::of(Road::Rdma, p.len), staged: 0, summed: true });
+                }
+                Err(e) if e.code == Code::Resend && again => {}
+                Err(e) if e.code == Code::Resend => {
+                    return Err(Stop::Call(Fault::Damaged { addr: p.gpu, len: p.len }.into()));
+                }
+                Err(e) => return Err(stopped(e, p.len)),
+            }
+        }
+        Err(Stop::Call(Error::new(Code::Io, "a part that was not saved")))
+    }
+}
+
+/// Bytes of a part by road: those of holes took none.
+fn roads(all: &[Arrived]) -> ByRoad {
+    let mut by = ByRoad::default();
+    for a in all {
+        let mut of = ByRoad::came(&a.here);
+        of.add(Road::Rdma, a.placed);
+        of.add(Road::Local, a.range.end - a.range.start - of.sum());
+        by += of;
+    }
+    by
+}
+
+/// The sum of all by those of blocks.
+fn whole(sums: &[u32], len: u64) -> u32 {
+    let lens = (0..len as usize).step_by(BLOCK).map(|at| BLOCK.min(len as usize - at));
+    sums.iter().zip(lens).fold(0, |all, (sum, n)| combine(all, *sum, n))
+}
+
+/// Moves patterns from the device's memory to a file without a name and back. What it measures is how much faster or slower that is than the same
+/// file over host memory, in the terms of `bounce`, which knows no network.
+pub async fn there_and_back(bridge: &Inner, bounce: Option<Measured>) -> Result<Measured, Unavailable> {
+    let file = bridge.network.scratch().await.map_err(no_file)?;
+    let (part, count) = (bridge.part as u64, bridge.workers.len() as u64);
+    let no_room = |_| Unavailable::TestStopped(Fault::NoMemory { bytes: 2 * part });
+    // One part goes, another one comes.
+    let addr = bridge.device.alloc(2 * part).map_err(no_room)?;
+    let scratch = Scratch { device: &*bridge.device, addr };
+    let flight = Flight(Arc::default());
+    let mut seed = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
+    let mut took = Took::default();
+    for n in 0..count {
+        let sent = pattern(BufMut::unpooled(bridge.part), &mut seed);
+        let test = Test {
+            bridge,
+            flight: &flight.0,
+            file: &*file,
+            offset: n * part,
+            from: scratch.addr,
+            to: scratch.addr + part,
+        };
+        let once = test.once(sent).await?;
+        // The first opens the connections.
+        if n > 0 || count == 1 {
+            took.add(once);
+        }
+    }
+    Ok(took.ranked(bounce, part * count.saturating_sub(1).max(1)))
+}
+
+/// Time of a save and a load, by this road and by the other one.
+#[derive(Default)]
+struct Took {
+    save: [Duration; 2],
+    load: [Duration; 2],
+}
+
+impl Took {
+    fn add(&mut self, o: Took) {
+        for i in 0..2 {
+            self.save[i] += o.save[i];
+            self.load[i] += o.load[i];
+        }
+    }
+
+    fn ranked(&self, bounce: Option<Measured>, bytes: u64) -> Measured {
+        let rate = |[direct, other]: [Duration; 2], of: Option<f64>| {
+            let secs = direct.as_secs_f64().max(1e-9);
+            of.map_or(bytes as f64 / secs, |of| of * other.as_secs_f64() / secs)
+        };
+        Measured { load: rate(self.load, bounce.map(|m| m.load)), save: rate(self.save, bounce.map(|m| m.save)) }
+    }
+}
+
+/// One pattern's way.
+struct Test<'a> {
+    bridge: &'a Inner,
+    flight: &'a Arc<Call>,
+    file: &'a dyn FileIo,
+    offset: u64,
+    from: u64,
+    to: u64,
+}
+
+impl Test<'_> {
+    async fn once(&self, sent: Buf) -> Result<Took, Unavailable> {
+        let len = sent.len() as u64;
+        let at = |gpu| Place { file: self.file, offset: self.offset, gpu, len };
+        let stop = |s| match s {
+            Stop::Tier(f) => Unavailable::TestStopped(f),
+            Stop::Call(e) => Unavailable::NoScratch { why: e.message },
+        };
+        self.copy(Work::Load { from: vec![sent.clone()], to: self.from, sum: false }).await?;
+        let mut took = Took::default();
+        let begun = Instant::now();
+        if self.bridge.device_sums.is_ok() {
+            self.bridge.save_direct(self.flight, at(self.from)).await.map_err(stop)?;
+            took.save[0] = begun.elapsed();
+        } else {
+            self.write(sent.clone()).await?;
+        }
+        let begun = Instant::now();
+        self.bridge.load_direct(self.flight, at(self.to)).await.map_err(stop)?;
+        took.load[0] = begun.elapsed();
+        let came = self.copy(Work::Save { from: self.to, into: BufMut::unpooled(sent.len()), sum: false }).await?;
+        let came = came.unwrap_or_else(|| BufMut::unpooled(0));
+        if came.len() != sent.len() || came[..] != sent[..] {
+            let at = sent.iter().zip(came.iter()).position(|(a, b)| a != b).unwrap_or(came.len());
+            return Err(Unavailable::TestFailed { at: at as u64 });
+        }
+        // The same over host memory.
+        let begun = Instant::now();
+        let read = self.file.read(self.offset, sent.len()).await.map_err(no_file)?;
+        self.copy(Work::Load { from: read, to: self.to, sum: false }).await?;
+        took.load[1] = begun.elapsed();
+        let begun = Instant::now();
+        let into = self.bridge.network.pool().get_now(sent.len());
+        if let Some(b) = self.copy(Work::Save { from: self.to, into, sum: false }).await? {
+            self.write(b.freeze()).await?;
+        }
+        took.save[1] = begun.elapsed();
+        Ok(took)
+    }
+
+    async fn write(&self, b: Buf) -> Result<(), Unavailable> {
+        self.file.write(self.offset, b).await.map(drop).map_err(no_file)
+    }
+
+    async fn copy(&self, work: Work) -> Result<Option<BufMut>, Unavailable> {
+        let done = self.bridge.worker().copy(self.flight, self.bridge.copies(), work).await;
+        done.map(|d| d.saved).map_err(Unavailable::TestStopped)
+    }
+}
+
+fn no_file(e: Error) -> Unavailable {
+    Unavailable::NoScratch { why: e.message }
+}

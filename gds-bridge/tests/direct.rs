@@ -1,0 +1,335 @@
+//! The road on which storage servers read and write the device's memory: the real client and bridge, host memory as the device, and the network in
+//! memory of the client's own tests, which lends as RDMA does.
+
+#[path = "../../client/tests/common/mod.rs"]
+mod common;
+mod ram;
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering::SeqCst},
+};
+
+use common::*;
+use ram::{KIB, MIB, pattern};
+use strake_client::{Arrived, Client, File};
+use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
+use strake_gds::{
+    Bridge, Checksum, Checksums, FileIo, GpuMem, HostMem, Network, Options, Policy, Tier, Transfer, Unavailable,
+    plan::Standing,
+};
+use strake_proto::{Code, Error, Result};
+
+const RW: u32 = 2;
+const DIRECT: Policy = Policy::Require(Tier::GpuRdma);
+/// Bytes of a part.
+const PART: u64 = 256 << 10;
+
+/// The client, but for files without a name, which this cluster has none of.
+struct Near(Client, AtomicU64);
+
+#[async_trait::async_trait]
+impl Network for Near {
+    fn pool(&self) -> &Pool {
+        Network::pool(&self.0)
+    }
+    fn no_rdma(&self) -> Option<String> {
+        Network::no_rdma(&self.0)
+    }
+    async fn scratch(&self) -> Result<Arc<dyn FileIo>> {
+        let name = format!("scratch{}", self.1.fetch_add(1, SeqCst));
+        let made =
+            self.0.create(&user(), self.0.root(), name.as_bytes(), 0o600, RW | 0o40000, true, striped(65536, -1));
+        Ok(Arc::new(made.await?.0))
+    }
+}
+
+struct Stage {
+    cluster: Cluster,
+    client: Client,
+    mem: HostMem,
+    bridge: Bridge,
+}
+
+/// Two copies on four servers, which are all reached by RDMA.
+async fn stage(sums: bool, options: Options) -> Stage {
+    let cluster = Cluster::new(4, 2);
+    (0..4).for_each(|t| cluster.net.set_road(node(t), Road::Rdma));
+    let client = cluster.client(1).await;
+    let mem = HostMem::new();
+    mem.limit_pins(1 << 30);
+    if sums {
+        mem.play_sums();
+    }
+    let network = Arc::new(Near(client.clone(), AtomicU64::new(0)));
+    let bridge = Bridge::open(Arc::new(mem.clone()), network, options).await.unwrap();
+    Stage { cluster, client, mem, bridge }
+}
+
+fn options() -> Options {
+    Options { workers: 3, slots: 2, slot_bytes: PART as usize, pinned_limit: Some(1 << 30), ..Options::default() }
+}
+
+async fn written(c: &Client, name: &[u8], bytes: &[u8]) -> File {
+    let (f, _) = c.create(&user(), c.root(), name, 0o644, RW, true, striped(65536, -1)).await.unwrap();
+    for (i, part) in bytes.chunks(1 << 20).enumerate() {
+        f.write_all_at((i as u64) << 20, part).await.unwrap();
+    }
+    f
+}
+
+fn range(f: &File, offset: u64, gpu: u64, len: u64) -> Transfer {
+    Transfer { file: Arc::new(f.clone()), offset, gpu, len }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bytes_go_straight_to_the_device_and_back_and_are_stable_and_verified_there() {
+    let s = stage(true, options()).await;
+    assert!(matches!(s.bridge.standings()[Tier::GpuRdma], Standing::Available(_)), "{:?}", s.bridge.standings());
+    // Whole parts, a hole, and an end that comes with its answer. Nothing of it was flushed.
+    let mut data = pattern(1, MIB + 77);
+    let f = written(&s.client, b"f", &data).await;
+    f.truncate(3 * MIB).await.unwrap();
+    f.write_all_at(3 * MIB, &data[..100]).await.unwrap();
+    data.resize(3 << 20, 0);
+    data.extend_from_within(..100);
+    let len = data.len() as u64;
+    let tensor = ram::device(&s.mem, &vec![0xaa; data.len() + 8]);
+    let (lent, before) = (s.cluster.net.lent().0, s.mem.copied());
+    let r = s.bridge.load(&[range(&f, 0, tensor + 3, len)], DIRECT).await.unwrap();
+    assert!(r.is_all(Tier::GpuRdma) && r.switches.is_empty(), "{r}");
+    assert!(s.mem.peek(tensor + 3, len).unwrap() == data);
+    assert_eq!(s.mem.peek(tensor, 3).unwrap(), [0xaa; 3]);
+    assert_eq!(s.mem.peek(tensor + 3 + len, 5).unwrap(), [0xaa; 5]);
+    assert_eq!((r.checksums, r.checksum, &r.not_on_gpu), (Checksums::Gpu, Some(Checksum::OnGpu), &None));
+    // Only what no server wrote was copied: zeros, and what came with an answer.
+    let copied = s.mem.copied().load_pinned - before.load_pinned + s.mem.copied().load_pageable - before.load_pageable;
+    assert_eq!((r.staged, r.by_road[Road::Rdma] + r.by_road[Road::Local]), (copied, len), "{r}");
+    assert!(r.by_road[Road::Rdma] >= MIB + 100 && copied < 2 * MIB + 64 * KIB, "{r}");
+    assert!(s.cluster.net.lent().0 >= lent + 17, "a request for each stripe");
+    assert!(s.cluster.net.lent().1 >= 4 * 4, "four lanes to each server: {:?}", s.cluster.net.lent());
+
+    let (out, _) =
+        s.client.create(&user(), s.client.root(), b"out", 0o644, RW, true, striped(65536, -1)).await.unwrap();
+    let before = s.mem.copied();
+    let r = s.bridge.save(&[range(&out, 8 * KIB, tensor + 3, len)], DIRECT).await.unwrap();
+    assert!(r.is_all(Tier::GpuRdma) && r.staged == 0 && r.checksums == Checksums::Gpu, "{r}");
+    assert_eq!((s.mem.copied(), s.client.stats().unstable_bytes), (before, s.client.stats().unstable_bytes));
+    // Nothing of it is lost with all servers' memory.
+    s.cluster.restart(&[0, 1, 2, 3]);
+    out.fsync().await.unwrap();
+    let other = s.cluster.client(2).await;
+    let (seen, attr) = other.open(&user(), out.ino(), 0).await.unwrap();
+    assert_eq!(attr.size, 8 * KIB + len);
+    assert!(join(&seen.read(8 * KIB, data.len()).await.unwrap()) == data);
+    // A range that the file does not have is told as on the other roads.
+    let e = s.bridge.load(&[range(&f, MIB, tensor, len)], DIRECT).await.unwrap_err();
+    assert!(e.error.code == Code::Io && e.error.message.contains("the file ends after"), "{e}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_written_before_and_is_not_stable_is_not_written_over_a_save() {
+    let s = stage(true, options()).await;
+    let old = pattern(2, MIB);
+    let f = written(&s.client, b"f", &old).await;
+    assert!(s.client.stats().unstable_bytes > 0);
+    let new = pattern(3, MIB);
+    let tensor = ram::device(&s.mem, &new);
+    s.bridge.save(&[range(&f, 0, tensor, MIB)], DIRECT).await.unwrap();
+    // The servers lose what they had not flushed; a sync writes that again.
+    s.cluster.restart(&[0, 1, 2, 3]);
+    f.fsync().await.unwrap();
+    let other = s.cluster.client(2).await;
+    let (seen, _) = other.open(&user(), f.ino(), 0).await.unwrap();
+    assert!(join(&seen.read(0, 1 << 20).await.unwrap()) == new);
+    // Nor does this client read what it kept of before.
+    assert!(join(&f.read(0, 1 << 20).await.unwrap()) == new);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn damage_is_found_by_the_device_fetched_once_more_and_then_an_error() {
+    let s = stage(true, options()).await;
+    let data = pattern(4, MIB);
+    let f = written(&s.client, b"f", &data).await;
+    let tensor = ram::device(&s.mem, &vec![0; data.len()]);
+    let all = [range(&f, 0, tensor, MIB)];
+    s.cluster.net.damage(1);
+    let r = s.bridge.load(&all, DIRECT).await.unwrap();
+    assert!(r.is_all(Tier::GpuRdma) && s.mem.peek(tensor, MIB).unwrap() == data, "{r}");
+    s.cluster.net.damage(u64::MAX);
+    let failed = s.bridge.load(&all, Policy::Prefer).await.unwrap_err();
+    assert!(failed.error.code == Code::Corrupt && failed.report.moved() == 0, "{failed}");
+    s.cluster.net.damage(0);
+    // A save whose bytes the server finds changed is summed and sent once more.
+    s.cluster.oss.faults(|f| f.resend = 1);
+    s.bridge.save(&all, DIRECT).await.unwrap();
+    s.cluster.oss.faults(|f| f.resend = u32::MAX);
+    let failed = s.bridge.save(&all, DIRECT).await.unwrap_err();
+    assert!(failed.error.code == Code::Corrupt && failed.report.moved() == 0, "{failed}");
+    s.cluster.oss.faults(|f| f.resend = 0);
+    s.bridge.save(&all, DIRECT).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn servers_that_go_away_and_refuse_are_waited_for_or_replaced_as_on_other_roads() {
+    let s = stage(true, options()).await;
+    let data = pattern(5, 2 * MIB);
+    let f = written(&s.client, b"f", &data).await;
+    let tensor = ram::device(&s.mem, &vec![0; data.len()]);
+    let all = [range(&f, 0, tensor, 2 * MIB)];
+    // One is down: the other replicas answer.
+    s.cluster.net.set_down(node(1), true);
+    let r = s.bridge.load(&all, DIRECT).await.unwrap();
+    assert!(r.is_all(Tier::GpuRdma) && s.mem.peek(tensor, 2 * MIB).unwrap() == data, "{r}");
+    // A write waits until it is back, or out of the chains; a lost answer is no second write.
+    let save = async {
+        let r = s.bridge.save(&all, DIRECT).await;
+        r.map(|r| assert!(r.is_all(Tier::GpuRdma), "{r}"))
+    };
+    let back = async {
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        s.cluster.net.lose_replies(node(2), 2);
+        s.cluster.net.set_down(node(1), false);
+    };
+    tokio::join!(save, back).0.unwrap();
+    assert!(s.cluster.oss.counts(|c| c.known) > 0, "an answer was lost");
+    for f in [|f: &mut oss::Faults| f.bad_cap = 2, |f: &mut oss::Faults| f.no_session = 1] {
+        s.cluster.oss.faults(f);
+        s.bridge.load(&all, DIRECT).await.unwrap();
+        s.cluster.oss.faults(f);
+        s.bridge.save(&all, DIRECT).await.unwrap();
+    }
+    assert!(s.mem.peek(tensor, 2 * MIB).unwrap() == data);
+    s.cluster.oss.faults(|f| f.full = true);
+    let failed = s.bridge.save(&all, Policy::Prefer).await.unwrap_err();
+    assert_eq!(failed.error.code, Code::NoSpc, "{failed}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_device_without_sums_loads_with_consent_and_does_not_save() {
+    let s = stage(false, options()).await;
+    let data = pattern(6, MIB);
+    let f = written(&s.client, b"f", &data).await;
+    let tensor = ram::device(&s.mem, &vec![0; data.len()]);
+    let all = [range(&f, 0, tensor, MIB)];
+    let failed = s.bridge.load(&all, DIRECT).await.unwrap_err();
+    assert!(failed.error.code == Code::OpNotSupp && failed.error.message.contains("accept_oss_checksum"), "{failed}");
+    let s = stage(false, Options { accept_oss_checksum: true, ..options() }).await;
+    let f = written(&s.client, b"f", &data).await;
+    let tensor = ram::device(&s.mem, &vec![0; data.len()]);
+    let all = [range(&f, 0, tensor, MIB)];
+    let r = s.bridge.load(&all, DIRECT).await.unwrap();
+    assert!(r.is_all(Tier::GpuRdma) && r.checksum == Some(Checksum::AtOssOnly) && r.not_on_gpu.is_some(), "{r}");
+    assert!(s.mem.peek(tensor, MIB).unwrap() == data);
+    let failed = s.bridge.save(&all, DIRECT).await.unwrap_err();
+    assert!(failed.error.message.contains("take no bytes without checksums"), "{failed}");
+    assert!(matches!(failed.report.unavailable[0].1, Unavailable::NoSums { .. }));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_nothing_can_be_lent_the_tier_says_so_and_nothing_moves_by_it() {
+    let s = stage(true, options()).await;
+    let data = pattern(7, MIB);
+    let f = written(&s.client, b"f", &data).await;
+    let tensor = ram::device(&s.mem, &vec![0; data.len()]);
+    let all = [range(&f, 0, tensor, MIB)];
+    // The device refuses in the middle: with `prefer` another tier goes on, alone it is the end.
+    s.mem.refuse_exports(Some("as asked".into()));
+    let failed = s.bridge.load(&all, DIRECT).await.unwrap_err();
+    assert!(failed.error.code == Code::Io && failed.error.message.contains("as asked"), "{failed}");
+    assert_eq!(failed.report.moved(), 0);
+    // Its self-test fails now, too, and says it.
+    let r = s.bridge.load(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
+    assert!(
+        r.by_tier[Tier::GpuRdma] == 0 && r.unavailable.iter().any(|(_, why)| why.to_string().contains("as asked")),
+        "{r}"
+    );
+    s.mem.refuse_exports(None);
+    s.bridge.self_test().await;
+    assert!(s.bridge.load(&all, DIRECT).await.unwrap().is_all(Tier::GpuRdma));
+    // A part of a save that begins within a block goes over host memory, and counts as what it was.
+    let r = s.bridge.save(&[range(&f, 100, tensor + 100, MIB - 100)], Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
+    assert_eq!((r.by_tier[Tier::BounceTcp] + r.by_tier[Tier::BounceRdma]) % PART, PART - 100, "{r}");
+    let failed = s.bridge.save(&[range(&f, 100, tensor + 100, 1000)], DIRECT).await.unwrap_err();
+    assert!(failed.error.code == Code::Inval && failed.error.message.contains("begins at 100"), "{failed}");
+    // By TCP: not available, in a sentence.
+    (0..4).for_each(|t| s.cluster.net.set_road(node(t), Road::Tcp));
+    let (lent, _) = s.cluster.net.lent();
+    let failed = s.bridge.load(&all, DIRECT).await.unwrap_err();
+    assert!(failed.error.code == Code::OpNotSupp && failed.error.message.contains("reached by RDMA"), "{failed}");
+    assert_eq!((s.cluster.net.lent().0, failed.report.moved()), (lent, 0));
+    let r = s.bridge.load(&all, Policy::Prefer).await.unwrap();
+    assert!(r.is_all(Tier::BounceTcp) && s.mem.peek(tensor, MIB).unwrap() == data, "{r}");
+}
+
+/// A file that does something when the first part of it is under way.
+struct Meanwhile {
+    file: File,
+    calls: AtomicU64,
+    what: Box<dyn Fn() + Send + Sync>,
+}
+
+#[async_trait::async_trait]
+impl FileIo for Meanwhile {
+    fn id(&self) -> u64 {
+        FileIo::id(&self.file)
+    }
+    async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
+        FileIo::read(&self.file, offset, len).await
+    }
+    async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad> {
+        FileIo::write(&self.file, offset, data).await
+    }
+    async fn read_direct(&self, offset: u64, into: &Foreign) -> Result<Vec<Arrived>> {
+        if self.calls.fetch_add(1, SeqCst) == 1 {
+            (self.what)();
+        }
+        FileIo::read_direct(&self.file, offset, into).await
+    }
+    async fn write_direct(&self, offset: u64, from: &Foreign, sums: &[u32]) -> Result<()> {
+        if self.calls.fetch_add(1, SeqCst) == 1 {
+            (self.what)();
+        }
+        FileIo::write_direct(&self.file, offset, from, sums).await
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_that_is_freed_or_a_context_that_is_destroyed_in_mid_call_ends_it_and_breaks_nothing() {
+    for (destroy, save) in [(false, false), (false, true), (true, false), (true, true)] {
+        let s = stage(true, options()).await;
+        let data = pattern(8, 2 * MIB);
+        let f = written(&s.client, b"f", &data).await;
+        let tensor = ram::device(&s.mem, &data);
+        let mem = s.mem.clone();
+        let what = Box::new(move || if destroy { mem.destroy() } else { mem.free(tensor).unwrap() });
+        let file = Arc::new(Meanwhile { file: f.clone(), calls: AtomicU64::new(0), what });
+        let all = [Transfer { file, offset: 0, gpu: tensor, len: 2 * MIB }];
+        let outcome = if save { s.bridge.save(&all, DIRECT).await } else { s.bridge.load(&all, DIRECT).await };
+        let failed = outcome.unwrap_err();
+        let want = if destroy { Code::NoDev } else { Code::Inval };
+        assert!(failed.error.code == want && failed.report.moved() < 2 * MIB, "{destroy} {save}: {failed}");
+        // Every block is what it was.
+        assert!(join(&f.read(0, 2 << 20).await.unwrap()) == data);
+        // Foreign pointers are refused before anything moves.
+        let (lent, _) = s.cluster.net.lent();
+        let e = s.bridge.load(&[range(&f, 0, 4096, 10)], DIRECT).await.unwrap_err().error;
+        assert!(matches!(e.code, Code::Inval | Code::NoDev | Code::OpNotSupp), "{e}");
+        assert!(destroy || s.cluster.net.lent().0 == lent);
+    }
+}
+
+/// Files that can lend nothing say so.
+#[tokio::test]
+async fn a_file_of_no_storage_server_has_no_direct_road() {
+    let pool = Pool::new(16 << 20);
+    let file = ram::Ram::new(1, pattern(1, MIB), &pool);
+    let mem = HostMem::new();
+    let tensor = mem.alloc(4096).unwrap();
+    let m = mem.export(tensor, 4096).unwrap();
+    let no = |e: Error| assert!(e.code == Code::OpNotSupp && e.message.contains("on no storage server"), "{e}");
+    no(FileIo::read_direct(&*file, 0, &m).await.unwrap_err());
+    no(FileIo::write_direct(&*file, 0, &m, &[0]).await.unwrap_err());
+    mem.free(tensor).unwrap();
+    assert_eq!(m.len(), 4096, "held still");
+}
