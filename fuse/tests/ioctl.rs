@@ -25,7 +25,8 @@ fn ask<const N: usize>(file: &File, number: u32) -> Result<[u8; N], i32> {
 
 fn look(at: &Path) {
     let path = at.join("file");
-    let file = OpenOptions::new().create(true).truncate(true).write(true).custom_flags(libc::O_DIRECT).open(&path).unwrap();
+    let file =
+        OpenOptions::new().create(true).truncate(true).write(true).custom_flags(libc::O_DIRECT).open(&path).unwrap();
     let answer = OpenedFile::decode(&ask::<FILE_BYTES>(&file, FILE).unwrap()).unwrap();
     assert_eq!((answer.uuid, answer.ino), ([7; 16], file.metadata().unwrap().ino()));
     let flags = answer.flags as i32;

@@ -64,7 +64,9 @@ fn check(answer: &[u8], bytes: usize) -> Result<[u8; 16]> {
     }
     let (version, size) = (u32::from_ne_bytes(array(answer, 8)), u32::from_ne_bytes(array(answer, 12)));
     if version != VERSION || size as usize != bytes {
-        let m = format!("the mount answers in version {version} with {size} bytes; version {VERSION} with {bytes} is known here");
+        let m = format!(
+            "the mount answers in version {version} with {size} bytes; version {VERSION} with {bytes} is known here"
+        );
         return Err(Error::new(Code::OpNotSupp, m));
     }
     Ok(array(answer, 16))

@@ -326,7 +326,13 @@ pub unsafe extern "C" fn cuFileReadv(h: *mut c_void, iov: *const IoVec, n: usize
 
 /// Writes several pieces of memory.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFileWritev(h: *mut c_void, iov: *const IoVec, n: usize, offset: i64, flags: c_uint) -> isize {
+pub unsafe extern "C" fn cuFileWritev(
+    h: *mut c_void,
+    iov: *const IoVec,
+    n: usize,
+    offset: i64,
+    flags: c_uint,
+) -> isize {
     own_call!(writev(h, iov, n, offset, flags));
     // SAFETY: the caller's promise.
     unsafe { vector(Way::Write, h, iov, n, offset, flags) }

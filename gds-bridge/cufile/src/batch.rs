@@ -211,9 +211,7 @@ impl Batch {
         n += room as u32;
         let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         // SAFETY: there is room for as many events as are asked for.
-        real.control(real.batch_status, |f| unsafe {
-            f(s.real as *mut c_void, 0, &mut n, to.as_mut_ptr(), &mut now)
-        })?;
+        real.control(real.batch_status, |f| unsafe { f(s.real as *mut c_void, 0, &mut n, to.as_mut_ptr(), &mut now) })?;
         let n = (n as usize).min(room);
         s.real_waiting -= n;
         Ok(n)

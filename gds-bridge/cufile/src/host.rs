@@ -66,7 +66,8 @@ pub fn get(from: u64, len: usize) -> Done<Vec<u8>> {
         while done < piece.len() {
             let rest = &mut piece[done..];
             // SAFETY: writes to a slice.
-            done += passed(unsafe { libc::pread(file.as_raw_fd(), rest.as_mut_ptr().cast(), rest.len(), done as i64) })?;
+            done +=
+                passed(unsafe { libc::pread(file.as_raw_fd(), rest.as_mut_ptr().cast(), rest.len(), done as i64) })?;
         }
     }
     Ok(bytes)

@@ -82,15 +82,8 @@ functions! {
 }
 
 /// `cuFileReadAsync` and `cuFileWriteAsync`.
-pub type Stream = unsafe extern "C" fn(
-    *mut c_void,
-    *mut c_void,
-    *mut usize,
-    *mut i64,
-    *mut i64,
-    *mut isize,
-    *mut c_void,
-) -> Status;
+pub type Stream =
+    unsafe extern "C" fn(*mut c_void, *mut c_void, *mut usize, *mut i64, *mut i64, *mut isize, *mut c_void) -> Status;
 
 // SAFETY: functions of a library that is never closed, which any thread may call.
 unsafe impl Send for Real {}

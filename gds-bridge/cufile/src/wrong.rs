@@ -128,7 +128,9 @@ pub fn control(f: impl FnOnce() -> Done<()>) -> Status {
 /// The body of a call that moves bytes. On success errno stays as it is.
 pub fn moving(f: impl FnOnce() -> Done<usize>) -> isize {
     // More than a signed number has room for was never asked.
-    caught(f).and_then(|n| isize::try_from(n).map_err(|_| Wrong::Op(abi::INTERNAL_ERROR))).unwrap_or_else(Wrong::negative)
+    caught(f)
+        .and_then(|n| isize::try_from(n).map_err(|_| Wrong::Op(abi::INTERNAL_ERROR)))
+        .unwrap_or_else(Wrong::negative)
 }
 
 #[cfg(test)]

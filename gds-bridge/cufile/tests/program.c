@@ -367,7 +367,7 @@ static void batches(void) {
     for (unsigned i = 0; i < n; i++) switch ((long)e[i].cookie) {
       case 3: IS(e[i].status, 0x10); IS(e[i].ret, 9); break;
       case 4: IS(e[i].status, 0x40); IS(e[i].ret, -5022); break;
-      case 5: IS(e[i].status, 0x40); IS(e[i].ret, -5012); break;
+      case 5: IS(e[i].status, 0x40); IS(e[i].ret, -5014); break;
       case 6: IS(e[i].status, 0x40); IS(e[i].ret, -5012); break;
       default: IS(e[i].status, 0x10); IS(e[i].ret, PART);
     }

@@ -32,7 +32,10 @@ fn statistics_say_what_was_done() {
     m.ok(m.program(&["statistics"]));
     let stats: serde_json::Value = serde_json::from_str(&m.left("stats")).unwrap();
     let (read, write) = (&stats["read"], &stats["write"]);
-    assert_eq!((read["calls"].as_u64(), read["failed"].as_u64(), read["bytes"].as_u64()), (Some(2), Some(1), Some(12288)));
+    assert_eq!(
+        (read["calls"].as_u64(), read["failed"].as_u64(), read["bytes"].as_u64()),
+        (Some(2), Some(1), Some(12288))
+    );
     assert_eq!((write["calls"].as_u64(), write["bytes"].as_u64()), (Some(1), Some(8192)));
     let sum = |v: &serde_json::Value| v.as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum::<u64>();
     for (way, bytes) in [(read, 12288), (write, 8192)] {
@@ -50,9 +53,22 @@ fn files_of_other_file_systems_are_the_real_librarys() {
     m.ok(m.with_recorder(&["foreign"]));
     let record = m.left("record");
     let want = [
-        "set size 9 8", "set bool 1 0", "driver open", "handle register fd=-7", "buf register 1048576 0", "handle register fd=",
-        "read 1 1 100 5 6", "write 1 1 100 7 8", "read async 1 9", "batch setup 8", "batch submit 1 2 0 1", "batch status 0",
-        "batch destroy 1", "handle deregister 1", "buf deregister", "driver close",
+        "set size 9 8",
+        "set bool 1 0",
+        "driver open",
+        "handle register fd=-7",
+        "buf register 1048576 0",
+        "handle register fd=",
+        "read 1 1 100 5 6",
+        "write 1 1 100 7 8",
+        "read async 1 9",
+        "batch setup 8",
+        "batch submit 1 2 0 1",
+        "batch status 0",
+        "batch destroy 1",
+        "handle deregister 1",
+        "buf deregister",
+        "driver close",
     ];
     let lines: Vec<&str> = record.lines().collect();
     assert_eq!(lines.len(), want.len(), "{record}");
@@ -61,7 +77,10 @@ fn files_of_other_file_systems_are_the_real_librarys() {
     }
     let stats: serde_json::Value = serde_json::from_str(&m.left("stats")).unwrap();
     let passed = &stats["passed_on"];
-    assert_eq!((passed["handles"].as_u64(), passed["reads"].as_u64(), passed["writes"].as_u64()), (Some(1), Some(2), Some(2)));
+    assert_eq!(
+        (passed["handles"].as_u64(), passed["reads"].as_u64(), passed["writes"].as_u64()),
+        (Some(1), Some(2), Some(2))
+    );
     assert_eq!(stats["read"]["bytes"].as_u64(), Some(1000), "the batch's own entry");
 }
 
@@ -183,6 +202,21 @@ fn the_real_library_gets_its_files() {
     c.env("STRAKE_CUFILE_REAL", real);
     let out = m.ok(c);
     println!("{}\n{}", String::from_utf8_lossy(&out.stdout), m.left("log"));
+}
+
+/// A shell command that somebody wants to try: it gets `MOUNT`, and finds this library first, with the stand-in of the driver in `STANDIN`. For KvikIO:
+/// `STRAKE_CUFILE_TRY='LD_LIBRARY_PATH=... python3 kvikio_roundtrip.py'`.
+#[test]
+fn a_command_that_is_named_by_who_runs_the_tests() {
+    let Ok(command) = std::env::var("STRAKE_CUFILE_TRY") else {
+        println!("skipped: STRAKE_CUFILE_TRY names no command");
+        return;
+    };
+    let Some(m) = Mounted::new() else { return };
+    let mut c = m.shell(&command);
+    c.env("STRAKE_GDS_LOG", m.dir.path().join("log")).env("STRAKE_GDS_STATS", m.dir.path().join("stats"));
+    let out = m.ok(c);
+    println!("{}\n{}\n{}", String::from_utf8_lossy(&out.stdout), m.left("log"), m.left("stats"));
 }
 
 /// Names that programs look up: KvikIO (26.10), `torch.cuda.gds` (2.9), and the rest of the interface's 1.20.

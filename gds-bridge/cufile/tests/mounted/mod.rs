@@ -65,7 +65,11 @@ impl Mounted {
         let to = |name: &str| dir.path().join(name);
         let libraries = [("recorder.c", "recorder.so"), ("modules.c", "modules.so")];
         let standin = here.join("../../tests/standin/libcuda.c");
-        if !cc(&["-shared", "-fPIC", "-pthread", "-Wno-unused-parameter", "-Wno-sign-compare"], &to("libcuda.so.1"), &standin) {
+        if !cc(
+            &["-shared", "-fPIC", "-pthread", "-Wno-unused-parameter", "-Wno-sign-compare"],
+            &to("libcuda.so.1"),
+            &standin,
+        ) {
             return None;
         }
         for (source, name) in libraries {
@@ -93,6 +97,15 @@ impl Mounted {
         c.env("LD_LIBRARY_PATH", dir).env("STRAKE_GDS_KEY", &self.key).env("STRAKE_GDS_LOG", dir.join("log"));
         c.env("STRAKE_GDS_STATS", dir.join("stats")).env("RECORD", dir.join("record"));
         c.env("STRAKE_CUFILE_REAL", "/nowhere/libcufile.so.0");
+        c
+    }
+
+    /// A shell command with the library before others of its name.
+    pub fn shell(&self, command: &str) -> Command {
+        let dir = self.dir.path();
+        let mut c = Command::new("sh");
+        c.arg("-c").arg(command).env("MOUNT", self.at.path()).env("LD_PRELOAD", dir.join("libcufile.so.0"));
+        c.env("STANDIN", dir).env("STRAKE_GDS_KEY", &self.key);
         c
     }
 
@@ -130,7 +143,8 @@ async fn serve(at: &Path) -> (Vec<Listener>, Mount) {
     }
     let places: Vec<String> = listeners.iter().map(|l| l.endpoint().to_string()).collect();
     cluster.are_at(&places);
-    let fabric = TcpFabric::new(Env::system(), Identity::client(client_key()), None, Pool::default(), Default::default());
+    let fabric =
+        TcpFabric::new(Env::system(), Identity::client(client_key()), None, Pool::default(), Default::default());
     let config = Config::new(vec![places[0].parse().unwrap()]);
     let client = Client::connect(config, Env::system(), Arc::new(fabric)).await.unwrap();
     let mut cfg = MountConfig::new(at);
