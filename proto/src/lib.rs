@@ -10,6 +10,7 @@ pub mod error;
 pub mod frame;
 pub mod ids;
 pub mod incarnation;
+pub mod ioctl;
 pub mod layout;
 pub mod map;
 pub mod opcode;

@@ -15,9 +15,9 @@ use std::{
 
 use fuser::{
     AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags,
-    Generation, INodeNo, KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData,
-    ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLock, ReplyLseek, ReplyOpen, ReplyStatfs,
-    ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
+    Generation, INodeNo, IoctlFlags, KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate,
+    ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek,
+    ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use strake_fabric::{Buf, Pool};
 use strake_proto::{Error, Result, pb};
@@ -542,6 +542,23 @@ impl Filesystem for Transport {
             Ok(at) => reply.offset(at as i64),
             Err(e) => reply.error(errno(&e)),
         });
+    }
+
+    fn ioctl(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        fh: FileHandle,
+        _: IoctlFlags,
+        command: u32,
+        _: &[u8],
+        room: u32,
+        reply: ReplyIoctl,
+    ) {
+        match self.shared.vfs.ioctl(fh.0, command, room as usize) {
+            Some(answer) => reply.ioctl(0, &answer),
+            None => reply.error(Errno::ENOTTY),
+        }
     }
 
     /// ENOSYS makes the kernel copy by reading and writing.

@@ -7,6 +7,7 @@ mod dirs;
 mod files;
 mod groups;
 mod handles;
+mod ioctl;
 mod known;
 mod locks;
 mod names;

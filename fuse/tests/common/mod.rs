@@ -248,6 +248,30 @@ impl Cluster {
         Cluster { fabric: Arc::new(Calls { services, pool: Pool::default(), stalled: watch::Sender::new(false) }), mds }
     }
 
+    /// Its servers, the metadata server first.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn services(&self) -> Vec<Arc<dyn Service>> {
+        self.fabric.services.iter().map(|(_, s)| s.clone()).collect()
+    }
+
+    /// From now on the cluster map says that they are at these places, in the same order.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn are_at(&self, places: &[String]) {
+        let mds = pb::Node {
+            id: MDS,
+            role: strake_proto::map::ROLE_MDS,
+            endpoints: vec![places[0].clone()],
+            name: "mds1".into(),
+            ..Default::default()
+        };
+        self.mds.propose(Command::MdsNodes(pb::MdsNodes { nodes: vec![mds], gone: vec![] })).unwrap();
+        let map = self.mds.ns.map();
+        let mut nodes: Vec<pb::Node> = map.map.nodes.iter().filter(|n| n.id != MDS).cloned().collect();
+        nodes.iter_mut().zip(&places[1..]).for_each(|(n, at)| n.endpoints = vec![at.clone()]);
+        let moved = pb::MapUpdate { expect_version: map.version(), nodes, ..Default::default() };
+        self.mds.propose(Command::MapUpdate(moved)).unwrap();
+    }
+
     /// From now on no server answers, or all do again.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn stall(&self, stalled: bool) {

@@ -81,16 +81,70 @@ impl Cuda {
         Cuda::open_library(Path::new(LIBRARY), device)
     }
 
+    /// The number of the device whose context the calling thread has; 0 if it has none. Of a driver that nobody used yet in this process it is
+    /// the first call.
+    pub fn of_thread() -> Result<u32, Unavailable> {
+        let table = Table::open(Path::new(LIBRARY))?;
+        table.start(0)?;
+        let mut found = 0;
+        // SAFETY: each call writes one value, which lives through it.
+        unsafe { table.call("cuDeviceGetCount", (table.device_count)(&mut found)) }.map_err(Unavailable::Device)?;
+        if found < 1 {
+            return Err(Unavailable::NoDevice { wanted: 0, found: 0 });
+        }
+        let mut device = 0;
+        // SAFETY: as above.
+        let code = unsafe { (table.context_device)(&mut device) };
+        Ok(if code == 0 { u32::try_from(device).unwrap_or(0) } else { 0 })
+    }
+
+    /// On which device an address lies, by the number of [`Cuda::open`]; `None`: on none that the driver knows, so that it may be host memory or
+    /// nothing.
+    pub fn device_of(&self, addr: u64) -> Result<Option<u32>, Fault> {
+        let _current = self.0.enter()?;
+        let p = self.0.place(addr)?;
+        Ok(if p.memory == DEVICE_MEMORY { u32::try_from(p.device).ok() } else { None })
+    }
+
+    /// The device's UUID.
+    pub fn uuid(&self) -> Result<[u8; 16], Fault> {
+        let mut uuid = [0; 16];
+        // SAFETY: writes sixteen bytes.
+        self.0.table.call("cuDeviceGetUuid", unsafe { (self.0.table.device_uuid)(&mut uuid, self.0.device) })?;
+        Ok(uuid)
+    }
+
+    /// Returns when everything is done that the program gave to one of its streams before. Null is the default stream: of the calling thread's context,
+    /// or of the device's primary one where it has none. An error is of the wait or of what was waited for; the number is the driver's.
+    ///
+    /// # Safety
+    /// The stream is one of the process, and was not destroyed.
+    pub unsafe fn wait_for(&self, stream: *mut c_void) -> Result<(), (Fault, i32)> {
+        let table = &self.0.table;
+        // SAFETY: the caller's promise.
+        let mut code = unsafe { (table.stream_wait)(stream) };
+        if code == INVALID_CONTEXT
+            && let Ok(_current) = self.0.enter()
+        {
+            // SAFETY: as above.
+            code = unsafe { (table.stream_wait)(stream) };
+        }
+        table.call("cuStreamSynchronize", code).map_err(|f| (f, code))
+    }
+
+    /// The same of the default stream of the device's primary context.
+    pub fn wait_for_default(&self) -> Result<(), Fault> {
+        let _current = self.0.enter()?;
+        // SAFETY: null is the default stream.
+        let code = unsafe { (self.0.table.stream_wait)(ptr::null_mut()) };
+        self.0.table.call("cuStreamSynchronize", code)
+    }
+
     /// As [`Cuda::open`], with another file than `libcuda.so.1`.
     pub fn open_library(library: &Path, device: u32) -> Result<Cuda, Unavailable> {
         let table = Table::open(library)?;
         let none = |found: c_int| Unavailable::NoDevice { wanted: device, found: found.max(0) as u32 };
-        // SAFETY: the flags of cuInit are 0.
-        match unsafe { (table.init)(0) } {
-            0 => {}
-            NO_DEVICE => return Err(none(0)),
-            code => return Err(Unavailable::Device(table.fault("cuInit", code))),
-        }
+        table.start(device)?;
         let failed = Unavailable::Device;
         let mut found = 0;
         // SAFETY: each call writes one value, which lives through it.
@@ -127,6 +181,16 @@ impl Drop for Gpu {
 }
 
 impl Table {
+    /// Whoever was first, the driver works from here on.
+    fn start(&self, wanted: u32) -> Result<(), Unavailable> {
+        // SAFETY: the flags of cuInit are 0.
+        match unsafe { (self.init)(0) } {
+            0 => Ok(()),
+            NO_DEVICE => Err(Unavailable::NoDevice { wanted, found: 0 }),
+            code => Err(Unavailable::Device(self.fault("cuInit", code))),
+        }
+    }
+
     fn fault(&self, call: &'static str, code: c_int) -> Fault {
         let mut name = ptr::null();
         // SAFETY: writes one pointer, to a constant string or null.

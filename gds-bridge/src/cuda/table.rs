@@ -41,6 +41,8 @@ functions! {
     device_name = c"cuDeviceGetName"(*mut c_char, c_int, c_int);
     device_attribute = c"cuDeviceGetAttribute"(*mut c_int, c_int, c_int);
     context_retain = c"cuDevicePrimaryCtxRetain"(*mut Handle, c_int);
+    device_uuid = c"cuDeviceGetUuid"(*mut [u8; 16], c_int);
+    context_device = c"cuCtxGetDevice"(*mut c_int);
     context_release = c"cuDevicePrimaryCtxRelease_v2"(c_int);
     context_set = c"cuCtxSetCurrent"(Handle);
     context_push = c"cuCtxPushCurrent_v2"(Handle);

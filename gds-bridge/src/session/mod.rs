@@ -9,8 +9,8 @@ use std::{fmt, path::PathBuf, process, str::FromStr, sync::Arc, time::Duration};
 pub use replace::Content;
 use rustix::process::{getegid, geteuid, getgroups};
 use strake_client::{Client, Creds, File};
-use strake_fabric::{Endpoint, Env, Identity, Pool, Roads, Use, endpoint::MDS_PORT, keyfile};
-use strake_proto::{Code, Error, Result};
+use strake_fabric::{Buf, Endpoint, Env, Identity, Pool, REGION, Roads, Use, endpoint::MDS_PORT, keyfile};
+use strake_proto::{Code, Error, Ino, Result};
 pub use tensors::TensorFile;
 use tokio::runtime::Runtime;
 
@@ -105,6 +105,8 @@ struct Inner {
     host: Option<HostMem>,
     client: Client,
     creds: Creds,
+    /// As of [`Setup::creds`].
+    fixed: Option<Creds>,
     runtime: Runtime,
 }
 
@@ -131,7 +133,7 @@ impl Session {
             Ok::<_, Error>((client, bridge))
         })?;
         let creds = setup.creds.clone().unwrap_or_else(mine);
-        let inner = Inner { bridge, device, host, client, creds, runtime };
+        let inner = Inner { bridge, device, host, client, creds, fixed: setup.creds.clone(), runtime };
         Ok(Session { inner: Some(inner), pid: process::id() })
     }
 
@@ -170,6 +172,27 @@ impl Session {
         self.run(async |s| s.open_file(path, flags, mode).await)
     }
 
+    /// Opens a regular file by its inode, for whom the process acts at this moment unless the session was made for somebody: the metadata servers
+    /// ask its permissions, not those of folders that lead to it. Inode ids are never reused, so that it is this file or none. `flags` as of
+    /// [`Session::open_file`], nothing is made or cut.
+    pub fn open_inode(&self, ino: Ino, flags: u32) -> Result<File> {
+        let flags = flags & !(libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u32;
+        self.run(async |s| {
+            let creds = s.fixed.clone().unwrap_or_else(mine);
+            let (file, attr) = s.client.open(&creds, ino, flags).await?;
+            if attr.mode & libc::S_IFMT != libc::S_IFREG {
+                file.close().await?;
+                return Err(Error::new(Code::Inval, "is not a regular file"));
+            }
+            Ok(file)
+        })
+    }
+
+    /// The file system's UUID, 16 bytes.
+    pub fn fs_uuid(&self) -> Result<Vec<u8>> {
+        self.run(async |s| Ok(s.client.fs_uuid()))
+    }
+
     /// Bytes of a file, as the metadata servers know by now.
     pub fn size(&self, file: &File) -> Result<u64> {
         self.run(async |s| Ok(s.client.getattr(&s.creds, file.ino()).await?.size))
@@ -192,6 +215,16 @@ impl Session {
             let got = file.read_into(offset, &mut bytes).await?;
             bytes.truncate(got);
             Ok(bytes)
+        })
+    }
+
+    /// Writes host memory to a file, all of it or an error.
+    pub fn write(&self, file: &File, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.run(async |_| {
+            for (i, piece) in bytes.chunks(REGION).enumerate() {
+                crate::FileIo::write(file, offset + (i * REGION) as u64, Buf::copy_from(piece)).await?;
+            }
+            Ok(())
         })
     }
 

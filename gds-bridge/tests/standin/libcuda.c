@@ -5,7 +5,9 @@
  * -DUNORDERED (writes of others must be flushed), -DWITHOUT_EXPORT (a driver that knows no dma-buf).
  * strake_standin_set(what, n): 1 = destroy the context after n copies, 2 = copies fail with code n, 3 = registering fails with code n,
  * 4 = allocations have no context from here on, as mappings have none, 5 = allocations belong to device n, 6 = the copy to or from the device after
- * n others changes a bit, 7 = modules are refused with code n, 8 = the kernel says wrong sums.
+ * n others changes a bit, 7 = modules are refused with code n, 8 = the kernel says wrong sums, 9 = waiting for a stream of the program or the
+ * default one fails with code n.
+ * Work in a stream, that of the program and of the default stream (NULL) too, is done when somebody waits for it and not before.
  * Of kernels it knows one by its name and plays it: what the text does is not looked at. */
 #define _GNU_SOURCE
 #include <stdint.h>
@@ -28,8 +30,8 @@
 #define AWAY (1ull << 60) /* no address of the process */
 
 typedef struct { uint64_t start, size; void *context; int device, live; } Alloc;
-typedef struct { void *host; uint64_t device; size_t len; int to_device; uint32_t block; uint64_t sums; } Copy; /* block: a kernel that sums */
-typedef struct { Copy copies[QUEUE]; unsigned long given, done; int failed; } Stream;
+typedef struct { void *host; uint64_t device; size_t len; int to_device; uint32_t block; uint64_t sums; void (*call)(void *); } Copy; /* block: a kernel that sums; call: a function, of host */
+typedef struct { Copy copies[QUEUE]; unsigned long given, done; int failed, ours; } Stream; /* ours: of the bridge, which has events */
 typedef struct { Stream *stream; unsigned long at; } Event;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -37,6 +39,8 @@ static int context_of[64];
 static Alloc allocs[ALLOCS];
 static int settled, n_allocs, gone, fail_copies, fail_pins, without_context, other_device = -1;
 static long gone_after = -1, damage_after = -1;
+static Stream default_stream;
+static int fail_waits;
 static int refuse_modules, wrong_sums, modules, sum_kernel;
 static struct { char *start; size_t len; } pins[PINS];
 static int n_pins;
@@ -54,6 +58,7 @@ void strake_standin_set(int what, long n) {
   if (what == 6) damage_after = n;
   if (what == 7) refuse_modules = n;
   if (what == 8) wrong_sums = n;
+  if (what == 9) fail_waits = n;
   pthread_mutex_unlock(&lock);
 }
 uint64_t strake_standin_count(int which) { return counts[which]; }
@@ -95,6 +100,8 @@ int cuDeviceGetAttribute(int *v, int a, int d) {
 #endif
   return 0;
 }
+int cuDeviceGetUuid(char *uuid, int d) { memset(uuid, 0xa0 + d, 16); return 0; }
+int cuCtxGetDevice(int *d) { if (!current[depth]) return 201; *d = (int *)current[depth] - context_of; return 0; }
 int cuDevicePrimaryCtxRetain(void **c, int d) { *c = &context_of[d]; return 0; }
 int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return 0; }
 int cuCtxSetCurrent(void *c) { current[depth] = c; return alive(); }
@@ -200,6 +207,7 @@ static int run(Stream *s, unsigned long before) {
     Copy *c = &s->copies[s->done % QUEUE];
     if (gone_after == 0) gone = 1;
     if (gone_after > 0) gone_after--;
+    if (c->call) { if (!gone && !s->failed) c->call(c->host); continue; }
     Alloc *a = find(c->device);
     if (gone) s->failed = 709;
     else if (fail_copies) s->failed = fail_copies;
@@ -214,9 +222,11 @@ static int run(Stream *s, unsigned long before) {
   pthread_mutex_unlock(&lock);
   return s->failed;
 }
-static int add(Stream *s, Copy c) {
+static Stream *of(void *s) { return s ? s : &default_stream; }
+static int add(void *stream, Copy c) {
+  Stream *s = of(stream);
   if (gone) return 709;
-  if (!find(c.device)) return 1;
+  if (!c.call && !find(c.device)) return 1;
   if (s->given - s->done == QUEUE) run(s, s->given);
   s->copies[s->given++ % QUEUE] = c;
   return 0;
@@ -245,12 +255,17 @@ int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
 }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t len, void *s) { return add(s, (Copy){(void *)from, to, len, 1}); }
 int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t len, void *s) { return add(s, (Copy){to, from, len, 0}); }
-int cuStreamSynchronize(void *s) { return run(s, ((Stream *)s)->given); }
+int cuLaunchHostFunc(void *s, void (*f)(void *), void *of_it) { return add(s, (Copy){.host = of_it, .call = f}); }
+int cuStreamSynchronize(void *s) {
+  if (!s && !current[depth]) return 201;
+  if (fail_waits && !of(s)->ours) return fail_waits;
+  return run(of(s), of(s)->given);
+}
 int cuStreamDestroy_v2(void *s) { run(s, ((Stream *)s)->given); free(s); return 0; }
 #ifndef WITHOUT_EVENTS
 int cuEventCreate(void **e, unsigned flags) { if (flags != 3) return 1; *e = calloc(1, sizeof(Event)); return 0; }
 int cuEventDestroy_v2(void *e) { free(e); return 0; }
-int cuEventRecord(void *e, void *s) { *(Event *)e = (Event){s, ((Stream *)s)->given}; return 0; }
+int cuEventRecord(void *e, void *s) { *(Event *)e = (Event){of(s), of(s)->given}; of(s)->ours = 1; return 0; }
 int cuEventSynchronize(void *e) { return run(((Event *)e)->stream, ((Event *)e)->at); }
 #endif
 int cuGetErrorName(int code, const char **name) {

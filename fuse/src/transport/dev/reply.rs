@@ -241,6 +241,14 @@ fn device(rdev: u32) -> (u32, u32) {
     ((rdev >> 8) & 0xfff, (rdev & 0xff) | ((rdev >> 12) & 0xfff00))
 }
 
+/// `fuse_ioctl_out`, and what the program gets.
+pub fn answer(bytes: &[u8]) -> Reply {
+    let mut f = Fields::default();
+    f.zeros(16);
+    f.0.extend_from_slice(bytes);
+    Reply::Bytes(f.0)
+}
+
 pub fn opened(handle: u64, flags: u32) -> Reply {
     let mut f = Fields::default();
     f.u64(handle).u32(flags).u32(0);

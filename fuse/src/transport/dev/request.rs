@@ -197,7 +197,10 @@ pub enum Body {
     },
     Destroy,
     Ioctl {
+        handle: u64,
         command: u32,
+        /// Bytes that the answer may have.
+        room: u32,
     },
     Fallocate {
         handle: u64,
@@ -334,8 +337,11 @@ pub fn read(head: Head, args: &[u8], setxattr_ext: bool) -> Result<Body, Malform
         op::ACCESS => Body::Access { mask: f.u32()? },
         op::INTERRUPT => Body::Interrupt { unique: f.u64()? },
         op::IOCTL => {
+            let handle = f.u64()?;
+            f.skip(4)?;
+            let command = f.u32()?;
             f.skip(12)?;
-            Body::Ioctl { command: f.u32()? }
+            Body::Ioctl { handle, command, room: f.u32()? }
         }
         op::COPY_FILE_RANGE | op::COPY_FILE_RANGE_64 => {
             let (from, from_offset, to_node, to, to_offset, len) =
@@ -604,6 +610,17 @@ mod tests {
         assert!(read(head(op::SETLK), &args, false).is_err(), "an unknown type");
         let flush: Vec<u8> = [5u64, 0, 9].iter().flat_map(|n| n.to_ne_bytes()).collect();
         assert!(matches!(read(head(op::FLUSH), &flush, false), Ok(Body::Flush { handle: 5, owner: 9 })));
+    }
+
+    #[test]
+    fn an_ioctl_field_by_field() {
+        let mut args = 5u64.to_ne_bytes().to_vec();
+        for n in [1u32, 2, 3, 4, 6, 7] {
+            args.extend_from_slice(&n.to_ne_bytes());
+        }
+        let of = |args: &[u8]| read(head(op::IOCTL), args, false);
+        assert!(matches!(of(&args), Ok(Body::Ioctl { handle: 5, command: 2, room: 7 })));
+        assert!(of(&args[..31]).is_err());
     }
 
     #[test]

@@ -282,6 +282,7 @@ impl Core {
             | Body::Lseek { .. }
             | Body::Getlk { .. }
             | Body::Setlk { .. }
+            | Body::Ioctl { .. }
             | Body::CopyRange(_) => self.file(who, head.node, body).await,
             Body::Opendir | Body::Readdir { .. } | Body::Releasedir { .. } | Body::Fsyncdir => {
                 self.directory(who, head.node, body).await
@@ -359,11 +360,6 @@ impl Core {
             Body::Statfs => with(v.statfs().await, |s| reply::statfs(&s)),
             Body::Syncfs => empty(v.sync_all().await),
             Body::Destroy => Reply::ok(),
-            // No ioctl(2) means anything here: what would be asked by one is asked by extended attributes.
-            Body::Ioctl { command } => {
-                tracing::debug!("ioctl {command:#x} is not known");
-                Reply::Error(libc::ENOTTY)
-            }
             _ => Reply::Error(libc::ENOSYS),
         }
     }
@@ -411,6 +407,9 @@ impl Core {
                 empty(v.fallocate(who, handle, offset, len, mode as i32).await)
             }
             Body::Lseek { handle, offset, whence } => with(v.seek(handle, offset, whence as i32).await, reply::number),
+            Body::Ioctl { handle, command, room } => {
+                v.ioctl(handle, command, room as usize).map_or(Reply::Error(libc::ENOTTY), |a| reply::answer(&a))
+            }
             Body::CopyRange(c) => {
                 let range = CopyRange { from: c.from, from_offset: c.from_offset, to: c.to, to_offset: c.to_offset };
                 let made = |n| if c.wide { reply::number(n as u64) } else { reply::written(n) };

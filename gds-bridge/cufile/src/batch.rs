@@ -1,0 +1,253 @@
+//! Batches: entries that threads of this library carry out one by one, and those of other files, which the real library gets.
+
+use std::{
+    collections::VecDeque,
+    ffi::{c_int, c_void},
+    ptr,
+    sync::{Arc, OnceLock},
+    time::{Duration, Instant},
+};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::{
+    abi::{self, Event, Params},
+    driver::{Driver, Handle},
+    io::{self, Asked, Order},
+    real::Real,
+    stats::{By, Way},
+    wrong::{Done, Wrong, caught},
+};
+
+/// Threads that carry entries out.
+const THREADS: usize = 8;
+/// How often the real library is asked while something else may end, too.
+const ASK: Duration = Duration::from_millis(1);
+
+type Job = Box<dyn FnOnce() + Send>;
+
+#[derive(Default)]
+struct Pool {
+    jobs: Mutex<VecDeque<Job>>,
+    more: Condvar,
+}
+
+/// The threads, started when they are first needed. They stay.
+fn pool() -> Done<&'static Pool> {
+    static POOL: OnceLock<(Pool, bool)> = OnceLock::new();
+    let start = || {
+        let threads = (0..THREADS).map(|_| {
+            std::thread::Builder::new().name("strake-cufile".into()).spawn(|| {
+                let (pool, _) = POOL.wait();
+                loop {
+                    let mut jobs = pool.jobs.lock();
+                    pool.more.wait_while(&mut jobs, |jobs| jobs.is_empty());
+                    let job = jobs.pop_front();
+                    drop(jobs);
+                    job.into_iter().for_each(|job| job());
+                }
+            })
+        });
+        let begun = threads.filter(Result::is_ok).count();
+        (Pool::default(), begun > 0)
+    };
+    match POOL.get_or_init(start) {
+        (pool, true) => Ok(pool),
+        _ => Err(Wrong::Os(libc::EAGAIN)),
+    }
+}
+
+/// A batch that a program set up.
+pub struct Batch {
+    most: usize,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Given by the program, numbered; those below `cancelled` are not begun any more.
+    given: u64,
+    cancelled: u64,
+    /// Not ended yet.
+    waiting: usize,
+    ended: VecDeque<Event>,
+    /// The real library's batch, made when it is first needed, and its entries whose end was not told.
+    real: usize,
+    real_waiting: usize,
+    destroyed: bool,
+}
+
+/// An entry of ours, checked.
+struct Entry {
+    handle: Arc<Handle>,
+    asked: Asked,
+    cookie: usize,
+}
+
+impl State {
+    fn outstanding(&self) -> usize {
+        self.waiting + self.ended.len() + self.real_waiting
+    }
+}
+
+impl Batch {
+    pub fn new(most: usize) -> Batch {
+        Batch { most, state: Mutex::default(), changed: Condvar::new() }
+    }
+
+    /// Takes all entries, or none.
+    pub fn submit(self: &Arc<Batch>, driver: &'static Driver, all: &[Params]) -> Done<()> {
+        let (mut ours, mut others) = (Vec::new(), Vec::new());
+        for p in all {
+            let way = match (p.mode, p.opcode) {
+                (abi::BATCH, abi::READ) => Way::Read,
+                (abi::BATCH, abi::WRITE) => Way::Write,
+                _ => return Err(Wrong::Op(abi::INVALID_VALUE)),
+            };
+            let handle = driver.handle(p.handle)?;
+            if let Handle::Real(h) = &*handle {
+                others.push(Params { handle: *h as *mut c_void, ..*p });
+                continue;
+            }
+            let asked = Asked {
+                way,
+                by: By::Batch,
+                order: Order::Default,
+                base: p.base as u64,
+                size: p.size,
+                offset: p.file_offset,
+                base_offset: p.base_offset,
+            };
+            ours.push(Entry { handle, asked, cookie: p.cookie as usize });
+        }
+        let pool = pool()?;
+        let mut s = self.state.lock();
+        if s.destroyed {
+            return Err(Wrong::Op(abi::INVALID_VALUE));
+        }
+        if s.outstanding() + all.len() > self.most {
+            return Err(Wrong::Op(abi::BATCH_FULL));
+        }
+        if !others.is_empty() {
+            self.submit_real(driver, &mut s, &mut others)?;
+        }
+        s.waiting += ours.len();
+        let mut jobs = pool.jobs.lock();
+        for e in ours {
+            let (batch, number) = (self.clone(), s.given);
+            s.given += 1;
+            jobs.push_back(Box::new(move || batch.carry_out(driver, number, &e)));
+        }
+        pool.more.notify_all();
+        Ok(())
+    }
+
+    fn submit_real(&self, driver: &Driver, s: &mut State, others: &mut [Params]) -> Done<()> {
+        let real = driver.real()?;
+        if s.real == 0 {
+            let mut to = ptr::null_mut();
+            // SAFETY: writes one pointer.
+            real.control(real.batch_setup, |f| unsafe { f(&mut to, self.most as u32) })?;
+            s.real = to as usize;
+        }
+        let n = others.len() as u32;
+        // SAFETY: as many entries as are said, whose handles are the real library's.
+        real.control(real.batch_submit, |f| unsafe { f(s.real as *mut c_void, n, others.as_mut_ptr(), 0) })?;
+        s.real_waiting += others.len();
+        driver.stats.passed_on("batch_entries");
+        Ok(())
+    }
+
+    fn carry_out(&self, driver: &Driver, number: u64, e: &Entry) {
+        let cancelled = number < self.state.lock().cancelled;
+        let outcome = (!cancelled).then(|| match &*e.handle {
+            Handle::Ours(of) => caught(|| io::transfer(driver, of, &e.asked)),
+            Handle::Real(_) => Err(Wrong::Op(abi::INTERNAL_ERROR)),
+        });
+        let (status, ret) = match outcome {
+            None => (abi::CANCELED, 0),
+            Some(Ok(n)) => (abi::COMPLETE, n as isize),
+            Some(Err(w)) => (abi::FAILED, w.in_event()),
+        };
+        let mut s = self.state.lock();
+        s.waiting -= 1;
+        s.ended.push_back(Event { cookie: e.cookie as *mut c_void, status, ret });
+        self.changed.notify_all();
+    }
+
+    /// Fills in what has ended, at least `least` unless there are fewer or the time is over.
+    pub fn ended(&self, least: usize, to: &mut [Event], limit: Option<Duration>) -> Done<usize> {
+        let deadline = limit.and_then(|l| Instant::now().checked_add(l));
+        let mut told = 0;
+        let mut s = self.state.lock();
+        loop {
+            while told < to.len()
+                && let Some(e) = s.ended.pop_front()
+            {
+                to[told] = e;
+                told += 1;
+            }
+            if s.real_waiting > 0 && told < to.len() {
+                told += Batch::ended_real(&mut s, &mut to[told..])?;
+            }
+            if told >= least.min(to.len()) || s.outstanding() == 0 {
+                return Ok(told);
+            }
+            let next = if s.real_waiting > 0 { Instant::now().checked_add(ASK) } else { None };
+            if deadline.is_some_and(|d| Instant::now() >= d) {
+                return Ok(told);
+            }
+            match deadline.into_iter().chain(next).min() {
+                Some(until) => drop(self.changed.wait_until(&mut s, until)),
+                None => self.changed.wait(&mut s),
+            }
+        }
+    }
+
+    fn ended_real(s: &mut State, to: &mut [Event]) -> Done<usize> {
+        let real = Real::known().ok_or(Wrong::Op(abi::INTERNAL_ERROR))?;
+        let (room, mut n) = (to.len().min(s.real_waiting), 0);
+        n += room as u32;
+        let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: there is room for as many events as are asked for.
+        real.control(real.batch_status, |f| unsafe { f(s.real as *mut c_void, 0, &mut n, to.as_mut_ptr(), &mut now) })?;
+        let n = (n as usize).min(room);
+        s.real_waiting -= n;
+        Ok(n)
+    }
+
+    /// What was not begun is not begun any more.
+    pub fn cancel(&self) -> Done<()> {
+        let mut s = self.state.lock();
+        s.cancelled = s.given;
+        match (Real::known(), s.real_waiting) {
+            (Some(real), 1..) => {
+                // SAFETY: a batch of its own.
+                real.control(real.batch_cancel, |f| unsafe { f(s.real as *mut c_void) })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns when nothing of it uses the program's memory any more.
+    pub fn destroy(&self) {
+        let mut s = self.state.lock();
+        s.cancelled = s.given;
+        s.destroyed = true;
+        self.changed.wait_while(&mut s, |s| s.waiting > 0);
+        if s.real != 0
+            && let Some(real) = Real::known()
+        {
+            // SAFETY: a batch of its own, which nobody can name any more.
+            let _ = real.call(real.batch_destroy, |f| unsafe { f(s.real as *mut c_void) });
+            s.real = 0;
+        }
+    }
+}
+
+/// The time of a `struct timespec`; `None` for what is no time.
+pub fn duration(seconds: i64, nanos: i64) -> Option<Duration> {
+    let nanos = c_int::try_from(nanos).ok().filter(|n| (0..1_000_000_000).contains(n))?;
+    Some(Duration::new(u64::try_from(seconds).ok()?, nanos as u32))
+}

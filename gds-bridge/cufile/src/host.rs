@@ -1,0 +1,100 @@
+//! Host memory of the program. An address that leads nowhere must be an error of the call, not the program's end: bytes pass a file in memory, so
+//! that it is the kernel that meets the address.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use rustix::fs::{MemfdFlags, memfd_create};
+
+use crate::{
+    abi,
+    wrong::{Done, Wrong},
+};
+
+/// Bytes that pass at a time.
+const PIECE: usize = 1 << 20;
+
+fn passage() -> Done<OwnedFd> {
+    memfd_create("strake-cufile", MemfdFlags::CLOEXEC).map_err(|e| Wrong::Os(e.raw_os_error()))
+}
+
+/// What the kernel made of it: bytes, or an address that leads nowhere.
+fn passed(n: isize) -> Done<usize> {
+    match n {
+        1.. => Ok(n as usize),
+        0 => Err(Wrong::Op(abi::INTERNAL_ERROR)),
+        _ => match std::io::Error::last_os_error().raw_os_error() {
+            Some(libc::EFAULT) | None => Err(Wrong::Op(abi::CUDA_POINTER_INVALID)),
+            Some(errno) => Err(Wrong::Os(errno)),
+        },
+    }
+}
+
+/// Copies bytes to an address that the program named.
+pub fn put(to: u64, bytes: &[u8]) -> Done<()> {
+    let file = passage()?;
+    for (i, piece) in bytes.chunks(PIECE).enumerate() {
+        let at = to.wrapping_add((i * PIECE) as u64);
+        let mut done = 0;
+        while done < piece.len() {
+            let rest = &piece[done..];
+            // SAFETY: reads from a slice.
+            let n = passed(unsafe { libc::pwrite(file.as_raw_fd(), rest.as_ptr().cast(), rest.len(), done as i64) })?;
+            done += n;
+        }
+        let mut done = 0;
+        while done < piece.len() {
+            let (to, left) = (at.wrapping_add(done as u64), piece.len() - done);
+            // SAFETY: the program gave this memory to be written; the kernel says so if it is none.
+            done += passed(unsafe { libc::pread(file.as_raw_fd(), to as *mut _, left, done as i64) })?;
+        }
+    }
+    Ok(())
+}
+
+/// Copies bytes from an address that the program named.
+pub fn get(from: u64, len: usize) -> Done<Vec<u8>> {
+    let (file, mut bytes) = (passage()?, vec![0; len]);
+    for (i, piece) in bytes.chunks_mut(PIECE).enumerate() {
+        let at = from.wrapping_add((i * PIECE) as u64);
+        let mut done = 0;
+        while done < piece.len() {
+            let (from, left) = (at.wrapping_add(done as u64), piece.len() - done);
+            // SAFETY: the program gave this memory to be read; the kernel says so if it is none.
+            done += passed(unsafe { libc::pwrite(file.as_raw_fd(), from as *const _, left, done as i64) })?;
+        }
+        let mut done = 0;
+        while done < piece.len() {
+            let rest = &mut piece[done..];
+            // SAFETY: writes to a slice.
+            done +=
+                passed(unsafe { libc::pread(file.as_raw_fd(), rest.as_mut_ptr().cast(), rest.len(), done as i64) })?;
+        }
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_go_there_and_back() {
+        let data: Vec<u8> = (0..3 * PIECE + 5).map(|i| (i * 7) as u8).collect();
+        let mut there = vec![0; data.len()];
+        put(there.as_mut_ptr() as u64, &data).unwrap();
+        assert!(there == data && get(there.as_ptr() as u64, there.len()).unwrap() == data);
+        assert_eq!((put(1, &[]), get(1, 0)), (Ok(()), Ok(vec![])));
+    }
+
+    #[test]
+    fn addresses_that_lead_nowhere_are_errors() {
+        for bad in [0, 1, u64::MAX - 10, 1 << 60] {
+            assert_eq!(put(bad, b"12"), Err(Wrong::Op(abi::CUDA_POINTER_INVALID)), "{bad:#x}");
+            assert_eq!(get(bad, 2), Err(Wrong::Op(abi::CUDA_POINTER_INVALID)), "{bad:#x}");
+        }
+        // Constants may be read, not written; a range that runs out of its memory fails as a whole.
+        static FIXED: [u8; 4] = *b"text";
+        assert_eq!(get(FIXED.as_ptr() as u64, 4).unwrap(), FIXED);
+        assert_eq!(put(FIXED.as_ptr() as u64, b"TEXT"), Err(Wrong::Op(abi::CUDA_POINTER_INVALID)));
+    }
+}

@@ -1,0 +1,213 @@
+//! Bytes between files of ours and memory that a program names.
+
+use std::{sync::Arc, time::Instant};
+
+use strake_gds::{Cuda, Failed, GpuMem, Report, Transfer};
+use strake_proto::{Error, layout::MAX_FILE_SIZE};
+
+use crate::{
+    abi,
+    driver::{Driver, OurFile, Place},
+    host,
+    stats::{By, Ended, Way},
+    wrong::{Done, Wrong, say},
+};
+
+/// A file that is being cut while it is read is looked at so often.
+const LOOKS: u32 = 16;
+/// Host memory goes through a buffer of so many bytes.
+const HOST_PIECE: usize = 16 << 20;
+
+/// What was given to a stream before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// The call comes after everything in the default stream, as a cuMemcpy would.
+    Default,
+    /// It was waited for.
+    Settled,
+}
+
+/// What a program asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked {
+    pub way: Way,
+    pub by: By,
+    pub order: Order,
+    pub base: u64,
+    pub size: usize,
+    pub offset: i64,
+    pub base_offset: i64,
+}
+
+/// Where memory lies.
+enum Memory {
+    Device(u32, Cuda),
+    Host,
+}
+
+/// What happened to the bytes of one call.
+#[derive(Default)]
+struct Account {
+    device: Option<(u32, [u8; 16])>,
+    reports: Vec<Report>,
+    host: u64,
+}
+
+impl Asked {
+    /// Address and offset; `EINVAL`'s code for what cannot be one.
+    fn check(&self) -> Done<(u64, u64)> {
+        let bad = Wrong::Op(abi::INVALID_VALUE);
+        let (offset, base_offset) = (u64::try_from(self.offset), u64::try_from(self.base_offset));
+        let (Ok(offset), Ok(base_offset)) = (offset, base_offset) else { return Err(bad) };
+        if self.base == 0 || isize::try_from(self.size).is_err() {
+            return Err(bad);
+        }
+        let addr = self.base.checked_add(base_offset).ok_or(bad)?;
+        addr.checked_add(self.size as u64).ok_or(Wrong::Op(abi::CUDA_POINTER_RANGE_ERROR))?;
+        Ok((addr, offset))
+    }
+
+    fn unaligned(&self) -> bool {
+        [self.offset, self.base_offset, self.size as i64].iter().any(|n| n & 4095 != 0)
+    }
+}
+
+/// Moves bytes and counts them, whatever comes of it.
+pub fn transfer(driver: &Driver, of: &OurFile, asked: &Asked) -> Done<usize> {
+    let (_active, begun, mut account) = (driver.active(), Instant::now(), Account::default());
+    let outcome = attempt(driver, of, asked, &mut account);
+    driver.stats.ended(&Ended {
+        way: asked.way,
+        by: asked.by,
+        device: account.device,
+        unaligned: asked.unaligned(),
+        took: begun.elapsed(),
+        outcome,
+        reports: &account.reports,
+        host: account.host,
+    });
+    outcome
+}
+
+fn attempt(driver: &Driver, of: &OurFile, asked: &Asked, account: &mut Account) -> Done<usize> {
+    let (addr, offset) = asked.check()?;
+    let access = of.found.flags as i32 & libc::O_ACCMODE;
+    let may = access == libc::O_RDWR || (access == libc::O_WRONLY) == (asked.way == Way::Write);
+    if !may {
+        return Err(Wrong::Os(libc::EBADF));
+    }
+    if asked.size == 0 {
+        return Ok(0);
+    }
+    let memory = whereabouts(driver, of, addr, asked.size as u64)?;
+    if let Memory::Device(n, cuda) = &memory {
+        account.device = Some((*n, cuda.uuid().unwrap_or_default()));
+        if asked.order == Order::Default {
+            cuda.wait_for_default().map_err(|f| Wrong::from(&f))?;
+        }
+    }
+    let place = driver.place(of, if let Memory::Device(n, _) = memory { n } else { of.home })?;
+    let host = matches!(memory, Memory::Host);
+    match (asked.way, host) {
+        (Way::Read, false) => load(of, &place, (addr, offset), asked.size, account),
+        (Way::Write, false) => save(of, &place, (addr, offset), asked.size, account),
+        (Way::Read, true) => read_host(&place, (addr, offset), asked.size, account),
+        (Way::Write, true) => write_host(&place, (addr, offset), asked.size, account),
+    }
+}
+
+fn whereabouts(driver: &Driver, of: &OurFile, addr: u64, len: u64) -> Done<Memory> {
+    let fault = |f| Wrong::from(&f);
+    let Some(device) = driver.cuda(of.home)?.device_of(addr).map_err(fault)? else { return Ok(Memory::Host) };
+    let cuda = driver.cuda(device)?;
+    cuda.check(addr, len).map_err(|f| {
+        say(|| f.to_string());
+        Wrong::from(&f)
+    })?;
+    Ok(Memory::Device(device, cuda))
+}
+
+fn io(e: &Error) -> Wrong {
+    say(|| e.to_string());
+    Wrong::of_io(e)
+}
+
+/// Notes what a call of the bridge did.
+fn noted(outcome: Result<Report, Failed>, account: &mut Account) -> Result<(), Error> {
+    match outcome {
+        Ok(report) => {
+            account.reports.push(report);
+            Ok(())
+        }
+        Err(Failed { error, report }) => {
+            account.reports.push(*report);
+            Err(error)
+        }
+    }
+}
+
+fn one(place: &Place, (gpu, offset): (u64, u64), len: u64) -> [Transfer; 1] {
+    [Transfer { file: Arc::clone(&place.1) as _, offset, gpu, len }]
+}
+
+/// As pread(2): fewer bytes where the file ends, which is looked at first because the bridge takes a range that goes on beyond for an error.
+fn load(of: &OurFile, place: &Place, at: (u64, u64), size: usize, account: &mut Account) -> Done<usize> {
+    let (session, file) = place;
+    let mut looks = 0;
+    loop {
+        let end = session.size(file).map_err(|e| io(&e))?;
+        let n = (size as u64).min(end.saturating_sub(at.1));
+        if n == 0 {
+            return Ok(0);
+        }
+        let Err(e) = noted(session.load(&one(place, at, n), of.policy), account) else { return Ok(n as usize) };
+        looks += 1;
+        // Cut in the meantime: what is left of it.
+        let end = session.size(file).map_err(|e| io(&e))?;
+        if at.1 + n <= end || looks == LOOKS {
+            return Err(io(&e));
+        }
+    }
+}
+
+/// As pwrite(2) and fdatasync(2): the program's fsync(2) goes to the mount, which knows nothing of these bytes, so they are safe before the call returns.
+fn save(of: &OurFile, place: &Place, at: (u64, u64), size: usize, account: &mut Account) -> Done<usize> {
+    within_bounds(at.1, size)?;
+    let (session, file) = place;
+    noted(session.save(&one(place, at, size as u64), of.policy), account).map_err(|e| io(&e))?;
+    session.fsync(file).map_err(|e| io(&e))?;
+    Ok(size)
+}
+
+fn within_bounds(offset: u64, size: usize) -> Done<()> {
+    let end = offset.checked_add(size as u64).filter(|end| *end <= MAX_FILE_SIZE);
+    end.map(drop).ok_or(Wrong::Os(libc::EFBIG))
+}
+
+fn read_host((session, file): &Place, at: (u64, u64), size: usize, account: &mut Account) -> Done<usize> {
+    let mut done = 0;
+    while done < size {
+        let want = (size - done).min(HOST_PIECE);
+        let bytes = session.read(file, at.1 + done as u64, want).map_err(|e| io(&e))?;
+        host::put(at.0 + done as u64, &bytes)?;
+        done += bytes.len();
+        account.host += bytes.len() as u64;
+        if bytes.len() < want {
+            break;
+        }
+    }
+    Ok(done)
+}
+
+fn write_host((session, file): &Place, at: (u64, u64), size: usize, account: &mut Account) -> Done<usize> {
+    within_bounds(at.1, size)?;
+    let mut done = 0;
+    while done < size {
+        let bytes = host::get(at.0 + done as u64, (size - done).min(HOST_PIECE))?;
+        session.write(file, at.1 + done as u64, &bytes).map_err(|e| io(&e))?;
+        done += bytes.len();
+        account.host += bytes.len() as u64;
+    }
+    session.fsync(file).map_err(|e| io(&e))?;
+    Ok(size)
+}

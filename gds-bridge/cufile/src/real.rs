@@ -1,0 +1,228 @@
+//! NVIDIA's library, for files that are not ours: opened at run time, when the first such file is registered, and asked nothing before.
+
+use std::{
+    cell::Cell,
+    ffi::{CStr, CString, c_char, c_int, c_long, c_uint, c_void},
+    fs::File,
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
+    sync::OnceLock,
+};
+
+use crate::{
+    abi::{self, Descriptor, Event, IoVec, Params, Status},
+    wrong::{Done, Wrong, say},
+};
+
+/// The names that it is installed by.
+const NAMES: [&str; 2] = ["libcufile.so.0", "libcufile.so"];
+/// Where it is looked for by its whole name, when the plain one leads to this library.
+const PLACES: [&str; 5] = [
+    "/usr/local/cuda/lib64",
+    "/usr/local/cuda/targets/x86_64-linux/lib",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib64",
+    "/usr/local/lib",
+];
+
+type Slabs = unsafe extern "C" fn(*const usize, *const usize, c_int) -> Status;
+
+macro_rules! functions {
+    ($($field:ident = $symbol:literal: $type:ty;)*) => {
+        /// Its functions; older versions lack some.
+        #[allow(missing_docs, reason = "named as in the interface")]
+        pub struct Real {
+            handle: *mut c_void,
+            $(pub $field: Option<$type>,)*
+        }
+
+        impl Real {
+            fn of(handle: *mut c_void) -> Real {
+                Real {
+                    handle,
+                    // SAFETY: the symbol is a function of cuFile's interface of this very type, or is not there.
+                    $($field: unsafe { std::mem::transmute::<*mut c_void, Option<$type>>(symbol(handle, $symbol)) },)*
+                }
+            }
+        }
+    };
+}
+
+functions! {
+    driver_open = c"cuFileDriverOpen": unsafe extern "C" fn() -> Status;
+    driver_close = c"cuFileDriverClose_v2": unsafe extern "C" fn() -> Status;
+    use_count = c"cuFileUseCount": unsafe extern "C" fn() -> c_long;
+    handle_register = c"cuFileHandleRegister": unsafe extern "C" fn(*mut *mut c_void, *mut Descriptor) -> Status;
+    handle_deregister = c"cuFileHandleDeregister": unsafe extern "C" fn(*mut c_void);
+    buf_register = c"cuFileBufRegister": unsafe extern "C" fn(*const c_void, usize, c_int) -> Status;
+    buf_deregister = c"cuFileBufDeregister": unsafe extern "C" fn(*const c_void) -> Status;
+    read = c"cuFileRead": unsafe extern "C" fn(*mut c_void, *mut c_void, usize, i64, i64) -> isize;
+    write = c"cuFileWrite": unsafe extern "C" fn(*mut c_void, *const c_void, usize, i64, i64) -> isize;
+    readv = c"cuFileReadv": unsafe extern "C" fn(*mut c_void, *const IoVec, usize, i64, c_uint) -> isize;
+    writev = c"cuFileWritev": unsafe extern "C" fn(*mut c_void, *const IoVec, usize, i64, c_uint) -> isize;
+    read_async = c"cuFileReadAsync": Stream;
+    write_async = c"cuFileWriteAsync": Stream;
+    stream_register = c"cuFileStreamRegister": unsafe extern "C" fn(*mut c_void, c_uint) -> Status;
+    stream_deregister = c"cuFileStreamDeregister": unsafe extern "C" fn(*mut c_void) -> Status;
+    batch_setup = c"cuFileBatchIOSetUp": unsafe extern "C" fn(*mut *mut c_void, c_uint) -> Status;
+    batch_submit = c"cuFileBatchIOSubmit": unsafe extern "C" fn(*mut c_void, c_uint, *mut Params, c_uint) -> Status;
+    batch_status = c"cuFileBatchIOGetStatus": unsafe extern "C" fn(*mut c_void, c_uint, *mut c_uint, *mut Event, *mut libc::timespec) -> Status;
+    batch_cancel = c"cuFileBatchIOCancel": unsafe extern "C" fn(*mut c_void) -> Status;
+    batch_destroy = c"cuFileBatchIODestroy": unsafe extern "C" fn(*mut c_void);
+    version = c"cuFileGetVersion": unsafe extern "C" fn(*mut c_int) -> Status;
+    set_size = c"cuFileSetParameterSizeT": unsafe extern "C" fn(c_int, usize) -> Status;
+    set_bool = c"cuFileSetParameterBool": unsafe extern "C" fn(c_int, u8) -> Status;
+    set_string = c"cuFileSetParameterString": unsafe extern "C" fn(c_int, *const c_char) -> Status;
+    set_posix_slabs = c"cuFileSetParameterPosixPoolSlabArray": Slabs;
+    set_gpu_slabs = c"cuFileSetParameterGpuBounceBufferSlabArray": Slabs;
+    bar_size = c"cuFileGetBARSizeInKB": unsafe extern "C" fn(c_int, *mut usize) -> Status;
+    topology = c"cuFileExportPCIeTopology": unsafe extern "C" fn(*const c_char) -> Status;
+    get_p2p = c"cuFileDriverGetP2PFlags": unsafe extern "C" fn(c_int, *mut c_int) -> Status;
+    set_p2p = c"cuFileDriverSetP2PFlags": unsafe extern "C" fn(c_int, c_int) -> Status;
+}
+
+/// `cuFileReadAsync` and `cuFileWriteAsync`.
+pub type Stream =
+    unsafe extern "C" fn(*mut c_void, *mut c_void, *mut usize, *mut i64, *mut i64, *mut isize, *mut c_void) -> Status;
+
+// SAFETY: functions of a library that is never closed, which any thread may call.
+unsafe impl Send for Real {}
+// SAFETY: as above.
+unsafe impl Sync for Real {}
+
+static REAL: OnceLock<Result<Real, String>> = OnceLock::new();
+
+thread_local! {
+    static INSIDE: Cell<u32> = const { Cell::new(0) };
+}
+
+fn symbol(handle: *mut c_void, name: &CStr) -> *mut c_void {
+    // SAFETY: looks a name up in a library that is open.
+    unsafe { libc::dlsym(handle, name.as_ptr()) }
+}
+
+/// Opens a library, unless it is this one.
+fn open(name: &Path) -> Result<*mut c_void, String> {
+    let shown = name.display();
+    let file = CString::new(name.as_os_str().as_bytes()).map_err(|_| format!("{shown}: a zero byte"))?;
+    // SAFETY: opening runs its initialisers; those of cuFile only set up memory of their own.
+    let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    if handle.is_null() {
+        // SAFETY: the last error of this thread, or null; copied before any other call of the loader.
+        let why = unsafe { libc::dlerror().as_ref().map(|e| CStr::from_ptr(e).to_string_lossy().into_owned()) };
+        return Err(why.unwrap_or_else(|| format!("{shown} cannot be opened")));
+    }
+    let found = symbol(handle, c"cuFileRead");
+    if found.is_null() {
+        return Err(format!("{shown} has no cuFileRead"));
+    }
+    if found == crate::api::cuFileRead as *mut c_void || !symbol(handle, c"strake_cufile").is_null() {
+        return Err(format!("{shown} is this library"));
+    }
+    Ok(handle)
+}
+
+fn candidates() -> Vec<PathBuf> {
+    if let Some(named) = std::env::var_os("STRAKE_CUFILE_REAL").filter(|n| !n.is_empty()) {
+        return vec![named.into()];
+    }
+    let path = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let places = std::env::split_paths(&path).filter(|p| p.is_absolute()).chain(PLACES.iter().map(PathBuf::from));
+    let whole = places.flat_map(|p| NAMES.map(|n| p.join(n))).filter(|p| p.exists());
+    NAMES.iter().map(PathBuf::from).chain(whole).collect()
+}
+
+fn load() -> Result<Real, String> {
+    // Opening its driver never returns where this cannot be read.
+    if let Err(e) = File::open("/proc/modules") {
+        return Err(format!("the real libcufile would hang here: /proc/modules: {e}"));
+    }
+    let mut all = Vec::new();
+    for name in candidates() {
+        match open(&name) {
+            Ok(handle) => return Ok(Real::of(handle)),
+            Err(why) => all.push(why),
+        }
+    }
+    Err(format!("no real libcufile: {}", all.join("; ")))
+}
+
+impl Real {
+    /// The library, which is looked for once.
+    pub fn get() -> Done<&'static Real> {
+        REAL.get_or_init(load).as_ref().map_err(|why| {
+            say(|| why.clone());
+            Wrong::Op(abi::IO_NOT_SUPPORTED)
+        })
+    }
+
+    /// The library, if it was needed before.
+    pub fn known() -> Option<&'static Real> {
+        REAL.get()?.as_ref().ok()
+    }
+
+    /// Calls one of its functions. What it calls of its own by names that lead here comes back to it: see [`inside`].
+    pub fn call<F: Copy, T>(&self, f: Option<F>, call: impl FnOnce(F) -> T) -> Done<T> {
+        let Some(f) = f else {
+            say(|| "the real libcufile is older than what is asked of it".into());
+            return Err(Wrong::Op(abi::PLATFORM_NOT_SUPPORTED));
+        };
+        struct Out;
+        impl Drop for Out {
+            fn drop(&mut self) {
+                INSIDE.set(INSIDE.get() - 1);
+            }
+        }
+        INSIDE.set(INSIDE.get() + 1);
+        let _out = Out;
+        Ok(call(f))
+    }
+
+    /// As [`Real::call`], of a function that returns a status.
+    pub fn control<F: Copy>(&self, f: Option<F>, call: impl FnOnce(F) -> Status) -> Done<()> {
+        let s = self.call(f, call)?;
+        match s.err {
+            abi::SUCCESS => Ok(()),
+            abi::CUDA_DRIVER_ERROR => Err(Wrong::Cuda(s.cu_err)),
+            // What it says although it means an error is not to be taken for one of another kind.
+            code if code > 0 => Err(Wrong::Op(code)),
+            _ => Err(Wrong::Op(abi::INTERNAL_ERROR)),
+        }
+    }
+
+    /// As [`Real::call`], of a function that moves at most `most` bytes. Version 1.15 and older return positive codes from reads that failed: nothing above
+    /// what was asked for is a number of bytes.
+    pub fn moving<F: Copy>(&self, f: Option<F>, most: usize, call: impl FnOnce(F) -> isize) -> Done<usize> {
+        let n = self.call(f, call)?;
+        match usize::try_from(n) {
+            Ok(n) if n <= most => Ok(n),
+            Ok(n) => {
+                say(|| format!("the real libcufile said {n} bytes where {most} were asked for"));
+                let code = c_int::try_from(n).unwrap_or(0);
+                Err(Wrong::Op(if (5001..5100).contains(&code) { code } else { abi::INTERNAL_ERROR }))
+            }
+            Err(_) if n == -1 => {
+                Err(Wrong::Os(std::io::Error::last_os_error().raw_os_error().filter(|e| *e != 0).unwrap_or(libc::EIO)))
+            }
+            Err(_) => Err(Wrong::Op(c_int::try_from(-n).unwrap_or(abi::INTERNAL_ERROR))),
+        }
+    }
+
+    /// Where it was found, for people.
+    pub fn place(&self) -> String {
+        let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
+        // SAFETY: asks where a function lies; what comes back are constants of the loader.
+        unsafe {
+            let at = symbol(self.handle, c"cuFileRead");
+            if libc::dladdr(at, info.as_mut_ptr()) == 0 || (*info.as_ptr()).dli_fname.is_null() {
+                return "unknown".into();
+            }
+            CStr::from_ptr((*info.as_ptr()).dli_fname).to_string_lossy().into_owned()
+        }
+    }
+}
+
+/// Whether this thread is within the real library: then the call is its own and goes back to it as it is.
+pub fn inside() -> Option<&'static Real> {
+    if INSIDE.get() == 0 { None } else { Real::known() }
+}

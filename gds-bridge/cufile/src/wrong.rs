@@ -1,0 +1,162 @@
+//! What a call could not do, and how programs are told.
+
+use std::{ffi::c_int, fs::OpenOptions, io::Write, panic::AssertUnwindSafe, panic::catch_unwind};
+
+use strake_gds::{Fault, Unavailable};
+use strake_proto::{Code, Error};
+
+use crate::abi::{self, Status};
+
+/// Why a call fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wrong {
+    /// A code of cuFile's.
+    Op(c_int),
+    /// The CUDA driver's error, as a number of its own.
+    Cuda(c_int),
+    /// A file system's: an errno.
+    Os(c_int),
+}
+
+/// Of a call that fails with [`Wrong`].
+pub type Done<T> = Result<T, Wrong>;
+
+/// Tells people why: where `STRAKE_GDS_LOG` says, a file or `stderr`. Codes do not say much.
+pub fn say(text: impl FnOnce() -> String) {
+    let Some(to) = std::env::var_os("STRAKE_GDS_LOG").filter(|to| !to.is_empty()) else { return };
+    let line = format!("strake_cufile[{}]: {}\n", std::process::id(), text());
+    if to == "stderr" {
+        let _ = std::io::stderr().write_all(line.as_bytes());
+    } else if let Ok(mut f) = OpenOptions::new().create(true).append(true).open(to) {
+        let _ = f.write_all(line.as_bytes());
+    }
+}
+
+impl Wrong {
+    /// What control calls return. Errors of files there are those of opening them.
+    pub fn status(self) -> Status {
+        match self {
+            Wrong::Op(code) => Status::of(code),
+            Wrong::Cuda(cu_err) => Status { err: abi::CUDA_DRIVER_ERROR, cu_err },
+            Wrong::Os(libc::EACCES | libc::EPERM) => Status::of(abi::PERMISSION_DENIED),
+            Wrong::Os(_) => Status::of(abi::INTERNAL_ERROR),
+        }
+    }
+
+    /// What calls that move bytes return: -1 with errno set, or a negative code. Never anything that could be a number of bytes.
+    pub fn negative(self) -> isize {
+        match self {
+            Wrong::Op(code) => -(code as isize),
+            Wrong::Cuda(_) => -(abi::CUDA_DRIVER_ERROR as isize),
+            Wrong::Os(errno) => {
+                // SAFETY: the calling thread's own.
+                unsafe { *libc::__errno_location() = errno };
+                -1
+            }
+        }
+    }
+
+    /// The same where nobody reads errno: it is the number itself.
+    pub fn in_event(self) -> isize {
+        match self {
+            Wrong::Os(errno) => -(errno as isize),
+            other => other.negative(),
+        }
+    }
+
+    /// Of a call that moved bytes, or was to.
+    pub fn of_io(e: &Error) -> Wrong {
+        match e.code {
+            Code::OpNotSupp => Wrong::Op(abi::IO_NOT_SUPPORTED),
+            Code::NoDev => Wrong::Op(abi::CUDA_DRIVER_ERROR),
+            // Retries are over: "try again" would make the program spin.
+            _ if e.errno() == libc::EAGAIN => Wrong::Os(libc::EIO),
+            _ => Wrong::Os(e.errno()),
+        }
+    }
+
+    /// Of connecting to the cluster and opening a file there.
+    pub fn of_open(e: &Error) -> Wrong {
+        match e.code {
+            Code::Access | Code::Perm | Code::RoFs | Code::NoEnt | Code::BadCap | Code::Unauthenticated => {
+                Wrong::Op(abi::PERMISSION_DENIED)
+            }
+            Code::Inval => Wrong::Op(abi::INVALID_VALUE),
+            Code::NoDev => Wrong::Op(abi::DEVICE_NOT_FOUND),
+            _ => Wrong::Op(abi::INTERNAL_ERROR),
+        }
+    }
+}
+
+impl From<&Fault> for Wrong {
+    fn from(f: &Fault) -> Wrong {
+        match f {
+            Fault::Foreign { .. } | Fault::Freed { .. } => Wrong::Op(abi::CUDA_POINTER_INVALID),
+            Fault::Beyond { .. } => Wrong::Op(abi::CUDA_POINTER_RANGE_ERROR),
+            Fault::Driver { code, .. } => Wrong::Cuda(*code),
+            Fault::Damaged { .. } => Wrong::Os(libc::EIO),
+            Fault::ContextGone | Fault::NoMemory { .. } | Fault::Pin { .. } => Wrong::Op(abi::CUDA_DRIVER_ERROR),
+        }
+    }
+}
+
+impl From<&Unavailable> for Wrong {
+    fn from(why: &Unavailable) -> Wrong {
+        match why {
+            Unavailable::NoDevice { .. } => Wrong::Op(abi::DEVICE_NOT_FOUND),
+            Unavailable::Device(f) => f.into(),
+            _ => Wrong::Op(abi::CUDA_DRIVER_ERROR),
+        }
+    }
+}
+
+/// A fault of this library is an error of its call and unwinds into nobody.
+pub fn caught<T>(f: impl FnOnce() -> Done<T>) -> Done<T> {
+    catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(|cause| {
+        let text = cause.downcast_ref::<&str>().copied();
+        let text = text.or_else(|| cause.downcast_ref::<String>().map(String::as_str)).unwrap_or("no text");
+        say(|| format!("a fault of this library: {text}"));
+        Err(Wrong::Op(abi::INTERNAL_ERROR))
+    })
+}
+
+/// The body of a control call.
+pub fn control(f: impl FnOnce() -> Done<()>) -> Status {
+    caught(f).map_or_else(Wrong::status, |()| Status::OK)
+}
+
+/// The body of a call that moves bytes. On success errno stays as it is.
+pub fn moving(f: impl FnOnce() -> Done<usize>) -> isize {
+    // More than a signed number has room for was never asked.
+    caught(f)
+        .and_then(|n| isize::try_from(n).map_err(|_| Wrong::Op(abi::INTERNAL_ERROR)))
+        .unwrap_or_else(Wrong::negative)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_that_went_wrong_looks_like_bytes() {
+        for code in Code::ALL {
+            let e = Error::new(*code, "x");
+            for w in [Wrong::of_io(&e), Wrong::of_open(&e)] {
+                assert!(w.negative() < 0 && w.in_event() < 0 && w.status().err >= 5000, "{code:?}: {w:?}");
+                assert_ne!(w, Wrong::Os(libc::EAGAIN), "{code:?}");
+            }
+        }
+        let fault = Fault::Driver { call: "x", code: 700, name: "y".into() };
+        assert_eq!(Wrong::from(&fault).status(), Status { err: 5011, cu_err: 700 });
+        assert_eq!(Wrong::from(&fault).negative(), -5011);
+    }
+
+    #[test]
+    fn a_panic_is_an_error_of_its_call() {
+        assert_eq!(control(|| panic!("on purpose")), Status::of(abi::INTERNAL_ERROR));
+        assert_eq!(moving(|| panic!("on purpose")), -5030);
+        assert_eq!(moving(|| Err(Wrong::Os(libc::ENOSPC))), -1);
+        assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::ENOSPC));
+        assert_eq!(moving(|| Ok(usize::MAX)), -5030);
+    }
+}

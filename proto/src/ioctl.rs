@@ -1,0 +1,179 @@
+//! What a mount answers to ioctl(2) on an open regular file, so that a library in the program can open the same file by itself.
+//!
+//! Numbers are in the byte order of the machine, as in every ioctl: both ends are on one machine. A reader believes an answer only as far
+//! as it checks it: any file system may answer the same number with anything.
+
+use crate::{Code, Error, Ino, Result};
+
+const fn reads(number: u32, bytes: usize) -> u32 {
+    2 << 30 | (bytes as u32) << 16 | 0xe7 << 8 | number
+}
+
+/// Bytes of the answer to [`FILE`].
+pub const FILE_BYTES: usize = 64;
+/// Bytes of the answer to [`SERVERS`].
+pub const SERVERS_BYTES: usize = 4096;
+/// Which file of which file system it is: `_IOR(0xe7, 1, 64 bytes)`.
+pub const FILE: u32 = reads(1, FILE_BYTES);
+/// Where the metadata servers are: `_IOR(0xe7, 2, 4096 bytes)`.
+pub const SERVERS: u32 = reads(2, SERVERS_BYTES);
+
+const MAGIC: [u8; 8] = *b"strakeio";
+const VERSION: u32 = 1;
+/// Magic, version, bytes, UUID.
+const HEAD: usize = 32;
+
+/// The answer to [`FILE`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OpenedFile {
+    /// Of the file system.
+    pub uuid: [u8; 16],
+    /// Inode ids are never reused: it means this file for good.
+    pub ino: Ino,
+    /// The flags of open(2) that the mount has for the descriptor.
+    pub flags: u32,
+}
+
+/// The answer to [`SERVERS`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Servers {
+    /// Of the file system.
+    pub uuid: [u8; 16],
+    /// Endpoints of the metadata servers, separated by commas.
+    pub endpoints: String,
+}
+
+fn head(uuid: [u8; 16], bytes: usize) -> Vec<u8> {
+    let mut out = Vec::with_capacity(bytes);
+    out.extend_from_slice(&MAGIC);
+    out.extend_from_slice(&VERSION.to_ne_bytes());
+    out.extend_from_slice(&(bytes as u32).to_ne_bytes());
+    out.extend_from_slice(&uuid);
+    out
+}
+
+fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    bytes[at..at + N].try_into().expect("as long as it was asked for")
+}
+
+/// The UUID of an answer, if it is one.
+fn check(answer: &[u8], bytes: usize) -> Result<[u8; 16]> {
+    let not_ours = || Error::new(Code::Inval, "this is no answer of a StrakeFS mount");
+    if answer.len() < bytes || answer[..8] != MAGIC {
+        return Err(not_ours());
+    }
+    let (version, size) = (u32::from_ne_bytes(array(answer, 8)), u32::from_ne_bytes(array(answer, 12)));
+    if version != VERSION || size as usize != bytes {
+        let m = format!(
+            "the mount answers in version {version} with {size} bytes; version {VERSION} with {bytes} is known here"
+        );
+        return Err(Error::new(Code::OpNotSupp, m));
+    }
+    Ok(array(answer, 16))
+}
+
+impl OpenedFile {
+    /// [`FILE_BYTES`] bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = head(self.uuid, FILE_BYTES);
+        out.extend_from_slice(&self.ino.to_ne_bytes());
+        out.extend_from_slice(&self.flags.to_ne_bytes());
+        out.resize(FILE_BYTES, 0);
+        out
+    }
+
+    /// `EINVAL`: no answer of a mount; `EOPNOTSUPP`: one of another version.
+    pub fn decode(answer: &[u8]) -> Result<OpenedFile> {
+        let uuid = check(answer, FILE_BYTES)?;
+        let (ino, flags) = (u64::from_ne_bytes(array(answer, HEAD)), u32::from_ne_bytes(array(answer, HEAD + 8)));
+        Ok(OpenedFile { uuid, ino, flags })
+    }
+}
+
+impl Servers {
+    /// [`SERVERS_BYTES`] bytes, with as many endpoints as there is room for.
+    pub fn encode(uuid: [u8; 16], endpoints: &[String]) -> Vec<u8> {
+        const ROOM: usize = SERVERS_BYTES - HEAD - 8;
+        let mut text = String::new();
+        for e in endpoints {
+            if text.len() + 1 + e.len() > ROOM {
+                break;
+            }
+            if !text.is_empty() {
+                text.push(',');
+            }
+            text.push_str(e);
+        }
+        let mut out = head(uuid, SERVERS_BYTES);
+        out.extend_from_slice(&(text.len() as u32).to_ne_bytes());
+        out.extend_from_slice(&[0; 4]);
+        out.extend_from_slice(text.as_bytes());
+        out.resize(SERVERS_BYTES, 0);
+        out
+    }
+
+    /// Errors as of [`OpenedFile::decode`].
+    pub fn decode(answer: &[u8]) -> Result<Servers> {
+        let uuid = check(answer, SERVERS_BYTES)?;
+        let len = u32::from_ne_bytes(array(answer, HEAD)) as usize;
+        let text = answer[HEAD + 8..SERVERS_BYTES].get(..len);
+        let text = text.and_then(|t| std::str::from_utf8(t).ok());
+        let text = text.ok_or_else(|| Error::new(Code::Inval, "the mount's list of metadata servers is no text"))?;
+        Ok(Servers { uuid, endpoints: text.into() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_numbers_are_those_of_the_macro() {
+        assert_eq!([FILE, SERVERS], [0x8040_e701, 0x9000_e702]);
+    }
+
+    #[test]
+    fn answers_are_read_as_they_are_written() {
+        let file = OpenedFile { uuid: *b"0123456789abcdef", ino: 0x1122_3344_5566_7788, flags: 0o100_002 };
+        let bytes = file.encode();
+        assert_eq!((bytes.len(), OpenedFile::decode(&bytes)), (FILE_BYTES, Ok(file)));
+        assert_eq!(&bytes[..8], b"strakeio");
+        assert_eq!(&bytes[16..32], b"0123456789abcdef");
+        let all = ["tcp:a:1".to_string(), "rdma:b:2".into()];
+        let bytes = Servers::encode([7; 16], &all);
+        let want = Servers { uuid: [7; 16], endpoints: "tcp:a:1,rdma:b:2".into() };
+        assert_eq!((bytes.len(), Servers::decode(&bytes)), (SERVERS_BYTES, Ok(want)));
+        assert_eq!(Servers::decode(&Servers::encode([0; 16], &[])).unwrap().endpoints, "");
+        // More than there is room for: whole ones.
+        let many: Vec<String> = (0..500).map(|n| format!("tcp:server{n}:7400")).collect();
+        let s = Servers::decode(&Servers::encode([0; 16], &many)).unwrap();
+        let kept: Vec<&str> = s.endpoints.split(',').collect();
+        assert!(kept.len() > 200 && kept.len() < 500 && kept.iter().zip(&many).all(|(a, b)| a == b));
+    }
+
+    /// What another file system may answer.
+    #[test]
+    fn anything_else_is_an_error() {
+        let file = OpenedFile { uuid: [1; 16], ino: 5, flags: 0 }.encode();
+        let servers = Servers::encode([1; 16], &["tcp:a:1".into()]);
+        for len in 0..FILE_BYTES {
+            assert_eq!(OpenedFile::decode(&file[..len]).unwrap_err().code, Code::Inval);
+        }
+        assert!(OpenedFile::decode(&[0; FILE_BYTES]).is_err() && OpenedFile::decode(&[0xff; 5000]).is_err());
+        assert!(OpenedFile::decode(&servers).is_err() && Servers::decode(&file).is_err());
+        for at in 0..16 {
+            let (mut f, mut s) = (file.clone(), servers.clone());
+            f[at] ^= 1;
+            s[at] ^= 1;
+            assert!(OpenedFile::decode(&f).is_err() && Servers::decode(&s).is_err(), "byte {at}");
+        }
+        for len in [SERVERS_BYTES as u32, u32::MAX] {
+            let mut s = servers.clone();
+            s[32..36].copy_from_slice(&len.to_ne_bytes());
+            assert!(Servers::decode(&s).is_err());
+        }
+        let mut s = servers.clone();
+        s[41] = 0xff;
+        assert!(Servers::decode(&s).is_err(), "not UTF-8");
+    }
+}
