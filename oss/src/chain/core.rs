@@ -1,7 +1,7 @@
 //! The state machine of one replica of one chain.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     ops::RangeInclusive,
 };
 
@@ -22,6 +22,9 @@ const KEPT_SPENT: usize = 4096;
 
 /// Refusals that the head remembers.
 const KEPT_REFUSALS: usize = 1024;
+
+/// Removed data that the head remembers.
+pub(super) const KEPT_GONE: usize = 8192;
 
 /// A client's update that was refused for good.
 #[derive(Clone, Debug, Hash)]
@@ -63,6 +66,8 @@ pub struct ChainCore {
     spent: BTreeMap<ChunkId, Spent>,
     /// The newest round of each session from which an update came in this epoch; not 0. What its client gave up is of an older one.
     rounds: BTreeMap<SessionId, u64>,
+    /// Data that was removed for good in this epoch, the latest: by data id, and in order.
+    gone: (BTreeSet<u64>, VecDeque<u64>),
 }
 
 fn refuse(op: OpId, code: Code, message: String) -> Output {
@@ -85,6 +90,7 @@ impl ChainCore {
             refused: VecDeque::new(),
             spent: BTreeMap::new(),
             rounds: BTreeMap::new(),
+            gone: Default::default(),
         }
     }
 
@@ -126,6 +132,20 @@ impl ChainCore {
     pub fn busy_from(&self, from: ChunkId) -> Vec<u64> {
         let end = ChunkId { index: u64::MAX, ..from };
         self.slots.range(from..=end).map(|(c, _)| c.index).collect()
+    }
+
+    /// No session's update makes a chunk of this data any more that is not in flight now: nobody writes it, but copies of what was written may
+    /// come late, and find no chunk that knows them. Those of another epoch are refused as such.
+    pub fn data_is_gone(&mut self, data: u64) {
+        let (known, order) = &mut self.gone;
+        if known.insert(data) {
+            order.push_back(data);
+        }
+        if order.len() > KEPT_GONE
+            && let Some(oldest) = order.pop_front()
+        {
+            known.remove(&oldest);
+        }
     }
 
     pub fn handle(&mut self, input: Input, local: &mut dyn Local) -> Vec<Output> {
@@ -236,6 +256,7 @@ impl ChainCore {
         self.refused.clear();
         self.spent.clear();
         self.rounds.clear();
+        self.gone = Default::default();
         if let Some(to) = self.view.serving_successor() {
             out.push(Output::Greet { to, epoch: self.view.epoch });
         }
@@ -288,6 +309,12 @@ impl ChainCore {
             Event::ClientLate.taken();
             let m = format!("session {session} has given up an update since this was sent; it is to be sent again");
             return out.push(refuse(op.id, Code::Overloaded, m));
+        }
+        if let What::Client { session: 1.., .. } = op.what
+            && self.gone.0.contains(&op.chunk.data)
+        {
+            Event::ClientGone.taken();
+            return out.push(refuse(op.id, Code::Stale, format!("the data of chunk {} was removed", op.chunk)));
         }
         if matches!(op.what, What::Forward { .. }) {
             self.heard_predecessor(op.epoch);

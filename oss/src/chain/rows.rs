@@ -9,6 +9,8 @@ strake_proto::rows! {
         ClientRefused = "client-refused",
         /// A client's update of a round that is over.
         ClientLate = "client-late",
+        /// A copy of a client's update whose file was removed since.
+        ClientGone = "client-gone",
         /// A repetition of a write that others have overtaken.
         ClientOvertaken = "client-overtaken",
         /// A client's update gets a version and the slot.

@@ -112,6 +112,33 @@ fn a_lone_replica_commits_what_is_staged_and_knows_it_again() {
 }
 
 #[test]
+fn copies_that_come_after_their_data_was_removed_make_no_chunk() {
+    let mut r = One::new(ALONE);
+    r.client(1, 1, true);
+    r.staged(1, None);
+    r.core.data_is_gone(CHUNK.data);
+    assert_eq!(r.client(2, 1, true), ["refused 2 Stale"]);
+    assert_eq!(r.client(3, 9, true), ["refused 3 Stale"], "one that nobody has seen before, too");
+    // The removals themselves are of no session.
+    let what = What::Client { session: 0, seq: 0, replay: None, round: 0 };
+    let (epoch, chunk) = (r.core.view().epoch, CHUNK);
+    assert_eq!(r.go(Input::Op(Op { id: 4, chunk, epoch, eager: false, what: what.clone() })), ["stage 4"]);
+    r.staged(4, None);
+    let chunk = ChunkId { data: CHUNK.data + 1, ..CHUNK };
+    let what = What::Client { session: 9, seq: 2, replay: None, round: 0 };
+    assert_eq!(r.go(Input::Op(Op { id: 5, chunk, epoch, eager: false, what: what.clone() })), ["stage 5"]);
+    // A bounded number of them, the latest; none over the epoch, whose requests are refused from then on.
+    for data in 100..100 + super::core::KEPT_GONE as u64 {
+        r.core.data_is_gone(data);
+    }
+    assert_eq!(r.client(6, 3, true), ["stage 6"]);
+    let last = |data, id, epoch| Op { id, chunk: ChunkId { data, ..CHUNK }, epoch, eager: false, what: what.clone() };
+    assert_eq!(r.go(Input::Op(last(101, 7, epoch))), ["refused 7 Stale"]);
+    r.go(Input::View(view(4, ALONE)));
+    assert_eq!(r.go(Input::Op(last(101, 8, epoch))), ["refused 8 StaleEpoch"]);
+}
+
+#[test]
 fn the_head_forwards_at_once_with_room_and_after_staging_without() {
     let mut r = One::new(HEAD);
     assert_eq!(r.client(1, 1, true), ["stage 1", "forward 1 #1 to 6 n1"]);

@@ -131,6 +131,10 @@ impl Replica {
     pub fn busy_from(&self, from: ChunkId) -> Vec<u64> {
         self.inner.lock().core.busy_from(from)
     }
+    /// See [`ChainCore::data_is_gone`].
+    pub fn data_is_gone(&self, data: u64) {
+        self.inner.lock().core.data_is_gone(data);
+    }
     /// See [`ChainCore::version_of`].
     pub fn version_of(&self, op: OpId) -> Option<Version> {
         self.inner.lock().core.version_of(op)

@@ -106,7 +106,7 @@ impl Cuts {
 }
 
 /// Removes a file's chunks of this chain from `chunk.index` on, and cuts the one before. Without a number it only gives one,
-/// except for data that is gone for good: nobody writes it again.
+/// except for data that is gone for good: nobody writes it again, and late copies of what was written are refused.
 pub(super) async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Result<DataReply> {
     replica.check_member(r.epoch)?;
     if !replica.view().head {
@@ -126,6 +126,10 @@ pub(super) async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) ->
         let number = replica.cuts.give(file, r.epoch, r.version.epoch)?;
         let version = Version { epoch: r.epoch, number };
         return Ok(DataReply { version, epoch: r.epoch, ..DataReply::default() });
+    }
+    if gone {
+        // Before it is looked for what is in flight.
+        replica.data_is_gone(r.chunk.data);
     }
     let _running = if gone { None } else { Some(replica.cuts.begin(file, r.epoch, r.seq)?) };
     tracing::debug!("chain {}: chunks of {} go, {} bytes stay before", r.chain, r.chunk, r.len);

@@ -174,6 +174,35 @@ async fn trim_removes_cuts_and_lets_resync_know() {
     }
 }
 
+/// A client had sent it twice, because the first connection was silent; the network delivers that one when the file has been removed.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_comes_when_its_file_was_removed_leaves_no_chunk() {
+    let c = Cluster::start(2).await;
+    let data = bytes(1, 6000);
+    let copy = c.write_request(0, 0, &data, 1);
+    let other = c.write_request(1, 0, &data, 2);
+    c.write(0, 0, &data, 1).await.unwrap();
+    let gone = DataRequest {
+        len: u32::MAX,
+        flags: FLAG_TOMBSTONE,
+        ..DataRequest::new(CHAIN, c.request(0, 0).epoch, c.head(), bed::chunk(0))
+    };
+    // One is in work at the moment of the removal.
+    let trim = c.call_as(Role::Server, c.head(), opcode::TRIM, &gone, &[]);
+    let (trimmed, written) = tokio::join!(trim, c.call(c.head(), opcode::WRITE, &other, &data));
+    trimmed.unwrap();
+    // It was made and removed, or refused: as they met.
+    assert!(written.is_ok() || written.is_err_and(|e| e.code == Code::Stale));
+    for late in [&copy, &other] {
+        assert_eq!(c.call(c.head(), opcode::WRITE, late, &data).await.unwrap_err().code, Code::Stale);
+    }
+    for t in 0..2 {
+        for index in 0..2 {
+            assert_eq!(c.read(t, index, 0, 9000).await.unwrap(), (Version::default(), vec![]), "an absent chunk");
+        }
+    }
+}
+
 /// Another metadata server had asked, whom nobody has heard for long; or the network held a copy of its request back.
 #[tokio::test(start_paused = true)]
 async fn a_trim_that_comes_late_cuts_nothing_that_was_written_since() {
