@@ -157,7 +157,7 @@ async fn damage_is_found_by_the_device_fetched_once_more_and_then_an_error() {
     let r = s.bridge.load(&all, DIRECT).await.unwrap();
     assert!(r.is_all(Tier::GpuRdma) && s.mem.peek(tensor, MIB).unwrap() == data, "{r}");
     s.cluster.net.damage(u64::MAX);
-    let failed = s.bridge.load(&all, Policy::Prefer).await.unwrap_err();
+    let failed = s.bridge.load(&all, DIRECT).await.unwrap_err();
     assert!(failed.error.code == Code::Corrupt && failed.report.moved() == 0, "{failed}");
     s.cluster.net.damage(0);
     // A save whose bytes the server finds changed is summed and sent once more.
