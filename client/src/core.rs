@@ -36,9 +36,8 @@ use crate::{
     idle::Idle,
     inode::{Inode, Release},
     keep,
-    lanes::Lanes,
     lock_waits::LockWaits,
-    locks,
+    locks::Lanes,
     mds::{Link, Session},
     memory::Memory,
     meta::op,
@@ -77,7 +76,7 @@ pub(crate) struct Core {
     /// Files that are to be released, see [`Core::release_later`], and the last opening before that.
     releases: Mutex<BTreeMap<Ino, (Release, u64)>>,
     pub(crate) openings: Openings,
-    pub locks: locks::Lanes,
+    pub locks: Lanes,
     pub lock_waits: LockWaits,
     pub memory: Memory,
     pub found: Found,
@@ -91,7 +90,7 @@ pub(crate) struct Core {
     pub(crate) recalls: Acknowledged,
     pub conns: Conns,
     /// For foreign memory.
-    pub lanes: Lanes,
+    pub foreign: crate::lanes::Lanes,
     /// Data requests in flight.
     pub pieces: Arc<Semaphore>,
     /// Room for unstable bytes, in [`ROOM_UNIT`]s.
@@ -198,7 +197,7 @@ impl Core {
             inodes: Mutex::default(),
             releases: Mutex::default(),
             openings: Openings::default(),
-            locks: locks::Lanes::default(),
+            locks: Lanes::default(),
             lock_waits: LockWaits::default(),
             memory: Memory::default(),
             found: Found::default(),
@@ -208,7 +207,7 @@ impl Core {
             greeted: Notify::new(),
             recalls: Acknowledged::default(),
             conns: Conns::new(cfg.connections_per_node.max(1)),
-            lanes: Lanes::new(cfg.connections_per_node),
+            foreign: crate::lanes::Lanes::new(cfg.connections_per_node),
             pieces: Arc::new(Semaphore::new(cfg.max_inflight_pieces.max(1))),
             unstable_room: rooms(cfg.unstable_limit),
             cache: Mutex::new(Cache::new((cfg.cache_bytes as u64).min(fabric.pool().stats().limit / 2))),

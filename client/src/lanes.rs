@@ -20,7 +20,13 @@ impl Lanes {
 
     /// The next one in turn to a node, opened when it is first needed. `OpNotSupp`: there is none that lends memory.
     pub async fn get(&self, fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Result<Arc<dyn Connection>> {
-        let conn = self.0.get(fabric, &without_tcp(node)?).await?;
+        let node = &without_tcp(node)?;
+        // What is missing here does not come by waiting, and others can do without it.
+        let missing = |e: Error| match fabric.ways(&node.endpoints) {
+            Err(why) => Error { code: Code::OpNotSupp, ..why.context(format_args!("lending memory to {}", node.name)) },
+            Ok(_) => e,
+        };
+        let conn = self.0.get(fabric, node).await.map_err(missing)?;
         if conn.lends() { Ok(conn) } else { Err(no_lane(node)) }
     }
 

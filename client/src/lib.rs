@@ -124,7 +124,7 @@ impl Client {
             }
             core.set_closed();
             core.conns.close();
-            core.lanes.close();
+            core.foreign.close();
             outcome
         };
         self.core.detached(closing).await
@@ -146,7 +146,7 @@ impl Client {
     pub fn roads(&self) -> Roads {
         Roads {
             roads: traffic::roads(&*self.core.fabric),
-            ways: [self.core.conns.ways(), self.core.lanes.ways()].concat(),
+            ways: [self.core.conns.ways(), self.core.foreign.ways()].concat(),
             ..Default::default()
         }
     }

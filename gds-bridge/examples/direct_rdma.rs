@@ -44,7 +44,7 @@ impl Job {
         let client = Client::connect(Config::new(vec![mds.parse()?]), Env::system(), Arc::new(roads)).await?;
         let mem = HostMem::new();
         mem.play_sums();
-        let options = Options { slot_bytes: MIB as usize, ..Options::default() };
+        let options = Options { slot_bytes: 256 << 10, ..Options::default() };
         let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(client.clone()), options).await?;
         for (tier, standing) in bridge.standings().iter() {
             println!("{tier}: {standing:?}");
@@ -53,14 +53,15 @@ impl Job {
     }
 
     async fn file(&self, name: &str) -> Done<File> {
-        let layout = Some(LayoutSpec { stripe_size: 256 << 10, stripe_count: -1, ..Default::default() });
+        let layout = Some(LayoutSpec { stripe_size: 128 << 10, stripe_count: -1, ..Default::default() });
         let me = Creds::default();
         Ok(self.client.create(&me, self.client.root(), name.as_bytes(), 0o644, RDWR_CREAT, false, layout).await?.0)
     }
 
     fn device(&self, seed: u64, len: u64) -> Done<(u64, Vec<u8>)> {
         let mut s = seed;
-        let bytes: Vec<u8> = (0..len.div_ceil(8)).flat_map(|_| splitmix64(&mut s).to_le_bytes()).take(len as usize).collect();
+        let bytes: Vec<u8> =
+            (0..len.div_ceil(8)).flat_map(|_| splitmix64(&mut s).to_le_bytes()).take(len as usize).collect();
         let addr = self.mem.alloc(len)?;
         self.mem.poke(addr, &bytes)?;
         Ok((addr, bytes))
@@ -84,20 +85,21 @@ impl Job {
 
     async fn once(&self) -> Done<()> {
         let file = self.file("direct").await?;
-        for r in self.there_and_back(&file, 1, 12 * MIB + 77).await? {
+        for r in self.there_and_back(&file, 1, 3 * MIB + 77).await? {
             println!("{r}");
         }
         // A hole behind it, and an end that comes with its answer.
-        file.truncate(16 * MIB).await?;
-        file.write_all_at(16 * MIB, b"end").await?;
-        let (to, _) = self.device(2, 4 * MIB + 3)?;
-        let all = [Transfer { file: Arc::new(file.clone()), offset: 12 * MIB, gpu: to, len: 4 * MIB + 3 }];
+        file.truncate(4 * MIB).await?;
+        file.write_all_at(4 * MIB, b"end").await?;
+        let (to, _) = self.device(2, MIB + 3)?;
+        let all = [Transfer { file: Arc::new(file.clone()), offset: 3 * MIB, gpu: to, len: MIB + 3 }];
         let r = self.bridge.load(&all, DIRECT).await?;
-        let got = self.mem.peek(to, 4 * MIB + 3)?;
-        ensure(got[77..4 << 20].iter().all(|b| *b == 0) && got[4 << 20..] == *b"end", "a hole is not zeros")?;
+        let got = self.mem.peek(to, MIB + 3)?;
+        ensure(got[77..1 << 20].iter().all(|b| *b == 0) && got[1 << 20..] == *b"end", "a hole is not zeros")?;
         println!("{r}");
         let ways = self.client.roads().ways;
-        let lanes: Vec<String> = ways.iter().map(|w| format!("{}: {} sent, {} received", w.endpoint, w.sent, w.received)).collect();
+        let lanes: Vec<String> =
+            ways.iter().map(|w| format!("{}: {} sent, {} received", w.endpoint, w.sent, w.received)).collect();
         println!("connections:\n{}", lanes.join("\n"));
         let mut by_server = std::collections::BTreeMap::<u32, usize>::new();
         ways.iter().for_each(|w| *by_server.entry(w.node).or_default() += usize::from(w.endpoint.starts_with("rdma:")));
@@ -110,8 +112,8 @@ impl Job {
 
     /// The call fails, nothing breaks, and nobody else's memory is written.
     async fn freed_in_mid_call(&self, file: &File) -> Done<()> {
-        let (to, _) = self.device(3, 12 * MIB)?;
-        let all = [Transfer { file: Arc::new(file.clone()), offset: 0, gpu: to, len: 12 * MIB }];
+        let (to, _) = self.device(3, 3 * MIB)?;
+        let all = [Transfer { file: Arc::new(file.clone()), offset: 0, gpu: to, len: 3 * MIB }];
         let over = AtomicBool::new(false);
         let free = async {
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -128,14 +130,14 @@ impl Job {
             (Ok(_), Ok(true)) => println!("freed in mid-call: the load was faster"),
             (r, f) => return Err(format!("freed in mid-call: {r:?} {f:?}").into()),
         }
-        self.there_and_back(file, 4, 2 * MIB).await.map(drop)
+        self.there_and_back(file, 4, MIB).await.map(drop)
     }
 
     async fn until(&self, flag: &Path) -> Done<()> {
         let file = self.file("again").await?;
         let mut n = 0;
         while !flag.exists() || n < 3 {
-            self.there_and_back(&file, n, 6 * MIB + n).await?;
+            self.there_and_back(&file, n, MIB + n).await?;
             n += 1;
             println!("{n} times there and back");
         }

@@ -356,7 +356,8 @@ impl Inner {
     /// By which tier it went, its bytes by road, and how many by way of a slot. `None`: the call has ended.
     async fn load_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         // Not to fetch what nobody wants any more.
-        match call.run.lock().road() {
+        let road = call.run.lock().road();
+        match road {
             None => return Ok(None),
             Some(Tier::GpuRdma) => {}
             Some(_) => return self.load_by_host(call, p).await,
@@ -366,7 +367,8 @@ impl Inner {
             Err(Stop::Call(e)) => return Err(e),
             Err(Stop::Tier(f)) => self.tier_failed(call, Tier::GpuRdma, p, f)?,
         }
-        if call.run.lock().road().is_none() { Ok(None) } else { self.load_by_host(call, p).await }
+        let ended = call.run.lock().road().is_none();
+        if ended { Ok(None) } else { self.load_by_host(call, p).await }
     }
 
     /// As [`Inner::load_part`], over host memory.

@@ -49,7 +49,7 @@ pub enum Unavailable {
         /// What it lacks.
         why: String,
     },
-    /// No file could be made on the cluster to test it with.
+    /// The file on the cluster that it is tested with could not be made, written or read.
     NoScratch {
         /// What the file system said.
         why: String,

@@ -56,7 +56,7 @@ impl Core {
     async fn lane_call_once(&self, chain: &pb::Chain, node: &pb::Node, m: Message) -> Result<Message> {
         let mut changed = self.map_changed.subscribe();
         let is_old = || self.map().chain(chain.id).is_none_or(|c| c.epoch != chain.epoch);
-        let conn = self.lanes.get(&self.fabric, node).await?;
+        let conn = self.foreign.get(&self.fabric, node).await?;
         if is_old() {
             return Err(Error::new(Code::StaleEpoch, format!("chain {} changed", chain.id)));
         }
@@ -176,7 +176,6 @@ impl Core {
         Err(passing.unwrap_or(last))
     }
 
-    #[allow(clippy::too_many_arguments)] // what a piece is read with
     async fn read_foreign_from(
         &self,
         map: &MapView,

@@ -579,11 +579,10 @@ impl Shared {
         };
         let bulk = self.bulk().ok_or_else(none)?;
         let len = what.memory().len();
-        if is_summed(m.opcode) || !m.payload.is_empty() || len == 0 || len > u64::from(MAX_PAYLOAD) {
-            return Err(Error::new(
-                Code::Inval,
-                format!("{len} bytes of foreign memory for request {:#06x}", m.opcode),
-            ));
+        let fits = matches!((m.opcode, what), (opcode::READ, Lend::Room(_)) | (opcode::WRITE, Lend::Payload(_)));
+        if !fits || !m.payload.is_empty() || len == 0 || len > u64::from(MAX_PAYLOAD) {
+            let m = format!("{len} bytes of foreign memory for request {:#06x}", m.opcode);
+            return Err(Error::new(Code::Inval, m));
         }
         let loan = bulk.lend_foreign(what).await?;
         let placed = matches!(what, Lend::Payload(_)).then_some(Placed { len: len as u32, crc: None });

@@ -17,8 +17,8 @@ use tokio::{sync::Semaphore, time::timeout};
 use super::tests::{here, serve, server, settled, works};
 use crate::{Connection, Fabric, Foreign, Lend, Listener, Message, Peer, RdmaFabric, Road, Service, conformance};
 
-const LONG: Duration = Duration::from_secs(30);
-const MIB: usize = 1 << 20;
+const LONG: Duration = Duration::from_secs(60);
+const KIB: usize = 1 << 10;
 
 /// Pages that a peer may write at any time.
 struct Pages(Box<[UnsafeCell<u8>]>);
@@ -87,15 +87,11 @@ async fn foreign_memory_is_read_and_written_where_it_lies_over_several_queue_pai
     let (_disk, guard) = Disk::at(&f, 4).await;
     let lanes = futures_util::future::join_all((0..4).map(|_| f.connect(guard.endpoint(), None))).await;
     let lanes: Vec<Arc<dyn Connection>> = lanes.into_iter().collect::<Result<_>>().unwrap();
-    let memory = Pages::new(4 * MIB + 4097, 0);
+    let memory = Pages::new(512 * KIB + 4097, 0);
     let used = f.pool().stats().used;
     // Each lane has a part of its own, none of which begins or ends with a page.
-    let parts = [
-        1..MIB as u64,
-        MIB as u64..2 * MIB as u64 + 1,
-        2 * MIB as u64 + 1..4 * MIB as u64,
-        4 * MIB as u64..4 * MIB as u64 + 4097,
-    ];
+    let borders = [1, 100 * KIB, 200 * KIB + 1, 512 * KIB, 512 * KIB + 4097].map(|at| at as u64);
+    let parts = [0, 1, 2, 3].map(|i| borders[i]..borders[i + 1]);
     let reads = lanes.iter().zip(parts.clone()).map(|(c, p)| c.call(read(memory.lent().slice(p)), LONG));
     for (got, p) in futures_util::future::join_all(reads).await.into_iter().zip(parts.clone()) {
         let got = got.unwrap();
@@ -128,7 +124,7 @@ async fn foreign_memory_is_out_of_reach_the_moment_a_call_is_given_up() {
     let (_service, friends) = serve(&f, &at).await;
     let friend = f.connect(friends.endpoint(), None).await.unwrap();
     let (disk, guard) = Disk::at(&f, 0).await;
-    let memory = Pages::new(MIB, 7);
+    let memory = Pages::new(64 * KIB, 7);
     for round in 0..4 {
         let conn = f.connect(guard.endpoint(), None).await.unwrap();
         let m = if round % 2 == 0 { read(memory.lent()) } else { write(memory.lent()) };
