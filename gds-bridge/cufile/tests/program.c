@@ -224,6 +224,8 @@ static void errors(void) {
   strake_standin_set(2, 719);
   FAILS(cuFileRead(h, dev, MIB, 0, 0), EIO);
   strake_standin_set(2, 0);
+  /* It stays one of its streams: no tier is left, and no call says otherwise. */
+  IS(cuFileRead(h, dev, MIB, 0, 0), -5008);
   /* Parameters. */
   size_t n;
   char text[4];
@@ -235,8 +237,20 @@ static void errors(void) {
   IS(cuFileGetBARSizeInKB(0, &n).err, 5007);
   IS(cuFileDriverGetProperties(0).err, 5022);
   IS(cuFileGetVersion(0).err, 5022);
-  strake_standin_set(1, 0);
-  IS(cuFileRead(h, dev, 10, 0, 0), -5011);
+}
+
+/* The context is destroyed in the middle of a call. */
+static void gone(void) {
+  int fd = made(ours, "g", O_RDWR);
+  void *h = registered(fd), *dev = device(MIB);
+  char host[10];
+  IS(cuFileWrite(h, dev, MIB, 0, 0), MIB);
+  strake_standin_set(1, 2);
+  IS(cuFileRead(h, dev, MIB, 0, 0), -5011);
+  IS(cuFileRead(h, dev, MIB, 0, 0), -5011);
+  IS(cuFileWrite(h, dev, 10, 0, 0), -5011);
+  IS(cuFileBufRegister(dev, 10, 0).err, 5011);
+  IS(cuFileRead(h, host, 10, 0, 0), -5011);
 }
 
 static void set_size(void *p) { *(size_t *)p = 4321; }
@@ -559,6 +573,7 @@ int main(int n, char **arg) {
   alarm(100);
   if (!strcmp(what, "io")) io();
   else if (!strcmp(what, "errors")) errors();
+  else if (!strcmp(what, "gone")) gone();
   else if (!strcmp(what, "streams")) streams();
   else if (!strcmp(what, "batches")) batches();
   else if (!strcmp(what, "forks")) forks();
