@@ -524,6 +524,42 @@ static void refused(int here, int there) {
   IS(try_register(other, &h), there);
 }
 
+/* By turns through the mount and through the library, whatever each keeps of the file: no turn sees less than the last one did. */
+static void turns(void) {
+  enum { N = 300000 };
+  int fd = made(ours, "turns", O_RDWR), reader = open(name(ours, "turns"), O_RDONLY);
+  void *h = registered(fd), *reads = registered(reader), *dev = device(MIB), *other = device(MIB);
+  char *back = malloc(MIB);
+  struct stat st;
+  for (int i = 0; i < 20; i++) {
+    size_t n = N + i * 1000;
+    char *a = pattern(2 * i, n), *b = pattern(2 * i + 1, n);
+    IS(pwrite(fd, a, n, 0), n);
+    for (int k = 0; k < 2; k++) { /* the second from what the first has kept */
+      IS(cuFileRead(reads, dev, MIB, 0, 0), n);
+      CHECK(same(dev, a, n));
+    }
+    put(other, b, n);
+    IS(cuFileWrite(h, other, n, 0, 0), n);
+    IS(cuFileRead(reads, dev, MIB, 0, 0), n);
+    CHECK(same(dev, b, n));
+    IS(pread(reader, back, MIB, 0), n);
+    CHECK(!memcmp(back, b, n));
+    IS(cuFileWrite(h, other, 500, n, 0), 500);
+    IS(stat(name(ours, "turns"), &st), 0);
+    IS(st.st_size, n + 500);
+    IS(pread(reader, back, MIB, n - 1), 501);
+    IS(ftruncate(fd, 1000 + i), 0);
+    IS(cuFileRead(reads, dev, MIB, 0, 0), 1000 + i);
+    IS(cuFileWrite(h, other, 10, 5000, 0), 10);
+    IS(pread(reader, back, MIB, 0), 5010);
+    CHECK(!back[1000 + i] && !back[4999] && !memcmp(back + 5000, b, 10));
+    IS(ftruncate(fd, 0), 0);
+    IS(cuFileRead(h, dev, MIB, 0, 0), 0);
+    free(a), free(b);
+  }
+}
+
 static void policy(void) {
   int fd = made(ours, "p", O_RDWR);
   void *h = registered(fd), *dev = device(MIB);
@@ -581,6 +617,7 @@ int main(int n, char **arg) {
   else if (!strcmp(what, "foreign")) foreign(1);
   else if (!strcmp(what, "one-foreign")) one_foreign(atol(arg[4]), atoi(arg[5]));
   else if (!strcmp(what, "refused")) refused(atoi(arg[4]), atoi(arg[5]));
+  else if (!strcmp(what, "turns")) turns();
   else if (!strcmp(what, "policy")) policy();
   else if (!strcmp(what, "permission")) permission();
   else if (!strcmp(what, "real")) real();

@@ -20,6 +20,7 @@ macro_rules! tries {
 
 tries! {
     files_are_read_and_written_and_the_mount_sees_the_same: "io";
+    the_mount_and_the_library_see_each_others_bytes_by_turns: "turns";
     what_cannot_be_has_its_code: "errors";
     a_context_that_is_destroyed_ends_calls: "gone";
     calls_in_a_stream_come_in_its_order: "streams";
