@@ -44,7 +44,11 @@ fn build(dir: &Path) -> bool {
     let search = format!("-L{}", dir.display());
     let all: [(&str, &str, &[&str]); 2] = [
         ("tests/standin/libcuda.c", "libcuda.so.1", &["-shared", "-fPIC", "-pthread"]),
-        ("cufile/tests/program.c", "program", &["-std=gnu11", &search, "-l:libcufile.so.0", "-l:libcuda.so.1"]),
+        (
+            "cufile/tests/program.c",
+            "program",
+            &["-std=gnu11", "-pthread", &search, "-l:libcufile.so.0", "-l:libcuda.so.1"],
+        ),
     ];
     for (source, to, flags) in all {
         let mut cc = Command::new("cc");
@@ -69,7 +73,7 @@ fn a_program_that_uses_cufile_runs_on_a_cluster() {
     if !build(m.root.path()) {
         return;
     }
-    let mut whats = vec!["io", "turns", "errors", "streams", "batches", "forks"];
+    let mut whats = vec!["io", "turns", "cut", "errors", "streams", "batches", "forks"];
     if rustix::process::geteuid().is_root() {
         whats.push("permission");
     }

@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -524,7 +525,8 @@ static void refused(int here, int there) {
   IS(try_register(other, &h), there);
 }
 
-/* By turns through the mount and through the library, whatever each keeps of the file: no turn sees less than the last one did. */
+/* By turns through the mount and through the library, whatever each keeps of the file: no turn sees less than the last one did. It needs metadata servers
+ * that ask writers when somebody looks. */
 static void turns(void) {
   enum { N = 300000 };
   int fd = made(ours, "turns", O_RDWR), reader = open(name(ours, "turns"), O_RDONLY);
@@ -558,6 +560,31 @@ static void turns(void) {
     IS(cuFileRead(h, dev, MIB, 0, 0), 0);
     free(a), free(b);
   }
+}
+
+static int cut_fd;
+static volatile int enough;
+static void *cutter(void *none) {
+  for (int i = 0; !enough; i++) IS(ftruncate(cut_fd, i % 2 ? 700000 : 100 + i), 0);
+  return none;
+}
+
+/* A file that another thread cuts and lengthens all the time: reads are short, never wrong and never errors. */
+static void cut(void) {
+  pthread_t t;
+  cut_fd = made(ours, "cut", O_RDWR);
+  void *h = registered(cut_fd), *dev = device(MIB);
+  char *data = pattern(9, 100);
+  IS(pwrite(cut_fd, data, 100, 0), 100);
+  IS(fsync(cut_fd), 0);
+  IS(pthread_create(&t, 0, cutter, 0), 0);
+  for (int i = 0; i < 100; i++) {
+    ssize_t n = cuFileRead(h, dev, MIB, 0, 0);
+    CHECK(n >= 100 && n <= 700000);
+    CHECK(same(dev, data, 100));
+  }
+  enough = 1;
+  IS(pthread_join(t, 0), 0);
 }
 
 static void policy(void) {
@@ -618,6 +645,7 @@ int main(int n, char **arg) {
   else if (!strcmp(what, "one-foreign")) one_foreign(atol(arg[4]), atoi(arg[5]));
   else if (!strcmp(what, "refused")) refused(atoi(arg[4]), atoi(arg[5]));
   else if (!strcmp(what, "turns")) turns();
+  else if (!strcmp(what, "cut")) cut();
   else if (!strcmp(what, "policy")) policy();
   else if (!strcmp(what, "permission")) permission();
   else if (!strcmp(what, "real")) real();

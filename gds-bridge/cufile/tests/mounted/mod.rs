@@ -73,7 +73,11 @@ impl Mounted {
         }
         std::fs::copy(library(), to("libcufile.so.0")).unwrap();
         let (search, by_name) = (format!("-L{}", dir.path().display()), ["-l:libcufile.so.0", "-l:libcuda.so.1"]);
-        cc(&["-std=gnu11", "-Wextra", &search, by_name[0], by_name[1]], &to("program"), &here.join("program.c"));
+        cc(
+            &["-std=gnu11", "-Wextra", "-pthread", &search, by_name[0], by_name[1]],
+            &to("program"),
+            &here.join("program.c"),
+        );
         std::fs::write(to("modules"), "ext4 1 1 - Live 0x0\n").unwrap();
         let key = to("client.key");
         std::fs::write(&key, client_key().iter().map(|b| format!("{b:02x}")).collect::<String>()).unwrap();
