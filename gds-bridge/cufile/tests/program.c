@@ -258,6 +258,11 @@ static void set_size(void *p) { *(size_t *)p = 4321; }
 static ssize_t seen[2];
 static void see(void *p) { seen[0] = *(ssize_t *)p; }
 
+static volatile int entered, leave;
+static void stay(void *none) { (void)none; entered = 1; while (!leave) usleep(1000); }
+static void *last_h, *last_dev;
+static void *last(void *none) { IS(cuCtxSetCurrent(0), 0); IS(cuFileRead(last_h, last_dev, 10, 0, 0), 10); return none; }
+
 static void streams(void) {
   IS(cuFileStreamRegister(0, 0).err, 5001);
   IS(cuFileDriverOpen().err, 0);
@@ -320,6 +325,17 @@ static void streams(void) {
   IS(bytes, -99);
   IS(cuFileStreamDeregister(s).err, 0);
   IS(cuFileStreamDeregister(s).err, 5022);
+  /* While a call waits for the default stream, the driver is not closed under it. */
+  pthread_t t;
+  last_h = h, last_dev = dev;
+  IS(cuLaunchHostFunc(0, stay, 0), 0);
+  IS(pthread_create(&t, 0, last, 0), 0);
+  while (!entered) usleep(1000);
+  IS(cuFileDriverClose_v2().err, 5006);
+  IS(cuFileUseCount(), 1);
+  leave = 1;
+  IS(pthread_join(t, 0), 0);
+  IS(cuFileDriverClose_v2().err, 0);
 }
 
 static void batches(void) {
