@@ -14,7 +14,7 @@ use crate::{
     driver::{Driver, Handle, OurFile},
     io::{self, Asked, Order},
     real::{self, Real},
-    stats::{By, Way},
+    stats::{By, Stats, Way},
     wrong::{Done, Wrong, control, moving, say},
 };
 
@@ -565,22 +565,29 @@ pub unsafe extern "C" fn cuFileGetStatsLevel(level: *mut c_int) -> Status {
     control(|| unsafe { put(level, Driver::get()?.stats.level()) })
 }
 
+fn counting(f: impl FnOnce(&Stats)) -> Status {
+    control(|| {
+        f(&Driver::open_one()?.stats);
+        Ok(())
+    })
+}
+
 /// Counts from here on.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileStatsStart() -> Status {
-    control(|| Ok(Driver::open_one()?.stats.start()))
+    counting(Stats::start)
 }
 
 /// Counts no more.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileStatsStop() -> Status {
-    control(|| Ok(Driver::open_one()?.stats.stop()))
+    counting(Stats::stop)
 }
 
 /// Counts from nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileStatsReset() -> Status {
-    control(|| Ok(Driver::open_one()?.stats.reset()))
+    counting(Stats::reset)
 }
 
 /// The counters.

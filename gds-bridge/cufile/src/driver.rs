@@ -55,6 +55,9 @@ pub struct OurFile {
 /// A file in the connection that serves one device.
 pub type Place = (Arc<Session>, Arc<File>);
 
+/// A file system, by its UUID, and a device.
+type Connected = ([u8; 16], u32);
+
 /// Open for so many callers, or because something was registered first.
 #[derive(Default)]
 struct Opened {
@@ -77,7 +80,7 @@ pub struct Driver {
     active: AtomicUsize,
     next: AtomicU64,
     cuda: Mutex<BTreeMap<u32, Cuda>>,
-    sessions: Mutex<BTreeMap<([u8; 16], u32), Arc<Session>>>,
+    sessions: Mutex<BTreeMap<Connected, Arc<Session>>>,
     handles: RwLock<BTreeMap<u64, Arc<Handle>>>,
     pub batches: RwLock<BTreeMap<u64, Arc<Batch>>>,
     pub buffers: Mutex<BTreeMap<u64, usize>>,

@@ -51,7 +51,7 @@ pub fn look(fd: c_int) -> Done<Kind> {
     let Ok(stat) = fstat(file) else { return Ok(Kind::Other(false)) };
     let regular = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
     // Elsewhere the number may mean something.
-    if !regular || fstatfs(file).map_or(true, |s| s.f_type as i64 != FUSE) {
+    if !regular || fstatfs(file).map_or(true, |s| s.f_type != FUSE) {
         return Ok(Kind::Other(regular));
     }
     let Some(answer) = ask::<FILE_BYTES>(fd, ioctl::FILE) else { return Ok(Kind::Other(true)) };

@@ -1,9 +1,18 @@
 //! Bytes between files of ours and memory that a program names.
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Instant,
+};
 
-use strake_gds::{Cuda, Failed, GpuMem, Report, Transfer};
-use strake_proto::{Error, layout::MAX_FILE_SIZE};
+use async_trait::async_trait;
+use strake_client::File;
+use strake_fabric::{Buf, ByRoad};
+use strake_gds::{Cuda, Failed, FileIo, GpuMem, Report, Transfer};
+use strake_proto::{Error, Result, layout::MAX_FILE_SIZE};
 
 use crate::{
     abi,
@@ -133,7 +142,7 @@ fn io(e: &Error) -> Wrong {
 }
 
 /// Notes what a call of the bridge did.
-fn noted(outcome: Result<Report, Failed>, account: &mut Account) -> Result<(), Error> {
+fn noted(outcome: Result<Report, Failed>, account: &mut Account) -> Result<()> {
     match outcome {
         Ok(report) => {
             account.reports.push(report);
@@ -146,35 +155,63 @@ fn noted(outcome: Result<Report, Failed>, account: &mut Account) -> Result<(), E
     }
 }
 
-fn one(place: &Place, (gpu, offset): (u64, u64), len: u64) -> [Transfer; 1] {
-    [Transfer { file: Arc::clone(&place.1) as _, offset, gpu, len }]
+fn one(file: Arc<dyn FileIo>, (gpu, offset): (u64, u64), len: u64) -> [Transfer; 1] {
+    [Transfer { file, offset, gpu, len }]
 }
 
-/// As pread(2): fewer bytes where the file ends, which is looked at first because the bridge takes a range that goes on beyond for an error.
+/// A file of which is noted where reads found its end.
+struct Watched {
+    file: Arc<File>,
+    end: AtomicU64,
+}
+
+#[async_trait]
+impl FileIo for Watched {
+    fn id(&self) -> u64 {
+        self.file.id()
+    }
+
+    async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
+        let bufs = FileIo::read(&*self.file, offset, len).await?;
+        let got: usize = bufs.iter().map(Buf::len).sum();
+        if got < len {
+            self.end.fetch_min(offset + got as u64, Relaxed);
+        }
+        Ok(bufs)
+    }
+
+    async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad> {
+        FileIo::write(&*self.file, offset, data).await
+    }
+}
+
+/// As pread(2): fewer bytes where the file ends, which is looked at first because the bridge takes a range that goes on beyond for an error. When it
+/// is cut in the meantime, what is left of it is read again.
 fn load(of: &OurFile, place: &Place, at: (u64, u64), size: usize, account: &mut Account) -> Done<usize> {
     let (session, file) = place;
-    let mut looks = 0;
-    loop {
-        let end = session.size(file).map_err(|e| io(&e))?;
+    let mut end = session.size(file).map_err(|e| io(&e))?;
+    for look in 1.. {
         let n = (size as u64).min(end.saturating_sub(at.1));
         if n == 0 {
-            return Ok(0);
+            break;
         }
-        let Err(e) = noted(session.load(&one(place, at, n), of.policy), account) else { return Ok(n as usize) };
-        looks += 1;
-        // Cut in the meantime: what is left of it.
-        let end = session.size(file).map_err(|e| io(&e))?;
-        if at.1 + n <= end || looks == LOOKS {
+        let watched = Arc::new(Watched { file: file.clone(), end: AtomicU64::new(end) });
+        let outcome = noted(session.load(&one(watched.clone(), at, n), of.policy), account);
+        let Err(e) = outcome else { return Ok(n as usize) };
+        let found = watched.end.load(Relaxed);
+        if found >= at.1 + n || look == LOOKS {
             return Err(io(&e));
         }
+        end = found;
     }
+    Ok(0)
 }
 
 /// As pwrite(2) and fdatasync(2): the program's fsync(2) goes to the mount, which knows nothing of these bytes, so they are safe before the call returns.
 fn save(of: &OurFile, place: &Place, at: (u64, u64), size: usize, account: &mut Account) -> Done<usize> {
     within_bounds(at.1, size)?;
     let (session, file) = place;
-    noted(session.save(&one(place, at, size as u64), of.policy), account).map_err(|e| io(&e))?;
+    noted(session.save(&one(file.clone(), at, size as u64), of.policy), account).map_err(|e| io(&e))?;
     session.fsync(file).map_err(|e| io(&e))?;
     Ok(size)
 }

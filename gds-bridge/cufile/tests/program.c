@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -224,6 +225,8 @@ static void errors(void) {
   strake_standin_set(2, 719);
   FAILS(cuFileRead(h, dev, MIB, 0, 0), EIO);
   strake_standin_set(2, 0);
+  /* It stays one of its streams: no tier is left, and no call says otherwise. */
+  IS(cuFileRead(h, dev, MIB, 0, 0), -5008);
   /* Parameters. */
   size_t n;
   char text[4];
@@ -235,13 +238,30 @@ static void errors(void) {
   IS(cuFileGetBARSizeInKB(0, &n).err, 5007);
   IS(cuFileDriverGetProperties(0).err, 5022);
   IS(cuFileGetVersion(0).err, 5022);
-  strake_standin_set(1, 0);
-  IS(cuFileRead(h, dev, 10, 0, 0), -5011);
+}
+
+/* The context is destroyed in the middle of a call. */
+static void gone(void) {
+  int fd = made(ours, "g", O_RDWR);
+  void *h = registered(fd), *dev = device(MIB);
+  char host[10];
+  IS(cuFileWrite(h, dev, MIB, 0, 0), MIB);
+  strake_standin_set(1, 2);
+  IS(cuFileRead(h, dev, MIB, 0, 0), -5011);
+  IS(cuFileRead(h, dev, MIB, 0, 0), -5011);
+  IS(cuFileWrite(h, dev, 10, 0, 0), -5011);
+  IS(cuFileBufRegister(dev, 10, 0).err, 5011);
+  IS(cuFileRead(h, host, 10, 0, 0), -5011);
 }
 
 static void set_size(void *p) { *(size_t *)p = 4321; }
 static ssize_t seen[2];
 static void see(void *p) { seen[0] = *(ssize_t *)p; }
+
+static volatile int entered, leave;
+static void stay(void *none) { (void)none; entered = 1; while (!leave) usleep(1000); }
+static void *last_h, *last_dev;
+static void *last(void *none) { IS(cuCtxSetCurrent(0), 0); IS(cuFileRead(last_h, last_dev, 10, 0, 0), 10); return none; }
 
 static void streams(void) {
   IS(cuFileStreamRegister(0, 0).err, 5001);
@@ -305,6 +325,17 @@ static void streams(void) {
   IS(bytes, -99);
   IS(cuFileStreamDeregister(s).err, 0);
   IS(cuFileStreamDeregister(s).err, 5022);
+  /* While a call waits for the default stream, the driver is not closed under it. */
+  pthread_t t;
+  last_h = h, last_dev = dev;
+  IS(cuLaunchHostFunc(0, stay, 0), 0);
+  IS(pthread_create(&t, 0, last, 0), 0);
+  while (!entered) usleep(1000);
+  IS(cuFileDriverClose_v2().err, 5006);
+  IS(cuFileUseCount(), 1);
+  leave = 1;
+  IS(pthread_join(t, 0), 0);
+  IS(cuFileDriverClose_v2().err, 0);
 }
 
 static void batches(void) {
@@ -510,6 +541,68 @@ static void refused(int here, int there) {
   IS(try_register(other, &h), there);
 }
 
+/* By turns through the mount and through the library, whatever each keeps of the file: no turn sees less than the last one did. It needs metadata servers
+ * that ask writers when somebody looks. */
+static void turns(void) {
+  enum { N = 300000 };
+  int fd = made(ours, "turns", O_RDWR), reader = open(name(ours, "turns"), O_RDONLY);
+  void *h = registered(fd), *reads = registered(reader), *dev = device(MIB), *other = device(MIB);
+  char *back = malloc(MIB);
+  struct stat st;
+  for (int i = 0; i < 20; i++) {
+    size_t n = N + i * 1000;
+    char *a = pattern(2 * i, n), *b = pattern(2 * i + 1, n);
+    IS(pwrite(fd, a, n, 0), n);
+    for (int k = 0; k < 2; k++) { /* the second from what the first has kept */
+      IS(cuFileRead(reads, dev, MIB, 0, 0), n);
+      CHECK(same(dev, a, n));
+    }
+    put(other, b, n);
+    IS(cuFileWrite(h, other, n, 0, 0), n);
+    IS(cuFileRead(reads, dev, MIB, 0, 0), n);
+    CHECK(same(dev, b, n));
+    IS(pread(reader, back, MIB, 0), n);
+    CHECK(!memcmp(back, b, n));
+    IS(cuFileWrite(h, other, 500, n, 0), 500);
+    IS(stat(name(ours, "turns"), &st), 0);
+    IS(st.st_size, n + 500);
+    IS(pread(reader, back, MIB, n - 1), 501);
+    IS(ftruncate(fd, 1000 + i), 0);
+    IS(cuFileRead(reads, dev, MIB, 0, 0), 1000 + i);
+    IS(cuFileWrite(h, other, 10, 5000, 0), 10);
+    IS(pread(reader, back, MIB, 0), 5010);
+    CHECK(!back[1000 + i] && !back[4999] && !memcmp(back + 5000, b, 10));
+    IS(ftruncate(fd, 0), 0);
+    IS(cuFileRead(h, dev, MIB, 0, 0), 0);
+    free(a), free(b);
+  }
+}
+
+static int cut_fd;
+static volatile int enough;
+static void *cutter(void *none) {
+  for (int i = 0; !enough; i++) IS(ftruncate(cut_fd, i % 2 ? 700000 : 100 + i), 0);
+  return none;
+}
+
+/* A file that another thread cuts and lengthens all the time: reads are short, never wrong and never errors. */
+static void cut(void) {
+  pthread_t t;
+  cut_fd = made(ours, "cut", O_RDWR);
+  void *h = registered(cut_fd), *dev = device(MIB);
+  char *data = pattern(9, 100);
+  IS(pwrite(cut_fd, data, 100, 0), 100);
+  IS(fsync(cut_fd), 0);
+  IS(pthread_create(&t, 0, cutter, 0), 0);
+  for (int i = 0; i < 100; i++) {
+    ssize_t n = cuFileRead(h, dev, MIB, 0, 0);
+    CHECK(n >= 100 && n <= 700000);
+    CHECK(same(dev, data, 100));
+  }
+  enough = 1;
+  IS(pthread_join(t, 0), 0);
+}
+
 static void policy(void) {
   int fd = made(ours, "p", O_RDWR);
   void *h = registered(fd), *dev = device(MIB);
@@ -559,6 +652,7 @@ int main(int n, char **arg) {
   alarm(100);
   if (!strcmp(what, "io")) io();
   else if (!strcmp(what, "errors")) errors();
+  else if (!strcmp(what, "gone")) gone();
   else if (!strcmp(what, "streams")) streams();
   else if (!strcmp(what, "batches")) batches();
   else if (!strcmp(what, "forks")) forks();
@@ -566,6 +660,8 @@ int main(int n, char **arg) {
   else if (!strcmp(what, "foreign")) foreign(1);
   else if (!strcmp(what, "one-foreign")) one_foreign(atol(arg[4]), atoi(arg[5]));
   else if (!strcmp(what, "refused")) refused(atoi(arg[4]), atoi(arg[5]));
+  else if (!strcmp(what, "turns")) turns();
+  else if (!strcmp(what, "cut")) cut();
   else if (!strcmp(what, "policy")) policy();
   else if (!strcmp(what, "permission")) permission();
   else if (!strcmp(what, "real")) real();

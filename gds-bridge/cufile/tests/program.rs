@@ -20,7 +20,9 @@ macro_rules! tries {
 
 tries! {
     files_are_read_and_written_and_the_mount_sees_the_same: "io";
+    a_file_that_is_cut_meanwhile_is_read_as_far_as_it_goes: "cut";
     what_cannot_be_has_its_code: "errors";
+    a_context_that_is_destroyed_ends_calls: "gone";
     calls_in_a_stream_come_in_its_order: "streams";
     batches_end_entry_by_entry: "batches";
     a_child_has_nothing_of_it: "forks";
