@@ -94,7 +94,7 @@ impl From<&Fault> for Wrong {
             Fault::Foreign { .. } | Fault::Freed { .. } => Wrong::Op(abi::CUDA_POINTER_INVALID),
             Fault::Beyond { .. } => Wrong::Op(abi::CUDA_POINTER_RANGE_ERROR),
             Fault::Driver { code, .. } => Wrong::Cuda(*code),
-            Fault::Damaged { .. } => Wrong::Os(libc::EIO),
+            Fault::Damaged { .. } | Fault::Export { .. } => Wrong::Os(libc::EIO),
             Fault::ContextGone | Fault::NoMemory { .. } | Fault::Pin { .. } => Wrong::Op(abi::CUDA_DRIVER_ERROR),
         }
     }
