@@ -7,6 +7,8 @@ from workload import CLIENTS, TOP, Workload
 
 # How long until all is in service again after a fault, before that counts as not healed.
 HEALED = 120
+# How long until what is out of place has moved, at the end.
+BALANCED = 180
 
 
 class Chaos:
@@ -194,7 +196,21 @@ class Chaos:
             for line in (log.stdout + log.stderr).splitlines():
                 if "panicked at" in line:
                     self.broken(f"{node.name}: {line}")
-        return {"blocks": blocks, "names": names, "fsck_clean": not findings}
+        return {"blocks": blocks, "names": names, "fsck_clean": not findings, "fill_percent": self.fill()}
+
+    def fill(self):
+        """How full the emptiest and the fullest target are, when they differ by at most five points; what is out of place moves by itself."""
+        end = time.monotonic() + BALANCED
+        while True:
+            status, _ = self.c.servers_status()
+            targets = ((status or {}).get("map") or {}).get("targets") or []
+            full = sorted(100 * t["used"] / t["capacity"] for t in targets if t["chains"] and t["capacity"])
+            if full and full[-1] - full[0] <= 5:
+                return [round(full[0], 1), round(full[-1], 1)]
+            if time.monotonic() > end:
+                self.broken(f"targets are not evenly full {BALANCED} s after the end: {[round(f, 1) for f in full]} percent")
+                return [round(f, 1) for f in full]
+            time.sleep(2)
 
     def fsck(self):
         """Removed files are deleted some seconds later; so it is asked again for a while."""
@@ -253,7 +269,8 @@ class Chaos:
               f"worst {s['in_service_again_s']['worst']} s")
         print(f"{s['flipped_bits']} bits flipped, {s['bad_blocks_told']} bad blocks told of")
         last = s["last"]
-        print(f"at the end: {last['blocks']} blocks, {last['names']} names, fsck {'clean' if last['fsck_clean'] else 'NOT CLEAN'}")
+        print(f"at the end: {last['blocks']} blocks, {last['names']} names, fsck {'clean' if last['fsck_clean'] else 'NOT CLEAN'}, "
+              f"targets {' to '.join(f'{p:g}' for p in last['fill_percent'])} % full")
         print(f"{len(s['broken'])} broken promises" + ("" if s["broken"] else ": nothing lost, nothing stale"))
         for text in s["broken"][:50]:
             print(f"  {text}")
