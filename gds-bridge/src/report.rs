@@ -24,7 +24,7 @@ pub enum Direction {
 pub enum Checksum {
     /// By the client, before the copy to the device or after the copy from it.
     AtClient,
-    /// By the client, and by the device at its end of the copy.
+    /// By the device, in its memory; what passed host memory by the client, too.
     OnGpu,
     /// By the storage server only: what happened on the way from there is not known.
     AtOssOnly,
@@ -34,7 +34,7 @@ impl fmt::Display for Checksum {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Checksum::AtClient => "at the client",
-            Checksum::OnGpu => "at the client and on the GPU",
+            Checksum::OnGpu => "on the GPU",
             Checksum::AtOssOnly => "at oss only",
         })
     }

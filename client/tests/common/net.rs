@@ -41,7 +41,7 @@ pub struct Net {
 fn looked_at(m: &Foreign) -> Buf {
     let from = std::ptr::with_exposed_provenance::<u8>(m.addr() as usize);
     // SAFETY: who lends it keeps it in place while the call is under way.
-    Buf::copy_from(&unsafe { std::slice::from_raw_parts(from, m.len() as usize) }.to_vec())
+    Buf::copy_from(unsafe { std::slice::from_raw_parts(from, m.len() as usize) })
 }
 
 impl Net {
