@@ -355,23 +355,25 @@ impl Inner {
 
     /// By which tier it went, its bytes by road, and how many by way of a slot. `None`: the call has ended.
     async fn load_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
-        // Not to fetch what nobody wants any more.
-        let road = call.run.lock().road();
-        match road {
-            None => return Ok(None),
-            Some(Tier::GpuRdma) => {}
-            Some(_) => return self.load_by_host(call, p).await,
+        loop {
+            // Not to fetch what nobody wants any more.
+            let road = call.run.lock().road();
+            match road {
+                None => return Ok(None),
+                Some(Tier::GpuRdma) => match self.load_direct(&call.flight.0, p.place(call)).await {
+                    Ok(went) => return Ok(Some(direct_done(went))),
+                    Err(stop) => self.direct_failed(call, p, stop)?,
+                },
+                Some(_) => {
+                    if let Some(moved) = self.load_by_host(call, p).await? {
+                        return Ok(Some(moved));
+                    }
+                }
+            }
         }
-        match self.load_direct(&call.flight.0, p.place(call)).await {
-            Ok(went) => return Ok(Some(direct_done(went))),
-            Err(Stop::Call(e)) => return Err(e),
-            Err(Stop::Tier(f)) => self.tier_failed(call, Tier::GpuRdma, p, f)?,
-        }
-        let ended = call.run.lock().road().is_none();
-        if ended { Ok(None) } else { self.load_by_host(call, p).await }
     }
 
-    /// As [`Inner::load_part`], over host memory.
+    /// As [`Inner::load_part`], over host memory. `None` also when the first tier that is left passes none.
     async fn load_by_host(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         let bufs = call.all[p.range].file.read(p.offset, p.len).await?;
         let got: usize = bufs.iter().map(Buf::len).sum();
@@ -382,7 +384,12 @@ impl Inner {
         }
         let came = ByRoad::came(&bufs);
         loop {
-            let Some(tier) = call.run.lock().road_of(came) else { return Ok(None) };
+            let tier = {
+                let mut run = call.run.lock();
+                // What was fetched meanwhile is of no use where only that road is left.
+                if run.road() == Some(Tier::GpuRdma) { None } else { run.road_of(came) }
+            };
+            let Some(tier) = tier else { return Ok(None) };
             let work = Work::Load { from: bufs.clone(), to: p.gpu, sum: self.sums.is_ok() };
             match self.worker().copy(&call.flight.0, tier, work).await {
                 Ok(done) => return Ok(Some((tier, came, done))),
@@ -398,8 +405,7 @@ impl Inner {
             if tier == Tier::GpuRdma && p.offset.is_multiple_of(BLOCK as u64) {
                 match self.save_direct(&call.flight.0, p.place(call)).await {
                     Ok(went) => return Ok(Some(direct_done(went))),
-                    Err(Stop::Call(e)) => return Err(e),
-                    Err(Stop::Tier(f)) => self.tier_failed(call, tier, p, f)?,
+                    Err(stop) => self.direct_failed(call, p, stop)?,
                 }
                 continue;
             }
@@ -415,6 +421,23 @@ impl Inner {
                     return Ok(Some((tier, went, done)));
                 }
                 Err(f) => self.tier_failed(call, tier, p, f)?,
+            }
+        }
+    }
+
+    /// As [`Inner::tier_failed`], of the direct road.
+    fn direct_failed(&self, call: &Ongoing<'_>, p: &Part, stop: Stop) -> Result<()> {
+        match stop {
+            Stop::Call(e) => Err(e),
+            Stop::Tier(f) => self.tier_failed(call, Tier::GpuRdma, p, f),
+            Stop::Network(f) => {
+                let f = self.device.check(p.gpu, p.len as u64).err().unwrap_or(f);
+                if f.is_of_call() {
+                    return Err(f.into());
+                }
+                tracing::warn!("{}: {} failed for a call: {f}", self.device.name(), Tier::GpuRdma);
+                call.run.lock().lost(Tier::GpuRdma, Unavailable::Lost(f));
+                Ok(())
             }
         }
     }

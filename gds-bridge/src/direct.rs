@@ -22,10 +22,15 @@ use crate::{
     selftest::{Scratch, pattern},
 };
 
+/// Bytes that a storage server sends with its answer at most, where it can write the memory that it was lent.
+const WITH_ANSWER: u64 = 4096;
+
 /// Why a part did not go this way.
 pub enum Stop {
     /// The tier is to blame: another one may do.
     Tier(Fault),
+    /// As above, for this call: it is for want of something of these servers, of which others and later calls may have enough.
+    Network(Fault),
     /// So it would be on every other road.
     Call(Error),
 }
@@ -60,10 +65,18 @@ pub struct Place<'a> {
 fn stopped(e: Error, len: u64) -> Stop {
     match e.code {
         Code::OpNotSupp | Code::NoMem | Code::Overloaded | Code::Busy => {
-            Stop::Tier(Fault::Export { bytes: len, why: e.message })
+            Stop::Network(Fault::Export { bytes: len, why: e.message })
         }
         _ => Stop::Call(e),
     }
+}
+
+/// What a server sent through host memory instead of writing it where it was to: it may, for want of memory that its card reads from.
+fn sent_along(all: &[Arrived], len: u64) -> Option<Stop> {
+    let here = |a: &Arrived| a.here.iter().map(|b| b.len() as u64).sum::<u64>();
+    let most = all.iter().map(here).max().filter(|n| *n > WITH_ANSWER)?;
+    let why = format!("one sent {most} bytes with its answer, through host memory, instead of writing them there");
+    Some(Stop::Network(Fault::Export { bytes: len, why }))
 }
 
 impl Inner {
@@ -79,6 +92,9 @@ impl Inner {
                 let end = p.offset + got;
                 let m = format!("the file ends after {end} bytes, in the middle of what was to be loaded");
                 return Err(Stop::Call(Error::new(Code::Io, m)));
+            }
+            if let Some(stop) = sent_along(&all, p.len) {
+                return Err(stop);
             }
             self.device.arrived()?;
             let staged = self.fill_up(flight, p.gpu, &all).await?;
@@ -182,9 +198,20 @@ fn whole(sums: &[u32], len: u64) -> u32 {
     sums.iter().zip(lens).fold(0, |all, (sum, n)| combine(all, *sum, n))
 }
 
+/// How long a self-test may wait for the cluster. A reply takes milliseconds; who opens a bridge is not to wait for servers that are away.
+const PATIENCE: Duration = Duration::from_secs(15);
+
+/// As [`there_and_back`], but a cluster that does not answer makes the tier unavailable.
+pub async fn test(bridge: &Inner, bounce: Option<Measured>) -> Result<Measured, Unavailable> {
+    let tested = tokio::time::timeout(PATIENCE, there_and_back(bridge, bounce)).await;
+    tested.unwrap_or_else(|_| {
+        Err(Unavailable::NoScratch { why: format!("the cluster did not answer within {} s", PATIENCE.as_secs()) })
+    })
+}
+
 /// Moves patterns from the device's memory to a file without a name and back. What it measures is how much faster or slower that is than the same
 /// file over host memory, in the terms of `bounce`, which knows no network.
-pub async fn there_and_back(bridge: &Inner, bounce: Option<Measured>) -> Result<Measured, Unavailable> {
+async fn there_and_back(bridge: &Inner, bounce: Option<Measured>) -> Result<Measured, Unavailable> {
     let file = bridge.network.scratch().await.map_err(no_file)?;
     let (part, count) = (bridge.part as u64, bridge.workers.len() as u64);
     let no_room = |_| Unavailable::TestStopped(Fault::NoMemory { bytes: 2 * part });
@@ -252,7 +279,7 @@ impl Test<'_> {
         let len = sent.len() as u64;
         let at = |gpu| Place { file: self.file, offset: self.offset, gpu, len };
         let stop = |s| match s {
-            Stop::Tier(f) => Unavailable::TestStopped(f),
+            Stop::Tier(f) | Stop::Network(f) => Unavailable::TestStopped(f),
             Stop::Call(e) => Unavailable::NoScratch { why: e.message },
         };
         self.copy(Work::Load { from: vec![sent.clone()], to: self.from, sum: false }).await?;

@@ -43,7 +43,7 @@ pub fn refused(
 pub(crate) async fn test(bridge: &Inner, tier: Tier) -> Standing {
     let outcome = match refused(&*bridge.device, tier, bridge.unpinned.as_ref(), || bridge.network.no_rdma()) {
         Some(why) => Err(why),
-        None if tier == Tier::GpuRdma => direct::there_and_back(bridge, bridge.bounce()).await,
+        None if tier == Tier::GpuRdma => direct::test(bridge, bridge.bounce()).await,
         None => there_and_back(bridge, tier).await,
     };
     match outcome {

@@ -5,9 +5,12 @@
 mod common;
 mod ram;
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering::SeqCst},
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::SeqCst},
+    },
+    time::Duration,
 };
 
 use common::*;
@@ -15,32 +18,41 @@ use ram::{KIB, MIB, pattern};
 use strake_client::{Arrived, Client, File};
 use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
 use strake_gds::{
-    Bridge, Checksum, Checksums, FileIo, GpuMem, HostMem, Network, Options, Policy, Tier, Transfer, Unavailable,
+    Bridge, Checksum, Checksums, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Tier, Transfer, Unavailable,
     plan::Standing,
 };
 use strake_proto::{Code, Error, Result};
 
 const RW: u32 = 2;
+const O_DSYNC: u32 = 0o10000;
 const DIRECT: Policy = Policy::Require(Tier::GpuRdma);
 /// Bytes of a part.
 const PART: u64 = 256 << 10;
 
 /// The client, but for files without a name, which this cluster has none of.
-struct Near(Client, AtomicU64);
+struct Near {
+    client: Client,
+    files: AtomicU64,
+    /// How much longer than it takes the self-test's file is under way to the device and from it.
+    slower: Duration,
+}
 
 #[async_trait::async_trait]
 impl Network for Near {
     fn pool(&self) -> &Pool {
-        Network::pool(&self.0)
+        Network::pool(&self.client)
     }
     fn no_rdma(&self) -> Option<String> {
-        Network::no_rdma(&self.0)
+        Network::no_rdma(&self.client)
     }
     async fn scratch(&self) -> Result<Arc<dyn FileIo>> {
-        let name = format!("scratch{}", self.1.fetch_add(1, SeqCst));
+        let name = format!("scratch{}", self.files.fetch_add(1, SeqCst));
         let (me, flags) = (user(), RW | 0o40000);
-        let made = self.0.create(&me, self.0.root(), name.as_bytes(), 0o600, flags, true, striped(65536, -1));
-        Ok(Arc::new(made.await?.0))
+        let c = &self.client;
+        let made = c.create(&me, c.root(), name.as_bytes(), 0o600, flags, true, striped(65536, -1));
+        let slower = self.slower;
+        let what = Box::new(move |_| std::thread::sleep(slower));
+        Ok(Arc::new(Meanwhile { file: made.await?.0, calls: AtomicU64::new(0), what }))
     }
 }
 
@@ -53,6 +65,11 @@ struct Stage {
 
 /// Two copies on four servers, which are all reached by RDMA.
 async fn stage(sums: bool, options: Options) -> Stage {
+    staged(sums, options, Duration::ZERO).await
+}
+
+/// With a road to the device that looks so much slower than it is.
+async fn staged(sums: bool, options: Options, slower: Duration) -> Stage {
     let cluster = Cluster::new(4, 2);
     (0..4).for_each(|t| cluster.net.set_road(node(t), Road::Rdma));
     let client = cluster.client(1).await;
@@ -61,7 +78,7 @@ async fn stage(sums: bool, options: Options) -> Stage {
     if sums {
         mem.play_sums();
     }
-    let network = Arc::new(Near(client.clone(), AtomicU64::new(0)));
+    let network = Arc::new(Near { client: client.clone(), files: AtomicU64::new(0), slower });
     let bridge = Bridge::open(Arc::new(mem.clone()), network, options).await.unwrap();
     Stage { cluster, client, mem, bridge }
 }
@@ -111,10 +128,10 @@ async fn bytes_go_straight_to_the_device_and_back_and_are_stable_and_verified_th
 
     let (out, _) =
         s.client.create(&user(), s.client.root(), b"out", 0o644, RW, true, striped(65536, -1)).await.unwrap();
-    let before = s.mem.copied();
+    let before = (s.mem.copied(), s.client.stats().unstable_bytes);
     let r = s.bridge.save(&[range(&out, 8 * KIB, tensor + 3, len)], DIRECT).await.unwrap();
     assert!(r.is_all(Tier::GpuRdma) && r.staged == 0 && r.checksums == Checksums::Gpu, "{r}");
-    assert_eq!((s.mem.copied(), s.client.stats().unstable_bytes), (before, s.client.stats().unstable_bytes));
+    assert!(s.mem.copied() == before.0 && s.client.stats().unstable_bytes <= before.1, "{before:?}");
     // Nothing of it is lost with all servers' memory.
     s.cluster.restart(&[0, 1, 2, 3]);
     out.fsync().await.unwrap();
@@ -261,11 +278,12 @@ async fn where_nothing_can_be_lent_the_tier_says_so_and_nothing_moves_by_it() {
     assert!(r.by_tier[Tier::GpuRdma] == 0 && s.mem.peek(tensor, MIB).unwrap() == data, "{r}");
 }
 
-/// A file that does something when the first part of it is under way.
+/// A file that does something before each part goes.
 struct Meanwhile {
     file: File,
     calls: AtomicU64,
-    what: Box<dyn Fn() + Send + Sync>,
+    /// With the number of the call.
+    what: Box<dyn Fn(u64) + Send + Sync>,
 }
 
 #[async_trait::async_trait]
@@ -280,15 +298,11 @@ impl FileIo for Meanwhile {
         FileIo::write(&self.file, offset, data).await
     }
     async fn read_direct(&self, offset: u64, into: &Foreign) -> Result<Vec<Arrived>> {
-        if self.calls.fetch_add(1, SeqCst) == 1 {
-            (self.what)();
-        }
+        (self.what)(self.calls.fetch_add(1, SeqCst));
         FileIo::read_direct(&self.file, offset, into).await
     }
     async fn write_direct(&self, offset: u64, from: &Foreign, sums: &[u32]) -> Result<()> {
-        if self.calls.fetch_add(1, SeqCst) == 1 {
-            (self.what)();
-        }
+        (self.what)(self.calls.fetch_add(1, SeqCst));
         FileIo::write_direct(&self.file, offset, from, sums).await
     }
 }
@@ -299,23 +313,144 @@ async fn memory_that_is_freed_or_a_context_that_is_destroyed_in_mid_call_ends_it
         let s = stage(true, options()).await;
         let data = pattern(8, 2 * MIB);
         let f = written(&s.client, b"f", &data).await;
-        let tensor = ram::device(&s.mem, &data);
+        let new = pattern(9, 2 * MIB);
+        let tensor = ram::device(&s.mem, &new);
         let mem = s.mem.clone();
-        let what = Box::new(move || if destroy { mem.destroy() } else { mem.free(tensor).unwrap() });
+        let what = Box::new(move |n| match n {
+            1 if destroy => mem.destroy(),
+            1 => mem.free(tensor).unwrap(),
+            _ => {}
+        });
         let file = Arc::new(Meanwhile { file: f.clone(), calls: AtomicU64::new(0), what });
         let all = [Transfer { file, offset: 0, gpu: tensor, len: 2 * MIB }];
         let outcome = if save { s.bridge.save(&all, DIRECT).await } else { s.bridge.load(&all, DIRECT).await };
         let failed = outcome.unwrap_err();
         let want = if destroy { Code::NoDev } else { Code::Inval };
         assert!(failed.error.code == want && failed.report.moved() < 2 * MIB, "{destroy} {save}: {failed}");
-        // Every block is what it was.
-        assert!(join(&f.read(0, 2 << 20).await.unwrap()) == data);
+        // Every block is what it was, or what it was to be.
+        let got = join(&f.read(0, 2 << 20).await.unwrap());
+        let whole = |(i, b): (usize, &[u8])| [&data, &new].iter().position(|d| d[i * 4096..][..4096] == *b);
+        let whose: Vec<usize> = got.chunks(4096).enumerate().map(|b| whole(b).expect("a block of both")).collect();
+        assert!(whose.contains(&0) && (save || !whose.contains(&1)), "{destroy} {save}: {whose:?}");
         // Foreign pointers are refused before anything moves.
         let (lent, _) = s.cluster.net.lent();
         let e = s.bridge.load(&[range(&f, 0, 4096, 10)], DIRECT).await.unwrap_err().error;
         assert!(matches!(e.code, Code::Inval | Code::NoDev | Code::OpNotSupp), "{e}");
         assert!(destroy || s.cluster.net.lent().0 == lent);
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_comes_with_the_answers_did_not_go_straight_to_the_device() {
+    let s = stage(true, options()).await;
+    let data = pattern(10, MIB);
+    let f = written(&s.client, b"f", &data).await;
+    let tensor = ram::device(&s.mem, &vec![0; data.len()]);
+    let all = [range(&f, 0, tensor, MIB)];
+    s.cluster.net.stream(true);
+    let failed = s.bridge.load(&all, DIRECT).await.unwrap_err();
+    assert!(failed.error.message.contains("with its answer") && failed.report.moved() == 0, "{failed}");
+    let r = s.bridge.load(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
+    assert!(r.by_tier[Tier::GpuRdma] == 0 && s.mem.peek(tensor, MIB).unwrap() == data, "{r}");
+    let standings = s.bridge.self_test().await;
+    let why = format!("{:?}", standings[Tier::GpuRdma]);
+    assert!(why.contains("TestStopped") && why.contains("with its answer"), "{why}");
+    s.cluster.net.stream(false);
+    s.bridge.self_test().await;
+    assert!(s.bridge.load(&all, DIRECT).await.unwrap().is_all(Tier::GpuRdma));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_server_without_rdma_costs_no_load_its_tier_and_a_save_only_its_own() {
+    let s = stage(true, options()).await;
+    let data = pattern(11, MIB);
+    let f = written(&s.client, b"f", &data).await;
+    f.fsync().await.unwrap();
+    let tensor = ram::device(&s.mem, &vec![0; data.len()]);
+    let all = [range(&f, 0, tensor, MIB)];
+    s.cluster.net.set_road(node(1), Road::Tcp);
+    // The other replicas are read.
+    let r = s.bridge.load(&all, DIRECT).await.unwrap();
+    assert!(r.is_all(Tier::GpuRdma) && s.mem.peek(tensor, MIB).unwrap() == data, "{r}");
+    let failed = s.bridge.save(&all, DIRECT).await.unwrap_err();
+    assert!(failed.error.message.contains("is not reached by RDMA"), "{failed}");
+    let r = s.bridge.save(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
+    assert!(r.by_tier[Tier::GpuRdma] < MIB && r.moved() == MIB, "{r}");
+    assert!(matches!(s.bridge.standings()[Tier::GpuRdma], Standing::Available(_)), "{:?}", s.bridge.standings());
+    assert!(s.bridge.load(&all, DIRECT).await.unwrap().is_all(Tier::GpuRdma));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_write_that_could_not_be_lent_to_anybody_changes_nothing_of_what_is_known() {
+    let s = stage(true, options()).await;
+    let data = pattern(12, MIB);
+    let f = written(&s.client, b"f", &data).await;
+    f.fsync().await.unwrap();
+    (0..4).for_each(|t| s.cluster.net.set_road(node(t), Road::Tcp));
+    let tensor = ram::device(&s.mem, &data);
+    let memory = s.mem.export(tensor, 4096).unwrap();
+    // What is read is kept, before and after.
+    for refused in [false, true] {
+        if refused {
+            let e = f.write_foreign(0, &memory, &[0]).await.unwrap_err();
+            assert_eq!(e.code, Code::OpNotSupp, "{e}");
+        }
+        f.read(0, 1 << 20).await.unwrap();
+        let reads = s.client.stats().data_reads;
+        assert!(join(&f.read(0, 1 << 20).await.unwrap()) == data);
+        assert_eq!(s.client.stats().data_reads, reads, "refused: {refused}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_save_to_a_file_with_o_dsync_has_told_its_size_when_it_returns() {
+    let s = stage(true, options()).await;
+    let (me, flags) = (user(), RW | O_DSYNC);
+    let made = s.client.create(&me, s.client.root(), b"f", 0o644, flags, true, striped(65536, -1)).await;
+    let f = made.unwrap().0;
+    let tensor = ram::device(&s.mem, &pattern(13, MIB));
+    s.bridge.save(&[range(&f, 0, tensor, MIB)], DIRECT).await.unwrap();
+    assert_eq!(s.cluster.mds.size_of(f.ino()), MIB);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_whose_bounce_road_fails_goes_on_straight_to_the_device() {
+    let s = staged(true, options(), Duration::from_millis(100)).await;
+    let data = pattern(14, MIB);
+    let f = written(&s.client, b"f", &data).await;
+    let tensor = ram::device(&s.mem, &vec![0; data.len()]);
+    let all = [range(&f, 0, tensor, MIB)];
+    s.mem.fail_pinned_after(0, Fault::Driver { call: "copy", code: 1, name: "as asked".into() });
+    let r = s.bridge.load(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
+    assert!(r.is_all(Tier::GpuRdma) && s.mem.peek(tensor, MIB).unwrap() == data, "{r}");
+    assert!(r.switches.iter().any(|w| w.to == Some(Tier::GpuRdma)), "{r}");
+}
+
+/// A cluster that never answers.
+struct Away(Pool);
+
+#[async_trait::async_trait]
+impl Network for Away {
+    fn pool(&self) -> &Pool {
+        &self.0
+    }
+    fn no_rdma(&self) -> Option<String> {
+        None
+    }
+    async fn scratch(&self) -> Result<Arc<dyn FileIo>> {
+        std::future::pending().await
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_bridge_opens_though_the_cluster_does_not_answer() {
+    let mem = HostMem::new();
+    mem.limit_pins(1 << 30);
+    mem.play_sums();
+    let bridge = Bridge::open(Arc::new(mem), Arc::new(Away(Pool::new(64 << 20))), options()).await.unwrap();
+    let why = format!("{:?}", bridge.standings()[Tier::GpuRdma]);
+    assert!(why.contains("did not answer"), "{why}");
+    assert!(matches!(bridge.standings()[Tier::BounceTcp], Standing::Available(_)), "{:?}", bridge.standings());
 }
 
 /// Files that can lend nothing say so.

@@ -4,7 +4,10 @@
 //! differences. A write is stable when it is answered: its bytes are not here, so that they could not be sent again after a storage server lost them.
 //! And nobody repeats a write by himself whose bytes changed on the way: the sums are the caller's.
 
-use std::ops::Range;
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 use strake_fabric::{Foreign, Lend};
 use strake_proto::{
@@ -35,13 +38,22 @@ struct Sent<'a> {
     sums: &'a [u32],
     session: SessionId,
     seq: u64,
+    /// Requests of the write that storage servers may have had.
+    handed: &'a AtomicU64,
 }
 
 impl Core {
     /// As [`Core::data_call`], over a lane.
-    async fn lane_call(&self, map: &MapView, chain: &pb::Chain, target: TargetId, m: Message) -> Result<Message> {
+    async fn lane_call(
+        &self,
+        map: &MapView,
+        chain: &pb::Chain,
+        target: TargetId,
+        m: Message,
+        handed: &AtomicU64,
+    ) -> Result<Message> {
         let node = map.node_of(target).ok_or_else(|| not_serving(format!("target {target} has no node")))?;
-        let reply = self.lane_call_once(chain, node, m).await;
+        let reply = self.lane_call_once(chain, node, m, handed).await;
         match &reply {
             Err(e) if matches!(e.code, Code::Disconnected | Code::TimedOut) => {
                 self.failed(Server::Storage, &node.name, e);
@@ -53,22 +65,35 @@ impl Core {
     }
 
     /// As [`Core::data_call_once`]. A call that ends early ends its lane.
-    async fn lane_call_once(&self, chain: &pb::Chain, node: &pb::Node, m: Message) -> Result<Message> {
+    async fn lane_call_once(
+        &self,
+        chain: &pb::Chain,
+        node: &pb::Node,
+        m: Message,
+        handed: &AtomicU64,
+    ) -> Result<Message> {
         let mut changed = self.map_changed.subscribe();
         let is_old = || self.map().chain(chain.id).is_none_or(|c| c.epoch != chain.epoch);
-        let conn = self.foreign.get(&self.fabric, node).await?;
+        let conn = self.foreign.get(&self.fabric, node, &self.conns).await?;
         if is_old() {
             return Err(Error::new(Code::StaleEpoch, format!("chain {} changed", chain.id)));
         }
         Counters::add(&self.stats.data_requests, 1);
         Counters::add(&self.stats.data_reads, u64::from(m.opcode == opcode::READ));
         Counters::add(&self.stats.data_writes, u64::from(m.opcode == opcode::WRITE));
+        handed.fetch_add(1, Relaxed);
         let call = conn.call(m, DATA_TRY);
         tokio::pin!(call);
         loop {
             tokio::select! {
                 biased;
-                r = &mut call => return r,
+                r = &mut call => {
+                    // Memory that cannot be lent: nothing was sent.
+                    if r.as_ref().is_err_and(|e| e.code == Code::OpNotSupp) {
+                        handed.fetch_sub(1, Relaxed);
+                    }
+                    return r;
+                }
                 _ = changed.changed() => {
                     if is_old() {
                         return Err(Error::new(Code::StaleEpoch, format!("chain {} changed under a request", chain.id)));
@@ -154,6 +179,8 @@ impl Core {
             return Err(self.deserted(map, chain));
         }
         let (mut passing, mut last) = (None, not_serving(format!("chain {} has no replica in sync", chain.id)));
+        // Nothing can be lent to one: another one may have a lane.
+        let mut no_lane = None;
         while !order.is_empty() {
             let target = order.remove(0);
             let e = match self.read_foreign_from(map, chain, target, inode, p, into, cap).await {
@@ -161,6 +188,7 @@ impl Core {
                 Err(e) => e,
             };
             match data_verdict(&e) {
+                DataVerdict::Fail if e.code == Code::OpNotSupp => no_lane = Some(e),
                 DataVerdict::Fail | DataVerdict::NewCapability | DataVerdict::SessionLost => return Err(e),
                 DataVerdict::AskTail => {
                     if let Some(i) = chain.tail().and_then(|t| order.iter().position(|o| *o == t)) {
@@ -173,7 +201,7 @@ impl Core {
                 DataVerdict::OtherReplica => last = e,
             }
         }
-        Err(passing.unwrap_or(last))
+        Err(passing.or(no_lane).unwrap_or(last))
     }
 
     async fn read_foreign_from(
@@ -197,7 +225,7 @@ impl Core {
         };
         let lend = Some(Lend::Room(into.clone()));
         let m = Message { lend, ..Message::new(opcode::READ, request.encode()) };
-        let m = self.lane_call(map, chain, target, m).await?;
+        let m = self.lane_call(map, chain, target, m, &AtomicU64::default()).await?;
         let r = DataReply::decode(&m.body)?;
         let a = arrived(p, &r, m).map_err(|what| {
             Counters::add(&self.stats.corrupt_replies, 1);
@@ -213,13 +241,13 @@ impl Core {
     // --- writes ---
 
     /// Has the storage servers read a range from foreign memory, and returns when it is stable. `sums`: of each 4 KiB of it; it begins at a multiple
-    /// of that. The caller holds the range's lock. `Resend`: the bytes are not those that were summed.
+    /// of that. The caller holds the range's lock. `handed` counts the requests that servers may have had. `Resend`: the bytes are not those that were summed.
     pub(crate) async fn write_foreign(
         self: &Arc<Self>,
         inode: &Arc<Inode>,
         offset: u64,
-        from: &Foreign,
-        sums: &[u32],
+        (from, sums): (&Foreign, &[u32]),
+        handed: &AtomicU64,
     ) -> (SessionId, u64, Result<()>) {
         let stripes = inode.placed().stripes;
         let all: Vec<Piece> = stripes.split(offset, from.len()).collect();
@@ -231,7 +259,8 @@ impl Core {
             let at = p.file_offset - offset;
             let (block, blocks) = (at as usize / BLOCK, (p.len as usize).div_ceil(BLOCK));
             let from = from.slice(at..at + u64::from(p.len));
-            self.write_foreign_piece(Sent { inode, piece: *p, from, sums: &sums[block..block + blocks], session, seq })
+            let sums = &sums[block..block + blocks];
+            self.write_foreign_piece(Sent { inode, piece: *p, from, sums, session, seq, handed })
         });
         let writes: Vec<_> = writes.collect();
         let (mut done, mut first_error) = (0, None);
@@ -308,7 +337,7 @@ impl Core {
         };
         let lend = Some(Lend::Payload(w.from.clone()));
         let m = Message { lend, ..Message::new(opcode::WRITE, request.encode()) };
-        let m = self.lane_call(map, chain, head, m).await?;
+        let m = self.lane_call(map, chain, head, m, w.handed).await?;
         if !DataReply::decode(&m.body)?.stable {
             return Err(Error::new(
                 Code::Protocol,

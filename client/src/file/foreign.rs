@@ -1,11 +1,14 @@
 //! Reading and writing foreign memory, a GPU's for one.
 
-use std::ops::Range;
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 use strake_fabric::Foreign;
 use strake_proto::{Code, Error, Result, checksum::BLOCK, layout::MAX_FILE_SIZE};
 
-use super::{File, Teller};
+use super::{File, O_DSYNC, Teller};
 use crate::{
     config::Counters,
     core::Core,
@@ -21,6 +24,8 @@ struct Writing<'a> {
     core: &'a Core,
     inode: &'a Inode,
     range: Range<u64>,
+    /// Requests that storage servers may have had: without any it changed nothing.
+    handed: AtomicU64,
     ended: bool,
 }
 
@@ -28,7 +33,7 @@ impl<'a> Writing<'a> {
     fn begin(core: &'a Core, inode: &'a Inode, range: Range<u64>) -> Writing<'a> {
         inode.begins(&range);
         core.cache.lock().invalidate(inode.ino, range.clone());
-        Writing { core, inode, range, ended: false }
+        Writing { core, inode, range, handed: AtomicU64::new(0), ended: false }
     }
 }
 
@@ -36,7 +41,7 @@ impl Drop for Writing<'_> {
     fn drop(&mut self) {
         // Again: a fetch that began meanwhile may have seen the old bytes.
         self.core.cache.lock().invalidate(self.inode.ino, self.range.clone());
-        if !self.ended {
+        if !self.ended && self.handed.load(Relaxed) > 0 {
             self.inode.write_failed(self.range.end);
         }
     }
@@ -66,7 +71,8 @@ impl File {
     }
 
     /// Writes foreign memory at `offset`, a multiple of 4 KiB: the storage servers read it, and every byte is on disk in all replicas when this
-    /// returns. `sums`: the CRC32C of each 4 KiB of it, the last of which may be shorter; the servers store them and compare. When this returns, or is
+    /// returns. That the file has grown is told to the metadata server as after other writes: at the next fsync, or before this returns with
+    /// O_DSYNC or O_SYNC. `sums`: the CRC32C of each 4 KiB of it, the last of which may be shorter; the servers store them and compare. When this returns, or is
     /// dropped, no server reaches the memory any more; after an error each 4 KiB block of the file is old or new.
     ///
     /// Errors as of [`File::read_foreign`], and as of [`File::write`]; `Resend`: what the servers read are not the bytes that were summed.
@@ -87,6 +93,7 @@ impl File {
             core.send_held(inode).await;
             // What is not stable may be written once more, and must not be so over this.
             core.flush_inode(inode.ino).await?;
+            self.tell_errors(Teller::Write)?;
             let _turn = inode.ranges.lock(range.clone()).await;
             if !core.is_unstable(inode, &range) {
                 return self.write_foreign_now(range, from, sums).await;
@@ -98,12 +105,16 @@ impl File {
     async fn write_foreign_now(&self, range: Range<u64>, from: &Foreign, sums: &[u32]) -> Result<()> {
         let h = &self.0;
         let mut writing = Writing::begin(&h.core, &h.inode, range.clone());
-        let (session, done, outcome) = h.core.write_foreign(&h.inode, range.start, from, sums).await;
+        let (session, done, outcome) = h.core.write_foreign(&h.inode, range.start, (from, sums), &writing.handed).await;
         writing.ended = outcome.is_ok();
         if done > 0 {
             h.inode.wrote(session, range.start + done, &h.creds)?;
         }
-        outcome
+        outcome?;
+        if h.flags & O_DSYNC != 0 {
+            h.core.push_size(&h.inode).await?;
+        }
+        Ok(())
     }
 }
 

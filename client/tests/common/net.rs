@@ -30,6 +30,8 @@ pub struct Net {
     roads: Mutex<BTreeMap<u32, Road>>,
     /// Of so many answers that are written to foreign memory a byte changes there.
     damaged: AtomicU64,
+    /// Answers come with their frames, also where room was lent for them.
+    streams: AtomicBool,
     /// Requests that lent foreign memory, and the connections that they came by.
     lent: AtomicU64,
     lanes: Mutex<BTreeSet<u64>>,
@@ -76,13 +78,19 @@ impl Net {
     pub fn damage(&self, n: u64) {
         self.damaged.store(n, SeqCst);
     }
+    /// From now on servers send what they were to write into foreign memory with their answers, as those do whose memory cannot be registered.
+    pub fn stream(&self, on: bool) {
+        self.streams.store(on, SeqCst);
+    }
     /// Requests that lent foreign memory so far, and by how many connections.
     pub fn lent(&self) -> (u64, usize) {
         (self.lent.load(SeqCst), self.lanes.lock().len())
     }
     /// What RDMA does with an answer to a request that lent room for it.
     fn placed(&self, lend: Option<&Lend>, mut m: Message) -> Message {
-        let Some(Lend::Room(room)) = lend.filter(|_| m.payload_len() > 4096) else { return m };
+        let Some(Lend::Room(room)) = lend.filter(|_| m.payload_len() > 4096 && !self.streams.load(SeqCst)) else {
+            return m;
+        };
         let mut to = std::ptr::with_exposed_provenance_mut::<u8>(room.addr() as usize);
         assert!(m.payload_len() as u64 <= room.len());
         m.placed = m.payload_len() as u32;

@@ -104,6 +104,16 @@ impl Drop for Registered {
     }
 }
 
+/// Why bytes of a dma-buf are not registered. Whatever the kernel or a driver says: it is about lending them, so others can do without.
+fn no_dma_buf(name: &str, len: usize, e: &std::io::Error) -> Error {
+    match e.raw_os_error() {
+        Some(libc::EOPNOTSUPP | libc::EPROTONOSUPPORT | libc::ENOSYS) => verbs::missing(format!(
+            "device {name} registers no memory of other devices (dma-buf); use one that does, with a driver and a kernel that do"
+        )),
+        _ => Error::new(Code::OpNotSupp, format!("device {name}: {len} bytes of a dma-buf cannot be registered: {e}")),
+    }
+}
+
 /// The name of a device's context.
 pub fn name_of(lib: &Lib, ctx: *mut Context) -> String {
     // SAFETY: an open context names its device, whose name is NUL-terminated.
@@ -316,14 +326,7 @@ impl Device {
         if !mr.is_null() {
             return Ok(Registered { lib: self.lib, mr, _locked: None });
         }
-        let e = std::io::Error::last_os_error();
-        let name = &self.name;
-        Err(match e.raw_os_error() {
-            Some(libc::EOPNOTSUPP | libc::EPROTONOSUPPORT | libc::ENOSYS) => verbs::missing(format!(
-                "device {name} registers no memory of other devices (dma-buf); use one that does, with a driver and a kernel that do"
-            )),
-            _ => Error::from(e).context(format!("device {name}: {len} bytes of a dma-buf cannot be registered")),
-        })
+        Err(no_dma_buf(&self.name, len, &std::io::Error::last_os_error()))
     }
 
     pub fn of_mut(&self, b: &mut BufMut) -> Result<Arc<Registered>> {
@@ -353,6 +356,19 @@ impl Drop for Device {
             self.stage = None;
             self.regions.get_mut().clear();
             (self.lib.ibv_dealloc_pd)(self.pd);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_cannot_be_registered_for_any_reason_is_memory_that_cannot_be_lent() {
+        for errno in 1..600 {
+            let e = no_dma_buf("mlx5_0", 4096, &std::io::Error::from_raw_os_error(errno));
+            assert!(e.code == Code::OpNotSupp && e.message.contains("device mlx5_0"), "{errno}: {e}");
         }
     }
 }

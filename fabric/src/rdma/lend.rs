@@ -237,11 +237,15 @@ impl Bulk for Queue {
             if s.destroyed() {
                 return Err(self.gone(&s));
             }
+            if room.is_some() {
+                // Without one nothing is open yet, and the connection goes on.
+                let lacks = |e: Error| Error { code: Code::NoMem, ..e };
+                self.windows(&mut s, 1).map_err(lacks)?;
+            }
             let bound = match room {
                 None => Ok((Vec::new(), data::Region { addr: memory.addr(), key: mr.rkey(), len: at().1 as u32 })),
                 Some(mut room) => {
-                    let made = self.windows(&mut s, 1);
-                    let bound = made.and_then(|()| self.bind(&mut s, &mut room, &mr, at(), access));
+                    let bound = self.bind(&mut s, &mut room, &mr, at(), access);
                     bound.map(|(w, region)| (vec![w], region))
                 }
             };
@@ -299,10 +303,13 @@ impl Bulk for Queue {
             // The loans went with the queue pair, and with them what was written there.
             return Err(self.gone(&s));
         }
-        let Some(lent) = s.loans.remove(&loan) else { return Ok(None) };
+        let Some(mut lent) = s.loans.remove(&loan) else { return Ok(None) };
         s.spare.extend(&lent.windows);
+        let room = lent.room.take();
+        // Under the lock, as in `end`: what was registered for it is not any more when it is gone.
+        drop(lent);
         drop(s);
-        Ok(lent.room)
+        Ok(room)
     }
 
     async fn fetch(&self, from: &[data::Region], mut to: BufMut) -> Result<BufMut> {

@@ -47,6 +47,8 @@ const SPIN: Duration = Duration::from_micros(50);
 const PROBE: Duration = Duration::from_secs(15);
 /// How long the last messages may take when this end closes.
 const LINGER: Duration = Duration::from_millis(200);
+/// How long a call that is given up may wait for them, which are there in microseconds if the device does as it is to.
+const FLUSH: Duration = Duration::from_millis(20);
 /// Completions taken at once.
 const BATCH: usize = 16;
 
@@ -152,6 +154,11 @@ impl State {
 
     pub fn destroyed(&self) -> bool {
         self.destroyed
+    }
+
+    /// The queue pair is about to go while it may have been in use: by a call that was given up, or with its task.
+    fn ends(&mut self) {
+        self.path_broke |= self.over.is_none() && self.sends > 0;
     }
 
     /// Keeps what the device may still touch after an error.
@@ -592,9 +599,13 @@ impl Queue {
         if std::mem::replace(&mut s.destroyed, true) {
             return;
         }
+        s.ends();
         self.stop(&mut s);
         let lib = self.device.lib;
         let mut wcs = [Wc::default(); BATCH];
+        if !self.qp.is_null() {
+            self.flush(&mut s, &mut wcs);
+        }
         // SAFETY: id, windows and queue pair are valid and not used after this. First the windows: they are bound to it.
         unsafe {
             for w in s.windows.drain(..) {
@@ -611,9 +622,26 @@ impl Queue {
         if !self.cq.is_null() {
             while self.poll_locked(&mut s, &mut wcs) > 0 {}
         }
-        let records = (std::mem::take(&mut s.posted), std::mem::take(&mut s.loans));
+        // Under the lock: who finds a loan gone is sure that its key is dead.
+        drop(std::mem::take(&mut s.loans));
+        let records = std::mem::take(&mut s.posted);
         drop(s);
         drop(records);
+    }
+
+    /// Takes the completions of what a stopped queue pair had, and with them its receive buffers of the shared queue, for a short time: a call that
+    /// is given up ends it at once, without [`Queue::empty`].
+    fn flush(&self, s: &mut State, wcs: &mut [Wc; BATCH]) {
+        let begun = std::time::Instant::now();
+        loop {
+            let n = self.poll_locked(s, wcs);
+            if n == 0 && (s.under_way == 0 || begun.elapsed() >= FLUSH) {
+                return;
+            }
+            if n == 0 {
+                std::thread::sleep(Duration::from_micros(20));
+            }
+        }
     }
 }
 
@@ -661,6 +689,13 @@ mod tests {
         ] {
             let s = State { over, sends, path_broke, ..State::default() };
             assert_eq!(s.path_to_blame(), blamed, "{:?} {sends} {path_broke}", s.over);
+        }
+        // Ended in the middle, by a call that was given up, which looks afterwards as if this end had closed it.
+        for (sends, before, blamed) in [(0, None, false), (3, None, true), (3, closed(), false)] {
+            let mut s = State { over: before, sends, ..State::default() };
+            s.ends();
+            s.over = closed();
+            assert_eq!(s.path_to_blame(), blamed, "{sends}");
         }
         // Flushed; refused by the peer's NIC; out of receive buffers there.
         for status in [5, 9, 10, 11, 13] {
