@@ -5,7 +5,10 @@ use std::{ffi::c_int, fs::OpenOptions, io::Write, panic::AssertUnwindSafe, panic
 use strake_gds::{Fault, Unavailable};
 use strake_proto::{Code, Error};
 
-use crate::abi::{self, Status};
+use crate::{
+    abi::{self, Status},
+    set,
+};
 
 /// Why a call fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +26,7 @@ pub type Done<T> = Result<T, Wrong>;
 
 /// Tells people why: where `STRAKE_GDS_LOG` says, a file or `stderr`. Codes do not say much.
 pub fn say(text: impl FnOnce() -> String) {
-    let Some(to) = std::env::var_os("STRAKE_GDS_LOG").filter(|to| !to.is_empty()) else { return };
+    let Some(to) = set::os("STRAKE_GDS_LOG") else { return };
     let line = format!("strake_cufile[{}]: {}\n", std::process::id(), text());
     if to == "stderr" {
         let _ = std::io::stderr().write_all(line.as_bytes());

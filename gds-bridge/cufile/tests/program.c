@@ -260,7 +260,17 @@ static void see(void *p) { seen[0] = *(ssize_t *)p; }
 
 static volatile int entered, leave;
 static void stay(void *none) { (void)none; entered = 1; while (!leave) usleep(1000); }
-static void *last_h, *last_dev;
+static void *last_h, *last_dev, *last_s;
+static void *late(void *none) { IS(cuCtxSetCurrent(0), 0); IS(cuFileRead(last_h, last_dev, 10, 0, 0), -5027); return none; }
+static void *in_stream(void *none) {
+  size_t size = 10;
+  off_t zero = 0;
+  ssize_t bytes = 0;
+  use_device(0);
+  IS(cuFileReadAsync(last_h, last_dev, &size, &zero, &zero, &bytes, last_s).err, 0);
+  IS(bytes, 10);
+  return none;
+}
 static void *last(void *none) { IS(cuCtxSetCurrent(0), 0); IS(cuFileRead(last_h, last_dev, 10, 0, 0), 10); return none; }
 
 static void streams(void) {
@@ -333,6 +343,29 @@ static void streams(void) {
   while (!entered) usleep(1000);
   IS(cuFileDriverClose_v2().err, 5006);
   IS(cuFileUseCount(), 1);
+  leave = 1;
+  IS(pthread_join(t, 0), 0);
+  /* Nor while one waits for a stream of the program. */
+  last_s = s, entered = leave = 0;
+  IS(cuLaunchHostFunc(s, stay, 0), 0);
+  IS(pthread_create(&t, 0, in_stream, 0), 0);
+  while (!entered) usleep(1000);
+  IS(cuFileDriverClose_v2().err, 5006);
+  leave = 1;
+  IS(pthread_join(t, 0), 0);
+  /* Host memory comes after the default stream as well. */
+  put(dev, a, 1000);
+  memset(back, 0, 1000);
+  IS(cuMemcpyDtoHAsync_v2(back, (uint64_t)dev, 1000, 0), 0);
+  IS(cuFileWrite(h, back, 1000, 0, 0), 1000);
+  IS(cuFileRead(h, dev, 1000, 0, 0), 1000);
+  CHECK(same(dev, a, 1000));
+  /* A handle that is let go while a call waits: that call opens nothing again. */
+  entered = leave = 0;
+  IS(cuLaunchHostFunc(0, stay, 0), 0);
+  IS(pthread_create(&t, 0, late, 0), 0);
+  while (!entered) usleep(1000);
+  cuFileHandleDeregister(h);
   leave = 1;
   IS(pthread_join(t, 0), 0);
   IS(cuFileDriverClose_v2().err, 0);
@@ -419,6 +452,62 @@ static void batches(void) {
   IS(cuFileBatchIOCancel(b).err, 5022);
   cuFileBatchIODestroy(b);
   IS(cuFileDriverClose_v2().err, 0);
+  /* The driver is not closed over entries that nobody has begun yet. */
+  for (int i = 0; i < 30; i++) {
+    memset(back, i + 1, 1000);
+    put(dev, back, 1000);
+    IS(cuFileDriverOpen().err, 0);
+    h = registered(fd);
+    IS(cuFileBatchIOSetUp(&b, N).err, 0);
+    for (int k = 0; k < N; k++) p[k] = (Params){1, dev, k * 1000, 0, 1000, h, 1, 0};
+    IS(cuFileBatchIOSubmit(b, N, p, 0).err, 0);
+    int err;
+    while ((err = cuFileDriverClose_v2().err)) { IS(err, 5006); usleep(100); }
+    IS(pread(fd, back, N * 1000, 0), N * 1000);
+    for (int k = 0; k < N * 1000; k++) IS(back[k], i + 1);
+  }
+}
+
+/* Asked before anything is open, and a child that is the first to open it. */
+static void early_fork(void) {
+  size_t n;
+  IS(cuFileGetParameterSizeT(9, &n).err, 0);
+  IS(cuFileUseCount(), 0);
+  pid_t child = fork();
+  if (!child) {
+    int fd = made(ours, "early", O_RDWR);
+    void *h = registered(fd), *dev = device(MIB);
+    IS(cuFileWrite(h, dev, 100, 0, 0), 100);
+    IS(cuFileRead(h, dev, MIB, 0, 0), 100);
+    exit(42);
+  }
+  int status;
+  IS(waitpid(child, &status, 0), child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 42);
+}
+
+/* Counters of a program that was built with an older version: nothing beyond its structs is written. */
+static void old_statistics(void) {
+  static unsigned char room[6000];
+  uint64_t *l = (uint64_t *)room;
+  int version;
+  IS(cuFileGetVersion(&version).err, 0);
+  IS(version, 1150);
+  IS(cuFileDriverOpen().err, 0);
+  IS(cuFileSetStatsLevel(3).err, 0);
+  IS(cuFileStatsStart().err, 0);
+  int fd = made(ours, "old", O_RDWR);
+  void *h = registered(fd), *dev = device(MIB);
+  IS(cuFileWrite(h, dev, 8192, 0, 0), 8192);
+  const int sizes[] = {512, 1024, 5000};
+  for (int i = 0; i < 3; i++) {
+    memset(room, 0xee, sizeof room);
+    IS((i == 0 ? cuFileGetStatsL1((void *)room) : i == 1 ? cuFileGetStatsL2((void *)room) : cuFileGetStatsL3((void *)room)).err, 0);
+    for (int k = 0; k < 1000; k++) IS(room[sizes[i] + k], 0xee);
+    IS(l[2], 1); /* writes */
+    if (i > 0) IS(l[512 / 8 + 32 + 4], 1); /* one of 8 KiB */
+    if (i > 1) IS(l[1032 / 8 + 15], 8192); /* the first GPU's */
+  }
 }
 
 static void forks(void) {
@@ -504,7 +593,7 @@ static void foreign(int mixed) {
   IS(cuFileWriteAsync(h, dev, &size, &zero, &zero, &bytes, 0).err, 5007); /* it has none */
   if (mixed) {
     void *b;
-    Params p[3] = {{1, dev, 0, 0, 10, h, 0, (void *)1}, {1, dev, 0, 0, 1000, o, 0, (void *)2}, {1, dev, 0, 0, 10, h, 0, (void *)3}};
+    Params p[3] = {{1, dev, 0, 0, 20, h, 0, (void *)1}, {1, dev, 0, 0, 1000, o, 0, (void *)2}, {1, dev, 0, 0, 20, h, 0, (void *)3}};
     Event e[8];
     unsigned n = 8;
     IS(cuFileBatchIOSetUp(&b, 8).err, 0);
@@ -520,16 +609,59 @@ static void foreign(int mixed) {
   IS(cuFileDriverClose_v2().err, 0);
 }
 
-/* A read and a write of a file elsewhere, and what they are to say. */
-static void one_foreign(long want, int number) {
+/* A read and a write of so many bytes of a file elsewhere of that size, by itself and in a batch, and what they are to say. */
+static void one_foreign(long want, int number, size_t len, off_t size) {
   int fd = made(elsewhere, "x", O_RDWR);
-  void *h = registered(fd), *dev = device(MIB);
+  IS(ftruncate(fd, size), 0);
+  void *h = registered(fd), *dev = device(MIB), *b;
   errno = 0;
-  IS(cuFileRead(h, dev, 100, 0, 0), want);
+  IS(cuFileRead(h, dev, len, 10, 0), want);
   if (number) IS(errno, number);
   errno = 0;
-  IS(cuFileWrite(h, dev, 100, 0, 0), want);
+  IS(cuFileWrite(h, dev, len, 10, 0), want);
   if (number) IS(errno, number);
+  if (number) return;
+  Params p = {1, dev, 10, 0, len, h, 0, &fd};
+  Event e;
+  unsigned n = 1;
+  IS(cuFileBatchIOSetUp(&b, 1).err, 0);
+  IS(cuFileBatchIOSubmit(b, 1, &p, 0).err, 0);
+  IS(cuFileBatchIOGetStatus(b, 1, &n, &e, 0).err, 0);
+  IS(e.ret, want);
+  IS(e.status, want < 0 ? 0x40 : 0x10);
+  CHECK(e.cookie == &fd);
+}
+
+/* Memory is registered while another thread opens the real library's driver, which looks at what is registered. */
+static void *opener(void *fd) { use_device(0); registered(*(int *)fd); return 0; }
+static void beside(void) {
+  pthread_t t;
+  IS(cuFileDriverOpen().err, 0);
+  void *dev = device(MIB), *next = device(MIB);
+  IS(cuFileBufRegister(dev, MIB, 0).err, 0);
+  int fd = made(elsewhere, "beside", O_RDWR);
+  IS(pthread_create(&t, 0, opener, &fd), 0);
+  while (access(getenv("RECORD"), F_OK)) usleep(1000);
+  IS(cuFileBufRegister(next, MIB, 0).err, 0);
+  IS(pthread_join(t, 0), 0);
+}
+
+/* The real library does not tell what has ended: what ended of ours is told all the same. */
+static void half(void) {
+  int fd = made(elsewhere, "half", O_RDWR), mine = made(ours, "half", O_RDWR);
+  void *h = registered(fd), *o = registered(mine), *dev = device(MIB), *b;
+  Params p[2] = {{1, dev, 0, 0, 10, h, 0, (void *)1}, {1, dev, 0, 0, 1000, o, 1, (void *)2}};
+  Event e[2];
+  unsigned n;
+  IS(cuFileBatchIOSetUp(&b, 2).err, 0);
+  IS(cuFileBatchIOSubmit(b, 2, p, 0).err, 0);
+  int err;
+  while (n = 2, err = cuFileBatchIOGetStatus(b, 2, &n, e, 0).err) { IS(err, 5030); usleep(1000); }
+  IS(n, 1);
+  CHECK(e[0].cookie == (void *)2 && e[0].ret == 1000);
+  n = 2;
+  IS(cuFileBatchIOGetStatus(b, 2, &n, e, 0).err, 5030);
+  cuFileBatchIODestroy(b);
 }
 
 /* What registering a file of the mount, and of elsewhere, says. */
@@ -658,7 +790,11 @@ int main(int n, char **arg) {
   else if (!strcmp(what, "forks")) forks();
   else if (!strcmp(what, "statistics")) statistics();
   else if (!strcmp(what, "foreign")) foreign(1);
-  else if (!strcmp(what, "one-foreign")) one_foreign(atol(arg[4]), atoi(arg[5]));
+  else if (!strcmp(what, "one-foreign")) one_foreign(atol(arg[4]), atoi(arg[5]), atol(arg[6]), atol(arg[7]));
+  else if (!strcmp(what, "early-fork")) early_fork();
+  else if (!strcmp(what, "old-statistics")) old_statistics();
+  else if (!strcmp(what, "beside")) beside();
+  else if (!strcmp(what, "half")) half();
   else if (!strcmp(what, "refused")) refused(atoi(arg[4]), atoi(arg[5]));
   else if (!strcmp(what, "turns")) turns();
   else if (!strcmp(what, "cut")) cut();
