@@ -359,9 +359,10 @@ unsafe fn in_stream(way: Way, handle: *mut c_void, p: &Later, stream: *mut c_voi
             // SAFETY: the program's stream.
             if let Err((fault, code)) = unsafe { cuda.wait_for(stream) } {
                 say(|| format!("waiting for a stream: {fault}"));
-                // CUDA_ERROR_STREAM_CAPTURE_*: a graph is being recorded, in which nothing may be waited for.
-                let capture = (900..=908).contains(&code);
-                return Err(if capture { Wrong::Op(abi::ASYNC_NOT_SUPPORTED) } else { Wrong::Cuda(code) });
+                return Err(match Wrong::from(&fault) {
+                    recording @ Wrong::Op(abi::ASYNC_NOT_SUPPORTED) => recording,
+                    _ => Wrong::Cuda(code),
+                });
             }
             // SAFETY: not null, and the program's promise that they lead to values.
             let (size, offset, base_offset) = unsafe { (p.size.read(), p.offset.read(), p.base_offset.read()) };

@@ -75,8 +75,8 @@ pub struct OurFile {
 /// A file in the connection that serves one device.
 pub type Place = (Arc<Session>, Arc<File>);
 
-/// A file system, by its UUID, and a device.
-type Connected = ([u8; 16], u32);
+/// A file system, by its UUID and the servers that a mount named, and a device.
+type Connected = ([u8; 16], String, u32);
 
 /// Open for so many callers, or because something was registered first.
 #[derive(Default)]
@@ -296,8 +296,9 @@ impl Driver {
     /// Where `STRAKE_GDS_STATS` says.
     fn write_stats(&self) {
         let Some(to) = set::os("STRAKE_GDS_STATS") else { return };
+        let to = to.to_string_lossy().replace("%p", &std::process::id().to_string());
         if let Err(e) = std::fs::write(&to, format!("{}\n", self.stats.json())) {
-            say(|| format!("{}: {e}", to.display()));
+            say(|| format!("{to}: {e}"));
         }
     }
 
@@ -349,7 +350,7 @@ impl Driver {
 
     fn open_ours(&self, fd: c_int, found: Found) -> Done<OurFile> {
         // A number that was closed and means another file by now is another registration.
-        let again = |h: &Arc<Handle>| matches!(&**h, Handle::Ours(o) if o.fd == fd && o.found.id == found.id);
+        let again = |h: &Arc<Handle>| matches!(&**h, Handle::Ours(o) if o.fd == fd && o.found == found);
         if self.handles.read().values().any(again) {
             return Err(Wrong::Op(abi::HANDLE_ALREADY_REGISTERED));
         }
@@ -454,7 +455,7 @@ impl Driver {
 
     fn session(&self, of: &OurFile, device: u32) -> Done<Arc<Session>> {
         let mut all = self.sessions.lock();
-        let id = (of.found.uuid, device);
+        let id = (of.found.uuid, of.servers.clone(), device);
         if let Some(s) = all.get(&id) {
             return Ok(s.clone());
         }

@@ -96,6 +96,8 @@ impl From<&Fault> for Wrong {
         match f {
             Fault::Foreign { .. } | Fault::Freed { .. } => Wrong::Op(abi::CUDA_POINTER_INVALID),
             Fault::Beyond { .. } => Wrong::Op(abi::CUDA_POINTER_RANGE_ERROR),
+            // CUDA_ERROR_STREAM_CAPTURE_*: a graph is being recorded, in which nothing may be waited for.
+            Fault::Driver { code: 900..=908, .. } => Wrong::Op(abi::ASYNC_NOT_SUPPORTED),
             Fault::Driver { code, .. } => Wrong::Cuda(*code),
             Fault::Damaged { .. } => Wrong::Os(libc::EIO),
             Fault::ContextGone | Fault::NoMemory { .. } | Fault::Pin { .. } => Wrong::Op(abi::CUDA_DRIVER_ERROR),

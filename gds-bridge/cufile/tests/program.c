@@ -326,7 +326,11 @@ static void streams(void) {
   bytes = -99, offset = 0;
   IS(cuFileReadAsync(h, dev, 0, &offset, &from, &bytes, s).err, 5022);
   IS(cuFileReadAsync(&fd, dev, &size, &offset, &from, &bytes, s).err, 5027);
-  strake_standin_set(9, 900); /* a graph is recorded */
+  strake_standin_set(10, 1); /* a graph is recorded, and no call touches that */
+  IS(cuFileReadAsync(h, dev, &size, &offset, &from, &bytes, s).err, 5038);
+  IS(cuFileRead(h, dev, 10, 0, 0), -5038);
+  strake_standin_set(10, 0);
+  strake_standin_set(9, 900);
   IS(cuFileReadAsync(h, dev, &size, &offset, &from, &bytes, s).err, 5038);
   strake_standin_set(9, 700);
   Status e = cuFileWriteAsync(h, dev, &size, &offset, &from, &bytes, s);
