@@ -15,7 +15,7 @@ use crate::{
     io::{self, Asked, Order},
     real::{self, Range, Real},
     set,
-    stats::{By, Stats, Way},
+    stats::{self, By, Stats, Way},
     wrong::{Done, Wrong, control, moving, say},
 };
 
@@ -588,41 +588,25 @@ pub extern "C" fn cuFileStatsReset() -> Status {
     counting(Stats::reset)
 }
 
-/// Counters, which begin with a [`Level1`], as large as they are in the version that is told.
-unsafe fn put_stats<T: Copy>(to: *mut T, value: &T) -> Done<()> {
-    if to.is_null() {
-        return Err(BAD);
-    }
-    let new = size_of::<Level1>();
-    let first = if set::version() < abi::VECTORS_SINCE { abi::OLD_LEVEL1 } else { new };
-    let (from, to) = (std::ptr::from_ref(value).cast::<u8>(), to.cast::<u8>());
-    // SAFETY: within the value; the program has room for those of its version.
-    unsafe {
-        std::ptr::copy_nonoverlapping(from, to, first);
-        std::ptr::copy_nonoverlapping(from.add(new), to.add(first), size_of::<T>() - new);
-    }
-    Ok(())
-}
-
 /// The counters.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetStatsL1(to: *mut Level1) -> Status {
     // SAFETY: the caller's promise.
-    control(|| unsafe { put_stats(to, &Driver::open_one()?.stats.level3(1)?.detailed.basic) })
+    control(|| unsafe { stats::put(to, &Driver::open_one()?.stats.level3(1)?.detailed.basic) })
 }
 
 /// The same and sizes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetStatsL2(to: *mut Level2) -> Status {
     // SAFETY: the caller's promise.
-    control(|| unsafe { put_stats(to, &Driver::open_one()?.stats.level3(2)?.detailed) })
+    control(|| unsafe { stats::put(to, &Driver::open_one()?.stats.level3(2)?.detailed) })
 }
 
 /// The same and GPUs.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetStatsL3(to: *mut Level3) -> Status {
     // SAFETY: the caller's promise.
-    control(|| unsafe { put_stats(to, &Driver::open_one()?.stats.level3(3)?) })
+    control(|| unsafe { stats::put(to, &Driver::open_one()?.stats.level3(3)?) })
 }
 
 /// What a parameter is.
