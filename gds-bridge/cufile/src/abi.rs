@@ -9,6 +9,11 @@ use std::{
 /// What [`crate::api::cuFileGetVersion`] tells: 1000 for the major and 10 for the minor number.
 pub const VERSION: c_int = 1200;
 
+/// The first version whose counters have some of calls with vectors.
+pub const VECTORS_SINCE: c_int = 1160;
+/// As large is [`Level1`] in versions before [`VECTORS_SINCE`]: without those.
+pub const OLD_LEVEL1: usize = offset_of!(Level1, readv_ops);
+
 macro_rules! codes {
     ($($name:ident = $n:literal;)*) => {
         $(#[allow(missing_docs, reason = "named as in the interface")] pub const $name: c_int = $n;)*

@@ -13,8 +13,9 @@ use crate::{
     batch::{Batch, duration},
     driver::{Driver, Handle, OurFile},
     io::{self, Asked, Order},
-    real::{self, Real},
-    stats::{By, Stats, Way},
+    real::{self, Range, Real},
+    set,
+    stats::{self, By, Stats, Way},
     wrong::{Done, Wrong, control, moving, say},
 };
 
@@ -77,7 +78,7 @@ pub extern "C" fn cuFileUseCount() -> c_long {
 pub unsafe extern "C" fn cuFileGetVersion(version: *mut c_int) -> Status {
     own_call!(version(version));
     // SAFETY: the caller's promise.
-    control(|| unsafe { put(version, abi::VERSION) })
+    control(|| unsafe { put(version, set::version()) })
 }
 
 /// What may be asked for.
@@ -134,12 +135,9 @@ pub extern "C" fn cuFileDriverSetMaxPinnedMemSize(kib: usize) -> Status {
 pub unsafe extern "C" fn cuFileHandleRegister(handle: *mut *mut c_void, of: *mut Descriptor) -> Status {
     own_call!(handle_register(handle, of));
     control(|| {
-        let d = Driver::get()?;
         // SAFETY: the caller's promise.
         let (Some(of), false) = (unsafe { of.as_mut() }, handle.is_null()) else { return Err(BAD) };
-        if d.uses() == 0 {
-            d.open(false)?;
-        }
+        let d = Driver::opened()?;
         let registered = d.register(of);
         d.stats.control(|b| &mut b.hdl_register_ops, &registered);
         // SAFETY: the caller's promise.
@@ -178,11 +176,13 @@ fn buf_register(d: &Driver, addr: *const c_void, len: usize, flags: c_int) -> Do
         crate::host::get(addr as u64, 1)?;
         crate::host::get(addr as u64 + len as u64 - 1, 1)?;
     }
+    // Before the buffers are locked: who opens the real library's driver holds it and then looks at them.
+    let real = d.real_if_open();
     let mut all = d.buffers.lock();
     if all.contains_key(&(addr as u64)) {
         return Err(Wrong::Op(abi::MEMORY_ALREADY_REGISTERED));
     }
-    if let Some(real) = d.real_if_open() {
+    if let Some(real) = real {
         // SAFETY: the program's memory, which it said is there.
         real.control(real.buf_register, |f| unsafe { f(addr, len, flags) })?;
     }
@@ -195,12 +195,9 @@ fn buf_register(d: &Driver, addr: *const c_void, len: usize, flags: c_int) -> Do
 pub unsafe extern "C" fn cuFileBufRegister(addr: *const c_void, len: usize, flags: c_int) -> Status {
     own_call!(buf_register(addr, len, flags));
     control(|| {
-        let d = Driver::get()?;
-        if d.uses() == 0 {
-            d.open(false)?;
-        }
-        let done = buf_register(d, addr, len, flags);
-        d.stats.buffer(device_of(d, addr as u64), Some(len as u64), &done);
+        let d = Driver::opened()?;
+        let done = buf_register(&d, addr, len, flags);
+        d.stats.buffer(device_of(&d, addr as u64), Some(len as u64), &done);
         done
     })
 }
@@ -216,7 +213,7 @@ pub unsafe extern "C" fn cuFileBufDeregister(addr: *const c_void) -> Status {
             // SAFETY: an address; it may not have been taken there.
             let _ = real.control(real.buf_deregister, |f| unsafe { f(addr) });
         }
-        d.stats.buffer(device_of(d, addr as u64), None, &done);
+        d.stats.buffer(device_of(&d, addr as u64), None, &done);
         done
     })
 }
@@ -225,15 +222,14 @@ pub unsafe extern "C" fn cuFileBufDeregister(addr: *const c_void) -> Status {
 fn move_bytes(
     handle: *mut c_void,
     asked: &Asked,
-    other: impl FnOnce(&Real, *mut c_void) -> Done<usize>,
+    other: impl FnOnce(&Real, *mut c_void, &Range) -> Done<usize>,
 ) -> Done<usize> {
     let d = Driver::open_one()?;
     match &*d.handle(handle)? {
-        Handle::Ours(of) => io::transfer(d, of, asked),
+        Handle::Ours(of) => io::transfer(&d, of, asked),
         Handle::Real(h) => {
-            let _active = d.active();
             d.stats.passed_on(if asked.way == Way::Read { "reads" } else { "writes" });
-            other(d.real()?, *h as *mut c_void)
+            other(d.real()?, h.word(), &h.range(asked.offset, asked.size))
         }
     }
 }
@@ -253,9 +249,9 @@ pub unsafe extern "C" fn cuFileRead(
 ) -> isize {
     own_call!(read(handle, base, size, offset, base_offset));
     moving(|| {
-        move_bytes(handle, &plain(Way::Read, base, size, offset, base_offset), |real, h| {
+        move_bytes(handle, &plain(Way::Read, base, size, offset, base_offset), |real, h, range| {
             // SAFETY: the program's arguments, with the handle that the library knows.
-            real.moving(real.read, size, |f| unsafe { f(h, base, size, offset, base_offset) })
+            real.moving(real.read, range, |f| unsafe { f(h, base, size, offset, base_offset) })
         })
     })
 }
@@ -271,9 +267,9 @@ pub unsafe extern "C" fn cuFileWrite(
 ) -> isize {
     own_call!(write(handle, base, size, offset, base_offset));
     moving(|| {
-        move_bytes(handle, &plain(Way::Write, base, size, offset, base_offset), |real, h| {
+        move_bytes(handle, &plain(Way::Write, base, size, offset, base_offset), |real, h, range| {
             // SAFETY: the program's arguments, with the handle that the library knows.
-            real.moving(real.write, size, |f| unsafe { f(h, base, size, offset, base_offset) })
+            real.moving(real.write, range, |f| unsafe { f(h, base, size, offset, base_offset) })
         })
     })
 }
@@ -304,13 +300,13 @@ unsafe fn vector(way: Way, handle: *mut c_void, iov: *const IoVec, n: usize, off
         let all = if n == 0 { &[][..] } else { unsafe { slice::from_raw_parts(iov, n) } };
         let whole = all.iter().try_fold(0usize, |sum, v| sum.checked_add(v.len)).ok_or(BAD)?;
         match &*handle {
-            Handle::Ours(of) => pieces(of, d, way, all, offset),
+            Handle::Ours(of) => pieces(of, &d, way, all, offset),
             Handle::Real(h) => {
-                let (_active, real, h) = (d.active(), d.real()?, *h as *mut c_void);
+                let (real, range, h) = (d.real()?, h.range(offset, whole), h.word());
                 d.stats.passed_on(if way == Way::Read { "reads" } else { "writes" });
                 let f = if way == Way::Read { real.readv } else { real.writev };
                 // SAFETY: the program's arguments, with the handle that the library knows.
-                real.moving(f, whole, |f| unsafe { f(h, iov, n, offset, flags) })
+                real.moving(f, &range, |f| unsafe { f(h, iov, n, offset, flags) })
             }
         }
     })
@@ -363,20 +359,21 @@ unsafe fn in_stream(way: Way, handle: *mut c_void, p: &Later, stream: *mut c_voi
             // SAFETY: the program's stream.
             if let Err((fault, code)) = unsafe { cuda.wait_for(stream) } {
                 say(|| format!("waiting for a stream: {fault}"));
-                // CUDA_ERROR_STREAM_CAPTURE_*: a graph is being recorded, in which nothing may be waited for.
-                let capture = (900..=908).contains(&code);
-                return Err(if capture { Wrong::Op(abi::ASYNC_NOT_SUPPORTED) } else { Wrong::Cuda(code) });
+                return Err(match Wrong::from(&fault) {
+                    recording @ Wrong::Op(abi::ASYNC_NOT_SUPPORTED) => recording,
+                    _ => Wrong::Cuda(code),
+                });
             }
             // SAFETY: not null, and the program's promise that they lead to values.
             let (size, offset, base_offset) = unsafe { (p.size.read(), p.offset.read(), p.base_offset.read()) };
             let asked = Asked { order: Order::Settled, ..plain(way, p.base, size, offset, base_offset) };
-            let n = moving(|| io::transfer(d, of, &asked));
+            let n = moving(|| io::transfer(&d, of, &asked));
             // SAFETY: as above.
             unsafe { p.bytes.write(n) };
             Ok(())
         }
         Handle::Real(h) => {
-            let (real, h) = (d.real()?, *h as *mut c_void);
+            let (real, h) = (d.real()?, h.word());
             d.stats.passed_on(if way == Way::Read { "reads" } else { "writes" });
             let f = if way == Way::Read { real.read_async } else { real.write_async };
             // SAFETY: the program's arguments, with the handle that the library knows.
@@ -480,12 +477,12 @@ pub unsafe extern "C" fn cuFileBatchIOSubmit(batch: *mut c_void, n: c_uint, all:
     control(|| {
         let (d, begun) = (Driver::open_one()?, Instant::now());
         let submit = || {
-            let batch = batch_of(d, batch)?;
+            let batch = batch_of(&d, batch)?;
             if n == 0 || all.is_null() || flags != 0 {
                 return Err(BAD);
             }
             // SAFETY: as many as the program says, just checked for null.
-            batch.submit(d, unsafe { slice::from_raw_parts(all, n as usize) })
+            batch.submit(*d, unsafe { slice::from_raw_parts(all, n as usize) })
         };
         let done = submit();
         d.stats.submitted(n as usize, begun.elapsed(), &done);
@@ -504,7 +501,8 @@ pub unsafe extern "C" fn cuFileBatchIOGetStatus(
 ) -> Status {
     own_call!(batch_status(batch, least, n, events, timeout));
     control(|| {
-        let batch = batch_of(Driver::open_one()?, batch)?;
+        let d = Driver::open_one()?;
+        let batch = batch_of(&d, batch)?;
         if n.is_null() || events.is_null() {
             return Err(BAD);
         }
@@ -533,7 +531,7 @@ pub unsafe extern "C" fn cuFileBatchIOCancel(batch: *mut c_void) -> Status {
     own_call!(batch_cancel(batch));
     control(|| {
         let d = Driver::open_one()?;
-        let done = batch_of(d, batch).and_then(|b| b.cancel());
+        let done = batch_of(&d, batch).and_then(|b| b.cancel());
         d.stats.control(|b| &mut b.batch_cancel_ops, &done);
         done
     })
@@ -546,7 +544,7 @@ pub unsafe extern "C" fn cuFileBatchIODestroy(batch: *mut c_void) {
     control(|| {
         let d = Driver::open_one()?;
         let found = d.batches.write().remove(&(batch as u64)).ok_or(BAD);
-        let done = found.map(|b| b.destroy());
+        let done = found.map(|b| b.destroy(true));
         d.stats.control(|b| &mut b.batch_destroy_ops, &done);
         done
     });
@@ -594,21 +592,21 @@ pub extern "C" fn cuFileStatsReset() -> Status {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetStatsL1(to: *mut Level1) -> Status {
     // SAFETY: the caller's promise.
-    control(|| unsafe { put(to, Driver::open_one()?.stats.level3(1)?.detailed.basic) })
+    control(|| unsafe { stats::put(to, &Driver::open_one()?.stats.level3(1)?.detailed.basic) })
 }
 
 /// The same and sizes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetStatsL2(to: *mut Level2) -> Status {
     // SAFETY: the caller's promise.
-    control(|| unsafe { put(to, Driver::open_one()?.stats.level3(2)?.detailed) })
+    control(|| unsafe { stats::put(to, &Driver::open_one()?.stats.level3(2)?.detailed) })
 }
 
 /// The same and GPUs.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetStatsL3(to: *mut Level3) -> Status {
     // SAFETY: the caller's promise.
-    control(|| unsafe { put(to, Driver::open_one()?.stats.level3(3)?) })
+    control(|| unsafe { stats::put(to, &Driver::open_one()?.stats.level3(3)?) })
 }
 
 /// What a parameter is.

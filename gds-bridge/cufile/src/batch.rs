@@ -1,7 +1,7 @@
 //! Batches: entries that threads of this library carry out one by one, and those of other files, which the real library gets.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, VecDeque},
     ffi::{c_int, c_void},
     ptr,
     sync::{Arc, OnceLock},
@@ -12,11 +12,11 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::{
     abi::{self, Event, Params},
-    driver::{Driver, Handle},
+    driver::{Active, Driver, Handle},
     io::{self, Asked, Order},
-    real::Real,
+    real::{Range, Real},
     stats::{By, Way},
-    wrong::{Done, Wrong, caught},
+    wrong::{Done, Wrong, caught, say},
 };
 
 /// Threads that carry entries out.
@@ -74,8 +74,15 @@ struct State {
     ended: VecDeque<Event>,
     /// The real library's batch, made when it is first needed, and its entries whose end was not told.
     real: usize,
-    real_waiting: usize,
+    others: BTreeMap<usize, Other>,
+    next_other: usize,
     destroyed: bool,
+}
+
+/// An entry that the real library has, under a number in place of the program's cookie.
+struct Other {
+    cookie: usize,
+    asked: Range,
 }
 
 /// An entry of ours, checked.
@@ -87,7 +94,7 @@ struct Entry {
 
 impl State {
     fn outstanding(&self) -> usize {
-        self.waiting + self.ended.len() + self.real_waiting
+        self.waiting + self.ended.len() + self.others.len()
     }
 }
 
@@ -107,7 +114,7 @@ impl Batch {
             };
             let handle = driver.handle(p.handle)?;
             if let Handle::Real(h) = &*handle {
-                others.push(Params { handle: *h as *mut c_void, ..*p });
+                others.push((Params { handle: h.word(), ..*p }, h.range(p.file_offset, p.size)));
                 continue;
             }
             let asked = Asked {
@@ -130,20 +137,22 @@ impl Batch {
             return Err(Wrong::Op(abi::BATCH_FULL));
         }
         if !others.is_empty() {
-            self.submit_real(driver, &mut s, &mut others)?;
+            self.submit_real(driver, &mut s, &others)?;
         }
         s.waiting += ours.len();
         let mut jobs = pool.jobs.lock();
         for e in ours {
             let (batch, number) = (self.clone(), s.given);
             s.given += 1;
-            jobs.push_back(Box::new(move || batch.carry_out(driver, number, &e)));
+            // Begun or not, the driver is not closed under it.
+            let active = driver.active();
+            jobs.push_back(Box::new(move || batch.carry_out(driver, number, &e, active)));
         }
         pool.more.notify_all();
         Ok(())
     }
 
-    fn submit_real(&self, driver: &Driver, s: &mut State, others: &mut [Params]) -> Done<()> {
+    fn submit_real(&self, driver: &'static Driver, s: &mut State, others: &[(Params, Range)]) -> Done<()> {
         let real = driver.real()?;
         if s.real == 0 {
             let mut to = ptr::null_mut();
@@ -151,15 +160,21 @@ impl Batch {
             real.control(real.batch_setup, |f| unsafe { f(&mut to, self.most as u32) })?;
             s.real = to as usize;
         }
-        let n = others.len() as u32;
+        let first = s.next_other;
+        let number = |(i, (p, _)): (usize, &(Params, Range))| Params { cookie: (first + i) as *mut c_void, ..*p };
+        let mut given: Vec<Params> = others.iter().enumerate().map(number).collect();
+        let n = given.len() as u32;
         // SAFETY: as many entries as are said, whose handles are the real library's.
-        real.control(real.batch_submit, |f| unsafe { f(s.real as *mut c_void, n, others.as_mut_ptr(), 0) })?;
-        s.real_waiting += others.len();
+        real.control(real.batch_submit, |f| unsafe { f(s.real as *mut c_void, n, given.as_mut_ptr(), 0) })?;
+        s.next_other += others.len();
+        for (i, (p, asked)) in others.iter().enumerate() {
+            s.others.insert(first + i, Other { cookie: p.cookie as usize, asked: *asked });
+        }
         driver.stats.passed_on("batch_entries");
         Ok(())
     }
 
-    fn carry_out(&self, driver: &Driver, number: u64, e: &Entry) {
+    fn carry_out(&self, driver: &Driver, number: u64, e: &Entry, active: Active) {
         let cancelled = number < self.state.lock().cancelled;
         let outcome = (!cancelled).then(|| match &*e.handle {
             Handle::Ours(of) => caught(|| io::transfer(driver, of, &e.asked)),
@@ -172,6 +187,8 @@ impl Batch {
         };
         let mut s = self.state.lock();
         s.waiting -= 1;
+        // Before anybody hears of its end: then the driver may be closed.
+        drop(active);
         s.ended.push_back(Event { cookie: e.cookie as *mut c_void, status, ret });
         self.changed.notify_all();
     }
@@ -188,13 +205,21 @@ impl Batch {
                 to[told] = e;
                 told += 1;
             }
-            if s.real_waiting > 0 && told < to.len() {
-                told += Batch::ended_real(&mut s, &mut to[told..])?;
+            if s.destroyed {
+                return if told > 0 { Ok(told) } else { Err(Wrong::Op(abi::INVALID_VALUE)) };
+            }
+            if !s.others.is_empty() && told < to.len() {
+                match Batch::ended_real(&mut s, &mut to[told..]) {
+                    Ok(n) => told += n,
+                    // What was taken from the queue above is told now, the error the next time.
+                    Err(_) if told > 0 => return Ok(told),
+                    Err(w) => return Err(w),
+                }
             }
             if told >= least.min(to.len()) || s.outstanding() == 0 {
                 return Ok(told);
             }
-            let next = if s.real_waiting > 0 { Instant::now().checked_add(ASK) } else { None };
+            let next = if !s.others.is_empty() { Instant::now().checked_add(ASK) } else { None };
             if deadline.is_some_and(|d| Instant::now() >= d) {
                 return Ok(told);
             }
@@ -207,22 +232,33 @@ impl Batch {
 
     fn ended_real(s: &mut State, to: &mut [Event]) -> Done<usize> {
         let real = Real::known().ok_or(Wrong::Op(abi::INTERNAL_ERROR))?;
-        let (room, mut n) = (to.len().min(s.real_waiting), 0);
+        let (room, mut n) = (to.len().min(s.others.len()), 0);
         n += room as u32;
         let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         // SAFETY: there is room for as many events as are asked for.
         real.control(real.batch_status, |f| unsafe { f(s.real as *mut c_void, 0, &mut n, to.as_mut_ptr(), &mut now) })?;
         let n = (n as usize).min(room);
-        s.real_waiting -= n;
-        Ok(n)
+        let mut told = 0;
+        for i in 0..n {
+            let mut e = to[i];
+            let Some(other) = s.others.remove(&(e.cookie as usize)) else {
+                say(|| "the real libcufile told of an entry that it does not have".into());
+                continue;
+            };
+            e.cookie = other.cookie as *mut c_void;
+            real.event(&mut e, &other.asked);
+            to[told] = e;
+            told += 1;
+        }
+        Ok(told)
     }
 
     /// What was not begun is not begun any more.
     pub fn cancel(&self) -> Done<()> {
         let mut s = self.state.lock();
         s.cancelled = s.given;
-        match (Real::known(), s.real_waiting) {
-            (Some(real), 1..) => {
+        match Real::known() {
+            Some(real) if !s.others.is_empty() => {
                 // SAFETY: a batch of its own.
                 real.control(real.batch_cancel, |f| unsafe { f(s.real as *mut c_void) })
             }
@@ -230,19 +266,23 @@ impl Batch {
         }
     }
 
-    /// Returns when nothing of it uses the program's memory any more.
-    pub fn destroy(&self) {
+    /// Returns when nothing of it uses the program's memory any more. `real`: the real library may be called.
+    pub fn destroy(&self, real: bool) {
         let mut s = self.state.lock();
         s.cancelled = s.given;
         s.destroyed = true;
         self.changed.wait_while(&mut s, |s| s.waiting > 0);
         if s.real != 0
+            && real
             && let Some(real) = Real::known()
         {
             // SAFETY: a batch of its own, which nobody can name any more.
             let _ = real.call(real.batch_destroy, |f| unsafe { f(s.real as *mut c_void) });
             s.real = 0;
         }
+        s.others.clear();
+        // Who still waits for it hears that there is nothing to wait for.
+        self.changed.notify_all();
     }
 }
 

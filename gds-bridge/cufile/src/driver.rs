@@ -5,7 +5,7 @@ use std::{
     ffi::{c_int, c_void},
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicU64, AtomicUsize, Ordering::SeqCst},
+        atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::SeqCst},
         mpsc,
     },
     time::Duration,
@@ -24,7 +24,8 @@ use crate::{
     batch::Batch,
     found::{self, Found, Kind},
     params::Set,
-    real::Real,
+    real::{Range, Real},
+    set,
     stats::Stats,
     wrong::{Done, Wrong, caught, say},
 };
@@ -37,8 +38,26 @@ const FIRST_ID: u64 = 1 << 62;
 /// A file that a program registered.
 pub enum Handle {
     Ours(Box<OurFile>),
-    /// The real library's word for it.
-    Real(usize),
+    Real(Foreign),
+}
+
+/// A file of the real library's.
+#[derive(Clone, Copy, Debug)]
+pub struct Foreign {
+    /// Its word for it.
+    word: usize,
+    fd: Option<c_int>,
+}
+
+impl Foreign {
+    pub fn word(&self) -> *mut c_void {
+        self.word as *mut c_void
+    }
+
+    /// So many bytes from there on.
+    pub fn range(&self, offset: i64, most: usize) -> Range {
+        Range { fd: self.fd, offset, most }
+    }
 }
 
 /// A file of one of our mounts, opened by this library.
@@ -49,14 +68,15 @@ pub struct OurFile {
     pub policy: Policy,
     /// The device whose bridge moves host memory.
     pub home: u32,
-    files: Mutex<BTreeMap<u32, Place>>,
+    /// `None`: it was let go, and a call that still has it opens nothing again.
+    files: Mutex<Option<BTreeMap<u32, Place>>>,
 }
 
 /// A file in the connection that serves one device.
 pub type Place = (Arc<Session>, Arc<File>);
 
-/// A file system, by its UUID, and a device.
-type Connected = ([u8; 16], u32);
+/// A file system, by its UUID and the servers that a mount named, and a device.
+type Connected = ([u8; 16], String, u32);
 
 /// Open for so many callers, or because something was registered first.
 #[derive(Default)]
@@ -73,8 +93,8 @@ impl Opened {
 
 /// All of it.
 pub struct Driver {
-    /// Threads and connections do not follow a fork(2).
-    pid: u32,
+    /// Who opened it first; 0: nobody yet. Threads and connections do not follow a fork(2).
+    pid: AtomicU32,
     opened: Mutex<Opened>,
     /// Calls under way that move bytes.
     active: AtomicUsize,
@@ -94,14 +114,25 @@ pub struct Driver {
 
 static DRIVER: OnceLock<Driver> = OnceLock::new();
 
+/// Has [`at_exit`] run once more, before what was registered until now: the end of a library that was just opened and may call this one.
+pub fn ends_before() {
+    // SAFETY: the function is there until the process ends.
+    unsafe { libc::atexit(at_exit) };
+}
+
 extern "C" fn at_exit() {
-    let Some(d) = DRIVER.get().filter(|d| d.pid == std::process::id()) else { return };
+    let Some(d) = DRIVER.get().filter(|d| d.pid.load(SeqCst) == std::process::id()) else { return };
+    match d.opened.try_lock() {
+        // What comes after this finds nothing open.
+        Some(mut o) if o.uses() > 0 => *o = Opened::default(),
+        _ => return,
+    }
     d.write_stats();
     // On a thread of its own: this one's is past the end of what threads keep.
     let (done, ended) = mpsc::channel();
     let close = std::thread::Builder::new().spawn(move || {
         let _ = caught(|| {
-            d.let_go();
+            d.let_go(false);
             Ok(())
         });
         let _ = done.send(());
@@ -126,23 +157,37 @@ fn properties() -> Properties {
     }
 }
 
-/// Counts a call that moves bytes.
-pub struct Active<'a>(&'a AtomicUsize);
+/// Counts a call, or an entry of a batch, while it lives.
+pub struct Active(&'static AtomicUsize);
 
-impl Drop for Active<'_> {
+/// The driver, which stays open as long as this lives.
+pub struct Working {
+    driver: &'static Driver,
+    _active: Active,
+}
+
+impl std::ops::Deref for Working {
+    type Target = &'static Driver;
+
+    fn deref(&self) -> &&'static Driver {
+        &self.driver
+    }
+}
+
+impl Drop for Active {
     fn drop(&mut self) {
         self.0.fetch_sub(1, SeqCst);
     }
 }
 
 impl Driver {
-    /// This process's. In a child after a fork there is none.
+    /// This process's. In a child after a fork there is none, if it was open before.
     pub fn get() -> Done<&'static Driver> {
         let new = || {
             // SAFETY: the function is there until the process ends.
             unsafe { libc::atexit(at_exit) };
             Driver {
-                pid: std::process::id(),
+                pid: AtomicU32::new(0),
                 opened: Mutex::default(),
                 active: AtomicUsize::new(0),
                 next: AtomicU64::new(FIRST_ID),
@@ -159,16 +204,27 @@ impl Driver {
             }
         };
         let d = DRIVER.get_or_init(new);
-        if d.pid != std::process::id() {
+        if ![0, std::process::id()].contains(&d.pid.load(SeqCst)) {
             return Err(Wrong::Op(abi::DRIVER_NOT_INITIALIZED));
         }
         Ok(d)
     }
 
-    /// The same, if it is open.
-    pub fn open_one() -> Done<&'static Driver> {
-        let d = Driver::get()?;
-        if d.uses() == 0 { Err(Wrong::Op(abi::DRIVER_NOT_INITIALIZED)) } else { Ok(d) }
+    /// The same, if it is open. It is counted first and then looked at: whoever closes it looks at the count.
+    pub fn open_one() -> Done<Working> {
+        let driver = Driver::get()?;
+        let working = Working { driver, _active: driver.active() };
+        if driver.uses() == 0 { Err(Wrong::Op(abi::DRIVER_NOT_INITIALIZED)) } else { Ok(working) }
+    }
+
+    /// The same, and opened if it was not, as registering does.
+    pub fn opened() -> Done<Working> {
+        let driver = Driver::get()?;
+        let working = Working { driver, _active: driver.active() };
+        if driver.uses() == 0 {
+            driver.open(false)?;
+        }
+        Ok(working)
     }
 
     pub fn uses(&self) -> i64 {
@@ -188,6 +244,7 @@ impl Driver {
                 say(|| format!("opening the driver: {why}"));
                 Wrong::from(&why)
             })?;
+            self.pid.store(std::process::id(), SeqCst);
         }
         match asked {
             true => *o = Opened { explicit: o.explicit + 1, implicit: false },
@@ -210,22 +267,25 @@ impl Driver {
             return Err(Wrong::Op(abi::DRIVER_CLOSING));
         }
         *o = Opened::default();
-        self.let_go();
+        self.let_go(true);
         self.write_stats();
         Ok(())
     }
 
-    fn let_go(&self) {
+    /// `real`: of the real library, too. At the end of the process its own end may be over.
+    fn let_go(&self, real: bool) {
         let batches = std::mem::take(&mut *self.batches.write());
-        batches.into_values().for_each(|b| b.destroy());
+        batches.into_values().for_each(|b| b.destroy(real));
         let handles = std::mem::take(&mut *self.handles.write());
-        handles.into_values().for_each(|h| self.close_file(&h));
+        handles.into_values().for_each(|h| self.close_file(&h, real));
         self.buffers.lock().clear();
         self.streams.lock().clear();
         let sessions = std::mem::take(&mut *self.sessions.lock());
         drop(sessions);
         self.cuda.lock().clear();
-        if std::mem::take(&mut *self.real.lock())
+        let opened = std::mem::take(&mut *self.real.lock());
+        if opened
+            && real
             && let Some(real) = Real::known()
         {
             // SAFETY: takes nothing.
@@ -235,14 +295,15 @@ impl Driver {
 
     /// Where `STRAKE_GDS_STATS` says.
     fn write_stats(&self) {
-        let Some(to) = std::env::var_os("STRAKE_GDS_STATS").filter(|to| !to.is_empty()) else { return };
+        let Some(to) = set::os("STRAKE_GDS_STATS") else { return };
+        let to = to.to_string_lossy().replace("%p", &std::process::id().to_string());
         if let Err(e) = std::fs::write(&to, format!("{}\n", self.stats.json())) {
-            say(|| format!("{}: {e}", to.display()));
+            say(|| format!("{to}: {e}"));
         }
     }
 
-    /// The call counts as under way while the value lives.
-    pub fn active(&self) -> Active<'_> {
+    /// Something counts as under way while the value lives: the driver is not closed.
+    pub fn active(&'static self) -> Active {
         self.active.fetch_add(1, SeqCst);
         Active(&self.active)
     }
@@ -289,22 +350,25 @@ impl Driver {
 
     fn open_ours(&self, fd: c_int, found: Found) -> Done<OurFile> {
         // A number that was closed and means another file by now is another registration.
-        let again = |h: &Arc<Handle>| matches!(&**h, Handle::Ours(o) if o.fd == fd && o.found.id == found.id);
+        let again = |h: &Arc<Handle>| matches!(&**h, Handle::Ours(o) if o.fd == fd && o.found == found);
         if self.handles.read().values().any(again) {
             return Err(Wrong::Op(abi::HANDLE_ALREADY_REGISTERED));
         }
-        let set = |name: &str| std::env::var(name).ok().filter(|v| !v.is_empty());
-        let policy = set("STRAKE_GDS_POLICY").map_or(Ok(Policy::Prefer), |p| p.parse());
+        let policy = set::text("STRAKE_GDS_POLICY").map_or(Ok(Policy::Prefer), |p| p.parse());
         let policy = policy.map_err(|e| {
             say(|| format!("STRAKE_GDS_POLICY: {e}"));
             Wrong::Op(abi::INVALID_VALUE)
         })?;
-        let Some(servers) = set("STRAKE_GDS_MDS").or_else(|| found::servers(fd, &found)) else {
+        let servers = match set::text("STRAKE_GDS_MDS") {
+            None => found::servers(fd, &found)?,
+            named => named,
+        };
+        let Some(servers) = servers else {
             say(|| format!("descriptor {fd}: its mount names no metadata server, and STRAKE_GDS_MDS is not set"));
             return Err(Wrong::Op(abi::IO_NOT_SUPPORTED));
         };
         let (home, _) = self.cuda_of_thread()?;
-        let ours = OurFile { found, fd, servers, policy, home, files: Mutex::default() };
+        let ours = OurFile { found, fd, servers, policy, home, files: Mutex::new(Some(BTreeMap::new())) };
         // Now and not at the first read: whoever may not open it is told here.
         self.place(&ours, home)?;
         Ok(ours)
@@ -319,7 +383,7 @@ impl Driver {
         // SAFETY: writes one pointer; the descriptor is the program's own.
         real.control(real.handle_register, |f| unsafe { f(&mut to, of) })?;
         self.stats.passed_on("handles");
-        Ok(Handle::Real(to as usize))
+        Ok(Handle::Real(Foreign { word: to as usize, fd: (of.kind == abi::OPAQUE_FD).then(|| of.fd()) }))
     }
 
     /// The real library with its driver open.
@@ -349,23 +413,24 @@ impl Driver {
     pub fn deregister(&self, id: *mut c_void) -> Done<()> {
         let found = self.handles.write().remove(&(id as u64));
         let handle = found.ok_or(Wrong::Op(abi::HANDLE_NOT_REGISTERED))?;
-        self.close_file(&handle);
+        self.close_file(&handle, true);
         Ok(())
     }
 
-    fn close_file(&self, handle: &Handle) {
+    fn close_file(&self, handle: &Handle, real: bool) {
         match handle {
             Handle::Ours(o) => {
-                for (session, file) in std::mem::take(&mut *o.files.lock()).into_values() {
+                let files = o.files.lock().take().unwrap_or_default();
+                for (session, file) in files.into_values() {
                     if let Err(e) = session.close(File::clone(&file)) {
                         say(|| format!("closing inode {:#x}: {e}", o.found.ino));
                     }
                 }
             }
             Handle::Real(h) => {
-                if let Some(real) = Real::known() {
+                if let Some(real) = Real::known().filter(|_| real) {
                     // SAFETY: a handle of its own, which nobody can name any more.
-                    let _ = real.call(real.handle_deregister, |f| unsafe { f(*h as *mut c_void) });
+                    let _ = real.call(real.handle_deregister, |f| unsafe { f(h.word()) });
                 }
             }
         }
@@ -374,6 +439,7 @@ impl Driver {
     /// The file in the connection of a device, opened when that is first needed.
     pub fn place(&self, of: &OurFile, device: u32) -> Done<Place> {
         let mut files = of.files.lock();
+        let files = files.as_mut().ok_or(Wrong::Op(abi::HANDLE_NOT_REGISTERED))?;
         if let Some((session, file)) = files.get(&device) {
             return Ok((session.clone(), file.clone()));
         }
@@ -389,14 +455,13 @@ impl Driver {
 
     fn session(&self, of: &OurFile, device: u32) -> Done<Arc<Session>> {
         let mut all = self.sessions.lock();
-        let id = (of.found.uuid, device);
+        let id = (of.found.uuid, of.servers.clone(), device);
         if let Some(s) = all.get(&id) {
             return Ok(s.clone());
         }
-        let set = |name: &str| std::env::var(name).ok().filter(|v| !v.is_empty());
         let mut setup = Setup::new(&of.servers, Memory::Cuda(device));
-        setup.key = set("STRAKE_GDS_KEY").unwrap_or_else(|| KEY.into()).into();
-        setup.roads = match set("STRAKE_GDS_FABRIC").as_deref() {
+        setup.key = set::text("STRAKE_GDS_KEY").unwrap_or_else(|| KEY.into()).into();
+        setup.roads = match set::text("STRAKE_GDS_FABRIC").as_deref() {
             None | Some("auto") => Use::Best,
             Some("tcp") => Use::Tcp,
             Some("rdma") => Use::Rdma,
@@ -405,7 +470,7 @@ impl Driver {
                 return Err(Wrong::Op(abi::INVALID_VALUE));
             }
         };
-        setup.options.verify_on_gpu = set("STRAKE_GDS_VERIFY_ON_GPU").is_some_and(|v| v != "0");
+        setup.options.verify_on_gpu = set::text("STRAKE_GDS_VERIFY_ON_GPU").is_some_and(|v| v != "0");
         let failed = |e: strake_proto::Error| {
             say(|| format!("connecting to {}: {e}", of.servers));
             Wrong::of_open(&e)

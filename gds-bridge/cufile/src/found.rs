@@ -5,7 +5,10 @@
 
 use std::{ffi::c_int, fs, os::fd::BorrowedFd};
 
-use rustix::fs::{FileType, Stat, fstat, fstatfs, major, minor};
+use rustix::{
+    fs::{FileType, Stat, fstat, fstatfs, major, minor},
+    io::Errno,
+};
 use strake_proto::{
     Code,
     ioctl::{self, FILE_BYTES, OpenedFile, SERVERS_BYTES, Servers},
@@ -18,6 +21,8 @@ use crate::{
 
 /// `FUSE_SUPER_MAGIC`.
 const FUSE: i64 = 0x6573_5546;
+/// As what our mounts appear in the table of mounts.
+const KIND: &str = "fuse.strake";
 /// What a descriptor's flags mean for a second open of its file.
 const KEPT: c_int = libc::O_ACCMODE | libc::O_DSYNC | libc::O_SYNC | libc::O_DIRECT;
 
@@ -48,13 +53,25 @@ pub fn look(fd: c_int) -> Done<Kind> {
     }
     // SAFETY: it is open, and the program keeps it so for the time of the call.
     let file = unsafe { BorrowedFd::borrow_raw(fd) };
-    let Ok(stat) = fstat(file) else { return Ok(Kind::Other(false)) };
-    let regular = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
-    // Elsewhere the number may mean something.
-    if !regular || fstatfs(file).map_or(true, |s| s.f_type != FUSE) {
-        return Ok(Kind::Other(regular));
+    let stat = asked(fd, "fstat", || fstat(file))?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+        return Ok(Kind::Other(false));
     }
-    let Some(answer) = ask::<FILE_BYTES>(fd, ioctl::FILE) else { return Ok(Kind::Other(true)) };
+    let mount = mounted(&mounts(), device(&stat));
+    // Elsewhere the number may mean something.
+    if !in_user_space(fd, &stat, mount.as_ref())? {
+        return Ok(Kind::Other(true));
+    }
+    let named = mount.as_ref().is_some_and(|m| m.kind == KIND);
+    let unknown = || {
+        if !named {
+            return Ok(Kind::Other(true));
+        }
+        // Not past the bridge, whatever the policy says: one of our mounts, which does not know the question or answers it in its own way.
+        say(|| format!("descriptor {fd}: its mount is of type {KIND} and does not say which file it is"));
+        Err(Wrong::Op(abi::DRIVER_VERSION_MISMATCH))
+    };
+    let Some(answer) = ask::<FILE_BYTES>(fd, ioctl::FILE)? else { return unknown() };
     let answer = match OpenedFile::decode(&answer[..]) {
         Ok(a) => a,
         Err(e) if e.code == Code::OpNotSupp => {
@@ -62,9 +79,9 @@ pub fn look(fd: c_int) -> Done<Kind> {
             return Err(Wrong::Op(abi::DRIVER_VERSION_MISMATCH));
         }
         // Somebody else's answer to a number of his own.
-        Err(_) => return Ok(Kind::Other(true)),
+        Err(_) => return unknown(),
     };
-    believe(fd, &stat, &answer)?;
+    believe(fd, &stat, &answer, mount.as_ref())?;
     if flags & libc::O_APPEND != 0 {
         say(|| format!("descriptor {fd}: O_APPEND has no offset to write at"));
         return Err(Wrong::Op(abi::INVALID_FILE_OPEN_FLAG));
@@ -78,26 +95,73 @@ pub fn look(fd: c_int) -> Done<Kind> {
 }
 
 /// Where the metadata servers are, by the mount.
-pub fn servers(fd: c_int, of: &Found) -> Option<String> {
-    let answer = Servers::decode(&ask::<SERVERS_BYTES>(fd, ioctl::SERVERS)?[..]).ok()?;
-    (answer.uuid == of.uuid && !answer.endpoints.is_empty()).then_some(answer.endpoints)
+pub fn servers(fd: c_int, of: &Found) -> Done<Option<String>> {
+    let Some(answer) = ask::<SERVERS_BYTES>(fd, ioctl::SERVERS)? else { return Ok(None) };
+    let Ok(answer) = Servers::decode(&answer[..]) else { return Ok(None) };
+    Ok((answer.uuid == of.uuid && !answer.endpoints.is_empty()).then_some(answer.endpoints))
 }
 
-fn ask<const N: usize>(fd: c_int, number: u32) -> Option<Box<[u8; N]>> {
-    let mut answer = Box::new([0; N]);
-    // SAFETY: the number says how many bytes are written, and there is room for them; the kernel holds a file system in user space to it.
-    let code = unsafe { libc::ioctl(fd, number as libc::Ioctl, answer.as_mut_ptr()) };
-    (code >= 0).then_some(answer)
+/// Asks until no signal comes between. An error is one of the call: a file of ours that cannot be asked now is not somebody else's.
+fn asked<T>(fd: c_int, what: &str, mut f: impl FnMut() -> rustix::io::Result<T>) -> Done<T> {
+    loop {
+        match f() {
+            Ok(v) => return Ok(v),
+            Err(Errno::INTR) => {}
+            Err(e) => {
+                say(|| format!("descriptor {fd}: {what}: {e}"));
+                return Err(Wrong::Os(e.raw_os_error()));
+            }
+        }
+    }
 }
 
-fn believe(fd: c_int, stat: &Stat, answer: &OpenedFile) -> Done<()> {
+/// `None`: whose descriptor this is knows no such question.
+fn ask<const N: usize>(fd: c_int, number: u32) -> Done<Option<Box<[u8; N]>>> {
+    asked(fd, "ioctl", || {
+        let mut answer = Box::new([0; N]);
+        // SAFETY: the number says how many bytes are written, and there is room for them; the kernel holds a file system in user space to it.
+        let code = unsafe { libc::ioctl(fd, number as libc::Ioctl, answer.as_mut_ptr()) };
+        if code >= 0 {
+            return Ok(Some(answer));
+        }
+        let errno = std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+        match errno {
+            libc::ENOTTY | libc::EINVAL | libc::ENOSYS | libc::EOPNOTSUPP => Ok(None),
+            _ => Err(Errno::from_raw_os_error(errno)),
+        }
+    })
+}
+
+fn mounts() -> String {
+    fs::read_to_string("/proc/self/mountinfo").unwrap_or_default()
+}
+
+fn device(stat: &Stat) -> (u32, u32) {
+    (major(stat.st_dev), minor(stat.st_dev))
+}
+
+/// Whether the file is of a file system in user space. The table of mounts says so without a question to its servers, as fstatfs(2) is one.
+fn in_user_space(fd: c_int, stat: &Stat, mount: Option<&MountOf>) -> Done<bool> {
+    if let Some(m) = mount {
+        return Ok(m.kind.starts_with("fuse"));
+    }
+    // Not in the table, or of a file system that has more numbers than mounts: those have no device, either.
+    if major(stat.st_dev) != 0 {
+        return Ok(false);
+    }
+    // SAFETY: it is open, and the program keeps it so for the time of the call.
+    let file = unsafe { BorrowedFd::borrow_raw(fd) };
+    Ok(asked(fd, "fstatfs", || fstatfs(file))?.f_type == FUSE)
+}
+
+fn believe(fd: c_int, stat: &Stat, answer: &OpenedFile, mount: Option<&MountOf>) -> Done<()> {
     let mut why = None;
     if answer.ino != stat.st_ino {
         why = Some(format!("the mount says that inode {:#x} is {:#x}", stat.st_ino, answer.ino));
     } else {
-        let table = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
         let me = rustix::process::geteuid().as_raw();
-        match mounter(&table, (major(stat.st_dev), minor(stat.st_dev))) {
+        // The number is the user's in the user namespace that the mount was made in.
+        match mount.and_then(|m| m.user) {
             Some(user) if user == 0 || user == me => {}
             Some(user) => why = Some(format!("its mount was made by user {user}, neither root nor user {me}")),
             None => why = Some("/proc/self/mountinfo does not say who made its mount".into()),
@@ -108,16 +172,25 @@ fn believe(fd: c_int, stat: &Stat, answer: &OpenedFile) -> Done<()> {
     Err(Wrong::Op(abi::PERMISSION_DENIED))
 }
 
-/// Who made the mount of a device in user space.
-fn mounter(table: &str, device: (u32, u32)) -> Option<u32> {
+/// What the table of mounts says of a device.
+#[derive(Debug, PartialEq, Eq)]
+struct MountOf {
+    kind: String,
+    /// Who made it, if it is in user space.
+    user: Option<u32>,
+}
+
+fn mounted(table: &str, device: (u32, u32)) -> Option<MountOf> {
     let device = format!("{}:{}", device.0, device.1);
     table.lines().find_map(|line| {
         let (mount, source) = line.split_once(" - ")?;
-        if mount.split(' ').nth(2)? != device || !source.starts_with("fuse") {
+        if mount.split(' ').nth(2)? != device {
             return None;
         }
+        let kind = source.split(' ').next()?.to_string();
         // The last field: options of the file system.
-        source.rsplit(' ').next()?.split(',').find_map(|o| o.strip_prefix("user_id=")?.parse().ok())
+        let user = source.rsplit(' ').next()?.split(',').find_map(|o| o.strip_prefix("user_id=")?.parse().ok());
+        Some(MountOf { user: user.filter(|_| kind.starts_with("fuse")), kind })
     })
 }
 
@@ -132,11 +205,12 @@ mod tests {
                      41 28 0:56 / /mnt/b\\040c rw - fuse.strake user_id=0 rw,user_id=1000,group_id=1000\n\
                      42 28 8:1 / / rw - ext4 /dev/sda1 rw,user_id=0\n\
                      junk\n";
-        assert_eq!(mounter(table, (0, 55)), Some(0));
-        assert_eq!(mounter(table, (0, 56)), Some(1000), "what it calls itself does not count");
-        assert_eq!(mounter(table, (8, 1)), None, "not in user space");
-        assert_eq!(mounter(table, (0, 5)), None);
-        assert_eq!(mounter("", (0, 55)), None);
+        let found = |device| mounted(table, device).map(|m| (m.kind, m.user));
+        assert_eq!(found((0, 55)), Some((KIND.into(), Some(0))));
+        assert_eq!(found((0, 56)), Some((KIND.into(), Some(1000))), "what it calls itself does not count");
+        assert_eq!(found((8, 1)), Some(("ext4".into(), None)), "not in user space");
+        assert_eq!(found((0, 5)), None);
+        assert_eq!(mounted("", (0, 55)), None);
     }
 
     #[test]

@@ -81,9 +81,9 @@ impl Asked {
     }
 }
 
-/// Moves bytes and counts them, whatever comes of it.
+/// Moves bytes and counts them, whatever comes of it. Whoever calls it counts as under way.
 pub fn transfer(driver: &Driver, of: &OurFile, asked: &Asked) -> Done<usize> {
-    let (_active, begun, mut account) = (driver.active(), Instant::now(), Account::default());
+    let (begun, mut account) = (Instant::now(), Account::default());
     let outcome = attempt(driver, of, asked, &mut account);
     driver.stats.ended(&Ended {
         way: asked.way,
@@ -111,9 +111,11 @@ fn attempt(driver: &Driver, of: &OurFile, asked: &Asked, account: &mut Account) 
     let memory = whereabouts(driver, of, addr, asked.size as u64)?;
     if let Memory::Device(n, cuda) = &memory {
         account.device = Some((*n, cuda.uuid().unwrap_or_default()));
-        if asked.order == Order::Default {
-            cuda.wait_for_default().map_err(|f| Wrong::from(&f))?;
-        }
+    }
+    if asked.order == Order::Default {
+        // Host memory, too: a copy to or from it may be in the stream.
+        let cuda = if let Memory::Device(_, cuda) = &memory { cuda.clone() } else { driver.cuda(of.home)? };
+        cuda.wait_for_default().map_err(|f| Wrong::from(&f))?;
     }
     let place = driver.place(of, if let Memory::Device(n, _) = memory { n } else { of.home })?;
     let host = matches!(memory, Memory::Host);

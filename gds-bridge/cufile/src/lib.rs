@@ -13,5 +13,6 @@ mod host;
 mod io;
 mod params;
 mod real;
+mod set;
 mod stats;
 mod wrong;

@@ -4,13 +4,14 @@ use std::{
     cell::Cell,
     ffi::{CStr, CString, c_char, c_int, c_long, c_uint, c_void},
     fs::File,
-    os::unix::ffi::OsStrExt,
+    os::{fd::BorrowedFd, unix::ffi::OsStrExt},
     path::{Path, PathBuf},
     sync::OnceLock,
 };
 
 use crate::{
     abi::{self, Descriptor, Event, IoVec, Params, Status},
+    set,
     wrong::{Done, Wrong, say},
 };
 
@@ -81,6 +82,31 @@ functions! {
     set_p2p = c"cuFileDriverSetP2PFlags": unsafe extern "C" fn(c_int, c_int) -> Status;
 }
 
+/// Codes that its versions before [`NEGATIVE_SINCE`] return as they are, as if they were bytes.
+const CODES: std::ops::RangeInclusive<c_int> = 5001..=5099;
+/// The first version that returns errors as negative numbers.
+const NEGATIVE_SINCE: c_int = 1160;
+
+/// What a call of its moving functions was asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Range {
+    /// The descriptor, where the file has one.
+    pub fd: Option<c_int>,
+    pub offset: i64,
+    pub most: usize,
+}
+
+impl Range {
+    /// Whether the file ends after so many bytes.
+    fn ends(&self, n: usize) -> bool {
+        let (Some(fd), Some(end)) = (self.fd, i64::try_from(n).ok().and_then(|n| self.offset.checked_add(n))) else {
+            return false;
+        };
+        // SAFETY: cuFile has programs keep the descriptor open as long as the handle; of another file the size says the same as of none.
+        rustix::fs::fstat(unsafe { BorrowedFd::borrow_raw(fd) }).is_ok_and(|s| s.st_size == end)
+    }
+}
+
 /// `cuFileReadAsync` and `cuFileWriteAsync`.
 pub type Stream =
     unsafe extern "C" fn(*mut c_void, *mut c_void, *mut usize, *mut i64, *mut i64, *mut isize, *mut c_void) -> Status;
@@ -123,10 +149,10 @@ fn open(name: &Path) -> Result<*mut c_void, String> {
 }
 
 fn candidates() -> Vec<PathBuf> {
-    if let Some(named) = std::env::var_os("STRAKE_CUFILE_REAL").filter(|n| !n.is_empty()) {
+    if let Some(named) = set::os("STRAKE_CUFILE_REAL") {
         return vec![named.into()];
     }
-    let path = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let path = set::os("LD_LIBRARY_PATH").unwrap_or_default();
     let places = std::env::split_paths(&path).filter(|p| p.is_absolute()).chain(PLACES.iter().map(PathBuf::from));
     let whole = places.flat_map(|p| NAMES.map(|n| p.join(n))).filter(|p| p.exists());
     NAMES.iter().map(PathBuf::from).chain(whole).collect()
@@ -140,7 +166,10 @@ fn load() -> Result<Real, String> {
     let mut all = Vec::new();
     for name in candidates() {
         match open(&name) {
-            Ok(handle) => return Ok(Real::of(handle)),
+            Ok(handle) => {
+                crate::driver::ends_before();
+                return Ok(Real::of(handle));
+            }
             Err(why) => all.push(why),
         }
     }
@@ -190,17 +219,47 @@ impl Real {
         }
     }
 
-    /// As [`Real::call`], of a function that moves at most `most` bytes. Version 1.15 and older return positive codes from reads that failed: nothing above
-    /// what was asked for is a number of bytes.
-    pub fn moving<F: Copy>(&self, f: Option<F>, most: usize, call: impl FnOnce(F) -> isize) -> Done<usize> {
+    /// The version that it says it has; 0: it does not say.
+    fn number(&self) -> c_int {
+        let mut n = 0;
+        // SAFETY: writes one number.
+        match self.control(self.version, |f| unsafe { f(&mut n) }) {
+            Ok(()) => n,
+            Err(_) => 0,
+        }
+    }
+
+    /// What it says of a call is a number of bytes, and not one of the codes that it says as if they were bytes.
+    fn bytes(&self, n: usize, asked: &Range) -> Done<usize> {
+        let code = c_int::try_from(n).ok().filter(|code| CODES.contains(code));
+        let believed = match code {
+            _ if n > asked.most => false,
+            None => true,
+            // All that was asked for, of a version that returns no such codes.
+            Some(_) if n == asked.most => self.number() >= NEGATIVE_SINCE,
+            // Fewer: so the file ends there.
+            Some(_) => asked.ends(n),
+        };
+        if believed {
+            return Ok(n);
+        }
+        say(|| format!("the real libcufile said {n} bytes where {} were asked for: taken for an error", asked.most));
+        Err(Wrong::Op(code.unwrap_or(abi::INTERNAL_ERROR)))
+    }
+
+    /// The same of an event of a batch.
+    pub fn event(&self, e: &mut Event, asked: &Range) {
+        let Ok(n) = usize::try_from(e.ret) else { return };
+        if let Err(w) = self.bytes(n, asked) {
+            (e.status, e.ret) = (abi::FAILED, w.in_event());
+        }
+    }
+
+    /// As [`Real::call`], of a function that moves bytes. Version 1.15 and older return positive codes from calls that failed.
+    pub fn moving<F: Copy>(&self, f: Option<F>, asked: &Range, call: impl FnOnce(F) -> isize) -> Done<usize> {
         let n = self.call(f, call)?;
         match usize::try_from(n) {
-            Ok(n) if n <= most => Ok(n),
-            Ok(n) => {
-                say(|| format!("the real libcufile said {n} bytes where {most} were asked for"));
-                let code = c_int::try_from(n).unwrap_or(0);
-                Err(Wrong::Op(if (5001..5100).contains(&code) { code } else { abi::INTERNAL_ERROR }))
-            }
+            Ok(n) => self.bytes(n, asked),
             Err(_) if n == -1 => {
                 Err(Wrong::Os(std::io::Error::last_os_error().raw_os_error().filter(|e| *e != 0).unwrap_or(libc::EIO)))
             }

@@ -13,6 +13,7 @@ use strake_gds::{ByTier, Checksums, Report, Tier};
 
 use crate::{
     abi::{self, Counter, GPUS, Level1, Level2, Level3, PerGpu},
+    set,
     wrong::{Done, Wrong},
 };
 
@@ -365,6 +366,25 @@ impl Stats {
             "version": 1, "pid": std::process::id(), "read": all.truth[0].json(), "write": all.truth[1].json(), "passed_on": all.passed_on,
         })
     }
+}
+
+/// Counters, which begin with a [`Level1`], as large as they are in the version that is told.
+///
+/// # Safety
+/// There is room for those, or it is null.
+pub unsafe fn put<T: Copy>(to: *mut T, value: &T) -> Done<()> {
+    if to.is_null() {
+        return Err(Wrong::Op(abi::INVALID_VALUE));
+    }
+    let new = size_of::<Level1>();
+    let first = if set::version() < abi::VECTORS_SINCE { abi::OLD_LEVEL1 } else { new };
+    let (from, to) = (std::ptr::from_ref(value).cast::<u8>(), to.cast::<u8>());
+    // SAFETY: within the value; the program has room for those of its version.
+    unsafe {
+        std::ptr::copy_nonoverlapping(from, to, first);
+        std::ptr::copy_nonoverlapping(from.add(new), to.add(first), size_of::<T>() - new);
+    }
+    Ok(())
 }
 
 #[cfg(test)]

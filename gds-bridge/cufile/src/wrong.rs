@@ -5,7 +5,10 @@ use std::{ffi::c_int, fs::OpenOptions, io::Write, panic::AssertUnwindSafe, panic
 use strake_gds::{Fault, Unavailable};
 use strake_proto::{Code, Error};
 
-use crate::abi::{self, Status};
+use crate::{
+    abi::{self, Status},
+    set,
+};
 
 /// Why a call fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +26,7 @@ pub type Done<T> = Result<T, Wrong>;
 
 /// Tells people why: where `STRAKE_GDS_LOG` says, a file or `stderr`. Codes do not say much.
 pub fn say(text: impl FnOnce() -> String) {
-    let Some(to) = std::env::var_os("STRAKE_GDS_LOG").filter(|to| !to.is_empty()) else { return };
+    let Some(to) = set::os("STRAKE_GDS_LOG") else { return };
     let line = format!("strake_cufile[{}]: {}\n", std::process::id(), text());
     if to == "stderr" {
         let _ = std::io::stderr().write_all(line.as_bytes());
@@ -93,6 +96,8 @@ impl From<&Fault> for Wrong {
         match f {
             Fault::Foreign { .. } | Fault::Freed { .. } => Wrong::Op(abi::CUDA_POINTER_INVALID),
             Fault::Beyond { .. } => Wrong::Op(abi::CUDA_POINTER_RANGE_ERROR),
+            // CUDA_ERROR_STREAM_CAPTURE_*: a graph is being recorded, in which nothing may be waited for.
+            Fault::Driver { code: 900..=908, .. } => Wrong::Op(abi::ASYNC_NOT_SUPPORTED),
             Fault::Driver { code, .. } => Wrong::Cuda(*code),
             Fault::Damaged { .. } | Fault::Export { .. } => Wrong::Os(libc::EIO),
             Fault::ContextGone | Fault::NoMemory { .. } | Fault::Pin { .. } => Wrong::Op(abi::CUDA_DRIVER_ERROR),

@@ -45,6 +45,7 @@ Status cuFileGetStatsLevel(int *);
 Status cuFileStatsStart(void);
 Status cuFileStatsReset(void);
 Status cuFileGetStatsL1(uint64_t *);
+Status cuFileGetStatsL2(void *);
 Status cuFileGetStatsL3(void *);
 Status cuFileGetBARSizeInKB(int, size_t *);
 

@@ -1,7 +1,9 @@
 /* Loaded before a program: gives it a /proc/modules, which kernels without modules lack (the real libcufile hangs there), and lies as a hostile
- * file system in user space would, if FORGE says how: ino, uuid, version, garbage. MOUNTINFO: what is read for /proc/self/mountinfo. */
+ * file system in user space would, if FORGE says how: ino, uuid, version, garbage, or the number of an error, which
+ * with ONCE comes only the first time. SECURE: as if the program had more rights than who started it. MOUNTINFO: what is read for /proc/self/mountinfo. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -23,6 +25,9 @@ OPEN(open64)
 FILE *fopen(const char *path, const char *mode) { return ((FILE * (*)(const char *, const char *)) dlsym(RTLD_NEXT, "fopen"))(other(path), mode); }
 FILE *fopen64(const char *path, const char *mode) { return ((FILE * (*)(const char *, const char *)) dlsym(RTLD_NEXT, "fopen64"))(other(path), mode); }
 
+unsigned long getauxval(unsigned long type) {
+  return type == 23 /* AT_SECURE */ && getenv("SECURE") ? 1 : ((unsigned long (*)(unsigned long))dlsym(RTLD_NEXT, "getauxval"))(type);
+}
 int ioctl(int fd, unsigned long number, ...) {
   va_list a;
   va_start(a, number);
@@ -31,6 +36,12 @@ int ioctl(int fd, unsigned long number, ...) {
   int code = ((int (*)(int, unsigned long, ...))dlsym(RTLD_NEXT, "ioctl"))(fd, number, p);
   const char *forge = getenv("FORGE");
   if (!forge || (number & 0xffffffff) != 0x8040e701) return code;
+  static int asked;
+  if (atoi(forge)) {
+    if (getenv("ONCE") && asked++) return code;
+    errno = atoi(forge);
+    return -1;
+  }
   if (!strcmp(forge, "ino")) p[32] ^= 1;
   if (!strcmp(forge, "uuid")) p[16] ^= 1;
   if (!strcmp(forge, "version")) p[8] = 9;

@@ -12,37 +12,7 @@
 #include <unistd.h>
 
 #include "cufile.h"
-
-#define CHECK(what) do { if (!(what)) { \
-  fprintf(stderr, "line %d: %s (errno %d)\n", __LINE__, #what, errno); exit(1); } } while (0)
-#define IS(what, want) do { long got_ = (long)(what), want_ = (long)(want); if (got_ != want_) { \
-  fprintf(stderr, "line %d: %s is %ld, not %ld (errno %d)\n", __LINE__, #what, got_, want_, errno); exit(1); } } while (0)
-#define FAILS(what, number) do { errno = 0; IS(what, -1); IS(errno, number); } while (0)
-
-#define LEN 1000003
-#define MIB (1 << 20)
-
-static const char *ours, *elsewhere;
-static char path[4096];
-static char *name(const char *dir, const char *file) { snprintf(path, sizeof path, "%s/%s", dir, file); return path; }
-static char *pattern(int seed, size_t n) {
-  char *p = malloc(n);
-  for (size_t i = 0; i < n; i++) p[i] = (char)((i + seed * 977) * 2654435761u >> 13);
-  return p;
-}
-static void *device(size_t n) { uint64_t p; IS(cuMemAlloc_v2(&p, n), 0); return (void *)p; }
-static void put(void *to, const void *from, size_t n) { IS(cuMemcpyHtoDAsync_v2((uint64_t)to, from, n, 0), 0); IS(cuStreamSynchronize(0), 0); }
-static char *get(void *from, size_t n) {
-  char *p = malloc(n);
-  IS(cuMemcpyDtoHAsync_v2(p, (uint64_t)from, n, 0), 0);
-  IS(cuStreamSynchronize(0), 0);
-  return p;
-}
-static int same(void *gpu, const void *want, size_t n) { char *p = get(gpu, n); int r = memcmp(p, want, n); free(p); return !r; }
-static int try_register(int fd, void **h) { Descr d = {.type = 1, .handle.fd = fd}; return cuFileHandleRegister(h, &d).err; }
-static void *registered(int fd) { void *h; IS(try_register(fd, &h), 0); CHECK(h); return h; }
-static int made(const char *dir, const char *file, int flags) { int fd = open(name(dir, file), flags | O_CREAT, 0644); CHECK(fd >= 0); return fd; }
-static void *use_device(int n) { void *c; IS(cuInit(0), 0); IS(cuDevicePrimaryCtxRetain(&c, n), 0); IS(cuCtxSetCurrent(c), 0); return c; }
+#include "helpers.h"
 
 static void io(void) {
   Props p;
@@ -260,7 +230,17 @@ static void see(void *p) { seen[0] = *(ssize_t *)p; }
 
 static volatile int entered, leave;
 static void stay(void *none) { (void)none; entered = 1; while (!leave) usleep(1000); }
-static void *last_h, *last_dev;
+static void *last_h, *last_dev, *last_s;
+static void *late(void *none) { IS(cuCtxSetCurrent(0), 0); IS(cuFileRead(last_h, last_dev, 10, 0, 0), -5027); return none; }
+static void *in_stream(void *none) {
+  size_t size = 10;
+  off_t zero = 0;
+  ssize_t bytes = 0;
+  use_device(0);
+  IS(cuFileReadAsync(last_h, last_dev, &size, &zero, &zero, &bytes, last_s).err, 0);
+  IS(bytes, 10);
+  return none;
+}
 static void *last(void *none) { IS(cuCtxSetCurrent(0), 0); IS(cuFileRead(last_h, last_dev, 10, 0, 0), 10); return none; }
 
 static void streams(void) {
@@ -316,7 +296,11 @@ static void streams(void) {
   bytes = -99, offset = 0;
   IS(cuFileReadAsync(h, dev, 0, &offset, &from, &bytes, s).err, 5022);
   IS(cuFileReadAsync(&fd, dev, &size, &offset, &from, &bytes, s).err, 5027);
-  strake_standin_set(9, 900); /* a graph is recorded */
+  strake_standin_set(10, 1); /* a graph is recorded, and no call touches that */
+  IS(cuFileReadAsync(h, dev, &size, &offset, &from, &bytes, s).err, 5038);
+  IS(cuFileRead(h, dev, 10, 0, 0), -5038);
+  strake_standin_set(10, 0);
+  strake_standin_set(9, 900);
   IS(cuFileReadAsync(h, dev, &size, &offset, &from, &bytes, s).err, 5038);
   strake_standin_set(9, 700);
   Status e = cuFileWriteAsync(h, dev, &size, &offset, &from, &bytes, s);
@@ -333,6 +317,29 @@ static void streams(void) {
   while (!entered) usleep(1000);
   IS(cuFileDriverClose_v2().err, 5006);
   IS(cuFileUseCount(), 1);
+  leave = 1;
+  IS(pthread_join(t, 0), 0);
+  /* Nor while one waits for a stream of the program. */
+  last_s = s, entered = leave = 0;
+  IS(cuLaunchHostFunc(s, stay, 0), 0);
+  IS(pthread_create(&t, 0, in_stream, 0), 0);
+  while (!entered) usleep(1000);
+  IS(cuFileDriverClose_v2().err, 5006);
+  leave = 1;
+  IS(pthread_join(t, 0), 0);
+  /* Host memory comes after the default stream as well. */
+  put(dev, a, 1000);
+  memset(back, 0, 1000);
+  IS(cuMemcpyDtoHAsync_v2(back, (uint64_t)dev, 1000, 0), 0);
+  IS(cuFileWrite(h, back, 1000, 0, 0), 1000);
+  IS(cuFileRead(h, dev, 1000, 0, 0), 1000);
+  CHECK(same(dev, a, 1000));
+  /* A handle that is let go while a call waits: that call opens nothing again. */
+  entered = leave = 0;
+  IS(cuLaunchHostFunc(0, stay, 0), 0);
+  IS(pthread_create(&t, 0, late, 0), 0);
+  while (!entered) usleep(1000);
+  cuFileHandleDeregister(h);
   leave = 1;
   IS(pthread_join(t, 0), 0);
   IS(cuFileDriverClose_v2().err, 0);
@@ -419,6 +426,62 @@ static void batches(void) {
   IS(cuFileBatchIOCancel(b).err, 5022);
   cuFileBatchIODestroy(b);
   IS(cuFileDriverClose_v2().err, 0);
+  /* The driver is not closed over entries that nobody has begun yet. */
+  for (int i = 0; i < 30; i++) {
+    memset(back, i + 1, 1000);
+    put(dev, back, 1000);
+    IS(cuFileDriverOpen().err, 0);
+    h = registered(fd);
+    IS(cuFileBatchIOSetUp(&b, N).err, 0);
+    for (int k = 0; k < N; k++) p[k] = (Params){1, dev, k * 1000, 0, 1000, h, 1, 0};
+    IS(cuFileBatchIOSubmit(b, N, p, 0).err, 0);
+    int err;
+    while ((err = cuFileDriverClose_v2().err)) { IS(err, 5006); usleep(100); }
+    IS(pread(fd, back, N * 1000, 0), N * 1000);
+    for (int k = 0; k < N * 1000; k++) IS(back[k], i + 1);
+  }
+}
+
+/* Asked before anything is open, and a child that is the first to open it. */
+static void early_fork(void) {
+  size_t n;
+  IS(cuFileGetParameterSizeT(9, &n).err, 0);
+  IS(cuFileUseCount(), 0);
+  pid_t child = fork();
+  if (!child) {
+    int fd = made(ours, "early", O_RDWR);
+    void *h = registered(fd), *dev = device(MIB);
+    IS(cuFileWrite(h, dev, 100, 0, 0), 100);
+    IS(cuFileRead(h, dev, MIB, 0, 0), 100);
+    exit(42);
+  }
+  int status;
+  IS(waitpid(child, &status, 0), child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 42);
+}
+
+/* Counters of a program that was built with an older version: nothing beyond its structs is written. */
+static void old_statistics(void) {
+  static unsigned char room[6000];
+  uint64_t *l = (uint64_t *)room;
+  int version;
+  IS(cuFileGetVersion(&version).err, 0);
+  IS(version, 1150);
+  IS(cuFileDriverOpen().err, 0);
+  IS(cuFileSetStatsLevel(3).err, 0);
+  IS(cuFileStatsStart().err, 0);
+  int fd = made(ours, "old", O_RDWR);
+  void *h = registered(fd), *dev = device(MIB);
+  IS(cuFileWrite(h, dev, 8192, 0, 0), 8192);
+  const int sizes[] = {512, 1024, 5000};
+  for (int i = 0; i < 3; i++) {
+    memset(room, 0xee, sizeof room);
+    IS((i == 0 ? cuFileGetStatsL1((void *)room) : i == 1 ? cuFileGetStatsL2((void *)room) : cuFileGetStatsL3((void *)room)).err, 0);
+    for (int k = 0; k < 1000; k++) IS(room[sizes[i] + k], 0xee);
+    IS(l[2], 1); /* writes */
+    if (i > 0) IS(l[512 / 8 + 32 + 4], 1); /* one of 8 KiB */
+    if (i > 1) IS(l[1032 / 8 + 15], 8192); /* the first GPU's */
+  }
 }
 
 static void forks(void) {
@@ -504,7 +567,7 @@ static void foreign(int mixed) {
   IS(cuFileWriteAsync(h, dev, &size, &zero, &zero, &bytes, 0).err, 5007); /* it has none */
   if (mixed) {
     void *b;
-    Params p[3] = {{1, dev, 0, 0, 10, h, 0, (void *)1}, {1, dev, 0, 0, 1000, o, 0, (void *)2}, {1, dev, 0, 0, 10, h, 0, (void *)3}};
+    Params p[3] = {{1, dev, 0, 0, 20, h, 0, (void *)1}, {1, dev, 0, 0, 1000, o, 0, (void *)2}, {1, dev, 0, 0, 20, h, 0, (void *)3}};
     Event e[8];
     unsigned n = 8;
     IS(cuFileBatchIOSetUp(&b, 8).err, 0);
@@ -520,16 +583,59 @@ static void foreign(int mixed) {
   IS(cuFileDriverClose_v2().err, 0);
 }
 
-/* A read and a write of a file elsewhere, and what they are to say. */
-static void one_foreign(long want, int number) {
+/* A read and a write of so many bytes of a file elsewhere of that size, by itself and in a batch, and what they are to say. */
+static void one_foreign(long want, int number, size_t len, off_t size) {
   int fd = made(elsewhere, "x", O_RDWR);
-  void *h = registered(fd), *dev = device(MIB);
+  IS(ftruncate(fd, size), 0);
+  void *h = registered(fd), *dev = device(MIB), *b;
   errno = 0;
-  IS(cuFileRead(h, dev, 100, 0, 0), want);
+  IS(cuFileRead(h, dev, len, 10, 0), want);
   if (number) IS(errno, number);
   errno = 0;
-  IS(cuFileWrite(h, dev, 100, 0, 0), want);
+  IS(cuFileWrite(h, dev, len, 10, 0), want);
   if (number) IS(errno, number);
+  if (number) return;
+  Params p = {1, dev, 10, 0, len, h, 0, &fd};
+  Event e;
+  unsigned n = 1;
+  IS(cuFileBatchIOSetUp(&b, 1).err, 0);
+  IS(cuFileBatchIOSubmit(b, 1, &p, 0).err, 0);
+  IS(cuFileBatchIOGetStatus(b, 1, &n, &e, 0).err, 0);
+  IS(e.ret, want);
+  IS(e.status, want < 0 ? 0x40 : 0x10);
+  CHECK(e.cookie == &fd);
+}
+
+/* Memory is registered while another thread opens the real library's driver, which looks at what is registered. */
+static void *opener(void *fd) { use_device(0); registered(*(int *)fd); return 0; }
+static void beside(void) {
+  pthread_t t;
+  IS(cuFileDriverOpen().err, 0);
+  void *dev = device(MIB), *next = device(MIB);
+  IS(cuFileBufRegister(dev, MIB, 0).err, 0);
+  int fd = made(elsewhere, "beside", O_RDWR);
+  IS(pthread_create(&t, 0, opener, &fd), 0);
+  while (access(getenv("RECORD"), F_OK)) usleep(1000);
+  IS(cuFileBufRegister(next, MIB, 0).err, 0);
+  IS(pthread_join(t, 0), 0);
+}
+
+/* The real library does not tell what has ended: what ended of ours is told all the same. */
+static void half(void) {
+  int fd = made(elsewhere, "half", O_RDWR), mine = made(ours, "half", O_RDWR);
+  void *h = registered(fd), *o = registered(mine), *dev = device(MIB), *b;
+  Params p[2] = {{1, dev, 0, 0, 10, h, 0, (void *)1}, {1, dev, 0, 0, 1000, o, 1, (void *)2}};
+  Event e[2];
+  unsigned n;
+  IS(cuFileBatchIOSetUp(&b, 2).err, 0);
+  IS(cuFileBatchIOSubmit(b, 2, p, 0).err, 0);
+  int err;
+  while (n = 2, err = cuFileBatchIOGetStatus(b, 2, &n, e, 0).err) { IS(err, 5030); usleep(1000); }
+  IS(n, 1);
+  CHECK(e[0].cookie == (void *)2 && e[0].ret == 1000);
+  n = 2;
+  IS(cuFileBatchIOGetStatus(b, 2, &n, e, 0).err, 5030);
+  cuFileBatchIODestroy(b);
 }
 
 /* What registering a file of the mount, and of elsewhere, says. */
@@ -658,7 +764,11 @@ int main(int n, char **arg) {
   else if (!strcmp(what, "forks")) forks();
   else if (!strcmp(what, "statistics")) statistics();
   else if (!strcmp(what, "foreign")) foreign(1);
-  else if (!strcmp(what, "one-foreign")) one_foreign(atol(arg[4]), atoi(arg[5]));
+  else if (!strcmp(what, "one-foreign")) one_foreign(atol(arg[4]), atoi(arg[5]), atol(arg[6]), atol(arg[7]));
+  else if (!strcmp(what, "early-fork")) early_fork();
+  else if (!strcmp(what, "old-statistics")) old_statistics();
+  else if (!strcmp(what, "beside")) beside();
+  else if (!strcmp(what, "half")) half();
   else if (!strcmp(what, "refused")) refused(atoi(arg[4]), atoi(arg[5]));
   else if (!strcmp(what, "turns")) turns();
   else if (!strcmp(what, "cut")) cut();

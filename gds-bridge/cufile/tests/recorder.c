@@ -6,6 +6,7 @@
 #include <errno.h>
 #include <sys/types.h>
 #include <time.h>
+#include <unistd.h>
 
 typedef struct { int err, cu_err; } Status;
 typedef struct { int type; union { int fd; void *p; } handle; const void *ops; } Descr;
@@ -22,6 +23,7 @@ static void note(const char *format, ...) {
   fclose(f);
 }
 static int says(void) { const char *s = getenv("SAYS"); return s ? atoi(s) : 0; }
+static int number(const char *name) { const char *s = getenv(name); return s ? atoi(s) : 0; }
 static const Status ok;
 static int files, queued;
 static Params waiting[64];
@@ -33,14 +35,19 @@ Status cuFileHandleRegister(void **h, Descr *d) {
   *h = &files;
   return ok;
 }
+/* As the real one, whose end comes with the process: closes its driver, by a name that may lead elsewhere. */
+static void ended(void) { note("end %d", cuFileDriverClose_v2().err); }
+__attribute__((constructor)) static void begun(void) { atexit(ended); }
 Status cuFileDriverOpen(void) {
   note("driver open");
+  usleep(number("SLOW") * 1000);
   /* As the real one: calls of its own that the loader leads to whoever has the name first. */
   void *h = 0;
   Descr d = {1, {-7}, 0};
   if (cuFileHandleRegister(&h, &d).err || h != &files) return (Status){5030, 0};
   return ok;
 }
+Status cuFileGetVersion(int *v) { *v = number("VERSION"); return ok; }
 Status cuFileDriverClose_v2(void) { note("driver close"); return ok; }
 void cuFileHandleDeregister(void *h) { note("handle deregister %d", h == &files); }
 Status cuFileBufRegister(const void *p, size_t n, int flags) { (void)p; note("buf register %zu %d", n, flags); return ok; }
@@ -71,8 +78,9 @@ Status cuFileBatchIOSubmit(void *b, unsigned n, Params *p, unsigned flags) {
 }
 Status cuFileBatchIOGetStatus(void *b, unsigned least, unsigned *n, Event *e, struct timespec *t) {
   (void)b, (void)t;
+  if (getenv("NO_STATUS")) return (Status){5030, 0};
   unsigned told = 0;
-  while (told < *n && queued > 0) { queued--; e[told++] = (Event){waiting[queued].cookie, 0x10, 11}; }
+  while (told < *n && queued > 0) { queued--; e[told++] = (Event){waiting[queued].cookie, says() < 0 ? 0x40 : 0x10, says() ? says() : 11}; }
   if (told) note("batch status %u", least);
   *n = told;
   return ok;

@@ -44,8 +44,25 @@ const DEVICE_MEMORY: u32 = 2;
 const PORTABLE: u32 = 1;
 /// CU_STREAM_NON_BLOCKING: does not wait for the default stream.
 const NON_BLOCKING: u32 = 1;
+/// CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.
+const CAPTURE_UNSUPPORTED: c_int = 900;
 /// CU_EVENT_DISABLE_TIMING, and CU_EVENT_BLOCKING_SYNC: who waits sleeps.
 const QUIET_EVENT: u32 = 2 | 1;
+
+/// Waits for a stream of the program, unless it records a graph: waiting for it would end that.
+///
+/// # Safety
+/// The stream is one of the process, and was not destroyed.
+unsafe fn wait(table: &Table, stream: *mut c_void) -> c_int {
+    let mut recording = 0;
+    // SAFETY: writes one number; of the stream the caller's promise.
+    match unsafe { (table.stream_capturing)(stream, &mut recording) } {
+        0 if recording != 0 => CAPTURE_UNSUPPORTED,
+        // SAFETY: the caller's promise.
+        0 => unsafe { (table.stream_wait)(stream) },
+        code => code,
+    }
+}
 
 /// One GPU, in its primary context: that of PyTorch and of everything that uses the CUDA runtime. Clones are the same.
 #[derive(Clone)]
@@ -122,12 +139,12 @@ impl Cuda {
     pub unsafe fn wait_for(&self, stream: *mut c_void) -> Result<(), (Fault, i32)> {
         let table = &self.0.table;
         // SAFETY: the caller's promise.
-        let mut code = unsafe { (table.stream_wait)(stream) };
+        let mut code = unsafe { wait(table, stream) };
         if code == INVALID_CONTEXT
             && let Ok(_current) = self.0.enter()
         {
             // SAFETY: as above.
-            code = unsafe { (table.stream_wait)(stream) };
+            code = unsafe { wait(table, stream) };
         }
         table.call("cuStreamSynchronize", code).map_err(|f| (f, code))
     }
@@ -136,7 +153,7 @@ impl Cuda {
     pub fn wait_for_default(&self) -> Result<(), Fault> {
         let _current = self.0.enter()?;
         // SAFETY: null is the default stream.
-        let code = unsafe { (self.0.table.stream_wait)(ptr::null_mut()) };
+        let code = unsafe { wait(&self.0.table, ptr::null_mut()) };
         self.0.table.call("cuStreamSynchronize", code)
     }
 

@@ -56,6 +56,7 @@ functions! {
     stream_create = c"cuStreamCreate"(*mut Handle, c_uint);
     stream_destroy = c"cuStreamDestroy_v2"(Handle);
     stream_wait = c"cuStreamSynchronize"(Handle);
+    stream_capturing = c"cuStreamIsCapturing"(Handle, *mut c_int);
     to_device = c"cuMemcpyHtoDAsync_v2"(u64, *const c_void, usize, Handle);
     to_host = c"cuMemcpyDtoHAsync_v2"(*mut c_void, u64, usize, Handle);
     event_create = c"cuEventCreate"(*mut Handle, c_uint);

@@ -40,7 +40,7 @@ static Alloc allocs[ALLOCS];
 static int settled, n_allocs, gone, fail_copies, fail_pins, without_context, other_device = -1;
 static long gone_after = -1, damage_after = -1;
 static Stream default_stream;
-static int fail_waits;
+static int fail_waits, recording; /* a graph */
 static int refuse_modules, wrong_sums, modules, sum_kernel;
 static struct { char *start; size_t len; } pins[PINS];
 static int n_pins;
@@ -59,6 +59,7 @@ void strake_standin_set(int what, long n) {
   if (what == 7) refuse_modules = n;
   if (what == 8) wrong_sums = n;
   if (what == 9) fail_waits = n;
+  if (what == 10) recording = n;
   pthread_mutex_unlock(&lock);
 }
 uint64_t strake_standin_count(int which) { return counts[which]; }
@@ -256,7 +257,13 @@ int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t len, void *s) { return add(s, (Copy){(void *)from, to, len, 1}); }
 int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t len, void *s) { return add(s, (Copy){to, from, len, 0}); }
 int cuLaunchHostFunc(void *s, void (*f)(void *), void *of_it) { return add(s, (Copy){.host = of_it, .call = f}); }
+int cuStreamIsCapturing(void *s, int *status) {
+  if (!s && !current[depth]) return 201;
+  *status = of(s)->ours ? 0 : recording;
+  return 0;
+}
 int cuStreamSynchronize(void *s) {
+  if (recording && !of(s)->ours) abort(); /* the graph would be lost */
   if (!s && !current[depth]) return 201;
   if (fail_waits && !of(s)->ours) return fail_waits;
   return run(of(s), of(s)->given);

@@ -93,7 +93,7 @@ impl Mounted {
     pub fn program(&self, what: &[&str]) -> Command {
         let dir = self.dir.path();
         let mut c = Command::new(dir.join("program"));
-        c.arg(what[0]).arg(self.at.path()).arg(dir.join("elsewhere")).args(&what[1..]);
+        c.current_dir(dir).arg(what[0]).arg(self.at.path()).arg(dir.join("elsewhere")).args(&what[1..]);
         c.env("LD_LIBRARY_PATH", dir).env("STRAKE_GDS_KEY", &self.key).env("STRAKE_GDS_LOG", dir.join("log"));
         c.env("STRAKE_GDS_STATS", dir.join("stats")).env("RECORD", dir.join("record"));
         c.env("STRAKE_CUFILE_REAL", "/nowhere/libcufile.so.0");
@@ -104,7 +104,11 @@ impl Mounted {
     pub fn shell(&self, command: &str) -> Command {
         let dir = self.dir.path();
         let mut c = Command::new("sh");
-        c.arg("-c").arg(command).env("MOUNT", self.at.path()).env("LD_PRELOAD", dir.join("libcufile.so.0"));
+        c.current_dir(dir)
+            .arg("-c")
+            .arg(command)
+            .env("MOUNT", self.at.path())
+            .env("LD_PRELOAD", dir.join("libcufile.so.0"));
         c.env("STANDIN", dir).env("STRAKE_GDS_KEY", &self.key);
         c
     }
