@@ -10,6 +10,7 @@ pub mod full;
 pub mod ghost;
 pub mod histories;
 pub mod late;
+pub mod leaks;
 pub mod ledger;
 pub mod lockers;
 pub mod mix;

@@ -10,6 +10,7 @@ use std::{
 
 use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
+use strake_client::Client;
 use strake_proto::{Code, Error, Result};
 use tokio::{
     task::JoinHandle,
@@ -20,6 +21,7 @@ use crate::{
     cluster::{Cluster, FIRST_CLIENT, MDS, Sync},
     faults::{self, Fault, Timed},
     ghost::Ghost,
+    leaks,
     ledger::{Kind, Ledger},
     lockers::{self, Locker, Model},
     moves,
@@ -111,6 +113,8 @@ pub struct Outcome {
     pub syncs: u64,
     pub reads: u64,
     pub names: u64,
+    /// Files that took the name of another.
+    pub replaced: u64,
     pub locks: u64,
     pub looks: u64,
     /// Chunks that storage servers read through to find damage, in their last passes.
@@ -198,6 +202,7 @@ fn report(seed: u64, scheduled: usize, cluster: &Cluster, f: &mut Findings, begu
         syncs: f.syncs,
         reads: f.reads,
         names: f.names,
+        replaced: f.replaced,
         locks: f.locks,
         looks: f.looks,
         scrubbed: scrubbed.chunks,
@@ -266,8 +271,8 @@ impl Crew {
         self.ghosts.iter_mut().for_each(|g| g.die(cluster, at_once));
     }
 
-    /// Nothing is broken any more: all come to their end, and what they left is looked at.
-    async fn finish(self, cluster: &mut Cluster, found: &Shared, told: bool) -> Result<()> {
+    /// Nothing is broken any more: all come to their end, and what they left is looked at. Who looked goes on living.
+    async fn finish(self, cluster: &mut Cluster, found: &Shared, told: bool) -> Result<Client> {
         // The dead are reported, or missed when their term is over.
         let dead = self.ghosts.iter().filter(|_| told).map(|g| g.uuid).collect();
         let (other, _) = cluster.mortal(7, None, dead).await?;
@@ -287,7 +292,7 @@ impl Crew {
         for t in self.writing {
             ended(t).await?.finish(&other).await?;
         }
-        Ok(())
+        Ok(other)
     }
 }
 
@@ -310,8 +315,9 @@ async fn simulate(s: Scenario, faults: &[Timed], cluster: &mut Cluster, found: &
     }
     crew.stop.store(true, Ordering::Relaxed);
     crew.bury(cluster, true);
-    crew.finish(cluster, found, s.seed.is_multiple_of(2)).await?;
-    wait_whole(cluster, "after the last fault").await
+    let other = crew.finish(cluster, found, s.seed.is_multiple_of(2)).await?;
+    wait_whole(cluster, "after the last fault").await?;
+    leaks::check(cluster, &other, found).await
 }
 
 async fn ended<T>(task: tokio::task::JoinHandle<T>) -> Result<T> {
