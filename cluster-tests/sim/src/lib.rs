@@ -19,6 +19,7 @@ pub mod net;
 pub mod oracle;
 pub mod plant;
 pub mod run;
+pub mod savers;
 pub mod shrink;
 pub mod slow;
 pub mod truth;

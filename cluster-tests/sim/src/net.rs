@@ -39,7 +39,7 @@ const DEAD_PEER: Duration = Duration::from_secs(2);
 /// After so long the connection of what is held up is given up.
 const HELD_UP: Duration = Duration::from_millis(500);
 /// How many of the requests that are under way when their client gives the connection up arrive all the same, and how much later at most.
-const SENT_ON: f64 = 0.5;
+const SENT_ON: f64 = 0.8;
 const SENT_ON_WITHIN: Duration = Duration::from_secs(15);
 /// A batch of Raft messages that is longer holds entries; shorter ones are heartbeats and acknowledgements.
 const RAFT_ENTRIES: usize = 200;
@@ -611,7 +611,10 @@ impl SimConnection {
             }
             if given_up {
                 net.made(Kind::Late, is_operation(&request));
-                net.note(&format!("{from} > {to}: arrives {late:?} after its connection was given up"));
+                net.note(&format!(
+                    "{from} > {to}: {:#x} arrives {late:?} after its connection was given up",
+                    request.opcode
+                ));
             }
             if let Some(plant) = net.planted() {
                 plant.tamper_request(&mut request);
