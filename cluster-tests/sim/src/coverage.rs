@@ -31,7 +31,6 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("gap", "must never happen"),
     ("client-refused", RARE),
     ("client-late", "these clients never give up; sim/tests/late.rs, the explorer's chains"),
-    ("client-gone", "a copy must come later than the removal of its file; oss/src/server/tests"),
     ("client-overtaken", RARE),
     ("queue-full", RARE),
     ("forward-refused", RARE),

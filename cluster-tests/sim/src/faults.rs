@@ -230,6 +230,16 @@ fn plain(rng: &mut StdRng) -> Vec<Fault> {
     }
 }
 
+/// One round where only what is between clients and servers is harmed: chains stay as they are, and what arrives late is of their epoch.
+fn gentle(rng: &mut StdRng) -> Vec<Fault> {
+    if rng.random_bool(0.2) {
+        return vec![Fault::Weather { max_delay: millis(rng, 1..30), break_per_mille: 0 }];
+    }
+    let from = if rng.random_bool(0.7) { MDS as usize } else { 0 };
+    let (a, b) = (FIRST_CLIENT + rng.random_range(1..=CLIENTS), any(rng, &servers()[from..]));
+    vec![Fault::Cut { a, b, one_way: rng.random_bool(0.5), lasts: millis(rng, 50..2500) }]
+}
+
 /// What harsh runs have besides.
 fn harsher(rng: &mut StdRng) -> Option<Fault> {
     let nodes = servers();
@@ -264,8 +274,8 @@ pub fn draw(s: &Scenario) -> Vec<Timed> {
         if at >= s.length {
             break;
         }
-        let mut faults = plain(&mut rng);
-        if s.harsh {
+        let mut faults = if s.gentle { gentle(&mut rng) } else { plain(&mut rng) };
+        if s.harsh && !s.gentle {
             faults.extend(harsher(&mut rng));
         }
         if s.wide {

@@ -35,8 +35,10 @@ kinds! {
     Delayed = "delayed",
     /// The same, and others overtook it.
     Reordered = "reordered",
-    /// A message is lost, and its connection given up for that some time later.
+    /// A message does not arrive while its connection lives, which is given up for that.
     Lost = "lost",
+    /// A client's request arrives though its connection was given up, seconds after that.
+    Late = "late",
     /// A request arrives once more, later.
     Repeated = "repeated",
     /// A connection breaks at a message.

@@ -256,7 +256,7 @@ fn sweep_files(args: &Args) -> u64 {
         };
         let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
         println!(
-            "seed {seed}: {} of {} faults counted, {} writes, {} punches, {} cuts, {} seeks, {} syncs, {} reads, {} names, {} locks, {} looks, {} errors, {} messages, {:.0?} simulated, trace {hash}",
+            "seed {seed}: {} of {} faults counted, {} writes, {} punches, {} cuts, {} seeks, {} syncs, {} reads, {} names, {} replaced, {} locks, {} looks, {} errors, {} messages, {:.0?} simulated, trace {hash}",
             o.faults.counted(),
             o.scheduled,
             o.writes,
@@ -266,6 +266,7 @@ fn sweep_files(args: &Args) -> u64 {
             o.syncs,
             o.reads,
             o.names,
+            o.replaced,
             o.locks,
             o.looks,
             o.errors,

@@ -1,7 +1,9 @@
 //! The simulated network: an implementation of [`Fabric`] whose delays, losses and partitions come from the seed.
 //!
 //! A connection is between two lives of two nodes. When either dies, calls on it end with `Disconnected`. On a blocked
-//! link nothing arrives; the caller learns so as over TCP: after its dead-peer limit the connection is closed.
+//! link nothing arrives; the caller learns so as over TCP: after its dead-peer limit the connection is closed. What a client had sent by then
+//! may arrive all the same, seconds later: its kernel goes on sending what is in the buffer of a closed connection. The server sees the end
+//! of the connection after that.
 
 use std::{
     collections::BTreeMap,
@@ -20,7 +22,7 @@ use strake_fabric::{Connection, Endpoint, Env, Fabric, Listener, Message, Peer, 
 use strake_proto::{Code, Error, Result, opcode};
 use tokio::{
     sync::oneshot,
-    time::{Instant, sleep, timeout},
+    time::{Instant, sleep, sleep_until, timeout},
 };
 
 use crate::{
@@ -36,6 +38,9 @@ const REPEATED_WITHIN: Duration = Duration::from_millis(200);
 const DEAD_PEER: Duration = Duration::from_secs(2);
 /// After so long the connection of what is held up is given up.
 const HELD_UP: Duration = Duration::from_millis(500);
+/// How many of the requests that are under way when their client gives the connection up arrive all the same, and how much later at most.
+const SENT_ON: f64 = 0.8;
+const SENT_ON_WITHIN: Duration = Duration::from_secs(15);
 /// A batch of Raft messages that is longer holds entries; shorter ones are heartbeats and acknowledgements.
 const RAFT_ENTRIES: usize = 200;
 
@@ -72,6 +77,10 @@ struct State {
     /// Of this node no update arrives, until [`Network::let_late_through`].
     held_up: Option<u32>,
     late: Vec<Late>,
+    /// When the last of what is still sent over connections that were given up arrives.
+    sent_on: Option<Instant>,
+    /// Nothing is sent any more.
+    over: bool,
     connections: Vec<Weak<SimConnection>>,
     trace: Sha256,
     /// The same, one line per event, to see where two runs part.
@@ -82,9 +91,47 @@ struct State {
 /// A request that waits in the network, though its connection was given up.
 struct Late {
     env: Env,
-    service: Arc<dyn Service>,
-    peer: Peer,
+    far: Arc<Far>,
     request: Message,
+}
+
+/// The receiver's end of a connection. It ends when the connection is closed and nothing is on its way over it any more.
+struct Far {
+    service: Arc<dyn Service>,
+    /// How the receiver sees the sender.
+    peer: Peer,
+    closed: AtomicBool,
+}
+
+impl Drop for Far {
+    fn drop(&mut self) {
+        if self.closed.load(Ordering::SeqCst) {
+            self.service.disconnected(&self.peer);
+        }
+    }
+}
+
+/// A client's request that has not arrived yet. When its caller does not wait for that any more, it is the network's.
+struct Sent<'a> {
+    connection: &'a SimConnection,
+    far: Option<Arc<Far>>,
+    request: Option<Message>,
+}
+
+impl<'a> Sent<'a> {
+    fn new(connection: &'a SimConnection, request: &Message) -> Sent<'a> {
+        let far = connection.far.lock().clone().filter(|far| far.peer.role == Role::Client);
+        let request = far.is_some().then(|| request.clone());
+        Sent { connection, far, request }
+    }
+}
+
+impl Drop for Sent<'_> {
+    fn drop(&mut self) {
+        if let (Some(far), Some(request)) = (self.far.take(), self.request.take()) {
+            self.connection.send_on(far, request);
+        }
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -175,6 +222,8 @@ impl Network {
             ledger: Ledger::default(),
             held_up: None,
             late: Vec::new(),
+            sent_on: None,
+            over: false,
             connections: Vec::new(),
             trace: Sha256::new(),
             events: Vec::new(),
@@ -251,21 +300,31 @@ impl Network {
     pub fn let_late_through(&self) -> usize {
         let late = std::mem::take(&mut self.state.lock().late);
         let count = late.len();
-        for Late { env, service, peer, request } in late {
-            env.spawn(async move { drop(service.handle(&peer, request).await) });
+        for Late { env, far, request } in late {
+            env.spawn(async move { drop(far.service.handle(&far.peer, request).await) });
         }
         count
     }
 
+    /// Until nothing is on its way over a connection that was given up.
+    pub async fn wait_sent_on(&self) {
+        loop {
+            let until = self.state.lock().sent_on.filter(|until| *until >= Instant::now());
+            let Some(until) = until else { return };
+            sleep_until(until + Duration::from_millis(1)).await;
+        }
+    }
+
     /// Lets go of all nodes, so that what they use is freed.
     pub fn end(&self) {
-        let (listening, connections) = {
+        let (late, listening, connections) = {
             let mut s = self.state.lock();
             s.events = Vec::new();
-            s.late = Vec::new();
-            (std::mem::take(&mut s.listening), std::mem::take(&mut s.connections))
+            s.over = true;
+            let late = std::mem::take(&mut s.late);
+            (late, std::mem::take(&mut s.listening), std::mem::take(&mut s.connections))
         };
-        drop(listening);
+        drop((late, listening));
         for c in connections.iter().filter_map(Weak::upgrade) {
             c.close();
         }
@@ -377,12 +436,12 @@ struct SimConnection {
     net: Network,
     from: End,
     to: End,
-    /// What the receiver answers with, until the connection is closed: servers that have connections to each other must not keep each
-    /// other in memory when all is over.
-    service: Mutex<Option<Arc<dyn Service>>>,
-    /// How the receiver sees the sender.
-    peer: Mutex<Option<Peer>>,
+    /// What the receiver answers with, if it does, until the connection is closed: servers that have connections to each other must not
+    /// keep each other in memory when all is over.
+    far: Mutex<Option<Arc<Far>>>,
     closed: Arc<AtomicBool>,
+    /// Both ends know that it is gone: nothing comes over it any more.
+    broken: AtomicBool,
     closing: tokio::sync::Notify,
     other: Mutex<Weak<SimConnection>>,
 }
@@ -425,7 +484,7 @@ impl SimConnection {
         let again = self.struck(from, to, strike).await;
         if self.net.breaks() {
             self.net.made(Kind::Broken, is_operation && !self.is_closed());
-            self.close();
+            self.break_off();
         }
         if self.is_closed() {
             return Err(self.gone());
@@ -448,7 +507,7 @@ impl SimConnection {
             }
             Strike::Break => {
                 self.net.made(Kind::Broken, true);
-                self.close();
+                self.break_off();
             }
             Strike::Hold(late) => {
                 let passed = || self.net.state.lock().passed.get(&(from, to)).copied();
@@ -470,15 +529,16 @@ impl SimConnection {
     async fn exchange(&self, request: Message) -> Result<Message> {
         let counts = is_operation(&request);
         let _under_way = counts.then(|| UnderWay::new(&self.net, [self.from.node, self.to.node]));
+        let mut sent = Sent::new(self, &request);
         let repeated = self.travel(self.from.node, self.to.node, counts, false).await?;
+        sent.request = None;
         let mut request = request;
         if let Some(plant) = self.net.planted() {
             plant.tamper_request(&mut request);
         }
-        let service = self.service.lock().clone().ok_or_else(|| strake_fabric::unknown_opcode(request.opcode))?;
-        let peer = self.peer.lock().clone().ok_or_else(|| self.gone())?;
+        let far = self.far.lock().clone().ok_or_else(|| strake_fabric::unknown_opcode(request.opcode))?;
         if request.opcode == opcode::WRITE && self.net.state.lock().held_up == Some(self.from.node) {
-            let late = Late { env: self.to.env.clone(), service, peer, request };
+            let late = Late { env: self.to.env.clone(), far, request };
             self.net.state.lock().late.push(late);
             sleep(HELD_UP).await;
             self.close();
@@ -490,11 +550,14 @@ impl SimConnection {
         let same = repeated.map(|late| (request.clone(), late));
         let again = self.net.repetition(&request).or(same);
         let closed = self.closed.clone();
+        // Who works on a request does not keep the connection's end open.
+        let (service, peer) = (far.service.clone(), far.peer.clone());
+        drop((far, sent));
         self.to.env.spawn(async move {
             let _ = answer.send(service.handle(&peer, request).await);
             if let Some((request, late)) = again {
                 sleep(late).await;
-                // Nothing arrives over a connection that is gone.
+                // What the network does twice arrives over a connection that lives.
                 if !closed.load(Ordering::SeqCst) {
                     let _ = service.handle(&peer, request).await;
                 }
@@ -517,6 +580,48 @@ impl SimConnection {
             self.net.delivered(self.to.node, self.from.node, m);
         }
         reply
+    }
+
+    /// The connection is gone at both ends at once.
+    fn break_off(&self) {
+        self.broken.store(true, Ordering::SeqCst);
+        self.close();
+    }
+
+    /// Nobody waits for this request any more, and it is on its way. Over a connection that works it arrives soon. Over one that was given up
+    /// perhaps, later.
+    fn send_on(&self, far: Arc<Far>, mut request: Message) {
+        let (net, from, to) = (self.net.clone(), self.from.node, self.to.node);
+        let given_up = self.is_closed() || net.is_blocked(from, to);
+        let late = {
+            let mut s = net.state.lock();
+            if s.over || self.broken.load(Ordering::SeqCst) || given_up && !s.rng.random_bool(SENT_ON) {
+                return;
+            }
+            // More often soon than late.
+            let late = SENT_ON_WITHIN.mul_f64(s.rng.random::<f64>().powi(2));
+            let late = if given_up { late } else { s.weather.max_delay };
+            s.sent_on = s.sent_on.max(Some(Instant::now() + late));
+            late
+        };
+        self.to.env.spawn(async move {
+            sleep(late).await;
+            if net.is_blocked(from, to) {
+                return;
+            }
+            if given_up {
+                net.made(Kind::Late, is_operation(&request));
+                net.note(&format!(
+                    "{from} > {to}: {:#x} arrives {late:?} after its connection was given up",
+                    request.opcode
+                ));
+            }
+            if let Some(plant) = net.planted() {
+                plant.tamper_request(&mut request);
+            }
+            net.delivered(from, to, &request);
+            let _ = far.service.handle(&far.peer, request).await;
+        });
     }
 }
 
@@ -551,9 +656,9 @@ impl Connection for SimConnection {
         if let Some(o) = other {
             o.close();
         }
-        let (service, peer) = (self.service.lock().take(), self.peer.lock().take());
-        if let (Some(service), Some(peer)) = (service, peer) {
-            service.disconnected(&peer);
+        let far = self.far.lock().take();
+        if let Some(far) = far {
+            far.closed.store(true, Ordering::SeqCst);
         }
     }
 }
@@ -585,24 +690,25 @@ impl Fabric for SimFabric {
         };
         let here = End { node: self.node, life: self.life, env: self.env.clone() };
         let id = self.net.ids.fetch_add(1, Ordering::Relaxed);
-        let make = |from: &End, to: &End, service| {
+        let make = |from: &End, to: &End, service: Option<Arc<dyn Service>>, peer| {
+            let far = service.map(|service| Arc::new(Far { service, peer, closed: AtomicBool::new(false) }));
             Arc::new(SimConnection {
                 net: self.net.clone(),
                 from: from.clone(),
                 to: to.clone(),
-                service: Mutex::new(service),
-                peer: Mutex::new(None),
+                far: Mutex::new(far),
                 closed: Arc::default(),
+                broken: AtomicBool::new(false),
                 closing: tokio::sync::Notify::new(),
                 other: Mutex::new(Weak::new()),
             })
         };
-        let (forth, backward) = (make(&here, &there, Some(answers)), make(&there, &here, back));
+        let seen = |role, end: &End, back| Peer { role, addr: format!("sim:{}/{}", end.node, end.life), id, back };
+        let backward = make(&there, &here, back, seen(Role::Server, &there, None));
+        let answering = seen(self.role, &here, Some(backward.clone() as Arc<dyn Connection>));
+        let forth = make(&here, &there, Some(answers), answering);
         *forth.other.lock() = Arc::downgrade(&backward);
         *backward.other.lock() = Arc::downgrade(&forth);
-        let seen = |role, end: &End, back| Peer { role, addr: format!("sim:{}/{}", end.node, end.life), id, back };
-        *forth.peer.lock() = Some(seen(self.role, &here, Some(backward.clone() as Arc<dyn Connection>)));
-        *backward.peer.lock() = Some(seen(Role::Server, &there, None));
         self.net.state.lock().connections.push(Arc::downgrade(&forth));
         Ok(forth)
     }

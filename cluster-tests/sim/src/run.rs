@@ -10,6 +10,7 @@ use std::{
 
 use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
+use strake_client::Client;
 use strake_proto::{Code, Error, Result};
 use tokio::{
     task::JoinHandle,
@@ -20,10 +21,12 @@ use crate::{
     cluster::{Cluster, FIRST_CLIENT, MDS, Sync},
     faults::{self, Fault, Timed},
     ghost::Ghost,
+    leaks,
     ledger::{Kind, Ledger},
     lockers::{self, Locker, Model},
     moves,
     net::Weather,
+    savers::Saver,
     truth::{self, Truth},
     wide,
     workload::{Actor, Findings, Shared},
@@ -32,6 +35,8 @@ use crate::{
 pub const CLIENTS: u32 = 3;
 /// Clients that die on the way.
 const GHOSTS: u32 = 2;
+/// Who saves files and removes them at each client where servers live.
+const SAVERS: u64 = 4;
 const SESSION_TERM: Duration = Duration::from_secs(30);
 
 /// How long and how hard.
@@ -54,6 +59,8 @@ pub struct Scenario {
     pub joins: bool,
     /// Targets are drained, and kept after all.
     pub moves: bool,
+    /// Servers live and reach each other; only clients are cut off from some.
+    pub gentle: bool,
     /// Bits of tasks that are left out: writers 0 to 2, lockers 3 to 5, truths 6 to 8, clients that die 9 and 10, what wide runs add 11.
     pub without: u32,
 }
@@ -63,7 +70,7 @@ pub const TASKS: u32 = 12;
 
 impl Scenario {
     pub fn new(seed: u64) -> Scenario {
-        let ms = Duration::from_millis;
+        let (ms, gentle) = (Duration::from_millis, seed.is_multiple_of(5));
         Scenario {
             seed,
             length: ms(10_000),
@@ -72,8 +79,9 @@ impl Scenario {
             skip: None,
             wide: false,
             message_every: ms(35),
-            joins: seed.is_multiple_of(4),
-            moves: seed.is_multiple_of(3),
+            joins: seed.is_multiple_of(4) && !gentle,
+            moves: seed.is_multiple_of(3) && !gentle,
+            gentle,
             without: 0,
         }
     }
@@ -87,7 +95,7 @@ impl Scenario {
     /// With what takes every row of the tables of leases; faults about as often as in [`Scenario::new`].
     pub fn wide(seed: u64) -> Scenario {
         let (length, fault_every) = (Duration::from_secs(15), Duration::from_millis(1500));
-        Scenario { wide: true, length, fault_every, ..Scenario::new(seed) }
+        Scenario { wide: true, gentle: false, length, fault_every, ..Scenario::new(seed) }
     }
 }
 
@@ -111,6 +119,8 @@ pub struct Outcome {
     pub syncs: u64,
     pub reads: u64,
     pub names: u64,
+    /// Files that took the name of another.
+    pub replaced: u64,
     pub locks: u64,
     pub looks: u64,
     /// Chunks that storage servers read through to find damage, in their last passes.
@@ -198,6 +208,7 @@ fn report(seed: u64, scheduled: usize, cluster: &Cluster, f: &mut Findings, begu
         syncs: f.syncs,
         reads: f.reads,
         names: f.names,
+        replaced: f.replaced,
         locks: f.locks,
         looks: f.looks,
         scrubbed: scrubbed.chunks,
@@ -239,6 +250,13 @@ impl Crew {
                 let truth = Truth::new(id as usize - 1, client.clone(), of_truth, found.clone(), counted.clone());
                 looking.push(tokio::spawn(truth.run(stop.clone())));
             }
+            if works(id - 1) && s.gentle {
+                let savers = (0..SAVERS).map(|n| {
+                    let (folder, seed) = (format!("saver{id}-{n}"), s.seed << 16 | u64::from(id) << 8 | n);
+                    tokio::spawn(Saver::new(client.clone(), folder, seed, found.clone()).run(stop.clone()))
+                });
+                looking.extend(savers);
+            }
             if works(id - 1) {
                 let mut actor = Actor::new(id, client, of_actor, found.clone()).await?;
                 let stop = stop.clone();
@@ -266,8 +284,8 @@ impl Crew {
         self.ghosts.iter_mut().for_each(|g| g.die(cluster, at_once));
     }
 
-    /// Nothing is broken any more: all come to their end, and what they left is looked at.
-    async fn finish(self, cluster: &mut Cluster, found: &Shared, told: bool) -> Result<()> {
+    /// Nothing is broken any more: all come to their end, and what they left is looked at. Who looked goes on living.
+    async fn finish(self, cluster: &mut Cluster, found: &Shared, told: bool) -> Result<Client> {
         // The dead are reported, or missed when their term is over.
         let dead = self.ghosts.iter().filter(|_| told).map(|g| g.uuid).collect();
         let (other, _) = cluster.mortal(7, None, dead).await?;
@@ -287,7 +305,7 @@ impl Crew {
         for t in self.writing {
             ended(t).await?.finish(&other).await?;
         }
-        Ok(())
+        Ok(other)
     }
 }
 
@@ -302,6 +320,10 @@ async fn simulate(s: Scenario, faults: &[Timed], cluster: &mut Cluster, found: &
     if let Some(sync) = s.skip {
         cluster.skip(sync);
     }
+    if s.gentle {
+        // A new leader removes no file before it has heard of who has it open.
+        sleep(SESSION_TERM + Duration::from_secs(1)).await;
+    }
     let mut crew = Crew::start(s, cluster, found).await?;
     harm(cluster, s.length, faults, &mut crew).await?;
     cluster.repair().await?;
@@ -310,8 +332,9 @@ async fn simulate(s: Scenario, faults: &[Timed], cluster: &mut Cluster, found: &
     }
     crew.stop.store(true, Ordering::Relaxed);
     crew.bury(cluster, true);
-    crew.finish(cluster, found, s.seed.is_multiple_of(2)).await?;
-    wait_whole(cluster, "after the last fault").await
+    let other = crew.finish(cluster, found, s.seed.is_multiple_of(2)).await?;
+    wait_whole(cluster, "after the last fault").await?;
+    leaks::check(cluster, &other, found).await
 }
 
 async fn ended<T>(task: tokio::task::JoinHandle<T>) -> Result<T> {

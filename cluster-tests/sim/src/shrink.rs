@@ -128,7 +128,7 @@ pub fn shrink(s: Scenario, most: usize, progress: &mut dyn FnMut(&str)) -> Resul
 
 fn task(n: u32) -> String {
     match n {
-        n if n < CLIENTS => format!("client {} writes, syncs, reads, renames", n + 1),
+        n if n < CLIENTS => format!("client {} writes, syncs, reads, renames, replaces", n + 1),
         n if n < 2 * CLIENTS => format!("client {} locks", n - CLIENTS + 1),
         n if n < 3 * CLIENTS => format!("client {} counts up and looks", n - 2 * CLIENTS + 1),
         n if n < TASKS - 1 => format!("client {} writes and dies", n - 2 * CLIENTS + 1),

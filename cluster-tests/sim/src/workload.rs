@@ -20,6 +20,9 @@ use crate::{
 /// Files of each client, and their largest size.
 pub const FILES: usize = 3;
 pub const FILE_BYTES: u64 = 1 << 20;
+/// Names of each client that are given to one file after another, and the largest size of these.
+const DOCUMENTS: u32 = 2;
+const DOCUMENT_CELLS: usize = 200;
 /// O_RDWR on Linux.
 pub const RDWR: u32 = 2;
 
@@ -36,6 +39,7 @@ pub struct Findings {
     pub syncs: u64,
     pub reads: u64,
     pub names: u64,
+    pub replaced: u64,
     pub locks: u64,
     pub looks: u64,
     pub waits_given_up: u64,
@@ -61,6 +65,7 @@ impl Findings {
             syncs: 0,
             reads: 0,
             names: 0,
+            replaced: 0,
             locks: 0,
             looks: 0,
             waits_given_up: 0,
@@ -131,7 +136,8 @@ impl Actor {
     /// Random operations until told to stop.
     pub async fn run(&mut self, stop: Arc<std::sync::atomic::AtomicBool>) {
         while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-            let result = match self.rng.random_range(0..27) {
+            let result = match self.rng.random_range(0..31) {
+                27..=30 => self.replace().await,
                 24..=26 => self.truncate().await,
                 20..=21 => self.punch().await,
                 22..=23 => self.seek().await,
@@ -279,6 +285,44 @@ impl Actor {
         self.names.open.remove(&b);
         self.found.lock().names += 1;
         Ok(())
+    }
+
+    /// As an editor saves a document: a new file is written and synced and takes the name of the one before. Now and then the name is removed.
+    async fn replace(&mut self) -> Result<()> {
+        let (new, name) = (format!("w{}", self.next_name), format!("doc{}", self.rng.random_range(0..DOCUMENTS)));
+        self.next_name += 1;
+        let (dir, client) = (self.dir, self.client.clone());
+        if self.rng.random_bool(0.2) && self.names.there.remove(&name) {
+            self.names.open.insert(name.clone());
+            client.unlink(&root(), dir, name.as_bytes()).await?;
+            self.names.open.remove(&name);
+            return Ok(());
+        }
+        self.names.open.insert(new.clone());
+        let (file, _) = client.create(&root(), dir, new.as_bytes(), 0o644, RDWR, true, None).await?;
+        let saved = self.save(&file).await;
+        let closed = file.close().await;
+        saved.and(closed)?;
+        if !self.names.there.contains(&name) {
+            self.names.open.insert(name.clone());
+        }
+        client.rename(&root(), (dir, new.as_bytes()), (dir, name.as_bytes()), 0).await?;
+        self.names.there.insert(name.clone());
+        self.names.open.retain(|n| *n != new && *n != name);
+        self.found.lock().replaced += 1;
+        Ok(())
+    }
+
+    async fn save(&mut self, file: &File) -> Result<()> {
+        let mut offset = 0;
+        for _ in 0..self.rng.random_range(1..=3) {
+            let mut bytes = vec![0; self.rng.random_range(1..=DOCUMENT_CELLS / 3) * CELL];
+            fill(self.next_tag, offset, &mut bytes);
+            self.next_tag += 1;
+            file.write_all_at(offset, &bytes).await?;
+            offset += bytes.len() as u64;
+        }
+        file.fsync().await
     }
 
     async fn list(&mut self) -> Result<()> {
