@@ -34,6 +34,7 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("client-overtaken", RARE),
     ("queue-full", RARE),
     ("forward-refused", RARE),
+    ("forward-gone", RARE),
     ("forward-joins", RARE),
     ("forward-queues", RARE),
     ("staging-failed", RARE),

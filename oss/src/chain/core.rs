@@ -310,10 +310,12 @@ impl ChainCore {
             let m = format!("session {session} has given up an update since this was sent; it is to be sent again");
             return out.push(refuse(op.id, Code::Overloaded, m));
         }
-        if let What::Client { session: 1.., .. } = op.what
-            && self.gone.0.contains(&op.chunk.data)
-        {
-            Event::ClientGone.taken();
+        let of_session = matches!(op.what, What::Client { session: 1.., .. } | What::Forward { session: 1.., .. });
+        if of_session && self.gone.0.contains(&op.chunk.data) {
+            match op.what {
+                What::Client { .. } => Event::ClientGone.taken(),
+                _ => Event::ForwardGone.taken(),
+            }
             return out.push(refuse(op.id, Code::Stale, format!("the data of chunk {} was removed", op.chunk)));
         }
         if matches!(op.what, What::Forward { .. }) {

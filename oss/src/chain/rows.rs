@@ -11,6 +11,8 @@ strake_proto::rows! {
         ClientLate = "client-late",
         /// A copy of a client's update whose file was removed since.
         ClientGone = "client-gone",
+        /// A copy of a forward whose file was removed since.
+        ForwardGone = "forward-gone",
         /// A repetition of a write that others have overtaken.
         ClientOvertaken = "client-overtaken",
         /// A client's update gets a version and the slot.

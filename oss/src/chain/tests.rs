@@ -127,6 +127,9 @@ fn copies_that_come_after_their_data_was_removed_make_no_chunk() {
     let chunk = ChunkId { data: CHUNK.data + 1, ..CHUNK };
     let what = What::Client { session: 9, seq: 2, replay: None, round: 0 };
     assert_eq!(r.go(Input::Op(Op { id: 5, chunk, epoch, eager: false, what: what.clone() })), ["stage 5"]);
+    let mut tail = One::new(TAIL);
+    tail.core.data_is_gone(CHUNK.data);
+    assert_eq!(tail.forward(1, 3, v(3, 1), v(0, 0)), ["refused 1 Stale"]);
     // A bounded number of them, the latest; none over the epoch, whose requests are refused from then on.
     for data in 100..100 + super::core::KEPT_GONE as u64 {
         r.core.data_is_gone(data);

@@ -412,6 +412,8 @@ impl Replica {
         let (behind, local) = tokio::join!(behind, local);
         local?;
         if let Some(f) = forget {
+            // Nothing knows a copy of what was forwarded any more, should one come late.
+            self.data_is_gone(f.data);
             self.engine().forget_tombstones(self.chain, f.ino, f.data)?;
         }
         Ok(std::iter::once(self.stamp()).chain(behind?).collect())

@@ -4,7 +4,11 @@
 //! copy of one carried out late it would remove what has been written since. So it is carried out only with a number that this
 //! head gave for the file as the last one.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use futures_util::{StreamExt, stream};
 use parking_lot::Mutex;
@@ -38,6 +42,8 @@ struct Given {
     term: u64,
     last: u64,
     files: BTreeMap<File, Cut>,
+    /// Those that are being removed for good.
+    going: BTreeSet<File>,
 }
 
 struct Cut {
@@ -51,6 +57,19 @@ struct Running<'a> {
     cuts: &'a Cuts,
     file: File,
     number: u64,
+}
+
+/// A removal for good. While it is at work nothing else cuts the file: once it has made those behind it forget the tombstones, they would refuse
+/// an update that builds on one.
+struct Removal<'a> {
+    cuts: &'a Cuts,
+    file: File,
+}
+
+impl Drop for Removal<'_> {
+    fn drop(&mut self) {
+        self.cuts.0.lock().going.remove(&self.file);
+    }
 }
 
 impl Drop for Running<'_> {
@@ -89,8 +108,20 @@ impl Cuts {
         Ok(given.last)
     }
 
+    /// For removing a file for good. `Overloaded`: it is being cut or removed.
+    fn alone(&self, file: File) -> Result<Removal<'_>> {
+        let mut given = self.0.lock();
+        if given.files.get(&file).is_some_and(|c| c.running) || !given.going.insert(file) {
+            return Err(Error::new(Code::Overloaded, "this file is being cut or removed"));
+        }
+        Ok(Removal { cuts: self, file })
+    }
+
     fn begin(&self, file: File, epoch: u64, number: u64) -> Result<Running<'_>> {
         let mut given = self.0.lock();
+        if given.going.contains(&file) {
+            return Err(Error::new(Code::Overloaded, "this file is being removed"));
+        }
         let same_epoch = given.epoch == epoch;
         let cut = given.files.get_mut(&file).filter(|c| {
             let good = c.number == number && !c.running && c.at.elapsed() < GOOD_FOR;
@@ -127,6 +158,7 @@ pub(super) async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) ->
         let version = Version { epoch: r.epoch, number };
         return Ok(DataReply { version, epoch: r.epoch, ..DataReply::default() });
     }
+    let _removal = gone.then(|| replica.cuts.alone(file)).transpose()?;
     if gone {
         // Before it is looked for what is in flight.
         replica.data_is_gone(r.chunk.data);
@@ -202,6 +234,24 @@ mod tests {
         let late = cuts.give(A, 5, 1).unwrap();
         tokio::time::advance(GOOD_FOR).await;
         refused(cuts.begin(A, 5, late));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_file_is_removed_by_one_at_a_time_and_not_while_it_is_cut() {
+        let cuts = Cuts::default();
+        let overloaded = |code: Option<Code>| assert_eq!(code, Some(Code::Overloaded));
+        let number = cuts.give(A, 5, 1).unwrap();
+        let running = cuts.begin(A, 5, number).unwrap();
+        overloaded(cuts.alone(A).err().map(|e| e.code));
+        drop(running);
+        let number = cuts.give(A, 5, 1).unwrap();
+        let removal = cuts.alone(A).unwrap();
+        overloaded(cuts.alone(A).err().map(|e| e.code));
+        overloaded(cuts.begin(A, 5, number).err().map(|e| e.code));
+        drop(cuts.alone((5, 9)).unwrap());
+        drop(removal);
+        drop(cuts.alone(A).unwrap());
+        drop(cuts.begin(A, 5, number).unwrap());
     }
 
     #[tokio::test(start_paused = true)]

@@ -203,6 +203,31 @@ async fn a_write_that_comes_when_its_file_was_removed_leaves_no_chunk() {
     }
 }
 
+/// The leader asks again because the connection broke, while the first is at work.
+#[tokio::test(start_paused = true)]
+async fn a_file_that_is_removed_twice_at_once_leaves_nothing_that_cannot_be_removed() {
+    let c = Cluster::start(2).await;
+    for index in 0..4 {
+        c.write(index, 0, &bytes(index, 6000), index + 1).await.unwrap();
+    }
+    let gone = DataRequest {
+        len: u32::MAX,
+        flags: FLAG_TOMBSTONE,
+        ..DataRequest::new(CHAIN, c.request(0, 0).epoch, c.head(), bed::chunk(0))
+    };
+    let trim = |after| {
+        let (c, gone) = (&c, &gone);
+        async move {
+            tokio::time::sleep(Duration::from_micros(after)).await;
+            c.call_as(Role::Server, c.head(), opcode::TRIM, gone, &[]).await.map(drop).map_err(|e| e.code)
+        }
+    };
+    let all = futures_util::future::join_all((0..40).map(|i| trim(i * 10))).await;
+    assert!(all.iter().all(|r| matches!(r, Ok(()) | Err(Code::Overloaded))), "{all:?}");
+    trim(0).await.unwrap();
+    assert!((0..2).all(|t| c.nodes[t].server.as_ref().unwrap().status().targets[0].chunks == 0));
+}
+
 /// Another metadata server had asked, whom nobody has heard for long; or the network held a copy of its request back.
 #[tokio::test(start_paused = true)]
 async fn a_trim_that_comes_late_cuts_nothing_that_was_written_since() {
