@@ -11,8 +11,6 @@ strake_proto::rows! {
         ClientLate = "client-late",
         /// A copy of a client's update whose file was removed since.
         ClientGone = "client-gone",
-        /// A copy of a forward whose file was removed since.
-        ForwardGone = "forward-gone",
         /// A repetition of a write that others have overtaken.
         ClientOvertaken = "client-overtaken",
         /// A client's update gets a version and the slot.
@@ -25,6 +23,8 @@ strake_proto::rows! {
         ForwardRefused = "forward-refused",
         /// A forward gets the slot.
         ForwardStarts = "forward-starts",
+        /// A copy of a forward whose file was removed since.
+        ForwardGone = "forward-gone",
         /// A forward that builds on something else.
         ForwardGap = "forward-gap",
         /// A forward of what is in the slot.
