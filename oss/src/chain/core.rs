@@ -23,7 +23,7 @@ const KEPT_SPENT: usize = 4096;
 /// Refusals that the head remembers.
 const KEPT_REFUSALS: usize = 1024;
 
-/// Removed data that the head remembers.
+/// Removed data that a replica remembers.
 pub(super) const KEPT_GONE: usize = 8192;
 
 /// A client's update that was refused for good.
