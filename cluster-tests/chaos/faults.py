@@ -1,6 +1,6 @@
 """The faults. Each is a generator: it does harm, says what it hit and for how many seconds that is to last, and then heals. While
 that takes long it yields in how many seconds it wants to go on, so that a fault beside it ends in time."""
-import concurrent.futures, contextlib, mmap, os, shutil, signal, subprocess, time
+import concurrent.futures, contextlib, mmap, os, shutil, signal, subprocess, threading, time
 from blocks import BLOCK, HEAD, MAGIC, MAX_BLOCKS, make
 from cluster import ADMIN, FABRIC, MOUNT
 from engine import alive
@@ -10,6 +10,9 @@ from workload import TOP
 LONGEST_CUT = 14
 # How long an emptied storage server may take until its new targets are there, in seconds.
 NEW_TARGETS = 60
+# How long the space of a removed file may stay taken, in seconds. A metadata leader frees nothing in its first 30: whoever has the file
+# open may not have told it yet.
+FREED = 300
 
 
 class NotRun(Exception):
@@ -27,7 +30,7 @@ class Faults:
         # All flipped bits are on one target, so that never two replicas of a chunk are damaged.
         self.flip_node, self.flip_target = random.choice(cluster.of("oss")), random.randrange(2)
         self.flipped = 0
-        self.filling = 0
+        self.filling, self.filling_lock = 0, threading.Lock()
 
     # Helpers.
 
@@ -240,34 +243,49 @@ class Faults:
 
     # Disks.
 
-    @contextlib.contextmanager
-    def full(self, seconds):
-        """Programs may be told ENOSPC meanwhile, and for so long after: freed space is noticed a little later."""
-        self.filling += 1
-        self.s.full[0] = time.monotonic() + 1e9
-        try:
-            yield
-        finally:
+    def full_begins(self):
+        """Programs may be told ENOSPC from now on."""
+        with self.filling_lock:
+            self.filling += 1
+            self.s.full[0] = time.monotonic() + 1e9
+
+    def full_ends(self, seconds):
+        """And for so long from now on: freed space is noticed a little later."""
+        with self.filling_lock:
             self.filling -= 1
             if not self.filling:
                 self.s.full[0] = time.monotonic() + seconds
 
+    def space_comes_back(self):
+        """Until no target is half full. Other faults go on meanwhile."""
+        end = time.monotonic() + FREED
+        while time.monotonic() < end:
+            report, _ = self.c.servers_status()
+            targets = report["map"]["targets"] if report else []
+            if targets and all(2 * t["used"] < t["capacity"] for t in targets if t["capacity"]):
+                break
+            time.sleep(1)
+        else:
+            self.broken(f"a removed file's space is not back after {FREED} s")
+        self.full_ends(10)
+
     def fill(self, node):
         filler = f"{self.c.volume(node)}/filler"
-        with self.full(10):
-            try:
-                with open(filler, "wb") as f:
-                    at, step = 0, 1 << 30
-                    while step >= BLOCK:
-                        try:
-                            os.posix_fallocate(f.fileno(), at, step)
-                            at += step
-                        except OSError:
-                            step //= 2
-                yield f"{node.name}, {at >> 20} MiB", self.seconds(4, 12)
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(filler)
+        self.full_begins()
+        try:
+            with open(filler, "wb") as f:
+                at, step = 0, 1 << 30
+                while step >= BLOCK:
+                    try:
+                        os.posix_fallocate(f.fileno(), at, step)
+                        at += step
+                    except OSError:
+                        step //= 2
+            yield f"{node.name}, {at >> 20} MiB", self.seconds(4, 12)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(filler)
+            self.full_ends(10)
 
     def full_mds_volume(self):
         """A metadata server's volume is filled from outside."""
@@ -282,8 +300,9 @@ class Faults:
         client = self.pick("client")
         folder = f"{TOP}/full"
         where = f"{self.s.root(client.number - 1)}/{folder}"
-        # Removed files are freed some seconds later.
-        with self.full(30), contextlib.ExitStack() as after:
+        self.full_begins()
+        with contextlib.ExitStack() as after:
+            after.callback(threading.Thread(target=self.space_comes_back, daemon=True).start)
             after.callback(shutil.rmtree, where, ignore_errors=True)
             os.mkdir(where)
             report, _ = self.c.servers_status()
