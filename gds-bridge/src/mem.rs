@@ -1,11 +1,11 @@
 //! GPU memory as the bridge sees it.
 
-use std::fmt;
+use std::{fmt, sync::Arc};
 
 use strake_fabric::Foreign;
 use strake_proto::{Code, Error};
 
-use crate::{Tier, Unavailable};
+use crate::{Tier, Unavailable, pins::Registry};
 
 /// What a device, its driver or the memory given to it had against something.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,6 +50,18 @@ pub enum Fault {
         /// What the driver, the system or the network said.
         why: String,
     },
+    /// The device could not sum its memory.
+    Sums {
+        /// What it, or its driver, said.
+        why: String,
+    },
+    /// Bytes that go by RDMA lie where the device cannot copy them from or to by itself.
+    NotStraight {
+        /// How many.
+        bytes: u64,
+        /// What it takes.
+        why: String,
+    },
     /// Host memory could not be pinned.
     Pin {
         /// How much of it.
@@ -75,7 +87,8 @@ impl Fault {
             Fault::Foreign { .. } | Fault::Freed { .. } | Fault::Beyond { .. } | Fault::ContextGone => true,
             // Nobody knows whom to trust.
             Fault::Damaged { .. } => true,
-            Fault::NoMemory { .. } | Fault::Export { .. } | Fault::Pin { .. } | Fault::Driver { .. } => false,
+            Fault::NoMemory { .. } | Fault::Export { .. } | Fault::Sums { .. } | Fault::NotStraight { .. } => false,
+            Fault::Pin { .. } | Fault::Driver { .. } => false,
         }
     }
 }
@@ -97,6 +110,10 @@ impl fmt::Display for Fault {
             Fault::Export { bytes, why } => {
                 write!(f, "{bytes} bytes of the device's memory cannot be lent to a storage server: {why}")
             }
+            Fault::Sums { why } => write!(f, "the device could not sum its memory: {why}"),
+            Fault::NotStraight { bytes, why } => {
+                write!(f, "{bytes} bytes cannot go straight between RDMA and the device: {why}")
+            }
             Fault::Pin { bytes, why } => write!(f, "{bytes} bytes of host memory cannot be pinned: {why}"),
             Fault::Driver { call, code, name } => write!(f, "{call} failed with {code}: {name}"),
         }
@@ -111,8 +128,8 @@ impl From<Fault> for Error {
             Fault::Foreign { .. } | Fault::Freed { .. } | Fault::Beyond { .. } => Code::Inval,
             Fault::ContextGone => Code::NoDev,
             Fault::Damaged { .. } => Code::Corrupt,
-            Fault::NoMemory { .. } | Fault::Pin { .. } => Code::NoMem,
-            Fault::Export { .. } | Fault::Driver { .. } => Code::Io,
+            Fault::NoMemory { .. } | Fault::NotStraight { .. } | Fault::Pin { .. } => Code::NoMem,
+            Fault::Export { .. } | Fault::Sums { .. } | Fault::Driver { .. } => Code::Io,
         };
         Error::new(code, f.to_string())
     }
@@ -143,7 +160,17 @@ pub trait GpuMem: Send + Sync + 'static {
     /// Gives back what [`GpuMem::alloc`] returned.
     fn free(&self, addr: u64) -> Result<(), Fault>;
 
-    /// Pins host memory and makes it known to the device, which then copies from and to it by itself.
+    /// What is pinned for this device and for all others of its driver in this process. Whoever pins tells it.
+    fn registry(&self) -> Arc<Registry>;
+
+    /// Whether the context was destroyed, and with it what was pinned by it.
+    fn is_gone(&self) -> bool;
+
+    /// Its PCI address as sysfs writes it (`0000:3b:00.0`); otherwise why none is known, in a sentence.
+    fn pci(&self) -> Result<String, String>;
+
+    /// Pins host memory and makes it known to the device, and to all others of its driver, which then copy from and to it by themselves. Memory
+    /// of which a part is pinned already is refused.
     ///
     /// # Safety
     /// The memory, whole pages, stays mapped until [`GpuMem::unpin`] returned.
