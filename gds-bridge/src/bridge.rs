@@ -613,7 +613,9 @@ fn direct_done(w: Went) -> Moved {
 /// `lost`: what became of a tier that would have taken it.
 fn unaligned(offset: u64, lost: Option<String>) -> Error {
     if let Some(lost) = lost {
-        let m = format!("this part begins at {offset} in the file, which takes a tier over host memory, and none is left; {lost}");
+        let m = format!(
+            "this part begins at {offset} in the file, which takes a tier over host memory, and none is left; {lost}"
+        );
         return Error::new(Code::Io, m);
     }
     let m = format!(

@@ -169,7 +169,8 @@ impl Inner {
         beside: &Beside<'_>,
     ) -> Result<Option<Fault>, Fault> {
         let len = from.iter().map(|b| b.len() as u64).sum();
-        let why = || "neither bounce-tcp nor pageable is available, by one of which what no server writes is copied".into();
+        let why =
+            || "neither bounce-tcp nor pageable is available, by one of which what no server writes is copied".into();
         let mut last = Fault::Export { bytes: len, why: why() };
         for tier in [Tier::BounceTcp, Tier::Pageable].into_iter().filter(|t| self.is_available(*t)) {
             let work = Work::Load { from: from.to_vec(), to, sum: self.device_sums.is_ok() };

@@ -217,12 +217,168 @@ impl Placing {
             let why = why.or_else(|| (elsewhere > 0).then(|| format!("{elsewhere} found no room there")));
             said.extend(why.map(|why| format!("slots are not all on node {node}, the device's: {why}")));
         }
-        let against = near.cpus.err().or_else(|| threads.iter().flatten().next().map(|e| format!("sched_setaffinity: {e}")));
+        let against =
+            near.cpus.err().or_else(|| threads.iter().flatten().next().map(|e| format!("sched_setaffinity: {e}")));
         numa.threads = Some(match &against {
             Some(_) => 0,
             None => threads.len(),
         });
-        said.extend(against.map(|why| format!("threads are not all on the processors of node {node}, the device's: {why}")));
+        said.extend(
+            against.map(|why| format!("threads are not all on the processors of node {node}, the device's: {why}")),
+        );
         (numa, (!said.is_empty()).then(|| said.join("; ")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process;
+
+    use super::*;
+
+    const PCI: &str = "0000:3b:00.0";
+
+    /// A made-up `/sys`, gone at the end.
+    struct Sys(std::path::PathBuf);
+
+    impl Sys {
+        fn new(name: &str, files: &[(&str, &str)]) -> Sys {
+            let root = std::env::temp_dir().join(format!("strake-numa-{name}-{}", process::id()));
+            let sys = Sys(root);
+            for (path, text) in files {
+                sys.write(path, text);
+            }
+            sys
+        }
+
+        fn write(&self, path: &str, text: &str) {
+            let path = match path {
+                "device" => self.0.join("bus/pci/devices").join(PCI).join("numa_node"),
+                other => self.0.join("devices/system/node").join(other),
+            };
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, format!("{text}\n")).unwrap();
+        }
+    }
+
+    impl Drop for Sys {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn lists_are_read_as_the_kernel_writes_them_and_nothing_else_is() {
+        assert_eq!(parse("0-3,8-11"), Some(vec![(0, 3), (8, 11)]));
+        assert_eq!(parse("7"), Some(vec![(7, 7)]));
+        assert_eq!(parse(""), Some(vec![]));
+        for bad in ["a", "1-", "-1", "3-1", "1,,2", "1;2", "+1", " 1", "0-4294967295", "99999999999999999999", "0x1"] {
+            assert_eq!(parse(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_node_of_a_device_is_what_the_system_says_or_there_is_a_reason() {
+        let s = Sys::new("node", &[("device", "1"), ("online", "0-1")]);
+        let of = || Numa::of(&s.0, Ok(PCI.into()));
+        assert_eq!((of().node, of().why), (Some(1), None));
+        for (says, why) in [
+            ("-1", "does not say"),
+            ("2", "node 2, of device 0000:3b:00.0, is not online"),
+            ("-2", "is no node"),
+            ("70000", "is no node"),
+            ("one\u{7}", "'one\\u{7}', which is no node"),
+            ("", "is no node"),
+        ] {
+            s.write("device", says);
+            assert!(of().node.is_none() && of().why.unwrap().contains(why), "{says}: {:?}", of());
+        }
+        s.write("device", "0");
+        s.write("online", "some");
+        assert!(of().why.unwrap().contains("no list of numbers"));
+        for wrong in ["", "..", "../../etc", "0000:3b:00.0/..", "x"] {
+            let numa = Numa::of(&s.0, Ok(wrong.into()));
+            assert!(numa.why.unwrap().contains("is no PCI address"), "{wrong}");
+        }
+        let missing = Numa::of(&s.0, Ok("0000:01:00.0".into())).why.unwrap();
+        assert!(missing.contains("0000:01:00.0/numa_node: No such file"), "{missing}");
+        assert_eq!(Numa::of(&s.0, Err("it does not tell".into())).why.as_deref(), Some("it does not tell"));
+    }
+
+    #[test]
+    fn processors_are_those_of_the_node_that_the_process_may_use() {
+        let set = |cpus: &[usize]| {
+            let mut s = CpuSet::new();
+            cpus.iter().for_each(|c| s.set(*c));
+            s
+        };
+        let near = |list: &str, allowed: &[usize]| near(&parse(list).unwrap(), &set(allowed));
+        assert_eq!(near("0-3,8-11", &[2, 3, 4, 8]), Ok(Some(set(&[2, 3, 8]))));
+        assert_eq!(near("0-3", &[1, 2]), Ok(None), "they are there already");
+        assert_eq!(near("4-7", &[0, 1]), Err("this process may use none of its processors".into()));
+        assert_eq!(near("", &[0]), Err("it has no processors".into()));
+        assert_eq!(near("2000,3", &[3, 4]), Ok(Some(set(&[3]))), "more than a mask has");
+    }
+
+    #[test]
+    fn a_node_without_memory_gets_none_and_it_is_told() {
+        let files = [("device", "1"), ("online", "0-1"), ("has_memory", "0"), ("node1/cpulist", "4000")];
+        let s = Sys::new("memory", &files);
+        let placing = Placing::of(&s.0, Ok(PCI.into()));
+        let mut page = vec![0u8; 4096];
+        placing.prepare(page.as_mut_ptr(), 4096);
+        assert!(placing.cpus().is_none() && placing.refused.lock().is_none());
+        let (numa, said) = placing.done(&[], &[None]);
+        let said = said.unwrap();
+        assert_eq!((numa.node, numa.threads), (Some(1), Some(0)));
+        assert!(said.contains("slots are not all on node 1, the device's: it has no memory"), "{said}");
+        assert!(said.contains("threads are not all on the processors of node 1"), "{said}");
+        // Older kernels; and a machine of one node has nothing to say.
+        fs::remove_file(s.0.join("devices/system/node/has_memory")).unwrap();
+        s.write("has_normal_memory", "0-1");
+        assert_eq!(has_memory(&s.0, 1), Ok(()));
+        let unknown = |s: &Sys| Placing::of(&s.0, Err("nobody knows".into())).done(&[], &[]).1;
+        assert!(unknown(&s).unwrap().contains("nobody knows"));
+        s.write("online", "0");
+        assert_eq!(unknown(&s), None);
+    }
+
+    #[test]
+    fn memory_comes_from_the_node_that_it_was_asked_of() {
+        let len = 1 << 20;
+        // SAFETY: a new mapping, which is let go at the end of the test.
+        let start: *mut u8 = unsafe {
+            let (prot, flags) =
+                (rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE, rustix::mm::MapFlags::PRIVATE);
+            rustix::mm::mmap_anonymous(ptr::null_mut(), len, prot, flags).unwrap().cast()
+        };
+        match prefer(start, len, 0) {
+            Err(e) if [libc::EPERM, libc::ENOSYS].contains(&e.raw_os_error().unwrap_or(0)) => {
+                println!("skipped: mbind is refused here: {e}");
+            }
+            done => {
+                done.unwrap();
+                assert_eq!(node_at(start).unwrap(), 0);
+                // The policy itself, which says nothing of other memory.
+                let (mut mode, mut mask): (c_int, [c_ulong; 16]) = (-1, [0; 16]);
+                let by_address: c_ulong = 2;
+                // SAFETY: writes a number and as many bits as there are.
+                let code = unsafe {
+                    libc::syscall(
+                        libc::SYS_get_mempolicy,
+                        &raw mut mode,
+                        mask.as_mut_ptr(),
+                        1024 as c_ulong,
+                        start,
+                        by_address,
+                    )
+                };
+                assert_eq!((code, mode, mask[0]), (0, libc::MPOL_PREFERRED, 1));
+                assert!(prefer(start, len, LAST_NODE).is_err(), "there is no such node");
+            }
+        }
+        assert!(prefer(start, len, LAST_NODE + 1).is_err());
+        // SAFETY: mapped above.
+        unsafe { rustix::mm::munmap(start.cast(), len).unwrap() };
     }
 }

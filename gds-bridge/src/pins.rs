@@ -266,7 +266,12 @@ impl Pins {
                             "{count} pinned slots of {kib} KiB and {rest} pinned regions of the client's buffers: {why}"
                         )
                     });
-                    return Ok(Pins { slots, slot_bytes: size, regions: Regions::new(device, limit, own - taken), notice });
+                    return Ok(Pins {
+                        slots,
+                        slot_bytes: size,
+                        regions: Regions::new(device, limit, own - taken),
+                        notice,
+                    });
                 }
                 Err(e) => refused = Some(e),
             }
