@@ -197,7 +197,7 @@ impl Placing {
 
     /// For the threads; `None`: they may stay where they are.
     pub fn cpus(&self) -> Option<CpuSet> {
-        self.near.as_ref()?.cpus.as_ref().ok()?.clone()
+        *self.near.as_ref()?.cpus.as_ref().ok()?
     }
 
     /// What came of it, and what is to be said of that. `slots`: where they begin; they were touched. `threads`: what there was against moving each.

@@ -501,7 +501,9 @@ async fn a_device_without_room_for_sums_uses_the_direct_road_only_with_consent()
                 assert!(r.not_on_gpu.as_ref().unwrap().contains("no room for 4096 bytes"), "{r}");
                 assert!(s.mem.peek(tensor, MIB).unwrap() == data);
             }
-            (false, Err(f)) => assert!(f.error.message.contains("could not sum its memory") && f.report.moved() == 0, "{f}"),
+            (false, Err(f)) => {
+                assert!(f.error.message.contains("could not sum its memory") && f.report.moved() == 0, "{f}")
+            }
             (_, other) => panic!("{consent}: {other:?}"),
         }
         // Storage servers take nothing without.
