@@ -2,11 +2,13 @@
 
 mod path;
 mod replace;
+mod stage;
 mod tensors;
 
 use std::{fmt, path::PathBuf, process, str::FromStr, sync::Arc, time::Duration};
 
 pub use replace::Content;
+pub use stage::Staged;
 use rustix::process::{getegid, geteuid, getgroups};
 use strake_client::{Client, Creds, File};
 use strake_fabric::{Buf, Endpoint, Env, Identity, Pool, REGION, Roads, Use, endpoint::MDS_PORT, keyfile};
