@@ -33,7 +33,7 @@ pub enum Standing {
 }
 
 /// Tiers that a call may take, the fastest first; a draw goes to the better tier. And the others that its policy allows, with their
-/// reasons. `consent`: `GpuRdma` may be used though nobody verifies its bytes behind the storage server.
+/// reasons. `consent`: tiers that pass no host memory may be used though the device does not verify their bytes.
 pub fn choose(
     policy: Policy,
     direction: Direction,
@@ -43,7 +43,7 @@ pub fn choose(
     let (mut able, mut unable) = (Vec::new(), Vec::new());
     for (tier, standing) in standings.iter().filter(|(t, _)| policy.allows(*t)) {
         match standing {
-            Standing::Available(_) if tier == Tier::GpuRdma && !consent => unable.push((tier, Unavailable::NoConsent)),
+            Standing::Available(_) if tier.is_straight() && !consent => unable.push((tier, Unavailable::NoConsent)),
             Standing::Available(m) => able.push((tier, m.of(direction))),
             Standing::Unavailable(why) => unable.push((tier, why.clone())),
         }
@@ -117,6 +117,29 @@ impl Run {
         if self.ended.is_some() { None } else { self.roads.first().copied() }
     }
 
+    /// As [`Run::road`], for a part of a file that has a copy on this node or not. The call has ended just now if only copies are left and it has none.
+    pub fn road_for(&mut self, copied: bool) -> Option<Tier> {
+        self.road()?;
+        let found = self.roads.iter().copied().find(|t| copied || *t != Tier::LocalGds);
+        if found.is_none() {
+            let m = format!(
+                "a file has no copy on this node, and no other tier that {} allows is left: {}",
+                self.policy,
+                in_words(&self.unavailable)
+            );
+            self.ended = Some(Error::new(Code::Io, m));
+        }
+        found
+    }
+
+    /// Some files of the call cannot take a tier that others take: told with the tiers that were not available.
+    pub fn not_for_all(&mut self, tier: Tier, why: Unavailable) {
+        if self.roads.contains(&tier) {
+            self.unavailable.push((tier, why));
+            self.unavailable.sort_by_key(|(t, _)| *t);
+        }
+    }
+
     /// The tier for a part that the one in use cannot take: the next one over host memory.
     pub fn beside(&self, tier: Tier) -> Option<Tier> {
         self.roads.iter().copied().find(|t| *t != tier && (t.is_bounce() || *t == Tier::Pageable))
@@ -126,7 +149,9 @@ impl Run {
     /// [`Tier::BounceRdma`] those of other roads than RDMA are bounced, too, and count as [`Tier::BounceTcp`]. `None`: as for [`Run::road`], or
     /// the call has ended just now, because the policy allows no tier for them.
     pub fn road_of(&mut self, came: ByRoad) -> Option<Tier> {
-        let first = self.road()?;
+        self.road()?;
+        // It is in host memory already, so that a copy on this node is nothing to it.
+        let first = self.roads.iter().copied().find(|t| *t != Tier::LocalGds)?;
         let Some(tier) = self.roads.iter().find_map(|t| self.takes(*t, came)) else {
             let lost = self.switches.iter().rev().find(|s| matches!(s.why, Unavailable::Lost(_)));
             let lost = lost.map(|s| format!("; {}: {}", s.from, s.why)).unwrap_or_default();
@@ -170,7 +195,7 @@ impl Run {
     /// Of a part that is about to be counted the device's sum was right.
     pub fn verified(&mut self, tier: Tier, bytes: u64) {
         self.verified += bytes;
-        self.verified_direct += if tier == Tier::GpuRdma { bytes } else { 0 };
+        self.verified_direct += if tier.is_straight() { bytes } else { 0 };
     }
 
     /// A part was saved. Only now it is known by which roads it went, and the call has ended if the policy does not allow what they make of
@@ -236,7 +261,8 @@ impl Run {
         let moved = self.by_tier.sum();
         assert_eq!(ranges.iter().sum::<u64>(), moved, "bytes by range and bytes by tier differ");
         assert_eq!(self.by_road.sum(), moved, "bytes by road and bytes by tier differ");
-        let direct = self.by_tier[Tier::GpuRdma] > self.verified_direct;
+        let straight: u64 = self.by_tier.iter().filter(|(t, _)| t.is_straight()).map(|(_, n)| n).sum();
+        let direct = straight > self.verified_direct;
         assert!(self.verified <= moved);
         let checksum = (moved > 0).then_some(match self.verified == moved {
             true => Checksum::OnGpu,

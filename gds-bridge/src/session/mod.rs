@@ -2,12 +2,14 @@
 
 mod path;
 mod replace;
+mod stage;
 mod tensors;
 
 use std::{fmt, path::PathBuf, process, str::FromStr, sync::Arc, time::Duration};
 
 pub use replace::Content;
 use rustix::process::{getegid, geteuid, getgroups};
+pub use stage::Staged;
 use strake_client::{Client, Creds, File};
 use strake_fabric::{Buf, Endpoint, Env, Identity, Pool, REGION, Roads, Use, endpoint::MDS_PORT, keyfile};
 use strake_proto::{Code, Error, Ino, Result};
