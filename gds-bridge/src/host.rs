@@ -404,7 +404,7 @@ impl GpuMem for HostMem {
     }
 
     fn cufile(&self, _prober: &Path) -> Result<Arc<dyn CuFile>, Unavailable> {
-        Ok(Arc::new(HostCuFile(self.clone())))
+        Ok(Arc::new(HostCuFile::new(self.clone())))
     }
 
     fn stream(&self) -> Result<Box<dyn Stream>, Fault> {

@@ -149,9 +149,9 @@ impl Run {
     /// [`Tier::BounceRdma`] those of other roads than RDMA are bounced, too, and count as [`Tier::BounceTcp`]. `None`: as for [`Run::road`], or
     /// the call has ended just now, because the policy allows no tier for them.
     pub fn road_of(&mut self, came: ByRoad) -> Option<Tier> {
-        self.road()?;
+        let first = self.road()?;
         // It is in host memory already, so that a copy on this node is nothing to it.
-        let first = self.roads.iter().copied().find(|t| *t != Tier::LocalGds)?;
+        let first = self.roads.iter().copied().find(|t| *t != Tier::LocalGds).unwrap_or(first);
         let Some(tier) = self.roads.iter().find_map(|t| self.takes(*t, came)) else {
             let lost = self.switches.iter().rev().find(|s| matches!(s.why, Unavailable::Lost(_)));
             let lost = lost.map(|s| format!("; {}: {}", s.from, s.why)).unwrap_or_default();
@@ -575,6 +575,30 @@ mod tests {
         assert!(e.message.contains("allows no tier for them; bounce-tcp: it failed in a call"), "{e}");
     }
 
+    #[test]
+    fn a_part_without_a_copy_takes_the_next_tier_or_ends_the_call() {
+        let mut r = run(Policy::Prefer, [0, 9, 0, 5, 3]);
+        r.not_for_all(Tier::LocalGds, Unavailable::NotSealed { ino: 7 });
+        assert_eq!((r.road_for(true), r.road_for(false)), (Some(Tier::LocalGds), Some(Tier::BounceTcp)));
+        // That another file has one is no lower road than asked.
+        assert_eq!(r.road_of(tcp(40)), Some(Tier::BounceTcp));
+        r.moved(Tier::BounceTcp, tcp(40), 0);
+        r.moved(Tier::LocalGds, ByRoad::of(Road::Local, 60), 0);
+        let (report, outcome) = r.finish(vec![100], Duration::ZERO);
+        outcome.unwrap();
+        assert!(report.switches.is_empty(), "{report}");
+        assert_eq!((report.by_tier[Tier::LocalGds], report.checksum), (60, Some(Checksum::AtOssOnly)));
+        assert!(report.unavailable.contains(&(Tier::LocalGds, Unavailable::NotSealed { ino: 7 })));
+
+        let mut r = run(Policy::AtLeast(Tier::LocalGds), [5, 9, 9, 9, 9]);
+        r.not_for_all(Tier::LocalGds, Unavailable::NotSealed { ino: 7 });
+        assert_eq!(r.road_for(false), Some(Tier::GpuRdma));
+        r.lost(Tier::GpuRdma, lost());
+        assert_eq!((r.road_for(true), r.road_for(false), r.road_for(true)), (Some(Tier::LocalGds), None, None));
+        let e = r.finish(vec![0], Duration::ZERO).1.unwrap_err();
+        assert!(e.code == Code::Io && e.message.contains("has no copy") && e.message.contains("is not sealed"), "{e}");
+    }
+
     fn policies() -> impl Strategy<Value = Policy> {
         (0usize..3, 0usize..5).prop_map(|(kind, t)| match kind {
             0 => Policy::Prefer,
@@ -590,7 +614,7 @@ mod tests {
         fn bytes_add_up_and_policies_hold_whatever_happens(
             policy in policies(),
             speeds in prop::array::uniform5(0u32..4),
-            steps in prop::collection::vec((0u8..8, any::<prop::sample::Index>(), 1u64..50), 0..60),
+            steps in prop::collection::vec((0u8..9, any::<prop::sample::Index>(), 1u64..50), 0..60),
             consent in any::<bool>(),
         ) {
             let standings = standings(speeds);
@@ -611,7 +635,7 @@ mod tests {
                         match run.road_of(came) {
                             Some(t) => {
                                 prop_assert!(!ended && policy.allows(t) && speeds[t as usize] > 0 && !gone.contains(&t));
-                                prop_assert!(consent || t != Tier::GpuRdma);
+                                prop_assert!(!t.is_straight());
                                 under_way.push((t, came));
                             }
                             None => ended = true,
@@ -629,6 +653,17 @@ mod tests {
                         run.lost(t, lost());
                         gone.push(t);
                     }
+                    8 => match run.road_for(bytes % 2 == 0) {
+                        Some(t) => {
+                            prop_assert!(!ended && policy.allows(t) && speeds[t as usize] > 0 && !gone.contains(&t));
+                            prop_assert!(bytes % 2 == 0 || t != Tier::LocalGds);
+                            prop_assert!(consent || !t.is_straight());
+                            if t == Tier::LocalGds {
+                                under_way.push((t, ByRoad::of(Road::Local, bytes)));
+                            }
+                        }
+                        None => ended = true,
+                    },
                     7 if bytes == 7 => run.fail(Error::new(Code::Io, "the file system")),
                     _ => {}
                 }

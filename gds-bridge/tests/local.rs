@@ -375,9 +375,12 @@ async fn a_call_that_is_dropped_waits_for_reads_that_began() {
         }
     });
     assert!(call.await.unwrap_err().is_cancelled());
-    // The one that hung has ended, and no other has begun.
-    assert!(after.is_finished() || tricks.reads() == begun + 3);
-    assert_eq!(tricks.reads(), begun + 3);
+    // The one that hung has ended, with those that had begun beside it, and no other begins: its memory is the caller's.
+    let reads = tricks.reads();
+    assert!((begun + 3..=begun + 5).contains(&reads), "{begun} {reads}");
     rig.mem.free(to).unwrap();
     after.join().unwrap();
+    // Its threads have ended after this.
+    drop(bridge);
+    assert_eq!(tricks.reads(), reads);
 }

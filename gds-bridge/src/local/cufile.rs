@@ -32,18 +32,18 @@ pub trait CuFile: Send + Sync + 'static {
     /// What it counted until now.
     fn counters(&self) -> Result<Counters, Fault>;
 
+    /// Held during a read: the counters are of all reads, so that what they grew by would be nobody's otherwise.
+    fn one_at_a_time(&self) -> &Mutex<()>;
+
     /// How long a self-test waits for a read, which nobody can stop.
     fn patience(&self) -> Duration {
         Duration::from_secs(15)
     }
 }
 
-/// The counters are of the whole process: one read at a time, so that what they grew by is of that one.
-static READING: Mutex<()> = Mutex::new(());
-
 /// One read that is believed only if all of it came and the counters say that it went straight.
 pub fn read(cufile: &dyn CuFile, handle: u64, to: u64, len: usize, offset: u64) -> Result<(), Fault> {
-    let _one = READING.lock();
+    let _one = cufile.one_at_a_time().lock();
     let before = cufile.counters()?;
     let said = cufile.read(handle, to, len, offset);
     let errno = io::Error::last_os_error();

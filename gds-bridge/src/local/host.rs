@@ -66,9 +66,14 @@ impl Tricks {
 }
 
 /// The stand-in.
-pub struct HostCuFile(pub HostMem);
+pub struct HostCuFile(HostMem, Mutex<()>);
 
 impl HostCuFile {
+    /// That of a device.
+    pub fn new(mem: HostMem) -> HostCuFile {
+        HostCuFile(mem, Mutex::new(()))
+    }
+
     /// What is to be done of the next read.
     fn next(&self) -> Option<Trick> {
         let tricks = self.0.tricks();
@@ -122,6 +127,10 @@ impl CuFile for HostCuFile {
             _ => self.count(0, 1, n),
         }
         n as isize
+    }
+
+    fn one_at_a_time(&self) -> &Mutex<()> {
+        &self.1
     }
 
     fn counters(&self) -> Result<Counters, Fault> {

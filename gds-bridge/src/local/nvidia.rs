@@ -157,6 +157,7 @@ impl Layout {
 pub struct Nvidia {
     table: Table,
     layout: Layout,
+    reading: Mutex<()>,
 }
 
 // SAFETY: functions of a library that is never closed, which any thread may call.
@@ -281,7 +282,7 @@ impl Nvidia {
             (table.driver_open)().check("cuFileDriverOpen").map_err(failed)?;
             (table.stats_start)().check("cuFileStatsStart").map_err(failed)?;
         }
-        let opened = Nvidia { table, layout: Layout::of(version) };
+        let opened = Nvidia { table, layout: Layout::of(version), reading: Mutex::new(()) };
         opened.counters().map_err(failed)?;
         Ok(opened)
     }
@@ -306,6 +307,10 @@ impl CuFile for Nvidia {
         let place = |n: u64| ptr::with_exposed_provenance_mut::<c_void>(n as usize);
         // SAFETY: the handle is of a file that is registered; the library asks the driver what the address is, and writes no more than `len` bytes.
         unsafe { (self.table.read)(place(handle), place(to), len, offset as i64, 0) }
+    }
+
+    fn one_at_a_time(&self) -> &Mutex<()> {
+        &self.reading
     }
 
     fn counters(&self) -> Result<Counters, Fault> {
