@@ -144,6 +144,12 @@ impl Session {
         self.inner.as_ref().filter(|_| self.pid == process::id()).ok_or_else(forked)
     }
 
+    /// Something that only the client can do, for tests.
+    #[doc(hidden)]
+    pub fn with_client<T>(&self, f: impl AsyncFnOnce(&Client) -> Result<T>) -> Result<T> {
+        self.run(async |s| f(&s.client).await)
+    }
+
     fn run<T>(&self, f: impl AsyncFnOnce(&Inner) -> Result<T>) -> Result<T> {
         let inner = self.inner()?;
         inner.runtime.block_on(f(inner))
