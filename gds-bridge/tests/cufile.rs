@@ -34,7 +34,9 @@ fn standin(dir: &Path, flags: &[&str]) -> Option<PathBuf> {
     Some(to)
 }
 
-fn open(dir: &Path, flags: &[&str]) -> Option<(PathBuf, Result<Arc<dyn CuFile>, Unavailable>)> {
+type Opened = Result<Arc<dyn CuFile>, Unavailable>;
+
+fn open(dir: &Path, flags: &[&str]) -> Option<(PathBuf, Opened)> {
     let library = standin(dir, flags)?;
     let opened = Nvidia::open_library(&library, Path::new(MODULES));
     Some((library, opened))

@@ -202,10 +202,14 @@ fn open(name: &Path) -> Result<*mut c_void, String> {
     Ok(handle)
 }
 
-/// A variable of the environment, unless the program has more rights than who started it.
-fn variable(name: &str) -> Option<OsString> {
+/// Whether the program has more rights than who started it, whose environment is not believed then.
+fn privileged() -> bool {
     // SAFETY: reads a number that the kernel gave the process.
-    if unsafe { libc::getauxval(libc::AT_SECURE) } != 0 { None } else { std::env::var_os(name) }
+    unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
+}
+
+fn variable(name: &str) -> Option<OsString> {
+    if privileged() { None } else { std::env::var_os(name) }
 }
 
 fn candidates() -> Vec<PathBuf> {
@@ -238,6 +242,10 @@ impl Nvidia {
         // First what is known without it.
         if let Some(why) = forbidden(Path::new(MODULES)) {
             return Err(why);
+        }
+        if privileged() && prober.components().count() < 2 {
+            let why = "a program with more rights than who started it does not look for it in PATH".into();
+            return Err(Unavailable::NoProbe { program: prober.display().to_string(), why });
         }
         probe::probe(prober, probe::LIMIT)?;
         Ok(opened.insert(Arc::new(Nvidia::open_here()?)).clone())

@@ -1,7 +1,7 @@
 //! Parts by way of cuFile: threads that read, the verification of what they read, the copies of a call, and the self-test.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, hash_map::Entry},
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -271,10 +271,10 @@ impl Inner {
         let (mut found, mut missing) = (HashMap::new(), None);
         for t in all.iter().filter(|t| t.len > 0) {
             let ino = t.file.id();
-            if !found.contains_key(&ino) {
+            if let Entry::Vacant(place) = found.entry(ino) {
                 let copy = copy_of(&*self.network, ino, &local.dir, cufile).await;
                 let copy = copy.map_err(|why| missing.get_or_insert(why).clone()).ok();
-                found.insert(ino, copy);
+                place.insert(copy);
             }
         }
         Copies { of: all.iter().map(|t| found.get(&t.file.id()).cloned().flatten()).collect(), missing }

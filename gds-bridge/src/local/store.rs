@@ -258,13 +258,23 @@ impl AsFd for Copy {
 
 fn open_direct(path: &Path) -> Result<File> {
     let flags = libc::O_DIRECT | libc::O_NOFOLLOW;
-    File::options().read(true).custom_flags(flags).open(path).map_err(|e| match e.raw_os_error() {
+    File::options().read(true).custom_flags(flags).open(path).map_err(not_direct(path))
+}
+
+/// What is open already, once more.
+fn direct_again(f: &File, dir: &Path) -> Result<File> {
+    let own = format!("/proc/self/fd/{}", f.as_raw_fd());
+    File::options().read(true).custom_flags(libc::O_DIRECT).open(own).map_err(not_direct(dir))
+}
+
+fn not_direct(path: &Path) -> impl Fn(io::Error) -> Error {
+    move |e| match e.raw_os_error() {
         Some(libc::EINVAL) => {
             let m = format!("'{}' lies on a file system without direct I/O", path.display());
             Error::new(Code::OpNotSupp, m)
         }
         _ => named(path)(e),
-    })
+    }
 }
 
 fn read_header(sums: &File) -> Result<Header> {
@@ -307,6 +317,8 @@ impl Making {
             })
         };
         let (bytes, sums) = (unnamed()?, unnamed()?);
+        // Who reads it will open it so.
+        direct_again(&bytes, dir)?;
         let size = header.sealed.blocks() * BLOCK as u64;
         if size > 0 {
             match fallocate(&bytes, FallocateFlags::empty(), 0, size) {
@@ -388,18 +400,8 @@ impl Making {
     /// Opens it as it is, without names: for self-tests.
     pub fn unnamed(mut self) -> Result<Copy> {
         self.complete()?;
-        let again = |f: &File, flags: i32| {
-            let own = format!("/proc/self/fd/{}", f.as_raw_fd());
-            File::options().read(true).custom_flags(flags).open(own)
-        };
-        let bytes = again(&self.bytes, libc::O_DIRECT).map_err(|e| match e.raw_os_error() {
-            Some(libc::EINVAL) => {
-                let m = format!("'{}' lies on a file system without direct I/O", self.dir.display());
-                Error::new(Code::OpNotSupp, m)
-            }
-            _ => named(&self.dir)(e),
-        })?;
-        let sums = again(&self.sums, 0).map_err(named(&self.dir))?;
+        let bytes = direct_again(&self.bytes, &self.dir)?;
+        let sums = File::open(format!("/proc/self/fd/{}", self.sums.as_raw_fd())).map_err(named(&self.dir))?;
         let copy = Copy { sealed: self.header.sealed, path: self.dir.join("of its self-test"), bytes, sums };
         copy.check_sizes()?;
         Ok(copy)

@@ -79,12 +79,11 @@ impl Inner {
             leaf.update(&bytes);
             making.push(&bytes)?;
             let end = offset + bytes.len() as u64;
-            if end.is_multiple_of(each) || end == size {
-                if digests.next() != Some(std::mem::take(&mut leaf).finish()) {
-                    let from = (end - 1) / each * each;
-                    let m = format!("bytes {from} to {end} are not what was sealed: `lfs verify` tells more");
-                    return Err(Error::new(Code::Corrupt, m));
-                }
+            let extent_ends = end.is_multiple_of(each) || end == size;
+            if extent_ends && digests.next() != Some(std::mem::take(&mut leaf).finish()) {
+                let from = (end - 1) / each * each;
+                let m = format!("bytes {from} to {end} are not what was sealed: `lfs verify` tells more");
+                return Err(Error::new(Code::Corrupt, m));
             }
             done(end, size);
         }
