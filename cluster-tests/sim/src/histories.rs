@@ -1,5 +1,5 @@
 //! Histories of metadata operations: a few clients with a few names under kills and partitions, each history to be explained by one
-//! order. See docs/testing.md.
+//! order. See docs/histories.md.
 
 use std::{fmt, sync::Arc, time::Duration};
 
