@@ -4,6 +4,7 @@
 //! goes to a replica of the reader's choice and is checked against the checksums in its reply.
 
 pub(crate) mod foreign;
+mod rounds;
 
 use std::{ops::Range, sync::Arc, time::Duration};
 
@@ -18,6 +19,7 @@ use strake_proto::{
     opcode, pb,
 };
 
+use self::rounds::{Retry, Round, Way};
 use crate::{
     away::Kind as Server,
     config::Counters,
@@ -26,7 +28,6 @@ use crate::{
     keep::{self, KeptWrite},
     mds::Session,
     retry::{DataVerdict, data_verdict},
-    route,
     segments::{self, Content},
     unstable::Entry,
 };
@@ -35,8 +36,6 @@ use crate::{
 const DATA_TRY: Duration = Duration::from_secs(10);
 /// Copies of a write sent after its bytes arrived changed, before that is an error.
 const MAX_RESENDS: u32 = 8;
-/// New capabilities asked for one request, before a refusal is an error.
-const MAX_NEW_CAPS: u32 = 3;
 /// Times all replicas may answer with bad bytes before the reader is told.
 const MAX_CORRUPT_ROUNDS: u32 = 2;
 
@@ -96,17 +95,23 @@ impl Core {
     }
 
     /// One request, and what it says of the server that it went to.
-    async fn data_call(&self, map: &MapView, chain: &pb::Chain, target: TargetId, m: Message) -> Result<Message> {
-        let reply = self.data_call_once(map, chain, target, m).await;
-        if let Some(node) = map.node_of(target) {
-            match &reply {
-                Err(e) if matches!(e.code, Code::Disconnected | Code::TimedOut) => {
-                    self.failed(Server::Storage, &node.name, e);
-                }
-                // The map changed: it says nothing.
-                Err(e) if e.code == Code::StaleEpoch => {}
-                _ => self.answered(Server::Storage, &node.name),
+    async fn data_call(
+        &self,
+        map: &MapView,
+        chain: &pb::Chain,
+        target: TargetId,
+        m: Message,
+        way: Way<'_>,
+    ) -> Result<Message> {
+        let node = map.node_of(target).ok_or_else(|| not_serving(format!("target {target} has no node")))?;
+        let reply = self.data_call_once(chain, node, m, way).await;
+        match &reply {
+            Err(e) if matches!(e.code, Code::Disconnected | Code::TimedOut) => {
+                self.failed(Server::Storage, &node.name, e);
             }
+            // The map changed: it says nothing.
+            Err(e) if e.code == Code::StaleEpoch => {}
+            _ => self.answered(Server::Storage, &node.name),
         }
         reply
     }
@@ -131,22 +136,32 @@ impl Core {
     }
 
     /// One request. Ends early when the chain changes meanwhile: the addressed replica may never answer.
-    async fn data_call_once(&self, map: &MapView, chain: &pb::Chain, target: TargetId, m: Message) -> Result<Message> {
+    async fn data_call_once(&self, chain: &pb::Chain, node: &pb::Node, m: Message, way: Way<'_>) -> Result<Message> {
         let mut changed = self.map_changed.subscribe();
         let is_old = || self.map().chain(chain.id).is_none_or(|c| c.epoch != chain.epoch);
-        let conn = self.connection_to(map, target).await?;
+        let conn = match way {
+            Way::Shared => self.conns.get(&self.fabric, node).await?,
+            Way::Lane(_) => self.foreign.get(&self.fabric, node, &self.conns).await?,
+        };
         if is_old() {
             return Err(Error::new(Code::StaleEpoch, format!("chain {} changed", chain.id)));
         }
         Counters::add(&self.stats.data_requests, 1);
         Counters::add(&self.stats.data_reads, u64::from(m.opcode == opcode::READ));
         Counters::add(&self.stats.data_writes, u64::from(m.opcode == opcode::WRITE));
+        way.hands(1);
         let call = conn.call(m, DATA_TRY);
         tokio::pin!(call);
         loop {
             tokio::select! {
                 biased;
-                r = &mut call => return r,
+                r = &mut call => {
+                    // Memory that cannot be lent: nothing was sent.
+                    if r.as_ref().is_err_and(|e| e.code == Code::OpNotSupp) {
+                        way.hands(-1);
+                    }
+                    return r;
+                }
                 _ = changed.changed() => {
                     if is_old() {
                         return Err(Error::new(Code::StaleEpoch, format!("chain {} changed under a request", chain.id)));
@@ -167,7 +182,7 @@ impl Core {
         let chain = chain_of(map, chain)?;
         let head = chain.head().ok_or_else(|| self.deserted(map, chain))?;
         let body = DataRequest { chain: chain.id, epoch: chain.epoch, target: head, ..r }.encode();
-        let reply = self.data_call(map, chain, head, Message { body, ..m }).await?;
+        let reply = self.data_call(map, chain, head, Message { body, ..m }, Way::Shared).await?;
         Ok((head, DataReply::decode(&reply.body)?, reply.went))
     }
 
@@ -211,44 +226,32 @@ impl Core {
     }
 
     async fn repeat_update(self: &Arc<Self>, u: &mut Update<'_>, at: &mut Attempts) -> Result<DataReply> {
-        let (mut resends, mut caps) = (0, 0);
-        let mut cap = self.capability(u.inode, true, None).await?;
+        let mut resends = 0;
+        let mut retry = Retry::begin(self, u.inode, true, 0).await?;
         let sums_of = |u: &Update| block_sums(u64::from(u.offset), u.data.bytes().iter().map(|b| &b[..]));
         let mut sums = sums_of(u);
         loop {
-            if cap.session != u.session {
-                return Err(Error::new(Code::Io, "the session was lost during a write; the bytes may be lost"));
+            if retry.cap.session != u.session {
+                return Err(session_lost());
             }
             let map = self.map();
-            let e = match self.try_update(&map, u, &cap, &sums).await {
+            let e = match self.try_update(&map, u, &retry.cap, &sums).await {
                 Ok(r) => return Ok(r),
                 Err(e) => e,
             };
-            match data_verdict(&e) {
-                DataVerdict::Resend if resends < MAX_RESENDS => {
-                    // Somebody changes the caller's memory, or a link is bad: from now on send what nobody can change.
-                    resends += 1;
-                    Counters::add(&self.stats.resends, 1);
-                    if let Content::Bytes(b) = &mut u.data {
-                        *b = vec![segments::copy(self.fabric.pool(), b)];
-                    }
-                    sums = sums_of(u);
-                    if resends > 1 {
-                        at.pause(self, e).await?;
-                    }
-                }
-                DataVerdict::NewCapability if caps < MAX_NEW_CAPS => {
-                    caps += 1;
-                    cap = self.capability(u.inode, true, Some(&cap)).await?;
-                    at.pause(self, e).await?;
-                }
-                DataVerdict::SessionLost => {
-                    self.verify_session().await;
-                    at.pause(self, e).await?;
-                    cap = self.capability(u.inode, true, None).await?;
-                }
-                DataVerdict::Refresh | DataVerdict::AskTail => self.refresh_and_pause(&map, at, e).await?,
-                _ => return Err(e),
+            if data_verdict(&e) != DataVerdict::Resend || resends == MAX_RESENDS {
+                retry.after(&map, at, e).await?;
+                continue;
+            }
+            // Somebody changes the caller's memory, or a link is bad: from now on send what nobody can change.
+            resends += 1;
+            Counters::add(&self.stats.resends, 1);
+            if let Content::Bytes(b) = &mut u.data {
+                *b = vec![segments::copy(self.fabric.pool(), b)];
+            }
+            sums = sums_of(u);
+            if resends > 1 {
+                at.pause(self, e).await?;
             }
         }
     }
@@ -458,72 +461,25 @@ impl Core {
         q: &Question<'_, T>,
     ) -> Result<T> {
         let mut at = self.attempts(what);
-        let mut cap = self.capability(inode, as_writer, None).await?;
-        let (mut corrupt, mut caps) = (0, 0);
+        let mut retry = Retry::begin(self, inode, as_writer, MAX_CORRUPT_ROUNDS - 1).await?;
         loop {
             let map = self.map();
-            let e = match self.ask_round(&map, q, &cap).await {
+            match self.ask_round(&map, q, &retry.cap).await {
                 Ok(answer) => return Ok(answer),
-                Err(e) => e,
-            };
-            match data_verdict(&e) {
-                DataVerdict::OtherReplica if corrupt + 1 < MAX_CORRUPT_ROUNDS => {
-                    corrupt += 1;
-                    self.refresh_and_pause(&map, &mut at, e).await?;
-                }
-                DataVerdict::NewCapability if caps < MAX_NEW_CAPS => {
-                    caps += 1;
-                    cap = self.capability(inode, as_writer, Some(&cap)).await?;
-                    at.pause(self, e).await?;
-                }
-                DataVerdict::SessionLost => {
-                    self.verify_session().await;
-                    at.pause(self, e).await?;
-                    cap = self.capability(inode, as_writer, None).await?;
-                }
-                DataVerdict::Refresh | DataVerdict::AskTail => self.refresh_and_pause(&map, &mut at, e).await?,
-                _ => return Err(e),
+                Err(e) => retry.after(&map, &mut at, e).await?,
             }
         }
     }
 
-    /// Asks the replicas in turn, each once. The error is of the last one; `Corrupt` only if all that answered had bad
-    /// bytes.
     async fn ask_round<T>(&self, map: &MapView, q: &Question<'_, T>, cap: &Cap) -> Result<T> {
-        let chain = chain_of(map, q.chain)?;
-        let mut order = match self.cfg.read_replica {
-            Some(n) => route::only_replica(chain, n)?,
-            None => route::read_order(map, chain, q.request.chunk, self.local_node(map)),
-        };
-        let mut passing = None;
-        if order.is_empty() {
-            return Err(self.deserted(map, chain));
-        }
-        let mut last = not_serving(format!("chain {} has no replica in sync", chain.id));
-        while !order.is_empty() {
-            let target = order.remove(0);
-            let e = match self.ask_one(map, chain, target, q, cap).await {
+        let mut round = Round::begin(self, map, q.chain, q.request.chunk)?;
+        while let Some(target) = round.next() {
+            match self.ask_one(map, round.chain, target, q, cap).await {
                 Ok(answer) => return Ok(answer),
-                Err(e) => e,
-            };
-            match data_verdict(&e) {
-                DataVerdict::Fail | DataVerdict::NewCapability | DataVerdict::SessionLost => return Err(e),
-                DataVerdict::AskTail => {
-                    // The tail always knows what is committed.
-                    if let Some(i) = chain.tail().and_then(|t| order.iter().position(|o| *o == t)) {
-                        let tail = order.remove(i);
-                        order.insert(0, tail);
-                    }
-                    passing = Some(e);
-                }
-                DataVerdict::Refresh | DataVerdict::Resend => passing = Some(e),
-                DataVerdict::OtherReplica => last = e,
+                Err(e) => round.failed(e)?,
             }
         }
-        if let Some(e) = passing.as_ref().filter(|e| e.code == Code::NotServing) {
-            self.wait_for_absent(map, chain, e);
-        }
-        Err(passing.unwrap_or(last))
+        Err(round.over())
     }
 
     async fn ask_one<T>(
@@ -537,7 +493,7 @@ impl Core {
         let _slot = self.pieces.acquire().await.map_err(|_| shut_down())?;
         let (session, cap) = (cap.session, Some(cap.bytes));
         let request = DataRequest { chain: chain.id, epoch: chain.epoch, target, session, cap, ..q.request.clone() };
-        let m = self.data_call(map, chain, target, Message::new(q.opcode, request.encode())).await?;
+        let m = self.data_call(map, chain, target, Message::new(q.opcode, request.encode()), Way::Shared).await?;
         (q.read)(target, DataReply::decode(&m.body)?, m.payload)
     }
 }

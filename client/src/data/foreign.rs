@@ -1,13 +1,10 @@
 //! Striped reads and writes of foreign memory, a GPU's for one: the storage servers write there and read from there by themselves, over lanes.
 //!
-//! What is asked of whom, and what is done after an error, is as for all other reads and writes (`data.rs`), in functions of its own. There are two
-//! differences. A write is stable when it is answered: its bytes are not here, so that they could not be sent again after a storage server lost them.
+//! What is asked of whom, and what is done after an error, is as for all other reads and writes (`rounds.rs`). There are two differences.
+//! A write is stable when it is answered: its bytes are not here, so that they could not be sent again after a storage server lost them.
 //! And nobody repeats a write by himself whose bytes changed on the way: the sums are the caller's.
 
-use std::{
-    ops::Range,
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
-};
+use std::{ops::Range, sync::atomic::AtomicI64};
 
 use strake_fabric::{Foreign, Lend};
 use strake_proto::{
@@ -39,70 +36,10 @@ struct Sent<'a> {
     session: SessionId,
     seq: u64,
     /// Requests of the write that storage servers may have had.
-    handed: &'a AtomicU64,
+    handed: &'a AtomicI64,
 }
 
 impl Core {
-    /// As [`Core::data_call`], over a lane.
-    async fn lane_call(
-        &self,
-        map: &MapView,
-        chain: &pb::Chain,
-        target: TargetId,
-        m: Message,
-        handed: &AtomicU64,
-    ) -> Result<Message> {
-        let node = map.node_of(target).ok_or_else(|| not_serving(format!("target {target} has no node")))?;
-        let reply = self.lane_call_once(chain, node, m, handed).await;
-        match &reply {
-            Err(e) if matches!(e.code, Code::Disconnected | Code::TimedOut) => {
-                self.failed(Server::Storage, &node.name, e);
-            }
-            Err(e) if e.code == Code::StaleEpoch => {}
-            _ => self.answered(Server::Storage, &node.name),
-        }
-        reply
-    }
-
-    /// As [`Core::data_call_once`]. A call that ends early ends its lane.
-    async fn lane_call_once(
-        &self,
-        chain: &pb::Chain,
-        node: &pb::Node,
-        m: Message,
-        handed: &AtomicU64,
-    ) -> Result<Message> {
-        let mut changed = self.map_changed.subscribe();
-        let is_old = || self.map().chain(chain.id).is_none_or(|c| c.epoch != chain.epoch);
-        let conn = self.foreign.get(&self.fabric, node, &self.conns).await?;
-        if is_old() {
-            return Err(Error::new(Code::StaleEpoch, format!("chain {} changed", chain.id)));
-        }
-        Counters::add(&self.stats.data_requests, 1);
-        Counters::add(&self.stats.data_reads, u64::from(m.opcode == opcode::READ));
-        Counters::add(&self.stats.data_writes, u64::from(m.opcode == opcode::WRITE));
-        handed.fetch_add(1, Relaxed);
-        let call = conn.call(m, DATA_TRY);
-        tokio::pin!(call);
-        loop {
-            tokio::select! {
-                biased;
-                r = &mut call => {
-                    // Memory that cannot be lent: nothing was sent.
-                    if r.as_ref().is_err_and(|e| e.code == Code::OpNotSupp) {
-                        handed.fetch_sub(1, Relaxed);
-                    }
-                    return r;
-                }
-                _ = changed.changed() => {
-                    if is_old() {
-                        return Err(Error::new(Code::StaleEpoch, format!("chain {} changed under a request", chain.id)));
-                    }
-                }
-            }
-        }
-    }
-
     /// Reads a range that lies below the file's size into foreign memory of as many bytes.
     pub(crate) async fn read_foreign(
         self: &Arc<Self>,
@@ -129,34 +66,12 @@ impl Core {
         into: Foreign,
     ) -> Result<Arrived> {
         let mut at = self.attempts("read");
-        let mut cap = self.capability(inode, false, None).await?;
-        let (mut corrupt, mut caps) = (0, 0);
+        let mut retry = Retry::begin(self, inode, false, MAX_CORRUPT_ROUNDS - 1).await?;
         loop {
             let map = self.map();
-            let e = match self.read_foreign_round(&map, inode, p, &into, &cap).await {
-                Ok(a) => {
-                    let range = at_range..at_range + u64::from(p.len);
-                    return Ok(Arrived { range, ..a });
-                }
-                Err(e) => e,
-            };
-            match data_verdict(&e) {
-                DataVerdict::OtherReplica if corrupt + 1 < MAX_CORRUPT_ROUNDS => {
-                    corrupt += 1;
-                    self.refresh_and_pause(&map, &mut at, e).await?;
-                }
-                DataVerdict::NewCapability if caps < MAX_NEW_CAPS => {
-                    caps += 1;
-                    cap = self.capability(inode, false, Some(&cap)).await?;
-                    at.pause(self, e).await?;
-                }
-                DataVerdict::SessionLost => {
-                    self.verify_session().await;
-                    at.pause(self, e).await?;
-                    cap = self.capability(inode, false, None).await?;
-                }
-                DataVerdict::Refresh | DataVerdict::AskTail => self.refresh_and_pause(&map, &mut at, e).await?,
-                _ => return Err(e),
+            match self.read_foreign_round(&map, inode, p, &into, &retry.cap).await {
+                Ok(a) => return Ok(Arrived { range: at_range..at_range + u64::from(p.len), ..a }),
+                Err(e) => retry.after(&map, &mut at, e).await?,
             }
         }
     }
@@ -170,38 +85,15 @@ impl Core {
         into: &Foreign,
         cap: &Cap,
     ) -> Result<Arrived> {
-        let chain = chain_of(map, p.chain)?;
-        let mut order = match self.cfg.read_replica {
-            Some(n) => route::only_replica(chain, n)?,
-            None => route::read_order(map, chain, p.chunk, self.local_node(map)),
-        };
-        if order.is_empty() {
-            return Err(self.deserted(map, chain));
-        }
-        let (mut passing, mut last) = (None, not_serving(format!("chain {} has no replica in sync", chain.id)));
-        // Nothing can be lent to one: another one may have a lane.
-        let mut no_lane = None;
-        while !order.is_empty() {
-            let target = order.remove(0);
-            let e = match self.read_foreign_from(map, chain, target, inode, p, into, cap).await {
+        let mut round = Round::begin(self, map, p.chain, p.chunk)?;
+        while let Some(target) = round.next() {
+            match self.read_foreign_from(map, round.chain, target, inode, p, into, cap).await {
                 Ok(a) => return Ok(a),
-                Err(e) => e,
-            };
-            match data_verdict(&e) {
-                DataVerdict::Fail if e.code == Code::OpNotSupp => no_lane = Some(e),
-                DataVerdict::Fail | DataVerdict::NewCapability | DataVerdict::SessionLost => return Err(e),
-                DataVerdict::AskTail => {
-                    if let Some(i) = chain.tail().and_then(|t| order.iter().position(|o| *o == t)) {
-                        let tail = order.remove(i);
-                        order.insert(0, tail);
-                    }
-                    passing = Some(e);
-                }
-                DataVerdict::Refresh | DataVerdict::Resend => passing = Some(e),
-                DataVerdict::OtherReplica => last = e,
+                Err(e) if e.code == Code::OpNotSupp => round.no_lane(e),
+                Err(e) => round.failed(e)?,
             }
         }
-        Err(passing.or(no_lane).unwrap_or(last))
+        Err(round.over())
     }
 
     async fn read_foreign_from(
@@ -225,7 +117,7 @@ impl Core {
         };
         let lend = Some(Lend::Room(into.clone()));
         let m = Message { lend, ..Message::new(opcode::READ, request.encode()) };
-        let m = self.lane_call(map, chain, target, m, &AtomicU64::default()).await?;
+        let m = self.data_call(map, chain, target, m, Way::Lane(&AtomicI64::default())).await?;
         let r = DataReply::decode(&m.body)?;
         let a = arrived(p, &r, m).map_err(|what| {
             Counters::add(&self.stats.corrupt_replies, 1);
@@ -247,7 +139,7 @@ impl Core {
         inode: &Arc<Inode>,
         offset: u64,
         (from, sums): (&Foreign, &[u32]),
-        handed: &AtomicU64,
+        handed: &AtomicI64,
     ) -> (SessionId, u64, Result<()>) {
         let stripes = inode.placed().stripes;
         let all: Vec<Piece> = stripes.split(offset, from.len()).collect();
@@ -290,30 +182,15 @@ impl Core {
 
     /// As [`Core::repeat_update`].
     async fn repeat_foreign(self: &Arc<Self>, w: &Sent<'_>, at: &mut Attempts) -> Result<()> {
-        let mut caps = 0;
-        let mut cap = self.capability(w.inode, true, None).await?;
+        let mut retry = Retry::begin(self, w.inode, true, 0).await?;
         loop {
-            if cap.session != w.session {
+            if retry.cap.session != w.session {
                 return Err(session_lost());
             }
             let map = self.map();
-            let e = match self.try_foreign(&map, w, &cap).await {
+            match self.try_foreign(&map, w, &retry.cap).await {
                 Ok(()) => return Ok(()),
-                Err(e) => e,
-            };
-            match data_verdict(&e) {
-                DataVerdict::NewCapability if caps < MAX_NEW_CAPS => {
-                    caps += 1;
-                    cap = self.capability(w.inode, true, Some(&cap)).await?;
-                    at.pause(self, e).await?;
-                }
-                DataVerdict::SessionLost => {
-                    self.verify_session().await;
-                    at.pause(self, e).await?;
-                    cap = self.capability(w.inode, true, None).await?;
-                }
-                DataVerdict::Refresh | DataVerdict::AskTail => self.refresh_and_pause(&map, at, e).await?,
-                _ => return Err(e),
+                Err(e) => retry.after(&map, at, e).await?,
             }
         }
     }
@@ -337,7 +214,7 @@ impl Core {
         };
         let lend = Some(Lend::Payload(w.from.clone()));
         let m = Message { lend, ..Message::new(opcode::WRITE, request.encode()) };
-        let m = self.lane_call(map, chain, head, m, w.handed).await?;
+        let m = self.data_call(map, chain, head, m, Way::Lane(w.handed)).await?;
         if !DataReply::decode(&m.body)?.stable {
             return Err(Error::new(
                 Code::Protocol,

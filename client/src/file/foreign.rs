@@ -2,7 +2,7 @@
 
 use std::{
     ops::Range,
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    sync::atomic::{AtomicI64, Ordering::Relaxed},
 };
 
 use strake_fabric::Foreign;
@@ -25,7 +25,7 @@ struct Writing<'a> {
     inode: &'a Inode,
     range: Range<u64>,
     /// Requests that storage servers may have had: without any it changed nothing.
-    handed: AtomicU64,
+    handed: AtomicI64,
     ended: bool,
 }
 
@@ -33,7 +33,7 @@ impl<'a> Writing<'a> {
     fn begin(core: &'a Core, inode: &'a Inode, range: Range<u64>) -> Writing<'a> {
         inode.begins(&range);
         core.cache.lock().invalidate(inode.ino, range.clone());
-        Writing { core, inode, range, handed: AtomicU64::new(0), ended: false }
+        Writing { core, inode, range, handed: AtomicI64::new(0), ended: false }
     }
 }
 
