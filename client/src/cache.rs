@@ -8,6 +8,7 @@
 
 use std::{collections::BTreeMap, ops::Range, time::Duration};
 
+use parking_lot::Mutex;
 use strake_fabric::{Buf, watch};
 use strake_proto::Ino;
 use tokio::time::Instant;
@@ -76,6 +77,28 @@ pub(crate) struct Cache {
     fetches: BTreeMap<u64, Fetch>,
     queues: [BTreeMap<u64, (Ino, u64)>; 3],
     stamps: u64,
+    /// Ranges that this client is changing.
+    changes: BTreeMap<u64, (Ino, Range<u64>)>,
+}
+
+/// A change of bytes by this client that is under way. A replica may show the old bytes to one reader and the new ones to another until it is
+/// over: nothing that is read there meanwhile is kept.
+pub(crate) struct Change<'a> {
+    cache: &'a Mutex<Cache>,
+    number: u64,
+}
+
+impl Change<'_> {
+    pub fn begin(cache: &Mutex<Cache>, ino: Ino, range: Range<u64>) -> Change<'_> {
+        let number = cache.lock().changing(ino, range);
+        Change { cache, number }
+    }
+}
+
+impl Drop for Change<'_> {
+    fn drop(&mut self) {
+        self.cache.lock().changed(self.number);
+    }
 }
 
 /// Where a part of a read comes from.
@@ -111,6 +134,7 @@ impl Cache {
             fetches: BTreeMap::new(),
             queues: [const { BTreeMap::new() }; 3],
             stamps: 0,
+            changes: BTreeMap::new(),
         }
     }
 
@@ -206,7 +230,7 @@ impl Cache {
 
     /// A read of bytes that are not here begins, to be told of by [`Cache::arrived`]. `None`: they will not be kept.
     pub fn expect(&mut self, ino: Ino, tenure: Tenure, range: Range<u64>) -> Option<u64> {
-        if self.limit == 0 || self.files.get(&ino).is_some_and(|f| f.tenure > tenure) {
+        if self.limit == 0 || self.files.get(&ino).is_some_and(|f| f.tenure > tenure) || self.is_changing(ino, &range) {
             return None;
         }
         self.stamps += 1;
@@ -214,7 +238,7 @@ impl Cache {
         Some(self.stamps)
     }
 
-    /// A range that is missing begins to be read ahead. `None`: there is no room.
+    /// A range that is missing begins to be read ahead. `None`: there is no room, or it is being changed.
     pub fn expect_ahead(
         &mut self,
         ino: Ino,
@@ -225,7 +249,8 @@ impl Cache {
     ) -> Option<u64> {
         let len = range.end - range.start;
         let held = len.next_power_of_two().max(SMALLEST);
-        if self.ahead + held > self.limit / 4 * 3 || !self.open(ino, tenure) || !self.make_room(held) {
+        let no_room = self.ahead + held > self.limit / 4 * 3;
+        if no_room || self.is_changing(ino, &range) || !self.open(ino, tenure) || !self.make_room(held) {
             return None;
         }
         self.stamps += 1;
@@ -337,7 +362,24 @@ impl Cache {
         self.count(e.queue, e.held, false);
     }
 
-    /// This client changes these bytes: what is here or on its way may be old.
+    fn changing(&mut self, ino: Ino, range: Range<u64>) -> u64 {
+        self.invalidate(ino, range.clone());
+        self.stamps += 1;
+        self.changes.insert(self.stamps, (ino, range));
+        self.stamps
+    }
+
+    fn changed(&mut self, number: u64) {
+        if let Some((ino, range)) = self.changes.remove(&number) {
+            self.invalidate(ino, range);
+        }
+    }
+
+    fn is_changing(&self, ino: Ino, range: &Range<u64>) -> bool {
+        self.changes.values().any(|(i, r)| *i == ino && r.start < range.end && range.start < r.end)
+    }
+
+    /// This client changed these bytes: what is here or on its way may be old.
     pub fn invalidate(&mut self, ino: Ino, range: Range<u64>) {
         if range.start >= range.end {
             return;
@@ -358,7 +400,8 @@ impl Cache {
     /// Forgets everything.
     pub fn clear(&mut self) {
         // Numbers go on: what is on its way must not be taken for something else.
-        *self = Cache { stamps: self.stamps, ..Cache::new(self.limit) };
+        let changes = std::mem::take(&mut self.changes);
+        *self = Cache { stamps: self.stamps, changes, ..Cache::new(self.limit) };
     }
 
     /// What was read ahead, and for too long not read, may be dropped for other bytes.
@@ -523,6 +566,28 @@ mod tests {
         assert!(!c.is_here(INO, 1, &(8 * KIB..8 * KIB + 1)), "nobody came for it");
     }
 
+    /// Replicas may answer with old bytes until a write is over, and others may have seen the new ones by then.
+    #[tokio::test(start_paused = true)]
+    async fn what_is_read_while_it_is_changed_is_not_kept() {
+        let cache = Mutex::new(Cache::new(1 << 20));
+        let (_tx, rx) = watch::channel(false);
+        assert_eq!(read(&mut cache.lock(), INO, 1, 0..40, 1).1, ["fetch"]);
+        let change = Change::begin(&cache, INO, 10..20);
+        {
+            let mut c = cache.lock();
+            assert_eq!(read(&mut c, INO, 1, 0..40, 2).1, ["fetch"], "what was here");
+            assert_eq!(read(&mut c, INO, 1, 19..40, 3).1, ["fetch"]);
+            assert!(c.expect_ahead(INO, 1, 0..11, Instant::now(), rx).is_none());
+            c.clear();
+            assert!(c.expect(INO, 1, 15..16).is_none() && c.expect(9, 1, 15..16).is_some());
+            assert_eq!(read(&mut c, INO, 1, 20..40, 4).1, ["fetch"], "not of the change");
+            assert_eq!(read(&mut c, INO, 1, 20..40, 5).1, ["here"]);
+        }
+        drop(change);
+        assert_eq!(read(&mut cache.lock(), INO, 1, 10..20, 6).1, ["fetch"]);
+        assert_eq!(read(&mut cache.lock(), INO, 1, 10..20, 7).1, ["here"]);
+    }
+
     #[tokio::test(start_paused = true)]
     async fn without_memory_nothing_is_kept() {
         let mut c = Cache::new(0);
@@ -550,9 +615,9 @@ mod tests {
                 };
                 match what {
                     0 => {
-                        c.invalidate(ino, r.clone());
+                        let change = c.changing(ino, r.clone());
                         files[f][r.start as usize..r.end as usize].fill((i as u8).wrapping_add(1));
-                        c.invalidate(ino, r);
+                        c.changed(change);
                     }
                     1 => {
                         tenures[f] = i as u64 + 2;

@@ -27,7 +27,7 @@ use crate::{
     inode::{Cap, Inode},
     keep::{self, KeptWrite},
     mds::Session,
-    retry::{DataVerdict, data_verdict},
+    retry::{DataVerdict, data_verdict, in_doubt},
     segments::{self, Content},
     unstable::Entry,
 };
@@ -212,6 +212,13 @@ impl Core {
         self.session_of(session).map_or(0, |s| s.round())
     }
 
+    /// An attempt at an update ended so: where a copy may be on its way yet, the next one is made in another round than this one was.
+    fn attempted(&self, session: SessionId, round: u64, e: &Error) {
+        if let Some(s) = self.session_of(session).filter(|_| in_doubt(e)) {
+            s.leave_round(round);
+        }
+    }
+
     /// One update, repeated with the same number until it is answered. Where it is given up, a new round begins before this returns.
     pub(crate) async fn update(self: &Arc<Self>, u: &mut Update<'_>, at: &mut Attempts) -> Result<DataReply> {
         let (inode, at_chunk, session) = (u.inode, (u.chain, u.chunk), u.session);
@@ -258,6 +265,7 @@ impl Core {
 
     async fn try_update(&self, map: &MapView, u: &Update<'_>, cap: &Cap, sums: &[u32]) -> Result<DataReply> {
         let _slot = self.pieces.acquire().await.map_err(|_| shut_down())?;
+        let round = self.round_of(u.session);
         let request = DataRequest {
             kind: if matches!(u.data, Content::Bytes(_)) { Kind::Write } else { Kind::Punch },
             flags: u.flags,
@@ -267,12 +275,13 @@ impl Core {
             seq: u.seq,
             version: u.version,
             cap: Some(cap.bytes),
-            round: self.round_of(u.session),
+            round,
             sums: sums.to_vec(),
             ..DataRequest::new(u.chain, 0, 0, u.chunk)
         };
         let m = Message::new(opcode::WRITE, Vec::new()).with_payload(u.data.bytes().to_vec());
-        let (_, reply, road) = self.to_head(map, u.chain, m, request).await?;
+        let sent = self.to_head(map, u.chain, m, request).await;
+        let (_, reply, road) = sent.inspect_err(|e| self.attempted(u.session, round, e))?;
         for b in u.data.bytes() {
             b.sent_by(road);
             u.inode.sent.add(ByRoad::of(road, b.len() as u64));

@@ -24,7 +24,7 @@ use tokio::time::Instant;
 
 use crate::{
     Client,
-    cache::{Part, Reader, Tenure, UNIT},
+    cache::{Change, Part, Reader, Tenure, UNIT},
     config::Counters,
     core::Core,
     idle,
@@ -601,10 +601,9 @@ impl File {
         let room = if stable { None } else { Some(h.core.reserve(len).await?) };
         let _turn = h.inode.ranges.lock(offset..end).await;
         h.inode.begins(&(offset..end));
-        h.core.cache.lock().invalidate(h.inode.ino, offset..end);
+        let change = Change::begin(&h.core.cache, h.inode.ino, offset..end);
         let (session, done, outcome) = h.core.write_range(&h.inode, offset, &data, (stable, only), room).await;
-        // Again: a fetch that began during the write may have seen the old bytes.
-        h.core.cache.lock().invalidate(h.inode.ino, offset..end);
+        drop(change);
         if done > 0 {
             h.inode.wrote(session, offset + done, &h.creds)?;
         }

@@ -106,6 +106,12 @@ impl Session {
         self.rounds().fetch_add(1, SeqCst);
     }
 
+    /// An update that was sent in this round may be on its way and is sent again: in a later one, so that the copy is not made once this was heard of.
+    pub(crate) fn leave_round(&self, round: u64) {
+        // Whoever is not the first to leave it finds the next one.
+        let _ = self.rounds().compare_exchange(round, round + 1, SeqCst, SeqCst);
+    }
+
     /// A number for a mutation, or for what opens and closes files: the one that a former client used for the same request, or a new one. `EIO` when that
     /// client's session is lost: it ran or it did not.
     pub(crate) fn begin(&self, numbers: Option<&Numbers>) -> Result<Turn<'_>> {

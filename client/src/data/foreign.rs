@@ -200,6 +200,7 @@ impl Core {
         let p = &w.piece;
         let chain = chain_of(map, p.chain)?;
         let head = chain.head().ok_or_else(|| self.deserted(map, chain))?;
+        let round = self.round_of(w.session);
         let request = DataRequest {
             kind: Kind::Write,
             flags: FLAG_STABLE,
@@ -208,13 +209,14 @@ impl Core {
             session: w.session,
             seq: w.seq,
             cap: Some(cap.bytes),
-            round: self.round_of(w.session),
+            round,
             sums: w.sums.to_vec(),
             ..DataRequest::new(chain.id, chain.epoch, head, p.chunk)
         };
         let lend = Some(Lend::Payload(w.from.clone()));
         let m = Message { lend, ..Message::new(opcode::WRITE, request.encode()) };
-        let m = self.data_call(map, chain, head, m, Way::Lane(w.handed)).await?;
+        let sent = self.data_call(map, chain, head, m, Way::Lane(w.handed)).await;
+        let m = sent.inspect_err(|e| self.attempted(w.session, round, e))?;
         if !DataReply::decode(&m.body)?.stable {
             return Err(Error::new(
                 Code::Protocol,

@@ -10,6 +10,7 @@ use strake_proto::{Code, Error, Result, checksum::BLOCK, layout::MAX_FILE_SIZE};
 
 use super::{File, O_DSYNC, Teller};
 use crate::{
+    cache::Change,
     config::Counters,
     core::Core,
     data::foreign::{Arrived, MOST},
@@ -21,9 +22,9 @@ const TURNS: usize = 8;
 
 /// A write that is under way: nothing that is kept of its range is good while it is, and if it is dropped in the middle nobody knows what is there.
 struct Writing<'a> {
-    core: &'a Core,
     inode: &'a Inode,
-    range: Range<u64>,
+    end: u64,
+    _change: Change<'a>,
     /// Requests that storage servers may have had: without any it changed nothing.
     handed: AtomicI64,
     ended: bool,
@@ -32,17 +33,15 @@ struct Writing<'a> {
 impl<'a> Writing<'a> {
     fn begin(core: &'a Core, inode: &'a Inode, range: Range<u64>) -> Writing<'a> {
         inode.begins(&range);
-        core.cache.lock().invalidate(inode.ino, range.clone());
-        Writing { core, inode, range, handed: AtomicI64::new(0), ended: false }
+        let (end, _change) = (range.end, Change::begin(&core.cache, inode.ino, range));
+        Writing { inode, end, _change, handed: AtomicI64::new(0), ended: false }
     }
 }
 
 impl Drop for Writing<'_> {
     fn drop(&mut self) {
-        // Again: a fetch that began meanwhile may have seen the old bytes.
-        self.core.cache.lock().invalidate(self.inode.ino, self.range.clone());
         if !self.ended && self.handed.load(Relaxed) > 0 {
-            self.inode.write_failed(self.range.end);
+            self.inode.write_failed(self.end);
         }
     }
 }

@@ -3,7 +3,7 @@
 use strake_proto::{Code, Error, Result, layout::MAX_FILE_SIZE};
 
 use super::{File, O_DSYNC, Teller};
-use crate::writeback::Back;
+use crate::{cache::Change, writeback::Back};
 
 impl File {
     /// Makes `[offset, offset + len)` zeros, without changing the size; whole blocks of 4 KiB take no space any more. What it
@@ -25,11 +25,10 @@ impl File {
             let _turn = h.inode.ranges.lock(offset..end).await;
             h.inode.check_placed()?;
             h.inode.punches();
-            h.core.cache.lock().invalidate(h.inode.ino, offset..end);
+            let change = Change::begin(&h.core.cache, h.inode.ino, offset..end);
             let stable = h.flags & O_DSYNC != 0;
             let outcome = h.core.punch_range(&h.inode, offset..end, stable).await;
-            // Again: a fetch that began meanwhile may have seen the old bytes.
-            h.core.cache.lock().invalidate(h.inode.ino, offset..end);
+            drop(change);
             h.inode.touched(&h.creds);
             if outcome.is_err() {
                 h.inode.write_failed(0);

@@ -270,6 +270,16 @@ impl Cluster {
         self.net.made(Kind::ClockDrift, counts);
     }
 
+    /// A node's clock since boot runs as slowly as it may beside the others, which run as fast.
+    pub fn slow_clock(&mut self, node: u32) {
+        self.net.note(&format!("the clock of {node} is slow"));
+        self.clocks().for_each(|c| c.set_rate(DRIFT.end));
+        let mds = self.mds.iter().filter(|m| m.node == node).map(|m| &m.clock);
+        let oss = self.oss.iter().filter(|o| o.node == node).map(|o| &o.clock);
+        mds.chain(oss).for_each(|c| c.set_rate(DRIFT.start));
+        self.net.made(Kind::ClockDrift, self.net.is_busy(node));
+    }
+
     pub fn nodes(&self) -> Vec<u32> {
         self.mds.iter().map(|m| m.node).chain(self.oss.iter().map(|o| o.node)).collect()
     }

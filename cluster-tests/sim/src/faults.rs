@@ -308,6 +308,17 @@ pub fn draw(s: &Scenario) -> Vec<Timed> {
 
 /// Faults of single messages of these nodes at random times, until the task is aborted: for runs that have no list.
 pub fn storm(net: Network, seed: u64, nodes: Vec<u32>, every: Duration) -> JoinHandle<()> {
+    storm_of(net, seed, nodes, every, strike)
+}
+
+/// The same with faults of another choice.
+pub fn storm_of(
+    net: Network,
+    seed: u64,
+    nodes: Vec<u32>,
+    every: Duration,
+    strike: impl Fn(&mut StdRng) -> Strike + Send + 'static,
+) -> JoinHandle<()> {
     let mut rng = StdRng::seed_from_u64(seed ^ 0x5702);
     tokio::spawn(async move {
         loop {

@@ -8,7 +8,7 @@ use strake_histories::{explain::explain, search::LIMIT};
 use strake_sim::{
     baton,
     cluster::Sync,
-    coverage, histories,
+    coverage, histories, lapse,
     ledger::Ledger,
     mix::{self, Mode},
     plant::Plant,
@@ -52,6 +52,9 @@ struct Args {
     /// Files that clients hand on instead: each must see what the one before wrote, though that was held back.
     #[arg(long, conflicts_with = "histories")]
     baton: bool,
+    /// Leases that run out under clients and storage servers instead.
+    #[arg(long, conflicts_with_all = ["histories", "baton", "plant"])]
+    lapse: bool,
     /// With --histories or --baton: plant a fault, which most runs must show.
     #[arg(long)]
     plant: Option<Plant>,
@@ -59,13 +62,13 @@ struct Args {
     #[arg(long, default_value = "histories")]
     keep: PathBuf,
     /// All kinds of run, each seed the kind that it is in `./simulate`.
-    #[arg(long, conflicts_with_all = ["harsh", "wide", "moves", "histories", "baton", "replay", "skip_sync"])]
+    #[arg(long, conflicts_with_all = ["harsh", "wide", "moves", "histories", "baton", "lapse", "replay", "skip_sync"])]
     mixed: bool,
     /// With --mixed: a line of JSON for each seed, and one at the end with the rows taken.
     #[arg(long, requires = "mixed")]
     jsonl: bool,
     /// Make a run that fails short: fewer faults, clients and seconds, as long as the same promise breaks.
-    #[arg(long, conflicts_with_all = ["histories", "baton"])]
+    #[arg(long, conflicts_with_all = ["histories", "baton", "lapse"])]
     shrink: bool,
     /// With --shrink: how many runs it may take.
     #[arg(long, default_value_t = 400)]
@@ -204,6 +207,34 @@ fn sweep_batons(args: &Args) -> u64 {
     failed
 }
 
+/// Runs the seeds as leases that run out.
+fn sweep_lapses(args: &Args) -> u64 {
+    let mut failed = 0;
+    for seed in args.seed..args.seed + args.count {
+        match lapse::run(seed) {
+            Ok(o) => {
+                let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
+                println!(
+                    "seed {seed}: {} looks, {} reads, {} writes, {} errors, {} faults counted, {:.0?} simulated, trace {hash}",
+                    o.looks,
+                    o.reads,
+                    o.writes,
+                    o.errors,
+                    o.faults.counted(),
+                    o.simulated
+                );
+                o.violations.iter().for_each(|v| println!("  VIOLATION: {v}"));
+                failed += u64::from(!o.violations.is_empty());
+            }
+            Err(e) => {
+                println!("seed {seed}: FAILED: {e:?}");
+                failed += 1;
+            }
+        }
+    }
+    failed
+}
+
 /// Log lines carry simulated time.
 struct SimTime;
 
@@ -226,6 +257,7 @@ fn main() -> ExitCode {
     let failed = match (args.histories, args.baton, args.mixed) {
         (true, ..) => sweep_histories(&args),
         (_, true, _) => sweep_batons(&args),
+        _ if args.lapse => sweep_lapses(&args),
         (_, _, true) => sweep_mixed(&args),
         _ => sweep_files(&args),
     };

@@ -6,7 +6,7 @@ use strake_histories::{explain::explain, search::LIMIT};
 use strake_proto::Result;
 
 use crate::{
-    baton, faults, histories,
+    baton, faults, histories, lapse,
     ledger::Ledger,
     run::{self, Scenario},
     shrink::readable,
@@ -20,14 +20,15 @@ const KEPT: usize = 2000;
 pub enum Mode {
     Plain,
     Harsh,
+    Lapse,
     Wide,
     Baton,
     History,
 }
 
 /// Of 20 seeds in a row, how many are of which kind.
-pub const SHARES: [(Mode, u64); 5] =
-    [(Mode::Plain, 5), (Mode::Harsh, 10), (Mode::Wide, 1), (Mode::Baton, 1), (Mode::History, 3)];
+pub const SHARES: [(Mode, u64); 6] =
+    [(Mode::Plain, 5), (Mode::Harsh, 9), (Mode::Lapse, 1), (Mode::Wide, 1), (Mode::Baton, 1), (Mode::History, 3)];
 
 impl Mode {
     /// The kind of run that a seed is.
@@ -46,6 +47,7 @@ impl Mode {
         match self {
             Mode::Plain => "plain",
             Mode::Harsh => "harsh",
+            Mode::Lapse => "lapse",
             Mode::Wide => "wide",
             Mode::Baton => "baton",
             Mode::History => "history",
@@ -57,6 +59,7 @@ impl Mode {
         match self {
             Mode::Plain => "",
             Mode::Harsh => " --harsh",
+            Mode::Lapse => " --lapse",
             Mode::Wide => " --wide",
             Mode::Baton => " --baton",
             Mode::History => " --histories",
@@ -69,7 +72,7 @@ impl Mode {
             Mode::Plain => Some(Scenario::new(seed)),
             Mode::Harsh => Some(Scenario::harsh(seed)),
             Mode::Wide => Some(Scenario::wide(seed)),
-            Mode::Baton | Mode::History => None,
+            Mode::Lapse | Mode::Baton | Mode::History => None,
         }
     }
 }
@@ -118,6 +121,7 @@ pub fn one(mode: Mode, seed: u64) -> Done {
     let done = match mode.scenario(seed) {
         Some(s) => of_files(mode, s),
         None if mode == Mode::Baton => of_baton(seed),
+        None if mode == Mode::Lapse => of_lapse(seed),
         None => of_history(seed),
     };
     done.unwrap_or_else(|e| Done::failed(mode, seed, e.to_string()))
@@ -140,6 +144,12 @@ fn of_baton(seed: u64) -> Result<Done> {
     let o = baton::run(seed, None)?;
     let (trace, faults, violations) = (o.trace, o.faults, o.violations);
     Ok(Done { mode: Mode::Baton, seed, trace, faults, simulated: o.simulated, violations, details: String::new() })
+}
+
+fn of_lapse(seed: u64) -> Result<Done> {
+    let o = lapse::run(seed)?;
+    let (trace, faults, violations) = (o.trace, o.faults, o.violations);
+    Ok(Done { mode: Mode::Lapse, seed, trace, faults, simulated: o.simulated, violations, details: String::new() })
 }
 
 fn of_history(seed: u64) -> Result<Done> {

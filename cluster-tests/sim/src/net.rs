@@ -66,6 +66,8 @@ struct State {
     listening: BTreeMap<u32, Listening>,
     /// Directed links over which nothing arrives, till when, and for which faults.
     blocked: BTreeMap<(u32, u32), Vec<Block>>,
+    /// Directed links on which everything takes so much longer, till then.
+    lags: BTreeMap<(u32, u32), (Duration, Instant)>,
     /// Faults that no operation has met yet.
     unmet: BTreeMap<u64, Kind>,
     /// Faults of messages that wait for one of that node.
@@ -215,6 +217,7 @@ impl Network {
             plant: None,
             listening: BTreeMap::new(),
             blocked: BTreeMap::new(),
+            lags: BTreeMap::new(),
             unmet: BTreeMap::new(),
             strikes: Vec::new(),
             under_way: BTreeMap::new(),
@@ -253,6 +256,11 @@ impl Network {
     }
     pub fn heal(&self) {
         self.state.lock().blocked.clear();
+    }
+
+    /// What `from` sends to `to` takes so much longer, till then.
+    pub fn lag(&self, from: u32, to: u32, by: Duration, until: Instant) {
+        self.state.lock().lags.insert((from, to), (by, until));
     }
     pub fn is_blocked(&self, from: u32, to: u32) -> bool {
         !self.state.lock().blocks(from, to, Instant::now()).is_empty()
@@ -390,10 +398,12 @@ impl Network {
         (s.trace.clone().finalize().into(), s.messages, s.events.clone())
     }
 
-    fn delay(&self) -> Duration {
+    fn delay(&self, from: u32, to: u32) -> Duration {
         let mut s = self.state.lock();
         let (lo, hi) = (s.weather.min_delay.as_nanos() as u64, s.weather.max_delay.as_nanos() as u64);
-        Duration::from_nanos(s.rng.random_range(lo..=hi.max(lo)))
+        let usual = Duration::from_nanos(s.rng.random_range(lo..=hi.max(lo)));
+        let lag = s.lags.get(&(from, to)).filter(|l| Instant::now() < l.1);
+        usual + lag.map_or(Duration::ZERO, |l| l.0)
     }
 
     /// Whether this message breaks its connection.
@@ -463,7 +473,7 @@ impl SimConnection {
 
     /// One message over one direction: its delay, what strikes it, then whether it arrives. How much later it arrives again.
     async fn travel(&self, from: u32, to: u32, is_operation: bool, is_reply: bool) -> Result<Option<Duration>> {
-        sleep(self.net.delay()).await;
+        sleep(self.net.delay(from, to)).await;
         let (blocks, strike) = {
             let mut s = self.net.state.lock();
             let blocks = s.blocks(from, to, Instant::now());
@@ -678,7 +688,7 @@ impl Fabric for SimFabric {
         let Endpoint::Sim(to) = *to else {
             return Err(Error::new(Code::Inval, format!("{to} is not a node of the simulator")));
         };
-        sleep(self.net.delay()).await;
+        sleep(self.net.delay(self.node, to)).await;
         if self.net.is_blocked(self.node, to) || self.net.is_blocked(to, self.node) {
             sleep(Duration::from_secs(1)).await;
             return Err(Error::new(Code::TimedOut, format!("sim:{to} does not answer")));

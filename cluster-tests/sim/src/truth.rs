@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use strake_client::{Client, SetAttr};
 use strake_proto::{Code, Ino, Result};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use crate::workload::{Shared, root};
 
@@ -47,6 +47,8 @@ pub struct Truth {
     found: Shared,
     model: Model,
     inos: Vec<Ino>,
+    /// It changes nothing, and gives up a look after so long: what it is told then it knew.
+    hurried: Option<Duration>,
 }
 
 fn name(file: usize, number: u64) -> String {
@@ -67,12 +69,28 @@ pub async fn files(client: &Client, count: usize) -> Result<(Model, Vec<Ino>)> {
 impl Truth {
     /// `id`: whose file it changes, from 0.
     pub fn new(id: usize, client: Client, seed: u64, found: Shared, (model, inos): (Model, Vec<Ino>)) -> Truth {
-        Truth { id, client, rng: StdRng::seed_from_u64(seed), found, model, inos }
+        Truth { id, client, rng: StdRng::seed_from_u64(seed), found, model, inos, hurried: None }
+    }
+
+    /// One who only looks, and never for long.
+    pub fn in_a_hurry(self, patience: Duration) -> Truth {
+        Truth { hurried: Some(patience), ..self }
     }
 
     pub async fn run(mut self, stop: Arc<AtomicBool>) {
         while !stop.load(Relaxed) {
             let file = self.rng.random_range(0..self.inos.len());
+            if let Some(patience) = self.hurried {
+                let look = async {
+                    match self.rng.random_bool(0.5) {
+                        true => self.stat(file).await,
+                        false => self.look_up(file).await,
+                    }
+                };
+                let _ = timeout(patience, look).await;
+                sleep(Duration::from_millis(self.rng.random_range(0..20))).await;
+                continue;
+            }
             match self.rng.random_range(0..20) {
                 0 => self.change(TIME).await,
                 1 => self.change(NAME).await,
@@ -105,7 +123,10 @@ impl Truth {
         };
         let c = &mut self.model.lock()[me][what];
         match result {
-            Ok(()) => c.told = c.told.max(next),
+            Ok(()) => {
+                c.told = c.told.max(next);
+                tracing::debug!("client {}: changed {what} of file {me} to version {next}", me + 1);
+            }
             Err(e) => {
                 tracing::info!("client {}: {e:?}", me + 1);
                 c.lost = true;
@@ -121,6 +142,7 @@ impl Truth {
 
     fn check_time(&self, file: usize, before: Counted, seen: u64) {
         self.found.lock().looks += 1;
+        tracing::debug!("client {}: file {file} has version {seen}", self.id + 1);
         let c = &mut self.model.lock()[file][TIME];
         let begun = c.begun;
         if !c.lost {

@@ -1,0 +1,170 @@
+//! Leases that run out under those who lived by them. A client is cut off from the metadata servers, and the leader that gave it its leases
+//! dies: what the next one lets others change it must not be told of any more, or nobody may change it yet. And a storage server gets the answers that
+//! renew its lease late, then is heard by no server any more, while clients reach it: when its chains go on without it, it may not be read.
+//! Storage servers do not die here.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+use strake_proto::{Code, Error, Result};
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::{
+    cluster::{Cluster, FIRST_CLIENT, FIRST_OSS, MDS, OSS},
+    faults::{self, Strike},
+    ledger::{Kind, Ledger},
+    scribes,
+    truth::{self, Truth},
+    workload::{Findings, Shared},
+};
+
+const CLIENTS: u32 = 3;
+const ROUNDS: u32 = 4;
+/// Mean time between faults of single messages.
+const MESSAGE_EVERY: Duration = Duration::from_millis(100);
+/// Who looks at what is in memory waits no longer.
+const HURRY: Duration = Duration::from_millis(15);
+/// A heartbeat is given up after half a second.
+const LATE_MS: std::ops::Range<u64> = 300..490;
+/// Longer than any lease of a storage server, and shorter than a report is waited for.
+const CUT_MS: std::ops::Range<u64> = 2500..4500;
+
+/// What came of a run.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    pub looks: u64,
+    pub reads: u64,
+    pub writes: u64,
+    pub errors: u64,
+    pub violations: Vec<String>,
+    pub trace: [u8; 32],
+    pub faults: Ledger,
+    pub simulated: Duration,
+}
+
+/// Runs a seed on a single-threaded runtime whose clock only moves when nothing else can.
+pub fn run(seed: u64) -> Result<Outcome> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
+    let outcome = runtime.block_on(async {
+        crate::run::begin();
+        let begun = Instant::now();
+        let mut cluster = Cluster::new(seed);
+        let found: Shared = Arc::new(Mutex::new(Findings::new(cluster.net.clone())));
+        if let Err(e) = simulate(seed, &mut cluster, &found).await {
+            found.lock().broken(e.to_string());
+        }
+        let mut f = found.lock();
+        let outcome = Outcome {
+            looks: f.looks,
+            reads: f.reads,
+            writes: f.writes,
+            errors: f.errors,
+            violations: std::mem::take(&mut f.violations),
+            trace: cluster.net.trace().0,
+            faults: cluster.net.ledger(),
+            simulated: begun.elapsed(),
+        };
+        cluster.end();
+        outcome
+    });
+    runtime.shutdown_background();
+    Ok(outcome)
+}
+
+async fn simulate(seed: u64, cluster: &mut Cluster, found: &Shared) -> Result<()> {
+    let mut rng = StdRng::seed_from_u64(seed ^ 0x1a95);
+    for node in cluster.nodes() {
+        cluster.start(node).await?;
+    }
+    wait_whole(cluster).await?;
+    let (first, stop) = (cluster.client(0).await?, Arc::new(AtomicBool::new(false)));
+    let counted = truth::files(&first, CLIENTS as usize).await?;
+    let written = scribes::files(&first, CLIENTS as usize).await?;
+    let mut tasks = Vec::new();
+    for id in 0..CLIENTS as usize {
+        let client = cluster.client(id as u32 + 1).await?;
+        tasks.extend(scribes::start(id, &client, rng.random(), found, &written, &stop).await?);
+        let truth = |seed| Truth::new(id, client.clone(), seed, found.clone(), counted.clone());
+        tasks.push(tokio::spawn(truth(rng.random()).run(stop.clone())));
+        tasks.push(tokio::spawn(truth(rng.random()).in_a_hurry(HURRY).run(stop.clone())));
+    }
+    let storm = faults::storm_of(cluster.net.clone(), seed, faults::servers(), MESSAGE_EVERY, strike);
+    for _ in 0..ROUNDS {
+        sleep(Duration::from_millis(rng.random_range(100..1000))).await;
+        match rng.random_bool(0.5) {
+            true => leader_dies(cluster, &mut rng).await?,
+            false => storage_server_lapses(cluster, &mut rng).await?,
+        }
+        wait_whole(cluster).await?;
+    }
+    storm.abort();
+    cluster.repair().await?;
+    stop.store(true, Relaxed);
+    for t in tasks {
+        let late = |_| Error::new(Code::TimedOut, "a client did not finish 300 s after the last fault");
+        timeout(Duration::from_secs(300), t).await.map_err(late)?.map_err(|e| Error::new(Code::Io, e.to_string()))?;
+    }
+    scribes::finish(&first, found, &written).await
+}
+
+/// As anywhere, but what is repeated over one connection, which no transport does, comes before a chunk has changed so often that
+/// its record has forgotten the first time. Over connections that were given up copies come as late as they like.
+fn strike(rng: &mut StdRng) -> Strike {
+    match faults::strike(rng) {
+        Strike::Repeat(late) => Strike::Repeat(late / 8),
+        other => other,
+    }
+}
+
+async fn wait_whole(cluster: &Cluster) -> Result<()> {
+    let end = Instant::now() + Duration::from_secs(120);
+    while !cluster.whole() {
+        if Instant::now() > end {
+            return Err(Error::new(Code::TimedOut, "chains were not whole after 120 s"));
+        }
+        sleep(Duration::from_millis(50)).await;
+    }
+    Ok(())
+}
+
+/// One client no longer hears that the leader died.
+async fn leader_dies(cluster: &mut Cluster, rng: &mut StdRng) -> Result<()> {
+    let Some(leader) = cluster.leader() else { return Ok(()) };
+    cluster.drift_by(rng.random());
+    let (client, all): (u32, Vec<u32>) = (FIRST_CLIENT + rng.random_range(1..=CLIENTS), (1..=MDS).collect());
+    let until = Instant::now() + Duration::from_millis(rng.random_range(CUT_MS));
+    cluster.cut_off(client, &all, false, Some(until));
+    sleep(Duration::from_millis(rng.random_range(0..200))).await;
+    cluster.kill(leader, rng.random_bool(0.5));
+    tokio::time::sleep_until(until).await;
+    cluster.start(leader).await
+}
+
+/// A storage server whose clock is slow, as clocks may be, hears late that its lease goes on, and then is not heard any more.
+async fn storage_server_lapses(cluster: &mut Cluster, rng: &mut StdRng) -> Result<()> {
+    let (node, late) = (FIRST_OSS + rng.random_range(0..OSS), Duration::from_millis(rng.random_range(LATE_MS)));
+    if rng.random_bool(0.5) {
+        cluster.slow_clock(node);
+    } else {
+        cluster.drift_by(rng.random());
+    }
+    let until = Instant::now() + Duration::from_millis(1000 + rng.random_range(CUT_MS));
+    cluster.net.note(&format!("answers of metadata servers to {node} take {late:?} more"));
+    cluster.net.made(Kind::Delayed, false);
+    (1..=MDS).for_each(|mds| cluster.net.lag(mds, node, late, until));
+    sleep(Duration::from_millis(rng.random_range(600..1100))).await;
+    cluster.net.note(&format!("servers hear nothing of {node}"));
+    let fault = cluster.net.cutting(Kind::OneWay);
+    for other in cluster.nodes().into_iter().filter(|n| *n != node) {
+        cluster.net.block(node, other, fault, Some(until));
+    }
+    tokio::time::sleep_until(until).await;
+    Ok(())
+}
