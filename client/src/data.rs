@@ -6,7 +6,14 @@
 pub(crate) mod foreign;
 mod rounds;
 
-use std::{ops::Range, sync::Arc, time::Duration};
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicI64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 
 use futures_util::future::join_all;
 use strake_fabric::{Buf, ByRoad, Connection, Message, Road};
@@ -140,7 +147,7 @@ impl Core {
         let mut changed = self.map_changed.subscribe();
         let is_old = || self.map().chain(chain.id).is_none_or(|c| c.epoch != chain.epoch);
         let conn = match way {
-            Way::Shared => self.conns.get(&self.fabric, node).await?,
+            Way::Shared(_) => self.conns.get(&self.fabric, node).await?,
             Way::Lane(_) => self.foreign.get(&self.fabric, node, &self.conns).await?,
         };
         if is_old() {
@@ -171,18 +178,20 @@ impl Core {
         }
     }
 
-    /// Sends an update or a flush to the head of a chain, which is returned with the answer and the road that the bytes took.
+    /// Sends an update or a flush to the head of a chain, which is returned with the answer and the road that the bytes took. `handed` counts what
+    /// it may have had.
     pub(crate) async fn to_head(
         &self,
         map: &MapView,
         chain: ChainId,
         m: Message,
         r: DataRequest,
+        handed: Option<&AtomicI64>,
     ) -> Result<(TargetId, DataReply, Road)> {
         let chain = chain_of(map, chain)?;
         let head = chain.head().ok_or_else(|| self.deserted(map, chain))?;
         let body = DataRequest { chain: chain.id, epoch: chain.epoch, target: head, ..r }.encode();
-        let reply = self.data_call(map, chain, head, Message { body, ..m }, Way::Shared).await?;
+        let reply = self.data_call(map, chain, head, Message { body, ..m }, Way::Shared(handed)).await?;
         Ok((head, DataReply::decode(&reply.body)?, reply.went))
     }
 
@@ -213,8 +222,8 @@ impl Core {
     }
 
     /// An attempt at an update ended so: where a copy may be on its way yet, the next one is made in another round than this one was.
-    fn attempted(&self, session: SessionId, round: u64, e: &Error) {
-        if let Some(s) = self.session_of(session).filter(|_| in_doubt(e)) {
+    fn attempted(&self, session: SessionId, round: u64, handed: bool, e: &Error) {
+        if let Some(s) = self.session_of(session).filter(|_| handed && in_doubt(e)) {
             s.leave_round(round);
         }
     }
@@ -280,8 +289,10 @@ impl Core {
             ..DataRequest::new(u.chain, 0, 0, u.chunk)
         };
         let m = Message::new(opcode::WRITE, Vec::new()).with_payload(u.data.bytes().to_vec());
-        let sent = self.to_head(map, u.chain, m, request).await;
-        let (_, reply, road) = sent.inspect_err(|e| self.attempted(u.session, round, e))?;
+        let handed = AtomicI64::new(0);
+        let sent = self.to_head(map, u.chain, m, request, Some(&handed)).await;
+        let sent = sent.inspect_err(|e| self.attempted(u.session, round, handed.load(Relaxed) > 0, e));
+        let (_, reply, road) = sent?;
         for b in u.data.bytes() {
             b.sent_by(road);
             u.inode.sent.add(ByRoad::of(road, b.len() as u64));
@@ -502,7 +513,7 @@ impl Core {
         let _slot = self.pieces.acquire().await.map_err(|_| shut_down())?;
         let (session, cap) = (cap.session, Some(cap.bytes));
         let request = DataRequest { chain: chain.id, epoch: chain.epoch, target, session, cap, ..q.request.clone() };
-        let m = self.data_call(map, chain, target, Message::new(q.opcode, request.encode()), Way::Shared).await?;
+        let m = self.data_call(map, chain, target, Message::new(q.opcode, request.encode()), Way::Shared(None)).await?;
         (q.read)(target, DataReply::decode(&m.body)?, m.payload)
     }
 }

@@ -174,7 +174,8 @@ impl Core {
                 round: self.round_of(cap.session),
                 ..request.clone()
             };
-            let e = match self.to_head(&map, chain, Message::new(opcode::FLUSH, Vec::new()), request).await {
+            let m = Message::new(opcode::FLUSH, Vec::new());
+            let e = match self.to_head(&map, chain, m, request, None).await {
                 Ok((head, r, _)) => match r.stamps.iter().find(|s| s.target == head && r.stable) {
                     Some(s) => return Ok(Some(*s)),
                     None => {

@@ -100,13 +100,11 @@ impl Core {
         // What is told on the same connection must not be overtaken by this.
         let _alone = self.closing.write().await;
         let Some(s) = self.current_session() else { return };
-        let outcome = match self.leader().await {
-            Ok(leader) => self.renew_on(&leader, &s, true, HELLO_TRY).await,
-            Err(e) => Err(e),
-        };
-        if let Err(e) = outcome {
-            // The next leader is told anyway.
+        // Whoever is connected to next is told everything anyway.
+        let Ok(leader) = self.leader().await else { return };
+        if let Err(e) = self.renew_on(&leader, &s, true, HELLO_TRY).await {
             tracing::debug!("reasserting: {e}");
+            self.leader_failed(&leader, &e).await;
         }
     }
 

@@ -215,8 +215,10 @@ impl Core {
         };
         let lend = Some(Lend::Payload(w.from.clone()));
         let m = Message { lend, ..Message::new(opcode::WRITE, request.encode()) };
+        let before = w.handed.load(Relaxed);
         let sent = self.data_call(map, chain, head, m, Way::Lane(w.handed)).await;
-        let m = sent.inspect_err(|e| self.attempted(w.session, round, e))?;
+        let handed = || w.handed.load(Relaxed) > before;
+        let m = sent.inspect_err(|e| self.attempted(w.session, round, handed(), e))?;
         if !DataReply::decode(&m.body)?.stable {
             return Err(Error::new(
                 Code::Protocol,

@@ -25,15 +25,15 @@ const MAX_NEW_CAPS: u32 = 3;
 /// The connection that a request takes.
 #[derive(Clone, Copy)]
 pub(super) enum Way<'a> {
-    /// The one to its node.
-    Shared,
-    /// A lane, which ends with a call that ends early. Counts the requests that servers may have had.
+    /// The one to its node. Counts the requests that servers may have had.
+    Shared(Option<&'a AtomicI64>),
+    /// A lane, which ends with a call that ends early. Counts likewise.
     Lane(&'a AtomicI64),
 }
 
 impl Way<'_> {
     pub fn hands(self, n: i64) {
-        if let Way::Lane(handed) = self {
+        if let Way::Shared(Some(handed)) | Way::Lane(handed) = self {
             handed.fetch_add(n, Relaxed);
         }
     }

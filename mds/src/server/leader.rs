@@ -21,8 +21,9 @@ use pb::log_command::Command;
 const CLUSTER_TICK: Duration = Duration::from_millis(100);
 /// A tick that comes this late means that the process was stopped: nobody could be heard.
 const STALL: Duration = Duration::from_secs(1);
-/// Orphans are not freed sooner after an election, however short sessions are.
-const MIN_GRACE: Duration = Duration::from_secs(5);
+/// Orphans are not freed sooner after an election. The former leader may have answered an open until then, and a client takes that answer in for
+/// 5 s after it has asked (by its clock, which may be slow by a tenth); it tells this leader then, see `client/src/opens.rs`.
+const MIN_GRACE: Duration = Duration::from_secs(6);
 /// For so long nobody may have had an orphan open.
 const ORPHAN_PAUSE: Duration = Duration::from_secs(1);
 const ORPHAN_TICK: Duration = Duration::from_millis(500);
@@ -90,7 +91,7 @@ impl Mds {
         };
         let mut sessions = Sessions::default();
         for (id, s) in self.machine.namespace.sessions() {
-            sessions.learn(now, id, s.epoch);
+            sessions.inherit(now, id, s.epoch);
         }
         let manager = Manager::new(options, now, &self.map());
         while let Err(e) = self.recalls.start(term, &self.machine.namespace) {
@@ -297,8 +298,16 @@ impl Mds {
         }
     }
 
+    /// Frees files without a name that nobody has open. What was open under a former leader is known when all sessions of then have told it, at the latest
+    /// when their term is over.
     async fn free_orphans(&self) {
-        sleep(self.cfg.session_term().max(MIN_GRACE)).await;
+        let (began, term) = (self.env.boot(), self.cfg.session_term());
+        sleep(MIN_GRACE).await;
+        while self.env.boot().saturating_sub(began) < term
+            && !self.with_lead(|l| Ok(l.sessions.all_told())).unwrap_or(false)
+        {
+            sleep(ORPHAN_TICK).await;
+        }
         loop {
             sleep(ORPHAN_TICK).await;
             let orphans = self.machine.namespace.orphans(ORPHANS);

@@ -57,6 +57,8 @@ pub struct Sessions {
     holders: BTreeMap<Ino, u32>,
     /// The sum of those.
     held: usize,
+    /// Those that were there when this server began to lead and have not told yet what they hold open.
+    untold: BTreeSet<SessionId>,
     /// Orphans that are being freed: nobody may open them any more.
     freeing: BTreeSet<Ino>,
     /// Orphans nobody had open, and since when that was seen.
@@ -79,6 +81,17 @@ impl Sessions {
     pub fn learn(&mut self, now: Duration, id: SessionId, epoch: u64) {
         let fresh = || Entry { heard: now, epoch, opens: BTreeMap::new(), counted: Counted::default(), ending: false };
         self.entries.entry(id).or_insert_with(fresh);
+    }
+
+    /// One that a former leader may have let open files.
+    pub fn inherit(&mut self, now: Duration, id: SessionId, epoch: u64) {
+        self.learn(now, id, epoch);
+        self.untold.insert(id);
+    }
+
+    /// Whether everything that is open is in this table: all who were inherited have told what they hold, or have ended.
+    pub fn all_told(&self) -> bool {
+        self.untold.is_empty()
     }
 
     /// A session was heard of at `now`; its epoch. `None`: not in this table.
@@ -114,6 +127,7 @@ impl Sessions {
 
     /// The session has ended: nothing of it is open.
     pub fn remove(&mut self, id: SessionId) {
+        self.untold.remove(&id);
         if let Some(e) = self.entries.remove(&id) {
             for ino in e.opens.keys() {
                 self.unhold(*ino);
@@ -220,6 +234,7 @@ impl Sessions {
                 _ => (),
             }
         }
+        self.untold.remove(&id);
         Ok(())
     }
 
@@ -283,6 +298,23 @@ mod tests {
         assert_eq!(t.expire(s(49), TERM), Vec::<u64>::new());
         t.all_heard(s(100));
         assert_eq!(t.expire(s(101), TERM), Vec::<u64>::new());
+    }
+
+    #[test]
+    fn all_is_known_when_those_of_before_have_told_or_ended() {
+        let mut t = Sessions::default();
+        assert!(t.all_told(), "there was nobody");
+        (1..=3).for_each(|id| t.inherit(s(0), id, 1));
+        t.learn(s(1), 4, 1);
+        t.reassert(1, &[5]).unwrap();
+        t.remove(3);
+        assert!(!t.all_told(), "the second may hold anything");
+        t.open(2, 6).unwrap();
+        assert!(!t.all_told(), "besides this");
+        t.reassert(2, &[]).unwrap();
+        assert!(t.all_told(), "the fourth came later");
+        t.learn(s(2), 2, 1);
+        assert!(t.all_told());
     }
 
     #[test]
