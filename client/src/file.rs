@@ -92,7 +92,7 @@ impl Client {
                 core.may_alter()?;
             }
             let open = op(pb::op::Op::Open(pb::Open { ino, flags: flags & (O_ACCMODE | O_APPEND) }));
-            let opening = core.opening(Some(ino), flags);
+            let opening = core.opening(Some(ino), flags).await;
             let r = ok(core.meta(&creds, vec![open]).await?)?;
             let file = core.file(r, &creds, flags, opening).await?;
             file.truncate_at_open(flags & O_TRUNC != 0).await
@@ -122,7 +122,7 @@ impl Client {
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
             let create = pb::Create { parent, name, mode: bits, exclusive, layout, flags: flags_sent, umask };
-            let opening = core.opening(None, flags);
+            let opening = core.opening(None, flags).await;
             let r = ok(core.meta(&creds, vec![op(pb::op::Op::Create(create))]).await?)?;
             let created = r.last().is_some_and(|r| r.created);
             let file = core.file(r, &creds, flags, opening).await?;
@@ -145,7 +145,7 @@ impl Client {
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
             let make = pb::Tmpfile { parent, mode: bits, umask, flags: flags_sent, linkable, layout: None };
-            let opening = core.opening(None, flags);
+            let opening = core.opening(None, flags).await;
             let r = ok(core.meta(&creds, vec![op(pb::op::Op::Tmpfile(make))]).await?)?;
             let file = core.file(r, &creds, flags, opening).await?;
             let attr = file.attr();
@@ -197,6 +197,7 @@ impl Core {
             }
             Err(e) => {
                 // The server counts it as open.
+                self.counted_open(opening.since);
                 self.tell_closed(&[attr.ino], opening.since).await;
                 let session = self.current_session().map_or(0, |s| s.id);
                 let release = match self.live_inode(attr.ino) {

@@ -660,7 +660,8 @@ impl Core {
     /// become known to the present one.
     async fn reopen(self: &Arc<Self>, inode: &Inode, old: &Cap) -> Result<()> {
         let session = self.session().await?;
-        let (strangers, opening) = (inode.strangers(session.id), self.opening(Some(inode.ino), old.flags));
+        let opening = self.opening(Some(inode.ino), old.flags).await;
+        let strangers = inode.strangers(session.id);
         let open = || op(pb::op::Op::Open(pb::Open { ino: inode.ino, flags: old.flags }));
         let mut ops = vec![open()];
         // One open per handle that the session must learn of; else the one open is taken back at once.

@@ -307,9 +307,10 @@ impl Core {
         }
     }
 
-    pub(crate) async fn leader_failed(&self, leader: &Leader, e: &Error) {
+    /// Whether that is the end of the connection.
+    pub(crate) async fn leader_failed(&self, leader: &Leader, e: &Error) -> bool {
         if !matches!(e.code, Code::NotLeader | Code::Disconnected | Code::TimedOut) {
-            return;
+            return false;
         }
         let mut link = self.link.lock().await;
         if link.current.as_ref().is_some_and(|l| l.number == leader.number) {
@@ -317,6 +318,7 @@ impl Core {
             self.learn_leader(leader, e).await;
             self.note_failure(leader, e);
         }
+        true
     }
 
     // --- session ---

@@ -116,7 +116,7 @@ impl Core {
     async fn open_again(self: &Arc<Self>, f: Former) -> Result<File> {
         let open = op(pb::op::Op::Open(pb::Open { ino: f.ino, flags: f.flags & (O_ACCMODE | O_APPEND) }));
         // The right was checked when it was opened first.
-        let opening = self.opening(Some(f.ino), f.flags);
+        let opening = self.opening(Some(f.ino), f.flags).await;
         let r = ok(self.meta(&pb::Creds::default(), vec![open]).await?)?;
         self.file(r, &pb::Creds { uid: f.uid, gid: f.gid, groups: Vec::new() }, f.flags, opening).await
     }

@@ -67,6 +67,15 @@ struct State {
     denies: bool,
     /// The next open is carried out and not answered for so long.
     late_open: Duration,
+    /// As all are.
+    slow_opens: Duration,
+    /// How often all was told that a session has open.
+    reassertions: u64,
+    /// So many of those on connections that are in use are refused, and one is never heard.
+    refuses: u32,
+    loses: bool,
+    /// Closes are refused.
+    busy: bool,
 }
 
 pub struct Mds {
@@ -105,6 +114,11 @@ impl Mds {
             asked: 0,
             denies: false,
             late_open: Duration::ZERO,
+            slow_opens: Duration::ZERO,
+            reassertions: 0,
+            refuses: 0,
+            loses: false,
+            busy: false,
         };
         Mds { key, oss, state: Mutex::new(state), news: Notify::new() }
     }
@@ -141,6 +155,26 @@ impl Mds {
     }
     pub fn answer_next_open_after(&self, d: Duration) {
         self.state.lock().late_open = d;
+    }
+    /// How often all was told that a session has open.
+    pub fn reassertions(&self) -> u64 {
+        self.state.lock().reassertions
+    }
+    /// Of those on connections that are in use, from now on.
+    pub fn refuse_reassertions(&self, n: u32) {
+        self.state.lock().refuses = n;
+    }
+    pub fn lose_next_reassertion(&self) {
+        self.state.lock().loses = true;
+    }
+    pub fn refuse_closes(&self, refuse: bool) {
+        self.state.lock().busy = refuse;
+    }
+    fn loses(&self, r: &pb::SessionRenewRequest) -> bool {
+        r.reassert && !r.hello && std::mem::take(&mut self.state.lock().loses)
+    }
+    pub fn answer_opens_after(&self, d: Duration) {
+        self.state.lock().slow_opens = d;
     }
     pub fn is_written(&self, ino: u64) -> bool {
         self.state.lock().writers.keys().any(|(_, i)| *i == ino)
@@ -222,6 +256,11 @@ impl Mds {
         let s = &mut *self.state.lock();
         s.sessions.get(&r.session).filter(|s| s.alive).ok_or_else(|| Error::new(Code::NoSession, "no session"))?;
         if r.reassert {
+            s.reassertions += 1;
+            if !r.hello && s.refuses > 0 {
+                s.refuses -= 1;
+                return e(Code::Overloaded, "too much to do");
+            }
             s.opens.retain(|(id, _), _| *id != r.session);
             for ino in r.opens {
                 *s.opens.entry((r.session, ino)).or_default() += 1;
@@ -288,12 +327,15 @@ impl Mds {
                 self.report_to(r.session, g.ino).await;
             }
         }
+        if self.state.lock().busy && r.ops.iter().any(|o| matches!(o.op, Some(Op::Close(_)))) {
+            return e(Code::Overloaded, "too much to do");
+        }
         let opens = r.ops.iter().any(|o| matches!(o.op, Some(Op::Open(_))));
         let (reply, upto, late) = {
             let reply = self.meta_now(r)?;
             let mut s = self.state.lock();
             s.asked += 1;
-            let late = if opens { std::mem::take(&mut s.late_open) } else { Duration::ZERO };
+            let late = if opens { std::mem::take(&mut s.late_open).max(s.slow_opens) } else { Duration::ZERO };
             (reply, s.recalls, late)
         };
         tokio::time::sleep(late).await;
@@ -530,7 +572,13 @@ impl Service for Front {
         self.0.leads(self.1)?;
         let reply = match m.opcode {
             opcode::SESSION_OPEN => self.0.session_open(body(&m)).encode_to_vec(),
-            opcode::SESSION_RENEW => self.0.renew(body(&m))?.encode_to_vec(),
+            opcode::SESSION_RENEW => {
+                let r = body(&m);
+                if self.0.loses(&r) {
+                    std::future::pending::<()>().await;
+                }
+                self.0.renew(r)?.encode_to_vec()
+            }
             opcode::SESSION_CLOSE => {
                 let r: pb::SessionCloseRequest = body(&m);
                 let mut s = self.0.state.lock();
