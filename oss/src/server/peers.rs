@@ -21,7 +21,14 @@ pub enum Lane {
     Other,
 }
 
-type Shared = Arc<tokio::sync::Mutex<Option<Arc<dyn Connection>>>>;
+#[derive(Default)]
+struct Slot {
+    open: Option<Arc<dyn Connection>>,
+    /// When the last attempt to connect ended, if it failed.
+    failed: Option<(Duration, Error)>,
+}
+
+type Shared = Arc<tokio::sync::Mutex<Slot>>;
 
 pub struct Peers {
     env: Env,
@@ -61,21 +68,33 @@ impl Peers {
         result
     }
 
+    /// The connection of a lane, made if there is none. An attempt that fails is that of all who waited for it: one after the other, each with
+    /// its own, the last of many would hear after minutes that nobody answers there.
     async fn connect(&self, map: &MapView, node: NodeId, lane: Lane) -> Result<Arc<dyn Connection>> {
         let shared = self.conns.lock().entry((node, lane)).or_default().clone();
+        let asked = self.env.boot();
         let mut slot = shared.lock().await;
-        if let Some(c) = slot.as_ref().filter(|c| !c.is_closed()) {
+        if let Some(c) = slot.open.as_ref().filter(|c| !c.is_closed()) {
             return Ok(c.clone());
         }
+        if let Some((_, e)) = slot.failed.as_ref().filter(|(at, _)| *at > asked) {
+            return Err(e.clone());
+        }
+        let made = self.connect_to(map, node).await;
+        *slot = match &made {
+            Ok(c) => Slot { open: Some(c.clone()), failed: None },
+            Err(e) => Slot { open: None, failed: Some((self.env.boot(), e.clone())) },
+        };
+        made
+    }
+
+    async fn connect_to(&self, map: &MapView, node: NodeId) -> Result<Arc<dyn Connection>> {
         let n =
             map.node(node).ok_or_else(|| Error::new(Code::Disconnected, format!("node {node} is not in the map")))?;
         let mut last = Error::new(Code::Disconnected, format!("node {node} has no endpoint"));
         for at in self.fabric.ways(&n.endpoints)? {
             match connect(&*self.fabric, &at).await {
-                Ok(c) => {
-                    *slot = Some(c.clone());
-                    return Ok(c);
-                }
+                Ok(c) => return Ok(c),
                 Err(e) => last = e,
             }
         }
@@ -177,5 +196,105 @@ impl MdsLink {
                 Err(Error::new(Code::Disconnected, e.message))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+    use async_trait::async_trait;
+    use futures_util::future::join_all;
+    use strake_fabric::{Clock, Listener, Pool, Service};
+    use tokio::time::Instant;
+
+    use super::*;
+
+    struct PausedClock(Instant);
+
+    impl Clock for PausedClock {
+        fn unix_ns(&self) -> i64 {
+            0
+        }
+        fn boot(&self) -> Duration {
+            self.0.elapsed()
+        }
+    }
+
+    /// Node 1 does not even refuse; the others answer.
+    struct Silence {
+        attempts: AtomicU64,
+        pool: Pool,
+    }
+
+    struct Open;
+
+    #[async_trait]
+    impl Connection for Open {
+        async fn call(&self, m: Message, _: Duration) -> Result<Message> {
+            Ok(m)
+        }
+        fn is_closed(&self) -> bool {
+            false
+        }
+        fn addr(&self) -> String {
+            "open".into()
+        }
+        fn close(&self) {}
+    }
+
+    #[async_trait]
+    impl Fabric for Silence {
+        async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+            self.attempts.fetch_add(1, Relaxed);
+            match to {
+                Endpoint::Sim(1) => std::future::pending().await,
+                _ => Ok(Arc::new(Open)),
+            }
+        }
+        async fn listen(&self, _: &Endpoint, _: Arc<dyn Service>) -> Result<Listener> {
+            Err(Error::new(Code::OpNotSupp, "nobody listens here"))
+        }
+        fn pool(&self) -> &Pool {
+            &self.pool
+        }
+    }
+
+    fn peers() -> (Peers, Arc<Silence>, MapView) {
+        let fabric = Arc::new(Silence { attempts: AtomicU64::default(), pool: Pool::new(1 << 20) });
+        let node = |id: u32| pb::Node { id, role: 2, endpoints: vec![format!("sim:{id}")], ..Default::default() };
+        let map = pb::ClusterMap { version: 1, nodes: vec![node(1), node(2)], ..Default::default() };
+        let env = Env::new(Arc::new(PausedClock(Instant::now())), [7; 32]);
+        (Peers::new(env, fabric.clone()), fabric, MapView::new(map).unwrap())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_attempt_to_connect_is_that_of_all_who_wait_for_it() {
+        let (peers, fabric, map) = peers();
+        let call = |node| peers.call(&map, node, Lane::Forward(0), Message::default(), CONNECT);
+        for round in 1..4 {
+            let began = Instant::now();
+            for r in join_all((0..64).map(|_| call(1))).await {
+                assert_eq!(r.unwrap_err().code, Code::Disconnected);
+            }
+            assert_eq!((began.elapsed(), fabric.attempts.load(Relaxed)), (CONNECT, round), "who asks later tries anew");
+            assert_eq!(peers.unreachable(), [1]);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nobody_waits_for_a_connection_to_another() {
+        let (peers, _, map) = peers();
+        let call = |node| peers.call(&map, node, Lane::Forward(0), Message::default(), CONNECT);
+        let began = Instant::now();
+        let silent = async {
+            call(1).await.unwrap_err();
+            began.elapsed()
+        };
+        let other = async {
+            call(2).await.unwrap();
+            began.elapsed()
+        };
+        assert_eq!(tokio::join!(silent, other), (CONNECT, Duration::ZERO));
     }
 }
