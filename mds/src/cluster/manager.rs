@@ -42,6 +42,8 @@ const GAP: Duration = Duration::from_millis(600);
 /// How long it then stays out at first, and at most.
 const SHUN_MIN: Duration = Duration::from_secs(10);
 const SHUN_MAX: Duration = Duration::from_secs(300);
+/// Back for so long, it stays out as at first when it has to go again.
+const FORGIVEN: Duration = Duration::from_secs(600);
 
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
@@ -481,7 +483,7 @@ impl Manager {
 
     /// A link between two nodes that both reach this server would stall their chains for ever. Of the two the one that
     /// more nodes complain about goes, of equals the one with the higher id; it is let in again after a while, later
-    /// each time.
+    /// each time, unless it was in for long.
     fn judge_unreachable(&mut self, now: Duration) {
         let complaints = |node: &NodeId, s: &Shun| {
             // One that is silent or only just back is not cut off, it is dead or starting.
@@ -507,7 +509,8 @@ impl Manager {
             .filter(|(reports, _)| *reports > 0)
             .max();
         if let Some(s) = worst.and_then(|(_, n)| self.shuns.get_mut(&n)) {
-            s.backoff = (s.backoff * 2).clamp(SHUN_MIN, SHUN_MAX);
+            let before = if now.saturating_sub(s.until) < FORGIVEN { s.backoff } else { Duration::ZERO };
+            s.backoff = (before * 2).clamp(SHUN_MIN, SHUN_MAX);
             s.until = now + s.backoff;
             s.reports.clear();
         }

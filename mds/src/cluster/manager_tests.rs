@@ -353,6 +353,39 @@ fn a_cut_link_takes_one_node_out_and_a_dead_node_is_not_punished() {
     r.beat(4000, 1);
 }
 
+#[test]
+fn who_is_cut_off_again_and_again_stays_out_longer_until_the_link_was_good_for_long() {
+    let mut r = Rig::new(with_chains(3, 1), 0);
+    let mut now = 0;
+    let mut beat = |bad: bool| {
+        now += 250;
+        let mut out = false;
+        for target in 0..3 {
+            out |= r.beat_with(now, target, |h| h.unreachable.extend((bad && h.node == 1001).then_some(1002))).is_err();
+        }
+        r.tick(now);
+        out
+    };
+    // Seconds that it is out, when the link is mended at once.
+    let cut_off = |beat: &mut dyn FnMut(bool) -> bool| {
+        while !beat(true) {}
+        let mut beats: u64 = 1;
+        while beat(false) {
+            beats += 1;
+        }
+        beats.div_ceil(4)
+    };
+    assert_eq!([10, 20, 40].map(|_| cut_off(&mut beat)), [10, 20, 40]);
+    for _ in 0..4 * 500 {
+        assert!(!beat(false));
+    }
+    assert_eq!(cut_off(&mut beat), 80);
+    for _ in 0..4 * 601 {
+        assert!(!beat(false));
+    }
+    assert_eq!(cut_off(&mut beat), 10);
+}
+
 /// One storage server as the random test sees it.
 #[derive(Clone, Default)]
 struct Oss {

@@ -235,6 +235,8 @@ impl Mds {
         // A leader that was replaced meanwhile must not promise another term.
         self.node.read_barrier().await?;
         if request.reassert {
+            // What was told on a newer connection is newer.
+            self.recalls.in_time(term, Asker { session: request.session, connection: request.connection })?;
             self.with_lead(|l| l.sessions.reassert(request.session, &request.opens))?;
         }
         let map = self.map();

@@ -533,3 +533,31 @@ async fn a_close_that_comes_late_closes_nothing() {
     assert!(tokio::time::timeout(Duration::from_secs(3), late).await.is_err());
     assert_eq!(server.status().sessions[0].opens, 1);
 }
+
+/// It says what was open when it was sent: taken for what is open now, the file would be freed with its last name.
+#[tokio::test(start_paused = true)]
+async fn a_reassertion_that_comes_late_changes_nothing() {
+    let w = World::new(1, |_| ()).await;
+    let _oss = w.oss(1).await;
+    let server = w.server().await;
+    until("chains", || server.status().map.unwrap().sets.len() == 1).await;
+    let mut a = Holder::new(&w, 1).await;
+    let ino = a.one(create("f", 2)).await.results[0].ino;
+    let all = |a: &Holder, hello, opens: &[u64]| pb::SessionRenewRequest {
+        session: a.c.session,
+        connection: a.connection,
+        reassert: true,
+        hello,
+        opens: opens.to_vec(),
+        ..Default::default()
+    };
+    // It gave a connection up on which it had told that nothing is open.
+    let former = [false, true].map(|hello| all(&a, hello, &[]));
+    a.hello_again().await;
+    let _: pb::SessionRenewReply = w.ask(Role::Client, opcode::SESSION_RENEW, &all(&a, false, &[ino])).await.unwrap();
+    for late in &former {
+        let late = w.ask::<pb::SessionRenewReply>(Role::Client, opcode::SESSION_RENEW, late);
+        assert!(tokio::time::timeout(Duration::from_secs(3), late).await.is_err(), "it stays refused");
+        assert_eq!(server.status().sessions[0].opens, 1);
+    }
+}
