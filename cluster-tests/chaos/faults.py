@@ -25,6 +25,8 @@ class Faults:
         self.c, self.s, self.random, self.broken = cluster, shared, random, broken
         self.ended = set()      # nodes whose process was ended by a fault since anybody looked
         self.busy = set()
+        # A metadata server that lost its disk is not taken in yet.
+        self.replacing = False
         # Who is cut off is no node to run commands on.
         cluster.avoid = lambda: self.busy
         # All flipped bits are on one target, so that never two replicas of a chunk are damaged.
@@ -363,26 +365,34 @@ class Faults:
 
     def wiped_mds(self):
         """As docs/operations.md says: an empty folder, a new id, `join`, and `strake mds replace`."""
-        node = self.pick("mds")
-        old, new = self.c.mds_id(node), max(self.c.saved["ids"].values()) + 1
-        self.ended.add(node.name)
-        self.c.engine.docker("stop", "-t", "0", self.c.container(node))
-        shutil.rmtree(f"{self.c.volume(node)}/mds")
-        self.c.saved["ids"][node.name] = new
-        self.c.save()
-        self.c.write_mds(node, join=True)
-        self.c.engine.docker("start", self.c.container(node))
-        yield f"{node.name}: id {old} becomes {new}", 0
-        others = [f"tcp:{m.name}:{FABRIC}" for m in self.c.of("mds") if m is not node]
-        end = time.monotonic() + 90
-        while True:
-            r = yield from self.aside("mds", "replace", str(old), f"tcp:{node.name}:{FABRIC}", "--mds", ",".join(others), "--timeout", "40")
-            if r and r.returncode == 0:
-                break
-            # It starts, a leader has just been elected, or time was short: the command says so and is repeated.
-            if time.monotonic() > end:
-                raise RuntimeError(f"strake mds replace: {r.stderr.strip() if r else 'no answer'}")
-            yield 1
+        # Two of three at once nobody survives: the group must have taken in the one before.
+        if self.replacing:
+            raise NotRun("another metadata server is being replaced")
+        self.replacing = True
+        try:
+            self.wait("not all is in sync", 60, lambda r, code: r if code == 0 else None)
+            node = self.pick("mds")
+            old, new = self.c.mds_id(node), max(self.c.saved["ids"].values()) + 1
+            self.ended.add(node.name)
+            self.c.engine.docker("stop", "-t", "0", self.c.container(node))
+            shutil.rmtree(f"{self.c.volume(node)}/mds")
+            self.c.saved["ids"][node.name] = new
+            self.c.save()
+            self.c.write_mds(node, join=True)
+            self.c.engine.docker("start", self.c.container(node))
+            yield f"{node.name}: id {old} becomes {new}", 0
+            others = [f"tcp:{m.name}:{FABRIC}" for m in self.c.of("mds") if m is not node]
+            end = time.monotonic() + 90
+            while True:
+                r = yield from self.aside("mds", "replace", str(old), f"tcp:{node.name}:{FABRIC}", "--mds", ",".join(others), "--timeout", "40")
+                if r and r.returncode == 0:
+                    break
+                # It starts, a leader has just been elected, or time was short: the command says so and is repeated.
+                if time.monotonic() > end:
+                    raise RuntimeError(f"strake mds replace: {r.stderr.strip() if r else 'no answer'}")
+                yield 1
+        finally:
+            self.replacing = False
         for m in self.c.of("mds"):
             self.c.write_mds(m)
 
