@@ -3,6 +3,7 @@
 use std::{
     fmt,
     future::ready,
+    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
@@ -20,9 +21,10 @@ use crate::{
     ByTier, Direction, Failed, FileIo, Network, Policy, Report, Tier, Unavailable,
     copier::{Call, Copier, Done, Flight, Work},
     direct::{Place, Stop, Went},
+    local::{Copies, Local},
     mem::{Fault, GpuMem},
     pins::{MIN_SLOT, Pins, Regions},
-    plan::{Measured, Run, Standing},
+    plan::{Measured, Run, Standing, choose},
     selftest,
 };
 
@@ -37,11 +39,15 @@ pub struct Options {
     pub slot_bytes: usize,
     /// Host memory that is pinned at most, bytes. `None`: half of `RLIMIT_MEMLOCK`, or 512 MiB where that is without limit.
     pub pinned_limit: Option<u64>,
-    /// `GpuRdma` may be used although its bytes are verified at the storage server only.
+    /// `GpuRdma` and `LocalGds` may be used although the device does not verify their bytes: those are verified at the storage server only, or when the copy was made.
     pub accept_oss_checksum: bool,
     /// The device sums what it received and what it gave, and the sums are compared with the host's. It costs a part of the device's and of the
     /// processor's time. Where the device cannot, reports say so.
     pub verify_on_gpu: bool,
+    /// Folder with copies of sealed files on this node, for `LocalGds`.
+    pub local: Option<PathBuf>,
+    /// The program that opens cuFile before this process does: `strake`, by its path or name.
+    pub prober: PathBuf,
 }
 
 impl Default for Options {
@@ -53,6 +59,8 @@ impl Default for Options {
             pinned_limit: None,
             accept_oss_checksum: false,
             verify_on_gpu: false,
+            local: None,
+            prober: "strake".into(),
         }
     }
 }
@@ -104,6 +112,8 @@ pub(crate) struct Inner {
     sums: Result<(), String>,
     /// The device can sum its memory; otherwise why not. Parts that pass no host memory are always verified by it where it can.
     pub device_sums: Result<(), String>,
+    /// Who reads copies on this node; `None`: no folder with any was named.
+    pub local: Option<Local>,
     /// Parts under way, over all calls.
     room: Semaphore,
     width: usize,
@@ -129,6 +139,8 @@ struct Ongoing<'a> {
     all: &'a [Transfer],
     direction: Direction,
     flight: Flight,
+    /// On this node, of the ranges.
+    copies: Copies,
     run: Mutex<Run>,
     /// Bytes moved of each range.
     moved: Vec<AtomicU64>,
@@ -152,10 +164,11 @@ impl Bridge {
         let start = |slots| Copier::start(device.clone(), slots, regions.clone());
         let workers = slots.into_iter().map(start).collect::<Result<Vec<_>>>()?;
         let device_sums = match device.refuses(Tier::GpuRdma) {
-            Some(_) if !options.verify_on_gpu => Err("it was not asked for".into()),
+            Some(_) if !options.verify_on_gpu && options.local.is_none() => Err("it was not asked for".into()),
             _ => device.sums(),
         };
         let sums = if options.verify_on_gpu { device_sums.clone() } else { Err("it was not asked for".into()) };
+        let local = open_local(&device, &options).await?;
         let bridge = Bridge(Arc::new(Inner {
             device,
             network,
@@ -167,6 +180,7 @@ impl Bridge {
             consent: options.accept_oss_checksum,
             sums,
             device_sums,
+            local,
             room: Semaphore::new(width),
             width,
             next: AtomicUsize::new(0),
@@ -180,8 +194,8 @@ impl Bridge {
     /// Moves a pattern through every tier and back; what comes of it is where the tiers stand from now on.
     pub async fn self_test(&self) -> ByTier<Standing> {
         let _one = self.0.testing.lock().await;
-        // That over RDMA is measured in terms of the others.
-        for tier in Tier::ALL.into_iter().cycle().skip(1).take(Tier::ALL.len()) {
+        // Those that pass no host memory are measured in terms of the others.
+        for tier in Tier::ALL.into_iter().cycle().skip(2).take(Tier::ALL.len()) {
             let standing = selftest::test(&self.0, tier).await;
             self.0.standings.lock()[tier] = standing;
         }
@@ -248,7 +262,8 @@ impl Bridge {
             self.self_test().await;
         }
         let asked = all.iter().fold(0u64, |sum, t| sum.saturating_add(t.len));
-        let mut run = Run::begin(asked, policy, direction, &inner.standings_of(direction), inner.accepts());
+        let copies = inner.copies(direction, all, policy).await;
+        let mut run = inner.begin(asked, policy, direction, &copies);
         if let Err(e) = inner.check(direction, all) {
             run.refuse(e);
         }
@@ -256,6 +271,7 @@ impl Bridge {
             all,
             direction,
             flight: Flight(Arc::default()),
+            copies,
             run: Mutex::new(run),
             moved: all.iter().map(|_| AtomicU64::new(0)).collect(),
         };
@@ -357,14 +373,21 @@ impl Inner {
     async fn load_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         loop {
             // Not to fetch what nobody wants any more.
-            let road = call.run.lock().road();
-            match road {
-                None => return Ok(None),
-                Some(Tier::GpuRdma) => match self.load_direct(&call.flight.0, p.place(call)).await {
-                    Ok(went) => return Ok(Some(direct_done(went))),
-                    Err(stop) => self.direct_failed(call, p, stop)?,
+            let copy = call.copies.of(p.range);
+            let road = call.run.lock().road_for(copy.is_some());
+            match (road, copy) {
+                (None, _) => return Ok(None),
+                (Some(tier @ Tier::GpuRdma), _) => match self.load_direct(&call.flight.0, p.place(call)).await {
+                    Ok(went) => return Ok(Some(direct_done(tier, went))),
+                    Err(stop) => self.direct_failed(call, tier, p, stop)?,
                 },
-                Some(_) => {
+                (Some(tier @ Tier::LocalGds), Some(copy)) => {
+                    match self.load_local(&call.flight.0, copy, p.place(call)).await {
+                        Ok(went) => return Ok(Some(direct_done(tier, went))),
+                        Err(stop) => self.direct_failed(call, tier, p, stop)?,
+                    }
+                }
+                (Some(_), _) => {
                     if let Some(moved) = self.load_by_host(call, p).await? {
                         return Ok(Some(moved));
                     }
@@ -387,7 +410,10 @@ impl Inner {
             let tier = {
                 let mut run = call.run.lock();
                 // What was fetched meanwhile is of no use where only that road is left.
-                if run.road() == Some(Tier::GpuRdma) { None } else { run.road_of(came) }
+                match run.road_for(call.copies.of(p.range).is_some()) {
+                    Some(t) if t.is_straight() => None,
+                    _ => run.road_of(came),
+                }
             };
             let Some(tier) = tier else { return Ok(None) };
             let work = Work::Load { from: bufs.clone(), to: p.gpu, sum: self.sums.is_ok() };
@@ -404,8 +430,8 @@ impl Inner {
             let Some(mut tier) = call.run.lock().road() else { return Ok(None) };
             if tier == Tier::GpuRdma && p.offset.is_multiple_of(BLOCK as u64) {
                 match self.save_direct(&call.flight.0, p.place(call)).await {
-                    Ok(went) => return Ok(Some(direct_done(went))),
-                    Err(stop) => self.direct_failed(call, p, stop)?,
+                    Ok(went) => return Ok(Some(direct_done(tier, went))),
+                    Err(stop) => self.direct_failed(call, tier, p, stop)?,
                 }
                 continue;
             }
@@ -425,18 +451,18 @@ impl Inner {
         }
     }
 
-    /// As [`Inner::tier_failed`], of the direct road.
-    fn direct_failed(&self, call: &Ongoing<'_>, p: &Part, stop: Stop) -> Result<()> {
+    /// As [`Inner::tier_failed`], of a road that passes no host memory.
+    fn direct_failed(&self, call: &Ongoing<'_>, tier: Tier, p: &Part, stop: Stop) -> Result<()> {
         match stop {
             Stop::Call(e) => Err(e),
-            Stop::Tier(f) => self.tier_failed(call, Tier::GpuRdma, p, f),
+            Stop::Tier(f) => self.tier_failed(call, tier, p, f),
             Stop::Network(f) => {
                 let f = self.device.check(p.gpu, p.len as u64).err().unwrap_or(f);
                 if f.is_of_call() {
                     return Err(f.into());
                 }
-                tracing::warn!("{}: {} failed for a call: {f}", self.device.name(), Tier::GpuRdma);
-                call.run.lock().lost(Tier::GpuRdma, Unavailable::Lost(f));
+                tracing::warn!("{}: {tier} failed for a call: {f}", self.device.name());
+                call.run.lock().lost(tier, Unavailable::Lost(f));
                 Ok(())
             }
         }
@@ -457,13 +483,37 @@ impl Inner {
     }
 
     /// Where the tiers stand in a direction: where the device makes no checksums, nothing is saved straight from its memory.
-    fn standings_of(&self, direction: Direction) -> ByTier<Standing> {
+    pub fn standings_of(&self, direction: Direction) -> ByTier<Standing> {
         let mut all = self.standings.lock().clone();
         if let (Direction::Save, Standing::Available(_), Err(why)) = (direction, &all[Tier::GpuRdma], &self.device_sums)
         {
             all[Tier::GpuRdma] = Standing::Unavailable(Unavailable::NoSums { why: why.clone() });
         }
+        if let (Direction::Save, Standing::Available(_)) = (direction, &all[Tier::LocalGds]) {
+            all[Tier::LocalGds] = Standing::Unavailable(Unavailable::LoadsOnly);
+        }
         all
+    }
+
+    /// A call. Without a copy for anything, or for something that no other tier may take, copies are not available to it.
+    fn begin(&self, asked: u64, policy: Policy, direction: Direction, copies: &Copies) -> Run {
+        let (mut standings, consent) = (self.standings_of(direction), self.accepts());
+        if let Some(why) = &copies.missing {
+            let (able, _) = choose(policy, direction, &standings, consent);
+            if copies.is_empty() || able.iter().all(|t| *t == Tier::LocalGds) {
+                standings[Tier::LocalGds] = Standing::Unavailable(why.clone());
+            }
+        }
+        let mut run = Run::begin(asked, policy, direction, &standings, consent);
+        if let Some(why) = &copies.missing {
+            run.not_for_all(Tier::LocalGds, why.clone());
+        }
+        run
+    }
+
+    /// For copies on this node.
+    pub fn folder(&self) -> Option<&Path> {
+        self.local.as_ref().map(Local::dir)
     }
 
     /// Bytes that pass no host memory are verified by the device, or the caller does without.
@@ -472,7 +522,8 @@ impl Inner {
     }
 
     fn not_on_gpu(&self, report: &Report) -> Option<String> {
-        let direct = report.is_all(Tier::GpuRdma) && report.moved() > 0;
+        let straight: u64 = report.by_tier.iter().filter(|(t, _)| t.is_straight()).map(|(_, n)| n).sum();
+        let direct = straight == report.asked && straight > 0;
         if direct { self.device_sums.clone().err() } else { self.sums.clone().err() }
     }
 
@@ -508,8 +559,16 @@ impl Part {
     }
 }
 
-fn direct_done(w: Went) -> Moved {
-    (Tier::GpuRdma, w.by, Done { staged: w.staged, saved: None, summed: w.summed, sums: Vec::new() })
+async fn open_local(device: &Arc<dyn GpuMem>, options: &Options) -> Result<Option<Local>> {
+    let Some(dir) = options.local.clone() else { return Ok(None) };
+    let (device, prober, workers) = (device.clone(), options.prober.clone(), options.workers);
+    // It may wait for another process.
+    let open = tokio::task::spawn_blocking(move || Local::open(&device, &dir, &prober, workers));
+    open.await.map_err(|e| Error::new(Code::Io, format!("opening cuFile: {e}")))?.map(Some)
+}
+
+fn direct_done(tier: Tier, w: Went) -> Moved {
+    (tier, w.by, Done { staged: w.staged, saved: None, summed: w.summed, sums: Vec::new() })
 }
 
 fn unaligned(offset: u64) -> Error {

@@ -39,7 +39,7 @@ struct CallState {
 
 impl Call {
     /// For a copy to begin; `None`: nobody wants it any more.
-    fn take_off(self: Arc<Self>) -> Option<Landing> {
+    pub fn take_off(self: Arc<Self>) -> Option<Landing> {
         let mut s = self.state.lock();
         if s.given_up {
             return None;
@@ -58,7 +58,7 @@ impl Call {
 }
 
 /// A copy that was begun, until the device uses no memory for it any more.
-struct Landing(Arc<Call>);
+pub struct Landing(Arc<Call>);
 
 impl Drop for Landing {
     fn drop(&mut self) {

@@ -125,7 +125,7 @@ impl Inner {
             if !from.is_empty() {
                 let to = gpu + a.range.start + a.placed;
                 let work = Work::Load { from, to, sum: self.device_sums.is_ok() };
-                self.worker().copy(flight, self.copies(), work).await?;
+                self.worker().copy(flight, self.copies_as(), work).await?;
                 staged += here + hole;
             }
         }
@@ -133,7 +133,7 @@ impl Inner {
     }
 
     /// How the device copies what must be copied for this tier.
-    fn copies(&self) -> Tier {
+    pub fn copies_as(&self) -> Tier {
         if self.unpinned.is_none() { Tier::BounceTcp } else { Tier::Pageable }
     }
 
@@ -154,7 +154,7 @@ impl Inner {
     /// The device's sums of its memory, of each 4 KiB.
     async fn sums_of(&self, flight: &Arc<Call>, from: u64, len: u64) -> Result<Vec<u32>, Fault> {
         let work = Work::Sum { from, len: len as usize };
-        Ok(self.worker().copy(flight, self.copies(), work).await?.sums)
+        Ok(self.worker().copy(flight, self.copies_as(), work).await?.sums)
     }
 
     /// Has the storage servers read a part from the device's memory, by the sums that the device makes of it first. If they find others, both are
@@ -319,7 +319,7 @@ impl Test<'_> {
     }
 
     async fn copy(&self, work: Work) -> Result<Option<BufMut>, Unavailable> {
-        let done = self.bridge.worker().copy(self.flight, self.bridge.copies(), work).await;
+        let done = self.bridge.worker().copy(self.flight, self.bridge.copies_as(), work).await;
         done.map(|d| d.saved).map_err(Unavailable::TestStopped)
     }
 }

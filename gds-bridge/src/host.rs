@@ -3,6 +3,7 @@
 use std::{
     any::Any,
     collections::{BTreeMap, HashMap, VecDeque},
+    path::Path,
     ptr,
     sync::Arc,
     thread,
@@ -15,6 +16,7 @@ use strake_proto::checksum::{BLOCK, block_sums, combine};
 
 use crate::{
     Tier, Unavailable,
+    local::{CuFile, HostCuFile, Tricks},
     mem::{Fault, GpuMem, Mark, Stream},
 };
 
@@ -48,6 +50,7 @@ struct State {
     pace: Duration,
     sums: bool,
     no_exports: Option<String>,
+    cufile: Arc<Tricks>,
 }
 
 /// An allocation. Who was lent a part of it keeps it in place when it is freed.
@@ -176,6 +179,11 @@ impl HostMem {
     /// From now on, or (`None`) no more, lends no memory to storage servers, for this reason.
     pub fn refuse_exports(&self, why: Option<String>) {
         self.0.lock().no_exports = why;
+    }
+
+    /// What its stand-in of cuFile does and did.
+    pub fn tricks(&self) -> Arc<Tricks> {
+        self.0.lock().cufile.clone()
     }
 
     /// What was copied so far.
@@ -393,6 +401,10 @@ impl GpuMem for HostMem {
 
     fn arrived(&self) -> Result<(), Fault> {
         if self.0.lock().context_gone { Err(Fault::ContextGone) } else { Ok(()) }
+    }
+
+    fn cufile(&self, _prober: &Path) -> Result<Arc<dyn CuFile>, Unavailable> {
+        Ok(Arc::new(HostCuFile::new(self.clone())))
     }
 
     fn stream(&self) -> Result<Box<dyn Stream>, Fault> {

@@ -16,7 +16,7 @@
 //! ```
 //!
 //! Where to read: [`plan`] decides which tier a part takes and is pure; [`Bridge`] (`bridge.rs`) cuts calls into parts and drives it;
-//! `copier.rs` has the threads that copy; `direct.rs` is the road on which nothing is copied here; [`session`] is all of it for programs that are not asynchronous; `pins.rs` registers host memory; [`GpuMem`] is the device, implemented by [`Cuda`] and
+//! `copier.rs` has the threads that copy; `direct.rs` is the road on which nothing is copied here, [`local`] the one from a copy on this node; [`session`] is all of it for programs that are not asynchronous; `pins.rs` registers host memory; [`GpuMem`] is the device, implemented by [`Cuda`] and
 //! [`HostMem`].
 
 #![warn(missing_docs)]
@@ -28,6 +28,7 @@ mod cuda;
 mod direct;
 mod file;
 mod host;
+pub mod local;
 mod mem;
 mod pins;
 pub mod plan;

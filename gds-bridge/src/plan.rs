@@ -33,7 +33,7 @@ pub enum Standing {
 }
 
 /// Tiers that a call may take, the fastest first; a draw goes to the better tier. And the others that its policy allows, with their
-/// reasons. `consent`: `GpuRdma` may be used though nobody verifies its bytes behind the storage server.
+/// reasons. `consent`: tiers that pass no host memory may be used though the device does not verify their bytes.
 pub fn choose(
     policy: Policy,
     direction: Direction,
@@ -43,7 +43,7 @@ pub fn choose(
     let (mut able, mut unable) = (Vec::new(), Vec::new());
     for (tier, standing) in standings.iter().filter(|(t, _)| policy.allows(*t)) {
         match standing {
-            Standing::Available(_) if tier == Tier::GpuRdma && !consent => unable.push((tier, Unavailable::NoConsent)),
+            Standing::Available(_) if tier.is_straight() && !consent => unable.push((tier, Unavailable::NoConsent)),
             Standing::Available(m) => able.push((tier, m.of(direction))),
             Standing::Unavailable(why) => unable.push((tier, why.clone())),
         }
@@ -117,6 +117,29 @@ impl Run {
         if self.ended.is_some() { None } else { self.roads.first().copied() }
     }
 
+    /// As [`Run::road`], for a part of a file that has a copy on this node or not. The call has ended just now if only copies are left and it has none.
+    pub fn road_for(&mut self, copied: bool) -> Option<Tier> {
+        self.road()?;
+        let found = self.roads.iter().copied().find(|t| copied || *t != Tier::LocalGds);
+        if found.is_none() {
+            let m = format!(
+                "a file has no copy on this node, and no other tier that {} allows is left: {}",
+                self.policy,
+                in_words(&self.unavailable)
+            );
+            self.ended = Some(Error::new(Code::Io, m));
+        }
+        found
+    }
+
+    /// Some files of the call cannot take a tier that others take: told with the tiers that were not available.
+    pub fn not_for_all(&mut self, tier: Tier, why: Unavailable) {
+        if self.roads.contains(&tier) {
+            self.unavailable.push((tier, why));
+            self.unavailable.sort_by_key(|(t, _)| *t);
+        }
+    }
+
     /// The tier for a part that the one in use cannot take: the next one over host memory.
     pub fn beside(&self, tier: Tier) -> Option<Tier> {
         self.roads.iter().copied().find(|t| *t != tier && (t.is_bounce() || *t == Tier::Pageable))
@@ -127,6 +150,8 @@ impl Run {
     /// the call has ended just now, because the policy allows no tier for them.
     pub fn road_of(&mut self, came: ByRoad) -> Option<Tier> {
         let first = self.road()?;
+        // It is in host memory already, so that a copy on this node is nothing to it.
+        let first = self.roads.iter().copied().find(|t| *t != Tier::LocalGds).unwrap_or(first);
         let Some(tier) = self.roads.iter().find_map(|t| self.takes(*t, came)) else {
             let lost = self.switches.iter().rev().find(|s| matches!(s.why, Unavailable::Lost(_)));
             let lost = lost.map(|s| format!("; {}: {}", s.from, s.why)).unwrap_or_default();
@@ -170,7 +195,7 @@ impl Run {
     /// Of a part that is about to be counted the device's sum was right.
     pub fn verified(&mut self, tier: Tier, bytes: u64) {
         self.verified += bytes;
-        self.verified_direct += if tier == Tier::GpuRdma { bytes } else { 0 };
+        self.verified_direct += if tier.is_straight() { bytes } else { 0 };
     }
 
     /// A part was saved. Only now it is known by which roads it went, and the call has ended if the policy does not allow what they make of
@@ -236,7 +261,8 @@ impl Run {
         let moved = self.by_tier.sum();
         assert_eq!(ranges.iter().sum::<u64>(), moved, "bytes by range and bytes by tier differ");
         assert_eq!(self.by_road.sum(), moved, "bytes by road and bytes by tier differ");
-        let direct = self.by_tier[Tier::GpuRdma] > self.verified_direct;
+        let straight: u64 = self.by_tier.iter().filter(|(t, _)| t.is_straight()).map(|(_, n)| n).sum();
+        let direct = straight > self.verified_direct;
         assert!(self.verified <= moved);
         let checksum = (moved > 0).then_some(match self.verified == moved {
             true => Checksum::OnGpu,
@@ -549,6 +575,30 @@ mod tests {
         assert!(e.message.contains("allows no tier for them; bounce-tcp: it failed in a call"), "{e}");
     }
 
+    #[test]
+    fn a_part_without_a_copy_takes_the_next_tier_or_ends_the_call() {
+        let mut r = run(Policy::Prefer, [0, 9, 0, 5, 3]);
+        r.not_for_all(Tier::LocalGds, Unavailable::NotSealed { ino: 7 });
+        assert_eq!((r.road_for(true), r.road_for(false)), (Some(Tier::LocalGds), Some(Tier::BounceTcp)));
+        // That another file has one is no lower road than asked.
+        assert_eq!(r.road_of(tcp(40)), Some(Tier::BounceTcp));
+        r.moved(Tier::BounceTcp, tcp(40), 0);
+        r.moved(Tier::LocalGds, ByRoad::of(Road::Local, 60), 0);
+        let (report, outcome) = r.finish(vec![100], Duration::ZERO);
+        outcome.unwrap();
+        assert!(report.switches.is_empty(), "{report}");
+        assert_eq!((report.by_tier[Tier::LocalGds], report.checksum), (60, Some(Checksum::AtOssOnly)));
+        assert!(report.unavailable.contains(&(Tier::LocalGds, Unavailable::NotSealed { ino: 7 })));
+
+        let mut r = run(Policy::AtLeast(Tier::LocalGds), [5, 9, 9, 9, 9]);
+        r.not_for_all(Tier::LocalGds, Unavailable::NotSealed { ino: 7 });
+        assert_eq!(r.road_for(false), Some(Tier::GpuRdma));
+        r.lost(Tier::GpuRdma, lost());
+        assert_eq!((r.road_for(true), r.road_for(false), r.road_for(true)), (Some(Tier::LocalGds), None, None));
+        let e = r.finish(vec![0], Duration::ZERO).1.unwrap_err();
+        assert!(e.code == Code::Io && e.message.contains("has no copy") && e.message.contains("is not sealed"), "{e}");
+    }
+
     fn policies() -> impl Strategy<Value = Policy> {
         (0usize..3, 0usize..5).prop_map(|(kind, t)| match kind {
             0 => Policy::Prefer,
@@ -564,7 +614,7 @@ mod tests {
         fn bytes_add_up_and_policies_hold_whatever_happens(
             policy in policies(),
             speeds in prop::array::uniform5(0u32..4),
-            steps in prop::collection::vec((0u8..8, any::<prop::sample::Index>(), 1u64..50), 0..60),
+            steps in prop::collection::vec((0u8..9, any::<prop::sample::Index>(), 1u64..50), 0..60),
             consent in any::<bool>(),
         ) {
             let standings = standings(speeds);
@@ -585,7 +635,7 @@ mod tests {
                         match run.road_of(came) {
                             Some(t) => {
                                 prop_assert!(!ended && policy.allows(t) && speeds[t as usize] > 0 && !gone.contains(&t));
-                                prop_assert!(consent || t != Tier::GpuRdma);
+                                prop_assert!(!t.is_straight());
                                 under_way.push((t, came));
                             }
                             None => ended = true,
@@ -603,6 +653,17 @@ mod tests {
                         run.lost(t, lost());
                         gone.push(t);
                     }
+                    8 => match run.road_for(bytes % 2 == 0) {
+                        Some(t) => {
+                            prop_assert!(!ended && policy.allows(t) && speeds[t as usize] > 0 && !gone.contains(&t));
+                            prop_assert!(bytes % 2 == 0 || t != Tier::LocalGds);
+                            prop_assert!(consent || !t.is_straight());
+                            if t == Tier::LocalGds {
+                                under_way.push((t, ByRoad::of(Road::Local, bytes)));
+                            }
+                        }
+                        None => ended = true,
+                    },
                     7 if bytes == 7 => run.fail(Error::new(Code::Io, "the file system")),
                     _ => {}
                 }

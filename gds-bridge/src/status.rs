@@ -1,6 +1,6 @@
 //! Where the tiers stand, in a form that goes from one process to another.
 
-use std::sync::Arc;
+use std::{path::Path, sync::Arc};
 
 use serde::{Deserialize, Serialize};
 use strake_fabric::Pool;
@@ -10,7 +10,7 @@ use crate::{
     Bridge, ByTier, GpuMem, Options, Tier, Unavailable,
     file::NO_CLIENT,
     plan::Standing,
-    selftest::{not_built, refused},
+    selftest::{no_folder, refused},
 };
 
 /// One tier.
@@ -52,28 +52,29 @@ impl TierStatus {
                 reason: None,
                 why: None,
                 load_bytes_per_s: Some(m.load),
-                save_bytes_per_s: Some(m.save),
+                // A tier that saves nothing.
+                save_bytes_per_s: (m.save > 0.0).then_some(m.save),
             },
         }
     }
 }
 
-/// What there is to say of the tiers without a device, and why there is none.
-pub fn without(why: &Unavailable) -> Vec<TierStatus> {
-    all(|tier| Standing::Unavailable(not_built(tier).unwrap_or_else(|| why.clone())))
+/// What there is to say of the tiers without a device, and why there is none. `local`: the folder for copies on this node.
+pub fn without(why: &Unavailable, local: Option<&Path>) -> Vec<TierStatus> {
+    all(|tier| Standing::Unavailable(no_folder(tier, local).unwrap_or_else(|| why.clone())))
 }
 
 /// What there is to say of them with a device, without moving a byte.
-pub fn untested(device: &dyn GpuMem) -> Vec<TierStatus> {
+pub fn untested(device: &dyn GpuMem, local: Option<&Path>) -> Vec<TierStatus> {
     all(|tier| {
         let no_rdma = || Some(NO_CLIENT.to_string());
-        Standing::Unavailable(refused(device, tier, None, no_rdma).unwrap_or(Unavailable::NotTested))
+        Standing::Unavailable(refused(device, tier, local, None, no_rdma).unwrap_or(Unavailable::NotTested))
     })
 }
 
 /// The same after self-tests, and what a bridge had to say about its memory.
-pub async fn tested(device: Arc<dyn GpuMem>) -> Result<(Vec<TierStatus>, Option<String>)> {
-    let bridge = Bridge::open(device, Arc::new(Pool::default()), Options::default()).await?;
+pub async fn tested(device: Arc<dyn GpuMem>, options: Options) -> Result<(Vec<TierStatus>, Option<String>)> {
+    let bridge = Bridge::open(device, Arc::new(Pool::default()), options).await?;
     Ok((of_bridge(&bridge), bridge.notice().map(String::from)))
 }
 

@@ -64,7 +64,7 @@ fn without_a_driver_each_tier_says_why_it_is_not_there() {
         return;
     }
     let kinds: Vec<String> = reasons(&v).into_iter().map(|r| r.0).collect();
-    assert_eq!(kinds, ["no-library", "not-built", "no-library", "no-library", "no-library"]);
+    assert_eq!(kinds, ["no-library", "no-folder", "no-library", "no-library", "no-library"]);
     let shown = ok(&gds(&["status"]).output().unwrap());
     assert!(shown.starts_with("device: none\n"), "{shown}");
     for t in TIERS {
@@ -92,7 +92,7 @@ fn the_stand_in_passes_its_self_tests_and_policies_decide_the_exit() {
     assert_eq!(exit("at-least:bounce-rdma"), Some(1));
     let v = json(&gds(&["status", "--memory=host", "--json"]).output().unwrap());
     let kinds: Vec<String> = reasons(&v).into_iter().map(|r| r.0).collect();
-    assert_eq!(kinds, ["no-rdma", "not-built", "no-rdma", "not-tested", "not-tested"]);
+    assert_eq!(kinds, ["no-rdma", "no-folder", "no-rdma", "not-tested", "not-tested"]);
     assert!(v.get("met").is_none());
 }
 

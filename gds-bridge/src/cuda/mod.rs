@@ -20,6 +20,7 @@ use table::{Handle, Table};
 
 use crate::{
     Tier, Unavailable,
+    local::{CuFile, Nvidia},
     mem::{Fault, GpuMem, Mark, Stream},
 };
 
@@ -366,6 +367,10 @@ impl GpuMem for Cuda {
 
     fn arrived(&self) -> Result<(), Fault> {
         self.0.flush_writes()
+    }
+
+    fn cufile(&self, prober: &Path) -> Result<Arc<dyn CuFile>, Unavailable> {
+        Ok(Nvidia::open(prober)?)
     }
 
     fn stream(&self) -> Result<Box<dyn Stream>, Fault> {

@@ -2,8 +2,9 @@
 
 mod bench;
 mod child;
+mod copies;
 
-use std::process::ExitCode;
+use std::{path::PathBuf, process::ExitCode};
 
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
@@ -26,6 +27,12 @@ pub enum Command {
     },
     /// Measure loads and saves beside what the device can do at all and beside a loop of read and copy, in one run.
     Bench(bench::BenchArgs),
+    /// Make copies of sealed files in a folder of this node, for the tier local-gds.
+    Stage(copies::StageArgs),
+    /// List the copies in a folder of this node.
+    Copies(copies::ListArgs),
+    /// Remove copies from a folder of this node.
+    Unstage(copies::UnstageArgs),
     /// What `status` and `probe` start to look for them.
     #[command(hide = true)]
     Look {
@@ -33,7 +40,12 @@ pub enum Command {
         at: Device,
         #[arg(long)]
         test: bool,
+        #[arg(long)]
+        local: Option<PathBuf>,
     },
+    /// What opens cuFile's driver before another process does.
+    #[command(hide = true)]
+    LookCufile,
 }
 
 #[derive(Args)]
@@ -43,6 +55,9 @@ pub struct LookArgs {
     /// Seconds after which a driver that does not answer is taken for hung.
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=600))]
     timeout: u64,
+    /// Folder with copies on this node, for the tier local-gds.
+    #[arg(long)]
+    local: Option<PathBuf>,
     #[arg(long)]
     json: bool,
 }
@@ -82,12 +97,16 @@ struct Shown {
 
 pub fn run(command: Command) -> Result<ExitCode> {
     let (args, policy) = match command {
-        Command::Look { at, test } => return child::look(at, test),
+        Command::Look { at, test, local } => return child::look(at, test, local),
+        Command::LookCufile => return Ok(child::look_cufile()),
+        Command::Stage(args) => return copies::stage(args),
+        Command::Copies(args) => return copies::list(args),
+        Command::Unstage(args) => return copies::unstage(args),
         Command::Bench(args) => return bench::run(args),
         Command::Status(args) => (args, None),
         Command::Probe { look, policy } => (look, Some(policy)),
     };
-    let found = child::ask(args.at, policy.is_some(), args.timeout)?;
+    let found = child::ask(args.at, args.local.as_deref(), policy.is_some(), args.timeout)?;
     let met = policy.map(|p| found.tiers.iter().any(|t| t.available && t.tier.parse().is_ok_and(|t| p.allows(t))));
     let shown = Shown { device: found.device, notice: found.notice, tiers: found.tiers, policy, met };
     if args.json {
