@@ -290,7 +290,8 @@ impl Bench {
 /// Two pinned slots of so many bytes, or smaller ones where that is more than may be locked.
 fn two_slots(device: &Arc<dyn GpuMem>, mut bytes: usize) -> Result<(usize, [Slot; 2]), Fault> {
     loop {
-        match (Slot::new(device, bytes), Slot::new(device, bytes)) {
+        let slot = || Slot::new(device, bytes, u64::MAX, &|_, _| {});
+        match (slot(), slot()) {
             (Ok(a), Ok(b)) => return Ok((bytes, [a, b])),
             (Err(e), _) | (_, Err(e)) if bytes <= MIN_SLOT => return Err(e),
             _ => bytes /= 2,

@@ -5,7 +5,7 @@ use std::{fmt, path::Path, sync::Arc};
 use strake_fabric::Foreign;
 use strake_proto::{Code, Error};
 
-use crate::{Tier, Unavailable, local::CuFile};
+use crate::{Tier, Unavailable, local::CuFile, pins::Registry};
 
 /// What a device, its driver or the memory given to it had against something.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,8 +50,20 @@ pub enum Fault {
         /// What the driver, the system or the network said.
         why: String,
     },
-    /// cuFile moved bytes, and its counters do not say that they went straight.
+    /// The device could not sum its memory.
+    Sums {
+        /// What it, or its driver, said.
+        why: String,
+    },
+    /// Bytes that go by RDMA lie where the device cannot copy them from or to by itself.
     NotStraight {
+        /// How many.
+        bytes: u64,
+        /// What it takes.
+        why: String,
+    },
+    /// cuFile moved bytes, and its counters do not say that they went straight.
+    Detour {
         /// So many bytes.
         len: u64,
         /// Reads by way of host memory that it counted meanwhile.
@@ -97,8 +109,8 @@ impl Fault {
             Fault::Foreign { .. } | Fault::Freed { .. } | Fault::Beyond { .. } | Fault::ContextGone => true,
             // Nobody knows whom to trust.
             Fault::Damaged { .. } => true,
-            Fault::NotStraight { .. } | Fault::BadCopy { .. } => false,
-            Fault::NoMemory { .. } | Fault::Export { .. } | Fault::Pin { .. } | Fault::Driver { .. } => false,
+            Fault::NoMemory { .. } | Fault::Export { .. } | Fault::Sums { .. } | Fault::NotStraight { .. } => false,
+            Fault::Detour { .. } | Fault::BadCopy { .. } | Fault::Pin { .. } | Fault::Driver { .. } => false,
         }
     }
 }
@@ -120,7 +132,11 @@ impl fmt::Display for Fault {
             Fault::Export { bytes, why } => {
                 write!(f, "{bytes} bytes of the device's memory cannot be lent to a storage server: {why}")
             }
-            Fault::NotStraight { len, posix, straight, bytes } => write!(
+            Fault::Sums { why } => write!(f, "the device could not sum its memory: {why}"),
+            Fault::NotStraight { bytes, why } => {
+                write!(f, "{bytes} bytes cannot go straight between RDMA and the device: {why}")
+            }
+            Fault::Detour { len, posix, straight, bytes } => write!(
                 f,
                 "cuFile read {len} bytes another way than straight: meanwhile it counted {posix} reads through host memory, {straight} straight ones \
                  and {bytes} bytes"
@@ -147,8 +163,8 @@ impl From<Fault> for Error {
             Fault::Foreign { .. } | Fault::Freed { .. } | Fault::Beyond { .. } => Code::Inval,
             Fault::ContextGone => Code::NoDev,
             Fault::Damaged { .. } | Fault::BadCopy { .. } => Code::Corrupt,
-            Fault::NoMemory { .. } | Fault::Pin { .. } => Code::NoMem,
-            Fault::NotStraight { .. } | Fault::Export { .. } | Fault::Driver { .. } => Code::Io,
+            Fault::NoMemory { .. } | Fault::NotStraight { .. } | Fault::Pin { .. } => Code::NoMem,
+            Fault::Detour { .. } | Fault::Export { .. } | Fault::Sums { .. } | Fault::Driver { .. } => Code::Io,
         };
         Error::new(code, f.to_string())
     }
@@ -179,7 +195,17 @@ pub trait GpuMem: Send + Sync + 'static {
     /// Gives back what [`GpuMem::alloc`] returned.
     fn free(&self, addr: u64) -> Result<(), Fault>;
 
-    /// Pins host memory and makes it known to the device, which then copies from and to it by itself.
+    /// What is pinned for this device and for all others of its driver in this process. Whoever pins tells it.
+    fn registry(&self) -> Arc<Registry>;
+
+    /// Whether the context was destroyed, and with it what was pinned by it.
+    fn is_gone(&self) -> bool;
+
+    /// Its PCI address as sysfs writes it (`0000:3b:00.0`); otherwise why none is known, in a sentence.
+    fn pci(&self) -> Result<String, String>;
+
+    /// Pins host memory and makes it known to the device, and to all others of its driver, which then copy from and to it by themselves. Memory
+    /// of which a part is pinned already is refused.
     ///
     /// # Safety
     /// The memory, whole pages, stays mapped until [`GpuMem::unpin`] returned.

@@ -57,7 +57,7 @@ pub fn choose(
 ///
 /// | state | `lost(the tier in use)` | `lost(another)` | `fail` |
 /// |---|---|---|---|
-/// | goes by a tier | the next tier, or ended if there is none | struck off | ended |
+/// | goes by a tier | the next tier, or ended if there is none | struck off, and told | ended |
 /// | ended | as it is | as it is | the first cause stays |
 ///
 /// `moved` is taken in every state: parts that were under way when the call was ended, or its tier changed, may arrive.
@@ -123,9 +123,10 @@ impl Run {
         let found = self.roads.iter().copied().find(|t| copied || *t != Tier::LocalGds);
         if found.is_none() {
             let m = format!(
-                "a file has no copy on this node, and no other tier that {} allows is left: {}",
+                "a file has no copy on this node, and no other tier that {} allows is left: {}{}",
                 self.policy,
-                in_words(&self.unavailable)
+                in_words(&self.unavailable),
+                self.last_lost(|_| true).map(|lost| format!("; {lost}")).unwrap_or_default()
             );
             self.ended = Some(Error::new(Code::Io, m));
         }
@@ -145,6 +146,16 @@ impl Run {
         self.roads.iter().copied().find(|t| *t != tier && (t.is_bounce() || *t == Tier::Pageable))
     }
 
+    /// What became of the tier over host memory that failed last in this call.
+    pub fn lost_beside(&self) -> Option<String> {
+        self.last_lost(|t| t.is_bounce() || t == Tier::Pageable)
+    }
+
+    fn last_lost(&self, of: impl Fn(Tier) -> bool) -> Option<String> {
+        let failed = |s: &&Switch| matches!(s.why, Unavailable::Lost(_) | Unavailable::Resting(_)) && of(s.from);
+        self.switches.iter().rev().find(failed).map(|s| format!("{}: {}", s.from, s.why))
+    }
+
     /// The tier for a part that was fetched and lies in host memory: of those left, the first that bytes of these roads can take. With
     /// [`Tier::BounceRdma`] those of other roads than RDMA are bounced, too, and count as [`Tier::BounceTcp`]. `None`: as for [`Run::road`], or
     /// the call has ended just now, because the policy allows no tier for them.
@@ -153,8 +164,7 @@ impl Run {
         // It is in host memory already, so that a copy on this node is nothing to it.
         let first = self.roads.iter().copied().find(|t| *t != Tier::LocalGds).unwrap_or(first);
         let Some(tier) = self.roads.iter().find_map(|t| self.takes(*t, came)) else {
-            let lost = self.switches.iter().rev().find(|s| matches!(s.why, Unavailable::Lost(_)));
-            let lost = lost.map(|s| format!("; {}: {}", s.from, s.why)).unwrap_or_default();
+            let lost = self.last_lost(|_| true).map(|lost| format!("; {lost}")).unwrap_or_default();
             let m =
                 format!("bytes of a part came by {}, and {} allows no tier for them{lost}", said(came), self.policy);
             self.ended = Some(Error::new(Code::Io, m));
@@ -232,16 +242,24 @@ impl Run {
         split
     }
 
-    /// A tier failed; several parts may say so of the same one.
+    /// A tier failed; several parts may say so of the same one. If it is not the first one, the network had chosen it (of the two that bounce), or
+    /// it was used beside the first.
     pub fn lost(&mut self, tier: Tier, why: Unavailable) {
         let Some(at) = self.roads.iter().position(|t| *t == tier) else { return };
-        // The network chooses between the two that bounce, so both are in use where one is.
-        let in_use = at == 0 || (tier.is_bounce() && self.roads[0].is_bounce());
+        // Copies on this node are for parts that have one; the others go by what follows.
+        let first = self.roads.iter().copied().find(|t| *t != Tier::LocalGds || tier == *t).unwrap_or(tier);
         self.roads.remove(at);
-        if !in_use || self.ended.is_some() {
+        if self.ended.is_some() {
             return;
         }
-        let to = self.roads.iter().find(|t| at == 0 || !t.is_bounce()).copied();
+        let mut left = self.roads.iter().copied().filter(|t| *t != Tier::LocalGds);
+        let to = match first == tier {
+            // Those that had a copy, too.
+            true if at == 0 => self.roads.first().copied(),
+            true => left.next(),
+            false if tier.is_bounce() && first.is_bounce() => left.find(|t| !t.is_bounce()),
+            false => self.beside(first),
+        };
         if self.roads.is_empty() {
             let (policy, others) = (self.policy, in_words(&self.unavailable));
             let others = if others.is_empty() { others } else { format!("; {others}") };
@@ -597,6 +615,24 @@ mod tests {
         assert_eq!((r.road_for(true), r.road_for(false), r.road_for(true)), (Some(Tier::LocalGds), None, None));
         let e = r.finish(vec![0], Duration::ZERO).1.unwrap_err();
         assert!(e.code == Code::Io && e.message.contains("has no copy") && e.message.contains("is not sealed"), "{e}");
+        assert!(e.message.contains("; gpu-rdma: it failed in a call"), "{e}");
+    }
+
+    #[test]
+    fn a_tier_beside_the_first_one_that_fails_is_told() {
+        let mut r = run(Policy::Prefer, [9, 0, 0, 5, 3]);
+        assert_eq!((r.road(), r.beside(Tier::GpuRdma)), (Some(Tier::GpuRdma), Some(Tier::BounceTcp)));
+        assert_eq!(r.lost_beside(), None);
+        r.lost(Tier::BounceTcp, lost());
+        assert_eq!((r.road(), r.beside(Tier::GpuRdma)), (Some(Tier::GpuRdma), Some(Tier::Pageable)));
+        r.lost(Tier::Pageable, lost());
+        assert_eq!((r.road(), r.beside(Tier::GpuRdma)), (Some(Tier::GpuRdma), None));
+        assert!(r.lost_beside().unwrap().starts_with("pageable: it failed in a call"));
+        r.moved(Tier::GpuRdma, rdma(100), 0);
+        let (report, outcome) = r.finish(vec![100], Duration::ZERO);
+        outcome.unwrap();
+        let told = |from, to| Switch { after: 0, from, to, why: lost() };
+        assert_eq!(report.switches, [told(Tier::BounceTcp, Some(Tier::Pageable)), told(Tier::Pageable, None)]);
     }
 
     fn policies() -> impl Strategy<Value = Policy> {

@@ -126,6 +126,8 @@ pub enum Unavailable {
     },
     /// It failed in a call.
     Lost(Fault),
+    /// It failed in a call for want of something that its self-test does not see, and is left alone for a while.
+    Resting(Fault),
     /// The device gives no access any more.
     Device(Fault),
     /// The program that looked did not answer in time.
@@ -170,6 +172,7 @@ impl Unavailable {
             Unavailable::TestStopped(_) => "test-stopped",
             Unavailable::TestFailed { .. } => "test-failed",
             Unavailable::Lost(_) => "lost",
+            Unavailable::Resting(_) => "resting",
             Unavailable::Device(_) => "device",
             Unavailable::Hung { .. } => "hung",
             Unavailable::Died { .. } => "died",
@@ -255,6 +258,9 @@ impl fmt::Display for Unavailable {
                 )
             }
             Unavailable::Lost(e) => write!(f, "it failed in a call and has passed no self-test since: {e}"),
+            Unavailable::Resting(e) => {
+                write!(f, "it failed in a call, and those that may take another tier leave it alone for a while: {e}")
+            }
             Unavailable::Device(e) => write!(f, "the device cannot be used: {e}"),
             Unavailable::Hung { seconds } => {
                 write!(f, "no answer in {seconds} s: the driver hangs, and so would every program that uses it")
@@ -300,6 +306,7 @@ pub(crate) mod tests {
             Unavailable::TestStopped(fault()),
             Unavailable::TestFailed { at: 7 },
             Unavailable::Lost(fault()),
+            Unavailable::Resting(fault()),
             Unavailable::Device(Fault::ContextGone),
             Unavailable::Hung { seconds: 20 },
             Unavailable::Died { how: "was killed by signal 11".into() },
@@ -333,6 +340,7 @@ pub(crate) mod tests {
                 | Unavailable::TestStopped(_)
                 | Unavailable::TestFailed { .. }
                 | Unavailable::Lost(_)
+                | Unavailable::Resting(_)
                 | Unavailable::Device(_)
                 | Unavailable::Hung { .. }
                 | Unavailable::Died { .. } => {}

@@ -7,7 +7,8 @@ use strake_fabric::Pool;
 use strake_proto::Result;
 
 use crate::{
-    Bridge, ByTier, GpuMem, Options, Tier, Unavailable,
+    Bridge, ByTier, GpuMem, Numa, Options, Tier, Unavailable,
+    bridge::SYSFS,
     file::NO_CLIENT,
     plan::Standing,
     selftest::{no_folder, refused},
@@ -72,10 +73,26 @@ pub fn untested(device: &dyn GpuMem, local: Option<&Path>) -> Vec<TierStatus> {
     })
 }
 
-/// The same after self-tests, and what a bridge had to say about its memory.
-pub async fn tested(device: Arc<dyn GpuMem>, options: Options) -> Result<(Vec<TierStatus>, Option<String>)> {
+/// The NUMA node of a device, or why none is known.
+pub fn numa(device: &dyn GpuMem) -> Numa {
+    Numa::of(Path::new(SYSFS), device.pci())
+}
+
+/// What is known after self-tests.
+pub struct Tested {
+    /// The tiers.
+    pub tiers: Vec<TierStatus>,
+    /// What a bridge had to say about its memory.
+    pub notice: Option<String>,
+    /// The NUMA node of the device, and what lay there.
+    pub numa: Numa,
+}
+
+/// Runs the self-tests.
+pub async fn tested(device: Arc<dyn GpuMem>, options: Options) -> Result<Tested> {
     let bridge = Bridge::open(device, Arc::new(Pool::default()), options).await?;
-    Ok((of_bridge(&bridge), bridge.notice().map(String::from)))
+    let (notice, numa) = (bridge.notice().map(String::from), bridge.numa().clone());
+    Ok(Tested { tiers: of_bridge(&bridge), notice, numa })
 }
 
 /// What a bridge knows.

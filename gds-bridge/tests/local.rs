@@ -195,6 +195,37 @@ async fn without_the_devices_sums_it_takes_consent_and_the_report_says_so() {
     assert!(r.not_on_gpu.is_some() && rig.mem.peek(to, MIB).unwrap() == pattern(1, MIB));
 }
 
+#[tokio::test]
+async fn a_device_without_room_for_sums_makes_the_tier_rest_or_takes_consent() {
+    let rig = Rig::new();
+    let f = rig.sealed(1, pattern(1, MIB), true);
+    rig.stage(&f);
+    let bridge = rig.bridge().await;
+    let options = Options { accept_oss_checksum: true, ..rig.options() };
+    let agreed = Bridge::open(Arc::new(rig.mem.clone()), rig.cluster.clone(), options).await.unwrap();
+    let to = rig.mem.alloc(MIB).unwrap();
+    // Whole blocks, and ends within one.
+    for part in [whole(&f, to), Transfer { file: f.clone(), offset: 100, gpu: to, len: 200 }] {
+        rig.mem.limit_room(MIB + 4095);
+        let r = agreed.load(std::slice::from_ref(&part), LOCAL).await.unwrap();
+        adds_up(&r);
+        assert!(r.is_all(Tier::LocalGds) && r.checksum == Some(Checksum::AtOssOnly), "{r}");
+        assert!(r.not_on_gpu.as_ref().unwrap().contains("did not sum all of it"), "{r}");
+        let failed = bridge.load(std::slice::from_ref(&part), LOCAL).await.unwrap_err();
+        assert!(failed.error.message.contains("could not sum its memory") && failed.report.moved() == 0, "{failed}");
+        // Others leave it alone from now on, and no self-test runs.
+        let reads = rig.mem.tricks().reads();
+        let r = bridge.load(std::slice::from_ref(&part), Policy::Prefer).await.unwrap();
+        assert!(r.by_tier[Tier::LocalGds] == 0 && r.switches.is_empty() && reads == rig.mem.tricks().reads(), "{r}");
+        let rests = |why: &Unavailable| matches!(why, Unavailable::Resting(Fault::Sums { .. }));
+        assert!(r.unavailable.iter().any(|(t, why)| *t == Tier::LocalGds && rests(why)), "{r}");
+        // A call that allows nothing else tries, and that it worked is remembered.
+        rig.mem.limit_room(64 * MIB);
+        assert!(bridge.load(std::slice::from_ref(&part), LOCAL).await.unwrap().is_all(Tier::LocalGds));
+        assert!(bridge.load(std::slice::from_ref(&part), Policy::Prefer).await.unwrap().is_all(Tier::LocalGds));
+    }
+}
+
 /// All that cuFile may do wrong in the middle of a call.
 #[tokio::test]
 async fn no_lie_of_cufile_counts_and_strict_calls_never_degrade() {

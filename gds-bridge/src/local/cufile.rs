@@ -68,7 +68,7 @@ fn judge(said: isize, errno: &io::Error, len: usize, before: Counters, after: Co
     let grew = |of: fn(&Counters) -> u64| of(&after).saturating_sub(of(&before));
     let (posix, straight, bytes) = (grew(|c| c.posix), grew(|c| c.straight), grew(|c| c.bytes));
     if posix > 0 || straight == 0 || bytes < len as u64 {
-        return Err(Fault::NotStraight { len: len as u64, posix, straight, bytes });
+        return Err(Fault::Detour { len: len as u64, posix, straight, bytes });
     }
     Ok(())
 }
@@ -86,7 +86,7 @@ mod tests {
         let lies = [at(4, 6, 9192), at(4, 5, 9192), at(3, 5, 9192), at(3, 6, 9191), at(3, 5, 1000), at(0, 0, 0)];
         for after in lies {
             let r = judge(8192, after);
-            assert!(matches!(r, Err(Fault::NotStraight { len: 8192, .. })), "{after:?}: {r:?}");
+            assert!(matches!(r, Err(Fault::Detour { len: 8192, .. })), "{after:?}: {r:?}");
         }
         for (said, words) in [
             (-1, "Input/output error"),

@@ -29,7 +29,7 @@ use crate::{
     Direction, Network, Policy, Tier, Transfer, Unavailable,
     bridge::Inner,
     copier::{Call, Flight, Work},
-    direct::{Place, Stop, Went},
+    direct::{Place, Stop, Went, no_sums, wanting},
     mem::{Fault, GpuMem, Stream},
     plan::{Measured, Standing},
     selftest::pattern,
@@ -76,6 +76,8 @@ struct Job {
     len: u64,
     /// The device is to sum what arrived.
     sum: bool,
+    /// Without sums it goes on.
+    consent: bool,
     /// Memory of a self-test, which must stay as long as somebody may write to it.
     _memory: Option<Arc<Memory>>,
     answer: oneshot::Sender<Result<Went, Stop>>,
@@ -159,42 +161,50 @@ impl Job {
     fn once(&self, stream: &mut dyn Stream) -> Result<Went, Stop> {
         let end = self.offset + self.len;
         let (first, last) = (self.offset.next_multiple_of(BLOCK64), end / BLOCK64 * BLOCK64);
-        if first >= last {
+        let unsummed = if first >= last {
             // No whole block.
-            self.end(stream, self.offset, end.min(first))?;
-            self.end(stream, end.min(first), end)?;
+            let one = self.end(stream, self.offset, end.min(first))?;
+            one.or(self.end(stream, end.min(first), end)?)
         } else {
-            self.end(stream, self.offset, first)?;
-            self.middle(stream, first, last)?;
-            self.end(stream, last, end)?;
-        }
-        let straight = last.saturating_sub(first);
-        Ok(Went { by: ByRoad::of(Road::Local, self.len), staged: self.len - straight, summed: self.sum })
+            let one = self.end(stream, self.offset, first)?;
+            let two = self.middle(stream, first, last)?;
+            one.or(two).or(self.end(stream, last, end)?)
+        };
+        let (by, staged) = (ByRoad::of(Road::Local, self.len), self.len - last.saturating_sub(first));
+        Ok(Went { by, staged, summed: self.sum && unsummed.is_none(), unsummed })
     }
 
-    /// Whole blocks, by cuFile.
-    fn middle(&self, stream: &mut dyn Stream, first: u64, last: u64) -> Result<(), Stop> {
+    /// Of what the device could not sum: it goes on only where somebody agreed to that.
+    fn without(&self, f: Fault) -> Result<Fault, Stop> {
+        if self.consent && !f.is_of_call() { Ok(f) } else { Err(wanting(no_sums(f))) }
+    }
+
+    /// Whole blocks, by cuFile. Why the device did not sum them, if it was to.
+    fn middle(&self, stream: &mut dyn Stream, first: u64, last: u64) -> Result<Option<Fault>, Stop> {
         let (to, len) = (self.to + (first - self.offset), (last - first) as usize);
         let from = &self.from;
         if let Err(f) = cufile::read(&*from.cufile, from.handle, to, len, first) {
             return Err(self.blame(first, last, f.into()));
         }
         if !self.sum {
-            return Ok(());
+            return Ok(None);
         }
-        let number = stream.sum(to, len)?;
+        let number = match stream.sum(to, len) {
+            Ok(number) => number,
+            Err(f) => return self.without(f).map(Some),
+        };
         let said = wait(stream).map(|()| stream.summed_blocks(number))?;
         let want = from.copy.sums(first / BLOCK64, len / BLOCK).map_err(|e| self.damaged(first, e.to_string()))?;
         if said.is_some_and(|said| said == want) {
-            return Ok(());
+            return Ok(None);
         }
         Err(self.blame(first, last, Fault::Damaged { addr: to, len: len as u64 }.into()))
     }
 
     /// Less than a block, at the beginning or the end of a part: the block is read and verified here, and the device copies what is wanted of it.
-    fn end(&self, stream: &mut dyn Stream, first: u64, last: u64) -> Result<(), Stop> {
+    fn end(&self, stream: &mut dyn Stream, first: u64, last: u64) -> Result<Option<Fault>, Stop> {
         if first == last {
-            return Ok(());
+            return Ok(None);
         }
         let block = first / BLOCK64;
         let bytes = self.from.copy.read(block, 1).map_err(|(at, why)| self.damaged(at, why))?;
@@ -202,15 +212,15 @@ impl Job {
         let (bytes, to) = (&bytes[within], self.to + (first - self.offset));
         // SAFETY: the buffer lives, unchanged, until the stream was drained.
         let begun = unsafe { stream.load(to, bytes.as_ptr(), bytes.len()) };
-        let number = begun.and_then(|()| if self.sum { stream.sum(to, bytes.len()).map(Some) } else { Ok(None) });
+        let number = (begun.is_ok() && self.sum).then(|| stream.sum(to, bytes.len()));
         let ended = wait(stream);
         stream.drain();
-        ended?;
-        match number? {
-            Some(n) if stream.summed(n) != Some(crc32c(bytes)) => {
-                Err(Fault::Damaged { addr: to, len: bytes.len() as u64 }.into())
-            }
-            _ => Ok(()),
+        begun.and(ended)?;
+        match number {
+            None => Ok(None),
+            Some(Err(f)) => self.without(f).map(Some),
+            Some(Ok(n)) if stream.summed(n) == Some(crc32c(bytes)) => Ok(None),
+            Some(Ok(_)) => Err(Fault::Damaged { addr: to, len: bytes.len() as u64 }.into()),
         }
     }
 
@@ -228,7 +238,7 @@ impl Job {
         let aside = copy.put_aside();
         let fault = Fault::BadCopy { copy: copy.path().display().to_string(), at, why, aside };
         tracing::warn!("{fault}");
-        Stop::Network(fault)
+        Stop::Once(fault)
     }
 }
 
@@ -290,8 +300,17 @@ impl Inner {
         let gone =
             || Stop::Tier(Fault::Driver { call: "local-gds", code: Code::Io.errno(), name: "it is not open".into() });
         let local = self.local.as_ref().ok_or_else(gone)?;
-        let (call, from, sum) = (flight.clone(), from.clone(), self.device_sums.is_ok());
-        let job = |answer| Job { call, from, offset: p.offset, to: p.gpu, len: p.len, sum, _memory: None, answer };
+        let job = |answer| Job {
+            call: flight.clone(),
+            from: from.clone(),
+            offset: p.offset,
+            to: p.gpu,
+            len: p.len,
+            sum: self.device_sums.is_ok(),
+            consent: self.consent,
+            _memory: None,
+            answer,
+        };
         let went = local.read(job).await?;
         // Memory that was freed meanwhile was nobody's to fill.
         self.device.check(p.gpu, p.len)?;
@@ -363,6 +382,7 @@ pub(crate) async fn test(bridge: &Inner, bounce: Option<Measured>) -> Result<Mea
             to: addr + skip,
             len,
             sum: bridge.device_sums.is_ok(),
+            consent: bridge.consent,
             _memory: Some(memory.clone()),
             answer,
         };
@@ -371,7 +391,7 @@ pub(crate) async fn test(bridge: &Inner, bounce: Option<Measured>) -> Result<Mea
             Unavailable::Hung { seconds: patience.as_secs() }
         })?;
         read.map_err(|stop| match stop {
-            Stop::Tier(f) | Stop::Network(f) => Unavailable::TestStopped(f),
+            Stop::Tier(f) | Stop::Want(f) | Stop::Once(f) => Unavailable::TestStopped(f),
             Stop::Call(e) => {
                 Unavailable::TestStopped(Fault::Driver { call: "a read", code: e.code.errno(), name: e.message })
             }

@@ -13,7 +13,7 @@ use std::{
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use strake_gds::{
-    Cuda, GpuMem, HostMem, Options, Tier, Unavailable,
+    Cuda, GpuMem, HostMem, Numa, Options, Tier, Unavailable,
     status::{self, TierStatus},
 };
 use strake_proto::{Code, Error, Result};
@@ -25,6 +25,9 @@ use super::{Device, Memory};
 pub struct Found {
     pub device: Option<String>,
     pub notice: Option<String>,
+    /// Of the device.
+    #[serde(default)]
+    pub numa: Option<Numa>,
     pub tiers: Vec<TierStatus>,
     /// Nothing is to come.
     done: bool,
@@ -47,11 +50,13 @@ pub fn look(at: Device, test: bool, local: Option<PathBuf>) -> Result<ExitCode> 
         Ok(d) => (Some(d.name()), status::untested(&**d, local.as_deref())),
         Err(why) => (None, status::without(why, local.as_deref())),
     };
-    let mut found = Found { device, notice: None, tiers, done: !test || opened.is_err() };
+    let numa = opened.as_ref().ok().map(|d| status::numa(&**d));
+    let mut found = Found { device, notice: None, numa, tiers, done: !test || opened.is_err() };
     say(&found)?;
     if let (Ok(d), true) = (opened, test) {
-        (found.tiers, found.notice) =
-            crate::run(2, status::tested(d, Options { local, prober: SELF.into(), ..Options::default() }))?;
+        let options = Options { local, prober: SELF.into(), ..Options::default() };
+        let tested = crate::run(2, status::tested(d, options))?;
+        (found.tiers, found.notice, found.numa) = (tested.tiers, tested.notice, Some(tested.numa));
         found.done = true;
         say(&found)?;
     }
@@ -142,7 +147,8 @@ fn how_it_ended(status: ExitStatus) -> String {
 /// What it had said of tiers that cannot be used stands; of the others nothing is known but `why`.
 fn without_answer(last: Option<Found>, local: Option<&Path>, why: &Unavailable) -> Found {
     let Some(mut found) = last else {
-        return Found { device: None, notice: None, tiers: status::without(why, local), done: true };
+        let tiers = status::without(why, local);
+        return Found { device: None, notice: None, numa: None, tiers, done: true };
     };
     let open = Unavailable::NotTested.kind();
     for t in found.tiers.iter_mut().filter(|t| t.reason.as_deref() == Some(open)) {

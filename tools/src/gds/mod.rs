@@ -8,7 +8,7 @@ use std::{path::PathBuf, process::ExitCode};
 
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
-use strake_gds::{Policy, status::TierStatus};
+use strake_gds::{Numa, Policy, status::TierStatus};
 use strake_proto::Result;
 
 use crate::term::{size, table};
@@ -86,6 +86,8 @@ struct Shown {
     device: Option<String>,
     /// What there is less of than was wanted.
     notice: Option<String>,
+    /// The NUMA node of the device, or why none is known; of `probe` also what a bridge had there.
+    numa: Option<Numa>,
     tiers: Vec<TierStatus>,
     /// Of `probe`.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -108,7 +110,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
     };
     let found = child::ask(args.at, args.local.as_deref(), policy.is_some(), args.timeout)?;
     let met = policy.map(|p| found.tiers.iter().any(|t| t.available && t.tier.parse().is_ok_and(|t| p.allows(t))));
-    let shown = Shown { device: found.device, notice: found.notice, tiers: found.tiers, policy, met };
+    let shown = Shown { device: found.device, notice: found.notice, numa: found.numa, tiers: found.tiers, policy, met };
     if args.json {
         println!("{}", serde_json::to_string_pretty(&shown).map_err(std::io::Error::from)?);
     } else {
@@ -119,6 +121,9 @@ pub fn run(command: Command) -> Result<ExitCode> {
 
 fn print(shown: &Shown) {
     println!("device: {}", shown.device.as_deref().unwrap_or("none"));
+    if let Some(Numa { node: Some(node), .. }) = &shown.numa {
+        println!("NUMA node: {node}");
+    }
     if let Some(n) = &shown.notice {
         println!("note: {n}");
     }
