@@ -401,6 +401,48 @@ async fn a_read_that_does_not_end_is_left_behind_with_its_memory() {
     tricks.play(0, None);
 }
 
+/// It holds its own call, and no other one but for a while.
+#[tokio::test]
+async fn a_read_of_a_call_that_does_not_end_holds_no_other_call() {
+    let rig = Rig::new();
+    let f = rig.sealed(1, pattern(1, 2 * MIB), true);
+    rig.stage(&f);
+    let bridge = rig.bridge().await;
+    let tricks = rig.mem.tricks();
+    tricks.hurry(Duration::from_secs(2));
+    let to = rig.mem.alloc(4 * MIB).unwrap();
+    let load = |to, policy| {
+        let (b, all) = (bridge.clone(), [whole(&f, to)]);
+        tokio::spawn(async move { b.load(&all, policy).await })
+    };
+    tricks.play(2, Some(Trick::HangsOnce));
+    let before = tricks.reads();
+    let held = load(to, Policy::Prefer);
+    while tricks.reads() < before + 3 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let failed = load(to + 2 * MIB, LOCAL).await.unwrap().unwrap_err();
+    adds_up(&failed.report);
+    assert!(failed.error.code == Code::Io && failed.to_string().contains("not ended"), "{failed}");
+    // The bridge tests the tier, which fails as well, and goes on without.
+    let r = load(to + 2 * MIB, Policy::Prefer).await.unwrap().unwrap();
+    adds_up(&r);
+    assert!(
+        r.by_tier[Tier::LocalGds] == 0 && rig.mem.peek(to + 2 * MIB, 2 * MIB).unwrap() == pattern(1, 2 * MIB),
+        "{r}"
+    );
+    assert!(!held.is_finished());
+    tricks.play(0, None);
+    let r = held.await.unwrap().unwrap();
+    adds_up(&r);
+    assert!(r.moved() == 2 * MIB && rig.mem.peek(to, 2 * MIB).unwrap() == pattern(1, 2 * MIB), "{r}");
+    // Now that it has ended, the tier is there again.
+    tricks.hurry(Duration::from_secs(30));
+    let s = bridge.self_test().await;
+    assert!(matches!(s[Tier::LocalGds], Standing::Available(_)), "{s:?}");
+    assert!(load(to, LOCAL).await.unwrap().unwrap().is_all(Tier::LocalGds));
+}
+
 #[tokio::test]
 async fn a_call_that_is_dropped_waits_for_reads_that_began() {
     let rig = Rig::new();

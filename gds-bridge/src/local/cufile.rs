@@ -2,8 +2,7 @@
 
 use std::{io, os::fd::BorrowedFd, time::Duration};
 
-use parking_lot::Mutex;
-
+use super::rounds::Rounds;
 use crate::mem::Fault;
 
 /// What cuFile counts of a process, since the driver was opened.
@@ -32,45 +31,57 @@ pub trait CuFile: Send + Sync + 'static {
     /// What it counted until now.
     fn counters(&self) -> Result<Counters, Fault>;
 
-    /// Held during a read: the counters are of all reads, so that what they grew by would be nobody's otherwise.
-    fn one_at_a_time(&self) -> &Mutex<()>;
+    /// The reads of the process.
+    fn rounds(&self) -> &Rounds;
 
-    /// How long a self-test waits for a read, which nobody can stop.
+    /// How long a self-test waits for a read, which nobody can stop, and reads for others.
     fn patience(&self) -> Duration {
         Duration::from_secs(15)
     }
 }
 
-/// One read that is believed only if all of it came and the counters say that it went straight.
-pub fn read(cufile: &dyn CuFile, handle: u64, to: u64, len: usize, offset: u64) -> Result<(), Fault> {
-    let _one = cufile.one_at_a_time().lock();
-    let before = cufile.counters()?;
-    let said = cufile.read(handle, to, len, offset);
-    let errno = io::Error::last_os_error();
-    let after = cufile.counters()?;
-    judge(said, &errno, len, before, after)
+/// One read that is believed only if all of it came and the counters say that it went straight. `patience`: how long it waits for others.
+pub fn read(
+    cufile: &dyn CuFile,
+    patience: Duration,
+    handle: u64,
+    to: u64,
+    len: usize,
+    offset: u64,
+) -> Result<(), Fault> {
+    let once = || {
+        let said = cufile.read(handle, to, len, offset);
+        came(said, &io::Error::last_os_error(), len)
+    };
+    cufile.rounds().read(cufile, patience, len as u64, once)
 }
 
 /// Codes of cuFile, which older versions return as if they were bytes. Nobody asks for so many: they are no whole blocks.
 const CODES: std::ops::RangeInclusive<isize> = 5001..=5099;
 
-fn judge(said: isize, errno: &io::Error, len: usize, before: Counters, after: Counters) -> Result<(), Fault> {
+/// What a read returned.
+fn came(said: isize, errno: &io::Error, len: usize) -> Result<(), Fault> {
     let failed = |code: isize, name: String| Err(Fault::Driver { call: "cuFileRead", code: code as i32, name });
     match said {
-        -1 => return failed(-1, errno.to_string()),
-        ..0 => return failed(said, "a code of cuFile's".into()),
-        _ if said as usize == len => {}
+        -1 => failed(-1, errno.to_string()),
+        ..0 => failed(said, "a code of cuFile's".into()),
+        _ if said as usize == len => Ok(()),
         _ if CODES.contains(&said) => {
-            return failed(said, "a code of cuFile's that was returned as if it were a number of bytes".into());
+            failed(said, "a code of cuFile's that was returned as if it were a number of bytes".into())
         }
-        _ => return failed(said, format!("bytes, where {len} were asked for")),
+        _ => failed(said, format!("bytes, where {len} were asked for")),
     }
+}
+
+/// What so many reads of so many bytes in all, and no others, did to the counters.
+pub(super) fn went(reads: u64, len: u64, before: Counters, after: Counters) -> Result<(), Fault> {
     let grew = |of: fn(&Counters) -> u64| of(&after).saturating_sub(of(&before));
     let (posix, straight, bytes) = (grew(|c| c.posix), grew(|c| c.straight), grew(|c| c.bytes));
-    if posix > 0 || straight == 0 || bytes < len as u64 {
-        return Err(Fault::Detour { len: len as u64, posix, straight, bytes });
+    if posix > 0 || straight < reads || bytes < len {
+        Err(Fault::Detour { len, posix, straight, bytes })
+    } else {
+        Ok(())
     }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -80,12 +91,18 @@ mod tests {
     #[test]
     fn a_read_is_believed_only_if_all_of_it_came_and_went_straight() {
         let at = |posix, straight, bytes| Counters { posix, straight, bytes };
-        let judge = |said, after| judge(said, &io::Error::from_raw_os_error(5), 8192, at(3, 5, 1000), after);
-        assert_eq!(judge(8192, at(3, 6, 9192)), Ok(()));
-        assert_eq!(judge(8192, at(3, 8, 10_000)), Ok(()), "in pieces");
+        let judge = |after| went(1, 8192, at(3, 5, 1000), after);
+        assert_eq!(judge(at(3, 6, 9192)), Ok(()));
+        assert_eq!(judge(at(3, 8, 10_000)), Ok(()), "in pieces");
+        let two = |after| went(2, 16_384, at(3, 5, 1000), after);
+        assert_eq!(two(at(3, 7, 17_384)), Ok(()));
+        // Pieces of one do not hide that the other was not counted.
+        for after in [at(3, 6, 17_384), at(3, 9, 17_383), at(3, 9, 9192), at(4, 7, 17_384)] {
+            assert!(matches!(two(after), Err(Fault::Detour { len: 16_384, .. })), "{after:?}");
+        }
         let lies = [at(4, 6, 9192), at(4, 5, 9192), at(3, 5, 9192), at(3, 6, 9191), at(3, 5, 1000), at(0, 0, 0)];
         for after in lies {
-            let r = judge(8192, after);
+            let r = judge(after);
             assert!(matches!(r, Err(Fault::Detour { len: 8192, .. })), "{after:?}: {r:?}");
         }
         for (said, words) in [
@@ -96,10 +113,10 @@ mod tests {
             (8193, "bytes, where 8192 were asked for"),
             (0, "bytes, where 8192 were asked for"),
         ] {
-            // Whatever the counters say.
-            let e = judge(said, at(3, 6, 9192)).unwrap_err();
+            let e = came(said, &io::Error::from_raw_os_error(5), 8192).unwrap_err();
             assert!(matches!(&e, Fault::Driver { code, .. } if *code == said as i32), "{e}");
             assert!(e.to_string().contains(words), "{e}");
         }
+        assert_eq!(came(8192, &io::Error::from_raw_os_error(5), 8192), Ok(()));
     }
 }

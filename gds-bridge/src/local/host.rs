@@ -8,7 +8,10 @@ use std::{
 use parking_lot::{Condvar, Mutex};
 use strake_fabric::BufMut;
 
-use super::cufile::{Counters, CuFile};
+use super::{
+    cufile::{Counters, CuFile},
+    rounds::Rounds,
+};
 use crate::{HostMem, mem::Fault};
 
 /// How it fails or lies.
@@ -28,6 +31,8 @@ pub enum Trick {
     Flips,
     /// Does not return until it is told something else.
     Hangs,
+    /// The same of the first of these reads only.
+    HangsOnce,
 }
 
 /// What the stand-in of one device does.
@@ -43,6 +48,7 @@ struct State {
     counters: Counters,
     /// From this read on.
     trick: Option<(u64, Trick)>,
+    patience: Option<Duration>,
 }
 
 impl Tricks {
@@ -52,6 +58,11 @@ impl Tricks {
         let from = s.reads + reads;
         s.trick = trick.map(|t| (from, t));
         self.told.notify_all();
+    }
+
+    /// Is waited for so long only.
+    pub fn hurry(&self, patience: Duration) {
+        self.state.lock().patience = Some(patience);
     }
 
     /// Reads that were asked for.
@@ -66,12 +77,12 @@ impl Tricks {
 }
 
 /// The stand-in.
-pub struct HostCuFile(HostMem, Mutex<()>);
+pub struct HostCuFile(HostMem, Rounds);
 
 impl HostCuFile {
     /// That of a device.
     pub fn new(mem: HostMem) -> HostCuFile {
-        HostCuFile(mem, Mutex::new(()))
+        HostCuFile(mem, Rounds::default())
     }
 
     /// What is to be done of the next read.
@@ -81,7 +92,11 @@ impl HostCuFile {
         let number = s.reads;
         s.reads += 1;
         let now = |s: &State| s.trick.filter(|(from, _)| number >= *from).map(|(_, t)| t);
-        tricks.told.wait_while(&mut s, |s| now(s) == Some(Trick::Hangs));
+        let hangs = |s: &State| match s.trick {
+            Some((from, Trick::HangsOnce)) => number == from,
+            _ => now(s) == Some(Trick::Hangs),
+        };
+        tricks.told.wait_while(&mut s, |s| hangs(s));
         now(&s)
     }
 
@@ -129,7 +144,7 @@ impl CuFile for HostCuFile {
         n as isize
     }
 
-    fn one_at_a_time(&self) -> &Mutex<()> {
+    fn rounds(&self) -> &Rounds {
         &self.1
     }
 
@@ -139,6 +154,6 @@ impl CuFile for HostCuFile {
 
     /// It moves memory.
     fn patience(&self) -> Duration {
-        Duration::from_secs(5)
+        self.0.tricks().state.lock().patience.unwrap_or(Duration::from_secs(5))
     }
 }

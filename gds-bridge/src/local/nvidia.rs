@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 use super::{
     cufile::{Counters, CuFile},
     probe,
+    rounds::Rounds,
 };
 use crate::{Unavailable, mem::Fault};
 
@@ -157,7 +158,7 @@ impl Layout {
 pub struct Nvidia {
     table: Table,
     layout: Layout,
-    reading: Mutex<()>,
+    rounds: Rounds,
 }
 
 // SAFETY: functions of a library that is never closed, which any thread may call.
@@ -290,7 +291,7 @@ impl Nvidia {
             (table.driver_open)().check("cuFileDriverOpen").map_err(failed)?;
             (table.stats_start)().check("cuFileStatsStart").map_err(failed)?;
         }
-        let opened = Nvidia { table, layout: Layout::of(version), reading: Mutex::new(()) };
+        let opened = Nvidia { table, layout: Layout::of(version), rounds: Rounds::default() };
         opened.counters().map_err(failed)?;
         Ok(opened)
     }
@@ -317,8 +318,8 @@ impl CuFile for Nvidia {
         unsafe { (self.table.read)(place(handle), place(to), len, offset as i64, 0) }
     }
 
-    fn one_at_a_time(&self) -> &Mutex<()> {
-        &self.reading
+    fn rounds(&self) -> &Rounds {
+        &self.rounds
     }
 
     fn counters(&self) -> Result<Counters, Fault> {

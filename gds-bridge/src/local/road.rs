@@ -1,25 +1,23 @@
 //! Parts by way of cuFile: threads that read, the verification of what they read, the copies of a call, and the self-test.
 
 use std::{
-    collections::{HashMap, hash_map::Entry},
+    collections::{HashMap, VecDeque, hash_map::Entry},
     path::{Path, PathBuf},
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant, SystemTime},
 };
 
+use parking_lot::{Condvar, Mutex};
 use strake_fabric::{BufMut, ByRoad, Road};
 use strake_proto::{
     Code, Error,
     checksum::{BLOCK, crc32c},
 };
-use tokio::{
-    sync::{mpsc, oneshot},
-    task::spawn_blocking,
-};
+use tokio::{sync::oneshot, task::spawn_blocking, time::timeout};
 
 use super::{
     cufile::{self, CuFile},
@@ -41,8 +39,9 @@ const BLOCK64: u64 = BLOCK as u64;
 pub(crate) struct Local {
     dir: PathBuf,
     cufile: Result<Arc<dyn CuFile>, Unavailable>,
-    readers: Vec<Reader>,
-    next: AtomicUsize,
+    queue: Arc<Queue>,
+    readers: Vec<JoinHandle<()>>,
+    next: AtomicU64,
     /// A read of a self-test did not end: its thread is not waited for, and no other read begins.
     stuck: AtomicBool,
 }
@@ -67,8 +66,12 @@ impl Drop for Open {
     }
 }
 
+type Answer = oneshot::Sender<Result<Went, Stop>>;
+
 /// One part.
 struct Job {
+    /// Its own among those of the bridge.
+    number: u64,
     call: Arc<Call>,
     from: Arc<Open>,
     offset: u64,
@@ -76,17 +79,52 @@ struct Job {
     len: u64,
     /// The device is to sum what arrived.
     sum: bool,
+    /// How long it waits for other reads.
+    patience: Duration,
     /// Without sums it goes on.
     consent: bool,
     /// Memory of a self-test, which must stay as long as somebody may write to it.
     _memory: Option<Arc<Memory>>,
-    answer: oneshot::Sender<Result<Went, Stop>>,
+    answer: Answer,
 }
 
-/// One thread, with a stream of its own.
-struct Reader {
-    jobs: Option<mpsc::UnboundedSender<Job>>,
-    thread: Option<JoinHandle<()>>,
+/// Parts that no thread has begun. One queue for all threads: a read that does not end holds nothing up that another thread can do.
+#[derive(Default)]
+struct Queue {
+    waiting: Mutex<Waiting>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Waiting {
+    jobs: VecDeque<Job>,
+    closed: bool,
+}
+
+impl Queue {
+    fn push(&self, job: Job) {
+        self.waiting.lock().jobs.push_back(job);
+        self.changed.notify_one();
+    }
+
+    /// Waits for one; `None`: there will be none.
+    fn next(&self) -> Option<Job> {
+        let mut w = self.waiting.lock();
+        self.changed.wait_while(&mut w, |w| w.jobs.is_empty() && !w.closed);
+        w.jobs.pop_front()
+    }
+
+    /// Takes one back that no thread has begun.
+    fn withdraw(&self, number: u64) -> bool {
+        let jobs = &mut self.waiting.lock().jobs;
+        let at = jobs.iter().position(|j| j.number == number);
+        at.and_then(|at| jobs.remove(at)).is_some()
+    }
+
+    fn close(&self) {
+        self.waiting.lock().closed = true;
+        self.changed.notify_all();
+    }
 }
 
 impl Local {
@@ -97,55 +135,65 @@ impl Local {
             None => device.cufile(prober),
         };
         let count = if cufile.is_ok() { workers } else { 0 };
-        let readers = (0..count).map(|_| Reader::start(device.clone())).collect::<strake_proto::Result<_>>()?;
-        Ok(Local { dir: dir.into(), cufile, readers, next: AtomicUsize::new(0), stuck: AtomicBool::new(false) })
+        let (queue, stuck) = (Arc::<Queue>::default(), AtomicBool::new(false));
+        let mut local = Local { dir: dir.into(), cufile, queue, readers: Vec::new(), next: AtomicU64::new(0), stuck };
+        for _ in 0..count {
+            local.readers.push(reader(device.clone(), local.queue.clone())?);
+        }
+        Ok(local)
     }
 
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    async fn read(&self, job: impl FnOnce(oneshot::Sender<Result<Went, Stop>>) -> Job) -> Result<Went, Stop> {
-        let gone = || {
-            Stop::Tier(Fault::Driver { call: "a reader", code: Code::Io.errno(), name: "its thread has ended".into() })
+    /// Has a part read, by whichever thread is free. Reads that do not end may hold all of them; what was begun is waited for, because its memory is
+    /// not to be given back before.
+    async fn read(&self, patience: Duration, job: impl FnOnce(u64, Answer) -> Job) -> Result<Went, Stop> {
+        let failed = |code: Code, name: &str| {
+            Stop::Tier(Fault::Driver { call: "a reader", code: code.errno(), name: name.into() })
         };
-        let reader = self.readers.get(self.next.fetch_add(1, Relaxed) % self.readers.len().max(1)).ok_or_else(gone)?;
-        let (answer, answered) = oneshot::channel();
-        reader.jobs.as_ref().ok_or_else(gone)?.send(job(answer)).map_err(|_| gone())?;
-        answered.await.map_err(|_| gone())?
+        let number = self.next.fetch_add(1, Relaxed);
+        let (answer, mut answered) = oneshot::channel();
+        self.queue.push(job(number, answer));
+        loop {
+            match timeout(patience, &mut answered).await {
+                Ok(answer) => return answer.unwrap_or_else(|_| Err(failed(Code::Io, "its thread has ended"))),
+                Err(_) if self.queue.withdraw(number) => {
+                    return Err(failed(Code::TimedOut, "other reads have not ended, and hold this one up"));
+                }
+                Err(_) => {}
+            }
+        }
     }
 }
 
 impl Drop for Local {
     fn drop(&mut self) {
-        for r in &mut self.readers {
-            r.jobs = None;
-        }
-        for r in &mut self.readers {
+        self.queue.close();
+        for r in self.readers.drain(..).filter(|_| !self.stuck.load(Relaxed)) {
             // A panic of it was reported by its own thread.
-            let _ = r.thread.take().filter(|_| !self.stuck.load(Relaxed)).map(JoinHandle::join);
+            let _ = r.join();
         }
     }
 }
 
-impl Reader {
-    fn start(device: Arc<dyn GpuMem>) -> strake_proto::Result<Reader> {
-        let (jobs, mut queue) = mpsc::unbounded_channel::<Job>();
-        let thread = thread::Builder::new().name("strake-gds-local".into()).spawn(move || {
-            // With a stream the thread has the device's context, which cuFile needs.
-            let mut stream = device.stream();
-            while let Some(job) = queue.blocking_recv() {
-                let Some(landing) = job.call.clone().take_off() else { continue };
-                let outcome = match &mut stream {
-                    Ok(stream) => job.run(&mut **stream),
-                    Err(e) => Err(e.clone().into()),
-                };
-                drop(landing);
-                let _ = job.answer.send(outcome);
-            }
-        })?;
-        Ok(Reader { jobs: Some(jobs), thread: Some(thread) })
-    }
+/// A thread that reads, with a stream of its own.
+fn reader(device: Arc<dyn GpuMem>, queue: Arc<Queue>) -> strake_proto::Result<JoinHandle<()>> {
+    let thread = thread::Builder::new().name("strake-gds-local".into()).spawn(move || {
+        // With a stream the thread has the device's context, which cuFile needs.
+        let mut stream = device.stream();
+        while let Some(job) = queue.next() {
+            let Some(landing) = job.call.clone().take_off() else { continue };
+            let outcome = match &mut stream {
+                Ok(stream) => job.run(&mut **stream),
+                Err(e) => Err(e.clone().into()),
+            };
+            drop(landing);
+            let _ = job.answer.send(outcome);
+        }
+    })?;
+    Ok(thread)
 }
 
 impl Job {
@@ -183,7 +231,7 @@ impl Job {
     fn middle(&self, stream: &mut dyn Stream, first: u64, last: u64) -> Result<Option<Fault>, Stop> {
         let (to, len) = (self.to + (first - self.offset), (last - first) as usize);
         let from = &self.from;
-        if let Err(f) = cufile::read(&*from.cufile, from.handle, to, len, first) {
+        if let Err(f) = cufile::read(&*from.cufile, self.patience, from.handle, to, len, first) {
             return Err(self.blame(first, last, f.into()));
         }
         if !self.sum {
@@ -300,18 +348,21 @@ impl Inner {
         let gone =
             || Stop::Tier(Fault::Driver { call: "local-gds", code: Code::Io.errno(), name: "it is not open".into() });
         let local = self.local.as_ref().ok_or_else(gone)?;
-        let job = |answer| Job {
+        let patience = from.cufile.patience();
+        let job = |number, answer| Job {
+            number,
             call: flight.clone(),
             from: from.clone(),
             offset: p.offset,
             to: p.gpu,
             len: p.len,
             sum: self.device_sums.is_ok(),
+            patience,
             consent: self.consent,
             _memory: None,
             answer,
         };
-        let went = local.read(job).await?;
+        let went = local.read(patience, job).await?;
         // Memory that was freed meanwhile was nobody's to fill.
         self.device.check(p.gpu, p.len)?;
         Ok(went)
@@ -355,7 +406,8 @@ impl Drop for Memory {
 pub(crate) async fn test(bridge: &Inner, bounce: Option<Measured>) -> Result<Measured, Unavailable> {
     let local = bridge.local.as_ref().ok_or(Unavailable::NoFolder)?;
     let cufile = local.cufile.clone()?;
-    let patience = cufile.patience();
+    // What other reads hold up, in the queue and up to three times in rounds, has failed before it is taken for hung itself.
+    let (patience, waits) = (cufile.patience(), cufile.patience() / 5);
     if local.stuck.load(Relaxed) {
         return Err(Unavailable::Hung { seconds: patience.as_secs() });
     }
@@ -375,18 +427,20 @@ pub(crate) async fn test(bridge: &Inner, bounce: Option<Measured>) -> Result<Mea
         let begun = Instant::now();
         // Ends within a block are a road of their own.
         let (skip, len) = if n == 0 { (1000, part - 2000) } else { (0, part) };
-        let job = |answer| Job {
+        let job = |number, answer| Job {
+            number,
             call: Arc::default(),
             from: from.clone(),
             offset: n as u64 * part + skip,
             to: addr + skip,
             len,
             sum: bridge.device_sums.is_ok(),
+            patience: waits,
             consent: bridge.consent,
             _memory: Some(memory.clone()),
             answer,
         };
-        let read = tokio::time::timeout(patience, local.read(job)).await.map_err(|_| {
+        let read = timeout(patience, local.read(waits, job)).await.map_err(|_| {
             local.stuck.store(true, Relaxed);
             Unavailable::Hung { seconds: patience.as_secs() }
         })?;
@@ -441,5 +495,5 @@ async fn by_the_cluster(bridge: &Inner, flight: &Flight, to: u64, parts: &[strak
         }
         Some(took)
     };
-    tokio::time::timeout(Duration::from_secs(15), measure).await.ok().flatten()
+    timeout(Duration::from_secs(15), measure).await.ok().flatten()
 }
