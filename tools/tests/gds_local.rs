@@ -152,6 +152,22 @@ fn sealed_files_are_staged_read_from_their_copies_and_removed() {
     s.get(to, &mut back).unwrap();
     assert!(back == data);
 
+    // Measured, strictly.
+    let mut bench = strake();
+    bench.args(["gds", "bench", &cluster.mds, "--memory=host", "--threads=1,2", "--load=/model", "--client-key"]);
+    bench.arg(cluster.root.path().join("c/client.key")).arg("--local").arg(&dir);
+    bench.args(["--policy=require:local-gds", "--strict", "--json"]);
+    let out = bench.output().unwrap();
+    assert_eq!(out.status.code(), Some(1));
+    let v: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert!(v["refused"].as_str().unwrap().contains("accept_oss_checksum"), "{v}");
+    let v: Value = serde_json::from_str(&ok(&bench.arg("--accept-oss-checksum").output().unwrap())).unwrap();
+    assert_eq!((&v["bytes"], &v["loads"], v["rows"].as_array().unwrap().len()), (&(9 << 20).into(), &true.into(), 2));
+    for row in v["rows"].as_array().unwrap() {
+        assert_eq!(row["loaded"]["by_tier"]["local-gds"], 9 << 20, "{row}");
+        assert!(row["saved"].is_null() && row["rates"]["load"].as_f64().unwrap() > 0.0, "{row}");
+    }
+
     let listed = copies(&dir);
     assert_eq!((listed.len(), &listed[0]["path"], &listed[0]["usable"]), (1, &"/model".into(), &true.into()));
     assert_eq!(listed[0]["size"], data.len());
@@ -168,6 +184,54 @@ fn sealed_files_are_staged_read_from_their_copies_and_removed() {
     drop(all);
     s.close(Arc::into_inner(f).unwrap()).unwrap();
     s.close(other).unwrap();
+}
+
+/// The commands of the page, as they stand there, with host memory in place of the device.
+#[test]
+fn the_commands_of_the_page_work_on_a_mount() {
+    if !Path::new("/dev/fuse").exists() {
+        println!("skipped: /dev/fuse is missing");
+        return;
+    }
+    let root = tempfile::tempdir().unwrap();
+    let (mount, dir, bin) = (root.path().join("mnt"), root.path().join("copies"), root.path().join("bin"));
+    let mut up = strake();
+    up.args(["up", "--mds=1", "--oss=1", "--targets-per-oss=1", "--mirror=1", "--target-gib=1"]);
+    up.arg("--dir").arg(root.path().join("c")).arg("--mount").arg(&mount);
+    ok(&up.current_dir(root.path()).output().unwrap());
+    let made: toml::Table = fs::read_to_string(root.path().join("c/cluster.toml")).unwrap().parse().unwrap();
+    let mds = format!("127.0.0.1:{}", made["ports"].as_array().unwrap()[0].as_integer().unwrap());
+    let cluster = Cluster { root, mds };
+    for dir in [&dir, &bin, &mount.join("models")] {
+        fs::create_dir(dir).unwrap();
+    }
+    for name in ["strake", "lfs"] {
+        std::os::unix::fs::symlink(strake().get_program(), bin.join(name)).unwrap();
+    }
+    fs::write(mount.join("models/70b.safetensors"), pattern((6 << 20) + 99)).unwrap();
+
+    let page = include_str!("../../docs/gds.md").split_once("## A copy on this node").unwrap().1;
+    let script = page.split_once("```sh\n").unwrap().1.split_once("```").unwrap().0;
+    assert!(
+        ["lfs seal", "gds stage", "gds probe", "gds bench", "gds copies", "gds unstage"]
+            .iter()
+            .all(|c| script.contains(c))
+    );
+    let key = cluster.root.path().join("c/client.key");
+    let script = script
+        .replace("/mnt/ai", mount.to_str().unwrap())
+        .replace("/nvme/copies", dir.to_str().unwrap())
+        .replace("\"$MDS\"", "\"$MDS\" --client-key \"$KEY\"")
+        .replace(" probe ", " probe --memory host ")
+        .replace(" bench ", " bench --memory host --accept-oss-checksum ");
+    let path = format!("{}:/usr/bin:/bin", bin.display());
+    let mut sh = Command::new("sh");
+    sh.args(["-euxc", &script]).env("PATH", path).env("MDS", &cluster.mds).env("KEY", key);
+    let shown = ok(&sh.output().unwrap());
+    for words in ["the policy require:local-gds can be met", "6.0 MiB of a file that was there", "usable", "removed"] {
+        assert!(shown.contains(words), "'{words}' is not in: {shown}");
+    }
+    assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
 }
 
 /// A file system of 1 MiB is full before a copy of more has begun.

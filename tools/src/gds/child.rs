@@ -18,7 +18,7 @@ use strake_gds::{
 };
 use strake_proto::{Code, Error, Result};
 
-use super::{Device, Memory};
+use super::{Device, Memory, SELF};
 
 /// What the child knows; it says so after each step, the last one is the answer.
 #[derive(Serialize, Deserialize)]
@@ -33,8 +33,6 @@ pub struct Found {
     done: bool,
 }
 
-/// This program.
-const SELF: &str = "/proc/self/exe";
 /// How long a killed child may take to be gone. One that a driver holds in the kernel may stay for ever; it is left then.
 const GOING: Duration = Duration::from_secs(1);
 

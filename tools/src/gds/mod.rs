@@ -13,6 +13,9 @@ use strake_proto::Result;
 
 use crate::term::{size, table};
 
+/// This program.
+const SELF: &str = "/proc/self/exe";
+
 #[derive(Subcommand)]
 pub enum Command {
     /// Show what this machine has, without moving a byte.
