@@ -26,7 +26,9 @@ pub struct Plan {
     pub setup: Setup,
     /// A file that is made for it, and removed at the end. `EEXIST` if there is one.
     pub path: String,
-    /// Its size: a multiple of 1 MiB.
+    /// The file is there, and is only loaded.
+    pub loads: bool,
+    /// Its size, a multiple of 1 MiB; of a file that is there no more than that is loaded, whole MiB.
     pub bytes: u64,
     /// Workers of each row.
     pub threads: Vec<usize>,
@@ -41,8 +43,8 @@ pub struct Plan {
 pub struct Rates {
     /// To the device.
     pub load: f64,
-    /// From the device.
-    pub save: f64,
+    /// From the device; `None`: nothing was saved.
+    pub save: Option<f64>,
 }
 
 /// The bridge with so many workers.
@@ -53,7 +55,7 @@ pub struct Row {
     /// Bytes per second.
     pub rates: Rates,
     /// Of a save with the fsync that makes it safe.
-    pub save_and_fsync: f64,
+    pub save_and_fsync: Option<f64>,
     /// `rates` as parts of the ceiling.
     pub of_ceiling: Rates,
     /// The load as a multiple of the pageable loop.
@@ -61,7 +63,7 @@ pub struct Row {
     /// Which way the bytes went.
     pub loaded: Report,
     /// As `loaded`.
-    pub saved: Report,
+    pub saved: Option<Report>,
 }
 
 /// One run.
@@ -73,6 +75,8 @@ pub struct Figures {
     pub gpu: bool,
     /// Bytes of the file.
     pub bytes: u64,
+    /// It was there, and was only loaded.
+    pub loads: bool,
     /// What was allowed.
     pub policy: Policy,
     /// Whether one tier was wanted.
@@ -124,20 +128,22 @@ pub fn run_with(plan: &Plan, mut open: impl FnMut(&Setup) -> Result<Session>) ->
         return Err(Error::new(Code::Inval, "the size must be a multiple of 1 MiB, and there must be a row"));
     }
     let mut figures: Option<Figures> = None;
+    let mut known = None;
     for n in &plan.threads {
         let mut setup = plan.setup.clone();
         setup.options.workers = *n;
         let mut bench = Bench::new(open(&setup)?, plan)?;
         if figures.is_none() {
+            known = if plan.loads { Some(bench.sums()?) } else { None };
             figures = Some(bench.bare(plan)?);
         }
         let Some(f) = &mut figures else { continue };
-        match bench.row(plan, *n, f) {
+        match bench.row(plan, *n, f, known.as_deref()) {
             Ok(row) => f.rows.push(row),
             Err(failed) if plan.strict => f.refused = Some(failed.to_string()),
             Err(failed) => return Err(failed.error),
         }
-        let reports = f.rows.iter().flat_map(|r| [&r.saved, &r.loaded]);
+        let reports = f.rows.iter().flat_map(|r| r.saved.iter().chain([&r.loaded]));
         if plan.strict && f.refused.is_none() {
             f.refused = refusal(reports);
         }
@@ -153,6 +159,9 @@ struct Bench {
     session: Session,
     file: Option<Arc<File>>,
     path: String,
+    /// The file was made for it.
+    made: bool,
+    bytes: u64,
     gpu: u64,
     seed: u64,
 }
@@ -161,7 +170,9 @@ impl Drop for Bench {
     fn drop(&mut self) {
         self.file = None;
         let _ = self.session.device().free(self.gpu);
-        if let Err(e) = self.session.unlink(&self.path) {
+        if self.made
+            && let Err(e) = self.session.unlink(&self.path)
+        {
             tracing::warn!("'{}' stays: {e}", self.path);
         }
     }
@@ -171,8 +182,13 @@ impl Bench {
     fn new(session: Session, plan: &Plan) -> Result<Bench> {
         let gpu = session.device().alloc(plan.bytes)?;
         // Without the client's cache: what is loaded comes from the storage servers.
-        match session.open_file(&plan.path, RDWR_CREATE_NEW | O_DIRECT, 0o600) {
-            Ok(f) => Ok(Bench { session, file: Some(Arc::new(f)), path: plan.path.clone(), gpu, seed: 1 }),
+        let flags = if plan.loads { O_DIRECT } else { RDWR_CREATE_NEW | O_DIRECT };
+        let opened = session.open_file(&plan.path, flags, 0o600).and_then(|f| Ok((if_large(&session, &f, plan)?, f)));
+        match opened {
+            Ok((bytes, f)) => {
+                let (file, path) = (Some(Arc::new(f)), plan.path.clone());
+                Ok(Bench { session, file, path, made: !plan.loads, bytes, gpu, seed: 1 })
+            }
             Err(e) => {
                 let _ = session.device().free(gpu);
                 Err(e)
@@ -188,35 +204,38 @@ impl Bench {
     fn bare(&mut self, plan: &Plan) -> Result<Figures> {
         let device = self.session.device().clone();
         let ceiling = Rates {
-            load: ceiling(&device, self.gpu, plan.bytes, true)?,
-            save: ceiling(&device, self.gpu, plan.bytes, false)?,
+            load: ceiling(&device, self.gpu, self.bytes, true)?,
+            save: Some(ceiling(&device, self.gpu, self.bytes, false)?),
         };
-        self.fill(plan.bytes)?;
-        let whole = [self.whole(plan.bytes)?];
-        self.session.save(&whole, Policy::Prefer).map_err(|f| f.error)?;
-        self.session.fsync(self.file()?)?;
+        if self.made {
+            self.fill()?;
+            let whole = [self.whole()?];
+            self.session.save(&whole, Policy::Prefer).map_err(|f| f.error)?;
+            self.session.fsync(self.file()?)?;
+        }
         Ok(Figures {
             device: device.name(),
             gpu: matches!(plan.setup.memory, Memory::Cuda(_)),
-            bytes: plan.bytes,
+            bytes: self.bytes,
+            loads: plan.loads,
             policy: plan.policy,
             strict: plan.strict,
             ceiling,
-            pageable_loop: self.pageable_loop(plan.bytes)?,
+            pageable_loop: self.pageable_loop()?,
             rows: Vec::new(),
             refused: None,
         })
     }
 
-    fn whole(&self, bytes: u64) -> Result<Transfer> {
-        Ok(Transfer { file: self.file()?.clone(), offset: 0, gpu: self.gpu, len: bytes })
+    fn whole(&self) -> Result<Transfer> {
+        Ok(Transfer { file: self.file()?.clone(), offset: 0, gpu: self.gpu, len: self.bytes })
     }
 
     /// New bytes for the device; their checksums by MiB.
-    fn fill(&mut self, bytes: u64) -> Result<Vec<u32>> {
+    fn fill(&mut self) -> Result<Vec<u32>> {
         let mut block = vec![0u8; MIB as usize];
         let mut sums = Vec::new();
-        for at in (0..bytes).step_by(MIB as usize) {
+        for at in (0..self.bytes).step_by(MIB as usize) {
             for word in block.chunks_exact_mut(8) {
                 word.copy_from_slice(&splitmix64(&mut self.seed).to_le_bytes());
             }
@@ -226,47 +245,58 @@ impl Bench {
         Ok(sums)
     }
 
-    fn pageable_loop(&self, bytes: u64) -> Result<f64> {
+    /// Of each MiB of the file, as the client reads it.
+    fn sums(&self) -> Result<Vec<u32>> {
+        let block = |at| Ok(crc32c(&self.session.read(self.file()?, at, MIB as usize)?));
+        (0..self.bytes).step_by(MIB as usize).map(block).collect()
+    }
+
+    fn pageable_loop(&self) -> Result<f64> {
         let begun = Instant::now();
-        for at in (0..bytes).step_by(MIB as usize) {
+        for at in (0..self.bytes).step_by(MIB as usize) {
             let block = self.session.read(self.file()?, at, MIB as usize)?;
             self.session.put(self.gpu + at, &block)?;
         }
-        Ok(rate(bytes, begun))
+        Ok(rate(self.bytes, begun))
     }
 
-    /// Saves new bytes, wipes them, loads them, and looks whether they are the same.
-    fn row(&mut self, plan: &Plan, threads: usize, f: &Figures) -> Result<Row, Failed> {
-        let nothing = |e: Error| Failed {
-            error: e,
-            report: Box::new(Report::nothing(crate::Direction::Save, plan.policy, plan.bytes, 1)),
+    /// Saves new bytes, unless the sums of what is there are known; wipes them, loads them, and looks whether they are the same.
+    fn row(&mut self, plan: &Plan, threads: usize, f: &Figures, known: Option<&[u32]>) -> Result<Row, Failed> {
+        let direction = if plan.loads { crate::Direction::Load } else { crate::Direction::Save };
+        let all = self.bytes;
+        let nothing = |e: Error| Failed { error: e, report: Box::new(Report::nothing(direction, plan.policy, all, 1)) };
+        let whole = [self.whole().map_err(nothing)?];
+        let (sums, saved, save_and_fsync) = match known {
+            Some(sums) => (sums.to_vec(), None, None),
+            None => {
+                let sums = self.fill().map_err(nothing)?;
+                let begun = Instant::now();
+                let saved = self.session.save(&whole, plan.policy)?;
+                let file = self.file().map_err(nothing)?;
+                self.session.fsync(file).map_err(nothing)?;
+                (sums, Some(saved), Some(rate(all, begun)))
+            }
         };
-        let sums = self.fill(plan.bytes).map_err(nothing)?;
-        let whole = [self.whole(plan.bytes).map_err(nothing)?];
-        let begun = Instant::now();
-        let saved = self.session.save(&whole, plan.policy)?;
-        let file = self.file().map_err(nothing)?;
-        self.session.fsync(file).map_err(nothing)?;
-        let save_and_fsync = rate(plan.bytes, begun);
-        self.wipe(plan.bytes).map_err(nothing)?;
+        self.wipe().map_err(nothing)?;
         let loaded = self.session.load(&whole, plan.policy)?;
         self.compare(&sums).map_err(nothing)?;
         let of = |r: &Report| r.moved() as f64 / r.took.as_secs_f64().max(1e-9);
-        let rates = Rates { load: of(&loaded), save: of(&saved) };
+        let rates = Rates { load: of(&loaded), save: saved.as_ref().map(of) };
+        let part = |(n, of): (f64, f64)| n / of;
         Ok(Row {
             threads,
             rates,
             save_and_fsync,
-            of_ceiling: Rates { load: rates.load / f.ceiling.load, save: rates.save / f.ceiling.save },
+            of_ceiling: Rates { load: rates.load / f.ceiling.load, save: rates.save.zip(f.ceiling.save).map(part) },
             of_pageable_loop: rates.load / f.pageable_loop,
             loaded,
             saved,
         })
     }
 
-    fn wipe(&self, bytes: u64) -> Result<()> {
+    fn wipe(&self) -> Result<()> {
         let zeros = vec![0; MIB as usize];
-        for at in (0..bytes).step_by(MIB as usize) {
+        for at in (0..self.bytes).step_by(MIB as usize) {
             self.session.put(self.gpu + at, &zeros)?;
         }
         Ok(())
@@ -279,7 +309,7 @@ impl Bench {
             if crc32c(&block) != *sum {
                 return Err(Error::new(
                     Code::Corrupt,
-                    format!("MiB {i} of what was loaded differs from what was saved"),
+                    format!("MiB {i} of what was loaded differs from what is in the file"),
                 ));
             }
         }
@@ -287,10 +317,20 @@ impl Bench {
     }
 }
 
+/// How many bytes are measured: of a file that is there whole MiB, at least one.
+fn if_large(session: &Session, file: &File, plan: &Plan) -> Result<u64> {
+    let whole = if plan.loads { session.size(file)? / MIB * MIB } else { plan.bytes };
+    if whole == 0 {
+        return Err(Error::new(Code::Inval, format!("'{}' is smaller than 1 MiB", plan.path)));
+    }
+    Ok(whole.min(plan.bytes))
+}
+
 /// Two pinned slots of so many bytes, or smaller ones where that is more than may be locked.
 fn two_slots(device: &Arc<dyn GpuMem>, mut bytes: usize) -> Result<(usize, [Slot; 2]), Fault> {
     loop {
-        match (Slot::new(device, bytes), Slot::new(device, bytes)) {
+        let slot = || Slot::new(device, bytes, u64::MAX, &|_, _| {});
+        match (slot(), slot()) {
             (Ok(a), Ok(b)) => return Ok((bytes, [a, b])),
             (Err(e), _) | (_, Err(e)) if bytes <= MIN_SLOT => return Err(e),
             _ => bytes /= 2,

@@ -3,6 +3,7 @@
 use std::{
     fmt,
     future::ready,
+    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
@@ -17,14 +18,20 @@ use strake_proto::{Code, Error, Result, checksum::BLOCK, layout::MAX_FILE_SIZE};
 use tokio::sync::Semaphore;
 
 use crate::{
-    ByTier, Direction, Failed, FileIo, Network, Policy, Report, Tier, Unavailable,
+    ByTier, Direction, Failed, FileIo, Network, Numa, Policy, Report, Switch, Tier, Unavailable,
     copier::{Call, Copier, Done, Flight, Work},
     direct::{Place, Stop, Went},
+    local::{Copies, Local},
     mem::{Fault, GpuMem},
+    numa::Placing,
     pins::{MIN_SLOT, Pins, Regions},
-    plan::{Measured, Run, Standing},
+    plan::{Measured, Run, Standing, choose},
+    rest::{Asked, Rests},
     selftest,
 };
+
+/// Where the kernel describes the machine.
+pub(crate) const SYSFS: &str = "/sys";
 
 /// How a bridge is made. The defaults are for one device.
 #[derive(Clone, Debug)]
@@ -35,13 +42,20 @@ pub struct Options {
     pub slots: usize,
     /// Largest part, bytes: a power of two from 256 KiB to 4 MiB.
     pub slot_bytes: usize,
-    /// Host memory that is pinned at most, bytes. `None`: half of `RLIMIT_MEMLOCK`, or 512 MiB where that is without limit.
+    /// Host memory that all bridges of the process have pinned at most, when this one pins more, bytes; what several use counts once. `None`: half of
+    /// `RLIMIT_MEMLOCK`, or 512 MiB of its own where that is without limit.
     pub pinned_limit: Option<u64>,
-    /// `GpuRdma` may be used although its bytes are verified at the storage server only.
+    /// `GpuRdma` and `LocalGds` may be used although the device does not verify their bytes: those are verified at the storage server only, or when the copy was made.
     pub accept_oss_checksum: bool,
     /// The device sums what it received and what it gave, and the sums are compared with the host's. It costs a part of the device's and of the
     /// processor's time. Where the device cannot, reports say so.
     pub verify_on_gpu: bool,
+    /// Folder with copies of sealed files on this node, for `LocalGds`.
+    pub local: Option<PathBuf>,
+    /// The program that opens cuFile before this process does: `strake`, by its path or name.
+    pub prober: PathBuf,
+    /// Where the system says which memory and processors are near the device; another folder than `/sys` is for tests.
+    pub sysfs: PathBuf,
 }
 
 impl Default for Options {
@@ -53,6 +67,9 @@ impl Default for Options {
             pinned_limit: None,
             accept_oss_checksum: false,
             verify_on_gpu: false,
+            local: None,
+            prober: "strake".into(),
+            sysfs: SYSFS.into(),
         }
     }
 }
@@ -99,16 +116,20 @@ pub(crate) struct Inner {
     pub unpinned: Option<Fault>,
     regions: Arc<Regions>,
     notice: Option<String>,
-    consent: bool,
+    numa: Numa,
+    pub consent: bool,
     /// Parts that are copied are verified by the device; otherwise why not.
     sums: Result<(), String>,
     /// The device can sum its memory; otherwise why not. Parts that pass no host memory are always verified by it where it can.
     pub device_sums: Result<(), String>,
+    /// Who reads copies on this node; `None`: no folder with any was named.
+    pub local: Option<Local>,
     /// Parts under way, over all calls.
     room: Semaphore,
     width: usize,
     next: AtomicUsize,
     standings: Mutex<ByTier<Standing>>,
+    rests: Rests,
     /// One self-test at a time.
     testing: tokio::sync::Mutex<()>,
 }
@@ -129,9 +150,13 @@ struct Ongoing<'a> {
     all: &'a [Transfer],
     direction: Direction,
     flight: Flight,
+    /// On this node, of the ranges.
+    copies: Copies,
     run: Mutex<Run>,
     /// Bytes moved of each range.
     moved: Vec<AtomicU64>,
+    /// Why the device did not sum a part that it was to sum.
+    unsummed: Mutex<Option<Fault>>,
 }
 
 impl Bridge {
@@ -140,22 +165,13 @@ impl Bridge {
     /// `EINVAL` for options out of range.
     pub async fn open(device: Arc<dyn GpuMem>, network: Arc<dyn Network>, options: Options) -> Result<Bridge> {
         options.check()?;
-        let shape = (options.workers, options.slots, options.slot_bytes);
-        let (slots, part, regions, notice, unpinned) = match Pins::new(&device, shape, options.pinned_limit) {
-            Ok(p) => (p.slots, p.slot_bytes, p.regions, p.notice, None),
-            Err(e) => {
-                let none = (0..options.workers).map(|_| Vec::new()).collect();
-                (none, MIN_SLOT, Regions::none(&device), Some(format!("nothing is pinned: {e}")), Some(e))
-            }
-        };
-        let width = slots.iter().map(|s| s.len().max(2)).sum();
-        let start = |slots| Copier::start(device.clone(), slots, regions.clone());
-        let workers = slots.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+        let Hands { workers, part, width, regions, notice, numa, unpinned } = Hands::new(&device, &options)?;
         let device_sums = match device.refuses(Tier::GpuRdma) {
-            Some(_) if !options.verify_on_gpu => Err("it was not asked for".into()),
+            Some(_) if !options.verify_on_gpu && options.local.is_none() => Err("it was not asked for".into()),
             _ => device.sums(),
         };
         let sums = if options.verify_on_gpu { device_sums.clone() } else { Err("it was not asked for".into()) };
+        let local = open_local(&device, &options).await?;
         let bridge = Bridge(Arc::new(Inner {
             device,
             network,
@@ -164,24 +180,33 @@ impl Bridge {
             unpinned,
             regions,
             notice,
+            numa,
             consent: options.accept_oss_checksum,
             sums,
             device_sums,
+            local,
             room: Semaphore::new(width),
             width,
             next: AtomicUsize::new(0),
             standings: Mutex::new(ByTier::new(|_| Standing::Unavailable(Unavailable::NotTested))),
+            rests: Rests::new(),
             testing: tokio::sync::Mutex::default(),
         }));
-        bridge.self_test().await;
+        bridge.test_all().await;
         Ok(bridge)
     }
 
-    /// Moves a pattern through every tier and back; what comes of it is where the tiers stand from now on.
+    /// Moves a pattern through every tier and back; what comes of it is where the tiers stand from now on. Tiers that rest after a failure may be used
+    /// again.
     pub async fn self_test(&self) -> ByTier<Standing> {
+        self.0.rests.end();
+        self.test_all().await
+    }
+
+    async fn test_all(&self) -> ByTier<Standing> {
         let _one = self.0.testing.lock().await;
-        // That over RDMA is measured in terms of the others.
-        for tier in Tier::ALL.into_iter().cycle().skip(1).take(Tier::ALL.len()) {
+        // Those that pass no host memory are measured in terms of the others.
+        for tier in Tier::ALL.into_iter().cycle().skip(2).take(Tier::ALL.len()) {
             let standing = selftest::test(&self.0, tier).await;
             self.0.standings.lock()[tier] = standing;
         }
@@ -200,9 +225,14 @@ impl Bridge {
         self.0.standings.lock().clone()
     }
 
-    /// What there is less of than was wanted, for people: slots, pinned buffers.
+    /// What there is less of than was wanted, for people: slots, pinned buffers, memory and processors near the device.
     pub fn notice(&self) -> Option<&str> {
         self.0.notice.as_deref()
+    }
+
+    /// The NUMA node of the device, and what lies there.
+    pub fn numa(&self) -> &Numa {
+        &self.0.numa
     }
 
     /// Bytes of the largest part, which is the size of a slot.
@@ -245,10 +275,11 @@ impl Bridge {
     async fn call(&self, direction: Direction, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
         let (begun, inner) = (Instant::now(), &self.0);
         if self.is_changed() {
-            self.self_test().await;
+            self.test_all().await;
         }
         let asked = all.iter().fold(0u64, |sum, t| sum.saturating_add(t.len));
-        let mut run = Run::begin(asked, policy, direction, &inner.standings_of(direction), inner.accepts());
+        let copies = inner.copies(direction, all, policy).await;
+        let mut run = inner.begin(asked, policy, direction, &copies);
         if let Err(e) = inner.check(direction, all) {
             run.refuse(e);
         }
@@ -256,8 +287,10 @@ impl Bridge {
             all,
             direction,
             flight: Flight(Arc::default()),
+            copies,
             run: Mutex::new(run),
             moved: all.iter().map(|_| AtomicU64::new(0)).collect(),
+            unsummed: Mutex::default(),
         };
         if ongoing.run.lock().road().is_some() {
             let parts = Parts { all, size: inner.part as u64, range: 0, done: 0 };
@@ -266,7 +299,9 @@ impl Bridge {
         }
         let ranges = ongoing.moved.iter().map(|n| n.load(Relaxed)).collect();
         let (mut report, outcome) = ongoing.run.into_inner().finish(ranges, begun.elapsed());
-        report.not_on_gpu = inner.not_on_gpu(&report);
+        let unsummed = ongoing.unsummed.into_inner().map(|f| format!("the device did not sum all of it: {f}"));
+        report.not_on_gpu = inner.not_on_gpu(&report).or(unsummed);
+        inner.remember(&report);
         match outcome {
             Ok(()) => Ok(report),
             Err(error) => Err(Failed { error, report: Box::new(report) }),
@@ -332,6 +367,9 @@ impl Inner {
         };
         match moved {
             Ok(Some((tier, by, done))) => {
+                if let Some(why) = done.unsummed {
+                    call.unsummed.lock().get_or_insert(why);
+                }
                 let mut run = call.run.lock();
                 if done.summed {
                     run.verified(tier, by.sum());
@@ -357,18 +395,22 @@ impl Inner {
     async fn load_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         loop {
             // Not to fetch what nobody wants any more.
-            let road = call.run.lock().road();
-            match road {
-                None => return Ok(None),
-                Some(Tier::GpuRdma) => match self.load_direct(&call.flight.0, p.place(call)).await {
-                    Ok(went) => return Ok(Some(direct_done(went))),
-                    Err(stop) => self.direct_failed(call, p, stop)?,
-                },
-                Some(_) => {
-                    if let Some(moved) = self.load_by_host(call, p).await? {
-                        return Ok(Some(moved));
-                    }
+            let copy = call.copies.of(p.range);
+            let Some(tier) = call.run.lock().road_for(copy.is_some()) else { return Ok(None) };
+            let went = match (tier, copy) {
+                (Tier::GpuRdma, _) => {
+                    let beside = |tier, f: &Fault| call.run.lock().lost(tier, Unavailable::Lost(f.clone()));
+                    self.load_direct(&call.flight.0, p.place(call), &beside).await
                 }
+                (Tier::LocalGds, Some(copy)) => self.load_local(&call.flight.0, copy, p.place(call)).await,
+                _ => match self.load_by_host(call, p).await? {
+                    Some(moved) => return Ok(Some(moved)),
+                    None => continue,
+                },
+            };
+            match went {
+                Ok(went) => return Ok(Some(direct_done(tier, went))),
+                Err(stop) => self.direct_failed(call, tier, p, stop)?,
             }
         }
     }
@@ -387,7 +429,10 @@ impl Inner {
             let tier = {
                 let mut run = call.run.lock();
                 // What was fetched meanwhile is of no use where only that road is left.
-                if run.road() == Some(Tier::GpuRdma) { None } else { run.road_of(came) }
+                match run.road_for(call.copies.of(p.range).is_some()) {
+                    Some(t) if t.is_straight() => None,
+                    _ => run.road_of(came),
+                }
             };
             let Some(tier) = tier else { return Ok(None) };
             let work = Work::Load { from: bufs.clone(), to: p.gpu, sum: self.sums.is_ok() };
@@ -404,13 +449,14 @@ impl Inner {
             let Some(mut tier) = call.run.lock().road() else { return Ok(None) };
             if tier == Tier::GpuRdma && p.offset.is_multiple_of(BLOCK as u64) {
                 match self.save_direct(&call.flight.0, p.place(call)).await {
-                    Ok(went) => return Ok(Some(direct_done(went))),
-                    Err(stop) => self.direct_failed(call, p, stop)?,
+                    Ok(went) => return Ok(Some(direct_done(tier, went))),
+                    Err(stop) => self.direct_failed(call, tier, p, stop)?,
                 }
                 continue;
             }
             if tier == Tier::GpuRdma {
-                tier = call.run.lock().beside(tier).ok_or_else(|| unaligned(p.offset))?;
+                let run = call.run.lock();
+                tier = run.beside(tier).ok_or_else(|| unaligned(p.offset, run.lost_beside()))?;
             }
             let into = self.network.pool().get(p.len).await?;
             let work = Work::Save { from: p.gpu, into, sum: self.sums.is_ok() };
@@ -425,21 +471,48 @@ impl Inner {
         }
     }
 
-    /// As [`Inner::tier_failed`], of the direct road.
-    fn direct_failed(&self, call: &Ongoing<'_>, p: &Part, stop: Stop) -> Result<()> {
+    /// As [`Inner::tier_failed`], of a road that passes no host memory.
+    fn direct_failed(&self, call: &Ongoing<'_>, tier: Tier, p: &Part, stop: Stop) -> Result<()> {
+        let rests = matches!(stop, Stop::Want(_));
         match stop {
             Stop::Call(e) => Err(e),
-            Stop::Tier(f) => self.tier_failed(call, Tier::GpuRdma, p, f),
-            Stop::Network(f) => {
+            Stop::Tier(f) => self.tier_failed(call, tier, p, f),
+            Stop::Want(f) | Stop::Once(f) => {
                 let f = self.device.check(p.gpu, p.len as u64).err().unwrap_or(f);
                 if f.is_of_call() {
                     return Err(f.into());
                 }
-                tracing::warn!("{}: {} failed for a call: {f}", self.device.name(), Tier::GpuRdma);
-                call.run.lock().lost(Tier::GpuRdma, Unavailable::Lost(f));
+                tracing::warn!("{}: {tier} failed for a call: {f}", self.device.name());
+                let why = if rests { Unavailable::Resting(f) } else { Unavailable::Lost(f) };
+                call.run.lock().lost(tier, why);
                 Ok(())
             }
         }
+    }
+
+    /// What the calls after this one are to know: which tiers failed for want of something, and which did not.
+    fn remember(&self, report: &Report) {
+        let wanted = |s: &Switch| matches!(s.why, Unavailable::Resting(_));
+        for (tier, _) in report.by_tier.iter().filter(|(_, bytes)| **bytes > 0) {
+            if !report.switches.iter().any(|s| s.from == tier && wanted(s)) {
+                self.rests.worked(tier, report.direction);
+            }
+        }
+        for s in &report.switches {
+            if let Unavailable::Resting(why) = &s.why {
+                self.rests.failed(s.from, report.direction, why.clone(), Instant::now());
+            }
+        }
+    }
+
+    /// A tier is out of use until a self-test passes.
+    pub fn lose(&self, tier: Tier, why: &Fault) {
+        tracing::warn!("{}: {tier} failed: {why}", self.device.name());
+        self.standings.lock()[tier] = Standing::Unavailable(Unavailable::Lost(why.clone()));
+    }
+
+    pub fn is_available(&self, tier: Tier) -> bool {
+        matches!(self.standings.lock()[tier], Standing::Available(_))
     }
 
     /// Another tier may go on, or (an error) none would help.
@@ -449,21 +522,52 @@ impl Inner {
         if f.is_of_call() {
             return Err(f.into());
         }
-        tracing::warn!("{}: {tier} failed: {f}", self.device.name());
-        let why = Unavailable::Lost(f);
-        self.standings.lock()[tier] = Standing::Unavailable(why.clone());
-        call.run.lock().lost(tier, why);
+        // A self-test, which has one buffer for each worker, would find nothing.
+        if let Fault::NotStraight { .. } = f {
+            tracing::warn!("{}: {tier} failed for a call: {f}", self.device.name());
+            call.run.lock().lost(tier, Unavailable::Resting(f));
+        } else {
+            self.lose(tier, &f);
+            call.run.lock().lost(tier, Unavailable::Lost(f));
+        }
         Ok(())
     }
 
     /// Where the tiers stand in a direction: where the device makes no checksums, nothing is saved straight from its memory.
-    fn standings_of(&self, direction: Direction) -> ByTier<Standing> {
+    pub fn standings_of(&self, direction: Direction) -> ByTier<Standing> {
         let mut all = self.standings.lock().clone();
         if let (Direction::Save, Standing::Available(_), Err(why)) = (direction, &all[Tier::GpuRdma], &self.device_sums)
         {
             all[Tier::GpuRdma] = Standing::Unavailable(Unavailable::NoSums { why: why.clone() });
         }
+        if let (Direction::Save, Standing::Available(_)) = (direction, &all[Tier::LocalGds]) {
+            all[Tier::LocalGds] = Standing::Unavailable(Unavailable::LoadsOnly);
+        }
         all
+    }
+
+    /// A call. Without a copy for anything, or for something that no other tier may take, copies are not available to it.
+    fn begin(&self, asked: u64, policy: Policy, direction: Direction, copies: &Copies) -> Run {
+        let (mut standings, consent) = (self.standings_of(direction), self.accepts());
+        if let Some(why) = &copies.missing {
+            let (able, _) = choose(policy, direction, &standings, consent);
+            if copies.is_empty() || able.iter().all(|t| *t == Tier::LocalGds) {
+                standings[Tier::LocalGds] = Standing::Unavailable(why.clone());
+            }
+        }
+        // What some files have does not serve for all.
+        let partly = copies.missing.is_some().then_some(Tier::LocalGds);
+        self.rests.take_out(&mut standings, Asked { policy, direction, consent, partly }, Instant::now());
+        let mut run = Run::begin(asked, policy, direction, &standings, consent);
+        if let Some(why) = &copies.missing {
+            run.not_for_all(Tier::LocalGds, why.clone());
+        }
+        run
+    }
+
+    /// For copies on this node.
+    pub fn folder(&self) -> Option<&Path> {
+        self.local.as_ref().map(Local::dir)
     }
 
     /// Bytes that pass no host memory are verified by the device, or the caller does without.
@@ -472,7 +576,8 @@ impl Inner {
     }
 
     fn not_on_gpu(&self, report: &Report) -> Option<String> {
-        let direct = report.is_all(Tier::GpuRdma) && report.moved() > 0;
+        let straight: u64 = report.by_tier.iter().filter(|(t, _)| t.is_straight()).map(|(_, n)| n).sum();
+        let direct = straight == report.asked && straight > 0;
         if direct { self.device_sums.clone().err() } else { self.sums.clone().err() }
     }
 
@@ -502,17 +607,72 @@ impl Inner {
     }
 }
 
+/// What a bridge works with.
+struct Hands {
+    workers: Vec<Copier>,
+    /// Largest part, bytes.
+    part: usize,
+    /// Parts under way.
+    width: usize,
+    regions: Arc<Regions>,
+    notice: Option<String>,
+    numa: Numa,
+    /// Why nothing is pinned.
+    unpinned: Option<Fault>,
+}
+
+impl Hands {
+    /// Pinned memory and threads, near the device if that can be.
+    fn new(device: &Arc<dyn GpuMem>, options: &Options) -> Result<Hands> {
+        let shape = (options.workers, options.slots, options.slot_bytes);
+        let placing = Placing::of(&options.sysfs, device.pci());
+        let pins = Pins::new(device, shape, options.pinned_limit, &|start, len| placing.prepare(start, len));
+        let (slots, part, regions, less, unpinned) = match pins {
+            Ok(p) => (p.slots, p.slot_bytes, p.regions, p.notice, None),
+            Err(e) => {
+                let none = (0..options.workers).map(|_| Vec::new()).collect();
+                (none, MIN_SLOT, Regions::none(device), Some(format!("nothing is pinned: {e}")), Some(e))
+            }
+        };
+        let width = slots.iter().map(|s| s.len().max(2)).sum();
+        let at: Vec<_> = slots.iter().flatten().map(|s| s.bytes().as_ptr()).collect();
+        let start = |slots| Copier::start(device.clone(), slots, regions.clone(), placing.cpus());
+        let started = slots.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+        let (workers, against): (Vec<_>, Vec<_>) = started.into_iter().unzip();
+        let (numa, unplaced) = placing.done(&at, &against);
+        let said: Vec<String> = less.into_iter().chain(unplaced).collect();
+        let notice = (!said.is_empty()).then(|| said.join("; "));
+        Ok(Hands { workers, part, width, regions, notice, numa, unpinned })
+    }
+}
+
 impl Part {
     fn place<'a>(&self, call: &'a Ongoing<'_>) -> Place<'a> {
         Place { file: &*call.all[self.range].file, offset: self.offset, gpu: self.gpu, len: self.len as u64 }
     }
 }
 
-fn direct_done(w: Went) -> Moved {
-    (Tier::GpuRdma, w.by, Done { staged: w.staged, saved: None, summed: w.summed, sums: Vec::new() })
+async fn open_local(device: &Arc<dyn GpuMem>, options: &Options) -> Result<Option<Local>> {
+    let Some(dir) = options.local.clone() else { return Ok(None) };
+    let (device, prober, workers) = (device.clone(), options.prober.clone(), options.workers);
+    // It may wait for another process.
+    let open = tokio::task::spawn_blocking(move || Local::open(&device, &dir, &prober, workers));
+    open.await.map_err(|e| Error::new(Code::Io, format!("opening cuFile: {e}")))?.map(Some)
 }
 
-fn unaligned(offset: u64) -> Error {
+fn direct_done(tier: Tier, w: Went) -> Moved {
+    let done = Done { staged: w.staged, saved: None, summed: w.summed, unsummed: w.unsummed, sums: Vec::new() };
+    (tier, w.by, done)
+}
+
+/// `lost`: what became of a tier that would have taken it.
+fn unaligned(offset: u64, lost: Option<String>) -> Error {
+    if let Some(lost) = lost {
+        let m = format!(
+            "this part begins at {offset} in the file, which takes a tier over host memory, and none is left; {lost}"
+        );
+        return Error::new(Code::Io, m);
+    }
     let m = format!(
         "storage servers read the device's memory only for parts that begin at a multiple of 4096 in the file, and this one begins at {offset}: \
          allow a tier over host memory beside gpu-rdma"

@@ -7,6 +7,7 @@ use std::{
 };
 
 use parking_lot::{Condvar, Mutex};
+use rustix::thread::{CpuSet, sched_setaffinity};
 use strake_fabric::{Buf, BufMut, Region, Road};
 use strake_proto::{
     Code, Result,
@@ -39,7 +40,7 @@ struct CallState {
 
 impl Call {
     /// For a copy to begin; `None`: nobody wants it any more.
-    fn take_off(self: Arc<Self>) -> Option<Landing> {
+    pub fn take_off(self: Arc<Self>) -> Option<Landing> {
         let mut s = self.state.lock();
         if s.given_up {
             return None;
@@ -58,7 +59,7 @@ impl Call {
 }
 
 /// A copy that was begun, until the device uses no memory for it any more.
-struct Landing(Arc<Call>);
+pub struct Landing(Arc<Call>);
 
 impl Drop for Landing {
     fn drop(&mut self) {
@@ -113,6 +114,8 @@ pub struct Done {
     pub saved: Option<BufMut>,
     /// The device's sum of its end equals that of the host's.
     pub summed: bool,
+    /// Why the device did not sum it, though it was to.
+    pub unsummed: Option<Fault>,
     /// What a [`Work::Sum`] found, of each 4 KiB.
     pub sums: Vec<u32>,
 }
@@ -133,17 +136,27 @@ pub struct Copier {
 }
 
 impl Copier {
-    /// Starts the thread. It has as many copies under way as it has slots, and at least two.
-    pub fn start(device: Arc<dyn GpuMem>, slots: Vec<Slot>, regions: Arc<Regions>) -> Result<Copier> {
+    /// Starts the thread, on these processors if any are named; where it could not be put there, why. It has as many copies under way as it has
+    /// slots, and at least two.
+    pub fn start(
+        device: Arc<dyn GpuMem>,
+        slots: Vec<Slot>,
+        regions: Arc<Regions>,
+        cpus: Option<CpuSet>,
+    ) -> Result<(Copier, Option<String>)> {
         let (jobs, queue) = mpsc::unbounded_channel();
+        let (placed, told) = std::sync::mpsc::channel();
         let thread = thread::Builder::new().name("strake-gds".into()).spawn(move || {
+            let moved = cpus.map_or(Ok(()), |cpus| sched_setaffinity(None, &cpus));
+            let _ = placed.send(moved.err().map(|e| e.to_string()));
             let depth = slots.len().max(2);
             match device.stream() {
                 Ok(stream) => Worker { stream, slots, regions, depth, flying: VecDeque::new() }.run(queue),
                 Err(e) => refuse_all(queue, &e),
             }
         })?;
-        Ok(Copier { jobs: Some(jobs), thread: Some(thread) })
+        let copier = Copier { jobs: Some(jobs), thread: Some(thread) };
+        Ok((copier, told.recv().ok().flatten()))
     }
 
     /// Has a part copied; the caller bounds how many. The tier tells whether the host memory must be pinned.
@@ -213,7 +226,17 @@ struct Flying {
     stage: Option<Stage>,
     staged: u64,
     check: Option<Check>,
+    unsummed: Option<Fault>,
     answer: Answer,
+}
+
+/// Whether the device sums its end of a copy.
+enum Checked {
+    /// It was not to.
+    No,
+    By(Check),
+    /// It was to, and this is why it does not.
+    Without(Fault),
 }
 
 /// What the device is to say of its end of a copy.
@@ -258,21 +281,26 @@ impl Worker {
         let mut stage = self.stage(tier, &work);
         let (begun, held) = match work {
             Work::Load { from, to, sum } => {
-                let begun = self.begin_load(tier, &from, to, stage.as_mut());
+                let begun = self.begin_load(tier, &from, to, &mut stage);
                 (begun.and_then(|staged| Ok((staged, self.check_load(sum, &from, to)?))), Held::Load { _from: from })
             }
             Work::Save { from, mut into, sum } => {
-                let begun = self.begin_save(tier, from, &mut into, stage.as_mut());
+                let begun = self.begin_save(tier, from, &mut into, &mut stage);
                 (begun.and_then(|staged| Ok((staged, self.check_save(sum, from, into.len())?))), Held::Save { into })
             }
             Work::Sum { from, len } => match self.stream.sum(from, len) {
-                Ok(number) => (Ok((0, None)), Held::Sum(number)),
+                Ok(number) => (Ok((0, Checked::No)), Held::Sum(number)),
                 Err(e) => (Err(e), Held::Sum(0)),
             },
         };
         match begun.and_then(|(staged, check)| Ok((staged, check, self.stream.mark()?))) {
-            Ok((staged, check, mark)) => {
-                self.flying.push_back(Flying { landing, mark, held, stage, staged, check, answer });
+            Ok((staged, checked, mark)) => {
+                let (check, unsummed) = match checked {
+                    Checked::No => (None, None),
+                    Checked::By(c) => (Some(c), None),
+                    Checked::Without(why) => (None, Some(why)),
+                };
+                self.flying.push_back(Flying { landing, mark, held, stage, staged, check, unsummed, answer });
             }
             Err(e) => {
                 // Some of its copies may have begun.
@@ -286,39 +314,37 @@ impl Worker {
     }
 
     /// Has the device sum what arrives. The host sums meanwhile what it has sent.
-    fn check_load(&mut self, wanted: bool, from: &[Buf], to: u64) -> Result<Option<Check>, Fault> {
+    fn check_load(&mut self, wanted: bool, from: &[Buf], to: u64) -> Result<Checked, Fault> {
         let len = from.iter().map(Buf::len).sum();
-        if !wanted || len == 0 {
-            return Ok(None);
-        }
-        let number = self.stream.sum(to, len)?;
-        let want = from.iter().fold(0, |sum, b| combine(sum, crc32c(b), b.len()));
-        Ok(Some(Check { number, want: Some(want), at: to, len: len as u64 }))
+        let checked = self.check(wanted, to, len)?;
+        let sum = || from.iter().fold(0, |sum, b| combine(sum, crc32c(b), b.len()));
+        Ok(match checked {
+            Checked::By(c) => Checked::By(Check { want: Some(sum()), ..c }),
+            none => none,
+        })
     }
 
-    fn check_save(&mut self, wanted: bool, from: u64, len: usize) -> Result<Option<Check>, Fault> {
-        if !wanted || len == 0 {
-            return Ok(None);
-        }
-        Ok(Some(Check { number: self.stream.sum(from, len)?, want: None, at: from, len: len as u64 }))
+    fn check_save(&mut self, wanted: bool, from: u64, len: usize) -> Result<Checked, Fault> {
+        self.check(wanted, from, len)
     }
 
-    /// What its bytes may have to take one more copy through.
+    /// A copy is not to blame for a sum that cannot be made: it goes on without.
+    fn check(&mut self, wanted: bool, at: u64, len: usize) -> Result<Checked, Fault> {
+        if !wanted || len == 0 {
+            return Ok(Checked::No);
+        }
+        match self.stream.sum(at, len) {
+            Ok(number) => Ok(Checked::By(Check { number, want: None, at, len: len as u64 })),
+            Err(f) if f.is_of_call() => Err(f),
+            Err(f) => Ok(Checked::Without(f)),
+        }
+    }
+
+    /// What its bytes may have to take one more copy through; of the pageable tier it is made when it is needed.
     fn stage(&mut self, tier: Tier, work: &Work) -> Option<Stage> {
-        if matches!(work, Work::Sum { .. }) {
-            return None;
-        }
-        if tier != Tier::Pageable {
-            // There is one for each that may be under way.
-            return self.slots.pop().map(Stage::Slot);
-        }
-        // Memory that may be pinned now or in a moment.
-        let len = match work {
-            Work::Load { from, .. } => from.iter().map(|b| b.len()).sum(),
-            Work::Save { into, .. } => into.len(),
-            Work::Sum { .. } => 0,
-        };
-        self.regions.may_have_any().then(|| Stage::Plain(BufMut::unpooled(len)))
+        // There is one for each that may be under way.
+        let slot = tier != Tier::Pageable && !matches!(work, Work::Sum { .. });
+        if slot { self.slots.pop().map(Stage::Slot) } else { None }
     }
 
     fn put_back(&mut self, stage: Option<Stage>) {
@@ -333,15 +359,16 @@ impl Worker {
     }
 
     /// Returns the bytes that took one more copy.
-    fn begin_load(&mut self, tier: Tier, from: &[Buf], to: u64, mut stage: Option<&mut Stage>) -> Result<u64, Fault> {
+    fn begin_load(&mut self, tier: Tier, from: &[Buf], to: u64, stage: &mut Option<Stage>) -> Result<u64, Fault> {
         let (mut done, mut staged) = (0, 0);
+        let all = from.iter().map(Buf::len).sum();
         for b in from {
             let source = if self.suits(tier, b.region()) {
                 b.as_ptr()
             } else if tier == Tier::BounceRdma && b.road() == Road::Rdma && b.len() >= SMALL {
-                return Err(not_straight(b.len()));
+                return Err(not_straight(b.len(), b.region().is_some()));
             } else {
-                let room = stage.as_mut().filter(|s| s.bytes().len() - staged >= b.len());
+                let room = staging(tier, stage, all).filter(|s| s.bytes().len() - staged >= b.len());
                 let room = room.ok_or_else(|| no_slot(b.len()))?.as_mut_ptr().wrapping_add(staged);
                 // SAFETY: the stage has that room, and it is another one than that of the segments before.
                 unsafe { room.copy_from_nonoverlapping(b.as_ptr(), b.len()) };
@@ -361,7 +388,7 @@ impl Worker {
         tier: Tier,
         from: u64,
         into: &mut BufMut,
-        stage: Option<&mut Stage>,
+        stage: &mut Option<Stage>,
     ) -> Result<u64, Fault> {
         let len = into.len();
         if self.suits(tier, into.region()) {
@@ -370,9 +397,9 @@ impl Worker {
             return Ok(0);
         }
         if tier == Tier::BounceRdma && len >= SMALL {
-            return Err(not_straight(len));
+            return Err(not_straight(len, into.region().is_some()));
         }
-        let stage = stage.filter(|s| s.bytes().len() >= len).ok_or_else(|| no_slot(len))?;
+        let stage = staging(tier, stage, len).filter(|s| s.bytes().len() >= len).ok_or_else(|| no_slot(len))?;
         // SAFETY: the stage is held as long, and used by this copy alone.
         unsafe { self.stream.save(stage.as_mut_ptr(), from, len)? };
         Ok(len as u64)
@@ -413,18 +440,34 @@ impl Worker {
             }
         }
         drop(f.landing);
-        let _ = f.answer.send(outcome.map(|()| Done { staged: f.staged, saved, summed: f.check.is_some(), sums }));
+        let _ = f.answer.send(outcome.map(|()| Done {
+            staged: f.staged,
+            saved,
+            summed: f.check.is_some(),
+            unsummed: f.unsummed,
+            sums,
+        }));
     }
 }
 
-/// Bytes for RDMA that the device cannot copy from or to where they lie.
-fn not_straight(bytes: usize) -> Fault {
-    Fault::Pin {
-        bytes: bytes as u64,
-        why: "they are received or sent by RDMA in memory that could not be registered with the device, too: raise pinned_limit, or the \
-              limit for locked memory"
-            .into(),
+/// What a copy of so many bytes is staged in. The memory of the pageable tier is not pinned, and touched only where it is used.
+fn staging(tier: Tier, stage: &mut Option<Stage>, bytes: usize) -> Option<&mut Stage> {
+    if tier == Tier::Pageable && stage.is_none() {
+        *stage = Some(Stage::Plain(BufMut::unpooled(bytes)));
     }
+    stage.as_mut()
+}
+
+/// Bytes for RDMA that the device cannot copy from or to where they lie. `pooled`: that is in a region of the client's pool.
+fn not_straight(bytes: usize, pooled: bool) -> Fault {
+    let why = if pooled {
+        "they are received or sent by RDMA in memory that could not be registered with the device, too: raise pinned_limit, or the limit for \
+         locked memory"
+    } else {
+        "the client's pool of buffers was full, so that they lie outside of the memory that is registered for RDMA and the device: have less \
+         under way at a time"
+    };
+    Fault::NotStraight { bytes: bytes as u64, why: why.into() }
 }
 
 fn no_sums() -> Fault {

@@ -29,8 +29,10 @@ const WITH_ANSWER: u64 = 4096;
 pub enum Stop {
     /// The tier is to blame: another one may do.
     Tier(Fault),
-    /// As above, for this call: it is for want of something of these servers, of which others and later calls may have enough.
-    Network(Fault),
+    /// As above, for this call: it is for want of something of these servers, or of the device, of which others and later calls may have enough.
+    Want(Fault),
+    /// As above, but it is no reason for later calls to leave the tier alone.
+    Once(Fault),
     /// So it would be on every other road.
     Call(Error),
 }
@@ -42,7 +44,7 @@ impl From<Fault> for Stop {
 }
 
 /// A part that went this way.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Went {
     /// Its bytes by road.
     pub by: ByRoad,
@@ -50,6 +52,8 @@ pub struct Went {
     pub staged: u64,
     /// The device has summed all of it.
     pub summed: bool,
+    /// Why it has not, though it was to.
+    pub unsummed: Option<Fault>,
 }
 
 /// A place in a file, and one in the device's memory.
@@ -65,7 +69,7 @@ pub struct Place<'a> {
 fn stopped(e: Error, len: u64) -> Stop {
     match e.code {
         Code::OpNotSupp | Code::NoMem | Code::Overloaded | Code::Busy => {
-            Stop::Network(Fault::Export { bytes: len, why: e.message })
+            Stop::Want(Fault::Export { bytes: len, why: e.message })
         }
         _ => Stop::Call(e),
     }
@@ -76,13 +80,25 @@ fn sent_along(all: &[Arrived], len: u64) -> Option<Stop> {
     let here = |a: &Arrived| a.here.iter().map(|b| b.len() as u64).sum::<u64>();
     let most = all.iter().map(here).max().filter(|n| *n > WITH_ANSWER)?;
     let why = format!("one sent {most} bytes with its answer, through host memory, instead of writing them there");
-    Some(Stop::Network(Fault::Export { bytes: len, why }))
+    Some(Stop::Want(Fault::Export { bytes: len, why }))
+}
+
+/// Who is told of tiers over host memory that failed.
+pub type Beside<'a> = dyn Fn(Tier, &Fault) + Sync + 'a;
+
+/// Of what the tier needs from others, which are to blame.
+pub fn wanting(f: Fault) -> Stop {
+    if f.is_of_call() { Stop::Call(f.into()) } else { Stop::Want(f) }
+}
+
+pub fn no_sums(f: Fault) -> Fault {
+    if f.is_of_call() { f } else { Fault::Sums { why: f.to_string() } }
 }
 
 impl Inner {
     /// Has the storage servers write a part into the device's memory. What they say of their sums is compared with what the device says of its
-    /// own, if it sums; a part that differs is fetched once more.
-    pub async fn load_direct(&self, flight: &Arc<Call>, p: Place<'_>) -> Result<Went, Stop> {
+    /// own, if it sums; a part that differs is fetched once more. `beside` is told of a tier over host memory that failed to copy the rest.
+    pub async fn load_direct(&self, flight: &Arc<Call>, p: Place<'_>, beside: &Beside<'_>) -> Result<Went, Stop> {
         let memory = self.device.export(p.gpu, p.len)?;
         let mut damaged = None;
         for _ in 0..2 {
@@ -97,23 +113,37 @@ impl Inner {
                 return Err(stop);
             }
             self.device.arrived()?;
-            let staged = self.fill_up(flight, p.gpu, &all).await?;
-            match self.verify_direct(flight, p.gpu, &all).await {
-                Err(f @ Fault::Damaged { .. }) => damaged = Some(f),
-                Err(f) => return Err(f.into()),
-                Ok(summed) => {
-                    // Memory that was freed meanwhile was nobody's to fill.
-                    self.device.check(p.gpu, p.len)?;
-                    return Ok(Went { by: roads(&all), staged, summed });
+            let (staged, unsummed) = self.fill_up(flight, p.gpu, &all, beside).await.map_err(wanting)?;
+            let verified = match unsummed {
+                Some(why) => Err(why),
+                None => self.verify_direct(flight, p.gpu, &all).await,
+            };
+            let (summed, unsummed) = match verified {
+                Ok(summed) => (summed, None),
+                Err(f @ Fault::Damaged { .. }) => {
+                    damaged = Some(f);
+                    continue;
                 }
-            }
+                // Without sums it goes on only where somebody agreed to that.
+                Err(f) if self.consent && !f.is_of_call() => (false, Some(f)),
+                Err(f) => return Err(wanting(no_sums(f))),
+            };
+            // Memory that was freed meanwhile was nobody's to fill.
+            self.device.check(p.gpu, p.len)?;
+            return Ok(Went { by: roads(&all), staged, summed, unsummed });
         }
         Err(Stop::Call(damaged.map_or_else(|| Error::new(Code::Io, "a part that was not loaded"), Error::from)))
     }
 
-    /// Puts what no server wrote into the device's memory.
-    async fn fill_up(&self, flight: &Arc<Call>, gpu: u64, all: &[Arrived]) -> Result<u64, Fault> {
-        let mut staged = 0;
+    /// Puts what no server wrote into the device's memory. How many bytes, and why the device did not sum them, if it was to.
+    async fn fill_up(
+        &self,
+        flight: &Arc<Call>,
+        gpu: u64,
+        all: &[Arrived],
+        beside: &Beside<'_>,
+    ) -> Result<(u64, Option<Fault>), Fault> {
+        let (mut staged, mut unsummed) = (0, None);
         for a in all {
             let mut from = a.here.clone();
             let here: u64 = from.iter().map(|b| b.len() as u64).sum();
@@ -124,16 +154,44 @@ impl Inner {
             }
             if !from.is_empty() {
                 let to = gpu + a.range.start + a.placed;
-                let work = Work::Load { from, to, sum: self.device_sums.is_ok() };
-                self.worker().copy(flight, self.copies(), work).await?;
+                unsummed = unsummed.or(self.copy_beside(flight, &from, to, beside).await?);
                 staged += here + hole;
             }
         }
-        Ok(staged)
+        Ok((staged, unsummed))
     }
 
-    /// How the device copies what must be copied for this tier.
-    fn copies(&self) -> Tier {
+    /// One copy to the device, by the first road over host memory that can: what failed is to blame, not the tier that it was for. Why the device did
+    /// not sum it, if it was to.
+    async fn copy_beside(
+        &self,
+        flight: &Arc<Call>,
+        from: &[Buf],
+        to: u64,
+        beside: &Beside<'_>,
+    ) -> Result<Option<Fault>, Fault> {
+        let len = from.iter().map(|b| b.len() as u64).sum();
+        let why =
+            || "neither bounce-tcp nor pageable is available, by one of which what no server writes is copied".into();
+        let mut last = Fault::Export { bytes: len, why: why() };
+        for tier in [Tier::BounceTcp, Tier::Pageable].into_iter().filter(|t| self.is_available(*t)) {
+            let work = Work::Load { from: from.to_vec(), to, sum: self.device_sums.is_ok() };
+            let f = match self.worker().copy(flight, tier, work).await {
+                Ok(done) => return Ok(done.unsummed),
+                Err(f) => self.device.check(to, len).err().unwrap_or(f),
+            };
+            if f.is_of_call() {
+                return Err(f);
+            }
+            self.lose(tier, &f);
+            beside(tier, &f);
+            last = f;
+        }
+        Err(last)
+    }
+
+    /// How the device copies in self-tests.
+    pub fn copies_as(&self) -> Tier {
         if self.unpinned.is_none() { Tier::BounceTcp } else { Tier::Pageable }
     }
 
@@ -154,7 +212,7 @@ impl Inner {
     /// The device's sums of its memory, of each 4 KiB.
     async fn sums_of(&self, flight: &Arc<Call>, from: u64, len: u64) -> Result<Vec<u32>, Fault> {
         let work = Work::Sum { from, len: len as usize };
-        Ok(self.worker().copy(flight, self.copies(), work).await?.sums)
+        Ok(self.worker().copy(flight, Tier::GpuRdma, work).await?.sums)
     }
 
     /// Has the storage servers read a part from the device's memory, by the sums that the device makes of it first. If they find others, both are
@@ -162,12 +220,12 @@ impl Inner {
     pub async fn save_direct(&self, flight: &Arc<Call>, p: Place<'_>) -> Result<Went, Stop> {
         let memory = self.device.export(p.gpu, p.len)?;
         for again in [true, false] {
-            let sums = self.sums_of(flight, p.gpu, p.len).await?;
+            let sums = self.sums_of(flight, p.gpu, p.len).await.map_err(|f| wanting(no_sums(f)))?;
             match p.file.write_direct(p.offset, &memory, &sums).await {
                 Ok(()) => {
                     // Of memory that was freed meanwhile nobody knows whose bytes these are.
                     self.device.check(p.gpu, p.len)?;
-                    return Ok(Went { by: ByRoad::of(Road::Rdma, p.len), staged: 0, summed: true });
+                    return Ok(Went { by: ByRoad::of(Road::Rdma, p.len), staged: 0, summed: true, unsummed: None });
                 }
                 Err(e) if e.code == Code::Resend && again => {}
                 Err(e) if e.code == Code::Resend => {
@@ -279,7 +337,7 @@ impl Test<'_> {
         let len = sent.len() as u64;
         let at = |gpu| Place { file: self.file, offset: self.offset, gpu, len };
         let stop = |s| match s {
-            Stop::Tier(f) | Stop::Network(f) => Unavailable::TestStopped(f),
+            Stop::Tier(f) | Stop::Want(f) | Stop::Once(f) => Unavailable::TestStopped(f),
             Stop::Call(e) => Unavailable::NoScratch { why: e.message },
         };
         self.copy(Work::Load { from: vec![sent.clone()], to: self.from, sum: false }).await?;
@@ -292,7 +350,7 @@ impl Test<'_> {
             self.write(sent.clone()).await?;
         }
         let begun = Instant::now();
-        self.bridge.load_direct(self.flight, at(self.to)).await.map_err(stop)?;
+        self.bridge.load_direct(self.flight, at(self.to), &|_, _| {}).await.map_err(stop)?;
         took.load[0] = begun.elapsed();
         let came = self.copy(Work::Save { from: self.to, into: BufMut::unpooled(sent.len()), sum: false }).await?;
         let came = came.unwrap_or_else(|| BufMut::unpooled(0));
@@ -319,7 +377,7 @@ impl Test<'_> {
     }
 
     async fn copy(&self, work: Work) -> Result<Option<BufMut>, Unavailable> {
-        let done = self.bridge.worker().copy(self.flight, self.bridge.copies(), work).await;
+        let done = self.bridge.worker().copy(self.flight, self.bridge.copies_as(), work).await;
         done.map(|d| d.saved).map_err(Unavailable::TestStopped)
     }
 }

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use strake_client::{Arrived, Client, Creds, File};
 use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
-use strake_proto::{Code, Error, Result};
+use strake_proto::{Code, Error, Result, pb};
+
+use crate::local::Sealed;
 
 /// A file that parts are read from and written to, many at a time.
 #[async_trait]
@@ -43,6 +45,11 @@ pub trait Network: Send + Sync + 'static {
     /// Why no storage server is reached by RDMA; `None`: at least one is.
     fn no_rdma(&self) -> Option<String>;
 
+    /// How a file is sealed at this moment; `None`: it is not, or not completely.
+    async fn sealed(&self, _ino: u64) -> Result<Option<Sealed>> {
+        Ok(None)
+    }
+
     /// A file for the self-test of the road that passes no host memory, which is gone when it is dropped.
     async fn scratch(&self) -> Result<Arc<dyn FileIo>> {
         Err(not_direct())
@@ -59,12 +66,35 @@ impl Network for Client {
         Client::no_rdma(self)
     }
 
+    /// As the process may know it.
+    async fn sealed(&self, ino: u64) -> Result<Option<Sealed>> {
+        let groups = rustix::process::getgroups().unwrap_or_default().into_iter().map(|g| g.as_raw()).collect();
+        let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+        match self.get_seal(&Creds { uid, gid, groups }, ino, None).await {
+            Ok((info, _)) => info.manifest.map(|m| of_manifest(&self.fs_uuid(), ino, &m)).transpose(),
+            Err(e) if e.code == Code::NoData => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
     async fn scratch(&self) -> Result<Arc<dyn FileIo>> {
         let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let me = Creds { uid, gid, groups: Vec::new() };
         let (file, _) = self.tmpfile(&me, self.root(), 0o600, O_RDWR | O_DIRECT, false).await?;
         Ok(Arc::new(file))
     }
+}
+
+/// `EPROTO` for a manifest that is none.
+pub(crate) fn of_manifest(fs: &[u8], ino: u64, m: &pb::Manifest) -> Result<Sealed> {
+    let bad = |_| Error::new(Code::Protocol, format!("the manifest of inode {ino:#x} is none"));
+    Ok(Sealed {
+        fs: fs.try_into().map_err(bad)?,
+        ino,
+        size: m.size,
+        sha256: m.sha256[..].try_into().map_err(bad)?,
+        root: m.root[..].try_into().map_err(bad)?,
+    })
 }
 
 const O_RDWR: u32 = 2;

@@ -3,19 +3,25 @@
 use std::{
     any::Any,
     collections::{BTreeMap, HashMap, VecDeque},
+    path::Path,
     ptr,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
     thread,
     time::Duration,
 };
 
 use parking_lot::Mutex;
-use strake_fabric::Foreign;
+use strake_fabric::{Foreign, REGION};
 use strake_proto::checksum::{BLOCK, block_sums, combine};
 
 use crate::{
     Tier, Unavailable,
+    local::{CuFile, HostCuFile, Tricks},
     mem::{Fault, GpuMem, Mark, Stream},
+    pins::Registry,
 };
 
 /// First address; nothing of the process can lie there (not canonical on x86-64, beyond user space on AArch64).
@@ -34,12 +40,13 @@ struct State {
     freed: Vec<(u64, u64)>,
     lent: Vec<Lent>,
     allocated: u64,
-    /// Host memory that is pinned: start and length.
-    pinned: BTreeMap<usize, usize>,
-    pin_limit: Option<u64>,
+    driver: Arc<Driver>,
+    pci: Option<String>,
     room: Option<u64>,
     refused: HashMap<Tier, Unavailable>,
     context_gone: bool,
+    /// Among the devices of its driver.
+    number: u64,
     gone_after: Option<u64>,
     failing: Option<Failing>,
     corrupt_after: Option<u64>,
@@ -48,6 +55,51 @@ struct State {
     pace: Duration,
     sums: bool,
     no_exports: Option<String>,
+    cufile: Arc<Tricks>,
+}
+
+/// What devices of one driver have in common.
+#[derive(Default)]
+struct Driver {
+    registry: Arc<Registry>,
+    pins: Mutex<Pins>,
+    /// Devices that there were.
+    devices: AtomicU64,
+}
+
+/// Host memory that is pinned. Locked after a device's own state, if both are.
+#[derive(Default)]
+struct Pins {
+    /// By its start: its length, and the device by which.
+    all: BTreeMap<usize, (usize, u64)>,
+    limit: Option<u64>,
+    told: Pinned,
+}
+
+impl Pins {
+    fn bytes(&self) -> u64 {
+        self.all.values().map(|(n, _)| *n as u64).sum()
+    }
+
+    fn remove(&mut self, start: usize) -> bool {
+        let Some((len, _)) = self.all.remove(&start) else { return false };
+        if self.limit.is_none() {
+            // SAFETY: locked in `pin`, and mapped until that is undone, as its caller promised.
+            let _ = unsafe { rustix::mm::munlock(ptr::with_exposed_provenance_mut(start), len) };
+        }
+        true
+    }
+}
+
+/// How host memory was pinned, counted by a [`HostMem`] for all devices of its driver.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pinned {
+    /// Memory that was pinned.
+    pub made: u64,
+    /// That was to be pinned while a part of it was: refused, as a driver refuses it.
+    pub twice: u64,
+    /// That was to be let go and was not pinned.
+    pub stray: u64,
 }
 
 /// An allocation. Who was lent a part of it keeps it in place when it is freed.
@@ -110,9 +162,21 @@ impl HostMem {
         HostMem::default()
     }
 
-    /// Pins no more than so many bytes, without locking them.
+    /// Another device of the same driver: what one of them pins is pinned for both.
+    pub fn beside(&self) -> HostMem {
+        let driver = self.0.lock().driver.clone();
+        let number = 1 + driver.devices.fetch_add(1, Relaxed);
+        HostMem(Arc::new(Mutex::new(State { driver, number, ..State::default() })))
+    }
+
+    /// Pins no more than so many bytes, without locking them. To be said before any are pinned.
     pub fn limit_pins(&self, bytes: u64) {
-        self.0.lock().pin_limit = Some(bytes);
+        self.0.lock().driver.pins.lock().limit = Some(bytes);
+    }
+
+    /// Plays a device that is at this PCI address.
+    pub fn play_pci(&self, address: &str) {
+        self.0.lock().pci = Some(address.into());
     }
 
     /// Has no more memory than this.
@@ -137,7 +201,7 @@ impl HostMem {
 
     /// Destroys the context now.
     pub fn destroy(&self) {
-        self.0.lock().context_gone = true;
+        self.0.lock().destroy();
     }
 
     /// The copy after the next `copies` ones fails, and all others from there on, until [`HostMem::mend`].
@@ -178,6 +242,11 @@ impl HostMem {
         self.0.lock().no_exports = why;
     }
 
+    /// What its stand-in of cuFile does and did.
+    pub fn tricks(&self) -> Arc<Tricks> {
+        self.0.lock().cufile.clone()
+    }
+
     /// What was copied so far.
     pub fn copied(&self) -> Copied {
         self.0.lock().copied
@@ -185,7 +254,12 @@ impl HostMem {
 
     /// Bytes of host memory that are pinned now.
     pub fn pinned(&self) -> u64 {
-        self.0.lock().pinned.values().map(|n| *n as u64).sum()
+        self.0.lock().driver.pins.lock().bytes()
+    }
+
+    /// How memory was pinned so far.
+    pub fn pins(&self) -> Pinned {
+        self.0.lock().driver.pins.lock().told
     }
 
     /// Takes memory of the process for the device's, at its own address, until [`HostMem::take_back`] is told the same.
@@ -226,6 +300,11 @@ impl HostMem {
 }
 
 impl State {
+    fn has_room(&self, bytes: u64) -> bool {
+        let used: u64 = self.blocks.values().map(|b| b.len as u64).sum();
+        self.room.is_none_or(|room| bytes <= room.saturating_sub(used))
+    }
+
     /// The allocation, and the place in it.
     fn find(&self, addr: u64, len: u64) -> Result<(u64, usize), Fault> {
         if self.context_gone {
@@ -261,8 +340,19 @@ impl State {
     }
 
     fn is_pinned(&self, host: usize, len: usize) -> bool {
-        let before = self.pinned.range(..=host).next_back();
-        before.is_some_and(|(start, n)| host + len <= start + n)
+        let pins = self.driver.pins.lock();
+        let before = pins.all.range(..=host).next_back();
+        before.is_some_and(|(start, (n, _))| host + len <= start + n)
+    }
+
+    /// What was pinned by this device goes with its context.
+    fn destroy(&mut self) {
+        self.context_gone = true;
+        let mut pins = self.driver.pins.lock();
+        let mine: Vec<usize> = pins.all.iter().filter(|(_, (_, by))| *by == self.number).map(|(at, _)| *at).collect();
+        for at in mine {
+            pins.remove(at);
+        }
     }
 
     /// One copy of a stream.
@@ -270,7 +360,7 @@ impl State {
         let n = self.copies;
         self.copies += 1;
         if self.gone_after.is_some_and(|at| n >= at) {
-            self.context_gone = true;
+            self.destroy();
         }
         let pinned = self.is_pinned(c.host.addr(), c.len);
         if let Some(f) = self.failing.as_ref().filter(|f| n >= f.from && (pinned || !f.pinned_only)) {
@@ -323,8 +413,7 @@ impl GpuMem for HostMem {
         if s.context_gone {
             return Err(Fault::ContextGone);
         }
-        let used: u64 = s.blocks.values().map(|b| b.len as u64).sum();
-        if s.room.is_some_and(|room| len > room.saturating_sub(used)) {
+        if !s.has_room(len) {
             return Err(Fault::NoMemory { bytes: len });
         }
         // A gap behind each, so that the next is never a part of it.
@@ -345,14 +434,33 @@ impl GpuMem for HostMem {
         Ok(())
     }
 
+    fn registry(&self) -> Arc<Registry> {
+        self.0.lock().driver.registry.clone()
+    }
+
+    fn is_gone(&self) -> bool {
+        self.0.lock().context_gone
+    }
+
+    fn pci(&self) -> Result<String, String> {
+        self.0.lock().pci.clone().ok_or_else(|| "there is no GPU, only host memory in its place".into())
+    }
+
     unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), Fault> {
-        let mut s = self.0.lock();
+        let s = self.0.lock();
+        let mut pins = s.driver.pins.lock();
         let refused = |why: String| Fault::Pin { bytes: len as u64, why };
         if s.context_gone {
             return Err(Fault::ContextGone);
         }
-        let already: u64 = s.pinned.values().map(|n| *n as u64).sum();
-        match s.pin_limit {
+        let at = start.expose_provenance();
+        // As CUDA has it: 712, CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED.
+        if pins.all.range(..at + len).next_back().is_some_and(|(other, (n, _))| other + n > at) {
+            pins.told.twice += 1;
+            return Err(refused("a part of them is pinned already".into()));
+        }
+        let already = pins.bytes();
+        match pins.limit {
             Some(limit) if already + len as u64 > limit => {
                 return Err(refused(format!("{already} of {limit} bytes are taken")));
             }
@@ -360,16 +468,17 @@ impl GpuMem for HostMem {
             // SAFETY: the caller says that these pages are mapped; locking them changes none of their bytes.
             None => unsafe { rustix::mm::mlock(start.cast(), len) }.map_err(|e| refused(format!("mlock: {e}")))?,
         }
-        s.pinned.insert(start.addr(), len);
+        pins.told.made += 1;
+        pins.all.insert(at, (len, s.number));
         Ok(())
     }
 
     fn unpin(&self, start: *mut u8) {
-        let mut s = self.0.lock();
-        let Some(len) = s.pinned.remove(&start.addr()) else { return };
-        if s.pin_limit.is_none() {
-            // SAFETY: locked in `pin`, and mapped until this returns, as its caller promised.
-            let _ = unsafe { rustix::mm::munlock(start.cast(), len) };
+        let s = self.0.lock();
+        let mut pins = s.driver.pins.lock();
+        // What a device pinned whose context is gone went with it.
+        if !pins.remove(start.addr()) && !s.context_gone {
+            pins.told.stray += 1;
         }
     }
 
@@ -393,6 +502,10 @@ impl GpuMem for HostMem {
 
     fn arrived(&self) -> Result<(), Fault> {
         if self.0.lock().context_gone { Err(Fault::ContextGone) } else { Ok(()) }
+    }
+
+    fn cufile(&self, _prober: &Path) -> Result<Arc<dyn CuFile>, Unavailable> {
+        Ok(Arc::new(HostCuFile::new(self.clone())))
     }
 
     fn stream(&self) -> Result<Box<dyn Stream>, Fault> {
@@ -473,6 +586,11 @@ impl Stream for HostStream {
     }
 
     fn sum(&mut self, from: u64, len: usize) -> Result<u64, Fault> {
+        // As a device that keeps there what it found, of each 4 KiB.
+        let bytes = 4 * (REGION / BLOCK) as u64;
+        if !self.device.0.lock().has_room(bytes) {
+            return Err(Fault::NoMemory { bytes });
+        }
         let number = self.given;
         self.push(Pending { host: ptr::null_mut(), device: from, len, to_device: false })?;
         Ok(number)

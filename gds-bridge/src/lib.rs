@@ -16,7 +16,8 @@
 //! ```
 //!
 //! Where to read: [`plan`] decides which tier a part takes and is pure; [`Bridge`] (`bridge.rs`) cuts calls into parts and drives it;
-//! `copier.rs` has the threads that copy; `direct.rs` is the road on which nothing is copied here; [`session`] is all of it for programs that are not asynchronous; `pins.rs` registers host memory; [`GpuMem`] is the device, implemented by [`Cuda`] and
+//! `copier.rs` has the threads that copy; `direct.rs` is the road on which nothing is copied here, [`local`] the one from a copy on this node; `rest.rs` knows which tiers to leave alone for a while;
+//! [`session`] is all of it for programs that are not asynchronous; `pins.rs` registers host memory, `numa.rs` says where it should lie; [`GpuMem`] is the device, implemented by [`Cuda`] and
 //! [`HostMem`].
 
 #![warn(missing_docs)]
@@ -28,11 +29,14 @@ mod cuda;
 mod direct;
 mod file;
 mod host;
+pub mod local;
 mod mem;
+mod numa;
 mod pins;
 pub mod plan;
 mod reason;
 mod report;
+mod rest;
 mod selftest;
 pub mod session;
 pub mod status;
@@ -42,8 +46,10 @@ mod tier;
 pub use bridge::{Bridge, Options, Transfer};
 pub use cuda::Cuda;
 pub use file::{FileIo, Network};
-pub use host::{Copied, HostMem};
+pub use host::{Copied, HostMem, Pinned};
 pub use mem::{Fault, GpuMem, Mark, Stream};
+pub use numa::Numa;
+pub use pins::Registry;
 pub use reason::Unavailable;
 pub use report::{Checksum, Checksums, Direction, Failed, Report, Switch};
 pub use tier::{ByTier, Policy, Tier};

@@ -1,11 +1,11 @@
 //! GPU memory as the bridge sees it.
 
-use std::fmt;
+use std::{fmt, path::Path, sync::Arc};
 
 use strake_fabric::Foreign;
 use strake_proto::{Code, Error};
 
-use crate::{Tier, Unavailable};
+use crate::{Tier, Unavailable, local::CuFile, pins::Registry};
 
 /// What a device, its driver or the memory given to it had against something.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,6 +50,40 @@ pub enum Fault {
         /// What the driver, the system or the network said.
         why: String,
     },
+    /// The device could not sum its memory.
+    Sums {
+        /// What it, or its driver, said.
+        why: String,
+    },
+    /// Bytes that go by RDMA lie where the device cannot copy them from or to by itself.
+    NotStraight {
+        /// How many.
+        bytes: u64,
+        /// What it takes.
+        why: String,
+    },
+    /// cuFile moved bytes, and its counters do not say that they went straight.
+    Detour {
+        /// So many bytes.
+        len: u64,
+        /// Reads by way of host memory that it counted meanwhile.
+        posix: u64,
+        /// Reads that went straight.
+        straight: u64,
+        /// Bytes that it counted.
+        bytes: u64,
+    },
+    /// A copy on this node is not what it was when it was made.
+    BadCopy {
+        /// Where it lies.
+        copy: String,
+        /// From which byte on.
+        at: u64,
+        /// What is wrong there.
+        why: String,
+        /// It was put aside.
+        aside: bool,
+    },
     /// Host memory could not be pinned.
     Pin {
         /// How much of it.
@@ -75,7 +109,8 @@ impl Fault {
             Fault::Foreign { .. } | Fault::Freed { .. } | Fault::Beyond { .. } | Fault::ContextGone => true,
             // Nobody knows whom to trust.
             Fault::Damaged { .. } => true,
-            Fault::NoMemory { .. } | Fault::Export { .. } | Fault::Pin { .. } | Fault::Driver { .. } => false,
+            Fault::NoMemory { .. } | Fault::Export { .. } | Fault::Sums { .. } | Fault::NotStraight { .. } => false,
+            Fault::Detour { .. } | Fault::BadCopy { .. } | Fault::Pin { .. } | Fault::Driver { .. } => false,
         }
     }
 }
@@ -97,6 +132,23 @@ impl fmt::Display for Fault {
             Fault::Export { bytes, why } => {
                 write!(f, "{bytes} bytes of the device's memory cannot be lent to a storage server: {why}")
             }
+            Fault::Sums { why } => write!(f, "the device could not sum its memory: {why}"),
+            Fault::NotStraight { bytes, why } => {
+                write!(f, "{bytes} bytes cannot go straight between RDMA and the device: {why}")
+            }
+            Fault::Detour { len, posix, straight, bytes } => write!(
+                f,
+                "cuFile read {len} bytes another way than straight: meanwhile it counted {posix} reads through host memory, {straight} straight ones \
+                 and {bytes} bytes"
+            ),
+            Fault::BadCopy { copy, at, why, aside } => {
+                let done = if *aside {
+                    "it was put aside: stage the file again"
+                } else {
+                    "it could not be put aside: remove it"
+                };
+                write!(f, "the copy '{copy}' is damaged from byte {at} on ({why}), and {done}")
+            }
             Fault::Pin { bytes, why } => write!(f, "{bytes} bytes of host memory cannot be pinned: {why}"),
             Fault::Driver { call, code, name } => write!(f, "{call} failed with {code}: {name}"),
         }
@@ -110,9 +162,9 @@ impl From<Fault> for Error {
         let code = match &f {
             Fault::Foreign { .. } | Fault::Freed { .. } | Fault::Beyond { .. } => Code::Inval,
             Fault::ContextGone => Code::NoDev,
-            Fault::Damaged { .. } => Code::Corrupt,
-            Fault::NoMemory { .. } | Fault::Pin { .. } => Code::NoMem,
-            Fault::Export { .. } | Fault::Driver { .. } => Code::Io,
+            Fault::Damaged { .. } | Fault::BadCopy { .. } => Code::Corrupt,
+            Fault::NoMemory { .. } | Fault::NotStraight { .. } | Fault::Pin { .. } => Code::NoMem,
+            Fault::Detour { .. } | Fault::Export { .. } | Fault::Sums { .. } | Fault::Driver { .. } => Code::Io,
         };
         Error::new(code, f.to_string())
     }
@@ -143,7 +195,17 @@ pub trait GpuMem: Send + Sync + 'static {
     /// Gives back what [`GpuMem::alloc`] returned.
     fn free(&self, addr: u64) -> Result<(), Fault>;
 
-    /// Pins host memory and makes it known to the device, which then copies from and to it by itself.
+    /// What is pinned for this device and for all others of its driver in this process. Whoever pins tells it.
+    fn registry(&self) -> Arc<Registry>;
+
+    /// Whether the context was destroyed, and with it what was pinned by it.
+    fn is_gone(&self) -> bool;
+
+    /// Its PCI address as sysfs writes it (`0000:3b:00.0`); otherwise why none is known, in a sentence.
+    fn pci(&self) -> Result<String, String>;
+
+    /// Pins host memory and makes it known to the device, and to all others of its driver, which then copy from and to it by themselves. Memory
+    /// of which a part is pinned already is refused.
     ///
     /// # Safety
     /// The memory, whole pages, stays mapped until [`GpuMem::unpin`] returned.
@@ -161,6 +223,11 @@ pub trait GpuMem: Send + Sync + 'static {
 
     /// Returns when what others had written to exported memory before is seen by all that the device is given from now on.
     fn arrived(&self) -> Result<(), Fault>;
+
+    /// cuFile for this device, with its driver open. It is known to hang: `prober` (`strake`, by its path or name) opens it in another process first.
+    fn cufile(&self, _prober: &Path) -> Result<Arc<dyn CuFile>, Unavailable> {
+        Err(Unavailable::CuFile { why: "there is none for this device".into() })
+    }
 
     /// A new queue of copies, for the thread that calls.
     fn stream(&self) -> Result<Box<dyn Stream>, Fault>;

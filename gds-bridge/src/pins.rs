@@ -1,10 +1,17 @@
 //! Host memory that is registered with the device: slots of the bridge's own, and the regions of the client's buffers as they are seen.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::HashMap,
+    ptr::{self, NonNull},
+    sync::Arc,
+};
 
 use parking_lot::Mutex;
-use rustix::process::{Resource, getrlimit};
-use strake_fabric::{BufMut, REGION, Region};
+use rustix::{
+    mm::{MapFlags, ProtFlags, mmap_anonymous, munmap},
+    process::{Resource, getrlimit},
+};
+use strake_fabric::{REGION, Region};
 
 use crate::mem::{Fault, GpuMem};
 
@@ -13,33 +20,182 @@ const UNLIMITED: u64 = 512 << 20;
 /// The smallest slot that is worth a copy.
 pub const MIN_SLOT: usize = 256 << 10;
 
+/// What is registered with a driver, by all bridges of this process that use it. A driver takes the same memory once, and what it took is
+/// pinned for all of its devices: so each region of a client's buffers is registered by whoever needs it first, and stays until the last
+/// one is gone.
+#[derive(Default)]
+pub struct Registry(Mutex<Known>);
+
+#[derive(Default)]
+struct Known {
+    /// By the regions' ids.
+    regions: HashMap<u64, Entry>,
+    /// Bytes of regions and slots, each once.
+    bytes: u64,
+}
+
+struct Entry {
+    /// Held, so that its memory stays where it is.
+    region: Arc<Region>,
+    /// Whose context the registration belongs to. Held, so that the context stays.
+    by: Arc<dyn GpuMem>,
+    /// Bridges that use it.
+    uses: usize,
+}
+
+impl Registry {
+    /// Bytes that are registered.
+    pub fn bytes(&self) -> u64 {
+        self.0.lock().bytes
+    }
+
+    /// As [`GpuMem::pin`], as long as no more than `limit` bytes are registered with it.
+    ///
+    /// # Safety
+    /// As of [`GpuMem::pin`], until [`Registry::unpin`] returned.
+    unsafe fn pin(&self, device: &Arc<dyn GpuMem>, (start, len): (*mut u8, usize), limit: u64) -> Result<(), Fault> {
+        let mut known = self.0.lock();
+        if !known.has_room(len, limit) {
+            let why = format!("the bridges of this process have {} of {limit} bytes", known.bytes);
+            return Err(Fault::Pin { bytes: len as u64, why });
+        }
+        // SAFETY: the caller's promise.
+        unsafe { device.pin(start, len)? };
+        known.bytes += len as u64;
+        Ok(())
+    }
+
+    fn unpin(&self, device: &Arc<dyn GpuMem>, (start, len): (*mut u8, usize)) {
+        let mut known = self.0.lock();
+        device.unpin(start);
+        known.bytes -= len as u64;
+    }
+
+    /// Registers a region if nobody has, and counts one use more, unless `again`. Returns whose registration it is; `None`: there is no room for
+    /// it within `limit`.
+    fn take(
+        &self,
+        region: &Arc<Region>,
+        device: &Arc<dyn GpuMem>,
+        limit: u64,
+        again: bool,
+    ) -> Result<Option<Arc<dyn GpuMem>>, Fault> {
+        let mut known = self.0.lock();
+        let room = known.has_room(REGION, limit);
+        let gone = match known.regions.get_mut(&region.id()) {
+            Some(e) if !e.by.is_gone() => {
+                e.uses += usize::from(!again);
+                return Ok(Some(e.by.clone()));
+            }
+            // The registration went with the context that had made it.
+            Some(_) => true,
+            None if !room => return Ok(None),
+            None => false,
+        };
+        // SAFETY: a region is whole pages, and is held until it was unpinned.
+        unsafe { device.pin(region.as_ptr(), REGION)? };
+        known.bytes += if gone { 0 } else { REGION as u64 };
+        let new = || Entry { region: region.clone(), by: device.clone(), uses: 0 };
+        let e = known.regions.entry(region.id()).or_insert_with(new);
+        e.uses += usize::from(!again);
+        let before = std::mem::replace(&mut e.by, device.clone());
+        drop(known);
+        // Perhaps the last one of that device: its end is no business of others.
+        drop(before);
+        Ok(Some(device.clone()))
+    }
+
+    /// One use less; a region that nobody uses any more is let go.
+    fn release(&self, id: u64) {
+        let mut known = self.0.lock();
+        let Some(e) = known.regions.get_mut(&id) else { return };
+        e.uses -= 1;
+        if e.uses > 0 {
+            return;
+        }
+        let Some(last) = known.regions.remove(&id) else { return };
+        // Before anybody can register it, or other memory at its place, anew.
+        last.by.unpin(last.region.as_ptr());
+        known.bytes -= REGION as u64;
+        drop(known);
+        drop(last);
+    }
+
+    fn knows(&self, id: u64) -> bool {
+        self.0.lock().regions.get(&id).is_some_and(|e| !e.by.is_gone())
+    }
+}
+
+impl Known {
+    fn has_room(&self, len: usize, limit: u64) -> bool {
+        self.bytes.checked_add(len as u64).is_some_and(|all| all <= limit)
+    }
+}
+
+/// Memory of its own, whole pages, all zeros; nobody has touched it yet.
+struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: it owns its memory exclusively, like a `Box<[u8]>`.
+unsafe impl Send for Mapping {}
+
+impl Mapping {
+    fn new(len: usize) -> Result<Mapping, Fault> {
+        let refused = |why: String| Fault::Pin { bytes: len as u64, why };
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new private mapping at an address of the kernel's choice touches no memory in use.
+        let start = unsafe { mmap_anonymous(ptr::null_mut(), len, prot, MapFlags::PRIVATE) };
+        let start = start.map_err(|e| refused(format!("mmap: {e}")))?;
+        let start = NonNull::new(start.cast()).ok_or_else(|| refused("mmap gave nothing".into()))?;
+        Ok(Mapping { start, len })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new`, and nobody has it any more.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
 /// Pinned memory that a worker copies through.
 pub struct Slot {
-    memory: BufMut,
+    memory: Mapping,
     device: Arc<dyn GpuMem>,
+    registry: Arc<Registry>,
 }
 
 impl Slot {
-    pub fn new(device: &Arc<dyn GpuMem>, len: usize) -> Result<Slot, Fault> {
-        let mut memory = BufMut::unpooled(len);
-        // SAFETY: the buffer is page-aligned and whole pages, and lives until `drop` has unpinned it.
-        unsafe { device.pin(memory.as_mut_ptr(), len)? };
-        Ok(Slot { memory, device: device.clone() })
+    /// No more than `limit` bytes are pinned with it; `prepare` is told where it lies before anybody touches it.
+    pub fn new(
+        device: &Arc<dyn GpuMem>,
+        len: usize,
+        limit: u64,
+        prepare: &dyn Fn(*mut u8, usize),
+    ) -> Result<Slot, Fault> {
+        let (memory, registry) = (Mapping::new(len)?, device.registry());
+        let start = memory.start.as_ptr();
+        prepare(start, len);
+        // SAFETY: the mapping is whole pages, and lives until `drop` has unpinned it.
+        unsafe { registry.pin(device, (start, len), limit)? };
+        Ok(Slot { memory, device: device.clone(), registry })
     }
 
     pub fn bytes(&self) -> &[u8] {
-        &self.memory
+        // SAFETY: mapped as long as `self` lives; who writes through `as_mut_ptr` has `self` to itself meanwhile.
+        unsafe { std::slice::from_raw_parts(self.memory.start.as_ptr(), self.memory.len) }
     }
 
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
-        self.memory.as_mut_ptr()
+        self.memory.start.as_ptr()
     }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        let start = self.memory.as_mut_ptr();
-        self.device.unpin(start);
+        self.registry.unpin(&self.device, (self.memory.start.as_ptr(), self.memory.len));
     }
 }
 
@@ -53,33 +209,55 @@ pub struct Pins {
     pub notice: Option<String>,
 }
 
+/// How much may be pinned, and why no more.
+struct Budget {
+    /// By all bridges of this process that share the driver.
+    limit: u64,
+    /// By this one.
+    own: u64,
+    because: String,
+}
+
+impl Budget {
+    fn new(asked: Option<u64>, taken: u64) -> Budget {
+        let memlock = getrlimit(Resource::Memlock).current;
+        let (limit, own, because) = match (asked, memlock) {
+            (Some(l), _) => (l, l, format!("pinned_limit is {l} bytes")),
+            (None, Some(l)) => (l / 2, l / 2, format!("RLIMIT_MEMLOCK is {l} bytes, of which half is taken")),
+            // There is nothing to share.
+            (None, None) => (u64::MAX, UNLIMITED, format!("no more than {UNLIMITED} bytes are taken")),
+        };
+        let others = format!(", and other bridges of this process have {taken} bytes");
+        Budget { limit, own, because: if taken > 0 { because + &others } else { because } }
+    }
+}
+
 impl Pins {
     /// Slots for `workers`, `each` of `slot_bytes` (a power of two of at least [`MIN_SLOT`]); smaller ones, then fewer, where that is too
-    /// much. An error if there cannot be even two of the smallest.
+    /// much. An error if there cannot be even two of the smallest. `limit`: what all bridges that share the driver may have pinned. `prepare` is
+    /// told of each slot's memory before anybody touches it.
     pub fn new(
         device: &Arc<dyn GpuMem>,
         (workers, each, slot_bytes): (usize, usize, usize),
         limit: Option<u64>,
+        prepare: &dyn Fn(*mut u8, usize),
     ) -> Result<Pins, Fault> {
-        let memlock = getrlimit(Resource::Memlock).current;
-        let budget = limit.unwrap_or_else(|| memlock.map_or(UNLIMITED, |l| l / 2));
-        let because = match (limit, memlock) {
-            (Some(l), _) => format!("pinned_limit is {l} bytes"),
-            (None, Some(l)) => format!("RLIMIT_MEMLOCK is {l} bytes, of which half is taken"),
-            (None, None) => format!("no more than {UNLIMITED} bytes are taken"),
-        };
+        let registry = device.registry();
+        let before = registry.bytes();
+        let Budget { limit, own, because } = Budget::new(limit, before);
+        let room = own.min(limit.saturating_sub(before));
         let mut refused = None;
         let sizes = std::iter::successors(Some(slot_bytes), |s| Some(s / 2)).take_while(|s| *s >= MIN_SLOT);
         let tries = sizes.map(|size| (workers, each, size)).chain([(1, 2, MIN_SLOT)]);
         for (workers, each, size) in tries {
             let taken = (workers * each * size) as u64;
-            if taken > budget {
+            if taken > room {
                 continue;
             }
-            let row = || (0..each).map(|_| Slot::new(device, size)).collect::<Result<Vec<_>, _>>();
+            let row = || (0..each).map(|_| Slot::new(device, size, limit, prepare)).collect::<Result<Vec<_>, _>>();
             match (0..workers).map(|_| row()).collect::<Result<Vec<_>, _>>() {
                 Ok(slots) => {
-                    let rest = ((budget - taken) / REGION as u64) as usize;
+                    let rest = ((room - taken) / REGION as u64) as usize;
                     let smaller = size < slot_bytes || rest == 0;
                     let why = refused.map_or(because, |e: Fault| e.to_string());
                     let notice = smaller.then(|| {
@@ -88,7 +266,12 @@ impl Pins {
                             "{count} pinned slots of {kib} KiB and {rest} pinned regions of the client's buffers: {why}"
                         )
                     });
-                    return Ok(Pins { slots, slot_bytes: size, regions: Regions::new(device, rest), notice });
+                    return Ok(Pins {
+                        slots,
+                        slot_bytes: size,
+                        regions: Regions::new(device, limit, own - taken),
+                        notice,
+                    });
                 }
                 Err(e) => refused = Some(e),
             }
@@ -97,77 +280,83 @@ impl Pins {
     }
 }
 
-/// Regions of the client's buffers that are pinned.
+/// Regions of the client's buffers that a bridge uses as pinned ones.
 pub struct Regions {
     device: Arc<dyn GpuMem>,
-    inner: Mutex<Inner>,
+    registry: Arc<Registry>,
+    limit: u64,
+    /// How many it registers at most.
+    most: usize,
+    mine: Mutex<Mine>,
 }
 
-struct Inner {
-    /// By their ids. Held, so that their memory stays where it is.
-    pinned: HashMap<u64, Arc<Region>>,
-    /// How many more there may be.
-    left: usize,
+#[derive(Default)]
+struct Mine {
+    /// By their ids, with whose registration it is. Each is one use for the registry.
+    used: HashMap<u64, Arc<dyn GpuMem>>,
+    /// The device has refused one: it is not asked for others.
+    refused: bool,
 }
 
 impl Regions {
-    fn new(device: &Arc<dyn GpuMem>, left: usize) -> Arc<Regions> {
-        Arc::new(Regions { device: device.clone(), inner: Mutex::new(Inner { pinned: HashMap::new(), left }) })
+    fn new(device: &Arc<dyn GpuMem>, limit: u64, own: u64) -> Arc<Regions> {
+        let (registry, most) = (device.registry(), (own / REGION as u64) as usize);
+        Arc::new(Regions { device: device.clone(), registry, limit, most, mine: Mutex::default() })
     }
 
     /// None, for where nothing can be pinned.
     pub fn none(device: &Arc<dyn GpuMem>) -> Arc<Regions> {
-        Regions::new(device, 0)
+        Regions::new(device, 0, 0)
     }
 
-    /// False: none is pinned, and none ever will be.
-    pub fn may_have_any(&self) -> bool {
-        let inner = self.inner.lock();
-        inner.left > 0 || !inner.pinned.is_empty()
-    }
-
-    /// Whether a buffer of this region lies in memory that is pinned by now.
+    /// Whether a buffer of this region lies in memory that is pinned by now, by whatever bridge.
     pub fn knows(&self, region: Option<&Arc<Region>>) -> bool {
-        region.is_some_and(|r| self.inner.lock().pinned.contains_key(&r.id()))
+        region.is_some_and(|r| self.registry.knows(r.id()))
     }
 
     /// Whether it lies in pinned memory; the region is pinned for that if it may be.
     pub fn has(&self, region: Option<&Arc<Region>>) -> bool {
         let Some(region) = region else { return false };
-        let mut inner = self.inner.lock();
-        if inner.pinned.contains_key(&region.id()) {
-            return true;
+        let mut mine = self.mine.lock();
+        let again = match mine.used.get(&region.id()) {
+            Some(by) if !by.is_gone() => return true,
+            Some(_) => true,
+            None => {
+                // What another bridge has registered takes nothing of this one.
+                let full = mine.refused || mine.used.len() >= self.most;
+                if full && !self.registry.knows(region.id()) {
+                    return false;
+                }
+                false
+            }
+        };
+        match self.registry.take(region, &self.device, self.limit, again) {
+            Ok(by) => by.map(|by| mine.used.insert(region.id(), by)).is_some(),
+            Err(Fault::ContextGone) => false,
+            Err(e) => {
+                tracing::info!("{} regions of the client's buffers are pinned, no more: {e}", mine.used.len());
+                mine.refused = true;
+                false
+            }
         }
-        if inner.left == 0 {
-            return false;
-        }
-        // SAFETY: a region is whole pages, and is held until it was unpinned.
-        if let Err(e) = unsafe { self.device.pin(region.as_ptr(), REGION) } {
-            tracing::info!("{} regions of the client's buffers are pinned, no more: {e}", inner.pinned.len());
-            inner.left = 0;
-            return false;
-        }
-        inner.left -= 1;
-        inner.pinned.insert(region.id(), region.clone());
-        true
     }
 
     pub fn count(&self) -> usize {
-        self.inner.lock().pinned.len()
+        self.mine.lock().used.len()
     }
 }
 
 impl Drop for Regions {
     fn drop(&mut self) {
-        for region in self.inner.get_mut().pinned.values() {
-            self.device.unpin(region.as_ptr());
+        for id in self.mine.get_mut().used.keys() {
+            self.registry.release(*id);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use strake_fabric::{Buf, Pool};
+    use strake_fabric::{Buf, BufMut, Pool};
 
     use super::*;
     use crate::HostMem;
@@ -178,7 +367,7 @@ mod tests {
         let m = HostMem::new();
         m.limit_pins(limit);
         let device: Arc<dyn GpuMem> = Arc::new(m.clone());
-        (m, Pins::new(&device, (4, 3, 4 * MIB), ask))
+        (m, Pins::new(&device, (4, 3, 4 * MIB), ask, &|_, _| {}))
     }
 
     fn got(p: &Pins) -> (usize, usize, usize) {

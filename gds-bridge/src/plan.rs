@@ -33,7 +33,7 @@ pub enum Standing {
 }
 
 /// Tiers that a call may take, the fastest first; a draw goes to the better tier. And the others that its policy allows, with their
-/// reasons. `consent`: `GpuRdma` may be used though nobody verifies its bytes behind the storage server.
+/// reasons. `consent`: tiers that pass no host memory may be used though the device does not verify their bytes.
 pub fn choose(
     policy: Policy,
     direction: Direction,
@@ -43,7 +43,7 @@ pub fn choose(
     let (mut able, mut unable) = (Vec::new(), Vec::new());
     for (tier, standing) in standings.iter().filter(|(t, _)| policy.allows(*t)) {
         match standing {
-            Standing::Available(_) if tier == Tier::GpuRdma && !consent => unable.push((tier, Unavailable::NoConsent)),
+            Standing::Available(_) if tier.is_straight() && !consent => unable.push((tier, Unavailable::NoConsent)),
             Standing::Available(m) => able.push((tier, m.of(direction))),
             Standing::Unavailable(why) => unable.push((tier, why.clone())),
         }
@@ -57,7 +57,7 @@ pub fn choose(
 ///
 /// | state | `lost(the tier in use)` | `lost(another)` | `fail` |
 /// |---|---|---|---|
-/// | goes by a tier | the next tier, or ended if there is none | struck off | ended |
+/// | goes by a tier | the next tier, or ended if there is none | struck off, and told | ended |
 /// | ended | as it is | as it is | the first cause stays |
 ///
 /// `moved` is taken in every state: parts that were under way when the call was ended, or its tier changed, may arrive.
@@ -117,9 +117,43 @@ impl Run {
         if self.ended.is_some() { None } else { self.roads.first().copied() }
     }
 
+    /// As [`Run::road`], for a part of a file that has a copy on this node or not. The call has ended just now if only copies are left and it has none.
+    pub fn road_for(&mut self, copied: bool) -> Option<Tier> {
+        self.road()?;
+        let found = self.roads.iter().copied().find(|t| copied || *t != Tier::LocalGds);
+        if found.is_none() {
+            let m = format!(
+                "a file has no copy on this node, and no other tier that {} allows is left: {}{}",
+                self.policy,
+                in_words(&self.unavailable),
+                self.last_lost(|_| true).map(|lost| format!("; {lost}")).unwrap_or_default()
+            );
+            self.ended = Some(Error::new(Code::Io, m));
+        }
+        found
+    }
+
+    /// Some files of the call cannot take a tier that others take: told with the tiers that were not available.
+    pub fn not_for_all(&mut self, tier: Tier, why: Unavailable) {
+        if self.roads.contains(&tier) {
+            self.unavailable.push((tier, why));
+            self.unavailable.sort_by_key(|(t, _)| *t);
+        }
+    }
+
     /// The tier for a part that the one in use cannot take: the next one over host memory.
     pub fn beside(&self, tier: Tier) -> Option<Tier> {
         self.roads.iter().copied().find(|t| *t != tier && (t.is_bounce() || *t == Tier::Pageable))
+    }
+
+    /// What became of the tier over host memory that failed last in this call.
+    pub fn lost_beside(&self) -> Option<String> {
+        self.last_lost(|t| t.is_bounce() || t == Tier::Pageable)
+    }
+
+    fn last_lost(&self, of: impl Fn(Tier) -> bool) -> Option<String> {
+        let failed = |s: &&Switch| matches!(s.why, Unavailable::Lost(_) | Unavailable::Resting(_)) && of(s.from);
+        self.switches.iter().rev().find(failed).map(|s| format!("{}: {}", s.from, s.why))
     }
 
     /// The tier for a part that was fetched and lies in host memory: of those left, the first that bytes of these roads can take. With
@@ -127,9 +161,10 @@ impl Run {
     /// the call has ended just now, because the policy allows no tier for them.
     pub fn road_of(&mut self, came: ByRoad) -> Option<Tier> {
         let first = self.road()?;
+        // It is in host memory already, so that a copy on this node is nothing to it.
+        let first = self.roads.iter().copied().find(|t| *t != Tier::LocalGds).unwrap_or(first);
         let Some(tier) = self.roads.iter().find_map(|t| self.takes(*t, came)) else {
-            let lost = self.switches.iter().rev().find(|s| matches!(s.why, Unavailable::Lost(_)));
-            let lost = lost.map(|s| format!("; {}: {}", s.from, s.why)).unwrap_or_default();
+            let lost = self.last_lost(|_| true).map(|lost| format!("; {lost}")).unwrap_or_default();
             let m =
                 format!("bytes of a part came by {}, and {} allows no tier for them{lost}", said(came), self.policy);
             self.ended = Some(Error::new(Code::Io, m));
@@ -170,7 +205,7 @@ impl Run {
     /// Of a part that is about to be counted the device's sum was right.
     pub fn verified(&mut self, tier: Tier, bytes: u64) {
         self.verified += bytes;
-        self.verified_direct += if tier == Tier::GpuRdma { bytes } else { 0 };
+        self.verified_direct += if tier.is_straight() { bytes } else { 0 };
     }
 
     /// A part was saved. Only now it is known by which roads it went, and the call has ended if the policy does not allow what they make of
@@ -207,16 +242,24 @@ impl Run {
         split
     }
 
-    /// A tier failed; several parts may say so of the same one.
+    /// A tier failed; several parts may say so of the same one. If it is not the first one, the network had chosen it (of the two that bounce), or
+    /// it was used beside the first.
     pub fn lost(&mut self, tier: Tier, why: Unavailable) {
         let Some(at) = self.roads.iter().position(|t| *t == tier) else { return };
-        // The network chooses between the two that bounce, so both are in use where one is.
-        let in_use = at == 0 || (tier.is_bounce() && self.roads[0].is_bounce());
+        // Copies on this node are for parts that have one; the others go by what follows.
+        let first = self.roads.iter().copied().find(|t| *t != Tier::LocalGds || tier == *t).unwrap_or(tier);
         self.roads.remove(at);
-        if !in_use || self.ended.is_some() {
+        if self.ended.is_some() {
             return;
         }
-        let to = self.roads.iter().find(|t| at == 0 || !t.is_bounce()).copied();
+        let mut left = self.roads.iter().copied().filter(|t| *t != Tier::LocalGds);
+        let to = match first == tier {
+            // Those that had a copy, too.
+            true if at == 0 => self.roads.first().copied(),
+            true => left.next(),
+            false if tier.is_bounce() && first.is_bounce() => left.find(|t| !t.is_bounce()),
+            false => self.beside(first),
+        };
         if self.roads.is_empty() {
             let (policy, others) = (self.policy, in_words(&self.unavailable));
             let others = if others.is_empty() { others } else { format!("; {others}") };
@@ -236,7 +279,8 @@ impl Run {
         let moved = self.by_tier.sum();
         assert_eq!(ranges.iter().sum::<u64>(), moved, "bytes by range and bytes by tier differ");
         assert_eq!(self.by_road.sum(), moved, "bytes by road and bytes by tier differ");
-        let direct = self.by_tier[Tier::GpuRdma] > self.verified_direct;
+        let straight: u64 = self.by_tier.iter().filter(|(t, _)| t.is_straight()).map(|(_, n)| n).sum();
+        let direct = straight > self.verified_direct;
         assert!(self.verified <= moved);
         let checksum = (moved > 0).then_some(match self.verified == moved {
             true => Checksum::OnGpu,
@@ -549,6 +593,48 @@ mod tests {
         assert!(e.message.contains("allows no tier for them; bounce-tcp: it failed in a call"), "{e}");
     }
 
+    #[test]
+    fn a_part_without_a_copy_takes_the_next_tier_or_ends_the_call() {
+        let mut r = run(Policy::Prefer, [0, 9, 0, 5, 3]);
+        r.not_for_all(Tier::LocalGds, Unavailable::NotSealed { ino: 7 });
+        assert_eq!((r.road_for(true), r.road_for(false)), (Some(Tier::LocalGds), Some(Tier::BounceTcp)));
+        // That another file has one is no lower road than asked.
+        assert_eq!(r.road_of(tcp(40)), Some(Tier::BounceTcp));
+        r.moved(Tier::BounceTcp, tcp(40), 0);
+        r.moved(Tier::LocalGds, ByRoad::of(Road::Local, 60), 0);
+        let (report, outcome) = r.finish(vec![100], Duration::ZERO);
+        outcome.unwrap();
+        assert!(report.switches.is_empty(), "{report}");
+        assert_eq!((report.by_tier[Tier::LocalGds], report.checksum), (60, Some(Checksum::AtOssOnly)));
+        assert!(report.unavailable.contains(&(Tier::LocalGds, Unavailable::NotSealed { ino: 7 })));
+
+        let mut r = run(Policy::AtLeast(Tier::LocalGds), [5, 9, 9, 9, 9]);
+        r.not_for_all(Tier::LocalGds, Unavailable::NotSealed { ino: 7 });
+        assert_eq!(r.road_for(false), Some(Tier::GpuRdma));
+        r.lost(Tier::GpuRdma, lost());
+        assert_eq!((r.road_for(true), r.road_for(false), r.road_for(true)), (Some(Tier::LocalGds), None, None));
+        let e = r.finish(vec![0], Duration::ZERO).1.unwrap_err();
+        assert!(e.code == Code::Io && e.message.contains("has no copy") && e.message.contains("is not sealed"), "{e}");
+        assert!(e.message.contains("; gpu-rdma: it failed in a call"), "{e}");
+    }
+
+    #[test]
+    fn a_tier_beside_the_first_one_that_fails_is_told() {
+        let mut r = run(Policy::Prefer, [9, 0, 0, 5, 3]);
+        assert_eq!((r.road(), r.beside(Tier::GpuRdma)), (Some(Tier::GpuRdma), Some(Tier::BounceTcp)));
+        assert_eq!(r.lost_beside(), None);
+        r.lost(Tier::BounceTcp, lost());
+        assert_eq!((r.road(), r.beside(Tier::GpuRdma)), (Some(Tier::GpuRdma), Some(Tier::Pageable)));
+        r.lost(Tier::Pageable, lost());
+        assert_eq!((r.road(), r.beside(Tier::GpuRdma)), (Some(Tier::GpuRdma), None));
+        assert!(r.lost_beside().unwrap().starts_with("pageable: it failed in a call"));
+        r.moved(Tier::GpuRdma, rdma(100), 0);
+        let (report, outcome) = r.finish(vec![100], Duration::ZERO);
+        outcome.unwrap();
+        let told = |from, to| Switch { after: 0, from, to, why: lost() };
+        assert_eq!(report.switches, [told(Tier::BounceTcp, Some(Tier::Pageable)), told(Tier::Pageable, None)]);
+    }
+
     fn policies() -> impl Strategy<Value = Policy> {
         (0usize..3, 0usize..5).prop_map(|(kind, t)| match kind {
             0 => Policy::Prefer,
@@ -564,7 +650,7 @@ mod tests {
         fn bytes_add_up_and_policies_hold_whatever_happens(
             policy in policies(),
             speeds in prop::array::uniform5(0u32..4),
-            steps in prop::collection::vec((0u8..8, any::<prop::sample::Index>(), 1u64..50), 0..60),
+            steps in prop::collection::vec((0u8..9, any::<prop::sample::Index>(), 1u64..50), 0..60),
             consent in any::<bool>(),
         ) {
             let standings = standings(speeds);
@@ -585,7 +671,7 @@ mod tests {
                         match run.road_of(came) {
                             Some(t) => {
                                 prop_assert!(!ended && policy.allows(t) && speeds[t as usize] > 0 && !gone.contains(&t));
-                                prop_assert!(consent || t != Tier::GpuRdma);
+                                prop_assert!(!t.is_straight());
                                 under_way.push((t, came));
                             }
                             None => ended = true,
@@ -603,6 +689,17 @@ mod tests {
                         run.lost(t, lost());
                         gone.push(t);
                     }
+                    8 => match run.road_for(bytes % 2 == 0) {
+                        Some(t) => {
+                            prop_assert!(!ended && policy.allows(t) && speeds[t as usize] > 0 && !gone.contains(&t));
+                            prop_assert!(bytes % 2 == 0 || t != Tier::LocalGds);
+                            prop_assert!(consent || !t.is_straight());
+                            if t == Tier::LocalGds {
+                                under_way.push((t, ByRoad::of(Road::Local, bytes)));
+                            }
+                        }
+                        None => ended = true,
+                    },
                     7 if bytes == 7 => run.fail(Error::new(Code::Io, "the file system")),
                     _ => {}
                 }

@@ -9,8 +9,6 @@ use crate::mem::Fault;
 /// Why a tier cannot be used; as text one sentence that names what is missing and, where there is something to do, what.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unavailable {
-    /// This version has no code for it; the text says what it lacks.
-    NotBuilt(&'static str),
     /// A library that it needs cannot be opened.
     NoLibrary {
         /// Its file name.
@@ -63,6 +61,60 @@ pub enum Unavailable {
     CameBy(Road),
     /// Its bytes would be verified at the storage server only, and nobody agreed to that.
     NoConsent,
+    /// No folder with copies of this node was named.
+    NoFolder,
+    /// The folder holds no copies that cuFile could read.
+    BadFolder {
+        /// Its path.
+        dir: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// cuFile's driver would never finish to open.
+    NoModules {
+        /// What cannot be read.
+        why: String,
+    },
+    /// The process has StrakeFS's own library in the place of cuFile, and NVIDIA's would call into it.
+    OwnCuFile,
+    /// There is no library of NVIDIA's.
+    NoCuFile {
+        /// What the loader said.
+        why: String,
+    },
+    /// NVIDIA's library lacks a function.
+    OldCuFile {
+        /// Its file name.
+        library: String,
+        /// The function.
+        symbol: String,
+    },
+    /// NVIDIA's library cannot be used.
+    CuFile {
+        /// What it said.
+        why: String,
+    },
+    /// The program that opens cuFile first cannot be started.
+    NoProbe {
+        /// Its path or name.
+        program: String,
+        /// What the system said.
+        why: String,
+    },
+    /// The file may change: only sealed ones have copies.
+    NotSealed {
+        /// Its inode.
+        ino: u64,
+    },
+    /// The file has no copy on this node that could be read.
+    NoCopy {
+        /// Its inode.
+        ino: u64,
+        /// Why.
+        why: String,
+    },
+    /// It moves nothing from the device.
+    LoadsOnly,
     /// No self-test was run.
     NotTested,
     /// The self-test could not be run to its end.
@@ -74,6 +126,8 @@ pub enum Unavailable {
     },
     /// It failed in a call.
     Lost(Fault),
+    /// It failed in a call for want of something that its self-test does not see, and is left alone for a while.
+    Resting(Fault),
     /// The device gives no access any more.
     Device(Fault),
     /// The program that looked did not answer in time.
@@ -92,7 +146,6 @@ impl Unavailable {
     /// A word for scripts.
     pub const fn kind(&self) -> &'static str {
         match self {
-            Unavailable::NotBuilt(_) => "not-built",
             Unavailable::NoLibrary { .. } => "no-library",
             Unavailable::OldLibrary { .. } => "old-library",
             Unavailable::NoDevice { .. } => "no-device",
@@ -104,10 +157,22 @@ impl Unavailable {
             Unavailable::NoSums { .. } => "no-sums",
             Unavailable::CameBy(_) => "came-by",
             Unavailable::NoConsent => "no-consent",
+            Unavailable::NoFolder => "no-folder",
+            Unavailable::BadFolder { .. } => "bad-folder",
+            Unavailable::NoModules { .. } => "no-modules",
+            Unavailable::OwnCuFile => "own-cufile",
+            Unavailable::NoCuFile { .. } => "no-cufile",
+            Unavailable::OldCuFile { .. } => "old-cufile",
+            Unavailable::CuFile { .. } => "cufile",
+            Unavailable::NoProbe { .. } => "no-probe",
+            Unavailable::NotSealed { .. } => "not-sealed",
+            Unavailable::NoCopy { .. } => "no-copy",
+            Unavailable::LoadsOnly => "loads-only",
             Unavailable::NotTested => "not-tested",
             Unavailable::TestStopped(_) => "test-stopped",
             Unavailable::TestFailed { .. } => "test-failed",
             Unavailable::Lost(_) => "lost",
+            Unavailable::Resting(_) => "resting",
             Unavailable::Device(_) => "device",
             Unavailable::Hung { .. } => "hung",
             Unavailable::Died { .. } => "died",
@@ -118,7 +183,6 @@ impl Unavailable {
 impl fmt::Display for Unavailable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Unavailable::NotBuilt(what) => write!(f, "not in this version: {what}"),
             Unavailable::NoLibrary { library, why } => {
                 write!(f, "{library} cannot be opened ({why}): install the NVIDIA driver on this machine")
             }
@@ -159,8 +223,32 @@ impl fmt::Display for Unavailable {
             }
             Unavailable::CameBy(road) => write!(f, "bytes of a part took another road than it stands for: {road}"),
             Unavailable::NoConsent => {
-                f.write_str("its bytes are verified at the storage server only, and accept_oss_checksum is not set")
+                f.write_str("the device does not verify its bytes, and accept_oss_checksum is not set")
             }
+            Unavailable::NoFolder => {
+                f.write_str("no folder with copies on this node is named (`local`): `strake gds stage` makes them")
+            }
+            Unavailable::BadFolder { dir, why } => write!(f, "'{dir}' holds no copies that cuFile could read: {why}"),
+            Unavailable::NoModules { why } => {
+                write!(f, "cuFile would hang on this machine, where it lacks a file ({why})")
+            }
+            Unavailable::OwnCuFile => f.write_str(
+                "libcufile is StrakeFS's own library in this process, and NVIDIA's would call into that one",
+            ),
+            Unavailable::NoCuFile { why } => write!(f, "there is no libcufile of NVIDIA's: {why}"),
+            Unavailable::OldCuFile { library, symbol } => {
+                write!(f, "{library} has no function {symbol}: it takes cuFile 1.15 or newer")
+            }
+            Unavailable::CuFile { why } => write!(f, "cuFile cannot be used: {why}"),
+            Unavailable::NoProbe { program, why } => {
+                write!(f, "cuFile may hang, so that `{program}` is to open it first, which cannot be started: {why}")
+            }
+            Unavailable::NotSealed { ino } => write!(
+                f,
+                "inode {ino:#x} is not sealed, and only sealed files have copies: `lfs seal`, then `strake gds stage`"
+            ),
+            Unavailable::NoCopy { ino, why } => write!(f, "inode {ino:#x} has no copy on this node: {why}"),
+            Unavailable::LoadsOnly => f.write_str("a copy is only read: nothing is saved to it"),
             Unavailable::NotTested => f.write_str("not tested yet: `strake gds probe` tests"),
             Unavailable::TestStopped(e) => write!(f, "the self-test could not be run: {e}"),
             Unavailable::TestFailed { at } => {
@@ -170,6 +258,9 @@ impl fmt::Display for Unavailable {
                 )
             }
             Unavailable::Lost(e) => write!(f, "it failed in a call and has passed no self-test since: {e}"),
+            Unavailable::Resting(e) => {
+                write!(f, "it failed in a call, and those that may take another tier leave it alone for a while: {e}")
+            }
             Unavailable::Device(e) => write!(f, "the device cannot be used: {e}"),
             Unavailable::Hung { seconds } => {
                 write!(f, "no answer in {seconds} s: the driver hangs, and so would every program that uses it")
@@ -189,7 +280,6 @@ pub(crate) mod tests {
     pub fn all() -> Vec<Unavailable> {
         let fault = || Fault::Pin { bytes: 4096, why: "the limit is reached".into() };
         let all = vec![
-            Unavailable::NotBuilt("the client has no RDMA"),
             Unavailable::NoLibrary { library: "libcuda.so.1".into(), why: "no such file".into() },
             Unavailable::OldLibrary { library: "libcuda.so.1".into(), symbol: "cuInit".into() },
             Unavailable::NoDevice { wanted: 3, found: 2 },
@@ -201,10 +291,22 @@ pub(crate) mod tests {
             Unavailable::NoSums { why: "it has no kernel".into() },
             Unavailable::CameBy(Road::Tcp),
             Unavailable::NoConsent,
+            Unavailable::NoFolder,
+            Unavailable::BadFolder { dir: "/copies".into(), why: "it may be written by others".into() },
+            Unavailable::NoModules { why: "no such file".into() },
+            Unavailable::OwnCuFile,
+            Unavailable::NoCuFile { why: "no such file".into() },
+            Unavailable::OldCuFile { library: "libcufile.so.0".into(), symbol: "cuFileGetStatsL3".into() },
+            Unavailable::CuFile { why: "cuFileDriverOpen failed with 5007".into() },
+            Unavailable::NoProbe { program: "strake".into(), why: "no such file".into() },
+            Unavailable::NotSealed { ino: 77 },
+            Unavailable::NoCopy { ino: 77, why: "it was removed".into() },
+            Unavailable::LoadsOnly,
             Unavailable::NotTested,
             Unavailable::TestStopped(fault()),
             Unavailable::TestFailed { at: 7 },
             Unavailable::Lost(fault()),
+            Unavailable::Resting(fault()),
             Unavailable::Device(Fault::ContextGone),
             Unavailable::Hung { seconds: 20 },
             Unavailable::Died { how: "was killed by signal 11".into() },
@@ -212,8 +314,7 @@ pub(crate) mod tests {
         for u in &all {
             // A new case must come here, too.
             match u {
-                Unavailable::NotBuilt(_)
-                | Unavailable::NoLibrary { .. }
+                Unavailable::NoLibrary { .. }
                 | Unavailable::OldLibrary { .. }
                 | Unavailable::NoDevice { .. }
                 | Unavailable::NoDmaBuf { .. }
@@ -224,10 +325,22 @@ pub(crate) mod tests {
                 | Unavailable::NoSums { .. }
                 | Unavailable::CameBy(_)
                 | Unavailable::NoConsent
+                | Unavailable::NoFolder
+                | Unavailable::BadFolder { .. }
+                | Unavailable::NoModules { .. }
+                | Unavailable::OwnCuFile
+                | Unavailable::NoCuFile { .. }
+                | Unavailable::OldCuFile { .. }
+                | Unavailable::CuFile { .. }
+                | Unavailable::NoProbe { .. }
+                | Unavailable::NotSealed { .. }
+                | Unavailable::NoCopy { .. }
+                | Unavailable::LoadsOnly
                 | Unavailable::NotTested
                 | Unavailable::TestStopped(_)
                 | Unavailable::TestFailed { .. }
                 | Unavailable::Lost(_)
+                | Unavailable::Resting(_)
                 | Unavailable::Device(_)
                 | Unavailable::Hung { .. }
                 | Unavailable::Died { .. } => {}

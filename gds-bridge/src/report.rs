@@ -26,7 +26,7 @@ pub enum Checksum {
     AtClient,
     /// By the device, in its memory; what passed host memory by the client, too.
     OnGpu,
-    /// By the storage server only: what happened on the way from there is not known.
+    /// By the storage server only, or when the copy on this node was made: what happened on the way from there is not known.
     AtOssOnly,
 }
 
@@ -108,7 +108,7 @@ pub struct Report {
     pub by_road: ByRoad,
     /// Changes of tier, in order.
     pub switches: Vec<Switch>,
-    /// Tiers that the policy allows and that were not available, best first.
+    /// Tiers that the policy allows and that were not available, or not for all files, best first.
     #[serde(serialize_with = "reasons")]
     pub unavailable: Vec<(Tier, Unavailable)>,
     /// Where the bytes were verified; `None`: none were moved.

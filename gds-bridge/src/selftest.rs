@@ -1,51 +1,58 @@
 //! A tier is available when a pattern went through it to the device and came back the same.
 
 use std::{
+    path::Path,
     sync::Arc,
     time::{Duration, Instant, SystemTime},
 };
 
 use futures_util::future::try_join_all;
 use strake_fabric::{Buf, BufMut};
-use strake_proto::layout::splitmix64;
+use strake_proto::{Error, layout::splitmix64};
 
 use crate::{
     Tier, Unavailable,
     bridge::Inner,
     copier::{Flight, Work},
     direct,
+    local::{self, check_folder},
     mem::{Fault, GpuMem},
     plan::{Measured, Standing},
 };
 
-/// What this version has no code for, whatever the machine has.
-pub fn not_built(tier: Tier) -> Option<Unavailable> {
-    match tier {
-        Tier::LocalGds => Some(Unavailable::NotBuilt("no copies are kept on this node that cuFile could read")),
-        Tier::GpuRdma | Tier::BounceRdma | Tier::BounceTcp | Tier::Pageable => None,
+/// What speaks against the folder for copies.
+pub fn no_folder(tier: Tier, local: Option<&Path>) -> Option<Unavailable> {
+    if tier != Tier::LocalGds {
+        return None;
     }
+    let Some(dir) = local else { return Some(Unavailable::NoFolder) };
+    let bad = |e: Error| Unavailable::BadFolder { dir: dir.display().to_string(), why: e.message };
+    check_folder(dir).err().map(bad)
 }
 
 /// Why a tier cannot even be tested on a device. `unpinned`: why it has no pinned memory. `no_rdma`: why nothing comes by RDMA.
 pub fn refused(
     device: &dyn GpuMem,
     tier: Tier,
+    local: Option<&Path>,
     unpinned: Option<&Fault>,
     no_rdma: impl FnOnce() -> Option<String>,
 ) -> Option<Unavailable> {
-    let pinned = !matches!(tier, Tier::GpuRdma | Tier::Pageable);
+    let pinned = tier.is_bounce();
     let without = || unpinned.filter(|_| pinned).cloned().map(Unavailable::NotPinned);
     let by_rdma = matches!(tier, Tier::GpuRdma | Tier::BounceRdma);
     let unreached = || if by_rdma { no_rdma().map(|why| Unavailable::NoRdma { why }) } else { None };
-    device.refuses(tier).or_else(|| not_built(tier)).or_else(unreached).or_else(without)
+    device.refuses(tier).or_else(|| no_folder(tier, local)).or_else(unreached).or_else(without)
 }
 
 pub(crate) async fn test(bridge: &Inner, tier: Tier) -> Standing {
-    let outcome = match refused(&*bridge.device, tier, bridge.unpinned.as_ref(), || bridge.network.no_rdma()) {
-        Some(why) => Err(why),
-        None if tier == Tier::GpuRdma => direct::test(bridge, bridge.bounce()).await,
-        None => there_and_back(bridge, tier).await,
-    };
+    let outcome =
+        match refused(&*bridge.device, tier, bridge.folder(), bridge.unpinned.as_ref(), || bridge.network.no_rdma()) {
+            Some(why) => Err(why),
+            None if tier == Tier::GpuRdma => direct::test(bridge, bridge.bounce()).await,
+            None if tier == Tier::LocalGds => local::test(bridge, bridge.bounce()).await,
+            None => there_and_back(bridge, tier).await,
+        };
     match outcome {
         Ok(m) => Standing::Available(m),
         Err(why) => Standing::Unavailable(why),

@@ -1,16 +1,17 @@
 //! Where the tiers stand, in a form that goes from one process to another.
 
-use std::sync::Arc;
+use std::{path::Path, sync::Arc};
 
 use serde::{Deserialize, Serialize};
 use strake_fabric::Pool;
 use strake_proto::Result;
 
 use crate::{
-    Bridge, ByTier, GpuMem, Options, Tier, Unavailable,
+    Bridge, ByTier, GpuMem, Numa, Options, Tier, Unavailable,
+    bridge::SYSFS,
     file::NO_CLIENT,
     plan::Standing,
-    selftest::{not_built, refused},
+    selftest::{no_folder, refused},
 };
 
 /// One tier.
@@ -52,29 +53,46 @@ impl TierStatus {
                 reason: None,
                 why: None,
                 load_bytes_per_s: Some(m.load),
-                save_bytes_per_s: Some(m.save),
+                // A tier that saves nothing.
+                save_bytes_per_s: (m.save > 0.0).then_some(m.save),
             },
         }
     }
 }
 
-/// What there is to say of the tiers without a device, and why there is none.
-pub fn without(why: &Unavailable) -> Vec<TierStatus> {
-    all(|tier| Standing::Unavailable(not_built(tier).unwrap_or_else(|| why.clone())))
+/// What there is to say of the tiers without a device, and why there is none. `local`: the folder for copies on this node.
+pub fn without(why: &Unavailable, local: Option<&Path>) -> Vec<TierStatus> {
+    all(|tier| Standing::Unavailable(no_folder(tier, local).unwrap_or_else(|| why.clone())))
 }
 
 /// What there is to say of them with a device, without moving a byte.
-pub fn untested(device: &dyn GpuMem) -> Vec<TierStatus> {
+pub fn untested(device: &dyn GpuMem, local: Option<&Path>) -> Vec<TierStatus> {
     all(|tier| {
         let no_rdma = || Some(NO_CLIENT.to_string());
-        Standing::Unavailable(refused(device, tier, None, no_rdma).unwrap_or(Unavailable::NotTested))
+        Standing::Unavailable(refused(device, tier, local, None, no_rdma).unwrap_or(Unavailable::NotTested))
     })
 }
 
-/// The same after self-tests, and what a bridge had to say about its memory.
-pub async fn tested(device: Arc<dyn GpuMem>) -> Result<(Vec<TierStatus>, Option<String>)> {
-    let bridge = Bridge::open(device, Arc::new(Pool::default()), Options::default()).await?;
-    Ok((of_bridge(&bridge), bridge.notice().map(String::from)))
+/// The NUMA node of a device, or why none is known.
+pub fn numa(device: &dyn GpuMem) -> Numa {
+    Numa::of(Path::new(SYSFS), device.pci())
+}
+
+/// What is known after self-tests.
+pub struct Tested {
+    /// The tiers.
+    pub tiers: Vec<TierStatus>,
+    /// What a bridge had to say about its memory.
+    pub notice: Option<String>,
+    /// The NUMA node of the device, and what lay there.
+    pub numa: Numa,
+}
+
+/// Runs the self-tests.
+pub async fn tested(device: Arc<dyn GpuMem>, options: Options) -> Result<Tested> {
+    let bridge = Bridge::open(device, Arc::new(Pool::default()), options).await?;
+    let (notice, numa) = (bridge.notice().map(String::from), bridge.numa().clone());
+    Ok(Tested { tiers: of_bridge(&bridge), notice, numa })
 }
 
 /// What a bridge knows.

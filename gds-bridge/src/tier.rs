@@ -44,6 +44,11 @@ impl Tier {
         matches!(self, Tier::BounceRdma | Tier::BounceTcp)
     }
 
+    /// Whether its bytes pass no host memory, so that the device alone can verify them.
+    pub const fn is_straight(self) -> bool {
+        matches!(self, Tier::GpuRdma | Tier::LocalGds)
+    }
+
     /// Whether it is `other` or a better one.
     pub fn is_at_least(self, other: Tier) -> bool {
         self <= other

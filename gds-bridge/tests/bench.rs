@@ -15,7 +15,7 @@ use strake_proto::Code;
 fn plan(at: &Served, policy: Policy, strict: bool) -> Plan {
     let options = Options { slots: 2, slot_bytes: 256 << 10, ..Options::default() };
     let setup = Setup { key: at.key.clone(), threads: 2, options, ..Setup::new(&at.mds, Memory::Host) };
-    Plan { setup, path: "/bench".into(), bytes: 4 << 20, threads: vec![1, 2], policy, strict }
+    Plan { setup, path: "/bench".into(), loads: false, bytes: 4 << 20, threads: vec![1, 2], policy, strict }
 }
 
 /// Opens a session, and says so where this machine lets it pin nothing.
@@ -34,8 +34,9 @@ fn a_run_has_its_rows_and_ratios_and_leaves_nothing_behind() {
     let f = bench::run_with(&plan(&served, Policy::Prefer, false), open).unwrap();
     assert_eq!((f.rows.iter().map(|r| r.threads).collect::<Vec<_>>(), f.gpu), (vec![1, 2], false));
     for r in &f.rows {
-        assert_eq!((r.saved.moved(), r.loaded.moved()), (4 << 20, 4 << 20));
-        for n in [r.rates.load, r.rates.save, r.save_and_fsync, f.ceiling.load, f.ceiling.save, f.pageable_loop] {
+        assert_eq!((r.saved.as_ref().unwrap().moved(), r.loaded.moved()), (4 << 20, 4 << 20));
+        let saves = [r.rates.save, r.save_and_fsync, f.ceiling.save, r.of_ceiling.save].map(Option::unwrap);
+        for n in [r.rates.load, f.ceiling.load, f.pageable_loop].into_iter().chain(saves) {
             assert!(n.is_finite() && n > 0.0);
         }
         assert!((r.of_ceiling.load * f.ceiling.load / r.rates.load - 1.0).abs() < 1e-6);
@@ -45,6 +46,37 @@ fn a_run_has_its_rows_and_ratios_and_leaves_nothing_behind() {
     let mut odd = plan(&served, Policy::Prefer, false);
     odd.bytes = (1 << 20) + 1;
     assert_eq!(bench::run(&odd).unwrap_err().code, Code::Inval);
+}
+
+#[test]
+fn a_file_that_is_there_is_loaded_and_stays_as_it_is() {
+    let served = Served::new(2);
+    let plan = Plan { loads: true, bytes: 64 << 20, ..plan(&served, Policy::Prefer, false) };
+    assert_eq!(bench::run_with(&plan, open).unwrap_err().code, Code::NoEnt);
+    let s = open(&plan.setup).unwrap();
+    let write = |path: &str, bytes: &[u8]| {
+        let f = s.open_file(path, (libc::O_RDWR | libc::O_CREAT) as u32, 0o644).unwrap();
+        s.write(&f, 0, bytes).unwrap();
+        s.fsync(&f).unwrap();
+        s.close(f).unwrap();
+    };
+    let data: Vec<u8> = (0..(3u32 << 20) + 77).map(|i| (i.wrapping_mul(2_654_435_761) >> 9) as u8).collect();
+    write("/bench", &data);
+    write("/small", &data[..77]);
+    let f = bench::run_with(&plan, open).unwrap();
+    assert_eq!((f.loads, f.bytes, f.rows.len(), &f.refused), (true, 3 << 20, 2, &None));
+    for r in &f.rows {
+        assert_eq!((r.loaded.moved(), &r.saved, r.rates.save, r.save_and_fsync), (3 << 20, &None, None, None));
+        assert!(r.rates.load > 0.0 && r.of_ceiling.load > 0.0 && r.of_ceiling.save.is_none());
+    }
+    // No more than was asked for.
+    let less = bench::run_with(&Plan { bytes: 1 << 20, threads: vec![1], ..plan.clone() }, open).unwrap();
+    assert_eq!((less.bytes, less.rows[0].loaded.moved()), (1 << 20, 1 << 20));
+    let e = bench::run_with(&Plan { path: "/small".into(), ..plan }, open).unwrap_err();
+    assert!(e.code == Code::Inval && e.message.contains("smaller than 1 MiB"), "{e}");
+    let back = s.open_file("/bench", 0, 0).unwrap();
+    assert!(s.size(&back).unwrap() == data.len() as u64 && s.read(&back, 0, data.len()).unwrap() == data);
+    s.close(back).unwrap();
 }
 
 #[test]
@@ -79,8 +111,9 @@ fn what_a_strict_run_refuses() {
     let served = Served::new(2);
     let mut f = bench::run_with(&plan(&served, Policy::Require(Tier::Pageable), true), open).unwrap();
     assert_eq!(f.refused, None);
-    let reports =
-        |f: &bench::Figures| f.rows.iter().flat_map(|r| [r.saved.clone(), r.loaded.clone()]).collect::<Vec<_>>();
+    let reports = |f: &bench::Figures| {
+        f.rows.iter().flat_map(|r| [r.saved.clone().unwrap(), r.loaded.clone()]).collect::<Vec<_>>()
+    };
     assert_eq!(bench::refusal(&reports(&f)), None);
     let (all, last) = (f.bytes, f.rows.len() - 1);
     f.rows[last].loaded.by_tier[Tier::Pageable] = all - 1;
@@ -89,6 +122,6 @@ fn what_a_strict_run_refuses() {
     assert!(why.contains("bounce-tcp") && why.contains("pageable"), "{why}");
     let to = Some(Tier::Pageable);
     let switch = strake_gds::Switch { after: 0, from: Tier::BounceTcp, to, why: Unavailable::NotTested };
-    f.rows[0].saved.switches.push(switch);
+    f.rows[0].saved.as_mut().unwrap().switches.push(switch);
     assert!(bench::refusal(&reports(&f)).unwrap().contains("from bounce-tcp to pageable"));
 }

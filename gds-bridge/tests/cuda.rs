@@ -274,6 +274,40 @@ async fn errors_of_the_driver_end_calls_by_their_meaning() {
     assert_eq!(bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap_err().error.code, Code::NoDev);
 }
 
+#[tokio::test]
+async fn two_devices_share_what_is_registered_also_after_the_first_one_is_gone() {
+    let Some(r) = rig(&[]) else { return };
+    let first = Cuda::open_library(&r.library, 0).unwrap();
+    assert_eq!((first.pci(), r.gpu.pci()), (Ok("0000:3b:00.0".into()), Ok("0000:3c:00.0".into())));
+    let pool = Pool::new(4 * MIB);
+    let open = async |gpu: &Cuda| {
+        let options =
+            Options { workers: 3, slots: 2, slot_bytes: 256 << 10, pinned_limit: Some(1 << 30), ..Options::default() };
+        Bridge::open(Arc::new(gpu.clone()), Arc::new(pool.clone()), options).await.unwrap()
+    };
+    let (a, b) = (open(&first).await, open(&r.gpu).await);
+    assert_eq!(number(&r.library, "strake_standin_pins"), 13, "six slots each, and the pool once");
+    let save = async |bridge: &Bridge, gpu: &Cuda| {
+        let (out, tensor) = (Ram::new(2, Vec::new(), &pool), gpu.alloc(MIB).unwrap());
+        let before = counts(&r.library);
+        let report = bridge.save(&[Transfer { file: out, offset: 0, gpu: tensor, len: MIB }], BOUNCE).await.unwrap();
+        assert!(report.is_all(Tier::BounceTcp) && report.staged == 0, "{report}");
+        assert_eq!(counts(&r.library)[2] - before[2], MIB, "the library finds it registered");
+    };
+    save(&a, &first).await;
+    save(&b, &r.gpu).await;
+    // Its context stays as long as the other one uses what was registered in it.
+    drop((a, first));
+    save(&b, &r.gpu).await;
+    assert_eq!(number(&r.library, "strake_standin_pins"), 7);
+    drop(b);
+    for what in ["strake_standin_pins", "strake_standin_twice", "strake_standin_orphans"] {
+        assert_eq!(number(&r.library, what), 0, "{what}");
+    }
+    let Some(old) = rig(&["-DNO_PCI"]) else { return };
+    assert!(old.gpu.pci().unwrap_err().contains("cuDeviceGetPCIBusId failed with 101"));
+}
+
 /// A bridge whose parts are verified by the device.
 async fn verified(r: &Rig) -> Bridge {
     let options = Options {
@@ -352,4 +386,19 @@ async fn a_kernel_that_cannot_be_had_or_is_wrong_is_not_used_and_the_report_says
         drop((bridge, r.gpu));
         assert_eq!(number(&r.library, "strake_standin_modules"), 0);
     }
+}
+
+#[tokio::test]
+async fn a_device_without_memory_for_sums_keeps_its_tiers_and_the_report_says_so() {
+    let Some(r) = rig(&[]) else { return };
+    let bridge = verified(&r).await;
+    let file = Ram::new(1, pattern(1, MIB), &r.pool);
+    let tensor = r.gpu.alloc(MIB).unwrap();
+    set(&r.library, 11, 1);
+    let report = bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap();
+    assert!(report.is_all(Tier::BounceTcp) && report.checksums == Checksums::Host, "{report}");
+    assert!(report.not_on_gpu.as_ref().unwrap().contains("no room for 4096 bytes"), "{report}");
+    assert!(matches!(bridge.standings()[Tier::BounceTcp], Standing::Available(_)));
+    set(&r.library, 11, 0);
+    assert_eq!(bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap().checksums, Checksums::Gpu);
 }

@@ -426,6 +426,95 @@ async fn a_load_whose_bounce_road_fails_goes_on_straight_to_the_device() {
     assert!(r.switches.iter().any(|w| w.to == Some(Tier::GpuRdma)), "{r}");
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_save_that_found_nothing_to_lend_to_is_remembered_by_saves() {
+    let s = stage(true, options()).await;
+    let f = written(&s.client, b"f", &pattern(15, MIB)).await;
+    f.fsync().await.unwrap();
+    let tensor = ram::device(&s.mem, &pattern(16, MIB));
+    let all = [range(&f, 0, tensor, MIB)];
+    s.cluster.net.set_road(node(1), Road::Tcp);
+    let failed = s.bridge.save(&all, DIRECT).await.unwrap_err();
+    let rests = |why: &Unavailable| matches!(why, Unavailable::Resting(Fault::Export { .. }));
+    assert!(failed.report.switches.iter().any(|w| w.from == Tier::GpuRdma && rests(&w.why)), "{failed}");
+    assert!(!failed.error.message.contains("passed no self-test"), "{failed}");
+    // The next ones leave it alone: nothing is lent, and the report says why.
+    let lent = s.cluster.net.lent();
+    for _ in 0..2 {
+        let r = s.bridge.save(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
+        assert!(r.by_tier[Tier::GpuRdma] == 0 && r.moved() == MIB && r.switches.is_empty(), "{r}");
+        assert!(r.unavailable.iter().any(|(t, why)| *t == Tier::GpuRdma && rests(why)), "{r}");
+    }
+    assert_eq!(s.cluster.net.lent(), lent);
+    // Loads have other replicas, and one that allows nothing else tries.
+    assert!(s.bridge.load(&all, DIRECT).await.unwrap().is_all(Tier::GpuRdma));
+    s.cluster.net.set_road(node(1), Road::Rdma);
+    assert!(s.bridge.save(&all, DIRECT).await.unwrap().is_all(Tier::GpuRdma));
+    let r = s.bridge.save(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
+    assert!(!r.unavailable.iter().any(|(t, _)| *t == Tier::GpuRdma), "it worked since: {r}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_hole_that_cannot_be_copied_fails_what_copies_and_not_the_direct_road() {
+    let s = stage(true, options()).await;
+    let f = written(&s.client, b"f", &pattern(17, MIB)).await;
+    f.truncate(2 * MIB).await.unwrap();
+    let want = [pattern(17, MIB), vec![0; 1 << 20]].concat();
+    let tensor = ram::device(&s.mem, &vec![0xaa; 2 << 20]);
+    s.mem.fail_pinned_after(0, Fault::Driver { call: "copy", code: 1, name: "as asked".into() });
+    let r = s.bridge.load(&[range(&f, 0, tensor, 2 * MIB)], DIRECT).await.unwrap();
+    assert!(r.is_all(Tier::GpuRdma) && r.staged >= MIB && r.checksums == Checksums::Gpu, "{r}");
+    assert!(s.mem.peek(tensor, 2 * MIB).unwrap() == want);
+    let standings = s.bridge.standings();
+    assert!(matches!(standings[Tier::BounceTcp], Standing::Unavailable(Unavailable::Lost(_))), "{standings:?}");
+    assert!(matches!(standings[Tier::GpuRdma], Standing::Available(_)), "{standings:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_part_beside_the_direct_road_that_fails_is_told() {
+    let s = stage(true, options()).await;
+    let f = written(&s.client, b"f", &pattern(18, MIB)).await;
+    f.fsync().await.unwrap();
+    let tensor = ram::device(&s.mem, &pattern(19, MIB));
+    s.mem.fail_after(0, Fault::Driver { call: "copy", code: 1, name: "as asked".into() });
+    // By the tiers that are left beside it one after the other: then it is their failure, and not the caller's alignment.
+    let failed = s.bridge.save(&[range(&f, 100, tensor, 1000)], Policy::Prefer).await.unwrap_err();
+    assert!(failed.error.code == Code::Io && failed.error.message.contains("as asked"), "{failed}");
+    for tier in [Tier::BounceTcp, Tier::Pageable] {
+        assert!(failed.report.switches.iter().any(|w| w.from == tier), "{tier}: {}", failed.report);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_device_without_room_for_sums_uses_the_direct_road_only_with_consent() {
+    for consent in [false, true] {
+        let s = stage(true, Options { accept_oss_checksum: consent, ..options() }).await;
+        let data = pattern(20, MIB);
+        let f = written(&s.client, b"f", &data).await;
+        f.fsync().await.unwrap();
+        let tensor = ram::device(&s.mem, &vec![0; data.len()]);
+        let all = [range(&f, 0, tensor, MIB)];
+        s.mem.limit_room(MIB + 4095);
+        match (consent, s.bridge.load(&all, DIRECT).await) {
+            (true, Ok(r)) => {
+                assert!(r.is_all(Tier::GpuRdma) && r.checksum == Some(Checksum::AtOssOnly), "{r}");
+                assert!(r.not_on_gpu.as_ref().unwrap().contains("no room for 4096 bytes"), "{r}");
+                assert!(s.mem.peek(tensor, MIB).unwrap() == data);
+            }
+            (false, Err(f)) => {
+                assert!(f.error.message.contains("could not sum its memory") && f.report.moved() == 0, "{f}")
+            }
+            (_, other) => panic!("{consent}: {other:?}"),
+        }
+        // Storage servers take nothing without.
+        let failed = s.bridge.save(&all, DIRECT).await.unwrap_err();
+        assert!(failed.error.message.contains("could not sum its memory") && failed.report.moved() == 0, "{failed}");
+        assert!(matches!(s.bridge.standings()[Tier::GpuRdma], Standing::Available(_)), "{:?}", s.bridge.standings());
+        s.mem.limit_room(1 << 30);
+        assert_eq!(s.bridge.load(&all, DIRECT).await.unwrap().checksums, Checksums::Gpu);
+    }
+}
+
 /// A cluster that never answers.
 struct Away(Pool);
 

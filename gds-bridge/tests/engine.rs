@@ -116,7 +116,7 @@ async fn without_pinned_memory_there_is_the_pageable_tier_or_an_error() {
     assert!(failed.error.code == Code::OpNotSupp && failed.report.moved() == 0, "{failed}");
     for tier in [
         "gpu-rdma: no storage server is reached by RDMA",
-        "local-gds: not in this version",
+        "local-gds: no folder with copies",
         "bounce-tcp: no host memory",
     ] {
         assert!(failed.error.message.contains(tier), "{failed}");
@@ -237,7 +237,7 @@ async fn every_refusal_is_told_in_its_words_and_obeyed() {
     bridge.load(&[whole(&file, tensor)], Policy::Require(Tier::Pageable)).await.unwrap();
     for (never, why) in [
         (Tier::GpuRdma, "no storage server is reached by RDMA"),
-        (Tier::LocalGds, "not in this version"),
+        (Tier::LocalGds, "no folder with copies"),
         (Tier::BounceRdma, "no storage server is reached by RDMA"),
     ] {
         let failed = bridge.load(&[whole(&file, tensor)], Policy::Require(never)).await.unwrap_err();

@@ -64,7 +64,7 @@ fn without_a_driver_each_tier_says_why_it_is_not_there() {
         return;
     }
     let kinds: Vec<String> = reasons(&v).into_iter().map(|r| r.0).collect();
-    assert_eq!(kinds, ["no-library", "not-built", "no-library", "no-library", "no-library"]);
+    assert_eq!(kinds, ["no-library", "no-folder", "no-library", "no-library", "no-library"]);
     let shown = ok(&gds(&["status"]).output().unwrap());
     assert!(shown.starts_with("device: none\n"), "{shown}");
     for t in TIERS {
@@ -92,8 +92,9 @@ fn the_stand_in_passes_its_self_tests_and_policies_decide_the_exit() {
     assert_eq!(exit("at-least:bounce-rdma"), Some(1));
     let v = json(&gds(&["status", "--memory=host", "--json"]).output().unwrap());
     let kinds: Vec<String> = reasons(&v).into_iter().map(|r| r.0).collect();
-    assert_eq!(kinds, ["no-rdma", "not-built", "no-rdma", "not-tested", "not-tested"]);
+    assert_eq!(kinds, ["no-rdma", "no-folder", "no-rdma", "not-tested", "not-tested"]);
     assert!(v.get("met").is_none());
+    assert!(v["numa"]["node"].is_null() && v["numa"]["why"].as_str().unwrap().contains("no GPU"), "{v}");
 }
 
 #[test]
@@ -137,6 +138,8 @@ fn a_driver_that_hangs_or_crashes_is_left_behind() {
     let Some(()) = standin(dir.path(), "-DNO_DMA_BUF") else { return };
     let v = json(&with(&["probe", "--json", "--device=1", "--policy=require:bounce-tcp"]));
     assert_eq!((&v["device"], &v["met"]), (&"Stand-in GPU (device 1)".into(), &true.into()), "{v}");
+    let why = v["numa"]["why"].as_str().unwrap_or_default();
+    assert!(why.contains("/sys/bus/pci/devices/0000:3c:00.0/numa_node") || v["numa"]["node"].is_u64(), "{why}");
     assert_eq!(reasons(&v)[0].0, "no-dma-buf");
     let why = reasons(&json(&with(&["status", "--json", "--device=7"])));
     assert_eq!(why[3], ("no-device".into(), "there is no device 7: they are numbered from 0 to 1".into()));

@@ -48,7 +48,8 @@ struct strakegds_options {
   const char *client_key;       /* file with the client key; "/etc/strake/client.key" */
   const char *memory;           /* "cuda:N", or "host" (this machine's own, in place of a device); "cuda:0" */
   const char *fabric;           /* roads to the storage servers: "auto", "tcp", "rdma"; "auto" */
-  uint64_t pinned_limit;        /* bytes of host memory that are pinned at most; half of RLIMIT_MEMLOCK */
+  uint64_t pinned_limit;        /* bytes of host memory that all bridges of the process have pinned at most, when this one
+                                 * pins more; half of RLIMIT_MEMLOCK, or 512 MiB of its own where that is without limit */
   uint32_t workers;             /* threads with a stream each; 4 */
   uint32_t slots;               /* pinned slots of each; 3 */
   uint32_t slot_bytes;          /* size of each; 4 MiB */

@@ -99,8 +99,11 @@ impl From<&Fault> for Wrong {
             // CUDA_ERROR_STREAM_CAPTURE_*: a graph is being recorded, in which nothing may be waited for.
             Fault::Driver { code: 900..=908, .. } => Wrong::Op(abi::ASYNC_NOT_SUPPORTED),
             Fault::Driver { code, .. } => Wrong::Cuda(*code),
-            Fault::Damaged { .. } | Fault::Export { .. } => Wrong::Os(libc::EIO),
-            Fault::ContextGone | Fault::NoMemory { .. } | Fault::Pin { .. } => Wrong::Op(abi::CUDA_DRIVER_ERROR),
+            Fault::Damaged { .. } | Fault::Export { .. } | Fault::Sums { .. } => Wrong::Os(libc::EIO),
+            Fault::Detour { .. } | Fault::BadCopy { .. } => Wrong::Os(libc::EIO),
+            Fault::ContextGone | Fault::NoMemory { .. } | Fault::NotStraight { .. } | Fault::Pin { .. } => {
+                Wrong::Op(abi::CUDA_DRIVER_ERROR)
+            }
         }
     }
 }

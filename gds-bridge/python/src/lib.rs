@@ -53,9 +53,12 @@ fn policy(text: &str) -> PyResult<Policy> {
 
 /// A client of a cluster, and a device: see docs/gds.md.
 ///
+/// `pinned_limit`: bytes of host memory that all bridges of the process have pinned at most, when this one pins more; half of RLIMIT_MEMLOCK, or 512 MiB
+/// of its own where that is without limit. `local`: folder with copies of sealed files on this node, for the tier local-gds.
+///
 /// `mds`: metadata servers, "HOST[:PORT],...". `memory`: "cuda:N", or "host" for this machine's own in place of a device. `fabric`: "auto", "tcp" or
 /// "rdma". `verify_on_gpu`: the device sums its own end of every copy, and the sums are compared; reports say where that was not possible
-/// (`not_on_gpu`). Calls block, and let other threads of Python run meanwhile. Not to be used in a child after fork: make one there.
+/// (`not_on_gpu`). `local`: folder with copies of sealed files on this node (`strake gds stage`). Calls block, and let other threads of Python run meanwhile. Not to be used in a child after fork: make one there.
 #[pyclass(frozen, module = "strake_gds")]
 struct Bridge {
     device: std::sync::Mutex<Option<Arc<Device>>>,
@@ -122,7 +125,7 @@ fn paths_of(x: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
 impl Bridge {
     #[new]
     #[pyo3(signature = (mds, *, key = None, memory = "cuda:0", fabric = "auto", pinned_limit = None, workers = None, slots = None, slot_bytes = None,
-        accept_oss_checksum = false, verify_on_gpu = false))]
+        accept_oss_checksum = false, verify_on_gpu = false, local = None))]
     #[allow(clippy::too_many_arguments, reason = "they are named in Python")]
     fn new(
         py: Python<'_>,
@@ -136,6 +139,7 @@ impl Bridge {
         slot_bytes: Option<usize>,
         accept_oss_checksum: bool,
         verify_on_gpu: bool,
+        local: Option<std::path::PathBuf>,
     ) -> PyResult<Bridge> {
         let memory = memory.parse().map_err(failed)?;
         let mut setup = Setup::new(mds, memory);
@@ -153,6 +157,7 @@ impl Bridge {
         o.slot_bytes = slot_bytes.unwrap_or(o.slot_bytes);
         o.accept_oss_checksum = accept_oss_checksum;
         o.verify_on_gpu = verify_on_gpu;
+        o.local = local;
         let session = py.detach(|| Session::open(&setup)).map_err(failed)?;
         Ok(Bridge { device: std::sync::Mutex::new(Some(Arc::new(Device { session, memory }))) })
     }

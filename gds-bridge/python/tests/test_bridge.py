@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 import unittest
 
 import strake_gds
@@ -55,6 +56,20 @@ class Test(unittest.TestCase):
             self.assertEqual(report["by_tier"][self.tier], n)
         self.assertEqual(sum(report["by_tier"].values()), n)
         self.assertEqual(report["asked"], n)
+
+    def test_copies_on_this_node(self):
+        self.b.save_from(self.tensor(pattern(10_000)), self.name)
+        with tempfile.TemporaryDirectory() as folder, connect(local=folder, accept_oss_checksum=True) as b:
+            tier = next(t for t in b.tiers()["tiers"] if t["tier"] == "local-gds")
+            self.assertNotEqual(tier["reason"], "no-folder")
+            to = b.alloc([10_000])
+            with self.assertRaises(OSError) as e:
+                b.load_into(to, self.name, policy="require:local-gds")
+            # Where there is no cuFile, or no direct I/O, that is the reason.
+            self.assertIn("is not sealed" if tier["available"] else tier["why"], str(e.exception))
+            self.assertEqual(sum(b.load_into(to, self.name)["by_tier"].values()), 10_000)
+            self.assertEqual(to.tobytes(), pattern(10_000))
+            del to
 
     def test_there_and_back(self):
         data = pattern(1_500_007)

@@ -1,6 +1,7 @@
 //! Memory of an NVIDIA GPU, by the driver library, which is opened at run time.
 
 mod export;
+mod pins;
 mod sums;
 mod table;
 
@@ -20,7 +21,9 @@ use table::{Handle, Table};
 
 use crate::{
     Tier, Unavailable,
+    local::{CuFile, Nvidia},
     mem::{Fault, GpuMem, Mark, Stream},
+    pins::Registry,
 };
 
 /// The driver's library, which belongs to the kernel driver and not to the toolkit.
@@ -74,6 +77,8 @@ struct Gpu {
     context: Handle,
     name: String,
     export: Export,
+    registry: Arc<Registry>,
+    pci: Result<String, String>,
     /// That sums memory, or why it does not; looked for when it is first asked for.
     kernel: OnceLock<Result<Kernel, String>>,
 }
@@ -181,7 +186,8 @@ impl Cuda {
         let kernel = OnceLock::new();
         // An older driver does not know the questions: then it cannot do it.
         let export = Export::of(library, export::attribute_of(table.device_attribute, number));
-        Ok(Cuda(Arc::new(Gpu { table, device: number, context, name, export, kernel })))
+        let (registry, pci) = (pins::registry_of(library), pins::pci_of(library, number));
+        Ok(Cuda(Arc::new(Gpu { table, device: number, context, name, export, registry, pci, kernel })))
     }
 }
 
@@ -337,6 +343,18 @@ impl GpuMem for Cuda {
         self.0.table.call("cuMemFree", unsafe { (self.0.table.free)(addr) })
     }
 
+    fn registry(&self) -> Arc<Registry> {
+        self.0.registry.clone()
+    }
+
+    fn is_gone(&self) -> bool {
+        matches!(self.0.enter(), Err(Fault::ContextGone))
+    }
+
+    fn pci(&self) -> Result<String, String> {
+        self.0.pci.clone()
+    }
+
     unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), Fault> {
         let _current = self.0.enter()?;
         // SAFETY: the memory stays mapped, as the caller promised.
@@ -349,7 +367,7 @@ impl GpuMem for Cuda {
 
     fn unpin(&self, start: *mut u8) {
         let Ok(_current) = self.0.enter() else { return };
-        // SAFETY: was registered by `pin`; when the context is gone, so is the registration.
+        // SAFETY: was registered by `pin` in this context; when that is gone, so is the registration.
         let code = unsafe { (self.0.table.host_unregister)(start.cast()) };
         if let Err(e) = self.0.table.call("cuMemHostUnregister", code) {
             tracing::debug!("{e}");
@@ -366,6 +384,10 @@ impl GpuMem for Cuda {
 
     fn arrived(&self) -> Result<(), Fault> {
         self.0.flush_writes()
+    }
+
+    fn cufile(&self, prober: &Path) -> Result<Arc<dyn CuFile>, Unavailable> {
+        Ok(Nvidia::open(prober)?)
     }
 
     fn stream(&self) -> Result<Box<dyn Stream>, Fault> {

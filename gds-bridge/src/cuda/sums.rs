@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, ffi::c_void, ptr};
 use strake_fabric::{BufMut, REGION};
 use strake_proto::checksum::{BLOCK, combine, crc32c};
 
-use super::{Gpu, PORTABLE, table::Handle};
+use super::{Gpu, OUT_OF_MEMORY, PORTABLE, table::Handle};
 use crate::mem::Fault;
 
 /// PTX, which drivers from CUDA 9 on compile for every device since Maxwell.
@@ -110,7 +110,10 @@ impl Sums {
         }
         let (mut device, mut host) = (0, BufMut::unpooled(4 * MOST));
         // SAFETY: writes one address.
-        gpu.table.call("cuMemAlloc", unsafe { (gpu.table.alloc)(&mut device, 4 * MOST) })?;
+        match unsafe { (gpu.table.alloc)(&mut device, 4 * MOST) } {
+            OUT_OF_MEMORY => return Err(Fault::NoMemory { bytes: 4 * MOST as u64 }),
+            code => gpu.table.call("cuMemAlloc", code)?,
+        }
         // Not pinned it is slower, no more.
         // SAFETY: whole pages, which live until they were unregistered in `free`.
         let pinned = unsafe { (gpu.table.host_register)(host.as_mut_ptr().cast(), 4 * MOST, PORTABLE) } == 0;

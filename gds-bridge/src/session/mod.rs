@@ -2,12 +2,14 @@
 
 mod path;
 mod replace;
+mod stage;
 mod tensors;
 
 use std::{fmt, path::PathBuf, process, str::FromStr, sync::Arc, time::Duration};
 
 pub use replace::Content;
 use rustix::process::{getegid, geteuid, getgroups};
+pub use stage::Staged;
 use strake_client::{Client, Creds, File};
 use strake_fabric::{Buf, Endpoint, Env, Identity, Pool, REGION, Roads, Use, endpoint::MDS_PORT, keyfile};
 use strake_proto::{Code, Error, Ino, Result};
@@ -140,6 +142,12 @@ impl Session {
     fn inner(&self) -> Result<&Inner> {
         let forked = || Error::new(Code::Inval, "the session was opened before a fork: open one in this process");
         self.inner.as_ref().filter(|_| self.pid == process::id()).ok_or_else(forked)
+    }
+
+    /// Something that only the client can do, for tests.
+    #[doc(hidden)]
+    pub fn with_client<T>(&self, f: impl AsyncFnOnce(&Client) -> Result<T>) -> Result<T> {
+        self.run(async |s| f(&s.client).await)
     }
 
     fn run<T>(&self, f: impl AsyncFnOnce(&Inner) -> Result<T>) -> Result<T> {

@@ -2,15 +2,17 @@
  * Copies are made when somebody waits for them. Its speed means nothing, and it shows nothing about a real driver.
  *
  * Made with: -DDEVICES=n (2), -DINIT=code (0), -DHANGS (cuInit never returns), -DCRASHES, -DNO_DMA_BUF, -DWITHOUT_EVENTS (old library),
- * -DUNORDERED (writes of others must be flushed), -DWITHOUT_EXPORT (a driver that knows no dma-buf).
+ * -DUNORDERED (writes of others must be flushed), -DWITHOUT_EXPORT (a driver that knows no dma-buf),
+ * -DNO_PCI (it does not say where a device is).
  * strake_standin_set(what, n): 1 = destroy the context after n copies, 2 = copies fail with code n, 3 = registering fails with code n,
  * 4 = allocations have no context from here on, as mappings have none, 5 = allocations belong to device n, 6 = the copy to or from the device after
  * n others changes a bit, 7 = modules are refused with code n, 8 = the kernel says wrong sums, 9 = waiting for a stream of the program or the
- * default one fails with code n.
+ * default one fails with code n, 11 = no allocation succeeds until it is set to 0.
  * Work in a stream, that of the program and of the default stream (NULL) too, is done when somebody waits for it and not before.
  * Of kernels it knows one by its name and plays it: what the text does is not looked at. */
 #define _GNU_SOURCE
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -42,8 +44,8 @@ static long gone_after = -1, damage_after = -1;
 static Stream default_stream;
 static int fail_waits, recording; /* a graph */
 static int refuse_modules, wrong_sums, modules, sum_kernel;
-static struct { char *start; size_t len; } pins[PINS];
-static int n_pins;
+static struct { char *start; size_t len; void *context; } pins[PINS];
+static int n_pins, pinned_twice, pins_orphaned, retained[64], no_room;
 static uint64_t counts[4]; /* loaded from pinned, from other memory; saved to pinned, to other memory */
 static _Thread_local void *current[16];
 static _Thread_local int depth;
@@ -60,10 +62,13 @@ void strake_standin_set(int what, long n) {
   if (what == 8) wrong_sums = n;
   if (what == 9) fail_waits = n;
   if (what == 10) recording = n;
+  if (what == 11) no_room = n;
   pthread_mutex_unlock(&lock);
 }
 uint64_t strake_standin_count(int which) { return counts[which]; }
 int strake_standin_pins(void) { return n_pins; }
+int strake_standin_twice(void) { return pinned_twice; } /* registered while a part was */
+int strake_standin_orphans(void) { return pins_orphaned; } /* still registered when their context was let go */
 int strake_standin_settled(void) { return settled; }
 int strake_standin_depth(void) { return depth; }
 int strake_standin_modules(void) { return modules; }
@@ -103,8 +108,30 @@ int cuDeviceGetAttribute(int *v, int a, int d) {
 }
 int cuDeviceGetUuid(char *uuid, int d) { memset(uuid, 0xa0 + d, 16); return 0; }
 int cuCtxGetDevice(int *d) { if (!current[depth]) return 201; *d = (int *)current[depth] - context_of; return 0; }
-int cuDevicePrimaryCtxRetain(void **c, int d) { *c = &context_of[d]; return 0; }
-int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return 0; }
+int cuDeviceGetPCIBusId(char *id, int len, int d) {
+#ifdef NO_PCI
+  (void)id, (void)len, (void)d;
+  return 101;
+#else
+  return len > 12 && snprintf(id, len, "0000:%02X:00.0", 0x3b + d) == 12 ? 0 : 1;
+#endif
+}
+int cuDevicePrimaryCtxRetain(void **c, int d) {
+  pthread_mutex_lock(&lock);
+  retained[d]++;
+  pthread_mutex_unlock(&lock);
+  *c = &context_of[d];
+  return 0;
+}
+/* With the last one the context is destroyed, and what was registered in it. */
+int cuDevicePrimaryCtxRelease_v2(int d) {
+  pthread_mutex_lock(&lock);
+  int last = --retained[d] == 0;
+  for (int i = 0; last && i < n_pins;)
+    if (pins[i].context == &context_of[d]) { pins[i] = pins[--n_pins]; pins_orphaned++; } else i++;
+  pthread_mutex_unlock(&lock);
+  return 0;
+}
 int cuCtxSetCurrent(void *c) { current[depth] = c; return alive(); }
 int cuCtxPushCurrent_v2(void *c) { if (gone) return 709; current[++depth] = c; return 0; }
 int cuCtxPopCurrent_v2(void **c) { if (!depth) return 201; *c = current[depth--]; return 0; }
@@ -128,7 +155,7 @@ int cuPointerGetAttributes(unsigned n, const int *what, void *const *to, uint64_
 }
 int cuMemAlloc_v2(uint64_t *p, size_t len) {
   if (!current[depth]) return 201;
-  if (len > (1ull << 32)) return 2;
+  if (len > (1ull << 32) || no_room) return 2;
   pthread_mutex_lock(&lock);
   static uint64_t next; /* one behind the other, so that ranges could run into the next allocation */
   static char *memory;
@@ -169,15 +196,18 @@ int cuMemFree_v2(uint64_t p) {
   return ok ? 0 : 1;
 }
 int cuMemHostRegister_v2(void *p, size_t len, unsigned flags) {
+  if (!current[depth]) return 201;
   pthread_mutex_lock(&lock);
-  int code = fail_pins ? fail_pins : flags != 1 || n_pins == PINS ? 1 : 0;
-  for (int i = 0; i < n_pins; i++) if (pins[i].start == p) code = 712;
-  if (!code) { pins[n_pins].start = p; pins[n_pins++].len = len; }
+  int code = fail_pins ? fail_pins : flags != 1 || n_pins == PINS ? 1 : alive();
+  for (int i = 0; !code && i < n_pins; i++)
+    if (pins[i].start < (char *)p + len && (char *)p < pins[i].start + pins[i].len) { code = 712; pinned_twice++; }
+  if (!code) { pins[n_pins].start = p; pins[n_pins].context = current[depth]; pins[n_pins++].len = len; }
   pthread_mutex_unlock(&lock);
   return code;
 }
 int cuMemHostUnregister(void *p) {
   int code = 713;
+  if (!current[depth]) return 201;
   pthread_mutex_lock(&lock);
   for (int i = 0; i < n_pins; i++) if (pins[i].start == p) { pins[i] = pins[--n_pins]; code = 0; break; }
   pthread_mutex_unlock(&lock);

@@ -26,7 +26,16 @@ pub struct BenchArgs {
     /// A file that is made for it, from the root of the file system, and removed at the end.
     #[arg(long, default_value = "/.strake-gds-bench")]
     file: String,
-    /// MiB of the file; the device must have as much room.
+    /// A file that is there: rows are loads of it, and nothing is written.
+    #[arg(long, value_name = "PATH", conflicts_with = "file")]
+    load: Option<String>,
+    /// Folder with copies on this node, for the tier local-gds; goes with `--load` of a sealed file.
+    #[arg(long, requires = "load")]
+    local: Option<PathBuf>,
+    /// Also take gpu-rdma and local-gds where the device does not verify their bytes.
+    #[arg(long)]
+    accept_oss_checksum: bool,
+    /// MiB of the file, with `--load` at most; the device must have as much room.
     #[arg(long, default_value_t = 256, value_parser = RangedU64ValueParser::<u64>::new().range(1..=65536))]
     mib: u64,
     /// Workers of each row.
@@ -67,8 +76,11 @@ pub fn run(args: BenchArgs) -> Result<ExitCode> {
     };
     let mut setup = Setup { key: args.client_key, roads, ..Setup::new(&args.mds, memory) };
     setup.options.verify_on_gpu = args.verify_on_gpu;
-    let (path, bytes) = (args.file, args.mib << 20);
-    let plan = Plan { setup, path, bytes, threads: args.threads, policy: args.policy, strict: args.strict };
+    setup.options.accept_oss_checksum = args.accept_oss_checksum;
+    (setup.options.local, setup.options.prober) = (args.local, super::SELF.into());
+    let (loads, bytes) = (args.load.is_some(), args.mib << 20);
+    let path = args.load.unwrap_or(args.file);
+    let plan = Plan { setup, path, loads, bytes, threads: args.threads, policy: args.policy, strict: args.strict };
     let figures = bench::run(&plan)?;
     if args.json {
         println!("{}", serde_json::to_string_pretty(&figures).map_err(std::io::Error::from)?);
@@ -88,20 +100,25 @@ fn text(f: &Figures) -> String {
     if !f.gpu {
         out += "note: there is no GPU in this run: these are figures of this machine's own memory in place of one\n";
     }
-    out += &format!("file: {} on the cluster, read past the client's cache; policy {}\n\n", size(f.bytes), f.policy);
+    let whence = if f.loads { "of a file that was there" } else { "on the cluster" };
+    out += &format!("file: {} {whence}, read past the client's cache; policy {}\n\n", size(f.bytes), f.policy);
+    let maybe = |n: Option<f64>, shown: &dyn Fn(f64) -> String| n.map_or_else(|| "-".to_string(), shown);
     let row = |what: String, to: String, from: String, note: String| vec![what, to, from, note];
     let head = ["", "TO DEVICE", "FROM DEVICE", "TIERS"].map(String::from);
     let mut rows = vec![head.to_vec()];
-    let (load, save) = (rate(f.ceiling.load), rate(f.ceiling.save));
+    let (load, save) = (rate(f.ceiling.load), maybe(f.ceiling.save, &rate));
     rows.push(row("ceiling: pinned copies alone".into(), load, save, "-".into()));
     rows.push(row("loop: read 1 MiB, copy, wait".into(), rate(f.pageable_loop), "-".into(), "-".into()));
     for r in &f.rows {
         let what = format!("bridge, {} threads", r.threads);
-        rows.push(row(what, rate(r.rates.load), rate(r.rates.save), tiers([&r.loaded, &r.saved])));
-        rows.push(row("  with the fsync".into(), "-".into(), rate(r.save_and_fsync), "-".into()));
+        let tiers = tiers(r.saved.iter().chain([&r.loaded]));
+        rows.push(row(what, rate(r.rates.load), maybe(r.rates.save, &rate), tiers));
+        if let Some(n) = r.save_and_fsync {
+            rows.push(row("  with the fsync".into(), "-".into(), rate(n), "-".into()));
+        }
         let part = |n: f64| format!("{n:.2} of the ceiling");
         let times = format!("{:.1} times the loop", r.of_pageable_loop);
-        rows.push(row("  ratios".into(), part(r.of_ceiling.load), part(r.of_ceiling.save), times));
+        rows.push(row("  ratios".into(), part(r.of_ceiling.load), maybe(r.of_ceiling.save, &part), times));
     }
     out += &table(&rows);
     if let Some(r) = f.rows.last().map(|r| &r.loaded) {
@@ -112,7 +129,7 @@ fn text(f: &Figures) -> String {
 }
 
 /// The tiers that bytes took.
-fn tiers(reports: [&Report; 2]) -> String {
-    let took = |t: &Tier| reports.iter().any(|r| r.by_tier[*t] > 0);
+fn tiers<'a>(reports: impl Iterator<Item = &'a Report> + Clone) -> String {
+    let took = |t: &Tier| reports.clone().any(|r| r.by_tier[*t] > 0);
     Tier::ALL.iter().filter(|t| took(t)).map(|t| t.name()).collect::<Vec<_>>().join(", ")
 }

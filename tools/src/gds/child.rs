@@ -3,6 +3,7 @@
 use std::{
     io::{BufRead, BufReader, Write},
     os::unix::process::ExitStatusExt,
+    path::{Path, PathBuf},
     process::{Child, Command, ExitCode, ExitStatus, Stdio},
     sync::{Arc, mpsc},
     thread,
@@ -12,18 +13,21 @@ use std::{
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use strake_gds::{
-    Cuda, GpuMem, HostMem, Tier, Unavailable,
+    Cuda, GpuMem, HostMem, Numa, Options, Tier, Unavailable,
     status::{self, TierStatus},
 };
 use strake_proto::{Code, Error, Result};
 
-use super::{Device, Memory};
+use super::{Device, Memory, SELF};
 
 /// What the child knows; it says so after each step, the last one is the answer.
 #[derive(Serialize, Deserialize)]
 pub struct Found {
     pub device: Option<String>,
     pub notice: Option<String>,
+    /// Of the device.
+    #[serde(default)]
+    pub numa: Option<Numa>,
     pub tiers: Vec<TierStatus>,
     /// Nothing is to come.
     done: bool,
@@ -33,7 +37,7 @@ pub struct Found {
 const GOING: Duration = Duration::from_secs(1);
 
 /// The child: looks, and prints what it found, one line of JSON for each step.
-pub fn look(at: Device, test: bool) -> Result<ExitCode> {
+pub fn look(at: Device, test: bool, local: Option<PathBuf>) -> Result<ExitCode> {
     // A driver that hangs here is not to outlive who asked. Where it cannot be had, it may.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     let opened: Result<Arc<dyn GpuMem>, Unavailable> = match at.memory {
@@ -41,17 +45,31 @@ pub fn look(at: Device, test: bool) -> Result<ExitCode> {
         Memory::Host => Ok(Arc::new(HostMem::new())),
     };
     let (device, tiers) = match &opened {
-        Ok(d) => (Some(d.name()), status::untested(&**d)),
-        Err(why) => (None, status::without(why)),
+        Ok(d) => (Some(d.name()), status::untested(&**d, local.as_deref())),
+        Err(why) => (None, status::without(why, local.as_deref())),
     };
-    let mut found = Found { device, notice: None, tiers, done: !test || opened.is_err() };
+    let numa = opened.as_ref().ok().map(|d| status::numa(&**d));
+    let mut found = Found { device, notice: None, numa, tiers, done: !test || opened.is_err() };
     say(&found)?;
     if let (Ok(d), true) = (opened, test) {
-        (found.tiers, found.notice) = crate::run(2, status::tested(d))?;
+        let options = Options { local, prober: SELF.into(), ..Options::default() };
+        let tested = crate::run(2, status::tested(d, options))?;
+        (found.tiers, found.notice, found.numa) = (tested.tiers, tested.notice, Some(tested.numa));
         found.done = true;
         say(&found)?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Opens cuFile's driver, which may never end.
+pub fn look_cufile() -> ExitCode {
+    match strake_gds::local::look() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(why) => {
+            println!("{why}");
+            ExitCode::from(strake_gds::local::REFUSED)
+        }
+    }
 }
 
 fn say(found: &Found) -> Result<()> {
@@ -63,10 +81,11 @@ fn say(found: &Found) -> Result<()> {
 }
 
 /// Starts the child and waits for it, `seconds` at most.
-pub fn ask(at: Device, test: bool, seconds: u64) -> Result<Found> {
+pub fn ask(at: Device, local: Option<&Path>, test: bool, seconds: u64) -> Result<Found> {
     let memory = at.memory.to_possible_value().map(|v| v.get_name().to_string()).unwrap_or_default();
-    let mut command = Command::new("/proc/self/exe");
+    let mut command = Command::new(SELF);
     command.args(["gds", "look", "--memory", &memory, "--device", &at.device.to_string()]);
+    command.args(local.map(|_| "--local")).args(local);
     command.args(test.then_some("--test")).stdin(Stdio::null()).stdout(Stdio::piped());
     let failed = |e: std::io::Error| Error::from(e).context("starting the program that looks");
     let mut child = command.spawn().map_err(failed)?;
@@ -102,7 +121,7 @@ pub fn ask(at: Device, test: bool, seconds: u64) -> Result<Found> {
     };
     let _ = child.kill();
     reap(&mut child, Instant::now() + GOING);
-    Ok(without_answer(last, &why))
+    Ok(without_answer(last, local, &why))
 }
 
 /// Waits for its end, until then.
@@ -124,9 +143,10 @@ fn how_it_ended(status: ExitStatus) -> String {
 }
 
 /// What it had said of tiers that cannot be used stands; of the others nothing is known but `why`.
-fn without_answer(last: Option<Found>, why: &Unavailable) -> Found {
+fn without_answer(last: Option<Found>, local: Option<&Path>, why: &Unavailable) -> Found {
     let Some(mut found) = last else {
-        return Found { device: None, notice: None, tiers: status::without(why), done: true };
+        let tiers = status::without(why, local);
+        return Found { device: None, notice: None, numa: None, tiers, done: true };
     };
     let open = Unavailable::NotTested.kind();
     for t in found.tiers.iter_mut().filter(|t| t.reason.as_deref() == Some(open)) {

@@ -2,15 +2,19 @@
 
 mod bench;
 mod child;
+mod copies;
 
-use std::process::ExitCode;
+use std::{path::PathBuf, process::ExitCode};
 
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
-use strake_gds::{Policy, status::TierStatus};
+use strake_gds::{Numa, Policy, status::TierStatus};
 use strake_proto::Result;
 
 use crate::term::{size, table};
+
+/// This program.
+const SELF: &str = "/proc/self/exe";
 
 #[derive(Subcommand)]
 pub enum Command {
@@ -26,6 +30,12 @@ pub enum Command {
     },
     /// Measure loads and saves beside what the device can do at all and beside a loop of read and copy, in one run.
     Bench(bench::BenchArgs),
+    /// Make copies of sealed files in a folder of this node, for the tier local-gds.
+    Stage(copies::StageArgs),
+    /// List the copies in a folder of this node.
+    Copies(copies::ListArgs),
+    /// Remove copies from a folder of this node.
+    Unstage(copies::UnstageArgs),
     /// What `status` and `probe` start to look for them.
     #[command(hide = true)]
     Look {
@@ -33,7 +43,12 @@ pub enum Command {
         at: Device,
         #[arg(long)]
         test: bool,
+        #[arg(long)]
+        local: Option<PathBuf>,
     },
+    /// What opens cuFile's driver before another process does.
+    #[command(hide = true)]
+    LookCufile,
 }
 
 #[derive(Args)]
@@ -43,6 +58,9 @@ pub struct LookArgs {
     /// Seconds after which a driver that does not answer is taken for hung.
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=600))]
     timeout: u64,
+    /// Folder with copies on this node, for the tier local-gds.
+    #[arg(long)]
+    local: Option<PathBuf>,
     #[arg(long)]
     json: bool,
 }
@@ -71,6 +89,8 @@ struct Shown {
     device: Option<String>,
     /// What there is less of than was wanted.
     notice: Option<String>,
+    /// The NUMA node of the device, or why none is known; of `probe` also what a bridge had there.
+    numa: Option<Numa>,
     tiers: Vec<TierStatus>,
     /// Of `probe`.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -82,14 +102,18 @@ struct Shown {
 
 pub fn run(command: Command) -> Result<ExitCode> {
     let (args, policy) = match command {
-        Command::Look { at, test } => return child::look(at, test),
+        Command::Look { at, test, local } => return child::look(at, test, local),
+        Command::LookCufile => return Ok(child::look_cufile()),
+        Command::Stage(args) => return copies::stage(args),
+        Command::Copies(args) => return copies::list(args),
+        Command::Unstage(args) => return copies::unstage(args),
         Command::Bench(args) => return bench::run(args),
         Command::Status(args) => (args, None),
         Command::Probe { look, policy } => (look, Some(policy)),
     };
-    let found = child::ask(args.at, policy.is_some(), args.timeout)?;
+    let found = child::ask(args.at, args.local.as_deref(), policy.is_some(), args.timeout)?;
     let met = policy.map(|p| found.tiers.iter().any(|t| t.available && t.tier.parse().is_ok_and(|t| p.allows(t))));
-    let shown = Shown { device: found.device, notice: found.notice, tiers: found.tiers, policy, met };
+    let shown = Shown { device: found.device, notice: found.notice, numa: found.numa, tiers: found.tiers, policy, met };
     if args.json {
         println!("{}", serde_json::to_string_pretty(&shown).map_err(std::io::Error::from)?);
     } else {
@@ -100,6 +124,9 @@ pub fn run(command: Command) -> Result<ExitCode> {
 
 fn print(shown: &Shown) {
     println!("device: {}", shown.device.as_deref().unwrap_or("none"));
+    if let Some(Numa { node: Some(node), .. }) = &shown.numa {
+        println!("NUMA node: {node}");
+    }
     if let Some(n) = &shown.notice {
         println!("note: {n}");
     }

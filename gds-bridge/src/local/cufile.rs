@@ -1,0 +1,122 @@
+//! cuFile as far as it is used here, behind a small border: NVIDIA's library, or a stand-in that can be told to fail and to lie.
+
+use std::{io, os::fd::BorrowedFd, time::Duration};
+
+use super::rounds::Rounds;
+use crate::mem::Fault;
+
+/// What cuFile counts of a process, since the driver was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Reads that went through the kernel's ordinary interface and host memory.
+    pub posix: u64,
+    /// Reads that went straight: by nvidia-fs, or from the disk to the GPU as peers.
+    pub straight: u64,
+    /// Bytes of all reads.
+    pub bytes: u64,
+}
+
+/// cuFile, with its driver open and its compatibility mode off.
+pub trait CuFile: Send + Sync + 'static {
+    /// Makes a file known to it, which stays open until [`CuFile::deregister`] returned. Its word for the file.
+    fn register(&self, file: BorrowedFd<'_>) -> Result<u64, Fault>;
+
+    /// Undoes a [`CuFile::register`].
+    fn deregister(&self, handle: u64);
+
+    /// Reads `len` bytes at `offset` of a file to an address of the device, by a thread that has a stream of the device. Returns what the library said as it is:
+    /// bytes; -1 and errno; a negative code; and, up to version 1.15, a code as if it were bytes.
+    fn read(&self, handle: u64, to: u64, len: usize, offset: u64) -> isize;
+
+    /// What it counted until now.
+    fn counters(&self) -> Result<Counters, Fault>;
+
+    /// The reads of the process.
+    fn rounds(&self) -> &Rounds;
+
+    /// How long a self-test waits for a read, which nobody can stop, and reads for others.
+    fn patience(&self) -> Duration {
+        Duration::from_secs(15)
+    }
+}
+
+/// One read that is believed only if all of it came and the counters say that it went straight. `patience`: how long it waits for others.
+pub fn read(
+    cufile: &dyn CuFile,
+    patience: Duration,
+    handle: u64,
+    to: u64,
+    len: usize,
+    offset: u64,
+) -> Result<(), Fault> {
+    let once = || {
+        let said = cufile.read(handle, to, len, offset);
+        came(said, &io::Error::last_os_error(), len)
+    };
+    cufile.rounds().read(cufile, patience, len as u64, once)
+}
+
+/// Codes of cuFile, which older versions return as if they were bytes. Nobody asks for so many: they are no whole blocks.
+const CODES: std::ops::RangeInclusive<isize> = 5001..=5099;
+
+/// What a read returned.
+fn came(said: isize, errno: &io::Error, len: usize) -> Result<(), Fault> {
+    let failed = |code: isize, name: String| Err(Fault::Driver { call: "cuFileRead", code: code as i32, name });
+    match said {
+        -1 => failed(-1, errno.to_string()),
+        ..0 => failed(said, "a code of cuFile's".into()),
+        _ if said as usize == len => Ok(()),
+        _ if CODES.contains(&said) => {
+            failed(said, "a code of cuFile's that was returned as if it were a number of bytes".into())
+        }
+        _ => failed(said, format!("bytes, where {len} were asked for")),
+    }
+}
+
+/// What so many reads of so many bytes in all, and no others, did to the counters.
+pub(super) fn went(reads: u64, len: u64, before: Counters, after: Counters) -> Result<(), Fault> {
+    let grew = |of: fn(&Counters) -> u64| of(&after).saturating_sub(of(&before));
+    let (posix, straight, bytes) = (grew(|c| c.posix), grew(|c| c.straight), grew(|c| c.bytes));
+    if posix > 0 || straight < reads || bytes < len {
+        Err(Fault::Detour { len, posix, straight, bytes })
+    } else {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_read_is_believed_only_if_all_of_it_came_and_went_straight() {
+        let at = |posix, straight, bytes| Counters { posix, straight, bytes };
+        let judge = |after| went(1, 8192, at(3, 5, 1000), after);
+        assert_eq!(judge(at(3, 6, 9192)), Ok(()));
+        assert_eq!(judge(at(3, 8, 10_000)), Ok(()), "in pieces");
+        let two = |after| went(2, 16_384, at(3, 5, 1000), after);
+        assert_eq!(two(at(3, 7, 17_384)), Ok(()));
+        // Pieces of one do not hide that the other was not counted.
+        for after in [at(3, 6, 17_384), at(3, 9, 17_383), at(3, 9, 9192), at(4, 7, 17_384)] {
+            assert!(matches!(two(after), Err(Fault::Detour { len: 16_384, .. })), "{after:?}");
+        }
+        let lies = [at(4, 6, 9192), at(4, 5, 9192), at(3, 5, 9192), at(3, 6, 9191), at(3, 5, 1000), at(0, 0, 0)];
+        for after in lies {
+            let r = judge(after);
+            assert!(matches!(r, Err(Fault::Detour { len: 8192, .. })), "{after:?}: {r:?}");
+        }
+        for (said, words) in [
+            (-1, "Input/output error"),
+            (-5008, "a code of cuFile's"),
+            (5006, "as if it were a number of bytes"),
+            (4096, "bytes, where 8192 were asked for"),
+            (8193, "bytes, where 8192 were asked for"),
+            (0, "bytes, where 8192 were asked for"),
+        ] {
+            let e = came(said, &io::Error::from_raw_os_error(5), 8192).unwrap_err();
+            assert!(matches!(&e, Fault::Driver { code, .. } if *code == said as i32), "{e}");
+            assert!(e.to_string().contains(words), "{e}");
+        }
+        assert_eq!(came(8192, &io::Error::from_raw_os_error(5), 8192), Ok(()));
+    }
+}

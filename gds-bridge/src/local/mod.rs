@@ -1,0 +1,22 @@
+//! The tier `local-gds`: cuFile reads copies of sealed files from a disk of this node. See `docs/gds.md`, "A copy on this node".
+//!
+//! `store.rs` has the copies, `cufile.rs` what is asked of cuFile and when it is believed, `rounds.rs` tells what several reads at a time did to its counters, `nvidia.rs` is the library, `probe.rs` opens it in another process first,
+//! `road.rs` moves a part and tests the tier. How copies are made: `session/stage.rs`.
+
+mod cufile;
+mod host;
+mod nvidia;
+mod probe;
+mod road;
+mod rounds;
+mod store;
+
+pub use cufile::{Counters, CuFile};
+pub use host::{HostCuFile, Trick, Tricks};
+pub use nvidia::Nvidia;
+pub use probe::{REFUSED, look};
+pub use rounds::Rounds;
+pub use store::{Copy, Header, Listed, Making, Sealed, check_folder, list, remove};
+
+pub(crate) use road::{Copies, Local, test};
+pub(crate) use store::remove_named;

@@ -1,0 +1,106 @@
+//! Opening cuFile's driver in another process first: it is known to hang, and a process that it hangs in cannot be helped.
+
+use std::{
+    io::Read,
+    os::unix::process::ExitStatusExt,
+    path::Path,
+    process::{Child, Command, ExitStatus, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::nvidia::Nvidia;
+use crate::Unavailable;
+
+/// How long the other process may take.
+pub const LIMIT: Duration = Duration::from_secs(10);
+/// How long a killed one may take to be gone; one that a driver holds in the kernel is left then.
+const GOING: Duration = Duration::from_secs(1);
+/// What the other process ends with where cuFile cannot be had; the reason is on its output then, behind [`SAYS`].
+pub const REFUSED: u8 = 3;
+const SAYS: &str = "cuFile: ";
+
+/// What the other process does: opens the driver. The reason in a line for [`probe`].
+pub fn look() -> Result<(), String> {
+    // A driver that hangs here is not to outlive who asked. Where this cannot be had, it may.
+    let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
+    Nvidia::open_here().map(drop).map_err(|why| format!("{SAYS}{why}"))
+}
+
+/// Has `prober` (`strake`) look, and waits for it, not longer than that.
+pub fn probe(prober: &Path, limit: Duration) -> Result<(), Unavailable> {
+    let mut command = Command::new(prober);
+    command.args(["gds", "look-cufile"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = command
+        .spawn()
+        .map_err(|e| Unavailable::NoProbe { program: prober.display().to_string(), why: e.to_string() })?;
+    let Some(status) = reap(&mut child, Instant::now() + limit) else {
+        let _ = child.kill();
+        reap(&mut child, Instant::now() + GOING);
+        return Err(Unavailable::Hung { seconds: limit.as_secs() });
+    };
+    if status.success() {
+        return Ok(());
+    }
+    let mut said = String::new();
+    if status.code() == Some(i32::from(REFUSED))
+        && let Some(out) = child.stdout.take()
+    {
+        // Its end has ended the pipe, unless it has left a process behind: not more than a line is wanted.
+        let _ = out.take(4096).read_to_string(&mut said);
+    }
+    // Others may print what they like, drivers too.
+    match said.lines().find_map(|l| l.strip_prefix(SAYS)) {
+        Some(why) => Err(Unavailable::CuFile { why: why.into() }),
+        None => Err(Unavailable::Died { how: how_it_ended(status) }),
+    }
+}
+
+/// Waits for its end, until then.
+fn reap(child: &mut Child, until: Instant) -> Option<ExitStatus> {
+    loop {
+        match child.try_wait() {
+            Ok(None) if Instant::now() < until => thread::sleep(Duration::from_millis(10)),
+            Ok(status) => return status,
+            Err(_) => return None,
+        }
+    }
+}
+
+fn how_it_ended(status: ExitStatus) -> String {
+    match (status.signal(), status.code()) {
+        (Some(n), _) => format!("was killed by signal {n}"),
+        (None, code) => format!("ended with {}", code.unwrap_or_default()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::PermissionsExt};
+
+    use super::*;
+
+    #[test]
+    fn one_that_hangs_dies_or_refuses_is_told_apart() {
+        let dir = tempfile::tempdir().unwrap();
+        let prober = |name: &str, script: &str| {
+            let path = dir.path().join(name);
+            fs::write(&path, format!("#!/bin/sh\n[ \"$*\" = 'gds look-cufile' ] || exit 9\n{script}\n")).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o700)).unwrap();
+            path
+        };
+        let long = Duration::from_secs(60);
+        assert_eq!(probe(&prober("good", "exit 0"), long), Ok(()));
+        let refused = probe(&prober("refuses", "echo a driver chatters; echo 'cuFile: it is too old'; exit 3"), long);
+        assert_eq!(refused, Err(Unavailable::CuFile { why: "it is too old".into() }));
+        let died = |how: &str| Err(Unavailable::Died { how: how.into() });
+        assert_eq!(probe(&prober("dies", "kill -SEGV $$"), long), died("was killed by signal 11"));
+        assert_eq!(probe(&prober("silent", "exit 3"), long), died("ended with 3"));
+        let begun = Instant::now();
+        let hung = probe(&prober("hangs", "exec sleep 1000"), Duration::from_secs(1));
+        assert_eq!(hung, Err(Unavailable::Hung { seconds: 1 }));
+        assert!(begun.elapsed() < Duration::from_secs(30), "it was waited for");
+        let none = probe(&dir.path().join("none"), long);
+        assert!(matches!(none, Err(Unavailable::NoProbe { .. })), "{none:?}");
+    }
+}

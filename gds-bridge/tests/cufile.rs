@@ -1,0 +1,113 @@
+//! The table of cuFile's functions against a stand-in of NVIDIA's library, which is compiled here: names, types and counters fit together as the interface
+//! describes them. Nothing of the real one is in it.
+
+use std::{
+    ffi::{CString, c_int, c_void},
+    fs::File,
+    os::{fd::AsFd, unix::ffi::OsStrExt},
+    path::{Path, PathBuf},
+    process::Command,
+    sync::Arc,
+};
+
+use strake_gds::{
+    Unavailable,
+    local::{Counters, CuFile, Nvidia},
+};
+
+/// Something that is there everywhere, in place of what kernels without modules lack.
+const MODULES: &str = "/proc/version";
+
+/// The compiled library; `None` (and said so) where there is no compiler. Each has a name of its own: one that is open is not opened again.
+fn standin(dir: &Path, flags: &[&str]) -> Option<PathBuf> {
+    let to = dir.join(format!("libcufile{}.so.0", flags.concat().replace('/', "")));
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/standin/libcufile.c");
+    let mut cc = Command::new("cc");
+    cc.args(["-shared", "-fPIC", "-O1", "-Wall", "-Wno-unused", "-Werror", "-o"]).arg(&to).arg(source).args(flags);
+    match cc.output() {
+        Ok(out) => assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr)),
+        Err(e) => {
+            println!("skipped: no C compiler here ({e})");
+            return None;
+        }
+    }
+    Some(to)
+}
+
+type Opened = Result<Arc<dyn CuFile>, Unavailable>;
+
+fn open(dir: &Path, flags: &[&str]) -> Option<(PathBuf, Opened)> {
+    let library = standin(dir, flags)?;
+    let opened = Nvidia::open_library(&library, Path::new(MODULES));
+    Some((library, opened))
+}
+
+fn own(library: &Path, name: &str) -> *mut c_void {
+    let (library, name) = (CString::new(library.as_os_str().as_bytes()).unwrap(), CString::new(name).unwrap());
+    // SAFETY: opens what is open already, and looks a name up.
+    let f = unsafe { libc::dlsym(libc::dlopen(library.as_ptr(), libc::RTLD_NOW), name.as_ptr()) };
+    assert!(!f.is_null());
+    f
+}
+
+#[test]
+fn reads_arrive_and_counters_tell_their_road_in_each_version() {
+    let dir = tempfile::tempdir().unwrap();
+    let data: Vec<u8> = (0..32_768u32).map(|i| (i * 7 + i / 251) as u8).collect();
+    std::fs::write(dir.path().join("f"), &data).unwrap();
+    let file = File::open(dir.path().join("f")).unwrap();
+    for version in ["-DVERSION=1150", "-DVERSION=1160", "-DVERSION=1200"] {
+        let Some((library, opened)) = open(dir.path(), &[version]) else { return };
+        let cufile = opened.unwrap_or_else(|e| panic!("{e}"));
+        // SAFETY: the functions of these names have these types, and take any number or none.
+        let (trick, registered) = unsafe {
+            (
+                std::mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int)>(own(&library, "strake_standin_trick")),
+                std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_int>(own(
+                    &library,
+                    "strake_standin_registered",
+                )),
+            )
+        };
+        assert_eq!(cufile.counters().unwrap(), Counters::default());
+        let handle = cufile.register(file.as_fd()).unwrap();
+        let mut to = vec![0u8; 8192];
+        let addr = to.as_mut_ptr().expose_provenance() as u64;
+        assert_eq!(cufile.read(handle, addr, 8192, 4096), 8192);
+        assert!(to == data[4096..][..8192]);
+        assert_eq!(cufile.counters().unwrap(), Counters { posix: 0, straight: 1, bytes: 8192 }, "{version}");
+        // SAFETY: as above.
+        unsafe { trick(1) };
+        assert_eq!(cufile.read(handle, addr, 4096, 0), 4096);
+        assert_eq!(cufile.counters().unwrap(), Counters { posix: 1, straight: 1, bytes: 12_288 }, "{version}");
+        for (n, said) in [(2, 5006), (3, -1)] {
+            // SAFETY: as above.
+            unsafe { trick(n) };
+            assert_eq!(cufile.read(handle, addr, 4096, 0), said);
+        }
+        cufile.deregister(handle);
+        // SAFETY: as above.
+        assert_eq!(unsafe { registered() }, 0);
+    }
+}
+
+#[test]
+fn what_cannot_be_used_says_why() {
+    let dir = tempfile::tempdir().unwrap();
+    let why = |flags: &[&str]| Some(open(dir.path(), flags)?.1.err().unwrap());
+    let Some(old) = why(&["-DNO_STATS"]) else { return };
+    assert!(matches!(&old, Unavailable::OldCuFile { symbol, .. } if symbol == "cuFileSetStatsLevel"), "{old}");
+    let said = |flags: &[&str], kind: &str, words: &str| {
+        let why = why(flags).unwrap();
+        assert!(why.kind() == kind && why.to_string().contains(words), "{why}");
+    };
+    said(&["-DSTALE"], "cufile", "its compatibility mode stays on: cuFileSetParameterBool failed with 5026");
+    said(&["-DNO_DRIVER"], "cufile", "cuFileDriverOpen failed with 5011: the CUDA driver said 999");
+    // Ours, by whatever name it is found.
+    said(&["-DOURS"], "no-cufile", "is StrakeFS's own library");
+    let gone = Nvidia::open_library(&standin(dir.path(), &[]).unwrap(), Path::new("/nowhere/modules")).err().unwrap();
+    assert_eq!(gone.kind(), "no-modules");
+    std::fs::write(dir.path().join("garbage"), b"not a library").unwrap();
+    let e = Nvidia::open_library(&dir.path().join("garbage"), Path::new(MODULES)).err().unwrap();
+    assert_eq!(e.kind(), "no-cufile");
+}

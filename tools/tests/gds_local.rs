@@ -1,0 +1,302 @@
+//! `strake gds stage`, `copies` and `unstage` on a cluster of real processes, and the tier that reads what they made.
+
+#[allow(dead_code, reason = "some of it is for other tests")]
+mod common;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+    sync::Arc,
+};
+
+use common::{ok, refused, strake, text};
+use serde_json::Value;
+use strake_client::{Creds, File};
+use strake_gds::{
+    Checksum, Options, Policy, Tier, Transfer,
+    session::{Memory, Session, Setup},
+};
+use strake_proto::{
+    Code,
+    layout::splitmix64,
+    pb::{self, seal::Step},
+    seal::{self, Leaf},
+};
+
+const LOCAL: Policy = Policy::Require(Tier::LocalGds);
+const CREATE: u32 = (libc::O_RDWR | libc::O_CREAT) as u32;
+
+/// One metadata server and one storage server; stopped when dropped.
+struct Cluster {
+    root: tempfile::TempDir,
+    mds: String,
+}
+
+impl Cluster {
+    fn new() -> Cluster {
+        let root = tempfile::tempdir().unwrap();
+        let mut up = strake();
+        up.arg("up").arg("--dir").arg(root.path().join("c")).args(["--mount=none", "--mds=1", "--oss=1"]);
+        ok(&up
+            .args(["--targets-per-oss=1", "--mirror=1", "--target-gib=1"])
+            .current_dir(root.path())
+            .output()
+            .unwrap());
+        let made: toml::Table = fs::read_to_string(root.path().join("c/cluster.toml")).unwrap().parse().unwrap();
+        let mds = format!("127.0.0.1:{}", made["ports"].as_array().unwrap()[0].as_integer().unwrap());
+        Cluster { root, mds }
+    }
+
+    fn session(&self, local: Option<PathBuf>) -> Session {
+        // The stand-in of a device does not sum.
+        let options = Options { local, accept_oss_checksum: true, ..Options::default() };
+        let key = self.root.path().join("c/client.key");
+        Session::open(&Setup { key, options, ..Setup::new(&self.mds, Memory::Host) }).unwrap()
+    }
+
+    fn stage(&self, dir: &Path, more: &[&str]) -> Output {
+        let mut c = strake();
+        c.args(["gds", "stage", &self.mds, "--client-key"]).arg(self.root.path().join("c/client.key"));
+        c.arg("--to").arg(dir).args(more).output().unwrap()
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        let _ = strake().args(["down", "--dir"]).arg(self.root.path().join("c")).output();
+    }
+}
+
+fn pattern(len: usize) -> Vec<u8> {
+    let mut seed = 7;
+    (0..len.div_ceil(8)).flat_map(|_| splitmix64(&mut seed).to_le_bytes()).take(len).collect()
+}
+
+fn copies(dir: &Path) -> Vec<Value> {
+    let out = strake().args(["gds", "copies", "--json"]).arg(dir).output().unwrap();
+    ok(&out);
+    let v: Value = serde_json::from_slice(&out.stdout).unwrap();
+    v["copies"].as_array().unwrap().clone()
+}
+
+/// As `lfs seal` does, with a manifest of these bytes. `finish`: not only the first step.
+fn seal(s: &Session, file: &File, bytes: &[u8], finish: bool) {
+    let (ino, me) = (file.ino(), Creds::default());
+    let step = |id, step| {
+        let change = pb::Seal { ino, id, step: Some(step) };
+        s.with_client(async |c| c.seal(&me, change.clone()).await).unwrap()
+    };
+    let id = step(0, Step::Begin(pb::SealBegin {})).unwrap().id;
+    if !finish {
+        return;
+    }
+    let leaf = |b: &[u8]| {
+        let mut leaf = Leaf::default();
+        leaf.update(b);
+        leaf.finish()
+    };
+    let digests: Vec<_> = bytes.chunks(seal::EXTENT as usize).map(leaf).collect();
+    step(id, Step::Page(pb::SealPage { number: 0, digests: digests.concat().into() }));
+    let (size, extent_size) = (bytes.len() as u64, seal::EXTENT);
+    let (sha256, root) = (vec![1; 32].into(), seal::root(&digests).to_vec().into());
+    step(id, Step::Finish(pb::Manifest { size, extent_size, sha256, root, time_ns: 0 }));
+}
+
+#[test]
+fn sealed_files_are_staged_read_from_their_copies_and_removed() {
+    let cluster = Cluster::new();
+    let dir = cluster.root.path().join("copies");
+    fs::create_dir(&dir).unwrap();
+    let s = cluster.session(Some(dir.clone()));
+    let data = pattern((9 << 20) + 1234);
+    let write = |path: &str, bytes: &[u8]| {
+        let f = s.open_file(path, CREATE, 0o644).unwrap();
+        s.write(&f, 0, bytes).unwrap();
+        s.fsync(&f).unwrap();
+        s.close(f).unwrap();
+        s.open_file(path, 0, 0).unwrap()
+    };
+    let (f, other) = (write("/model", &data), write("/other", &data));
+    let to = s.device().alloc(data.len() as u64).unwrap();
+    let f = Arc::new(f);
+    let all = [Transfer { file: f.clone(), offset: 0, gpu: to, len: data.len() as u64 }];
+
+    // Nothing that may change is copied.
+    refused(&cluster.stage(&dir, &["/model"]), &["'/model'", "is not sealed", "`lfs seal` first"]);
+    let e = s.load(&all, LOCAL).unwrap_err();
+    assert!(e.error.code == Code::OpNotSupp && e.error.message.contains("is not sealed"), "{e}");
+    seal(&s, &f, &data, false);
+    refused(&cluster.stage(&dir, &["/model"]), &["immutable without a manifest"]);
+    seal(&s, &f, &data, true);
+    // A manifest of something else.
+    seal(&s, &other, &pattern(data.len() + 8)[8..], true);
+    refused(&cluster.stage(&dir, &["/other"]), &["bytes 0 to 4194304 are not what was sealed", "`lfs verify`"]);
+    refused(&cluster.stage(&dir, &["/none"]), &["there is no such file"]);
+    refused(&cluster.stage(&dir.join("none"), &["/model"]), &["none'", "No such file"]);
+    assert_eq!(fs::read_dir(&dir).unwrap().count(), 0, "nothing is left of any");
+    let e = s.load(&all, LOCAL).unwrap_err();
+    assert!(e.error.message.contains("has no copy on this node") && e.error.message.contains("gds stage"), "{e}");
+
+    // One that can and one that cannot: both are told.
+    let out = cluster.stage(&dir, &["/model", "/other", "--json"]);
+    assert_eq!(out.status.code(), Some(1));
+    let v: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!((&v["copies"][0]["already"], &v["failed"][0]["path"]), (&false.into(), &"/other".into()), "{v}");
+    let shown = ok(&cluster.stage(&dir, &["/model"]));
+    assert_eq!(shown, "/model: is there, 9.0 MiB\n");
+
+    let r = s.load(&all, LOCAL).unwrap();
+    assert!(r.is_all(Tier::LocalGds) && r.by_road.sum() == r.asked && r.checksum == Some(Checksum::AtOssOnly), "{r}");
+    let mut back = vec![0; data.len()];
+    s.get(to, &mut back).unwrap();
+    assert!(back == data);
+
+    // Measured, strictly.
+    let mut bench = strake();
+    bench.args(["gds", "bench", &cluster.mds, "--memory=host", "--threads=1,2", "--load=/model", "--client-key"]);
+    bench.arg(cluster.root.path().join("c/client.key")).arg("--local").arg(&dir);
+    bench.args(["--policy=require:local-gds", "--strict", "--json"]);
+    let out = bench.output().unwrap();
+    assert_eq!(out.status.code(), Some(1));
+    let v: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert!(v["refused"].as_str().unwrap().contains("accept_oss_checksum"), "{v}");
+    let v: Value = serde_json::from_str(&ok(&bench.arg("--accept-oss-checksum").output().unwrap())).unwrap();
+    assert_eq!((&v["bytes"], &v["loads"], v["rows"].as_array().unwrap().len()), (&(9 << 20).into(), &true.into(), 2));
+    for row in v["rows"].as_array().unwrap() {
+        assert_eq!(row["loaded"]["by_tier"]["local-gds"], 9 << 20, "{row}");
+        assert!(row["saved"].is_null() && row["rates"]["load"].as_f64().unwrap() > 0.0, "{row}");
+    }
+
+    let listed = copies(&dir);
+    assert_eq!((listed.len(), &listed[0]["path"], &listed[0]["usable"]), (1, &"/model".into(), &true.into()));
+    assert_eq!(listed[0]["size"], data.len());
+    let shown = ok(&strake().args(["gds", "copies"]).arg(&dir).output().unwrap());
+    assert!(shown.contains("/model") && shown.contains("usable") && shown.contains("9.0 MiB"), "{shown}");
+    let unstage = |what: &str| strake().args(["gds", "unstage"]).arg(&dir).arg(what).output().unwrap();
+    refused(&unstage("/nothing"), &["has no copy of '/nothing'"]);
+    ok(&unstage("/model"));
+    assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
+    ok(&cluster.stage(&dir, &["/model"]));
+    assert_eq!(copies(&dir)[0]["path"], "/model");
+    ok(&unstage("--all"));
+    assert!(copies(&dir).is_empty());
+    drop(all);
+    s.close(Arc::into_inner(f).unwrap()).unwrap();
+    s.close(other).unwrap();
+}
+
+/// The commands of the page, as they stand there, with host memory in place of the device.
+#[test]
+fn the_commands_of_the_page_work_on_a_mount() {
+    if !Path::new("/dev/fuse").exists() {
+        println!("skipped: /dev/fuse is missing");
+        return;
+    }
+    let root = tempfile::tempdir().unwrap();
+    let (mount, dir, bin) = (root.path().join("mnt"), root.path().join("copies"), root.path().join("bin"));
+    let mut up = strake();
+    up.args(["up", "--mds=1", "--oss=1", "--targets-per-oss=1", "--mirror=1", "--target-gib=1"]);
+    up.arg("--dir").arg(root.path().join("c")).arg("--mount").arg(&mount);
+    ok(&up.current_dir(root.path()).output().unwrap());
+    let made: toml::Table = fs::read_to_string(root.path().join("c/cluster.toml")).unwrap().parse().unwrap();
+    let mds = format!("127.0.0.1:{}", made["ports"].as_array().unwrap()[0].as_integer().unwrap());
+    let cluster = Cluster { root, mds };
+    for dir in [&dir, &bin, &mount.join("models")] {
+        fs::create_dir(dir).unwrap();
+    }
+    for name in ["strake", "lfs"] {
+        std::os::unix::fs::symlink(strake().get_program(), bin.join(name)).unwrap();
+    }
+    fs::write(mount.join("models/70b.safetensors"), pattern((6 << 20) + 99)).unwrap();
+
+    let page = include_str!("../../docs/gds.md").split_once("## A copy on this node").unwrap().1;
+    let script = page.split_once("```sh\n").unwrap().1.split_once("```").unwrap().0;
+    assert!(
+        ["lfs seal", "gds stage", "gds probe", "gds bench", "gds copies", "gds unstage"]
+            .iter()
+            .all(|c| script.contains(c))
+    );
+    let key = cluster.root.path().join("c/client.key");
+    let script = script
+        .replace("/mnt/ai", mount.to_str().unwrap())
+        .replace("/nvme/copies", dir.to_str().unwrap())
+        .replace("\"$MDS\"", "\"$MDS\" --client-key \"$KEY\"")
+        .replace(" probe ", " probe --memory host ")
+        .replace(" bench ", " bench --memory host --accept-oss-checksum ");
+    let path = format!("{}:/usr/bin:/bin", bin.display());
+    let mut sh = Command::new("sh");
+    sh.args(["-euxc", &script]).env("PATH", path).env("MDS", &cluster.mds).env("KEY", key);
+    let shown = ok(&sh.output().unwrap());
+    for words in ["the policy require:local-gds can be met", "6.0 MiB of a file that was there", "usable", "removed"] {
+        assert!(shown.contains(words), "'{words}' is not in: {shown}");
+    }
+    assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
+}
+
+/// A file system of 1 MiB is full before a copy of more has begun.
+#[test]
+fn a_full_file_system_is_told_and_nothing_stays_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut mount = Command::new("mount");
+    mount.args(["-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs"]).arg(dir.path());
+    match mount.output() {
+        Ok(out) if out.status.success() => {}
+        out => {
+            println!("skipped: no file system can be mounted here: {out:?}");
+            return;
+        }
+    }
+    struct Mounted<'a>(&'a Path);
+    impl Drop for Mounted<'_> {
+        fn drop(&mut self) {
+            let _ = Command::new("umount").arg(self.0).output();
+        }
+    }
+    let _mounted = Mounted(dir.path());
+    let cluster = Cluster::new();
+    let s = cluster.session(None);
+    let data = pattern(2 << 20);
+    let f = s.open_file("/large", CREATE, 0o644).unwrap();
+    s.write(&f, 0, &data).unwrap();
+    s.fsync(&f).unwrap();
+    s.close(f).unwrap();
+    let f = s.open_file("/large", 0, 0).unwrap();
+    seal(&s, &f, &data, true);
+    refused(&cluster.stage(dir.path(), &["/large"]), &["there is no room for 2097152 bytes"]);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    s.close(f).unwrap();
+}
+
+#[test]
+fn probe_tells_of_the_tier_and_its_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let probe = |what: &str, more: &[&str]| {
+        let mut c = strake();
+        let out = c.args(["gds", what, "--memory=host", "--json"]).args(more).output().unwrap();
+        let v: Value = serde_json::from_slice(&out.stdout).unwrap_or_else(|e| panic!("{e}: {}", text(&out.stderr)));
+        (out.status.code(), v["tiers"][1].clone())
+    };
+    let local = format!("--local={}", dir.path().display());
+    let (code, tier) = probe("probe", &[&local, "--policy=prefer"]);
+    assert_eq!((code, &tier["tier"]), (Some(0), &"local-gds".into()));
+    assert!(tier["available"] == false || tier["load_bytes_per_s"].as_f64().unwrap() > 0.0, "{tier}");
+    assert!(tier["available"] == true || tier["why"].as_str().unwrap().contains("direct I/O"), "{tier}");
+    assert_eq!(tier["save_bytes_per_s"], Value::Null);
+    assert_eq!(probe("status", &[&local]).1["reason"], "not-tested");
+    assert_eq!(probe("status", &[]).1["reason"], "no-folder");
+    for what in ["status", "probe"] {
+        let (_, tier) = probe(what, &["--local=/none/of/it"]);
+        assert_eq!(tier["reason"], "bad-folder", "{tier}");
+    }
+}
+
+/// Where the driver would hang it is not opened, neither there nor in who asked.
+#[test]
+fn cufile_is_looked_at_from_another_process() {
+    let out = strake().args(["gds", "look-cufile"]).env("STRAKE_CUFILE_REAL", "/none/libcufile.so.0").output().unwrap();
+    assert_eq!(out.status.code(), Some(3), "{}", text(&out.stderr));
+    let said = text(&out.stdout);
+    let why = if Path::new("/proc/modules").exists() { "there is no libcufile" } else { "cuFile would hang" };
+    assert!(said.starts_with("cuFile: ") && said.contains(why), "{said}");
+}
