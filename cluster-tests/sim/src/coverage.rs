@@ -30,7 +30,7 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("report-excused", "a cut must take five seconds; mds/src/server/tests/leases.rs"),
     ("gap", "must never happen"),
     ("client-refused", RARE),
-    ("client-late", "these clients never give up; sim/tests/late.rs, the explorer's chains"),
+    ("client-gone", RARE),
     ("client-overtaken", RARE),
     ("queue-full", RARE),
     ("forward-refused", RARE),
