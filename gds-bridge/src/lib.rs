@@ -24,6 +24,7 @@
 
 pub mod bench;
 mod bridge;
+pub mod child;
 mod copier;
 mod cuda;
 mod direct;

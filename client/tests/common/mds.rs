@@ -510,6 +510,7 @@ impl Mds {
                 }
                 Ok(pb::OpResult { lock: Some(pb::LockReply { session, ..Default::default() }), ..Default::default() })
             }
+            Op::GetSeal(_) => e(Code::NoData, "the file is not sealed"),
             _ => e(Code::OpNotSupp, "not in this fake"),
         }
     }

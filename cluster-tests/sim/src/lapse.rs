@@ -20,6 +20,7 @@ use crate::{
     cluster::{Cluster, FIRST_CLIENT, FIRST_OSS, MDS, OSS},
     faults::{self, Strike},
     ledger::{Kind, Ledger},
+    run::wait_whole,
     scribes,
     truth::{self, Truth},
     workload::{Findings, Shared},
@@ -83,7 +84,7 @@ async fn simulate(seed: u64, cluster: &mut Cluster, found: &Shared) -> Result<()
     for node in cluster.nodes() {
         cluster.start(node).await?;
     }
-    wait_whole(cluster).await?;
+    wait_whole(cluster, "after the start").await?;
     let (first, stop) = (cluster.client(0).await?, Arc::new(AtomicBool::new(false)));
     let counted = truth::files(&first, CLIENTS as usize).await?;
     let written = scribes::files(&first, CLIENTS as usize).await?;
@@ -102,7 +103,7 @@ async fn simulate(seed: u64, cluster: &mut Cluster, found: &Shared) -> Result<()
             true => leader_dies(cluster, &mut rng).await?,
             false => storage_server_lapses(cluster, &mut rng).await?,
         }
-        wait_whole(cluster).await?;
+        wait_whole(cluster, "after leases had run out").await?;
     }
     storm.abort();
     cluster.repair().await?;
@@ -121,17 +122,6 @@ fn strike(rng: &mut StdRng) -> Strike {
         Strike::Repeat(late) => Strike::Repeat(late / 8),
         other => other,
     }
-}
-
-async fn wait_whole(cluster: &Cluster) -> Result<()> {
-    let end = Instant::now() + Duration::from_secs(120);
-    while !cluster.whole() {
-        if Instant::now() > end {
-            return Err(Error::new(Code::TimedOut, "chains were not whole after 120 s"));
-        }
-        sleep(Duration::from_millis(50)).await;
-    }
-    Ok(())
 }
 
 /// One client no longer hears that the leader died.

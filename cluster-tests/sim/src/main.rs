@@ -5,6 +5,7 @@ use std::{fs::File, path::PathBuf, process::ExitCode};
 use clap::Parser;
 use serde_json::json;
 use strake_histories::{explain::explain, search::LIMIT};
+use strake_proto::Result;
 use strake_sim::{
     baton,
     cluster::Sync,
@@ -185,18 +186,15 @@ fn sweep_histories(args: &Args) -> u64 {
     failed
 }
 
-/// Runs the seeds as files that are handed on.
-fn sweep_batons(args: &Args) -> u64 {
+/// Runs the seeds one after the other: what is said of one, and which promises it broke.
+fn sweep(args: &Args, one: impl Fn(u64) -> Result<(String, Vec<String>)>) -> u64 {
     let mut failed = 0;
     for seed in args.seed..args.seed + args.count {
-        match baton::run(seed, args.plant) {
-            Ok(o) => {
-                println!(
-                    "seed {seed}: {} times handed on, {} writes, {} held back, {} lost with sessions",
-                    o.handed_on, o.writes, o.held, o.lost
-                );
-                o.violations.iter().for_each(|v| println!("  VIOLATION: {v}"));
-                failed += u64::from(!o.violations.is_empty());
+        match one(seed) {
+            Ok((said, violations)) => {
+                println!("seed {seed}: {said}");
+                violations.iter().for_each(|v| println!("  VIOLATION: {v}"));
+                failed += u64::from(!violations.is_empty());
             }
             Err(e) => {
                 println!("seed {seed}: FAILED: {e:?}");
@@ -207,32 +205,30 @@ fn sweep_batons(args: &Args) -> u64 {
     failed
 }
 
-/// Runs the seeds as leases that run out.
-fn sweep_lapses(args: &Args) -> u64 {
-    let mut failed = 0;
-    for seed in args.seed..args.seed + args.count {
-        match lapse::run(seed) {
-            Ok(o) => {
-                let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
-                println!(
-                    "seed {seed}: {} looks, {} reads, {} writes, {} errors, {} faults counted, {:.0?} simulated, trace {hash}",
-                    o.looks,
-                    o.reads,
-                    o.writes,
-                    o.errors,
-                    o.faults.counted(),
-                    o.simulated
-                );
-                o.violations.iter().for_each(|v| println!("  VIOLATION: {v}"));
-                failed += u64::from(!o.violations.is_empty());
-            }
-            Err(e) => {
-                println!("seed {seed}: FAILED: {e:?}");
-                failed += 1;
-            }
-        }
-    }
-    failed
+/// A file that is handed on.
+fn one_baton(seed: u64, plant: Option<Plant>) -> Result<(String, Vec<String>)> {
+    let o = baton::run(seed, plant)?;
+    let said = format!(
+        "{} times handed on, {} writes, {} held back, {} lost with sessions",
+        o.handed_on, o.writes, o.held, o.lost
+    );
+    Ok((said, o.violations))
+}
+
+/// Leases that run out.
+fn one_lapse(seed: u64) -> Result<(String, Vec<String>)> {
+    let o = lapse::run(seed)?;
+    let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
+    let said = format!(
+        "{} looks, {} reads, {} writes, {} errors, {} faults counted, {:.0?} simulated, trace {hash}",
+        o.looks,
+        o.reads,
+        o.writes,
+        o.errors,
+        o.faults.counted(),
+        o.simulated
+    );
+    Ok((said, o.violations))
 }
 
 /// Log lines carry simulated time.
@@ -256,8 +252,8 @@ fn main() -> ExitCode {
     }
     let failed = match (args.histories, args.baton, args.mixed) {
         (true, ..) => sweep_histories(&args),
-        (_, true, _) => sweep_batons(&args),
-        _ if args.lapse => sweep_lapses(&args),
+        (_, true, _) => sweep(&args, |seed| one_baton(seed, args.plant)),
+        _ if args.lapse => sweep(&args, one_lapse),
         (_, _, true) => sweep_mixed(&args),
         _ => sweep_files(&args),
     };

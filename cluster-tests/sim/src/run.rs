@@ -344,7 +344,8 @@ async fn ended<T>(task: tokio::task::JoinHandle<T>) -> Result<T> {
         .map_err(|e| Error::new(Code::Io, format!("a client failed: {e}")))
 }
 
-async fn wait_whole(cluster: &Cluster, when: &str) -> Result<()> {
+/// Until all replicas of all chains are in sync.
+pub(crate) async fn wait_whole(cluster: &Cluster, when: &str) -> Result<()> {
     let start = Instant::now();
     while !cluster.whole() {
         if start.elapsed() > Duration::from_secs(120) {

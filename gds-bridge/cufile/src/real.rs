@@ -2,29 +2,19 @@
 
 use std::{
     cell::Cell,
-    ffi::{CStr, CString, c_char, c_int, c_long, c_uint, c_void},
+    ffi::{CStr, c_char, c_int, c_long, c_uint, c_void},
     fs::File,
-    os::{fd::BorrowedFd, unix::ffi::OsStrExt},
-    path::{Path, PathBuf},
+    os::fd::BorrowedFd,
+    path::Path,
     sync::OnceLock,
 };
 
+use strake_gds::local::library::{Library, candidates};
+
 use crate::{
     abi::{self, Descriptor, Event, IoVec, Params, Status},
-    set,
     wrong::{Done, Wrong, say},
 };
-
-/// The names that it is installed by.
-const NAMES: [&str; 2] = ["libcufile.so.0", "libcufile.so"];
-/// Where it is looked for by its whole name, when the plain one leads to this library.
-const PLACES: [&str; 5] = [
-    "/usr/local/cuda/lib64",
-    "/usr/local/cuda/targets/x86_64-linux/lib",
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib64",
-    "/usr/local/lib",
-];
 
 type Slabs = unsafe extern "C" fn(*const usize, *const usize, c_int) -> Status;
 
@@ -33,16 +23,16 @@ macro_rules! functions {
         /// Its functions; older versions lack some.
         #[allow(missing_docs, reason = "named as in the interface")]
         pub struct Real {
-            handle: *mut c_void,
+            library: Library,
             $(pub $field: Option<$type>,)*
         }
 
         impl Real {
-            fn of(handle: *mut c_void) -> Real {
+            fn of(library: Library) -> Real {
                 Real {
-                    handle,
+                    library,
                     // SAFETY: the symbol is a function of cuFile's interface of this very type, or is not there.
-                    $($field: unsafe { std::mem::transmute::<*mut c_void, Option<$type>>(symbol(handle, $symbol)) },)*
+                    $($field: unsafe { std::mem::transmute::<*mut c_void, Option<$type>>(library.symbol($symbol)) },)*
                 }
             }
         }
@@ -111,51 +101,19 @@ impl Range {
 pub type Stream =
     unsafe extern "C" fn(*mut c_void, *mut c_void, *mut usize, *mut i64, *mut i64, *mut isize, *mut c_void) -> Status;
 
-// SAFETY: functions of a library that is never closed, which any thread may call.
-unsafe impl Send for Real {}
-// SAFETY: as above.
-unsafe impl Sync for Real {}
-
 static REAL: OnceLock<Result<Real, String>> = OnceLock::new();
 
 thread_local! {
     static INSIDE: Cell<u32> = const { Cell::new(0) };
 }
 
-fn symbol(handle: *mut c_void, name: &CStr) -> *mut c_void {
-    // SAFETY: looks a name up in a library that is open.
-    unsafe { libc::dlsym(handle, name.as_ptr()) }
-}
-
 /// Opens a library, unless it is this one.
-fn open(name: &Path) -> Result<*mut c_void, String> {
-    let shown = name.display();
-    let file = CString::new(name.as_os_str().as_bytes()).map_err(|_| format!("{shown}: a zero byte"))?;
-    // SAFETY: opening runs its initialisers; those of cuFile only set up memory of their own.
-    let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-    if handle.is_null() {
-        // SAFETY: the last error of this thread, or null; copied before any other call of the loader.
-        let why = unsafe { libc::dlerror().as_ref().map(|e| CStr::from_ptr(e).to_string_lossy().into_owned()) };
-        return Err(why.unwrap_or_else(|| format!("{shown} cannot be opened")));
+fn open(name: &Path) -> Result<Library, String> {
+    let library = Library::open(name)?;
+    if library.symbol(c"cuFileRead") == crate::api::cuFileRead as *mut c_void {
+        return Err(format!("{} is this library", name.display()));
     }
-    let found = symbol(handle, c"cuFileRead");
-    if found.is_null() {
-        return Err(format!("{shown} has no cuFileRead"));
-    }
-    if found == crate::api::cuFileRead as *mut c_void || !symbol(handle, c"strake_cufile").is_null() {
-        return Err(format!("{shown} is this library"));
-    }
-    Ok(handle)
-}
-
-fn candidates() -> Vec<PathBuf> {
-    if let Some(named) = set::os("STRAKE_CUFILE_REAL") {
-        return vec![named.into()];
-    }
-    let path = set::os("LD_LIBRARY_PATH").unwrap_or_default();
-    let places = std::env::split_paths(&path).filter(|p| p.is_absolute()).chain(PLACES.iter().map(PathBuf::from));
-    let whole = places.flat_map(|p| NAMES.map(|n| p.join(n))).filter(|p| p.exists());
-    NAMES.iter().map(PathBuf::from).chain(whole).collect()
+    Ok(library)
 }
 
 fn load() -> Result<Real, String> {
@@ -166,9 +124,9 @@ fn load() -> Result<Real, String> {
     let mut all = Vec::new();
     for name in candidates() {
         match open(&name) {
-            Ok(handle) => {
+            Ok(library) => {
                 crate::driver::ends_before();
-                return Ok(Real::of(handle));
+                return Ok(Real::of(library));
             }
             Err(why) => all.push(why),
         }
@@ -272,7 +230,7 @@ impl Real {
         let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
         // SAFETY: asks where a function lies; what comes back are constants of the loader.
         unsafe {
-            let at = symbol(self.handle, c"cuFileRead");
+            let at = self.library.symbol(c"cuFileRead");
             if libc::dladdr(at, info.as_mut_ptr()) == 0 || (*info.as_ptr()).dli_fname.is_null() {
                 return "unknown".into();
             }

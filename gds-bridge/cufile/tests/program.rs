@@ -177,7 +177,7 @@ fn without_a_real_library_other_files_are_not_supported_and_ours_are() {
     let mut c = m.with_recorder(&["refused", "0", "5008"]);
     c.env("STRAKE_CUFILE_REAL", "libcufile.so.0");
     m.ok(c);
-    assert!(m.left("log").contains("is this library"), "{}", m.left("log"));
+    assert!(m.left("log").contains("is StrakeFS's own library of that interface"), "{}", m.left("log"));
     // And what it says of a file is told.
     let mut c = m.with_recorder(&["refused", "0", "0"]);
     m.ok(c);

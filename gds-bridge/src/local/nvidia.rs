@@ -1,13 +1,10 @@
 //! NVIDIA's library, opened at run time: declarations of our own, names and numbers as of versions 1.15 to 1.20.
 
 use std::{
-    ffi::{CStr, CString, OsString, c_int, c_void},
+    ffi::{CStr, c_int, c_void},
     fs::File,
     mem::offset_of,
-    os::{
-        fd::{AsRawFd, BorrowedFd},
-        unix::ffi::OsStrExt,
-    },
+    os::fd::{AsRawFd, BorrowedFd},
     path::{Path, PathBuf},
     ptr,
     sync::Arc,
@@ -17,25 +14,14 @@ use parking_lot::Mutex;
 
 use super::{
     cufile::{Counters, CuFile},
+    library::{Library, candidates, privileged},
     probe,
     rounds::Rounds,
 };
 use crate::{Unavailable, mem::Fault};
 
-/// The names that it is installed by.
-const NAMES: [&str; 2] = ["libcufile.so.0", "libcufile.so"];
-/// Where it is looked for by its whole name, when the plain one leads nowhere.
-const PLACES: [&str; 5] = [
-    "/usr/local/cuda/lib64",
-    "/usr/local/cuda/targets/x86_64-linux/lib",
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib64",
-    "/usr/local/lib",
-];
 /// Without it opening the driver never ends.
 const MODULES: &str = "/proc/modules";
-/// What StrakeFS's own library of that interface has beside it.
-const OURS: &CStr = c"strake_cufile";
 
 /// `CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE`.
 const ALLOW_COMPAT_MODE: c_int = 1;
@@ -87,11 +73,11 @@ macro_rules! functions {
         }
 
         impl Table {
-            fn of(library: &Path, handle: *mut c_void) -> Result<Table, Unavailable> {
+            fn of(name: &Path, library: Library) -> Result<Table, Unavailable> {
                 Ok(Table {
                     // SAFETY: the symbol is a function of cuFile's interface of this very type.
                     $($field: unsafe {
-                        std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) -> $result>(needed(library, handle, $symbol)?)
+                        std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) -> $result>(needed(name, library, $symbol)?)
                     },)*
                 })
             }
@@ -161,66 +147,14 @@ pub struct Nvidia {
     rounds: Rounds,
 }
 
-// SAFETY: functions of a library that is never closed, which any thread may call.
-unsafe impl Send for Nvidia {}
-// SAFETY: as above.
-unsafe impl Sync for Nvidia {}
-
 /// Opened once in a process.
 static OPENED: Mutex<Option<Arc<Nvidia>>> = Mutex::new(None);
 
-fn symbol(handle: *mut c_void, name: &CStr) -> *mut c_void {
-    // SAFETY: looks a name up in a library that is open, or in all that the program has.
-    unsafe { libc::dlsym(handle, name.as_ptr()) }
-}
-
-fn needed(library: &Path, handle: *mut c_void, name: &CStr) -> Result<*mut c_void, Unavailable> {
-    let found = symbol(handle, name);
-    let old = || Unavailable::OldCuFile {
-        library: library.display().to_string(),
-        symbol: name.to_string_lossy().into_owned(),
-    };
+fn needed(file: &Path, library: Library, name: &CStr) -> Result<*mut c_void, Unavailable> {
+    let found = library.symbol(name);
+    let old =
+        || Unavailable::OldCuFile { library: file.display().to_string(), symbol: name.to_string_lossy().into_owned() };
     if found.is_null() { Err(old()) } else { Ok(found) }
-}
-
-/// A library that has a `cuFileRead` and is not our own; otherwise why it is not.
-fn open(name: &Path) -> Result<*mut c_void, String> {
-    let shown = name.display();
-    let file = CString::new(name.as_os_str().as_bytes()).map_err(|_| format!("{shown}: a zero byte"))?;
-    // SAFETY: opening runs its initialisers; those of cuFile only set up memory of their own.
-    let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-    if handle.is_null() {
-        // SAFETY: the last error of this thread, or null; copied before any other call of the loader.
-        let why = unsafe { libc::dlerror().as_ref().map(|e| CStr::from_ptr(e).to_string_lossy().into_owned()) };
-        return Err(why.unwrap_or_else(|| format!("{shown} cannot be opened")));
-    }
-    if !symbol(handle, OURS).is_null() {
-        return Err(format!("{shown} is StrakeFS's own library of that interface"));
-    }
-    if symbol(handle, c"cuFileRead").is_null() {
-        return Err(format!("{shown} has no cuFileRead"));
-    }
-    Ok(handle)
-}
-
-/// Whether the program has more rights than who started it, whose environment is not believed then.
-fn privileged() -> bool {
-    // SAFETY: reads a number that the kernel gave the process.
-    unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
-}
-
-fn variable(name: &str) -> Option<OsString> {
-    if privileged() { None } else { std::env::var_os(name) }
-}
-
-fn candidates() -> Vec<PathBuf> {
-    if let Some(named) = variable("STRAKE_CUFILE_REAL") {
-        return vec![named.into()];
-    }
-    let path = variable("LD_LIBRARY_PATH").unwrap_or_default();
-    let places = std::env::split_paths(&path).filter(|p| p.is_absolute()).chain(PLACES.iter().map(PathBuf::from));
-    let whole = places.flat_map(|p| NAMES.map(|n| p.join(n))).filter(|p| p.exists());
-    NAMES.iter().map(PathBuf::from).chain(whole).collect()
 }
 
 /// What forbids to open any, before it is tried.
@@ -229,8 +163,7 @@ fn forbidden(modules: &Path) -> Option<Unavailable> {
         return Some(Unavailable::NoModules { why: format!("{}: {e}", modules.display()) });
     }
     // What NVIDIA's library calls of its own would lead to ours then, and from there back here.
-    let ours = !symbol(libc::RTLD_DEFAULT, OURS).is_null();
-    ours.then_some(Unavailable::OwnCuFile)
+    Library::program().is_ours().then_some(Unavailable::OwnCuFile)
 }
 
 impl Nvidia {
@@ -264,8 +197,8 @@ impl Nvidia {
         }
         let mut all = Vec::new();
         for name in names {
-            match open(name) {
-                Ok(handle) => return Nvidia::start(name, handle),
+            match Library::open(name) {
+                Ok(library) => return Nvidia::start(name, library),
                 Err(why) => all.push(why),
             }
         }
@@ -278,8 +211,8 @@ impl Nvidia {
         Ok(Arc::new(Nvidia::open_one_of(&[library.into()], modules)?))
     }
 
-    fn start(name: &Path, handle: *mut c_void) -> Result<Nvidia, Unavailable> {
-        let table = Table::of(name, handle)?;
+    fn start(name: &Path, library: Library) -> Result<Nvidia, Unavailable> {
+        let table = Table::of(name, library)?;
         let failed = |f: Fault| Unavailable::CuFile { why: f.to_string() };
         let mut version = 0;
         // SAFETY: the first call writes one number; the others take numbers, or nothing, and are made in the order that the interface asks for.

@@ -2,20 +2,19 @@
 
 use std::{
     io::Read,
-    os::unix::process::ExitStatusExt,
     path::Path,
-    process::{Child, Command, ExitStatus, Stdio},
-    thread,
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
 use super::nvidia::Nvidia;
-use crate::Unavailable;
+use crate::{
+    Unavailable,
+    child::{how_it_ended, kill, reap},
+};
 
 /// How long the other process may take.
 pub const LIMIT: Duration = Duration::from_secs(10);
-/// How long a killed one may take to be gone; one that a driver holds in the kernel is left then.
-const GOING: Duration = Duration::from_secs(1);
 /// What the other process ends with where cuFile cannot be had; the reason is on its output then, behind [`SAYS`].
 pub const REFUSED: u8 = 3;
 const SAYS: &str = "cuFile: ";
@@ -35,8 +34,7 @@ pub fn probe(prober: &Path, limit: Duration) -> Result<(), Unavailable> {
         .spawn()
         .map_err(|e| Unavailable::NoProbe { program: prober.display().to_string(), why: e.to_string() })?;
     let Some(status) = reap(&mut child, Instant::now() + limit) else {
-        let _ = child.kill();
-        reap(&mut child, Instant::now() + GOING);
+        kill(&mut child);
         return Err(Unavailable::Hung { seconds: limit.as_secs() });
     };
     if status.success() {
@@ -53,24 +51,6 @@ pub fn probe(prober: &Path, limit: Duration) -> Result<(), Unavailable> {
     match said.lines().find_map(|l| l.strip_prefix(SAYS)) {
         Some(why) => Err(Unavailable::CuFile { why: why.into() }),
         None => Err(Unavailable::Died { how: how_it_ended(status) }),
-    }
-}
-
-/// Waits for its end, until then.
-fn reap(child: &mut Child, until: Instant) -> Option<ExitStatus> {
-    loop {
-        match child.try_wait() {
-            Ok(None) if Instant::now() < until => thread::sleep(Duration::from_millis(10)),
-            Ok(status) => return status,
-            Err(_) => return None,
-        }
-    }
-}
-
-fn how_it_ended(status: ExitStatus) -> String {
-    match (status.signal(), status.code()) {
-        (Some(n), _) => format!("was killed by signal {n}"),
-        (None, code) => format!("ended with {}", code.unwrap_or_default()),
     }
 }
 

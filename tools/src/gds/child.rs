@@ -2,9 +2,8 @@
 
 use std::{
     io::{BufRead, BufReader, Write},
-    os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
-    process::{Child, Command, ExitCode, ExitStatus, Stdio},
+    process::{Command, ExitCode, Stdio},
     sync::{Arc, mpsc},
     thread,
     time::{Duration, Instant},
@@ -14,6 +13,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use strake_gds::{
     Cuda, GpuMem, HostMem, Numa, Options, Tier, Unavailable,
+    child::{how_it_ended, kill, reap},
     status::{self, TierStatus},
 };
 use strake_proto::{Code, Error, Result};
@@ -32,9 +32,6 @@ pub struct Found {
     /// Nothing is to come.
     done: bool,
 }
-
-/// How long a killed child may take to be gone. One that a driver holds in the kernel may stay for ever; it is left then.
-const GOING: Duration = Duration::from_secs(1);
 
 /// The child: looks, and prints what it found, one line of JSON for each step.
 pub fn look(at: Device, test: bool, local: Option<PathBuf>) -> Result<ExitCode> {
@@ -119,27 +116,8 @@ pub fn ask(at: Device, local: Option<&Path>, test: bool, seconds: u64) -> Result
             }
         }
     };
-    let _ = child.kill();
-    reap(&mut child, Instant::now() + GOING);
+    kill(&mut child);
     Ok(without_answer(last, local, &why))
-}
-
-/// Waits for its end, until then.
-fn reap(child: &mut Child, until: Instant) -> Option<ExitStatus> {
-    loop {
-        match child.try_wait() {
-            Ok(None) if Instant::now() < until => thread::sleep(Duration::from_millis(10)),
-            Ok(status) => return status,
-            Err(_) => return None,
-        }
-    }
-}
-
-fn how_it_ended(status: ExitStatus) -> String {
-    match (status.signal(), status.code()) {
-        (Some(n), _) => format!("was killed by signal {n}"),
-        (None, code) => format!("ended with {}", code.unwrap_or_default()),
-    }
 }
 
 /// What it had said of tiers that cannot be used stands; of the others nothing is known but `why`.
