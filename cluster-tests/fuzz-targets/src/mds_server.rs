@@ -164,6 +164,7 @@ fn register(i: &mut Input) -> Vec<u8> {
         stamp: i.number(),
         id: if i.u8() & 1 == 0 { u32::MAX } else { i.number() as u32 },
         sights: (0..i.u8() % 3).map(|_| sight(i)).collect(),
+        follows: (i.u8() & 1 == 0).then(|| i.number()),
     };
     pb::RegisterRequest {
         name: format!("oss{}", i.u8() % 4),

@@ -42,7 +42,8 @@ pub(super) fn commit(map: &mut pb::ClusterMap, mut next: pb::ClusterMap) {
 
 /// Registers a storage server and its targets. Idempotent by node name and target uuids: ids are assigned once.
 ///
-/// `EINVAL` for nonsense or an identity of another cluster, `EBUSY` while the name or a target is in use by a live node.
+/// `EINVAL` for nonsense or an identity of another cluster, `EBUSY` while the name or a target is in use by a live node. `ESTALE` for a life that
+/// follows another one than the registered: a registration may be late, and a later life have registered since.
 /// A target is alive from its first heartbeat on, not from here. A known target with another stamp has restarted: it
 /// leaves the in-sync sets of its chains in this same change, so that no decision about its former life can overtake it.
 pub fn register(map: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> Result<pb::RegisterReply> {
@@ -132,6 +133,13 @@ fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarg
         if have.node != node && have.alive {
             let m = format!("target {} is alive on node {}; stop it there first", have.id, have.node);
             return Err(Error::new(Code::Busy, m));
+        }
+        if have.stamp != t.stamp && t.follows.is_some_and(|f| f != have.stamp) {
+            let m = format!(
+                "another life of target {} has registered meanwhile; ask for the map and register again",
+                have.id
+            );
+            return Err(Error::new(Code::Stale, m));
         }
         have.node = node;
         have.capacity = t.capacity;

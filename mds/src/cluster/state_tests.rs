@@ -100,6 +100,35 @@ fn registration_refuses_what_could_harm() {
 }
 
 #[test]
+fn a_registration_of_a_life_that_is_over_changes_nothing() {
+    let mut map = with_chains(2, 1);
+    let life = |stamp, follows| {
+        let mut r = request("n0", &[0]);
+        (r.targets[0].stamp, r.targets[0].follows) = (stamp, follows);
+        r
+    };
+    // Two lives asked for the map before either registered; the network held the first one's registration back.
+    register(&mut map, &life(9, Some(7))).unwrap();
+    for late in [life(8, Some(7)), life(8, Some(0))] {
+        let before = map.clone();
+        assert_eq!(code(register(&mut map, &late)), Code::Stale);
+        assert_eq!(map, before, "a refused change changes nothing");
+    }
+    register(&mut map, &life(9, Some(7))).unwrap();
+    register(&mut map, &life(10, Some(9))).unwrap();
+    // A target's first life, held back until its second one registered.
+    let mut first = request("new", &[40]);
+    first.targets[0].follows = Some(0);
+    let mut second = first.clone();
+    second.targets[0].stamp = 8;
+    register(&mut map, &second).unwrap();
+    assert_eq!(code(register(&mut map, &first)), Code::Stale);
+    // Storage servers of former versions, and what is in the log of such.
+    register(&mut map, &life(11, None)).unwrap();
+    assert_eq!(map.targets[0].stamp, 11);
+}
+
+#[test]
 fn a_new_life_leaves_the_in_sync_sets_as_it_registers() {
     let mut map = with_chains(2, 1);
     let mut again = request("n0", &[0]);

@@ -10,6 +10,7 @@ use std::{
 };
 
 use arc_swap::ArcSwap;
+use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Endpoint, Env, Message};
@@ -462,7 +463,21 @@ impl Node {
         all.iter().map(Endpoint::to_string).collect()
     }
 
-    fn register_request(&self, listening: &[Endpoint], all: &[Arc<Target>]) -> pb::RegisterRequest {
+    /// The stamps that the cluster has for its targets, by uuid.
+    async fn stamps(mds: &mut MdsLink, known: &MapView, patience: Duration) -> Result<BTreeMap<Bytes, u64>> {
+        let m = Message::new(opcode::MAP, pb::MapRequest { have: 0 }.encode_to_vec());
+        let m = mds.call(known, m, patience).await?;
+        let bad = |e: prost::DecodeError| Error::new(Code::Protocol, format!("answer to a question for the map: {e}"));
+        let map = pb::MapReply::decode(m.body).map_err(bad)?.map.unwrap_or_default();
+        Ok(map.targets.into_iter().map(|t| (t.uuid, t.stamp)).collect())
+    }
+
+    fn register_request(
+        &self,
+        listening: &[Endpoint],
+        all: &[Arc<Target>],
+        stamps: &BTreeMap<Bytes, u64>,
+    ) -> pb::RegisterRequest {
         let ids: Vec<_> = all.iter().map(|t| t.engine.identity()).collect();
         let fs = ids.iter().map(|i| i.fs_uuid).find(|u| *u != [0; 16]);
         let targets = all.iter().zip(&ids).map(|(t, id)| pb::RegisterTarget {
@@ -471,6 +486,7 @@ impl Node {
             stamp: t.stamp,
             id: id.target_id,
             sights: t.engine.sights(),
+            follows: Some(stamps.get(&id.target_uuid[..]).copied().unwrap_or(0)),
         });
         pb::RegisterRequest {
             name: self.cfg.name.clone(),
@@ -495,10 +511,11 @@ impl Node {
         new: Option<&Arc<Target>>,
     ) -> Result<()> {
         let all: Vec<Arc<Target>> = self.targets().iter().chain(new).cloned().collect();
-        let body = self.register_request(listening, &all).encode_to_vec();
         let map = self.map.load_full();
         // Those that serve need their next heartbeat before their lease is over.
-        let patience = new.map_or(REGISTER_TIMEOUT, |_| Duration::from_millis(self.cfg.heartbeat_ms) * 2);
+        let patience = new.map_or(REGISTER_TIMEOUT, |_| Duration::from_millis(self.cfg.heartbeat_ms));
+        let stamps = Self::stamps(mds, &map, patience).await?;
+        let body = self.register_request(listening, &all, &stamps).encode_to_vec();
         let m = mds.call(&map, Message::new(opcode::REGISTER, body), patience).await?;
         let bad = |e: prost::DecodeError| Error::new(Code::Protocol, format!("answer to registration: {e}"));
         let r = pb::RegisterReply::decode(&m.body[..]).map_err(bad)?;

@@ -108,6 +108,7 @@ impl Fs {
                 stamp: 1,
                 id: u32::MAX,
                 sights: Vec::new(),
+                follows: None,
             };
             let r = pb::RegisterRequest {
                 name: format!("oss{n}"),

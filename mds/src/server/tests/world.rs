@@ -312,6 +312,7 @@ impl World {
                 stamp,
                 id: TARGET_UNASSIGNED,
                 sights: Vec::new(),
+                follows: None,
             }],
             ..Default::default()
         };

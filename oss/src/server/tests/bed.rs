@@ -225,8 +225,14 @@ impl Authority {
             _ => {}
         });
     }
-    fn register(&self, r: pb::RegisterRequest) -> pb::RegisterReply {
+    fn register(&self, r: pb::RegisterRequest) -> Result<pb::RegisterReply> {
         let mut map = self.map.lock();
+        let follows = |t: &pb::RegisterTarget| {
+            map.targets.iter().all(|h| h.uuid != t.uuid || h.stamp == t.stamp || t.follows == Some(h.stamp))
+        };
+        if !r.targets.iter().all(follows) {
+            return Err(Error::new(Code::Stale, "another life has registered meanwhile"));
+        }
         let node = 1001 + map.nodes.len() as u32;
         let node = map.nodes.iter().find(|n| n.name == r.name).map_or(node, |n| n.id);
         map.nodes.retain(|n| n.id != node);
@@ -245,7 +251,7 @@ impl Authority {
             ids.push(id);
         }
         map.version += 1;
-        pb::RegisterReply { node, target_ids: ids, fs_uuid: map.fs_uuid.clone(), map: Some(map.clone()) }
+        Ok(pb::RegisterReply { node, target_ids: ids, fs_uuid: map.fs_uuid.clone(), map: Some(map.clone()) })
     }
 }
 
@@ -254,7 +260,10 @@ impl Service for Authority {
     async fn handle(&self, _: &Peer, m: Message) -> Result<Message> {
         if m.opcode == opcode::REGISTER {
             let r = pb::RegisterRequest::decode(&m.body[..]).unwrap();
-            return Ok(Message::new(0, self.register(r).encode_to_vec()));
+            return Ok(Message::new(0, self.register(r)?.encode_to_vec()));
+        }
+        if m.opcode == opcode::MAP {
+            return Ok(Message::new(0, pb::MapReply { map: Some(self.map.lock().clone()) }.encode_to_vec()));
         }
         let h = pb::HeartbeatRequest::decode(&m.body[..]).unwrap();
         if h.incarnation != self.map.lock().incarnation {
