@@ -148,6 +148,11 @@ impl ChainCore {
         }
     }
 
+    /// Whether [`ChainCore::data_is_gone`] was told so, in this epoch.
+    pub fn is_gone(&self, data: u64) -> bool {
+        self.gone.0.contains(&data)
+    }
+
     pub fn handle(&mut self, input: Input, local: &mut dyn Local) -> Vec<Output> {
         let mut out = Vec::new();
         match input {
@@ -311,7 +316,7 @@ impl ChainCore {
             return out.push(refuse(op.id, Code::Overloaded, m));
         }
         let of_session = matches!(op.what, What::Client { session: 1.., .. } | What::Forward { session: 1.., .. });
-        if of_session && self.gone.0.contains(&op.chunk.data) {
+        if of_session && self.is_gone(op.chunk.data) {
             match op.what {
                 What::Client { .. } => Event::ClientGone.taken(),
                 _ => Event::ForwardGone.taken(),

@@ -135,6 +135,9 @@ impl Replica {
     pub fn data_is_gone(&self, data: u64) {
         self.inner.lock().core.data_is_gone(data);
     }
+    pub fn is_gone(&self, data: u64) -> bool {
+        self.inner.lock().core.is_gone(data)
+    }
     /// See [`ChainCore::version_of`].
     pub fn version_of(&self, op: OpId) -> Option<Version> {
         self.inner.lock().core.version_of(op)

@@ -304,6 +304,10 @@ impl Replica {
             Err(e) if e.code == Code::Corrupt => Version::default(),
             other => other?.map(|m| m.version).unwrap_or_default(),
         };
+        // After it was looked for: a tombstone that was forgotten would have told that this is late.
+        if r.flags & FLAG_TOMBSTONE == 0 && self.is_gone(chunk.data) {
+            return Err(Error::new(Code::Stale, format!("the data of chunk {chunk} was removed")));
+        }
         let expected = Version { epoch: r.session, number: r.seq };
         if now != expected && now != r.version {
             let m = format!("chunk {chunk} is at {now:?}, not {expected:?} as the sender believes");

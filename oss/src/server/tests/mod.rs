@@ -203,6 +203,36 @@ async fn a_write_that_comes_when_its_file_was_removed_leaves_no_chunk() {
     }
 }
 
+/// The network delivers what a fill sent once more when the file has been removed, and nobody behind the head has its tombstones any more.
+#[tokio::test(start_paused = true)]
+async fn a_chunk_of_a_fill_that_comes_when_its_file_was_removed_is_not_taken() {
+    // It waits for long when it has sent the chunk.
+    let mut c = Cluster::start_with(2, |cfg| cfg.sync_rate = 1).await;
+    let chunks = |c: &Cluster| c.nodes[1].server.as_ref().unwrap().status().targets[0].chunks;
+    c.kill(1);
+    let data = bytes(1, 6000);
+    let version = c.write(0, 0, &data, 1).await.unwrap().version;
+    c.boot(1).await;
+    while c.authority.chain().state_of(1) != Some(pb::ReplicaState::ReplicaSyncing) || chunks(&c) == 0 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let epoch = c.authority.chain().epoch;
+    let put = DataRequest {
+        kind: Kind::Replace,
+        len: 6000,
+        version,
+        sums: block_sums(0, [&data[..]]),
+        ..DataRequest::new(CHAIN, epoch, 1, bed::chunk(0))
+    };
+    c.call_as(Role::Server, 1, opcode::SYNC_PUT, &put, &data).await.unwrap();
+    let gone =
+        DataRequest { len: u32::MAX, flags: FLAG_TOMBSTONE, ..DataRequest::new(CHAIN, epoch, c.head(), bed::chunk(0)) };
+    c.call_as(Role::Server, c.head(), opcode::TRIM, &gone, &[]).await.unwrap();
+    assert_eq!(chunks(&c), 0);
+    let e = c.call_as(Role::Server, 1, opcode::SYNC_PUT, &put, &data).await.unwrap_err();
+    assert_eq!((e.code, chunks(&c)), (Code::Stale, 0), "{e}");
+}
+
 /// The leader asks again because the connection broke, while the first is at work.
 #[tokio::test(start_paused = true)]
 async fn a_file_that_is_removed_twice_at_once_leaves_nothing_that_cannot_be_removed() {
