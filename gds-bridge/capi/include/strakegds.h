@@ -58,6 +58,9 @@ struct strakegds_options {
   uint32_t verify_on_gpu;       /* the device sums its own end of every copy, and the sums are compared; the report says
                                  * where that was not possible (`not_on_gpu` in strakegds_report_json()) */
   uint32_t reserved;            /* 0 */
+  /* Since version 3. */
+  const char *local;            /* folder with copies of sealed files on this node (`strake gds stage`), for the tier
+                                 * local-gds; none */
 };
 
 struct strakegds_range {
@@ -80,7 +83,7 @@ struct strakegds_report {
 };
 
 /* The version of this interface; grows when something is added. What is here does not change. */
-#define STRAKEGDS_ABI 2
+#define STRAKEGDS_ABI 3
 int strakegds_abi(void);
 
 /* What the last call of this thread had to say; "" if it succeeded. Valid until the next call of this thread. */

@@ -21,7 +21,7 @@ use strake_proto::{Code, Error, Result};
 pub use types::{Options, Range, ReportOut};
 
 /// The version of the interface.
-const ABI: c_int = 2;
+const ABI: c_int = 3;
 
 /// `struct strakegds`.
 pub struct Bridge(Arc<Session>);

@@ -31,10 +31,12 @@ pub struct Options {
     accept_oss_checksum: u32,
     verify_on_gpu: u32,
     reserved: u32,
+    local: *const c_char,
 }
 
-/// Options of version 1: they end before `verify_on_gpu`.
+/// Options of versions 1 and 2: they end before these fields.
 const FIRST: usize = offset_of!(Options, verify_on_gpu);
+const SECOND: usize = offset_of!(Options, local);
 
 /// `struct strakegds_range`.
 #[repr(C)]
@@ -71,8 +73,9 @@ impl Options {
         let size = unsafe { (&raw const (*from).size).read() };
         // Any other size, or one of a program that knows more than this library does, would be read wrong.
         let known = size_of::<Options>();
-        if size != FIRST && size != known {
-            let m = format!("options: size is {size}, and this version of the library knows {FIRST} and {known}");
+        if ![FIRST, SECOND, known].contains(&size) {
+            let m =
+                format!("options: size is {size}, and this version of the library knows {FIRST}, {SECOND} and {known}");
             return Err(inval(m));
         }
         // What an older program does not have is zero: the default of each.
@@ -107,6 +110,10 @@ impl Options {
         d.slot_bytes = or_default(o.slot_bytes, d.slot_bytes);
         d.accept_oss_checksum = o.accept_oss_checksum != 0;
         d.verify_on_gpu = o.verify_on_gpu != 0;
+        if !o.local.is_null() {
+            // SAFETY: the caller's promise.
+            d.local = Some(unsafe { text(o.local, "options: local") }?.into());
+        }
         Ok(setup)
     }
 }
@@ -157,6 +164,6 @@ impl ReportOut {
 }
 
 // As a C compiler for 64-bit machines lays them out; the test's program has the same lines.
-const _: () = assert!(size_of::<Options>() == 72 && FIRST == 64 && offset_of!(Options, reserved) == 68);
+const _: () = assert!(size_of::<Options>() == 80 && FIRST == 64 && SECOND == 72 && offset_of!(Options, reserved) == 68);
 const _: () = assert!(size_of::<Range>() == 32 && offset_of!(Range, length) == 24);
 const _: () = assert!(size_of::<ReportOut>() == 96 && offset_of!(ReportOut, seconds) == 88);

@@ -13,7 +13,7 @@
 #define CHECK(what) do { if (!(what)) { \
   fprintf(stderr, "line %d: %s: %s\n", __LINE__, #what, strakegds_error()); exit(1); } } while (0)
 
-_Static_assert(sizeof(struct strakegds_options) == 72 && offsetof(struct strakegds_options, verify_on_gpu) == 64, "options");
+_Static_assert(sizeof(struct strakegds_options) == 80 && offsetof(struct strakegds_options, local) == 72 && offsetof(struct strakegds_options, verify_on_gpu) == 64, "options");
 _Static_assert(sizeof(struct strakegds_range) == 32 && offsetof(struct strakegds_range, length) == 24, "range");
 _Static_assert(sizeof(struct strakegds_report) == 96 && offsetof(struct strakegds_report, seconds) == 88, "report");
 
@@ -56,6 +56,9 @@ int main(int n, char **arg) {
   refuses(strakegds_open(NULL, &b), EINVAL, "options is NULL");
   refuses(strakegds_open(&o, NULL), EINVAL, "bridge is NULL");
 
+  /* A program of version 2, whose options end before `local`: what lies there is not read. */
+  o.local = (const char *)1;
+  o.size = offsetof(struct strakegds_options, local);
   CHECK(strakegds_open(&o, &b) == 0 && !*strakegds_error());
   const char *tiers = strakegds_tiers(b);
   CHECK(tiers && strstr(tiers, "\"bounce-tcp\"") && strstr(tiers, "host memory in place of a device"));

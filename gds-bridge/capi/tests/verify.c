@@ -23,9 +23,12 @@ int main(int n, char **arg) {
   /* Not asked for; asked for; and by a program of version 1, whose options end before the question: what lies there is not read. */
   for (int asked = 0; asked < 3; asked++) {
     o.verify_on_gpu = asked > 0;
+    o.local = asked > 0 ? "/none" : NULL;
     o.size = asked == 2 ? offsetof(struct strakegds_options, verify_on_gpu) : sizeof o;
     struct strakegds *b;
     CHECK(strakegds_open(&o, &b) == 0);
+    /* Copies on this node: the folder was named. Whether something is in it is known when a file is loaded. */
+    CHECK((strstr(strakegds_tiers(b), "no folder with copies") != NULL) == (asked != 1));
     uint64_t tensor;
     CHECK(strakegds_alloc(b, LEN, &tensor) == 0 && strakegds_put(b, tensor, data, LEN) == 0);
     struct strakegds_file *f;
