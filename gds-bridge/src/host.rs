@@ -2,7 +2,7 @@
 
 use std::{
     any::Any,
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     path::Path,
     ptr,
     sync::{
@@ -13,14 +13,14 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use strake_fabric::{Foreign, REGION};
 use strake_proto::checksum::{BLOCK, block_sums, combine};
 
 use crate::{
     Tier, Unavailable,
     local::{CuFile, HostCuFile, Tricks},
-    mem::{Fault, GpuMem, Mark, Stream},
+    mem::{Before, Fault, GpuMem, Mark, Stream},
     pins::Registry,
 };
 
@@ -56,6 +56,27 @@ struct State {
     sums: bool,
     no_exports: Option<String>,
     cufile: Arc<Tricks>,
+    busy: Arc<Busy>,
+}
+
+/// Streams of the program that have work to do.
+#[derive(Default)]
+struct Busy(Mutex<BTreeSet<u64>>, Condvar);
+
+struct Work {
+    busy: Arc<Busy>,
+    stream: u64,
+}
+
+impl Before for Work {
+    fn wait(self: Box<Self>) -> Result<(), Fault> {
+        let Busy(streams, changed) = &*self.busy;
+        let mut busy = streams.lock();
+        while busy.contains(&self.stream) {
+            changed.wait(&mut busy);
+        }
+        Ok(())
+    }
 }
 
 /// What devices of one driver have in common.
@@ -237,6 +258,18 @@ impl HostMem {
         self.0.lock().sums = true;
     }
 
+    /// A stream of the program has something to do, or is done with it.
+    pub fn occupy(&self, stream: u64, busy: bool) {
+        let all = self.0.lock().busy.clone();
+        let mut streams = all.0.lock();
+        if busy {
+            streams.insert(stream)
+        } else {
+            streams.remove(&stream)
+        };
+        all.1.notify_all();
+    }
+
     /// From now on, or (`None`) no more, lends no memory to storage servers, for this reason.
     pub fn refuse_exports(&self, why: Option<String>) {
         self.0.lock().no_exports = why;
@@ -406,6 +439,11 @@ impl GpuMem for HostMem {
     fn settle(&self) -> Result<(), Fault> {
         // Nothing but the bridge's own copies runs on it.
         if self.0.lock().context_gone { Err(Fault::ContextGone) } else { Ok(()) }
+    }
+
+    unsafe fn before(&self, stream: u64) -> Result<Box<dyn Before>, Fault> {
+        self.settle()?;
+        Ok(Box::new(Work { busy: self.0.lock().busy.clone(), stream }))
     }
 
     fn alloc(&self, len: u64) -> Result<u64, Fault> {

@@ -174,6 +174,12 @@ impl From<Fault> for Error {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mark(pub u64);
 
+/// What a program had given to one of its streams at some moment.
+pub trait Before: Send {
+    /// Returns when it is done. An error may be of what was waited for.
+    fn wait(self: Box<Self>) -> Result<(), Fault>;
+}
+
 /// Memory of one device in one context.
 pub trait GpuMem: Send + Sync + 'static {
     /// For messages to people.
@@ -188,6 +194,12 @@ pub trait GpuMem: Send + Sync + 'static {
     /// Returns when everything is done that the program had given to the device before, on whatever stream: what another library
     /// queued may still write or read the memory that a call is about to move.
     fn settle(&self) -> Result<(), Fault>;
+
+    /// Notes what the program has given to one of its streams by now (0: the default one), for any thread to wait for.
+    ///
+    /// # Safety
+    /// The stream is one of this context, and is not destroyed before this returned.
+    unsafe fn before(&self, stream: u64) -> Result<Box<dyn Before>, Fault>;
 
     /// Memory of the device, at least 256-byte aligned, with unspecified contents.
     fn alloc(&self, len: u64) -> Result<u64, Fault>;

@@ -203,6 +203,50 @@ fn addresses_are_checked_against_the_driver() {
     assert_eq!(number(&r.library, "strake_standin_depth"), 0, "the thread's own context is as it was");
 }
 
+#[test]
+fn what_a_stream_of_the_program_was_given_is_waited_for_and_nothing_that_it_is_given_later() {
+    let Some(r) = rig(&[]) else { return };
+    type Create = unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int;
+    type Copy = unsafe extern "C" fn(u64, *const c_void, usize, *mut c_void) -> c_int;
+    // SAFETY: the functions have these types.
+    let (create, copy): (Create, Copy) = unsafe {
+        let of = |name| own(&r.library, name);
+        (
+            std::mem::transmute::<*mut c_void, Create>(of("cuStreamCreate")),
+            std::mem::transmute::<*mut c_void, Copy>(of("cuMemcpyHtoDAsync_v2")),
+        )
+    };
+    let (mut stream, tensor) = (std::ptr::null_mut(), r.gpu.alloc(4096).unwrap());
+    // SAFETY: writes one handle.
+    assert_eq!(unsafe { create(&mut stream, 1) }, 0);
+    let fill = |bytes: &[u8; 4096]| {
+        // SAFETY: both are as long as that, and live until the stream was waited for.
+        assert_eq!(unsafe { copy(tensor, bytes.as_ptr().cast(), 4096, stream) }, 0);
+    };
+    // SAFETY: where the stand-in has the memory.
+    let now = || unsafe { ((tensor - (1 << 60)) as *const u8).read() };
+    let (first, second) = ([1; 4096], [2; 4096]);
+    fill(&first);
+    // SAFETY: the stream was made above.
+    let before = unsafe { r.gpu.before(stream as u64) }.unwrap();
+    fill(&second);
+    assert_ne!(now(), 1, "the stand-in copies as late as it may");
+    std::thread::spawn(move || before.wait()).join().unwrap().unwrap();
+    assert_eq!(now(), 1);
+    // SAFETY: as above.
+    unsafe { r.gpu.before(stream as u64) }.unwrap().wait().unwrap();
+    assert_eq!((now(), number(&r.library, "strake_standin_depth")), (2, 0));
+
+    // A graph that is being recorded stays as it is.
+    set(&r.library, 10, 1);
+    let mut other = std::ptr::null_mut();
+    // SAFETY: writes one handle.
+    assert_eq!(unsafe { create(&mut other, 1) }, 0);
+    // SAFETY: the stream was just made.
+    let e = unsafe { r.gpu.before(other as u64) }.err().unwrap();
+    assert!(e.to_string().contains("records a graph"), "{e}");
+}
+
 #[tokio::test]
 async fn bytes_go_there_and_back_and_the_library_counts_the_same() {
     let Some(r) = rig(&[]) else { return };

@@ -10,7 +10,7 @@ use std::{collections::BTreeMap, sync::Arc};
 use ram::{MIB, pattern};
 use served::Served;
 use strake_gds::{
-    Options, Policy, Tier, Transfer,
+    Direction, Options, Policy, Tier, Transfer,
     session::{Content, Memory, Session, Setup},
     tensors::{Dtype, New},
 };
@@ -191,4 +191,49 @@ fn what_cannot_be_opened_says_why() {
     for bad in ["", "cuda:", "cuda:-1", "gpu", "host:0"] {
         assert!(bad.parse::<Memory>().unwrap_err().message.contains("cuda:N"), "{bad}");
     }
+}
+
+/// A load that comes after a busy stream waits for it, while others go on; what it is given later is not waited for.
+#[test]
+fn calls_in_the_order_of_a_stream_go_on_beside_the_program() {
+    let served = Served::new(3);
+    let s = Arc::new(Session::open(&setup(&served)).unwrap());
+    let (host, device) = (s.host().unwrap().clone(), s.device().clone());
+    let data = pattern(8, MIB + 5);
+    let f = Arc::new(s.open_file("/f", RDWR | CREAT, 0o600).unwrap());
+    s.write(&f, 0, &data).unwrap();
+    let (a, b) = (device.alloc(MIB + 5).unwrap(), device.alloc(MIB + 5).unwrap());
+    let to = |gpu| vec![Transfer { file: f.clone(), offset: 0, gpu, len: MIB + 5 }];
+    host.poke(a, &[9; 100]).unwrap();
+    host.occupy(7, true);
+    // SAFETY: it is a number of the stand-in.
+    let started = unsafe { s.start(Direction::Load, to(a), Policy::Prefer, 7) }.unwrap();
+    s.load(&to(b), Policy::Prefer).unwrap();
+    // SAFETY: as above.
+    let other = unsafe { s.start(Direction::Load, to(b), Policy::Prefer, 0) }.unwrap();
+    assert_eq!(other.finish().unwrap().moved(), MIB + 5);
+    assert!(!started.is_done() && host.peek(a, 100).unwrap() == [9; 100]);
+    host.occupy(7, false);
+    let r = started.finish().unwrap();
+    assert!(r.moved() == MIB + 5 && host.peek(a, MIB + 5).unwrap() == data, "{r}");
+
+    // And the other way: a save begins when the stream has made what is to be saved.
+    host.occupy(7, true);
+    // SAFETY: as above.
+    let started = unsafe { s.start(Direction::Save, to(b), Policy::Prefer, 7) }.unwrap();
+    host.poke(b, &[5; 100]).unwrap();
+    host.occupy(7, false);
+    started.finish().unwrap();
+    assert!(s.read(&f, 0, 101).unwrap() == [&[5; 100][..], &data[100..101]].concat());
+
+    // What is wrong is told at the end; nobody need ask for it.
+    // SAFETY: as above.
+    let wrong = unsafe { s.start(Direction::Load, to(4096), Policy::Prefer, 0) }.unwrap();
+    let failed = wrong.finish().unwrap_err();
+    assert!(failed.error.code == Code::Inval && failed.report.moved() == 0, "{failed}");
+    // SAFETY: as above.
+    drop(unsafe { s.start(Direction::Load, to(a), Policy::Prefer, 0) }.unwrap());
+    host.destroy();
+    // SAFETY: as above.
+    assert_eq!(unsafe { s.start(Direction::Load, to(a), Policy::Prefer, 0) }.err().unwrap().code, Code::NoDev);
 }

@@ -585,7 +585,10 @@ impl Service for Front {
                 let mut s = self.0.state.lock();
                 s.opens.retain(|(id, _), _| *id != r.session);
                 s.writers.retain(|(id, _), _| *id != r.session);
+                s.holders.values_mut().for_each(|h| h.retain(|id| *id != r.session));
+                s.owed.remove(&r.session);
                 s.sessions.remove(&r.session);
+                self.0.news.notify_waiters();
                 vec![]
             }
             opcode::MAP => {

@@ -120,6 +120,19 @@ int strakegds_load(struct strakegds *bridge, const struct strakegds_range *range
                    struct strakegds_report *report);
 int strakegds_save(struct strakegds *bridge, const struct strakegds_range *ranges, size_t n, const char *policy,
                    struct strakegds_report *report);
+/* The same in the order of a stream, beside what the program does meanwhile (since version 3): they return at once, and
+ * the call begins when all that `stream` (a CUstream of the device's primary context; NULL: the default one) was given
+ * before is done. What it is given afterwards overlaps with the call, and may use the ranges only once
+ * strakegds_finish() has returned, which waits for the end, says what strakegds_load() would have said, and frees the
+ * call; -EINVAL for a report of a wrong size leaves the call as it is. Its files may not be closed before.
+ * strakegds_is_done(): 1 if that would return at once, else 0. */
+struct strakegds_call;
+int strakegds_start_load(struct strakegds *bridge, const struct strakegds_range *ranges, size_t n, const char *policy,
+                         void *stream, struct strakegds_call **call);
+int strakegds_start_save(struct strakegds *bridge, const struct strakegds_range *ranges, size_t n, const char *policy,
+                         void *stream, struct strakegds_call **call);
+int strakegds_is_done(struct strakegds_call *call);
+int strakegds_finish(struct strakegds_call *call, struct strakegds_report *report);
 /* A file of `n` ranges of the device's memory, one behind the other (`file` and `offset` of each are not looked at):
  * written under another name, made safe, and then named `path` in place of what was there before. */
 int strakegds_replace(struct strakegds *bridge, const char *path, uint32_t mode, const struct strakegds_range *ranges,

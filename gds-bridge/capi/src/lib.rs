@@ -15,7 +15,7 @@ use guard::{Texts, guarded, guarded_ptr};
 use strake_client::File;
 use strake_gds::{
     Direction, Failed, Policy, Report, Transfer,
-    session::{Content, Session},
+    session::{Content, Session, Started},
 };
 use strake_proto::{Code, Error, Result};
 pub use types::{Options, Range, ReportOut};
@@ -222,6 +222,21 @@ unsafe fn told(outcome: Result<Report, Failed>, to: *mut ReportOut) -> Result<()
 }
 
 /// # Safety
+/// `p` is valid for `n` ranges unless that is 0.
+unsafe fn transfers(session: &Arc<Session>, p: *const Range, n: usize) -> Result<Vec<Transfer>> {
+    let transfer = |(i, r): (usize, &Range)| {
+        // SAFETY: the caller's promise.
+        let f = unsafe { r.file.as_ref() }.ok_or_else(|| inval(format!("range {i}: file is NULL")))?;
+        if !Arc::ptr_eq(&f.session, session) {
+            return Err(inval(format!("range {i}: the file is of another bridge")));
+        }
+        Ok(Transfer { file: f.file.clone(), offset: r.offset, gpu: r.address, len: r.length })
+    };
+    // SAFETY: the caller's promise.
+    unsafe { ranges(p, n) }?.iter().enumerate().map(transfer).collect()
+}
+
+/// # Safety
 /// Pointers as the header says.
 unsafe fn call(
     direction: Direction,
@@ -233,22 +248,99 @@ unsafe fn call(
 ) -> c_int {
     guarded(|| {
         // SAFETY: the caller's promises.
-        let (session, all, policy) = unsafe { (&given(bridge, "bridge")?.0, ranges(all, n)?, policy(how)?) };
+        let (session, policy) = unsafe { (&given(bridge, "bridge")?.0, policy(how)?) };
         // SAFETY: as above.
         unsafe { ReportOut::check(report) }?;
-        let transfer = |(i, r): (usize, &Range)| {
-            // SAFETY: the caller's promise.
-            let f = unsafe { r.file.as_ref() }.ok_or_else(|| inval(format!("range {i}: file is NULL")))?;
-            if !Arc::ptr_eq(&f.session, session) {
-                return Err(inval(format!("range {i}: the file is of another bridge")));
-            }
-            Ok(Transfer { file: f.file.clone(), offset: r.offset, gpu: r.address, len: r.length })
-        };
-        let all = all.iter().enumerate().map(transfer).collect::<Result<Vec<_>>>()?;
+        // SAFETY: as above.
+        let all = unsafe { transfers(session, all, n) }?;
         let outcome = match direction {
             Direction::Load => session.load(&all, policy),
             Direction::Save => session.save(&all, policy),
         };
+        // SAFETY: the caller's promise.
+        unsafe { told(outcome, report) }
+    })
+}
+
+/// # Safety
+/// Pointers as the header says.
+unsafe fn start(
+    direction: Direction,
+    bridge: *mut Bridge,
+    all: *const Range,
+    n: usize,
+    how: *const c_char,
+    stream: *mut c_void,
+    to: *mut *mut Started,
+) -> c_int {
+    guarded(|| {
+        // SAFETY: the caller's promises.
+        let (session, policy) = unsafe { (&given(bridge, "bridge")?.0, policy(how)?) };
+        if to.is_null() {
+            return Err(inval("call is NULL"));
+        }
+        // SAFETY: as above.
+        let started = unsafe { session.start(direction, transfers(session, all, n)?, policy, stream as u64) }?;
+        // SAFETY: just checked.
+        unsafe { put_out(to, Box::into_raw(Box::new(started)), "call") }
+    })
+}
+
+/// # Safety
+/// Pointers as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn strakegds_start_load(
+    bridge: *mut Bridge,
+    ranges: *const Range,
+    n: usize,
+    policy: *const c_char,
+    stream: *mut c_void,
+    call: *mut *mut Started,
+) -> c_int {
+    // SAFETY: the caller's promises.
+    unsafe { start(Direction::Load, bridge, ranges, n, policy, stream, call) }
+}
+
+/// # Safety
+/// Pointers as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn strakegds_start_save(
+    bridge: *mut Bridge,
+    ranges: *const Range,
+    n: usize,
+    policy: *const c_char,
+    stream: *mut c_void,
+    call: *mut *mut Started,
+) -> c_int {
+    // SAFETY: the caller's promises.
+    unsafe { start(Direction::Save, bridge, ranges, n, policy, stream, call) }
+}
+
+/// # Safety
+/// The call was started and is not finished.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn strakegds_is_done(call: *mut Started) -> c_int {
+    let mut done = 0;
+    let failed = guarded(|| {
+        // SAFETY: the caller's promise.
+        done = c_int::from(unsafe { given(call, "call") }?.is_done());
+        Ok(())
+    });
+    if failed != 0 { failed } else { done }
+}
+
+/// # Safety
+/// The call was started or is null, and nobody uses it any more; the report as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn strakegds_finish(call: *mut Started, report: *mut ReportOut) -> c_int {
+    guarded(|| {
+        // SAFETY: the caller's promise.
+        unsafe { ReportOut::check(report) }?;
+        if call.is_null() {
+            return Err(inval("call is NULL"));
+        }
+        // SAFETY: made by `start`, and finished once, as the caller promises.
+        let outcome = unsafe { Box::from_raw(call) }.finish();
         // SAFETY: the caller's promise.
         unsafe { told(outcome, report) }
     })

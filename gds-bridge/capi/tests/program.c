@@ -93,6 +93,27 @@ int main(int n, char **arg) {
   CHECK(strakegds_get(b, back, other, LEN) == 0 && memcmp(data, back, LEN) == 0);
   CHECK(strakegds_load(b, NULL, 0, NULL, NULL) == 0);
 
+  /* The same in the order of a stream. */
+  struct strakegds_call *call = NULL;
+  memset(back, 0, LEN);
+  CHECK(strakegds_put(b, other, back, LEN) == 0);
+  CHECK(strakegds_start_load(b, r, 2, NULL, NULL, &call) == 0 && call && strakegds_is_done(call) >= 0);
+  rep.size = 8;
+  refuses(strakegds_finish(call, &rep), EINVAL, "size is 8");
+  rep.size = sizeof rep;
+  CHECK(strakegds_finish(call, &rep) == 0 && rep.moved == LEN && sum(&rep) == LEN);
+  CHECK(strstr(strakegds_report_json(), "\"direction\":\"load\""));
+  CHECK(strakegds_get(b, back, other, LEN) == 0 && memcmp(data, back, LEN) == 0);
+  CHECK(strakegds_start_save(b, r, 2, policy, NULL, &call) == 0 && strakegds_finish(call, NULL) == 0);
+  CHECK(strakegds_start_load(b, r, 2, "require:gpu-rdma", NULL, &call) == 0);
+  refuses(strakegds_finish(call, &rep), EOPNOTSUPP, "gpu-rdma");
+  CHECK(rep.moved == 0);
+  refuses(strakegds_start_load(b, r, 2, "best", NULL, &call), EINVAL, "`best`");
+  refuses(strakegds_start_load(b, r, 2, NULL, NULL, NULL), EINVAL, "call is NULL");
+  refuses(strakegds_start_load(b, NULL, 2, NULL, NULL, &call), EINVAL, "ranges is NULL");
+  refuses(strakegds_finish(NULL, &rep), EINVAL, "call is NULL");
+  refuses(strakegds_is_done(NULL), EINVAL, "call is NULL");
+
   /* What cannot be: nothing moves, and the report says so. */
   r[1].length++;
   refuses(strakegds_load(b, r, 2, NULL, &rep), EINVAL, "range 1");

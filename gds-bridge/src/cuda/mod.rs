@@ -22,7 +22,7 @@ use table::{Handle, Table};
 use crate::{
     Tier, Unavailable,
     local::{CuFile, Nvidia},
-    mem::{Fault, GpuMem, Mark, Stream},
+    mem::{Before, Fault, GpuMem, Mark, Stream},
     pins::Registry,
 };
 
@@ -287,6 +287,31 @@ impl Gpu {
     }
 }
 
+/// An event behind what a stream of the program had been given.
+struct Noted {
+    gpu: Arc<Gpu>,
+    event: Handle,
+}
+
+// SAFETY: an event may be waited for and destroyed by any thread.
+unsafe impl Send for Noted {}
+
+impl Before for Noted {
+    fn wait(self: Box<Self>) -> Result<(), Fault> {
+        let _current = self.gpu.enter()?;
+        // SAFETY: the event was recorded and not destroyed.
+        self.gpu.table.call("cuEventSynchronize", unsafe { (self.gpu.table.event_wait)(self.event) })
+    }
+}
+
+impl Drop for Noted {
+    fn drop(&mut self) {
+        let Ok(_current) = self.gpu.enter() else { return };
+        // SAFETY: nobody else has it; the driver keeps one that is still to come until then.
+        unsafe { (self.gpu.table.event_destroy)(self.event) };
+    }
+}
+
 impl GpuMem for Cuda {
     fn name(&self) -> String {
         self.0.name.clone()
@@ -325,6 +350,25 @@ impl GpuMem for Cuda {
         let _current = self.0.enter()?;
         // SAFETY: waits for the context that is current.
         self.0.table.call("cuCtxSynchronize", unsafe { (self.0.table.context_wait)() })
+    }
+
+    unsafe fn before(&self, stream: u64) -> Result<Box<dyn Before>, Fault> {
+        let (table, _current) = (&self.0.table, self.0.enter()?);
+        let stream = stream as Handle;
+        let (mut event, mut recording) = (ptr::null_mut(), 0);
+        // SAFETY: writes one number; of the stream the caller's promise.
+        table.call("cuStreamIsCapturing", unsafe { (table.stream_capturing)(stream, &mut recording) })?;
+        if recording != 0 {
+            // The event would become part of the graph.
+            let name = "the stream records a graph, which nothing can wait for".into();
+            return Err(Fault::Driver { call: "cuEventRecord", code: CAPTURE_UNSUPPORTED, name });
+        }
+        // SAFETY: writes one handle.
+        table.call("cuEventCreate", unsafe { (table.event_create)(&mut event, QUIET_EVENT) })?;
+        let noted = Noted { gpu: self.0.clone(), event };
+        // SAFETY: the event was just made; of the stream the caller's promise.
+        table.call("cuEventRecord", unsafe { (table.event_record)(event, stream) })?;
+        Ok(Box::new(noted))
     }
 
     fn alloc(&self, len: u64) -> Result<u64, Fault> {

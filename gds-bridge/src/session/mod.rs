@@ -3,6 +3,7 @@
 mod path;
 mod replace;
 mod stage;
+mod start;
 mod tensors;
 
 use std::{fmt, path::PathBuf, process, str::FromStr, sync::Arc, time::Duration};
@@ -10,6 +11,7 @@ use std::{fmt, path::PathBuf, process, str::FromStr, sync::Arc, time::Duration};
 pub use replace::Content;
 use rustix::process::{getegid, geteuid, getgroups};
 pub use stage::Staged;
+pub use start::Started;
 use strake_client::{Client, Creds, File};
 use strake_fabric::{Buf, Endpoint, Env, Identity, Pool, REGION, Roads, Use, endpoint::MDS_PORT, keyfile};
 use strake_proto::{Code, Error, Ino, Result};
@@ -260,9 +262,7 @@ impl Session {
     }
 
     fn call(&self, direction: Direction, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
-        let asked = all.iter().fold(0u64, |sum, t| sum.saturating_add(t.len));
-        let nothing = || Report::nothing(direction, policy, asked, all.len());
-        let refused = |error| Failed { error, report: Box::new(nothing()) };
+        let refused = |error| Failed { error, report: Box::new(start::nothing(direction, policy, all)) };
         let inner = self.inner().map_err(refused)?;
         inner.runtime.block_on(async {
             match direction {
