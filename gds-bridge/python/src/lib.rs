@@ -15,8 +15,8 @@ use pyo3::{
 use strake_client::File;
 use strake_fabric::Use;
 use strake_gds::{
-    Failed, Policy, Report, Transfer,
-    session::{Content, KEY, Memory, Session, Setup, TensorFile},
+    Direction, Failed, Policy, Report, Transfer,
+    session::{Content, KEY, Memory, Session, Setup, Started, TensorFile},
     tensors::New,
 };
 use strake_proto::Error;
@@ -72,12 +72,16 @@ impl Bridge {
 }
 
 /// Files of a call: each path is opened once, and all are closed at the end.
-struct Files<'a> {
-    session: &'a Session,
+struct Files {
+    session: Arc<Session>,
     open: BTreeMap<String, Arc<File>>,
 }
 
-impl Files<'_> {
+impl Files {
+    fn of(device: &Device) -> Files {
+        Files { session: device.session.clone(), open: BTreeMap::new() }
+    }
+
     fn get(&mut self, path: &str) -> Result<Arc<File>, Error> {
         if let Some(f) = self.open.get(path) {
             return Ok(f.clone());
@@ -88,12 +92,75 @@ impl Files<'_> {
     }
 }
 
-impl Drop for Files<'_> {
+impl Drop for Files {
     fn drop(&mut self) {
         for f in std::mem::take(&mut self.open).into_values() {
             // Of reading there is nothing to be lost.
             let _ = self.session.close(File::clone(&f));
         }
+    }
+}
+
+/// Path, offset, tensor.
+type Item<'py> = (String, u64, Bound<'py, PyAny>);
+type GivenItem = (String, u64, Given);
+
+fn given(device: &Arc<Device>, items: Vec<Item<'_>>) -> PyResult<Vec<GivenItem>> {
+    items.into_iter().map(|(path, offset, x)| Ok((path, offset, Given::of(device, &x, true)?))).collect()
+}
+
+impl Files {
+    fn transfers(&mut self, items: &[GivenItem]) -> Result<Vec<Transfer>, Error> {
+        let transfer = |(path, offset, g): &GivenItem| {
+            Ok(Transfer { file: self.get(path)?, offset: *offset, gpu: g.address, len: g.len })
+        };
+        items.iter().map(transfer).collect()
+    }
+}
+
+/// Waits for a stream of the program, or for all of them.
+fn settle(device: &Device, stream: Option<u64>) -> Result<(), Error> {
+    let device = device.session.device();
+    match stream {
+        // SAFETY: who calls says which stream it is.
+        Some(stream) => unsafe { device.before(stream) }.and_then(|before| before.wait())?,
+        None => device.settle()?,
+    }
+    Ok(())
+}
+
+/// A call that was started. It is waited for when the last reference to it goes.
+#[pyclass(frozen, module = "strake_gds")]
+struct Call {
+    going: std::sync::Mutex<Option<Going>>,
+}
+
+/// In the order in which it is let go.
+struct Going {
+    started: Started,
+    _files: Files,
+    _items: Vec<GivenItem>,
+}
+
+#[pymethods]
+impl Call {
+    /// Whether `finish` would return at once.
+    #[getter]
+    fn done(&self) -> bool {
+        let going = self.going.lock().unwrap_or_else(|e| e.into_inner());
+        going.as_ref().is_none_or(|g| g.started.is_done())
+    }
+
+    /// Waits for the end, and returns the report or raises what the call would have raised; once.
+    fn finish<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let going = self.going.lock().unwrap_or_else(|e| e.into_inner()).take();
+        let Going { started, _files, _items } = going.ok_or_else(|| PyValueError::new_err("the call is finished"))?;
+        let outcome = py.detach(|| {
+            let outcome = started.finish();
+            drop(_files);
+            outcome
+        });
+        told(py, outcome)
     }
 }
 
@@ -159,7 +226,7 @@ impl Bridge {
         o.verify_on_gpu = verify_on_gpu;
         o.local = local;
         let session = py.detach(|| Session::open(&setup)).map_err(failed)?;
-        Ok(Bridge { device: std::sync::Mutex::new(Some(Arc::new(Device { session, memory }))) })
+        Ok(Bridge { device: std::sync::Mutex::new(Some(Arc::new(Device { session: Arc::new(session), memory }))) })
     }
 
     /// Ends the session when the last tensor of the bridge is gone, too. Whoever calls it twice does nothing.
@@ -207,31 +274,47 @@ impl Bridge {
     ///
     /// In place of a tensor, here and wherever one is taken, a tuple (address, bytes) is memory of the bridge's that the caller vouches for: an address
     /// on a GPU is looked up, one with `memory="host"` is believed.
-    #[pyo3(signature = (items, policy = "prefer"))]
+    ///
+    /// `stream`, here and elsewhere: what may still use the tensors was given to this stream (`torch.cuda.current_stream().cuda_stream`; 0 is the
+    /// default one) and is waited for. Without it all streams of the device are.
+    #[pyo3(signature = (items, policy = "prefer", stream = None))]
     fn load<'py>(
         &self,
         py: Python<'py>,
-        items: Vec<(String, u64, Bound<'py, PyAny>)>,
+        items: Vec<Item<'py>>,
         policy: &str,
+        stream: Option<u64>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (device, policy) = (self.device()?, crate::policy(policy)?);
-        let one =
-            |(path, offset, x): (String, u64, Bound<'py, PyAny>)| Ok((path, offset, Given::of(&device, &x, true)?));
-        let items = items.into_iter().map(one).collect::<PyResult<Vec<_>>>()?;
+        let items = given(&device, items)?;
         let outcome = py.detach(|| {
-            let mut files = Files { session: &device.session, open: BTreeMap::new() };
-            let transfer = |(path, offset, g): &(String, u64, Given)| {
-                Ok(Transfer { file: files.get(path)?, offset: *offset, gpu: g.address, len: g.len })
-            };
-            let all = items.iter().map(transfer).collect::<Result<Vec<_>, Error>>()?;
-            device.session.device().settle().map_err(Error::from)?;
+            let mut files = Files::of(&device);
+            let all = files.transfers(&items)?;
+            settle(&device, stream)?;
             Ok(device.session.load(&all, policy))
         });
         told(py, outcome.map_err(failed)?)
     }
 
+    /// As `load`, but returns at once: the call begins when what `stream` was given before is done, and overlaps with what it is given afterwards, which
+    /// may use the tensors only when `finish()` of what this returns has.
+    #[pyo3(signature = (items, policy = "prefer", stream = 0))]
+    fn start_load(&self, py: Python<'_>, items: Vec<Item<'_>>, policy: &str, stream: u64) -> PyResult<Call> {
+        let (device, policy) = (self.device()?, crate::policy(policy)?);
+        let items = given(&device, items)?;
+        let started = py.detach(|| {
+            let mut files = Files::of(&device);
+            let all = files.transfers(&items)?;
+            // SAFETY: who calls says which stream it is.
+            let started = unsafe { device.session.start(Direction::Load, all, policy, stream) }?;
+            Ok((started, files))
+        });
+        let (started, files) = started.map_err(failed)?;
+        Ok(Call { going: std::sync::Mutex::new(Some(Going { started, _files: files, _items: items })) })
+    }
+
     /// Fills one tensor from a file, from `offset` on.
-    #[pyo3(signature = (tensor, path, offset = 0, policy = "prefer"))]
+    #[pyo3(signature = (tensor, path, offset = 0, policy = "prefer", stream = None))]
     fn load_into<'py>(
         &self,
         py: Python<'py>,
@@ -239,13 +322,14 @@ impl Bridge {
         path: String,
         offset: u64,
         policy: &str,
+        stream: Option<u64>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        self.load(py, vec![(path, offset, tensor)], policy)
+        self.load(py, vec![(path, offset, tensor)], policy, stream)
     }
 
     /// Makes a file of a tensor, or of a list of them, one behind the other. It is written under another name, made safe (fsync), and takes `path`
     /// when it is whole, in place of what was there. Returns the report.
-    #[pyo3(signature = (tensors, path, policy = "prefer", mode = 0o644))]
+    #[pyo3(signature = (tensors, path, policy = "prefer", mode = 0o644, stream = None))]
     fn save_from<'py>(
         &self,
         py: Python<'py>,
@@ -253,6 +337,7 @@ impl Bridge {
         path: String,
         policy: &str,
         mode: u32,
+        stream: Option<u64>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (device, policy) = (self.device()?, crate::policy(policy)?);
         let all: Vec<Bound<'py, PyAny>> = match tensors.cast::<PyList>() {
@@ -261,7 +346,7 @@ impl Bridge {
         };
         let all = all.iter().map(|x| Given::of(&device, x, false)).collect::<PyResult<Vec<_>>>()?;
         let outcome = py.detach(|| {
-            device.session.device().settle()?;
+            settle(&device, stream)?;
             let ranges: Vec<(u64, u64)> = all.iter().map(|g| (g.address, g.len)).collect();
             Ok(device.session.replace(&path, mode, Content { head: &[], device: &ranges }, policy))
         });
@@ -431,5 +516,6 @@ impl Bridge {
 #[pyo3(name = "_native")]
 fn native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Bridge>()?;
+    m.add_class::<Call>()?;
     m.add_class::<Tensor>()
 }

@@ -16,7 +16,7 @@ use crate::{dlpack, dtype, failed};
 
 /// A session, and what kind of memory it is for.
 pub struct Device {
-    pub session: Session,
+    pub session: Arc<Session>,
     pub memory: Memory,
 }
 

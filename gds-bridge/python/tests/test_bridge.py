@@ -91,6 +91,28 @@ class Test(unittest.TestCase):
         self.b.load_into(to, self.name)
         self.assertEqual(to.tobytes(), data[3:13] + data[5000:6000])
 
+    def test_in_the_order_of_a_stream(self):
+        data = pattern(1000)
+        self.b.save_from(self.tensor(data), self.name, stream=0)
+        t = self.b.alloc([995])
+        self.is_all(self.b.load([(self.name, 5, t)], stream=0), 995)
+        self.assertEqual(t.tobytes(), data[5:])
+        t.frombytes(bytes(995))
+        call = self.b.start_load([(self.name, 5, t)])
+        self.assertIn(call.done, [False, True])
+        self.is_all(call.finish(), 995)
+        self.assertTrue(call.done)
+        self.assertEqual(t.tobytes(), data[5:])
+        with self.assertRaisesRegex(ValueError, "finished"):
+            call.finish()
+        with self.assertRaises(FileNotFoundError):
+            self.b.start_load([("/none", 0, t)])
+        call = self.b.start_load([(self.name, 500, t)])
+        with self.assertRaisesRegex(OSError, "the file ends"):
+            call.finish()
+        # Let go without a word: it is waited for, and its memory stays until then.
+        self.b.start_load([(self.name, 5, t)])
+
     def test_verify_on_gpu(self):
         data = pattern(700_001)
         self.b.save_from(self.tensor(data), self.name)
