@@ -208,7 +208,10 @@ fn the_commands_of_the_page_work_on_a_mount() {
     for name in ["strake", "lfs"] {
         std::os::unix::fs::symlink(strake().get_program(), bin.join(name)).unwrap();
     }
-    fs::write(mount.join("models/70b.safetensors"), pattern((6 << 20) + 99)).unwrap();
+    let len = (6 << 20) + 99;
+    let head = format!(r#"{{"w":{{"dtype":"U8","shape":[{len}],"data_offsets":[0,{len}]}}}}"#);
+    let model = [&(head.len() as u64).to_le_bytes()[..], head.as_bytes(), &pattern(len)].concat();
+    fs::write(mount.join("models/70b.safetensors"), model).unwrap();
 
     let page = include_str!("../../docs/gds.md").split_once("## A copy on this node").unwrap().1;
     let script = page.split_once("```sh\n").unwrap().1.split_once("```").unwrap().0;
@@ -218,15 +221,29 @@ fn the_commands_of_the_page_work_on_a_mount() {
             .all(|c| script.contains(c))
     );
     let key = cluster.root.path().join("c/client.key");
+    let path = format!("{}:/usr/bin:/bin", bin.display());
+    // What it says in Python comes before the copy is removed.
+    let (stage, unstage) = script.split_once("strake gds unstage").unwrap();
+    let in_python = page.split_once("```python\n").unwrap().1.split_once("```").unwrap().0;
+    let script = format!("{stage}$PYTHON_STEP\nstrake gds unstage{unstage}");
     let script = script
         .replace("/mnt/ai", mount.to_str().unwrap())
         .replace("/nvme/copies", dir.to_str().unwrap())
         .replace("\"$MDS\"", "\"$MDS\" --client-key \"$KEY\"")
         .replace(" probe ", " probe --memory host ")
         .replace(" bench ", " bench --memory host --accept-oss-checksum ");
-    let path = format!("{}:/usr/bin:/bin", bin.display());
+    let in_python = format!("import os, strake_gds\n{in_python}").replace(
+        "/nvme/copies\"",
+        &format!("{}\", memory=\"host\", key=os.environ[\"KEY\"], accept_oss_checksum=True", dir.display()),
+    );
+    let python = std::env::var("STRAKE_GDS_PYTHON").ok();
+    let step = python.map_or_else(
+        || "echo skipped: STRAKE_GDS_PYTHON names no interpreter that has the module".to_string(),
+        |python| format!("'{python}' -c \"$IN_PYTHON\""),
+    );
+    let script = script.replace("$PYTHON_STEP", &step);
     let mut sh = Command::new("sh");
-    sh.args(["-euxc", &script]).env("PATH", path).env("MDS", &cluster.mds).env("KEY", key);
+    sh.args(["-euxc", &script]).env("PATH", path).env("MDS", &cluster.mds).env("KEY", key).env("IN_PYTHON", in_python);
     let shown = ok(&sh.output().unwrap());
     for words in ["the policy require:local-gds can be met", "6.0 MiB of a file that was there", "usable", "removed"] {
         assert!(shown.contains(words), "'{words}' is not in: {shown}");
