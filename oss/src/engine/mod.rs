@@ -122,9 +122,6 @@ pub enum Update {
     /// The whole chunk anew, whatever state it was in: also damaged. Blocks in `damaged`, bytes from the start of the chunk, have no
     /// good copy anywhere: they are stored as damaged ones, which cannot be read.
     Replace { data: Vec<Buf>, sums: Vec<u32>, tombstone: bool, damaged: Vec<Range<u32>> },
-    /// A header in place of a damaged one, for what the other records say of the chunk: it ends with its last block, behind whose bytes there
-    /// are zeros in any case. Without a block it is a tombstone. Who wrote before is not known any more.
-    Header,
 }
 
 /// What a read found.

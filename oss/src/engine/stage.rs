@@ -200,7 +200,7 @@ impl Engine {
                 return Err(Error::new(Code::Inval, "a tombstone has no bytes"));
             }
             Update::Rewrite { data, sums } | Update::Replace { data, sums, .. } => check_data(0, data, sums)?,
-            Update::Punch { .. } | Update::Truncate { .. } | Update::Remove | Update::Header => {}
+            Update::Punch { .. } | Update::Truncate { .. } | Update::Remove => {}
         }
         self.throttle().await?;
         let slot = self.take_slot(key)?;
@@ -218,7 +218,6 @@ impl Engine {
             Update::Replace { data, sums, tombstone, damaged } => {
                 self.stage_whole(slot, Whole { data, sums, tombstone, damaged }, false).await
             }
-            Update::Header => self.stage_header(slot),
         }
     }
 
@@ -355,22 +354,6 @@ impl Engine {
             staged.writers.clear();
         }
         Ok(staged)
-    }
-
-    fn stage_header(&self, slot: Slotted) -> Result<Staged> {
-        let old = slot.look(|_| 0..MAX_SEGS)?;
-        if !old.header.as_ref().is_some_and(|h| h.damaged) {
-            return Err(Error::new(Code::Inval, format!("{}: its header is not damaged", slot.key)));
-        }
-        // A record that is damaged itself may have had any block.
-        let blocks = old.segments.iter().rev().find_map(|(n, s)| {
-            let s = s.as_ref()?;
-            let last = if s.damaged { SEG_BLOCKS } else { s.blocks.iter().rposition(|b| *b != HOLE)? + 1 };
-            Some(usize::from(*n) * SEG_BLOCKS + last)
-        });
-        let len = blocks.map_or(0, |n| (n * BLOCK) as u32);
-        let space = slot.no_space();
-        Ok(slot.staged(&old, len, len == 0, Rewrite::default(), space))
     }
 
     /// Allocates and writes. On failure or when dropped halfway the space goes back by itself.

@@ -6,7 +6,6 @@ use std::{iter, ops::Range, sync::Arc};
 use strake_fabric::{Buf, Message};
 use strake_proto::{
     ChunkId, Code, Error, Result, TargetId,
-    checksum::{BLOCK, block_sums, crc32c},
     data::{DataReply, DataRequest, Kind, Version, Writer},
     layout::MAX_CHUNK,
     opcode,
@@ -269,10 +268,7 @@ impl Replica {
         known: Option<Version>,
     ) -> Result<TargetId, Unrepaired> {
         let (whole, fits) = (0..MAX_CHUNK as u32, |r: &DataReply| known.is_none_or(|v| v == r.version));
-        let (from, reply, data) = match self.ask_others(view, chunk, whole, known.is_some(), fits).await {
-            Err(u) if u.lost && view.serving == [self.id] => return self.new_header(view, chunk).await,
-            other => other?,
-        };
+        let (from, reply, data) = self.ask_others(view, chunk, whole, known.is_some(), fits).await?;
         let entry = self.list_of(from, view.epoch, chunk, 1, LIST_ONE).await?.into_iter().next();
         let (version, tombstone) = entry.map_or((Version::default(), true), |e| (e.version, e.tombstone));
         if version != reply.version {
@@ -282,56 +278,6 @@ impl Replica {
         let (data, sums) = if tombstone { (Vec::new(), Vec::new()) } else { (data, reply.sums) };
         self.put_in(chunk, Update::Replace { data, sums, tombstone, damaged: Vec::new() }, version, Vec::new()).await?;
         Ok(from)
-    }
-
-    /// A chunk whose header is damaged on the only replica in sync: where its blocks are is in other records. It gets a version that no update
-    /// has had, from the clock: who returns has another one, and is given this.
-    async fn new_header(&self, view: &View, chunk: ChunkId) -> Result<TargetId, Unrepaired> {
-        let version = Version { epoch: view.epoch, number: self.node.env.unix_ms() << 16 };
-        self.put_in(chunk, Update::Header, version, Vec::new()).await?;
-        let look = self.engine().check_whole(&self.key(chunk)).await?.unwrap_or_default();
-        if look.is_whole() {
-            return Ok(self.id);
-        }
-        let m = format!("chunk {chunk} of chain {} has no other copy in sync", self.chain);
-        Err(Unrepaired { lost: true, unasked: false, left: look.damaged, cause: Error::new(Code::Corrupt, m) })
-    }
-
-    /// Takes what another replica has of the damaged blocks, whatever version it is at: the checksums that are stored here tell. For a chunk that
-    /// has no good copy in sync, whose slot the caller occupies. What is left of the damage.
-    pub(super) async fn recover(self: &Arc<Self>, to: TargetId, epoch: u64, chunk: ChunkId) -> Result<Look> {
-        let key = self.key(chunk);
-        let before = self.engine().check_whole(&key).await?.unwrap_or_default();
-        for part in before.damaged.clone() {
-            if let Err(e) = self.recover_part(to, epoch, chunk, part).await {
-                tracing::debug!("chunk {chunk} of chain {}: target {to} cannot help: {e}", self.chain);
-            }
-        }
-        let after = self.engine().check_whole(&key).await?.unwrap_or_default();
-        let outcome = Outcome::Repaired(Some(to));
-        if after.is_whole() && self.target.damage.report(key, &before, &outcome, self.node.env.unix_ms()) {
-            self.say(chunk, &outcome);
-        }
-        Ok(after)
-    }
-
-    async fn recover_part(&self, to: TargetId, epoch: u64, chunk: ChunkId, part: Range<u32>) -> Result<()> {
-        let key = self.key(chunk);
-        let version = self.engine().meta(&key)?.unwrap_or_default().version;
-        let sums = self.engine().sums(&key, part.clone())?;
-        let (_, data) = self.fetch(to, epoch, chunk, part.clone(), true).await?;
-        let mut theirs: Vec<u8> = data.iter().flat_map(|b| b.iter().copied()).collect();
-        theirs.resize(sums.len() * BLOCK, 0);
-        for (i, (block, sum)) in theirs.chunks(BLOCK).zip(sums).enumerate() {
-            if sum != Some(crc32c(block)) {
-                continue;
-            }
-            let offset = part.start + (i * BLOCK) as u32;
-            let data = vec![Buf::copy_from(&block[..BLOCK.min((part.end - offset) as usize)])];
-            let sums = block_sums(u64::from(offset), data.iter().map(|b| &b[..]));
-            self.put_in(chunk, Update::Write { offset, data, sums }, version, Vec::new()).await?;
-        }
-        Ok(())
     }
 
     /// A part of the chunk at this version.

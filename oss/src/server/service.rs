@@ -207,8 +207,7 @@ impl OssService {
         // Another replica that repairs its copy knows which version it needs, and checks that it gets it.
         let even_dirty = peer.role == Role::Server && r.kind == Kind::Replace;
         match replica.check_read(&r.chunk, r.epoch) {
-            // It knows which version or which checksums it wants, so any replica may have them.
-            Err(_) if even_dirty => replica.check_member(r.epoch)?,
+            Err(_) if even_dirty && replica.view().serving() => replica.check_member(r.epoch)?,
             other => self.check_read(replica, r.epoch, other)?,
         }
         let key = replica.key(r.chunk);

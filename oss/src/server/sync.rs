@@ -225,9 +225,8 @@ impl Replica {
         let key = self.key(chunk);
         let meta = match self.engine().meta(&key) {
             Err(e) if e.code == Code::Corrupt => {
-                // It may have a header again and blocks that have no good copy.
-                let repaired = self.repair_held(chunk).await;
-                self.engine().meta(&key).map_err(|e| repaired.err().unwrap_or(e))?
+                self.repair_held(chunk).await?;
+                self.engine().meta(&key)?
             }
             other => other?,
         };
@@ -245,7 +244,7 @@ impl Replica {
         if meta.tombstone {
             r.flags = FLAG_TOMBSTONE;
         } else {
-            let (out, damaged) = self.read_out(to, epoch, chunk, meta.len).await?;
+            let (out, damaged) = self.read_out(chunk, meta.len).await?;
             if !damaged.is_empty() {
                 tracing::warn!("chunk {chunk} of chain {} goes to target {to} with what has no good copy", self.chain);
             }
@@ -257,15 +256,9 @@ impl Replica {
         Ok(Sent { bytes, busy: answer.len != 0 })
     }
 
-    /// All bytes of a committed chunk, whose slot the caller occupies, and what of them has no good copy, nor `to` either at whatever version:
-    /// zeros stand for that. `Corrupt` while that is not sure.
-    async fn read_out(
-        self: &Arc<Self>,
-        to: TargetId,
-        epoch: u64,
-        chunk: ChunkId,
-        len: u32,
-    ) -> Result<(ReadOut, Vec<Range<u32>>)> {
+    /// All bytes of a committed chunk, whose slot the caller occupies, and what of them has no good copy: zeros stand for that. `Corrupt`
+    /// while that is not sure.
+    async fn read_out(self: &Arc<Self>, chunk: ChunkId, len: u32) -> Result<(ReadOut, Vec<Range<u32>>)> {
         let key = self.key(chunk);
         match self.engine().read(&key, 0, len).await {
             Err(e) if matches!(e.code, Code::Corrupt | Code::Io) => {}
@@ -276,7 +269,7 @@ impl Replica {
             Err(u) if !u.lost => return Err(u.cause),
             Err(_) => {} // some of it may be repaired
         }
-        let look = self.recover(to, epoch, chunk).await?;
+        let look = self.engine().check_whole(&key).await?.unwrap_or_default();
         let (mut data, mut sums, mut at) = (Vec::new(), Vec::new(), 0);
         for part in &look.damaged {
             self.own(chunk, at..part.start, &mut data, &mut sums).await?;
