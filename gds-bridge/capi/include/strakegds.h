@@ -2,9 +2,10 @@
  *
  *   cc program.c -lstrakegds
  *
- * Functions that return int return 0, or a negative errno; then strakegds_error() has a sentence. Every call blocks
- * until it is done. Several threads may use a bridge and its files at a time, except while one of them is being
- * closed. Nothing made before a fork(2) may be used in the child: there, calls are -EINVAL.
+ * Functions that return int return 0, or a negative errno; then strakegds_error() has a sentence. Every call but
+ * strakegds_start_load() and strakegds_start_save() blocks until it is done. Several threads may use a bridge and its
+ * files at a time, except while one of them is being closed. Nothing made before a fork(2) may be used in the child:
+ * there, calls are -EINVAL.
  *
  * Addresses are those of the device (CUdeviceptr), in the primary context of the GPU, which is that of PyTorch and of
  * the CUDA runtime. The bridge does not wait for streams of the program: see strakegds_settle(). When a call returns,

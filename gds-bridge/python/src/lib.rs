@@ -58,7 +58,7 @@ fn policy(text: &str) -> PyResult<Policy> {
 ///
 /// `mds`: metadata servers, "HOST[:PORT],...". `memory`: "cuda:N", or "host" for this machine's own in place of a device. `fabric`: "auto", "tcp" or
 /// "rdma". `verify_on_gpu`: the device sums its own end of every copy, and the sums are compared; reports say where that was not possible
-/// (`not_on_gpu`). `local`: folder with copies of sealed files on this node (`strake gds stage`). Calls block, and let other threads of Python run meanwhile. Not to be used in a child after fork: make one there.
+/// (`not_on_gpu`). `local`: folder with copies of sealed files on this node (`strake gds stage`). Calls but `start_load` block, and let other threads of Python run meanwhile. Not to be used in a child after fork: make one there.
 #[pyclass(frozen, module = "strake_gds")]
 struct Bridge {
     device: std::sync::Mutex<Option<Arc<Device>>>,

@@ -92,7 +92,7 @@ impl Setup {
     }
 }
 
-/// Files of a cluster and memory of a device. Every call blocks until it is done; several threads may call at a time. Not to be used
+/// Files of a cluster and memory of a device. Every call but [`Session::start`] blocks until it is done; several threads may call at a time. Not to be used
 /// by tasks of a tokio runtime.
 ///
 /// Its threads do not follow a fork(2): in the child every call is `EINVAL`, and dropping it does nothing.
