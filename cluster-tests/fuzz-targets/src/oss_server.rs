@@ -167,6 +167,9 @@ impl Service for Authority {
             let reply = pb::RegisterReply { node: 1001, target_ids, fs_uuid: map.fs_uuid.clone(), map: Some(map) };
             return Ok(Message::new(0, reply.encode_to_vec()));
         }
+        if m.opcode == opcode::MAP {
+            return Ok(Message::new(0, pb::MapReply { map: Some(map) }.encode_to_vec()));
+        }
         self.beats.fetch_add(1, Relaxed);
         let raw = std::mem::take(&mut *self.raw.lock());
         if !raw.is_empty() {
