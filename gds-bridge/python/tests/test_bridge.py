@@ -11,6 +11,10 @@ try:
     import numpy as np
 except ImportError:
     np = None
+try:
+    import torch
+except ImportError:
+    torch = None
 
 MEMORY = os.environ["MEMORY"]
 HOST = MEMORY == "host"
@@ -239,6 +243,55 @@ class Test(unittest.TestCase):
             self.b.load_into(fixed, self.name)
         self.b.save_from(np.zeros((0, 3)), self.name)
         self.assertEqual(self.b.load_into(np.zeros(0), self.name)["asked"], 0)
+
+    @unittest.skipUnless(HOST and torch, "needs host memory and PyTorch")
+    def test_pytorch(self):
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 7).to(torch.bfloat16))
+        model = net.state_dict()  # with a counter that has no dimension
+        model["mask"] = torch.arange(17) % 3 == 0
+        model["none"] = torch.empty(0, 5, dtype=torch.float16)
+        model["c"] = torch.randn(9, dtype=torch.complex64).real.contiguous()
+        n = sum(t.nbytes for t in model.values())
+        self.is_all(self.b.save_safetensors(model, self.name, {"format": "pt"}), n)
+        loaded, r = self.b.load_safetensors(self.name, policy=f"require:{self.tier}")
+        self.is_all(r, n)
+        tensors = {k: torch.from_dlpack(t) for k, t in loaded.items()}
+        self.assertEqual(sorted(tensors), sorted(model))
+        for k, t in model.items():
+            self.assertEqual((tensors[k].dtype, tensors[k].shape, tensors[k].device), (t.dtype, t.shape, t.device))
+            self.assertTrue(torch.equal(tensors[k], t), k)
+        # The same memory, whoever lets go first.
+        self.assertEqual(tensors["0.weight"].data_ptr(), loaded["0.weight"].ptr)
+        del loaded
+        gc.collect()
+        # Into a model that is there, in place.
+        other = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 7).to(torch.bfloat16))
+        self.b.load_safetensors_into(other.state_dict(), self.name)
+        for k, t in net.state_dict().items():
+            self.assertTrue(torch.equal(other.state_dict()[k], t), k)
+        # What the safetensors library reads is the same.
+        try:
+            import safetensors.torch
+        except ImportError:
+            pass
+        else:
+            size, _ = self.b.peek(self.name)
+            raw = self.b.alloc([size])
+            self.b.load_into(raw, self.name)
+            theirs = safetensors.torch.load(raw.tobytes())
+            self.assertTrue(all(torch.equal(theirs[k], t) for k, t in model.items()) and len(theirs) == len(model))
+        self.b.close()
+        self.assertTrue(torch.equal(tensors["0.weight"], model["0.weight"]))
+
+    @unittest.skipUnless(HOST and torch, "needs host memory and PyTorch")
+    def test_pytorch_that_cannot_be(self):
+        with self.assertRaises(BufferError):
+            self.b.save_from(torch.zeros(8, 8).t()[1:], self.name)
+        with self.assertRaisesRegex(BufferError, "detach"):
+            self.b.save_safetensors({"w": torch.nn.Linear(3, 3).weight}, self.name)
+        with self.assertRaises(FileNotFoundError):
+            self.b.peek(self.name)
 
     @unittest.skipIf(HOST, "needs a GPU, or what stands in for it")
     def test_array_interface(self):

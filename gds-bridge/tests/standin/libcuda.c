@@ -1,4 +1,5 @@
-/* A stand-in for libcuda.so.1, for tests on machines without a GPU: the functions that src/cuda/table.rs names, on host memory.
+/* A stand-in for libcuda.so.1, for tests on machines without a GPU: the functions that src/cuda/table.rs names, on host memory
+ * (and cuDevicePrimaryCtxGetState, which PyTorch asks).
  * Copies are made when somebody waits for them. Its speed means nothing, and it shows nothing about a real driver.
  *
  * Made with: -DDEVICES=n (2), -DINIT=code (0), -DHANGS (cuInit never returns), -DCRASHES, -DNO_DMA_BUF, -DWITHOUT_EVENTS (old library),
@@ -132,6 +133,7 @@ int cuDevicePrimaryCtxRelease_v2(int d) {
   pthread_mutex_unlock(&lock);
   return 0;
 }
+int cuDevicePrimaryCtxGetState(int d, unsigned *flags, int *active) { *flags = 0; *active = retained[d] > 0; return 0; }
 int cuCtxSetCurrent(void *c) { current[depth] = c; return alive(); }
 int cuCtxPushCurrent_v2(void *c) { if (gone) return 709; current[++depth] = c; return 0; }
 int cuCtxPopCurrent_v2(void **c) { if (!depth) return 201; *c = current[depth--]; return 0; }

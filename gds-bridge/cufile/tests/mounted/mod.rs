@@ -63,7 +63,7 @@ impl Mounted {
         }
         let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
         let to = |name: &str| dir.path().join(name);
-        let libraries = [("recorder.c", "recorder.so"), ("modules.c", "modules.so")];
+        let libraries = [("recorder.c", "recorder.so"), ("modules.c", "modules.so"), ("cudart.c", "cudart.so")];
         let standin = here.join("../../tests/standin/libcuda.c");
         if !cc(&["-shared", "-fPIC", "-pthread"], &to("libcuda.so.1"), &standin) {
             return None;
