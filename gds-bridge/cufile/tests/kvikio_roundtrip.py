@@ -11,6 +11,7 @@ import kvikio.cufile_driver
 import kvikio.defaults
 
 cuda = ctypes.CDLL("libcuda.so.1")
+NOTHING = ctypes.c_void_p()
 
 
 def ok(code):
@@ -27,11 +28,13 @@ class Memory:
         self.__cuda_array_interface__ = {"shape": (n,), "typestr": "|u1", "data": (self.at, False), "version": 3}
 
     def put(self, data):
-        ok(cuda.cuMemcpyHtoD_v2(ctypes.c_uint64(self.at), data, ctypes.c_size_t(len(data))))
+        ok(cuda.cuMemcpyHtoDAsync_v2(ctypes.c_uint64(self.at), data, ctypes.c_size_t(len(data)), NOTHING))
+        ok(cuda.cuStreamSynchronize(NOTHING))
 
     def get(self, n):
         data = ctypes.create_string_buffer(n)
-        ok(cuda.cuMemcpyDtoH_v2(data, ctypes.c_uint64(self.at), ctypes.c_size_t(n)))
+        ok(cuda.cuMemcpyDtoHAsync_v2(data, ctypes.c_uint64(self.at), ctypes.c_size_t(n), NOTHING))
+        ok(cuda.cuStreamSynchronize(NOTHING))
         return data.raw
 
 

@@ -272,8 +272,8 @@ fn the_real_library_gets_its_files() {
     println!("{}\n{}", String::from_utf8_lossy(&out.stdout), m.left("log"));
 }
 
-/// A shell command that somebody wants to try: it gets `MOUNT`, and finds this library first, with the stand-in of the driver in `STANDIN`. For KvikIO:
-/// `STRAKE_CUFILE_TRY='LD_LIBRARY_PATH=... python3 kvikio_roundtrip.py'`.
+/// A shell command that somebody wants to try: it gets `MOUNT`, and finds this library first, with the stand-in of the driver in `STANDIN`. For PyTorch and
+/// KvikIO: docs/gds.md, "Unmodified programs".
 #[test]
 fn a_command_that_is_named_by_who_runs_the_tests() {
     let Ok(command) = std::env::var("STRAKE_CUFILE_TRY") else {
