@@ -58,8 +58,8 @@ pub struct Row {
     pub save_and_fsync: Option<f64>,
     /// `rates` as parts of the ceiling.
     pub of_ceiling: Rates,
-    /// The load as a multiple of the pageable loop.
-    pub of_pageable_loop: f64,
+    /// `rates` as multiples of the pageable loop.
+    pub of_pageable_loop: Rates,
     /// Which way the bytes went.
     pub loaded: Report,
     /// As `loaded`.
@@ -83,8 +83,8 @@ pub struct Figures {
     pub strict: bool,
     /// Copies between pinned host memory and the device, one stream, nothing else.
     pub ceiling: Rates,
-    /// Read 1 MiB into ordinary memory, copy it to the device, wait, and again.
-    pub pageable_loop: f64,
+    /// One thread and ordinary memory: read 1 MiB, copy it to the device, wait, and again; and the other way.
+    pub pageable_loop: Rates,
     /// By workers.
     pub rows: Vec<Row>,
     /// Why the run is not to be believed; then the rows are those until then.
@@ -221,7 +221,10 @@ impl Bench {
             policy: plan.policy,
             strict: plan.strict,
             ceiling,
-            pageable_loop: self.pageable_loop()?,
+            pageable_loop: Rates {
+                load: self.pageable_loop(true)?,
+                save: if self.made { Some(self.pageable_loop(false)?) } else { None },
+            },
             rows: Vec::new(),
             refused: None,
         })
@@ -251,11 +254,31 @@ impl Bench {
         (0..self.bytes).step_by(MIB as usize).map(block).collect()
     }
 
-    fn pageable_loop(&self) -> Result<f64> {
+    /// One thread, one stream: 1 MiB between the file and ordinary memory, then between that and the device, and wait.
+    fn pageable_loop(&self, load: bool) -> Result<f64> {
+        let file = self.file()?;
+        let mut block = vec![0; MIB as usize];
+        let mut stream = self.session.device().stream()?;
         let begun = Instant::now();
         for at in (0..self.bytes).step_by(MIB as usize) {
-            let block = self.session.read(self.file()?, at, MIB as usize)?;
-            self.session.put(self.gpu + at, &block)?;
+            if load {
+                block = self.session.read(file, at, MIB as usize)?;
+            }
+            let gpu = self.gpu + at;
+            // SAFETY: the block has as many bytes, and nobody touches it until the stream was drained.
+            let given = unsafe {
+                if load {
+                    stream.load(gpu, block.as_ptr(), block.len())
+                } else {
+                    stream.save(block.as_mut_ptr(), gpu, block.len())
+                }
+            };
+            let copied = given.and_then(|()| stream.mark()).and_then(|mark| stream.wait(mark));
+            stream.drain();
+            copied?;
+            if !load {
+                self.session.write(file, at, &block)?;
+            }
         }
         Ok(rate(self.bytes, begun))
     }
@@ -282,13 +305,16 @@ impl Bench {
         self.compare(&sums).map_err(nothing)?;
         let of = |r: &Report| r.moved() as f64 / r.took.as_secs_f64().max(1e-9);
         let rates = Rates { load: of(&loaded), save: saved.as_ref().map(of) };
-        let part = |(n, of): (f64, f64)| n / of;
+        let of_both = |n: Rates, all: Rates| Rates {
+            load: n.load / all.load,
+            save: n.save.zip(all.save).map(|(n, all)| n / all),
+        };
         Ok(Row {
             threads,
             rates,
             save_and_fsync,
-            of_ceiling: Rates { load: rates.load / f.ceiling.load, save: rates.save.zip(f.ceiling.save).map(part) },
-            of_pageable_loop: rates.load / f.pageable_loop,
+            of_ceiling: of_both(rates, f.ceiling),
+            of_pageable_loop: of_both(rates, f.pageable_loop),
             loaded,
             saved,
         })

@@ -35,12 +35,17 @@ fn a_run_has_its_rows_and_ratios_and_leaves_nothing_behind() {
     assert_eq!((f.rows.iter().map(|r| r.threads).collect::<Vec<_>>(), f.gpu), (vec![1, 2], false));
     for r in &f.rows {
         assert_eq!((r.saved.as_ref().unwrap().moved(), r.loaded.moved()), (4 << 20, 4 << 20));
-        let saves = [r.rates.save, r.save_and_fsync, f.ceiling.save, r.of_ceiling.save].map(Option::unwrap);
-        for n in [r.rates.load, f.ceiling.load, f.pageable_loop].into_iter().chain(saves) {
+        let saves = [r.rates.save, r.save_and_fsync, f.ceiling.save, r.of_ceiling.save, f.pageable_loop.save];
+        for n in [r.rates.load, f.ceiling.load, f.pageable_loop.load].into_iter().chain(saves.map(Option::unwrap)) {
             assert!(n.is_finite() && n > 0.0);
         }
         assert!((r.of_ceiling.load * f.ceiling.load / r.rates.load - 1.0).abs() < 1e-6);
-        assert!((r.of_pageable_loop * f.pageable_loop / r.rates.load - 1.0).abs() < 1e-6);
+        for (of, all, n) in [
+            (r.of_pageable_loop.load, f.pageable_loop.load, r.rates.load),
+            (r.of_pageable_loop.save.unwrap(), f.pageable_loop.save.unwrap(), r.rates.save.unwrap()),
+        ] {
+            assert!((of * all / n - 1.0).abs() < 1e-6);
+        }
     }
     assert!(served.cluster.mds.names().is_empty(), "the file is removed");
     let mut odd = plan(&served, Policy::Prefer, false);
@@ -68,6 +73,7 @@ fn a_file_that_is_there_is_loaded_and_stays_as_it_is() {
     for r in &f.rows {
         assert_eq!((r.loaded.moved(), &r.saved, r.rates.save, r.save_and_fsync), (3 << 20, &None, None, None));
         assert!(r.rates.load > 0.0 && r.of_ceiling.load > 0.0 && r.of_ceiling.save.is_none());
+        assert!(r.of_pageable_loop.load > 0.0 && r.of_pageable_loop.save.is_none());
     }
     // No more than was asked for.
     let less = bench::run_with(&Plan { bytes: 1 << 20, threads: vec![1], ..plan.clone() }, open).unwrap();

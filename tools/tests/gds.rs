@@ -291,7 +291,11 @@ fn the_script_for_gpu_machines_runs_and_says_what_it_did_not() {
         assert_eq!(outcome(&v, step), "skipped");
         assert!(!v["steps"][step]["why"].as_str().unwrap().is_empty());
     }
-    assert_eq!((&v["gpu"], v["goals"].as_array().unwrap().len()), (&false.into(), 3));
+    assert_eq!((&v["gpu"], v["goals"].as_array().unwrap().len()), (&false.into(), 5));
+    for goal in v["goals"].as_array().unwrap() {
+        let needs_a_gpu = goal["what"].as_str().unwrap().contains("local");
+        assert_eq!(goal["met"].is_null(), needs_a_gpu, "{goal}");
+    }
     let shown = fs::read_to_string(dir.path().join("out/figures.md")).unwrap();
     assert!(shown.contains("nothing here says anything of one") && shown.contains("pageable 8388608"), "{shown}");
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the clusters are gone");
@@ -303,6 +307,32 @@ fn the_script_for_gpu_machines_runs_and_says_what_it_did_not() {
     assert_eq!(outcome(&v, "memory"), "failed");
     assert!(v["steps"]["memory"]["why"].as_str().unwrap().contains("RDMA"), "{v}");
     assert!(v["goals"].as_array().unwrap().iter().all(|g| g["met"].is_null()));
+}
+
+/// The step `local` of that script, with a stand-in of the driver: what it copied is compared with the file.
+#[test]
+fn a_local_file_is_read_and_copied_by_a_driver() {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let dir = tempfile::tempdir().unwrap();
+    let mut cc = Command::new("cc");
+    cc.args(["-shared", "-fPIC", "-pthread", "-O1", "-o"]).arg(dir.path().join("libcuda.so.1"));
+    match cc.arg(here.join("../gds-bridge/tests/standin/libcuda.c")).output() {
+        Ok(out) => assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr)),
+        Err(e) => return println!("skipped: no C compiler here ({e})"),
+    }
+    let local = |library: &Path| {
+        let mut c = Command::new("python3");
+        c.arg(here.join("../cluster-tests/gpu/local.py")).arg(dir.path()).args(["0", "33"]);
+        c.env("LD_LIBRARY_PATH", library).env("STRAKE_CUFILE_REAL", "/nowhere/libcufile.so.0").output().unwrap()
+    };
+    let v = json(&local(dir.path()));
+    assert_eq!(v["bytes"], 32 << 20);
+    let figures = v["figures"].as_object().unwrap();
+    assert!(figures["read 1 MiB, copy, wait; the file in the page cache"].as_f64().unwrap() > 0.0, "{v}");
+    assert!(figures.values().filter_map(|f| f.as_str()).any(|f| f.starts_with("not run: ")), "{v}");
+    if !Path::new("/proc/driver/nvidia").exists() {
+        assert_eq!(local(Path::new("/nowhere")).status.code(), Some(77), "no driver: it cannot run here");
+    }
 }
 
 /// The commands of the page, as they stand there.

@@ -54,7 +54,8 @@ struct strakegds_options {
   uint32_t workers;             /* threads with a stream each; 4 */
   uint32_t slots;               /* pinned slots of each; 3 */
   uint32_t slot_bytes;          /* size of each; 4 MiB */
-  uint32_t accept_oss_checksum; /* gpu-rdma may be used although its bytes are verified at the storage server only */
+  uint32_t accept_oss_checksum; /* gpu-rdma and local-gds may be used although their bytes are verified where they
+                                 * are stored only */
   /* Since version 2. Options that end before this, of programs of version 1, are taken as if it were 0. */
   uint32_t verify_on_gpu;       /* the device sums its own end of every copy, and the sums are compared; the report says
                                  * where that was not possible (`not_on_gpu` in strakegds_report_json()) */

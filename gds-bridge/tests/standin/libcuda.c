@@ -1,5 +1,5 @@
 /* A stand-in for libcuda.so.1, for tests on machines without a GPU: the functions that src/cuda/table.rs names, on host memory
- * (and cuDevicePrimaryCtxGetState, which PyTorch asks).
+ * (and some that only other programs call: PyTorch, cluster-tests/gpu/local.py).
  * Copies are made when somebody waits for them. Its speed means nothing, and it shows nothing about a real driver.
  *
  * Made with: -DDEVICES=n (2), -DINIT=code (0), -DHANGS (cuInit never returns), -DCRASHES, -DNO_DMA_BUF, -DWITHOUT_EVENTS (old library),
@@ -288,6 +288,14 @@ int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
 }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t len, void *s) { return add(s, (Copy){(void *)from, to, len, 1}); }
 int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t len, void *s) { return add(s, (Copy){to, from, len, 0}); }
+static int now(Copy c) { int code = add(0, c); return code ? code : run(&default_stream, default_stream.given); }
+int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t len) { return now((Copy){(void *)from, to, len, 1}); }
+int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t len) { return now((Copy){to, from, len, 0}); }
+int cuMemsetD8_v2(uint64_t to, unsigned char byte, size_t len) {
+  if (!find(to)) return 1;
+  memset((void *)(to - AWAY), byte, len);
+  return 0;
+}
 int cuLaunchHostFunc(void *s, void (*f)(void *), void *of_it) { return add(s, (Copy){.host = of_it, .call = f}); }
 int cuStreamIsCapturing(void *s, int *status) {
   if (!s && !current[depth]) return 201;

@@ -108,7 +108,8 @@ fn text(f: &Figures) -> String {
     let mut rows = vec![head.to_vec()];
     let (load, save) = (rate(f.ceiling.load), maybe(f.ceiling.save, &rate));
     rows.push(row("ceiling: pinned copies alone".into(), load, save, "-".into()));
-    rows.push(row("loop: read 1 MiB, copy, wait".into(), rate(f.pageable_loop), "-".into(), "-".into()));
+    let (load, save) = (rate(f.pageable_loop.load), maybe(f.pageable_loop.save, &rate));
+    rows.push(row("loop: 1 MiB by read or write, copy, wait".into(), load, save, "-".into()));
     for r in &f.rows {
         let what = format!("bridge, {} threads", r.threads);
         let tiers = tiers(r.saved.iter().chain([&r.loaded]));
@@ -117,8 +118,11 @@ fn text(f: &Figures) -> String {
             rows.push(row("  with the fsync".into(), "-".into(), rate(n), "-".into()));
         }
         let part = |n: f64| format!("{n:.2} of the ceiling");
-        let times = format!("{:.1} times the loop", r.of_pageable_loop);
-        rows.push(row("  ratios".into(), part(r.of_ceiling.load), maybe(r.of_ceiling.save, &part), times));
+        let times = |n: f64| format!("{n:.1} times the loop");
+        let shown: [(_, &dyn Fn(f64) -> String); 2] = [(r.of_ceiling, &part), (r.of_pageable_loop, &times)];
+        for (all, shown) in shown {
+            rows.push(row("  ratio".into(), shown(all.load), maybe(all.save, shown), "-".into()));
+        }
     }
     out += &table(&rows);
     if let Some(r) = f.rows.last().map(|r| &r.loaded) {
