@@ -28,6 +28,7 @@ use crate::{
     plan::{Measured, Run, Standing, choose},
     rest::{Asked, Rests},
     selftest,
+    tally::Tally,
 };
 
 /// Where the kernel describes the machine.
@@ -129,6 +130,7 @@ pub(crate) struct Inner {
     width: usize,
     next: AtomicUsize,
     standings: Mutex<ByTier<Standing>>,
+    tally: Arc<Tally>,
     rests: Rests,
     /// One self-test at a time.
     testing: tokio::sync::Mutex<()>,
@@ -189,6 +191,7 @@ impl Bridge {
             width,
             next: AtomicUsize::new(0),
             standings: Mutex::new(ByTier::new(|_| Standing::Unavailable(Unavailable::NotTested))),
+            tally: Arc::default(),
             rests: Rests::new(),
             testing: tokio::sync::Mutex::default(),
         }));
@@ -223,6 +226,11 @@ impl Bridge {
     /// What is known of the tiers.
     pub fn standings(&self) -> ByTier<Standing> {
         self.0.standings.lock().clone()
+    }
+
+    /// What went of each file by each tier, over all calls.
+    pub fn tally(&self) -> &Arc<Tally> {
+        &self.0.tally
     }
 
     /// What there is less of than was wanted, for people: slots, pinned buffers, memory and processors near the device.
@@ -375,11 +383,12 @@ impl Inner {
                     run.verified(tier, by.sum());
                 }
                 let staged = done.staged;
-                match call.direction {
+                let split = match call.direction {
                     Direction::Load => run.moved(tier, by, staged),
                     Direction::Save => run.saved(tier, by, staged),
-                }
+                };
                 drop(run);
+                self.tally.add(call.all[p.range].file.id(), call.direction, &split);
                 call.moved[p.range].fetch_add(p.len as u64, Relaxed);
             }
             Ok(None) => {}

@@ -41,6 +41,7 @@ mod rest;
 mod selftest;
 pub mod session;
 pub mod status;
+mod tally;
 pub mod tensors;
 mod tier;
 
@@ -53,4 +54,5 @@ pub use numa::Numa;
 pub use pins::Registry;
 pub use reason::Unavailable;
 pub use report::{Checksum, Checksums, Direction, Failed, Report, Switch};
+pub use tally::{FileTiers, Tally};
 pub use tier::{ByTier, Policy, Tier};

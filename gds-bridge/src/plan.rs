@@ -195,11 +195,13 @@ impl Run {
     }
 
     /// A part arrived that took this tier, bytes of these roads, `staged` of them by way of one more copy.
-    pub fn moved(&mut self, tier: Tier, by: ByRoad, staged: u64) {
+    /// Its bytes by tier.
+    pub fn moved(&mut self, tier: Tier, by: ByRoad, staged: u64) -> ByTier<u64> {
         let split = self.count(tier, by, staged);
         for (tier, bytes) in split.iter().filter(|(_, bytes)| **bytes > 0) {
             assert!(self.policy.allows(tier), "{} does not allow {tier}, by which {bytes} bytes went", self.policy);
         }
+        split
     }
 
     /// Of a part that is about to be counted the device's sum was right.
@@ -209,8 +211,8 @@ impl Run {
     }
 
     /// A part was saved. Only now it is known by which roads it went, and the call has ended if the policy does not allow what they make of
-    /// the tier. The bytes count all the same: they were moved.
-    pub fn saved(&mut self, tier: Tier, by: ByRoad, staged: u64) {
+    /// the tier. The bytes count all the same: they were moved. Its bytes by tier.
+    pub fn saved(&mut self, tier: Tier, by: ByRoad, staged: u64) -> ByTier<u64> {
         let less = self.policy.allows(Tier::BounceRdma) && !self.roads.contains(&Tier::BounceRdma);
         let tier = match tier.is_bounce() {
             true if less || by[Road::Rdma] == 0 => Tier::BounceTcp,
@@ -227,6 +229,7 @@ impl Run {
             );
             self.fail(Error::new(Code::Io, m));
         }
+        split
     }
 
     fn count(&mut self, tier: Tier, by: ByRoad, staged: u64) -> ByTier<u64> {

@@ -177,6 +177,8 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
     assert!(mem.peek(tensor, 4 * MIB).unwrap() == data);
     let r = bridge.save(&[range(&uncached, 0, tensor, 4 * MIB)], strict).await.unwrap();
     assert!(r.is_all(Tier::BounceRdma), "{r}");
+    let tiers = || bridge.tally().files().remove(&f.ino()).unwrap_or_default();
+    assert_eq!((tiers().loaded[Tier::BounceRdma], tiers().saved[Tier::BounceRdma]), (4 * MIB, 4 * MIB));
 
     for (policy, direction) in [strict, Policy::AtLeast(Tier::BounceTcp)]
         .into_iter()
@@ -188,6 +190,7 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
         let turning = Arc::new(Turning { file: uncached.clone(), calls: AtomicU64::new(0), at: 8, turn });
         let all = [Transfer { file: turning, offset: 0, gpu: tensor, len: 4 * MIB }];
         let (fetched, sent) = (moved(|r| r.fetched), moved(|r| r.sent));
+        let (roads, before) = (by_road(), tiers());
         let outcome = match direction {
             Direction::Load => bridge.load(&all, policy).await,
             Direction::Save => bridge.save(&all, policy).await,
@@ -203,11 +206,22 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
         assert_eq!((r.moved(), r.by_road.sum()), (r.ranges.iter().sum(), r.moved()));
         assert_eq!((r.by_tier[Tier::BounceRdma], r.by_tier[Tier::Pageable]), (r.by_road[Road::Rdma], 0), "{r}");
         assert!(r.by_road[Road::Rdma] > 0 && r.by_road[Road::Local] == 0, "{r}");
+        let now = tiers();
+        let (loaded, saved) = [(now.loaded, before.loaded), (now.saved, before.saved)]
+            .map(|(now, before)| strake_gds::ByTier::new(|t| now[t] - before[t]))
+            .into();
+        let (of_it, other) = if direction == Direction::Load { (loaded, saved) } else { (saved, loaded) };
+        assert_eq!((of_it, other.sum()), (r.by_tier, 0), "`lfs path` shows the same by tier, of failed calls too");
         if policy != strict {
             assert!(r.by_tier[Tier::BounceTcp] > 0, "{r}");
             let (fetched, sent) = (moved(|r| r.fetched) - fetched, moved(|r| r.sent) - sent);
             let want = if direction == Direction::Load { (r.moved(), 0) } else { (0, r.moved()) };
             assert_eq!((fetched, sent), want, "`lfs path` counts the same bytes");
+            for (was, now) in roads.iter().zip(by_road()) {
+                let road = Road::ALL.into_iter().find(|r| r.name() == was.road).unwrap();
+                let went = (now.fetched - was.fetched) + (now.sent - was.sent);
+                assert_eq!((&now.road, went), (&was.road, r.by_road[road]), "the same by each road");
+            }
         } else if direction == Direction::Load {
             assert_eq!(r.by_tier[Tier::BounceTcp], 0, "{r}");
         }

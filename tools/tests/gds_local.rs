@@ -5,6 +5,7 @@ mod common;
 
 use std::{
     fs,
+    io::Write as _,
     path::{Path, PathBuf},
     process::{Command, Output},
     sync::Arc,
@@ -15,7 +16,7 @@ use serde_json::Value;
 use strake_client::{Creds, File};
 use strake_gds::{
     Checksum, Options, Policy, Tier, Transfer,
-    session::{Memory, Session, Setup},
+    session::{Memory, Session, Setup, published},
 };
 use strake_proto::{
     Code,
@@ -35,11 +36,26 @@ struct Cluster {
 
 impl Cluster {
     fn new() -> Cluster {
+        Cluster::up(|_| "none".into())
+    }
+
+    /// And where it is mounted; `None` (and said so) where nothing can be.
+    fn mounted() -> Option<(Cluster, PathBuf)> {
+        if !Path::new("/dev/fuse").exists() {
+            println!("skipped: /dev/fuse is missing");
+            return None;
+        }
+        let c = Cluster::up(|root| root.join("mnt"));
+        let at = c.root.path().join("mnt");
+        Some((c, at))
+    }
+
+    fn up(mount: impl FnOnce(&Path) -> PathBuf) -> Cluster {
         let root = tempfile::tempdir().unwrap();
         let mut up = strake();
-        up.arg("up").arg("--dir").arg(root.path().join("c")).args(["--mount=none", "--mds=1", "--oss=1"]);
+        up.arg("up").arg("--dir").arg(root.path().join("c")).arg("--mount").arg(mount(root.path()));
         ok(&up
-            .args(["--targets-per-oss=1", "--mirror=1", "--target-gib=1"])
+            .args(["--mds=1", "--oss=1", "--targets-per-oss=1", "--mirror=1", "--target-gib=1"])
             .current_dir(root.path())
             .output()
             .unwrap());
@@ -186,22 +202,64 @@ fn sealed_files_are_staged_read_from_their_copies_and_removed() {
     s.close(other).unwrap();
 }
 
+/// `lfs path` of a file that a mount and a bridge move: the mount's bytes by road, the bridge's by tier, as long as it lives.
+#[test]
+fn lfs_path_tells_the_tiers_of_a_file() {
+    let Some((cluster, mount)) = Cluster::mounted() else { return };
+    if published::folder().is_none() {
+        println!("skipped: neither root nor $XDG_RUNTIME_DIR: sessions publish nothing");
+        return;
+    }
+    let (name, len) = (mount.join("f"), (3 << 20) + 5);
+    let data = pattern(len);
+    // The mount counts as long as it has the file in use.
+    let mut kept = fs::File::create_new(&name).unwrap();
+    kept.write_all(&data).unwrap();
+    kept.sync_all().unwrap();
+    let path = |more: &[&str]| ok(&strake().args(["lfs", "path"]).args(more).arg(&name).output().unwrap());
+    let seen = || -> Value { serde_json::from_str::<Value>(&path(&["--json"])).unwrap()[0].clone() };
+    assert_eq!((&seen()["bytes"]["sent"]["together"], &seen()["bridges"]), (&len.into(), &Value::Array(vec![])));
+
+    let s = cluster.session(None);
+    let gpu = s.device().alloc(len as u64).unwrap();
+    let file = Arc::new(s.open_file("/f", libc::O_RDWR as u32, 0).unwrap());
+    let whole = [Transfer { file: file.clone(), offset: 0, gpu, len: len as u64 }];
+    let loaded = s.load(&whole, Policy::Require(Tier::Pageable)).unwrap();
+    let part = [Transfer { file: file.clone(), offset: 5, gpu: gpu + 5, len: 4096 }];
+    let saved = s.save(&part, Policy::Require(Tier::Pageable)).unwrap();
+    // It is published within a quarter of a second.
+    let last = loop {
+        let v = seen();
+        if v["bridges"][0]["saved"]["together"] == 4096 {
+            break v;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    };
+    let bridge = &last["bridges"][0];
+    assert_eq!(bridge["pid"], std::process::id());
+    for (way, report) in [("loaded", &loaded), ("saved", &saved)] {
+        assert_eq!(bridge[way]["by_tier"], serde_json::to_value(&report.by_tier).unwrap());
+        assert_eq!(bridge[way]["together"], report.moved());
+    }
+    let shown = path(&[]);
+    assert!(shown.contains("GPU BRIDGE OF") && shown.contains(&format!("pageable  {len}")), "{shown}");
+    s.close(
+        Arc::into_inner({
+            drop((whole, part));
+            file
+        })
+        .unwrap(),
+    )
+    .unwrap();
+    drop(s);
+    assert_eq!(seen()["bridges"], Value::Array(vec![]), "it went with its session");
+}
+
 /// The commands of the page, as they stand there, with host memory in place of the device.
 #[test]
 fn the_commands_of_the_page_work_on_a_mount() {
-    if !Path::new("/dev/fuse").exists() {
-        println!("skipped: /dev/fuse is missing");
-        return;
-    }
-    let root = tempfile::tempdir().unwrap();
-    let (mount, dir, bin) = (root.path().join("mnt"), root.path().join("copies"), root.path().join("bin"));
-    let mut up = strake();
-    up.args(["up", "--mds=1", "--oss=1", "--targets-per-oss=1", "--mirror=1", "--target-gib=1"]);
-    up.arg("--dir").arg(root.path().join("c")).arg("--mount").arg(&mount);
-    ok(&up.current_dir(root.path()).output().unwrap());
-    let made: toml::Table = fs::read_to_string(root.path().join("c/cluster.toml")).unwrap().parse().unwrap();
-    let mds = format!("127.0.0.1:{}", made["ports"].as_array().unwrap()[0].as_integer().unwrap());
-    let cluster = Cluster { root, mds };
+    let Some((cluster, mount)) = Cluster::mounted() else { return };
+    let (dir, bin) = (cluster.root.path().join("copies"), cluster.root.path().join("bin"));
     for dir in [&dir, &bin, &mount.join("models")] {
         fs::create_dir(dir).unwrap();
     }

@@ -1,6 +1,7 @@
 //! A client, a device and a bridge between them for programs that are not asynchronous: what the C library and the Python module are made of.
 
 mod path;
+pub mod published;
 mod replace;
 mod stage;
 mod start;
@@ -67,6 +68,8 @@ pub struct Setup {
     pub threads: usize,
     /// The bridge's.
     pub options: Options,
+    /// Folder where `lfs path` finds what this session moves of each file; `None`: it does not ([`published::folder`]).
+    pub published: Option<PathBuf>,
 }
 
 impl Setup {
@@ -80,6 +83,7 @@ impl Setup {
             creds: None,
             threads: 4,
             options: Options::default(),
+            published: published::folder(),
         }
     }
 
@@ -136,6 +140,9 @@ impl Session {
             let bridge = Bridge::open(device.clone(), Arc::new(client.clone()), setup.options.clone()).await?;
             Ok::<_, Error>((client, bridge))
         })?;
+        if let Some(folder) = &setup.published {
+            runtime.spawn(published::publish(folder.clone(), client.fs_uuid(), bridge.tally().clone()));
+        }
         let creds = setup.creds.clone().unwrap_or_else(mine);
         let inner = Inner { bridge, device, host, client, creds, fixed: setup.creds.clone(), runtime };
         Ok(Session { inner: Some(inner), pid: process::id() })

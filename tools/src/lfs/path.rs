@@ -1,9 +1,14 @@
-//! `lfs path`: over which roads this mount reaches the servers that hold a file, and by which ones its bytes came and went.
+//! `lfs path`: over which roads this mount reaches the servers that hold a file, by which ones its bytes came and went, and by which tiers programs
+//! of this node moved them between it and GPU memory.
 
 use std::{collections::BTreeSet, ffi::OsString, os::unix::fs::MetadataExt, path::Path};
 
 use rustix::io::Errno;
 use serde_json::{Value, json};
+use strake_gds::{
+    ByTier,
+    session::published::{self, Seen as Bridge},
+};
 use strake_proto::{
     NodeId,
     layout::StripeMap,
@@ -18,8 +23,8 @@ use super::{
 };
 use crate::term::{size, table};
 
-pub const USAGE: &str = "lfs path [--json] PATH...   the connections of this mount to the servers that hold a file, and its bytes by road; of a \
-                         directory: to all\n";
+pub const USAGE: &str = "lfs path [--json] PATH...   the connections of this mount to the servers that hold a file, and its bytes by road, and by \
+                         tier of GPU bridges; of a directory: to all\n";
 const OPTIONS: &[Opt] = &[opt('\0', "json", Nothing)];
 
 pub fn read(args: Vec<OsString>) -> Result<Parsed, Failure> {
@@ -36,11 +41,14 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     for path in &p.operands {
         match look(Path::new(path)) {
             Ok(seen) if p.has("json") => {
-                let bytes = file_json(&seen.file);
-                all.push(json!({ "path": path.to_string_lossy(), "servers": as_json(&seen.servers), "bytes": bytes }));
+                let (servers, bytes, bridges) =
+                    (as_json(&seen.servers), file_json(&seen.file), bridges_json(&seen.bridges));
+                all.push(
+                    json!({ "path": path.to_string_lossy(), "servers": servers, "bytes": bytes, "bridges": bridges }),
+                );
             }
             Ok(seen) => {
-                let text = text(&seen.servers) + &file_text(&seen.file);
+                let text = text(&seen.servers) + &file_text(&seen.file) + &bridges_text(&seen.bridges);
                 out.print(&format!("{}\n{text}", path.to_string_lossy()));
             }
             Err(f) => out.fail(f),
@@ -63,6 +71,8 @@ struct Seen {
     servers: Vec<Server>,
     /// Of the file itself; empty if the mount does not have it in use.
     file: Vec<pb::FileRoad>,
+    /// Living sessions of the GPU bridge on this node that moved bytes of it.
+    bridges: Vec<Bridge>,
 }
 
 fn look(path: &Path) -> Result<Seen, Failure> {
@@ -75,7 +85,12 @@ fn look(path: &Path) -> Result<Seen, Failure> {
     let roads = mount::roads(&real)?;
     let nodes = if meta.is_file() { holders(meta.ino(), &mount::layout(&real)?, &map)? } else { storage_servers(&map) };
     let file = if meta.is_file() { roads.file.clone() } else { Vec::new() };
-    Ok(Seen { servers: servers(&nodes, &map, &roads), file })
+    let bridges = if meta.is_file() { bridges(&map.map.fs_uuid, meta.ino()) } else { Vec::new() };
+    Ok(Seen { servers: servers(&nodes, &map, &roads), file, bridges })
+}
+
+fn bridges(fs_uuid: &[u8], ino: u64) -> Vec<Bridge> {
+    published::folders().iter().flat_map(|f| published::look(f, fs_uuid, ino)).collect()
 }
 
 /// The nodes with a replica of one of the file's chains.
@@ -149,9 +164,54 @@ fn file_json(file: &[pb::FileRoad]) -> Value {
     json!({ "fetched": of(|r| r.fetched), "sent": of(|r| r.sent) })
 }
 
+/// Bytes by tier of each process, and all together; nothing where no bridge moved any.
+fn bridges_text(all: &[Bridge]) -> String {
+    if all.is_empty() {
+        return String::new();
+    }
+    let mut rows = vec![["GPU BRIDGE OF", "TIER", "LOADED", "SAVED"].map(String::from).to_vec()];
+    for b in all {
+        let moved = b.tiers.loaded.iter().filter(|(t, n)| **n + b.tiers.saved[*t] > 0);
+        rows.extend(moved.map(|(t, n)| {
+            vec![format!("{} ({})", b.pid, b.program), t.to_string(), n.to_string(), b.tiers.saved[t].to_string()]
+        }));
+    }
+    let sum = |of: fn(&Bridge) -> u64| all.iter().map(of).sum::<u64>().to_string();
+    rows.push(vec!["together".into(), String::new(), sum(|b| b.tiers.loaded.sum()), sum(|b| b.tiers.saved.sum())]);
+    table(&rows)
+}
+
+fn bridges_json(all: &[Bridge]) -> Value {
+    let by = |tiers: &ByTier<u64>| json!({ "by_tier": tiers, "together": tiers.sum() });
+    let one = |b: &Bridge| json!({ "pid": b.pid, "program": b.program, "loaded": by(&b.tiers.loaded), "saved": by(&b.tiers.saved) });
+    all.iter().map(one).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_of_bridges_by_tier_add_up() {
+        use strake_gds::{FileTiers, Tier};
+        let by = |tier, n| ByTier::new(|t| if t == tier { n } else { 0 });
+        let one = |pid, loaded, saved| Bridge { pid, program: "python3".into(), tiers: FileTiers { loaded, saved } };
+        let mut both = by(Tier::BounceTcp, 10);
+        both[Tier::Pageable] = 1;
+        let all = [one(7, both, by(Tier::BounceTcp, 0)), one(12, by(Tier::GpuRdma, 100), by(Tier::GpuRdma, 5))];
+        assert_eq!(
+            bridges_text(&all),
+            "GPU BRIDGE OF  TIER        LOADED  SAVED\n\
+             7 (python3)    bounce-tcp  10      0\n\
+             7 (python3)    pageable    1       0\n\
+             12 (python3)   gpu-rdma    100     5\n\
+             together                   111     5\n"
+        );
+        let v = bridges_json(&all);
+        assert_eq!((&v[0]["loaded"]["by_tier"]["pageable"], &v[0]["loaded"]["together"]), (&1.into(), &11.into()));
+        assert_eq!((v[1]["saved"]["together"].as_u64(), v[1]["pid"].as_u64()), (Some(5), Some(12)));
+        assert_eq!((bridges_text(&[]), bridges_json(&[])), (String::new(), json!([])));
+    }
 
     #[test]
     fn servers_of_a_file_and_how_they_are_reached() {
