@@ -100,6 +100,63 @@ fn a_program_in_c_asks_for_checksums_on_the_device() {
     }
 }
 
+/// A program with lines that load what `device_pointer` is to have.
+const AROUND: &str = r#"
+#include <err.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include "strakegds.h"
+
+static uint64_t at;
+
+static uint64_t allocated(struct strakegds *b, uint64_t length) {
+  if (strakegds_alloc(b, length, &at)) errx(1, "%s", strakegds_error());
+  return at;
+}
+#define device_pointer allocated(b, length)
+
+int main(int argc, char **argv) {
+  if (argc != 3) return 2;
+  uint64_t length = 5;
+  char got[5];
+LINES
+  if (strakegds_get(b, got, at, length)) errx(1, "%s", strakegds_error());
+  return memcmp(got, "model", 5);
+}
+"#;
+
+/// The lines of the page, with this cluster's names, in a program around them.
+#[test]
+fn the_lines_of_the_page_load_a_file() {
+    let served = Served::new(3);
+    let dir = served.dir.path();
+    let page = include_str!("../../../docs/gds.md");
+    let lines = page.split_once("```c\n").unwrap().1.split_once("```").unwrap().0;
+    let (from, to) = ("\"mds1,mds2,mds3\"}", "argv[1], .client_key = argv[2], .memory = \"host\"}");
+    assert!(lines.contains(from) && lines.contains("\"at-least:bounce-tcp\""), "{lines}");
+    // Under a small limit of locked memory nothing is pinned.
+    let lines = lines.replace(from, to).replace("at-least:bounce-tcp", "at-least:pageable");
+    let source = AROUND.replace("LINES", &lines);
+    std::fs::write(dir.join("page.c"), source).unwrap();
+    let Some(()) = compile(dir.join("page.c").to_str().unwrap(), &dir.join("page"), false) else { return };
+    served.block_on(async {
+        let c = served.client().await;
+        let (f, _) = c.create(&user(), c.root(), b"model.bin", 0o644, 2, true, None).await.unwrap();
+        f.write(0, vec![strake_fabric::Buf::copy_from(b"model")]).await.unwrap();
+        f.fsync().await.unwrap();
+        f.close().await.unwrap();
+        c.close().await.unwrap();
+    });
+    let run = Command::new(dir.join("page"))
+        .args([served.mds.as_ref(), served.key.as_os_str()])
+        .env("LD_LIBRARY_PATH", dir)
+        .output()
+        .unwrap();
+    let said = [run.stdout, run.stderr].map(|b| String::from_utf8_lossy(&b).into_owned());
+    assert!(run.status.success() && said[0].contains("\"by_tier\""), "{said:?}");
+}
+
 #[test]
 fn the_header_is_cpp_too() {
     let dir = tempfile::tempdir().unwrap();
