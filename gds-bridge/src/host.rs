@@ -57,6 +57,35 @@ struct State {
     no_exports: Option<String>,
     cufile: Arc<Tricks>,
     busy: Arc<Busy>,
+    gate: Arc<Gate>,
+    /// What was exported since writes of others are seen late; `None`: they are seen at once.
+    late: Option<Vec<Late>>,
+}
+
+/// Memory that others write in place of the device's, until it is told that they did.
+struct Late {
+    outside: Arc<Block>,
+    /// What of it the device has seen.
+    seen: Vec<u8>,
+    addr: u64,
+}
+
+/// How many copies may still be made, and how many were ordered and are not made yet.
+#[derive(Default)]
+struct Gate(Mutex<(Option<u64>, u64)>, Condvar);
+
+impl Gate {
+    fn ordered(&self) {
+        self.0.lock().1 += 1;
+        self.1.notify_all();
+    }
+
+    /// Waits until a copy may be made.
+    fn pass(&self) {
+        let mut s = self.0.lock();
+        self.1.wait_while(&mut s, |s| s.0 == Some(0));
+        *s = (s.0.map(|n| n - 1), s.1 - 1);
+    }
 }
 
 /// Streams of the program that have work to do.
@@ -253,6 +282,25 @@ impl HostMem {
         self.0.lock().pace = copy;
     }
 
+    /// No more copies are made than so many, until this is called again; `None`: all are.
+    pub fn allow_copies(&self, copies: Option<u64>) {
+        let gate = self.0.lock().gate.clone();
+        gate.0.lock().0 = copies;
+        gate.1.notify_all();
+    }
+
+    /// Copies and sums that streams were given and that are not made yet.
+    pub fn under_way(&self) -> u64 {
+        let gate = self.0.lock().gate.clone();
+        gate.0.lock().1
+    }
+
+    /// From now on plays a device that sees what others write into exported memory only when it is told to look ([`GpuMem::arrived`]). They must not write
+    /// while it looks: for tests on one thread.
+    pub fn see_late(&self) {
+        self.0.lock().late.get_or_insert_default();
+    }
+
     /// From now on plays a device that sums its memory. The work is done by this machine: for tests.
     pub fn play_sums(&self) {
         self.0.lock().sums = true;
@@ -322,6 +370,24 @@ impl HostMem {
         Ok(bytes)
     }
 
+    /// Memory of the device for who was given it: see [`HostMem::fill`].
+    pub(crate) fn hold(&self, addr: u64, len: u64) -> Result<Foreign, Fault> {
+        self.0.lock().hold(addr, len)
+    }
+
+    /// Puts bytes where [`HostMem::hold`] holds as many or more, whether they were freed meanwhile or not.
+    pub(crate) fn fill(&self, memory: &Foreign, bytes: &[u8]) -> Result<(), Fault> {
+        let s = self.0.lock();
+        if s.context_gone {
+            return Err(Fault::ContextGone);
+        }
+        let to: *mut u8 = ptr::with_exposed_provenance_mut(memory.addr() as usize);
+        let n = bytes.len().min(memory.len() as usize);
+        // SAFETY: what is held is there, and the lock keeps others from it.
+        unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), n) };
+        Ok(())
+    }
+
     /// Puts bytes into the device's memory.
     pub fn poke(&self, addr: u64, bytes: &[u8]) -> Result<(), Fault> {
         let mut s = self.0.lock();
@@ -361,6 +427,54 @@ impl State {
         }
         let (block, at) = self.find(addr, len)?;
         Ok(self.blocks[&block].start.wrapping_add(at))
+    }
+
+    /// So many bytes from there, which stay in place as long as what this returns is held, also when they are freed meanwhile.
+    fn hold(&mut self, addr: u64, len: u64) -> Result<Foreign, Fault> {
+        let start = self.place(addr, len)?;
+        let keep: Arc<dyn Any + Send + Sync> = match self.is_lent(addr, len) {
+            Some(_) => Arc::new(()),
+            None => self.blocks[&self.find(addr, len)?.0].clone(),
+        };
+        // SAFETY: a block is in place as long as it is held; what was lent to this device, as long as a call moves it, by the promise of who did.
+        Ok(unsafe { Foreign::host(start, len, keep) })
+    }
+
+    /// As [`State::hold`], of other memory with the same bytes.
+    fn hold_late(&mut self, addr: u64, len: u64) -> Result<Foreign, Fault> {
+        let from = self.place(addr, len)?;
+        let (outside, mut seen) = (Arc::new(Block::new(len)), vec![0; len as usize]);
+        // SAFETY: `place` says that so many bytes are there, and the other ends have as many.
+        unsafe {
+            seen.as_mut_ptr().copy_from_nonoverlapping(from, seen.len());
+            outside.start.copy_from_nonoverlapping(from, seen.len());
+        }
+        let (start, keep) = (outside.start, outside.clone());
+        self.late.get_or_insert_default().push(Late { outside, seen, addr });
+        // SAFETY: a block is in place as long as it is held.
+        Ok(unsafe { Foreign::host(start, len, keep) })
+    }
+
+    /// Sees what was written late.
+    fn look(&mut self) {
+        let mut all = self.late.take();
+        for l in all.iter_mut().flatten() {
+            // Freed meanwhile: nobody's.
+            let Ok(to) = self.place(l.addr, l.seen.len() as u64) else { continue };
+            for (i, seen) in l.seen.iter_mut().enumerate() {
+                // SAFETY: within both, as `place` and the block say, and nobody writes them now.
+                let now = unsafe { *l.outside.start.add(i) };
+                // What nobody wrote is the device's own.
+                if now != *seen {
+                    *seen = now;
+                    // SAFETY: as above.
+                    unsafe { *to.add(i) = now };
+                }
+            }
+        }
+        // What nobody can write any more was seen.
+        all.iter_mut().for_each(|all| all.retain(|l| Arc::strong_count(&l.outside) > 1));
+        self.late = all;
     }
 
     fn is_lent(&self, addr: u64, len: u64) -> Option<*mut u8> {
@@ -529,17 +643,16 @@ impl GpuMem for HostMem {
         if let Some(why) = s.no_exports.clone() {
             return Err(Fault::Export { bytes: len, why });
         }
-        let start = s.place(addr, len)?;
-        let keep: Arc<dyn Any + Send + Sync> = match s.is_lent(addr, len) {
-            Some(_) => Arc::new(()),
-            None => s.blocks[&s.find(addr, len)?.0].clone(),
-        };
-        // SAFETY: a block is in place as long as it is held; what was lent to this device, as long as a call moves it, by the promise of who did.
-        Ok(unsafe { Foreign::host(start, len, keep) })
+        if s.late.is_some() { s.hold_late(addr, len) } else { s.hold(addr, len) }
     }
 
     fn arrived(&self) -> Result<(), Fault> {
-        if self.0.lock().context_gone { Err(Fault::ContextGone) } else { Ok(()) }
+        let mut s = self.0.lock();
+        if s.context_gone {
+            return Err(Fault::ContextGone);
+        }
+        s.look();
+        Ok(())
     }
 
     fn cufile(&self, _prober: &Path) -> Result<Arc<dyn CuFile>, Unavailable> {
@@ -586,7 +699,11 @@ impl HostStream {
     fn make(&mut self, before: u64) {
         while self.done < before {
             let Some(c) = self.copies.pop_front() else { break };
-            let pace = self.device.0.lock().pace;
+            let (pace, gate) = {
+                let s = self.device.0.lock();
+                (s.pace, s.gate.clone())
+            };
+            gate.pass();
             if !pace.is_zero() {
                 thread::sleep(pace);
             }
@@ -603,10 +720,13 @@ impl HostStream {
     }
 
     fn push(&mut self, c: Pending) -> Result<(), Fault> {
-        if self.device.0.lock().context_gone {
+        let s = self.device.0.lock();
+        if s.context_gone {
             return Err(Fault::ContextGone);
         }
         if c.len > 0 {
+            s.gate.ordered();
+            drop(s);
             self.copies.push_back(c);
             self.given += 1;
         }

@@ -233,6 +233,10 @@ async fn no_lie_of_cufile_counts_and_strict_calls_never_degrade() {
     for (trick, words) in [
         (Trick::Positive(5006), "as if it were a number of bytes"),
         (Trick::Fails(5008), "cuFileRead failed with -5008"),
+        (Trick::Errno(5008), "cuFileRead failed with -1: errno 5008, a code of cuFile's"),
+        (Trick::Errno(5024), "cuFileRead failed with -1: errno 5024, a code of cuFile's"),
+        (Trick::Errno(libc::ENXIO), "No such device or address"),
+        (Trick::NoCounters, "cuFileGetStatsL3 failed with 5030"),
         (Trick::Short, "were asked for"),
         (Trick::Posix, "another way than straight"),
         (Trick::Uncounted, "another way than straight"),
@@ -351,7 +355,16 @@ async fn the_self_test_tells_why_there_is_no_such_tier() {
         Standing::Available(m) => panic!("{m:?}"),
         Standing::Unavailable(why) => why,
     };
-    for trick in [Trick::Positive(5006), Trick::Fails(1), Trick::Short, Trick::Posix, Trick::Uncounted, Trick::Flips] {
+    for trick in [
+        Trick::Positive(5006),
+        Trick::Fails(1),
+        Trick::Errno(5024),
+        Trick::Short,
+        Trick::Posix,
+        Trick::Uncounted,
+        Trick::NoCounters,
+        Trick::Flips,
+    ] {
         let rig = Rig::new();
         rig.mem.tricks().play(0, Some(trick));
         let why = standing(&rig).await;
@@ -381,6 +394,81 @@ async fn the_self_test_tells_why_there_is_no_such_tier() {
     let e = bridge(1 << 30).await.2.standings()[Tier::LocalGds].clone();
     assert_eq!(e, Standing::Unavailable(Unavailable::NoFolder));
     assert_eq!(fs::read_dir(Rig::new().dir.path()).unwrap().count(), 0);
+}
+
+/// As version 1.15 does on FUSE, or on a disk that is not of its kind.
+#[tokio::test]
+async fn files_that_cufile_refuses_have_no_such_road() {
+    let rig = Rig::new();
+    let f = rig.sealed(1, pattern(1, MIB), true);
+    rig.stage(&f);
+    let bridge = rig.bridge().await;
+    let to = rig.mem.alloc(MIB).unwrap();
+    let (tricks, words) = (rig.mem.tricks(), "cuFileHandleRegister failed with 5027");
+    // Only that of a copy, after the self-test.
+    tricks.refuse_files(Some(5027));
+    let e = bridge.load(&[whole(&f, to)], LOCAL).await.unwrap_err();
+    assert!(e.error.code == Code::OpNotSupp && e.error.message.contains(words) && e.report.moved() == 0, "{e}");
+    let r = bridge.load(&[whole(&f, to)], Policy::Prefer).await.unwrap();
+    adds_up(&r);
+    assert!(r.by_tier[Tier::LocalGds] == 0 && rig.mem.peek(to, MIB).unwrap() == pattern(1, MIB), "{r}");
+    let told = |why: &Unavailable| why.kind() == "no-copy" && why.to_string().contains(words);
+    assert!(r.unavailable.iter().any(|(t, why)| *t == Tier::LocalGds && told(why)), "{r}");
+    // That of the self-test's own.
+    let s = bridge.self_test().await;
+    let Standing::Unavailable(why @ Unavailable::TestStopped(_)) = &s[Tier::LocalGds] else { panic!("{s:?}") };
+    assert!(why.to_string().contains(words), "{why}");
+    tricks.refuse_files(None);
+    bridge.self_test().await;
+    assert!(bridge.load(&[whole(&f, to)], LOCAL).await.unwrap().is_all(Tier::LocalGds));
+}
+
+/// While a read is under way, which ends all the same, as the real one has the memory pinned: with the device's sums and without.
+#[tokio::test]
+async fn memory_that_is_freed_or_a_context_that_is_destroyed_in_mid_call_ends_it() {
+    for (destroy, sums, policy) in [
+        (false, true, LOCAL),
+        (false, false, LOCAL),
+        (true, true, LOCAL),
+        (true, false, LOCAL),
+        (false, false, Policy::Prefer),
+        (true, false, Policy::Prefer),
+    ] {
+        let rig = if sums { Rig::new() } else { Rig::without_sums() };
+        let f = rig.sealed(1, pattern(1, 2 * MIB), true);
+        rig.stage(&f);
+        let options = Options { accept_oss_checksum: true, ..rig.options() };
+        let bridge = Bridge::open(Arc::new(rig.mem.clone()), rig.cluster.clone(), options).await.unwrap();
+        ranked(&bridge).await;
+        let to = rig.mem.alloc(2 * MIB).unwrap();
+        let tricks = rig.mem.tricks();
+        tricks.play(0, Some(Trick::Hangs));
+        let begun = tricks.reads();
+        let (b, all) = (bridge.clone(), [whole(&f, to)]);
+        let call = tokio::spawn(async move { b.load(&all, policy).await });
+        while tricks.reads() < begun + 3 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        if destroy {
+            rig.mem.destroy()
+        } else {
+            rig.mem.free(to).unwrap()
+        }
+        let before = rig.mem.copied();
+        tricks.play(0, None);
+        let failed = call.await.unwrap().unwrap_err();
+        let what = format!("{destroy} {sums} {policy}: {failed}");
+        adds_up(&failed.report);
+        let want = if destroy { (Code::NoDev, "context is gone") } else { (Code::Inval, "memory that was freed") };
+        assert!(failed.error.code == want.0 && failed.error.message.contains(want.1), "{what}");
+        let r = &failed.report;
+        assert!(r.moved() == 0, "what was read went where nobody has memory: {what}");
+        assert!(r.switches.is_empty() && rig.mem.copied() == before, "no other tier is to blame, or to try: {what}");
+        if !destroy {
+            let to = rig.mem.alloc(2 * MIB).unwrap();
+            assert!(bridge.load(&[whole(&f, to)], LOCAL).await.unwrap().is_all(Tier::LocalGds));
+        }
+    }
 }
 
 #[tokio::test]

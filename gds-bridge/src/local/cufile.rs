@@ -56,14 +56,19 @@ pub fn read(
     cufile.rounds().read(cufile, patience, len as u64, once)
 }
 
-/// Codes of cuFile, which older versions return as if they were bytes. Nobody asks for so many: they are no whole blocks.
+/// Codes of cuFile, which versions from 1.16 on put into errno, and older ones return as if they were bytes. Nobody asks for so many: they are no whole
+/// blocks.
 const CODES: std::ops::RangeInclusive<isize> = 5001..=5099;
 
 /// What a read returned.
 fn came(said: isize, errno: &io::Error, len: usize) -> Result<(), Fault> {
     let failed = |code: isize, name: String| Err(Fault::Driver { call: "cuFileRead", code: code as i32, name });
     match said {
-        -1 => failed(-1, errno.to_string()),
+        -1 => match errno.raw_os_error() {
+            // The system has no words for it.
+            Some(code) if CODES.contains(&(code as isize)) => failed(said, format!("errno {code}, a code of cuFile's")),
+            _ => failed(said, errno.to_string()),
+        },
         ..0 => failed(said, "a code of cuFile's".into()),
         _ if said as usize == len => Ok(()),
         _ if CODES.contains(&said) => {
@@ -118,5 +123,14 @@ mod tests {
             assert!(e.to_string().contains(words), "{e}");
         }
         assert_eq!(came(8192, &io::Error::from_raw_os_error(5), 8192), Ok(()));
+        for (errno, words) in [
+            (5001, "errno 5001, a code of cuFile's"),
+            (5024, "errno 5024, a code of cuFile's"),
+            (5099, "errno 5099, a code of cuFile's"),
+            (5100, "os error 5100"),
+        ] {
+            let e = came(-1, &io::Error::from_raw_os_error(errno), 8192).unwrap_err();
+            assert!(e.to_string().contains(words) && e.to_string().contains("failed with -1"), "{e}");
+        }
     }
 }

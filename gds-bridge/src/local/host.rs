@@ -21,6 +21,10 @@ pub enum Trick {
     Positive(i32),
     /// Reads nothing and returns a negative code, or -1.
     Fails(i32),
+    /// Reads nothing and returns -1 with a code in errno: the system's, or one of cuFile's own, as versions from 1.16 on do.
+    Errno(i32),
+    /// Reads all of it, and its counters cannot be had from then on.
+    NoCounters,
     /// Reads half of it.
     Short,
     /// Reads all of it by way of host memory, and says so in its counters only.
@@ -49,6 +53,7 @@ struct State {
     /// From this read on.
     trick: Option<(u64, Trick)>,
     patience: Option<Duration>,
+    refused: Option<i32>,
 }
 
 impl Tricks {
@@ -63,6 +68,11 @@ impl Tricks {
     /// Is waited for so long only.
     pub fn hurry(&self, patience: Duration) {
         self.state.lock().patience = Some(patience);
+    }
+
+    /// From now on, or (`None`) no more, takes no file, with this code.
+    pub fn refuse_files(&self, code: Option<i32>) {
+        self.state.lock().refused = code;
     }
 
     /// Reads that were asked for.
@@ -109,18 +119,29 @@ impl HostCuFile {
 
 impl CuFile for HostCuFile {
     fn register(&self, file: BorrowedFd<'_>) -> Result<u64, Fault> {
+        if let Some(code) = self.0.tricks().state.lock().refused {
+            return Err(Fault::Driver { call: "cuFileHandleRegister", code, name: "a code of cuFile's".into() });
+        }
         Ok(file.as_raw_fd() as u64)
     }
 
     fn deregister(&self, _handle: u64) {}
 
     fn read(&self, handle: u64, to: u64, len: usize, offset: u64) -> isize {
+        // As the real one, which keeps in place what it was given.
+        let memory = self.0.hold(to, len as u64);
         let trick = self.next();
+        let Ok(memory) = memory else { return -5012 };
         if let Some(Trick::Positive(code)) = trick {
             return code as isize;
         }
         if let Some(Trick::Fails(code)) = trick {
             return -(code.abs() as isize);
+        }
+        if let Some(Trick::Errno(code)) = trick {
+            // SAFETY: the errno of this thread.
+            unsafe { *libc::__errno_location() = code };
+            return -1;
         }
         let wanted = if trick == Some(Trick::Short) { len / 2 } else { len };
         let mut bytes = BufMut::unpooled(wanted);
@@ -133,8 +154,8 @@ impl CuFile for HostCuFile {
         if trick == Some(Trick::Flips) {
             bytes[n / 2] ^= 0x10;
         }
-        if self.0.poke(to, &bytes[..n]).is_err() {
-            return -5012;
+        if self.0.fill(&memory, &bytes[..n]).is_err() {
+            return -5011;
         }
         match trick {
             Some(Trick::Posix) => self.count(1, 0, n),
@@ -149,7 +170,15 @@ impl CuFile for HostCuFile {
     }
 
     fn counters(&self) -> Result<Counters, Fault> {
-        Ok(self.0.tricks().counters())
+        let tricks = self.0.tricks();
+        let s = tricks.state.lock();
+        match s.trick {
+            Some((from, Trick::NoCounters)) if s.reads > from => {
+                let name = "a code of cuFile's".into();
+                Err(Fault::Driver { call: "cuFileGetStatsL3", code: 5030, name })
+            }
+            _ => Ok(s.counters),
+        }
     }
 
     /// It moves memory.
