@@ -278,6 +278,22 @@ async fn where_nothing_can_be_lent_the_tier_says_so_and_nothing_moves_by_it() {
     assert!(r.by_tier[Tier::GpuRdma] == 0 && s.mem.peek(tensor, MIB).unwrap() == data, "{r}");
 }
 
+/// The device sees what was written there when it is told to look, and no earlier. On one thread: nobody writes while it looks.
+#[tokio::test]
+async fn what_servers_wrote_is_seen_before_anybody_uses_it() {
+    for sums in [true, false] {
+        let s = stage(sums, Options { accept_oss_checksum: true, ..options() }).await;
+        let data = pattern(21, MIB + 77);
+        let f = written(&s.client, b"f", &data).await;
+        let tensor = ram::device(&s.mem, &vec![0; data.len()]);
+        s.mem.see_late();
+        let r = s.bridge.load(&[range(&f, 0, tensor, MIB + 77)], DIRECT).await.unwrap();
+        assert!(r.is_all(Tier::GpuRdma) && s.mem.peek(tensor, MIB + 77).unwrap() == data, "{r}");
+        let s = s.bridge.self_test().await;
+        assert!(matches!(s[Tier::GpuRdma], Standing::Available(_)), "{s:?}");
+    }
+}
+
 /// A file that does something before each part goes.
 struct Meanwhile {
     file: File,

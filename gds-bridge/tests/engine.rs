@@ -5,14 +5,14 @@ mod ram;
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering::SeqCst},
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
     },
     time::Duration,
 };
 
 use futures_util::FutureExt;
 use ram::*;
-use strake_fabric::{ByRoad, Pool, Road};
+use strake_fabric::{Buf, ByRoad, Pool, Road};
 use strake_gds::{
     Bridge, Checksum, Checksums, Copied, Direction, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Report,
     Tier, Transfer, Unavailable,
@@ -312,6 +312,81 @@ async fn bad_ranges_are_refused_before_anything_moves() {
     bridge.load(&[], BOUNCE).await.unwrap();
     let r = bridge.load(&[t(0, 0, 0), t(0, foreign, 0)], BOUNCE).await.unwrap();
     assert_eq!((r.asked, r.checksum), (0, None));
+}
+
+/// A file whose writes, once begun, end when they are let go.
+struct Gated {
+    file: Arc<Ram>,
+    begun: AtomicU64,
+    go: tokio::sync::Semaphore,
+}
+
+#[async_trait::async_trait]
+impl FileIo for Gated {
+    fn id(&self) -> u64 {
+        self.file.id()
+    }
+    async fn read(&self, offset: u64, len: usize) -> strake_proto::Result<Vec<Buf>> {
+        self.begun.fetch_add(1, SeqCst);
+        self.file.read(offset, len).await
+    }
+    async fn write(&self, offset: u64, data: Buf) -> strake_proto::Result<ByRoad> {
+        self.begun.fetch_add(1, SeqCst);
+        self.go.acquire().await.unwrap().forget();
+        self.file.write(offset, data).await
+    }
+}
+
+/// Waits until something is so; false if it does not come.
+async fn until(what: impl Fn() -> bool) -> bool {
+    let wait = async {
+        while !what() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), wait).await.is_ok()
+}
+
+/// Parts are under way side by side: while the device copies one, others are read, written, and given to the device. Nothing is timed: what holds a part is let
+/// go only when the others were seen.
+#[tokio::test]
+async fn reads_writes_and_copies_of_parts_overlap() {
+    const PART: u64 = 256 << 10;
+    let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
+    mem.limit_pins(1 << 30);
+    let options =
+        Options { workers: 1, slots: 4, slot_bytes: PART as usize, pinned_limit: Some(1 << 30), ..Options::default() };
+    let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap();
+    let data = pattern(7, 32 * PART);
+    let file = Ram::new(1, data.clone(), &pool);
+    let (tensor, len) = (device(&mem, &vec![0; data.len()]), data.len() as u64);
+    let gated = |file| Arc::new(Gated { file, begun: AtomicU64::new(0), go: tokio::sync::Semaphore::new(0) });
+    let f = gated(file);
+    let all = [Transfer { file: f.clone(), offset: 0, gpu: tensor, len }];
+
+    // No copy is made, and all parts that may be under way are read.
+    mem.allow_copies(Some(0));
+    let before = mem.copied();
+    let (b, ranges) = (bridge.clone(), all.clone());
+    let call = tokio::spawn(async move { b.load(&ranges, BOUNCE).await });
+    let others_read = until(|| f.begun.load(SeqCst) == 4).await && mem.copied() == before;
+    // The first part's two pieces are copied: then the stream has orders of several parts.
+    mem.allow_copies(Some(2));
+    let others_ordered = until(|| mem.under_way() >= 4).await;
+    mem.allow_copies(None);
+    assert!(others_read, "{} reads", f.begun.load(SeqCst));
+    assert!(others_ordered, "one part at a time is copied");
+    assert!(call.await.unwrap().unwrap().is_all(Tier::BounceTcp) && mem.peek(tensor, len).unwrap() == data);
+
+    // No write ends, and all parts that may be under way are copied.
+    let f = gated(Ram::new(2, Vec::new(), &pool));
+    let ranges = [Transfer { file: f.clone(), offset: 0, gpu: tensor, len }];
+    let call = tokio::spawn(async move { bridge.save(&ranges, BOUNCE).await });
+    let others_copied = until(|| f.begun.load(SeqCst) == 4).await;
+    let copied = mem.copied().save_pinned - before.save_pinned;
+    f.go.add_permits(32);
+    assert!(others_copied && copied == 4 * PART, "{copied}");
+    assert!(call.await.unwrap().unwrap().is_all(Tier::BounceTcp) && *f.file.bytes.lock() == data);
 }
 
 /// A client that reaches servers by RDMA, or not.
