@@ -9,6 +9,7 @@ use strake_gds::{
     Fault, Options, Policy, Tier, Unavailable,
     bench::{self, Plan},
     session::{Memory, Session, Setup},
+    status::TierStatus,
 };
 use strake_proto::Code;
 
@@ -85,10 +86,13 @@ fn a_file_that_is_there_is_loaded_and_stays_as_it_is() {
     s.close(back).unwrap();
 }
 
+fn broken() -> Fault {
+    Fault::Driver { call: "cuMemcpyHtoDAsync", code: 999, name: "CUDA_ERROR_UNKNOWN".into() }
+}
+
 #[test]
 fn a_strict_run_is_refused_when_its_tier_changes() {
     let served = Served::new(2);
-    let broken = || Fault::Driver { call: "cuMemcpyHtoDAsync", code: 999, name: "CUDA_ERROR_UNKNOWN".into() };
     // From the second row on pinned memory does not work.
     let breaking = |rows: &mut u32, setup: &Setup| {
         let s = open(setup)?;
@@ -110,6 +114,45 @@ fn a_strict_run_is_refused_when_its_tier_changes() {
     let why = f.refused.unwrap();
     assert!(f.rows.len() == 1 && why.contains("999: CUDA_ERROR_UNKNOWN"), "{why}");
     assert!(served.cluster.mds.names().is_empty());
+}
+
+/// Where every tier is allowed the call ends well, and the run does not count all the same.
+#[test]
+fn a_strict_run_is_refused_when_its_tier_changes_in_the_middle_though_the_policy_allows_it() {
+    let served = Served::new(2);
+    let rates = |s: &Session, tier: &str| {
+        let of = |t: &TierStatus| Some([t.load_bytes_per_s?, t.save_bytes_per_s?]);
+        s.tiers().unwrap().iter().find(|t| t.tier == tier).and_then(of)
+    };
+    // Pinned memory is what a call begins with, which on host memory is a matter of chance; in the second row it stops working.
+    let breaking = |rows: &mut u32, setup: &Setup| {
+        for _ in 0..1000 {
+            let s = open(setup)?;
+            let (Some(pinned), Some(other)) = (rates(&s, "bounce-tcp"), rates(&s, "pageable")) else { break };
+            if pinned[0] > other[0] && pinned[1] > other[1] {
+                *rows += 1;
+                if *rows == 2 {
+                    s.host().unwrap().fail_pinned_after(6, broken());
+                }
+                return Ok(s);
+            }
+        }
+        Err(strake_proto::Error::new(Code::NoMem, "no memory can be locked here"))
+    };
+    for strict in [true, false] {
+        let (mut rows, plan) = (0, plan(&served, Policy::Prefer, strict));
+        let f = bench::run_with(&plan, |s| breaking(&mut rows, s));
+        let f = match f {
+            Err(e) if e.message.contains("no memory can be locked") => return println!("skipped: {e}"),
+            f => f.unwrap(),
+        };
+        let saved = f.rows[1].saved.as_ref().unwrap();
+        assert!(saved.by_tier[Tier::BounceTcp] > 0 && saved.by_tier[Tier::Pageable] > 0, "{saved}");
+        let why = f.refused.unwrap_or_default();
+        let words = "the tier changed in the middle of a call, from bounce-tcp to pageable";
+        assert_eq!((f.rows.len(), why.contains(words)), (2, strict), "{why}");
+        assert!(served.cluster.mds.names().is_empty());
+    }
 }
 
 #[test]
