@@ -176,9 +176,9 @@ fn buf_register(d: &Driver, addr: *const c_void, len: usize, flags: c_int) -> Do
         crate::host::get(addr as u64, 1)?;
         crate::host::get(addr as u64 + len as u64 - 1, 1)?;
     }
-    // Before the buffers are locked: who opens the real library's driver holds it and then looks at them.
-    let real = d.real_if_open();
     let mut all = d.buffers.lock();
+    // With the buffers locked: who opens the real library's driver looks at them then.
+    let real = d.real_if_open();
     if all.contains_key(&(addr as u64)) {
         return Err(Wrong::Op(abi::MEMORY_ALREADY_REGISTERED));
     }

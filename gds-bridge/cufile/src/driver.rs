@@ -5,7 +5,7 @@ use std::{
     ffi::{c_int, c_void},
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::SeqCst},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::SeqCst},
         mpsc,
     },
     time::Duration,
@@ -107,8 +107,10 @@ pub struct Driver {
     pub streams: Mutex<BTreeMap<usize, u32>>,
     pub params: Mutex<Set>,
     pub properties: Mutex<Properties>,
-    /// The real library's driver was opened.
-    real: Mutex<bool>,
+    /// Held by who opens the real library's driver, which may never end.
+    opening: Mutex<()>,
+    /// The real library's driver was opened. Said while the buffers are locked, so that each is registered there once, by whoever comes second.
+    real: AtomicBool,
     pub stats: Stats,
 }
 
@@ -199,7 +201,8 @@ impl Driver {
                 streams: Mutex::default(),
                 params: Mutex::default(),
                 properties: Mutex::new(properties()),
-                real: Mutex::new(false),
+                opening: Mutex::default(),
+                real: AtomicBool::new(false),
                 stats: Stats::default(),
             }
         };
@@ -283,7 +286,7 @@ impl Driver {
         let sessions = std::mem::take(&mut *self.sessions.lock());
         drop(sessions);
         self.cuda.lock().clear();
-        let opened = std::mem::take(&mut *self.real.lock());
+        let opened = self.real.swap(false, SeqCst);
         if opened
             && real
             && let Some(real) = Real::known()
@@ -388,16 +391,20 @@ impl Driver {
 
     /// The real library with its driver open.
     pub fn real(&self) -> Done<&'static Real> {
-        let mut open = self.real.lock();
         let real = Real::get()?;
-        if !*open {
+        if self.real.load(SeqCst) {
+            return Ok(real);
+        }
+        let _one = self.opening.lock();
+        if !self.real.load(SeqCst) {
             self.params.lock().pass_on(real);
             // SAFETY: takes nothing.
             let opened = real.control(real.driver_open, |f| unsafe { f() });
             opened.inspect_err(|w| say(|| format!("the driver of {}: {w:?}", real.place())))?;
-            *open = true;
+            let buffers = self.buffers.lock();
+            self.real.store(true, SeqCst);
             // Those that were registered before it was needed; without them its bytes take another buffer, that is all.
-            for (addr, len) in self.buffers.lock().iter() {
+            for (addr, len) in buffers.iter() {
                 // SAFETY: the program's memory, which it said is there.
                 let _ = real.control(real.buf_register, |f| unsafe { f(*addr as *const c_void, *len, 0) });
             }
@@ -405,9 +412,9 @@ impl Driver {
         Ok(real)
     }
 
-    /// The same, if it was needed before.
+    /// The same, if it was needed before. Waits for nobody who opens it now: what is not of its files has nothing to do with that.
     pub fn real_if_open(&self) -> Option<&'static Real> {
-        Real::known().filter(|_| *self.real.lock())
+        Real::known().filter(|_| self.real.load(SeqCst))
     }
 
     pub fn deregister(&self, id: *mut c_void) -> Done<()> {

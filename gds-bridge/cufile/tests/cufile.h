@@ -48,6 +48,9 @@ Status cuFileGetStatsL1(uint64_t *);
 Status cuFileGetStatsL2(void *);
 Status cuFileGetStatsL3(void *);
 Status cuFileGetBARSizeInKB(int, size_t *);
+Status cuFileExportPCIeTopology(const char *);
+Status cuFileDriverGetP2PFlags(int, int *);
+Status cuFileDriverSetP2PFlags(int, int);
 
 /* The driver's, which the stand-in has. */
 int cuInit(unsigned);

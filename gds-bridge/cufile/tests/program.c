@@ -140,6 +140,8 @@ static void errors(void) {
   IS(cuFileHandleRegister(&none, 0).err, 5022);
   d.type = 9;
   IS(cuFileHandleRegister(&none, &d).err, 5022);
+  /* A handle of another system, and a file system in the program: there is nobody who knows them. */
+  for (d.type = 2; d.type <= 3; d.type++) IS(cuFileHandleRegister(&none, &d).err, 5008);
   IS(try_register(-1, &none), 5022);
   int closed = dup(fd);
   close(closed);
@@ -205,7 +207,13 @@ static void errors(void) {
   IS(cuFileGetParameterSizeT(9, 0).err, 5022);
   IS(cuFileGetParameterString(0, text, 0).err, 5022);
   IS(cuFileGetParameterString(0, text, 4).err, 0);
+  /* What only the real library can tell. */
+  int flags = 77;
   IS(cuFileGetBARSizeInKB(0, &n).err, 5007);
+  IS(cuFileExportPCIeTopology("/nowhere/topology").err, 5007);
+  IS(cuFileDriverGetP2PFlags(0, &flags).err, 5007);
+  IS(flags, 77);
+  IS(cuFileDriverSetP2PFlags(0, 1).err, 5007);
   IS(cuFileDriverGetProperties(0).err, 5022);
   IS(cuFileGetVersion(0).err, 5022);
 }
@@ -620,6 +628,44 @@ static void beside(void) {
   IS(pthread_join(t, 0), 0);
 }
 
+/* The real library's driver does not end to open: who needs it hangs, and no call that has nothing to do with its files. */
+static void hangs(void) {
+  pthread_t t;
+  int mine = made(ours, "hangs", O_RDWR), second = made(ours, "hangs too", O_RDWR), fd = made(elsewhere, "hangs", O_RDWR);
+  void *h = registered(mine), *dev = device(MIB), *next = device(MIB), *s, *b;
+  IS(cuFileBufRegister(dev, MIB, 0).err, 0);
+  IS(cuStreamCreate(&s, 1), 0);
+  IS(pthread_create(&t, 0, opener, &fd), 0);
+  while (access(getenv("RECORD"), F_OK)) usleep(1000);
+  char *data = pattern(10, MIB);
+  put(dev, data, MIB);
+  IS(cuFileWrite(h, dev, MIB, 0, 0), MIB);
+  IS(cuFileBufRegister(next, MIB, 0).err, 0);
+  IS(cuFileRead(h, next, MIB, 0, 0), MIB);
+  CHECK(same(next, data, MIB));
+  IS(cuFileBufDeregister(dev).err, 0);
+  void *o = registered(second);
+  size_t size = 1000;
+  off_t zero = 0;
+  ssize_t bytes = 0;
+  IS(cuFileStreamRegister(s, 0).err, 0);
+  IS(cuFileWriteAsync(o, next, &size, &zero, &zero, &bytes, s).err, 0);
+  IS(cuStreamSynchronize(s), 0);
+  IS(bytes, 1000);
+  IS(cuFileStreamDeregister(s).err, 0);
+  Params p = {1, next, 0, 0, 5000, o, 0, &fd};
+  Event e;
+  unsigned n = 1;
+  IS(cuFileBatchIOSetUp(&b, 1).err, 0);
+  IS(cuFileBatchIOSubmit(b, 1, &p, 0).err, 0);
+  IS(cuFileBatchIOGetStatus(b, 1, &n, &e, 0).err, 0);
+  IS(e.ret, 1000);
+  cuFileBatchIODestroy(b);
+  cuFileHandleDeregister(o);
+  IS(cuFileDriverOpen().err, 0);
+  IS(cuFileDriverClose_v2().err, 5006); /* not under who hangs */
+}
+
 /* The real library does not tell what has ended: what ended of ours is told all the same. */
 static void half(void) {
   int fd = made(elsewhere, "half", O_RDWR), mine = made(ours, "half", O_RDWR);
@@ -769,6 +815,7 @@ int main(int n, char **arg) {
   else if (!strcmp(what, "old-statistics")) old_statistics();
   else if (!strcmp(what, "beside")) beside();
   else if (!strcmp(what, "half")) half();
+  else if (!strcmp(what, "hangs")) hangs();
   else if (!strcmp(what, "refused")) refused(atoi(arg[4]), atoi(arg[5]));
   else if (!strcmp(what, "turns")) turns();
   else if (!strcmp(what, "cut")) cut();

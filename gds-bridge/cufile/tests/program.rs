@@ -104,6 +104,9 @@ fn what_the_real_library_says_of_failures_never_looks_like_bytes() {
         ("5006", "-5006", "0", "100", "0", "1200"),
         ("101", "-5030", "0", "100", "0", "1200"),
         ("-1", "-1", "6", "100", "0", "1200"),
+        // As versions from 1.16 on say it: a code in errno.
+        ("-1", "-1", "5008", "100", "0", "1160"),
+        ("-1", "-1", "5024", "100", "0", "1160"),
         ("-5011", "-5011", "0", "100", "0", "1200"),
         ("100", "100", "0", "100", "0", "1140"),
         ("5006", "-5006", "0", "1048576", "1048576", "1140"),
@@ -114,7 +117,7 @@ fn what_the_real_library_says_of_failures_never_looks_like_bytes() {
         ("5006", "5006", "0", "5006", "1048576", "1160"),
     ] {
         let mut c = m.with_recorder(&["one-foreign", want, errno, len, size]);
-        c.env("SAYS", says).env("VERSION", version);
+        c.env("SAYS", says).env("VERSION", version).env("ERRNO", errno);
         m.ok(c);
     }
     let record = m.left("record");
@@ -130,6 +133,17 @@ fn memory_is_registered_beside_the_real_librarys_opening() {
     c.env("SLOW", "500");
     m.ok(c);
     assert!(m.left("record").matches("buf register").count() >= 1);
+}
+
+#[test]
+fn a_real_library_that_hangs_holds_nobody_who_does_not_need_it() {
+    let Some(m) = Mounted::new() else { return };
+    let mut c = m.with_recorder(&["hangs"]);
+    c.env("HANGS", "1");
+    m.ok(c);
+    // It was opened once, and went on nowhere.
+    let record = m.left("record");
+    assert!(record.starts_with("driver open\n") && !record.contains("register"), "{record}");
 }
 
 #[test]

@@ -24,6 +24,7 @@ static void note(const char *format, ...) {
 }
 static int says(void) { const char *s = getenv("SAYS"); return s ? atoi(s) : 0; }
 static int number(const char *name) { const char *s = getenv(name); return s ? atoi(s) : 0; }
+static int error(void) { return number("ERRNO") ? number("ERRNO") : ENXIO; }
 static const Status ok;
 static int files, queued;
 static Params waiting[64];
@@ -41,6 +42,7 @@ __attribute__((constructor)) static void begun(void) { atexit(ended); }
 Status cuFileDriverOpen(void) {
   note("driver open");
   usleep(number("SLOW") * 1000);
+  while (number("HANGS")) pause();
   /* As the real one: calls of its own that the loader leads to whoever has the name first. */
   void *h = 0;
   Descr d = {1, {-7}, 0};
@@ -54,12 +56,12 @@ Status cuFileBufRegister(const void *p, size_t n, int flags) { (void)p; note("bu
 Status cuFileBufDeregister(const void *p) { (void)p; note("buf deregister"); return ok; }
 ssize_t cuFileRead(void *h, void *p, size_t n, off_t at, off_t to) {
   note("read %d %d %zu %ld %ld", h == &files, p != 0, n, (long)at, (long)to);
-  errno = ENXIO;
+  errno = error();
   return says() ? says() : 77;
 }
 ssize_t cuFileWrite(void *h, const void *p, size_t n, off_t at, off_t from) {
   note("write %d %d %zu %ld %ld", h == &files, p != 0, n, (long)at, (long)from);
-  errno = ENXIO;
+  errno = error();
   return says() ? says() : (ssize_t)n;
 }
 Status cuFileReadAsync(void *h, void *p, size_t *n, off_t *at, off_t *to, ssize_t *bytes, void *s) {
