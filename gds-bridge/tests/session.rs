@@ -81,6 +81,25 @@ fn a_file_is_replaced_whole_or_not_at_all() {
     s.close(g).unwrap();
 }
 
+/// What has its name was on the servers' disks before: they lose all else, and nobody is left who could send it again.
+#[test]
+fn a_file_that_replaces_another_is_stable_when_it_has_the_name() {
+    let served = Served::new(3);
+    let s = Session::open(&setup(&served)).unwrap();
+    let data = pattern(6, MIB + 77);
+    let a = s.device().alloc(MIB + 77).unwrap();
+    s.put(a, &data).unwrap();
+    let ranges = [(a, MIB + 77)];
+    s.replace("/model", 0o644, Content { head: b"a head", device: &ranges }, Policy::Prefer).unwrap();
+    served.cluster.restart(&[0, 1, 2]);
+    let other = Session::open(&setup(&served)).unwrap();
+    let f = other.open_file("/model", 0, 0).unwrap();
+    let want = [&b"a head"[..], &data].concat();
+    assert_eq!(other.size(&f).unwrap(), want.len() as u64);
+    assert!(other.read(&f, 0, want.len()).unwrap() == want);
+    other.close(f).unwrap();
+}
+
 #[test]
 fn ranges_are_loaded_and_saved_and_errors_have_their_codes() {
     let served = Served::new(2);
