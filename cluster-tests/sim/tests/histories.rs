@@ -33,6 +33,13 @@ fn a_copy_of_a_request_gives_no_lease_back() {
     holds(1_282_917);
 }
 
+/// A client was told that its session had ended by a leader that was replaced before the log said so. It got the same session again, and answers of
+/// before to requests that it counted from 1.
+#[test]
+fn no_session_is_said_to_have_ended_before_the_log_says_so() {
+    holds(11_086_778);
+}
+
 #[test]
 fn the_same_seed_gives_the_same_history() {
     for seed in [3, 4, 5] {

@@ -221,7 +221,7 @@ impl Mds {
         })?;
         let reply = self.propose(Command::SessionOpen(request)).await?;
         let Some(pb::log_reply::Reply::SessionOpen(mut r)) = reply.reply else { return Err(misread()) };
-        // Resumed while its end is on the way: the next try gets a new one.
+        // Resumed and ended meanwhile, or about to be: the next try gets a new one.
         let ending = |e: Error| if e.code == Code::NoSession { Error { code: Code::Overloaded, ..e } } else { e };
         self.heard(r.session).map_err(ending)?;
         r.term_ms = u32::try_from(self.cfg.session_term_ms).unwrap_or(u32::MAX);

@@ -94,11 +94,16 @@ impl Sessions {
         self.untold.is_empty()
     }
 
-    /// A session was heard of at `now`; its epoch. `None`: not in this table.
+    /// A session was heard of at `now`; its epoch. `None`: not in this table. `Overloaded` while its end is on the way: only the log says that it
+    /// has ended. This leader may be replaced before that is in it, and then the session lives: a client that was told otherwise would use it
+    /// again and count its requests from 1, each of which had an answer.
     pub fn heard(&mut self, now: Duration, id: SessionId) -> Result<Option<u64>> {
         match self.entries.get_mut(&id) {
             None => Ok(None),
-            Some(e) if e.ending => Err(gone(id)),
+            Some(e) if e.ending => {
+                let m = format!("session {id} was silent for its term and is being ended");
+                Err(Error::new(Code::Overloaded, m))
+            }
             Some(e) => {
                 e.heard = e.heard.max(now);
                 Ok(Some(e.epoch))
@@ -292,7 +297,7 @@ mod tests {
         assert_eq!(t.heard(s(20), 3).unwrap(), None);
         assert_eq!(t.expire(s(29), TERM), Vec::<u64>::new());
         assert_eq!(t.expire(s(30), TERM), vec![2]);
-        assert_eq!(t.heard(s(31), 2).unwrap_err().code, Code::NoSession, "its end is on the way");
+        assert_eq!(t.heard(s(31), 2).unwrap_err().code, Code::Overloaded, "its end is on the way");
         assert_eq!(t.expire(s(31), TERM), vec![2], "named until it is gone");
         t.remove(2);
         assert_eq!(t.expire(s(49), TERM), Vec::<u64>::new());
