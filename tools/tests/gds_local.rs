@@ -238,7 +238,7 @@ fn lfs_path_tells_the_tiers_of_a_file() {
     let bridge = &last["bridges"][0];
     assert_eq!(bridge["pid"], std::process::id());
     for (way, report) in [("loaded", &loaded), ("saved", &saved)] {
-        assert_eq!(bridge[way]["by_tier"], serde_json::to_value(&report.by_tier).unwrap());
+        assert_eq!(bridge[way]["by_tier"], serde_json::to_value(report.by_tier).unwrap());
         assert_eq!(bridge[way]["together"], report.moved());
     }
     let shown = path(&[]);
