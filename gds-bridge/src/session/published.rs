@@ -71,7 +71,7 @@ impl Published {
     fn start(folder: &Path, fs_uuid: &[u8]) -> io::Result<Published> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         fs::create_dir_all(folder)?;
-        remove_dead(folder)?;
+        remove_dead(folder);
         let name = format!("{}-{}.json", process::id(), NEXT.fetch_add(1, Relaxed));
         // Under another name until it is locked.
         let hidden = folder.join(format!(".{name}"));
@@ -93,17 +93,23 @@ impl Published {
     }
 }
 
-/// Those of processes that were killed.
-fn remove_dead(folder: &Path) -> io::Result<()> {
-    for e in fs::read_dir(folder)?.flatten() {
-        let path = e.path();
-        if path.extension().is_some_and(|x| x == "json")
-            && open(&path).is_ok_and(|f| f.metadata().is_ok_and(|m| m.is_file()) && f.try_lock().is_ok())
-        {
-            fs::remove_file(&path)?;
+/// All files of sessions; those that begin with a dot are not locked yet.
+fn all(folder: &Path) -> Vec<PathBuf> {
+    let is_one = |p: &PathBuf| {
+        let name = p.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+        !name.starts_with('.') && name.ends_with(".json")
+    };
+    let entries = fs::read_dir(folder).map(|all| all.flatten().map(|e| e.path()).filter(is_one).collect());
+    entries.unwrap_or_default()
+}
+
+/// Removes those of processes that were killed; another process may be at it, too.
+fn remove_dead(folder: &Path) {
+    for path in all(folder) {
+        if open(&path).is_ok_and(|f| f.metadata().is_ok_and(|m| m.is_file()) && f.try_lock_shared().is_ok()) {
+            let _ = fs::remove_file(&path);
         }
     }
-    Ok(())
 }
 
 /// To read. Other users' folders may hold anything: no link is followed, no pipe waited for.
@@ -140,10 +146,9 @@ pub struct Seen {
 
 /// The living sessions in a folder that moved bytes of this file, by process. What is no session's file is passed over.
 pub fn look(folder: &Path, fs_uuid: &[u8], ino: u64) -> Vec<Seen> {
-    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
-    let mut all: Vec<Seen> = entries.flatten().filter_map(|e| read(&e.path(), &hex(fs_uuid), ino)).collect();
-    all.sort_by_key(|s| s.pid);
-    all
+    let mut seen: Vec<Seen> = all(folder).iter().filter_map(|p| read(p, &hex(fs_uuid), ino)).collect();
+    seen.sort_by_key(|s| s.pid);
+    seen
 }
 
 fn read(path: &Path, fs_uuid: &str, ino: u64) -> Option<Seen> {
@@ -219,10 +224,12 @@ mod tests {
         task.abort();
         assert!(task.await.unwrap_err().is_cancelled());
         assert!(!mine.exists() && look(&folder, &[1, 0xab], 5).is_empty());
+        let beginning = folder.join(".5-0.json");
+        fs::copy(folder.join("1-0.json"), &beginning).unwrap();
         let next = Published::start(&folder, &[1]).unwrap();
         let mut left: Vec<_> = fs::read_dir(&folder).unwrap().map(|e| e.unwrap().path()).collect();
         left.sort();
-        let mut want = vec![folder.join("3-0.json"), pipe, next.path.clone()];
+        let mut want = vec![folder.join("3-0.json"), pipe, beginning, next.path.clone()];
         want.sort();
         assert_eq!(left, want, "files of the dead are removed by the next one");
     }
