@@ -26,12 +26,13 @@ MIB = 1 << 20
 MOST_PACKED = 60 * MIB
 # As local.py calls it.
 READ_AND_COPY = "read 1 MiB, copy, wait; the file in the page cache"
+# What, the steps that it needs, the figure, and what it is to be at least.
 GOALS = [
-    ("load from memory, of the ceiling", lambda s: best(s, "memory", "load") / s["memory"]["ceiling"]["load"], 0.85),
-    ("load from memory, of the pageable loop", lambda s: best(s, "memory", "load") / s["memory"]["pageable_loop"]["load"], 4.0),
-    ("load from memory, of read() and copy of a local file", lambda s: best(s, "memory", "load") / s["local"]["figures"][READ_AND_COPY], 4.0),
-    ("save to memory, of the ceiling", lambda s: best(s, "memory", "save") / s["memory"]["ceiling"]["save"], 0.85),
-    ("save to memory, of the pageable loop", lambda s: best(s, "memory", "save") / s["memory"]["pageable_loop"]["save"], 4.0),
+    ("load from memory, of the ceiling", {"memory"}, lambda s: best(s, "memory", "load") / s["memory"]["ceiling"]["load"], 0.85),
+    ("load from memory, of the pageable loop", {"memory"}, lambda s: best(s, "memory", "load") / s["memory"]["pageable_loop"]["load"], 4.0),
+    ("load from memory, of read() and copy of a local file", {"memory", "local"}, lambda s: best(s, "memory", "load") / s["local"]["figures"][READ_AND_COPY], 4.0),
+    ("save to memory, of the ceiling", {"memory"}, lambda s: best(s, "memory", "save") / s["memory"]["ceiling"]["save"], 0.85),
+    ("save to memory, of the pageable loop", {"memory"}, lambda s: best(s, "memory", "save") / s["memory"]["pageable_loop"]["save"], 4.0),
 ]
 
 
@@ -214,8 +215,8 @@ def best(steps, name, way):
 def goals(steps):
     out = []
     ran = {name for name, s in steps.items() if s["outcome"] == "ran"}
-    for what, value, least in GOALS:
-        if {"memory", "local"} <= ran or ("memory" in ran and "local" not in what):
+    for what, needed, value, least in GOALS:
+        if needed <= ran:
             n = value(steps)
             out.append({"what": what, "goal": least, "reached": round(n, 3), "met": n >= least})
         else:

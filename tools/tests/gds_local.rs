@@ -243,14 +243,8 @@ fn lfs_path_tells_the_tiers_of_a_file() {
     }
     let shown = path(&[]);
     assert!(shown.contains("GPU BRIDGE OF") && shown.contains(&format!("pageable  {len}")), "{shown}");
-    s.close(
-        Arc::into_inner({
-            drop((whole, part));
-            file
-        })
-        .unwrap(),
-    )
-    .unwrap();
+    drop((whole, part));
+    s.close(Arc::into_inner(file).unwrap()).unwrap();
     drop(s);
     assert_eq!(seen()["bridges"], Value::Array(vec![]), "it went with its session");
 }

@@ -1,0 +1,85 @@
+use super::*;
+
+#[test]
+fn pointers_are_told_apart() {
+    let m = HostMem::new();
+    let a = m.alloc(1000).unwrap();
+    let b = m.alloc(10).unwrap();
+    m.check(a, 1000).unwrap();
+    m.check(a + 999, 1).unwrap();
+    assert_eq!(m.check(a + 1, 1000), Err(Fault::Beyond { addr: a + 1, len: 1000, end: a + 1000 }));
+    assert_eq!(m.check(a, u64::MAX), Err(Fault::Beyond { addr: a, len: u64::MAX, end: a + 1000 }));
+    for foreign in [0, 4096, a - 1, a + 1000, u64::MAX] {
+        assert_eq!(m.check(foreign, 1), Err(Fault::Foreign { addr: foreign }));
+    }
+    assert_eq!(m.free(a + 1), Err(Fault::Foreign { addr: a + 1 }));
+    m.free(a).unwrap();
+    assert_eq!(m.check(a + 5, 1), Err(Fault::Freed { addr: a + 5 }));
+    assert_eq!(m.free(a), Err(Fault::Freed { addr: a }));
+    m.check(b, 10).unwrap();
+    assert_eq!(HostMem::new().check(b + ALIGN, 1), Err(Fault::Foreign { addr: b + ALIGN }));
+    m.limit_room(20);
+    assert_eq!(m.alloc(11), Err(Fault::NoMemory { bytes: 11 }));
+    m.alloc(10).unwrap();
+}
+
+#[test]
+fn memory_that_is_lent_is_the_devices_until_it_is_taken_back() {
+    let (m, mut mine) = (HostMem::new(), vec![1u8; 100]);
+    let (start, addr) = (mine.as_mut_ptr(), mine.as_mut_ptr().addr() as u64);
+    assert_eq!(m.check(addr, 1), Err(Fault::Foreign { addr }));
+    // SAFETY: `mine` lives to the end of the test and is used by nobody else meanwhile.
+    unsafe { m.lend(start, 100) };
+    m.poke(addr + 90, &[7; 10]).unwrap();
+    assert_eq!(m.peek(addr + 89, 11).unwrap(), [1, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]);
+    assert!(m.check(addr + 90, 11).is_err() && m.check(addr + 100, 0).is_err());
+    m.take_back(start, 100);
+    assert_eq!(m.check(addr, 1), Err(Fault::Foreign { addr }));
+    assert_eq!(mine[99], 7);
+}
+
+#[test]
+fn a_stream_copies_when_it_is_waited_for_and_not_before() {
+    let m = HostMem::new();
+    let a = m.alloc(8).unwrap();
+    let (mut s, host) = (m.stream().unwrap(), *b"a buffer");
+    // SAFETY: `host` lives until the mark is waited for.
+    unsafe { s.load(a, host.as_ptr(), 8).unwrap() };
+    let mark = s.mark().unwrap();
+    assert_eq!(m.peek(a, 8).unwrap(), [0xee; 8]);
+    s.wait(mark).unwrap();
+    assert_eq!(m.peek(a, 8).unwrap(), host);
+    assert_eq!(m.copied(), Copied { load_pageable: 8, ..Copied::default() });
+}
+
+#[test]
+fn faults_come_when_they_were_ordered() {
+    let m = HostMem::new();
+    let a = m.alloc(64).unwrap();
+    let host = [7u8; 64];
+    let load = |n: u64| -> Vec<Result<(), Fault>> {
+        let mut s = m.stream().unwrap();
+        (0..n)
+            .map(|_| {
+                // SAFETY: `host` outlives the stream.
+                unsafe { s.load(a, host.as_ptr(), 64)? };
+                let mark = s.mark()?;
+                s.wait(mark)
+            })
+            .collect()
+    };
+    m.corrupt_after(1);
+    assert_eq!(load(2), [Ok(()), Ok(())]);
+    assert_eq!(m.peek(a, 64).unwrap().iter().filter(|b| **b != 7).count(), 1);
+    let fault = Fault::Driver { call: "cuMemcpyHtoDAsync", code: 719, name: "launch failed".into() };
+    m.fail_after(1, fault.clone());
+    assert_eq!(load(3), [Ok(()), Err(fault.clone()), Err(fault.clone())]);
+    m.fail_pinned_after(0, fault);
+    assert_eq!(load(1), [Ok(())], "it is not pinned");
+    m.mend();
+    m.destroy_after(1);
+    assert_eq!(load(3), [Ok(()), Err(Fault::ContextGone), Err(Fault::ContextGone)]);
+    assert!(m.stream().is_err() && m.alloc(1).is_err());
+    assert_eq!(m.check(a, 1), Err(Fault::ContextGone));
+    assert_eq!(m.refuses(Tier::Pageable), Some(Unavailable::Device(Fault::ContextGone)));
+}
