@@ -3,7 +3,7 @@
 use std::{
     io,
     sync::{
-        Arc, OnceLock,
+        Arc, OnceLock, Weak,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
     thread::JoinHandle,
@@ -83,6 +83,8 @@ impl Drop for Answer {
 /// What all threads of a session share.
 struct Shared<H> {
     handler: Arc<H>,
+    /// All of the mount. One lives as long as somebody reads from it or has to answer there.
+    channels: Vec<Weak<Channel>>,
     pool: Pool,
     agreed: Arc<OnceLock<Agreed>>,
     is_over: AtomicBool,
@@ -106,7 +108,9 @@ impl Session {
         agreed: Arc<OnceLock<Agreed>>,
     ) -> io::Result<Session> {
         let (tell, over) = watch::channel(None);
-        let shared = Arc::new(Shared { handler, pool, agreed, is_over: AtomicBool::new(false), over: tell });
+        let is_over = AtomicBool::new(false);
+        let all = channels.iter().map(Arc::downgrade).collect();
+        let shared = Arc::new(Shared { handler, channels: all, pool, agreed, is_over, over: tell });
         let first = channels.first().cloned().ok_or_else(|| io::Error::other("a mount needs a descriptor"))?;
         let mut threads = Vec::new();
         for (i, channel) in channels.into_iter().enumerate() {
@@ -178,7 +182,7 @@ impl<H: Handler> Shared<H> {
                 }
             }
             (Ok(Body::Forget(nodes)), _) => self.handler.forgotten(&nodes),
-            (Ok(Body::Interrupt { unique }), _) => self.interrupt(channel, request.unique, unique),
+            (Ok(Body::Interrupt { unique }), _) => self.interrupt(request.unique, unique),
             (Ok(Body::Init(asked)), Some(answer)) => self.init(asked, answer),
             (Ok(body), Some(answer)) => self.handler.handle(Request { head: request, body }, answer),
             (Ok(_), None) => {}
@@ -210,10 +214,14 @@ impl<H: Handler> Shared<H> {
         own.freeze()
     }
 
-    fn interrupt(&self, channel: &Channel, unique: u64, of: u64) {
-        if !self.handler.interrupt(of) {
-            // Asked again until the request is known or over.
-            std::thread::yield_now();
+    fn interrupt(&self, unique: u64, of: u64) {
+        if self.handler.interrupt(of) {
+            return;
+        }
+        // Asked again until the request is known or over. The kernel looks for the request only among those that were read
+        // from the descriptor on which it is answered, and another thread may be taking this one.
+        std::thread::yield_now();
+        for channel in self.channels.iter().filter_map(Weak::upgrade) {
             let _ = channel.send(unique, &Reply::Error(libc::EAGAIN));
         }
     }
@@ -233,6 +241,52 @@ impl<H: Handler> Shared<H> {
                 tracing::error!("this kernel speaks FUSE {}.{}, older than can be served", asked.major, asked.minor);
                 answer.send(&Reply::Error(libc::EPROTO));
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
+
+    use super::*;
+
+    /// Knows no request.
+    struct Ignorant;
+
+    impl Handler for Ignorant {
+        fn handle(&self, _: Request, _: Answer) {}
+        fn forgotten(&self, _: &[(u64, u64)]) {}
+        fn agreed(&self, _: Agreed) {}
+        fn interrupt(&self, _: u64) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn an_interrupt_is_asked_for_again_wherever_its_request_may_have_been_read() {
+        let pair = || socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        let (kernel, its): (Vec<_>, Vec<_>) = [pair(), pair()].into_iter().unzip();
+        let channels = its.into_iter().map(|fd| Arc::new(Channel::new(fd))).collect();
+        let pool = Pool::new(8 << 20);
+        let session = Session::start(channels, Arc::new(Ignorant), pool, Arc::default()).unwrap();
+        let of = 8u64;
+        let head = [48u32, op::INTERRUPT].map(u32::to_ne_bytes).concat();
+        let request = [head, [of + 1, 0, 0, 0, of].map(u64::to_ne_bytes).concat()].concat();
+        let again = [16u32.to_ne_bytes(), (-libc::EAGAIN).to_ne_bytes()].concat();
+        let again = [again, (of + 1).to_ne_bytes().to_vec()].concat();
+        for flags in [RecvFlags::empty(), RecvFlags::PEEK] {
+            send(&kernel[1], &request, SendFlags::empty()).unwrap();
+            for k in &kernel {
+                let mut reply = [0; 64];
+                let (n, _) = recv(k, &mut reply, flags).unwrap();
+                assert_eq!(reply[..n], again);
+            }
+        }
+        // An end with a reply that nobody took is an error to whoever reads on.
+        drop(kernel);
+        while !session.is_over() {
+            std::thread::yield_now();
         }
     }
 }
