@@ -21,6 +21,7 @@ use crate::{
     ByTier, Direction, Failed, FileIo, Network, Numa, Policy, Report, Switch, Tier, Unavailable,
     copier::{Call, Copier, Done, Flight, Work},
     direct::{Place, Stop, Went},
+    file::both,
     local::{Copies, Local},
     mem::{Fault, GpuMem},
     numa::Placing,
@@ -51,6 +52,8 @@ pub struct Options {
     /// The device sums what it received and what it gave, and the sums are compared with the host's. It costs a part of the device's and of the
     /// processor's time. Where the device cannot, reports say so.
     pub verify_on_gpu: bool,
+    /// Which tiers bytes may take, whatever a call allows.
+    pub policy: Policy,
     /// Folder with copies of sealed files on this node, for `LocalGds`.
     pub local: Option<PathBuf>,
     /// The program that opens cuFile before this process does: `strake`, by its path or name.
@@ -68,6 +71,7 @@ impl Default for Options {
             pinned_limit: None,
             accept_oss_checksum: false,
             verify_on_gpu: false,
+            policy: Policy::Prefer,
             local: None,
             prober: "strake".into(),
             sysfs: SYSFS.into(),
@@ -119,6 +123,7 @@ pub(crate) struct Inner {
     notice: Option<String>,
     numa: Numa,
     pub consent: bool,
+    policy: Policy,
     /// Parts that are copied are verified by the device; otherwise why not.
     sums: Result<(), String>,
     /// The device can sum its memory; otherwise why not. Parts that pass no host memory are always verified by it where it can.
@@ -184,6 +189,7 @@ impl Bridge {
             notice,
             numa,
             consent: options.accept_oss_checksum,
+            policy: options.policy,
             sums,
             device_sums,
             local,
@@ -253,9 +259,10 @@ impl Bridge {
         (self.0.regions.count() * REGION) as u64
     }
 
-    /// Reads ranges of files into the device's memory. When it returns, all bytes are there and a kernel may use them.
+    /// Reads ranges of files into the device's memory. When it returns, all bytes are there and a kernel may use them. What the bridge
+    /// ([`Options::policy`]) and the files ([`Strict`](crate::Strict)) demand counts beside `policy`.
     ///
-    /// `EINVAL` when a range is not of this device, is longer than its allocation, or overlaps another one; `EOPNOTSUPP` when no tier is
+    /// `EINVAL` when a range is not of this device, is longer than its allocation, or overlaps another one, or no tier meets all policies; `EOPNOTSUPP` when no tier is
     /// available that the policy allows; `EIO` when that comes to pass in the middle, or a file ends before its range does; `ENODEV`
     /// when the context is gone; otherwise what the file system says.
     pub async fn load(&self, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
@@ -286,6 +293,10 @@ impl Bridge {
             self.test_all().await;
         }
         let asked = all.iter().fold(0u64, |sum, t| sum.saturating_add(t.len));
+        let policy = inner.demanded(all, policy).map_err(|error| {
+            let report = Box::new(Report::nothing(direction, policy, asked, all.len()));
+            Failed { error, report }
+        })?;
         let copies = inner.copies(direction, all, policy).await;
         let mut run = inner.begin(asked, policy, direction, &copies);
         if let Err(e) = inner.check(direction, all) {
@@ -553,6 +564,15 @@ impl Inner {
             all[Tier::LocalGds] = Standing::Unavailable(Unavailable::LoadsOnly);
         }
         all
+    }
+
+    /// What everybody who has a say in a call allows.
+    fn demanded(&self, all: &[Transfer], policy: Policy) -> Result<Policy> {
+        let of_bridge = both(("the policy of the call", policy), ("that of the bridge", self.policy))?;
+        let mut own = all.iter().enumerate().filter(|(_, t)| t.file.policy() != Policy::Prefer);
+        own.try_fold(of_bridge, |policy, (i, t)| {
+            both((&format!("the policy of the file of range {i}"), t.file.policy()), ("that of the call", policy))
+        })
     }
 
     /// A call. Without a copy for anything, or for something that no other tier may take, copies are not available to it.

@@ -7,7 +7,7 @@ use strake_client::{Arrived, Client, Creds, File};
 use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
 use strake_proto::{Code, Error, Result, pb};
 
-use crate::local::Sealed;
+use crate::{Policy, local::Sealed};
 
 /// A file that parts are read from and written to, many at a time.
 #[async_trait]
@@ -21,6 +21,11 @@ pub trait FileIo: Send + Sync + 'static {
     /// Writes all of it, or fails. By which roads it went: as many bytes as there are.
     async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad>;
 
+    /// Which tiers its bytes may take, whatever a call allows.
+    fn policy(&self) -> Policy {
+        Policy::Prefer
+    }
+
     /// As [`File::read_foreign`].
     async fn read_direct(&self, _offset: u64, _into: &Foreign) -> Result<Vec<Arrived>> {
         Err(not_direct())
@@ -29,6 +34,56 @@ pub trait FileIo: Send + Sync + 'static {
     /// As [`File::write_foreign`].
     async fn write_direct(&self, _offset: u64, _from: &Foreign, _sums: &[u32]) -> Result<()> {
         Err(not_direct())
+    }
+}
+
+/// A file with a policy of its own: no call moves its bytes by a tier that this does not allow.
+#[derive(Clone)]
+pub struct Strict {
+    file: Arc<dyn FileIo>,
+    policy: Policy,
+}
+
+impl Strict {
+    /// What the file demands by itself counts as well. `EINVAL` if no tier meets both.
+    pub fn new(file: Arc<dyn FileIo>, policy: Policy) -> Result<Strict> {
+        let policy = both(("the policy", policy), ("the file's own", file.policy()))?;
+        Ok(Strict { file, policy })
+    }
+}
+
+/// Two policies that hold for the same bytes, with their names. `EINVAL` if no tier meets both.
+pub(crate) fn both((what, a): (&str, Policy), (other, b): (&str, Policy)) -> Result<Policy> {
+    a.and(b).ok_or_else(|| {
+        let m = format!("{what} is {a}, and {other} is {b}: no tier meets both, so nothing may be moved");
+        Error::new(Code::Inval, m)
+    })
+}
+
+#[async_trait]
+impl FileIo for Strict {
+    fn id(&self) -> u64 {
+        self.file.id()
+    }
+
+    fn policy(&self) -> Policy {
+        self.policy
+    }
+
+    async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
+        self.file.read(offset, len).await
+    }
+
+    async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad> {
+        self.file.write(offset, data).await
+    }
+
+    async fn read_direct(&self, offset: u64, into: &Foreign) -> Result<Vec<Arrived>> {
+        self.file.read_direct(offset, into).await
+    }
+
+    async fn write_direct(&self, offset: u64, from: &Foreign, sums: &[u32]) -> Result<()> {
+        self.file.write_direct(offset, from, sums).await
     }
 }
 

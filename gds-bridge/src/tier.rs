@@ -98,6 +98,15 @@ impl Policy {
             Policy::Prefer => true,
         }
     }
+
+    /// What allows a tier only if both do; `None`: they have none in common.
+    pub fn and(self, other: Policy) -> Option<Policy> {
+        match (self, other) {
+            (Policy::Prefer, p) | (p, Policy::Prefer) => Some(p),
+            (Policy::AtLeast(a), Policy::AtLeast(b)) => Some(Policy::AtLeast(a.min(b))),
+            (Policy::Require(t), p) | (p, Policy::Require(t)) => p.allows(t).then_some(Policy::Require(t)),
+        }
+    }
 }
 
 impl fmt::Display for Policy {
@@ -199,5 +208,19 @@ mod tests {
         assert_eq!(allowed(Policy::Prefer), Tier::ALL);
         assert_eq!(allowed(Policy::Require(Tier::BounceRdma)), [Tier::BounceRdma]);
         assert_eq!(allowed(Policy::AtLeast(Tier::BounceRdma)), [Tier::GpuRdma, Tier::LocalGds, Tier::BounceRdma]);
+    }
+
+    #[test]
+    fn two_policies_allow_what_both_do() {
+        let all = || {
+            let of_tiers = Tier::ALL.into_iter().flat_map(|t| [Policy::Require(t), Policy::AtLeast(t)]);
+            std::iter::once(Policy::Prefer).chain(of_tiers)
+        };
+        for (a, b) in all().flat_map(|a| all().map(move |b| (a, b))) {
+            for t in Tier::ALL {
+                let both = a.and(b).is_some_and(|p| p.allows(t));
+                assert_eq!(both, a.allows(t) && b.allows(t), "{a} and {b}: {t}");
+            }
+        }
     }
 }

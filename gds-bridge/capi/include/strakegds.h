@@ -63,6 +63,8 @@ struct strakegds_options {
   /* Since version 3. */
   const char *local;            /* folder with copies of sealed files on this node (`strake gds stage`), for the tier
                                  * local-gds; none */
+  /* Since version 4. */
+  const char *policy;           /* what every call of this bridge has to meet beside its own policy; "prefer" */
 };
 
 struct strakegds_range {
@@ -85,7 +87,7 @@ struct strakegds_report {
 };
 
 /* The version of this interface; grows when something is added. What is here does not change. */
-#define STRAKEGDS_ABI 3
+#define STRAKEGDS_ABI 4
 int strakegds_abi(void);
 
 /* What the last call of this thread had to say; "" if it succeeded. Valid until the next call of this thread. */
@@ -106,6 +108,9 @@ int strakegds_file_open(struct strakegds *bridge, const char *path, int flags, u
                         struct strakegds_file **file);
 /* An error is of bytes that were written and lost. The handle is gone in any case. NULL is nothing. */
 int strakegds_file_close(struct strakegds_file *file);
+/* What every call that begins after this has to meet where it moves bytes of this handle, beside its own policy (since
+ * version 4); "prefer" (NULL) ends it. */
+int strakegds_file_policy(struct strakegds_file *file, const char *policy);
 int strakegds_file_size(struct strakegds_file *file, uint64_t *size);
 /* Returns when everything written to the file is safe. */
 int strakegds_file_sync(struct strakegds_file *file);
@@ -114,9 +119,10 @@ int strakegds_rename(struct strakegds *bridge, const char *from, const char *to)
 
 /* Files into the device's memory, and the other way: `n` ranges of any files of the bridge in one call. `policy`:
  * "prefer" (NULL), "at-least:TIER" or "require:TIER", TIER being gpu-rdma, local-gds, bounce-rdma, bounce-tcp or
- * pageable. `report` may be NULL; it is filled when the call fails on its way, too. -EINVAL: a range is not of this
- * device, is longer than its allocation, or overlaps another; -EOPNOTSUPP: no tier is available that the policy allows;
- * -EIO: that came to pass in the middle, or a file ends before its range; -ENODEV: the context is gone.
+ * pageable. What the bridge (`policy` of its options) and the files (strakegds_file_policy()) demand has to be met, too.
+ * `report` may be NULL; it is filled when the call fails on its way, too. -EINVAL: a range is not of this device, is
+ * longer than its allocation, or overlaps another, or no tier meets all policies; -EOPNOTSUPP: no tier is available that
+ * they allow; -EIO: that came to pass in the middle, or a file ends before its range; -ENODEV: the context is gone.
  * What is saved is with the storage servers when the call returns, and safe after strakegds_file_sync(). */
 int strakegds_load(struct strakegds *bridge, const struct strakegds_range *ranges, size_t n, const char *policy,
                    struct strakegds_report *report);

@@ -8,20 +8,20 @@ mod types;
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
     ptr,
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use guard::{Texts, guarded, guarded_ptr};
 use strake_client::File;
 use strake_gds::{
-    Direction, Failed, Policy, Report, Transfer,
+    Direction, Failed, FileIo, Policy, Report, Strict, Transfer,
     session::{Content, Session, Started},
 };
 use strake_proto::{Code, Error, Result};
 pub use types::{Options, Range, ReportOut};
 
 /// The version of the interface.
-const ABI: c_int = 3;
+const ABI: c_int = 4;
 
 /// `struct strakegds`.
 pub struct Bridge(Arc<Session>);
@@ -30,6 +30,17 @@ pub struct Bridge(Arc<Session>);
 pub struct OpenFile {
     file: Arc<File>,
     session: Arc<Session>,
+    policy: Mutex<Policy>,
+}
+
+impl OpenFile {
+    /// As calls are to have it.
+    fn for_calls(&self) -> Result<Arc<dyn FileIo>> {
+        match *self.policy.lock().unwrap_or_else(PoisonError::into_inner) {
+            Policy::Prefer => Ok(self.file.clone()),
+            policy => Ok(Arc::new(Strict::new(self.file.clone(), policy)?)),
+        }
+    }
 }
 
 fn inval(m: impl Into<String>) -> Error {
@@ -152,7 +163,8 @@ pub unsafe extern "C" fn strakegds_file_open(
             return Err(inval("file is NULL"));
         }
         let opened = Arc::new(session.open_file(path, flags as u32, mode)?);
-        let opened = Box::into_raw(Box::new(OpenFile { file: opened, session: session.clone() }));
+        let opened =
+            Box::into_raw(Box::new(OpenFile { file: opened, session: session.clone(), policy: Mutex::default() }));
         // SAFETY: just checked.
         unsafe { put_out(file, opened, "file") }
     })
@@ -169,6 +181,18 @@ pub unsafe extern "C" fn strakegds_file_close(file: *mut OpenFile) -> c_int {
         // SAFETY: made by `strakegds_file_open`, and closed once, as the caller promises.
         let f = unsafe { Box::from_raw(file) };
         f.session.close(File::clone(&f.file))
+    })
+}
+
+/// # Safety
+/// The file is open, and the policy as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn strakegds_file_policy(file: *mut OpenFile, how: *const c_char) -> c_int {
+    guarded(|| {
+        // SAFETY: the caller's promises.
+        let (f, policy) = unsafe { (given(file, "file")?, policy(how)?) };
+        *f.policy.lock().unwrap_or_else(PoisonError::into_inner) = policy;
+        Ok(())
     })
 }
 
@@ -230,7 +254,7 @@ unsafe fn transfers(session: &Arc<Session>, p: *const Range, n: usize) -> Result
         if !Arc::ptr_eq(&f.session, session) {
             return Err(inval(format!("range {i}: the file is of another bridge")));
         }
-        Ok(Transfer { file: f.file.clone(), offset: r.offset, gpu: r.address, len: r.length })
+        Ok(Transfer { file: f.for_calls()?, offset: r.offset, gpu: r.address, len: r.length })
     };
     // SAFETY: the caller's promise.
     unsafe { ranges(p, n) }?.iter().enumerate().map(transfer).collect()

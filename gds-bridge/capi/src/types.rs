@@ -32,11 +32,13 @@ pub struct Options {
     verify_on_gpu: u32,
     reserved: u32,
     local: *const c_char,
+    policy: *const c_char,
 }
 
-/// Options of versions 1 and 2: they end before these fields.
+/// Options of versions 1, 2 and 3: they end before these fields.
 const FIRST: usize = offset_of!(Options, verify_on_gpu);
 const SECOND: usize = offset_of!(Options, local);
+const THIRD: usize = offset_of!(Options, policy);
 
 /// `struct strakegds_range`.
 #[repr(C)]
@@ -73,10 +75,9 @@ impl Options {
         let size = unsafe { (&raw const (*from).size).read() };
         // Any other size, or one of a program that knows more than this library does, would be read wrong.
         let known = size_of::<Options>();
-        if ![FIRST, SECOND, known].contains(&size) {
-            let m =
-                format!("options: size is {size}, and this version of the library knows {FIRST}, {SECOND} and {known}");
-            return Err(inval(m));
+        let all = [FIRST, SECOND, THIRD, known];
+        if !all.contains(&size) {
+            return Err(inval(format!("options: size is {size}, and this version of the library knows {all:?}")));
         }
         // What an older program does not have is zero: the default of each.
         let mut o = MaybeUninit::<Options>::zeroed();
@@ -110,6 +111,7 @@ impl Options {
         d.slot_bytes = or_default(o.slot_bytes, d.slot_bytes);
         d.accept_oss_checksum = o.accept_oss_checksum != 0;
         d.verify_on_gpu = o.verify_on_gpu != 0;
+        d.policy = or(o.policy, "options: policy", "prefer")?.parse()?;
         if !o.local.is_null() {
             // SAFETY: the caller's promise.
             d.local = Some(unsafe { text(o.local, "options: local") }?.into());
@@ -164,6 +166,8 @@ impl ReportOut {
 }
 
 // As a C compiler for 64-bit machines lays them out; the test's program has the same lines.
-const _: () = assert!(size_of::<Options>() == 80 && FIRST == 64 && SECOND == 72 && offset_of!(Options, reserved) == 68);
+const _: () = assert!(
+    size_of::<Options>() == 88 && FIRST == 64 && SECOND == 72 && THIRD == 80 && offset_of!(Options, reserved) == 68
+);
 const _: () = assert!(size_of::<Range>() == 32 && offset_of!(Range, length) == 24);
 const _: () = assert!(size_of::<ReportOut>() == 96 && offset_of!(ReportOut, seconds) == 88);

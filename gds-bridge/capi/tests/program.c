@@ -13,7 +13,7 @@
 #define CHECK(what) do { if (!(what)) { \
   fprintf(stderr, "line %d: %s: %s\n", __LINE__, #what, strakegds_error()); exit(1); } } while (0)
 
-_Static_assert(sizeof(struct strakegds_options) == 80 && offsetof(struct strakegds_options, local) == 72 && offsetof(struct strakegds_options, verify_on_gpu) == 64, "options");
+_Static_assert(sizeof(struct strakegds_options) == 88 && offsetof(struct strakegds_options, policy) == 80 && offsetof(struct strakegds_options, local) == 72 && offsetof(struct strakegds_options, verify_on_gpu) == 64, "options");
 _Static_assert(sizeof(struct strakegds_range) == 32 && offsetof(struct strakegds_range, length) == 24, "range");
 _Static_assert(sizeof(struct strakegds_report) == 96 && offsetof(struct strakegds_report, seconds) == 88, "report");
 
@@ -49,6 +49,8 @@ int main(int n, char **arg) {
   refuses(strakegds_open(&bad, &b), EINVAL, "no memory");
   bad = o, bad.fabric = "ether";
   refuses(strakegds_open(&bad, &b), EINVAL, "'ether'");
+  bad = o, bad.policy = "best";
+  refuses(strakegds_open(&bad, &b), EINVAL, "`best`");
   bad = o, bad.client_key = "/none";
   refuses(strakegds_open(&bad, &b), ENOENT, "/none");
   bad = o, bad.memory = "cuda:99"; /* no driver, or no such GPU */
@@ -149,12 +151,37 @@ int main(int n, char **arg) {
   refuses(strakegds_save(b, r, 1, NULL, &rep), EBADF, "writing");
   CHECK(strakegds_file_close(none) == 0);
 
-  /* A file of another bridge. */
+  /* A handle with a policy of its own: every call that moves bytes of it meets it, too, and no other. */
+  uint64_t unused = tensor + 2000000; /* what is there is not asked for below */
+  r[0] = (struct strakegds_range){f[0], 0, unused, 10}, r[1] = (struct strakegds_range){f[1], 0, unused + 10, 10};
+  CHECK(strakegds_file_policy(f[0], "require:gpu-rdma") == 0);
+  refuses(strakegds_load(b, r, 2, NULL, &rep), EOPNOTSUPP, "require:gpu-rdma");
+  CHECK(rep.moved == 0 && strstr(strakegds_report_json(), "\"policy\":\"require:gpu-rdma\""));
+  refuses(strakegds_load(b, r, 2, policy, &rep), EINVAL, "no tier meets both");
+  CHECK(rep.asked == 20 && rep.moved == 0);
+  CHECK(strakegds_load(b, r + 1, 1, policy, &rep) == 0 && rep.moved == 10);
+  refuses(strakegds_file_policy(f[0], "best"), EINVAL, "`best`");
+  refuses(strakegds_file_policy(NULL, "prefer"), EINVAL, "file is NULL");
+  CHECK(strakegds_file_policy(f[0], policy) == 0 && strakegds_load(b, r, 2, NULL, &rep) == 0 && rep.by_tier[tier] == 20);
+  CHECK(strakegds_file_policy(f[0], NULL) == 0);
+
+  /* A file of another bridge, whose own policy nothing here meets. */
   struct strakegds *second;
+  o.local = NULL, o.policy = "require:gpu-rdma", o.size = sizeof o;
   CHECK(strakegds_open(&o, &second) == 0);
-  r[0] = (struct strakegds_range){f[0], 0, tensor, 10};
   refuses(strakegds_load(second, r, 1, NULL, &rep), EINVAL, "another bridge");
+  struct strakegds_file *strict;
+  CHECK(strakegds_file_open(second, "/one", O_RDONLY, 0, &strict) == 0);
+  uint64_t there;
+  CHECK(strakegds_alloc(second, 10, &there) == 0);
+  r[0] = (struct strakegds_range){strict, 0, there, 10};
+  refuses(strakegds_load(second, r, 1, NULL, &rep), EOPNOTSUPP, "require:gpu-rdma");
+  refuses(strakegds_load(second, r, 1, policy, &rep), EINVAL, "that of the bridge");
+  r[0].file = NULL;
+  refuses(strakegds_replace(second, "/never", 0644, r, 1, NULL, &rep), EOPNOTSUPP, "require:gpu-rdma");
+  CHECK(strakegds_free(second, there) == 0 && strakegds_file_close(strict) == 0);
   strakegds_close(second);
+  r[0] = (struct strakegds_range){f[0], 0, tensor, 10};
 
   /* A child has nothing of it. */
   pid_t child = fork();

@@ -24,6 +24,7 @@ use crate::{
     batch::Batch,
     found::{self, Found, Kind},
     params::Set,
+    policy,
     real::{Range, Real},
     set,
     stats::Stats,
@@ -357,11 +358,7 @@ impl Driver {
         if self.handles.read().values().any(again) {
             return Err(Wrong::Op(abi::HANDLE_ALREADY_REGISTERED));
         }
-        let policy = set::text("STRAKE_GDS_POLICY").map_or(Ok(Policy::Prefer), |p| p.parse());
-        let policy = policy.map_err(|e| {
-            say(|| format!("STRAKE_GDS_POLICY: {e}"));
-            Wrong::Op(abi::INVALID_VALUE)
-        })?;
+        let policy = policy::of(&found)?;
         let servers = match set::text("STRAKE_GDS_MDS") {
             None => found::servers(fd, &found)?,
             named => named,

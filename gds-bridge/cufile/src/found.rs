@@ -22,7 +22,7 @@ use crate::{
 /// `FUSE_SUPER_MAGIC`.
 const FUSE: i64 = 0x6573_5546;
 /// As what our mounts appear in the table of mounts.
-const KIND: &str = "fuse.strake";
+pub const KIND: &str = "fuse.strake";
 /// What a descriptor's flags mean for a second open of its file.
 const KEPT: c_int = libc::O_ACCMODE | libc::O_DSYNC | libc::O_SYNC | libc::O_DIRECT;
 
@@ -132,7 +132,8 @@ fn ask<const N: usize>(fd: c_int, number: u32) -> Done<Option<Box<[u8; N]>>> {
     })
 }
 
-fn mounts() -> String {
+/// The table of mounts.
+pub fn mounts() -> String {
     fs::read_to_string("/proc/self/mountinfo").unwrap_or_default()
 }
 

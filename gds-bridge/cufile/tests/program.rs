@@ -241,6 +241,7 @@ fn connections_that_cannot_be_say_why() {
     for (name, value, code, word) in [
         ("STRAKE_GDS_KEY", "/nowhere/key", "5025", "/nowhere/key"),
         ("STRAKE_GDS_POLICY", "fastest", "5022", "`fastest` is no policy"),
+        ("STRAKE_GDS_POLICY", "/elsewhere=prefer", "5022", "no StrakeFS is mounted at `/elsewhere`"),
         ("STRAKE_GDS_FABRIC", "ether", "5022", "'ether'"),
         ("STRAKE_GDS_MDS", "a b", "5022", "a b"),
     ] {
@@ -254,12 +255,15 @@ fn connections_that_cannot_be_say_why() {
 #[test]
 fn a_policy_that_cannot_be_met_fails_the_call() {
     let Some(m) = Mounted::new() else { return };
-    let mut c = m.program(&["policy"]);
-    c.env("STRAKE_GDS_POLICY", "require:gpu-rdma");
-    m.ok(c);
-    assert!(m.left("log").contains("gpu-rdma"), "{}", m.left("log"));
-    let stats: serde_json::Value = serde_json::from_str(&m.left("stats")).unwrap();
-    assert_eq!((stats["write"]["failed"].as_u64(), stats["write"]["host_memory"].as_u64()), (Some(1), Some(100)));
+    // Of all mounts, and of this one.
+    for policy in ["require:gpu-rdma".into(), format!("prefer,{}=at-least:gpu-rdma", m.at.path().display())] {
+        let mut c = m.program(&["policy"]);
+        c.env("STRAKE_GDS_POLICY", policy);
+        m.ok(c);
+        assert!(m.left("log").contains("gpu-rdma"), "{}", m.left("log"));
+        let stats: serde_json::Value = serde_json::from_str(&m.left("stats")).unwrap();
+        assert_eq!((stats["write"]["failed"].as_u64(), stats["write"]["host_memory"].as_u64()), (Some(1), Some(100)));
+    }
 }
 
 #[test]

@@ -192,7 +192,7 @@ fn paths_of(x: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
 impl Bridge {
     #[new]
     #[pyo3(signature = (mds, *, key = None, memory = "cuda:0", fabric = "auto", pinned_limit = None, workers = None, slots = None, slot_bytes = None,
-        accept_oss_checksum = false, verify_on_gpu = false, local = None))]
+        accept_oss_checksum = false, verify_on_gpu = false, local = None, policy = "prefer"))]
     #[allow(clippy::too_many_arguments, reason = "they are named in Python")]
     fn new(
         py: Python<'_>,
@@ -207,6 +207,7 @@ impl Bridge {
         accept_oss_checksum: bool,
         verify_on_gpu: bool,
         local: Option<std::path::PathBuf>,
+        policy: &str,
     ) -> PyResult<Bridge> {
         let memory = memory.parse().map_err(failed)?;
         let mut setup = Setup::new(mds, memory);
@@ -225,6 +226,7 @@ impl Bridge {
         o.accept_oss_checksum = accept_oss_checksum;
         o.verify_on_gpu = verify_on_gpu;
         o.local = local;
+        o.policy = crate::policy(policy)?;
         let session = py.detach(|| Session::open(&setup)).map_err(failed)?;
         Ok(Bridge { device: std::sync::Mutex::new(Some(Arc::new(Device { session: Arc::new(session), memory }))) })
     }

@@ -166,6 +166,10 @@ class Test(unittest.TestCase):
             self.b.load_into(t, self.name, policy="require:gpu-rdma")
         self.assertIn("gpu-rdma", str(e.exception))
         self.assertEqual(sum(e.exception.report["by_tier"].values()), 0)
+        with strake_gds.Bridge(os.environ["STRAKE_MDS"], key=os.environ["STRAKE_KEY"], memory=MEMORY, policy="require:gpu-rdma") as strict:
+            with self.assertRaises(OSError) as e:
+                strict.load_into(strict.alloc([10]), self.name)
+            self.assertIn("gpu-rdma", str(e.exception))
         for bad in ["best", "require:rdma"]:
             with self.assertRaises(OSError):
                 self.b.load_into(t, self.name, policy=bad)

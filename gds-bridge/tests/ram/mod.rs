@@ -10,7 +10,7 @@ use std::sync::{
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use strake_fabric::{Buf, BufMut, ByRoad, Pool, Road};
-use strake_gds::{Bridge, FileIo, GpuMem, HostMem, Network, Options, Transfer};
+use strake_gds::{Bridge, FileIo, GpuMem, HostMem, Network, Options, Policy, Transfer};
 use strake_proto::{Result, layout::splitmix64};
 
 pub const KIB: u64 = 1 << 10;
@@ -109,8 +109,13 @@ pub async fn bridge(pins: u64) -> (HostMem, Pool, Bridge) {
 
 /// Three workers with two slots of 256 KiB.
 pub async fn over(mem: &HostMem, network: Arc<dyn Network>) -> Bridge {
-    let options =
-        Options { workers: 3, slots: 2, slot_bytes: 256 << 10, pinned_limit: Some(1 << 30), ..Options::default() };
+    demanding(mem, network, Policy::Prefer).await
+}
+
+/// The same with a policy of its own.
+pub async fn demanding(mem: &HostMem, network: Arc<dyn Network>, policy: Policy) -> Bridge {
+    let pinned_limit = Some(1 << 30);
+    let options = Options { workers: 3, slots: 2, slot_bytes: 256 << 10, pinned_limit, policy, ..Options::default() };
     Bridge::open(Arc::new(mem.clone()), network, options).await.unwrap()
 }
 

@@ -22,7 +22,8 @@ pub struct Mounted {
     pub key: PathBuf,
     /// Libraries and whatever a program writes.
     pub dir: tempfile::TempDir,
-    at: tempfile::TempDir,
+    /// Where it is mounted.
+    pub at: tempfile::TempDir,
     mount: Option<Mount>,
     _listeners: Vec<Listener>,
     runtime: tokio::runtime::Runtime,
