@@ -43,19 +43,49 @@ fn python_loads_and_saves() {
             println!("== {file}, {memory}\n{}{}", said[0], said[1]);
             assert!(run.status.success(), "{file}, {memory}");
         }
-        // And the page that people read first, as it stands there.
-        let page = include_str!("../../docs/gds.md");
-        let script = page.split_once("```python\n").unwrap().1.split_once("```").unwrap().0;
-        assert!(script.contains("load_safetensors") && script.contains("by_road"), "{script}");
-        let run = Command::new(&python)
-            .args(["-c", script])
-            .envs([("MEMORY", memory), ("POLICY", "at-least:pageable")])
-            .env("MDS", &served.mds)
-            .env("KEY", &served.key)
-            .env("LD_LIBRARY_PATH", served.dir.path())
-            .output()
-            .unwrap();
-        let said = String::from_utf8_lossy(&run.stderr);
-        assert!(run.status.success() && String::from_utf8_lossy(&run.stdout).contains("pageable"), "{memory}: {said}");
+        for (modules, script) in page(&served, memory) {
+            let run = |script: &str| {
+                let mut python = Command::new(&python);
+                python.args(["-c", script]).env("LD_LIBRARY_PATH", served.dir.path());
+                python.envs([("MEMORY", memory), ("POLICY", "at-least:pageable"), ("MDS", &served.mds)]);
+                python.env("KEY", &served.key).output().unwrap()
+            };
+            if !run(modules).status.success() {
+                println!("skipped: a part of the page, because `{modules}` fails here");
+                continue;
+            }
+            let (out, said) = (run(&script), format!("{memory}:\n{script}"));
+            assert!(out.status.success(), "{said}\n{}", String::from_utf8_lossy(&out.stderr));
+            assert!(String::from_utf8_lossy(&out.stdout).contains("pageable"), "{said}");
+        }
     }
+}
+
+/// The page, block by block: what a part needs beside the module, and the part, as it stands there but for the names of this cluster.
+fn page(served: &Served, memory: &str) -> Vec<(&'static str, String)> {
+    let page = include_str!("../../docs/gds.md");
+    let blocks: Vec<&str> = page.split("```python\n").skip(1).map(|b| b.split_once("```").unwrap().0).collect();
+    // Of the third one there is a test in tools/tests/gds_local.rs.
+    let [first, copies, torch, fast] = blocks[..] else { panic!("{} blocks in Python: are all tested?", blocks.len()) };
+    assert!(first.contains("by_road") && copies.contains("local-gds") && fast.contains("PipelineParallel"));
+    let mut all = vec![("pass", first.to_string())];
+    if memory == "host" {
+        let (mds, key) = (&served.mds, served.key.display());
+        let here = |block: &str| {
+            let names = [("at-least:bounce-tcp", "at-least:pageable"), ("/m/", "/m-"), ("/ckpt/", "/ckpt-")];
+            names.iter().fold(block.to_string(), |block, (from, to)| block.replacen(from, to, 2))
+        };
+        let bridge = format!("\"{mds}\", key=\"{key}\", memory=\"host\"");
+        let model = format!(
+            "import strake_gds\nb = strake_gds.Bridge({bridge})\n\
+             b.save_safetensors({{'w': b.alloc([5, 7], 'F32')}}, '/m-1.safetensors')\n\
+             b.save_safetensors({{'x': b.alloc([3], 'I64')}}, '/m-2.safetensors')\n"
+        );
+        let torch = here(torch).replace("\"mds1,mds2,mds3\", memory=\"cuda:0\"", &bridge);
+        let fast = here(fast).replace("device=\"cuda:0\", ", "");
+        assert!(torch.contains(&bridge) && fast.contains("Loader(b, policy"), "{torch}{fast}");
+        all.push(("import torch", model.clone() + &torch));
+        all.push(("import torch, fastsafetensors", model + &fast));
+    }
+    all
 }

@@ -4,7 +4,10 @@
 mod common;
 mod mounted;
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use mounted::{Mounted, cc, library};
 
@@ -303,6 +306,36 @@ fn a_command_that_is_named_by_who_runs_the_tests() {
     c.env("STRAKE_GDS_LOG", m.dir.path().join("log")).env("STRAKE_GDS_STATS", m.dir.path().join("stats"));
     let out = m.ok(c);
     println!("{}\n{}\n{}", String::from_utf8_lossy(&out.stdout), m.left("log"), m.left("stats"));
+}
+
+/// The commands of the page, with other folders in them.
+#[test]
+fn a_program_in_python_is_served_as_the_page_says() {
+    let Some(m) = Mounted::new() else { return };
+    let (dir, here) = (m.dir.path(), Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/train.py"));
+    let page = include_str!("../../../docs/gds.md").split_once("## Unmodified programs").unwrap().1;
+    let lines = page.split_once("```sh\n").unwrap().1.split_once("```").unwrap().0;
+    assert!(lines.contains("STRAKE_GDS_POLICY=at-least:bounce-tcp python3 train.py"), "{lines}");
+    // Under a small limit of locked memory nothing is pinned.
+    let lines = lines.replace("/opt/strake", dir.join("opt").to_str().unwrap()).replace(":bounce-tcp", ":pageable");
+    let script = format!("set -e\n{lines}").replace("cufile STRAKE", "cufile:$STANDIN STRAKE");
+    let python = Command::new("python3").arg("--version").output();
+    if !python.is_ok_and(|p| p.status.success()) {
+        println!("skipped: there is no python3");
+        return;
+    }
+    std::fs::copy(here, dir.join("train.py")).unwrap();
+    std::fs::copy(library(), dir.join("libstrake_cufile.so")).unwrap();
+    // So that it is found where the page puts it.
+    std::fs::remove_file(dir.join("libcufile.so.0")).unwrap();
+    let mut c = m.shell(&script);
+    c.env_remove("LD_PRELOAD").env("STRAKE_GDS_LOG", dir.join("log")).env("STRAKE_GDS_STATS", dir.join("stats"));
+    m.ok(c);
+    let stats: serde_json::Value = serde_json::from_str(&m.left("stats")).unwrap();
+    for way in ["read", "write"] {
+        let bytes = stats[way]["by_tier"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum::<u64>();
+        assert_eq!((bytes, stats[way]["failed"].as_u64()), (1_000_003, Some(0)), "{stats}");
+    }
 }
 
 /// Names that programs look up: KvikIO (26.10), `torch.cuda.gds` (2.9), and the rest of the interface's 1.20.
