@@ -1,6 +1,6 @@
 """A safetensors file into GPU memory: by PyTorch and safetensors, by fastsafetensors (both from a local file), and by the bridge. Called by main.py:
-loaders.py FOLDER DEVICE MIB MDS KEY [WHEEL]. JSON on standard output; 77 where PyTorch or a GPU is missing. What is missing beside is said in place of
-its figure."""
+loaders.py FOLDER DEVICE MIB MDS KEY POLICY [WHEEL]; DEVICE is `host` for this machine's own memory in place of a GPU. JSON on standard output; 77 where PyTorch
+or a GPU is missing. What is missing beside is said in place of its figure."""
 
 import hashlib
 import importlib
@@ -31,25 +31,27 @@ def digest(tensors):
 
 
 def main():
-    folder, device, mib, mds, key, wheel = (sys.argv[1:] + [""])[:6]
+    folder, device, mib, mds, key, policy, wheel = (sys.argv[1:] + [""])[:7]
     torch = module("torch")
     if isinstance(torch, str):
         skip(f"PyTorch is not installed ({torch})")
-    if not torch.cuda.is_available():
+    on_gpu = device != "host"
+    if on_gpu and not torch.cuda.is_available():
         skip("PyTorch finds no GPU")
     save = module("safetensors.torch")
     if isinstance(save, str):
         skip(f"safetensors is not installed ({save})")
-    place, count = f"cuda:{device}", 16
+    place, count = f"cuda:{device}" if on_gpu else "cpu", 16
+    settle = torch.cuda.synchronize if on_gpu else lambda: None
     each = max(1, int(mib) // count) * MIB // 4
     whole = {f"t{i}": torch.randn(each, generator=torch.Generator().manual_seed(i)) for i in range(count)}
     n, want, figures = count * each * 4, digest(whole), {}
 
     def measure(what, load):
-        torch.cuda.synchronize()
+        settle()
         begun = time.monotonic()
         tensors, end = load()
-        torch.cuda.synchronize()
+        settle()
         took = time.monotonic() - begun
         if digest(tensors) != want:
             sys.exit(f"{what}: what arrived differs")
@@ -70,7 +72,20 @@ def main():
     if isinstance(bridge, str):
         figures[what] = f"not run: {bridge}"
     else:
-        by_bridge(torch, bridge, (mds, key, place), whole, figures, measure, what, n)
+        b = bridge.Bridge(mds, key=key, memory=place if on_gpu else "host", policy=policy)
+        on_device = {k: v.to(place) for k, v in whole.items()}
+        settle()
+        begun = time.monotonic()
+        b.save_safetensors(on_device, "/model.safetensors")
+        figures["strake_gds.save_safetensors with fsync and rename"] = n / (time.monotonic() - begun)
+        del on_device
+
+        def load():
+            tensors, _ = b.load_safetensors(["/model.safetensors"])
+            return {k: torch.from_dlpack(v) for k, v in tensors.items()}, lambda: None
+
+        measure(what, load)
+        b.close()
     print(json.dumps({"bytes": n, "figures": figures}))
 
 
@@ -93,24 +108,6 @@ def ours(wheel):
         importlib.invalidate_caches()
         found = module("strake_gds")
     return found
-
-
-def by_bridge(torch, strake_gds, at, whole, figures, measure, what, n):
-    mds, key, place = at
-    b = strake_gds.Bridge(mds, key=key, memory=place)
-    on_device = {k: v.to(place) for k, v in whole.items()}
-    torch.cuda.synchronize()
-    begun = time.monotonic()
-    b.save_safetensors(on_device, "/model.safetensors", policy="at-least:bounce-tcp")
-    figures["strake_gds.save_safetensors with fsync and rename"] = n / (time.monotonic() - begun)
-    del on_device
-
-    def load():
-        tensors, _ = b.load_safetensors(["/model.safetensors"], policy="at-least:bounce-tcp")
-        return {k: torch.from_dlpack(v) for k, v in tensors.items()}, lambda: None
-
-    measure(what, load)
-    b.close()
 
 
 main()

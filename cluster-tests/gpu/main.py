@@ -182,11 +182,11 @@ class Run:
         return self.call([sys.executable, HERE / "local.py", self.args.disk, self.args.device, self.args.mib])
 
     def loaders(self):
-        if self.args.memory != "cuda":
-            raise Skipped("PyTorch's loaders are measured into GPU memory")
-        with self.cluster(self.args.ram) as (mds, key):
+        a = self.args
+        with self.cluster(a.ram) as (mds, key):
             wheel = next(iter(PACKED.glob("strake_gds-*.whl")), "")
-            return self.call([sys.executable, HERE / "loaders.py", self.args.ram, self.args.device, self.args.mib, mds, key, wheel])
+            device = a.device if a.memory == "cuda" else "host"
+            return self.call([sys.executable, HERE / "loaders.py", a.ram, device, a.mib, mds, key, a.policy, wheel])
 
 
 def machine(args):
