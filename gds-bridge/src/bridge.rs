@@ -655,7 +655,8 @@ impl Hands {
     fn new(device: &Arc<dyn GpuMem>, options: &Options) -> Result<Hands> {
         let shape = (options.workers, options.slots, options.slot_bytes);
         let placing = Placing::of(&options.sysfs, device.pci());
-        let pins = Pins::new(device, shape, options.pinned_limit, &|start, len| placing.prepare(start, len));
+        let near: (_, &dyn Fn(*mut u8, usize)) = (placing.node(), &|start, len| placing.prepare(start, len));
+        let pins = Pins::new(device, shape, options.pinned_limit, near);
         let (slots, part, regions, less, unpinned) = match pins {
             Ok(p) => (p.slots, p.slot_bytes, p.regions, p.notice, None),
             Err(e) => {

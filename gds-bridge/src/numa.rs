@@ -12,6 +12,8 @@ use serde::{Deserialize, Serialize};
 const LAST_NODE: u32 = 1023;
 /// MPOL_F_NODE and MPOL_F_ADDR of get_mempolicy(2): on which node a page lies.
 const NODE_OF_ADDRESS: c_ulong = 1 | 2;
+/// MPOL_MF_MOVE of mbind(2): what was touched moves, too.
+const MOVE: c_uint = 2;
 const WORD: u32 = c_ulong::BITS;
 
 /// The NUMA node of a device, and what is there.
@@ -142,17 +144,17 @@ fn shown(text: &str) -> String {
     text.trim().chars().take(40).flat_map(char::escape_default).collect()
 }
 
-/// Has pages that nobody touched yet come from a node as long as it has some: mbind(2).
+/// Has pages come from a node as long as it has some, and those move there that were touched already, unless somebody holds them where they are: mbind(2).
 pub(crate) fn prefer(start: *mut u8, len: usize, node: u32) -> io::Result<()> {
     let mut mask = [0 as c_ulong; (LAST_NODE / WORD) as usize + 1];
     let word = mask.get_mut((node / WORD) as usize).ok_or(io::ErrorKind::InvalidInput)?;
     *word |= 1 << (node % WORD);
     // The kernel takes one bit less than it is told.
     let bits = c_ulong::from(LAST_NODE) + 2;
-    // SAFETY: it changes where pages come from, and no byte of them; the mask has so many bits.
+    // SAFETY: it changes where pages lie, and no byte of them; the mask has so many bits.
     let code = unsafe {
         let mode = libc::MPOL_PREFERRED as c_ulong;
-        libc::syscall(libc::SYS_mbind, start, len as c_ulong, mode, mask.as_ptr(), bits, 0 as c_uint)
+        libc::syscall(libc::SYS_mbind, start, len as c_ulong, mode, mask.as_ptr(), bits, MOVE)
     };
     if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -187,10 +189,15 @@ impl Placing {
         Placing { numa, several: has_several(sysfs), near, refused: Mutex::default() }
     }
 
+    /// The node that memory is to come from; `None`: none is known that has some.
+    pub fn node(&self) -> Option<u32> {
+        self.near.as_ref().filter(|n| n.memory.is_ok()).map(|n| n.node)
+    }
+
     /// Has memory that nobody touched yet come from there.
     pub fn prepare(&self, start: *mut u8, len: usize) {
-        let Some(near) = self.near.as_ref().filter(|n| n.memory.is_ok()) else { return };
-        if let Err(e) = prefer(start, len, near.node) {
+        let Some(node) = self.node() else { return };
+        if let Err(e) = prefer(start, len, node) {
             self.refused.lock().get_or_insert(format!("mbind: {e}"));
         }
     }
@@ -359,6 +366,11 @@ mod tests {
             done => {
                 done.unwrap();
                 assert_eq!(node_at(start).unwrap(), 0);
+                // SAFETY: the mapping, which nobody else has.
+                let bytes = unsafe { std::slice::from_raw_parts_mut(start, len) };
+                bytes.fill(7);
+                prefer(start, len, 0).unwrap();
+                assert!(bytes.iter().all(|b| *b == 7), "what is there stays");
                 // The policy itself, which says nothing of other memory.
                 let (mut mode, mut mask): (c_int, [c_ulong; 16]) = (-1, [0; 16]);
                 let by_address: c_ulong = 2;

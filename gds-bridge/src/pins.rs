@@ -13,7 +13,10 @@ use rustix::{
 };
 use strake_fabric::{REGION, Region};
 
-use crate::mem::{Fault, GpuMem};
+use crate::{
+    mem::{Fault, GpuMem},
+    numa,
+};
 
 /// Locked memory that a bridge takes where the process may lock as much as it wants.
 const UNLIMITED: u64 = 512 << 20;
@@ -76,12 +79,11 @@ impl Registry {
     fn take(
         &self,
         region: &Arc<Region>,
-        device: &Arc<dyn GpuMem>,
-        limit: u64,
+        Regions { device, limit, near, .. }: &Regions,
         again: bool,
     ) -> Result<Option<Arc<dyn GpuMem>>, Fault> {
         let mut known = self.0.lock();
-        let room = known.has_room(REGION, limit);
+        let room = known.has_room(REGION, *limit);
         let gone = match known.regions.get_mut(&region.id()) {
             Some(e) if !e.by.is_gone() => {
                 e.uses += usize::from(!again);
@@ -92,6 +94,11 @@ impl Registry {
             None if !room => return Ok(None),
             None => false,
         };
+        if let Some(node) = near
+            && let Err(e) = numa::prefer(region.as_ptr(), REGION, *node)
+        {
+            tracing::debug!("a region of the client's buffers stays where it is: mbind: {e}");
+        }
         // SAFETY: a region is whole pages, and is held until it was unpinned.
         unsafe { device.pin(region.as_ptr(), REGION)? };
         known.bytes += if gone { 0 } else { REGION as u64 };
@@ -235,12 +242,12 @@ impl Budget {
 impl Pins {
     /// Slots for `workers`, `each` of `slot_bytes` (a power of two of at least [`MIN_SLOT`]); smaller ones, then fewer, where that is too
     /// much. An error if there cannot be even two of the smallest. `limit`: what all bridges that share the driver may have pinned. `prepare` is
-    /// told of each slot's memory before anybody touches it.
+    /// told of each slot's memory before anybody touches it; the client's buffers are moved to the node `near` when they are pinned.
     pub fn new(
         device: &Arc<dyn GpuMem>,
         (workers, each, slot_bytes): (usize, usize, usize),
         limit: Option<u64>,
-        prepare: &dyn Fn(*mut u8, usize),
+        (near, prepare): (Option<u32>, &dyn Fn(*mut u8, usize)),
     ) -> Result<Pins, Fault> {
         let registry = device.registry();
         let before = registry.bytes();
@@ -269,7 +276,7 @@ impl Pins {
                     return Ok(Pins {
                         slots,
                         slot_bytes: size,
-                        regions: Regions::new(device, limit, own - taken),
+                        regions: Regions::new(device, limit, own - taken, near),
                         notice,
                     });
                 }
@@ -285,6 +292,8 @@ pub struct Regions {
     device: Arc<dyn GpuMem>,
     registry: Arc<Registry>,
     limit: u64,
+    /// Where their memory is moved.
+    near: Option<u32>,
     /// How many it registers at most.
     most: usize,
     mine: Mutex<Mine>,
@@ -299,14 +308,14 @@ struct Mine {
 }
 
 impl Regions {
-    fn new(device: &Arc<dyn GpuMem>, limit: u64, own: u64) -> Arc<Regions> {
+    fn new(device: &Arc<dyn GpuMem>, limit: u64, own: u64, near: Option<u32>) -> Arc<Regions> {
         let (registry, most) = (device.registry(), (own / REGION as u64) as usize);
-        Arc::new(Regions { device: device.clone(), registry, limit, most, mine: Mutex::default() })
+        Arc::new(Regions { device: device.clone(), registry, limit, near, most, mine: Mutex::default() })
     }
 
     /// None, for where nothing can be pinned.
     pub fn none(device: &Arc<dyn GpuMem>) -> Arc<Regions> {
-        Regions::new(device, 0, 0)
+        Regions::new(device, 0, 0, None)
     }
 
     /// Whether a buffer of this region lies in memory that is pinned by now, by whatever bridge.
@@ -330,7 +339,7 @@ impl Regions {
                 false
             }
         };
-        match self.registry.take(region, &self.device, self.limit, again) {
+        match self.registry.take(region, self, again) {
             Ok(by) => by.map(|by| mine.used.insert(region.id(), by)).is_some(),
             Err(Fault::ContextGone) => false,
             Err(e) => {
@@ -367,7 +376,7 @@ mod tests {
         let m = HostMem::new();
         m.limit_pins(limit);
         let device: Arc<dyn GpuMem> = Arc::new(m.clone());
-        (m, Pins::new(&device, (4, 3, 4 * MIB), ask, &|_, _| {}))
+        (m, Pins::new(&device, (4, 3, 4 * MIB), ask, (Some(0), &|_, _| {})))
     }
 
     fn got(p: &Pins) -> (usize, usize, usize) {
@@ -410,10 +419,12 @@ mod tests {
     fn regions_are_pinned_once_up_to_the_limit_and_let_go_at_the_end() {
         let (m, p) = pins(1 << 40, Some((48 + 9) << 20));
         let (p, pool) = (p.unwrap(), Pool::new(64 << 20));
-        let bufs: Vec<BufMut> = (0..4).map(|_| pool.get_now(REGION)).collect();
+        let mut bufs: Vec<BufMut> = (0..4).map(|_| pool.get_now(REGION)).collect();
+        bufs[0].fill(7);
         let small = pool.get_now(5000);
         let pinned: Vec<bool> = bufs.iter().chain(&bufs).map(|b| p.regions.has(b.region())).collect();
         assert_eq!(pinned, [true, true, false, false, true, true, false, false], "9 MiB are two regions");
+        assert!(bufs[0].iter().all(|b| *b == 7), "wherever it was moved");
         assert!(!p.regions.has(small.region()) && !p.regions.has(Buf::copy_from(b"not of the pool").region()));
         assert_eq!((p.regions.count(), m.pinned()), (2, (48 + 8) << 20));
         let regions = p.regions.clone();
