@@ -755,6 +755,24 @@ static void cut(void) {
   IS(pthread_join(t, 0), 0);
 }
 
+/* The tier fails in the middle of a call, and another one goes on. */
+static void switched(void) {
+  strake_standin_set(13, 2000); /* so that pinned memory is the faster one */
+  size_t n = 8 * MIB;
+  int fd = made(ours, "sw", O_RDWR);
+  void *h = registered(fd), *dev = device(n);
+  char *data = pattern(3, n);
+  put(dev, data, n);
+  IS(cuFileWrite(h, dev, n, 0, 0), n);
+  char *none = calloc(1, n);
+  put(dev, none, n);
+  strake_standin_set(12, 3);
+  IS(cuFileRead(h, dev, n, 0, 0), n);
+  strake_standin_set(12, -1);
+  CHECK(same(dev, data, n));
+  IS(cuFileDriverClose_v2().err, 0);
+}
+
 static void policy(void) {
   int fd = made(ours, "p", O_RDWR);
   void *h = registered(fd), *dev = device(MIB);
@@ -820,6 +838,7 @@ int main(int n, char **arg) {
   else if (!strcmp(what, "turns")) turns();
   else if (!strcmp(what, "cut")) cut();
   else if (!strcmp(what, "policy")) policy();
+  else if (!strcmp(what, "switched")) switched();
   else if (!strcmp(what, "permission")) permission();
   else if (!strcmp(what, "real")) real();
   else return 2;

@@ -54,6 +54,18 @@ fn statistics_say_what_was_done() {
 }
 
 #[test]
+fn statistics_tell_both_tiers_of_a_call_that_changed_between_them() {
+    let Some(m) = Mounted::new() else { return };
+    m.ok(m.program(&["switched"]));
+    let stats: serde_json::Value = serde_json::from_str(&m.left("stats")).unwrap();
+    let by = |way: &str, tier: &str| stats[way]["by_tier"][tier].as_u64().unwrap();
+    let (bounced, pageable) = (by("read", "bounce-tcp"), by("read", "pageable"));
+    assert!(bounced > 0 && pageable > 0 && bounced + pageable == 8 << 20, "{stats}");
+    assert_eq!((by("write", "bounce-tcp"), stats["read"]["bytes"].as_u64()), (8 << 20, Some(8 << 20)), "{stats}");
+    assert_eq!((stats["read"]["switches"].as_u64(), stats["read"]["failed"].as_u64()), (Some(1), Some(0)), "{stats}");
+}
+
+#[test]
 fn statistics_of_an_older_version_fit_its_structs() {
     let Some(m) = Mounted::new() else { return };
     let mut c = m.program(&["old-statistics"]);

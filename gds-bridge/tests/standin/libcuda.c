@@ -8,7 +8,8 @@
  * strake_standin_set(what, n): 1 = destroy the context after n copies, 2 = copies fail with code n, 3 = registering fails with code n,
  * 4 = allocations have no context from here on, as mappings have none, 5 = allocations belong to device n, 6 = the copy to or from the device after
  * n others changes a bit, 7 = modules are refused with code n, 8 = the kernel says wrong sums, 9 = waiting for a stream of the program or the
- * default one fails with code n, 11 = no allocation succeeds until it is set to 0.
+ * default one fails with code n, 11 = no allocation succeeds until it is set to 0, 12 = after n copies of pinned memory no other is taken, 13 = a copy
+ * of memory that is not pinned takes n microseconds more.
  * Work in a stream, that of the program and of the default stream (NULL) too, is done when somebody waits for it and not before.
  * Of kernels it knows one by its name and plays it: what the text does is not looked at. */
 #define _GNU_SOURCE
@@ -41,7 +42,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int context_of[64];
 static Alloc allocs[ALLOCS];
 static int settled, n_allocs, gone, fail_copies, fail_pins, without_context, other_device = -1;
-static long gone_after = -1, damage_after = -1;
+static long gone_after = -1, damage_after = -1, pinned_for = -1, pageable_takes;
 static Stream default_stream;
 static int fail_waits, recording; /* a graph */
 static int refuse_modules, wrong_sums, modules, sum_kernel;
@@ -64,6 +65,8 @@ void strake_standin_set(int what, long n) {
   if (what == 9) fail_waits = n;
   if (what == 10) recording = n;
   if (what == 11) no_room = n;
+  if (what == 12) pinned_for = n;
+  if (what == 13) pageable_takes = n;
   pthread_mutex_unlock(&lock);
 }
 uint64_t strake_standin_count(int which) { return counts[which]; }
@@ -247,6 +250,7 @@ static int run(Stream *s, unsigned long before) {
     else if (!a || c->device + c->len > a->start + a->size) s->failed = 700;
     if (s->failed) continue;
     if (c->block) { sum(c); continue; }
+    if (pageable_takes && !is_pinned(c->host, c->len)) usleep(pageable_takes);
     if (c->to_device) memcpy((void *)(c->device - AWAY), c->host, c->len);
     else memcpy(c->host, (void *)(c->device - AWAY), c->len);
     if (damage_after >= 0 && damage_after-- == 0) ((char *)(c->to_device ? (void *)(c->device - AWAY) : c->host))[c->len / 2] ^= 1;
@@ -260,6 +264,10 @@ static int add(void *stream, Copy c) {
   Stream *s = of(stream);
   if (gone) return 709;
   if (!c.call && !find(c.device)) return 1;
+  if (!c.call && !c.block && pinned_for >= 0 && is_pinned(c.host, c.len)) {
+    if (pinned_for == 0) return 999;
+    pinned_for--;
+  }
   if (s->given - s->done == QUEUE) run(s, s->given);
   s->copies[s->given++ % QUEUE] = c;
   return 0;
