@@ -1,18 +1,26 @@
 """A local file into GPU memory: by read() and a copy from ordinary memory, one thread, 1 MiB at a time; and by cuFile in its compatibility mode, by 1 and
 8 threads. Called by main.py: local.py FOLDER DEVICE MIB. JSON on standard output; 77 where there is no driver or no GPU. Only C interfaces, by ctypes, so
-that nothing but the driver and libcufile is needed."""
+that nothing but the driver and libcufile is needed. cuFile is known to hang: it is called by a process of its own (with FILE as a fourth argument), which
+has a limit."""
 
 import ctypes
 import json
 import os
+import site
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from ctypes import byref, c_int, c_longlong, c_size_t, c_ssize_t, c_uint64, c_void_p
+from pathlib import Path
 
 MIB = 1 << 20
 PIECE = 4 * MIB
+# Seconds that cuFile may take.
+LIMIT = 60
+CUFILE = "cuFile, compatibility mode, {} thread(s)"
 
 
 class Error(ctypes.Structure):
@@ -129,6 +137,8 @@ def main():
         skip(f"{mib} MiB are less than {8 * PIECE // MIB}")
     cuda = Cuda(device)
     gpu = cuda.alloc(n)
+    if len(sys.argv) > 4:
+        return print(json.dumps(by_cufile(cuda, sys.argv[4], gpu, n)))
     figures = {}
     with tempfile.NamedTemporaryFile(dir=folder) as f:
         pattern = os.urandom(MIB)
@@ -144,29 +154,46 @@ def main():
             json.dump({"properties": {"allow_compat_mode": True, "force_compat_mode": True}, "execution": {}}, settings)
             settings.flush()
             os.environ["CUFILE_ENV_PATH_JSON"] = settings.name
-            figures |= by_cufile(cuda, f.name, gpu, n)
+            figures |= in_a_process_of_its_own(f.name)
     print(json.dumps({"bytes": n, "figures": figures}))
 
 
+def in_a_process_of_its_own(path):
+    try:
+        r = subprocess.run([sys.executable, *sys.argv, path], capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return {CUFILE.format(1): f"not run: cuFile had not ended after {LIMIT} s"}
+    with suppress(ValueError):
+        return json.loads(r.stdout)
+    if r.returncode > 0:
+        sys.exit(f"cuFile: {r.stderr.strip()}")
+    return {CUFILE.format(1): f"not run: signal {-r.returncode} ended cuFile"}
+
+
 def by_cufile(cuda, path, gpu, n):
-    what = "cuFile, compatibility mode, {} thread(s)"
-    cufile = library(os.environ.get("STRAKE_CUFILE_REAL", "libcufile.so.0"), "libcufile.so", "/usr/local/cuda/lib64/libcufile.so.0")
+    named = os.environ.get("STRAKE_CUFILE_REAL")
+    # Wheels of pip have it where no loader looks.
+    wheels = [str(f) for folder in site.getsitepackages() + [site.getusersitepackages()] for f in Path(folder).glob("nvidia/*/lib/libcufile.so.0")]
+    usual = ["libcufile.so.0", "libcufile.so", *wheels, "/usr/local/cuda/lib64/libcufile.so.0"]
+    cufile = library(*([named] if named else usual))
     if cufile is None:
-        return {what.format(1): "not run: there is no libcufile"}
-    if not os.path.exists("/proc/modules"):
-        return {what.format(1): "not run: this kernel has no /proc/modules, where libcufile waits for ever"}
+        return {CUFILE.format(1): "not run: there is no libcufile"}
+    try:
+        open("/proc/modules").close()
+    except OSError:
+        return {CUFILE.format(1): "not run: this kernel has no /proc/modules, where libcufile waits for ever"}
     cufile.cuFileDriverOpen.restype = cufile.cuFileHandleRegister.restype = Error
     cufile.cuFileRead.restype = c_ssize_t
     e = cufile.cuFileDriverOpen()
     if e.err != 0:
-        return {what.format(1): f"not run: cuFileDriverOpen said {e.err}"}
+        return {CUFILE.format(1): f"not run: cuFileDriverOpen said {e.err}"}
     figures = {}
     for threads in (1, 8):
         cuda.clear(gpu, n)
         rate = cufile_rate(cuda, cufile, path, gpu, n, threads)
         if not isinstance(rate, str) and not cuda.is_equal(gpu, path, n):
             sys.exit("cuFile: what arrived differs")
-        figures[what.format(threads)] = rate
+        figures[CUFILE.format(threads)] = rate
     return figures
 
 

@@ -172,9 +172,16 @@ class Run:
     def verified(self):
         figures = self.bench(self.args.ram, "--verify-on-gpu")
         for r in figures["rows"] if self.args.memory == "cuda" else []:
-            if r["loaded"]["checksums"] != "gpu":
-                raise Failed(f"{r['threads']} threads: not verified on the device: {r['loaded']['not_on_gpu']}")
+            for way in ("loaded", "saved"):
+                if r[way]["checksums"] != "gpu":
+                    raise Failed(f"{r['threads']} threads, {way}: not verified on the device: {r[way]['not_on_gpu']}")
         return figures
+
+    def disk(self):
+        kind = subprocess.run(["stat", "-f", "-c", "%T", self.args.disk], capture_output=True, text=True).stdout.strip()
+        if kind in ("tmpfs", "ramfs"):
+            raise Skipped(f"{self.args.disk} is memory ({kind}): --disk names a folder on a disk")
+        return self.bench(self.args.disk)
 
     def local(self):
         if self.args.memory != "cuda":
@@ -268,9 +275,9 @@ def main():
     run = Run(args)
     run.step("memory", "the bridge, storage servers in memory", lambda: run.bench(args.ram))
     run.step("verified", "the same, verified on the device", run.verified)
-    run.step("disk", "the bridge, storage servers on a disk", lambda: run.bench(args.disk))
-    run.step("local", "a local file: read and copy, and cuFile", run.local)
+    run.step("disk", "the bridge, storage servers on a disk", run.disk)
     run.step("loaders", "safetensors and fastsafetensors", run.loaders)
+    run.step("local", "a local file: read and copy, and cuFile", run.local)
     figures = {"machine": machine(args), "gpu": args.memory == "cuda", "steps": run.steps, "goals": goals(run.steps)}
     text = tables(figures)
     if args.out:

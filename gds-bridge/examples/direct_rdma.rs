@@ -1,4 +1,4 @@
-//! Moves bytes between a cluster and memory in place of a GPU's by `gpu-rdma` only, and compares them. For `cluster-tests/vm/run gpu`.
+//! Moves bytes between a cluster and memory in place of a GPU's by `gpu-rdma` only, some by `bounce-rdma` only, and compares them. For `cluster-tests/vm/run gpu`.
 //!
 //! ```text
 //! direct_rdma once MDS KEY      a save and a load, with a hole and odd ends; lanes, memory freed in mid-call
@@ -22,7 +22,9 @@ use strake_proto::layout::splitmix64;
 
 const MIB: u64 = 1 << 20;
 const DIRECT: Policy = Policy::Require(Tier::GpuRdma);
-const RDWR_CREAT: u32 = 2 | 0o100;
+const BOUNCE: Policy = Policy::Require(Tier::BounceRdma);
+/// With O_DIRECT: what is loaded comes from the servers.
+const RDWR_CREAT: u32 = 2 | 0o100 | 0o40000;
 
 type Done<T> = Result<T, Box<dyn Error>>;
 
@@ -83,6 +85,23 @@ impl Job {
         Ok([saved, loaded])
     }
 
+    /// The same over pinned host memory, into which the network writes: without another copy.
+    async fn bounced(&self, file: &File) -> Done<()> {
+        let (from, bytes) = self.device(6, 2 * MIB)?;
+        let to = self.mem.alloc(2 * MIB)?;
+        let range = |gpu| [Transfer { file: Arc::new(file.clone()), offset: 0, gpu, len: 2 * MIB }];
+        let saved = self.bridge.save(&range(from), BOUNCE).await?;
+        file.fsync().await?;
+        let loaded = self.bridge.load(&range(to), BOUNCE).await?;
+        ensure(self.mem.peek(to, 2 * MIB)? == bytes, "other bytes came back over host memory")?;
+        for r in [&saved, &loaded] {
+            println!("{r}");
+            ensure(r.is_all(Tier::BounceRdma) && r.staged == 0 && r.by_road[Road::Rdma] == 2 * MIB, r)?;
+        }
+        self.mem.free(from)?;
+        Ok(self.mem.free(to)?)
+    }
+
     async fn once(&self) -> Done<()> {
         let file = self.file("direct").await?;
         for r in self.there_and_back(&file, 1, 3 * MIB + 77).await? {
@@ -106,6 +125,7 @@ impl Job {
         ensure(by_server.len() == 2 && by_server.values().all(|n| *n >= 4), format!("too few lanes: {by_server:?}"))?;
         println!("queue pairs by server: {by_server:?}");
         self.freed_in_mid_call(&file).await?;
+        self.bounced(&file).await?;
         file.close().await?;
         Ok(self.client.close().await?)
     }

@@ -1,6 +1,9 @@
 //! Files, and the client that has them, as the bridge sees them.
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 use async_trait::async_trait;
 use strake_client::{Arrived, Client, Creds, File};
@@ -26,15 +29,11 @@ pub trait FileIo: Send + Sync + 'static {
         Policy::Prefer
     }
 
-    /// As [`File::read_foreign`].
-    async fn read_direct(&self, _offset: u64, _into: &Foreign) -> Result<Vec<Arrived>> {
-        Err(not_direct())
-    }
+    /// As [`File::read_foreign`]. `EOPNOTSUPP`: no server reaches the device's memory; whoever wraps a file passes it on.
+    async fn read_direct(&self, offset: u64, into: &Foreign) -> Result<Vec<Arrived>>;
 
     /// As [`File::write_foreign`].
-    async fn write_direct(&self, _offset: u64, _from: &Foreign, _sums: &[u32]) -> Result<()> {
-        Err(not_direct())
-    }
+    async fn write_direct(&self, offset: u64, from: &Foreign, sums: &[u32]) -> Result<()>;
 }
 
 /// A file with a policy of its own: no call moves its bytes by a tier that this does not allow.
@@ -87,7 +86,63 @@ impl FileIo for Strict {
     }
 }
 
-fn not_direct() -> Error {
+/// A file of which is noted where reads found its end.
+pub struct Watched {
+    file: Arc<dyn FileIo>,
+    end: AtomicU64,
+}
+
+impl Watched {
+    /// `size`: where it is to end, as far as is known.
+    pub fn new(file: Arc<dyn FileIo>, size: u64) -> Watched {
+        Watched { file, end: AtomicU64::new(size) }
+    }
+
+    /// The first end that a read found, or what was known before.
+    pub fn end(&self) -> u64 {
+        self.end.load(Relaxed)
+    }
+
+    fn got(&self, offset: u64, len: u64, asked: u64) {
+        if len < asked {
+            self.end.fetch_min(offset + len, Relaxed);
+        }
+    }
+}
+
+#[async_trait]
+impl FileIo for Watched {
+    fn id(&self) -> u64 {
+        self.file.id()
+    }
+
+    fn policy(&self) -> Policy {
+        self.file.policy()
+    }
+
+    async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
+        let bufs = self.file.read(offset, len).await?;
+        self.got(offset, bufs.iter().map(|b| b.len() as u64).sum(), len as u64);
+        Ok(bufs)
+    }
+
+    async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad> {
+        self.file.write(offset, data).await
+    }
+
+    async fn read_direct(&self, offset: u64, into: &Foreign) -> Result<Vec<Arrived>> {
+        let all = self.file.read_direct(offset, into).await?;
+        self.got(offset, all.last().map_or(0, |a| a.range.end), into.len());
+        Ok(all)
+    }
+
+    async fn write_direct(&self, offset: u64, from: &Foreign, sums: &[u32]) -> Result<()> {
+        self.file.write_direct(offset, from, sums).await
+    }
+}
+
+/// What a file says that no storage server has, or none that reaches the device's memory.
+pub fn not_direct() -> Error {
     Error::new(Code::OpNotSupp, "this file is on no storage server that would reach the device's memory")
 }
 

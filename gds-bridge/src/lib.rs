@@ -47,7 +47,7 @@ mod tier;
 
 pub use bridge::{Bridge, Options, Transfer};
 pub use cuda::Cuda;
-pub use file::{FileIo, Network, Strict};
+pub use file::{FileIo, Network, Strict, Watched, not_direct};
 pub use host::{Copied, HostMem, Pinned};
 pub use mem::{Fault, GpuMem, Mark, Stream};
 pub use numa::Numa;

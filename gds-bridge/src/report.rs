@@ -140,7 +140,7 @@ fn seconds<S: Serializer>(took: &Duration, s: S) -> Result<S::Ok, S::Error> {
 
 impl Report {
     /// Of a call that did nothing.
-    pub(crate) fn nothing(direction: Direction, policy: Policy, asked: u64, ranges: usize) -> Report {
+    pub fn nothing(direction: Direction, policy: Policy, asked: u64, ranges: usize) -> Report {
         Report {
             direction,
             policy,

@@ -148,6 +148,14 @@ fn a_strict_run_is_refused_when_its_tier_changes_in_the_middle_though_the_policy
         };
         let saved = f.rows[1].saved.as_ref().unwrap();
         assert!(saved.by_tier[Tier::BounceTcp] > 0 && saved.by_tier[Tier::Pageable] > 0, "{saved}");
+        // And what a script reads of all of them adds up.
+        let json = serde_json::to_value(&f).unwrap();
+        for report in json["rows"].as_array().unwrap().iter().flat_map(|r| [&r["saved"], &r["loaded"]]) {
+            for by in ["by_tier", "by_road"] {
+                let sum: u64 = report[by].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();
+                assert_eq!(sum, f.bytes, "{report}");
+            }
+        }
         let why = f.refused.unwrap_or_default();
         let words = "the tier changed in the middle of a call, from bounce-tcp to pageable";
         assert_eq!((f.rows.len(), why.contains(words)), (2, strict), "{why}");

@@ -11,8 +11,8 @@ use std::sync::{
 
 use common::*;
 use ram::{KIB, MIB, over, pattern};
-use strake_client::{Client, File};
-use strake_fabric::{Buf, ByRoad, Road};
+use strake_client::{Arrived, Client, File};
+use strake_fabric::{Buf, ByRoad, Foreign, Road};
 use strake_gds::{Direction, FileIo, GpuMem, HostMem, Policy, Tier, Transfer};
 use strake_proto::Code;
 
@@ -147,6 +147,13 @@ impl FileIo for Turning {
     async fn write(&self, offset: u64, data: Buf) -> strake_proto::Result<ByRoad> {
         self.count();
         FileIo::write(&self.file, offset, data).await
+    }
+
+    async fn read_direct(&self, offset: u64, into: &Foreign) -> strake_proto::Result<Vec<Arrived>> {
+        FileIo::read_direct(&self.file, offset, into).await
+    }
+    async fn write_direct(&self, offset: u64, from: &Foreign, sums: &[u32]) -> strake_proto::Result<()> {
+        FileIo::write_direct(&self.file, offset, from, sums).await
     }
 }
 

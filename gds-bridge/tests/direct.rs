@@ -18,8 +18,8 @@ use ram::{KIB, MIB, pattern};
 use strake_client::{Arrived, Client, File};
 use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
 use strake_gds::{
-    Bridge, Checksum, Checksums, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Tier, Transfer, Unavailable,
-    plan::Standing,
+    Bridge, Checksum, Checksums, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Strict, Tier, Transfer,
+    Unavailable, Watched, plan::Standing,
 };
 use strake_proto::{Code, Error, Result};
 
@@ -292,6 +292,27 @@ async fn what_servers_wrote_is_seen_before_anybody_uses_it() {
         let s = s.bridge.self_test().await;
         assert!(matches!(s[Tier::GpuRdma], Standing::Available(_)), "{s:?}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn files_that_are_watched_or_have_a_policy_go_the_same_way() {
+    let s = stage(true, options()).await;
+    let data = pattern(21, MIB + 77);
+    let f = Arc::new(written(&s.client, b"f", &data).await);
+    let size = data.len() as u64;
+    let tensor = ram::device(&s.mem, &vec![0; 2 << 20]);
+    let watched = Arc::new(Watched::new(f.clone(), size));
+    let strict = Arc::new(Strict::new(watched.clone(), DIRECT).unwrap());
+    let of = |file: Arc<dyn FileIo>, len| [Transfer { file, offset: 0, gpu: tensor, len }];
+    let r = s.bridge.load(&of(watched.clone(), size), DIRECT).await.unwrap();
+    assert!(r.is_all(Tier::GpuRdma) && s.mem.peek(tensor, size).unwrap() == data, "{r}");
+    let (r, before) = (s.bridge.save(&of(strict.clone(), size), Policy::Prefer).await.unwrap(), watched.end());
+    assert!(r.is_all(Tier::GpuRdma) && r.policy == DIRECT && before == size, "{r}");
+    // Cut meanwhile: the read ends there, and that is noted.
+    f.truncate(MIB - 100).await.unwrap();
+    let e = s.bridge.load(&of(strict, size), Policy::Prefer).await.unwrap_err().error;
+    assert!(e.code == Code::Io && e.message.contains("the file ends after"), "{e}");
+    assert_eq!(watched.end(), MIB - 100);
 }
 
 /// A file that does something before each part goes.

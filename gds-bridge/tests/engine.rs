@@ -12,10 +12,11 @@ use std::{
 
 use futures_util::FutureExt;
 use ram::*;
-use strake_fabric::{Buf, ByRoad, Pool, Road};
+use strake_client::Arrived;
+use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
 use strake_gds::{
     Bridge, Checksum, Checksums, Copied, Direction, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Report,
-    Strict, Tier, Transfer, Unavailable,
+    Strict, Tier, Transfer, Unavailable, not_direct,
     plan::{Measured, Standing},
 };
 use strake_proto::{Code, Error, layout::splitmix64};
@@ -368,6 +369,12 @@ impl FileIo for Gated {
         self.go.acquire().await.unwrap().forget();
         self.file.write(offset, data).await
     }
+    async fn read_direct(&self, offset: u64, into: &Foreign) -> strake_proto::Result<Vec<Arrived>> {
+        self.file.read_direct(offset, into).await
+    }
+    async fn write_direct(&self, offset: u64, from: &Foreign, sums: &[u32]) -> strake_proto::Result<()> {
+        self.file.write_direct(offset, from, sums).await
+    }
 }
 
 /// Waits until something is so; false if it does not come.
@@ -654,6 +661,13 @@ impl FileIo for Stuck {
     }
     async fn write(&self, _: u64, _: strake_fabric::Buf) -> strake_proto::Result<ByRoad> {
         unreachable!("this test loads")
+    }
+
+    async fn read_direct(&self, _: u64, _: &Foreign) -> strake_proto::Result<Vec<Arrived>> {
+        Err(not_direct())
+    }
+    async fn write_direct(&self, _: u64, _: &Foreign, _: &[u32]) -> strake_proto::Result<()> {
+        Err(not_direct())
     }
 }
 

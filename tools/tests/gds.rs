@@ -326,18 +326,38 @@ fn a_local_file_is_read_and_copied_by_a_driver() {
         Ok(out) => assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr)),
         Err(e) => return println!("skipped: no C compiler here ({e})"),
     }
-    let local = |library: &Path| {
+    let built = |source: &str, name: &str| {
+        let mut cc = Command::new("cc");
+        cc.args(["-shared", "-fPIC", "-O1", "-DCOMPAT", "-o"])
+            .arg(dir.path().join(name))
+            .arg(here.join(source))
+            .arg("-ldl");
+        assert!(cc.status().unwrap().success(), "{source}");
+        dir.path().join(name)
+    };
+    let local = |library: &Path, set: &[(&str, &Path)]| {
         let mut c = Command::new("python3");
         c.arg(here.join("../cluster-tests/gpu/local.py")).arg(dir.path()).args(["0", "33"]);
-        c.env("LD_LIBRARY_PATH", library).env("STRAKE_CUFILE_REAL", "/nowhere/libcufile.so.0").output().unwrap()
+        c.env("STRAKE_CUFILE_REAL", "/nowhere/libcufile.so.0").envs(set.iter().copied());
+        c.env("LD_LIBRARY_PATH", library).output().unwrap()
     };
-    let v = json(&local(dir.path()));
+    // cuFile by a stand-in, and its own figures of a read that is compared with the file.
+    let cufile = built("../gds-bridge/tests/standin/libcufile.c", "libcufile.so.0");
+    let modules = built("../gds-bridge/cufile/tests/modules.c", "modules.so");
+    fs::write(dir.path().join("modules"), "ext4 1 1 - Live 0x0\n").unwrap();
+    let (preload, list) = (("LD_PRELOAD", &*modules), dir.path().join("modules"));
+    let v = json(&local(dir.path(), &[("STRAKE_CUFILE_REAL", &cufile), preload, ("MODULES", &list)]));
+    for threads in [1, 8] {
+        let rate = &v["figures"][format!("cuFile, compatibility mode, {threads} thread(s)")];
+        assert!(rate.as_f64().is_some_and(|r| r > 0.0), "{v}");
+    }
+    let v = json(&local(dir.path(), &[]));
     assert_eq!(v["bytes"], 32 << 20);
     let figures = v["figures"].as_object().unwrap();
     assert!(figures["read 1 MiB, copy, wait; the file in the page cache"].as_f64().unwrap() > 0.0, "{v}");
     assert!(figures.values().filter_map(|f| f.as_str()).any(|f| f.starts_with("not run: ")), "{v}");
     if !Path::new("/proc/driver/nvidia").exists() {
-        assert_eq!(local(Path::new("/nowhere")).status.code(), Some(77), "no driver: it cannot run here");
+        assert_eq!(local(Path::new("/nowhere"), &[]).status.code(), Some(77), "no driver: it cannot run here");
     }
 }
 
@@ -345,20 +365,34 @@ fn a_local_file_is_read_and_copied_by_a_driver() {
 #[test]
 fn the_five_minute_page_works_as_it_is_written() {
     let page = include_str!("../../docs/gds.md");
-    let (_, block) = page.split_once("```sh\n").unwrap();
-    let (script, _) = block.split_once("```").unwrap();
-    assert!(script.starts_with("strake up ") && script.contains("strake gds bench"), "{script}");
+    // The second is run by gds_local.rs, the third by gds-bridge/cufile/tests/program.rs; the last is for who has KvikIO and PyTorch.
+    assert_eq!(page.matches("```sh\n").count(), 4, "are all tested?");
+    let block = |kind: &str| page.split_once(kind).unwrap().1.split_once("```").unwrap().0.to_string();
+    let (mut script, python) = (block("```sh\n"), block("```python\n"));
+    assert!(script.contains("strake up ") && script.contains("strake gds bench"), "{script}");
+    // One after the other, as a reader runs them, with nothing set before.
+    let module = std::env::var_os("STRAKE_GDS_PYTHON");
+    match &module {
+        Some(_) => script += &format!("\"$STRAKE_GDS_PYTHON\" - <<'PYTHON'\n{python}PYTHON\n"),
+        None => {
+            println!("skipped: the block in Python, because STRAKE_GDS_PYTHON names no interpreter with the module")
+        }
+    }
     let root = tempfile::tempdir().unwrap();
-    let dir = root.path().join("cluster");
+    let dir = root.path().join("strake-gds");
     let stop = Small { _root: root, dir: dir.clone() };
     let binary = strake().get_program().to_owned();
     let path = format!("{}:/usr/bin:/bin", Path::new(&binary).parent().unwrap().display());
     let mut sh = Command::new("sh");
-    sh.args(["-euxc", script]).env("DIR", &dir).env("PATH", path).current_dir(stop._root.path());
+    sh.args(["-euxc", &script]).env("HOME", stop._root.path()).env("PATH", path).current_dir(stop._root.path());
+    for name in ["DIR", "MDS", "KEY", "MEMORY", "POLICY"] {
+        sh.env_remove(name);
+    }
     let shown = ok(&sh.output().unwrap());
     for words in
         ["device: host memory in place of a device", "the policy at-least:pageable can be met", "of the ceiling"]
     {
         assert!(shown.contains(words), "'{words}' is not in: {shown}");
     }
+    assert!(module.is_none() || shown.contains("'pageable':"), "{shown}");
 }

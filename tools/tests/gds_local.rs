@@ -15,7 +15,7 @@ use common::{ok, refused, strake, text};
 use serde_json::Value;
 use strake_client::{Creds, File};
 use strake_gds::{
-    Checksum, Options, Policy, Tier, Transfer,
+    Checksum, Fault, Options, Policy, Tier, Transfer,
     session::{Memory, Session, Setup, published},
 };
 use strake_proto::{
@@ -66,7 +66,7 @@ impl Cluster {
 
     fn session(&self, local: Option<PathBuf>) -> Session {
         // The stand-in of a device does not sum.
-        let options = Options { local, accept_oss_checksum: true, ..Options::default() };
+        let options = Options { local, accept_oss_checksum: true, slot_bytes: 1 << 20, ..Options::default() };
         let key = self.root.path().join("c/client.key");
         Session::open(&Setup { key, options, ..Setup::new(&self.mds, Memory::Host) }).unwrap()
     }
@@ -247,6 +247,53 @@ fn lfs_path_tells_the_tiers_of_a_file() {
     s.close(Arc::into_inner(file).unwrap()).unwrap();
     drop(s);
     assert_eq!(seen()["bridges"], Value::Array(vec![]), "it went with its session");
+}
+
+/// A tier fails in the middle of a load: both are told, and add up.
+#[test]
+fn lfs_path_tells_both_tiers_of_a_call_that_changed_between_them() {
+    let Some((cluster, mount)) = Cluster::mounted() else { return };
+    if published::folder().is_none() {
+        println!("skipped: neither root nor $XDG_RUNTIME_DIR: sessions publish nothing");
+        return;
+    }
+    let (name, len) = (mount.join("f"), 8 << 20);
+    fs::write(&name, pattern(len)).unwrap();
+    let kept = fs::File::open(&name).unwrap();
+    // Pinned memory is what a call begins with, which on host memory is a matter of chance.
+    let s = loop {
+        let s = cluster.session(None);
+        let tiers = s.tiers().unwrap();
+        let rate = |tier: &str| tiers.iter().find(|t| t.tier == tier).and_then(|t| t.load_bytes_per_s);
+        match (rate("bounce-tcp"), rate("pageable")) {
+            (Some(pinned), Some(other)) if pinned > other => break s,
+            (Some(_), Some(_)) => {}
+            _ => return println!("skipped: no memory can be locked here"),
+        }
+    };
+    let gpu = s.device().alloc(len as u64).unwrap();
+    let file = Arc::new(s.open_file("/f", 0, 0).unwrap());
+    s.host().unwrap().fail_pinned_after(4, Fault::Driver { call: "copy", code: 1, name: "as asked".into() });
+    let whole = [Transfer { file: file.clone(), offset: 0, gpu, len: len as u64 }];
+    let r = s.load(&whole, Policy::Prefer).unwrap();
+    assert!(r.by_tier[Tier::BounceTcp] > 0 && r.by_tier[Tier::Pageable] > 0 && r.moved() == len as u64, "{r}");
+    let path = |more: &[&str]| ok(&strake().args(["lfs", "path"]).args(more).arg(&name).output().unwrap());
+    let loaded = loop {
+        let v: Value = serde_json::from_str(&path(&["--json"])).unwrap();
+        if v[0]["bridges"][0]["loaded"]["together"] == len {
+            break v[0]["bridges"][0]["loaded"].clone();
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    };
+    assert_eq!(loaded["by_tier"], serde_json::to_value(r.by_tier).unwrap());
+    let sum: u64 = loaded["by_tier"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();
+    assert_eq!(sum, len as u64);
+    let shown = path(&[]);
+    for tier in [Tier::BounceTcp, Tier::Pageable] {
+        assert!(shown.contains(&format!("{tier:10}  {}", r.by_tier[tier])), "{shown}");
+    }
+    drop((kept, whole));
+    s.close(Arc::into_inner(file).unwrap()).unwrap();
 }
 
 /// The commands of the page, as they stand there, with host memory in place of the device.

@@ -1,17 +1,8 @@
 //! Bytes between files of ours and memory that a program names.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering::Relaxed},
-    },
-    time::Instant,
-};
+use std::{sync::Arc, time::Instant};
 
-use async_trait::async_trait;
-use strake_client::File;
-use strake_fabric::{Buf, ByRoad};
-use strake_gds::{Cuda, Failed, FileIo, GpuMem, Report, Transfer};
+use strake_gds::{Cuda, Failed, FileIo, GpuMem, Report, Transfer, Watched};
 use strake_proto::{Error, Result, layout::MAX_FILE_SIZE};
 
 use crate::{
@@ -161,32 +152,6 @@ fn one(file: Arc<dyn FileIo>, (gpu, offset): (u64, u64), len: u64) -> [Transfer;
     [Transfer { file, offset, gpu, len }]
 }
 
-/// A file of which is noted where reads found its end.
-struct Watched {
-    file: Arc<File>,
-    end: AtomicU64,
-}
-
-#[async_trait]
-impl FileIo for Watched {
-    fn id(&self) -> u64 {
-        self.file.id()
-    }
-
-    async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
-        let bufs = FileIo::read(&*self.file, offset, len).await?;
-        let got: usize = bufs.iter().map(Buf::len).sum();
-        if got < len {
-            self.end.fetch_min(offset + got as u64, Relaxed);
-        }
-        Ok(bufs)
-    }
-
-    async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad> {
-        FileIo::write(&*self.file, offset, data).await
-    }
-}
-
 /// As pread(2): fewer bytes where the file ends, which is looked at first because the bridge takes a range that goes on beyond for an error. When it
 /// is cut in the meantime, what is left of it is read again.
 fn load(of: &OurFile, place: &Place, at: (u64, u64), size: usize, account: &mut Account) -> Done<usize> {
@@ -197,10 +162,10 @@ fn load(of: &OurFile, place: &Place, at: (u64, u64), size: usize, account: &mut 
         if n == 0 {
             break;
         }
-        let watched = Arc::new(Watched { file: file.clone(), end: AtomicU64::new(end) });
+        let watched = Arc::new(Watched::new(file.clone(), end));
         let outcome = noted(session.load(&one(watched.clone(), at, n), of.policy), account);
         let Err(e) = outcome else { return Ok(n as usize) };
-        let found = watched.end.load(Relaxed);
+        let found = watched.end();
         if found >= at.1 + n || look == LOOKS {
             return Err(io(&e));
         }

@@ -424,6 +424,33 @@ mod tests {
         assert_eq!(s.json()["read"]["failed"].as_u64(), Some(1));
     }
 
+    /// Nothing is told to be straight of which a byte was not.
+    #[test]
+    fn a_call_is_as_straight_as_its_least_straight_byte() {
+        let report = |by: &[(Tier, u64)]| {
+            let mut r = Report::nothing(strake_gds::Direction::Load, strake_gds::Policy::Prefer, 4096, 1);
+            by.iter().for_each(|(tier, n)| r.by_tier[*tier] = *n);
+            r
+        };
+        let (rdma, local, bounce) = (Tier::GpuRdma, Tier::LocalGds, Tier::BounceTcp);
+        for (reports, want) in [
+            (vec![report(&[(rdma, 4096)])], (1, 0, 0)),
+            (vec![report(&[(local, 4096)])], (0, 1, 0)),
+            (vec![report(&[(rdma, 4095), (bounce, 1)])], (0, 0, 1)),
+            (vec![report(&[(rdma, 2048), (local, 2048)])], (0, 0, 1)),
+            (vec![report(&[(rdma, 4096)]), report(&[(Tier::Pageable, 1)])], (0, 0, 1)),
+            (vec![report(&[(local, 1)]), report(&[(local, 1)])], (0, 1, 0)),
+            (vec![report(&[])], (0, 0, 1)),
+        ] {
+            let s = Stats::default();
+            s.set_level(3).unwrap();
+            s.start();
+            s.ended(&Ended { reports: &reports, ..ended(Way::Read, By::Call, Ok(4096)) });
+            let g = s.level3(3).unwrap().per_gpu[1];
+            assert_eq!((g.p2p_reads, g.nvfs_reads, g.posix_reads), want, "{reports:?}");
+        }
+    }
+
     #[test]
     fn levels_are_0_to_3_and_what_is_not_kept_is_not_told() {
         let s = Stats::default();

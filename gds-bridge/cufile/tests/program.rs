@@ -56,13 +56,17 @@ fn statistics_say_what_was_done() {
 #[test]
 fn statistics_tell_both_tiers_of_a_call_that_changed_between_them() {
     let Some(m) = Mounted::new() else { return };
-    m.ok(m.program(&["switched"]));
-    let stats: serde_json::Value = serde_json::from_str(&m.left("stats")).unwrap();
-    let by = |way: &str, tier: &str| stats[way]["by_tier"][tier].as_u64().unwrap();
-    let (bounced, pageable) = (by("read", "bounce-tcp"), by("read", "pageable"));
-    assert!(bounced > 0 && pageable > 0 && bounced + pageable == 8 << 20, "{stats}");
-    assert_eq!((by("write", "bounce-tcp"), stats["read"]["bytes"].as_u64()), (8 << 20, Some(8 << 20)), "{stats}");
-    assert_eq!((stats["read"]["switches"].as_u64(), stats["read"]["failed"].as_u64()), (Some(1), Some(0)), "{stats}");
+    // What is loaded was saved before; what is saved is saved a second time.
+    for (what, way, before) in [("load", "read", 0), ("save", "write", 8 << 20)] {
+        m.ok(m.program(&["switched", what]));
+        let stats: serde_json::Value = serde_json::from_str(&m.left("stats")).unwrap();
+        let of = &stats[way];
+        let (bounced, pageable) = (&of["by_tier"]["bounce-tcp"], &of["by_tier"]["pageable"]);
+        let (bounced, pageable) = (bounced.as_u64().unwrap(), pageable.as_u64().unwrap());
+        assert!(bounced > before && pageable > 0 && bounced + pageable == before + (8 << 20), "{stats}");
+        assert_eq!(of["bytes"].as_u64(), Some(before + (8 << 20)), "{stats}");
+        assert_eq!((of["switches"].as_u64(), of["failed"].as_u64()), (Some(1), Some(0)), "{stats}");
+    }
 }
 
 #[test]
@@ -340,13 +344,22 @@ fn a_program_in_python_is_served_as_the_page_says() {
     std::fs::copy(library(), dir.join("libstrake_cufile.so")).unwrap();
     // So that it is found where the page puts it.
     std::fs::remove_file(dir.join("libcufile.so.0")).unwrap();
-    let mut c = m.shell(&script);
-    c.env_remove("LD_PRELOAD").env("STRAKE_GDS_LOG", dir.join("log")).env("STRAKE_GDS_STATS", dir.join("stats"));
-    m.ok(c);
-    let stats: serde_json::Value = serde_json::from_str(&m.left("stats")).unwrap();
-    for way in ["read", "write"] {
-        let bytes = stats[way]["by_tier"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum::<u64>();
-        assert_eq!((bytes, stats[way]["failed"].as_u64()), (1_000_003, Some(0)), "{stats}");
+    // And as its last line says instead.
+    let opt = dir.join("opt");
+    let preload = format!(
+        "LD_LIBRARY_PATH=$STANDIN LD_PRELOAD={}/cufile/libcufile.so.0 STRAKE_GDS_POLICY=at-least:pageable python3 train.py",
+        opt.display()
+    );
+    for script in [script, preload] {
+        let mut c = m.shell(&script);
+        c.env_remove("LD_PRELOAD").env("STRAKE_GDS_LOG", dir.join("log")).env("STRAKE_GDS_STATS", dir.join("stats"));
+        m.ok(c);
+        let stats: serde_json::Value = serde_json::from_str(&m.left("stats")).unwrap();
+        std::fs::remove_file(dir.join("stats")).unwrap();
+        for way in ["read", "write"] {
+            let bytes = stats[way]["by_tier"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum::<u64>();
+            assert_eq!((bytes, stats[way]["failed"].as_u64()), (1_000_003, Some(0)), "{stats}");
+        }
     }
 }
 

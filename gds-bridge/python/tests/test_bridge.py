@@ -1,5 +1,6 @@
 """The module against a cluster: STRAKE_MDS and STRAKE_KEY say which. MEMORY is "host" or "cuda:0" (by a stand-in of the driver)."""
 
+import ctypes
 import gc
 import os
 import tempfile
@@ -38,6 +39,19 @@ class Foreign:
         self.__cuda_array_interface__ = {**tensor.__cuda_array_interface__, **changes}
 
 
+class Capsules:
+    """Somebody else's tensor that speaks DLPack alone."""
+
+    def __init__(self, tensor):
+        self.keep = tensor
+
+    def __dlpack__(self, **more):
+        return self.keep.__dlpack__(**more)
+
+    def __dlpack_device__(self):
+        return self.keep.__dlpack_device__()
+
+
 class Test(unittest.TestCase):
     def setUp(self):
         self.b = connect()
@@ -60,6 +74,39 @@ class Test(unittest.TestCase):
             self.assertEqual(report["by_tier"][self.tier], n)
         self.assertEqual(sum(report["by_tier"].values()), n)
         self.assertEqual(report["asked"], n)
+
+    def test_capsules_of_dlpack(self):
+        data = pattern(10_000)
+        full, empty = self.tensor(data), self.tensor(bytes(10_000))
+        self.is_all(self.b.save_from(Capsules(full), self.name), 10_000)
+        self.is_all(self.b.load_into(Capsules(empty), self.name), 10_000)
+        self.assertEqual(empty.tobytes(), data)
+
+    @unittest.skipIf(HOST, "needs a driver that can be told to fail")
+    def test_a_tier_that_fails_in_the_middle(self):
+        try:
+            order = ctypes.CDLL("libcuda.so.1").strake_standin_set
+        except AttributeError:
+            self.skipTest("the driver is not the stand-in")
+        order.argtypes = [ctypes.c_int, ctypes.c_long]
+        data = pattern(3_000_000)
+        self.b.save_from(self.tensor(data), self.name)
+        order(13, 2000)  # pinned memory is the faster one until it fails
+        try:
+            with connect() as b:
+                t = b.alloc([len(data)])
+                order(12, 3)
+                r = b.load_into(t, self.name)
+                order(12, -1)
+                self.assertEqual(t.tobytes(), data)
+        finally:
+            order(12, -1)
+            order(13, 0)
+        self.is_all(r, len(data))
+        self.assertEqual(r["by_tier"]["bounce-tcp"] + r["by_tier"]["pageable"], len(data))
+        self.assertTrue(r["by_tier"]["bounce-tcp"] and r["by_tier"]["pageable"], r)
+        self.assertEqual([(s["from"], s["to"]) for s in r["switches"]], [("bounce-tcp", "pageable")])
+        self.assertEqual(sum(r["by_road"].values()), len(data))
 
     def test_copies_on_this_node(self):
         self.b.save_from(self.tensor(pattern(10_000)), self.name)

@@ -9,8 +9,9 @@ use std::sync::{
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use strake_fabric::{Buf, BufMut, ByRoad, Pool, Road};
-use strake_gds::{Bridge, FileIo, GpuMem, HostMem, Network, Options, Policy, Transfer};
+use strake_client::Arrived;
+use strake_fabric::{Buf, BufMut, ByRoad, Foreign, Pool, Road};
+use strake_gds::{Bridge, FileIo, GpuMem, HostMem, Network, Options, Policy, Transfer, not_direct};
 use strake_proto::{Result, layout::splitmix64};
 
 pub const KIB: u64 = 1 << 10;
@@ -96,6 +97,13 @@ impl FileIo for Ram {
         }
         all[at..end].copy_from_slice(&data);
         Ok(ByRoad::of((self.roads)(offset), data.len() as u64))
+    }
+
+    async fn read_direct(&self, _: u64, _: &Foreign) -> Result<Vec<Arrived>> {
+        Err(not_direct())
+    }
+    async fn write_direct(&self, _: u64, _: &Foreign, _: &[u32]) -> Result<()> {
+        Err(not_direct())
     }
 }
 

@@ -1,5 +1,5 @@
 /* A stand-in for NVIDIA's libcufile, in memory of libcuda.c beside it: host memory. Counts as the real one, of version VERSION (1200 unless defined).
- * STALE: its compatibility mode cannot be switched off. NO_DRIVER: the driver does not open. NO_STATS: as before 1.15. OURS: as our own library. */
+ * COMPAT: reads in its compatibility mode, into memory that has libcuda.c's addresses. STALE: its compatibility mode cannot be switched off. NO_DRIVER: the driver does not open. NO_STATS: as before 1.15. OURS: as our own library. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdint.h>
@@ -39,7 +39,9 @@ Status cuFileDriverOpen(void) {
 #ifdef NO_DRIVER
   return (Status){5011, 999};
 #endif
+#ifndef COMPAT
   if (compat) return (Status){5030, 0};
+#endif
   open_ = 1;
   return ok;
 }
@@ -65,6 +67,9 @@ void cuFileHandleDeregister(void *h) { free(h); registered--; }
 ssize_t cuFileRead(void *h, void *p, size_t n, off_t at, off_t to) {
   if (trick == 2) return 5006;
   if (trick == 3) { errno = EIO; return -1; }
+#ifdef COMPAT
+  p = (void *)((uint64_t)p - (1ull << 60));
+#endif
   void *b = 0; /* the descriptor may be of direct I/O */
   if (posix_memalign(&b, 4096, (n + 4095) / 4096 * 4096)) return -5030;
   ssize_t got = pread(*(int *)h, b, n, at);
