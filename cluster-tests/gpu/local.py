@@ -71,6 +71,9 @@ class Cuda:
         self.check("cuMemAlloc", self.lib.cuMemAlloc_v2(byref(p), c_size_t(n)))
         return p.value
 
+    def free(self, at):
+        self.check("cuMemFree", self.lib.cuMemFree_v2(c_uint64(at)))
+
     def to_device(self, at, data, n):
         self.check("cuMemcpyHtoD", self.lib.cuMemcpyHtoD_v2(c_uint64(at), data, c_size_t(n)))
 
@@ -154,6 +157,7 @@ def main():
             json.dump({"properties": {"allow_compat_mode": True, "force_compat_mode": True}, "execution": {}}, settings)
             settings.flush()
             os.environ["CUFILE_ENV_PATH_JSON"] = settings.name
+            cuda.free(gpu)
             figures |= in_a_process_of_its_own(f.name)
     print(json.dumps({"bytes": n, "figures": figures}))
 
@@ -164,9 +168,9 @@ def in_a_process_of_its_own(path):
     except subprocess.TimeoutExpired:
         return {CUFILE.format(1): f"not run: cuFile had not ended after {LIMIT} s"}
     with suppress(ValueError):
-        return json.loads(r.stdout)
-    if r.returncode > 0:
-        sys.exit(f"cuFile: {r.stderr.strip()}")
+        return json.loads(r.stdout.strip().rpartition("\n")[2])
+    if r.returncode >= 0:
+        sys.exit(f"cuFile: {(r.stderr or r.stdout).strip()[-1000:]}")
     return {CUFILE.format(1): f"not run: signal {-r.returncode} ended cuFile"}
 
 

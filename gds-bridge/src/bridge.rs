@@ -571,7 +571,10 @@ impl Inner {
         let of_bridge = both(("the policy of the call", policy), ("that of the bridge", self.policy))?;
         let mut own = all.iter().enumerate().filter(|(_, t)| t.file.policy() != Policy::Prefer);
         own.try_fold(of_bridge, |policy, (i, t)| {
-            both((&format!("the policy of the file of range {i}"), t.file.policy()), ("that of the call", policy))
+            both(
+                (&format!("the policy of the file of range {i}"), t.file.policy()),
+                ("what else holds for the call", policy),
+            )
         })
     }
 
@@ -655,7 +658,7 @@ impl Hands {
     fn new(device: &Arc<dyn GpuMem>, options: &Options) -> Result<Hands> {
         let shape = (options.workers, options.slots, options.slot_bytes);
         let placing = Placing::of(&options.sysfs, device.pci());
-        let near: (_, &dyn Fn(*mut u8, usize)) = (placing.node(), &|start, len| placing.prepare(start, len));
+        let near: (_, &dyn Fn(*mut u8, usize)) = (placing.moves_to(), &|start, len| placing.prepare(start, len));
         let pins = Pins::new(device, shape, options.pinned_limit, near);
         let (slots, part, regions, less, unpinned) = match pins {
             Ok(p) => (p.slots, p.slot_bytes, p.regions, p.notice, None),

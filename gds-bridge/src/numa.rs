@@ -190,11 +190,16 @@ impl Placing {
     }
 
     /// The node that memory is to come from; `None`: none is known that has some.
-    pub fn node(&self) -> Option<u32> {
+    fn node(&self) -> Option<u32> {
         self.near.as_ref().filter(|n| n.memory.is_ok()).map(|n| n.node)
     }
 
-    /// Has memory that nobody touched yet come from there.
+    /// The node that memory is to be moved to; `None` also where there is no other.
+    pub fn moves_to(&self) -> Option<u32> {
+        self.node().filter(|_| self.several)
+    }
+
+    /// Has memory come from there.
     pub fn prepare(&self, start: *mut u8, len: usize) {
         let Some(node) = self.node() else { return };
         if let Err(e) = prefer(start, len, node) {
@@ -370,6 +375,16 @@ mod tests {
                 let bytes = unsafe { std::slice::from_raw_parts_mut(start, len) };
                 bytes.fill(7);
                 prefer(start, len, 0).unwrap();
+                // Where there is another one with memory, it moves there, and stays what it is.
+                let with = list_of(Path::new("/sys"), "has_memory").unwrap_or_default();
+                match with.iter().flat_map(|(a, b)| *a..=*b).find(|n| *n != 0) {
+                    Some(other) => {
+                        prefer(start, len, other).unwrap();
+                        assert_eq!(node_at(start).unwrap(), other);
+                        prefer(start, len, 0).unwrap();
+                    }
+                    None => println!("skipped: moving memory, because one node alone has some here"),
+                }
                 assert!(bytes.iter().all(|b| *b == 7), "what is there stays");
                 // The policy itself, which says nothing of other memory.
                 let (mut mode, mut mask): (c_int, [c_ulong; 16]) = (-1, [0; 16]);

@@ -139,7 +139,8 @@ fn seconds<S: Serializer>(took: &Duration, s: S) -> Result<S::Ok, S::Error> {
 }
 
 impl Report {
-    /// Of a call that did nothing.
+    /// Of a call that did nothing. Public for tests of what is made of reports.
+    #[doc(hidden)]
     pub fn nothing(direction: Direction, policy: Policy, asked: u64, ranges: usize) -> Report {
         Report {
             direction,

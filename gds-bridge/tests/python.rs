@@ -65,7 +65,7 @@ fn python_loads_and_saves() {
 fn page(served: &Served, memory: &str) -> Vec<(&'static str, String)> {
     let page = include_str!("../../docs/gds.md");
     let blocks: Vec<&str> = page.split("```python\n").skip(1).map(|b| b.split_once("```").unwrap().0).collect();
-    // Of the third one there is a test in tools/tests/gds_local.rs.
+    // Of the second one there is a test in tools/tests/gds_local.rs.
     let [first, copies, torch, fast] = blocks[..] else { panic!("{} blocks in Python: are all tested?", blocks.len()) };
     assert!(first.contains("by_road") && copies.contains("local-gds") && fast.contains("PipelineParallel"));
     let mut all = vec![("pass", first.to_string())];

@@ -273,7 +273,8 @@ fn the_benchmark_measures_on_a_cluster_and_a_strict_run_is_refused() {
 #[test]
 fn the_script_for_gpu_machines_runs_and_says_what_it_did_not() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cluster-tests/gpu/run");
-    let dir = tempfile::tempdir().unwrap();
+    // Not in the folder for temporary files, which may be memory.
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let run = |more: &[&str]| {
         let mut c = Command::new(&script);
         c.args(["--memory=host", "--mib=8", "--threads=1,2", "--json", "--strake", env!("CARGO_BIN_EXE_strake")]);

@@ -108,8 +108,8 @@ int strakegds_file_open(struct strakegds *bridge, const char *path, int flags, u
                         struct strakegds_file **file);
 /* An error is of bytes that were written and lost. The handle is gone in any case. NULL is nothing. */
 int strakegds_file_close(struct strakegds_file *file);
-/* What every call that begins after this has to meet where it moves bytes of this handle, beside its own policy (since
- * version 4); "prefer" (NULL) ends it. */
+/* What every call that begins after this has to meet if a range is of this handle, for all of its bytes, beside its own
+ * policy (since version 4); "prefer" (NULL) ends it. */
 int strakegds_file_policy(struct strakegds_file *file, const char *policy);
 int strakegds_file_size(struct strakegds_file *file, uint64_t *size);
 /* Returns when everything written to the file is safe. */

@@ -34,7 +34,7 @@ fn compile(source: &str, to: &Path, cpp: bool) -> Option<()> {
         let dir = to.parent().unwrap();
         std::fs::copy(library(), dir.join("libstrakegds.so")).unwrap();
         std::fs::copy(library(), dir.join("libstrakegds.so.1")).unwrap();
-        cc.arg("-L").arg(dir).arg("-lstrakegds");
+        cc.arg("-L").arg(dir).args(["-lstrakegds", "-ldl"]);
     }
     match cc.output() {
         Ok(out) => assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr)),

@@ -52,9 +52,11 @@ int main(int n, char **arg) {
   }
   if (gpu) {
     /* A tier fails in the middle of a call: the report has the bytes of both. Pinned memory is the faster one until then. */
-    void (*set)(int, long) = (void (*)(int, long))dlsym(dlopen("libcuda.so.1", RTLD_NOW), "strake_standin_set");
+    void *cuda = dlopen("libcuda.so.1", RTLD_NOW);
+    CHECK(cuda);
+    void (*set)(int, long) = (void (*)(int, long))dlsym(cuda, "strake_standin_set");
     CHECK(set);
-    set(13, 2000);
+    set(13, 50000);
     o.verify_on_gpu = 0, o.local = NULL, o.size = sizeof o;
     struct strakegds *b;
     struct strakegds_file *f;
@@ -63,6 +65,7 @@ int main(int n, char **arg) {
     CHECK(strakegds_alloc(b, LEN, &tensor) == 0);
     struct strakegds_range r = {f, 0, tensor, LEN};
     struct strakegds_report rep = {.size = sizeof rep};
+    set(13, 0);
     set(12, 2);
     CHECK(strakegds_load(b, &r, 1, NULL, &rep) == 0);
     set(12, -1);

@@ -134,7 +134,8 @@ fn ask<const N: usize>(fd: c_int, number: u32) -> Done<Option<Box<[u8; N]>>> {
 
 /// The table of mounts.
 pub fn mounts() -> String {
-    fs::read_to_string("/proc/self/mountinfo").unwrap_or_default()
+    // Paths may be any bytes.
+    fs::read("/proc/self/mountinfo").map(|t| String::from_utf8_lossy(&t).into_owned()).unwrap_or_default()
 }
 
 fn device(stat: &Stat) -> (u32, u32) {

@@ -54,7 +54,8 @@ fn policy(text: &str) -> PyResult<Policy> {
 /// A client of a cluster, and a device: see docs/gds.md.
 ///
 /// `pinned_limit`: bytes of host memory that all bridges of the process have pinned at most, when this one pins more; half of RLIMIT_MEMLOCK, or 512 MiB
-/// of its own where that is without limit. `local`: folder with copies of sealed files on this node, for the tier local-gds.
+/// of its own where that is without limit. `local`: folder with copies of sealed files on this node, for the tier local-gds. `policy`: what
+/// every call has to meet beside its own policy.
 ///
 /// `mds`: metadata servers, "HOST[:PORT],...". `memory`: "cuda:N", or "host" for this machine's own in place of a device. `fabric`: "auto", "tcp" or
 /// "rdma". `verify_on_gpu`: the device sums its own end of every copy, and the sums are compared; reports say where that was not possible

@@ -264,10 +264,12 @@ static int add(void *stream, Copy c) {
   Stream *s = of(stream);
   if (gone) return 709;
   if (!c.call && !find(c.device)) return 1;
-  if (!c.call && !c.block && pinned_for >= 0 && is_pinned(c.host, c.len)) {
-    if (pinned_for == 0) return 999;
-    pinned_for--;
-  }
+  pthread_mutex_lock(&lock);
+  int counts_here = !c.call && !c.block && pinned_for >= 0 && is_pinned(c.host, c.len);
+  int refused = counts_here && pinned_for == 0;
+  if (counts_here && !refused) pinned_for--;
+  pthread_mutex_unlock(&lock);
+  if (refused) return 999;
   if (s->given - s->done == QUEUE) run(s, s->given);
   s->copies[s->given++ % QUEUE] = c;
   return 0;

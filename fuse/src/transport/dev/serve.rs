@@ -157,6 +157,8 @@ impl Serve {
     }
 
     fn run(&self, head: Head, patience: Patience, answer: Answer, body: Body, numbers: Option<Arc<Numbers>>) {
+        // Known before anything is waited for: the kernel would be asked for its INTERRUPT again and again meanwhile.
+        let waiting = self.interrupts.begin(head.unique, head.pid, patience);
         let of = if patience == Patience::UntilSignal { &self.lock_room } else { &self.taken };
         let place = match of.clone().try_acquire_owned() {
             Ok(p) => p,
@@ -173,7 +175,6 @@ impl Serve {
             None if !body.only_asks() => self.numbers(&head, answer.channel()),
             numbers => numbers,
         };
-        let waiting = self.interrupts.begin(head.unique, head.pid, patience);
         let core = self.core.clone();
         let changes = patience == Patience::UntilKilled && !body.only_asks();
         // Whoever waits for a lock must not keep others from their work, and nobody must keep an append waiting that they wait for.

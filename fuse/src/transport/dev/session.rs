@@ -269,6 +269,11 @@ mod tests {
         let (kernel, its): (Vec<_>, Vec<_>) = [pair(), pair()].into_iter().unzip();
         let channels = its.into_iter().map(|fd| Arc::new(Channel::new(fd))).collect();
         let pool = Pool::new(8 << 20);
+        // A regression is to fail, not to hang.
+        let limit = std::time::Duration::from_secs(60);
+        for k in &kernel {
+            rustix::net::sockopt::set_socket_timeout(k, rustix::net::sockopt::Timeout::Recv, Some(limit)).unwrap();
+        }
         let session = Session::start(channels, Arc::new(Ignorant), pool, Arc::default()).unwrap();
         let of = 8u64;
         let head = [48u32, op::INTERRUPT].map(u32::to_ne_bytes).concat();
@@ -285,7 +290,9 @@ mod tests {
         }
         // An end with a reply that nobody took is an error to whoever reads on.
         drop(kernel);
+        let begun = std::time::Instant::now();
         while !session.is_over() {
+            assert!(begun.elapsed() < limit, "its threads go on");
             std::thread::yield_now();
         }
     }
