@@ -249,6 +249,8 @@ fn a_storage_server_that_no_road_leads_to_holds_up_only_what_is_on_it() {
             .unwrap()
     };
     refused(&start(&["--fabric", "tcp"]), &["storage server 'oss3'", "the server has no TCP endpoint"]);
+    // This test runs where there is no RDMA: a mount that asks for it says what is missing.
+    refused(&start(&["--fabric", "rdma"]), &["RDMA is not available"]);
     ok(&start(&[]));
     let there = fs::read(second.join("f"));
     ok(&strake().arg("umount").arg(&second).output().unwrap());
