@@ -69,6 +69,8 @@ pub struct Outcome {
     pub lost: u64,
     pub violations: Vec<String>,
     pub trace: [u8; 32],
+    /// What happened, a line per event, if a promise was broken.
+    pub events: Vec<String>,
     pub faults: Ledger,
     pub simulated: Duration,
 }
@@ -261,7 +263,11 @@ async fn simulate(seed: u64, plant: Option<Plant>, cluster: &mut Cluster) -> Res
         }
     }
     out.held = clients.iter().map(|c| c.stats().held_writes).sum();
-    (out.trace, out.faults, out.simulated) = (cluster.net.trace().0, cluster.net.ledger(), begun.elapsed());
+    let (trace, _, events) = cluster.net.trace();
+    (out.trace, out.faults, out.simulated) = (trace, cluster.net.ledger(), begun.elapsed());
+    if !out.violations.is_empty() {
+        out.events = events;
+    }
     Ok(out)
 }
 

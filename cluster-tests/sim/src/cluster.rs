@@ -50,7 +50,8 @@ const SCARCE: Limits = Limits {
 };
 pub const MDS: u32 = 3;
 pub const OSS: u32 = 3;
-pub const COPIES: u32 = 2;
+/// Copies of everything, by the seed's flavour: in one of four clusters on all three servers.
+const COPIES: [u32; 4] = [2, 2, 2, 3];
 /// Node numbers on the network: metadata servers from 1, object servers from 101, clients from 201.
 pub const FIRST_OSS: u32 = 101;
 pub const FIRST_CLIENT: u32 = 201;
@@ -115,6 +116,8 @@ struct Harmed {
     /// Writes and flushes then, and operations that had failed or gone wrong.
     done: u64,
     failed: u64,
+    /// An operation was under way at the node.
+    busy: bool,
 }
 
 struct Mds {
@@ -155,6 +158,7 @@ impl Oss {
 
 pub struct Cluster {
     pub net: Network,
+    copies: u32,
     rng: StdRng,
     start: Instant,
     /// A session's term, where it is not the default.
@@ -216,6 +220,7 @@ impl Cluster {
         let oss = (0..OSS).map(|n| Oss::new(FIRST_OSS + n, skew(&mut rng))).collect();
         Cluster {
             net,
+            copies: COPIES[flavour(seed) as usize],
             rng,
             start,
             session_term: None,
@@ -311,7 +316,7 @@ impl Cluster {
                 cap_key: CapKey::from_cluster_key(&KEY),
                 cluster: [7; 16],
             };
-            let mut config = mds_config(node);
+            let mut config = mds_config(node, self.copies);
             if let Some(term) = self.session_term {
                 config.session_term_ms = term.as_millis() as u64;
             }
@@ -578,26 +583,29 @@ impl Cluster {
     pub fn harm_disk(&mut self, node: u32, what: Harm, dice: u64) {
         self.mend_disk(node);
         let kind = match what {
-            Harm::Slow(_) => Kind::DiskSlow,
-            Harm::Full => Kind::DiskFull,
+            Harm::Slow(_) | Harm::Crawl(_) => Kind::DiskSlow,
+            Harm::Full | Harm::Filled => Kind::DiskFull,
             Harm::Error => Kind::DiskError,
             Harm::Corrupt => Kind::DiskCorrupt,
         };
+        let busy = self.net.is_busy(node);
         if let Some(m) = self.mds.iter_mut().find(|m| m.node == node) {
             match what {
-                Harm::Slow(by) => m.log.set_latency(LOG_LATENCY + by),
-                Harm::Full => m.log.set_fault(Some(Error::new(Code::NoSpc, "injected fault"))),
+                Harm::Slow(by) | Harm::Crawl(by) => m.log.set_latency(LOG_LATENCY + by),
+                Harm::Full | Harm::Filled => m.log.set_fault(Some(Error::new(Code::NoSpc, "injected fault"))),
                 Harm::Error | Harm::Corrupt => return,
             }
-            m.disk = Some(Harmed { what, kind, done: m.log.writes(), failed: m.log.refused() });
+            m.disk = Some(Harmed { what, kind, done: m.log.writes(), failed: m.log.refused(), busy });
         }
         if let Some(o) = self.oss.iter_mut().find(|o| o.node == node) {
             let c = o.device.counters();
-            o.disk = Some(Harmed { what, kind, done: c.writes + c.flushes, failed: c.failed });
-            o.harmed |= !matches!(what, Harm::Slow(_));
+            o.disk = Some(Harmed { what, kind, done: c.reads + c.writes + c.flushes, failed: c.failed, busy });
+            o.harmed |= !matches!(what, Harm::Slow(_) | Harm::Crawl(_));
             match what {
                 Harm::Slow(by) => o.device.set_latency(&[Op::Write, Op::Flush], by),
+                Harm::Crawl(by) => o.device.set_latency(&[Op::Read, Op::Write, Op::Flush], by),
                 Harm::Full => (0..5).for_each(|n| o.device.fail(Op::Write, n, Code::NoSpc)),
+                Harm::Filled => o.device.fill_up(),
                 Harm::Error => o.device.fail(Op::Write, 0, Code::Io),
                 Harm::Corrupt => o.device.corrupt_read(dice),
             }
@@ -606,12 +614,16 @@ impl Cluster {
         self.net.made(kind, false);
     }
 
-    /// What was wrong with a node's disk is over. It counts if an operation of the disk met it. Whether the server must be started
-    /// anew to serve again.
+    /// What was wrong with a node's disk is over. It counts if an operation of the disk met it, and one of the node was under way when it began or ends.
+    /// Whether the server must be started anew to serve again.
     pub fn mend_disk(&mut self, node: u32) -> bool {
-        let counts = |h: Harmed, done: u64, failed: u64| match h.what {
-            Harm::Slow(_) => done > h.done,
-            _ => failed > h.failed,
+        let busy = self.net.is_busy(node);
+        let counts = |h: Harmed, done: u64, failed: u64| {
+            let met = match h.what {
+                Harm::Slow(_) | Harm::Crawl(_) => done > h.done,
+                _ => failed > h.failed,
+            };
+            met && (h.busy || busy)
         };
         if let Some(m) = self.mds.iter_mut().find(|m| m.node == node)
             && let Some(h) = m.disk.take()
@@ -626,11 +638,11 @@ impl Cluster {
             && let Some(h) = o.disk.take()
         {
             let c = o.device.counters();
-            if counts(h, c.writes + c.flushes, c.failed) {
+            if counts(h, c.reads + c.writes + c.flushes, c.failed) {
                 self.net.counts(h.kind);
             }
             o.device.end_faults();
-            o.device.set_latency(&[Op::Write, Op::Flush], Duration::ZERO);
+            o.device.set_latency(&[Op::Read, Op::Write, Op::Flush], Duration::ZERO);
             return o.harmed;
         }
         false
@@ -675,10 +687,15 @@ impl Cluster {
     }
 }
 
-fn mds_config(node: u32) -> mds_server::Config {
+/// What runs of all kinds differ in beside their faults, 0 to 3. A kind is one of 20 seeds in a row, or several: so 20 in a row are alike here.
+pub fn flavour(seed: u64) -> u64 {
+    seed / 20 % 4
+}
+
+fn mds_config(node: u32, copies: u32) -> mds_server::Config {
     let mut c = mds_server::Config::new(u64::from(node), Endpoint::Sim(node), PathBuf::new());
     c.peers = (1..=MDS).map(|n| (u64::from(n), Endpoint::Sim(n))).collect();
-    c.default_copies = COPIES;
+    c.default_copies = copies;
     c.expect_targets = OSS as usize;
     // Several, but few: a run's time grows with them.
     c.chains_per_target = 2;

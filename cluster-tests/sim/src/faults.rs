@@ -8,7 +8,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 use tokio::{task::JoinHandle, time::sleep};
 
 use crate::{
-    cluster::{FIRST_CLIENT, FIRST_OSS, MDS, OSS},
+    cluster::{FIRST_CLIENT, FIRST_OSS, MDS, OSS, flavour},
     moves::{self, Change},
     net::Network,
     run::{CLIENTS, Scenario},
@@ -102,8 +102,12 @@ pub enum Strike {
 pub enum Harm {
     /// Writes and flushes take so long.
     Slow(Duration),
-    /// Writes find no space.
+    /// Reads do, too.
+    Crawl(Duration),
+    /// The next five writes find no space (of a metadata server, all until it is mended).
     Full,
+    /// No write finds space until it is mended.
+    Filled,
     /// A write fails.
     Error,
     /// A read gives a wrong bit.
@@ -159,8 +163,10 @@ impl fmt::Display for Fault {
             Fault::Disk { node, what, lasts } => {
                 let node = called(*node);
                 match what {
-                    Harm::Slow(by) => write!(f, "the disk of {node} takes {by:?} for {lasts:?}"),
-                    Harm::Full => write!(f, "the disk of {node} is full for {lasts:?}"),
+                    Harm::Slow(by) => write!(f, "writes to the disk of {node} take {by:?} for {lasts:?}"),
+                    Harm::Crawl(by) => write!(f, "everything takes the disk of {node} {by:?} for {lasts:?}"),
+                    Harm::Full => write!(f, "writes to the disk of {node} find no space"),
+                    Harm::Filled => write!(f, "the disk of {node} is full for {lasts:?}"),
                     Harm::Error => write!(f, "a write to the disk of {node} fails"),
                     Harm::Corrupt => write!(f, "a read from the disk of {node} gives a wrong bit"),
                 }
@@ -240,8 +246,8 @@ fn gentle(rng: &mut StdRng) -> Vec<Fault> {
     vec![Fault::Cut { a, b, one_way: rng.random_bool(0.5), lasts: millis(rng, 50..2500) }]
 }
 
-/// What harsh runs have besides.
-fn harsher(rng: &mut StdRng) -> Option<Fault> {
+/// What harsh runs have besides. `longer`: disks are full and slow in all that they do.
+fn harsher(rng: &mut StdRng, longer: bool) -> Option<Fault> {
     let nodes = servers();
     let all: Vec<u32> = nodes.iter().copied().chain((1..=CLIENTS).map(|n| FIRST_CLIENT + n)).collect();
     let (a, b) = (any(rng, &nodes), any(rng, &all));
@@ -252,12 +258,12 @@ fn harsher(rng: &mut StdRng) -> Option<Fault> {
             Some(Fault::Cut { a, b, one_way: rng.random_bool(0.5), lasts })
         }
         4 | 5 => Some(Fault::Jump { node: a, seconds: rng.random_range(-240..240) }),
-        6 => Some(Fault::Disk { node: a, what: Harm::Full, lasts }),
+        6 => Some(Fault::Disk { node: a, what: if longer { Harm::Filled } else { Harm::Full }, lasts }),
         7 => Some(Fault::Disk { node: a, what: Harm::Error, lasts: MENDED }),
         8 | 9 => Some(Fault::Disk { node: a, what: Harm::Corrupt, lasts: MENDED }),
         10..=12 => {
             let by = Duration::from_micros(rng.random_range(500..20_000));
-            Some(Fault::Disk { node: a, what: Harm::Slow(by), lasts })
+            Some(Fault::Disk { node: a, what: if longer { Harm::Crawl(by) } else { Harm::Slow(by) }, lasts })
         }
         13 => Some(Fault::Drift { dice: rng.random() }),
         _ => None,
@@ -276,7 +282,7 @@ pub fn draw(s: &Scenario) -> Vec<Timed> {
         }
         let mut faults = if s.gentle { gentle(&mut rng) } else { plain(&mut rng) };
         if s.harsh && !s.gentle {
-            faults.extend(harsher(&mut rng));
+            faults.extend(harsher(&mut rng, flavour(s.seed) >= 2));
         }
         if s.wide {
             faults.push(Fault::Drift { dice: rng.random() });

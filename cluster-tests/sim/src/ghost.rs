@@ -1,5 +1,5 @@
 //! Clients that die while they write. What they synced stays; what they wrote beyond the end on record must never be
-//! read, also when somebody else makes the file longer.
+//! read, also when somebody else makes the file longer. Some have removed their file before, which they have open still: its chunks go with them.
 
 use std::{sync::Arc, time::Duration};
 
@@ -34,10 +34,20 @@ pub struct Ghost {
 
 impl Ghost {
     /// Starts to write. To be killed by [`Ghost::die`] once `dies` has come.
-    pub fn start(client: Client, env: Env, node: u32, uuid: [u8; 16], seed: u64, dies: Instant) -> Ghost {
+    pub fn start(
+        client: Client,
+        env: Env,
+        node: u32,
+        uuid: [u8; 16],
+        (seed, orphans): (u64, bool),
+        dies: Instant,
+    ) -> Ghost {
         let name = format!("ghost{node}");
         let model: Arc<Mutex<FileModel>> = Arc::default();
-        let work = haunt(client, name.clone(), node << 24 | 1, StdRng::seed_from_u64(seed), model.clone());
+        // With `orphans` every other one.
+        let removes = orphans && seed.is_multiple_of(2);
+        let rng = StdRng::seed_from_u64(seed);
+        let work = haunt(client, (name.clone(), removes), node << 24 | 1, rng, model.clone());
         env.spawn(async move {
             if let Err(e) = work.await {
                 tracing::info!("ghost {node}: {e}");
@@ -87,7 +97,7 @@ impl Ghost {
 
 async fn haunt(
     client: Client,
-    name: String,
+    (name, mut removes): (String, bool),
     mut tag: u32,
     mut rng: StdRng,
     model: Arc<Mutex<FileModel>>,
@@ -108,6 +118,10 @@ async fn haunt(
             Err(_) => model.lock().write_failed(tag),
         }
         tag += 1;
+        if removes && tag.is_multiple_of(8) {
+            client.unlink(&root(), client.root(), name.as_bytes()).await?;
+            removes = false;
+        }
         if rng.random_bool(0.2) {
             match file.fsync().await {
                 Ok(()) => model.lock().synced(),

@@ -46,6 +46,8 @@ pub struct Outcome {
     pub errors: u64,
     pub violations: Vec<String>,
     pub trace: [u8; 32],
+    /// What happened, a line per event, if a promise was broken.
+    pub events: Vec<String>,
     pub faults: Ledger,
     pub simulated: Duration,
 }
@@ -62,13 +64,15 @@ pub fn run(seed: u64) -> Result<Outcome> {
             found.lock().broken(e.to_string());
         }
         let mut f = found.lock();
+        let (trace, _, events) = cluster.net.trace();
         let outcome = Outcome {
             looks: f.looks,
             reads: f.reads,
             writes: f.writes,
             errors: f.errors,
+            trace,
+            events: if f.violations.is_empty() { Vec::new() } else { events },
             violations: std::mem::take(&mut f.violations),
-            trace: cluster.net.trace().0,
             faults: cluster.net.ledger(),
             simulated: begun.elapsed(),
         };

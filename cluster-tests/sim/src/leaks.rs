@@ -1,5 +1,6 @@
-//! What is left when all is over: no target in sync may have a chunk that no file has and that no deletion is to remove. `strake fsck` calls
-//! such chunks leaked; nothing removes them but its repair.
+//! What is left when all is over, as `strake fsck` would find it: no target in sync may have a chunk that no file has and that no deletion is to
+//! remove, one beyond its file's end, or one on another chain than its file's; and all replicas in sync of a chain have the same chunks, of the same
+//! versions and lengths.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,7 +13,8 @@ use strake_client::Client;
 use strake_fabric::{Endpoint, Fabric, Message, Role};
 use strake_proto::{
     ChunkId, Code, Error, Ino, Result, TargetId,
-    data::{DataRequest, ListEntry},
+    data::{DataRequest, ListEntry, Version},
+    layout::StripeMap,
     map::{ChainExt, MapView},
     opcode, pb,
 };
@@ -42,12 +44,20 @@ struct Found {
 
 /// What one look found.
 struct Look {
-    leaked: Vec<Found>,
+    /// In words.
+    wrong: Vec<String>,
     /// Data that are still to be removed or cut.
     going: usize,
 }
 
-/// Waits until all that was to be deleted is. What is left then and belongs to no file is a promise broken.
+/// Where a file's chunks belong.
+struct Place {
+    data: u64,
+    size: u64,
+    map: StripeMap,
+}
+
+/// Waits until all that was to be deleted is. What is wrong then is a promise broken.
 pub async fn check(cluster: &Cluster, client: &Client, found: &Shared) -> Result<()> {
     cluster.net.wait_sent_on().await;
     let fabric = cluster.fabric(LOOKER, Role::Server);
@@ -55,20 +65,13 @@ pub async fn check(cluster: &Cluster, client: &Client, found: &Shared) -> Result
     loop {
         let late = begun.elapsed() > DELETED;
         match look(cluster, &fabric, client).await {
-            Ok(look) if look.leaked.is_empty() && look.going == 0 => return Ok(()),
+            Ok(look) if look.wrong.is_empty() && look.going == 0 => return Ok(()),
             Ok(look) if late => {
                 let mut found = found.lock();
                 if look.going > 0 {
                     found.broken(format!("{} deletions and cuts are not done {DELETED:?} after the end", look.going));
                 }
-                for Found { chain, target, entry: e } in look.leaked {
-                    let (at, version) = (e.chunk, e.version);
-                    found.broken(format!(
-                        "a chunk is left that no file has and no deletion is to remove: {at}, {} bytes, chain {chain}, target {target}, \
-                         version {version:?}",
-                        e.len
-                    ));
-                }
+                look.wrong.into_iter().for_each(|w| found.broken(w));
                 return Ok(());
             }
             Err(e) if late => return Err(e.context("looking for chunks that no file has")),
@@ -81,29 +84,68 @@ pub async fn check(cluster: &Cluster, client: &Client, found: &Shared) -> Result
 async fn look(cluster: &Cluster, fabric: &Arc<SimFabric>, client: &Client) -> Result<Look> {
     let map = cluster.map().ok_or_else(|| Error::new(Code::NotLeader, "no metadata server is up"))?;
     let map = MapView::new(map)?;
-    let mut all = Vec::new();
+    let (mut all, mut wrong) = (Vec::new(), Vec::new());
     for chain in &map.map.chains {
+        let from = all.len();
         for target in chain.serving() {
             let list = list(fabric, &map, chain, target).await?;
             let chunks = list.into_iter().filter(|e| !e.tombstone);
             all.extend(chunks.map(|entry| Found { chain: chain.id, target, entry }));
         }
+        wrong.extend(diverged(chain, &all[from..]));
     }
     let inos: BTreeSet<Ino> = all.iter().map(|f| f.entry.chunk.ino).collect();
-    let mut data = BTreeMap::new();
+    let mut files = BTreeMap::new();
     for ino in inos {
-        match client.getattr(&root(), ino).await {
-            Ok(attr) => drop(data.insert(ino, attr.data_id)),
+        match place(client, &map, ino).await {
+            Ok(place) => drop(files.insert(ino, place)),
             Err(e) if e.code == Code::NoEnt => {}
             Err(e) => return Err(e),
         }
     }
     let going = going(fabric).await?;
-    let is_leaked = |f: &Found| {
-        let chunk = f.entry.chunk;
-        data.get(&chunk.ino) != Some(&chunk.data) && !going.contains(&(chunk.ino, chunk.data))
+    let stays = |f: &&Found| !going.contains(&(f.entry.chunk.ino, f.entry.chunk.data));
+    wrong.extend(all.iter().filter(stays).filter_map(|f| astray(f, files.get(&f.entry.chunk.ino))));
+    Ok(Look { going: going.len(), wrong })
+}
+
+async fn place(client: &Client, map: &MapView, ino: Ino) -> Result<Place> {
+    let attr = client.getattr(&root(), ino).await?;
+    let layout = client.get_layout(&root(), ino).await?.layout;
+    let layout = layout.ok_or_else(|| Error::new(Code::NoEnt, "it has no data"))?;
+    Ok(Place { data: attr.data_id, size: attr.size, map: StripeMap::resolve(ino, &layout, map)? })
+}
+
+/// What is wrong with a chunk's being there.
+fn astray(f: &Found, file: Option<&Place>) -> Option<String> {
+    let chunk = f.entry.chunk;
+    let why = match file.filter(|p| p.data == chunk.data) {
+        None => "no file has, and no deletion is to remove".into(),
+        Some(p) if p.map.chain_of(chunk.index) != f.chain => {
+            format!("belongs on chain {}", p.map.chain_of(chunk.index))
+        }
+        Some(p) if chunk.index >= p.map.cut(p.size).first_gone => {
+            format!("is beyond the end of its file, {} bytes", p.size)
+        }
+        Some(_) => return None,
     };
-    Ok(Look { going: going.len(), leaked: all.into_iter().filter(is_leaked).collect() })
+    let (len, version) = (f.entry.len, f.entry.version);
+    Some(format!(
+        "a chunk is left that {why}: {chunk}, {len} bytes, chain {}, target {}, version {version:?}",
+        f.chain, f.target
+    ))
+}
+
+/// Chunks that the replicas in sync of a chain do not all have alike.
+fn diverged(chain: &pb::Chain, found: &[Found]) -> Vec<String> {
+    let members: Vec<TargetId> = chain.serving().collect();
+    let mut seen: BTreeMap<ChunkId, BTreeMap<TargetId, (Version, u32)>> = BTreeMap::new();
+    for f in found {
+        seen.entry(f.entry.chunk).or_default().insert(f.target, (f.entry.version, f.entry.len));
+    }
+    let alike = |by: &BTreeMap<TargetId, (Version, u32)>| members.windows(2).all(|w| by.get(&w[0]) == by.get(&w[1]));
+    let parted = seen.into_iter().filter(|(_, by)| !alike(by));
+    parted.map(|(chunk, by)| format!("replicas of chain {} differ in chunk {chunk}: {by:?}", chain.id)).collect()
 }
 
 async fn ask(fabric: &Arc<SimFabric>, at: &Endpoint, request: Message) -> Result<Message> {

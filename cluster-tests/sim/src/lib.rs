@@ -18,6 +18,7 @@ pub mod mix;
 pub mod moves;
 pub mod net;
 pub mod oracle;
+pub mod outage;
 pub mod plant;
 pub mod run;
 pub mod savers;

@@ -12,6 +12,7 @@ use strake_sim::{
     coverage, histories, lapse,
     ledger::Ledger,
     mix::{self, Mode},
+    outage,
     plant::Plant,
     run::{Scenario, run},
     shrink::shrink,
@@ -56,6 +57,9 @@ struct Args {
     /// Leases that run out under clients and storage servers instead.
     #[arg(long, conflicts_with_all = ["histories", "baton", "plant"])]
     lapse: bool,
+    /// One thing broken at a time instead: no call may take five seconds.
+    #[arg(long, conflicts_with_all = ["histories", "baton", "lapse", "plant"])]
+    outage: bool,
     /// With --histories or --baton: plant a fault, which most runs must show.
     #[arg(long)]
     plant: Option<Plant>,
@@ -63,13 +67,13 @@ struct Args {
     #[arg(long, default_value = "histories")]
     keep: PathBuf,
     /// All kinds of run, each seed the kind that it is in `./simulate`.
-    #[arg(long, conflicts_with_all = ["harsh", "wide", "moves", "histories", "baton", "lapse", "replay", "skip_sync"])]
+    #[arg(long, conflicts_with_all = ["harsh", "wide", "moves", "histories", "baton", "lapse", "outage", "replay", "skip_sync"])]
     mixed: bool,
     /// With --mixed: a line of JSON for each seed, and one at the end with the rows taken.
     #[arg(long, requires = "mixed")]
     jsonl: bool,
     /// Make a run that fails short: fewer faults, clients and seconds, as long as the same promise breaks.
-    #[arg(long, conflicts_with_all = ["histories", "baton", "lapse"])]
+    #[arg(long, conflicts_with_all = ["histories", "baton", "lapse", "outage"])]
     shrink: bool,
     /// With --shrink: how many runs it may take.
     #[arg(long, default_value_t = 400)]
@@ -186,15 +190,19 @@ fn sweep_histories(args: &Args) -> u64 {
     failed
 }
 
-/// Runs the seeds one after the other: what is said of one, and which promises it broke.
-fn sweep(args: &Args, one: impl Fn(u64) -> Result<(String, Vec<String>)>) -> u64 {
+/// Runs the seeds one after the other: what is said of one, which promises it broke, and its trace.
+fn sweep(args: &Args, one: impl Fn(u64) -> Result<(String, Vec<String>, [u8; 32])>) -> u64 {
     let mut failed = 0;
     for seed in args.seed..args.seed + args.count {
         match one(seed) {
-            Ok((said, violations)) => {
+            Ok((said, violations, trace)) => {
                 println!("seed {seed}: {said}");
                 violations.iter().for_each(|v| println!("  VIOLATION: {v}"));
                 failed += u64::from(!violations.is_empty());
+                if args.replay && one(seed).map_or([0; 32], |again| again.2) != trace {
+                    println!("  NOT REPLAYED: the second run of seed {seed} took another course");
+                    failed += 1;
+                }
             }
             Err(e) => {
                 println!("seed {seed}: FAILED: {e:?}");
@@ -206,17 +214,17 @@ fn sweep(args: &Args, one: impl Fn(u64) -> Result<(String, Vec<String>)>) -> u64
 }
 
 /// A file that is handed on.
-fn one_baton(seed: u64, plant: Option<Plant>) -> Result<(String, Vec<String>)> {
+fn one_baton(seed: u64, plant: Option<Plant>) -> Result<(String, Vec<String>, [u8; 32])> {
     let o = baton::run(seed, plant)?;
     let said = format!(
         "{} times handed on, {} writes, {} held back, {} lost with sessions",
         o.handed_on, o.writes, o.held, o.lost
     );
-    Ok((said, o.violations))
+    Ok((said, o.violations, o.trace))
 }
 
 /// Leases that run out.
-fn one_lapse(seed: u64) -> Result<(String, Vec<String>)> {
+fn one_lapse(seed: u64) -> Result<(String, Vec<String>, [u8; 32])> {
     let o = lapse::run(seed)?;
     let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
     let said = format!(
@@ -228,7 +236,18 @@ fn one_lapse(seed: u64) -> Result<(String, Vec<String>)> {
         o.faults.counted(),
         o.simulated
     );
-    Ok((said, o.violations))
+    Ok((said, o.violations, o.trace))
+}
+
+/// One thing broken at a time.
+fn one_outage(seed: u64) -> Result<(String, Vec<String>, [u8; 32])> {
+    let o = outage::run(seed)?;
+    let (counted, simulated) = (o.faults.counted(), o.simulated);
+    let said = format!(
+        "{} calls, the longest {:.2?}, {counted} faults counted, {simulated:.0?} simulated",
+        o.calls, o.longest
+    );
+    Ok((said, o.violations, o.trace))
 }
 
 /// Log lines carry simulated time.
@@ -254,6 +273,7 @@ fn main() -> ExitCode {
         (true, ..) => sweep_histories(&args),
         (_, true, _) => sweep(&args, |seed| one_baton(seed, args.plant)),
         _ if args.lapse => sweep(&args, one_lapse),
+        _ if args.outage => sweep(&args, one_outage),
         (_, _, true) => sweep_mixed(&args),
         _ => sweep_files(&args),
     };

@@ -134,22 +134,27 @@ fn of_files(mode: Mode, s: Scenario) -> Result<Done> {
     if !o.violations.is_empty() {
         list.iter().for_each(|t| details.push_str(&format!("{t}\n")));
         let end = o.broken_at.unwrap_or(o.events.len()).min(o.events.len());
-        o.events[end.saturating_sub(KEPT)..end].iter().for_each(|e| details.push_str(&format!("{}\n", readable(e))));
+        details += &last(&o.events[..end]);
     }
     let (trace, faults, simulated, violations) = (o.trace, o.faults, o.simulated, o.violations);
     Ok(Done { mode, seed: s.seed, trace, faults, simulated, violations, details })
 }
 
+/// The last events, for people.
+fn last(events: &[String]) -> String {
+    events[events.len().saturating_sub(KEPT)..].iter().map(|e| format!("{}\n", readable(e))).collect()
+}
+
 fn of_baton(seed: u64) -> Result<Done> {
     let o = baton::run(seed, None)?;
-    let (trace, faults, violations) = (o.trace, o.faults, o.violations);
-    Ok(Done { mode: Mode::Baton, seed, trace, faults, simulated: o.simulated, violations, details: String::new() })
+    let (trace, faults, violations, details) = (o.trace, o.faults, o.violations, last(&o.events));
+    Ok(Done { mode: Mode::Baton, seed, trace, faults, simulated: o.simulated, violations, details })
 }
 
 fn of_lapse(seed: u64) -> Result<Done> {
     let o = lapse::run(seed)?;
-    let (trace, faults, violations) = (o.trace, o.faults, o.violations);
-    Ok(Done { mode: Mode::Lapse, seed, trace, faults, simulated: o.simulated, violations, details: String::new() })
+    let (trace, faults, violations, details) = (o.trace, o.faults, o.violations, last(&o.events));
+    Ok(Done { mode: Mode::Lapse, seed, trace, faults, simulated: o.simulated, violations, details })
 }
 
 fn of_history(seed: u64) -> Result<Done> {

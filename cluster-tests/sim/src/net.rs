@@ -44,6 +44,10 @@ const SENT_ON_WITHIN: Duration = Duration::from_secs(15);
 /// A batch of Raft messages that is longer holds entries; shorter ones are heartbeats and acknowledgements.
 const RAFT_ENTRIES: usize = 200;
 
+/// How often a connection looks whether the other end is silent, and how often in a row it must be: two seconds, as of `strake_fabric::conn::Options`.
+const SILENT_TICK: Duration = Duration::from_millis(200);
+const SILENT_TICKS: u32 = 10;
+
 /// What the network does to messages.
 #[derive(Clone, Copy, Debug)]
 pub struct Weather {
@@ -77,6 +81,8 @@ struct State {
     passed: BTreeMap<(u32, u32), u64>,
     ledger: Ledger,
     /// Of this node no update arrives, until [`Network::let_late_through`].
+    /// Otherwise a call waits for as long as its caller does.
+    notices_silence: bool,
     held_up: Option<u32>,
     late: Vec<Late>,
     /// When the last of what is still sent over connections that were given up arrives.
@@ -223,6 +229,7 @@ impl Network {
             under_way: BTreeMap::new(),
             passed: BTreeMap::new(),
             ledger: Ledger::default(),
+            notices_silence: false,
             held_up: None,
             late: Vec::new(),
             sent_on: None,
@@ -264,6 +271,11 @@ impl Network {
     }
     pub fn is_blocked(&self, from: u32, to: u32) -> bool {
         !self.state.lock().blocks(from, to, Instant::now()).is_empty()
+    }
+
+    /// Connections notice that the other end is silent, as those of the real transports do.
+    pub fn notices_silence(&self) {
+        self.state.lock().notices_silence = true;
     }
 
     /// The next message of an operation from or to this node.
@@ -635,6 +647,21 @@ impl SimConnection {
     }
 }
 
+impl SimConnection {
+    /// Returns when nothing has passed for as long as a real connection waits; never where that is not noticed.
+    async fn silent(&self) {
+        if !self.net.state.lock().notices_silence {
+            return std::future::pending().await;
+        }
+        let (from, to, mut ticks) = (self.from.node, self.to.node, 0);
+        while ticks < SILENT_TICKS {
+            sleep(SILENT_TICK).await;
+            let blocked = self.net.is_blocked(from, to) || self.net.is_blocked(to, from);
+            ticks = if blocked { ticks + 1 } else { 0 };
+        }
+    }
+}
+
 #[async_trait]
 impl Connection for SimConnection {
     async fn call(&self, request: Message, limit: Duration) -> Result<Message> {
@@ -643,6 +670,10 @@ impl Connection for SimConnection {
                 biased;
                 () = self.closed() => Err(self.gone()),
                 r = self.exchange(request) => r,
+                () = self.silent() => {
+                    self.close();
+                    Err(Error::new(Code::Disconnected, format!("sim:{} is silent and is taken for dead", self.to.node)))
+                }
             }
         };
         timeout(limit, call).await.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "no answer in time")))

@@ -18,7 +18,7 @@ use tokio::{
 };
 
 use crate::{
-    cluster::{Cluster, FIRST_CLIENT, MDS, Sync},
+    cluster::{Cluster, FIRST_CLIENT, MDS, Sync, flavour},
     faults::{self, Fault, Timed},
     ghost::Ghost,
     leaks,
@@ -258,7 +258,7 @@ impl Crew {
                 looking.extend(savers);
             }
             if works(id - 1) {
-                let mut actor = Actor::new(id, client, of_actor, found.clone()).await?;
+                let mut actor = Actor::new(id, client, of_actor, found.clone(), flavour(s.seed) >= 2).await?;
                 let stop = stop.clone();
                 writing.push(tokio::spawn(async move {
                     actor.run(stop).await;
@@ -271,7 +271,8 @@ impl Crew {
             let uuid = (u128::from(s.seed) << 8 | u128::from(id)).to_be_bytes();
             let (client, env) = cluster.mortal(id, Some(uuid), Vec::new()).await?;
             let dies = Instant::now() + s.length.mul_f64(rng.random());
-            ghosts.push(Ghost::start(client, env, FIRST_CLIENT + id, uuid, rng.random(), dies));
+            let how = (rng.random(), flavour(s.seed) >= 2);
+            ghosts.push(Ghost::start(client, env, FIRST_CLIENT + id, uuid, how, dies));
         }
         if s.wide && works(TASKS - 1) {
             looking.extend(wide::start(cluster, s.seed, CLIENTS, found, &stop).await?);

@@ -106,12 +106,16 @@ pub struct Actor {
     dir: Ino,
     files: Vec<(File, FileModel)>,
     names: NameModel,
+    /// What a document may hold: the file that took its name last, or, if it is not known whether it did, also those before.
+    documents: BTreeMap<String, Vec<Vec<u8>>>,
+    /// Every other document is closed without an fsync, as a program may.
+    only_closes: bool,
     next_tag: u32,
     next_name: u32,
 }
 
 impl Actor {
-    pub async fn new(id: u32, client: Client, seed: u64, found: Shared) -> Result<Actor> {
+    pub async fn new(id: u32, client: Client, seed: u64, found: Shared, only_closes: bool) -> Result<Actor> {
         let dir = match client.mkdir(&root(), client.root(), format!("d{id}").as_bytes(), 0o755).await {
             Err(e) if e.code == Code::Exist => {
                 client.lookup(&root(), client.root(), format!("d{id}").as_bytes()).await?.ino
@@ -126,7 +130,9 @@ impl Actor {
         }
         let names = NameModel { there: (0..FILES).map(|n| format!("file{n}")).collect(), ..NameModel::default() };
         let rng = StdRng::seed_from_u64(seed);
-        Ok(Actor { id, client, rng, found, dir, files, names, next_tag: id << 24 | 1, next_name: 0 })
+        let documents = BTreeMap::new();
+        let (next_tag, next_name) = (id << 24 | 1, 0);
+        Ok(Actor { id, client, rng, found, dir, files, names, documents, only_closes, next_tag, next_name })
     }
 
     fn violation(&self, what: String) {
@@ -302,27 +308,55 @@ impl Actor {
         let (file, _) = client.create(&root(), dir, new.as_bytes(), 0o644, RDWR, true, None).await?;
         let saved = self.save(&file).await;
         let closed = file.close().await;
-        saved.and(closed)?;
+        let bytes = closed.and(saved)?;
         if !self.names.there.contains(&name) {
             self.names.open.insert(name.clone());
         }
+        self.documents.entry(name.clone()).or_default().push(bytes.clone());
         client.rename(&root(), (dir, new.as_bytes()), (dir, name.as_bytes()), 0).await?;
+        self.documents.insert(name.clone(), vec![bytes]);
         self.names.there.insert(name.clone());
         self.names.open.retain(|n| *n != new && *n != name);
         self.found.lock().replaced += 1;
         Ok(())
     }
 
-    async fn save(&mut self, file: &File) -> Result<()> {
-        let mut offset = 0;
+    /// Writes a document, and returns it when it is safe, or will be when it is closed.
+    async fn save(&mut self, file: &File) -> Result<Vec<u8>> {
+        let mut all = Vec::new();
         for _ in 0..self.rng.random_range(1..=3) {
             let mut bytes = vec![0; self.rng.random_range(1..=DOCUMENT_CELLS / 3) * CELL];
-            fill(self.next_tag, offset, &mut bytes);
+            fill(self.next_tag, all.len() as u64, &mut bytes);
             self.next_tag += 1;
-            file.write_all_at(offset, &bytes).await?;
-            offset += bytes.len() as u64;
+            file.write_all_at(all.len() as u64, &bytes).await?;
+            all.extend(bytes);
         }
-        file.fsync().await
+        if !self.only_closes || self.next_tag.is_multiple_of(2) {
+            file.fsync().await?;
+        }
+        Ok(all)
+    }
+
+    /// What was safe before it took a document's name is what the document holds, to another client.
+    async fn check_documents(&self, other: &Client) -> Result<()> {
+        for (name, may_hold) in &self.documents {
+            let found = match other.lookup(&root(), self.dir, name.as_bytes()).await {
+                // Whether it may be missing is the names' affair.
+                Err(e) if e.code == Code::NoEnt => continue,
+                r => r?,
+            };
+            let (file, _) = other.open(&root(), found.ino, 0).await?;
+            let bytes = read_all(&file, FILE_BYTES).await?;
+            file.close().await?;
+            if !may_hold.contains(&bytes) {
+                let (len, lens): (_, Vec<usize>) = (bytes.len(), may_hold.iter().map(Vec::len).collect());
+                self.violation(format!(
+                    "{name} has {len} bytes that are none of those saved under it ({lens:?} bytes)"
+                ));
+            }
+            self.found.lock().reads += 1;
+        }
+        Ok(())
     }
 
     async fn list(&mut self) -> Result<()> {
@@ -366,6 +400,7 @@ impl Actor {
             }
             file.close().await?;
         }
+        self.check_documents(other).await?;
         self.list().await?;
         for (f, _) in std::mem::take(&mut self.files) {
             f.close().await?;

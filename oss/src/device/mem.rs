@@ -61,6 +61,8 @@ struct Inner {
     /// Which bit the next read gets wrong.
     corrupt: Option<u64>,
     power_left: Option<u64>,
+    /// Writes find no space.
+    full: bool,
     skip_flush: bool,
     latency: BTreeMap<Op, Duration>,
     counters: Counters,
@@ -131,11 +133,17 @@ impl MemDevice {
         self.inner.lock().corrupt = Some(dice);
     }
 
-    /// Failures that did not happen yet will not.
+    /// Until [`MemDevice::end_faults`] every write fails for want of space.
+    pub fn fill_up(&self) {
+        self.inner.lock().full = true;
+    }
+
+    /// Failures that did not happen yet will not, and there is space again.
     pub fn end_faults(&self) {
         let mut inner = self.inner.lock();
         inner.faults.clear();
         inner.corrupt = None;
+        inner.full = false;
     }
 
     /// Inverts one bit of the byte at `offset`, as a decaying medium would.
@@ -199,6 +207,9 @@ impl MemDevice {
                 *nth = nth.saturating_sub(1);
                 true
             });
+            if inner.full && op == Op::Write {
+                fault = Some(Code::NoSpc);
+            }
             if let Some(code) = fault {
                 inner.counters.failed += 1;
                 return Err(Error::new(code, format!("{}: injected {op:?} error", self.name())));
