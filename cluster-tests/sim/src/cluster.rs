@@ -50,8 +50,8 @@ const SCARCE: Limits = Limits {
 };
 pub const MDS: u32 = 3;
 pub const OSS: u32 = 3;
-/// Copies of everything, by the seed's flavour: in one of four clusters on all three servers.
-const COPIES: [u32; 4] = [2, 2, 2, 3];
+/// Copies of everything, where it is not said otherwise.
+const COPIES: u32 = 2;
 /// Node numbers on the network: metadata servers from 1, object servers from 101, clients from 201.
 pub const FIRST_OSS: u32 = 101;
 pub const FIRST_CLIENT: u32 = 201;
@@ -220,7 +220,7 @@ impl Cluster {
         let oss = (0..OSS).map(|n| Oss::new(FIRST_OSS + n, skew(&mut rng))).collect();
         Cluster {
             net,
-            copies: COPIES[flavour(seed) as usize],
+            copies: COPIES,
             rng,
             start,
             session_term: None,
@@ -244,6 +244,11 @@ impl Cluster {
     /// Targets have so many bytes. Before anything is started.
     pub fn shrink(&mut self, bytes: u64) {
         self.oss.iter_mut().for_each(|o| o.device = Arc::new(MemDevice::new(bytes)));
+    }
+
+    /// Each file has a copy on every server. Before anything is started.
+    pub fn copy_everywhere(&mut self) {
+        self.copies = OSS;
     }
 
     /// All clients hold back what they write.
@@ -687,7 +692,7 @@ impl Cluster {
     }
 }
 
-/// What runs of all kinds differ in beside their faults, 0 to 3. A kind is one of 20 seeds in a row, or several: so 20 in a row are alike here.
+/// What plain, harsh and wide runs differ in beside their faults, 0 to 3. A kind is one of 20 seeds in a row, or several: so 20 in a row are alike here.
 pub fn flavour(seed: u64) -> u64 {
     seed / 20 % 4
 }

@@ -314,6 +314,9 @@ async fn simulate(s: Scenario, faults: &[Timed], cluster: &mut Cluster, found: &
     if s.wide {
         cluster.widen(s.seed);
     }
+    if flavour(s.seed) == 3 {
+        cluster.copy_everywhere();
+    }
     for node in cluster.nodes() {
         cluster.start(node).await.map_err(|e| e.context("at first"))?;
     }
