@@ -1,5 +1,6 @@
 """`./cluster chaos`: the schedule, the report, and the verdict."""
 import collections, contextlib, datetime, json, os, random, secrets, signal, subprocess, sys, time
+from ballast import Ballast
 from cluster import FABRIC, MOUNT
 from engine import fail, say
 from faults import Faults, NotRun
@@ -158,15 +159,30 @@ class Chaos:
         for number in (0, 1):
             with self.replica_mount(self.c.of("client")[0], number) as root:
                 wrong, some, _ = self.load.verify_all(root, f"{label}, replica {number}")
+                wrong += self.lies_there(root)
             blocks += some
             for text in wrong:
                 self.broken(text)
         return blocks
 
+    def lies_there(self, root):
+        return list(self.ballast.verify(f"{root}/{TOP}/ballast"))
+
+    def fills(self):
+        """Enough that targets can be unevenly full."""
+        targets = self.c.servers_status()[0]["map"]["targets"]
+        self.ballast = Ballast(self.seed, sum(t["capacity"] for t in targets))
+        say(f"writing {self.ballast.bytes_total() >> 20} MiB that are to lie there")
+        self.ballast.write(f"{self.load.s.root(0)}/{TOP}/ballast")
+
     # The end.
 
     def last(self):
-        say("healing everything; waiting until every chain is in sync")
+        say("waiting until every chain is in sync")
+        # Before anything is started by hand: all faults have ended, and what they ended has to come back by itself.
+        self.out = False
+        self.in_service(180)
+        self.nobody_else_ended()
         self.faults.heal_everything()
         self.out = False
         self.in_service(180)
@@ -180,6 +196,7 @@ class Chaos:
         blocks = names = 0
         for c in range(CLIENTS):
             wrong, some, more = self.load.verify_all(self.load.s.root(c), f"at the end, client{c + 1}")
+            wrong += self.lies_there(self.load.s.root(c))
             blocks, names = blocks + some, names + more
             for text in wrong:
                 self.broken(text)
@@ -241,6 +258,7 @@ class Chaos:
             fail("no kind of fault is left")
         self.in_service()
         self.load.start()
+        self.fills()
         self.nobody_else_ended()
         self.sleep(3)
         end = time.monotonic() + 60 * self.args.minutes

@@ -181,11 +181,22 @@ def main():
         raise
     finally: stop.set()
     results = [out.get() for _ in running]
-    report(kind, small, kills, results, one, two)
+    report(kind, small, kills, results, one, two, fsck(cluster))
 
 
-def report(kind, small, kills, results, one, two):
-    wrong = [w for w, *_ in results if w]
+def fsck(cluster):
+    """What strake fsck finds once all have stopped: removed files are deleted some seconds later, so it is asked again for a while."""
+    end = time.monotonic() + 90
+    while True:
+        r = subprocess.run([STRAKE, "fsck", "--read-data", "--json", "--dir", cluster], capture_output=True, text=True)
+        found = json.loads(r.stdout) if r.returncode in (0, 4) else {"clean": False, "findings": [r.stderr.strip()]}
+        if found["clean"] or time.monotonic() > end:
+            return [f"fsck: {f}" for f in found["findings"]] if not found["clean"] else []
+        time.sleep(2)
+
+
+def report(kind, small, kills, results, one, two, findings):
+    wrong = [w for w, *_ in results if w] + findings
     calls = sorted(c for *_, calls in results for c in calls)
     for _, folder, names, _ in results:
         # What one mount was told the other finds.

@@ -12,6 +12,7 @@ mod lfs;
 mod lifeline;
 mod members;
 mod mount;
+mod nodes;
 mod pools;
 mod scrub;
 mod serve;
@@ -55,7 +56,7 @@ enum Command {
     Target(targets::Command),
     /// The same for all targets of a storage server.
     #[command(subcommand)]
-    Node(targets::NodeCommand),
+    Node(nodes::Command),
     /// Make, fill and remove pools of targets.
     #[command(subcommand)]
     Pool(pools::Command),
@@ -107,7 +108,7 @@ pub fn main() -> ExitCode {
         Command::Up(a) => dev::up(a),
         Command::Down(a) => dev::down(&a),
         Command::Target(c) => targets::run(c),
-        Command::Node(c) => targets::run_node(c),
+        Command::Node(c) => nodes::run(c),
         Command::Pool(c) => pools::run(c),
         Command::Status(a) => status::status(&a),
         Command::Bench(a) => bench::bench(&a),

@@ -125,6 +125,11 @@ fn is_whole(map: &pb::ClusterMap) -> bool {
     map.chains.iter().all(|c| c.lost || c.serving().count() == c.replicas.len())
 }
 
+/// It takes no writes, as it has fewer copies in sync than the cluster asks for.
+fn is_short(map: &pb::ClusterMap, c: &pb::Chain) -> bool {
+    !c.lost && c.serving().count() < c.preferred.len().min(map.min_copies as usize)
+}
+
 fn print_nodes(answers: &Answers) {
     let head = ["NODE", "ROLE", "ADDRESS", "STATE", "TERM", "LEADER", "APPLIED", "VERSION", "UP"];
     let mut rows = vec![head.map(String::from).to_vec()];
@@ -209,6 +214,13 @@ fn print_map(map: &pb::ClusterMap, verbose: bool) {
     };
     let (name, version, all) = (&map.fs_name, map.version, map.chains.len());
     println!("\nfile system {name}, map version {version}: {whole} of {all} chains whole{lost}");
+    match map.chains.iter().filter(|c| is_short(map, c)).count() {
+        0 => (),
+        n => println!(
+            "{n} chains take no writes: fewer copies are in sync than min_copies = {} asks for",
+            map.min_copies
+        ),
+    }
     for c in map.chains.iter().filter(|c| verbose || c.lost || c.serving().count() < c.replicas.len()) {
         let replicas: Vec<String> =
             c.replicas.iter().map(|r| format!("{}:{}", r.target, state_name(r.state()))).collect();
@@ -278,14 +290,15 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
         .collect();
     let map = map.map(|m| {
         json!({
-            "version": m.version, "fs_name": m.fs_name, "default_copies": m.default_copies, "whole": is_whole(m),
+            "version": m.version, "fs_name": m.fs_name, "default_copies": m.default_copies,
+            "min_copies": m.min_copies.max(1), "whole": is_whole(m),
             "nodes": m.nodes.iter().map(|n| json!({ "id": n.id, "name": n.name, "version": n.version,
                 "role": if n.role == ROLE_MDS { "mds" } else { "oss" }, "endpoints": n.endpoints })).collect::<Vec<_>>(),
             "targets": m.targets.iter().map(|t| json!({ "id": t.id, "node": t.node, "alive": t.alive, "draining": t.draining,
                 "drained_because_slow": t.slow.as_ref().map(slow_json), "capacity": t.capacity, "used": t.used, "percent": percent(t),
                 "chains": m.chains.iter().filter(|c| c.state_of(t.id).is_some()).count(), "stamp": t.stamp.to_string() })).collect::<Vec<_>>(),
             "chains": m.chains.iter().map(|c| json!({ "id": c.id, "epoch": c.epoch, "ost_index": c.ost_index(),
-                "in_sync": c.serving().collect::<Vec<_>>(),
+                "in_sync": c.serving().collect::<Vec<_>>(), "takes_writes": !is_short(m, c),
                 "replicas": c.replicas.iter().map(|r| json!({ "target": r.target, "state": state_name(r.state()) }))
                     .collect::<Vec<_>>() })).collect::<Vec<_>>(),
             "pools": m.pools.iter().map(|p| json!({ "name": p.name, "targets": p.targets })).collect::<Vec<_>>(),

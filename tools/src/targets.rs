@@ -1,4 +1,4 @@
-//! `strake target list|drain|keep|remove|replace` and `strake node drain|keep`: where data lies, and its way to other targets. The
+//! `strake target list|wait|drain|keep|remove|replace`: where data lies, and its way to other targets. The
 //! metadata leader moves it (`docs/replication.md`, "Moves"); these commands say what is wanted and show how far it is.
 
 use std::{
@@ -12,13 +12,13 @@ use serde_json::{Value, json};
 use strake_mds::cluster::{
     moves::{
         MOVES, is_moving,
-        target_action::{DRAIN, GIVE_UP, KEEP, REMOVE},
+        target_action::{DRAIN, GIVE_UP, REMOVE},
     },
     slow::{what, words},
 };
 use strake_proto::{
     Code, Error, Result, TargetId,
-    map::{ChainExt, MapView, ROLE_OSS},
+    map::{ChainExt, MapView},
     pb,
 };
 
@@ -28,6 +28,7 @@ use crate::{
     term::{size, span, table},
 };
 use pb::members_request::Change;
+pub(crate) use strake_mds::cluster::moves::target_action::KEEP;
 
 #[derive(Subcommand)]
 pub enum Command {
@@ -35,6 +36,8 @@ pub enum Command {
     Add(AddArgs),
     /// Show targets, how full they are, and what is on its way.
     List(ListArgs),
+    /// Wait until nothing moves between targets any more, as after one was added; shows how far it is.
+    Wait(ListArgs),
     /// Move everything on targets to others, while the file system is used; waits for the end.
     Drain(DrainArgs),
     /// Let draining targets stay: what has not moved yet does not.
@@ -45,14 +48,6 @@ pub enum Command {
     Remove(TargetsArgs),
     /// Move everything on one target to another one where it may, the rest elsewhere.
     Replace(ReplaceArgs),
-}
-
-#[derive(Subcommand)]
-pub enum NodeCommand {
-    /// Move everything on all targets of storage servers to other servers.
-    Drain(NodesArgs),
-    /// Let them stay.
-    Keep(NodesArgs),
 }
 
 #[derive(Args)]
@@ -92,26 +87,17 @@ pub struct ReplaceArgs {
     no_wait: bool,
 }
 
-#[derive(Args)]
-pub struct NodesArgs {
-    /// Storage servers, by name.
-    #[arg(required = true)]
-    node: Vec<String>,
-    #[command(flatten)]
-    reach: Reach,
-    /// Do not wait: it goes on by itself.
-    #[arg(long)]
-    no_wait: bool,
-}
-
 const LOOK: Duration = Duration::from_millis(400);
 /// Nothing moves and nothing will: that takes longer than any pause between two moves.
 const STUCK: Duration = Duration::from_secs(15);
+/// Nothing has moved, and nothing will: longer than a leader takes to plan the next move by what heartbeats say.
+const SETTLED: Duration = Duration::from_secs(5);
 
 pub fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Add(a) => add_target::run(&a),
         Command::List(a) => act(&a.reach, async |_| Ok(Vec::new())),
+        Command::Wait(a) => act(&a.reach, wait),
         Command::Drain(a) => {
             let (ids, wait) = (a.targets.target, !a.no_wait);
             act(&a.targets.reach, async |g| drain(g, &ids, None, wait).await)
@@ -123,21 +109,8 @@ pub fn run(command: Command) -> Result<ExitCode> {
     }
 }
 
-pub fn run_node(command: NodeCommand) -> Result<ExitCode> {
-    match command {
-        NodeCommand::Drain(a) => act(&a.reach, async |g| {
-            let ids = targets_of(&g.map().await?, &a.node)?;
-            drain(g, &ids, None, !a.no_wait).await
-        }),
-        NodeCommand::Keep(a) => act(&a.reach, async |g| {
-            let ids = targets_of(&g.map().await?, &a.node)?;
-            change_each(g, &ids, KEEP, "stays").await
-        }),
-    }
-}
-
 /// Does it, then shows what is said of it and all targets.
-fn act(reach: &Reach, work: impl AsyncFnOnce(&mut Group) -> Result<Vec<String>>) -> Result<ExitCode> {
+pub(crate) fn act(reach: &Reach, work: impl AsyncFnOnce(&mut Group) -> Result<Vec<String>>) -> Result<ExitCode> {
     let mut group = Group::new(reach)?;
     crate::run(1, async {
         let outcome = work(&mut group).await;
@@ -167,19 +140,6 @@ fn unix_ms() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis() as u64
 }
 
-/// The targets of storage servers by these names.
-fn targets_of(map: &MapView, names: &[String]) -> Result<Vec<TargetId>> {
-    let mut ids = Vec::new();
-    for name in names {
-        let node = map.map.nodes.iter().find(|n| n.role == ROLE_OSS && n.name == *name).ok_or_else(|| {
-            let all: Vec<&str> = map.map.nodes.iter().filter(|n| n.role == ROLE_OSS).map(|n| &*n.name).collect();
-            Error::new(Code::NoEnt, format!("there is no storage server '{name}'; there are {}", all.join(", ")))
-        })?;
-        ids.extend(map.map.targets.iter().filter(|t| t.node == node.id).map(|t| t.id));
-    }
-    Ok(ids)
-}
-
 /// Waits out what goes away by itself, but not that something is in the way (`EBUSY`).
 async fn change(g: &mut Group, c: pb::TargetChange) -> Result<()> {
     loop {
@@ -190,7 +150,7 @@ async fn change(g: &mut Group, c: pb::TargetChange) -> Result<()> {
     }
 }
 
-async fn change_each(g: &mut Group, ids: &[TargetId], action: u32, what: &str) -> Result<Vec<String>> {
+pub(crate) async fn change_each(g: &mut Group, ids: &[TargetId], action: u32, what: &str) -> Result<Vec<String>> {
     let mut said = Vec::new();
     for target in ids {
         change(g, pb::TargetChange { target: *target, action, heir: None, slow: None }).await?;
@@ -201,7 +161,7 @@ async fn change_each(g: &mut Group, ids: &[TargetId], action: u32, what: &str) -
 
 /// One after the other. Those that a former call has taken out are no reason to refuse: it may have got stuck at the next one, or its
 /// answer was lost.
-async fn remove(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String>> {
+pub(crate) async fn remove(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String>> {
     let mut said = Vec::new();
     for target in ids {
         match change_each(g, &[*target], REMOVE, "is no target any more").await {
@@ -227,7 +187,7 @@ async fn give_up(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String>> {
     Ok(said)
 }
 
-async fn drain(g: &mut Group, ids: &[TargetId], heir: Option<TargetId>, wait: bool) -> Result<Vec<String>> {
+pub(crate) async fn drain(g: &mut Group, ids: &[TargetId], heir: Option<TargetId>, wait: bool) -> Result<Vec<String>> {
     for target in ids {
         change(g, pb::TargetChange { target: *target, action: DRAIN, heir, slow: None }).await?;
     }
@@ -271,6 +231,49 @@ fn progress(first: usize, left: usize, moving: usize, bytes: u64, taken: Duratio
     format!("{done} of {first} replicas have moved, {moving} on their way, {} still there{eta}", size(bytes))
 }
 
+/// Until all chains rest, have all of their copies and have done so for a while: the leader looks once a second for what could stand better.
+async fn wait(g: &mut Group) -> Result<Vec<String>> {
+    let (start, mut first, mut rests) = (Instant::now(), None, Instant::now());
+    loop {
+        let map = g.map().await?;
+        let moving = map.map.chains.iter().filter(|c| !c.lost && (is_moving(c) || is_filled(&map, c))).count();
+        if moving > 0 {
+            rests = Instant::now();
+        } else if rests.elapsed() > SETTLED {
+            return Ok(vec!["nothing moves".into()]);
+        }
+        let left = uneven(&map);
+        let first: u64 = *first.get_or_insert(left);
+        g.pause(&format!("{moving} chains on their way, {}", evening(first, left, start.elapsed()))).await?;
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
+/// A replica that is there is yet to come into sync.
+fn is_filled(map: &MapView, c: &pb::Chain) -> bool {
+    let comes = |r: &pb::Replica| {
+        r.state() != pb::ReplicaState::ReplicaServing && map.target(r.target).is_some_and(|t| t.alive)
+    };
+    c.replicas.iter().any(comes)
+}
+
+/// Bytes that would have to move for all targets that are alive and stay to be as full as each other.
+fn uneven(map: &MapView) -> u64 {
+    let stay: Vec<&pb::Target> = map.map.targets.iter().filter(|t| t.alive && !t.draining).collect();
+    let sum = |of: fn(&pb::Target) -> u64| stay.iter().map(|t| u128::from(of(t))).sum::<u128>();
+    let (used, capacity) = (sum(|t| t.used), sum(|t| t.capacity).max(1));
+    let share = |t: &&pb::Target| (u128::from(t.capacity) * used / capacity) as u64;
+    stay.iter().map(|t| t.used.saturating_sub(share(t))).sum()
+}
+
+fn evening(first: u64, left: u64, taken: Duration) -> String {
+    let eta = match first.saturating_sub(left) {
+        0 => String::new(),
+        n => format!(", about {} s more at most", (taken.as_secs_f64() / n as f64 * left as f64).ceil()),
+    };
+    format!("{} above even{eta}", size(left))
+}
+
 /// Whether replicas are on their way from or to these targets, or may wait for their turn: a target has all that it moves at a time.
 fn is_under_way(map: &MapView, ids: &[TargetId]) -> bool {
     let mut ends: BTreeMap<TargetId, usize> = BTreeMap::new();
@@ -305,19 +308,31 @@ fn stuck(map: &MapView, ids: &[TargetId]) -> Error {
 }
 
 /// What a target has to do with chains.
-struct Held {
+#[derive(Default)]
+pub(crate) struct Held {
     /// Replicas it has, or is to have.
-    all: usize,
+    pub all: usize,
     /// Of those: it is to give them away.
-    leaving: usize,
+    pub leaving: usize,
     /// It is given them.
-    arriving: usize,
+    pub arriving: usize,
     /// Chains that it heads: where `lfs` says that a file is on it.
-    heads: usize,
+    pub heads: usize,
+}
+
+impl std::iter::Sum for Held {
+    fn sum<I: Iterator<Item = Held>>(all: I) -> Held {
+        all.fold(Held::default(), |a, b| Held {
+            all: a.all + b.all,
+            leaving: a.leaving + b.leaving,
+            arriving: a.arriving + b.arriving,
+            heads: a.heads + b.heads,
+        })
+    }
 }
 
 impl Held {
-    fn of(map: &MapView, id: TargetId) -> Held {
+    pub fn of(map: &MapView, id: TargetId) -> Held {
         let mut h = Held { all: 0, leaving: 0, arriving: 0, heads: 0 };
         for c in map.map.chains.iter().filter(|c| !c.lost) {
             let (has, wanted) = (c.state_of(id).is_some(), c.preferred.contains(&id));
@@ -425,6 +440,8 @@ fn as_json(map: &MapView, slow: &[pb::SlowTarget], said: &[String]) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use strake_proto::map::ROLE_OSS;
+
     use super::*;
 
     fn map() -> MapView {
@@ -456,6 +473,21 @@ mod tests {
             ..Default::default()
         })
         .unwrap()
+    }
+
+    #[test]
+    fn what_is_uneven_is_told_with_the_time_it_takes() {
+        let mut m = map().map.clone();
+        m.targets.iter_mut().for_each(|t| (t.alive, t.draining) = (true, false));
+        assert_eq!(uneven(&MapView::new(m.clone()).unwrap()), 0);
+        // One gets 40 MiB more: of four, three quarters of that are too much.
+        m.targets[0].used += 40 << 20;
+        assert_eq!(m.targets.len(), 4);
+        assert_eq!(uneven(&MapView::new(m.clone()).unwrap()), 30 << 20);
+        m.targets[0].draining = true;
+        assert_eq!(uneven(&MapView::new(m).unwrap()), 0, "what is emptied is no part of it");
+        assert_eq!(evening(30 << 20, 10 << 20, Duration::from_secs(10)), "10 MiB above even, about 5 s more at most");
+        assert_eq!(evening(30 << 20, 30 << 20, Duration::from_secs(10)), "30 MiB above even");
     }
 
     #[test]

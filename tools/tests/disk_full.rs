@@ -50,6 +50,16 @@ impl Small {
         let out = strake().arg("status").arg("--dir").arg(self.dir()).output().unwrap();
         assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stdout));
     }
+    /// And nothing is left over or missing, once what was removed is gone.
+    #[track_caller]
+    fn is_whole(&self) {
+        self.is_in_service();
+        soon("strake fsck", || {
+            let out = strake().args(["fsck", "--read-data", "--dir"]).arg(self.dir()).output()?;
+            let said = || std::io::Error::other(String::from_utf8_lossy(&out.stdout).into_owned());
+            out.status.success().then_some(()).ok_or_else(said)
+        });
+    }
 }
 
 impl Drop for Small {
@@ -116,7 +126,7 @@ fn full_targets_refuse_and_take_again() {
     soon("writing after deletes", || put(&c.mnt().join("again"), &content));
     assert!(fs::read(c.mnt().join("again")).unwrap() == content);
     assert!(fs::read(c.mnt().join("d/f1")).unwrap() == content);
-    c.is_in_service();
+    c.is_whole();
 }
 
 /// A tmpfs of this size in the cluster's folder, until it is dropped; `None`, said, where none can be mounted.
@@ -207,6 +217,7 @@ fn a_full_disk_below_a_target_hurts_nobody_for_long() {
     for n in synced {
         assert!(fs::read(file(n)).unwrap() == content(n), "file {n} changed");
     }
+    c.is_whole();
 }
 
 #[test]
@@ -256,4 +267,5 @@ fn a_full_metadata_disk_loses_nothing_and_recovers() {
     assert_eq!(fs::read(c.mnt().join("new")).unwrap(), b"here after");
     assert_eq!(fs::read(&kept).unwrap(), b"here before");
     assert!(!c.mnt().join("gone").exists() && !c.mnt().join("d49").exists() && c.mnt().join("d50").exists());
+    c.is_whole();
 }

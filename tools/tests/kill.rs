@@ -13,19 +13,20 @@ fn what_was_promised_survives_sigkill() {
     let root = tempfile::tempdir().unwrap();
     let strake = PathBuf::from(env!("CARGO_BIN_EXE_strake"));
     let kinds = [
-        ("some", false, Power::Stays),
-        ("all", true, Power::Stays),
-        ("power", true, Power::Ext4),
-        ("lossy", false, Power::Lossy(Rule::Posix)),
-        ("lossy-all", true, Power::Lossy(Rule::Posix)),
+        ("some", false, Power::Stays, 2),
+        ("all", true, Power::Stays, 2),
+        ("power", true, Power::Ext4, 2),
+        ("lossy", false, Power::Lossy(Rule::Posix), 3),
+        ("lossy-all", true, Power::Lossy(Rule::Posix), 2),
+        ("lossy-one-copy", true, Power::Lossy(Rule::Posix), 1),
     ];
-    for (name, all, power) in kinds {
+    for (name, all, power, mirror) in kinds {
         if let Err(e) = can_lose(power, root.path()) {
             println!("skipped: {name}: {e}");
             continue;
         }
         let (strake, dir) = (strake.clone(), root.path().join(name));
-        let outcome = run(&Options { strake, rounds: 1, seed: 7, dir, mirror: 2, all, power }).unwrap();
+        let outcome = run(&Options { strake, rounds: 1, seed: 7, dir, mirror, all, power }).unwrap();
         assert_eq!(outcome.broken, 0, "{name}: {outcome:?}");
         assert!(outcome.promises > 0, "{name}: nothing was promised, so nothing was checked");
     }

@@ -1,5 +1,7 @@
 //! Data moves between targets under a mount that is used: `strake target` and `strake node`.
 
+#[path = "common/cluster.rs"]
+mod cluster;
 mod common;
 
 use std::{
@@ -15,88 +17,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{kill, ok, refused, strake, text};
+use cluster::{Cluster, pattern};
+use common::{ok, refused, strake, text};
 use serde_json::Value;
 use strake_faults::{Lossy, Rule};
-
-struct Cluster {
-    root: tempfile::TempDir,
-    servers: &'static str,
-}
-
-impl Cluster {
-    fn new(servers: &'static str) -> Cluster {
-        let c = Cluster { root: tempfile::tempdir().unwrap(), servers };
-        ok(&c.up());
-        c
-    }
-    fn up(&self) -> Output {
-        let mut up = strake();
-        up.args([
-            "up",
-            "--mds",
-            "1",
-            "--target-gib",
-            "1",
-            "--mirror",
-            "2",
-            "--targets-per-oss",
-            "1",
-            "--oss",
-            self.servers,
-        ]);
-        up.arg("--dir").arg(self.dir()).arg("--mount").arg(self.mnt()).output().unwrap()
-    }
-    fn dir(&self) -> PathBuf {
-        self.root.path().join("cluster")
-    }
-    fn mnt(&self) -> PathBuf {
-        self.root.path().join("mnt")
-    }
-    fn run(&self, args: &[&str]) -> Output {
-        strake().args(args).arg("--dir").arg(self.dir()).output().unwrap()
-    }
-    fn targets(&self) -> Vec<Value> {
-        let v: Value = serde_json::from_slice(&self.run(&["target", "list", "--json"]).stdout).unwrap();
-        v["targets"].as_array().unwrap().clone()
-    }
-    fn target(&self, id: usize) -> Value {
-        self.targets().into_iter().find(|t| t["target"] == id).unwrap()
-    }
-    /// The target that a server has: servers register in any order.
-    fn target_of(&self, oss: usize) -> usize {
-        let name = format!("oss{oss}");
-        let all = self.targets();
-        all.iter().find(|t| t["server"] == name.as_str()).unwrap()["target"].as_u64().unwrap() as usize
-    }
-    fn kill_oss(&self, oss: usize) {
-        kill(&fs::read_to_string(self.dir().join("run").join(format!("oss{oss}.pid"))).unwrap());
-    }
-    fn until(&self, what: &str, mut f: impl FnMut() -> bool) {
-        let start = Instant::now();
-        while !f() {
-            assert!(start.elapsed() < Duration::from_secs(60), "not within a minute: {what}\n{:#?}", self.targets());
-            thread::sleep(Duration::from_millis(100));
-        }
-    }
-}
-
-impl Drop for Cluster {
-    fn drop(&mut self) {
-        let _ = self.run(&["down"]);
-    }
-}
-
-fn pattern(seed: usize, len: usize) -> Vec<u8> {
-    let mut x = seed as u64 * 0x9e37_79b9 + 1;
-    let mut next = || {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        x as u8
-    };
-    (0..len).map(|_| next()).collect()
-}
 
 /// Writes one file after the other, in place and anew, and reads each back, until it is told to stop.
 fn work(at: PathBuf, stop: &AtomicBool) -> usize {

@@ -2,7 +2,8 @@
 
 use std::{
     fs::{self, File, OpenOptions},
-    io::Write,
+    io::{self, Write},
+    os::{fd::IntoRawFd as _, unix::fs::OpenOptionsExt as _},
     path::Path,
     sync::atomic::{AtomicBool, Ordering::Relaxed},
     thread,
@@ -49,13 +50,22 @@ fn writer(mount: &Path, prefix: &str, seed: u64, journal: &Journal, stop: &Atomi
     while !stop.load(Relaxed) {
         let name = format!("{prefix}-{number}");
         number += 1;
-        match rng.random_range(0..3) {
+        match rng.random_range(0..5) {
             0 => match whole(mount, &name, &mut rng) {
                 Ok(p) => journal.note(&p)?,
                 Err(_) => return Ok(()),
             },
             1 => {
                 if !growing(mount, &name, &mut rng, journal)? {
+                    return Ok(());
+                }
+            }
+            2 => match closed(mount, &name, &mut rng) {
+                Ok(p) => journal.note(&p)?,
+                Err(_) => return Ok(()),
+            },
+            3 => {
+                if !at_once(mount, &name, &mut rng, journal)? {
                     return Ok(());
                 }
             }
@@ -79,7 +89,7 @@ fn has(name: &str, content: &[u8]) -> Promise {
 }
 
 /// A file written under a temporary name, synced and renamed: whole or absent.
-fn whole(mount: &Path, name: &str, rng: &mut StdRng) -> std::io::Result<Promise> {
+fn whole(mount: &Path, name: &str, rng: &mut StdRng) -> io::Result<Promise> {
     let content = bytes(rng, 3 << 20);
     let tmp = mount.join(format!("{name}.tmp"));
     let mut f = File::create(&tmp)?;
@@ -105,8 +115,38 @@ fn growing(mount: &Path, name: &str, rng: &mut StdRng, journal: &Journal) -> Res
     Ok(true)
 }
 
+/// A file that was written and closed, and never synced: a close that succeeds promises as much.
+fn closed(mount: &Path, name: &str, rng: &mut StdRng) -> io::Result<Promise> {
+    let content = bytes(rng, 2 << 20);
+    let mut f = File::create_new(mount.join(name))?;
+    f.write_all(&content)?;
+    // Dropping it would not tell of an error.
+    // SAFETY: the descriptor was just given up by its owner and is used nowhere else.
+    match unsafe { libc::close(f.into_raw_fd()) } {
+        0 => Ok(has(name, &content)),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// A file with `O_SYNC` or `O_DSYNC` that grows: each write is a promise. False when the mount failed.
+fn at_once(mount: &Path, name: &str, rng: &mut StdRng, journal: &Journal) -> Result<bool> {
+    let flag = if rng.random() { libc::O_SYNC } else { libc::O_DSYNC };
+    let open = OpenOptions::new().create_new(true).append(true).custom_flags(flag).open(mount.join(name));
+    let (Ok(mut f), mut content) = (open, Vec::new()) else { return Ok(false) };
+    for _ in 0..8 {
+        let more = bytes(rng, 60_000);
+        // One call may take a part of it; what it took is there.
+        match f.write(&more) {
+            Ok(n) => content.extend_from_slice(&more[..n]),
+            Err(_) => return Ok(false),
+        }
+        journal.note(&has(name, &content))?;
+    }
+    Ok(true)
+}
+
 /// A file that was there and is not any more.
-fn removed(mount: &Path, name: &str, rng: &mut StdRng) -> std::io::Result<Promise> {
+fn removed(mount: &Path, name: &str, rng: &mut StdRng) -> io::Result<Promise> {
     let path = mount.join(name);
     fs::write(&path, bytes(rng, 100_000))?;
     fs::remove_file(path)?;

@@ -26,6 +26,7 @@ use crate::{
     net::Weather,
     oracle::{CELL, fill},
     plant::Plant,
+    run::in_cluster,
     workload::{RDWR, read_all, root},
 };
 
@@ -195,16 +196,7 @@ fn check(model: &mut Model, seen: &[u8], by: usize, out: &Mutex<Outcome>) {
 
 /// Runs a seed on a single-threaded runtime whose clock only moves when nothing else can.
 pub fn run(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
-    let outcome = runtime.block_on(async {
-        crate::run::begin();
-        let mut cluster = Cluster::new(seed);
-        let outcome = simulate(seed, plant, &mut cluster).await;
-        cluster.end();
-        outcome
-    });
-    runtime.shutdown_background();
-    outcome
+    in_cluster(seed, async |cluster| simulate(seed, plant, cluster).await)?
 }
 
 async fn simulate(seed: u64, plant: Option<Plant>, cluster: &mut Cluster) -> Result<Outcome> {

@@ -25,6 +25,7 @@ use crate::{
     clock::SimClock,
     faults::Harm,
     ledger::Kind,
+    members::Replacement,
     net::{Network, SimFabric, Weather},
 };
 
@@ -173,6 +174,7 @@ pub struct Cluster {
     oss: Vec<Oss>,
     /// Of servers that were killed.
     scrubbed: Scrubbed,
+    replacement: Option<Replacement>,
 }
 
 /// What storage servers looked at, in chunks.
@@ -231,6 +233,7 @@ impl Cluster {
             mds,
             oss,
             scrubbed: Scrubbed::default(),
+            replacement: None,
         }
     }
 
@@ -292,6 +295,12 @@ impl Cluster {
 
     pub fn nodes(&self) -> Vec<u32> {
         self.mds.iter().map(|m| m.node).chain(self.oss.iter().map(|o| o.node)).collect()
+    }
+
+    /// Without the one that is being replaced: once it is no member any more it need not start.
+    fn staying(&self) -> Vec<u32> {
+        let leaves = self.replacement.as_ref().map(|r| r.old);
+        self.nodes().into_iter().filter(|n| Some(*n) != leaves).collect()
     }
 
     /// Whether it was started and not killed since.
@@ -368,7 +377,7 @@ impl Cluster {
 
     /// An error if a server that was started could not.
     pub fn check_starts(&self) -> Result<()> {
-        self.are_up(&self.nodes()).map(drop)
+        self.are_up(&self.staying()).map(drop)
     }
 
     /// Registration needs a metadata leader; a start that takes longer than any election is a failure to report.
@@ -453,9 +462,11 @@ impl Cluster {
         self.net.node_died(node);
     }
 
-    /// A storage server is stopped, which is no fault.
+    /// A server is stopped, which is no fault.
     pub fn end_life(&mut self, node: u32) {
         self.net.note(&format!("stop {node}"));
+        let life = self.mds.iter_mut().find(|m| m.node == node).and_then(|m| m.life.take());
+        life.into_iter().for_each(Life::end);
         if let Some(o) = self.oss.iter_mut().find(|o| o.node == node)
             && let Some(life) = o.life.take()
         {
@@ -662,6 +673,35 @@ impl Cluster {
         node
     }
 
+    /// A new metadata server starts, and is to take the place of `old`.
+    pub async fn replace_mds(&mut self, old: u32) -> Result<()> {
+        let (node, stamp) = (MDS + 1, self.rng.random());
+        let log = Arc::new(MemLog::new(Vec::new(), stamp, LOG_LATENCY));
+        let (clock, store) = (SimClock::new(self.start, 0), Arc::new(MemStore::new()));
+        self.mds.push(Mds { node, clock, log, store, disk: None, life: None });
+        self.launch(node).await?;
+        self.replacement = Some(Replacement::begin(self, old, node));
+        Ok(())
+    }
+
+    /// A metadata server that is no member any more is taken away.
+    pub fn retire(&mut self) {
+        if let Some(r) = self.replacement.take_if(|r| r.is_over()) {
+            self.mend_disk(r.old);
+            self.end_life(r.old);
+            self.mds.retain(|m| m.node != r.old);
+        }
+    }
+
+    /// With nothing broken any more a replacement comes to its end.
+    pub async fn end_replacement(&mut self) -> Result<()> {
+        if let Some(r) = &self.replacement {
+            r.ends().await?;
+        }
+        self.retire();
+        Ok(())
+    }
+
     /// All nodes up, all links whole, disks and clocks right: what a system in order recovers under.
     pub async fn repair(&mut self) -> Result<()> {
         self.net.note("repair");
@@ -680,7 +720,7 @@ impl Cluster {
                 self.launch(node).await?;
             }
         }
-        self.wait_up(&self.nodes()).await
+        self.wait_up(&self.staying()).await
     }
 
     /// Ends everything, so that what it uses is freed.
@@ -701,6 +741,7 @@ fn mds_config(node: u32, copies: u32) -> mds_server::Config {
     let mut c = mds_server::Config::new(u64::from(node), Endpoint::Sim(node), PathBuf::new());
     c.peers = (1..=MDS).map(|n| (u64::from(n), Endpoint::Sim(n))).collect();
     c.default_copies = copies;
+    c.join = node > MDS;
     c.expect_targets = OSS as usize;
     // Several, but few: a run's time grows with them.
     c.chains_per_target = 2;

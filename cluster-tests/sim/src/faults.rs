@@ -80,6 +80,10 @@ pub enum Fault {
     },
     /// A storage server with a new target joins.
     Join,
+    /// An administrator has a new metadata server take the place of this one.
+    Replace {
+        old: u32,
+    },
     /// An administrator has a target emptied, or kept after all.
     Move(Change),
 }
@@ -171,6 +175,7 @@ impl fmt::Display for Fault {
                     Harm::Corrupt => write!(f, "a read from the disk of {node} gives a wrong bit"),
                 }
             }
+            Fault::Replace { old } => write!(f, "{} is to be replaced by a new one", called(*old)),
             Fault::Join => write!(f, "a storage server with a new target joins"),
             Fault::Move(Change::Drain { target, heir: None }) => write!(f, "target {target} is to be emptied"),
             Fault::Move(Change::Drain { target, heir: Some(h) }) => {
@@ -295,6 +300,10 @@ pub fn draw(s: &Scenario) -> Vec<Timed> {
     }
     if s.joins {
         all.push(Timed { at: s.length.mul_f64(rng.random_range(0.05..0.8)), fault: Fault::Join });
+    }
+    if s.replaces {
+        let at = s.length.mul_f64(rng.random_range(0.05..0.6));
+        all.push(Timed { at, fault: Fault::Replace { old: rng.random_range(1..=MDS) } });
     }
     if s.moves {
         all.extend(moves::draw(&mut rng, s.length));

@@ -12,6 +12,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::{
     cluster::Cluster,
+    run::in_cluster,
     workload::{RDWR, read_all, root},
 };
 
@@ -113,15 +114,10 @@ impl Filler {
 
 /// One run of a cluster.
 pub fn run(seed: u64) -> Result<Outcome> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
-    let outcome = runtime.block_on(simulate(seed));
-    runtime.shutdown_background();
-    outcome
+    in_cluster(seed, async |cluster| simulate(seed, cluster).await)?
 }
 
-async fn simulate(seed: u64) -> Result<Outcome> {
-    crate::run::begin();
-    let mut cluster = Cluster::new(seed);
+async fn simulate(seed: u64, cluster: &mut Cluster) -> Result<Outcome> {
     cluster.hold_back();
     cluster.shrink(TARGET_BYTES);
     for node in cluster.nodes() {

@@ -22,6 +22,7 @@ use crate::{
     ledger::{Kind, Ledger},
     net::Weather,
     plant::Plant,
+    run::in_cluster,
     workload::root,
 };
 
@@ -240,16 +241,7 @@ impl Worker {
 
 /// Runs a seed on a single-threaded runtime whose clock only moves when nothing else can.
 pub fn run(s: Scenario) -> Result<Report> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
-    let report = runtime.block_on(async {
-        crate::run::begin();
-        let mut cluster = Cluster::new(s.seed);
-        let report = simulate(s, &mut cluster).await;
-        cluster.end();
-        report
-    });
-    runtime.shutdown_background();
-    report
+    in_cluster(s.seed, async |cluster| simulate(s, cluster).await)?
 }
 
 async fn simulate(s: Scenario, cluster: &mut Cluster) -> Result<Report> {

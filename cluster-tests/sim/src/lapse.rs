@@ -20,7 +20,7 @@ use crate::{
     cluster::{Cluster, FIRST_CLIENT, FIRST_OSS, MDS, OSS},
     faults::{self, Strike},
     ledger::{Kind, Ledger},
-    run::wait_whole,
+    run::{in_cluster, wait_whole},
     scribes,
     truth::{self, Truth},
     workload::{Findings, Shared},
@@ -52,20 +52,17 @@ pub struct Outcome {
     pub simulated: Duration,
 }
 
-/// Runs a seed on a single-threaded runtime whose clock only moves when nothing else can.
+/// Runs a seed.
 pub fn run(seed: u64) -> Result<Outcome> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
-    let outcome = runtime.block_on(async {
-        crate::run::begin();
+    in_cluster(seed, async |cluster| {
         let begun = Instant::now();
-        let mut cluster = Cluster::new(seed);
         let found: Shared = Arc::new(Mutex::new(Findings::new(cluster.net.clone())));
-        if let Err(e) = simulate(seed, &mut cluster, &found).await {
+        if let Err(e) = simulate(seed, cluster, &found).await {
             found.lock().broken(e.to_string());
         }
         let mut f = found.lock();
         let (trace, _, events) = cluster.net.trace();
-        let outcome = Outcome {
+        Outcome {
             looks: f.looks,
             reads: f.reads,
             writes: f.writes,
@@ -75,12 +72,8 @@ pub fn run(seed: u64) -> Result<Outcome> {
             violations: std::mem::take(&mut f.violations),
             faults: cluster.net.ledger(),
             simulated: begun.elapsed(),
-        };
-        cluster.end();
-        outcome
-    });
-    runtime.shutdown_background();
-    Ok(outcome)
+        }
+    })
 }
 
 async fn simulate(seed: u64, cluster: &mut Cluster, found: &Shared) -> Result<()> {

@@ -12,6 +12,7 @@ use tokio::time::sleep;
 use crate::{
     cluster::{Cluster, FIRST_CLIENT},
     plant::Plant,
+    run::in_cluster,
     workload::{RDWR, read_all, root},
 };
 
@@ -34,10 +35,7 @@ pub struct Outcome {
 
 /// One run of a cluster without other faults.
 pub fn run(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
-    let outcome = runtime.block_on(simulate(seed, plant));
-    runtime.shutdown_background();
-    outcome
+    in_cluster(seed, async |cluster| simulate(seed, plant, cluster).await)?
 }
 
 /// The bytes as they must be. Half of the file is for calls that are given up, the other for those that are not.
@@ -61,9 +59,7 @@ impl Writer {
     }
 }
 
-async fn simulate(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
-    crate::run::begin();
-    let mut cluster = Cluster::new(seed);
+async fn simulate(seed: u64, plant: Option<Plant>, cluster: &mut Cluster) -> Result<Outcome> {
     for node in cluster.nodes() {
         cluster.start(node).await?;
     }
@@ -82,7 +78,7 @@ async fn simulate(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
     let reader = cluster.client(1).await?;
     let mut out = Outcome::default();
     for round in 0..ROUNDS {
-        one_round(&cluster, &mut w, round, &mut out).await?;
+        one_round(cluster, &mut w, round, &mut out).await?;
         w.file.fsync().await?;
         let (file, _) = reader.open(&root(), w.file.ino(), RDWR).await?;
         let seen = read_all(&file, 2 * FILE_BYTES as u64).await?;
@@ -91,7 +87,6 @@ async fn simulate(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
         }
         file.close().await?;
     }
-    cluster.end();
     Ok(out)
 }
 

@@ -59,6 +59,8 @@ kinds! {
     Joined = "target-joins",
     /// A target is to be emptied, or to stay after all.
     Moved = "target-moves",
+    /// A metadata server has taken the place of another.
+    Replaced = "mds-replaced",
 }
 
 const KINDS: usize = Kind::ALL.len();

@@ -14,6 +14,7 @@ pub mod late;
 pub mod leaks;
 pub mod ledger;
 pub mod lockers;
+mod members;
 pub mod mix;
 pub mod moves;
 pub mod net;

@@ -24,7 +24,7 @@ use crate::{
     faults::{Harm, called},
     ledger::Ledger,
     oracle::{CELL, fill},
-    run::wait_whole,
+    run::{in_cluster, wait_whole},
     workload::{Findings, RDWR, Shared, read_all, root},
 };
 
@@ -68,23 +68,20 @@ struct Steady {
     stop: Arc<AtomicBool>,
 }
 
-/// Runs a seed on a single-threaded runtime whose clock only moves when nothing else can.
+/// Runs a seed.
 pub fn run(seed: u64) -> Result<Outcome> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
-    let outcome = runtime.block_on(async {
-        crate::run::begin();
+    in_cluster(seed, async |cluster| {
         let begun = Instant::now();
-        let mut cluster = Cluster::new(seed);
         cluster.net.notices_silence();
         let found: Shared = Arc::new(Mutex::new(Findings::new(cluster.net.clone())));
         let now: Arc<Mutex<Now>> = Arc::default();
-        if let Err(e) = simulate(seed, &mut cluster, &found, &now).await {
+        if let Err(e) = simulate(seed, cluster, &found, &now).await {
             found.lock().broken(e.to_string());
         }
         let violations = std::mem::take(&mut found.lock().violations);
         let (trace, _, events) = cluster.net.trace();
         let now = now.lock();
-        let outcome = Outcome {
+        Outcome {
             calls: now.calls,
             longest: now.longest,
             events: if violations.is_empty() { Vec::new() } else { events },
@@ -92,12 +89,8 @@ pub fn run(seed: u64) -> Result<Outcome> {
             trace,
             faults: cluster.net.ledger(),
             simulated: begun.elapsed(),
-        };
-        cluster.end();
-        outcome
-    });
-    runtime.shutdown_background();
-    Ok(outcome)
+        }
+    })
 }
 
 async fn simulate(seed: u64, cluster: &mut Cluster, found: &Shared, now: &Arc<Mutex<Now>>) -> Result<()> {

@@ -57,6 +57,8 @@ pub struct Scenario {
     pub message_every: Duration,
     /// A storage server with a new target joins on the way.
     pub joins: bool,
+    /// A metadata server is replaced by a new one on the way.
+    pub replaces: bool,
     /// Targets are drained, and kept after all.
     pub moves: bool,
     /// Servers live and reach each other; only clients are cut off from some.
@@ -80,6 +82,7 @@ impl Scenario {
             wide: false,
             message_every: ms(35),
             joins: seed.is_multiple_of(4) && !gentle,
+            replaces: seed % 6 == 1 && !gentle,
             moves: seed.is_multiple_of(3) && !gentle,
             gentle,
             without: 0,
@@ -156,33 +159,36 @@ pub fn simulated() -> Duration {
     BEGUN.get().map_or(Duration::ZERO, |b| b.elapsed())
 }
 
-/// From now on [`simulated`] counts.
-pub(crate) fn begin() {
-    BEGUN.set(Some(Instant::now()));
+/// What happens in the cluster of a seed, on a single-threaded runtime whose clock only moves when nothing else can.
+pub(crate) fn in_cluster<T>(seed: u64, happens: impl AsyncFnOnce(&mut Cluster) -> T) -> Result<T> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
+    let outcome = runtime.block_on(async {
+        BEGUN.set(Some(Instant::now()));
+        let mut cluster = Cluster::new(seed);
+        let outcome = happens(&mut cluster).await;
+        cluster.end();
+        outcome
+    });
+    runtime.shutdown_background();
+    Ok(outcome)
 }
 
-/// Runs it on a single-threaded runtime whose clock only moves when nothing else can.
+/// Runs it.
 pub fn run(s: Scenario) -> Result<Outcome> {
     run_with(s, &faults::draw(&s))
 }
 
 /// The same with these faults. That the system does not recover is a promise broken as well.
 pub fn run_with(s: Scenario, faults: &[Timed]) -> Result<Outcome> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
-    let outcome = runtime.block_on(async {
+    in_cluster(s.seed, async |cluster| {
         let begun = Instant::now();
-        begin();
-        let mut cluster = Cluster::new(s.seed);
         let found: Shared = Arc::new(Mutex::new(Findings::new(cluster.net.clone())));
-        if let Err(e) = simulate(s, faults, &mut cluster, &found).await {
+        if let Err(e) = simulate(s, faults, cluster, &found).await {
             found.lock().broken(e.to_string());
         }
-        let outcome = report(s.seed, faults.len(), &cluster, &mut found.lock(), begun);
-        cluster.end();
-        outcome
-    });
-    runtime.shutdown_background();
-    Ok(outcome)
+        let mut f = found.lock();
+        report(s.seed, faults.len(), cluster, &mut f, begun)
+    })
 }
 
 fn report(seed: u64, scheduled: usize, cluster: &Cluster, f: &mut Findings, begun: Instant) -> Outcome {
@@ -331,6 +337,7 @@ async fn simulate(s: Scenario, faults: &[Timed], cluster: &mut Cluster, found: &
     let mut crew = Crew::start(s, cluster, found).await?;
     harm(cluster, s.length, faults, &mut crew).await?;
     cluster.repair().await?;
+    cluster.end_replacement().await?;
     if s.moves {
         moves::keep_all(cluster).await?;
     }
@@ -378,10 +385,13 @@ async fn harm(cluster: &mut Cluster, length: Duration, faults: &[Timed], crew: &
         let now = mending.unwrap_or(next);
         sleep(now.saturating_sub(begun.elapsed())).await;
         crew.bury(cluster, false);
+        cluster.retire();
         cluster.check_starts()?;
         for (_, mend) in to_mend.extract_if(.., |(at, _)| *at <= now).collect::<Vec<_>>() {
             match mend {
-                Mend::Start(node) if !cluster.is_up(node) => cluster.launch(node).await?,
+                Mend::Start(node) if cluster.nodes().contains(&node) && !cluster.is_up(node) => {
+                    cluster.launch(node).await?
+                }
                 Mend::Start(_) => {}
                 Mend::Disk(node) => {
                     if cluster.mend_disk(node) && cluster.is_up(node) {
@@ -434,6 +444,7 @@ async fn make(cluster: &mut Cluster, fault: &Fault, at: Duration, to_mend: &mut 
             let node = cluster.join();
             cluster.launch(node).await?;
         }
+        Fault::Replace { old } => cluster.replace_mds(old).await?,
         Fault::Move(change) => moves::ask(cluster, change),
     }
     Ok(())

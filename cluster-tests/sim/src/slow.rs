@@ -11,6 +11,7 @@ use tokio::time::{Instant, sleep};
 use crate::{
     cluster::{Cluster, FIRST_OSS},
     faults::Harm,
+    run::in_cluster,
     workload::{RDWR, read_all, root},
 };
 
@@ -81,15 +82,10 @@ fn replicas(map: &pb::ClusterMap, target: TargetId) -> usize {
 
 /// One run. `slow`: so long the second target's disk takes for each write and flush, if it does.
 pub fn run(seed: u64, slow: Option<Duration>) -> Result<Outcome> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
-    let outcome = runtime.block_on(simulate(seed, slow));
-    runtime.shutdown_background();
-    outcome
+    in_cluster(seed, async |cluster| simulate(seed, slow, cluster).await)?
 }
 
-async fn simulate(seed: u64, slow: Option<Duration>) -> Result<Outcome> {
-    crate::run::begin();
-    let mut cluster = Cluster::new(seed);
+async fn simulate(seed: u64, slow: Option<Duration>, cluster: &mut Cluster) -> Result<Outcome> {
     for _ in 0..JOINED {
         cluster.join();
     }
@@ -107,7 +103,7 @@ async fn simulate(seed: u64, slow: Option<Duration>) -> Result<Outcome> {
     }
     sleep(EARLY).await;
     let map = |cluster: &Cluster| cluster.map().ok_or_else(|| Error::new(Code::NotLeader, "no metadata server is up"));
-    let mut out = Outcome { had: replicas(&map(&cluster)?, 1), ..Outcome::default() };
+    let mut out = Outcome { had: replicas(&map(cluster)?, 1), ..Outcome::default() };
     if let Some(by) = slow {
         cluster.harm_disk(FIRST_OSS + 1, Harm::Slow(by), 0);
     }
@@ -116,9 +112,8 @@ async fn simulate(seed: u64, slow: Option<Duration>) -> Result<Outcome> {
         out.writes += writes;
         out.violations.extend(differ);
     }
-    let map = map(&cluster)?;
+    let map = map(cluster)?;
     let drained = map.targets.iter().filter(|t| t.draining && t.slow.is_some());
     out.drained = drained.map(|t| (t.id, replicas(&map, t.id))).collect();
-    cluster.end();
     Ok(out)
 }

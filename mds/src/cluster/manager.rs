@@ -85,6 +85,10 @@ struct Seen {
     stored: Option<Vec<(ChainId, u64)>>,
     /// Map version the reporter acted on.
     version: u64,
+    /// The number of the last heartbeat of this life.
+    number: u64,
+    /// It was shut out and has given its lease up.
+    leaseless: bool,
 }
 
 /// A node that its peers cannot reach.
@@ -211,7 +215,7 @@ impl Manager {
     }
 
     /// A heartbeat arrived at `now`. `ESTALE` asks the sender to register first: its node, target or stamp is not the
-    /// registered one. `Overloaded`: it is shut out for now, and its leases run out.
+    /// registered one.
     pub fn heartbeat(&mut self, now: Duration, h: &pb::HeartbeatRequest, map: &MapView) -> Result<()> {
         if map.node(h.node).is_none_or(|n| n.role != strake_proto::map::ROLE_OSS) {
             return Err(Error::new(
@@ -233,13 +237,15 @@ impl Manager {
             self.slow.told(now, r.target, r.stamp, device);
         }
         if self.shunned(now, h.node) {
-            return Err(Error::new(Code::Overloaded, "other storage servers cannot reach this node; it gets no lease"));
+            self.note_leaseless(h);
+            return Ok(());
         }
         self.told.insert(h.node, (now, h.evicted_seen));
         let stored: usize = h.targets.iter().map(|r| r.stored.len()).sum();
         for r in &h.targets {
             let s = self.seen.entry(r.target).or_default();
-            (s.at, s.stamp) = (now, r.stamp);
+            let before = if s.stamp == r.stamp { s.number } else { 0 };
+            (s.at, s.stamp, s.number, s.leaseless) = (now, r.stamp, before.max(h.number), false);
             s.used = r.used;
             s.capacity = r.capacity;
             if r.failed && s.failed != Some(r.stamp) {
@@ -261,9 +267,22 @@ impl Manager {
         Ok(())
     }
 
-    /// The lease to answer a heartbeat with, in milliseconds. To be asked when leadership was confirmed after the
-    /// heartbeat arrived, and answered together with the newest applied map. `Overloaded`: none now, ask again.
-    pub fn grant(&self, node: NodeId, map: &MapView) -> Result<u32> {
+    /// What one says that is shut out. One that comes late is not believed: it may have been granted a lease since.
+    fn note_leaseless(&mut self, h: &pb::HeartbeatRequest) {
+        for r in h.targets.iter().filter(|_| h.leaseless) {
+            if let Some(s) = self.seen.get_mut(&r.target).filter(|s| s.stamp == r.stamp && h.number > s.number) {
+                s.leaseless = true;
+            }
+        }
+    }
+
+    /// The lease to answer a heartbeat with, in milliseconds; 0 for a node that is shut out, which gives up the one that it has. To be
+    /// asked when leadership was confirmed after the heartbeat arrived, and answered together with the newest applied map.
+    /// `Overloaded`: none now, ask again.
+    pub fn grant(&self, now: Duration, node: NodeId, map: &MapView) -> Result<u32> {
+        if self.shunned(now, node) {
+            return Ok(0);
+        }
         if map.map.targets.iter().any(|t| t.node == node && self.leaving.contains(&t.id)) {
             return Err(Error::new(Code::Overloaded, "a map change about this node is under way; ask again"));
         }
@@ -274,6 +293,7 @@ impl Manager {
     pub fn lease_left(&self, now: Duration, target: &pb::Target) -> Duration {
         let from = match self.seen.get(&target.id) {
             Some(s) if s.failed == Some(target.stamp) => return Duration::ZERO,
+            Some(s) if s.stamp == target.stamp && s.leaseless => return Duration::ZERO,
             Some(s) if s.lapses.0 == target.stamp && s.lapses.1 % 2 == 1 => return Duration::ZERO,
             Some(s) if s.stamp == target.stamp => s.at,
             _ if target.alive => self.elected,

@@ -53,7 +53,7 @@ impl Rig {
         };
         f(&mut h);
         self.m.heartbeat(ms(now), &h, &self.map)?;
-        self.m.grant(h.node, &self.map)
+        self.m.grant(ms(now), h.node, &self.map)
     }
     /// Ticks, applies what comes out, and says whether something did.
     fn tick(&mut self, now: u64) -> bool {
@@ -323,7 +323,7 @@ fn a_cut_link_takes_one_node_out_and_a_dead_node_is_not_punished() {
     let mut refused = None;
     for t in (0..6000).step_by(250) {
         for target in 0..3 {
-            if r.beat_with(t, target, lost(1001, 1002)).is_err() {
+            if r.beat_with(t, target, lost(1001, 1002)) == Ok(0) {
                 refused.get_or_insert((t, target));
             }
         }
@@ -353,6 +353,34 @@ fn a_cut_link_takes_one_node_out_and_a_dead_node_is_not_punished() {
     r.beat(4000, 1);
 }
 
+/// One that is shut out has not to be waited for once it says that it gave its lease up, unless it said so before it had that lease.
+#[test]
+fn who_is_shut_out_gives_its_lease_up() {
+    for (number, believed) in [(100, true), (3, false)] {
+        let mut r = Rig::new(with_chains(3, 1), 0);
+        let mut now = 0;
+        let mut beat = |r: &mut Rig| {
+            now += 250;
+            let say = |h: &mut pb::HeartbeatRequest| {
+                h.number = now / 250;
+                h.unreachable.extend((h.node == 1001).then_some(1002));
+            };
+            let granted = [0, 1, 2].map(|target| r.beat_with(now, target, say).unwrap());
+            r.tick(now);
+            (now, granted[1])
+        };
+        let (now, _) = (0..20).map(|_| beat(&mut r)).find(|(_, granted)| *granted == 0).unwrap();
+        let target = r.map.target(1).unwrap().clone();
+        assert!(r.m.lease_left(ms(now), &target) > ms(1500) && target.alive);
+        assert_eq!(r.beat_with(now, 1, |h| (h.leaseless, h.number) = (true, number)), Ok(0));
+        assert_eq!(r.m.lease_left(ms(now), &target).is_zero(), believed);
+        r.tick(now);
+        assert_eq!(r.map.target(1).unwrap().alive, !believed);
+        let left = r.states(2).iter().filter(|s| s.1 == ReplicaServing).count();
+        assert_eq!(left, if believed { 1 } else { 2 });
+    }
+}
+
 #[test]
 fn who_is_cut_off_again_and_again_stays_out_longer_until_the_link_was_good_for_long() {
     let mut r = Rig::new(with_chains(3, 1), 0);
@@ -361,7 +389,7 @@ fn who_is_cut_off_again_and_again_stays_out_longer_until_the_link_was_good_for_l
         now += 250;
         let mut out = false;
         for target in 0..3 {
-            out |= r.beat_with(now, target, |h| h.unreachable.extend((bad && h.node == 1001).then_some(1002))).is_err();
+            out |= r.beat_with(now, target, |h| h.unreachable.extend((bad && h.node == 1001).then_some(1002))) == Ok(0);
         }
         r.tick(now);
         out
@@ -397,6 +425,8 @@ struct Oss {
     serves: BTreeSet<ChainId>,
     lease_until: Duration,
     failed: bool,
+    /// Heartbeats sent.
+    number: u64,
 }
 
 struct World {
@@ -408,13 +438,15 @@ struct World {
     oss: Vec<Oss>,
     /// Heartbeats on their way: sent at, arrives at, what.
     sent: Vec<(Duration, Duration, pb::HeartbeatRequest)>,
-    /// Answers on their way: arrives at, node, stamp, lease end, map version.
-    answers: Vec<(Duration, usize, u64, Duration, u64)>,
+    /// Answers on their way: arrives at, node, stamp and number of the heartbeat, lease end (zero: it is to be given up), map version.
+    answers: Vec<(Duration, u32, (u64, u64), Duration, u64)>,
+    /// Who cannot reach whom.
+    unlinked: BTreeSet<(usize, usize)>,
     proposals: Vec<(Duration, pb::MapUpdate, u64)>,
     term: u64,
     /// Per chain: targets that hold everything that was acknowledged.
     holds: BTreeMap<ChainId, BTreeSet<TargetId>>,
-    rounds: [usize; 4],
+    rounds: [usize; 5],
 }
 
 impl World {
@@ -433,10 +465,11 @@ impl World {
             oss,
             sent: vec![],
             answers: vec![],
+            unlinked: BTreeSet::new(),
             proposals: vec![],
             term: 1,
             holds,
-            rounds: [0; 4],
+            rounds: [0; 5],
         }
     }
 
@@ -486,6 +519,9 @@ impl World {
             node: 1001 + id,
             map_version: o.map_version,
             targets: vec![report],
+            unreachable: self.unlinked.iter().filter_map(|(a, b)| (*a == i).then_some(1001 + *b as u32)).collect(),
+            leaseless: o.lease_until <= self.now,
+            number: o.number,
             ..Default::default()
         }
     }
@@ -524,35 +560,57 @@ impl World {
                 0..8 => self.oss[i].up = false,
                 8..16 => self.oss[i].cut = !self.oss[i].cut,
                 16..18 => self.oss[i].failed = true,
+                60..62 => {
+                    let other = (i + self.rng.random_range(1..self.oss.len())) % self.oss.len();
+                    if !self.unlinked.remove(&(i, other)) {
+                        self.unlinked.insert((i, other));
+                    }
+                }
                 18..60 if !self.oss[i].up || self.oss[i].failed => self.start(i),
                 _ => (),
             }
             if self.oss[i].up && !self.oss[i].cut && self.rng.random_ratio(1, 5) {
-                let arrives = now + ms(self.rng.random_range(0..300));
+                self.oss[i].number += 1;
+                // Few come very late; nobody waits for their answers any more.
+                let late = if self.rng.random_ratio(1, 50) { 15_000 } else { 100 };
+                let arrives = now + ms(self.rng.random_range(0..late));
                 let h = self.report(i);
                 self.sent.push((now, arrives, h));
             }
         }
+        self.talk();
+        self.lead();
+        self.check();
+    }
+
+    /// Heartbeats arrive, and answers to them, of which each counts only until the next is sent.
+    fn talk(&mut self) {
+        let now = self.now;
         for (at, arrives, h) in std::mem::take(&mut self.sent) {
             if arrives > now {
                 self.sent.push((at, arrives, h));
-            } else if self.m.heartbeat(now, &h, &self.map).is_ok() && self.m.grant(h.node, &self.map).is_ok() {
-                self.rounds[2] += 1;
-                let arrives = now + ms(self.rng.random_range(0..300));
-                let i = (h.node - 1001) as usize;
-                self.answers.push((arrives, i, h.targets[0].stamp, at + LEASE, self.map.version()));
+                continue;
+            }
+            if self.m.heartbeat(now, &h, &self.map).is_err() {
+                continue;
+            }
+            if let Ok(lease) = self.m.grant(now, h.node, &self.map) {
+                self.rounds[if lease > 0 { 2 } else { 4 }] += 1;
+                let arrives = now + ms(self.rng.random_range(0..100));
+                let until = if lease > 0 { at + LEASE } else { ms(0) };
+                self.answers.push((arrives, h.node, (h.targets[0].stamp, h.number), until, self.map.version()));
             }
         }
-        for (arrives, i, stamp, until, version) in std::mem::take(&mut self.answers) {
+        for (arrives, node, to, until, version) in std::mem::take(&mut self.answers) {
+            let i = (node - 1001) as usize;
             if arrives > now {
-                self.answers.push((arrives, i, stamp, until, version));
-            } else if self.oss[i].up && self.oss[i].stamp == stamp && !self.oss[i].cut {
+                self.answers.push((arrives, node, to, until, version));
+            } else if self.oss[i].up && (self.oss[i].stamp, self.oss[i].number) == to && !self.oss[i].cut {
                 self.know(i, version);
-                self.oss[i].lease_until = self.oss[i].lease_until.max(until);
+                let o = &mut self.oss[i];
+                o.lease_until = if until.is_zero() { until } else { o.lease_until.max(until) };
             }
         }
-        self.lead();
-        self.check();
     }
 
     fn lead(&mut self) {
@@ -604,7 +662,7 @@ impl World {
 
 #[test]
 fn random_histories_keep_the_invariants() {
-    let mut total = [0; 4];
+    let mut total = [0; 5];
     for seed in 0..60 {
         let mut w = World::new(seed);
         for _ in 0..2500 {
@@ -617,6 +675,7 @@ fn random_histories_keep_the_invariants() {
         let done = |w: &World| w.map.map.chains.iter().all(|c| c.serving().count() == c.replicas.len());
         let mut left = 4000;
         while !done(&w) && left > 0 {
+            w.unlinked.clear();
             for o in &mut w.oss {
                 (o.up, o.cut) = (true, false);
             }

@@ -347,6 +347,18 @@ pub fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
     Ok(())
 }
 
+/// `Inval` for fewer than no or more copies than a chain can have.
+pub fn settings(map: &mut pb::ClusterMap, s: &pb::Settings) -> Result<()> {
+    if s.min_copies as usize > MAX_COPIES {
+        return Err(Error::new(Code::Inval, format!("at least {} copies; {MAX_COPIES} are the most", s.min_copies)));
+    }
+    if map.min_copies != s.min_copies {
+        map.min_copies = s.min_copies;
+        map.version += 1;
+    }
+    Ok(())
+}
+
 /// Records the metadata servers by Raft id and forgets those that are gone, but for their ids: a server of such an id is
 /// never a member again. Others already in the map stay.
 pub fn mds_nodes(map: &mut pb::ClusterMap, m: &pb::MdsNodes) -> Result<()> {

@@ -313,3 +313,14 @@ fn pools_answer_as_lustre_does() {
         assert_eq!(code(change(NEW, name, &[])), Code::Inval);
     }
 }
+
+#[test]
+fn settings_are_checked_and_change_the_map_once() {
+    let mut map = pb::ClusterMap { version: 1, ..Default::default() };
+    settings(&mut map, &pb::Settings { min_copies: 2 }).unwrap();
+    assert_eq!((map.version, map.min_copies), (2, 2));
+    settings(&mut map, &pb::Settings { min_copies: 2 }).unwrap();
+    assert_eq!(map.version, 2);
+    assert_eq!(code(settings(&mut map, &pb::Settings { min_copies: 4 })), Code::Inval);
+    assert_eq!((map.version, map.min_copies), (2, 2));
+}

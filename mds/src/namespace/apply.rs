@@ -22,7 +22,7 @@ use super::{
     gc, keys, locks,
     ops::{self, DIR_SIZE},
     perm,
-    placement::Placement,
+    placement::{PLACEMENT, Placement},
     repair,
     txn::{Fail, Layer, Res, Txn, decode, fail},
     writers::{self, Left},
@@ -41,6 +41,8 @@ pub const MAX_DEAD: usize = 64;
 /// Session ids are never reused, so one epoch per session is enough; eviction asks for the next.
 const SESSION_EPOCH: u64 = 1;
 const FIRST_INO: u64 = 2;
+/// From the first one on whose chains have rules that older programs do not know: `placement` or `min_copies` of the cluster map.
+const FORMAT_CHAINS: u32 = 5;
 
 /// A session and the sequence numbers whose replies are kept.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -150,6 +152,7 @@ impl<'a> Apply<'a> {
             Command::TrimDone(d) => self.change(|t| gc::trim_done(t, &d)).map(|()| ok()),
             Command::Repair(r) => self.change(|t| repair::repair(t, &r)).map(|()| ok()),
             Command::FreeOrphans(f) => self.change(|t| gc::free_orphans(t, &f.inos)).map(|()| ok()),
+            Command::Settings(s) => self.settings(&s),
             Command::EndFound(e) => self.change(|t| writers::end_found(t, &e, index)).map(|()| ok()),
         }
     }
@@ -196,15 +199,22 @@ impl<'a> Apply<'a> {
         if !(1..=3).contains(&f.default_copies) {
             return fail(Code::Inval, format!("{} default copies; 1 to 3 are possible", f.default_copies));
         }
+        if f.placement > PLACEMENT {
+            return fail(Code::Inval, format!("placement {}; this program knows {PLACEMENT}", f.placement));
+        }
         self.set_map(pb::ClusterMap {
             version: 1,
             fs_uuid: f.fs_uuid.clone(),
             fs_name: f.fs_name.clone(),
             default_copies: f.default_copies,
+            placement: f.placement,
             shard_groups: vec![0],
             ..Default::default()
         })?;
         let h = &mut self.header;
+        if f.placement > 0 {
+            h.format_version = FORMAT_CHAINS;
+        }
         h.fs_uuid.clone_from(&f.fs_uuid);
         h.fs_name.clone_from(&f.fs_name);
         h.name_hash_key.clone_from(&f.name_hash_key);
@@ -397,6 +407,12 @@ impl<'a> Apply<'a> {
             self.effects.push(Effect { ended: vec![(*id, !e.evict)], ..Default::default() });
         }
         if e.evict { self.forget_old_evictions() } else { Ok(ok()) }
+    }
+
+    fn settings(&mut self, s: &pb::Settings) -> Res<pb::LogReply> {
+        self.change_map(|map| cluster::state::settings(map, s))?;
+        self.header.format_version = self.header.format_version.max(FORMAT_CHAINS);
+        Ok(ok())
     }
 
     /// The group begins anew. What the former one gave out after this state nobody knows here: counters go on beyond it, and

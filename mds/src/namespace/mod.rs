@@ -41,13 +41,15 @@ use strake_store::MetaStore;
 pub use apply::MAX_DEAD;
 use apply::{Apply, Session};
 use effects::Effect;
+pub use placement::PLACEMENT;
 use placement::Placement;
 use queue::{Found, Queue};
 use txn::{Fail, Layer, Txn};
 
 /// The newest version of the state's format; a newer one is refused. A state has the version of the newest kind of record
-/// that was ever put into it: 1, 2 with locks, 3 with files that may have holes, or 4 with sealed files.
-pub const FORMAT_VERSION: u32 = 4;
+/// that was ever put into it: 1, 2 with locks, 3 with files that may have holes, 4 with sealed files, or 5 with a cluster map that has
+/// `placement` or `min_copies`.
+pub const FORMAT_VERSION: u32 = 5;
 const FORMAT_FIRST: u32 = 1;
 
 /// Prefixes of the numbered records that workers take from the lowest on.

@@ -19,6 +19,13 @@ const MAX_COPIES: u32 = 3;
 const MAX_POOL_NAME: usize = 15;
 /// Free space differing by less than this many percent is equal (Lustre's `qos_threshold_rr`).
 const EQUAL_PERCENT: u64 = 17;
+/// A chain's weight where all are equal, and the most that one may come to have.
+const ONE: u64 = 1 << 24;
+const MOST: u64 = 1 << 40;
+/// How often all targets' parts are fitted.
+const ROUNDS: usize = 12;
+/// The newest `ClusterMap.placement`, which new file systems get.
+pub const PLACEMENT: u32 = 1;
 /// No chain set and no first target: see `OpResult.effective`.
 const NONE: u32 = u32::MAX;
 
@@ -33,6 +40,22 @@ enum Fit {
     Serves,
 }
 
+/// How free space tells where new files go: `ClusterMap.placement`, set when the file system is made and never changed, as every member
+/// has to choose alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rule {
+    /// A chain has as much as its fullest replica. Of file systems made before format 5.
+    ByFullest,
+    /// Each target gets as large a part of the new data as it has of the free space.
+    ByShare,
+}
+
+impl Rule {
+    fn of(view: &MapView) -> Rule {
+        if view.map.placement == 0 { Rule::ByFullest } else { Rule::ByShare }
+    }
+}
+
 /// A target that a stripe could go to, and the chains it heads. Only those that are as fit as its fittest.
 #[derive(Clone, Debug)]
 struct Candidate {
@@ -44,17 +67,29 @@ struct Candidate {
 #[derive(Clone, Copy, Debug)]
 struct Way {
     chain: ChainId,
-    /// Free space of its fullest replica, MiB.
-    free: u64,
+    /// Its part of new files, beside those of the others. [`ByFullest`](Rule::ByFullest): free space of its fullest replica, MiB.
+    weight: u64,
 }
 
 impl Candidate {
     /// Its chain for the stripe of a file that uses it for the time `turn`, from 0. Files begin with different ones, and the stripes of
     /// one file that come to the same target go round them. So a file that is as wide as a chain set goes along it.
     fn way(&self, ino: Ino, turn: usize) -> &Way {
-        // Not the number that `by_free_space` draws the target with.
+        // Not the number that `by_weight` draws the target with.
         let first = splitmix64(&mut { !ino }) % self.ways.len() as u64;
         &self.ways[(first as usize + turn) % self.ways.len()]
+    }
+
+    /// One of its chains, drawn by weight for this file; weighed as all of them together.
+    fn drawn(&self, ino: Ino) -> Way {
+        let weight: u64 = self.ways.iter().map(|w| w.weight).sum();
+        let mut at = splitmix64(&mut { !ino ^ u64::from(self.target) << 48 }) % (weight + 1);
+        let way = self.ways.iter().find(|w| {
+            let here = at < w.weight;
+            at = at.wrapping_sub(w.weight);
+            here
+        });
+        Way { chain: way.unwrap_or(&self.ways[0]).chain, weight }
     }
 }
 
@@ -253,14 +288,30 @@ impl Placement {
                 at.ok_or_else(|| Error::new(Code::NoDev, format!("target {t} is not available for new files")))?
             }
             None => {
-                let ways: Vec<Way> = usable.iter().map(|c| *c.way(ino, 0)).collect();
-                if count < n && !balanced(&ways) {
-                    return Ok(by_free_space(ways, count, ino));
+                if count < n
+                    && let Some(ways) = self.by_space(&usable, ino)
+                {
+                    return Ok(by_weight(ways, count, ino));
                 }
                 (ino % n as u64) as usize
             }
         };
         Ok((first..first + count).map(|i| usable[i % n].way(ino, i / n).chain).collect())
+    }
+
+    /// A chain of each target to draw from by weight; `None` while all have about as much space.
+    fn by_space(&self, usable: &[&Candidate], ino: Ino) -> Option<Vec<Way>> {
+        let weights = |ways: &[Way]| ways.iter().map(|w| w.weight).collect::<Vec<_>>();
+        match Rule::of(&self.view) {
+            Rule::ByFullest => {
+                let ways: Vec<Way> = usable.iter().map(|c| *c.way(ino, 0)).collect();
+                (!is_even(&weights(&ways))).then_some(ways)
+            }
+            Rule::ByShare => {
+                let weighed = usable.iter().flat_map(|c| &c.ways).any(|w| w.weight != ONE);
+                weighed.then(|| usable.iter().map(|c| c.drawn(ino)).collect())
+            }
+        }
     }
 
     /// A chain of a listed target. `turns`: how often the file uses each already.
@@ -332,13 +383,12 @@ fn by_copies(of: impl Fn(u32) -> Vec<Candidate>) -> Candidates {
 
 /// The targets that head chains of a pool's sets, and which of them; only those that serve.
 fn candidates(view: &MapView, copies: u32, pool: &str, may: impl Fn(&pb::Chain) -> bool) -> Vec<Candidate> {
-    let mut at = BTreeMap::new();
+    let (rule, mut at) = (Rule::of(view), BTreeMap::new());
     let mut out: Vec<Candidate> = Vec::new();
     let sets = view.map.sets.iter().filter(|s| s.pool == pool && s.copies == copies);
     for chain in sets.flat_map(|s| &s.chains).filter_map(|id| view.chain(*id)).filter(|c| may(c)) {
         let Some(fit) = fit(view, chain) else { continue };
         let target = chain.ost_index();
-        let free = chain.preferred.iter().filter_map(|t| view.target(*t)).map(free_mib).min().unwrap_or(0);
         let i = *at.entry(target).or_insert_with(|| {
             out.push(Candidate { target, fit, ways: Vec::new() });
             out.len() - 1
@@ -348,8 +398,17 @@ fn candidates(view: &MapView, copies: u32, pool: &str, may: impl Fn(&pb::Chain) 
             *c = Candidate { target, fit, ways: Vec::new() };
         }
         if fit == c.fit {
-            c.ways.push(Way { chain: chain.id, free });
+            let weight = match rule {
+                Rule::ByFullest => {
+                    chain.preferred.iter().filter_map(|t| view.target(*t)).map(free_mib).min().unwrap_or(0)
+                }
+                Rule::ByShare => ONE,
+            };
+            c.ways.push(Way { chain: chain.id, weight });
         }
+    }
+    if rule == Rule::ByShare {
+        weigh(view, &mut out);
     }
     out
 }
@@ -371,27 +430,65 @@ fn free_mib(t: &pb::Target) -> u64 {
     t.capacity.saturating_sub(t.used) >> 20
 }
 
-fn balanced(c: &[Way]) -> bool {
-    let most = c.iter().map(|c| c.free).max().unwrap_or(0);
-    let least = c.iter().map(|c| c.free).min().unwrap_or(0);
+/// Weighs chains so that each target gets as much of the new data as it has of the free space, as far as its chains allow: proportional
+/// fitting, each target in turn, some times over. Nothing is changed while all have about as much. Whole numbers only: every metadata
+/// server has to find the same.
+fn weigh(view: &MapView, all: &mut [Candidate]) {
+    let mut of: BTreeMap<TargetId, Vec<(usize, usize)>> = BTreeMap::new();
+    let mut copies = 0u128;
+    for (i, c) in all.iter().enumerate() {
+        for (j, way) in c.ways.iter().enumerate() {
+            let replicas = view.chain(way.chain).map(|c| &c.preferred[..]).unwrap_or_default();
+            replicas.iter().for_each(|t| of.entry(*t).or_default().push((i, j)));
+            copies = copies.max(replicas.len() as u128);
+        }
+    }
+    let free: Vec<u64> = of.keys().map(|t| view.target(*t).map_or(0, free_mib)).collect();
+    let space: u128 = free.iter().map(|f| u128::from(*f)).sum();
+    if space == 0 || is_even(&free) {
+        return;
+    }
+    let mut sum: u128 = all.iter().flat_map(|c| &c.ways).map(|w| u128::from(w.weight)).sum();
+    for _ in 0..ROUNDS {
+        for (ways, free) in of.values().zip(&free) {
+            let here: u128 = ways.iter().map(|(i, j)| u128::from(all[*i].ways[*j].weight)).sum();
+            if here == 0 || here == sum {
+                continue;
+            }
+            // Each replica of a chain gets all of what comes to the chain: what is to come to this target, of `space`, at most nearly all.
+            let want = (copies * u128::from(*free)).min(space - space.div_ceil(16));
+            // Those with it and those without are then to each other as `want` to the rest.
+            let (up, down) = (want * (sum - here), (space - want) * here);
+            for (i, j) in ways {
+                let w = &mut all[*i].ways[*j].weight;
+                let before = *w;
+                *w = (u128::from(before) * up / down).min(u128::from(MOST)) as u64;
+                sum = sum + u128::from(*w) - u128::from(before);
+            }
+        }
+    }
+}
+
+fn is_even(of: &[u64]) -> bool {
+    let (most, least) = (of.iter().max().copied().unwrap_or(0), of.iter().min().copied().unwrap_or(0));
     u128::from(least) * 100 >= u128::from(most) * u128::from(100 - EQUAL_PERCENT)
 }
 
-/// Weighted by free space, without replacement.
-fn by_free_space(mut left: Vec<Way>, count: usize, ino: Ino) -> Vec<ChainId> {
+/// By weight, without replacement.
+fn by_weight(mut left: Vec<Way>, count: usize, ino: Ino) -> Vec<ChainId> {
     let mut state = ino;
     let mut chosen = Vec::with_capacity(count);
     // + 1: a full target is chosen only where nearly nothing else is left, and the sum is never 0.
-    let mut total: u64 = left.iter().map(|c| c.free + 1).sum();
+    let mut total: u64 = left.iter().map(|c| c.weight + 1).sum();
     while chosen.len() < count && !left.is_empty() {
         let mut at = splitmix64(&mut state) % total;
         let pick = left.iter().position(|c| {
-            let here = at < c.free + 1;
-            at = at.wrapping_sub(c.free + 1);
+            let here = at < c.weight + 1;
+            at = at.wrapping_sub(c.weight + 1);
             here
         });
         let c = left.remove(pick.unwrap_or(0));
-        total -= c.free + 1;
+        total -= c.weight + 1;
         chosen.push(c.chain);
     }
     chosen

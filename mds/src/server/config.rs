@@ -47,6 +47,9 @@ pub struct Config {
     /// Copies of files whose directory does not say otherwise, 1 to 3; used at the first start.
     #[serde(default = "one")]
     pub default_copies: u32,
+    /// A chain takes no writes while it has fewer replicas in sync (or fewer than its copies, if those are less), 1 to 3.
+    #[serde(default = "one")]
+    pub min_copies: u32,
     /// Owner of the root directory; used at the first start.
     #[serde(default)]
     pub root_uid: u32,
@@ -189,6 +192,7 @@ impl Config {
             dir,
             fs_name: fs_name(),
             default_copies: one(),
+            min_copies: one(),
             root_uid: 0,
             root_gid: 0,
             expect_targets: 0,
@@ -233,6 +237,9 @@ impl Config {
         }
         if self.default_copies == 0 || self.default_copies as usize > MAX_COPIES {
             return bad(format!("`default_copies` is 1 to {MAX_COPIES}"));
+        }
+        if self.min_copies == 0 || self.min_copies as usize > MAX_COPIES {
+            return bad(format!("`min_copies` is 1 to {MAX_COPIES}"));
         }
         if !(1..=MAX_PER_TARGET).contains(&self.chains_per_target) {
             return bad(format!("`chains_per_target` is 1 to {MAX_PER_TARGET}"));
@@ -313,6 +320,8 @@ mod tests {
             ("peers = ['1=a:1', '1=b:1']", "peers"),
             ("peers = ['2000=a:1']", "ids"),
             ("default_copies = 4", "default_copies"),
+            ("min_copies = 0", "min_copies"),
+            ("min_copies = 4", "min_copies"),
             ("chains_per_target = 0", "chains_per_target"),
             ("chains_per_target = 65", "chains_per_target"),
             ("balance_percent = 101", "balance_percent"),

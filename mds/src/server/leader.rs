@@ -14,6 +14,7 @@ use crate::{
         slow,
     },
     consensus::Leadership,
+    namespace::PLACEMENT,
 };
 use pb::log_command::Command;
 
@@ -102,6 +103,7 @@ impl Mds {
         *self.lead.lock() = Some(Lead { term, manager, sessions, waits: Waits::default() });
         tokio::join!(
             self.announce(),
+            self.settings(),
             self.tick_cluster(),
             self.end_sessions(),
             self.free_orphans(),
@@ -125,6 +127,7 @@ impl Mds {
             root_mode: 0o755,
             root_uid: self.cfg.root_uid,
             root_gid: self.cfg.root_gid,
+            placement: PLACEMENT,
         };
         self.propose(Command::Format(format)).await?;
         tracing::info!(name = self.cfg.fs_name, "made a new file system");
@@ -141,6 +144,18 @@ impl Mds {
                     Err(e) => tracing::warn!("announcing the metadata servers: {e}"),
                 },
                 Err(e) => tracing::warn!("announcing the metadata servers: {e}"),
+            }
+            sleep(STALL).await;
+        }
+    }
+
+    /// Has the map say what this leader's configuration says of all chains.
+    async fn settings(&self) {
+        let asked = pb::Settings { min_copies: self.cfg.min_copies };
+        while self.map().map.min_copies.max(1) != asked.min_copies {
+            match self.propose(Command::Settings(asked)).await {
+                Ok(_) => tracing::info!("chains take writes with {} or more copies in sync", asked.min_copies),
+                Err(e) => tracing::warn!("setting min_copies: {e}"),
             }
             sleep(STALL).await;
         }

@@ -288,7 +288,7 @@ impl Mds {
         let (lease_ms, map) = self.with_lead(|l| {
             // Under the lock: whatever was resolved is in this map.
             let map = self.map();
-            Ok((l.manager.grant(request.node, &map)?, map))
+            Ok((l.manager.grant(self.env.boot(), request.node, &map)?, map))
         })?;
         let mut evicted = self.machine.namespace.evicted_after(request.evicted_seen);
         evicted.truncate(MAX_EVICTED);

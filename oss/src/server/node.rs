@@ -234,6 +234,8 @@ pub struct Node {
     replicas: Mutex<BTreeMap<(TargetId, ChainId), Arc<Replica>>>,
     /// On the boot clock.
     lease_until: Mutex<Duration>,
+    /// Heartbeats sent. One at a time: no lease is taken from the answer to an earlier one.
+    beats: AtomicU64,
     evictions: Mutex<Evictions>,
     next_op: AtomicU64,
     stopped: AtomicBool,
@@ -257,6 +259,7 @@ impl Node {
             started: env.boot(),
             replicas: Mutex::default(),
             lease_until: Mutex::default(),
+            beats: AtomicU64::new(0),
             evictions: Mutex::default(),
             next_op: AtomicU64::new(1),
             stopped: AtomicBool::new(false),
@@ -632,6 +635,8 @@ impl Node {
             unreachable: self.peers.unreachable(),
             evicted_seen: self.evictions.lock().over(),
             incarnation: self.incarnation().0,
+            leaseless: self.lease_left().is_zero(),
+            number: self.beats.fetch_add(1, Ordering::Relaxed) + 1,
         }
     }
 
@@ -656,11 +661,24 @@ impl Node {
             self.kick.notify_one();
             return Ok(());
         }
+        if r.lease_ms == 0 {
+            self.give_up_lease();
+            return Ok(());
+        }
         // Clocks may differ in their rates by a tenth, as those of clients may.
         let until = sent + Duration::from_millis(u64::from(r.lease_ms)) / 10 * 9;
         let mut lease = self.lease_until.lock();
         *lease = until.max(*lease);
         Ok(())
+    }
+
+    /// Others cannot reach this node. The metadata server need not wait for the end of the lease once it is told.
+    fn give_up_lease(&self) {
+        let before = std::mem::take(&mut *self.lease_until.lock());
+        if before > self.env.boot() {
+            tracing::warn!("other storage servers cannot reach this one; it gives its lease up");
+            self.kick.notify_one();
+        }
     }
 
     /// Gives up its lease and its replicas, which hold on to this node.

@@ -124,7 +124,10 @@ impl Service for OssService {
             opcode::WRITE => {
                 self.check_write(peer, &r, m.payload_len())?;
                 let stable = r.flags & FLAG_STABLE != 0;
-                Ok(reply(&replica.update(carried(r), stable).await?, Vec::new()))
+                self.check_copies(&replica)?;
+                let done = replica.update(carried(r), stable).await?;
+                self.check_copies(&replica)?;
+                Ok(reply(&done, Vec::new()))
             }
             opcode::FLUSH => self.flush(peer, &replica, &r).await,
             opcode::TRIM => Ok(reply(&trim(&replica, &r, m.trace).await?, Vec::new())),
@@ -197,6 +200,23 @@ impl OssService {
             return Err(Error::new(Code::BadCap, "capability is of another session"));
         }
         Ok(())
+    }
+
+    /// Whether a program may take something as written: not while fewer replicas are in sync than the cluster's `min_copies`. Asked before,
+    /// and once more when it is done, as the chain may have lost one meanwhile; one that came into sync since has it too.
+    fn check_copies(&self, replica: &Replica) -> Result<()> {
+        let map = self.node.map.load();
+        let copies = map.chain(replica.chain).map_or(0, |c| c.preferred.len());
+        let least = copies.min(map.map.min_copies as usize);
+        let in_sync = replica.view().serving.len();
+        if in_sync >= least {
+            return Ok(());
+        }
+        let m = format!(
+            "chain {} has {in_sync} of the {least} copies in sync that writes need (min_copies)",
+            replica.chain
+        );
+        Err(Error::new(Code::NotServing, m))
     }
 
     async fn read(&self, peer: &Peer, replica: &Arc<Replica>, r: DataRequest) -> Result<Message> {
@@ -285,6 +305,7 @@ impl OssService {
             replica.heard_round(r.epoch, cap.session, r.round)?;
         }
         let stamps = replica.flush_chain(r.epoch, None).await?;
+        self.check_copies(replica)?;
         Ok(reply(&DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() }, Vec::new()))
     }
 

@@ -6,18 +6,20 @@ use strake_store::{Batch, FjallStore, MetaStore};
 
 use super::*;
 
-const GOLDEN: [&str; 4] = [
+const GOLDEN: [&str; 5] = [
     concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v1"),
     concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v2"),
     concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v3"),
     concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v4"),
+    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v5"),
 ];
 /// Every kind of record that each format has.
-const KINDS: [&[u8]; 4] = [b"HMdegiorstwx", b"HMdegiklorstwx", b"HMdegiklorstwx", b"HMdegiklmorstwx"];
+const KINDS: [&[u8]; 5] =
+    [b"HMdegiorstwx", b"HMdegiklorstwx", b"HMdegiklorstwx", b"HMdegiklmorstwx", b"HMdegiklmorstwx"];
 
 /// One of everything that a state of a format can hold.
 fn fill(format: u32) -> Fs {
-    let mut fs = Fs::new();
+    let mut fs = if format >= 5 { Fs::with_chains(1) } else { Fs::new() };
     let d = fs.mkdir(ROOT, "dir");
     let f = fs.create(d, "file");
     fs.one(mk_link(f, ROOT, "hard"));
@@ -75,6 +77,9 @@ fn fill(format: u32) -> Fs {
         let (whole, begun) = (seals::closed(&mut fs, "sealed", 5 << 20), seals::closed(&mut fs, "begun", 0));
         seals::seal(&mut fs, whole);
         fs.one(seals::begin(begun));
+    }
+    if format >= 5 {
+        assert_eq!(fs.log(Command::Settings(pb::Settings { min_copies: 2 })).status, None);
     }
     assert_eq!(fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![other], evict: true })).status, None);
     assert!(fs.ns.orphans(9).contains(&held));
@@ -138,6 +143,12 @@ fn a_state_of_format_4_is_read_for_ever() {
     let r = fs.one(Op::GetSeal(pb::GetSeal { ino: begun, page: None }));
     assert!(r.seal.is_some_and(|s| s.manifest.is_none()));
     fs.fails(mk_size(begun, 7), Code::Perm);
+}
+
+#[test]
+fn a_state_of_format_5_is_read_for_ever() {
+    let map = read_for_ever(5).ns.map();
+    assert_eq!((map.map.placement, map.map.min_copies), (1, 2));
 }
 
 fn read_for_ever(format: u32) -> Fs {

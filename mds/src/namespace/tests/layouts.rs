@@ -138,7 +138,11 @@ fn dead_targets_get_no_new_files() {
 
 #[test]
 fn equal_space_goes_round_and_unequal_space_by_weight() {
-    let mut fs = Fs::new();
+    weighs(Fs::new());
+    weighs(Fs::with_chains(1));
+}
+
+fn weighs(mut fs: Fs) {
     let count = |fs: &mut Fs, n: usize| {
         let mut hits = vec![0; 6];
         for _ in 0..n {
@@ -161,6 +165,37 @@ fn equal_space_goes_round_and_unequal_space_by_weight() {
     });
     let skewed = count(&mut fs, 200);
     assert!(skewed[0] > 180 && skewed[5] == 0 && skewed[1..5].iter().all(|h| *h > 20), "{skewed:?}");
+}
+
+/// Each as large a part as it has of the free space, whatever heads the chains: an empty target is given data at once, a full one none.
+#[test]
+fn empty_targets_get_more_of_the_copies_too() {
+    for copies in [1, 2, 3] {
+        let mut fs = Fs::with_chains(8);
+        let parts = |fs: &mut Fs| {
+            let mut hits = vec![0; 6];
+            for _ in 0..600 {
+                let chain = chains(fs, pb::LayoutSpec { copies, ..spec() })[0];
+                fs.ns.map().chain(chain).unwrap().preferred.iter().for_each(|t| hits[*t as usize] += 1);
+            }
+            let all: usize = hits.iter().sum();
+            hits.into_iter().map(|n| n * 100 / all).collect::<Vec<_>>()
+        };
+        // One is empty beside five that are half full: 28 % of the space, where 17 % would be its turn.
+        fs.targets(|t| t.used = if t.id == 4 { 0 } else { t.capacity / 2 });
+        let some = parts(&mut fs);
+        if copies < 3 {
+            assert!((25..=32).contains(&some[4]), "{copies} copies: {some:?}");
+            assert!((0..6).filter(|t| *t != 4).all(|t| (11..=18).contains(&some[t])), "{copies} copies: {some:?}");
+        } else {
+            // Three nodes: each has a copy, and who has the other targets of a chain is dealt.
+            assert!(some[4] > some[5] && some[4] >= 17, "{some:?}");
+        }
+        // One is full beside five that are empty.
+        fs.targets(|t| t.used = if t.id == 2 { t.capacity } else { 0 });
+        let none = parts(&mut fs);
+        assert!(none[2] <= 1, "{copies} copies: {none:?}");
+    }
 }
 
 #[test]

@@ -23,7 +23,7 @@ use sha2::{Digest, Sha256};
 use strake_proto::{Code, Ino, pb};
 use strake_store::{MemStore, Reader};
 
-use super::{FORMAT_VERSION, Namespace, effects::Effect, keys, perm};
+use super::{FORMAT_VERSION, Namespace, PLACEMENT, effects::Effect, keys, perm};
 use pb::{log_command::Command, op::Op};
 
 pub const ROOT: Ino = 1;
@@ -52,8 +52,7 @@ pub fn format() -> Command {
         name_hash_key: (0..16).collect::<Vec<u8>>().into(),
         default_copies: 1,
         root_mode: 0o1777,
-        root_uid: 0,
-        root_gid: 0,
+        ..Default::default()
     })
 }
 
@@ -81,19 +80,20 @@ impl Fs {
 
     /// With few hash bits, so that names collide.
     pub fn with_mask(mask: u64) -> Fs {
-        Fs::with(mask, 1)
+        Fs::with(mask, 1, format())
     }
 
-    /// With so many chains headed by each target.
+    /// Formatted as this program does, with so many chains headed by each target.
     pub fn with_chains(per: usize) -> Fs {
-        Fs::with(u64::MAX, per)
+        let Command::Format(f) = format() else { unreachable!() };
+        Fs::with(u64::MAX, per, Command::Format(pb::Format { placement: PLACEMENT, ..f }))
     }
 
-    fn with(mask: u64, per: usize) -> Fs {
+    fn with(mask: u64, per: usize, format: Command) -> Fs {
         let store = MemStore::new();
         let ns = Namespace::open_with(std::sync::Arc::new(store.clone()), mask).unwrap();
         let mut fs = Fs { store, ns, index: 0, now: T0, seq: 0, session: 0, creds: creds(0), effects: vec![] };
-        assert_eq!(fs.log(format()).status, None);
+        assert_eq!(fs.log(format).status, None);
         fs.session = fs.open_session(1);
         fs.cluster(3, 2, per);
         fs

@@ -207,6 +207,7 @@ fn command(d: &mut Dice, fs: &Fs, seqs: &mut [u64; 3], newer: bool) -> Command {
             let expect_version = map.version() - u64::from(d.one_in(4));
             Command::MapUpdate(pb::MapUpdate { expect_version, targets: vec![t], ..Default::default() })
         }
+        7 if newer && d.one_in(8) => Command::Settings(pb::Settings { min_copies: d.below(5) as u32 }),
         7 if newer => {
             let known = fs.ns.survey(|s| s.ends).unwrap().first().copied();
             let (ino, fence) = known.unwrap_or((d.ino(seen.next), d.below(9)));

@@ -86,6 +86,37 @@ async fn acknowledged_writes_survive_the_death_of_any_replica_while_writing() {
     }
 }
 
+/// Nothing is called written while fewer copies are in sync than the cluster asks for: not a new update, not one that was under way when a
+/// replica died, and no flush. Reads go on, and all of it once enough are back.
+#[tokio::test(start_paused = true)]
+async fn writes_wait_for_min_copies() {
+    let mut c = Cluster::start(3).await;
+    c.authority.map.lock().min_copies = 2;
+    c.authority.map.lock().version += 1;
+    c.write(0, 0, b"three", 1).await.unwrap();
+    c.kill(2);
+    // Two are enough.
+    c.write(0, 0, b"two", 2).await.unwrap();
+    c.kill(1);
+    let under_way = c.write(0, 0, b"one", 3).await;
+    assert_eq!(under_way.unwrap_err().code, Code::NotServing, "the second died under way");
+    assert_eq!(c.authority.states().iter().filter(|s| s.1 == pb::ReplicaState::ReplicaServing).count(), 1);
+    let new = c.write(1, 0, b"new", 4).await.unwrap_err();
+    assert_eq!((new.code, new.message.contains("1 of the 2 copies")), (Code::NotServing, true), "{new}");
+    assert_eq!(c.flush().await.unwrap_err().code, Code::NotServing);
+    c.read(c.head(), 0, 0, 3).await.unwrap();
+    c.boot(1).await;
+    c.write(1, 0, b"new", 4).await.unwrap();
+    assert!(c.flush().await.unwrap().stamps.len() >= 2);
+    // More than the chain has copies are not asked for.
+    c.boot(2).await;
+    c.whole().await;
+    c.authority.map.lock().min_copies = 9;
+    c.authority.map.lock().version += 1;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    c.write(1, 0, b"all", 5).await.unwrap();
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_cut_off_replica_answers_nothing_once_its_lease_is_over() {
     let c = Cluster::start(2).await;

@@ -1,0 +1,118 @@
+//! An administrator who has a metadata server replaced by a new one while everything else goes on, as `strake mds replace` does.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use prost::Message as _;
+use strake_fabric::{Endpoint, Fabric, Message, Role};
+use strake_proto::{Code, Error, Result, opcode, pb};
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::{
+    cluster::{Cluster, MDS},
+    ledger::Kind,
+    net::SimFabric,
+};
+use pb::members_request::Change;
+
+/// The administrator's number on the network.
+const ADMIN: u32 = 241;
+const PATIENCE: Duration = Duration::from_secs(2);
+/// Entries that a learner may be behind when it is asked to vote.
+const CLOSE: u64 = 1000;
+/// Longer than the group takes once nothing is broken any more.
+const RECOVERY: Duration = Duration::from_secs(120);
+
+/// A replacement under way, or over.
+pub struct Replacement {
+    pub old: u32,
+    over: Arc<AtomicBool>,
+}
+
+impl Replacement {
+    /// `new` was started and is of no group yet.
+    pub fn begin(cluster: &Cluster, old: u32, new: u32) -> Replacement {
+        let (fabric, net) = (cluster.fabric(ADMIN, Role::Server), cluster.net.clone());
+        let (over, nodes) = (Arc::new(AtomicBool::new(false)), cluster.nodes());
+        let done = over.clone();
+        tokio::spawn(async move {
+            while !step(&fabric, old, new).await.unwrap_or(false) {
+                sleep(Duration::from_millis(200)).await;
+            }
+            net.note(&format!("metadata server {new} has taken the place of {old}"));
+            net.made(Kind::Replaced, nodes.iter().any(|n| net.is_busy(*n)));
+            done.store(true, Ordering::Relaxed);
+        });
+        Replacement { old, over }
+    }
+
+    /// The old one is no member any more: it may go.
+    pub fn is_over(&self) -> bool {
+        self.over.load(Ordering::Relaxed)
+    }
+
+    /// What a run ends with, when nothing is broken any more.
+    pub async fn ends(&self) -> Result<()> {
+        let begun = Instant::now();
+        while !self.is_over() {
+            if begun.elapsed() > RECOVERY {
+                let m = format!("metadata server {} is not replaced {RECOVERY:?} after the last fault", self.old);
+                return Err(Error::new(Code::TimedOut, m));
+            }
+            sleep(Duration::from_millis(500)).await;
+        }
+        Ok(())
+    }
+}
+
+/// What comes next by what the leader says; whether nothing does.
+async fn step(fabric: &Arc<SimFabric>, old: u32, new: u32) -> Result<bool> {
+    let (old, id) = (u64::from(old), u64::from(new));
+    let (at, now) = leader(fabric, new).await?;
+    let stays = now.members.iter().find(|m| m.id == old);
+    let next = match now.members.iter().find(|m| m.id == id) {
+        None => Change::Learn(pb::MemberLearn { endpoint: Endpoint::Sim(new).to_string() }),
+        Some(m) if !m.voter => {
+            if m.matched == 0 || m.copying || m.matched + CLOSE < now.last_index {
+                return Ok(false);
+            }
+            Change::Step(pb::MemberStep { promote: vec![id], remove: vec![old] })
+        }
+        Some(_) => match stays {
+            None => return Ok(now.former.contains(&(old as u32))),
+            Some(m) if m.leaving => return Ok(false),
+            Some(_) => Change::Step(pb::MemberStep { promote: vec![], remove: vec![old] }),
+        },
+    };
+    ask(fabric, at, Some(next)).await.map(|_| false)
+}
+
+/// The one that says it leads, and what it says.
+async fn leader(fabric: &Arc<SimFabric>, new: u32) -> Result<(u32, pb::MembersReply)> {
+    let mut last = Error::new(Code::NotLeader, "nobody was asked");
+    for at in (1..=MDS).chain([new]) {
+        match ask(fabric, at, None).await {
+            Ok(r) if r.leader == u64::from(at) => return Ok((at, r)),
+            Ok(_) => {}
+            Err(e) => last = e,
+        }
+    }
+    Err(last)
+}
+
+async fn ask(fabric: &Arc<SimFabric>, at: u32, change: Option<Change>) -> Result<pb::MembersReply> {
+    let asked = async {
+        let link = fabric.connect(&Endpoint::Sim(at), None).await?;
+        let body = pb::MembersRequest { change }.encode_to_vec();
+        let answer = link.call(Message::new(opcode::MEMBERS, body), PATIENCE).await;
+        link.close();
+        answer
+    };
+    let answer = timeout(PATIENCE, asked).await.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "no answer")))?;
+    pb::MembersReply::decode(answer.body).map_err(|e| Error::new(Code::Protocol, e.to_string()))
+}
