@@ -51,6 +51,8 @@ const SCARCE: Limits = Limits {
 };
 pub const MDS: u32 = 3;
 pub const OSS: u32 = 3;
+/// All that may be members at some time of a run: one may take the place of another.
+pub const ANY_MDS: std::ops::RangeInclusive<u32> = 1..=MDS + 1;
 /// Copies of everything, where it is not said otherwise.
 const COPIES: u32 = 2;
 /// Node numbers on the network: metadata servers from 1, object servers from 101, clients from 201.

@@ -21,7 +21,7 @@ use strake_proto::{
 use tokio::time::{Instant, sleep};
 
 use crate::{
-    cluster::{Cluster, MDS},
+    cluster::{ANY_MDS, Cluster},
     net::SimFabric,
     workload::{Shared, root},
 };
@@ -176,7 +176,7 @@ async fn list(fabric: &Arc<SimFabric>, map: &MapView, chain: &pb::Chain, target:
 /// The data of files without a name, of the deletion queue and of cuts, as the leader says.
 async fn going(fabric: &Arc<SimFabric>) -> Result<BTreeSet<(Ino, u64)>> {
     let mut last = Error::new(Code::NotLeader, "nobody was asked");
-    for at in 1..=MDS {
+    for at in ANY_MDS {
         match going_at(fabric, &Endpoint::Sim(at)).await {
             Err(e) => last = e,
             all => return all,

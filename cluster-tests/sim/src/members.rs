@@ -14,7 +14,7 @@ use strake_proto::{Code, Error, Result, opcode, pb};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
-    cluster::{Cluster, MDS},
+    cluster::{ANY_MDS, Cluster},
     ledger::Kind,
     net::SimFabric,
 };
@@ -73,10 +73,13 @@ impl Replacement {
 /// What comes next by what the leader says; whether nothing does.
 async fn step(fabric: &Arc<SimFabric>, old: u32, new: u32) -> Result<bool> {
     let (old, id) = (u64::from(old), u64::from(new));
-    let (at, now) = leader(fabric, new).await?;
+    let (at, now) = leader(fabric).await?;
+    let leads = u64::from(at) == old;
     let stays = now.members.iter().find(|m| m.id == old);
     let next = match now.members.iter().find(|m| m.id == id) {
         None => Change::Learn(pb::MemberLearn { endpoint: Endpoint::Sim(new).to_string() }),
+        // One that leads cannot be taken out.
+        Some(_) if leads => Change::Transfer(pb::MemberTransfer { to: 0 }),
         Some(m) if !m.voter => {
             if m.matched == 0 || m.copying || m.matched + CLOSE < now.last_index {
                 return Ok(false);
@@ -93,9 +96,9 @@ async fn step(fabric: &Arc<SimFabric>, old: u32, new: u32) -> Result<bool> {
 }
 
 /// The one that says it leads, and what it says.
-async fn leader(fabric: &Arc<SimFabric>, new: u32) -> Result<(u32, pb::MembersReply)> {
+async fn leader(fabric: &Arc<SimFabric>) -> Result<(u32, pb::MembersReply)> {
     let mut last = Error::new(Code::NotLeader, "nobody was asked");
-    for at in (1..=MDS).chain([new]) {
+    for at in ANY_MDS {
         match ask(fabric, at, None).await {
             Ok(r) if r.leader == u64::from(at) => return Ok((at, r)),
             Ok(_) => {}

@@ -10,7 +10,7 @@ use strake_proto::{Code, Error, Result, TargetId, opcode, pb};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
-    cluster::{Cluster, MDS, OSS},
+    cluster::{ANY_MDS, Cluster, OSS},
     faults::{Fault, Timed},
     ledger::Kind,
     net::SimFabric,
@@ -80,7 +80,7 @@ async fn decide(fabric: &Arc<SimFabric>, change: Change) -> Result<()> {
     let change = pb::members_request::Change::Target(change);
     let body = pb::MembersRequest { change: Some(change) }.encode_to_vec();
     let mut last = Error::new(Code::NotLeader, "nobody was asked");
-    for at in 1..=MDS {
+    for at in ANY_MDS {
         let ask = async {
             let link = fabric.connect(&Endpoint::Sim(at), None).await?;
             let answer = link.call(Message::new(opcode::MEMBERS, body.clone()), PATIENCE).await;

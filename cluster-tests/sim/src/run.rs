@@ -18,7 +18,7 @@ use tokio::{
 };
 
 use crate::{
-    cluster::{Cluster, FIRST_CLIENT, MDS, Sync, flavour},
+    cluster::{ANY_MDS, Cluster, FIRST_CLIENT, Sync, flavour},
     faults::{self, Fault, Timed},
     ghost::Ghost,
     leaks,
@@ -425,7 +425,7 @@ async fn make(cluster: &mut Cluster, fault: &Fault, at: Duration, to_mend: &mut 
         Fault::Isolate { node, one_way, lasts } => cluster.isolate(node, one_way, until(lasts)),
         Fault::Cut { a, b, one_way, lasts } => cluster.cut(a, b, one_way, until(lasts)),
         Fault::Exile { client, lasts } => {
-            let mds: Vec<u32> = (1..=MDS).collect();
+            let mds: Vec<u32> = ANY_MDS.collect();
             cluster.cut_off(client, &mds, false, until(lasts));
         }
         Fault::Weather { max_delay, break_per_mille } => {

@@ -68,9 +68,18 @@ impl Node {
         Ok(Node { cfg, shared, peers, raft, proposals, reads, control, leadership })
     }
 
+    /// What callers are told, who may turn to another member. `NotMember`: this one will never serve again.
     fn gone(&self) -> Error {
-        let stopped = self.shared.stopped.borrow().clone();
-        stopped.unwrap_or_else(|| Error::new(Code::Disconnected, "this metadata server lost its leadership"))
+        match self.shared.stopped.borrow().clone() {
+            Some(e) if e.code == Code::NotMember => e,
+            Some(e) => Error::new(Code::Disconnected, format!("this metadata server has stopped: {}", e.message)),
+            None => Error::new(Code::Disconnected, "this metadata server lost its leadership"),
+        }
+    }
+
+    /// What other members are told: what ended this one is not to end them. They would take `NotMember` for their own end.
+    fn gone_to_peer(&self) -> Error {
+        Error { code: Code::Disconnected, ..self.gone() }
     }
 
     fn full<T>(&self, e: &mpsc::error::TrySendError<T>) -> Error {
@@ -173,9 +182,16 @@ impl Node {
         let (reply, rx) = oneshot::channel();
         let (from, stamp, applied, disk) = (batch.from, batch.stamp, batch.applied, batch.disk);
         let batch = Batch { from, stamp, applied, disk, endpoint: batch.endpoint.parse().ok(), messages };
-        self.raft.try_send(RaftInput::Batch(batch, reply)).map_err(|e| self.full(&e))?;
-        rx.await.unwrap_or_else(|_| Err(self.gone()))?;
+        self.input(RaftInput::Batch(batch, reply), rx).await?;
         Ok(Message::new(opcode::RAFT, pb::RaftAck {}.encode_to_vec()))
+    }
+
+    async fn input(&self, input: RaftInput, answer: oneshot::Receiver<Result<()>>) -> Result<()> {
+        self.raft.try_send(input).map_err(|e| match e {
+            mpsc::error::TrySendError::Full(_) => self.full(&e),
+            mpsc::error::TrySendError::Closed(_) => self.gone_to_peer(),
+        })?;
+        answer.await.unwrap_or_else(|_| Err(self.gone_to_peer()))
     }
 
     async fn chunk(&self, body: &[u8]) -> Result<Message> {
@@ -183,8 +199,7 @@ impl Node {
         self.check_address(chunk.from, chunk.to, &chunk.cluster, chunk.incarnation)?;
         chunk.pairs.iter().try_for_each(|p| strake_store::check_key(&p.key))?;
         let (reply, rx) = oneshot::channel();
-        self.raft.try_send(RaftInput::Chunk(chunk, reply)).map_err(|e| self.full(&e))?;
-        rx.await.unwrap_or_else(|_| Err(self.gone()))?;
+        self.input(RaftInput::Chunk(chunk, reply), rx).await?;
         Ok(Message::new(opcode::SNAPSHOT, pb::RaftAck {}.encode_to_vec()))
     }
 

@@ -134,11 +134,12 @@ impl Mds {
         Ok(())
     }
 
-    /// Puts the metadata servers into the map, so that clients find all of them, and takes those out who left.
+    /// Keeps the metadata servers in the map, so that clients find all of them, and takes those out who left: whoever has changed the
+    /// group may have gone before the map was changed, too.
     async fn announce(&self) {
         loop {
             match self.announcement().await {
-                Ok(None) => return,
+                Ok(None) => {}
                 Ok(Some(change)) => match self.propose(Command::MdsNodes(change)).await {
                     Ok(_) => continue,
                     Err(e) => tracing::warn!("announcing the metadata servers: {e}"),

@@ -235,6 +235,16 @@ async fn members_are_added_promoted_replaced_and_removed() {
     assert!(status.voters.contains(&4) && !status.voters.contains(&old) && status.voters.len() == 3);
     // It is told, votes for a while yet, and ends.
     assert_eq!(c.node(old).stopped().await.code, Code::NotMember);
+    use prost::Message as _;
+    // Its end is not theirs: whoever still calls it must not take that for its own.
+    let batch = strake_proto::pb::RaftBatch {
+        from: leader,
+        to: old,
+        cluster: c.node(leader).cluster().to_vec().into(),
+        ..Default::default()
+    };
+    let answer = c.node(old).handle(Message::new(strake_proto::opcode::RAFT, batch.encode_to_vec())).await;
+    assert_eq!(answer.unwrap_err().code, Code::Disconnected);
     c.kill(old, true).await;
     c.put("x", "1").await;
     // Any two of the three now suffice.
@@ -383,7 +393,8 @@ async fn a_broken_log_disk_ends_the_member_with_the_cause() {
     c.members[&broken].log.set_fault(Some(Error::new(Code::Io, "medium error")));
     c.put("a", "2").await;
     assert_eq!(c.node(broken).stopped().await.message, "medium error");
-    assert_eq!(c.node(broken).propose("a=3".into()).await.unwrap_err().message, "medium error");
+    let e = c.node(broken).propose("a=3".into()).await.unwrap_err();
+    assert!(e.code == Code::Disconnected && e.message.contains("medium error"), "{e}: others may take it");
 }
 
 #[tokio::test(start_paused = true)]

@@ -4,6 +4,7 @@ use pb::members_request::Change;
 use prost::Message as _;
 
 use super::*;
+use crate::consensus::MemberChange;
 
 fn learn(at: u64) -> Change {
     Change::Learn(pb::MemberLearn { endpoint: format!("sim:{at}") })
@@ -86,6 +87,26 @@ async fn all_members_are_replaced_in_turn_and_clients_learn_of_it() {
         c.one(lookup(&format!("before-{old}"))).await;
         c.one(lookup(&format!("after-{old}"))).await;
     }
+}
+
+/// Who asked for the change is gone, and with it the connection, when the group has changed and the map has not.
+#[tokio::test(start_paused = true)]
+async fn the_map_follows_the_group_whoever_does_not_see_to_it() {
+    let mut w = World::new(3, |_| ()).await;
+    let new = w.join().await as u64 + 1;
+    ask(&w, learn(new)).await.unwrap();
+    let leader = w.leader().await;
+    let old = (leader as u64 + 1) % 3 + 1;
+    let node = w.mds[leader].as_ref().unwrap().1.mds.node.clone();
+    // Until the learner has caught up.
+    while let Err(e) = node.change_members(MemberChange::Step { promote: vec![new], remove: vec![old] }).await {
+        assert_eq!(e.code, Code::Busy, "{e}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(!once(&w, None).await.unwrap().former.contains(&(old as u32)));
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert_eq!(w.leader().await, leader, "the same one leads");
+    assert!(once(&w, None).await.unwrap().former.contains(&(old as u32)));
 }
 
 #[tokio::test(start_paused = true)]
