@@ -27,6 +27,8 @@ tries! {
     what_cannot_be_has_its_code: "errors";
     a_context_that_is_destroyed_ends_calls: "gone";
     calls_in_a_stream_come_in_its_order: "streams";
+    calls_in_a_stream_store_bytes_or_what_went_wrong: "told-in-streams";
+    a_context_that_is_destroyed_under_a_call_in_a_stream_is_told_where_bytes_are: "gone-in-stream";
     batches_end_entry_by_entry: "batches";
     a_child_has_nothing_of_it: "forks";
     a_child_may_be_the_first_to_open_it: "early-fork";
