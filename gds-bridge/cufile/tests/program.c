@@ -690,6 +690,35 @@ static void one_foreign(long want, int number, size_t len, off_t size) {
   CHECK(e.cookie == &fd);
 }
 
+/* Every call with a handle of the real library says what that one said. */
+static void passed_on(int code) {
+  int fd = made(elsewhere, "x", O_RDWR), mine = made(ours, "x", O_RDWR | O_TRUNC);
+  void *h = registered(fd), *o = registered(mine), *dev = device(MIB), *b;
+  IoVec v = {dev, 100};
+  size_t size = 100;
+  off_t zero = 0;
+  ssize_t bytes = 12345;
+  IS(cuFileRead(h, dev, 100, 0, 0), -code);
+  IS(cuFileWrite(h, dev, 100, 0, 0), -code);
+  IS(cuFileReadv(h, &v, 1, 0, 0), -code);
+  Status s = cuFileReadAsync(h, dev, &size, &zero, &zero, &bytes, 0);
+  IS(s.err, code);
+  IS(s.cu_err, code == 5011 ? 719 : 0);
+  IS(bytes, 12345);
+  /* Of a batch all entries are refused, ours with theirs. */
+  Params p[2] = {{1, dev, 0, 0, 100, o, 1, (void *)1}, {1, dev, 0, 0, 100, h, 0, (void *)2}};
+  Event e[2];
+  unsigned n = 2;
+  IS(cuFileBatchIOSetUp(&b, 2).err, 0);
+  IS(cuFileBatchIOSubmit(b, 2, p, 0).err, code);
+  IS(cuFileBatchIOGetStatus(b, 1, &n, e, 0).err, 0);
+  IS(n, 0);
+  struct stat st;
+  IS(fstat(mine, &st), 0);
+  IS(st.st_size, 0);
+  IS(cuFileWrite(o, dev, 100, 0, 0), 100);
+}
+
 /* Memory is registered while another thread opens the real library's driver, which looks at what is registered. */
 static void *opener(void *fd) { use_device(0); registered(*(int *)fd); return 0; }
 static void beside(void) {
@@ -917,11 +946,14 @@ int main(int n, char **arg) {
   else if (!strcmp(what, "errors")) errors();
   else if (!strcmp(what, "gone")) gone();
   else if (!strcmp(what, "streams")) streams();
+  else if (!strcmp(what, "told-in-streams")) told_in_streams();
+  else if (!strcmp(what, "gone-in-stream")) gone_in_stream();
   else if (!strcmp(what, "batches")) batches();
   else if (!strcmp(what, "forks")) forks();
   else if (!strcmp(what, "statistics")) statistics();
   else if (!strcmp(what, "foreign")) foreign(1);
   else if (!strcmp(what, "one-foreign")) one_foreign(atol(arg[4]), atoi(arg[5]), atol(arg[6]), atol(arg[7]));
+  else if (!strcmp(what, "passed-on")) passed_on(atoi(arg[4]));
   else if (!strcmp(what, "early-fork")) early_fork();
   else if (!strcmp(what, "old-statistics")) old_statistics();
   else if (!strcmp(what, "beside")) beside();
@@ -937,5 +969,3 @@ int main(int n, char **arg) {
   else return 2;
   return 0;
 }
-  else if (!strcmp(what, "told-in-streams")) told_in_streams();
-  else if (!strcmp(what, "gone-in-stream")) gone_in_stream();

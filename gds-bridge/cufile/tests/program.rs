@@ -127,6 +127,7 @@ fn what_the_real_library_says_of_failures_never_looks_like_bytes() {
     let Some(m) = Mounted::new() else { return };
     for (says, want, errno, len, size, version) in [
         ("5006", "-5006", "0", "100", "0", "1200"),
+        ("5027", "-5027", "0", "100", "0", "1140"),
         ("101", "-5030", "0", "100", "0", "1200"),
         ("-1", "-1", "6", "100", "0", "1200"),
         // As versions from 1.16 on say it: a code in errno.
@@ -148,6 +149,26 @@ fn what_the_real_library_says_of_failures_never_looks_like_bytes() {
     let record = m.left("record");
     // None of them closed anything: at the end of the process the real library is left alone, which may be past its own.
     assert!(record.contains("end 5001") && !record.contains("close") && !record.contains("deregister"), "{record}");
+}
+
+/// Version 1.15 refuses files of FUSE with 5027, when they are registered; and what any call with a handle of its own is refused with is told as it is.
+#[test]
+fn what_the_real_library_refuses_has_its_own_code() {
+    let Some(m) = Mounted::new() else { return };
+    for code in ["5027", "5008", "5011", "5099"] {
+        let mut c = m.with_recorder(&["refused", "0", code]);
+        c.env("REFUSES_FILES", code);
+        m.ok(c);
+        assert_eq!(m.taken("record").matches("handle register fd=").count(), 2, "its driver's own, and the program's");
+        let mut c = m.with_recorder(&["passed-on", code]);
+        c.env("REFUSES", code);
+        m.ok(c);
+        let record = m.taken("record");
+        let calls = ["read 1", "write 1", "readv 1", "read async 1", "batch submit 1"];
+        // It was asked, and once: nobody here knew the answer, or tried again.
+        let asked = calls.map(|call| record.lines().filter(|line| line.starts_with(call)).count());
+        assert_eq!(asked, [1; 5], "{record}");
+    }
 }
 
 #[test]
