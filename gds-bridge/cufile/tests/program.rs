@@ -246,6 +246,20 @@ fn without_a_real_library_other_files_are_not_supported_and_ours_are() {
     m.ok(c);
 }
 
+/// As NVIDIA's wheel has it: no `libcufile.so`, and found by no name of ours. The first of that name is this library.
+#[test]
+fn the_real_library_is_found_by_the_name_that_the_wheel_gives_it() {
+    let Some(m) = Mounted::new() else { return };
+    let there = m.dir.path().join("wheel");
+    std::fs::create_dir(&there).unwrap();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/recorder.c");
+    cc(&["-shared", "-fPIC", "-Wl,-soname,libcufile.so.0"], &there.join("libcufile.so.0"), &source);
+    let mut c = m.with_recorder(&["refused", "0", "0"]);
+    c.env_remove("STRAKE_CUFILE_REAL").env("LD_LIBRARY_PATH", std::env::join_paths([m.dir.path(), &there]).unwrap());
+    m.ok(c);
+    assert_eq!(m.left("record").matches("handle register fd=").count(), 2, "its driver's own, and the program's");
+}
+
 #[test]
 fn a_mount_that_lies_is_not_believed() {
     let Some(m) = Mounted::new() else { return };
