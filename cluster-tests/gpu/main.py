@@ -94,6 +94,16 @@ class Run:
             sys.exit("there is no program to run: cluster-tests/gpu/run --pack makes it, --strake names it")
         self.steps = {}
 
+    def missing(self):
+        """Why there is no device to measure, if there is none."""
+        look = [self.strake, "gds", "status", "--json", "--memory", self.args.memory, "--device", str(self.args.device)]
+        r = subprocess.run(look, capture_output=True, text=True, timeout=60)
+        try:
+            found = json.loads(r.stdout)
+        except ValueError:
+            sys.exit(f"{self.strake} ended with {r.returncode}: {r.stderr.strip()}")
+        return None if found["device"] else next(t["why"] for t in found["tiers"] if t["tier"] == "pageable")
+
     def left(self):
         left = self.end - time.monotonic()
         if left < 1:
@@ -273,6 +283,9 @@ def main():
     if args.pack:
         return pack()
     run = Run(args)
+    if missing := run.missing():
+        print(f"skipped: {missing}", file=sys.stderr)
+        sys.exit(77)
     run.step("memory", "the bridge, storage servers in memory", lambda: run.bench(args.ram))
     run.step("verified", "the same, verified on the device", run.verified)
     run.step("disk", "the bridge, storage servers on a disk", run.disk)

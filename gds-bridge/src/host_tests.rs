@@ -1,4 +1,9 @@
+use std::sync::Arc;
+
+use strake_fabric::Pool;
+
 use super::*;
+use crate::{Bridge, Options, plan::Standing, reason};
 
 #[test]
 fn pointers_are_told_apart() {
@@ -82,4 +87,24 @@ fn faults_come_when_they_were_ordered() {
     assert!(m.stream().is_err() && m.alloc(1).is_err());
     assert_eq!(m.check(a, 1), Err(Fault::ContextGone));
     assert_eq!(m.refuses(Tier::Pageable), Some(Unavailable::Device(Fault::ContextGone)));
+}
+
+/// Whatever can keep a tier from being used can be played, of each of them, and a bridge finds it.
+#[tokio::test]
+async fn every_reason_can_be_forced_on_every_tier() {
+    let mem = HostMem::new();
+    let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(Pool::default()), Options::default()).await.unwrap();
+    for why in reason::tests::all() {
+        Tier::ALL.iter().for_each(|t| mem.refuse(*t, Some(why.clone())));
+        let (found, before) = (bridge.self_test().await, mem.copied());
+        for tier in Tier::ALL {
+            assert_eq!(found[tier], Standing::Unavailable(why.clone()), "{tier}");
+        }
+        assert_eq!(bridge.standings(), found);
+        // Nothing was even tried.
+        bridge.self_test().await;
+        assert_eq!(mem.copied(), before);
+        Tier::ALL.iter().for_each(|t| mem.refuse(*t, None));
+        assert!(matches!(bridge.self_test().await[Tier::Pageable], Standing::Available(_)), "{why}");
+    }
 }

@@ -354,6 +354,81 @@ static void streams(void) {
   IS(cuFileDriverClose_v2().err, 0);
 }
 
+/* What a call in a stream stores, as the work after it in the stream sees it. */
+static ssize_t stored(int save, void *h, void *base, size_t size, off_t offset, off_t from, void *s) {
+  ssize_t bytes = 12345;
+  IS((save ? cuFileWriteAsync : cuFileReadAsync)(h, base, &size, &offset, &from, &bytes, s).err, 0);
+  IS(cuLaunchHostFunc(s, see, &bytes), 0);
+  IS(cuStreamSynchronize(s), 0);
+  IS(seen[0], bytes);
+  return bytes;
+}
+
+/* What *bytes_read_p and *bytes_written_p are: bytes, -1 where a file system would say errno, else a negative code. */
+static void told_in_streams(void) {
+  enum { LOAD, SAVE };
+  int fd = made(ours, "told", O_RDWR), ro = open(name(ours, "told"), O_RDONLY), wo = open(name(ours, "told"), O_WRONLY);
+  void *h = registered(fd), *reads = registered(ro), *writes = registered(wo), *dev = device(MIB), *streams[2] = {0};
+  char *data = pattern(11, LEN), *ones = malloc(MIB);
+  memset(ones, 1, MIB);
+  struct stat st;
+  IS(cuStreamCreate(&streams[1], 1), 0);
+  for (int i = 0; i < 2; i++) {
+    void *s = streams[i];
+    put(dev, data, LEN);
+    IS(stored(SAVE, h, dev, LEN, 0, 0, s), LEN);
+    put(dev, ones, MIB);
+    IS(stored(LOAD, h, dev, LEN, 0, 0, s), LEN);
+    CHECK(same(dev, data, LEN) && same((char *)dev + LEN, ones, MIB - LEN));
+    IS(stored(LOAD, h, dev, 0, 0, 0, s), 0);
+    IS(stored(SAVE, h, dev, 0, 5 * MIB, 0, s), 0);
+    /* Where the file ends, and behind that. */
+    put(dev, ones, MIB);
+    IS(stored(LOAD, h, dev, MIB, 7, 13, s), -5014);
+    IS(stored(LOAD, h, dev, MIB - 13, 100003, 13, s), LEN - 100003);
+    CHECK(same((char *)dev + 13, data + 100003, LEN - 100003) && same((char *)dev + LEN - 99990, ones, 90000));
+    IS(stored(LOAD, h, dev, 100, LEN - 1, 0, s), 1);
+    IS(stored(LOAD, h, dev, 100, LEN, 0, s), 0);
+    IS(stored(LOAD, h, dev, 100, 1ll << 50, 0, s), 0);
+    /* What the file refuses. */
+    IS(stored(SAVE, reads, dev, 10, 0, 0, s), -1);
+    IS(stored(LOAD, writes, dev, 10, 0, 0, s), -1);
+    IS(stored(SAVE, h, dev, 10, 0x7fffffffffffffffll, 0, s), -1);
+    /* What the interface and the device refuse. */
+    for (int save = LOAD; save <= SAVE; save++) {
+      IS(stored(save, h, dev, 10, -1, 0, s), -5022);
+      IS(stored(save, h, dev, (size_t)-1, 0, 0, s), -5022);
+      IS(stored(save, h, (void *)16, 10, 0, 0, s), -5012);
+      IS(stored(save, h, dev, MIB, 0, 1, s), -5014);
+    }
+    /* Nothing of all that was written. */
+    IS(fstat(fd, &st), 0);
+    IS(st.st_size, LEN);
+  }
+  /* The device fails in the middle; then no tier is left. */
+  strake_standin_set(2, 719);
+  IS(stored(LOAD, h, dev, LEN, 0, 0, streams[1]), -1);
+  strake_standin_set(2, 0);
+  IS(stored(LOAD, h, dev, LEN, 0, 0, streams[1]), -5008);
+  IS(stored(SAVE, h, dev, LEN, 0, 0, streams[1]), -5008);
+}
+
+/* The context is destroyed when the stream was waited for: the call began, so its bytes tell. */
+static void gone_in_stream(void) {
+  int fd = made(ours, "gone", O_RDWR);
+  void *h = registered(fd), *dev = device(MIB);
+  size_t size = MIB;
+  off_t zero = 0;
+  ssize_t bytes = 12345;
+  IS(cuFileWriteAsync(h, dev, &size, &zero, &zero, &bytes, 0).err, 0);
+  IS(bytes, MIB);
+  strake_standin_set(1, 2);
+  IS(cuFileReadAsync(h, dev, &size, &zero, &zero, &bytes, 0).err, 0);
+  IS(bytes, -5011);
+  IS(cuFileWriteAsync(h, dev, &size, &zero, &zero, &bytes, 0).err, 0);
+  IS(bytes, -5011);
+}
+
 static void batches(void) {
   enum { N = 16, PART = 65537 };
   void *b, *none = 0;
@@ -615,6 +690,35 @@ static void one_foreign(long want, int number, size_t len, off_t size) {
   CHECK(e.cookie == &fd);
 }
 
+/* Every call with a handle of the real library says what that one said. */
+static void passed_on(int code) {
+  int fd = made(elsewhere, "x", O_RDWR), mine = made(ours, "x", O_RDWR | O_TRUNC);
+  void *h = registered(fd), *o = registered(mine), *dev = device(MIB), *b;
+  IoVec v = {dev, 100};
+  size_t size = 100;
+  off_t zero = 0;
+  ssize_t bytes = 12345;
+  IS(cuFileRead(h, dev, 100, 0, 0), -code);
+  IS(cuFileWrite(h, dev, 100, 0, 0), -code);
+  IS(cuFileReadv(h, &v, 1, 0, 0), -code);
+  Status s = cuFileReadAsync(h, dev, &size, &zero, &zero, &bytes, 0);
+  IS(s.err, code);
+  IS(s.cu_err, code == 5011 ? 719 : 0);
+  IS(bytes, 12345);
+  /* Of a batch all entries are refused, ours with theirs. */
+  Params p[2] = {{1, dev, 0, 0, 100, o, 1, (void *)1}, {1, dev, 0, 0, 100, h, 0, (void *)2}};
+  Event e[2];
+  unsigned n = 2;
+  IS(cuFileBatchIOSetUp(&b, 2).err, 0);
+  IS(cuFileBatchIOSubmit(b, 2, p, 0).err, code);
+  IS(cuFileBatchIOGetStatus(b, 1, &n, e, 0).err, 0);
+  IS(n, 0);
+  struct stat st;
+  IS(fstat(mine, &st), 0);
+  IS(st.st_size, 0);
+  IS(cuFileWrite(o, dev, 100, 0, 0), 100);
+}
+
 /* Memory is registered while another thread opens the real library's driver, which looks at what is registered. */
 static void *opener(void *fd) { use_device(0); registered(*(int *)fd); return 0; }
 static void beside(void) {
@@ -842,11 +946,14 @@ int main(int n, char **arg) {
   else if (!strcmp(what, "errors")) errors();
   else if (!strcmp(what, "gone")) gone();
   else if (!strcmp(what, "streams")) streams();
+  else if (!strcmp(what, "told-in-streams")) told_in_streams();
+  else if (!strcmp(what, "gone-in-stream")) gone_in_stream();
   else if (!strcmp(what, "batches")) batches();
   else if (!strcmp(what, "forks")) forks();
   else if (!strcmp(what, "statistics")) statistics();
   else if (!strcmp(what, "foreign")) foreign(1);
   else if (!strcmp(what, "one-foreign")) one_foreign(atol(arg[4]), atoi(arg[5]), atol(arg[6]), atol(arg[7]));
+  else if (!strcmp(what, "passed-on")) passed_on(atoi(arg[4]));
   else if (!strcmp(what, "early-fork")) early_fork();
   else if (!strcmp(what, "old-statistics")) old_statistics();
   else if (!strcmp(what, "beside")) beside();

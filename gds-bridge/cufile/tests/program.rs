@@ -27,6 +27,8 @@ tries! {
     what_cannot_be_has_its_code: "errors";
     a_context_that_is_destroyed_ends_calls: "gone";
     calls_in_a_stream_come_in_its_order: "streams";
+    calls_in_a_stream_store_bytes_or_what_went_wrong: "told-in-streams";
+    a_context_that_is_destroyed_under_a_call_in_a_stream_is_told_where_bytes_are: "gone-in-stream";
     batches_end_entry_by_entry: "batches";
     a_child_has_nothing_of_it: "forks";
     a_child_may_be_the_first_to_open_it: "early-fork";
@@ -125,6 +127,7 @@ fn what_the_real_library_says_of_failures_never_looks_like_bytes() {
     let Some(m) = Mounted::new() else { return };
     for (says, want, errno, len, size, version) in [
         ("5006", "-5006", "0", "100", "0", "1200"),
+        ("5027", "-5027", "0", "100", "0", "1140"),
         ("101", "-5030", "0", "100", "0", "1200"),
         ("-1", "-1", "6", "100", "0", "1200"),
         // As versions from 1.16 on say it: a code in errno.
@@ -146,6 +149,26 @@ fn what_the_real_library_says_of_failures_never_looks_like_bytes() {
     let record = m.left("record");
     // None of them closed anything: at the end of the process the real library is left alone, which may be past its own.
     assert!(record.contains("end 5001") && !record.contains("close") && !record.contains("deregister"), "{record}");
+}
+
+/// Version 1.15 refuses files of FUSE with 5027, when they are registered; and what any call with a handle of its own is refused with is told as it is.
+#[test]
+fn what_the_real_library_refuses_has_its_own_code() {
+    let Some(m) = Mounted::new() else { return };
+    for code in ["5027", "5008", "5011", "5099"] {
+        let mut c = m.with_recorder(&["refused", "0", code]);
+        c.env("REFUSES_FILES", code);
+        m.ok(c);
+        assert_eq!(m.taken("record").matches("handle register fd=").count(), 2, "its driver's own, and the program's");
+        let mut c = m.with_recorder(&["passed-on", code]);
+        c.env("REFUSES", code);
+        m.ok(c);
+        let record = m.taken("record");
+        let calls = ["read 1", "write 1", "readv 1", "read async 1", "batch submit 1"];
+        // It was asked, and once: nobody here knew the answer, or tried again.
+        let asked = calls.map(|call| record.lines().filter(|line| line.starts_with(call)).count());
+        assert_eq!(asked, [1; 5], "{record}");
+    }
 }
 
 #[test]
@@ -221,6 +244,20 @@ fn without_a_real_library_other_files_are_not_supported_and_ours_are() {
     c = m.with_recorder(&["refused", "0", "5030"]);
     c.env("SAYS", "5008");
     m.ok(c);
+}
+
+/// As NVIDIA's wheel has it: no `libcufile.so`, and found by no name of ours. The first of that name is this library.
+#[test]
+fn the_real_library_is_found_by_the_name_that_the_wheel_gives_it() {
+    let Some(m) = Mounted::new() else { return };
+    let there = m.dir.path().join("wheel");
+    std::fs::create_dir(&there).unwrap();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/recorder.c");
+    cc(&["-shared", "-fPIC", "-Wl,-soname,libcufile.so.0"], &there.join("libcufile.so.0"), &source);
+    let mut c = m.with_recorder(&["refused", "0", "0"]);
+    c.env_remove("STRAKE_CUFILE_REAL").env("LD_LIBRARY_PATH", std::env::join_paths([m.dir.path(), &there]).unwrap());
+    m.ok(c);
+    assert_eq!(m.left("record").matches("handle register fd=").count(), 2, "its driver's own, and the program's");
 }
 
 #[test]

@@ -25,6 +25,8 @@ static void note(const char *format, ...) {
 static int says(void) { const char *s = getenv("SAYS"); return s ? atoi(s) : 0; }
 static int number(const char *name) { const char *s = getenv(name); return s ? atoi(s) : 0; }
 static int error(void) { return number("ERRNO") ? number("ERRNO") : ENXIO; }
+/* The code that a variable names, of calls that are refused. */
+static Status refused(const char *name) { return (Status){number(name), number(name) == 5011 ? 719 : 0}; }
 static const Status ok;
 static int files, queued;
 static Params waiting[64];
@@ -33,6 +35,7 @@ Status cuFileDriverClose_v2(void);
 Status cuFileHandleRegister(void **h, Descr *d) {
   note("handle register fd=%d", d->handle.fd);
   if (says() == 5008) return (Status){5008, 0};
+  if (d->handle.fd >= 0 && number("REFUSES_FILES")) return refused("REFUSES_FILES");
   *h = &files;
   return ok;
 }
@@ -57,16 +60,22 @@ Status cuFileBufDeregister(const void *p) { (void)p; note("buf deregister"); ret
 ssize_t cuFileRead(void *h, void *p, size_t n, off_t at, off_t to) {
   note("read %d %d %zu %ld %ld", h == &files, p != 0, n, (long)at, (long)to);
   errno = error();
-  return says() ? says() : 77;
+  return number("REFUSES") ? -number("REFUSES") : says() ? says() : 77;
 }
 ssize_t cuFileWrite(void *h, const void *p, size_t n, off_t at, off_t from) {
   note("write %d %d %zu %ld %ld", h == &files, p != 0, n, (long)at, (long)from);
   errno = error();
-  return says() ? says() : (ssize_t)n;
+  return number("REFUSES") ? -number("REFUSES") : says() ? says() : (ssize_t)n;
+}
+ssize_t cuFileReadv(void *h, const void *all, size_t n, off_t at, unsigned flags) {
+  note("readv %d %d %zu %ld %u", h == &files, all != 0, n, (long)at, flags);
+  errno = error();
+  return number("REFUSES") ? -number("REFUSES") : 77;
 }
 Status cuFileReadAsync(void *h, void *p, size_t *n, off_t *at, off_t *to, ssize_t *bytes, void *s) {
   (void)p, (void)at, (void)to, (void)s;
   note("read async %d %zu", h == &files, *n);
+  if (number("REFUSES")) return refused("REFUSES");
   *bytes = 5;
   return ok;
 }
@@ -75,6 +84,7 @@ Status cuFileSetParameterBool(int n, _Bool v) { note("set bool %d %d", n, v); re
 Status cuFileBatchIOSetUp(void **b, unsigned n) { note("batch setup %u", n); *b = waiting; return ok; }
 Status cuFileBatchIOSubmit(void *b, unsigned n, Params *p, unsigned flags) {
   note("batch submit %d %u %u %d", b == waiting, n, flags, p->fh == &files);
+  if (number("REFUSES")) return refused("REFUSES");
   for (unsigned i = 0; i < n; i++) waiting[queued++] = p[i];
   return ok;
 }

@@ -136,6 +136,13 @@ impl Mounted {
     pub fn left(&self, name: &str) -> String {
         std::fs::read_to_string(self.dir.path().join(name)).unwrap_or_default()
     }
+
+    /// The same, and it is gone.
+    pub fn taken(&self, name: &str) -> String {
+        let left = self.left(name);
+        let _ = std::fs::remove_file(self.dir.path().join(name));
+        left
+    }
 }
 
 async fn serve(at: &Path) -> (Vec<Listener>, Mount) {
