@@ -455,6 +455,8 @@ impl Inode {
     pub fn write_failed(&self, end: u64) {
         let mut s = self.state.lock();
         s.doubtful = true;
+        // Nothing need be there, and what is written behind it is reported all the same.
+        s.holes = true;
         s.surplus |= end > s.attr.size;
         if s.surplus {
             s.kept.iter().for_each(|k| k.set_surplus());
@@ -536,6 +538,7 @@ impl Inode {
         let mut s = self.state.lock();
         s.errors += 1;
         s.error = Some(e);
+        s.holes = true;
         s.kept.iter().for_each(|k| k.set_failed());
     }
 

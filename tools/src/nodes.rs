@@ -65,7 +65,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
 }
 
 /// The targets of storage servers by these names.
-fn targets_of(map: &MapView, names: &[String]) -> Result<Vec<TargetId>> {
+pub(crate) fn targets_of(map: &MapView, names: &[String]) -> Result<Vec<TargetId>> {
     let mut ids = Vec::new();
     for name in names {
         let node = map.map.nodes.iter().find(|n| n.role == ROLE_OSS && n.name == *name).ok_or_else(|| {

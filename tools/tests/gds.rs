@@ -307,6 +307,24 @@ fn the_script_for_gpu_machines_runs_and_says_what_it_did_not() {
     assert!(shown.contains("nothing here says anything of one") && shown.contains("pageable 8388608"), "{shown}");
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the clusters are gone");
 
+    // Without a GPU it says why it measures nothing, and makes no cluster.
+    let alone = |library: &Path| {
+        let mut c = Command::new(&script);
+        c.args(["--strake", env!("CARGO_BIN_EXE_strake")]).env("LD_LIBRARY_PATH", library);
+        c.args(["--ram=/nowhere", "--disk=/nowhere"]).output().unwrap()
+    };
+    if !Path::new("/proc/driver/nvidia").exists() {
+        let out = alone(Path::new("/nowhere"));
+        let said = text(&out.stderr);
+        assert!(out.status.code() == Some(77) && out.stdout.is_empty(), "{said}");
+        assert!(said.starts_with("skipped: ") && said.contains("libcuda.so.1 cannot be opened"), "{said}");
+    }
+    if let Some(()) = standin(dir.path(), "-DINIT=100") {
+        let out = alone(dir.path());
+        assert!(out.status.code() == Some(77) && text(&out.stderr).starts_with("skipped: "), "{}", text(&out.stderr));
+        fs::remove_file(dir.path().join("libcuda.so.1")).unwrap();
+    }
+
     // A call that its policy ends fails the step and the run, and no goal is said to be reached.
     let out = run(&["--policy=require:bounce-rdma"]);
     assert_eq!(out.status.code(), Some(1));

@@ -209,6 +209,8 @@ fn heartbeat(i: &mut Input) -> Vec<u8> {
         evicted_seen: i.number(),
         // From a server a later one would end this one.
         incarnation: 0,
+        leaseless: i.u8() & 1 == 1,
+        number: i.number(),
     }
     .encode_to_vec()
 }

@@ -44,6 +44,7 @@ impl Member {
             root_mode: 0o1777,
             root_uid: 0,
             root_gid: 0,
+            placement: 1,
         }));
         for n in 0..2u8 {
             let target = pb::RegisterTarget {
@@ -316,6 +317,7 @@ pub fn command(i: &mut Input) -> Bytes {
             let (ino, fence, change, end) = (ino(i), u64::from(i.u8() % 16), u64::from(i.u8() % 8), i.number());
             Command::EndFound(pb::EndFound { ino, fence, change, end })
         }
+        13 => Command::Settings(pb::Settings { min_copies: u32::from(i.u8() % 5) }),
         _ => Command::Meta(pb::MetaRequest {
             session: u64::from(i.u8() % 4),
             seq: i.number(),

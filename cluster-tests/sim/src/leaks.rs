@@ -1,6 +1,6 @@
 //! What is left when all is over, as `strake fsck` would find it: no target in sync may have a chunk that no file has and that no deletion is to
 //! remove, one beyond its file's end, or one on another chain than its file's; and all replicas in sync of a chain have the same chunks, of the same
-//! versions and lengths.
+//! versions and lengths. No file in which nobody made a hole may lack a chunk.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -54,6 +54,7 @@ struct Look {
 struct Place {
     data: u64,
     size: u64,
+    dense: bool,
     map: StripeMap,
 }
 
@@ -106,6 +107,17 @@ async fn look(cluster: &Cluster, fabric: &Arc<SimFabric>, client: &Client) -> Re
     let going = going(fabric).await?;
     let stays = |f: &&Found| !going.contains(&(f.entry.chunk.ino, f.entry.chunk.data));
     wrong.extend(all.iter().filter(stays).filter_map(|f| astray(f, files.get(&f.entry.chunk.ino))));
+    let there: BTreeSet<ChunkId> = all.iter().map(|f| f.entry.chunk).collect();
+    for (ino, p) in files.iter().filter(|(ino, p)| p.dense && !going.contains(&(**ino, p.data))) {
+        let chunk = |index| ChunkId { ino: *ino, data: p.data, index };
+        let missing: Vec<u64> = (0..p.map.cut(p.size).first_gone).filter(|i| !there.contains(&chunk(*i))).collect();
+        if !missing.is_empty() {
+            wrong.push(format!(
+                "inode {ino} of {} bytes, in which nobody made a hole, lacks chunks {missing:?}",
+                p.size
+            ));
+        }
+    }
     Ok(Look { going: going.len(), wrong })
 }
 
@@ -113,7 +125,7 @@ async fn place(client: &Client, map: &MapView, ino: Ino) -> Result<Place> {
     let attr = client.getattr(&root(), ino).await?;
     let layout = client.get_layout(&root(), ino).await?.layout;
     let layout = layout.ok_or_else(|| Error::new(Code::NoEnt, "it has no data"))?;
-    Ok(Place { data: attr.data_id, size: attr.size, map: StripeMap::resolve(ino, &layout, map)? })
+    Ok(Place { data: attr.data_id, size: attr.size, dense: !attr.sparse, map: StripeMap::resolve(ino, &layout, map)? })
 }
 
 /// What is wrong with a chunk's being there.

@@ -57,6 +57,7 @@ impl Mds {
             root_mode: 0o777,
             root_uid: 0,
             root_gid: 0,
+            placement: 1,
         };
         self.propose(Command::Format(format)).unwrap();
         for t in 0..TARGETS {

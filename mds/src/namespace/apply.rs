@@ -17,7 +17,7 @@ use strake_proto::{
 use strake_store::{Batch, MetaStore};
 
 use super::{
-    Memory,
+    FORMAT_CHAINS, Memory,
     effects::{self, Effect},
     gc, keys, locks,
     ops::{self, DIR_SIZE},
@@ -41,8 +41,6 @@ pub const MAX_DEAD: usize = 64;
 /// Session ids are never reused, so one epoch per session is enough; eviction asks for the next.
 const SESSION_EPOCH: u64 = 1;
 const FIRST_INO: u64 = 2;
-/// From the first one on whose chains have rules that older programs do not know: `placement` or `min_copies` of the cluster map.
-const FORMAT_CHAINS: u32 = 5;
 
 /// A session and the sequence numbers whose replies are kept.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -51,6 +51,9 @@ use txn::{Fail, Layer, Txn};
 /// `placement` or `min_copies`.
 pub const FORMAT_VERSION: u32 = 5;
 const FORMAT_FIRST: u32 = 1;
+/// With rules that older programs do not know: `placement` and `min_copies` of the cluster map, and that a file may have holes once a writer
+/// of it has gone without having reported everything.
+const FORMAT_CHAINS: u32 = 5;
 
 /// Prefixes of the numbered records that workers take from the lowest on.
 const QUEUES: [u8; 3] = [keys::GC, keys::TRIM, keys::ORPHAN];

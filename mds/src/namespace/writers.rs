@@ -9,7 +9,7 @@
 use strake_proto::{Code, Error, Ino, SessionId, ops::O_ACCMODE, pb};
 
 use super::{
-    gc, keys,
+    FORMAT_CHAINS, gc, keys,
     ops::{self, By, Inode},
     txn::{Fail, Res, Txn, fail},
 };
@@ -64,6 +64,10 @@ pub fn release(t: &mut Txn<'_>, session: SessionId, ino: Ino, opened: Option<u64
             (r.surplus, r.fence) = (true, r.fence.max(number));
             t.notes.fences.push((ino, number));
         }
+    }
+    if !matches!(left, Left::Clean) && t.header.format_version >= FORMAT_CHAINS && r.attr().size > 0 {
+        // What it had reported and not synced may be lost with storage servers' memory: who would send it again is gone.
+        r.attr_mut().sparse = true;
     }
     if r.writers == 0 && r.surplus && r.layout.is_some() {
         let end = r.attr().size;

@@ -25,6 +25,8 @@ pub enum Finding {
     Dangling { path: String, parent: Ino, name: Vec<u8>, ino: Ino, error: String, gone: bool },
     /// A directory that has another name already.
     TwoParents { path: String, ino: Ino },
+    /// Chunks that no replica in sync has, below the end of a file in which nobody made a hole and that nobody has open for writing.
+    Missing { path: String, ino: Ino, chunks: u64, first: u64 },
     /// A file with stripes on a chain whose last copies were given up.
     Lost { path: String, chains: Vec<u32> },
     /// A file whose bytes could not be read.
@@ -65,6 +67,8 @@ impl Finding {
 pub struct FileInfo {
     pub path: String,
     pub size: u64,
+    /// All up to its size is data.
+    pub dense: bool,
     pub map: StripeMap,
 }
 
@@ -119,6 +123,9 @@ pub fn compare(
     for chain in &map.map.chains {
         findings.extend(diverged(chain, lists));
     }
+    let cut = |ino: &Ino, f: &FileInfo| pending.contains_key(&(*ino, f.map.data));
+    let dense = files.iter().filter(|(ino, f)| f.dense && !cut(ino, f));
+    findings.extend(dense.filter_map(|(ino, f)| missing(map, *ino, f, lists)));
     for f in files.values().filter(|f| f.size > 0) {
         let used: BTreeSet<u32> = f.map.chains.iter().copied().collect();
         let chains: Vec<u32> = used.into_iter().filter(|id| map.chain(*id).is_some_and(|c| c.lost)).collect();
@@ -143,6 +150,22 @@ fn place(map: &MapView, file: &FileInfo, lists: &Lists, e: &ListEntry, on: u32) 
     let same = |all: &Vec<&ListEntry>| all.windows(2).all(|w| w[0].version == w[1].version);
     let there = all.is_some_and(|all| !all.is_empty() && all.iter().all(|o| good(o)) && same(&all));
     Place { chain, there, beside_others: file.map.chains.contains(&on) }
+}
+
+/// Chunks of a file without holes that are nowhere, on chains that were listed.
+fn missing(map: &MapView, ino: Ino, f: &FileInfo, lists: &Lists) -> Option<Finding> {
+    let is_nowhere = |index: &u64| {
+        let chunk = ChunkId { ino, data: f.map.data, index: *index };
+        let chain = f.map.chain_of(*index);
+        let of = map.chain(chain).filter(|c| !c.lost).into_iter().flat_map(|c| c.serving().collect::<Vec<_>>());
+        let listed: Vec<&Vec<ListEntry>> = of.filter_map(|t| lists.get(&(chain, t))).collect();
+        let has =
+            |list: &&Vec<ListEntry>| list.binary_search_by_key(&chunk, |e| e.chunk).is_ok_and(|at| !list[at].tombstone);
+        !listed.is_empty() && !listed.iter().any(has)
+    };
+    let mut nowhere = (0..f.map.cut(f.size).first_gone).filter(is_nowhere);
+    let first = nowhere.next()?;
+    Some(Finding::Missing { path: f.path.clone(), ino, chunks: 1 + nowhere.count() as u64, first })
 }
 
 /// Chunks whose versions differ between the chain's in-sync replicas.
@@ -194,6 +217,11 @@ pub fn text(f: &Finding) -> String {
         Finding::Dangling { path, parent, ino, error, .. } => {
             format!("dangling: {path} (inode {ino:#x}, in directory {parent:#x}): {error}")
         }
+        Finding::Missing { path, ino, chunks, first } => {
+            format!(
+                "missing: {chunks} chunks of {path} (inode {ino:#x}), the first its number {first}: no replica in sync has them"
+            )
+        }
         Finding::TwoParents { path, ino } => format!("directory with two names: {path} (inode {ino:#x})"),
         Finding::Lost { path, chains } => {
             let list = chains.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
@@ -227,7 +255,7 @@ mod tests {
 
     fn files() -> BTreeMap<Ino, FileInfo> {
         let map = StripeMap { ino: 7, data: 1, stripe_size: 1 << 20, chains: vec![1, 2] };
-        BTreeMap::from([(7, FileInfo { path: "/f".into(), size: 2 << 20, map })])
+        BTreeMap::from([(7, FileInfo { path: "/f".into(), size: 2 << 20, dense: true, map })])
     }
 
     #[test]
@@ -239,6 +267,33 @@ mod tests {
             ((2, 2), vec![entry(7, 1, 1)]),
         ]);
         assert_eq!(compare(&map(), &files(), &lists, &Pending::new(), &BTreeSet::new()), (vec![], 0));
+    }
+
+    #[test]
+    fn chunks_that_are_nowhere_are_missed_where_nobody_made_a_hole() {
+        let lists = |second: Vec<ListEntry>| {
+            Lists::from([
+                ((1, 1), vec![entry(7, 0, 3)]),
+                ((1, 2), vec![entry(7, 0, 3)]),
+                ((2, 1), second.clone()),
+                ((2, 2), second),
+            ])
+        };
+        let found =
+            |files: &_, second, pending: &_| compare(&map(), files, &lists(second), pending, &BTreeSet::new()).0;
+        let gone = Finding::Missing { path: "/f".into(), ino: 7, chunks: 1, first: 1 };
+        assert_eq!(found(&files(), vec![], &Pending::new()), std::slice::from_ref(&gone));
+        let removed = ListEntry { tombstone: true, ..entry(7, 1, 1) };
+        assert_eq!(found(&files(), vec![removed], &Pending::new()), [gone]);
+        let mut sparse = files();
+        sparse.values_mut().for_each(|f| f.dense = false);
+        assert_eq!(found(&sparse, vec![], &Pending::new()), []);
+        // It is just being cut.
+        assert_eq!(found(&files(), vec![], &Pending::from([((7, 1), 1 << 20)])), []);
+        // A chain that could not be listed is no proof.
+        let mut unlisted = lists(vec![]);
+        unlisted.retain(|(chain, _), _| *chain == 1);
+        assert_eq!(compare(&map(), &files(), &unlisted, &Pending::new(), &BTreeSet::new()).0, []);
     }
 
     #[test]

@@ -94,8 +94,12 @@ impl Checker {
         let pending = self.going().await?;
         let (found, pending) = compare(&map, &files, &lists, &pending, &unread);
         findings.extend(found);
-        // Writers write before they report an end.
-        let beyond = |f: &Finding| if let Finding::BeyondEnd { chunk, .. } = f { Some(chunk.ino) } else { None };
+        // Writers write before they report an end, and send again what storage servers lost.
+        let beyond = |f: &Finding| match f {
+            Finding::BeyondEnd { chunk, .. } => Some(chunk.ino),
+            Finding::Missing { ino, .. } => Some(*ino),
+            _ => None,
+        };
         let inos: Vec<Ino> = findings.iter().filter_map(beyond).collect::<BTreeSet<_>>().into_iter().collect();
         if !inos.is_empty() {
             let written = self.of_leader(async |c| written(c, &inos).await).await?;
@@ -196,7 +200,7 @@ impl Checker {
         let info = self.client.get_layout(&self.creds, ino).await?;
         let layout = info.layout.ok_or_else(|| Error::new(Code::Io, "has no layout"))?;
         let map = StripeMap::resolve(ino, &layout, &self.client.map())?;
-        Ok(FileInfo { path: path.to_string(), size: attr.size, map })
+        Ok(FileInfo { path: path.to_string(), size: attr.size, dense: !attr.sparse, map })
     }
 
     async fn read_file(&mut self, ino: Ino, path: String) -> Option<Finding> {

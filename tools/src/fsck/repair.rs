@@ -170,6 +170,9 @@ fn job(f: &Finding, only: &BTreeSet<(Ino, u64, u32)>) -> Result<Job, Fate> {
             "its last copies were given up",
             "restore the file from elsewhere, or `strake target keep` the target if it is back",
         )),
+        Finding::Missing { .. } => {
+            Err(left("there is no copy to repair them from; reads give zeros there", "restore the file from elsewhere"))
+        }
         Finding::Unreadable { .. } => {
             Err(left("no good copy was found", "see `strake scrub`, and restore the file from elsewhere"))
         }
