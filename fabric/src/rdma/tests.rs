@@ -67,39 +67,21 @@ pub async fn works(c: &dyn Connection) {
     assert!(got.body == "ok" && got.payload[0][..] == payload[..]);
 }
 
-/// [`conformance::all`], with the time of each part.
-async fn conforms(dialer: &RdmaFabric, listener: &RdmaFabric, at: &Endpoint) {
-    macro_rules! each {
-        ($($part:ident)*) => { $(
-            let start = Instant::now();
-            conformance::$part(dialer, listener, at).await;
-            println!("{}: {:?}", stringify!($part), start.elapsed());
-        )* };
-    }
-    each!(sizes concurrency answers_in_any_order errors back_calls timeouts_and_dropped_calls windows endings);
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn conforms_on_threads() {
     let Some(at) = here() else { return };
     let dialer = fabric_of(client_identity(), None, Options::default());
     let listener = server();
-    conforms(&dialer, &listener, &at).await;
+    conformance::all(&dialer, &listener, &at).await;
     settled(&dialer).await;
     settled(&listener).await;
 }
 
-/// The parts that move few bytes; the others depend on threads least.
 #[tokio::test]
 async fn conforms_in_one_thread() {
     let Some(at) = here() else { return };
     let f = server();
-    conformance::concurrency(&f, &f, &at).await;
-    conformance::answers_in_any_order(&f, &f, &at).await;
-    conformance::errors(&f, &f, &at).await;
-    conformance::back_calls(&f, &f, &at).await;
-    conformance::timeouts_and_dropped_calls(&f, &f, &at).await;
-    conformance::endings(&f, &f, &at).await;
+    conformance::all(&f, &f, &at).await;
     settled(&f).await;
 }
 
