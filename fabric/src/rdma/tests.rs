@@ -6,7 +6,7 @@
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering::SeqCst},
+        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
     },
     time::{Duration, Instant},
 };
@@ -21,7 +21,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::{foreign_tests::Pages, verbs::op, *};
 use crate::{
-    Buf, Lend, Message, Role,
+    Buf, Lend, Message, Roads, Role,
     conformance::{self, TestService},
     conn::{bulk::Regions, handshake, handshake::Party},
 };
@@ -700,40 +700,96 @@ async fn a_peer_killed_in_mid_transfer() {
     settled(&f).await;
 }
 
+/// Echoes over a connection, several at a time, counted and compared, until one fails.
+async fn transfer(c: &dyn Connection, done: &AtomicUsize) -> Error {
+    let big = Buf::copy_from(&conformance::pattern(1 << 20, 1));
+    loop {
+        let calls = (0..4).map(|_| c.call(Message::new(opcode::ECHO, "").with_payload(vec![big.clone()]), LONG));
+        for got in futures_util::future::join_all(calls).await {
+            match got {
+                Ok(m) => assert!(m.payload[0][..] == big[..]),
+                Err(e) => return e,
+            }
+            done.fetch_add(1, SeqCst);
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_device_that_vanishes_in_mid_transfer() {
-    let (Some(at), Ok(device)) = (here(), std::env::var("STRAKE_RDMA_VANISH")) else {
-        println!("skipped: STRAKE_RDMA_VANISH names no soft-RoCE device that may be removed");
+async fn a_device_that_vanishes_in_mid_transfer_takes_nobody_else_along() {
+    let var = |name| std::env::var(name).ok();
+    let (Some(at), Some(device), Some(stays)) = (here(), var("STRAKE_RDMA_VANISH"), var("STRAKE_RDMA_STAYS")) else {
+        println!(
+            "skipped: STRAKE_RDMA_VANISH and STRAKE_RDMA_STAYS name no soft-RoCE device that may be removed, and no address of another one"
+        );
         return;
     };
-    let f = server();
-    let (service, guard) = serve(&f, &at).await;
-    let conn = f.connect(guard.endpoint(), None).await.unwrap();
-    let big = Buf::copy_from(&conformance::pattern(4 << 20, 1));
-    let transfers = async {
-        loop {
-            let calls = (0..4).map(|_| conn.call(Message::new(opcode::ECHO, "").with_payload(vec![big.clone()]), LONG));
-            if let Some(e) = futures_util::future::join_all(calls).await.into_iter().find_map(Result::err) {
-                return e;
-            }
+    let roads = |identity| Roads::new(Env::system(), identity, None, Pool::new(64 << 20), Options::default());
+    let (far, near) = (roads(Identity::server(&[1; 32])), roads(client_identity()));
+    let service = Arc::new(TestService::default());
+    let mut guards = Vec::new();
+    for at in [at, Endpoint::Rdma(stays, 0), "tcp:127.0.0.1:0".parse().unwrap()] {
+        guards.push(far.listen(&at, service.clone()).await.unwrap());
+    }
+    let mut conns = Vec::new();
+    for g in &guards {
+        conns.push(near.connect(g.endpoint(), None).await.unwrap());
+    }
+    let done = [const { AtomicUsize::new(0) }; 3];
+    let count = |n: usize| done[n].load(SeqCst);
+    let more = async |ns: &[usize], by: usize| {
+        let from: Vec<usize> = ns.iter().map(|n| count(*n)).collect();
+        while ns.iter().zip(&from).any(|(n, from)| count(*n) < from + by) {
+            sleep(Duration::from_millis(5)).await;
         }
     };
-    // soft-RoCE waits with it until no process has the device open, and librdmacm keeps it so.
-    let removal = async {
-        service.until(|s| s.handled.load(SeqCst) > 2).await;
-        std::process::Command::new("rdma").args(["link", "delete", &device]).spawn().unwrap()
+    let scene = async {
+        more(&[0, 1, 2], 2).await;
+        // soft-RoCE waits with it until no process has the device open, and librdmacm keeps it so.
+        let removal = std::process::Command::new("rdma").args(["link", "delete", &device]).spawn().unwrap();
+        while !conns[0].is_closed() {
+            sleep(Duration::from_millis(5)).await;
+        }
+        // By the other device and by TCP they go on over the same connections, and who comes finds the way.
+        more(&[1, 2], 8).await;
+        let e = near.connect(guards[0].endpoint(), None).await.err().unwrap();
+        println!("removed: {e}");
+        assert_eq!(e.code, Code::Disconnected);
+        let all: Vec<String> = guards.iter().map(|g| g.endpoint().to_string()).collect();
+        let start = Instant::now();
+        let mut new = None;
+        for way in near.ways(&all).unwrap() {
+            if let Ok(Ok(c)) = timeout(Duration::from_millis(1500), near.connect(&way, None)).await {
+                new = Some(c);
+                break;
+            }
+        }
+        let new = new.expect("a way is left");
+        println!("removed: a new connection by {} after {:?}", new.addr(), start.elapsed());
+        assert_eq!(new.addr(), guards[1].endpoint().to_string());
+        works(&*new).await;
+        more(&[1, 2], 4).await;
+        removal
     };
-    let (e, _removal) = timeout(LONG, async { tokio::join!(transfers, removal) }).await.expect("the calls end");
+    let others = async { tokio::join!(transfer(&*conns[1], &done[1]), transfer(&*conns[2], &done[2])) };
+    let (e, _removal) = timeout(4 * LONG, async {
+        tokio::select! {
+            both = async { tokio::join!(transfer(&*conns[0], &done[0]), scene) } => both,
+            (one, other) = others => panic!("another one ended too: {one}; {other}"),
+        }
+    })
+    .await
+    .expect("the calls end, and those of others go on");
     assert_eq!(e.code, Code::Disconnected, "{e}");
-    println!("removed: {e}");
-    let e = f.connect(guard.endpoint(), None).await.err().unwrap();
-    println!("removed: {e}");
-    assert_eq!(e.code, Code::Disconnected);
-    settled(&f).await;
-    let start = Instant::now();
-    while f.devices.lock().values().any(|d| d.strong_count() > 0) {
-        assert!(start.elapsed() < LONG, "all goes, though somebody keeps the connection");
-        sleep(Duration::from_millis(10)).await;
+    println!("removed: {e}; {} and {} calls by the others", count(1), count(2));
+    // All that was made on it goes, though somebody keeps the connection.
+    for f in [&far, &near] {
+        let f = f.rdma.get().unwrap();
+        let start = Instant::now();
+        while f.devices.lock().values().filter_map(Weak::upgrade).any(|d| d.name == device) {
+            assert!(start.elapsed() < LONG, "it is held");
+            sleep(Duration::from_millis(10)).await;
+        }
     }
 }
 
