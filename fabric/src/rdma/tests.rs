@@ -780,7 +780,7 @@ async fn a_device_that_vanishes_in_mid_transfer_takes_nobody_else_along() {
     })
     .await
     .expect("the calls end, and those of others go on");
-    assert_eq!(e.code, Code::Disconnected, "{e}");
+    assert!(e.code == Code::Disconnected && !e.message.contains("silent"), "found out by waiting only: {e}");
     println!("removed: {e}; {} and {} calls by the others", count(1), count(2));
     // All that was made on it goes, though somebody keeps the connection.
     for f in [&far, &near] {
