@@ -96,6 +96,8 @@ fn without_tcp(node: &pb::Node) -> Result<pb::Node> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+
     use async_trait::async_trait;
     use strake_fabric::{Endpoint, Listener, Message, Pool, Service};
 
@@ -166,6 +168,106 @@ mod tests {
         };
         assert!(begun.elapsed() >= GIVE_UP, "it may be on its way back");
         assert!(e.code == Code::OpNotSupp && e.message.starts_with("oss4 is reached, but not by RDMA"), "{e}");
+    }
+
+    /// Connects after a while, unless it is out of order, and counts how often it was asked to.
+    struct Slow {
+        asked: AtomicUsize,
+        out_of_order: AtomicBool,
+        pool: Pool,
+    }
+
+    struct Lane {
+        n: usize,
+        closed: AtomicBool,
+    }
+
+    #[async_trait]
+    impl Connection for Lane {
+        async fn call(&self, _: Message, _: Duration) -> Result<Message> {
+            Err(Error::new(Code::Disconnected, "nobody"))
+        }
+        fn is_closed(&self) -> bool {
+            self.closed.load(SeqCst)
+        }
+        fn lends(&self) -> bool {
+            true
+        }
+        fn addr(&self) -> String {
+            format!("lane {}", self.n)
+        }
+        fn close(&self) {
+            self.closed.store(true, SeqCst);
+        }
+    }
+
+    #[async_trait]
+    impl Fabric for Slow {
+        async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+            assert!(matches!(to, Endpoint::Rdma(..)), "{to}");
+            let n = self.asked.fetch_add(1, SeqCst);
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            if self.out_of_order.load(SeqCst) {
+                return Err(Error::new(Code::Disconnected, "refused"));
+            }
+            Ok(Arc::new(Lane { n, closed: AtomicBool::new(false) }))
+        }
+        async fn listen(&self, _: &Endpoint, _: Arc<dyn Service>) -> Result<Listener> {
+            Err(Error::new(Code::OpNotSupp, "nobody listens here"))
+        }
+        fn pool(&self) -> &Pool {
+            &self.pool
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn there_are_four_lanes_whoever_asks_at_once_and_one_that_fails_is_replaced() {
+        let slow = Arc::new(Slow {
+            asked: AtomicUsize::new(0),
+            out_of_order: AtomicBool::new(false),
+            pool: Pool::new(1 << 20),
+        });
+        let fabric: Arc<dyn Fabric> = slow.clone();
+        let endpoints = vec!["rdma:127.0.0.1:1".into(), "tcp:127.0.0.1:1".into()];
+        let node = pb::Node { id: 4, name: "oss4".into(), endpoints, ..Default::default() };
+        for (wanted, there) in [(1, 4), (4, 4), (6, 6)] {
+            let (lanes, others) = (Lanes::new(wanted), Conns::new(1));
+            slow.asked.store(0, SeqCst);
+            // The names of the lanes of so many requests at once, each how often; who got none counts as nobody.
+            let take = async |requests: usize| {
+                let all = (0..requests).map(|_| lanes.get(&fabric, &node, &others));
+                let mut of = BTreeMap::<String, usize>::new();
+                for got in futures_util::future::join_all(all).await {
+                    *of.entry(got.map_or_else(|_| "nobody".into(), |c| c.addr())).or_default() += 1;
+                }
+                of
+            };
+            let named = |names: &[usize], times: usize| -> BTreeMap<String, usize> {
+                names.iter().map(|n| (format!("lane {n}"), times)).collect()
+            };
+            let first: Vec<usize> = (0..there).collect();
+            assert_eq!(take(2 * there).await, named(&first, 2), "each twice, none opened twice");
+            assert_eq!(slow.asked.load(SeqCst), there);
+            assert_eq!(lanes.ways().len(), there);
+
+            // One fails: the others stay, and it alone is opened anew.
+            lanes.get(&fabric, &node, &others).await.unwrap().close();
+            assert_eq!(lanes.ways().len(), there - 1);
+            let second: Vec<usize> = (1..=there).collect();
+            assert_eq!(take(2 * there).await, named(&second, 2));
+            assert_eq!(slow.asked.load(SeqCst), there + 1);
+
+            // Where that fails too, who comes to its turn hears so, the others have theirs, and it is tried again later.
+            slow.out_of_order.store(true, SeqCst);
+            take(1).await;
+            lanes.get(&fabric, &node, &others).await.unwrap().close();
+            let got = take(there).await;
+            assert_eq!((got.len(), got.get("nobody")), (there, Some(&1)), "{got:?}");
+            slow.out_of_order.store(false, SeqCst);
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            let got = take(there).await;
+            assert!(got.len() == there && got.contains_key(&format!("lane {}", there + 2)), "{got:?}");
+        }
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What every [`Fabric`] must do, as functions that panic where it does not. For tests of any transport: give
+//! What every [`Fabric`] must do; it panics where one does not. For tests of any transport: give
 //! [`all`] two ends of it. Waits only for conditions, so it runs under tokio's paused time too.
 
 use std::{
@@ -132,17 +132,22 @@ fn flat(payload: &[Buf]) -> Vec<u8> {
     payload.iter().flat_map(|b| b.iter().copied()).collect()
 }
 
-/// Runs every check between two fabrics of one cluster; `at` is where `listener` can listen (anew for each check).
-pub async fn all(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
-    sizes(dialer, listener, at).await;
-    concurrency(dialer, listener, at).await;
-    answers_in_any_order(dialer, listener, at).await;
-    errors(dialer, listener, at).await;
-    back_calls(dialer, listener, at).await;
-    timeouts_and_dropped_calls(dialer, listener, at).await;
-    windows(dialer, listener, at).await;
-    endings(dialer, listener, at).await;
+macro_rules! checks {
+    ($($check:ident)*) => {
+        /// Runs every check between two fabrics of one cluster, and says how long each took; `at` is where `listener` can listen (anew for each
+        /// check). There is no other way to run one: who conforms, conforms to all.
+        pub async fn all(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
+            $(
+                let start = std::time::Instant::now();
+                $check(dialer, listener, at).await;
+                println!("{}: {:?}", stringify!($check), start.elapsed());
+            )*
+        }
+    };
 }
+
+// The checks are private: the compiler finds one that is not listed here.
+checks! { sizes concurrency answers_in_any_order errors back_calls timeouts_and_dropped_calls windows endings }
 
 struct Ends {
     service: Arc<TestService>,
@@ -159,7 +164,7 @@ async fn meet(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) -> Ends
 }
 
 /// Bodies and payloads of all sizes come back as they were, payloads aligned and in one piece.
-pub async fn sizes(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
+async fn sizes(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     let e = meet(dialer, listener, at).await;
     for body in [0usize, 1, 63, 64, 2048, 2049, 8191, 8192, 70_000, 4 << 20] {
         for payload in [0usize, 1, 4095, 4096, 65_536, 1_000_003, 16 << 20] {
@@ -190,7 +195,7 @@ pub async fn sizes(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
 }
 
 /// Many calls at a time, each with its own answer.
-pub async fn concurrency(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
+async fn concurrency(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     let e = meet(dialer, listener, at).await;
     let calls = (0..2000usize).map(|i| {
         let e = &e;
@@ -206,7 +211,7 @@ pub async fn concurrency(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoi
 }
 
 /// A slow request holds up nobody else.
-pub async fn answers_in_any_order(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
+async fn answers_in_any_order(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     let e = meet(dialer, listener, at).await;
     let slow = e.conn.call(Message::new(GATED, "slow"), LONG);
     let fast = async {
@@ -220,7 +225,7 @@ pub async fn answers_in_any_order(dialer: &dyn Fabric, listener: &dyn Fabric, at
 }
 
 /// Errors of the service arrive whole, unknown requests and panics are errors of one call only.
-pub async fn errors(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
+async fn errors(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     let e = meet(dialer, listener, at).await;
     let got = e.conn.call(Message::new(FAILS, ""), LONG).await.expect_err("fails");
     assert_eq!((got.code, got.leader, &got.message[..]), (Code::NotLeader, 7, "as asked"));
@@ -231,7 +236,7 @@ pub async fn errors(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
 }
 
 /// Requests go both ways over one connection, nested too, and need a service to go to.
-pub async fn back_calls(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
+async fn back_calls(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     let e = meet(dialer, listener, at).await;
     let calls = (0..50).map(|i| e.conn.call(Message::new(BACK, i.to_string()), LONG));
     for (i, got) in join_all(calls).await.into_iter().enumerate() {
@@ -244,7 +249,7 @@ pub async fn back_calls(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoin
 }
 
 /// A call ends at its deadline; given-up calls take no place for good and their late answers go nowhere.
-pub async fn timeouts_and_dropped_calls(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
+async fn timeouts_and_dropped_calls(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     let e = meet(dialer, listener, at).await;
     let got = e.conn.call(Message::new(GATED, ""), Duration::from_millis(30)).await.expect_err("late");
     assert_eq!(got.code, Code::TimedOut);
@@ -268,7 +273,7 @@ pub async fn timeouts_and_dropped_calls(dialer: &dyn Fabric, listener: &dyn Fabr
 }
 
 /// Far more calls than fit: a bounded number runs at a time, and all are answered in the end.
-pub async fn windows(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
+async fn windows(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     let e = meet(dialer, listener, at).await;
     let calls = join_all((0..1500).map(|_| e.conn.call(Message::new(GATED, "x"), LONG)));
     let opener = async {
@@ -285,7 +290,7 @@ pub async fn windows(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) 
 }
 
 /// However a connection ends: calls in flight end, later ones fail at once, the service is told once.
-pub async fn endings(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
+async fn endings(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     let e = meet(dialer, listener, at).await;
     assert!(!e.conn.is_closed());
     let call = e.conn.call(Message::new(GATED, ""), LONG);

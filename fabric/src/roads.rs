@@ -44,7 +44,7 @@ pub struct Roads {
     choice: Use,
     tcp: TcpFabric,
     /// Made when it is first asked for and can be.
-    rdma: Arc<OnceLock<RdmaFabric>>,
+    pub(crate) rdma: Arc<OnceLock<RdmaFabric>>,
     new_rdma: Arc<dyn Fn() -> Result<RdmaFabric> + Send + Sync>,
     /// That RDMA is there and not used.
     said: Arc<Once>,

@@ -118,6 +118,57 @@ fn what_a_cluster_was_made_with_holds_and_status_tells_by_its_exit() {
 }
 
 #[test]
+fn status_and_lfs_path_tell_the_road_of_each_connection_and_the_bytes_that_took_it() {
+    if !Path::new("/dev/fuse").exists() {
+        println!("skipped: /dev/fuse is missing");
+        return;
+    }
+    const MIB: u64 = 1 << 20;
+    let c = Tiny::new();
+    ok(&c.make("m"));
+    let json = |args: &[&str], path: &Path| -> serde_json::Value {
+        serde_json::from_str(&ok(&strake().args(args).arg(path).output().unwrap())).unwrap()
+    };
+    // Of each server: its roads, and how many connections and bytes (sent, received) took the only one that carries any.
+    let servers = || {
+        let status = json(&["status", "--json", "--dir"], &c.dir);
+        let of = |s: &serde_json::Value| {
+            let roads: Vec<_> = s["roads"].as_array().unwrap().clone();
+            assert!(
+                roads.iter().all(|r| r["road"] == "tcp" || (&r["sent"], &r["received"]) == (&0.into(), &0.into())),
+                "{s:#}"
+            );
+            let tcp = roads.iter().find(|r| r["road"] == "tcp").unwrap_or_else(|| panic!("{s:#}"));
+            let n = |key: &str| tcp[key].as_u64().unwrap();
+            (s["name"].as_str().unwrap().to_string(), (n("connections"), n("sent"), n("received")))
+        };
+        status["servers"].as_array().unwrap().iter().map(of).collect::<std::collections::BTreeMap<_, _>>()
+    };
+    let before = servers();
+    let file = c.at("m/file");
+    fs::write(&file, vec![7; 3 * MIB as usize]).unwrap();
+    fs::File::open(&file).unwrap().sync_all().unwrap();
+    let after = servers();
+    let grown = |name: &str| (after[name].1 - before[name].1, after[name].2 - before[name].2);
+    let (sent, received) = grown("oss1");
+    // A write that had no answer in time was sent again.
+    assert!((3 * MIB..30 * MIB).contains(&received) && sent < MIB, "{before:?} {after:?}");
+    assert!(grown("mds1").1 < MIB, "the bytes of a file go to no metadata server: {before:?} {after:?}");
+
+    let path = json(&["lfs", "path", "--json"], &file);
+    let file_of = if path.is_array() { &path[0] } else { &path };
+    let server = &file_of["servers"][0];
+    assert_eq!((file_of["servers"].as_array().map(Vec::len), &server["name"]), (Some(1), &"oss1".into()), "{path:#}");
+    let ways = server["connections"].as_array().unwrap();
+    assert!(!ways.is_empty() && ways.len() as u64 <= after["oss1"].0, "{path:#} {after:?}");
+    for w in ways {
+        assert!(w["road"] == "tcp" && w["endpoint"].as_str().is_some_and(|e| e.starts_with("tcp:")), "{w:#}");
+    }
+    let sum: u64 = ways.iter().map(|w| w["sent"].as_u64().unwrap()).sum();
+    assert!((3 * MIB..=servers()["oss1"].2).contains(&sum), "{path:#} {after:?}");
+}
+
+#[test]
 fn a_cluster_stays_where_it_is_mounted() {
     if !Path::new("/dev/fuse").exists() {
         println!("skipped: /dev/fuse is missing");

@@ -5,7 +5,10 @@ use std::{
     ffi::{CStr, c_int},
     os::fd::{AsRawFd, BorrowedFd},
     ptr::null_mut,
-    sync::Arc,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, Ordering::SeqCst},
+    },
 };
 
 use parking_lot::Mutex;
@@ -13,7 +16,7 @@ use strake_proto::{Code, Error, Result};
 
 use super::{
     locked::{Budget, Had, Locked, What},
-    queue::DEPTH,
+    queue::{DEPTH, Queue},
     stage::Stage,
     verbs::{self, Context, DeviceAttr, Lib, Mr, Pd, RecvWr, Sge, Srq, SrqInitAttr, os_error},
 };
@@ -47,9 +50,13 @@ pub struct Device {
     pub pool: Pool,
     /// How many share what may be registered.
     devices: usize,
+    /// A key of this protection domain could not be taken back.
+    spoilt: Arc<AtomicBool>,
+    /// The connections of this protection domain, and some that are gone.
+    queues: Mutex<Vec<Weak<Queue>>>,
     /// As if nothing that is fetched could be registered where it goes.
     #[cfg(test)]
-    pub starved: std::sync::atomic::AtomicBool,
+    pub starved: AtomicBool,
 }
 
 /// A region of the pool, and its registration.
@@ -68,12 +75,15 @@ unsafe impl Send for Device {}
 // SAFETY: as above; the libraries lock for themselves.
 unsafe impl Sync for Device {}
 
-/// Memory that the device may reach, for local use; nothing remote can be done with its key.
+/// Memory that the device may reach.
 pub struct Registered {
     lib: &'static Lib,
     pub mr: *mut Mr,
     /// `None`: it is no memory of this process's.
     _locked: Option<Locked>,
+    /// [`Device::spoilt`], of memory that peers reach by this registration's own key. `None`: it is for local use, and nothing remote can be
+    /// done with its key.
+    open: Option<Arc<AtomicBool>>,
 }
 
 // SAFETY: as for `Device`.
@@ -100,6 +110,9 @@ impl Drop for Registered {
         let rc = unsafe { (self.lib.ibv_dereg_mr)(self.mr) };
         if rc != 0 {
             tracing::error!("memory stays registered: {}", std::io::Error::from_raw_os_error(rc));
+            if let Some(spoilt) = &self.open {
+                spoilt.store(true, SeqCst);
+            }
         }
     }
 }
@@ -192,6 +205,8 @@ impl Device {
             stage: None,
             pool,
             devices,
+            spoilt: Arc::default(),
+            queues: Mutex::default(),
             #[cfg(test)]
             starved: false.into(),
         };
@@ -214,6 +229,36 @@ impl Device {
 
     pub fn pd(&self) -> *mut Pd {
         self.pd
+    }
+
+    pub fn is_spoilt(&self) -> bool {
+        self.spoilt.load(SeqCst)
+    }
+
+    /// Notes a connection that is up. It ends at once if the device is spoilt.
+    pub fn enter(&self, q: &Arc<Queue>) {
+        let mut all = self.queues.lock();
+        all.retain(|q| q.strong_count() > 0);
+        all.push(Arc::downgrade(q));
+        drop(all);
+        self.end_if_spoilt();
+    }
+
+    /// To be called, without the lock of a connection, when registrations with keys of their own have gone. A key that could not be taken back opens
+    /// its memory to every queue pair of this protection domain: they are all gone when this returns, and without them it opens nothing. Who connects
+    /// anew gets a domain of its own, see `RdmaFabric::device`.
+    pub fn end_if_spoilt(&self) {
+        if !self.is_spoilt() {
+            return;
+        }
+        // Held until the end: so are others who want to know.
+        let mut all = self.queues.lock();
+        let left: Vec<Arc<Queue>> = std::mem::take(&mut *all).iter().filter_map(Weak::upgrade).collect();
+        if !left.is_empty() {
+            tracing::error!("device {}: all its connections end, because a key cannot be taken back", self.name);
+        }
+        left.iter().for_each(|q| q.destroy());
+        drop(all);
     }
 
     pub fn srq(&self) -> *mut Srq {
@@ -260,7 +305,7 @@ impl Device {
             );
             return Err(Error::new(Code::NoMem, m));
         }
-        Ok(Registered { lib: self.lib, mr, _locked: Some(locked) })
+        Ok(Registered { lib: self.lib, mr, _locked: Some(locked), open: None })
     }
 
     /// Of the device's own memory.
@@ -306,6 +351,13 @@ impl Device {
         self.register(start, len, room).map(Arc::new)
     }
 
+    /// Where the regions of kept memory start that are registered.
+    #[cfg(test)]
+    pub fn kept_regions(&self) -> Vec<u64> {
+        let all = self.regions.lock();
+        all.values().filter(|(_, r)| r.is_kept()).map(|(_, r)| r.as_ptr().addr() as u64).collect()
+    }
+
     pub fn of_buf(&self, b: &Buf) -> Result<Arc<Registered>> {
         self.registration(b.region(), b.as_ptr().cast_mut(), b.len(), What::Once)
     }
@@ -318,20 +370,20 @@ impl Device {
     /// Registers exactly these bytes of a dma-buf, with a key that opens them for one direction: the kernel binds no windows to such a
     /// registration. It takes no locked memory: what it holds in place is the exporter's.
     pub fn of_dma_buf(&self, (fd, offset): (BorrowedFd<'_>, u64), memory: &Foreign, access: u32) -> Result<Registered> {
-        let register = verbs::reg_dmabuf()?;
+        let register = (self.lib.reg_dmabuf)()?;
         let len = memory.len() as usize;
         let local = if access & verbs::REMOTE_WRITE != 0 { verbs::LOCAL_WRITE } else { 0 };
         // SAFETY: a valid domain and an open descriptor, which the kernel checks and holds by itself.
         let mr = unsafe { register(self.pd, offset, len, memory.addr(), fd.as_raw_fd(), local | access as c_int) };
         if !mr.is_null() {
-            return Ok(Registered { lib: self.lib, mr, _locked: None });
+            return Ok(Registered { lib: self.lib, mr, _locked: None, open: Some(self.spoilt.clone()) });
         }
         Err(no_dma_buf(&self.name, len, &std::io::Error::last_os_error()))
     }
 
     pub fn of_mut(&self, b: &mut BufMut) -> Result<Arc<Registered>> {
         #[cfg(test)]
-        if self.starved.load(std::sync::atomic::Ordering::Relaxed) {
+        if self.starved.load(SeqCst) {
             return Err(Budget::here().refusal(b.capacity()));
         }
         let (start, len) = (b.as_mut_ptr(), b.capacity());

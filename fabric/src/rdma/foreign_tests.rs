@@ -21,7 +21,7 @@ const LONG: Duration = Duration::from_secs(60);
 const KIB: usize = 1 << 10;
 
 /// Pages that a peer may write at any time.
-struct Pages(Box<[UnsafeCell<u8>]>);
+pub struct Pages(Box<[UnsafeCell<u8>]>);
 
 // SAFETY: only addresses are shared; the tests look at the bytes when nobody may write them.
 unsafe impl Send for Pages {}
@@ -29,16 +29,22 @@ unsafe impl Send for Pages {}
 unsafe impl Sync for Pages {}
 
 impl Pages {
-    fn new(len: usize, fill: u8) -> Arc<Pages> {
+    pub fn new(len: usize, fill: u8) -> Arc<Pages> {
         Arc::new(Pages((0..len).map(|_| UnsafeCell::new(fill)).collect()))
     }
 
-    fn lent(self: &Arc<Pages>) -> Foreign {
+    pub fn lent(self: &Arc<Pages>) -> Foreign {
         // SAFETY: cells may be written while they are shared, and are mapped as long as they are held.
         unsafe { Foreign::host(self.0.as_ptr().cast_mut().cast(), self.0.len() as u64, self.clone()) }
     }
 
-    fn look(&self) -> &[u8] {
+    /// When nothing is lent, and nobody looks.
+    pub fn fill(&self, with: u8) {
+        // SAFETY: as said; cells may be written while they are shared.
+        unsafe { self.0.as_ptr().cast::<u8>().cast_mut().write_bytes(with, self.0.len()) }
+    }
+
+    pub fn look(&self) -> &[u8] {
         // SAFETY: the tests call it when nothing is lent.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len()) }
     }

@@ -235,7 +235,10 @@ impl Bulk for Queue {
         let lent = {
             let mut s = self.state.lock();
             if s.destroyed() {
-                return Err(self.gone(&s));
+                let gone = self.gone(&s);
+                drop((s, mr));
+                self.device.end_if_spoilt();
+                return Err(gone);
             }
             if room.is_some() {
                 // Without one nothing is open yet, and the connection goes on.
@@ -258,8 +261,16 @@ impl Bulk for Queue {
                 (id, region)
             })
         };
-        // The window may be open until the queue pair is gone.
-        let (id, region) = lent.inspect_err(|_| self.end())?;
+        // The window may be open until the queue pair is gone, and the key until it is taken back.
+        let (id, region) = match lent {
+            Ok(lent) => lent,
+            Err(e) => {
+                self.end();
+                drop(mr);
+                self.device.end_if_spoilt();
+                return Err(e);
+            }
+        };
         let regions = match what {
             Lend::Payload(_) => Regions { payload: vec![region], room: None },
             Lend::Room(_) => Regions { payload: Vec::new(), room: Some(region) },
@@ -309,6 +320,10 @@ impl Bulk for Queue {
         // Under the lock, as in `end`: what was registered for it is not any more when it is gone.
         drop(lent);
         drop(s);
+        self.device.end_if_spoilt();
+        if self.device.is_spoilt() {
+            return Err(self.gone(&self.state.lock()));
+        }
         Ok(room)
     }
 

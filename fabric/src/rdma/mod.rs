@@ -141,7 +141,7 @@ impl RdmaFabric {
             return Err(Error::new(Code::Disconnected, "an RDMA connection without a device"));
         }
         let mut all = self.devices.lock();
-        if let Some(d) = all.get(&ctx.addr()).and_then(Weak::upgrade) {
+        if let Some(d) = all.get(&ctx.addr()).and_then(Weak::upgrade).filter(|d| !d.is_spoilt()) {
             return Ok(d);
         }
         let few = Budget::here().receives(MESSAGE, self.usable);
@@ -183,9 +183,15 @@ impl RdmaFabric {
         let e = cm::expected(e, event::ESTABLISHED, name)?;
         q.set_peer(&Greeting::decode(&e.private)?);
         q.rail = Some(rail);
+        Ok(self.up(q))
+    }
+
+    /// A connection that is established, and not authenticated yet.
+    fn up(&self, q: Queue) -> Arc<Queue> {
         let q = Arc::new(q);
+        q.device.enter(&q);
         self.streams.env.spawn(q.clone().drive());
-        Ok(q)
+        q
     }
 
     /// The same endpoints, the best first: by the rails that lead to each and by the connections that are open there. Equals take turns. Names come
@@ -293,8 +299,7 @@ impl RdmaFabric {
         q.id().accept(&greeting().encode(), reads)?;
         let up = timeout(SETUP, q.id().events.expect(event::ESTABLISHED, &from)).await;
         up.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, format!("{from} does not finish its connection"))))?;
-        let q = Arc::new(q);
-        self.streams.env.spawn(q.clone().drive());
+        let q = self.up(q);
         let (rd, wr) = stream::halves(&q);
         let bulk: Arc<dyn Bulk> = q;
         // The handshake tells of refusals itself.

@@ -595,6 +595,12 @@ impl Queue {
 
     /// Destroys the queue pair. From then on the device touches nothing, and all that was held for it goes.
     pub fn end(&self) {
+        self.destroy();
+        self.device.end_if_spoilt();
+    }
+
+    /// For [`Queue::end`], and for the device, which has its own lock then.
+    pub fn destroy(&self) {
         let mut s = self.state.lock();
         if std::mem::replace(&mut s.destroyed, true) {
             return;

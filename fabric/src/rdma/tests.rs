@@ -4,7 +4,10 @@
 //! [`peer_that_serves`], and `STRAKE_RDMA_LINK` the network interface that leads there.
 
 use std::{
-    sync::{Arc, atomic::Ordering::SeqCst},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
+    },
     time::{Duration, Instant},
 };
 
@@ -16,9 +19,9 @@ use strake_proto::{
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::{verbs::op, *};
+use super::{foreign_tests::Pages, verbs::op, *};
 use crate::{
-    Buf, Message, Role,
+    Buf, Lend, Message, Roads, Role,
     conformance::{self, TestService},
     conn::{bulk::Regions, handshake, handshake::Party},
 };
@@ -67,39 +70,21 @@ pub async fn works(c: &dyn Connection) {
     assert!(got.body == "ok" && got.payload[0][..] == payload[..]);
 }
 
-/// [`conformance::all`], with the time of each part.
-async fn conforms(dialer: &RdmaFabric, listener: &RdmaFabric, at: &Endpoint) {
-    macro_rules! each {
-        ($($part:ident)*) => { $(
-            let start = Instant::now();
-            conformance::$part(dialer, listener, at).await;
-            println!("{}: {:?}", stringify!($part), start.elapsed());
-        )* };
-    }
-    each!(sizes concurrency answers_in_any_order errors back_calls timeouts_and_dropped_calls windows endings);
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn conforms_on_threads() {
     let Some(at) = here() else { return };
     let dialer = fabric_of(client_identity(), None, Options::default());
     let listener = server();
-    conforms(&dialer, &listener, &at).await;
+    conformance::all(&dialer, &listener, &at).await;
     settled(&dialer).await;
     settled(&listener).await;
 }
 
-/// The parts that move few bytes; the others depend on threads least.
 #[tokio::test]
 async fn conforms_in_one_thread() {
     let Some(at) = here() else { return };
     let f = server();
-    conformance::concurrency(&f, &f, &at).await;
-    conformance::answers_in_any_order(&f, &f, &at).await;
-    conformance::errors(&f, &f, &at).await;
-    conformance::back_calls(&f, &f, &at).await;
-    conformance::timeouts_and_dropped_calls(&f, &f, &at).await;
-    conformance::endings(&f, &f, &at).await;
+    conformance::all(&f, &f, &at).await;
     settled(&f).await;
 }
 
@@ -255,26 +240,56 @@ async fn raw(f: &RdmaFabric, at: &Endpoint) -> Raw {
     Raw { q, rd, wr }
 }
 
-fn frame(regions: Option<&Regions>, len: usize, crc: u32) -> Vec<u8> {
+fn frame(regions: &Regions, opcode: u16, body: &[u8], len: usize, crc: u32) -> Vec<u8> {
     let header = Header {
         version: 1,
         kind: Kind::Request,
-        flags: FLAG_PAYLOAD_SUMMED | if regions.is_some() { FLAG_REGIONS } else { 0 },
-        opcode: conformance::GATED,
+        flags: FLAG_PAYLOAD_SUMMED | FLAG_REGIONS,
+        opcode,
         status: 0,
         deadline_ms: 0,
         request_id: 9,
-        body_len: 0,
+        body_len: body.len() as u32,
         payload_len: len as u32,
-        body_crc: crc32c(b""),
+        body_crc: crc32c(body),
         payload_crc: crc,
         trace: 0,
     };
-    [&header.encode()[..], &regions.map(Regions::encode).unwrap_or_default()].concat()
+    [&header.encode()[..], body, &regions.encode()].concat()
+}
+
+impl Raw {
+    /// Asks for these many bytes, to be written to a place.
+    async fn ask(&mut self, len: usize, to: Region) {
+        let regions = Regions { payload: Vec::new(), room: Some(to) };
+        self.wr.write_all(&frame(&regions, conformance::GENERATE, &len.to_le_bytes(), 0, 0)).await.unwrap();
+    }
+
+    async fn answer(&mut self) -> Header {
+        let mut answer = [0; 64];
+        timeout(LONG, self.rd.read_exact(&mut answer)).await.unwrap().unwrap();
+        let answer = Header::decode(&answer).unwrap();
+        let mut body = vec![0; answer.body_len as usize];
+        self.rd.read_exact(&mut body).await.unwrap();
+        answer
+    }
+
+    /// Nothing more comes; why.
+    async fn ends(&mut self) -> Error {
+        let mut rest = Vec::new();
+        let _ = timeout(LONG, self.rd.read_to_end(&mut rest)).await.expect("the connection ends");
+        assert!(rest.is_empty(), "answered");
+        self.q.gone(&self.q.state.lock())
+    }
+}
+
+/// That a device refused what it was asked for.
+fn is_refusal(e: &Error) -> bool {
+    e.code == Code::Disconnected && (e.message.contains("broke: ") || e.message.contains("closed the connection"))
 }
 
 #[tokio::test]
-async fn what_was_not_lent_is_not_reached() {
+async fn what_was_not_lent_is_not_read() {
     let Some(at) = here() else { return };
     let f = server();
     let (service, guard) = serve(&f, &at).await;
@@ -283,7 +298,7 @@ async fn what_was_not_lent_is_not_reached() {
     let other = raw(&f, guard.endpoint()).await;
     let foreign = other.q.lend(vec![data.clone()], None).await.unwrap().regions.payload[0];
     let len = data.len() as u32;
-    for case in 0..6 {
+    for case in 0..7 {
         let mut peer = raw(&f, guard.endpoint()).await;
         let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
         let good = loan.regions.payload[0];
@@ -300,20 +315,25 @@ async fn what_was_not_lent_is_not_reached() {
             3 => foreign,
             // Made up.
             4 => Region { key: good.key ^ 1, ..good },
+            // Lent to be written.
+            5 => peer.q.lend(Vec::new(), Some(f.pool().get_now(1 << 20))).await.unwrap().regions.room.unwrap(),
             _ => Region { addr: good.addr - 1, ..good },
         };
         let regions = Regions { payload: vec![bad], room: None };
-        peer.wr.write_all(&frame(Some(&regions), bad.len as usize, 0)).await.unwrap();
-        let mut rest = Vec::new();
-        let _ = timeout(LONG, peer.rd.read_to_end(&mut rest)).await.expect("the connection ends");
+        let ask = frame(&regions, conformance::GATED, b"", bad.len as usize, 0);
+        peer.wr.write_all(&ask).await.unwrap();
+        let e = peer.ends().await;
+        println!("said: {case} {e}");
+        assert!(is_refusal(&e), "{case}: {e}");
         service.until(|s| s.disconnected.load(SeqCst) == case + 1).await;
         works(&*friend).await;
     }
+    assert_eq!(service.running.load(SeqCst), 0, "none of them reached the service");
     // Regions that do not add up to the payload end the connection before anything is read.
     let mut peer = raw(&f, guard.endpoint()).await;
     let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
-    peer.wr.write_all(&frame(Some(&loan.regions), 4096, 0)).await.unwrap();
-    service.until(|s| s.disconnected.load(SeqCst) == 7).await;
+    peer.wr.write_all(&frame(&loan.regions, conformance::GATED, b"", 4096, 0)).await.unwrap();
+    service.until(|s| s.disconnected.load(SeqCst) == 8).await;
     // Each was a request with what is good: it is answered once the gate is open; damaged, it is to be sent again.
     let mut peer = raw(&f, guard.endpoint()).await;
     let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
@@ -321,15 +341,189 @@ async fn what_was_not_lent_is_not_reached() {
     // What a silent connection sends to see whether the other end is there is answered, by its device.
     peer.q.probe();
     for (crc, code) in [(crc32c(&data), 0), (crc32c(&data) ^ 1, Code::Resend as u16)] {
-        peer.wr.write_all(&frame(Some(&loan.regions), data.len(), crc)).await.unwrap();
-        let mut answer = [0; 64];
-        peer.rd.read_exact(&mut answer).await.unwrap();
-        let answer = Header::decode(&answer).unwrap();
+        peer.wr.write_all(&frame(&loan.regions, conformance::GATED, b"", data.len(), crc)).await.unwrap();
+        let answer = peer.answer().await;
         assert_eq!((answer.request_id, answer.status), (9, code));
-        let mut body = vec![0; answer.body_len as usize];
-        peer.rd.read_exact(&mut body).await.unwrap();
     }
     works(&*friend).await;
+}
+
+/// As above, for what the server writes. All that is lent lies in the middle of memory that is looked at afterwards.
+#[tokio::test]
+async fn what_was_not_lent_is_not_written() {
+    const LEN: usize = 300_000;
+    const MIDDLE: std::ops::Range<u64> = 8192..8192 + LEN as u64;
+    let Some(at) = here() else { return };
+    let f = server();
+    let (service, guard) = serve(&f, &at).await;
+    let friend = f.connect(guard.endpoint(), None).await.unwrap();
+    let memory = Pages::new(LEN + 3 * 8192, 7);
+    let room = || Lend::Room(memory.lent().slice(MIDDLE));
+    let other = raw(&f, guard.endpoint()).await;
+    let foreign = other.q.lend_foreign(&room()).await.unwrap();
+    for case in 0..7 {
+        let mut peer = raw(&f, guard.endpoint()).await;
+        let loan = peer.q.lend_foreign(&room()).await.unwrap();
+        let good = loan.regions.room.unwrap();
+        let mut len = LEN;
+        let bad = match case {
+            // Ends a byte, a page beyond what was lent; begins before it.
+            0 => {
+                len += 1;
+                Region { len: len as u32, ..good }
+            }
+            1 => Region { addr: good.addr + 4096, ..good },
+            // Taken back.
+            2 => {
+                peer.q.take_back(loan.id).await.unwrap();
+                good
+            }
+            // Lent to the same process over another connection.
+            3 => foreign.regions.room.unwrap(),
+            // Made up.
+            4 => Region { key: good.key ^ 1, ..good },
+            // Lent to be read.
+            5 => peer.q.lend_foreign(&Lend::Payload(memory.lent().slice(MIDDLE))).await.unwrap().regions.payload[0],
+            _ => Region { addr: good.addr - 1, ..good },
+        };
+        peer.ask(len, bad).await;
+        let e = peer.ends().await;
+        println!("said: {case} {e}");
+        assert!(is_refusal(&e), "{case}: {e}");
+        service.until(|s| s.disconnected.load(SeqCst) == case + 1).await;
+        works(&*friend).await;
+    }
+    other.q.take_back(foreign.id).await.unwrap();
+    drop(other);
+    assert!(memory.look().iter().all(|b| *b == 7), "something was written");
+    // What was lent is, and nothing beside it.
+    let mut peer = raw(&f, guard.endpoint()).await;
+    let loan = peer.q.lend_foreign(&room()).await.unwrap();
+    peer.ask(LEN, loan.regions.room.unwrap()).await;
+    assert_eq!(peer.answer().await.payload_len as usize, LEN);
+    peer.q.take_back(loan.id).await.unwrap();
+    let (before, rest) = memory.look().split_at(MIDDLE.start as usize);
+    let (middle, after) = rest.split_at(LEN);
+    assert!(middle == &conformance::pattern(LEN, 3)[..] && before.iter().chain(after).all(|b| *b == 7));
+    works(&*friend).await;
+}
+
+/// Whether the kernel, as it seems, takes back no registration.
+static STUCK: AtomicBool = AtomicBool::new(false);
+
+unsafe extern "C" fn dereg_or_not(mr: *mut verbs::Mr) -> std::ffi::c_int {
+    // SAFETY: as of the one in its place.
+    if STUCK.load(SeqCst) { libc::EBUSY } else { unsafe { (verbs::lib().unwrap().ibv_dereg_mr)(mr) } }
+}
+
+/// Memory of this process in the place of a dma-buf, which soft-RoCE does not register: with a key of its own too.
+unsafe extern "C" fn reg_host(
+    pd: *mut verbs::Pd,
+    _offset: u64,
+    len: usize,
+    addr: u64,
+    _fd: std::ffi::c_int,
+    access: std::ffi::c_int,
+) -> *mut verbs::Mr {
+    let start = std::ptr::with_exposed_provenance_mut(addr as usize);
+    // SAFETY: a valid domain, and memory that its test holds.
+    unsafe { (verbs::lib().unwrap().ibv_reg_mr)(pd, start, len, access) }
+}
+
+#[tokio::test]
+async fn a_key_that_cannot_be_taken_back_opens_nothing_when_its_call_has_ended() {
+    const LEN: usize = 100_000;
+    let Some(at) = here() else { return };
+    let server = server();
+    let (_service, guard) = serve(&server, &at).await;
+    let friend = server.connect(guard.endpoint(), None).await.unwrap();
+    let mut f = fabric_of(client_identity(), None, Options::default());
+    let lib = verbs::lib().unwrap().clone();
+    f.lib = Box::leak(Box::new(verbs::Lib { ibv_dereg_mr: dereg_or_not, reg_dmabuf: || Ok(reg_host), ..lib }));
+    let memory = Pages::new(LEN, 7);
+    let exposed = memory.lent().addr();
+    let lend = || {
+        let fd = std::os::fd::OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+        Lend::Room(crate::Foreign::dma_buf(fd, exposed % 4096, exposed, LEN as u64))
+    };
+    // Its call ends well; it is given up; it has ended with its connection.
+    for round in 0..3 {
+        let (lender, mut second) = (raw(&f, guard.endpoint()).await, raw(&f, guard.endpoint()).await);
+        let device = lender.q.device.clone();
+        let loan = lender.q.lend_foreign(&lend()).await.unwrap();
+        let room = loan.regions.room.unwrap();
+        // Until then a server reaches it, by whatever connection.
+        second.ask(LEN, room).await;
+        second.answer().await;
+        assert!(memory.look() == &conformance::pattern(LEN, 3)[..]);
+        memory.fill(7);
+        STUCK.store(true, SeqCst);
+        match round {
+            0 => assert_eq!(lender.q.take_back(loan.id).await.err().map(|e| e.code), Some(Code::Disconnected)),
+            1 => lender.q.revoke(loan.id),
+            _ => lender.q.end(),
+        }
+        STUCK.store(false, SeqCst);
+        for q in [&lender.q, &second.q] {
+            assert!(q.state.lock().destroyed(), "{round}: a queue pair of the same domain is left");
+        }
+        let mut later = raw(&f, guard.endpoint()).await;
+        assert!(!Arc::ptr_eq(&later.q.device, &device));
+        later.ask(LEN, room).await;
+        let e = later.ends().await;
+        assert!(is_refusal(&e), "{round}: {e}");
+        assert!(memory.look().iter().all(|b| *b == 7), "{round}: written after its call had ended");
+    }
+    // Others are served, and so is who lends anew.
+    works(&*friend).await;
+    let lender = raw(&f, guard.endpoint()).await;
+    let loan = lender.q.lend_foreign(&lend()).await.unwrap();
+    lender.q.take_back(loan.id).await.unwrap();
+    assert!(!lender.q.state.lock().destroyed());
+}
+
+/// Answers READ with what lies in its kept memory.
+struct FromKept(parking_lot::Mutex<Buf>);
+
+#[async_trait]
+impl Service for FromKept {
+    async fn handle(&self, _: &crate::Peer, _: Message) -> Result<Message> {
+        Ok(Message { payload: vec![self.0.lock().clone()], ..Message::default() })
+    }
+}
+
+#[tokio::test]
+async fn memory_that_is_gone_is_not_registered_and_what_comes_to_its_addresses_is_registered_anew() {
+    const LEN: usize = 1 << 20;
+    let Some(at) = here() else { return };
+    let f = server();
+    let filled = |n: usize| {
+        let mut b = Pool::kept(crate::Kept::create(4 << 20).unwrap(), 0).get_now(LEN);
+        b.copy_from_slice(&conformance::pattern(LEN, n));
+        b.freeze()
+    };
+    let service = Arc::new(FromKept(parking_lot::Mutex::new(filled(0))));
+    let guard = f.listen(&at, service.clone()).await.unwrap();
+    let client = fabric_of(client_identity(), None, Options::default());
+    let conn = client.connect(guard.endpoint(), None).await.unwrap();
+    let device = f.devices.lock().values().find_map(Weak::upgrade).unwrap();
+    let (mut known, mut again) = (Vec::new(), 0);
+    for n in 1..=8 {
+        let got = conn.call(read_of(LEN), LONG).await.unwrap();
+        assert!(got.payload[0][..] == conformance::pattern(LEN, n - 1)[..], "{n}: what lay there before");
+        let addr = service.0.lock().as_ptr().addr();
+        again += usize::from(known.contains(&addr));
+        known.push(addr);
+        // The one of the last round is gone and another one takes its place, perhaps at the same addresses.
+        assert_eq!(device.kept_regions(), [addr as u64], "{n}");
+        *service.0.lock() = filled(n);
+    }
+    assert!(again > 0, "no address came twice, so that nothing is shown: {known:x?}");
+}
+
+fn read_of(len: usize) -> Message {
+    let chunk = strake_proto::ChunkId { ino: 1, data: 1, index: 0 };
+    Message::new(opcode::READ, DataRequest { len: len as u32, ..DataRequest::new(1, 1, 1, chunk) }.encode())
 }
 
 #[tokio::test]
@@ -506,40 +700,96 @@ async fn a_peer_killed_in_mid_transfer() {
     settled(&f).await;
 }
 
+/// Echoes over a connection, several at a time, counted and compared, until one fails.
+async fn transfer(c: &dyn Connection, done: &AtomicUsize) -> Error {
+    let big = Buf::copy_from(&conformance::pattern(1 << 20, 1));
+    loop {
+        let calls = (0..4).map(|_| c.call(Message::new(opcode::ECHO, "").with_payload(vec![big.clone()]), LONG));
+        for got in futures_util::future::join_all(calls).await {
+            match got {
+                Ok(m) => assert!(m.payload[0][..] == big[..]),
+                Err(e) => return e,
+            }
+            done.fetch_add(1, SeqCst);
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_device_that_vanishes_in_mid_transfer() {
-    let (Some(at), Ok(device)) = (here(), std::env::var("STRAKE_RDMA_VANISH")) else {
-        println!("skipped: STRAKE_RDMA_VANISH names no soft-RoCE device that may be removed");
+async fn a_device_that_vanishes_in_mid_transfer_takes_nobody_else_along() {
+    let var = |name| std::env::var(name).ok();
+    let (Some(at), Some(device), Some(stays)) = (here(), var("STRAKE_RDMA_VANISH"), var("STRAKE_RDMA_STAYS")) else {
+        println!(
+            "skipped: STRAKE_RDMA_VANISH and STRAKE_RDMA_STAYS name no soft-RoCE device that may be removed, and no address of another one"
+        );
         return;
     };
-    let f = server();
-    let (service, guard) = serve(&f, &at).await;
-    let conn = f.connect(guard.endpoint(), None).await.unwrap();
-    let big = Buf::copy_from(&conformance::pattern(4 << 20, 1));
-    let transfers = async {
-        loop {
-            let calls = (0..4).map(|_| conn.call(Message::new(opcode::ECHO, "").with_payload(vec![big.clone()]), LONG));
-            if let Some(e) = futures_util::future::join_all(calls).await.into_iter().find_map(Result::err) {
-                return e;
-            }
+    let roads = |identity| Roads::new(Env::system(), identity, None, Pool::new(64 << 20), Options::default());
+    let (far, near) = (roads(Identity::server(&[1; 32])), roads(client_identity()));
+    let service = Arc::new(TestService::default());
+    let mut guards = Vec::new();
+    for at in [at, Endpoint::Rdma(stays, 0), "tcp:127.0.0.1:0".parse().unwrap()] {
+        guards.push(far.listen(&at, service.clone()).await.unwrap());
+    }
+    let mut conns = Vec::new();
+    for g in &guards {
+        conns.push(near.connect(g.endpoint(), None).await.unwrap());
+    }
+    let done = [const { AtomicUsize::new(0) }; 3];
+    let count = |n: usize| done[n].load(SeqCst);
+    let more = async |ns: &[usize], by: usize| {
+        let from: Vec<usize> = ns.iter().map(|n| count(*n)).collect();
+        while ns.iter().zip(&from).any(|(n, from)| count(*n) < from + by) {
+            sleep(Duration::from_millis(5)).await;
         }
     };
-    // soft-RoCE waits with it until no process has the device open, and librdmacm keeps it so.
-    let removal = async {
-        service.until(|s| s.handled.load(SeqCst) > 2).await;
-        std::process::Command::new("rdma").args(["link", "delete", &device]).spawn().unwrap()
+    let scene = async {
+        more(&[0, 1, 2], 2).await;
+        // soft-RoCE waits with it until no process has the device open, and librdmacm keeps it so.
+        let removal = std::process::Command::new("rdma").args(["link", "delete", &device]).spawn().unwrap();
+        while !conns[0].is_closed() {
+            sleep(Duration::from_millis(5)).await;
+        }
+        // By the other device and by TCP they go on over the same connections, and who comes finds the way.
+        more(&[1, 2], 8).await;
+        let e = near.connect(guards[0].endpoint(), None).await.err().unwrap();
+        println!("removed: {e}");
+        assert_eq!(e.code, Code::Disconnected);
+        let all: Vec<String> = guards.iter().map(|g| g.endpoint().to_string()).collect();
+        let start = Instant::now();
+        let mut new = None;
+        for way in near.ways(&all).unwrap() {
+            if let Ok(Ok(c)) = timeout(Duration::from_millis(1500), near.connect(&way, None)).await {
+                new = Some(c);
+                break;
+            }
+        }
+        let new = new.expect("a way is left");
+        println!("removed: a new connection by {} after {:?}", new.addr(), start.elapsed());
+        assert_eq!(new.addr(), guards[1].endpoint().to_string());
+        works(&*new).await;
+        more(&[1, 2], 4).await;
+        removal
     };
-    let (e, _removal) = timeout(LONG, async { tokio::join!(transfers, removal) }).await.expect("the calls end");
-    assert_eq!(e.code, Code::Disconnected, "{e}");
-    println!("removed: {e}");
-    let e = f.connect(guard.endpoint(), None).await.err().unwrap();
-    println!("removed: {e}");
-    assert_eq!(e.code, Code::Disconnected);
-    settled(&f).await;
-    let start = Instant::now();
-    while f.devices.lock().values().any(|d| d.strong_count() > 0) {
-        assert!(start.elapsed() < LONG, "all goes, though somebody keeps the connection");
-        sleep(Duration::from_millis(10)).await;
+    let others = async { tokio::join!(transfer(&*conns[1], &done[1]), transfer(&*conns[2], &done[2])) };
+    let (e, _removal) = timeout(4 * LONG, async {
+        tokio::select! {
+            both = async { tokio::join!(transfer(&*conns[0], &done[0]), scene) } => both,
+            (one, other) = others => panic!("another one ended too: {one}; {other}"),
+        }
+    })
+    .await
+    .expect("the calls end, and those of others go on");
+    assert!(e.code == Code::Disconnected && !e.message.contains("silent"), "found out by waiting only: {e}");
+    println!("removed: {e}; {} and {} calls by the others", count(1), count(2));
+    // All that was made on it goes, though somebody keeps the connection.
+    for f in [&far, &near] {
+        let f = f.rdma.get().unwrap();
+        let start = Instant::now();
+        while f.devices.lock().values().filter_map(Weak::upgrade).any(|d| d.name == device) {
+            assert!(start.elapsed() < LONG, "it is held");
+            sleep(Duration::from_millis(10)).await;
+        }
     }
 }
 

@@ -322,11 +322,15 @@ pub const REJ_BY_LISTENER: c_int = 28;
 macro_rules! library {
     ($($field:ident $version:literal { $($name:ident: fn($($arg:ty),*) $(-> $ret:ty)?;)* })*) => {
         /// The functions of both libraries.
-        pub struct Lib { $($(pub $name: unsafe extern "C" fn($($arg),*) $(-> $ret)?,)*)* }
+        #[cfg_attr(test, derive(Clone))]
+        pub struct Lib {
+            $($(pub $name: unsafe extern "C" fn($($arg),*) $(-> $ret)?,)*)*
+            pub reg_dmabuf: fn() -> Result<RegDmaBuf>,
+        }
 
         impl Lib {
             fn load(from: &Handles) -> Result<Lib> {
-                Ok(Lib { $($($name: {
+                Ok(Lib { reg_dmabuf, $($($name: {
                     let p = from.$field.symbol(stringify!($name), $version)?;
                     // SAFETY: a function of this name and version has this type.
                     unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) $(-> $ret)?>(p) }
@@ -387,7 +391,7 @@ library! {
 pub type RegDmaBuf = unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr;
 
 /// Newer than all else that is used, and only needed for memory of GPUs: libraries without it serve for the rest.
-pub fn reg_dmabuf() -> Result<RegDmaBuf> {
+fn reg_dmabuf() -> Result<RegDmaBuf> {
     static FOUND: OnceLock<RegDmaBuf> = OnceLock::new();
     if let Some(f) = FOUND.get() {
         return Ok(*f);

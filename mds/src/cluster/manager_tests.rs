@@ -429,6 +429,17 @@ struct Oss {
     number: u64,
 }
 
+/// An answer to a heartbeat on its way.
+struct Answer {
+    arrives: Duration,
+    node: u32,
+    /// Stamp and number of the heartbeat.
+    to: (u64, u64),
+    /// Zero: the lease is to be given up.
+    until: Duration,
+    map_version: u64,
+}
+
 struct World {
     rng: StdRng,
     now: Duration,
@@ -438,8 +449,7 @@ struct World {
     oss: Vec<Oss>,
     /// Heartbeats on their way: sent at, arrives at, what.
     sent: Vec<(Duration, Duration, pb::HeartbeatRequest)>,
-    /// Answers on their way: arrives at, node, stamp and number of the heartbeat, lease end (zero: it is to be given up), map version.
-    answers: Vec<(Duration, u32, (u64, u64), Duration, u64)>,
+    answers: Vec<Answer>,
     /// Who cannot reach whom.
     unlinked: BTreeSet<(usize, usize)>,
     proposals: Vec<(Duration, pb::MapUpdate, u64)>,
@@ -598,17 +608,18 @@ impl World {
                 self.rounds[if lease > 0 { 2 } else { 4 }] += 1;
                 let arrives = now + ms(self.rng.random_range(0..100));
                 let until = if lease > 0 { at + LEASE } else { ms(0) };
-                self.answers.push((arrives, h.node, (h.targets[0].stamp, h.number), until, self.map.version()));
+                let (to, map_version) = ((h.targets[0].stamp, h.number), self.map.version());
+                self.answers.push(Answer { arrives, node: h.node, to, until, map_version });
             }
         }
-        for (arrives, node, to, until, version) in std::mem::take(&mut self.answers) {
-            let i = (node - 1001) as usize;
-            if arrives > now {
-                self.answers.push((arrives, node, to, until, version));
-            } else if self.oss[i].up && (self.oss[i].stamp, self.oss[i].number) == to && !self.oss[i].cut {
-                self.know(i, version);
+        for a in std::mem::take(&mut self.answers) {
+            let i = (a.node - 1001) as usize;
+            if a.arrives > now {
+                self.answers.push(a);
+            } else if self.oss[i].up && (self.oss[i].stamp, self.oss[i].number) == a.to && !self.oss[i].cut {
+                self.know(i, a.map_version);
                 let o = &mut self.oss[i];
-                o.lease_until = if until.is_zero() { until } else { o.lease_until.max(until) };
+                o.lease_until = if a.until.is_zero() { a.until } else { o.lease_until.max(a.until) };
             }
         }
     }

@@ -100,7 +100,24 @@ fn last_error() -> String {
 /// Opens them for good: DPDK's threads run their code as long as the process lives. `NoEnt`, in a sentence that says what to install.
 pub fn load() -> Result<Api> {
     open_all(LIBRARIES)?;
+    let at = symbol("rte_version\0")?;
+    // SAFETY: the function of that name has this prototype in every release of DPDK, and may be called before all others.
+    let version = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> *const c_char>(at) };
+    // SAFETY: it returns a constant string.
+    let version = unsafe { CStr::from_ptr(version()) }.to_string_lossy();
+    if is_too_old(&version) {
+        let m = format!("the SPDK of this machine is too old, for it comes with {version}; {INSTALL}");
+        return Err(Error::new(Code::OpNotSupp, m));
+    }
     Api::find()
+}
+
+/// Whether this is the DPDK (as in `DPDK 21.11.0`) of an SPDK before v22.01, whose functions may have other prototypes. SPDK's own libraries do not
+/// tell their version.
+fn is_too_old(dpdk: &str) -> bool {
+    let mut numbers = dpdk.trim_start_matches(|c: char| !c.is_ascii_digit()).split('.').map(str::parse::<u32>);
+    let (Some(Ok(year)), Some(Ok(month))) = (numbers.next(), numbers.next()) else { return false };
+    (year, month) < (21, 11)
 }
 
 fn open_all(libraries: &[(&str, bool)]) -> Result<()> {
@@ -137,5 +154,60 @@ mod tests {
         let e = symbol("strake_no_such_function\0").unwrap_err();
         assert!(e.code == Code::OpNotSupp && e.message.contains("no strake_no_such_function;"), "{e}");
         assert!(symbol("malloc\0").is_ok());
+    }
+
+    #[test]
+    fn releases_before_the_first_one_that_is_known_are_too_old() {
+        for (version, old) in [
+            ("DPDK 16.07.2", true),
+            ("DPDK 20.11.0", true),
+            ("DPDK 21.08.0-rc4", true),
+            ("DPDK 21.11.0", false),
+            ("DPDK 22.03.0", false),
+            ("DPDK 23.07.0", false),
+            ("DPDK 26.03.0-rc1", false),
+            // Whatever this is, the functions are looked for.
+            ("", false),
+            ("DPDK main", false),
+        ] {
+            assert_eq!(is_too_old(version), old, "{version}");
+        }
+    }
+
+    /// Not a test but what the next one runs, where other libraries are found.
+    #[test]
+    fn process_that_loads_what_is_there() {
+        if std::env::var("STRAKE_SPDK_STAND_IN").is_ok() {
+            let e = load().err().expect("it is no SPDK");
+            println!("said: {:?} {}", e.code, e.message);
+        }
+    }
+
+    #[test]
+    fn an_spdk_that_is_too_old_or_lacks_a_function_is_said_in_one_sentence() {
+        let dir = tempfile::tempdir().unwrap();
+        for (version, said) in [
+            (
+                "DPDK 20.11.0",
+                "OpNotSupp the SPDK of this machine is too old, for it comes with DPDK 20.11.0; build SPDK (v22.01 or later) ",
+            ),
+            ("DPDK 23.07.0", "OpNotSupp the SPDK of this machine has no rte_eal_init; build SPDK (v22.01 or later) "),
+        ] {
+            let source = dir.path().join("stand-in.c");
+            std::fs::write(&source, format!("const char *rte_version(void) {{ return \"{version}\"; }}\n")).unwrap();
+            for (name, _) in
+                LIBRARIES.iter().filter(|(name, _)| !name.starts_with("libcrypto") && !name.starts_with("libssl"))
+            {
+                let mut cc = std::process::Command::new("cc");
+                let made = cc.args(["-shared", "-fPIC", "-o"]).arg(dir.path().join(name)).arg(&source).status();
+                assert!(made.is_ok_and(|s| s.success()), "cc {name}");
+            }
+            let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+            child.args(["--exact", "--nocapture", "device::spdk::ffi::tests::process_that_loads_what_is_there"]);
+            let out = child.env("STRAKE_SPDK_STAND_IN", "1").env("LD_LIBRARY_PATH", dir.path()).output().unwrap();
+            let text = String::from_utf8_lossy(&out.stdout);
+            let line = text.lines().find_map(|l| l.split_once("said: ")).unwrap_or_else(|| panic!("{text}")).1;
+            assert!(line.starts_with(said), "{line}");
+        }
     }
 }
