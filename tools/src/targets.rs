@@ -486,8 +486,8 @@ mod tests {
         assert_eq!(uneven(&MapView::new(m.clone()).unwrap()), 30 << 20);
         m.targets[0].draining = true;
         assert_eq!(uneven(&MapView::new(m).unwrap()), 0, "what is emptied is no part of it");
-        assert_eq!(evening(30 << 20, 10 << 20, Duration::from_secs(10)), "10 MiB above even, about 5 s more at most");
-        assert_eq!(evening(30 << 20, 30 << 20, Duration::from_secs(10)), "30 MiB above even");
+        assert_eq!(evening(30 << 20, 10 << 20, Duration::from_secs(10)), "10.0 MiB above even, about 5 s more at most");
+        assert_eq!(evening(30 << 20, 30 << 20, Duration::from_secs(10)), "30.0 MiB above even");
     }
 
     #[test]
