@@ -7,15 +7,18 @@
 //!
 //! fjall takes no more writes after one that failed. Where the cause was a full disk, the next commit that finds space
 //! again opens the store anew; until then reads go on from what is open. A failed commit may still reach the journal when
-//! fjall lets go of it, so what its keys held before is written back first. Where the cause was damage, only clearing helps: all
-//! of it is removed then, and an empty store made in its place.
+//! fjall lets go of it, so what its keys held before is written back first. Where the cause was damage, or a read met some, only clearing helps: all
+//! of it is removed then, fjall's own lists included, and an empty store made in its place.
 
 use std::{
     collections::BTreeMap,
     fs::{self, File},
     ops::Bound,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     time::{Duration, Instant},
 };
 
@@ -76,6 +79,8 @@ struct Open {
     db: Database,
     generation: u64,
     keyspace: Keyspace,
+    /// Somebody read what is damaged.
+    damaged: AtomicBool,
 }
 
 /// Why fjall takes no more writes.
@@ -173,7 +178,7 @@ impl FjallStore {
         let Some(old) = state.open.clone() else { return Err(fjall::Error::Poisoned) };
         let generation = old.generation + 1;
         let keyspace = open_keyspace(&old.db, &self.path, generation, &self.options)?;
-        state.open = Some(Arc::new(Open { db: old.db.clone(), generation, keyspace }));
+        state.open = Some(Arc::new(Open { db: old.db.clone(), generation, keyspace, damaged: AtomicBool::new(false) }));
         old.db.delete_keyspace(old.keyspace.clone())
     }
 
@@ -220,6 +225,11 @@ impl State {
         let view = self.view()?;
         let old = |(key, _): &(Bytes, Option<Bytes>)| Ok((key.clone(), view.get(key)?));
         Ok(Batch { ops: batch.ops.iter().map(old).collect::<Result<_>>()? })
+    }
+
+    fn is_damaged(&self) -> bool {
+        let met = self.open.as_ref().is_some_and(|open| open.damaged.load(Relaxed));
+        met || self.failure.as_ref().is_some_and(|f| f.cause.code == Code::Corrupt)
     }
 
     /// Reads everything; the first error.
@@ -289,7 +299,14 @@ impl Open {
             // Left by a crash in the middle of `clear`.
             db.delete_keyspace(open_keyspace(&db, path, old, options).map_err(what)?).map_err(what)?;
         }
-        Ok(Open { db, generation, keyspace })
+        Ok(Open { db, generation, keyspace, damaged: AtomicBool::new(false) })
+    }
+
+    /// The error of a read.
+    fn unread(&self, e: &fjall::Error) -> Error {
+        let e = map_error(e).context("metadata store");
+        self.damaged.fetch_or(e.code == Code::Corrupt, Relaxed);
+        e
     }
 
     fn commit(&self, batch: &Batch) -> fjall::Result<()> {
@@ -361,8 +378,7 @@ impl FjallView {
         }
         let open = self.open.clone();
         let pair = move |g: fjall::Guard| {
-            let _open = &open;
-            let (k, v) = g.into_inner().map_err(|e| map_error(&e).context("metadata store"))?;
+            let (k, v) = g.into_inner().map_err(|e| open.unread(&e))?;
             Ok((Bytes::copy_from_slice(&k), Bytes::copy_from_slice(&v)))
         };
         Box::new(self.snapshot.range::<&[u8], _>(&self.open.keyspace, (from, to)).map(pair))
@@ -371,7 +387,7 @@ impl FjallView {
 
 impl Reader for FjallView {
     fn get(&self, key: &[u8]) -> Result<Option<Bytes>> {
-        let value = self.snapshot.get(&self.open.keyspace, key).map_err(|e| map_error(&e).context("metadata store"))?;
+        let value = self.snapshot.get(&self.open.keyspace, key).map_err(|e| self.open.unread(&e))?;
         Ok(value.map(|v| Bytes::copy_from_slice(&v)))
     }
 
@@ -427,15 +443,15 @@ impl MetaStore for FjallStore {
     }
 
     fn clear(&self) -> Result<()> {
-        if self.state.read().failure.as_ref().is_some_and(|f| f.cause.code == Code::Corrupt) {
+        if self.state.read().is_damaged() {
             return self.begin_anew();
         }
         drop(self.healthy()?);
-        match self.next_generation() {
-            // A flush or compaction met damage, or will not be missed.
-            Err(fjall::Error::Poisoned) => self.begin_anew(),
-            r => r.map_err(|e| map_error(&e).context("metadata store")),
-        }
+        let Err(e) = self.next_generation() else { return Ok(()) };
+        let named = map_error(&e).context("metadata store");
+        // Something of it is damaged: all of it goes anyway.
+        let damaged = named.code == Code::Corrupt || matches!(e, fjall::Error::Poisoned);
+        if damaged { self.begin_anew() } else { Err(named) }
     }
 }
 

@@ -92,7 +92,7 @@ pub trait MetaStore: Reader {
         u64::MAX
     }
     /// Deletes everything (before a snapshot from a peer is loaded). Snapshots taken earlier keep their view. `Busy`: a store that
-    /// takes no more writes for damage is still read; try again.
+    /// is damaged is still read; try again.
     fn clear(&self) -> Result<()>;
 }
 

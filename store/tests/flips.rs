@@ -122,6 +122,23 @@ fn a_flipped_bit_is_no_other_data() {
     assert!(whole(dir.path()), "all of it was mended");
 }
 
+/// Also fjall's own list of keyspaces may be what is damaged.
+#[test]
+fn a_damaged_store_can_be_cleared() {
+    let dir = tempfile::tempdir().unwrap();
+    drop(filled(dir.path()));
+    let s = FjallStore::open_with(dir.path(), &options()).unwrap();
+    for table in tables(dir.path()) {
+        let len = fs::metadata(&table).unwrap().len();
+        (0..len).step_by(30).for_each(|at| flip(&table, at, 3));
+    }
+    assert_eq!(s.prefix(b"").find_map(Result::err).unwrap().code, Code::Corrupt);
+    s.clear().unwrap();
+    put(&s, 7).unwrap();
+    drop(s);
+    assert_eq!(FjallStore::open_with(dir.path(), &options()).unwrap().prefix(b"").count(), 1);
+}
+
 /// A compaction that meets damage is no full disk; and a store that died of it can be cleared.
 #[test]
 fn damage_met_in_the_background_is_named_and_cleared() {
