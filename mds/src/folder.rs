@@ -1,4 +1,4 @@
-//! The folder of a metadata server: `lock`, `identity`, `log/` (Raft), `state/` (the namespace), `reserve` (space kept back).
+//! The folder of a metadata server: `lock`, `identity`, `log/` (Raft), `state/` (the namespace), `reserve` (space kept back), at times `state.damaged/`.
 //!
 //! `identity` says whose folder it is and what may be done with it. It is written before anything else and once more when
 //! everything is there; from then on a missing log is a damaged one, never a new one.
@@ -21,6 +21,8 @@ const IDENTITY: &str = "identity";
 const LOCK: &str = "lock";
 pub const LOG: &str = "log";
 pub const STATE: &str = "state";
+/// A state that was found damaged, until there is a whole one.
+pub const DAMAGED: &str = "state.damaged";
 pub const RESERVE: &str = "reserve";
 /// Bytes of the Raft log that are kept, where the disk is not small.
 pub const LOG_BYTES: u64 = 64 << 20;

@@ -7,14 +7,18 @@
 //!
 //! fjall takes no more writes after one that failed. Where the cause was a full disk, the next commit that finds space
 //! again opens the store anew; until then reads go on from what is open. A failed commit may still reach the journal when
-//! fjall lets go of it, so what its keys held before is written back first.
+//! fjall lets go of it, so what its keys held before is written back first. Where the cause was damage, or a read met some, only clearing helps: all
+//! of it is removed then, fjall's own lists included, and an empty store made in its place.
 
 use std::{
     collections::BTreeMap,
-    fs::File,
+    fs::{self, File},
     ops::Bound,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     time::{Duration, Instant},
 };
 
@@ -23,7 +27,7 @@ use fjall::{Database, Keyspace, KeyspaceCreateOptions, LsmError, PersistMode, Re
 use parking_lot::RwLock;
 use strake_proto::{Code, Error, Result};
 
-use crate::{Batch, MetaStore, PairIter, Reader, check_key, is_empty_range, journal};
+use crate::{Batch, MetaStore, PairIter, Reader, check_key, is_empty_range, journal, manifest};
 
 /// Memory for cached blocks when [`Options`] does not say otherwise.
 pub const DEFAULT_CACHE: u64 = 64 << 20;
@@ -75,6 +79,8 @@ struct Open {
     db: Database,
     generation: u64,
     keyspace: Keyspace,
+    /// Somebody read what is damaged.
+    damaged: AtomicBool,
 }
 
 /// Why fjall takes no more writes.
@@ -166,6 +172,44 @@ impl FjallStore {
     }
 }
 
+impl FjallStore {
+    fn next_generation(&self) -> fjall::Result<()> {
+        let mut state = self.state.write();
+        let Some(old) = state.open.clone() else { return Err(fjall::Error::Poisoned) };
+        let generation = old.generation + 1;
+        let keyspace = open_keyspace(&old.db, &self.path, generation, &self.options)?;
+        state.open = Some(Arc::new(Open { db: old.db.clone(), generation, keyspace, damaged: AtomicBool::new(false) }));
+        old.db.delete_keyspace(old.keyspace.clone())
+    }
+
+    /// An empty store in the place of one that takes no more writes. `Busy` while that one is still read.
+    fn begin_anew(&self) -> Result<()> {
+        let mut state = self.state.write();
+        if let Some(open) = state.open.take()
+            && let Err(open) = Arc::try_unwrap(open).map(drop)
+        {
+            state.open = Some(open);
+            return Err(Error::new(Code::Busy, "metadata store: it is still read"));
+        }
+        let what = |e: Error| e.context(format!("metadata store {}, made anew", self.path.display()));
+        remove_contents(&self.path).map_err(|e| what(e.into()))?;
+        state.open = Some(Arc::new(Open::at(&self.path, &self.options).map_err(what)?));
+        (state.failure, state.unknown) = (None, None);
+        Ok(())
+    }
+}
+
+fn remove_contents(path: &Path) -> std::io::Result<()> {
+    for entry in fs::read_dir(path)? {
+        let entry = entry?;
+        match entry.file_type()?.is_dir() {
+            true => fs::remove_dir_all(entry.path())?,
+            false => fs::remove_file(entry.path())?,
+        }
+    }
+    File::open(path)?.sync_all()
+}
+
 fn closed() -> Error {
     Error::new(Code::NoSpc, "metadata store: it could not be opened again after the disk was full")
 }
@@ -181,6 +225,16 @@ impl State {
         let view = self.view()?;
         let old = |(key, _): &(Bytes, Option<Bytes>)| Ok((key.clone(), view.get(key)?));
         Ok(Batch { ops: batch.ops.iter().map(old).collect::<Result<_>>()? })
+    }
+
+    fn is_damaged(&self) -> bool {
+        let met = self.open.as_ref().is_some_and(|open| open.damaged.load(Relaxed));
+        met || self.failure.as_ref().is_some_and(|f| f.cause.code == Code::Corrupt)
+    }
+
+    /// Reads everything; the first error.
+    fn walk(&self) -> Result<()> {
+        self.view()?.pairs(Bound::Unbounded, Bound::Unbounded).try_for_each(|pair| pair.map(drop))
     }
 
     /// Notes why no more writes are taken.
@@ -200,6 +254,11 @@ impl State {
 
     fn background_failure(&mut self, now: Instant, free: u64) -> Error {
         let before = self.unknown.replace(now);
+        if free >= LITTLE
+            && let Err(e) = self.walk()
+        {
+            return e;
+        }
         if free >= LITTLE && before.is_some_and(|b| now.duration_since(b) < UNKNOWN_AGAIN) {
             return Error::new(Code::Io, "background writes fail, see the log");
         }
@@ -209,7 +268,9 @@ impl State {
 
 impl Open {
     fn at(path: &Path, options: &Options) -> Result<Open> {
-        let what = |e: fjall::Error| map_error(&e).context(format!("metadata store {}", path.display()));
+        let named = |e: Error| e.context(format!("metadata store {}", path.display()));
+        let what = |e: fjall::Error| named(map_error(&e));
+        manifest::check(path).map_err(named)?;
         let open = || {
             Database::builder(path)
                 .cache_size(options.cache_bytes)
@@ -238,7 +299,14 @@ impl Open {
             // Left by a crash in the middle of `clear`.
             db.delete_keyspace(open_keyspace(&db, path, old, options).map_err(what)?).map_err(what)?;
         }
-        Ok(Open { db, generation, keyspace })
+        Ok(Open { db, generation, keyspace, damaged: AtomicBool::new(false) })
+    }
+
+    /// The error of a read.
+    fn unread(&self, e: &fjall::Error) -> Error {
+        let e = map_error(e).context("metadata store");
+        self.damaged.fetch_or(e.code == Code::Corrupt, Relaxed);
+        e
     }
 
     fn commit(&self, batch: &Batch) -> fjall::Result<()> {
@@ -265,9 +333,16 @@ fn open_keyspace(db: &Database, path: &Path, generation: u64, options: &Options)
     Ok(keyspace)
 }
 
+fn damage(e: impl std::fmt::Display) -> Error {
+    Error::new(Code::Corrupt, format!("damaged ({e})"))
+}
+
 /// Keeps the errno where there is one; damage is `Corrupt`.
 fn map_error(e: &fjall::Error) -> Error {
     let io = |e: &std::io::Error| {
+        if e.kind() == std::io::ErrorKind::UnexpectedEof {
+            return damage(e);
+        }
         let copy = match e.raw_os_error() {
             Some(n) => std::io::Error::from_raw_os_error(n),
             None => std::io::Error::new(e.kind(), e.to_string()),
@@ -277,15 +352,14 @@ fn map_error(e: &fjall::Error) -> Error {
     match e {
         fjall::Error::Io(e) | fjall::Error::Storage(LsmError::Io(e)) => io(e),
         fjall::Error::Locked => Error::new(Code::Busy, "another process has it open"),
+        fjall::Error::InvalidVersion(None) => damage(e),
         fjall::Error::InvalidVersion(_) => Error::new(Code::OpNotSupp, format!("made by another version: {e}")),
         fjall::Error::Storage(_)
         | fjall::Error::JournalRecovery(_)
         | fjall::Error::Decompress(_)
         | fjall::Error::InvalidTrailer
         | fjall::Error::InvalidTag(_)
-        | fjall::Error::Unrecoverable => {
-            Error::new(Code::Corrupt, format!("damaged ({e}); rebuild this member from its peers"))
-        }
+        | fjall::Error::Unrecoverable => damage(e),
         _ => Error::new(Code::Io, e.to_string()),
     }
 }
@@ -304,8 +378,7 @@ impl FjallView {
         }
         let open = self.open.clone();
         let pair = move |g: fjall::Guard| {
-            let _open = &open;
-            let (k, v) = g.into_inner().map_err(|e| map_error(&e).context("metadata store"))?;
+            let (k, v) = g.into_inner().map_err(|e| open.unread(&e))?;
             Ok((Bytes::copy_from_slice(&k), Bytes::copy_from_slice(&v)))
         };
         Box::new(self.snapshot.range::<&[u8], _>(&self.open.keyspace, (from, to)).map(pair))
@@ -314,7 +387,7 @@ impl FjallView {
 
 impl Reader for FjallView {
     fn get(&self, key: &[u8]) -> Result<Option<Bytes>> {
-        let value = self.snapshot.get(&self.open.keyspace, key).map_err(|e| map_error(&e).context("metadata store"))?;
+        let value = self.snapshot.get(&self.open.keyspace, key).map_err(|e| self.open.unread(&e))?;
         Ok(value.map(|v| Bytes::copy_from_slice(&v)))
     }
 
@@ -370,14 +443,15 @@ impl MetaStore for FjallStore {
     }
 
     fn clear(&self) -> Result<()> {
+        if self.state.read().is_damaged() {
+            return self.begin_anew();
+        }
         drop(self.healthy()?);
-        let mut state = self.state.write();
-        let Some(old) = state.open.clone() else { return Err(closed()) };
-        let generation = old.generation + 1;
-        let failed = |e: fjall::Error| map_error(&e).context("metadata store");
-        let keyspace = open_keyspace(&old.db, &self.path, generation, &self.options).map_err(failed)?;
-        state.open = Some(Arc::new(Open { db: old.db.clone(), generation, keyspace }));
-        old.db.delete_keyspace(old.keyspace.clone()).map_err(failed)
+        let Err(e) = self.next_generation() else { return Ok(()) };
+        let named = map_error(&e).context("metadata store");
+        // Something of it is damaged: all of it goes anyway.
+        let damaged = named.code == Code::Corrupt || matches!(e, fjall::Error::Poisoned);
+        if damaged { self.begin_anew() } else { Err(named) }
     }
 }
 

@@ -7,6 +7,7 @@
 pub mod fjall_store;
 mod folder;
 mod journal;
+mod manifest;
 pub mod mem;
 
 use std::ops::Bound;
@@ -90,7 +91,8 @@ pub trait MetaStore: Reader {
     fn free_bytes(&self) -> u64 {
         u64::MAX
     }
-    /// Deletes everything (before a snapshot from a peer is loaded). Snapshots taken earlier keep their view.
+    /// Deletes everything (before a snapshot from a peer is loaded). Snapshots taken earlier keep their view. `Busy`: a store that
+    /// is damaged is still read; try again.
     fn clear(&self) -> Result<()>;
 }
 

@@ -271,7 +271,8 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
                 "raft": s.raft.as_ref().map(|r| json!({
                     "id": r.id, "term": r.term, "leader": r.leader, "state": r.state, "committed": r.committed,
                     "applied": r.applied, "first_index": r.first_index, "last_index": r.last_index,
-                    "voters": r.voters, "learners": r.learners })),
+                    "voters": r.voters, "learners": r.learners,
+                    "no_state": r.no_state, "damage": r.damage, "damages": r.damages })),
                 "inodes": s.inodes, "orphans": s.orphans, "gc_queue": s.gc_queue,
                 "locks": s.locks, "lock_waits": s.lock_waits,
                 "roads": s.roads.iter().map(|r| json!({ "road": r.road, "connections": r.connections, "sent": r.sent,

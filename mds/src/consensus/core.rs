@@ -8,7 +8,9 @@
 //! - Election timeouts come from the seed. raft-rs draws its own from a huge range, so that each of its draws is
 //!   recognised and replaced.
 //! - A restarted member that may have promised something gives no vote for one election timeout.
-//! - A member whose state is being replaced, or whose disk does not take writes, does not ask to be elected.
+//! - A member whose state is being replaced or lost, or whose disk does not take writes, does not ask to be elected. One that
+//!   loses it while it leads takes no proposals and gives no copies; it only sends its log on until another has taken over. What
+//!   it has promised is in its log, and stays there: votes and acknowledgements are as good as before.
 
 use bytes::Bytes;
 use protobuf::Message as _;
@@ -89,7 +91,10 @@ impl Core {
         };
         let lost_state = image.restoring.is_some() || applied.0 < image.base.0 || conf.voters.is_empty();
         if lost_state && conf.voters == [cfg.id] {
-            return Err(bad_state("its state is lost and there is no other member to copy it from; restore a backup"));
+            return Err(bad_state(
+                "its state is lost and there is no other member to copy it from; restore a backup (docs/operations.md, 'When the group is \
+                 lost')",
+            ));
         }
         check_applied(&image, applied, lost_state)?;
         let pristine = image.is_pristine();
@@ -159,7 +164,8 @@ impl Core {
             return;
         }
         let raft = &mut self.raw.raft;
-        if !self.lost_state || raft.leader_id == 0 || raft.pending_request_snapshot != 0 {
+        let nobody = raft.leader_id == 0 || raft.state == StateRole::Leader;
+        if !self.lost_state || nobody || raft.pending_request_snapshot != 0 {
             return;
         }
         let last = raft.raft_log.last_index();
@@ -232,6 +238,9 @@ impl Core {
         if !self.is_leader() {
             return Err(Error::not_leader(self.leader() as u32));
         }
+        if self.lost_state {
+            return Err(Error::not_leader(0));
+        }
         let first = self.raw.raft.raft_log.last_index() + 1;
         let mut m = Message { from: self.id, ..Default::default() };
         m.set_msg_type(MessageType::MsgPropose);
@@ -249,7 +258,7 @@ impl Core {
     }
     /// This member leads and has committed an entry of its own term.
     pub fn can_read(&self) -> bool {
-        self.is_leader() && self.raw.raft.commit_to_current_term()
+        self.is_leader() && !self.lost_state && self.raw.raft.commit_to_current_term()
     }
 
     /// What to do next, `None` if nothing.
@@ -311,6 +320,10 @@ impl Core {
     /// that is to come includes them.
     fn take_committed(&mut self, out: &mut Output) {
         if self.lost_state {
+            if out.committed.iter().any(|e| e.get_entry_type() != EntryType::EntryNormal) {
+                // Who leads must know who the members are.
+                self.step_down();
+            }
             if let Some(last) = out.committed.last().map(|e| e.index) {
                 self.raw.advance_apply_to(last);
             }
@@ -388,6 +401,17 @@ impl Core {
         self.lost_state = true;
         self.raw.mut_store().image.restoring = Some((index, term));
         LogOp::Restoring { index, term }
+    }
+
+    /// The state is of no use any more: nothing is applied until a copy of the leader's is in. `handed`: the last entry that was
+    /// handed out and will not be applied. Only for a member that is not the only voter.
+    pub fn lose_state(&mut self, handed: Option<u64>) {
+        self.lost_state = true;
+        // No copy of it is given, and no read allowed.
+        self.raw.mut_store().applied = (0, 0);
+        if let Some(index) = handed {
+            self.raw.advance_apply_to(index);
+        }
     }
 
     /// Whether a copy of `from`'s state as of (index, term) is of use: this member follows `from`, and its own log cannot

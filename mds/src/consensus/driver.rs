@@ -1,8 +1,9 @@
 //! The task that feeds the protocol: it batches proposals, hands changes to the log's task (one durable write for all
-//! that waits), sends messages while the write runs, and applies what is committed. `copy` has the snapshots,
-//! `members` the changes of the group.
+//! that waits), sends messages while the write runs, and applies what is committed. `copy` has the snapshots, `damage` what
+//! becomes of a state that is damaged, `members` the changes of the group.
 
 mod copy;
+mod damage;
 mod members;
 
 use std::{
@@ -31,7 +32,7 @@ use super::{
     Committed, Config, Leadership, LogImage, LogOp, LogStore, MemberChange, StateMachine,
     core::{Core, Output},
     health::SlowLog,
-    members::Group,
+    members::{Group, NO_STATE},
     reads::{self, Reads},
     snapshot::Incoming,
     transport::{Health, Peers, Word},
@@ -73,6 +74,8 @@ pub enum Control {
     Transfer(u64, Reply),
     Change(MemberChange, Reply),
     Group(oneshot::Sender<Group>),
+    /// The state may be damaged: is it given up?
+    Damaged(oneshot::Sender<bool>),
     /// Another life of the group has begun without this member.
     Retire(Error),
     Stop,
@@ -142,8 +145,13 @@ pub struct Driver {
     backlog: Option<ToApply>,
     /// The end of a copy of the leader's state, which found the disk full.
     unfinished: Option<Output>,
-    /// The disk is full, with what it said.
+    /// The disk is full, or the state is damaged and no other member has one, with what it said.
     stalled: Option<Error>,
+    /// What is wrong with the state, until it is replaced; and how often something was.
+    damage: Option<Error>,
+    damages: u64,
+    /// Ticks without a state and without a leader.
+    forsaken: u32,
     syncing: bool,
     /// Copies on their way out: peer → (id, index, task).
     outgoing: BTreeMap<u64, (u64, u64, JoinHandle<()>)>,
@@ -208,6 +216,9 @@ impl Driver {
             backlog: None,
             unfinished: None,
             stalled: None,
+            damage: None,
+            damages: 0,
+            forsaken: 0,
             syncing: false,
             outgoing: BTreeMap::new(),
             incoming: None,
@@ -269,6 +280,10 @@ impl Driver {
                     Some(Control::Transfer(to, reply)) => self.transfer(to, reply),
                     Some(Control::Change(change, reply)) => self.change(change, reply),
                     Some(Control::Group(reply)) => drop(reply.send(self.group())),
+                    Some(Control::Damaged(reply)) => {
+                        self.mind_damage();
+                        let _ = reply.send(self.core.has_lost_state());
+                    }
                     Some(Control::Retire(e)) => return Err(e),
                     Some(Control::Stop) | None => return Ok(()),
                 },
@@ -285,6 +300,9 @@ impl Driver {
 
     /// Why this member takes no proposals, if it does not.
     fn not_ready(&self) -> Option<Error> {
+        if self.core.is_leader() && self.core.has_lost_state() {
+            return Some(Error::not_leader(0));
+        }
         if self.core.is_leader() {
             return self.stalled.clone();
         }
@@ -310,10 +328,10 @@ impl Driver {
         self.core.is_settled_leader() && self.core.applied_to().1 == self.core.term()
     }
 
-    /// The disk is full: another member should lead, where there is one.
+    /// The disk is full, or the state is damaged: another member should lead, where there is one.
     fn stall(&mut self, e: Error) {
         if self.stalled.is_none() {
-            tracing::error!("this metadata server takes no changes until its disk has space: {e}");
+            tracing::error!("this metadata server takes no changes for now: {e}");
         }
         if self.alone() {
             self.fail_waiters();
@@ -461,6 +479,7 @@ impl Driver {
 
     /// Does all that the protocol asks for.
     fn process(&mut self) -> Result<()> {
+        self.mind_damage();
         self.notice_role();
         if self.core.can_read()
             && let Some(number) = self.reads.ask()
@@ -553,6 +572,16 @@ impl Driver {
             Err(e) if e.code == Code::NoSpc => {
                 self.stall(e);
                 self.backlog = Some(work);
+                return Ok(());
+            }
+            // Whatever these entries ask for, the others do it: this member must not answer in their place.
+            Err(e) if e.code == Code::Corrupt && !self.alone() => {
+                self.backlog = Some(work);
+                self.note_damage(e.clone());
+                self.mind_damage();
+                if self.backlog.is_some() {
+                    self.stall(e);
+                }
                 return Ok(());
             }
             Err(e) => return Err(e.context("applying metadata changes")),
@@ -667,6 +696,10 @@ impl Driver {
                 tracing::error!("the metadata state cannot be made durable, the raft log grows: {e}");
                 Ok(())
             }
+            Err(e) if e.code == Code::Corrupt && !self.alone() => {
+                self.note_damage(e);
+                Ok(())
+            }
             Err(e) => Err(e.context("making the metadata state durable")),
         }
     }
@@ -719,6 +752,10 @@ impl Driver {
             StateRole::Candidate | StateRole::PreCandidate => "candidate",
         };
         self.health.applied.store(self.core.applied_to().0, Relaxed);
+        match self.core.has_lost_state() {
+            true => self.health.disk.fetch_or(NO_STATE, Relaxed),
+            false => self.health.disk.fetch_and(!NO_STATE, Relaxed),
+        };
         let mut status = self.shared.status.lock();
         status.state.clear();
         status.state.push_str(state);
@@ -727,6 +764,8 @@ impl Driver {
         (status.first_index, status.last_index) = (image.first(), image.last());
         status.voters.clone_from(&self.core.conf().voters);
         status.learners.clone_from(&self.core.conf().learners);
+        (status.no_state, status.damages) = (self.core.has_lost_state(), self.damages);
+        status.damage = self.damage.as_ref().map(|e| e.message.clone()).unwrap_or_default();
     }
 }
 

@@ -14,6 +14,8 @@ pub const CAUGHT_UP: u64 = 1000;
 /// What a member said of its disk, as bits of `RaftBatch.disk`.
 pub const DISK_FULL: u32 = 1;
 pub const DISK_SLOW: u32 = 2;
+/// It waits for a copy of the state.
+pub const NO_STATE: u32 = 4;
 
 /// A member as another one knows it. What only a leader hears of is zero elsewhere.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -32,7 +34,7 @@ pub struct Member {
     pub heard: Option<Duration>,
     /// It is being given a copy of the state.
     pub copying: bool,
-    /// Of [`DISK_FULL`] and [`DISK_SLOW`].
+    /// Of [`DISK_FULL`], [`DISK_SLOW`] and [`NO_STATE`].
     pub disk: u32,
     /// The stamp of its log, once it was heard of.
     pub stamp: Option<u64>,
@@ -78,8 +80,13 @@ impl Group {
     /// Who is placed best to lead instead of this member: a voter that answers and has caught up, with a healthy disk if
     /// there is one, and with the longest log.
     pub fn successor(&self) -> Option<u64> {
-        let able = self.voters().filter(|m| m.id != self.me && self.counts(m));
+        let able = self.voters().filter(|m| m.id != self.me && self.counts(m) && m.disk & NO_STATE == 0);
         able.max_by_key(|m| (m.disk == 0, m.matched, std::cmp::Reverse(m.id))).map(|m| m.id)
+    }
+
+    /// Whether another voter that answers has the state.
+    pub fn another_has_state(&self) -> bool {
+        self.voters().any(|m| m.id != self.me && self.is_up(m) && m.disk & NO_STATE == 0)
     }
 
     /// Whether leadership may go to `to`.
@@ -92,6 +99,9 @@ impl Group {
         }
         if !self.has_caught_up(m) {
             return Err(busy(format!("metadata server {to} is {} entries behind; try again later", self.lag(m))));
+        }
+        if m.disk & NO_STATE != 0 {
+            return Err(busy(format!("metadata server {to} waits for a copy of the state; try again later")));
         }
         Ok(())
     }

@@ -65,8 +65,8 @@ pub trait StateMachine: Send + Sync + 'static {
     /// The membership kept with the applied state, empty at first. Opaque bytes.
     fn conf_state(&self) -> Vec<u8>;
     /// Applies in order, in one atomic commit that also records `last` and, if given, the membership. One reply per
-    /// entry, in order. Needs not be durable. `NoSpc` means that nothing was applied and that the same call may be
-    /// repeated; any other error stops the node.
+    /// entry, in order. Needs not be durable. `NoSpc` and `Corrupt` mean that nothing was applied and that the same call may be
+    /// repeated: there is no space, or the state is damaged. Any other error stops the node, `Corrupt` that of the only voter.
     fn apply(&self, entries: Vec<Committed>, last: (u64, u64), conf_state: Option<Vec<u8>>) -> Result<Vec<Bytes>>;
     /// Makes the applied state durable; the log is cut only after that.
     fn sync(&self) -> Result<()>;
@@ -81,7 +81,13 @@ pub trait StateMachine: Send + Sync + 'static {
     }
     /// The state is lost, and will be replaced by a copy: until `restore_end` nobody may be told of it.
     fn void(&self) {}
-    /// Forgets everything: pairs of another member's state follow. Until `restore_end` the state is never read.
+    /// What is wrong with the state, if it was found damaged since it was begun: what is read from here is an error or whole, but
+    /// some of it is missing. Such a state is given up where another member has one.
+    fn damage(&self) -> Option<strake_proto::Error> {
+        None
+    }
+    /// Forgets everything: pairs of another member's state follow. Until `restore_end` the state is never read. `Busy`: an old
+    /// view of it still is; try again.
     fn restore_begin(&self) -> Result<()>;
     fn restore_pairs(&self, pairs: Vec<(Bytes, Bytes)>) -> Result<()>;
     fn restore_end(&self, index: u64, term: u64, conf_state: Vec<u8>) -> Result<()>;

@@ -226,6 +226,12 @@ impl Node {
         rx.await.unwrap_or_else(|_| Err(self.gone()))
     }
 
+    /// Whether this member has given its state up because it is damaged. If not yet, it does so now, if another member has one.
+    pub async fn gave_up_state(&self) -> bool {
+        let (reply, rx) = oneshot::channel();
+        self.control.try_send(Control::Damaged(reply)).is_ok() && rx.await.unwrap_or(false)
+    }
+
     /// The group as this member knows it; more of it while it leads.
     pub async fn group(&self) -> Result<Group> {
         let (reply, rx) = oneshot::channel();

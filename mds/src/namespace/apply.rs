@@ -289,7 +289,7 @@ impl<'a> Apply<'a> {
         match self.txn().get(&key)? {
             Some(v) => decode(&key, v),
             None => {
-                let m = format!("the reply to request {seq} of session {session} is missing; restore this member");
+                let m = format!("the reply to request {seq} of session {session} is missing");
                 Err(Fail::Store(Error::new(Code::Corrupt, m)))
             }
         }

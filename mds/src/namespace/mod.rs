@@ -3,7 +3,8 @@
 //! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs`, `xattrs` have the operations
 //! that change) on a `txn` (overlay over the store); `placement` chooses chains, `perm` decides who may (`acl` are its
 //! lists), `gc` is what goes after its name went (`queue` finds it), `writers` who may write, `seals` what nobody may change, `repair` what fsck found wrong, `locks` who has locked what
-//! (`spans` is the arithmetic of ranges), `effects` is what of all that clients can see, `keys` is the on-disk key format.
+//! (`spans` is the arithmetic of ranges), `effects` is what of all that clients can see, `keys` is the on-disk key format, `watched` notes
+//! what of the store is damaged.
 
 mod acl;
 mod apply;
@@ -21,6 +22,7 @@ mod repair;
 mod seals;
 pub mod spans;
 mod txn;
+mod watched;
 mod writers;
 mod xattrs;
 
@@ -45,6 +47,7 @@ pub use placement::PLACEMENT;
 use placement::Placement;
 use queue::{Found, Queue};
 use txn::{Fail, Layer, Txn};
+use watched::{Damage, Watched};
 
 /// The newest version of the state's format; a newer one is refused. A state has the version of the newest kind of record
 /// that was ever put into it: 1, 2 with locks, 3 with files that may have holes, 4 with sealed files, or 5 with a cluster map that has
@@ -67,6 +70,12 @@ struct Memory {
     uuids: BTreeMap<Bytes, SessionId>,
     /// The store is being replaced, or is not whole: nobody may be told of it.
     void: bool,
+}
+
+impl Memory {
+    fn readable(&self) -> Result<()> {
+        if self.void { Err(Error::not_leader(0)) } else { Ok(()) }
+    }
 }
 
 /// What a new leader is to know of sessions.
@@ -98,6 +107,7 @@ pub struct ReadAt {
 /// The metadata of a file system. One task applies; any number read and see whole commits only.
 pub struct Namespace {
     store: Arc<dyn MetaStore>,
+    damage: Arc<Damage>,
     memory: RwLock<Memory>,
     /// By key prefix, see [`QUEUES`]. Changed together with the store, under `memory`.
     queues: Mutex<[Queue; QUEUES.len()]>,
@@ -108,7 +118,7 @@ pub struct Namespace {
 }
 
 fn damaged(what: &str, e: impl std::fmt::Display) -> Error {
-    Error::new(Code::Corrupt, format!("metadata state: {what} is damaged ({e}); restore this member from its peers"))
+    Error::new(Code::Corrupt, format!("metadata state: {what} is damaged ({e})"))
 }
 
 fn load(store: &dyn MetaStore) -> Result<Memory> {
@@ -153,15 +163,58 @@ impl Namespace {
     }
 
     fn open_with(store: Arc<dyn MetaStore>, hash_mask: u64) -> Result<Namespace> {
+        let damage = Arc::new(Damage::default());
+        let store = Arc::new(Watched { store, damage: damage.clone() });
         let memory = RwLock::new(load(&*store)?);
         Ok(Namespace {
             store,
+            damage,
             memory,
             queues: Mutex::default(),
             applier: Mutex::new(()),
             hash_mask,
             lock_news: Default::default(),
         })
+    }
+
+    /// The store; what is found damaged through it is noted.
+    pub fn store(&self) -> Arc<dyn MetaStore> {
+        self.store.clone()
+    }
+
+    /// What was found damaged first, whoever met it.
+    pub fn damage(&self) -> Option<Error> {
+        self.damage.found()
+    }
+
+    /// Forgets everything that is stored, and what of it was damaged.
+    pub fn clear(&self) -> Result<()> {
+        self.void();
+        self.store.clear()?;
+        self.damage.forget();
+        Ok(())
+    }
+
+    /// Reads up to `bytes` bytes of what is stored, after a key: damage that nobody met yet is noted. Returns how many they were, and
+    /// the last key, `None` at the end.
+    pub fn verify(&self, after: Option<&Bytes>, bytes: usize) -> Result<(usize, Option<Bytes>)> {
+        let from = after.map_or(std::ops::Bound::Unbounded, |k| std::ops::Bound::Excluded(&k[..]));
+        let mut read = 0;
+        for pair in self.store.range(from, std::ops::Bound::Unbounded) {
+            let (key, value) = pair?;
+            read += key.len() + value.len();
+            if read >= bytes {
+                return Ok((read, Some(key)));
+            }
+        }
+        Ok((read, None))
+    }
+
+    /// What a failure is for those outside; that a record is damaged is noted.
+    fn told(&self, f: Fail) -> Error {
+        let (Fail::Op(e) | Fail::Store(e) | Fail::Later(e)) = f;
+        self.damage.note(&e);
+        e
     }
 
     /// Reads everything again after the store was replaced by a snapshot.
@@ -202,7 +255,8 @@ impl Namespace {
             return Err(Error::new(Code::Inval, m));
         }
         let mut work = Apply::new(&*self.store, &memory, self.hash_mask);
-        let replies: Vec<_> = entries.iter().map(|(index, _, data)| work.entry(*index, data)).collect::<Result<_>>()?;
+        let replies = entries.iter().map(|(index, _, data)| work.entry(*index, data)).collect::<Result<Vec<_>>>();
+        let replies = replies.inspect_err(|e| self.damage.note(e))?;
         (work.header.applied_index, work.header.applied_term) = last;
         if let Some(c) = conf_state {
             work.header.conf_state = Bytes::copy_from_slice(c);
@@ -248,9 +302,6 @@ impl Namespace {
     /// read now.
     pub fn read_following(&self, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> Result<ReadAt> {
         let memory = self.memory.read();
-        if memory.void {
-            return Err(Error::new(Code::NotServing, "this metadata server waits for a copy of the state"));
-        }
         if session == 0 {
             return Err(Error::new(Code::NoSession, "a client's request needs a session"));
         }
@@ -258,6 +309,7 @@ impl Namespace {
     }
 
     fn try_read(&self, memory: &Memory, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> Result<ReadAt> {
+        memory.readable()?;
         if session != 0 && !memory.sessions.contains_key(&session) {
             return Err(Error::new(Code::NoSession, format!("session {session} has ended; mount again")));
         }
@@ -274,11 +326,11 @@ impl Namespace {
                 }
                 Ok(ReadAt { reply, looked, written, endless, version: memory.header.applied_index })
             }
-            Err(Fail::Op(e) | Fail::Store(e) | Fail::Later(e)) => Err(e),
+            Err(f) => Err(self.told(f)),
         }
     }
 
-    /// The store is about to be replaced, or is not whole: [`Namespace::read_following`] answers nothing before the next
+    /// The store is about to be replaced, or is not whole: no request is answered from it before the next
     /// [`Namespace::reload`]. Returns when nobody reads any more.
     pub fn void(&self) {
         self.memory.write().void = true;
@@ -293,6 +345,7 @@ impl Namespace {
     /// those that are told of afterwards.
     pub fn survey<T>(&self, look: impl FnOnce(Survey) -> T) -> Result<T> {
         let memory = self.memory.read();
+        memory.readable()?;
         let mut s = Survey::default();
         for pair in self.store.prefix(&[keys::WRITER]) {
             let (key, _) = pair?;
@@ -329,11 +382,10 @@ impl Namespace {
 
     fn looking<T>(&self, look: impl FnOnce(&Txn<'_>) -> txn::Res<T>) -> Result<T> {
         let memory = self.memory.read();
+        memory.readable()?;
         let none = Layer::default();
         let t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
-        look(&t).map_err(|f| match f {
-            Fail::Op(e) | Fail::Store(e) | Fail::Later(e) => e,
-        })
+        look(&t).map_err(|f| self.told(f))
     }
 
     /// Whether a list has to go through the log.
@@ -449,13 +501,7 @@ impl Namespace {
 
     /// Fails if the record of an inode is there and cannot be read; no entry may be proposed then that looks at it.
     pub fn check_record(&self, ino: Ino) -> Result<()> {
-        let memory = self.memory.read();
-        let none = Layer::default();
-        let t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
-        match t.inode(ino) {
-            Ok(_) => Ok(()),
-            Err(Fail::Op(e) | Fail::Store(e) | Fail::Later(e)) => Err(e),
-        }
+        self.looking(|t| t.inode(ino)).map(drop)
     }
 
     fn inode(&self, ino: Ino) -> Option<pb::InodeRecord> {

@@ -39,7 +39,7 @@ pub fn fail<T>(code: Code, message: impl Into<String>) -> Res<T> {
 /// Reads a stored record; bytes that are none are this member's corruption.
 pub fn decode<M: Message + Default>(key: &[u8], value: Bytes) -> Res<M> {
     M::decode(value).map_err(|e| {
-        let m = format!("metadata record {:02x?} is damaged ({e}); restore this member from its peers", key);
+        let m = format!("metadata record {:02x?} is damaged ({e})", key);
         Fail::Store(Error::new(Code::Corrupt, m))
     })
 }
@@ -177,7 +177,7 @@ impl<'a> Txn<'a> {
             self.notes.endless.borrow_mut().insert(ino);
         }
         if r.attr.is_none_or(|a| a.ino != ino) {
-            let m = format!("the record of inode {ino} is not that inode's; restore this member from its peers");
+            let m = format!("the record of inode {ino} is not that inode's");
             return Err(Fail::Store(Error::new(Code::Corrupt, m)));
         }
         Ok(Some(r))

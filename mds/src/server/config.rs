@@ -83,6 +83,12 @@ pub struct Config {
     /// A leader whose log writes take longer than this hands over to a member whose do not, milliseconds; 0: never.
     #[serde(default = "slow_disk_ms")]
     pub slow_disk_ms: u64,
+    /// All of this server's metadata is read for damage once in so long, seconds; 0: never.
+    #[serde(default = "scrub_every_s")]
+    pub scrub_every_s: u64,
+    /// Bytes per second of it that are read then; 0: no limit.
+    #[serde(default = "scrub_rate")]
+    pub scrub_rate: u64,
     /// A storage target whose device is so many times slower than the others' is slow; 0: none is.
     #[serde(default = "slow_factor")]
     pub slow_factor: u64,
@@ -139,6 +145,12 @@ const fn tick_ms() -> u64 {
 }
 const fn slow_disk_ms() -> u64 {
     300
+}
+const fn scrub_every_s() -> u64 {
+    604_800
+}
+const fn scrub_rate() -> u64 {
+    4 << 20
 }
 const fn slow_factor() -> u64 {
     8
@@ -204,6 +216,8 @@ impl Config {
             capability_ms: capability_ms(),
             tick_ms: tick_ms(),
             slow_disk_ms: slow_disk_ms(),
+            scrub_every_s: scrub_every_s(),
+            scrub_rate: scrub_rate(),
             slow_factor: slow_factor(),
             slow_floor_ms: slow_floor_ms(),
             slow_for_ms: slow_for_ms(),
@@ -263,6 +277,8 @@ impl Config {
             ("capability_ms", self.capability_ms, 1000),
             ("tick_ms", self.tick_ms, 1),
             ("slow_disk_ms", self.slow_disk_ms, 0),
+            ("scrub_every_s", self.scrub_every_s, 0),
+            ("scrub_rate", self.scrub_rate, 0),
             ("slow_floor_ms", self.slow_floor_ms, 1),
             ("slow_for_ms", self.slow_for_ms, 1000),
             ("gc_parallel", self.gc_parallel as u64, 1),

@@ -7,11 +7,13 @@ use std::{
 
 use strake_fabric::{Env, Identity, Pool, Roads};
 use strake_proto::{CapKey, Code, Error, Result};
+use strake_store::FjallStore;
 
 use super::{Config, Disk, MdsServer, Parts, admin, room};
 use crate::{
-    consensus::{DiskLog, disk_log},
-    folder::{self, LOG, RESERVE, Record, Sizes, State, cluster_id},
+    consensus::{DiskLog, LogImage, LogStore as _, disk_log},
+    folder::{self, LOG, RESERVE, Record, STATE, Sizes, State, cluster_id},
+    namespace::Namespace,
 };
 
 /// Starts a server from `cfg.dir`, making the folder at the first start. `cluster_key` is the secret that all servers
@@ -23,7 +25,6 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
     let cluster = cluster_id(&cluster_key, &cfg.fs_name);
     let lock = open_folder(&cfg, cluster)?;
     let sizes = Sizes::of(&cfg.dir)?;
-    let store = sizes.store(&cfg.dir, cfg.cache_bytes)?;
     let mut voters: Vec<u64> = cfg.peers.iter().map(|p| p.0).chain([cfg.id]).collect();
     voters.sort_unstable();
     voters.dedup();
@@ -31,6 +32,7 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
         voters.clear();
     }
     let log = DiskLog::open(&cfg.dir.join(LOG), cluster, cfg.id, &voters, env.random_u64(), sizes.log())?;
+    let (store, set_aside) = open_state(&cfg, &sizes, &log.load().await?)?;
     Record { member: cfg.id, cluster, state: State::Complete }.write(&cfg.dir)?;
     let fabric = Roads::new(env.clone(), Identity::server(&cluster_key), None, Pool::default(), Default::default());
     let parts = Parts {
@@ -43,7 +45,7 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
     };
     let admin_at = cfg.admin;
     let reserve = cfg.reserve_bytes.unwrap_or_else(|| room::default_reserve(sizes.total));
-    let disk = Disk { reserve_file: Some(cfg.dir.join(RESERVE)), reserve, segment: sizes.segment };
+    let disk = Disk { reserve_file: Some(cfg.dir.join(RESERVE)), reserve, segment: sizes.segment, set_aside };
     let mut server = super::start_with(cfg, parts, disk).await?;
     server.lock = Some(lock);
     if let Some(at) = admin_at {
@@ -51,6 +53,45 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
         server.tasks.push(server.mds.env.spawn(serve));
     }
     Ok(server)
+}
+
+/// Opens the state, or makes it. One that is damaged is set aside where it can be had again: `log` has all that was ever agreed on, or
+/// other members have a copy. What was wrong with it comes with the empty one in its place.
+fn open_state(cfg: &Config, sizes: &Sizes, log: &LogImage) -> Result<(FjallStore, Option<Error>)> {
+    let (dir, aside) = (&cfg.dir, cfg.dir.join(folder::DAMAGED));
+    let open = || {
+        let store = Arc::new(sizes.store(dir, cfg.cache_bytes)?);
+        let applied = Namespace::open(store.clone())?.header().applied_index;
+        Ok((Arc::into_inner(store), applied))
+    };
+    let damage = match open() {
+        Ok((Some(store), applied)) => {
+            let whole = log.restoring.is_none() && applied >= log.base.0;
+            if whole && aside.exists() {
+                tracing::info!("the state is whole: removes the damaged one that was set aside");
+                fs::remove_dir_all(&aside).map_err(|e| folder::at(&aside, e))?;
+            }
+            return Ok((store, None));
+        }
+        Ok((None, _)) => Error::new(Code::Busy, "the metadata store is still open"),
+        Err(e) => e,
+    };
+    if damage.code != Code::Corrupt {
+        return Err(damage);
+    }
+    let again = log.base.0 == 0 || log.voters != [cfg.id] || !log.peers.is_empty();
+    if !again {
+        let next =
+            "there is no other member to copy it from: restore a backup (docs/operations.md, 'Damaged metadata')";
+        return Err(Error { message: format!("{}; {next}", damage.message), ..damage });
+    }
+    tracing::error!("the metadata state is damaged, is set aside as {} and made anew: {damage}", aside.display());
+    if aside.exists() {
+        fs::remove_dir_all(&aside).map_err(|e| folder::at(&aside, e))?;
+    }
+    fs::rename(dir.join(STATE), &aside).map_err(|e| folder::at(&aside, e))?;
+    File::open(dir).and_then(|d| d.sync_all()).map_err(|e| folder::at(dir, e))?;
+    Ok((sizes.store(dir, cfg.cache_bytes)?, Some(damage)))
 }
 
 /// For the fuzz targets: reads the text of an identity file; what reads is written the same way again.

@@ -18,6 +18,7 @@ use crate::{
 /// See the module.
 pub struct Machine {
     pub namespace: Namespace,
+    /// As the namespace has it.
     store: Arc<dyn MetaStore>,
     applied: watch::Sender<u64>,
     recalls: Arc<Recalls>,
@@ -27,10 +28,10 @@ pub struct Machine {
 impl Machine {
     /// `recalls` is told of everything that is applied.
     pub fn open(store: Arc<dyn MetaStore>, recalls: Arc<Recalls>) -> Result<Machine> {
-        let namespace = Namespace::open(store.clone())?;
+        let namespace = Namespace::open(store)?;
         let index = namespace.header().applied_index;
         let (applied, recent) = (watch::Sender::new(index), Mutex::new(Recent::new(index)));
-        Ok(Machine { namespace, store, applied, recalls, recent })
+        Ok(Machine { store: namespace.store(), namespace, applied, recalls, recent })
     }
 
     /// The last applied index, whenever it changes.
@@ -89,9 +90,12 @@ impl StateMachine for Machine {
         self.namespace.void();
     }
 
+    fn damage(&self) -> Option<Error> {
+        self.namespace.damage()
+    }
+
     fn restore_begin(&self) -> Result<()> {
-        self.namespace.void();
-        self.store.clear()
+        self.namespace.clear()
     }
 
     fn restore_pairs(&self, pairs: Vec<(Bytes, Bytes)>) -> Result<()> {

@@ -6,7 +6,7 @@
 //! `leader` runs what only the leader does: membership ticks, session terms, orphans; `chunks` are its workers that cut
 //! and delete chunks at the storage servers, `ends` the one that looks there how far a file goes. `sessions` is its pure table of sessions and opens. `disk` starts all that
 //! from a folder, `locks` and `waits` have clients wait for locks, `room` says which changes its disk has space for, `admin` serves gRPC,
-//! `members` changes the group.
+//! `members` changes the group, `verify` looks for damage in the state.
 
 mod admin;
 mod attempts;
@@ -26,6 +26,7 @@ mod recent;
 mod room;
 mod service;
 pub mod sessions;
+mod verify;
 mod waits;
 
 #[cfg(test)]
@@ -115,6 +116,8 @@ struct Mds {
     advertised: OnceLock<Endpoint>,
     /// Requests of clients that only servers may send.
     refused: AtomicU64,
+    /// A state that was found damaged when this server started.
+    set_aside: Option<Error>,
     started: Duration,
 }
 
@@ -126,12 +129,15 @@ struct Disk {
     reserve: u64,
     /// Bytes the Raft log takes at once.
     segment: u64,
+    /// What was wrong with a state that was set aside.
+    set_aside: Option<Error>,
 }
 
 /// Starts a server on its parts and returns when it listens. It serves clients once a leader is elected.
 pub async fn start(cfg: Config, parts: Parts) -> Result<MdsServer> {
     let reserve = cfg.reserve_bytes.unwrap_or(0);
-    start_with(cfg, parts, Disk { reserve_file: None, reserve, segment: crate::folder::LOG_BYTES }).await
+    start_with(cfg, parts, Disk { reserve_file: None, reserve, segment: crate::folder::LOG_BYTES, set_aside: None })
+        .await
 }
 
 /// Bytes of the Raft log that are kept at least.
@@ -169,6 +175,7 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
         turns: watch::Sender::new(0),
         advertised: OnceLock::new(),
         refused: AtomicU64::new(0),
+        set_aside: disk.set_aside,
         started: parts.env.boot(),
         cfg,
     });
@@ -183,6 +190,7 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
         mds.env.spawn(leader::run(mds.clone())),
         mds.env.spawn(follow),
         mds.env.spawn(followers::run(mds.clone())),
+        mds.env.spawn(verify::run(mds.clone())),
     ];
     if disk.reserve > 0 {
         tasks.push(mds.env.spawn(watch_room(mds.clone())));
@@ -298,6 +306,28 @@ impl Mds {
         }
     }
 
+    /// What was wrong with this server's own state, and what becomes of it.
+    fn damage_notices(&self) -> Vec<String> {
+        let raft = self.node.status();
+        let mut all = Vec::new();
+        match (raft.no_state, raft.damage.as_str()) {
+            (true, "") => all.push("waits for a copy of the metadata state from the leader".into()),
+            (true, why) => all.push(format!("its metadata state was damaged ({why}): waits for a copy from the leader")),
+            (false, "") if raft.damages > 0 => all.push(format!(
+                "its metadata state was found damaged {} times since it started, and copied anew: look after its disk",
+                raft.damages
+            )),
+            (false, "") => {}
+            (false, why) => all.push(format!(
+                "its metadata state is damaged ({why}), and no other member has one to copy: see docs/operations.md, 'Damaged metadata'"
+            )),
+        }
+        all.extend(self.set_aside.as_ref().map(|why| {
+            format!("its metadata state was damaged when it started ({why}), was set aside and made anew: look after its disk")
+        }));
+        all
+    }
+
     fn status(&self) -> pb::StatusReply {
         let ns = &self.machine.namespace;
         let (header, map, now) = (ns.header(), self.map(), self.env.boot());
@@ -308,6 +338,7 @@ impl Mds {
         if self.room.look().0 {
             notices.push("the disk is almost full: nothing new is accepted here until there is space".into());
         }
+        notices.extend(self.damage_notices());
         let awaited = recovery::all_awaited(&map.map);
         if !awaited.is_empty() {
             notices.push(format!(

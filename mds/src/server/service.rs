@@ -54,6 +54,26 @@ const S_IFREG: u32 = 0o100_000;
 #[async_trait]
 impl Service for Mds {
     async fn handle(&self, peer: &Peer, request: Message) -> Result<Message> {
+        match request.opcode {
+            opcode::RAFT | opcode::SNAPSHOT => self.answer(peer, request).await,
+            _ => self.vouch(self.answer(peer, request).await).await,
+        }
+    }
+}
+
+impl Mds {
+    /// What a damaged state says is no answer where another member has a good one: who asks is sent there.
+    async fn vouch(&self, answer: Result<Message>) -> Result<Message> {
+        let damaged = self.machine.damage().is_some();
+        // Found damaged, and replaced since: what a lone member has is never replaced.
+        let replaced = !damaged && answer.as_ref().is_err_and(|e| e.code == Code::Corrupt);
+        if replaced || damaged && self.node.gave_up_state().await {
+            return Err(Error::not_leader(0));
+        }
+        answer
+    }
+
+    async fn answer(&self, peer: &Peer, request: Message) -> Result<Message> {
         let body = request.body.clone();
         let reply = match request.opcode {
             opcode::META => {

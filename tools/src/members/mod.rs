@@ -302,6 +302,7 @@ fn state(m: &pb::Member, now: &pb::MembersReply) -> Vec<&'static str> {
         (knows && !silent && !m.copying && !plan::is_close(m, now.last_index), "behind"),
         (m.disk & 1 != 0, "disk full"),
         (m.disk & 2 != 0, "disk slow"),
+        (m.disk & 4 != 0 && !m.copying, "waits for a copy of the state"),
     ];
     all.iter().filter(|(is, _)| *is).map(|(_, what)| *what).collect()
 }

@@ -13,7 +13,7 @@ impl Driver {
     pub(super) fn finish_restore(&mut self, index: u64, term: u64, conf: &ConfState) -> Result<()> {
         self.sm.restore_end(index, term, conf_bytes(conf)?)?;
         self.sm.sync()?;
-        (self.incoming, self.conf_unknown) = (None, false);
+        (self.incoming, self.conf_unknown, self.damage) = (None, false, None);
         tracing::info!(index, term, "took over the state of the leader");
         Ok(())
     }
@@ -22,6 +22,9 @@ impl Driver {
         let to = message.to;
         let gone = || Error::new(Code::NoEnt, format!("the address of metadata server {to} is not known"));
         let endpoint = self.peers.endpoint(to).ok_or_else(gone)?;
+        if self.core.has_lost_state() {
+            return Err(Error::new(Code::NotServing, "this metadata server has no state itself"));
+        }
         let view = self.sm.snapshot()?;
         let conf = match &view.conf_state[..] {
             [] => self.core.conf().clone(),
@@ -91,7 +94,7 @@ impl Driver {
         let Some((chunk, reply)) = first else { return Ok(()) };
         match self.sm.restore_begin() {
             Ok(()) => self.take_pairs(chunk, reply),
-            Err(e) if e.code == Code::NoSpc => {
+            Err(e) if comes_again(&e) => {
                 self.incoming = None;
                 let _ = reply.send(Err(e));
                 Ok(())
@@ -110,7 +113,7 @@ impl Driver {
                 let _ = reply.send(Ok(()));
                 Ok(())
             }
-            Err(e) if e.code == Code::NoSpc => {
+            Err(e) if comes_again(&e) => {
                 self.incoming = None;
                 let _ = reply.send(Err(e));
                 Ok(())
@@ -118,4 +121,9 @@ impl Driver {
             Err(e) => Err(e.context("taking over the leader's state")),
         }
     }
+}
+
+/// The leader will send the copy again: when there is space, the old state is not read any more, or what was damaged is gone.
+fn comes_again(e: &Error) -> bool {
+    matches!(e.code, Code::NoSpc | Code::Busy | Code::Corrupt)
 }

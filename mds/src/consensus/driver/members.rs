@@ -130,7 +130,7 @@ impl Driver {
             }
         }
         self.yield_unfit_disk();
-        Ok(())
+        self.wait_for_state()
     }
 
     /// With a full or slow disk here and a member that has neither, that one should lead. It waits a while between two tries,

@@ -1,6 +1,7 @@
 //! Tests of the module; this file has the network, the state machine and the cluster they share.
 
 mod cluster;
+mod damage;
 mod disk;
 mod hostile;
 mod shuffle;
@@ -99,17 +100,35 @@ struct Kv {
     full: Mutex<bool>,
     /// Ids that the state says were removed.
     former: Mutex<BTreeSet<u64>>,
+    /// Keys that cannot be read, and whether one was met.
+    bad: Mutex<(BTreeSet<String>, bool)>,
 }
 
 impl Kv {
     fn new() -> Arc<Kv> {
-        Arc::new(Kv { store: MemStore::new(), full: Mutex::new(false), former: Mutex::default() })
+        Arc::new(Kv {
+            store: MemStore::new(),
+            full: Mutex::new(false),
+            former: Mutex::default(),
+            bad: Mutex::default(),
+        })
     }
     fn header(&self) -> Vec<u8> {
         self.store.get(b"\0").unwrap().map_or(vec![0; 16], |b| b.to_vec())
     }
     fn value(&self, key: &str) -> Option<Bytes> {
         self.store.get(key.as_bytes()).unwrap()
+    }
+    fn spoil(&self, key: &str) {
+        self.bad.lock().0.insert(key.into());
+    }
+    fn read(&self, key: &str) -> Result<Option<Bytes>> {
+        let mut bad = self.bad.lock();
+        if bad.0.contains(key) {
+            bad.1 = true;
+            return Err(Error::new(Code::Corrupt, "a flipped bit"));
+        }
+        self.store.get(key.as_bytes())
     }
     /// Everything but the header, to compare members.
     fn pairs(&self) -> Vec<(Bytes, Bytes)> {
@@ -149,7 +168,7 @@ impl StateMachine for Kv {
             let text = String::from_utf8(e.data.to_vec()).unwrap();
             let (mut before, mut now) = (Bytes::new(), None);
             if let Some((key, value)) = text.split_once('=') {
-                before = self.store.get(key.as_bytes())?.unwrap_or_default();
+                before = self.read(key)?.unwrap_or_default();
                 now = Some((key.to_string(), value.to_string()));
             }
             replies.push(before);
@@ -168,7 +187,11 @@ impl StateMachine for Kv {
         let (index, term) = self.applied();
         Ok(StateSnapshot { index, term, conf_state: self.conf_state(), view: self.store.snapshot()? })
     }
+    fn damage(&self) -> Option<Error> {
+        self.bad.lock().1.then(|| Error::new(Code::Corrupt, "a flipped bit"))
+    }
     fn restore_begin(&self) -> Result<()> {
+        *self.bad.lock() = Default::default();
         self.store.clear()
     }
     fn restore_pairs(&self, pairs: Vec<(Bytes, Bytes)>) -> Result<()> {

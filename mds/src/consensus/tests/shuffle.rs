@@ -1,5 +1,5 @@
 //! The pure core under a hostile scheduler: messages lost, doubled and reordered, writes that hang, crashes that lose
-//! what was not persisted, cut logs, copies of states and membership changes, all from one seed. Checked all the time:
+//! what was not persisted, cut logs, states found damaged, copies of states and membership changes, all from one seed. Checked all the time:
 //! one leader per term, one entry per index for ever, reads never older than what was applied anywhere before.
 
 use std::collections::VecDeque;
@@ -33,6 +33,8 @@ struct Sim {
     writes: VecDeque<(u64, Vec<LogOp>)>,
     state: State,
     synced: State,
+    /// The state cannot take another entry.
+    spoilt: bool,
 }
 
 struct World {
@@ -49,6 +51,8 @@ struct World {
     proposals: u64,
     /// Joint steps proposed.
     joint: usize,
+    /// States given up for damage: by leaders, by others.
+    given_up: [usize; 2],
 }
 
 fn config(id: u64) -> Config {
@@ -68,12 +72,13 @@ impl World {
             reads: BTreeMap::new(),
             proposals: 0,
             joint: 0,
+            given_up: [0; 2],
         };
         for id in 1..=4 {
             let durable = LogImage::new(if id < 4 { vec![1, 2, 3] } else { vec![] }, id);
             let core = Core::new(&config(id), durable.clone(), (0, 0), &[], w.rand()).unwrap();
             let (state, synced) = (State::default(), State::default());
-            w.nodes.insert(id, Sim { core, durable, writes: VecDeque::new(), state, synced });
+            w.nodes.insert(id, Sim { core, durable, writes: VecDeque::new(), state, synced, spoilt: false });
         }
         w
     }
@@ -95,18 +100,35 @@ impl World {
         let id = self.anyone();
         match self.below(100) {
             0..50 => self.fly(),
-            50..70 => self.node(id).core.tick(),
+            50..70 => self.tick(id),
             70..84 => self.persist(id),
             84..90 => self.propose(id),
             90..95 => self.read(id),
             95 => self.cut(id),
-            96 if self.below(4) == 0 => self.crash(id),
+            96 => match self.below(8) {
+                0 | 1 => self.crash(id),
+                2..5 => self.damage(id),
+                _ => {}
+            },
             97 if self.below(4) == 0 => self.block(),
             98 if self.below(4) == 0 => self.change(id),
             99 => self.node(id).core.transfer(id % 3 + 1),
             _ => {}
         }
         self.drain();
+    }
+
+    /// As the driver does it: a leader without a state has another lead.
+    fn tick(&mut self, id: u64) {
+        let to = self.anyone();
+        let n = self.node(id);
+        n.core.tick();
+        if n.core.has_lost_state() && n.core.is_settled_leader() {
+            match n.core.matched(to) == Some(n.core.image().last()) {
+                true => n.core.step_down(),
+                false => n.core.transfer(to),
+            }
+        }
     }
 
     fn fly(&mut self) {
@@ -237,8 +259,36 @@ impl World {
         if lose_all && n.durable.base.0 > 0 {
             (n.state, n.synced) = (State::default(), State::default());
         }
+        n.spoilt = false;
         let state = &n.state;
         n.core = Core::new(&config(id), n.durable.clone(), state.last(), &state.conf, seed).unwrap();
+    }
+
+    /// The state turns out to be damaged: at once, or when the next entry is applied.
+    fn damage(&mut self, id: u64) {
+        match self.below(2) {
+            0 => self.node(id).spoilt = true,
+            _ if self.others_have_state(id) => self.lose(id, None),
+            _ => {}
+        }
+    }
+
+    fn others_have_state(&self, id: u64) -> bool {
+        let voters = self.nodes[&id].core.voters();
+        voters.len() > 2 && voters.contains(&id) && voters.iter().all(|id| !self.nodes[id].core.has_lost_state())
+    }
+
+    fn lose(&mut self, id: u64, handed: Option<u64>) {
+        let (to, hands_over) = (self.anyone(), self.below(4) > 0);
+        let n = self.node(id);
+        let led = n.core.is_leader();
+        (n.state, n.synced, n.spoilt) = (State::default(), State::default(), false);
+        n.core.lose_state(handed);
+        assert!(n.core.propose([Bytes::from_static(b"of nobody")]).is_err() && !n.core.can_read());
+        if hands_over {
+            n.core.transfer(to);
+        }
+        self.given_up[usize::from(!led)] += 1;
     }
 
     fn block(&mut self) {
@@ -315,8 +365,12 @@ impl World {
     }
 
     fn apply(&mut self, id: u64, committed: &[raft::eraftpb::Entry], conf: Option<ConfState>) {
+        if self.nodes[&id].spoilt && !committed.is_empty() && self.others_have_state(id) {
+            return self.lose(id, committed.last().map(|e| e.index));
+        }
         let n = self.nodes.get_mut(&id).unwrap();
         for e in committed {
+            assert!(!n.core.has_lost_state(), "member {id} applies without a state");
             assert_eq!(e.index, n.state.last().0 + 1, "member {id} applies in order");
             let now = (e.term, e.data.clone());
             let known = self.truth.entry(e.index).or_insert_with(|| now.clone());
@@ -342,7 +396,7 @@ impl World {
         let mut goal = None;
         for round in 0..4000 {
             for id in 1..=4 {
-                self.node(id).core.tick();
+                self.tick(id);
                 self.drain();
             }
             for _ in 0..50 {
@@ -396,30 +450,35 @@ fn leader_of(nodes: &BTreeMap<u64, Sim>) -> Option<u64> {
     nodes.iter().filter(|(_, n)| n.core.is_leader()).max_by_key(|(_, n)| n.core.term()).map(|(id, _)| *id)
 }
 
-fn run(seed: u64, steps: usize) -> (u64, usize, usize, String) {
+fn run(seed: u64, steps: usize) -> (u64, usize, usize, [usize; 2], String) {
     let mut w = World::new(seed);
     for _ in 0..steps {
         w.act();
     }
     w.settle();
     let trace = format!("{:?}", w.truth.iter().map(|(i, (t, d))| (*i, *t, d.clone())).collect::<Vec<_>>());
-    (w.truth.len() as u64, w.reads.values().filter(|(_, done)| *done).count(), w.joint, trace)
+    (w.truth.len() as u64, w.reads.values().filter(|(_, done)| *done).count(), w.joint, w.given_up, trace)
 }
 
 #[test]
 fn members_agree_whatever_the_schedule() {
     let seeds = std::env::var("STRAKE_SEEDS").ok().and_then(|s| s.parse().ok()).unwrap_or(200);
     let from = std::env::var("STRAKE_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(0);
-    let (mut entries, mut reads, mut joint) = (0, 0, 0);
+    let (mut entries, mut reads, mut joint, mut given_up) = (0, 0, 0, [0; 2]);
     for seed in from..from + seeds {
         let ran = std::panic::catch_unwind(|| run(seed, 5000));
-        let (e, r, j, _) = ran.unwrap_or_else(|_| panic!("seed {seed} fails"));
+        let (e, r, j, g, _) = ran.unwrap_or_else(|_| panic!("seed {seed} fails"));
         entries += e;
         reads += r;
         joint += j;
+        given_up = [given_up[0] + g[0], given_up[1] + g[1]];
     }
-    let enough = entries > seeds * 20 && reads as u64 > seeds && joint > 0;
-    assert!(enough, "too little happened: {entries} entries, {reads} reads, {joint} joint steps");
+    let enough =
+        entries > seeds * 20 && reads as u64 > seeds && joint > 0 && given_up.iter().all(|n| *n as u64 > seeds / 2);
+    assert!(
+        enough,
+        "too little happened: {entries} entries, {reads} reads, {joint} joint steps, states given up by leaders and others: {given_up:?}"
+    );
 }
 
 #[test]

@@ -178,6 +178,108 @@ fn a_store_that_fails_leaves_memory_and_disk_as_they_were() {
     assert!(fs.lookup(ROOT, "b").is_ok());
 }
 
+/// Whichever read meets damage: the entries are given up, not answered, and nothing has changed. Answered, they would be answered otherwise
+/// than by the other members.
+#[test]
+fn damage_is_no_result_of_an_entry() {
+    let mut fs = Fs::new();
+    let (d, f) = (fs.mkdir(ROOT, "d"), fs.create(ROOT, "f"));
+    fs.one(Op::Setxattr(pb::SetXattr { ino: f, name: bytes("user.a"), value: bytes("1"), flags: 0 }));
+    fs.create(d, "inner");
+    fs.log(request(&fs, fs.session, 80, 1, "kept"));
+    let meta = |seq: u64, ops: Vec<Op>| {
+        let ops = ops.into_iter().map(op).collect();
+        let creds = Some(fs.creds.clone());
+        let m = pb::MetaRequest { session: fs.session, seq, lowest_unanswered: 1, creds, ops, ..Default::default() };
+        entry(T0 * 2, Command::Meta(m))
+    };
+    let rename = |parent, name: &str, new_name: &str| {
+        Op::Rename(pb::Rename { parent, name: bytes(name), new_parent: ROOT, new_name: bytes(new_name), flags: 0 })
+    };
+    let entries: Vec<Bytes> = vec![
+        meta(90, vec![rename(d, "inner", "f")]),
+        meta(91, vec![mk_create(ROOT, "g"), mk_unlink(ROOT, "kept")]),
+        meta(92, vec![Op::Setxattr(pb::SetXattr { ino: d, name: bytes("user.b"), value: bytes("2"), flags: 0 })]),
+        meta(93, vec![mk_unlink(ROOT, "no such name")]),
+        entry(T0 * 2, request(&fs, fs.session, 80, 1, "kept")),
+        entry(T0 * 2, Command::SessionEnd(pb::SessionEnd { sessions: vec![fs.session], evict: true })),
+    ];
+    let entries: Vec<_> = (fs.index + 1..).zip(entries).map(|(index, e)| (index, 1, e)).collect();
+    let last = (fs.index + entries.len() as u64, 1);
+    let before = dump(&fs.store);
+    let mut reads = 0;
+    loop {
+        let store = Arc::new(FailsAt { store: fs.store.clone(), left: 0.into() });
+        let ns = Namespace::open(store.clone()).unwrap();
+        store.left.store(reads + 1, std::sync::atomic::Ordering::Relaxed);
+        match ns.apply(&entries, last, None) {
+            Ok(replies) => {
+                assert!(ns.damage().is_none(), "read {reads} met damage, and was answered");
+                let codes: Vec<_> = replies.iter().map(|r| r.reply.as_ref().and_then(|_| codes_of(r))).collect();
+                assert_eq!(codes[3], Some(vec![Some(Code::NoEnt)]), "its answers are those of the entries");
+                break;
+            }
+            Err(e) => {
+                assert_eq!((e.code, ns.damage().map(|e| e.code)), (Code::Corrupt, Some(Code::Corrupt)), "read {reads}");
+                assert_eq!(dump(&fs.store), before, "read {reads}");
+            }
+        }
+        reads += 1;
+    }
+    assert!(reads > 20, "{reads} reads");
+    fs.ns = Namespace::open(Arc::new(fs.store.clone())).unwrap();
+}
+
+fn codes_of(r: &pb::LogReply) -> Option<Vec<Option<Code>>> {
+    match &r.reply {
+        Some(pb::log_reply::Reply::Meta(m)) => Some(m.results.iter().map(|r| code_of(r.status.as_ref())).collect()),
+        _ => None,
+    }
+}
+
+/// A real store, one read of which meets damage: the one that comes when so many are `left`.
+struct FailsAt {
+    store: MemStore,
+    left: std::sync::atomic::AtomicI64,
+}
+
+impl FailsAt {
+    fn meets(&self) -> strake_proto::Result<()> {
+        match self.left.fetch_sub(1, std::sync::atomic::Ordering::Relaxed) {
+            1 => Err(strake_proto::Error::new(Code::Corrupt, "a flipped bit")),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Reader for FailsAt {
+    fn get(&self, key: &[u8]) -> strake_proto::Result<Option<Bytes>> {
+        self.meets()?;
+        self.store.get(key)
+    }
+    fn range(&self, from: std::ops::Bound<&[u8]>, to: std::ops::Bound<&[u8]>) -> strake_store::PairIter<'_> {
+        Box::new(self.store.range(from, to).map(|pair| self.meets().and(pair)))
+    }
+}
+
+impl MetaStore for FailsAt {
+    fn commit(&self, batch: strake_store::Batch) -> strake_proto::Result<()> {
+        self.store.commit(batch)
+    }
+    fn sync(&self) -> strake_proto::Result<()> {
+        self.store.sync()
+    }
+    fn snapshot(&self) -> strake_proto::Result<Box<dyn Reader>> {
+        self.store.snapshot()
+    }
+    fn disk_bytes(&self) -> u64 {
+        self.store.disk_bytes()
+    }
+    fn clear(&self) -> strake_proto::Result<()> {
+        self.store.clear()
+    }
+}
+
 #[test]
 fn a_newer_format_and_damage_are_refused() {
     let mut fs = Fs::new();

@@ -113,7 +113,7 @@ async fn three_members_on_disk_survive_a_leaders_end_and_a_full_restart() {
     assert_eq!(r, second);
 }
 
-async fn leader_of(all: &[Option<MdsServer>]) -> usize {
+pub(super) async fn leader_of(all: &[Option<MdsServer>]) -> usize {
     let found = async {
         loop {
             match all.iter().position(|m| m.as_ref().is_some_and(MdsServer::leads)) {
@@ -123,6 +123,20 @@ async fn leader_of(all: &[Option<MdsServer>]) -> usize {
         }
     };
     timeout(Duration::from_secs(60), found).await.expect("a leader within a minute")
+}
+
+/// Has member `to` lead.
+pub(super) async fn transfer(cfgs: &[Config], all: &[Option<MdsServer>], to: usize) {
+    let done = async {
+        while leader_of(all).await != to {
+            let leader = leader_of(all).await;
+            if let Err(e) = all[leader].as_ref().unwrap().node().transfer(cfgs[to].id).await {
+                assert!(e.is_retryable() || e.code == Code::Busy, "{e}");
+            }
+            sleep(Duration::from_millis(50)).await;
+        }
+    };
+    timeout(Duration::from_secs(60), done).await.expect("another leader within a minute");
 }
 
 /// Asks whoever leads, which on a slow machine may change, until it is done.

@@ -1,5 +1,6 @@
 //! Whole servers: groups of one and three members, fake storage servers, raw requests.
 
+mod damage;
 mod disk;
 mod ends;
 mod followers;
@@ -9,6 +10,7 @@ mod hostile;
 mod leases;
 mod locks;
 mod members;
+mod spoilt;
 mod world;
 
 use std::{sync::atomic::Ordering, time::Duration};

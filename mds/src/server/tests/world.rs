@@ -21,9 +21,9 @@ use strake_proto::{
     ids::TARGET_UNASSIGNED,
     opcode, pb,
 };
-use strake_store::MemStore;
 use tokio::time::{Instant, sleep, timeout};
 
+use super::spoilt::Spoilt;
 use crate::{
     consensus::MemLog,
     server::{Config, MdsServer, Parts, start},
@@ -163,7 +163,7 @@ pub struct World {
     pub net: Arc<Net>,
     started: Instant,
     pub logs: Vec<Arc<MemLog>>,
-    stores: Vec<Arc<MemStore>>,
+    pub stores: Vec<Arc<Spoilt>>,
     pub mds: Vec<Option<(Env, MdsServer)>>,
     /// Of the members that start from now on.
     pub cluster: [u8; 16],
@@ -178,7 +178,7 @@ impl World {
             net: Arc::default(),
             started: Instant::now(),
             logs: voters.iter().map(log).collect(),
-            stores: voters.iter().map(|_| Arc::new(MemStore::default())).collect(),
+            stores: voters.iter().map(|_| Arc::new(Spoilt::default())).collect(),
             mds: Vec::new(),
             cluster: [3; 16],
             change: Box::new(change),
@@ -220,7 +220,7 @@ impl World {
     pub async fn join(&mut self) -> usize {
         let i = self.logs.len();
         self.logs.push(Arc::new(MemLog::new(vec![], 1001 + i as u64, Duration::from_micros(500))));
-        self.stores.push(Arc::new(MemStore::default()));
+        self.stores.push(Arc::new(Spoilt::default()));
         self.mds.push(None);
         self.start(i).await;
         i
@@ -230,7 +230,7 @@ impl World {
     pub fn wipe(&mut self, i: usize, voters: Vec<u64>) {
         assert!(self.mds[i].is_none());
         self.logs[i] = Arc::new(MemLog::new(voters, 5000 + i as u64, Duration::from_micros(500)));
-        self.stores[i] = Arc::new(MemStore::default());
+        self.stores[i] = Arc::new(Spoilt::default());
     }
 
     /// Ends a member without a goodbye.

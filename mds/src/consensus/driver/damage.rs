@@ -1,0 +1,73 @@
+//! What becomes of a state that is damaged: where another member has a good one, this member gives its own up, has another
+//! lead, and takes a copy. Where none has, it goes on with what can be read, and errors for the rest.
+
+use strake_proto::{Code, Error, Result};
+
+use super::Driver;
+
+/// A member that gave its state up and finds no leader ends after so many election timeouts: when it is started again it has
+/// what was left of its state, and can be elected where the others gave up theirs as well.
+const PATIENCE: u32 = 100;
+
+impl Driver {
+    /// Reported and counted once, until the state is replaced.
+    pub(super) fn note_damage(&mut self, e: Error) {
+        if self.damage.is_none() {
+            tracing::error!("the state of this metadata server is damaged: {e}");
+            self.damages += 1;
+            self.damage = Some(e);
+        }
+    }
+
+    /// Gives up a state that is damaged, once another member is known to have one.
+    pub(super) fn mind_damage(&mut self) {
+        if self.core.has_lost_state() {
+            return;
+        }
+        if let Some(e) = self.sm.damage() {
+            self.note_damage(e);
+        }
+        if self.damage.is_some() && self.unfinished.is_none() && self.group().another_has_state() {
+            self.give_up_state();
+        }
+    }
+
+    fn give_up_state(&mut self) {
+        tracing::warn!("this metadata server gives its damaged state up, and will copy that of another one");
+        let handed = self.backlog.take().and_then(|work| work.entries.last().map(|e| e.index));
+        self.core.lose_state(handed);
+        self.sm.void();
+        self.outgoing.values().for_each(|(_, _, task)| task.abort());
+        self.outgoing.clear();
+        self.unstall();
+        self.fail_all(&Error::not_leader(0));
+        self.hand_over(false);
+    }
+
+    /// A leader without a state hands over, `again` if it was tried before. As long as nobody is close enough to take over, it sends its
+    /// log on: others may lack what it has, and would not be elected over it.
+    fn hand_over(&mut self, again: bool) {
+        let group = self.group();
+        let Some(to) = group.successor() else { return };
+        if again && group.get(to).is_some_and(|m| m.matched >= group.last) {
+            self.core.step_down();
+        } else {
+            self.core.transfer(to);
+        }
+    }
+
+    /// Once a tick.
+    pub(super) fn wait_for_state(&mut self) -> Result<()> {
+        if self.core.has_lost_state() && self.core.is_settled_leader() {
+            self.hand_over(true);
+        }
+        let nobody = self.core.leader() == 0 || self.core.is_leader();
+        let waits = self.damage.is_some() && self.core.has_lost_state() && nobody;
+        self.forsaken = if waits { self.forsaken + 1 } else { 0 };
+        if self.forsaken > PATIENCE * self.cfg.election_ticks.1 as u32 {
+            let m = "its state is damaged, and nobody leads who could give it another; start it again";
+            return Err(Error::new(Code::Corrupt, m));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,100 @@
+//! The store, with an eye on damage: whatever becomes of the error of who met it, it is noted.
+
+use std::{
+    ops::Bound,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use strake_proto::{Code, Error, Result};
+use strake_store::{Batch, MetaStore, PairIter, Reader};
+
+/// What was found damaged first.
+#[derive(Default)]
+pub struct Damage {
+    any: AtomicBool,
+    first: Mutex<Option<Error>>,
+}
+
+impl Damage {
+    /// Notes an error, if it is one of damage.
+    pub fn note(&self, e: &Error) {
+        if e.code == Code::Corrupt {
+            self.first.lock().get_or_insert_with(|| e.clone());
+            self.any.store(true, Relaxed);
+        }
+    }
+
+    pub fn found(&self) -> Option<Error> {
+        if self.any.load(Relaxed) { self.first.lock().clone() } else { None }
+    }
+
+    /// What was damaged is gone.
+    pub fn forget(&self) {
+        *self.first.lock() = None;
+        self.any.store(false, Relaxed);
+    }
+
+    fn noted<T>(&self, r: Result<T>) -> Result<T> {
+        r.inspect_err(|e| self.note(e))
+    }
+
+    fn noted_all<'a>(&'a self, pairs: PairIter<'a>) -> PairIter<'a> {
+        Box::new(pairs.map(|pair| self.noted(pair)))
+    }
+}
+
+/// See the module.
+pub struct Watched {
+    pub store: Arc<dyn MetaStore>,
+    pub damage: Arc<Damage>,
+}
+
+struct View {
+    view: Box<dyn Reader>,
+    damage: Arc<Damage>,
+}
+
+impl Reader for View {
+    fn get(&self, key: &[u8]) -> Result<Option<Bytes>> {
+        self.damage.noted(self.view.get(key))
+    }
+    fn range(&self, from: Bound<&[u8]>, to: Bound<&[u8]>) -> PairIter<'_> {
+        self.damage.noted_all(self.view.range(from, to))
+    }
+}
+
+impl Reader for Watched {
+    fn get(&self, key: &[u8]) -> Result<Option<Bytes>> {
+        self.damage.noted(self.store.get(key))
+    }
+    fn range(&self, from: Bound<&[u8]>, to: Bound<&[u8]>) -> PairIter<'_> {
+        self.damage.noted_all(self.store.range(from, to))
+    }
+}
+
+impl MetaStore for Watched {
+    fn commit(&self, batch: Batch) -> Result<()> {
+        self.damage.noted(self.store.commit(batch))
+    }
+    fn sync(&self) -> Result<()> {
+        self.damage.noted(self.store.sync())
+    }
+    fn snapshot(&self) -> Result<Box<dyn Reader>> {
+        let view = self.damage.noted(self.store.snapshot())?;
+        Ok(Box::new(View { view, damage: self.damage.clone() }))
+    }
+    fn disk_bytes(&self) -> u64 {
+        self.store.disk_bytes()
+    }
+    fn free_bytes(&self) -> u64 {
+        self.store.free_bytes()
+    }
+    fn clear(&self) -> Result<()> {
+        self.store.clear()
+    }
+}

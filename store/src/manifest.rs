@@ -1,0 +1,44 @@
+//! Whether fjall's lists of tables are as they were written.
+//!
+//! A keyspace's folder has a list `vN` for each version of its tables, and in `current` the number N (`u64`), the XXH3 of the
+//! whole list (`u128`) and 0 (`u8`: which sum). fjall (3.1) writes the sum and never looks at it: with a flipped bit it opens with a
+//! table missing, or with the tables of another version. The list is synced before `current` names it, so that the two fit
+//! after any crash.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use strake_proto::{Code, Error, Result};
+use xxhash_rust::xxh3::xxh3_128;
+
+/// `Corrupt` unless each list in the store in `path` is whole.
+pub fn check(path: &Path) -> Result<()> {
+    let keyspaces = match fs::read_dir(path.join("keyspaces")) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other?,
+    };
+    for keyspace in keyspaces {
+        let keyspace = keyspace?.path();
+        match fs::read(keyspace.join("current")) {
+            // Being made, or being removed.
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => continue,
+            current => check_list(&keyspace, &current?)?,
+        }
+    }
+    Ok(())
+}
+
+fn check_list(keyspace: &Path, current: &[u8]) -> Result<()> {
+    let damaged = |at: PathBuf| Error::new(Code::Corrupt, format!("{} is not as it was written", at.display()));
+    let parts = current.split_first_chunk::<8>().and_then(|(n, rest)| Some((n, rest.split_first_chunk::<16>()?)));
+    let Some((number, (sum, [0]))) = parts else { return Err(damaged(keyspace.join("current"))) };
+    let list = keyspace.join(format!("v{}", u64::from_le_bytes(*number)));
+    match fs::read(&list) {
+        Ok(bytes) if xxh3_128(&bytes) == u128::from_le_bytes(*sum) => Ok(()),
+        Ok(_) => Err(damaged(list)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Err(damaged(keyspace.join("current"))),
+        Err(e) => Err(e.into()),
+    }
+}
