@@ -12,7 +12,9 @@
 use std::{
     collections::BTreeMap,
     fs::File,
+    io::ErrorKind,
     ops::Bound,
+    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
@@ -23,7 +25,7 @@ use fjall::{Database, Keyspace, KeyspaceCreateOptions, LsmError, PersistMode, Re
 use parking_lot::RwLock;
 use strake_proto::{Code, Error, Result};
 
-use crate::{Batch, MetaStore, PairIter, Reader, check_key, is_empty_range, journal};
+use crate::{Batch, MetaStore, PairIter, Reader, check_key, is_empty_range, journal, versions};
 
 /// Memory for cached blocks when [`Options`] does not say otherwise.
 pub const DEFAULT_CACHE: u64 = 64 << 20;
@@ -210,12 +212,17 @@ impl State {
 impl Open {
     fn at(path: &Path, options: &Options) -> Result<Open> {
         let what = |e: fjall::Error| map_error(&e).context(format!("metadata store {}", path.display()));
+        if let Some(m) = versions::damage(path)? {
+            return Err(damaged(&m));
+        }
         let open = || {
-            Database::builder(path)
-                .cache_size(options.cache_bytes)
-                .max_journaling_size(options.journal_bytes.max(64 << 20))
-                .worker_threads(options.threads.max(1))
-                .open()
+            guarded(|| {
+                Database::builder(path)
+                    .cache_size(options.cache_bytes)
+                    .max_journaling_size(options.journal_bytes.max(64 << 20))
+                    .worker_threads(options.threads.max(1))
+                    .open()
+            })
         };
         let db = match open() {
             Err(fjall::Error::JournalRecovery(e)) => match journal::cut_torn_end(path)? {
@@ -229,16 +236,13 @@ impl Open {
             other => other,
         }
         .map_err(what)?;
-        let mut generations: Vec<u64> =
-            db.list_keyspace_names().iter().filter_map(|n| n.strip_prefix("meta-")?.parse().ok()).collect();
-        generations.sort_unstable();
-        let generation = generations.pop().unwrap_or(0);
-        let keyspace = open_keyspace(&db, path, generation, options).map_err(what)?;
-        for old in generations {
-            // Left by a crash in the middle of `clear`.
-            db.delete_keyspace(open_keyspace(&db, path, old, options).map_err(what)?).map_err(what)?;
+        match guarded(|| newest(&db, path, options)) {
+            Ok((generation, keyspace)) => Ok(Open { db, generation, keyspace }),
+            Err(e) => {
+                let _ = catch_unwind(AssertUnwindSafe(|| drop(db))); // of what has panicked, that may panic too
+                Err(what(e))
+            }
         }
-        Ok(Open { db, generation, keyspace })
     }
 
     fn commit(&self, batch: &Batch) -> fjall::Result<()> {
@@ -255,6 +259,25 @@ impl Open {
     }
 }
 
+/// The generation that counts.
+fn newest(db: &Database, path: &Path, options: &Options) -> fjall::Result<(u64, Keyspace)> {
+    let mut generations: Vec<u64> =
+        db.list_keyspace_names().iter().filter_map(|n| n.strip_prefix("meta-")?.parse().ok()).collect();
+    generations.sort_unstable();
+    let generation = generations.pop().unwrap_or(0);
+    let keyspace = open_keyspace(db, path, generation, options)?;
+    for old in generations {
+        // Left by a crash in the middle of `clear`.
+        db.delete_keyspace(open_keyspace(db, path, old, options)?)?;
+    }
+    Ok((generation, keyspace))
+}
+
+/// fjall takes some of what it reads for granted: what is damaged there is no reason for this process to end.
+fn guarded<T>(f: impl FnOnce() -> fjall::Result<T>) -> fjall::Result<T> {
+    catch_unwind(AssertUnwindSafe(f)).unwrap_or(Err(fjall::Error::Unrecoverable))
+}
+
 /// Opens or makes the keyspace of a generation of the store in `path`.
 fn open_keyspace(db: &Database, path: &Path, generation: u64, options: &Options) -> fjall::Result<Keyspace> {
     let options = || KeyspaceCreateOptions::default().max_memtable_size(options.memtable_bytes.max(1 << 20));
@@ -265,14 +288,17 @@ fn open_keyspace(db: &Database, path: &Path, generation: u64, options: &Options)
     Ok(keyspace)
 }
 
+fn damaged(e: &impl std::fmt::Display) -> Error {
+    Error::new(Code::Corrupt, format!("damaged ({e}); rebuild this member from its peers"))
+}
+
 /// Keeps the errno where there is one; damage is `Corrupt`.
 fn map_error(e: &fjall::Error) -> Error {
-    let io = |e: &std::io::Error| {
-        let copy = match e.raw_os_error() {
-            Some(n) => std::io::Error::from_raw_os_error(n),
-            None => std::io::Error::new(e.kind(), e.to_string()),
-        };
-        Error::from(copy)
+    let io = |e: &std::io::Error| match e.raw_os_error() {
+        Some(n) => Error::from(std::io::Error::from_raw_os_error(n)),
+        // A file that is too short, or nonsense.
+        None if matches!(e.kind(), ErrorKind::UnexpectedEof | ErrorKind::InvalidData) => damaged(e),
+        None => Error::from(std::io::Error::new(e.kind(), e.to_string())),
     };
     match e {
         fjall::Error::Io(e) | fjall::Error::Storage(LsmError::Io(e)) => io(e),
@@ -283,9 +309,7 @@ fn map_error(e: &fjall::Error) -> Error {
         | fjall::Error::Decompress(_)
         | fjall::Error::InvalidTrailer
         | fjall::Error::InvalidTag(_)
-        | fjall::Error::Unrecoverable => {
-            Error::new(Code::Corrupt, format!("damaged ({e}); rebuild this member from its peers"))
-        }
+        | fjall::Error::Unrecoverable => damaged(e),
         _ => Error::new(Code::Io, e.to_string()),
     }
 }
@@ -392,6 +416,8 @@ mod tests {
         assert_eq!(map_error(&fjall::Error::Storage(LsmError::Io(full()))).code, Code::NoSpc);
         assert_eq!(map_error(&fjall::Error::Unrecoverable).code, Code::Corrupt);
         assert_eq!(map_error(&fjall::Error::Locked).code, Code::Busy);
+        let short = std::io::Error::from(ErrorKind::UnexpectedEof);
+        assert_eq!(map_error(&fjall::Error::Storage(LsmError::Io(short))).code, Code::Corrupt);
     }
 
     #[test]

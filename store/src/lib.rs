@@ -8,6 +8,7 @@ pub mod fjall_store;
 mod folder;
 mod journal;
 pub mod mem;
+mod versions;
 
 use std::ops::Bound;
 
