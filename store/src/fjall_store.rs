@@ -11,7 +11,7 @@
 
 use std::{
     collections::BTreeMap,
-    fs::File,
+    fs::{File, TryLockError},
     io::ErrorKind,
     ops::Bound,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -99,6 +99,12 @@ impl FjallStore {
         let open = Some(Arc::new(Open::at(path, options)?));
         let state = RwLock::new(State { open, failure: None, unknown: None });
         Ok(FjallStore { path: path.to_path_buf(), options: options.clone(), state })
+    }
+
+    /// Whether somebody has the store in `path` open, this process or another.
+    pub fn is_open(path: impl AsRef<Path>) -> bool {
+        let lock = File::open(path.as_ref().join("lock"));
+        lock.is_ok_and(|f| matches!(f.try_lock(), Err(TryLockError::WouldBlock)))
     }
 
     fn view(&self) -> Result<FjallView> {
@@ -479,8 +485,12 @@ mod tests {
     #[test]
     fn a_second_open_is_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let _s = FjallStore::open(dir.path()).unwrap();
+        assert!(!FjallStore::is_open(dir.path()));
+        let s = FjallStore::open(dir.path()).unwrap();
         let e = FjallStore::open(dir.path()).err().unwrap();
         assert_eq!(e.code, Code::Busy, "{e}");
+        assert!(FjallStore::is_open(dir.path()));
+        drop(s);
+        assert!(!FjallStore::is_open(dir.path()));
     }
 }
