@@ -101,7 +101,7 @@ async fn engine(path: &Path, mib: usize) -> Result<()> {
         TargetIdentity { fs_uuid: [0; 16], target_uuid: [1; 16], target_id: 0, node: "bench".into(), incarnation: 0 };
     create_target_dir(path, TargetLayout::File { size: ((mib * 3 + 64) * MIB) as u64 }, id).await?;
     let pool = Pool::default();
-    let e = open_target_dir(path, None, pool.clone(), Options::default()).await?;
+    let e = open_target_dir(path, None, pool.clone(), Options::default()).await?.whole()?;
     let ((big, big_sums), (small, small_sums)) = (bytes(&pool, MIB), bytes(&pool, 4096));
     let e = &e;
     // Chunks of 4 MiB.

@@ -12,8 +12,10 @@
 
 use std::{
     collections::BTreeMap,
-    fs::{self, File},
+    fs::{self, File, TryLockError},
+    io::ErrorKind,
     ops::Bound,
+    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -103,6 +105,12 @@ impl FjallStore {
         let open = Some(Arc::new(Open::at(path, options)?));
         let state = RwLock::new(State { open, failure: None, unknown: None });
         Ok(FjallStore { path: path.to_path_buf(), options: options.clone(), state })
+    }
+
+    /// Whether somebody has the store in `path` open, this process or another.
+    pub fn is_open(path: impl AsRef<Path>) -> bool {
+        let lock = File::open(path.as_ref().join("lock"));
+        lock.is_ok_and(|f| matches!(f.try_lock(), Err(TryLockError::WouldBlock)))
     }
 
     fn view(&self) -> Result<FjallView> {
@@ -272,11 +280,13 @@ impl Open {
         let what = |e: fjall::Error| named(map_error(&e));
         manifest::check(path).map_err(named)?;
         let open = || {
-            Database::builder(path)
-                .cache_size(options.cache_bytes)
-                .max_journaling_size(options.journal_bytes.max(64 << 20))
-                .worker_threads(options.threads.max(1))
-                .open()
+            guarded(|| {
+                Database::builder(path)
+                    .cache_size(options.cache_bytes)
+                    .max_journaling_size(options.journal_bytes.max(64 << 20))
+                    .worker_threads(options.threads.max(1))
+                    .open()
+            })
         };
         let db = match open() {
             Err(fjall::Error::JournalRecovery(e)) => match journal::cut_torn_end(path)? {
@@ -290,16 +300,13 @@ impl Open {
             other => other,
         }
         .map_err(what)?;
-        let mut generations: Vec<u64> =
-            db.list_keyspace_names().iter().filter_map(|n| n.strip_prefix("meta-")?.parse().ok()).collect();
-        generations.sort_unstable();
-        let generation = generations.pop().unwrap_or(0);
-        let keyspace = open_keyspace(&db, path, generation, options).map_err(what)?;
-        for old in generations {
-            // Left by a crash in the middle of `clear`.
-            db.delete_keyspace(open_keyspace(&db, path, old, options).map_err(what)?).map_err(what)?;
+        match guarded(|| newest(&db, path, options)) {
+            Ok((generation, keyspace)) => Ok(Open { db, generation, keyspace, damaged: AtomicBool::new(false) }),
+            Err(e) => {
+                let _ = catch_unwind(AssertUnwindSafe(|| drop(db))); // of what has panicked, that may panic too
+                Err(what(e))
+            }
         }
-        Ok(Open { db, generation, keyspace, damaged: AtomicBool::new(false) })
     }
 
     /// The error of a read.
@@ -323,6 +330,25 @@ impl Open {
     }
 }
 
+/// The generation that counts.
+fn newest(db: &Database, path: &Path, options: &Options) -> fjall::Result<(u64, Keyspace)> {
+    let mut generations: Vec<u64> =
+        db.list_keyspace_names().iter().filter_map(|n| n.strip_prefix("meta-")?.parse().ok()).collect();
+    generations.sort_unstable();
+    let generation = generations.pop().unwrap_or(0);
+    let keyspace = open_keyspace(db, path, generation, options)?;
+    for old in generations {
+        // Left by a crash in the middle of `clear`.
+        db.delete_keyspace(open_keyspace(db, path, old, options)?)?;
+    }
+    Ok((generation, keyspace))
+}
+
+/// fjall takes some of what it reads for granted: what is damaged there is no reason for this process to end.
+fn guarded<T>(f: impl FnOnce() -> fjall::Result<T>) -> fjall::Result<T> {
+    catch_unwind(AssertUnwindSafe(f)).unwrap_or(Err(fjall::Error::Unrecoverable))
+}
+
 /// Opens or makes the keyspace of a generation of the store in `path`.
 fn open_keyspace(db: &Database, path: &Path, generation: u64, options: &Options) -> fjall::Result<Keyspace> {
     let options = || KeyspaceCreateOptions::default().max_memtable_size(options.memtable_bytes.max(1 << 20));
@@ -339,15 +365,11 @@ fn damage(e: impl std::fmt::Display) -> Error {
 
 /// Keeps the errno where there is one; damage is `Corrupt`.
 fn map_error(e: &fjall::Error) -> Error {
-    let io = |e: &std::io::Error| {
-        if e.kind() == std::io::ErrorKind::UnexpectedEof {
-            return damage(e);
-        }
-        let copy = match e.raw_os_error() {
-            Some(n) => std::io::Error::from_raw_os_error(n),
-            None => std::io::Error::new(e.kind(), e.to_string()),
-        };
-        Error::from(copy)
+    let io = |e: &std::io::Error| match e.raw_os_error() {
+        Some(n) => Error::from(std::io::Error::from_raw_os_error(n)),
+        // A file that is too short, or nonsense.
+        None if matches!(e.kind(), ErrorKind::UnexpectedEof | ErrorKind::InvalidData) => damage(e),
+        None => Error::from(std::io::Error::new(e.kind(), e.to_string())),
     };
     match e {
         fjall::Error::Io(e) | fjall::Error::Storage(LsmError::Io(e)) => io(e),
@@ -466,6 +488,8 @@ mod tests {
         assert_eq!(map_error(&fjall::Error::Storage(LsmError::Io(full()))).code, Code::NoSpc);
         assert_eq!(map_error(&fjall::Error::Unrecoverable).code, Code::Corrupt);
         assert_eq!(map_error(&fjall::Error::Locked).code, Code::Busy);
+        let short = std::io::Error::from(ErrorKind::UnexpectedEof);
+        assert_eq!(map_error(&fjall::Error::Storage(LsmError::Io(short))).code, Code::Corrupt);
     }
 
     #[test]
@@ -527,8 +551,12 @@ mod tests {
     #[test]
     fn a_second_open_is_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let _s = FjallStore::open(dir.path()).unwrap();
+        assert!(!FjallStore::is_open(dir.path()));
+        let s = FjallStore::open(dir.path()).unwrap();
         let e = FjallStore::open(dir.path()).err().unwrap();
         assert_eq!(e.code, Code::Busy, "{e}");
+        assert!(FjallStore::is_open(dir.path()));
+        drop(s);
+        assert!(!FjallStore::is_open(dir.path()));
     }
 }

@@ -42,3 +42,42 @@ fn check_list(keyspace: &Path, current: &[u8]) -> Result<()> {
         Err(e) => Err(e.into()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use strake_proto::Code;
+
+    use super::*;
+    use crate::{FjallStore, MetaStore};
+
+    #[test]
+    fn any_bit_of_what_names_the_files_of_a_store_is_noticed() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = FjallStore::open(dir.path()).unwrap();
+        store.clear().unwrap();
+        drop(store);
+        let mut hit = 0;
+        for keyspace in fs::read_dir(dir.path().join("keyspaces")).unwrap() {
+            let keyspace = keyspace.unwrap().path();
+            let current = fs::read(keyspace.join("current")).unwrap();
+            let version = format!("v{}", u64::from_le_bytes(*current.first_chunk().unwrap()));
+            for name in ["current", &version] {
+                let (path, good) = (keyspace.join(name), fs::read(keyspace.join(name)).unwrap());
+                for bit in 0..good.len() * 8 {
+                    let mut bad = good.clone();
+                    bad[bit / 8] ^= 1 << (bit % 8);
+                    fs::write(&path, &bad).unwrap();
+                    let e = FjallStore::open(dir.path()).err().unwrap_or_else(|| panic!("{name}: bit {bit}"));
+                    assert!(
+                        e.code == Code::Corrupt && e.message.contains("is not as it was written"),
+                        "{name}: bit {bit}: {e}"
+                    );
+                    hit += 1;
+                }
+                fs::write(&path, &good).unwrap();
+            }
+        }
+        assert!(hit > 2000, "{hit}");
+        drop(FjallStore::open(dir.path()).unwrap());
+    }
+}

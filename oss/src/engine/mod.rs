@@ -70,12 +70,13 @@ use strake_proto::{
     ChainId, ChunkId, Code, Error, Result,
     data::{Version, Writer},
 };
-use strake_store::MetaStore;
+use strake_store::{MetaStore, fjall_store::DEFAULT_CACHE};
 use superblock::Superblock;
 use tally::Tally;
+use target::Folder;
 #[cfg(test)]
 pub(crate) use target::open_device;
-pub use target::{TargetLayout, announce_device, create_target_dir, open_target_dir};
+pub use target::{Damaged, Opened, TargetLayout, announce_device, create_target_dir, open_target_dir};
 
 use crate::device::{BLOCK, Device};
 
@@ -159,6 +160,8 @@ pub struct Options {
     pub dirty_bytes: u64,
     /// Unchanged records cached.
     pub cached_records: usize,
+    /// Bytes of memory for what the store below has read.
+    pub store_cache: u64,
     /// Tell the device which blocks are free again.
     pub discard: bool,
     /// Commit to the store on tokio's blocking threads: for a store that waits for a disk. The simulator says no.
@@ -171,6 +174,7 @@ impl Default for Options {
             dirty_records: 80_000,
             dirty_bytes: 256 << 20,
             cached_records: 80_000,
+            store_cache: DEFAULT_CACHE,
             discard: true,
             offload_store: false,
         }
@@ -277,8 +281,8 @@ struct Shared {
     counters: Counters,
     /// For holes.
     zeros: Buf,
-    /// Keeps the target's folder locked, where it has one.
-    _lock: Option<std::fs::File>,
+    /// Where it is, locked, if it is in a folder.
+    folder: Option<Folder>,
 }
 
 /// The chunk store of one target. See the module documentation.

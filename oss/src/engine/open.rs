@@ -22,6 +22,7 @@ use super::{
     sights,
     superblock::{DATA_START, Superblock},
     tally::{Mark, Tally},
+    target::Folder,
 };
 use crate::device::{BLOCK, Device};
 
@@ -39,12 +40,7 @@ impl Engine {
             let m = format!("{} has {} bytes; a target needs {least}", device.name(), device.capacity());
             return Err(Error::new(Code::Inval, m));
         }
-        table.clear()?;
-        let mut batch = Batch::default();
-        batch.put(TARGET_KEY, encode_target(&id.target_uuid));
-        batch.put(TALLY_KEY, Tally::default().encode());
-        table.commit(batch)?;
-        table.sync()?;
+        empty_table(table, &id.target_uuid, 0)?;
         // Both copies, so that one of an earlier life cannot win.
         let pool = Pool::default();
         Mark::format(device, &pool, id.target_uuid).await?;
@@ -70,7 +66,7 @@ impl Engine {
         table: Arc<dyn MetaStore>,
         pool: Pool,
         options: Options,
-        lock: Option<std::fs::File>,
+        folder: Option<Folder>,
     ) -> Result<Arc<Engine>> {
         let superblock = Superblock::read(&*device, &pool).await?;
         check_table(&*table, &superblock, &device.name())?;
@@ -120,10 +116,26 @@ impl Engine {
             table,
             pool,
             options,
-            _lock: lock,
+            folder,
         };
         Ok(Arc::new(Engine { shared: Arc::new(shared) }))
     }
+}
+
+/// Makes it the table of a target that holds nothing, and of which the device knows so many flushes. Everything it held is deleted.
+pub(super) fn empty_table(table: &dyn MetaStore, target_uuid: &[u8; 16], flushes: u64) -> Result<()> {
+    table.clear()?;
+    let mut batch = Batch::default();
+    batch.put(TARGET_KEY, encode_target(target_uuid));
+    batch.put(TALLY_KEY, Tally { flushes, ..Tally::default() }.encode());
+    table.commit(batch)?;
+    table.sync()
+}
+
+/// Whether it is the table of another target: in the wrong place, not damaged.
+pub(super) fn is_of_another(table: &dyn MetaStore, target_uuid: &[u8; 16]) -> bool {
+    let owner = table.get(TARGET_KEY).ok().flatten().and_then(|record| decode_target(&record).ok());
+    owner.is_some_and(|uuid| uuid != *target_uuid)
 }
 
 fn check_table(table: &dyn MetaStore, superblock: &Superblock, device: &str) -> Result<()> {

@@ -1,5 +1,6 @@
 //! The folder of a target: `data` (a file, or a link to a device, or one that says which device of SPDK), `table/` (the chunk table), `target.lock` (held
-//! by the process that serves it) and, while it is being made, `INCOMPLETE`.
+//! by the process that serves it) and, while it is being made, `INCOMPLETE`. Damaged tables that were replaced by an empty one are kept
+//! as `table.damaged-N`.
 
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
@@ -8,15 +9,23 @@ use std::{
     time::Duration,
 };
 
+use rustix::fs::{CWD, RenameFlags};
 use strake_fabric::Pool;
 use strake_proto::{Code, Error, Result};
-use strake_store::FjallStore;
+use strake_store::{FjallStore, fjall_store};
 
-use super::{Engine, Options, TargetIdentity, superblock::Superblock};
+use super::{
+    Engine, Options, TargetIdentity,
+    open::{empty_table, is_of_another},
+    superblock::Superblock,
+    tally::Mark,
+};
 use crate::device::{self, BLOCK, Device};
 
 const DATA: &str = "data";
 const TABLE: &str = "table";
+/// An empty table until it takes the place of a damaged one; then that one, until it has its name.
+const NEXT: &str = "table.next";
 const LOCK: &str = "target.lock";
 const INCOMPLETE: &str = "INCOMPLETE";
 
@@ -133,14 +142,42 @@ async fn check_blank(device: &dyn Device) -> Result<()> {
     }
 }
 
+/// What was found in a target's folder.
+pub enum Opened {
+    Whole(Arc<Engine>),
+    Damaged(Damaged),
+}
+
+impl Opened {
+    /// Damage is an error.
+    pub fn whole(self) -> Result<Arc<Engine>> {
+        match self {
+            Opened::Whole(engine) => Ok(engine),
+            Opened::Damaged(d) => Err(d.why),
+        }
+    }
+}
+
+/// The folder of a target, locked.
+pub(super) struct Folder {
+    path: PathBuf,
+    lock: File,
+}
+
+/// A target that cannot be served as it is. Its folder stays locked as long as this lives.
+pub struct Damaged {
+    pub path: PathBuf,
+    pub why: Error,
+    /// Whose it is, where its device says so.
+    pub id: Option<TargetIdentity>,
+    /// It is its table that is damaged, and no other one in its place: [`Damaged::empty`] may be.
+    pub table_only: bool,
+    lock: File,
+}
+
 /// Opens a target and locks its folder for as long as the engine lives. `fs_uuid`: the cluster it must belong to, if it
-/// belongs to one. `NoEnt`: there is no target here, or a part is missing. `Busy`: another process serves it.
-pub async fn open_target_dir(
-    path: &Path,
-    fs_uuid: Option<[u8; 16]>,
-    pool: Pool,
-    options: Options,
-) -> Result<Arc<Engine>> {
+/// belongs to one. `NoEnt`: there is no target here, or a part is missing. `Busy`: another process serves it. `Perm`: it is of another cluster.
+pub async fn open_target_dir(path: &Path, fs_uuid: Option<[u8; 16]>, pool: Pool, options: Options) -> Result<Opened> {
     if !path.is_dir() {
         return Err(Error::new(
             Code::NoEnt,
@@ -154,7 +191,8 @@ pub async fn open_target_dir(
     }
     for part in [DATA, TABLE] {
         let at = path.join(part);
-        if !at.exists() && device::of_spdk(&at).is_none() {
+        let is_there = at.exists() && !is_empty_dir(&at);
+        if !is_there && device::of_spdk(&at).is_none() {
             let m = format!(
                 "{}: {part} is missing; if the target is new create it, else mount or restore what is missing, or \
                  format the target and resync it",
@@ -163,17 +201,107 @@ pub async fn open_target_dir(
             return Err(Error::new(Code::NoEnt, m));
         }
     }
-    let device = open_device(&path.join(DATA)).await?;
-    let table = Arc::new(FjallStore::open(path.join(TABLE))?);
+    open_locked(path, lock, fs_uuid, pool, options).await
+}
+
+/// As a folder that a file system is to be mounted on.
+fn is_empty_dir(path: &Path) -> bool {
+    path.read_dir().is_ok_and(|mut entries| entries.next().is_none())
+}
+
+async fn open_locked(
+    path: &Path,
+    lock: File,
+    fs_uuid: Option<[u8; 16]>,
+    pool: Pool,
+    options: Options,
+) -> Result<Opened> {
+    let held = lock.try_clone().map_err(|e| at(path, e))?;
+    let damaged = |why: Error, id, table_only| {
+        let why = why.context(path.display());
+        Ok(Opened::Damaged(Damaged { path: path.to_path_buf(), why, id, table_only, lock: held }))
+    };
+    let is_damage = |e: &Error| matches!(e.code, Code::Corrupt | Code::Io);
+    let device = match open_device(&path.join(DATA)).await {
+        Err(e) if is_damage(&e) => return damaged(e, None, false),
+        other => other?,
+    };
+    let id = match Superblock::read(&*device, &pool).await {
+        Err(e) if is_damage(&e) => return damaged(e, None, false),
+        other => other?.identity,
+    };
+    if let Some(want) = fs_uuid.filter(|want| id.fs_uuid != [0; 16] && id.fs_uuid != *want) {
+        let (path, found, want) = (path.display(), uuid(&id.fs_uuid), uuid(&want));
+        return Err(Error::new(Code::Perm, format!("{path} belongs to another cluster ({found}, not {want})")));
+    }
+    let store = fjall_store::Options { cache_bytes: options.store_cache, ..Default::default() };
+    let table = match FjallStore::open_with(path.join(TABLE), &store) {
+        Ok(table) => Arc::new(table),
+        // A file of its own that it lacks, too.
+        Err(e) if matches!(e.code, Code::Corrupt | Code::NoEnt) => return damaged(e, Some(id), true),
+        // A disk that may be well again; a newer store, or a bit of the one byte that tells its format: nothing says which.
+        Err(e) if matches!(e.code, Code::Io | Code::OpNotSupp) => return damaged(e, Some(id), false),
+        Err(e) => return Err(e),
+    };
+    let own = !is_of_another(&*table, &id.target_uuid);
     let options = Options { offload_store: true, ..options };
-    let engine = Engine::open_locked(device, table, pool, options, Some(lock)).await?;
-    let found = engine.identity().fs_uuid;
-    match fs_uuid {
-        Some(want) if found != [0; 16] && found != want => {
-            let m = format!("{} belongs to another cluster ({}, not {})", path.display(), uuid(&found), uuid(&want));
-            Err(Error::new(Code::Perm, m))
+    let folder = Folder { path: path.to_path_buf(), lock };
+    match Engine::open_locked(device, table, pool, options, Some(folder)).await {
+        Err(e) if is_damage(&e) => {
+            let table_only = own && e.code == Code::Corrupt;
+            damaged(e, Some(id), table_only)
         }
-        _ => Ok(engine),
+        other => Ok(Opened::Whole(other?)),
+    }
+}
+
+impl Engine {
+    /// The target as one that was found damaged. For one that is in service and whose table cannot be read; this engine is to be let go.
+    pub fn as_damaged(&self, why: Error) -> Option<Damaged> {
+        let Folder { path, lock } = self.shared.folder.as_ref()?;
+        let (path, lock) = (path.clone(), lock.try_clone().ok()?);
+        Some(Damaged { path, why, id: Some(self.identity()), table_only: true, lock })
+    }
+}
+
+impl Damaged {
+    /// Puts an empty table in the place of the damaged one, which is kept, and opens the target: it holds nothing then, under the same identity.
+    /// For a target of which nothing is needed any more. Where the damaged table is now, too.
+    pub async fn empty(&self, pool: Pool, options: Options) -> Result<(Arc<Engine>, PathBuf)> {
+        let (table, next) = (self.path.join(TABLE), self.path.join(NEXT));
+        let id = self.id.as_ref().filter(|_| self.table_only).ok_or_else(|| self.why.clone())?;
+        if !table.symlink_metadata().is_ok_and(|m| m.is_dir()) {
+            let m = format!("{} is a link: what it leads to is not replaced", table.display());
+            return Err(Error::new(Code::OpNotSupp, m));
+        }
+        // fjall finds its files by their names: it would go on in the empty one.
+        if FjallStore::is_open(&table) {
+            return Err(Error::new(Code::Busy, format!("{} is still in use", table.display())));
+        }
+        if next.exists() {
+            self.keep(&next)?; // of an attempt that was cut short: perhaps the damaged one
+        }
+        {
+            let device = open_device(&self.path.join(DATA)).await?;
+            let known = Mark::read(&*device, &pool, id.target_uuid).await;
+            empty_table(&FjallStore::open(&next)?, &id.target_uuid, known)?;
+        }
+        sync_dir(&self.path)?;
+        rustix::fs::renameat_with(CWD, &next, CWD, &table, RenameFlags::EXCHANGE).map_err(|e| at(&table, e.into()))?;
+        sync_dir(&self.path)?;
+        let kept = self.keep(&next)?;
+        let lock = self.lock.try_clone().map_err(|e| at(&self.path, e))?;
+        let engine = open_locked(&self.path, lock, Some(id.fs_uuid), pool, options).await?.whole()?;
+        Ok((engine, kept))
+    }
+
+    /// Names a table that is not used any more.
+    fn keep(&self, table: &Path) -> Result<PathBuf> {
+        let free = (1u32..).map(|n| self.path.join(format!("{TABLE}.damaged-{n}"))).find(|p| !p.exists());
+        let to = free.ok_or_else(|| Error::new(Code::Exist, "too many damaged tables are kept"))?;
+        fs::rename(table, &to).map_err(|e| at(table, e))?;
+        sync_dir(&self.path)?;
+        Ok(to)
     }
 }
 

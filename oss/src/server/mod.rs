@@ -8,6 +8,7 @@
 //! | `sync.rs`, `pace.rs` | filling a replica that is out of sync; how that makes way for applications |
 //! | `repair.rs`, `damage.rs` | repairing a damaged chunk; what was found damaged |
 //! | `scrub.rs` | reading everything now and then, to find damage before a reader does |
+//! | `out.rs` | targets that were damaged when they were opened: the others serve, and they come back empty |
 //! | `node.rs` | registration, heartbeats, lease, the cluster map |
 //! | `peers.rs` | connections to other servers |
 //! | `config.rs` | configuration keys |
@@ -18,6 +19,7 @@ pub mod config;
 mod damage;
 mod disk;
 mod node;
+mod out;
 mod pace;
 mod peers;
 mod repair;
@@ -34,12 +36,13 @@ use std::{sync::Arc, time::Duration};
 pub use config::{Config, TargetConfig};
 pub use disk::{Reread, start_on_disk, start_on_disk_with};
 use node::Node;
+use out::Out;
 use peers::{MdsLink, Peers};
 pub use scrub::Ask;
 use strake_fabric::{Endpoint, Env, Fabric, Listener};
 use strake_proto::{CapKey, Code, Result, pb};
 
-use crate::engine::Engine;
+use crate::engine::{Damaged, Engine};
 
 /// What a server is made of; the simulator brings its own.
 pub struct Parts {
@@ -61,10 +64,15 @@ pub struct OssServer {
 /// Listens, registers (trying until a metadata leader answers) and serves. `EINVAL` if a target belongs to another
 /// cluster.
 pub async fn start(cfg: Config, parts: Parts) -> Result<OssServer> {
+    start_without(cfg, parts, Vec::new()).await
+}
+
+/// As [`start`], where some targets are out of service.
+async fn start_without(cfg: Config, parts: Parts, damaged: Vec<Damaged>) -> Result<OssServer> {
     cfg.check()?;
-    let Parts { env, fabric, targets, cap_key } = parts;
+    let (env, fabric) = (parts.env.clone(), parts.fabric.clone());
     let peers = Peers::new(env.clone(), fabric.clone());
-    let node = Node::new(cfg, env.clone(), cap_key, peers, targets);
+    let node = Node::new(cfg, parts, peers, damaged.into_iter().map(Out::new).collect());
     let mut listeners = Vec::new();
     for at in &node.cfg.listen {
         listeners.push(fabric.listen(at, Arc::new(service::OssService { node: node.clone() })).await?);
@@ -81,6 +89,7 @@ pub async fn start(cfg: Config, parts: Parts) -> Result<OssServer> {
         pause = (pause * 2).min(Duration::from_secs(1));
     }
     let tasks = vec![env.spawn(node.clone().stay_registered(mds, endpoints.clone()))];
+    node.out().into_iter().for_each(|o| node.look_after(o));
     node.targets().iter().for_each(|t| node.tend(t));
     Ok(OssServer { node, listeners, endpoints, tasks })
 }

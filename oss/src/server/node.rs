@@ -13,7 +13,7 @@ use arc_swap::ArcSwap;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Endpoint, Env, Message};
+use strake_fabric::{Endpoint, Env, Message, Pool};
 use strake_proto::{
     CapKey, ChainId, Code, Error, Incarnation, Kin, Result, SessionId, TargetId,
     ids::TARGET_UNASSIGNED,
@@ -28,8 +28,9 @@ use tokio::{
 };
 
 use super::{
-    Config,
+    Config, Parts,
     damage::Damage,
+    out::{self, Out},
     pace::{Fills, Foreground},
     peers::{MdsLink, Peers},
     replica::Replica,
@@ -65,6 +66,8 @@ pub struct Target {
     pub foreground: Foreground,
     pub fills: Fills,
     failed: AtomicBool,
+    /// Why its chunk table cannot be read.
+    unreadable: Mutex<Option<Error>>,
     /// How often it has left its chains for lack of space, and come back. Odd: it is out.
     lapses: AtomicU32,
 }
@@ -77,9 +80,9 @@ impl Target {
             Position::default()
         });
         let (damage, scrub, repairs) = (Damage::default(), Scrub::new(position), Semaphore::new(REPAIRS));
-        let (failed, lapses) = (AtomicBool::new(false), AtomicU32::new(0));
+        let (failed, unreadable, lapses) = (AtomicBool::new(false), Mutex::default(), AtomicU32::new(0));
         let (foreground, fills) = (Foreground::default(), Fills::default());
-        Arc::new(Target { engine, stamp, id, damage, scrub, repairs, foreground, fills, failed, lapses })
+        Arc::new(Target { engine, stamp, id, damage, scrub, repairs, foreground, fills, failed, unreadable, lapses })
     }
 
     pub fn id(&self) -> TargetId {
@@ -98,6 +101,13 @@ impl Target {
         } else if !self.failed.swap(true, Ordering::AcqRel) {
             tracing::error!("target {} has failed and leaves its chains: {why}", self.id());
         }
+    }
+    /// It fails for that, and is let go when nothing that it has is needed, if it is damage.
+    pub fn cannot_be_read(&self, why: &Error) {
+        if why.code == Code::Corrupt {
+            self.unreadable.lock().get_or_insert_with(|| why.clone());
+        }
+        self.fail(why);
     }
     pub fn lacks_space(&self) -> bool {
         self.lapses.load(Ordering::Acquire) % 2 == 1
@@ -200,7 +210,7 @@ fn has_left(chain: &pb::Chain, target: TargetId) -> bool {
 }
 
 /// Whether a target may go on with the metadata group of incarnation `now`.
-fn follows(target: &TargetIdentity, now: u64) -> bool {
+pub(super) fn follows(target: &TargetIdentity, now: u64) -> bool {
     let was = Incarnation(target.incarnation);
     // One that never joined has no group.
     target.fs_uuid == [0; 16] || matches!(was.kin(Incarnation(now)), Kin::Same | Kin::Newer)
@@ -216,14 +226,22 @@ struct Joining {
 pub struct Node {
     pub cfg: Config,
     pub env: Env,
+    /// For targets that it opens while it runs.
+    pub pool: Pool,
     pub cap_key: CapKey,
     pub peers: Peers,
-    /// Grows only.
+    /// Changed by the task that registers them, and no other.
     targets: ArcSwap<Vec<Arc<Target>>>,
+    /// Targets that are out of service because they are damaged.
+    out: Mutex<Vec<Arc<Out>>>,
+    /// Those that have come back empty in this life of the server.
+    emptied: Mutex<BTreeSet<TargetId>>,
+    /// Of the metadata group that it last registered with.
+    joined: AtomicU64,
     /// Targets that are to be registered too.
     joining: Mutex<VecDeque<Joining>>,
-    /// What goes on for each target.
-    tending: Mutex<Vec<JoinHandle<()>>>,
+    /// What goes on for each target, by its stamp.
+    tending: Mutex<Vec<(u64, JoinHandle<()>)>>,
     pub id: AtomicU32,
     pub map: ArcSwap<MapView>,
     /// Heartbeat now: the map is stale, or there is news.
@@ -244,13 +262,18 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn new(cfg: Config, env: Env, cap_key: CapKey, peers: Peers, engines: Vec<Arc<Engine>>) -> Arc<Node> {
-        let targets = engines.into_iter().map(|e| Target::new(e, env.random_u64())).collect();
+    pub fn new(cfg: Config, parts: Parts, peers: Peers, out: Vec<Arc<Out>>) -> Arc<Node> {
+        let Parts { env, fabric, targets, cap_key } = parts;
+        let targets = targets.into_iter().map(|e| Target::new(e, env.random_u64())).collect();
         Arc::new(Node {
             clients: Semaphore::new(cfg.max_requests),
             targets: ArcSwap::from_pointee(targets),
+            out: Mutex::new(out),
+            emptied: Mutex::default(),
+            joined: AtomicU64::new(0),
             joining: Mutex::default(),
             tending: Mutex::default(),
+            pool: fabric.pool().clone(),
             cap_key,
             peers,
             id: AtomicU32::new(0),
@@ -360,7 +383,7 @@ impl Node {
         let env = &self.env;
         let scrub = env.spawn(scrub::run(self.clone(), target.clone()));
         let heal = env.spawn(scrub::heal(self.clone(), target.clone()));
-        self.tending.lock().extend([env.spawn(flush), scrub, heal]);
+        self.tending.lock().extend([env.spawn(flush), scrub, heal].map(|task| (target.stamp, task)));
     }
 
     /// Has one more target registered while the others serve; its number. An error leaves all as it was here; whether the metadata servers
@@ -378,12 +401,45 @@ impl Node {
         answer.await.map_err(|_| Error::new(Code::Disconnected, "this storage server is stopping"))?
     }
 
+    pub fn out(&self) -> Vec<Arc<Out>> {
+        self.out.lock().clone()
+    }
+
+    /// Has what is out come back.
+    pub fn look_after(self: &Arc<Self>, out: Arc<Out>) {
+        let task = self.env.spawn(out::come_back(self.clone(), out));
+        self.tending.lock().push((0, task));
+    }
+
+    /// Targets whose tables cannot be read have left their chains. When nothing of theirs is needed they are as those that were found so at the start.
+    fn let_go(self: &Arc<Self>) {
+        let map = self.map.load_full();
+        for t in self.targets().iter() {
+            let why = t.unreadable.lock().clone();
+            let why = why.filter(|_| out::needed(&map, &t.engine.identity()).is_none());
+            let Some(damaged) = why.and_then(|why| t.engine.as_damaged(why)) else { continue };
+            let others = self.targets().iter().filter(|o| !Arc::ptr_eq(o, t)).cloned().collect();
+            self.targets.store(Arc::new(others));
+            self.replicas.lock().retain(|(id, _), _| *id != t.id());
+            self.tending.lock().extract_if(.., |(stamp, _)| *stamp == t.stamp).for_each(|(_, task)| task.abort());
+            let out = Out::new(damaged);
+            self.out.lock().push(out.clone());
+            self.look_after(out);
+        }
+    }
+
+    /// A target that was out serves again, empty at first.
+    pub fn is_back(&self, out: &Arc<Out>, id: TargetId) {
+        self.out.lock().retain(|o| !Arc::ptr_eq(o, out));
+        self.emptied.lock().insert(id);
+    }
+
     /// One attempt to register the first target that is to join.
     async fn join(self: &Arc<Self>, mds: &mut MdsLink, listening: &[Endpoint]) {
         let Some(j) = self.joining.lock().pop_front() else { return };
         match self.register_with(mds, listening, Some(&j.target)).await {
             Ok(()) => {
-                tracing::info!("target {} is new", j.target.id());
+                tracing::info!("target {} is registered", j.target.id());
                 self.tend(&j.target);
                 let _ = j.done.send(Ok(j.target.id()));
             }
@@ -453,10 +509,19 @@ impl Node {
         }
     }
 
-    /// The latest incarnation of the metadata group that one of its targets has belonged to.
+    /// The latest incarnation of the metadata group that one of its targets has belonged to, or the server itself.
     fn incarnation(&self) -> Incarnation {
-        let all = self.targets();
-        all.iter().map(|t| Incarnation(t.engine.identity().incarnation)).max_by_key(|i| i.era()).unwrap_or_default()
+        let joined = self.joined.load(Ordering::Acquire);
+        let known = self.identities().into_iter().map(|id| id.incarnation).chain([joined]);
+        known.map(Incarnation).max_by_key(|i| i.era()).unwrap_or_default()
+    }
+
+    /// Of all targets, those that are out too.
+    fn identities(&self) -> Vec<TargetIdentity> {
+        let serving = self.targets();
+        let out = self.out();
+        let all = serving.iter().map(|t| t.engine.identity()).chain(out.iter().filter_map(|o| o.id().cloned()));
+        all.collect()
     }
 
     // --- registration and heartbeats
@@ -482,7 +547,7 @@ impl Node {
         stamps: &BTreeMap<Bytes, u64>,
     ) -> pb::RegisterRequest {
         let ids: Vec<_> = all.iter().map(|t| t.engine.identity()).collect();
-        let fs = ids.iter().map(|i| i.fs_uuid).find(|u| *u != [0; 16]);
+        let fs = ids.iter().chain(&self.identities()).map(|i| i.fs_uuid).find(|u| *u != [0; 16]);
         let targets = all.iter().zip(&ids).map(|(t, id)| pb::RegisterTarget {
             uuid: id.target_uuid.to_vec().into(),
             capacity: t.engine.usage().capacity,
@@ -529,11 +594,12 @@ impl Node {
             return Err(Error::new(Code::Protocol, "answer to registration: not one id per target"));
         }
         let now = r.map.as_ref().map_or(0, |m| m.incarnation);
-        if let Some(t) = all.iter().find(|t| !follows(&t.engine.identity(), now)) {
-            let was = Incarnation(t.engine.identity().incarnation);
+        let known = all.iter().map(|t| t.engine.identity()).chain(self.identities());
+        if let Some(t) = known.into_iter().find(|t| !follows(t, now)) {
             let m = format!(
-                "target {} belongs to incarnation {was} of the metadata group; what answers is {}, which was given up",
-                t.id(),
+                "target {} belongs to incarnation {} of the metadata group; what answers is {}, which was given up",
+                t.target_id,
+                Incarnation(t.incarnation),
                 Incarnation(now)
             );
             mds.reject();
@@ -553,6 +619,7 @@ impl Node {
             }
             t.id.store(*id, Ordering::Release);
         }
+        self.joined.store(now, Ordering::Release);
         self.id.store(r.node, Ordering::Release);
         if new.is_some() {
             self.targets.store(Arc::new(all));
@@ -567,6 +634,7 @@ impl Node {
     pub async fn stay_registered(self: Arc<Self>, mut mds: MdsLink, listening: Vec<Endpoint>) {
         let period = Duration::from_millis(self.cfg.heartbeat_ms);
         loop {
+            self.let_go();
             self.join(&mut mds, &listening).await;
             let now = self.env.boot();
             self.targets().iter().for_each(|t| t.engine.expire_grants(now));
@@ -692,8 +760,8 @@ impl Node {
     /// What went on for its targets, to be waited for.
     pub fn untended(&self) -> Vec<JoinHandle<()>> {
         let tasks = std::mem::take(&mut *self.tending.lock());
-        tasks.iter().for_each(JoinHandle::abort);
-        tasks
+        tasks.iter().for_each(|(_, task)| task.abort());
+        tasks.into_iter().map(|(_, task)| task).collect()
     }
 
     pub fn stopped(&self) -> bool {
@@ -725,10 +793,23 @@ impl Node {
                 slow: None,
             }
         };
-        let mut notices = Vec::new();
+        let mut notices: Vec<String> = self.out().iter().map(|o| o.notice()).collect();
+        for id in self.emptied.lock().iter() {
+            notices.push(format!(
+                "target {id} had lost its chunk table since this server started, or before; it came back empty and is filled from other replicas"
+            ));
+        }
         for t in self.targets().iter() {
-            if t.failed() {
-                notices.push(format!("target {} has failed; replace its device and restart", t.id()));
+            let unreadable = t.unreadable.lock().as_ref().map(Error::to_string);
+            match unreadable {
+                Some(why) => notices.push(format!(
+                    "target {} has failed and comes back empty when nothing that it has is needed: {why}",
+                    t.id()
+                )),
+                None if t.failed() => {
+                    notices.push(format!("target {} has failed; replace its device and restart", t.id()));
+                }
+                None => {}
             }
             if t.lacks_space() {
                 notices.push(format!(

@@ -108,7 +108,7 @@ impl Replica {
         };
         // One that is not in sync is filled in any case.
         if view.serving() && self.target.damage.report(key, &look, &outcome, now) {
-            self.say(chunk, &outcome);
+            self.say(chunk, &look, &outcome);
         }
         match result {
             Ok(_) => Ok(()),
@@ -152,36 +152,25 @@ impl Replica {
         let cause = format!("chunk {} had no good copy when this target was filled", r.chunk);
         let outcome = Outcome::Still(Still { epoch: r.epoch, version: r.version, lost: true, left, cause });
         if self.target.damage.report(key, &look, &outcome, self.node.env.unix_ms()) {
-            self.say(r.chunk, &outcome);
+            self.say(r.chunk, &look, &outcome);
         }
     }
 
     /// The chunk table itself cannot be read in places: no copy of a chunk mends that. The target leaves its chains if all of them
-    /// go on without it; else it serves what it can.
+    /// go on without it, and comes back empty where it is damage (`out.rs`); else it serves what it can.
     pub(super) fn cannot_look(&self, e: &Error) {
         if matches!(e.code, Code::Corrupt | Code::Io) && !self.node.is_last(self.id) {
-            self.target.fail(e);
+            self.target.cannot_be_read(e);
         }
     }
 
-    fn say(&self, chunk: ChunkId, outcome: &Outcome) {
-        let (chain, here) = (self.chain, self.id);
+    fn say(&self, chunk: ChunkId, look: &Look, outcome: &Outcome) {
+        let (chain, here, place) = (self.chain, self.id, place(look));
+        let what = format!("chunk {chunk} of chain {chain}, {place}, damaged on target {here}");
         match outcome {
-            Outcome::Repaired(Some(from)) => {
-                tracing::warn!("chunk {chunk} of chain {chain} was damaged on target {here}; repaired from {from}");
-            }
-            Outcome::Still(s) if s.lost => {
-                tracing::error!(
-                    "chunk {chunk} of chain {chain} is damaged on target {here}, with no good copy: {}",
-                    s.cause
-                );
-            }
-            Outcome::Still(s) => {
-                tracing::warn!(
-                    "chunk {chunk} of chain {chain} is damaged on target {here}, not repaired yet: {}",
-                    s.cause
-                );
-            }
+            Outcome::Repaired(Some(from)) => tracing::warn!("{what}: repaired from {from}"),
+            Outcome::Still(s) if s.lost => tracing::error!("{what}, with no good copy: {}", s.cause),
+            Outcome::Still(s) => tracing::warn!("{what}, not repaired yet: {}", s.cause),
             Outcome::Repaired(None) | Outcome::Gone => {}
         }
     }
@@ -344,6 +333,15 @@ impl Replica {
 /// What is damaged as long as nothing is repaired.
 pub(super) fn left_of(look: &Look) -> Vec<Range<u32>> {
     if look.headless { iter::once(0..MAX_CHUNK as u32).collect() } else { parts_of(look) }
+}
+
+/// What of a chunk is damaged, for people.
+fn place(look: &Look) -> String {
+    match &look.damaged[..] {
+        [] => "its record".into(),
+        [one] => format!("bytes {} to {}", one.start, one.end),
+        [first, .., last] => format!("{} places in bytes {} to {}", look.damaged.len(), first.start, last.end),
+    }
 }
 
 /// What is to be fetched: what is damaged, in so many parts at most.

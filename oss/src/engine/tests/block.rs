@@ -61,7 +61,7 @@ impl Drop for Loop {
 }
 
 async fn open(path: &Path) -> Result<Arc<Engine>> {
-    open_target_dir(path, Some([1; 16]), Pool::default(), Options::default()).await
+    open_target_dir(path, Some([1; 16]), Pool::default(), Options::default()).await?.whole()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

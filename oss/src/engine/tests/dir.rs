@@ -12,7 +12,7 @@ async fn create(path: &Path) -> Result<()> {
 }
 
 async fn open(path: &Path) -> Result<Arc<Engine>> {
-    open_target_dir(path, Some([1; 16]), Pool::default(), Options::default()).await
+    open_target_dir(path, Some([1; 16]), Pool::default(), Options::default()).await?.whole()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -60,7 +60,11 @@ async fn half_made_and_incomplete_targets_are_told_apart() {
     // A table of nothing never reads as "no chunks".
     fs::rename(path.join("table"), dir.path().join("table")).unwrap();
     fs::create_dir(path.join("table")).unwrap();
-    assert_eq!(open(&path).await.err().unwrap().code, Code::Corrupt);
+    assert_eq!(open(&path).await.err().unwrap().code, Code::NoEnt);
+    assert!(fs::read_dir(path.join("table")).unwrap().next().is_none(), "a disk that is not mounted is not written to");
+    fs::remove_dir(path.join("table")).unwrap();
+    fs::rename(dir.path().join("table"), path.join("table")).unwrap();
+    drop(open(&path).await.unwrap());
     fs::File::options().write(true).open(path.join("data")).unwrap().set_len(1 << 20).unwrap();
     assert_eq!(open(&path).await.err().unwrap().code, Code::Corrupt);
 }

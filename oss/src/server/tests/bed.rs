@@ -245,6 +245,7 @@ impl Authority {
             let (id, restarted) = known.unwrap_or((map.targets.len() as u32, false));
             if restarted {
                 Self::gone(&mut map, |lost| lost == id);
+                self.failed.lock().remove(&id); // of its former life
             }
             map.targets.retain(|h| h.id != id);
             map.targets.push(pb::Target { id, node, uuid: t.uuid, stamp: t.stamp, ..Default::default() });

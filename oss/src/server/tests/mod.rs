@@ -3,6 +3,7 @@
 mod bed;
 mod grants;
 mod leaving;
+mod out;
 mod pace;
 mod rot;
 mod scrub;

@@ -14,13 +14,13 @@ use strake_proto::{
 use super::bed::{Authority, CHAIN, SESSION, bytes, chunk};
 use crate::server::{Config, OssServer, TargetConfig, start_on_disk};
 
-const KEY: [u8; 32] = [7; 32];
+pub(super) const KEY: [u8; 32] = [7; 32];
 
-fn any_port() -> Endpoint {
+pub(super) fn any_port() -> Endpoint {
     Endpoint::Tcp("127.0.0.1".into(), 0)
 }
 
-async fn authority() -> (Arc<Authority>, Listener) {
+pub(super) async fn authority() -> (Arc<Authority>, Listener) {
     let a = Arc::new(Authority::default());
     a.map.lock().fs_uuid = vec![1; 16].into();
     let fabric = TcpFabric::new(Env::system(), Identity::server(&KEY), None, Pool::default(), Default::default());
@@ -28,14 +28,19 @@ async fn authority() -> (Arc<Authority>, Listener) {
     (a, listener)
 }
 
-fn config(i: u32, dir: &std::path::Path, mds: &Endpoint) -> Config {
+pub(super) fn config(i: u32, dir: &std::path::Path, mds: &Endpoint) -> Config {
     let mut cfg = Config::new(format!("oss{i}"), any_port(), vec![mds.clone()]);
     let path = dir.join(format!("t{i}"));
     cfg.targets = vec![TargetConfig { path, size: 32 << 20, device: None, force: false, create: true }];
     cfg
 }
 
-async fn call(server: &OssServer, op: u16, make: impl Fn() -> DataRequest, data: &[u8]) -> (DataReply, Vec<u8>) {
+pub(super) async fn call(
+    server: &OssServer,
+    op: u16,
+    make: impl Fn() -> DataRequest,
+    data: &[u8],
+) -> (DataReply, Vec<u8>) {
     let identity = Identity::client(derive_key(&KEY, "strake client v1"));
     let fabric = TcpFabric::new(Env::system(), identity, None, Pool::default(), Default::default());
     let conn = fabric.connect(&server.endpoint(), None).await.unwrap();
