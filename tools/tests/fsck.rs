@@ -171,7 +171,7 @@ fn what_is_planted_is_repaired_under_a_mount_that_is_used() {
 
     // Without --repair nothing changes.
     let found = c.fsck(&[], 4);
-    let kinds = ["leaked", "dangling", "beyond the end", "misplaced"];
+    let kinds = ["leaked", "dangling", "beyond the end", "misplaced", "missing"];
     let list: Vec<&str> = found["findings"].as_array().unwrap().iter().map(|f| f.as_str().unwrap()).collect();
     for kind in kinds {
         assert!(list.iter().any(|f| f.starts_with(kind)), "{kind}: {list:?}");
@@ -195,7 +195,7 @@ fn what_is_planted_is_repaired_under_a_mount_that_is_used() {
     assert!(!only.is_empty() && only.iter().all(|r| r["repaired"] == false && r["next"].is_string()), "{report:#}");
     let left = c.run(&["fsck"]);
     assert_eq!(left.status.code(), Some(4));
-    assert!(text(&left.stdout).lines().all(|l| l.starts_with("misplaced") || l.contains("findings")), "{left:?}");
+    assert!(text(&left.stdout).lines().all(|l| ["misplaced", "missing"].iter().any(|k| l.starts_with(k)) || l.contains("findings")), "{left:?}");
 
     // Written anew, it is where it should be, and what is elsewhere may go.
     fs::write(c.mnt().join("moved"), &data).unwrap();
