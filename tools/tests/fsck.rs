@@ -195,7 +195,12 @@ fn what_is_planted_is_repaired_under_a_mount_that_is_used() {
     assert!(!only.is_empty() && only.iter().all(|r| r["repaired"] == false && r["next"].is_string()), "{report:#}");
     let left = c.run(&["fsck"]);
     assert_eq!(left.status.code(), Some(4));
-    assert!(text(&left.stdout).lines().all(|l| ["misplaced", "missing"].iter().any(|k| l.starts_with(k)) || l.contains("findings")), "{left:?}");
+    assert!(
+        text(&left.stdout)
+            .lines()
+            .all(|l| ["misplaced", "missing"].iter().any(|k| l.starts_with(k)) || l.contains("findings")),
+        "{left:?}"
+    );
 
     // Written anew, it is where it should be, and what is elsewhere may go.
     fs::write(c.mnt().join("moved"), &data).unwrap();

@@ -117,12 +117,13 @@ fn files(dir: &Path, out: &mut Vec<PathBuf>) {
     out.sort();
 }
 
-/// Inverts a bit of a byte that is not a zero, in the middle of those.
+/// Inverts a bit of a byte that is not a zero, in the middle of those; of the format's version the one that makes it another one.
 fn flip(file: &Path) -> bool {
     let mut bytes = fs::read(file).unwrap();
     let used: Vec<usize> = (0..bytes.len()).filter(|i| bytes[*i] != 0).collect();
-    let Some(at) = used.get(used.len() / 2) else { return false };
-    bytes[*at] ^= 0x10;
+    let is_version = file.ends_with("version");
+    let Some(at) = used.get(if is_version { used.len() - 1 } else { used.len() / 2 }) else { return false };
+    bytes[*at] ^= if is_version { 1 } else { 0x10 };
     fs::write(file, bytes).unwrap();
     true
 }
