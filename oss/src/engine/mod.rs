@@ -21,6 +21,7 @@
 //! | `flush.rs` | the order above, shared by concurrent callers; reuse of space |
 //! | `open.rs` | formatting, and rebuilding the allocator from the table |
 //! | `target.rs` | the folder of a target: device, table, lock |
+//! | `used.rs` | of which chains it was ever given something, for when the table is lost |
 //! | `record.rs`, `superblock.rs` | the formats |
 //! | `tally.rs` | how a table that lost synced changes is noticed |
 //! | `overlay.rs`, `alloc.rs` | the table's part in memory; free space |
@@ -43,6 +44,7 @@ pub mod tally;
 mod target;
 #[cfg(test)]
 mod tests;
+mod used;
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -77,6 +79,7 @@ use target::Folder;
 #[cfg(test)]
 pub(crate) use target::open_device;
 pub use target::{Damaged, Opened, TargetLayout, announce_device, create_target_dir, open_target_dir};
+use used::Used;
 
 use crate::device::{BLOCK, Device};
 
@@ -283,6 +286,7 @@ struct Shared {
     zeros: Buf,
     /// Where it is, locked, if it is in a folder.
     folder: Option<Folder>,
+    used: Option<Used>,
 }
 
 /// The chunk store of one target. See the module documentation.

@@ -23,6 +23,7 @@ use super::{
     superblock::{DATA_START, Superblock},
     tally::{Mark, Tally},
     target::Folder,
+    used::Used,
 };
 use crate::device::{BLOCK, Device};
 
@@ -73,8 +74,9 @@ impl Engine {
         let capacity = superblock.blocks - DATA_START;
         let counters = Counters::default();
         let mark = Mark::read(&*device, &pool, superblock.identity.target_uuid).await;
+        let target_uuid = superblock.identity.target_uuid;
         let mut found = Tally::default();
-        let chunks = count_chunks(&*table, &counters, &mut found)?;
+        let (chunks, has) = count_chunks(&*table, &counters, &mut found)?;
         let Space { alloc, lost, stored } =
             rebuild(&*table, superblock.blocks, &counters, &mut found).map_err(|e| e.context(device.name()))?;
         found.unsure = counters.damaged.load(Ordering::Relaxed) > 0;
@@ -116,6 +118,7 @@ impl Engine {
             table,
             pool,
             options,
+            used: folder.as_ref().map(|f| Used::open(&f.path, target_uuid, &has)).transpose()?,
             folder,
         };
         Ok(Arc::new(Engine { shared: Arc::new(shared) }))
@@ -175,17 +178,19 @@ fn check_tally(table: &dyn MetaStore, found: Tally, mark: u64) -> Result<Tally> 
     Ok(Tally { flushes: stored.flushes, ..found })
 }
 
-fn count_chunks(table: &dyn MetaStore, counters: &Counters, found: &mut Tally) -> Result<u64> {
-    let mut live = 0;
+/// How many there are, and the chains that there is any record of.
+fn count_chunks(table: &dyn MetaStore, counters: &Counters, found: &mut Tally) -> Result<(u64, BTreeSet<ChainId>)> {
+    let (mut live, mut chains) = (0, BTreeSet::new());
     for pair in table.prefix(&[HEADER_PREFIX]) {
         let (k, v) = pair?;
         found.add(&k, &v);
+        chains.extend(parse_header_key(&k).map(|k| k.chain));
         match Header::decode(&k, &v) {
             Ok(h) if parse_header_key(&k).is_some() => live += u64::from(h.is_live()),
             _ => note(counters, &k),
         }
     }
-    Ok(live)
+    Ok((live, chains))
 }
 
 fn note(counters: &Counters, key: &[u8]) {

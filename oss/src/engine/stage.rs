@@ -222,6 +222,9 @@ impl Engine {
     }
 
     fn take_slot(&self, key: Key) -> Result<Slotted> {
+        if let Some(used) = &self.shared.used {
+            used.note(key.chain).map_err(|e| Error::from(e).context("noting a new chain"))?;
+        }
         let mut s = self.shared.state.lock();
         s.check()?;
         if !s.staging.insert(key) {

@@ -1,8 +1,9 @@
 //! The folder of a target: `data` (a file, or a link to a device, or one that says which device of SPDK), `table/` (the chunk table), `target.lock` (held
-//! by the process that serves it) and, while it is being made, `INCOMPLETE`. Damaged tables that were replaced by an empty one are kept
+//! by the process that serves it), `chains` (`used.rs`) and, while it is being made, `INCOMPLETE`. Damaged tables that were replaced by an empty one are kept
 //! as `table.damaged-N`.
 
 use std::{
+    collections::BTreeSet,
     fs::{self, File, OpenOptions, TryLockError},
     path::{Path, PathBuf},
     sync::Arc,
@@ -11,7 +12,7 @@ use std::{
 
 use rustix::fs::{CWD, RenameFlags};
 use strake_fabric::Pool;
-use strake_proto::{Code, Error, Result};
+use strake_proto::{ChainId, Code, Error, Result};
 use strake_store::{FjallStore, fjall_store};
 
 use super::{
@@ -19,6 +20,7 @@ use super::{
     open::{empty_table, is_of_another},
     superblock::Superblock,
     tally::Mark,
+    used::{self, Used},
 };
 use crate::device::{self, BLOCK, Device};
 
@@ -160,7 +162,7 @@ impl Opened {
 
 /// The folder of a target, locked.
 pub(super) struct Folder {
-    path: PathBuf,
+    pub path: PathBuf,
     lock: File,
 }
 
@@ -172,6 +174,8 @@ pub struct Damaged {
     pub id: Option<TargetIdentity>,
     /// It is its table that is damaged, and no other one in its place: [`Damaged::empty`] may be.
     pub table_only: bool,
+    /// The chains that it was ever given something of, where that is known.
+    pub used: Option<BTreeSet<ChainId>>,
     lock: File,
 }
 
@@ -217,9 +221,10 @@ async fn open_locked(
     options: Options,
 ) -> Result<Opened> {
     let held = lock.try_clone().map_err(|e| at(path, e))?;
-    let damaged = |why: Error, id, table_only| {
+    let damaged = |why: Error, id: Option<TargetIdentity>, table_only| {
         let why = why.context(path.display());
-        Ok(Opened::Damaged(Damaged { path: path.to_path_buf(), why, id, table_only, lock: held }))
+        let used = id.as_ref().and_then(|id| used::read(path, &id.target_uuid));
+        Ok(Opened::Damaged(Damaged { path: path.to_path_buf(), why, id, table_only, used, lock: held }))
     };
     let is_damage = |e: &Error| matches!(e.code, Code::Corrupt | Code::Io);
     let device = match open_device(&path.join(DATA)).await {
@@ -260,7 +265,12 @@ impl Engine {
     pub fn as_damaged(&self, why: Error) -> Option<Damaged> {
         let Folder { path, lock } = self.shared.folder.as_ref()?;
         let (path, lock) = (path.clone(), lock.try_clone().ok()?);
-        Some(Damaged { path, why, id: Some(self.identity()), table_only: true, lock })
+        Some(Damaged { path, why, id: Some(self.identity()), table_only: true, used: self.used(), lock })
+    }
+
+    /// The chains that the target was ever given something of, if it is in a folder.
+    pub fn used(&self) -> Option<BTreeSet<ChainId>> {
+        self.shared.used.as_ref().map(Used::chains)
     }
 }
 

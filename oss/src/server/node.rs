@@ -338,10 +338,12 @@ impl Node {
         replicas.range((target, from)..=(target, ChainId::MAX)).next().map(|(_, r)| r.clone())
     }
 
-    /// Whether a chain has no other replica in sync than the one on this target.
+    /// Whether a chain that the target was ever given something of has no other replica in sync than the one there.
     pub fn is_last(&self, target: TargetId) -> bool {
         let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().filter(|r| r.id == target).cloned().collect();
-        replicas.iter().any(|r| r.view().serving == [target])
+        let used = self.target(target).and_then(|t| t.engine.used());
+        let had = |r: &Arc<Replica>| used.as_ref().is_none_or(|used| used.contains(&r.chain));
+        replicas.iter().any(|r| had(r) && r.view().serving == [target])
     }
 
     /// What was asked for is done on these targets, on all if there are none; how they are then. `NoEnt`: no such target here.
@@ -416,7 +418,7 @@ impl Node {
         let map = self.map.load_full();
         for t in self.targets().iter() {
             let why = t.unreadable.lock().clone();
-            let why = why.filter(|_| out::needed(&map, &t.engine.identity()).is_none());
+            let why = why.filter(|_| out::needed(&map, &t.engine.identity(), t.engine.used().as_ref()).is_none());
             let Some(damaged) = why.and_then(|why| t.engine.as_damaged(why)) else { continue };
             let others = self.targets().iter().filter(|o| !Arc::ptr_eq(o, t)).cloned().collect();
             self.targets.store(Arc::new(others));

@@ -7,14 +7,14 @@
 //! sync (`docs/replication.md`, "Membership"), and there is none before it has come back. In sync, LASTSRV or in a chain in doubt it may be the
 //! last one to hold something, so it stays out until somebody sees to it.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use strake_proto::{
-    Code, Error, Result,
+    ChainId, Code, Error, Result,
     ids::TARGET_UNASSIGNED,
     map::{ChainExt, MapView},
-    pb::ReplicaState,
+    pb::{Chain, ReplicaState},
 };
 
 use super::node::{Node, follows};
@@ -60,7 +60,8 @@ impl Out {
 }
 
 /// Why something that a target had may still be needed; else it is out of sync wherever it was, and whatever it has worth nothing.
-pub(super) fn needed(map: &MapView, of: &TargetIdentity) -> Option<String> {
+/// `used`: the chains that it was ever given something of, `None`: that is not known. Of another one it is no loss, even as the last replica in sync.
+pub(super) fn needed(map: &MapView, of: &TargetIdentity, used: Option<&BTreeSet<ChainId>>) -> Option<String> {
     let known = map.map.targets.iter().find(|t| t.uuid[..] == of.target_uuid);
     let Some(t) = known else {
         // It never had anything, or the cluster has taken it out.
@@ -77,8 +78,12 @@ pub(super) fn needed(map: &MapView, of: &TargetIdentity) -> Option<String> {
     if t.alive {
         return Some("its last lease is not over yet".into());
     }
-    let is_out = |s: Option<ReplicaState>| s == Some(ReplicaState::ReplicaOffline);
-    let counted = map.chains_of(t.id).filter(|c| !is_out(c.state_of(t.id))).map(|c| c.id.to_string());
+    let is_no_loss = |c: &&Chain| match c.state_of(t.id) {
+        Some(ReplicaState::ReplicaOffline) => true,
+        Some(ReplicaState::ReplicaLastsrv) => used.is_some_and(|used| !used.contains(&c.id)),
+        _ => false,
+    };
+    let counted = map.chains_of(t.id).filter(|c| !is_no_loss(c)).map(|c| c.id.to_string());
     let counted: Vec<String> = counted.collect();
     let m = || format!("of chains {} it may be the last replica in sync; {NEXT_STEP}", counted.join(", "));
     (!counted.is_empty()).then(m)
@@ -89,7 +94,7 @@ pub(super) async fn come_back(node: Arc<Node>, out: Arc<Out>) {
     let Some(of) = out.id().filter(|_| out.damaged.table_only) else { return };
     let engine = loop {
         tokio::time::sleep(LOOK).await;
-        if let Some(why) = needed(&node.map.load(), of) {
+        if let Some(why) = needed(&node.map.load(), of, out.damaged.used.as_ref()) {
             out.is_now(why);
             continue;
         }
@@ -166,7 +171,21 @@ mod tests {
     }
 
     fn why(map: pb::ClusterMap, of: &TargetIdentity) -> String {
-        needed(&MapView::new(map).unwrap(), of).unwrap_or_default()
+        needed(&MapView::new(map).unwrap(), of, None).unwrap_or_default()
+    }
+
+    #[test]
+    fn the_last_replica_of_a_chain_that_never_had_anything_is_no_loss() {
+        use ReplicaState::*;
+        let why = |states: &[ReplicaState], used: &[ChainId]| {
+            let used = used.iter().copied().collect();
+            needed(&MapView::new(map(states)).unwrap(), &of(), Some(&used)).unwrap_or_default()
+        };
+        assert_eq!(why(&[ReplicaOffline, ReplicaLastsrv], &[0]), "");
+        assert!(why(&[ReplicaOffline, ReplicaLastsrv], &[1]).contains("chains 1 "));
+        for state in [ReplicaServing, ReplicaSyncing, ReplicaWaiting] {
+            assert!(why(&[state], &[]).contains("chains 0 "), "{state:?}: the map is to say that it is out");
+        }
     }
 
     #[test]
