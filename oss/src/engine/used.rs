@@ -112,7 +112,7 @@ mod tests {
             fs::write(at.join(NAME), bad).unwrap();
             assert_eq!(read(at, &uuid), None, "bit {bit}");
         }
-        for cut in (0..whole.len()).filter(|n| *n < HEAD || (n - HEAD) % RECORD != 0) {
+        for cut in (0..whole.len()).filter(|n| *n < HEAD || !(n - HEAD).is_multiple_of(RECORD)) {
             fs::write(at.join(NAME), &whole[..cut]).unwrap();
             assert_eq!(read(at, &uuid), None, "{cut} bytes");
         }
