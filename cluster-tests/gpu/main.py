@@ -66,7 +66,8 @@ def pack():
         for old in PACKED.glob("strake_gds-*.whl"):
             old.unlink()
         module = ROOT / "gds-bridge" / "python"
-        subprocess.run([maturin, "build", "--release", "--locked", "--strip", "-o", PACKED], cwd=module, check=True)
+        environment = {**os.environ, "CARGO_TARGET_DIR": str(target)}
+        subprocess.run([maturin, "build", "--release", "--locked", "--strip", "-o", PACKED], cwd=module, env=environment, check=True)
     else:
         print("the Python module is left out: there is no maturin (gds-bridge/python/test installs it)")
     size = sum(f.stat().st_size for f in PACKED.iterdir())
