@@ -9,6 +9,8 @@ mod device;
 #[cfg(test)]
 mod foreign_tests;
 pub mod greeting;
+#[cfg(test)]
+mod key_tests;
 mod lend;
 mod locked;
 mod queue;

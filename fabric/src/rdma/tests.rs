@@ -6,7 +6,7 @@
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
+        atomic::{AtomicUsize, Ordering::SeqCst},
     },
     time::{Duration, Instant},
 };
@@ -19,14 +19,14 @@ use strake_proto::{
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::{foreign_tests::Pages, verbs::op, *};
+use super::{verbs::op, *};
 use crate::{
-    Buf, Lend, Message, Roads, Role,
+    Buf, Message, Roads, Role,
     conformance::{self, TestService},
     conn::{bulk::Regions, handshake, handshake::Party},
 };
 
-const LONG: Duration = Duration::from_secs(30);
+pub const LONG: Duration = Duration::from_secs(30);
 
 /// Where to listen; `None`, said why, without a device.
 pub fn here() -> Option<Endpoint> {
@@ -41,7 +41,7 @@ pub fn here() -> Option<Endpoint> {
     Some(Endpoint::Rdma(addr, 0))
 }
 
-fn fabric_of(identity: Identity, cluster: Option<[u8; 16]>, options: Options) -> RdmaFabric {
+pub fn fabric_of(identity: Identity, cluster: Option<[u8; 16]>, options: Options) -> RdmaFabric {
     let (limit, why) = pool_limit(64 << 20).unwrap();
     if let Some(why) = why {
         println!("{why}");
@@ -53,7 +53,7 @@ pub fn server() -> RdmaFabric {
     fabric_of(Identity::server(&[1; 32]), Some([5; 16]), Options::default())
 }
 
-fn client_identity() -> Identity {
+pub fn client_identity() -> Identity {
     Identity::client(Identity::server(&[1; 32]).client_key)
 }
 
@@ -225,13 +225,13 @@ async fn one_connection_too_many_is_told_so() {
 }
 
 /// A peer past its handshake that writes what it likes.
-struct Raw {
-    q: Arc<Queue>,
-    rd: stream::ReadHalf,
-    wr: stream::WriteHalf,
+pub struct Raw {
+    pub q: Arc<Queue>,
+    pub rd: stream::ReadHalf,
+    pub wr: stream::WriteHalf,
 }
 
-async fn raw(f: &RdmaFabric, at: &Endpoint) -> Raw {
+pub async fn raw(f: &RdmaFabric, at: &Endpoint) -> Raw {
     let q = f.dial(at).await.unwrap();
     let (rd, wr) = stream::halves(&q);
     let mut both = tokio::io::join(rd, wr);
@@ -240,7 +240,7 @@ async fn raw(f: &RdmaFabric, at: &Endpoint) -> Raw {
     Raw { q, rd, wr }
 }
 
-fn frame(regions: &Regions, opcode: u16, body: &[u8], len: usize, crc: u32) -> Vec<u8> {
+pub fn frame(regions: &Regions, opcode: u16, body: &[u8], len: usize, crc: u32) -> Vec<u8> {
     let header = Header {
         version: 1,
         kind: Kind::Request,
@@ -260,12 +260,12 @@ fn frame(regions: &Regions, opcode: u16, body: &[u8], len: usize, crc: u32) -> V
 
 impl Raw {
     /// Asks for these many bytes, to be written to a place.
-    async fn ask(&mut self, len: usize, to: Region) {
+    pub async fn ask(&mut self, len: usize, to: Region) {
         let regions = Regions { payload: Vec::new(), room: Some(to) };
         self.wr.write_all(&frame(&regions, conformance::GENERATE, &len.to_le_bytes(), 0, 0)).await.unwrap();
     }
 
-    async fn answer(&mut self) -> Header {
+    pub async fn answer(&mut self) -> Header {
         let mut answer = [0; 64];
         timeout(LONG, self.rd.read_exact(&mut answer)).await.unwrap().unwrap();
         let answer = Header::decode(&answer).unwrap();
@@ -275,7 +275,7 @@ impl Raw {
     }
 
     /// Nothing more comes; why.
-    async fn ends(&mut self) -> Error {
+    pub async fn ends(&mut self) -> Error {
         let mut rest = Vec::new();
         let _ = timeout(LONG, self.rd.read_to_end(&mut rest)).await.expect("the connection ends");
         assert!(rest.is_empty(), "answered");
@@ -284,244 +284,11 @@ impl Raw {
 }
 
 /// That a device refused what it was asked for.
-fn is_refusal(e: &Error) -> bool {
+pub fn is_refusal(e: &Error) -> bool {
     e.code == Code::Disconnected && (e.message.contains("broke: ") || e.message.contains("closed the connection"))
 }
 
-#[tokio::test]
-async fn what_was_not_lent_is_not_read() {
-    let Some(at) = here() else { return };
-    let f = server();
-    let (service, guard) = serve(&f, &at).await;
-    let friend = f.connect(guard.endpoint(), None).await.unwrap();
-    let data = f.pool().get_now(1 << 20).freeze();
-    let other = raw(&f, guard.endpoint()).await;
-    let foreign = other.q.lend(vec![data.clone()], None).await.unwrap().regions.payload[0];
-    let len = data.len() as u32;
-    for case in 0..7 {
-        let mut peer = raw(&f, guard.endpoint()).await;
-        let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
-        let good = loan.regions.payload[0];
-        if case == 2 {
-            peer.q.take_back(loan.id).await.unwrap();
-        }
-        let bad = match case {
-            // Ends a byte, a page beyond what was lent; begins before it.
-            0 => Region { len: len + 1, ..good },
-            1 => Region { addr: good.addr + 4096, ..good },
-            // Taken back.
-            2 => good,
-            // Lent to the same process over another connection.
-            3 => foreign,
-            // Made up.
-            4 => Region { key: good.key ^ 1, ..good },
-            // Lent to be written.
-            5 => peer.q.lend(Vec::new(), Some(f.pool().get_now(1 << 20))).await.unwrap().regions.room.unwrap(),
-            _ => Region { addr: good.addr - 1, ..good },
-        };
-        let regions = Regions { payload: vec![bad], room: None };
-        let ask = frame(&regions, conformance::GATED, b"", bad.len as usize, 0);
-        peer.wr.write_all(&ask).await.unwrap();
-        let e = peer.ends().await;
-        println!("said: {case} {e}");
-        assert!(is_refusal(&e), "{case}: {e}");
-        service.until(|s| s.disconnected.load(SeqCst) == case + 1).await;
-        works(&*friend).await;
-    }
-    assert_eq!(service.running.load(SeqCst), 0, "none of them reached the service");
-    // Regions that do not add up to the payload end the connection before anything is read.
-    let mut peer = raw(&f, guard.endpoint()).await;
-    let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
-    peer.wr.write_all(&frame(&loan.regions, conformance::GATED, b"", 4096, 0)).await.unwrap();
-    service.until(|s| s.disconnected.load(SeqCst) == 8).await;
-    // Each was a request with what is good: it is answered once the gate is open; damaged, it is to be sent again.
-    let mut peer = raw(&f, guard.endpoint()).await;
-    let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
-    service.open(1);
-    // What a silent connection sends to see whether the other end is there is answered, by its device.
-    peer.q.probe();
-    for (crc, code) in [(crc32c(&data), 0), (crc32c(&data) ^ 1, Code::Resend as u16)] {
-        peer.wr.write_all(&frame(&loan.regions, conformance::GATED, b"", data.len(), crc)).await.unwrap();
-        let answer = peer.answer().await;
-        assert_eq!((answer.request_id, answer.status), (9, code));
-    }
-    works(&*friend).await;
-}
-
-/// As above, for what the server writes. All that is lent lies in the middle of memory that is looked at afterwards.
-#[tokio::test]
-async fn what_was_not_lent_is_not_written() {
-    const LEN: usize = 300_000;
-    const MIDDLE: std::ops::Range<u64> = 8192..8192 + LEN as u64;
-    let Some(at) = here() else { return };
-    let f = server();
-    let (service, guard) = serve(&f, &at).await;
-    let friend = f.connect(guard.endpoint(), None).await.unwrap();
-    let memory = Pages::new(LEN + 3 * 8192, 7);
-    let room = || Lend::Room(memory.lent().slice(MIDDLE));
-    let other = raw(&f, guard.endpoint()).await;
-    let foreign = other.q.lend_foreign(&room()).await.unwrap();
-    for case in 0..7 {
-        let mut peer = raw(&f, guard.endpoint()).await;
-        let loan = peer.q.lend_foreign(&room()).await.unwrap();
-        let good = loan.regions.room.unwrap();
-        let mut len = LEN;
-        let bad = match case {
-            // Ends a byte, a page beyond what was lent; begins before it.
-            0 => {
-                len += 1;
-                Region { len: len as u32, ..good }
-            }
-            1 => Region { addr: good.addr + 4096, ..good },
-            // Taken back.
-            2 => {
-                peer.q.take_back(loan.id).await.unwrap();
-                good
-            }
-            // Lent to the same process over another connection.
-            3 => foreign.regions.room.unwrap(),
-            // Made up.
-            4 => Region { key: good.key ^ 1, ..good },
-            // Lent to be read.
-            5 => peer.q.lend_foreign(&Lend::Payload(memory.lent().slice(MIDDLE))).await.unwrap().regions.payload[0],
-            _ => Region { addr: good.addr - 1, ..good },
-        };
-        peer.ask(len, bad).await;
-        let e = peer.ends().await;
-        println!("said: {case} {e}");
-        assert!(is_refusal(&e), "{case}: {e}");
-        service.until(|s| s.disconnected.load(SeqCst) == case + 1).await;
-        works(&*friend).await;
-    }
-    other.q.take_back(foreign.id).await.unwrap();
-    drop(other);
-    assert!(memory.look().iter().all(|b| *b == 7), "something was written");
-    // What was lent is, and nothing beside it.
-    let mut peer = raw(&f, guard.endpoint()).await;
-    let loan = peer.q.lend_foreign(&room()).await.unwrap();
-    peer.ask(LEN, loan.regions.room.unwrap()).await;
-    assert_eq!(peer.answer().await.payload_len as usize, LEN);
-    peer.q.take_back(loan.id).await.unwrap();
-    let (before, rest) = memory.look().split_at(MIDDLE.start as usize);
-    let (middle, after) = rest.split_at(LEN);
-    assert!(middle == &conformance::pattern(LEN, 3)[..] && before.iter().chain(after).all(|b| *b == 7));
-    works(&*friend).await;
-}
-
-/// Whether the kernel, as it seems, takes back no registration.
-static STUCK: AtomicBool = AtomicBool::new(false);
-
-unsafe extern "C" fn dereg_or_not(mr: *mut verbs::Mr) -> std::ffi::c_int {
-    // SAFETY: as of the one in its place.
-    if STUCK.load(SeqCst) { libc::EBUSY } else { unsafe { (verbs::lib().unwrap().ibv_dereg_mr)(mr) } }
-}
-
-/// Memory of this process in the place of a dma-buf, which soft-RoCE does not register: with a key of its own too.
-unsafe extern "C" fn reg_host(
-    pd: *mut verbs::Pd,
-    _offset: u64,
-    len: usize,
-    addr: u64,
-    _fd: std::ffi::c_int,
-    access: std::ffi::c_int,
-) -> *mut verbs::Mr {
-    let start = std::ptr::with_exposed_provenance_mut(addr as usize);
-    // SAFETY: a valid domain, and memory that its test holds.
-    unsafe { (verbs::lib().unwrap().ibv_reg_mr)(pd, start, len, access) }
-}
-
-#[tokio::test]
-async fn a_key_that_cannot_be_taken_back_opens_nothing_when_its_call_has_ended() {
-    const LEN: usize = 100_000;
-    let Some(at) = here() else { return };
-    let server = server();
-    let (_service, guard) = serve(&server, &at).await;
-    let friend = server.connect(guard.endpoint(), None).await.unwrap();
-    let mut f = fabric_of(client_identity(), None, Options::default());
-    let lib = verbs::lib().unwrap().clone();
-    f.lib = Box::leak(Box::new(verbs::Lib { ibv_dereg_mr: dereg_or_not, reg_dmabuf: || Ok(reg_host), ..lib }));
-    let memory = Pages::new(LEN, 7);
-    let exposed = memory.lent().addr();
-    let lend = || {
-        let fd = std::os::fd::OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
-        Lend::Room(crate::Foreign::dma_buf(fd, exposed % 4096, exposed, LEN as u64))
-    };
-    // Its call ends well; it is given up; it has ended with its connection.
-    for round in 0..3 {
-        let (lender, mut second) = (raw(&f, guard.endpoint()).await, raw(&f, guard.endpoint()).await);
-        let device = lender.q.device.clone();
-        let loan = lender.q.lend_foreign(&lend()).await.unwrap();
-        let room = loan.regions.room.unwrap();
-        // Until then a server reaches it, by whatever connection.
-        second.ask(LEN, room).await;
-        second.answer().await;
-        assert!(memory.look() == &conformance::pattern(LEN, 3)[..]);
-        memory.fill(7);
-        STUCK.store(true, SeqCst);
-        match round {
-            0 => assert_eq!(lender.q.take_back(loan.id).await.err().map(|e| e.code), Some(Code::Disconnected)),
-            1 => lender.q.revoke(loan.id),
-            _ => lender.q.end(),
-        }
-        STUCK.store(false, SeqCst);
-        for q in [&lender.q, &second.q] {
-            assert!(q.state.lock().destroyed(), "{round}: a queue pair of the same domain is left");
-        }
-        let mut later = raw(&f, guard.endpoint()).await;
-        assert!(!Arc::ptr_eq(&later.q.device, &device));
-        later.ask(LEN, room).await;
-        let e = later.ends().await;
-        assert!(is_refusal(&e), "{round}: {e}");
-        assert!(memory.look().iter().all(|b| *b == 7), "{round}: written after its call had ended");
-    }
-    // Others are served, and so is who lends anew.
-    works(&*friend).await;
-    let lender = raw(&f, guard.endpoint()).await;
-    let loan = lender.q.lend_foreign(&lend()).await.unwrap();
-    lender.q.take_back(loan.id).await.unwrap();
-    assert!(!lender.q.state.lock().destroyed());
-}
-
-/// Answers READ with what lies in its kept memory.
-struct FromKept(parking_lot::Mutex<Buf>);
-
-#[async_trait]
-impl Service for FromKept {
-    async fn handle(&self, _: &crate::Peer, _: Message) -> Result<Message> {
-        Ok(Message { payload: vec![self.0.lock().clone()], ..Message::default() })
-    }
-}
-
-#[tokio::test]
-async fn memory_that_is_gone_is_not_registered_and_what_comes_to_its_addresses_is_registered_anew() {
-    const LEN: usize = 1 << 20;
-    let Some(at) = here() else { return };
-    let f = server();
-    let filled = |n: usize| {
-        let mut b = Pool::kept(crate::Kept::create(4 << 20).unwrap(), 0).get_now(LEN);
-        b.copy_from_slice(&conformance::pattern(LEN, n));
-        b.freeze()
-    };
-    let service = Arc::new(FromKept(parking_lot::Mutex::new(filled(0))));
-    let guard = f.listen(&at, service.clone()).await.unwrap();
-    let client = fabric_of(client_identity(), None, Options::default());
-    let conn = client.connect(guard.endpoint(), None).await.unwrap();
-    let device = f.devices.lock().values().find_map(Weak::upgrade).unwrap();
-    let (mut known, mut again) = (Vec::new(), 0);
-    for n in 1..=8 {
-        let got = conn.call(read_of(LEN), LONG).await.unwrap();
-        assert!(got.payload[0][..] == conformance::pattern(LEN, n - 1)[..], "{n}: what lay there before");
-        let addr = service.0.lock().as_ptr().addr();
-        again += usize::from(known.contains(&addr));
-        known.push(addr);
-        // The one of the last round is gone and another one takes its place, perhaps at the same addresses.
-        assert_eq!(device.kept_regions(), [addr as u64], "{n}");
-        *service.0.lock() = filled(n);
-    }
-    assert!(again > 0, "no address came twice, so that nothing is shown: {known:x?}");
-}
-
-fn read_of(len: usize) -> Message {
+pub fn read_of(len: usize) -> Message {
     let chunk = strake_proto::ChunkId { ino: 1, data: 1, index: 0 };
     Message::new(opcode::READ, DataRequest { len: len as u32, ..DataRequest::new(1, 1, 1, chunk) }.encode())
 }
