@@ -9,7 +9,7 @@
 //! | `repair.rs`, `damage.rs` | repairing a damaged chunk; what was found damaged |
 //! | `scrub.rs` | reading everything now and then, to find damage before a reader does |
 //! | `out.rs` | targets that were damaged when they were opened: the others serve, and they come back empty |
-//! | `node.rs` | registration, heartbeats, lease, the cluster map |
+//! | `node.rs` | what all parts share, the cluster map; `node/registration.rs`: registration, heartbeats, lease |
 //! | `peers.rs` | connections to other servers |
 //! | `config.rs` | configuration keys |
 //! | `disk.rs`, `admin.rs` | starting from target folders; gRPC status |
