@@ -20,6 +20,7 @@ class Chaos:
         self.load = Workload(cluster, self.seed)
         self.faults = Faults(cluster, self.load.s, self.random, self.broken)
         self.kinds, self.cannot = self.faults.kinds()
+        self.not_yet = self.random.sample(list(self.kinds), len(self.kinds))
         self.done, self.not_run, self.healed = collections.Counter(), collections.Counter(), []
         self.wrong, self.events, self.began = [], [], time.monotonic()
         self.last_progress = time.monotonic()
@@ -84,13 +85,18 @@ class Chaos:
             if silent > 4:
                 self.faults.client_is_hit(node, left + 6)
 
+    def any_kind(self):
+        return self.random.choices(list(self.kinds), self.kinds.values())[0]
+
     def round(self):
-        names = list(self.kinds)
-        first = self.random.choices(names, self.kinds.values())[0]
+        first = self.any_kind()
+        # Each kind once before chance decides; a first one finds no other at work.
+        if self.not_yet:
+            first = self.not_yet.pop()
         active = [self.begin(first)]
         if self.random.random() < 0.3:
             self.sleep(self.random.uniform(0, 1.5))
-            active.append(self.begin(self.random.choices(names, self.kinds.values())[0]))
+            active.append(self.begin(self.any_kind()))
         self.heal([a for a in active if a])
         self.faults.busy.clear()
         if first == "bit_flips" and active[0]:

@@ -27,6 +27,8 @@ class Faults:
         self.busy = set()
         # A metadata server that lost its disk is not taken in yet.
         self.replacing = False
+        # By a file of `full_targets`.
+        self.targets_filled = False
         # Who is cut off is no node to run commands on.
         cluster.avoid = lambda: self.busy
         # All flipped bits are on one target, so that never two replicas of a chunk are damaged.
@@ -304,11 +306,15 @@ class Faults:
 
     def full_targets(self):
         """A chain's targets are filled by a file: whoever writes there is told ENOSPC."""
+        if self.targets_filled:
+            raise NotRun("another one is at work")
         client = self.pick("client")
         folder = f"{TOP}/full"
         where = f"{self.s.root(client.number - 1)}/{folder}"
         self.full_begins()
+        self.targets_filled = True
         with contextlib.ExitStack() as after:
+            after.callback(setattr, self, "targets_filled", False)
             after.callback(threading.Thread(target=self.space_comes_back, daemon=True).start)
             after.callback(shutil.rmtree, where, ignore_errors=True)
             os.mkdir(where)

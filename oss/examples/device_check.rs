@@ -3,17 +3,34 @@
 //! `cargo run --release -p strake-oss --features conformance --example device_check -- DEVICE --erase [SECONDS [SEED]]`
 //!
 //! DEVICE is what a target's `device` may be, or a file. **All that is on it is lost.** Without SECONDS: 600. The seed is printed.
+//! At the end: how many bytes were copied once more on their way to the device, and that a device nobody uses takes no CPU.
 //! `--reads SECONDS`: instead, what was written and flushed is read again and again, for a controller that is taken away meanwhile.
 //! `--bad-read OFFSET`, `--bad-write OFFSET`: instead, that the device fails there is reported as it must be, and the rest serves on.
 
 use std::{path::Path, process::ExitCode, time::Duration};
 
-use strake_oss::device::{self, conformance};
+use rustix::time::{ClockId, clock_gettime};
+use strake_oss::device::{self, Device, conformance};
 
 const USAGE: &str = "device_check DEVICE --erase [SECONDS [SEED]] | --erase --reads SECONDS | --erase --bad-read OFFSET | --erase --bad-write OFFSET";
 
 fn number(text: &str) -> u64 {
     text.parse().unwrap_or_else(|_| panic!("{text} is no number; {USAGE}"))
+}
+
+/// Of a second in which nobody wants anything of the device.
+const IDLE: Duration = Duration::from_millis(50);
+
+async fn at_rest(d: &dyn Device) -> ExitCode {
+    println!("copied: {} bytes", d.copied());
+    let used = || Duration::try_from(clock_gettime(ClockId::ProcessCPUTime)).expect("time that passed");
+    // What is about to sleep sleeps then.
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let before = used();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let took = used() - before;
+    println!("idle: {} ms of CPU in a second", took.as_millis());
+    if took > IDLE { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
 #[tokio::main]
@@ -43,13 +60,13 @@ async fn main() -> ExitCode {
     if let ["--reads", seconds] = rest {
         let (reads, longest) = conformance::flushed(&*d, Duration::from_secs(number(seconds))).await;
         println!("{reads} reads are as written; the longest took {} ms", longest.as_millis());
-        return ExitCode::SUCCESS;
+        return at_rest(&*d).await;
     }
     conformance::all(d.clone()).await;
     println!("conformance: passed");
     let seconds = rest.first().map_or(600, |s| number(s));
     let seed = rest.get(1).map_or_else(rand::random, |s| number(s));
     println!("random operations for {seconds} s, seed {seed}");
-    println!("{}", conformance::random_io(d, seed, Duration::from_secs(seconds)).await);
-    ExitCode::SUCCESS
+    println!("{}", conformance::random_io(d.clone(), seed, Duration::from_secs(seconds)).await);
+    at_rest(&*d).await
 }

@@ -61,6 +61,10 @@ pub trait Device: Send + Sync + 'static {
     fn rotates(&self) -> bool {
         false
     }
+    /// Bytes that had to be copied once more on their way, since the device does not reach the memory they lie in.
+    fn copied(&self) -> u64 {
+        0
+    }
     /// Fills `buf` from `offset`; both multiples of [`BLOCK`].
     async fn read(&self, offset: u64, buf: BufMut) -> Result<BufMut>;
     /// Writes `bufs` one after the other from `offset`, which is a multiple of [`BLOCK`] like their total. Visible to reads

@@ -11,6 +11,10 @@ use std::{
     time::Duration,
 };
 
+use rustix::{
+    process::{Resource, getrlimit},
+    thread::{CapabilitySet, capabilities},
+};
 use strake_proto::{Code, Error, Result};
 
 use super::{
@@ -47,6 +51,17 @@ pub struct Controller {
 // SAFETY: SPDK takes locks of its own around a controller; queue pairs, which have none, stay on their threads.
 unsafe impl Send for Controller {}
 
+/// All that a controller reaches by itself is locked memory. What to look at where this process may not lock as much as it likes.
+fn lock_limit() -> String {
+    let unlimited = capabilities(None).is_ok_and(|c| c.effective.contains(CapabilitySet::IPC_LOCK));
+    match getrlimit(Resource::Memlock).current {
+        Some(limit) if !unlimited => {
+            format!(" This process may lock {} KiB of memory: raise that limit (LimitMEMLOCK=, ulimit -l)", limit >> 10)
+        }
+        _ => String::new(),
+    }
+}
+
 impl Controller {
     /// Blocks while the controller is reached and set up.
     pub fn connect(env: &'static Env, id: &TransportId) -> Result<Controller> {
@@ -61,8 +76,9 @@ impl Controller {
         let at = unsafe { (env.api.spdk_nvme_connect)(parsed.as_ptr().cast(), ptr::null(), 0) };
         if at.is_null() {
             let look = match id.way {
-                Way::Pcie(_) => "is it bound to vfio-pci?",
-                Way::Tcp(_) | Way::Rdma(_) => "is its target up, and this host allowed there?",
+                Way::Pcie(_) => format!("is it bound to vfio-pci?{}", lock_limit()),
+                Way::Tcp(_) => "is its target up, and this host allowed there?".into(),
+                Way::Rdma(_) => format!("is its target up, and this host allowed there?{}", lock_limit()),
             };
             return Err(Error::new(Code::NxIo, format!("{id}: no such controller to be reached; {look}")));
         }

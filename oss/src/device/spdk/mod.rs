@@ -83,6 +83,8 @@ struct Shared {
     flushed: AtomicU64,
     /// Some that were not covered may be lost.
     lost: AtomicBool,
+    /// See [`Device::copied`].
+    copied: AtomicU64,
 }
 
 /// From callers to one reactor.
@@ -127,6 +129,12 @@ fn cpus() -> Vec<usize> {
     (0..CpuSet::MAX_CPU).filter(|n| set.is_set(*n)).collect()
 }
 
+/// A CPU of `own` for a device that names none, before which `others` were given one so: from the last one down, so that each has its
+/// own while there are enough.
+fn another(own: &[usize], others: usize) -> Option<usize> {
+    own.iter().rev().cycle().nth(others % own.len().max(1)).copied()
+}
+
 impl SpdkDevice {
     /// Blocks while SPDK starts and the controller is reached. `NoEnt`: no SPDK; `Inval`: not a device of SPDK.
     pub fn open(text: &str) -> Result<SpdkDevice> {
@@ -136,7 +144,8 @@ impl SpdkDevice {
             return Err(Error::new(Code::Inval, format!("{id}: this process may not use CPU {foreign} ({own:?})")));
         }
         if id.cores.is_empty() {
-            id.cores.extend(own.last());
+            static UNNAMED: AtomicUsize = AtomicUsize::new(0);
+            id.cores.extend(another(&own, UNNAMED.fetch_add(1, SeqCst)));
         }
         env::announce(&id);
         let env = env::get(id.cores.first().copied().unwrap_or(0)).map_err(|e| e.context(&id))?;
@@ -252,6 +261,7 @@ impl Shared {
             written: AtomicU64::new(0),
             flushed: AtomicU64::new(0),
             lost: AtomicBool::new(false),
+            copied: AtomicU64::new(0),
         }))
     }
 
@@ -341,6 +351,9 @@ impl Device for SpdkDevice {
     fn meter(&self) -> &Meter {
         &self.shared.meter
     }
+    fn copied(&self) -> u64 {
+        self.shared.copied.load(SeqCst)
+    }
     async fn read(&self, offset: u64, buf: BufMut) -> Result<BufMut> {
         let len = buf.len() as u64;
         check_range(&self.shared.name, self.capacity(), offset, len)?;
@@ -360,5 +373,14 @@ impl Device for SpdkDevice {
     async fn discard(&self, offset: u64, len: u64) -> Result<()> {
         // As for block devices: many do it slowly.
         check_range(&self.shared.name, self.capacity(), offset, len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn devices_take_cpus_from_the_last_one_down() {
+        let of = |n| (0..5).filter_map(|others| super::another(&[0, 2, 3][..n], others)).collect::<Vec<_>>();
+        assert_eq!((of(3), of(1), of(0)), (vec![3, 2, 0, 3, 2], vec![0; 5], vec![]));
     }
 }

@@ -286,6 +286,7 @@ impl Reactor {
                 copy.bytes().copy_from_slice(unsafe { std::slice::from_raw_parts(p.at, p.len as usize) });
             }
             p.copy = Some(copy);
+            s.copied.fetch_add(p.len, SeqCst);
         }
         let at = p.copy.as_mut().map_or(p.at, |c| c.bytes().as_mut_ptr()).cast();
         let (lba, blocks) = s.format.range(p.offset, p.len);
