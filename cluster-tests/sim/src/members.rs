@@ -75,9 +75,12 @@ async fn step(fabric: &Arc<SimFabric>, old: u32, new: u32) -> Result<bool> {
     let (old, id) = (u64::from(old), u64::from(new));
     let (at, now) = leader(fabric).await?;
     let leads = u64::from(at) == old;
+    let at_new = pb::MemberLearn { endpoint: Endpoint::Sim(new).to_string() };
     let stays = now.members.iter().find(|m| m.id == old);
     let next = match now.members.iter().find(|m| m.id == id) {
-        None => Change::Learn(pb::MemberLearn { endpoint: Endpoint::Sim(new).to_string() }),
+        None => Change::Learn(at_new),
+        // The leader that took it in was lost before it had told where that is.
+        Some(m) if !m.voter && m.endpoint.is_empty() => Change::Learn(at_new),
         // One that leads cannot be taken out.
         Some(_) if leads => Change::Transfer(pb::MemberTransfer { to: 0 }),
         Some(m) if !m.voter => {

@@ -484,6 +484,16 @@ impl Core {
     pub fn applied_to(&self) -> (u64, u64) {
         self.raw.store().applied
     }
+    /// Where members are that were taken in by entries which are applied and still in the log.
+    pub fn taken_in(&self) -> Vec<(u64, String)> {
+        let (applied, _) = self.applied_to();
+        let changes = self.image().entries.iter().filter(|e| e.index <= applied);
+        let changes = changes.filter(|e| e.get_entry_type() == EntryType::EntryConfChangeV2);
+        let at = changes.filter_map(|e| endpoint_of(&ConfChangeV2::parse_from_bytes(&e.data).ok()?));
+        let conf = self.conf();
+        at.filter(|(id, _)| conf.voters.contains(id) || conf.learners.contains(id)).collect()
+    }
+
     pub fn image(&self) -> &LogImage {
         &self.raw.store().image
     }

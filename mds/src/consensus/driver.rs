@@ -190,6 +190,10 @@ impl Driver {
         if core.has_lost_state() {
             sm.void();
         }
+        // The map may not name them yet: the leader that took them in may have been lost in that moment.
+        for (id, endpoint) in core.taken_in() {
+            endpoint.parse().into_iter().for_each(|e| peers.set(id, e));
+        }
         let health = peers.sender().health.clone();
         let (events_tx, events) = mpsc::channel(256);
         let (jobs, jobs_rx) = mpsc::channel(256);

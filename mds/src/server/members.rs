@@ -123,11 +123,16 @@ impl Mds {
         let group = self.node.group().await?;
         let map = self.map();
         let named = |e: Error| e.context(format_args!("the server at {at}"));
-        match group.get(info.id).map(|m| (m.stamp, m.endpoint.as_ref() == Some(&at))) {
+        match group.get(info.id) {
             // Repeated. One that has not yet been heard of is known by its address.
-            Some((Some(stamp), _)) if stamp == info.stamp => {}
-            Some((None, true)) => {}
-            Some((Some(_), true)) => return Err(named(lost_log(info.id))),
+            Some(m) if m.stamp == Some(info.stamp) => {}
+            Some(m) if m.stamp.is_none() && m.endpoint.as_ref() == Some(&at) => {}
+            // Or not even by that: the leader that took it in was lost before it had told.
+            Some(m) if m.stamp.is_none() && m.endpoint.is_none() && !m.voter => {
+                check_new(&info, &self.node.cluster(), &[]).map_err(named)?;
+                self.node.set_peer(info.id, at.clone());
+            }
+            Some(m) if m.stamp.is_some() && m.endpoint.as_ref() == Some(&at) => return Err(named(lost_log(info.id))),
             _ => {
                 let former = map.map.former.iter().map(|id| u64::from(*id));
                 let used: Vec<u64> = group.members.iter().map(|m| m.id).chain(former).collect();

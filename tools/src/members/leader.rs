@@ -1,6 +1,7 @@
 //! The way to the leader of a group of metadata servers, as one who has the cluster key.
 
 use std::{
+    collections::BTreeMap,
     path::PathBuf,
     time::{Duration, Instant},
 };
@@ -44,6 +45,8 @@ pub(crate) struct Group {
     pub(super) finder: LeaderFinder,
     pub(super) deadline: Instant,
     progress: Progress,
+    /// Where those are that were asked to be taken in, by id.
+    pub(super) taught: BTreeMap<u64, String>,
 }
 
 /// A server's address as people give it.
@@ -66,7 +69,13 @@ impl Group {
         let mds = mds.iter().map(|m| address(m)).collect::<Result<Vec<Endpoint>>>()?;
         let fabric = Roads::new(Env::system(), Identity::server(&key), None, Pool::default(), Default::default());
         let deadline = Instant::now() + Duration::from_secs(reach.timeout);
-        Ok(Group { fabric, finder: LeaderFinder::new(mds), deadline, progress: Progress::new() })
+        Ok(Group {
+            fabric,
+            finder: LeaderFinder::new(mds),
+            deadline,
+            progress: Progress::new(),
+            taught: BTreeMap::new(),
+        })
     }
 
     pub fn say(&mut self, line: String) {

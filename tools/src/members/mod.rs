@@ -141,7 +141,13 @@ impl Group {
         let mut changed = false;
         loop {
             let now = self.ask(None).await?;
-            match plan::next(goal, &now)? {
+            // The leader that took it in was lost before it had told where that is.
+            let lost = now.members.iter().find(|m| !m.voter && m.endpoint.is_empty()).map(|m| m.id);
+            let next = match lost.and_then(|id| self.taught.get(&id)) {
+                Some(at) => Next::Ask(Change::Learn(pb::MemberLearn { endpoint: at.clone() })),
+                None => plan::next(goal, &now)?,
+            };
+            match next {
                 Next::Done => return Ok((changed, now)),
                 Next::Wait(what) => self.pause(&what).await?,
                 Next::Ask(change) => {
@@ -164,6 +170,7 @@ impl Group {
         if before.members.iter().all(|m| m.id != r.learner) {
             self.say(format!("metadata server {} at {endpoint} learns", r.learner));
         }
+        self.taught.insert(r.learner, endpoint);
         Ok(r.learner)
     }
 

@@ -2,6 +2,7 @@
 
 use pb::members_request::Change;
 use prost::Message as _;
+use strake_fabric::Endpoint;
 
 use super::*;
 use crate::consensus::MemberChange;
@@ -107,6 +108,60 @@ async fn the_map_follows_the_group_whoever_does_not_see_to_it() {
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert_eq!(w.leader().await, leader, "the same one leads");
     assert!(once(&w, None).await.unwrap().former.contains(&(old as u32)));
+}
+
+/// Configurations by which a new server and those of the group cannot find each other.
+fn strangers(cfg: &mut crate::server::Config) {
+    match cfg.join {
+        true => cfg.peers = vec![(99, Endpoint::Sim(99))],
+        false => cfg.peers.truncate(3),
+    }
+}
+
+/// The leader is lost when a server is taken in, and before the map says where that is.
+#[tokio::test(start_paused = true)]
+async fn a_learner_is_met_after_all_who_took_it_in_were_lost() {
+    let mut w = World::new(3, strangers).await;
+    let new = w.join().await as u64 + 1;
+    let add = MemberChange::AddLearner { id: new, endpoint: Endpoint::Sim(new as u32) };
+    let leader = w.leader().await;
+    let node = w.mds[leader].as_ref().unwrap().1.mds.node.clone();
+    node.change_members(add).await.unwrap();
+    (0..3).for_each(|i| w.kill(i));
+    for i in 0..3 {
+        w.start(i).await;
+    }
+    // Those who restart find it in their logs.
+    let knows = async |w: &World| once(w, None).await.unwrap().members.iter().any(|m| m.id == new && m.matched > 0);
+    for _ in 0..100 {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        if knows(&w).await {
+            break;
+        }
+    }
+    assert!(knows(&w).await, "{:?}", once(&w, None).await);
+    assert_eq!(ask(&w, learn(new)).await.unwrap().learner, new);
+    let r = ask(&w, step(&[new], &[])).await.unwrap();
+    assert_eq!(voters(&r), [1, 2, 3, new]);
+}
+
+/// The same where the log is cut: the command is repeated.
+#[tokio::test(start_paused = true)]
+async fn a_learner_that_nobody_knows_the_place_of_is_taken_in_again() {
+    let mut w = World::new(3, strangers).await;
+    let new = w.join().await as u64 + 1;
+    w.net.cut_off.lock().insert(new as u32);
+    let add = MemberChange::AddLearner { id: new, endpoint: Endpoint::Sim(new as u32) };
+    let leader = w.leader().await;
+    let node = w.mds[leader].as_ref().unwrap().1.mds.node.clone();
+    node.change_members(add).await.unwrap();
+    w.mds.iter().take(3).for_each(|m| m.as_ref().unwrap().1.mds.node.forget_peer(new));
+    let of = |r: &pb::MembersReply| r.members.iter().find(|m| m.id == new).unwrap().clone();
+    w.net.cut_off.lock().clear();
+    assert_eq!(of(&once(&w, None).await.unwrap()).endpoint, "");
+    assert_eq!(ask(&w, learn(new)).await.unwrap().learner, new);
+    assert_eq!(of(&once(&w, None).await.unwrap()).endpoint, format!("sim:{new}"));
+    ask(&w, step(&[new], &[])).await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
