@@ -44,6 +44,7 @@ async fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
+    tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).init();
     let d = match device::open(path) {
         Ok(d) => d,
         Err(e) => {

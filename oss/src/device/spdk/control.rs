@@ -26,6 +26,8 @@ use crate::device::nvme::Format;
 
 /// How often the admin queue is looked at: it sends the keep-alives that fabrics want every few seconds.
 const LOOK: Duration = Duration::from_millis(500);
+/// Between two looks at a reset that goes on.
+const STEP: Duration = Duration::from_micros(100);
 /// Between two tries to reset a controller.
 const AGAIN: Duration = Duration::from_millis(500);
 /// Where Identify Controller says that the write cache is volatile (NVMe Base 2.0, figure 275).
@@ -163,6 +165,8 @@ impl Controller {
     /// Resets the controller until it works again; whether the device was dropped meanwhile.
     fn recover(&mut self, shared: &Shared, id: &TransportId, format: Format, events: &Receiver<Event>) -> bool {
         tracing::warn!("{id}: the controller fails; resetting it");
+        // First, so that it reaches no memory any more when queue pairs give theirs back, and those ask nothing of one that is dead.
+        let mut cut = self.disconnect(id);
         shared.set_up(false);
         while shared.pairs.load(SeqCst) > 0 {
             thread::sleep(Duration::from_millis(1));
@@ -176,7 +180,7 @@ impl Controller {
         }
         let mut last = Error::new(Code::Io, "");
         loop {
-            match self.reset(id, format) {
+            match cut.and_then(|()| self.reconnect(id, format)) {
                 Ok(()) => break,
                 Err(e) if e != last => {
                     tracing::warn!("{e}; trying again");
@@ -187,6 +191,7 @@ impl Controller {
             if let Ok(Event::Close) = events.recv_timeout(AGAIN) {
                 return true;
             }
+            cut = self.disconnect(id);
         }
         tracing::info!("{id}: the controller works again");
         *shared.controller.lock() = *self;
@@ -195,9 +200,31 @@ impl Controller {
         false
     }
 
-    fn reset(&mut self, id: &TransportId, format: Format) -> Result<()> {
-        // SAFETY: a controller without queue pairs but its admin queue, which is this thread's.
-        let rc = unsafe { (self.env.api.spdk_nvme_ctrlr_reset)(self.at) };
+    /// Stops the controller, or ends the connection to it: the first half of a reset.
+    fn disconnect(&self, id: &TransportId) -> Result<()> {
+        // SAFETY: a connected controller; its admin queue is this thread's.
+        let rc = unsafe { (self.env.api.spdk_nvme_ctrlr_disconnect)(self.at) };
+        if rc != 0 {
+            return Err(Error::new(Code::Io, format!("{id}: the controller cannot be reset ({rc})")));
+        }
+        // SAFETY: as above; an error once it is disconnected. How long a controller takes to stop is limited by what it says of itself.
+        while unsafe { (self.env.api.spdk_nvme_ctrlr_process_admin_completions)(self.at) } >= 0 {
+            thread::sleep(STEP);
+        }
+        Ok(())
+    }
+
+    /// The other half.
+    fn reconnect(&mut self, id: &TransportId, format: Format) -> Result<()> {
+        // SAFETY: a controller that is disconnected and has no queue pairs. It is locked until polling it says other than `EAGAIN`.
+        unsafe { (self.env.api.spdk_nvme_ctrlr_reconnect_async)(self.at) };
+        let rc = loop {
+            // SAFETY: as above.
+            match unsafe { (self.env.api.spdk_nvme_ctrlr_reconnect_poll_async)(self.at) } {
+                rc if rc == -libc::EAGAIN => thread::sleep(STEP),
+                rc => break rc,
+            }
+        };
         if rc != 0 {
             return Err(Error::new(Code::Io, format!("{id}: the controller cannot be reset ({rc})")));
         }

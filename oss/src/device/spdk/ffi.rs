@@ -67,7 +67,9 @@ functions! {
     spdk_nvme_connect: fn(*const c_void, *const c_void, usize) -> *mut c_void;
     spdk_nvme_detach: fn(*mut c_void) -> c_int;
     spdk_nvme_ctrlr_fail: fn(*mut c_void);
-    spdk_nvme_ctrlr_reset: fn(*mut c_void) -> c_int;
+    spdk_nvme_ctrlr_disconnect: fn(*mut c_void) -> c_int;
+    spdk_nvme_ctrlr_reconnect_async: fn(*mut c_void);
+    spdk_nvme_ctrlr_reconnect_poll_async: fn(*mut c_void) -> c_int;
     spdk_nvme_ctrlr_get_data: fn(*mut c_void) -> *const u8;
     spdk_nvme_ctrlr_get_ns: fn(*mut c_void, u32) -> *mut c_void;
     spdk_nvme_ctrlr_process_admin_completions: fn(*mut c_void) -> i32;
