@@ -53,20 +53,25 @@ pub struct Controller {
 // SAFETY: SPDK takes locks of its own around a controller; queue pairs, which have none, stay on their threads.
 unsafe impl Send for Controller {}
 
-/// All that a controller reaches by itself is locked memory. What to look at where this process may not lock as much as it likes.
-fn lock_limit() -> String {
+/// How many bytes of memory this process may lock, where that is limited.
+fn lock_limit() -> Option<u64> {
     let unlimited = capabilities(None).is_ok_and(|c| c.effective.contains(CapabilitySet::IPC_LOCK));
-    match getrlimit(Resource::Memlock).current {
-        Some(limit) if !unlimited => {
-            format!(" This process may lock {} KiB of memory: raise that limit (LimitMEMLOCK=, ulimit -l)", limit >> 10)
-        }
-        _ => String::new(),
-    }
+    getrlimit(Resource::Memlock).current.filter(|_| !unlimited)
 }
 
 impl Controller {
     /// Blocks while the controller is reached and set up.
     pub fn connect(env: &'static Env, id: &TransportId) -> Result<Controller> {
+        // Neither SPDK nor DPDK says so when the kernel does not lock what they have it map for the controller, which then reads and
+        // writes nothing there.
+        if let (Way::Pcie(_), Some(limit)) = (&id.way, lock_limit()) {
+            let m = format!(
+                "{id}: this process may lock only {} KiB of memory, and a controller on PCIe must reach all of its buffers; run it \
+                 without a limit (LimitMEMLOCK=infinity, ulimit -l unlimited) or with CAP_IPC_LOCK",
+                limit >> 10
+            );
+            return Err(Error::new(Code::Perm, m));
+        }
         let text = CString::new(id.of_spdk()).map_err(|_| Error::new(Code::Inval, "a zero byte in a transport id"))?;
         let mut parsed = vec![0u64; TRANSPORT_ID];
         // SAFETY: zeroed memory, larger and no less aligned than the structure; a valid string.
@@ -78,9 +83,8 @@ impl Controller {
         let at = unsafe { (env.api.spdk_nvme_connect)(parsed.as_ptr().cast(), ptr::null(), 0) };
         if at.is_null() {
             let look = match id.way {
-                Way::Pcie(_) => format!("is it bound to vfio-pci?{}", lock_limit()),
-                Way::Tcp(_) => "is its target up, and this host allowed there?".into(),
-                Way::Rdma(_) => format!("is its target up, and this host allowed there?{}", lock_limit()),
+                Way::Pcie(_) => "is it bound to vfio-pci?",
+                Way::Tcp(_) | Way::Rdma(_) => "is its target up, and this host allowed there?",
             };
             return Err(Error::new(Code::NxIo, format!("{id}: no such controller to be reached; {look}")));
         }
