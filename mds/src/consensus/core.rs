@@ -484,6 +484,7 @@ impl Core {
     pub fn applied_to(&self) -> (u64, u64) {
         self.raw.store().applied
     }
+
     /// Where members are that were taken in by entries which are applied and still in the log.
     pub fn taken_in(&self) -> Vec<(u64, String)> {
         let (applied, _) = self.applied_to();

@@ -55,8 +55,15 @@ unsafe impl Send for Controller {}
 
 /// How many bytes of memory this process may lock, where that is limited.
 fn lock_limit() -> Option<u64> {
-    let unlimited = capabilities(None).is_ok_and(|c| c.effective.contains(CapabilitySet::IPC_LOCK));
+    let capable = capabilities(None).is_ok_and(|c| c.effective.contains(CapabilitySet::IPC_LOCK));
+    // That of a user namespace does not count.
+    let unlimited = capable && std::fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| has_all_users(&map));
     getrlimit(Resource::Memlock).current.filter(|_| !unlimited)
+}
+
+/// Whether a `uid_map` (user_namespaces(7)) is that of the machine itself.
+fn has_all_users(map: &str) -> bool {
+    map.split_whitespace().eq(["0", "0", "4294967295"])
 }
 
 impl Controller {
@@ -236,6 +243,19 @@ impl Controller {
         match self.format()? {
             f if f == format => Ok(()),
             _ => Err(Error::new(Code::Io, format!("{id}: another size or format than before"))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::has_all_users;
+
+    #[test]
+    fn a_user_namespace_is_not_the_machine() {
+        assert!(has_all_users("         0          0 4294967295\n"));
+        for map in ["", "0 1000 1\n", "0 100000 65536\n", "0 0 1\n1 1 4294967294\n"] {
+            assert!(!has_all_users(map), "{map}");
         }
     }
 }
