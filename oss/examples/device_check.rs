@@ -5,14 +5,21 @@
 //! DEVICE is what a target's `device` may be, or a file. **All that is on it is lost.** Without SECONDS: 600. The seed is printed.
 //! At the end: how many bytes were copied once more on their way to the device, and that a device nobody uses takes no CPU.
 //! `--reads SECONDS`: instead, what was written and flushed is read again and again, for a controller that is taken away meanwhile.
+//! `--reset FILE`: instead, `1` is written to FILE, a PCI function's `reset` in sysfs, while nobody uses the device: it works again by
+//! itself. Then once more, and at once it is given back, which takes no longer.
 //! `--bad-read OFFSET`, `--bad-write OFFSET`: instead, that the device fails there is reported as it must be, and the rest serves on.
 
-use std::{path::Path, process::ExitCode, time::Duration};
+use std::{
+    path::Path,
+    process::ExitCode,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use rustix::time::{ClockId, clock_gettime};
 use strake_oss::device::{self, Device, conformance};
 
-const USAGE: &str = "device_check DEVICE --erase [SECONDS [SEED]] | --erase --reads SECONDS | --erase --bad-read OFFSET | --erase --bad-write OFFSET";
+const USAGE: &str = "device_check DEVICE --erase [SECONDS [SEED]] | --erase --reads SECONDS | --erase --reset FILE | --erase --bad-read OFFSET | --erase --bad-write OFFSET";
 
 fn number(text: &str) -> u64 {
     text.parse().unwrap_or_else(|_| panic!("{text} is no number; {USAGE}"))
@@ -31,6 +38,22 @@ async fn at_rest(d: &dyn Device) -> ExitCode {
     let took = used() - before;
     println!("idle: {} ms of CPU in a second", took.as_millis());
     if took > IDLE { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+}
+
+/// Of a device whose controller is dead before it is given back.
+const FAREWELL: Duration = Duration::from_secs(5);
+
+async fn reset(d: Arc<dyn Device>, file: &str) -> ExitCode {
+    let reset = || std::fs::write(file, "1").unwrap_or_else(|e| panic!("{file}: {e}"));
+    conformance::flushed(&*d, Duration::from_secs(1)).await;
+    reset();
+    let (reads, longest) = conformance::flushed(&*d, Duration::from_secs(1)).await;
+    println!("reset: {reads} reads after it are as written; the longest took {} ms", longest.as_millis());
+    reset();
+    let start = Instant::now();
+    drop(d);
+    println!("given back after another one: in {} ms", start.elapsed().as_millis());
+    if start.elapsed() > FAREWELL { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
 #[tokio::main]
@@ -62,6 +85,9 @@ async fn main() -> ExitCode {
         let (reads, longest) = conformance::flushed(&*d, Duration::from_secs(number(seconds))).await;
         println!("{reads} reads are as written; the longest took {} ms", longest.as_millis());
         return at_rest(&*d).await;
+    }
+    if let ["--reset", file] = rest {
+        return reset(d, file).await;
     }
     conformance::all(d.clone()).await;
     println!("conformance: passed");

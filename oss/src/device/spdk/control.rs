@@ -32,6 +32,9 @@ const STEP: Duration = Duration::from_micros(100);
 const AGAIN: Duration = Duration::from_millis(500);
 /// Where Identify Controller says that the write cache is volatile (NVMe Base 2.0, figure 275).
 const VWC: usize = 525;
+/// Of the register CSTS (NVMe Base 2.0, 3.1.3.6): ready, and a fatal status. All ones where there is no controller any more.
+const RDY: u32 = 1;
+const CFS: u32 = 2;
 /// More than `struct spdk_nvme_transport_id` has in any release, in words.
 const TRANSPORT_ID: usize = 1024;
 
@@ -140,6 +143,14 @@ impl Controller {
         unsafe { *(self.env.api.spdk_nvme_ctrlr_get_data)(self.at).add(VWC) & 1 == 1 }
     }
 
+    /// Whether a controller on PCIe works, by what it says of itself: nothing is asked of it that a dead one would leave unanswered.
+    /// Those over a network are known by their keep-alives.
+    pub fn works(&self, way: &Way) -> bool {
+        // SAFETY: a connected controller, whose registers are mapped.
+        let status = || unsafe { (self.env.api.spdk_nvme_ctrlr_get_regs_csts)(self.at) };
+        !matches!(way, Way::Pcie(_)) || status() & (RDY | CFS) == RDY
+    }
+
     /// Only when no queue pair of it is left. `failed`: it would not answer a proper farewell.
     pub fn detach(self, failed: bool) {
         // SAFETY: connected, and not used any more.
@@ -160,7 +171,7 @@ impl Controller {
                 Ok(Event::Close) | Err(RecvTimeoutError::Disconnected) => break,
                 // SAFETY: a connected controller; its admin queue is this thread's.
                 Err(RecvTimeoutError::Timeout) => unsafe {
-                    (self.env.api.spdk_nvme_ctrlr_process_admin_completions)(self.at) < 0
+                    (self.env.api.spdk_nvme_ctrlr_process_admin_completions)(self.at) < 0 || !self.works(&id.way)
                 },
             };
             if failed {

@@ -71,6 +71,8 @@ functions! {
     spdk_nvme_ctrlr_reconnect_async: fn(*mut c_void);
     spdk_nvme_ctrlr_reconnect_poll_async: fn(*mut c_void) -> c_int;
     spdk_nvme_ctrlr_get_data: fn(*mut c_void) -> *const u8;
+    // A union of one 32-bit word, which is returned like the word itself.
+    spdk_nvme_ctrlr_get_regs_csts: fn(*mut c_void) -> u32;
     spdk_nvme_ctrlr_get_ns: fn(*mut c_void, u32) -> *mut c_void;
     spdk_nvme_ctrlr_process_admin_completions: fn(*mut c_void) -> i32;
     spdk_nvme_ctrlr_alloc_io_qpair: fn(*mut c_void, *const c_void, usize) -> *mut c_void;

@@ -329,6 +329,16 @@ impl Queue {
 
 impl Drop for SpdkDevice {
     fn drop(&mut self) {
+        let c = *self.shared.controller.lock();
+        if self.shared.is_up() && !c.works(&self.shared.way) {
+            // It is disconnected before queue pairs are given back to it, which it would not answer.
+            let generation = self.shared.generation.load(SeqCst);
+            self.shared.tell(Event::Failed(generation));
+            let waits = || self.shared.is_up() && self.shared.generation.load(SeqCst) == generation;
+            while waits() && self.control.as_ref().is_some_and(|t| !t.is_finished()) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
         self.shared.closed.store(true, SeqCst);
         self.shared.queues.iter().for_each(Queue::rouse);
         self.reactors.drain(..).for_each(|t| drop(t.join()));
