@@ -40,15 +40,22 @@ async fn at_rest(d: &dyn Device) -> ExitCode {
     if took > IDLE { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
-/// Of a device whose controller is dead before it is given back.
-const FAREWELL: Duration = Duration::from_secs(5);
+/// Of a device whose controller is dead before it is given back: SPDK waits for 10 s for one to shut down.
+const FAREWELL: Duration = Duration::from_secs(15);
+
+/// As many as there are, by so much more apart: at each moment between two looks of the driver's at its controller.
+const RESETS: u32 = 10;
+const BETWEEN: Duration = Duration::from_millis(57);
 
 async fn reset(d: Arc<dyn Device>, file: &str) -> ExitCode {
     let reset = || std::fs::write(file, "1").unwrap_or_else(|e| panic!("{file}: {e}"));
     conformance::flushed(&*d, Duration::from_secs(1)).await;
-    reset();
-    let (reads, longest) = conformance::flushed(&*d, Duration::from_secs(1)).await;
-    println!("reset: {reads} reads after it are as written; the longest took {} ms", longest.as_millis());
+    for n in 0..RESETS {
+        tokio::time::sleep(BETWEEN * n).await;
+        reset();
+        let (reads, longest) = conformance::flushed(&*d, Duration::from_millis(500)).await;
+        println!("reset: {reads} reads after it are as written; the longest took {} ms", longest.as_millis());
+    }
     reset();
     let start = Instant::now();
     drop(d);

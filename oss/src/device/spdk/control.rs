@@ -2,6 +2,8 @@
 
 use std::{
     ffi::{CString, c_void},
+    fs::File,
+    io::Read,
     ptr,
     sync::{
         atomic::Ordering::SeqCst,
@@ -35,6 +37,9 @@ const VWC: usize = 525;
 /// Of the register CSTS (NVMe Base 2.0, 3.1.3.6): ready, and a fatal status. All ones where there is no controller any more.
 const RDY: u32 = 1;
 const CFS: u32 = 2;
+/// Where the command register is in a PCI function's configuration, and its bit that lets memory be accessed (PCI Local Bus 3.0, 6.2.2).
+const COMMAND: usize = 4;
+const MEMORY: u8 = 2;
 /// More than `struct spdk_nvme_transport_id` has in any release, in words.
 const TRANSPORT_ID: usize = 1024;
 
@@ -67,6 +72,18 @@ fn lock_limit() -> Option<u64> {
 /// Whether a `uid_map` (user_namespaces(7)) is that of the machine itself.
 fn has_all_users(map: &str) -> bool {
     map.split_whitespace().eq(["0", "0", "4294967295"])
+}
+
+/// Waits while somebody else resets the function of a controller on PCIe, for the kernel lets nobody read its configuration then. What
+/// SPDK read of its registers, capabilities with no limit of time, could make it wait for the controller without end.
+fn answers_memory(way: &Way) -> Result<()> {
+    let Way::Pcie(address) = way else { return Ok(()) };
+    let mut header = [0; COMMAND + 1];
+    File::open(format!("/sys/bus/pci/devices/{address}/config"))?.read_exact(&mut header)?;
+    match header[COMMAND] {
+        c if c != u8::MAX && c & MEMORY != 0 => Ok(()),
+        _ => Err(Error::new(Code::NxIo, "the PCI function answers no access to its memory")),
+    }
 }
 
 impl Controller {
@@ -202,8 +219,9 @@ impl Controller {
         }
         let mut last = Error::new(Code::Io, "");
         loop {
-            match cut.and_then(|()| self.reconnect(id, format)) {
-                Ok(()) => break,
+            match cut.and_then(|()| self.reconnect(id, format, events)) {
+                Ok(true) => break,
+                Ok(false) => return true,
                 Err(e) if e != last => {
                     tracing::warn!("{e}; trying again");
                     last = e;
@@ -236,11 +254,16 @@ impl Controller {
         Ok(())
     }
 
-    /// The other half.
-    fn reconnect(&mut self, id: &TransportId, format: Format) -> Result<()> {
+    /// The other half; `false` where the device was dropped meanwhile.
+    fn reconnect(&mut self, id: &TransportId, format: Format, events: &Receiver<Event>) -> Result<bool> {
+        answers_memory(&id.way).map_err(|e| e.context(id))?;
         // SAFETY: a controller that is disconnected and has no queue pairs. It is locked until polling it says other than `EAGAIN`.
         unsafe { (self.env.api.spdk_nvme_ctrlr_reconnect_async)(self.at) };
         let rc = loop {
+            // It may take minutes. The lock is recursive, and this thread's: what is left is to detach it.
+            if let Ok(Event::Close) = events.try_recv() {
+                return Ok(false);
+            }
             // SAFETY: as above.
             match unsafe { (self.env.api.spdk_nvme_ctrlr_reconnect_poll_async)(self.at) } {
                 rc if rc == -libc::EAGAIN => thread::sleep(STEP),
@@ -252,7 +275,7 @@ impl Controller {
         }
         self.find(id.namespace).map_err(|e| e.context(id))?;
         match self.format()? {
-            f if f == format => Ok(()),
+            f if f == format => Ok(true),
             _ => Err(Error::new(Code::Io, format!("{id}: another size or format than before"))),
         }
     }
