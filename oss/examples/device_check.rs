@@ -5,8 +5,8 @@
 //! DEVICE is what a target's `device` may be, or a file. **All that is on it is lost.** Without SECONDS: 600. The seed is printed.
 //! At the end: how many bytes were copied once more on their way to the device, and that a device nobody uses takes no CPU.
 //! `--reads SECONDS`: instead, what was written and flushed is read again and again, for a controller that is taken away meanwhile.
-//! `--reset FILE`: instead, `1` is written to FILE, a PCI function's `reset` in sysfs, while nobody uses the device: it works again by
-//! itself. Then once more, and at once it is given back, which takes no longer.
+//! `--reset FILE`: instead, `1` is written to FILE, a PCI function's `reset` in sysfs, while nobody uses the device, several times, and
+//! it works again. Then once more, and at once it is given back, which takes no longer.
 //! `--bad-read OFFSET`, `--bad-write OFFSET`: instead, that the device fails there is reported as it must be, and the rest serves on.
 
 use std::{

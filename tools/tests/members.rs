@@ -320,7 +320,7 @@ fn a_wiped_leader_is_replaced_and_then_the_next_one() {
     assert!(!g.voters().contains(&4) && g.voters().contains(&5));
     // A third one is lost before it votes, and another one comes to its address. The leader's log is whole and of several terms.
     let (at, n) = g.join(6);
-    let beside = "the server at tcp:127.0.0.1:1";
+    let beside = "the server at tcp:127.0.0.1:1: ";
     until("it learns", || text(&g.mds(&["add", &at, "127.0.0.1:1"]).stderr).contains(beside));
     let (mut child, file) = g.extra[n].take().unwrap();
     child.kill().unwrap();

@@ -4,6 +4,7 @@ use std::{
     ffi::{CString, c_void},
     fs::File,
     io::Read,
+    path::Path,
     ptr,
     sync::{
         atomic::Ordering::SeqCst,
@@ -74,15 +75,20 @@ fn has_all_users(map: &str) -> bool {
     map.split_whitespace().eq(["0", "0", "4294967295"])
 }
 
-/// Waits while somebody else resets the function of a controller on PCIe, for the kernel lets nobody read its configuration then. What
-/// SPDK read of its registers, capabilities with no limit of time, could make it wait for the controller without end.
+/// Waits while somebody else resets the function of a controller on PCIe, for the kernel lets nobody read its configuration then, and an
+/// error where its memory cannot be accessed. What SPDK read of its registers could be capabilities without a limit of time, and it
+/// would wait for the controller without end. One that is reset just after this was asked can still do that.
 fn answers_memory(way: &Way) -> Result<()> {
     let Way::Pcie(address) = way else { return Ok(()) };
+    let function = format!("/sys/bus/pci/devices/{address}");
     let mut header = [0; COMMAND + 1];
-    File::open(format!("/sys/bus/pci/devices/{address}/config"))?.read_exact(&mut header)?;
+    let read = File::open(format!("{function}/config")).and_then(|mut f| f.read_exact(&mut header));
+    read.map_err(|e| Error::from(e).context(format_args!("{function}/config")))?;
+    // A virtual function has no such bit of its own: it is always zero.
+    let is_virtual = Path::new(&function).join("physfn").exists();
     match header[COMMAND] {
-        c if c != u8::MAX && c & MEMORY != 0 => Ok(()),
-        _ => Err(Error::new(Code::NxIo, "the PCI function answers no access to its memory")),
+        c if c != u8::MAX && (is_virtual || c & MEMORY != 0) => Ok(()),
+        _ => Err(Error::new(Code::NxIo, "the PCI function lets nobody access its memory")),
     }
 }
 
@@ -244,6 +250,10 @@ impl Controller {
     fn disconnect(&self, id: &TransportId) -> Result<()> {
         // SAFETY: a connected controller; its admin queue is this thread's.
         let rc = unsafe { (self.env.api.spdk_nvme_ctrlr_disconnect)(self.at) };
+        // Disconnected already, by a try that came to nothing before the other half.
+        if rc == -libc::EBUSY {
+            return Ok(());
+        }
         if rc != 0 {
             return Err(Error::new(Code::Io, format!("{id}: the controller cannot be reset ({rc})")));
         }
@@ -260,7 +270,8 @@ impl Controller {
         // SAFETY: a controller that is disconnected and has no queue pairs. It is locked until polling it says other than `EAGAIN`.
         unsafe { (self.env.api.spdk_nvme_ctrlr_reconnect_async)(self.at) };
         let rc = loop {
-            // It may take minutes. The lock is recursive, and this thread's: what is left is to detach it.
+            // It may take minutes. The lock is recursive, and this thread's, which detaches the controller and ends: it must take no
+            // other of SPDK's robust locks later.
             if let Ok(Event::Close) = events.try_recv() {
                 return Ok(false);
             }

@@ -174,8 +174,12 @@ impl Reactor {
         self.shared.pairs.fetch_add(1, SeqCst);
         if self.shared.is_up() {
             let c = *self.shared.controller.lock();
-            // SAFETY: a connected controller; default options.
-            let pair = unsafe { (self.shared.env.api.spdk_nvme_ctrlr_alloc_io_qpair)(c.at, ptr::null(), 0) };
+            // SPDK waits for its answer without end, with the controller locked.
+            let pair = match c.works(&self.shared.way) {
+                // SAFETY: a connected controller; default options.
+                true => unsafe { (self.shared.env.api.spdk_nvme_ctrlr_alloc_io_qpair)(c.at, ptr::null(), 0) },
+                false => ptr::null_mut(),
+            };
             if !pair.is_null() {
                 (self.pair, self.namespace) = (Some(pair), c.namespace);
                 return true;
