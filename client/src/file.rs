@@ -56,6 +56,21 @@ pub(crate) struct Open {
     pub session: SessionId,
 }
 
+/// How bytes are written.
+#[derive(Clone, Copy, Default)]
+struct Way {
+    /// `NoSession`, and nothing is sent, in another session.
+    only: Option<SessionId>,
+    /// They are within the file as it was, and do not make it longer again if it was cut.
+    within: bool,
+}
+
+impl Way {
+    fn only(session: SessionId) -> Way {
+        Way { only: Some(session), within: false }
+    }
+}
+
 /// Calls that tell of lost writes.
 #[derive(Clone, Copy)]
 enum Teller {
@@ -497,6 +512,11 @@ impl File {
     ///
     /// With [`crate::Config::write_back`] it may return before they are sent: then an error is told by the next sync or close.
     pub async fn write(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
+        self.write_until(offset, data, ()).await
+    }
+
+    /// As [`File::write`]; drops `until` when nothing more of it can happen, also if the caller goes away.
+    pub async fn write_until(&self, offset: u64, data: Vec<Buf>, until: impl Send + 'static) -> Result<usize> {
         self.check(self.is_writable(), "writing")?;
         let (mut taken, len) = (self.hold_back(offset, &data)?, segments::total(&data));
         if taken == Taken::Held {
@@ -504,6 +524,7 @@ impl File {
         }
         let me = self.clone();
         let writing = async move {
+            let _until = until;
             let (core, inode) = (&me.0.core, &me.0.inode);
             for _ in 0..2 {
                 match taken {
@@ -517,7 +538,30 @@ impl File {
                 return Ok(len);
             }
             core.send_held(inode).await;
-            me.write_now(offset, data, None).await
+            me.write_now(offset, data, Way::default()).await
+        };
+        self.0.core.detached(writing).await
+    }
+
+    /// Writes back what was stored through a memory mapping of the file: as [`File::write`], but the file does not get longer. What is
+    /// beyond its end is dropped.
+    pub async fn write_mapped(&self, offset: u64, data: Buf) -> Result<()> {
+        self.check(self.is_writable(), "writing")?;
+        let me = self.clone();
+        let writing = async move {
+            let (core, inode) = (&me.0.core, &me.0.inode);
+            core.send_held(inode).await;
+            let end = core.fresh_size(inode).await?.min(offset.saturating_add(data.len() as u64));
+            if end <= offset {
+                return Ok(());
+            }
+            let (len, tenure) = ((end - offset) as usize, core.known_size(inode).map(|(_, tenure)| tenure));
+            let n = me.write_now(offset, vec![data.slice(0..len)], Way { only: None, within: true }).await?;
+            if tenure.is_none() || core.memory.tenure(core.env.boot(), inode.ino) != tenure {
+                // Somebody may have cut the file meanwhile: then there are bytes beyond its end.
+                inode.may_be_cut();
+            }
+            if n < len { Err(Error::new(Code::NoSpc, "no space left for a page of a mapping")) } else { Ok(()) }
         };
         self.0.core.detached(writing).await
     }
@@ -542,9 +586,15 @@ impl File {
 
     /// Writes at the end of the file; returns where. Appends never overlap, those of other clients included.
     pub async fn append(&self, data: Vec<Buf>) -> Result<u64> {
+        self.append_until(data, ()).await
+    }
+
+    /// As [`File::append`]; drops `until` as [`File::write_until`].
+    pub async fn append_until(&self, data: Vec<Buf>, until: impl Send + 'static) -> Result<u64> {
         self.check(self.is_writable(), "writing")?;
         let me = self.clone();
         let appending = async move {
+            let _until = until;
             let len = segments::total(&data);
             let (offset, n) = match keep::numbers().and_then(|n| n.append_again()) {
                 Some(a) => (a.offset, me.append_again(a, data).await?),
@@ -569,7 +619,7 @@ impl File {
             if let Some(n) = keep::numbers() {
                 n.set_append(end.session, offset, segments::total(&data) as u64);
             }
-            match self.write_now(offset, data.clone(), Some(end.session)).await {
+            match self.write_now(offset, data.clone(), Way::only(end.session)).await {
                 // With it the end was lost. Nothing was sent.
                 Err(e) if e.code == Code::NoSession => keep::numbers().iter().for_each(|n| n.clear_append()),
                 r => return Ok((offset, r?)),
@@ -584,11 +634,10 @@ impl File {
             Code::NoSession => Error::new(Code::Io, "the session was lost during an append; the bytes may be there"),
             _ => e,
         };
-        self.write_now(a.offset, data, Some(a.session)).await.map_err(lost)
+        self.write_now(a.offset, data, Way::only(a.session)).await.map_err(lost)
     }
 
-    /// `only`: `NoSession`, and nothing is sent, in another session.
-    async fn write_now(&self, offset: u64, data: Vec<Buf>, only: Option<SessionId>) -> Result<usize> {
+    async fn write_now(&self, offset: u64, data: Vec<Buf>, Way { only, within }: Way) -> Result<usize> {
         let h = &self.0;
         self.tell_errors(Teller::Write)?;
         let len = segments::total(&data);
@@ -606,7 +655,8 @@ impl File {
         let (session, done, outcome) = h.core.write_range(&h.inode, offset, &data, (stable, only), room).await;
         drop(change);
         if done > 0 {
-            h.inode.wrote(session, offset + done, &h.creds)?;
+            let reaches = if within { 0 } else { offset + done };
+            h.inode.wrote(session, reaches, &h.creds)?;
         }
         let unsent = outcome.as_ref().is_err_and(|e| e.code == Code::NoSession);
         if done < len as u64 && !unsent {

@@ -463,6 +463,13 @@ impl Inode {
         }
     }
 
+    /// Bytes were written that lie beyond the end if somebody else has just cut the file.
+    pub fn may_be_cut(&self) {
+        let mut s = self.state.lock();
+        s.surplus = true;
+        s.kept.iter().for_each(|k| k.set_surplus());
+    }
+
     /// Whether a write of this client failed: no bytes are to be kept, they may change by themselves.
     pub fn is_doubtful(&self) -> bool {
         self.state.lock().doubtful

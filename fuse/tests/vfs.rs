@@ -21,7 +21,7 @@ async fn files_without_a_name() {
     assert_eq!((attr.nlink, attr.mode & 0o7777, attr.uid, attr.gid), (0, 0o644, 5, 6));
     let mut data = client.pool().get_now(5);
     data.copy_from_slice(b"hello");
-    assert_eq!(vfs.write(open.handle, Place::At(0), data.freeze()).await.unwrap(), 5);
+    assert_eq!(vfs.write(open.handle, Place::At(0), data.freeze(), ()).await.unwrap(), 5);
     assert_eq!(vfs.getattr(attr.ino).await.unwrap().attr.size, 5);
     let named = vfs.link(user, attr.ino, top, b"named").await.unwrap();
     assert_eq!((named.nlink, named.size), (1, 5));
@@ -46,7 +46,7 @@ async fn what_a_name_led_to_can_be_opened_and_followed_when_it_has_gone() {
     let (old, open) = vfs.create(me, top, b"f", 0o644, 0, libc::O_RDWR).await.unwrap();
     let mut data = client.pool().get_now(3);
     data.copy_from_slice(b"old");
-    vfs.write(open.handle, Place::At(0), data.freeze()).await.unwrap();
+    vfs.write(open.handle, Place::At(0), data.freeze(), ()).await.unwrap();
     vfs.release(open.handle).await;
     strange.symlink(me, top, b"l", b"there").await.unwrap();
     let file = vfs.lookup(me, top, b"f").await.unwrap();
@@ -107,7 +107,7 @@ async fn space_is_told_while_the_servers_tell_it() {
         let (attr, open) = vfs.create(ROOT, client.root(), name, 0o600, 0, libc::O_RDWR).await.unwrap();
         let mut data = client.pool().get_now(5);
         data.copy_from_slice(b"hello");
-        vfs.write(open.handle, Place::At(1 << 20), data.freeze()).await.unwrap();
+        vfs.write(open.handle, Place::At(1 << 20), data.freeze(), ()).await.unwrap();
         vfs.flush(open.handle, 0).await.unwrap();
         vfs.release(open.handle).await;
         made.push(attr.ino);

@@ -9,6 +9,11 @@ impl File {
     /// Makes `[offset, offset + len)` zeros, without changing the size; whole blocks of 4 KiB take no space any more. What it
     /// does is unstable like a write. `EINVAL` for a length of 0.
     pub async fn punch(&self, offset: u64, len: u64) -> Result<()> {
+        self.punch_until(offset, len, ()).await
+    }
+
+    /// As [`File::punch`]; drops `until` as [`File::write_until`].
+    pub async fn punch_until(&self, offset: u64, len: u64, until: impl Send + 'static) -> Result<()> {
         self.check(self.is_writable(), "writing")?;
         if len == 0 {
             return Err(Error::new(Code::Inval, "a hole of no bytes"));
@@ -18,6 +23,7 @@ impl File {
             return Ok(()); // beyond all files
         }
         let punching = async move {
+            let _until = until;
             let h = &me.0;
             me.tell_errors(Teller::Write)?;
             let _bar = Back::bar(&h.inode);

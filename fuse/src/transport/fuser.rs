@@ -353,14 +353,20 @@ impl Filesystem for Transport {
         buf.copy_from_slice(data);
         let data = buf.freeze();
         // Pages of a mapping go where they are mapped, whatever the handle's flags say.
-        let append = flags.0 & libc::O_APPEND != 0 && !write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
+        let from_mapping = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
+        let append = flags.0 & libc::O_APPEND != 0;
         let place = if append { Place::End } else { Place::At(offset) };
         let strips = write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         self.run(async move |s| {
             if strips && let Err(e) = s.vfs.strip(fh.0).await {
                 return reply.error(errno(&e));
             }
-            match s.vfs.write(fh.0, place, data).await {
+            let len = data.len();
+            let written = match from_mapping {
+                true => s.vfs.write_mapped(fh.0, offset, data).await.map(|()| len),
+                false => s.vfs.write(fh.0, place, data, ()).await,
+            };
+            match written {
                 Ok(n) => reply.written(n as u32),
                 Err(e) => reply.error(errno(&e)),
             }
@@ -483,7 +489,7 @@ impl Filesystem for Transport {
         reply: ReplyEmpty,
     ) {
         let who = caller(req);
-        self.run(async move |s| empty(s.vfs.fallocate(who, fh.0, offset, len, mode).await, reply));
+        self.run(async move |s| empty(s.vfs.fallocate(who, fh.0, (offset, len), mode, ()).await, reply));
     }
 
     fn getlk(

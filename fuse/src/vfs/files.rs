@@ -100,17 +100,40 @@ impl Vfs {
         self.client.setattr(file.opener(), strip).await.map(drop)
     }
 
-    /// Returns the bytes written, all of them or an error.
-    pub async fn write(&self, handle: u64, place: Place, data: Buf) -> Result<usize> {
+    /// Returns the bytes written, all of them or an error. `until` is dropped when nothing more of it can happen, also if the caller goes
+    /// away.
+    pub async fn write(&self, handle: u64, place: Place, data: Buf, until: impl Send + 'static) -> Result<usize> {
         let open = self.files.get(handle)?;
         open.check_locks(self)?;
         let len = data.len();
         let file = open.file()?;
         let written = match place {
-            Place::At(offset) => file.write(offset, vec![data]).await,
-            Place::End => file.append(vec![data]).await.map(|_| len),
+            Place::At(offset) => file.write_until(offset, vec![data], until).await,
+            Place::End => file.append_until(vec![data], until).await.map(|_| len),
         };
         written.map_err(|e| given_up(file, e))
+    }
+
+    /// Writes back a page of a memory mapping. It never makes the file longer.
+    pub async fn write_mapped(&self, handle: u64, offset: u64, data: Buf) -> Result<()> {
+        let open = self.files.get(handle)?;
+        let file = open.file()?;
+        file.write_mapped(offset, data).await.map_err(|e| given_up(file, e))
+    }
+
+    /// Where the file ends as far as this client knows.
+    pub fn known_end(&self, handle: u64) -> Option<u64> {
+        Some(self.files.get(handle).ok()?.file().ok()?.attr().size)
+    }
+
+    /// The inodes of all open files.
+    pub(crate) fn open_inodes(&self) -> Vec<Ino> {
+        self.files.all().iter().map(|open| open.ino).collect()
+    }
+
+    /// Whether the kernel has a handle of a file.
+    pub fn has_open(&self, ino: Ino) -> bool {
+        self.files.any(|open| open.ino == ino)
     }
 
     /// close(2) of one descriptor by the process with this lock owner: what the handle wrote is stable and its size
@@ -141,15 +164,15 @@ impl Vfs {
     }
 
     /// copy_file_range(2): copies up to `len` bytes, fewer at the source's end or when it is much; returns how many. The
-    /// bytes pass through this mount, not through the program.
-    pub async fn copy_range(&self, range: CopyRange, len: u64) -> Result<usize> {
+    /// bytes pass through this mount, not through the program. `until` as in [`Vfs::write`].
+    pub async fn copy_range(&self, range: CopyRange, len: u64, until: impl Send + 'static) -> Result<usize> {
         let (from, to) = (self.files.get(range.from)?, self.files.get(range.to)?);
         let parts = from.file()?.read(range.from_offset, len.min(MOST_COPIED) as usize).await?;
         if parts.is_empty() {
             return Ok(0);
         }
         let to = to.file()?;
-        to.write(range.to_offset, parts).await.map_err(|e| given_up(to, e))
+        to.write_until(range.to_offset, parts, until).await.map_err(|e| given_up(to, e))
     }
 
     /// syncfs(2): all that was written through this mount is stable.
@@ -187,8 +210,15 @@ impl Vfs {
     }
 
     /// fallocate(2): extends, punches holes and makes ranges zeros. Space is not reserved; `FALLOC_FL_KEEP_SIZE` alone only
-    /// looks whether it is there (`ENOSPC`).
-    pub async fn fallocate(&self, caller: Caller, handle: u64, offset: u64, len: u64, mode: i32) -> Result<()> {
+    /// looks whether it is there (`ENOSPC`). `until` as in [`Vfs::write`].
+    pub async fn fallocate(
+        &self,
+        caller: Caller,
+        handle: u64,
+        (offset, len): (u64, u64),
+        mode: i32,
+        until: impl Send + 'static,
+    ) -> Result<()> {
         let open = self.files.get(handle)?;
         open.check_locks(self)?;
         let file = open.file()?;
@@ -201,7 +231,7 @@ impl Vfs {
             self.strip(handle).await?;
         }
         if punches {
-            file.punch(offset, len).await?;
+            file.punch_until(offset, len, until).await?;
         }
         if mode & libc::FALLOC_FL_KEEP_SIZE == 0 && self.client.getattr(file.opener(), open.ino).await?.size < end {
             return file.extend(end).await.map(drop);
@@ -210,6 +240,11 @@ impl Vfs {
             return Err(Error::new(Code::NoSpc, "less space is free than is to be allocated"));
         }
         file.touch()
+    }
+
+    /// Whether fallocate(2) in this mode makes bytes zeros.
+    pub fn makes_zeros(mode: i32) -> bool {
+        mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0
     }
 
     /// lseek(2) with `SEEK_DATA` or `SEEK_HOLE`; everything else is the kernel's.

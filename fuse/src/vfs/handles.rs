@@ -64,6 +64,10 @@ impl<T> Table<T> {
         self.open.read().values().cloned().collect()
     }
 
+    pub(super) fn any(&self, is: impl Fn(&T) -> bool) -> bool {
+        self.open.read().values().any(|t| is(t))
+    }
+
     pub(super) fn drain(&self) -> Vec<Arc<T>> {
         std::mem::take(&mut *self.open.write()).into_values().collect()
     }

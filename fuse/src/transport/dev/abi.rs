@@ -118,6 +118,8 @@ pub mod fattr {
     pub const MTIME_NOW: u32 = 1 << 8;
 }
 
+/// `fuse_read_in.read_flags`: for read(2), not for pages that the kernel keeps.
+pub const READ_LOCKOWNER: u32 = 1 << 1;
 /// `fuse_write_in.write_flags`: pages of a mapping, on behalf of nobody in particular.
 pub const WRITE_CACHE: u32 = 1 << 0;
 /// Likewise: set-id bits go.

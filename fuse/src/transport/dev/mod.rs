@@ -1,7 +1,7 @@
 //! `/dev/fuse` by our own hands: the kernel's protocol without a library in between.
 //!
 //! `channel` reads requests and writes replies; `copies` takes back what the kernel was told; `request`, `reply`, `init` and `notify` are the protocol itself, pure;
-//! `session` runs the threads; `interim` answers while no server does; `interrupts` lets go of callers that were killed; `serve` asks the
+//! `session` runs the threads; `interim` answers while no server does; `mapped` and `pages` keep memory mappings in order with all else; `interrupts` lets go of callers that were killed; `serve` asks the
 //! [VFS core](crate::vfs). See `docs/fuse.md`.
 
 mod abi;
@@ -10,7 +10,9 @@ mod copies;
 mod init;
 pub(crate) mod interim;
 mod interrupts;
+mod mapped;
 pub(crate) mod notify;
+mod pages;
 mod reply;
 mod request;
 mod serve;

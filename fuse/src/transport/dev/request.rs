@@ -129,6 +129,8 @@ pub enum Body {
         handle: u64,
         offset: u64,
         size: u32,
+        /// The kernel keeps what it gets, for memory mappings.
+        page_in: bool,
     },
     Write {
         handle: u64,
@@ -441,7 +443,10 @@ fn opening(opcode: u32, f: &mut Fields) -> Result<Body, Malformed> {
 fn of_handle(opcode: u32, f: &mut Fields) -> Result<Body, Malformed> {
     let handle = f.u64()?;
     Ok(match opcode {
-        op::READ => Body::Read { handle, offset: f.u64()?, size: f.u32()? },
+        op::READ => {
+            let (offset, size) = (f.u64()?, f.u32()?);
+            Body::Read { handle, offset, size, page_in: f.u32()? & abi::READ_LOCKOWNER == 0 }
+        }
         op::READDIR | op::READDIRPLUS => {
             Body::Readdir { handle, offset: f.u64()?, size: f.u32()?, plus: opcode == op::READDIRPLUS }
         }
@@ -529,7 +534,7 @@ mod tests {
         for body in changes {
             assert!(!body.only_asks(), "{body:?}");
         }
-        assert!(Body::Getattr.only_asks() && Body::Read { handle, offset: 0, size: 1 }.only_asks());
+        assert!(Body::Getattr.only_asks() && Body::Read { handle, offset: 0, size: 1, page_in: false }.only_asks());
     }
 
     #[test]
@@ -621,6 +626,18 @@ mod tests {
         let of = |args: &[u8]| read(head(op::IOCTL), args, false);
         assert!(matches!(of(&args), Ok(Body::Ioctl { handle: 5, command: 2, room: 7 })));
         assert!(of(&args[..31]).is_err());
+    }
+
+    #[test]
+    fn a_read_on_behalf_of_nobody_is_a_page_in() {
+        let args = |flags: u32| {
+            let numbers = [5u64, 8192].map(u64::to_ne_bytes).concat();
+            [numbers, [4096, flags].map(u32::to_ne_bytes).concat(), vec![0; 16]].concat()
+        };
+        for (flags, want) in [(0, true), (abi::READ_LOCKOWNER, false), (1, true)] {
+            assert!(matches!(read(head(op::READ), &args(flags), false),
+                Ok(Body::Read { handle: 5, offset: 8192, size: 4096, page_in }) if page_in == want));
+        }
     }
 
     #[test]

@@ -25,6 +25,7 @@ use super::{
     copies::{Copies, Recalls},
     init::Agreed,
     interrupts::{Interrupts, Patience},
+    mapped::{Changing, HasPages, Mapped, PageIn},
     reply::{self, Entries, Reply, Taken, Timeouts},
     request::{Body, Head, Request, SetAttr},
     session::{Answer, Handler},
@@ -71,6 +72,7 @@ struct Core {
     /// The most for which the kernel may believe anything.
     bounds: Timeouts,
     copies: Arc<Copies>,
+    mapped: Arc<Mapped>,
     agreed: Arc<OnceLock<Agreed>>,
     /// Requests in work at a time.
     room: Arc<Semaphore>,
@@ -92,8 +94,10 @@ impl Serve {
             let _ = agreed.set(a);
         }
         let copies = Arc::new(Copies::new(cfg.root, Handle::current()));
+        let mapped = Arc::new(Mapped::new(agreed.clone()));
+        vfs.open_inodes().into_iter().for_each(|ino| mapped.may_be_out(ino));
         Serve {
-            core: Core { vfs, bounds, copies, agreed, room },
+            core: Core { vfs, bounds, copies, mapped, agreed, room },
             runtime: Handle::current(),
             taken: Arc::new(Semaphore::new(MOST_TAKEN)),
             lock_room: Arc::new(Semaphore::new(MOST_LOCK_WAITERS)),
@@ -110,8 +114,9 @@ impl Serve {
 
     /// To be done before anything is read: from now on what the kernel is told is taken back through `channel`.
     pub(super) fn keep_copies(&mut self, channel: &Arc<Channel>) {
-        let Core { vfs, copies, agreed, bounds, .. } = &mut self.core;
+        let Core { vfs, copies, mapped, agreed, bounds, .. } = &mut self.core;
         copies.connect(channel);
+        mapped.connect(channel);
         if !vfs.set_copies(Arc::new(Recalls(copies.clone()))) {
             tracing::warn!("another mount of this client keeps copies: here the kernel keeps none");
             *bounds = Timeouts { attr: Duration::ZERO, entry: Duration::ZERO };
@@ -156,7 +161,14 @@ impl Serve {
         left.or_else(|| keep.begin(unique, channel as u64, head.node))
     }
 
-    fn run(&self, head: Head, patience: Patience, answer: Answer, body: Body, numbers: Option<Arc<Numbers>>) {
+    fn run(
+        &self,
+        head: Head,
+        patience: Patience,
+        answer: Answer,
+        (body, order): (Body, Order),
+        numbers: Option<Arc<Numbers>>,
+    ) {
         // Known before anything is waited for: the kernel would be asked for its INTERRUPT again and again meanwhile.
         let waiting = self.interrupts.begin(head.unique, head.pid, patience);
         let of = if patience == Patience::UntilSignal { &self.lock_room } else { &self.taken };
@@ -180,11 +192,13 @@ impl Serve {
         // Whoever waits for a lock must not keep others from their work, and nobody must keep an append waiting that they wait for.
         let passes = patience == Patience::UntilSignal || numbers.as_ref().is_some_and(|n| n.is_awaited());
         self.runtime.spawn(async move {
+            let mut place = Some(place);
             let reply = {
                 // In place: a task has room for each place that a future is moved to.
                 let work = std::pin::pin!(numbered(numbers.clone(), async {
+                    order.turn(&mut place).await;
                     let _room = if passes { None } else { core.room.acquire().await.ok() };
-                    core.answer(head, body).await
+                    core.answer(head, body, order).await
                 }));
                 tokio::select! {
                     biased;
@@ -211,10 +225,14 @@ impl Handler for Serve {
         // Where the kernel cannot send it again the next daemon must know of every request: it answers them EIO.
         let comes_again = self.core.agreed.get().is_none_or(|a| a.has(abi::init::HAS_RESEND));
         let early = if comes_again { None } else { self.numbers(&head, answer.channel()) };
-        if let Body::Read { handle, offset, size } = body {
+        let order = self.core.order(&head, &body);
+        if let Body::Read { handle, offset, size, .. } = body
+            && order.may_go()
+        {
             // A sequential reader finds most bytes read ahead: answered here, they wake no other thread.
             let _tasks_go_there = self.runtime.enter();
             if let Some(parts) = self.core.vfs.read_ready(handle, offset, size as usize) {
+                drop(order);
                 answer.send(&Reply::Data(parts));
                 return;
             }
@@ -230,7 +248,7 @@ impl Handler for Serve {
             Body::Flush { .. } | Body::Release { .. } => Patience::WhileAlive,
             _ => Patience::UntilKilled,
         };
-        self.run(head, patience, answer, body, early);
+        self.run(head, patience, answer, (body, order), early);
     }
 
     fn forgotten(&self, nodes: &[(u64, u64)]) {
@@ -250,6 +268,11 @@ impl Handler for Serve {
     }
 }
 
+/// Whether a write goes to the end of the file. Pages of a mapping go where they are mapped, whatever the handle's flags say.
+fn appends(flags: u32, from_mapping: bool) -> bool {
+    flags as i32 & libc::O_APPEND != 0 && !from_mapping
+}
+
 fn empty(result: Result<()>) -> Reply {
     match result {
         Ok(()) => Reply::ok(),
@@ -267,8 +290,68 @@ fn made(result: Result<pb::Attr>, name: (Ino, &[u8])) -> Reply {
     with(result, |a| reply::entry(&a, name, Taken::Blindly))
 }
 
+/// In which order with the mappings of its file a request is answered: `docs/mappings.md`.
+enum Order {
+    /// In none.
+    Nothing,
+    PageIn(PageIn),
+    Change(Arc<Changing>),
+    /// It is refused.
+    HasPages,
+}
+
+impl Order {
+    fn may_go(&self) -> bool {
+        match self {
+            Order::PageIn(p) => p.may_read(),
+            Order::Change(c) => !c.waits(),
+            Order::Nothing | Order::HasPages => true,
+        }
+    }
+
+    /// Returns when it may go. `place`: given back if write-backs have to come first, which need one.
+    async fn turn<T>(&self, place: &mut Option<T>) {
+        match self {
+            Order::PageIn(p) => p.turn().await,
+            Order::Change(c) if c.waits() => {
+                *place = None;
+                c.alone().await;
+            }
+            Order::Change(_) | Order::Nothing | Order::HasPages => {}
+        }
+    }
+}
+
 impl Core {
-    async fn answer(&self, head: Head, body: Body) -> Reply {
+    fn order(&self, head: &Head, body: &Body) -> Order {
+        let (mapped, node) = (&self.mapped, head.node);
+        let change = |node, offset: u64, end| {
+            mapped.change(node, offset, end).map_or(Order::Nothing, |c| Order::Change(Arc::new(c)))
+        };
+        match body {
+            Body::Read { page_in: true, offset, size, .. } => {
+                mapped.page_in(node, *offset, u64::from(*size)).map_or(Order::Nothing, Order::PageIn)
+            }
+            Body::Write { from_mapping: false, handle, offset, flags, data, .. } => match appends(*flags, false) {
+                // It goes to the end as the servers know it, which may be behind the kernel's, or before if that is an old one.
+                true => change(node, self.vfs.known_end(*handle).map_or(0, |end| end.min(*offset)), u64::MAX),
+                false => change(node, *offset, offset.saturating_add(data.len() as u64)),
+            },
+            Body::Fallocate { offset, len, mode, .. } if Vfs::makes_zeros(*mode as i32) => {
+                change(node, *offset, offset.saturating_add(*len))
+            }
+            Body::CopyRange(c) => {
+                match mapped.change_that_drops(c.to_node, c.to_offset, c.to_offset.saturating_add(c.len)) {
+                    Ok(change) => change.map_or(Order::Nothing, |c| Order::Change(Arc::new(c))),
+                    Err(HasPages) => Order::HasPages,
+                }
+            }
+            _ => Order::Nothing,
+        }
+    }
+
+    /// A page-in's `order` ends before the kernel has the answer.
+    async fn answer(&self, head: Head, body: Body, order: Order) -> Reply {
         let who = Caller { uid: head.uid, gid: head.gid, pid: head.pid };
         match body {
             Body::Open { .. }
@@ -284,7 +367,7 @@ impl Core {
             | Body::Getlk { .. }
             | Body::Setlk { .. }
             | Body::Ioctl { .. }
-            | Body::CopyRange(_) => self.file(who, head.node, body).await,
+            | Body::CopyRange(_) => self.file(who, head.node, body, order).await,
             Body::Opendir | Body::Readdir { .. } | Body::Releasedir { .. } | Body::Fsyncdir => {
                 self.directory(who, head.node, body).await
             }
@@ -370,7 +453,7 @@ impl Core {
     }
 
     /// Open files.
-    async fn file(&self, who: Caller, node: u64, body: Body) -> Reply {
+    async fn file(&self, who: Caller, node: u64, body: Body, order: Order) -> Reply {
         let v = &self.vfs;
         match body {
             Body::Open { flags } => {
@@ -386,26 +469,29 @@ impl Core {
                     reply::created(&a, (node, b""), o.handle, self.open_flags())
                 })
             }
-            Body::Read { handle, offset, size } => with(v.read(handle, offset, size as usize).await, Reply::Data),
+            Body::Read { handle, offset, size, .. } => with(v.read(handle, offset, size as usize).await, Reply::Data),
             Body::Write { handle, offset, flags, from_mapping, strips, data } => {
-                // Pages of a mapping go where they are mapped, whatever the handle's flags say.
-                let append = flags as i32 & libc::O_APPEND != 0 && !from_mapping;
-                let place = if append { Place::End } else { Place::At(offset) };
+                let place = if appends(flags, from_mapping) { Place::End } else { Place::At(offset) };
                 if strips && let Err(e) = v.strip(handle).await {
                     return Reply::Error(errno(&e));
                 }
-                with(v.write(handle, place, data).await, reply::written)
+                let len = data.len();
+                match from_mapping {
+                    true => with(v.write_mapped(handle, offset, data).await, |()| reply::written(len)),
+                    false => with(v.write(handle, place, data, order).await, reply::written),
+                }
             }
             Body::Flush { handle, owner } => empty(v.flush(handle, owner).await),
             Body::Getlk { handle, lock } => with(v.getlk(handle, &lock).await, |found| reply::lock(&lock, found)),
             Body::Setlk { handle, lock, wait } => empty(v.setlk(handle, &lock, wait).await),
             Body::Release { handle, .. } => {
                 v.release(handle).await;
+                self.mapped.released(node, || v.has_open(node));
                 Reply::ok()
             }
             Body::Fsync { handle, .. } => empty(v.fsync(handle).await),
             Body::Fallocate { handle, offset, len, mode } => {
-                empty(v.fallocate(who, handle, offset, len, mode as i32).await)
+                empty(v.fallocate(who, handle, (offset, len), mode as i32, order).await)
             }
             Body::Lseek { handle, offset, whence } => with(v.seek(handle, offset, whence as i32).await, reply::number),
             Body::Ioctl { handle, command, room } => {
@@ -414,7 +500,19 @@ impl Core {
             Body::CopyRange(c) => {
                 let range = CopyRange { from: c.from, from_offset: c.from_offset, to: c.to, to_offset: c.to_offset };
                 let made = |n| if c.wide { reply::number(n as u64) } else { reply::written(n) };
-                with(v.copy_range(range, c.len).await, made)
+                match order {
+                    Order::Nothing => with(v.copy_range(range, c.len, ()).await, made),
+                    Order::Change(change) => {
+                        let copied = v.copy_range(range, c.len, change.clone()).await;
+                        // The kernel would drop what is stored to pages that it gets now. It copies once more, by reading and writing.
+                        if copied.is_ok() && change.is_waited_for() {
+                            return Reply::Error(libc::EXDEV);
+                        }
+                        change.until_dropped();
+                        with(copied, made)
+                    }
+                    Order::PageIn(_) | Order::HasPages => Reply::Error(libc::EXDEV),
+                }
             }
             _ => Reply::Error(libc::ENOSYS),
         }

@@ -1,0 +1,212 @@
+//! Keeps pages of memory mappings and all other changes of a file in order: the shell around [`Pages`]. See `docs/mappings.md`.
+
+use std::{
+    io,
+    sync::{Arc, OnceLock, Weak},
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use tokio::{sync::Notify, sync::Semaphore, task::spawn_blocking, time::Instant};
+
+use super::{
+    abi::init as flag,
+    channel::Channel,
+    init::Agreed,
+    notify,
+    pages::{PAGE, Pages, Span, Step, Verdict, span},
+};
+
+/// For so long a page-in is held that may be in the way of the notice that it waits for; with every further notice of the same change
+/// longer, since then the notice finds nothing but pages that were just handed out.
+const HOLD: Duration = Duration::from_millis(2);
+const LONGEST_HOLD: Duration = Duration::from_secs(1);
+/// Notices in work at a time. Each has a thread, which waits for write-backs, that is for nothing that needs one.
+const NOTICES: usize = 128;
+/// The kernel drops the pages of a range that was copied to when it has the answer.
+const DROPS: Duration = Duration::from_millis(10);
+
+/// See the module.
+pub struct Mapped {
+    pages: Mutex<Pages>,
+    /// Something is over that page-ins may wait for.
+    news: Notify,
+    channel: OnceLock<Weak<Channel>>,
+    agreed: Arc<OnceLock<Agreed>>,
+    notices: Arc<Semaphore>,
+}
+
+impl Mapped {
+    /// `agreed`: what is agreed with the kernel, once it is.
+    pub fn new(agreed: Arc<OnceLock<Agreed>>) -> Mapped {
+        let notices = Arc::new(Semaphore::new(NOTICES));
+        Mapped { pages: Mutex::default(), news: Notify::new(), channel: OnceLock::new(), agreed, notices }
+    }
+
+    /// Through which the kernel is told.
+    pub fn connect(&self, channel: &Arc<Channel>) {
+        let _ = self.channel.set(Arc::downgrade(channel));
+    }
+
+    /// Whether files are written past the kernel's pages. On older kernels all reads and writes of a node go through them; there a
+    /// notice would wait for the write that waits for it.
+    fn is_direct(&self) -> bool {
+        self.agreed.get().is_some_and(|a| a.has(flag::DIRECT_IO_ALLOW_MMAP))
+    }
+
+    /// The kernel asks for pages to keep.
+    pub fn page_in(self: &Arc<Self>, node: u64, offset: u64, size: u64) -> Option<PageIn> {
+        let whole = span(offset, offset.saturating_add(size));
+        self.is_direct().then(|| PageIn {
+            id: self.pages.lock().page_in(node, whole),
+            mapped: self.clone(),
+            node,
+            came: Instant::now(),
+        })
+    }
+
+    /// A change of the bytes up to `end` is to be applied that does not come from a mapping. `None`: in no order with mappings.
+    pub fn change(self: &Arc<Self>, node: u64, offset: u64, end: u64) -> Option<Changing> {
+        self.is_direct().then(|| {
+            let (id, step) = self.pages.lock().change(node, span(offset, end));
+            Changing { mapped: self.clone(), node, id, step: Mutex::new(step) }
+        })
+    }
+
+    /// Likewise, when the kernel drops the pages afterwards without writing them back. An error: there are any.
+    pub fn change_that_drops(self: &Arc<Self>, node: u64, offset: u64, end: u64) -> Result<Option<Changing>, HasPages> {
+        if !self.is_direct() {
+            return Ok(None);
+        }
+        let id = self.pages.lock().drops(node, span(offset, end)).ok_or(HasPages)?;
+        Ok(Some(Changing { mapped: self.clone(), node, id, step: Mutex::new(Step::Apply) }))
+    }
+
+    /// A former daemon had it open.
+    pub fn may_be_out(&self, node: u64) {
+        self.pages.lock().may_be_out(node);
+    }
+
+    /// A handle of the file is gone, and with it its mappings. `is_open`: whether there is another one.
+    pub fn released(&self, node: u64, is_open: impl FnOnce() -> bool) {
+        let mut pages = self.pages.lock();
+        // Asked within the lock: what is opened later has its pages later.
+        if pages.knows(node) && !is_open() {
+            pages.unmapped(node);
+        }
+    }
+
+    /// The kernel writes these pages back and drops them. It waits for page-ins in work, and for write-backs.
+    async fn take_out(&self, node: u64, pages: &Span) {
+        let Some(channel) = self.channel.get().and_then(Weak::upgrade) else { return };
+        let Ok(place) = self.notices.clone().acquire_owned().await else { return };
+        let at = i64::try_from(pages.start * PAGE).unwrap_or(i64::MAX);
+        // 0 is to the end.
+        let len = pages.end.checked_mul(PAGE).and_then(|end| i64::try_from(end - pages.start * PAGE).ok()).unwrap_or(0);
+        let telling = spawn_blocking(move || {
+            let _place = place;
+            match channel.notify(&notify::inode_changed(node, at, len)) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                    tracing::warn!(node, "the kernel does not give pages back: {e}");
+                }
+                _ => {}
+            }
+        });
+        let _ = telling.await;
+    }
+}
+
+/// The kernel has pages of the file.
+#[derive(Debug)]
+pub struct HasPages;
+
+/// A page-in. To be dropped before the kernel has the answer.
+pub struct PageIn {
+    mapped: Arc<Mapped>,
+    node: u64,
+    id: u64,
+    came: Instant,
+}
+
+impl PageIn {
+    fn verdict(&self, overdue: bool) -> Verdict {
+        self.mapped.pages.lock().verdict(self.node, self.id, overdue)
+    }
+
+    /// Whether what it is answered with may be read now.
+    pub fn may_read(&self) -> bool {
+        self.verdict(false) == Verdict::Read
+    }
+
+    /// Returns when it may.
+    pub async fn turn(&self) {
+        loop {
+            let mut news = std::pin::pin!(self.mapped.news.notified());
+            news.as_mut().enable();
+            match self.verdict(false) {
+                Verdict::Read => return,
+                Verdict::Wait => news.await,
+                Verdict::Hold(tries) => {
+                    let hold = (HOLD * 8u32.saturating_pow(tries)).min(LONGEST_HOLD);
+                    if tokio::time::timeout_at(self.came + hold, news).await.is_err()
+                        && self.verdict(true) == Verdict::Read
+                    {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Drop for PageIn {
+    fn drop(&mut self) {
+        self.mapped.pages.lock().answered(self.node, self.id);
+    }
+}
+
+/// A change that is to be applied, or is; to be dropped when that is done.
+pub struct Changing {
+    mapped: Arc<Mapped>,
+    node: u64,
+    id: u64,
+    step: Mutex<Step>,
+}
+
+impl Changing {
+    /// Whether it has to wait until pages are out.
+    pub fn waits(&self) -> bool {
+        *self.step.lock() != Step::Apply
+    }
+
+    /// Returns when no page of it is out.
+    pub async fn alone(&self) {
+        loop {
+            let step = self.step.lock().clone();
+            let Step::TakeOut(pages) = step else { return };
+            self.mapped.take_out(self.node, &pages).await;
+            *self.step.lock() = self.mapped.pages.lock().taken_out(self.node, self.id);
+            self.mapped.news.notify_waiters();
+        }
+    }
+
+    /// Whether a page-in waits for it.
+    pub fn is_waited_for(&self) -> bool {
+        self.mapped.pages.lock().is_waited_for(self.node, self.id)
+    }
+
+    /// Lasts until the kernel has dropped the pages.
+    pub fn until_dropped(self: Arc<Self>) {
+        tokio::spawn(async move {
+            tokio::time::sleep(DROPS).await;
+            drop(self);
+        });
+    }
+}
+
+impl Drop for Changing {
+    fn drop(&mut self) {
+        self.mapped.pages.lock().changed(self.node, self.id);
+        self.mapped.news.notify_waiters();
+    }
+}

@@ -1,0 +1,300 @@
+//! Which pages of files the kernel was handed for memory mappings, and who may go on when: the table of "Mappings on one mount" in
+//! `docs/mappings.md`. Pure.
+//!
+//! The kernel writes a page back as a whole. So a page that is older than a write(2) to its file must never be written back after
+//! that write. A write first has the pages in its range taken out, and what was stored to them is applied; then no page of the range
+//! is handed out until the write is applied.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    ops::Range,
+};
+
+/// Bytes of a page. Larger pages of the kernel are several of these.
+pub const PAGE: u64 = 4096;
+/// More spans of a file are not told apart.
+const MOST_SPANS: usize = 1024;
+
+/// Pages by number.
+pub type Span = Range<u64>;
+
+/// Counts what happens, in order.
+type Event = u64;
+
+/// The pages that a range of bytes touches; an end of `u64::MAX` is that of every file.
+pub fn span(offset: u64, end: u64) -> Span {
+    offset / PAGE..end.div_ceil(PAGE)
+}
+
+fn meet(a: &Span, b: &Span) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+/// A set of pages.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct Spans(BTreeMap<u64, u64>);
+
+impl Spans {
+    fn meets(&self, s: &Span) -> bool {
+        self.0.range(..s.end).next_back().is_some_and(|(_, end)| *end > s.start)
+    }
+
+    fn add(&mut self, s: &Span) {
+        if s.is_empty() {
+            return;
+        }
+        let (mut start, mut end) = (s.start, s.end);
+        while let Some((at, to)) = self.0.range(..=end).next_back().map(|(a, t)| (*a, *t)).filter(|(_, t)| *t >= start)
+        {
+            self.0.remove(&at);
+            (start, end) = (start.min(at), end.max(to));
+        }
+        self.0.insert(start, end);
+        if self.0.len() > MOST_SPANS
+            && let (Some((first, _)), Some((_, last))) = (self.0.first_key_value(), self.0.last_key_value())
+        {
+            // Pages that are not there may be taken out.
+            self.0 = BTreeMap::from([(*first, *last)]);
+        }
+    }
+
+    fn remove(&mut self, s: &Span) {
+        while let Some((at, to)) =
+            self.0.range(..s.end).next_back().map(|(a, t)| (*a, *t)).filter(|(_, t)| *t > s.start)
+        {
+            self.0.remove(&at);
+            for left in [at..s.start.min(to), s.end.max(at)..to] {
+                if !left.is_empty() {
+                    self.0.insert(left.start, left.end);
+                }
+            }
+        }
+    }
+
+    /// The shortest span with all of these that are in `s`.
+    fn cover(&self, s: &Span) -> Option<Span> {
+        let (_, last) = self.0.range(..s.end).next_back().filter(|(_, end)| **end > s.start)?;
+        let before = self.0.range(..=s.start).next_back().filter(|(_, end)| **end > s.start);
+        let first = before.or_else(|| self.0.range(s.start..s.end).next())?.0;
+        Some(s.start.max(*first)..s.end.min(*last))
+    }
+}
+
+/// A page-in that was not answered.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct PageIn {
+    span: Span,
+    /// What it is answered with is being read.
+    reads: bool,
+}
+
+/// A change that does not come from a mapping.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Change {
+    span: Span,
+    /// `None`: no page of its span is out, it is being applied.
+    taking: Option<Round>,
+}
+
+/// The kernel is told to give pages back.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Round {
+    began: Event,
+    tries: u32,
+    /// All pages of the file are taken out, since it is not known which are out.
+    whole: bool,
+    /// Handed out since it began.
+    answered: Spans,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct File {
+    /// Handed out and not taken out since.
+    out: Spans,
+    /// A former daemon may have handed out any.
+    unknown: bool,
+    page_ins: BTreeMap<Event, PageIn>,
+    changes: BTreeMap<Event, Change>,
+}
+
+/// What a page-in is to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// To be answered now.
+    Read,
+    /// To wait until a change is over.
+    Wait,
+    /// To wait for that, too, but not for long: the page may be in the way of a notice. So many were given for this change.
+    Hold(u32),
+}
+
+/// What a change is to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Have the kernel give these pages back, then ask again.
+    TakeOut(Span),
+    Apply,
+}
+
+impl File {
+    fn is_idle(&self) -> bool {
+        self.out.0.is_empty() && !self.unknown && self.page_ins.is_empty() && self.changes.is_empty()
+    }
+
+    /// Begins a round for a change if there is anything to take out.
+    fn round(&self, now: Event, span: &Span, tries: u32) -> Option<(Round, Span)> {
+        let whole = self.unknown;
+        let cover = if whole {
+            0..u64::MAX.div_ceil(PAGE)
+        } else {
+            // The kernel waits for page-ins in work, so those must be answered: they are older than the round.
+            let in_work = self.page_ins.values().filter(|p| meet(&p.span, span));
+            let in_work = in_work.map(|p| p.span.start.max(span.start)..p.span.end.min(span.end));
+            let all = in_work.chain(self.out.cover(span));
+            all.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))?
+        };
+        Some((Round { began: now, tries, whole, answered: Spans::default() }, cover))
+    }
+}
+
+/// The files of a mount that have pages out, or something in work.
+#[derive(Clone, Debug, Default)]
+pub struct Pages {
+    files: HashMap<u64, File>,
+    now: Event,
+}
+
+impl Pages {
+    fn next(&mut self) -> Event {
+        self.now += 1;
+        self.now
+    }
+
+    fn tidy(&mut self, node: u64) {
+        if self.files.get(&node).is_some_and(File::is_idle) {
+            self.files.remove(&node);
+        }
+    }
+
+    // --- page-ins ---
+
+    /// The kernel asks for pages to keep.
+    pub fn page_in(&mut self, node: u64, span: Span) -> Event {
+        let id = self.next();
+        self.files.entry(node).or_default().page_ins.insert(id, PageIn { span, reads: false });
+        id
+    }
+
+    /// `overdue`: it has been held for long enough. Once it is told to read it is to read.
+    pub fn verdict(&mut self, node: u64, id: Event, overdue: bool) -> Verdict {
+        let Some(file) = self.files.get_mut(&node) else { return Verdict::Read };
+        let Some(page_in) = file.page_ins.get_mut(&id) else { return Verdict::Read };
+        let here = || file.changes.iter().filter(|(_, c)| meet(&c.span, &page_in.span));
+        if here().any(|(of, c)| *of < id && c.taking.is_none()) {
+            return Verdict::Wait;
+        }
+        // One that is older than the round is waited for by the kernel, which takes the page out then.
+        let rounds = here().filter_map(|(_, c)| c.taking.as_ref()).filter(|r| r.began < id);
+        if let Some(tries) = rounds.map(|r| r.tries).max().filter(|_| !overdue) {
+            return Verdict::Hold(tries);
+        }
+        page_in.reads = true;
+        Verdict::Read
+    }
+
+    /// It is answered with what was read, or was given up. To be called before the kernel has the answer.
+    pub fn answered(&mut self, node: u64, id: Event) {
+        let Some(file) = self.files.get_mut(&node) else { return };
+        let Some(page_in) = file.page_ins.remove(&id) else { return };
+        file.out.add(&page_in.span);
+        let rounds = file.changes.values_mut().filter_map(|c| c.taking.as_mut());
+        rounds.filter(|r| r.began < id).for_each(|r| r.answered.add(&page_in.span));
+        self.tidy(node);
+    }
+
+    // --- changes ---
+
+    /// A change that is not from a mapping is to be applied.
+    pub fn change(&mut self, node: u64, span: Span) -> (Event, Step) {
+        let id = self.next();
+        let file = self.files.entry(node).or_default();
+        let (taking, step) = match file.round(id, &span, 0) {
+            Some((round, cover)) => (Some(round), Step::TakeOut(cover)),
+            None => (None, Step::Apply),
+        };
+        file.changes.insert(id, Change { span, taking });
+        (id, step)
+    }
+
+    /// The kernel has given back what was asked for.
+    pub fn taken_out(&mut self, node: u64, id: Event) -> Step {
+        let now = self.next();
+        let Some(file) = self.files.get_mut(&node) else { return Step::Apply };
+        let Some(mut change) = file.changes.remove(&id) else { return Step::Apply };
+        if let Some(round) = change.taking.take() {
+            if round.whole {
+                (file.out, file.unknown) = (Spans::default(), false);
+            }
+            file.out.remove(&change.span);
+            round.answered.0.iter().for_each(|(start, end)| file.out.add(&(*start..*end)));
+            let reads = file.page_ins.values().any(|p| p.reads && meet(&p.span, &change.span));
+            if round.answered.meets(&change.span) || reads {
+                let next = file.round(now, &change.span, round.tries + 1);
+                if let Some((round, cover)) = next {
+                    change.taking = Some(round);
+                    file.changes.insert(id, change);
+                    return Step::TakeOut(cover);
+                }
+            }
+        }
+        file.changes.insert(id, change);
+        Step::Apply
+    }
+
+    /// It is applied, or will not be.
+    pub fn changed(&mut self, node: u64, id: Event) {
+        if let Some(file) = self.files.get_mut(&node) {
+            file.changes.remove(&id);
+        }
+        self.tidy(node);
+    }
+
+    /// As [`Pages::change`], for a change after which the kernel drops the pages without writing them back: `None` if the file has any.
+    pub fn drops(&mut self, node: u64, span: Span) -> Option<Event> {
+        if self.files.get(&node).is_some_and(|f| !f.out.0.is_empty() || f.unknown || !f.page_ins.is_empty()) {
+            return None;
+        }
+        Some(self.change(node, span).0)
+    }
+
+    /// Whether a page-in waits for a change.
+    pub fn is_waited_for(&self, node: u64, id: Event) -> bool {
+        let file = self.files.get(&node);
+        file.and_then(|f| f.changes.get(&id).map(|c| (f, c)))
+            .is_some_and(|(f, c)| f.page_ins.range(id..).any(|(_, p)| meet(&p.span, &c.span)))
+    }
+
+    // --- files ---
+
+    /// A former daemon had the file open: any page may be out.
+    pub fn may_be_out(&mut self, node: u64) {
+        self.files.entry(node).or_default().unknown = true;
+    }
+
+    /// No mapping of the file is left.
+    pub fn unmapped(&mut self, node: u64) {
+        if let Some(file) = self.files.get_mut(&node) {
+            (file.out, file.unknown) = (Spans::default(), false);
+        }
+        self.tidy(node);
+    }
+
+    /// Whether anything is known of a file.
+    pub fn knows(&self, node: u64) -> bool {
+        self.files.contains_key(&node)
+    }
+}
+
+#[cfg(test)]
+#[path = "pages_tests.rs"]
+mod tests;
