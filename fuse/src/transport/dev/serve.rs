@@ -310,7 +310,10 @@ impl Core {
             }
             s.timeout(self.bounds.attr.min(v.attr_valid(&s.attr)))
         };
-        let name = |dir, name: &[u8], to| {
+        let name = |dir, name: &[u8], to: Option<Ino>| {
+            if to.is_some() && !name.is_empty() {
+                v.named(dir, name);
+            }
             // Names of a listing would count as told when it takes them in, not when it asked.
             if !keeps_names || taken == Taken::Listed {
                 return Duration::ZERO;
@@ -391,7 +394,7 @@ impl Core {
                 // Pages of a mapping go where they are mapped, whatever the handle's flags say.
                 let append = flags as i32 & libc::O_APPEND != 0 && !from_mapping;
                 let place = if append { Place::End } else { Place::At(offset) };
-                if strips && let Err(e) = v.strip(handle).await {
+                if strips && let Err(e) = v.strip(who, handle).await {
                     return Reply::Error(errno(&e));
                 }
                 with(v.write(handle, place, data).await, reply::written)
