@@ -39,6 +39,8 @@ use crate::{
 
 const O_TRUNC: u32 = 0o1000;
 pub(crate) const O_APPEND: u32 = 0o2000;
+/// Linux's `FMODE_EXEC`: the kernel opens a program to run it. No program can ask for it by open(2).
+pub(crate) const O_EXEC: u32 = 0o40;
 const O_DSYNC: u32 = 0o10000;
 const O_DIRECT: u32 = 0o40000;
 /// Reads of fewer bytes do not keep buffers of the pool.
@@ -94,8 +96,9 @@ struct Handle {
 
 impl Client {
     /// Opens a regular file. `flags` as on Linux: access mode, O_APPEND (use [`File::append`]), O_TRUNC, O_DSYNC/O_SYNC
-    /// (writes return when stable), O_DIRECT (no read-ahead).
+    /// (writes return when stable), O_DIRECT (no read-ahead). Linux's `FMODE_EXEC`: the right to run it is enough.
     pub async fn open(&self, creds: &pb::Creds, ino: Ino, flags: u32) -> Result<(File, pb::Attr)> {
+        let (mut flags, exec) = (flags & !O_EXEC, flags & O_EXEC);
         if idle::is_kept(flags)
             && let Some(open) = self.core.open_kept(creds, ino, flags)
         {
@@ -106,9 +109,15 @@ impl Client {
             if flags & O_ACCMODE != 0 {
                 core.may_alter()?;
             }
-            let open = op(pb::op::Op::Open(pb::Open { ino, flags: flags & (O_ACCMODE | O_APPEND) }));
+            let open = |flags| op(pb::op::Op::Open(pb::Open { ino, flags }));
             let opening = core.opening(Some(ino), flags).await;
-            let r = ok(core.meta(&creds, vec![open]).await?)?;
+            let mut r = ok(core.meta(&creds, vec![open(flags & (O_ACCMODE | O_APPEND))]).await?);
+            // Most programs may be read: those are opened as any file is, so that they can be kept open.
+            if exec != 0 && flags & O_ACCMODE == 0 && r.as_ref().is_err_and(|e| e.code == Code::Access) {
+                flags |= exec;
+                r = ok(core.meta(&creds, vec![open(exec)]).await?);
+            }
+            let r = r?;
             let file = core.file(r, &creds, flags, opening).await?;
             file.truncate_at_open(flags & O_TRUNC != 0).await
         };
@@ -192,7 +201,7 @@ impl Core {
             let session = cap::peek(sealed).session;
             let inode = self.inode(attr.ino, || Inode::new(attr, placed.clone()));
             inode.set_placed(placed, &attr);
-            inode.take_cap(&r.capability, session, flags & (O_ACCMODE | O_APPEND), creds)?;
+            inode.take_cap(&r.capability, session, flags & (O_ACCMODE | O_APPEND | O_EXEC), creds)?;
             Ok((inode, session))
         };
         let writer = r.writer;

@@ -10,7 +10,7 @@ use strake_proto::{Ino, pb};
 use crate::{
     config::Counters,
     core::Core,
-    file::{File, O_APPEND, Open},
+    file::{File, O_APPEND, O_EXEC, Open},
     inode::O_ACCMODE,
 };
 
@@ -149,5 +149,5 @@ impl Core {
 
 /// Whether a file opened so is kept open when it is closed: one for reading.
 pub(crate) fn is_kept(flags: u32) -> bool {
-    flags & (O_ACCMODE | O_APPEND) == 0
+    flags & (O_ACCMODE | O_APPEND | O_EXEC) == 0
 }

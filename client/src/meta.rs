@@ -98,6 +98,12 @@ impl Client {
         self.merged(r).await
     }
 
+    /// The inode behind a name as the metadata servers know it now, whatever this client remembers and whoever asks.
+    pub async fn lookup_now(&self, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
+        let o = pb::op::Op::Lookup(pb::Lookup { parent, name: name.to_vec().into() });
+        attr_of(self.read_op(&pb::Creds::default(), o).await?)
+    }
+
     /// Attributes, with the size and mtime of this client's own writes.
     pub async fn getattr(&self, creds: &pb::Creds, ino: Ino) -> Result<pb::Attr> {
         if let Some(inode) = self.core.live_inode(ino)
@@ -180,7 +186,7 @@ impl Client {
         self.write_op(creds, o).await.map(|r| r.ino)
     }
 
-    /// `flags`: RENAME_NOREPLACE 1, RENAME_EXCHANGE 2.
+    /// `flags`: RENAME_NOREPLACE 1, RENAME_EXCHANGE 2, RENAME_WHITEOUT 4 (`EINVAL` by older metadata servers).
     pub async fn rename(&self, creds: &pb::Creds, from: (Ino, &[u8]), to: (Ino, &[u8]), flags: u32) -> Result<()> {
         let o = pb::op::Op::Rename(pb::Rename {
             parent: from.0,

@@ -207,8 +207,57 @@ def removed_open_directory(a, b):
     try:
         same(os.listdir(d), [])
         os.rmdir(a + "/d")
-        fails(errno.ENOENT, lambda: os.open("f", os.O_CREAT | os.O_WRONLY, dir_fd=d), errno.ESTALE)
+        nothing_in(d)
     finally: os.close(d)
+
+def nothing_in(d):
+    """Of the descriptor of a removed directory: as on a local disk."""
+    for call in (
+        lambda: os.open("f", os.O_CREAT | os.O_WRONLY, dir_fd=d), lambda: os.mkdir("f", dir_fd=d), lambda: os.stat("x", dir_fd=d),
+        lambda: os.unlink("x", dir_fd=d), lambda: os.rmdir("x", dir_fd=d), lambda: os.open("x", os.O_RDONLY | os.O_DIRECTORY, dir_fd=d),
+        lambda: os.rename("x", "y", src_dir_fd=d, dst_dir_fd=d), lambda: os.symlink("to", "f", dir_fd=d),
+        lambda: os.open(".", os.O_TMPFILE | os.O_RDWR, dir_fd=d)):
+        fails(errno.ENOENT, call)
+    same((os.fstat(d).st_nlink, os.stat(".", dir_fd=d).st_nlink, os.listdir(d)), (0, 0, []))
+    os.fchmod(d, 0o700); os.utime(d, ns=(5, 6)); os.fsync(d)
+    same((os.fstat(d).st_mode & 0o7777, os.fstat(d).st_atime_ns, os.fstat(d).st_mtime_ns), (0o700, 5, 6))
+    again = os.open(".", os.O_RDONLY, dir_fd=d)
+    same((os.listdir(again), os.fstat(again).st_ino), ([], os.fstat(d).st_ino)); os.close(again)
+
+def removed_above_an_open_directory(a, b):
+    """".." of a removed directory leads to what was above it, removed as well."""
+    os.makedirs(a + "/d/e/f")
+    d, f = os.open(b + "/d", os.O_RDONLY), os.open(b + "/d/e/f", os.O_RDONLY)
+    try:
+        names = os.listdir(d)
+        shutil.rmtree(a + "/d")
+        nothing_in(f)
+        up = os.open("..", os.O_RDONLY, dir_fd=f)
+        same((names, os.listdir(up), os.fstat(up).st_nlink), (["e"], [], 0)); os.close(up)
+        nothing_in(d)
+        fails(errno.ENOENT, lambda: os.rmdir(b + "/d/e"))
+    finally: os.close(d); os.close(f)
+
+def renamed_over_an_open_directory(a, b):
+    os.mkdir(a + "/d"); os.mkdir(a + "/e"); put(a + "/e/f")
+    d = os.open(b + "/d", os.O_RDONLY)
+    try:
+        same(os.listdir(d), [])
+        os.rename(a + "/e", a + "/d")
+        nothing_in(d)
+        same(os.listdir(b + "/d"), ["f"])
+    finally: os.close(d)
+
+def tree_removed_by_both(a, b):
+    """Two programs remove one tree: all of it goes, and neither complains."""
+    for deep in ("e", "e/f/g/h/i/j"):
+        for i in range(12):
+            os.makedirs(f"{a}/t/{i}/{deep}")
+            for j in range(12): put(f"{a}/t/{i}/{deep}/{j}")
+        rm = lambda at: lambda: subprocess.run(["rm", "-rf", at + "/t"], capture_output=True, text=True)
+        for r in at_once(*[lambda at=at: (lambda p: (p.returncode, p.stderr))(rm(at)()) for at in (a, b)]):
+            same(eval(r), (0, ""), deep)
+        gone(a + "/t"); gone(b + "/t")
 
 def written_after_removal(a, b):
     """Both have the file open; the name goes; what one writes the other reads until the last has closed it."""
@@ -292,6 +341,38 @@ def renamed_while_open(a, b):
         os.rename(a + "/f", a + "/g"); gone(b + "/f")
         os.pwrite(f.fileno(), b"22", 0)
         same((get(a + "/g"), os.stat(a + "/g").st_ino), (b"22", os.fstat(f.fileno()).st_ino))
+
+def claimed_by_rename(a, b):
+    """Both rename each file to the same new name: one succeeds, the other is told that it is gone."""
+    count = 150
+    for d in "pq": os.mkdir(f"{a}/{d}")
+    for i in range(count): put(f"{a}/p/{i}")
+    def claim(at):
+        won = []
+        os.chdir(at)
+        for i in range(count):
+            try: os.rename(f"p/{i}", f"q/{i}")
+            except FileNotFoundError: continue
+            won.append(i)
+        return won
+    won = [eval(r) for r in at_once(lambda: claim(a), lambda: claim(b))]
+    same(sorted(won[0] + won[1]), list(range(count)))
+    same((os.listdir(b + "/p"), len(os.listdir(b + "/q"))), ([], count))
+
+def claimed_within_a_folder(a, b):
+    """Likewise within one folder, over a name that is there, by programs that stand in it."""
+    count = 150
+    for i in range(count): put(f"{a}/{i}"); put(f"{a}/{i}.mine")
+    def claim(at):
+        won = []
+        os.chdir(at)
+        for i in range(count):
+            try: os.stat(f"{i}.mine"); os.rename(f"{i}", f"{i}.mine")
+            except FileNotFoundError: continue
+            won.append(i)
+        return won
+    won = [eval(r) for r in at_once(lambda: claim(a), lambda: claim(b))]
+    same(sorted(won[0] + won[1]), list(range(count)))
 
 def turned_in_a_circle(a, b):
     """Three names change places for a while, from both mounts: what is behind each is always known to both."""

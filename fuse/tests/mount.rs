@@ -1,4 +1,4 @@
-//! A real kernel mount over a cluster in this process, used as programs use it: see `posix.sh`.
+//! A real kernel mount over a cluster in this process, used as programs use it: see `posix.sh` and `names.sh`.
 
 mod common;
 
@@ -45,6 +45,7 @@ async fn programs_work(transport: Transport) {
     let first = mounted(&cluster, a.path(), transport).await;
     let kind = if transport == Transport::Dev { "dev" } else { "fuser" };
     script("posix.sh", vec![a.path().into(), kind.into()]).await;
+    script("names.sh", vec![a.path().into()]).await;
     // What one mount wrote and closed another one has.
     let second = mounted(&cluster, b.path(), transport).await;
     script("two_mounts.sh", vec![a.path().into(), b.path().into()]).await;

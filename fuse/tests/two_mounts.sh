@@ -23,4 +23,8 @@ chmod 600 "$B/moved"
 now "a chmod is seen" bash -c "test \$(stat -c %a '$A/moved') = 600"
 rm "$B/moved"
 now "a removal is seen" bash -c "! test -e '$A/moved'"
+# Those of the cases of two mounts that need no leases.
+cases="$(dirname "$0")/../../cluster-tests/coherence/cases.py"
+now "names and folders that the other one changes" timeout 100 python3 "$cases" "$A" "$B" claimed_by_rename claimed_within_a_folder \
+    tree_removed_by_both removed_open_directory removed_above_an_open_directory renamed_over_an_open_directory
 exit 0

@@ -204,7 +204,7 @@ mod tests {
         let map = MapView::default();
         let good = pb::Component { end: EOF, stripe_size: STRIPE_UNIT, chains: vec![1], ..Default::default() };
         let resolve = |components| {
-            let layout = pb::Layout { generation: 1, components };
+            let layout = pb::Layout { generation: 1, components, drafts: 0 };
             StripeMap::resolve(1, &layout, &map).map(drop).map_err(|e| e.code)
         };
         assert_eq!(resolve(vec![good.clone()]), Ok(()));

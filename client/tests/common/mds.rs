@@ -450,7 +450,7 @@ impl Mds {
                     data_id: ino,
                     ..Default::default()
                 };
-                let layout = pb::Layout { generation: 1, components: vec![component] };
+                let layout = pb::Layout { generation: 1, components: vec![component], drafts: 0 };
                 s.inodes.insert(ino, Inode { attr, layout });
                 s.names.insert(c.name.to_vec(), ino);
                 Ok(pb::OpResult { created: true, ..self.open(s, session, ino, c.flags)? })

@@ -78,7 +78,7 @@ fn result(op: &pb::Op) -> pb::OpResult {
         Some(Op::Open(_) | Op::Create(_)) => {
             let set = Some(pb::ChainSetRef { set: 1, seed: 0, start: 0, count: 2 });
             let c = pb::Component { end: u64::MAX, stripe_size: 65_536, data_id: 6, set, ..Default::default() };
-            r.layout = Some(pb::Layout { generation: 1, components: vec![c] });
+            r.layout = Some(pb::Layout { generation: 1, components: vec![c], drafts: 0 });
             let all = Rights::READ.and(Rights::WRITE).and(Rights::TRIM);
             let cap =
                 Capability { ino: 5, data: 6, session: 7, session_epoch: 1, expiry_ms: u64::MAX / 2, rights: all };

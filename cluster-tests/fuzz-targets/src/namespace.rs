@@ -328,6 +328,7 @@ pub fn command(i: &mut Input) -> Bytes {
             dropped: vec![ino(i)],
             follower: false,
             ends_matter: i.u8().is_multiple_of(2),
+            rules: u32::from(i.u8() % 3),
         }),
     };
     entry(now, c)

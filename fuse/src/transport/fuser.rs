@@ -338,7 +338,7 @@ impl Filesystem for Transport {
 
     fn write(
         &self,
-        _: &Request,
+        req: &Request,
         _: INodeNo,
         fh: FileHandle,
         offset: u64,
@@ -357,8 +357,9 @@ impl Filesystem for Transport {
         let append = flags.0 & libc::O_APPEND != 0;
         let place = if append { Place::End } else { Place::At(offset) };
         let strips = write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
+        let who = caller(req);
         self.run(async move |s| {
-            if strips && let Err(e) = s.vfs.strip(fh.0).await {
+            if strips && let Err(e) = s.vfs.strip(who, fh.0).await {
                 return reply.error(errno(&e));
             }
             let len = data.len();

@@ -7,11 +7,12 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
+use strake_client::DirPage;
 use strake_fabric::Record;
-use strake_proto::{Ino, Result, ids::ROOT_INO, pb};
+use strake_proto::{Code, Ino, Result, ids::ROOT_INO, pb};
 use tokio::sync::Mutex;
 
-use super::{Caller, Vfs, stale};
+use super::{Caller, Vfs, gone::Seen};
 
 /// Entries asked of the mds at a time.
 const BATCH: u32 = 1000;
@@ -39,6 +40,8 @@ pub(super) struct OpenDir {
     creds: pb::Creds,
     /// The caller was let read it, which holds until it is closed.
     granted: AtomicBool,
+    /// What was known of it when it was opened.
+    seen: Option<Seen>,
     batch: Mutex<Batch>,
     /// For the next daemon, as long as it is open.
     _kept: Option<Record>,
@@ -51,9 +54,18 @@ impl OpenDir {
             ino,
             creds: pb::Creds::default(),
             granted: AtomicBool::new(true),
+            seen: None,
             batch: Mutex::default(),
             _kept: Some(kept),
         }
+    }
+
+    pub(super) fn ino(&self) -> Ino {
+        self.ino
+    }
+
+    pub(super) fn seen(&self) -> Option<Seen> {
+        self.seen
     }
 }
 
@@ -82,10 +94,8 @@ impl Vfs {
         let creds = self.creds(caller);
         let handle = self.numbering.next();
         let kept = self.keep_directory(handle, ino);
-        self.dirs.insert(
-            handle,
-            OpenDir { ino, creds, granted: AtomicBool::new(false), batch: Mutex::default(), _kept: kept },
-        );
+        let (granted, seen) = (AtomicBool::new(false), self.folders.seen(ino));
+        self.dirs.insert(handle, OpenDir { ino, creds, granted, seen, batch: Mutex::default(), _kept: kept });
         handle
     }
 
@@ -132,7 +142,11 @@ impl Vfs {
             false => self.client.readdir(&dir.creds, dir.ino, from, BATCH, attrs).await,
             true => self.client.readdir(&pb::Creds::default(), dir.ino, from, BATCH, attrs).await,
         };
-        let page = page.map_err(stale)?;
+        let page = match page {
+            // It was removed since it was opened: there is nothing in it.
+            Err(e) if e.code == Code::NoEnt => DirPage { end: true, ..DirPage::default() },
+            page => page?,
+        };
         dir.granted.store(true, Relaxed);
         // A server that sends nothing and no end would be asked for ever.
         let end = page.end || page.entries.is_empty();

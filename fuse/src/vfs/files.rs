@@ -89,14 +89,20 @@ impl Vfs {
 
     /// Before a write by somebody whose writes take set-id bits. The opener's do that by themselves, unless that is root,
     /// who handed the file on.
-    pub async fn strip(&self, handle: u64) -> Result<()> {
+    pub async fn strip(&self, caller: Caller, handle: u64) -> Result<()> {
         let open = self.files.get(handle)?;
         let file = open.file()?;
-        let set_ids = file.attr().mode & (libc::S_ISUID | libc::S_ISGID) != 0;
-        if file.opener().uid != 0 || !set_ids {
+        let (mode, gid) = (file.attr().mode, file.attr().gid);
+        if file.opener().uid != 0 || mode & (libc::S_ISUID | libc::S_ISGID) == 0 {
             return Ok(());
         }
-        let strip = pb::SetAttr { ino: open.ino, drop_privileges: true, ..Default::default() };
+        let mut strip = pb::SetAttr { ino: open.ino, drop_privileges: true, ..Default::default() };
+        if mode & (libc::S_ISGID | libc::S_IXGRP) == libc::S_ISGID {
+            // Goes only for whoever is not in the file's group, which root, whose right to write this is, is not asked about.
+            let writer = self.creds(caller);
+            let member = writer.gid == gid || writer.groups.contains(&gid);
+            strip.mode = (!member).then_some(mode & 0o7777 & !(libc::S_ISUID | libc::S_ISGID));
+        }
         self.client.setattr(file.opener(), strip).await.map(drop)
     }
 
@@ -228,7 +234,7 @@ impl Vfs {
         let (punches, end) = allocation(offset, len, mode)?;
         // The kernel asks for this at a write, and leaves it to us here.
         if caller.uid != 0 {
-            self.strip(handle).await?;
+            self.strip(caller, handle).await?;
         }
         if punches {
             file.punch_until(offset, len, until).await?;

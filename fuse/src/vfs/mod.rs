@@ -3,8 +3,10 @@
 //! Inode numbers are StrakeFS inode ids, which are never reused, so there is no inode table and no lookup count. Open
 //! files and directories are kept in tables by handle number. Every call may run beside any other.
 
+mod claims;
 mod dirs;
 mod files;
+mod gone;
 mod groups;
 mod handles;
 mod ioctl;
@@ -17,7 +19,6 @@ mod telling;
 mod xattr;
 
 use std::{
-    collections::VecDeque,
     sync::{Arc, atomic::AtomicU64},
     time::Duration,
 };
@@ -28,8 +29,10 @@ use strake_fabric::{Buf, Pool, Record};
 use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO, pb};
 use tokio::time::Instant;
 
+use claims::Claims;
 pub use dirs::Entry;
 use dirs::OpenDir;
+use gone::Folders;
 use handles::{Numbering, Table};
 pub(crate) use known::Known;
 use locks::Owners;
@@ -115,8 +118,8 @@ pub struct Vfs {
     owners: Owners,
     /// When the storage servers last did not say in time how much they store.
     uncounted: Mutex<Option<Instant>>,
-    /// Directories that were removed here, the last one first.
-    removed: Mutex<VecDeque<Ino>>,
+    folders: Folders,
+    claims: Claims,
     /// Flags that every file is opened with.
     always: i32,
     /// What the kernel knows as the root.
@@ -150,7 +153,8 @@ impl Vfs {
             known: Known::new(keep.clone()),
             keep,
             uncounted: Mutex::default(),
-            removed: Mutex::default(),
+            folders: Folders::default(),
+            claims: Claims::default(),
             always: 0,
             root: ROOT_INO,
         }

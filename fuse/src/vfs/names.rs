@@ -6,14 +6,12 @@ use strake_client::Mode;
 use strake_proto::{Code, Error, Ino, Result, pb};
 use tokio::time::Instant;
 
-use super::{Caller, Change, Stat, Time, Vfs, stale};
+use super::{Caller, Change, Stat, Time, Vfs, gone::is_dir, stale};
 
-/// renameat2(2) flags that exist here. `RENAME_WHITEOUT` (4) is for overlay file systems' own use.
+/// renameat2(2) flags.
 const RENAME_NOREPLACE: u32 = 1;
 const RENAME_EXCHANGE: u32 = 2;
-
-/// Directories removed last that are remembered.
-const MOST_REMOVED: usize = 1024;
+const RENAME_WHITEOUT: u32 = 4;
 
 /// How long a stat waits to hear how much of a file is stored.
 const COUNT_LIMIT: Duration = Duration::from_secs(2);
@@ -23,11 +21,16 @@ const COUNT_PAUSE: Duration = Duration::from_secs(10);
 impl Vfs {
     /// The inode behind a name.
     pub async fn lookup(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
-        let parent = self.inner(parent);
+        let dir = self.inner(parent);
         if matches!(name, b"." | b"..") {
-            return Box::pin(self.lookup_handle(caller, parent, name)).await;
+            return Box::pin(self.lookup_handle(caller, dir, name)).await;
         }
-        self.client.lookup(&self.creds(caller), parent, name).await.map(|a| self.outer(a))
+        let attr = self.client.lookup(&self.creds(caller), dir, name).await?;
+        if is_dir(&attr) {
+            self.folders.note(&attr, Some(dir));
+        }
+        self.claimed(caller.pid, (parent, name), attr.ino).await?;
+        Ok(self.outer(attr))
     }
 
     /// What stat(2) tells. The space of a file that may have holes is asked of the storage servers; while they do not answer it
@@ -40,11 +43,13 @@ impl Vfs {
             true => Box::pin(self.or_last(&self.known.root, self.client.getattr(&nobody, inner))).await,
             false => self.client.getattr(&nobody, inner).await,
         };
-        let attr = self.outer(attr.map_err(|e| match e.code {
-            // Nobody finds it by a name here, but whoever stands in it.
-            Code::NoEnt if self.removed.lock().contains(&inner) => e,
-            _ => stale(e),
-        })?);
+        let attr = match attr {
+            Ok(a) => {
+                self.folders.note(&a, None);
+                self.outer(a)
+            }
+            Err(e) => self.outer(self.or_held(inner, e)?),
+        };
         let allocated = if attr.sparse { Box::pin(self.count(inner)).await } else { None };
         Ok(Stat { attr, allocated })
     }
@@ -85,7 +90,13 @@ impl Vfs {
         }
         match cut {
             Some(attr) if wanted == (pb::SetAttr { ino, ..Default::default() }) => Ok(attr),
-            _ => self.client.setattr(&self.creds(caller), wanted).await.map(|a| self.outer(a)).map_err(stale),
+            _ => match self.client.setattr(&self.creds(caller), wanted).await {
+                Ok(a) => {
+                    self.folders.note(&a, None);
+                    Ok(self.outer(a))
+                }
+                Err(e) => self.change_held(caller, ino, &change, e).map(|a| self.outer(a)),
+            },
         }
     }
 
@@ -107,7 +118,9 @@ impl Vfs {
     }
 
     pub async fn mkdir(&self, c: Caller, parent: Ino, name: &[u8], mode: u32, umask: u32) -> Result<pb::Attr> {
-        self.client.mkdir(&self.creds(c), self.inner(parent), name, Mode { bits: mode, umask }).await
+        let parent = self.inner(parent);
+        let made = self.client.mkdir(&self.creds(c), parent, name, Mode { bits: mode, umask }).await;
+        made.inspect(|a| self.folders.note(a, Some(parent)))
     }
 
     pub async fn symlink(&self, caller: Caller, parent: Ino, name: &[u8], target: &[u8]) -> Result<pb::Attr> {
@@ -124,18 +137,19 @@ impl Vfs {
 
     pub async fn rmdir(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<()> {
         let gone = self.client.rmdir(&self.creds(caller), self.inner(parent), name).await?;
-        let mut removed = self.removed.lock();
-        removed.truncate(MOST_REMOVED - 1);
-        removed.push_front(gone);
+        self.folders.removed(gone);
         Ok(())
     }
 
     pub async fn rename(&self, caller: Caller, from: (Ino, &[u8]), to: (Ino, &[u8]), flags: u32) -> Result<()> {
-        if flags & !(RENAME_NOREPLACE | RENAME_EXCHANGE) != 0 || flags == RENAME_NOREPLACE | RENAME_EXCHANGE {
+        let known = RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT;
+        if flags & !known != 0 || flags & RENAME_EXCHANGE != 0 && flags != RENAME_EXCHANGE {
             return Err(Error::new(Code::Inval, format!("rename flags {flags:#x} are not supported")));
         }
-        let (from, to) = ((self.inner(from.0), from.1), (self.inner(to.0), to.1));
-        self.client.rename(&self.creds(caller), from, to, flags).await
+        let (old, new) = ((self.inner(from.0), from.1), (self.inner(to.0), to.1));
+        self.client.rename(&self.creds(caller), old, new, flags).await?;
+        self.named(to.0, to.1);
+        Ok(())
     }
 
     /// access(2) as `caller`; `mask` of `R_OK` 4, `W_OK` 2, `X_OK` 1.

@@ -37,7 +37,10 @@ impl Vfs {
         let ino = self.inner(ino);
         match of_mount(name) {
             Some(rest) => self.get_virtual(caller, ino, rest).await,
-            None => self.client.getxattr(&self.creds(caller), ino, name).await.map(Bytes::from).map_err(stale),
+            None => match self.client.getxattr(&self.creds(caller), ino, name).await {
+                Ok(value) => Ok(Bytes::from(value)),
+                Err(e) => Err(self.or_held(ino, e).err().unwrap_or_else(|| no_data("the directory was removed"))),
+            },
         }
     }
 
@@ -74,7 +77,10 @@ impl Vfs {
     /// The names, each followed by a NUL.
     pub async fn listxattr(&self, caller: Caller, ino: Ino) -> Result<Vec<u8>> {
         let ino = self.inner(ino);
-        let names = self.client.listxattr(&self.creds(caller), ino).await.map_err(stale)?;
+        let names = match self.client.listxattr(&self.creds(caller), ino).await {
+            Ok(names) => names,
+            Err(e) => self.or_held(ino, e).map(|_| Vec::new())?,
+        };
         let mut all = Vec::new();
         for n in names.iter().filter(|n| !n.starts_with(VIRTUAL)) {
             all.extend_from_slice(n);

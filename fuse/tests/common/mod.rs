@@ -12,7 +12,10 @@ use parking_lot::Mutex;
 use prost::Message as _;
 use strake_client::{Client, Config, Keep};
 use strake_fabric::{Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
-use strake_mds::{cluster::deal::make_chains, namespace::Namespace};
+use strake_mds::{
+    cluster::deal::make_chains,
+    namespace::{Namespace, RULES},
+};
 use strake_proto::{
     CapKey, Capability, Code, Error, Result, Rights,
     layout::StripeMap,
@@ -94,6 +97,7 @@ impl Mds {
         let (session, ops) = (request.session, request.ops.clone());
         let creds = request.creds.clone().unwrap_or_default();
         let mut reply = if Namespace::is_mutation(&ops) {
+            let request = pb::MetaRequest { rules: RULES, ..request };
             match self.propose(Command::Meta(request))?.reply {
                 Some(pb::log_reply::Reply::Meta(m)) => m,
                 other => panic!("{other:?}"),

@@ -256,7 +256,7 @@ impl<'a> Apply<'a> {
         let Some(creds) = &m.creds else {
             return fail(Code::Inval, "the request does not say for whom it is");
         };
-        let by = ops::By { creds, session: m.session, index, ends_matter: m.ends_matter };
+        let by = ops::By { creds, session: m.session, index, ends_matter: m.ends_matter, rules: m.rules };
         let (reply, effect) = self.run(by, &m.ops)?;
         self.effects.push(Effect {
             session: m.session,

@@ -31,7 +31,7 @@ impl Run<'_, '_> {
             self.drop_capability(&mut r)?;
         }
         if let Some(size) = o.size {
-            mode = perm::after_write(self.by.creds, mode);
+            mode = self.after_write(r.attr().gid, mode);
             self.drop_capability(&mut r)?;
             self.set_size(&mut r, size, o.holes)?;
         }
@@ -63,6 +63,10 @@ impl Run<'_, '_> {
             r.acl = acl.encode();
         }
         Ok(shown(&self.save(r)))
+    }
+
+    fn after_write(&self, gid: u32, mode: u32) -> u32 {
+        perm::after_write(self.by.creds, gid, mode, self.by.rules >= 1)
     }
 
     fn may_setattr(&self, r: &pb::InodeRecord, o: &pb::SetAttr) -> Res<()> {
@@ -135,7 +139,7 @@ impl Run<'_, '_> {
         let a = r.attr_mut();
         a.size = a.size.max(o.end);
         a.mtime_ns = now;
-        a.mode = perm::after_write(self.by.creds, a.mode);
+        a.mode = self.after_write(a.gid, a.mode);
         Ok(shown(&self.save(r)))
     }
 
@@ -175,7 +179,11 @@ impl Run<'_, '_> {
         let spec = self.spec_in(&parent, Some(asked))?;
         let data_id = self.new_data_id();
         let generation = r.layout.as_ref().map_or(0, |l| l.generation + 1);
-        let layout = self.t.place.layout(&spec, r.attr().ino, data_id, generation)?;
+        let mut layout = self.t.place.layout(&spec, r.attr().ino, data_id, generation)?;
+        if self.by.rules >= 1 {
+            // Nobody has seen one of them: a layout is fixed with the first byte.
+            layout.drafts = generation;
+        }
         // What a writer that died may have sent under the old name without reporting its end goes too.
         gc::discard_data(self.t, r);
         r.layout = Some(layout);

@@ -58,6 +58,11 @@ const FORMAT_FIRST: u32 = 1;
 /// of it has gone without having reported everything.
 const FORMAT_CHAINS: u32 = 5;
 
+/// The newest rules that an entry may be applied by; the leader puts them into what it logs. Entries of before do what they did then.
+/// From 1 on: `RENAME_WHITEOUT`, a bound on the names of an inode's extended attributes, set-group-id bits as since Linux 6.1, and
+/// `Layout.drafts`.
+pub const RULES: u32 = 1;
+
 /// Prefixes of the numbered records that workers take from the lowest on.
 const QUEUES: [u8; 3] = [keys::GC, keys::TRIM, keys::ORPHAN];
 
@@ -315,7 +320,7 @@ impl Namespace {
         }
         let none = Layer::default();
         let mut t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
-        match ops::run(&mut t, ops::By { creds, session, index: 0, ends_matter: false }, ops, false) {
+        match ops::run(&mut t, ops::By { creds, session, index: 0, ends_matter: false, rules: RULES }, ops, false) {
             Ok((reply, _)) => {
                 let (looked, endless, mut written) = (t.notes.looked.take(), t.notes.endless.take(), BTreeSet::new());
                 for (ino, writers) in t.notes.written.take() {

@@ -18,6 +18,7 @@ const SYMLINK_MAX: usize = 4095;
 const LINKS_KEPT: usize = 32;
 const RENAME_NOREPLACE: u32 = 1;
 const RENAME_EXCHANGE: u32 = 2;
+const RENAME_WHITEOUT: u32 = 4;
 
 /// What a new inode is besides its name.
 struct New {
@@ -313,16 +314,18 @@ impl Run<'_, '_> {
     }
 
     pub fn rename(&mut self, o: &pb::Rename) -> Res<pb::OpResult> {
-        let exchange = o.flags == RENAME_EXCHANGE;
-        if o.flags & !(RENAME_NOREPLACE | RENAME_EXCHANGE) != 0 || o.flags == RENAME_NOREPLACE | RENAME_EXCHANGE {
+        let known = RENAME_NOREPLACE | RENAME_EXCHANGE | if self.by.rules >= 1 { RENAME_WHITEOUT } else { 0 };
+        let [exchange, noreplace, whiteout] =
+            [RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT].map(|flag| o.flags & flag != 0);
+        if o.flags & !known != 0 || exchange && (noreplace || whiteout) {
             return fail(Code::Inval, format!("rename flags {:#x} are not supported", o.flags));
         }
         let from = self.side(o.parent, &o.name, Code::Busy)?;
         let new_dir = self.dir(o.new_parent, X)?;
-        check_name(&o.new_name, if o.flags == RENAME_NOREPLACE { Code::Exist } else { Code::Busy })?;
+        check_name(&o.new_name, if noreplace { Code::Exist } else { Code::Busy })?;
         let to_dir = new_dir.attr().ino;
         let to = match self.t.find(to_dir, &o.new_name)? {
-            Spot::Taken(..) if o.flags == RENAME_NOREPLACE => return fail(Code::Exist, "the new name exists"),
+            Spot::Taken(..) if noreplace => return fail(Code::Exist, "the new name exists"),
             Spot::Taken(cookie, d) => {
                 Some(Side { dir: new_dir, name: &o.new_name, cookie, inode: self.t.need(d.ino)? })
             }
@@ -336,7 +339,10 @@ impl Run<'_, '_> {
             }
         };
         let Some(to) = to else {
-            return self.move_name(from, to_dir, &o.new_name);
+            let at = from.at();
+            let moved = self.move_name(from, to_dir, &o.new_name)?;
+            self.leave_whiteout(whiteout, at, &o.name)?;
+            return Ok(moved);
         };
         self.check_not_within(to_dir, &from, Code::Inval)?;
         self.check_not_within(from.at(), &to, if exchange { Code::Inval } else { Code::NotEmpty })?;
@@ -359,7 +365,22 @@ impl Run<'_, '_> {
         if to.inode.entries > 0 {
             return fail(Code::NotEmpty, format!("the directory to replace has {} entries", to.inode.entries));
         }
-        self.replace(from, to)
+        let at = from.at();
+        let moved = self.replace(from, to)?;
+        self.leave_whiteout(whiteout, at, &o.name)?;
+        Ok(moved)
+    }
+
+    /// What overlayfs(5) hides a name of a lower layer by: a character device 0:0, here in the place of the name that has moved.
+    fn leave_whiteout(&mut self, wanted: bool, dir: Ino, name: &[u8]) -> Res<()> {
+        if !wanted {
+            return Ok(());
+        }
+        let dir = self.t.need(dir)?;
+        let Spot::Free(cookie) = self.t.find(dir.attr().ino, name)? else {
+            return fail(Code::Exist, "the old name exists");
+        };
+        self.add(dir, room(cookie)?, name, New::plain(0, perm::S_IFCHR, 0)).map(drop)
     }
 
     /// A directory must not move into itself: `code` if `dir` is `side`'s inode or below it.

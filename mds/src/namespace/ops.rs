@@ -34,6 +34,8 @@ pub struct By<'a> {
     pub index: u64,
     /// As the log entry says: entries from before this rule do what they did then, on every member.
     pub ends_matter: bool,
+    /// See [`super::RULES`].
+    pub rules: u32,
 }
 
 /// One list of operations on its way.

@@ -122,9 +122,14 @@ pub fn born(c: &pb::Creds, dir: &pb::Attr, mode: u32) -> (u32, u32) {
     (if keeps { mode } else { mode & !S_ISGID }, dir.gid)
 }
 
-/// The mode after somebody other than root changed the contents.
-pub fn after_write(c: &pb::Creds, mode: u32) -> u32 {
-    if is_root(c) || mode & S_IFMT != S_IFREG { mode } else { without_set_ids(mode) }
+/// The mode after somebody other than root changed the contents of a file of group `gid`. `strangers`: whoever is not in the group takes
+/// set-group-id also where the group has no execution, as Linux does since 6.1.
+pub fn after_write(c: &pb::Creds, gid: u32, mode: u32, strangers: bool) -> u32 {
+    if is_root(c) || mode & S_IFMT != S_IFREG {
+        return mode;
+    }
+    let mode = without_set_ids(mode);
+    if strangers && !in_group(c, gid) { mode & !S_ISGID } else { mode }
 }
 
 /// The mode after a change of owner or group, by whomever.
@@ -242,9 +247,15 @@ mod tests {
     #[test]
     fn writing_and_chown_take_set_id_bits() {
         let user = creds(2, 20, &[]);
-        assert_eq!(after_write(&user, S_IFREG | 0o6755), S_IFREG | 0o755);
-        assert_eq!(after_write(&user, S_IFREG | 0o6745), S_IFREG | 0o2745);
-        assert_eq!(after_write(&creds(0, 0, &[]), S_IFREG | 0o6755), S_IFREG | 0o6755);
+        let written = |c: &pb::Creds, gid, mode, strangers| after_write(c, gid, S_IFREG | mode, strangers) & 0o7777;
+        for strangers in [true, false] {
+            assert_eq!(written(&user, 20, 0o6755, strangers), 0o755);
+            assert_eq!(written(&user, 20, 0o6745, strangers), 0o2745);
+            assert_eq!(written(&creds(2, 1, &[7, 20]), 20, 0o6767, strangers), 0o2767);
+            assert_eq!(written(&creds(0, 0, &[]), 20, 0o6767, strangers), 0o6767, "root is a stranger nowhere");
+        }
+        assert_eq!((written(&user, 21, 0o2767, true), written(&user, 21, 0o2767, false)), (0o767, 0o2767));
+        assert_eq!(after_write(&user, 21, S_IFDIR | 0o2767, true), S_IFDIR | 0o2767);
         assert_eq!(after_chown(&creds(0, 0, &[]), &attr(S_IFREG | 0o6755, 1, 1)), S_IFREG | 0o755);
         assert_eq!(after_chown(&user, &attr(S_IFDIR | 0o6755, 1, 1)), S_IFDIR | 0o6755);
     }

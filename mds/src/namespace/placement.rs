@@ -363,7 +363,7 @@ fn layout(
         chains,
         set,
     };
-    pb::Layout { generation, components: vec![c] }
+    pb::Layout { generation, components: vec![c], drafts: 0 }
 }
 
 /// Stripes of a file when `n` targets are usable.

@@ -52,7 +52,7 @@ fn chunks(t: &mut Txn<'_>, c: &pb::RepairChunks) -> Res<()> {
         chains: c.chains.clone(),
         ..Default::default()
     };
-    let layout = Some(pb::Layout { generation: 0, components: vec![component] });
+    let layout = Some(pb::Layout { generation: 0, components: vec![component], drafts: 0 });
     gc::discard(t, pb::GcRecord { ino: c.ino, layout, size: 0 });
     Ok(())
 }

@@ -90,7 +90,7 @@ pub fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()> {
         // As if it had been reported. There may be holes in it.
         let creds = pb::Creds { uid: NOBODY, gid: NOBODY, ..Default::default() };
         let extend = pb::op::Op::Extend(pb::Extend { ino: e.ino, end: e.end, holes: true });
-        let by = By { creds: &creds, session: 0, index, ends_matter: false };
+        let by = By { creds: &creds, session: 0, index, ends_matter: false, rules: 0 };
         let (reply, _) = ops::run(t, by, &[pb::Op { op: Some(extend) }], true)?;
         if let Some(s) = reply.results.into_iter().find_map(|r| r.status) {
             return Err(Fail::Op(s.into()));

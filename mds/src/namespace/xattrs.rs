@@ -16,6 +16,8 @@ use super::{
 /// Longest name and value of an extended attribute, as in Linux.
 const NAME_MAX: usize = 255;
 const SIZE_MAX: usize = 64 << 10;
+/// Bytes of the names that listxattr(2) can return, each with a NUL, besides those of the two ACLs, which have no records.
+const LIST_MAX: usize = SIZE_MAX - (acl::ACCESS.len() + 1 + acl::DEFAULT.len() + 1);
 /// Extended attributes of one inode.
 const XATTRS_MAX: u32 = 1_024;
 const XATTR_CREATE: u32 = 1;
@@ -102,11 +104,34 @@ impl Run<'_, '_> {
             if r.xattrs >= XATTRS_MAX {
                 return fail(Code::NoSpc, format!("the inode has {XATTRS_MAX} extended attributes already"));
             }
+            if self.by.rules >= 1 {
+                self.check_list(&r, &o.name)?;
+            }
             r.xattrs += 1;
         }
         self.t.put(key, o.value.clone());
         let ino = self.save(r).attr().ino;
         Ok(pb::OpResult { ino, ..Default::default() })
+    }
+
+    /// The names must fit what listxattr(2) can return: otherwise nobody can list or copy any of them.
+    fn check_list(&self, r: &pb::InodeRecord, name: &[u8]) -> Res<()> {
+        if (r.xattrs as usize + 1) * (NAME_MAX + 1) <= LIST_MAX {
+            return Ok(());
+        }
+        let mut len = name.len() + 1;
+        // A key is a prefix byte, the inode's number and the name.
+        self.t.scan(&keys::numbered(keys::XATTR, r.attr().ino), &[], |key, _| {
+            len += key.len() - 9 + 1;
+            Ok(true)
+        })?;
+        if len > LIST_MAX {
+            return fail(
+                Code::NoSpc,
+                format!("the names of extended attributes would be {len} bytes; {LIST_MAX} can be listed"),
+            );
+        }
+        Ok(())
     }
 
     pub fn removexattr(&mut self, o: &pb::RemoveXattr) -> Res<pb::OpResult> {

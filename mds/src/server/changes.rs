@@ -13,7 +13,10 @@ use super::{
     room::Need,
     service::{misread, ok},
 };
-use crate::{leases::rows::Reporting, namespace::effects};
+use crate::{
+    leases::rows::Reporting,
+    namespace::{RULES, effects},
+};
 
 /// A request that is looked at; dropped, it may come again.
 struct Looking<'a> {
@@ -46,7 +49,7 @@ impl Mds {
         let (seq, number) = (request.seq, (request.seq, request.lowest_unanswered));
         self.recalls.in_time(term, by)?;
         self.recalls.dropped(term, by, seq, &std::mem::take(&mut request.dropped))?;
-        (request.follower, request.ends_matter) = (false, true);
+        (request.follower, request.ends_matter, request.rules) = (false, true, RULES);
         let looking = match self.begin(&request)? {
             Begun::Refused(e) => return Ok(refusal(&e)),
             Begun::First => Some(Looking { mds: self, by, seq }),

@@ -92,7 +92,7 @@ impl Plain {
             stripe_count: objects.len() as i64,
             stripe_size: stripes.stripe_size,
             overstriped: distinct.len() < objects.len(),
-            generation: layout.generation,
+            generation: layout.generation.saturating_sub(layout.drafts),
             stripe_offset: objects.first().map_or(-1, |o| i64::from(o.ost)),
             pool: c.pool.clone(),
             objects,
@@ -344,7 +344,8 @@ mod tests {
             chains: vec![10, 11, 10],
             ..Default::default()
         };
-        let l = pb::Layout { generation: 4, components: vec![component] };
+        // Layouts that were set before the first byte do not count.
+        let l = pb::Layout { generation: 6, components: vec![component], drafts: 2 };
         let p = Plain::of_file(9, &l, &map).unwrap();
         assert_eq!(p.objects.iter().map(|o| o.ost).collect::<Vec<_>>(), [2, 0, 2]);
         assert_eq!((p.pattern(), p.stripe_offset, p.generation), ("raid0,overstriped", 2, 4));

@@ -393,7 +393,10 @@ impl Core {
             }
             s.timeout(self.bounds.attr.min(v.attr_valid(&s.attr)))
         };
-        let name = |dir, name: &[u8], to| {
+        let name = |dir, name: &[u8], to: Option<Ino>| {
+            if to.is_some() && !name.is_empty() {
+                v.named(dir, name);
+            }
             // Names of a listing would count as told when it takes them in, not when it asked.
             if !keeps_names || taken == Taken::Listed {
                 return Duration::ZERO;
@@ -472,7 +475,7 @@ impl Core {
             Body::Read { handle, offset, size, .. } => with(v.read(handle, offset, size as usize).await, Reply::Data),
             Body::Write { handle, offset, flags, from_mapping, strips, data } => {
                 let place = if appends(flags, from_mapping) { Place::End } else { Place::At(offset) };
-                if strips && let Err(e) = v.strip(handle).await {
+                if strips && let Err(e) = v.strip(who, handle).await {
                     return Reply::Error(errno(&e));
                 }
                 let len = data.len();

@@ -83,6 +83,17 @@ fn writes_extend_and_take_set_id_bits() {
     assert_eq!(mode(&mut fs, f), 0o6755, "root keeps them");
     let a = fs.as_user(6, |fs| fs.one(extend(50)).attr.unwrap());
     assert_eq!((a.size, a.mode & 0o7777, a.mtime_ns), (100, 0o755, fs.now));
+    // Of a group that may not run it: whoever is not in the group takes the bit all the same, by the newer rules.
+    for (rules, uid, left) in [(RULES, 6, 0o767), (RULES, 5, 0o2767), (0, 6, 0o2767)] {
+        fs.rules = RULES;
+        fs.one(chmod(f, 0o6767));
+        fs.rules = rules;
+        fs.as_user(uid, |fs| fs.one(extend(50)));
+        assert_eq!(mode(&mut fs, f), left, "written by {uid} by rules {rules}");
+        fs.one(chmod(f, 0o6767));
+        fs.as_user(uid, |fs| fs.one(mk_size(f, 100)));
+        assert_eq!(mode(&mut fs, f), left, "cut by {uid} by rules {rules}");
+    }
     fs.fails(extend((1 << 50) + 1), Code::FBig);
     fs.fails(mk_size(f, (1 << 50) + 1), Code::FBig);
     fs.fails(Op::Extend(pb::Extend { ino: ROOT, end: 1, holes: false }), Code::IsDir);
@@ -200,6 +211,48 @@ fn an_inode_has_so_many_extended_attributes() {
     assert!(fs.list((0..1024).map(setx).collect()).iter().all(|r| r.status.is_none()));
     let r = fs.list(vec![setx(5), setx(1024)]);
     assert_eq!(code_of(r[1].status.as_ref()), Some(Code::NoSpc));
+}
+
+#[test]
+fn names_of_extended_attributes_can_be_listed() {
+    // With their NULs these are 256 bytes each; beside them there must be room for the names of both ACLs.
+    let setx = |i: u32, len: usize| {
+        let name = Bytes::from(format!("user.{i:0>len$}", len = len - 5));
+        Op::Setxattr(pb::SetXattr { ino: ROOT, name, value: Bytes::new(), flags: 0 })
+    };
+    let bytes = |fs: &mut Fs| {
+        let names = fs.one(Op::Listxattr(pb::ListXattr { ino: ROOT })).names;
+        names.iter().map(|n| n.len() + 1).sum::<usize>()
+    };
+    let mut fs = Fs::new();
+    for i in 0..255 {
+        fs.one(setx(i, 255));
+    }
+    fs.fails(setx(255, 255), Code::NoSpc);
+    let left = (64 << 10) - 255 * 256 - "system.posix_acl_access".len() - "system.posix_acl_default".len() - 2;
+    fs.fails(setx(255, left), Code::NoSpc);
+    fs.one(setx(255, left - 1));
+    fs.one(setx(7, 255));
+    fs.fails(setx(256, 8), Code::NoSpc);
+    let name = super::bytes("system.posix_acl_default");
+    let named = |tag: u8, id: u32| [&[tag, 0, 7, 0][..], &id.to_le_bytes()].concat();
+    let none = u32::MAX;
+    let list = [named(1, none), named(2, 9), named(4, none), named(16, none), named(32, none)].concat();
+    let value = Bytes::from([&[2, 0, 0, 0][..], &list].concat());
+    fs.one(Op::Setxattr(pb::SetXattr { ino: ROOT, name, value: value.clone(), flags: 0 }));
+    let name = super::bytes("system.posix_acl_access");
+    fs.one(Op::Setxattr(pb::SetXattr { ino: ROOT, name, value, flags: 0 }));
+    assert_eq!(bytes(&mut fs), 64 << 10, "all that Linux can list");
+    // Entries of before are applied as they were.
+    fs.rules = 0;
+    fs.one(setx(256, 255));
+    fs.rules = RULES;
+    fs.fails(setx(257, 8), Code::NoSpc);
+    for i in 0..2 {
+        let Op::Setxattr(set) = setx(i, 255) else { unreachable!() };
+        fs.one(Op::Removexattr(pb::RemoveXattr { ino: ROOT, name: set.name }));
+    }
+    fs.one(setx(257, 8));
 }
 
 #[test]

@@ -184,7 +184,7 @@ fn read_for_ever(format: u32) -> Fs {
     );
     // And work goes on from there.
     let (index, now, seq, session) = (wanted.index, wanted.now, wanted.seq, wanted.session);
-    let mut fs = Fs { store, ns, index, now, seq, session, creds: creds(0), effects: vec![] };
+    let mut fs = Fs { store, ns, index, now, seq, session, creds: creds(0), rules: 0, effects: vec![] };
     let f = fs.lookup(ROOT, "hard").unwrap();
     assert_eq!((fs.attr(f).size, fs.attr(f).nlink), (12_345, 2));
     assert_eq!(fs.path(f).unwrap(), "/dir/file");

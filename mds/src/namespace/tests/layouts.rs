@@ -208,7 +208,7 @@ fn a_files_layout_can_change_only_before_it_has_data() {
     let set = |n| Op::Setlayout(pb::SetLayout { ino: f, layout: Some(pb::LayoutSpec { stripe_count: n, ..spec() }) });
     let new = fs.one(set(3));
     let layout = new.layout.unwrap();
-    assert_eq!((layout.generation, layout.components[0].chains.len()), (1, 3));
+    assert_eq!((layout.generation, layout.drafts, layout.components[0].chains.len()), (1, 1, 3));
     assert_ne!(layout.components[0].data_id, old.attr.unwrap().data_id);
     assert_eq!(new.attr.unwrap().data_id, layout.components[0].data_id);
     assert_eq!(fs.ns.gc_queue(9)[0].1.layout, old.layout, "the old name's chunks go");
@@ -230,7 +230,7 @@ fn deal(fs: &mut Fs, per: usize) {
 fn chains(fs: &mut Fs, spec: pb::LayoutSpec) -> Vec<u32> {
     let c = create(fs, ROOT, spec).unwrap().0;
     let map = fs.ns.map();
-    let layout = pb::Layout { generation: 0, components: vec![c] };
+    let layout = pb::Layout { generation: 0, components: vec![c], drafts: 0 };
     StripeMap::resolve(1, &layout, &map).unwrap().chains
 }
 

@@ -23,7 +23,7 @@ use sha2::{Digest, Sha256};
 use strake_proto::{Code, Ino, pb};
 use strake_store::{MemStore, Reader};
 
-use super::{FORMAT_VERSION, Namespace, PLACEMENT, effects::Effect, keys, perm};
+use super::{FORMAT_VERSION, Namespace, PLACEMENT, RULES, effects::Effect, keys, perm};
 use pb::{log_command::Command, op::Op};
 
 pub const ROOT: Ino = 1;
@@ -69,6 +69,8 @@ pub struct Fs {
     pub seq: u64,
     pub session: u64,
     pub creds: pb::Creds,
+    /// By which lists are applied.
+    pub rules: u32,
     /// Of the last command.
     pub effects: Vec<Effect>,
 }
@@ -92,7 +94,8 @@ impl Fs {
     fn with(mask: u64, per: usize, format: Command) -> Fs {
         let store = MemStore::new();
         let ns = Namespace::open_with(std::sync::Arc::new(store.clone()), mask).unwrap();
-        let mut fs = Fs { store, ns, index: 0, now: T0, seq: 0, session: 0, creds: creds(0), effects: vec![] };
+        let mut fs =
+            Fs { store, ns, index: 0, now: T0, seq: 0, session: 0, creds: creds(0), rules: RULES, effects: vec![] };
         assert_eq!(fs.log(format).status, None);
         fs.session = fs.open_session(1);
         fs.cluster(3, 2, per);
@@ -172,6 +175,7 @@ impl Fs {
             lowest_unanswered: self.seq,
             creds: Some(self.creds.clone()),
             ops,
+            rules: self.rules,
             ..Default::default()
         };
         match self.log(Command::Meta(m)) {

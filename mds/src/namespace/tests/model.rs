@@ -80,6 +80,9 @@ impl Model {
         self.dir_mut(dir).insert(name.into(), n);
         Ok(())
     }
+    fn has(&self, dir: usize, name: &str) -> bool {
+        self.dir(dir).is_ok_and(|d| d.contains_key(name))
+    }
     fn remove(&mut self, dir: usize, name: &str, rmdir: bool) -> Result<(), Code> {
         let n = *self.dir(dir)?.get(name).ok_or(Code::NoEnt)?;
         match (&self.nodes[n].kind, rmdir) {
@@ -92,12 +95,12 @@ impl Model {
         Ok(())
     }
     fn rename(&mut self, dir: usize, name: &str, to: usize, new: &str, flags: u32) -> Result<(), Code> {
-        if flags == 3 {
+        if matches!(flags, 3 | 6) {
             return Err(Code::Inval);
         }
         let n = *self.dir(dir)?.get(name).ok_or(Code::NoEnt)?;
         let there = self.dir(to)?.get(new).copied();
-        match (flags, there) {
+        match (flags & 3, there) {
             (1, Some(_)) => return Err(Code::Exist),
             (2, None) => return Err(Code::NoEnt),
             _ => {}
@@ -177,7 +180,7 @@ fn step(fs: &mut Fs, m: &mut Model, d: &mut Dice) {
     let (name, new) = (text(d), text(d));
     let (parent, new_parent, ino) = (m.nodes[dir].ino, m.nodes[to].ino, m.nodes[n].ino);
     let size = d.below(1000);
-    let flags = [0, 0, 0, 1, 2, 3][d.below(6) as usize];
+    let flags = [0, 0, 0, 1, 2, 3, 4, 4, 5, 6][d.below(10) as usize];
     let what = d.below(13);
     let o = match what {
         0 | 1 => mk_create(parent, name),
@@ -199,7 +202,11 @@ fn step(fs: &mut Fs, m: &mut Model, d: &mut Dice) {
         6 => m.link(n, dir, name),
         7 => m.remove(dir, name, false),
         8 => m.remove(dir, name, true),
-        9 | 10 => m.rename(dir, name, to, new, flags),
+        9 | 10 => m.rename(dir, name, to, new, flags).and_then(|()| match flags & 4 != 0 && !m.has(dir, name) {
+            // What is left there is neither a directory nor has it a size.
+            true => fs.lookup(parent, name).and_then(|whiteout| m.make(dir, name, Kind::Link, whiteout)),
+            false => Ok(()),
+        }),
         11 => m.resize(n, |_| size),
         _ => m.resize(n, |s| s.max(size)),
     };

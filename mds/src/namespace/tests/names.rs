@@ -151,7 +151,9 @@ fn rename_moves_replaces_and_exchanges() {
     fs.fails(mk_rename(a, "f", b, "g", 1), Code::Exist);
     fs.fails(mk_rename(a, "f", b, "x", 2), Code::NoEnt);
     fs.fails(mk_rename(a, "f", b, "x", 3), Code::Inval);
-    fs.fails(mk_rename(a, "f", b, "x", 4), Code::Inval);
+    for flags in [6, 7, 8] {
+        fs.fails(mk_rename(a, "f", b, "x", flags), Code::Inval);
+    }
     fs.fails(mk_rename(a, "f", ROOT, "b", 0), Code::IsDir);
     fs.fails(mk_rename(ROOT, "a", b, "g", 0), Code::NotDir);
     fs.fails(mk_rename(ROOT, "a", ROOT, "b", 0), Code::NotEmpty);
@@ -172,6 +174,48 @@ fn rename_moves_replaces_and_exchanges() {
     fs.one(mk_rename(ROOT, "file", e, "deep", 2));
     assert_eq!((fs.attr(ROOT).nlink, fs.attr(e).nlink), (4, 2));
     assert_eq!(fs.path(g).unwrap(), "/file/g");
+}
+
+#[test]
+fn a_whiteout_takes_the_place_of_what_moved() {
+    let mut fs = Fs::new();
+    let (a, b) = (fs.mkdir(ROOT, "a"), fs.mkdir(ROOT, "b"));
+    let (f, g) = (fs.create(a, "f"), fs.create(b, "g"));
+    let d = fs.mkdir(a, "d");
+    let whiteout = |fs: &mut Fs, name: &str| {
+        let ino = fs.lookup(a, name).unwrap();
+        let at = fs.attr(ino);
+        (at.mode, at.rdev, at.nlink, at.uid, fs.path(ino).unwrap())
+    };
+    fs.fails(mk_rename(a, "f", b, "g", 5), Code::Exist);
+    fs.one(mk_rename(a, "f", b, "g", 4));
+    assert_eq!((fs.lookup(b, "g"), fs.ns.orphans(9)), (Ok(f), vec![g]));
+    assert_eq!(whiteout(&mut fs, "f"), (perm::S_IFCHR, 0, 1, 0, "/a/f".into()));
+    fs.one(mk_rename(a, "d", b, "d", 5));
+    assert_eq!((fs.lookup(b, "d"), fs.lookup(d, "..")), (Ok(d), Ok(b)));
+    assert_eq!(whiteout(&mut fs, "d"), (perm::S_IFCHR, 0, 1, 0, "/a/d".into()));
+    assert_eq!((fs.attr(a).nlink, fs.attr(b).nlink, fs.names(a, 9).len()), (2, 3, 2));
+    // In its place again, over the whiteout; and within one directory.
+    fs.one(mk_rename(b, "g", a, "f", 0));
+    fs.one(mk_rename(a, "f", a, "h", 4));
+    assert_eq!((fs.lookup(a, "h"), fs.names(a, 9).len()), (Ok(f), 3));
+    // Whoever may make names may make this one.
+    let open = fs.one(Op::Mkdir(pb::Mkdir { parent: ROOT, name: bytes("open"), mode: 0o777, umask: 0 })).ino;
+    fs.one(Op::Setattr(pb::SetAttr { ino: open, mode: Some(0o777), ..Default::default() }));
+    fs.as_user(7, |fs| {
+        fs.create(open, "f");
+        fs.one(mk_rename(open, "f", open, "g", 4));
+        let ino = fs.lookup(open, "f").unwrap();
+        assert_eq!(fs.attr(ino).uid, 7);
+        fs.fails(mk_rename(a, "h", open, "h", 4), Code::Access);
+    });
+    // Renaming a file to another name of it does nothing.
+    fs.one(mk_link(f, a, "k"));
+    fs.one(mk_rename(a, "h", a, "k", 4));
+    assert_eq!(fs.lookup(a, "h"), Ok(f));
+    // An entry of before there was such a flag is refused, as it was.
+    fs.rules = 0;
+    fs.fails(mk_rename(a, "h", b, "x", 4), Code::Inval);
 }
 
 #[test]

@@ -124,7 +124,10 @@ fn change(d: &mut Dice, seen: &Seen) -> Op {
         10 | 11 => Op::Unlink(pb::Unlink { parent, name }),
         12 => Op::Rmdir(pb::Rmdir { parent, name }),
         13..=15 => {
-            let flags = [0, 0, 1, 2, 2, 3][d.below(6) as usize];
+            let mut flags = [0, 0, 1, 2, 2, 3][d.below(6) as usize];
+            if seen.newer && d.one_in(3) {
+                flags |= 4;
+            }
             Op::Rename(pb::Rename { parent, name, new_parent: d.dir(seen), new_name: d.name(), flags })
         }
         16 => Op::Setattr(pb::SetAttr {
@@ -228,12 +231,14 @@ fn command(d: &mut Dice, fs: &Fs, seqs: &mut [u64; 3], newer: bool) -> Command {
             let ops = (0..n).map(|_| op(one(d))).collect();
             let uid = if d.one_in(3) { d.below(4) as u32 } else { 0 };
             let creds = Some(pb::Creds { uid, gid: uid, groups: vec![2] });
+            let rules = if newer { d.below(2) as u32 } else { 0 };
             Command::Meta(pb::MetaRequest {
                 session,
                 seq,
                 lowest_unanswered: s.saturating_sub(15),
                 creds,
                 ops,
+                rules,
                 ..Default::default()
             })
         }
