@@ -66,7 +66,7 @@ use std::{sync::Arc, time::Duration};
 
 pub use config::{Config, FOREVER, FollowerReads, Stats};
 pub use data::foreign::Arrived;
-pub use file::File;
+pub use file::{AsOf, File};
 pub use keep::{Keep, Numbers, numbered};
 pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS};
 pub use memory::{Forget, Forgetting};
@@ -193,6 +193,16 @@ impl Client {
     /// before is still made safe and its size reported, and locks work.
     pub fn set_read_only(&self, yes: bool) {
         self.core.read_only.store(yes, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    /// While this stays the same, nobody else has changed the bytes of a file. `None`: it is not known whether somebody has.
+    pub fn tenure(&self, ino: Ino) -> Option<u64> {
+        self.core.memory.tenure(self.core.env.boot(), ino)
+    }
+
+    /// The attributes of a file that nobody else can change now, with its tenure.
+    pub fn leased(&self, ino: Ino) -> Option<(Attr, u64)> {
+        self.core.memory.data(self.core.env.boot(), ino)
     }
 
     /// From now on copies of what this client tells may be kept, for as long as [`Client::attr_valid`] and

@@ -65,6 +65,11 @@ pub trait Forget: Send + Sync {
     /// Forgets what is known of these inodes, and with `names` the names in all directories. Must not wait for a request to this
     /// client. `None`: that is done; else it is when the future ends.
     fn forget(&self, inos: &[Ino], names: bool) -> Option<Forgetting>;
+
+    /// Somebody else wants to know how a file is. What was stored through memory mappings of it is written, and its pages are forgotten.
+    fn give_back(&self, _: Ino) -> Option<Forgetting> {
+        None
+    }
 }
 
 /// Ends when what was taken back cannot be believed any more. Until then nobody may be told that it is forgotten.
@@ -163,6 +168,11 @@ impl Memory {
         // Whoever is just telling what was known a moment ago is done after this; others find it forgotten.
         drop(self.telling.write());
         copies.forget(inos, names)
+    }
+
+    /// Has stores through memory mappings written that nobody else sees yet.
+    pub fn give_back(&self, ino: Ino) -> Option<Forgetting> {
+        self.copies.get()?.give_back(ino)
     }
 
     // --- copies ---

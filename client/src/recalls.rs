@@ -144,6 +144,7 @@ impl Core {
         let mut telling = self.env.spawn(async move {
             // A former process of the mount may have held something back.
             let _ = core.inherited.subscribe().wait_for(|known| *known).await;
+            forgotten(core.memory.give_back(ino)).await;
             if let Some(inode) = core.live_inode(ino) {
                 inode.appended_again().await;
                 let _placed = inode.placing.lock().await;

@@ -681,6 +681,104 @@ def mapped_anew(a, b):
         put(a + "/f", b"%04d" % i * 2048)
         with open(b + "/f", "rb") as f, mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ) as m: same(m[:], b"%04d" % i * 2048)
 
+def mapped_before_it_is_written(a, b):
+    """A mapping that was looked at before shows what the other one writes: at once while nobody had the file open for writing, and soon
+    in any case."""
+    put(a + "/f", bytes(4 * 4096)); time.sleep(0.3)
+    with open(b + "/f", "rb") as f, mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ) as m:
+        same(m[:], bytes(4 * 4096))
+        with open(a + "/f", "r+b", 0) as w:
+            os.pwrite(w.fileno(), b"new!", 4096)
+            same(m[4096:4100], b"new!")
+            for i in range(10):
+                os.pwrite(w.fileno(), b"%04d" % i, 8192)
+                end = time.time() + 5
+                while m[8192:8196] != b"%04d" % i and time.time() < end: time.sleep(0.02)
+                same(m[8192:8196], b"%04d" % i)
+        same(m[:8], bytes(8))
+
+def stored_beside_the_others_write(a, b):
+    """What one has written into a page, and what the other stores to another part of it afterwards, are both there, though the page was
+    mapped before."""
+    for i in range(10):
+        put(a + "/f", b"." * 4096)
+        with open(a + "/f", "r+b") as f, mmap.mmap(f.fileno(), 4096) as m:
+            same(m[:3], b"...")
+            with open(b + "/f", "r+b", 0) as w:
+                os.pwrite(w.fileno(), b"B" * 100, 0); os.fsync(w.fileno())
+            m[4000:4003] = b"AAA"; m.flush()
+            same(m[:3], b"BBB")
+        data = get(b + "/f")
+        same((data[:100], data[100:4000], data[4000:4003]), (b"B" * 100, b"." * 3900, b"AAA"))
+
+def halves_of_a_page(a, b):
+    """Two fill their own halves of one array through mappings. The border is inside of a page."""
+    n, half = 16384, 8292
+    put(a + "/f", bytes(n))
+    with open(a + "/f", "r+b") as f, open(b + "/f", "r+b") as g, mmap.mmap(f.fileno(), n) as x, mmap.mmap(g.fileno(), n) as y:
+        x[:half] = b"a" * half; y[half:] = b"b" * (n - half)
+        x.flush(); y.flush()
+    for at in (a, b):
+        data = get(at + "/f")
+        same((data[:half].count(b"a"), data[half:].count(b"b")), (half, n - half))
+
+def stored_and_cut(a, b):
+    """A page that one has stored to does not bring back what the other one cut."""
+    put(a + "/f", b"." * 20000)
+    with open(a + "/f", "r+b") as f:
+        m = mmap.mmap(f.fileno(), 20000)
+        m[17000] = 65; m[4000] = 66
+        os.truncate(b + "/f", 5000)
+        same(os.stat(b + "/f").st_size, 5000)
+        if (child := os.fork()) == 0:
+            m.flush(); os._exit(0)
+        os.waitpid(child, 0)
+        for at in (b, a): same(os.stat(at + "/f").st_size, 5000)
+        for at in (b, a): same((get(at + "/f")[3999:4002], len(get(at + "/f"))), (b".B.", 5000))
+        m.close()
+
+def stored_and_read(a, b):
+    """read(2) and stat(2) of the other one show what was stored, without msync."""
+    put(a + "/f", bytes(8192))
+    with open(a + "/f", "r+b") as f, mmap.mmap(f.fileno(), 8192) as m:
+        for i in range(20):
+            m[i * 400:i * 400 + 4] = b"%04d" % i
+            same(get(b + "/f")[i * 400:i * 400 + 4], b"%04d" % i)
+
+def counted_in_a_mapping(a, b):
+    """Four programs count in one page, two on each mount, under a lock of the file, each kind in turn: no count is lost."""
+    def flock(f, how): fcntl.flock(f, how)
+    def posix(f, how): fcntl.lockf(f, how)
+    for lock in flock, posix:
+        put(a + "/f", bytes(4096))
+        def count(at, n):
+            with open(at + "/f", "r+b") as f, mmap.mmap(f.fileno(), 4096) as m:
+                for _ in range(40):
+                    lock(f, fcntl.LOCK_EX)
+                    m[:8] = (int.from_bytes(m[:8], "little") + 1).to_bytes(8, "little")
+                    m[8 + n] = m[8 + n] + 1
+                    lock(f, fcntl.LOCK_UN)
+        at_once(*[lambda at=at, n=n: count(at, n) for n, at in enumerate((a, b, a, b))])
+        for at in (a, b): same((int.from_bytes(get(at + "/f")[:8], "little"), get(at + "/f")[8:12]), (160, bytes([40] * 4)), lock.__name__)
+
+def databases_with_a_shared_index(a, b):
+    """SQLite keeps the index of its write-ahead log in a mapping that all its users share: of two who commit no row is lost."""
+    with sqlite3.connect(a + "/db") as c:
+        same(c.execute("pragma journal_mode=wal").fetchone(), ("wal",))
+        c.execute("create table t(who, n)")
+    c.close()
+    def commit(at, who):
+        c = sqlite3.connect(at + "/db", timeout=60)
+        for i in range(25):
+            c.execute("insert into t values(?, ?)", (who, i)); c.commit()
+        c.close()
+    at_once(lambda: commit(a, 1), lambda: commit(b, 2))
+    for at in (b, a):
+        c = sqlite3.connect(at + "/db")
+        same(c.execute("select who, count(*) from t group by who order by who").fetchall(), [(1, 25), (2, 25)])
+        same(c.execute("pragma integrity_check").fetchone(), ("ok",))
+        c.close()
+
 def direct(a, b):
     put(a + "/f", b"0" * 8192)
     x, y = os.open(a + "/f", os.O_RDWR | os.O_DIRECT), os.open(b + "/f", os.O_RDWR)

@@ -364,7 +364,7 @@ impl Filesystem for Transport {
             }
             let len = data.len();
             let written = match from_mapping {
-                true => s.vfs.write_mapped(fh.0, offset, data).await.map(|()| len),
+                true => s.vfs.write_mapped(fh.0, offset, data, None).await.map(|()| len),
                 false => s.vfs.write(fh.0, place, data, ()).await,
             };
             match written {

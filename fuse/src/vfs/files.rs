@@ -2,9 +2,9 @@
 
 use std::sync::{Arc, atomic::AtomicU64};
 
-use strake_client::{File, Mode};
+use strake_client::{AsOf, File, Mode};
 use strake_fabric::Buf;
-use strake_proto::{Code, Error, Ino, Result, layout::MAX_FILE_SIZE, pb};
+use strake_proto::{Code, Error, Ino, Result, SessionId, layout::MAX_FILE_SIZE, pb};
 
 use super::{Caller, CopyRange, OpenFile, Opened, Place, Vfs, restart, stale};
 
@@ -87,6 +87,39 @@ impl Vfs {
         open.file()?.read(offset, len).await
     }
 
+    /// As [`Vfs::read`], for whoever keeps the bytes: see [`File::read_to_keep`].
+    pub async fn read_to_keep(
+        &self,
+        handle: u64,
+        offset: u64,
+        len: usize,
+        asked: impl FnOnce(),
+    ) -> Result<(Vec<Buf>, AsOf)> {
+        let open = self.files.get(handle)?;
+        open.check_locks(self)?;
+        open.file()?.read_to_keep(offset, len, asked).await
+    }
+
+    /// The client's session, 0: none.
+    pub fn session(&self) -> SessionId {
+        self.client.session()
+    }
+
+    /// While this stays the same, nobody else has changed the bytes of a file.
+    pub fn tenure(&self, ino: Ino) -> Option<u64> {
+        self.client.tenure(ino)
+    }
+
+    /// That, if nobody else can change the file now and it is as of this change.
+    pub fn leased(&self, ino: Ino, change: u64) -> Option<u64> {
+        self.client.leased(ino).filter(|(attr, _)| attr.change == change).map(|(_, tenure)| tenure)
+    }
+
+    /// Which change of a file was the last, of all that others have written up to now.
+    pub async fn change_of(&self, ino: Ino) -> Result<u64> {
+        self.client.getattr(&pb::Creds::default(), ino).await.map(|attr| attr.change)
+    }
+
     /// Before a write by somebody whose writes take set-id bits. The opener's do that by themselves, unless that is root,
     /// who handed the file on.
     pub async fn strip(&self, caller: Caller, handle: u64) -> Result<()> {
@@ -120,11 +153,11 @@ impl Vfs {
         written.map_err(|e| given_up(file, e))
     }
 
-    /// Writes back a page of a memory mapping. It never makes the file longer.
-    pub async fn write_mapped(&self, handle: u64, offset: u64, data: Buf) -> Result<()> {
+    /// Writes back a page of a memory mapping. It never makes the file longer. `only`: `EIO` in another session of the client.
+    pub async fn write_mapped(&self, handle: u64, offset: u64, data: Buf, only: Option<SessionId>) -> Result<()> {
         let open = self.files.get(handle)?;
         let file = open.file()?;
-        file.write_mapped(offset, data).await.map_err(|e| given_up(file, e))
+        file.write_mapped(offset, data, only).await.map_err(|e| given_up(file, e))
     }
 
     /// Where the file ends as far as this client knows.

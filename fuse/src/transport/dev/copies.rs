@@ -18,9 +18,9 @@ use std::{
 use parking_lot::Mutex;
 use strake_client::{Forget, Forgetting};
 use strake_proto::{Ino, ids::ROOT_INO};
-use tokio::{runtime::Handle, task::JoinHandle};
+use tokio::{runtime::Handle, task::JoinHandle, time::Instant};
 
-use super::{channel::Channel, notify};
+use super::{channel::Channel, notify, shared::Shared};
 
 /// Pause before a notice is given again, at first and at most.
 const AGAIN: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(20)];
@@ -98,30 +98,55 @@ impl Copies {
 }
 
 /// What a recall calls.
-pub struct Recalls(pub Arc<Copies>);
+pub struct Recalls {
+    pub copies: Arc<Copies>,
+    pub shared: Arc<Shared>,
+}
 
 impl Forget for Recalls {
     fn forget(&self, inos: &[Ino], names: bool) -> Option<Forgetting> {
-        let (copies, channel) = (&self.0, self.0.channel()?);
+        let (copies, channel) = (&self.copies, self.copies.channel()?);
         if names {
             copies.forget_names();
         }
         let nodes = inos.iter().map(|ino| if *ino == copies.root { ROOT_INO } else { *ino });
         let unknown = nodes.filter(|node| !forget_inode(&channel, *node));
         let to_come: Vec<u64> = unknown.filter(|node| copies.is_to_come(*node)).collect();
-        if to_come.is_empty() {
-            return None;
+        // Pages that were handed out under the lease, and what was stored to them.
+        let mapped: Vec<Ino> = inos.iter().copied().filter(|ino| self.shared.has_out(*ino)).collect();
+        let mut tasks: Vec<JoinHandle<()>> = mapped.into_iter().map(|ino| self.giving_back(ino)).collect();
+        if !to_come.is_empty() {
+            let copies = copies.clone();
+            let gone = move |node| copies.channel().is_none_or(|c| forget_inode(&c, node)) || !copies.is_to_come(node);
+            tasks.push(self.copies.runtime.spawn(all_gone(to_come, gone)));
         }
-        let copies = copies.clone();
-        let gone = move |node| copies.channel().is_none_or(|c| forget_inode(&c, node)) || !copies.is_to_come(node);
-        Some(Box::pin(waited_for(self.0.runtime.spawn(all_gone(to_come, gone)))))
+        (!tasks.is_empty()).then(|| Box::pin(waited_for(tasks)) as Forgetting)
+    }
+
+    fn give_back(&self, ino: Ino) -> Option<Forgetting> {
+        let giving = self.shared.has_out(ino).then(|| self.giving_back(ino))?;
+        Some(Box::pin(async move {
+            // A report that takes long is told of as being worked at.
+            let _ = giving.await;
+        }))
     }
 }
 
-/// Ends with the task, or when nobody may wait any longer for it: it goes on.
-async fn waited_for(task: JoinHandle<()>) {
-    if tokio::time::timeout(LONGEST, task).await.is_err() {
-        tracing::warn!("a program does not get to run and may see old attributes for a moment when it does");
+impl Recalls {
+    fn giving_back(&self, ino: Ino) -> JoinHandle<()> {
+        let shared = self.shared.clone();
+        self.copies.runtime.spawn(async move { shared.give_back(ino).await })
+    }
+}
+
+/// Ends with the tasks, or when nobody may wait any longer for them: they go on.
+async fn waited_for(tasks: Vec<JoinHandle<()>>) {
+    let end = Instant::now() + LONGEST;
+    for task in tasks {
+        if tokio::time::timeout_at(end, task).await.is_err() {
+            tracing::warn!("the kernel takes long to forget: a program may see for a moment what was true before");
+            return;
+        }
     }
 }
 
@@ -159,10 +184,8 @@ mod tests {
 
     use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
 
-    use tokio::time::Instant;
-
     use super::*;
-    use crate::transport::dev::abi;
+    use crate::transport::dev::{abi, mapped::Mapped};
 
     #[tokio::test]
     async fn an_inode_is_to_come_until_all_that_was_brought_is_forgotten() {
@@ -197,7 +220,8 @@ mod tests {
         // It takes every notice: it has every inode.
         let all = || std::iter::from_fn(|| said(&kernel)).collect::<Vec<_>>();
         let [inode, epoch] = [|node| (abi::NOTIFY_INVAL_INODE, node), |_| (abi::NOTIFY_INC_EPOCH, 0)];
-        let recalls = Recalls(copies.clone());
+        let mapped = Arc::new(Mapped::new(Arc::default()));
+        let recalls = Recalls { copies: copies.clone(), shared: Arc::new(Shared::new(mapped, Weak::new())) };
         copies.brings(&[6]);
         assert!(recalls.forget(&[5, 6, 77], true).is_none());
         assert_eq!(all(), [inode(5), inode(6), inode(ROOT_INO)], "no name was told");
@@ -224,7 +248,7 @@ mod tests {
         assert_eq!(std::mem::take(&mut *asked.lock()), [5; 4]);
         let task = tokio::spawn(all_gone(vec![5, 6], move |node| node == 5 || Instant::now() >= at(9000)));
         let (again, its) = (task.abort_handle(), Instant::now());
-        waited_for(task).await;
+        waited_for(vec![task]).await;
         assert_eq!(Instant::now(), its + LONGEST, "before the session is lost");
         assert!(!again.is_finished());
         tokio::time::sleep_until(at(9050)).await;

@@ -96,6 +96,21 @@ impl Mapped {
         }
     }
 
+    /// Whether any page of a file is out, or may be.
+    pub fn has_out(&self, node: u64) -> bool {
+        self.pages.lock().has_out(node)
+    }
+
+    /// Has the kernel give back all pages that were handed out.
+    pub async fn give_back(&self, node: u64) {
+        let given = self.pages.lock().give_back(node);
+        let Some((began, spans)) = given else { return };
+        for pages in &spans {
+            self.take_out(node, pages).await;
+        }
+        self.pages.lock().given_back(node, began, &spans);
+    }
+
     /// The kernel writes these pages back and drops them. It waits for page-ins in work, and for write-backs.
     async fn take_out(&self, node: u64, pages: &Span) {
         let Some(channel) = self.channel.get().and_then(Weak::upgrade) else { return };
@@ -133,9 +148,9 @@ impl PageIn {
         self.mapped.pages.lock().verdict(self.node, self.id, overdue)
     }
 
-    /// Whether what it is answered with may be read now.
-    pub fn may_read(&self) -> bool {
-        self.verdict(false) == Verdict::Read
+    /// The metadata servers have said all that is needed to answer it.
+    pub fn asked(&self) {
+        self.mapped.pages.lock().asked(self.node, self.id);
     }
 
     /// Returns when it may.

@@ -86,6 +86,8 @@ struct PageIn {
     span: Span,
     /// What it is answered with is being read.
     reads: bool,
+    /// Nothing more is asked of the metadata servers for it: its answer waits for nobody who may wait for this mount.
+    asked: bool,
 }
 
 /// A change that does not come from a mapping.
@@ -115,6 +117,8 @@ struct File {
     unknown: bool,
     page_ins: BTreeMap<Event, PageIn>,
     changes: BTreeMap<Event, Change>,
+    /// What is being given back to others, by when that began: what was handed out since.
+    given: BTreeMap<Event, Spans>,
 }
 
 /// What a page-in is to do.
@@ -138,7 +142,11 @@ pub enum Step {
 
 impl File {
     fn is_idle(&self) -> bool {
-        self.out.0.is_empty() && !self.unknown && self.page_ins.is_empty() && self.changes.is_empty()
+        self.out.0.is_empty()
+            && !self.unknown
+            && self.page_ins.is_empty()
+            && self.changes.is_empty()
+            && self.given.is_empty()
     }
 
     /// Begins a round for a change if there is anything to take out.
@@ -181,7 +189,7 @@ impl Pages {
     /// The kernel asks for pages to keep.
     pub fn page_in(&mut self, node: u64, span: Span) -> Event {
         let id = self.next();
-        self.files.entry(node).or_default().page_ins.insert(id, PageIn { span, reads: false });
+        self.files.entry(node).or_default().page_ins.insert(id, PageIn { span, reads: false, asked: false });
         id
     }
 
@@ -202,6 +210,13 @@ impl Pages {
         Verdict::Read
     }
 
+    /// The metadata servers have said all that is needed to answer it.
+    pub fn asked(&mut self, node: u64, id: Event) {
+        if let Some(page_in) = self.files.get_mut(&node).and_then(|f| f.page_ins.get_mut(&id)) {
+            page_in.asked = true;
+        }
+    }
+
     /// It is answered with what was read, or was given up. To be called before the kernel has the answer.
     pub fn answered(&mut self, node: u64, id: Event) {
         let Some(file) = self.files.get_mut(&node) else { return };
@@ -209,6 +224,7 @@ impl Pages {
         file.out.add(&page_in.span);
         let rounds = file.changes.values_mut().filter_map(|c| c.taking.as_mut());
         rounds.filter(|r| r.began < id).for_each(|r| r.answered.add(&page_in.span));
+        file.given.range_mut(..id).for_each(|(_, since)| since.add(&page_in.span));
         self.tidy(node);
     }
 
@@ -274,6 +290,37 @@ impl Pages {
             .is_some_and(|(f, c)| f.page_ins.range(id..).any(|(_, p)| meet(&p.span, &c.span)))
     }
 
+    // --- other nodes ---
+
+    /// All pages are to be given back. Returns which ones, and what to say when they are. Not those whose page-in the metadata
+    /// servers have not answered: the kernel has none of them, and who waits for this may be who they wait for.
+    pub fn give_back(&mut self, node: u64) -> Option<(Event, Vec<Span>)> {
+        let now = self.next();
+        let file = self.files.get_mut(&node)?;
+        let mut out =
+            if file.unknown { Spans(BTreeMap::from([(0, u64::MAX.div_ceil(PAGE))])) } else { file.out.clone() };
+        file.page_ins.values().filter(|p| p.asked).for_each(|p| out.add(&p.span));
+        file.page_ins.values().filter(|p| !p.asked).for_each(|p| out.remove(&p.span));
+        if out.0.is_empty() {
+            return None;
+        }
+        file.given.insert(now, Spans::default());
+        Some((now, out.0.into_iter().map(|(start, end)| start..end).collect()))
+    }
+
+    /// The kernel has given these back.
+    pub fn given_back(&mut self, node: u64, began: Event, spans: &[Span]) {
+        let Some(file) = self.files.get_mut(&node) else { return };
+        let Some(since) = file.given.remove(&began) else { return };
+        spans.iter().for_each(|s| file.out.remove(s));
+        since.0.iter().for_each(|(start, end)| file.out.add(&(*start..*end)));
+        if spans.first().is_some_and(|s| s.start == 0) && spans.last().is_some_and(|s| s.end == u64::MAX.div_ceil(PAGE))
+        {
+            file.unknown = false;
+        }
+        self.tidy(node);
+    }
+
     // --- files ---
 
     /// A former daemon had the file open: any page may be out.
@@ -287,6 +334,11 @@ impl Pages {
             (file.out, file.unknown) = (Spans::default(), false);
         }
         self.tidy(node);
+    }
+
+    /// Whether any page of a file is out, or may be.
+    pub fn has_out(&self, node: u64) -> bool {
+        self.files.get(&node).is_some_and(|f| f.unknown || !f.out.0.is_empty() || !f.page_ins.is_empty())
     }
 
     /// Whether anything is known of a file.

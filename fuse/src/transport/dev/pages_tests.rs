@@ -4,7 +4,7 @@ use super::*;
 
 const FILE: u64 = 9;
 
-fn spans(all: &[Span]) -> Spans {
+fn spans_of(all: &[Span]) -> Spans {
     let mut s = Spans::default();
     all.iter().for_each(|one| s.add(one));
     s
@@ -85,7 +85,7 @@ fn pages_are_taken_out_once() {
     assert_eq!(t.verdict(FILE, late, false), Verdict::Read);
     t.answered(FILE, late);
     assert_eq!(t.change(FILE, 0..5).1, Step::Apply);
-    assert_eq!(t.files[&FILE].out, spans(&[5..6, 8..9]));
+    assert_eq!(t.files[&FILE].out, spans_of(&[5..6, 8..9]));
 }
 
 #[test]
@@ -101,7 +101,7 @@ fn what_was_handed_out_meanwhile_is_taken_out_again() {
     assert_eq!(t.taken_out(FILE, id), Step::TakeOut(2..3), "it is being read: it may be what was before");
     t.answered(FILE, late);
     assert_eq!(t.taken_out(FILE, id), Step::Apply);
-    assert_eq!(t.files[&FILE].out, spans(&[0..2, 3..8]));
+    assert_eq!(t.files[&FILE].out, spans_of(&[0..2, 3..8]));
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn after_a_former_daemon_all_is_taken_out_once() {
     t.answered(FILE, elsewhere);
     assert_eq!(t.taken_out(FILE, id), Step::Apply);
     t.changed(FILE, id);
-    assert_eq!(t.files[&FILE].out, spans(&[100..101]), "handed out since");
+    assert_eq!(t.files[&FILE].out, spans_of(&[100..101]), "handed out since");
 }
 
 #[test]
@@ -130,6 +130,30 @@ fn pages_that_the_kernel_drops_must_not_be_out() {
     let waits = t.page_in(FILE, 5..6);
     assert_eq!((t.verdict(FILE, waits, true), t.is_waited_for(FILE, id)), (Verdict::Wait, true));
     assert!(t.drops(FILE, 90..91).is_none());
+}
+
+#[test]
+fn what_was_handed_out_before_is_given_back() {
+    let mut t = Pages::default();
+    assert!(t.give_back(FILE).is_none());
+    let out = t.page_in(FILE, 0..4);
+    t.answered(FILE, out);
+    let (asks, reads) = (t.page_in(FILE, 4..6), t.page_in(FILE, 8..9));
+    t.asked(FILE, reads);
+    let (began, spans) = t.give_back(FILE).unwrap();
+    assert_eq!(spans, [0..4, 8..9], "the kernel does not have what is still asked for");
+    t.answered(FILE, reads);
+    let late = t.page_in(FILE, 1..2);
+    t.asked(FILE, late);
+    t.answered(FILE, late);
+    t.given_back(FILE, began, &spans);
+    assert_eq!(t.files[&FILE].out, spans_of(&[1..2]), "handed out since");
+    t.answered(FILE, asks);
+    assert_eq!(t.files[&FILE].out, spans_of(&[1..2, 4..6]));
+    t.may_be_out(FILE);
+    let (began, all) = t.give_back(FILE).unwrap();
+    t.given_back(FILE, began, &all);
+    assert!(!t.knows(FILE));
 }
 
 /// What one page holds: what pwrite(2) wrote last to one half, what a program stored last to the other one.
@@ -168,6 +192,13 @@ enum Writing {
     /// The kernel goes through these pages.
     Takes(Event, Span),
     Applies(Event, Span),
+    /// Not a write: all is given back. What had been stored when that began; of which pages it is still to be done.
+    Gives {
+        began: Event,
+        spans: Vec<Span>,
+        stored: Vec<u8>,
+        left: Vec<u64>,
+    },
 }
 
 /// A kernel with one file of two pages, programs that use it, a server.
@@ -187,6 +218,8 @@ struct Model {
 }
 
 const PAGES: u64 = 2;
+/// Instead of what is to be written.
+const GIVES_BACK: u8 = 0;
 
 impl Model {
     fn new(to_write: Vec<(u8, Span)>, faults: u8, stores: u8) -> Model {
@@ -273,7 +306,10 @@ impl Model {
             Reading::Sent => Reading::Asks(self.table.page_in(FILE, span)),
             Reading::Asks(id) if self.table.verdict(FILE, id, late) == Verdict::Read => Reading::Reads(id),
             Reading::Asks(id) => Reading::Asks(id),
-            Reading::Reads(id) => Reading::Has(id, self.server[here].to_vec()),
+            Reading::Reads(id) => {
+                self.table.asked(FILE, id);
+                Reading::Has(id, self.server[here].to_vec())
+            }
             Reading::Has(id, bytes) => {
                 self.table.answered(FILE, id);
                 Reading::Answered(bytes)
@@ -295,6 +331,34 @@ impl Model {
             Step::Apply => Writing::Applies(id, span.clone()),
         };
         self.writes[i].2 = match writing {
+            Writing::Sent if value == GIVES_BACK => match self.table.give_back(FILE) {
+                Some((began, spans)) => {
+                    let left = spans.iter().cloned().flatten().filter(|p| *p < PAGES).collect();
+                    Writing::Gives { began, spans, stored: self.want.iter().map(|w| w.1).collect(), left }
+                }
+                None => {
+                    self.writes.remove(i);
+                    return;
+                }
+            },
+            Writing::Gives { began, spans, stored, mut left } => match left.first().copied() {
+                Some(p) => {
+                    if self.take_out(p as usize) {
+                        left.remove(0);
+                    }
+                    Writing::Gives { began, spans, stored, left }
+                }
+                None => {
+                    self.table.given_back(FILE, began, &spans);
+                    self.writes.remove(i);
+                    // Stores are numbered downwards.
+                    for (p, stored) in stored.into_iter().enumerate().filter(|(_, s)| *s != 0) {
+                        let has = self.server[p].1;
+                        assert!((1..=stored).contains(&has), "{stored} was stored to page {p} before: {self:?}");
+                    }
+                    return;
+                }
+            },
             Writing::Sent => {
                 let (id, step) = self.table.change(FILE, span.clone());
                 goes_on(id, step, &span)
@@ -303,22 +367,10 @@ impl Model {
                 let step = self.table.taken_out(FILE, id);
                 goes_on(id, step, &span)
             }
-            Writing::Takes(id, left) => {
-                let p = left.start as usize;
-                match self.pages[p] {
-                    Page::Absent => Writing::Takes(id, left.start + 1..left.end),
-                    Page::Here { has, dirty: true } => {
-                        self.pages[p] = Page::Back { has, drops: true };
-                        Writing::Takes(id, left)
-                    }
-                    Page::Here { .. } => {
-                        self.pages[p] = Page::Absent;
-                        Writing::Takes(id, left.start + 1..left.end)
-                    }
-                    // The kernel waits.
-                    Page::Coming | Page::Back { .. } => Writing::Takes(id, left),
-                }
-            }
+            Writing::Takes(id, left) => match self.take_out(left.start as usize) {
+                true => Writing::Takes(id, left.start + 1..left.end),
+                false => Writing::Takes(id, left),
+            },
             Writing::Applies(id, left) => {
                 for p in left.start as usize..left.end as usize {
                     let out = matches!(self.pages[p], Page::Here { .. } | Page::Back { .. });
@@ -338,6 +390,21 @@ impl Model {
                 }
             }
         };
+    }
+
+    /// The kernel is to give a page back. Whether it has.
+    fn take_out(&mut self, p: usize) -> bool {
+        match self.pages[p] {
+            Page::Absent => return true,
+            Page::Here { has, dirty: true } => self.pages[p] = Page::Back { has, drops: true },
+            Page::Here { .. } => {
+                self.pages[p] = Page::Absent;
+                return true;
+            }
+            // The kernel waits.
+            Page::Coming | Page::Back { .. } => {}
+        }
+        false
     }
 
     /// Nothing is under way: all that was written and stored is there once it is written back.
@@ -375,7 +442,14 @@ fn explore(to_write: Vec<(u8, Span)>, faults: u8, stores: u8) -> usize {
 #[test]
 fn no_byte_is_lost_in_any_order() {
     let mut seen = 0;
-    let writes = [vec![(1, 0..1)], vec![(1, 0..2)], vec![(1, 0..1), (2, 0..1)], vec![(1, 0..1), (2, 0..2)]];
+    let writes = [
+        vec![(1, 0..1)],
+        vec![(1, 0..2)],
+        vec![(GIVES_BACK, 0..2)],
+        vec![(1, 0..1), (2, 0..1)],
+        vec![(1, 0..1), (2, 0..2)],
+        vec![(1, 0..2), (GIVES_BACK, 0..2)],
+    ];
     for to_write in writes {
         let (faults, stores) = if to_write.len() == 1 { (3, 2) } else { (2, 1) };
         seen += explore(to_write, faults, stores);

@@ -27,13 +27,14 @@ use super::{
     interrupts::{Interrupts, Patience},
     mapped::{Changing, HasPages, Mapped, PageIn},
     reply::{self, Entries, Reply, Taken, Timeouts},
-    request::{Body, Head, Request, SetAttr},
+    request::{self, Body, Head, Request, SetAttr},
     session::{Answer, Handler},
+    shared::Shared,
 };
 use crate::{
     MountConfig,
     transport::errno,
-    vfs::{Caller, Change, CopyRange, Place, Stat, Time, Vfs},
+    vfs::{Caller, Change, CopyRange, Lock, LockType, Place, Stat, Time, Vfs},
 };
 
 /// Waiting for locks at a time; more are answered ENOLCK.
@@ -73,6 +74,7 @@ struct Core {
     bounds: Timeouts,
     copies: Arc<Copies>,
     mapped: Arc<Mapped>,
+    shared: Arc<Shared>,
     agreed: Arc<OnceLock<Agreed>>,
     /// Requests in work at a time.
     room: Arc<Semaphore>,
@@ -95,9 +97,11 @@ impl Serve {
         }
         let copies = Arc::new(Copies::new(cfg.root, Handle::current()));
         let mapped = Arc::new(Mapped::new(agreed.clone()));
-        vfs.open_inodes().into_iter().for_each(|ino| mapped.may_be_out(ino));
+        let shared = Arc::new(Shared::new(mapped.clone(), Arc::downgrade(&vfs)));
+        let former = keep.as_ref().map_or(0, |k| k.former_session());
+        vfs.open_inodes().into_iter().for_each(|ino| shared.may_be_out(ino, former));
         Serve {
-            core: Core { vfs, bounds, copies, mapped, agreed, room },
+            core: Core { vfs, bounds, copies, mapped, shared, agreed, room },
             runtime: Handle::current(),
             taken: Arc::new(Semaphore::new(MOST_TAKEN)),
             lock_room: Arc::new(Semaphore::new(MOST_LOCK_WAITERS)),
@@ -114,10 +118,10 @@ impl Serve {
 
     /// To be done before anything is read: from now on what the kernel is told is taken back through `channel`.
     pub(super) fn keep_copies(&mut self, channel: &Arc<Channel>) {
-        let Core { vfs, copies, mapped, agreed, bounds, .. } = &mut self.core;
+        let Core { vfs, copies, mapped, shared, agreed, bounds, .. } = &mut self.core;
         copies.connect(channel);
         mapped.connect(channel);
-        if !vfs.set_copies(Arc::new(Recalls(copies.clone()))) {
+        if !vfs.set_copies(Arc::new(Recalls { copies: copies.clone(), shared: shared.clone() })) {
             tracing::warn!("another mount of this client keeps copies: here the kernel keeps none");
             *bounds = Timeouts { attr: Duration::ZERO, entry: Duration::ZERO };
         }
@@ -227,12 +231,11 @@ impl Handler for Serve {
         let early = if comes_again { None } else { self.numbers(&head, answer.channel()) };
         let order = self.core.order(&head, &body);
         if let Body::Read { handle, offset, size, .. } = body
-            && order.may_go()
+            && matches!(order, Order::Nothing)
         {
             // A sequential reader finds most bytes read ahead: answered here, they wake no other thread.
             let _tasks_go_there = self.runtime.enter();
             if let Some(parts) = self.core.vfs.read_ready(handle, offset, size as usize) {
-                drop(order);
                 answer.send(&Reply::Data(parts));
                 return;
             }
@@ -301,14 +304,6 @@ enum Order {
 }
 
 impl Order {
-    fn may_go(&self) -> bool {
-        match self {
-            Order::PageIn(p) => p.may_read(),
-            Order::Change(c) => !c.waits(),
-            Order::Nothing | Order::HasPages => true,
-        }
-    }
-
     /// Returns when it may go. `place`: given back if write-backs have to come first, which need one.
     async fn turn<T>(&self, place: &mut Option<T>) {
         match self {
@@ -350,7 +345,6 @@ impl Core {
         }
     }
 
-    /// A page-in's `order` ends before the kernel has the answer.
     async fn answer(&self, head: Head, body: Body, order: Order) -> Reply {
         let who = Caller { uid: head.uid, gid: head.gid, pid: head.pid };
         match body {
@@ -472,7 +466,7 @@ impl Core {
                     reply::created(&a, (node, b""), o.handle, self.open_flags())
                 })
             }
-            Body::Read { handle, offset, size, .. } => with(v.read(handle, offset, size as usize).await, Reply::Data),
+            Body::Read { handle, offset, size, .. } => self.read((node, handle), offset, size as usize, order).await,
             Body::Write { handle, offset, flags, from_mapping, strips, data } => {
                 let place = if appends(flags, from_mapping) { Place::End } else { Place::At(offset) };
                 if strips && let Err(e) = v.strip(who, handle).await {
@@ -480,13 +474,15 @@ impl Core {
                 }
                 let len = data.len();
                 match from_mapping {
-                    true => with(v.write_mapped(handle, offset, data).await, |()| reply::written(len)),
+                    true => with(v.write_mapped(handle, offset, data, self.shared.writes_in(node)).await, |()| {
+                        reply::written(len)
+                    }),
                     false => with(v.write(handle, place, data, order).await, reply::written),
                 }
             }
             Body::Flush { handle, owner } => empty(v.flush(handle, owner).await),
             Body::Getlk { handle, lock } => with(v.getlk(handle, &lock).await, |found| reply::lock(&lock, found)),
-            Body::Setlk { handle, lock, wait } => empty(v.setlk(handle, &lock, wait).await),
+            Body::Setlk { handle, lock, wait } => empty(self.lock((node, handle), &lock, wait).await),
             Body::Release { handle, .. } => {
                 v.release(handle).await;
                 self.mapped.released(node, || v.has_open(node));
@@ -500,24 +496,50 @@ impl Core {
             Body::Ioctl { handle, command, room } => {
                 v.ioctl(handle, command, room as usize).map_or(Reply::Error(libc::ENOTTY), |a| reply::answer(&a))
             }
-            Body::CopyRange(c) => {
-                let range = CopyRange { from: c.from, from_offset: c.from_offset, to: c.to, to_offset: c.to_offset };
-                let made = |n| if c.wide { reply::number(n as u64) } else { reply::written(n) };
-                match order {
-                    Order::Nothing => with(v.copy_range(range, c.len, ()).await, made),
-                    Order::Change(change) => {
-                        let copied = v.copy_range(range, c.len, change.clone()).await;
-                        // The kernel would drop what is stored to pages that it gets now. It copies once more, by reading and writing.
-                        if copied.is_ok() && change.is_waited_for() {
-                            return Reply::Error(libc::EXDEV);
-                        }
-                        change.until_dropped();
-                        with(copied, made)
-                    }
-                    Order::PageIn(_) | Order::HasPages => Reply::Error(libc::EXDEV),
-                }
-            }
+            Body::CopyRange(c) => self.copy(c, order).await,
             _ => Reply::Error(libc::ENOSYS),
+        }
+    }
+
+    /// A page-in's `order` ends before the kernel has the answer.
+    async fn read(&self, (node, handle): (u64, u64), offset: u64, len: usize, order: Order) -> Reply {
+        let Order::PageIn(page_in) = &order else {
+            return with(self.vfs.read(handle, offset, len).await, Reply::Data);
+        };
+        let read = self.vfs.read_to_keep(handle, offset, len, || page_in.asked()).await;
+        with(read, |(parts, as_of)| {
+            self.shared.hands_out(node, as_of);
+            Reply::Data(parts)
+        })
+    }
+
+    async fn lock(&self, (node, handle): (u64, u64), lock: &Lock, wait: bool) -> Result<()> {
+        let unlocks = lock.mode == LockType::LockUnlock;
+        if unlocks {
+            self.shared.synchronize(node).await;
+        }
+        let done = self.vfs.setlk(handle, lock, wait).await;
+        if !unlocks && done.is_ok() {
+            self.shared.synchronize(node).await;
+        }
+        done
+    }
+
+    async fn copy(&self, c: request::CopyRange, order: Order) -> Reply {
+        let range = CopyRange { from: c.from, from_offset: c.from_offset, to: c.to, to_offset: c.to_offset };
+        let made = |n| if c.wide { reply::number(n as u64) } else { reply::written(n) };
+        match order {
+            Order::Nothing => with(self.vfs.copy_range(range, c.len, ()).await, made),
+            Order::Change(change) => {
+                let copied = self.vfs.copy_range(range, c.len, change.clone()).await;
+                // The kernel would drop what is stored to pages that it gets now. It copies once more, by reading and writing.
+                if copied.is_ok() && change.is_waited_for() {
+                    return Reply::Error(libc::EXDEV);
+                }
+                change.until_dropped();
+                with(copied, made)
+            }
+            Order::PageIn(_) | Order::HasPages => Reply::Error(libc::EXDEV),
         }
     }
 

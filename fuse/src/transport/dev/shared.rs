@@ -1,0 +1,175 @@
+//! Whether pages that the kernel was handed are still what the file has, though other nodes may change it: "Between nodes" in
+//! `docs/mappings.md`.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Weak},
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use strake_client::AsOf;
+use strake_proto::SessionId;
+
+use super::mapped::Mapped;
+use crate::vfs::Vfs;
+
+/// How often it is looked whether somebody else has changed a file of which pages are out.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// Since when pages are as they are, of each file that has any out.
+#[derive(Default)]
+struct Known {
+    files: HashMap<u64, AsOf>,
+    /// In which session of the client the oldest of them were handed out.
+    sessions: HashMap<u64, SessionId>,
+    /// Somebody looks after them.
+    watched: bool,
+}
+
+/// What holds for pages of before and for those that came now.
+fn both(a: AsOf, b: AsOf) -> AsOf {
+    match (a, b) {
+        (a, b) if a == b => a,
+        (AsOf::Change(a), AsOf::Change(b)) => AsOf::Change(a.min(b)),
+        // One of them is of another time than the other: no change has this number.
+        _ => AsOf::Change(0),
+    }
+}
+
+/// Gives pages back when somebody else has changed their file, or wants to see it.
+pub struct Shared {
+    mapped: Arc<Mapped>,
+    vfs: Weak<Vfs>,
+    known: Mutex<Known>,
+}
+
+impl Shared {
+    pub fn new(mapped: Arc<Mapped>, vfs: Weak<Vfs>) -> Shared {
+        Shared { mapped, vfs, known: Mutex::default() }
+    }
+
+    /// Pages are about to be handed out that were read so.
+    pub fn hands_out(self: &Arc<Self>, node: u64, as_of: AsOf) {
+        self.handed_out(node, as_of, self.session());
+    }
+
+    fn handed_out(self: &Arc<Self>, node: u64, as_of: AsOf, session: SessionId) {
+        let mut known = self.known.lock();
+        known.sessions.entry(node).or_insert(session);
+        known.files.entry(node).and_modify(|before| *before = both(*before, as_of)).or_insert(as_of);
+        if !std::mem::replace(&mut known.watched, true) {
+            tokio::spawn(self.clone().watch());
+        }
+    }
+
+    /// A former daemon may have handed out any, in this session.
+    pub fn may_be_out(self: &Arc<Self>, node: u64, session: SessionId) {
+        self.mapped.may_be_out(node);
+        self.handed_out(node, AsOf::Change(0), session);
+    }
+
+    /// Whether there is anything to give back.
+    pub fn has_out(&self, node: u64) -> bool {
+        self.mapped.has_out(node)
+    }
+
+    /// Returns when everything that was stored so far is written and no page is out that was handed out before.
+    pub async fn give_back(&self, node: u64) {
+        // First: what is handed out from here on is not given back.
+        let session = {
+            let mut known = self.known.lock();
+            known.files.remove(&node);
+            known.sessions.get(&node).copied()
+        };
+        self.mapped.give_back(node).await;
+        let mut known = self.known.lock();
+        if known.sessions.get(&node).copied() == session {
+            known.sessions.remove(&node);
+        }
+    }
+
+    /// The only session in which a write-back of the file may be done. What was stored in a lost one must not be written over what others
+    /// wrote since.
+    pub fn writes_in(&self, node: u64) -> Option<SessionId> {
+        self.known.lock().sessions.get(&node).copied().filter(|session| *session != 0)
+    }
+
+    fn session(&self) -> SessionId {
+        self.vfs.upgrade().map_or(0, |v| v.session())
+    }
+
+    /// A lock was got, or is about to be given up: mappings show what others wrote before it, and others see what was stored under it.
+    pub async fn synchronize(&self, node: u64) {
+        if self.has_out(node) && !self.is_ours(node) {
+            self.give_back(node).await;
+        }
+    }
+
+    /// Whether nobody else can have changed the file since its pages were handed out.
+    fn is_ours(&self, node: u64) -> bool {
+        let as_of = self.known.lock().files.get(&node).copied();
+        matches!(as_of, Some(AsOf::Tenure(t)) if self.vfs.upgrade().is_some_and(|v| v.tenure(node) == Some(t)))
+    }
+
+    /// Looks after pages as long as any are out.
+    async fn watch(self: Arc<Self>) {
+        loop {
+            tokio::time::sleep(LOOK).await;
+            let files: Vec<(u64, AsOf)> = {
+                let mut known = self.known.lock();
+                known.files.retain(|node, _| self.mapped.has_out(*node));
+                known.sessions.retain(|node, _| self.mapped.has_out(*node));
+                known.watched = !known.files.is_empty() && self.vfs.strong_count() > 0;
+                if !known.watched {
+                    return;
+                }
+                known.files.iter().map(|(node, as_of)| (*node, *as_of)).collect()
+            };
+            for (node, as_of) in files {
+                self.look(node, as_of).await;
+            }
+        }
+    }
+
+    async fn look(&self, node: u64, as_of: AsOf) {
+        let change = match as_of {
+            AsOf::Tenure(_) if self.is_ours(node) => return,
+            AsOf::Tenure(_) => None,
+            AsOf::Change(change) => Some(change).filter(|_| self.writes_in(node) == Some(self.session())),
+        };
+        let Some(vfs) = self.vfs.upgrade() else { return };
+        if let Some(change) = change {
+            // What is asked for is what others have written up to now.
+            let now = match vfs.change_of(node).await {
+                Ok(change) => change,
+                // It is asked again.
+                Err(_) => return,
+            };
+            if now == change {
+                let mut known = self.known.lock();
+                if let (Some(has), Some(t)) = (known.files.get_mut(&node), vfs.leased(node, change))
+                    && *has == as_of
+                {
+                    *has = AsOf::Tenure(t);
+                }
+                return;
+            }
+        }
+        self.give_back(node).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_of_two_times_are_as_old_as_the_older_ones() {
+        use AsOf::{Change, Tenure};
+        assert_eq!(both(Change(5), Change(7)), Change(5));
+        assert_eq!(both(Tenure(2), Tenure(2)), Tenure(2));
+        assert_eq!(both(Tenure(2), Tenure(3)), Change(0));
+        assert_eq!(both(Change(5), Tenure(3)), Change(0), "nobody has told of what came between");
+    }
+}
