@@ -1,5 +1,7 @@
 //! CRC32C per 4 KiB block: computed once by the writer, carried, stored beside the extent, checked by every reader.
 
+use std::sync::OnceLock;
+
 use crc_fast::{CrcAlgorithm, Digest, checksum, checksum_combine};
 
 /// Bytes one checksum covers. Blocks are aligned to multiples of this in the chunk.
@@ -73,6 +75,45 @@ pub fn verify<'a>(offset: u64, bytes: impl IntoIterator<Item = &'a [u8]>, sums: 
     if n == sums.len() { bad } else { Some(0) }
 }
 
+/// What a word at the start of a block of zeros does to the block's checksum, as a basis: for each highest bit of the effect the
+/// effect and the word.
+fn effects() -> (u32, [(u32, u32); 32]) {
+    let sum_of = |word: u32| {
+        let mut block = [0; BLOCK];
+        block[..4].copy_from_slice(&word.to_le_bytes());
+        crc32c(&block)
+    };
+    let zero = sum_of(0);
+    let mut basis = [(0, 0); 32];
+    for bit in 0..32 {
+        let (mut effect, mut word) = (sum_of(1 << bit) ^ zero, 1u32 << bit);
+        while effect != 0 {
+            let top = effect.ilog2() as usize;
+            if basis[top] == (0, 0) {
+                basis[top] = (effect, word);
+                break;
+            }
+            (effect, word) = (effect ^ basis[top].0, word ^ basis[top].1);
+        }
+    }
+    (zero, basis)
+}
+
+/// The first four bytes of a block that is zeros behind them and has this checksum. There is one for each, since a CRC of 32 bits is linear
+/// and none of four bytes next to each other hides another.
+pub fn block_with_sum(sum: u32) -> [u8; 4] {
+    static EFFECTS: OnceLock<(u32, [(u32, u32); 32])> = OnceLock::new();
+    let (zero, basis) = EFFECTS.get_or_init(effects);
+    let (mut left, mut word) = (sum ^ zero, 0);
+    for bit in (0..32).rev().filter(|bit| basis[*bit].0 != 0) {
+        if left >> bit & 1 == 1 {
+            (left, word) = (left ^ basis[bit].0, word ^ basis[bit].1);
+        }
+    }
+    debug_assert_eq!(left, 0);
+    word.to_le_bytes()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -84,6 +125,20 @@ mod tests {
             let (a, b) = b"123456789".split_at(n);
             assert_eq!((crc32c_both(a, b), combine(crc32c(a), crc32c(b), b.len())), (0xe306_9283, 0xe306_9283));
         }
+    }
+
+    #[test]
+    fn there_is_a_block_for_each_checksum() {
+        let mut sum = 1u32;
+        for _ in 0..1000 {
+            sum = sum.wrapping_mul(0x9e37_79b9).rotate_left(7) ^ 0x5bd1_e995;
+            for s in [sum, !sum, 0, u32::MAX] {
+                let mut block = [0; BLOCK];
+                block[..4].copy_from_slice(&block_with_sum(s));
+                assert_eq!(crc32c(&block), s);
+            }
+        }
+        assert_eq!(block_with_sum(crc32c(&[0; BLOCK])), [0; 4]);
     }
 
     #[test]

@@ -166,6 +166,8 @@ pub struct Cluster {
     start: Instant,
     /// A session's term, where it is not the default.
     pub session_term: Option<Duration>,
+    /// How long a dead target is waited for, where it is not the default.
+    pub rebuild_after: Option<Duration>,
     /// See [`Cluster::widen`].
     wide: Option<StdRng>,
     client_clocks: Vec<SimClock>,
@@ -228,6 +230,7 @@ impl Cluster {
             rng,
             start,
             session_term: None,
+            rebuild_after: None,
             wide: None,
             client_clocks: Vec::new(),
             client_envs: Vec::new(),
@@ -335,6 +338,9 @@ impl Cluster {
             let mut config = mds_config(node, self.copies);
             if let Some(term) = self.session_term {
                 config.session_term_ms = term.as_millis() as u64;
+            }
+            if let Some(after) = self.rebuild_after {
+                config.rebuild_after_ms = after.as_millis() as u64;
             }
             if self.wide.is_some() {
                 config.limit_leases(SCARCE);
@@ -632,6 +638,16 @@ impl Cluster {
         self.net.made(kind, false);
     }
 
+    /// A block of a storage server's disk that another one has too is stored with a wrong bit from now on, whether the server is up or not.
+    pub fn decay(&mut self, node: u32, dice: u64) {
+        let Some(o) = self.oss.iter().find(|o| o.node == node) else { return };
+        let elsewhere = |b: &[u8]| self.oss.iter().any(|o| o.node != node && o.device.holds(b));
+        let Some(at) = o.device.pick(dice, |b| is_written(b) && elsewhere(b)) else { return };
+        o.device.flip_bit(at + dice % 4096, (dice >> 40) as u8);
+        self.net.note(&format!("block {at} of {node} decays"));
+        self.net.made(Kind::Decay, self.nodes().iter().any(|n| self.net.is_busy(*n)));
+    }
+
     /// What was wrong with a node's disk is over. It counts if an operation of the disk met it, and one of the node was under way when it began or ends.
     /// Whether the server must be started anew to serve again.
     pub fn mend_disk(&mut self, node: u32) -> bool {
@@ -732,6 +748,12 @@ impl Cluster {
         self.oss.iter_mut().filter_map(|o| o.life.take()).for_each(Life::end);
         self.net.end();
     }
+}
+
+/// Whether a block begins with what clients write.
+fn is_written(block: &[u8]) -> bool {
+    let word = |at: usize| block[at..].first_chunk().map_or(0, |w| u64::from_le_bytes(*w));
+    word(0) != 0 && word(8) == word(0).wrapping_add(1)
 }
 
 /// What plain, harsh and wide runs differ in beside their faults, 0 to 3. A kind is one of 20 seeds in a row, or several: so 20 in a row are alike here.

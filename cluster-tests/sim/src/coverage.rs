@@ -5,13 +5,16 @@ use strake_mds::{
     cluster::rows::Membership,
     leases::rows::{Leader, Reporting},
 };
-use strake_oss::chain::rows::{Epoch, Event, Progress, Reads};
+use strake_oss::chain::rows::{Copies, Epoch, Event, Progress, Reads};
 
 /// A table's name, its rows and how often each was taken.
 pub type Counts = Vec<(&'static str, Vec<(&'static str, u64)>)>;
 
 /// Of chains: too rare to be counted on in a few seeds.
 const RARE: &str = "rare; more seeds (./simulate), oss/src/chain/tests.rs, the explorer's chains";
+
+/// Of copies that are not in sync.
+const DECAY: &str = "nothing decays in these seeds; sim/tests/decay.rs, oss/src/server/tests/copies.rs";
 
 /// Rows that the standard seeds do not take, and why or where they are taken instead.
 pub const ELSEWHERE: &[(&str, &str)] = &[
@@ -51,6 +54,13 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("read-not-serving", RARE),
     ("drops", RARE),
     ("device-failed", RARE),
+    ("copy-same", DECAY),
+    ("copy-version", DECAY),
+    ("copy-other", DECAY),
+    ("fill-keeps", DECAY),
+    ("vouch-mended", DECAY),
+    ("vouch-refused", DECAY),
+    ("former-waits", DECAY),
 ];
 
 /// Of both pages.
@@ -71,6 +81,7 @@ pub fn chains() -> Counts {
         ("progress", Progress::counts()),
         ("epochs", Epoch::counts()),
         ("reads", Reads::counts()),
+        ("copies", Copies::counts()),
     ]
 }
 
@@ -83,6 +94,7 @@ pub fn reset() {
     Progress::reset();
     Epoch::reset();
     Reads::reset();
+    Copies::reset();
 }
 
 /// Rows that were not taken, though they could have been.

@@ -78,6 +78,11 @@ pub enum Fault {
         what: Harm,
         lasts: Duration,
     },
+    /// A stored block of a storage server decays which another one has good.
+    Decay {
+        node: u32,
+        dice: u64,
+    },
     /// A storage server with a new target joins.
     Join,
     /// An administrator has a new metadata server take the place of this one.
@@ -176,6 +181,7 @@ impl fmt::Display for Fault {
                 }
             }
             Fault::Replace { old } => write!(f, "{} is to be replaced by a new one", called(*old)),
+            Fault::Decay { node, .. } => write!(f, "a block on the disk of {} decays", called(*node)),
             Fault::Join => write!(f, "a storage server with a new target joins"),
             Fault::Move(Change::Drain { target, heir: None }) => write!(f, "target {target} is to be emptied"),
             Fault::Move(Change::Drain { target, heir: Some(h) }) => {
@@ -275,6 +281,28 @@ fn harsher(rng: &mut StdRng, longer: bool) -> Option<Fault> {
     }
 }
 
+/// A storage server is away for long enough that others take its place, and meanwhile, before and after, blocks decay on all of them.
+fn decay(rng: &mut StdRng, s: &Scenario) -> Vec<Timed> {
+    let oss = |rng: &mut StdRng| FIRST_OSS + rng.random_range(0..OSS);
+    let (mut all, mut at) = (Vec::new(), Duration::ZERO);
+    loop {
+        at += s.fault_every.mul_f64(rng.random_range(0.3..1.5));
+        if at >= s.length {
+            return all;
+        }
+        let (node, down) = (oss(rng), millis(rng, 1000..12_000));
+        if rng.random_bool(0.7) {
+            let fault = Fault::Crash { node, power: rng.random_bool(0.2), dice: rng.random(), down };
+            all.push(Timed { at, fault });
+        }
+        for _ in 0..rng.random_range(1..6) {
+            let at = at + down.mul_f64(rng.random_range(0.0..1.3));
+            all.push(Timed { at, fault: Fault::Decay { node: oss(rng), dice: rng.random() } });
+        }
+        at += down.mul_f64(rng.random_range(0.3..1.2));
+    }
+}
+
 /// All that the seed says will happen, in order.
 pub fn draw(s: &Scenario) -> Vec<Timed> {
     let mut rng = StdRng::seed_from_u64(s.seed ^ 0x0fau64);
@@ -283,6 +311,10 @@ pub fn draw(s: &Scenario) -> Vec<Timed> {
     loop {
         at += s.fault_every.mul_f64(rng.random_range(0.2..1.8));
         if at >= s.length {
+            break;
+        }
+        if s.decays {
+            all.extend(decay(&mut rng, s));
             break;
         }
         let mut faults = if s.gentle { gentle(&mut rng) } else { plain(&mut rng) };

@@ -30,7 +30,7 @@ use crate::{
 const LOOKER: u32 = 241;
 /// How many entries are asked for at once.
 const PAGE: u32 = 4096;
-const PATIENCE: Duration = Duration::from_secs(5);
+pub const PATIENCE: Duration = Duration::from_secs(5);
 /// Deletions are done so long after the last fault at most.
 const DELETED: Duration = Duration::from_secs(120);
 

@@ -55,6 +55,8 @@ kinds! {
     DiskError = "disk-error",
     /// A read gives a wrong bit.
     DiskCorrupt = "disk-corrupt",
+    /// A stored block decays, and another target has it good.
+    Decay = "decay",
     /// A storage server with a new target joins.
     Joined = "target-joins",
     /// A target is to be emptied, or to stay after all.

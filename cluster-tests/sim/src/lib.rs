@@ -4,6 +4,7 @@
 pub mod baton;
 pub mod clock;
 pub mod cluster;
+pub mod copies;
 pub mod coverage;
 pub mod faults;
 pub mod full;

@@ -36,6 +36,9 @@ struct Args {
     /// Also clocks that drift, scarce leases, clients that only look, and one that keeps to no rule.
     #[arg(long)]
     wide: bool,
+    /// Blocks that decay on disks while servers are away and others take their place.
+    #[arg(long, conflicts_with_all = ["harsh", "wide"])]
+    decay: bool,
     /// Also targets that are drained, and kept after all, in every run.
     #[arg(long)]
     moves: bool,
@@ -67,7 +70,7 @@ struct Args {
     #[arg(long, default_value = "histories")]
     keep: PathBuf,
     /// All kinds of run, each seed the kind that it is in `./simulate`.
-    #[arg(long, conflicts_with_all = ["harsh", "wide", "moves", "histories", "baton", "lapse", "outage", "replay", "skip_sync"])]
+    #[arg(long, conflicts_with_all = ["harsh", "wide", "decay", "moves", "histories", "baton", "lapse", "outage", "replay", "skip_sync"])]
     mixed: bool,
     /// With --mixed: a line of JSON for each seed, and one at the end with the rows taken.
     #[arg(long, requires = "mixed")]
@@ -86,6 +89,7 @@ impl Args {
             (true, ..) => Mode::of(seed),
             (_, true, _) => Mode::Harsh,
             (_, _, true) => Mode::Wide,
+            _ if self.decay => Mode::Decay,
             _ => Mode::Plain,
         };
         let base = mode.scenario(seed)?;
@@ -304,7 +308,7 @@ fn sweep_files(args: &Args) -> u64 {
         };
         let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
         println!(
-            "seed {seed}: {} of {} faults counted, {} writes, {} punches, {} cuts, {} seeks, {} syncs, {} reads, {} names, {} replaced, {} locks, {} looks, {} errors, {} messages, {:.0?} simulated, trace {hash}",
+            "seed {seed}: {} of {} faults counted, {} writes, {} punches, {} cuts, {} seeks, {} syncs, {} reads, {} names, {} replaced, {} locks, {} looks, {} errors, {} lost, {} messages, {:.0?} simulated, trace {hash}",
             o.faults.counted(),
             o.scheduled,
             o.writes,
@@ -318,6 +322,7 @@ fn sweep_files(args: &Args) -> u64 {
             o.locks,
             o.looks,
             o.errors,
+            o.lost,
             o.messages,
             o.simulated
         );

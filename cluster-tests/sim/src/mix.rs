@@ -20,6 +20,7 @@ const KEPT: usize = 2000;
 pub enum Mode {
     Plain,
     Harsh,
+    Decay,
     Lapse,
     Wide,
     Baton,
@@ -27,8 +28,15 @@ pub enum Mode {
 }
 
 /// Of 20 seeds in a row, how many are of which kind.
-pub const SHARES: [(Mode, u64); 6] =
-    [(Mode::Plain, 5), (Mode::Harsh, 9), (Mode::Lapse, 1), (Mode::Wide, 1), (Mode::Baton, 1), (Mode::History, 3)];
+pub const SHARES: [(Mode, u64); 7] = [
+    (Mode::Plain, 5),
+    (Mode::Harsh, 8),
+    (Mode::Decay, 1),
+    (Mode::Lapse, 1),
+    (Mode::Wide, 1),
+    (Mode::Baton, 1),
+    (Mode::History, 3),
+];
 
 impl Mode {
     /// The kind of run that a seed is.
@@ -47,6 +55,7 @@ impl Mode {
         match self {
             Mode::Plain => "plain",
             Mode::Harsh => "harsh",
+            Mode::Decay => "decay",
             Mode::Lapse => "lapse",
             Mode::Wide => "wide",
             Mode::Baton => "baton",
@@ -59,6 +68,7 @@ impl Mode {
         match self {
             Mode::Plain => "",
             Mode::Harsh => " --harsh",
+            Mode::Decay => " --decay",
             Mode::Lapse => " --lapse",
             Mode::Wide => " --wide",
             Mode::Baton => " --baton",
@@ -72,6 +82,7 @@ impl Mode {
             Mode::Plain => Some(Scenario::new(seed)),
             Mode::Harsh => Some(Scenario::harsh(seed)),
             Mode::Wide => Some(Scenario::wide(seed)),
+            Mode::Decay => Some(Scenario::decay(seed)),
             Mode::Lapse | Mode::Baton | Mode::History => None,
         }
     }

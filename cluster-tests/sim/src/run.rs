@@ -19,6 +19,7 @@ use tokio::{
 
 use crate::{
     cluster::{ANY_MDS, Cluster, FIRST_CLIENT, Sync, flavour},
+    copies,
     faults::{self, Fault, Timed},
     ghost::Ghost,
     leaks,
@@ -38,6 +39,8 @@ const GHOSTS: u32 = 2;
 /// Who saves files and removes them at each client where servers live.
 const SAVERS: u64 = 4;
 const SESSION_TERM: Duration = Duration::from_secs(30);
+/// Where blocks decay: how long a target is waited for.
+const REBUILD: Duration = Duration::from_millis(1500);
 
 /// How long and how hard.
 #[derive(Clone, Copy, Debug)]
@@ -61,11 +64,16 @@ pub struct Scenario {
     pub replaces: bool,
     /// Targets are drained, and kept after all.
     pub moves: bool,
+    /// Blocks decay on disks while servers are away, and what those had is copied to others after a second and a half.
+    pub decays: bool,
     /// Servers live and reach each other; only clients are cut off from some.
     pub gentle: bool,
     /// Bits of tasks that are left out: writers 0 to 2, lockers 3 to 5, truths 6 to 8, clients that die 9 and 10, what wide runs add 11.
     pub without: u32,
 }
+
+/// Those that do not know what to make of bytes that are lost: truths, and clients that die.
+const LOOKERS: u32 = 0b111 << 6 | 0b11 << 9;
 
 /// How many tasks [`Scenario::without`] can name.
 pub const TASKS: u32 = 12;
@@ -84,6 +92,7 @@ impl Scenario {
             joins: seed.is_multiple_of(4) && !gentle,
             replaces: seed % 6 == 1 && !gentle,
             moves: seed.is_multiple_of(3) && !gentle,
+            decays: false,
             gentle,
             without: 0,
         }
@@ -93,6 +102,20 @@ impl Scenario {
     pub fn harsh(seed: u64) -> Scenario {
         let (fault_every, message_every) = (Duration::from_millis(500), Duration::from_millis(25));
         Scenario { fault_every, message_every, harsh: true, ..Scenario::new(seed) }
+    }
+
+    /// Blocks decay while servers are away and others take their place.
+    pub fn decay(seed: u64) -> Scenario {
+        let (length, fault_every) = (Duration::from_secs(30), Duration::from_secs(3));
+        Scenario {
+            decays: true,
+            gentle: false,
+            replaces: false,
+            length,
+            fault_every,
+            without: LOOKERS,
+            ..Scenario::new(seed)
+        }
     }
 
     /// With what takes every row of the tables of leases; faults about as often as in [`Scenario::new`].
@@ -129,6 +152,8 @@ pub struct Outcome {
     /// Chunks that storage servers read through to find damage, in their last passes.
     pub scrubbed: u64,
     pub errors: u64,
+    /// Blocks that could not be read at the end, where blocks decay.
+    pub lost: u64,
     /// Promises broken, in words. Empty is the only good answer.
     pub violations: Vec<String>,
     /// After which event the first was found.
@@ -195,7 +220,8 @@ fn report(seed: u64, scheduled: usize, cluster: &Cluster, f: &mut Findings, begu
     let (trace, messages, events) = cluster.net.trace();
     let scrubbed = cluster.scrubbed();
     let faults = cluster.net.ledger();
-    let misread = faults.rows().any(|(kind, made, _)| kind == Kind::DiskCorrupt.name() && made > 0);
+    let harms = [Kind::DiskCorrupt.name(), Kind::Decay.name()];
+    let misread = faults.rows().any(|(kind, made, _)| harms.contains(&kind) && made > 0);
     if scrubbed.damaged > 0 && !misread {
         f.broken(format!("{} chunks were found damaged on disks that do not decay", scrubbed.damaged));
     }
@@ -219,6 +245,7 @@ fn report(seed: u64, scheduled: usize, cluster: &Cluster, f: &mut Findings, begu
         looks: f.looks,
         scrubbed: scrubbed.chunks,
         errors: f.errors,
+        lost: f.lost.len() as u64,
         violations: std::mem::take(&mut f.violations),
         broken_at: f.broken_at,
     }
@@ -323,6 +350,10 @@ async fn simulate(s: Scenario, faults: &[Timed], cluster: &mut Cluster, found: &
     if flavour(s.seed) == 3 {
         cluster.copy_everywhere();
     }
+    if s.decays {
+        cluster.rebuild_after = Some(REBUILD);
+        found.lock().decays = true;
+    }
     for node in cluster.nodes() {
         cluster.start(node).await.map_err(|e| e.context("at first"))?;
     }
@@ -345,6 +376,7 @@ async fn simulate(s: Scenario, faults: &[Timed], cluster: &mut Cluster, found: &
     crew.bury(cluster, true);
     let other = crew.finish(cluster, found, s.seed.is_multiple_of(2)).await?;
     wait_whole(cluster, "after the last fault").await?;
+    copies::check(cluster, &other, found).await?;
     leaks::check(cluster, &other, found).await
 }
 
@@ -440,6 +472,7 @@ async fn make(cluster: &mut Cluster, fault: &Fault, at: Duration, to_mend: &mut 
                 to_mend.push((at + lasts, Mend::Disk(node)));
             }
         }
+        Fault::Decay { node, dice } => cluster.decay(node, dice),
         Fault::Join => {
             let node = cluster.join();
             cluster.launch(node).await?;

@@ -9,7 +9,7 @@ use std::{
 use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use strake_client::{Client, Creds, File};
-use strake_proto::{Code, Ino, Result};
+use strake_proto::{Code, Error, Ino, Result, checksum::BLOCK};
 use tokio::time::sleep;
 
 use crate::{
@@ -23,6 +23,9 @@ pub const FILE_BYTES: u64 = 1 << 20;
 /// Names of each client that are given to one file after another, and the largest size of these.
 const DOCUMENTS: u32 = 2;
 const DOCUMENT_CELLS: usize = 200;
+/// What can be repaired is repaired so many times so much later: storage servers try again every 30 s.
+const REPAIRED: u32 = 5;
+const REPAIR: Duration = Duration::from_secs(20);
 /// O_RDWR on Linux.
 pub const RDWR: u32 = 2;
 
@@ -44,6 +47,10 @@ pub struct Findings {
     pub looks: u64,
     pub waits_given_up: u64,
     pub errors: u64,
+    /// Blocks decay: it may be that bytes are lost.
+    pub decays: bool,
+    /// Blocks that could not be read when all was over.
+    pub lost: Vec<Lost>,
     /// How far each file was written by writes that returned.
     pub ends: BTreeMap<Ino, End>,
     /// How often the size of a file was about to be set, and was; odd while somebody may see either.
@@ -70,6 +77,8 @@ impl Findings {
             looks: 0,
             waits_given_up: 0,
             errors: 0,
+            decays: false,
+            lost: Vec::new(),
             ends: BTreeMap::new(),
             sizings: BTreeMap::new(),
             short: Vec::new(),
@@ -81,6 +90,13 @@ impl Findings {
         self.broken_at.get_or_insert(self.net.events());
         self.violations.push(what);
     }
+}
+
+/// A block of a file that cannot be read, and what may be there.
+pub struct Lost {
+    pub ino: Ino,
+    pub offset: u64,
+    pub model: FileModel,
 }
 
 /// The furthest write that returned to a client, and how many sessions that had lost by then.
@@ -346,8 +362,12 @@ impl Actor {
                 r => r?,
             };
             let (file, _) = other.open(&root(), found.ino, 0).await?;
-            let bytes = read_all(&file, FILE_BYTES).await?;
+            let bytes = read_all(&file, FILE_BYTES).await;
             file.close().await?;
+            let bytes = match bytes {
+                Err(e) if self.may_be_lost(&e) => continue,
+                r => r?,
+            };
             if !may_hold.contains(&bytes) {
                 let (len, lens): (_, Vec<usize>) = (bytes.len(), may_hold.iter().map(Vec::len).collect());
                 self.violation(format!(
@@ -381,6 +401,37 @@ impl Actor {
         Ok(())
     }
 
+    fn may_be_lost(&self, e: &Error) -> bool {
+        matches!(e.code, Code::Corrupt | Code::Io) && self.found.lock().decays
+    }
+
+    /// As [`Actor::read_file`]. What cannot be read after a time in which every repair was tried is noted, block by block; all else must be right.
+    async fn last_read(&mut self, n: usize) -> Result<()> {
+        for _ in 0..REPAIRED {
+            match self.read_file(n).await {
+                Err(e) if self.may_be_lost(&e) => sleep(REPAIR).await,
+                r => return r,
+            }
+        }
+        let (file, model) = &self.files[n];
+        for offset in (0..model.most_size).step_by(BLOCK) {
+            match file.read(offset, BLOCK).await {
+                Ok(parts) => {
+                    let bytes = parts.iter().map(|b| &b[..]).collect::<Vec<_>>().concat();
+                    if let Err(e) = model.check(offset, &bytes) {
+                        self.violation(format!("file{n}: {e}"));
+                    }
+                }
+                Err(e) if self.may_be_lost(&e) => {
+                    let (ino, model) = (file.ino(), model.clone());
+                    self.found.lock().lost.push(Lost { ino, offset, model });
+                }
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
     /// After the faults: everything is synced and compared once more, by another client too.
     pub async fn finish(mut self, other: &Client) -> Result<()> {
         let lost = self.client.stats().sessions_lost;
@@ -390,11 +441,18 @@ impl Actor {
         own.into_iter().filter(|(e, _)| e.lost == lost).for_each(|(_, m)| self.violation(m));
         for n in 0..FILES {
             self.last_sync(n).await?;
-            self.read_file(n).await?;
+            self.last_read(n).await?;
             let ino = self.files[n].0.ino();
             let (file, attr) = other.open(&root(), ino, 0).await?;
             let model = &self.files[n].1;
-            let bytes = read_all(&file, FILE_BYTES).await?;
+            let bytes = match read_all(&file, FILE_BYTES).await {
+                // Its own client has told which.
+                Err(e) if self.may_be_lost(&e) => {
+                    file.close().await?;
+                    continue;
+                }
+                r => r?,
+            };
             if let Err(e) = model.check_size(attr.size).and_then(|()| model.check(0, &bytes)) {
                 self.violation(format!("file{n} read by another client: {e}"));
             }

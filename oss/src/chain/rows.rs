@@ -107,3 +107,25 @@ strake_proto::rows! {
         Unconfirmed = "read-unconfirmed",
     }
 }
+
+strake_proto::rows! {
+    /// "Copies that are not in sync".
+    pub enum Copies {
+        /// A block that is lost here has its checksum there.
+        Same = "copy-same",
+        /// Its checksum is not known, and the chunk there is at this version.
+        Version = "copy-version",
+        /// Neither.
+        Other = "copy-other",
+        /// A fill brings as damaged what the receiver has good.
+        Keeps = "fill-keeps",
+        /// A target that has left asks, and all can be read.
+        Vouched = "vouched",
+        /// Likewise, after a repair.
+        Mended = "vouch-mended",
+        /// Something is damaged still.
+        Refused = "vouch-refused",
+        /// A target that has left keeps all while the chain lacks a replica.
+        Waits = "former-waits",
+    }
+}

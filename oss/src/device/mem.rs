@@ -159,6 +159,19 @@ impl MemDevice {
         inner.blocks.iter().filter(|(_, b)| b.starts_with(begin)).map(|(at, _)| at * BLOCK).collect()
     }
 
+    /// Where a block is that `is` takes: the first one behind a place that the dice say.
+    pub fn pick(&self, dice: u64, is: impl Fn(&[u8]) -> bool) -> Option<u64> {
+        let inner = self.inner.lock();
+        let from = dice % (self.capacity / BLOCK).max(1);
+        let mut all = inner.blocks.range(from..).chain(inner.blocks.range(..from));
+        all.find(|(_, b)| is(&b[..])).map(|(at, _)| at * BLOCK)
+    }
+
+    /// Whether a block with these bytes is there.
+    pub fn holds(&self, block: &[u8]) -> bool {
+        self.inner.lock().blocks.values().any(|b| b[..] == *block)
+    }
+
     /// From now on flushes are acknowledged and do nothing, as by a build that forgot its fsync: for tests that must notice.
     pub fn skip_flush(&self) {
         self.inner.lock().skip_flush = true;

@@ -124,7 +124,8 @@ pub enum Update {
     /// The whole chunk anew, as an update that this one stands for leaves it; earlier writers stay. Its header must be whole.
     Rewrite { data: Vec<Buf>, sums: Vec<u32> },
     /// The whole chunk anew, whatever state it was in: also damaged. Blocks in `damaged`, bytes from the start of the chunk, have no
-    /// good copy anywhere: they are stored as damaged ones, which cannot be read.
+    /// good copy anywhere: they are stored as damaged ones, which cannot be read. The checksum stored is the complement of what their bytes
+    /// have, and should be the one of what is lost, so that it is known again when it turns up; it is that of zeros where nobody knows.
     Replace { data: Vec<Buf>, sums: Vec<u32>, tombstone: bool, damaged: Vec<Range<u32>> },
 }
 

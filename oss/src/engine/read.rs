@@ -311,6 +311,24 @@ impl Engine {
         self.read_into(key, offset, len, async |lens| Ok(lens.iter().map(|l| pool.get_now(*l)).collect())).await
     }
 
+    /// The checksums that the blocks from one byte of a chunk to another must have, also of such as are damaged; `None` where that is not
+    /// known. `Corrupt` if the chunk's header is damaged.
+    pub fn sums(&self, key: &Key, part: Range<u32>) -> Result<Vec<Option<u32>>> {
+        let shared = &self.shared;
+        let view = shared.view(key, |_| segments_of(part.start, part.end))?;
+        if view.header.as_ref().is_some_and(|h| h.damaged) {
+            return Err(damaged(key));
+        }
+        let zero_sum = crc32c(&shared.zeros[..BLOCK]);
+        let sum = |at: usize| match find(&view.segments, at) {
+            Some(s) if s.damaged => None,
+            // Of a stored block of which nobody knew it, see `Update::Replace`.
+            Some(s) if s.blocks[at % SEG_BLOCKS] != HOLE => Some(s.sums[at % SEG_BLOCKS]).filter(|s| *s != !zero_sum),
+            _ => Some(zero_sum),
+        };
+        Ok((part.start as usize / BLOCK..(part.end as usize).div_ceil(BLOCK)).map(sum).collect())
+    }
+
     /// As [`Engine::read`], within the pool's limit. `Overloaded` if there is no room for a second.
     pub async fn read_in_limit(&self, key: &Key, offset: u32, len: u32) -> Result<ReadOut> {
         let pool = &self.shared.pool;

@@ -86,6 +86,10 @@ pub struct Config {
     /// Seconds from the beginning of one scrub of a target to that of the next, 0 = only when asked for.
     #[serde(default = "defaults::scrub_every")]
     pub scrub_every_s: u64,
+    /// What a target has of a chain that it has left is removed only when every replica in sync has read what it has of the chunk. Off: as soon
+    /// as all are in sync.
+    #[serde(default = "defaults::keep_until_read")]
+    pub keep_until_read: bool,
     /// Requests of clients worked on at a time; beyond it they are told to come again.
     #[serde(default = "defaults::max_requests")]
     pub max_requests: usize,
@@ -118,6 +122,9 @@ mod defaults {
     pub fn scrub_every() -> u64 {
         7 * 86_400
     }
+    pub fn keep_until_read() -> bool {
+        true
+    }
     pub fn max_requests() -> usize {
         1024
     }
@@ -143,6 +150,7 @@ impl Config {
             sync_parallel: defaults::sync_parallel(),
             scrub_rate: defaults::scrub_rate(),
             scrub_every_s: defaults::scrub_every(),
+            keep_until_read: defaults::keep_until_read(),
             max_requests: defaults::max_requests(),
             peer_timeout_ms: defaults::peer_timeout(),
         }

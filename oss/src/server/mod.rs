@@ -7,6 +7,8 @@
 //! | `trim.rs` | cutting what a file has behind its end |
 //! | `sync.rs`, `pace.rs` | filling a replica that is out of sync; how that makes way for applications |
 //! | `repair.rs`, `damage.rs` | repairing a damaged chunk; what was found damaged |
+//! | `copies.rs` | copies that are not in sync, as sources for that |
+//! | `leave.rs` | what a target has of a chain that it has left |
 //! | `scrub.rs` | reading everything now and then, to find damage before a reader does |
 //! | `out.rs` | targets that were damaged when they were opened: the others serve, and they come back empty |
 //! | `node.rs` | what all parts share, the cluster map; `node/registration.rs`: registration, heartbeats, lease |
@@ -16,8 +18,10 @@
 
 mod admin;
 pub mod config;
+mod copies;
 mod damage;
 mod disk;
+mod leave;
 mod node;
 mod out;
 mod pace;

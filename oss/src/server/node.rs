@@ -200,9 +200,14 @@ fn doubted(map: &MapView) -> BTreeSet<ChainId> {
     map.map.doubts.iter().map(|d| d.chain).collect()
 }
 
-/// Whether a target is no replica of a chain, nor to become one, and others have all it had.
+/// Whether a target is no replica of a chain, nor to become one, and another one is in sync.
 fn has_left(chain: &pb::Chain, target: TargetId) -> bool {
     chain.head().is_some() && chain.state_of(target).is_none() && !chain.preferred.contains(&target)
+}
+
+/// Whether all that a chain shall have is in sync.
+fn is_whole(chain: &pb::Chain) -> bool {
+    chain.preferred.iter().all(|t| chain.state_of(*t) == Some(ReplicaState::ReplicaServing))
 }
 
 /// Whether a target may go on with the metadata group of incarnation `now`.
@@ -466,8 +471,8 @@ impl Node {
         let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().cloned().collect();
         for r in replicas {
             if let Some(chain) = map.chain(r.chain) {
-                let has_left = !doubted.contains(&chain.id) && has_left(chain, r.id);
-                r.take_view(View::of(chain, r.id), has_left);
+                let left = !doubted.contains(&chain.id) && has_left(chain, r.id);
+                r.take_view(View::of(chain, r.id), left.then(|| is_whole(chain)));
             }
         }
         self.kick.notify_one(); // acknowledges it
@@ -575,6 +580,17 @@ impl Node {
             if lost > 0 {
                 notices.push(format!("target {}: {lost} chunks have no good copy; see `strake scrub status`", t.id()));
             }
+            let replicas = self.replicas.lock();
+            let kept = |r: &&Arc<Replica>| r.id == t.id() && r.kept.load(Ordering::Relaxed) > 0;
+            for r in replicas.values().filter(kept) {
+                notices.push(format!(
+                    "target {} has left chain {} and keeps {} chunks of it, which are damaged on replicas in sync; see `strake scrub status`",
+                    t.id(),
+                    r.chain,
+                    r.kept.load(Ordering::Relaxed)
+                ));
+            }
+            drop(replicas);
             if !t.engine.device().direct() {
                 notices.push(format!("target {} runs without direct I/O: its file system refuses it", t.id()));
             }

@@ -19,6 +19,8 @@ pub enum Lane {
     Flush(u8),
     /// Answered by the receiver alone.
     Other,
+    /// Answered by the receiver when it has looked, with the help of others by what is answered alone.
+    Vouch,
 }
 
 #[derive(Default)]

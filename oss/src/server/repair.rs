@@ -13,6 +13,7 @@ use strake_proto::{
 };
 
 use super::{
+    copies::Part,
     damage::{Outcome, Still},
     peers::Lane,
     replica::Replica,
@@ -28,10 +29,12 @@ const MAX_PARTS: usize = 64;
 
 /// Why a chunk stays as it is.
 pub(super) struct Unrepaired {
-    /// Every in-sync replica was asked, and none has a good copy.
+    /// Every in-sync replica was asked, and whoever else may have one, and none has a good copy.
     pub lost: bool,
-    /// One of them did not say: it will, or leave the chain.
+    /// One of them, or another one that may have it, did not say: it will, or leave the chain.
     pub unasked: bool,
+    /// An update of the chunk is staged.
+    pub busy: bool,
     /// Of it; empty if that is all that was damaged.
     left: Vec<Range<u32>>,
     pub cause: Error,
@@ -40,7 +43,8 @@ pub(super) struct Unrepaired {
 impl From<Error> for Unrepaired {
     /// What fails on this side says nothing of other copies.
     fn from(cause: Error) -> Unrepaired {
-        Unrepaired { lost: false, unasked: cause.is_retryable(), left: Vec::new(), cause }
+        let (unasked, busy) = (cause.is_retryable(), cause.code == Code::Busy);
+        Unrepaired { lost: false, unasked, busy, left: Vec::new(), cause }
     }
 }
 
@@ -50,7 +54,11 @@ impl Replica {
     pub(super) async fn repair(self: &Arc<Self>, chunk: ChunkId, part: Range<u32>) -> Result<()> {
         match self.target.damage.lost_in(&self.key(chunk), self.view().epoch, &part) {
             Some(cause) => Err(Error::new(Code::Corrupt, cause)),
-            None => self.mend(chunk, None).await,
+            None => self.try_mend(chunk, None).await.map_err(|u| match u.unasked {
+                // Somebody may have it good and did not answer. It will, or is not counted on any more.
+                true => Error::new(Code::NotServing, u.cause.message),
+                false => u.cause,
+            }),
         }
     }
 
@@ -66,9 +74,13 @@ impl Replica {
 
     /// As [`Replica::repair`], whatever is known. `version`: of the chunk, should its header not tell.
     pub(super) async fn mend(self: &Arc<Self>, chunk: ChunkId, version: Option<Version>) -> Result<()> {
+        self.try_mend(chunk, version).await.map_err(|u| u.cause)
+    }
+
+    async fn try_mend(self: &Arc<Self>, chunk: ChunkId, version: Option<Version>) -> Result<(), Unrepaired> {
         let epoch = self.view().epoch;
         let _hold = self.hold(chunk, epoch).await?;
-        self.repair_as(chunk, version).await.map_err(|u| u.cause)
+        self.repair_as(chunk, version).await
     }
 
     /// Repairs the committed chunk, whose slot the caller occupies, and reports it. `Corrupt` if that is not possible now.
@@ -179,35 +191,24 @@ impl Replica {
     async fn patch(self: &Arc<Self>, view: &View, chunk: ChunkId, look: &Look) -> Result<TargetId, Unrepaired> {
         let key = self.key(chunk);
         let meta = self.engine().meta(&key)?.unwrap_or_default();
-        let mut failed: Option<Unrepaired> = None;
-        let mut good = Vec::new();
-        for bad in parts_of(look) {
-            match self.borrow(view, chunk, meta.version, bad.clone()).await {
-                Ok(part) => good.push((bad, part)),
-                Err(e) => {
-                    let none = Unrepaired { lost: true, unasked: false, left: Vec::new(), cause: e.cause };
-                    let f = failed.get_or_insert(none);
-                    (f.lost, f.unasked) = (f.lost && e.lost, f.unasked || e.unasked);
-                    f.left.push(bad);
-                }
-            }
-        }
+        let (mut good, failed) = self.gather(view, chunk, meta.version, look).await;
         if let Some(mut failed) = failed {
-            for (part, (_, r, data)) in good {
-                let update = Update::Write { offset: part.start, data, sums: r.sums };
+            for p in good {
+                let update = Update::Write { offset: p.at.start, data: p.data, sums: p.sums };
                 if let Err(e) = self.put_in(chunk, update, meta.version, Vec::new()).await {
-                    (failed.lost, failed.cause) = (false, e);
-                    failed.left.push(part);
+                    (failed.lost, failed.busy, failed.cause) = (false, failed.busy || e.code == Code::Busy, e);
+                    failed.left.push(p.at);
                 }
             }
             return Err(failed);
         }
+        good.sort_by_key(|p| p.at.start);
         let (mut data, mut sums, mut at, mut source) = (Vec::new(), Vec::new(), 0, self.id);
-        for (part, (from, r, bytes)) in good {
-            self.own(chunk, at..part.start, &mut data, &mut sums).await?;
-            data.extend(bytes);
-            sums.extend(r.sums);
-            (at, source) = (part.end, from);
+        for p in good {
+            self.own(chunk, at..p.at.start, &mut data, &mut sums).await?;
+            data.extend(p.data);
+            sums.extend(p.sums);
+            (at, source) = (p.at.end, p.from);
         }
         self.own(chunk, at..look.len, &mut data, &mut sums).await?;
         self.put_in(
@@ -218,6 +219,40 @@ impl Replica {
         )
         .await?;
         Ok(source)
+    }
+
+    /// What others have of what is damaged: those in sync, else those that are not. And why some of it is missing.
+    async fn gather(
+        self: &Arc<Self>,
+        view: &View,
+        chunk: ChunkId,
+        version: Version,
+        look: &Look,
+    ) -> (Vec<Part>, Option<Unrepaired>) {
+        let (mut good, mut failed) = (Vec::new(), None::<Unrepaired>);
+        for bad in parts_of(look) {
+            let mut e = match self.borrow(view, chunk, version, bad.clone()).await {
+                Ok((from, r, data)) => {
+                    good.push(Part { at: bad, from, data, sums: r.sums });
+                    continue;
+                }
+                Err(e) => e,
+            };
+            let within = |d: &&Range<u32>| bad.start <= d.start && d.end <= bad.end;
+            let blocks: Vec<Range<u32>> = look.damaged.iter().filter(within).cloned().collect();
+            let found = self.search(chunk, version, &blocks).await;
+            good.extend(found.parts);
+            if found.left.is_empty() {
+                continue;
+            }
+            if let Some(cause) = found.unasked {
+                (e.lost, e.unasked, e.cause) = (false, true, cause);
+            }
+            let f = failed.get_or_insert(Unrepaired { lost: true, unasked: false, left: Vec::new(), ..e });
+            (f.lost, f.unasked) = (f.lost && e.lost, f.unasked || e.unasked);
+            f.left.extend(found.left);
+        }
+        (good, failed)
     }
 
     /// A part that is whole here.
@@ -236,12 +271,15 @@ impl Replica {
         Ok(())
     }
 
-    /// What an update leaves, from the in-sync successor that has committed it: no copy may be left of the damaged bytes that the
-    /// update builds on here.
+    /// What an update leaves, from the successor that has committed it, in sync or being filled: no copy may be left of the damaged bytes that
+    /// the update builds on here.
     pub(super) async fn take_over(&self, op: OpId, chunk: ChunkId) -> Option<Staged> {
         let (view, version) = (self.view(), self.version_of(op)?);
-        let to = view.serving_successor()?;
-        let (r, data) = self.fetch(to, view.epoch, chunk, 0..MAX_CHUNK as u32, true).await.ok()?;
+        let whole = 0..MAX_CHUNK as u32;
+        let (r, data) = match view.successor? {
+            (to, ReplicaState::ReplicaServing) => self.fetch(to, view.epoch, chunk, whole, true).await.ok()?,
+            (to, _) => self.copy_of(to, chunk, whole).await.ok()?,
+        };
         if r.version != version {
             return None;
         }
@@ -292,7 +330,7 @@ impl Replica {
     ) -> Result<(TargetId, DataReply, Vec<Buf>), Unrepaired> {
         let none =
             Error::new(Code::Corrupt, format!("chunk {chunk} of chain {} has no other copy in sync", self.chain));
-        let mut failed = Unrepaired { lost: true, unasked: false, left: Vec::new(), cause: none };
+        let mut failed = Unrepaired { lost: true, unasked: false, busy: false, left: Vec::new(), cause: none };
         for to in view.serving.iter().copied().filter(|t| *t != self.id) {
             let e = match self.fetch(to, view.epoch, chunk, part.clone(), even_dirty).await {
                 Ok((r, data)) if fits(&r) => return Ok((to, r, data)),

@@ -20,6 +20,7 @@ use strake_proto::{
 use tokio::sync::oneshot;
 
 use super::{
+    copies::Formers,
     node::{InWork, Node, Target},
     peers::Lane,
     repair::Unrepaired,
@@ -62,6 +63,9 @@ pub struct Replica {
     /// The epoch in which the SYNCING successor was completely filled.
     pub synced: AtomicU64,
     pub cuts: Cuts,
+    pub formers: Formers,
+    /// Chunks that this target keeps though it has left the chain.
+    pub kept: AtomicU64,
 }
 
 struct Store<'a> {
@@ -115,7 +119,8 @@ impl Replica {
     pub fn new(node: Arc<Node>, target: Arc<Target>, id: TargetId, chain: ChainId, stale_through: u64) -> Arc<Replica> {
         let core = ChainCore::new(chain, Stamp { target: id, stamp: target.stamp }, stale_through);
         let inner = Mutex::new(Inner { core, ops: BTreeMap::new() });
-        Arc::new(Replica { node, target, chain, id, inner, synced: AtomicU64::new(0), cuts: Cuts::default() })
+        let (synced, cuts, formers, kept) = (AtomicU64::new(0), Cuts::default(), Formers::default(), AtomicU64::new(0));
+        Arc::new(Replica { node, target, chain, id, inner, synced, cuts, formers, kept })
     }
 
     pub fn engine(&self) -> &Arc<Engine> {
@@ -499,8 +504,9 @@ impl Replica {
         })
     }
 
-    /// `has_left`: in this epoch the target is no replica of the chain any more, and what it has of it is not needed.
-    pub fn take_view(self: &Arc<Self>, view: View, has_left: bool) {
+    /// `left`: in this epoch the target is no replica of the chain any more; and whether that has all the replicas that it shall have, in
+    /// sync.
+    pub fn take_view(self: &Arc<Self>, view: View, left: Option<bool>) {
         let epoch = view.epoch;
         let before = self.view().epoch;
         self.feed(Input::View(view));
@@ -508,9 +514,14 @@ impl Replica {
         if before < epoch {
             self.target.fills.ends(self.chain);
         }
-        if before < epoch && has_left {
+        if before < epoch {
+            self.kept.store(0, Ordering::Relaxed);
+        }
+        if before < epoch
+            && let Some(whole) = left
+        {
             let me = self.clone();
-            self.node.env.spawn(async move { me.forget(epoch).await });
+            self.node.env.spawn(async move { me.leave(epoch, whole).await });
         }
         if before < epoch
             && let (true, Some(to)) = (now.tail, now.syncing_successor())

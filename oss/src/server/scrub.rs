@@ -313,7 +313,7 @@ async fn chunk(replica: &Arc<Replica>, chunk: ChunkId, pace: &mut Pace) -> Resul
 }
 
 /// Has a chunk repaired and reported, if this replica is in sync. An error: it was not looked at, because an update of it hangs.
-async fn mend(replica: &Arc<Replica>, chunk: ChunkId) -> Result<()> {
+pub(super) async fn mend(replica: &Arc<Replica>, chunk: ChunkId) -> Result<()> {
     let mut result = Ok(());
     for _ in 0..ATTEMPTS {
         if !replica.view().serving() {

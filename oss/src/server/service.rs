@@ -5,7 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use strake_fabric::{Buf, Message, Peer, Role, Service, unknown_opcode};
 use strake_proto::{
-    Capability, ChunkId, Code, Error, Result, Rights,
+    Capability, ChunkId, Code, Error, Result, Rights, TargetId,
     checksum::{self, pieces},
     data::{DataReply, DataRequest, FLAG_GRANTED, FLAG_STABLE, FLAG_TOMBSTONE, Kind, ListEntry, MAX_EXTENTS},
     layout::MAX_CHUNK,
@@ -14,13 +14,13 @@ use strake_proto::{
 use tokio::time::Instant;
 
 use super::{
-    node::Node,
+    node::{Node, Target},
     pace::Awaited,
     replica::{Carried, Replica, reply},
     sync::LIST_ONE,
     trim::trim,
 };
-use crate::engine::Ask;
+use crate::engine::{Ask, Key};
 
 /// Most entries of a list in one answer.
 const MAX_LIST: u32 = 4096;
@@ -83,6 +83,8 @@ impl Service for OssService {
                 | opcode::FORWARD_FLUSH
                 | opcode::SYNC_LIST
                 | opcode::SYNC_PUT
+                | opcode::VOUCH
+                | opcode::READ_COPY
                 | opcode::LIST_CHUNKS
         );
         if server_only && peer.role != Role::Server {
@@ -99,8 +101,10 @@ impl Service for OssService {
         if !r.damaged.is_empty() && m.opcode != opcode::SYNC_PUT {
             return Err(inval("only what a target is filled with may be damaged"));
         }
-        if m.opcode == opcode::LIST_CHUNKS {
-            return self.list_chunks(&r);
+        match m.opcode {
+            opcode::LIST_CHUNKS => return self.list_chunks(&r),
+            opcode::READ_COPY => return self.read_copy(&r).await,
+            _ => {}
         }
         self.node.check_lease()?;
         let replica = self.node.replica(r.target, r.chain)?;
@@ -143,6 +147,7 @@ impl Service for OssService {
                 Ok(reply(&DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() }, Vec::new()))
             }
             opcode::SYNC_LIST => sync_list(&replica, &r),
+            opcode::VOUCH => Ok(reply(&replica.vouch(&r).await?, Vec::new())),
             opcode::SYNC_PUT => {
                 check_shape(&r, m.payload_len())?;
                 if r.kind != Kind::Replace {
@@ -309,12 +314,27 @@ impl OssService {
         Ok(reply(&DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() }, Vec::new()))
     }
 
+    /// For a replica that has lost something: what a target has, in sync or not. Nothing is repaired for that.
+    async fn read_copy(&self, r: &DataRequest) -> Result<Message> {
+        if u64::from(r.offset) + u64::from(r.len) > MAX_CHUNK {
+            return Err(inval(format!("{} bytes at {} reach beyond a chunk of 16 MiB", r.len, r.offset)));
+        }
+        let target = self.target(r.target)?;
+        let key = Key { chain: r.chain, chunk: r.chunk };
+        let out = target.engine.read_in_limit(&key, r.offset, r.len).await.inspect_err(|e| target.note(e))?;
+        let head =
+            DataReply { version: out.version, epoch: r.epoch, len: out.len, sums: out.sums, ..DataReply::default() };
+        Ok(reply(&head, out.data))
+    }
+
+    fn target(&self, id: TargetId) -> Result<Arc<Target>> {
+        let none = || Error::new(Code::NoEnt, format!("storage server '{}' has no target {id}", self.node.cfg.name));
+        self.node.target(id).ok_or_else(none)
+    }
+
     /// For fsck: what is on a target, in sync or not.
     fn list_chunks(&self, r: &DataRequest) -> Result<Message> {
-        let target = self.node.target(r.target).ok_or_else(|| {
-            Error::new(Code::NoEnt, format!("storage server '{}' has no target {}", self.node.cfg.name, r.target))
-        })?;
-        let entries = target.engine.list(r.chain, after(r.chunk), r.len.clamp(1, MAX_LIST) as usize)?;
+        let entries = self.target(r.target)?.engine.list(r.chain, after(r.chunk), r.len.clamp(1, MAX_LIST) as usize)?;
         list_reply(r, &entries)
     }
 }

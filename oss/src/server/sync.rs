@@ -11,23 +11,24 @@ use futures_util::{StreamExt, stream};
 use strake_fabric::{Buf, Message};
 use strake_proto::{
     ChunkId, Code, Error, Result, TargetId,
-    checksum::block_sums,
+    checksum::{BLOCK, block_sums, crc32c},
     data::{DataReply, DataRequest, FLAG_TOMBSTONE, Kind, ListEntry, Version},
     opcode,
 };
 use tokio::time::Instant;
 
 use super::{
+    copies::{stand_in, stands_for},
     pace::{QUIET, pause},
     peers::Lane,
     replica::{Carried, Replica, update_of},
 };
-use crate::engine::{ChunkMeta, ReadOut, Update};
+use crate::{
+    chain::rows::Copies,
+    engine::{ChunkMeta, Key, ReadOut},
+};
 
 const PAGE: u32 = 1024;
-/// Chunks that go in one step of what a target has of a chain that it left, and the pause after each.
-const FORGET_PAGE: usize = 256;
-const FORGET_PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
 /// Between two questions whether a target that others fill has room for this fill.
@@ -75,53 +76,6 @@ impl Replica {
                     pause = (pause * 2).min(PAUSE_MAX);
                 }
             }
-        }
-    }
-
-    /// Removes all that this target has of the chain, which it has left, until the chain changes.
-    pub(super) async fn forget(self: Arc<Self>, epoch: u64) {
-        let mut pause = PAUSE_MIN;
-        while self.goes_on(epoch) {
-            match self.forget_all(epoch).await {
-                Ok(0) => return,
-                Ok(n) => {
-                    tracing::info!(
-                        "chain {}: {n} chunks are gone from target {}, which has left it",
-                        self.chain,
-                        self.id
-                    );
-                    return;
-                }
-                Err(e) => {
-                    tracing::debug!("chain {}: cannot remove what target {} has left of it: {e}", self.chain, self.id);
-                    self.target.note(&e);
-                    tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(PAUSE_MAX);
-                }
-            }
-        }
-    }
-
-    async fn forget_all(self: &Arc<Self>, epoch: u64) -> Result<usize> {
-        let mut gone = 0;
-        // That it left must not be forgotten by it before what it had is.
-        let (mut known, mut after) = (false, None);
-        loop {
-            let page = self.engine().list(self.chain, after, FORGET_PAGE)?;
-            let Some(last) = page.last().map(|e| e.chunk) else { return Ok(gone) };
-            if !std::mem::replace(&mut known, true) {
-                self.engine().sync_sights().await?;
-            }
-            for e in page {
-                if !self.goes_on(epoch) {
-                    return Ok(gone);
-                }
-                let staged = self.engine().stage(self.key(e.chunk), Update::Remove).await?;
-                self.forget_staged(staged, epoch)?;
-                gone += 1;
-            }
-            after = Some(last);
-            tokio::time::sleep(FORGET_PAUSE).await;
         }
     }
 
@@ -206,7 +160,7 @@ impl Replica {
     }
 
     /// Waits after a piece: for the fill's limit, and for those whom an application waits for, here or, as of the piece, at the successor.
-    async fn make_way(&self, limit: Duration, took: Duration, busy_there: bool) {
+    pub(super) async fn make_way(&self, limit: Duration, took: Duration, busy_there: bool) {
         let begun = Instant::now();
         loop {
             let busy = busy_there || self.target.foreground.is_busy(Instant::now());
@@ -256,8 +210,8 @@ impl Replica {
         Ok(Sent { bytes, busy: answer.len != 0 })
     }
 
-    /// All bytes of a committed chunk, whose slot the caller occupies, and what of them has no good copy: zeros stand for that. `Corrupt`
-    /// while that is not sure.
+    /// All bytes of a committed chunk, whose slot the caller occupies, and what of them has no good copy: what stands for that says which
+    /// checksum it has. `Corrupt` while that is not sure.
     async fn read_out(self: &Arc<Self>, chunk: ChunkId, len: u32) -> Result<(ReadOut, Vec<Range<u32>>)> {
         let key = self.key(chunk);
         match self.engine().read(&key, 0, len).await {
@@ -266,16 +220,17 @@ impl Replica {
         }
         match self.repair_as(chunk, None).await {
             Ok(()) => return Ok((self.engine().read(&key, 0, len).await?, Vec::new())),
-            Err(u) if !u.lost => return Err(u.cause),
+            // The update for which it is sent has the chunk's place: it goes as it is.
+            Err(u) if !u.lost && !u.busy => return Err(u.cause),
             Err(_) => {} // some of it may be repaired
         }
         let look = self.engine().check_whole(&key).await?.unwrap_or_default();
         let (mut data, mut sums, mut at) = (Vec::new(), Vec::new(), 0);
         for part in &look.damaged {
             self.own(chunk, at..part.start, &mut data, &mut sums).await?;
-            let zeros = Buf::copy_from(&vec![0; (part.end - part.start) as usize]);
-            sums.extend(block_sums(u64::from(part.start), [&zeros[..]]));
-            data.push(zeros);
+            let bytes = stand_in(part, &self.engine().sums(&key, part.clone())?);
+            sums.extend(block_sums(u64::from(part.start), [&bytes[..]]));
+            data.push(Buf::copy_from(&bytes));
             at = part.end;
         }
         self.own(chunk, at..len, &mut data, &mut sums).await?;
@@ -284,8 +239,8 @@ impl Replica {
 
     /// A SYNC_PUT as it arrives.
     pub(super) async fn put(self: &Arc<Self>, carried: Carried) -> Result<DataReply> {
-        let r = &carried.request;
-        let (chunk, epoch) = (r.chunk, r.epoch);
+        let mut carried = carried;
+        let (chunk, epoch) = (carried.request.chunk, carried.request.epoch);
         if self.view().serving() {
             return Err(Error::new(Code::NotServing, format!("chain {} is in sync here", self.chain)));
         }
@@ -297,6 +252,7 @@ impl Replica {
             Err(e) if e.code == Code::Corrupt => Version::default(),
             other => other?.map(|m| m.version).unwrap_or_default(),
         };
+        let r = &carried.request;
         // After it was looked for: a tombstone that was forgotten would have told that this is late.
         if r.flags & FLAG_TOMBSTONE == 0 && self.is_gone(chunk.data) {
             return Err(Error::new(Code::Stale, format!("the data of chunk {chunk} was removed")));
@@ -307,6 +263,10 @@ impl Replica {
             return Err(Error::new(Code::VersionGap, m));
         }
         if now != r.version || now == Version::default() {
+            if !r.damaged.is_empty() {
+                self.keep_good(&mut carried).await;
+            }
+            let r = &carried.request;
             let staged = self.engine().stage(key, update_of(&carried)?).await;
             if let Err(e) = &staged {
                 self.target.note(e);
@@ -319,9 +279,55 @@ impl Replica {
             }
             self.report_given(r);
         }
+        let r = &carried.request;
         drop(hold);
         let busy = self.target.foreground.is_busy(Instant::now());
         let stamps = vec![self.stamp()];
         Ok(DataReply { version: r.version, epoch, len: u32::from(busy), stamps, ..DataReply::default() })
+    }
+
+    /// Blocks that come as damaged and are good here, in whatever version, are not given up.
+    async fn keep_good(&self, carried: &mut Carried) {
+        let all: Vec<u8> = carried.payload.iter().flat_map(|b| b.iter().copied()).collect();
+        let key = self.key(carried.request.chunk);
+        let (mut data, mut at, mut damaged) = (Vec::new(), 0, Vec::<Range<u32>>::new());
+        for part in std::mem::take(&mut carried.request.damaged) {
+            for start in (part.start..part.end).step_by(BLOCK) {
+                let block = start..part.end.min(start + BLOCK as u32);
+                let (from, to) = (block.start as usize, block.end as usize);
+                match self.own_block(&key, &block, &all[from..to]).await {
+                    Some(own) => {
+                        Copies::Keeps.taken();
+                        data.push(Buf::copy_from(&all[at..from]));
+                        let touched = from / BLOCK;
+                        carried.request.sums[touched] = block_sums(u64::from(block.start), [&own[..]])[0];
+                        data.push(Buf::copy_from(&own));
+                        at = to;
+                    }
+                    None => match damaged.last_mut() {
+                        Some(last) if last.end == block.start => last.end = block.end,
+                        _ => damaged.push(block),
+                    },
+                }
+            }
+        }
+        if at > 0 {
+            data.push(Buf::copy_from(&all[at..]));
+            data.retain(|b| !b.is_empty());
+            carried.payload = data;
+        }
+        carried.request.damaged = damaged;
+    }
+
+    /// The block here for which `stands` stands.
+    async fn own_block(&self, key: &Key, block: &Range<u32>, stands: &[u8]) -> Option<Vec<u8>> {
+        let sum = stands_for(stands)?;
+        let own = self.engine().read(key, block.start, block.end - block.start).await.ok()?;
+        let mut bytes: Vec<u8> = own.data.iter().flat_map(|b| b.iter().copied()).collect();
+        bytes.resize(BLOCK, 0);
+        (crc32c(&bytes) == sum).then(|| {
+            bytes.truncate(stands.len());
+            bytes
+        })
     }
 }

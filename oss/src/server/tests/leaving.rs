@@ -17,7 +17,7 @@ async fn filled() -> Cluster {
 }
 
 /// The chain is to have these targets, and has; another one begins out of sync.
-fn shall_have(c: &Cluster, targets: &[u32]) {
+pub(super) fn shall_have(c: &Cluster, targets: &[u32]) {
     let mut map = c.authority.map.lock();
     let chain = &mut map.chains[0];
     chain.replicas.retain(|r| targets.contains(&r.target));
@@ -31,11 +31,11 @@ fn shall_have(c: &Cluster, targets: &[u32]) {
     map.version += 1;
 }
 
-fn chunks(c: &Cluster, node: usize) -> u64 {
+pub(super) fn chunks(c: &Cluster, node: usize) -> u64 {
     c.nodes[node].server.as_ref().unwrap().status().targets[0].chunks
 }
 
-async fn empty(c: &Cluster, node: usize) {
+pub(super) async fn empty(c: &Cluster, node: usize) {
     for _ in 0..200 {
         tokio::time::sleep(Duration::from_millis(50)).await;
         if chunks(c, node) == 0 {

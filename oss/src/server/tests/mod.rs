@@ -1,6 +1,7 @@
 //! Clusters of storage servers under failures.
 
 mod bed;
+mod copies;
 mod grants;
 mod leaving;
 mod out;

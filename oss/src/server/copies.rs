@@ -1,0 +1,351 @@
+//! Copies that are not in sync, as sources for what no replica in sync has good: of a replica that waits or is being filled, and of a target that
+//! has left the chain and is still there. They may be older, so what they give is judged by what is stored here: a block that has the checksum which
+//! this replica's record says it must have is that block, whatever else has changed. Where that checksum is not known, the chunk
+//! there must be at this one's version: a version names one update.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+    sync::Arc,
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use strake_fabric::{Buf, Message};
+use strake_proto::{
+    ChunkId, Code, Error, Result, TargetId,
+    checksum::{self, block_sums, crc32c},
+    data::{DataReply, DataRequest, Version},
+    map::ChainExt,
+    opcode,
+    pb::{self, ReplicaState},
+};
+use tokio::time::Instant;
+
+use super::{
+    leave::{ANNOUNCE, NO_CHUNK},
+    peers::Lane,
+    replica::Replica,
+    scrub,
+};
+use crate::{chain::rows::Copies, engine::Look};
+
+const BLOCK: u32 = checksum::BLOCK as u32;
+/// Blocks that are asked for at once.
+const PIECE: u32 = 64 * BLOCK;
+/// A target that has left is asked for so long after it was heard of.
+const REMEMBERED: Duration = Duration::from_secs(5 * ANNOUNCE.as_secs());
+
+/// Targets that have left a chain and still have something of it.
+#[derive(Default)]
+pub struct Formers(Mutex<BTreeMap<TargetId, Instant>>);
+
+impl Formers {
+    /// Whether that is news.
+    fn heard(&self, target: TargetId, now: Instant) -> bool {
+        let mut known = self.0.lock();
+        known.retain(|_, at| now.saturating_duration_since(*at) < REMEMBERED);
+        known.insert(target, now).is_none()
+    }
+
+    /// Whether it was one of them; it is no more.
+    fn is_gone(&self, target: TargetId) -> bool {
+        self.0.lock().remove(&target).is_some()
+    }
+
+    fn now(&self, now: Instant) -> Vec<TargetId> {
+        let known = self.0.lock();
+        known.iter().filter(|(_, at)| now.saturating_duration_since(**at) < REMEMBERED).map(|(t, _)| *t).collect()
+    }
+}
+
+/// Bytes of a chunk that were found good.
+pub(super) struct Part {
+    pub at: Range<u32>,
+    pub from: TargetId,
+    pub data: Vec<Buf>,
+    pub sums: Vec<u32>,
+}
+
+/// What came of a search in copies that are not in sync.
+#[derive(Default)]
+pub(super) struct Found {
+    pub parts: Vec<Part>,
+    /// What nobody has, in order.
+    pub left: Vec<Range<u32>>,
+    /// One of them did not answer and may have it.
+    pub unasked: Option<Error>,
+}
+
+impl Replica {
+    /// Targets that may have a copy and are not in sync.
+    fn others_out_of_sync(&self) -> BTreeSet<TargetId> {
+        let map = self.node.map.load();
+        let Some(chain) = map.chain(self.chain) else { return BTreeSet::new() };
+        let there = |r: &&pb::Replica| matches!(r.state(), ReplicaState::ReplicaSyncing | ReplicaState::ReplicaWaiting);
+        let there = chain.replicas.iter().filter(there).map(|r| r.target);
+        let left = self.formers.now(Instant::now()).into_iter().filter(|t| chain.state_of(*t).is_none());
+        there.chain(left).filter(|t| *t != self.id).collect()
+    }
+
+    /// Looks for damaged blocks of the committed chunk, whose slot the caller occupies.
+    pub(super) async fn search(&self, chunk: ChunkId, version: Version, damaged: &[Range<u32>]) -> Found {
+        let mut found = Found { left: damaged.to_vec(), ..Found::default() };
+        for to in self.others_out_of_sync() {
+            let mut left = Vec::new();
+            for part in std::mem::take(&mut found.left) {
+                if let Err(e) = self.search_part(to, chunk, version, part.clone(), &mut found.parts, &mut left).await {
+                    tracing::debug!("chunk {chunk} of chain {}: target {to} cannot help: {e}", self.chain);
+                    // One that has left and does not answer will say when it is there again.
+                    if e.is_retryable() && !(e.code == Code::Disconnected && self.formers.is_gone(to)) {
+                        found.unasked = Some(e);
+                    }
+                    left.push(part);
+                }
+            }
+            found.left = left;
+        }
+        found.parts.sort_by_key(|p| p.at.start);
+        found.left = joined(found.left);
+        found
+    }
+
+    /// What a target has of a part; `left`: what it has not. An error: nothing of it is known.
+    async fn search_part(
+        &self,
+        to: TargetId,
+        chunk: ChunkId,
+        version: Version,
+        part: Range<u32>,
+        parts: &mut Vec<Part>,
+        left: &mut Vec<Range<u32>>,
+    ) -> Result<()> {
+        let sums = self.engine().sums(&self.key(chunk), part.clone())?;
+        let (mut good, mut bad) = (Vec::new(), Vec::new());
+        for start in (part.start..part.end).step_by(PIECE as usize) {
+            let piece = start..part.end.min(start + PIECE);
+            let of_piece = &sums[((start - part.start) / BLOCK) as usize..];
+            match self.copy_of(to, chunk, piece.clone()).await {
+                Ok(copy) => judge(to, &copy, version, piece, of_piece, &mut good, &mut bad),
+                // Some of it is damaged there, too.
+                Err(e) if e.code == Code::Corrupt && piece.end - piece.start > BLOCK => {
+                    for (i, at) in (piece.start..piece.end).step_by(BLOCK as usize).enumerate() {
+                        let block = at..piece.end.min(at + BLOCK);
+                        match self.copy_of(to, chunk, block.clone()).await {
+                            Ok(copy) => judge(to, &copy, version, block, &of_piece[i..], &mut good, &mut bad),
+                            Err(e) if e.is_retryable() => return Err(e),
+                            Err(_) => bad.push(block),
+                        }
+                    }
+                }
+                Err(e) if e.is_retryable() => return Err(e),
+                Err(_) => bad.push(piece),
+            }
+        }
+        parts.append(&mut good);
+        left.append(&mut bad);
+        Ok(())
+    }
+
+    /// What a target has of a part of a chunk, as far as its copy reaches, at whatever version.
+    pub(super) async fn copy_of(
+        &self,
+        to: TargetId,
+        chunk: ChunkId,
+        part: Range<u32>,
+    ) -> Result<(DataReply, Vec<Buf>)> {
+        let (offset, len) = (part.start, part.end - part.start);
+        let r = DataRequest { offset, len, ..DataRequest::new(self.chain, self.view().epoch, to, chunk) };
+        let (reply, data) = self.call(to, Lane::Other, Message::new(opcode::READ_COPY, r.encode())).await?;
+        if checksum::verify(u64::from(offset), data.iter().map(|b| &b[..]), &reply.sums).is_some() {
+            return Err(Error::new(
+                Code::Resend,
+                format!("what target {to} has of chunk {chunk} was damaged on its way"),
+            ));
+        }
+        Ok((reply, data))
+    }
+
+    /// A VOUCH as it arrives: whether this replica, in sync, can read all that it has of the chunk, or has it again now with the help of the
+    /// target that asks. `Corrupt` if not.
+    pub(super) async fn vouch(self: &Arc<Self>, r: &DataRequest) -> Result<DataReply> {
+        self.check_in_sync(r.epoch)?;
+        let asks = TargetId::try_from(r.session).map_err(|_| Error::new(Code::Inval, "no target's number"))?;
+        if self.formers.heard(asks, Instant::now()) {
+            // It may have what was lost so far.
+            let me = self.clone();
+            self.node.env.spawn(async move { me.mend_all().await });
+        }
+        if r.chunk != NO_CHUNK {
+            let patience = Duration::from_millis(self.node.cfg.peer_timeout_ms) * 3 / 4;
+            let late = |_| Error::new(Code::Overloaded, format!("it takes long to read chunk {}", r.chunk));
+            tokio::time::timeout(patience, self.can_read(r.chunk)).await.map_err(late)??;
+            self.check_in_sync(r.epoch)?;
+        }
+        let busy = self.target.foreground.is_busy(Instant::now());
+        Ok(DataReply { epoch: r.epoch, len: u32::from(busy), ..DataReply::default() })
+    }
+
+    fn check_in_sync(&self, epoch: u64) -> Result<()> {
+        self.check_member(epoch)?;
+        self.target.check_in()?;
+        if self.view().serving() {
+            return Ok(());
+        }
+        Err(Error::new(Code::NotServing, format!("chain {} is not in sync on target {}", self.chain, self.id)))
+    }
+
+    async fn can_read(self: &Arc<Self>, chunk: ChunkId) -> Result<()> {
+        let key = self.key(chunk);
+        let whole = |l: Option<Look>| l.is_none_or(|l| l.is_whole());
+        let look = async || self.engine().check_whole(&key).await.inspect_err(|e| self.cannot_look(e));
+        if whole(look().await?) {
+            Copies::Vouched.taken();
+            return Ok(());
+        }
+        // What is known to be lost is looked for again: the one who asks may not have been there.
+        let mended = self.mend(chunk, None).await;
+        if mended.is_ok() && whole(look().await?) {
+            Copies::Mended.taken();
+            return Ok(());
+        }
+        Copies::Refused.taken();
+        mended?;
+        Err(Error::new(Code::Corrupt, format!("chunk {chunk} is damaged on target {}", self.id)))
+    }
+
+    /// Tries again to repair what is known to be damaged.
+    async fn mend_all(self: Arc<Self>) {
+        for (key, _) in self.target.damage.open().into_iter().filter(|(k, _)| k.chain == self.chain) {
+            if let Err(e) = scrub::mend(&self, key.chunk).await {
+                tracing::debug!("{key}: {e}");
+            }
+        }
+    }
+}
+
+/// Which blocks of a part, read elsewhere, are those that are lost here: `sums` are the checksums that they must have.
+fn judge(
+    from: TargetId,
+    (reply, data): &(DataReply, Vec<Buf>),
+    version: Version,
+    part: Range<u32>,
+    sums: &[Option<u32>],
+    good: &mut Vec<Part>,
+    bad: &mut Vec<Range<u32>>,
+) {
+    let mut bytes: Vec<u8> = data.iter().flat_map(|b| b.iter().copied()).collect();
+    let whole = bytes.len() == (part.end - part.start) as usize;
+    bytes.resize((part.end - part.start).next_multiple_of(BLOCK) as usize, 0);
+    for ((at, sum), block) in (part.start..part.end).step_by(BLOCK as usize).zip(sums).zip(bytes.chunks(BLOCK as usize))
+    {
+        let at = at..part.end.min(at + BLOCK);
+        let row = match sum {
+            Some(sum) if crc32c(block) == *sum => Copies::Same,
+            None if whole && reply.version == version => Copies::Version,
+            _ => {
+                Copies::Other.taken();
+                bad.push(at);
+                continue;
+            }
+        };
+        row.taken();
+        let data = vec![Buf::copy_from(&block[..(at.end - at.start) as usize])];
+        let sums = block_sums(u64::from(at.start), data.iter().map(|b| &b[..]));
+        good.push(Part { at, from, data, sums });
+    }
+}
+
+/// Parts that touch are one.
+fn joined(mut parts: Vec<Range<u32>>) -> Vec<Range<u32>> {
+    parts.sort_by_key(|p| p.start);
+    let mut out: Vec<Range<u32>> = Vec::new();
+    for p in parts {
+        match out.last_mut() {
+            Some(last) if last.end >= p.start => last.end = last.end.max(p.end),
+            _ => out.push(p),
+        }
+    }
+    out
+}
+
+/// The bytes that stand for damaged ones in a fill, from this checksum of theirs, as far as it is known: zeros behind a word by which their
+/// complement's checksum is the one of what is lost.
+pub(super) fn stand_in(part: &Range<u32>, sums: &[Option<u32>]) -> Vec<u8> {
+    let mut bytes = vec![0; (part.end - part.start) as usize];
+    for (block, sum) in bytes.chunks_mut(BLOCK as usize).zip(sums) {
+        if let (Some(sum), Some(word)) = (sum, block.first_chunk_mut::<4>()) {
+            *word = checksum::block_with_sum(!sum);
+        }
+    }
+    bytes
+}
+
+/// What a block that stands for a damaged one says about that: the checksum it has, if that is known.
+pub(super) fn stands_for(block: &[u8]) -> Option<u32> {
+    let mut whole = [0; BLOCK as usize];
+    whole[..block.len()].copy_from_slice(block);
+    (whole != [0; BLOCK as usize]).then(|| !crc32c(&whole))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn block(seed: u8, len: usize) -> Vec<u8> {
+        (0..len).map(|i| (i as u8).wrapping_mul(31) ^ seed).collect()
+    }
+
+    fn padded(bytes: &[u8]) -> u32 {
+        let mut b = bytes.to_vec();
+        b.resize(BLOCK as usize, 0);
+        crc32c(&b)
+    }
+
+    #[test]
+    fn what_stands_for_a_block_says_which() {
+        for len in [4, 5, 904, 4096] {
+            let sum = padded(&block(7, len));
+            let bytes = stand_in(&(8192..8192 + len as u32), &[Some(sum)]);
+            assert_eq!((bytes.len(), stands_for(&bytes), padded(&bytes)), (len, Some(sum), !sum));
+        }
+        assert_eq!(stands_for(&stand_in(&(0..4096), &[None])), None);
+        // Too short for the word.
+        assert_eq!(stands_for(&stand_in(&(4096..4099), &[Some(5)])), None);
+        let two = stand_in(&(0..8192), &[Some(1), Some(2)]);
+        assert_eq!((stands_for(&two[..4096]), stands_for(&two[4096..])), (Some(1), Some(2)));
+    }
+
+    #[test]
+    fn an_older_copy_gives_what_is_unchanged_and_nothing_else() {
+        let v = |number| Version { epoch: 1, number };
+        let (a, b, c) = (block(1, 4096), block(2, 4096), block(3, 904));
+        let copy = |version| {
+            let data = vec![Buf::copy_from(&[&a[..], &b[..], &c[..]].concat())];
+            (DataReply { version, ..DataReply::default() }, data)
+        };
+        let part = 4096..4096 + 2 * 4096 + 904;
+        let sums = [Some(crc32c(&a)), Some(crc32c(&block(9, 4096))), Some(padded(&c))];
+        let starts = |parts: Vec<Range<u32>>| parts.iter().map(|p| p.start).collect::<Vec<_>>();
+        let of = |copy: &(DataReply, Vec<Buf>), sums: &[Option<u32>]| {
+            let (mut good, mut bad) = (Vec::new(), Vec::new());
+            judge(5, copy, v(8), part.clone(), sums, &mut good, &mut bad);
+            (starts(good.iter().map(|p| p.at.clone()).collect()), starts(bad))
+        };
+        assert_eq!(of(&copy(v(3)), &sums), (vec![4096, 12_288], vec![8192]));
+        // Without a checksum only the same version will do, and only if all of it is there.
+        assert_eq!(of(&copy(v(3)), &[None, None, None]).0, []);
+        assert_eq!(of(&copy(v(8)), &[None, None, None]).1, []);
+        let short = (DataReply { version: v(8), ..DataReply::default() }, vec![Buf::copy_from(&a)]);
+        assert_eq!(of(&short, &[None, None, None]).0, []);
+        assert_eq!(of(&short, &sums).0, [4096]);
+    }
+
+    #[test]
+    fn one_that_has_left_is_remembered_for_a_while() {
+        let (f, t) = (Formers::default(), Instant::now());
+        assert!(f.heard(3, t) && !f.heard(3, t + ANNOUNCE) && f.heard(4, t));
+        assert_eq!(f.now(t + REMEMBERED), [3]);
+        assert!(f.heard(4, t + REMEMBERED));
+    }
+}
