@@ -63,6 +63,8 @@ struct Inner {
     power_left: Option<u64>,
     /// Writes find no space.
     full: bool,
+    /// What is left below; `None`: it is not shared with anything.
+    spare: Option<u64>,
     skip_flush: bool,
     latency: BTreeMap<Op, Duration>,
     counters: Counters,
@@ -89,6 +91,11 @@ fn zeros() -> Block {
 }
 
 impl MemDevice {
+    /// So many bytes are left where the device lies.
+    pub fn set_spare(&self, bytes: u64) {
+        self.inner.lock().spare = Some(bytes);
+    }
+
     /// An empty device of `capacity` bytes, rounded down to whole blocks. Memory is used only for blocks written.
     pub fn new(capacity: u64) -> MemDevice {
         MemDevice { capacity: capacity / BLOCK * BLOCK, inner: Mutex::default(), meter: Meter::default() }
@@ -256,6 +263,9 @@ impl Device for MemDevice {
     }
     fn name(&self) -> String {
         "memory device".into()
+    }
+    fn spare(&self) -> u64 {
+        self.inner.lock().spare.unwrap_or(u64::MAX)
     }
     fn meter(&self) -> &Meter {
         &self.meter

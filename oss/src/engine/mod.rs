@@ -25,12 +25,14 @@
 //! | `record.rs`, `superblock.rs` | the formats |
 //! | `tally.rs` | how a table that lost synced changes is noticed |
 //! | `overlay.rs`, `alloc.rs` | the table's part in memory; free space |
+//! | `kept.rs` | free space that is kept back from new data |
 //! | `grants.rs` | free space that is promised to sessions |
 
 mod alloc;
 mod check;
 mod flush;
 mod grants;
+mod kept;
 mod list;
 mod open;
 mod overlay;
@@ -51,7 +53,7 @@ use std::{
     ops::Range,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -60,6 +62,7 @@ use alloc::{Allocator, Extent};
 pub use check::{Look, STEP};
 pub use grants::Ask;
 use grants::Grants;
+use kept::Kept;
 use overlay::Overlay;
 use parking_lot::Mutex;
 pub use position::Position;
@@ -188,7 +191,7 @@ impl Default for Options {
 /// Space and counters. Bytes, except where said.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// What chunks can use.
+    /// What chunks can use: without what is kept for cutting and overwriting them.
     pub capacity: u64,
     /// Allocated, including what a flush has not yet given back.
     pub used: u64,
@@ -223,6 +226,8 @@ struct State {
     segments: Overlay<(Key, u8), Segment>,
     alloc: Allocator,
     grants: Grants,
+    /// Blocks that updates between their allocation and their commit will give back.
+    replacing: u64,
     /// Segments found damaged when the target was opened. Their blocks were counted as free, so they stay damaged until they
     /// are written anew, whatever a later look finds.
     lost: BTreeSet<(Key, u8)>,
@@ -270,8 +275,7 @@ struct Shared {
     table: Arc<dyn MetaStore>,
     pool: Pool,
     options: Options,
-    /// Blocks that only truncations may use, so that space can always be given back.
-    reserve: u64,
+    kept: Kept,
     /// Blocks that chunks can use.
     capacity: u64,
     superblock: tokio::sync::Mutex<Superblock>,
@@ -280,7 +284,10 @@ struct Shared {
     state: Mutex<State>,
     /// Held by the flush that runs.
     gate: Arc<tokio::sync::Mutex<()>>,
-    /// Told when the last reader of an epoch ends.
+    /// Overwrites that found no space: how many, and the one whose turn it is.
+    overwriters: AtomicUsize,
+    overwriter: tokio::sync::Mutex<()>,
+    /// Told when the last reader of an epoch ends, and to overwriters when another has ended.
     reader_done: tokio::sync::Notify,
     counters: Counters,
     /// For holes.
@@ -328,7 +335,7 @@ impl Engine {
         let waiting: u64 = s.reclaim.iter().flat_map(|(_, list)| list).map(|e| e.count).sum();
         let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
         Usage {
-            capacity: self.shared.capacity * BLOCK,
+            capacity: self.shared.capacity.saturating_sub(self.shared.kept.total()) * BLOCK,
             used: (self.shared.capacity - s.alloc.free_blocks()).saturating_sub(waiting) * BLOCK,
             granted: s.grants.total() * BLOCK,
             chunks: s.chunks,
@@ -350,7 +357,7 @@ impl Engine {
     pub fn grant(&self, now: Duration, ask: Ask) -> Result<u64> {
         let spare = self.shared.device.spare() / BLOCK;
         let mut s = self.shared.state.lock();
-        let free = s.alloc.free_blocks().saturating_sub(self.shared.reserve).min(spare);
+        let free = s.alloc.free_blocks().saturating_sub(self.shared.kept.total()).min(spare);
         s.grants.ask(now, ask, free).ok_or_else(|| Error::new(Code::Stale, "a later question for space was answered"))
     }
 

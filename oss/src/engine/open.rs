@@ -14,6 +14,7 @@ use super::{
     Counters, Engine, Key, Options, Shared, State, TargetIdentity,
     alloc::{Allocator, Extent, coalesce},
     grants::Grants,
+    kept::Kept,
     overlay::Overlay,
     record::{
         HEADER_PREFIX, HOLE, Header, SEGMENT_PREFIX, Segment, TALLY_KEY, TARGET_KEY, decode_target, encode_target,
@@ -86,6 +87,7 @@ impl Engine {
             segments: Overlay::new(options.cached_records),
             alloc,
             grants: Grants::default(),
+            replacing: 0,
             lost,
             staging: Default::default(),
             freed: Vec::new(),
@@ -104,13 +106,15 @@ impl Engine {
             failed: None,
         };
         let shared = Shared {
-            reserve: (capacity / 1024).clamp(16, 4096),
+            kept: Kept::of(capacity),
             capacity,
             identity: Mutex::new(superblock.identity.clone()),
             superblock: tokio::sync::Mutex::new(superblock),
             sights: Mutex::new(sights::load(&*table)?),
             state: Mutex::new(state),
             gate: Default::default(),
+            overwriters: Default::default(),
+            overwriter: Default::default(),
             reader_done: Default::default(),
             counters,
             zeros: Buf::copy_from(&vec![0; ZEROS]),

@@ -1,7 +1,11 @@
 //! From an update to staged blocks: checks, allocation, merging with old bytes, writing, and the records that will name
 //! the new blocks once the update is committed.
 
-use std::{ops::Range, sync::Arc, time::Duration};
+use std::{
+    ops::Range,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Duration,
+};
 
 use futures_util::future::try_join_all;
 use strake_fabric::Buf;
@@ -16,6 +20,7 @@ use super::{
     ChunkMeta, Engine, Key, Shared, Update, add,
     alloc::{Extent, push_block},
     damaged,
+    kept::{Claim, Want},
     overlay::Slot,
     read::{View, find, segments_of},
     record::{HOLE, Header, MAX_SEGS, SEG_BLOCKS, Segment},
@@ -24,8 +29,10 @@ use super::{
 /// More segments than this in one write are copied into one buffer first (the kernel's limit is 1,024).
 const MAX_IOVECS: usize = 512;
 
-/// How often, and how long each time, a full device waits for readers of deleted blocks.
+/// How often, and how long each time, a full device waits for readers of deleted blocks, and for overwrites under way to give back
+/// the blocks that they replace.
 const FULL_RETRIES: usize = 4;
+const OVERWRITE_RETRIES: usize = 40;
 const FULL_WAIT: Duration = Duration::from_millis(50);
 
 /// An update whose bytes are on the device and visible to nobody. Dropping it frees them.
@@ -71,33 +78,37 @@ impl Drop for Slotted {
     }
 }
 
-/// What an update may take of the free blocks.
-#[derive(Clone, Copy)]
-enum Claim {
-    /// What is neither reserved nor granted.
-    Open,
-    /// That, and what is granted to this session.
-    Granted(SessionId),
-    /// All: it gives space back.
-    All,
-}
-
 /// Allocated blocks on their way into a record.
 struct Space {
     shared: Arc<Shared>,
     extents: Vec<Extent>,
+    /// Blocks that this update gives back once it is committed and flushed.
+    replaces: u64,
     /// How many of them came out of a session's grant.
     granted: Option<(SessionId, u64)>,
     /// A write may still change them: then they wait for a flush, which waits for the write.
     in_flight: bool,
 }
 
+impl Space {
+    /// What was allocated for another part of the same update.
+    fn join(&mut self, mut other: Space) {
+        self.extents.append(&mut other.extents);
+        self.replaces += std::mem::take(&mut other.replaces);
+    }
+}
+
 impl Drop for Space {
     fn drop(&mut self) {
-        if self.extents.is_empty() {
+        if self.extents.is_empty() && self.replaces == 0 {
             return;
         }
+        // What a commit replaces is there after a flush: somebody may wait for it.
+        if self.replaces > 0 && self.shared.overwriters.load(Relaxed) > 0 {
+            self.shared.reader_done.notify_waiters();
+        }
         let mut s = self.shared.state.lock();
+        s.replacing -= self.replaces;
         if let Some((session, blocks)) = self.granted {
             s.grants.give_back(session, blocks);
         }
@@ -108,6 +119,29 @@ impl Drop for Space {
                 s.give_back(e);
             }
         }
+    }
+}
+
+/// In the queue of those who wait for what other overwrites replace.
+struct Overwriter<'a> {
+    shared: &'a Shared,
+    turn: Option<tokio::sync::MutexGuard<'a, ()>>,
+}
+
+impl<'a> Overwriter<'a> {
+    /// Returns when it is the first.
+    async fn queue(shared: &'a Shared) -> Overwriter<'a> {
+        shared.overwriters.fetch_add(1, Relaxed);
+        let mut me = Overwriter { shared, turn: None };
+        me.turn = Some(shared.overwriter.lock().await);
+        me
+    }
+}
+
+impl Drop for Overwriter<'_> {
+    fn drop(&mut self) {
+        self.turn = None;
+        self.shared.overwriters.fetch_sub(1, Relaxed);
     }
 }
 
@@ -149,6 +183,14 @@ impl Rewrite {
         if old != HOLE {
             push_block(&mut self.freed, old);
         }
+    }
+
+    /// How many of these blocks are there.
+    fn stored(&self, blocks: Range<usize>) -> u64 {
+        let first = self.segments.first().map_or(0, |(n, _)| usize::from(*n));
+        let at =
+            |b: usize| self.segments.get((b / SEG_BLOCKS).wrapping_sub(first)).map(|(_, s)| s.blocks[b % SEG_BLOCKS]);
+        blocks.filter(|b| at(*b).is_some_and(|block| block != HOLE)).count() as u64
     }
 
     /// Makes everything a hole.
@@ -206,7 +248,7 @@ impl Engine {
         let slot = self.take_slot(key)?;
         match update {
             Update::Write { offset, data, sums } => {
-                let claim = granted.map_or(Claim::Open, Claim::Granted);
+                let claim = Claim::Data(granted);
                 self.stage_write(slot, offset, data, sums, claim).await
             }
             Update::Punch { offset, len } => self.stage_punch(slot, offset, len).await,
@@ -249,7 +291,8 @@ impl Engine {
         let mut len = old.len();
         if bytes > 0 {
             let image = self.shared.image(&slot.key, &old, offset, data, sums).await?;
-            space = self.write(&slot.key, &image, claim).await?;
+            let replaced = rewrite.stored(image.first..image.first + image.sums.len());
+            space = self.write(&slot.key, &image, claim, replaced).await?;
             rewrite.place(&image, &space.extents);
             len = len.max(end);
         }
@@ -278,7 +321,7 @@ impl Engine {
             block[kept..].fill(0);
             let sums = vec![crc32c(&block)];
             let image = Image { first: at, data: vec![block.freeze()], sums };
-            space = self.write(&slot.key, &image, Claim::All).await?;
+            space = self.write(&slot.key, &image, Claim::All, 1).await?;
             rewrite.place(&image, &space.extents);
         }
         Ok(slot.staged(&old, len, tombstone, rewrite, space))
@@ -317,9 +360,9 @@ impl Engine {
             }
             let sums = vec![crc32c(&block)];
             let image = Image { first: at, data: vec![block.freeze()], sums };
-            let mut more = self.write(&slot.key, &image, Claim::All).await?;
+            let more = self.write(&slot.key, &image, Claim::All, 1).await?;
             rewrite.place(&image, &more.extents);
-            space.extents.append(&mut more.extents);
+            space.join(more);
         }
         Ok(slot.staged(&old, old.len(), tombstone, rewrite, space))
     }
@@ -335,6 +378,7 @@ impl Engine {
         let bytes = total(&data);
         let mut rewrite = Rewrite::new(&old.segments);
         rewrite.clear();
+        let mut replaced: u64 = rewrite.freed.iter().map(|e| e.count).sum();
         for n in segments_of(0, bytes as u32) {
             if !rewrite.segments.iter().any(|(have, _)| *have == n) {
                 rewrite.segments.push((n, Segment::empty()));
@@ -347,9 +391,11 @@ impl Engine {
                 image.spoil(&damaged)?;
             }
             for part in image.without_zeros(crc32c(&self.shared.zeros[..BLOCK])) {
-                let mut more = self.write(&slot.key, &part, Claim::Open).await?;
+                let of_part = replaced.min(part.sums.len() as u64);
+                let more = self.write(&slot.key, &part, Claim::Data(None), of_part).await?;
+                replaced -= of_part;
                 rewrite.place(&part, &more.extents);
-                space.extents.append(&mut more.extents);
+                space.join(more);
             }
         }
         let mut staged = slot.staged(&old, bytes as u32, tombstone, rewrite, space);
@@ -359,10 +405,11 @@ impl Engine {
         Ok(staged)
     }
 
-    /// Allocates and writes. On failure or when dropped halfway the space goes back by itself.
-    async fn write(&self, key: &Key, image: &Image, claim: Claim) -> Result<Space> {
+    /// Allocates and writes. `replaced`: so many of the blocks take the place of others, which are free when the update is flushed.
+    /// On failure or when dropped halfway the space goes back by itself.
+    async fn write(&self, key: &Key, image: &Image, claim: Claim, replaced: u64) -> Result<Space> {
         let count = image.sums.len() as u64;
-        let mut space = self.allocate(key, count, claim).await?;
+        let mut space = self.allocate(key, Want { count, replaced, claim }).await?;
         space.in_flight = true;
         let mut at = 0;
         let writes = space.extents.iter().map(|e| {
@@ -377,24 +424,33 @@ impl Engine {
         Ok(space)
     }
 
-    /// Before it gives up, takes what deletions and finished readers give back.
-    async fn allocate(&self, key: &Key, count: u64, claim: Claim) -> Result<Space> {
-        let alloc = || self.shared.alloc(count, claim);
-        if let Some(space) = alloc() {
+    /// Before it gives up, takes what deletions, other overwrites and finished readers give back.
+    async fn allocate(&self, key: &Key, want: Want) -> Result<Space> {
+        let (shared, overwrites) = (&self.shared, want.fresh() == 0);
+        let alloc = || shared.alloc(want);
+        // Nobody passes those who wait.
+        if (!overwrites || shared.overwriters.load(Relaxed) == 0)
+            && let Some(space) = alloc()
+        {
             return Ok(space);
         }
-        for _ in 0..FULL_RETRIES {
+        let _turn = if overwrites { Some(Overwriter::queue(shared).await) } else { None };
+        for _ in 0..if overwrites { OVERWRITE_RETRIES } else { FULL_RETRIES } {
             let reader_done = self.shared.reader_done.notified();
             self.flush_now().await?;
             if let Some(space) = alloc() {
                 return Ok(space);
             }
-            if self.shared.state.lock().reclaim.is_empty() {
+            let nothing_comes = {
+                let s = self.shared.state.lock();
+                s.reclaim.is_empty() && (!overwrites || s.replacing == 0)
+            };
+            if nothing_comes {
                 break;
             }
             let _ = tokio::time::timeout(FULL_WAIT, reader_done).await;
         }
-        Err(self.no_space(key, count))
+        Err(self.no_space(key, want.count))
     }
 
     fn no_space(&self, key: &Key, count: u64) -> Error {
@@ -402,10 +458,11 @@ impl Engine {
             let s = self.shared.state.lock();
             (s.alloc.free_blocks(), s.grants.total())
         };
-        let [count, free, reserve, granted] = [count, free, self.shared.reserve, granted].map(|n| n * BLOCK as u64);
+        let kept = self.shared.kept.total();
+        let [count, free, kept, granted] = [count, free, kept, granted].map(|n| n * BLOCK as u64);
         let m = format!(
-            "{key}: no space for {count} bytes on {} ({free} free, {reserve} of them kept for truncation, {granted} for what mounts \
-             hold back); delete files or add targets",
+            "{key}: no space for {count} bytes on {} ({free} free, {kept} of them kept for truncation and overwriting, {granted} for \
+             what mounts hold back); delete files or add targets",
             self.shared.device.name()
         );
         Error::new(Code::NoSpc, m)
@@ -441,7 +498,8 @@ impl Engine {
         s.freed.append(&mut staged.freed);
         s.dirty_bytes += staged.bytes;
         s.committed += 1;
-        staged.space.extents.clear(); // the records own them now
+        // The records own them now, and the flush gives back what they replace.
+        staged.space.extents.clear();
         Ok(())
     }
 }
@@ -467,7 +525,7 @@ impl Slotted {
     }
 
     fn no_space(&self) -> Space {
-        Space { shared: self.shared.clone(), extents: Vec::new(), granted: None, in_flight: false }
+        Space { shared: self.shared.clone(), extents: Vec::new(), replaces: 0, granted: None, in_flight: false }
     }
 
     fn staged(self, old: &Old, len: u32, tombstone: bool, rewrite: Rewrite, space: Space) -> Staged {
@@ -545,19 +603,17 @@ impl Rewrite {
 
 impl Shared {
     /// `None`: not so many are free for who may take so much.
-    fn alloc(self: &Arc<Self>, count: u64, claim: Claim) -> Option<Space> {
+    fn alloc(self: &Arc<Self>, want: Want) -> Option<Space> {
+        // Not under the lock: it asks the file system below.
+        if want.fresh() > 0 && self.device.spare() < self.kept.below {
+            return None;
+        }
         let mut s = self.state.lock();
-        let kept = match claim {
-            Claim::Open => self.reserve + s.grants.total(),
-            Claim::Granted(session) => self.reserve + s.grants.total() - s.grants.of(session),
-            Claim::All => 0,
-        };
-        let extents = s.alloc.alloc(count, kept)?;
-        let granted = match claim {
-            Claim::Granted(session) => Some((session, s.grants.take(session, count))),
-            Claim::Open | Claim::All => None,
-        };
-        Some(Space { shared: self.clone(), extents, granted, in_flight: false })
+        let (total, own) = (s.grants.total(), want.session().map_or(0, |session| s.grants.of(session)));
+        let extents = s.alloc.alloc(want.count, self.kept.from(want, total, own))?;
+        let granted = want.session().map(|session| (session, s.grants.take(session, want.count)));
+        s.replacing += want.replaced;
+        Some(Space { shared: self.clone(), extents, replaces: want.replaced, granted, in_flight: false })
     }
 
     /// A block of the chunk as stored, checked; `None` for a hole.

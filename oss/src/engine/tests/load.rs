@@ -1,7 +1,8 @@
 //! Space, cost and concurrency.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
+use rand::{RngExt, SeedableRng, rngs::StdRng};
 use strake_proto::Code;
 
 use super::{crash::Powered, *};
@@ -20,7 +21,7 @@ async fn a_full_device_says_so_and_deletes_give_everything_back() {
     };
     assert_eq!(full.code, Code::NoSpc);
     assert!(full.message.contains("delete files"), "{full}");
-    assert_eq!(written, (300 - 16) / 8);
+    assert_eq!(written, (300 - 16 - 4) / 8);
     e.flush().await.unwrap();
     // The reserve lets every file shrink although nothing is free.
     for i in 0..written.min(16) {
@@ -33,13 +34,129 @@ async fn a_full_device_says_so_and_deletes_give_everything_back() {
     }
     e.flush().await.unwrap();
     assert_eq!((e.usage().used, e.usage().chunks), (0, 0));
-    apply(&e, key(0), write(0, &pattern(1, 284 * 4096)), 4).await.unwrap();
-    assert_eq!(read_all(&e, key(0)).await.unwrap(), pattern(1, 284 * 4096));
+    apply(&e, key(0), write(0, &pattern(1, 280 * 4096)), 4).await.unwrap();
+    assert_eq!(read_all(&e, key(0)).await.unwrap(), pattern(1, 280 * 4096));
+}
+
+/// Fills a target and goes on with whatever takes no more space in the end, against a model. Only new data is refused.
+#[tokio::test]
+async fn on_a_full_target_everything_goes_on_but_new_data() {
+    for seed in 0..6 {
+        let mut rng = StdRng::seed_from_u64(seed);
+        // 32 blocks are kept for overwriting.
+        let bed = Bed::new(2048).await;
+        let mut e = bed.open().await;
+        let mut model: BTreeMap<u64, Vec<u8>> = BTreeMap::new();
+        let mut n = 0;
+        let mut fill = async |e: &Engine, model: &mut BTreeMap<u64, Vec<u8>>, n: &mut u64| loop {
+            *n += 1;
+            let data = pattern(*n, rng.random_range(1..200_000));
+            match apply(e, key(*n), write(0, &data), *n).await {
+                Ok(()) => drop(model.insert(*n, data)),
+                Err(e) if e.code == Code::NoSpc => return,
+                Err(e) => panic!("{e}"),
+            }
+        };
+        fill(&e, &mut model, &mut n).await;
+        let mut rng = StdRng::seed_from_u64(seed ^ 77);
+        for step in 0..200 {
+            n += 1;
+            let (at, old) = model.iter().nth(rng.random_range(0..model.len())).map(|(k, v)| (*k, v.clone())).unwrap();
+            let from = rng.random_range(0..old.len());
+            match rng.random_range(0..10) {
+                0 => {
+                    apply(&e, key(at), Update::Truncate { len: from as u32 + 1 }, n).await.unwrap();
+                    model.get_mut(&at).unwrap().truncate(from + 1);
+                }
+                1 if model.len() > 2 => {
+                    apply(&e, key(at), Update::Remove, n).await.unwrap();
+                    model.remove(&at);
+                }
+                2 => fill(&e, &mut model, &mut n).await,
+                3 => {
+                    let len = (old.len() - from).min(9000);
+                    apply(&e, key(at), Update::Punch { offset: from as u32, len: len as u32 }, n).await.unwrap();
+                    // What takes no space any more is new when it is written.
+                    model.get_mut(&at).unwrap()[from..from + len].fill(0);
+                    let data = pattern(n, old.len());
+                    match apply(&e, key(at), write(0, &data), n).await {
+                        Ok(()) => drop(model.insert(at, data)),
+                        Err(e) => assert_eq!(e.code, Code::NoSpc),
+                    }
+                }
+                4 => {
+                    e.flush().await.unwrap();
+                    drop(e);
+                    e = bed.open().await;
+                }
+                _ => {
+                    let len = rng.random_range(1..=(old.len() - from).min(30 * 4096));
+                    let data = pattern(n, len);
+                    let holes = e.read(&key(at), 0, old.len() as u32).await.unwrap();
+                    assert_eq!(holes.len as usize, old.len());
+                    let there = old.iter().all(|b| *b != 0);
+                    match apply(&e, key(at), write(from as u32, &data), n).await {
+                        Ok(()) => model.get_mut(&at).unwrap()[from..from + len].copy_from_slice(&data),
+                        Err(e) => assert!(e.code == Code::NoSpc && !there, "seed {seed}, step {step}: {e}"),
+                    }
+                }
+            }
+        }
+        e.flush().await.unwrap();
+        drop(e);
+        let e = bed.open().await;
+        for (at, data) in &model {
+            assert!(read_all(&e, key(*at)).await.unwrap() == *data, "seed {seed}: chunk {at}");
+        }
+    }
+}
+
+/// More at once than the reserve takes: they wait for each other's blocks.
+#[tokio::test]
+async fn overwrites_at_once_share_what_is_kept() {
+    let bed = Bed::new(2048).await;
+    let e = bed.open().await;
+    let mut n = 0;
+    while apply(&e, key(n), write(0, &pattern(n, 20 * 4096)), 1).await.is_ok() {
+        n += 1;
+    }
+    let all = (0..16).map(|i| {
+        let e = e.clone();
+        tokio::spawn(async move {
+            for round in 2..8 {
+                let staged = e.stage(key(i), write(0, &pattern(i * round, 20 * 4096))).await.unwrap();
+                // On its way along the chain.
+                tokio::time::sleep(Duration::from_millis(5)).await;
+                e.commit(staged, version(round), vec![]).unwrap();
+            }
+        })
+    });
+    for r in futures_util::future::join_all(all).await {
+        r.unwrap();
+    }
+    for i in 0..16 {
+        assert!(read_all(&e, key(i)).await.unwrap() == pattern(i * 7, 20 * 4096));
+    }
+}
+
+/// What lies below a sparse target is full: the same.
+#[tokio::test]
+async fn a_full_file_system_below_refuses_new_data_first() {
+    let bed = Bed::new(2048).await;
+    let e = bed.open().await;
+    apply(&e, key(0), write(0, &pattern(1, 100_000)), 1).await.unwrap();
+    bed.device.set_spare(32 * BLOCK - 1);
+    assert_eq!(apply(&e, key(1), write(0, b"new"), 1).await.unwrap_err().code, Code::NoSpc);
+    apply(&e, key(0), write(5000, &pattern(2, 50_000)), 2).await.unwrap();
+    assert_eq!(apply(&e, key(0), write(99_000, &pattern(2, 50_000)), 2).await.unwrap_err().code, Code::NoSpc);
+    apply(&e, key(0), Update::Truncate { len: 7 }, 3).await.unwrap();
+    bed.device.set_spare(32 * BLOCK);
+    apply(&e, key(1), write(0, b"new"), 1).await.unwrap();
 }
 
 #[tokio::test]
 async fn writes_to_fragmented_space_are_cut_into_pieces() {
-    let bed = Bed::new(272).await;
+    let bed = Bed::new(276).await;
     let e = bed.open().await;
     for i in 0..256 {
         apply(&e, key(i), write(0, &pattern(i, 4096)), 1).await.unwrap();

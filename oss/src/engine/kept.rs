@@ -1,0 +1,151 @@
+//! What of a target's free space is kept back from new data: pure arithmetic.
+//!
+//! Every update is copy-on-write, so that a full target could do nothing without it. Overwriting, cutting and removing give back
+//! what they take as soon as they are flushed.
+
+use strake_proto::SessionId;
+
+use crate::device::BLOCK;
+
+/// Of a target, one part in so many is kept for overwriting, and one in so many for cutting and punching.
+const OVERWRITE_PART: u64 = 64;
+const CUT_PART: u64 = 1024;
+const MOST_OVERWRITE: u64 = (64 << 20) / BLOCK;
+
+/// Blocks kept back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kept {
+    /// For cutting and punching, which may take all that is free.
+    pub cut: u64,
+    /// For blocks that take the place of others.
+    pub overwrite: u64,
+    /// Bytes of the file system below, for overwriting and for the chunk table: with less, new data is refused.
+    pub below: u64,
+}
+
+/// What an update may take of the free blocks.
+#[derive(Clone, Copy, Debug)]
+pub enum Claim {
+    /// What is neither kept nor granted, and what is granted to this session, if any.
+    Data(Option<SessionId>),
+    /// All: it gives space back.
+    All,
+}
+
+/// Blocks that an update needs.
+#[derive(Clone, Copy, Debug)]
+pub struct Want {
+    pub count: u64,
+    /// Those of them that take the place of others.
+    pub replaced: u64,
+    pub claim: Claim,
+}
+
+impl Want {
+    /// Blocks by which the target is fuller afterwards.
+    pub fn fresh(&self) -> u64 {
+        self.count - self.replaced
+    }
+
+    pub fn session(&self) -> Option<SessionId> {
+        match self.claim {
+            Claim::Data(session) => session,
+            Claim::All => None,
+        }
+    }
+}
+
+impl Kept {
+    /// Of a target of so many blocks.
+    pub fn of(capacity: u64) -> Kept {
+        let overwrite = (capacity / OVERWRITE_PART).min(MOST_OVERWRITE);
+        Kept { cut: (capacity / CUT_PART).clamp(16, 4096), overwrite, below: overwrite * BLOCK }
+    }
+
+    pub fn total(&self) -> u64 {
+        self.cut + self.overwrite
+    }
+
+    /// What must be left when the update has its blocks. `granted`: to all sessions; `own` of it to the update's.
+    ///
+    /// Of a grant, new blocks take first. New ones beyond it leave all that is kept, and the grants; others may take what is kept for them.
+    pub fn from(&self, want: Want, granted: u64, own: u64) -> u64 {
+        if matches!(want.claim, Claim::All) {
+            return 0;
+        }
+        let others = self.cut + granted - own.min(want.count);
+        match want.fresh().saturating_sub(own) {
+            0 => others,
+            beyond => others.max((beyond + self.total() + granted).saturating_sub(want.count)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+    use super::*;
+
+    fn data(count: u64, replaced: u64, session: Option<SessionId>) -> Want {
+        Want { count, replaced, claim: Claim::Data(session) }
+    }
+
+    #[test]
+    fn new_data_leaves_what_is_kept_and_overwriting_takes_it() {
+        let k = Kept { cut: 16, overwrite: 100, below: 0 };
+        assert_eq!(k.from(data(10, 0, None), 0, 0), 116);
+        assert_eq!(k.from(data(10, 10, None), 0, 0), 16);
+        // Half of each: both limits hold, that of new data as if the replaced blocks were back already.
+        assert_eq!((k.from(data(10, 5, None), 0, 0), k.from(data(300, 5, None), 0, 0)), (111, 111));
+        assert_eq!((k.from(data(10, 0, None), 50, 0), k.from(data(10, 10, None), 50, 0)), (166, 66));
+        // What was granted is there also while others overwrite.
+        assert_eq!((k.from(data(10, 0, Some(1)), 50, 30), k.from(data(40, 0, Some(1)), 50, 30)), (56, 136));
+        assert_eq!(k.from(Want { claim: Claim::All, ..data(10, 0, None) }, 50, 0), 0);
+        assert_eq!(Kept::of(256), Kept { cut: 16, overwrite: 4, below: 4 * BLOCK });
+        assert_eq!(Kept::of(1 << 40).total(), 4096 + MOST_OVERWRITE);
+    }
+
+    /// Whatever comes in which order: while each overwrite is no larger than what is kept for it, one that comes alone finds its blocks,
+    /// and so does one within its grant.
+    #[test]
+    fn overwriting_always_finds_what_was_kept() {
+        for seed in 0..300 {
+            let mut rng = StdRng::seed_from_u64(seed);
+            let k = Kept { cut: 4, overwrite: 20, below: 0 };
+            let (mut free, mut stored, mut grant) = (rng.random_range(24..200u64), 0u64, 0u64);
+            // Blocks that a flush gives back.
+            let mut replaced = 0u64;
+            for _ in 0..300 {
+                match rng.random_range(0..6) {
+                    0 | 1 => {
+                        let n = rng.random_range(1..30);
+                        let of = rng.random_range(0..=n.min(stored.saturating_sub(replaced)));
+                        let want = data(n, of, None);
+                        if n + k.from(want, grant, 0) <= free {
+                            (free, stored, replaced) = (free - n, stored + n - of, replaced + of);
+                        }
+                    }
+                    2 => {
+                        let n = rng.random_range(0..30).min(grant);
+                        let want = data(n, 0, Some(1));
+                        assert!(n + k.from(want, grant, grant) <= free, "{n} of a grant of {grant}, {free} free");
+                        (free, stored, grant) = (free - n, stored + n, grant - n);
+                    }
+                    3 => grant = grant.max(free.saturating_sub(k.total()) / 4),
+                    4 => (free, replaced) = (free + replaced, 0),
+                    _ => {
+                        (free, replaced) = (free + replaced, 0);
+                        let n = stored.min(k.overwrite);
+                        assert!(
+                            n + k.from(data(n, n, None), grant, 0) <= free,
+                            "{n} anew, {free} free, {grant} granted"
+                        );
+                        let gone = rng.random_range(0..=stored);
+                        (free, stored) = (free + gone, stored - gone);
+                    }
+                }
+            }
+        }
+    }
+}
