@@ -29,6 +29,7 @@
 
 mod alloc;
 mod check;
+mod findings;
 mod flush;
 mod grants;
 mod list;
@@ -58,6 +59,7 @@ use std::{
 
 use alloc::{Allocator, Extent};
 pub use check::{Look, STEP};
+pub use findings::Found;
 pub use grants::Ask;
 use grants::Grants;
 use overlay::Overlay;

@@ -2,9 +2,11 @@
 
 mod bed;
 mod grants;
+mod kept;
 mod leaving;
 mod out;
 mod pace;
+mod refused;
 mod rot;
 mod scrub;
 mod tcp;
