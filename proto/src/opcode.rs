@@ -17,6 +17,8 @@ pub const REGISTER: u16 = 0x0041;
 pub const HEARTBEAT: u16 = 0x0042;
 /// What is about to be deleted or cut, for fsck.
 pub const PENDING: u16 = 0x0043;
+/// Where chunks lie in files, for people.
+pub const PLACES: u16 = 0x0044;
 
 /// mds to mds.
 pub const RAFT: u16 = 0x0061;

@@ -151,9 +151,20 @@ pub fn oss(args: OssArgs) -> Result<ExitCode> {
     crate::init_log(&log);
     raise_file_limit();
     crate::run(file.threads, async move {
+        let mut hup = signal(SignalKind::hangup()).map_err(Error::from)?;
         let server = strake_oss::server::start_on_disk_with(file.oss, Env::system(), key, reread).await?;
         tracing::info!("object storage server is up at {}", server.endpoint());
-        until_signal().await?;
+        let mut end = std::pin::pin!(until_signal());
+        loop {
+            tokio::select! {
+                biased;
+                r = &mut end => break r?,
+                _ = hup.recv() => match server.reload().await {
+                    Ok(new) => tracing::info!("the configuration was read again; {} targets are new", new.len()),
+                    Err(e) => tracing::error!("the configuration was read again: {e}"),
+                },
+            }
+        }
         server.shutdown().await?;
         Ok(ExitCode::SUCCESS)
     })

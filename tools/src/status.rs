@@ -111,7 +111,8 @@ fn verdict(answers: &Answers, map: Option<&pb::ClusterMap>) -> u8 {
     let confirmed = |id: u64| rafts.iter().find(|r| r.id == id).is_none_or(|r| r.leader == id);
     let led = rafts.is_empty() || rafts.iter().any(|r| r.leader != 0 && confirmed(r.leader));
     let whole = map.is_some_and(|m| !m.chains.is_empty() && is_whole(m));
-    if known.len() == answers.len() && led && whole { 0 } else { 2 }
+    let served = known.iter().all(|s| s.refused.is_empty());
+    if known.len() == answers.len() && led && whole && served { 0 } else { 2 }
 }
 
 type Answers = [(String, Result<pb::StatusReply>)];
@@ -210,7 +211,7 @@ fn print_map(map: &pb::ClusterMap, verbose: bool) {
     let whole = map.chains.iter().filter(|c| !c.lost && c.serving().count() == c.replicas.len()).count();
     let lost = match map.chains.iter().filter(|c| c.lost).count() {
         0 => String::new(),
-        n => format!(", {n} lost for good (`strake target give-up`)"),
+        n => format!(", {n} given up: `strake fsck` names the files that had stripes there"),
     };
     let (name, version, all) = (&map.fs_name, map.version, map.chains.len());
     println!("\nfile system {name}, map version {version}: {whole} of {all} chains whole{lost}");
@@ -221,10 +222,11 @@ fn print_map(map: &pb::ClusterMap, verbose: bool) {
             map.min_copies
         ),
     }
-    for c in map.chains.iter().filter(|c| verbose || c.lost || c.serving().count() < c.replicas.len()) {
+    for c in map.chains.iter().filter(|c| verbose || !c.lost && c.serving().count() < c.replicas.len()) {
         let replicas: Vec<String> =
             c.replicas.iter().map(|r| format!("{}:{}", r.target, state_name(r.state()))).collect();
-        println!("  chain {} epoch {}: {}", c.id, c.epoch, replicas.join(" "));
+        let lost = if c.lost { ", given up" } else { "" };
+        println!("  chain {} epoch {}: {}{lost}", c.id, c.epoch, replicas.join(" "));
     }
 }
 
@@ -268,6 +270,8 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
             Ok(s) => json!({
                 "admin": addr, "reachable": true, "role": s.role, "node": s.node, "name": s.name, "version": s.version,
                 "pid": s.pid, "uptime_ms": s.uptime_ms, "notices": s.notices,
+                "refused": s.refused.iter().map(|r| json!({ "path": r.path, "target": r.target, "why": r.why, "now": r.now }))
+                    .collect::<Vec<_>>(),
                 "raft": s.raft.as_ref().map(|r| json!({
                     "id": r.id, "term": r.term, "leader": r.leader, "state": r.state, "committed": r.committed,
                     "applied": r.applied, "first_index": r.first_index, "last_index": r.last_index,
@@ -299,7 +303,7 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
                 "drained_because_slow": t.slow.as_ref().map(slow_json), "capacity": t.capacity, "used": t.used, "percent": percent(t),
                 "chains": m.chains.iter().filter(|c| c.state_of(t.id).is_some()).count(), "stamp": t.stamp.to_string() })).collect::<Vec<_>>(),
             "chains": m.chains.iter().map(|c| json!({ "id": c.id, "epoch": c.epoch, "ost_index": c.ost_index(),
-                "in_sync": c.serving().collect::<Vec<_>>(), "takes_writes": !is_short(m, c),
+                "in_sync": c.serving().collect::<Vec<_>>(), "given_up": c.lost, "takes_writes": !is_short(m, c),
                 "replicas": c.replicas.iter().map(|r| json!({ "target": r.target, "state": state_name(r.state()) }))
                     .collect::<Vec<_>>() })).collect::<Vec<_>>(),
             "pools": m.pools.iter().map(|p| json!({ "name": p.name, "targets": p.targets })).collect::<Vec<_>>(),
@@ -327,12 +331,14 @@ mod tests {
         let mut lacking = good.clone();
         lacking.chains[0].replicas[0].state = ReplicaState::ReplicaOffline as i32;
         let empty = pb::ClusterMap::default();
+        let refusing = pb::StatusReply { refused: vec![pb::RefusedTarget::default()], ..Default::default() };
         for (answers, map, want) in [
             (vec![], None, 1),
             (vec![silent(), silent()], None, 1),
             (vec![mds(1, 2), mds(2, 2), oss()], Some(&good), 0),
             (vec![mds(1, 2)], Some(&good), 0),
             (vec![oss()], Some(&good), 0),
+            (vec![("o".to_string(), Ok(refusing))], Some(&good), 2),
             (vec![mds(1, 2), mds(2, 2), silent()], Some(&good), 2),
             (vec![mds(1, 0), mds(2, 0), oss()], Some(&good), 2),
             (vec![mds(1, 2), mds(2, 0)], Some(&good), 2),

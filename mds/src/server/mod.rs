@@ -20,6 +20,7 @@ mod leader;
 mod locks;
 mod machine;
 mod members;
+mod places;
 mod reads;
 mod recalls;
 mod recent;
@@ -367,6 +368,7 @@ impl Mds {
             ..Default::default()
         });
         pb::StatusReply {
+            refused: Vec::new(),
             role: "mds".into(),
             node: self.own_id(),
             name: self.cfg.name(),

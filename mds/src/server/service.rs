@@ -40,6 +40,9 @@ const TRIM_WAIT: Duration = Duration::from_secs(25);
 const OPEN_WAIT: Duration = Duration::from_secs(4);
 /// Items of one reply about what is to be deleted.
 const MAX_PENDING: u32 = 10_000;
+/// The field number of the chunks in a `PlacesRequest`, and how many there may be.
+const PLACES_TAG: u32 = 1;
+const MAX_PLACES: usize = 256;
 /// Field numbers of the cluster map in answers.
 mod tag {
     pub const SESSION_OPEN: u32 = 6;
@@ -101,6 +104,7 @@ impl Mds {
             opcode::REGISTER
             | opcode::HEARTBEAT
             | opcode::PENDING
+            | opcode::PLACES
             | opcode::RAFT
             | opcode::SNAPSHOT
             | opcode::MEMBERS
@@ -121,6 +125,7 @@ impl Mds {
                 self.heartbeat(r).await?
             }
             opcode::PENDING => self.pending(decode(body)?).await?,
+            opcode::PLACES => self.places(&decode(at_most(MAX_PLACES, PLACES_TAG, body)?)?)?,
             opcode::MEMBERS => self.members(decode(body)?).await?,
             opcode::PROBE => self.probed().await?,
             opcode::FRONTIER => {

@@ -30,6 +30,7 @@
 
 mod alloc;
 mod check;
+mod findings;
 mod flush;
 mod grants;
 mod kept;
@@ -60,6 +61,7 @@ use std::{
 
 use alloc::{Allocator, Extent};
 pub use check::{Look, STEP};
+pub use findings::Found;
 pub use grants::Ask;
 use grants::Grants;
 use kept::Kept;

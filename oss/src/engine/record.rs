@@ -30,6 +30,8 @@ pub const SEGMENT_PREFIX: u8 = b's';
 pub const SIGHT_PREFIX: u8 = b'c';
 /// The record that ties the table to its device.
 pub const TARGET_KEY: &[u8] = b"t";
+/// What was found damaged, see [`findings`](super::findings).
+pub const FINDING_PREFIX: u8 = b'd';
 /// How far the scrub has come, see [`position`](super::position).
 pub const SCRUB_KEY: &[u8] = b"p";
 /// The record that sums up all headers and segments, see [`tally`](super::tally).
@@ -94,6 +96,17 @@ pub fn parse_segment_key(bytes: &[u8]) -> Option<(Key, u8)> {
     let (seg, chunk) = rest.split_last()?;
     (*seg < MAX_SEGS).then_some(())?;
     Some((parse_chunk(chunk.try_into().ok()?), *seg))
+}
+
+pub fn finding_key(key: &Key) -> Bytes {
+    chunk_key(FINDING_PREFIX, key).freeze()
+}
+
+/// `None` if these bytes are no finding's key.
+pub fn parse_finding_key(bytes: &[u8]) -> Option<Key> {
+    let (prefix, rest) = bytes.split_first()?;
+    (*prefix == FINDING_PREFIX).then_some(())?;
+    rest.try_into().ok().map(parse_chunk)
 }
 
 /// Appends the checksum over key and value, so that a value under a wrong key is noticed too.

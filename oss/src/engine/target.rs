@@ -261,6 +261,11 @@ async fn open_locked(
 }
 
 impl Engine {
+    /// The target's folder, if it is in one.
+    pub fn path(&self) -> Option<PathBuf> {
+        self.shared.folder.as_ref().map(|f| f.path.clone())
+    }
+
     /// The target as one that was found damaged. For one that is in service and whose table cannot be read; this engine is to be let go.
     pub fn as_damaged(&self, why: Error) -> Option<Damaged> {
         let Folder { path, lock } = self.shared.folder.as_ref()?;

@@ -44,11 +44,11 @@ impl Admin for Shell {
 }
 
 /// Serves until the future is dropped. Fails at once if the address cannot be had.
-pub(super) fn serve(node: Arc<Node>, more: More, at: SocketAddr) -> Result<impl Future<Output = ()> + Send> {
+pub(super) fn serve(node: Arc<Node>, more: Arc<More>, at: SocketAddr) -> Result<impl Future<Output = ()> + Send> {
     let incoming = TcpIncoming::bind(at).map_err(|e| Error::from(e).context(format_args!("admin address {at}")))?;
     let server = tonic::transport::Server::builder()
         .concurrency_limit_per_connection(16)
-        .add_service(AdminServer::new(Shell(node, Arc::new(more))));
+        .add_service(AdminServer::new(Shell(node, more)));
     Ok(async move {
         if let Err(e) = server.serve_with_incoming(incoming).await {
             tracing::error!("administration at {at} stopped: {e}");

@@ -1,15 +1,19 @@
-//! What was found damaged on one target in this life of its server, whoever found it: the scrub, a read, a write onto a bad
-//! block, a resync. A chunk is reported when it is found damaged, and not again while it stays so.
+//! What was found damaged on one target, whoever found it: the scrub, a read, a write onto a bad block, a resync. A chunk is reported
+//! when it is found damaged, and not again while it stays so. What stays damaged is kept with the target and outlives the server.
 
 use std::{
     collections::{BTreeMap, VecDeque},
     ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use parking_lot::Mutex;
 use strake_proto::{TargetId, data::Version, pb};
 
-use crate::engine::{Key, Look};
+use crate::engine::{Engine, Found, Key, Look};
 
 /// Findings that are kept; what is left out of the list is counted.
 pub const KEPT: usize = 1024;
@@ -57,7 +61,7 @@ pub struct Finding {
     pub unix_ms: u64,
 }
 
-/// Chunks, in this life of the server.
+/// Chunks, in this life of the server; those that an earlier one left damaged count, too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Found damaged, whatever became of them.
@@ -77,13 +81,70 @@ struct Inner {
 
 /// See the module documentation.
 #[derive(Default)]
-pub struct Damage(Mutex<Inner>);
+pub struct Damage {
+    inner: Mutex<Inner>,
+    /// Keeps what stays damaged.
+    engine: Option<Arc<Engine>>,
+    /// Something was written down and is not durable yet.
+    unsynced: AtomicBool,
+}
 
 impl Damage {
+    /// Begins with what earlier lives of the server found.
+    pub fn of(engine: Arc<Engine>) -> Damage {
+        let mut inner = Inner::default();
+        for (key, found) in engine.findings(KEPT_OPEN) {
+            let Found { lost, record, part, bytes, unix_ms, epoch, version, left, cause } = found;
+            let still = Still { epoch, version, lost, left, cause };
+            inner.open.insert(key, still.clone());
+            inner.add(Finding { key, part, bytes, record, outcome: Outcome::Still(still), unix_ms });
+        }
+        let (damaged, lost) = (inner.open.len() as u64, inner.lost());
+        inner.counts = Counts { damaged, repaired: 0, lost };
+        if damaged > 0 {
+            let name = engine.device().name();
+            tracing::warn!("{name}: {damaged} chunks were found damaged before, {lost} of them without a good copy");
+        }
+        Damage { inner: Mutex::new(inner), engine: Some(engine), unsynced: AtomicBool::new(false) }
+    }
+
+    /// Makes what was written down durable.
+    pub async fn sync(&self) {
+        let Some(engine) = self.engine.as_ref().filter(|_| self.unsynced.swap(false, Ordering::AcqRel)) else { return };
+        if let Err(e) = engine.sync_sights().await {
+            tracing::warn!("{}: cannot keep what was found damaged: {e}", engine.device().name());
+        }
+    }
+
+    /// Keeps how it is with a chunk. Under the lock, so that what came last is what stays.
+    fn keep(&self, inner: &Inner, key: &Key) {
+        let Some(engine) = &self.engine else { return };
+        let found = inner.open.get(key).map(|s| {
+            let is_it = |f: &&Finding| f.key == *key && matches!(f.outcome, Outcome::Still(_));
+            let f = inner.list.iter().rev().find(is_it);
+            Found {
+                lost: s.lost,
+                record: f.is_some_and(|f| f.record),
+                part: f.map_or(0..0, |f| f.part.clone()),
+                bytes: f.map_or(0, |f| f.bytes),
+                unix_ms: f.map_or(0, |f| f.unix_ms),
+                epoch: s.epoch,
+                version: s.version,
+                left: s.left.clone(),
+                cause: s.cause.clone(),
+            }
+        });
+        match engine.note_finding(key, found.as_ref()) {
+            Ok(()) => self.unsynced.store(true, Ordering::Release),
+            Err(e) => tracing::warn!("{key}: that it is damaged cannot be written down: {e}"),
+        }
+    }
+
     /// A look at a damaged chunk, and what became of it. Whether that is news.
     pub fn report(&self, key: Key, look: &Look, outcome: &Outcome, unix_ms: u64) -> bool {
-        let mut inner = self.0.lock();
-        let before = inner.open.get(&key).map(|s| s.lost);
+        let mut inner = self.inner.lock();
+        let was = inner.open.get(&key).cloned();
+        let before = was.as_ref().map(|s| s.lost);
         if before.is_some() {
             inner.settle(&key, outcome);
         } else {
@@ -108,21 +169,25 @@ impl Damage {
             }
         };
         inner.counts.lost = inner.lost();
+        if inner.open.get(&key) != was.as_ref() {
+            self.keep(&inner, &key);
+        }
         before != now || now.is_none()
     }
 
     /// The chunk is whole, or no more.
     pub fn whole(&self, key: &Key) {
-        let mut inner = self.0.lock();
+        let mut inner = self.inner.lock();
         if inner.open.contains_key(key) {
             inner.settle(key, &Outcome::Gone);
             inner.counts.lost = inner.lost();
+            self.keep(&inner, key);
         }
     }
 
     /// Why there was no good copy of something in this part of a chunk when it was last looked for, if that was in this epoch.
     pub fn lost_in(&self, key: &Key, epoch: u64, part: &Range<u32>) -> Option<String> {
-        let inner = self.0.lock();
+        let inner = self.inner.lock();
         let still = inner.open.get(key).filter(|s| s.lost && s.epoch == epoch)?;
         let overlaps = |d: &Range<u32>| d.start < part.end && part.start < d.end;
         still.left.iter().any(overlaps).then(|| still.cause.clone())
@@ -130,16 +195,16 @@ impl Damage {
 
     /// Chunks that are still damaged.
     pub fn open(&self) -> Vec<(Key, Still)> {
-        self.0.lock().open.iter().map(|(k, s)| (*k, s.clone())).collect()
+        self.inner.lock().open.iter().map(|(k, s)| (*k, s.clone())).collect()
     }
 
     pub fn counts(&self) -> Counts {
-        self.0.lock().counts
+        self.inner.lock().counts
     }
 
     /// The findings kept, oldest first, and how many were left out.
     pub fn findings(&self) -> (Vec<pb::DamageFinding>, u64) {
-        let inner = self.0.lock();
+        let inner = self.inner.lock();
         (inner.list.iter().map(Finding::on_the_wire).collect(), inner.left_out)
     }
 }

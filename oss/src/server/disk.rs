@@ -10,8 +10,8 @@ use strake_fabric::{Endpoint, Env, Identity, Pool, Roads, Use};
 use strake_proto::{CapKey, Code, Error, Result, TargetId, ids::TARGET_UNASSIGNED};
 use tokio::sync::Mutex;
 
-use super::{Config, OssServer, Parts, TargetConfig, admin, node::Node, out::none_left};
-use crate::engine::{self, Opened, Options, TargetIdentity, TargetLayout};
+use super::{Config, OssServer, Parts, TargetConfig, admin, node::Node, out::Out};
+use crate::engine::{self, Engine, Opened, Options, TargetIdentity, TargetLayout};
 
 /// Reads the configuration anew.
 pub type Reread = Box<dyn Fn() -> Result<Config> + Send + Sync>;
@@ -25,16 +25,17 @@ pub(super) struct More {
 }
 
 impl More {
-    /// Makes, opens and registers the targets that the configuration has come to name; their numbers. Those before one that fails stay.
-    pub async fn add(&self, node: &Node) -> Result<Vec<TargetId>> {
+    /// Makes, opens and registers the targets that the configuration has come to name; their numbers. Those before one that fails stay. Those that are
+    /// out of service are looked at again.
+    pub async fn add(&self, node: &Arc<Node>) -> Result<Vec<TargetId>> {
         let busy = |_| Error::new(Code::Busy, "targets are being added; try again when they are");
         let mut known = self.known.try_lock().map_err(busy)?;
         let cfg = (self.reread)()?;
         cfg.check()?;
-        let fs_uuid = node.targets().iter().map(|t| t.engine.identity().fs_uuid).find(|u| *u != [0; 16]);
+        node.look_again(&cfg.targets);
         let mut added = Vec::new();
         for t in cfg.targets.iter().filter(|t| !known.contains(&t.path)).collect::<Vec<_>>() {
-            let engine = open(t, &node.cfg.name, fs_uuid, &node.env, &self.pool).await?.whole()?;
+            let engine = open(t, &node.cfg.name, node.fs(), &node.env, &self.pool).await?.whole()?;
             added.push(node.add_target(engine).await?);
             known.insert(t.path.clone());
         }
@@ -45,8 +46,8 @@ impl More {
 /// Starts a server from `cfg.targets`, making targets whose folders are absent or empty. `cluster_key` is the secret
 /// that all servers of the cluster share.
 ///
-/// Errors name the folder and what is wrong with it: in use, of another cluster, newer, incomplete. One that is damaged is left out, as long as
-/// there are others, or it may come back by itself.
+/// A target that cannot be served is left out, and looked at again from time to time: it is not there, in use, of another cluster, newer, incomplete,
+/// damaged. Errors are those of the configuration.
 pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Result<OssServer> {
     let fixed = || Err(Error::new(Code::OpNotSupp, "this server was given its configuration by its program, for good"));
     start_on_disk_with(cfg, env, cluster_key, Box::new(fixed)).await
@@ -59,34 +60,40 @@ pub async fn start_on_disk_with(cfg: Config, env: Env, cluster_key: [u8; 32], re
         return Err(Error::new(Code::Inval, "storage server configuration: targets must name at least one folder"));
     }
     let pool = pool_for(&cfg.listen)?;
-    let (mut targets, mut damaged) = (Vec::new(), Vec::new());
-    let mut fs_uuid = None;
-    for t in &cfg.targets {
-        engine::announce_device(&t.path, t.device.as_deref())?;
-    }
-    for t in &cfg.targets {
-        match open(t, &cfg.name, fs_uuid, &env, &pool).await? {
-            Opened::Whole(engine) => {
-                fs_uuid = fs_uuid.or(Some(engine.identity().fs_uuid).filter(|u| *u != [0; 16]));
-                targets.push(engine);
-            }
-            Opened::Damaged(d) => damaged.push(d),
-        }
-    }
-    if targets.is_empty() && damaged.iter().all(|d| !d.table_only) {
-        return Err(none_left(&damaged));
-    }
+    let (targets, out) = open_all(&cfg, &env, &pool).await?;
     let known = Mutex::new(cfg.targets.iter().map(|t| t.path.clone()).collect());
-    let more = More { reread, pool: pool.clone(), known };
+    let more = Arc::new(More { reread, pool: pool.clone(), known });
     let fabric = Roads::new(env.clone(), Identity::server(&cluster_key), None, pool, Default::default());
     let cap_key = CapKey::from_cluster_key(&cluster_key);
     let at = cfg.admin;
     let parts = Parts { env: env.clone(), fabric: Arc::new(fabric), targets, cap_key };
-    let mut server = super::start_without(cfg, parts, damaged).await?;
+    let mut server = super::start_without(cfg, parts, out).await?;
     if let Some(at) = at {
-        server.tasks.push(env.spawn(admin::serve(server.node.clone(), more, at)?));
+        server.tasks.push(env.spawn(admin::serve(server.node.clone(), more.clone(), at)?));
     }
+    server.more = Some(more);
     Ok(server)
+}
+
+/// Those that can be served, and the others.
+async fn open_all(cfg: &Config, env: &Env, pool: &Pool) -> Result<(Vec<Arc<Engine>>, Vec<Arc<Out>>)> {
+    let (mut targets, mut out) = (Vec::new(), Vec::new());
+    let announced: Vec<Result<()>> =
+        cfg.targets.iter().map(|t| engine::announce_device(&t.path, t.device.as_deref())).collect();
+    for (t, announced) in cfg.targets.iter().zip(announced) {
+        let opened = match announced {
+            // Whose it is the cluster says.
+            Ok(()) => open(t, &cfg.name, None, env, pool).await,
+            Err(e) => Err(e),
+        };
+        match opened {
+            Ok(Opened::Whole(engine)) => targets.push(engine),
+            Ok(Opened::Damaged(d)) => out.push(Out::damaged(d)),
+            Err(e) if e.code == Code::Inval => return Err(e),
+            Err(e) => out.push(Out::refused(t.path.clone(), e)),
+        }
+    }
+    Ok((targets, out))
 }
 
 /// As large as may be registered, where others come by RDMA.
@@ -106,7 +113,13 @@ fn is_new(path: &Path) -> bool {
     !path.exists() || empty || path.join("INCOMPLETE").exists()
 }
 
-async fn open(t: &TargetConfig, node: &str, fs_uuid: Option<[u8; 16]>, env: &Env, pool: &Pool) -> Result<Opened> {
+pub(super) async fn open(
+    t: &TargetConfig,
+    node: &str,
+    fs_uuid: Option<[u8; 16]>,
+    env: &Env,
+    pool: &Pool,
+) -> Result<Opened> {
     if t.create && is_new(&t.path) {
         let layout = match (&t.device, t.size) {
             (Some(path), 0) => TargetLayout::BlockDevice { path: path.clone(), force: t.force },

@@ -10,9 +10,10 @@
 //! | `copies.rs` | copies that are not in sync, as sources for that |
 //! | `leave.rs` | what a target has of a chain that it has left |
 //! | `scrub.rs` | reading everything now and then, to find damage before a reader does |
-//! | `out.rs` | targets that were damaged when they were opened: the others serve, and they come back empty |
+//! | `out.rs` | targets that are missing or damaged: the others serve, and they come back by themselves |
 //! | `node.rs` | what all parts share, the cluster map; `node/registration.rs`: registration, heartbeats, lease |
 //! | `peers.rs` | connections to other servers |
+//! | `places.rs` | paths of damaged files, for the log |
 //! | `config.rs` | configuration keys |
 //! | `disk.rs`, `admin.rs` | starting from target folders; gRPC status |
 
@@ -26,6 +27,7 @@ mod node;
 mod out;
 mod pace;
 mod peers;
+mod places;
 mod repair;
 mod replica;
 mod scrub;
@@ -42,11 +44,12 @@ pub use disk::{Reread, start_on_disk, start_on_disk_with};
 use node::Node;
 use out::Out;
 use peers::{MdsLink, Peers};
+use places::Places;
 pub use scrub::Ask;
 use strake_fabric::{Endpoint, Env, Fabric, Listener};
-use strake_proto::{CapKey, Code, Result, pb};
+use strake_proto::{CapKey, Code, Result, TargetId, pb};
 
-use crate::engine::{Damaged, Engine};
+use crate::engine::Engine;
 
 /// What a server is made of; the simulator brings its own.
 pub struct Parts {
@@ -62,6 +65,8 @@ pub struct OssServer {
     node: Arc<Node>,
     listeners: Vec<Listener>,
     endpoints: Vec<Endpoint>,
+    /// What targets are added with, of a server that was started from its folders.
+    more: Option<Arc<disk::More>>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
 }
 
@@ -72,11 +77,12 @@ pub async fn start(cfg: Config, parts: Parts) -> Result<OssServer> {
 }
 
 /// As [`start`], where some targets are out of service.
-async fn start_without(cfg: Config, parts: Parts, damaged: Vec<Damaged>) -> Result<OssServer> {
+async fn start_without(cfg: Config, parts: Parts, out: Vec<Arc<Out>>) -> Result<OssServer> {
     cfg.check()?;
     let (env, fabric) = (parts.env.clone(), parts.fabric.clone());
     let peers = Peers::new(env.clone(), fabric.clone());
-    let node = Node::new(cfg, parts, peers, damaged.into_iter().map(Out::new).collect());
+    let places = Places::new(fabric.clone(), cfg.mds.clone());
+    let node = Node::new(cfg, parts, (peers, places), out.clone());
     let mut listeners = Vec::new();
     for at in &node.cfg.listen {
         listeners.push(fabric.listen(at, Arc::new(service::OssService { node: node.clone() })).await?);
@@ -93,9 +99,10 @@ async fn start_without(cfg: Config, parts: Parts, damaged: Vec<Damaged>) -> Resu
         pause = (pause * 2).min(Duration::from_secs(1));
     }
     let tasks = vec![env.spawn(node.clone().stay_registered(mds, endpoints.clone()))];
-    node.out().into_iter().for_each(|o| node.look_after(o));
+    // Others may have been taken out since, and are looked after.
+    out.into_iter().for_each(|o| node.look_after(o));
     node.targets().iter().for_each(|t| node.tend(t));
-    Ok(OssServer { node, listeners, endpoints, tasks })
+    Ok(OssServer { node, listeners, endpoints, more: None, tasks })
 }
 
 impl OssServer {
@@ -113,6 +120,14 @@ impl OssServer {
         self.node.scrub(ask, &[]).unwrap_or_default()
     }
 
+    /// Reads the configuration again: targets that are new in it join, and those that are out of service are looked at. The new ones.
+    pub async fn reload(&self) -> Result<Vec<TargetId>> {
+        match &self.more {
+            Some(more) => more.add(&self.node).await,
+            None => Ok(Vec::new()),
+        }
+    }
+
     /// Stops serving, flushes, and ends; its targets may be opened again. Chains go on without it once its lease has
     /// run out.
     pub async fn shutdown(mut self) -> Result<()> {
@@ -123,6 +138,7 @@ impl OssServer {
         let mut result = Ok(());
         for t in self.node.targets().iter() {
             result = result.and(t.engine.flush().await);
+            t.damage.sync().await;
         }
         let engines: Vec<_> = self.node.targets().iter().map(|t| Arc::downgrade(&t.engine)).collect();
         drop(self);

@@ -27,11 +27,12 @@ use tokio::{
 };
 
 use super::{
-    Config, Parts,
+    Config, Parts, TargetConfig,
     damage::Damage,
     out::{self, Out},
     pace::{Fills, Foreground},
     peers::Peers,
+    places::Places,
     replica::Replica,
     scrub::{self, Ask, Scrub},
 };
@@ -75,7 +76,7 @@ impl Target {
             tracing::warn!("the scrub begins anew: {e}");
             Position::default()
         });
-        let (damage, scrub, repairs) = (Damage::default(), Scrub::new(position), Semaphore::new(REPAIRS));
+        let (damage, scrub, repairs) = (Damage::of(engine.clone()), Scrub::new(position), Semaphore::new(REPAIRS));
         let (failed, unreadable, lapses) = (AtomicBool::new(false), Mutex::default(), AtomicU32::new(0));
         let (foreground, fills) = (Foreground::default(), Fills::default());
         Arc::new(Target { engine, stamp, id, damage, scrub, repairs, foreground, fills, failed, unreadable, lapses })
@@ -231,10 +232,13 @@ pub struct Node {
     pub pool: Pool,
     pub cap_key: CapKey,
     pub peers: Peers,
+    pub places: Places,
     /// Changed by the task that registers them, and no other.
     targets: ArcSwap<Vec<Arc<Target>>>,
-    /// Targets that are out of service because they are damaged.
+    /// Targets of its configuration that are out of service.
     out: Mutex<Vec<Arc<Out>>>,
+    /// The cluster that it has found itself in, once it has.
+    fs: Mutex<Option<[u8; 16]>>,
     /// Those that have come back empty in this life of the server.
     emptied: Mutex<BTreeSet<TargetId>>,
     /// Of the metadata group that it last registered with.
@@ -263,13 +267,14 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn new(cfg: Config, parts: Parts, peers: Peers, out: Vec<Arc<Out>>) -> Arc<Node> {
+    pub fn new(cfg: Config, parts: Parts, (peers, places): (Peers, Places), out: Vec<Arc<Out>>) -> Arc<Node> {
         let Parts { env, fabric, targets, cap_key } = parts;
         let targets = targets.into_iter().map(|e| Target::new(e, env.random_u64())).collect();
         Arc::new(Node {
             clients: Semaphore::new(cfg.max_requests),
             targets: ArcSwap::from_pointee(targets),
             out: Mutex::new(out),
+            fs: Mutex::default(),
             emptied: Mutex::default(),
             joined: AtomicU64::new(0),
             joining: Mutex::default(),
@@ -277,6 +282,7 @@ impl Node {
             pool: fabric.pool().clone(),
             cap_key,
             peers,
+            places,
             id: AtomicU32::new(0),
             map: ArcSwap::from_pointee(MapView::default()),
             kick: Notify::new(),
@@ -381,6 +387,7 @@ impl Node {
                 {
                     t.note(&e);
                 }
+                t.damage.sync().await;
             }
         };
         let env = &self.env;
@@ -421,20 +428,66 @@ impl Node {
             let why = t.unreadable.lock().clone();
             let why = why.filter(|_| out::needed(&map, &t.engine.identity(), t.engine.used().as_ref()).is_none());
             let Some(damaged) = why.and_then(|why| t.engine.as_damaged(why)) else { continue };
-            let others = self.targets().iter().filter(|o| !Arc::ptr_eq(o, t)).cloned().collect();
-            self.targets.store(Arc::new(others));
-            self.replicas.lock().retain(|(id, _), _| *id != t.id());
-            self.tending.lock().extract_if(.., |(stamp, _)| *stamp == t.stamp).for_each(|(_, task)| task.abort());
-            let out = Out::new(damaged);
-            self.out.lock().push(out.clone());
-            self.look_after(out);
+            self.take_out(t, Out::damaged(damaged));
         }
     }
 
-    /// A target that was out serves again, empty at first.
-    pub fn is_back(&self, out: &Arc<Out>, id: TargetId) {
+    /// A target that serves does so no more; somebody looks after it.
+    fn take_out(self: &Arc<Self>, t: &Arc<Target>, out: Arc<Out>) {
+        let others = self.targets().iter().filter(|o| !Arc::ptr_eq(o, t)).cloned().collect();
+        self.targets.store(Arc::new(others));
+        self.replicas.lock().retain(|(id, _), _| *id != t.id());
+        self.tending.lock().extract_if(.., |(stamp, _)| *stamp == t.stamp).for_each(|(_, task)| task.abort());
+        self.out.lock().push(out.clone());
+        self.look_after(out);
+    }
+
+    /// Targets that the cluster with this map cannot have would keep the others out of it.
+    fn refuse_unfit(self: &Arc<Self>, map: &pb::ClusterMap) {
+        let mut seen = BTreeSet::new();
+        for t in self.targets().iter() {
+            let id = t.engine.identity();
+            let twice = (!seen.insert(id.target_uuid)).then(|| {
+                let m = format!("another folder of this server holds target {}, too; it is a copy", id.target_id);
+                Error::new(Code::Inval, m)
+            });
+            // Who moved a target here may not have waited for the end of its lease there.
+            let waits = |e: &Error| e.code == Code::Busy && self.env.boot().saturating_sub(self.started) < JOIN;
+            let why = twice.or_else(|| out::unfit(map, &self.cfg.name, &id)).filter(|e| !waits(e));
+            if let (Some(why), Some(path)) = (why, t.engine.path()) {
+                self.take_out(t, Out::refused(path.clone(), why.context(path.display())));
+            }
+        }
+    }
+
+    /// The cluster that it is in, once that is known.
+    pub fn fs(&self) -> Option<[u8; 16]> {
+        *self.fs.lock()
+    }
+
+    /// Folders that an administrator has taken out of the configuration are not looked after any more; the others are looked at now, those of
+    /// targets that have failed, too.
+    pub fn look_again(self: &Arc<Self>, configured: &[TargetConfig]) {
+        for t in self.targets().iter().filter(|t| t.failed()) {
+            if let Some(path) = t.engine.path() {
+                let why = Error::new(Code::Io, format!("{}: it had failed", path.display()));
+                self.take_out(t, Out::refused(path, why));
+            }
+        }
+        self.out.lock().retain(|o| configured.iter().any(|t| t.path == o.path));
+        for o in self.out() {
+            configured.iter().filter(|t| t.path == o.path).for_each(|t| o.look_again(t));
+        }
+    }
+
+    /// A target that was out serves again; empty at first, if its table was lost.
+    pub fn is_back(&self, out: &Arc<Out>, id: TargetId, is_empty: bool) {
         self.out.lock().retain(|o| !Arc::ptr_eq(o, out));
-        self.emptied.lock().insert(id);
+        if is_empty {
+            self.emptied.lock().insert(id);
+        } else {
+            tracing::info!("target {id} is back in service: {}", out.path.display());
+        }
     }
 
     /// Takes a newer map: every replica gets its chain's new state.
@@ -500,12 +553,22 @@ impl Node {
         known.map(Incarnation).max_by_key(|i| i.era()).unwrap_or_default()
     }
 
-    /// Of all targets, those that are out too.
+    /// Of all targets, those that are out too if they are of this cluster.
     fn identities(&self) -> Vec<TargetIdentity> {
-        let serving = self.targets();
-        let out = self.out();
-        let all = serving.iter().map(|t| t.engine.identity()).chain(out.iter().filter_map(|o| o.id().cloned()));
-        all.collect()
+        let (serving, fs) = (self.targets(), self.fs());
+        let own = |id: &TargetIdentity| id.fs_uuid == [0; 16] || fs.is_none_or(|fs| fs == id.fs_uuid);
+        let out = self.out().into_iter().filter_map(|o| o.id()).filter(own);
+        serving.iter().map(|t| t.engine.identity()).chain(out).collect()
+    }
+
+    /// Those that are out. Where one folder does not tell which target it is to have, and the cluster misses one of this server, it is that.
+    fn refused(&self) -> Vec<pb::RefusedTarget> {
+        let (out, map, node) = (self.out(), self.map.load(), self.id.load(Ordering::Acquire));
+        let known: BTreeSet<TargetId> = self.identities().iter().map(|id| id.target_id).collect();
+        let mut missing = map.map.targets.iter().filter(|t| t.node == node && !known.contains(&t.id)).map(|t| t.id);
+        let only = (missing.next(), missing.next(), out.iter().filter(|o| o.id().is_none()).count());
+        let number = if let (Some(id), None, 1) = only { Some(id) } else { None };
+        out.iter().map(|o| o.status(number.filter(|_| o.id().is_none()))).collect()
     }
 
     /// Gives up its lease and its replicas, which hold on to this node.
@@ -552,7 +615,8 @@ impl Node {
                 slow: None,
             }
         };
-        let mut notices: Vec<String> = self.out().iter().map(|o| o.notice()).collect();
+        let refused = self.refused();
+        let mut notices: Vec<String> = refused.iter().map(out::notice).collect();
         for id in self.emptied.lock().iter() {
             notices.push(format!(
                 "target {id} had lost its chunk table since this server started, or before; it came back empty and is filled from other replicas"
@@ -566,7 +630,8 @@ impl Node {
                     t.id()
                 )),
                 None if t.failed() => {
-                    notices.push(format!("target {} has failed; replace its device and restart", t.id()));
+                    notices
+                        .push(format!("target {} has failed; replace its device, then SIGHUP to the server", t.id()));
                 }
                 None => {}
             }
@@ -606,6 +671,7 @@ impl Node {
             notices,
             targets: self.targets().iter().map(target).collect(),
             roads: self.peers.roads(),
+            refused,
             ..pb::StatusReply::default()
         }
     }

@@ -1,5 +1,8 @@
-//! Targets that were damaged when the server opened them, or whose chunk table cannot be read since. The others serve; the cluster takes such a one for dead, and its chains go on
-//! without it.
+//! Targets that the server does not serve: not there, somebody else's, in use, or damaged when it opened them or since. The others serve;
+//! the cluster takes such a one for dead, and its chains go on without it.
+//!
+//! It is looked at again from time to time, and when an administrator asks for it, so that a disk that is put back is taken in without a
+//! restart. That never makes a target, unless it is asked for: an empty folder may be a disk that is not mounted.
 //!
 //! Where the device is whole and the chunk table is what is damaged, the target has lost its data and nothing else. It may come back
 //! with an empty table under the same identity, and be filled like any replica that was away, **once no chain counts on what it had**: the newest
@@ -7,56 +10,167 @@
 //! sync (`docs/replication.md`, "Membership"), and there is none before it has come back. In sync, LASTSRV or in a chain in doubt it may be the
 //! last one to hold something, so it stays out until somebody sees to it.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use strake_proto::{
     ChainId, Code, Error, Result,
     ids::TARGET_UNASSIGNED,
     map::{ChainExt, MapView},
-    pb::{Chain, ReplicaState},
+    pb::{self, Chain, ReplicaState},
 };
+use tokio::sync::Notify;
 
-use super::node::{Node, follows};
-use crate::engine::{Damaged, Engine, Options, TargetIdentity};
+use super::{
+    TargetConfig, disk,
+    node::{Node, follows},
+};
+use crate::engine::{Damaged, Engine, Opened, Options, TargetIdentity};
 
 /// Between two looks at the map.
 const LOOK: Duration = Duration::from_millis(500);
 /// Before what failed is tried again.
 const AGAIN: Duration = Duration::from_secs(30);
+/// Between two looks at a folder that lacks something, and at one that has it all and is refused: to open it costs a read of its table.
+const SOON: Duration = Duration::from_secs(5);
+const LATER: Duration = Duration::from_secs(60);
 const NEXT_STEP: &str = "see docs/operations.md, \"A target that is refused\"";
+
+enum What {
+    Damaged(Arc<Damaged>),
+    Refused(Error),
+}
 
 /// One of them, until it is back.
 pub struct Out {
-    damaged: Damaged,
+    pub path: PathBuf,
+    what: Mutex<What>,
     /// What becomes of it.
     now: Mutex<String>,
+    /// An administrator asks for a look, by this configuration.
+    asked: Mutex<Option<TargetConfig>>,
+    news: Notify,
 }
 
 impl Out {
-    pub fn new(damaged: Damaged) -> Arc<Out> {
-        tracing::error!("a target is out of service, the others go on: {}; {NEXT_STEP}", damaged.why);
-        Arc::new(Out { damaged, now: Mutex::new(NEXT_STEP.into()) })
+    fn new(path: PathBuf, what: What) -> Arc<Out> {
+        let out =
+            Out { path, what: Mutex::new(what), now: Mutex::default(), asked: Mutex::default(), news: Notify::new() };
+        tracing::error!("a target is out of service, the others go on: {}; {NEXT_STEP}", out.why());
+        *out.now.lock() = NEXT_STEP.into();
+        Arc::new(out)
+    }
+
+    pub fn damaged(damaged: Damaged) -> Arc<Out> {
+        Out::new(damaged.path.clone(), What::Damaged(Arc::new(damaged)))
+    }
+
+    pub fn refused(path: PathBuf, why: Error) -> Arc<Out> {
+        Out::new(path, What::Refused(why))
     }
 
     /// Whose it is, where that is known.
-    pub fn id(&self) -> Option<&TargetIdentity> {
-        self.damaged.id.as_ref()
+    pub fn id(&self) -> Option<TargetIdentity> {
+        match &*self.what.lock() {
+            What::Damaged(d) => d.id.clone(),
+            What::Refused(_) => None,
+        }
     }
 
-    /// For the status.
-    pub fn notice(&self) -> String {
-        let name = self.id().map_or_else(|| "a target".into(), |id| format!("target {}", id.target_id));
-        format!("{name} is out of service: {}; {}", self.damaged.why, self.now.lock())
+    fn why(&self) -> Error {
+        match &*self.what.lock() {
+            What::Damaged(d) => d.why.clone(),
+            What::Refused(e) => e.clone(),
+        }
+    }
+
+    /// For the status. `number`: what it must be, where its folder does not tell.
+    pub fn status(&self, number: Option<u32>) -> pb::RefusedTarget {
+        let number = self.id().map(|id| id.target_id).filter(|id| *id != TARGET_UNASSIGNED).or(number);
+        pb::RefusedTarget {
+            path: self.path.display().to_string(),
+            target: number,
+            why: self.why().to_string(),
+            now: self.now.lock().clone(),
+        }
+    }
+
+    /// An administrator wants it looked at now; what is missing is made, if its configuration says so.
+    pub fn look_again(&self, as_configured: &TargetConfig) {
+        *self.asked.lock() = Some(as_configured.clone());
+        self.news.notify_one();
+    }
+
+    fn is_asked(&self) -> bool {
+        self.asked.lock().is_some()
+    }
+
+    async fn nap(&self, long: Duration) {
+        tokio::select! {
+            biased;
+            () = self.news.notified() => {}
+            () = tokio::time::sleep(long) => {}
+        }
+    }
+
+    /// It is so now. Said once.
+    fn is(&self, what: What) {
+        let (before, is_damaged) = (self.why().message, matches!(what, What::Damaged(_)));
+        *self.what.lock() = what;
+        let why = self.why();
+        if why.message != before {
+            tracing::warn!("{} is still out of service: {why}", self.path.display());
+        }
+        if is_damaged {
+            *self.now.lock() = NEXT_STEP.into();
+        }
     }
 
     fn is_now(&self, what: String) {
         let mut now = self.now.lock();
         if *now != what {
-            tracing::warn!("{}: {what}", self.damaged.path.display());
+            tracing::warn!("{}: {what}", self.path.display());
             *now = what;
         }
     }
+}
+
+/// In words.
+pub fn notice(r: &pb::RefusedTarget) -> String {
+    let name = r.target.map_or_else(|| "a target".into(), |id| format!("target {id}"));
+    format!("{name} is out of service: {}; {}", r.why, r.now)
+}
+
+/// Why a target cannot be registered with the cluster that has this map; trying again is no use.
+pub(super) fn unfit(map: &pb::ClusterMap, node: &str, of: &TargetIdentity) -> Option<Error> {
+    if map.fs_uuid.is_empty() {
+        return None;
+    }
+    if of.fs_uuid != [0; 16] && map.fs_uuid[..] != of.fs_uuid {
+        let m = format!("target {} belongs to another cluster; it is not touched", of.target_id);
+        return Some(Error::new(Code::Inval, m));
+    }
+    // A group that was given up knows nothing of what came later.
+    if !follows(of, map.incarnation) {
+        return None;
+    }
+    let Some(have) = map.targets.iter().find(|t| t.uuid[..] == of.target_uuid) else {
+        let m = || {
+            format!(
+                "the cluster has no target {} any more, or not yet: it was removed, or joined after the state that the metadata servers were \
+                 recovered from. Take it out of `targets`, or make it anew in an empty folder",
+                of.target_id
+            )
+        };
+        return (of.target_id != TARGET_UNASSIGNED).then(|| Error::new(Code::Inval, m()));
+    };
+    if of.target_id != TARGET_UNASSIGNED && of.target_id != have.id {
+        let m = format!("its superblock says target {}, the cluster knows it as {}", of.target_id, have.id);
+        return Some(Error::new(Code::Inval, m));
+    }
+    let at = map.nodes.iter().find(|n| n.id == have.node).filter(|n| have.alive && n.name != node)?;
+    let m = format!("target {} is alive on '{}'; stop it there first", have.id, at.name);
+    Some(Error::new(Code::Busy, m))
 }
 
 /// Why something that a target had may still be needed; else it is out of sync wherever it was, and whatever it has worth nothing.
@@ -89,32 +203,83 @@ pub(super) fn needed(map: &MapView, of: &TargetIdentity, used: Option<&BTreeSet<
     (!counted.is_empty()).then(m)
 }
 
-/// Has a target come back empty when nothing that it had is needed.
+/// Has a target come back: as it is, when it is whole again, or empty, when nothing that it had is needed.
 pub(super) async fn come_back(node: Arc<Node>, out: Arc<Out>) {
-    let Some(of) = out.id().filter(|_| out.damaged.table_only) else { return };
-    let engine = loop {
-        tokio::time::sleep(LOOK).await;
-        if let Some(why) = needed(&node.map.load(), of, out.damaged.used.as_ref()) {
+    loop {
+        let damaged = match &*out.what.lock() {
+            What::Damaged(d) if d.table_only => Some(d.clone()),
+            _ => None,
+        };
+        let engine = match damaged {
+            Some(d) => emptied(&node, &out, &d).await,
+            None => whole(&node, &out).await,
+        };
+        let Some((engine, is_empty)) = engine else { continue };
+        match register(&node, &out, engine).await {
+            Ok(id) => return node.is_back(&out, id, is_empty),
+            Err(e) if e.code == Code::Disconnected => return, // the server stops
+            Err(e) => out.is(What::Refused(e.context(out.path.display()))),
+        }
+    }
+}
+
+async fn register(node: &Node, out: &Out, engine: Arc<Engine>) -> Result<u32> {
+    loop {
+        match node.add_target(engine.clone()).await {
+            Err(e) if !matches!(e.code, Code::Disconnected | Code::Inval | Code::NoSpc) => {
+                out.is_now(format!("it is whole and cannot be registered: {e}"));
+                tokio::time::sleep(LOOK).await;
+            }
+            other => return other,
+        }
+    }
+}
+
+/// Looks at it after a while. `None`: it is to be gone on with what it was found to be.
+async fn whole(node: &Node, out: &Out) -> Option<(Arc<Engine>, bool)> {
+    let lacks = matches!(&*out.what.lock(), What::Refused(e) if matches!(e.code, Code::NoEnt | Code::Busy));
+    let pause = if lacks { SOON } else { LATER };
+    *out.now.lock() = format!("it is looked at again every {pause:?}, and at SIGHUP; {NEXT_STEP}");
+    if !out.is_asked() {
+        out.nap(pause).await;
+    }
+    let asked = out.asked.lock().take();
+    // What was found damaged keeps its folder locked.
+    let why = out.why();
+    *out.what.lock() = What::Refused(why);
+    let path = out.path.clone();
+    let as_it_is = || TargetConfig { path, size: 0, device: None, force: false, create: false };
+    let config = asked.unwrap_or_else(as_it_is);
+    match disk::open(&config, &node.cfg.name, node.fs(), &node.env, &node.pool).await {
+        Ok(Opened::Whole(engine)) => return Some((engine, false)),
+        Ok(Opened::Damaged(d)) => out.is(What::Damaged(Arc::new(d))),
+        Err(e) => out.is(What::Refused(e)),
+    }
+    None
+}
+
+/// Waits until nothing that it had is needed. `None`: it is to be looked at again instead.
+async fn emptied(node: &Node, out: &Out, damaged: &Arc<Damaged>) -> Option<(Arc<Engine>, bool)> {
+    loop {
+        out.nap(LOOK).await;
+        if out.is_asked() {
+            // Somebody may have put a good table back. It is opened with the lock of this one.
+            let why = damaged.why.clone();
+            *out.what.lock() = What::Refused(why);
+            return None;
+        }
+        let Some(of) = &damaged.id else { return None };
+        if let Some(why) = needed(&node.map.load(), of, damaged.used.as_ref()) {
             out.is_now(why);
             continue;
         }
-        match empty(&node, &out.damaged).await {
-            Ok(engine) => break engine,
+        match empty(node, damaged).await {
+            Ok(engine) => return Some((engine, true)),
             // Whoever used it last, while it was in service, still does.
             Err(e) if e.code == Code::Busy => out.is_now(e.message),
             Err(e) => {
                 out.is_now(format!("it cannot be made empty: {e}; {NEXT_STEP}"));
-                tokio::time::sleep(AGAIN).await;
-            }
-        }
-    };
-    loop {
-        match node.add_target(engine.clone()).await {
-            Ok(id) => return node.is_back(&out, id),
-            Err(e) if e.code == Code::Disconnected => return, // the server stops
-            Err(e) => {
-                out.is_now(format!("it is empty and cannot be registered: {e}"));
-                tokio::time::sleep(LOOK).await;
+                out.nap(AGAIN).await;
             }
         }
     }
@@ -130,12 +295,6 @@ async fn empty(node: &Node, damaged: &Damaged) -> Result<Arc<Engine>> {
     engine.note_sights(node.map.load().chains_of(id))?;
     engine.sync_sights().await?;
     Ok(engine)
-}
-
-/// What to say where no target is left to serve.
-pub(super) fn none_left(out: &[Damaged]) -> Error {
-    let all: Vec<String> = out.iter().map(|d| d.why.to_string()).collect();
-    Error::new(Code::Corrupt, format!("no target can be served: {}; {NEXT_STEP}", all.join("; ")))
 }
 
 #[cfg(test)]
@@ -172,6 +331,35 @@ mod tests {
 
     fn why(map: pb::ClusterMap, of: &TargetIdentity) -> String {
         needed(&MapView::new(map).unwrap(), of, None).unwrap_or_default()
+    }
+
+    #[test]
+    fn what_is_not_of_this_cluster_is_refused_by_itself() {
+        let mut m = map(&[]);
+        m.nodes = vec![pb::Node { id: 1001, name: "oss1".into(), ..Default::default() }];
+        m.targets.iter_mut().for_each(|t| (t.node, t.alive) = (1001, true));
+        let said = |m: &pb::ClusterMap, node: &str, of: &TargetIdentity| {
+            unfit(m, node, of).map(|e| (e.code, e.message)).unwrap_or((Code::Io, String::new()))
+        };
+        assert_eq!(said(&m, "oss1", &of()).1, "");
+        let new = TargetIdentity { fs_uuid: [0; 16], target_uuid: [9; 16], target_id: TARGET_UNASSIGNED, ..of() };
+        assert_eq!(said(&m, "oss1", &new).1, "");
+        for (of, code, what) in [
+            (TargetIdentity { fs_uuid: [7; 16], ..of() }, Code::Inval, "another cluster"),
+            (TargetIdentity { target_uuid: [9; 16], ..of() }, Code::Inval, "no target 2"),
+            (TargetIdentity { target_id: 5, ..of() }, Code::Inval, "knows it as 2"),
+        ] {
+            let (is, said) = said(&m, "oss1", &of);
+            assert!(is == code && said.contains(what), "{said}");
+            // Somebody who knows nothing yet has no say.
+            assert!(unfit(&pb::ClusterMap::default(), "oss1", &of).is_none());
+        }
+        let elsewhere = said(&m, "oss2", &of());
+        assert!(elsewhere.0 == Code::Busy && elsewhere.1.contains("alive on 'oss1'"), "{elsewhere:?}");
+        m.targets[1].alive = false;
+        assert_eq!(said(&m, "oss2", &of()).1, "", "it moves");
+        let later = TargetIdentity { incarnation: 7 << 48, target_uuid: [9; 16], ..of() };
+        assert_eq!(said(&m, "oss1", &later).1, "", "this group was given up");
     }
 
     #[test]

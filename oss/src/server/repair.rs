@@ -176,15 +176,32 @@ impl Replica {
         }
     }
 
+    /// One line in the log, with the file's path if the metadata servers tell it soon.
     fn say(&self, chunk: ChunkId, look: &Look, outcome: &Outcome) {
-        let (chain, here, place) = (self.chain, self.id, place(look));
-        let what = format!("chunk {chunk} of chain {chain}, {place}, damaged on target {here}");
-        match outcome {
-            Outcome::Repaired(Some(from)) => tracing::warn!("{what}: repaired from {from}"),
-            Outcome::Still(s) if s.lost => tracing::error!("{what}, with no good copy: {}", s.cause),
-            Outcome::Still(s) => tracing::warn!("{what}, not repaired yet: {}", s.cause),
-            Outcome::Repaired(None) | Outcome::Gone => {}
-        }
+        let then = match outcome {
+            Outcome::Repaired(Some(from)) => format!("repaired from {from}"),
+            Outcome::Still(s) if s.lost => format!("with no good copy: {}", s.cause),
+            Outcome::Still(s) => format!("not repaired yet: {}", s.cause),
+            Outcome::Repaired(None) | Outcome::Gone => return,
+        };
+        let is_lost = matches!(outcome, Outcome::Still(s) if s.lost);
+        let (node, chain, here, look) = (self.node.clone(), self.chain, self.id, look.clone());
+        self.node.env.spawn(async move {
+            let file = node.places.of(&node.map.load_full(), chunk).await;
+            let (file, at) = match file {
+                Ok((path, start)) => (path, place(&look, start)),
+                Err(e) => (
+                    format!("inode {} (no path: {})", chunk.ino, e.message),
+                    format!("{} of the chunk", place(&look, 0)),
+                ),
+            };
+            let what = format!("{file}: {at}, chunk {chunk} of chain {chain}, damaged on target {here}, {then}");
+            if is_lost {
+                tracing::error!("{what}");
+            } else {
+                tracing::warn!("{what}");
+            }
+        });
     }
 
     /// What is damaged from elsewhere, the rest from here. What has a good copy is repaired even if other parts have none.
@@ -373,12 +390,15 @@ pub(super) fn left_of(look: &Look) -> Vec<Range<u32>> {
     if look.headless { iter::once(0..MAX_CHUNK as u32).collect() } else { parts_of(look) }
 }
 
-/// What of a chunk is damaged, for people.
-fn place(look: &Look) -> String {
+/// What of a chunk that begins there is damaged, for people.
+fn place(look: &Look, start: u64) -> String {
+    let at = |n: u32| start + u64::from(n);
     match &look.damaged[..] {
         [] => "its record".into(),
-        [one] => format!("bytes {} to {}", one.start, one.end),
-        [first, .., last] => format!("{} places in bytes {} to {}", look.damaged.len(), first.start, last.end),
+        [one] => format!("bytes {} to {}", at(one.start), at(one.end)),
+        [first, .., last] => {
+            format!("{} places in bytes {} to {}", look.damaged.len(), at(first.start), at(last.end))
+        }
     }
 }
 

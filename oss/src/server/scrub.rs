@@ -342,8 +342,9 @@ async fn heal_once(node: &Node, target: &Target) {
     for (key, still) in target.damage.open() {
         let replica = node.next_replica(target.id(), key.chain).filter(|r| r.chain == key.chain);
         let Some(replica) = replica.filter(|_| !target.failed()) else { continue };
-        if replica.view().state == pb::ReplicaState::ReplicaUnknown {
-            target.damage.whole(&key); // the chain is elsewhere now
+        let given_up = node.map.load().chain(key.chain).is_some_and(|c| c.lost);
+        if given_up || replica.view().state == pb::ReplicaState::ReplicaUnknown {
+            target.damage.whole(&key); // the chain is elsewhere now, or nobody counts on it
             continue;
         }
         let unchanged = match target.engine.meta(&key) {

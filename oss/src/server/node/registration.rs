@@ -17,7 +17,7 @@ use strake_proto::{
 use tokio::time::Instant;
 
 use super::{
-    super::{peers::MdsLink, replica::Replica},
+    super::{out, peers::MdsLink, replica::Replica},
     Node, Target, follows,
 };
 
@@ -50,13 +50,12 @@ impl Node {
         all.iter().map(Endpoint::to_string).collect()
     }
 
-    /// The stamps that the cluster has for its targets, by uuid.
-    async fn stamps(mds: &mut MdsLink, known: &MapView, patience: Duration) -> Result<BTreeMap<Bytes, u64>> {
+    /// The cluster map as it is now.
+    async fn newest(mds: &mut MdsLink, known: &MapView, patience: Duration) -> Result<pb::ClusterMap> {
         let m = Message::new(opcode::MAP, pb::MapRequest { have: 0 }.encode_to_vec());
         let m = mds.call(known, m, patience).await?;
         let bad = |e: prost::DecodeError| Error::new(Code::Protocol, format!("answer to a question for the map: {e}"));
-        let map = pb::MapReply::decode(m.body).map_err(bad)?.map.unwrap_or_default();
-        Ok(map.targets.into_iter().map(|t| (t.uuid, t.stamp)).collect())
+        Ok(pb::MapReply::decode(m.body).map_err(bad)?.map.unwrap_or_default())
     }
 
     fn register_request(
@@ -86,6 +85,16 @@ impl Node {
         }
     }
 
+    /// Of one that is to join.
+    fn check_fit(&self, new: &Target, map: &pb::ClusterMap) -> Result<()> {
+        let id = new.engine.identity();
+        if self.targets().iter().any(|t| t.engine.identity().target_uuid == id.target_uuid) {
+            let m = format!("another folder of this server holds target {}, too; it is a copy", id.target_id);
+            return Err(Error::new(Code::Inval, m));
+        }
+        out::unfit(map, &self.cfg.name, &id).map_or(Ok(()), Err)
+    }
+
     /// One attempt to register. `EINVAL`: this server or its targets belong elsewhere, trying again is no use.
     pub async fn register(self: &Arc<Self>, mds: &mut MdsLink, listening: &[Endpoint]) -> Result<()> {
         self.register_with(mds, listening, None).await
@@ -97,11 +106,17 @@ impl Node {
         listening: &[Endpoint],
         new: Option<&Arc<Target>>,
     ) -> Result<()> {
-        let all: Vec<Arc<Target>> = self.targets().iter().chain(new).cloned().collect();
         let map = self.map.load_full();
         // Those that serve need their next heartbeat before their lease is over.
         let patience = new.map_or(REGISTER_TIMEOUT, |_| Duration::from_millis(self.cfg.heartbeat_ms));
-        let stamps = Self::stamps(mds, &map, patience).await?;
+        let now = Self::newest(mds, &map, patience).await?;
+        *self.fs.lock() = now.fs_uuid[..].try_into().ok();
+        self.refuse_unfit(&now);
+        if let Some(new) = new {
+            self.check_fit(new, &now)?;
+        }
+        let stamps = now.targets.into_iter().map(|t| (t.uuid, t.stamp)).collect();
+        let all: Vec<Arc<Target>> = self.targets().iter().chain(new).cloned().collect();
         let body = self.register_request(listening, &all, &stamps).encode_to_vec();
         let m = mds.call(&map, Message::new(opcode::REGISTER, body), patience).await?;
         let bad = |e: prost::DecodeError| Error::new(Code::Protocol, format!("answer to registration: {e}"));

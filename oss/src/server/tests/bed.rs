@@ -266,6 +266,9 @@ impl Service for Authority {
         if m.opcode == opcode::MAP {
             return Ok(Message::new(0, pb::MapReply { map: Some(self.map.lock().clone()) }.encode_to_vec()));
         }
+        if m.opcode == opcode::PLACES {
+            return Err(Error::new(Code::Protocol, "an older version, which does not know that"));
+        }
         let h = pb::HeartbeatRequest::decode(&m.body[..]).unwrap();
         if h.incarnation != self.map.lock().incarnation {
             return Err(Error::new(Code::Stale, "register again"));

@@ -3,9 +3,11 @@
 mod bed;
 mod copies;
 mod grants;
+mod kept;
 mod leaving;
 mod out;
 mod pace;
+mod refused;
 mod rot;
 mod scrub;
 mod tcp;

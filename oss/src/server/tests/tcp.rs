@@ -114,13 +114,18 @@ async fn targets_of_another_cluster_and_missing_disks_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let (authority, mds) = authority().await;
     let server = start_on_disk(config(0, dir.path(), mds.endpoint()), Env::system(), KEY).await.unwrap();
-    let second = start_on_disk(config(0, dir.path(), mds.endpoint()), Env::system(), KEY).await.err().unwrap();
-    assert_eq!(second.code, Code::Busy, "{second}");
+    let refused = async |cfg: Config, why: &str| {
+        let server = start_on_disk(cfg, Env::system(), KEY).await.unwrap();
+        let status = server.status();
+        assert!(status.targets.is_empty() && status.refused.len() == 1, "{status:?}");
+        assert!(status.refused[0].why.contains(why) && status.notices[0].contains(why), "{status:?}");
+        server.shutdown().await.unwrap();
+    };
+    refused(config(0, dir.path(), mds.endpoint()), "another process serves").await;
     server.shutdown().await.unwrap();
     authority.map.lock().fs_uuid = vec![2; 16].into();
-    let other = start_on_disk(config(0, dir.path(), mds.endpoint()), Env::system(), KEY).await.err().unwrap();
-    assert!(other.code == Code::Inval && other.message.contains("another cluster"), "{other}");
+    refused(config(0, dir.path(), mds.endpoint()), "another cluster").await;
     let mut cfg = config(5, dir.path(), mds.endpoint());
     cfg.targets[0].create = false;
-    assert_eq!(start_on_disk(cfg, Env::system(), KEY).await.err().unwrap().code, Code::NoEnt);
+    refused(cfg, "no such target folder").await;
 }
