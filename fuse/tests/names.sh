@@ -71,6 +71,16 @@ for of in "0711 99:99" "4711 99:99" "0001 99:99" "0010 99:23456" "0100 12345:99"
     [ "$1" = 0755 ] || refused "which cannot be read" as cat program
     check "and keeps its mode" test "$(stat -c %04a program)" = "$1"
 done
+chmod 0711 program
+python3 - <<'PY' && ok "no program can open it as the kernel does" || fail "no program can open it as the kernel does"
+import ctypes, errno, os, struct
+os.setgroups([]); os.setgid(12345); os.setuid(12345)
+FMODE_EXEC, AT_FDCWD, OPENAT2 = 0x20, -100, 437
+try: os.open("program", FMODE_EXEC); assert False, "open"
+except PermissionError: pass
+libc, how = ctypes.CDLL(None, use_errno=True), struct.pack("<QQQ", FMODE_EXEC, 0, 0)
+assert libc.syscall(OPENAT2, AT_FDCWD, b"program", how, 24) == -1 and ctypes.get_errno() == errno.EINVAL, "openat2"
+PY
 chmod 0600 program; refused "one that nobody may run" as ./program
 cat > closed-program.sh <<< $'#!/bin/sh\nexit 0'; chmod 711 closed-program.sh; refused "a script that cannot be read" as ./closed-program.sh
 if grep -qw overlay /proc/filesystems; then

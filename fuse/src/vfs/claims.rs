@@ -43,7 +43,7 @@ pub(super) struct Claims {
 }
 
 impl Claims {
-    /// The kernel is told, or has made it so itself, that there is something at this name.
+    /// The kernel is told, or has made it so itself, that there is something other than a directory at this name.
     pub fn told(&self, dir: Ino, name: &[u8]) {
         let [new, old] = &mut *self.told.lock();
         new.insert(self.names.hash_one((dir, name)));

@@ -12,7 +12,10 @@ use strake_fabric::Record;
 use strake_proto::{Code, Ino, Result, ids::ROOT_INO, pb};
 use tokio::sync::Mutex;
 
-use super::{Caller, Vfs, gone::Seen};
+use super::{
+    Caller, Vfs,
+    gone::{Seen, is_dir},
+};
 
 /// Entries asked of the mds at a time.
 const BATCH: u32 = 1000;
@@ -120,11 +123,15 @@ impl Vfs {
         if offset == 0 || (attrs && !batch.attrs) || batch.after(offset).is_none() {
             *batch = self.fetch(&dir, offset, attrs).await?;
         }
+        let node = if dir.ino == self.root { ROOT_INO } else { dir.ino };
         let mut taken = 0;
         loop {
             for entry in batch.after(offset).unwrap_or_default() {
                 if !take(entry) {
                     return Ok(());
+                }
+                if entry.attr.is_some_and(|a| !is_dir(&a)) {
+                    self.claims.told(node, &entry.name);
                 }
                 taken += 1;
                 offset = entry.offset;

@@ -46,6 +46,7 @@ impl Vfs {
         let (file, attr) =
             self.client.create(&creds, self.inner(parent), name, mode, flags as u32, exclusive, None).await?;
         let ino = attr.ino;
+        self.claims.told(parent, name);
         Ok((attr, self.keep(file, ino, flags, caller)))
     }
 

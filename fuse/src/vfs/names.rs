@@ -26,10 +26,11 @@ impl Vfs {
             return Box::pin(self.lookup_handle(caller, dir, name)).await;
         }
         let attr = self.client.lookup(&self.creds(caller), dir, name).await?;
-        if is_dir(&attr) {
-            self.folders.note(&attr, Some(dir));
-        }
         self.claimed(caller.pid, (parent, name), attr.ino).await?;
+        match is_dir(&attr) {
+            true => self.folders.note(&attr, Some(dir)),
+            false => self.claims.told(parent, name),
+        }
         Ok(self.outer(attr))
     }
 
@@ -114,7 +115,8 @@ impl Vfs {
         umask: u32,
         rdev: u32,
     ) -> Result<pb::Attr> {
-        self.client.mknod(&self.creds(c), self.inner(parent), name, Mode { bits: mode, umask }, rdev).await
+        let made = self.client.mknod(&self.creds(c), self.inner(parent), name, Mode { bits: mode, umask }, rdev).await;
+        made.inspect(|_| self.claims.told(parent, name))
     }
 
     pub async fn mkdir(&self, c: Caller, parent: Ino, name: &[u8], mode: u32, umask: u32) -> Result<pb::Attr> {
@@ -124,11 +126,13 @@ impl Vfs {
     }
 
     pub async fn symlink(&self, caller: Caller, parent: Ino, name: &[u8], target: &[u8]) -> Result<pb::Attr> {
-        self.client.symlink(&self.creds(caller), self.inner(parent), name, target).await
+        let made = self.client.symlink(&self.creds(caller), self.inner(parent), name, target).await;
+        made.inspect(|_| self.claims.told(parent, name))
     }
 
     pub async fn link(&self, caller: Caller, ino: Ino, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
-        self.client.link(&self.creds(caller), ino, self.inner(parent), name).await
+        let made = self.client.link(&self.creds(caller), ino, self.inner(parent), name).await;
+        made.inspect(|_| self.claims.told(parent, name))
     }
 
     pub async fn unlink(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<()> {
@@ -148,7 +152,7 @@ impl Vfs {
         }
         let (old, new) = ((self.inner(from.0), from.1), (self.inner(to.0), to.1));
         self.client.rename(&self.creds(caller), old, new, flags).await?;
-        self.named(to.0, to.1);
+        self.claims.told(to.0, to.1);
         Ok(())
     }
 

@@ -19,11 +19,6 @@ impl Vfs {
         self.client.telling()
     }
 
-    /// The kernel is told, or has made it so itself, that there is something at this name.
-    pub(crate) fn named(&self, dir: Ino, name: &[u8]) {
-        self.claims.told(dir, name);
-    }
-
     /// For how long a copy of these attributes may be kept.
     pub(crate) fn attr_valid(&self, attr: &pb::Attr) -> Duration {
         self.client.attr_valid(&pb::Attr { ino: self.inner(attr.ino), ..*attr })

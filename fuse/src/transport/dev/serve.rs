@@ -387,10 +387,7 @@ impl Core {
             }
             s.timeout(self.bounds.attr.min(v.attr_valid(&s.attr)))
         };
-        let name = |dir, name: &[u8], to: Option<Ino>| {
-            if to.is_some() && !name.is_empty() {
-                v.named(dir, name);
-            }
+        let name = |dir, name: &[u8], to| {
             // Names of a listing would count as told when it takes them in, not when it asked.
             if !keeps_names || taken == Taken::Listed {
                 return Duration::ZERO;
