@@ -18,6 +18,8 @@ pub struct Mounted {
     pub parent: u64,
     /// `MAJOR:MINOR`, the same for all mounts of one file system.
     pub device: String,
+    /// What of the file system it shows: `/` is all of it, anything else a part that was bound to another place.
+    pub root: PathBuf,
     /// Where it is.
     pub at: PathBuf,
     /// Of this mount, by commas.
@@ -36,7 +38,8 @@ impl Mounted {
         let dash = line.windows(3).position(|w| w == b" - ")?;
         let front: Vec<&[u8]> = line[..dash].split(|b| *b == b' ').collect();
         let back: Vec<&[u8]> = line[dash + 3..].split(|b| *b == b' ').collect();
-        let ([id, parent, device, _, at, options, ..], [kind, source, super_options]) = (&front[..], &back[..]) else {
+        let ([id, parent, device, root, at, options, ..], [kind, source, super_options]) = (&front[..], &back[..])
+        else {
             return None;
         };
         let number = |field: &[u8]| std::str::from_utf8(field).ok()?.parse().ok();
@@ -44,6 +47,7 @@ impl Mounted {
             id: number(id)?,
             parent: number(parent)?,
             device: text(device.to_vec()),
+            root: OsString::from_vec(unescape(root)).into(),
             at: OsString::from_vec(unescape(at)).into(),
             options: text(options.to_vec()),
             kind: text(unescape(kind)),
@@ -66,6 +70,12 @@ pub fn mounts() -> io::Result<Vec<Mounted>> {
 pub fn topmost<'a>(mounts: &'a [Mounted], at: &Path) -> Option<&'a Mounted> {
     let here = || mounts.iter().filter(|m| m.at == at);
     here().rfind(|m| !here().any(|on| on.parent == m.id && on.id != m.id))
+}
+
+/// Whether unmounting this one leaves its file system mounted: it is a bind mount of a part, or the file system is mounted
+/// elsewhere in this namespace, too.
+pub fn stays_mounted(mounts: &[Mounted], m: &Mounted) -> bool {
+    m.root != Path::new("/") || mounts.iter().any(|other| other.device == m.device && other.id != m.id)
 }
 
 /// The kernel writes blank, tab, newline and backslash as `\ooo`.
@@ -176,6 +186,23 @@ mod tests {
             assert_eq!(topmost(&all, Path::new("/c")), None);
         }
         assert_eq!(topmost(std::slice::from_ref(&below), Path::new("/a")), Some(&below));
+    }
+
+    #[test]
+    fn a_bind_mount_is_not_the_file_system() {
+        let line = |l: &str| Mounted::parse(l.as_bytes()).unwrap();
+        let own = line("40 30 0:45 / /a rw - fuse.strake h:/ rw");
+        let part = line(r"41 40 0:45 /d\040e /a/b rw - fuse.strake h:/ rw");
+        let all = line("42 30 0:45 / /c rw - fuse.strake h:/ rw");
+        let other = line("43 30 0:46 / /d rw - fuse.strake h:/ rw");
+        assert_eq!((part.root.as_path(), own.root.as_path()), (Path::new("/d e"), Path::new("/")));
+        let stays = |m: &Mounted, with: &[&Mounted]| {
+            let table: Vec<Mounted> = with.iter().map(|m| (*m).clone()).collect();
+            stays_mounted(&table, m)
+        };
+        assert!(!stays(&own, &[&own, &other]));
+        assert!(stays(&part, &[&own, &part]) && stays(&part, &[&part]), "also where the rest is mounted elsewhere");
+        assert!(stays(&all, &[&own, &all]) && stays(&own, &[&own, &all]), "whichever goes first");
     }
 
     #[test]

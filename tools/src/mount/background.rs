@@ -3,7 +3,7 @@
 use std::{
     ffi::OsString,
     fs,
-    io::Write,
+    io::Write as _,
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{Child, Command, ExitCode, Stdio},
@@ -12,7 +12,7 @@ use std::{
 
 use strake_proto::{Code, Error, Result};
 
-use super::{MountSection, helper::FAILED, is_mounted, say};
+use super::{MountSection, helper::FAILED, is_mounted, make_way};
 use crate::lifeline;
 
 /// With `bg`: how long a mount is waited for before it is left alone.
@@ -23,10 +23,7 @@ const SLACK: Duration = Duration::from_secs(60);
 /// Starts this same command in the foreground of a new session and returns when it is mounted or has failed; with `bg` also
 /// when it goes on trying. What it logs goes to a file.
 pub(super) fn in_background(section: &MountSection, argv: Vec<OsString>) -> Result<ExitCode> {
-    if is_mounted(&section.mountpoint)? {
-        let m = format!("{} is mounted already; `strake umount` it first", section.mountpoint.display());
-        return Err(Error::new(Code::Busy, m));
-    }
+    make_way(&section.mountpoint)?;
     strake_fuse::can_mount(&section.mountpoint)?;
     let log = log_file(section)?;
     let mut child = Command::new(std::env::current_exe()?);
@@ -59,10 +56,8 @@ fn wait(section: &MountSection, mut child: Child, log: Option<(&Path, u64)>) -> 
     if section.background() {
         limit = limit.min(PATIENCE);
     }
-    let tell = |what: &str| log.iter().for_each(|(path, _)| say(&format!("{what}: {}", path.display())));
     while start.elapsed() < limit {
         if is_mounted(&section.mountpoint)? {
-            tell("log");
             return Ok(ExitCode::SUCCESS);
         }
         if let Some(status) = child.try_wait()? {
@@ -73,8 +68,8 @@ fn wait(section: &MountSection, mut child: Child, log: Option<(&Path, u64)>) -> 
         std::thread::sleep(Duration::from_millis(20));
     }
     if section.background() {
-        say(&format!("{}: the cluster is away; trying on in the background", section.mountpoint.display()));
-        tell("log");
+        eprintln!("{}: the cluster is away; trying on in the background", section.mountpoint.display());
+        log.iter().for_each(|(path, _)| eprintln!("log: {}", path.display()));
         return Ok(ExitCode::SUCCESS);
     }
     let _ = child.kill();

@@ -24,7 +24,7 @@ use tokio::{
     signal::unix::{SignalKind, signal},
 };
 
-use super::{FabricKey, MountSection, connect_with};
+use super::{FabricKey, MountSection, connect_with, make_way};
 use crate::lifeline::{self, Lifeline};
 
 /// Memory for written data that is not yet known to be stable, and for what is on its way; taken as it is used.
@@ -47,6 +47,7 @@ pub(super) fn socket() -> Option<RawFd> {
 
 /// Stays until the mount is gone.
 pub(super) async fn supervise(section: MountSection) -> Result<ExitCode> {
+    make_way(&section.mountpoint)?;
     strake_fuse::can_mount(&section.mountpoint)?;
     let uuid = Env::system().random_bytes();
     let keep = Keep::create(uuid, KEPT_BUFFERS).map_err(|e| Error::from(e).context("memory for the mount"))?;
@@ -183,6 +184,7 @@ async fn end(client: &Client, mount: &strake_fuse::Mount) -> String {
 
 /// A mount in one process, by the fuser crate.
 pub(super) async fn unsupervised(section: MountSection, key: [u8; 32]) -> Result<ExitCode> {
+    make_way(&section.mountpoint)?;
     let uuid = Env::system().random_bytes();
     let mut lifeline = lifeline(&section, uuid);
     let mut config = section.client_config()?;

@@ -11,11 +11,10 @@ mod users;
 
 use std::{
     ffi::OsString,
-    io::Write,
     path::{Path, PathBuf},
     process::ExitCode,
-    sync::Arc,
-    time::Duration,
+    sync::{Arc, mpsc},
+    time::{Duration, Instant},
 };
 
 use clap::Args;
@@ -443,9 +442,55 @@ fn mounted_at(mountpoint: &Path) -> Result<Option<Mounted>> {
     Ok(found.filter(|m| m.kind == "fuse.strake").cloned())
 }
 
-/// Tells who started this on their terminal, if there is one.
-fn say(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
+/// Before something is mounted there: takes off a StrakeFS mount whose processes are gone, which nobody can use any more. Never one
+/// that is served, nor another file system: `EBUSY` for a StrakeFS mount that lives.
+pub fn make_way(mountpoint: &Path) -> Result<()> {
+    // As many as were mounted one over the other.
+    while let Some(m) = mounted_at(mountpoint)? {
+        let busy = |why: &str| {
+            let m = format!("{} is mounted already{why}; `strake umount` it first", mountpoint.display());
+            Err(Error::new(Code::Busy, m))
+        };
+        match state_of(&m) {
+            State::Served => return busy(""),
+            State::Silent => return busy(" and does not answer"),
+            State::Dead => {}
+        }
+        umount::take_off(&m)?;
+        eprintln!("{}: took off a mount whose processes are gone", m.at.display());
+    }
+    Ok(())
+}
+
+/// How a mount stands.
+enum State {
+    Served,
+    /// Nobody answers for it, and nobody says that it is over.
+    Silent,
+    /// Its processes are gone: every call is `ENOTCONN`, for ever.
+    Dead,
+}
+
+/// How long a mount that nobody answers for may take to say that it is dead: its processes may be ending.
+const DYING: Duration = Duration::from_secs(5);
+
+fn state_of(m: &Mounted) -> State {
+    if Asker::connect(&m.device, umount::owner_of(m)).is_ok() {
+        return State::Served;
+    }
+    let until = Instant::now() + DYING;
+    loop {
+        // In a thread: should somebody hold it open who does not answer, this waits for ever.
+        let (tell, told) = mpsc::channel();
+        let at = m.at.clone();
+        std::thread::spawn(move || tell.send(rustix::fs::stat(&at).err()));
+        match told.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok(Some(rustix::io::Errno::NOTCONN)) => return State::Dead,
+            Ok(_) if Instant::now() < until => std::thread::sleep(DYING / 100),
+            Ok(_) => return State::Served,
+            Err(_) => return State::Silent,
+        }
+    }
 }
 
 #[cfg(test)]

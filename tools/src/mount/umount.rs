@@ -10,7 +10,7 @@ use clap::Args;
 use rustix::mount::UnmountFlags;
 use strake_fuse::{
     supervisor::control::{Asker, End},
-    table::Mounted,
+    table::{self, Mounted},
 };
 use strake_proto::{Code, Error, Result};
 
@@ -34,8 +34,12 @@ pub struct UmountArgs {
 const PATIENCE: u64 = 10;
 /// What was let go by force gets so long to leave.
 const LEAVING: Duration = Duration::from_secs(1);
+/// Of the mount's process, to notice that it is unmounted.
+const NOTICING: Duration = Duration::from_secs(2);
 /// Of the mount's process, to say how it stands.
 const ANSWER: Duration = Duration::from_secs(2);
+/// What a mount's process says when all is safe that was written so far.
+const NOTHING_UNSAFE: &str = "state 0 written bytes are not on disk yet";
 /// Exit status when it is unmounted and not everything is safe.
 const NOT_SAFE: u8 = 64;
 
@@ -47,10 +51,12 @@ impl UmountArgs {
 
 pub fn umount(args: &UmountArgs) -> Result<ExitCode> {
     let mount = mounted_at(&args.mountpoint)?.ok_or_else(|| not_mounted(&args.mountpoint))?;
+    let stays = table::stays_mounted(&table::mounts()?, &mount);
     let mut process = Asker::connect(&mount.device, owner_of(&mount));
-    detach(&mount, args.lazy, args.force)?;
-    // Detached lazily it may be in use for long.
-    if args.lazy {
+    // By force all that waits for an answer is ended, everywhere: not what the other mounts of the file system need.
+    detach(&mount, args.lazy, args.force && !stays)?;
+    // Detached lazily it may be in use for long. What stays mounted makes safe what was written as before.
+    if args.lazy || stays {
         return Ok(ExitCode::SUCCESS);
     }
     match &mut process {
@@ -82,7 +88,15 @@ pub(super) fn owner_of(mount: &Mounted) -> u32 {
 /// Waits until the mount's process says that all is safe.
 fn safe(mount: &Mounted, process: &mut Asker, limit: Duration) -> ExitCode {
     let at = mount.at.display();
-    let said = match process.wait(limit) {
+    let (start, mut end) = (Instant::now(), process.wait(limit.min(NOTICING)));
+    if end == End::NotYet {
+        if is_elsewhere(mount, process) {
+            eprintln!("{at}: unmounted here; another mount namespace still has it. All that was written is safe");
+            return ExitCode::SUCCESS;
+        }
+        end = process.wait(limit.saturating_sub(start.elapsed()));
+    }
+    let said = match end {
         End::Said(lost) if lost.is_empty() => return ExitCode::SUCCESS,
         End::Said(lost) => lost,
         End::Silent => "its process was killed before it said that all is safe".into(),
@@ -96,9 +110,21 @@ fn safe(mount: &Mounted, process: &mut Asker, limit: Duration) -> ExitCode {
     ExitCode::from(NOT_SAFE)
 }
 
+/// Whether the file system is still mounted, where this namespace does not show it, and nothing of it is unsafe. Its process takes
+/// nobody new once it is not.
+fn is_elsewhere(mount: &Mounted, process: &mut Asker) -> bool {
+    Asker::connect(&mount.device, owner_of(mount)).is_ok()
+        && process.ask("state", ANSWER).is_ok_and(|state| state == NOTHING_UNSAFE)
+}
+
 /// Unmounts what is mounted at `mountpoint`.
 pub fn unmount(mountpoint: &std::path::Path, lazy: bool) -> Result<()> {
     detach(&mounted_at(mountpoint)?.ok_or_else(|| not_mounted(mountpoint))?, lazy, false)
+}
+
+/// Takes off a mount that nobody serves any more.
+pub(super) fn take_off(mount: &Mounted) -> Result<()> {
+    detach(mount, true, false)
 }
 
 fn detach(mount: &Mounted, lazy: bool, force: bool) -> Result<()> {
