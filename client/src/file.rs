@@ -75,6 +75,8 @@ struct Handle {
     /// Write-back errors of the inode that this handle's writes, syncs and closes have told, or that came before it.
     told_errors: [AtomicU64; 3],
     closed: AtomicBool,
+    /// See [`Inode::handle_opened`].
+    since: u64,
 }
 
 impl Client {
@@ -335,6 +337,7 @@ impl Handle {
             ahead: Mutex::new(ReadAhead::new(core.cfg.read_ahead_bytes as u64)),
             told_errors: [(); 3].map(|()| AtomicU64::new(inode.errors())),
             closed: AtomicBool::new(false),
+            since: inode.handle_opened(),
             inode,
         }
     }
@@ -392,6 +395,7 @@ impl File {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
         let size = h.core.fresh_size(&h.inode).await?;
+        h.inode.check_missing(h.since, &(offset..offset.saturating_add(len as u64)))?;
         let end = offset.saturating_add(len as u64).min(size);
         if offset >= end {
             return Ok(Vec::new());
@@ -423,6 +427,7 @@ impl File {
         if h.flags & O_DIRECT != 0 || range.is_empty() || h.inode.is_doubtful() {
             return None;
         }
+        h.inode.check_missing(h.since, &(offset..offset.saturating_add(len as u64))).ok()?;
         let over = h.inode.back.look(&range);
         if !over.is_empty() {
             let all = covers(&over, &range);
@@ -606,7 +611,7 @@ impl File {
         let (session, done, outcome) = h.core.write_range(&h.inode, offset, &data, (stable, only), room).await;
         drop(change);
         if done > 0 {
-            h.inode.wrote(session, offset + done, &h.creds)?;
+            h.inode.wrote(session, offset..offset + done, &h.creds)?;
         }
         let unsent = outcome.as_ref().is_err_and(|e| e.code == Code::NoSession);
         if done < len as u64 && !unsent {
@@ -740,6 +745,7 @@ async fn forget(core: Arc<Core>, open: Open) {
 
 impl Drop for Handle {
     fn drop(&mut self) {
+        self.inode.handle_closed(self.since);
         if self.closed.load(Relaxed) || self.core.is_closed() || tokio::runtime::Handle::try_current().is_err() {
             return;
         }

@@ -8,6 +8,7 @@ use strake_proto::Result;
 use crate::{
     baton, faults, histories, lapse,
     ledger::Ledger,
+    rivals,
     run::{self, Scenario},
     shrink::readable,
 };
@@ -20,6 +21,7 @@ const KEPT: usize = 2000;
 pub enum Mode {
     Plain,
     Harsh,
+    Rivals,
     Lapse,
     Wide,
     Baton,
@@ -27,8 +29,15 @@ pub enum Mode {
 }
 
 /// Of 20 seeds in a row, how many are of which kind.
-pub const SHARES: [(Mode, u64); 6] =
-    [(Mode::Plain, 5), (Mode::Harsh, 9), (Mode::Lapse, 1), (Mode::Wide, 1), (Mode::Baton, 1), (Mode::History, 3)];
+pub const SHARES: [(Mode, u64); 7] = [
+    (Mode::Plain, 5),
+    (Mode::Harsh, 8),
+    (Mode::Rivals, 1),
+    (Mode::Lapse, 1),
+    (Mode::Wide, 1),
+    (Mode::Baton, 1),
+    (Mode::History, 3),
+];
 
 impl Mode {
     /// The kind of run that a seed is.
@@ -47,6 +56,7 @@ impl Mode {
         match self {
             Mode::Plain => "plain",
             Mode::Harsh => "harsh",
+            Mode::Rivals => "rivals",
             Mode::Lapse => "lapse",
             Mode::Wide => "wide",
             Mode::Baton => "baton",
@@ -59,6 +69,7 @@ impl Mode {
         match self {
             Mode::Plain => "",
             Mode::Harsh => " --harsh",
+            Mode::Rivals => " --rivals",
             Mode::Lapse => " --lapse",
             Mode::Wide => " --wide",
             Mode::Baton => " --baton",
@@ -72,7 +83,7 @@ impl Mode {
             Mode::Plain => Some(Scenario::new(seed)),
             Mode::Harsh => Some(Scenario::harsh(seed)),
             Mode::Wide => Some(Scenario::wide(seed)),
-            Mode::Lapse | Mode::Baton | Mode::History => None,
+            Mode::Rivals | Mode::Lapse | Mode::Baton | Mode::History => None,
         }
     }
 }
@@ -122,6 +133,7 @@ pub fn one(mode: Mode, seed: u64) -> Done {
         Some(s) => of_files(mode, s),
         None if mode == Mode::Baton => of_baton(seed),
         None if mode == Mode::Lapse => of_lapse(seed),
+        None if mode == Mode::Rivals => of_rivals(seed),
         None => of_history(seed),
     };
     done.unwrap_or_else(|e| Done::failed(mode, seed, e.to_string()))
@@ -155,6 +167,12 @@ fn of_lapse(seed: u64) -> Result<Done> {
     let o = lapse::run(seed)?;
     let (trace, faults, violations, details) = (o.trace, o.faults, o.violations, last(&o.events));
     Ok(Done { mode: Mode::Lapse, seed, trace, faults, simulated: o.simulated, violations, details })
+}
+
+fn of_rivals(seed: u64) -> Result<Done> {
+    let o = rivals::run(seed, None)?;
+    let (trace, faults, violations, details) = (o.trace, o.faults, o.violations, last(&o.events));
+    Ok(Done { mode: Mode::Rivals, seed, trace, faults, simulated: o.simulated, violations, details })
 }
 
 fn of_history(seed: u64) -> Result<Done> {
