@@ -29,6 +29,7 @@ use crate::{
     away::{Away, Kind},
     budget::Budget,
     cache::Cache,
+    clocks::Clocks,
     config::{Config, Counters},
     conns::Conns,
     followers::Followers,
@@ -89,6 +90,8 @@ pub(crate) struct Core {
     pub(crate) greeted: Notify,
     pub(crate) recalls: Acknowledged,
     pub conns: Conns,
+    /// How late it is at storage servers.
+    pub(crate) clocks: Clocks,
     /// For foreign memory.
     pub foreign: crate::lanes::Lanes,
     /// Data requests in flight.
@@ -206,6 +209,7 @@ impl Core {
             closing: RwLock::default(),
             greeted: Notify::new(),
             recalls: Acknowledged::default(),
+            clocks: Clocks::default(),
             conns: Conns::new(cfg.connections_per_node.max(1)),
             foreign: crate::lanes::Lanes::new(cfg.connections_per_node),
             pieces: Arc::new(Semaphore::new(cfg.max_inflight_pieces.max(1))),

@@ -29,9 +29,10 @@ use strake_proto::{
 use self::rounds::{Retry, Round, Way};
 use crate::{
     away::Kind as Server,
+    clocks::Copies,
     config::Counters,
     core::{Attempts, Core, Hold, room_for},
-    inode::{Cap, Inode},
+    inode::{Cap, Inode, UpdateAt},
     keep::{self, KeptWrite},
     mds::Session,
     retry::{DataVerdict, data_verdict, in_doubt},
@@ -60,7 +61,7 @@ pub(crate) struct Question<'a, T> {
 struct UnderWay<'a> {
     core: &'a Core,
     inode: &'a Inode,
-    at: (ChainId, ChunkId),
+    at: UpdateAt,
     session: u64,
     settled: bool,
 }
@@ -68,8 +69,8 @@ struct UnderWay<'a> {
 impl Drop for UnderWay<'_> {
     fn drop(&mut self) {
         if let Some(s) = self.core.session_of(self.session).filter(|_| !self.settled) {
-            s.next_round();
-            self.inode.given_up.lock().extend([self.at]);
+            let (chain, chunk) = self.at;
+            self.inode.given_up.lock().insert(chain, (chunk, s.next_round()));
         }
     }
 }
@@ -85,6 +86,8 @@ pub(crate) struct Update<'a> {
     pub seq: u64,
     pub flags: u8,
     pub version: Version,
+    /// That servers may take yet.
+    pub copies: Copies,
 }
 
 fn not_serving(m: String) -> Error {
@@ -95,9 +98,13 @@ pub(crate) fn chain_of(map: &MapView, id: ChainId) -> Result<&pb::Chain> {
     map.chain(id).ok_or_else(|| not_serving(format!("chain {id} is not in the cluster map")))
 }
 
+pub(crate) fn node_of(map: &MapView, target: TargetId) -> Result<&pb::Node> {
+    map.node_of(target).ok_or_else(|| not_serving(format!("target {target} has no node")))
+}
+
 impl Core {
     pub(crate) async fn connection_to(&self, map: &MapView, target: TargetId) -> Result<Arc<dyn Connection>> {
-        let node = map.node_of(target).ok_or_else(|| not_serving(format!("target {target} has no node")))?;
+        let node = node_of(map, target)?;
         self.conns.get(&self.fabric, node).await
     }
 
@@ -110,11 +117,12 @@ impl Core {
         m: Message,
         way: Way<'_>,
     ) -> Result<Message> {
-        let node = map.node_of(target).ok_or_else(|| not_serving(format!("target {target} has no node")))?;
+        let node = node_of(map, target)?;
         let reply = self.data_call_once(chain, node, m, way).await;
         match &reply {
             Err(e) if matches!(e.code, Code::Disconnected | Code::TimedOut) => {
                 self.failed(Server::Storage, &node.name, e);
+                self.clocks.forget(node.id);
             }
             // The map changed: it says nothing.
             Err(e) if e.code == Code::StaleEpoch => {}
@@ -124,7 +132,7 @@ impl Core {
     }
 
     /// A chain without any replica that may answer waits for the servers of all of them.
-    fn deserted(&self, map: &MapView, chain: &pb::Chain) -> Error {
+    pub(crate) fn deserted(&self, map: &MapView, chain: &pb::Chain) -> Error {
         if chain.lost {
             let m = format!("the last copies were on targets that an administrator gave up (chain {})", chain.id);
             return Error::new(Code::Io, m);
@@ -228,7 +236,8 @@ impl Core {
         }
     }
 
-    /// One update, repeated with the same number until it is answered. Where it is given up, a new round begins before this returns.
+    /// One update, repeated with the same number until it is answered. Where it is given up, a new round begins, and no copy of it is
+    /// made any more when this returns.
     pub(crate) async fn update(self: &Arc<Self>, u: &mut Update<'_>, at: &mut Attempts) -> Result<DataReply> {
         let (inode, at_chunk, session) = (u.inode, (u.chain, u.chunk), u.session);
         let mut under_way = UnderWay { core: self, inode, at: at_chunk, session, settled: false };
@@ -238,6 +247,10 @@ impl Core {
             // Its head remembers what it refused for good.
             Err(e) => !e.is_retryable() && !at.in_doubt,
         };
+        if !under_way.settled {
+            drop(under_way);
+            self.outlive(inode, at_chunk, session, u.copies).await;
+        }
         r
     }
 
@@ -251,7 +264,7 @@ impl Core {
                 return Err(session_lost());
             }
             let map = self.map();
-            let e = match self.try_update(&map, u, &retry.cap, &sums).await {
+            let e = match self.try_update(&map, &mut *u, &retry.cap, &sums).await {
                 Ok(r) => return Ok(r),
                 Err(e) => e,
             };
@@ -272,8 +285,15 @@ impl Core {
         }
     }
 
-    async fn try_update(&self, map: &MapView, u: &Update<'_>, cap: &Cap, sums: &[u32]) -> Result<DataReply> {
+    async fn try_update(
+        self: &Arc<Self>,
+        map: &MapView,
+        u: &mut Update<'_>,
+        cap: &Cap,
+        sums: &[u32],
+    ) -> Result<DataReply> {
         let _slot = self.pieces.acquire().await.map_err(|_| shut_down())?;
+        let (node, heard) = self.clock_of_head(map, u.chain).await?;
         let round = self.round_of(u.session);
         let request = DataRequest {
             kind: if matches!(u.data, Content::Bytes(_)) { Kind::Write } else { Kind::Punch },
@@ -285,14 +305,19 @@ impl Core {
             version: u.version,
             cap: Some(cap.bytes),
             round,
+            heard: heard.says(),
             sums: sums.to_vec(),
             ..DataRequest::new(u.chain, 0, 0, u.chunk)
         };
         let m = Message::new(opcode::WRITE, Vec::new()).with_payload(u.data.bytes().to_vec());
-        let handed = AtomicI64::new(0);
+        let (handed, before) = (AtomicI64::new(0), u.copies);
+        u.copies.sends(&heard);
         let sent = self.to_head(map, u.chain, m, request, Some(&handed)).await;
         let sent = sent.inspect_err(|e| self.attempted(u.session, round, handed.load(Relaxed) > 0, e));
-        let (_, reply, road) = sent?;
+        if handed.load(Relaxed) == 0 || sent.as_ref().map_or_else(is_answer, |_| true) {
+            u.copies = before;
+        }
+        let (_, reply, road) = sent.map_err(|e| self.knows_no_clock(node, &heard, e))?;
         for b in u.data.bytes() {
             b.sent_by(road);
             u.inode.sent.add(ByRoad::of(road, b.len() as u64));
@@ -388,6 +413,7 @@ impl Core {
             seq,
             flags,
             version: Version::default(),
+            copies: Copies::default(),
         };
         let r = self.update(&mut u, &mut at).await?;
         let data = u.data;
@@ -516,6 +542,11 @@ impl Core {
         let m = self.data_call(map, chain, target, Message::new(q.opcode, request.encode()), Way::Shared(None)).await?;
         (q.read)(target, DataReply::decode(&m.body)?, m.payload)
     }
+}
+
+/// Whether an error of an update is its server's answer, which makes no other copy of it.
+fn is_answer(e: &Error) -> bool {
+    !in_doubt(e) && e.code != Code::StaleEpoch
 }
 
 fn shut_down() -> Error {

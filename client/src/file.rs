@@ -102,6 +102,8 @@ struct Handle {
     /// Write-back errors of the inode that this handle's writes, syncs and closes have told, or that came before it.
     told_errors: [AtomicU64; 3],
     closed: AtomicBool,
+    /// See [`Inode::handle_opened`].
+    since: u64,
 }
 
 impl Client {
@@ -369,6 +371,7 @@ impl Handle {
             ahead: Mutex::new(ReadAhead::new(core.cfg.read_ahead_bytes as u64)),
             told_errors: [(); 3].map(|()| AtomicU64::new(inode.errors())),
             closed: AtomicBool::new(false),
+            since: inode.handle_opened(),
             inode,
         }
     }
@@ -451,6 +454,7 @@ impl File {
 
     async fn read_below(&self, size: u64, offset: u64, len: usize) -> Result<Vec<Buf>> {
         let h = &self.0;
+        h.inode.check_missing(h.since, &(offset..offset.saturating_add(len as u64)))?;
         let end = offset.saturating_add(len as u64).min(size);
         if offset >= end {
             return Ok(Vec::new());
@@ -482,6 +486,7 @@ impl File {
         if h.flags & O_DIRECT != 0 || range.is_empty() || h.inode.is_doubtful() {
             return None;
         }
+        h.inode.check_missing(h.since, &(offset..offset.saturating_add(len as u64))).ok()?;
         let over = h.inode.back.look(&range);
         if !over.is_empty() {
             let all = covers(&over, &range);
@@ -703,8 +708,11 @@ impl File {
         let (session, done, outcome) = h.core.write_range(&h.inode, offset, &data, (stable, only), room).await;
         drop(change);
         if done > 0 {
-            let reaches = if within { 0 } else { offset + done };
-            h.inode.wrote(session, reaches, &h.creds)?;
+            let range = offset..offset + done;
+            match within {
+                true => h.inode.wrote_within(session, range, &h.creds)?,
+                false => h.inode.wrote(session, range, &h.creds)?,
+            }
         }
         let unsent = outcome.as_ref().is_err_and(|e| e.code == Code::NoSession);
         if done < len as u64 && !unsent {
@@ -838,6 +846,7 @@ async fn forget(core: Arc<Core>, open: Open) {
 
 impl Drop for Handle {
     fn drop(&mut self) {
+        self.inode.handle_closed(self.since);
         if self.closed.load(Relaxed) || self.core.is_closed() || tokio::runtime::Handle::try_current().is_err() {
             return;
         }

@@ -1,6 +1,6 @@
 //! Making written bytes stable: flushes of chains, and replays of what a restarted replica lost.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use futures_util::future::join_all;
 use strake_fabric::Message;
@@ -12,10 +12,11 @@ use strake_proto::{
 use tokio::sync::{Mutex as AsyncMutex, OwnedSemaphorePermit};
 
 use crate::{
+    clocks::Copies,
     config::Counters,
     core::{Attempts, Core, Hold, room_for},
     data::Update,
-    inode::Inode,
+    inode::{Inode, UpdateAt},
     retry::{DataVerdict, data_verdict},
     unstable::{Entry, Replay},
 };
@@ -102,15 +103,29 @@ impl Core {
     /// Returns when updates of the file that were given up, and are on their way yet, will not be made over anything that is written or cut
     /// from now on, by whomever: the heads of their chains have heard of the present round.
     pub(crate) async fn fence(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
-        let chains = std::mem::take(&mut *inode.given_up.lock());
-        let fences = chains.into_iter().map(|(chain, chunk)| async move {
-            let mut at = self.attempts("flush after a write that was given up");
-            let r = self.send_flush(chain, inode, DataRequest::new(chain, 0, 0, chunk), &mut at).await;
+        let chains = inode.given_up.lock().clone();
+        let fences = chains.into_iter().map(|(chain, (chunk, round))| async move {
+            let fenced = self.fence_at(inode, (chain, chunk), self.cfg.op_timeout).await;
             // A head that answers anything else has heard of it; a chain that is lost makes nothing.
-            let r = r.or_else(|e| if e.is_retryable() { Err(e) } else { Ok(None) });
-            r.map(drop).inspect_err(|_| inode.given_up.lock().extend([(chain, chunk)]))
+            fenced.or_else(|e| if e.is_retryable() { Err(e) } else { Ok(()) })?;
+            let mut given_up = inode.given_up.lock();
+            if given_up.get(&chain).is_some_and(|(_, newest)| *newest == round) {
+                given_up.remove(&chain);
+            }
+            Ok(())
         });
         join_all(fences).await.into_iter().collect()
+    }
+
+    /// Returns when the head of the chain has heard of the present round, or the file is no more.
+    pub(crate) async fn fence_at(
+        self: &Arc<Self>,
+        inode: &Inode,
+        (chain, chunk): UpdateAt,
+        limit: Duration,
+    ) -> Result<()> {
+        let mut at = self.attempts_for("flush after a write that was given up", limit);
+        self.send_flush(chain, inode, DataRequest::new(chain, 0, 0, chunk), &mut at).await.map(drop)
     }
 
     /// One flush of a chain at a time: those who waited find their bytes stable already.
@@ -162,8 +177,8 @@ impl Core {
                 Ok(c) => c,
                 Err(e) if e.code == Code::TimedOut => return Err(e),
                 Err(e) => {
-                    self.unstable.lock().forget_inode(inode.ino);
                     inode.fail(e.context("written bytes cannot be made stable"));
+                    self.unstable.lock().forget_inode(inode.ino);
                     return Ok(None);
                 }
             };
@@ -228,15 +243,22 @@ impl Core {
         // What was read since they were lost is without them.
         let _forget = Forget(self, inode.ino);
         let limit = at.left();
+        let ranges: Vec<_> = plan.iter().map(|p| p.file_offset..p.file_offset + p.data.span()).collect();
         let parts = join_all(plan.into_iter().map(|p| self.replay_part(chain, inode, p, limit))).await;
         let mut again = Vec::new();
         let mut dead = None;
-        for p in parts {
+        for (p, range) in parts.into_iter().zip(ranges) {
             match p {
                 Ok(entry) => again.extend(entry),
                 // Nothing is forgotten: the next flush finds the same bytes lost.
                 Err(e) if e.code == Code::TimedOut => return Err(e),
-                Err(e) => dead = Some(e),
+                Err(e) => {
+                    // Where others wrote since there is something newer.
+                    if e.code != Code::Overtaken {
+                        inode.misses(range);
+                    }
+                    dead = Some(e);
+                }
             }
         }
         if let Some(e) = dead {
@@ -256,7 +278,7 @@ impl Core {
         chain: ChainId,
         inode: &Arc<Inode>,
         p: Replay<Hold>,
-        limit: std::time::Duration,
+        limit: Duration,
     ) -> Result<Option<(u64, Entry<Hold>)>> {
         let lost = || Error::new(Code::Io, "the session was lost");
         let session = self.current_session().filter(|s| s.id == p.session).ok_or_else(lost)?;
@@ -272,6 +294,7 @@ impl Core {
             seq,
             flags: FLAG_REPLAY,
             version: p.version,
+            copies: Copies::default(),
         };
         let r = self.update(&mut u, &mut at).await?;
         let mut entry = Entry {

@@ -161,9 +161,11 @@ impl<T: Clone> Held<T> {
         within(&self.lower, &r).into_iter().filter_map(|at| self.lower.remove(&at)).count() > 0
     }
 
-    /// All is lost. Whether there was anything.
-    pub fn lose(&mut self) -> bool {
-        let lost = !self.is_empty();
+    /// All is lost: what there was.
+    pub fn lose(&mut self) -> Vec<Range<u64>> {
+        let part = |(at, b): (&u64, &Buf)| *at..*at + b.len() as u64;
+        let lower = self.lower.iter().map(|(at, (b, _))| (at, b));
+        let lost = self.upper.iter().map(|(at, (b, _))| (at, b)).chain(lower).map(part).collect();
         self.lower.clear();
         self.upper.clear();
         self.bytes = 0;
@@ -251,7 +253,7 @@ mod tests {
         assert_eq!(look(&h, 5..40), [(5, vec![1; 5]), (10, vec![2; 10]), (20, vec![1; 10])]);
         assert!(h.settled(0..30));
         assert_eq!(look(&h, 5..40), [(10, vec![2; 10])]);
-        assert!(h.lose() && !h.lose() && h.bytes() == 0);
+        assert_eq!((h.lose(), h.lose(), h.bytes()), (vec![10..20], vec![], 0));
     }
 
     proptest! {

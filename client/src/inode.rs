@@ -21,6 +21,7 @@ use crate::{
     core::Core,
     keep::{Keep, KeptInode},
     meta::{ok, op},
+    missing::Missing,
     ranges::RangeLock,
     writeback::Back,
 };
@@ -58,6 +59,9 @@ pub(crate) struct Placed {
     pub stripes: Arc<StripeMap>,
 }
 
+/// Where an update goes.
+pub(crate) type UpdateAt = (ChainId, ChunkId);
+
 struct State {
     attr: pb::Attr,
     /// End of the furthest own write that is not reported yet.
@@ -73,6 +77,9 @@ struct State {
     last_writer: pb::Creds,
     /// The last session that was lost. What it wrote beyond the end was cut by the servers.
     lost: SessionId,
+    /// The last one with which written bytes were lost.
+    bereft: SessionId,
+    missing: Missing,
     /// Open handles by the session that opened them.
     handles: BTreeMap<SessionId, usize>,
     read_cap: Option<Cap>,
@@ -107,8 +114,8 @@ pub(crate) struct Inode {
     pub placing: AsyncMutex<()>,
     /// Appends that a former client of the mount had in work and that may come again. Reports wait for them, and no other append goes below.
     awaited: watch::Sender<Awaited>,
-    /// Chains with updates that were given up and may be on their way, and a chunk of each.
-    pub given_up: Mutex<BTreeMap<ChainId, ChunkId>>,
+    /// Chains with updates that were given up and may be on their way, with a chunk of each and the round that fences them off.
+    pub given_up: Mutex<BTreeMap<ChainId, (ChunkId, u64)>>,
     /// Bytes that came from storage servers and that went there, by road.
     pub fetched: RoadCounter,
     pub sent: RoadCounter,
@@ -166,6 +173,21 @@ impl State {
         }
     }
 
+    fn fail(&mut self, e: Error) {
+        self.errors += 1;
+        self.error = Some(e);
+        self.holes = true;
+        self.kept.iter().for_each(|k| k.set_failed());
+    }
+
+    /// Written bytes are lost with a session.
+    fn lose(&mut self, session: SessionId) {
+        if std::mem::replace(&mut self.bereft, session) != session {
+            let m = "the session was evicted; bytes written since the last fsync may be lost";
+            self.fail(Error::new(Code::Io, m));
+        }
+    }
+
     fn enlisted(&mut self, session: SessionId, index: u64) {
         if index != 0 && self.writer.is_none_or(|w| w.session != session || w.index < index) {
             self.writer = Some(Writer { session, index });
@@ -212,6 +234,8 @@ impl Inode {
                 reported: 0,
                 last_writer: pb::Creds::default(),
                 lost: 0,
+                bereft: 0,
+                missing: Missing::default(),
                 handles: BTreeMap::new(),
                 read_cap: None,
                 write_cap: None,
@@ -261,7 +285,7 @@ impl Inode {
         let held = self.back.end();
         let s = self.state.lock();
         let mut a = s.attr;
-        a.size = a.size.max(s.local_end).max(held);
+        a.size = a.size.max(s.local_end).max(held).max(s.missing.end());
         a
     }
 
@@ -276,9 +300,32 @@ impl Inode {
         self.attr()
     }
 
+    /// How far there are bytes.
     pub fn size(&self) -> u64 {
+        // First: what arrives meanwhile is in the state.
+        let held = self.back.end();
+        let s = self.state.lock();
         // Sums of offsets must not overflow, whatever a server says.
-        self.attr().size.min(MAX_FILE_SIZE)
+        s.attr.size.max(s.local_end).max(held).min(MAX_FILE_SIZE)
+    }
+
+    /// A handle is there. What is returned is given back when it is not any more.
+    pub fn handle_opened(&self) -> u64 {
+        self.state.lock().missing.opened()
+    }
+
+    pub fn handle_closed(&self, since: u64) {
+        self.state.lock().missing.closed(since);
+    }
+
+    /// `EIO` for a handle that would read something else where written bytes are lost.
+    pub fn check_missing(&self, since: u64, range: &Range<u64>) -> Result<()> {
+        if self.state.lock().missing.bars(since, range) {
+            let m =
+                "these bytes were written and are lost: the metadata servers gave this client up; open the file again";
+            return Err(Error::new(Code::Io, m));
+        }
+        Ok(())
     }
 
     /// A write of this client to these bytes begins. One that leaves a block free behind all that is known to be there makes
@@ -306,12 +353,23 @@ impl Inode {
         self.state.lock().read_cap.is_some()
     }
 
-    /// A write of this client in `session` up to `end` is on its replicas. `EIO` when the session is lost.
-    pub fn wrote(&self, session: SessionId, end: u64, creds: &pb::Creds) -> Result<()> {
+    /// A write of this client in `session` is on its replicas. `EIO` when the session is lost.
+    pub fn wrote(&self, session: SessionId, range: Range<u64>, creds: &pb::Creds) -> Result<()> {
+        let end = range.end;
+        self.wrote_up_to(session, &range, end, creds)
+    }
+
+    /// Likewise, where the write must not move the file's end.
+    pub fn wrote_within(&self, session: SessionId, range: Range<u64>, creds: &pb::Creds) -> Result<()> {
+        self.wrote_up_to(session, &range, 0, creds)
+    }
+
+    fn wrote_up_to(&self, session: SessionId, range: &Range<u64>, end: u64, creds: &pb::Creds) -> Result<()> {
         let mut s = self.state.lock();
         if s.lost == session {
             return Err(crate::data::session_lost());
         }
+        s.missing.written(range);
         s.note_write(end, creds);
         Ok(())
     }
@@ -322,16 +380,19 @@ impl Inode {
     }
 
     /// A session of this client is lost, and with it what it wrote beyond the end: that end must not be reported, zeros would
-    /// be read there. Whether there was any.
-    pub fn forget_end(&self, session: SessionId) -> bool {
+    /// be read there. Whoever finds nothing to report is told of it.
+    pub fn forget_end(&self, session: SessionId) {
         let mut s = self.state.lock();
         s.lost = session;
-        let lost = s.local_end > s.attr.size;
+        if s.local_end > s.attr.size {
+            s.lose(session);
+            let lost = s.attr.size..s.local_end;
+            s.missing.lost(lost);
+        }
         (s.local_end, s.begun) = (0, 0);
         if let Some(k) = s.kept.as_ref().filter(|_| s.writes != s.reported) {
             k.wrote(0, s.holes, (s.last_writer.uid, s.last_writer.gid));
         }
-        lost
     }
 
     /// Whether the metadata servers have this client on record as a writer, as far as it knows.
@@ -383,6 +444,7 @@ impl Inode {
         let mut s = self.state.lock();
         s.reported = s.writes;
         (s.local_end, s.begun, s.holes) = (0, 0, false);
+        s.missing.cut(attr.size);
         s.kept.iter().for_each(|k| k.reported());
         s.attr = *attr;
     }
@@ -541,16 +603,27 @@ impl Inode {
     // --- write-back errors ---
 
     /// Bytes that were written are lost: every handle's next fsync or close says so.
+    ///
+    /// To be called before they are taken off the record of what is to be sent or flushed, or under its lock: a sync that finds nothing
+    /// there must find the error.
     pub fn fail(&self, e: Error) {
+        self.state.lock().fail(e);
+    }
+
+    /// As [`Inode::fail`], with a session; once for each. `parts` are nowhere any more.
+    pub fn lost_with(&self, session: SessionId, parts: Vec<Range<u64>>) {
         let mut s = self.state.lock();
-        s.errors += 1;
-        s.error = Some(e);
-        s.holes = true;
-        s.kept.iter().for_each(|k| k.set_failed());
+        s.lose(session);
+        parts.into_iter().for_each(|p| s.missing.lost(p));
     }
 
     pub fn errors(&self) -> u64 {
         self.state.lock().errors
+    }
+
+    /// Written bytes are nowhere any more: those who have the file open are not to find older ones there.
+    pub fn misses(&self, part: Range<u64>) {
+        self.state.lock().missing.lost(part);
     }
 
     /// As [`Inode::fail`]; the next write, fsync and close of each handle say so.

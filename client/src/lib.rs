@@ -27,6 +27,7 @@
 mod away;
 mod budget;
 mod cache;
+mod clocks;
 mod config;
 mod conns;
 mod core;
@@ -48,6 +49,7 @@ mod locks;
 mod mds;
 mod memory;
 mod meta;
+mod missing;
 mod opens;
 mod ranges;
 mod readahead;

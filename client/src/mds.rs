@@ -6,7 +6,6 @@
 //! handles (`EIO`).
 
 use std::{
-    collections::BTreeMap,
     sync::{
         Arc,
         atomic::{
@@ -21,14 +20,13 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Connection, Endpoint, Message};
-use strake_proto::{Code, Error, Ino, Result, SessionId, opcode, pb};
+use strake_proto::{Code, Error, Result, SessionId, opcode, pb};
 use tokio::time::timeout;
 
 use crate::{
     away::Kind,
     config::{Counters, FollowerReads},
     core::{Attempts, Core},
-    inode::Inode,
     keep::{self, Keep, Numbers},
     memory::forgotten,
     retry::{in_doubt, meta_passes},
@@ -102,8 +100,9 @@ impl Session {
     }
 
     /// An update is given up that may be on its way: what is written from now on is not to be overwritten by it.
-    pub(crate) fn next_round(&self) {
-        self.rounds().fetch_add(1, SeqCst);
+    /// Which round begins.
+    pub(crate) fn next_round(&self) -> u64 {
+        self.rounds().fetch_add(1, SeqCst) + 1
     }
 
     /// An update that was sent in this round may be on its way and is sent again: in a later one, so that the copy is not made once this was heard of.
@@ -400,7 +399,7 @@ impl Core {
             return;
         }
         // Before there can be another session, in which the lost end would be reported.
-        let mut cut: Vec<_> = self.live_inodes().into_iter().filter(|i| i.forget_end(session.id)).collect();
+        self.live_inodes().iter().for_each(|i| i.forget_end(session.id));
         *current = None;
         drop(current);
         // The leader waits for its leases until they are over, and by then copies are, too.
@@ -408,15 +407,12 @@ impl Core {
         self.forget_kept();
         Counters::add(&self.stats.sessions_lost, 1);
         tracing::warn!(session = session.id, "the session is gone; unstable writes of open files are lost");
-        let owners = self.unstable.lock().forget_session(session.id);
-        cut.extend(self.live_inodes().into_iter().filter(|i| i.back.lose()));
-        self.holding.lock().clear();
-        let hurt = owners.into_values().map(|h| h.inode.clone()).chain(cut);
-        let hurt: BTreeMap<Ino, Arc<Inode>> = hurt.map(|i| (i.ino, i)).collect();
-        for inode in hurt.into_values() {
-            let m = "the session was evicted; bytes written since the last fsync may be lost";
-            inode.fail(Error::new(Code::Io, m));
+        {
+            let mut unstable = self.unstable.lock();
+            unstable.forget_session(session.id).values().for_each(|h| h.inode.lost_with(session.id, Vec::new()));
         }
+        self.live_inodes().iter().for_each(|i| i.back.lose(|parts| i.lost_with(session.id, parts)));
+        self.holding.lock().clear();
     }
 
     pub(crate) fn renew_interval(&self) -> Duration {

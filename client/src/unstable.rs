@@ -283,7 +283,7 @@ impl<T> Unstable<T> {
 }
 
 /// What of `r` lies outside of all of `holes`.
-fn subtract(r: Range<u64>, holes: &[Range<u64>]) -> Vec<Range<u64>> {
+pub(crate) fn subtract(r: Range<u64>, holes: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut parts = vec![r];
     for h in holes {
         parts = parts

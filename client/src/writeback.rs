@@ -129,11 +129,14 @@ impl Back {
         Bar(inode.clone())
     }
 
-    /// The session is lost, and with it what it was granted. Whether anything else goes with it.
-    pub fn lose(&self) -> bool {
+    /// The session is lost, and with it what it was granted. `tell`: if anything else goes with it.
+    pub fn lose(&self, tell: impl FnOnce(Vec<Range<u64>>)) {
         let mut state = self.state.lock();
         state.waiting = Cost::default();
-        state.held.lose()
+        let parts = state.held.lose();
+        if !parts.is_empty() {
+            tell(parts);
+        }
     }
 
     /// Targets that what is held back or on its way goes to, with the chain.
@@ -370,11 +373,14 @@ impl Core {
     fn has_arrived(&self, inode: &Inode, by: &Write, range: Range<u64>, outcome: Result<()>) {
         // What was fetched meanwhile may be of before.
         self.cache.lock().invalidate(inode.ino, range.clone());
-        let outcome = outcome.and_then(|()| inode.wrote(by.session, range.end, &by.creds));
+        let outcome = outcome.and_then(|()| inode.wrote(by.session, range.clone(), &by.creds));
+        // Until that is told nobody may find nothing to send.
+        let mut state = inode.back.state.lock();
         // What went with its session was told of then.
-        let ours = inode.back.state.lock().held.settled(range.clone());
+        let ours = state.held.settled(range.clone());
         let Some(e) = outcome.err().filter(|_| ours) else { return };
         inode.write_failed(range.end);
+        inode.misses(range.clone());
         let m = format!("bytes {} to {} that were written are lost: {e}", range.start, range.end);
         tracing::warn!(ino = inode.ino, "{m}");
         match e.code {

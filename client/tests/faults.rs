@@ -239,11 +239,49 @@ async fn an_evicted_client_does_not_report_the_end_of_bytes_that_were_cut() {
         }
         assert_eq!(f.fsync().await.unwrap_err().errno(), 5);
         f.fsync().await.unwrap();
+        // Who opens the file now sees where it ends.
+        let (g, attr) = a.open(&user(), f.ino(), RW).await.unwrap();
+        assert!(g.read(1000, 1).await.unwrap().is_empty() && attr.size == 10_000);
+        g.close().await.unwrap();
+        f.truncate(1000).await.unwrap();
         assert_eq!(a.getattr(&user(), f.ino()).await.unwrap().size, 1000);
     }
     f.write_all_at(1000, &[3; 10]).await.unwrap();
     f.fsync().await.unwrap();
     assert_eq!(a.getattr(&user(), f.ino()).await.unwrap().size, 1010);
+}
+
+/// As SQLite does with its journal: fsync fails, and what was written is to be read back. Older bytes, or none, must not be found there.
+#[tokio::test(start_paused = true)]
+async fn lost_bytes_are_an_error_to_those_who_had_the_file_open() {
+    let c = Cluster::new(2, 1);
+    let a = c.client(1).await;
+    let f = file(&a, -1).await;
+    f.write_all_at(0, &[1; 1000]).await.unwrap();
+    f.fsync().await.unwrap();
+    let (reader, _) = a.open(&user(), f.ino(), 0).await.unwrap();
+    f.write_all_at(1000, &[2; 9000]).await.unwrap();
+    c.mds.evict_all();
+    c.oss.faults(|f| f.no_session = 1);
+    assert_eq!(f.fsync().await.unwrap_err().errno(), 5);
+    for old in [&f, &reader] {
+        for (at, len) in [(1000, 10), (9999, 1), (0, 4096)] {
+            assert_eq!(old.read(at, len).await.unwrap_err().errno(), 5, "{at} {len}");
+            assert!(old.read_ready(at, len).is_none());
+        }
+        assert!(old.read(0, 1000).await.unwrap().iter().flat_map(|b| b.to_vec()).eq([1; 1000]), "these are there");
+        assert!(old.read(10_000, 10).await.unwrap().is_empty(), "nobody wrote there");
+    }
+    assert_eq!(a.getattr(&user(), f.ino()).await.unwrap().size, 10_000, "it does not shrink under them");
+    let (new, _) = a.open(&user(), f.ino(), RW).await.unwrap();
+    assert!(content(&new).await == [1; 1000]);
+    new.write_all_at(1000, &[3; 500]).await.unwrap();
+    assert!(f.read(1000, 500).await.unwrap().iter().flat_map(|b| b.to_vec()).eq([3; 500]), "written anew");
+    assert_eq!(f.read(1400, 200).await.unwrap_err().errno(), 5);
+    f.close().await.unwrap();
+    assert_eq!(reader.close().await.unwrap_err().errno(), 5, "once for each open file");
+    assert_eq!(a.getattr(&user(), new.ino()).await.unwrap().size, 1500);
+    new.close().await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,5 +1,5 @@
 """Cases for `run`: each takes a mount that changes (a) and one that looks (b), in a folder of its own."""
-import ctypes, errno, fcntl, mmap, os, random, shutil, signal, sqlite3, stat, subprocess, sys, threading, time, traceback
+import contextlib, ctypes, errno, fcntl, mmap, os, random, shutil, signal, sqlite3, stat, subprocess, sys, threading, time, traceback
 
 libc = ctypes.CDLL(None, use_errno=True)
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
@@ -879,23 +879,60 @@ def stopped_mount(a, b):
     afterwards it tells nothing old."""
     put(a + "/f", b"old"); put(a + "/g"); os.mkdir(a + "/d")
     for _ in range(3): same((get(b + "/f"), os.path.exists(b + "/g"), os.listdir(b + "/d")), (b"old", True, []))
-    mount = os.path.dirname(b)
-    daemons = [int(p) for p in os.listdir("/proc") if p.isdigit() and command_line(p).split("\0")[:2][-1] == "mount" and mount in command_line(p)]
-    same(len(daemons) > 0, True, "processes of the mount")
     end = time.monotonic() + float(os.environ.get("STOP", "6"))
-    for p in daemons: os.kill(p, signal.SIGSTOP)
-    try:
+    with stopped(b):
         began = time.monotonic()
         put(a + "/f", b"newer"); os.chmod(a + "/f", 0o600); os.unlink(a + "/g"); put(a + "/d/n")
         same(time.monotonic() - began < 5, True, f"held up for {time.monotonic() - began:.1f} s")
         time.sleep(max(0, end - time.monotonic()))
-    finally:
-        for p in daemons: os.kill(p, signal.SIGCONT)
     s = os.stat(b + "/f")
     same((s.st_size, s.st_mode & 0o777, get(b + "/f")), (5, 0o600, b"newer"))
     gone(b + "/g")
     same(os.listdir(b + "/d"), ["n"])
     os.chmod(b + "/f", 0o644); same(os.stat(a + "/f").st_mode & 0o777, 0o644)
+
+
+def stopped_writer(a, b):
+    """The daemon of b does not run while there are bytes that are not synced, and a looks at the files, until b is given up. Afterwards b
+    reads what it wrote, or EIO, and a transaction of SQLite is rolled back by the connection that has it."""
+    put(a + "/f", b"x" * 4096)
+    db = sqlite3.connect(b + "/db", isolation_level=None)
+    db.execute("create table t (b blob)"); db.execute("insert into t values (randomblob(3000))")
+    f = os.open(b + "/f", os.O_RDWR)
+    db.execute("begin immediate"); db.execute("insert into t values (randomblob(30000))")
+    os.pwrite(f, b"y" * 4096, 4096)
+    with stopped(b): os.stat(a + "/f"); os.stat(a + "/db-journal"); time.sleep(1)
+    def got(at):
+        try: return os.pread(f, 4096, at)
+        except OSError as e: return e.errno
+    same(got(0), b"x" * 4096)
+    same(got(4096) in (b"y" * 4096, errno.EIO), True, f"what was written there is {got(4096)!r:.20}")
+    same(os.fstat(f).st_size, 8192)
+    os.pwrite(f, b"z" * 4096, 4096); same(got(4096), b"z" * 4096)
+    try: os.fsync(f)
+    except OSError as e: same(e.errno, errno.EIO)
+    os.fsync(f); os.close(f)
+    same(get(a + "/f"), b"x" * 4096 + b"z" * 4096)
+    said = []
+    for what in ["commit"] + ["select count(*) from t"] * 5:
+        try: n = db.execute(what).fetchall()
+        except sqlite3.Error as e: said.append(str(e))
+    same(n in ([(1,)], [(2,)]), True, f"{n} rows, {said}")
+    same(len(said) < 5, True, f"{said}")
+    db.execute("insert into t values (1)"); same(db.execute("pragma integrity_check").fetchall(), [("ok",)])
+    db.close()
+
+
+@contextlib.contextmanager
+def stopped(b):
+    """The daemon of b does not run."""
+    mount = os.path.dirname(b)
+    daemons = [int(p) for p in os.listdir("/proc") if p.isdigit() and command_line(p).split("\0")[:2][-1] == "mount" and mount in command_line(p)]
+    same(len(daemons) > 0, True, "processes of the mount")
+    for p in daemons: os.kill(p, signal.SIGSTOP)
+    try: yield
+    finally:
+        for p in daemons: os.kill(p, signal.SIGCONT)
 
 
 def command_line(pid):

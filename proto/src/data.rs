@@ -1,7 +1,7 @@
 //! Fixed-layout bodies of data-plane frames. Little-endian; specified in `docs/formats.md`.
 //!
-//! A request body is a 96-byte [`DataRequest`] head, then (as said in it) a 64-byte capability, a round, block checksums,
-//! recent-writer records, memory regions and damaged parts. A reply body is a 40-byte [`DataReply`] head, then block checksums and
+//! A request body is a 96-byte [`DataRequest`] head, then (as said in it) a 64-byte capability, a round, a time, block
+//! checksums, recent-writer records, memory regions and damaged parts. A reply body is a 40-byte [`DataReply`] head, then block checksums and
 //! replica start stamps.
 
 use std::{ops::Range, time::Duration};
@@ -79,8 +79,12 @@ pub const FLAG_TOMBSTONE: u8 = 8;
 pub const FLAG_GRANTED: u8 = 16;
 /// A round follows. Set by the encoder.
 pub const FLAG_ROUND: u8 = 32;
+/// A time follows. Set by the encoder.
+pub const FLAG_HEARD: u8 = 64;
+/// What the encoder sets by itself.
+const FOLLOWS: u8 = FLAG_CAP | FLAG_ROUND | FLAG_HEARD;
 /// A request with any other is refused: what it asks for would be left out.
-const FLAGS: u8 = FLAG_CAP | FLAG_STABLE | FLAG_REPLAY | FLAG_TOMBSTONE | FLAG_GRANTED | FLAG_ROUND;
+const FLAGS: u8 = FLAG_STABLE | FLAG_REPLAY | FLAG_TOMBSTONE | FLAG_GRANTED | FOLLOWS;
 
 /// How long a target keeps free what it has granted, from when it answered. A session counts from when it asked, and takes 0.9 of it.
 pub const GRANT_TERM: Duration = Duration::from_secs(10);
@@ -92,7 +96,7 @@ pub const MAX_GRANT: u64 = (64 << 20) / GRANT_UNIT;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DataRequest {
     pub kind: Kind,
-    /// [`FLAG_STABLE`] | [`FLAG_REPLAY`] | [`FLAG_TOMBSTONE`] | [`FLAG_GRANTED`]; [`FLAG_CAP`] and [`FLAG_ROUND`] are set by the encoder.
+    /// [`FLAG_STABLE`] | [`FLAG_REPLAY`] | [`FLAG_TOMBSTONE`] | [`FLAG_GRANTED`]; the others are set by the encoder.
     pub flags: u8,
     pub chain: ChainId,
     /// The sender's idea of the chain's epoch; a replica with another one answers `StaleEpoch`.
@@ -113,6 +117,9 @@ pub struct DataRequest {
     /// a newer round refuses updates of older ones: they may be such, and what was written since must not be overwritten. 0, which is not
     /// sent: never, or not said.
     pub round: u64,
+    /// WRITE: what the receiver's [`Clock`] said when its sender asked last. The receiver takes no update whose time is too long
+    /// ago. 0, which is not sent: its sender did not ask.
+    pub heard: u64,
     /// One CRC32C per 4 KiB block touched, see [`crate::checksum`].
     pub sums: Vec<u32>,
     pub writers: Vec<Writer>,
@@ -138,6 +145,7 @@ impl DataRequest {
             version: Version::default(),
             cap: None,
             round: 0,
+            heard: 0,
             sums: Vec::new(),
             writers: Vec::new(),
             regions: Vec::new(),
@@ -148,12 +156,14 @@ impl DataRequest {
     pub fn encode(&self) -> Bytes {
         let cap = if self.cap.is_some() { CAP_LEN } else { 0 };
         let round = if self.round != 0 { 8 } else { 0 };
+        let heard = if self.heard != 0 { 8 } else { 0 };
         let lists = self.sums.len() * 4 + self.writers.len() * 32 + self.regions.len() * 16 + self.damaged.len() * 8;
-        let mut b = BytesMut::with_capacity(REQUEST_HEAD + cap + round + lists);
+        let mut b = BytesMut::with_capacity(REQUEST_HEAD + cap + round + heard + lists);
         b.put_u16_le(VERSION);
         b.put_u8(self.kind as u8);
-        let follow = if self.cap.is_some() { FLAG_CAP } else { 0 } | if round > 0 { FLAG_ROUND } else { 0 };
-        b.put_u8(self.flags & !(FLAG_CAP | FLAG_ROUND) | follow);
+        let follow = [(cap, FLAG_CAP), (round, FLAG_ROUND), (heard, FLAG_HEARD)];
+        let follow = follow.into_iter().filter(|(len, _)| *len > 0).fold(0, |all, (_, flag)| all | flag);
+        b.put_u8(self.flags & !FOLLOWS | follow);
         b.put_u32_le(self.chain);
         b.put_u64_le(self.epoch);
         b.put_u64_le(self.chunk.ino);
@@ -175,6 +185,9 @@ impl DataRequest {
         }
         if round > 0 {
             b.put_u64_le(self.round);
+        }
+        if heard > 0 {
+            b.put_u64_le(self.heard);
         }
         for s in &self.sums {
             b.put_u32_le(*s);
@@ -231,6 +244,10 @@ impl DataRequest {
         if flags & FLAG_ROUND != 0 && round == 0 {
             return Err(bad("a round of 0 is not sent"));
         }
+        let heard = if flags & FLAG_HEARD != 0 { r.u64()? } else { 0 };
+        if flags & FLAG_HEARD != 0 && heard == 0 {
+            return Err(bad("a time of 0 is not sent"));
+        }
         let sums = (0..sums).map(|_| r.u32()).collect::<Result<_>>()?;
         let writers = (0..writers)
             .map(|_| {
@@ -243,7 +260,7 @@ impl DataRequest {
         r.end()?;
         Ok(DataRequest {
             kind,
-            flags: flags & !(FLAG_CAP | FLAG_ROUND),
+            flags: flags & !FOLLOWS,
             chain,
             epoch,
             chunk,
@@ -255,6 +272,7 @@ impl DataRequest {
             version,
             cap,
             round,
+            heard,
             sums,
             writers,
             regions,
@@ -335,6 +353,41 @@ impl DataReply {
             .collect::<Result<_>>()?;
         r.end()?;
         Ok(DataReply { stable, version, epoch, len, sums, stamps })
+    }
+}
+
+/// The answer to CLOCK, 16 bytes: how late it is at a storage server, and for how long it takes updates that say so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Clock {
+    /// Milliseconds since its machine was started, suspend included; not 0.
+    pub now: u64,
+    /// Milliseconds. An update whose [`DataRequest::heard`] is longer ago is refused.
+    pub life: u32,
+}
+
+impl Clock {
+    pub fn encode(&self) -> Bytes {
+        let mut b = BytesMut::with_capacity(16);
+        b.put_u64_le(self.now);
+        b.put_u32_le(self.life);
+        b.put_u32_le(0);
+        b.freeze()
+    }
+
+    pub fn decode(body: &[u8]) -> Result<Clock> {
+        let mut r = Reader(body);
+        let (now, life) = (r.u64()?, r.u32()?);
+        r.u32()?;
+        r.end()?;
+        if now == 0 || life == 0 {
+            return Err(bad("a clock at which it is never"));
+        }
+        Ok(Clock { now, life })
+    }
+
+    /// Whether an update of that time is too old to be taken. One of the future is of another start of the machine.
+    pub fn is_over(&self, heard: u64) -> bool {
+        heard != 0 && !(self.now.saturating_sub(u64::from(self.life))..=self.now).contains(&heard)
     }
 }
 
@@ -546,6 +599,7 @@ mod tests {
             version: Version { epoch: 2, number: 8 },
             cap: Some([9; CAP_LEN]),
             round: 1 << 40,
+            heard: 77_000,
             sums: vec![1, 2, 3],
             writers: vec![Writer { session: 1, seq: 2, version: Version { epoch: 3, number: 4 } }],
             regions: vec![Region { addr: 1 << 40, key: 5, len: 6 }],
@@ -558,8 +612,16 @@ mod tests {
     fn requests_and_replies_round_trip() {
         let r = request();
         assert_eq!(DataRequest::decode(&r.encode()).unwrap(), r);
-        let bare =
-            DataRequest { cap: None, round: 0, sums: vec![], writers: vec![], regions: vec![], damaged: vec![], ..r };
+        let bare = DataRequest {
+            cap: None,
+            round: 0,
+            heard: 0,
+            sums: vec![],
+            writers: vec![],
+            regions: vec![],
+            damaged: vec![],
+            ..r
+        };
         assert_eq!(bare.encode().len(), REQUEST_HEAD);
         assert_eq!(DataRequest::decode(&bare.encode()).unwrap(), bare);
         let p = DataReply {
@@ -596,6 +658,16 @@ mod tests {
         }
         let granted = DataRequest { flags: FLAG_GRANTED, ..request() };
         assert_eq!(DataRequest::decode(&granted.encode()).unwrap(), granted);
+    }
+
+    #[test]
+    fn clocks_round_trip_and_updates_live_as_long_as_they_say() {
+        let c = Clock { now: 20_000, life: 15_000 };
+        assert_eq!(Clock::decode(&c.encode()).unwrap(), c);
+        assert!(Clock::decode(&c.encode()[..15]).is_err() && Clock::decode(&[0; 16]).is_err());
+        let over: Vec<bool> = [0, 4_999, 5_000, 20_000, 20_001].iter().map(|heard| c.is_over(*heard)).collect();
+        assert_eq!(over, [false, true, false, false, true]);
+        assert!(!Clock { now: 10_000, ..c }.is_over(1), "soon after a start");
     }
 
     #[test]

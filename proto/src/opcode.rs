@@ -44,6 +44,8 @@ pub const TRIM: u16 = 0x0104;
 pub const EXTENTS: u16 = 0x0105;
 /// Keeps space of a target free for what a session holds back.
 pub const GRANT: u16 = 0x0106;
+/// How late it is at a storage server: a [`crate::data::Clock`].
+pub const CLOCK: u16 = 0x0107;
 /// Chain-internal: the same update going to the next replica.
 pub const FORWARD: u16 = 0x0111;
 pub const FORWARD_FLUSH: u16 = 0x0112;

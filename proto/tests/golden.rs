@@ -4,8 +4,8 @@ use strake_proto::{
     CapKey, Capability, ChunkId, Fid, Rights,
     cap::{CAP_LEN, derive_key},
     data::{
-        DataReply, DataRequest, Extent, Extents, FLAG_REPLAY, FLAG_STABLE, Kind, ListEntry, Region, Stamp, Version,
-        Writer,
+        Clock, DataReply, DataRequest, Extent, Extents, FLAG_REPLAY, FLAG_STABLE, Kind, ListEntry, Region, Stamp,
+        Version, Writer,
     },
     frame::{self, Header},
     layout::{Cut, StripeMap, set_members},
@@ -114,6 +114,11 @@ fn data_request() {
         "b2000000",
     ];
     same(&r.encode(), &want);
+    let with = DataRequest { round: 0xa1, heard: 0xa2, ..r.clone() }.encode();
+    let at = r.encode().len() - (2 * 4 + 32 + 16 + 8);
+    assert_eq!(with[3], 0x67);
+    same(&with[at..at + 16], &["a100000000000000", "a200000000000000"]);
+    same(&Clock { now: 0xa3, life: 0xa4 }.encode(), &["a300000000000000", "a4000000", "00000000"]);
     assert_eq!(
         [Kind::None, Kind::Write, Kind::Truncate, Kind::Remove, Kind::Replace, Kind::Punch].map(|k| k as u8),
         [0, 1, 2, 3, 4, 5]

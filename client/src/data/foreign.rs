@@ -37,6 +37,8 @@ struct Sent<'a> {
     seq: u64,
     /// Requests of the write that storage servers may have had.
     handed: &'a AtomicI64,
+    /// That they may take yet.
+    copies: parking_lot::Mutex<Copies>,
 }
 
 impl Core {
@@ -152,7 +154,16 @@ impl Core {
             let (block, blocks) = (at as usize / BLOCK, (p.len as usize).div_ceil(BLOCK));
             let from = from.slice(at..at + u64::from(p.len));
             let sums = &sums[block..block + blocks];
-            self.write_foreign_piece(Sent { inode, piece: *p, from, sums, session, seq, handed })
+            self.write_foreign_piece(Sent {
+                inode,
+                piece: *p,
+                from,
+                sums,
+                session,
+                seq,
+                handed,
+                copies: Default::default(),
+            })
         });
         let writes: Vec<_> = writes.collect();
         let (mut done, mut first_error) = (0, None);
@@ -177,6 +188,11 @@ impl Core {
             Ok(()) => true,
             Err(e) => !e.is_retryable() && e.code != Code::Resend && !at.in_doubt,
         };
+        if !under_way.settled {
+            drop(under_way);
+            let copies = *w.copies.lock();
+            self.outlive(w.inode, at_chunk, w.session, copies).await;
+        }
         r
     }
 
@@ -195,11 +211,12 @@ impl Core {
         }
     }
 
-    async fn try_foreign(&self, map: &MapView, w: &Sent<'_>, cap: &Cap) -> Result<()> {
+    async fn try_foreign(self: &Arc<Self>, map: &MapView, w: &Sent<'_>, cap: &Cap) -> Result<()> {
         let _slot = self.pieces.acquire().await.map_err(|_| shut_down())?;
         let p = &w.piece;
         let chain = chain_of(map, p.chain)?;
         let head = chain.head().ok_or_else(|| self.deserted(map, chain))?;
+        let (node, heard) = self.clock_of_head(map, p.chain).await?;
         let round = self.round_of(w.session);
         let request = DataRequest {
             kind: Kind::Write,
@@ -210,15 +227,21 @@ impl Core {
             seq: w.seq,
             cap: Some(cap.bytes),
             round,
+            heard: heard.says(),
             sums: w.sums.to_vec(),
             ..DataRequest::new(chain.id, chain.epoch, head, p.chunk)
         };
         let lend = Some(Lend::Payload(w.from.clone()));
         let m = Message { lend, ..Message::new(opcode::WRITE, request.encode()) };
-        let before = w.handed.load(Relaxed);
+        let (before, copies) = (w.handed.load(Relaxed), *w.copies.lock());
+        w.copies.lock().sends(&heard);
         let sent = self.data_call(map, chain, head, m, Way::Lane(w.handed)).await;
         let handed = || w.handed.load(Relaxed) > before;
-        let m = sent.inspect_err(|e| self.attempted(w.session, round, handed(), e))?;
+        let sent = sent.inspect_err(|e| self.attempted(w.session, round, handed(), e));
+        if sent.as_ref().map_or_else(is_answer, |_| true) {
+            *w.copies.lock() = copies;
+        }
+        let m = sent.map_err(|e| self.knows_no_clock(node, &heard, e))?;
         if !DataReply::decode(&m.body)?.stable {
             return Err(Error::new(
                 Code::Protocol,

@@ -60,6 +60,7 @@ impl File {
         // What this client holds back is nowhere else.
         h.core.send_held(&h.inode).await;
         let size = h.core.fresh_size(&h.inode).await?;
+        h.inode.check_missing(h.since, &(offset..offset.saturating_add(into.len())))?;
         let end = offset.saturating_add(into.len()).min(size);
         if offset >= end {
             return Ok(Vec::new());
@@ -107,7 +108,7 @@ impl File {
         let (session, done, outcome) = h.core.write_foreign(&h.inode, range.start, (from, sums), &writing.handed).await;
         writing.ended = outcome.is_ok();
         if done > 0 {
-            h.inode.wrote(session, range.start + done, &h.creds)?;
+            h.inode.wrote(session, range.start..range.start + done, &h.creds)?;
         }
         outcome?;
         if h.flags & O_DSYNC != 0 {

@@ -144,6 +144,9 @@ struct OfChain {
     /// Writes, among them, that their client gives up without an answer
     #[arg(long, default_value_t = 0)]
     given_up: u8,
+    /// Programs are told that those failed, and others write after that
+    #[arg(long, requires = "given_up")]
+    tells: bool,
     /// Changes of the chain, besides those by registrations
     #[arg(long, default_value_t = 0)]
     changes: u8,
@@ -185,6 +188,7 @@ impl OfChain {
             doubles: self.doubles,
             repeats: self.repeats,
             given_up: self.given_up,
+            tells: self.tells,
             changes: self.changes,
             plans: self.plans,
             full: self.full,

@@ -32,6 +32,14 @@ fn updates_that_were_given_up() {
     holds(Bounds { writes: 2, given_up: 1, crashes: 1, changes: 2, ..two() });
 }
 
+/// And others write when their programs have been told.
+#[test]
+fn updates_that_have_failed() {
+    holds(Bounds { writes: 3, given_up: 1, tells: true, ..three() });
+    holds(Bounds { writes: 2, given_up: 1, tells: true, expiries: 1, changes: 2, ..two() });
+    holds(Bounds { writes: 2, given_up: 1, tells: true, crashes: 1, changes: 2, ..two() });
+}
+
 #[test]
 fn disks() {
     holds(Bounds { writes: 2, breaks: 1, slow: true, full: 1, ..three() });
@@ -86,6 +94,7 @@ fn mistakes_are_found() {
         (Fault::FlushesServing, Bounds { flushes: 1, expiries: 1, changes: 3, ..two() }),
         (Fault::AnyEpoch, Bounds { expiries: 1, changes: 3, refusals: true, ..three() }),
         (Fault::Roundless, Bounds { writes: 2, given_up: 1, ..three() }),
+        (Fault::TellsAtOnce, Bounds { writes: 2, given_up: 1, tells: true, ..two() }),
         (Fault::PushesUnheld, Bounds { writes: 2, expiries: 1, changes: 3, ..two() }),
     ];
     for (fault, bounds) in cases {

@@ -33,6 +33,7 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("report-excused", "a cut must take five seconds; mds/src/server/tests/leases.rs"),
     ("gap", "must never happen"),
     ("client-refused", RARE),
+    ("client-expired", "nothing is given up there; sim/tests/late.rs (--rivals)"),
     ("client-gone", RARE),
     ("client-overtaken", RARE),
     ("queue-full", RARE),

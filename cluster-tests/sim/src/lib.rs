@@ -22,6 +22,7 @@ pub mod net;
 pub mod oracle;
 pub mod outage;
 pub mod plant;
+pub mod rivals;
 pub mod run;
 pub mod savers;
 pub mod scribes;

@@ -14,6 +14,7 @@ use strake_sim::{
     mix::{self, Mode},
     outage,
     plant::Plant,
+    rivals,
     run::{Scenario, run},
     shrink::shrink,
 };
@@ -63,20 +64,23 @@ struct Args {
     /// One thing broken at a time instead: no call may take five seconds.
     #[arg(long, conflicts_with_all = ["histories", "baton", "lapse", "plant"])]
     outage: bool,
-    /// With --histories or --baton: plant a fault, which most runs must show.
+    /// Two clients that write to one file instead, of which one is given up on what it sent.
+    #[arg(long, conflicts_with_all = ["histories", "baton", "lapse", "outage"])]
+    rivals: bool,
+    /// With --histories, --baton or --rivals: plant a fault, which most runs must show.
     #[arg(long)]
     plant: Option<Plant>,
     /// Where to keep runs that fail: with --histories those that are not linearizable, for `strake-histories check`.
     #[arg(long, default_value = "histories")]
     keep: PathBuf,
     /// All kinds of run, each seed the kind that it is in `./simulate`.
-    #[arg(long, conflicts_with_all = ["harsh", "wide", "decay", "moves", "histories", "baton", "lapse", "outage", "replay", "skip_sync"])]
+    #[arg(long, conflicts_with_all = ["harsh", "wide", "decay", "moves", "histories", "baton", "lapse", "outage", "rivals", "replay", "skip_sync"])]
     mixed: bool,
     /// With --mixed: a line of JSON for each seed, and one at the end with the rows taken.
     #[arg(long, requires = "mixed")]
     jsonl: bool,
     /// Make a run that fails short: fewer faults, clients and seconds, as long as the same promise breaks.
-    #[arg(long, conflicts_with_all = ["histories", "baton", "lapse", "outage"])]
+    #[arg(long, conflicts_with_all = ["histories", "baton", "lapse", "outage", "rivals"])]
     shrink: bool,
     /// With --shrink: how many runs it may take.
     #[arg(long, default_value_t = 400)]
@@ -243,6 +247,16 @@ fn one_lapse(seed: u64) -> Result<(String, Vec<String>, [u8; 32])> {
     Ok((said, o.violations, o.trace))
 }
 
+/// Two clients that write to one file.
+fn one_rivals(seed: u64, plant: Option<Plant>) -> Result<(String, Vec<String>, [u8; 32])> {
+    let o = rivals::run(seed, plant)?;
+    let said = format!(
+        "{} calls failed, {} soon, the longest after {:.2?}, {} copies late",
+        o.failed, o.soon, o.longest, o.late
+    );
+    Ok((said, o.violations, o.trace))
+}
+
 /// One thing broken at a time.
 fn one_outage(seed: u64) -> Result<(String, Vec<String>, [u8; 32])> {
     let o = outage::run(seed)?;
@@ -277,6 +291,7 @@ fn main() -> ExitCode {
         (true, ..) => sweep_histories(&args),
         (_, true, _) => sweep(&args, |seed| one_baton(seed, args.plant)),
         _ if args.lapse => sweep(&args, one_lapse),
+        _ if args.rivals => sweep(&args, |seed| one_rivals(seed, args.plant)),
         _ if args.outage => sweep(&args, one_outage),
         (_, _, true) => sweep_mixed(&args),
         _ => sweep_files(&args),

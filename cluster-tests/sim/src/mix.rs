@@ -8,6 +8,7 @@ use strake_proto::Result;
 use crate::{
     baton, faults, histories, lapse,
     ledger::Ledger,
+    rivals,
     run::{self, Scenario},
     shrink::readable,
 };
@@ -21,6 +22,7 @@ pub enum Mode {
     Plain,
     Harsh,
     Decay,
+    Rivals,
     Lapse,
     Wide,
     Baton,
@@ -28,10 +30,11 @@ pub enum Mode {
 }
 
 /// Of 20 seeds in a row, how many are of which kind.
-pub const SHARES: [(Mode, u64); 7] = [
+pub const SHARES: [(Mode, u64); 8] = [
     (Mode::Plain, 5),
-    (Mode::Harsh, 8),
+    (Mode::Harsh, 7),
     (Mode::Decay, 1),
+    (Mode::Rivals, 1),
     (Mode::Lapse, 1),
     (Mode::Wide, 1),
     (Mode::Baton, 1),
@@ -56,6 +59,7 @@ impl Mode {
             Mode::Plain => "plain",
             Mode::Harsh => "harsh",
             Mode::Decay => "decay",
+            Mode::Rivals => "rivals",
             Mode::Lapse => "lapse",
             Mode::Wide => "wide",
             Mode::Baton => "baton",
@@ -69,6 +73,7 @@ impl Mode {
             Mode::Plain => "",
             Mode::Harsh => " --harsh",
             Mode::Decay => " --decay",
+            Mode::Rivals => " --rivals",
             Mode::Lapse => " --lapse",
             Mode::Wide => " --wide",
             Mode::Baton => " --baton",
@@ -83,7 +88,7 @@ impl Mode {
             Mode::Harsh => Some(Scenario::harsh(seed)),
             Mode::Wide => Some(Scenario::wide(seed)),
             Mode::Decay => Some(Scenario::decay(seed)),
-            Mode::Lapse | Mode::Baton | Mode::History => None,
+            Mode::Rivals | Mode::Lapse | Mode::Baton | Mode::History => None,
         }
     }
 }
@@ -133,6 +138,7 @@ pub fn one(mode: Mode, seed: u64) -> Done {
         Some(s) => of_files(mode, s),
         None if mode == Mode::Baton => of_baton(seed),
         None if mode == Mode::Lapse => of_lapse(seed),
+        None if mode == Mode::Rivals => of_rivals(seed),
         None => of_history(seed),
     };
     done.unwrap_or_else(|e| Done::failed(mode, seed, e.to_string()))
@@ -166,6 +172,12 @@ fn of_lapse(seed: u64) -> Result<Done> {
     let o = lapse::run(seed)?;
     let (trace, faults, violations, details) = (o.trace, o.faults, o.violations, last(&o.events));
     Ok(Done { mode: Mode::Lapse, seed, trace, faults, simulated: o.simulated, violations, details })
+}
+
+fn of_rivals(seed: u64) -> Result<Done> {
+    let o = rivals::run(seed, None)?;
+    let (trace, faults, violations, details) = (o.trace, o.faults, o.violations, last(&o.events));
+    Ok(Done { mode: Mode::Rivals, seed, trace, faults, simulated: o.simulated, violations, details })
 }
 
 fn of_history(seed: u64) -> Result<Done> {

@@ -321,6 +321,7 @@ impl Network {
         let late = std::mem::take(&mut self.state.lock().late);
         let count = late.len();
         for Late { env, far, request } in late {
+            self.made(Kind::Late, true);
             env.spawn(async move { drop(far.service.handle(&far.peer, request).await) });
         }
         count

@@ -27,6 +27,8 @@ pub enum Plant {
     Repeat,
     /// Clients do not say that they have given an update up.
     Roundless,
+    /// Updates do not say since when they may be on their way.
+    Timeless,
 }
 
 /// How late.
@@ -65,6 +67,10 @@ impl Plant {
         if self == Plant::Roundless && matches!(request.opcode, opcode::WRITE | opcode::FLUSH) {
             let Ok(r) = DataRequest::decode(&request.body) else { return };
             request.body = DataRequest { round: 0, ..r }.encode();
+        }
+        if self == Plant::Timeless && request.opcode == opcode::WRITE {
+            let Ok(r) = DataRequest::decode(&request.body) else { return };
+            request.body = DataRequest { heard: 0, ..r }.encode();
         }
     }
 

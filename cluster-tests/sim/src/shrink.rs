@@ -203,6 +203,7 @@ fn opcode_name(op: u16) -> String {
         opcode::TRIM => "trim",
         opcode::EXTENTS => "extents",
         opcode::GRANT => "grant",
+        opcode::CLOCK => "clock",
         opcode::FORWARD => "forward",
         opcode::FORWARD_FLUSH => "forward flush",
         opcode::SYNC_LIST => "sync list",

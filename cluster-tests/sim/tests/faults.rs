@@ -38,7 +38,7 @@ fn what_hits_nothing_is_not_counted() {
 
 #[test]
 fn the_other_kinds_of_run_count_too() {
-    for mode in [Mode::Lapse, Mode::Baton, Mode::History] {
+    for mode in [Mode::Rivals, Mode::Lapse, Mode::Baton, Mode::History] {
         let seed = (1..).find(|s| Mode::of(*s) == mode).unwrap();
         let (a, b) = (one(mode, seed), one(mode, seed));
         assert!(a.violations.is_empty(), "{a}");

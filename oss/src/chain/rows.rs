@@ -9,6 +9,8 @@ strake_proto::rows! {
         ClientRefused = "client-refused",
         /// A client's update of a round that is over.
         ClientLate = "client-late",
+        /// A client's update that was on its way for too long.
+        ClientExpired = "client-expired",
         /// A copy of a client's update whose file was removed since.
         ClientGone = "client-gone",
         /// A repetition of a write that others have overtaken.

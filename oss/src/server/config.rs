@@ -96,11 +96,16 @@ pub struct Config {
     /// Milliseconds to wait for another storage server's answer before it is asked again.
     #[serde(default = "defaults::peer_timeout")]
     pub peer_timeout_ms: u64,
+    /// Milliseconds for which an update may be on its way here from a client; one that comes later is to be sent again. 0 = for ever.
+    #[serde(default = "defaults::update_life")]
+    pub update_life_ms: u32,
 }
 
 /// More at a time than any machine does.
 const MOST: usize = 65_536;
 const LONGEST_MS: u64 = 86_400_000;
+/// Clients learn how late it is every third of an update's life.
+const LEAST_LIFE_MS: u32 = 1000;
 const LONGEST_SCRUB_S: u64 = 100 * 365 * 86_400;
 
 mod defaults {
@@ -131,6 +136,9 @@ mod defaults {
     pub fn peer_timeout() -> u64 {
         4000
     }
+    pub fn update_life() -> u32 {
+        15_000
+    }
 }
 
 impl Config {
@@ -153,6 +161,7 @@ impl Config {
             keep_until_read: defaults::keep_until_read(),
             max_requests: defaults::max_requests(),
             peer_timeout_ms: defaults::peer_timeout(),
+            update_life_ms: defaults::update_life(),
         }
     }
 
@@ -186,6 +195,11 @@ impl Config {
         }
         if self.heartbeat_ms.max(self.flush_ms).max(self.peer_timeout_ms) > LONGEST_MS {
             return bad("heartbeat_ms, flush_ms and peer_timeout_ms are at most a day");
+        }
+        if self.update_life_ms != 0 && self.update_life_ms < LEAST_LIFE_MS
+            || u64::from(self.update_life_ms) > LONGEST_MS
+        {
+            return bad("update_life_ms is 1000 to a day; 0 switches it off");
         }
         if self.scrub_every_s > LONGEST_SCRUB_S {
             return bad("scrub_every_s is at most a hundred years; 0 switches it off");

@@ -16,6 +16,7 @@ use parking_lot::Mutex;
 use strake_fabric::{Env, Pool};
 use strake_proto::{
     CapKey, ChainId, Code, Error, Incarnation, Kin, Result, SessionId, TargetId,
+    data::Clock,
     ids::TARGET_UNASSIGNED,
     map::{ChainExt, MapView},
     pb::{self, ReplicaState},
@@ -322,6 +323,12 @@ impl Node {
             return Err(Error::new(Code::NoSession, format!("session {session:x} was evicted")));
         }
         Ok(())
+    }
+
+    /// How late it is here, for updates to say; `None`: they live for ever.
+    pub fn clock(&self) -> Option<Clock> {
+        let life = self.cfg.update_life_ms;
+        (life != 0).then(|| Clock { now: self.env.boot().as_millis() as u64 + 1, life })
     }
 
     /// To be held while an update of a session is in work, from before it is checked whether that was evicted.

@@ -27,7 +27,7 @@ use super::{
     trim::Cuts,
 };
 use crate::{
-    chain::{ChainCore, Committed, Input, Local, Op, OpId, Outcome, Output, View, What, slot::Refusal},
+    chain::{ChainCore, Committed, Input, Local, Op, OpId, Outcome, Output, View, What, rows::Event, slot::Refusal},
     engine::{Engine, Key, Staged, Update},
 };
 
@@ -47,6 +47,14 @@ struct Running {
     carried: Option<Arc<Carried>>,
     staged: Option<Staged>,
     reply: oneshot::Sender<Outcome>,
+}
+
+impl Running {
+    /// Whether an update comes so late that its sender may have told its failure, and others may have written since.
+    fn is_over(&self, node: &Node) -> bool {
+        let heard = self.carried.as_ref().map_or(0, |c| c.request.heard);
+        heard != 0 && node.clock().is_some_and(|clock| clock.is_over(heard))
+    }
 }
 
 struct Inner {
@@ -216,6 +224,13 @@ impl Replica {
 
     fn enter(self: &Arc<Self>, op: Op, running: Running) {
         let mut inner = self.inner.lock();
+        // Under the lock: what has its place before newer updates is made before them.
+        if matches!(op.what, What::Client { .. }) && running.is_over(&self.node) {
+            Event::ClientExpired.taken();
+            let m = "this update was on its way for too long; it is to be sent again";
+            let _ = running.reply.send(Outcome::Refused(Error::new(Code::Overloaded, m)));
+            return;
+        }
         inner.ops.insert(op.id, running);
         self.run(&mut inner, Input::Op(op));
     }
@@ -395,6 +410,7 @@ impl Replica {
             target: to,
             version,
             round: 0,
+            heard: 0,
             flags: c.request.flags & (FLAG_TOMBSTONE | FLAG_GRANTED),
             cap: None,
             writers: vec![Writer { session: 0, seq: 0, version: prev }],

@@ -93,6 +93,10 @@ impl Service for OssService {
         }
         match m.opcode {
             opcode::ECHO => return Ok(Message::new(opcode::ECHO, m.body).with_payload(m.payload)),
+            opcode::CLOCK => {
+                let clock = self.node.clock().ok_or_else(|| unknown_opcode(m.opcode))?;
+                return Ok(Message::new(m.opcode, clock.encode()));
+            }
             opcode::READ | opcode::WRITE | opcode::FLUSH | opcode::EXTENTS | opcode::GRANT => {}
             _ if server_only => {}
             other => return Err(unknown_opcode(other)),

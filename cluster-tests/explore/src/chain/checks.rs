@@ -54,15 +54,23 @@ impl World {
         Ok(())
     }
 
-    /// Nothing that was given up lies on top of what its client wrote afterwards.
+    /// Nothing that was given up lies on top of what its client wrote afterwards, or anybody after its program had been told.
     fn nothing_late(&self, list: &[u8]) -> Result<(), String> {
         for client in &self.clients {
             let mut newest = 0;
             for value in list.iter().filter(|v| client.values.contains(v)) {
-                if *value < newest && client.given_up.iter().any(|g| g.0.value == *value) {
+                if *value < newest && client.given_up.iter().any(|g| g.write.value == *value) {
                     return Err(format!("{list:?} is read: {value} was given up before {newest} was written"));
                 }
                 newest = newest.max(*value);
+            }
+        }
+        for g in self.clients.iter().flat_map(|c| &c.given_up) {
+            let mut before = list.iter().take_while(|v| **v != g.write.value);
+            let newer = g.told.and_then(|told| before.find(|v| **v > told));
+            if let Some(newer) = newer.filter(|_| list.contains(&g.write.value)) {
+                let late = g.write.value;
+                return Err(format!("{list:?} is read: that {late} had failed was told before {newer} was written"));
             }
         }
         Ok(())

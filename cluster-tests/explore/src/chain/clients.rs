@@ -8,7 +8,7 @@ use strake_proto::{
 
 use super::{
     Action, Asker, Fault, Kind, World,
-    kinds::{Acked, CLIENTS, Open, Write},
+    kinds::{Acked, CLIENTS, GivenUp, Open, Write},
 };
 
 pub(super) fn session(client: usize) -> u64 {
@@ -37,8 +37,13 @@ impl World {
                     out.push(Action::GiveUp { client: c, to: *to });
                 }
                 let arrives = |epoch: u64| epoch == self.replicas[*to].epoch();
-                let late = client.given_up.iter().filter(|(_, epoch, _, on_its_way)| *on_its_way && arrives(*epoch));
-                out.extend(late.map(|(write, ..)| Action::Late { client: c, to: *to, write: *write }));
+                let late = client.given_up.iter().filter(|g| g.on_its_way && arrives(g.epoch));
+                out.extend(late.map(|g| Action::Late { client: c, to: *to, write: g.write }));
+                // A client's map does not become older.
+                let knows = client.given_up.iter().all(|g| g.epoch <= self.replicas[*to].epoch());
+                if self.may_tell(c) && knows {
+                    out.push(Action::Fence { client: c, to: *to });
+                }
                 let unstable = client.open.is_none() && client.acked.iter().any(|a| !a.stable);
                 if unstable && self.left.flushes > 0 && self.flush_path(*to).is_ok() {
                     out.push(Action::Flush { client: c, to: *to });
@@ -47,6 +52,9 @@ impl World {
                 if client.last.is_some_and(|(_, _, epoch)| twice(epoch)) {
                     out.push(Action::Twice { client: c, to: *to });
                 }
+            }
+            if self.may_tell(c) {
+                out.push(Action::TimeOver(c));
             }
             if self.left.breaks > 0 && client.open.as_ref().is_some_and(|o| o.sent) {
                 out.push(Action::HangUp(c));
@@ -73,16 +81,44 @@ impl World {
         self.left.given_up -= 1;
         let (write, epoch, round) = (self.next_write(c), self.replicas[to].epoch(), self.round(c));
         let client = &mut self.clients[c];
-        client.given_up.push((write, epoch, round, true));
+        client.given_up.push(GivenUp { write, epoch, round, on_its_way: true, told: None });
         client.round += 1;
     }
 
+    /// Whether a program is yet to be told that its write failed.
+    fn may_tell(&self, c: usize) -> bool {
+        self.left.tells && self.clients[c].given_up.iter().any(|g| g.told.is_none())
+    }
+
+    fn tell(&mut self, c: usize) {
+        let newest = self.next_value;
+        for g in &mut self.clients[c].given_up {
+            g.told.get_or_insert(newest);
+        }
+    }
+
+    /// The head of a chain hears of the present round.
+    pub(super) fn fence(&mut self, c: usize, to: usize) {
+        let (epoch, round) = (self.replicas[to].epoch(), self.round(c));
+        let told =
+            self.fault == Fault::TellsAtOnce || self.replicas[to].core.heard_round(epoch, session(c), round).is_ok();
+        if told {
+            self.tell(c);
+        }
+    }
+
+    /// No server takes what the client gave up any more.
+    pub(super) fn time_over(&mut self, c: usize) {
+        let live = self.fault == Fault::TellsAtOnce;
+        self.clients[c].given_up.iter_mut().for_each(|g| g.on_its_way &= live);
+        self.tell(c);
+    }
+
     pub(super) fn late(&mut self, c: usize, to: usize, late: Write) {
-        let given_up = self.clients[c].given_up.iter_mut().find(|(write, ..)| *write == late);
-        let Some((write, epoch, round, on_its_way)) = given_up else { return };
-        *on_its_way = false;
-        let (write, epoch) = (*write, *epoch);
-        let what = What::Client { session: write.session, seq: write.seq, replay: None, round: *round };
+        let Some(g) = self.clients[c].given_up.iter_mut().find(|g| g.write == late) else { return };
+        g.on_its_way = false;
+        let (write, epoch) = (g.write, g.epoch);
+        let what = What::Client { session: write.session, seq: write.seq, replay: None, round: g.round };
         self.admit(to, epoch, Asker::Nobody, Kind::Update(write), what);
     }
 

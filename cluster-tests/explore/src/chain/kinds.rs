@@ -35,6 +35,8 @@ pub struct Bounds {
     pub repeats: u8,
     /// Writes that their client gives up without an answer: they arrive later, or not at all. They count as writes, too.
     pub given_up: u8,
+    /// Programs are told that these failed, and others write after that.
+    pub tells: bool,
     /// Changes of the chain by the metadata server, besides those that a registration makes.
     pub changes: u8,
     /// Changes of the targets that the chain shall have.
@@ -84,6 +86,8 @@ pub enum Fault {
     PushesUnheld,
     /// Clients do not say that they have given something up.
     Roundless,
+    /// A program is told that its write failed before the head of the chain has heard of it, and copies of it live for ever.
+    TellsAtOnce,
 }
 
 /// The updates that were applied; every update has a number of its own.
@@ -229,6 +233,19 @@ pub struct Acked {
     pub losses: u8,
 }
 
+/// A write that its client gave up.
+#[derive(Clone, Debug, Hash)]
+pub struct GivenUp {
+    pub write: Write,
+    /// In which it was sent.
+    pub epoch: u64,
+    pub round: u64,
+    /// It may arrive yet.
+    pub on_its_way: bool,
+    /// The newest value when its program was told that it had failed.
+    pub told: Option<u8>,
+}
+
 #[derive(Clone, Debug, Default, Hash)]
 pub struct Client {
     pub seq: u64,
@@ -238,8 +255,7 @@ pub struct Client {
     pub last: Option<(Write, Option<Version>, u64)>,
     /// How many writes it has given up.
     pub round: u64,
-    /// Those, and in which epoch and round they were sent; whether they may arrive yet.
-    pub given_up: Vec<(Write, u64, u64, bool)>,
+    pub given_up: Vec<GivenUp>,
     /// Values of all that it wrote.
     pub values: Vec<u8>,
 }

@@ -119,6 +119,13 @@ pub enum Action {
         to: usize,
         write: Write,
     },
+    /// The head hears that its client gave something up, whose program is told that it failed.
+    Fence {
+        client: usize,
+        to: usize,
+    },
+    /// No server takes what a client gave up any more: its program is told.
+    TimeOver(usize),
     Flush {
         client: usize,
         to: usize,
@@ -297,6 +304,8 @@ impl World {
             Action::Twice { client, to } => self.twice(*client, *to),
             Action::GiveUp { client, to } => self.give_up(*client, *to),
             Action::Late { client, to, write } => self.late(*client, *to, *write),
+            Action::Fence { client, to } => self.fence(*client, *to),
+            Action::TimeOver(c) => self.time_over(*c),
             Action::Flush { client, to } => self.flush(*client, *to),
             Action::HangUp(c) => self.hang_up(*c),
             Action::Evaluate => self.evaluate(),
