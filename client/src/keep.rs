@@ -26,9 +26,11 @@ use strake_proto::{
 };
 
 /// "strake" and the version of this layout.
-const LAYOUT: u64 = u64::from_be_bytes(*b"strake\0\x04");
-/// Those before, which are parts of this one: without writes that were not answered, and without rounds.
-const LAYOUTS_BEFORE: [u64; 2] = [u64::from_be_bytes(*b"strake\0\x02"), u64::from_be_bytes(*b"strake\0\x03")];
+const LAYOUT: u64 = u64::from_be_bytes(*b"strake\0\x05");
+/// Those before, which are parts of this one: without writes that were not answered, without rounds, and without numbers of owners of
+/// locks.
+const LAYOUTS_BEFORE: [u64; 3] =
+    [u64::from_be_bytes(*b"strake\0\x02"), u64::from_be_bytes(*b"strake\0\x03"), u64::from_be_bytes(*b"strake\0\x04")];
 
 impl std::fmt::Debug for Keep {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

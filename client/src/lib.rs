@@ -61,6 +61,7 @@ mod segments;
 mod seqs;
 mod space;
 mod takeover;
+mod unlocking;
 mod unstable;
 mod writeback;
 
@@ -70,7 +71,7 @@ pub use config::{Config, FOREVER, FollowerReads, Stats};
 pub use data::foreign::Arrived;
 pub use file::{AsOf, File};
 pub use keep::{Keep, Numbers, numbered};
-pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS};
+pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS, Programs};
 pub use memory::{Forget, Forgetting};
 pub use meta::{DirPage, LayoutInfo, Mode};
 use strake_fabric::{Endpoint, Env, Fabric, Road, traffic};
@@ -84,6 +85,7 @@ pub use strake_proto::{
     pb::{Attr, Creds, Layout, LayoutSpec, Roads, SetAttr, StatfsReply},
 };
 pub use takeover::Former;
+pub use unlocking::{Unlocking, Unlocks};
 
 use crate::core::Core;
 

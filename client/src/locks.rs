@@ -3,12 +3,17 @@
 //! A caller may stop waiting at any time: what he did not get to see is undone. Until that is done, and while a request of
 //! an owner is on its way, the same owner's other requests wait ([`Lanes`]), so that none of them overtakes it.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use futures_util::future::{Either, FutureExt, ready};
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
 use tokio::{
-    sync::{Mutex, MutexGuard, OwnedMutexGuard, Semaphore, oneshot},
+    sync::{Mutex, MutexGuard, Notify, OwnedMutexGuard, Semaphore, oneshot},
     task::coop::unconstrained,
 };
 
@@ -20,6 +25,7 @@ use crate::{
     lock_waits::Place,
     meta::{ok, op},
     retry::in_doubt,
+    unlocking::{Unlocking, Unlockings, Unlocks},
 };
 pub use pb::{LockKind, LockType};
 
@@ -82,15 +88,30 @@ pub struct Locked {
     pub left: u64,
 }
 
+/// Whoever asks for locks on behalf of programs, as a mount does.
+pub trait Programs: Send + Sync {
+    /// Returns when all that programs have given up before this was called is being given up at the client.
+    fn settled(&self) -> Pin<Box<dyn Future<Output = ()> + Send>>;
+}
+
 /// Requests of one owner for one file, one after the other. Owners share lanes.
 pub(crate) struct Lanes {
     lanes: [Arc<Mutex<()>>; LANES],
     waits: Arc<Semaphore>,
+    unlockings: Arc<Unlockings>,
+    programs: OnceLock<Arc<dyn Programs>>,
+    has_programs: Notify,
 }
 
 impl Default for Lanes {
     fn default() -> Lanes {
-        Lanes { lanes: std::array::from_fn(|_| Arc::default()), waits: Arc::new(Semaphore::new(MAX_WAITS)) }
+        Lanes {
+            lanes: std::array::from_fn(|_| Arc::default()),
+            waits: Arc::new(Semaphore::new(MAX_WAITS)),
+            unlockings: Arc::default(),
+            programs: OnceLock::new(),
+            has_programs: Notify::new(),
+        }
     }
 }
 
@@ -112,6 +133,8 @@ impl Lanes {
 /// A lock that was given and whose caller does not know yet. Dropped, it is given back.
 struct Given {
     core: Arc<Core>,
+    ino: Ino,
+    owner: u64,
     undo: Vec<pb::Op>,
     locked: Locked,
     lane: Option<OwnedMutexGuard<()>>,
@@ -129,14 +152,35 @@ impl Drop for Given {
     fn drop(&mut self) {
         let Some(lane) = self.lane.take().filter(|_| can_spawn()) else { return };
         let (core, undo, session) = (self.core.clone(), std::mem::take(&mut self.undo), self.locked.session);
+        let unlocking = self.core.locks.unlockings.begin(self.ino, self.owner);
         self.core.env.spawn(async move {
             let undone = core.surely(session, &undo, None).await;
             if undone.is_err_and(|e| e.code == Code::LockConflict) {
                 // What was a lock for writing has been one for reading since, and others read there by now.
                 let _ = core.surely(session, &weakened(undo), None).await;
             }
-            drop(lane);
+            drop((lane, unlocking));
         });
+    }
+}
+
+/// What a request leaves that is still under way when its caller waits no longer: it will be undone.
+#[derive(Clone, Default)]
+struct Leftover(Arc<parking_lot::Mutex<Option<Unlocking>>>);
+
+/// A caller of a request. Dropped before the answer came, it has given up whatever that brings.
+struct Caller {
+    unlockings: Arc<Unlockings>,
+    ino: Ino,
+    owner: u64,
+    leftover: Option<Leftover>,
+}
+
+impl Drop for Caller {
+    fn drop(&mut self) {
+        if let Some(l) = &self.leftover {
+            *l.0.lock() = Some(self.unlockings.begin(self.ino, self.owner));
+        }
     }
 }
 
@@ -195,22 +239,64 @@ impl Client {
     }
 
     async fn try_lock(&self, ino: Ino, lock: &Lock, take: pb::Op) -> Result<Given> {
-        let (core, lock) = (self.core.clone(), *lock);
-        self.core.detached(async move { core.try_lock(ino, &lock, take).await }).await
+        let (core, lock, leftover) = (self.core.clone(), *lock, Leftover::default());
+        let unlockings = core.locks.unlockings.clone();
+        let mut caller = Caller { unlockings, ino, owner: lock.owner, leftover: Some(leftover.clone()) };
+        let asked = self.core.detached(async move {
+            let given = core.try_lock(ino, &lock, take).await?;
+            // Dropped after what is given, which then is being given back.
+            Ok((given, leftover))
+        });
+        let given = asked.await;
+        caller.leftover = None;
+        given.map(|(given, _)| given)
     }
 
     async fn unlock(&self, ino: Ino, lock: &Lock) -> Result<Locked> {
-        let (tell, answer) = oneshot::channel();
-        self.core.spawn_unlock(ino, lock, Some(tell), None);
-        answer.await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))?
+        self.give_up(ino, lock, self.unlocking(ino, lock.owner)).await
     }
 
-    /// An unlock that nobody waits for. It is gone on with until it succeeds.
-    pub fn unlock_later(&self, ino: Ino, lock: &Lock) {
-        if !can_spawn() {
-            return;
+    /// Unlocks what an owner is giving up, from this call on, whether the future is waited for or not. It is gone on with until it
+    /// succeeds.
+    pub fn give_up(
+        &self,
+        ino: Ino,
+        lock: &Lock,
+        unlocking: Unlocking,
+    ) -> impl Future<Output = Result<Locked>> + Send + use<> {
+        let (tell, answer) = oneshot::channel();
+        if can_spawn() {
+            let (lock, kept) = (Lock { mode: LockType::LockUnlock, ..*lock }, Unlock::of(unlocking));
+            self.core.spawn_unlock(ino, &lock, Some(tell), kept);
         }
-        self.core.spawn_unlock(ino, &Lock { mode: LockType::LockUnlock, ..*lock }, None, None);
+        async { answer.await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))? }
+    }
+
+    /// An owner is about to give something up. Until this is dropped, those who would be told of a conflict wait.
+    pub fn unlocking(&self, ino: Ino, owner: u64) -> Unlocking {
+        self.core.locks.unlockings.begin(ino, owner)
+    }
+
+    /// Whether an owner is giving something up there.
+    pub fn is_unlocking(&self, ino: Ino, owner: u64) -> bool {
+        self.core.locks.unlockings.is_under_way(ino, owner)
+    }
+
+    /// What is being given up of a file, to be compared with what is later.
+    pub fn unlocks(&self, ino: Ino) -> Unlocks {
+        self.core.locks.unlockings.of(ino)
+    }
+
+    /// Returns when the servers know of all that is being given up of a file.
+    pub async fn unlocked(&self, ino: Ino) {
+        self.core.locks.unlockings.done(ino).await;
+    }
+
+    /// Whom to ask what programs still hold. `false`: there is somebody already.
+    pub fn set_programs(&self, programs: Arc<dyn Programs>) -> bool {
+        let first = self.core.locks.programs.set(programs).is_ok();
+        self.core.locks.has_programs.notify_waiters();
+        first
     }
 
     /// The present session at the metadata servers, 0 while there is none.
@@ -254,6 +340,19 @@ impl Drop for EndLock {
 
 type Tell = oneshot::Sender<Result<Locked>>;
 
+/// What is held until an unlock is done.
+#[derive(Default)]
+struct Unlock {
+    _unlocking: Option<Unlocking>,
+    _inode: Option<Arc<KeptInode>>,
+}
+
+impl Unlock {
+    fn of(unlocking: Unlocking) -> Unlock {
+        Unlock { _unlocking: Some(unlocking), ..Unlock::default() }
+    }
+}
+
 fn locked(r: Vec<pb::OpResult>) -> Result<(Locked, Vec<pb::LockSpan>)> {
     let l = r.into_iter().next_back().and_then(|r| r.lock);
     let l = l.ok_or_else(|| Error::new(Code::Protocol, "the metadata server does not say what it locked"))?;
@@ -283,11 +382,27 @@ impl Core {
     /// Gives up the lock of an append, if there is any. `kept` is held until then.
     pub(crate) fn unlock_end(self: &Arc<Self>, ino: Ino, kept: Option<Arc<KeptInode>>) {
         if can_spawn() {
+            let kept = Unlock { _inode: kept, ..Unlock::default() };
             self.spawn_unlock(ino, &Lock { mode: LockType::LockUnlock, ..END }, None, kept);
         }
     }
 
-    fn spawn_unlock(self: &Arc<Self>, ino: Ino, lock: &Lock, tell: Option<Tell>, kept: Option<Arc<KeptInode>>) {
+    /// Somebody else is about to be told of a conflict: returns when nothing of the file is locked here that nobody holds any more.
+    pub(crate) async fn check_locks(&self, ino: Ino) {
+        // Programs of a mount are known a moment after its client has connected.
+        while self.cfg.keep.is_some() && self.locks.programs.get().is_none() {
+            let _ = tokio::time::timeout(Duration::from_millis(100), self.locks.has_programs.notified()).await;
+            if self.is_closed() {
+                return;
+            }
+        }
+        if let Some(programs) = self.locks.programs.get() {
+            programs.settled().await;
+        }
+        self.locks.unlockings.done(ino).await;
+    }
+
+    fn spawn_unlock(self: &Arc<Self>, ino: Ino, lock: &Lock, tell: Option<Tell>, kept: Unlock) {
         let (core, lock, lane) = (self.clone(), *lock, self.locks.enter(ino, lock));
         self.env.spawn(async move {
             let _lane = lane.await;
@@ -306,9 +421,10 @@ impl Core {
             // It may have run: better not to have it than to have it unknown to its owner.
             Err(e) if in_doubt(&e) => {
                 let (core, session) = (self.clone(), self.current_session().map_or(0, |s| s.id));
+                let unlocking = self.locks.unlockings.begin(ino, lock.owner);
                 self.env.spawn(async move {
                     let _ = core.surely(session, &[unlock.set(ino)], None).await;
-                    drop(lane);
+                    drop((lane, unlocking));
                 });
                 return Err(e);
             }
@@ -320,7 +436,7 @@ impl Core {
             let mode = LockType::try_from(s.r#type).unwrap_or(LockType::LockWrite);
             undo.push(Lock { mode, start: s.start, end: s.end, pid: s.pid, ..*lock }.set(ino));
         }
-        Ok(Given { core: self, undo, locked, lane: Some(lane) })
+        Ok(Given { core: self, ino, owner: lock.owner, undo, locked, lane: Some(lane) })
     }
 
     /// Has a list run that gives locks up, and goes on after the caller was told that it takes too long. What belongs to

@@ -47,7 +47,7 @@ pub(crate) async fn serve(core: Weak<Core>) {
         match c.ask_recalls(&leader, session, Told::default()).await {
             // Said late, usually. Who says it at once must not keep this busy.
             Ok(r) if r == pb::RecallReply::default() => sleep(PAUSE).await,
-            Ok(r) => c.make_reports(&leader, session, r.reports),
+            Ok(r) => c.answer_asked(&leader, session, r),
             Err(e) => {
                 tracing::debug!("asking for recalls: {e}");
                 c.leader_failed(&leader, &e).await;
@@ -57,11 +57,12 @@ pub(crate) async fn serve(core: Weak<Core>) {
     }
 }
 
-/// What is told of reports: those that were made, and those that take longer.
+/// What is told of reports: those that were made, and those that take longer. And the questions about locks that are answered.
 #[derive(Default)]
 struct Told {
     reported: Vec<u64>,
     working: Vec<u64>,
+    locks_checked: Vec<u64>,
 }
 
 /// Up to which number everything that was recalled on a connection is forgotten.
@@ -110,11 +111,19 @@ impl Core {
         self: &Arc<Self>,
         leader: &Leader,
         session: SessionId,
-        Told { reported, working }: Told,
+        Told { reported, working, locks_checked }: Told,
     ) -> Result<pb::RecallReply> {
         let connection = leader.number;
         let acknowledged = self.recalls.upto(connection);
-        let request = pb::RecallRequest { session, connection, acknowledged, reported, working };
+        let request = pb::RecallRequest {
+            session,
+            connection,
+            acknowledged,
+            reported,
+            working,
+            checks_locks: true,
+            locks_checked,
+        };
         let m = leader.conn.call(Message::new(opcode::RECALL, request.encode_to_vec()), META_TRY).await?;
         let r: pb::RecallReply = decode(&m)?;
         let inos: Vec<Ino> = r.recalls.iter().map(|r| r.ino).collect();
@@ -132,9 +141,32 @@ impl Core {
         Ok(r)
     }
 
-    fn make_reports(self: &Arc<Self>, leader: &Leader, session: SessionId, reports: Vec<pb::Recall>) {
-        for pb::Recall { number, ino } in reports {
+    fn answer_asked(self: &Arc<Self>, leader: &Leader, session: SessionId, asked: pb::RecallReply) {
+        for pb::Recall { number, ino } in asked.reports {
             self.env.spawn(self.clone().report(leader.clone(), session, number, ino));
+        }
+        for pb::Recall { number, ino } in asked.locks {
+            let (core, leader) = (self.clone(), leader.clone());
+            self.env.spawn(async move {
+                core.check_locks(ino).await;
+                let answer = || Told { locks_checked: vec![number], ..Told::default() };
+                core.tell_until_told(&leader, session, answer).await;
+            });
+        }
+    }
+
+    /// Whether what was asked on this connection is still waited for: on a new one it is asked again.
+    fn is_asked(&self, leader: &Leader, session: SessionId) -> bool {
+        self.memory.is_greeted(session, leader.number) && !leader.conn.is_closed() && !self.is_closed()
+    }
+
+    async fn tell_until_told(self: &Arc<Self>, leader: &Leader, session: SessionId, told: impl Fn() -> Told) {
+        while self.is_asked(leader, session) {
+            match self.ask_recalls(leader, session, told()).await {
+                Ok(more) => return self.answer_asked(leader, session, more),
+                Err(e) => tracing::debug!("answering what was asked: {e}"),
+            }
+            sleep(PAUSE).await;
         }
     }
 
@@ -153,26 +185,17 @@ impl Core {
                 }
             }
         });
-        // On a new connection it is asked for again.
-        let is_asked =
-            || self.memory.is_greeted(session, leader.number) && !leader.conn.is_closed() && !self.is_closed();
         // What is held back may wait for storage servers for long.
         while timeout(WORKING, &mut telling).await.is_err() {
-            if !is_asked() {
+            if !self.is_asked(&leader, session) {
                 return;
             }
             let working = Told { working: vec![number], ..Told::default() };
             match self.ask_recalls(&leader, session, working).await {
-                Ok(more) => self.make_reports(&leader, session, more.reports),
+                Ok(more) => self.answer_asked(&leader, session, more),
                 Err(e) => tracing::debug!("telling of a report that takes long: {e}"),
             }
         }
-        while is_asked() {
-            match self.ask_recalls(&leader, session, Told { reported: vec![number], ..Told::default() }).await {
-                Ok(more) => return self.make_reports(&leader, session, more.reports),
-                Err(e) => tracing::debug!("telling of a report: {e}"),
-            }
-            sleep(PAUSE).await;
-        }
+        self.tell_until_told(&leader, session, || Told { reported: vec![number], ..Told::default() }).await;
     }
 }

@@ -1,5 +1,5 @@
 """Cases for `run`: each takes a mount that changes (a) and one that looks (b), in a folder of its own."""
-import contextlib, ctypes, errno, fcntl, mmap, os, random, shutil, signal, sqlite3, stat, subprocess, sys, threading, time, traceback
+import contextlib, ctypes, errno, fcntl, mmap, os, random, shutil, signal, sqlite3, stat, struct, subprocess, sys, threading, time, traceback
 
 libc = ctypes.CDLL(None, use_errno=True)
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
@@ -829,6 +829,20 @@ def ranges_locked(a, b):
         fcntl.lockf(x, fcntl.LOCK_EX, 10, 0); fcntl.lockf(y, fcntl.LOCK_EX | fcntl.LOCK_NB, 10, 10)
         fails(errno.EAGAIN, lambda: fcntl.lockf(y, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 9))
         fcntl.lockf(x, fcntl.LOCK_UN, 5, 5); fcntl.lockf(y, fcntl.LOCK_EX | fcntl.LOCK_NB, 5, 5)
+
+def lock_of_closed_file(a, b):
+    """A try finds no lock of a file whose last close had returned; nor does one who asks who is in the way."""
+    put(a + "/f")
+    record = lambda f, cmd, kind: struct.unpack("hhqqi4x", fcntl.fcntl(f, cmd, struct.pack("hhqqi4x", kind, 0, 0, 0, 0)))
+    ofd = lambda f: record(f, 37, fcntl.F_WRLCK)
+    kinds = [lambda f: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB), ofd, lambda f: fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)]
+    with open(b + "/f", "r+b") as y:
+        for n in range(60):
+            with open(a + "/f", "r+b") as x: kinds[n % 3](x)
+            if n % 2: same(record(y, 36, fcntl.F_WRLCK)[0], fcntl.F_UNLCK, "who is in the way")
+            kinds[n % 3](y)
+            with open(a + "/f", "r+b") as x: fails(errno.EAGAIN, lambda: kinds[n % 3](x))
+            fcntl.flock(y, fcntl.LOCK_UN); record(y, 37, fcntl.F_UNLCK); fcntl.lockf(y, fcntl.LOCK_UN)
 
 def lock_of_killed_program(a, b):
     """Somebody waits; the holder is killed; he who waited goes on, and sees what the holder wrote."""

@@ -170,7 +170,7 @@ def closing_gives_up():
 
 
 def until(f):
-    """RELEASE follows the last close; it is not waited for."""
+    """The killed process is not this one's child, so nobody waits for its end."""
     for _ in range(2000):
         answer = f()
         if not answer.startswith("errno"):

@@ -61,10 +61,34 @@ impl Drop for Cluster {
 }
 
 fn programs(a: &Path, b: &Path, more: &[&str]) {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/locks.py");
+    script("locks.py", a, b, more);
+}
+
+fn script(name: &str, a: &Path, b: &Path, more: &[&str]) {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(name);
     let mut c = Command::new("timeout");
     let out = c.args(["300", "python3"]).arg(script).arg(a).arg(b).args(more).output().unwrap();
     println!("{}", ok(&out));
+}
+
+#[test]
+fn a_lock_has_one_holder_and_is_gone_when_its_file_is_closed() {
+    let Some(mut c) = Cluster::new(1) else { return };
+    let b = c.mount("b", "dev");
+    script("locks_closed.py", &c.at("a"), &c.at("a"), &["flock"]);
+    script("locks_closed.py", &c.at("a"), &b, &["flock"]);
+}
+
+/// Under locks of all kinds, on one mount and over two, while daemons and a metadata leader are killed.
+#[test]
+fn programs_count_under_locks() {
+    if let Err(e) = strake_fuse::can_mount(&std::env::temp_dir()) {
+        println!("skipped: {e}");
+        return;
+    }
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cluster-tests/posix/counters");
+    let mut c = Command::new("timeout");
+    println!("{}", ok(&c.arg("280").arg(script).arg("0.5").arg(env!("CARGO_BIN_EXE_strake")).output().unwrap()));
 }
 
 #[test]

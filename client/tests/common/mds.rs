@@ -317,7 +317,7 @@ impl Mds {
             pb::Recall { number: *number, ino: *ino }
         };
         let reports = unsent.map(report).collect();
-        pb::RecallReply { recalls, reports }
+        pb::RecallReply { recalls, reports, locks: Vec::new() }
     }
 
     /// Answers when all others have forgotten what was changed, or did not in time. A size, when others have reported theirs.

@@ -57,7 +57,7 @@ impl Servers {
             opcode::RECALL => {
                 let r = pb::RecallRequest::decode(m.body.clone()).expect("the client's own");
                 let next = vec![pb::Recall { number: r.acknowledged + 1, ino: 5 }];
-                pb::RecallReply { recalls: next.clone(), reports: next }.encode_to_vec()
+                pb::RecallReply { recalls: next.clone(), reports: next.clone(), locks: next }.encode_to_vec()
             }
             opcode::SESSION_CLOSE => Vec::new(),
             opcode::MAP => pb::MapReply { map: Some(map()) }.encode_to_vec(),

@@ -126,8 +126,16 @@ fn recall(i: &mut Input) -> Vec<u8> {
     }
     let (session, connection) = (u64::from(i.u8() % 4), u64::from(i.u8() % 4));
     let reported: Vec<u64> = i.bytes().iter().map(|b| 1 << 32 | u64::from(*b)).collect();
-    pb::RecallRequest { session, connection, acknowledged: i.number(), working: reported.clone(), reported }
-        .encode_to_vec()
+    pb::RecallRequest {
+        session,
+        connection,
+        acknowledged: i.number(),
+        working: reported.clone(),
+        checks_locks: reported.len() != 1,
+        locks_checked: reported.clone(),
+        reported,
+    }
+    .encode_to_vec()
 }
 
 fn lock_wait(i: &mut Input) -> Vec<u8> {

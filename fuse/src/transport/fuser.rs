@@ -375,10 +375,11 @@ impl Filesystem for Transport {
     }
 
     fn flush(&self, _: &Request, _: INodeNo, fh: FileHandle, owner: LockOwner, reply: ReplyEmpty) {
-        if self.shared.vfs.flush_ready(fh.0, owner.0) {
+        let locks = self.shared.vfs.note_flush(fh.0, owner.0);
+        if locks.is_empty() && self.shared.vfs.flush_ready(fh.0) {
             return reply.ok();
         }
-        self.run(async move |s| empty(s.vfs.flush(fh.0, owner.0).await, reply));
+        self.run(async move |s| empty(s.vfs.finish_flush(fh.0, locks).await, reply));
     }
 
     fn release(
@@ -391,8 +392,11 @@ impl Filesystem for Transport {
         _: bool,
         reply: ReplyEmpty,
     ) {
+        let closed = self.shared.vfs.note_release(fh.0);
         self.run(async move |s| {
-            s.vfs.release(fh.0).await;
+            if let Some(closed) = closed {
+                s.vfs.finish_release(closed).await;
+            }
             reply.ok();
         });
     }

@@ -6,7 +6,7 @@ use strake_client::{AsOf, File, Mode};
 use strake_fabric::Buf;
 use strake_proto::{Code, Error, Ino, Result, SessionId, layout::MAX_FILE_SIZE, pb};
 
-use super::{Caller, CopyRange, OpenFile, Opened, Place, Vfs, restart, stale};
+use super::{Caller, CopyRange, Counted, Leaving, OpenFile, Opened, Place, Released, Vfs, restart, stale};
 
 /// Bytes that one request copies at most; the kernel asks again for the rest.
 const MOST_COPIED: u64 = 16 << 20;
@@ -181,8 +181,18 @@ impl Vfs {
     ///
     /// The kernel must send this for every descriptor (no `FOPEN_NOFLUSH`): it does not give up locks by itself.
     pub async fn flush(&self, handle: u64, lock_owner: u64) -> Result<()> {
+        let locks = self.note_flush(handle, lock_owner);
+        self.finish_flush(handle, locks).await
+    }
+
+    /// The first part of [`Vfs::flush`], which does not wait: what the owner locks from now on is not given up with this.
+    pub(crate) fn note_flush(&self, handle: u64, lock_owner: u64) -> Leaving {
+        let ino = self.files.get(handle).map_or(0, |open| open.ino);
+        self.closing(ino, lock_owner)
+    }
+
+    pub(crate) async fn finish_flush(&self, handle: u64, locks: Leaving) -> Result<()> {
         let open = self.files.get(handle)?;
-        let locks = self.closing(open.ino, lock_owner);
         let flushed = match open.file() {
             Ok(file) if open.writes() => file.flush().await,
             Ok(_) => Ok(()),
@@ -192,11 +202,9 @@ impl Vfs {
         flushed.and(locks.give_up().await)
     }
 
-    /// Whether [`Vfs::flush`] has nothing to do and would succeed: it need not be called then.
-    pub fn flush_ready(&self, handle: u64, lock_owner: u64) -> bool {
-        self.files
-            .get(handle)
-            .is_ok_and(|open| !open.writes() && open.file.is_ok() && self.has_no_locks(open.ino, lock_owner))
+    /// Whether [`Vfs::flush`] has nothing to do but to give up locks, and would succeed: it need not be called without any.
+    pub fn flush_ready(&self, handle: u64) -> bool {
+        self.files.get(handle).is_ok_and(|open| !open.writes() && open.file.is_ok())
     }
 
     pub async fn fsync(&self, handle: u64) -> Result<()> {
@@ -232,14 +240,35 @@ impl Vfs {
 
     /// The last descriptor and mapping of the handle are gone, and with them the locks that were taken through it.
     pub async fn release(&self, handle: u64) {
-        if let Some(open) = self.files.remove(handle) {
-            let (ino, locks) = (open.ino, self.released(handle, open.ino));
-            open.kept.iter().for_each(restart::closing);
-            self.end_file(open).await;
+        if let Some(closed) = self.note_release(handle) {
+            self.finish_release(closed).await;
+        }
+    }
+
+    /// The first part of [`Vfs::release`], which does not wait: from now on the handle is gone, for the next daemon, too, and whoever
+    /// locks the file is somebody else.
+    pub(crate) fn note_release(&self, handle: u64) -> Option<Released> {
+        let open = self.files.remove(handle)?;
+        open.kept.iter().for_each(restart::closing);
+        let locks = self.released(handle, open.ino);
+        Some(Released { open, locks, _one: Counted::new(&self.closings) })
+    }
+
+    pub(crate) async fn finish_release(&self, closed: Released) {
+        let Released { open, locks, _one } = closed;
+        if !locks.is_empty() {
+            // Whoever gets the lock next sees what was written under it, also through a mapping. The rest can wait.
+            if open.writes()
+                && let Ok(file) = open.file()
+                && let Err(e) = file.flush().await
+            {
+                tracing::warn!(ino = open.ino, "what was written to a file that is closed: {e}");
+            }
             if let Err(e) = locks.give_up().await {
-                tracing::warn!(ino, "giving up the locks of a closed file: {e}");
+                tracing::warn!(ino = open.ino, "giving up the locks of a closed file: {e}");
             }
         }
+        self.end_file(open).await;
     }
 
     pub(super) async fn end_file(&self, open: Arc<OpenFile>) {

@@ -1,67 +1,52 @@
-//! File locks as the kernel asks for them. `docs/locks.md` has the rules; what is kept here is which owner took locks
-//! through which handles, so that closing a file without locks costs nothing and none stays behind.
+//! File locks as the kernel asks for them. `docs/locks.md` has the rules. [`Owners`](super::owners) knows who took locks through which
+//! handles, so that closing a file without locks costs nothing and none stays behind.
+//!
+//! The kernel waits for no RELEASE, so a lock may be there a moment longer than its open file. Before a program is told of a conflict
+//! the requests that the kernel has queued are taken ([`Queue`]), and what they give up is given up.
 
 use std::{
-    collections::BTreeMap,
+    future::Future,
+    pin::Pin,
     sync::{Arc, atomic::Ordering::Relaxed},
+    time::Duration,
 };
 
-use parking_lot::Mutex;
-use strake_client::{Client, Holder, Keep, Lock, LockKind, LockType};
+use strake_client::{Client, Holder, Lock, LockKind, LockType, Programs, Unlocking};
 use strake_fabric::Record;
 use strake_proto::{Code, Error, Ino, Result, SessionId};
+use tokio::time::timeout;
 
-use super::{OpenFile, Vfs, restart::keep_owner};
+use super::{
+    OpenFile, Vfs,
+    owners::{Around, Ended, Key, Outcome},
+};
 
 /// The largest offset the kernel knows; a lock to there is one to the end of the file.
 const OFFSET_MAX: u64 = i64::MAX as u64;
+/// How long the kernel's queue and unlocks under way are waited for before a conflict is told: both take milliseconds, unless
+/// servers are away.
+const SETTLING: Duration = Duration::from_secs(2);
 
-/// All of an owner's locks in a file.
-type Key = (Ino, bool, u64);
+/// What is about to happen, boxed.
+pub type Soon = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-fn key(ino: Ino, kind: LockKind, owner: u64) -> Key {
-    (ino, kind == LockKind::LockFlock, owner)
+/// What the kernel has asked for and [`Vfs`] was not told yet.
+pub trait Queue: Send + Sync {
+    /// Returns when all closes that the kernel had queued before this call are noted.
+    fn taken(&self) -> Soon;
 }
 
-/// Owners with locks, and the handles through which they took them.
-#[derive(Default)]
-pub(super) struct Owners {
-    all: Mutex<BTreeMap<Key, BTreeMap<u64, Option<Record>>>>,
-    keep: Option<Arc<Keep>>,
+/// Asks the queue for the client.
+struct Settle(Arc<dyn Queue>);
+
+impl Programs for Settle {
+    fn settled(&self) -> Soon {
+        self.0.taken()
+    }
 }
 
-impl Owners {
-    /// With `keep` the next daemon knows them too.
-    pub(super) fn new(keep: Option<Arc<Keep>>) -> Owners {
-        Owners { all: Mutex::default(), keep }
-    }
-
-    fn took(&self, key: Key, handle: u64) {
-        let record = || self.keep.as_ref().and_then(|k| keep_owner(k, key, handle));
-        self.all.lock().entry(key).or_default().entry(handle).or_insert_with(record);
-    }
-
-    fn has(&self, key: Key) -> bool {
-        self.all.lock().contains_key(&key)
-    }
-
-    /// The owner has no lock there any more. Which handles have none left of anybody.
-    fn gave_up(&self, key: Key) -> Vec<u64> {
-        let mut all = self.all.lock();
-        let handles = all.remove(&key).unwrap_or_default();
-        let of_file = |handle: &u64| {
-            let (first, last) = ((key.0, false, 0), (key.0, true, u64::MAX));
-            all.range(first..=last).any(|(_, h)| h.contains_key(handle))
-        };
-        handles.into_keys().filter(|h| !of_file(h)).collect()
-    }
-
-    /// The handle goes: owners that have locks through it alone.
-    fn closed(&self, ino: Ino, handle: u64) -> Vec<Key> {
-        let mut all = self.all.lock();
-        let of_file = all.range_mut((ino, false, 0)..=(ino, true, u64::MAX));
-        of_file.filter_map(|(key, h)| (h.remove(&handle).is_some() && h.is_empty()).then_some(*key)).collect()
-    }
+fn key(ino: Ino, lock: &Lock, handle: u64) -> Key {
+    if lock.kind == LockKind::LockFlock { (ino, true, handle) } else { (ino, false, lock.owner) }
 }
 
 /// The kernel's range, whose ends are the largest offset when there is none.
@@ -70,43 +55,99 @@ fn read(lock: &Lock) -> Lock {
     Lock { start: if lock.kind == LockKind::LockFlock { 0 } else { lock.start }, end, ..*lock }
 }
 
+fn unlock_all(flock: bool, number: u64) -> Lock {
+    let kind = if flock { LockKind::LockFlock } else { LockKind::LockPosix };
+    Lock { kind, owner: number, mode: LockType::LockUnlock, start: 0, end: u64::MAX, pid: 0 }
+}
+
 /// Owners that give up all they have in a file. A dying process's request is not waited for; so what was not asked for when
 /// this is dropped is asked for then.
-pub(super) struct Leaving {
+pub(crate) struct Leaving {
     client: Client,
-    keys: Vec<Key>,
+    ended: Vec<Ended<Unlocking>>,
 }
 
 impl Leaving {
+    pub fn is_empty(&self) -> bool {
+        self.ended.is_empty()
+    }
+
     /// Returns when nobody has them any more.
-    pub(super) async fn give_up(mut self) -> Result<()> {
+    pub async fn give_up(mut self) -> Result<()> {
         let mut outcome = Ok(());
-        while let Some((ino, lock)) = self.next() {
-            outcome = outcome.and(self.client.set_lock(ino, &lock, false).await.map(drop));
+        while let Some(ended) = self.ended.pop() {
+            outcome = outcome.and(self.one(ended).await.map(drop));
         }
         outcome
     }
 
-    fn next(&mut self) -> Option<(Ino, Lock)> {
-        let (ino, flock, owner) = self.keys.pop()?;
-        let kind = if flock { LockKind::LockFlock } else { LockKind::LockPosix };
-        Some((ino, Lock { kind, owner, mode: LockType::LockUnlock, start: 0, end: u64::MAX, pid: 0 }))
+    fn one(&self, e: Ended<Unlocking>) -> impl Future<Output = Result<strake_client::Locked>> + Send + use<> {
+        self.client.give_up(e.key.0, &unlock_all(e.key.1, e.number), e.guard)
     }
 }
 
 impl Drop for Leaving {
     fn drop(&mut self) {
-        while let Some((ino, lock)) = self.next() {
-            self.client.unlock_later(ino, &lock);
+        while let Some(ended) = self.ended.pop() {
+            drop(self.one(ended));
         }
     }
 }
 
+impl Around for Vfs {
+    type Guard = Unlocking;
+
+    fn fresh(&self) -> u64 {
+        self.numbering.next()
+    }
+
+    fn is_ending(&self, ino: Ino, number: u64) -> bool {
+        self.client.is_unlocking(ino, number)
+    }
+
+    fn ends(&self, ino: Ino, number: u64, records: Vec<Record>) -> Unlocking {
+        self.client.unlocking(ino, number).keeping(records)
+    }
+}
+
+/// A request for a lock. Dropped before it has an outcome, it is being undone.
+struct Asking<'a> {
+    vfs: &'a Vfs,
+    key: Key,
+    handle: u64,
+    number: u64,
+    outcome: Outcome,
+}
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        self.vfs.owners.asked(self.key, self.handle, self.number, self.outcome);
+    }
+}
+
 impl Vfs {
+    /// From where closes come. Without one those that come are all there are.
+    pub(crate) fn set_queue(&self, queue: Arc<dyn Queue>) {
+        if self.queue.set(queue.clone()).is_ok() {
+            self.client.set_programs(Arc::new(Settle(queue)));
+        }
+    }
+
+    /// All that programs have closed before this call is noted, or the queue is too long to tell.
+    async fn taken(&self) {
+        if let Some(queue) = self.queue.get() {
+            let _ = timeout(SETTLING, queue.taken()).await;
+        }
+    }
+
     /// `F_GETLK`: the first lock in the way of this one. Its `end` is the kernel's largest offset for one to the end.
     pub async fn getlk(&self, handle: u64, lock: &Lock) -> Result<Option<Holder>> {
         let ino = self.files.get(handle)?.ino;
-        let found = self.client.get_lock(ino, &read(lock)).await?;
+        // Number 0 is nobody's.
+        let owner = self.owners.number(key(ino, lock, handle)).unwrap_or(0);
+        let lock = Lock { owner, ..read(lock) };
+        let ask = || self.client.get_lock(ino, &lock);
+        let found = self.unless_over(ino, |found| matches!(found, Ok(Some(_))), ask).await?;
         Ok(found.map(|h| Holder { start: h.start.min(OFFSET_MAX), end: h.end.min(OFFSET_MAX), ..h }))
     }
 
@@ -117,60 +158,110 @@ impl Vfs {
     /// To be called without the room that other requests share: those who wait have a limit of their own.
     pub async fn setlk(&self, handle: u64, lock: &Lock, wait: bool) -> Result<()> {
         let open = self.files.get(handle)?;
-        let lock = read(lock);
-        let key = key(open.ino, lock.kind, lock.owner);
-        if lock.mode != LockType::LockUnlock {
-            // Noted before it is asked for, and kept whatever is answered: should the answer be lost with this daemon, the
-            // next one still gives it up when the owner closes the file.
-            self.owners.took(key, handle);
+        let (ino, key) = (open.ino, key(open.ino, lock, handle));
+        if lock.mode == LockType::LockUnlock {
+            return self.unlock(key, &read(lock)).await;
         }
-        let locked = self.client.set_lock(open.ino, &lock, wait).await?;
+        let number = match self.owners.asks(key, handle, false, self) {
+            Some(number) => number,
+            None => {
+                self.taken().await;
+                self.owners.asks(key, handle, true, self).unwrap_or_default()
+            }
+        };
+        let mut asking = Asking { vfs: self, key, handle, number, outcome: Outcome::InDoubt };
+        let lock = Lock { owner: number, ..read(lock) };
+        let ask = || self.client.set_lock(ino, &lock, wait);
+        let locked = if wait {
+            // Closes that are not known yet end the wait when they are.
+            ask().await
+        } else {
+            self.unless_over(ino, |r| r.as_ref().is_err_and(|e| e.code == Code::LockConflict), ask).await
+        };
         // No other await from here on: a dropped future has either told nobody or noted everything.
+        match &locked {
+            Ok(locked) => {
+                asking.outcome = Outcome::Holds;
+                let _ = open.locked_in.compare_exchange(0, locked.session, Relaxed, Relaxed);
+            }
+            Err(e) if matches!(e.code, Code::LockConflict | Code::Deadlock | Code::NoLock) => {
+                asking.outcome = Outcome::Refused;
+            }
+            Err(_) => {}
+        }
+        locked.map(drop)
+    }
+
+    /// Asks, and if the answer is a conflict asks again once all is given up that programs had given up before.
+    async fn unless_over<T, F: Future<Output = T>>(
+        &self,
+        ino: Ino,
+        is_conflict: impl Fn(&T) -> bool,
+        ask: impl Fn() -> F,
+    ) -> T {
+        let settle = async {
+            self.taken().await;
+            let _ = timeout(SETTLING, self.client.unlocked(ino)).await;
+        };
+        if self.client.unlocks(ino).under_way() {
+            let _ = timeout(SETTLING, self.client.unlocked(ino)).await;
+        }
+        let before = self.client.unlocks(ino);
+        let answer = ask().await;
+        if !is_conflict(&answer) {
+            return answer;
+        }
+        settle.await;
+        if before.ended_since(self.client.unlocks(ino)) { ask().await } else { answer }
+    }
+
+    async fn unlock(&self, key: Key, lock: &Lock) -> Result<()> {
+        // Nobody has asked for anything there.
+        let Some(known) = self.owners.known(key) else { return Ok(()) };
+        let locked = self.client.set_lock(key.0, &Lock { owner: known.number, ..*lock }, false).await?;
         if locked.left == 0 {
-            self.unlocked(key);
-        } else if lock.mode != LockType::LockUnlock {
-            self.owners.took(key, handle);
-            let _ = open.locked_in.compare_exchange(0, locked.session, Relaxed, Relaxed);
+            self.freed(self.owners.has_none(key, known));
         }
         Ok(())
     }
 
-    /// The owner has nothing there any more, or is about to.
-    fn unlocked(&self, key: Key) {
-        for handle in self.owners.gave_up(key) {
+    /// Nobody has locks through these handles any more.
+    fn freed(&self, handles: Vec<u64>) {
+        for handle in handles {
             if let Ok(open) = self.files.get(handle) {
                 open.locked_in.store(0, Relaxed);
             }
         }
     }
 
-    /// close(2) of a descriptor by `owner`: its POSIX locks on the file.
-    pub(super) fn closing(&self, ino: Ino, owner: u64) -> Leaving {
-        let key = key(ino, LockKind::LockPosix, owner);
-        let keys = if self.owners.has(key) { vec![key] } else { Vec::new() };
-        keys.iter().for_each(|key| self.unlocked(*key));
-        Leaving { client: self.client.clone(), keys }
+    fn leaving(&self, ended: Vec<Ended<Unlocking>>) -> Leaving {
+        ended.iter().for_each(|e| self.freed(e.free.clone()));
+        Leaving { client: self.client.clone(), ended }
     }
 
-    /// Whether [`Vfs::closing`] finds nothing.
-    pub(super) fn has_no_locks(&self, ino: Ino, owner: u64) -> bool {
-        !self.owners.has(key(ino, LockKind::LockPosix, owner))
+    /// close(2) of a descriptor by `owner`: its POSIX locks on the file.
+    pub(super) fn closing(&self, ino: Ino, owner: u64) -> Leaving {
+        self.leaving(self.owners.gives_up((ino, false, owner), self).into_iter().collect())
     }
 
     /// The handle's last close: its flock, and what was locked through it alone and is still there.
     pub(super) fn released(&self, handle: u64, ino: Ino) -> Leaving {
-        let keys = self.owners.closed(ino, handle);
-        keys.iter().for_each(|key| self.unlocked(*key));
-        Leaving { client: self.client.clone(), keys }
+        self.leaving(self.owners.closed(ino, handle, self))
     }
 
     /// Goes on with what an owner took through a handle of a former daemon of the same mount, in `session`, whose the
     /// locks are.
-    pub(super) fn adopt_lock(&self, key: Key, handle: u64, session: SessionId, kept: Record) {
-        self.owners.all.lock().entry(key).or_default().insert(handle, Some(kept));
+    pub(super) fn adopt_lock(&self, key: Key, number: u64, handle: u64, session: SessionId, kept: Record) {
+        self.owners.adopt(key, number, handle, kept);
         if let Ok(open) = self.files.get(handle) {
             open.locked_in.store(session, Relaxed);
         }
+    }
+
+    /// Goes on with giving up what an owner had that ended under a former daemon.
+    pub(super) fn adopt_ending(&self, (ino, flock): (Ino, bool), number: u64, kept: Record) {
+        let guard = self.ends(ino, number, vec![kept]);
+        drop(self.client.give_up(ino, &unlock_all(flock, number), guard));
     }
 }
 
@@ -195,26 +286,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn owners_go_with_their_last_handle_or_by_their_own() {
-        let o = Owners::default();
-        let (posix, ofd, flock) = ((5, false, 1), (5, false, 77), (5, true, 77));
-        o.took(posix, 1);
-        o.took(posix, 2);
-        o.took(ofd, 2);
-        o.took(flock, 2);
-        o.took((6, false, 1), 3);
-        assert!(o.has(posix) && !o.has((5, false, 2)));
-        assert_eq!(o.closed(5, 1), [], "the process may have locks through the other handle");
-        assert_eq!(o.closed(5, 2), [posix, ofd, flock]);
-        assert_eq!(o.gave_up(posix), Vec::<u64>::new());
-        o.took(posix, 4);
-        o.took(ofd, 4);
-        assert_eq!(o.gave_up(ofd), Vec::<u64>::new(), "another owner has locks through it");
-        assert_eq!(o.gave_up(posix), [4]);
-        assert_eq!(o.closed(6, 3), [(6, false, 1)]);
-    }
-
-    #[test]
     fn the_kernels_end_of_file_is_ours() {
         let l =
             Lock { kind: LockKind::LockPosix, owner: 1, mode: LockType::LockRead, start: 5, end: OFFSET_MAX, pid: 1 };
@@ -222,5 +293,6 @@ mod tests {
         assert_eq!(read(&Lock { end: 9, ..l }).end, 9);
         let flock = read(&Lock { kind: LockKind::LockFlock, end: 0, ..l });
         assert_eq!((flock.start, flock.end), (0, u64::MAX));
+        assert_eq!((key(7, &l, 3), key(7, &flock, 3)), ((7, false, 1), (7, true, 3)));
     }
 }

@@ -13,13 +13,14 @@ mod ioctl;
 mod known;
 mod locks;
 mod names;
+mod owners;
 mod restart;
 mod subtree;
 mod telling;
 mod xattr;
 
 use std::{
-    sync::{Arc, atomic::AtomicU64},
+    sync::{Arc, OnceLock, atomic::AtomicU64},
     time::Duration,
 };
 
@@ -27,7 +28,7 @@ use parking_lot::Mutex;
 use strake_client::{Client, File, Keep};
 use strake_fabric::{Buf, Pool, Record};
 use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO, pb};
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 
 use claims::Claims;
 pub use dirs::Entry;
@@ -35,7 +36,8 @@ use dirs::OpenDir;
 use gone::Folders;
 use handles::{Numbering, Table};
 pub(crate) use known::Known;
-use locks::Owners;
+pub(crate) use locks::{Leaving, Queue, Soon};
+use owners::Owners;
 pub use strake_client::{Holder, Lock, LockKind, LockType};
 pub use subtree::find_subtree;
 pub use xattr::{MAP_HEAD, MAP_PART};
@@ -116,6 +118,10 @@ pub struct Vfs {
     files: Table<OpenFile>,
     dirs: Table<OpenDir>,
     owners: Owners,
+    /// From where closes come.
+    queue: OnceLock<Arc<dyn Queue>>,
+    /// Handles that the kernel has closed and that are not done with.
+    closings: watch::Sender<usize>,
     /// When the storage servers last did not say in time how much they store.
     uncounted: Mutex<Option<Instant>>,
     folders: Folders,
@@ -125,6 +131,29 @@ pub struct Vfs {
     /// What the kernel knows as the root.
     root: Ino,
     known: Known,
+}
+
+/// A handle that the kernel has closed.
+pub(crate) struct Released {
+    open: Arc<OpenFile>,
+    locks: Leaving,
+    _one: Counted,
+}
+
+/// Counts one as long as it lives.
+struct Counted(watch::Sender<usize>);
+
+impl Counted {
+    fn new(count: &watch::Sender<usize>) -> Counted {
+        count.send_modify(|n| *n += 1);
+        Counted(count.clone())
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.send_modify(|n| *n -= 1);
+    }
 }
 
 /// How long the answer is waited for while servers are away, where the last one will do.
@@ -150,6 +179,8 @@ impl Vfs {
             files: Table::default(),
             dirs: Table::default(),
             owners: Owners::new(keep.clone()),
+            queue: OnceLock::new(),
+            closings: watch::Sender::new(0),
             known: Known::new(keep.clone()),
             keep,
             uncounted: Mutex::default(),
@@ -225,6 +256,8 @@ impl Vfs {
             }
         }
         self.dirs.drain();
+        // Those that were closed before.
+        let _ = self.closings.subscribe().wait_for(|n| *n == 0).await;
         outcome
     }
 

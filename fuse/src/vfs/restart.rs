@@ -6,7 +6,7 @@ use strake_client::{Former, Keep, Numbers};
 use strake_fabric::Record;
 use strake_proto::{Code, Error, Ino};
 
-use super::{Caller, OpenFile, Vfs, dirs::OpenDir};
+use super::{Caller, OpenFile, Released, Vfs, dirs::OpenDir, owners::Key};
 
 /// Words of a kept handle: its number, the inode, what it is, and by kind what else must be known.
 mod word {
@@ -15,7 +15,8 @@ mod word {
     pub const KIND: usize = 2;
     /// Of a file: its flags. Of a lock: its owner.
     pub const FLAGS: usize = 3;
-    /// Of a file: uid and gid of who opened it.
+    /// Of a file: uid and gid of who opened it. Of a lock: the number by which servers know its owner, 0: the owner itself, which a
+    /// former version wrote down.
     pub const USER: usize = 4;
 }
 
@@ -26,15 +27,23 @@ const POSIX_LOCK: u64 = 3;
 const FLOCK: u64 = 4;
 /// A file that is being closed: it may be gone already.
 const CLOSING: u64 = 5;
+/// An owner that took locks through the handle has ended, and gives them up.
+const POSIX_ENDING: u64 = 6;
+const FLOCK_ENDING: u64 = 7;
 
 /// The handle of a file is being closed.
 pub(super) fn closing(record: &Record) {
     record.set(word::KIND, CLOSING);
 }
 
-/// Keeps that `owner` took locks through a handle.
-pub(super) fn keep_owner(keep: &Keep, (ino, flock, owner): (Ino, bool, u64), handle: u64) -> Option<Record> {
-    keep.put_handle(&[handle, ino, if flock { FLOCK } else { POSIX_LOCK }, owner])
+/// Keeps that an owner took locks through a handle.
+pub(super) fn keep_owner(keep: &Keep, (ino, flock, owner): Key, handle: u64, number: u64) -> Option<Record> {
+    keep.put_handle(&[handle, ino, if flock { FLOCK } else { POSIX_LOCK }, owner, number])
+}
+
+/// The owner has ended.
+pub(super) fn ending(record: &Record, flock: bool) {
+    record.set(word::KIND, if flock { FLOCK_ENDING } else { POSIX_ENDING });
 }
 
 impl Vfs {
@@ -47,16 +56,21 @@ impl Vfs {
         self.keep.as_ref()?.put_handle(&[handle, ino, DIRECTORY])
     }
 
-    /// Opens again what a former daemon of this mount had open. `requests`: those it had in work.
-    pub(crate) async fn take_over(&self, requests: &[Arc<Numbers>]) {
-        let Some(keep) = &self.keep else { return };
-        let (mut files, mut locks) = (Vec::new(), Vec::new());
+    /// Opens again what a former daemon of this mount had open. `requests`: those it had in work. Returns what it was just closing,
+    /// to be gone on with.
+    pub(crate) async fn take_over(&self, requests: &[Arc<Numbers>]) -> Vec<Released> {
+        let Some(keep) = &self.keep else { return Vec::new() };
+        let (mut files, mut locks, mut closing) = (Vec::new(), Vec::new(), Vec::new());
         for record in keep.left_handles() {
             let (handle, ino) = (record.get(word::HANDLE), record.get(word::INO));
             match record.get(word::KIND) {
-                FILE | CLOSING => files.push(record),
+                FILE => files.push(record),
+                CLOSING => {
+                    closing.push(handle);
+                    files.push(record);
+                }
                 DIRECTORY => self.dirs.insert(handle, OpenDir::again(ino, record)),
-                POSIX_LOCK | FLOCK => locks.push(record),
+                POSIX_LOCK | FLOCK | POSIX_ENDING | FLOCK_ENDING => locks.push(record),
                 // Unknown kinds are nobody's.
                 _ => {}
             }
@@ -77,9 +91,14 @@ impl Vfs {
         }
         for record in locks {
             let (handle, ino, owner) = (record.get(word::HANDLE), record.get(word::INO), record.get(word::FLAGS));
-            let key = (ino, record.get(word::KIND) == FLOCK, owner);
-            self.adopt_lock(key, handle, keep.former_session(), record);
+            let number = Some(record.get(word::USER)).filter(|n| *n != 0).unwrap_or(owner);
+            match record.get(word::KIND) {
+                POSIX_LOCK => self.adopt_lock((ino, false, owner), number, handle, keep.former_session(), record),
+                FLOCK => self.adopt_lock((ino, true, handle), number, handle, keep.former_session(), record),
+                kind => self.adopt_ending((ino, kind == FLOCK_ENDING), number, record),
+            }
         }
+        closing.into_iter().filter_map(|handle| self.note_release(handle)).collect()
     }
 
     /// A request of a former daemon does not come again.

@@ -79,6 +79,6 @@ impl Leases {
             Ok(all) => all.unwrap()[r.acknowledged as usize..].to_vec(),
             Err(_) => Vec::new(),
         };
-        pb::RecallReply { recalls, reports: Vec::new() }
+        pb::RecallReply { recalls, ..Default::default() }
     }
 }

@@ -10,6 +10,7 @@ use std::{
 use rows::Leader;
 use strake_proto::{Ino, SessionId};
 
+pub mod checks;
 pub mod evicted;
 pub mod reports;
 pub mod rows;

@@ -56,3 +56,15 @@ strake_proto::rows! {
         LeftOut = "report-left-out",
     }
 }
+
+strake_proto::rows! {
+    /// Questions about locks, in `docs/locks.md`.
+    pub enum Checking {
+        Asked = "lock-asked",
+        Shared = "lock-shared",
+        NotAsked = "lock-not-asked",
+        Sent = "lock-sent",
+        Answered = "lock-answered",
+        GivenUp = "lock-given-up",
+    }
+}

@@ -61,7 +61,7 @@ impl Mds {
         // What others have written before comes before this: a size and times that are set now must stay.
         self.have_reported(term, by, &request.ops).await?;
         if looking.is_some() {
-            match self.check_locks(by.session, seq, &request.ops).await {
+            match self.check_locks(term, by.session, seq, &request.ops).await {
                 Err(e) if !e.is_retryable() => return Ok(self.refuse_list(by, seq, &e)),
                 r => r?,
             }

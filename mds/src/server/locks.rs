@@ -15,7 +15,7 @@ use super::{
     service::encode,
     waits::{Entry, Waits},
 };
-use crate::namespace::locks::{self, Want};
+use crate::namespace::locks::{self, Locks, Want};
 use pb::op::Op;
 
 /// How long a list waits for an answer. Less than a client waits for one.
@@ -37,7 +37,7 @@ impl Mds {
     /// Before a client's new list goes to the log: `LockConflict` for a lock that somebody else has. While it is another's
     /// turn, this waits for what becomes of that; a patient one is told of a conflict at once. `Overloaded` while something
     /// that an evicted session wrote may still arrive.
-    pub(super) async fn check_locks(&self, session: SessionId, seq: u64, ops: &[pb::Op]) -> Result<()> {
+    pub(super) async fn check_locks(&self, term: u64, session: SessionId, seq: u64, ops: &[pb::Op]) -> Result<()> {
         let wants = wants(session, ops);
         if wants.is_empty() {
             return Ok(());
@@ -49,7 +49,7 @@ impl Mds {
         for want in &wants {
             let fence = match (wants.len(), ops) {
                 // In a list, one operation makes room for the next.
-                (1, [op]) => self.check_lock(want, op).await?,
+                (1, [op]) => self.check_lock(term, want, op).await?,
                 _ => self.machine.namespace.locks_of(want.ino)?.fence,
             };
             chunks::fenced(self, fence)?;
@@ -58,10 +58,11 @@ impl Mds {
     }
 
     /// See [`Mds::check_locks`]. Returns the fence of the file.
-    async fn check_lock(&self, want: &Want, op: &pb::Op) -> Result<u64> {
+    async fn check_lock(&self, term: u64, want: &Want, op: &pb::Op) -> Result<u64> {
         let patient = matches!(&op.op, Some(Op::SetLock(o)) if o.patient);
         let conflict = |m: &str| Error::new(Code::LockConflict, m);
         let mut turns = self.turns.subscribe();
+        let mut asked = BTreeSet::new();
         loop {
             let now = self.env.boot();
             let (locks, turn) = self.with_lead(|l| {
@@ -73,6 +74,9 @@ impl Mds {
                 let turn = l.waits.is_anothers_turn(now, want);
                 Ok((locks, turn))
             })?;
+            if !patient && self.settle(term, want, &locks, &mut asked).await? {
+                continue;
+            }
             if locks.barring(want).next().is_some() {
                 return Err(conflict("another owner has the lock"));
             }
@@ -85,6 +89,33 @@ impl Mds {
             // A turn ends; the time limit is for what nobody tells of.
             let _ = timeout(TICK, turns.changed()).await;
         }
+    }
+
+    /// Before somebody is told that others have locks in its way: they give up what was closed before this, each once. Whether some were
+    /// asked, so that it is to be looked again. What another one asked for and gave up may yet arrive, so those that come into the way
+    /// meanwhile are asked, too. Locks of its own session are its client's to look at.
+    async fn settle(&self, term: u64, want: &Want, locks: &Locks, asked: &mut BTreeSet<SessionId>) -> Result<bool> {
+        let barring = locks.barring(want).map(|(who, _)| who.session);
+        let new: BTreeSet<SessionId> = barring.filter(|id| *id != want.who.session && !asked.contains(id)).collect();
+        if new.is_empty() {
+            return Ok(false);
+        }
+        self.recalls.check_locks(term, want.ino, &new).await?;
+        asked.extend(new);
+        Ok(true)
+    }
+
+    /// Before a list is read that asks for a lock in the way.
+    pub(super) async fn settle_questions(&self, term: u64, session: SessionId, ops: &[pb::Op]) -> Result<()> {
+        for op in ops {
+            if let Some(Op::GetLock(o)) = &op.op
+                && let Ok((who, Some(span), _)) = locks::want(o.ino, session, o.owner, o.kind, o.span.as_ref())
+            {
+                let (want, mut asked) = (Want { ino: o.ino, who, span }, BTreeSet::new());
+                while self.settle(term, &want, &self.machine.namespace.locks_of(o.ino)?, &mut asked).await? {}
+            }
+        }
+        Ok(())
     }
 
     /// After a client's list ran: who got what he waited for waits no longer.

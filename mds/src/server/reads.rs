@@ -35,6 +35,7 @@ impl Mds {
     pub(super) async fn read(&self, term: u64, epoch: u64, request: pb::MetaRequest) -> Result<pb::MetaReply> {
         let by = Asker { session: request.session, connection: request.connection };
         self.node.read_barrier().await?;
+        self.settle_questions(term, by.session, &request.ops).await?;
         let mut look = self.look_once_reported(term, by, &request).await?;
         // At once: a file without a name is there only as long as somebody has it open.
         self.note_handles(

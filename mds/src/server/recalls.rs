@@ -22,6 +22,7 @@ use super::{Mds, leader::BATCH, service::encode};
 use crate::{
     leases::{
         Connection, Leases, Limits, Number,
+        checks::Checks,
         evicted::Evicted,
         reports::Reports,
         rows::{Leader, Reporting},
@@ -33,6 +34,8 @@ use pb::log_command::Command;
 
 /// How long a client waits for something to forget. Less than it waits for an answer.
 const POLL: Duration = Duration::from_secs(3);
+/// How long a session is waited for that is asked what it still has locked.
+const CHECK: Duration = Duration::from_secs(2);
 /// How often those who do not answer are looked for.
 const TICK: Duration = Duration::from_millis(250);
 /// A look that comes this late means that the process was stopped: nobody could be heard.
@@ -59,6 +62,7 @@ struct Table {
     term: u64,
     leases: Leases,
     reports: Reports,
+    checks: Checks,
     writers: Writers,
     /// Files of which something may still arrive that an evicted session wrote, by the last such eviction.
     fences: BTreeMap<Ino, u64>,
@@ -104,6 +108,7 @@ impl Table {
         for (id, goodbye) in &e.ended {
             self.leases.ended(now, *id, *goodbye);
             self.reports.ended(*id);
+            self.checks.ended(*id);
             self.writers.ended(*id);
             self.ring(*id);
             self.bells.remove(id);
@@ -136,7 +141,7 @@ impl Table {
     /// When something ends by itself next.
     fn next_end(&self, now: Duration) -> Option<Duration> {
         let grace = self.leases.in_grace(now).then(|| self.leases.grace_ends());
-        self.leases.next_end().into_iter().chain(grace).min()
+        self.leases.next_end().into_iter().chain(grace).chain(self.checks.next_end(CHECK)).min()
     }
 }
 
@@ -193,6 +198,7 @@ impl Recalls {
                 term,
                 leases: Leases::new(self.limits, self.env.boot(), term, sessions),
                 reports: Reports::new(term),
+                checks: Checks::new(term),
                 writers: Writers::new(found.writers, holding),
                 fences: found.fences.into_iter().collect(),
                 ends: found.ends.into_iter().collect(),
@@ -253,6 +259,7 @@ impl Recalls {
         self.with_news(term, |t, _| {
             if t.leases.hello(by.session, by.connection, lives_on) {
                 t.reports.ask_again(by.session);
+                t.checks.hello(by.session);
                 // Who waits on a former connection waits in vain.
                 t.ring(by.session);
             }
@@ -268,9 +275,9 @@ impl Recalls {
     /// thousand sessions acknowledge what a thousand requests wait for, each of these must not look at each of those.
     fn with_news<T>(&self, term: u64, f: impl FnOnce(&mut Table, Duration) -> T) -> Result<T> {
         let (result, news) = self.with(term, |t, now| {
-            let before = (t.leases.in_grace(now), t.leases.unsettled(), t.reports.len());
+            let before = (t.leases.in_grace(now), t.leases.unsettled(), t.reports.len() + t.checks.len());
             let result = f(t, now);
-            let after = (t.leases.in_grace(now), t.leases.unsettled(), t.reports.len());
+            let after = (t.leases.in_grace(now), t.leases.unsettled(), t.reports.len() + t.checks.len());
             (result, before.0 && !after.0 || after.1 < before.1 || after.2 < before.2)
         })?;
         if news {
@@ -300,7 +307,9 @@ impl Recalls {
             t.reports.reported(id, &r.reported);
             t.reports.working(now, id, &r.working);
             let reports = t.reports.take(now, id).into_iter().map(recall).collect();
-            Ok((pb::RecallReply { recalls, reports }, t.bells.entry(id).or_default().clone()))
+            t.checks.answered(id, &r.locks_checked);
+            let locks = t.checks.take(id, r.checks_locks).into_iter().map(recall).collect();
+            Ok((pb::RecallReply { recalls, reports, locks }, t.bells.entry(id).or_default().clone()))
         })?
     }
 
@@ -509,6 +518,24 @@ impl Recalls {
         self.until(term, |t, _| asked.iter().all(|(id, number)| t.reports.is_in(*id, *number))).await
     }
 
+    // --- locks ---
+
+    /// These sessions have locks in somebody's way. Has each give up what none of its programs holds any more, unless it does not answer.
+    pub async fn check_locks(&self, term: u64, ino: Ino, holders: &BTreeSet<SessionId>) -> Result<()> {
+        let asked = self.with(term, |t, now| {
+            let in_grace = t.leases.in_grace(now);
+            let ask = |id: &SessionId| Some((*id, t.checks.ask(now, *id, ino, in_grace)?));
+            let asked: Vec<_> = holders.iter().filter_map(ask).collect();
+            asked.iter().for_each(|(id, _)| t.ring(*id));
+            asked
+        })?;
+        if asked.is_empty() {
+            return Ok(());
+        }
+        self.alarm.notify_one();
+        self.until(term, |t, _| asked.iter().all(|(id, number)| t.checks.is_in(*id, *number))).await
+    }
+
     /// These sessions cannot report about these files yet.
     fn excuse(&self, those: &[(SessionId, Ino)]) {
         let now = self.env.boot();
@@ -562,6 +589,7 @@ impl Recalls {
         if now.saturating_sub(std::mem::replace(&mut t.ticked, now)) > STALL {
             t.reports.all_heard(now);
         }
+        t.checks.expire(now, CHECK);
         let silent = t.leases.tick(now);
         let late = t.reports.overdue(now, self.limits.patience);
         drop(table);
@@ -589,7 +617,8 @@ impl Mds {
         let deadline = Instant::now() + POLL;
         let (mut reply, bell) = self.recalls.poll(term, &request)?;
         // A report is told of beside the request that waits.
-        while reply == pb::RecallReply::default() && request.reported.is_empty() && request.working.is_empty() {
+        let tells = !(request.reported.is_empty() && request.working.is_empty() && request.locks_checked.is_empty());
+        while reply == pb::RecallReply::default() && !tells {
             let rung = bell.notified();
             tokio::pin!(rung);
             // From here on no ringing is missed.

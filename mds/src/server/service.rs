@@ -27,8 +27,9 @@ const DROPPED_TAG: u32 = 7;
 const MAX_DROPPED: usize = 65_536;
 /// The field number of the reports in a `RecallRequest`, and how many there may be.
 const REPORTED_TAG: u32 = 4;
-/// Likewise of those that are worked at.
+/// Likewise of those that are worked at, and of answered questions about locks.
 const WORKING_TAG: u32 = 5;
+const CHECKED_TAG: u32 = 7;
 const MAX_REPORTED: usize = 65_536;
 /// The field number of the dead clients in a `SessionOpenRequest`.
 const DEAD_TAG: u32 = 5;
@@ -96,7 +97,8 @@ impl Mds {
             opcode::SESSION_CLOSE => self.session_close(decode(body)?).await?,
             opcode::LOCK_WAIT => self.lock_wait(decode(at_most(MAX_OF_SESSION, WAITS_TAG, body)?)?).await?,
             opcode::RECALL => {
-                let body = few_numbers(MAX_REPORTED, WORKING_TAG, few_numbers(MAX_REPORTED, REPORTED_TAG, body)?)?;
+                let lists = [REPORTED_TAG, WORKING_TAG, CHECKED_TAG];
+                let body = lists.into_iter().try_fold(body, |body, tag| few_numbers(MAX_REPORTED, tag, body))?;
                 self.recall(decode(body)?).await?
             }
             opcode::MAP => self.send_map(&decode(body)?),

@@ -6,7 +6,7 @@ use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
 };
 
-use rustix::io::Errno;
+use rustix::{event::epoll, fs::OFlags, io::Errno};
 use strake_fabric::BufMut;
 
 use super::{
@@ -37,6 +37,29 @@ pub enum Received {
     Unmounted,
 }
 
+/// Where a thread waits for its descriptor. Of several that wait for one mount, a request wakes one.
+pub struct Door {
+    epoll: OwnedFd,
+}
+
+impl Door {
+    pub fn new(channel: &Channel) -> io::Result<Door> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::EXCLUSIVE;
+        epoll::add(&epoll, &channel.fd, epoll::EventData::new_u64(0), flags)?;
+        Ok(Door { epoll })
+    }
+
+    /// Returns when there may be a request, or the mount is over.
+    pub fn wait(&self) -> io::Result<()> {
+        let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }];
+        match epoll::wait(&self.epoll, &mut events[..], None) {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(e) => Err(e.into()),
+        }
+    }
+}
+
 /// Parts of a reply in one write: IOV_MAX is 1,024, and 1 MiB has at most 256 pages.
 const MOST_PARTS: usize = 300;
 
@@ -64,7 +87,13 @@ impl Channel {
         self.fd.as_fd()
     }
 
-    /// Waits for a request: its first [`WRITE_HEAD`] bytes go to `head`, the rest to `rest`, so that the data of a write
+    /// Whether reading waits by itself. If not, [`Door`] does.
+    pub fn set_nonblocking(&self) -> io::Result<()> {
+        let flags = rustix::fs::fcntl_getfl(&self.fd)?;
+        Ok(rustix::fs::fcntl_setfl(&self.fd, flags | OFlags::NONBLOCK)?)
+    }
+
+    /// Takes a request: its first [`WRITE_HEAD`] bytes go to `head`, the rest to `rest`, so that the data of a write
     /// lies at the start of an aligned buffer. `rest` has at least [`super::MAX_REQUEST`] bytes.
     pub fn receive(&self, head: &mut [u8; WRITE_HEAD], rest: &mut BufMut) -> io::Result<Received> {
         let mut parts = [IoSliceMut::new(head), IoSliceMut::new(rest)];

@@ -33,7 +33,8 @@ const WANTED: u64 = flag::ASYNC_READ
     | flag::DIRECT_IO_ALLOW_MMAP
     | flag::HAS_RESEND;
 
-const MAX_BACKGROUND: u16 = 128;
+/// Background requests that the kernel has in work at a time, RELEASE among them.
+pub const MAX_BACKGROUND: u16 = 256;
 const CONGESTION: u16 = 96;
 /// From this minor version on a reply to INIT has 64 bytes.
 const LONG_REPLY: u32 = 23;

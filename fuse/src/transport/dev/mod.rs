@@ -1,7 +1,7 @@
 //! `/dev/fuse` by our own hands: the kernel's protocol without a library in between.
 //!
 //! `channel` reads requests and writes replies; `copies` takes back what the kernel was told; `request`, `reply`, `init` and `notify` are the protocol itself, pure;
-//! `session` runs the threads; `interim` answers while no server does; `mapped` and `pages` keep memory mappings in order with all else, `shared` with other nodes; `interrupts` lets go of callers that were killed; `serve` asks the
+//! `session` runs the threads; `progress` knows how far they have come; `interim` answers while no server does; `mapped` and `pages` keep memory mappings in order with all else, `shared` with other nodes; `interrupts` lets go of callers that were killed; `serve` asks the
 //! [VFS core](crate::vfs). See `docs/fuse.md`.
 
 mod abi;
@@ -13,6 +13,7 @@ mod interrupts;
 mod mapped;
 pub(crate) mod notify;
 mod pages;
+mod progress;
 mod reply;
 mod request;
 mod serve;
@@ -26,6 +27,7 @@ use std::{
 
 use init::Agreed;
 use interim::Interim;
+use progress::Progress;
 pub(crate) use serve::Serve;
 pub(crate) use session::Session;
 use strake_proto::{Error, Result};
@@ -71,6 +73,8 @@ pub(crate) fn start(
     if let Some(c) = channels.first() {
         serve.keep_copies(c);
     }
+    let progress = Arc::new(Progress::new(&channels));
+    serve.set_queue(&progress);
     // Without an agreement nothing was taken but the first request, which must come again too.
     let is_next = serve.is_next();
     let resends = agreed.get().is_none_or(|a| a.has(abi::init::HAS_RESEND));
@@ -91,7 +95,7 @@ pub(crate) fn start(
         tracing::warn!("asking the kernel for what was not answered: {e}");
     }
     let pool = serve.pool();
-    let session = Session::start(channels, Arc::new(serve), pool, agreed);
+    let session = Session::start(channels, Arc::new(serve), pool, agreed, progress);
     session.map_err(|e| Error::from(e).context("starting the threads of a mount"))
 }
 

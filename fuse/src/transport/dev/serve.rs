@@ -26,6 +26,7 @@ use super::{
     init::Agreed,
     interrupts::{Interrupts, Patience},
     mapped::{Changing, HasPages, Mapped, PageIn},
+    progress::{Progress, TakenSoFar},
     reply::{self, Entries, Reply, Taken, Timeouts},
     request::{self, Body, Head, Request, SetAttr},
     session::{Answer, Handler},
@@ -34,7 +35,7 @@ use super::{
 use crate::{
     MountConfig,
     transport::errno,
-    vfs::{Caller, Change, CopyRange, Lock, LockType, Place, Stat, Time, Vfs},
+    vfs::{Caller, Change, CopyRange, Leaving, Lock, LockType, Place, Released, Stat, Time, Vfs},
 };
 
 /// Waiting for locks at a time; more are answered ENOLCK.
@@ -91,7 +92,11 @@ impl Serve {
         let bounds = Timeouts { attr: cfg.attr_timeout, entry: cfg.entry_timeout };
         let room = Arc::new(Semaphore::new(cfg.max_requests.max(1)));
         let left = keep.as_ref().map_or_else(Vec::new, |k| k.left_requests());
-        vfs.take_over(&left).await;
+        // Their RELEASE was answered: it does not come again.
+        for closed in vfs.take_over(&left).await {
+            let vfs = vfs.clone();
+            tokio::spawn(async move { vfs.finish_release(closed).await });
+        }
         if let Some(a) = keep.as_deref().and_then(agreed_before) {
             let _ = agreed.set(a);
         }
@@ -132,6 +137,11 @@ impl Serve {
         }
     }
 
+    /// To be done before anything is read: what this has not taken yet is asked for when a lock is in the way.
+    pub(super) fn set_queue(&self, progress: &Arc<Progress>) {
+        self.core.vfs.set_queue(Arc::new(TakenSoFar(progress.clone())));
+    }
+
     /// Whether there was a daemon before this one.
     pub(crate) fn is_next(&self) -> bool {
         self.keep.as_ref().is_some_and(|k| k.former_session() != 0)
@@ -165,14 +175,8 @@ impl Serve {
         left.or_else(|| keep.begin(unique, channel as u64, head.node))
     }
 
-    fn run(
-        &self,
-        head: Head,
-        patience: Patience,
-        answer: Answer,
-        (body, order): (Body, Order),
-        numbers: Option<Arc<Numbers>>,
-    ) {
+    fn run(&self, head: Head, patience: Patience, answer: Answer, work: Work, numbers: Option<Arc<Numbers>>) {
+        let Work { body, leaving, order } = work;
         // Known before anything is waited for: the kernel would be asked for its INTERRUPT again and again meanwhile.
         let waiting = self.interrupts.begin(head.unique, head.pid, patience);
         let of = if patience == Patience::UntilSignal { &self.lock_room } else { &self.taken };
@@ -202,7 +206,10 @@ impl Serve {
                 let work = std::pin::pin!(numbered(numbers.clone(), async {
                     order.turn(&mut place).await;
                     let _room = if passes { None } else { core.room.acquire().await.ok() };
-                    core.answer(head, body, order).await
+                    match (body, leaving) {
+                        (Body::Flush { handle, .. }, Some(locks)) => empty(core.vfs.finish_flush(handle, locks).await),
+                        (body, _) => core.answer(head, body, order).await,
+                    }
                 }));
                 tokio::select! {
                     biased;
@@ -223,9 +230,63 @@ impl Serve {
     }
 }
 
+/// A request, the locks that go with it if it is a close, and its order with mappings.
+struct Work {
+    body: Body,
+    leaving: Option<Leaving>,
+    order: Order,
+}
+
+/// What a close has ended.
+pub(crate) enum Noted {
+    Nothing,
+    Flush(Leaving),
+    Release(Option<Released>),
+}
+
+impl Serve {
+    /// Goes on with a handle that is closed, whose RELEASE is answered.
+    fn finish(&self, closed: Released) {
+        let place = match self.taken.clone().try_acquire_owned() {
+            Ok(p) => p,
+            Err(_) => match self.runtime.block_on(self.taken.clone().acquire_owned()) {
+                Ok(p) => p,
+                Err(_) => return,
+            },
+        };
+        let core = self.core.clone();
+        self.runtime.spawn(async move {
+            let _room = core.room.acquire().await;
+            core.vfs.finish_release(closed).await;
+            drop(place);
+        });
+    }
+}
+
 impl Handler for Serve {
-    fn handle(&self, request: Request, answer: Answer) {
+    type Noted = Noted;
+
+    fn note(&self, body: &Body) -> Noted {
+        match body {
+            Body::Flush { handle, owner } => Noted::Flush(self.core.vfs.note_flush(*handle, *owner)),
+            Body::Release { handle } => Noted::Release(self.core.vfs.note_release(*handle)),
+            _ => Noted::Nothing,
+        }
+    }
+
+    fn handle(&self, request: Request, noted: Noted, answer: Answer) {
         let Request { head, body } = request;
+        let leaving = match noted {
+            Noted::Release(closed) => {
+                // Nobody waits for it, but the kernel has only so many at a time.
+                answer.send(&Reply::ok());
+                let Core { mapped, vfs, .. } = &self.core;
+                mapped.released(head.node, || vfs.has_open(head.node));
+                return closed.into_iter().for_each(|c| self.finish(c));
+            }
+            Noted::Flush(leaving) => Some(leaving),
+            Noted::Nothing => None,
+        };
         // Where the kernel cannot send it again the next daemon must know of every request: it answers them EIO.
         let comes_again = self.core.agreed.get().is_none_or(|a| a.has(abi::init::HAS_RESEND));
         let early = if comes_again { None } else { self.numbers(&head, answer.channel()) };
@@ -240,18 +301,19 @@ impl Handler for Serve {
                 return;
             }
         }
-        if let Body::Flush { handle, owner } = body
-            && self.core.vfs.flush_ready(handle, owner)
+        if let Body::Flush { handle, .. } = body
+            && leaving.as_ref().is_none_or(Leaving::is_empty)
+            && self.core.vfs.flush_ready(handle)
         {
             answer.send(&Reply::ok());
             return;
         }
         let patience = match &body {
             Body::Setlk { wait: true, .. } => Patience::UntilSignal,
-            Body::Flush { .. } | Body::Release { .. } => Patience::WhileAlive,
+            Body::Flush { .. } => Patience::WhileAlive,
             _ => Patience::UntilKilled,
         };
-        self.run(head, patience, answer, (body, order), early);
+        self.run(head, patience, answer, Work { body, leaving, order }, early);
     }
 
     fn forgotten(&self, nodes: &[(u64, u64)]) {
@@ -477,14 +539,8 @@ impl Core {
                     false => with(v.write(handle, place, data, order).await, reply::written),
                 }
             }
-            Body::Flush { handle, owner } => empty(v.flush(handle, owner).await),
             Body::Getlk { handle, lock } => with(v.getlk(handle, &lock).await, |found| reply::lock(&lock, found)),
             Body::Setlk { handle, lock, wait } => empty(self.lock((node, handle), &lock, wait).await),
-            Body::Release { handle, .. } => {
-                v.release(handle).await;
-                self.mapped.released(node, || v.has_open(node));
-                Reply::ok()
-            }
             Body::Fsync { handle, .. } => empty(v.fsync(handle).await),
             Body::Fallocate { handle, offset, len, mode } => {
                 empty(v.fallocate(who, handle, (offset, len), mode as i32, order).await)

@@ -16,9 +16,10 @@ use tokio::sync::watch;
 use super::{
     MAX_REQUEST,
     abi::{self, WRITE_HEAD, init as flag, op},
-    channel::{Channel, Received},
+    channel::{Channel, Door, Received},
     init::{self, Agreed, Outcome},
     notify::Notice,
+    progress::{InBackground, Progress, Reading},
     reply::Reply,
     request::{self, Body, Head, Request},
 };
@@ -29,8 +30,14 @@ const HAND_ON: usize = MAX_REQUEST as usize / 2;
 
 /// Who answers requests.
 pub trait Handler: Send + Sync + 'static {
+    /// What noting a request leaves for handling it.
+    type Noted;
+
+    /// Called first, on the thread that took a request: it must not wait at all. What a close ends has ended when it returns.
+    fn note(&self, body: &Body) -> Self::Noted;
+
     /// Called on a thread that takes requests: it must not wait for long. Every request but FORGET and INIT comes here.
-    fn handle(&self, request: Request, answer: Answer);
+    fn handle(&self, request: Request, noted: Self::Noted, answer: Answer);
 
     /// The kernel has inodes no more, each of which so many replies had brought.
     fn forgotten(&self, nodes: &[(u64, u64)]);
@@ -49,6 +56,8 @@ pub struct Answer {
     index: usize,
     unique: u64,
     sent: bool,
+    /// Until the kernel has the answer.
+    _in_work: Option<InBackground>,
 }
 
 impl Answer {
@@ -87,6 +96,7 @@ struct Shared<H> {
     channels: Vec<Weak<Channel>>,
     pool: Pool,
     agreed: Arc<OnceLock<Agreed>>,
+    progress: Arc<Progress>,
     is_over: AtomicBool,
     over: watch::Sender<Option<Result<()>>>,
 }
@@ -106,11 +116,13 @@ impl Session {
         handler: Arc<H>,
         pool: Pool,
         agreed: Arc<OnceLock<Agreed>>,
+        progress: Arc<Progress>,
     ) -> io::Result<Session> {
         let (tell, over) = watch::channel(None);
         let is_over = AtomicBool::new(false);
         let all = channels.iter().map(Arc::downgrade).collect();
-        let shared = Arc::new(Shared { handler, channels: all, pool, agreed, is_over, over: tell });
+        let shared = Arc::new(Shared { handler, channels: all, pool, agreed, progress, is_over, over: tell });
+        channels.iter().try_for_each(|c| c.set_nonblocking())?;
         let first = channels.first().cloned().ok_or_else(|| io::Error::other("a mount needs a descriptor"))?;
         let mut threads = Vec::new();
         for (i, channel) in channels.into_iter().enumerate() {
@@ -150,25 +162,40 @@ impl<H: Handler> Shared<H> {
     fn take_requests(&self, channel: &Arc<Channel>, index: usize) -> io::Result<()> {
         let mut head = [0; WRITE_HEAD];
         let mut rest = self.pool.get_now(MAX_REQUEST as usize);
+        let door = Door::new(channel)?;
         loop {
+            door.wait()?;
+            let reading = self.progress.reading(index);
             let len = match channel.receive(&mut head, &mut rest)? {
                 Received::Request(n) => n,
                 Received::Nothing => continue,
                 Received::Unmounted => return Ok(()),
             };
-            self.one((channel, index), &head, &mut rest, len);
+            self.one((channel, index), reading, &head, &mut rest, len);
         }
     }
 
     /// One request of `len` bytes, the first of them in `head`.
-    fn one(&self, (channel, index): (&Arc<Channel>, usize), head: &[u8; WRITE_HEAD], rest: &mut BufMut, len: usize) {
+    fn one(
+        &self,
+        (channel, index): (&Arc<Channel>, usize),
+        reading: Reading<'_>,
+        head: &[u8; WRITE_HEAD],
+        rest: &mut BufMut,
+        len: usize,
+    ) {
         let Ok(request) = Head::read(&head[..len.min(WRITE_HEAD)]) else {
             tracing::error!("a request of {len} bytes, less than its head");
             return;
         };
         let is_silent = matches!(request.opcode, op::FORGET | op::BATCH_FORGET | op::INTERRUPT);
-        let answer =
-            (!is_silent).then(|| Answer { channel: channel.clone(), index, unique: request.unique, sent: false });
+        let answer = (!is_silent).then(|| Answer {
+            channel: channel.clone(),
+            index,
+            unique: request.unique,
+            sent: false,
+            _in_work: self.progress.in_work(request.opcode),
+        });
         let body = if request.len as usize == len {
             self.body(request, head, rest, len)
         } else {
@@ -184,7 +211,11 @@ impl<H: Handler> Shared<H> {
             (Ok(Body::Forget(nodes)), _) => self.handler.forgotten(&nodes),
             (Ok(Body::Interrupt { unique }), _) => self.interrupt(request.unique, unique),
             (Ok(Body::Init(asked)), Some(answer)) => self.init(asked, answer),
-            (Ok(body), Some(answer)) => self.handler.handle(Request { head: request, body }, answer),
+            (Ok(body), Some(answer)) => {
+                let noted = self.handler.note(&body);
+                drop(reading);
+                self.handler.handle(Request { head: request, body }, noted, answer);
+            }
             (Ok(_), None) => {}
         }
     }
@@ -255,7 +286,9 @@ mod tests {
     struct Ignorant;
 
     impl Handler for Ignorant {
-        fn handle(&self, _: Request, _: Answer) {}
+        type Noted = ();
+        fn note(&self, _: &Body) {}
+        fn handle(&self, _: Request, (): (), _: Answer) {}
         fn forgotten(&self, _: &[(u64, u64)]) {}
         fn agreed(&self, _: Agreed) {}
         fn interrupt(&self, _: u64) -> bool {
@@ -267,14 +300,15 @@ mod tests {
     fn an_interrupt_is_asked_for_again_wherever_its_request_may_have_been_read() {
         let pair = || socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
         let (kernel, its): (Vec<_>, Vec<_>) = [pair(), pair()].into_iter().unzip();
-        let channels = its.into_iter().map(|fd| Arc::new(Channel::new(fd))).collect();
+        let channels: Vec<_> = its.into_iter().map(|fd| Arc::new(Channel::new(fd))).collect();
+        let progress = Arc::new(Progress::new(&channels));
         let pool = Pool::new(8 << 20);
         // A regression is to fail, not to hang.
         let limit = std::time::Duration::from_secs(60);
         for k in &kernel {
             rustix::net::sockopt::set_socket_timeout(k, rustix::net::sockopt::Timeout::Recv, Some(limit)).unwrap();
         }
-        let session = Session::start(channels, Arc::new(Ignorant), pool, Arc::default()).unwrap();
+        let session = Session::start(channels, Arc::new(Ignorant), pool, Arc::default(), progress).unwrap();
         let of = 8u64;
         let head = [48u32, op::INTERRUPT].map(u32::to_ne_bytes).concat();
         let request = [head, [of + 1, 0, 0, 0, of].map(u64::to_ne_bytes).concat()].concat();

@@ -64,7 +64,7 @@ impl<'a> Holder<'a> {
 
     pub fn recall(&self, reported: Vec<u64>) -> pb::RecallRequest {
         let (session, connection, acknowledged) = (self.c.session, self.connection, self.acknowledged);
-        pb::RecallRequest { session, connection, acknowledged, reported, working: vec![] }
+        pb::RecallRequest { session, connection, acknowledged, reported, ..Default::default() }
     }
 
     /// Acknowledges what came before, and waits for more.

@@ -1,0 +1,138 @@
+//! What owners of locks give up, from the moment they do until the servers know it. Before a program is told that somebody has a
+//! lock, those of the file are waited for. See `docs/locks.md`.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use parking_lot::Mutex;
+use strake_fabric::Record;
+use strake_proto::Ino;
+use tokio::sync::Notify;
+
+const COUNTS: usize = 64;
+
+struct Table {
+    last: u64,
+    /// Owners, by file and in the order in which they began.
+    all: BTreeMap<(Ino, u64), u64>,
+    /// How many began; files share counts.
+    begun: [u64; COUNTS],
+}
+
+/// See the module.
+pub(crate) struct Unlockings {
+    table: Mutex<Table>,
+    ended: Notify,
+}
+
+impl Default for Unlockings {
+    fn default() -> Unlockings {
+        let table = Table { last: 0, all: BTreeMap::new(), begun: [0; COUNTS] };
+        Unlockings { table: Mutex::new(table), ended: Notify::new() }
+    }
+}
+
+/// Something that an owner gives up. It is given up when this is dropped.
+pub struct Unlocking {
+    of: Arc<Unlockings>,
+    at: (Ino, u64),
+    kept: Vec<Record>,
+}
+
+/// What was given up of a file, and is being, at one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Unlocks {
+    begun: u64,
+    under_way: bool,
+}
+
+impl Unlocks {
+    /// Whether something was being given up.
+    pub fn under_way(&self) -> bool {
+        self.under_way
+    }
+
+    /// Whether a conflict that was seen since may be over now.
+    pub fn ended_since(&self, now: Unlocks) -> bool {
+        self.under_way || now.begun != self.begun
+    }
+}
+
+impl Unlockings {
+    pub fn begin(self: &Arc<Self>, ino: Ino, owner: u64) -> Unlocking {
+        let mut t = self.table.lock();
+        t.last += 1;
+        let at = (ino, t.last);
+        t.all.insert(at, owner);
+        t.begun[ino as usize % COUNTS] += 1;
+        Unlocking { of: self.clone(), at, kept: Vec::new() }
+    }
+
+    pub fn is_under_way(&self, ino: Ino, owner: u64) -> bool {
+        self.table.lock().all.range((ino, 0)..=(ino, u64::MAX)).any(|(_, o)| *o == owner)
+    }
+
+    pub fn of(&self, ino: Ino) -> Unlocks {
+        let t = self.table.lock();
+        let under_way = t.all.range((ino, 0)..=(ino, u64::MAX)).next().is_some();
+        Unlocks { begun: t.begun[ino as usize % COUNTS], under_way }
+    }
+
+    /// Returns when nothing is under way any more that is now.
+    pub async fn done(&self, ino: Ino) {
+        let last = self.table.lock().last;
+        loop {
+            let ended = self.ended.notified();
+            tokio::pin!(ended);
+            // From here on no end is missed.
+            ended.as_mut().enable();
+            if self.table.lock().all.range((ino, 0)..=(ino, last)).next().is_none() {
+                return;
+            }
+            ended.await;
+        }
+    }
+}
+
+impl Unlocking {
+    /// Records that the next process needs until this is done.
+    #[must_use]
+    pub fn keeping(mut self, records: Vec<Record>) -> Unlocking {
+        self.kept.extend(records);
+        self
+    }
+}
+
+impl Drop for Unlocking {
+    fn drop(&mut self) {
+        self.kept.clear();
+        self.of.table.lock().all.remove(&self.at);
+        self.of.ended.notify_waiters();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn those_of_before_are_waited_for_and_later_ones_are_not() {
+        let all = Arc::new(Unlockings::default());
+        let before = all.of(5);
+        assert!(all.done(5).now_or_never().is_some() && !before.ended_since(all.of(5)));
+        let (first, other) = (all.begin(5, 70), all.begin(6, 71));
+        assert!(all.is_under_way(5, 70) && !all.is_under_way(5, 71) && !all.is_under_way(7, 70));
+        assert!(before.ended_since(all.of(5)), "it may have had what was in the way");
+        let mut done = Box::pin(all.done(5));
+        assert!(done.as_mut().now_or_never().is_none());
+        let later = all.begin(5, 72);
+        let seen = all.of(5);
+        drop(first);
+        assert!(done.now_or_never().is_some());
+        assert!(seen.ended_since(all.of(5)), "it was under way");
+        drop((later, other));
+        let seen = all.of(5);
+        assert!(!seen.ended_since(all.of(5)) && all.done(5).now_or_never().is_some());
+    }
+}

@@ -1,0 +1,471 @@
+//! Who took locks through which handles, and under which number the metadata servers know them. A pure table but for the records that the
+//! next daemon needs.
+//!
+//! The kernel's number for an owner is an address, which the next one may get while the unlock of the former is still under
+//! way. So servers are given numbers of our own, and none is given again: an flock has that of its handle; the POSIX locks of
+//! an owner in one file have a number until the owner has none there any more.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::RangeInclusive,
+    sync::Arc,
+};
+
+use parking_lot::Mutex;
+use strake_client::Keep;
+use strake_fabric::Record;
+use strake_proto::Ino;
+
+use super::restart::{ending, keep_owner};
+
+/// All of an owner's locks in a file: the inode, whether it is an flock, the kernel's number of the owner, or of an flock the handle.
+pub(super) type Key = (Ino, bool, u64);
+
+/// What became of a request for a lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// The owner has something in the file.
+    Holds,
+    /// Nothing was changed.
+    Refused,
+    /// Nobody knows, or it is being undone.
+    InDoubt,
+}
+
+/// A handle through which an owner asked for locks.
+#[derive(Default)]
+struct Through {
+    kept: Option<Record>,
+    /// It may have taken one.
+    took: bool,
+    asking: u32,
+}
+
+/// An owner in one file.
+struct Owner {
+    number: u64,
+    /// Requests for locks so far.
+    asked: u64,
+    handles: BTreeMap<u64, Through>,
+}
+
+impl Owner {
+    fn asks(&self) -> bool {
+        self.handles.values().any(|t| t.asking > 0)
+    }
+}
+
+/// An owner that has ended in a file, or gives all up that it has there.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Ended<G> {
+    pub key: Key,
+    pub number: u64,
+    /// Handles through which nobody has locks any more.
+    pub free: Vec<u64>,
+    /// As it was made when the owner ended.
+    pub guard: G,
+}
+
+#[derive(Default)]
+struct Table {
+    owners: BTreeMap<Key, Owner>,
+    /// Files of the owners of POSIX locks, by the kernel's number.
+    files: BTreeMap<u64, BTreeSet<Ino>>,
+}
+
+/// See the module.
+#[derive(Default)]
+pub(super) struct Owners {
+    table: Mutex<Table>,
+    keep: Option<Arc<Keep>>,
+}
+
+fn of_file(ino: Ino) -> RangeInclusive<Key> {
+    (ino, false, 0)..=(ino, true, u64::MAX)
+}
+
+/// An owner at one moment.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Known {
+    pub number: u64,
+    asked: u64,
+}
+
+/// What is to be known of owners elsewhere, asked for while this table is locked.
+pub(super) trait Around {
+    type Guard;
+    /// A number that nobody had.
+    fn fresh(&self) -> u64;
+    /// Whether an owner of this number is giving something up in the file.
+    fn is_ending(&self, ino: Ino, number: u64) -> bool;
+    /// One is from now on. `records`: for as long as it lasts.
+    fn ends(&self, ino: Ino, number: u64, records: Vec<Record>) -> Self::Guard;
+}
+
+impl Table {
+    fn enter(&mut self, key: Key, number: u64) -> &mut Owner {
+        if !key.1 {
+            self.files.entry(key.2).or_default().insert(key.0);
+        }
+        self.owners.entry(key).or_insert_with(|| Owner { number, asked: 0, handles: BTreeMap::new() })
+    }
+
+    fn leave(&mut self, key: &Key) -> Option<Owner> {
+        let owner = self.owners.remove(key)?;
+        if let Some(files) = self.files.get_mut(&key.2).filter(|_| !key.1) {
+            files.remove(&key.0);
+            if files.is_empty() {
+                self.files.remove(&key.2);
+            }
+        }
+        Some(owner)
+    }
+
+    /// A process has one number in all files, so that a deadlock across files is seen; but none under which something is just being
+    /// given up in this file.
+    fn new_number(&self, (ino, flock, owner): Key, around: &impl Around) -> u64 {
+        if flock {
+            return owner;
+        }
+        let elsewhere = self.files.get(&owner).into_iter().flatten();
+        let mut known = elsewhere.filter_map(|other| Some(self.owners.get(&(*other, false, owner))?.number));
+        known.find(|n| !around.is_ending(ino, *n)).unwrap_or_else(|| around.fresh())
+    }
+
+    /// Those of these handles through which nobody has locks.
+    fn free(&self, ino: Ino, handles: impl Iterator<Item = u64>) -> Vec<u64> {
+        let is_used = |h: &u64| self.owners.range(of_file(ino)).any(|(_, o)| o.handles.contains_key(h));
+        handles.filter(|h| !is_used(h)).collect()
+    }
+
+    fn end<A: Around>(&mut self, key: Key, around: &A) -> Option<Ended<A::Guard>> {
+        let owner = self.leave(&key)?;
+        let (handles, through): (Vec<u64>, Vec<Through>) = owner.handles.into_iter().unzip();
+        let records: Vec<Record> = through.into_iter().filter_map(|t| t.kept).collect();
+        records.iter().for_each(|r| ending(r, key.1));
+        let guard = around.ends(key.0, owner.number, records);
+        Some(Ended { key, number: owner.number, free: self.free(key.0, handles.into_iter()), guard })
+    }
+}
+
+impl Owners {
+    /// With `keep` the next daemon knows them too.
+    pub fn new(keep: Option<Arc<Keep>>) -> Owners {
+        Owners { table: Mutex::default(), keep }
+    }
+
+    /// Somebody asks for a lock: the owner's number. Noted before it is asked for, so that the next daemon gives up what this one may
+    /// have got. `None`, unless `sure`: the owner is known by other handles only. The kernel may have given its number to somebody
+    /// else since, so it must be known first whether those are closed.
+    pub fn asks(&self, key: Key, handle: u64, sure: bool, around: &impl Around) -> Option<u64> {
+        let mut t = self.table.lock();
+        let known = t.owners.get(&key);
+        if !sure && known.is_some_and(|o| !o.handles.contains_key(&handle)) {
+            return None;
+        }
+        let number = known.map_or_else(|| t.new_number(key, around), |o| o.number);
+        let owner = t.enter(key, number);
+        owner.asked += 1;
+        let through = owner.handles.entry(handle).or_default();
+        if through.kept.is_none() {
+            through.kept = self.keep.as_ref().and_then(|k| keep_owner(k, key, handle, number));
+        }
+        through.asking += 1;
+        Some(number)
+    }
+
+    /// It is over.
+    pub fn asked(&self, key: Key, handle: u64, number: u64, outcome: Outcome) {
+        let mut t = self.table.lock();
+        let Some(owner) = t.owners.get_mut(&key).filter(|o| o.number == number) else { return };
+        let Some(through) = owner.handles.get_mut(&handle) else { return };
+        through.asking -= 1;
+        through.took |= outcome != Outcome::Refused;
+        if !through.took && through.asking == 0 {
+            owner.handles.remove(&handle);
+        }
+        if owner.handles.is_empty() {
+            t.leave(&key);
+        }
+    }
+
+    /// The number of an owner that may have locks in the file.
+    pub fn number(&self, key: Key) -> Option<u64> {
+        self.table.lock().owners.get(&key).map(|o| o.number)
+    }
+
+    /// What [`Owners::has_none`] must be told, as of before the unlock.
+    pub fn known(&self, key: Key) -> Option<Known> {
+        self.table.lock().owners.get(&key).map(|o| Known { number: o.number, asked: o.asked })
+    }
+
+    /// The owner had nothing there any more when it unlocked. Which handles have none left of anybody.
+    pub fn has_none(&self, key: Key, then: Known) -> Vec<u64> {
+        let mut t = self.table.lock();
+        if t.owners.get(&key).is_none_or(|o| (o.number, o.asked) != (then.number, then.asked) || o.asks()) {
+            return Vec::new();
+        }
+        let handles = t.leave(&key).map(|o| o.handles).unwrap_or_default();
+        t.free(key.0, handles.into_keys())
+    }
+
+    /// A descriptor of the owner was closed: it gives up all it has in the file.
+    pub fn gives_up<A: Around>(&self, key: Key, around: &A) -> Option<Ended<A::Guard>> {
+        let mut t = self.table.lock();
+        let owner = t.owners.get(&key)?;
+        if owner.asks() {
+            // Another of its threads may get a lock yet, which is of the same number.
+            let number = owner.number;
+            return Some(Ended { key, number, free: Vec::new(), guard: around.ends(key.0, number, Vec::new()) });
+        }
+        t.end(key, around)
+    }
+
+    /// The handle goes: owners that had locks through it alone.
+    pub fn closed<A: Around>(&self, ino: Ino, handle: u64, around: &A) -> Vec<Ended<A::Guard>> {
+        let mut t = self.table.lock();
+        let mut last = Vec::new();
+        for (key, owner) in t.owners.range_mut(of_file(ino)) {
+            let alone = owner.handles.len() == 1;
+            if alone && owner.handles.contains_key(&handle) {
+                last.push(*key);
+            } else {
+                owner.handles.remove(&handle);
+            }
+        }
+        last.into_iter().filter_map(|key| t.end(key, around)).collect()
+    }
+
+    /// Goes on with what an owner took through a handle of a former daemon.
+    pub fn adopt(&self, key: Key, number: u64, handle: u64, kept: Record) {
+        let mut t = self.table.lock();
+        t.enter(key, number).handles.insert(handle, Through { kept: Some(kept), took: true, asking: 0 });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::{Cell, RefCell};
+
+    use super::*;
+
+    /// Gives numbers from 100 on, and notes what ends.
+    #[derive(Default)]
+    struct World(Cell<u64>, RefCell<Vec<(Ino, u64)>>);
+
+    impl Around for World {
+        type Guard = ();
+
+        fn fresh(&self) -> u64 {
+            self.0.set(self.0.get() + 1);
+            99 + self.0.get()
+        }
+
+        fn is_ending(&self, ino: Ino, number: u64) -> bool {
+            self.1.borrow().contains(&(ino, number))
+        }
+
+        fn ends(&self, ino: Ino, number: u64, _: Vec<Record>) {
+            self.1.borrow_mut().push((ino, number));
+        }
+    }
+
+    fn take(o: &Owners, w: &World, key: Key, handle: u64) -> u64 {
+        let number = o.asks(key, handle, true, w).unwrap();
+        o.asked(key, handle, number, Outcome::Holds);
+        number
+    }
+
+    fn keys(ended: Vec<Ended<()>>) -> Vec<(Key, u64)> {
+        ended.into_iter().map(|e| (e.key, e.number)).collect()
+    }
+
+    #[test]
+    fn the_next_open_file_at_an_address_is_another_owner() {
+        let (o, w) = (Owners::default(), World::default());
+        let ofd = (5, false, 77);
+        assert_eq!(take(&o, &w, ofd, 1), 100);
+        assert_eq!(o.asks(ofd, 1, false, &w), Some(100), "the same handle");
+        o.asked(ofd, 1, 100, Outcome::Refused);
+        assert_eq!(o.asks(ofd, 2, false, &w), None, "is the first one closed?");
+        assert_eq!(keys(o.closed(5, 1, &w)), [(ofd, 100)]);
+        assert_eq!(o.asks(ofd, 2, false, &w), Some(101));
+        // What comes late of the first one is not about the second.
+        o.asked(ofd, 1, 100, Outcome::InDoubt);
+        assert_eq!((o.has_none(ofd, Known { number: 100, asked: 2 }), o.number(ofd)), (vec![], Some(101)));
+        o.asked(ofd, 2, 101, Outcome::Holds);
+        assert!(o.closed(5, 1, &w).is_empty(), "a release that comes twice");
+    }
+
+    #[test]
+    fn an_flock_has_the_number_of_its_handle() {
+        let (o, w) = (Owners::default(), World::default());
+        assert_eq!((take(&o, &w, (5, true, 8), 8), take(&o, &w, (5, true, 9), 9)), (8, 9));
+        assert_eq!(keys(o.closed(5, 8, &w)), [((5, true, 8), 8)]);
+        assert_eq!(o.number((5, true, 9)), Some(9));
+    }
+
+    #[test]
+    fn a_refused_try_leaves_nothing_and_one_in_doubt_does() {
+        let (o, w) = (Owners::default(), World::default());
+        for (outcome, left) in [(Outcome::Refused, None), (Outcome::InDoubt, Some(3)), (Outcome::Refused, Some(3))] {
+            let number = o.asks((5, true, 3), 3, false, &w).unwrap();
+            o.asked((5, true, 3), 3, number, outcome);
+            assert_eq!(o.number((5, true, 3)), left, "{outcome:?}");
+        }
+        assert_eq!(keys(o.closed(5, 3, &w)), [((5, true, 3), 3)]);
+        assert!(o.table.lock().owners.is_empty() && o.table.lock().files.is_empty());
+    }
+
+    #[test]
+    fn a_process_has_one_number_in_all_files_but_not_beside_its_own_unlock() {
+        let (o, w) = (Owners::default(), World::default());
+        let (f, g) = ((5, false, 1), (6, false, 1));
+        assert_eq!((take(&o, &w, f, 1), take(&o, &w, g, 2), take(&o, &w, (5, false, 2), 1)), (100, 100, 101));
+        assert_eq!(o.gives_up(f, &w).map(|e| (e.number, e.free)), Some((100, vec![])), "another locks through it");
+        assert_eq!(take(&o, &w, f, 1), 102, "the unlock of the former number is under way");
+        w.1.borrow_mut().clear();
+        assert_eq!(o.gives_up(f, &w).map(|e| e.number), Some(102));
+        assert_eq!(take(&o, &w, f, 1), 100);
+        assert!(o.gives_up((7, false, 1), &w).is_none());
+    }
+
+    #[test]
+    fn a_wait_outlives_the_close_of_another_descriptor() {
+        let (o, w) = (Owners::default(), World::default());
+        let posix = (5, false, 1);
+        let number = take(&o, &w, posix, 1);
+        assert_eq!(o.asks(posix, 2, true, &w), Some(number));
+        assert_eq!(o.gives_up(posix, &w).map(|e| e.number), Some(number));
+        let known = o.known(posix).unwrap();
+        assert!(o.has_none(posix, known).is_empty() && o.number(posix) == Some(number));
+        o.asked(posix, 2, number, Outcome::Holds);
+        assert!(o.closed(5, 1, &w).is_empty(), "the process may have locks through the other handle");
+        assert_eq!(keys(o.closed(5, 2, &w)), [(posix, number)]);
+    }
+
+    #[test]
+    fn handles_are_free_when_nobody_has_locks_through_them() {
+        let (o, w) = (Owners::default(), World::default());
+        let (posix, flock) = ((5, false, 1), (5, true, 4));
+        let number = take(&o, &w, posix, 4);
+        take(&o, &w, flock, 4);
+        assert_eq!(o.has_none(flock, o.known(flock).unwrap()), Vec::<u64>::new());
+        let before = o.known(posix).unwrap();
+        assert_eq!(take(&o, &w, posix, 4), number);
+        assert_eq!(o.has_none(posix, before), Vec::<u64>::new(), "another thread has locked since");
+        assert_eq!(o.has_none(posix, o.known(posix).unwrap()), [4]);
+    }
+
+    /// What the kernel asks for, all of it by the one address 77.
+    #[derive(Clone, Copy, Debug)]
+    enum Asked {
+        Lock(u64),
+        Release(u64),
+    }
+
+    /// A request for a lock that was noted.
+    #[derive(Clone, Copy)]
+    enum Task {
+        /// By this handle.
+        Noted(u64),
+        /// Until all that was queued is noted.
+        Settles(u64),
+        /// The servers are asked, under this number.
+        Sent(u64, u64),
+    }
+
+    /// A mount with two threads, and its servers.
+    #[derive(Default)]
+    struct Mount {
+        owners: Owners,
+        world: World,
+        queue: Vec<Asked>,
+        threads: [Option<Asked>; 2],
+        tasks: Vec<Task>,
+        /// Whose lock it is.
+        held: Option<u64>,
+        /// The handle that was told so, and under which number.
+        told: Option<(u64, u64)>,
+    }
+
+    const OFD: Key = (5, false, 77);
+
+    impl Mount {
+        /// All that may happen next.
+        fn next(&self) -> Vec<(char, usize)> {
+            let mut all = Vec::new();
+            let is_quiet = self.queue.is_empty() && self.threads.iter().all(Option::is_none);
+            for (n, thread) in self.threads.iter().enumerate() {
+                match thread {
+                    None if !self.queue.is_empty() => all.push(('t', n)),
+                    None => {}
+                    Some(_) => all.push(('n', n)),
+                }
+            }
+            for (n, task) in self.tasks.iter().enumerate() {
+                let can = match task {
+                    Task::Noted(_) => true,
+                    Task::Settles(_) => is_quiet,
+                    // A wait: it is answered when the lock is free.
+                    Task::Sent(_, number) => self.held.is_none_or(|h| h == *number),
+                };
+                all.extend(can.then_some(('a', n)));
+            }
+            let unlocks = self.world.1.borrow().len();
+            all.extend((0..unlocks).map(|n| ('u', n)));
+            all
+        }
+
+        fn ask(&mut self, handle: u64, sure: bool) {
+            let number = self.owners.asks(OFD, handle, sure, &self.world);
+            self.tasks.push(number.map_or(Task::Settles(handle), |n| Task::Sent(handle, n)));
+        }
+
+        fn step(&mut self, (what, n): (char, usize)) {
+            match what {
+                't' => self.threads[n] = Some(self.queue.remove(0)),
+                'n' => match self.threads[n].take() {
+                    Some(Asked::Lock(handle)) => self.tasks.push(Task::Noted(handle)),
+                    Some(Asked::Release(handle)) => drop(self.owners.closed(5, handle, &self.world)),
+                    None => {}
+                },
+                'a' => match self.tasks.remove(n) {
+                    Task::Noted(handle) => self.ask(handle, false),
+                    Task::Settles(handle) => self.ask(handle, true),
+                    Task::Sent(handle, number) => {
+                        self.owners.asked(OFD, handle, number, Outcome::Holds);
+                        (self.held, self.told) = (Some(number), Some((handle, number)));
+                    }
+                },
+                _ => {
+                    let (_, number) = self.world.1.borrow_mut().remove(n);
+                    self.held = self.held.filter(|h| *h != number);
+                }
+            }
+            let of_second = self.told.filter(|(handle, _)| *handle == 2);
+            assert!(of_second.is_none_or(|(_, n)| self.held == Some(n)), "the second one's lock was taken");
+        }
+    }
+
+    /// A lock is taken through handle 1, which is closed; the next open file gets its address and locks again, before anything of that is
+    /// noted. In every order in which threads, unlocks and requests may come, the second one has its lock, and alone.
+    #[test]
+    fn in_every_order_of_events_the_next_one_at_an_address_keeps_its_lock() {
+        let (mut todo, mut ends) = (vec![Vec::new()], 0);
+        while let Some(path) = todo.pop() {
+            let mut m = Mount::default();
+            let first = take(&m.owners, &m.world, OFD, 1);
+            m.held = Some(first);
+            m.queue = vec![Asked::Release(1), Asked::Lock(2)];
+            path.iter().for_each(|event| m.step(*event));
+            let next = m.next();
+            if next.is_empty() {
+                ends += 1;
+                assert_eq!(m.told.map(|(h, n)| (h, Some(n))), Some((2, m.held)), "{path:?}");
+            }
+            todo.extend(next.into_iter().map(|event| [&path[..], &[event]].concat()));
+        }
+        assert!(ends > 10, "{ends} orders");
+    }
+}
