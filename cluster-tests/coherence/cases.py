@@ -762,6 +762,46 @@ def counted_in_a_mapping(a, b):
         at_once(*[lambda at=at, n=n: count(at, n) for n, at in enumerate((a, b, a, b))])
         for at in (a, b): same((int.from_bytes(get(at + "/f")[:8], "little"), get(at + "/f")[8:12]), (160, bytes([40] * 4)), lock.__name__)
 
+def mapped_and_written_in_turns(a, b):
+    """Random stores, writes, appends, cuts, holes and looks on both mounts, each under a lock of the file: all see what the last one left."""
+    seed = int(os.environ.get("SEED", random.randrange(1 << 30)))
+    r, most = random.Random(seed), 64 << 10
+    put(a + "/f", bytes(most))
+    model = bytearray(most)
+    fds = [os.open(at + "/f", os.O_RDWR) for at in (a, b)]
+    maps = [mmap.mmap(fd, most) for fd in fds]
+    try:
+        for step in range(250):
+            k = r.randrange(2)
+            fd, m = fds[k], maps[k]
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            size = len(model)
+            # So far a mapping reaches.
+            same(os.fstat(fd).st_size, size, f"size before {step}")
+            at = r.randrange(size); n = min(r.choice((1, 30, 5000)), size - at)
+            data = bytes([r.randrange(1, 256)]) * n
+            what = r.randrange(8)
+            if what < 3: m[at:at + n] = data; model[at:at + n] = data
+            elif what == 3: os.pwrite(fd, data, at); model[at:at + n] = data
+            elif what == 4 and size + n <= most: os.pwrite(fd, data, size); model += data
+            elif what == 5:
+                new = r.randrange(most // 2, most + 1)
+                os.ftruncate(fd, new); model = model[:new].ljust(new, b"\0")
+            elif what == 6 and libc.fallocate(fd, 3, ctypes.c_long(at), ctypes.c_long(n)) == 0: model[at:at + n] = bytes(n)
+            size = len(model)
+            same(os.fstat(fd).st_size, size, f"size at {step}")
+            at = r.randrange(size); n = min(20000, size - at)
+            same(m[at:at + n] == model[at:at + n], True, f"mapping at step {step}")
+            same(os.pread(fd, n, at) == model[at:at + n], True, f"read at step {step}")
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    except BaseException:
+        print(f"    SEED={seed}")
+        raise
+    finally:
+        for m in maps: m.close()
+        for fd in fds: os.close(fd)
+    for at in (a, b): same(get(at + "/f") == model, True, "at the end")
+
 def databases_with_a_shared_index(a, b):
     """SQLite keeps the index of its write-ahead log in a mapping that all its users share: of two who commit no row is lost."""
     with sqlite3.connect(a + "/db") as c:

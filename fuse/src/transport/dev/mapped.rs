@@ -18,9 +18,13 @@ use super::{
 };
 
 /// For so long a page-in is held that may be in the way of the notice that it waits for; with every further notice of the same change
-/// longer, since then the notice finds nothing but pages that were just handed out.
-const HOLD: Duration = Duration::from_millis(2);
+/// four times as long: on a busy machine a notice takes its time.
+const HOLD: Duration = Duration::from_millis(4);
 const LONGEST_HOLD: Duration = Duration::from_secs(1);
+/// Before a further notice: whoever has just lost a page asks for it again. That shall come before the notice, which takes it out then, not
+/// between the notice's beginning and its finding the page.
+const PAUSE: Duration = Duration::from_millis(1);
+const LONGEST_PAUSE: Duration = Duration::from_millis(16);
 /// Notices in work at a time. Each has a thread, which waits for write-backs, that is for nothing that needs one.
 const NOTICES: usize = 128;
 /// The kernel drops the pages of a range that was copied to when it has the answer.
@@ -162,7 +166,7 @@ impl PageIn {
                 Verdict::Read => return,
                 Verdict::Wait => news.await,
                 Verdict::Hold(tries) => {
-                    let hold = (HOLD * 8u32.saturating_pow(tries)).min(LONGEST_HOLD);
+                    let hold = HOLD.saturating_mul(4u32.saturating_pow(tries)).min(LONGEST_HOLD);
                     if tokio::time::timeout_at(self.came + hold, news).await.is_err()
                         && self.verdict(true) == Verdict::Read
                     {
@@ -200,6 +204,10 @@ impl Changing {
             let step = self.step.lock().clone();
             let Step::TakeOut(pages) = step else { return };
             self.mapped.take_out(self.node, &pages).await;
+            let spoilt = self.mapped.pages.lock().is_spoilt(self.node, self.id);
+            if let Some(tries) = spoilt {
+                tokio::time::sleep(PAUSE.saturating_mul(2u32.saturating_pow(tries)).min(LONGEST_PAUSE)).await;
+            }
             *self.step.lock() = self.mapped.pages.lock().taken_out(self.node, self.id);
             self.mapped.news.notify_waiters();
         }

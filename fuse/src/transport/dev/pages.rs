@@ -149,6 +149,11 @@ impl File {
             && self.given.is_empty()
     }
 
+    /// Whether pages were handed out since a round began, or may be with what is being read.
+    fn spoils(&self, round: &Round, span: &Span) -> bool {
+        round.answered.meets(span) || self.page_ins.values().any(|p| p.reads && meet(&p.span, span))
+    }
+
     /// Begins a round for a change if there is anything to take out.
     fn round(&self, now: Event, span: &Span, tries: u32) -> Option<(Round, Span)> {
         let whole = self.unknown;
@@ -242,19 +247,27 @@ impl Pages {
         (id, step)
     }
 
+    /// Whether pages of a change were handed out while the kernel gave them back, so that it must do so once more. How often it has.
+    pub fn is_spoilt(&self, node: u64, id: Event) -> Option<u32> {
+        let file = self.files.get(&node)?;
+        let change = file.changes.get(&id)?;
+        let round = change.taking.as_ref()?;
+        file.spoils(round, &change.span).then_some(round.tries)
+    }
+
     /// The kernel has given back what was asked for.
     pub fn taken_out(&mut self, node: u64, id: Event) -> Step {
         let now = self.next();
         let Some(file) = self.files.get_mut(&node) else { return Step::Apply };
         let Some(mut change) = file.changes.remove(&id) else { return Step::Apply };
         if let Some(round) = change.taking.take() {
+            let spoilt = file.spoils(&round, &change.span);
             if round.whole {
                 (file.out, file.unknown) = (Spans::default(), false);
             }
             file.out.remove(&change.span);
             round.answered.0.iter().for_each(|(start, end)| file.out.add(&(*start..*end)));
-            let reads = file.page_ins.values().any(|p| p.reads && meet(&p.span, &change.span));
-            if round.answered.meets(&change.span) || reads {
+            if spoilt {
                 let next = file.round(now, &change.span, round.tries + 1);
                 if let Some((round, cover)) = next {
                     change.taking = Some(round);
