@@ -163,9 +163,9 @@ impl Vfs {
         self
     }
 
-    /// Space, inodes and targets.
+    /// Space as the default layout of the mount's root counts copies, inodes and targets.
     pub async fn statfs(&self) -> Result<pb::StatfsReply> {
-        self.or_last(&self.known.space, self.client.statfs(&pb::Creds::default(), "")).await
+        self.or_last(&self.known.space, self.client.statfs_in(&pb::Creds::default(), "", self.root)).await
     }
 
     /// An answer, or the last one when the servers that know better have been away for a while. For what umount(8) looks at
