@@ -1,5 +1,6 @@
 //! Open files.
 
+mod fit;
 mod foreign;
 mod holes;
 

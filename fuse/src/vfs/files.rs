@@ -186,8 +186,8 @@ impl Vfs {
         }
     }
 
-    /// fallocate(2): extends, punches holes and makes ranges zeros. Space is not reserved; `FALLOC_FL_KEEP_SIZE` alone only
-    /// looks whether it is there (`ENOSPC`).
+    /// fallocate(2): extends, punches holes and makes ranges zeros. Space is not reserved; what is to be allocated and does not fit now is
+    /// `ENOSPC`.
     pub async fn fallocate(&self, caller: Caller, handle: u64, offset: u64, len: u64, mode: i32) -> Result<()> {
         let open = self.files.get(handle)?;
         open.check_locks(self)?;
@@ -202,12 +202,11 @@ impl Vfs {
         }
         if punches {
             file.punch(offset, len).await?;
+        } else {
+            file.check_room(offset, len).await?;
         }
         if mode & libc::FALLOC_FL_KEEP_SIZE == 0 && self.client.getattr(file.opener(), open.ino).await?.size < end {
             return file.extend(end).await.map(drop);
-        }
-        if mode == libc::FALLOC_FL_KEEP_SIZE && self.statfs().await?.free_bytes < len {
-            return Err(Error::new(Code::NoSpc, "less space is free than is to be allocated"));
         }
         file.touch()
     }
