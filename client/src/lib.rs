@@ -66,7 +66,7 @@ use std::{sync::Arc, time::Duration};
 
 pub use config::{Config, FOREVER, FollowerReads, Stats};
 pub use data::foreign::Arrived;
-pub use file::File;
+pub use file::{AppendPart, File, Landed};
 pub use keep::{Keep, Numbers, numbered};
 pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS};
 pub use memory::{Forget, Forgetting};

@@ -338,7 +338,7 @@ impl Filesystem for Transport {
 
     fn write(
         &self,
-        _: &Request,
+        req: &Request,
         _: INodeNo,
         fh: FileHandle,
         offset: u64,
@@ -354,7 +354,7 @@ impl Filesystem for Transport {
         let data = buf.freeze();
         // Pages of a mapping go where they are mapped, whatever the handle's flags say.
         let append = flags.0 & libc::O_APPEND != 0 && !write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
-        let place = if append { Place::End } else { Place::At(offset) };
+        let place = if append { Place::End { at: offset, tid: req.pid() } } else { Place::At(offset) };
         let strips = write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         self.run(async move |s| {
             if strips && let Err(e) = s.vfs.strip(fh.0).await {

@@ -2,11 +2,11 @@
 
 use std::sync::{Arc, atomic::AtomicU64};
 
-use strake_client::{File, Mode};
+use strake_client::{AppendPart, File, Mode};
 use strake_fabric::Buf;
 use strake_proto::{Code, Error, Ino, Result, layout::MAX_FILE_SIZE, pb};
 
-use super::{Caller, CopyRange, OpenFile, Opened, Place, Vfs, restart, stale};
+use super::{Caller, CopyRange, OpenFile, Opened, Place, Vfs, calls, restart, stale};
 
 /// Bytes that one request copies at most; the kernel asks again for the rest.
 const MOST_COPIED: u64 = 16 << 20;
@@ -100,15 +100,14 @@ impl Vfs {
         self.client.setattr(file.opener(), strip).await.map(drop)
     }
 
-    /// Returns the bytes written, all of them or an error.
+    /// Returns the bytes written.
     pub async fn write(&self, handle: u64, place: Place, data: Buf) -> Result<usize> {
         let open = self.files.get(handle)?;
         open.check_locks(self)?;
-        let len = data.len();
         let file = open.file()?;
         let written = match place {
             Place::At(offset) => file.write(offset, vec![data]).await,
-            Place::End => file.append(vec![data]).await.map(|_| len),
+            Place::End { at, tid } => append(file, at, tid, data).await,
         };
         written.map_err(|e| given_up(file, e))
     }
@@ -220,6 +219,19 @@ impl Vfs {
             _ => Err(Error::new(Code::Inval, format!("lseek from {whence} is not known"))),
         }
     }
+}
+
+/// One piece of an append: the kernel cuts what one write(2) appends into requests, between which nobody else may append.
+async fn append(file: &File, at: u64, tid: u32, data: Buf) -> Result<usize> {
+    let more = calls::may_be_cut(data.len());
+    // Only those cost a look.
+    let writes = if more || file.kept_end().is_some() { calls::writes(tid) } else { None };
+    let part = AppendPart { call: (tid, writes.unwrap_or(0)), offset: at, more };
+    let landed = file.append_part(vec![data], part).await?;
+    if let Some(kept) = landed.kept {
+        tokio::spawn(calls::watch(file.clone(), kept, tid, writes));
+    }
+    Ok(landed.len)
 }
 
 /// Whether this fallocate makes zeros, and where it ends.

@@ -3,6 +3,7 @@
 //! Inode numbers are StrakeFS inode ids, which are never reused, so there is no inode table and no lookup count. Open
 //! files and directories are kept in tables by handle number. Every call may run beside any other.
 
+mod calls;
 mod dirs;
 mod files;
 mod groups;
@@ -94,7 +95,12 @@ pub struct Opened {
 pub enum Place {
     At(u64),
     /// The end of the file at the moment of writing (`O_APPEND`).
-    End,
+    End {
+        /// Where the kernel believes it to be.
+        at: u64,
+        /// The thread that writes, 0 where it is not known.
+        tid: u32,
+    },
 }
 
 /// Where [`Vfs::copy_range`] copies from and to: handles and offsets.

@@ -390,7 +390,7 @@ impl Core {
             Body::Write { handle, offset, flags, from_mapping, strips, data } => {
                 // Pages of a mapping go where they are mapped, whatever the handle's flags say.
                 let append = flags as i32 & libc::O_APPEND != 0 && !from_mapping;
-                let place = if append { Place::End } else { Place::At(offset) };
+                let place = if append { Place::End { at: offset, tid: who.pid } } else { Place::At(offset) };
                 if strips && let Err(e) = v.strip(handle).await {
                     return Reply::Error(errno(&e));
                 }
