@@ -68,6 +68,8 @@ pub struct Config {
     pub follower_reads: FollowerReads,
     /// This client's uuid; random unless given.
     pub uuid: Option<[u8; 16]>,
+    /// How long the end of a file is kept for the next piece of an append at most ([`crate::File::append_part`]); 0: not at all.
+    pub append_hold: Duration,
     /// Uuids of clients that are certainly gone; their sessions end when this one's begins. At most 64.
     pub dead: Vec<[u8; 16]>,
     /// Memory for what must outlive this process. Its uuid goes over `uuid`.
@@ -96,6 +98,7 @@ impl Config {
             read_replica: None,
             follower_reads: FollowerReads::Auto,
             uuid: None,
+            append_hold: Duration::from_millis(500),
             dead: Vec::new(),
             keep: None,
         }

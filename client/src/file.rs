@@ -1,5 +1,7 @@
 //! Open files.
 
+mod append;
+mod fit;
 mod foreign;
 mod holes;
 
@@ -22,6 +24,9 @@ use strake_proto::{
 };
 use tokio::time::Instant;
 
+use append::Tail;
+pub use append::{Landed, Part as AppendPart};
+
 use crate::{
     Client,
     cache::{Change, Part, Reader, Tenure, UNIT},
@@ -30,7 +35,6 @@ use crate::{
     data::session_lost,
     idle,
     inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed, Release, Writer},
-    keep::{self, Appended},
     meta::{Mode, ok, op},
     opens::Opening,
     readahead::ReadAhead,
@@ -104,6 +108,8 @@ struct Handle {
     closed: AtomicBool,
     /// See [`Inode::handle_opened`].
     since: u64,
+    /// An append of which more is to come.
+    tail: Mutex<Option<Tail>>,
 }
 
 impl Client {
@@ -372,6 +378,7 @@ impl Handle {
             told_errors: [(); 3].map(|()| AtomicU64::new(inode.errors())),
             closed: AtomicBool::new(false),
             since: inode.handle_opened(),
+            tail: Mutex::new(None),
             inode,
         }
     }
@@ -556,8 +563,8 @@ impl File {
     /// disk with O_DSYNC or O_SYNC). Overlapping writes of one client land in the order they were called. The
     /// buffers must not change any more.
     ///
-    /// Returns the bytes written: fewer than given only when space ran out on the way. After an error each 4 KiB block is
-    /// old or new.
+    /// Returns the bytes written: fewer than given only when space ran out on the way, or at the largest size of a file (`EFBIG` for
+    /// a write that begins there). After an error each 4 KiB block is old or new.
     ///
     /// With [`crate::Config::write_back`] it may return before they are sent: then an error is told by the next sync or close.
     pub async fn write(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
@@ -637,68 +644,15 @@ impl File {
         if n < data.len() { Err(Error::new(Code::NoSpc, "no space left for all of the bytes")) } else { Ok(()) }
     }
 
-    /// Writes at the end of the file; returns where. Appends never overlap, those of other clients included.
-    pub async fn append(&self, data: Vec<Buf>) -> Result<u64> {
-        self.append_until(data, ()).await
-    }
-
-    /// As [`File::append`]; drops `until` as [`File::write_until`].
-    pub async fn append_until(&self, data: Vec<Buf>, until: impl Send + 'static) -> Result<u64> {
-        self.check(self.is_writable(), "writing")?;
-        let me = self.clone();
-        let appending = async move {
-            let _until = until;
-            let len = segments::total(&data);
-            let (offset, n) = match keep::numbers().and_then(|n| n.append_again()) {
-                Some(a) => (a.offset, me.append_again(a, data).await?),
-                None => me.append_new(data).await?,
-            };
-            if n < len { Err(Error::new(Code::NoSpc, "no space left for all of the bytes")) } else { Ok(offset) }
-        };
-        self.0.core.detached(appending).await
-    }
-
-    async fn append_new(&self, data: Vec<Buf>) -> Result<(u64, usize)> {
-        let (core, inode) = (&self.0.core, &self.0.inode);
-        let _one = inode.appending.lock().await;
-        loop {
-            // First, so that the session is on record as a writer before the end is looked for; and a new one may wait for reports of others.
-            let session = core.capability(inode, true, None).await?.session;
-            let end = core.lock_end(inode).await?;
-            if end.session != session {
-                continue;
-            }
-            let offset = inode.append_end(end.size);
-            if let Some(n) = keep::numbers() {
-                n.set_append(end.session, offset, segments::total(&data) as u64);
-            }
-            match self.write_now(offset, data.clone(), Way::only(end.session)).await {
-                // With it the end was lost. Nothing was sent.
-                Err(e) if e.code == Code::NoSession => keep::numbers().iter().for_each(|n| n.clear_append()),
-                r => return Ok((offset, r?)),
-            }
-        }
-    }
-
-    /// An append that a former client of the mount had in work goes where it went. Others are told of no size without it, so it
-    /// waits for nobody.
-    async fn append_again(&self, a: Appended, data: Vec<Buf>) -> Result<usize> {
-        let lost = |e: Error| match e.code {
-            Code::NoSession => Error::new(Code::Io, "the session was lost during an append; the bytes may be there"),
-            _ => e,
-        };
-        self.write_now(a.offset, data, Way::only(a.session)).await.map_err(lost)
-    }
-
     async fn write_now(&self, offset: u64, data: Vec<Buf>, Way { only, within }: Way) -> Result<usize> {
         let h = &self.0;
         self.tell_errors(Teller::Write)?;
+        let data = up_to_the_largest(offset, data)?;
         let len = segments::total(&data);
         if len == 0 {
             return Ok(0);
         }
-        let end = offset.checked_add(len as u64).filter(|e| *e <= MAX_FILE_SIZE);
-        let end = end.ok_or_else(|| Error::new(Code::FBig, "beyond the largest file size"))?;
+        let end = offset + len as u64;
         let stable = h.flags & O_DSYNC != 0;
         // Room first: who waits for it must not hold up the flush that makes it.
         let room = if stable { None } else { Some(h.core.reserve(len).await?) };
@@ -814,6 +768,7 @@ impl File {
         if self.0.closed.swap(true, Relaxed) {
             return Err(Error::new(Code::BadF, "the file is closed"));
         }
+        self.0.tail.lock().take();
         let outcome = self.sync(Teller::Close).await;
         let h = &self.0;
         let Some(open) = h.open.lock().take().and_then(Arc::into_inner) else { return outcome };
@@ -824,6 +779,16 @@ impl File {
         });
         let gone = gone.await;
         outcome.and(gone)
+    }
+}
+
+/// What of a write there is room for below the largest size; an error where there is none.
+fn up_to_the_largest(offset: u64, data: Vec<Buf>) -> Result<Vec<Buf>> {
+    let len = segments::total(&data) as u64;
+    match MAX_FILE_SIZE.saturating_sub(offset) {
+        room if room >= len => Ok(data),
+        0 => Err(Error::new(Code::FBig, "beyond the largest file size")),
+        room => Ok(segments::cut(&data, 0, room as usize)),
     }
 }
 

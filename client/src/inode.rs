@@ -109,9 +109,9 @@ pub(crate) struct Inode {
     reporting: AsyncMutex<()>,
     capping: AsyncMutex<()>,
     /// Serialises appends.
-    pub appending: AsyncMutex<()>,
+    pub appending: Arc<AsyncMutex<()>>,
     /// Held from when it is decided without a lock where an append goes until it is there. Reports wait for it.
-    pub placing: AsyncMutex<()>,
+    pub placing: Arc<AsyncMutex<()>>,
     /// Appends that a former client of the mount had in work and that may come again. Reports wait for them, and no other append goes below.
     awaited: watch::Sender<Awaited>,
     /// Chains with updates that were given up and may be on their way, with a chunk of each and the round that fences them off.
@@ -221,10 +221,10 @@ impl Inode {
             back: Back::default(),
             reporting: AsyncMutex::default(),
             capping: AsyncMutex::default(),
-            appending: AsyncMutex::default(),
+            appending: Arc::default(),
             fetched: RoadCounter::default(),
             sent: RoadCounter::default(),
-            placing: AsyncMutex::default(),
+            placing: Arc::default(),
             state: Mutex::new(State {
                 attr,
                 local_end: 0,

@@ -69,7 +69,7 @@ use std::{sync::Arc, time::Duration};
 
 pub use config::{Config, FOREVER, FollowerReads, Stats};
 pub use data::foreign::Arrived;
-pub use file::{AsOf, File};
+pub use file::{AppendPart, AsOf, File, Landed};
 pub use keep::{Keep, Numbers, numbered};
 pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS, Programs};
 pub use memory::{Forget, Forgetting};

@@ -13,7 +13,7 @@ use std::{
 use futures_util::future::{Either, FutureExt, ready};
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
 use tokio::{
-    sync::{Mutex, MutexGuard, Notify, OwnedMutexGuard, Semaphore, oneshot},
+    sync::{Mutex, Notify, OwnedMutexGuard, Semaphore, oneshot},
     task::coop::unconstrained,
 };
 
@@ -312,9 +312,9 @@ fn can_spawn() -> bool {
 
 /// Where a file ends, once all that was held back is sent. Until this is dropped nobody else appends: he finds the lock taken, or where there
 /// is none, he asks for the size, and no report is made here meanwhile.
-pub(crate) struct End<'a> {
-    _placing: Option<MutexGuard<'a, ()>>,
-    _lock: Option<EndLock>,
+pub(crate) struct End {
+    placing: Option<OwnedMutexGuard<()>>,
+    lock: Option<EndLock>,
     /// With which all this is lost.
     pub session: SessionId,
     pub size: u64,
@@ -361,13 +361,13 @@ fn locked(r: Vec<pb::OpResult>) -> Result<(Locked, Vec<pb::LockSpan>)> {
 
 impl Core {
     /// For an append. Nobody needs to be asked while nobody else may write the file.
-    pub(crate) async fn lock_end<'a>(self: &Arc<Self>, inode: &'a Arc<Inode>) -> Result<End<'a>> {
-        let placing = inode.placing.lock().await;
+    pub(crate) async fn lock_end(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<End> {
+        let placing = inode.placing.clone().lock_owned().await;
         self.send_held(inode).await;
         let session = self.current_session().map_or(0, |s| s.id);
         // One look for both: that nobody needs to be asked, and the size.
         if let Some((size, _)) = self.known_size(inode) {
-            return Ok(End { _placing: Some(placing), _lock: None, session, size });
+            return Ok(End { placing: Some(placing), lock: None, session, size });
         }
         // Others may be asked for reports, and wait for one from here. Who has the lock needs to keep nobody from the size.
         drop(placing);
@@ -376,7 +376,23 @@ impl Core {
         let lock = EndLock { core: self.clone(), ino: inode.ino, kept };
         self.send_held(inode).await;
         let size = self.fresh_size(inode).await?;
-        Ok(End { _placing: None, _lock: Some(lock), session, size })
+        Ok(End { placing: None, lock: Some(lock), session, size })
+    }
+
+    /// For an append that goes on for long: others are told the size again, and still nobody else appends. False, and the end is
+    /// anybody's from now on, where another has the lock.
+    pub(crate) async fn lock_end_now(self: &Arc<Self>, inode: &Arc<Inode>, end: &mut End) -> bool {
+        if end.lock.is_some() {
+            return true;
+        }
+        let kept = inode.note_end();
+        let locked = Client { core: self.clone() }.set_lock(inode.ino, &END, false).await;
+        let is_same = locked.is_ok_and(|l| {
+            end.lock = Some(EndLock { core: self.clone(), ino: inode.ino, kept });
+            l.session == end.session
+        });
+        end.placing = None;
+        is_same
     }
 
     /// Gives up the lock of an append, if there is any. `kept` is held until then.

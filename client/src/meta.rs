@@ -243,9 +243,14 @@ impl Client {
         self.write_op(creds, o).await.map(drop)
     }
 
-    /// Space of the file system, or of one pool if named.
+    /// Space of the file system, or of one pool if named: of files with as many copies as the root's default layout says.
     pub async fn statfs(&self, creds: &pb::Creds, pool: &str) -> Result<pb::StatfsReply> {
-        let r = self.read_op(creds, pb::op::Op::Statfs(pb::Statfs { pool: pool.into() })).await?;
+        self.statfs_in(creds, pool, 0).await
+    }
+
+    /// As [`Client::statfs`], with the default layout of a directory.
+    pub async fn statfs_in(&self, creds: &pb::Creds, pool: &str, dir: Ino) -> Result<pb::StatfsReply> {
+        let r = self.read_op(creds, pb::op::Op::Statfs(pb::Statfs { pool: pool.into(), dir })).await?;
         r.statfs.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the space out"))
     }
 

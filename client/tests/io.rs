@@ -5,6 +5,7 @@ mod common;
 use std::time::Duration;
 
 use common::*;
+use strake_client::{AppendPart, File};
 use strake_fabric::Buf;
 use strake_proto::{Code, layout::splitmix64, pb};
 
@@ -267,6 +268,100 @@ async fn appends_of_one_client_never_overlap() {
     offsets.sort_unstable();
     assert_eq!(offsets, (0..50).map(|i| i * 7).collect::<Vec<u64>>());
     assert_eq!(f.read(0, 1).await.unwrap_err().code, Code::BadF, "opened for writing only");
+}
+
+/// What the kernel cuts into pieces, between two clients and two handles of one.
+#[tokio::test(start_paused = true)]
+async fn nobody_appends_between_the_pieces_of_an_append() {
+    const APPEND: u32 = 0o2002;
+    let c = Cluster::new(2, 1);
+    let (a, b) = (c.client(1).await, c.client(2).await);
+    let (f, _) = a.create(&user(), a.root(), b"log", 0o644, APPEND, true, None).await.unwrap();
+    let (g, _) = a.open(&user(), f.ino(), APPEND).await.unwrap();
+    let bytes = |n: u8| vec![Buf::copy_from(&[n; 10])];
+    let part = |call, offset, more| AppendPart { call: (1, call), offset, more };
+    let other = |f: &File, n| {
+        let f = f.clone();
+        tokio::spawn(async move { f.append(vec![Buf::copy_from(&[n; 10])]).await.unwrap() })
+    };
+    let mut want = Vec::new();
+    // Alone, and beside another client.
+    for round in 0..2u8 {
+        let end = want.len() as u64;
+        let elsewhere = if round == 0 { g.clone() } else { b.open(&user(), f.ino(), APPEND).await.unwrap().0 };
+        let first = f.append_part(bytes(1), part(1, 500, true), ()).await.unwrap();
+        assert_eq!((first.offset, first.len), (end, 10));
+        let theirs = other(&elsewhere, 9);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert!(!theirs.is_finished() && f.kept_end() == first.kept && first.kept.is_some());
+        let second = f.append_part(bytes(2), part(1, 510, true), ()).await.unwrap();
+        let third = f.append_part(bytes(3), part(1, 520, false), ()).await.unwrap();
+        assert_eq!((second.offset, third.offset, third.kept), (end + 10, end + 20, None));
+        assert!(!f.end_append(first.kept.unwrap()) && f.kept_end().is_none());
+        assert_eq!(theirs.await.unwrap(), end + 30);
+        // Another call is no piece of the one before, and need not wait for it.
+        let first = f.append_part(bytes(4), part(2, 530, true), ()).await.unwrap();
+        let next = f.append_part(bytes(5), part(3, 540, true), ()).await.unwrap();
+        assert!(first.kept != next.kept && next.offset == end + 50);
+        // It has returned: others go on at once. Or nobody says so, and they do after a while.
+        for says in [true, false] {
+            let theirs = other(&elsewhere, 8);
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            assert!(!theirs.is_finished());
+            let now = tokio::time::Instant::now();
+            if says {
+                assert!(f.end_append(next.kept.unwrap()));
+            }
+            let at = theirs.await.unwrap();
+            assert!(says || now.elapsed() < Duration::from_secs(1), "{:?}", now.elapsed());
+            if says {
+                assert_eq!(at, end + 60);
+                f.append_part(bytes(6), part(4, 0, true), ()).await.unwrap();
+            }
+        }
+        for n in [1, 2, 3, 9, 4, 5, 8, 6, 8] {
+            want.extend([n; 10]);
+        }
+        assert_eq!(join(&f.read(0, 1000).await.unwrap()), want);
+    }
+    // One that goes on for long does not keep others from knowing the size.
+    let end = want.len() as u64;
+    for n in 0..20 {
+        let piece = f.append_part(bytes(7), part(5, 10 * n, n < 19), ()).await.unwrap();
+        assert_eq!(piece.offset, end + 10 * n);
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        if n > 2 {
+            let look = tokio::time::timeout(Duration::from_millis(150), b.getattr(&user(), f.ino())).await;
+            assert_eq!(look.expect("told").unwrap().size, end + 10 * (n + 1));
+        }
+    }
+    // A handle that is closed keeps nothing.
+    let h = b.open(&user(), f.ino(), APPEND).await.unwrap().0;
+    assert!(f.append_part(bytes(7), part(6, 0, true), ()).await.unwrap().kept.is_some());
+    let theirs = other(&h, 1);
+    f.close().await.unwrap();
+    tokio::time::timeout(Duration::from_millis(400), theirs).await.expect("at once").unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_reaches_beyond_the_largest_size_is_cut() {
+    const LARGEST: u64 = 1 << 50;
+    let c = Cluster::new(2, 1);
+    let a = c.client(1).await;
+    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, 0o2002, true, None).await.unwrap();
+    let bytes = || vec![Buf::copy_from(&[5; 6]), Buf::copy_from(&[6; 6])];
+    assert_eq!(f.write(LARGEST - 8, bytes()).await.unwrap(), 8);
+    assert_eq!(f.attr().size, LARGEST);
+    assert_eq!(join(&f.read(LARGEST - 9, 20).await.unwrap()), [0, 5, 5, 5, 5, 5, 5, 6, 6]);
+    for at in [LARGEST, LARGEST + 1, u64::MAX] {
+        assert_eq!(f.write(at, bytes()).await.unwrap_err().code, Code::FBig);
+    }
+    let part = AppendPart { call: (1, 1), offset: 0, more: true };
+    assert_eq!(f.append_part(bytes(), part).await.unwrap_err().code, Code::FBig);
+    f.truncate(LARGEST - 5).await.unwrap();
+    let cut = f.append_part(bytes(), part).await.unwrap();
+    assert_eq!((cut.offset, cut.len, cut.kept), (LARGEST - 5, 5, None));
+    assert_eq!(join(&f.read(LARGEST - 6, 20).await.unwrap()), [5; 6], "one of the first write, five of this one");
 }
 
 #[tokio::test(start_paused = true)]

@@ -308,6 +308,54 @@ def appends_of_many_never_overlap(d):
 
 
 @case
+def long_appends_of_many_stay_whole(d):
+    """What the kernel cuts into requests: from pages, from odd memory, in many vectors; beside small ones."""
+    MIB = 1 << 20
+    kinds = [(MIB + 1, 0), (2 * MIB, 0), (MIB, 48), (5 * MIB // 2, 4095), (64, 0)]
+
+    def record(i, n):
+        return bytes([65 + i]) * (kinds[i % 5][0] - 1) + b"\n"
+
+    def work(i, path):
+        fd = os.open(path if i % 2 else second(path), os.O_WRONLY | os.O_APPEND)
+        for n in range(8):
+            data = buffer(record(i, n), kinds[i % 5][1])
+            parts = [data[:9], data[9:50], data[50:]]
+            assert (os.write(fd, data) if n % 3 else os.writev(fd, parts)) == len(data)
+
+    open(f"{d}/f", "wb").close()
+    together(8, work, f"{d}/f")
+    got, counts = contents(f"{d}/f"), [0] * 8
+    while got:
+        i = got[0] - 65
+        want = record(i, 0)
+        assert got[:len(want)] == want, f"record {sum(counts)}, of {i}, is torn"
+        got, counts[i] = got[len(want):], counts[i] + 1
+    assert counts == [8] * 8, counts
+
+
+@case
+def the_largest_size(d):
+    largest = 1 << 50
+    fd = os.open(f"{d}/f", os.O_RDWR | os.O_CREAT)
+    try:
+        os.ftruncate(fd, largest)
+    except OSError as e:
+        assert e.errno == errno.EFBIG and not SECOND  # another file system's is smaller
+        return
+    fails(errno.EFBIG, os.ftruncate, fd, largest + 1)
+    assert os.pwrite(fd, b"over", largest - 2) == 2, "what fits"
+    fails(errno.EFBIG, os.pwrite, fd, b"x", largest)
+    assert os.pread(fd, 9, largest - 2) == b"ov" and os.fstat(fd).st_size == largest
+    assert os.pwrite(fd, b"y" * 3 * 1048576, largest - 2 * 1048576) == 2 * 1048576
+    os.ftruncate(fd, largest - 3)
+    log = os.open(f"{d}/f", os.O_WRONLY | os.O_APPEND)
+    assert os.write(log, b"append") == 3
+    fails(errno.EFBIG, os.write, log, b"x")
+    os.ftruncate(fd, 0)
+
+
+@case
 def append_ignores_offsets_and_the_flag_can_be_set_later(d):
     fd = os.open(f"{d}/f", os.O_RDWR | os.O_CREAT | os.O_APPEND)
     os.write(fd, b"one")
@@ -526,6 +574,22 @@ def a_kept_time_is_not_overtaken_by_earlier_writes(d):
 def space_is_told(d):
     s = os.statvfs(d)
     assert s.f_blocks >= s.f_bfree >= s.f_bavail > 0 and s.f_namemax == 255 and s.f_files > s.f_ffree > 0
+
+
+@case
+def what_cannot_fit_is_not_allocated(d):
+    fd = os.open(f"{d}/f", os.O_RDWR | os.O_CREAT)
+    os.write(fd, b"x" * 5000)
+    s = os.statvfs(d)
+    fallocate = lambda mode, at, n: libc.fallocate(fd, mode, ctypes.c_long(at), ctypes.c_long(n)) and ctypes.get_errno()
+    much = 2 * s.f_bavail * s.f_frsize
+    if much < 1 << 40:
+        fails(errno.ENOSPC, os.posix_fallocate, fd, 0, much)
+        assert fallocate(0, 0, much) == errno.ENOSPC and fallocate(1, 5000, much) == errno.ENOSPC
+        assert os.fstat(fd).st_size == 5000, "nothing has changed"
+    os.posix_fallocate(fd, 0, 5000)
+    os.posix_fallocate(fd, 0, 100000)
+    assert os.fstat(fd).st_size == 100000 and contents(second(f"{d}/f")) == b"x" * 5000 + b"\0" * 95000
 
 
 @case

@@ -88,16 +88,84 @@ pub fn status(args: &StatusArgs) -> Result<ExitCode> {
         Ok(all)
     })?;
     let map = newest_map(&answers);
+    let behind = crate::run(1, async { Ok(stay_behind(&answers).await) })?;
     if args.json {
-        println!("{:#}", as_json(&answers, map));
+        println!("{:#}", as_json(&answers, map, &behind));
     } else {
         print_nodes(&answers);
+        behind.iter().for_each(|b| println!("note: {}", b.why()));
         if let Some(map) = map {
             print_map(map, args.verbose);
         }
         print_sessions(&answers);
     }
-    Ok(ExitCode::from(verdict(&answers, map)))
+    Ok(ExitCode::from(match verdict(&answers, map) {
+        0 if !behind.is_empty() => 2,
+        v => v,
+    }))
+}
+
+/// A metadata server that has not applied what the leader's log had as agreed a moment before.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Behind {
+    name: String,
+    applied: u64,
+    committed: u64,
+}
+
+impl Behind {
+    /// Which of these, asked after the leader. One that just catches up is among them.
+    pub fn of(leader: &pb::StatusReply, members: &[pb::StatusReply]) -> Vec<Behind> {
+        let committed = leader.raft.as_ref().map_or(0, |r| r.committed);
+        let behind = |s: &pb::StatusReply| {
+            let r = s.raft.as_ref().filter(|r| r.applied < committed)?;
+            Some(Behind { name: s.name.clone(), applied: r.applied, committed })
+        };
+        members.iter().filter_map(behind).collect()
+    }
+
+    /// Why that does not pass, if it does not.
+    pub fn why(&self) -> String {
+        format!(
+            "{} has applied entry {} of {} and does not catch up: it counts for no majority. If its folder was lost or emptied, the others \
+             never take it back under its id: `strake mds replace` (docs/operations.md, 'Changing the group of metadata servers'); else see \
+             its log",
+            self.name, self.applied, self.committed
+        )
+    }
+}
+
+impl std::fmt::Display for Behind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} has applied entry {} of {}", self.name, self.applied, self.committed)
+    }
+}
+
+/// How long a member may take to apply what the leader had.
+const CATCH_UP: Duration = Duration::from_secs(3);
+
+/// Metadata servers that do not catch up with what the leader said first.
+async fn stay_behind(answers: &Answers) -> Vec<Behind> {
+    let leads = |s: &&pb::StatusReply| s.raft.as_ref().is_some_and(|r| r.leader == r.id && r.id != 0);
+    let known = || answers.iter().filter_map(|(a, r)| Some((a, r.as_ref().ok()?)));
+    let Some(leader) = known().map(|(_, s)| s).find(leads) else { return Vec::new() };
+    let mut late: Vec<String> =
+        known().filter(|(_, s)| !Behind::of(leader, &[(*s).clone()]).is_empty()).map(|(a, _)| a.clone()).collect();
+    let start = std::time::Instant::now();
+    loop {
+        let mut behind = Vec::new();
+        for a in std::mem::take(&mut late) {
+            let now = ask(&a).await.map_or_else(|_| Vec::new(), |s| Behind::of(leader, &[s]));
+            if let Some(b) = now.into_iter().next() {
+                behind.push(b);
+                late.push(a);
+            }
+        }
+        if behind.is_empty() || start.elapsed() > CATCH_UP {
+            return behind;
+        }
+        tokio::time::sleep(CATCH_UP / 30).await;
+    }
 }
 
 /// 0: in full service. 1: nobody answered. 2: something is missing.
@@ -203,7 +271,8 @@ fn print_map(map: &pb::ClusterMap, verbose: bool) {
             words.join(", "),
             size(t.capacity),
             size(t.used),
-            format!("{} %", percent(t)),
+            // Of one that is silent: what it said last.
+            format!("{} %{}", percent(t), if t.alive { "" } else { ", last known" }),
             format!("{serving}/{all} in sync"),
         ]);
     }
@@ -262,7 +331,7 @@ fn times_json(t: &pb::DeviceTimes) -> Value {
     json!({ "reads": of(&t.reads), "changes": of(&t.changes), "stalled_ms": t.stalled_ms, "rotates": t.rotates })
 }
 
-fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
+fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>, behind: &[Behind]) -> Value {
     let servers: Vec<Value> = answers
         .iter()
         .map(|(addr, r)| match r {
@@ -309,7 +378,9 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>) -> Value {
             "pools": m.pools.iter().map(|p| json!({ "name": p.name, "targets": p.targets })).collect::<Vec<_>>(),
         })
     });
-    json!({ "servers": servers, "map": map })
+    let behind: Vec<Value> =
+        behind.iter().map(|b| json!({ "name": b.name, "applied": b.applied, "committed": b.committed })).collect();
+    json!({ "servers": servers, "map": map, "behind": behind })
 }
 
 #[cfg(test)]
@@ -319,6 +390,20 @@ mod tests {
     fn mds(id: u64, leader: u64) -> (String, Result<pb::StatusReply>) {
         let raft = Some(pb::RaftStatus { id, leader, ..Default::default() });
         (format!("m{id}"), Ok(pb::StatusReply { raft, ..Default::default() }))
+    }
+
+    #[test]
+    fn who_lacks_what_was_agreed_is_behind() {
+        let at = |name: &str, applied, committed| pb::StatusReply {
+            name: name.into(),
+            raft: Some(pb::RaftStatus { applied, committed, ..Default::default() }),
+            ..Default::default()
+        };
+        let all = [at("a", 90, 90), at("b", 89, 95), at("c", 0, 0), at("d", 100, 100), pb::StatusReply::default()];
+        let behind = Behind::of(&at("d", 80, 90), &all);
+        assert_eq!(behind.iter().map(|b| b.name.as_str()).collect::<Vec<_>>(), ["b", "c"]);
+        assert!(behind[1].why().starts_with("c has applied entry 0 of 90 and does not catch up"));
+        assert_eq!(Behind::of(&pb::StatusReply::default(), &all), []);
     }
 
     #[test]

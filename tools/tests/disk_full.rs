@@ -3,6 +3,7 @@
 use std::{
     fs::{self, File},
     io::{ErrorKind, Write},
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
     process::Command,
     thread,
@@ -79,6 +80,12 @@ fn can_mount() -> bool {
     there
 }
 
+/// As df(1) sees it.
+fn free(c: &Small) -> u64 {
+    let space = rustix::fs::statvfs(c.mnt()).unwrap();
+    space.f_bavail * space.f_frsize
+}
+
 /// Written and synced, so that every error has come out.
 fn put(path: &Path, content: &[u8]) -> std::io::Result<()> {
     let mut f = File::create(path)?;
@@ -116,6 +123,39 @@ fn full_targets_refuse_and_take_again() {
     for n in [0, full / 2, full - 1] {
         assert!(fs::read(file(n)).unwrap() == content, "file {n} changed");
     }
+    // As df(1) sees it: what two copies can take of 2 GiB, and next to nothing of it free.
+    let space = rustix::fs::statvfs(c.mnt()).unwrap();
+    let total = space.f_blocks * space.f_frsize;
+    assert!((900 << 20..1 << 30).contains(&total), "{total}");
+    soon("df", || match free(&c) {
+        n if n < 64 << 20 => Ok(()),
+        n => Err(std::io::Error::other(format!("{n} free"))),
+    });
+    // What is there can be written anew, cut and cut open, again and again; what would not fit is refused before anything happens.
+    let mut first = content.clone();
+    let f = File::options().write(true).open(file(0)).unwrap();
+    for n in 0..100usize {
+        let at = n * 7 * MIB / 23 % (32 * MIB - 100_000);
+        let new: Vec<u8> = (0..100_000).map(|i| (i + n) as u8).collect();
+        let overwrite = f.write_all_at(&new, at as u64).and_then(|()| f.sync_all());
+        overwrite.unwrap_or_else(|e| panic!("overwrite {n} on a full target: {e}"));
+        first[at..at + new.len()].copy_from_slice(&new);
+    }
+    assert!(fs::read(file(0)).unwrap() == first);
+    f.set_len(31 * MIB as u64 + 5).unwrap();
+    let keep = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(&f, keep, 100, 10_000).unwrap();
+    f.sync_all().unwrap();
+    first.truncate(31 * MIB + 5);
+    first[100..10_100].fill(0);
+    assert!(fs::read(file(0)).unwrap() == first);
+    let mode = rustix::fs::FallocateFlags::empty();
+    let refused = rustix::fs::fallocate(&f, mode, 0, 2 << 30).unwrap_err();
+    assert_eq!(refused, rustix::io::Errno::NOSPC);
+    assert_eq!(f.metadata().unwrap().len(), first.len() as u64);
+    // All of it is stored, but for the hole.
+    rustix::fs::fallocate(&f, mode, 20_000, 20 * MIB as u64).unwrap();
+    drop(f);
     // Metadata goes on.
     fs::create_dir(c.mnt().join("d")).unwrap();
     fs::rename(file(1), c.mnt().join("d/f1")).unwrap();

@@ -200,6 +200,70 @@ fn a_cluster_stays_where_it_is_mounted() {
     assert_eq!(fs::read_to_string(c.at("b/f")).unwrap(), "x");
 }
 
+/// One member whose log is damaged, one storage server that lost its target, and one member that lost its folder.
+#[test]
+fn a_cluster_comes_up_without_what_is_refused_and_says_so() {
+    if !Path::new("/dev/fuse").exists() {
+        println!("skipped: /dev/fuse is missing");
+        return;
+    }
+    let c = Tiny::new();
+    let new = ["--mds=3", "--oss=2", "--targets-per-oss=1", "--mirror=2", "--target-gib=1", "--mount=m"];
+    ok(&c.up(&new));
+    for n in 0..50 {
+        fs::write(c.at(&format!("m/f{n}")), vec![n; 100_000]).unwrap();
+    }
+    let whole = |what: &str| {
+        for n in 0..50 {
+            assert!(fs::read(c.at(&format!("m/f{n}"))).unwrap() == vec![n; 100_000], "{what}: file {n}");
+        }
+        fs::write(c.at(&format!("m/{what}")), what).unwrap();
+    };
+    let up_without = |words: &[&str]| {
+        let out = c.up(&["--timeout=60"]);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(2), "{said}");
+        for w in words.iter().chain(&["up, but not whole"]) {
+            assert!(said.contains(w), "'{w}' is not in: {said}");
+        }
+        assert_eq!(c.on_cluster("status").status.code(), Some(2));
+    };
+    ok(&c.on_cluster("down"));
+    // In the middle of the first member's log.
+    let logs = || fs::read_dir(c.dir.join("mds1/log")).unwrap().map(|e| e.unwrap().path());
+    let log = logs().filter(|p| p.file_name().unwrap().to_str().unwrap().starts_with("log-")).min().unwrap();
+    let good = fs::read(&log).unwrap();
+    let mut bad = good.clone();
+    let used = bad.iter().rposition(|b| *b != 0).unwrap();
+    bad[used / 2 / 4096 * 4096..][..4096].fill(0);
+    fs::write(&log, &bad).unwrap();
+    up_without(&["mds1 does not run: ", "damaged"]);
+    whole("damaged");
+    ok(&c.on_cluster("down"));
+    fs::write(&log, &good).unwrap();
+    ok(&c.up(&[]));
+    // A target whose device is gone when its server is started again.
+    let target = c.dir.join("oss2/target0");
+    kill(&fs::read_to_string(c.dir.join("run/oss2.pid")).unwrap());
+    fs::rename(target.join("data"), target.join("away")).unwrap();
+    up_without(&["oss2 does not run: ", "data is missing"]);
+    whole("gone");
+    fs::rename(target.join("away"), target.join("data")).unwrap();
+    ok(&c.up(&[]));
+    // Its folder is emptied, and it starts again under its id.
+    ok(&c.on_cluster("down"));
+    fs::remove_dir_all(c.dir.join("mds1")).unwrap();
+    up_without(&["mds1 has applied entry ", "strake mds replace"]);
+    whole("emptied");
+    let status = String::from_utf8(c.on_cluster("status").stdout).unwrap();
+    assert!(status.contains("note: mds1 has applied entry "), "{status}");
+    // Without a majority there is nothing to mount.
+    ok(&c.on_cluster("down"));
+    fs::write(c.dir.join("mds2/identity"), "nonsense").unwrap();
+    fs::write(c.dir.join("mds3/identity"), "nonsense").unwrap();
+    refused(&c.up(&["--timeout=20"]), &["mds2 ended"]);
+}
+
 const ROWS: [&str; 13] = [
     "mount: write 1 MiB",
     "mount: read 1 MiB",

@@ -355,7 +355,7 @@ impl Filesystem for Transport {
         // Pages of a mapping go where they are mapped, whatever the handle's flags say.
         let from_mapping = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let append = flags.0 & libc::O_APPEND != 0;
-        let place = if append { Place::End } else { Place::At(offset) };
+        let place = if append { Place::End { at: offset, tid: req.pid() } } else { Place::At(offset) };
         let strips = write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         let who = caller(req);
         self.run(async move |s| {

@@ -2,11 +2,11 @@
 
 use std::sync::{Arc, atomic::AtomicU64};
 
-use strake_client::{AsOf, File, Mode};
+use strake_client::{AppendPart, AsOf, File, Mode};
 use strake_fabric::Buf;
 use strake_proto::{Code, Error, Ino, Result, SessionId, layout::MAX_FILE_SIZE, pb};
 
-use super::{Caller, CopyRange, Counted, Leaving, OpenFile, Opened, Place, Released, Vfs, restart, stale};
+use super::{Caller, CopyRange, Counted, Leaving, OpenFile, Opened, Place, Released, Vfs, calls, restart, stale};
 
 /// Bytes that one request copies at most; the kernel asks again for the rest.
 const MOST_COPIED: u64 = 16 << 20;
@@ -140,16 +140,15 @@ impl Vfs {
         self.client.setattr(file.opener(), strip).await.map(drop)
     }
 
-    /// Returns the bytes written, all of them or an error. `until` is dropped when nothing more of it can happen, also if the caller goes
+    /// Returns the bytes written. `until` is dropped when nothing more of it can happen, also if the caller goes
     /// away.
     pub async fn write(&self, handle: u64, place: Place, data: Buf, until: impl Send + 'static) -> Result<usize> {
         let open = self.files.get(handle)?;
         open.check_locks(self)?;
-        let len = data.len();
         let file = open.file()?;
         let written = match place {
             Place::At(offset) => file.write_until(offset, vec![data], until).await,
-            Place::End => file.append_until(vec![data], until).await.map(|_| len),
+            Place::End { at, tid } => append(file, at, tid, data, until).await,
         };
         written.map_err(|e| given_up(file, e))
     }
@@ -278,8 +277,8 @@ impl Vfs {
         }
     }
 
-    /// fallocate(2): extends, punches holes and makes ranges zeros. Space is not reserved; `FALLOC_FL_KEEP_SIZE` alone only
-    /// looks whether it is there (`ENOSPC`). `until` as in [`Vfs::write`].
+    /// fallocate(2): extends, punches holes and makes ranges zeros. Space is not reserved; what is to be allocated and
+    /// does not fit now is `ENOSPC`. `until` as in [`Vfs::write`].
     pub async fn fallocate(
         &self,
         caller: Caller,
@@ -301,12 +300,11 @@ impl Vfs {
         }
         if punches {
             file.punch_until(offset, len, until).await?;
+        } else {
+            file.check_room(offset, len).await?;
         }
         if mode & libc::FALLOC_FL_KEEP_SIZE == 0 && self.client.getattr(file.opener(), open.ino).await?.size < end {
             return file.extend(end).await.map(drop);
-        }
-        if mode == libc::FALLOC_FL_KEEP_SIZE && self.statfs().await?.free_bytes < len {
-            return Err(Error::new(Code::NoSpc, "less space is free than is to be allocated"));
         }
         file.touch()
     }
@@ -325,6 +323,19 @@ impl Vfs {
             _ => Err(Error::new(Code::Inval, format!("lseek from {whence} is not known"))),
         }
     }
+}
+
+/// One piece of an append: the kernel cuts what one write(2) appends into requests, between which nobody else may append.
+async fn append(file: &File, at: u64, tid: u32, data: Buf, until: impl Send + 'static) -> Result<usize> {
+    let more = calls::may_be_cut(data.len());
+    // Only those cost a look.
+    let writes = if more || file.kept_end().is_some() { calls::writes(tid) } else { None };
+    let part = AppendPart { call: (tid, writes.unwrap_or(0)), offset: at, more };
+    let landed = file.append_part(vec![data], part, until).await?;
+    if let Some(kept) = landed.kept {
+        tokio::spawn(calls::watch(file.clone(), kept, tid, writes));
+    }
+    Ok(landed.len)
 }
 
 /// Whether this fallocate makes zeros, and where it ends.

@@ -3,6 +3,7 @@
 //! Inode numbers are StrakeFS inode ids, which are never reused, so there is no inode table and no lookup count. Open
 //! files and directories are kept in tables by handle number. Every call may run beside any other.
 
+mod calls;
 mod claims;
 mod dirs;
 mod files;
@@ -99,7 +100,12 @@ pub struct Opened {
 pub enum Place {
     At(u64),
     /// The end of the file at the moment of writing (`O_APPEND`).
-    End,
+    End {
+        /// Where the kernel believes it to be.
+        at: u64,
+        /// The thread that writes, 0 where it is not known.
+        tid: u32,
+    },
 }
 
 /// Where [`Vfs::copy_range`] copies from and to: handles and offsets.
@@ -198,9 +204,9 @@ impl Vfs {
         self
     }
 
-    /// Space, inodes and targets.
+    /// Space as the default layout of the mount's root counts copies, inodes and targets.
     pub async fn statfs(&self) -> Result<pb::StatfsReply> {
-        self.or_last(&self.known.space, self.client.statfs(&pb::Creds::default(), "")).await
+        self.or_last(&self.known.space, self.client.statfs_in(&pb::Creds::default(), "", self.root)).await
     }
 
     /// An answer, or the last one when the servers that know better have been away for a while. For what umount(8) looks at

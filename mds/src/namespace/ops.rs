@@ -306,7 +306,15 @@ impl Run<'_, '_> {
     }
 
     fn statfs(&mut self, o: &pb::Statfs) -> Res<pb::OpResult> {
-        let s = placement::statfs(&self.t.place, &self.t.header, &o.pool)?;
+        let dir = if o.dir == 0 { ROOT_INO } else { self.id(o.dir) };
+        // A folder that is gone, or names what is gone, has the default of the file system.
+        let spec = match self.inode(dir).and_then(|r| self.spec_in(&r, None)) {
+            Ok(spec) => Some(spec),
+            Err(Fail::Op(_)) => None,
+            Err(e) => return Err(e),
+        };
+        let copies = spec.map_or(self.t.place.view.map.default_copies.max(1), |s| s.copies);
+        let s = placement::statfs(&self.t.place, &self.t.header, &o.pool, copies)?;
         Ok(pb::OpResult { ino: self.prev, statfs: Some(s), ..Default::default() })
     }
 

@@ -494,29 +494,55 @@ fn by_weight(mut left: Vec<Way>, count: usize, ino: Ino) -> Vec<ChainId> {
     chosen
 }
 
-/// Free and used space as `statfs` and `lfs df` show it: raw bytes, as Lustre does, of what is alive.
-pub fn statfs(place: &Placement, header: &pb::StateHeader, pool: &str) -> Result<pb::StatfsReply> {
+/// Free and used space as `statfs` shows it: what files take of which there are so many copies, each on a node of its own. Targets that are
+/// silent count with what they said last; `lfs df` shows each target's raw bytes.
+pub fn statfs(place: &Placement, header: &pb::StateHeader, pool: &str, copies: u32) -> Result<pb::StatfsReply> {
     let pool = place.pool(pool)?;
-    let mut r = pb::StatfsReply {
-        inodes: header.inodes,
-        // Inode ids are 48 bits per shard and never reused.
-        free_inodes: (1u64 << 48).saturating_sub(header.next_ino),
-        ..Default::default()
+    let (mut total, mut free): (BTreeMap<u32, u64>, BTreeMap<u32, u64>) = Default::default();
+    let mut targets = Vec::new();
+    let add = |to: &mut BTreeMap<u32, u64>, node, n| {
+        let sum = to.entry(node).or_default();
+        *sum = sum.saturating_add(n);
     };
     for t in place.view.map.targets.iter().filter(|t| pool.is_none_or(|p| p.targets.contains(&t.id))) {
-        let free = t.capacity.saturating_sub(t.used);
-        if t.alive {
-            r.total_bytes = r.total_bytes.saturating_add(t.capacity);
-            r.free_bytes = r.free_bytes.saturating_add(free);
+        let left = t.capacity.saturating_sub(t.used);
+        if !t.given_up {
+            // One that is being emptied takes nothing new.
+            add(&mut total, t.node, if t.draining { t.used } else { t.capacity });
+            add(&mut free, t.node, if t.draining { 0 } else { left });
         }
-        r.targets.push(pb::TargetSpace {
+        targets.push(pb::TargetSpace {
             target: t.id,
             total: t.capacity,
-            free,
+            free: left,
             alive: t.alive,
             node: t.node,
             inodes: 0,
         });
     }
-    Ok(r)
+    Ok(pb::StatfsReply {
+        total_bytes: usable(total.into_values().collect(), copies),
+        free_bytes: usable(free.into_values().collect(), copies),
+        inodes: header.inodes,
+        // Inode ids are 48 bits per shard and never reused.
+        free_inodes: (1u64 << 48).saturating_sub(header.next_ino),
+        targets,
+    })
+}
+
+/// Bytes of which so many copies fit on nodes with so much each, no two copies on one. Fewer nodes than copies, for which there are no
+/// chains yet, count as if each had a copy.
+pub(super) fn usable(mut nodes: Vec<u64>, copies: u32) -> u64 {
+    let copies = (copies.max(1) as usize).min(nodes.len().max(1));
+    nodes.sort_unstable_by(|a, b| b.cmp(a));
+    let mut rest: u128 = nodes.iter().map(|n| u128::from(*n)).sum();
+    // The fullest ones limit: what a node has beyond one copy of everything nobody can use.
+    for (i, largest) in nodes.iter().enumerate().take(copies) {
+        let fits = rest / (copies - i) as u128;
+        if u128::from(*largest) <= fits {
+            return u64::try_from(fits).unwrap_or(u64::MAX);
+        }
+        rest -= u128::from(*largest);
+    }
+    0
 }

@@ -117,9 +117,14 @@ impl Cluster {
         Ok(Cluster { dir, p })
     }
 
+    /// Whether one is in this folder.
+    pub fn is_in(dir: &Path) -> bool {
+        dir.join(FILE).exists()
+    }
+
     /// Opens what is there (its own numbers hold, only the mount point may change) or makes a new one.
     pub fn open_or_create(args: &UpArgs) -> Result<Cluster> {
-        if args.dir.join(FILE).exists() {
+        if Cluster::is_in(&args.dir) {
             let mut c = Cluster::open(&args.dir)?;
             c.same_numbers(args)?;
             if let Some(m) = &args.mount {
@@ -166,10 +171,8 @@ impl Cluster {
                 );
                 return Err(Error::new(Code::Busy, m));
             }
-            // What a mount whose process died has left.
-            if mount::is_mounted(old)? {
-                mount::unmount(old, true)?;
-            }
+            // What a mount whose process died has left. Another's is not this cluster's.
+            let _ = mount::make_way(old);
         }
         self.p.mount = to;
         Ok(())

@@ -2,6 +2,7 @@
 
 mod layout;
 mod process;
+mod service;
 
 use std::{
     fs,
@@ -11,15 +12,18 @@ use std::{
 };
 
 use clap::Args;
-use strake_proto::{Code, Error, Result, map::ChainExt, pb};
+use strake_proto::Result;
 
 pub use layout::{Cluster, check};
 use process::Role;
 
-use crate::{mount, status, term::Progress};
+use crate::{mount, term::Progress};
 
 /// One PiB.
 pub(crate) const MAX_TARGET_GIB: u64 = 1 << 20;
+
+/// Exit status of a cluster that is up and lacks something, as `strake status` has it.
+const NOT_WHOLE: u8 = 2;
 
 #[derive(Args)]
 pub struct UpArgs {
@@ -64,20 +68,25 @@ pub struct DownArgs {
 
 pub fn up(args: UpArgs) -> Result<ExitCode> {
     let mut progress = Progress::new();
-    let cluster = Cluster::open_or_create(&args)?;
+    let (is_new, cluster) = (!Cluster::is_in(&args.dir), Cluster::open_or_create(&args)?);
     let mut started = 0;
     for role in cluster.roles() {
         started += usize::from(process::ensure_running(&cluster, &role)?);
     }
     progress.say(format!("{started} processes started, waiting for service"));
-    wait_in_service(&cluster, Duration::from_secs(args.timeout), &mut progress)?;
+    let without = service::wait(&cluster, Duration::from_secs(args.timeout), is_new, &mut progress)?;
     if let Some(mnt) = cluster.mountpoint().filter(|_| !args.no_mount) {
         ensure_mounted(&cluster, &mnt, &mut progress)?;
     }
-    progress.say(if started == 0 { "everything was running" } else { "cluster is up" });
+    progress.say(match (started, &without[..]) {
+        (0, []) => "everything was running",
+        (_, []) => "cluster is up",
+        _ => "cluster is up, but not whole; `strake status` says what it lacks",
+    });
     progress.done();
+    without.iter().for_each(|what| eprintln!("strake: {what}"));
     describe(&cluster);
-    Ok(ExitCode::SUCCESS)
+    Ok(ExitCode::from(if without.is_empty() { 0 } else { NOT_WHOLE }))
 }
 
 fn ensure_mounted(cluster: &Cluster, mnt: &Path, progress: &mut Progress) -> Result<()> {
@@ -85,8 +94,7 @@ fn ensure_mounted(cluster: &Cluster, mnt: &Path, progress: &mut Progress) -> Res
         if process::running(cluster, &Role::Mount).is_some() {
             return Ok(());
         }
-        // A mount whose daemon died answers ENOTCONN; take it away and mount anew.
-        mount::unmount(mnt, true)?;
+        mount::make_way(mnt)?;
     }
     fs::create_dir_all(mnt)?;
     progress.say(format!("mounting {}", mnt.display()));
@@ -104,59 +112,6 @@ fn ensure_mounted(cluster: &Cluster, mnt: &Path, progress: &mut Progress) -> Res
         }
     }
     Ok(())
-}
-
-/// Waits until there is a leader, every target is alive and every chain has all its replicas in sync.
-fn wait_in_service(cluster: &Cluster, limit: Duration, progress: &mut Progress) -> Result<()> {
-    let start = Instant::now();
-    crate::run(1, async {
-        loop {
-            for role in cluster.roles() {
-                if process::running(cluster, &role).is_none() {
-                    return Err(process::failure(cluster, &role, "ended"));
-                }
-            }
-            let lacking = match status::leader_status(&cluster.admin_mds()).await {
-                // After a restart of everything the map may still name targets alive that do not come back.
-                Ok(s) => match lacking(&s, cluster) {
-                    None => silent_oss(cluster).await,
-                    some => some,
-                },
-                Err(_) => Some("no metadata leader yet".to_string()),
-            };
-            let Some(what) = lacking else { return Ok(()) };
-            if start.elapsed() > limit {
-                let m = format!("{what} after {} s; see the logs in {}", limit.as_secs(), cluster.logs().display());
-                return Err(Error::new(Code::TimedOut, m));
-            }
-            progress.say(what);
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
-    })
-}
-
-async fn silent_oss(cluster: &Cluster) -> Option<String> {
-    for addr in cluster.admin_oss() {
-        if status::ask(&addr).await.is_err() {
-            return Some(format!("the object server at {addr} does not answer yet"));
-        }
-    }
-    None
-}
-
-/// What a cluster in full service still lacks.
-fn lacking(s: &pb::StatusReply, cluster: &Cluster) -> Option<String> {
-    let map = s.map.as_ref()?;
-    let alive = map.targets.iter().filter(|t| t.alive).count();
-    if alive < cluster.target_count() {
-        return Some(format!("{alive} of {} targets in service", cluster.target_count()));
-    }
-    if map.chains.is_empty() {
-        return Some("chains are being made".into());
-    }
-    // What is lost is not waited for.
-    let whole = map.chains.iter().filter(|c| c.lost || c.serving().count() == c.replicas.len()).count();
-    (whole < map.chains.len()).then(|| format!("{whole} of {} chains in sync", map.chains.len()))
 }
 
 fn describe(cluster: &Cluster) {

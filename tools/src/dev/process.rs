@@ -18,6 +18,8 @@ use super::Cluster;
 
 /// How long a killed process may take to let go of everything.
 const ENDING_LIMIT: Duration = Duration::from_secs(30);
+/// Of a log, the end in which the reason of a process's end is looked for, bytes.
+const LAST_WORDS: usize = 64 << 10;
 /// How long one that was just started may be without a command line.
 const EXEC_LIMIT: Duration = Duration::from_secs(1);
 
@@ -170,6 +172,19 @@ pub fn wait_end(c: &Cluster, role: &Role, limit: Duration) -> bool {
         std::thread::sleep(Duration::from_millis(10));
     }
     true
+}
+
+/// The last words of a process that has ended: what its log says it ended of.
+pub fn last_words(c: &Cluster, role: &Role) -> String {
+    let path = log_file(c, role);
+    let text = fs::read(&path).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text[text.len().saturating_sub(LAST_WORDS)..]);
+    let said = |l: &&str| l.starts_with("strake: ");
+    let line = text.lines().rfind(said).map(|l| &l["strake: ".len()..]).or(text.lines().last());
+    match line {
+        Some(l) => format!("{l} ({})", path.display()),
+        None => format!("see {}", path.display()),
+    }
 }
 
 /// An error with the last lines of the process's log.

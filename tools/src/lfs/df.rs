@@ -45,13 +45,8 @@ struct Row {
     total: u64,
     used: u64,
     available: u64,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Line {
-    Row(Row),
-    /// A target that is not reached, `OST0003`.
-    Inactive(String),
+    /// Its server is silent: what it said last.
+    old: bool,
 }
 
 /// A table as asked for.
@@ -110,7 +105,7 @@ fn style(p: &Parsed) -> Style {
 }
 
 /// The rows that were asked for: the MDT's, then each OST's.
-fn lines(p: &Parsed, map: &MapView, space: &pb::StatfsReply, pool: &str, inodes: bool) -> Result<Vec<Line>, Failure> {
+fn lines(p: &Parsed, map: &MapView, space: &pb::StatfsReply, pool: &str, inodes: bool) -> Result<Vec<Row>, Failure> {
     let name = &map.map.fs_name;
     let members = match pool {
         "" => None,
@@ -136,42 +131,36 @@ fn lines(p: &Parsed, map: &MapView, space: &pb::StatfsReply, pool: &str, inodes:
         } else {
             (0, 0, 0)
         };
-        lines.push(Line::Row(Row { name: mdt_uuid(name), index: "MDT:0".into(), total, used, available }));
+        lines.push(Row { name: mdt_uuid(name), index: "MDT:0".into(), total, used, available, old: false });
     }
     let wanted = |t: &&pb::TargetSpace| {
         with_osts && ost.is_none_or(|i| i == t.target) && members.is_none_or(|m| m.contains(&t.target))
     };
     for t in space.targets.iter().filter(wanted) {
-        if !t.alive {
-            lines.push(Line::Inactive(format!("OST{:04x}", t.target)));
-            continue;
-        }
         // Objects are not limited in number: as many as there are is all that is known.
         let (total, used, available) =
             if inodes { (t.inodes, t.inodes, 0) } else { (t.total, t.total.saturating_sub(t.free), t.free) };
         let (name, index) = (ost_uuid(name, t.target), format!("OST:{}", t.target));
-        lines.push(Line::Row(Row { name, index, total, used, available }));
+        lines.push(Row { name, index, total, used, available, old: !t.alive });
     }
     Ok(lines)
 }
 
 /// Bytes count on OSTs, inodes on MDTs.
-fn summary(lines: &[Line], inodes: bool) -> Row {
+fn summary(lines: &[Row], inodes: bool) -> Row {
     let counts = if inodes { "MDT" } else { "OST" };
-    let mut sum = Row { name: "filesystem_summary:".into(), index: String::new(), total: 0, used: 0, available: 0 };
-    for line in lines {
-        if let Line::Row(r) = line
-            && r.index.starts_with(counts)
-        {
-            sum.total = sum.total.saturating_add(r.total);
-            sum.used = sum.used.saturating_add(r.used);
-            sum.available = sum.available.saturating_add(r.available);
-        }
+    let name = "filesystem_summary:".into();
+    let mut sum = Row { name, index: String::new(), total: 0, used: 0, available: 0, old: false };
+    for r in lines.iter().filter(|r| r.index.starts_with(counts)) {
+        sum.total = sum.total.saturating_add(r.total);
+        sum.used = sum.used.saturating_add(r.used);
+        sum.available = sum.available.saturating_add(r.available);
+        sum.old |= r.old;
     }
     sum
 }
 
-fn table(mount: &Path, lines: &[Line], style: Style) -> String {
+fn table(mount: &Path, lines: &[Row], style: Style) -> String {
     let mut s = String::new();
     if style.header {
         let columns = match (style.inodes, style.unit) {
@@ -185,14 +174,7 @@ fn table(mount: &Path, lines: &[Line], style: Style) -> String {
         let _ = writeln!(s, "{:<20} {a:>11} {b:>11} {c:>11} {last} Mounted on", "UUID");
     }
     if !style.only_summary {
-        for line in lines {
-            match line {
-                Line::Row(r) => row(&mut s, mount, r, style),
-                Line::Inactive(name) => {
-                    let _ = writeln!(s, "{name:<20}: inactive device");
-                }
-            }
-        }
+        lines.iter().for_each(|r| row(&mut s, mount, r, style));
         s.push('\n');
     }
     row(&mut s, mount, &summary(lines, style.inodes), style);
@@ -208,12 +190,13 @@ fn row(s: &mut String, mount: &Path, r: &Row, style: Style) {
     let place = if r.index.is_empty() { String::new() } else { format!("[{}]", r.index) };
     let _ = writeln!(
         s,
-        "{:<20} {:>11} {:>11} {:>11} {percent:>3}% {}{place}",
+        "{:<20} {:>11} {:>11} {:>11} {percent:>3}% {}{place}{}",
         r.name,
         figure(r.total),
         figure(r.used),
         figure(r.available),
-        mount.display()
+        mount.display(),
+        if r.old { " (inactive device, last known)" } else { "" }
     );
 }
 
@@ -236,11 +219,11 @@ fn figure(n: u64, style: Style) -> String {
 mod tests {
     use super::*;
 
-    fn rows(fs: &str, kib: u64, of: &[(&str, u32, u64, u64, u64)]) -> Vec<Line> {
+    fn rows(fs: &str, kib: u64, of: &[(&str, u32, u64, u64, u64)]) -> Vec<Row> {
         let row = |&(kind, i, total, used, available): &(&str, u32, u64, u64, u64)| {
             let name = format!("{fs}-{kind}{i:04x}_UUID");
             let (total, used, available) = (total * kib, used * kib, available * kib);
-            Line::Row(Row { name, index: format!("{kind}:{i}"), total, used, available })
+            Row { name, index: format!("{kind}:{i}"), total, used, available, old: false }
         };
         of.iter().map(row).collect()
     }
@@ -311,12 +294,18 @@ mod tests {
         };
         assert_eq!(run(&[], "").unwrap().len(), 3);
         assert_eq!(run(&["-m"], "").unwrap().len(), 1);
-        assert_eq!(run(&["-o1"], "").unwrap(), [Line::Inactive("OST0001".into())]);
-        assert_eq!(run(&["-o"], "p").unwrap(), [Line::Inactive("OST0001".into())]);
+        for args in [(&["-o1"][..], ""), (&["-o"], "p")] {
+            let rows = run(args.0, args.1).unwrap();
+            assert!(rows.len() == 1 && rows[0].index == "OST:1" && rows[0].old, "{rows:?}");
+        }
         assert_eq!(run(&[], "q").unwrap_err().code, libc::ENOENT);
         assert!(run(&["-ox"], "").is_err());
         let text = table(Path::new("/m"), &run(&["-o"], "").unwrap(), PLAIN);
         assert!(text.contains("strake-OST0000_UUID           10           6           4  60% /m[OST:0]\n"), "{text}");
-        assert!(text.contains("OST0001             : inactive device\n"), "{text}");
+        let last =
+            "strake-OST0001_UUID           10           6           4  60% /m[OST:1] (inactive device, last known)\n";
+        assert!(text.contains(last), "{text}");
+        let sum = "filesystem_summary:           20          12           8  60% /m (inactive device, last known)\n";
+        assert!(text.ends_with(&format!("{sum}\n")), "{text}");
     }
 }

@@ -527,7 +527,11 @@ impl Core {
             }
             Body::Read { handle, offset, size, .. } => self.read((node, handle), offset, size as usize, order).await,
             Body::Write { handle, offset, flags, from_mapping, strips, data } => {
-                let place = if appends(flags, from_mapping) { Place::End } else { Place::At(offset) };
+                let place = if appends(flags, from_mapping) {
+                    Place::End { at: offset, tid: who.pid }
+                } else {
+                    Place::At(offset)
+                };
                 if strips && let Err(e) = v.strip(who, handle).await {
                     return Reply::Error(errno(&e));
                 }

@@ -108,9 +108,47 @@ fn pools_bound_the_choice() {
     fs.one(Op::Setlayout(pb::SetLayout { ino: d, layout }));
     assert_eq!(create(&mut fs, d, spec()).unwrap().0.pool, "flash");
     assert_eq!(create(&mut fs, d, pb::LayoutSpec { pool: "none".into(), ..spec() }).unwrap().0.pool, "");
-    let s = fs.one(Op::Statfs(pb::Statfs { pool: "flash".into() })).statfs.unwrap();
+    let s = fs.one(Op::Statfs(pb::Statfs { pool: "flash".into(), dir: 0 })).statfs.unwrap();
     assert_eq!((s.total_bytes, s.targets.len()), (2 << 40, 2));
-    fs.fails(Op::Statfs(pb::Statfs { pool: "x".into() }), Code::Inval);
+    fs.fails(Op::Statfs(pb::Statfs { pool: "x".into(), dir: 0 }), Code::Inval);
+}
+
+#[test]
+fn space_is_what_files_can_take() {
+    for (nodes, copies, want) in [
+        (&[][..], 1, 0),
+        (&[5, 7], 1, 12),
+        (&[5, 7], 0, 12),
+        (&[5, 7], 2, 5),
+        (&[10, 10, 10], 2, 15),
+        (&[100, 1, 2], 2, 3),
+        (&[100, 60, 50], 2, 105),
+        (&[100, 60, 50, 0], 3, 50),
+        (&[9, 9, 1], 3, 1),
+        (&[7], 2, 7),
+        (&[u64::MAX, u64::MAX], 1, u64::MAX),
+    ] {
+        assert_eq!(crate::namespace::placement::usable(nodes.to_vec(), copies), want, "{copies} of {nodes:?}");
+    }
+    let mut fs = Fs::new();
+    let d = fs.mkdir(ROOT, "d");
+    let twice = |fs: &mut Fs, ino| {
+        let layout = Some(pb::LayoutSpec { copies: 2, ..spec() });
+        fs.one(Op::Setlayout(pb::SetLayout { ino, layout }));
+    };
+    let space = |fs: &mut Fs, dir| {
+        let s = fs.one(Op::Statfs(pb::Statfs { pool: String::new(), dir })).statfs.unwrap();
+        (s.total_bytes >> 40, s.free_bytes >> 40)
+    };
+    twice(&mut fs, d);
+    assert_eq!([0, ROOT, d, 12345].map(|dir| space(&mut fs, dir)), [(6, 6), (6, 6), (3, 3), (6, 6)]);
+    twice(&mut fs, ROOT);
+    assert_eq!(space(&mut fs, 0), (3, 3));
+    // All silent: as they were. One given up counts no more, and one that is being emptied has no space for anything new.
+    fs.targets(|t| (t.alive, t.used) = (false, 1 << 39));
+    assert_eq!(space(&mut fs, ROOT), (3, 1));
+    fs.targets(|t| (t.given_up, t.draining) = (t.id == 1, t.id == 2));
+    assert_eq!(space(&mut fs, ROOT), (2, 1));
 }
 
 #[test]
@@ -121,7 +159,12 @@ fn dead_targets_get_no_new_files() {
         assert!(!targets(&mut fs, pb::LayoutSpec { stripe_count: 2, ..spec() }).contains(&2));
     }
     let s = fs.one(Op::Statfs(pb::Statfs::default())).statfs.unwrap();
-    assert_eq!((s.total_bytes, s.free_bytes, s.targets.len(), s.targets[2].alive), (5 << 40, 5 << 40, 6, false));
+    let silent = "one that is silent counts with what it said last";
+    assert_eq!(
+        (s.total_bytes, s.free_bytes, s.targets.len(), s.targets[2].alive),
+        (6 << 40, 6 << 40, 6, false),
+        "{silent}"
+    );
     // No replica serves: no place at all.
     let map = fs.ns.map();
     let dead = |c: &pb::Chain| {

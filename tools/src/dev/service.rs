@@ -1,0 +1,109 @@
+//! Waiting until a cluster is in service: all of it, or as much as can be.
+
+use std::time::{Duration, Instant};
+
+use strake_proto::{Code, Error, Result, map::ChainExt, pb};
+
+use super::{Cluster, process, process::Role};
+use crate::{
+    status::{self, Behind},
+    term::Progress,
+};
+
+/// What stays so long as it is while something is known to be missing will not change.
+const SETTLED: Duration = Duration::from_secs(5);
+
+/// How the cluster is at a moment.
+struct State {
+    /// Metadata servers have a leader.
+    led: bool,
+    /// What is still to come, in words that change while it comes.
+    lacking: Option<String>,
+    /// What will not come by itself, and why.
+    refused: Vec<String>,
+}
+
+/// Waits until there is a leader, every target is alive and every chain has all its replicas in sync. A server that ends, or a target that
+/// its server refuses, is not waited for once all else is done: returns what the cluster is up without, and why. An error if it cannot
+/// serve at all, or is new.
+pub(super) fn wait(cluster: &Cluster, limit: Duration, is_new: bool, progress: &mut Progress) -> Result<Vec<String>> {
+    let (start, mut since) = (Instant::now(), (Instant::now(), None));
+    crate::run(1, async {
+        loop {
+            let ended: Vec<Role> =
+                cluster.roles().into_iter().filter(|r| process::running(cluster, r).is_none()).collect();
+            let without_vote = ended.iter().filter(|r| matches!(r, Role::Mds(_))).count();
+            let members = cluster.admin_mds().len();
+            if let Some(first) = ended.first().filter(|_| is_new || 2 * (members - without_vote) <= members) {
+                return Err(process::failure(cluster, first, "ended"));
+            }
+            let state = look(cluster, &ended).await;
+            let Some(what) = &state.lacking else { return Ok(state.refused) };
+            if since.1.as_ref() != Some(what) {
+                since = (Instant::now(), Some(what.clone()));
+            }
+            let settled = !state.refused.is_empty() && since.0.elapsed() > SETTLED;
+            if state.led && !is_new && (settled || start.elapsed() > limit) {
+                return Ok([state.refused, vec![what.clone()]].concat());
+            }
+            if start.elapsed() > limit {
+                let m = format!("{what} after {} s; see the logs in {}", limit.as_secs(), cluster.logs().display());
+                return Err(Error::new(Code::TimedOut, m));
+            }
+            progress.say(what);
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    })
+}
+
+async fn look(cluster: &Cluster, ended: &[Role]) -> State {
+    let mut refused: Vec<String> =
+        ended.iter().map(|r| format!("{} does not run: {}", r.name(), process::last_words(cluster, r))).collect();
+    let runs = |role: Role| !ended.contains(&role);
+    let Ok(leader) = status::leader_status(&cluster.admin_mds()).await else {
+        return State { led: false, lacking: Some("no metadata leader yet".into()), refused };
+    };
+    let (mut silent, mut behind, mut members) = (None, Vec::new(), Vec::new());
+    for (n, addr) in (1..).zip(cluster.admin_mds()).filter(|(n, _)| runs(Role::Mds(*n))) {
+        match status::ask(&addr).await {
+            Ok(s) => members.push(s),
+            Err(_) => silent = Some(format!("the metadata server mds{n} at {addr} does not answer yet")),
+        }
+    }
+    for b in Behind::of(&leader, &members) {
+        behind.push(b.to_string());
+        refused.push(b.why());
+    }
+    // After a restart of everything the map may still name targets alive that do not come back.
+    for (n, addr) in (1..).zip(cluster.admin_oss()).filter(|(n, _)| runs(Role::Oss(*n))) {
+        match status::ask(&addr).await {
+            Ok(s) => refused.extend(s.notices.iter().map(|notice| format!("oss{n}: {notice}"))),
+            Err(_) => silent = Some(format!("the object server at {addr} does not answer yet")),
+        }
+    }
+    let lacking = lacking(&leader, cluster).or(still_alive(&leader, ended)).or(silent).or(behind.pop());
+    State { led: true, lacking, refused }
+}
+
+/// A server that has ended and whose targets the map still names alive: others go on without them when that is over.
+fn still_alive(s: &pb::StatusReply, ended: &[Role]) -> Option<String> {
+    let map = s.map.as_ref()?;
+    let node = |role: &Role| map.nodes.iter().find(|n| n.name == role.name());
+    let counts = |role: &&Role| node(role).is_some_and(|n| map.targets.iter().any(|t| t.node == n.id && t.alive));
+    ended.iter().find(counts).map(|role| format!("{} still counts as in service", role.name()))
+}
+
+/// What a cluster in full service still lacks.
+fn lacking(s: &pb::StatusReply, cluster: &Cluster) -> Option<String> {
+    let map = s.map.as_ref()?;
+    let alive = map.targets.iter().filter(|t| t.alive).count();
+    if alive < cluster.target_count() {
+        return Some(format!("{alive} of {} targets in service", cluster.target_count()));
+    }
+    if map.chains.is_empty() {
+        return Some("chains are being made".into());
+    }
+    // What is lost is not waited for.
+    let whole = map.chains.iter().filter(|c| c.lost || c.serving().count() == c.replicas.len()).count();
+    (whole < map.chains.len()).then(|| format!("{whole} of {} chains in sync", map.chains.len()))
+}
