@@ -357,9 +357,9 @@ async fn what_reaches_beyond_the_largest_size_is_cut() {
         assert_eq!(f.write(at, bytes()).await.unwrap_err().code, Code::FBig);
     }
     let part = AppendPart { call: (1, 1), offset: 0, more: true };
-    assert_eq!(f.append_part(bytes(), part).await.unwrap_err().code, Code::FBig);
+    assert_eq!(f.append_part(bytes(), part, ()).await.unwrap_err().code, Code::FBig);
     f.truncate(LARGEST - 5).await.unwrap();
-    let cut = f.append_part(bytes(), part).await.unwrap();
+    let cut = f.append_part(bytes(), part, ()).await.unwrap();
     assert_eq!((cut.offset, cut.len, cut.kept), (LARGEST - 5, 5, None));
     assert_eq!(join(&f.read(LARGEST - 6, 20).await.unwrap()), [5; 6], "one of the first write, five of this one");
 }
