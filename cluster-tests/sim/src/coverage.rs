@@ -1,9 +1,9 @@
-//! Which rows of the tables in `docs/leases.md` and `docs/replication.md` the runs of this thread have taken.
+//! Which rows of the tables in `docs/leases.md`, `docs/locks.md` and `docs/replication.md` the runs of this thread have taken.
 
 use strake_client::rows::Holder;
 use strake_mds::{
     cluster::rows::Membership,
-    leases::rows::{Leader, Reporting},
+    leases::rows::{Checking, Leader, Reporting},
 };
 use strake_oss::chain::rows::{Copies, Epoch, Event, Progress, Reads};
 
@@ -64,14 +64,19 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("former-waits", DECAY),
 ];
 
-/// Of both pages.
+/// Of all pages.
 pub fn counts() -> Counts {
-    [leases(), chains()].concat()
+    [leases(), chains(), locks()].concat()
 }
 
 /// Of `docs/leases.md`.
 pub fn leases() -> Counts {
     vec![("leader", Leader::counts()), ("client", Holder::counts()), ("reports", Reporting::counts())]
+}
+
+/// Of `docs/locks.md`.
+pub fn locks() -> Counts {
+    vec![("locks", Checking::counts())]
 }
 
 /// Of `docs/replication.md`.
@@ -90,6 +95,7 @@ pub fn reset() {
     Leader::reset();
     Holder::reset();
     Reporting::reset();
+    Checking::reset();
     Membership::reset();
     Event::reset();
     Progress::reset();

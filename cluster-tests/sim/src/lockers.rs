@@ -1,5 +1,6 @@
-//! Clients that lock, wait, give up waiting and unlock. What one of them has, no other may have: whoever is told that his
-//! unlock was made in the session that had the lock had it until then.
+//! Clients that lock, wait, give up waiting, unlock, and close. What one of them has, no other may have: whoever is told that his
+//! unlock was made in the session that had the lock had it until then. And nobody is told of a lock that nobody had any more: one who
+//! closes has it no longer from then on, though its unlock is sent later, when the next one at its place has locks again.
 
 use std::{
     collections::BTreeMap,
@@ -12,7 +13,8 @@ use std::{
 
 use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
-use strake_client::{Client, Lock, LockKind, LockType};
+use strake_client::{Client, Lock, LockKind, LockType, Locked};
+use strake_mds::leases::rows::Checking;
 use strake_proto::{Code, Error, Ino, Result, SessionId};
 use tokio::time::{sleep, timeout};
 
@@ -24,6 +26,9 @@ const CELL: u64 = 100;
 const OWNERS: u64 = 3;
 /// After the faults everything that was given up can be had within this.
 const SETTLED: Duration = Duration::from_secs(120);
+
+/// How long the unlock of a close is held back, at most.
+const HELD_BACK_MS: u64 = 300;
 
 /// File, flock or not, client, owner.
 type Who = (usize, bool, u32, u64);
@@ -42,7 +47,14 @@ pub struct LockModel {
     held: BTreeMap<Who, BTreeMap<u64, Held>>,
     /// Owners of whom it is not known what they have.
     unknown: Vec<Who>,
+    /// Who may have which cell, for writing or not: from when it was asked for.
+    may_have: BTreeMap<(Who, u64), (bool, Until)>,
+    /// Counts what happens.
+    now: u64,
 }
+
+/// `None`: it may still have it.
+type Until = Option<u64>;
 
 impl LockModel {
     /// `who` was told that he has these cells.
@@ -59,10 +71,62 @@ impl LockModel {
         mine.extend(cells.map(|c| (c, Held { write, session, doubted: None })));
     }
 
+    /// `who` asks for these cells.
+    fn asks(&mut self, who: Who, cells: std::ops::Range<u64>, write: bool) -> u64 {
+        self.now += 1;
+        for c in cells {
+            let (w, until) = self.may_have.entry((who, c)).or_insert((write, None));
+            (*w, *until) = (*w || write, None);
+        }
+        self.now
+    }
+
+    /// `who` has these cells no longer, as far as anybody else can tell.
+    fn has_not(&mut self, who: Who, cells: std::ops::Range<u64>) {
+        self.now += 1;
+        for c in cells {
+            if let Some((_, until)) = self.may_have.get_mut(&(who, c)) {
+                *until = until.or(Some(self.now));
+            }
+        }
+    }
+
+    /// Whether somebody may have had a lock in the way of this one since then.
+    fn was_in_the_way(&self, who: Who, cells: &std::ops::Range<u64>, write: bool, since: u64) -> bool {
+        self.may_have.iter().any(|((other, c), (w, until))| {
+            (other.0, other.1) == (who.0, who.1)
+                && (other.2, other.3) != (who.2, who.3)
+                && cells.contains(c)
+                && (*w || write)
+                && until.is_none_or(|u| u > since)
+        })
+    }
+
     /// `who` gives these cells up from now on; what he had there.
     fn giving_up(&mut self, who: Who, cells: std::ops::Range<u64>) -> Vec<Held> {
         let Some(mine) = self.held.get_mut(&who) else { return Vec::new() };
         cells.filter_map(|c| mine.remove(&c)).collect()
+    }
+
+    /// What `who` asked for it did not get: it may have what it was given before.
+    fn keeps(&mut self, who: Who, cells: &std::ops::Range<u64>) {
+        if self.unknown.contains(&who) {
+            return;
+        }
+        self.now += 1;
+        for c in cells.clone() {
+            let has = self.held.get(&who).is_some_and(|m| m.contains_key(&c));
+            if let Some((_, until)) = self.may_have.get_mut(&(who, c)).filter(|_| !has) {
+                *until = until.or(Some(self.now));
+            }
+        }
+    }
+
+    /// `who` closes. Whether there may be something to unlock.
+    fn closes(&mut self, who: Who) -> bool {
+        let asked = self.may_have.range((who, 0)..=(who, CELLS)).next().is_some();
+        self.has_not(who, 0..CELLS);
+        asked
     }
 
     /// What was given up was held in this session until a moment ago. Who had it, too?
@@ -81,6 +145,8 @@ pub struct Locker {
     pub found: Shared,
     pub model: Model,
     pub files: [Ino; FILES],
+    /// Of each place of an owner, the number of the one that is there now.
+    places: [u64; OWNERS as usize],
 }
 
 fn lock(flock: bool, owner: u64, mode: LockType, cells: &std::ops::Range<u64>) -> Lock {
@@ -107,17 +173,20 @@ pub async fn files(client: &Client) -> Result<[Ino; FILES]> {
 
 impl Locker {
     pub fn new(id: u32, client: Client, seed: u64, found: Shared, model: Model, files: [Ino; FILES]) -> Locker {
-        Locker { id, client, rng: StdRng::seed_from_u64(seed), found, model, files }
+        let places = std::array::from_fn(|n| n as u64);
+        Locker { id, client, rng: StdRng::seed_from_u64(seed), found, model, files, places }
     }
 
     pub async fn run(mut self, stop: Arc<AtomicBool>) -> Locker {
         while !stop.load(Ordering::Relaxed) {
             let (file, flock) = (self.rng.random_range(0..FILES), self.rng.random_bool(0.3));
-            let who = (file, flock, self.id, self.rng.random_range(0..OWNERS));
+            let place = self.rng.random_range(0..OWNERS as usize);
+            let who = (file, flock, self.id, self.places[place]);
             let (a, b) = (self.rng.random_range(0..CELLS), self.rng.random_range(1..=CELLS));
             let cells = if flock { 0..CELLS } else { a.min(b - 1)..b.max(a + 1) };
             match self.rng.random_range(0..10) {
-                0..=5 => self.unlock(who, cells).await,
+                0..=3 => self.unlock(who, cells).await,
+                4..=5 => self.close(who, place),
                 6 => self.ask(who, &cells).await,
                 _ => self.lock(who, cells).await,
             }
@@ -144,7 +213,8 @@ impl Locker {
             mine.for_each(|(_, h)| h.write = false);
         }
         let patience = Duration::from_millis(self.rng.random_range(0..1_000));
-        let setting = self.client.set_lock(self.files[who.0], &l, wait);
+        let (since, unanswered) = (self.model.lock().asks(who, cells.clone(), write), unanswered());
+        let setting = self.set_lock(self.files[who.0], &l, wait);
         // Who is not patient enough has got nothing, whenever that was.
         let result = if wait { timeout(patience, setting).await } else { Ok(setting.await) };
         match result {
@@ -152,14 +222,60 @@ impl Locker {
                 self.model.lock().given(who, cells, write, locked.session);
                 self.found.lock().locks += 1;
             }
-            Ok(Err(e)) if matches!(e.code, Code::LockConflict | Code::Deadlock) => {}
+            Ok(Err(e)) if matches!(e.code, Code::LockConflict | Code::Deadlock) => {
+                let was = self.model.lock().was_in_the_way(who, &cells, write, since);
+                if e.code == Code::LockConflict && !was && unanswered == self::unanswered() {
+                    self.found.lock().broken(format!("{who:?} was told of a lock on {cells:?} that nobody had: {e}"));
+                }
+                self.model.lock().keeps(who, &cells);
+            }
             Ok(Err(e)) => {
                 tracing::info!("client {}: locking: {e:?}", self.id);
                 let mut model = self.model.lock();
                 model.giving_up(who, cells);
                 model.unknown.push(who);
             }
-            Err(_) => self.found.lock().waits_given_up += 1,
+            Err(_) => {
+                self.model.lock().keeps(who, &cells);
+                self.found.lock().waits_given_up += 1;
+            }
+        }
+    }
+
+    /// As a mount does: before a program is told of a conflict, what its own client gives up is given up.
+    async fn set_lock(&self, ino: Ino, l: &Lock, wait: bool) -> Result<Locked> {
+        let before = self.client.unlocks(ino);
+        let locked = self.client.set_lock(ino, l, wait).await;
+        if wait || !locked.as_ref().is_err_and(|e| e.code == Code::LockConflict) {
+            return locked;
+        }
+        self.client.unlocked(ino).await;
+        if before.ended_since(self.client.unlocks(ino)) { self.client.set_lock(ino, l, wait).await } else { locked }
+    }
+
+    /// The owner is gone, and another one at its place, before its unlock is sent.
+    fn close(&mut self, who: Who, place: usize) {
+        let numbers: Vec<Who> = {
+            let mut model = self.model.lock();
+            let mine = (0..FILES).flat_map(|file| [false, true].map(|flock| (file, flock, who.2, who.3)));
+            mine.filter(|w| model.closes(*w)).collect()
+        };
+        self.places[place] += OWNERS;
+        for w in numbers {
+            let had = self.model.lock().giving_up(w, 0..CELLS);
+            let (client, found, ino) = (self.client.clone(), self.found.clone(), self.files[w.0]);
+            let held_back = Duration::from_millis(self.rng.random_range(0..HELD_BACK_MS));
+            let unlocking = client.unlocking(ino, w.3);
+            tokio::spawn(async move {
+                sleep(held_back).await;
+                let l = lock(w.1, w.3, LockType::LockUnlock, &(0..CELLS));
+                if let Ok(locked) = client.give_up(ino, &l, unlocking).await
+                    && let Some(other) = LockModel::overlap(&had, locked.session)
+                {
+                    let m = format!("{w:?}, closed, and client {} owner {} had the same lock", other.0, other.1);
+                    found.lock().broken(m);
+                }
+            });
         }
     }
 
@@ -168,6 +284,7 @@ impl Locker {
         let l = lock(who.1, who.3, LockType::LockUnlock, &cells);
         match self.client.set_lock(self.files[who.0], &l, false).await {
             Ok(locked) => {
+                self.model.lock().has_not(who, cells);
                 if let Some(other) = LockModel::overlap(&had, locked.session) {
                     let m = format!("{who:?} and client {} owner {} had the same lock", other.0, other.1);
                     self.found.lock().broken(m);
@@ -191,6 +308,12 @@ impl Locker {
             self.unlock(who, 0..CELLS).await;
         }
     }
+}
+
+/// How often a holder was not asked, or did not answer: those that seem to hold a lock then need not.
+fn unanswered() -> u64 {
+    let rows = Checking::counts();
+    rows.iter().filter(|(name, _)| matches!(*name, "lock-not-asked" | "lock-given-up")).map(|(_, n)| n).sum()
 }
 
 /// Nobody has anything any more, or is dead: `other` can lock it all, if he waits.
@@ -220,6 +343,24 @@ pub async fn last_will(client: &Client, name: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_lock_that_nobody_had_is_found() {
+        let mut m = LockModel::default();
+        let (a, b) = ((0, false, 1, 1), (0, false, 2, 1));
+        m.asks(a, 0..4, true);
+        let since = m.asks(b, 2..6, false);
+        assert!(m.was_in_the_way(b, &(2..6), false, since) && !m.was_in_the_way(b, &(4..6), false, since));
+        assert!(m.closes(a) && !m.closes((1, false, 1, 1)));
+        assert!(m.was_in_the_way(b, &(2..6), false, since), "it closed since");
+        let since = m.asks(b, 2..6, false);
+        assert!(!m.was_in_the_way(b, &(2..6), false, since));
+        // What was refused leaves what was given before.
+        m.given(b, 2..3, false, 72);
+        m.keeps(b, &(2..6));
+        let since = m.asks(a, 2..6, true);
+        assert!(m.was_in_the_way(a, &(2..3), true, since) && !m.was_in_the_way(a, &(3..6), true, since));
+    }
 
     #[test]
     fn two_who_had_the_same_are_found() {

@@ -52,6 +52,7 @@ fn wide_runs_replay() {
 fn the_documents_name_the_rows() {
     let names = |c: coverage::Counts| c.iter().flat_map(|t| t.1.iter().map(|r| r.0)).collect::<Vec<_>>();
     assert_eq!(coverage::documented(include_str!("../../../docs/leases.md")), names(coverage::leases()));
+    assert_eq!(coverage::documented(include_str!("../../../docs/locks.md")), names(coverage::locks()));
     assert_eq!(coverage::documented(include_str!("../../../docs/replication.md")), names(coverage::chains()));
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{world::Client, *};
+use super::{leases::Holder, world::Client, *};
 use pb::{LockKind, LockType};
 use tokio::time::{Instant, timeout};
 
@@ -269,4 +269,78 @@ async fn the_lock_of_an_evicted_client_is_given_when_nothing_of_it_can_arrive_an
     // The asker tries again by himself when it is overloaded.
     c.one(write(f, 1)).await;
     assert!(began.elapsed() > Duration::from_secs(1), "{:?}", began.elapsed());
+}
+
+/// Asks for what it is asked about locks, having answered these.
+async fn questions(w: &World, a: &Holder<'_>, locks_checked: Vec<u64>) -> Vec<pb::Recall> {
+    let r = pb::RecallRequest { checks_locks: true, locks_checked, ..a.recall(vec![]) };
+    let r: pb::RecallReply = w.ask(Role::Client, opcode::RECALL, &r).await.unwrap();
+    r.locks
+}
+
+/// Its answer is a lock in the way, 0: none.
+async fn in_the_way(b: &mut Client<'_>, ino: u64) -> u64 {
+    let get = pb::GetLock { ino, owner: 1, kind: LockKind::LockPosix as i32, span: span(LockType::LockWrite) };
+    b.one(Op::GetLock(get)).await.lock.map_or(0, |l| l.session)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_conflict_is_told_once_its_holder_has_given_up_what_was_closed() {
+    let (w, _oss) = world(1).await;
+    let (mut a, mut b) = (Holder::new(&w, 1).await, w.client(2).await);
+    let f = file(&mut b, "f").await;
+    for asks in [true, false] {
+        a.one(write(f, 1)).await;
+        let holder = async {
+            let asked = questions(&w, &a, vec![]).await;
+            assert_eq!(asked.iter().map(|q| q.ino).collect::<Vec<_>>(), [f]);
+            sleep(Duration::from_millis(200)).await;
+            // It was closed, and its unlock was on the way.
+            a.one(unlock(f, 1)).await;
+            questions(&w, &a, vec![asked[0].number]).await;
+        };
+        if asks {
+            let (found, ()) = tokio::join!(in_the_way(&mut b, f), holder);
+            assert_eq!(found, 0);
+        } else {
+            let (tried, ()) = tokio::join!(code(&mut b, write(f, 1)), holder);
+            assert_eq!(tried, None);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_holder_that_does_not_answer_is_waited_for_once() {
+    let (w, _oss) = world(1).await;
+    let (mut a, mut b) = (Holder::new(&w, 1).await, w.client(2).await);
+    let f = file(&mut b, "f").await;
+    a.one(write(f, 1)).await;
+    // One that has its connection, and does not ask for its recalls.
+    let took = async |b: &mut Client<'_>| {
+        let began = Instant::now();
+        assert_eq!(code(b, write(f, 1)).await, Some(Code::LockConflict));
+        began.elapsed()
+    };
+    assert!(took(&mut b).await >= Duration::from_secs(2));
+    assert!(took(&mut b).await < Duration::from_millis(100));
+    // It is asked again once it does, and does not answer.
+    let (first, asked) = tokio::join!(took(&mut b), async {
+        sleep(Duration::from_millis(1)).await;
+        questions(&w, &a, vec![]).await
+    });
+    assert!(first < Duration::from_millis(100) && asked.is_empty());
+    let (second, asked) = tokio::join!(took(&mut b), questions(&w, &a, vec![]));
+    assert!(second >= Duration::from_secs(2) && asked.len() == 1);
+    assert!(took(&mut b).await < Duration::from_millis(100));
+    // A late answer is one.
+    questions(&w, &a, vec![asked[0].number]).await;
+    let (third, _) = tokio::join!(took(&mut b), async {
+        let asked = questions(&w, &a, vec![]).await;
+        questions(&w, &a, asked.iter().map(|q| q.number).collect()).await
+    });
+    assert!(third < Duration::from_millis(100), "{third:?}");
+    // A program of before is not waited for.
+    let _: pb::RecallReply =
+        timeout(Duration::from_secs(4), w.ask(Role::Client, opcode::RECALL, &a.recall(vec![]))).await.unwrap().unwrap();
+    assert!(took(&mut b).await < Duration::from_millis(100));
 }
