@@ -10,6 +10,7 @@ mod fsck;
 mod gds;
 mod lfs;
 mod lifeline;
+mod losses;
 mod members;
 mod mount;
 mod nodes;

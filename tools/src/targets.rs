@@ -9,6 +9,7 @@ use std::{
 
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
+use strake_fabric::Identity;
 use strake_mds::cluster::{
     moves::{
         MOVES, is_moving,
@@ -17,13 +18,14 @@ use strake_mds::cluster::{
     slow::{what, words},
 };
 use strake_proto::{
-    Code, Error, Result, TargetId,
+    ChainId, Code, Error, Result, TargetId,
     map::{ChainExt, MapView},
     pb,
 };
 
 use crate::{
     add_target::{self, AddArgs},
+    losses,
     members::{Group, Reach, UNFINISHED, passes},
     term::{size, span, table},
 };
@@ -102,8 +104,8 @@ pub fn run(command: Command) -> Result<ExitCode> {
             let (ids, wait) = (a.targets.target, !a.no_wait);
             act(&a.targets.reach, async |g| drain(g, &ids, None, wait).await)
         }
-        Command::Keep(a) => act(&a.reach, async |g| change_each(g, &a.target, KEEP, "stays").await),
-        Command::GiveUp(a) => act(&a.reach, async |g| give_up(g, &a.target).await),
+        Command::Keep(a) => act(&a.reach, async |g| keep(g, &a.reach, &a.target).await),
+        Command::GiveUp(a) => act(&a.reach, async |g| give_up(g, &a.reach, &a.target).await),
         Command::Remove(a) => act(&a.reach, async |g| remove(g, &a.target).await),
         Command::Replace(a) => act(&a.reach, async |g| drain(g, &[a.old], Some(a.new), !a.no_wait).await),
     }
@@ -174,17 +176,45 @@ pub(crate) async fn remove(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String
     Ok(said)
 }
 
-async fn give_up(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String>> {
-    let lost = |map: &MapView| map.map.chains.iter().filter(|c| c.lost).map(|c| c.id).collect::<BTreeSet<_>>();
+fn lost(map: &MapView) -> BTreeSet<ChainId> {
+    map.map.chains.iter().filter(|c| c.lost).map(|c| c.id).collect()
+}
+
+/// Says which files that costs.
+async fn give_up(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<String>> {
     let before = lost(&g.map().await?);
     let mut said = change_each(g, ids, GIVE_UP, "is given up; what others have of it moves").await?;
-    let now = lost(&g.map().await?);
-    let new: Vec<String> = now.difference(&before).map(u32::to_string).collect();
+    let new: BTreeSet<ChainId> = lost(&g.map().await?).difference(&before).copied().collect();
     if !new.is_empty() {
-        let m = "nobody else had chains {}: `strake fsck` names the files with stripes there";
-        said.push(m.replace("{}", &new.join(", ")));
+        said.push(format!("nobody else had chains {}; what these files have there is lost (EIO):", list(&new)));
+        said.extend(files_on(reach, &new).await?);
     }
     Ok(said)
+}
+
+/// Says which files that brings back.
+async fn keep(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<String>> {
+    let before = lost(&g.map().await?);
+    let mut said = change_each(g, ids, KEEP, "stays").await?;
+    let now = lost(&g.map().await?);
+    let back: BTreeSet<ChainId> = before.difference(&now).copied().collect();
+    if !back.is_empty() {
+        said.push(format!(
+            "chains {} are waited for again, and what these files have there; what was cut off them meanwhile comes back, too:",
+            list(&back)
+        ));
+        said.extend(files_on(reach, &back).await?);
+    }
+    Ok(said)
+}
+
+async fn files_on(reach: &Reach, chains: &BTreeSet<ChainId>) -> Result<Vec<String>> {
+    let (mds, key) = reach.ways()?;
+    Ok(losses::files_on(&mds, Identity::server(&key).client_key, chains).await)
+}
+
+fn list(chains: &BTreeSet<ChainId>) -> String {
+    chains.iter().map(ChainId::to_string).collect::<Vec<_>>().join(", ")
 }
 
 pub(crate) async fn drain(g: &mut Group, ids: &[TargetId], heir: Option<TargetId>, wait: bool) -> Result<Vec<String>> {

@@ -19,7 +19,7 @@ fn no_good_copy_is_given_up() {
     let counts = coverage::counts();
     let taken = |row: &str| counts.iter().flat_map(|t| &t.1).find(|r| r.0 == row).unwrap().1;
     println!("{made} blocks decayed, {lost} were lost\n{}", coverage::text(&counts));
-    assert!(made > 60 && lost < made / 4, "{made} blocks decayed, {lost} lost");
+    assert!(made > 60 && lost * 50 <= made, "{made} blocks decayed, {lost} lost");
     for row in ["copy-same", "vouched", "vouch-mended", "former-waits"] {
         assert!(taken(row) > 0, "{row} was never taken");
     }

@@ -15,6 +15,10 @@ fn every_kind_of_fault_hits_an_operation() {
         assert!(o.faults.counted() > 50, "seed {seed}: {}", o.faults.text());
         sum.add(&o.faults);
     }
+    // Blocks decay in runs of their own.
+    let decay = run(Scenario::decay(1)).unwrap();
+    assert!(decay.violations.is_empty(), "{:#?}", decay.violations);
+    sum.add(&decay.faults);
     print!("{}", sum.text());
     let never: Vec<_> = sum.rows().filter(|(.., counted)| *counted == 0).map(|r| r.0).collect();
     assert!(never.is_empty(), "never counted: {never:?}");

@@ -57,15 +57,22 @@ pub(super) fn address(text: &str) -> Result<Endpoint> {
     })
 }
 
+impl Reach {
+    /// The metadata servers, and the cluster's key.
+    pub(crate) fn ways(&self) -> Result<(Vec<String>, [u8; 32])> {
+        match &self.cluster_key {
+            Some(path) => Ok((self.mds.clone(), config::read_key(path)?)),
+            None => {
+                let c = Cluster::open(&self.dir)?;
+                Ok((c.mds_endpoints(), config::read_key(&c.cluster_key())?))
+            }
+        }
+    }
+}
+
 impl Group {
     pub fn new(reach: &Reach) -> Result<Group> {
-        let (mds, key) = match &reach.cluster_key {
-            Some(path) => (reach.mds.clone(), config::read_key(path)?),
-            None => {
-                let c = Cluster::open(&reach.dir)?;
-                (c.mds_endpoints(), config::read_key(&c.cluster_key())?)
-            }
-        };
+        let (mds, key) = reach.ways()?;
         let mds = mds.iter().map(|m| address(m)).collect::<Result<Vec<Endpoint>>>()?;
         let fabric = Roads::new(Env::system(), Identity::server(&key), None, Pool::default(), Default::default());
         let deadline = Instant::now() + Duration::from_secs(reach.timeout);
