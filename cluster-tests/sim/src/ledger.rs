@@ -55,6 +55,12 @@ kinds! {
     DiskError = "disk-error",
     /// A read gives a wrong bit.
     DiskCorrupt = "disk-corrupt",
+    /// A record of a chunk table is damaged, for good.
+    TableDecay = "table-decay",
+    /// A record of a metadata server's state is.
+    StateDecay = "state-decay",
+    /// A metadata server's log is, and it has to be replaced.
+    LogDecay = "log-decay",
     /// A storage server with a new target joins.
     Joined = "target-joins",
     /// A target is to be emptied, or to stay after all.

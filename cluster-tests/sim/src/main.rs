@@ -36,6 +36,9 @@ struct Args {
     /// Also clocks that drift, scarce leases, clients that only look, and one that keeps to no rule.
     #[arg(long)]
     wide: bool,
+    /// Disks decay: chunk tables, metadata states and logs.
+    #[arg(long, conflicts_with_all = ["harsh", "wide"])]
+    decay: bool,
     /// Also targets that are drained, and kept after all, in every run.
     #[arg(long)]
     moves: bool,
@@ -67,7 +70,7 @@ struct Args {
     #[arg(long, default_value = "histories")]
     keep: PathBuf,
     /// All kinds of run, each seed the kind that it is in `./simulate`.
-    #[arg(long, conflicts_with_all = ["harsh", "wide", "moves", "histories", "baton", "lapse", "outage", "replay", "skip_sync"])]
+    #[arg(long, conflicts_with_all = ["harsh", "wide", "decay", "moves", "histories", "baton", "lapse", "outage", "replay", "skip_sync"])]
     mixed: bool,
     /// With --mixed: a line of JSON for each seed, and one at the end with the rows taken.
     #[arg(long, requires = "mixed")]
@@ -82,10 +85,11 @@ struct Args {
 
 impl Args {
     fn scenario(&self, seed: u64) -> Option<Scenario> {
-        let mode = match (self.mixed, self.harsh, self.wide) {
+        let mode = match (self.mixed, self.harsh, self.wide, self.decay) {
             (true, ..) => Mode::of(seed),
-            (_, true, _) => Mode::Harsh,
-            (_, _, true) => Mode::Wide,
+            (_, true, ..) => Mode::Harsh,
+            (_, _, true, _) => Mode::Wide,
+            (.., true) => Mode::Decay,
             _ => Mode::Plain,
         };
         let base = mode.scenario(seed)?;

@@ -24,11 +24,19 @@ pub enum Mode {
     Wide,
     Baton,
     History,
+    Decay,
 }
 
 /// Of 20 seeds in a row, how many are of which kind.
-pub const SHARES: [(Mode, u64); 6] =
-    [(Mode::Plain, 5), (Mode::Harsh, 9), (Mode::Lapse, 1), (Mode::Wide, 1), (Mode::Baton, 1), (Mode::History, 3)];
+pub const SHARES: [(Mode, u64); 7] = [
+    (Mode::Plain, 5),
+    (Mode::Harsh, 8),
+    (Mode::Lapse, 1),
+    (Mode::Wide, 1),
+    (Mode::Baton, 1),
+    (Mode::History, 3),
+    (Mode::Decay, 1),
+];
 
 impl Mode {
     /// The kind of run that a seed is.
@@ -51,6 +59,7 @@ impl Mode {
             Mode::Wide => "wide",
             Mode::Baton => "baton",
             Mode::History => "history",
+            Mode::Decay => "decay",
         }
     }
 
@@ -63,6 +72,7 @@ impl Mode {
             Mode::Wide => " --wide",
             Mode::Baton => " --baton",
             Mode::History => " --histories",
+            Mode::Decay => " --decay",
         }
     }
 
@@ -72,6 +82,7 @@ impl Mode {
             Mode::Plain => Some(Scenario::new(seed)),
             Mode::Harsh => Some(Scenario::harsh(seed)),
             Mode::Wide => Some(Scenario::wide(seed)),
+            Mode::Decay => Some(Scenario::decaying(seed)),
             Mode::Lapse | Mode::Baton | Mode::History => None,
         }
     }

@@ -18,7 +18,7 @@ use tokio::{
 };
 
 use crate::{
-    cluster::{ANY_MDS, Cluster, FIRST_CLIENT, Sync, flavour},
+    cluster::{ANY_MDS, Cluster, Decay, FIRST_CLIENT, Sync, flavour},
     faults::{self, Fault, Timed},
     ghost::Ghost,
     leaks,
@@ -61,6 +61,8 @@ pub struct Scenario {
     pub replaces: bool,
     /// Targets are drained, and kept after all.
     pub moves: bool,
+    /// The disks of one storage server and of one metadata server decay.
+    pub decays: bool,
     /// Servers live and reach each other; only clients are cut off from some.
     pub gentle: bool,
     /// Bits of tasks that are left out: writers 0 to 2, lockers 3 to 5, truths 6 to 8, clients that die 9 and 10, what wide runs add 11.
@@ -84,6 +86,7 @@ impl Scenario {
             joins: seed.is_multiple_of(4) && !gentle,
             replaces: seed % 6 == 1 && !gentle,
             moves: seed.is_multiple_of(3) && !gentle,
+            decays: false,
             gentle,
             without: 0,
         }
@@ -93,6 +96,13 @@ impl Scenario {
     pub fn harsh(seed: u64) -> Scenario {
         let (fault_every, message_every) = (Duration::from_millis(500), Duration::from_millis(25));
         Scenario { fault_every, message_every, harsh: true, ..Scenario::new(seed) }
+    }
+
+    /// Disks decay, and nothing else is done to what has the good copies.
+    pub fn decaying(seed: u64) -> Scenario {
+        let (length, fault_every) = (Duration::from_secs(15), Duration::from_millis(700));
+        let s = Scenario { length, fault_every, decays: true, ..Scenario::new(seed) };
+        Scenario { gentle: false, joins: false, replaces: false, moves: false, ..s }
     }
 
     /// With what takes every row of the tables of leases; faults about as often as in [`Scenario::new`].
@@ -195,7 +205,8 @@ fn report(seed: u64, scheduled: usize, cluster: &Cluster, f: &mut Findings, begu
     let (trace, messages, events) = cluster.net.trace();
     let scrubbed = cluster.scrubbed();
     let faults = cluster.net.ledger();
-    let misread = faults.rows().any(|(kind, made, _)| kind == Kind::DiskCorrupt.name() && made > 0);
+    let decays = [Kind::DiskCorrupt.name(), Kind::TableDecay.name()];
+    let misread = faults.rows().any(|(kind, made, _)| decays.contains(&kind) && made > 0);
     if scrubbed.damaged > 0 && !misread {
         f.broken(format!("{} chunks were found damaged on disks that do not decay", scrubbed.damaged));
     }
@@ -440,6 +451,19 @@ async fn make(cluster: &mut Cluster, fault: &Fault, at: Duration, to_mend: &mut 
                 to_mend.push((at + lasts, Mend::Disk(node)));
             }
         }
+        Fault::Decay { node, what, dice, down } if cluster.is_up(node) => {
+            let busy = cluster.net.is_busy(node);
+            if down.is_some() || what == Decay::Log {
+                cluster.kill_by(node, dice & 2 == 0, dice);
+            }
+            cluster.decay(node, what, dice, busy);
+            to_mend.extend(down.map(|down| (at + down, Mend::Start(node))));
+            if what == Decay::Log {
+                cluster.refuses(node).await?;
+                cluster.replace_mds(node).await?;
+            }
+        }
+        Fault::Decay { .. } => {}
         Fault::Join => {
             let node = cluster.join();
             cluster.launch(node).await?;

@@ -15,6 +15,9 @@ fn every_kind_of_fault_hits_an_operation() {
         assert!(o.faults.counted() > 50, "seed {seed}: {}", o.faults.text());
         sum.add(&o.faults);
     }
+    for seed in 1..=6 {
+        sum.add(&run(Scenario::decaying(seed)).unwrap().faults);
+    }
     print!("{}", sum.text());
     let never: Vec<_> = sum.rows().filter(|(.., counted)| *counted == 0).map(|r| r.0).collect();
     assert!(never.is_empty(), "never counted: {never:?}");
