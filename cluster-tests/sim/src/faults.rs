@@ -8,7 +8,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 use tokio::{task::JoinHandle, time::sleep};
 
 use crate::{
-    cluster::{Decay, FIRST_CLIENT, FIRST_OSS, MDS, OSS, flavour},
+    cluster::{FIRST_CLIENT, FIRST_OSS, MDS, OSS, Stored, flavour},
     moves::{self, Change},
     net::Network,
     run::{CLIENTS, Scenario},
@@ -79,9 +79,9 @@ pub enum Fault {
         lasts: Duration,
     },
     /// Something on a server's disk decays: while it runs, or in a crash that it is started again from after `down`. The server of a log is replaced.
-    Decay {
+    Spoil {
         node: u32,
-        what: Decay,
+        what: Stored,
         dice: u64,
         down: Option<Duration>,
     },
@@ -182,11 +182,11 @@ impl fmt::Display for Fault {
                     Harm::Corrupt => write!(f, "a read from the disk of {node} gives a wrong bit"),
                 }
             }
-            Fault::Decay { node, what, down, .. } => {
+            Fault::Spoil { node, what, down, .. } => {
                 let what = match what {
-                    Decay::Table => "a record of the chunk table",
-                    Decay::State => "a record of the state",
-                    Decay::Log => "the log",
+                    Stored::Table => "a record of the chunk table",
+                    Stored::State => "a record of the state",
+                    Stored::Log => "the log",
                 };
                 match down {
                     Some(down) => write!(f, "{} crashes and {what} decays, down for {down:?}", called(*node)),
@@ -271,13 +271,13 @@ fn gentle(rng: &mut StdRng) -> Vec<Fault> {
 
 /// One round of a run in which disks decay: of one storage server and one metadata server. All other storage servers stay, since each is the only one that
 /// has a good copy of something.
-fn decaying(rng: &mut StdRng, seed: u64) -> Vec<Fault> {
+fn tables(rng: &mut StdRng, seed: u64) -> Vec<Fault> {
     let (oss, mds) = (FIRST_OSS + (seed % u64::from(OSS)) as u32, 1 + (seed % u64::from(MDS)) as u32);
     let any_mds = rng.random_range(1..=MDS);
     let (dice, down) = (rng.random(), rng.random_bool(0.5).then(|| millis(rng, 20..800)));
     match rng.random_range(0..20) {
-        0..=7 => vec![Fault::Decay { node: oss, what: Decay::Table, dice, down }],
-        8..=11 => vec![Fault::Decay { node: mds, what: Decay::State, dice, down }],
+        0..=7 => vec![Fault::Spoil { node: oss, what: Stored::Table, dice, down }],
+        8..=11 => vec![Fault::Spoil { node: mds, what: Stored::State, dice, down }],
         12..=14 => vec![crash(rng, any_mds, dice & 1 == 0)],
         15 => vec![crash(rng, oss, dice & 1 == 0)],
         16 | 17 => {
@@ -323,8 +323,8 @@ pub fn draw(s: &Scenario) -> Vec<Timed> {
         if at >= s.length {
             break;
         }
-        let mut faults = match (s.decays, s.gentle) {
-            (true, _) => decaying(&mut rng, s.seed),
+        let mut faults = match (s.tables, s.gentle) {
+            (true, _) => tables(&mut rng, s.seed),
             (_, true) => gentle(&mut rng),
             _ => plain(&mut rng),
         };
@@ -347,9 +347,9 @@ pub fn draw(s: &Scenario) -> Vec<Timed> {
         let at = s.length.mul_f64(rng.random_range(0.05..0.6));
         all.push(Timed { at, fault: Fault::Replace { old: rng.random_range(1..=MDS) } });
     }
-    if s.decays && rng.random_bool(0.5) {
+    if s.tables && rng.random_bool(0.5) {
         let (at, node) = (s.length.mul_f64(rng.random_range(0.1..0.5)), 1 + (s.seed % u64::from(MDS)) as u32);
-        all.push(Timed { at, fault: Fault::Decay { node, what: Decay::Log, dice: rng.random(), down: None } });
+        all.push(Timed { at, fault: Fault::Spoil { node, what: Stored::Log, dice: rng.random(), down: None } });
     }
     if s.moves {
         all.extend(moves::draw(&mut rng, s.length));

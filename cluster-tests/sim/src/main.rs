@@ -38,7 +38,7 @@ struct Args {
     wide: bool,
     /// Disks decay: chunk tables, metadata states and logs.
     #[arg(long, conflicts_with_all = ["harsh", "wide"])]
-    decay: bool,
+    tables: bool,
     /// Also targets that are drained, and kept after all, in every run.
     #[arg(long)]
     moves: bool,
@@ -70,7 +70,7 @@ struct Args {
     #[arg(long, default_value = "histories")]
     keep: PathBuf,
     /// All kinds of run, each seed the kind that it is in `./simulate`.
-    #[arg(long, conflicts_with_all = ["harsh", "wide", "decay", "moves", "histories", "baton", "lapse", "outage", "replay", "skip_sync"])]
+    #[arg(long, conflicts_with_all = ["harsh", "wide", "tables", "moves", "histories", "baton", "lapse", "outage", "replay", "skip_sync"])]
     mixed: bool,
     /// With --mixed: a line of JSON for each seed, and one at the end with the rows taken.
     #[arg(long, requires = "mixed")]
@@ -85,11 +85,11 @@ struct Args {
 
 impl Args {
     fn scenario(&self, seed: u64) -> Option<Scenario> {
-        let mode = match (self.mixed, self.harsh, self.wide, self.decay) {
+        let mode = match (self.mixed, self.harsh, self.wide, self.tables) {
             (true, ..) => Mode::of(seed),
             (_, true, ..) => Mode::Harsh,
             (_, _, true, _) => Mode::Wide,
-            (.., true) => Mode::Decay,
+            (.., true) => Mode::Tables,
             _ => Mode::Plain,
         };
         let base = mode.scenario(seed)?;

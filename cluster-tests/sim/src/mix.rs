@@ -24,7 +24,7 @@ pub enum Mode {
     Wide,
     Baton,
     History,
-    Decay,
+    Tables,
 }
 
 /// Of 20 seeds in a row, how many are of which kind.
@@ -35,7 +35,7 @@ pub const SHARES: [(Mode, u64); 7] = [
     (Mode::Wide, 1),
     (Mode::Baton, 1),
     (Mode::History, 3),
-    (Mode::Decay, 1),
+    (Mode::Tables, 1),
 ];
 
 impl Mode {
@@ -59,7 +59,7 @@ impl Mode {
             Mode::Wide => "wide",
             Mode::Baton => "baton",
             Mode::History => "history",
-            Mode::Decay => "decay",
+            Mode::Tables => "tables",
         }
     }
 
@@ -72,7 +72,7 @@ impl Mode {
             Mode::Wide => " --wide",
             Mode::Baton => " --baton",
             Mode::History => " --histories",
-            Mode::Decay => " --decay",
+            Mode::Tables => " --tables",
         }
     }
 
@@ -82,7 +82,7 @@ impl Mode {
             Mode::Plain => Some(Scenario::new(seed)),
             Mode::Harsh => Some(Scenario::harsh(seed)),
             Mode::Wide => Some(Scenario::wide(seed)),
-            Mode::Decay => Some(Scenario::decaying(seed)),
+            Mode::Tables => Some(Scenario::tables(seed)),
             Mode::Lapse | Mode::Baton | Mode::History => None,
         }
     }

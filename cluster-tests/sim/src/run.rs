@@ -18,7 +18,7 @@ use tokio::{
 };
 
 use crate::{
-    cluster::{ANY_MDS, Cluster, Decay, FIRST_CLIENT, Sync, flavour},
+    cluster::{ANY_MDS, Cluster, FIRST_CLIENT, Stored, Sync, flavour},
     faults::{self, Fault, Timed},
     ghost::Ghost,
     leaks,
@@ -62,7 +62,7 @@ pub struct Scenario {
     /// Targets are drained, and kept after all.
     pub moves: bool,
     /// The disks of one storage server and of one metadata server decay.
-    pub decays: bool,
+    pub tables: bool,
     /// Servers live and reach each other; only clients are cut off from some.
     pub gentle: bool,
     /// Bits of tasks that are left out: writers 0 to 2, lockers 3 to 5, truths 6 to 8, clients that die 9 and 10, what wide runs add 11.
@@ -86,7 +86,7 @@ impl Scenario {
             joins: seed.is_multiple_of(4) && !gentle,
             replaces: seed % 6 == 1 && !gentle,
             moves: seed.is_multiple_of(3) && !gentle,
-            decays: false,
+            tables: false,
             gentle,
             without: 0,
         }
@@ -99,9 +99,9 @@ impl Scenario {
     }
 
     /// Disks decay, and nothing else is done to what has the good copies.
-    pub fn decaying(seed: u64) -> Scenario {
+    pub fn tables(seed: u64) -> Scenario {
         let (length, fault_every) = (Duration::from_secs(15), Duration::from_millis(700));
-        let s = Scenario { length, fault_every, decays: true, ..Scenario::new(seed) };
+        let s = Scenario { length, fault_every, tables: true, ..Scenario::new(seed) };
         Scenario { gentle: false, joins: false, replaces: false, moves: false, ..s }
     }
 
@@ -451,19 +451,19 @@ async fn make(cluster: &mut Cluster, fault: &Fault, at: Duration, to_mend: &mut 
                 to_mend.push((at + lasts, Mend::Disk(node)));
             }
         }
-        Fault::Decay { node, what, dice, down } if cluster.is_up(node) => {
+        Fault::Spoil { node, what, dice, down } if cluster.is_up(node) => {
             let busy = cluster.net.is_busy(node);
-            if down.is_some() || what == Decay::Log {
+            if down.is_some() || what == Stored::Log {
                 cluster.kill_by(node, dice & 2 == 0, dice);
             }
-            cluster.decay(node, what, dice, busy);
+            cluster.spoil(node, what, dice, busy);
             to_mend.extend(down.map(|down| (at + down, Mend::Start(node))));
-            if what == Decay::Log {
+            if what == Stored::Log {
                 cluster.refuses(node).await?;
                 cluster.replace_mds(node).await?;
             }
         }
-        Fault::Decay { .. } => {}
+        Fault::Spoil { .. } => {}
         Fault::Join => {
             let node = cluster.join();
             cluster.launch(node).await?;

@@ -16,7 +16,7 @@ fn every_kind_of_fault_hits_an_operation() {
         sum.add(&o.faults);
     }
     for seed in 1..=6 {
-        sum.add(&run(Scenario::decaying(seed)).unwrap().faults);
+        sum.add(&run(Scenario::tables(seed)).unwrap().faults);
     }
     print!("{}", sum.text());
     let never: Vec<_> = sum.rows().filter(|(.., counted)| *counted == 0).map(|r| r.0).collect();

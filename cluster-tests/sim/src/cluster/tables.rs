@@ -14,7 +14,7 @@ use crate::ledger::Kind;
 
 /// What decays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Decay {
+pub enum Stored {
     /// A bit of a record in a chunk table, beneath the store's own checksums: the record's must tell.
     Table,
     /// A record of the metadata state: the store finds its checksum wrong.
@@ -23,12 +23,12 @@ pub enum Decay {
     Log,
 }
 
-impl Decay {
+impl Stored {
     pub fn kind(self) -> Kind {
         match self {
-            Decay::Table => Kind::TableDecay,
-            Decay::State => Kind::StateDecay,
-            Decay::Log => Kind::LogDecay,
+            Stored::Table => Kind::TableDecay,
+            Stored::State => Kind::StateDecay,
+            Stored::Log => Kind::LogDecay,
         }
     }
 }
@@ -36,20 +36,20 @@ impl Decay {
 impl Cluster {
     /// Something on a node's disk decays, as the dice say. `busy`: an operation was under way there. A target whose table does not say whose it is, or how much
     /// there is in it, is refused as a whole, and comes back from its folder, which there is none of here.
-    pub fn decay(&mut self, node: u32, what: Decay, dice: u64, busy: bool) {
+    pub fn spoil(&mut self, node: u32, what: Stored, dice: u64, busy: bool) {
         let mds = self.mds.iter().find(|m| m.node == node);
         let oss = self.oss.iter().find(|o| o.node == node);
         let hit = match (what, mds, oss) {
-            (Decay::Table, _, Some(o)) => o.table.flip(dice, |k| k != TARGET_KEY && k != TALLY_KEY),
-            (Decay::State, Some(m), _) => m.store.spoil(dice, |_| true),
-            (Decay::Log, Some(m), _) => {
+            (Stored::Table, _, Some(o)) => o.table.flip(dice, |k| k != TARGET_KEY && k != TALLY_KEY),
+            (Stored::State, Some(m), _) => m.store.spoil(dice, |_| true),
+            (Stored::Log, Some(m), _) => {
                 m.log.damage();
                 Some(Default::default())
             }
             _ => None,
         };
         if let Some(key) = hit {
-            self.net.note(&format!("decay {node} {what:?} {key:02x?}"));
+            self.net.note(&format!("spoilt {node} {what:?} {key:02x?}"));
             self.net.made(what.kind(), busy);
         }
     }

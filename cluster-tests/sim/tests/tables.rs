@@ -9,7 +9,7 @@ use strake_sim::{
 fn no_promise_is_broken_while_tables_states_and_logs_decay() {
     let (mut sum, mut done) = (Ledger::default(), [0; 3]);
     for seed in 1..=15 {
-        let o = run(Scenario::decaying(seed)).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+        let o = run(Scenario::tables(seed)).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
         assert!(o.violations.is_empty(), "seed {seed}: {:#?}", o.violations);
         done = [done[0] + o.reads, done[1] + o.syncs, done[2] + o.names];
         sum.add(&o.faults);
@@ -22,7 +22,7 @@ fn no_promise_is_broken_while_tables_states_and_logs_decay() {
 
 #[test]
 fn a_run_replays() {
-    let one = || run(Scenario::decaying(4)).unwrap();
+    let one = || run(Scenario::tables(4)).unwrap();
     if let Some(how) = one().parting(&one()) {
         panic!("another course at {how}");
     }
