@@ -52,6 +52,8 @@ struct Inner {
     dirty: BTreeSet<Bytes>,
     snapshots: BTreeMap<u64, usize>,
     faults: BTreeMap<Fault, (u64, Code)>,
+    /// Keys whose values cannot be read until they are written anew.
+    spoilt: BTreeSet<Bytes>,
     bytes: u64,
 }
 
@@ -86,6 +88,31 @@ impl MemStore {
         self.inner.lock().faults.insert(what, (n, code));
     }
 
+    /// Inverts a bit of one of the values whose key is one of these, as a medium does that decays beneath the store's own checksums: reads give the
+    /// wrong bytes. Which one the dice say; its key, if there is any.
+    pub fn flip(&self, dice: u64, these: impl Fn(&[u8]) -> bool) -> Option<Bytes> {
+        let mut s = self.inner.lock();
+        let (key, len) = s.pick(dice, these)?;
+        let bit = (dice >> 20) as usize % (len * 8);
+        s.edit(key.clone(), |versions| {
+            if let Some((_, Some(value))) = versions.last_mut() {
+                let mut bytes = value.to_vec();
+                bytes[bit / 8] ^= 1 << (bit % 8);
+                *value = bytes.into();
+            }
+        });
+        Some(key)
+    }
+
+    /// One of the values whose key is one of these cannot be read (`Corrupt`) until it is written anew, as with a store that finds its own checksum
+    /// wrong. Which one the dice say; its key, if there is any.
+    pub fn spoil(&self, dice: u64, these: impl Fn(&[u8]) -> bool) -> Option<Bytes> {
+        let mut s = self.inner.lock();
+        let (key, _) = s.pick(dice, these)?;
+        s.spoilt.insert(key.clone());
+        Some(key)
+    }
+
     /// Commits that a crash could lose.
     pub fn unsynced(&self) -> usize {
         self.inner.lock().unsynced.len()
@@ -107,6 +134,21 @@ impl Inner {
                 Err(Error::new(*code, format!("injected fault: {what:?} fails")))
             }
             _ => Ok(()),
+        }
+    }
+
+    /// One of these keys that have a value, and how long that is.
+    fn pick(&self, dice: u64, these: impl Fn(&[u8]) -> bool) -> Option<(Bytes, usize)> {
+        let live = |(k, v): (&Bytes, &Versions)| Some((k.clone(), v.last()?.1.as_ref()?.len()));
+        let all: Vec<_> =
+            self.map.iter().filter(|(k, _)| these(k)).filter_map(live).filter(|(_, len)| *len > 0).collect();
+        all.get((dice & 0xf_ffff) as usize % all.len().max(1)).cloned()
+    }
+
+    fn readable(&self, key: &[u8]) -> Result<()> {
+        match self.spoilt.contains(key) {
+            true => Err(Error::new(Code::Corrupt, format!("the checksum of {key:02x?} is wrong"))),
+            false => Ok(()),
         }
     }
 
@@ -153,6 +195,7 @@ impl Inner {
         let mut keys = Vec::with_capacity(ops.len());
         for (key, value) in ops {
             keys.push(key.clone());
+            self.spoilt.remove(&key);
             self.edit(key.clone(), |versions| versions.push((n, value)));
             self.prune(key);
         }
@@ -203,7 +246,7 @@ struct MemIter<V> {
     view: V,
     from: Bound<Bytes>,
     to: Bound<Bytes>,
-    page: VecDeque<Pair>,
+    page: VecDeque<Result<Pair>>,
     done: bool,
 }
 
@@ -223,11 +266,12 @@ impl<V: std::borrow::Borrow<MemView>> MemIter<V> {
         let view = self.view.borrow();
         let mut s = view.inner.lock();
         s.fault(Fault::Read)?;
-        self.page = s.page(as_slice(&self.from), as_slice(&self.to), view.at);
-        match self.page.back() {
-            Some((last, _)) if self.page.len() == PAGE => self.from = Bound::Excluded(last.clone()),
+        let page = s.page(as_slice(&self.from), as_slice(&self.to), view.at);
+        match page.back() {
+            Some((last, _)) if page.len() == PAGE => self.from = Bound::Excluded(last.clone()),
             _ => self.done = true,
         }
+        self.page = page.into_iter().map(|(k, v)| s.readable(&k).map(|()| (k, v))).collect();
         if is_empty_range(as_slice(&self.from), as_slice(&self.to)) {
             self.done = true;
         }
@@ -250,7 +294,7 @@ impl<V: std::borrow::Borrow<MemView>> Iterator for MemIter<V> {
             self.done = true;
             return Some(Err(e));
         }
-        self.page.pop_front().map(Ok)
+        self.page.pop_front()
     }
 }
 
@@ -258,6 +302,7 @@ impl Reader for MemView {
     fn get(&self, key: &[u8]) -> Result<Option<Bytes>> {
         let mut s = self.inner.lock();
         s.fault(Fault::Read)?;
+        s.readable(key)?;
         Ok(s.get(key, self.at))
     }
 
@@ -270,6 +315,7 @@ impl Reader for MemStore {
     fn get(&self, key: &[u8]) -> Result<Option<Bytes>> {
         let mut s = self.inner.lock();
         s.fault(Fault::Read)?;
+        s.readable(key)?;
         Ok(s.get(key, s.last))
     }
 
@@ -313,6 +359,7 @@ impl MetaStore for MemStore {
     fn clear(&self) -> Result<()> {
         let mut s = self.inner.lock();
         s.fault(Fault::Commit)?;
+        s.spoilt.clear();
         let all = s.map.keys().map(|k| (k.clone(), None)).collect();
         s.apply(all);
         Ok(())
@@ -390,6 +437,30 @@ mod tests {
         let inner = s.inner.lock();
         assert_eq!((inner.map.len(), inner.dirty.len(), inner.snapshots.len()), (1, 0, 0));
         assert_eq!(inner.bytes, 4);
+    }
+
+    #[test]
+    fn what_decays_is_wrong_or_cannot_be_read_until_it_is_written_anew() {
+        let s = MemStore::new();
+        (0..200).for_each(|i| put(&s, &format!("k{i:03}"), "value"));
+        s.sync().unwrap();
+        let key = s.flip(77 << 20 | 5, |k| k.starts_with(b"k1")).unwrap();
+        assert_eq!((&key[..], s.flip(1, |k| k.starts_with(b"x"))), (&b"k105"[..], None));
+        let wrong = s.get(&key).unwrap().unwrap();
+        assert_eq!(wrong.iter().zip(b"value").map(|(a, b)| (a ^ b).count_ones()).sum::<u32>(), 1);
+        s.crash(|n| n);
+        assert_eq!(s.get(&key).unwrap().unwrap(), wrong, "it stays so");
+        let view = s.snapshot().unwrap();
+        let key = s.spoil(70, |_| true).unwrap();
+        assert_eq!((s.get(&key).unwrap_err().code, view.get(&key).unwrap_err().code), (Code::Corrupt, Code::Corrupt));
+        assert!(s.get(b"k071").is_ok());
+        let read: Vec<_> = s.prefix(b"k").collect();
+        assert!(read.len() == 200 && read.iter().filter(|r| r.is_err()).count() == 1 && read[70].is_err());
+        put(&s, "k070", "new");
+        assert_eq!((&s.get(&key).unwrap().unwrap()[..], s.prefix(b"k").all(|r| r.is_ok())), (&b"new"[..], true));
+        s.spoil(70, |_| true).unwrap();
+        s.clear().unwrap();
+        assert!(s.get(&key).unwrap().is_none());
     }
 
     #[test]

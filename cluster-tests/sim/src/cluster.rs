@@ -1,6 +1,10 @@
 //! A cluster in the simulator: real metadata servers, object servers and clients on simulated disks, clocks and network.
 
+mod tables;
+
 use std::{future::Future, path::PathBuf, sync::Arc, time::Duration};
+
+pub use tables::Stored;
 
 use parking_lot::Mutex;
 use rand::{Rng, RngExt, SeedableRng, rngs::StdRng};
@@ -326,6 +330,9 @@ impl Cluster {
         let seed = bytes32(&mut self.rng);
         if let Some(i) = self.mds.iter().position(|m| m.node == node) {
             let m = &self.mds[i];
+            if tables::set_aside_if_damaged(&m.store)? {
+                self.net.note(&format!("the state of {node} is set aside"));
+            }
             let env = m.clock.env(seed);
             let parts = mds_server::Parts {
                 env: env.clone(),

@@ -8,7 +8,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 use tokio::{task::JoinHandle, time::sleep};
 
 use crate::{
-    cluster::{FIRST_CLIENT, FIRST_OSS, MDS, OSS, flavour},
+    cluster::{FIRST_CLIENT, FIRST_OSS, MDS, OSS, Stored, flavour},
     moves::{self, Change},
     net::Network,
     run::{CLIENTS, Scenario},
@@ -82,6 +82,13 @@ pub enum Fault {
     Decay {
         node: u32,
         dice: u64,
+    },
+    /// Something on a server's disk decays: while it runs, or in a crash that it is started again from after `down`. The server of a log is replaced.
+    Spoil {
+        node: u32,
+        what: Stored,
+        dice: u64,
+        down: Option<Duration>,
     },
     /// A storage server with a new target joins.
     Join,
@@ -180,6 +187,17 @@ impl fmt::Display for Fault {
                     Harm::Corrupt => write!(f, "a read from the disk of {node} gives a wrong bit"),
                 }
             }
+            Fault::Spoil { node, what, down, .. } => {
+                let what = match what {
+                    Stored::Table => "a record of the chunk table",
+                    Stored::State => "a record of the state",
+                    Stored::Log => "the log",
+                };
+                match down {
+                    Some(down) => write!(f, "{} crashes and {what} decays, down for {down:?}", called(*node)),
+                    None => write!(f, "{what} of {} decays", called(*node)),
+                }
+            }
             Fault::Replace { old } => write!(f, "{} is to be replaced by a new one", called(*old)),
             Fault::Decay { node, .. } => write!(f, "a block on the disk of {} decays", called(*node)),
             Fault::Join => write!(f, "a storage server with a new target joins"),
@@ -257,6 +275,26 @@ fn gentle(rng: &mut StdRng) -> Vec<Fault> {
     vec![Fault::Cut { a, b, one_way: rng.random_bool(0.5), lasts: millis(rng, 50..2500) }]
 }
 
+/// One round of a run in which disks decay: of one storage server and one metadata server. All other storage servers stay, since each is the only one that
+/// has a good copy of something.
+fn tables(rng: &mut StdRng, seed: u64) -> Vec<Fault> {
+    let (oss, mds) = (FIRST_OSS + (seed % u64::from(OSS)) as u32, 1 + (seed % u64::from(MDS)) as u32);
+    let any_mds = rng.random_range(1..=MDS);
+    let (dice, down) = (rng.random(), rng.random_bool(0.5).then(|| millis(rng, 20..800)));
+    match rng.random_range(0..20) {
+        0..=7 => vec![Fault::Spoil { node: oss, what: Stored::Table, dice, down }],
+        8..=11 => vec![Fault::Spoil { node: mds, what: Stored::State, dice, down }],
+        12..=14 => vec![crash(rng, any_mds, dice & 1 == 0)],
+        15 => vec![crash(rng, oss, dice & 1 == 0)],
+        16 | 17 => {
+            let node = if dice & 1 == 0 { oss } else { any_mds };
+            vec![Fault::Isolate { node, one_way: rng.random_bool(0.3), lasts: millis(rng, 50..3000) }]
+        }
+        18 => vec![Fault::Weather { max_delay: millis(rng, 1..30), break_per_mille: 0 }],
+        _ => Vec::new(),
+    }
+}
+
 /// What harsh runs have besides. `longer`: disks are full and slow in all that they do.
 fn harsher(rng: &mut StdRng, longer: bool) -> Option<Fault> {
     let nodes = servers();
@@ -317,7 +355,11 @@ pub fn draw(s: &Scenario) -> Vec<Timed> {
             all.extend(decay(&mut rng, s));
             break;
         }
-        let mut faults = if s.gentle { gentle(&mut rng) } else { plain(&mut rng) };
+        let mut faults = match (s.tables, s.gentle) {
+            (true, _) => tables(&mut rng, s.seed),
+            (_, true) => gentle(&mut rng),
+            _ => plain(&mut rng),
+        };
         if s.harsh && !s.gentle {
             faults.extend(harsher(&mut rng, flavour(s.seed) >= 2));
         }
@@ -336,6 +378,10 @@ pub fn draw(s: &Scenario) -> Vec<Timed> {
     if s.replaces {
         let at = s.length.mul_f64(rng.random_range(0.05..0.6));
         all.push(Timed { at, fault: Fault::Replace { old: rng.random_range(1..=MDS) } });
+    }
+    if s.tables && rng.random_bool(0.5) {
+        let (at, node) = (s.length.mul_f64(rng.random_range(0.1..0.5)), 1 + (s.seed % u64::from(MDS)) as u32);
+        all.push(Timed { at, fault: Fault::Spoil { node, what: Stored::Log, dice: rng.random(), down: None } });
     }
     if s.moves {
         all.extend(moves::draw(&mut rng, s.length));

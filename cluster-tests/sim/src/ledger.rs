@@ -57,6 +57,12 @@ kinds! {
     DiskCorrupt = "disk-corrupt",
     /// A stored block decays, and another target has it good.
     Decay = "decay",
+    /// A record of a chunk table is damaged, for good.
+    TableDecay = "table-decay",
+    /// A record of a metadata server's state is.
+    StateDecay = "state-decay",
+    /// A metadata server's log is, and it has to be replaced.
+    LogDecay = "log-decay",
     /// A storage server with a new target joins.
     Joined = "target-joins",
     /// A target is to be emptied, or to stay after all.

@@ -40,6 +40,9 @@ struct Args {
     /// Blocks that decay on disks while servers are away and others take their place.
     #[arg(long, conflicts_with_all = ["harsh", "wide"])]
     decay: bool,
+    /// Disks decay: chunk tables, metadata states and logs.
+    #[arg(long, conflicts_with_all = ["harsh", "wide", "decay"])]
+    tables: bool,
     /// Also targets that are drained, and kept after all, in every run.
     #[arg(long)]
     moves: bool,
@@ -74,7 +77,7 @@ struct Args {
     #[arg(long, default_value = "histories")]
     keep: PathBuf,
     /// All kinds of run, each seed the kind that it is in `./simulate`.
-    #[arg(long, conflicts_with_all = ["harsh", "wide", "decay", "moves", "histories", "baton", "lapse", "outage", "rivals", "replay", "skip_sync"])]
+    #[arg(long, conflicts_with_all = ["harsh", "wide", "decay", "tables", "moves", "histories", "baton", "lapse", "outage", "rivals", "replay", "skip_sync"])]
     mixed: bool,
     /// With --mixed: a line of JSON for each seed, and one at the end with the rows taken.
     #[arg(long, requires = "mixed")]
@@ -94,6 +97,7 @@ impl Args {
             (_, true, _) => Mode::Harsh,
             (_, _, true) => Mode::Wide,
             _ if self.decay => Mode::Decay,
+            _ if self.tables => Mode::Tables,
             _ => Mode::Plain,
         };
         let base = mode.scenario(seed)?;

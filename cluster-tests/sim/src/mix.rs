@@ -27,13 +27,15 @@ pub enum Mode {
     Wide,
     Baton,
     History,
+    Tables,
 }
 
 /// Of 20 seeds in a row, how many are of which kind.
-pub const SHARES: [(Mode, u64); 8] = [
+pub const SHARES: [(Mode, u64); 9] = [
     (Mode::Plain, 5),
-    (Mode::Harsh, 7),
+    (Mode::Harsh, 6),
     (Mode::Decay, 1),
+    (Mode::Tables, 1),
     (Mode::Rivals, 1),
     (Mode::Lapse, 1),
     (Mode::Wide, 1),
@@ -64,6 +66,7 @@ impl Mode {
             Mode::Wide => "wide",
             Mode::Baton => "baton",
             Mode::History => "history",
+            Mode::Tables => "tables",
         }
     }
 
@@ -78,6 +81,7 @@ impl Mode {
             Mode::Wide => " --wide",
             Mode::Baton => " --baton",
             Mode::History => " --histories",
+            Mode::Tables => " --tables",
         }
     }
 
@@ -88,6 +92,7 @@ impl Mode {
             Mode::Harsh => Some(Scenario::harsh(seed)),
             Mode::Wide => Some(Scenario::wide(seed)),
             Mode::Decay => Some(Scenario::decay(seed)),
+            Mode::Tables => Some(Scenario::tables(seed)),
             Mode::Rivals | Mode::Lapse | Mode::Baton | Mode::History => None,
         }
     }

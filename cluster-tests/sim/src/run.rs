@@ -18,7 +18,7 @@ use tokio::{
 };
 
 use crate::{
-    cluster::{ANY_MDS, Cluster, FIRST_CLIENT, Sync, flavour},
+    cluster::{ANY_MDS, Cluster, FIRST_CLIENT, Stored, Sync, flavour},
     copies,
     faults::{self, Fault, Timed},
     ghost::Ghost,
@@ -66,6 +66,8 @@ pub struct Scenario {
     pub moves: bool,
     /// Blocks decay on disks while servers are away, and what those had is copied to others after a second and a half.
     pub decays: bool,
+    /// The disks of one storage server and of one metadata server decay.
+    pub tables: bool,
     /// Servers live and reach each other; only clients are cut off from some.
     pub gentle: bool,
     /// Bits of tasks that are left out: writers 0 to 2, lockers 3 to 5, truths 6 to 8, clients that die 9 and 10, what wide runs add 11.
@@ -93,6 +95,7 @@ impl Scenario {
             replaces: seed % 6 == 1 && !gentle,
             moves: seed.is_multiple_of(3) && !gentle,
             decays: false,
+            tables: false,
             gentle,
             without: 0,
         }
@@ -116,6 +119,13 @@ impl Scenario {
             without: LOOKERS,
             ..Scenario::new(seed)
         }
+    }
+
+    /// Disks decay, and nothing else is done to what has the good copies.
+    pub fn tables(seed: u64) -> Scenario {
+        let (length, fault_every) = (Duration::from_secs(15), Duration::from_millis(700));
+        let s = Scenario { length, fault_every, tables: true, ..Scenario::new(seed) };
+        Scenario { gentle: false, joins: false, replaces: false, moves: false, ..s }
     }
 
     /// With what takes every row of the tables of leases; faults about as often as in [`Scenario::new`].
@@ -220,7 +230,7 @@ fn report(seed: u64, scheduled: usize, cluster: &Cluster, f: &mut Findings, begu
     let (trace, messages, events) = cluster.net.trace();
     let scrubbed = cluster.scrubbed();
     let faults = cluster.net.ledger();
-    let harms = [Kind::DiskCorrupt.name(), Kind::Decay.name()];
+    let harms = [Kind::DiskCorrupt.name(), Kind::Decay.name(), Kind::TableDecay.name()];
     let misread = faults.rows().any(|(kind, made, _)| harms.contains(&kind) && made > 0);
     if scrubbed.damaged > 0 && !misread {
         f.broken(format!("{} chunks were found damaged on disks that do not decay", scrubbed.damaged));
@@ -473,6 +483,19 @@ async fn make(cluster: &mut Cluster, fault: &Fault, at: Duration, to_mend: &mut 
             }
         }
         Fault::Decay { node, dice } => cluster.decay(node, dice),
+        Fault::Spoil { node, what, dice, down } if cluster.is_up(node) => {
+            let busy = cluster.net.is_busy(node);
+            if down.is_some() || what == Stored::Log {
+                cluster.kill_by(node, dice & 2 == 0, dice);
+            }
+            cluster.spoil(node, what, dice, busy);
+            to_mend.extend(down.map(|down| (at + down, Mend::Start(node))));
+            if what == Stored::Log {
+                cluster.refuses(node).await?;
+                cluster.replace_mds(node).await?;
+            }
+        }
+        Fault::Spoil { .. } => {}
         Fault::Join => {
             let node = cluster.join();
             cluster.launch(node).await?;

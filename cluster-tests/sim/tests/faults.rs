@@ -19,6 +19,9 @@ fn every_kind_of_fault_hits_an_operation() {
     let decay = run(Scenario::decay(1)).unwrap();
     assert!(decay.violations.is_empty(), "{:#?}", decay.violations);
     sum.add(&decay.faults);
+    for seed in 1..=6 {
+        sum.add(&run(Scenario::tables(seed)).unwrap().faults);
+    }
     print!("{}", sum.text());
     let never: Vec<_> = sum.rows().filter(|(.., counted)| *counted == 0).map(|r| r.0).collect();
     assert!(never.is_empty(), "never counted: {never:?}");

@@ -1,0 +1,81 @@
+//! Disks that decay: a record of a storage server's chunk table, of a metadata server's state, or its Raft log is damaged, while the server runs or is
+//! down. In a run they are one server's of each kind, so that everything has a good copy elsewhere.
+
+use std::{sync::Arc, time::Duration};
+
+use strake_mds::namespace::Namespace;
+use strake_oss::engine::record::{TALLY_KEY, TARGET_KEY};
+use strake_proto::{Code, Error, Result};
+use strake_store::{MemStore, MetaStore as _};
+use tokio::time::sleep;
+
+use super::Cluster;
+use crate::ledger::Kind;
+
+/// What decays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stored {
+    /// A bit of a record in a chunk table, beneath the store's own checksums: the record's must tell.
+    Table,
+    /// A record of the metadata state: the store finds its checksum wrong.
+    State,
+    /// The Raft log, where its member may have acknowledged something.
+    Log,
+}
+
+impl Stored {
+    pub fn kind(self) -> Kind {
+        match self {
+            Stored::Table => Kind::TableDecay,
+            Stored::State => Kind::StateDecay,
+            Stored::Log => Kind::LogDecay,
+        }
+    }
+}
+
+impl Cluster {
+    /// Something on a node's disk decays, as the dice say. `busy`: an operation was under way there. A target whose table does not say whose it is, or how much
+    /// there is in it, is refused as a whole, and comes back from its folder, which there is none of here.
+    pub fn spoil(&mut self, node: u32, what: Stored, dice: u64, busy: bool) {
+        let mds = self.mds.iter().find(|m| m.node == node);
+        let oss = self.oss.iter().find(|o| o.node == node);
+        let hit = match (what, mds, oss) {
+            (Stored::Table, _, Some(o)) => o.table.flip(dice, |k| k != TARGET_KEY && k != TALLY_KEY),
+            (Stored::State, Some(m), _) => m.store.spoil(dice, |_| true),
+            (Stored::Log, Some(m), _) => {
+                m.log.damage();
+                Some(Default::default())
+            }
+            _ => None,
+        };
+        if let Some(key) = hit {
+            self.net.note(&format!("spoilt {node} {what:?} {key:02x?}"));
+            self.net.made(what.kind(), busy);
+        }
+    }
+
+    /// A metadata server whose log is damaged does not start: it would vote, or say that it has what it may have lost. An error if it does.
+    pub async fn refuses(&mut self, node: u32) -> Result<()> {
+        self.launch(node).await?;
+        for _ in 0..1000 {
+            sleep(Duration::from_millis(1)).await;
+            match self.are_up(&[node]) {
+                Err(e) if e.message.contains("damaged") => return Ok(()),
+                Err(e) => return Err(e.context("not because its log is damaged")),
+                Ok(true) => break,
+                Ok(false) => {}
+            }
+        }
+        Err(Error::new(Code::Corrupt, format!("metadata server {node} started on a damaged log")))
+    }
+}
+
+/// What [`start_on_disk`](strake_mds::server::start_on_disk) does with a state that cannot be opened: it begins without, and has a copy from the others.
+pub(super) fn set_aside_if_damaged(store: &Arc<MemStore>) -> Result<bool> {
+    let damaged = Namespace::open(store.clone()).is_err_and(|e| e.code == Code::Corrupt);
+    if damaged {
+        store.clear()?;
+        store.sync()?;
+    }
+    Ok(damaged)
+}
