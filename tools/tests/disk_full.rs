@@ -133,6 +133,11 @@ fn full_targets_refuse_and_take_again() {
     });
     // What is there can be written anew, cut and cut open, again and again; what would not fit is refused before anything happens.
     let mut first = content.clone();
+    for size in [4 * MIB, MIB / 2, MIB / 16, 8192, 4096] {
+        let rest = |n: usize| c.mnt().join(format!("rest{size}.{n}"));
+        let refused = (0..64).find_map(|n| put(&rest(n), &content[..size]).err()).expect("it never filled to the last");
+        assert_eq!(refused.kind(), ErrorKind::StorageFull, "{refused}");
+    }
     let f = File::options().write(true).open(file(0)).unwrap();
     for n in 0..100usize {
         let at = n * 7 * MIB / 23 % (32 * MIB - 100_000);
