@@ -181,7 +181,7 @@ async fn give_up(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String>> {
     let now = lost(&g.map().await?);
     let new: Vec<String> = now.difference(&before).map(u32::to_string).collect();
     if !new.is_empty() {
-        let m = "nobody else had chains {}: `strake fsck` names the files with stripes there";
+        let m = "nobody else had chains {}: `strake fsck` names the files with stripes there; those on which no file has data come back by themselves";
         said.push(m.replace("{}", &new.join(", ")));
     }
     Ok(said)

@@ -29,6 +29,7 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("report-sent-again", "not in these seeds; unit tests"),
     ("report-excused", "a cut must take five seconds; mds/src/server/tests/leases.rs"),
     ("gap", "must never happen"),
+    ("anew", "no target is lost for good; mds/src/server/tests/anew.rs"),
     ("client-refused", RARE),
     ("client-gone", RARE),
     ("client-overtaken", RARE),
