@@ -186,7 +186,10 @@ async fn give_up(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<S
     let mut said = change_each(g, ids, GIVE_UP, "is given up; what others have of it moves").await?;
     let new: BTreeSet<ChainId> = lost(&g.map().await?).difference(&before).copied().collect();
     if !new.is_empty() {
-        said.push(format!("nobody else had chains {}; what these files have there is lost (EIO):", list(&new)));
+        said.push(format!(
+            "nobody else had chains {}; those on which no file has data come back by themselves, what these files have on the others is lost (EIO):",
+            list(&new)
+        ));
         said.extend(files_on(reach, &new).await?);
     }
     Ok(said)

@@ -139,6 +139,15 @@ fn decay_is_repaired_from_the_other_copy_and_named_by_path_and_offset() {
         assert_eq!((&f.1["state"], &f.1["repaired_from"]), (&"repaired".into(), &(1 - f.0).into()), "{s:#}");
     }
     assert_eq!(found.len(), 2);
+    // In the servers' logs, too.
+    let log =
+        || (1..=2).map(|n| fs::read_to_string(c.dir().join(format!("logs/oss{n}.log"))).unwrap()).collect::<String>();
+    let lines = places.map(|(_, at)| format!("/data/samples: bytes {at} to {}, chunk ", at + BLOCK));
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(10);
+    while !lines.iter().all(|l| log().contains(l)) {
+        assert!(std::time::Instant::now() < until, "{lines:?} in {}", log());
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
     // The same for people, and in the status; and not a second time.
     let out = ok(&c.scrub(&[]));
     assert!(out.contains("/data/samples: 4096 bytes at 409600, ") && out.contains("repaired from target"), "{out}");
@@ -181,6 +190,14 @@ fn without_another_copy_it_is_an_error_and_the_scrub_says_what_is_lost() {
     assert!(text(&out.stdout).contains("/only: 4096 bytes at 315392, ") && text(&out.stdout).contains("LOST"));
     let again = findings(&c.pass(4));
     assert_eq!(again.len(), 1, "reported once");
+    // Servers that were killed know it when they are started again.
+    for oss in 1..=2 {
+        common::kill(&fs::read_to_string(c.dir().join(format!("run/oss{oss}.pid"))).unwrap());
+    }
+    ok(&strake().args(["up", "--dir"]).arg(c.dir()).output().unwrap());
+    let out = c.scrub(&["status"]);
+    assert_eq!(out.status.code(), Some(4), "{}", text(&out.stdout));
+    assert!(text(&out.stdout).contains("/only: 4096 bytes at 315392, ") && text(&out.stdout).contains("LOST"));
     // Another look from the mount, past its caches: an error where it is lost, the bytes everywhere else.
     let umount = |dir: &Path| strake().arg("umount").arg(dir).output().unwrap();
     ok(&umount(&c.mnt()));

@@ -174,6 +174,84 @@ fn a_target_is_added_to_a_server_that_serves() {
     drop(server);
 }
 
+#[test]
+fn a_disk_that_is_missing_costs_its_target_alone_and_one_that_is_lost_no_empty_chain() {
+    let c = Cluster::with("3", "2");
+    let (data, file) = (|i| pattern(4000 + i, 300_000), |i: usize| c.mnt().join(format!("f{i}")));
+    (0..20).for_each(|i| fs::write(file(i), data(i)).unwrap());
+    let all_right = || (0..20).for_each(|i| assert!(fs::read(file(i)).unwrap() == data(i), "file {i}"));
+    let status = || -> Value { serde_json::from_slice(&c.run(&["status", "--json"]).stdout).unwrap() };
+    let oss1 = || status()["servers"].as_array().unwrap().iter().find(|s| s["name"] == "oss1").unwrap().clone();
+    let refused = || oss1()["refused"].as_array().unwrap().clone();
+    let served = || oss1()["targets"].as_array().unwrap().len();
+    let config = c.dir().join("oss1.toml");
+    let no_create = fs::read_to_string(&config).unwrap().replace("[[oss.targets]]", "[[oss.targets]]\ncreate = false");
+    assert!(no_create.contains("create = false"), "{no_create}");
+
+    // Its folder is not there when the server starts: the other one serves, and the process stays.
+    let (own, away) = (c.dir().join("oss1/target0"), c.root.path().join("away"));
+    c.kill_oss(1);
+    fs::rename(&own, &away).unwrap();
+    let elsewhere = c.root.path().join("oss1.toml");
+    fs::write(&elsewhere, no_create).unwrap();
+    let mut server = Server::start(&elsewhere);
+    c.until("the other one serves", || {
+        server.again(&elsewhere);
+        let s = status();
+        s["servers"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|s| s["name"] == "oss1" && s["targets"].as_array().unwrap().len() == 1)
+    });
+    let r = refused().remove(0);
+    let dead = r["target"].as_u64().unwrap() as usize;
+    assert!(r["path"].as_str().unwrap().ends_with("oss1/target0"), "{r}");
+    assert!(r["why"].as_str().unwrap().contains("no such target folder"), "{r}");
+    let said = c.run(&["status"]);
+    assert_eq!(said.status.code(), Some(2));
+    assert!(text(&said.stdout).contains("is out of service"), "{}", text(&said.stdout));
+    all_right();
+    // Put back, it is taken in.
+    let pid = server.0.id();
+    fs::rename(&away, &own).unwrap();
+    c.until("it is back", || served() == 2 && refused().is_empty());
+    assert!(server.0.try_wait().unwrap().is_none() && oss1()["pid"] == pid);
+    c.until("all is whole", || c.run(&["status"]).status.success());
+    all_right();
+
+    // Its disk is gone for good, and with it the only replicas of empty chains. Nothing is lost, and nothing is said to be.
+    server.0.kill().unwrap();
+    server.0.wait().unwrap();
+    fs::rename(&own, &away).unwrap();
+    let mut server = Server::start(&elsewhere);
+    c.until("it is dead", || c.target(dead)["alive"] == false);
+    let headless = || {
+        let s = status();
+        let chains = s["map"]["chains"].as_array().unwrap().clone();
+        chains.iter().filter(|c| c["in_sync"].as_array().unwrap().is_empty()).count()
+    };
+    assert!(headless() >= 8, "it headed as many chains of one copy");
+    ok(&c.run(&["target", "give-up", &dead.to_string()]));
+    c.until("all chains are served", || headless() == 0);
+    assert!(status()["map"]["chains"].as_array().unwrap().iter().all(|c| c["given_up"] == false));
+    c.until("nothing of it is needed", || c.target(dead)["replicas"] == 0);
+    ok(&c.run(&["target", "remove", &dead.to_string()]));
+    all_right();
+    server.again(&elsewhere);
+    // Its configuration does not name it any more: SIGHUP, and nothing is missing.
+    let rest = fs::read_to_string(&elsewhere).unwrap();
+    let (head, targets) = rest.split_once("[[oss.targets]]").unwrap();
+    let others: Vec<&str> = targets.split("[[oss.targets]]").filter(|t| !t.contains("target0")).collect();
+    fs::write(&elsewhere, format!("{head}[[oss.targets]]{}", others.join("[[oss.targets]]"))).unwrap();
+    rustix::process::kill_process(rustix::process::Pid::from_child(&server.0), rustix::process::Signal::HUP).unwrap();
+    c.until("it is forgotten", || refused().is_empty());
+    c.until("all is whole", || c.run(&["status"]).status.success());
+    all_right();
+    let fsck = c.run(&["fsck", "--read-data"]);
+    assert!(fsck.status.success(), "{}{}", text(&fsck.stdout), text(&fsck.stderr));
+}
+
 struct Server(Child);
 
 impl Server {

@@ -317,6 +317,7 @@ pub fn command(i: &mut Input) -> Bytes {
             let (ino, fence, change, end) = (ino(i), u64::from(i.u8() % 16), u64::from(i.u8() % 8), i.number());
             Command::EndFound(pb::EndFound { ino, fence, change, end })
         }
+        14 => Command::ChainsAnew(pb::ChainsAnew { chains: map_update(i).chains }),
         13 => Command::Settings(pb::Settings { min_copies: u32::from(i.u8() % 5) }),
         _ => Command::Meta(pb::MetaRequest {
             session: u64::from(i.u8() % 4),

@@ -32,6 +32,7 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("report-sent-again", "not in these seeds; unit tests"),
     ("report-excused", "a cut must take five seconds; mds/src/server/tests/leases.rs"),
     ("gap", "must never happen"),
+    ("anew", "no target is lost for good; mds/src/server/tests/anew.rs"),
     ("client-refused", RARE),
     ("client-expired", "nothing is given up there; sim/tests/late.rs (--rivals)"),
     ("client-gone", RARE),

@@ -18,6 +18,7 @@ use strake_proto::{
 };
 
 use super::{
+    anew,
     balance::Balance,
     deal, membership, moves, recovery,
     rows::Membership,
@@ -403,6 +404,21 @@ impl Manager {
     /// been applied.
     pub fn in_doubt(&self) -> bool {
         self.in_doubt
+    }
+
+    /// Chains that nobody serves, and of which all that were in sync are gone for good or dead for long, with their epochs.
+    pub fn stranded(&self, now: Duration, map: &MapView) -> Vec<(ChainId, u64)> {
+        let all = anew::stranded(&map.map, &self.long_dead(now, &map.map));
+        all.into_iter().filter_map(|c| Some((c, map.chain(c)?.epoch))).collect()
+    }
+
+    /// Whether a target has nothing of a chain that nobody serves, and takes nothing of it before that changes.
+    pub fn is_blank(&self, now: Duration, target: TargetId, chain: &pb::Chain, map: &MapView) -> bool {
+        let alive = |t: &pb::Target| !self.lease_left(now, t).is_zero();
+        let seen =
+            self.seen.get(&target).filter(|s| map.target(target).is_some_and(|t| t.stamp == s.stamp && alive(t)));
+        let has_none = |s: &Seen| s.stored.as_ref().is_some_and(|all| all.iter().all(|(c, _)| *c != chain.id));
+        self.acts(chain, target) && seen.is_some_and(has_none)
     }
 
     /// Targets that nobody heard of for so long that they are not waited for any more.

@@ -19,6 +19,8 @@ strake_proto::rows! {
         FillEnds = "fill-ends",
         /// One of the last in-sync set restarted.
         LastRestarts = "last-restarts",
+        /// One that holds nothing begins anew.
+        Anew = "anew",
         /// A device failed.
         DeviceFailed = "device-failed",
         /// One that is wanted, and not among the replicas, joins.

@@ -268,7 +268,7 @@ pub(crate) fn count(c: &pb::Chain, state: ReplicaState) -> usize {
 }
 
 /// What is true of every chain in every map.
-fn check_chain(c: &pb::Chain) -> Result<()> {
+pub(super) fn check_chain(c: &pb::Chain) -> Result<()> {
     let bad = |why: &str| Err(inval(format!("chain {}: {why}", c.id)));
     let members: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
     if c.replicas.is_empty() || members.len() != c.replicas.len() {

@@ -17,7 +17,7 @@ use strake_proto::{
 use strake_store::{Batch, MetaStore};
 
 use super::{
-    FORMAT_CHAINS, Memory,
+    FORMAT_ANEW, FORMAT_CHAINS, Memory,
     effects::{self, Effect},
     gc, keys, locks,
     ops::{self, DIR_SIZE},
@@ -152,6 +152,7 @@ impl<'a> Apply<'a> {
             Command::FreeOrphans(f) => self.change(|t| gc::free_orphans(t, &f.inos)).map(|()| ok()),
             Command::Settings(s) => self.settings(&s),
             Command::EndFound(e) => self.change(|t| writers::end_found(t, &e, index)).map(|()| ok()),
+            Command::ChainsAnew(b) => self.begin_anew(&b),
         }
     }
 
@@ -410,6 +411,12 @@ impl<'a> Apply<'a> {
     fn settings(&mut self, s: &pb::Settings) -> Res<pb::LogReply> {
         self.change_map(|map| cluster::state::settings(map, s))?;
         self.header.format_version = self.header.format_version.max(FORMAT_CHAINS);
+        Ok(ok())
+    }
+
+    fn begin_anew(&mut self, b: &pb::ChainsAnew) -> Res<pb::LogReply> {
+        self.change_map(|map| cluster::anew::begin(map, b))?;
+        self.header.format_version = self.header.format_version.max(FORMAT_ANEW);
         Ok(ok())
     }
 

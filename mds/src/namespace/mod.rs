@@ -37,8 +37,10 @@ use std::{
 use bytes::Bytes;
 use parking_lot::{Mutex, RwLock};
 use prost::Message;
-use strake_proto::{Code, Error, Ino, Result, SessionId, map::MapView, pb};
+use strake_proto::{ChainId, Code, Error, Ino, Result, SessionId, map::MapView, pb};
 use strake_store::MetaStore;
+
+use crate::cluster;
 
 pub use apply::MAX_DEAD;
 use apply::{Apply, Session};
@@ -50,13 +52,15 @@ use txn::{Fail, Layer, Txn};
 use watched::{Damage, Watched};
 
 /// The newest version of the state's format; a newer one is refused. A state has the version of the newest kind of record
-/// that was ever put into it: 1, 2 with locks, 3 with files that may have holes, 4 with sealed files, or 5 with a cluster map that has
-/// `placement` or `min_copies`.
-pub const FORMAT_VERSION: u32 = 5;
+/// that was ever put into it: 1, 2 with locks, 3 with files that may have holes, 4 with sealed files, 5 with a cluster map that has
+/// `placement` or `min_copies`, or 6 with chains that began anew.
+pub const FORMAT_VERSION: u32 = 6;
 const FORMAT_FIRST: u32 = 1;
 /// With rules that older programs do not know: `placement` and `min_copies` of the cluster map, and that a file may have holes once a writer
 /// of it has gone without having reported everything.
 const FORMAT_CHAINS: u32 = 5;
+/// An entry that older programs do not know: chains that hold nothing begin anew.
+const FORMAT_ANEW: u32 = 6;
 
 /// The newest rules that an entry may be applied by; the leader puts them into what it logs. Entries of before do what they did then.
 /// From 1 on: `RENAME_WHITEOUT`, a bound on the names of an inode's extended attributes, set-group-id bits as since Linux 6.1, and
@@ -213,6 +217,33 @@ impl Namespace {
             }
         }
         Ok((read, None))
+    }
+
+    /// Reads up to `bytes` bytes of inodes, after a key: those of `chains` on which files have data, or may have. Returns the last key, `None` at the end.
+    pub fn holders(
+        &self,
+        after: Option<&Bytes>,
+        bytes: usize,
+        chains: &BTreeSet<ChainId>,
+    ) -> Result<(BTreeSet<ChainId>, Option<Bytes>)> {
+        let memory = self.memory.read();
+        memory.readable()?;
+        let (map, end) = (memory.place.view.clone(), [keys::INODE + 1]);
+        let first = [keys::INODE];
+        let from = after.map_or(std::ops::Bound::Included(&first[..]), |k| std::ops::Bound::Excluded(&k[..]));
+        let (mut read, mut held) = (0, BTreeSet::new());
+        for pair in self.store.range(from, std::ops::Bound::Excluded(&end[..])) {
+            let (key, value) = pair?;
+            read += key.len() + value.len();
+            let bad = |e| damaged("an inode", e);
+            let record = pb::InodeRecord::decode(value).map_err(bad)?;
+            let ino = keys::last_number(&key).ok_or_else(|| damaged("an inode's key", "too short"))?;
+            held.extend(cluster::anew::held(&map, ino, &record, chains));
+            if read >= bytes {
+                return Ok((held, Some(key)));
+            }
+        }
+        Ok((held, None))
     }
 
     /// What a failure is for those outside; that a record is damaged is noted.

@@ -413,6 +413,7 @@ fn candidates(view: &MapView, copies: u32, pool: &str, may: impl Fn(&pb::Chain) 
     out
 }
 
+/// `None`: nobody serves it, so no file gets it. Chains that hold nothing are told by that (`cluster::anew`).
 fn fit(view: &MapView, c: &pb::Chain) -> Option<Fit> {
     c.head()?;
     let alive = view.target(c.ost_index()).is_some_and(|t| t.alive);

@@ -298,6 +298,9 @@ impl Config {
     pub fn lease(&self) -> Duration {
         Duration::from_millis(self.lease_ms)
     }
+    pub fn rebuild_after(&self) -> Duration {
+        Duration::from_millis(self.rebuild_after_ms)
+    }
     pub fn session_term(&self) -> Duration {
         Duration::from_millis(self.session_term_ms)
     }

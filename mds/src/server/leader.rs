@@ -7,7 +7,7 @@ use strake_fabric::watch;
 use strake_proto::{Code, Error, Result, map::ROLE_MDS, pb};
 use tokio::time::sleep;
 
-use super::{Lead, Mds, chunks, ends, sessions::Sessions, waits::Waits};
+use super::{Lead, Mds, anew, chunks, ends, sessions::Sessions, waits::Waits};
 use crate::{
     cluster::{
         manager::{Manager, Options, Proposal},
@@ -82,7 +82,7 @@ impl Mds {
             expect_targets: self.cfg.expect_targets,
             chains_per_target: self.cfg.chains_per_target,
             balance_percent: self.cfg.balance_percent,
-            rebuild_after: Duration::from_millis(self.cfg.rebuild_after_ms),
+            rebuild_after: self.cfg.rebuild_after(),
             slow: slow::Options {
                 factor: self.cfg.slow_factor,
                 floor: Duration::from_millis(self.cfg.slow_floor_ms),
@@ -112,6 +112,7 @@ impl Mds {
             chunks::cut_files(self, term),
             ends::find_ends(self, term),
             chunks::delete_files(self),
+            anew::run(self),
         );
     }
 

@@ -9,6 +9,7 @@
 //! `members` changes the group, `verify` looks for damage in the state.
 
 mod admin;
+mod anew;
 mod attempts;
 mod changes;
 mod chunks;

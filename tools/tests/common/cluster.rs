@@ -1,4 +1,4 @@
-//! A local cluster with a mount, two copies of everything, and a target of 1 GiB on each storage server.
+//! A local cluster with a mount, two copies of everything, and targets of 1 GiB on each storage server.
 
 use std::{
     fs,
@@ -15,11 +15,16 @@ use super::common::{kill, ok, strake};
 pub struct Cluster {
     pub root: tempfile::TempDir,
     servers: &'static str,
+    targets: &'static str,
 }
 
 impl Cluster {
     pub fn new(servers: &'static str) -> Cluster {
-        let c = Cluster { root: tempfile::tempdir().unwrap(), servers };
+        Cluster::with(servers, "1")
+    }
+    /// So many targets on each.
+    pub fn with(servers: &'static str, targets: &'static str) -> Cluster {
+        let c = Cluster { root: tempfile::tempdir().unwrap(), servers, targets };
         ok(&c.up());
         c
     }
@@ -34,7 +39,7 @@ impl Cluster {
             "--mirror",
             "2",
             "--targets-per-oss",
-            "1",
+            self.targets,
             "--oss",
             self.servers,
         ]);

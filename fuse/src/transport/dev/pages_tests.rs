@@ -116,7 +116,7 @@ fn after_a_former_daemon_all_is_taken_out_once() {
     t.answered(FILE, elsewhere);
     assert_eq!(t.taken_out(FILE, id), Step::Apply);
     t.changed(FILE, id);
-    assert_eq!(t.files[&FILE].out, spans_of(&[100..101]), "handed out since");
+    assert_eq!(t.files[&FILE].out, spans_of(&[Span::from(100..101)]), "handed out since");
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn what_was_handed_out_before_is_given_back() {
     t.asked(FILE, late);
     t.answered(FILE, late);
     t.given_back(FILE, began, &spans);
-    assert_eq!(t.files[&FILE].out, spans_of(&[1..2]), "handed out since");
+    assert_eq!(t.files[&FILE].out, spans_of(&[Span::from(1..2)]), "handed out since");
     t.answered(FILE, asks);
     assert_eq!(t.files[&FILE].out, spans_of(&[1..2, 4..6]));
     t.may_be_out(FILE);

@@ -1,5 +1,6 @@
 //! Whole servers: groups of one and three members, fake storage servers, raw requests.
 
+mod anew;
 mod damage;
 mod disk;
 mod ends;
