@@ -271,7 +271,7 @@ mod tests {
         };
         let file = |size: u64| pb::InodeRecord {
             attr: Some(pb::Attr { size, ..Default::default() }),
-            layout: Some(pb::Layout { generation: 0, components: vec![component.clone()] }),
+            layout: Some(pb::Layout { components: vec![component.clone()], ..Default::default() }),
             ..Default::default()
         };
         let both = BTreeSet::from([1, 2]);

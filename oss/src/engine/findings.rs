@@ -165,6 +165,6 @@ mod tests {
         let left: Vec<Range<u32>> = (0..1000).map(|i| i * 8192..i * 8192 + 4096).collect();
         let f = Found { left, cause: "é".repeat(400), ..found() };
         let got = Found::decode(&k, &f.encode(&k)).unwrap();
-        assert_eq!((got.left, got.cause), (vec![0..999 * 8192 + 4096], "é".repeat(256)));
+        assert_eq!((got.left.len(), got.left.first(), got.cause), (1, Some(&(0..999 * 8192 + 4096)), "é".repeat(256)));
     }
 }

@@ -11,6 +11,7 @@ mod hostile;
 mod leases;
 mod locks;
 mod members;
+mod places;
 mod spoilt;
 mod world;
 
