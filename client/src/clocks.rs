@@ -1,6 +1,7 @@
-//! How late it is at storage servers. An update says what its server's clock said last, and is not taken there once that is too long
-//! ago: so whoever gave one up knows from when on no copy of it can be made any more, though nobody may have been reached since.
-//! See `docs/replication.md`, "Retries".
+//! How late it is at storage servers. An update says what its server's clock said last, and is not
+//! taken there once that is too long ago: so whoever gave one up knows from when on no copy of it
+//! can be made any more, though nobody may have been reached since. See `docs/replication.md`,
+//! "Retries".
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -149,8 +150,8 @@ impl Core {
         Ok((node.id, heard))
     }
 
-    /// An update is refused by a server that does not know what it says of its time: one of a former version took the place of that
-    /// which told it. It is to be sent again without.
+    /// An update is refused by a server that does not know what it says of its time: one of a
+    /// former version took the place of that which told it. It is to be sent again without.
     pub(crate) fn knows_no_clock(&self, node: NodeId, heard: &Heard, e: Error) -> Error {
         if e.code == Code::Overloaded {
             // Its clock may have begun anew.
@@ -164,8 +165,9 @@ impl Core {
         Error { code: Code::Overloaded, ..e }
     }
 
-    /// Returns when no copy of an update that was given up can be made any more over what is written from now on, by whomever: the head of its chain has
-    /// heard of the present round, or takes nothing that old. `copies`: those that were sent.
+    /// Returns when no copy of an update that was given up can be made any more over what is
+    /// written from now on, by whomever: the head of its chain has heard of the present round, or
+    /// takes nothing that old. `copies`: those that were sent.
     pub(crate) async fn outlive(self: &Arc<Self>, inode: &Inode, at: UpdateAt, session: SessionId, copies: Copies) {
         let until = match copies {
             Copies::None => return,

@@ -1,5 +1,6 @@
-//! Bytes of a file that write(2) had returned from and that are lost. Whoever had the file open then would find older bytes there, or the file
-//! ending before them: it gets `EIO` instead, and the size stays, until the bytes are written anew, cut off, or all such handles are closed.
+//! Bytes of a file that write(2) had returned from and that are lost. Whoever had the file open
+//! then would find older bytes there, or the file ending before them: it gets `EIO` instead, and
+//! the size stays, until the bytes are written anew, cut off, or all such handles are closed.
 //! Whoever opens the file later sees what there is. Pure bookkeeping.
 
 use std::ops::Range;

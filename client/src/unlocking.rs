@@ -1,5 +1,5 @@
-//! What owners of locks give up, from the moment they do until the servers know it. Before a program is told that somebody has a
-//! lock, those of the file are waited for. See `docs/locks.md`.
+//! What owners of locks give up, from the moment they do until the servers know it. Before a
+//! program is told that somebody has a lock, those of the file are waited for. See `docs/locks.md`.
 
 use std::{collections::BTreeMap, sync::Arc};
 

@@ -1,4 +1,5 @@
-//! Memory mappings of files on a real kernel mount beside all other ways to change them: see `mappings.py`.
+//! Memory mappings of files on a real kernel mount beside all other ways to change them: see
+//! `mappings.py`.
 
 mod common;
 

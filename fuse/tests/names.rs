@@ -1,4 +1,5 @@
-//! Names and directories that another mount changes between two requests of one system call, without a kernel.
+//! Names and directories that another mount changes between two requests of one system call,
+//! without a kernel.
 
 mod common;
 
@@ -52,7 +53,8 @@ async fn a_rename_that_another_mount_was_faster_with_begins_anew() {
     for (dir, name) in [(b, &b"2"[..]), (top, b"third"), (b, b"2")] {
         assert_eq!(vfs.lookup(thread(1), dir, name).await.unwrap().ino, file);
     }
-    // A program that only looks is told when the kernel begins anew. That asks twice before it does where it knew something by this name.
+    // A program that only looks is told when the kernel begins anew. That asks twice before it does
+    // where it knew something by this name.
     let mut former = (b, &b"2"[..]);
     for (dir, name, times) in [(a, &b"2"[..], 2), (top, b"fresh", 1), (b, b"fresh", 1)] {
         other.rename(&me, former, (dir, name), 0).await.unwrap();
@@ -132,7 +134,8 @@ async fn a_removed_directory_is_there_for_those_who_have_it() {
         vfs.unlink(ROOT, top, b"file").await.unwrap();
         // By handle it is not found any more.
         assert_eq!(code(vfs.lookup(ROOT, inner, b".").await.map(drop)), Code::Stale);
-        // The kernel asks for what it has itself seen removed only while a program has it; else it is to walk the path again.
+        // The kernel asks for what it has itself seen removed only while a program has it; else it
+        // is to walk the path again.
         vfs.releasedir(open);
         for ino in [inner, outer] {
             assert_eq!(

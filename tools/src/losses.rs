@@ -1,4 +1,5 @@
-//! Which files have data on chains: what it costs to give a target up, and what comes back with one that is kept.
+//! Which files have data on chains: what it costs to give a target up, and what comes back with one
+//! that is kept.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -19,7 +20,8 @@ struct Found {
     more: usize,
 }
 
-/// Lines that name the files with data on one of these chains, as far as they are found within a time.
+/// Lines that name the files with data on one of these chains, as far as they are found within a
+/// time.
 pub(crate) async fn files_on(mds: &[String], key: [u8; 32], chains: &BTreeSet<ChainId>) -> Vec<String> {
     let mut found = Found::default();
     let all = async {

@@ -1,5 +1,6 @@
-//! The last good copy on real processes: a block decays on the one server that is left, and the server that has it good comes back, as a member
-//! of its chains or when another one has taken its place. Either way nothing is lost.
+//! The last good copy on real processes: a block decays on the one server that is left, and the
+//! server that has it good comes back, as a member of its chains or when another one has taken its
+//! place. Either way nothing is lost.
 
 #[path = "common/cluster.rs"]
 mod cluster;
@@ -54,7 +55,8 @@ fn find(c: &Cluster, oss: usize, block: &[u8]) -> (File, Vec<u64>) {
     (data, found)
 }
 
-/// One server of the two that have the block dies, then the block decays on the other one. Both, and the third.
+/// One server of the two that have the block dies, then the block decays on the other one. Both,
+/// and the third.
 fn last_copy_decays(c: &Cluster, want: &[u8]) -> [usize; 3] {
     let block = &want[AT..AT + BLOCK];
     let (with, without): (Vec<usize>, Vec<usize>) = (1..=3).partition(|oss| !find(c, *oss, block).1.is_empty());
@@ -135,7 +137,8 @@ fn a_good_copy_that_returns_is_not_overwritten_by_the_damage() {
     let c = Cluster::new("3");
     let Some(mut want) = put(&c) else { return };
     let [stays, goes, _] = last_copy_decays(&c, &want);
-    // Another part of its chunk is written, so the one that returns is behind and is given the chunk anew.
+    // Another part of its chunk is written, so the one that returns is behind and is given the
+    // chunk anew.
     let file = File::options().write(true).open(c.mnt().join("only")).unwrap();
     file.write_all_at(b"written meanwhile", 1_000_000).unwrap();
     file.sync_all().unwrap();

@@ -1,5 +1,5 @@
-//! Appends, and those that come in pieces: the kernel cuts what a program writes by one call into requests, and others must not
-//! get in between.
+//! Appends, and those that come in pieces: the kernel cuts what a program writes by one call into
+//! requests, and others must not get in between.
 
 use std::time::Duration;
 
@@ -14,7 +14,8 @@ use crate::{
     segments,
 };
 
-/// Without a lock, nobody is told the size of the file while an append goes on in pieces: after so long the lock is taken.
+/// Without a lock, nobody is told the size of the file while an append goes on in pieces: after so
+/// long the lock is taken.
 const UNLOCKED: Duration = Duration::from_millis(500);
 /// Bytes that go in one go at most: no write(2) is longer, so what follows is another.
 const LONGEST: u64 = 2 << 30;
@@ -22,7 +23,8 @@ const LONGEST: u64 = 2 << 30;
 /// A piece of an append.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// The call that it is a piece of: the same for its pieces, another for every other call as far as that can be told.
+    /// The call that it is a piece of: the same for its pieces, another for every other call as far
+    /// as that can be told.
     pub call: (u32, u64),
     /// Where the caller believes that it goes; its pieces follow each other there.
     pub offset: u64,
@@ -37,8 +39,8 @@ pub struct Landed {
     pub offset: u64,
     /// Bytes written, fewer than given when space ran out or at the largest size of a file.
     pub len: usize,
-    /// The end of the file is kept for the next piece: until it is here, [`File::end_append`] is called with this number, or
-    /// [`crate::Config::append_hold`] is over.
+    /// The end of the file is kept for the next piece: until it is here, [`File::end_append`] is
+    /// called with this number, or [`crate::Config::append_hold`] is over.
     pub kept: Option<u64>,
 }
 
@@ -62,7 +64,8 @@ impl Tail {
 }
 
 impl File {
-    /// Writes at the end of the file; returns where. Appends never overlap, those of other clients included.
+    /// Writes at the end of the file; returns where. Appends never overlap, those of other clients
+    /// included.
     pub async fn append(&self, data: Vec<Buf>) -> Result<u64> {
         let len = segments::total(&data);
         let landed = self.append_piece(data, None, ()).await?;
@@ -72,8 +75,8 @@ impl File {
         Ok(landed.offset)
     }
 
-    /// As [`File::append`]; a piece goes directly behind the one before it if that is not too long ago. Drops `until` as
-    /// [`File::write_until`].
+    /// As [`File::append`]; a piece goes directly behind the one before it if that is not too long
+    /// ago. Drops `until` as [`File::write_until`].
     pub async fn append_part(&self, data: Vec<Buf>, part: Part, until: impl Send + 'static) -> Result<Landed> {
         self.append_piece(data, Some(part), until).await
     }
@@ -96,7 +99,8 @@ impl File {
         self.0.tail.lock().as_ref().map(|t| t.number)
     }
 
-    /// The piece that the end of the file was kept for under this number does not come. Whether it was kept until now.
+    /// The piece that the end of the file was kept for under this number does not come. Whether it
+    /// was kept until now.
     pub fn end_append(&self, number: u64) -> bool {
         self.0.tail.lock().take_if(|t| t.number == number).is_some()
     }
@@ -111,7 +115,8 @@ impl File {
         let (core, inode) = (&self.0.core, &self.0.inode);
         let one = inode.appending.clone().lock_owned().await;
         loop {
-            // First, so that the session is on record as a writer before the end is looked for; and a new one may wait for reports of others.
+            // First, so that the session is on record as a writer before the end is looked for; and
+            // a new one may wait for reports of others.
             let session = core.capability(inode, true, None).await?.session;
             let end = core.lock_end(inode).await?;
             if end.session == session {
@@ -122,7 +127,8 @@ impl File {
     }
 
     async fn append_new(&self, data: Vec<Buf>, part: Option<Part>) -> Result<Landed> {
-        // Whoever appends by this handle now has done with the append before, unless this is a piece of it.
+        // Whoever appends by this handle now has done with the append before, unless this is a
+        // piece of it.
         let mut kept = self.0.tail.lock().take().filter(|t| part.is_some_and(|p| t.is_for(&p)));
         let len = segments::total(&data);
         loop {
@@ -165,8 +171,8 @@ impl File {
         Some(number)
     }
 
-    /// An append that a former client of the mount had in work goes where it went. Others are told of no size without it, so it
-    /// waits for nobody.
+    /// An append that a former client of the mount had in work goes where it went. Others are told
+    /// of no size without it, so it waits for nobody.
     async fn append_again(&self, a: Appended, data: Vec<Buf>) -> Result<usize> {
         let lost = |e: Error| match e.code {
             Code::NoSession => Error::new(Code::Io, "the session was lost during an append; the bytes may be there"),

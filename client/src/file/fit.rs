@@ -40,8 +40,9 @@ fn lacking(map: &MapView, of: &BTreeMap<ChainId, u64>, space: &[pb::TargetSpace]
 }
 
 impl File {
-    /// `ENOSPC` if the range does not fit where the file lies: each copy counts, and what is stored of the range already does not. Nothing
-    /// is reserved. What targets have free is what the metadata servers heard last.
+    /// `ENOSPC` if the range does not fit where the file lies: each copy counts, and what is stored
+    /// of the range already does not. Nothing is reserved. What targets have free is what the
+    /// metadata servers heard last.
     pub async fn check_room(&self, offset: u64, len: u64) -> Result<()> {
         let (core, inode) = (&self.0.core, &self.0.inode);
         let client = crate::Client { core: core.clone() };

@@ -12,15 +12,16 @@ use crate::{
 /// Since when the bytes of a file are as they were read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AsOf {
-    /// Nobody else has changed them as long as this is the file's tenure: [`crate::Client::tenure`].
+    /// Nobody else has changed them as long as this is the file's tenure:
+    /// [`crate::Client::tenure`].
     Tenure(u64),
     /// As long as its attributes have this `change`.
     Change(u64),
 }
 
 impl File {
-    /// As [`File::read`], for whoever keeps the bytes as long as they are as they were. `asked` is called when nothing more is asked of
-    /// the metadata servers.
+    /// As [`File::read`], for whoever keeps the bytes as long as they are as they were. `asked` is
+    /// called when nothing more is asked of the metadata servers.
     pub async fn read_to_keep(&self, offset: u64, len: usize, asked: impl FnOnce()) -> Result<(Vec<Buf>, AsOf)> {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
@@ -39,8 +40,9 @@ impl File {
         Ok((bufs, as_of))
     }
 
-    /// Writes back what was stored through a memory mapping of the file: as [`File::write`], but the file does not get longer. What is
-    /// beyond its end is dropped. `only`: `EIO`, and nothing is written, in another session: it was stored before that was lost.
+    /// Writes back what was stored through a memory mapping of the file: as [`File::write`], but
+    /// the file does not get longer. What is beyond its end is dropped. `only`: `EIO`, and nothing
+    /// is written, in another session: it was stored before that was lost.
     pub async fn write_mapped(&self, offset: u64, data: Buf, only: Option<SessionId>) -> Result<()> {
         self.check(self.is_writable(), "writing")?;
         let me = self.clone();

@@ -1,5 +1,5 @@
-//! Which copies are good: a block that cannot be read at the end, though a target that is there has it as its file may have it, is a promise broken,
-//! whatever place that target has in the chain.
+//! Which copies are good: a block that cannot be read at the end, though a target that is there has
+//! it as its file may have it, is a promise broken, whatever place that target has in the chain.
 
 use std::sync::Arc;
 

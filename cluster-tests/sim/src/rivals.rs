@@ -1,5 +1,6 @@
-//! Two clients that write to one file. The network keeps what the one sends until its calls fail, and may then cut it off from the storage
-//! servers, or from all. What the other writes from then on stays, whenever the copies arrive.
+//! Two clients that write to one file. The network keeps what the one sends until its calls fail,
+//! and may then cut it off from the storage servers, or from all. What the other writes from then
+//! on stays, whenever the copies arrive.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! Which requests belong to one write(2). The kernel does not say, but it counts the writes of each thread that have returned.
+//! Which requests belong to one write(2). The kernel does not say, but it counts the writes of each
+//! thread that have returned.
 
 use std::{fs, time::Duration};
 
@@ -6,8 +7,8 @@ use strake_client::File;
 
 /// Bytes of a request at most.
 const MAX_WRITE: usize = crate::transport::kernel::MAX_REQUEST as usize;
-/// So much a request that was cut may hold less: it takes 256 pages, and each piece of memory that does not begin with a page, as a
-/// writev(2) has many of, takes one more.
+/// So much a request that was cut may hold less: it takes 256 pages, and each piece of memory that
+/// does not begin with a page, as a writev(2) has many of, takes one more.
 const SLACK: usize = 64 * 4096;
 /// How often it is looked whether a call has returned.
 const LOOK: Duration = Duration::from_millis(1);
@@ -19,7 +20,8 @@ pub(super) fn may_be_cut(len: usize) -> bool {
     len > MAX_WRITE - SLACK
 }
 
-/// How many write(2)s, writev(2)s and so on of this thread have returned. `None`: it is gone, or this process may not know.
+/// How many write(2)s, writev(2)s and so on of this thread have returned. `None`: it is gone, or
+/// this process may not know.
 pub(super) fn writes(tid: u32) -> Option<u64> {
     if tid == 0 {
         return None;
@@ -31,7 +33,8 @@ fn parse(io: &str) -> Option<u64> {
     io.lines().find_map(|l| l.strip_prefix("syscw:"))?.trim().parse().ok()
 }
 
-/// Keeps the end of a file for the next piece of a call as long as that has not returned. `before`: what [`writes`] said in it.
+/// Keeps the end of a file for the next piece of a call as long as that has not returned. `before`:
+/// what [`writes`] said in it.
 pub(super) async fn watch(file: File, kept: u64, tid: u32, before: Option<u64>) {
     let Some(before) = before else {
         tokio::time::sleep(UNSEEN).await;
@@ -40,7 +43,8 @@ pub(super) async fn watch(file: File, kept: u64, tid: u32, before: Option<u64>) 
     };
     while file.kept_end() == Some(kept) {
         tokio::time::sleep(LOOK).await;
-        // Newer kernels have a reader wait while the thread begins a program, which in turn may wait for this daemon.
+        // Newer kernels have a reader wait while the thread begins a program, which in turn may
+        // wait for this daemon.
         let now = tokio::task::spawn_blocking(move || writes(tid)).await.ok().flatten();
         if now != Some(before) {
             file.end_append(kept);

@@ -1,13 +1,16 @@
 //! A rename(2) whose two lookups another mount's rename fell between.
 //!
-//! Linux looks up the old name and then the new one, and when both show one inode it has nothing to do: it says 0 and asks for nothing more.
-//! If another mount renames the file in the same way between the two lookups, both show one inode although the old name is gone, and
-//! both programs would be told that they renamed it.
+//! Linux looks up the old name and then the new one, and when both show one inode it has nothing to
+//! do: it says 0 and asks for nothing more. If another mount renames the file in the same way
+//! between the two lookups, both show one inode although the old name is gone, and both programs
+//! would be told that they renamed it.
 //!
-//! So when a thread finds a file by one name and then by another, the metadata servers are asked whether the first name still leads to
-//! it. If it does not, the second lookup is answered `ESTALE`, upon which the kernel begins anew: it finds the old name gone. A
-//! program that only looked at both names is told what is there when the kernel asks again. Where the kernel knows something else by the second name, it asks once
-//! more before it begins anew (it revalidates, then looks up): then `ESTALE` is answered twice.
+//! So when a thread finds a file by one name and then by another, the metadata servers are asked
+//! whether the first name still leads to it. If it does not, the second lookup is answered
+//! `ESTALE`, upon which the kernel begins anew: it finds the old name gone. A program that only
+//! looked at both names is told what is there when the kernel asks again. Where the kernel knows
+//! something else by the second name, it asks once more before it begins anew (it revalidates, then
+//! looks up): then `ESTALE` is answered twice.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -43,7 +46,8 @@ pub(super) struct Claims {
 }
 
 impl Claims {
-    /// The kernel is told, or has made it so itself, that there is something other than a directory at this name.
+    /// The kernel is told, or has made it so itself, that there is something other than a directory
+    /// at this name.
     pub fn told(&self, dir: Ino, name: &[u8]) {
         let [new, old] = &mut *self.told.lock();
         new.insert(self.names.hash_one((dir, name)));
@@ -100,7 +104,8 @@ fn settle(all: &mut HashMap<u32, Last>, thread: u32, (dir, name): (Ino, &[u8]), 
 }
 
 impl Vfs {
-    /// A name that is not a directory's was looked up by a thread and led to `ino`. `ESTALE`: see the module.
+    /// A name that is not a directory's was looked up by a thread and led to `ino`. `ESTALE`: see
+    /// the module.
     pub(super) async fn claimed(&self, thread: u32, name: (Ino, &[u8]), ino: Ino) -> Result<()> {
         let Some(former) = self.claims.found(thread, name, ino) else { return Ok(()) };
         let there = match self.client.lookup_now(self.inner(former.0), &former.1).await {

@@ -1,11 +1,13 @@
-//! Directories that were removed, here or by another mount, while a program of this mount still has them.
+//! Directories that were removed, here or by another mount, while a program of this mount still has
+//! them.
 //!
-//! On a local disk such a directory has no links and no names, and fstat(2), fchmod(2) and futimens(2) work on it. The metadata servers are
-//! not told who has a directory open and forget a removed one at once. So the mount answers from what it knew last. Only programs that have
-//! the directory can reach it, so nobody else could see what they change of it.
+//! On a local disk such a directory has no links and no names, and fstat(2), fchmod(2) and
+//! futimens(2) work on it. The metadata servers are not told who has a directory open and forget a
+//! removed one at once. So the mount answers from what it knew last. Only programs that have the
+//! directory can reach it, so nobody else could see what they change of it.
 //!
-//! A removed directory that no program here is known to have is `ESTALE`: the kernel reached it by a path that it walks again then, or
-//! by a file handle.
+//! A removed directory that no program here is known to have is `ESTALE`: the kernel reached it by
+//! a path that it walks again then, or by a file handle.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -103,7 +105,8 @@ fn now() -> i64 {
 }
 
 impl Vfs {
-    /// The attributes of a removed directory that a program has open, or that lies above one (".." leads there), or that this mount removed.
+    /// The attributes of a removed directory that a program has open, or that lies above one (".."
+    /// leads there), or that this mount removed.
     fn held(&self, ino: Ino) -> Option<pb::Attr> {
         let gone = self.folders.gone(ino);
         if let Some((attr, true)) = gone {
@@ -122,7 +125,8 @@ impl Vfs {
         Some(if gone.is_some() { attr } else { self.folders.bury(attr, false) })
     }
 
-    /// What an inode that a request failed for was, if it was a directory that a program still has; else the error.
+    /// What an inode that a request failed for was, if it was a directory that a program still has;
+    /// else the error.
     pub(super) fn or_held(&self, ino: Ino, e: Error) -> Result<pb::Attr> {
         match e.code {
             Code::NoEnt => self.held(ino).ok_or_else(|| stale(e)),

@@ -1,9 +1,10 @@
-//! Who took locks through which handles, and under which number the metadata servers know them. A pure table but for the records that the
-//! next daemon needs.
+//! Who took locks through which handles, and under which number the metadata servers know them. A
+//! pure table but for the records that the next daemon needs.
 //!
-//! The kernel's number for an owner is an address, which the next one may get while the unlock of the former is still under
-//! way. So servers are given numbers of our own, and none is given again: an flock has that of its handle; the POSIX locks of
-//! an owner in one file have a number until the owner has none there any more.
+//! The kernel's number for an owner is an address, which the next one may get while the unlock of
+//! the former is still under way. So servers are given numbers of our own, and none is given again:
+//! an flock has that of its handle; the POSIX locks of an owner in one file have a number until the
+//! owner has none there any more.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,7 +19,8 @@ use strake_proto::Ino;
 
 use super::restart::{ending, keep_owner};
 
-/// All of an owner's locks in a file: the inode, whether it is an flock, the kernel's number of the owner, or of an flock the handle.
+/// All of an owner's locks in a file: the inode, whether it is an flock, the kernel's number of the
+/// owner, or of an flock the handle.
 pub(super) type Key = (Ino, bool, u64);
 
 /// What became of a request for a lock.
@@ -121,8 +123,8 @@ impl Table {
         Some(owner)
     }
 
-    /// A process has one number in all files, so that a deadlock across files is seen; but none under which something is just being
-    /// given up in this file.
+    /// A process has one number in all files, so that a deadlock across files is seen; but none
+    /// under which something is just being given up in this file.
     fn new_number(&self, (ino, flock, owner): Key, around: &impl Around) -> u64 {
         if flock {
             return owner;
@@ -154,9 +156,10 @@ impl Owners {
         Owners { table: Mutex::default(), keep }
     }
 
-    /// Somebody asks for a lock: the owner's number. Noted before it is asked for, so that the next daemon gives up what this one may
-    /// have got. `None`, unless `sure`: the owner is known by other handles only. The kernel may have given its number to somebody
-    /// else since, so it must be known first whether those are closed.
+    /// Somebody asks for a lock: the owner's number. Noted before it is asked for, so that the next
+    /// daemon gives up what this one may have got. `None`, unless `sure`: the owner is known by
+    /// other handles only. The kernel may have given its number to somebody else since, so it must
+    /// be known first whether those are closed.
     pub fn asks(&self, key: Key, handle: u64, sure: bool, around: &impl Around) -> Option<u64> {
         let mut t = self.table.lock();
         let known = t.owners.get(&key);
@@ -199,7 +202,8 @@ impl Owners {
         self.table.lock().owners.get(&key).map(|o| Known { number: o.number, asked: o.asked })
     }
 
-    /// The owner had nothing there any more when it unlocked. Which handles have none left of anybody.
+    /// The owner had nothing there any more when it unlocked. Which handles have none left of
+    /// anybody.
     pub fn has_none(&self, key: Key, then: Known) -> Vec<u64> {
         let mut t = self.table.lock();
         if t.owners.get(&key).is_none_or(|o| (o.number, o.asked) != (then.number, then.asked) || o.asks()) {
@@ -448,8 +452,9 @@ mod tests {
         }
     }
 
-    /// A lock is taken through handle 1, which is closed; the next open file gets its address and locks again, before anything of that is
-    /// noted. In every order in which threads, unlocks and requests may come, the second one has its lock, and alone.
+    /// A lock is taken through handle 1, which is closed; the next open file gets its address and
+    /// locks again, before anything of that is noted. In every order in which threads, unlocks and
+    /// requests may come, the second one has its lock, and alone.
     #[test]
     fn in_every_order_of_events_the_next_one_at_an_address_keeps_its_lock() {
         let (mut todo, mut ends) = (vec![Vec::new()], 0);

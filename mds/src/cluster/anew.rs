@@ -1,9 +1,12 @@
-//! Chains that hold nothing. When all that was in sync of a chain is gone and no file has data there, nothing is lost: the chain begins anew,
-//! with blank replicas. Pure functions; `docs/replication.md`, "Chains without data", says why this proves it:
+//! Chains that hold nothing. When all that was in sync of a chain is gone and no file has data
+//! there, nothing is lost: the chain begins anew, with blank replicas. Pure functions;
+//! `docs/replication.md`, "Chains without data", says why this proves it:
 //!
-//! A new epoch comes with every change of a chain, so one that nobody serves at an epoch is served by nobody until the next. Meanwhile no file gets
-//! it (`namespace::placement` gives files chains that somebody serves), and no write is acknowledged there. So what the leader finds when it reads
-//! all files at that epoch holds until the next one; and the entry with which the chain begins anew makes that very next one, or is refused.
+//! A new epoch comes with every change of a chain, so one that nobody serves at an epoch is served
+//! by nobody until the next. Meanwhile no file gets it (`namespace::placement` gives files chains
+//! that somebody serves), and no write is acknowledged there. So what the leader finds when it
+//! reads all files at that epoch holds until the next one; and the entry with which the chain
+//! begins anew makes that very next one, or is refused.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -37,8 +40,9 @@ pub fn stranded(map: &pb::ClusterMap, dead: &BTreeSet<TargetId>) -> Vec<ChainId>
     map.chains.iter().filter(is).map(|c| c.id).collect()
 }
 
-/// Those of `chains` on which this file has data by the state, or may have: it has been written there and was not cut, or it is not known yet how far
-/// it was written. One that is open for writing may have bytes that its writer has yet to report.
+/// Those of `chains` on which this file has data by the state, or may have: it has been written
+/// there and was not cut, or it is not known yet how far it was written. One that is open for
+/// writing may have bytes that its writer has yet to report.
 pub fn held(map: &MapView, ino: u64, r: &pb::InodeRecord, chains: &BTreeSet<ChainId>) -> BTreeSet<ChainId> {
     let Some(layout) = &r.layout else { return BTreeSet::new() };
     let Ok(stripes) = StripeMap::resolve(ino, layout, map) else {
@@ -73,8 +77,9 @@ impl<'a> Homes<'a> {
         Homes { map, domains: Domains::new(map), has }
     }
 
-    /// The chain with new replicas: those of its targets that are there, others for the rest. `blank`: nothing of this chain is on a target, and it
-    /// knows that it is not to take anything of it. `None`: there are too few.
+    /// The chain with new replicas: those of its targets that are there, others for the rest.
+    /// `blank`: nothing of this chain is on a target, and it knows that it is not to take anything
+    /// of it. `None`: there are too few.
     pub fn of(&mut self, chain: ChainId, blank: impl Fn(TargetId, &pb::Chain) -> bool) -> Option<pb::Chain> {
         let c = self.map.chains.iter().find(|c| c.id == chain)?;
         let want = copies(self.map, c);
@@ -152,7 +157,8 @@ pub fn begin(map: &mut pb::ClusterMap, b: &pb::ChainsAnew) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Targets 0 to 3 on nodes of their own, 0 dead; chain 1 was on 0 alone, chain 2 on 0 and 1, chain 3 is served.
+    /// Targets 0 to 3 on nodes of their own, 0 dead; chain 1 was on 0 alone, chain 2 on 0 and 1,
+    /// chain 3 is served.
     fn map() -> pb::ClusterMap {
         let target = |id| pb::Target { id, node: 1001 + id, capacity: 100, alive: id > 0, ..Default::default() };
         let chain = |id, on: &[(u32, pb::ReplicaState)]| pb::Chain {

@@ -1,6 +1,7 @@
-//! Questions about locks: before somebody is told that a session has a lock in the way, that session gives up what none of its programs
-//! holds any more, and says so. A program's close(2) does not wait for that. Which sessions are asked, and what they owe. A pure
-//! table, see `docs/locks.md`.
+//! Questions about locks: before somebody is told that a session has a lock in the way, that
+//! session gives up what none of its programs holds any more, and says so. A program's close(2)
+//! does not wait for that. Which sessions are asked, and what they owe. A pure table, see
+//! `docs/locks.md`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -71,8 +72,9 @@ impl Checks {
         h.asked.values_mut().for_each(|q| q.sent = false);
     }
 
-    /// Somebody came at `now` who is to be told that the session has a lock of `ino`. `None`: it is not asked. It has said no hello yet,
-    /// unless it may still do so (`in_grace`), or does not answer.
+    /// Somebody came at `now` who is to be told that the session has a lock of `ino`. `None`: it is
+    /// not asked. It has said no hello yet, unless it may still do so (`in_grace`), or does not
+    /// answer.
     pub fn ask(&mut self, now: Duration, id: SessionId, ino: Ino, in_grace: bool) -> Option<Number> {
         if in_grace {
             self.holders.entry(id).or_default();

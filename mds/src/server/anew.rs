@@ -1,4 +1,5 @@
-//! The leader's worker that brings chains back which nobody serves and on which no file has data ([`crate::cluster::anew`]).
+//! The leader's worker that brings chains back which nobody serves and on which no file has data
+//! ([`crate::cluster::anew`]).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,7 +14,8 @@ use crate::cluster::anew::{AT_ONCE, Homes};
 use pb::log_command::Command;
 
 const LOOK: Duration = Duration::from_secs(2);
-/// Before a chain on which files have data is looked at again: they may have been removed. And longer than a look takes, so many times.
+/// Before a chain on which files have data is looked at again: they may have been removed. And
+/// longer than a look takes, so many times.
 const AGAIN: Duration = Duration::from_secs(600);
 const IDLE: u32 = 20;
 /// Bytes read at once.
@@ -67,7 +69,8 @@ impl Mds {
         planned.unwrap_or_default()
     }
 
-    /// Those of the chains on which files have data, or may have, by a state in which nobody serves them.
+    /// Those of the chains on which files have data, or may have, by a state in which nobody serves
+    /// them.
     async fn holders(&self, mut chains: BTreeSet<ChainId>) -> Result<BTreeSet<ChainId>> {
         let (mut held, mut after) = (BTreeSet::new(), None);
         loop {

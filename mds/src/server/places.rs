@@ -1,5 +1,5 @@
-//! Where chunks lie in files, for the storage servers' log: what people read names files by path. From what this member has applied, no
-//! promise about what comes after.
+//! Where chunks lie in files, for the storage servers' log: what people read names files by path.
+//! From what this member has applied, no promise about what comes after.
 
 use bytes::Bytes;
 use prost::Message as _;

@@ -1,5 +1,6 @@
-//! Chunks that were found damaged and are so still, kept in the chunk table so that a restart does not forget them.
-//! One that is damaged itself, or that an older program did not keep up, is found out when the chunk is looked at again.
+//! Chunks that were found damaged and are so still, kept in the chunk table so that a restart does
+//! not forget them. One that is damaged itself, or that an older program did not keep up, is found
+//! out when the chunk is looked at again.
 
 use std::ops::Range;
 
@@ -26,7 +27,8 @@ pub struct Found {
     pub lost: bool,
     /// The chunk's own record was damaged.
     pub record: bool,
-    /// From the first to the last damaged byte when it was found, all of it if empty; and how many of them were damaged.
+    /// From the first to the last damaged byte when it was found, all of it if empty; and how many
+    /// of them were damaged.
     pub part: Range<u32>,
     pub bytes: u32,
     /// When it was found, milliseconds since 1970.
@@ -88,7 +90,8 @@ impl Found {
 }
 
 impl Engine {
-    /// What an earlier life of the server found, `most` at most, in order. Records that cannot be read are left out.
+    /// What an earlier life of the server found, `most` at most, in order. Records that cannot be
+    /// read are left out.
     pub fn findings(&self, most: usize) -> Vec<(Key, Found)> {
         let mut all = Vec::new();
         for pair in self.shared.table.prefix(&[FINDING_PREFIX]).take(most) {
@@ -105,7 +108,8 @@ impl Engine {
         all
     }
 
-    /// Writes down that a chunk is damaged, or is so no more; durable with the next sync of the table.
+    /// Writes down that a chunk is damaged, or is so no more; durable with the next sync of the
+    /// table.
     pub fn note_finding(&self, key: &Key, found: Option<&Found>) -> Result<()> {
         let k = record::finding_key(key);
         let mut batch = Batch::default();

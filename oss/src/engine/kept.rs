@@ -1,13 +1,14 @@
 //! What of a target's free space is kept back from new data: pure arithmetic.
 //!
-//! Every update is copy-on-write, so that a full target could do nothing without it. Overwriting, cutting and removing give back
-//! what they take as soon as they are flushed.
+//! Every update is copy-on-write, so that a full target could do nothing without it. Overwriting,
+//! cutting and removing give back what they take as soon as they are flushed.
 
 use strake_proto::SessionId;
 
 use crate::device::BLOCK;
 
-/// Of a target, one part in so many is kept for overwriting, and one in so many for cutting and punching.
+/// Of a target, one part in so many is kept for overwriting, and one in so many for cutting and
+/// punching.
 const OVERWRITE_PART: u64 = 64;
 const CUT_PART: u64 = 1024;
 const MOST_OVERWRITE: u64 = (64 << 20) / BLOCK;
@@ -19,7 +20,8 @@ pub struct Kept {
     pub cut: u64,
     /// For blocks that take the place of others.
     pub overwrite: u64,
-    /// Bytes of the file system below, for overwriting and for the chunk table: with less, new data is refused.
+    /// Bytes of the file system below, for overwriting and for the chunk table: with less, new data
+    /// is refused.
     pub below: u64,
 }
 
@@ -66,9 +68,11 @@ impl Kept {
         self.cut + self.overwrite
     }
 
-    /// What must be left when the update has its blocks. `granted`: to all sessions; `own` of it to the update's.
+    /// What must be left when the update has its blocks. `granted`: to all sessions; `own` of it to
+    /// the update's.
     ///
-    /// Of a grant, new blocks take first. New ones beyond it leave all that is kept, and the grants; others may take what is kept for them.
+    /// Of a grant, new blocks take first. New ones beyond it leave all that is kept, and the
+    /// grants; others may take what is kept for them.
     pub fn from(&self, want: Want, granted: u64, own: u64) -> u64 {
         if matches!(want.claim, Claim::All) {
             return 0;
@@ -96,7 +100,8 @@ mod tests {
         let k = Kept { cut: 16, overwrite: 100, below: 0 };
         assert_eq!(k.from(data(10, 0, None), 0, 0), 116);
         assert_eq!(k.from(data(10, 10, None), 0, 0), 16);
-        // Half of each: both limits hold, that of new data as if the replaced blocks were back already.
+        // Half of each: both limits hold, that of new data as if the replaced blocks were back
+        // already.
         assert_eq!((k.from(data(10, 5, None), 0, 0), k.from(data(300, 5, None), 0, 0)), (111, 111));
         assert_eq!((k.from(data(10, 0, None), 50, 0), k.from(data(10, 10, None), 50, 0)), (166, 66));
         // What was granted is there also while others overwrite.
@@ -106,8 +111,8 @@ mod tests {
         assert_eq!(Kept::of(1 << 40).total(), 4096 + MOST_OVERWRITE);
     }
 
-    /// Whatever comes in which order: while each overwrite is no larger than what is kept for it, one that comes alone finds its blocks,
-    /// and so does one within its grant.
+    /// Whatever comes in which order: while each overwrite is no larger than what is kept for it,
+    /// one that comes alone finds its blocks, and so does one within its grant.
     #[test]
     fn overwriting_always_finds_what_was_kept() {
         for seed in 0..300 {

@@ -1,7 +1,9 @@
-//! Copies that are not in sync, as sources for what no replica in sync has good: of a replica that waits or is being filled, and of a target that
-//! has left the chain and is still there. They may be older, so what they give is judged by what is stored here: a block that has the checksum which
-//! this replica's record says it must have is that block, whatever else has changed. Where that checksum is not known, the chunk
-//! there must be at this one's version: a version names one update.
+//! Copies that are not in sync, as sources for what no replica in sync has good: of a replica that
+//! waits or is being filled, and of a target that has left the chain and is still there. They may
+//! be older, so what they give is judged by what is stored here: a block that has the checksum
+//! which this replica's record says it must have is that block, whatever else has changed. Where
+//! that checksum is not known, the chunk there must be at this one's version: a version names one
+//! update.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -166,8 +168,8 @@ impl Replica {
         Ok((reply, data))
     }
 
-    /// A VOUCH as it arrives: whether this replica, in sync, can read all that it has of the chunk, or has it again now with the help of the
-    /// target that asks. `Corrupt` if not.
+    /// A VOUCH as it arrives: whether this replica, in sync, can read all that it has of the chunk,
+    /// or has it again now with the help of the target that asks. `Corrupt` if not.
     pub(super) async fn vouch(self: &Arc<Self>, r: &DataRequest) -> Result<DataReply> {
         self.check_in_sync(r.epoch)?;
         let asks = TargetId::try_from(r.session).map_err(|_| Error::new(Code::Inval, "no target's number"))?;
@@ -224,7 +226,8 @@ impl Replica {
     }
 }
 
-/// Which blocks of a part, read elsewhere, are those that are lost here: `sums` are the checksums that they must have.
+/// Which blocks of a part, read elsewhere, are those that are lost here: `sums` are the checksums
+/// that they must have.
 fn judge(
     from: TargetId,
     (reply, data): &(DataReply, Vec<Buf>),
@@ -269,8 +272,8 @@ fn joined(mut parts: Vec<Range<u32>>) -> Vec<Range<u32>> {
     out
 }
 
-/// The bytes that stand for damaged ones in a fill, from this checksum of theirs, as far as it is known: zeros behind a word by which their
-/// complement's checksum is the one of what is lost.
+/// The bytes that stand for damaged ones in a fill, from this checksum of theirs, as far as it is
+/// known: zeros behind a word by which their complement's checksum is the one of what is lost.
 pub(super) fn stand_in(part: &Range<u32>, sums: &[Option<u32>]) -> Vec<u8> {
     let mut bytes = vec![0; (part.end - part.start) as usize];
     for (block, sum) in bytes.chunks_mut(BLOCK as usize).zip(sums) {
@@ -281,7 +284,8 @@ pub(super) fn stand_in(part: &Range<u32>, sums: &[Option<u32>]) -> Vec<u8> {
     bytes
 }
 
-/// What a block that stands for a damaged one says about that: the checksum it has, if that is known.
+/// What a block that stands for a damaged one says about that: the checksum it has, if that is
+/// known.
 pub(super) fn stands_for(block: &[u8]) -> Option<u32> {
     let mut whole = [0; BLOCK as usize];
     whole[..block.len()].copy_from_slice(block);

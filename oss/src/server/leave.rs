@@ -1,5 +1,6 @@
-//! What a target has of a chain that it has left. It may be the only good copy of something: damage that nobody has found yet on those that took
-//! its place is no reason to trust them. So nothing goes before every replica that the chain shall have is in sync and has read what it has of the
+//! What a target has of a chain that it has left. It may be the only good copy of something: damage
+//! that nobody has found yet on those that took its place is no reason to trust them. So nothing
+//! goes before every replica that the chain shall have is in sync and has read what it has of the
 //! chunk, with the help of this target where it cannot (`copies.rs`).
 
 use std::{
@@ -38,8 +39,9 @@ struct Pass {
 }
 
 impl Replica {
-    /// Offers what this target has of the chain, which it has left, to those that are in sync, and removes what they can do without, until the
-    /// chain changes. `whole`: the chain has all the replicas that it shall have in sync.
+    /// Offers what this target has of the chain, which it has left, to those that are in sync, and
+    /// removes what they can do without, until the chain changes. `whole`: the chain has all the
+    /// replicas that it shall have in sync.
     pub(super) async fn leave(self: Arc<Self>, epoch: u64, whole: bool) {
         let (mut pause, mut kept) = (PAUSE_MIN, 0);
         while self.goes_on(epoch) {
@@ -133,7 +135,8 @@ impl Replica {
         Ok(can_go)
     }
 
-    /// Whether all replicas in sync can read what they have of a chunk, and whether applications wait for one of them.
+    /// Whether all replicas in sync can read what they have of a chunk, and whether applications
+    /// wait for one of them.
     async fn others_vouch(&self, epoch: u64, chunk: ChunkId) -> Result<(bool, bool)> {
         let (mut all, mut busy) = (true, false);
         for to in self.view().serving {

@@ -1,4 +1,5 @@
-//! Where chunks lie in files, for what people read: asked of the metadata servers, who may not know or not answer.
+//! Where chunks lie in files, for what people read: asked of the metadata servers, who may not know
+//! or not answer.
 
 use std::{sync::Arc, time::Duration};
 
@@ -25,7 +26,8 @@ impl Places {
         Places { link: Mutex::new(MdsLink::new(fabric, mds)), turns: Semaphore::new(AT_ONCE) }
     }
 
-    /// The path of the file that has a chunk, and where in it the chunk begins. `NoEnt`: no file with a name has it.
+    /// The path of the file that has a chunk, and where in it the chunk begins. `NoEnt`: no file
+    /// with a name has it.
     pub async fn of(&self, map: &MapView, chunk: ChunkId) -> Result<(String, u64)> {
         let many = |_| Error::new(Code::Overloaded, "too many are asked for at once");
         let _turn = self.turns.try_acquire().map_err(many)?;

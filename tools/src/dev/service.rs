@@ -23,9 +23,10 @@ struct State {
     refused: Vec<String>,
 }
 
-/// Waits until there is a leader, every target is alive and every chain has all its replicas in sync. A server that ends, or a target that
-/// its server refuses, is not waited for once all else is done: returns what the cluster is up without, and why. An error if it cannot
-/// serve at all, or is new.
+/// Waits until there is a leader, every target is alive and every chain has all its replicas in
+/// sync. A server that ends, or a target that its server refuses, is not waited for once all else
+/// is done: returns what the cluster is up without, and why. An error if it cannot serve at all, or
+/// is new.
 pub(super) fn wait(cluster: &Cluster, limit: Duration, is_new: bool, progress: &mut Progress) -> Result<Vec<String>> {
     let (start, mut since) = (Instant::now(), (Instant::now(), None));
     crate::run(1, async {
@@ -85,7 +86,8 @@ async fn look(cluster: &Cluster, ended: &[Role]) -> State {
     State { led: true, lacking, refused }
 }
 
-/// A server that has ended and whose targets the map still names alive: others go on without them when that is over.
+/// A server that has ended and whose targets the map still names alive: others go on without them
+/// when that is over.
 fn still_alive(s: &pb::StatusReply, ended: &[Role]) -> Option<String> {
     let map = s.map.as_ref()?;
     let node = |role: &Role| map.nodes.iter().find(|n| n.name == role.name());

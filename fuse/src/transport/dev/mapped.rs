@@ -1,4 +1,5 @@
-//! Keeps pages of memory mappings and all other changes of a file in order: the shell around [`Pages`]. See `docs/mappings.md`.
+//! Keeps pages of memory mappings and all other changes of a file in order: the shell around
+//! [`Pages`]. See `docs/mappings.md`.
 
 use std::{
     io,
@@ -17,15 +18,17 @@ use super::{
     pages::{PAGE, Pages, Span, Step, Verdict, span},
 };
 
-/// For so long a page-in is held that may be in the way of the notice that it waits for; with every further notice of the same change
-/// four times as long: on a busy machine a notice takes its time.
+/// For so long a page-in is held that may be in the way of the notice that it waits for; with every
+/// further notice of the same change four times as long: on a busy machine a notice takes its time.
 const HOLD: Duration = Duration::from_millis(4);
 const LONGEST_HOLD: Duration = Duration::from_secs(1);
-/// Before a further notice: whoever has just lost a page asks for it again. That shall come before the notice, which takes it out then, not
-/// between the notice's beginning and its finding the page.
+/// Before a further notice: whoever has just lost a page asks for it again. That shall come before
+/// the notice, which takes it out then, not between the notice's beginning and its finding the
+/// page.
 const PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(16);
-/// Notices in work at a time. Each has a thread, which waits for write-backs, that is for nothing that needs one.
+/// Notices in work at a time. Each has a thread, which waits for write-backs, that is for nothing
+/// that needs one.
 const NOTICES: usize = 128;
 /// The kernel drops the pages of a range that was copied to when it has the answer.
 const DROPS: Duration = Duration::from_millis(10);
@@ -52,8 +55,8 @@ impl Mapped {
         let _ = self.channel.set(Arc::downgrade(channel));
     }
 
-    /// Whether files are written past the kernel's pages. On older kernels all reads and writes of a node go through them; there a
-    /// notice would wait for the write that waits for it.
+    /// Whether files are written past the kernel's pages. On older kernels all reads and writes of
+    /// a node go through them; there a notice would wait for the write that waits for it.
     fn is_direct(&self) -> bool {
         self.agreed.get().is_some_and(|a| a.has(flag::DIRECT_IO_ALLOW_MMAP))
     }
@@ -69,7 +72,8 @@ impl Mapped {
         })
     }
 
-    /// A change of the bytes up to `end` is to be applied that does not come from a mapping. `None`: in no order with mappings.
+    /// A change of the bytes up to `end` is to be applied that does not come from a mapping.
+    /// `None`: in no order with mappings.
     pub fn change(self: &Arc<Self>, node: u64, offset: u64, end: u64) -> Option<Changing> {
         self.is_direct().then(|| {
             let (id, step) = self.pages.lock().change(node, span(offset, end));
@@ -77,7 +81,8 @@ impl Mapped {
         })
     }
 
-    /// Likewise, when the kernel drops the pages afterwards without writing them back. An error: there are any.
+    /// Likewise, when the kernel drops the pages afterwards without writing them back. An error:
+    /// there are any.
     pub fn change_that_drops(self: &Arc<Self>, node: u64, offset: u64, end: u64) -> Result<Option<Changing>, HasPages> {
         if !self.is_direct() {
             return Ok(None);
@@ -91,7 +96,8 @@ impl Mapped {
         self.pages.lock().may_be_out(node);
     }
 
-    /// A handle of the file is gone, and with it its mappings. `is_open`: whether there is another one.
+    /// A handle of the file is gone, and with it its mappings. `is_open`: whether there is another
+    /// one.
     pub fn released(&self, node: u64, is_open: impl FnOnce() -> bool) {
         let mut pages = self.pages.lock();
         // Asked within the lock: what is opened later has its pages later.
@@ -115,7 +121,8 @@ impl Mapped {
         self.pages.lock().given_back(node, began, &spans);
     }
 
-    /// The kernel writes these pages back and drops them. It waits for page-ins in work, and for write-backs.
+    /// The kernel writes these pages back and drops them. It waits for page-ins in work, and for
+    /// write-backs.
     async fn take_out(&self, node: u64, pages: &Span) {
         let Some(channel) = self.channel.get().and_then(Weak::upgrade) else { return };
         let Ok(place) = self.notices.clone().acquire_owned().await else { return };

@@ -1,9 +1,10 @@
-//! Which pages of files the kernel was handed for memory mappings, and who may go on when: the table of "Mappings on one mount" in
-//! `docs/mappings.md`. Pure.
+//! Which pages of files the kernel was handed for memory mappings, and who may go on when: the
+//! table of "Mappings on one mount" in `docs/mappings.md`. Pure.
 //!
-//! The kernel writes a page back as a whole. So a page that is older than a write(2) to its file must never be written back after
-//! that write. A write first has the pages in its range taken out, and what was stored to them is applied; then no page of the range
-//! is handed out until the write is applied.
+//! The kernel writes a page back as a whole. So a page that is older than a write(2) to its file
+//! must never be written back after that write. A write first has the pages in its range taken out,
+//! and what was stored to them is applied; then no page of the range is handed out until the write
+//! is applied.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -86,7 +87,8 @@ struct PageIn {
     span: Span,
     /// What it is answered with is being read.
     reads: bool,
-    /// Nothing more is asked of the metadata servers for it: its answer waits for nobody who may wait for this mount.
+    /// Nothing more is asked of the metadata servers for it: its answer waits for nobody who may
+    /// wait for this mount.
     asked: bool,
 }
 
@@ -128,7 +130,8 @@ pub enum Verdict {
     Read,
     /// To wait until a change is over.
     Wait,
-    /// To wait for that, too, but not for long: the page may be in the way of a notice. So many were given for this change.
+    /// To wait for that, too, but not for long: the page may be in the way of a notice. So many
+    /// were given for this change.
     Hold(u32),
 }
 
@@ -160,7 +163,8 @@ impl File {
         let cover = if whole {
             0..u64::MAX.div_ceil(PAGE)
         } else {
-            // The kernel waits for page-ins in work, so those must be answered: they are older than the round.
+            // The kernel waits for page-ins in work, so those must be answered: they are older than
+            // the round.
             let in_work = self.page_ins.values().filter(|p| meet(&p.span, span));
             let in_work = in_work.map(|p| p.span.start.max(span.start)..p.span.end.min(span.end));
             let all = in_work.chain(self.out.cover(span));
@@ -206,7 +210,8 @@ impl Pages {
         if here().any(|(of, c)| *of < id && c.taking.is_none()) {
             return Verdict::Wait;
         }
-        // One that is older than the round is waited for by the kernel, which takes the page out then.
+        // One that is older than the round is waited for by the kernel, which takes the page out
+        // then.
         let rounds = here().filter_map(|(_, c)| c.taking.as_ref()).filter(|r| r.began < id);
         if let Some(tries) = rounds.map(|r| r.tries).max().filter(|_| !overdue) {
             return Verdict::Hold(tries);
@@ -222,7 +227,8 @@ impl Pages {
         }
     }
 
-    /// It is answered with what was read, or was given up. To be called before the kernel has the answer.
+    /// It is answered with what was read, or was given up. To be called before the kernel has the
+    /// answer.
     pub fn answered(&mut self, node: u64, id: Event) {
         let Some(file) = self.files.get_mut(&node) else { return };
         let Some(page_in) = file.page_ins.remove(&id) else { return };
@@ -247,7 +253,8 @@ impl Pages {
         (id, step)
     }
 
-    /// Whether pages of a change were handed out while the kernel gave them back, so that it must do so once more. How often it has.
+    /// Whether pages of a change were handed out while the kernel gave them back, so that it must
+    /// do so once more. How often it has.
     pub fn is_spoilt(&self, node: u64, id: Event) -> Option<u32> {
         let file = self.files.get(&node)?;
         let change = file.changes.get(&id)?;
@@ -288,7 +295,8 @@ impl Pages {
         self.tidy(node);
     }
 
-    /// As [`Pages::change`], for a change after which the kernel drops the pages without writing them back: `None` if the file has any.
+    /// As [`Pages::change`], for a change after which the kernel drops the pages without writing
+    /// them back: `None` if the file has any.
     pub fn drops(&mut self, node: u64, span: Span) -> Option<Event> {
         if self.files.get(&node).is_some_and(|f| !f.out.0.is_empty() || f.unknown || !f.page_ins.is_empty()) {
             return None;
@@ -305,8 +313,9 @@ impl Pages {
 
     // --- other nodes ---
 
-    /// All pages are to be given back. Returns which ones, and what to say when they are. Not those whose page-in the metadata
-    /// servers have not answered: the kernel has none of them, and who waits for this may be who they wait for.
+    /// All pages are to be given back. Returns which ones, and what to say when they are. Not those
+    /// whose page-in the metadata servers have not answered: the kernel has none of them, and who
+    /// waits for this may be who they wait for.
     pub fn give_back(&mut self, node: u64) -> Option<(Event, Vec<Span>)> {
         let now = self.next();
         let file = self.files.get_mut(&node)?;

@@ -156,7 +156,8 @@ fn what_was_handed_out_before_is_given_back() {
     assert!(!t.knows(FILE));
 }
 
-/// What one page holds: what pwrite(2) wrote last to one half, what a program stored last to the other one.
+/// What one page holds: what pwrite(2) wrote last to one half, what a program stored last to the
+/// other one.
 type Bytes = (u8, u8);
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -192,7 +193,8 @@ enum Writing {
     /// The kernel goes through these pages.
     Takes(Event, Span),
     Applies(Event, Span),
-    /// Not a write: all is given back. What had been stored when that began; of which pages it is still to be done.
+    /// Not a write: all is given back. What had been stored when that began; of which pages it is
+    /// still to be done.
     Gives {
         began: Event,
         spans: Vec<Span>,

@@ -1,8 +1,9 @@
-//! How far the threads of a mount have come with what the kernel has queued. Whoever must know of every close that a program has made
-//! waits here: close(2) returns when its RELEASE is queued.
+//! How far the threads of a mount have come with what the kernel has queued. Whoever must know of
+//! every close that a program has made waits here: close(2) returns when its RELEASE is queued.
 //!
-//! A thread says that it reads before it reads, and that it has noted what it read before it goes on. Nothing is left when the kernel
-//! has nothing to be read and each thread that read at that moment has gone on since.
+//! A thread says that it reads before it reads, and that it has noted what it read before it goes
+//! on. Nothing is left when the kernel has nothing to be read and each thread that read at that
+//! moment has gone on since.
 
 use std::{
     sync::{
@@ -113,7 +114,8 @@ impl Queue for TakenSoFar {
             loop {
                 if !p.is_readable() {
                     p.noted().await;
-                    // RELEASE is a background request. The kernel holds those back that are more than it may have in work.
+                    // RELEASE is a background request. The kernel holds those back that are more
+                    // than it may have in work.
                     if p.background.load(SeqCst) < usize::from(MAX_BACKGROUND) {
                         return;
                     }

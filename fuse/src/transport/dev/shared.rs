@@ -1,5 +1,5 @@
-//! Whether pages that the kernel was handed are still what the file has, though other nodes may change it: "Between nodes" in
-//! `docs/mappings.md`.
+//! Whether pages that the kernel was handed are still what the file has, though other nodes may
+//! change it: "Between nodes" in `docs/mappings.md`.
 
 use std::{
     collections::HashMap,
@@ -74,7 +74,8 @@ impl Shared {
         self.mapped.has_out(node)
     }
 
-    /// Returns when everything that was stored so far is written and no page is out that was handed out before.
+    /// Returns when everything that was stored so far is written and no page is out that was handed
+    /// out before.
     pub async fn give_back(&self, node: u64) {
         // First: what is handed out from here on is not given back.
         let session = {
@@ -89,8 +90,8 @@ impl Shared {
         }
     }
 
-    /// The only session in which a write-back of the file may be done. What was stored in a lost one must not be written over what others
-    /// wrote since.
+    /// The only session in which a write-back of the file may be done. What was stored in a lost
+    /// one must not be written over what others wrote since.
     pub fn writes_in(&self, node: u64) -> Option<SessionId> {
         self.known.lock().sessions.get(&node).copied().filter(|session| *session != 0)
     }
@@ -99,7 +100,8 @@ impl Shared {
         self.vfs.upgrade().map_or(0, |v| v.session())
     }
 
-    /// A lock was got, or is about to be given up: mappings show what others wrote before it, and others see what was stored under it.
+    /// A lock was got, or is about to be given up: mappings show what others wrote before it, and
+    /// others see what was stored under it.
     pub async fn synchronize(&self, node: u64) {
         if self.has_out(node) && !self.is_ours(node) {
             self.give_back(node).await;

@@ -1,4 +1,5 @@
-//! Chains on which no file has data begin anew when all that had them is gone; those on which one has wait for an administrator.
+//! Chains on which no file has data begin anew when all that had them is gone; those on which one
+//! has wait for an administrator.
 
 use strake_proto::map::ChainExt;
 

@@ -40,7 +40,8 @@ async fn is_lost(c: &Cluster, target: u32) {
     assert_eq!(e.code, Code::Corrupt, "{e}");
 }
 
-/// The returning member has the block good at an older version: another part of its chunk was written since.
+/// The returning member has the block good at an older version: another part of its chunk was
+/// written since.
 #[tokio::test(start_paused = true)]
 async fn a_member_that_returns_gives_what_is_unchanged_before_it_is_filled() {
     let (mut c, mut want) = one_away(2).await;
@@ -57,11 +58,13 @@ async fn a_member_that_returns_gives_what_is_unchanged_before_it_is_filled() {
     assert_eq!(status(&c, 0).findings[0].repaired_from, Some(1));
 }
 
-/// As above, but the block itself was written since: then what it has is what nobody may see any more.
+/// As above, but the block itself was written since: then what it has is what nobody may see any
+/// more.
 #[tokio::test(start_paused = true)]
 async fn an_older_block_is_no_copy() {
     let (mut c, want) = one_away(2).await;
-    // Its neighbour, so that the write goes through while the block stays as it is; then the block itself, damaged after that.
+    // Its neighbour, so that the write goes through while the block stays as it is; then the block
+    // itself, damaged after that.
     let new = vec![7; 4096];
     c.write(1, AT, &new, 50).await.unwrap();
     c.flush().await.unwrap();
@@ -78,7 +81,8 @@ async fn an_older_block_is_no_copy() {
     }
 }
 
-/// A record of 64 blocks is damaged, so their checksums are not known: only a copy of the same version tells what they were.
+/// A record of 64 blocks is damaged, so their checksums are not known: only a copy of the same
+/// version tells what they were.
 #[tokio::test(start_paused = true)]
 async fn without_checksums_only_the_same_version_helps() {
     for written in [false, true] {
@@ -202,7 +206,8 @@ async fn a_former_member_keeps_all_until_its_replacement_is_filled() {
     is_whole(&c, 2, &want).await;
 }
 
-/// An update of a part of the damaged block comes while the one that has it good is filled: both make it, or none.
+/// An update of a part of the damaged block comes while the one that has it good is filled: both
+/// make it, or none.
 #[tokio::test(start_paused = true)]
 async fn an_update_of_a_part_of_what_is_damaged_beside_a_fill_takes_nobody_out() {
     for other in [false, true] {

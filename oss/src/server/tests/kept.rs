@@ -1,4 +1,5 @@
-//! What was found damaged is known again after a restart of the server, until it is repaired, written anew or removed.
+//! What was found damaged is known again after a restart of the server, until it is repaired,
+//! written anew or removed.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! Targets that are not there, or not the right ones: the others serve, and what is put back is taken in by the same process.
+//! Targets that are not there, or not the right ones: the others serve, and what is put back is
+//! taken in by the same process.
 
 use std::{
     fs,
@@ -34,7 +35,8 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Its folder, or what is in it: a disk that is not mounted. Nothing is made there, whatever the configuration says.
+/// Its folder, or what is in it: a disk that is not mounted. Nothing is made there, whatever the
+/// configuration says.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_missing_disk_costs_its_target_alone_and_is_taken_in_when_it_is_back() {
     let mut b = Bed::new(&[0, 1]).await;
