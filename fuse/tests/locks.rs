@@ -38,6 +38,8 @@ async fn a_file_whose_locks_are_lost_is_not_read_or_written_as_if_they_were_ther
         let (locked, other) = (open(), open());
         lock(&locked, libc::F_WRLCK).unwrap();
         locked.write_at(b"mine", 0).unwrap();
+        // What is not synced goes with the session, and reading that is an error of its own.
+        locked.sync_all().unwrap();
         cluster.evict(before);
         // Whatever is asked next finds out.
         let deadline = std::time::Instant::now() + Duration::from_secs(60);

@@ -246,7 +246,7 @@ fn a_cluster_comes_up_without_what_is_refused_and_says_so() {
     let target = c.dir.join("oss2/target0");
     kill(&fs::read_to_string(c.dir.join("run/oss2.pid")).unwrap());
     fs::rename(target.join("data"), target.join("away")).unwrap();
-    up_without(&["oss2 does not run: ", "data is missing"]);
+    up_without(&["oss2: target ", "is out of service", "data is missing"]);
     whole("gone");
     fs::rename(target.join("away"), target.join("data")).unwrap();
     ok(&c.up(&[]));

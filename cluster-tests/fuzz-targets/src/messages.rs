@@ -7,7 +7,7 @@ use strake_fabric::{
 };
 use strake_proto::{
     cap::{CAP_LEN, CapKey, peek},
-    data::{DataReply, DataRequest, Extents, LIST_ENTRY, ListEntry},
+    data::{Clock, DataReply, DataRequest, Extents, LIST_ENTRY, ListEntry},
     frame::{HEADER_LEN, Header, MAX_BODY, MAX_PAYLOAD},
     layout::{MAX_CHUNK, MAX_FILE_SIZE, StripeMap},
     map::{ChainExt, MapView},
@@ -48,8 +48,11 @@ fn frame_header(data: &[u8]) {
     }
 }
 
-/// A data request that decodes encodes to the same bytes, but for reserved ones.
+/// A data request, or a clock, that decodes encodes to the same bytes, but for reserved ones.
 fn data_request(data: &[u8]) {
+    if let Ok(c) = Clock::decode(data) {
+        assert_eq!(c.encode()[..12], data[..12]);
+    }
     let Ok(r) = DataRequest::decode(data) else { return };
     let again = r.encode();
     assert_eq!(again.len(), data.len());

@@ -78,7 +78,8 @@ async fn a_device_that_forgets_its_flush_is_found_out() {
 }
 
 #[tokio::test]
-#[should_panic(expected = "is not as written")]
+// Of a block that is being written: "is neither", of others: "is not as written".
+#[should_panic(expected = "of memory device is")]
 async fn a_device_with_a_wrong_bit_is_found_out() {
     let d = Arc::new(MemDevice::new(SIZE));
     let decay = d.clone();

@@ -77,7 +77,7 @@ impl Kept {
         if matches!(want.claim, Claim::All) {
             return 0;
         }
-        let others = self.cut + granted - own.min(want.count);
+        let others = self.cut + granted - own;
         match want.fresh().saturating_sub(own) {
             0 => others,
             beyond => others.max((beyond + self.total() + granted).saturating_sub(want.count)),
@@ -105,7 +105,7 @@ mod tests {
         assert_eq!((k.from(data(10, 5, None), 0, 0), k.from(data(300, 5, None), 0, 0)), (111, 111));
         assert_eq!((k.from(data(10, 0, None), 50, 0), k.from(data(10, 10, None), 50, 0)), (166, 66));
         // What was granted is there also while others overwrite.
-        assert_eq!((k.from(data(10, 0, Some(1)), 50, 30), k.from(data(40, 0, Some(1)), 50, 30)), (56, 136));
+        assert_eq!((k.from(data(10, 0, Some(1)), 50, 30), k.from(data(40, 0, Some(1)), 50, 30)), (36, 136));
         assert_eq!(k.from(Want { claim: Claim::All, ..data(10, 0, None) }, 50, 0), 0);
         assert_eq!(Kept::of(256), Kept { cut: 16, overwrite: 4, below: 4 * BLOCK });
         assert_eq!(Kept::of(1 << 40).total(), 4096 + MOST_OVERWRITE);

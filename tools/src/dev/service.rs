@@ -10,8 +10,9 @@ use crate::{
     term::Progress,
 };
 
-/// What stays so long as it is while something is known to be missing will not change.
-const SETTLED: Duration = Duration::from_secs(5);
+/// What stays so long as it is while something is known to be missing will not change. A storage server looks for a missing disk every
+/// 5 s.
+const SETTLED: Duration = Duration::from_secs(10);
 
 /// How the cluster is at a moment.
 struct State {
@@ -78,7 +79,10 @@ async fn look(cluster: &Cluster, ended: &[Role]) -> State {
     // After a restart of everything the map may still name targets alive that do not come back.
     for (n, addr) in (1..).zip(cluster.admin_oss()).filter(|(n, _)| runs(Role::Oss(*n))) {
         match status::ask(&addr).await {
-            Ok(s) => refused.extend(s.notices.iter().map(|notice| format!("oss{n}: {notice}"))),
+            Ok(s) => refused.extend(s.refused.iter().map(|r| {
+                let target = r.target.map_or_else(|| r.path.clone(), |id| format!("target {id} in {}", r.path));
+                format!("oss{n}: {target} is out of service: {}; {}", r.why, r.now)
+            })),
             Err(_) => silent = Some(format!("the object server at {addr} does not answer yet")),
         }
     }

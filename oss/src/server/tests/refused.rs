@@ -55,7 +55,8 @@ async fn a_missing_disk_costs_its_target_alone_and_is_taken_in_when_it_is_back()
         let r = refused(&b, 1);
         assert_eq!((r.target, Path::new(&r.path)), (Some(1), own.as_path()), "{r:?}");
         assert!(r.why.contains(if empty { "data is missing" } else { "no such target folder" }), "{r:?}");
-        assert!(r.now.contains("looked at again every 5s") && b.notices().contains("target 1 is out of service"));
+        until("a look", || refused(&b, 1).now.contains("looked at again every 5s")).await;
+        assert!(b.notices().contains("target 1 is out of service"));
         // Its chain goes on, and the folder is let alone.
         b.is_whole(0, 0, &want, "without it").await;
         tokio::time::sleep(Duration::from_secs(6)).await;
