@@ -9,6 +9,7 @@ use std::{
     os::unix::fs::{FileExt, PermissionsExt},
     path::{Path, PathBuf},
     process::Output,
+    thread,
     time::Duration,
 };
 
@@ -109,13 +110,27 @@ fn a_missing_folder_is_named_and_not_made() {
         let file = dir.path().join(format!("{role}.toml"));
         let common = format!("cluster_key = '{}'\n[{role}]\nlisten = 'tcp:127.0.0.1:0'\n", key.display());
         fs::write(&file, common + keys).unwrap();
-        strake().arg(role).arg("--config").arg(&file).output().unwrap()
+        let mut server = strake();
+        server.arg(role).arg("--config").arg(&file);
+        server
     };
     let at = folder.display();
     let words = ["disk does not exist", "mount"];
-    refused(&config("mds", &format!("id = 1\ndir = '{at}'\n")), &words);
+    refused(&config("mds", &format!("id = 1\ndir = '{at}'\n")).output().unwrap(), &words);
+    // A storage server goes on without that target.
     let oss = format!("name = 'a'\nmds = ['tcp:127.0.0.1:1']\ntargets = [{{ path = '{at}', size = 67108864 }}]\n");
-    refused(&config("oss", &oss), &words);
+    let log = dir.path().join("log");
+    let to = fs::File::create(&log).unwrap();
+    let mut server = config("oss", &oss).stdout(to.try_clone().unwrap()).stderr(to).spawn().unwrap();
+    let said = || fs::read_to_string(&log).unwrap();
+    let is_named = (0..600).any(|_| {
+        thread::sleep(Duration::from_millis(100));
+        words.iter().all(|w| said().contains(w))
+    });
+    let is_running = server.try_wait().unwrap().is_none();
+    let _ = server.kill();
+    server.wait().unwrap();
+    assert!(is_named && is_running, "{}", said());
     assert!(!disk.exists());
 }
 
