@@ -345,6 +345,7 @@ def renamed_while_open(a, b):
 
 def claimed_by_rename(a, b):
     """Both rename each file to the same new name: one succeeds, the other is told that it is gone."""
+    if os.environ.get("NAMES_ARE_KEPT"): return print("skipped: not told apart where the kernel keeps names (docs/posix.md)")
     count = 150
     for d in "pq": os.mkdir(f"{a}/{d}")
     for i in range(count): put(f"{a}/p/{i}")
@@ -362,6 +363,7 @@ def claimed_by_rename(a, b):
 
 def claimed_within_a_folder(a, b):
     """Likewise within one folder, over a name that is there, by programs that stand in it."""
+    if os.environ.get("NAMES_ARE_KEPT"): return print("skipped: not told apart where the kernel keeps names (docs/posix.md)")
     count = 150
     for i in range(count): put(f"{a}/{i}"); put(f"{a}/{i}.mine")
     def claim(at):

@@ -15,6 +15,7 @@
 use std::{
     collections::{HashMap, HashSet},
     hash::{BuildHasher, RandomState},
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
 };
 
 use parking_lot::Mutex;
@@ -40,6 +41,8 @@ struct Last {
 
 #[derive(Default)]
 pub(super) struct Claims {
+    /// The kernel keeps names: how often it asks before it begins anew is not known.
+    off: AtomicBool,
     last: Mutex<HashMap<u32, Last>>,
     told: Mutex<[HashSet<u64>; 2]>,
     names: RandomState,
@@ -104,9 +107,17 @@ fn settle(all: &mut HashMap<u32, Last>, thread: u32, (dir, name): (Ino, &[u8]), 
 }
 
 impl Vfs {
+    /// The kernel keeps names: two equal renames are not told apart then.
+    pub(crate) fn keeps_names(&self) {
+        self.claims.off.store(true, Relaxed);
+    }
+
     /// A name that is not a directory's was looked up by a thread and led to `ino`. `ESTALE`: see
     /// the module.
     pub(super) async fn claimed(&self, thread: u32, name: (Ino, &[u8]), ino: Ino) -> Result<()> {
+        if self.claims.off.load(Relaxed) {
+            return Ok(());
+        }
         let Some(former) = self.claims.found(thread, name, ino) else { return Ok(()) };
         let there = match self.client.lookup_now(self.inner(former.0), &former.1).await {
             Ok(a) => a.ino == ino,

@@ -90,6 +90,9 @@ impl Serve {
         keep: Option<Arc<Keep>>,
     ) -> Serve {
         let bounds = Timeouts { attr: cfg.attr_timeout, entry: cfg.entry_timeout };
+        if !bounds.entry.is_zero() {
+            vfs.keeps_names();
+        }
         let room = Arc::new(Semaphore::new(cfg.max_requests.max(1)));
         let left = keep.as_ref().map_or_else(Vec::new, |k| k.left_requests());
         // Their RELEASE was answered: it does not come again.
