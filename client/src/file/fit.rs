@@ -81,7 +81,7 @@ mod tests {
         assert_eq!(of(0, 6 * MIB, 3 * MIB), [(7, MIB), (8, MIB), (9, MIB)], "half of it is there");
         assert_eq!(of(0, 6 * MIB, 0), [(7, 0), (8, 0), (9, 0)]);
         assert_eq!(shares(&stripes(&[7, 7]), 0, 1 << 50, 1 << 50), BTreeMap::from([(7, 1 << 50)]));
-        // Sums of what nobody has.
+        // The largest range there can be: sums must not overflow.
         assert!(of(0, u64::MAX, u64::MAX).iter().all(|(_, n)| *n > u64::MAX / 4));
     }
 
