@@ -73,6 +73,7 @@ def main():
         figures[what] = f"not run: {bridge}"
     else:
         b = bridge.Bridge(mds, key=key, memory=place if on_gpu else "host", policy=policy)
+        b.stripe_folder("/")
         on_device = {k: v.to(place) for k, v in whole.items()}
         settle()
         begun = time.monotonic()

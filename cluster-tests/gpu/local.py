@@ -103,6 +103,15 @@ def read_and_copy(cuda, path, gpu, n):
     return n / (time.monotonic() - begun)
 
 
+def what_it_logged():
+    """The errors in cuFile's log of this process, in the folder it runs in."""
+    lines = []
+    for log in Path(".").glob("cufile*.log"):
+        with suppress(OSError):
+            lines += [line.strip() for line in log.read_text(errors="replace").splitlines() if "ERROR" in line]
+    return f" ({'; '.join(lines[-3:])[-400:]})" if lines else ""
+
+
 def cufile_rate(cuda, cufile, path, gpu, n, threads):
     """By so many threads, each with its part of the file."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -110,7 +119,7 @@ def cufile_rate(cuda, cufile, path, gpu, n, threads):
     e = cufile.cuFileHandleRegister(byref(handle), byref(description))
     if e.err != 0:
         os.close(fd)
-        return f"cuFileHandleRegister said {e.err}"
+        return f"cuFileHandleRegister said {e.err}{what_it_logged()}"
     wrong, share = [], n // threads
 
     def part(k):

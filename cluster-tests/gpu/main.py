@@ -149,11 +149,12 @@ class Run:
     def cluster(self, folder):
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise Skipped(f"{folder} is no folder that can be written")
-        need = self.args.mib * MIB * 3
+        need = self.args.mib * MIB * 4
         if shutil.disk_usage(folder).free < need:
             raise Skipped(f"{folder} has less than {need // MIB} MiB free")
         work = Path(tempfile.mkdtemp(prefix="strake-gpu-", dir=folder))
-        gib = max(1, -(-self.args.mib * 2 // 4 // 1024))
+        # The file lies on all four; room for the bytes that it is overwritten with.
+        gib = max(1, -(-self.args.mib * 3 // 4 // 1024))
         up = ["up", "--dir", work, "--mount=none", "--mds=1", "--oss=4", "--targets-per-oss=1", "--mirror=1", f"--target-gib={gib}"]
         try:
             limit = min(120, self.left())

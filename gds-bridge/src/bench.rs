@@ -10,7 +10,7 @@ use crate::{
     Failed, GpuMem, Policy, Report, Tier, Transfer,
     mem::Fault,
     pins::{MIN_SLOT, Slot},
-    session::{Memory, Session, Setup},
+    session::{Memory, Session, Setup, Stripes},
 };
 
 const MIB: u64 = 1 << 20;
@@ -183,7 +183,10 @@ impl Bench {
         let gpu = session.device().alloc(plan.bytes)?;
         // Without the client's cache: what is loaded comes from the storage servers.
         let flags = if plan.loads { O_DIRECT } else { RDWR_CREATE_NEW | O_DIRECT };
-        let opened = session.open_file(&plan.path, flags, 0o600).and_then(|f| Ok((if_large(&session, &f, plan)?, f)));
+        // Over all targets, so that no single one is what is measured.
+        let opened = session
+            .open_striped(&plan.path, flags, 0o600, Stripes::ALL)
+            .and_then(|f| Ok((if_large(&session, &f, plan)?, f)));
         match opened {
             Ok((bytes, f)) => {
                 let (file, path) = (Some(Arc::new(f)), plan.path.clone());

@@ -11,16 +11,21 @@ const TEXT: &str = include_str!("../src/cuda/crc32c.ptx");
 const DATA: u64 = 0x7f00_0000_0000;
 const SUMS: u64 = 0x7f00_8000_0000;
 
+/// Threads that share a block.
+const PIECES: usize = 32;
+
 /// What the kernel says of the blocks of these bytes, which lie at an odd address if `shift` is; threads of the last group that have no block
 /// must leave what is there alone.
 fn sums(kernel: &Kernel, bytes: &[u8], shift: u64, block: u32, threads: u32) -> Vec<u32> {
     let blocks = (bytes.len() as u64).div_ceil(block.into()) as usize;
-    let room = vec![0xee; 4 * blocks];
+    let room = vec![0xee; 4 * PIECES * blocks];
     let mut memory = Memory(vec![(DATA + shift, bytes.to_vec()), (SUMS, room)]);
-    let grid = ((blocks as u32).div_ceil(threads), threads);
+    let grid = ((blocks * PIECES) as u32).div_ceil(threads);
+    let grid = (grid, threads);
     kernel.launch(grid, &[DATA + shift, bytes.len() as u64, block.into(), SUMS], &mut memory);
     let (words, []) = memory.0[1].1.as_chunks::<4>() else { unreachable!("whole words") };
-    words.iter().map(|w| u32::from_le_bytes(*w)).collect()
+    let block = |pieces: &[[u8; 4]]| pieces.iter().fold(0, |sum, w| sum ^ u32::from_le_bytes(*w));
+    words.chunks(PIECES).map(block).collect()
 }
 
 fn kernel() -> Kernel {
@@ -55,9 +60,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
     fn any_bytes_blocks_and_groups(
-        bytes in prop::collection::vec(any::<u8>(), 1..3000),
+        bytes in prop::collection::vec(any::<u8>(), 1..9000),
         shift in 0u64..16,
-        block in 1u32..5000,
+        block in 1u32..=4096,
         threads in 1u32..40,
     ) {
         let want: Vec<u32> = bytes.chunks(block as usize).map(crc32c).collect();

@@ -114,6 +114,27 @@ pub fn scrub(args: &ScrubArgs) -> Result<ExitCode> {
     })
 }
 
+/// Lines that name the damage of which no replica in sync has a good copy, of all targets that
+/// answer; and what is said of servers that do not.
+pub(crate) async fn without_good_copy(servers: &[String], mds: (Vec<String>, [u8; 32])) -> Vec<String> {
+    let mut answers = match look(servers, &[]).await {
+        Ok(answers) => answers,
+        Err(e) => return vec![format!("  not known: {e}")],
+    };
+    answers.targets.iter_mut().for_each(|(_, t)| t.findings.retain(|f| state(f) == "lost"));
+    let places = name(&answers, Some(mds)).await;
+    let (mut lines, mut left_out) = (Vec::new(), 0);
+    for (_, t) in &answers.targets {
+        lines.extend(t.findings.iter().map(|f| format!("  {}", sentence(t.target, f, &places))));
+        left_out += t.findings_left_out;
+    }
+    if left_out > 0 {
+        lines.push(format!("  {left_out} older findings are not listed"));
+    }
+    lines.extend(answers.silent.iter().map(|(_, e)| format!("  not known: {e}")));
+    lines
+}
+
 /// Asks one server.
 async fn ask(addr: &str, action: u32, targets: Vec<u32>) -> Result<Vec<pb::ScrubStatus>> {
     let failed = |m: &str| Error::new(Code::Disconnected, format!("{addr}: {m}"));

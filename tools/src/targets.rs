@@ -25,8 +25,10 @@ use strake_proto::{
 
 use crate::{
     add_target::{self, AddArgs},
+    dev::Cluster,
     losses,
     members::{Group, Reach, UNFINISHED, passes},
+    scrub,
     term::{size, span, table},
 };
 use pb::members_request::Change;
@@ -183,7 +185,16 @@ fn lost(map: &MapView) -> BTreeSet<ChainId> {
 /// Says which files that costs.
 async fn give_up(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<String>> {
     let before = lost(&g.map().await?);
+    let damaged = without_good_copy(reach).await?;
     let mut said = change_each(g, ids, GIVE_UP, "is given up; what others have of it moves").await?;
+    if !damaged.is_empty() {
+        said.push(
+            "a target that is given up may hold the only good copy of what is damaged on the others \
+             (`strake target keep` takes it back):"
+                .into(),
+        );
+        said.extend(damaged);
+    }
     let new: BTreeSet<ChainId> = lost(&g.map().await?).difference(&before).copied().collect();
     if !new.is_empty() {
         said.push(format!(
@@ -214,6 +225,17 @@ async fn keep(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<Stri
 async fn files_on(reach: &Reach, chains: &BTreeSet<ChainId>) -> Result<Vec<String>> {
     let (mds, key) = reach.ways()?;
     Ok(losses::files_on(&mds, Identity::server(&key).client_key, chains).await)
+}
+
+/// Names what is damaged and has no good copy among those that are there. Without the folder of a
+/// local cluster the addresses to ask are not known here, which is said.
+async fn without_good_copy(reach: &Reach) -> Result<Vec<String>> {
+    if reach.cluster_key.is_some() {
+        return Ok(vec!["  not asked: see `strake scrub status`".into()]);
+    }
+    let servers = Cluster::open(&reach.dir)?.admin_oss();
+    let (mds, key) = reach.ways()?;
+    Ok(scrub::without_good_copy(&servers, (mds, Identity::server(&key).client_key)).await)
 }
 
 fn list(chains: &BTreeSet<ChainId>) -> String {

@@ -122,6 +122,11 @@ fn a_good_copy_that_returns_when_another_has_taken_its_place_is_asked() {
     let [stays, goes, third] = last_copy_decays(&c, &want);
     c.until("another one has taken its place, and the damage is found on both", || lost(&c) == 2);
     assert!(text(&c.run(&["scrub"]).stdout).contains("/only: 4096 bytes at 409600"));
+    // Who gives up the dead one is told what it may have.
+    let dead = c.target_of(goes).to_string();
+    let said = ok(&c.run(&["target", "give-up", &dead]));
+    assert!(said.contains("the only good copy") && said.contains("/only: 4096 bytes at 409600"), "{said}");
+    ok(&c.run(&["target", "keep", &dead]));
     let _back = Own::start("oss", &c.dir().join(format!("oss{goes}.toml")));
     c.until("nothing is lost", || lost(&c) == 0);
     is_all_there(&c, &want, [stays, third]);

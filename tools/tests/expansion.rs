@@ -79,8 +79,11 @@ fn what_only_dead_targets_had_is_lost_by_name_alone() {
     let (file, data) = (|i: usize| c.mnt().join(format!("f{i}")), |i| pattern(i, 900_000));
     (0..48).for_each(|i| fs::write(file(i), data(i)).unwrap());
     let dead = [1, 2].map(|oss| c.target_of(oss));
-    [1, 2].into_iter().for_each(|oss| c.kill_oss(oss));
-    c.until("both are dead", || dead.iter().all(|t| c.target(*t)["alive"] == false));
+    // One after the other, so that the second one is the last in sync of what both had.
+    for (oss, target) in [1, 2].into_iter().zip(dead) {
+        c.kill_oss(oss);
+        c.until("it is dead", || c.target(target)["alive"] == false);
+    }
     let nodes = json(&c, &["node", "list", "--json"]);
     let state =
         |name: &str| nodes["nodes"].as_array().unwrap().iter().find(|n| n["server"] == name).unwrap()["state"].clone();

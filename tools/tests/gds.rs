@@ -16,7 +16,7 @@ use serde_json::Value;
 use strake_client::{Client, Config, Creds, File};
 use strake_fabric::{Env, Identity, Pool, Road, TcpFabric};
 use strake_gds::{Bridge, GpuMem, HostMem, Options, Policy, Tier, Transfer};
-use strake_proto::layout::splitmix64;
+use strake_proto::{Code, layout::splitmix64};
 
 const TIERS: [&str; 5] = ["gpu-rdma", "local-gds", "bounce-rdma", "bounce-tcp", "pageable"];
 
@@ -234,6 +234,32 @@ fn bytes_go_to_a_cluster_and_come_back_over_tcp() {
         a.close().await.unwrap();
         b.close().await.unwrap();
     });
+}
+
+#[test]
+fn files_are_striped_as_a_session_asks() {
+    use strake_gds::session::{Memory, Session, Setup, Stripes};
+    let cluster = Small::new();
+    let mds = format!("127.0.0.1:{}", cluster.port());
+    let setup = Setup { key: cluster.dir.join("client.key"), ..Setup::new(&mds, Memory::Host) };
+    let s = Session::open(&setup).unwrap();
+    let new = |path: &str| s.open_file(path, (libc::O_CREAT | libc::O_RDWR) as u32, 0o600).unwrap();
+    let stripes = |f: &File| {
+        let c = &f.layout().components[0];
+        let count = c.set.as_ref().map_or(c.chains.len(), |set| set.count as usize);
+        (count, c.stripe_size)
+    };
+    let plain = stripes(&new("/plain"));
+    assert_eq!(plain.0, 1);
+    let wide = s.open_striped("/wide", (libc::O_CREAT | libc::O_RDWR) as u32, 0o600, Stripes::ALL).unwrap();
+    assert_eq!(stripes(&wide), (2, plain.1));
+    s.stripe_folder("/", Stripes { count: 2, size: 128 << 10 }).unwrap();
+    assert_eq!(stripes(&new("/later")), (2, 128 << 10));
+    assert_eq!(stripes(&new("/plain")), plain, "as it was made");
+    assert_eq!(s.stripe_folder("/wide", Stripes::ALL).unwrap_err().code, Code::NotDir);
+    assert_eq!(s.stripe_folder("/none", Stripes::ALL).unwrap_err().code, Code::NoEnt);
+    let odd = Stripes { count: 1, size: 1000 };
+    assert_eq!(s.stripe_folder("/", odd).unwrap_err().code, Code::Inval);
 }
 
 #[test]

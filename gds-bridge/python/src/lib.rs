@@ -16,7 +16,7 @@ use strake_client::File;
 use strake_fabric::Use;
 use strake_gds::{
     Direction, Failed, Policy, Report, Transfer,
-    session::{Content, KEY, Memory, Session, Setup, Started, TensorFile},
+    session::{Content, KEY, Memory, Session, Setup, Started, Stripes, TensorFile},
     tensors::New,
 };
 use strake_proto::Error;
@@ -474,6 +474,15 @@ impl Bridge {
             loaded
         })?;
         told(py, outcome)
+    }
+
+    /// Sets the stripes of files that are made in a folder from now on: on how many targets they lie (-1: all), and the bytes of a stripe (a
+    /// multiple of 65,536; 0: the cluster's default). A file on one target is loaded no faster than its server sends.
+    #[pyo3(signature = (path, stripe_count = -1, stripe_size = 0))]
+    fn stripe_folder(&self, py: Python<'_>, path: String, stripe_count: i32, stripe_size: u32) -> PyResult<()> {
+        let device = self.device()?;
+        let stripes = Stripes { count: stripe_count, size: stripe_size };
+        py.detach(|| device.session.stripe_folder(&path, stripes)).map_err(failed)
     }
 
     /// Saves a dict of tensors as a safetensors file, as `save_from` does. Returns the report.

@@ -11,9 +11,14 @@ use crate::mem::Fault;
 /// PTX, which drivers from CUDA 9 on compile for every device since Maxwell.
 const TEXT: &str = concat!(include_str!("crc32c.ptx"), "\0");
 /// Threads of a group.
-const GROUP: u32 = 64;
+const GROUP: u32 = 128;
+/// Threads that share a block, each with a word of its own: the sum is the exclusive or of all.
+const PIECES: usize = 32;
 /// Most blocks of a part.
 const MOST: usize = REGION / BLOCK;
+/// Bytes of what is said of a block, and of a part.
+const SAID: usize = 4 * PIECES;
+const ROOM: usize = SAID * MOST;
 
 /// The kernel in a context.
 pub struct Kernel {
@@ -108,15 +113,15 @@ impl Sums {
         if let Some(r) = self.spare.pop() {
             return Ok(r);
         }
-        let (mut device, mut host) = (0, BufMut::unpooled(4 * MOST));
+        let (mut device, mut host) = (0, BufMut::unpooled(ROOM));
         // SAFETY: writes one address.
-        match unsafe { (gpu.table.alloc)(&mut device, 4 * MOST) } {
-            OUT_OF_MEMORY => return Err(Fault::NoMemory { bytes: 4 * MOST as u64 }),
+        match unsafe { (gpu.table.alloc)(&mut device, ROOM) } {
+            OUT_OF_MEMORY => return Err(Fault::NoMemory { bytes: ROOM as u64 }),
             code => gpu.table.call("cuMemAlloc", code)?,
         }
         // Not pinned it is slower, no more.
         // SAFETY: whole pages, which live until they were unregistered in `free`.
-        let pinned = unsafe { (gpu.table.host_register)(host.as_mut_ptr().cast(), 4 * MOST, PORTABLE) } == 0;
+        let pinned = unsafe { (gpu.table.host_register)(host.as_mut_ptr().cast(), ROOM, PORTABLE) } == 0;
         Ok(Room { device, host, pinned })
     }
 
@@ -124,13 +129,13 @@ impl Sums {
     pub fn sum(&mut self, gpu: &Gpu, kernel: &Kernel, stream: Handle, from: u64, len: usize) -> Result<u64, Fault> {
         let blocks = len.div_ceil(BLOCK);
         if blocks > MOST {
-            return Err(Fault::NoMemory { bytes: 4 * blocks as u64 });
+            return Err(Fault::NoMemory { bytes: (SAID * blocks) as u64 });
         }
         let mut room = self.room(gpu)?;
         let (mut from, mut bytes, mut block, mut to) = (from, len as u64, BLOCK as u32, room.device);
         let mut params: [*mut c_void; 4] =
             [(&raw mut from).cast(), (&raw mut bytes).cast(), (&raw mut block).cast(), (&raw mut to).cast()];
-        let grid = (blocks as u32).div_ceil(GROUP);
+        let grid = ((blocks * PIECES) as u32).div_ceil(GROUP);
         // SAFETY: four parameters of the types that the kernel has, which the call copies; it reads and writes device memory only. The host's
         // room is held until the sum is asked for or the stream is gone.
         let queued = unsafe {
@@ -138,7 +143,7 @@ impl Sums {
             let code =
                 (gpu.table.launch)(kernel.function, grid, 1, 1, GROUP, 1, 1, 0, stream, params.as_mut_ptr(), none);
             gpu.table.call("cuLaunchKernel", code).and_then(|()| {
-                let code = (gpu.table.to_host)(room.host.as_mut_ptr().cast(), room.device, 4 * blocks, stream);
+                let code = (gpu.table.to_host)(room.host.as_mut_ptr().cast(), room.device, SAID * blocks, stream);
                 gpu.table.call("cuMemcpyDtoHAsync", code)
             })
         };
@@ -154,8 +159,9 @@ impl Sums {
         let mut found = None;
         for (n, p) in told {
             if n == number {
-                let words = p.room.host.chunks_exact(4).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]]));
-                found = Some((words.take(p.len.div_ceil(BLOCK)).collect(), p.len));
+                let word = |w: &[u8]| u32::from_le_bytes([w[0], w[1], w[2], w[3]]);
+                let sums = p.room.host.chunks_exact(SAID).map(|said| said.chunks_exact(4).fold(0, |s, w| s ^ word(w)));
+                found = Some((sums.take(p.len.div_ceil(BLOCK)).collect(), p.len));
             }
             self.spare.push(p.room);
         }

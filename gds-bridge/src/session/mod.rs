@@ -15,7 +15,7 @@ pub use stage::Staged;
 pub use start::Started;
 use strake_client::{Client, Creds, File};
 use strake_fabric::{Buf, Endpoint, Env, Identity, Pool, REGION, Roads, Use, endpoint::MDS_PORT, keyfile};
-use strake_proto::{Code, Error, Ino, Result};
+use strake_proto::{Code, Error, Ino, Result, pb};
 pub use tensors::TensorFile;
 use tokio::runtime::Runtime;
 
@@ -93,6 +93,26 @@ impl Setup {
         }
         let one = |s: &String| s.parse().or_else(|e| format!("{s}:{MDS_PORT}").parse().map_err(|_: Error| e));
         self.mds.iter().map(one).collect()
+    }
+}
+
+/// How files are cut into stripes. Zeros are the cluster's defaults.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stripes {
+    /// Targets that a file lies on; -1: all.
+    pub count: i32,
+    /// Bytes of a stripe, a multiple of 65,536.
+    pub size: u32,
+}
+
+impl Stripes {
+    /// Over all targets.
+    pub const ALL: Stripes = Stripes { count: -1, size: 0 };
+}
+
+impl From<Stripes> for pb::LayoutSpec {
+    fn from(s: Stripes) -> pb::LayoutSpec {
+        pb::LayoutSpec { stripe_count: s.count, stripe_size: s.size, ..Default::default() }
     }
 }
 
@@ -186,7 +206,27 @@ impl Session {
 
     /// Opens a file. `flags` as of open(2): access mode, O_CREAT (with `mode`), O_EXCL, O_TRUNC, O_DIRECT.
     pub fn open_file(&self, path: &str, flags: u32, mode: u32) -> Result<File> {
-        self.run(async |s| s.open_file(path, flags, mode).await)
+        self.run(async |s| s.open_file(path, flags, mode, None).await)
+    }
+
+    /// As [`Session::open_file`]; a file that is made gets these stripes.
+    pub fn open_striped(&self, path: &str, flags: u32, mode: u32, stripes: Stripes) -> Result<File> {
+        self.run(async |s| s.open_file(path, flags, mode, Some(stripes.into())).await)
+    }
+
+    /// Sets the stripes of files that are made in a folder from now on.
+    pub fn stripe_folder(&self, path: &str, stripes: Stripes) -> Result<()> {
+        self.run(async |s| {
+            let ino = match path.trim_matches('/') {
+                "" => s.client.root(),
+                _ => match path::resolve(&s.client, &s.creds, path).await?.found {
+                    Some(attr) if attr.mode & libc::S_IFMT == libc::S_IFDIR => attr.ino,
+                    Some(_) => return Err(Error::new(Code::NotDir, format!("path '{path}' is not a folder"))),
+                    None => return Err(Error::new(Code::NoEnt, format!("path '{path}': there is no such folder"))),
+                },
+            };
+            s.client.set_layout(&s.creds, ino, Some(stripes.into())).await
+        })
     }
 
     /// Opens a regular file by its inode, for whom the process acts at this moment unless the session was made for somebody: the metadata servers
@@ -326,7 +366,7 @@ impl fmt::Debug for Session {
 }
 
 impl Inner {
-    async fn open_file(&self, path: &str, flags: u32, mode: u32) -> Result<File> {
+    async fn open_file(&self, path: &str, flags: u32, mode: u32, layout: Option<pb::LayoutSpec>) -> Result<File> {
         let (creat, excl) = (flags & libc::O_CREAT as u32 != 0, flags & libc::O_EXCL as u32 != 0);
         let flags = flags & !(libc::O_CREAT | libc::O_EXCL) as u32;
         let place = path::resolve(&self.client, &self.creds, path).await?;
@@ -338,7 +378,9 @@ impl Inner {
                 Err(Error::new(Code::Inval, "is not a regular file"))
             }
             Some(attr) => self.client.open(&self.creds, attr.ino, flags).await,
-            None if creat => self.client.create(&self.creds, place.parent, &place.name, mode, flags, excl, None).await,
+            None if creat => {
+                self.client.create(&self.creds, place.parent, &place.name, mode, flags, excl, layout).await
+            }
             None => Err(Error::new(Code::NoEnt, "there is no such file")),
         };
         Ok(opened.map_err(named)?.0)

@@ -44,7 +44,7 @@ impl Session {
         check_folder(dir)?;
         self.run(async |s| {
             // Not from the cache: what is there may have been read long ago.
-            let file = s.open_file(path, libc::O_DIRECT as u32, 0).await?;
+            let file = s.open_file(path, libc::O_DIRECT as u32, 0, None).await?;
             let staged = s.stage(path, &file, dir, &mut done).await;
             file.close().await?;
             staged.map_err(|e| e.context(format!("path '{path}'")))

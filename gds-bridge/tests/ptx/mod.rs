@@ -186,6 +186,9 @@ impl Thread<'_> {
             "cvt.u64.u32" => low(v(1)),
             "mad.lo.u32" => low(low(v(1)) * low(v(2)) + low(v(3))),
             "mul.wide.u32" => low(v(1)) * low(v(2)),
+            "mul.lo.u32" => low(low(v(1)).wrapping_mul(low(v(2)))),
+            "add.u32" => low(v(1).wrapping_add(v(2))),
+            "sub.u64" => v(1).wrapping_sub(v(2)),
             "add.u64" => v(1).wrapping_add(v(2)),
             "min.u64" => v(1).min(v(2)),
             "and.b32" => low(v(1) & v(2)),
@@ -193,6 +196,7 @@ impl Thread<'_> {
             "not.b32" => low(!v(1)),
             "shr.u32" => low(v(1)).checked_shr(v(2) as u32).unwrap_or(0),
             "setp.ge.u64" => (v(1) >= v(2)).into(),
+            "setp.ne.u32" => (low(v(1)) != low(v(2))).into(),
             "setp.lt.u64" => (v(1) < v(2)).into(),
             other => panic!("instruction {other} is not known here"),
         };

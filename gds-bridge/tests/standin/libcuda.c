@@ -232,10 +232,14 @@ static uint32_t crc32c(const unsigned char *p, size_t n) {
   }
   return ~crc;
 }
+#define PIECES 32 /* words of a block; the sum is the exclusive or of all */
 static void sum(Copy *c) {
   uint32_t *to = (uint32_t *)(c->sums - AWAY);
-  for (size_t at = 0; at < c->len; at += c->block)
-    *to++ = crc32c((unsigned char *)(c->device - AWAY + at), c->len - at < c->block ? c->len - at : c->block) ^ wrong_sums;
+  for (size_t at = 0; at < c->len; at += c->block, to += PIECES) {
+    to[0] = 0;
+    for (int i = 1; i < PIECES; i++) to[0] ^= to[i] = i * 2654435761u;
+    to[0] ^= crc32c((unsigned char *)(c->device - AWAY + at), c->len - at < c->block ? c->len - at : c->block) ^ wrong_sums;
+  }
 }
 static int run(Stream *s, unsigned long before) {
   pthread_mutex_lock(&lock);
@@ -291,9 +295,9 @@ int cuModuleGetFunction(void **f, void *m, const char *name) {
 int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *s, void **p, void **extra) {
   if (f != &sum_kernel || gy != 1 || gz != 1 || by != 1 || bz != 1 || shared || extra) return 1;
   Copy c = {.device = *(uint64_t *)p[0], .len = *(uint64_t *)p[1], .block = *(uint32_t *)p[2], .sums = *(uint64_t *)p[3]};
-  if (!c.block || (uint64_t)gx * bx * c.block < c.len) return 1; /* there is a thread for each block */
+  if (!c.block || (uint64_t)gx * bx / PIECES * c.block < c.len) return 1; /* there are threads for each block */
   Alloc *a = find(c.sums);
-  if (!a || c.sums + (c.len + c.block - 1) / c.block * 4 > a->start + a->size) return 700;
+  if (!a || c.sums + (c.len + c.block - 1) / c.block * 4 * PIECES > a->start + a->size) return 700;
   return add(s, c);
 }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t len, void *s) { return add(s, (Copy){(void *)from, to, len, 1}); }

@@ -24,7 +24,7 @@ pub(crate) struct Reach {
     mds: Vec<String>,
     /// File with the cluster key.
     #[arg(long, requires = "mds")]
-    cluster_key: Option<PathBuf>,
+    pub cluster_key: Option<PathBuf>,
     /// Print the outcome as JSON.
     #[arg(long)]
     pub json: bool,
