@@ -9,7 +9,7 @@ use std::{
 
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
-use strake_fabric::Identity;
+use strake_fabric::ClientKey;
 use strake_mds::cluster::{
     moves::{
         MOVES, is_moving,
@@ -213,7 +213,7 @@ async fn keep(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<Stri
 
 async fn files_on(reach: &Reach, chains: &BTreeSet<ChainId>) -> Result<Vec<String>> {
     let (mds, key) = reach.ways()?;
-    Ok(losses::files_on(&mds, Identity::server(&key).client_key, chains).await)
+    Ok(losses::files_on(&mds, ClientKey::of(&key), chains).await)
 }
 
 fn list(chains: &BTreeSet<ChainId>) -> String {
