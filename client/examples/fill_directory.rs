@@ -1,10 +1,10 @@
 //! Makes a directory of many files with few requests: `fill_directory MDS,... KEYFILE NAME COUNT`. The files are named stay-0 and so
 //! on, in the new directory NAME of the root. Used by `cluster-tests/posix/big-directory`.
 
-use std::{env, error::Error, fs, sync::Arc};
+use std::{env, error::Error, sync::Arc};
 
 use strake_client::{Client, Config, Creds};
-use strake_fabric::{Env, Identity, Pool, tcp::TcpFabric};
+use strake_fabric::{Env, Identity, Pool, keyfile::read_client, tcp::TcpFabric};
 use strake_proto::pb::{self, op::Op};
 
 /// Files made by one request; a request may have 8192 operations.
@@ -12,22 +12,19 @@ const AT_ONCE: usize = 4096;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-fn key(path: &str) -> Result<[u8; 32]> {
-    let text = fs::read_to_string(path)?;
-    let digits = text.trim().get(..64).ok_or("the key has not 64 digits")?;
-    let bytes: Vec<u8> =
-        (0..64).step_by(2).map(|i| u8::from_str_radix(&digits[i..i + 2], 16)).collect::<std::result::Result<_, _>>()?;
-    Ok(bytes.try_into().map_err(|_| "the key has not 32 bytes")?)
-}
-
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<()> {
     let args: Vec<String> = env::args().skip(1).collect();
     let [mds, key_file, name, count] = &args[..] else { return Err("usage: MDS,... KEYFILE NAME COUNT".into()) };
     let (mds, count) = (mds.split(',').map(str::parse).collect::<strake_proto::Result<_>>()?, count.parse()?);
     let env = Env::system();
-    let fabric =
-        TcpFabric::new(env.clone(), Identity::client(key(key_file)?), None, Pool::default(), Default::default());
+    let fabric = TcpFabric::new(
+        env.clone(),
+        Identity::client(read_client(key_file.as_ref())?),
+        None,
+        Pool::default(),
+        Default::default(),
+    );
     let client = Client::connect(Config::new(mds), env, Arc::new(fabric)).await?;
     let root = Creds::default();
     let parent = client.mkdir(&root, client.root(), name.as_bytes(), 0o777).await?.ino;

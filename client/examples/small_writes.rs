@@ -1,10 +1,10 @@
 //! Times writes of 4 KiB, in order and at random, with and without write-back by turns: `small_writes MDS,... KEYFILE MIB ROUNDS`. Each
 //! round's file is synced at its end, which counts. Used for `docs/performance.md`.
 
-use std::{env, error::Error, fs, sync::Arc, time::Instant};
+use std::{env, error::Error, sync::Arc, time::Instant};
 
 use strake_client::{Client, Config, Creds, File};
-use strake_fabric::{Env, Identity, Pool, tcp::TcpFabric};
+use strake_fabric::{Env, Identity, Pool, keyfile::read_client, tcp::TcpFabric};
 use strake_proto::layout::splitmix64;
 
 const BLOCK: u64 = 4096;
@@ -12,19 +12,12 @@ const RDWR: u32 = 2;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-fn key(path: &str) -> Result<[u8; 32]> {
-    let text = fs::read_to_string(path)?;
-    let digits = text.trim().get(..64).ok_or("the key has not 64 digits")?;
-    let bytes: Vec<u8> =
-        (0..64).step_by(2).map(|i| u8::from_str_radix(&digits[i..i + 2], 16)).collect::<std::result::Result<_, _>>()?;
-    Ok(bytes.try_into().map_err(|_| "the key has not 32 bytes")?)
-}
-
 async fn connect(mds: &str, key_file: &str, write_back: bool) -> Result<Client> {
     let mds = mds.split(',').map(str::parse).collect::<strake_proto::Result<_>>()?;
     let env = Env::system();
     let pool = Pool::new(512 << 20);
-    let fabric = TcpFabric::new(env.clone(), Identity::client(key(key_file)?), None, pool, Default::default());
+    let fabric =
+        TcpFabric::new(env.clone(), Identity::client(read_client(key_file.as_ref())?), None, pool, Default::default());
     Ok(Client::connect(Config { write_back, ..Config::new(mds) }, env, Arc::new(fabric)).await?)
 }
 

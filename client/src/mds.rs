@@ -55,6 +55,8 @@ pub(crate) struct Link {
     number: u64,
     /// Servers in a row that accepted a connection and did not answer on it in time.
     slow: u32,
+    /// Servers in a row that do not take this client's key, or do not prove theirs.
+    refused: usize,
 }
 
 #[derive(Clone)]
@@ -239,17 +241,12 @@ impl Core {
         link.current = None;
         let none = || Error::new(Code::Inval, "no metadata server is configured");
         let at = self.finder.lock().whom().ok_or_else(none)?;
-        let unreachable = |e: Error| {
-            self.finder.lock().failed(&at);
-            self.failed(Kind::Metadata, &at.to_string(), &e);
-            let e = e.context(format_args!("metadata server {at}"));
-            // A host that does not resolve or refuses now may do better later; a wrong key never does.
-            if e.code == Code::Unauthenticated { e } else { Error { code: Code::Disconnected, ..e } }
+        let asked = timeout(CONNECT_TIMEOUT, self.fabric.connect(&at, None)).await;
+        let conn = match asked.unwrap_or_else(|_| Err(Error::new(Code::Disconnected, "does not answer"))) {
+            Ok(conn) => conn,
+            Err(e) => return Err(self.unreachable(&mut link, &at, e)),
         };
-        let conn = match timeout(CONNECT_TIMEOUT, self.fabric.connect(&at, None)).await {
-            Ok(r) => r.map_err(unreachable)?,
-            Err(_) => return Err(unreachable(Error::new(Code::Disconnected, "does not answer"))),
-        };
+        link.refused = 0;
         let leader = Leader { conn, at, number: (link.number + 1).max(self.env.boot().as_nanos() as u64) };
         link.number = leader.number;
         if let Some(s) = self.current_session() {
@@ -276,6 +273,17 @@ impl Core {
         self.followers.leader_is(&leader.at);
         link.current = Some(leader.clone());
         Ok(leader)
+    }
+
+    /// A host that does not resolve or refuses now may do better later; a wrong key never does. But one among several may be no
+    /// server of the cluster, and a session shows that the key is right.
+    fn unreachable(&self, link: &mut Link, at: &Endpoint, e: Error) -> Error {
+        self.finder.lock().failed(at);
+        self.failed(Kind::Metadata, &at.to_string(), &e);
+        let e = e.context(format_args!("metadata server {at}"));
+        link.refused = if e.code == Code::Unauthenticated { link.refused + 1 } else { 0 };
+        let by_all = link.refused >= self.finder.lock().all().len();
+        if by_all && self.current_session().is_none() { e } else { Error { code: Code::Disconnected, ..e } }
     }
 
     /// One that does not lead may name one that was taken in a moment ago: its map has that one's address.

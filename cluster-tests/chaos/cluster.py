@@ -125,16 +125,22 @@ mountpoint = "{MOUNT}"
 
     def write_configs(self):
         key = secrets.token_bytes(32)
-        # As docs/formats.md has it: all that a mount needs, and nothing that a server could be made of.
-        client_key = hmac.new(key, b"strake client v1", "sha256").hexdigest()
         for node in self.nodes.values():
             os.makedirs(self.config(node))
-            if node.role == "client":
-                self.write_mount(node)
-                self.put(node, "client.key", client_key + "\n", 0o600)
-            else:
+            if node.role != "client":
                 self.put(node, "cluster.key", key.hex() + "\n", 0o600)
                 {"mds": self.write_mds, "oss": self.write_oss}[node.role](node)
+        client_key = self.client_key(key)
+        for node in self.of("client"):
+            self.write_mount(node)
+            self.put(node, "client.key", client_key, 0o600)
+
+    def client_key(self, key):
+        """All that a mount needs, and nothing that a server could be made of."""
+        r = self.engine.docker("run", "--rm", "-v", f"{self.config(self.of('mds')[0])}:/etc/strake:ro", self.saved["image"],
+                               "client-key", "--cluster-key", "/etc/strake/cluster.key", check=False)
+        # A program of a former version does not know the command. As docs/formats.md has it, servers cannot be told by it.
+        return r.stdout if r.returncode == 0 else hmac.new(key, b"strake client v1", "sha256").hexdigest() + "\n"
 
     # Volumes: each an ext4 of its own, so that one can be full; plain folders where no loop device is to be had.
 

@@ -1,19 +1,89 @@
-//! Files with a key: 64 hexadecimal digits that only their owner may read.
+//! Files with a key, which only their owner may read. The cluster key: 64 hexadecimal digits. The key of clients: likewise, and in a second
+//! line the word `servers` and the public half of what servers sign with.
 
 use std::{fs, os::unix::fs::PermissionsExt, path::Path};
 
-use strake_proto::{Code, Error, Result};
+use ed25519_dalek::{SigningKey, VerifyingKey};
+use strake_proto::{Code, Error, Result, cap::derive_key};
+
+const SERVERS: &str = "servers ";
+
+/// What servers sign handshakes with.
+pub fn signing_key(cluster_key: &[u8; 32]) -> SigningKey {
+    SigningKey::from_bytes(&derive_key(cluster_key, "strake signing v1"))
+}
+
+/// All that a client is given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClientKey {
+    pub key: [u8; 32],
+    /// The public half of what servers sign with. Files of former versions lack it.
+    pub servers: Option<VerifyingKey>,
+}
+
+impl From<[u8; 32]> for ClientKey {
+    fn from(key: [u8; 32]) -> ClientKey {
+        ClientKey { key, servers: None }
+    }
+}
+
+impl ClientKey {
+    /// That of a cluster.
+    pub fn of(cluster_key: &[u8; 32]) -> ClientKey {
+        let servers = signing_key(cluster_key).verifying_key();
+        ClientKey { key: derive_key(cluster_key, "strake client v1"), servers: Some(servers) }
+    }
+
+    /// As it stands in a file.
+    pub fn text(&self) -> String {
+        let servers = self.servers.map(|s| format!("{SERVERS}{}\n", encode_hex(s.as_bytes())));
+        format!("{}\n{}", encode_hex(&self.key), servers.unwrap_or_default())
+    }
+
+    pub fn parse(text: &str) -> Option<ClientKey> {
+        let mut lines = text.trim().lines().map(str::trim);
+        let key = decode_hex(lines.next()?)?;
+        let servers = match lines.next() {
+            None => None,
+            Some(line) => Some(VerifyingKey::from_bytes(&decode_hex(line.strip_prefix(SERVERS)?.trim())?).ok()?),
+        };
+        lines.next().is_none().then_some(ClientKey { key, servers })
+    }
+}
 
 /// The key in a file. Errors name the file and what is wrong with it.
 pub fn read(path: &Path) -> Result<[u8; 32]> {
-    let what = |e: Error| e.context(format!("key file {}", path.display()));
-    let invalid = |m: &str| what(Error::new(Code::Inval, m));
-    let meta = fs::metadata(path).map_err(|e| what(e.into()))?;
+    let text = private(path)?;
+    decode_hex(text.trim()).ok_or_else(|| match ClientKey::parse(&text) {
+        Some(_) => invalid(path, "is a key of clients, which is not enough here; the servers have the cluster key"),
+        None => invalid(path, "is not 64 hexadecimal digits"),
+    })
+}
+
+/// Likewise of a file of a client.
+pub fn read_client(path: &Path) -> Result<ClientKey> {
+    let what = "is not 64 hexadecimal digits and, in a second line, `servers` with 64 more";
+    ClientKey::parse(&private(path)?).ok_or_else(|| invalid(path, what))
+}
+
+fn about(path: &Path, e: impl Into<Error>) -> Error {
+    e.into().context(format!("key file {}", path.display()))
+}
+
+fn invalid(path: &Path, m: &str) -> Error {
+    about(path, Error::new(Code::Inval, m))
+}
+
+fn private(path: &Path) -> Result<String> {
+    let meta = fs::metadata(path).map_err(|e| about(path, e))?;
     if meta.permissions().mode() & 0o077 != 0 {
-        return Err(invalid("is readable by others; run chmod 600 on it"));
+        return Err(invalid(path, "is readable by others; run chmod 600 on it"));
     }
-    let text = fs::read_to_string(path).map_err(|e| what(e.into()))?;
-    decode_hex(text.trim()).ok_or_else(|| invalid("is not 64 hexadecimal digits"))
+    fs::read_to_string(path).map_err(|e| about(path, e))
+}
+
+fn encode_hex(key: &[u8; 32]) -> String {
+    key.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 /// 64 hexadecimal digits.
@@ -26,4 +96,31 @@ pub fn decode_hex(s: &str) -> Option<[u8; 32]> {
         *b = u8::from_str_radix(&s[2 * i..2 * i + 2], 16).ok()?;
     }
     Some(key)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn client_keys_as_text() {
+        let key = ClientKey::of(&[1; 32]);
+        assert_eq!(ClientKey::parse(&key.text()), Some(key));
+        let old = ClientKey { servers: None, ..key };
+        assert_eq!(old.text().len(), 65, "a former version's file");
+        assert_eq!(ClientKey::parse(old.text().trim()), Some(old));
+        let text = key.text();
+        for bad in ["", "servers", &text.replace("servers", "server"), &text[..80], &format!("{text}x\n")] {
+            assert_eq!(ClientKey::parse(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_public_half_is_as_documented() {
+        // By an independent implementation: HMAC-SHA256 of Python, then Ed25519 of OpenSSL.
+        let public = ClientKey::of(&[1; 32]).servers.unwrap();
+        assert_eq!(encode_hex(public.as_bytes()), PUBLIC);
+    }
+
+    const PUBLIC: &str = "be1b62cfdda7a4e7ef133a36fe07528945ecbad763882cc6e70672b26f118b02";
 }

@@ -4,6 +4,8 @@
 //! [`Service`] answers them. TCP and RDMA are implementations, the simulator's network another. Bulk bytes travel in
 //! [`Buf`]s: aligned, pooled, shared by reference from socket to disk.
 
+#[cfg(feature = "admin")]
+pub mod admin;
 pub mod buf;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
@@ -14,6 +16,8 @@ pub mod foreign;
 pub mod kept;
 pub mod keyfile;
 pub mod leader;
+pub mod private;
+pub mod quiet;
 pub mod rdma;
 pub mod region;
 pub mod roads;
@@ -26,10 +30,12 @@ use std::sync::Arc;
 use async_trait::async_trait;
 pub use buf::{Buf, BufMut, KeptAt, Pool, PoolStats};
 use bytes::Bytes;
+use ed25519_dalek::{SigningKey, VerifyingKey};
 pub use endpoint::Endpoint;
 pub use env::{Clock, Env};
 pub use foreign::{Foreign, Lend};
 pub use kept::{Kept, Record, Records};
+pub use keyfile::ClientKey;
 pub use leader::LeaderFinder;
 pub use rdma::RdmaFabric;
 pub use region::{REGION, Region};
@@ -158,13 +164,18 @@ impl Listener {
 }
 
 /// What a process proves in the handshake: that it knows the key of its role. Derived from the cluster key by
-/// [`strake_proto::cap::derive_key`] with purposes "strake server v1" and "strake client v1".
+/// [`strake_proto::cap::derive_key`] with purposes "strake server v1" and "strake client v1"; what servers sign with, likewise,
+/// with "strake signing v1".
 #[derive(Clone)]
 pub struct Identity {
     pub role: Role,
     /// Servers hold both keys, clients only the client key.
     pub server_key: Option<[u8; 32]>,
     pub client_key: [u8; 32],
+    /// Of servers: what clients tell them by.
+    pub signing: Option<SigningKey>,
+    /// Of clients: what servers must have signed with. Without it any holder of the client key passes for a server.
+    pub servers: Option<VerifyingKey>,
 }
 
 impl Identity {
@@ -174,10 +185,13 @@ impl Identity {
             role: Role::Server,
             server_key: Some(derive_key(cluster_key, "strake server v1")),
             client_key: derive_key(cluster_key, "strake client v1"),
+            signing: Some(keyfile::signing_key(cluster_key)),
+            servers: None,
         }
     }
-    pub fn client(client_key: [u8; 32]) -> Identity {
-        Identity { role: Role::Client, server_key: None, client_key }
+    pub fn client(key: impl Into<ClientKey>) -> Identity {
+        let ClientKey { key, servers } = key.into();
+        Identity { role: Role::Client, server_key: None, client_key: key, signing: None, servers }
     }
 }
 

@@ -40,7 +40,7 @@ fn ensure(is: bool, what: impl std::fmt::Display) -> Done<()> {
 
 impl Job {
     async fn new(mds: &str, key: &str) -> Done<Job> {
-        let identity = Identity::client(keyfile::read(Path::new(key))?);
+        let identity = Identity::client(keyfile::read_client(Path::new(key))?);
         let pool = Use::Rdma.pool(Pool::new(64 * MIB))?;
         let roads = Roads::new(Env::system(), identity, None, pool, Connections::default()).only(Use::Rdma);
         let client = Client::connect(Config::new(vec![mds.parse()?]), Env::system(), Arc::new(roads)).await?;

@@ -16,6 +16,7 @@ use serde_json::json;
 use strake_proto::{Code, Error, Result, pb};
 
 use crate::{
+    config as file,
     dev::{Cluster, MAX_TARGET_GIB},
     serve, status,
 };
@@ -57,8 +58,9 @@ pub fn run(a: &AddArgs) -> Result<ExitCode> {
         _ => {
             let _alone = alone_in(&a.dir)?;
             let mut c = Cluster::open(&a.dir)?;
+            let key = c.key()?;
             let admin = c.add_target(a.server.as_deref().unwrap_or_default(), a.size_gib)?;
-            tell(&admin).map_err(|e| taken_back(e, || c.take_target_back()))?
+            tell(&admin, &key).map_err(|e| taken_back(e, || c.take_target_back()))?
         }
     };
     let said = match &targets[..] {
@@ -116,8 +118,10 @@ fn in_file(config: &Path, path: &Path, a: &AddArgs) -> Result<Vec<u32>> {
         let m = "has no `admin` address, so the server cannot be told: add the target there by hand and restart it";
         Error::new(Code::Inval, format!("{} {m}", config.display()))
     })?;
+    let key = file::read_key(&serve::cluster_key_of(&before)?)?;
     replace(config, &after).map_err(about)?;
-    let targets = tell(&admin.to_string()).map_err(|e| taken_back(e, || replace(config, &before).map_err(about)))?;
+    let targets =
+        tell(&admin.to_string(), &key).map_err(|e| taken_back(e, || replace(config, &before).map_err(about)))?;
     if a.force {
         // Once was meant.
         replace(config, &with_target(&before, &path, a, false)?).map_err(about)?;
@@ -175,10 +179,10 @@ fn replace(path: &Path, text: &str) -> std::io::Result<()> {
 }
 
 /// Has a server read its configuration again; the targets that are new to it. `ETIMEDOUT`: whether it has them is not known.
-fn tell(admin: &str) -> Result<Vec<u32>> {
+fn tell(admin: &str, key: &[u8; 32]) -> Result<Vec<u32>> {
     use tonic::Code::{FailedPrecondition, Unimplemented};
     crate::run(1, async {
-        let server = tokio::time::timeout(status::PATIENCE, status::admin(admin)).await;
+        let server = tokio::time::timeout(status::PATIENCE, status::admin(admin, key)).await;
         let server = server.unwrap_or_else(|_| Err(Error::new(Code::Disconnected, admin)));
         let mut server = server.map_err(|e| e.context("the storage server does not answer, start it first"))?;
         match tokio::time::timeout(PATIENCE, server.add_targets(pb::AddTargetsRequest {})).await {

@@ -3,7 +3,8 @@
 use std::{borrow::Cow, fs, path::Path};
 
 use serde::de::DeserializeOwned;
-pub use strake_fabric::keyfile::{decode_hex, read as read_key};
+use strake_fabric::keyfile::ClientKey;
+pub use strake_fabric::keyfile::{decode_hex, read as read_key, read_client};
 use strake_proto::{Code, Error, Result};
 use toml::{
     Spanned,
@@ -112,16 +113,43 @@ pub fn read_text(kind: u8, text: &str) -> Result<()> {
 
 /// Writes a key that only its owner may read. Refuses to replace one.
 pub fn write_key(path: &Path, key: &[u8; 32]) -> Result<()> {
-    use std::{io::Write, os::unix::fs::OpenOptionsExt};
     let hex: String = key.iter().map(|b| format!("{b:02x}")).collect();
+    write_private(path, &format!("{hex}\n"))
+}
+
+/// Writes the key of clients, or what one of a former version lacks. One of another cluster is `EEXIST`. Whether there was something to write.
+pub fn write_client_key(path: &Path, key: &ClientKey) -> Result<bool> {
+    let about = |e: std::io::Error| Error::from(e).context(format!("key file {}", path.display()));
+    if !path.try_exists().map_err(about)? {
+        return write_private(path, &key.text()).map(|()| true);
+    }
+    let had = read_client(path)?;
+    if had.key != key.key {
+        let m = format!("key file {}: is of another cluster; remove it, or name another file", path.display());
+        return Err(Error::new(Code::Exist, m));
+    }
+    if had == *key {
+        return Ok(false);
+    }
+    let mut new = path.as_os_str().to_os_string();
+    new.push(format!(".{}.new", std::process::id()));
+    let new = Path::new(&new);
+    let renewed = write_private(new, &key.text()).and_then(|()| fs::rename(new, path).map_err(about));
+    if renewed.is_err() {
+        let _ = fs::remove_file(new);
+    }
+    renewed.map(|()| true)
+}
+
+fn write_private(path: &Path, text: &str) -> Result<()> {
+    use std::{io::Write, os::unix::fs::OpenOptionsExt};
     let mut f = fs::OpenOptions::new()
         .write(true)
         .create_new(true)
         .mode(0o600)
         .open(path)
         .map_err(|e| Error::from(e).context(format!("key file {}", path.display())))?;
-    f.write_all(hex.as_bytes())?;
-    f.write_all(b"\n")?;
+    f.write_all(text.as_bytes())?;
     Ok(f.sync_all()?)
 }
 
@@ -232,6 +260,19 @@ mod tests {
         let heading = "Mount configuration";
         documented(heading, &keys(2, ""));
         documented(heading, &keys(2, "[mount]"));
+    }
+
+    #[test]
+    fn a_clients_key_is_completed_and_never_replaced_by_anothers() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("client.key");
+        let key = ClientKey::of(&[1; 32]);
+        write_private(&path, &ClientKey::from(key.key).text()).unwrap();
+        assert!(write_client_key(&path, &key).unwrap() && !write_client_key(&path, &key).unwrap());
+        assert_eq!(read_client(&path).unwrap(), key);
+        assert_eq!(write_client_key(&path, &ClientKey::of(&[2; 32])).unwrap_err().code, Code::Exist);
+        assert!(read_key(&path).unwrap_err().message.contains("a key of clients"));
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left there");
     }
 
     #[test]

@@ -4,6 +4,7 @@
 
 mod add_target;
 mod bench;
+mod client_key;
 mod config;
 mod dev;
 mod fsck;
@@ -61,6 +62,8 @@ enum Command {
     /// Make, fill and remove pools of targets.
     #[command(subcommand)]
     Pool(pools::Command),
+    /// Print or write the key file of clients.
+    ClientKey(client_key::ClientKeyArgs),
     /// Show nodes, Raft, targets, chains and space.
     Status(status::StatusArgs),
     /// Measure the file system beside what this machine can do at all.
@@ -111,6 +114,7 @@ pub fn main() -> ExitCode {
         Command::Target(c) => targets::run(c),
         Command::Node(c) => nodes::run(c),
         Command::Pool(c) => pools::run(c),
+        Command::ClientKey(a) => client_key::run(&a),
         Command::Status(a) => status::status(&a),
         Command::Bench(a) => bench::bench(&a),
         Command::MemoryMount(a) => bench::memory_mount(&a),

@@ -4,12 +4,14 @@
 //! any more: the next mount of the same cluster names its uuid when it opens its session.
 
 use std::{
-    fs::{self, File, TryLockError},
+    fs::{self, File, OpenOptions, TryLockError},
     io::Write,
+    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     time::Duration,
 };
 
+use strake_fabric::private;
 use strake_proto::{Code, Error, Result};
 
 /// Sessions end by themselves within a minute; older files tell nothing.
@@ -39,13 +41,17 @@ impl Lifeline {
     pub fn start(folder: &Path, mds: &[String], uuid: [u8; 16]) -> Result<Lifeline> {
         let failed = |e: std::io::Error| Error::from(e).context(format_args!("{}", folder.display()));
         fs::create_dir_all(folder).map_err(failed)?;
+        // One that somebody named may be for more than mounts.
+        if default_folder().as_deref() == Some(folder) {
+            mend(folder);
+        }
         let cluster = mds.join(",");
         let (dead, files) = look(folder, &cluster).map_err(failed)?;
         let name = hex(&uuid);
         // Under another name until it is locked and whole.
         let hidden = folder.join(format!(".{name}"));
         let path = folder.join(format!("{name}.client"));
-        let mut file = File::create_new(&hidden).map_err(failed)?;
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&hidden).map_err(failed)?;
         file.try_lock().map_err(|_| Error::new(Code::Busy, format!("{}: locked by another", hidden.display())))?;
         file.write_all(format!("{name} {cluster}\n").as_bytes()).map_err(failed)?;
         fs::rename(&hidden, &path).map_err(failed)?;
@@ -66,6 +72,13 @@ impl Drop for Lifeline {
     }
 }
 
+/// What a former version let everybody read.
+fn mend(path: &Path) {
+    if private::mend(path).is_ok_and(|mended| mended) {
+        tracing::warn!("{}: other users could read it; it is its owner's alone now", path.display());
+    }
+}
+
 fn hex(uuid: &[u8; 16]) -> String {
     uuid.iter().map(|b| format!("{b:02x}")).collect()
 }
@@ -80,6 +93,7 @@ fn look(folder: &Path, cluster: &str) -> std::io::Result<(Vec<[u8; 16]>, Vec<Pat
         }
         // Gone meanwhile, or not ours to read: somebody else's business.
         let Ok(file) = File::open(&path) else { continue };
+        mend(&path);
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => continue,
@@ -107,6 +121,8 @@ fn parse(text: &str) -> Option<([u8; 16], &str)> {
 
 #[cfg(test)]
 mod tests {
+    use std::{fs::Permissions, os::unix::fs::PermissionsExt};
+
     use super::*;
 
     #[test]
@@ -121,10 +137,17 @@ mod tests {
         fs::write(dir.path().join("x.client"), format!("{} a:1,b:1\n", hex(&[3; 16]))).unwrap();
         fs::write(dir.path().join("y.client"), format!("{} c:1\n", hex(&[4; 16]))).unwrap();
         fs::write(dir.path().join("z.client"), "nonsense").unwrap();
+        for f in ["x.client", "y.client"] {
+            fs::set_permissions(dir.path().join(f), Permissions::from_mode(0o644)).unwrap();
+        }
         let mut third = Lifeline::start(dir.path(), &a, [5; 16]).unwrap();
         assert_eq!(third.dead, vec![[3; 16]]);
         assert!(!dir.path().join("z.client").exists() && dir.path().join("x.client").exists());
         assert_eq!(Lifeline::start(dir.path(), &b, [6; 16]).unwrap().dead, vec![[4; 16]]);
+        for entry in fs::read_dir(dir.path()).unwrap() {
+            let entry = entry.unwrap();
+            assert_eq!(entry.metadata().unwrap().permissions().mode() & 0o077, 0, "{:?}", entry.file_name());
+        }
         third.told();
         assert!(!dir.path().join("x.client").exists());
         drop((alive, second, third));

@@ -4,6 +4,7 @@
 use std::{collections::BTreeSet, time::Duration};
 
 use strake_client::{Client, Creds};
+use strake_fabric::ClientKey;
 use strake_proto::{ChainId, Code, Ino, Result, layout::StripeMap, pb};
 
 use crate::mount;
@@ -22,7 +23,7 @@ struct Found {
 
 /// Lines that name the files with data on one of these chains, as far as they are found within a
 /// time.
-pub(crate) async fn files_on(mds: &[String], key: [u8; 32], chains: &BTreeSet<ChainId>) -> Vec<String> {
+pub(crate) async fn files_on(mds: &[String], key: ClientKey, chains: &BTreeSet<ChainId>) -> Vec<String> {
     let mut found = Found::default();
     let all = async {
         let client = mount::connect(mds, key).await?;

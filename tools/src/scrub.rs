@@ -10,11 +10,10 @@ use std::{
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use strake_client::{Client, Creds};
-use strake_fabric::Identity;
+use strake_fabric::ClientKey;
 use strake_proto::{Code, Error, Ino, Result, layout::StripeMap, pb};
 
 use crate::{
-    config,
     dev::Cluster,
     mount, status,
     term::{Progress, size, span, table},
@@ -32,16 +31,16 @@ pub struct ScrubArgs {
     #[arg(long)]
     wait: bool,
     /// Folder of a local cluster (see `strake up`).
-    #[arg(long, default_value = "strake-cluster", conflicts_with_all = ["admin", "mds", "cluster_key"])]
+    #[arg(long, default_value = "strake-cluster", conflicts_with_all = ["admin", "mds"])]
     dir: PathBuf,
     /// Admin addresses of the storage servers, HOST:PORT, instead of a local cluster.
     #[arg(long, value_delimiter = ',')]
     admin: Vec<String>,
     /// Metadata servers, tcp:HOST:PORT, which know the paths of files.
-    #[arg(long, value_delimiter = ',', requires = "admin", requires = "cluster_key")]
+    #[arg(long, value_delimiter = ',', requires = "admin")]
     mds: Vec<String>,
-    /// File with the cluster key.
-    #[arg(long, requires = "mds")]
+    /// File with the cluster key, for --admin [default: /etc/strake/cluster.key].
+    #[arg(long, env = status::KEY_VARIABLE)]
     cluster_key: Option<PathBuf>,
     #[arg(long)]
     json: bool,
@@ -67,6 +66,12 @@ const POLL: Duration = Duration::from_millis(300);
 /// How long the metadata servers may take to name the paths.
 const PATHS: Duration = Duration::from_secs(20);
 
+/// The storage servers, and what opens their administration.
+struct Servers {
+    addrs: Vec<String>,
+    key: [u8; 32],
+}
+
 /// What the servers said: address and targets.
 #[derive(Default)]
 struct Answers {
@@ -83,13 +88,14 @@ struct Place {
 type Places = BTreeMap<Ino, Result<Place>>;
 
 pub fn scrub(args: &ScrubArgs) -> Result<ExitCode> {
-    let (servers, mds) = if args.admin.is_empty() {
+    let (addrs, mds, key) = if args.admin.is_empty() {
         let c = Cluster::open(&args.dir)?;
-        (c.admin_oss(), Some((c.mds_endpoints(), config::read_key(&c.client_key())?)))
+        (c.admin_oss(), c.mds_endpoints(), c.key()?)
     } else {
-        let key = args.cluster_key.as_ref().map(|k| config::read_key(k)).transpose()?;
-        (args.admin.clone(), key.map(|k| (args.mds.clone(), Identity::server(&k).client_key)))
+        (args.admin.clone(), args.mds.clone(), status::key_for(args.cluster_key.as_deref(), None)?)
     };
+    let servers = Servers { addrs, key };
+    let mds = (!mds.is_empty()).then(|| (mds, ClientKey::of(&key)));
     crate::run(1, async {
         let action = match args.what {
             What::Status => 0,
@@ -99,7 +105,7 @@ pub fn scrub(args: &ScrubArgs) -> Result<ExitCode> {
         };
         let mut answers = look(&servers, &args.target).await?;
         if action != 0 {
-            answers = tell(answers, action).await;
+            answers = tell(answers, &key, action).await;
         }
         if args.wait {
             answers = until_done(&servers, &args.target).await?;
@@ -116,13 +122,13 @@ pub fn scrub(args: &ScrubArgs) -> Result<ExitCode> {
 
 /// Lines that name the damage of which no replica in sync has a good copy, of all targets that
 /// answer; and what is said of servers that do not.
-pub(crate) async fn without_good_copy(servers: &[String], mds: (Vec<String>, [u8; 32])) -> Vec<String> {
-    let mut answers = match look(servers, &[]).await {
+pub(crate) async fn without_good_copy(addrs: Vec<String>, mds: Vec<String>, key: [u8; 32]) -> Vec<String> {
+    let mut answers = match look(&Servers { addrs, key }, &[]).await {
         Ok(answers) => answers,
         Err(e) => return vec![format!("  not known: {e}")],
     };
     answers.targets.iter_mut().for_each(|(_, t)| t.findings.retain(|f| state(f) == "lost"));
-    let places = name(&answers, Some(mds)).await;
+    let places = name(&answers, Some((mds, ClientKey::of(&key)))).await;
     let (mut lines, mut left_out) = (Vec::new(), 0);
     for (_, t) in &answers.targets {
         lines.extend(t.findings.iter().map(|f| format!("  {}", sentence(t.target, f, &places))));
@@ -136,11 +142,11 @@ pub(crate) async fn without_good_copy(servers: &[String], mds: (Vec<String>, [u8
 }
 
 /// Asks one server.
-async fn ask(addr: &str, action: u32, targets: Vec<u32>) -> Result<Vec<pb::ScrubStatus>> {
+async fn ask(addr: &str, key: &[u8; 32], action: u32, targets: Vec<u32>) -> Result<Vec<pb::ScrubStatus>> {
     let failed = |m: &str| Error::new(Code::Disconnected, format!("{addr}: {m}"));
     let call = async {
         let request = pb::ScrubRequest { action, targets };
-        match status::admin(addr).await?.scrub(request).await {
+        match status::admin(addr, key).await?.scrub(request).await {
             Ok(r) => Ok(r.into_inner().targets),
             // Who names all servers of the cluster need not know which is which.
             Err(e) if e.message().starts_with("this is a metadata server") => Ok(Vec::new()),
@@ -151,10 +157,10 @@ async fn ask(addr: &str, action: u32, targets: Vec<u32>) -> Result<Vec<pb::Scrub
 }
 
 /// How these targets are, or all of them. An error if none is there, or one is not.
-async fn look(servers: &[String], targets: &[u32]) -> Result<Answers> {
+async fn look(servers: &Servers, targets: &[u32]) -> Result<Answers> {
     let mut answers = Answers::default();
-    for addr in servers {
-        match ask(addr, 0, Vec::new()).await {
+    for addr in &servers.addrs {
+        match ask(addr, &servers.key, 0, Vec::new()).await {
             Ok(all) => answers.targets.extend(all.into_iter().map(|t| (addr.clone(), t))),
             Err(e) => answers.silent.push((addr.clone(), e)),
         }
@@ -173,14 +179,14 @@ async fn look(servers: &[String], targets: &[u32]) -> Result<Answers> {
 }
 
 /// Has these targets do something.
-async fn tell(answers: Answers, action: u32) -> Answers {
+async fn tell(answers: Answers, key: &[u8; 32], action: u32) -> Answers {
     let mut by_server: BTreeMap<String, Vec<u32>> = BTreeMap::new();
     for (addr, t) in &answers.targets {
         by_server.entry(addr.clone()).or_default().push(t.target);
     }
     let mut now = Answers { silent: answers.silent, ..Answers::default() };
     for (addr, targets) in by_server {
-        match ask(&addr, action, targets).await {
+        match ask(&addr, key, action, targets).await {
             Ok(all) => now.targets.extend(all.into_iter().map(|t| (addr.clone(), t))),
             Err(e) => now.silent.push((addr, e)),
         }
@@ -189,7 +195,7 @@ async fn tell(answers: Answers, action: u32) -> Answers {
     now
 }
 
-async fn until_done(servers: &[String], targets: &[u32]) -> Result<Answers> {
+async fn until_done(servers: &Servers, targets: &[u32]) -> Result<Answers> {
     let mut progress = Progress::new();
     loop {
         let now = look(servers, targets).await?;
@@ -208,7 +214,7 @@ async fn until_done(servers: &[String], targets: &[u32]) -> Result<Answers> {
 }
 
 /// Finds the files that the findings lie in. Without a way to the metadata servers, or an answer, there are no places.
-async fn name(answers: &Answers, mds: Option<(Vec<String>, [u8; 32])>) -> Places {
+async fn name(answers: &Answers, mds: Option<(Vec<String>, ClientKey)>) -> Places {
     let mut places = Places::new();
     let inos = answers.targets.iter().flat_map(|(_, t)| t.findings.iter().map(|f| f.ino));
     let mut inos: Vec<Ino> = inos.collect();

@@ -4,7 +4,7 @@ use std::{path::PathBuf, process::ExitCode};
 
 use clap::Args;
 use serde::Deserialize;
-use strake_fabric::Env;
+use strake_fabric::{Env, private};
 use strake_proto::{Code, Error, Result};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -104,6 +104,7 @@ fn default_log() -> String {
 }
 
 pub fn mds(args: MdsArgs) -> Result<ExitCode> {
+    private::umask();
     if let Some(command) = args.group {
         return members::run(command);
     }
@@ -137,6 +138,7 @@ pub fn mds(args: MdsArgs) -> Result<ExitCode> {
 }
 
 pub fn oss(args: OssArgs) -> Result<ExitCode> {
+    private::umask();
     let mut o = args.common.overrides("oss");
     o.extend(args.name.map(|n| ("oss", "name", n.into())));
     if !args.mds.is_empty() {
@@ -178,6 +180,11 @@ pub fn check_mds(text: &str) -> Result<()> {
 /// Reads a storage server's configuration and checks it.
 pub fn check_oss(text: &str) -> Result<()> {
     oss_config("text", text).map(drop)
+}
+
+/// The file with the cluster key, as a storage server's configuration names it.
+pub fn cluster_key_of(text: &str) -> Result<PathBuf> {
+    Ok(config::parse::<OssFile>("text", text, Overrides::new())?.cluster_key)
 }
 
 /// A storage server's configuration, as it would be read from a file.

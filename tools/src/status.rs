@@ -1,6 +1,10 @@
 //! `strake status`: what runs where, and whether it is whole.
 
-use std::{path::PathBuf, process::ExitCode, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Duration,
+};
 
 use clap::Args;
 use serde_json::{Value, json};
@@ -13,6 +17,7 @@ use strake_proto::{
 use tonic::transport::Channel;
 
 use crate::{
+    config,
     dev::Cluster,
     targets::{percent, slow_json},
     term::{size, table},
@@ -20,12 +25,15 @@ use crate::{
 
 #[derive(Args)]
 pub struct StatusArgs {
-    /// Folder of a local cluster (see `strake up`).
-    #[arg(long, default_value = "strake-cluster")]
-    dir: PathBuf,
+    /// Folder of a local cluster (see `strake up`) [default: strake-cluster].
+    #[arg(long)]
+    dir: Option<PathBuf>,
     /// Admin addresses of servers, HOST:PORT, instead of a local cluster.
     #[arg(long, value_delimiter = ',')]
     admin: Vec<String>,
+    /// File with the cluster key, for --admin [default: that of --dir, else /etc/strake/cluster.key].
+    #[arg(long, env = KEY_VARIABLE)]
+    cluster_key: Option<PathBuf>,
     #[arg(long)]
     json: bool,
     /// Also list every chain.
@@ -37,33 +45,55 @@ pub const PATIENCE: Duration = Duration::from_secs(2);
 /// Bytes of one answer: as many sessions as there may be, with the longest names.
 const MAX_STATUS: usize = 64 << 20;
 
+/// Names a file with the cluster key.
+pub const KEY_VARIABLE: &str = "STRAKE_CLUSTER_KEY";
+/// Where servers usually have it.
+const KEY: &str = "/etc/strake/cluster.key";
+const DIR: &str = "strake-cluster";
+
+/// The cluster key for servers that are named by address: of the file that is given, of a local cluster, or where servers have it.
+pub fn key_for(given: Option<&Path>, dir: Option<&Path>) -> Result<[u8; 32]> {
+    if let Some(path) = given {
+        return config::read_key(path);
+    }
+    let of = |dir: &Path| Cluster::open(dir).and_then(|c| c.key());
+    if let Some(dir) = dir {
+        return of(dir);
+    }
+    if Path::new(KEY).exists() {
+        return config::read_key(Path::new(KEY));
+    }
+    if Cluster::is_in(Path::new(DIR)) {
+        return of(Path::new(DIR));
+    }
+    let m = format!(
+        "administration needs the cluster key: name its file by --cluster-key or {KEY_VARIABLE}, or put it at {KEY}"
+    );
+    Err(Error::new(Code::Unauthenticated, m))
+}
+
 /// The administration of one server.
-pub async fn admin(addr: &str) -> Result<AdminClient<Channel>> {
-    let failed = |e: &dyn std::fmt::Display| Error::new(Code::Disconnected, format!("{addr}: {e}"));
-    let channel = tonic::transport::Endpoint::from_shared(format!("http://{addr}"))
-        .map_err(|e| failed(&e))?
-        .connect_timeout(PATIENCE)
-        .connect()
-        .await
-        .map_err(|e| failed(&e))?;
-    Ok(AdminClient::new(channel).max_decoding_message_size(MAX_STATUS))
+pub async fn admin(addr: &str, key: &[u8; 32]) -> Result<AdminClient<Channel>> {
+    let connected = tokio::time::timeout(PATIENCE, strake_fabric::admin::connect(addr, key)).await;
+    let late = |_| Err(Error::new(Code::Disconnected, format!("{addr}: no answer in {PATIENCE:?}")));
+    Ok(AdminClient::new(connected.unwrap_or_else(late)?).max_decoding_message_size(MAX_STATUS))
 }
 
 /// Asks one server.
-pub async fn ask(addr: &str) -> Result<pb::StatusReply> {
+pub async fn ask(addr: &str, key: &[u8; 32]) -> Result<pb::StatusReply> {
     let failed = |e: &dyn std::fmt::Display| Error::new(Code::Disconnected, format!("{addr}: {e}"));
     let call = async {
-        let reply = admin(addr).await?.status(pb::StatusRequest {}).await.map_err(|e| failed(&e.message()))?;
+        let reply = admin(addr, key).await?.status(pb::StatusRequest {}).await.map_err(|e| failed(&e.message()))?;
         Ok(reply.into_inner())
     };
     tokio::time::timeout(PATIENCE, call).await.map_err(|_| failed(&"no answer in 2 s"))?
 }
 
 /// The status of the mds that leads.
-pub async fn leader_status(mds: &[String]) -> Result<pb::StatusReply> {
+pub async fn leader_status(mds: &[String], key: &[u8; 32]) -> Result<pb::StatusReply> {
     let mut cause = Error::new(Code::NoDev, "no metadata server leads");
     for addr in mds {
-        match ask(addr).await {
+        match ask(addr, key).await {
             Ok(s) if s.raft.as_ref().is_some_and(|r| r.leader == r.id && r.id != 0) => return Ok(s),
             Ok(_) => {}
             Err(e) => cause = e,
@@ -73,27 +103,30 @@ pub async fn leader_status(mds: &[String]) -> Result<pb::StatusReply> {
 }
 
 pub fn status(args: &StatusArgs) -> Result<ExitCode> {
-    let addrs = if args.admin.is_empty() {
-        let c = Cluster::open(&args.dir)?;
-        [c.admin_mds(), c.admin_oss()].concat()
+    let (addrs, key) = if args.admin.is_empty() {
+        let c = Cluster::open(args.dir.as_deref().unwrap_or(Path::new(DIR)))?;
+        ([c.admin_mds(), c.admin_oss()].concat(), c.key()?)
     } else {
-        args.admin.clone()
+        (args.admin.clone(), key_for(args.cluster_key.as_deref(), args.dir.as_deref())?)
     };
     let answers = crate::run(1, async {
         let mut all = Vec::new();
         for a in addrs {
-            let r = ask(&a).await;
+            let r = ask(&a, &key).await;
             all.push((a, r));
         }
         Ok(all)
     })?;
     let map = newest_map(&answers);
-    let behind = crate::run(1, async { Ok(stay_behind(&answers).await) })?;
+    let behind = crate::run(1, async { Ok(stay_behind(&answers, &key).await) })?;
     if args.json {
         println!("{:#}", as_json(&answers, map, &behind));
     } else {
         print_nodes(&answers);
         behind.iter().for_each(|b| println!("note: {}", b.why()));
+        for (target, n) in without_good_copy(&answers) {
+            println!("note: target {target}: {n} chunks have no good copy; `strake scrub` names the files");
+        }
         if let Some(map) = map {
             print_map(map, args.verbose);
         }
@@ -145,7 +178,7 @@ impl std::fmt::Display for Behind {
 const CATCH_UP: Duration = Duration::from_secs(3);
 
 /// Metadata servers that do not catch up with what the leader said first.
-async fn stay_behind(answers: &Answers) -> Vec<Behind> {
+async fn stay_behind(answers: &Answers, key: &[u8; 32]) -> Vec<Behind> {
     let leads = |s: &&pb::StatusReply| s.raft.as_ref().is_some_and(|r| r.leader == r.id && r.id != 0);
     let known = || answers.iter().filter_map(|(a, r)| Some((a, r.as_ref().ok()?)));
     let Some(leader) = known().map(|(_, s)| s).find(leads) else { return Vec::new() };
@@ -155,7 +188,7 @@ async fn stay_behind(answers: &Answers) -> Vec<Behind> {
     loop {
         let mut behind = Vec::new();
         for a in std::mem::take(&mut late) {
-            let now = ask(&a).await.map_or_else(|_| Vec::new(), |s| Behind::of(leader, &[s]));
+            let now = ask(&a, key).await.map_or_else(|_| Vec::new(), |s| Behind::of(leader, &[s]));
             if let Some(b) = now.into_iter().next() {
                 behind.push(b);
                 late.push(a);
@@ -180,7 +213,14 @@ fn verdict(answers: &Answers, map: Option<&pb::ClusterMap>) -> u8 {
     let led = rafts.is_empty() || rafts.iter().any(|r| r.leader != 0 && confirmed(r.leader));
     let whole = map.is_some_and(|m| !m.chains.is_empty() && is_whole(m));
     let served = known.iter().all(|s| s.refused.is_empty());
-    if known.len() == answers.len() && led && whole && served { 0 } else { 2 }
+    let good = without_good_copy(answers).next().is_none();
+    if known.len() == answers.len() && led && whole && served && good { 0 } else { 2 }
+}
+
+/// Targets with chunks that have no good copy in sync, and how many.
+fn without_good_copy(answers: &Answers) -> impl Iterator<Item = (u32, u64)> {
+    let targets = answers.iter().filter_map(|(_, r)| r.as_ref().ok()).flat_map(|s| &s.targets);
+    targets.filter(|t| t.lost > 0).map(|t| (t.id, t.lost))
 }
 
 type Answers = [(String, Result<pb::StatusReply>)];
@@ -417,6 +457,10 @@ mod tests {
         lacking.chains[0].replicas[0].state = ReplicaState::ReplicaOffline as i32;
         let empty = pb::ClusterMap::default();
         let refusing = pb::StatusReply { refused: vec![pb::RefusedTarget::default()], ..Default::default() };
+        let of_targets = |lost| pb::StatusReply {
+            targets: vec![pb::TargetStatus { id: 7, lost, ..Default::default() }],
+            ..Default::default()
+        };
         for (answers, map, want) in [
             (vec![], None, 1),
             (vec![silent(), silent()], None, 1),
@@ -424,6 +468,8 @@ mod tests {
             (vec![mds(1, 2)], Some(&good), 0),
             (vec![oss()], Some(&good), 0),
             (vec![("o".to_string(), Ok(refusing))], Some(&good), 2),
+            (vec![mds(1, 1), ("o".to_string(), Ok(of_targets(0)))], Some(&good), 0),
+            (vec![mds(1, 1), ("o".to_string(), Ok(of_targets(1)))], Some(&good), 2),
             (vec![mds(1, 2), mds(2, 2), silent()], Some(&good), 2),
             (vec![mds(1, 0), mds(2, 0), oss()], Some(&good), 2),
             (vec![mds(1, 2), mds(2, 0)], Some(&good), 2),

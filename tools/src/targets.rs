@@ -9,7 +9,7 @@ use std::{
 
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
-use strake_fabric::Identity;
+use strake_fabric::ClientKey;
 use strake_mds::cluster::{
     moves::{
         MOVES, is_moving,
@@ -224,7 +224,7 @@ async fn keep(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<Stri
 
 async fn files_on(reach: &Reach, chains: &BTreeSet<ChainId>) -> Result<Vec<String>> {
     let (mds, key) = reach.ways()?;
-    Ok(losses::files_on(&mds, Identity::server(&key).client_key, chains).await)
+    Ok(losses::files_on(&mds, ClientKey::of(&key), chains).await)
 }
 
 /// Names what is damaged and has no good copy among those that are there. Without the folder of a
@@ -235,7 +235,7 @@ async fn without_good_copy(reach: &Reach) -> Result<Vec<String>> {
     }
     let servers = Cluster::open(&reach.dir)?.admin_oss();
     let (mds, key) = reach.ways()?;
-    Ok(scrub::without_good_copy(&servers, (mds, Identity::server(&key).client_key)).await)
+    Ok(scrub::without_good_copy(servers, mds, key).await)
 }
 
 fn list(chains: &BTreeSet<ChainId>) -> String {

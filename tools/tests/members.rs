@@ -351,8 +351,11 @@ fn what_cannot_be_is_refused_with_words() {
     // Another cluster's server, and another cluster's key.
     let b = Group::new("1", false);
     refused(&g.mds(&["add", &b.address(1)]), &["another cluster"]);
-    refused(&g.mds_at(&other, "client.key", "5", &["list"]), &["not this cluster's cluster key"]);
-    refused(&g.mds_at(&other, "client.key", "5", &["remove", "1"]), &["not this cluster's cluster key"]);
+    fs::copy(b.dir().join("cluster.key"), g.dir().join("other.key")).unwrap();
+    for command in [&["list"][..], &["remove", "1"]] {
+        refused(&g.mds_at(&other, "other.key", "5", command), &["not this cluster's cluster key"]);
+        refused(&g.mds_at(&other, "client.key", "5", command), &["client.key", "a key of clients"]);
+    }
     drop(b);
     // An id that is taken.
     let (file, at) = g.configure(2);

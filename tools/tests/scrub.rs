@@ -198,6 +198,9 @@ fn without_another_copy_it_is_an_error_and_the_scrub_says_what_is_lost() {
     let out = c.scrub(&["status"]);
     assert_eq!(out.status.code(), Some(4), "{}", text(&out.stdout));
     assert!(text(&out.stdout).contains("/only: 4096 bytes at 315392, ") && text(&out.stdout).contains("LOST"));
+    let status = strake().args(["status", "--dir"]).arg(c.dir()).output().unwrap();
+    assert_eq!(status.status.code(), Some(2), "{}", text(&status.stdout));
+    assert!(text(&status.stdout).contains("1 chunks have no good copy"), "{}", text(&status.stdout));
     // Another look from the mount, past its caches: an error where it is lost, the bytes everywhere else.
     let umount = |dir: &Path| strake().arg("umount").arg(dir).output().unwrap();
     ok(&umount(&c.mnt()));
@@ -215,4 +218,5 @@ fn without_another_copy_it_is_an_error_and_the_scrub_says_what_is_lost() {
     let s = c.pass(0);
     assert_eq!((&s["lost"], &findings(&s)[0].1["state"]), (&0.into(), &"gone".into()), "{s:#}");
     assert!(fs::read(&file).unwrap() == content(3));
+    ok(&strake().args(["status", "--dir"]).arg(c.dir()).output().unwrap());
 }

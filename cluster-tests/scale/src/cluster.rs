@@ -8,6 +8,7 @@ use std::{
 };
 
 use serde_json::Value;
+use strake_fabric::keyfile::{ClientKey, read_client};
 
 use crate::{Args, Result};
 
@@ -17,7 +18,7 @@ pub struct Cluster {
     numbers: [String; 2],
     /// Metadata servers' endpoints.
     pub mds: Vec<String>,
-    pub client_key: [u8; 32],
+    pub client_key: ClientKey,
     pub oss: u32,
 }
 
@@ -39,7 +40,7 @@ impl Cluster {
             dir: args.dir.clone().unwrap_or(temp),
             numbers: [args.oss.to_string(), args.targets_per_oss.to_string()],
             mds: Vec::new(),
-            client_key: [0; 32],
+            client_key: ClientKey::from([0; 32]),
             oss: args.oss,
         };
         if c.dir.exists() {
@@ -49,14 +50,7 @@ impl Cluster {
         let mds =
             said.lines().find_map(|l| l.strip_prefix("metadata")).ok_or("`strake up` names no metadata servers")?;
         c.mds = mds.trim().split(',').map(String::from).collect();
-        let key = fs::read_to_string(c.dir.join("client.key"))?;
-        let digits = key.trim().as_bytes();
-        if digits.len() != 64 || !digits.is_ascii() {
-            return Err("client.key is not 64 hexadecimal digits".into());
-        }
-        for (byte, pair) in c.client_key.iter_mut().zip(digits.chunks(2)) {
-            *byte = u8::from_str_radix(std::str::from_utf8(pair)?, 16)?;
-        }
+        c.client_key = read_client(&c.dir.join("client.key"))?;
         Ok(c)
     }
 

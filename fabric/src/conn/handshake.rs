@@ -3,7 +3,11 @@
 //! Four messages, specified in `docs/formats.md`: hello (dialer), welcome with the listener's proof, the dialer's proof,
 //! verdict. A proof is HMAC-SHA256 under the role's key over its side's name and all bytes sent before it, which
 //! hold both nonces; so none can be replayed, nor reflected. Every refusal goes to the other end in words.
+//!
+//! All clients share a key with the servers, so that key does not tell a server from another client. A client that knows the servers'
+//! public key has the listener sign as well, which only a server can.
 
+use ed25519_dalek::{Signature, Signer as _};
 use strake_proto::{
     Code, Error, Result, WIRE_VERSION, WIRE_VERSION_MIN,
     cap::{hmac_sha256, same_bytes},
@@ -22,6 +26,11 @@ const MAX_TEXT: usize = 1024;
 
 const DIALER: &[u8] = b"strake dialer v1";
 const LISTENER: &[u8] = b"strake listener v1";
+const SIGNATURE: &[u8] = b"strake signature v1";
+pub const SIGNATURE_LEN: usize = 64;
+/// Flags of hello and welcome: the cluster id is known; the listener is to sign, and will.
+const CLUSTER: u8 = 1;
+const SIGNED: u8 = 2;
 
 /// What one end brings to the handshake.
 #[derive(Clone)]
@@ -59,6 +68,8 @@ pub struct Agreed {
 pub struct Hello {
     pub versions: (u16, u16),
     pub role: Role,
+    /// The listener is to sign, if it can.
+    pub signed: bool,
     pub cluster: Option<[u8; 16]>,
     pub nonce: [u8; 32],
 }
@@ -73,7 +84,7 @@ impl Hello {
             Role::Client => 1,
             Role::Server => 2,
         };
-        b[14] = u8::from(self.cluster.is_some());
+        b[14] = flags(self.cluster.is_some(), self.signed);
         b[16..32].copy_from_slice(&self.cluster.unwrap_or_default());
         b[32..64].copy_from_slice(&self.nonce);
         b
@@ -89,6 +100,7 @@ impl Hello {
         Ok(Hello {
             versions: (u16::from_le_bytes([b[8], b[9]]), u16::from_le_bytes([b[10], b[11]])),
             role,
+            signed: b[14] & SIGNED != 0,
             cluster: cluster_at(b),
             nonce: array_at(b, 32),
         })
@@ -102,6 +114,8 @@ pub struct Welcome {
     /// 0, or the [`Code`] of a refusal.
     pub status: u16,
     pub text: u16,
+    /// A signature follows the verdict.
+    pub signed: bool,
     pub cluster: Option<[u8; 16]>,
     pub nonce: [u8; 32],
     pub proof: [u8; 32],
@@ -114,7 +128,7 @@ impl Welcome {
         b[8..10].copy_from_slice(&self.version.to_le_bytes());
         b[10..12].copy_from_slice(&self.status.to_le_bytes());
         b[12..14].copy_from_slice(&self.text.to_le_bytes());
-        b[14] = u8::from(self.cluster.is_some());
+        b[14] = flags(self.cluster.is_some(), self.signed);
         b[16..32].copy_from_slice(&self.cluster.unwrap_or_default());
         b[32..64].copy_from_slice(&self.nonce);
         b[64..96].copy_from_slice(&self.proof);
@@ -127,6 +141,7 @@ impl Welcome {
             version: u16::from_le_bytes([b[8], b[9]]),
             status: u16::from_le_bytes([b[10], b[11]]),
             text: u16::from_le_bytes([b[12], b[13]]),
+            signed: b[14] & SIGNED != 0,
             cluster: cluster_at(b),
             nonce: array_at(b, 32),
             proof: array_at(b, 64),
@@ -150,7 +165,12 @@ fn array_at<const N: usize>(b: &[u8], at: usize) -> [u8; N] {
 }
 
 fn cluster_at<const N: usize>(b: &[u8; N]) -> Option<[u8; 16]> {
-    (b[14] & 1 != 0).then(|| array_at(b, 16))
+    (b[14] & CLUSTER != 0).then(|| array_at(b, 16))
+}
+
+fn flags(cluster: bool, signed: bool) -> u8 {
+    let of = |is: bool, flag: u8| if is { flag } else { 0 };
+    of(cluster, CLUSTER) | of(signed, SIGNED)
 }
 
 fn hex(id: &[u8; 16]) -> String {
@@ -250,7 +270,9 @@ pub async fn dial<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) -> R
     let role = us.identity.role;
     let no_key = || Error::new(Code::Unauthenticated, "this process is to connect as a server but has no server key");
     let key = us.key(role).ok_or_else(no_key)?;
-    let hello = Hello { versions: us.versions, role, cluster: us.cluster, nonce: us.nonce }.encode();
+    let signer = us.identity.servers.as_ref();
+    let signed = signer.is_some();
+    let hello = Hello { versions: us.versions, role, signed, cluster: us.cluster, nonce: us.nonce }.encode();
     s.write_all(&hello).await.map_err(broken)?;
 
     let mut bytes = [0; WELCOME_LEN];
@@ -264,7 +286,24 @@ pub async fn dial<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) -> R
     s.write_all(&ending(&judged.as_ref().map(|()| &proof[..]).map_err(Clone::clone))).await.map_err(broken)?;
     judged?;
     read_ending(s).await?;
+    if let Some(servers) = signer {
+        let mut signature = [0; SIGNATURE_LEN];
+        s.read_exact(&mut signature).await.map_err(broken)?;
+        let text = [SIGNATURE, &hello, &bytes, &proof].concat();
+        servers
+            .verify_strict(&text, &Signature::from_bytes(&signature))
+            .map_err(|_| no_server("it signed with another key"))?;
+    }
     Ok(Agreed { version: welcome.version, role })
+}
+
+/// Who holds no more than the key of all clients, and a server as well that is older than its clients' key files.
+fn no_server(why: &str) -> Error {
+    let m = format!(
+        "the listener knows this cluster's client key, but did not prove to be a server of it: {why}. If it is no server, somebody else \
+         listens at this address; if its version is older than this one, upgrade it; else renew the key file (`strake client-key`)"
+    );
+    Error::new(Code::Unauthenticated, m)
 }
 
 fn check_welcome(
@@ -282,6 +321,9 @@ fn check_welcome(
     if w.version < us.versions.0 || w.version > us.versions.1 {
         return Err(Error::new(Code::Protocol, format!("the listener picked wire version {}", w.version)));
     }
+    if us.identity.servers.is_some() && !w.signed {
+        return Err(no_server("it does not sign"));
+    }
     same_cluster(w.cluster, us.cluster)
 }
 
@@ -297,7 +339,9 @@ pub async fn answer<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) ->
             return Err(e);
         }
     };
-    let mut welcome = Welcome { version, status: 0, text: 0, cluster: us.cluster, nonce: us.nonce, proof: [0; 32] };
+    let signer = us.identity.signing.as_ref().filter(|_| hello.signed);
+    let (signed, cluster) = (signer.is_some(), us.cluster);
+    let mut welcome = Welcome { version, status: 0, text: 0, signed, cluster, nonce: us.nonce, proof: [0; 32] };
     welcome.proof = hmac_sha256(key, &[LISTENER, &hello_bytes, &welcome.encode()[..64]]);
     let bytes = welcome.encode();
     s.write_all(&bytes).await.map_err(broken)?;
@@ -305,27 +349,33 @@ pub async fn answer<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) ->
     read_ending(s).await?;
     let mut proof = [0; PROOF_LEN - 8];
     s.read_exact(&mut proof).await.map_err(broken)?;
-    let judged = if same_bytes(&hmac_sha256(key, &[DIALER, &hello_bytes, &bytes]), &proof) {
-        Ok(&[][..])
-    } else {
+    if !same_bytes(&hmac_sha256(key, &[DIALER, &hello_bytes, &bytes]), &proof) {
         let m = "the dialer did not prove that it knows this cluster's key; check its key";
-        Err(Error::new(Code::Unauthenticated, m))
-    };
-    s.write_all(&ending(&judged)).await.map_err(broken)?;
-    judged.map(|_| Agreed { version, role: hello.role })
+        let e = Error::new(Code::Unauthenticated, m);
+        s.write_all(&ending(&Err(e.clone()))).await.map_err(broken)?;
+        return Err(e);
+    }
+    // Only now: a signature is work, which strangers could ask for without end.
+    let signature = signer.map(|k| k.sign(&[SIGNATURE, &hello_bytes, &bytes, &proof].concat()).to_bytes());
+    s.write_all(&ending(&Ok(signature.as_ref().map_or(&[][..], |s| &s[..])))).await.map_err(broken)?;
+    Ok(Agreed { version, role: hello.role })
 }
 
 /// Sends a welcome that refuses. The connection is given up in any case, so failures to send do not matter.
 pub async fn refuse<S: AsyncWrite + Unpin>(s: &mut S, e: &Error) {
     let (n, text) = text_of(e);
-    let w = Welcome { version: 0, status: status(e.code), text: n, cluster: None, nonce: [0; 32], proof: [0; 32] };
+    let (status, nothing) = (status(e.code), [0; 32]);
+    let w = Welcome { version: 0, status, text: n, signed: false, cluster: None, nonce: nothing, proof: nothing };
     let _ = s.write_all(&[&w.encode()[..], text].concat()).await;
     let _ = s.shutdown().await;
 }
 
 #[cfg(test)]
 mod tests {
+    use ed25519_dalek::SigningKey;
+
     use super::*;
+    use crate::keyfile::ClientKey;
 
     fn party(identity: Identity, cluster: Option<[u8; 16]>, nonce: u8) -> Party {
         Party::new(identity, cluster, [nonce; 32])
@@ -398,6 +448,58 @@ mod tests {
         }
     }
 
+    /// All that a client has been given.
+    fn careful(key: u8) -> Identity {
+        Identity::client(ClientKey::of(&[key; 32]))
+    }
+
+    #[tokio::test]
+    async fn a_listener_that_holds_no_more_than_the_client_key_is_no_server() {
+        let (a, b) = meet(party(careful(1), None, 1), party(server(1), Some([3; 16]), 2)).await;
+        assert!(a.is_ok() && b.is_ok(), "{a:?} {b:?}");
+        // One that plays a server with the key of all clients: it cannot sign, or signs with a key of its own.
+        let forger = SigningKey::from_bytes(&[9; 32]);
+        for (signing, words) in [(None, "does not sign"), (Some(forger), "another key")] {
+            let liar = Identity { signing, server_key: None, ..server(1) };
+            let (a, _) = meet(party(careful(1), None, 1), party(liar.clone(), None, 2)).await;
+            let e = a.unwrap_err();
+            assert!(e.code == Code::Unauthenticated && e.message.contains(words), "{e}");
+            let (a, _) = meet(party(Identity::client(server(1).client_key), None, 1), party(liar, None, 2)).await;
+            a.expect("a key file without the public half cannot tell");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_signature_is_of_one_handshake() {
+        // What a server signed for another client of the same key, passed on.
+        for change in [HELLO_LEN - 1, 13] {
+            let (mut a, mut relay) = tokio::io::duplex(4096);
+            let (mut onward, mut b) = tokio::io::duplex(4096);
+            let key = server(1).client_key;
+            let pass = async move {
+                let (mut hello, mut theirs) = ([0; HELLO_LEN], [0; HELLO_LEN]);
+                relay.read_exact(&mut hello).await.unwrap();
+                theirs.copy_from_slice(&hello);
+                theirs[change] ^= 1;
+                onward.write_all(&theirs).await.unwrap();
+                let mut welcome = [0; WELCOME_LEN];
+                onward.read_exact(&mut welcome).await.unwrap();
+                onward.write_all(&ending(&Ok(&hmac_sha256(&key, &[DIALER, &theirs, &welcome])))).await.unwrap();
+                let mut end = [0; VERDICT_LEN + SIGNATURE_LEN];
+                onward.read_exact(&mut end).await.unwrap();
+                let proof = hmac_sha256(&key, &[LISTENER, &hello, &welcome[..64]]);
+                welcome[64..].copy_from_slice(&proof);
+                relay.write_all(&welcome).await.unwrap();
+                relay.read_exact(&mut [0; PROOF_LEN]).await.unwrap();
+                relay.write_all(&end).await.unwrap();
+            };
+            let (dialer, listener) = (party(careful(1), None, 1), party(server(1), None, 2));
+            let (dialed, answered, ()) = tokio::join!(dial(&mut a, &dialer), answer(&mut b, &listener), pass);
+            answered.unwrap();
+            assert!(dialed.unwrap_err().message.contains("another key"));
+        }
+    }
+
     #[tokio::test]
     async fn a_client_key_does_not_make_a_server() {
         let liar = Identity { role: Role::Server, server_key: Some(server(1).client_key), ..server(1) };
@@ -446,15 +548,19 @@ mod tests {
 
     #[test]
     fn bytes_are_as_documented() {
-        let hello = Hello { versions: (1, 2), role: Role::Server, cluster: Some([0xcc; 16]), nonce: [0xaa; 32] };
+        let (cluster, nonce) = (Some([0xcc; 16]), [0xaa; 32]);
+        let hello = Hello { versions: (1, 2), role: Role::Server, signed: false, cluster, nonce };
         let text: String = hello.encode().iter().map(|b| format!("{b:02x}")).collect();
         let want = ["535452414b4548530100020002000100", &"cc".repeat(16), &"aa".repeat(32)].concat();
         assert_eq!(text, want);
         assert_eq!(Hello::decode(&hello.encode()).unwrap(), hello);
+        let asks = Hello { signed: true, ..hello };
+        assert_eq!((asks.encode()[14], Hello::decode(&asks.encode()).unwrap()), (3, asks));
         let w = Welcome {
             version: 1,
             status: 0,
             text: 0,
+            signed: false,
             cluster: Some([0xcc; 16]),
             nonce: [0xbb; 32],
             proof: hmac_sha256(&[1; 32], &[LISTENER, &hello.encode()]),

@@ -29,7 +29,9 @@ use shared::{Handle, Setup};
 use strake_proto::{Code, Error, Result};
 use tokio::{io::AsyncWrite, sync::watch, time::timeout};
 
-use crate::{Connection, Env, Identity, Pool, Role, Service, traffic::Totals};
+use crate::{Connection, Env, Identity, Pool, Role, Service, quiet::Quiet, traffic::Totals};
+
+static REFUSED: Quiet = Quiet::new();
 
 /// Limits and times of connections.
 #[derive(Clone, Debug)]
@@ -140,7 +142,7 @@ impl Streams {
         let mut stream = tokio::io::join(rd, wr);
         let party = self.party();
         let agreed = self.within(handshake::answer(&mut stream, &party)).await;
-        let agreed = agreed.inspect_err(|e| tracing::warn!(peer = %addr, "refused a connection: {e}"))?;
+        let agreed = agreed.inspect_err(|e| REFUSED.warn(|| format!("refused a connection from {addr}: {e}")))?;
         let (rd, wr) = stream.into_inner();
         Ok(shared::start(self.setup(agreed, bulk, addr, Some(service)), rd, wr))
     }

@@ -42,7 +42,12 @@ use super::{
     read::Incoming,
     write,
 };
-use crate::{Buf, Connection, Env, Lend, Message, Peer, Pool, Road, Role, Service, Traffic, traffic::Counter};
+use crate::{
+    Buf, Connection, Env, Lend, Message, Peer, Pool, Road, Role, Service, Traffic, quiet::Quiet, traffic::Counter,
+};
+
+static SILENT: Quiet = Quiet::new();
+static BROKEN: Quiet = Quiet::new();
 
 /// How a connection goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -290,7 +295,7 @@ async fn pulse(s: &Arc<Shared>) {
         received = now_received;
         // The first silent tick may have begun after a sign of life within it, hence one less than TICKS.
         if silent >= TICKS - 1 {
-            tracing::warn!(peer = %s.addr, "closing the connection: the peer owes answers and is silent");
+            SILENT.warn(|| format!("closing the connection to {}: it owes answers and is silent", s.addr));
             let m = format!("{} is silent for {:?} and is taken for dead", s.addr, s.options.silence);
             s.fail(&Error::new(Code::Disconnected, m));
             return;
@@ -401,7 +406,7 @@ impl Shared {
         self.counter.close();
         if self.phase.send_replace(Phase::Closed) != Phase::Closed {
             match cause.code {
-                Code::Protocol => tracing::warn!(peer = %self.addr, "closing the connection: {cause}"),
+                Code::Protocol => BROKEN.warn(|| format!("closing the connection to {}: {cause}", self.addr)),
                 _ => tracing::debug!(peer = %self.addr, "connection ended: {cause}"),
             }
         }

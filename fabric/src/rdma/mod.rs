@@ -47,7 +47,11 @@ use verbs::{Lib, event};
 use crate::{
     Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, Service, Traffic,
     conn::{Bulk, Options, Streams, stopped},
+    quiet::Quiet,
 };
+
+static REFUSED: Quiet = Quiet::new();
+static STARVED: Quiet = Quiet::new();
 
 /// Connections that nobody has accepted yet.
 const BACKLOG: i32 = 1024;
@@ -254,14 +258,14 @@ impl RdmaFabric {
                             Err(e) => Err(e),
                         };
                         if let Err(e) = done {
-                            tracing::warn!("cannot accept an RDMA connection: {e}");
+                            REFUSED.warn(|| format!("cannot accept an RDMA connection: {e}"));
                         }
                     });
                 }
                 Ok(e) if e.kind == event::DEVICE_REMOVAL => return,
                 Ok(_) => {}
                 Err(e) => {
-                    tracing::warn!("cannot accept RDMA connections: {e}");
+                    STARVED.warn(|| format!("cannot accept RDMA connections: {e}"));
                     sleep(Duration::from_millis(100)).await;
                 }
             }

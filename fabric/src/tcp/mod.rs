@@ -21,7 +21,10 @@ pub use crate::conn::{Incoming, Options, handshake};
 use crate::{
     Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, Service, Traffic,
     conn::{Streams, stopped},
+    quiet::Quiet,
 };
+
+static STARVED: Quiet = Quiet::new();
 
 /// Connections that nobody has accepted yet. The kernel takes no more than `net.core.somaxconn`, and has who comes then try again
 /// after a second.
@@ -102,7 +105,7 @@ impl TcpFabric {
                 Ok(a) => a,
                 Err(e) => {
                     // Most likely out of descriptors; those of others' connections may come free.
-                    tracing::warn!("cannot accept a connection: {e}");
+                    STARVED.warn(|| format!("cannot accept a connection: {e}"));
                     sleep(Duration::from_millis(100)).await;
                     continue;
                 }

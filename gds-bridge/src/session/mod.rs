@@ -14,7 +14,7 @@ use rustix::process::{getegid, geteuid, getgroups};
 pub use stage::Staged;
 pub use start::Started;
 use strake_client::{Client, Creds, File};
-use strake_fabric::{Buf, Endpoint, Env, Identity, Pool, REGION, Roads, Use, endpoint::MDS_PORT, keyfile};
+use strake_fabric::{Buf, ClientKey, Endpoint, Env, Identity, Pool, REGION, Roads, Use, endpoint::MDS_PORT, keyfile};
 use strake_proto::{Code, Error, Ino, Result, pb};
 pub use tensors::TensorFile;
 use tokio::runtime::Runtime;
@@ -147,7 +147,7 @@ impl Session {
         if !(1..=64).contains(&setup.threads) {
             return Err(Error::new(Code::Inval, "threads must be 1 to 64"));
         }
-        let key = keyfile::read(&setup.key)?;
+        let key = keyfile::read_client(&setup.key)?;
         let none = |why: crate::Unavailable| Error::new(Code::NoDev, why.to_string());
         let host = (setup.memory == Memory::Host).then(HostMem::new);
         let device: Arc<dyn GpuMem> = match (&host, setup.memory) {
@@ -393,7 +393,7 @@ impl Inner {
     }
 }
 
-async fn connect(mds: Vec<Endpoint>, key: [u8; 32], roads: Use) -> Result<Client> {
+async fn connect(mds: Vec<Endpoint>, key: ClientKey, roads: Use) -> Result<Client> {
     let env = Env::system();
     let hostname = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let config = strake_client::Config { hostname, ..strake_client::Config::new(mds) };

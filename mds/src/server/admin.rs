@@ -1,15 +1,13 @@
-//! Administration over gRPC. Not authenticated: listens only where the configuration says.
+//! Administration over gRPC, for who knows the cluster key.
 
 use std::{net::SocketAddr, sync::Arc};
 
+use strake_fabric::admin;
 use strake_proto::{Code, Error, pb};
-use tonic::{Request, Response, Status, transport::server::TcpIncoming};
+use tonic::{Request, Response, Status};
 
 use super::Mds;
-use pb::{
-    admin_server::{Admin, AdminServer},
-    log_command::Command,
-};
+use pb::admin_server::{Admin, AdminServer};
 
 struct Shell(Arc<Mds>);
 
@@ -43,22 +41,19 @@ impl Admin for Shell {
 
     async fn pool_change(&self, r: Request<pb::PoolChangeRequest>) -> Result<Response<pb::PoolChangeReply>, Status> {
         let r = r.into_inner();
-        self.0.leading().map_err(status)?;
         let change = pb::PoolChange { pool: r.pool, action: r.action, targets: r.targets };
-        self.0.propose(Command::PoolChange(change)).await.map_err(status)?;
+        self.0.change_pool(change).await.map_err(status)?;
         Ok(Response::new(pb::PoolChangeReply {}))
     }
 }
 
 /// Serves until the future is dropped. Fails at once if the address cannot be had.
-pub(super) fn serve(mds: Arc<Mds>, at: SocketAddr) -> strake_proto::Result<impl Future<Output = ()> + Send> {
-    let incoming = TcpIncoming::bind(at).map_err(|e| Error::from(e).context(format_args!("admin address {at}")))?;
-    let shell = Shell(mds);
-    let server =
-        tonic::transport::Server::builder().concurrency_limit_per_connection(16).add_service(AdminServer::new(shell));
-    Ok(async move {
-        if let Err(e) = server.serve_with_incoming(incoming).await {
-            tracing::error!("administration at {at} stopped: {e}");
-        }
-    })
+pub(super) fn serve(
+    mds: Arc<Mds>,
+    at: SocketAddr,
+    cluster_key: &[u8; 32],
+) -> strake_proto::Result<impl Future<Output = ()> + Send + use<>> {
+    let env = mds.env.clone();
+    let router = admin::builder().add_service(AdminServer::new(Shell(mds)));
+    admin::serve(at, env, cluster_key, router)
 }

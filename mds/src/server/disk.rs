@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use strake_fabric::{Env, Identity, Pool, Roads};
+use strake_fabric::{Env, Identity, Pool, Roads, private};
 use strake_proto::{CapKey, Code, Error, Result};
 use strake_store::FjallStore;
 
@@ -24,6 +24,7 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
     cfg.check()?;
     let cluster = cluster_id(&cluster_key, &cfg.fs_name);
     let lock = open_folder(&cfg, cluster)?;
+    private::mend_all(&cfg.dir);
     let sizes = Sizes::of(&cfg.dir)?;
     let mut voters: Vec<u64> = cfg.peers.iter().map(|p| p.0).chain([cfg.id]).collect();
     voters.sort_unstable();
@@ -49,7 +50,7 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
     let mut server = super::start_with(cfg, parts, disk).await?;
     server.lock = Some(lock);
     if let Some(at) = admin_at {
-        let serve = admin::serve(server.mds.clone(), at)?;
+        let serve = admin::serve(server.mds.clone(), at, &cluster_key)?;
         server.tasks.push(server.mds.env.spawn(serve));
     }
     Ok(server)

@@ -11,13 +11,18 @@ use tokio::time::timeout;
 
 use super::{Mds, service::encode};
 use crate::{
-    cluster::{recovery, state::FIRST_OSS_NODE},
+    cluster::{
+        recovery,
+        state::{self, FIRST_OSS_NODE},
+    },
     consensus::{MemberChange, members::Group},
 };
 use pb::{log_command::Command, members_request::Change, repair::What};
 
 /// How long a new server may take to say who it is.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Pools of a cluster.
+const MOST_POOLS: usize = 256;
 /// Members that one step names.
 const MAX_STEP: usize = 16;
 
@@ -47,10 +52,7 @@ impl Mds {
                 self.leading()?;
                 self.propose(Command::TargetChange(c)).await?;
             }
-            Some(Change::Pool(p)) => {
-                self.leading()?;
-                self.propose(Command::PoolChange(p)).await?;
-            }
+            Some(Change::Pool(p)) => self.change_pool(p).await?,
             Some(Change::Repair(r)) => {
                 self.leading()?;
                 self.node.read_barrier().await?;
@@ -60,6 +62,22 @@ impl Mds {
         }
         let group = self.node.group().await?;
         Ok(encode(&pb::MembersReply { learner, ..self.members_reply(&group) }))
+    }
+
+    /// Every client has the map, so there are no more pools in it than somebody can have meant. A request is looked at before it is in
+    /// the log.
+    pub(super) async fn change_pool(&self, p: pb::PoolChange) -> Result<()> {
+        self.leading()?;
+        self.node.read_barrier().await?;
+        let map = self.map();
+        state::pool_change(&mut map.map.clone(), &p)?;
+        if p.action == state::pool_action::NEW && map.map.pools.len() >= MOST_POOLS {
+            return Err(Error::new(
+                Code::NoSpc,
+                format!("there are {MOST_POOLS} pools; destroy one that is not needed"),
+            ));
+        }
+        self.propose(Command::PoolChange(p)).await.map(drop)
     }
 
     /// Targets that are slow, as far as this server leads and so knows.

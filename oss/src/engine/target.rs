@@ -11,7 +11,7 @@ use std::{
 };
 
 use rustix::fs::{CWD, RenameFlags};
-use strake_fabric::Pool;
+use strake_fabric::{Pool, private};
 use strake_proto::{ChainId, Code, Error, Result};
 use strake_store::{FjallStore, fjall_store};
 
@@ -189,6 +189,7 @@ pub async fn open_target_dir(path: &Path, fs_uuid: Option<[u8; 16]>, pool: Pool,
         ));
     }
     let lock = lock(path)?;
+    private::mend_all(path);
     if path.join(INCOMPLETE).exists() {
         let m = format!("{} was left half made; create the target again", path.display());
         return Err(Error::new(Code::NoEnt, m));

@@ -1,9 +1,10 @@
-//! Administration over gRPC. Not authenticated: listens only where the configuration says.
+//! Administration over gRPC, for who knows the cluster key.
 
 use std::{net::SocketAddr, sync::Arc};
 
-use strake_proto::{Code, Error, Result, pb};
-use tonic::{Request, Response, Status, transport::server::TcpIncoming};
+use strake_fabric::admin;
+use strake_proto::{Code, Result, pb};
+use tonic::{Request, Response, Status};
 
 use super::{disk::More, node::Node, scrub::Ask};
 use pb::admin_server::{Admin, AdminServer};
@@ -44,14 +45,13 @@ impl Admin for Shell {
 }
 
 /// Serves until the future is dropped. Fails at once if the address cannot be had.
-pub(super) fn serve(node: Arc<Node>, more: Arc<More>, at: SocketAddr) -> Result<impl Future<Output = ()> + Send> {
-    let incoming = TcpIncoming::bind(at).map_err(|e| Error::from(e).context(format_args!("admin address {at}")))?;
-    let server = tonic::transport::Server::builder()
-        .concurrency_limit_per_connection(16)
-        .add_service(AdminServer::new(Shell(node, more)));
-    Ok(async move {
-        if let Err(e) = server.serve_with_incoming(incoming).await {
-            tracing::error!("administration at {at} stopped: {e}");
-        }
-    })
+pub(super) fn serve(
+    node: Arc<Node>,
+    more: Arc<More>,
+    at: SocketAddr,
+    cluster_key: &[u8; 32],
+) -> Result<impl Future<Output = ()> + Send + use<>> {
+    let env = node.env.clone();
+    let router = admin::builder().add_service(AdminServer::new(Shell(node, more)));
+    admin::serve(at, env, cluster_key, router)
 }

@@ -69,7 +69,7 @@ pub async fn start_on_disk_with(cfg: Config, env: Env, cluster_key: [u8; 32], re
     let parts = Parts { env: env.clone(), fabric: Arc::new(fabric), targets, cap_key };
     let mut server = super::start_without(cfg, parts, out).await?;
     if let Some(at) = at {
-        server.tasks.push(env.spawn(admin::serve(server.node.clone(), more.clone(), at)?));
+        server.tasks.push(env.spawn(admin::serve(server.node.clone(), more.clone(), at, &cluster_key)?));
     }
     server.more = Some(more);
     Ok(server)

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use strake_fabric::{Buf, Message, Peer, Role, Service, unknown_opcode};
+use strake_fabric::{Buf, Message, Peer, Role, Service, quiet::Quiet, unknown_opcode};
 use strake_proto::{
     Capability, ChunkId, Code, Error, Result, Rights, TargetId,
     checksum::{self, pieces},
@@ -21,6 +21,8 @@ use super::{
     trim::trim,
 };
 use crate::engine::{Ask, Key};
+
+static REFUSED: Quiet = Quiet::new();
 
 /// Most entries of a list in one answer.
 const MAX_LIST: u32 = 4096;
@@ -88,7 +90,7 @@ impl Service for OssService {
                 | opcode::LIST_CHUNKS
         );
         if server_only && peer.role != Role::Server {
-            tracing::warn!("{} asked for {:#06x}, which only servers may", peer.addr, m.opcode);
+            REFUSED.warn(|| format!("{} asked for {:#06x}, which only servers may", peer.addr, m.opcode));
             return Err(Error::new(Code::Access, "only servers of the cluster may ask for this"));
         }
         match m.opcode {

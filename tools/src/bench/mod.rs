@@ -124,7 +124,7 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let machine = machine::describe(cores, cluster.dir())?;
     let mut rows = Vec::new();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let key = config::read_key(&cluster.client_key())?;
+    let key = config::read_client(&cluster.client_key())?;
     let client = runtime.block_on(mount::connect(&cluster.mds_endpoints(), key))?;
     bench.others = args.transports.iter().skip(1).map(|t| t.name()).collect();
     let own = own_mounts(&cluster, &args.transports, &bench.dir)?;

@@ -7,8 +7,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use rustix::fs::Mode;
 use serde::{Deserialize, Serialize};
-use strake_proto::{Code, Error, Result, cap::derive_key};
+use strake_fabric::{ClientKey, private};
+use strake_proto::{Code, Error, Result};
 
 use super::{
     MAX_TARGET_GIB, UpArgs,
@@ -123,17 +125,43 @@ impl Cluster {
     }
 
     /// Opens what is there (its own numbers hold, only the mount point may change) or makes a new one.
-    pub fn open_or_create(args: &UpArgs) -> Result<Cluster> {
+    pub fn open_or_create(args: &UpArgs, theirs: Mode) -> Result<Cluster> {
         if Cluster::is_in(&args.dir) {
             let mut c = Cluster::open(&args.dir)?;
             c.same_numbers(args)?;
             if let Some(m) = &args.mount {
                 c.move_mount(mountpoint(m)?)?;
             }
+            c.mend()?;
+            if config::write_client_key(&c.client_key(), &ClientKey::of(&c.key()?))? {
+                eprintln!("strake: {}: servers can be told by it now", c.client_key().display());
+            }
             c.write_configs()?;
             return Ok(c);
         }
-        Cluster::create(args)
+        Cluster::create(args, theirs)
+    }
+
+    /// What a former version left open to other users. Servers mend what is in their folders; where the mount is nobody looks.
+    fn mend(&self) -> Result<()> {
+        private::folder(&self.dir, is_passage(&self.dir, self.p.mount.as_deref()))?;
+        let mut all: Vec<PathBuf> = self.roles().iter().map(|r| self.dir.join(r.name())).collect();
+        for sub in [&self.logs(), &self.dir.join("run"), &self.dir] {
+            all.push(sub.clone());
+            let files = fs::read_dir(sub).into_iter().flatten().flatten();
+            all.extend(files.filter(|f| f.file_type().is_ok_and(|t| t.is_file())).map(|f| f.path()));
+        }
+        let mut mended = 0;
+        for path in all.iter().filter(|p| **p != self.dir && p.exists()) {
+            mended += u32::from(private::mend(path).map_err(|e| Error::from(e).context(path.display()))?);
+        }
+        if mended > 0 {
+            let at = self.dir.display();
+            eprintln!(
+                "strake: {at}: other users could read {mended} files and folders; they are the owner's alone now"
+            );
+        }
+        Ok(())
     }
 
     /// What a cluster was made with holds for good.
@@ -178,7 +206,8 @@ impl Cluster {
         Ok(())
     }
 
-    fn create(args: &UpArgs) -> Result<Cluster> {
+    /// `theirs`: the umask of who makes it.
+    fn create(args: &UpArgs, theirs: Mode) -> Result<Cluster> {
         let (mds, oss) = (args.mds.unwrap_or(3), args.oss.unwrap_or(4));
         let mirror = args.mirror.unwrap_or(2);
         if oss < mirror {
@@ -188,11 +217,15 @@ impl Cluster {
             return Err(Error::new(Code::Inval, m));
         }
         let mount = mountpoint(args.mount.as_deref().unwrap_or(Path::new("strake-mnt")))?;
-        fs::create_dir_all(&args.dir)?;
-        if fs::read_dir(&args.dir)?.next().is_some() {
+        let dir = std::path::absolute(&args.dir)?;
+        // Those above it are as their maker wants them.
+        private::under(theirs, || fs::create_dir_all(dir.parent().unwrap_or(&dir)))?;
+        fs::create_dir_all(&dir)?;
+        if fs::read_dir(&dir)?.next().is_some() {
             let m = format!("{} is not empty and holds no cluster; name another --dir", args.dir.display());
             return Err(Error::new(Code::NotEmpty, m));
         }
+        private::folder(&dir, is_passage(&dir, mount.as_deref()))?;
         let p = Parameters {
             version: 1,
             mds,
@@ -204,7 +237,7 @@ impl Cluster {
             ports: free_ports(2 * (mds + oss) as usize)?,
             added: Vec::new(),
         };
-        let c = Cluster { dir: std::path::absolute(&args.dir)?, p };
+        let c = Cluster { dir, p };
         let servers = c.roles().into_iter().map(|r| r.name());
         for sub in servers.chain(["logs".into(), "run".into()]) {
             fs::create_dir_all(c.dir.join(sub))?;
@@ -212,7 +245,7 @@ impl Cluster {
         let mut key = [0u8; 32];
         getrandom::fill(&mut key).map_err(|e| Error::new(Code::Io, format!("the kernel's random source: {e}")))?;
         config::write_key(&c.cluster_key(), &key)?;
-        config::write_key(&c.client_key(), &derive_key(&key, "strake client v1"))?;
+        config::write_client_key(&c.client_key(), &ClientKey::of(&key))?;
         c.write_configs()?;
         Ok(c)
     }
@@ -225,6 +258,9 @@ impl Cluster {
     }
     pub fn cluster_key(&self) -> PathBuf {
         self.dir.join("cluster.key")
+    }
+    pub fn key(&self) -> Result<[u8; 32]> {
+        config::read_key(&self.cluster_key())
     }
     pub fn client_key(&self) -> PathBuf {
         self.dir.join("client.key")
@@ -346,6 +382,14 @@ impl Cluster {
     }
 }
 
+/// Whether others come to the mount through the cluster's folder.
+fn is_passage(dir: &Path, mount: Option<&Path>) -> bool {
+    // Whatever links lead there. Of a mount point that is still to be made, as much as there is; what is mounted there is not asked.
+    let real = |p: &Path| p.ancestors().find_map(|a| Some(fs::canonicalize(a).ok()?.join(p.strip_prefix(a).ok()?)));
+    let above = |m: &Path| real(m.parent()?)?.starts_with(real(dir)?).then_some(());
+    mount.and_then(above).is_some()
+}
+
 /// An absolute path; `none` for no mount.
 fn mountpoint(given: &Path) -> Result<Option<PathBuf>> {
     if given.as_os_str() == "none" { Ok(None) } else { Ok(Some(std::path::absolute(given)?)) }
@@ -366,4 +410,21 @@ fn put(path: &Path, text: &str) -> Result<()> {
 fn free_ports(n: usize) -> Result<Vec<u16>> {
     let sockets: Vec<TcpListener> = (0..n).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<std::io::Result<_>>()?;
     sockets.iter().map(|s| Ok(s.local_addr()?.port())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mount_is_reached_through_the_folder_that_it_lies_in() {
+        let root = tempfile::tempdir().unwrap();
+        let (dir, link) = (root.path().join("c"), root.path().join("link"));
+        fs::create_dir(&dir).unwrap();
+        std::os::unix::fs::symlink(&dir, &link).unwrap();
+        let at = |m: &Path| is_passage(&dir, Some(m));
+        assert!(at(&dir.join("mnt")) && at(&dir.join("a/b/mnt")) && at(&link.join("mnt")));
+        assert!(is_passage(&link, Some(&dir.join("mnt"))));
+        assert!(!at(&root.path().join("mnt")) && !at(&root.path().join("c2/mnt")) && !is_passage(&dir, None));
+    }
 }

@@ -12,6 +12,8 @@ use std::{
 };
 
 use clap::Args;
+use rustix::fs::Mode;
+use strake_fabric::private;
 use strake_proto::Result;
 
 pub use layout::{Cluster, check};
@@ -68,7 +70,9 @@ pub struct DownArgs {
 
 pub fn up(args: UpArgs) -> Result<ExitCode> {
     let mut progress = Progress::new();
-    let (is_new, cluster) = (!Cluster::is_in(&args.dir), Cluster::open_or_create(&args)?);
+    // All but the way to the mount, which others may have to use.
+    let theirs = private::umask();
+    let (is_new, cluster) = (!Cluster::is_in(&args.dir), Cluster::open_or_create(&args, theirs)?);
     let mut started = 0;
     for role in cluster.roles() {
         started += usize::from(process::ensure_running(&cluster, &role)?);
@@ -76,7 +80,7 @@ pub fn up(args: UpArgs) -> Result<ExitCode> {
     progress.say(format!("{started} processes started, waiting for service"));
     let without = service::wait(&cluster, Duration::from_secs(args.timeout), is_new, &mut progress)?;
     if let Some(mnt) = cluster.mountpoint().filter(|_| !args.no_mount) {
-        ensure_mounted(&cluster, &mnt, &mut progress)?;
+        ensure_mounted(&cluster, &mnt, theirs, &mut progress)?;
     }
     progress.say(match (started, &without[..]) {
         (0, []) => "everything was running",
@@ -89,14 +93,14 @@ pub fn up(args: UpArgs) -> Result<ExitCode> {
     Ok(ExitCode::from(if without.is_empty() { 0 } else { NOT_WHOLE }))
 }
 
-fn ensure_mounted(cluster: &Cluster, mnt: &Path, progress: &mut Progress) -> Result<()> {
+fn ensure_mounted(cluster: &Cluster, mnt: &Path, theirs: Mode, progress: &mut Progress) -> Result<()> {
     if mount::is_mounted(mnt)? {
         if process::running(cluster, &Role::Mount).is_some() {
             return Ok(());
         }
         mount::make_way(mnt)?;
     }
-    fs::create_dir_all(mnt)?;
+    private::under(theirs, || fs::create_dir_all(mnt))?;
     progress.say(format!("mounting {}", mnt.display()));
     let (start, mut started) = (Instant::now(), false);
     while !mount::is_mounted(mnt)? {

@@ -29,6 +29,7 @@ struct State {
 /// is done: returns what the cluster is up without, and why. An error if it cannot serve at all, or
 /// is new.
 pub(super) fn wait(cluster: &Cluster, limit: Duration, is_new: bool, progress: &mut Progress) -> Result<Vec<String>> {
+    let key = cluster.key()?;
     let (start, mut since) = (Instant::now(), (Instant::now(), None));
     crate::run(1, async {
         loop {
@@ -39,7 +40,7 @@ pub(super) fn wait(cluster: &Cluster, limit: Duration, is_new: bool, progress: &
             if let Some(first) = ended.first().filter(|_| is_new || 2 * (members - without_vote) <= members) {
                 return Err(process::failure(cluster, first, "ended"));
             }
-            let state = look(cluster, &ended).await;
+            let state = look(cluster, &key, &ended).await;
             let Some(what) = &state.lacking else { return Ok(state.refused) };
             if since.1.as_ref() != Some(what) {
                 since = (Instant::now(), Some(what.clone()));
@@ -58,16 +59,16 @@ pub(super) fn wait(cluster: &Cluster, limit: Duration, is_new: bool, progress: &
     })
 }
 
-async fn look(cluster: &Cluster, ended: &[Role]) -> State {
+async fn look(cluster: &Cluster, key: &[u8; 32], ended: &[Role]) -> State {
     let mut refused: Vec<String> =
         ended.iter().map(|r| format!("{} does not run: {}", r.name(), process::last_words(cluster, r))).collect();
     let runs = |role: Role| !ended.contains(&role);
-    let Ok(leader) = status::leader_status(&cluster.admin_mds()).await else {
+    let Ok(leader) = status::leader_status(&cluster.admin_mds(), key).await else {
         return State { led: false, lacking: Some("no metadata leader yet".into()), refused };
     };
     let (mut silent, mut behind, mut members) = (None, Vec::new(), Vec::new());
     for (n, addr) in (1..).zip(cluster.admin_mds()).filter(|(n, _)| runs(Role::Mds(*n))) {
-        match status::ask(&addr).await {
+        match status::ask(&addr, key).await {
             Ok(s) => members.push(s),
             Err(_) => silent = Some(format!("the metadata server mds{n} at {addr} does not answer yet")),
         }
@@ -78,7 +79,7 @@ async fn look(cluster: &Cluster, ended: &[Role]) -> State {
     }
     // After a restart of everything the map may still name targets alive that do not come back.
     for (n, addr) in (1..).zip(cluster.admin_oss()).filter(|(n, _)| runs(Role::Oss(*n))) {
-        match status::ask(&addr).await {
+        match status::ask(&addr, key).await {
             Ok(s) => refused.extend(s.refused.iter().map(|r| {
                 let target = r.target.map_or_else(|| r.path.clone(), |id| format!("target {id} in {}", r.path));
                 format!("oss{n}: {target} is out of service: {}; {}", r.why, r.now)

@@ -14,7 +14,7 @@ use std::{collections::BTreeMap, path::PathBuf, process::ExitCode};
 use clap::Args;
 use serde_json::{Value, json};
 use strake_client::Creds;
-use strake_fabric::{Endpoint, Env, Identity, Pool, Roads};
+use strake_fabric::{ClientKey, Endpoint, Env, Identity, Pool, Roads};
 use strake_proto::Result;
 
 use crate::{config, dev::Cluster, mount, term::Progress};
@@ -55,7 +55,7 @@ pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
     };
     crate::run(0, async {
         let identity = Identity::server(&key);
-        let client = mount::connect(&mds, identity.client_key).await?;
+        let client = mount::connect(&mds, ClientKey::of(&key)).await?;
         let fabric = Roads::new(Env::system(), identity, None, Pool::default(), Default::default());
         let creds = Creds { uid: 0, gid: 0, groups: vec![] };
         let progress = Progress::new();

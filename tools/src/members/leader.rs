@@ -36,6 +36,8 @@ pub(crate) struct Reach {
 /// One attempt at one server.
 const CALL: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(100);
+/// Servers that one attempt asks: each may say that another one leads.
+const HOPS: usize = 3;
 /// Exit status: not done, or not in order; nothing is wrong with the command.
 pub(crate) const UNFINISHED: u8 = 2;
 
@@ -47,6 +49,11 @@ pub(crate) struct Group {
     progress: Progress,
     /// Where those are that were asked to be taken in, by id.
     pub(super) taught: BTreeMap<u64, String>,
+}
+
+/// Whom a metadata server that does not lead takes for the leader.
+fn leader_of(r: &pb::MembersReply) -> Option<Endpoint> {
+    r.members.iter().find(|m| m.id == r.leader && r.leader != r.id)?.endpoint.parse().ok()
 }
 
 /// A server's address as people give it.
@@ -137,8 +144,7 @@ impl Group {
     /// Learns from an answer who there is, and whom to ask next.
     fn note(&mut self, r: &pb::MembersReply) {
         self.finder.learn(r.members.iter().filter(|m| m.voter).filter_map(|m| m.endpoint.parse().ok()));
-        let leader = r.members.iter().find(|m| m.id == r.leader && r.leader != r.id);
-        if let Some(at) = leader.and_then(|m| m.endpoint.parse().ok()) {
+        if let Some(at) = leader_of(r) {
             self.finder.hint(at);
         }
     }
@@ -153,26 +159,31 @@ impl Group {
         }
     }
 
+    /// One attempt, at the leader if whoever is asked first knows it.
     pub async fn ask_once(&mut self, change: Option<Change>) -> Result<pb::MembersReply> {
         let none = || Error::new(Code::Inval, "no metadata server is named");
-        let at = self.finder.whom().ok_or_else(none)?;
-        let list = change.is_none();
-        let r = match self.try_at(&at, change).await {
-            // A change is done by the leader alone; anybody lists.
-            Ok(r) if list && r.id != r.leader => {
-                self.finder.failed(&at);
+        let mut at = self.finder.whom().ok_or_else(none)?;
+        for _ in 0..HOPS {
+            let mut asked = self.try_at(&at, change.clone()).await;
+            // Only the leader changes something. Anybody lists, and so says who leads.
+            let refused = change.is_some() && asked.as_ref().is_err_and(|e| e.code == Code::NotLeader);
+            if refused {
+                asked = self.try_at(&at, None).await;
+            }
+            let r = asked.inspect_err(|_| self.finder.failed(&at))?;
+            if !refused && (change.is_some() || r.id == r.leader) {
+                self.finder.found(&at);
                 self.note(&r);
-                return Err(Error::new(Code::NotLeader, "no metadata server leads"));
+                return Ok(r);
             }
-            Ok(r) => r,
-            Err(e) => {
-                self.finder.failed(&at);
-                return Err(e);
+            self.finder.failed(&at);
+            self.note(&r);
+            match leader_of(&r).filter(|next| *next != at) {
+                Some(next) => at = next,
+                None => break,
             }
-        };
-        self.finder.found(&at);
-        self.note(&r);
-        Ok(r)
+        }
+        Err(Error::new(Code::NotLeader, "no metadata server leads"))
     }
 
     /// `TimedOut` with what was waited for when the time is over.

@@ -7,7 +7,7 @@ use std::{
 };
 
 use strake_client::{Client, Creds, Keep};
-use strake_fabric::Env;
+use strake_fabric::{ClientKey, Env};
 use strake_fuse::{
     Interim,
     supervisor::{
@@ -65,7 +65,7 @@ pub(super) async fn supervise(section: MountSection) -> Result<ExitCode> {
 }
 
 /// A daemon: serves what its supervisor mounts or has mounted.
-pub(super) async fn serve(section: MountSection, key: [u8; 32], socket: RawFd) -> Result<ExitCode> {
+pub(super) async fn serve(section: MountSection, key: ClientKey, socket: RawFd) -> Result<ExitCode> {
     ignore_signals()?;
     let failed = |e: std::io::Error| Error::from(e).context("the supervisor's socket");
     let link = Link::inherited(socket).map_err(failed)?;
@@ -183,7 +183,7 @@ async fn end(client: &Client, mount: &strake_fuse::Mount) -> String {
 }
 
 /// A mount in one process, by the fuser crate.
-pub(super) async fn unsupervised(section: MountSection, key: [u8; 32]) -> Result<ExitCode> {
+pub(super) async fn unsupervised(section: MountSection, key: ClientKey) -> Result<ExitCode> {
     make_way(&section.mountpoint)?;
     let uuid = Env::system().random_bytes();
     let mut lifeline = lifeline(&section, uuid);

@@ -145,10 +145,7 @@ impl Call {
         self.enter()?;
         self.folder()?;
         let mut argv: Vec<OsString> = vec!["mount".into()];
-        match self.base() {
-            (true, base) => known.insert(0, base),
-            (false, base) => argv.push(format!("--base-options={base}").into()),
-        }
+        known.splice(0..0, self.base());
         argv.extend(known.into_iter().filter(|o| !o.is_empty()).flat_map(|o| ["-o".into(), o.into()]));
         argv.push("--".into());
         argv.extend(self.operands.iter().map(Into::into));
@@ -162,16 +159,12 @@ impl Call {
         super::mount(&args, argv)
     }
 
-    /// Whether this is a remount, and what goes below all options: mount(8) says `nosuid` where it is wanted, and never `suid`, which
-    /// is root's default as with other file systems. At a remount it names all flags that are to be.
-    fn base(&self) -> (bool, String) {
+    /// What goes below all options of a remount: mount(8) names all flags that are to be. Of set-id bits and
+    /// devices it never says that they are wanted, so they stay as they are unless `allow_suid` or `allow_dev` does.
+    fn base(&self) -> Option<String> {
         let remount = self.options.iter().any(|o| o.split(',').any(|o| o == "remount"));
-        let base = match (remount, rustix::process::geteuid().is_root()) {
-            (true, _) => table::clear_names().collect::<Vec<_>>().join(","),
-            (false, true) => "suid,dev".into(),
-            (false, false) => String::new(),
-        };
-        (remount, base)
+        let named = table::clear_names().filter(|n| !matches!(*n, "suid" | "dev"));
+        remount.then(|| named.collect::<Vec<_>>().join(","))
     }
 
     fn umount(mut self) -> Result<ExitCode> {

@@ -22,7 +22,7 @@ use options::{FabricKey, FollowerKey, LONGEST, Options, TransportKey};
 use serde::Deserialize;
 use source::Source;
 use strake_client::{Client, FOREVER};
-use strake_fabric::{Endpoint, Env, Fabric, Identity, Pool, Roads, Use, rdma};
+use strake_fabric::{ClientKey, Endpoint, Env, Fabric, Identity, Pool, Roads, Use, private, rdma};
 use strake_fuse::{
     MountConfig,
     supervisor::control::Asker,
@@ -59,9 +59,6 @@ pub struct MountArgs {
     /// Options as mount(8) has them, by commas: ro, soft, timeout=30 and so on; see docs/mounting.md.
     #[arg(short, long = "options")]
     options: Vec<String>,
-    /// Options under all others, those of the file too: what mount(8) means by saying nothing.
-    #[arg(long, hide = true, default_value = "")]
-    base_options: String,
     /// File with the client key [default: /etc/strake/client.key].
     #[arg(long)]
     client_key: Option<PathBuf>,
@@ -233,7 +230,7 @@ impl MountSection {
 /// Reads a mount's configuration and checks it.
 pub fn check(text: &str) -> Result<()> {
     let file = config::parse::<MountFile>("text", text, Overrides::new())?;
-    options_of(&file.mount, "")?;
+    options_of(&file.mount)?;
     file.mount.check()
 }
 
@@ -243,9 +240,8 @@ pub fn check_words(source: &str, options: &str) -> bool {
 }
 
 /// The options in a configuration file.
-fn options_of(section: &MountSection, base: &str) -> Result<Options> {
+fn options_of(section: &MountSection) -> Result<Options> {
     let mut o = Options::default();
-    o.take(base, false)?;
     o.take(&section.options, false).map_err(|e| e.context("mount configuration: `options`"))?;
     if o.remount || o.config.is_some() {
         let m = "mount configuration: `options`: 'remount' and 'config' belong on the command line";
@@ -292,7 +288,7 @@ fn load(args: &MountArgs, asked: &Options) -> Result<MountFile> {
     o.extend(args.read_only.then_some(("mount", "read_only", true.into())));
     o.extend(args.log.clone().map(|l| ("", "log", l.into())));
     let mut file: MountFile = config::load(config, o)?;
-    let mut all = options_of(&file.mount, &args.base_options)?;
+    let mut all = options_of(&file.mount)?;
     for text in &args.options {
         all.take(text, false)?;
     }
@@ -320,6 +316,7 @@ pub fn mount(args: &MountArgs, argv: Vec<OsString>) -> Result<ExitCode> {
     if asked.remount {
         return remount(args, &asked);
     }
+    private::umask();
     let file = load(args, &asked)?;
     file.mount.check()?;
     let socket = daemon::socket();
@@ -327,11 +324,18 @@ pub fn mount(args: &MountArgs, argv: Vec<OsString>) -> Result<ExitCode> {
         file.mount.has_fabric()?;
     }
     let log = config::log_filter(&file.log)?;
-    let key = config::read_key(&file.client_key)?;
+    let key = config::read_client(&file.client_key)?;
     if socket.is_none() && !args.foreground {
         return background::in_background(&file.mount, argv);
     }
     crate::init_log(&log);
+    if key.servers.is_none() && socket.is_none() {
+        tracing::warn!(
+            "key file {}: lacks the second line, by which servers are told from other clients that pose as one; renew it: \
+             `strake client-key --cluster-key FILE` on a server prints it",
+            file.client_key.display()
+        );
+    }
     match (socket, file.mount.transport) {
         (Some(socket), _) => crate::run(file.threads, daemon::serve(file.mount, key, socket)),
         (None, TransportKey::Dev) => crate::run(1, daemon::supervise(file.mount)),
@@ -346,7 +350,7 @@ fn check_only(args: &MountArgs) -> Result<()> {
     file.mount.check()?;
     file.mount.has_fabric()?;
     config::log_filter(&file.log)?;
-    config::read_key(&file.client_key)?;
+    config::read_client(&file.client_key)?;
     strake_fuse::can_mount(&file.mount.mountpoint)
 }
 
@@ -391,7 +395,7 @@ fn not_mounted(dir: &Path) -> Error {
 }
 
 /// Connects a client of a running cluster.
-pub async fn connect(mds: &[String], client_key: [u8; 32]) -> Result<Client> {
+pub async fn connect(mds: &[String], client_key: ClientKey) -> Result<Client> {
     connect_with(client_config(mds)?, client_key, Use::Best, false).await
 }
 
@@ -403,7 +407,7 @@ fn client_config(mds: &[String]) -> Result<strake_client::Config> {
 
 /// A storage server that is reached by no road that may be used is `OpNotSupp` or `NoMem` if `all` are to be reached. Otherwise, what needs
 /// that one waits, as if it were away.
-async fn connect_with(config: strake_client::Config, client_key: [u8; 32], roads: Use, all: bool) -> Result<Client> {
+async fn connect_with(config: strake_client::Config, client_key: ClientKey, roads: Use, all: bool) -> Result<Client> {
     let env = Env::system();
     let mut pool = Pool::default();
     // Half of it is for what is under way.
@@ -507,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_said_lies_below_the_file() {
+    fn set_id_bits_and_devices_count_only_where_somebody_said_so() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("mount.toml");
         let flags = |options: &str, words: &[&str]| {
@@ -518,12 +522,11 @@ mod tests {
             load(&args, &asked(&args).unwrap()).unwrap().mount.mount_config().flags
         };
         let both = MountFlags::NOSUID | MountFlags::NODEV;
-        let base = "--base-options=suid,dev";
         assert_eq!(flags("", &[]), both);
-        assert_eq!(flags("", &[base]), MountFlags::empty());
-        assert_eq!(flags("nodev", &[base]), MountFlags::NODEV);
-        assert_eq!(flags("nodev,nosuid", &[base]), both);
-        assert_eq!(flags("nodev", &[base, "-o", "dev,nosuid"]), MountFlags::NOSUID);
+        assert_eq!(flags("suid", &[]), MountFlags::NODEV);
+        assert_eq!(flags("", &["-o", "allow_dev,rw"]), MountFlags::NOSUID);
+        assert_eq!(flags("suid,allow_dev", &[]), MountFlags::empty());
+        assert_eq!(flags("allow_suid", &["-o", "nosuid"]), both);
     }
 
     #[test]

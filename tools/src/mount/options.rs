@@ -125,11 +125,13 @@ pub struct Options {
 }
 
 /// Options without a value, except for flags of mount(2).
-const WORDS: [&str; 14] = [
+const WORDS: [&str; 16] = [
     "ro",
     "rw",
     "allow_other",
     "noallow_other",
+    "allow_suid",
+    "allow_dev",
     "default_permissions",
     "hard",
     "soft",
@@ -229,6 +231,8 @@ impl Options {
     fn word(&mut self, name: &str) -> bool {
         match name {
             "ro" | "rw" => self.read_only = Some(name == "ro"),
+            // mount(8) keeps `suid` and `dev` for itself: what it passes on has names of its own.
+            "allow_suid" | "allow_dev" => self.flags.push(name["allow_".len()..].into()),
             "allow_other" | "noallow_other" => self.allow_other = Some(name == "allow_other"),
             "hard" | "soft" => self.soft = Some(name == "soft"),
             "write_back" | "write_through" => self.write_back = Some(name == "write_back"),
@@ -386,6 +390,8 @@ mod tests {
         let base = table::DEFAULT_FLAGS;
         assert_eq!(flags(&o.flags), base | MountFlags::NOATIME);
         assert_eq!(of("").unwrap(), Options::default());
+        assert_eq!(flags(&of("allow_suid").unwrap().flags), MountFlags::NODEV);
+        assert_eq!(flags(&of("allow_dev,allow_suid,nosuid").unwrap().flags), MountFlags::NOSUID);
         assert_eq!(
             (of("write_back").unwrap().write_back, of("write_back,write_through").unwrap().write_back),
             (Some(true), Some(false))

@@ -11,7 +11,7 @@ use std::{
 use clap::Args;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use strake_client::{Client, Config, FollowerReads};
-use strake_fabric::{Env, Identity, Pool, TcpFabric};
+use strake_fabric::{Env, Identity, Pool, TcpFabric, keyfile::read_client};
 use strake_histories::{
     Ino, Op, Outcome, Record,
     choose::{Chooser, Mix},
@@ -156,16 +156,6 @@ async fn by_library(
 }
 
 fn connector(args: &WorkerArgs) -> strake_proto::Result<TcpFabric> {
-    let key = read_key(args.key.as_deref().unwrap_or(Path::new("client.key")))?;
+    let key = read_client(args.key.as_deref().unwrap_or(Path::new("client.key")))?;
     Ok(TcpFabric::new(Env::system(), Identity::client(key), None, Pool::default(), Default::default()))
-}
-
-fn read_key(path: &Path) -> io::Result<[u8; 32]> {
-    let text = std::fs::read_to_string(path)?;
-    let digit = |i: usize| text.get(2 * i..2 * i + 2).and_then(|d| u8::from_str_radix(d, 16).ok());
-    let mut key = [0; 32];
-    for (i, byte) in key.iter_mut().enumerate() {
-        *byte = digit(i).ok_or_else(|| io::Error::other(format!("{} is not a key", path.display())))?;
-    }
-    Ok(key)
 }

@@ -205,14 +205,22 @@ async fn administration_answers_over_grpc() {
     let _server = start_all(&cfgs).await;
     let open = pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), hostname: "h".into(), ..Default::default() };
     let _: pb::SessionOpenReply = ask(&cfgs, opcode::SESSION_OPEN, &open).await.unwrap();
-    let at = format!("http://{}", cfgs[0].admin.unwrap());
-    let mut admin = pb::admin_client::AdminClient::connect(at).await.unwrap();
+    let at = cfgs[0].admin.unwrap().to_string();
+    let mut admin = pb::admin_client::AdminClient::new(strake_fabric::admin::connect(&at, &KEY).await.unwrap());
     let s = admin.status(pb::StatusRequest {}).await.unwrap().into_inner();
     assert_eq!((s.role.as_str(), s.sessions[0].hostname.as_str()), ("mds", "h"));
     assert_eq!(s.raft.unwrap().leader, 1);
     let pool = |action| pb::PoolChangeRequest { pool: "fast".into(), action, targets: vec![] };
     admin.pool_change(pool(1)).await.unwrap();
     assert_eq!(admin.pool_change(pool(1)).await.unwrap_err().code(), tonic::Code::AlreadyExists);
+    for n in 1..256 {
+        let p = pb::PoolChangeRequest { pool: format!("p{n}"), ..pool(1) };
+        admin.pool_change(p).await.unwrap();
+    }
+    let full = admin.pool_change(pb::PoolChangeRequest { pool: "more".into(), ..pool(1) }).await.unwrap_err();
+    assert!(full.message().contains("there are 256 pools"), "{full}");
+    admin.pool_change(pool(4)).await.unwrap();
+    admin.pool_change(pool(1)).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

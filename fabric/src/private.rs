@@ -1,0 +1,118 @@
+//! Files and folders that only their owner may read, whatever umask a process was started under.
+
+use std::{fs, io, os::unix::fs::PermissionsExt, path::Path};
+
+use rustix::{fs::Mode, process};
+
+/// What others may do: nothing.
+const OTHERS: u32 = 0o077;
+
+/// From now on what this process makes is its owner's alone. What it was before.
+pub fn umask() -> Mode {
+    process::umask(Mode::from_raw_mode(OTHERS))
+}
+
+/// Does something under another umask, then under the one before. Of the whole process: before it has threads.
+pub fn under<T>(mask: Mode, f: impl FnOnce() -> T) -> T {
+    let before = process::umask(mask);
+    let done = f();
+    process::umask(before);
+    done
+}
+
+/// Makes a new folder, or what is one already, its owner's alone; `passage`: others may pass through it by name.
+pub fn folder(path: &Path, passage: bool) -> io::Result<()> {
+    match fs::create_dir(path) {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => {}
+        made => made?,
+    }
+    let mode = if passage { 0o711 } else { 0o700 };
+    fs::set_permissions(path, fs::Permissions::from_mode(mode))
+}
+
+/// Takes what others may do away from a file or folder, if they may anything. Whether they might. Of a link, nothing: what it leads
+/// to is another's business.
+pub fn mend(path: &Path) -> io::Result<bool> {
+    let had = path.symlink_metadata()?;
+    let mode = had.permissions().mode();
+    if !(had.is_file() || had.is_dir()) || mode & OTHERS == 0 {
+        return Ok(false);
+    }
+    fs::set_permissions(path, fs::Permissions::from_mode(mode & 0o7777 & !OTHERS))?;
+    Ok(true)
+}
+
+/// [`mend`] for a server's folder and all in it; one line in the log if something was to be done. What cannot be mended is named and left.
+pub fn mend_all(folder: &Path) {
+    let (mut mended, mut failed) = (0_u64, None);
+    walk(folder, &mut |path| match mend(path) {
+        Ok(done) => mended += u64::from(done),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        Err(e) => failed = failed.take().or(Some((path.to_path_buf(), e))),
+    });
+    if mended > 0 {
+        let at = folder.display();
+        tracing::warn!(
+            "{at}: other users could read or reach {mended} files and folders; they are the owner's alone now"
+        );
+    }
+    if let Some((path, e)) = failed {
+        let at = path.display();
+        tracing::warn!(
+            "{at}: other users may read it, and that could not be taken away: {e}; run chmod go= on it as its owner"
+        );
+    }
+}
+
+/// The folder and what is in it, the folder first, so that nobody comes in meanwhile.
+fn walk(path: &Path, see: &mut impl FnMut(&Path)) {
+    see(path);
+    if !path.symlink_metadata().is_ok_and(|m| m.is_dir()) {
+        return;
+    }
+    for entry in fs::read_dir(path).into_iter().flatten().flatten() {
+        walk(&entry.path(), see);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mode(path: &Path) -> u32 {
+        fs::symlink_metadata(path).unwrap().permissions().mode() & 0o7777
+    }
+
+    #[test]
+    fn what_others_could_read_is_mended_and_links_are_not_followed() {
+        let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let set = |p: &Path, m| fs::set_permissions(p, fs::Permissions::from_mode(m)).unwrap();
+        let (sub, file, kept) = (dir.path().join("sub"), dir.path().join("sub/f"), other.path().join("theirs"));
+        fs::create_dir(&sub).unwrap();
+        for f in [&file, &kept] {
+            fs::write(f, "x").unwrap();
+            set(f, 0o666);
+        }
+        std::os::unix::fs::symlink(&kept, dir.path().join("link")).unwrap();
+        std::os::unix::fs::symlink(other.path(), dir.path().join("away")).unwrap();
+        set(&sub, 0o777);
+        set(dir.path(), 0o755);
+        set(other.path(), 0o755);
+        mend_all(dir.path());
+        assert_eq!([mode(dir.path()), mode(&sub), mode(&file)], [0o700, 0o700, 0o600]);
+        assert_eq!([mode(other.path()), mode(&kept)], [0o755, 0o666]);
+        assert!(!mend(&file).unwrap(), "nothing is left to do");
+        assert!(mend(&dir.path().join("gone")).is_err());
+    }
+
+    #[test]
+    fn folders_are_private_or_a_passage() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = dir.path().join("a");
+        for (passage, want) in [(false, 0o700), (true, 0o711), (false, 0o700)] {
+            folder(&at, passage).unwrap();
+            assert_eq!(mode(&at), want);
+        }
+        assert!(folder(&dir.path().join("b/c"), false).is_err(), "none above it is made");
+    }
+}

@@ -1,0 +1,88 @@
+//! Lines in the log that strangers can cause: a few of a kind are written, then only how many there were.
+
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+/// Lines of a kind that are written in [`WINDOW`].
+const LINES: u32 = 5;
+const WINDOW: Duration = Duration::from_secs(60);
+/// Of one line, characters: what strangers send may be in it.
+const LONGEST: usize = 400;
+
+/// One kind of line.
+#[derive(Debug, Default)]
+pub struct Quiet(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    since: Option<Instant>,
+    written: u32,
+    left_out: u64,
+}
+
+impl Quiet {
+    pub const fn new() -> Quiet {
+        Quiet(Mutex::new(State { since: None, written: 0, left_out: 0 }))
+    }
+
+    /// Warns, if there is room; the line is made only then.
+    pub fn warn(&self, line: impl FnOnce() -> String) {
+        let Some(left_out) = self.room(Instant::now()) else { return };
+        let line = short(line());
+        match left_out {
+            0 => tracing::warn!("{line}"),
+            n => tracing::warn!("{line} (before that {n} lines like it were left out)"),
+        }
+    }
+
+    /// Whether one more is to be written now, and how many were not since the last one that was.
+    fn room(&self, now: Instant) -> Option<u64> {
+        let mut s = self.0.lock();
+        if s.since.is_none_or(|since| now.duration_since(since) >= WINDOW) {
+            (s.since, s.written) = (Some(now), 0);
+        }
+        if s.written == LINES {
+            s.left_out += 1;
+            return None;
+        }
+        s.written += 1;
+        Some(std::mem::take(&mut s.left_out))
+    }
+}
+
+fn short(mut line: String) -> String {
+    if line.len() > LONGEST {
+        let mut at = LONGEST;
+        while !line.is_char_boundary(at) {
+            at -= 1;
+        }
+        line.truncate(at);
+        line.push_str("...");
+    }
+    // One line, whatever it holds.
+    line.replace(|c: char| c.is_control(), "?")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_is_a_few_lines_and_a_count() {
+        let (q, start) = (Quiet::new(), Instant::now());
+        let at = |s: u64| start + Duration::from_secs(s);
+        let written = (0..10_000).filter(|_| q.room(at(1)).is_some()).count();
+        assert_eq!(written, LINES as usize);
+        assert_eq!(q.room(at(60)), None, "a minute from the first line on");
+        assert_eq!(q.room(at(61)), Some(10_000 - u64::from(LINES) + 1));
+        assert_eq!(q.room(at(62)), Some(0), "said once");
+    }
+
+    #[test]
+    fn a_line_is_one_line_and_not_long() {
+        assert_eq!(short("a\nb\u{1b}[31m".into()), "a?b?[31m");
+        let long = short("\u{e4}".repeat(100_000));
+        assert!(long.len() <= LONGEST + 3 && long.ends_with("..."), "{}", long.len());
+    }
+}

@@ -1,0 +1,31 @@
+//! `strake client-key`: the key file of clients, from the cluster key.
+
+use std::{path::PathBuf, process::ExitCode};
+
+use clap::Args;
+use strake_fabric::ClientKey;
+use strake_proto::Result;
+
+use crate::{config, status};
+
+#[derive(Args)]
+pub struct ClientKeyArgs {
+    /// File with the cluster key.
+    #[arg(long, env = status::KEY_VARIABLE)]
+    cluster_key: PathBuf,
+    /// File to write, which only its owner may read; one of this cluster that lacks something is completed. Else it is printed.
+    #[arg(long, short)]
+    output: Option<PathBuf>,
+}
+
+pub fn run(args: &ClientKeyArgs) -> Result<ExitCode> {
+    let key = ClientKey::of(&config::read_key(&args.cluster_key)?);
+    match &args.output {
+        None => print!("{}", key.text()),
+        Some(path) => match config::write_client_key(path, &key)? {
+            true => println!("wrote {}", path.display()),
+            false => println!("{} is as it should be", path.display()),
+        },
+    }
+    Ok(ExitCode::SUCCESS)
+}

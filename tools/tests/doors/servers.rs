@@ -1,0 +1,117 @@
+//! Who holds the key of all clients and poses as a metadata server.
+
+use std::{
+    fs,
+    path::Path,
+    process::Stdio,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::SeqCst},
+    },
+    time::{Duration, Instant},
+};
+
+use async_trait::async_trait;
+use strake_fabric::{
+    ClientKey, Env, Fabric, Identity, Message, Peer, Pool, Role, Service, TcpFabric, keyfile::read_client,
+};
+use strake_proto::{Code, Error, Result};
+
+use super::{
+    Doors, can_mount,
+    common::{ok, refused, strake, text},
+};
+
+/// Counts the requests that clients trust it with.
+#[derive(Default)]
+struct Imposter(AtomicUsize);
+
+#[async_trait]
+impl Service for Imposter {
+    async fn handle(&self, _: &Peer, _: Message) -> Result<Message> {
+        self.0.fetch_add(1, SeqCst);
+        Err(Error::new(Code::Access, "said the imposter"))
+    }
+}
+
+/// All that a client's key file gives: no key of servers, and nothing to sign with.
+fn as_a_server(key: &ClientKey) -> Identity {
+    Identity { role: Role::Server, ..Identity::client(ClientKey { servers: None, ..*key }) }
+}
+
+/// Waits until something is mounted there.
+fn mounted(at: &Path) {
+    let start = Instant::now();
+    while !fs::read_to_string("/proc/self/mounts").unwrap().contains(at.to_str().unwrap()) {
+        assert!(start.elapsed() < Duration::from_secs(60), "nothing is mounted at {}", at.display());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn servers_are_told_from_clients_that_pose_as_one() {
+    if !can_mount() {
+        return;
+    }
+    let c = Doors::new();
+    let mnt = c.root.path().join("mnt");
+    c.up("022", "1", &mnt);
+    let whole = c.key("client.key");
+    let key = read_client(&whole).unwrap();
+    assert!(key.servers.is_some(), "`strake up` gives clients the public half");
+    // A file of a former version.
+    let old = c.root.path().join("old.key");
+    fs::write(&old, ClientKey { servers: None, ..key }.text()).unwrap();
+    fs::set_permissions(&old, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let imposter = Arc::new(Imposter::default());
+    let listener = runtime.block_on(async {
+        let f = TcpFabric::new(Env::system(), as_a_server(&key), None, Pool::default(), Default::default());
+        f.listen(&"tcp:127.0.0.1:0".parse().unwrap(), imposter.clone()).await.unwrap()
+    });
+    let at = c.root.path().join("m2");
+    fs::create_dir(&at).unwrap();
+    let mount = |server: &str, key: &Path| {
+        let options = format!("retry=0,run_dir={}", c.root.path().join("run").display());
+        let mut s = strake();
+        s.args(["mount", "-f", "--client-key"]).arg(key).arg(format!("{server}:/")).arg(&at).args(["-o", &options]);
+        s
+    };
+    let false_one = listener.endpoint().to_string().replace("tcp:", "");
+    let out = mount(&false_one, &whole).output().unwrap();
+    refused(&out, &["did not prove to be a server", &false_one]);
+    assert_eq!(imposter.0.load(SeqCst), 0, "it was told nothing");
+    // Without the public half nobody can tell; that is said once, with what to do.
+    let out = mount(&false_one, &old).output().unwrap();
+    refused(&out, &["lacks the second line", "strake client-key"]);
+    assert!(imposter.0.load(SeqCst) > 0, "{}", text(&out.stderr));
+
+    // Beside a true server the false one holds nobody up.
+    let true_one = c.endpoint("mds1").replace("tcp:", "");
+    let asked = imposter.0.load(SeqCst);
+    let mut child = mount(&format!("{false_one},{true_one}"), &whole).stderr(Stdio::null()).spawn().unwrap();
+    mounted(&at);
+    ok(&strake().arg("umount").arg(&at).output().unwrap());
+    child.wait().unwrap();
+    assert_eq!(imposter.0.load(SeqCst), asked, "it was told nothing");
+
+    // With true servers both files work, and the old one is completed.
+    for round in 0..2 {
+        let mut child = mount(&true_one, &old).stderr(Stdio::null()).spawn().unwrap();
+        mounted(&at);
+        ok(&strake().arg("umount").arg(&at).output().unwrap());
+        child.wait().unwrap();
+        if round == 0 {
+            assert_eq!(read_client(&old).unwrap().servers, None);
+            let mut renew = strake();
+            renew.args(["client-key", "-o"]).arg(&old).arg("--cluster-key").arg(c.key("cluster.key"));
+            ok(&renew.output().unwrap());
+        }
+    }
+    assert_eq!(read_client(&old).unwrap(), key);
+    // A cluster of a former version gets its file completed by `strake up`.
+    fs::write(&whole, ClientKey { servers: None, ..key }.text()).unwrap();
+    c.up("022", "1", &mnt);
+    assert_eq!(read_client(&whole).unwrap(), key);
+}
