@@ -14,6 +14,7 @@ pub mod foreign;
 pub mod kept;
 pub mod keyfile;
 pub mod leader;
+pub mod places;
 pub mod rdma;
 pub mod region;
 pub mod roads;

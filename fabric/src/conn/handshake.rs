@@ -287,6 +287,15 @@ fn check_welcome(
 
 /// The listener's side.
 pub async fn answer<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) -> Result<Agreed> {
+    Ok(answer_if(s, us, |_| Ok(())).await?.0)
+}
+
+/// Likewise. Who has proved its role is refused if `admit` does so.
+pub async fn answer_if<S: AsyncRead + AsyncWrite + Unpin, P>(
+    s: &mut S,
+    us: &Party,
+    admit: impl FnOnce(Role) -> Result<P>,
+) -> Result<(Agreed, P)> {
     let mut hello_bytes = [0; HELLO_LEN];
     s.read_exact(&mut hello_bytes).await.map_err(broken)?;
     let hello = Hello::decode(&hello_bytes)?;
@@ -306,13 +315,13 @@ pub async fn answer<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) ->
     let mut proof = [0; PROOF_LEN - 8];
     s.read_exact(&mut proof).await.map_err(broken)?;
     let judged = if same_bytes(&hmac_sha256(key, &[DIALER, &hello_bytes, &bytes]), &proof) {
-        Ok(&[][..])
+        admit(hello.role)
     } else {
         let m = "the dialer did not prove that it knows this cluster's key; check its key";
         Err(Error::new(Code::Unauthenticated, m))
     };
-    s.write_all(&ending(&judged)).await.map_err(broken)?;
-    judged.map(|_| Agreed { version, role: hello.role })
+    s.write_all(&ending(&judged.as_ref().map(|_| &[][..]).map_err(Clone::clone))).await.map_err(broken)?;
+    judged.map(|place| (Agreed { version, role: hello.role }, place))
 }
 
 /// Sends a welcome that refuses. The connection is given up in any case, so failures to send do not matter.
