@@ -171,15 +171,13 @@ impl<'a> Txn<'a> {
                 (None, Some((k, v))) => (k, Some(v)),
                 (None, None) => return Ok(true),
             };
-            match value {
-                Some(v) => {
-                    if !each(&key, v)? {
-                        return Ok(false);
-                    }
-                }
+            let Some(value) = value else {
                 // What others have deleted a moment ago does not count: not every member sees it.
-                None if is_own => self.steps.take(steps::NEXT)?,
-                None => {}
+                self.steps.take(if is_own { steps::NEXT } else { 0 })?;
+                continue;
+            };
+            if !each(&key, value)? {
+                return Ok(false);
             }
         }
     }

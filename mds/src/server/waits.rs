@@ -153,7 +153,8 @@ impl Waits {
     }
 
     /// Whether anybody waits for locks of a file.
-    pub fn waits_for(&self, ino: Ino) -> bool {
+    #[cfg(test)]
+    fn waits_for(&self, ino: Ino) -> bool {
         self.files.contains_key(&ino)
     }
 
