@@ -358,6 +358,7 @@ impl Core {
             dead: self.cfg.dead.iter().map(|uuid| uuid.to_vec().into()).collect(),
             incarnation: self.map().map.incarnation,
             write_back: self.cfg.write_back,
+            proves: true,
         };
         let mut at = self.attempts_for("opening a session", limit);
         let body = Bytes::from(body.encode_to_vec());
@@ -453,8 +454,19 @@ impl Core {
         let lives_on = hello && self.cfg.keep.as_ref().is_some_and(|k| k.former_session() == s.id);
         let (session, map, connection) = (s.id, self.map(), leader.number);
         let (map_version, incarnation) = (map.version(), map.map.incarnation);
-        let body =
-            pb::SessionRenewRequest { session, map_version, reassert, opens, connection, hello, lives_on, incarnation };
+        // Whose session it is, once for each connection.
+        let client_uuid = if hello || reassert { Bytes::copy_from_slice(&self.uuid) } else { Bytes::new() };
+        let body = pb::SessionRenewRequest {
+            session,
+            map_version,
+            reassert,
+            opens,
+            connection,
+            hello,
+            lives_on,
+            incarnation,
+            client_uuid,
+        };
         let m = Message::new(opcode::SESSION_RENEW, body.encode_to_vec());
         Counters::add(&self.stats.meta_requests, 1);
         let sent = self.env.boot();

@@ -85,6 +85,8 @@ struct Shared {
     arena: Mutex<Arena>,
     used_bytes: AtomicU64,
     waits: AtomicU64,
+    /// Those that wait now.
+    waiting: AtomicU64,
     allocations: AtomicU64,
 }
 
@@ -134,6 +136,7 @@ impl Pool {
                 arena: Mutex::default(),
                 used_bytes: AtomicU64::new(0),
                 waits: AtomicU64::new(0),
+                waiting: AtomicU64::new(0),
                 allocations: AtomicU64::new(0),
             }),
         }
@@ -192,6 +195,11 @@ impl Pool {
         self.take(len, capacity(len), 0)
     }
 
+    /// Whether somebody waits for a buffer.
+    pub fn is_waited_for(&self) -> bool {
+        self.shared.waiting.load(Relaxed) > 0
+    }
+
     pub fn stats(&self) -> PoolStats {
         let s = &self.shared;
         PoolStats {
@@ -226,6 +234,7 @@ impl Shared {
             Ok(p) => p,
             Err(_) => {
                 self.waits.fetch_add(1, Relaxed);
+                let _waits = Waits::new(&self.waiting);
                 let closed = |_| Error::new(Code::NoMem, "the buffer pool is closed");
                 self.room.acquire_many(pages).await.map_err(closed)?
             }
@@ -245,6 +254,22 @@ impl Shared {
             self.arena.lock().put(place, block.cap);
         }
         self.room.add_permits(pages as usize);
+    }
+}
+
+/// One that waits for room.
+struct Waits<'a>(&'a AtomicU64);
+
+impl<'a> Waits<'a> {
+    fn new(waiting: &'a AtomicU64) -> Waits<'a> {
+        waiting.fetch_add(1, Relaxed);
+        Waits(waiting)
+    }
+}
+
+impl Drop for Waits<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Relaxed);
     }
 }
 

@@ -16,6 +16,7 @@ pub mod foreign;
 pub mod kept;
 pub mod keyfile;
 pub mod leader;
+pub mod places;
 pub mod private;
 pub mod quiet;
 pub mod rdma;

@@ -329,6 +329,15 @@ fn check_welcome(
 
 /// The listener's side.
 pub async fn answer<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) -> Result<Agreed> {
+    Ok(answer_if(s, us, |_| Ok(())).await?.0)
+}
+
+/// Likewise. Who has proved its role is refused if `admit` does so.
+pub async fn answer_if<S: AsyncRead + AsyncWrite + Unpin, P>(
+    s: &mut S,
+    us: &Party,
+    admit: impl FnOnce(Role) -> Result<P>,
+) -> Result<(Agreed, P)> {
     let mut hello_bytes = [0; HELLO_LEN];
     s.read_exact(&mut hello_bytes).await.map_err(broken)?;
     let hello = Hello::decode(&hello_bytes)?;
@@ -349,16 +358,20 @@ pub async fn answer<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) ->
     read_ending(s).await?;
     let mut proof = [0; PROOF_LEN - 8];
     s.read_exact(&mut proof).await.map_err(broken)?;
-    if !same_bytes(&hmac_sha256(key, &[DIALER, &hello_bytes, &bytes]), &proof) {
+    let judged = if same_bytes(&hmac_sha256(key, &[DIALER, &hello_bytes, &bytes]), &proof) {
+        admit(hello.role)
+    } else {
         let m = "the dialer did not prove that it knows this cluster's key; check its key";
-        let e = Error::new(Code::Unauthenticated, m);
-        s.write_all(&ending(&Err(e.clone()))).await.map_err(broken)?;
-        return Err(e);
-    }
+        Err(Error::new(Code::Unauthenticated, m))
+    };
     // Only now: a signature is work, which strangers could ask for without end.
-    let signature = signer.map(|k| k.sign(&[SIGNATURE, &hello_bytes, &bytes, &proof].concat()).to_bytes());
-    s.write_all(&ending(&Ok(signature.as_ref().map_or(&[][..], |s| &s[..])))).await.map_err(broken)?;
-    Ok(Agreed { version, role: hello.role })
+    let signature = match &judged {
+        Ok(_) => signer.map(|k| k.sign(&[SIGNATURE, &hello_bytes, &bytes, &proof].concat()).to_bytes()),
+        Err(_) => None,
+    };
+    let signed = signature.as_ref().map_or(&[][..], |s| &s[..]);
+    s.write_all(&ending(&judged.as_ref().map(|_| signed).map_err(Clone::clone))).await.map_err(broken)?;
+    judged.map(|place| (Agreed { version, role: hello.role }, place))
 }
 
 /// Sends a welcome that refuses. The connection is given up in any case, so failures to send do not matter.

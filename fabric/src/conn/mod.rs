@@ -27,7 +27,11 @@ pub use read::Incoming;
 pub(crate) use shared::Shared;
 use shared::{Handle, Setup};
 use strake_proto::{Code, Error, Result};
-use tokio::{io::AsyncWrite, sync::watch, time::timeout};
+use tokio::{
+    io::AsyncWrite,
+    sync::{Semaphore, watch},
+    time::timeout,
+};
 
 use crate::{Connection, Env, Identity, Pool, Role, Service, quiet::Quiet, traffic::Totals};
 
@@ -45,10 +49,16 @@ pub struct Options {
     pub connect_timeout: Duration,
     pub handshake_timeout: Duration,
     /// Accepted connections whose handshake is not over. As many as a thousand clients make when their leader dies: fewer, and they
-    /// come so slowly that those behind give up and begin anew.
+    /// come so slowly that those behind give up and begin anew. Beyond it the oldest makes place, see [`crate::places`].
     pub max_half_open: usize,
-    /// Accepted connections of one listener.
+    /// Accepted connections of one listener: an eighth for servers only, and half of them for one machine at most.
     pub max_connections: usize,
+    /// A frame that has begun goes on at least this often, or its connection is closed.
+    pub frame_pause: Duration,
+    /// The same while others wait for the memory that it takes.
+    pub frame_pause_full: Duration,
+    /// Bytes of the bodies of requests of clients that are longer than 16 KiB, over all connections.
+    pub max_body_bytes: usize,
     /// A peer that owes an answer and sends nothing for this long is taken for dead.
     pub silence: Duration,
     /// How long the reader waits for a handler's place or for memory before it refuses a request.
@@ -66,13 +76,19 @@ impl Default for Options {
             connect_timeout: Duration::from_secs(1),
             handshake_timeout: Duration::from_secs(5),
             max_half_open: 1024,
-            max_connections: 4096,
+            max_connections: 8192,
+            frame_pause: Duration::from_secs(10),
+            frame_pause_full: Duration::from_millis(200),
+            max_body_bytes: 64 << 20,
             silence: Duration::from_secs(2),
             room_wait: Duration::from_secs(1),
             drain: Duration::from_secs(1),
         }
     }
 }
+
+/// Of the next connection, over whichever road: services tell connections apart by it.
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 /// What the connections of one fabric have in common. Clones share everything.
 #[derive(Clone)]
@@ -82,7 +98,8 @@ pub(crate) struct Streams {
     cluster: Arc<RwLock<Option<[u8; 16]>>>,
     pub pool: Pool,
     pub options: Options,
-    next_id: Arc<AtomicU64>,
+    /// Room for long bodies, see [`Options::max_body_bytes`].
+    bodies: Arc<Semaphore>,
     pub totals: Totals,
 }
 
@@ -90,12 +107,12 @@ impl Streams {
     pub fn new(env: Env, identity: Identity, cluster_uuid: Option<[u8; 16]>, pool: Pool, options: Options) -> Streams {
         let cluster = Arc::new(RwLock::new(cluster_uuid));
         Streams {
+            bodies: Arc::new(Semaphore::new(options.max_body_bytes)),
             env,
             identity,
             cluster,
             pool,
             options,
-            next_id: Arc::new(AtomicU64::new(1)),
             totals: Totals::default(),
         }
     }
@@ -126,25 +143,27 @@ impl Streams {
         Ok(Arc::new(Handle::owner(shared::start(self.setup(peer, bulk, addr, back), rd, wr))))
     }
 
-    /// The listener's end of the handshake; serves from then on.
-    pub async fn welcome<R, W>(
+    /// The listener's end of the handshake; serves from then on, if `admit` finds a place for the other end.
+    pub async fn welcome<R, W, P>(
         &self,
         rd: R,
         wr: W,
         bulk: Option<Arc<dyn Bulk>>,
         addr: String,
         service: Arc<dyn Service>,
-    ) -> Result<Arc<Shared>>
+        admit: impl FnOnce(Role) -> Result<P>,
+    ) -> Result<(Arc<Shared>, P)>
     where
         R: Incoming,
         W: AsyncWrite + Send + Unpin + 'static,
     {
         let mut stream = tokio::io::join(rd, wr);
         let party = self.party();
-        let agreed = self.within(handshake::answer(&mut stream, &party)).await;
-        let agreed = agreed.inspect_err(|e| REFUSED.warn(|| format!("refused a connection from {addr}: {e}")))?;
+        let agreed = self.within(handshake::answer_if(&mut stream, &party, admit)).await;
+        let (agreed, place) =
+            agreed.inspect_err(|e| REFUSED.warn(|| format!("refused a connection from {addr}: {e}")))?;
         let (rd, wr) = stream.into_inner();
-        Ok(shared::start(self.setup(agreed, bulk, addr, Some(service)), rd, wr))
+        Ok((shared::start(self.setup(agreed, bulk, addr, Some(service)), rd, wr), place))
     }
 
     /// Returns when the connection is over; drains it when `stop`'s sender is dropped.
@@ -182,9 +201,10 @@ impl Streams {
             role: agreed.role,
             bulk,
             addr,
-            id: self.next_id.fetch_add(1, Relaxed),
+            id: NEXT_ID.fetch_add(1, Relaxed),
             counter: self.totals.open(),
             service,
+            bodies: self.bodies.clone(),
         }
     }
 }

@@ -17,6 +17,7 @@ use strake_proto::{
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt},
+    sync::OwnedSemaphorePermit,
     time::{Instant, timeout},
 };
 
@@ -28,6 +29,11 @@ use crate::{Buf, BufMut, Message, Peer, Road, Role, Service};
 
 /// Payloads with at least so much still to come are waited for in as large parts as the kernel allows.
 const LARGE: usize = 128 << 10;
+
+/// Bytes per second of a frame at least, while others wait for memory.
+const LEAST_RATE: u32 = 4 << 20;
+/// Bodies up to this length are bounded by the number of connections.
+const SHORT_BODY: u32 = 16 << 10;
 
 /// The receiving side of a stream.
 pub trait Incoming: AsyncRead + Send + Unpin + 'static {
@@ -58,11 +64,13 @@ impl<R: Incoming> Inbox<'_, R> {
         Error::new(Code::Disconnected, format!("receiving from {} failed: {e}", self.shared.addr))
     }
 
-    /// Reads some bytes ahead. `false` at the end of the stream.
-    async fn fill(&mut self) -> Result<bool> {
+    /// Reads some bytes ahead. `false` at the end of the stream. `within`: a frame has begun, and is to go on.
+    async fn fill(&mut self, within: bool) -> Result<bool> {
         self.buf.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
-        let n = self.rd.read(&mut self.buf[self.end..]).await.map_err(|e| self.io(e))?;
+        let to = &mut self.buf[self.end..];
+        let n = if within { go_on(self.shared, &mut self.rd, to).await } else { self.rd.read(to).await };
+        let n = n.map_err(|e| self.io(e))?;
         self.end += n;
         self.shared.received(n);
         Ok(n > 0)
@@ -70,7 +78,7 @@ impl<R: Incoming> Inbox<'_, R> {
 
     async fn header(&mut self) -> Result<Header> {
         while self.end - self.start < HEADER_LEN {
-            if !self.fill().await? {
+            if !self.fill(self.end > self.start).await? {
                 let m = match self.end - self.start {
                     0 => format!("{} closed the connection", self.shared.addr),
                     n => format!("{} closed the connection within a frame ({n} bytes of a header)", self.shared.addr),
@@ -91,6 +99,7 @@ impl<R: Incoming> Inbox<'_, R> {
         self.start += ahead;
         let mut at = ahead;
         let large = to.len() - at >= LARGE;
+        let begun = Instant::now();
         while at < to.len() {
             let n = self.part(&mut to[at..], large).await.map_err(|e| self.io(e))?;
             if n == 0 {
@@ -99,6 +108,9 @@ impl<R: Incoming> Inbox<'_, R> {
             }
             at += n;
             self.shared.received(n);
+            if at < to.len() && self.shared.is_short() && begun.elapsed() > time_for(to.len()) {
+                return Err(self.io(too_slow()));
+            }
         }
         if large {
             self.rd.wake_at(1);
@@ -115,7 +127,7 @@ impl<R: Incoming> Inbox<'_, R> {
             }
             self.rd.wake_at(1);
         }
-        self.rd.read(to).await
+        go_on(self.shared, &mut self.rd, to).await
     }
 
     async fn body(&mut self, h: &Header) -> Result<Bytes> {
@@ -165,7 +177,7 @@ impl<R: Incoming> Inbox<'_, R> {
     async fn skip(&mut self, len: u32) -> Result<()> {
         let mut left = len as usize;
         while left > 0 {
-            if self.start == self.end && !self.fill().await? {
+            if self.start == self.end && !self.fill(true).await? {
                 return Err(Error::new(Code::Disconnected, "the connection ended within a frame"));
             }
             let n = left.min(self.end - self.start);
@@ -174,6 +186,30 @@ impl<R: Incoming> Inbox<'_, R> {
         }
         Ok(())
     }
+}
+
+/// Reads the rest of a frame, which has to go on: it may hold memory that others wait for.
+async fn go_on<R: Incoming>(s: &Shared, rd: &mut R, to: &mut [u8]) -> std::io::Result<usize> {
+    let mut waited = Duration::ZERO;
+    loop {
+        let pause = s.options.frame_pause_full;
+        if let Ok(r) = timeout(pause, rd.read(to)).await {
+            return r;
+        }
+        waited += pause;
+        if waited >= s.options.frame_pause || s.is_short() {
+            return Err(too_slow());
+        }
+    }
+}
+
+fn too_slow() -> std::io::Error {
+    std::io::Error::new(std::io::ErrorKind::TimedOut, "a frame has begun and does not go on")
+}
+
+/// How long so many bytes may take while others wait for memory.
+fn time_for(bytes: usize) -> Duration {
+    Duration::from_secs(1) + Duration::from_secs(bytes as u64) / LEAST_RATE
 }
 
 enum Payload {
@@ -372,6 +408,18 @@ async fn request_buffer(s: &Shared, len: usize, from: Role) -> Result<BufMut> {
     Ok(room?.swap_remove(0))
 }
 
+/// Room for the body of a client's request, before it is read. What servers send each other is bounded by what clients may send them.
+async fn body_room(s: &Arc<Shared>, h: &Header, from: Role) -> Result<Option<OwnedSemaphorePermit>> {
+    if h.body_len <= SHORT_BODY || from == Role::Server {
+        return Ok(None);
+    }
+    let bytes = (h.body_len as usize).min(s.options.max_body_bytes) as u32;
+    match waiting_for_room(s, s.bodies.clone().acquire_many_owned(bytes)).await {
+        Some(Ok(room)) => Ok(Some(room)),
+        _ => Err(Error::new(Code::Overloaded, "this server has too many long requests; try again later")),
+    }
+}
+
 async fn request<R: Incoming>(
     s: &Arc<Shared>,
     inbox: &mut Inbox<'_, R>,
@@ -381,7 +429,14 @@ async fn request<R: Incoming>(
 ) -> Result<()> {
     let arrived = Instant::now();
     let owed = s.owe();
-    let body = inbox.body(h).await?;
+    let body_room = body_room(s, h, peer.role).await;
+    let body = match &body_room {
+        Ok(_) => inbox.body(h).await?,
+        Err(_) => {
+            inbox.skip(h.body_len).await?;
+            Bytes::new()
+        }
+    };
     let regions = inbox.regions(h).await?;
     let lent = regions.is_some();
     let Regions { payload: parts, room } = regions.unwrap_or_default();
@@ -397,6 +452,14 @@ async fn request<R: Incoming>(
         streamed: behind as usize > INLINE,
         _owed: owed,
         done: false,
+    };
+    let body_room = match body_room {
+        Ok(room) => room,
+        Err(e) => {
+            inbox.skip(behind).await?;
+            answer.send(Err(e), None);
+            return Ok(());
+        }
     };
     if h.opcode == opcode::ROOM && s.bulk().is_some() && s.phase() != Phase::Closed {
         inbox.skip(behind).await?;
@@ -415,7 +478,7 @@ async fn request<R: Incoming>(
         return Ok(());
     };
     let room = async {
-        let place = place(s, h.body_len as usize + len).await?;
+        let place = Place { _body: body_room, ..place(s, h.body_len as usize + len).await? };
         Ok((place, request_buffer(s, len, peer.role).await?))
     };
     let refusal = match waiting_for_room(s, room).await {
@@ -482,7 +545,7 @@ async fn place(s: &Shared, bytes: usize) -> Result<Place> {
     let handler = s.handlers.clone().acquire_owned().await.map_err(closed)?;
     let bytes = bytes.min(s.options.max_inflight_bytes) as u32;
     let bytes = s.handler_bytes.clone().acquire_many_owned(bytes).await.map_err(closed)?;
-    Ok(Place { _handler: handler, _bytes: bytes })
+    Ok(Place { _handler: handler, _bytes: bytes, _body: None })
 }
 
 /// A request's answer, which is sent exactly once: a handler that dies answers with an error.

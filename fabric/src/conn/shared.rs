@@ -70,6 +70,7 @@ pub(super) struct Setup {
     pub id: u64,
     pub counter: Counter,
     pub service: Option<Arc<dyn Service>>,
+    pub bodies: Arc<Semaphore>,
 }
 
 /// A frame on its way out.
@@ -114,6 +115,8 @@ pub(crate) struct Slot {
 pub(crate) struct Place {
     pub _handler: OwnedSemaphorePermit,
     pub _bytes: OwnedSemaphorePermit,
+    /// Of a long body.
+    pub _body: Option<OwnedSemaphorePermit>,
 }
 
 /// A call that is to be answered.
@@ -160,6 +163,8 @@ pub(crate) struct Shared {
     window_bytes: Arc<Semaphore>,
     pub handlers: Arc<Semaphore>,
     pub handler_bytes: Arc<Semaphore>,
+    /// Of all connections.
+    pub bodies: Arc<Semaphore>,
     phase: watch::Sender<Phase>,
     /// The peer takes no new requests.
     going_away: AtomicBool,
@@ -201,6 +206,7 @@ where
         window_bytes: Arc::new(Semaphore::new(o.max_inflight_bytes)),
         handlers: Arc::new(Semaphore::new(o.max_handlers)),
         handler_bytes: Arc::new(Semaphore::new(o.max_inflight_bytes)),
+        bodies: setup.bodies,
         options: setup.options,
         env: setup.env,
         pool: setup.pool,
@@ -355,6 +361,11 @@ impl Shared {
     pub fn received(&self, bytes: usize) {
         self.received.fetch_add(bytes as u64, Relaxed);
         self.counter.received(bytes as u64);
+    }
+
+    /// Whether somebody waits for memory for what comes, or is about to.
+    pub fn is_short(&self) -> bool {
+        self.pool.is_waited_for() || self.bodies.available_permits() < MAX_BODY as usize
     }
 
     /// Bytes that went into the stream.

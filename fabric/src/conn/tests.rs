@@ -223,7 +223,8 @@ impl InMemory {
         let served = self.streams.clone();
         let (rd, wr) = tokio::io::split(theirs);
         self.streams.env.spawn(async move {
-            let shared = served.welcome(rd, wr, Some(far), "memory".into(), service).await.unwrap();
+            let admit = |_| Ok(());
+            let (shared, ()) = served.welcome(rd, wr, Some(far), "memory".into(), service, admit).await.unwrap();
             shared.closed().await;
         });
         let (rd, wr) = tokio::io::split(ours);
@@ -248,7 +249,7 @@ impl Fabric for InMemory {
             let (f, service, stop) = (self.streams.clone(), l.service.clone(), l.stopping.clone());
             let (rd, wr) = tokio::io::split(far);
             self.streams.env.spawn(async move {
-                if let Ok(shared) = f.welcome(rd, wr, Some(theirs), "memory".into(), service).await {
+                if let Ok((shared, ())) = f.welcome(rd, wr, Some(theirs), "memory".into(), service, |_| Ok(())).await {
                     f.attend(&shared, stop).await;
                 }
             });

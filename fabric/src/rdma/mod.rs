@@ -309,7 +309,7 @@ impl RdmaFabric {
         let (rd, wr) = stream::halves(&q);
         let bulk: Arc<dyn Bulk> = q;
         // The handshake tells of refusals itself.
-        if let Ok(shared) = self.streams.welcome(rd, wr, Some(bulk), from, service).await {
+        if let Ok((shared, ())) = self.streams.welcome(rd, wr, Some(bulk), from, service, |_| Ok(())).await {
             drop(half);
             self.streams.attend(&shared, stop).await;
         }

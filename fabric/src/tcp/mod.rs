@@ -2,9 +2,10 @@
 //! and [`TcpFabric::accept_over`].
 
 use std::{
+    net::SocketAddr,
     os::fd::{AsFd, AsRawFd},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use async_trait::async_trait;
@@ -13,7 +14,7 @@ use strake_proto::{Code, Error, Result};
 use tokio::{
     io::AsyncWrite,
     net::{TcpListener, TcpSocket, TcpStream, tcp::OwnedReadHalf},
-    sync::{Semaphore, watch},
+    sync::watch,
     time::{sleep, timeout},
 };
 
@@ -21,6 +22,7 @@ pub use crate::conn::{Incoming, Options, handshake};
 use crate::{
     Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, Service, Traffic,
     conn::{Streams, stopped},
+    places::{HalfOpen, Places},
     quiet::Quiet,
 };
 
@@ -83,25 +85,20 @@ impl TcpFabric {
         R: Incoming,
         W: AsyncWrite + Send + Unpin + 'static,
     {
-        let shared = self.streams.welcome(rd, wr, None, addr, service).await?;
+        let (shared, ()) = self.streams.welcome(rd, wr, None, addr, service, |_| Ok(())).await?;
         self.streams.attend(&shared, stop).await;
         Ok(())
     }
 
     async fn accept_all(self, listener: TcpListener, service: Arc<dyn Service>, mut stop: watch::Receiver<()>) {
-        let half_open = Arc::new(Semaphore::new(self.streams.options.max_half_open));
-        let open = Arc::new(Semaphore::new(self.streams.options.max_connections));
+        let places = Places::new(&self.streams.options);
         loop {
-            let accepted = async {
-                let half = half_open.clone().acquire_owned().await;
-                (half, listener.accept().await)
-            };
-            let (half, accepted) = tokio::select! {
+            let accepted = tokio::select! {
                 biased;
                 _ = stopped(&mut stop) => return,
-                a = accepted => a,
+                a = listener.accept() => a,
             };
-            let (mut stream, from) = match accepted {
+            let (stream, from) = match accepted {
                 Ok(a) => a,
                 Err(e) => {
                     // Most likely out of descriptors; those of others' connections may come free.
@@ -110,20 +107,45 @@ impl TcpFabric {
                     continue;
                 }
             };
-            let (fabric, service, stop, room) = (self.clone(), service.clone(), stop.clone(), open.clone());
-            self.streams.env.spawn(async move {
-                let Ok(_room) = room.try_acquire_owned() else {
-                    let e = Error::new(Code::Overloaded, "this server has too many connections; try again later");
-                    let _ = timeout(fabric.streams.options.handshake_timeout, handshake::refuse(&mut stream, &e)).await;
-                    return;
-                };
-                tune(&stream);
-                let (rd, wr) = stream.into_split();
-                if let Ok(shared) = fabric.streams.welcome(rd, wr, None, format!("tcp:{from}"), service).await {
-                    drop(half);
-                    fabric.streams.attend(&shared, stop).await;
+            let half = loop {
+                match places.enter(from.ip(), Instant::now()) {
+                    Ok(half) => break half,
+                    Err(wait) => tokio::select! {
+                        biased;
+                        _ = stopped(&mut stop) => return,
+                        () = sleep(wait) => {}
+                    },
                 }
-            });
+            };
+            let (fabric, service, stop, places) = (self.clone(), service.clone(), stop.clone(), places.clone());
+            self.streams.env.spawn(fabric.serve(stream, from, half, places, service, stop));
+        }
+    }
+
+    /// One accepted connection, from its handshake to its end.
+    async fn serve(
+        self,
+        stream: TcpStream,
+        from: SocketAddr,
+        mut half: HalfOpen,
+        places: Places,
+        service: Arc<dyn Service>,
+        stop: watch::Receiver<()>,
+    ) {
+        tune(&stream);
+        let (rd, wr) = stream.into_split();
+        let admit = |role| places.admit(role, from.ip());
+        let welcomed = tokio::select! {
+            biased;
+            w = self.streams.welcome(rd, wr, None, format!("tcp:{from}"), service, admit) => w,
+            _ = &mut half.pushed => {
+                tracing::debug!(%from, "a handshake made place for another one");
+                return;
+            }
+        };
+        drop(half);
+        if let Ok((shared, _place)) = welcomed {
+            self.streams.attend(&shared, stop).await;
         }
     }
 }

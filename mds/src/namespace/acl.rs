@@ -368,9 +368,9 @@ mod tests {
         #[test]
         fn decisions_are_those_of_the_manual(
             a in any_acl(), uid in 0..5u32, gid in 0..5u32,
-            groups in proptest::collection::vec(0..5u32, 0..3), owner in 0..5u32, want in 0..8u32,
+            groups in proptest::collection::btree_set(0..5u32, 0..3), owner in 0..5u32, want in 0..8u32,
         ) {
-            let c = creds(uid, gid, &groups);
+            let c = creds(uid, gid, &groups.into_iter().collect::<Vec<_>>());
             prop_assert_eq!(a.grants(&c, owner, want), naive(&a, &c, owner, want));
         }
 

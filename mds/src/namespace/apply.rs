@@ -366,6 +366,7 @@ impl<'a> Apply<'a> {
             answered_below: s.record.answered_below,
             // One that was opened again may still have what it held back before.
             write_back: o.write_back || s.record.write_back,
+            proves: o.proves || s.record.proves,
         };
         let write_back = s.record.write_back;
         if write_back {

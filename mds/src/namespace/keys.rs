@@ -19,6 +19,7 @@ pub const EVICTED: u8 = b'e';
 pub const WRITER: u8 = b'w';
 pub const LOCK: u8 = b'l';
 pub const LOCK_TOTAL: u8 = b'k';
+pub const LOCK_INDEX: u8 = b'j';
 pub const EXTENTS: u8 = b'm';
 
 /// Names of one directory whose hashes collide; a 257th is refused with `ENOSPC` (odds: beyond any directory).
@@ -70,11 +71,58 @@ pub fn lock(ino: Ino, session: SessionId, owner: u64, kind: pb::LockKind) -> Byt
     b.freeze()
 }
 
+/// The part of a key of a lock that says whose it is.
+pub const LOCK_OWNER: usize = 26;
+
+/// A range that an owner has locked in a file, by its last byte.
+pub fn lock_range(ino: Ino, session: SessionId, owner: u64, kind: pb::LockKind, end: u64) -> Bytes {
+    let mut b = BytesMut::with_capacity(LOCK_OWNER + 8);
+    b.put_slice(&lock(ino, session, owner, kind));
+    b.put_u64(end);
+    b.freeze()
+}
+
 /// Whose lock a key below [`LOCK`] is: inode, session, owner and kind.
 pub fn parse_lock(key: &[u8]) -> Option<(Ino, SessionId, u64, pb::LockKind)> {
-    let key: &[u8; 26] = key.try_into().ok()?;
-    let number = |at: usize| key.get(at..at + 8).and_then(last_number);
-    Some((number(1)?, number(9)?, number(17)?, pb::LockKind::try_from(i32::from(key[25])).ok()?))
+    if !matches!(key.len(), LOCK_OWNER | 34) {
+        return None;
+    }
+    Some((number(key, 1)?, number(key, 9)?, number(key, 17)?, pb::LockKind::try_from(i32::from(key[25])).ok()?))
+}
+
+fn number(key: &[u8], at: usize) -> Option<u64> {
+    key.get(at..at + 8).and_then(last_number)
+}
+
+/// The part of a key of the index of locks up to the range's last byte.
+pub const LOCK_INDEX_END: usize = 20;
+
+/// A locked range among all of a file of its kind, type and class.
+pub fn lock_index(
+    ino: Ino,
+    kind: pb::LockKind,
+    (write, class): (bool, u8),
+    end: u64,
+    session: SessionId,
+    owner: u64,
+) -> Bytes {
+    let mut b = BytesMut::with_capacity(LOCK_INDEX_END + 16);
+    b.put_u8(LOCK_INDEX);
+    b.put_u64(ino);
+    b.put_slice(&[kind as u8, u8::from(write), class]);
+    b.put_u64(end);
+    b.put_u64(session);
+    b.put_u64(owner);
+    b.freeze()
+}
+
+/// Of a key below [`LOCK_INDEX`]: kind, whether for writing, last byte, session and owner.
+pub fn parse_lock_index(key: &[u8]) -> Option<(pb::LockKind, bool, u64, SessionId, u64)> {
+    if key.len() != LOCK_INDEX_END + 16 || key[10] > 1 {
+        return None;
+    }
+    let kind = pb::LockKind::try_from(i32::from(key[9])).ok()?;
+    Some((kind, key[10] == 1, number(key, 12)?, number(key, 20)?, number(key, 28)?))
 }
 
 /// How much a session has locked in a file; session 0: all sessions, inode 0: all files.
@@ -144,7 +192,14 @@ mod tests {
             &lock(1, 2, 3, pb::LockKind::LockFlock)[..],
             b"l\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0\x03\x01"
         );
-        assert_eq!(parse_lock(&lock(1, 2, 3, pb::LockKind::LockFlock)), Some((1, 2, 3, pb::LockKind::LockFlock)));
+        let whose = Some((1, 2, 3, pb::LockKind::LockFlock));
+        assert_eq!(parse_lock(&lock(1, 2, 3, pb::LockKind::LockFlock)), whose);
+        let range = lock_range(1, 2, 3, pb::LockKind::LockFlock, 4);
+        assert_eq!(&range[..26], &lock(1, 2, 3, pb::LockKind::LockFlock)[..]);
+        assert_eq!((&range[26..], parse_lock(&range)), (&b"\0\0\0\0\0\0\0\x04"[..], whose));
+        let index = lock_index(1, pb::LockKind::LockPosix, (true, 9), 4, 2, 3);
+        assert_eq!(&index[..], b"j\0\0\0\0\0\0\0\x01\0\x01\x09\0\0\0\0\0\0\0\x04\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0\x03");
+        assert_eq!(parse_lock_index(&index), Some((pb::LockKind::LockPosix, true, 4, 2, 3)));
         assert_eq!(&lock_total(1, 2)[..], b"k\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02");
         assert_eq!(&extents(1, 2)[..], b"m\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02");
         assert_eq!(&dentry(3, 0x0500)[..], b"d\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0\0\x05\0");

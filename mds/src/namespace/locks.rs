@@ -1,7 +1,7 @@
 //! File locks as part of the state: who has locked what, so that it outlives leaders and restarts. `docs/locks.md` has the
 //! rules. Who waits is not state, see `server/waits.rs`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -11,9 +11,9 @@ use strake_store::Batch;
 use tokio::sync::Notify;
 
 use super::{
-    keys,
+    FORMAT_RANGES, RULES_RANGES, keys,
     ops::{Inode, Run},
-    perm,
+    perm, ranges,
     spans::{self, Span},
     txn::{Res, Txn, decode, fail},
 };
@@ -49,7 +49,7 @@ impl Want {
         self.ino == other.ino && self.is_barred_by(&other.who, &other.span)
     }
 
-    fn is_barred_by(&self, who: &Owner, span: &Span) -> bool {
+    pub(super) fn is_barred_by(&self, who: &Owner, span: &Span) -> bool {
         self.who.kind == who.kind && self.who != *who && self.span.conflicts(span)
     }
 }
@@ -112,7 +112,8 @@ impl Run<'_, '_> {
         let Some(span) = span else { return fail(Code::Inval, "nothing is in the way of an unlock") };
         self.t.need(ino)?;
         let want = Want { ino, who, span };
-        let first = of_file(self.t, ino)?.barring(&want).min_by_key(|(_, s)| s.start);
+        let (all, _) = barring(self.t, &want, usize::MAX)?;
+        let first = all.into_iter().min_by_key(|(who, s)| (s.start, *who));
         let lock = first.map(|(who, s)| pb::LockReply { spans: vec![s.to_pb()], session: who.session, left: 0 });
         Ok(pb::OpResult { ino, lock, ..Default::default() })
     }
@@ -120,31 +121,52 @@ impl Run<'_, '_> {
     pub(super) fn set_lock(&mut self, o: &pb::SetLock) -> Res<pb::OpResult> {
         let ino = self.id(o.ino);
         let (who, span, raw) = want(ino, self.by.session, o.owner, o.kind, o.span.as_ref())?;
-        let mut mine = of_owner(self.t, ino, &who)?;
-        let (before, mut limit) = (mine.len() as u64, 2);
-        let undo = mine.iter().filter_map(|s| s.within(&Span { start: raw.start, end: raw.end, write: true, pid: 0 }));
+        let ranged = self.form(ino)?;
+        let had = match ranged {
+            true => ranges::near(self.t, ino, &who, raw.start, raw.end)?,
+            false => of_owner(self.t, ino, &who)?,
+        };
+        let undo = had.iter().filter_map(|s| s.within(&Span { start: raw.start, end: raw.end, write: true, pid: 0 }));
         let undo: Vec<_> = if o.undo { undo.take(MAX_UNDO).map(Span::to_pb).collect() } else { Vec::new() };
+        let (mut has, mut limit) = (had.clone(), 2);
         match span {
             Some(span) => {
                 let r = self.t.need(ino)?;
                 if !perm::is_file(r.attr()) {
                     return fail(Code::Inval, format!("inode {ino} is not a regular file: only those have locks here"));
                 }
-                if let Some((other, s)) = of_file(self.t, ino)?.barring(&Want { ino, who, span }).next() {
-                    return Err(conflict(&other, &s).into());
+                if let Some((other, s)) = barring(self.t, &Want { ino, who, span }, 1)?.0.first() {
+                    return Err(conflict(other, s).into());
                 }
-                spans::lock(&mut mine, span);
+                spans::lock(&mut has, span);
                 limit = 1;
             }
-            None => spans::unlock(&mut mine, raw.start, raw.end),
+            None => spans::unlock(&mut has, raw.start, raw.end),
         }
-        let left = mine.len() as u64;
-        if left > before {
-            check_room(self.t, ino, &who, left - before, limit)?;
+        if has.len() > had.len() {
+            check_room(self.t, ino, &who, (has.len() - had.len()) as u64, limit)?;
         }
-        put(self.t, ino, &who, &mine, left as i64 - before as i64, span.is_some())?;
+        if span.is_some() || has != had {
+            put(self.t, ino, &who, (&had, &has), ranged, span.is_some())?;
+        }
+        let left = if ranged { ranges::left(self.t, ino, &who)? } else { has.len() as u64 };
         let lock = Some(pb::LockReply { spans: undo, session: who.session, left });
         Ok(pb::OpResult { ino, lock, ..Default::default() })
+    }
+
+    /// Whether the locks of a file are to be a record each, and are so already.
+    fn form(&mut self, ino: Ino) -> Res<bool> {
+        let total = total(self.t, 0, ino)?;
+        if total.ranged || self.by.rules < RULES_RANGES {
+            return Ok(total.ranged);
+        }
+        if total.ranges > 0 {
+            let mut now = total;
+            ranges::convert(self.t, ino, &mut now)?;
+            self.t.put(keys::lock_total(0, ino), now.encode_to_vec());
+            self.t.header.format_version = self.t.header.format_version.max(FORMAT_RANGES);
+        }
+        Ok(true)
     }
 }
 
@@ -159,22 +181,51 @@ fn check_room(t: &Txn<'_>, ino: Ino, who: &Owner, more: u64, factor: u64) -> Res
     Ok(())
 }
 
-fn put(t: &mut Txn<'_>, ino: Ino, who: &Owner, spans: &[Span], more: i64, take: bool) -> Res<()> {
-    let key = keys::lock(ino, who.session, who.owner, who.kind);
-    if spans.is_empty() {
-        if t.get(&key)?.is_some() {
-            t.delete(key);
-        }
+/// Writes what an owner has now instead of what it had.
+fn put(t: &mut Txn<'_>, ino: Ino, who: &Owner, (had, has): (&[Span], &[Span]), ranged: bool, take: bool) -> Res<()> {
+    if ranged {
+        ranges::replace(t, ino, who, had, has);
     } else {
-        let record = pb::LockRecord { spans: spans.iter().copied().map(Span::to_pb).collect() };
-        t.put(key, record.encode_to_vec());
-        t.header.format_version = t.header.format_version.max(FORMAT);
+        let key = keys::lock(ino, who.session, who.owner, who.kind);
+        if has.is_empty() {
+            t.delete(key);
+        } else {
+            let record = pb::LockRecord { spans: has.iter().copied().map(Span::to_pb).collect() };
+            t.put(key, record.encode_to_vec());
+        }
     }
-    count(t, who.session, ino, more)?;
-    if take {
-        add(t, 0, ino, 0, |total| total.fence = 0)?;
+    if !has.is_empty() {
+        let format = if ranged { FORMAT_RANGES } else { FORMAT };
+        t.header.format_version = t.header.format_version.max(format);
     }
-    Ok(())
+    count(t, who.session, ino, has.len() as i64 - had.len() as i64)?;
+    add(t, 0, ino, 0, |total| {
+        if ranged {
+            has.iter().for_each(|s| ranges::note(total, who.kind, s));
+        }
+        if take {
+            total.fence = 0;
+        }
+    })
+}
+
+/// The locks in somebody's way, and the eviction that every storage server must know before another lock is given, 0: none. At most
+/// `limit` locks, whichever.
+pub(super) fn barring(t: &Txn<'_>, want: &Want, limit: usize) -> Res<(Vec<(Owner, Span)>, u64)> {
+    let total = total(t, 0, want.ino)?;
+    let mut found = Vec::new();
+    if total.ranges == 0 || limit == 0 {
+        return Ok((found, total.fence));
+    }
+    if total.ranged {
+        ranges::barring(t, &total, want, |who, span| {
+            found.push((who, span));
+            found.len() < limit
+        })?;
+    } else {
+        found.extend(of_file(t, want.ino)?.barring(want).take(limit));
+    }
+    Ok((found, total.fence))
 }
 
 /// What one owner has locked.
@@ -196,8 +247,11 @@ pub(super) fn of_file(t: &Txn<'_>, ino: Ino) -> Res<Locks> {
     t.scan(&keys::numbered(keys::LOCK, ino), &[], |key, value| {
         let record: pb::LockRecord = decode(key, value)?;
         if let Some((_, session, owner, kind)) = keys::parse_lock(key) {
-            let spans = record.spans.iter().filter_map(Span::from_pb).collect();
-            locks.held.push((Owner { kind, session, owner }, spans));
+            let (who, spans) = (Owner { kind, session, owner }, record.spans.iter().filter_map(Span::from_pb));
+            match locks.held.last_mut().filter(|(last, _)| *last == who) {
+                Some((_, all)) => all.extend(spans),
+                None => locks.held.push((who, spans.collect())),
+            }
         }
         Ok(true)
     })?;
@@ -215,6 +269,10 @@ fn add(t: &mut Txn<'_>, session: SessionId, ino: Ino, more: i64, change: impl Fn
     let mut now = before;
     now.ranges = now.ranges.saturating_add_signed(more);
     change(&mut now);
+    if now.ranges == 0 {
+        // The next lock there is as the first one.
+        now = pb::LockTotal { fence: now.fence, ..Default::default() };
+    }
     let key = keys::lock_total(session, ino);
     if now == before {
         return Ok(());
@@ -237,20 +295,23 @@ fn count(t: &mut Txn<'_>, session: SessionId, ino: Ino, more: i64) -> Res<()> {
 
 /// Removes all locks below a prefix of keys.
 fn drop_all(t: &mut Txn<'_>, prefix: &[u8]) -> Res<()> {
-    let mut found: Vec<(Bytes, u64)> = Vec::new();
+    let mut found: Vec<(Bytes, Vec<Span>)> = Vec::new();
     t.scan(prefix, &[], |key, value| {
         let record: pb::LockRecord = decode(key, value)?;
-        let ranges = record.spans.iter().filter_map(Span::from_pb).count();
-        found.push((Bytes::copy_from_slice(key), ranges as u64));
+        found.push((Bytes::copy_from_slice(key), record.spans.iter().filter_map(Span::from_pb).collect()));
         Ok(true)
     })?;
-    for (key, ranges) in found {
-        if let Some((ino, session, ..)) = keys::parse_lock(&key) {
-            count(t, session, ino, -(ranges as i64))?;
+    let mut counts: BTreeMap<(SessionId, Ino), i64> = BTreeMap::new();
+    for (key, spans) in found {
+        if let Some((ino, session, owner, kind)) = keys::parse_lock(&key) {
+            *counts.entry((session, ino)).or_default() -= spans.len() as i64;
+            if key.len() > keys::LOCK_OWNER {
+                spans.iter().for_each(|s| ranges::remove(t, ino, &Owner { kind, session, owner }, s));
+            }
         }
         t.delete(key);
     }
-    Ok(())
+    counts.into_iter().try_for_each(|((session, ino), more)| count(t, session, ino, more))
 }
 
 /// The session has ended, and with it its locks. `fence`: the number of its eviction, if it was one.

@@ -3,7 +3,7 @@
 //! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs`, `xattrs` have the operations
 //! that change) on a `txn` (overlay over the store); `placement` chooses chains, `perm` decides who may (`acl` are its
 //! lists), `gc` is what goes after its name went (`queue` finds it), `writers` who may write, `seals` what nobody may change, `repair` what fsck found wrong, `locks` who has locked what
-//! (`spans` is the arithmetic of ranges), `effects` is what of all that clients can see, `keys` is the on-disk key format, `watched` notes
+//! (`spans` is the arithmetic of ranges, `ranges` where they are kept), `steps` is what a list may cost, `effects` is what of all that clients can see, `keys` is the on-disk key format, `watched` notes
 //! what of the store is damaged.
 
 mod acl;
@@ -18,9 +18,11 @@ mod ops;
 mod perm;
 mod placement;
 mod queue;
+mod ranges;
 mod repair;
 mod seals;
 pub mod spans;
+mod steps;
 mod txn;
 mod watched;
 mod writers;
@@ -48,24 +50,29 @@ use effects::Effect;
 pub use placement::PLACEMENT;
 use placement::Placement;
 use queue::{Found, Queue};
+pub use ranges::is_index as check_lock_index;
 use txn::{Fail, Layer, Txn};
 use watched::{Damage, Watched};
 
 /// The newest version of the state's format; a newer one is refused. A state has the version of the newest kind of record
 /// that was ever put into it: 1, 2 with locks, 3 with files that may have holes, 4 with sealed files, 5 with a cluster map that has
-/// `placement` or `min_copies`, or 6 with chains that began anew.
-pub const FORMAT_VERSION: u32 = 6;
+/// `placement` or `min_copies`, 6 with chains that began anew, or 7 with locked ranges that are a record each.
+pub const FORMAT_VERSION: u32 = 7;
 const FORMAT_FIRST: u32 = 1;
 /// With rules that older programs do not know: `placement` and `min_copies` of the cluster map, and that a file may have holes once a writer
 /// of it has gone without having reported everything.
 const FORMAT_CHAINS: u32 = 5;
 /// An entry that older programs do not know: chains that hold nothing begin anew.
 const FORMAT_ANEW: u32 = 6;
+/// Locked ranges are a record each, with an index.
+const FORMAT_RANGES: u32 = 7;
 
 /// The newest rules that an entry may be applied by; the leader puts them into what it logs. Entries of before do what they did then.
 /// From 1 on: `RENAME_WHITEOUT`, a bound on the names of an inode's extended attributes, set-group-id bits as since Linux 6.1, and
-/// `Layout.drafts`.
-pub const RULES: u32 = 1;
+/// `Layout.drafts`. From 2 on: a bound on what one list costs. From 3 on: a record for each locked range.
+pub const RULES: u32 = 3;
+const RULES_STEPS: u32 = 2;
+const RULES_RANGES: u32 = 3;
 
 /// Prefixes of the numbered records that workers take from the lowest on.
 const QUEUES: [u8; 3] = [keys::GC, keys::TRIM, keys::ORPHAN];
@@ -411,9 +418,26 @@ impl Namespace {
         self.looking(|t| locks::of_file(t, ino))
     }
 
+    /// The locks in somebody's way, `limit` of them at most, and the file's fence as in [`locks::Locks`].
+    pub fn barring(&self, want: &locks::Want, limit: usize) -> Result<(Vec<(locks::Owner, spans::Span)>, u64)> {
+        self.looking(|t| locks::barring(t, want, limit))
+    }
+
     /// Ranges that a session has locked, 0: all sessions.
     pub fn locked_by(&self, session: SessionId) -> u64 {
         self.looking(|t| locks::total(t, session, 0)).map_or(0, |n| n.ranges)
+    }
+
+    /// Whether a list may be so much work that others wait for it. Most lists are short, and nothing is looked at for them.
+    pub fn is_heavy(&self, ops: &[pb::Op]) -> Result<bool> {
+        if !steps::is_looked_at(ops) {
+            return Ok(false);
+        }
+        let memory = self.memory.read();
+        memory.readable()?;
+        let none = Layer::default();
+        let t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
+        steps::is_heavy(&t, ops).map_err(|f| self.told(f))
     }
 
     fn looking<T>(&self, look: impl FnOnce(&Txn<'_>) -> txn::Res<T>) -> Result<T> {

@@ -6,9 +6,10 @@ use bytes::Bytes;
 use strake_proto::{Code, Ino, ids::ROOT_INO, pb};
 
 use super::{
-    acl, gc, keys,
+    RULES_STEPS, acl, gc, keys,
     ops::{DIR_SIZE, Inode, Run, check_name, opened, shown},
     perm::{self, W, X},
+    steps,
     txn::{Res, Spot, fail},
 };
 
@@ -389,8 +390,13 @@ impl Run<'_, '_> {
             return Ok(());
         }
         let mut at = dir;
+        let bounded = self.by.rules >= RULES_STEPS;
         // Each step goes up; more steps than there are inodes would be a circle.
-        for _ in 0..=self.t.header.inodes {
+        for level in 0..=self.t.header.inodes {
+            if bounded && level > steps::DEPTH {
+                let m = format!("inode {dir} is more than {} levels down: no directory is moved there", steps::DEPTH);
+                return fail(Code::TooBig, m);
+            }
             if at == side.ino() {
                 return fail(code, "a directory cannot be moved into itself or replace one that it lies in");
             }

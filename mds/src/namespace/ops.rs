@@ -7,7 +7,7 @@ use strake_proto::{Code, Ino, SessionId, ids::ROOT_INO, layout::MAX_FILE_SIZE, o
 use super::{
     keys,
     perm::{self, R, W, X},
-    placement,
+    placement, steps,
     txn::{Fail, Res, Spot, Txn, decode, fail},
     writers::{self, Left},
 };
@@ -19,7 +19,7 @@ const MAX_OPS: usize = 16_384;
 /// Encoded bytes of one reply; with its envelope it must fit a frame's body.
 const MAX_REPLY: usize = 3 << 20;
 const READDIR_DEFAULT: u32 = 1_000;
-const READDIR_MAX: u32 = 16_384;
+pub const READDIR_MAX: u32 = 16_384;
 /// Longest path that `path_of` answers.
 const MAX_PATH: usize = 64 << 10;
 pub const DIR_SIZE: u64 = 4096;
@@ -50,6 +50,11 @@ pub struct Run<'a, 't> {
 
 /// Runs a list; the second part says whether every operation succeeded. `mutations` allows operations that change.
 pub fn run(t: &mut Txn<'_>, by: By<'_>, ops: &[pb::Op], mutations: bool) -> Result<(pb::MetaReply, bool), Fail> {
+    if by.rules >= super::RULES_STEPS {
+        t.steps.allow(steps::OF_A_LIST);
+    }
+    let creds = perm::in_order(by.creds);
+    let by = By { creds: &creds, ..by };
     let mut results = Vec::with_capacity(ops.len().min(MAX_OPS));
     let mut run = Run { t, by, prev: 0, room: MAX_REPLY };
     for op in ops {
@@ -58,7 +63,7 @@ pub fn run(t: &mut Txn<'_>, by: By<'_>, ops: &[pb::Op], mutations: bool) -> Resu
         } else if !mutations && is_mutation(op) {
             fail(Code::Inval, "a change cannot be made by a read")
         } else {
-            run.one(op)
+            run.t.steps.take(steps::OPERATION).and_then(|()| run.one(op))
         };
         match result {
             Ok(r) => {

@@ -1,5 +1,7 @@
 //! Who may do what: mode bits and ACL against credentials, as Linux decides it (`fs/namei.c`, `fs/attr.c`).
 
+use std::borrow::Cow;
+
 use strake_proto::{Code, Error, Result, ops::O_ACCMODE, pb};
 
 use super::{acl::Acl, ops::Inode};
@@ -41,8 +43,20 @@ pub fn owns(c: &pb::Creds, a: &pb::Attr) -> bool {
     is_root(c) || c.uid == a.uid
 }
 
+/// The groups must be [in order](in_order).
 pub fn in_group(c: &pb::Creds, gid: u32) -> bool {
-    c.gid == gid || c.groups.contains(&gid)
+    debug_assert!(c.groups.is_sorted(), "groups that are searched are in order");
+    c.gid == gid || c.groups.binary_search(&gid).is_ok()
+}
+
+/// The same caller with the groups in order, so that looking for one costs little however many there are.
+pub fn in_order(c: &pb::Creds) -> Cow<'_, pb::Creds> {
+    if c.groups.is_sorted() {
+        return Cow::Borrowed(c);
+    }
+    let mut c = c.clone();
+    c.groups.sort_unstable();
+    Cow::Owned(c)
 }
 
 /// `EPERM` if the file is sealed: nobody changes anything of it, root included.

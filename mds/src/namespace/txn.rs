@@ -12,6 +12,7 @@ use super::{
     effects::Notes,
     keys::{self, NameHash, SLOTS},
     placement::Placement,
+    steps::{self, Steps},
 };
 
 /// Why an operation did not happen. An `Op` failure is an answer, the same on every member. A `Store` failure is this
@@ -83,6 +84,7 @@ pub struct Txn<'a> {
     own: Layer,
     names: NameHash,
     pub notes: Notes,
+    pub steps: Steps,
     pub header: pb::StateHeader,
     pub place: Arc<Placement>,
 }
@@ -96,7 +98,8 @@ impl<'a> Txn<'a> {
         hash_mask: u64,
     ) -> Txn<'a> {
         let names = NameHash::new(&header.name_hash_key, hash_mask);
-        Txn { store, base, own: Layer::default(), names, notes: Notes::default(), header, place }
+        let (own, notes, steps) = Default::default();
+        Txn { store, base, own, names, notes, steps, header, place }
     }
 
     /// What it wrote, the header it leaves, and what it saw and did.
@@ -109,6 +112,7 @@ impl<'a> Txn<'a> {
     }
 
     pub fn get(&self, key: &[u8]) -> Res<Option<Bytes>> {
+        self.steps.take(steps::RECORD)?;
         if let Some(v) = self.own.kv.get(key).or_else(|| self.base.kv.get(key)) {
             return Ok(v.clone());
         }
@@ -116,53 +120,75 @@ impl<'a> Txn<'a> {
     }
 
     pub fn put(&mut self, key: Bytes, value: impl Into<Bytes>) {
+        self.steps.spend(steps::WRITE);
         self.own.kv.insert(key, Some(value.into()));
     }
 
     pub fn delete(&mut self, key: Bytes) {
+        self.steps.spend(steps::WRITE);
         self.own.kv.insert(key, None);
     }
 
     /// Calls `each` for the pairs after `after` and within `prefix`, in key order, until it answers false. True if it
     /// saw them all. Inode records are not seen (they are never listed).
-    pub fn scan(&self, prefix: &[u8], after: &[u8], mut each: impl FnMut(&[u8], Bytes) -> Res<bool>) -> Res<bool> {
+    pub fn scan(&self, prefix: &[u8], after: &[u8], each: impl FnMut(&[u8], Bytes) -> Res<bool>) -> Res<bool> {
         let from = if after < prefix { Bound::Included(prefix) } else { Bound::Excluded(after) };
         let end = prefix_end(prefix);
         let to = end.as_deref().map_or(Bound::Unbounded, Bound::Excluded);
-        let mut over: BTreeMap<&[u8], Option<&Bytes>> = BTreeMap::new();
-        for layer in [self.base, &self.own] {
-            over.extend(layer.kv.range::<[u8], _>((from, to)).map(|(k, v)| (&k[..], v.as_ref())));
-        }
-        let mut over = over.into_iter().peekable();
+        self.range(from, to, each)
+    }
+
+    /// Likewise for those between two keys.
+    pub fn range(
+        &self,
+        from: Bound<&[u8]>,
+        to: Bound<&[u8]>,
+        mut each: impl FnMut(&[u8], Bytes) -> Res<bool>,
+    ) -> Res<bool> {
+        self.steps.take(steps::RECORD)?;
+        let mut each = |key: &[u8], value: Bytes| {
+            self.steps.take(steps::NEXT)?;
+            each(key, value)
+        };
+        let mut own = self.own.kv.range::<[u8], _>((from, to)).peekable();
+        let mut base = self.base.kv.range::<[u8], _>((from, to)).peekable();
         let mut stored = self.store.range(from, to);
         let mut next = stored.next().transpose().map_err(Fail::Store)?;
         loop {
-            let key = next.as_ref().map(|(k, _)| &k[..]);
-            match (over.peek().map(|(k, _)| *k), key) {
+            let in_own = own.peek().map(|(k, _)| &k[..]);
+            let in_base = base.peek().map(|(k, _)| &k[..]);
+            let in_store = next.as_ref().map(|(k, _)| &k[..]);
+            let Some(first) = [in_own, in_base, in_store].into_iter().flatten().min() else { return Ok(true) };
+            let [is_own, is_base, is_stored] = [in_own, in_base, in_store].map(|k| k == Some(first));
+            let written = if is_own { own.next() } else { None };
+            let before = if is_base { base.next() } else { None };
+            let kept = match is_stored {
+                true => std::mem::replace(&mut next, stored.next().transpose().map_err(Fail::Store)?),
+                false => None,
+            };
+            let (key, value) = match (written.or(before), kept) {
+                (Some((k, v)), _) => (k.clone(), v.clone()),
+                (None, Some((k, v))) => (k, Some(v)),
                 (None, None) => return Ok(true),
-                (Some(o), k) if k.is_none_or(|k| o <= k) => {
-                    if k == Some(o) {
-                        next = stored.next().transpose().map_err(Fail::Store)?;
-                    }
-                    if let Some((o, Some(v))) = over.next()
-                        && !each(o, v.clone())?
-                    {
-                        return Ok(false);
-                    }
-                }
-                _ => {
-                    let taken = std::mem::replace(&mut next, stored.next().transpose().map_err(Fail::Store)?);
-                    if let Some((k, v)) = taken
-                        && !each(&k, v)?
-                    {
-                        return Ok(false);
-                    }
-                }
+            };
+            let Some(value) = value else {
+                // What others have deleted a moment ago does not count: not every member sees it.
+                self.steps.take(if is_own { steps::NEXT } else { 0 })?;
+                continue;
+            };
+            if !each(&key, value)? {
+                return Ok(false);
             }
         }
     }
 
     pub fn inode(&self, ino: Ino) -> Res<Option<pb::InodeRecord>> {
+        let r = self.read_inode(ino)?;
+        self.steps.take(r.as_ref().map_or(steps::RECORD, steps::of_inode))?;
+        Ok(r)
+    }
+
+    fn read_inode(&self, ino: Ino) -> Res<Option<pb::InodeRecord>> {
         self.notes.looked.borrow_mut().insert(ino);
         if let Some(r) = self.own.inodes.get(&ino).or_else(|| self.base.inodes.get(&ino)) {
             return Ok(r.clone());
@@ -198,6 +224,7 @@ impl<'a> Txn<'a> {
 
     /// Stores a record of which clients see the same as before.
     pub fn put_unseen(&mut self, ino: Ino, record: pb::InodeRecord) {
+        self.steps.spend(steps::WRITE);
         self.own.inodes.insert(ino, Some(record));
     }
 

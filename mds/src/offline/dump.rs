@@ -18,7 +18,7 @@ use strake_store::Reader;
 use super::{inspect, inval};
 use crate::{
     folder::{State, hex},
-    namespace::Namespace,
+    namespace::{Namespace, check_lock_index},
 };
 
 /// The version of the format.
@@ -228,10 +228,14 @@ pub(super) fn show(key: &[u8], value: &[u8]) -> Result<(&'static str, Map<String
             let (session, ino) = two()?;
             ("writer", json!({ "session": session, "ino": ino }))
         }
-        Some(b'l') if key.len() == 26 => {
+        Some(b'l') if matches!(key.len(), 26 | 34) => {
             let l: pb::LockRecord = decode("lock", value)?;
             let (ino, session) = number(key, 1).zip(number(key, 9)).ok_or_else(bad)?;
             ("lock", json!({ "ino": ino, "session": session, "ranges": l.spans.len() }))
+        }
+        Some(b'j') => {
+            check_lock_index(key, value)?;
+            ("lock index", json!({ "ino": number(key, 1).ok_or_else(bad)? }))
         }
         Some(b'k') => {
             let t: pb::LockTotal = decode("lock total", value)?;

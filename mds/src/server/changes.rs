@@ -2,11 +2,13 @@
 
 use std::collections::BTreeSet;
 
+use strake_fabric::Peer;
 use strake_proto::{Code, Error, Ino, Result, pb};
 
 use super::{
     Mds,
     attempts::Begun,
+    heavy::Turn,
     leader,
     reads::shown,
     recalls::Asker,
@@ -44,7 +46,13 @@ fn refusal(e: &Error) -> pb::MetaReply {
 
 impl Mds {
     /// A list that changes something.
-    pub(super) async fn change(&self, term: u64, epoch: u64, mut request: pb::MetaRequest) -> Result<pb::MetaReply> {
+    pub(super) async fn change(
+        &self,
+        peer: &Peer,
+        term: u64,
+        epoch: u64,
+        mut request: pb::MetaRequest,
+    ) -> Result<pb::MetaReply> {
         let by = Asker { session: request.session, connection: request.connection };
         let (seq, number) = (request.seq, (request.seq, request.lowest_unanswered));
         self.recalls.in_time(term, by)?;
@@ -66,6 +74,7 @@ impl Mds {
                 r => r?,
             }
         }
+        let turn = self.heavy_turn(peer, &request.ops).await?;
         let expected = self.recalls.expect(term, by.session, seq)?;
         // Again, after all the waiting.
         self.recalls.in_time(term, by)?;
@@ -75,6 +84,7 @@ impl Mds {
             Ok(reply) => reply,
             Err(e) => return Ok(refusal(&e)),
         };
+        drop(turn);
         let depends = self.recalls.outcome(term, &expected)?;
         drop(expected);
         if reply.results.iter().all(ok) {
@@ -91,6 +101,14 @@ impl Mds {
         self.recalls.ends_known(term, &shown(&reply)).await?;
         reply.granted = self.recalls.held(term, by, &effects::told(&ops, &reply.results))?;
         Ok(reply)
+    }
+
+    /// A list that is much work has to wait until no other such list is answered.
+    pub(super) async fn heavy_turn(&self, peer: &Peer, ops: &[pb::Op]) -> Result<Option<Turn>> {
+        if !self.machine.namespace.is_heavy(ops)? {
+            return Ok(None);
+        }
+        self.heavy.turn(&peer.addr).await.map(Some)
     }
 
     fn begin(&self, r: &pb::MetaRequest) -> Result<Begun> {

@@ -12,7 +12,7 @@ use std::{
 use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Connection, Message};
+use strake_fabric::{Connection, Message, Peer};
 use strake_proto::{Code, Error, Ino, Result, opcode, ops::only_looks, pb};
 use tokio::{
     sync::{Notify, oneshot},
@@ -131,14 +131,14 @@ impl Mds {
 
     /// A list that a client sent here though this server does not lead. `NotLeader`: only the leader can answer it; `NotServing`: this
     /// server cannot, at the moment.
-    pub(super) async fn follow(&self, request: pb::MetaRequest) -> Result<pb::MetaReply> {
-        let outcome = self.read_following(&request).await;
+    pub(super) async fn follow(&self, peer: &Peer, request: pb::MetaRequest) -> Result<pb::MetaReply> {
+        let outcome = self.read_following(peer, &request).await;
         let counter = if outcome.is_ok() { &self.following.answered } else { &self.following.refused };
         counter.fetch_add(1, Relaxed);
         outcome
     }
 
-    async fn read_following(&self, request: &pb::MetaRequest) -> Result<pb::MetaReply> {
+    async fn read_following(&self, peer: &Peer, request: &pb::MetaRequest) -> Result<pb::MetaReply> {
         let creds = request.creds.clone().unwrap_or_default();
         let elsewhere = || self.leading().err().unwrap_or_else(|| Error::not_leader(0));
         if !request.ops.iter().all(only_looks) {
@@ -152,7 +152,9 @@ impl Mds {
                 Ok(Err(_)) => return Err(cannot("it stops")),
                 Err(_) => return Err(cannot("it is behind")),
             }
+            let turn = self.heavy_turn(peer, &request.ops).await?;
             let read = self.machine.namespace.read_following(request.session, &creds, &request.ops);
+            drop(turn);
             // Whose session has ended only the leader says.
             let read = read.map_err(|e| cannot(&e.message))?;
             if self.may_tell(&frontier, &read) {

@@ -304,6 +304,7 @@ impl Mds {
                 Ok(l.sessions.expire(now, term))
             });
             self.attempts.lock().retain(|id| self.machine.namespace.session(id).is_some());
+            self.owners.lock().retain(|id| self.machine.namespace.session(id).is_some());
             let Ok(silent) = silent else { continue };
             for batch in silent.chunks(BATCH) {
                 tracing::warn!(sessions = ?batch, "sessions were silent for their term and are evicted");

@@ -1,25 +1,28 @@
 //! The leader's part in locks: refuses what is in somebody's way without an entry in the log, keeps what is free for the one
 //! whose turn it is, and tells clients of their turns. The rules are in `docs/locks.md`, the table in `waits`.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    time::Duration,
-};
+use std::{collections::BTreeSet, time::Duration};
 
 use bytes::Bytes;
+use strake_fabric::Peer;
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::{
     Mds, chunks,
     service::encode,
-    waits::{Entry, Waits},
+    waits::{Entry, MAX_LOOKS, MAX_SEARCH, Waits},
 };
-use crate::namespace::locks::{self, Locks, Want};
+use crate::namespace::{
+    locks::{self, Owner, Want},
+    spans::Span,
+};
 use pb::op::Op;
 
 /// How long a list waits for an answer. Less than a client waits for one.
 const POLL: Duration = Duration::from_secs(3);
+/// Locks in the way whose holders are asked at once. Those that they keep are in the way, whatever the others do.
+const MAX_ASKED: usize = 64;
 /// How often turns that nobody takes are looked for.
 const TICK: Duration = Duration::from_millis(250);
 
@@ -50,7 +53,7 @@ impl Mds {
             let fence = match (wants.len(), ops) {
                 // In a list, one operation makes room for the next.
                 (1, [op]) => self.check_lock(term, want, op).await?,
-                _ => self.machine.namespace.locks_of(want.ino)?.fence,
+                _ => self.machine.namespace.barring(want, 0)?.1,
             };
             chunks::fenced(self, fence)?;
         }
@@ -65,23 +68,23 @@ impl Mds {
         let mut asked = BTreeSet::new();
         loop {
             let now = self.env.boot();
-            let (locks, turn) = self.with_lead(|l| {
-                let locks = self.machine.namespace.locks_of(want.ino)?;
+            let (barring, fence, turn) = self.with_lead(|l| {
                 // What was given up a moment ago may be somebody's by now.
-                if l.waits.look(now, want.ino, &locks) {
+                if l.waits.look(now, want.ino, |w| self.is_barred(w))? {
                     self.tell_turns();
                 }
                 let turn = l.waits.is_anothers_turn(now, want);
-                Ok((locks, turn))
+                let (barring, fence) = self.machine.namespace.barring(want, MAX_ASKED)?;
+                Ok((barring, fence, turn))
             })?;
-            if !patient && self.settle(term, want, &locks, &mut asked).await? {
+            if !patient && self.settle(term, want, &barring, &mut asked).await? {
                 continue;
             }
-            if locks.barring(want).next().is_some() {
+            if !barring.is_empty() {
                 return Err(conflict("another owner has the lock"));
             }
             if !turn {
-                return Ok(locks.fence);
+                return Ok(fence);
             }
             if patient {
                 return Err(conflict("it is another's turn"));
@@ -94,8 +97,14 @@ impl Mds {
     /// Before somebody is told that others have locks in its way: they give up what was closed before this, each once. Whether some were
     /// asked, so that it is to be looked again. What another one asked for and gave up may yet arrive, so those that come into the way
     /// meanwhile are asked, too. Locks of its own session are its client's to look at.
-    async fn settle(&self, term: u64, want: &Want, locks: &Locks, asked: &mut BTreeSet<SessionId>) -> Result<bool> {
-        let barring = locks.barring(want).map(|(who, _)| who.session);
+    async fn settle(
+        &self,
+        term: u64,
+        want: &Want,
+        barring: &[(Owner, Span)],
+        asked: &mut BTreeSet<SessionId>,
+    ) -> Result<bool> {
+        let barring = barring.iter().map(|(who, _)| who.session);
         let new: BTreeSet<SessionId> = barring.filter(|id| *id != want.who.session && !asked.contains(id)).collect();
         if new.is_empty() {
             return Ok(false);
@@ -112,7 +121,8 @@ impl Mds {
                 && let Ok((who, Some(span), _)) = locks::want(o.ino, session, o.owner, o.kind, o.span.as_ref())
             {
                 let (want, mut asked) = (Want { ino: o.ino, who, span }, BTreeSet::new());
-                while self.settle(term, &want, &self.machine.namespace.locks_of(o.ino)?, &mut asked).await? {}
+                let barring = || self.machine.namespace.barring(&want, MAX_ASKED);
+                while self.settle(term, &want, &barring()?.0, &mut asked).await? {}
             }
         }
         Ok(())
@@ -135,8 +145,9 @@ impl Mds {
         }
     }
 
-    pub(super) async fn lock_wait(&self, request: pb::LockWaitRequest) -> Result<Bytes> {
+    pub(super) async fn lock_wait(&self, peer: &Peer, request: pb::LockWaitRequest) -> Result<Bytes> {
         let session = request.session;
+        self.owns(peer, session)?;
         self.heard(session)?;
         let entry = |w: &pb::LockWait| {
             let (who, span, _) = locks::want(w.ino, session, w.owner, w.kind, w.span.as_ref())?;
@@ -172,14 +183,15 @@ impl Mds {
                 return Err(Error::new(Code::NoSession, format!("session {session} has ended; mount again")));
             }
             let files = l.waits.set(now, session, number, list)?;
-            let (mut reply, mut known) = (pb::LockWaitReply::default(), BTreeMap::new());
+            let (mut reply, mut looks) = (pb::LockWaitReply::default(), MAX_LOOKS);
+            let owners = |w: &Want| Ok(namespace.barring(w, MAX_SEARCH)?.0.into_iter().map(|(who, _)| who).collect());
             for e in list.iter().filter(|e| e.want.who.kind == pb::LockKind::LockPosix && !e.trying) {
-                if l.waits.is_deadlock(&e.want, &mut known, |ino| namespace.locks_of(ino))? {
+                if l.waits.is_deadlock(&e.want, &mut looks, owners)? {
                     reply.deadlock.push(e.id);
                 }
             }
             for ino in files {
-                l.waits.look(now, ino, &namespace.locks_of(ino)?);
+                l.waits.look(now, ino, |w| self.is_barred(w))?;
             }
             reply.ready = l.waits.ready(session);
             reply.ready.retain(|id| !reply.deadlock.contains(id));
@@ -209,6 +221,11 @@ impl Mds {
         }
     }
 
+    /// Whether locks are in the way.
+    fn is_barred(&self, want: &Want) -> Result<bool> {
+        Ok(!self.machine.namespace.barring(want, 1)?.0.is_empty())
+    }
+
     fn tell_turns(&self) {
         self.turns.send_if_modified(|n| {
             *n += 1;
@@ -218,11 +235,8 @@ impl Mds {
 
     fn look_at(&self, now: Duration, waits: &mut Waits, files: &BTreeSet<Ino>) {
         for ino in files {
-            if waits.waits_for(*ino)
-                && let Ok(locks) = self.machine.namespace.locks_of(*ino)
-            {
-                waits.look(now, *ino, &locks);
-            }
+            // A state that cannot be read now is looked at again.
+            let _ = waits.look(now, *ino, |w| self.is_barred(w));
         }
     }
 }

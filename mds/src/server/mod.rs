@@ -2,7 +2,8 @@
 //!
 //! `service` answers requests, `reads` and `changes` those about the namespace: reads after a barrier, changes through the log and each
 //! once (`attempts`), under the leases that `recalls` keeps. `machine` is what the log is applied to.
-//! `followers` answers reads while this server does not lead, `recent` helps it.
+//! `followers` answers reads while this server does not lead, `recent` helps it. `heavy` has lists that are much work wait for each other.
+//! `owners` knows who may speak for which session.
 //! `leader` runs what only the leader does: membership ticks, session terms, orphans; `chunks` are its workers that cut
 //! and delete chunks at the storage servers, `ends` the one that looks there how far a file goes. `sessions` is its pure table of sessions and opens. `disk` starts all that
 //! from a folder, `locks` and `waits` have clients wait for locks, `room` says which changes its disk has space for, `admin` serves gRPC,
@@ -17,10 +18,12 @@ pub mod config;
 pub mod disk;
 mod ends;
 mod followers;
+mod heavy;
 mod leader;
 mod locks;
 mod machine;
 mod members;
+mod owners;
 mod places;
 mod reads;
 mod recalls;
@@ -61,6 +64,8 @@ use crate::{
 };
 use attempts::Attempts;
 use followers::Following;
+use heavy::Heavy;
+use owners::Owners;
 use recalls::Recalls;
 use room::{Need, Room};
 use sessions::Sessions;
@@ -109,6 +114,8 @@ struct Mds {
     links: chunks::Links,
     room: Room,
     following: Following,
+    heavy: Heavy,
+    owners: Mutex<Owners>,
     attempts: Mutex<Attempts>,
     /// A reply waits for a file to be cut.
     trim_wanted: Notify,
@@ -171,6 +178,8 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
         links: chunks::Links::new(parts.fabric.clone()),
         room,
         following: Following::default(),
+        heavy: Heavy::default(),
+        owners: Mutex::default(),
         attempts: Mutex::default(),
         trim_wanted: Notify::new(),
         cuts_made: Mutex::default(),

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use strake_fabric::Peer;
 use strake_proto::{Code, Error, Ino, Result, pb};
 
 use super::{
@@ -32,11 +33,17 @@ pub(super) fn shown(reply: &pb::MetaReply) -> BTreeSet<Ino> {
 
 impl Mds {
     /// A list that changes nothing.
-    pub(super) async fn read(&self, term: u64, epoch: u64, request: pb::MetaRequest) -> Result<pb::MetaReply> {
+    pub(super) async fn read(
+        &self,
+        peer: &Peer,
+        term: u64,
+        epoch: u64,
+        request: pb::MetaRequest,
+    ) -> Result<pb::MetaReply> {
         let by = Asker { session: request.session, connection: request.connection };
         self.node.read_barrier().await?;
         self.settle_questions(term, by.session, &request.ops).await?;
-        let mut look = self.look_once_reported(term, by, &request).await?;
+        let mut look = self.look_once_reported(peer, term, by, &request).await?;
         // At once: a file without a name is there only as long as somebody has it open.
         self.note_handles(
             term,
@@ -52,10 +59,12 @@ impl Mds {
     }
 
     /// Reads, and has others who write a file that is shown report first how it is, and what evicted ones did not report found out.
-    async fn look_once_reported(&self, term: u64, by: Asker, request: &pb::MetaRequest) -> Result<Look> {
+    async fn look_once_reported(&self, peer: &Peer, term: u64, by: Asker, request: &pb::MetaRequest) -> Result<Look> {
         let mut reported = BTreeSet::new();
         for _ in 0..ASKS {
+            let turn = self.heavy_turn(peer, &request.ops).await?;
             let mut look = self.look(term, by, request)?;
+            drop(turn);
             let shown = shown(&look.reply);
             let new: BTreeSet<Ino> = shown.difference(&reported).copied().collect();
             let asked = self.recalls.ask(term, by.session, &new)?;

@@ -11,7 +11,7 @@ use std::{
 
 use bytes::Bytes;
 use parking_lot::Mutex;
-use strake_fabric::{Env, watch};
+use strake_fabric::{Env, Peer, watch};
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
 use tokio::{
     sync::Notify,
@@ -611,7 +611,8 @@ impl Mds {
         Ok(())
     }
 
-    pub(super) async fn recall(&self, request: pb::RecallRequest) -> Result<Bytes> {
+    pub(super) async fn recall(&self, peer: &Peer, request: pb::RecallRequest) -> Result<Bytes> {
+        self.owns(peer, request.session)?;
         self.heard(request.session)?;
         let term = self.leading()?;
         let deadline = Instant::now() + POLL;

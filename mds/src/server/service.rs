@@ -7,11 +7,17 @@ use bytes::Bytes;
 use prost::encoding::{self, WireType};
 use strake_fabric::{Message, Peer, Role, Service, unknown_opcode};
 use strake_proto::{
-    Capability, Code, Error, Incarnation, Ino, Kin, Result, Rights, SessionId, frame::MAX_BODY, map::MAX_EVICTED,
-    opcode, pb,
+    Capability, Code, Error, Incarnation, Ino, Kin, Result, Rights, SessionId, cap::same_bytes, frame::MAX_BODY,
+    map::MAX_EVICTED, opcode, pb,
 };
 
-use super::{Mds, recalls::Asker, sessions::WasCounted, waits::MAX_OF_SESSION};
+use super::{
+    Mds,
+    heavy::{machine, order_groups},
+    recalls::Asker,
+    sessions::WasCounted,
+    waits::MAX_OF_SESSION,
+};
 use crate::{
     consensus::{StateMachine as _, twins},
     namespace::{MAX_DEAD, Namespace},
@@ -63,6 +69,10 @@ impl Service for Mds {
             _ => self.vouch(self.answer(peer, request).await).await,
         }
     }
+
+    fn disconnected(&self, peer: &Peer) {
+        self.owners.lock().disconnected(peer.id);
+    }
 }
 
 impl Mds {
@@ -82,24 +92,24 @@ impl Mds {
         let reply = match request.opcode {
             opcode::META => {
                 let body = few_numbers(MAX_DROPPED, DROPPED_TAG, at_most(MAX_OPS, OPS_TAG, body)?)?;
-                self.meta(decode(body)?).await?
+                self.meta(peer, decode(body)?).await?
             }
             opcode::SESSION_OPEN => {
                 let r: pb::SessionOpenRequest = decode(at_most(MAX_DEAD, DEAD_TAG, body)?)?;
                 self.of_this_life(peer, r.incarnation)?;
-                self.session_open(r).await?
+                self.session_open(peer, r).await?
             }
             opcode::SESSION_RENEW => {
                 let r: pb::SessionRenewRequest = decode(body)?;
                 self.of_this_life(peer, r.incarnation)?;
-                self.session_renew(r).await?
+                self.session_renew(peer, r).await?
             }
-            opcode::SESSION_CLOSE => self.session_close(decode(body)?).await?,
-            opcode::LOCK_WAIT => self.lock_wait(decode(at_most(MAX_OF_SESSION, WAITS_TAG, body)?)?).await?,
+            opcode::SESSION_CLOSE => self.session_close(peer, decode(body)?).await?,
+            opcode::LOCK_WAIT => self.lock_wait(peer, decode(at_most(MAX_OF_SESSION, WAITS_TAG, body)?)?).await?,
             opcode::RECALL => {
                 let lists = [REPORTED_TAG, WORKING_TAG, CHECKED_TAG];
                 let body = lists.into_iter().try_fold(body, |body, tag| few_numbers(MAX_REPORTED, tag, body))?;
-                self.recall(decode(body)?).await?
+                self.recall(peer, decode(body)?).await?
             }
             opcode::MAP => self.send_map(&decode(body)?),
             opcode::ECHO => return Ok(Message::new(opcode::ECHO, body).with_payload(request.payload)),
@@ -239,15 +249,33 @@ impl Mds {
         })
     }
 
-    async fn session_open(&self, request: pb::SessionOpenRequest) -> Result<Bytes> {
+    /// Refuses (`Access`) who speaks for a session of which it did not prove that it is its own. What has ended is for others to tell.
+    pub(super) fn owns(&self, peer: &Peer, session: SessionId) -> Result<()> {
+        if peer.role == Role::Server || self.owners.lock().has_proved(peer.id, session) {
+            return Ok(());
+        }
+        match self.machine.namespace.session(session) {
+            Some(s) if s.proves => {
+                let m = format!("session {session} is another client's, or was not named on this connection before");
+                Err(Error::new(Code::Access, m))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    async fn session_open(&self, peer: &Peer, request: pb::SessionOpenRequest) -> Result<Bytes> {
+        let machine = machine(&peer.addr);
+        self.with_lead(|_| self.owners.lock().may_open(peer.id, machine))?;
         self.with_lead(|l| {
             if l.sessions.len() < super::sessions::MAX_SESSIONS {
                 return Ok(());
             }
-            Err(Error::new(Code::Overloaded, format!("{} sessions are open, which is the limit", l.sessions.len())))
+            let m = "which is the limit of a file system; `strake status` shows whose they are";
+            Err(Error::new(Code::Overloaded, format!("{} sessions are open, {m}", l.sessions.len())))
         })?;
         let reply = self.propose(Command::SessionOpen(request)).await?;
         let Some(pb::log_reply::Reply::SessionOpen(mut r)) = reply.reply else { return Err(misread()) };
+        self.owners.lock().prove(peer.id, machine, r.session);
         // Resumed and ended meanwhile, or about to be: the next try gets a new one.
         let ending = |e: Error| if e.code == Code::NoSession { Error { code: Code::Overloaded, ..e } } else { e };
         self.heard(r.session).map_err(ending)?;
@@ -255,7 +283,12 @@ impl Mds {
         Ok(self.map().encode_behind(&r, tag::SESSION_OPEN).into())
     }
 
-    async fn session_renew(&self, request: pb::SessionRenewRequest) -> Result<Bytes> {
+    async fn session_renew(&self, peer: &Peer, request: pb::SessionRenewRequest) -> Result<Bytes> {
+        let own = |s: pb::SessionRecord| same_bytes(&s.client_uuid, &request.client_uuid);
+        if self.machine.namespace.session(request.session).is_some_and(own) {
+            self.owners.lock().prove(peer.id, machine(&peer.addr), request.session);
+        }
+        self.owns(peer, request.session)?;
         self.heard(request.session)?;
         let term = self.leading()?;
         self.hello(term, &request)?;
@@ -273,9 +306,11 @@ impl Mds {
         Ok(if newer { map.encode_behind(&reply, tag::SESSION_RENEW).into() } else { encode(&reply) })
     }
 
-    async fn session_close(&self, request: pb::SessionCloseRequest) -> Result<Bytes> {
+    async fn session_close(&self, peer: &Peer, request: pb::SessionCloseRequest) -> Result<Bytes> {
+        self.owns(peer, request.session)?;
         self.heard(request.session)?;
         self.propose(Command::SessionEnd(pb::SessionEnd { sessions: vec![request.session], evict: false })).await?;
+        self.owners.lock().leave(request.session);
         let _ = self.with_lead(|l| {
             l.sessions.remove(request.session);
             l.waits.remove(request.session);
@@ -332,19 +367,21 @@ impl Mds {
         Ok(encode(&pb::PendingReply { items }))
     }
 
-    async fn meta(&self, request: pb::MetaRequest) -> Result<Bytes> {
+    async fn meta(&self, peer: &Peer, mut request: pb::MetaRequest) -> Result<Bytes> {
+        order_groups(&mut request.creds)?;
         if request.follower && self.leading().is_err() {
-            return Ok(encode(&self.follow(request).await?));
+            return Ok(encode(&self.follow(peer, request).await?));
         }
+        self.owns(peer, request.session)?;
         let epoch = self.heard(request.session)?;
         let term = self.leading()?;
         if !Namespace::is_mutation(&request.ops) {
-            return Ok(encode(&self.read(term, epoch, request).await?));
+            return Ok(encode(&self.read(peer, term, epoch, request).await?));
         }
         if request.seq == 0 {
             return Err(Error::new(Code::Inval, "a list that changes something needs a sequence number"));
         }
-        Ok(encode(&self.change(term, epoch, request).await?))
+        Ok(encode(&self.change(peer, term, epoch, request).await?))
     }
 
     /// Opens and closes of an answered list go into the table, once however often it comes; opens get their capability. `Disconnected`

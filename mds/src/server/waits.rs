@@ -2,13 +2,13 @@
 //! for again and again (see `docs/locks.md`), so a new leader begins with an empty one.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, btree_map::Entry as MapEntry},
+    collections::{BTreeMap, BTreeSet},
     time::Duration,
 };
 
 use strake_proto::{Code, Error, Ino, Result, SessionId};
 
-use crate::namespace::locks::{Locks, Owner, Want};
+use crate::namespace::locks::{Owner, Want};
 
 /// Waits of one session, and of all.
 pub const MAX_OF_SESSION: usize = 1_024;
@@ -18,7 +18,9 @@ pub const TURN: Duration = Duration::from_secs(2);
 /// Waits of a session that sends no list for so long are forgotten.
 pub const SILENCE: Duration = Duration::from_secs(10);
 /// Owners that the search for a deadlock looks at.
-const MAX_SEARCH: usize = 1_000;
+pub const MAX_SEARCH: usize = 1_000;
+/// Waits that the searches for one list look at.
+pub const MAX_LOOKS: usize = 4_096;
 
 /// One entry of a client's list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,18 +153,19 @@ impl Waits {
     }
 
     /// Whether anybody waits for locks of a file.
-    pub fn waits_for(&self, ino: Ino) -> bool {
+    #[cfg(test)]
+    fn waits_for(&self, ino: Ino) -> bool {
         self.files.contains_key(&ino)
     }
 
     /// Gives turns, in order, to those that nothing stands in the way of, and takes them back from those that something
-    /// does. Whether anybody has his turn who had not.
-    pub fn look(&mut self, now: Duration, ino: Ino, locks: &Locks) -> bool {
+    /// does. `barred` says whether locks do. Whether anybody has his turn who had not.
+    pub fn look(&mut self, now: Duration, ino: Ino, mut barred: impl FnMut(&Want) -> Result<bool>) -> Result<bool> {
         let tickets: Vec<u64> = self.files.get(&ino).into_iter().flatten().copied().collect();
         let (mut turns, mut news): (Vec<Want>, bool) = (Vec::new(), false);
         for ticket in tickets {
             let Some(w) = self.waiters.get_mut(&ticket) else { continue };
-            if locks.barring(&w.want).next().is_some() || turns.iter().any(|t| t.conflicts(&w.want)) {
+            if turns.iter().any(|t| t.conflicts(&w.want)) || barred(&w.want)? {
                 w.turn = None;
                 continue;
             }
@@ -170,7 +173,7 @@ impl Waits {
             w.turn.get_or_insert(now + TURN);
             turns.push(w.want);
         }
-        news
+        Ok(news)
     }
 
     /// Whether this has to wait because it is another's turn.
@@ -205,21 +208,19 @@ impl Waits {
         self.members.get(&session).is_some_and(|m| m.number == number)
     }
 
-    /// Whether this wait would never end: its owner is in the way of somebody who is in the way of ... this one. `locks`
-    /// tells what is locked of a file; `files` keeps what it told.
+    /// Whether this wait would never end: its owner is in the way of somebody who is in the way of ... this one. `barring`
+    /// tells who is in the way of a wish; `looks` are those that it may still be asked about.
     pub fn is_deadlock(
         &self,
         want: &Want,
-        files: &mut BTreeMap<Ino, Locks>,
-        mut locks: impl FnMut(Ino) -> Result<Locks>,
+        looks: &mut usize,
+        mut barring: impl FnMut(&Want) -> Result<Vec<Owner>>,
     ) -> Result<bool> {
         let (mut todo, mut seen) = (vec![*want], BTreeSet::new());
         while let Some(next) = todo.pop() {
-            let file = match files.entry(next.ino) {
-                MapEntry::Occupied(known) => known.into_mut(),
-                MapEntry::Vacant(new) => new.insert(locks(next.ino)?),
-            };
-            for (who, _) in file.barring(&next) {
+            let Some(left) = looks.checked_sub(1) else { break };
+            *looks = left;
+            for who in barring(&next)? {
                 if who == want.who {
                     return Ok(true);
                 }
@@ -247,7 +248,7 @@ mod tests {
     use strake_proto::pb::LockKind;
 
     use super::*;
-    use crate::namespace::spans::Span;
+    use crate::namespace::{locks::Locks, spans::Span};
 
     fn s(n: u64) -> Duration {
         Duration::from_secs(n)
@@ -268,19 +269,24 @@ mod tests {
         Locks { held: by.iter().map(|(o, s)| (*o, vec![*s])).collect(), fence: 0 }
     }
 
+    /// Whether somebody has his turn who had not.
+    fn look(t: &mut Waits, now: Duration, locks: &Locks) -> bool {
+        t.look(now, 50, |w| Ok(locks.barring(w).next().is_some())).unwrap()
+    }
+
     #[test]
     fn turns_go_in_order_and_keep_others_out() {
         let mut t = Waits::default();
         let held_by_5 = held(&[(who(5, 1), span(0, 9, true))]);
         t.set(s(0), 1, 1, &[entry(7, want(1, 1, 50, true))]).unwrap();
         t.set(s(0), 2, 2, &[entry(7, want(2, 1, 50, false)), entry(8, want(2, 2, 50, false))]).unwrap();
-        assert!(!t.look(s(0), 50, &held_by_5) && t.ready(1).is_empty());
+        assert!(!look(&mut t, s(0), &held_by_5) && t.ready(1).is_empty());
         assert!(!t.is_anothers_turn(s(0), &want(5, 1, 50, true)), "nobody's yet");
         // Free: the first has his turn, and whoever takes and drops it all the time has not.
-        assert!(t.look(s(1), 50, &held(&[])));
+        assert!(look(&mut t, s(1), &held(&[])));
         assert_eq!((t.ready(1), t.ready(2)), (vec![7], vec![]));
         assert!(t.is_anothers_turn(s(1), &want(5, 1, 50, true)) && !t.is_anothers_turn(s(1), &want(1, 1, 50, true)));
-        assert!(!t.look(s(1), 50, &held(&[])), "no news");
+        assert!(!look(&mut t, s(1), &held(&[])), "no news");
         // He tries, and gets it.
         let trying = Entry { trying: true, ..entry(7, want(1, 1, 50, true)) };
         t.set(s(1), 1, 3, &[trying]).unwrap();
@@ -290,14 +296,14 @@ mod tests {
         t.set(s(1), 1, 3, &[trying]).unwrap();
         assert_eq!(t.len(), 2);
         let by_1 = held(&[(who(1, 1), span(0, 9, true))]);
-        assert!(!t.look(s(1), 50, &by_1) && t.len() == 2);
+        assert!(!look(&mut t, s(1), &by_1) && t.len() == 2);
         // Readers share their turn.
-        assert!(t.look(s(2), 50, &held(&[])));
+        assert!(look(&mut t, s(2), &held(&[])));
         assert_eq!(t.ready(2), [7, 8]);
         assert!(!t.is_anothers_turn(s(2), &want(6, 1, 50, false)) && t.is_anothers_turn(s(2), &want(6, 1, 50, true)));
         // Somebody was faster, by a request that was under way: the turn comes again.
-        assert!(!t.look(s(2), 50, &by_1) && t.ready(2).is_empty());
-        assert!(t.look(s(3), 50, &held(&[])) && t.ready(2).len() == 2);
+        assert!(!look(&mut t, s(2), &by_1) && t.ready(2).is_empty());
+        assert!(look(&mut t, s(3), &held(&[])) && t.ready(2).len() == 2);
     }
 
     #[test]
@@ -305,19 +311,19 @@ mod tests {
         let mut t = Waits::default();
         t.set(s(0), 1, 4, &[entry(1, want(1, 1, 50, true))]).unwrap();
         t.set(s(0), 2, 5, &[entry(1, want(2, 1, 50, true))]).unwrap();
-        t.look(s(0), 50, &held(&[]));
+        look(&mut t, s(0), &held(&[]));
         assert_eq!((t.ready(1), t.ready(2)), (vec![1], vec![]));
         assert!(t.expire(s(1)).is_empty());
         assert_eq!(t.expire(s(2)), BTreeSet::from([50]));
-        assert!(t.look(s(2), 50, &held(&[])));
+        assert!(look(&mut t, s(2), &held(&[])));
         assert_eq!((t.ready(1), t.ready(2)), (vec![], vec![1]));
         // The first is alive after all: he comes again, at the end.
         let files = t.set(s(3), 1, 6, &[entry(1, want(1, 1, 50, true))]).unwrap();
         assert_eq!(files, BTreeSet::from([50]));
-        t.look(s(3), 50, &held(&[]));
+        look(&mut t, s(3), &held(&[]));
         assert!(t.ready(1).is_empty());
         t.remove(2);
-        t.look(s(3), 50, &held(&[]));
+        look(&mut t, s(3), &held(&[]));
         assert_eq!(t.ready(1), [1]);
         assert_eq!(t.expire(s(13)), BTreeSet::from([50]));
         assert!(t.waiters.is_empty() && t.files.is_empty() && t.owners.is_empty() && t.members.is_empty());
@@ -331,12 +337,12 @@ mod tests {
         t.set(s(0), 2, 8, &[entry(1, want(2, 1, 50, true))]).unwrap();
         t.set(s(1), 1, 9, &[entry(1, a)]).unwrap();
         assert!(t.len() == 2 && !t.waits_for(60) && t.waits_for(50));
-        t.look(s(1), 50, &held(&[]));
+        look(&mut t, s(1), &held(&[]));
         assert_eq!(t.ready(1), [1], "it kept its place");
         // The same number for something else is another wait.
         t.set(s(1), 1, 10, &[entry(1, b)]).unwrap();
         t.set(s(1), 1, 11, &[entry(1, b), entry(1, a)]).unwrap();
-        t.look(s(1), 50, &held(&[]));
+        look(&mut t, s(1), &held(&[]));
         assert_eq!((t.ready(1), t.ready(2), t.len()), (vec![], vec![1], 2));
         t.set(s(1), 1, 12, &[]).unwrap();
         assert_eq!(t.len(), 1);
@@ -344,24 +350,30 @@ mod tests {
         assert_eq!(t.set(s(1), 1, 13, &many).unwrap_err().code, Code::Overloaded);
     }
 
+    fn in_the_way(locks: &Locks, want: &Want) -> Vec<Owner> {
+        locks.barring(want).map(|(who, _)| who).collect()
+    }
+
     #[test]
     fn circles_are_found_across_clients_and_files() {
         let mut t = Waits::default();
         // 1 has file 10 and waits for 20; 2 has 20 and waits for 30; 3 has 30.
-        let has = |ino: Ino| Ok(held(&[(who(ino / 10, 1), span(0, 9, true))]));
+        let has = |w: &Want| Ok(in_the_way(&held(&[(who(w.ino / 10, 1), span(0, 9, true))]), w));
         t.set(s(0), 1, 14, &[entry(1, want(1, 1, 20, false))]).unwrap();
         t.set(s(0), 2, 15, &[entry(1, want(2, 1, 30, false))]).unwrap();
-        assert!(!t.is_deadlock(&want(2, 1, 30, false), &mut BTreeMap::new(), has).unwrap());
-        assert!(t.is_deadlock(&want(3, 1, 10, false), &mut BTreeMap::new(), has).unwrap());
+        assert!(!t.is_deadlock(&want(2, 1, 30, false), &mut MAX_LOOKS.clone(), has).unwrap());
+        assert!(t.is_deadlock(&want(3, 1, 10, false), &mut MAX_LOOKS.clone(), has).unwrap());
         assert!(
-            !t.is_deadlock(&want(3, 2, 10, false), &mut BTreeMap::new(), has).unwrap(),
+            !t.is_deadlock(&want(3, 2, 10, false), &mut MAX_LOOKS.clone(), has).unwrap(),
             "another owner of the same client"
         );
         t.set(s(0), 2, 16, &[]).unwrap();
-        assert!(!t.is_deadlock(&want(3, 1, 10, false), &mut BTreeMap::new(), has).unwrap());
+        assert!(!t.is_deadlock(&want(3, 1, 10, false), &mut MAX_LOOKS.clone(), has).unwrap());
         // Two readers who both want to write.
-        let both = |_| Ok(held(&[(who(1, 1), span(0, 9, false)), (who(2, 1), span(0, 9, false))]));
+        let both =
+            |w: &Want| Ok(in_the_way(&held(&[(who(1, 1), span(0, 9, false)), (who(2, 1), span(0, 9, false))]), w));
         t.set(s(0), 1, 17, &[entry(1, want(1, 1, 40, true))]).unwrap();
-        assert!(t.is_deadlock(&want(2, 1, 40, true), &mut BTreeMap::new(), both).unwrap());
+        assert!(t.is_deadlock(&want(2, 1, 40, true), &mut MAX_LOOKS.clone(), both).unwrap());
+        assert!(!t.is_deadlock(&want(2, 1, 40, true), &mut 1, both).unwrap(), "it was not looked for to the end");
     }
 }

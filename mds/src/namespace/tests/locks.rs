@@ -1,6 +1,6 @@
 //! Locks as state: conflicts, splits, what the end of a session and of a file drops, bounds.
 
-use super::*;
+use super::{random::Dice, *};
 use crate::namespace::locks::{MAX_IN_FILE, MAX_OF_SESSION};
 use pb::{LockKind, LockType};
 use strake_store::{Batch, MetaStore};
@@ -107,6 +107,11 @@ fn what_cannot_be_a_lock_is_refused_and_changes_nothing() {
     assert_eq!(fs.ns.locked_by(0), 0);
     assert_eq!(fs.ns.header().format_version, 1, "an older program can still read it");
     fs.one(read(f, 1, 0, 1));
+    assert_eq!(fs.ns.header().format_version, 7);
+    let mut fs = Fs::new();
+    fs.rules = 2;
+    let f = fs.create(ROOT, "f");
+    fs.one(read(f, 1, 0, 1));
     assert_eq!(fs.ns.header().format_version, 2);
 }
 
@@ -147,7 +152,7 @@ fn locks_outlive_a_restart_and_go_with_the_file() {
     fs.fails(read(f, 3, 10, 10), Code::LockConflict);
     assert_eq!(fs.log(Command::FreeOrphans(pb::FreeOrphans { inos: vec![f] })).status, None);
     assert_eq!(fs.ns.locked_by(0), 0);
-    assert!(dump(&fs.store).iter().all(|(k, _)| k[0] != keys::LOCK && k[0] != keys::LOCK_TOTAL));
+    assert!(dump(&fs.store).iter().all(|(k, _)| ![keys::LOCK, keys::LOCK_TOTAL, keys::LOCK_INDEX].contains(&k[0])));
 }
 
 #[test]
@@ -179,7 +184,7 @@ fn ranges_are_bounded_and_unlocks_have_room_of_their_own() {
     // Of a session, over all files; as if it had locked so many elsewhere.
     (51..54).for_each(|owner| drop(fs.one(unlock(f, owner, 0, END))));
     let total = keys::lock_total(fs.session, 0);
-    let elsewhere = |ranges| pb::LockTotal { ranges, fence: 0 }.encode_to_vec().into();
+    let elsewhere = |ranges| pb::LockTotal { ranges, ..Default::default() }.encode_to_vec().into();
     let commit = |fs: &Fs, v| fs.store.commit(Batch { ops: vec![(total.clone(), v)] }).unwrap();
     let real = fs.ns.locked_by(fs.session);
     commit(&fs, Some(elsewhere(MAX_OF_SESSION - 1)));
@@ -189,4 +194,84 @@ fn ranges_are_bounded_and_unlocks_have_room_of_their_own() {
     let other = fs.open_session(3);
     fs.in_session(other, |fs| fs.one(write(f, 1, 2, 2)));
     commit(&fs, Some(elsewhere(real + 1)));
+}
+
+/// What is told of a lock: the rest of an owner is counted to its end only where there is none.
+fn answer(r: Result<pb::OpResult, Code>) -> Result<Option<(Vec<pb::LockSpan>, u64, bool)>, Code> {
+    r.map(|r| r.lock.map(|l| (l.spans, l.session, l.left == 0)))
+}
+
+#[test]
+fn both_forms_of_locks_are_the_same_to_clients() {
+    for seed in 0..40 {
+        let mut d = Dice(seed);
+        // In the first form, in the second, and from one to the other on the way.
+        let mut all = [Fs::new(), Fs::new(), Fs::new()];
+        let (mut f, mut sessions) = (0, [0; 2]);
+        for fs in &mut all {
+            f = fs.create(ROOT, "f");
+            sessions = [fs.session, fs.open_session(2)];
+        }
+        let turn = 20 + d.below(40);
+        for step in 0..120 {
+            let rules = [2, 3, if step < turn { 2 } else { 3 }];
+            let (owner, session) = (d.below(3), sessions[d.below(2) as usize]);
+            let (a, b) = if d.one_in(3) { (d.below(1 << 40), d.below(1 << 40)) } else { (d.below(60), d.below(60)) };
+            let (start, end) = (a.min(b), if d.one_in(8) { END } else { a.max(b) });
+            let op = match d.below(7) {
+                0 | 1 => read(f, owner, start, end),
+                2 | 3 => write(f, owner, start, end),
+                4 => flock(
+                    f,
+                    owner,
+                    [LockType::LockRead, LockType::LockWrite, LockType::LockUnlock][d.below(3) as usize],
+                ),
+                _ => unlock(f, owner, start, end),
+            };
+            let seen: Vec<_> = all
+                .iter_mut()
+                .zip(rules)
+                .map(|(fs, rules)| {
+                    (fs.rules, fs.session) = (rules, session);
+                    let done = answer(fs.try_one(op.clone()));
+                    let way = fs.in_the_way(f, 9, start, end);
+                    (done, way, fs.ns.locks_of(f).unwrap().held, fs.ns.locked_by(session))
+                })
+                .collect();
+            assert_eq!(seen[0], seen[1], "seed {seed}, step {step}: {op:?}");
+            assert_eq!(seen[0], seen[2], "seed {seed}, step {step}: {op:?}");
+            if d.one_in(40) {
+                let end = pb::SessionEnd { sessions: vec![sessions[1]], evict: d.one_in(2) };
+                for fs in &mut all {
+                    fs.log(Command::SessionEnd(end.clone()));
+                    sessions[1] = fs.open_session(2);
+                }
+            }
+        }
+        let bytes: Vec<_> = all[1..].iter().map(|fs| dump(&fs.store)).collect();
+        let locks = |d: &[(Bytes, Bytes)]| d.iter().filter(|(k, _)| b"jl".contains(&k[0])).cloned().collect::<Vec<_>>();
+        assert_eq!(
+            locks(&bytes[0]),
+            locks(&bytes[1]),
+            "seed {seed}: what was brought into the new form is as if made there"
+        );
+        all.iter_mut().for_each(|fs| fs.session = sessions[0]);
+    }
+}
+
+#[test]
+fn a_lock_among_thousands_writes_itself_alone() {
+    let mut fs = Fs::new();
+    let f = fs.create(ROOT, "f");
+    for at in (0..4000).step_by(500) {
+        let many: Vec<_> = (at..at + 500).map(|i| op(write(f, i % 5, 4 * i, 4 * i + 1))).collect();
+        assert!(fs.list(many).iter().all(|r| r.status.is_none()), "at {at}");
+    }
+    let before: BTreeSet<_> = dump(&fs.store).into_iter().collect();
+    fs.one(write(f, 3, 50_000, 50_001));
+    let written: usize = dump(&fs.store).iter().filter(|p| !before.contains(p)).map(|(k, v)| k.len() + v.len()).sum();
+    assert!(written < 1000, "{written} bytes");
+    fs.fails(write(f, 4, 9, 9), Code::LockConflict);
+    fs.fails(read(f, 4, 0, END), Code::LockConflict);
+    fs.one(write(f, 4, 10, 11));
 }

@@ -13,6 +13,7 @@ mod random;
 mod repair;
 mod replay;
 mod seals;
+mod work;
 mod writers;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -297,6 +298,7 @@ pub fn fsck(fs: &Fs) {
     let mut pages: BTreeMap<Ino, Vec<u64>> = BTreeMap::new();
     let (mut orphans, mut trims, mut replies) = (BTreeSet::new(), BTreeMap::new(), BTreeSet::new());
     let (mut locked, mut totals) = (BTreeMap::new(), BTreeMap::new());
+    let (mut ranges, mut index) = (BTreeMap::new(), BTreeMap::new());
     let mut kinds = Vec::new();
     let mut header = pb::StateHeader::default();
     for (k, v) in dump(&fs.store) {
@@ -334,17 +336,30 @@ pub fn fsck(fs: &Fs) {
                 *writers.entry(n).or_default() += 1;
             }
             b'l' => {
-                let (ino, session, ..) = keys::parse_lock(&k).unwrap();
+                let (ino, session, owner, kind) = keys::parse_lock(&k).unwrap();
                 assert!(fs.ns.session(session).is_some(), "a lock without a session");
                 let spans = pb::LockRecord::decode(v).unwrap().spans;
                 assert!(!spans.is_empty());
+                if k.len() > keys::LOCK_OWNER {
+                    assert_eq!((spans.len(), spans[0].end), (1, n));
+                    let write = spans[0].r#type == pb::LockType::LockWrite as i32;
+                    ranges.insert((ino, kind as u8, write, n, session, owner), (spans[0].start, spans[0].pid));
+                }
                 for (session, ino) in [(session, ino), (session, 0), (0, ino), (0, 0)] {
                     *locked.entry((session, ino)).or_default() += spans.len() as u64;
                 }
             }
+            b'j' => {
+                super::ranges::is_index(&k, &v).unwrap();
+                let (kind, write, end, session, owner) = keys::parse_lock_index(&k).unwrap();
+                let value =
+                    (u64::from_be_bytes(v[..8].try_into().unwrap()), u32::from_be_bytes(v[8..].try_into().unwrap()));
+                assert_eq!(index.insert((at, kind as u8, write, end, session, owner), value), None, "in two classes");
+            }
             b'k' => {
                 let total = pb::LockTotal::decode(v).unwrap();
                 assert!(total.ranges > 0 || total.fence > 0);
+                assert!(total.ranges > 0 || !total.ranged && total.read_classes | total.write_classes == 0);
                 totals.insert((at, n), total.ranges);
             }
             other => panic!("unknown key prefix {other}"),
@@ -364,6 +379,7 @@ pub fn fsck(fs: &Fs) {
     assert!(totals.keys().all(|(_, ino)| *ino == 0 || inodes.contains_key(ino)), "locks of a file that is gone");
     totals.retain(|_, ranges| *ranges > 0);
     assert_eq!(locked, totals);
+    assert_eq!(ranges, index, "the index of locks");
     assert_eq!(header, fs.ns.header());
     for (ino, kind) in kinds {
         assert_eq!(inodes[&ino].attr.unwrap().mode >> 12, kind, "type in the name of {ino}");

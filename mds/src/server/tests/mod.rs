@@ -11,6 +11,7 @@ mod hostile;
 mod leases;
 mod locks;
 mod members;
+mod owners;
 mod places;
 mod spoilt;
 mod world;

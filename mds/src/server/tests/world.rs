@@ -425,7 +425,7 @@ impl Service for FakeOss {
 
 /// A client that sends what it is told.
 pub struct Client<'a> {
-    world: &'a World,
+    pub world: &'a World,
     pub session: u64,
     pub open: pb::SessionOpenReply,
     pub seq: u64,

@@ -1,0 +1,112 @@
+//! Sessions are their clients': nobody who counts their ids closes them or speaks for them, and
+//! nobody has all of them.
+
+use bytes::Bytes;
+use strake_fabric::Message;
+use strake_proto::Result;
+
+use super::{world::Client, *};
+
+async fn call<R: prost::Message + Default>(
+    conn: &dyn strake_fabric::Connection,
+    opcode: u16,
+    body: &impl prost::Message,
+) -> Result<R> {
+    let m = Message::new(opcode, body.encode_to_vec());
+    let r = conn.call(m, Duration::from_secs(40)).await?;
+    Ok(R::decode(r.body).unwrap())
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_session_is_touched_only_by_who_knows_its_uuid() {
+    let w = World::new(1, |_| ()).await;
+    let at = w.leader().await as u32 + 1;
+    let uuid: Bytes = vec![9; 16].into();
+    let open = pb::SessionOpenRequest { client_uuid: uuid.clone(), proves: true, ..Default::default() };
+    let own = w.net.connect(at, Role::Client);
+    let r: pb::SessionOpenReply = call(&*own, opcode::SESSION_OPEN, &open).await.unwrap();
+    let mut c = Client { world: &w, session: r.session, open: r, seq: 0 };
+    // On the connection that it was opened on nothing more is needed.
+    let _: pb::MetaReply = call(&*own, opcode::META, &c.request(vec![mkdir("mine")])).await.unwrap();
+
+    let stranger = w.net.connect(at, Role::Client);
+    let session = c.session;
+    let poison =
+        pb::MetaRequest { seq: u64::MAX - 1, lowest_unanswered: u64::MAX - 1, ..c.request(vec![mkdir("poison")]) };
+    c.seq -= 1;
+    let renew = pb::SessionRenewRequest { session, hello: true, connection: u64::MAX, ..Default::default() };
+    let guess = pb::SessionRenewRequest { client_uuid: vec![8; 16].into(), ..renew.clone() };
+    let recall = pb::RecallRequest { session, acknowledged: u64::MAX, ..Default::default() };
+    for (what, e) in [
+        (
+            "close",
+            call::<pb::SessionCloseReply>(&*stranger, opcode::SESSION_CLOSE, &pb::SessionCloseRequest { session })
+                .await
+                .err(),
+        ),
+        ("change", call::<pb::MetaReply>(&*stranger, opcode::META, &poison).await.err()),
+        ("read", call::<pb::MetaReply>(&*stranger, opcode::META, &c.request(vec![lookup("mine")])).await.err()),
+        ("renew", call::<pb::SessionRenewReply>(&*stranger, opcode::SESSION_RENEW, &renew).await.err()),
+        ("guess", call::<pb::SessionRenewReply>(&*stranger, opcode::SESSION_RENEW, &guess).await.err()),
+        ("recall", call::<pb::RecallReply>(&*stranger, opcode::RECALL, &recall).await.err()),
+        (
+            "wait",
+            call::<pb::LockWaitReply>(
+                &*stranger,
+                opcode::LOCK_WAIT,
+                &pb::LockWaitRequest { session, ..Default::default() },
+            )
+            .await
+            .err(),
+        ),
+    ] {
+        assert_eq!(e.map(|e| e.code), Some(Code::Access), "{what}");
+    }
+    let _: pb::MetaReply = call(&*own, opcode::META, &c.request(vec![mkdir("still")])).await.unwrap();
+
+    // Its client comes by another connection, and says whose it is.
+    let again = w.net.connect(at, Role::Client);
+    let renew = pb::SessionRenewRequest { session, client_uuid: uuid, ..Default::default() };
+    let _: pb::SessionRenewReply = call(&*again, opcode::SESSION_RENEW, &renew).await.unwrap();
+    let _: pb::MetaReply = call(&*again, opcode::META, &c.request(vec![mkdir("again")])).await.unwrap();
+    let close = pb::SessionCloseRequest { session };
+    let _: pb::SessionCloseReply = call(&*again, opcode::SESSION_CLOSE, &close).await.unwrap();
+    let e = call::<pb::MetaReply>(&*stranger, opcode::META, &c.request(vec![mkdir("late")])).await.unwrap_err();
+    assert_eq!(e.code, Code::NoSession, "that it has ended anybody may know");
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_connection_does_not_open_all_sessions() {
+    let w = World::new(1, |_| ()).await;
+    let greedy = w.net.connect(w.leader().await as u32 + 1, Role::Client);
+    let mut refused = None;
+    for n in 0..1000u64 {
+        let client_uuid = [n.to_le_bytes(), [7; 8]].concat().into();
+        let open = pb::SessionOpenRequest { client_uuid, ..Default::default() };
+        if let Err(e) = call::<pb::SessionOpenReply>(&*greedy, opcode::SESSION_OPEN, &open).await {
+            refused = Some((n, e));
+            break;
+        }
+    }
+    let (n, e) = refused.unwrap();
+    assert!(n == 64 && e.code == Code::Overloaded && e.message.contains("one connection"), "{n}: {e}");
+    w.client(1).await.one(mkdir("another")).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn too_many_groups_and_too_much_work_are_refused_before_the_log() {
+    let w = World::new(1, |_| ()).await;
+    let mut c = w.client(1).await;
+    let creds = Some(pb::Creds { uid: 5, gid: 5, groups: vec![5; 70_000] });
+    let many = pb::MetaRequest { creds, ..c.request(vec![mkdir("a")]) };
+    assert_eq!(c.send(&many).await.unwrap_err().code, Code::TooBig);
+    // Those that are there more than once are logged once.
+    let creds = Some(pb::Creds { uid: 0, gid: 5, groups: [9, 7].repeat(20_000) });
+    let double = pb::MetaRequest { creds, ..c.request(vec![mkdir("b")]) };
+    assert!(c.send(&double).await.unwrap()[0].status.is_none());
+    // Heavy lists run one after the other, and all of them do.
+    let long = |n: usize| (0..1500).map(|i| mkdir(&format!("{n}-{i}"))).collect::<Vec<_>>();
+    let (mut a, mut b) = (w.client(2).await, w.client(3).await);
+    let (a, b) = tokio::join!(a.run(long(1)), b.run(long(2)));
+    assert!(a.unwrap().iter().chain(&b.unwrap()).all(|r| r.status.is_none()));
+}
