@@ -3,6 +3,7 @@
 
 #[path = "doors/admin.rs"]
 mod admin;
+#[allow(dead_code, reason = "some of it is for other tests")]
 mod common;
 #[path = "doors/followers.rs"]
 mod followers;

@@ -41,7 +41,7 @@ fn admin_needs_the_cluster_key() {
             }
             // The handshake, with what a mount has, and with something made up.
             for key in [client.key, [7; 32]] {
-                let e = strake_fabric::admin::connect(&addr, &key).await.err().expect("not admitted");
+                let e = strake_fabric::admin::connect(&addr, &key).await.expect_err("not admitted");
                 assert_eq!(e.code, Code::Unauthenticated, "{e}");
             }
             let admin = strake_fabric::admin::connect(&addr, &cluster).await.unwrap();
