@@ -24,8 +24,9 @@ pub const MAX_IN_FILE: u64 = 4_096;
 pub const MAX_OF_SESSION: u64 = 65_536;
 /// Of what a lock replaces so much is told.
 const MAX_UNDO: usize = 64;
-/// The format that has locks.
+/// The format that has locks, and the one that has those of pages.
 const FORMAT: u32 = 2;
+const FORMAT_PAGES: u32 = 7;
 
 /// Who locks: a process or an open file of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -68,6 +69,13 @@ impl Locks {
     pub fn barring<'a>(&'a self, want: &'a Want) -> impl Iterator<Item = (Owner, Span)> + 'a {
         let all = self.held.iter().flat_map(|(who, spans)| spans.iter().map(|s| (*who, *s)));
         all.filter(|(who, span)| want.is_barred_by(who, span))
+    }
+}
+
+impl Locks {
+    /// Whether another session may have pages of the file.
+    pub fn pages_of_others(&self, session: SessionId) -> bool {
+        self.held.iter().any(|(who, _)| who.kind == LockKind::LockPages && who.session != session)
     }
 }
 
@@ -120,6 +128,9 @@ impl Run<'_, '_> {
     pub(super) fn set_lock(&mut self, o: &pb::SetLock) -> Res<pb::OpResult> {
         let ino = self.id(o.ino);
         let (who, span, raw) = want(ino, self.by.session, o.owner, o.kind, o.span.as_ref())?;
+        if who.kind == LockKind::LockPages && self.by.rules < 2 {
+            return fail(Code::Inval, format!("a lock of inode {ino}: its kind is unknown"));
+        }
         let mut mine = of_owner(self.t, ino, &who)?;
         let (before, mut limit) = (mine.len() as u64, 2);
         let undo = mine.iter().filter_map(|s| s.within(&Span { start: raw.start, end: raw.end, write: true, pid: 0 }));
@@ -168,7 +179,8 @@ fn put(t: &mut Txn<'_>, ino: Ino, who: &Owner, spans: &[Span], more: i64, take: 
     } else {
         let record = pb::LockRecord { spans: spans.iter().copied().map(Span::to_pb).collect() };
         t.put(key, record.encode_to_vec());
-        t.header.format_version = t.header.format_version.max(FORMAT);
+        let format = if who.kind == LockKind::LockPages { FORMAT_PAGES } else { FORMAT };
+        t.header.format_version = t.header.format_version.max(format);
     }
     count(t, who.session, ino, more)?;
     if take {

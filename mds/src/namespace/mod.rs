@@ -53,8 +53,8 @@ use watched::{Damage, Watched};
 
 /// The newest version of the state's format; a newer one is refused. A state has the version of the newest kind of record
 /// that was ever put into it: 1, 2 with locks, 3 with files that may have holes, 4 with sealed files, 5 with a cluster map that has
-/// `placement` or `min_copies`, or 6 with chains that began anew.
-pub const FORMAT_VERSION: u32 = 6;
+/// `placement` or `min_copies`, 6 with chains that began anew, or 7 with locks of pages.
+pub const FORMAT_VERSION: u32 = 7;
 const FORMAT_FIRST: u32 = 1;
 /// With rules that older programs do not know: `placement` and `min_copies` of the cluster map, and that a file may have holes once a writer
 /// of it has gone without having reported everything.
@@ -64,8 +64,8 @@ const FORMAT_ANEW: u32 = 6;
 
 /// The newest rules that an entry may be applied by; the leader puts them into what it logs. Entries of before do what they did then.
 /// From 1 on: `RENAME_WHITEOUT`, a bound on the names of an inode's extended attributes, set-group-id bits as since Linux 6.1, and
-/// `Layout.drafts`.
-pub const RULES: u32 = 1;
+/// `Layout.drafts`. From 2 on: locks of pages.
+pub const RULES: u32 = 2;
 
 /// Prefixes of the numbered records that workers take from the lowest on.
 const QUEUES: [u8; 3] = [keys::GC, keys::TRIM, keys::ORPHAN];

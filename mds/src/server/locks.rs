@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use super::{
     Mds, chunks,
     service::encode,
-    waits::{Entry, Waits},
+    waits::{Entry, Waits, is_of_pages},
 };
 use crate::namespace::locks::{self, Locks, Want};
 use pb::op::Op;
@@ -77,6 +77,9 @@ impl Mds {
             if !patient && self.settle(term, want, &locks, &mut asked).await? {
                 continue;
             }
+            if is_of_pages(want) {
+                self.want_pages(term, want.ino, &locks.barring(want).map(|(who, _)| who.session).collect())?;
+            }
             if locks.barring(want).next().is_some() {
                 return Err(conflict("another owner has the lock"));
             }
@@ -103,6 +106,43 @@ impl Mds {
         self.recalls.check_locks(term, want.ino, &new).await?;
         asked.extend(new);
         Ok(true)
+    }
+
+    fn want_pages(&self, term: u64, ino: Ino, holders: &BTreeSet<SessionId>) -> Result<()> {
+        if holders.is_empty() { Ok(()) } else { self.recalls.want_pages(term, ino, holders) }
+    }
+
+    /// Has those give pages back whom others wait for.
+    fn want_all_pages(&self) -> Result<()> {
+        let term = self.leading()?;
+        let wanted = self.with_lead(|l| {
+            let holders = |ino| Some((ino, l.waits.keep_waiting(ino, &self.machine.namespace.locks_of(ino).ok()?)));
+            Ok(l.waits.pages_wanted().into_iter().filter_map(holders).collect::<Vec<_>>())
+        })?;
+        wanted.into_iter().try_for_each(|(ino, holders)| self.want_pages(term, ino, &holders))
+    }
+
+    /// After a client's list ran: what it got of pages is its own when those who may write the file know.
+    pub(super) async fn tell_writers(&self, term: u64, session: SessionId, ops: &[pb::Op]) -> Result<()> {
+        for want in wants(session, ops).iter().filter(|want| is_of_pages(want)) {
+            self.recalls.tell_writers(term, session, want.ino).await?;
+        }
+        Ok(())
+    }
+
+    /// Says of what may be written from now on, or was cut, that others have pages of it.
+    pub(super) fn mark_pages(&self, session: SessionId, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
+        for (op, r) in ops.iter().zip(results) {
+            let marks = match &op.op {
+                Some(Op::Setattr(s)) => s.size.is_some(),
+                _ => r.writer != 0,
+            };
+            if marks {
+                let ino = r.attr.as_ref().map_or(r.ino, |a| a.ino);
+                r.pages = self.machine.namespace.locks_of(ino)?.pages_of_others(session);
+            }
+        }
+        Ok(())
     }
 
     /// Before a list is read that asks for a lock in the way.
@@ -149,6 +189,7 @@ impl Mds {
         let number = request.number;
         let mut reply = self.enlist(session, number, &list)?;
         self.tell_turns();
+        self.want_all_pages()?;
         let deadline = Instant::now() + POLL;
         while reply == pb::LockWaitReply::default() && !list.is_empty() {
             let over = timeout_at(deadline, turns.changed()).await.is_err();
@@ -206,6 +247,7 @@ impl Mds {
             if seen.unwrap_or(false) {
                 self.tell_turns();
             }
+            let _ = self.want_all_pages();
         }
     }
 
