@@ -60,6 +60,8 @@ pub struct Config {
     pub read_only: bool,
     /// Hold back what is written to files that nobody else may write, and send it later in larger pieces; see `docs/client.md`.
     pub write_back: bool,
+    /// Keep pages of memory mappings in order with what other clients map and write; see `docs/mappings.md`.
+    pub page_locks: bool,
     /// Connections to each object storage server.
     pub connections_per_node: usize,
     /// Read from this replica of each chain only (0 = first), to verify copies one by one. `None`: from any.
@@ -94,6 +96,7 @@ impl Config {
             connect_timeout: Duration::from_secs(60),
             read_only: false,
             write_back: false,
+            page_locks: true,
             connections_per_node: 2,
             read_replica: None,
             follower_reads: FollowerReads::Auto,

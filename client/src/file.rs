@@ -214,10 +214,13 @@ impl Core {
             inode.take_cap(&r.capability, session, flags & (O_ACCMODE | O_APPEND | O_EXEC), creds)?;
             Ok((inode, session))
         };
-        let writer = r.writer;
+        let (writer, pages) = (r.writer, r.pages);
         match made.await {
             Ok((inode, session)) => {
                 let keep = self.cfg.keep.as_deref().filter(|_| matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR));
+                if pages {
+                    self.pages.mark(inode.ino);
+                }
                 inode.opened(session, writer, keep);
                 self.counted_open(opening.since);
                 if !idle::is_kept(flags) {
@@ -227,7 +230,11 @@ impl Core {
                 if idle::is_kept(flags) {
                     self.keep_open(&open, creds);
                 }
-                Ok(File::new(self, open, creds, flags))
+                let file = File::new(self, open, creds, flags);
+                if flags & O_ACCMODE == O_RDWR {
+                    self.leave_shared_pages(file.ino()).await;
+                }
+                Ok(file)
             }
             Err(e) => {
                 // The server counts it as open.
@@ -369,7 +376,7 @@ impl Handle {
             ahead: Mutex::new(ReadAhead::new(core.cfg.read_ahead_bytes as u64)),
             told_errors: [(); 3].map(|()| AtomicU64::new(inode.errors())),
             closed: AtomicBool::new(false),
-            since: inode.handle_opened(),
+            since: inode.handle_opened(flags),
             tail: Mutex::new(None),
             inode,
         }
@@ -566,7 +573,7 @@ impl File {
                 return Ok(len);
             }
             core.send_held(inode).await;
-            me.write_now(offset, data, Way::default()).await
+            me.write_alone(offset, data).await
         };
         self.0.core.detached(writing).await
     }
@@ -587,6 +594,20 @@ impl File {
         b.copy_from_slice(data);
         let n = self.write(offset, vec![b.freeze()]).await?;
         if n < data.len() { Err(Error::new(Code::NoSpc, "no space left for all of the bytes")) } else { Ok(()) }
+    }
+
+    /// As [`File::write_now`], while nobody else has pages of the file.
+    async fn write_alone(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
+        let (core, ino) = (&self.0.core, self.0.inode.ino);
+        loop {
+            let using = core.use_to_change(ino).await?;
+            let way = Way { only: using.session(), within: false };
+            match self.write_now(offset, data.clone(), way).await {
+                // With it the lock was lost. What was sent was sent under it.
+                Err(e) if e.code == Code::NoSession && way.only.is_some() => {}
+                written => return written,
+            }
+        }
     }
 
     async fn write_now(&self, offset: u64, data: Vec<Buf>, Way { only, within }: Way) -> Result<usize> {
@@ -748,6 +769,9 @@ async fn forget(core: Arc<Core>, open: Open) {
     }
     // What a write that ran beside the close left. Nobody waits for it who may write next, once this client is not on record.
     core.send_held(inode).await;
+    if inode.handles() == 0 {
+        core.leave_closed_pages(inode.ino).await;
+    }
     if counted {
         core.tell_closed(&[inode.ino], since).await;
     }
@@ -756,7 +780,7 @@ async fn forget(core: Arc<Core>, open: Open) {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.inode.handle_closed(self.since);
+        self.inode.handle_closed(self.since, self.flags);
         if self.closed.load(Relaxed) || self.core.is_closed() || tokio::runtime::Handle::try_current().is_err() {
             return;
         }

@@ -80,6 +80,8 @@ struct State {
     /// The last one with which written bytes were lost.
     bereft: SessionId,
     missing: Missing,
+    /// Handles through which mappings can be stored to.
+    storable: usize,
     /// Open handles by the session that opened them.
     handles: BTreeMap<SessionId, usize>,
     read_cap: Option<Cap>,
@@ -236,6 +238,7 @@ impl Inode {
                 lost: 0,
                 bereft: 0,
                 missing: Missing::default(),
+                storable: 0,
                 handles: BTreeMap::new(),
                 read_cap: None,
                 write_cap: None,
@@ -310,12 +313,21 @@ impl Inode {
     }
 
     /// A handle is there. What is returned is given back when it is not any more.
-    pub fn handle_opened(&self) -> u64 {
-        self.state.lock().missing.opened()
+    pub fn handle_opened(&self, flags: u32) -> u64 {
+        let mut s = self.state.lock();
+        s.storable += usize::from(flags & O_ACCMODE == O_RDWR);
+        s.missing.opened()
     }
 
-    pub fn handle_closed(&self, since: u64) {
-        self.state.lock().missing.closed(since);
+    pub fn handle_closed(&self, since: u64, flags: u32) {
+        let mut s = self.state.lock();
+        s.storable -= usize::from(flags & O_ACCMODE == O_RDWR);
+        s.missing.closed(since);
+    }
+
+    /// Whether a mapping of the file can be stored to: it is open for reading and writing.
+    pub fn may_be_stored_to(&self) -> bool {
+        self.state.lock().storable > 0
     }
 
     /// `EIO` for a handle that would read something else where written bytes are lost.

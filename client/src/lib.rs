@@ -51,6 +51,8 @@ mod memory;
 mod meta;
 mod missing;
 mod opens;
+mod page_locks;
+mod pages;
 mod ranges;
 mod readahead;
 mod recalls;
@@ -74,6 +76,7 @@ pub use keep::{Keep, Numbers, numbered};
 pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS, Programs};
 pub use memory::{Forget, Forgetting};
 pub use meta::{DirPage, LayoutInfo, Mode};
+pub use page_locks::Using;
 use strake_fabric::{Endpoint, Env, Fabric, Road, traffic};
 use strake_proto::{
     Ino, Result,
@@ -207,6 +210,11 @@ impl Client {
     /// The attributes of a file that nobody else can change now, with its tenure.
     pub fn leased(&self, ino: Ino) -> Option<(Attr, u64)> {
         self.core.memory.data(self.core.env.boot(), ino)
+    }
+
+    /// The session in which this lock of a file's pages is held, if it is: while it is nobody else changes the file.
+    pub fn holds_pages(&self, ino: Ino, number: u64) -> Option<strake_proto::SessionId> {
+        self.core.pages.holds(ino, number)
     }
 
     /// From now on copies of what this client tells may be kept, for as long as [`Client::attr_valid`] and

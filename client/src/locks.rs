@@ -225,6 +225,11 @@ impl Client {
         }
         let full = |_| Error::new(Code::NoLock, format!("{MAX_WAITS} programs of this mount wait for locks already"));
         let _one = self.core.locks.waits.try_acquire().map_err(full)?;
+        self.wait_for_lock(ino, lock).await
+    }
+
+    /// As [`Client::set_lock`] that waits.
+    pub(crate) async fn wait_for_lock(&self, ino: Ino, lock: &Lock) -> Result<Locked> {
         let conflict = |r: &Result<Given>| r.as_ref().is_err_and(|e| e.code == Code::LockConflict);
         let mut given = self.try_lock(ino, lock, lock.take(ino, true, 0)).await;
         if conflict(&given) {

@@ -343,8 +343,14 @@ impl Core {
         set.holes = set.size.is_some();
         let inode = self.live_inode(set.ino);
         let size = set.size;
+        // Nobody has pages beyond the end then, unless the lock is lost before the file is cut. It cannot be kept so long: who is asked
+        // for a report before may wait for it.
+        let used = match size {
+            Some(_) => Some(self.use_to_change(set.ino).await?.over()),
+            None => None,
+        };
         // Own writes count as made before, those too that were not sent.
-        let _bar = inode.as_ref().filter(|_| size.is_some()).map(Back::bar);
+        let bar = inode.as_ref().filter(|_| size.is_some()).map(Back::bar);
         if let Some(i) = &inode {
             self.send_held(i).await;
         }
@@ -362,14 +368,30 @@ impl Core {
         }
         let ops = vec![op(pb::op::Op::Setattr(set))];
         let r = if by_handle { self.meta_as_opener(creds, ops).await? } else { ok(self.meta(creds, ops).await?)? };
-        let attr = attr_of(one(r)?)?;
-        let Some(i) = inode else { return Ok(attr) };
+        let r = one(r)?;
+        if r.pages {
+            self.pages.mark(r.ino);
+        }
+        let (ino, attr) = (r.ino, attr_of(r)?);
+        let cut = async {
+            if used.is_some_and(|used| !self.pages.lasts(ino, used))
+                && let Err(e) = self.use_to_change(ino).await
+            {
+                tracing::warn!(ino, "others may have pages of a file that was cut: {e}");
+            }
+        };
+        let Some(i) = inode else {
+            cut.await;
+            self.leave_closed_pages(ino).await;
+            return Ok(attr);
+        };
         if let Some(size) = size {
             self.unstable.lock().clip(i.ino, size);
             self.cache.lock().forget(i.ino);
             i.resized(&attr);
         }
-        drop(guard);
+        drop((guard, bar));
+        cut.await;
         Ok(i.take_attr(&attr))
     }
 }

@@ -142,10 +142,10 @@ impl Core {
     }
 
     fn answer_asked(self: &Arc<Self>, leader: &Leader, session: SessionId, asked: pb::RecallReply) {
-        for pb::Recall { number, ino } in asked.reports {
-            self.env.spawn(self.clone().report(leader.clone(), session, number, ino));
+        for asked in asked.reports {
+            self.env.spawn(self.clone().report(leader.clone(), session, asked));
         }
-        for pb::Recall { number, ino } in asked.locks {
+        for pb::Recall { number, ino, .. } in asked.locks {
             let (core, leader) = (self.clone(), leader.clone());
             self.env.spawn(async move {
                 core.check_locks(ino).await;
@@ -170,12 +170,16 @@ impl Core {
         }
     }
 
-    /// Somebody wants to know how a file is that may be written here.
-    async fn report(self: Arc<Self>, leader: Leader, session: SessionId, number: u64, ino: Ino) {
+    /// Somebody wants to know how a file is that may be written here, or wants its pages.
+    async fn report(self: Arc<Self>, leader: Leader, session: SessionId, asked: pb::Recall) {
+        let pb::Recall { number, ino, pages } = asked;
         let core = self.clone();
         let mut telling = self.env.spawn(async move {
             // A former process of the mount may have held something back.
             let _ = core.inherited.subscribe().wait_for(|known| *known).await;
+            if pages {
+                return core.give_pages_back(ino).await;
+            }
             forgotten(core.memory.give_back(ino)).await;
             if let Some(inode) = core.live_inode(ino) {
                 inode.appended_again().await;

@@ -1,4 +1,4 @@
-//! The rows of the client's table in `docs/leases.md`.
+//! The rows of the client's tables in `docs/leases.md` and `docs/mappings.md`.
 
 strake_proto::rows! {
     /// The client's table.
@@ -31,5 +31,37 @@ strake_proto::rows! {
         Connected = "connected",
         /// A renewal was answered without leases.
         NoLeases = "no-leases",
+    }
+}
+
+strake_proto::rows! {
+    /// Pages of mappings, in `docs/mappings.md`.
+    pub enum Paged {
+        /// A file is marked.
+        Marked = "page-marked",
+        /// Used without the lock.
+        Free = "page-free",
+        /// The lock is asked for.
+        Asked = "page-asked",
+        /// Another one here asks for it, or it is being given up.
+        Waited = "page-waited",
+        /// It was got.
+        Granted = "page-granted",
+        /// Used under the lock.
+        Used = "page-used",
+        /// One for looking is given up for one for changes.
+        Exchanged = "page-exchanged",
+        /// It went with the session.
+        Lost = "page-lost",
+        /// Wanted by others before it was got.
+        WantedEarly = "page-wanted-early",
+        /// To be given up once uses without it are over.
+        FreeEnds = "page-free-ends",
+        /// To be given up once uses of it are over.
+        UsersEnd = "page-users-end",
+        /// To be given up, but kept for a moment.
+        Kept = "page-kept",
+        /// Given up.
+        Left = "page-left",
     }
 }

@@ -179,6 +179,8 @@ impl Core {
             return Taken::Through;
         }
         let Some(session) = self.current_session().filter(|s| s.may_hold_back) else { return Taken::Through };
+        // Others that map the file must find everything sent.
+        let Some(_using) = self.use_freely(inode.ino) else { return Taken::Through };
         let mut state = inode.back.state.lock();
         if state.held.is_barred() || !self.is_sole_writer(inode, session.id, &mut state.leased_in) {
             return Taken::Through;

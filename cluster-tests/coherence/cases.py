@@ -804,6 +804,136 @@ def mapped_and_written_in_turns(a, b):
         for fd in fds: os.close(fd)
     for at in (a, b): same(get(at + "/f") == model, True, "at the end")
 
+# Memory mappings of both, without any lock.
+LASTS = float(os.environ.get("LASTS", 3))
+
+def for_a_while(*calls, lasts=None):
+    """Runs calls, each in a process of its own, again and again for as long as that; they get a rising number. Returns how often each ran."""
+    counts, children = mmap.mmap(-1, 4096), []
+    for k, call in enumerate(calls):
+        child = os.fork()
+        if child == 0:
+            try:
+                end, n = time.time() + (lasts or LASTS), 0
+                while time.time() < end:
+                    n += 1
+                    call(n)
+                    counts[8 * k:8 * k + 8] = n.to_bytes(8, "little")
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        children.append(child)
+    same([os.waitpid(c, 0)[1] for c in children], [0] * len(children), "ends")
+    done = [int.from_bytes(counts[8 * k:8 * k + 8], "little") for k in range(len(calls))]
+    print("    per second: " + ", ".join(f"{n / (lasts or LASTS):.0f}" for n in done))
+    return done
+
+def storing(path, places):
+    """A call for `for_a_while` that stores a number into bytes of a file, through a mapping, and finds there what it stored last."""
+    state = {}
+    def call(n):
+        if not state:
+            fd = os.open(path, os.O_RDWR)
+            state["m"] = mmap.mmap(fd, 0)
+        m = state["m"]
+        for at in places:
+            if n > 1: same(m[at], (n - 1) % 251, f"byte {at} before store {n}")
+            m[at] = n % 251
+    return call
+
+def stored_by_both(a, b):
+    """Two store to alternating bytes of one page, without a lock: each finds what it stored last, and all is there at the end."""
+    put(a + "/f", bytes(4096))
+    done = for_a_while(storing(a + "/f", range(0, 4096, 64)), storing(b + "/f", range(32, 4096, 64)))
+    same(min(done) >= 5 * LASTS, True, f"progress of both: {done}")
+    for at in (a, b):
+        data = get(at + "/f")
+        same((set(data[0::64]), set(data[32::64])), ({done[0] % 251}, {done[1] % 251}), at)
+
+def stored_beside_writes(a, b):
+    """One stores, the other writes with write(2) between the bytes that are stored, and reads what it wrote."""
+    put(a + "/f", bytes(4096))
+    fd = os.open(b + "/f", os.O_RDWR)
+    def write(n):
+        at = 8 * (n % 500) + 16
+        data = n.to_bytes(7, "little")
+        os.pwrite(fd, data, at)
+        same(os.pread(fd, 7, at), data, f"write {n}")
+    done = for_a_while(storing(a + "/f", range(7, 4096, 512)), write)
+    same(min(done) >= 5 * LASTS, True, f"progress of both: {done}")
+    want = bytearray(4096)
+    for n in range(1, done[1] + 1): want[8 * (n % 500) + 16:8 * (n % 500) + 23] = n.to_bytes(7, "little")
+    for at in range(7, 4096, 512): want[at] = done[0] % 251
+    os.close(fd)
+    for at in (a, b): same(get(at + "/f") == want, True, at)
+
+def stored_beside_cuts_and_holes(a, b):
+    """One stores to the first page. The other cuts the file behind it, makes it long again, writes there, and makes holes; it finds there
+    what it left, never what was cut off."""
+    put(a + "/f", bytes(16384))
+    fd = os.open(b + "/f", os.O_RDWR)
+    def change(n):
+        os.ftruncate(fd, 5000)
+        same(os.fstat(fd).st_size, 5000)
+        os.pwrite(fd, b"end", 12000)
+        same(os.pread(fd, 7003, 5000), bytes(7000) + b"end", f"what was cut off at {n}")
+        os.pwrite(fd, b"%08d" % n, 4000)
+        if n % 5 == 0: same(libc.fallocate(fd, 3, ctypes.c_long(2048), ctypes.c_long(1024)), 0)
+    done = for_a_while(storing(a + "/f", range(0, 2000, 100)), change)
+    same(min(done) >= 2 * LASTS, True, f"progress of both: {done}")
+    os.close(fd)
+    for at in (a, b):
+        data = get(at + "/f")
+        same((len(data), set(data[0:2000:100]), data[4000:4008]), (12003, {done[0] % 251}, b"%08d" % done[1]), at)
+
+def looked_at_beside_writes(a, b):
+    """A mapping that is only read shows what the other mount's write(2) has returned from, at once; the same with what it stores, once
+    read(2) shows it."""
+    put(a + "/f", bytes(8192))
+    asks, answers = os.pipe(), os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.close(asks[1])
+            with open(b + "/f", "rb", 0) as f, mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ) as m:
+                same(m[:8], bytes(8))
+                os.write(answers[1], b"r")
+                while (line := os.read(asks[0], 1)) == b"?": os.write(answers[1], m[100:108])
+                if line:
+                    read = os.pread(f.fileno(), 8, 5000)
+                    same(m[5000:5008], read, "a mapping and read(2)")
+                    os.write(answers[1], read)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    try:
+        same(os.read(answers[0], 1), b"r")
+        with open(a + "/f", "r+b", 0) as w, mmap.mmap(w.fileno(), 0) as m:
+            begin = time.time()
+            for n in range(100):
+                os.pwrite(w.fileno(), b"%08d" % n, 100)
+                os.write(asks[1], b"?")
+                same(os.read(answers[0], 8), b"%08d" % n, "the mapping")
+            print(f"    {100 / (time.time() - begin):.0f} writes that are seen a second")
+            m[5000:5008] = b"stored!!"
+            os.write(asks[1], b".")
+            same(os.read(answers[0], 8), b"stored!!")
+    finally:
+        for fd in (asks[0], asks[1], answers[0], answers[1]): os.close(fd)
+        same(os.waitpid(child, 0)[1], 0, "who looks")
+
+def appended_beside_stores(a, b):
+    """One stores to the last page, to which the other appends, so that the page has to be read again and again."""
+    put(a + "/f", bytes(100))
+    fd = os.open(b + "/f", os.O_WRONLY | os.O_APPEND)
+    done = for_a_while(storing(a + "/f", range(0, 100, 9)), lambda n: os.write(fd, b"%08d" % n))
+    os.close(fd)
+    same(min(done) >= 5 * LASTS, True, f"progress of both: {done}")
+    for at in (a, b):
+        data = get(at + "/f")
+        same((set(data[0:100:9]), data[100:]), ({done[0] % 251}, b"".join(b"%08d" % n for n in range(1, done[1] + 1))), at)
+
 def databases_with_a_shared_index(a, b):
     """SQLite keeps the index of its write-ahead log in a mapping that all its users share: of two who commit no row is lost."""
     with sqlite3.connect(a + "/db") as c:
@@ -977,6 +1107,30 @@ def stopped_writer(a, b):
     same(len(said) < 5, True, f"{said}")
     db.execute("insert into t values (1)"); same(db.execute("pragma integrity_check").fetchall(), [("ok",)])
     db.close()
+
+
+def stopped_while_storing(a, b):
+    """The daemon of b does not run while something is stored there that is not written. a writes once b is given up. Then msync(2) or
+    fsync(2) on b tells that it is lost, and nothing of it lies over what a wrote."""
+    put(a + "/f", b"." * 4096)
+    fd = os.open(b + "/f", os.O_RDWR)
+    m = mmap.mmap(fd, 4096)
+    with open(a + "/f", "r+b", 0) as w:
+        os.pwrite(w.fileno(), b"1", 0)
+        m[100] = 66; m.flush()
+        m[200] = 67
+        with stopped(b): os.pwrite(w.fileno(), b"a" * 50, 175)
+        said = []
+        for sync in m.flush, lambda: os.fsync(fd):
+            try: sync()
+            except OSError as e: said.append(e.errno)
+        same(set(said), {errno.EIO}, "msync and fsync")
+        want = bytearray(b"." * 4096); want[0] = 49; want[100] = 66; want[175:225] = b"a" * 50
+        for at in (a, b): same(get(at + "/f") == want, True, at)
+    m.close(); os.close(fd)
+    with open(b + "/f", "r+b") as f, mmap.mmap(f.fileno(), 0) as m:
+        m[300] = 68; m.flush()
+    same(get(a + "/f")[300], 68)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 """For `messages`: counts what two mounts send."""
-import json, os, subprocess, sys, time
+import json, mmap, os, subprocess, sys, time
 
 one, two = sys.argv[1:]
 strake = os.environ["STRAKE"]
@@ -73,6 +73,35 @@ for at, other in (one, two), (two, one):
         put(at + "/d/small", small)
         check(get(other + "/d/small") == small, "old bytes")
     free(other, "open, read, close", lambda: whole_small(other))
+
+
+def locks():
+    """Entries of locks that the log has now."""
+    servers = json.loads(run("status", "--dir", os.environ["CLUSTER"], "--json").stdout)["servers"]
+    return max(s.get("locks") or 0 for s in servers)
+
+
+# A file that both write, and one that a mount maps for itself: neither takes a lock of pages, and 200 writes and stores cost no request
+# about the file but reports of its size now and then.
+put(one + "/d/both", bytes(1 << 20)); put(one + "/d/mapped", bytes(1 << 20))
+fds = [os.open(at + "/d/both", os.O_RDWR) for at in (one, two)]
+own = os.open(one + "/d/mapped", os.O_RDWR)
+m = mmap.mmap(own, 0)
+m[:]
+before, began = [stats(at)[0][0] for at in (one, two)], time.monotonic()
+for i in range(200):
+    for k in range(2): os.pwrite(fds[k], b"x" * 100, 100 * (2 * i + k))
+    m[i * 4096] = 1
+sent = [stats(at)[0][0] - n for at, n in zip((one, two), before)]
+check(max(sent) < 20 + 5 * (time.monotonic() - began), "requests of 200 writes", sent)
+check(locks() == 0, "locks while nobody else maps", locks())
+# When another one maps it, it is locked.
+with open(two + "/d/both", "r+b") as f, mmap.mmap(f.fileno(), 0) as shared:
+    shared[0] = 1
+    check(locks() > 0, "locks when both have a file and one maps it")
+check(os.pread(fds[0], 1, 0) == b"\1", "what was stored")
+for fd in (own, *fds): os.close(fd)
+m.close()
 
 check("operations" in run("stats", one).stdout)
 gone = run("stats", "/")

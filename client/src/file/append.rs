@@ -108,7 +108,8 @@ impl File {
     /// Where the next append goes, with what keeps others away: kept since the last piece, or anew.
     async fn tail(&self, kept: Option<Tail>, part: Option<&Part>) -> Result<Tail> {
         if let Some(mut t) = kept
-            && (t.since.elapsed() < UNLOCKED || self.0.core.lock_end_now(&self.0.inode, &mut t.end).await)
+            && (t.since.elapsed() < UNLOCKED && !self.0.core.pages.is_marked(self.0.inode.ino)
+                || self.0.core.lock_end_now(&self.0.inode, &mut t.end).await)
         {
             return Ok(t);
         }
@@ -133,6 +134,16 @@ impl File {
         let len = segments::total(&data);
         loop {
             let mut tail = self.tail(kept.take(), part.as_ref()).await?;
+            let ino = self.0.inode.ino;
+            let using = match self.0.core.use_freely(ino) {
+                Some(using) => using,
+                // Others must be told the size meanwhile: who has pages may wait for it.
+                None if !self.0.core.lock_end_now(&self.0.inode, &mut tail.end).await => continue,
+                None => self.0.core.use_to_change(ino).await?,
+            };
+            if using.session().is_some_and(|session| session != tail.end.session) {
+                continue;
+            }
             let offset = self.0.inode.append_end(tail.end.size);
             if let Some(n) = keep::numbers() {
                 n.set_append(tail.end.session, offset, len as u64);
@@ -178,6 +189,7 @@ impl File {
             Code::NoSession => Error::new(Code::Io, "the session was lost during an append; the bytes may be there"),
             _ => e,
         };
+        let _using = self.0.core.use_to_change(self.0.inode.ino).await?;
         self.write_now(a.offset, data, Way::only(a.session)).await.map_err(lost)
     }
 }

@@ -89,6 +89,7 @@ impl File {
         let end = offset.checked_add(from.len()).filter(|e| *e <= MAX_FILE_SIZE);
         let range = offset..end.ok_or_else(|| Error::new(Code::FBig, "beyond the largest file size"))?;
         let (core, inode) = (&self.0.core, &self.0.inode);
+        let _using = core.use_to_change(inode.ino).await?;
         for _ in 0..TURNS {
             core.send_held(inode).await;
             // What is not stable may be written once more, and must not be so over this.

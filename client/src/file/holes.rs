@@ -26,6 +26,7 @@ impl File {
             let _until = until;
             let h = &me.0;
             me.tell_errors(Teller::Write)?;
+            let _using = h.core.use_to_change(h.inode.ino).await?;
             let _bar = Back::bar(&h.inode);
             h.core.send_held(&h.inode).await;
             let _turn = h.inode.ranges.lock(offset..end).await;

@@ -309,12 +309,12 @@ impl Mds {
         })
         .await;
         let s = &mut *self.state.lock();
-        let one = |(number, ino): (&u64, &u64)| pb::Recall { number: *number, ino: *ino };
+        let one = |(number, ino): (&u64, &u64)| pb::Recall { number: *number, ino: *ino, ..Default::default() };
         let recalls = s.owed.get(&r.session).into_iter().flatten().map(one).collect();
         let unsent = s.reports.iter_mut().filter(|((id, _), (_, sent))| *id == r.session && !sent);
         let report = |((_, number), (ino, sent)): (&(u64, u64), &mut (u64, bool))| {
             *sent = true;
-            pb::Recall { number: *number, ino: *ino }
+            pb::Recall { number: *number, ino: *ino, ..Default::default() }
         };
         let reports = unsent.map(report).collect();
         pb::RecallReply { recalls, reports, locks: Vec::new() }

@@ -56,7 +56,7 @@ impl Servers {
             opcode::SESSION_RENEW => pb::SessionRenewReply { lease_ms: 1500, ..Default::default() }.encode_to_vec(),
             opcode::RECALL => {
                 let r = pb::RecallRequest::decode(m.body.clone()).expect("the client's own");
-                let next = vec![pb::Recall { number: r.acknowledged + 1, ino: 5 }];
+                let next = vec![pb::Recall { number: r.acknowledged + 1, ino: 5, ..Default::default() }];
                 pb::RecallReply { recalls: next.clone(), reports: next.clone(), locks: next }.encode_to_vec()
             }
             opcode::SESSION_CLOSE => Vec::new(),

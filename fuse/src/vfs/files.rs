@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, atomic::AtomicU64};
 
-use strake_client::{AppendPart, AsOf, File, Mode};
+use strake_client::{AppendPart, AsOf, File, Mode, Using};
 use strake_fabric::Buf;
 use strake_proto::{Code, Error, Ino, Result, SessionId, layout::MAX_FILE_SIZE, pb};
 
@@ -95,7 +95,7 @@ impl Vfs {
         offset: u64,
         len: usize,
         asked: impl FnOnce(),
-    ) -> Result<(Vec<Buf>, AsOf)> {
+    ) -> Result<(Vec<Buf>, AsOf, Option<Using>)> {
         let open = self.files.get(handle)?;
         open.check_locks(self)?;
         open.file()?.read_to_keep(offset, len, asked).await
@@ -109,6 +109,11 @@ impl Vfs {
     /// While this stays the same, nobody else has changed the bytes of a file.
     pub fn tenure(&self, ino: Ino) -> Option<u64> {
         self.client.tenure(ino)
+    }
+
+    /// The session in which this lock of a file's pages is held, if it is.
+    pub fn holds_pages(&self, ino: Ino, number: u64) -> Option<SessionId> {
+        self.client.holds_pages(ino, number)
     }
 
     /// That, if nobody else can change the file now and it is as of this change.

@@ -61,7 +61,7 @@ impl Leases {
         self.recalls.send_modify(|all| {
             for ino in inos {
                 last = all.len() as u64 + 1;
-                all.push(pb::Recall { number: last, ino: *ino });
+                all.push(pb::Recall { number: last, ino: *ino, ..Default::default() });
             }
         });
         let mut acknowledged = self.acknowledged.subscribe();

@@ -253,6 +253,11 @@ impl Leases {
         self.sessions.get(&id).is_some_and(|h| h.met == Some(connection) && !h.given_up)
     }
 
+    /// The connection on which the session said hello last.
+    pub fn connection(&self, id: SessionId) -> Option<Connection> {
+        self.sessions.get(&id).and_then(|h| h.met)
+    }
+
     /// When a session's leases are over, unless it renews; `None` if it has none.
     pub fn ends(&self, now: Duration, id: SessionId) -> Option<Duration> {
         self.sessions.get(&id).map(|h| h.until).filter(|until| now < *until)

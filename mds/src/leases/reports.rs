@@ -5,7 +5,10 @@ use std::{collections::BTreeMap, time::Duration};
 
 use strake_proto::{Ino, SessionId};
 
-use super::{MAX_RECALLS, Number, rows::Reporting};
+use super::{
+    MAX_RECALLS, Number,
+    rows::{Paging, Reporting},
+};
 
 /// A report that was not made for so long is asked for again: the question may have been lost.
 const AGAIN: Duration = Duration::from_secs(1);
@@ -30,22 +33,52 @@ pub struct Reports {
     writers: BTreeMap<SessionId, Writer>,
     last: Number,
     waited_for: usize,
+    /// What is asked for is not a report: see [`Reports::of_pages`].
+    of_pages: bool,
 }
+
+/// Numbers of questions about pages have this, others have not.
+const PAGES: Number = 1 << 31;
 
 impl Reports {
     /// Those of the leader of `raft_term`.
     pub fn new(raft_term: u64) -> Reports {
-        Reports { writers: BTreeMap::new(), last: raft_term << 32, waited_for: 0 }
+        Reports { writers: BTreeMap::new(), last: raft_term << 32, waited_for: 0, of_pages: false }
+    }
+
+    /// Likewise, of those that ask for pages of mappings to be given back: `docs/mappings.md`. Their numbers are never those of reports.
+    pub fn of_pages(raft_term: u64) -> Reports {
+        Reports { last: raft_term << 32 | PAGES, of_pages: true, ..Reports::new(raft_term) }
+    }
+
+    fn took(&self, row: Reporting) {
+        match (self.of_pages, row) {
+            (false, row) => row.taken(),
+            (true, Reporting::Asked) => Paging::Asked.taken(),
+            (true, Reporting::Shared) => Paging::Shared.taken(),
+            (true, Reporting::Sent) => Paging::Sent.taken(),
+            (true, Reporting::SentAgain) => Paging::SentAgain.taken(),
+            (true, Reporting::Working) => Paging::Working.taken(),
+            (true, Reporting::Made) => Paging::Given.taken(),
+            (true, Reporting::NotWaited) => Paging::NotWaited.taken(),
+            (true, _) => {}
+        }
+    }
+
+    /// Whether the session was asked about this file and has not answered.
+    pub fn is_asked(&self, id: SessionId, ino: Ino) -> bool {
+        self.writers.get(&id).is_some_and(|w| w.asked.values().any(|r| r.ino == ino))
     }
 
     /// Somebody came at `now` who wants to know about `ino` what this session has not reported.
     pub fn ask(&mut self, now: Duration, id: SessionId, ino: Ino) -> Number {
-        let w = self.writers.entry(id).or_default();
-        if let Some(number) = w.unsent.get(&ino) {
-            Reporting::Shared.taken();
+        let unsent = self.writers.get(&id).and_then(|w| w.unsent.get(&ino));
+        if let Some(number) = unsent {
+            self.took(Reporting::Shared);
             return *number;
         }
-        Reporting::Asked.taken();
+        self.took(Reporting::Asked);
+        let w = self.writers.entry(id).or_default();
         self.last += 1;
         w.unsent.insert(ino, self.last);
         w.asked.insert(self.last, Report { ino, since: now, sent: None });
@@ -57,17 +90,14 @@ impl Reports {
     pub fn take(&mut self, now: Duration, id: SessionId) -> Vec<(Number, Ino)> {
         let Some(w) = self.writers.get_mut(&id) else { return Vec::new() };
         let due = |r: &Report| r.sent.is_none_or(|at| now.saturating_sub(at) >= AGAIN);
-        let mut out = Vec::new();
+        let (mut out, mut rows) = (Vec::new(), Vec::new());
         for (number, r) in w.asked.iter_mut().filter(|(_, r)| due(r)).take(MAX_RECALLS) {
-            if r.sent.is_some() {
-                Reporting::SentAgain.taken()
-            } else {
-                Reporting::Sent.taken()
-            }
+            rows.push(if r.sent.is_some() { Reporting::SentAgain } else { Reporting::Sent });
             r.sent = Some(now);
             w.unsent.remove(&r.ino);
             out.push((*number, r.ino));
         }
+        rows.into_iter().for_each(|row| self.took(row));
         out
     }
 
@@ -80,27 +110,33 @@ impl Reports {
     /// The session has made these.
     pub fn reported(&mut self, id: SessionId, numbers: &[Number]) {
         let Some(w) = self.writers.get_mut(&id) else { return };
+        // One that was not sent cannot have been made.
+        let mut made = 0;
         for number in numbers {
-            // One that was not sent cannot have been made.
             if w.asked.get(number).is_some_and(|r| r.sent.is_some()) {
                 w.asked.remove(number);
-                self.waited_for -= 1;
-                Reporting::Made.taken();
+                made += 1;
             }
         }
         if w.asked.is_empty() {
             self.writers.remove(&id);
         }
+        self.waited_for -= made;
+        (0..made).for_each(|_| self.took(Reporting::Made));
     }
 
     /// The session works at these, which takes longer: what it wrote is on its way.
     pub fn working(&mut self, now: Duration, id: SessionId, numbers: &[Number]) {
         let Some(w) = self.writers.get_mut(&id) else { return };
+        let mut any = false;
         for number in numbers {
             if let Some(r) = w.asked.get_mut(number).filter(|r| r.sent.is_some()) {
                 (r.since, r.sent) = (now, Some(now));
-                Reporting::Working.taken();
+                any = true;
             }
+        }
+        if any {
+            self.took(Reporting::Working);
         }
     }
 
@@ -130,7 +166,7 @@ impl Reports {
     /// The session is not waited for any more: it has ended, or may have.
     pub fn ended(&mut self, id: SessionId) {
         if let Some(w) = self.writers.remove(&id) {
-            Reporting::NotWaited.taken();
+            self.took(Reporting::NotWaited);
             self.waited_for -= w.asked.len();
         }
     }

@@ -68,3 +68,19 @@ strake_proto::rows! {
         GivenUp = "lock-given-up",
     }
 }
+
+strake_proto::rows! {
+    /// Questions about pages of mappings, in `docs/mappings.md`.
+    pub enum Paging {
+        Asked = "pages-asked",
+        Shared = "pages-shared",
+        Sent = "pages-sent",
+        SentAgain = "pages-sent-again",
+        Working = "pages-working",
+        Given = "pages-given",
+        NotWaited = "pages-not-waited",
+        Late = "pages-late",
+        WritersTold = "pages-writers-told",
+        NobodyTold = "pages-nobody-told",
+    }
+}

@@ -11,7 +11,7 @@ use strake_store::Batch;
 use tokio::sync::Notify;
 
 use super::{
-    FORMAT_RANGES, RULES_RANGES, keys,
+    FORMAT_RANGES, RULES_PAGES, RULES_RANGES, keys,
     ops::{Inode, Run},
     perm, ranges,
     spans::{self, Span},
@@ -26,6 +26,8 @@ pub const MAX_OF_SESSION: u64 = 65_536;
 const MAX_UNDO: usize = 64;
 /// The format that has locks.
 const FORMAT: u32 = 2;
+/// A client's owner of locks of pages (`client/src/page_locks.rs`).
+pub const PAGES: u64 = 1;
 
 /// Who locks: a process or an open file of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -121,6 +123,9 @@ impl Run<'_, '_> {
     pub(super) fn set_lock(&mut self, o: &pb::SetLock) -> Res<pb::OpResult> {
         let ino = self.id(o.ino);
         let (who, span, raw) = want(ino, self.by.session, o.owner, o.kind, o.span.as_ref())?;
+        if who.kind == LockKind::LockPages && self.by.rules < RULES_PAGES {
+            return fail(Code::Inval, format!("a lock of inode {ino}: its kind is unknown"));
+        }
         let ranged = self.form(ino)?;
         let had = match ranged {
             true => ranges::near(self.t, ino, &who, raw.start, raw.end)?,

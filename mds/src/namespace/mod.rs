@@ -56,7 +56,7 @@ use watched::{Damage, Watched};
 
 /// The newest version of the state's format; a newer one is refused. A state has the version of the newest kind of record
 /// that was ever put into it: 1, 2 with locks, 3 with files that may have holes, 4 with sealed files, 5 with a cluster map that has
-/// `placement` or `min_copies`, 6 with chains that began anew, or 7 with locked ranges that are a record each.
+/// `placement` or `min_copies`, 6 with chains that began anew, or 7 with locked ranges that are a record each, or with locks of pages.
 pub const FORMAT_VERSION: u32 = 7;
 const FORMAT_FIRST: u32 = 1;
 /// With rules that older programs do not know: `placement` and `min_copies` of the cluster map, and that a file may have holes once a writer
@@ -70,9 +70,11 @@ const FORMAT_RANGES: u32 = 7;
 /// The newest rules that an entry may be applied by; the leader puts them into what it logs. Entries of before do what they did then.
 /// From 1 on: `RENAME_WHITEOUT`, a bound on the names of an inode's extended attributes, set-group-id bits as since Linux 6.1, and
 /// `Layout.drafts`. From 2 on: a bound on what one list costs. From 3 on: a record for each locked range.
-pub const RULES: u32 = 3;
+/// From 4 on: locks of pages.
+pub const RULES: u32 = 4;
 const RULES_STEPS: u32 = 2;
 const RULES_RANGES: u32 = 3;
+const RULES_PAGES: u32 = 4;
 
 /// Prefixes of the numbered records that workers take from the lowest on.
 const QUEUES: [u8; 3] = [keys::GC, keys::TRIM, keys::ORPHAN];
@@ -421,6 +423,13 @@ impl Namespace {
     /// The locks in somebody's way, `limit` of them at most, and the file's fence as in [`locks::Locks`].
     pub fn barring(&self, want: &locks::Want, limit: usize) -> Result<(Vec<(locks::Owner, spans::Span)>, u64)> {
         self.looking(|t| locks::barring(t, want, limit))
+    }
+
+    /// Whether another session may have pages of the file.
+    pub fn pages_of_others(&self, ino: Ino, session: SessionId) -> Result<bool> {
+        let who = locks::Owner { kind: pb::LockKind::LockPages, session, owner: locks::PAGES };
+        let span = spans::Span { start: 0, end: u64::MAX, write: true, pid: 0 };
+        Ok(!self.barring(&locks::Want { ino, who, span }, 1)?.0.is_empty())
     }
 
     /// Ranges that a session has locked, 0: all sessions.

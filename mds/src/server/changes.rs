@@ -96,6 +96,8 @@ impl Mds {
         if reply.results.iter().all(ok) {
             self.wait_for_held_back(term, by, &ops, &reply.results).await?;
             self.recalls.settled(term, &depends).await?;
+            self.tell_writers(term, by.session, &ops).await?;
+            self.mark_pages(by.session, &ops, &mut reply.results)?;
         }
         self.recalls.leave_out_of_names(term, &ops, &mut reply.results)?;
         self.recalls.ends_known(term, &shown(&reply)).await?;

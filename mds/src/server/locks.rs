@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use super::{
     Mds, chunks,
     service::encode,
-    waits::{Entry, MAX_LOOKS, MAX_SEARCH, Waits},
+    waits::{Entry, MAX_LOOKS, MAX_SEARCH, Waits, is_of_pages},
 };
 use crate::namespace::{
     locks::{self, Owner, Want},
@@ -80,6 +80,9 @@ impl Mds {
             if !patient && self.settle(term, want, &barring, &mut asked).await? {
                 continue;
             }
+            if is_of_pages(want) {
+                self.want_pages(term, want.ino, &barring.iter().map(|(who, _)| who.session).collect())?;
+            }
             if !barring.is_empty() {
                 return Err(conflict("another owner has the lock"));
             }
@@ -112,6 +115,47 @@ impl Mds {
         self.recalls.check_locks(term, want.ino, &new).await?;
         asked.extend(new);
         Ok(true)
+    }
+
+    fn want_pages(&self, term: u64, ino: Ino, holders: &BTreeSet<SessionId>) -> Result<()> {
+        if holders.is_empty() { Ok(()) } else { self.recalls.want_pages(term, ino, holders) }
+    }
+
+    /// Has those give pages back whom others wait for.
+    fn want_all_pages(&self) -> Result<()> {
+        let term = self.leading()?;
+        let wanted = self.with_lead(|l| {
+            let barring = |want: &Want| {
+                let found = self.machine.namespace.barring(want, MAX_ASKED)?.0;
+                Ok(found.into_iter().map(|(who, _)| who).collect())
+            };
+            let holders = |ino| Ok((ino, l.waits.keep_waiting(ino, barring)?));
+            l.waits.pages_wanted().into_iter().map(holders).collect::<Result<Vec<_>>>()
+        })?;
+        wanted.into_iter().try_for_each(|(ino, holders)| self.want_pages(term, ino, &holders))
+    }
+
+    /// After a client's list ran: what it got of pages is its own when those who may write the file know.
+    pub(super) async fn tell_writers(&self, term: u64, session: SessionId, ops: &[pb::Op]) -> Result<()> {
+        for want in wants(session, ops).iter().filter(|want| is_of_pages(want)) {
+            self.recalls.tell_writers(term, session, want.ino).await?;
+        }
+        Ok(())
+    }
+
+    /// Says of what may be written from now on, or was cut, that others have pages of it.
+    pub(super) fn mark_pages(&self, session: SessionId, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
+        for (op, r) in ops.iter().zip(results) {
+            let marks = match &op.op {
+                Some(Op::Setattr(s)) => s.size.is_some(),
+                _ => r.writer != 0,
+            };
+            if marks {
+                let ino = r.attr.as_ref().map_or(r.ino, |a| a.ino);
+                r.pages = self.machine.namespace.pages_of_others(ino, session)?;
+            }
+        }
+        Ok(())
     }
 
     /// Before a list is read that asks for a lock in the way.
@@ -160,6 +204,7 @@ impl Mds {
         let number = request.number;
         let mut reply = self.enlist(session, number, &list)?;
         self.tell_turns();
+        self.want_all_pages()?;
         let deadline = Instant::now() + POLL;
         while reply == pb::LockWaitReply::default() && !list.is_empty() {
             let over = timeout_at(deadline, turns.changed()).await.is_err();
@@ -218,6 +263,7 @@ impl Mds {
             if seen.unwrap_or(false) {
                 self.tell_turns();
             }
+            let _ = self.want_all_pages();
         }
     }
 

@@ -25,7 +25,7 @@ use crate::{
         checks::Checks,
         evicted::Evicted,
         reports::Reports,
-        rows::{Leader, Reporting},
+        rows::{Leader, Paging, Reporting},
         writers::Writers,
     },
     namespace::{Namespace, effects::Effect},
@@ -38,6 +38,8 @@ const POLL: Duration = Duration::from_secs(3);
 const CHECK: Duration = Duration::from_secs(2);
 /// How often those who do not answer are looked for.
 const TICK: Duration = Duration::from_millis(250);
+/// Files of which it is known whom was told that others have pages of them.
+const MOST_TOLD: usize = 65_536;
 /// A look that comes this late means that the process was stopped: nobody could be heard.
 const STALL: Duration = Duration::from_secs(1);
 /// How long who asks is kept waiting for how far a file goes; below the time after which clients give a try up.
@@ -63,6 +65,9 @@ struct Table {
     leases: Leases,
     reports: Reports,
     checks: Checks,
+    /// Who is to give pages of mappings back, and who was told, since it may write the file, that others have some.
+    pages: Reports,
+    told_of_pages: BTreeMap<Ino, BTreeSet<SessionId>>,
     writers: Writers,
     /// Files of which something may still arrive that an evicted session wrote, by the last such eviction.
     fences: BTreeMap<Ino, u64>,
@@ -109,6 +114,8 @@ impl Table {
             self.leases.ended(now, *id, *goodbye);
             self.reports.ended(*id);
             self.checks.ended(*id);
+            self.pages.ended(*id);
+            self.forget_told(*id);
             self.writers.ended(*id);
             self.ring(*id);
             self.bells.remove(id);
@@ -117,6 +124,18 @@ impl Table {
             let inos = e.looked.union(&e.changed).copied().collect();
             *expected = Some(Depends { inos: Some(inos), ticket });
         }
+    }
+
+    /// A session does not know any more which files others have pages of.
+    fn forget_told(&mut self, id: SessionId) {
+        self.told_of_pages.retain(|_, told| {
+            told.remove(&id);
+            !told.is_empty()
+        });
+    }
+
+    fn waited_for(&self) -> usize {
+        self.reports.len() + self.checks.len() + self.pages.len()
     }
 
     fn grant(&mut self, now: Duration, to: Asker, ino: Ino) -> bool {
@@ -199,6 +218,8 @@ impl Recalls {
                 leases: Leases::new(self.limits, self.env.boot(), term, sessions),
                 reports: Reports::new(term),
                 checks: Checks::new(term),
+                pages: Reports::of_pages(term),
+                told_of_pages: BTreeMap::new(),
                 writers: Writers::new(found.writers, holding),
                 fences: found.fences.into_iter().collect(),
                 ends: found.ends.into_iter().collect(),
@@ -260,6 +281,8 @@ impl Recalls {
             if t.leases.hello(by.session, by.connection, lives_on) {
                 t.reports.ask_again(by.session);
                 t.checks.hello(by.session);
+                t.pages.ask_again(by.session);
+                t.forget_told(by.session);
                 // Who waits on a former connection waits in vain.
                 t.ring(by.session);
             }
@@ -275,9 +298,9 @@ impl Recalls {
     /// thousand sessions acknowledge what a thousand requests wait for, each of these must not look at each of those.
     fn with_news<T>(&self, term: u64, f: impl FnOnce(&mut Table, Duration) -> T) -> Result<T> {
         let (result, news) = self.with(term, |t, now| {
-            let before = (t.leases.in_grace(now), t.leases.unsettled(), t.reports.len() + t.checks.len());
+            let before = (t.leases.in_grace(now), t.leases.unsettled(), t.waited_for());
             let result = f(t, now);
-            let after = (t.leases.in_grace(now), t.leases.unsettled(), t.reports.len() + t.checks.len());
+            let after = (t.leases.in_grace(now), t.leases.unsettled(), t.waited_for());
             (result, before.0 && !after.0 || after.1 < before.1 || after.2 < before.2)
         })?;
         if news {
@@ -302,11 +325,15 @@ impl Recalls {
                 let m = "no hello was said on this connection; connect again and say it";
                 return Err(Error::new(Code::Disconnected, m));
             }
-            let recall = |(number, ino)| pb::Recall { number, ino };
+            let recall = |(number, ino)| pb::Recall { number, ino, ..Default::default() };
             let recalls: Vec<_> = t.leases.recalls(now, id, r.acknowledged).into_iter().map(recall).collect();
             t.reports.reported(id, &r.reported);
             t.reports.working(now, id, &r.working);
-            let reports = t.reports.take(now, id).into_iter().map(recall).collect();
+            // No number is of both.
+            t.pages.reported(id, &r.reported);
+            t.pages.working(now, id, &r.working);
+            let pages = t.pages.take(now, id).into_iter().map(|(number, ino)| pb::Recall { number, ino, pages: true });
+            let reports = t.reports.take(now, id).into_iter().map(recall).chain(pages).collect();
             t.checks.answered(id, &r.locks_checked);
             let locks = t.checks.take(id, r.checks_locks).into_iter().map(recall).collect();
             Ok((pb::RecallReply { recalls, reports, locks }, t.bells.entry(id).or_default().clone()))
@@ -536,6 +563,55 @@ impl Recalls {
         self.until(term, |t, _| asked.iter().all(|(id, number)| t.checks.is_in(*id, *number))).await
     }
 
+    // --- pages of mappings ---
+
+    /// A session has pages of a file from now on. Others that may write it change nothing of it any more without its lock: returns when
+    /// they know, and what they changed before is done.
+    pub async fn tell_writers(&self, term: u64, session: SessionId, ino: Ino) -> Result<()> {
+        let asked = self.with(term, |t, now| {
+            let told = t.told_of_pages.get(&ino);
+            let new = t.writers.others(session, ino).filter(|id| told.is_none_or(|told| !told.contains(id)));
+            let new: Vec<_> = new.map(|id| (id, t.leases.connection(id))).collect();
+            let ask = |(id, connection): (SessionId, _)| (id, connection, t.pages.ask(now, id, ino));
+            let asked: Vec<_> = new.into_iter().map(ask).collect();
+            asked.iter().for_each(|(id, ..)| t.ring(*id));
+            asked
+        })?;
+        if asked.is_empty() {
+            Paging::NobodyTold.taken();
+        } else {
+            Paging::WritersTold.taken();
+            self.alarm.notify_one();
+            self.until(term, |t, _| asked.iter().all(|(id, _, number)| t.pages.is_in(*id, *number))).await?;
+        }
+        self.with(term, |t, _| {
+            // Who is forgotten is told again.
+            if t.told_of_pages.len() >= MOST_TOLD {
+                t.told_of_pages.clear();
+            }
+            // Whoever has the lock knows by itself. One with a new connection may be another process, which does not.
+            let same = asked.iter().filter(|(id, connection, _)| t.leases.connection(*id) == *connection);
+            let told: BTreeSet<SessionId> = same.map(|(id, ..)| *id).chain([session]).collect();
+            t.told_of_pages.entry(ino).or_default().extend(told);
+        })
+    }
+
+    /// Somebody waits for pages of a file that these sessions have: each is asked to give them back, unless it was and works at it.
+    pub fn want_pages(&self, term: u64, ino: Ino, holders: &BTreeSet<SessionId>) -> Result<()> {
+        let any = self.with(term, |t, now| {
+            let new: Vec<_> = holders.iter().copied().filter(|id| !t.pages.is_asked(*id, ino)).collect();
+            for id in &new {
+                t.pages.ask(now, *id, ino);
+                t.ring(*id);
+            }
+            !new.is_empty()
+        })?;
+        if any {
+            self.alarm.notify_one();
+        }
+        Ok(())
+    }
+
     /// These sessions cannot report about these files yet.
     fn excuse(&self, those: &[(SessionId, Ino)]) {
         let now = self.env.boot();
@@ -588,9 +664,13 @@ impl Recalls {
         // nobody for its own fault.
         if now.saturating_sub(std::mem::replace(&mut t.ticked, now)) > STALL {
             t.reports.all_heard(now);
+            t.pages.all_heard(now);
         }
         t.checks.expire(now, CHECK);
-        let silent = t.leases.tick(now);
+        let mut silent = t.leases.tick(now);
+        let keep_pages = t.pages.overdue(now, self.limits.patience);
+        keep_pages.iter().for_each(|_| Paging::Late.taken());
+        silent.extend(keep_pages.into_iter().map(|(id, _)| id));
         let late = t.reports.overdue(now, self.limits.patience);
         drop(table);
         self.tell_news();

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use strake_proto::{Code, Error, Ino, Result, SessionId};
+use strake_proto::{Code, Error, Ino, Result, SessionId, pb::LockKind};
 
 use crate::namespace::locks::{Owner, Want};
 
@@ -163,10 +163,15 @@ impl Waits {
     pub fn look(&mut self, now: Duration, ino: Ino, mut barred: impl FnMut(&Want) -> Result<bool>) -> Result<bool> {
         let tickets: Vec<u64> = self.files.get(&ino).into_iter().flatten().copied().collect();
         let (mut turns, mut news): (Vec<Want>, bool) = (Vec::new(), false);
+        // Who waits for pages is not passed by those who share them.
+        let mut before: Vec<Want> = Vec::new();
         for ticket in tickets {
             let Some(w) = self.waiters.get_mut(&ticket) else { continue };
-            if turns.iter().any(|t| t.conflicts(&w.want)) || barred(&w.want)? {
+            if turns.iter().chain(&before).any(|other| other.conflicts(&w.want)) || barred(&w.want)? {
                 w.turn = None;
+                if is_of_pages(&w.want) {
+                    before.push(w.want);
+                }
                 continue;
             }
             news |= w.turn.is_none();
@@ -178,9 +183,30 @@ impl Waits {
 
     /// Whether this has to wait because it is another's turn.
     pub fn is_anothers_turn(&self, now: Duration, want: &Want) -> bool {
-        let tickets = self.files.get(&want.ino).into_iter().flatten();
-        let mut turns = tickets.filter_map(|t| self.waiters.get(t)).filter(|w| w.turn.is_some_and(|until| now < until));
-        turns.any(|w| w.want.conflicts(want))
+        let waiters = || self.files.get(&want.ino).into_iter().flatten().filter_map(|t| self.waiters.get(t));
+        let mut turns = waiters().filter(|w| w.turn.is_some_and(|until| now < until));
+        // Who asks for pages and is not on the list comes after those who are.
+        let passes = is_of_pages(want) && !waiters().any(|w| w.want.who == want.who);
+        turns.any(|w| w.want.conflicts(want)) || passes && waiters().any(|w| w.want.conflicts(want))
+    }
+
+    /// Files of which somebody waits for pages.
+    pub fn pages_wanted(&self) -> BTreeSet<Ino> {
+        self.waiters.values().filter(|w| is_of_pages(&w.want) && w.turn.is_none()).map(|w| w.want.ino).collect()
+    }
+
+    /// The sessions that have pages of a file which somebody else waits for.
+    pub fn keep_waiting(
+        &self,
+        ino: Ino,
+        mut barring: impl FnMut(&Want) -> Result<Vec<Owner>>,
+    ) -> Result<BTreeSet<SessionId>> {
+        let mut keep = BTreeSet::new();
+        let waiters = self.files.get(&ino).into_iter().flatten().filter_map(|t| self.waiters.get(t));
+        for w in waiters.filter(|w| is_of_pages(&w.want)) {
+            keep.extend(barring(&w.want)?.into_iter().map(|who| who.session));
+        }
+        Ok(keep)
     }
 
     /// A session has what it waited for under this number.
@@ -234,6 +260,10 @@ impl Waits {
     }
 }
 
+pub fn is_of_pages(want: &Want) -> bool {
+    want.who.kind == LockKind::LockPages
+}
+
 fn forget<K: Ord>(all: &mut BTreeMap<K, BTreeSet<u64>>, key: &K, ticket: u64) {
     if let Some(tickets) = all.get_mut(key) {
         tickets.remove(&ticket);
@@ -245,8 +275,6 @@ fn forget<K: Ord>(all: &mut BTreeMap<K, BTreeSet<u64>>, key: &K, ticket: u64) {
 
 #[cfg(test)]
 mod tests {
-    use strake_proto::pb::LockKind;
-
     use super::*;
     use crate::namespace::{locks::Locks, spans::Span};
 

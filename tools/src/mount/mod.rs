@@ -115,6 +115,8 @@ struct MountSection {
     follower_reads: FollowerKey,
     #[serde(default)]
     write_back: bool,
+    #[serde(default = "yes")]
+    page_locks: bool,
     #[serde(default)]
     fabric: FabricKey,
     run_dir: Option<PathBuf>,
@@ -133,6 +135,9 @@ fn default_key() -> PathBuf {
 }
 fn default_log() -> String {
     "info".into()
+}
+fn yes() -> bool {
+    true
 }
 fn one_hour() -> f64 {
     3600.0
@@ -167,6 +172,7 @@ impl MountSection {
         self.cache_bytes = asked.cache_bytes.or(self.cache_bytes);
         self.follower_reads = asked.follower_reads.unwrap_or(self.follower_reads);
         self.write_back = asked.write_back.unwrap_or(self.write_back);
+        self.page_locks = asked.page_locks.unwrap_or(self.page_locks);
         self.fabric = asked.fabric.unwrap_or(self.fabric);
         self.run_dir = asked.run_dir.clone().or(self.run_dir.take());
         self.asked = asked;
@@ -208,6 +214,7 @@ impl MountSection {
             cache_bytes: self.cache_bytes.map_or(usual.cache_bytes, |n| n as usize),
             follower_reads: self.follower_reads.into(),
             write_back: self.write_back,
+            page_locks: self.page_locks,
             ..usual
         })
     }

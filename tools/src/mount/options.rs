@@ -120,6 +120,7 @@ pub struct Options {
     pub cache_bytes: Option<u64>,
     pub follower_reads: Option<FollowerKey>,
     pub write_back: Option<bool>,
+    pub page_locks: Option<bool>,
     pub fabric: Option<FabricKey>,
     pub run_dir: Option<PathBuf>,
 }
@@ -139,6 +140,8 @@ const WORDS: [&str; 16] = [
     "fg",
     "write_back",
     "write_through",
+    "page_locks",
+    "nopage_locks",
     "remount",
     "_netdev",
     "nofail",
@@ -236,6 +239,7 @@ impl Options {
             "allow_other" | "noallow_other" => self.allow_other = Some(name == "allow_other"),
             "hard" | "soft" => self.soft = Some(name == "soft"),
             "write_back" | "write_through" => self.write_back = Some(name == "write_back"),
+            "page_locks" | "nopage_locks" => self.page_locks = Some(name == "page_locks"),
             "bg" | "fg" => self.background = Some(name == "bg"),
             "remount" => self.remount = true,
             _ if table::flag_names().any(|n| n == name) => self.flags.push(name.into()),
@@ -396,6 +400,7 @@ mod tests {
             (of("write_back").unwrap().write_back, of("write_back,write_through").unwrap().write_back),
             (Some(true), Some(false))
         );
+        assert_eq!(of("page_locks,nopage_locks").unwrap().page_locks, Some(false));
         assert_eq!(of("retry=0,bg,subtree=/a/./b,log=debug").unwrap().subtree.unwrap(), "/a/b");
     }
 

@@ -200,8 +200,11 @@ impl Serve {
         };
         let core = self.core.clone();
         let changes = patience == Patience::UntilKilled && !body.only_asks();
-        // Whoever waits for a lock must not keep others from their work, and nobody must keep an append waiting that they wait for.
-        let passes = patience == Patience::UntilSignal || numbers.as_ref().is_some_and(|n| n.is_awaited());
+        // Whoever waits for a lock must not keep others from their work, and nobody must keep an append waiting that they wait for, nor
+        // what is stored to pages that other nodes wait for.
+        let is_write_back = matches!(body, Body::Write { from_mapping: true, .. });
+        let passes =
+            patience == Patience::UntilSignal || is_write_back || numbers.as_ref().is_some_and(|n| n.is_awaited());
         self.runtime.spawn(async move {
             let mut place = Some(place);
             let reply = {
@@ -567,8 +570,11 @@ impl Core {
             return with(self.vfs.read(handle, offset, len).await, Reply::Data);
         };
         let read = self.vfs.read_to_keep(handle, offset, len, || page_in.asked()).await;
-        with(read, |(parts, as_of)| {
+        with(read, |(parts, as_of, using)| {
             self.shared.hands_out(node, as_of);
+            // Out first: whoever waits for the use to end takes out all that is.
+            drop(order);
+            drop(using);
             Reply::Data(parts)
         })
     }

@@ -51,7 +51,17 @@ impl Shared {
 
     /// Pages are about to be handed out that were read so.
     pub fn hands_out(self: &Arc<Self>, node: u64, as_of: AsOf) {
-        self.handed_out(node, as_of, self.session());
+        let session = match as_of {
+            // Stores are written back under the lock, that is in its session.
+            AsOf::Locked(number) => self.locked_in(node, number).unwrap_or_else(|| self.session()),
+            _ => self.session(),
+        };
+        self.handed_out(node, as_of, session);
+    }
+
+    fn locked_in(&self, node: u64, number: u64) -> Option<SessionId> {
+        let vfs = self.vfs.upgrade()?;
+        vfs.holds_pages(node, number).filter(|session| *session == vfs.session())
     }
 
     fn handed_out(self: &Arc<Self>, node: u64, as_of: AsOf, session: SessionId) {
@@ -110,8 +120,11 @@ impl Shared {
 
     /// Whether nobody else can have changed the file since its pages were handed out.
     fn is_ours(&self, node: u64) -> bool {
-        let as_of = self.known.lock().files.get(&node).copied();
-        matches!(as_of, Some(AsOf::Tenure(t)) if self.vfs.upgrade().is_some_and(|v| v.tenure(node) == Some(t)))
+        match self.known.lock().files.get(&node).copied() {
+            Some(AsOf::Tenure(t)) => self.vfs.upgrade().is_some_and(|v| v.tenure(node) == Some(t)),
+            Some(AsOf::Locked(number)) => self.locked_in(node, number).is_some(),
+            Some(AsOf::Change(_)) | None => false,
+        }
     }
 
     /// Looks after pages as long as any are out.
@@ -136,8 +149,8 @@ impl Shared {
 
     async fn look(&self, node: u64, as_of: AsOf) {
         let change = match as_of {
-            AsOf::Tenure(_) if self.is_ours(node) => return,
-            AsOf::Tenure(_) => None,
+            AsOf::Tenure(_) | AsOf::Locked(_) if self.is_ours(node) => return,
+            AsOf::Tenure(_) | AsOf::Locked(_) => None,
             AsOf::Change(change) => Some(change).filter(|_| self.writes_in(node) == Some(self.session())),
         };
         let Some(vfs) = self.vfs.upgrade() else { return };

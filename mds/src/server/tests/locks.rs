@@ -344,3 +344,93 @@ async fn a_holder_that_does_not_answer_is_waited_for_once() {
         timeout(Duration::from_secs(4), w.ask(Role::Client, opcode::RECALL, &a.recall(vec![]))).await.unwrap().unwrap();
     assert!(took(&mut b).await < Duration::from_millis(100));
 }
+
+fn pages(ino: u64, r#type: LockType) -> Op {
+    let Op::SetLock(l) = set(ino, 1, r#type) else { unreachable!() };
+    Op::SetLock(pb::SetLock { kind: LockKind::LockPages as i32, patient: true, ..l })
+}
+fn wait_for_pages(id: u64, ino: u64, r#type: LockType) -> pb::LockWait {
+    pb::LockWait { id, ino, owner: 1, kind: LockKind::LockPages as i32, span: span(r#type), trying: false }
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_may_write_a_file_knows_that_others_have_pages_before_they_have() {
+    let (w, _oss) = world(1).await;
+    let (mut a, mut b) = (Holder::new(&w, 1).await, Holder::new(&w, 2).await);
+    let f = file(&mut a.c, "f").await;
+    let open = || Op::Open(pb::Open { ino: f, flags: 2 });
+    assert!(!b.one(open()).await.results[0].pages, "nobody has any");
+    let took = Instant::now();
+    let (_, asked) = tokio::join!(a.one(pages(f, LockType::LockRead)), async {
+        let asked = b.poll(vec![]).await.reports;
+        assert_eq!(asked.iter().map(|r| (r.ino, r.pages)).collect::<Vec<_>>(), [(f, true)]);
+        sleep(Duration::from_millis(300)).await;
+        b.poll(asked.iter().map(|r| r.number).collect()).await
+    });
+    assert!(took.elapsed() >= Duration::from_millis(300) && asked.reports.is_empty());
+    // It knows now.
+    a.one(pages(f, LockType::LockUnlock)).await;
+    let took = Instant::now();
+    a.one(pages(f, LockType::LockWrite)).await;
+    assert!(took.elapsed() < Duration::from_millis(100));
+    assert!(b.one(open()).await.results[0].pages, "another process of it would be told so");
+    assert!(!a.one(open()).await.results[0].pages, "they are its own");
+    let cut = pb::SetAttr { ino: f, size: Some(0), ..Default::default() };
+    let (cut, ()) = tokio::join!(b.one(Op::Setattr(cut)), async {
+        let asked = a.poll(vec![]).await.reports;
+        assert_eq!(asked.iter().map(|r| r.pages).collect::<Vec<_>>(), [false], "how long it is");
+        a.poll(asked.iter().map(|r| r.number).collect()).await;
+    });
+    assert!(cut.results[0].pages);
+    // A new connection may be another process.
+    b.hello_again().await;
+    a.one(pages(f, LockType::LockUnlock)).await;
+    let (_, asked) = tokio::join!(a.one(pages(f, LockType::LockWrite)), async {
+        let asked = b.poll(vec![]).await.reports;
+        b.poll(asked.iter().map(|r| r.number).collect()).await;
+        asked.len()
+    });
+    assert_eq!(asked, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_has_pages_is_asked_for_them_as_long_as_somebody_waits() {
+    let (w, _oss) = world(1).await;
+    let (mut a, mut b, mut c) = (Holder::new(&w, 1).await, w.client(2).await, w.client(3).await);
+    let f = file(&mut b, "f").await;
+    a.one(pages(f, LockType::LockRead)).await;
+    assert_eq!(code(&mut b, pages(f, LockType::LockRead)).await, None, "any number looks");
+    assert_eq!(code(&mut b, pages(f, LockType::LockUnlock)).await, None);
+    assert_eq!(code(&mut b, pages(f, LockType::LockWrite)).await, Some(Code::LockConflict));
+    let mut asked = a.poll(vec![]).await.reports;
+    assert_eq!(asked.iter().map(|r| (r.ino, r.pages)).collect::<Vec<_>>(), [(f, true)]);
+    let listed = list(&w, b.session, vec![wait_for_pages(1, f, LockType::LockWrite)]);
+    let ((), ready) = tokio::join!(
+        async {
+            sleep(Duration::from_millis(100)).await;
+            // Who wants to look, too, is behind.
+            assert_eq!(code(&mut c, pages(f, LockType::LockRead)).await, Some(Code::LockConflict));
+            for _ in 0..3 {
+                // It answered, and has the lock all the same: its own question was on the way.
+                a.poll(asked.iter().map(|r| r.number).collect()).await;
+                asked = a.poll(vec![]).await.reports;
+                assert_eq!(asked.iter().map(|r| (r.ino, r.pages)).collect::<Vec<_>>(), [(f, true)]);
+            }
+            a.one(pages(f, LockType::LockUnlock)).await;
+        },
+        listed
+    );
+    assert_eq!(ready.unwrap().ready, [1]);
+    assert_eq!(code(&mut c, pages(f, LockType::LockRead)).await, Some(Code::LockConflict), "it is another's turn");
+    let Op::SetLock(l) = pages(f, LockType::LockWrite) else { unreachable!() };
+    assert_eq!(code(&mut b, Op::SetLock(pb::SetLock { wait: 1, ..l })).await, None);
+    // One that does not answer, though it renews, is evicted.
+    let (mut d, began) = (w.client(4).await, Instant::now());
+    let waits = async {
+        while code(&mut d, pages(f, LockType::LockWrite)).await.is_some() {
+            let _ = list(&w, d.session, vec![wait_for_pages(1, f, LockType::LockWrite)]).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), waits).await.unwrap();
+    assert!(began.elapsed() >= Duration::from_secs(5), "{:?}", began.elapsed());
+}

@@ -1,0 +1,308 @@
+//! Whether this client may have pages of memory mappings of files, or change files of which others may have some: the
+//! pure part of "Between nodes" in `docs/mappings.md`.
+//!
+//! Of a file that nobody else maps nothing is known here, and every use is free. Once a file is **marked**, whoever uses
+//! it needs the lock of its pages, which one client has for changes, or any number for looking.
+
+use std::{collections::HashMap, time::Duration};
+
+use strake_proto::{Ino, SessionId};
+
+use crate::rows::Paged;
+
+/// The lock is kept after its first use for half as long as it took to get it, so that whoever waited for it gets something done: two
+/// that contend use it for as long as they hand it on. At least and at most so long.
+const HOLD: Duration = Duration::from_millis(10);
+const LONGEST_HOLD: Duration = Duration::from_millis(100);
+/// And for so long if it is not used: whoever asked for it is about to.
+const UNUSED: Duration = Duration::from_millis(200);
+/// Beyond so many marked files all are.
+const MOST_MARKED: usize = 65_536;
+
+/// For what the lock is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Mode {
+    /// Pages that nothing can be stored to.
+    Read,
+    /// Pages that can be stored to, and other changes.
+    Write,
+}
+
+/// Which time it is that a lock was got: never the same twice.
+pub(crate) type Number = u64;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Held {
+    pub mode: Mode,
+    pub session: SessionId,
+    pub number: Number,
+    since: Duration,
+    hold: Duration,
+    /// When its first use was over.
+    used: Option<Duration>,
+    /// The size of the file is known as it is under it.
+    sized: bool,
+}
+
+impl Held {
+    fn until(&self) -> Duration {
+        self.used.map_or(self.since + UNUSED, |at| at + self.hold)
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+enum Lock {
+    #[default]
+    None,
+    /// It is asked for. `wanted`: somebody else wanted it meanwhile.
+    Asked {
+        since: Duration,
+        wanted: bool,
+    },
+    Held(Held),
+    /// What is out is taken back, and the lock given up.
+    Leaving(Held),
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct File {
+    marked: bool,
+    /// Uses without the lock.
+    free: usize,
+    /// Uses under it.
+    users: usize,
+    lock: Lock,
+}
+
+/// A use of a file, from its beginning to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Use {
+    /// Nobody else maps it.
+    Free,
+    Locked {
+        number: Number,
+        session: SessionId,
+        sized: bool,
+    },
+}
+
+/// What to do before a use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Enter {
+    Begun(Use),
+    /// Ask for the lock; then say [`Pages::granted`] or [`Pages::refused`].
+    Ask,
+    /// Give up the one that is held, and come again.
+    GiveUp,
+    /// Come again when something has changed.
+    Wait,
+}
+
+/// What to do to give the lock of a file up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Leave {
+    /// There is none.
+    Done,
+    /// Not yet: come again when something has changed, or then.
+    Wait(Option<Duration>),
+    /// Take back what is out, unlock, then say [`Pages::left`].
+    Go(Held),
+}
+
+/// See the module.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Pages {
+    files: HashMap<Ino, File>,
+    last: Number,
+    marked: usize,
+    all_marked: bool,
+}
+
+impl Pages {
+    fn is_file_marked(&self, ino: Ino) -> bool {
+        self.all_marked || self.files.get(&ino).is_some_and(|f| f.marked)
+    }
+
+    fn tidy(&mut self, ino: Ino) {
+        if self.files.get(&ino).is_some_and(|f| *f == File::default()) {
+            self.files.remove(&ino);
+        }
+    }
+
+    /// Others have pages of this file, or want some. Stays for as long as this client lives, so nobody has to tell it twice.
+    pub fn mark(&mut self, ino: Ino) {
+        if !self.is_file_marked(ino) {
+            Paged::Marked.taken();
+            self.files.entry(ino).or_default().marked = true;
+            self.marked += 1;
+            self.all_marked = self.marked >= MOST_MARKED;
+        }
+    }
+
+    pub fn is_marked(&self, ino: Ino) -> bool {
+        self.is_file_marked(ino)
+    }
+
+    // --- uses ---
+
+    /// Bytes of a file are to be changed, or pages of it handed out. `free`: it may be so without the lock while the file is not marked.
+    pub fn enter(&mut self, now: Duration, ino: Ino, (mode, free): (Mode, bool), session: SessionId) -> Enter {
+        let marked = self.is_file_marked(ino);
+        let f = self.files.entry(ino).or_default();
+        if free && !marked {
+            Paged::Free.taken();
+            f.free += 1;
+            return Enter::Begun(Use::Free);
+        }
+        if let Lock::Held(held) = f.lock
+            && held.session != session
+        {
+            // It went with the session.
+            Paged::Lost.taken();
+            (f.lock, f.users) = (Lock::None, 0);
+        }
+        match f.lock {
+            Lock::None => {
+                Paged::Asked.taken();
+                f.lock = Lock::Asked { since: now, wanted: false };
+                Enter::Ask
+            }
+            Lock::Asked { .. } | Lock::Leaving(_) => {
+                Paged::Waited.taken();
+                Enter::Wait
+            }
+            Lock::Held(held) if held.mode < mode => {
+                Paged::Exchanged.taken();
+                Enter::GiveUp
+            }
+            Lock::Held(Held { number, session, sized, .. }) => {
+                Paged::Used.taken();
+                f.users += 1;
+                Enter::Begun(Use::Locked { number, session, sized })
+            }
+        }
+    }
+
+    pub fn ended(&mut self, now: Duration, ino: Ino, what: Use) {
+        let Some(f) = self.files.get_mut(&ino) else { return };
+        match (what, &mut f.lock) {
+            (Use::Free, _) => f.free -= 1,
+            (Use::Locked { number, .. }, Lock::Held(held)) if held.number == number => {
+                f.users -= 1;
+                held.used.get_or_insert(now);
+            }
+            // Of a lock that went with its session.
+            (Use::Locked { .. }, _) => {}
+        }
+        self.tidy(ino);
+    }
+
+    /// The size was asked for under this lock: it changes by this client only.
+    pub fn sized(&mut self, ino: Ino, of: Number) {
+        if let Some(File { lock: Lock::Held(held), .. }) = self.files.get_mut(&ino)
+            && held.number == of
+        {
+            held.sized = true;
+        }
+    }
+
+    /// Whether what was done in such a use is still all that was done.
+    pub fn lasts(&self, ino: Ino, what: Use) -> bool {
+        match what {
+            Use::Free => !self.is_file_marked(ino),
+            Use::Locked { number, .. } => self.holds(ino, number).is_some(),
+        }
+    }
+
+    /// The session in which this lock is held, if it is.
+    pub fn holds(&self, ino: Ino, number: Number) -> Option<SessionId> {
+        match self.files.get(&ino)?.lock {
+            Lock::Held(held) | Lock::Leaving(held) => Some(held.session).filter(|_| held.number == number),
+            Lock::None | Lock::Asked { .. } => None,
+        }
+    }
+
+    /// Whether nobody else changes the file.
+    pub fn is_mine(&self, ino: Ino) -> bool {
+        matches!(self.files.get(&ino).map(|f| f.lock), Some(Lock::Held(_) | Lock::Leaving(_)))
+    }
+
+    /// Whether any lock is held, of this mode if that is given.
+    pub fn has(&self, ino: Ino, mode: Option<Mode>) -> bool {
+        let lock = self.files.get(&ino).map(|f| f.lock);
+        matches!(lock, Some(Lock::Held(held)) if mode.is_none_or(|m| m == held.mode))
+    }
+
+    // --- the lock ---
+
+    /// What was asked for is there. Whether it is wanted already.
+    pub fn granted(&mut self, now: Duration, ino: Ino, mode: Mode, session: SessionId) -> bool {
+        Paged::Granted.taken();
+        self.last += 1;
+        let f = self.files.entry(ino).or_default();
+        let (asked, wanted) = match f.lock {
+            Lock::Asked { since, wanted } => (since, wanted),
+            _ => (now, false),
+        };
+        let hold = (now.saturating_sub(asked) / 2).clamp(HOLD, LONGEST_HOLD);
+        let held = Held { mode, session, number: self.last, since: now, hold, used: None, sized: false };
+        (f.lock, f.users) = (Lock::Held(held), 0);
+        wanted
+    }
+
+    pub fn refused(&mut self, ino: Ino) {
+        if let Some(f) = self.files.get_mut(&ino) {
+            f.lock = Lock::None;
+        }
+        self.tidy(ino);
+    }
+
+    /// Somebody else wants pages of the file, or has some from now on.
+    pub fn wanted(&mut self, ino: Ino) {
+        self.mark(ino);
+        if let Some(File { lock: Lock::Asked { wanted, .. }, .. }) = self.files.get_mut(&ino) {
+            Paged::WantedEarly.taken();
+            *wanted = true;
+        }
+    }
+
+    /// The lock is to be given up, and nothing is to be in work that was begun without one. `at_once`: this client itself wants it so.
+    pub fn leave(&mut self, now: Duration, ino: Ino, at_once: bool) -> Leave {
+        let Some(f) = self.files.get_mut(&ino) else { return Leave::Done };
+        if f.free > 0 {
+            Paged::FreeEnds.taken();
+            return Leave::Wait(None);
+        }
+        match f.lock {
+            Lock::None | Lock::Asked { .. } => Leave::Done,
+            Lock::Leaving(_) => Leave::Wait(None),
+            Lock::Held(_) if f.users > 0 => {
+                Paged::UsersEnd.taken();
+                Leave::Wait(None)
+            }
+            Lock::Held(held) if !at_once && now < held.until() => {
+                Paged::Kept.taken();
+                Leave::Wait(Some(held.until()))
+            }
+            Lock::Held(held) => {
+                Paged::Left.taken();
+                f.lock = Lock::Leaving(held);
+                Leave::Go(held)
+            }
+        }
+    }
+
+    /// The lock is given up.
+    pub fn left(&mut self, ino: Ino) {
+        if let Some(f) = self.files.get_mut(&ino)
+            && matches!(f.lock, Lock::Leaving(_))
+        {
+            f.lock = Lock::None;
+        }
+        self.tidy(ino);
+    }
+}
+
+#[cfg(test)]
+#[path = "pages_tests.rs"]
+mod tests;
