@@ -90,7 +90,7 @@ fn request(i: &mut Input) -> (Role, Message) {
                 hello: i.u8() & 1 == 1,
                 lives_on: i.u8() & 1 == 1,
                 incarnation: if i.u8() == 255 { i.number() } else { 0 },
-                client_uuid: vec![i.u8() % 4; i.u8() as usize % 20].into(),
+                ..Default::default()
             };
             (opcode::SESSION_RENEW, r.encode_to_vec())
         }

@@ -329,7 +329,7 @@ pub fn command(i: &mut Input) -> Bytes {
             dropped: vec![ino(i)],
             follower: false,
             ends_matter: i.u8().is_multiple_of(2),
-            rules: u32::from(i.u8() % 3),
+            rules: u32::from(i.u8() % 5),
         }),
     };
     entry(now, c)

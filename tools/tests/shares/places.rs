@@ -1,0 +1,116 @@
+//! Connections that say nothing, and frames that stop.
+
+use std::{
+    fs,
+    io::{Read, Write},
+    net::TcpStream,
+    time::{Duration, Instant},
+};
+
+use strake_fabric::{Endpoint, tcp::handshake};
+use strake_proto::{
+    WIRE_VERSION,
+    checksum::crc32c,
+    frame::{Header, Kind, MAX_BODY, MAX_PAYLOAD},
+    opcode, pb,
+};
+
+use super::{Victim, looks};
+
+fn open(at: &Endpoint) -> TcpStream {
+    let Endpoint::Tcp(host, port) = at else { unreachable!() };
+    TcpStream::connect((host.as_str(), *port)).unwrap()
+}
+
+fn write_and_sync(v: &Victim, name: &str) -> Duration {
+    let began = Instant::now();
+    let mut f = fs::File::create(v.mount().join(name)).unwrap();
+    for _ in 0..32 {
+        f.write_all(&vec![7; 1 << 20]).unwrap();
+    }
+    f.sync_all().unwrap();
+    began.elapsed()
+}
+
+/// A connection that has shaken hands, to write frames on by hand.
+fn shaken(v: &Victim, at: &Endpoint) -> TcpStream {
+    let s = open(at);
+    s.set_nonblocking(true).unwrap();
+    let s = v.runtime.block_on(async {
+        let mut s = tokio::net::TcpStream::from_std(s).unwrap();
+        let us = handshake::Party::new(v.identity(), None, [9; 32]);
+        handshake::dial(&mut s, &us).await.unwrap();
+        s.into_std().unwrap()
+    });
+    s.set_nonblocking(false).unwrap();
+    s.set_write_timeout(Some(Duration::from_secs(1))).unwrap();
+    s
+}
+
+fn header(opcode: u16, body: &[u8], payload_len: u32) -> [u8; 64] {
+    let h = Header {
+        version: WIRE_VERSION,
+        kind: Kind::Request,
+        flags: 0,
+        opcode,
+        status: 0,
+        deadline_ms: 0,
+        request_id: 1,
+        body_len: body.len() as u32,
+        payload_len,
+        body_crc: crc32c(body),
+        payload_crc: 0,
+        trace: 0,
+    };
+    h.encode()
+}
+
+#[test]
+fn silent_connections_and_halves_of_frames_keep_nobody_out() {
+    let Some(v) = Victim::new() else { return };
+    let alone = write_and_sync(&v, "alone");
+    // Without any key: more than have places, at each metadata server.
+    let mut silent = Vec::new();
+    for at in v.servers("mds") {
+        silent.extend((0..1200).map(|_| open(&at)));
+    }
+    let began = Instant::now();
+    let mut s = v.session();
+    println!("among {} silent connections a session took {:?}", silent.len(), began.elapsed());
+    assert!(began.elapsed() < Duration::from_secs(5));
+    let worst = looks(&v.mount(), Duration::from_secs(2));
+    println!("looks took {worst:?}");
+    assert!(worst < Duration::from_secs(1));
+
+    // Payloads that stop: all of a storage server's memory for what comes.
+    let mut halves = Vec::new();
+    for at in v.servers("oss") {
+        for _ in 0..16 {
+            let (mut s, body) = (shaken(&v, &at), [0; 96]);
+            s.write_all(&header(opcode::WRITE, &body, MAX_PAYLOAD)).unwrap();
+            s.write_all(&body).unwrap();
+            halves.push(s);
+        }
+    }
+    // Bodies that stop, at metadata servers.
+    let body = vec![0; MAX_BODY as usize];
+    for at in v.servers("mds") {
+        for _ in 0..20 {
+            let mut s = shaken(&v, &at);
+            s.write_all(&header(opcode::META, &body, 0)).unwrap();
+            let _ = s.write_all(&body[1..]);
+            halves.push(s);
+        }
+    }
+    let among = write_and_sync(&v, "among");
+    println!("32 MiB took {among:?} among halves of frames, {alone:?} before");
+    assert!(among < alone * 3 + Duration::from_secs(2));
+    s.run(&pb::Creds::default(), vec![]).unwrap();
+    // Who does not go on is not kept.
+    for s in &mut halves {
+        s.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let mut rest = Vec::new();
+        let over = s.read_to_end(&mut rest);
+        assert!(!matches!(&over, Err(e) if e.kind() == std::io::ErrorKind::WouldBlock), "{over:?}");
+    }
+}
