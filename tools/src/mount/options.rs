@@ -126,7 +126,7 @@ pub struct Options {
 }
 
 /// Options without a value, except for flags of mount(2).
-const WORDS: [&str; 16] = [
+const WORDS: [&str; 18] = [
     "ro",
     "rw",
     "allow_other",
