@@ -138,6 +138,7 @@ struct Given {
     undo: Vec<pb::Op>,
     locked: Locked,
     lane: Option<OwnedMutexGuard<()>>,
+    leftover: Leftover,
 }
 
 impl Given {
@@ -153,18 +154,20 @@ impl Drop for Given {
         let Some(lane) = self.lane.take().filter(|_| can_spawn()) else { return };
         let (core, undo, session) = (self.core.clone(), std::mem::take(&mut self.undo), self.locked.session);
         let unlocking = self.core.locks.unlockings.begin(self.ino, self.owner);
+        let leftover = std::mem::take(&mut self.leftover);
         self.core.env.spawn(async move {
             let undone = core.surely(session, &undo, None).await;
             if undone.is_err_and(|e| e.code == Code::LockConflict) {
                 // What was a lock for writing has been one for reading since, and others read there by now.
                 let _ = core.surely(session, &weakened(undo), None).await;
             }
-            drop((lane, unlocking));
+            drop((lane, unlocking, leftover));
         });
     }
 }
 
 /// What a request leaves that is still under way when its caller waits no longer: it will be undone.
+/// It lasts until that is done: it is what others wait for, not the undoing, which begins later.
 #[derive(Clone, Default)]
 struct Leftover(Arc<parking_lot::Mutex<Option<Unlocking>>>);
 
@@ -247,14 +250,10 @@ impl Client {
         let (core, lock, leftover) = (self.core.clone(), *lock, Leftover::default());
         let unlockings = core.locks.unlockings.clone();
         let mut caller = Caller { unlockings, ino, owner: lock.owner, leftover: Some(leftover.clone()) };
-        let asked = self.core.detached(async move {
-            let given = core.try_lock(ino, &lock, take).await?;
-            // Dropped after what is given, which then is being given back.
-            Ok((given, leftover))
-        });
+        let asked = self.core.detached(async move { core.try_lock(ino, &lock, take, leftover).await });
         let given = asked.await;
         caller.leftover = None;
-        given.map(|(given, _)| given)
+        given
     }
 
     async fn unlock(&self, ino: Ino, lock: &Lock) -> Result<Locked> {
@@ -434,7 +433,7 @@ impl Core {
     }
 
     /// One request for a lock, which runs to its end.
-    async fn try_lock(self: Arc<Self>, ino: Ino, lock: &Lock, take: pb::Op) -> Result<Given> {
+    async fn try_lock(self: Arc<Self>, ino: Ino, lock: &Lock, take: pb::Op, leftover: Leftover) -> Result<Given> {
         let lane = self.locks.enter(ino, lock).await;
         let unlock = Lock { mode: LockType::LockUnlock, ..*lock };
         let given = self.meta(&pb::Creds::default(), vec![take]).await.and_then(ok).and_then(locked);
@@ -445,7 +444,7 @@ impl Core {
                 let unlocking = self.locks.unlockings.begin(ino, lock.owner);
                 self.env.spawn(async move {
                     let _ = core.surely(session, &[unlock.set(ino)], None).await;
-                    drop((lane, unlocking));
+                    drop((lane, unlocking, leftover));
                 });
                 return Err(e);
             }
@@ -457,7 +456,7 @@ impl Core {
             let mode = LockType::try_from(s.r#type).unwrap_or(LockType::LockWrite);
             undo.push(Lock { mode, start: s.start, end: s.end, pid: s.pid, ..*lock }.set(ino));
         }
-        Ok(Given { core: self, ino, owner: lock.owner, undo, locked, lane: Some(lane) })
+        Ok(Given { core: self, ino, owner: lock.owner, undo, locked, lane: Some(lane), leftover })
     }
 
     /// Has a list run that gives locks up, and goes on after the caller was told that it takes too long. What belongs to

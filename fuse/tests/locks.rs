@@ -1,4 +1,4 @@
-//! What a program sees of locks that its mount has lost.
+//! What a program sees of locks that its mount has lost, or asked for and gave back.
 
 mod common;
 
@@ -10,6 +10,7 @@ use std::{
 };
 
 use common::Cluster;
+use strake_client::{Creds, Lock, LockKind, LockType};
 use strake_fuse::{MountConfig, can_mount, mount};
 
 /// fcntl(2) with a lock of the whole file.
@@ -59,5 +60,28 @@ async fn a_file_whose_locks_are_lost_is_not_read_or_written_as_if_they_were_ther
     while let Err(e) = m.unmount().await {
         assert_eq!(e.code, strake_proto::Code::Busy, "{e}");
         tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lock_that_comes_after_its_caller_has_gone_is_given_back_before_others_are_told_of_it() {
+    let cluster = Cluster::new();
+    let client = cluster.client().await;
+    let (_, attr) = client.create(&Creds::default(), client.root(), b"f", 0o644, 2, false, None).await.unwrap();
+    let lock = |owner, mode| Lock { kind: LockKind::LockPosix, owner, mode, start: 0, end: u64::MAX, pid: 1 };
+    for owner in 10..30 {
+        cluster.stall(true);
+        let asked = lock(owner, LockType::LockWrite);
+        let asking = client.set_lock(attr.ino, &asked, false);
+        tokio::time::timeout(Duration::from_millis(20), asking).await.expect_err("no server answers");
+        let mut given_back = std::pin::pin!(client.unlocked(attr.ino));
+        let early = tokio::time::timeout(Duration::from_millis(1), given_back.as_mut()).await;
+        early.expect_err("the request is under way");
+        cluster.stall(false);
+        given_back.await;
+        assert!(!client.is_unlocking(attr.ino, owner), "it is just being given back");
+        for mode in [LockType::LockWrite, LockType::LockUnlock] {
+            client.set_lock(attr.ino, &lock(1, mode), false).await.unwrap();
+        }
     }
 }

@@ -43,6 +43,24 @@ except FileExistsError: pass
 assert os.lseek(fd, 0, os.SEEK_DATA) == 0 and os.lseek(fd, 0, os.SEEK_HOLE) == 1
 PY
 
+# The kernel refuses writing to a program that runs, but sees a cut without the right to write only after the mount has.
+cp /bin/sleep program
+./program 60 & program=$!
+until [ "$(cat /proc/$program/comm 2>/dev/null)" = program ]; do kill -0 $program || fail "a program starts"; sleep 0.01; done
+python3 - <<'PY' && ok "a program that runs is not cut" || fail "a program that runs is cut"
+import errno, os
+for how in os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_TRUNC, os.O_RDONLY | os.O_TRUNC:
+    try: os.open("program", how); assert False, how
+    except OSError as e: assert e.errno == errno.ETXTBSY, e
+assert os.stat("program").st_size == os.stat("/bin/sleep").st_size
+PY
+kill $program; wait $program 2>/dev/null
+python3 - <<'PY' && ok "nor is one cut late" || fail "a program that ended is not cut"
+import os
+os.close(os.open("program", os.O_RDONLY | os.O_TRUNC))
+assert os.stat("program").st_size == 0
+PY
+
 python3 - <<'PY' && ok "holes" || fail "holes"
 import ctypes, os, time
 libc = ctypes.CDLL(None, use_errno=True)

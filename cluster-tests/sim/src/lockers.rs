@@ -21,8 +21,6 @@ use tokio::time::{sleep, timeout};
 use crate::workload::{Shared, root};
 
 pub const FILES: usize = 2;
-/// In a run, tries that may be refused for nothing: `docs/known-gaps.md`.
-const MOST_REFUSED: u64 = 2;
 const CELLS: u64 = 8;
 const CELL: u64 = 100;
 const OWNERS: u64 = 3;
@@ -227,11 +225,8 @@ impl Locker {
             Ok(Err(e)) if matches!(e.code, Code::LockConflict | Code::Deadlock) => {
                 let was = self.model.lock().was_in_the_way(who, &cells, write, since);
                 if e.code == Code::LockConflict && !was && unanswered == self::unanswered() {
-                    let mut found = self.found.lock();
-                    found.refused_for_nothing += 1;
-                    if found.refused_for_nothing > MOST_REFUSED {
-                        found.broken(format!("{who:?} was told of a lock on {cells:?} that nobody had: {e}"));
-                    }
+                    let m = format!("{who:?} was told of a lock on {cells:?} that nobody had: {e}");
+                    self.found.lock().broken(m);
                 }
                 self.model.lock().keeps(who, &cells);
             }

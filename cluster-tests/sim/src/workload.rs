@@ -46,8 +46,6 @@ pub struct Findings {
     pub locks: u64,
     pub looks: u64,
     pub waits_given_up: u64,
-    /// Locks that were refused although nobody had one in the way.
-    pub refused_for_nothing: u64,
     pub errors: u64,
     /// Blocks decay: it may be that bytes are lost.
     pub decays: bool,
@@ -78,7 +76,6 @@ impl Findings {
             locks: 0,
             looks: 0,
             waits_given_up: 0,
-            refused_for_nothing: 0,
             errors: 0,
             decays: false,
             lost: Vec::new(),

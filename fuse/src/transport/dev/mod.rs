@@ -1,7 +1,7 @@
 //! `/dev/fuse` by our own hands: the kernel's protocol without a library in between.
 //!
 //! `channel` reads requests and writes replies; `copies` takes back what the kernel was told; `request`, `reply`, `init` and `notify` are the protocol itself, pure;
-//! `session` runs the threads; `progress` knows how far they have come; `interim` answers while no server does; `mapped` and `pages` keep memory mappings in order with all else, `shared` with other nodes; `interrupts` lets go of callers that were killed; `serve` asks the
+//! `session` runs the threads; `progress` knows how far they have come; `interim` answers while no server does; `mapped` and `pages` keep memory mappings in order with all else, `shared` with other nodes; `interrupts` lets go of callers that were killed; `running` knows which programs run; `serve` asks the
 //! [VFS core](crate::vfs). See `docs/fuse.md`.
 
 mod abi;
@@ -16,6 +16,7 @@ mod pages;
 mod progress;
 mod reply;
 mod request;
+mod running;
 mod serve;
 mod session;
 mod shared;

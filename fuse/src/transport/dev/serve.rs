@@ -6,6 +6,7 @@
 
 use std::{
     collections::BTreeMap,
+    path::Path,
     sync::{
         Arc, OnceLock,
         atomic::Ordering::{Acquire, Release},
@@ -29,6 +30,7 @@ use super::{
     progress::{Progress, TakenSoFar},
     reply::{self, Entries, Reply, Taken, Timeouts},
     request::{self, Body, Head, Request, SetAttr},
+    running,
     session::{Answer, Handler},
     shared::Shared,
 };
@@ -79,6 +81,8 @@ struct Core {
     agreed: Arc<OnceLock<Agreed>>,
     /// Requests in work at a time.
     room: Arc<Semaphore>,
+    /// Without symbolic links.
+    mountpoint: Arc<Path>,
 }
 
 impl Serve {
@@ -109,7 +113,16 @@ impl Serve {
         let former = keep.as_ref().map_or(0, |k| k.former_session());
         vfs.open_inodes().into_iter().for_each(|ino| shared.may_be_out(ino, former));
         Serve {
-            core: Core { vfs, bounds, copies, mapped, shared, agreed, room },
+            core: Core {
+                vfs,
+                bounds,
+                copies,
+                mapped,
+                shared,
+                agreed,
+                room,
+                mountpoint: cfg.mountpoint.as_path().into(),
+            },
             runtime: Handle::current(),
             taken: Arc::new(Semaphore::new(MOST_TAKEN)),
             lock_room: Arc::new(Semaphore::new(MOST_LOCK_WAITERS)),
@@ -518,6 +531,9 @@ impl Core {
     async fn file(&self, who: Caller, node: u64, body: Body, order: Order) -> Reply {
         let v = &self.vfs;
         match body {
+            Body::Open { flags } if running::cuts_unseen(flags) && running::runs(&self.mountpoint, node).await => {
+                Reply::Error(libc::ETXTBSY)
+            }
             Body::Open { flags } => {
                 with(v.open(who, node, flags as i32).await, |o| reply::opened(o.handle, self.open_flags()))
             }
