@@ -42,6 +42,31 @@ impl Fs {
 }
 
 #[test]
+fn locks_of_pages_meet_no_others_and_are_unknown_to_entries_of_before() {
+    let mut fs = Fs::new();
+    let (f, other) = (fs.create(ROOT, "f"), fs.open_session(2));
+    let pages = |r#type| set(f, 1, LockKind::LockPages, r#type, 0, END);
+    fs.rules = 1;
+    fs.fails(pages(LockType::LockWrite), Code::Inval);
+    assert!(fs.ns.header().format_version < 7);
+    fs.rules = RULES;
+    fs.one(write(f, 2, 0, END));
+    fs.one(pages(LockType::LockRead));
+    assert_eq!(fs.ns.header().format_version, 7);
+    let first = fs.session;
+    let others = |fs: &Fs, of| fs.ns.locks_of(f).unwrap().pages_of_others(of);
+    assert!(!others(&fs, first) && others(&fs, other));
+    fs.in_session(other, |fs| {
+        fs.one(pages(LockType::LockRead));
+        fs.fails(pages(LockType::LockWrite), Code::LockConflict);
+    });
+    fs.one(pages(LockType::LockUnlock));
+    assert!(others(&fs, first) && !others(&fs, other));
+    fs.in_session(other, |fs| fs.one(pages(LockType::LockWrite)));
+    fs.fails(pages(LockType::LockRead), Code::LockConflict);
+}
+
+#[test]
 fn owners_exclude_each_other_by_ranges() {
     let mut fs = Fs::new();
     let (f, other) = (fs.create(ROOT, "f"), fs.open_session(2));
