@@ -54,7 +54,7 @@ fn locks_of_pages_meet_no_others_and_are_unknown_to_entries_of_before() {
     fs.one(pages(LockType::LockRead));
     assert_eq!(fs.ns.header().format_version, 7);
     let first = fs.session;
-    let others = |fs: &Fs, of| fs.ns.locks_of(f).unwrap().pages_of_others(of);
+    let others = |fs: &Fs, of| fs.ns.pages_of_others(f, of).unwrap();
     assert!(!others(&fs, first) && others(&fs, other));
     fs.in_session(other, |fs| {
         fs.one(pages(LockType::LockRead));
