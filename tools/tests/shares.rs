@@ -2,6 +2,7 @@
 //! work, connections that say nothing, frames that stop. Others are served on meanwhile.
 //! `cluster-tests/attacks` has a command for each.
 
+#[allow(dead_code, reason = "some of it is for other tests")]
 mod common;
 #[path = "shares/places.rs"]
 mod places;
@@ -20,7 +21,6 @@ use std::{
 };
 
 use common::{ok, strake};
-use prost::Message as _;
 use strake_fabric::{Connection, Endpoint, Env, Fabric, Identity, Message, Pool, TcpFabric, keyfile};
 use strake_proto::{Code, Result, opcode, pb};
 use tokio::runtime::Runtime;
@@ -67,7 +67,7 @@ impl Victim {
         (1..10).map_while(of).collect()
     }
     fn identity(&self) -> Identity {
-        Identity::client(keyfile::read(&self.dir().join("client.key")).unwrap())
+        Identity::client(keyfile::read_client(&self.dir().join("client.key")).unwrap())
     }
     fn fabric(&self) -> TcpFabric {
         TcpFabric::new(Env::system(), self.identity(), None, Pool::new(64 << 20), Default::default())
