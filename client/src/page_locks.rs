@@ -159,17 +159,19 @@ impl Core {
     }
 
     async fn ask_for_pages(self: &Arc<Self>, ino: Ino, mode: Mode) -> Result<()> {
+        // First: from the moment at which the log gives it the leader tells this client of nobody else's.
+        self.pages.table.lock().mark(ino);
         let asked = Client { core: self.clone() }.wait_for_lock(ino, &lock(mode)).await;
         let wanted = match &asked {
             Ok(locked) => {
                 let mut table = self.pages.table.lock();
-                table.mark(ino);
                 table.granted(self.env.boot(), ino, mode, locked.session)
             }
             Err(e) => {
                 if e.code == Code::Inval {
                     tracing::warn!("the metadata servers are too old to keep mappings of several mounts in order: {e}");
                     self.pages.unknown.store(true, Relaxed);
+                    self.pages.table.lock().unmark(ino);
                 }
                 self.pages.table.lock().refused(ino);
                 false
@@ -192,10 +194,12 @@ impl Core {
         self.take_pages_back(ino).await;
         let session = self.current_session().map_or(0, |s| s.id);
         if self.cfg.keep.as_ref().is_some_and(|k| k.former_session() == session)
-            && !self.pages.table.lock().has(ino, None)
+            && self.pages.table.lock().leave_former(self.env.boot(), ino, session)
         {
             // A former process of the mount may have had it.
             self.unlock_pages(ino).await;
+            self.pages.table.lock().left(ino);
+            self.pages.news.notify_waiters();
         }
     }
 

@@ -139,6 +139,14 @@ impl Pages {
         }
     }
 
+    /// The servers know no lock of pages.
+    pub fn unmark(&mut self, ino: Ino) {
+        if let Some(f) = self.files.get_mut(&ino).filter(|f| f.marked) {
+            f.marked = false;
+            self.marked -= 1;
+        }
+    }
+
     pub fn is_marked(&self, ino: Ino) -> bool {
         self.is_file_marked(ino)
     }
@@ -290,6 +298,18 @@ impl Pages {
                 Leave::Go(held)
             }
         }
+    }
+
+    /// A lock that another process had in this session is to be given up, unless this one asks for it or has it. Then say
+    /// [`Pages::left`].
+    pub fn leave_former(&mut self, now: Duration, ino: Ino, session: SessionId) -> bool {
+        let f = self.files.entry(ino).or_default();
+        let none = f.lock == Lock::None;
+        if none {
+            let mode = Mode::Write;
+            f.lock = Lock::Leaving(Held { mode, session, number: 0, since: now, hold: HOLD, used: None, sized: false });
+        }
+        none
     }
 
     /// The lock is given up.

@@ -116,6 +116,19 @@ fn a_lock_goes_with_its_session() {
 }
 
 #[test]
+fn the_lock_of_a_former_process_is_not_given_up_once_this_one_asks_for_it() {
+    let mut p = Pages::default();
+    assert!(p.leave_former(ms(0), F, 1) && !p.leave_former(ms(0), F, 1));
+    assert_eq!(p.enter(ms(0), F, (Mode::Write, false), 1), Enter::Wait);
+    p.left(F);
+    assert!(p.files.is_empty());
+    assert_eq!(p.enter(ms(0), F, (Mode::Write, false), 1), Enter::Ask);
+    assert!(!p.leave_former(ms(0), F, 1));
+    p.granted(ms(0), F, Mode::Write, 1);
+    assert!(!p.leave_former(ms(0), F, 1));
+}
+
+#[test]
 fn the_size_is_known_as_long_as_the_lock() {
     let mut p = Pages::default();
     let Use::Locked { number, sized: false, .. } = got(&mut p, ms(0), Mode::Read, 1) else { panic!() };
