@@ -1,4 +1,5 @@
-//! Gets the lock of a file's pages before it is used, and gives it up when others want it: the shell around [`Pages`].
+//! Gets the lock of a file's pages before it is used, and gives it up when others want it: the
+//! shell around [`Pages`].
 
 use std::{
     sync::{
@@ -41,7 +42,8 @@ fn lock(mode: Mode) -> Lock {
     Lock { kind: LockKind::LockPages, owner: 1, mode, start: 0, end: u64::MAX, pid: 0 }
 }
 
-/// A use of a file: while it lasts others change nothing of it, and have no page that they could store to.
+/// A use of a file: while it lasts others change nothing of it, and have no page that they could
+/// store to.
 pub struct Using {
     core: Arc<Core>,
     ino: Ino,
@@ -66,7 +68,8 @@ impl Using {
         matches!(self.what, Use::Locked { sized: true, .. })
     }
 
-    /// Ends it; whether nobody else has changed the file since is to be asked for with what is returned.
+    /// Ends it; whether nobody else has changed the file since is to be asked for with what is
+    /// returned.
     pub(crate) fn over(self) -> Use {
         self.what
     }
@@ -159,7 +162,8 @@ impl Core {
     }
 
     async fn ask_for_pages(self: &Arc<Self>, ino: Ino, mode: Mode) -> Result<()> {
-        // First: from the moment at which the log gives it the leader tells this client of nobody else's.
+        // First: from the moment at which the log gives it the leader tells this client of nobody
+        // else's.
         self.pages.table.lock().mark(ino);
         let asked = Client { core: self.clone() }.wait_for_lock(ino, &lock(mode)).await;
         let wanted = match &asked {
@@ -185,8 +189,8 @@ impl Core {
         asked.map(drop)
     }
 
-    /// Others want pages of a file, or have some from now on: returns when nothing is in work any more that was begun without the lock,
-    /// and this client has no page of it, nor its lock.
+    /// Others want pages of a file, or have some from now on: returns when nothing is in work any
+    /// more that was begun without the lock, and this client has no page of it, nor its lock.
     pub(crate) async fn give_pages_back(self: &Arc<Self>, ino: Ino) {
         self.pages.table.lock().wanted(ino);
         self.leave_pages(ino, false).await;
@@ -203,7 +207,8 @@ impl Core {
         }
     }
 
-    /// As [`Core::give_pages_back`], for whoever does not use the file any more, or has use for another lock of it.
+    /// As [`Core::give_pages_back`], for whoever does not use the file any more, or has use for
+    /// another lock of it.
     pub(crate) async fn leave_pages(self: &Arc<Self>, ino: Ino, at_once: bool) {
         loop {
             let mut news = std::pin::pin!(self.pages.news.notified());
@@ -247,7 +252,8 @@ impl Core {
         }
     }
 
-    /// Nothing that was written under the lock is sent again later: others may have written there since.
+    /// Nothing that was written under the lock is sent again later: others may have written there
+    /// since.
     async fn settle_writes(self: &Arc<Self>, inode: &Arc<Inode>, session: SessionId) {
         let is_same = || self.current_session().is_some_and(|s| s.id == session) && !self.is_closed();
         while is_same() {
@@ -274,7 +280,8 @@ impl Core {
         }
     }
 
-    /// A file is opened so that it can be mapped for changes: pages that were handed out for looking could be stored to from now on.
+    /// A file is opened so that it can be mapped for changes: pages that were handed out for
+    /// looking could be stored to from now on.
     pub(crate) async fn leave_shared_pages(self: &Arc<Self>, ino: Ino) {
         if self.pages.table.lock().has(ino, Some(Mode::Read)) {
             self.leave_pages(ino, true).await;

@@ -1,8 +1,9 @@
-//! Whether this client may have pages of memory mappings of files, or change files of which others may have some: the
-//! pure part of "Between nodes" in `docs/mappings.md`.
+//! Whether this client may have pages of memory mappings of files, or change files of which others
+//! may have some: the pure part of "Between nodes" in `docs/mappings.md`.
 //!
-//! Of a file that nobody else maps nothing is known here, and every use is free. Once a file is **marked**, whoever uses
-//! it needs the lock of its pages, which one client has for changes, or any number for looking.
+//! Of a file that nobody else maps nothing is known here, and every use is free. Once a file is
+//! **marked**, whoever uses it needs the lock of its pages, which one client has for changes, or
+//! any number for looking.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -10,8 +11,9 @@ use strake_proto::{Ino, SessionId};
 
 use crate::rows::Paged;
 
-/// The lock is kept after its first use for half as long as it took to get it, so that whoever waited for it gets something done: two
-/// that contend use it for as long as they hand it on. At least and at most so long.
+/// The lock is kept after its first use for half as long as it took to get it, so that whoever
+/// waited for it gets something done: two that contend use it for as long as they hand it on. At
+/// least and at most so long.
 const HOLD: Duration = Duration::from_millis(10);
 const LONGEST_HOLD: Duration = Duration::from_millis(100);
 /// And for so long if it is not used: whoever asked for it is about to.
@@ -129,7 +131,8 @@ impl Pages {
         }
     }
 
-    /// Others have pages of this file, or want some. Stays for as long as this client lives, so nobody has to tell it twice.
+    /// Others have pages of this file, or want some. Stays for as long as this client lives, so
+    /// nobody has to tell it twice.
     pub fn mark(&mut self, ino: Ino) {
         if !self.is_file_marked(ino) {
             Paged::Marked.taken();
@@ -153,7 +156,8 @@ impl Pages {
 
     // --- uses ---
 
-    /// Bytes of a file are to be changed, or pages of it handed out. `free`: it may be so without the lock while the file is not marked.
+    /// Bytes of a file are to be changed, or pages of it handed out. `free`: it may be so without
+    /// the lock while the file is not marked.
     pub fn enter(&mut self, now: Duration, ino: Ino, (mode, free): (Mode, bool), session: SessionId) -> Enter {
         let marked = self.is_file_marked(ino);
         let f = self.files.entry(ino).or_default();
@@ -274,7 +278,8 @@ impl Pages {
         }
     }
 
-    /// The lock is to be given up, and nothing is to be in work that was begun without one. `at_once`: this client itself wants it so.
+    /// The lock is to be given up, and nothing is to be in work that was begun without one.
+    /// `at_once`: this client itself wants it so.
     pub fn leave(&mut self, now: Duration, ino: Ino, at_once: bool) -> Leave {
         let Some(f) = self.files.get_mut(&ino) else { return Leave::Done };
         if f.free > 0 {
@@ -300,8 +305,8 @@ impl Pages {
         }
     }
 
-    /// A lock that another process had in this session is to be given up, unless this one asks for it or has it. Then say
-    /// [`Pages::left`].
+    /// A lock that another process had in this session is to be given up, unless this one asks for
+    /// it or has it. Then say [`Pages::left`].
     pub fn leave_former(&mut self, now: Duration, ino: Ino, session: SessionId) -> bool {
         let f = self.files.entry(ino).or_default();
         let none = f.lock == Lock::None;

@@ -146,9 +146,11 @@ fn when_too_many_files_are_marked_all_are() {
     assert_eq!(p.enter(ms(0), 1 << 40, (Mode::Write, true), 1), Enter::Ask);
 }
 
-// Two clients and a server that gives the lock to one who changes or to several who look, in every order of events.
+// Two clients and a server that gives the lock to one who changes or to several who look, in every
+// order of events.
 
-/// A page-in for looking, one that can be stored to, each of a file that others may write too, or a write(2).
+/// A page-in for looking, one that can be stored to, each of a file that others may write too, or a
+/// write(2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum What {
     Look,

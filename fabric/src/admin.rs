@@ -1,5 +1,6 @@
-//! The way to a server's administration (gRPC): each connection begins with the handshake of `conn/handshake.rs`, under a key of
-//! its own that is derived from the cluster key. So whoever does not know that reaches nothing of HTTP.
+//! The way to a server's administration (gRPC): each connection begins with the handshake of
+//! `conn/handshake.rs`, under a key of its own that is derived from the cluster key. So whoever
+//! does not know that reaches nothing of HTTP.
 
 use std::{
     collections::VecDeque,
@@ -28,24 +29,27 @@ use crate::{
     quiet::Quiet,
 };
 
-/// Connections that have proved nothing yet. One more takes the place of the oldest: a stranger who holds places gives them up before
-/// somebody with the key, who is done in a moment, finds none.
+/// Connections that have proved nothing yet. One more takes the place of the oldest: a stranger who
+/// holds places gives them up before somebody with the key, who is done in a moment, finds none.
 const HALF_OPEN: usize = 64;
 /// Connections of administrators.
 const OPEN: usize = 32;
 /// How long a handshake may take.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-/// A connection whose other end is silent for so long is asked whether it is there, and ended if it is not.
+/// A connection whose other end is silent for so long is asked whether it is there, and ended if it
+/// is not.
 const SILENCE: Duration = Duration::from_secs(15);
 
-/// Who may administer: whoever derives this from the cluster key. Neither clients nor what is sent to another port pass for it.
+/// Who may administer: whoever derives this from the cluster key. Neither clients nor what is sent
+/// to another port pass for it.
 fn identity(cluster_key: &[u8; 32]) -> Identity {
     let key = derive_key(cluster_key, "strake admin v1");
     let nobody = derive_key(&key, "nobody");
     Identity { role: Role::Server, server_key: Some(key), client_key: nobody, signing: None, servers: None }
 }
 
-/// Listens until the future that is returned is dropped. Fails at once if the address cannot be had.
+/// Listens until the future that is returned is dropped. Fails at once if the address cannot be
+/// had.
 pub fn serve(
     at: SocketAddr,
     env: Env,

@@ -12,7 +12,8 @@ pub fn umask() -> Mode {
     process::umask(Mode::from_raw_mode(OTHERS))
 }
 
-/// Does something under another umask, then under the one before. Of the whole process: before it has threads.
+/// Does something under another umask, then under the one before. Of the whole process: before it
+/// has threads.
 pub fn under<T>(mask: Mode, f: impl FnOnce() -> T) -> T {
     let before = process::umask(mask);
     let done = f();
@@ -20,7 +21,8 @@ pub fn under<T>(mask: Mode, f: impl FnOnce() -> T) -> T {
     done
 }
 
-/// Makes a new folder, or what is one already, its owner's alone; `passage`: others may pass through it by name.
+/// Makes a new folder, or what is one already, its owner's alone; `passage`: others may pass
+/// through it by name.
 pub fn folder(path: &Path, passage: bool) -> io::Result<()> {
     match fs::create_dir(path) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => {}
@@ -30,8 +32,8 @@ pub fn folder(path: &Path, passage: bool) -> io::Result<()> {
     fs::set_permissions(path, fs::Permissions::from_mode(mode))
 }
 
-/// Takes what others may do away from a file or folder, if they may anything. Whether they might. Of a link, nothing: what it leads
-/// to is another's business.
+/// Takes what others may do away from a file or folder, if they may anything. Whether they might.
+/// Of a link, nothing: what it leads to is another's business.
 pub fn mend(path: &Path) -> io::Result<bool> {
     let had = path.symlink_metadata()?;
     let mode = had.permissions().mode();
@@ -42,7 +44,8 @@ pub fn mend(path: &Path) -> io::Result<bool> {
     Ok(true)
 }
 
-/// [`mend`] for a server's folder and all in it; one line in the log if something was to be done. What cannot be mended is named and left.
+/// [`mend`] for a server's folder and all in it; one line in the log if something was to be done.
+/// What cannot be mended is named and left.
 pub fn mend_all(folder: &Path) {
     let (mut mended, mut failed) = (0_u64, None);
     walk(folder, &mut |path| match mend(path) {

@@ -1,4 +1,5 @@
-//! Lines in the log that strangers can cause: a few of a kind are written, then only how many there were.
+//! Lines in the log that strangers can cause: a few of a kind are written, then only how many there
+//! were.
 
 use std::time::{Duration, Instant};
 

@@ -13,7 +13,8 @@ pub struct ClientKeyArgs {
     /// File with the cluster key.
     #[arg(long, env = status::KEY_VARIABLE)]
     cluster_key: PathBuf,
-    /// File to write, which only its owner may read; one of this cluster that lacks something is completed. Else it is printed.
+    /// File to write, which only its owner may read; one of this cluster that lacks something is
+    /// completed. Else it is printed.
     #[arg(long, short)]
     output: Option<PathBuf>,
 }

@@ -1,5 +1,6 @@
-//! Doors that strangers try, on clusters of real processes: what other users of the machine can read, who may administer, who passes for
-//! a server. `cluster-tests/attacks` has a command for each.
+//! Doors that strangers try, on clusters of real processes: what other users of the machine can
+//! read, who may administer, who passes for a server. `cluster-tests/attacks` has a command for
+//! each.
 
 #[path = "doors/admin.rs"]
 mod admin;

@@ -1,9 +1,9 @@
 //! Programs that run from files of the mount.
 //!
-//! The kernel lets nobody write to a program that runs. With `O_WRONLY` and `O_RDWR` it looks before
-//! it sends OPEN. With `O_RDONLY | O_TRUNC` it sends OPEN first, and looks then: the file would be
-//! cut though open(2) is `ETXTBSY`, and the program would die of the pages it lost. So the mount
-//! looks itself.
+//! The kernel lets nobody write to a program that runs. With `O_WRONLY` and `O_RDWR` it looks
+//! before it sends OPEN. With `O_RDONLY | O_TRUNC` it sends OPEN first, and looks then: the file
+//! would be cut though open(2) is `ETXTBSY`, and the program would die of the pages it lost. So the
+//! mount looks itself.
 
 use std::{fs, path::Path, sync::Arc};
 
