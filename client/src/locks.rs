@@ -32,6 +32,8 @@ pub use pb::{LockKind, LockType};
 /// Waits of one client at the same time; the metadata servers take no more.
 pub const MAX_WAITS: usize = 1024;
 const LANES: usize = 64;
+/// How often a try is made that the servers' log refused because of what is given up by then.
+const TRIES: u32 = 3;
 
 /// A lock somebody asks for, or gives up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -436,7 +438,15 @@ impl Core {
     async fn try_lock(self: Arc<Self>, ino: Ino, lock: &Lock, take: pb::Op, leftover: Leftover) -> Result<Given> {
         let lane = self.locks.enter(ino, lock).await;
         let unlock = Lock { mode: LockType::LockUnlock, ..*lock };
-        let given = self.meta(&pb::Creds::default(), vec![take]).await.and_then(ok).and_then(locked);
+        let mut tries = TRIES;
+        let given = loop {
+            tries -= 1;
+            match self.meta(&pb::Creds::default(), vec![take.clone()]).await.and_then(ok).and_then(locked) {
+                // What was in the way is given up by now.
+                Err(e) if e.code == Code::Overloaded && tries > 0 => {}
+                r => break r,
+            }
+        };
         let (locked, before) = match given {
             // It may have run: better not to have it than to have it unknown to its owner.
             Err(e) if in_doubt(&e) => {

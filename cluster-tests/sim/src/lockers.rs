@@ -224,9 +224,7 @@ impl Locker {
             }
             Ok(Err(e)) if matches!(e.code, Code::LockConflict | Code::Deadlock) => {
                 let was = self.model.lock().was_in_the_way(who, &cells, write, since);
-                // The log refuses without asking the holder: `docs/known-gaps.md`.
-                let by_log = e.message.starts_with("bytes ");
-                if e.code == Code::LockConflict && !was && !by_log && unanswered == self::unanswered() {
+                if e.code == Code::LockConflict && !was && unanswered == self::unanswered() {
                     let m = format!("{who:?} was told of a lock on {cells:?} that nobody had: {e}");
                     self.found.lock().broken(m);
                 }

@@ -93,6 +93,10 @@ impl Mds {
             self.note_handles(term, by, number, epoch, &ops, &mut reply.results)?;
         }
         self.recalls.settled(term, &depends).await?;
+        if self.was_refused_for_nothing(term, by.session, &ops, &reply.results).await? {
+            let m = "the lock that was in the way is given up by now; try again";
+            return Ok(refusal(&Error::new(Code::Overloaded, m)));
+        }
         if reply.results.iter().all(ok) {
             self.wait_for_held_back(term, by, &ops, &reply.results).await?;
             self.recalls.settled(term, &depends).await?;

@@ -117,6 +117,25 @@ impl Mds {
         Ok(true)
     }
 
+    /// Whether the log refused a try because of what nobody has any more. Between [`Mds::check_locks`] and the log may come a
+    /// lock whose caller had gone, which is given up at once: its holder is asked before a conflict is told, as it would have been there.
+    pub(super) async fn was_refused_for_nothing(
+        &self,
+        term: u64,
+        session: SessionId,
+        ops: &[pb::Op],
+        results: &[pb::OpResult],
+    ) -> Result<bool> {
+        let ([op], [result]) = (ops, results) else { return Ok(false) };
+        let patient = matches!(&op.op, Some(Op::SetLock(o)) if o.patient);
+        let refused = result.status.as_ref().is_some_and(|s| s.code == Code::LockConflict as u32);
+        let Some(want) = wants(session, ops).pop().filter(|_| refused && !patient) else { return Ok(false) };
+        let mut asked = BTreeSet::new();
+        let barring = || self.machine.namespace.barring(&want, MAX_ASKED);
+        while self.settle(term, &want, &barring()?.0, &mut asked).await? {}
+        Ok(barring()?.0.is_empty())
+    }
+
     fn want_pages(&self, term: u64, ino: Ino, holders: &BTreeSet<SessionId>) -> Result<()> {
         if holders.is_empty() { Ok(()) } else { self.recalls.want_pages(term, ino, holders) }
     }
