@@ -27,7 +27,7 @@ async fn fill(client: &Client, creds: &Creds) {
     let name = |i: usize| format!("stay-{i:06}").into_bytes().into();
     let make = |i| Op::Mknod(pb::Mknod { parent: dir, name: name(i), mode: 0o100_644, ..Default::default() });
     let all: Vec<_> = (0..STAY).map(|i| pb::Op { op: Some(make(i)) }).collect();
-    for part in all.chunks(8_000) {
+    for part in all.chunks(2_000) {
         let made = client.compound(creds, part.to_vec()).await.unwrap();
         assert!(made.iter().all(|r| r.status.is_none()));
     }
