@@ -180,7 +180,7 @@ struct World {
     last: [Number; 2],
     now: u64,
     doing: [Doing; 2],
-    /// Who has the lock by the log, and for whom its answer waits until the other one was told.
+    /// The one that has the lock by the log; its answer waits until the other one was told.
     held: [Option<Mode>; 2],
     telling: [bool; 2],
     /// Asked to give way, and at it.

@@ -117,7 +117,7 @@ impl Mds {
         Ok(true)
     }
 
-    /// Whether the log refused a try because of what nobody has any more. Between [`Mds::check_locks`] and the log may come a
+    /// Whether the log refused a try because of a lock that is given up by now. Between [`Mds::check_locks`] and the log may come a
     /// lock whose caller had gone, which is given up at once: its holder is asked before a conflict is told, as it would have been there.
     pub(super) async fn was_refused_for_nothing(
         &self,
@@ -140,7 +140,7 @@ impl Mds {
         if holders.is_empty() { Ok(()) } else { self.recalls.want_pages(term, ino, holders) }
     }
 
-    /// Has those give pages back whom others wait for.
+    /// Has sessions give pages back that others wait for.
     fn want_all_pages(&self) -> Result<()> {
         let term = self.leading()?;
         let wanted = self.with_lead(|l| {

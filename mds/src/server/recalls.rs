@@ -38,7 +38,7 @@ const POLL: Duration = Duration::from_secs(3);
 const CHECK: Duration = Duration::from_secs(2);
 /// How often those who do not answer are looked for.
 const TICK: Duration = Duration::from_millis(250);
-/// Files of which it is known whom was told that others have pages of them.
+/// Files of which it is kept which sessions were told that others have pages of them.
 const MOST_TOLD: usize = 65_536;
 /// A look that comes this late means that the process was stopped: nobody could be heard.
 const STALL: Duration = Duration::from_secs(1);

@@ -159,7 +159,7 @@ impl Waits {
     }
 
     /// Gives turns, in order, to those that nothing stands in the way of, and takes them back from those that something
-    /// does. `barred` says whether locks do. Whether anybody has his turn who had not.
+    /// does. `barred` says whether locks do. Whether there is a turn that there was not.
     pub fn look(&mut self, now: Duration, ino: Ino, mut barred: impl FnMut(&Want) -> Result<bool>) -> Result<bool> {
         let tickets: Vec<u64> = self.files.get(&ino).into_iter().flatten().copied().collect();
         let (mut turns, mut news): (Vec<Want>, bool) = (Vec::new(), false);
@@ -297,7 +297,7 @@ mod tests {
         Locks { held: by.iter().map(|(o, s)| (*o, vec![*s])).collect(), fence: 0 }
     }
 
-    /// Whether somebody has his turn who had not.
+    /// Whether there is a turn that there was not.
     fn look(t: &mut Waits, now: Duration, locks: &Locks) -> bool {
         t.look(now, 50, |w| Ok(locks.barring(w).next().is_some())).unwrap()
     }
