@@ -102,3 +102,68 @@ async fn entries_that_stay_are_seen_exactly_once() {
         unmounted.await.expect("still in use");
     }
 }
+
+/// Linux keeps one name of each directory, and moves it only where it gets the locks for that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn directories_that_another_mount_moves_are_found() {
+    let at = tempfile::tempdir().unwrap();
+    if let Err(e) = can_mount(at.path()) {
+        println!("skipped: {e}");
+        return;
+    }
+    let (cluster, creds) = (Cluster::new(), Creds::default());
+    let other = cluster.client().await;
+    let m = mount(MountConfig::new(at.path()), cluster.client().await).await.unwrap();
+    let root = at.path().to_owned();
+    let make = {
+        let root = root.clone();
+        move || ["a", "b", "c", "a/d", "a/d/e"].iter().for_each(|d| fs::create_dir(root.join(d)).unwrap())
+    };
+    tokio::task::spawn_blocking(make).await.unwrap();
+    let mut inos = Vec::new();
+    for name in ["a", "b", "c"] {
+        inos.push(other.lookup(&creds, other.root(), name.as_bytes()).await.unwrap().ino);
+    }
+    let (stop, made) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let busy = tokio::task::spawn_blocking({
+        let (root, stop, made) = (root.clone(), stop.clone(), made.clone());
+        move || {
+            while !stop.load(Relaxed) {
+                for d in ["a", "b", "c"] {
+                    let f = root.join(d).join("busy");
+                    fs::write(&f, "").unwrap();
+                    fs::remove_file(&f).unwrap();
+                    made.fetch_add(1, Relaxed);
+                }
+            }
+        }
+    });
+    let mut outcome = Ok(());
+    for round in 0..60 {
+        // The other mount moves it from one to the next, this one on to the third.
+        let [from, to, third] = [0, 1, 2].map(|n| (2 * round + n) % 3);
+        other.rename(&creds, (inos[from], b"d"), (inos[to], b"d"), 0).await.unwrap();
+        let [to, third] = [to, third].map(|n| root.join(["a", "b", "c"][n]).join("d"));
+        let moved = tokio::task::spawn_blocking(move || {
+            if round % 2 == 0 {
+                fs::metadata(to.join("e"))?;
+            }
+            fs::rename(&to, &third)?;
+            fs::metadata(third.join("e")).map(drop)
+        });
+        outcome = moved.await.unwrap().map_err(|e| (round, e));
+        if outcome.is_err() {
+            break;
+        }
+    }
+    stop.store(true, Relaxed);
+    busy.await.unwrap();
+    outcome.unwrap();
+    assert!(made.load(Relaxed) > 60, "nobody was in the way");
+    let unmounted = tokio::time::timeout(std::time::Duration::from_secs(60), async {
+        while m.unmount().await.is_err() {
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    });
+    unmounted.await.expect("still in use");
+}

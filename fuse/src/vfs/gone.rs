@@ -27,7 +27,7 @@ const MOST_GONE: usize = 1024;
 const DEEPEST: usize = 2048;
 const S_ISGID: u32 = 0o2000;
 
-pub(super) fn is_dir(attr: &pb::Attr) -> bool {
+pub(crate) fn is_dir(attr: &pb::Attr) -> bool {
     attr.mode & libc::S_IFMT == libc::S_IFDIR
 }
 

@@ -35,6 +35,7 @@ use claims::Claims;
 pub use dirs::Entry;
 use dirs::OpenDir;
 use gone::Folders;
+pub(crate) use gone::is_dir;
 use handles::{Numbering, Table};
 pub(crate) use known::Known;
 pub(crate) use locks::{Leaving, Queue, Soon};

@@ -156,6 +156,11 @@ impl Vfs {
         Ok(())
     }
 
+    /// Whether a rename with these flags exchanges two names.
+    pub(crate) fn exchanges(flags: u32) -> bool {
+        flags & RENAME_EXCHANGE != 0
+    }
+
     /// access(2) as `caller`; `mask` of `R_OK` 4, `W_OK` 2, `X_OK` 1.
     pub async fn access(&self, caller: Caller, ino: Ino, mask: u32) -> Result<()> {
         self.client.access(&self.creds(caller), self.inner(ino), mask).await.map_err(stale)

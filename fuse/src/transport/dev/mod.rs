@@ -1,7 +1,7 @@
 //! `/dev/fuse` by our own hands: the kernel's protocol without a library in between.
 //!
 //! `channel` reads requests and writes replies; `copies` takes back what the kernel was told; `request`, `reply`, `init` and `notify` are the protocol itself, pure;
-//! `session` runs the threads; `progress` knows how far they have come; `interim` answers while no server does; `mapped` and `pages` keep memory mappings in order with all else, `shared` with other nodes; `interrupts` lets go of callers that were killed; `running` knows which programs run; `serve` asks the
+//! `session` runs the threads; `progress` knows how far they have come; `interim` answers while no server does; `mapped` and `pages` keep memory mappings in order with all else, `shared` with other nodes; `moved` has it forget where directories were; `interrupts` lets go of callers that were killed; `running` knows which programs run; `serve` asks the
 //! [VFS core](crate::vfs). See `docs/fuse.md`.
 
 mod abi;
@@ -11,6 +11,7 @@ mod init;
 pub(crate) mod interim;
 mod interrupts;
 mod mapped;
+mod moved;
 pub(crate) mod notify;
 mod pages;
 mod progress;

@@ -27,6 +27,7 @@ use super::{
     init::Agreed,
     interrupts::{Interrupts, Patience},
     mapped::{Changing, HasPages, Mapped, PageIn},
+    moved::Moved,
     progress::{Progress, TakenSoFar},
     reply::{self, Entries, Reply, Taken, Timeouts},
     request::{self, Body, Head, Request, SetAttr},
@@ -37,7 +38,7 @@ use super::{
 use crate::{
     MountConfig,
     transport::errno,
-    vfs::{Caller, Change, CopyRange, Leaving, Lock, LockType, Place, Released, Stat, Time, Vfs},
+    vfs::{Caller, Change, CopyRange, Leaving, Lock, LockType, Place, Released, Stat, Time, Vfs, is_dir},
 };
 
 /// Waiting for locks at a time; more are answered ENOLCK.
@@ -77,6 +78,7 @@ struct Core {
     bounds: Timeouts,
     copies: Arc<Copies>,
     mapped: Arc<Mapped>,
+    moved: Arc<Moved>,
     shared: Arc<Shared>,
     agreed: Arc<OnceLock<Agreed>>,
     /// Requests in work at a time.
@@ -118,6 +120,7 @@ impl Serve {
                 bounds,
                 copies,
                 mapped,
+                moved: Arc::default(),
                 shared,
                 agreed,
                 room,
@@ -139,8 +142,9 @@ impl Serve {
 
     /// To be done before anything is read: from now on what the kernel is told is taken back through `channel`.
     pub(super) fn keep_copies(&mut self, channel: &Arc<Channel>) {
-        let Core { vfs, copies, mapped, shared, agreed, bounds, .. } = &mut self.core;
+        let Core { vfs, copies, mapped, moved, shared, agreed, bounds, .. } = &mut self.core;
         copies.connect(channel);
+        moved.connect(channel);
         mapped.connect(channel);
         if !vfs.set_copies(Arc::new(Recalls { copies: copies.clone(), shared: shared.clone() })) {
             tracing::warn!("another mount of this client keeps copies: here the kernel keeps none");
@@ -491,8 +495,18 @@ impl Core {
         let v = &self.vfs;
         match body {
             Body::Lookup { name } => match v.lookup(who, node, &name).await {
-                Err(e) if e.code == Code::NoEnt => reply::missing((node, &name)),
-                found => with(found, |a| reply::entry(&a, (node, &name), Taken::Found)),
+                Err(e) if e.code == Code::NoEnt => {
+                    self.moved.left((node, &name));
+                    reply::missing((node, &name))
+                }
+                Err(e) => Reply::Error(errno(&e)),
+                Ok(a) => {
+                    match is_dir(&a) && !matches!(&name[..], b"." | b"..") {
+                        true => Box::pin(self.moved.found(a.ino, (node, &name))).await,
+                        false => self.moved.left((node, &name)),
+                    }
+                    reply::entry(&a, (node, &name), Taken::Found)
+                }
             },
             Body::Getattr => with(v.getattr(node).await, |a| reply::attr(&a, Taken::InOrder)),
             Body::Statx => with(v.getattr(node).await, |a| reply::statx(&a)),
@@ -504,11 +518,15 @@ impl Core {
             Body::Mknod { name, mode, rdev, umask } => {
                 made(v.mknod(who, node, &name, mode, umask, rdev).await, (node, &name))
             }
-            Body::Mkdir { name, mode, umask } => made(v.mkdir(who, node, &name, mode, umask).await, (node, &name)),
+            Body::Mkdir { name, mode, umask } => {
+                let dir = v.mkdir(who, node, &name, mode, umask).await;
+                made(dir.inspect(|a| self.moved.made(a.ino, (node, &name))), (node, &name))
+            }
             Body::Unlink { name } => empty(v.unlink(who, node, &name).await),
-            Body::Rmdir { name } => empty(v.rmdir(who, node, &name).await),
+            Body::Rmdir { name } => empty(v.rmdir(who, node, &name).await.inspect(|()| self.moved.left((node, &name)))),
             Body::Rename { name, to, to_name, flags } => {
                 with(v.rename(who, (node, &name), (to, &to_name), flags).await, |()| {
+                    self.moved.renamed((node, &name), (to, &to_name), Vfs::exchanges(flags));
                     // The kernel believes the new name for as long as the old one, but the client may not know it.
                     self.copies.forget_names();
                     Reply::ok()
