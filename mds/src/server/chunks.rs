@@ -16,7 +16,7 @@ use futures_util::{
 use parking_lot::Mutex;
 use strake_fabric::{Connection, Fabric, Message};
 use strake_proto::{
-    ChunkId, Code, Error, Ino, Result,
+    ChainId, ChunkId, Code, Error, Ino, Result,
     data::{DataReply, DataRequest, FLAG_TOMBSTONE, Version},
     layout::{Cut, StripeMap},
     map::{ChainExt, MapView},
@@ -32,6 +32,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// would otherwise try for a second, one after the other.
 const FAILURE_STANDS: Duration = Duration::from_millis(500);
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// A storage server works so long on one TRIM, and says then where to go on.
+const TRIM_BUDGET_MS: u32 = 3000;
 /// Beyond so many connections those that broke are forgotten.
 const MAX_LINKS: usize = 1024;
 /// Chains of one file that are asked at the same time.
@@ -136,17 +138,23 @@ pub(super) async fn cut_files(mds: &Mds, term: u64) {
     // What was made and is not in the log yet: when it is, the file is written again, and another cut may come after that.
     let made = &mds.cuts_made;
     made.lock().begin(term);
+    let progress = &Progress::default();
     let wanted = |(ino, number): (Ino, u64)| mds.machine.namespace.trim_of(ino).is_some_and(|t| t.number == number);
     let list = |n: usize| {
         made.lock().cuts.retain(|cut| wanted(*cut));
         let trims = mds.machine.namespace.trims(n);
+        if trims.len() < n {
+            // All there are. A cut that was replaced by a later one is not gone on with.
+            progress.retain(|number| trims.iter().any(|(_, t, _)| t.number == number));
+        }
         trims.into_iter().map(|(ino, t, layout)| ((ino, t.number), (ino, t, layout))).collect::<Vec<_>>()
     };
     let job = |(ino, trim, layout): (Ino, pb::Trim, pb::Layout)| async move {
         if !made.lock().cuts.contains(&(ino, trim.number)) {
             fenced(mds, trim.fence)?;
             let map = mds.map();
-            trim_chunks(mds, &map, &StripeMap::resolve(ino, &layout, &map)?, Some(&trim)).await?;
+            let stripes = StripeMap::resolve(ino, &layout, &map)?;
+            trim_chunks(mds, &map, &stripes, Some(&trim), (progress, trim.number)).await?;
             made.lock().cuts.insert((ino, trim.number));
         }
         Ok(())
@@ -183,13 +191,14 @@ fn fenced_before(mds: &Mds, number: u64, stripes: &StripeMap, map: &MapView) -> 
 
 /// Files that are gone: all their chunks are removed.
 pub(super) async fn delete_files(mds: &Mds) {
+    let progress = &Progress::default();
     let list = |n: usize| mds.machine.namespace.gc_queue(n).into_iter().map(|(n, r)| (n, (n, r))).collect::<Vec<_>>();
     let job = |(number, r): (u64, pb::GcRecord)| async move {
         let Some(layout) = &r.layout else { return Ok(()) };
         let map = mds.map();
         let stripes = StripeMap::resolve(r.ino, layout, &map)?;
         fenced_before(mds, number, &stripes, &map)?;
-        trim_chunks(mds, &map, &stripes, None).await
+        trim_chunks(mds, &map, &stripes, None, (progress, number)).await
     };
     let done =
         |numbers: Vec<u64>| async move { mds.propose(Command::GcDone(pb::GcDone { numbers })).await.map(|_| ()) };
@@ -287,32 +296,114 @@ fn settle<K: Ord + Copy + std::fmt::Debug>(
     }
 }
 
-/// Cuts a file's chunks on all its chains, or removes all if its data is gone for good.
-async fn trim_chunks(mds: &Mds, map: &MapView, stripes: &StripeMap, trim: Option<&pb::Trim>) -> Result<()> {
+/// Where the removal of a file's chunks on a chain goes on: the first chunk left, and TRIM's `seq`
+/// for data that is gone for good.
+#[derive(Clone, Copy, Default)]
+struct Step {
+    index: u64,
+    seq: u64,
+}
+
+/// How far this leader has come with jobs that take several requests: by the number of the cut or
+/// deletion, and by chain. A job that fails in between goes on there.
+#[derive(Default)]
+struct Progress(Mutex<BTreeMap<(u64, ChainId), Step>>);
+
+impl Progress {
+    fn of(&self, at: (u64, ChainId)) -> Step {
+        self.0.lock().get(&at).copied().unwrap_or_default()
+    }
+
+    fn done(&self, number: u64) {
+        let mut all = self.0.lock();
+        let chains: Vec<_> = all.range((number, 0)..=(number, ChainId::MAX)).map(|(at, _)| *at).collect();
+        for at in chains {
+            all.remove(&at);
+        }
+    }
+
+    /// Forgets those of jobs that others have ended.
+    fn retain(&self, wanted: impl Fn(u64) -> bool) {
+        self.0.lock().retain(|(number, _), _| wanted(*number));
+    }
+}
+
+/// Cuts a file's chunks on all its chains, or removes all if its data is gone for good. `number`: of
+/// the job.
+async fn trim_chunks(
+    mds: &Mds,
+    map: &MapView,
+    stripes: &StripeMap,
+    trim: Option<&pb::Trim>,
+    (progress, number): (&Progress, u64),
+) -> Result<()> {
     let requests = trim_requests(stripes, trim.map(|t| t.size), map)?;
     let calls = requests.into_iter().map(|(node, request)| async move {
         let conn = mds.links.get(&node).await?;
-        let Some(trim) = trim else { return call(&*conn, &request).await.map(drop) };
-        let term = mds.with_lead(|l| Ok(l.term))?;
-        let version = Version { epoch: term, number: 0 };
-        let number = call(&*conn, &DataRequest { version, ..request.clone() }).await?.version.number;
-        if number == 0 {
-            return Err(Error::new(Code::Protocol, "a storage server of an older version cuts without a number"));
+        let at = (number, request.chain);
+        loop {
+            let request = resumed(&request, progress.of(at));
+            let reply = match trim {
+                None => call(&*conn, &request).await?,
+                Some(trim) => cut_once(mds, &*conn, stripes.ino, trim, request.clone()).await?,
+            };
+            let Some(step) = next_step(&request, &reply)? else { return Ok::<(), Error>(()) };
+            progress.0.lock().insert(at, step);
         }
-        // Only now: a number that is given after another cut of the file is done would undo what was written since.
-        if mds.machine.namespace.trim_of(stripes.ino).is_none_or(|t| t.number != trim.number) {
-            return Err(Error::new(
-                Code::Stale,
-                format!("cut {} of inode {:#x} is made or replaced", trim.number, stripes.ino),
-            ));
-        }
-        call(&*conn, &DataRequest { version, seq: number, ..request }).await.map(drop)
     });
     let mut calls = stream::iter(calls).buffer_unordered(CHAINS_AT_ONCE);
     while let Some(r) = calls.next().await {
         r?;
     }
+    progress.done(number);
     Ok(())
+}
+
+/// The request that goes on where former ones have come to.
+fn resumed(request: &DataRequest, step: Step) -> DataRequest {
+    let mut r = DataRequest { offset: TRIM_BUDGET_MS, ..request.clone() };
+    if step.index > r.chunk.index || step.seq > 0 {
+        // The chunk before was cut by the first one.
+        (r.chunk.index, r.len, r.seq) = (step.index, u32::MAX, step.seq);
+    }
+    r
+}
+
+/// What is left of a TRIM, as its answer says. One of an older version has done all.
+fn next_step(request: &DataRequest, reply: &DataReply) -> Result<Option<Step>> {
+    if reply.stable || reply.len == 0 {
+        return Ok(None);
+    }
+    let step = Step { index: reply.version.number, seq: u64::from(reply.len - 1) };
+    let gone = request.flags & FLAG_TOMBSTONE != 0;
+    let from = Step { index: request.chunk.index, seq: if gone { request.seq } else { 0 } };
+    let forward = (step.seq, step.index) > (from.seq, from.index);
+    if !forward || step.seq > u64::from(gone) {
+        return Err(Error::new(Code::Protocol, "a storage server's TRIM does not come forward"));
+    }
+    Ok(Some(step))
+}
+
+/// One round of a cut: a number for it, then the cut with it.
+async fn cut_once(
+    mds: &Mds,
+    conn: &dyn Connection,
+    ino: Ino,
+    trim: &pb::Trim,
+    request: DataRequest,
+) -> Result<DataReply> {
+    let term = mds.with_lead(|l| Ok(l.term))?;
+    let version = Version { epoch: term, number: 0 };
+    let number = call(conn, &DataRequest { version, seq: 0, ..request.clone() }).await?.version.number;
+    if number == 0 {
+        return Err(Error::new(Code::Protocol, "a storage server of an older version cuts without a number"));
+    }
+    // Only now: a number that is given after another cut of the file is done would undo what was written since.
+    if mds.machine.namespace.trim_of(ino).is_none_or(|t| t.number != trim.number) {
+        let m = format!("cut {} of inode {ino:#x} is made or replaced", trim.number);
+        return Err(Error::new(Code::Stale, m));
+    }
+    call(conn, &DataRequest { version, seq: number, ..request }).await
 }
 
 async fn call(conn: &dyn Connection, request: &DataRequest) -> Result<DataReply> {
@@ -389,6 +480,41 @@ mod tests {
         fn close(&self) {
             self.0.store(true, Ordering::Relaxed);
         }
+    }
+
+    #[test]
+    fn a_trim_goes_on_where_its_answer_says() {
+        let chunk = ChunkId { ino: 4, data: 9, index: 3 };
+        let first = DataRequest { len: 100, ..DataRequest::new(7, 1, 1, chunk) };
+        let left = |index, len| DataReply { len, version: Version { epoch: 1, number: index }, ..DataReply::default() };
+        let begun = resumed(&first, Step::default());
+        assert_eq!((begun.chunk.index, begun.len, begun.offset), (3, 100, TRIM_BUDGET_MS));
+        let step = next_step(&begun, &left(500, 1)).unwrap().unwrap();
+        let next = resumed(&first, step);
+        assert_eq!((next.chunk.index, next.len), (500, u32::MAX), "the chunk before is cut once");
+        // Done; by one that knows no steps; and one that stays where it is.
+        assert!(next_step(&next, &DataReply { stable: true, ..left(0, 0) }).unwrap().is_none());
+        assert!(next_step(&next, &DataReply::default()).unwrap().is_none());
+        assert!(next_step(&next, &left(500, 1)).is_err() && next_step(&next, &left(1, 2)).is_err());
+        // For good: all are removed first, then the tombstones are forgotten.
+        let gone = DataRequest { len: u32::MAX, flags: FLAG_TOMBSTONE, chunk: ChunkId { index: 0, ..chunk }, ..first };
+        let removed = resumed(&gone, next_step(&gone, &left(500, 1)).unwrap().unwrap());
+        let step = next_step(&removed, &left(20, 2)).unwrap().unwrap();
+        let forgets = resumed(&gone, step);
+        assert_eq!((forgets.chunk.index, forgets.seq, forgets.len), (20, 1, u32::MAX));
+        assert!(next_step(&forgets, &left(600, 1)).is_err(), "no step back");
+    }
+
+    #[test]
+    fn how_far_a_job_came_is_kept_until_it_is_done() {
+        let progress = Progress::default();
+        for at in [(5, 1), (5, 2), (6, 1)] {
+            progress.0.lock().insert(at, Step { index: 9, seq: 0 });
+        }
+        progress.done(5);
+        assert_eq!((progress.of((5, 2)).index, progress.of((6, 1)).index), (0, 9));
+        progress.retain(|number| number == 7);
+        assert_eq!(progress.of((6, 1)).index, 0);
     }
 
     #[tokio::test]

@@ -24,6 +24,16 @@ const STEP: usize = 1024;
 /// Segment records that one look for extents reads at most: 256 MiB of a file without holes.
 const EXTENT_LOOK: usize = 1024;
 
+/// What came of forgetting tombstones.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Forgot {
+    pub forgotten: usize,
+    /// Chunks that are no tombstones.
+    pub left: Vec<u64>,
+    /// Where there may be more; `None`: all were looked at.
+    pub next: Option<u64>,
+}
+
 /// Records of one chain, from a bound on.
 struct Span<K> {
     from: Bound<K>,
@@ -55,28 +65,34 @@ impl Engine {
         self.shared.entries(Span { from: Bound::Included(key(from_index)), to: key(u64::MAX) }, max)
     }
 
-    /// Drops the tombstones of a file's data on a chain, when nobody can ask for it any more. Returns how many there were.
-    pub fn forget_tombstones(&self, chain: ChainId, ino: u64, data: u64) -> Result<usize> {
-        let (mut forgotten, mut from) = (0, 0);
-        loop {
-            let page = self.chunks_of(chain, ino, data, from, STEP)?;
+    /// Drops the tombstones of a file's data on a chain, when nobody can ask for it any more: of its
+    /// first `most` chunks from `from` on. The caller flushes in between.
+    pub fn forget_tombstones(&self, chain: ChainId, file: (u64, u64), from: u64, most: usize) -> Result<Forgot> {
+        let (ino, data) = file;
+        let page = self.chunks_of(chain, ino, data, from, most)?;
+        let mut out = Forgot::default();
+        for part in page.chunks(STEP) {
             let mut s = self.shared.state.lock();
             s.check()?;
-            for chunk in page.iter().filter(|e| e.tombstone).map(|e| e.chunk) {
-                let key = Key { chain, chunk };
+            for e in part {
+                let key = Key { chain, chunk: e.chunk };
+                if !e.tombstone {
+                    out.left.push(e.chunk.index);
+                    continue;
+                }
                 // A chunk with an update on its way, or written again meanwhile, is left alone.
                 let again = s.headers.get(&key).flatten().is_some_and(|h| !h.meta.tombstone);
                 if !again && !s.staging.contains(&key) {
                     s.headers.put(key, None);
                     s.committed += 1;
-                    forgotten += 1;
+                    out.forgotten += 1;
                 }
             }
-            match page.last().and_then(|e| e.chunk.index.checked_add(1)) {
-                Some(next) if page.len() == STEP => from = next,
-                _ => return Ok(forgotten),
-            }
         }
+        if page.len() >= most {
+            out.next = page.last().and_then(|e| e.chunk.index.checked_add(1));
+        }
+        Ok(out)
     }
 }
 

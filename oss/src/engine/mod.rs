@@ -65,6 +65,7 @@ pub use findings::Found;
 pub use grants::Ask;
 use grants::Grants;
 use kept::Kept;
+pub use list::Forgot;
 use overlay::Overlay;
 use parking_lot::Mutex;
 pub use position::Position;

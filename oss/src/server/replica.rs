@@ -24,7 +24,7 @@ use super::{
     node::{InWork, Node, Target},
     peers::Lane,
     repair::Unrepaired,
-    trim::Cuts,
+    trim::{Cuts, Forget},
 };
 use crate::{
     chain::{ChainCore, Committed, Input, Local, Op, OpId, Outcome, Output, View, What, rows::Event, slot::Refusal},
@@ -423,36 +423,42 @@ impl Replica {
     }
 
     /// Flushes this replica and all behind it, the SYNCING one too: it may have become in sync in a newer epoch, and must
-    /// then hold what is called stable in this one. Their stamps, this one's first. `forget`: the file whose
-    /// tombstones may go.
-    pub async fn flush_chain(&self, epoch: u64, forget: Option<ChunkId>) -> Result<Vec<Stamp>> {
+    /// then hold what is called stable in this one. Their stamps, this one's first.
+    pub async fn flush_chain(&self, epoch: u64) -> Result<Vec<Stamp>> {
+        self.flush_all(epoch, None).await.map(|(stamps, _)| stamps)
+    }
+
+    /// As [`Replica::flush_chain`]. With `forget`, those behind forget then; where they have to go on.
+    pub(super) async fn flush_all(&self, epoch: u64, forget: Option<Forget>) -> Result<(Vec<Stamp>, Option<u64>)> {
         self.check_member(epoch)?;
         let next = self.view().successor.map(|(t, _)| t);
         let behind = async {
-            let Some(to) = next else { return Ok(Vec::new()) };
+            let Some(to) = next else { return Ok((Vec::new(), None)) };
             self.forward_flush(to, epoch, forget).await
         };
         let local = self.flush();
         let (behind, local) = tokio::join!(behind, local);
         local?;
-        if let Some(f) = forget {
-            // Nothing knows a copy of what was forwarded any more, should one come late.
-            self.data_is_gone(f.data);
-            self.engine().forget_tombstones(self.chain, f.ino, f.data)?;
-        }
-        Ok(std::iter::once(self.stamp()).chain(behind?).collect())
+        let (stamps, next) = behind?;
+        Ok((std::iter::once(self.stamp()).chain(stamps).collect(), next))
     }
 
-    async fn forward_flush(&self, to: TargetId, epoch: u64, forget: Option<ChunkId>) -> Result<Vec<Stamp>> {
-        let chunk = forget.unwrap_or(ChunkId { ino: 0, data: 0, index: 0 });
+    async fn forward_flush(
+        &self,
+        to: TargetId,
+        epoch: u64,
+        forget: Option<Forget>,
+    ) -> Result<(Vec<Stamp>, Option<u64>)> {
+        let chunk = forget.map_or(ChunkId { ino: 0, data: 0, index: 0 }, |f| f.from);
         let flags = if forget.is_some() { FLAG_TOMBSTONE } else { 0 };
-        let r = DataRequest { flags, ..DataRequest::new(self.chain, epoch, to, chunk) };
+        let len = forget.map_or(0, |f| f.most);
+        let r = DataRequest { flags, len, ..DataRequest::new(self.chain, epoch, to, chunk) };
         let m = Message::new(opcode::FORWARD_FLUSH, r.encode());
         let result = self.call(to, Lane::Flush(self.behind(to)), m).await;
         if matches!(&result, Err(e) if e.code == Code::StaleEpoch) {
             self.node.kick.notify_one();
         }
-        result.map(|(r, _)| r.stamps)
+        result.map(|(r, _)| (r.stamps, (r.len != 0).then_some(r.version.number)))
     }
 
     /// Flushes this target.
@@ -487,8 +493,13 @@ impl Replica {
             return Err(Error::new(Code::Protocol, "FORWARD does not say what it builds on"));
         };
         let (epoch, version) = (r.epoch, r.version);
-        self.prepare(r.chunk, Some(prev.version)).await;
-        let what = What::Forward { session: r.session, seq: r.seq, version, prev: prev.version };
+        let mut prev = prev.version;
+        self.prepare(r.chunk, Some(prev)).await;
+        if r.kind == Kind::Remove && r.session == 0 && r.flags & FLAG_TOMBSTONE != 0 {
+            // Whatever is here of data that is gone for good goes, also what only this replica has, or has not.
+            prev = self.engine().meta(&self.key(r.chunk))?.map(|m| m.version).unwrap_or_default();
+        }
+        let what = What::Forward { session: r.session, seq: r.seq, version, prev };
         let outcome = self.submit(carried, what).await?;
         // It is made: that it cannot be flushed now must not be taken for a refusal.
         self.answer(outcome, epoch, false).await.map_err(|e| match Refusal::of(e.code) {
@@ -513,7 +524,7 @@ impl Replica {
             Outcome::Applied { version, stamps } if !stable => reply(version, false, stamps),
             Outcome::Applied { version, .. } | Outcome::Known { version } => {
                 let epoch = self.view().epoch;
-                reply(version, true, self.flush_chain(epoch, None).await?)
+                reply(version, true, self.flush_chain(epoch).await?)
             }
             Outcome::Granted => return Err(Error::new(Code::Io, "an update was answered as a hold")),
             Outcome::Refused(e) => return Err(e),

@@ -18,7 +18,7 @@ use super::{
     pace::Awaited,
     replica::{Carried, Replica, reply},
     sync::LIST_ONE,
-    trim::trim,
+    trim::{Forget, goes_on, trim},
 };
 use crate::engine::{Ask, Key};
 
@@ -148,9 +148,11 @@ impl Service for OssService {
             opcode::FORWARD_FLUSH => {
                 replica.check_member(r.epoch)?;
                 replica.heard_predecessor(r.epoch);
-                let forget = (r.flags & FLAG_TOMBSTONE != 0).then_some(r.chunk);
-                let stamps = replica.flush_chain(r.epoch, forget).await?;
-                Ok(reply(&DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() }, Vec::new()))
+                let (stamps, next) = match Forget::of(&r) {
+                    Some(forget) => replica.forget_chain(r.epoch, forget).await?,
+                    None => (replica.flush_chain(r.epoch).await?, None),
+                };
+                Ok(reply(&DataReply { stable: true, stamps, ..goes_on(r.epoch, next) }, Vec::new()))
             }
             opcode::SYNC_LIST => sync_list(&replica, &r),
             opcode::VOUCH => Ok(reply(&replica.vouch(&r).await?, Vec::new())),
@@ -315,7 +317,7 @@ impl OssService {
         if let Some(cap) = cap.filter(|_| r.round != 0) {
             replica.heard_round(r.epoch, cap.session, r.round)?;
         }
-        let stamps = replica.flush_chain(r.epoch, None).await?;
+        let stamps = replica.flush_chain(r.epoch).await?;
         self.check_copies(replica)?;
         Ok(reply(&DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() }, Vec::new()))
     }

@@ -14,15 +14,20 @@ use futures_util::{StreamExt, stream};
 use parking_lot::Mutex;
 use strake_proto::{
     ChunkId, Code, Error, Result,
-    data::{DataReply, DataRequest, FLAG_TOMBSTONE, Kind, Version},
+    data::{DataReply, DataRequest, FLAG_TOMBSTONE, Kind, Stamp, Version},
 };
 use tokio::time::Instant;
 
 use super::replica::{Carried, Replica};
+use crate::engine::Update;
 
 /// Updates that one TRIM keeps in flight.
 const PARALLEL: usize = 16;
-const PAGE: usize = 256;
+const PAGE: usize = 1024;
+/// Tombstones that are forgotten between two flushes.
+const FORGET_PAGE: u32 = 16_384;
+/// In TRIM's `seq`, of data that is gone for good: all was removed, tombstones are to be forgotten.
+const FORGETTING: u64 = 1;
 /// A number is to be used within this time.
 const GOOD_FOR: Duration = Duration::from_secs(10);
 /// Numbers given and not used yet.
@@ -136,8 +141,43 @@ impl Cuts {
     }
 }
 
+/// Tombstones that are to be forgotten, of data that is gone for good: of at most so many chunks from
+/// one on. 0: of all.
+#[derive(Clone, Copy)]
+pub(super) struct Forget {
+    pub from: ChunkId,
+    pub most: u32,
+}
+
+impl Forget {
+    /// What a FORWARD_FLUSH says of it.
+    pub fn of(r: &DataRequest) -> Option<Forget> {
+        (r.flags & FLAG_TOMBSTONE != 0).then_some(Forget { from: r.chunk, most: r.len })
+    }
+}
+
+/// The reply to what is done in part: `next` is the first chunk that is left.
+pub(super) fn goes_on(epoch: u64, next: Option<u64>) -> DataReply {
+    let version = next.map_or_else(Version::default, |number| Version { epoch, number });
+    DataReply { epoch, version, len: u32::from(next.is_some()), ..DataReply::default() }
+}
+
+/// Until when a request may work. Who does not say it waits for all of it.
+struct Budget(Option<Instant>);
+
+impl Budget {
+    fn of(r: &DataRequest) -> Budget {
+        Budget((r.offset > 0).then(|| Instant::now() + Duration::from_millis(u64::from(r.offset))))
+    }
+
+    fn is_spent(&self) -> bool {
+        self.0.is_some_and(|until| Instant::now() >= until)
+    }
+}
+
 /// Removes a file's chunks of this chain from `chunk.index` on, and cuts the one before. Without a number it only gives one,
-/// except for data that is gone for good: nobody writes it again, and late copies of what was written are refused.
+/// except for data that is gone for good: nobody writes it again, and late copies of what was written are refused. That is done in
+/// two steps, as `seq` says: removing all, then forgetting the tombstones.
 pub(super) async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Result<DataReply> {
     replica.check_member(r.epoch)?;
     if !replica.view().head {
@@ -147,10 +187,17 @@ pub(super) async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) ->
     // While a file may be written its tombstones stay: replicas do not forget them at one moment, and an update that builds on
     // nothing is refused where there is one.
     let gone = r.flags & FLAG_TOMBSTONE != 0;
-    if gone && (r.chunk.index != 0 || r.len != u32::MAX) {
+    if gone && (r.chunk.index != 0 && r.offset == 0 || r.len != u32::MAX) {
         return Err(Error::new(Code::Inval, "data that is gone for good keeps no chunk"));
     }
-    if r.seq == 0 && !gone {
+    let budget = Budget::of(r);
+    if gone {
+        let _removal = replica.cuts.alone(file)?;
+        // Before it is looked for what is in flight.
+        replica.data_is_gone(r.chunk.data);
+        return remove_for_good(replica, r, trace, &budget).await;
+    }
+    if r.seq == 0 {
         if r.version.epoch == 0 {
             return Err(Error::new(Code::Inval, "TRIM does not say of which term it is"));
         }
@@ -158,54 +205,128 @@ pub(super) async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) ->
         let version = Version { epoch: r.epoch, number };
         return Ok(DataReply { version, epoch: r.epoch, ..DataReply::default() });
     }
-    let _removal = gone.then(|| replica.cuts.alone(file)).transpose()?;
-    if gone {
-        // Before it is looked for what is in flight.
-        replica.data_is_gone(r.chunk.data);
-    }
-    let _running = if gone { None } else { Some(replica.cuts.begin(file, r.epoch, r.seq)?) };
+    let _running = replica.cuts.begin(file, r.epoch, r.seq)?;
     tracing::debug!("chain {}: chunks of {} go, {} bytes stay before", r.chain, r.chunk, r.len);
-    remove(replica, r, trace).await?;
-    let stamps = replica.flush_chain(r.epoch, gone.then_some(r.chunk)).await?;
-    Ok(DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() })
+    cut_before(replica, r, trace).await?;
+    let next = remove(replica, r, trace, &budget).await?;
+    let stamps = replica.flush_chain(r.epoch).await?;
+    Ok(DataReply { stable: next.is_none(), stamps, ..goes_on(r.epoch, next) })
 }
 
-async fn remove(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Result<()> {
-    let update = |kind, index, offset| {
-        let request =
-            DataRequest { kind, offset, ..DataRequest::new(r.chain, r.epoch, r.target, ChunkId { index, ..r.chunk }) };
-        replica.update(Carried { request, payload: Vec::new(), trace, _in_work: None }, false)
-    };
+/// In the second step nobody makes a chunk of the data any more, so what a replica behind still has is nobody's.
+async fn remove_for_good(replica: &Arc<Replica>, r: &DataRequest, trace: u64, budget: &Budget) -> Result<DataReply> {
+    let mut from = r.chunk;
+    if r.seq != FORGETTING {
+        tracing::debug!("chain {}: chunks of {} go for good", r.chain, r.chunk);
+        if let Some(next) = remove(replica, r, trace, budget).await? {
+            let stamps = replica.flush_chain(r.epoch).await?;
+            return Ok(DataReply { stamps, ..goes_on(r.epoch, Some(next)) });
+        }
+        from.index = 0;
+    }
+    loop {
+        let (stamps, next) = replica.forget_chain(r.epoch, Forget { from, most: FORGET_PAGE }).await?;
+        match next {
+            None => return Ok(DataReply { stable: true, stamps, ..goes_on(r.epoch, None) }),
+            Some(index) => from.index = index,
+        }
+        if budget.is_spent() {
+            // That it is the second step is said by the length.
+            return Ok(DataReply { stamps, len: 2, ..goes_on(r.epoch, next) });
+        }
+    }
+}
+
+/// Where there is more to do when the time is over, if there is.
+async fn remove(replica: &Arc<Replica>, r: &DataRequest, trace: u64, budget: &Budget) -> Result<Option<u64>> {
     // What is being written right now may make chunks that no list has yet: those are removed after it, in their slot.
     let mut busy = replica.busy_from(r.chunk);
-    let mut from = r.chunk.index;
+    let (mut from, gone) = (r.chunk.index, r.flags & FLAG_TOMBSTONE != 0);
     loop {
         let page = replica.engine().chunks_of(r.chain, r.chunk.ino, r.chunk.data, from, PAGE)?;
         let mut live: Vec<u64> = page.iter().filter(|e| !e.tombstone).map(|e| e.chunk.index).collect();
         live.extend(std::mem::take(&mut busy).into_iter().filter(|i| !live.contains(i)).collect::<Vec<_>>());
-        let mut removals = stream::iter(live).map(|i| update(Kind::Remove, i, 0)).buffer_unordered(PARALLEL);
+        let removals = live.into_iter().map(|i| update(replica, r, trace, Kind::Remove, i, 0));
+        let mut removals = stream::iter(removals).buffer_unordered(PARALLEL);
         while let Some(done) = removals.next().await {
-            done?;
+            match done {
+                // What it was is not known, here or behind. The second step removes it at each of them.
+                Err(e) if gone && e.code == Code::Corrupt => {}
+                other => drop(other?),
+            }
         }
         match page.last().and_then(|e| e.chunk.index.checked_add(1)) {
             Some(next) if page.len() == PAGE => from = next,
-            _ => break,
+            _ => return Ok(None),
         }
+        if budget.is_spent() {
+            return Ok(Some(from));
+        }
+        // A page of tombstones waits for nothing.
+        tokio::task::yield_now().await;
     }
-    if let Some(index) = r.chunk.index.checked_sub(1)
-        && r.len != u32::MAX
-    {
-        let key = replica.key(ChunkId { index, ..r.chunk });
-        let cut = match replica.engine().meta(&key) {
-            _ if replica.busy_from(key.chunk).first() == Some(&index) => true,
-            Err(e) if e.code == Code::Corrupt => true,
-            other => other?.is_some_and(|m| !m.tombstone && m.len > r.len),
-        };
-        if cut {
-            update(Kind::Truncate, index, r.len).await?;
-        }
+}
+
+async fn cut_before(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Result<()> {
+    let Some(index) = r.chunk.index.checked_sub(1).filter(|_| r.len != u32::MAX) else { return Ok(()) };
+    let key = replica.key(ChunkId { index, ..r.chunk });
+    let cut = match replica.engine().meta(&key) {
+        _ if replica.busy_from(key.chunk).first() == Some(&index) => true,
+        Err(e) if e.code == Code::Corrupt => true,
+        other => other?.is_some_and(|m| !m.tombstone && m.len > r.len),
+    };
+    if cut {
+        update(replica, r, trace, Kind::Truncate, index, r.len).await?;
     }
     Ok(())
+}
+
+/// An update of one chunk of the file, of no session.
+async fn update(
+    replica: &Arc<Replica>,
+    r: &DataRequest,
+    trace: u64,
+    kind: Kind,
+    index: u64,
+    offset: u32,
+) -> Result<DataReply> {
+    let flags = if kind == Kind::Remove { r.flags & FLAG_TOMBSTONE } else { 0 };
+    let chunk = ChunkId { index, ..r.chunk };
+    let request = DataRequest { kind, flags, offset, ..DataRequest::new(r.chain, r.epoch, r.target, chunk) };
+    replica.update(Carried { request, payload: Vec::new(), trace, _in_work: None }, false).await
+}
+
+impl Replica {
+    /// Flushes the chain, then has every replica forget tombstones, those behind before this one. Their stamps, and where one of them
+    /// has to go on.
+    pub(super) async fn forget_chain(self: &Arc<Self>, epoch: u64, f: Forget) -> Result<(Vec<Stamp>, Option<u64>)> {
+        let (stamps, behind) = self.flush_all(epoch, Some(f)).await?;
+        // Nothing knows a copy of what was forwarded any more, should one come late.
+        self.data_is_gone(f.from.data);
+        let (file, mut from) = ((f.from.ino, f.from.data), f.from.index);
+        let most = if f.most == 0 { FORGET_PAGE } else { f.most.min(FORGET_PAGE) } as usize;
+        loop {
+            let forgot = self.engine().forget_tombstones(self.chain, file, from, most)?;
+            for index in forgot.left {
+                self.drop_leftover(epoch, ChunkId { index, ..f.from }).await?;
+            }
+            match forgot.next {
+                // Who asks for all of it does not ask again.
+                Some(next) if f.most == 0 => from = next,
+                next => return Ok((stamps, [next, behind].into_iter().flatten().min())),
+            }
+            self.flush().await?;
+        }
+    }
+
+    /// Removes a chunk of data that is gone for good, which the chain's head does not have: a late FORWARD made it.
+    async fn drop_leftover(self: &Arc<Self>, epoch: u64, chunk: ChunkId) -> Result<()> {
+        let _hold = self.hold(chunk, epoch).await?;
+        self.check_member(epoch)?;
+        tracing::info!("chain {}: chunk {chunk} is left over from data that is gone; it is removed", self.chain);
+        let staged = self.engine().stage(self.key(chunk), Update::Remove).await?;
+        self.engine().forget(staged)
+    }
 }
 
 #[cfg(test)]

@@ -107,8 +107,8 @@ async fn removal_leaves_a_tombstone_until_it_is_forgotten() {
         |e: &Engine| e.list(CHAIN, None, 100).unwrap().iter().map(|x| (x.chunk.index, x.tombstone)).collect::<Vec<_>>();
     assert_eq!(flags(&e), vec![(0, false), (1, true), (2, false), (3, true), (4, false)]);
     apply(&e, key(3), write(0, b"again"), 3).await.unwrap();
-    assert_eq!(e.forget_tombstones(CHAIN, 5, 6).unwrap(), 1);
-    assert_eq!(e.forget_tombstones(CHAIN, 5, 7).unwrap(), 0);
+    assert_eq!(e.forget_tombstones(CHAIN, (5, 6), 0, 9).unwrap().forgotten, 1);
+    assert_eq!(e.forget_tombstones(CHAIN, (5, 7), 0, 9).unwrap(), crate::engine::Forgot::default());
     assert_eq!(flags(&e), vec![(0, false), (2, false), (3, false), (4, false)]);
     e.flush().await.unwrap();
     drop(e);

@@ -211,7 +211,7 @@ impl Run {
                 let mut model = self.model().clone();
                 let before = model.len();
                 model.retain(|_, c| !c.tombstone);
-                let forgotten = e.forget_tombstones(CHAIN, 5, 6)?;
+                let forgotten = e.forget_tombstones(CHAIN, (5, 6), 0, usize::MAX)?.forgotten;
                 assert_eq!(forgotten, before - model.len());
                 self.history.push(model);
                 Ok(())

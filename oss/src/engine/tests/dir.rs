@@ -68,3 +68,68 @@ async fn half_made_and_incomplete_targets_are_told_apart() {
     fs::File::options().write(true).open(path.join("data")).unwrap().set_len(1 << 20).unwrap();
     assert_eq!(open(&path).await.err().unwrap().code, Code::Corrupt);
 }
+
+/// Resident memory of this process, MiB.
+fn resident() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|l| l.starts_with("VmRSS:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() >> 10
+}
+
+/// What millions of tombstones of one file cost: `TOMBSTONES=N cargo test ... millions -- --ignored --nocapture`.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "takes minutes; prints figures"]
+async fn millions_of_tombstones() {
+    let most: u64 = std::env::var("TOMBSTONES").map_or(2_000_000, |n| n.parse().unwrap());
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("t0");
+    create(&path).await.unwrap();
+    let mut begun = std::time::Instant::now();
+    let mut say = |what: &str| {
+        println!("{what}: {:.1} s, {} MiB resident", begun.elapsed().as_secs_f64(), resident());
+        begun = std::time::Instant::now();
+    };
+    let e = open(&path).await.unwrap();
+    for index in 0..most {
+        apply(&e, key(index), Update::Remove, index + 1).await.unwrap();
+    }
+    e.flush().await.unwrap();
+    say(&format!("{most} tombstones are made"));
+    drop(e);
+    let e = open(&path).await.unwrap();
+    say("opened");
+    let all = async |e: &Engine| {
+        let (mut from, mut seen, mut longest) = (0, 0, 0.0f64);
+        loop {
+            let page = std::time::Instant::now();
+            let list = e.chunks_of(CHAIN, 5, 6, from, 1024).unwrap();
+            longest = longest.max(page.elapsed().as_secs_f64());
+            seen += list.len() as u64;
+            match list.last() {
+                Some(last) if list.len() == 1024 => from = last.chunk.index + 1,
+                _ => return (seen, longest),
+            }
+        }
+    };
+    let (seen, longest) = all(&e).await;
+    assert_eq!(seen, most);
+    say(&format!("all are listed, as a cut does; the longest page took {longest:.3} s"));
+    let (mut from, mut forgotten, mut longest) = (0, 0, 0.0f64);
+    loop {
+        let window = std::time::Instant::now();
+        let done = e.forget_tombstones(CHAIN, (5, 6), from, 16_384).unwrap();
+        e.flush().await.unwrap();
+        longest = longest.max(window.elapsed().as_secs_f64());
+        forgotten += done.forgotten as u64;
+        let Some(next) = done.next else { break };
+        from = next;
+    }
+    assert_eq!(forgotten, most);
+    say(&format!("all are forgotten; the longest window of 16384 took {longest:.3} s"));
+    assert_eq!(all(&e).await.0, 0);
+    say("listed once more: none");
+    drop(e);
+    let e = open(&path).await.unwrap();
+    say("opened");
+    assert_eq!(all(&e).await.0, 0);
+}

@@ -11,6 +11,7 @@ mod refused;
 mod rot;
 mod scrub;
 mod tcp;
+mod trims;
 
 use std::time::Duration;
 
