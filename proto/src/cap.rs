@@ -4,7 +4,7 @@
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-use crate::{Code, DataId, Error, Ino, Result, SessionId};
+use crate::{Code, DataId, Error, Ino, Result, SessionId, bound::Bound};
 
 pub const CAP_LEN: usize = 64;
 
@@ -36,7 +36,13 @@ pub struct Capability {
     /// Milliseconds since 1970-01-01 UTC after which it is refused.
     pub expiry_ms: u64,
     pub rights: Rights,
+    /// Where the file's chunks are.
+    pub bound: Bound,
 }
+
+/// The rights are in the lowest bits of their word, the bound in the others.
+const RIGHTS_BITS: u32 = 3;
+const RIGHTS: u32 = (1 << RIGHTS_BITS) - 1;
 
 /// Key for making and checking capabilities, derived from the cluster key.
 #[derive(Clone)]
@@ -80,7 +86,8 @@ impl CapKey {
         b[16..24].copy_from_slice(&c.session.to_le_bytes());
         b[24..32].copy_from_slice(&c.session_epoch.to_le_bytes());
         b[32..40].copy_from_slice(&c.expiry_ms.to_le_bytes());
-        b[40..44].copy_from_slice(&c.rights.0.to_le_bytes());
+        let word = c.rights.0 & RIGHTS | c.bound.encode() << RIGHTS_BITS;
+        b[40..44].copy_from_slice(&word.to_le_bytes());
         // 44..48: key id, 0 today.
         let tag = mac(&self.0, &[&b[..48]]);
         b[48..64].copy_from_slice(&tag[..16]);
@@ -106,13 +113,15 @@ impl CapKey {
 /// The fields without any check, for the client that was given it.
 pub fn peek(b: &[u8; CAP_LEN]) -> Capability {
     let u64_at = |i: usize| u64::from_le_bytes(b[i..i + 8].try_into().unwrap_or_default());
+    let word = u64_at(40) as u32;
     Capability {
         ino: u64_at(0),
         data: u64_at(8),
         session: u64_at(16),
         session_epoch: u64_at(24),
         expiry_ms: u64_at(32),
-        rights: Rights(u64_at(40) as u32),
+        rights: Rights(word & RIGHTS),
+        bound: Bound::decode(word >> RIGHTS_BITS),
     }
 }
 
@@ -130,6 +139,7 @@ mod tests {
             session_epoch: 1,
             expiry_ms: 1000,
             rights: Rights::READ.and(Rights::WRITE),
+            bound: Bound::One { chain: 77, bits: 30 },
         };
         let sealed = key.seal(&cap);
         assert_eq!(key.open(&sealed, 1000).unwrap(), cap);

@@ -3,6 +3,7 @@
 //!
 //! Every format here is specified in `docs/formats.md`.
 
+pub mod bound;
 pub mod cap;
 pub mod checksum;
 pub mod data;
@@ -24,6 +25,7 @@ pub mod pb {
     include!(concat!(env!("OUT_DIR"), "/strake.v1.rs"));
 }
 
+pub use bound::Bound;
 pub use cap::{CapKey, Capability, Rights};
 pub use error::{Code, Error, Result};
 pub use ids::{ChainId, ChunkId, DataId, Fid, Ino, NodeId, SessionId, TargetId};

@@ -1,7 +1,7 @@
 //! The fixed formats of `docs/formats.md`, byte for byte. A change here is a change of a format that others speak.
 
 use strake_proto::{
-    CapKey, Capability, ChunkId, Fid, Rights,
+    Bound, CapKey, Capability, ChunkId, Fid, Rights,
     cap::{CAP_LEN, derive_key},
     data::{
         Clock, DataReply, DataRequest, Extent, Extents, FLAG_REPLAY, FLAG_STABLE, Kind, ListEntry, Region, Stamp,
@@ -184,6 +184,7 @@ fn capability_and_keys() {
         session_epoch: 0x34,
         expiry_ms: 0x35,
         rights: Rights::READ.and(Rights::TRIM),
+        bound: Bound::Any,
     };
     let want = [
         "3100000000000000",
@@ -196,6 +197,15 @@ fn capability_and_keys() {
         CAP_TAG,
     ];
     same(&CapKey::from_cluster_key(&[7; 32]).seal(&c), &want);
+    let bounds = [
+        (Bound::One { chain: 0x12345, bits: 34 }, 0x1109_1a29),
+        (Bound::Set { set: 3, start: 5, count: 17 }, 0x0044_029a),
+        (Bound::List { count: 3, chains: [1, 2, 3, 0] }, 0x0018_100c),
+        (Bound::Mask(0x21), 0x10e),
+    ];
+    for (bound, word) in bounds {
+        assert_eq!(bound.encode(), word, "{bound:?}");
+    }
     same(&derive_key(&[7; 32], "strake server v1"), &[SERVER_KEY]);
     same(&derive_key(&[7; 32], "strake client v1"), &[CLIENT_KEY]);
 }

@@ -547,7 +547,15 @@ impl Mds {
             s.writers.insert((session, ino), s.now_ns as u64);
         }
         let data = layout.components[0].data_id;
-        let cap = Capability { ino, data, session, session_epoch: 1, expiry_ms: s.cap_ms, rights };
+        let cap = Capability {
+            ino,
+            data,
+            session,
+            session_epoch: 1,
+            expiry_ms: s.cap_ms,
+            rights,
+            bound: strake_proto::Bound::Any,
+        };
         *s.opens.entry((session, ino)).or_default() += 1;
         Ok(pb::OpResult {
             ino,

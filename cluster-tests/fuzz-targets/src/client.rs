@@ -81,8 +81,15 @@ fn result(op: &pb::Op) -> pb::OpResult {
             let c = pb::Component { end: u64::MAX, stripe_size: 65_536, data_id: 6, set, ..Default::default() };
             r.layout = Some(pb::Layout { generation: 1, components: vec![c], drafts: 0 });
             let all = Rights::READ.and(Rights::WRITE).and(Rights::TRIM);
-            let cap =
-                Capability { ino: 5, data: 6, session: 7, session_epoch: 1, expiry_ms: u64::MAX / 2, rights: all };
+            let cap = Capability {
+                ino: 5,
+                data: 6,
+                session: 7,
+                session_epoch: 1,
+                expiry_ms: u64::MAX / 2,
+                rights: all,
+                bound: strake_proto::Bound::Any,
+            };
             r.capability = CapKey::from_cluster_key(&[7; 32]).seal(&cap).to_vec().into();
             r.created = true;
         }

@@ -319,7 +319,15 @@ fn request(i: &mut Input, epoch: u64) -> (Role, Message) {
     }
     let all = Rights::READ.and(Rights::WRITE).and(Rights::TRIM);
     let (session, session_epoch) = if i.u8() == 255 { (66, 1) } else { (77, 1) };
-    let cap = Capability { ino: 4, data: 9, session, session_epoch, expiry_ms: u64::MAX, rights: all };
+    let cap = Capability {
+        ino: 4,
+        data: 9,
+        session,
+        session_epoch,
+        expiry_ms: u64::MAX,
+        rights: all,
+        bound: strake_proto::Bound::Any,
+    };
     r.cap = Some(CapKey::from_cluster_key(&[7; 32]).seal(&cap));
     let payload = if payload.is_empty() { Vec::new() } else { vec![Buf::copy_from(&payload)] };
     (role, Message::new(op, r.encode()).with_payload(payload))

@@ -135,7 +135,15 @@ impl Mds {
             _ => Rights::READ.and(Rights::WRITE),
         };
         let data = layout.components[0].data_id;
-        let cap = Capability { ino: result.ino, data, session, session_epoch: 1, expiry_ms: u64::MAX / 2, rights };
+        let cap = Capability {
+            ino: result.ino,
+            data,
+            session,
+            session_epoch: 1,
+            expiry_ms: u64::MAX / 2,
+            rights,
+            bound: strake_proto::Bound::Any,
+        };
         result.capability = self.key.seal(&cap).to_vec().into();
     }
 }

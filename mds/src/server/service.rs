@@ -7,7 +7,7 @@ use bytes::Bytes;
 use prost::encoding::{self, WireType};
 use strake_fabric::{Message, Peer, Role, Service, unknown_opcode};
 use strake_proto::{
-    Capability, Code, Error, Incarnation, Ino, Kin, Result, Rights, SessionId, cap::same_bytes, frame::MAX_BODY,
+    Bound, Capability, Code, Error, Incarnation, Ino, Kin, Result, Rights, SessionId, cap::same_bytes, frame::MAX_BODY,
     map::MAX_EVICTED, opcode, pb,
 };
 
@@ -440,7 +440,8 @@ impl Mds {
     /// The right to a regular file's data, as its open flags ask for it; the open itself was allowed.
     fn capability(&self, session: SessionId, session_epoch: u64, flags: u32, r: &pb::OpResult) -> Option<Bytes> {
         let attr = r.attr.as_ref().filter(|a| a.mode & S_IFMT == S_IFREG)?;
-        let data = r.layout.as_ref()?.components.first()?.data_id;
+        let layout = r.layout.as_ref()?;
+        let data = layout.components.first()?.data_id;
         let rights = match flags & 3 {
             0 => Rights::READ,
             1 => Rights::WRITE.and(Rights::TRIM),
@@ -448,7 +449,8 @@ impl Mds {
             _ => return None,
         };
         let expiry_ms = self.env.unix_ms() + self.cfg.capability_ms;
-        let cap = Capability { ino: attr.ino, data, session, session_epoch, expiry_ms, rights };
+        let bound = Bound::of(layout, &self.map());
+        let cap = Capability { ino: attr.ino, data, session, session_epoch, expiry_ms, rights, bound };
         Some(Bytes::copy_from_slice(&self.cap_key.seal(&cap)))
     }
 

@@ -6,6 +6,7 @@ use async_trait::async_trait;
 use strake_fabric::{Buf, Message, Peer, Role, Service, quiet::Quiet, unknown_opcode};
 use strake_proto::{
     Capability, ChunkId, Code, Error, Result, Rights, TargetId,
+    bound::Fits,
     checksum::{self, pieces},
     data::{DataReply, DataRequest, FLAG_GRANTED, FLAG_STABLE, FLAG_TOMBSTONE, Kind, ListEntry, MAX_EXTENTS},
     layout::MAX_CHUNK,
@@ -179,11 +180,18 @@ impl OssService {
 
     /// A client's right to do this to this file. Servers need none.
     fn check_cap(&self, peer: &Peer, r: &DataRequest, need: Rights) -> Result<Option<Capability>> {
-        self.check_any(peer, r, &[need])
+        self.check_any(peer, r, &[need], Some(r.chunk.index))
     }
 
-    /// As `check_cap`, with one of several rights.
-    fn check_any(&self, peer: &Peer, r: &DataRequest, any: &[Rights]) -> Result<Option<Capability>> {
+    /// As `check_cap`, with one of several rights. `index`: of the chunk that is meant, if it is one; else any of the file's on
+    /// the chain.
+    fn check_any(
+        &self,
+        peer: &Peer,
+        r: &DataRequest,
+        any: &[Rights],
+        index: Option<u64>,
+    ) -> Result<Option<Capability>> {
         if peer.role == Role::Server {
             return Ok(None);
         }
@@ -196,8 +204,26 @@ impl OssService {
         if !any.iter().any(|need| c.rights.has(*need)) {
             return Err(bad("capability does not give this right"));
         }
+        self.check_bound(&c, r, index)?;
         self.node.check_session(c.session, c.session_epoch)?;
         Ok(Some(c))
+    }
+
+    /// Chunks are where the file's layout puts them, and nowhere else: elsewhere nobody would remove them.
+    fn check_bound(&self, c: &Capability, r: &DataRequest, index: Option<u64>) -> Result<()> {
+        match c.bound.fits(r.chain, index, &self.node.map.load()) {
+            Fits::Yes => Ok(()),
+            Fits::No => {
+                REFUSED.warn(|| format!("session {:x} asked for {} on chain {}", c.session, r.chunk, r.chain));
+                let m = format!("chunk {} is not on chain {} by its file's layout", r.chunk, r.chain);
+                Err(Error::new(Code::BadCap, m))
+            }
+            Fits::Unknown => {
+                self.node.kick.notify_one();
+                let m = format!("storage server '{}' has no such chain set in its map yet", self.node.cfg.name);
+                Err(Error::new(Code::NotServing, m))
+            }
+        }
     }
 
     fn check_write(&self, peer: &Peer, r: &DataRequest, payload: usize) -> Result<()> {
@@ -271,7 +297,7 @@ impl OssService {
 
     /// Where the file's chunks hold data, for who may read or write them.
     fn extents(&self, peer: &Peer, replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
-        self.check_any(peer, r, &[Rights::READ, Rights::WRITE])?;
+        self.check_any(peer, r, &[Rights::READ, Rights::WRITE], None)?;
         if u64::from(r.offset) > MAX_CHUNK || r.chunk.index == u64::MAX {
             return Err(inval(format!("extents from {} of chunk {} on", r.offset, r.chunk)));
         }
@@ -287,7 +313,7 @@ impl OssService {
 
     /// Keeps space free for the session whose capability this is.
     fn grant(&self, peer: &Peer, replica: &Replica, r: &DataRequest) -> Result<Message> {
-        let c = self.check_cap(peer, r, Rights::WRITE)?;
+        let c = self.check_any(peer, r, &[Rights::WRITE], None)?;
         let c = c.filter(|c| c.session == r.session && r.session != 0);
         let c = c.ok_or_else(|| Error::new(Code::BadCap, "capability is of another session"))?;
         replica.check_member(r.epoch)?;
@@ -309,7 +335,7 @@ impl OssService {
 
     async fn flush(&self, peer: &Peer, replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
         // Only who may write to a file has something to flush; `chunk` names one of its chunks.
-        let cap = self.check_cap(peer, r, Rights::WRITE)?;
+        let cap = self.check_any(peer, r, &[Rights::WRITE], None)?;
         let view = replica.view();
         if view.epoch == r.epoch && !view.head {
             return Err(Error::new(Code::NotServing, format!("chain {} is flushed at its head, not here", r.chain)));

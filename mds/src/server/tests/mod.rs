@@ -21,7 +21,7 @@ use std::{sync::atomic::Ordering, time::Duration};
 use prost::Message as _;
 use strake_fabric::Role;
 use strake_proto::{
-    CapKey, Code, Rights,
+    Bound, CapKey, Code, Rights,
     cap::CAP_LEN,
     data::{FLAG_TOMBSTONE, Kind},
     ids::ROOT_INO,
@@ -149,6 +149,8 @@ async fn files_get_chains_and_capabilities_by_their_open_flags() {
     assert_eq!((cap.ino, cap.data, cap.session), (r.ino, layout.components[0].data_id, c.session));
     assert_eq!((cap.session_epoch, cap.rights), (c.open.epoch, Rights(7)));
     assert!(cap.expiry_ms >= now + 600_000);
+    let chain = layout.components[0].chains[0];
+    assert_eq!(cap.bound, Bound::One { chain, bits: 28 }, "chunks of 4 MiB");
     for (flags, rights) in [(0, Some(Rights::READ)), (1, Some(Rights(6))), (2, Some(Rights(7))), (3, None)] {
         let r = c.one(Op::Open(pb::Open { ino: r.ino, flags })).await;
         let got = r.capability.len().eq(&CAP_LEN).then(|| key.open(&r.capability, now).unwrap().rights);

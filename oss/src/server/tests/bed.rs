@@ -407,7 +407,15 @@ impl Cluster {
 
     pub fn cap(&self, rights: Rights) -> Capability {
         let expiry_ms = 1_700_000_000_000 + 3_600_000;
-        Capability { ino: 4, data: 9, session: SESSION, session_epoch: 1, expiry_ms, rights }
+        Capability {
+            ino: 4,
+            data: 9,
+            session: SESSION,
+            session_epoch: 1,
+            expiry_ms,
+            rights,
+            bound: strake_proto::Bound::Any,
+        }
     }
 
     /// Addressed to target `to` at the current epoch, with all rights.

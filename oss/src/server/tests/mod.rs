@@ -1,6 +1,7 @@
 //! Clusters of storage servers under failures.
 
 mod bed;
+mod bounds;
 mod copies;
 mod grants;
 mod kept;

@@ -73,7 +73,15 @@ impl Bed {
 
     fn request(&self, to: u32, index: u64) -> DataRequest {
         let rights = Rights::READ.and(Rights::WRITE);
-        let cap = Capability { ino: 4, data: 9, session: SESSION, session_epoch: 1, expiry_ms: u64::MAX, rights };
+        let cap = Capability {
+            ino: 4,
+            data: 9,
+            session: SESSION,
+            session_epoch: 1,
+            expiry_ms: u64::MAX,
+            rights,
+            bound: strake_proto::Bound::Any,
+        };
         let cap = Some(CapKey::from_cluster_key(&KEY).seal(&cap));
         DataRequest { cap, session: SESSION, ..DataRequest::new(CHAIN, self.authority.chain().epoch, to, chunk(index)) }
     }

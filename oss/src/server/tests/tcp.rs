@@ -75,7 +75,15 @@ async fn two_servers_replicate_over_tcp_and_keep_it_across_a_restart() {
     }
     let cap_key = CapKey::from_cluster_key(&KEY);
     let rights = Rights::READ.and(Rights::WRITE);
-    let cap = Capability { ino: 4, data: 9, session: SESSION, session_epoch: 1, expiry_ms: u64::MAX, rights };
+    let cap = Capability {
+        ino: 4,
+        data: 9,
+        session: SESSION,
+        session_epoch: 1,
+        expiry_ms: u64::MAX,
+        rights,
+        bound: strake_proto::Bound::Any,
+    };
     let request = |to| DataRequest {
         cap: Some(cap_key.seal(&cap)),
         session: SESSION,
