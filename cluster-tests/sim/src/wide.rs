@@ -13,8 +13,16 @@ use std::{
 use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use strake_client::{Client, SetAttr};
-use strake_fabric::{Connection, Endpoint, Fabric, Message};
-use strake_proto::{Code, Error, Ino, Result, opcode, pb};
+use strake_fabric::{Buf, Connection, Endpoint, Fabric, Message};
+use strake_proto::{
+    Bound, ChainId, ChunkId, Code, Error, Ino, Result,
+    cap::{CAP_LEN, peek},
+    checksum::block_sums,
+    data::{DataRequest, Kind},
+    layout::StripeMap,
+    map::{ChainExt, MapView},
+    opcode, pb,
+};
 use tokio::{task::JoinHandle, time::sleep};
 
 use crate::{
@@ -131,7 +139,8 @@ impl Onlooker {
     }
 }
 
-/// Says hello late, again, and in the place of another; never acknowledges a recall; asks in the names of others.
+/// Says hello late, again, and in the place of another; never acknowledges a recall; asks in the names of others, and for chunks where its
+/// file has none.
 struct Stranger {
     fabric: Arc<SimFabric>,
     rng: StdRng,
@@ -140,6 +149,13 @@ struct Stranger {
 }
 
 type Link = Arc<dyn Connection>;
+
+/// Addressed to the head of a chain, as the map has it.
+fn request(map: &MapView, chain: ChainId, chunk: ChunkId) -> DataRequest {
+    let c = map.chain(chain);
+    let head = c.and_then(ChainExt::head).unwrap_or_default();
+    DataRequest::new(chain, c.map_or(0, |c| c.epoch), head, chunk)
+}
 
 async fn call<R: prost::Message + Default>(link: &Link, op: u16, request: &impl prost::Message) -> Result<R> {
     let m = link.call(Message::new(op, request.encode_to_vec()), PATIENCE).await?;
@@ -189,6 +205,8 @@ impl Stranger {
             self.violation(format!("a lease was granted on a connection that session {session} has left"));
         }
         let _: pb::MetaReply = call(&link, opcode::META, &read(11)).await?;
+        let map = MapView::new(opened.map.unwrap_or_default())?;
+        self.stray(&link, (session, root), &map).await?;
         if self.rng.random_bool(0.5) {
             let close = pb::SessionCloseRequest { session };
             return call::<pb::SessionCloseReply>(&link, opcode::SESSION_CLOSE, &close).await.map(drop);
@@ -219,6 +237,59 @@ impl Stranger {
             }
         }
         Ok(())
+    }
+
+    /// Chunks of a file are served where its layout puts them, and nowhere else, whatever the numbers asked for.
+    async fn stray(&mut self, link: &Link, (session, root): (u64, Ino), map: &MapView) -> Result<()> {
+        let spec = pb::LayoutSpec { stripe_count: self.rng.random_range(1..=3), ..Default::default() };
+        let make = pb::Tmpfile { parent: root, mode: 0o600, flags: 2, layout: Some(spec), ..Default::default() };
+        let ops = vec![pb::Op { op: Some(pb::op::Op::Tmpfile(make)) }];
+        let creds = Some(pb::Creds::default());
+        let (seq, connection) = (1, 11);
+        let meta = pb::MetaRequest { session, connection, seq, creds, ops, ..Default::default() };
+        let made: pb::MetaReply = call(link, opcode::META, &meta).await?;
+        let Some(made) = made.results.first().filter(|r| r.status.is_none()) else { return Ok(()) };
+        let Ok(cap) = <[u8; CAP_LEN]>::try_from(&made.capability[..]) else { return Ok(()) };
+        let stripes = StripeMap::resolve(made.ino, &made.layout.clone().unwrap_or_default(), map)?;
+        if matches!(peek(&cap).bound, Bound::Any | Bound::Mask(_)) {
+            self.violation(format!("a capability does not say where {stripes:?} is"));
+            return Ok(());
+        }
+        for chain in map.map.chains.iter().map(|c| c.id) {
+            let index = self.rng.random_range(0..9);
+            let is_own = stripes.chain_of(index) == chain;
+            let far = 1 << self.rng.random_range(34..64);
+            let data = &b"stray"[..];
+            let ask = |index| {
+                let chunk = ChunkId { ino: made.ino, data: stripes.data, index };
+                DataRequest { len: data.len() as u32, session, cap: Some(cap), ..request(map, chain, chunk) }
+            };
+            let (sums, kind) = (block_sums(0, [data]), Kind::Write);
+            let write = |index| DataRequest { sums: sums.clone(), kind, seq: 1, ..ask(index) };
+            let shown = self.data(map, opcode::READ, ask(index), &[]).await;
+            if matches!(shown, Err(Code::TimedOut | Code::Disconnected)) {
+                return Ok(());
+            }
+            if is_own && shown == Err(Code::BadCap) || !is_own && shown.is_ok() {
+                self.violation(format!("chunk {index} on chain {chain} of {stripes:?}: {shown:?}"));
+            }
+            let foreign = (!is_own).then_some(index);
+            for index in foreign.into_iter().chain([far]) {
+                if self.data(map, opcode::WRITE, write(index), data).await.is_ok() {
+                    self.violation(format!("chunk {index} was written on chain {chain} of {stripes:?}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks the head of the request's chain.
+    async fn data(&self, map: &MapView, op: u16, r: DataRequest, data: &[u8]) -> Result<(), Code> {
+        let at = map.node_of(r.target).and_then(|n| n.endpoints.first()?.parse().ok()).ok_or(Code::NotServing)?;
+        let link = self.fabric.connect(&at, None).await.map_err(|e| e.code)?;
+        let payload = if data.is_empty() { Vec::new() } else { vec![Buf::copy_from(data)] };
+        let m = Message::new(op, r.encode()).with_payload(payload);
+        link.call(m, PATIENCE).await.map(drop).map_err(|e| e.code)
     }
 
     fn violation(&self, what: String) {
