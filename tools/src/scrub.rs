@@ -120,25 +120,33 @@ pub fn scrub(args: &ScrubArgs) -> Result<ExitCode> {
     })
 }
 
-/// Lines that name the damage of which no replica in sync has a good copy, of all targets that
-/// answer; and what is said of servers that do not.
-pub(crate) async fn without_good_copy(addrs: Vec<String>, mds: Vec<String>, key: [u8; 32]) -> Vec<String> {
+/// What is known of damage, in lines for people.
+#[derive(Default)]
+pub(crate) struct Damage {
+    /// Of which no replica in sync has a good copy.
+    pub lost: Vec<String>,
+    /// Why it is not known everywhere.
+    pub unknown: Vec<String>,
+}
+
+/// Of all targets that answer; and what is said of servers that do not.
+pub(crate) async fn without_good_copy(addrs: Vec<String>, mds: Vec<String>, key: [u8; 32]) -> Damage {
     let mut answers = match look(&Servers { addrs, key }, &[]).await {
         Ok(answers) => answers,
-        Err(e) => return vec![format!("  not known: {e}")],
+        Err(e) => return Damage { unknown: vec![format!("  {e}")], ..Damage::default() },
     };
     answers.targets.iter_mut().for_each(|(_, t)| t.findings.retain(|f| state(f) == "lost"));
     let places = name(&answers, Some((mds, ClientKey::of(&key)))).await;
-    let (mut lines, mut left_out) = (Vec::new(), 0);
+    let (mut damage, mut left_out) = (Damage::default(), 0);
     for (_, t) in &answers.targets {
-        lines.extend(t.findings.iter().map(|f| format!("  {}", sentence(t.target, f, &places))));
+        damage.lost.extend(t.findings.iter().map(|f| format!("  {}", sentence(t.target, f, &places))));
         left_out += t.findings_left_out;
     }
     if left_out > 0 {
-        lines.push(format!("  {left_out} older findings are not listed"));
+        damage.unknown.push(format!("  {left_out} older findings are not listed"));
     }
-    lines.extend(answers.silent.iter().map(|(_, e)| format!("  not known: {e}")));
-    lines
+    damage.unknown.extend(answers.silent.iter().map(|(_, e)| format!("  {e}")));
+    damage
 }
 
 /// Asks one server.

@@ -28,7 +28,7 @@ use crate::{
     dev::Cluster,
     losses,
     members::{Group, Reach, UNFINISHED, passes},
-    scrub,
+    scrub::{self, Damage},
     term::{size, span, table},
 };
 use pb::members_request::Change;
@@ -187,14 +187,7 @@ async fn give_up(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<S
     let before = lost(&g.map().await?);
     let damaged = without_good_copy(reach).await?;
     let mut said = change_each(g, ids, GIVE_UP, "is given up; what others have of it moves").await?;
-    if !damaged.is_empty() {
-        said.push(
-            "a target that is given up may hold the only good copy of what is damaged on the others \
-             (`strake target keep` takes it back):"
-                .into(),
-        );
-        said.extend(damaged);
-    }
+    said.extend(of_damage(damaged));
     let new: BTreeSet<ChainId> = lost(&g.map().await?).difference(&before).copied().collect();
     if !new.is_empty() {
         said.push(format!(
@@ -227,11 +220,30 @@ async fn files_on(reach: &Reach, chains: &BTreeSet<ChainId>) -> Result<Vec<Strin
     Ok(losses::files_on(&mds, ClientKey::of(&key), chains).await)
 }
 
+/// What is said of damage when a target is given up: each part only where there is some.
+fn of_damage(damage: Damage) -> Vec<String> {
+    let mut said = Vec::new();
+    if !damage.lost.is_empty() {
+        said.push(
+            "a target that is given up may hold the only good copy of what is damaged on the others \
+             (`strake target keep` takes it back):"
+                .into(),
+        );
+        said.extend(damage.lost);
+    }
+    if !damage.unknown.is_empty() {
+        said.push("whether something is damaged is not known of all storage servers:".into());
+        said.extend(damage.unknown);
+    }
+    said
+}
+
 /// Names what is damaged and has no good copy among those that are there. Without the folder of a
 /// local cluster the addresses to ask are not known here, which is said.
-async fn without_good_copy(reach: &Reach) -> Result<Vec<String>> {
+async fn without_good_copy(reach: &Reach) -> Result<Damage> {
     if reach.cluster_key.is_some() {
-        return Ok(vec!["  not asked: see `strake scrub status`".into()]);
+        let unknown = vec!["  not asked: see `strake scrub status`".into()];
+        return Ok(Damage { unknown, ..Damage::default() });
     }
     let servers = Cluster::open(&reach.dir)?.admin_oss();
     let (mds, key) = reach.ways()?;
@@ -498,6 +510,23 @@ mod tests {
     use strake_proto::map::ROLE_OSS;
 
     use super::*;
+
+    #[test]
+    fn silent_servers_are_not_called_damage() {
+        let (lost, unknown) = (vec!["  /f: bytes 0 to 9".to_string()], vec!["  a:1: no answer in 2 s".to_string()]);
+        let of = |lost: &[String], unknown: &[String]| {
+            of_damage(Damage { lost: lost.to_vec(), unknown: unknown.to_vec() }).join("\n")
+        };
+        assert_eq!(of(&[], &[]), "");
+        let silent = of(&[], &unknown);
+        assert!(!silent.contains("only good copy") && silent.contains("not known"), "{silent}");
+        let both = of(&lost, &unknown);
+        let at = |what: &str| both.find(what).unwrap_or(usize::MAX);
+        assert!(
+            at("only good copy") < at("/f:") && at("/f:") < at("not known") && at("not known") < at("a:1"),
+            "{both}"
+        );
+    }
 
     fn map() -> MapView {
         let target = |id| pb::Target {

@@ -15,6 +15,8 @@ use strake_proto::{
 pub enum Finding {
     /// Chunks of a file that no name and no deletion in progress refers to.
     Leaked { ino: Ino, data: u64, target: TargetId, chains: BTreeSet<u32>, chunks: u64 },
+    /// Tombstones of data that no file and no deletion in progress has: a power loss brought them back.
+    Tombstones { ino: Ino, data: u64, target: TargetId, chains: BTreeSet<u32>, tombstones: u64 },
     /// A chunk on a chain that the file's layout does not put it on.
     Misplaced { chunk: ChunkId, path: String, chain: u32, target: TargetId, place: Place },
     /// In-sync replicas of one chunk disagree.
@@ -55,9 +57,10 @@ impl Finding {
     /// The targets that it is about.
     pub fn targets(&self) -> Vec<TargetId> {
         match self {
-            Finding::Leaked { target, .. } | Finding::Misplaced { target, .. } | Finding::BeyondEnd { target, .. } => {
-                vec![*target]
-            }
+            Finding::Leaked { target, .. }
+            | Finding::Tombstones { target, .. }
+            | Finding::Misplaced { target, .. }
+            | Finding::BeyondEnd { target, .. } => vec![*target],
             Finding::Diverged { versions, .. } => versions.iter().map(|v| v.0).collect(),
             _ => Vec::new(),
         }
@@ -136,6 +139,30 @@ pub fn compare(
     (findings, waiting)
 }
 
+/// Tombstones that nobody needs: of data that no file has, none of the `unread` ones either, and that no
+/// deletion is about.
+pub fn tombstones(
+    files: &BTreeMap<Ino, FileInfo>,
+    lists: &Lists,
+    pending: &Pending,
+    unread: &BTreeSet<Ino>,
+) -> Vec<Finding> {
+    let mut all: BTreeMap<(Ino, u64, TargetId), (BTreeSet<u32>, u64)> = BTreeMap::new();
+    for ((chain, target), list) in lists {
+        for ChunkId { ino, data, .. } in list.iter().filter(|e| e.tombstone).map(|e| e.chunk) {
+            let has = files.get(&ino).is_some_and(|f| f.map.data == data);
+            if !has && !unread.contains(&ino) && !pending.contains_key(&(ino, data)) {
+                let (chains, tombstones) = all.entry((ino, data, *target)).or_default();
+                chains.insert(*chain);
+                *tombstones += 1;
+            }
+        }
+    }
+    let finding =
+        |((ino, data, target), (chains, tombstones))| Finding::Tombstones { ino, data, target, chains, tombstones };
+    all.into_iter().map(finding).collect()
+}
+
 fn place(map: &MapView, file: &FileInfo, lists: &Lists, e: &ListEntry, on: u32) -> Place {
     let chain = file.map.chain_of(e.chunk.index);
     let members: Vec<TargetId> = map.chain(chain).map(|c| c.serving().collect()).unwrap_or_default();
@@ -202,6 +229,9 @@ pub fn text(f: &Finding) -> String {
     match f {
         Finding::Leaked { ino, data, target, chunks, .. } => {
             format!("leaked: {chunks} chunks of inode {ino:#x}, data {data:#x}, on target {target}: no file has them")
+        }
+        Finding::Tombstones { ino, data, target, tombstones, .. } => {
+            format!("tombstones: {tombstones} of inode {ino:#x}, data {data:#x}, on target {target}: no file has them")
         }
         Finding::Misplaced { chunk, path, chain, target, place } => {
             let right = place.chain;
@@ -329,6 +359,31 @@ mod tests {
         let unread = BTreeSet::from([8]);
         let (found, _) = compare(&map(), &files(), &lists, &Pending::new(), &unread);
         assert!(!found.iter().any(|f| matches!(f, Finding::Leaked { .. })), "{found:?}");
+    }
+
+    #[test]
+    fn tombstones_are_found_of_data_that_nobody_has() {
+        let gone = |ino, index| ListEntry { tombstone: true, ..entry(ino, index, 1) };
+        let lists = Lists::from([
+            ((1, 1), vec![entry(7, 0, 3), gone(7, 2), gone(8, 0), gone(8, 1), gone(9, 0)]),
+            ((2, 1), vec![gone(8, 2)]),
+        ]);
+        let found = |pending, unread| tombstones(&files(), &lists, &pending, &unread);
+        let of = |ino, chains: &[u32], tombstones| Finding::Tombstones {
+            ino,
+            data: 1,
+            target: 1,
+            chains: chains.iter().copied().collect(),
+            tombstones,
+        };
+        // Those of a file that is there stay.
+        assert_eq!(found(Pending::new(), BTreeSet::new()), [of(8, &[1, 2], 3), of(9, &[1], 1)]);
+        assert_eq!(found(Pending::from([((8, 1), 0)]), BTreeSet::from([9])), []);
+        assert_eq!(
+            compare(&map(), &files(), &lists, &Pending::new(), &BTreeSet::new()).0.len(),
+            2,
+            "they are no chunks"
+        );
     }
 
     #[test]

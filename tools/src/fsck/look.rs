@@ -18,7 +18,7 @@ use strake_proto::{
     opcode, pb,
 };
 
-use super::findings::{FileInfo, Finding, Pending, compare};
+use super::findings::{FileInfo, Finding, Pending, compare, tombstones};
 use crate::term::Progress;
 
 /// What one or two looks found.
@@ -29,6 +29,8 @@ pub struct Outcome {
     pub chunks: u64,
     /// Chunk replicas that wait for their deletion.
     pub pending: u64,
+    /// Tombstones that nobody needs.
+    pub tombstones: u64,
     /// Targets that were asked what they have.
     pub listed: BTreeSet<TargetId>,
     /// [`Finding::only_copy`] of all looks, also where a later one differs.
@@ -42,6 +44,9 @@ pub struct Checker {
     pub mds: Vec<Endpoint>,
     pub connections: BTreeMap<NodeId, Arc<dyn Connection>>,
     pub progress: Progress,
+    /// Tombstones that nobody needs are findings. They cost a little space and do no harm, so they are so
+    /// only for who wants them forgotten.
+    pub repairs: bool,
 }
 
 /// What a server gives at most.
@@ -91,9 +96,15 @@ impl Checker {
             _ => None,
         });
         let unread = unread.collect();
-        let pending = self.going().await?;
-        let (found, pending) = compare(&map, &files, &lists, &pending, &unread);
+        let going = self.going().await?;
+        let (found, pending) = compare(&map, &files, &lists, &going, &unread);
         findings.extend(found);
+        let mut unneeded = tombstones(&files, &lists, &going, &unread);
+        let count = |f: &Finding| if let Finding::Tombstones { tombstones, .. } = f { *tombstones } else { 0 };
+        let tombstones = unneeded.iter().map(count).sum();
+        if self.repairs {
+            findings.append(&mut unneeded);
+        }
         // Writers write before they report an end, and send again what storage servers lost.
         let beyond = |f: &Finding| match f {
             Finding::BeyondEnd { chunk, .. } => Some(chunk.ino),
@@ -107,7 +118,7 @@ impl Checker {
         }
         findings.sort();
         let only_copies = findings.iter().filter_map(Finding::only_copy).collect();
-        Ok(Outcome { findings, files: files.len() as u64, chunks, pending, listed, only_copies })
+        Ok(Outcome { findings, files: files.len() as u64, chunks, pending, tombstones, listed, only_copies })
     }
 
     /// What is about to be deleted.

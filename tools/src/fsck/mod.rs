@@ -37,7 +37,8 @@ pub struct FsckArgs {
     #[arg(long)]
     read_data: bool,
     /// Repair what can be repaired safely while the file system is in use: leaked chunks, chunks beyond the end of their file,
-    /// misplaced ones that their chain has, too, and names of inodes that do not exist. Looks again afterwards.
+    /// misplaced ones that their chain has, too, tombstones that nobody needs, and names of inodes that do not exist. Looks again
+    /// afterwards.
     #[arg(long)]
     repair: bool,
     /// Print the outcome as JSON.
@@ -60,7 +61,8 @@ pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
         let creds = Creds { uid: 0, gid: 0, groups: vec![] };
         let progress = Progress::new();
         let mds = mds.iter().map(|e| e.parse()).collect::<Result<Vec<Endpoint>>>()?;
-        let mut checker = Checker { client, fabric, creds, mds, connections: BTreeMap::new(), progress };
+        let mut checker =
+            Checker { client, fabric, creds, mds, connections: BTreeMap::new(), progress, repairs: args.repair };
         let result = async {
             let outcome = checker.run(args.read_data).await?;
             let fates = if args.repair { Some(checker.repair(&outcome).await?) } else { None };
@@ -88,7 +90,8 @@ fn report(o: &Outcome, fates: Option<&[Fate]>, as_json: bool) {
     if as_json {
         let list: Vec<String> = o.findings.iter().map(text).collect();
         let mut report = json!({
-            "files": o.files, "chunks": o.chunks, "pending_deletion": o.pending, "findings": list, "clean": left == 0
+            "files": o.files, "chunks": o.chunks, "pending_deletion": o.pending, "tombstones": o.tombstones,
+            "findings": list, "clean": left == 0
         });
         if let Some(fates) = fates {
             let each = list.iter().zip(fates).map(|(finding, fate)| fate.as_json(finding));
@@ -110,5 +113,8 @@ fn report(o: &Outcome, fates: Option<&[Fate]>, as_json: bool) {
         Some(_) => format!("{all} findings, {left} not repaired"),
     };
     let pending = if o.pending > 0 { format!(" ({} pending deletion)", o.pending) } else { String::new() };
+    if o.tombstones > 0 && fates.is_none() {
+        println!("{} tombstones of removed files take some space; --repair has them forgotten", o.tombstones);
+    }
     println!("{} files, {} chunk replicas{pending}: {verdict}", o.files, o.chunks);
 }

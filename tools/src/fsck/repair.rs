@@ -128,7 +128,7 @@ impl Plan {
             let Ok(job) = job else { continue };
             let chains = jobs.entry(job.clone()).or_default();
             match f {
-                Finding::Leaked { chains: on, .. } => chains.extend(on),
+                Finding::Leaked { chains: on, .. } | Finding::Tombstones { chains: on, .. } => chains.extend(on),
                 Finding::Misplaced { chain, .. } => drop(chains.insert(*chain)),
                 _ => {}
             }
@@ -140,7 +140,9 @@ impl Plan {
 /// What repairs a finding. `only`: inode, data and chain of misplaced chunks that their own chain does not have.
 fn job(f: &Finding, only: &BTreeSet<(Ino, u64, u32)>) -> Result<Job, Fate> {
     match f {
-        Finding::Leaked { ino, data, .. } => Ok(Job::Chunks { ino: *ino, data: *data, misplaced: false }),
+        Finding::Leaked { ino, data, .. } | Finding::Tombstones { ino, data, .. } => {
+            Ok(Job::Chunks { ino: *ino, data: *data, misplaced: false })
+        }
         Finding::BeyondEnd { chunk, size, .. } => Ok(Job::End { ino: chunk.ino, data: chunk.data, size: *size }),
         Finding::Dangling { parent, name, ino, gone: true, .. } => {
             Ok(Job::Name { parent: *parent, name: name.clone(), ino: *ino })
@@ -281,9 +283,12 @@ fn is_gone(f: &Finding, now: &Outcome) -> bool {
 
 /// Whether a later look found the same, or some of it.
 fn again(f: &Finding, now: &Outcome) -> bool {
-    use Finding::{BeyondEnd, Dangling, Diverged, Leaked, Misplaced};
+    use Finding::{BeyondEnd, Dangling, Diverged, Leaked, Misplaced, Tombstones};
     now.findings.iter().any(|n| match (f, n) {
         (Leaked { ino, data, target, .. }, Leaked { ino: i, data: d, target: t, .. }) => {
+            (ino, data, target) == (i, d, t)
+        }
+        (Tombstones { ino, data, target, .. }, Tombstones { ino: i, data: d, target: t, .. }) => {
             (ino, data, target) == (i, d, t)
         }
         (Misplaced { chunk, chain, target, .. }, Misplaced { chunk: c, chain: on, target: t, .. }) => {
@@ -319,6 +324,16 @@ mod tests {
         let jobs: Vec<_> = plan.jobs.iter().collect();
         assert_eq!(jobs, [(&Job::Chunks { ino: 8, data: 5, misplaced: false }, &BTreeSet::from([4, 6]))]);
         assert!(plan.each.iter().all(Result::is_ok));
+    }
+
+    #[test]
+    fn tombstones_go_with_the_chunks_of_the_same_data() {
+        let tombstones = Finding::Tombstones { ino: 8, data: 5, target: 2, chains: BTreeSet::from([9]), tombstones: 4 };
+        let plan = Plan::new(&[leak(1, 4), tombstones.clone()], &BTreeSet::new());
+        let jobs: Vec<_> = plan.jobs.iter().collect();
+        assert_eq!(jobs, [(&Job::Chunks { ino: 8, data: 5, misplaced: false }, &BTreeSet::from([4, 9]))]);
+        let now = Outcome { listed: BTreeSet::from([2]), findings: vec![tombstones.clone()], ..Default::default() };
+        assert!(!proven(&tombstones, &now, "done").is_repaired());
     }
 
     #[test]
