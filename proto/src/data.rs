@@ -104,7 +104,7 @@ pub struct DataRequest {
     pub chunk: ChunkId,
     /// The target addressed on the receiving oss.
     pub target: TargetId,
-    /// Bytes from the start of the chunk. TRIM: unused. GRANT: units of what the session has that it needs in any case.
+    /// Bytes from the start of the chunk. TRIM: milliseconds to work, 0 = until done. GRANT: units of what the session has that it needs in any case.
     pub offset: u32,
     /// Bytes read or written. TRIM: bytes kept of chunk `index - 1`, `u32::MAX` = leave it. Lists: entries wanted. EXTENTS: extents wanted, 0 =
     /// only their sum. GRANT: units wanted.
