@@ -68,6 +68,8 @@ pub struct Config {
     pub read_replica: Option<usize>,
     /// What is asked of metadata servers that do not lead.
     pub follower_reads: FollowerReads,
+    /// Servers that are not reached are reached through others.
+    pub relay: bool,
     /// This client's uuid; random unless given.
     pub uuid: Option<[u8; 16]>,
     /// How long the end of a file is kept for the next piece of an append at most ([`crate::File::append_part`]); 0: not at all.
@@ -100,6 +102,7 @@ impl Config {
             connections_per_node: 2,
             read_replica: None,
             follower_reads: FollowerReads::Auto,
+            relay: true,
             uuid: None,
             append_hold: Duration::from_millis(500),
             dead: Vec::new(),
@@ -155,6 +158,8 @@ stats!({
     follower_reads,
     /// And lists that such a one was asked in vain; the leader was asked then.
     follower_refusals,
+    /// Connections that were made through another server, because the direct way was cut.
+    relayed,
     /// Requests to object storage servers, retries included.
     data_requests,
     /// Of those, reads of bytes, and writes.

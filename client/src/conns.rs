@@ -14,37 +14,69 @@ use strake_fabric::{Connection, Fabric};
 use strake_proto::{Code, Error, NodeId, Result, pb};
 use tokio::{sync::Mutex as AsyncMutex, time::Instant};
 
+use crate::relays::Relays;
+
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 /// After a failure, others are told so for this long before the node is tried again.
 const FAILURE_STANDS: Duration = Duration::from_millis(100);
 
 #[derive(Default)]
 struct Slot {
-    conn: Option<Arc<dyn Connection>>,
+    conn: Option<(Arc<dyn Connection>, Instant)>,
     failed: Option<(Instant, Error)>,
 }
 
 struct Node {
     slots: Vec<AsyncMutex<Slot>>,
     turn: AtomicUsize,
+    /// When one of its connections was seen to have ended: none that was made before is trusted.
+    ended: Mutex<Option<Instant>>,
+}
+
+impl Node {
+    /// One whose end nobody has noticed yet is as silent as the one that was noticed, and each would
+    /// be waited for in turn.
+    fn notice_ends(&self) {
+        let mut any = false;
+        for mut slot in self.slots.iter().filter_map(|s| s.try_lock().ok()) {
+            any |= slot.conn.take_if(|(c, _)| c.is_closed()).is_some();
+        }
+        if any {
+            *self.ended.lock() = Some(Instant::now());
+        }
+    }
 }
 
 pub(crate) struct Conns {
     per_node: usize,
     nodes: Mutex<BTreeMap<NodeId, Arc<Node>>>,
+    /// Who passes requests on to a node that is not reached, if anybody.
+    relays: Option<Arc<Relays>>,
 }
 
 impl Conns {
     pub fn new(per_node: usize) -> Conns {
-        Conns { per_node, nodes: Mutex::default() }
+        Conns { per_node, nodes: Mutex::default(), relays: None }
+    }
+
+    /// Likewise; nodes that are not reached are reached through others.
+    pub fn relayed(per_node: usize, relays: Arc<Relays>) -> Conns {
+        Conns { relays: Some(relays), ..Conns::new(per_node) }
     }
 
     /// A working connection to a node, in turn among its connections.
     pub async fn get(&self, fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Result<Arc<dyn Connection>> {
         let n = self.nodes.lock().entry(node.id).or_insert_with(|| self.new_node()).clone();
         let turn = n.turn.fetch_add(1, Relaxed) % n.slots.len();
+        if self.relays.is_some() {
+            n.notice_ends();
+        }
         let mut slot = n.slots[turn].lock().await;
-        if let Some(c) = slot.conn.as_ref().filter(|c| !c.is_closed()) {
+        let ended = *n.ended.lock();
+        if let Some((c, made)) = &slot.conn
+            && !c.is_closed()
+            && ended.is_none_or(|ended| *made >= ended)
+        {
             return Ok(c.clone());
         }
         if let Some((at, e)) = &slot.failed
@@ -53,9 +85,14 @@ impl Conns {
             return Err(e.clone());
         }
         slot.conn = None;
-        match connect(fabric, node).await {
+        let direct = connect(fabric, node);
+        let made = match &self.relays {
+            Some(relays) => relays.reach(fabric, node, direct).await,
+            None => direct.await,
+        };
+        match made {
             Ok(c) => {
-                *slot = Slot { conn: Some(c.clone()), failed: None };
+                *slot = Slot { conn: Some((c.clone(), Instant::now())), failed: None };
                 Ok(c)
             }
             Err(e) => {
@@ -66,7 +103,8 @@ impl Conns {
     }
 
     fn new_node(&self) -> Arc<Node> {
-        Arc::new(Node { slots: (0..self.per_node).map(|_| AsyncMutex::default()).collect(), turn: AtomicUsize::new(0) })
+        let slots = (0..self.per_node).map(|_| AsyncMutex::default()).collect();
+        Arc::new(Node { slots, turn: AtomicUsize::new(0), ended: Mutex::default() })
     }
 
     /// The connections that are open.
@@ -74,8 +112,8 @@ impl Conns {
         let nodes = self.nodes.lock();
         let mut all = Vec::new();
         for (node, n) in nodes.iter() {
-            let open = n.slots.iter().filter_map(|s| s.try_lock().ok()?.conn.clone().filter(|c| !c.is_closed()));
-            all.extend(open.map(|c| {
+            let open = n.slots.iter().filter_map(|s| s.try_lock().ok()?.conn.clone().filter(|c| !c.0.is_closed()));
+            all.extend(open.map(|(c, _)| {
                 let t = c.traffic();
                 pb::WayStatus { node: *node, endpoint: c.addr(), sent: t.sent, received: t.received }
             }));
@@ -87,7 +125,7 @@ impl Conns {
         for n in std::mem::take(&mut *self.nodes.lock()).into_values() {
             for s in &n.slots {
                 if let Ok(s) = s.try_lock()
-                    && let Some(c) = &s.conn
+                    && let Some((c, _)) = &s.conn
                 {
                     c.close();
                 }
@@ -112,7 +150,7 @@ async fn connect(fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Result<Arc<dyn Co
         last = match tokio::time::timeout(CONNECT_TIMEOUT, fabric.connect(&endpoint, None)).await {
             Ok(Ok(c)) => return Ok(c),
             Ok(Err(e)) => away(e).context(format_args!("connecting to {} at {endpoint}", node.name)),
-            Err(_) => Error::new(Code::Disconnected, format!("{} at {endpoint} does not answer", node.name)),
+            Err(_) => Error::new(Code::TimedOut, format!("{} at {endpoint} does not answer", node.name)),
         };
     }
     Err(last)
@@ -120,6 +158,8 @@ async fn connect(fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Result<Arc<dyn Co
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
+
     use async_trait::async_trait;
     use strake_fabric::{Endpoint, Listener, Message, Pool, Service};
 
@@ -160,6 +200,68 @@ mod tests {
         }
         fn pool(&self) -> &Pool {
             &self.pool
+        }
+    }
+
+    /// Ends when it is told to.
+    struct Numbered(usize, AtomicBool);
+
+    #[async_trait]
+    impl Connection for Numbered {
+        async fn call(&self, _: Message, _: Duration) -> Result<Message> {
+            Err(Error::new(Code::Disconnected, "nobody"))
+        }
+        fn is_closed(&self) -> bool {
+            self.1.load(Relaxed)
+        }
+        fn addr(&self) -> String {
+            self.0.to_string()
+        }
+        fn close(&self) {
+            self.1.store(true, Relaxed);
+        }
+    }
+
+    /// Connects, and counts.
+    struct Counts(AtomicUsize, Pool);
+
+    #[async_trait]
+    impl Fabric for Counts {
+        async fn connect(&self, _: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+            Ok(Arc::new(Numbered(self.0.fetch_add(1, Relaxed), AtomicBool::new(false))))
+        }
+        async fn listen(&self, _: &Endpoint, _: Arc<dyn Service>) -> Result<Listener> {
+            Err(Error::new(Code::OpNotSupp, "nobody listens here"))
+        }
+        fn pool(&self) -> &Pool {
+            &self.1
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn when_one_connection_ends_no_other_one_of_before_is_waited_for() {
+        let fabric: Arc<dyn Fabric> = Arc::new(Counts(AtomicUsize::new(0), Pool::new(1 << 20)));
+        let node = pb::Node { id: 4, name: "oss4".into(), endpoints: vec!["tcp:h:1".into()], ..Default::default() };
+        let relays = Arc::new(Relays::new(strake_fabric::Env::system(), true, &[0; 16]));
+        for (conns, renewed) in [(Conns::relayed(3, relays), true), (Conns::new(3), false)] {
+            let mut all = Vec::new();
+            for _ in 0..3 {
+                all.push(conns.get(&fabric, &node).await.unwrap());
+            }
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            all[0].close();
+            let mut news = 0;
+            for round in 0..9 {
+                let c = conns.get(&fabric, &node).await.unwrap();
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                let old = all.iter().any(|a| a.addr() == c.addr());
+                assert!(!(old && renewed), "round {round}");
+                if !old {
+                    news += 1;
+                }
+            }
+            assert_eq!(news, if renewed { 9 } else { 3 }, "each has its turn three times");
+            assert_eq!(conns.ways().len(), 3);
         }
     }
 

@@ -45,6 +45,7 @@ use crate::{
     opens::Openings,
     page_locks::PageLocks,
     recalls::{self, Acknowledged},
+    relays::Relays,
     retry::{Backoff, in_doubt},
     route,
     unstable::Unstable,
@@ -92,6 +93,8 @@ pub(crate) struct Core {
     pub(crate) greeted: Notify,
     pub(crate) recalls: Acknowledged,
     pub conns: Conns,
+    /// Ways to servers that are not reached.
+    pub(crate) relays: Arc<Relays>,
     /// How late it is at storage servers.
     pub(crate) clocks: Clocks,
     /// For foreign memory.
@@ -188,8 +191,10 @@ impl Core {
         let rooms = |bytes: usize| Arc::new(Semaphore::new((bytes / ROOM_UNIT).clamp(1, Semaphore::MAX_PERMITS)));
         let mut finder = LeaderFinder::new(cfg.mds.clone());
         finder.learn(cfg.keep.iter().flat_map(|k| k.mds()));
+        let uuid = cfg.keep.as_ref().map(|k| k.uuid()).or(cfg.uuid).unwrap_or_else(|| env.random_bytes());
+        let relays = Arc::new(Relays::new(env.clone(), cfg.relay, &uuid));
         Core {
-            uuid: cfg.keep.as_ref().map(|k| k.uuid()).or(cfg.uuid).unwrap_or_else(|| env.random_bytes()),
+            uuid,
             map: ArcSwap::default(),
             map_changed: watch::Sender::new(0),
             map_refresh: AsyncMutex::default(),
@@ -213,7 +218,8 @@ impl Core {
             greeted: Notify::new(),
             recalls: Acknowledged::default(),
             clocks: Clocks::default(),
-            conns: Conns::new(cfg.connections_per_node.max(1)),
+            conns: Conns::relayed(cfg.connections_per_node.max(1), relays.clone()),
+            relays,
             foreign: crate::lanes::Lanes::new(cfg.connections_per_node),
             pieces: Arc::new(Semaphore::new(cfg.max_inflight_pieces.max(1))),
             unstable_room: rooms(cfg.unstable_limit),
@@ -325,7 +331,9 @@ impl Core {
             finder.learn(mds);
         }
         let version = view.version();
-        self.map.store(Arc::new(view));
+        let view = Arc::new(view);
+        self.relays.learn(&view);
+        self.map.store(view);
         self.map_changed.send_replace(version);
         Ok(())
     }

@@ -56,6 +56,7 @@ mod pages;
 mod ranges;
 mod readahead;
 mod recalls;
+mod relays;
 mod retry;
 mod route;
 pub mod rows;
@@ -248,7 +249,8 @@ impl Client {
         let (unstable_bytes, cache_bytes) = (self.core.unstable.lock().bytes(), self.core.cache.lock().used());
         let holding: Vec<_> = self.core.holding.lock().values().cloned().collect();
         let held_bytes = holding.iter().map(|i| i.back.bytes()).sum();
-        Stats { unstable_bytes, held_bytes, cache_bytes, ..self.core.stats.read() }
+        let relayed = self.core.relays.made.load(std::sync::atomic::Ordering::Relaxed);
+        Stats { relayed, unstable_bytes, held_bytes, cache_bytes, ..self.core.stats.read() }
     }
 
     /// Where buffers for [`File::write`] should come from: aligned, so that nothing is copied on the way.

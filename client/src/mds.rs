@@ -241,8 +241,16 @@ impl Core {
         link.current = None;
         let none = || Error::new(Code::Inval, "no metadata server is configured");
         let at = self.finder.lock().whom().ok_or_else(none)?;
-        let asked = timeout(CONNECT_TIMEOUT, self.fabric.connect(&at, None)).await;
-        let conn = match asked.unwrap_or_else(|_| Err(Error::new(Code::Disconnected, "does not answer"))) {
+        let map = self.map();
+        let node = map.map.nodes.iter().find(|n| n.endpoints.iter().any(|e| e.parse() == Ok(at.clone())));
+        let silent = || Err(Error::new(Code::TimedOut, "does not answer"));
+        let direct =
+            async { timeout(CONNECT_TIMEOUT, self.fabric.connect(&at, None)).await.unwrap_or_else(|_| silent()) };
+        let asked = match node {
+            Some(node) => timeout(CONNECT_TIMEOUT, self.relays.reach(&self.fabric, node, direct)).await,
+            None => Ok(direct.await),
+        };
+        let conn = match asked.unwrap_or_else(|_| silent()) {
             Ok(conn) => conn,
             Err(e) => return Err(self.unreachable(&mut link, &at, e)),
         };

@@ -4,6 +4,7 @@ from ballast import Ballast
 from cluster import FABRIC, MOUNT
 from engine import fail, say
 from faults import Faults, NotRun
+from slow import LIMIT, Fault, judge
 from workload import CLIENTS, TOP, Workload
 
 # How long until all is in service again after a fault, before that counts as not healed.
@@ -23,6 +24,8 @@ class Chaos:
         self.not_yet = self.random.sample(list(self.kinds), len(self.kinds))
         self.done, self.not_run, self.healed = collections.Counter(), collections.Counter(), []
         self.wrong, self.events, self.began = [], [], time.monotonic()
+        # All faults there were, and the calls that took long.
+        self.had, self.slow = {}, []
         self.last_progress = time.monotonic()
         self.started = {}
         # Not in service, and that was told.
@@ -42,11 +45,27 @@ class Chaos:
         for text in self.load.take():
             self.wrong.append(text)
             self.line(f"BROKEN  {text}")
+        self.slow_calls()
         if time.monotonic() - self.last_progress >= every:
             self.last_progress = time.monotonic()
             n = self.load.counts()
             self.line(f"...     {n['calls']} calls, {n['blocks_verified']} blocks and {n['names_verified']} names verified, longest call "
                       f"{n['longest_call_s']} s, one waits {n['waiting_s']} s, {len(self.wrong)} broken")
+
+    def slow_calls(self):
+        """Tells of each with the faults that may have held it. One that a majority could have answered is a broken promise."""
+        servers = [(n.name, n.role, n.rack) for n in self.c.of("mds", "oss")]
+        while self.load.slow:
+            what, client, began, ended = self.load.slow.pop(0)
+            held, excuse = judge(client, began, ended, self.had.values(), servers)
+            faults = "; ".join(f"{f.kind} {f.hit}" for f in held) or "no fault"
+            text = f"{what} took {ended - began:.1f} s, begun at {began - self.began:.1f} s: {faults}"
+            self.slow.append({"call": what, "client": client, "at": round(began - self.began, 1), "took_s": round(ended - began, 1),
+                              "faults": [f"{f.kind} {f.hit}" for f in held], "excuse": excuse})
+            if excuse:
+                self.line(f"SLOW    {text} ({excuse})")
+            else:
+                self.broken(f"{text}; a majority could have answered within {LIMIT:g} s")
 
     def sleep(self, seconds):
         end = time.monotonic() + seconds
@@ -60,9 +79,13 @@ class Chaos:
         """Starts a fault; what is left of it, or nothing if it could not be had now."""
         fault, began = getattr(self.faults, kind)(), time.monotonic()
         busy = set(self.faults.busy)
+        # What is held before it has begun to the end is its, too.
+        of_fault = self.had[fault] = Fault(kind, "", (), began)
         try:
             what, seconds = next(fault)
+            of_fault.hit, of_fault.nodes = what, self.faults.busy - busy
         except NotRun as e:
+            of_fault.nodes, of_fault.ended = self.faults.busy - busy, time.monotonic()
             self.faults.busy = busy
             self.not_run[f"{kind}: {e}"] += 1
             self.line(f"        {kind}: not now: {e}")
@@ -70,6 +93,7 @@ class Chaos:
             return None
         except (RuntimeError, OSError, subprocess.TimeoutExpired) as e:
             self.broken(f"{kind}: {e}")
+            of_fault.nodes, of_fault.ended = self.faults.busy - busy, time.monotonic()
             return None
         cut = [n for n in self.c.of("client") if seconds and n.name in self.faults.busy - busy]
         self.clients_are_hit(cut, time.monotonic() - began + seconds, seconds)
@@ -120,7 +144,9 @@ class Chaos:
                 self.broken(f"healing: {e}")
                 continue
             self.clients_are_hit(cut, time.monotonic() - began, 0)
-            if again is not None:
+            if again is None:
+                self.had[fault].ended = time.monotonic()
+            else:
                 active.append((fault, time.monotonic() + again, [], began))
 
     def in_service(self, limit=HEALED):
@@ -195,6 +221,7 @@ class Chaos:
         self.nobody_else_ended()
         for name in self.load.stop(60):
             self.broken(f"{name}: a call has not come back 60 s after all was healed")
+        self.slow_calls()
         for text in self.load.wrong[len([w for w in self.wrong if w in self.load.wrong]):]:
             self.broken(text)
         self.load.find_clients()
@@ -274,7 +301,7 @@ class Chaos:
         summary = {"seed": self.seed, "minutes": self.args.minutes, "faults": dict(self.done), "not_run": self.cannot, "not_now": dict(self.not_run),
                    **self.load.counts(), "last": last, "flipped_bits": self.faults.flipped, "bad_blocks_told": self.corrupt_seen(),
                    "in_service_again_s": {"median": middle(self.healed), "worst": round(max(self.healed), 1)},
-                   "broken": self.wrong, "events": self.events}
+                   "slow": self.slow, "broken": self.wrong, "events": self.events}
         self.tell(summary)
         return 1 if self.wrong else 0
 
@@ -291,6 +318,10 @@ class Chaos:
         print(f"{s['calls']} calls, {s['blocks_verified']} blocks and {s['names_verified']} names verified meanwhile, {s['errors_told']} errors told where they may be")
         print(f"longest call {s['longest_call_s']} s (ended at {at}); in service again after median {s['in_service_again_s']['median']} s, "
               f"worst {s['in_service_again_s']['worst']} s")
+        excused = [c for c in s["slow"] if c["excuse"]]
+        print(f"{len(s['slow'])} calls above {LIMIT:g} s, {len(excused)} of them such as nobody could have answered")
+        for c in excused:
+            print(f"  {c['call']} took {c['took_s']} s, begun at {c['at']} s: {'; '.join(c['faults'])} ({c['excuse']})")
         print(f"{s['flipped_bits']} bits flipped, {s['bad_blocks_told']} bad blocks told of")
         last = s["last"]
         print(f"at the end: {last['blocks']} blocks, {last['names']} names, fsck {'clean' if last['fsck_clean'] else 'NOT CLEAN'}, "

@@ -2,6 +2,7 @@
 import errno, multiprocessing, os, queue, random, time
 from blocks import BLOCK, MAX_BLOCKS, Files, Wrong, make, read
 from cluster import MOUNT
+from slow import LIMIT
 
 CLIENTS, WRITERS, FILES, SLOTS = 2, 2, 4, 40
 TOP = "chaos"
@@ -71,6 +72,8 @@ class Worker:
             s.calls[n] += 1
             if took > s.longest[n] and s.hit[client] < began:
                 s.longest[n], s.longest_at[n] = took, time.time()
+            if took > LIMIT and s.hit[client] < began:
+                s.out.put(("slow", f"{self.name}: {what}", f"client{client + 1}", began, began + took))
 
     def run(self):
         """Until it is told to stop, whatever is found on the way."""
@@ -287,6 +290,8 @@ class Workload:
     def __init__(self, cluster, seed):
         self.cluster, self.seed, self.s = cluster, seed, Shared()
         self.wrong, self.names, self.processes = [], {}, []
+        # Calls that took long, not looked at yet.
+        self.slow = []
 
     def find_clients(self):
         for n, client in enumerate(self.cluster.of("client")):
@@ -325,6 +330,8 @@ class Workload:
             if said[0] == "wrong":
                 self.wrong.append(said[1])
                 yield said[1]
+            elif said[0] == "slow":
+                self.slow.append(said[1:])
             elif said[2]:
                 self.names[said[2][0]] = said[2][1]
 

@@ -21,6 +21,7 @@ pub mod private;
 pub mod quiet;
 pub mod rdma;
 pub mod region;
+pub mod relay;
 pub mod roads;
 pub mod tcp;
 pub mod traffic;
@@ -40,6 +41,7 @@ pub use keyfile::ClientKey;
 pub use leader::LeaderFinder;
 pub use rdma::RdmaFabric;
 pub use region::{REGION, Region};
+pub use relay::{Relay, Relayed};
 pub use roads::{Roads, Use};
 use strake_proto::{Error, Result};
 pub use tcp::TcpFabric;
@@ -134,6 +136,12 @@ pub trait Connection: Send + Sync + 'static {
 pub trait Fabric: Send + Sync + 'static {
     /// Connects and completes the handshake. `back` answers requests that the peer sends over this connection.
     async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>>;
+    /// As [`Fabric::connect`], proving no more than the client key: what is asked over it has the rights
+    /// of a client, and whoever answers is a server. For servers that pass on what clients ask.
+    async fn connect_as_client(&self, to: &Endpoint) -> Result<Arc<dyn Connection>> {
+        let m = format!("this fabric does not connect to {to} for a client");
+        Err(Error::new(strake_proto::Code::OpNotSupp, m))
+    }
     /// Listens until the returned guard is dropped. Port 0 picks one: see [`Listener::endpoint`].
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener>;
     /// Where received payloads come from and where senders should take their buffers.
@@ -193,6 +201,11 @@ impl Identity {
     pub fn client(key: impl Into<ClientKey>) -> Identity {
         let ClientKey { key, servers } = key.into();
         Identity { role: Role::Client, server_key: None, client_key: key, signing: None, servers }
+    }
+    /// Of a server: as a client that tells servers from other clients.
+    pub fn as_client(&self) -> Identity {
+        let servers = self.signing.as_ref().map(SigningKey::verifying_key).or(self.servers);
+        Identity { role: Role::Client, server_key: None, client_key: self.client_key, signing: None, servers }
     }
 }
 

@@ -97,6 +97,10 @@ impl Fabric for Roads {
         self.road(to)?.connect(to, back).await
     }
 
+    async fn connect_as_client(&self, to: &Endpoint) -> Result<Arc<dyn Connection>> {
+        self.road(to)?.connect_as_client(to).await
+    }
+
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {
         self.road(at)?.listen(at, service).await
     }

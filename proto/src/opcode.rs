@@ -32,6 +32,8 @@ pub const FRONTIER: u16 = 0x0065;
 
 /// Within the transport, RDMA only: room for the payload of a reply, see `docs/rdma.md`.
 pub const ROOM: u16 = 0x0081;
+/// Anyone to any server: a request for another server, and its answer back, see `docs/formats.md`.
+pub const RELAY: u16 = 0x0082;
 
 /// Data plane; bodies are [`crate::data`] headers.
 pub const READ: u16 = 0x0101;

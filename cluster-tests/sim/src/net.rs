@@ -166,7 +166,8 @@ impl State {
 
 /// An operation that somebody waits for, or a step of one; not what servers and clients say to each other all the time.
 fn is_operation(m: &Message) -> bool {
-    match m.opcode {
+    let opcode = if m.opcode == opcode::RELAY { strake_fabric::relay::asked(&m.body) } else { m.opcode };
+    match opcode {
         opcode::RAFT => m.body.len() > RAFT_ENTRIES,
         opcode::META
         | opcode::LOCK_WAIT
@@ -753,6 +754,12 @@ impl Fabric for SimFabric {
         *backward.other.lock() = Arc::downgrade(&forth);
         self.net.state.lock().connections.push(Arc::downgrade(&forth));
         Ok(forth)
+    }
+
+    async fn connect_as_client(&self, to: &Endpoint) -> Result<Arc<dyn Connection>> {
+        let (net, env, pool) = (self.net.clone(), self.env.clone(), self.pool.clone());
+        let (node, life, role) = (self.node, self.life, Role::Client);
+        SimFabric { net, node, life, role, env, pool }.connect(to, None).await
     }
 
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {

@@ -117,6 +117,11 @@ impl Streams {
         }
     }
 
+    /// The same, proving no more than the client key.
+    pub fn as_client(&self) -> Streams {
+        Streams { identity: self.identity.as_client(), ..self.clone() }
+    }
+
     pub fn set_cluster(&self, uuid: [u8; 16]) {
         *self.cluster.write() = Some(uuid);
     }

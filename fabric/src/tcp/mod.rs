@@ -160,6 +160,12 @@ fn tune(stream: &TcpStream) {
     let _ = sockopt::set_tcp_keepcnt(fd, 3);
 }
 
+/// The network knows no way there, which says no more of the other end than silence does.
+fn leads_nowhere(e: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{HostUnreachable, NetworkUnreachable, TimedOut};
+    matches!(e.kind(), HostUnreachable | NetworkUnreachable | TimedOut)
+}
+
 /// Host and port; brackets around an IPv6 address are for the text form only.
 fn host_port(e: &Endpoint) -> Result<(&str, u16)> {
     match e {
@@ -188,7 +194,10 @@ impl Fabric for TcpFabric {
         let limit = self.streams.options.connect_timeout;
         let stream = match timeout(limit, TcpStream::connect(host_port(to)?)).await {
             Ok(Ok(s)) => s,
-            Ok(Err(e)) => return Err(Error::new(Code::Disconnected, format!("cannot connect to {to}: {e}"))),
+            Ok(Err(e)) => {
+                let code = if leads_nowhere(&e) { Code::TimedOut } else { Code::Disconnected };
+                return Err(Error::new(code, format!("cannot connect to {to}: {e}")));
+            }
             Err(_) => {
                 return Err(Error::new(Code::TimedOut, format!("cannot connect to {to}: no answer within {limit:?}")));
             }
@@ -196,6 +205,10 @@ impl Fabric for TcpFabric {
         tune(&stream);
         let (rd, wr) = stream.into_split();
         self.connect_over(rd, wr, to.to_string(), back).await
+    }
+
+    async fn connect_as_client(&self, to: &Endpoint) -> Result<Arc<dyn Connection>> {
+        TcpFabric { streams: self.streams.as_client() }.connect(to, None).await
     }
 
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {

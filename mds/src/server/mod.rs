@@ -53,7 +53,7 @@ pub use disk::start_on_disk;
 use machine::Machine;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Endpoint, Env, Fabric, Listener, traffic, watch};
+use strake_fabric::{Endpoint, Env, Fabric, Listener, Relay, traffic, watch};
 use strake_proto::{CapKey, Code, Error, Result, map::MapView, pb};
 use strake_store::MetaStore;
 use tokio::{sync::Notify, task::JoinHandle};
@@ -112,6 +112,7 @@ struct Mds {
     leadership: watch::Receiver<Leadership>,
     lead: Mutex<Option<Lead>>,
     links: chunks::Links,
+    relay: Relay,
     room: Room,
     following: Following,
     heavy: Heavy,
@@ -176,6 +177,7 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
         cap_key: parts.cap_key,
         lead: Mutex::new(None),
         links: chunks::Links::new(parts.fabric.clone()),
+        relay: Relay::new(parts.fabric.clone()),
         room,
         following: Following::default(),
         heavy: Heavy::default(),

@@ -66,12 +66,18 @@ impl Service for Mds {
     async fn handle(&self, peer: &Peer, request: Message) -> Result<Message> {
         match request.opcode {
             opcode::RAFT | opcode::SNAPSHOT => self.answer(peer, request).await,
+            opcode::RELAY => {
+                let map = self.map();
+                let others = |to| map.node(to).filter(|_| to != self.own_id()).map(|n| n.endpoints.clone());
+                self.relay.handle(peer, request, others).await
+            }
             _ => self.vouch(self.answer(peer, request).await).await,
         }
     }
 
     fn disconnected(&self, peer: &Peer) {
         self.owners.lock().disconnected(peer.id);
+        self.relay.disconnected(peer);
     }
 }
 

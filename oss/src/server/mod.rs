@@ -46,7 +46,7 @@ use out::Out;
 use peers::{MdsLink, Peers};
 use places::Places;
 pub use scrub::Ask;
-use strake_fabric::{Endpoint, Env, Fabric, Listener};
+use strake_fabric::{Endpoint, Env, Fabric, Listener, Relay};
 use strake_proto::{CapKey, Code, Result, TargetId, pb};
 
 use crate::engine::Engine;
@@ -84,8 +84,10 @@ async fn start_without(cfg: Config, parts: Parts, out: Vec<Arc<Out>>) -> Result<
     let places = Places::new(fabric.clone(), cfg.mds.clone());
     let node = Node::new(cfg, parts, (peers, places), out.clone());
     let mut listeners = Vec::new();
+    let relay = Arc::new(Relay::new(fabric.clone()));
     for at in &node.cfg.listen {
-        listeners.push(fabric.listen(at, Arc::new(service::OssService { node: node.clone() })).await?);
+        let service = service::OssService { node: node.clone(), relay: relay.clone() };
+        listeners.push(fabric.listen(at, Arc::new(service)).await?);
     }
     let endpoints: Vec<Endpoint> = listeners.iter().map(|l| l.endpoint().clone()).collect();
     let mut mds = MdsLink::new(fabric, node.cfg.mds.clone());

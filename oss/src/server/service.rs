@@ -1,9 +1,9 @@
 //! Requests as they arrive: who may ask for what, are the numbers sane, then on to a replica.
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::Ordering};
 
 use async_trait::async_trait;
-use strake_fabric::{Buf, Message, Peer, Role, Service, quiet::Quiet, unknown_opcode};
+use strake_fabric::{Buf, Message, Peer, Relay, Role, Service, quiet::Quiet, unknown_opcode};
 use strake_proto::{
     Capability, ChunkId, Code, Error, Result, Rights, TargetId,
     bound::Fits,
@@ -31,6 +31,7 @@ const BLOCK: u32 = checksum::BLOCK as u32;
 
 pub struct OssService {
     pub node: Arc<Node>,
+    pub relay: Arc<Relay>,
 }
 
 fn inval(m: impl Into<String>) -> Error {
@@ -95,6 +96,11 @@ impl Service for OssService {
             return Err(Error::new(Code::Access, "only servers of the cluster may ask for this"));
         }
         match m.opcode {
+            opcode::RELAY => {
+                let (map, own) = (self.node.map.load_full(), self.node.id.load(Ordering::Acquire));
+                let others = |to| map.node(to).filter(|_| to != own).map(|n| n.endpoints.clone());
+                return self.relay.handle(peer, m, others).await;
+            }
             opcode::ECHO => return Ok(Message::new(opcode::ECHO, m.body).with_payload(m.payload)),
             opcode::CLOCK => {
                 let clock = self.node.clock().ok_or_else(|| unknown_opcode(m.opcode))?;
@@ -167,6 +173,10 @@ impl Service for OssService {
             }
             other => Err(unknown_opcode(other)),
         }
+    }
+
+    fn disconnected(&self, peer: &Peer) {
+        self.relay.disconnected(peer);
     }
 }
 

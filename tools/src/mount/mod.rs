@@ -117,6 +117,8 @@ struct MountSection {
     write_back: bool,
     #[serde(default = "yes")]
     page_locks: bool,
+    #[serde(default = "yes")]
+    relay: bool,
     #[serde(default)]
     fabric: FabricKey,
     run_dir: Option<PathBuf>,
@@ -173,6 +175,7 @@ impl MountSection {
         self.follower_reads = asked.follower_reads.unwrap_or(self.follower_reads);
         self.write_back = asked.write_back.unwrap_or(self.write_back);
         self.page_locks = asked.page_locks.unwrap_or(self.page_locks);
+        self.relay = asked.relay.unwrap_or(self.relay);
         self.fabric = asked.fabric.unwrap_or(self.fabric);
         self.run_dir = asked.run_dir.clone().or(self.run_dir.take());
         self.asked = asked;
@@ -215,6 +218,7 @@ impl MountSection {
             follower_reads: self.follower_reads.into(),
             write_back: self.write_back,
             page_locks: self.page_locks,
+            relay: self.relay,
             ..usual
         })
     }

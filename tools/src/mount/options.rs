@@ -121,12 +121,13 @@ pub struct Options {
     pub follower_reads: Option<FollowerKey>,
     pub write_back: Option<bool>,
     pub page_locks: Option<bool>,
+    pub relay: Option<bool>,
     pub fabric: Option<FabricKey>,
     pub run_dir: Option<PathBuf>,
 }
 
 /// Options without a value, except for flags of mount(2).
-const WORDS: [&str; 18] = [
+const WORDS: [&str; 20] = [
     "ro",
     "rw",
     "allow_other",
@@ -142,6 +143,8 @@ const WORDS: [&str; 18] = [
     "write_through",
     "page_locks",
     "nopage_locks",
+    "relay",
+    "norelay",
     "remount",
     "_netdev",
     "nofail",
@@ -240,6 +243,7 @@ impl Options {
             "hard" | "soft" => self.soft = Some(name == "soft"),
             "write_back" | "write_through" => self.write_back = Some(name == "write_back"),
             "page_locks" | "nopage_locks" => self.page_locks = Some(name == "page_locks"),
+            "relay" | "norelay" => self.relay = Some(name == "relay"),
             "bg" | "fg" => self.background = Some(name == "bg"),
             "remount" => self.remount = true,
             _ if table::flag_names().any(|n| n == name) => self.flags.push(name.into()),
@@ -401,6 +405,7 @@ mod tests {
             (Some(true), Some(false))
         );
         assert_eq!(of("page_locks,nopage_locks").unwrap().page_locks, Some(false));
+        assert_eq!(of("norelay").unwrap().relay, Some(false));
         assert_eq!(of("retry=0,bg,subtree=/a/./b,log=debug").unwrap().subtree.unwrap(), "/a/b");
     }
 

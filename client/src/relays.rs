@@ -1,0 +1,229 @@
+//! Servers that are not reached: another one passes requests on, see [`strake_fabric::relay`]. One
+//! link that is cut holds nothing up by that.
+//!
+//! The direct way is tried first and alone for a while. One that is refused is not gone round: there
+//! is a machine, and no server on it. What was made through another server is left as soon as the
+//! direct way is there again.
+
+use std::{
+    future::Future,
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+use arc_swap::ArcSwap;
+use strake_fabric::{Connection, Env, Fabric, Relayed, relay};
+use strake_proto::{Code, Error, NodeId, Result, map::MapView, pb};
+use tokio::time::{sleep, timeout};
+
+/// The direct way is tried alone for so long.
+const ALONE: Duration = Duration::from_millis(500);
+/// One server has so long to pass on, its own connection included.
+const ONE: Duration = Duration::from_millis(600);
+/// And so long after the direct way turned out to lead nowhere: most often the server is gone.
+const GRACE: Duration = Duration::from_millis(300);
+/// Servers that are asked in one go.
+const ASKED: usize = 2;
+/// How often the direct way is tried while there is another.
+const LOOK: Duration = Duration::from_secs(5);
+
+/// See the module.
+pub(crate) struct Relays {
+    env: Env,
+    on: bool,
+    map: ArcSwap<MapView>,
+    /// Whom to ask first: the next one after a failure.
+    turn: AtomicUsize,
+    /// Connections that were made so.
+    pub made: AtomicU64,
+}
+
+impl Relays {
+    /// Clients begin with different servers.
+    pub fn new(env: Env, on: bool, uuid: &[u8; 16]) -> Relays {
+        let turn = AtomicUsize::new(usize::from(uuid[0]));
+        Relays { env, on, map: ArcSwap::default(), turn, made: AtomicU64::new(0) }
+    }
+
+    pub fn learn(&self, map: &Arc<MapView>) {
+        self.map.store(map.clone());
+    }
+
+    /// A connection to a server: the one that `direct` makes, or one through another server if that
+    /// does not answer.
+    pub async fn reach(
+        &self,
+        fabric: &Arc<dyn Fabric>,
+        node: &pb::Node,
+        direct: impl Future<Output = Result<Arc<dyn Connection>>>,
+    ) -> Result<Arc<dyn Connection>> {
+        if !self.on {
+            return direct.await;
+        }
+        let mut direct = pin!(direct);
+        let first = timeout(ALONE, &mut direct).await;
+        match first {
+            Ok(Err(e)) if e.code == Code::TimedOut => self.around(fabric, node).await.ok_or(e),
+            Ok(done) => done,
+            Err(_) => {
+                let mut around = pin!(self.around(fabric, node));
+                tokio::select! {
+                    biased;
+                    d = &mut direct => match d {
+                        Err(e) if e.code == Code::TimedOut => {
+                            timeout(GRACE, around).await.ok().flatten().ok_or(e)
+                        }
+                        done => done,
+                    },
+                    made = &mut around => match made {
+                        Some(conn) => Ok(conn),
+                        None => direct.await,
+                    },
+                }
+            }
+        }
+    }
+
+    /// Through another server, if one is there that reaches it.
+    async fn around(&self, fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Option<Arc<dyn Connection>> {
+        let map = self.map.load_full();
+        let others: Vec<&pb::Node> = whom(&map, node).collect();
+        for _ in 0..ASKED.min(others.len()) {
+            let via = others[self.turn.load(Relaxed) % others.len()];
+            let asked = timeout(ONE, through(fabric, via, node.id)).await;
+            match asked.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "does not answer"))) {
+                Ok(conn) => {
+                    tracing::info!("{} is reached through {}: it does not answer here", node.name, via.name);
+                    self.made.fetch_add(1, Relaxed);
+                    self.look_again(fabric, node, &conn);
+                    return Some(conn);
+                }
+                Err(e) => tracing::debug!("{} does not pass on to {}: {e}", via.name, node.name),
+            }
+            self.turn.fetch_add(1, Relaxed);
+        }
+        None
+    }
+
+    /// Until the direct way is there again.
+    fn look_again(&self, fabric: &Arc<dyn Fabric>, node: &pb::Node, conn: &Arc<Relayed>) {
+        let (fabric, node, conn) = (fabric.clone(), node.clone(), Arc::downgrade(conn));
+        self.env.spawn(async move {
+            loop {
+                sleep(LOOK).await;
+                if conn.upgrade().is_none_or(|c| c.is_closed()) {
+                    return;
+                }
+                if let Ok(direct) = directly(&fabric, &node).await {
+                    direct.close();
+                    if let Some(c) = conn.upgrade() {
+                        tracing::info!("{} is reached again", node.name);
+                        c.retire();
+                    }
+                    return;
+                }
+            }
+        });
+    }
+}
+
+/// The servers that may pass requests on to this one: of its own kind first, which know it best.
+fn whom<'a>(map: &'a MapView, node: &'a pb::Node) -> impl Iterator<Item = &'a pb::Node> {
+    let others = |same: bool| map.map.nodes.iter().filter(move |n| n.id != node.id && (n.role == node.role) == same);
+    let of_its_kind = others(true).count();
+    others(true).chain(others(false).filter(move |_| of_its_kind < ASKED))
+}
+
+async fn through(fabric: &Arc<dyn Fabric>, via: &pb::Node, node: NodeId) -> Result<Arc<Relayed>> {
+    relay::through(directly(fabric, via).await?, node, ONE).await
+}
+
+async fn directly(fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Result<Arc<dyn Connection>> {
+    let mut last = Error::new(Code::Disconnected, format!("{} has no usable endpoint", node.name));
+    for at in fabric.ways(&node.endpoints)? {
+        last = match timeout(ONE, fabric.connect(&at, None)).await {
+            Ok(Ok(c)) => return Ok(c),
+            Ok(Err(e)) => e,
+            Err(_) => Error::new(Code::TimedOut, format!("{at} does not answer")),
+        };
+    }
+    Err(last)
+}
+
+#[cfg(test)]
+mod tests {
+    use async_trait::async_trait;
+    use parking_lot::Mutex;
+    use strake_fabric::{Endpoint, Listener, Pool, Service};
+    use tokio::time::Instant;
+
+    use super::*;
+
+    /// Says whom it was to connect to, and reaches nobody.
+    struct Nobody(Mutex<Vec<String>>, Pool);
+
+    #[async_trait]
+    impl Fabric for Nobody {
+        async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+            self.0.lock().push(to.to_string());
+            Err(Error::new(Code::Disconnected, "refused"))
+        }
+        async fn listen(&self, _: &Endpoint, _: Arc<dyn Service>) -> Result<Listener> {
+            Err(Error::new(Code::OpNotSupp, "nobody listens here"))
+        }
+        fn pool(&self) -> &Pool {
+            &self.1
+        }
+    }
+
+    /// Metadata servers 1 to 3 and storage servers 4 to 6.
+    fn map() -> Arc<MapView> {
+        let node = |id| pb::Node {
+            id,
+            role: if id < 4 { 1 } else { 2 },
+            name: format!("n{id}"),
+            endpoints: vec![format!("tcp:n{id}:1")],
+            ..Default::default()
+        };
+        let map = pb::ClusterMap { version: 1, nodes: (1..=6).map(node).collect(), ..Default::default() };
+        Arc::new(MapView::new(map).unwrap())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_is_silent_is_gone_round_and_who_refuses_is_not() {
+        let (nobody, map) = (Arc::new(Nobody(Mutex::default(), Pool::new(1 << 20))), map());
+        let fabric: Arc<dyn Fabric> = nobody.clone();
+        let failing = |code, after: u64| async move {
+            sleep(Duration::from_millis(after)).await;
+            Err(Error::new(code, "in this test"))
+        };
+        let relays = |on| {
+            let new = Relays::new(Env::system(), on, &[0; 16]);
+            new.learn(&map);
+            new
+        };
+        for (on, code, after, asked) in [
+            (true, Code::Disconnected, 0, &[][..]),
+            (true, Code::Unauthenticated, 400, &[]),
+            (true, Code::TimedOut, 0, &["tcp:n5:1", "tcp:n6:1"]),
+            (true, Code::TimedOut, 1000, &["tcp:n5:1", "tcp:n6:1"]),
+            (true, Code::Disconnected, 1000, &["tcp:n5:1", "tcp:n6:1"]),
+            (false, Code::TimedOut, 1000, &[]),
+        ] {
+            let (relays, begun) = (relays(on), Instant::now());
+            let e = relays.reach(&fabric, map.node(4).unwrap(), failing(code, after)).await.err().unwrap();
+            assert_eq!(e.code, code, "what the direct way said");
+            assert_eq!(std::mem::take(&mut *nobody.0.lock()), asked, "{code:?} after {after} ms");
+            assert!(begun.elapsed() <= Duration::from_millis(after) + GRACE);
+        }
+        // A metadata server is known best by the others.
+        let relays = relays(true);
+        let _ = relays.reach(&fabric, map.node(1).unwrap(), failing(Code::TimedOut, 0)).await;
+        assert_eq!(*nobody.0.lock(), ["tcp:n2:1", "tcp:n3:1"]);
+        assert_eq!(relays.made.load(Relaxed), 0);
+    }
+}
