@@ -52,7 +52,8 @@ mod meta;
 mod missing;
 mod opens;
 mod page_locks;
-mod pages;
+#[doc(hidden)]
+pub mod pages;
 mod ranges;
 mod readahead;
 mod recalls;

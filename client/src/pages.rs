@@ -5,7 +5,7 @@
 //! **marked**, whoever uses it needs the lock of its pages, which one client has for changes, or
 //! any number for looking.
 
-use std::{collections::HashMap, time::Duration};
+use std::{collections::BTreeMap, time::Duration};
 
 use strake_proto::{Ino, SessionId};
 
@@ -23,7 +23,7 @@ const MOST_MARKED: usize = 65_536;
 
 /// For what the lock is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) enum Mode {
+pub enum Mode {
     /// Pages that nothing can be stored to.
     Read,
     /// Pages that can be stored to, and other changes.
@@ -31,10 +31,10 @@ pub(crate) enum Mode {
 }
 
 /// Which time it is that a lock was got: never the same twice.
-pub(crate) type Number = u64;
+pub type Number = u64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Held {
+pub struct Held {
     pub mode: Mode,
     pub session: SessionId,
     pub number: Number,
@@ -78,7 +78,7 @@ struct File {
 
 /// A use of a file, from its beginning to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Use {
+pub enum Use {
     /// Nobody else maps it.
     Free,
     Locked {
@@ -90,7 +90,7 @@ pub(crate) enum Use {
 
 /// What to do before a use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Enter {
+pub enum Enter {
     Begun(Use),
     /// Ask for the lock; then say [`Pages::granted`] or [`Pages::refused`].
     Ask,
@@ -102,7 +102,7 @@ pub(crate) enum Enter {
 
 /// What to do to give the lock of a file up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Leave {
+pub enum Leave {
     /// There is none.
     Done,
     /// Not yet: come again when something has changed, or then.
@@ -112,9 +112,9 @@ pub(crate) enum Leave {
 }
 
 /// See the module.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Pages {
-    files: HashMap<Ino, File>,
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Pages {
+    files: BTreeMap<Ino, File>,
     last: Number,
     marked: usize,
     all_marked: bool,

@@ -31,7 +31,7 @@ impl File {
         &self,
         offset: u64,
         len: usize,
-        asked: impl FnOnce(),
+        asked: impl Fn(),
     ) -> Result<(Vec<Buf>, AsOf, Option<Using>)> {
         let (core, inode) = (&self.0.core, &self.0.inode);
         self.check(self.0.flags & O_ACCMODE != O_WRONLY, "reading")?;
@@ -43,8 +43,13 @@ impl File {
             if !core.pages.is_marked(inode.ino) {
                 core.fresh_size(inode).await?;
                 let using = core.use_freely(inode.ino);
-                if let (Some(using), Some((size, tenure))) = (using, core.known_size(inode)) {
-                    asked();
+                let begun = {
+                    // A recall's pages are taken back when this is over: either it is seen here, or it waits for this page-in.
+                    let _telling = core.memory.telling();
+                    let known = core.known_size(inode);
+                    using.zip(known).inspect(|_| asked())
+                };
+                if let Some((using, (size, tenure))) = begun {
                     let bufs = self.read_below(size, offset, len).await?;
                     return Ok((bufs, self.as_of(tenure), Some(using)));
                 }
@@ -77,7 +82,7 @@ impl File {
     }
 
     /// Without the lock: others may store there.
-    async fn read_unlocked(&self, offset: u64, len: usize, asked: impl FnOnce()) -> Result<(Vec<Buf>, AsOf)> {
+    async fn read_unlocked(&self, offset: u64, len: usize, asked: impl Fn()) -> Result<(Vec<Buf>, AsOf)> {
         let h = &self.0;
         let size = h.core.fresh_size(&h.inode).await?;
         let leased = h.core.known_size(&h.inode).map(|(_, tenure)| tenure);

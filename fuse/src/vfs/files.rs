@@ -94,7 +94,7 @@ impl Vfs {
         handle: u64,
         offset: u64,
         len: usize,
-        asked: impl FnOnce(),
+        asked: impl Fn(),
     ) -> Result<(Vec<Buf>, AsOf, Option<Using>)> {
         let open = self.files.get(handle)?;
         open.check_locks(self)?;

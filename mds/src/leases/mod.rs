@@ -12,6 +12,7 @@ use strake_proto::{Ino, SessionId};
 
 pub mod checks;
 pub mod evicted;
+pub mod pages;
 pub mod reports;
 pub mod rows;
 #[cfg(test)]

@@ -30,7 +30,7 @@ const FORMAT: u32 = 2;
 pub const PAGES: u64 = 1;
 
 /// Who locks: a process or an open file of a client.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Owner {
     pub kind: LockKind,
     pub session: SessionId,
@@ -38,7 +38,7 @@ pub struct Owner {
 }
 
 /// What an owner wants of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Want {
     pub ino: Ino,
     pub who: Owner,
@@ -57,7 +57,7 @@ impl Want {
 }
 
 /// What is locked of one file.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Locks {
     /// By owner.
     pub held: Vec<(Owner, Vec<Span>)>,

@@ -24,6 +24,7 @@ use crate::{
         Connection, Leases, Limits, Number,
         checks::Checks,
         evicted::Evicted,
+        pages::Pages,
         reports::Reports,
         rows::{Leader, Paging, Reporting},
         writers::Writers,
@@ -38,8 +39,6 @@ const POLL: Duration = Duration::from_secs(3);
 const CHECK: Duration = Duration::from_secs(2);
 /// How often those who do not answer are looked for.
 const TICK: Duration = Duration::from_millis(250);
-/// Files of which it is kept which sessions were told that others have pages of them.
-const MOST_TOLD: usize = 65_536;
 /// A look that comes this late means that the process was stopped: nobody could be heard.
 const STALL: Duration = Duration::from_secs(1);
 /// How long who asks is kept waiting for how far a file goes; below the time after which clients give a try up.
@@ -66,8 +65,7 @@ struct Table {
     reports: Reports,
     checks: Checks,
     /// Who is to give pages of mappings back, and who was told, since it may write the file, that others have some.
-    pages: Reports,
-    told_of_pages: BTreeMap<Ino, BTreeSet<SessionId>>,
+    pages: Pages,
     writers: Writers,
     /// Files of which something may still arrive that an evicted session wrote, by the last such eviction.
     fences: BTreeMap<Ino, u64>,
@@ -115,7 +113,6 @@ impl Table {
             self.reports.ended(*id);
             self.checks.ended(*id);
             self.pages.ended(*id);
-            self.forget_told(*id);
             self.writers.ended(*id);
             self.ring(*id);
             self.bells.remove(id);
@@ -124,14 +121,6 @@ impl Table {
             let inos = e.looked.union(&e.changed).copied().collect();
             *expected = Some(Depends { inos: Some(inos), ticket });
         }
-    }
-
-    /// A session does not know any more which files others have pages of.
-    fn forget_told(&mut self, id: SessionId) {
-        self.told_of_pages.retain(|_, told| {
-            told.remove(&id);
-            !told.is_empty()
-        });
     }
 
     fn waited_for(&self) -> usize {
@@ -218,8 +207,7 @@ impl Recalls {
                 leases: Leases::new(self.limits, self.env.boot(), term, sessions),
                 reports: Reports::new(term),
                 checks: Checks::new(term),
-                pages: Reports::of_pages(term),
-                told_of_pages: BTreeMap::new(),
+                pages: Pages::new(term),
                 writers: Writers::new(found.writers, holding),
                 fences: found.fences.into_iter().collect(),
                 ends: found.ends.into_iter().collect(),
@@ -281,8 +269,7 @@ impl Recalls {
             if t.leases.hello(by.session, by.connection, lives_on) {
                 t.reports.ask_again(by.session);
                 t.checks.hello(by.session);
-                t.pages.ask_again(by.session);
-                t.forget_told(by.session);
+                t.pages.hello(by.session);
                 // Who waits on a former connection waits in vain.
                 t.ring(by.session);
             }
@@ -330,7 +317,7 @@ impl Recalls {
             t.reports.reported(id, &r.reported);
             t.reports.working(now, id, &r.working);
             // No number is of both.
-            t.pages.reported(id, &r.reported);
+            t.pages.given(id, &r.reported);
             t.pages.working(now, id, &r.working);
             let pages = t.pages.take(now, id).into_iter().map(|(number, ino)| pb::Recall { number, ino, pages: true });
             let reports = t.reports.take(now, id).into_iter().map(recall).chain(pages).collect();
@@ -568,42 +555,26 @@ impl Recalls {
     /// A session has pages of a file from now on. Others that may write it change nothing of it any more without its lock: returns when
     /// they know, and what they changed before is done.
     pub async fn tell_writers(&self, term: u64, session: SessionId, ino: Ino) -> Result<()> {
-        let asked = self.with(term, |t, now| {
-            let told = t.told_of_pages.get(&ino);
-            let new = t.writers.others(session, ino).filter(|id| told.is_none_or(|told| !told.contains(id)));
-            let new: Vec<_> = new.map(|id| (id, t.leases.connection(id))).collect();
-            let ask = |(id, connection): (SessionId, _)| (id, connection, t.pages.ask(now, id, ino));
-            let asked: Vec<_> = new.into_iter().map(ask).collect();
-            asked.iter().for_each(|(id, ..)| t.ring(*id));
-            asked
+        let telling = self.with(term, |t, now| {
+            let others = t.writers.others(session, ino);
+            let telling = t.pages.tell(now, ino, others, |id| t.leases.connection(id));
+            telling.sessions().for_each(|id| t.ring(id));
+            telling
         })?;
-        if asked.is_empty() {
-            Paging::NobodyTold.taken();
-        } else {
-            Paging::WritersTold.taken();
+        if !telling.is_empty() {
             self.alarm.notify_one();
-            self.until(term, |t, _| asked.iter().all(|(id, _, number)| t.pages.is_in(*id, *number))).await?;
         }
-        self.with(term, |t, _| {
-            // Who is forgotten is told again.
-            if t.told_of_pages.len() >= MOST_TOLD {
-                t.told_of_pages.clear();
-            }
-            // Whoever has the lock knows by itself. One with a new connection may be another process, which does not.
-            let same = asked.iter().filter(|(id, connection, _)| t.leases.connection(*id) == *connection);
-            let told: BTreeSet<SessionId> = same.map(|(id, ..)| *id).chain([session]).collect();
-            t.told_of_pages.entry(ino).or_default().extend(told);
-        })
+        // One that was evicted meanwhile was not told: what it wrote must not arrive any more.
+        let inos = BTreeSet::from([ino]);
+        self.until(term, |t, _| t.pages.know(&telling) && t.is_fenced(Some(&inos))).await?;
+        self.with(term, |t, _| t.pages.told(ino, session, &telling, |id| t.leases.connection(id)))
     }
 
     /// Somebody waits for pages of a file that these sessions have: each is asked to give them back, unless it was and works at it.
     pub fn want_pages(&self, term: u64, ino: Ino, holders: &BTreeSet<SessionId>) -> Result<()> {
         let any = self.with(term, |t, now| {
-            let new: Vec<_> = holders.iter().copied().filter(|id| !t.pages.is_asked(*id, ino)).collect();
-            for id in &new {
-                t.pages.ask(now, *id, ino);
-                t.ring(*id);
-            }
+            let new = t.pages.want(now, ino, holders);
+            new.iter().for_each(|id| t.ring(*id));
             !new.is_empty()
         })?;
         if any {
