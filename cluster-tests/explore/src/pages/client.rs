@@ -192,14 +192,14 @@ impl World {
                 }
                 c.writes = Some(Writes::Sent(what));
                 let n = c.made[2 * i + 1];
-                self.to_storage(i, Body::Write(n));
+                self.send_to_storage(i, Body::Write(n));
             }
             Writes::Sent(_) => return false,
         }
         true
     }
 
-    fn to_storage(&mut self, client: usize, body: Body) {
+    fn send_to_storage(&mut self, client: usize, body: Body) {
         let session = self.clients[client].session;
         self.messages.push(Message { client, session, connection: 0, body });
         self.messages.sort();
@@ -241,7 +241,7 @@ impl World {
         let page = *page;
         if page.session == c.session || self.fault == Fault::WritesLost {
             c.back = true;
-            self.to_storage(i, Body::WriteBack(page.cells));
+            self.send_to_storage(i, Body::WriteBack(page.cells));
         }
         // Otherwise it is EIO, and what was stored is lost with its session.
     }

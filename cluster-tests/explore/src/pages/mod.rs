@@ -9,8 +9,10 @@
 //! the storage server, unless its session is evicted. And where nothing more happens by itself everybody was answered, and every byte is
 //! at the storage server or in a page that is out, but for those of evicted sessions.
 
+#[expect(clippy::collapsible_match, reason = "a guard of a match changes nothing")]
 mod client;
 mod kinds;
+#[expect(clippy::collapsible_match, reason = "a guard of a match changes nothing")]
 mod leader;
 
 use std::{collections::BTreeSet, time::Duration};
