@@ -6,7 +6,10 @@ pub mod link;
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::{
+        fd::{AsFd, AsRawFd, OwnedFd},
+        unix::process::ExitStatusExt,
+    },
     path::PathBuf,
     process::ExitStatus,
     sync::Arc,
@@ -42,6 +45,9 @@ const SHORT_LIFE: Duration = Duration::from_millis(200);
 const CHANCE: u32 = 3;
 const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// How often it is looked whether a daemon runs, though the kernel has not told of its end.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// How to start a daemon.
 #[derive(Clone, Debug)]
@@ -283,7 +289,7 @@ impl Daemon {
         };
         tokio::select! {
             biased;
-            status = self.child.wait() => Ok(Event::Ended(status?)),
+            status = ended(&mut self.child) => Ok(Event::Ended(status?)),
             _ = signals.term.recv() => Ok(Event::Stop),
             _ = signals.interrupt.recv() => Ok(Event::Stop),
             _ = signals.upgrade.recv() => Ok(Event::Upgrade),
@@ -297,6 +303,34 @@ impl Daemon {
             tracing::warn!("killing the daemon: {e}");
         }
     }
+}
+
+/// Returns when nothing of a process runs any more. The kernel tells of its end only when its last
+/// thread is gone. That one may wait in the kernel for a lock of an inode or a page, which comes free
+/// when the next daemon answers. A first thread that is a zombie shows that the process was killed:
+/// what else is left of it never leaves the kernel.
+async fn ended(child: &mut Child) -> io::Result<ExitStatus> {
+    let mut was_over = false;
+    loop {
+        tokio::select! {
+            biased;
+            status = child.wait() => return status,
+            () = tokio::time::sleep(LOOK) => {}
+        }
+        let is_over = child.id().is_some_and(is_zombie);
+        if is_over && was_over {
+            tracing::warn!("a thread of the daemon that ended is held in the kernel");
+            return Ok(ExitStatus::from_raw(libc::SIGKILL));
+        }
+        was_over = is_over;
+    }
+}
+
+/// Whether a process's first thread has ended (proc_pid_stat(5), field 3).
+fn is_zombie(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name before it may have blanks and parentheses in it.
+    stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('Z'))
 }
 
 /// What a daemon said before it ended and nobody heard yet.
@@ -358,6 +392,28 @@ mod tests {
         }
         drop(daemon);
         assert_eq!(unread(&link).collect::<Vec<_>>(), said());
+    }
+
+    /// Stands for a thread that the kernel holds: the process's first thread is gone, another is not.
+    #[tokio::test]
+    async fn a_daemon_has_ended_though_a_thread_of_it_is_held() {
+        let code = format!(
+            "import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+ctypes.CDLL(None).syscall({}, 0)",
+            libc::SYS_exit
+        );
+        let mut child = Command::new("python3").arg("-c").arg(code).kill_on_drop(true).spawn().unwrap();
+        let pid = child.id().unwrap();
+        let status = tokio::time::timeout(20 * LOOK, ended(&mut child)).await.unwrap().unwrap();
+        assert_eq!(status.signal(), Some(libc::SIGKILL));
+        let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().count();
+        assert!(threads > 1, "it was held");
+        assert_eq!(child.try_wait().unwrap(), None, "the kernel has not told of its end");
+        child.kill().await.unwrap();
+
+        let mut ends = Command::new("true").spawn().unwrap();
+        assert!(ended(&mut ends).await.unwrap().success());
     }
 
     #[test]

@@ -3,9 +3,12 @@
 //! Linux has one name of each directory. When a lookup finds a directory in another place than the
 //! kernel knows, the kernel moves its name, if it gets the locks for that at once. It does not get
 //! them where a program makes or removes names in the former place, nor inside a rename(2) between
-//! two directories; then the program is told `ESTALE`. So the kernel is told to forget the former
-//! name before the lookup is answered: then there is nothing to move. This waits for the former
-//! place's lock for a short time only, because the caller may hold it.
+//! two directories. Then it begins the call anew, once, and looks the name up again. So at the second
+//! lookup in the new place the kernel is told to forget the former name, before it is answered: then
+//! there is nothing to move. Where the first one went well it has no such name any more. This waits
+//! for the former place's lock for a short time only, because the caller may hold it.
+//!
+//! The first lookup tells nothing: with a name that is forgotten go the mounts below it.
 //!
 //! A directory that a program works in, or has open, keeps its name in the kernel all the same.
 
@@ -31,11 +34,18 @@ const PATIENCE: Duration = Duration::from_millis(50);
 /// A directory and a name in it.
 type Place = (u64, Vec<u8>);
 
+/// Where a directory is.
+struct Known {
+    place: Place,
+    /// Where the kernel may have it: in another directory, until it was looked up twice.
+    former: Option<Place>,
+}
+
 /// Where the kernel has directories, as it was told.
 #[derive(Default)]
 struct Places {
-    of: HashMap<u64, Place>,
-    /// Which directory is there, by the hash of the place.
+    of: HashMap<u64, Known>,
+    /// Which directory is there, or was, by the hash of the place.
     at: HashMap<u64, u64>,
     hash: RandomState,
 }
@@ -45,32 +55,54 @@ impl Places {
         self.hash.hash_one((parent, name))
     }
 
-    /// A lookup found a directory here. The place in another directory where the kernel has it.
+    /// A lookup found a directory here. The place that the kernel is to forget, if it knows it.
     fn found(&mut self, node: u64, place: (u64, &[u8])) -> Option<Place> {
-        let known = self.of.get(&node);
-        if known.is_some_and(|(parent, name)| (*parent, &name[..]) == place) {
+        let Some(known) = self.of.get_mut(&node) else {
+            self.set(node, place, None);
             return None;
+        };
+        if (known.place.0, &known.place.1[..]) == place {
+            let former = known.former.take()?;
+            let key = self.key((former.0, &former.1));
+            // What was found there since keeps its name.
+            let Entry::Occupied(at) = self.at.entry(key) else { return None };
+            return (*at.get() == node).then(|| {
+                at.remove();
+                former
+            });
         }
-        // A bind mount of what is there now would be lost with the name.
-        let is_there = |p: &Place| self.at.get(&self.key((p.0, &p.1))) == Some(&node);
-        let former = known.filter(|p| p.0 != place.0 && is_there(p)).cloned();
-        self.set(node, place);
-        former
+        let known = self.forget(node)?;
+        // Within a directory the kernel needs no other lock.
+        let former = Some(known.place).filter(|p| p.0 != place.0);
+        if let Some((parent, name)) = &former {
+            self.at.insert(self.key((*parent, name)), node);
+        }
+        self.set(node, place, former);
+        None
     }
 
-    fn set(&mut self, node: u64, (parent, name): (u64, &[u8])) {
+    fn set(&mut self, node: u64, place: (u64, &[u8]), former: Option<Place>) {
         if self.of.len() >= MOST_PLACES {
             self.of.clear();
             self.at.clear();
         }
-        self.at.insert(self.key((parent, name)), node);
-        if let Some((parent, name)) = self.of.insert(node, (parent, name.to_vec()))
-            && let Entry::Occupied(at) = self.at.entry(self.hash.hash_one((parent, &name[..])))
-            && *at.get() == node
-            && self.of.get(&node) != Some(&(parent, name))
-        {
-            at.remove();
+        // What was here is not here any more.
+        self.left(place);
+        self.at.insert(self.key(place), node);
+        self.of.insert(node, Known { place: (place.0, place.1.to_vec()), former });
+    }
+
+    /// Forgets all places of a directory.
+    fn forget(&mut self, node: u64) -> Option<Known> {
+        let known = self.of.remove(&node)?;
+        for (parent, name) in std::iter::once(&known.place).chain(&known.former) {
+            if let Entry::Occupied(at) = self.at.entry(self.hash.hash_one((*parent, &name[..])))
+                && *at.get() == node
+            {
+                at.remove();
+            }
         }
+        Some(known)
     }
 
     /// The directory that was here is not here any more.
@@ -79,7 +111,12 @@ impl Places {
             return None;
         }
         let node = self.at.remove(&self.key(place))?;
-        self.of.remove(&node);
+        let known = self.of.get_mut(&node)?;
+        if (known.place.0, &known.place.1[..]) != place {
+            known.former = None;
+            return None;
+        }
+        self.forget(node);
         Some(node)
     }
 
@@ -87,10 +124,10 @@ impl Places {
     fn renamed(&mut self, from: (u64, &[u8]), to: (u64, &[u8]), exchanged: bool) {
         let (moved, replaced) = (self.left(from), self.left(to));
         if let Some(node) = moved {
-            self.set(node, to);
+            self.set(node, to, None);
         }
         if let Some(node) = replaced.filter(|_| exchanged) {
-            self.set(node, from);
+            self.set(node, from, None);
         }
     }
 }
@@ -115,8 +152,8 @@ impl Moved {
         let _ = self.channel.set(Arc::downgrade(channel));
     }
 
-    /// A lookup found a directory. Returns when the kernel has no other name of it, or after a
-    /// short time.
+    /// A lookup found a directory. Returns when the kernel has no other name of it that it did not
+    /// move, or after a short time.
     pub async fn found(&self, node: u64, place: (u64, &[u8])) {
         let former = self.places.lock().found(node, place);
         let Some((parent, name)) = former else { return };
@@ -133,7 +170,9 @@ impl Moved {
 
     /// This mount made a directory.
     pub fn made(&self, node: u64, place: (u64, &[u8])) {
-        self.places.lock().set(node, place);
+        let mut places = self.places.lock();
+        places.forget(node);
+        places.set(node, place, None);
     }
 
     /// What is here is no directory, or nothing.
@@ -152,24 +191,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_that_another_mount_moved_has_a_former_place() {
+    fn a_directory_that_another_mount_moved_has_a_former_place_at_the_second_lookup() {
         let mut p = Places::default();
         assert_eq!(p.found(9, (1, b"d")), None);
         assert_eq!(p.found(9, (1, b"d")), None);
+        assert_eq!(p.found(9, (1, b"e")), None);
         assert_eq!(p.found(9, (1, b"e")), None, "the kernel needs no lock of another directory");
+        assert_eq!(p.found(9, (2, b"e")), None, "the kernel tries for itself");
         assert_eq!(p.found(9, (2, b"e")), Some((1, b"e".to_vec())));
         assert_eq!(p.found(9, (2, b"e")), None);
+        assert_eq!(p.found(9, (1, b"d")), None);
         assert_eq!(p.found(9, (1, b"d")), Some((2, b"e".to_vec())));
+        assert_eq!((p.of.len(), p.at.len()), (1, 1));
     }
 
     #[test]
     fn what_is_in_the_former_place_now_keeps_its_name() {
         let mut p = Places::default();
         p.found(9, (1, b"d"));
+        p.found(9, (2, b"d"));
         p.found(8, (1, b"d"));
         assert_eq!(p.found(9, (2, b"d")), None, "another directory is there");
+        p.found(8, (3, b"d"));
         p.left((1, b"d"));
         assert_eq!(p.found(8, (3, b"d")), None, "a file is there");
+        assert_eq!((p.of.len(), p.at.len()), (2, 2));
     }
 
     #[test]
@@ -177,14 +223,16 @@ mod tests {
         let mut p = Places::default();
         p.found(9, (1, b"d"));
         p.renamed((1, b"d"), (2, b"e"), false);
-        assert_eq!(p.found(9, (2, b"e")), None);
-        assert_eq!(p.found(9, (3, b"e")), Some((2, b"e".to_vec())));
+        assert_eq!((p.found(9, (2, b"e")), p.found(9, (2, b"e"))), (None, None));
+        p.found(9, (3, b"e"));
+        p.renamed((3, b"e"), (5, b"e"), false);
+        assert_eq!((p.found(9, (5, b"e")), p.found(9, (5, b"e"))), (None, None), "it moved the name");
         p.found(8, (4, b"f"));
-        p.renamed((3, b"e"), (4, b"f"), true);
-        assert_eq!((p.found(9, (4, b"f")), p.found(8, (3, b"e"))), (None, None));
-        p.renamed((3, b"e"), (4, b"f"), false);
+        p.renamed((5, b"e"), (4, b"f"), true);
+        assert_eq!((p.found(9, (4, b"f")), p.found(8, (5, b"e"))), (None, None));
+        p.renamed((5, b"e"), (4, b"f"), false);
         assert_eq!((p.of.len(), p.at.len()), (1, 1), "what was replaced is gone");
-        p.renamed((5, b"x"), (4, b"f"), false);
+        p.renamed((6, b"x"), (4, b"f"), false);
         assert_eq!((p.of.len(), p.at.len()), (0, 0), "by a file");
     }
 
@@ -194,7 +242,8 @@ mod tests {
         for n in 0..3 * MOST_PLACES as u64 {
             p.found(n, (1, &n.to_le_bytes()));
             p.found(n, (2, &n.to_le_bytes()));
+            p.found(n, (3, &n.to_le_bytes()));
+            assert!(p.of.len() <= MOST_PLACES && p.at.len() <= 2 * p.of.len());
         }
-        assert!(p.of.len() <= MOST_PLACES && p.at.len() == p.of.len());
     }
 }
