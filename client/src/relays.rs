@@ -36,7 +36,7 @@ pub(crate) struct Relays {
     env: Env,
     on: bool,
     map: ArcSwap<MapView>,
-    /// Whom to ask first: the next one after a failure.
+    /// Which one to ask first: the next one after a failure.
     turn: AtomicUsize,
     /// Connections that were made so.
     pub made: AtomicU64,
@@ -91,7 +91,7 @@ impl Relays {
     /// Through another server, if one is there that reaches it.
     async fn around(&self, fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Option<Arc<dyn Connection>> {
         let map = self.map.load_full();
-        let others: Vec<&pb::Node> = whom(&map, node).collect();
+        let others: Vec<&pb::Node> = candidates(&map, node).collect();
         for _ in 0..ASKED.min(others.len()) {
             let via = others[self.turn.load(Relaxed) % others.len()];
             let asked = timeout(ONE, through(fabric, via, node.id)).await;
@@ -132,7 +132,7 @@ impl Relays {
 }
 
 /// The servers that may pass requests on to this one: of its own kind first, which know it best.
-fn whom<'a>(map: &'a MapView, node: &'a pb::Node) -> impl Iterator<Item = &'a pb::Node> {
+fn candidates<'a>(map: &'a MapView, node: &'a pb::Node) -> impl Iterator<Item = &'a pb::Node> {
     let others = |same: bool| map.map.nodes.iter().filter(move |n| n.id != node.id && (n.role == node.role) == same);
     let of_its_kind = others(true).count();
     others(true).chain(others(false).filter(move |_| of_its_kind < ASKED))
@@ -163,7 +163,7 @@ mod tests {
 
     use super::*;
 
-    /// Says whom it was to connect to, and reaches nobody.
+    /// Notes the servers it was to connect to, and reaches none.
     struct Nobody(Mutex<Vec<String>>, Pool);
 
     #[async_trait]

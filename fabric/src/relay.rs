@@ -4,8 +4,8 @@
 //! A client that hears nothing from a server asks another one to pass its requests on ([`through`]).
 //! That one ([`Relay`]) connects to the server with no more than the client key, once for each
 //! connection that is passed on, so that the server sees a client's connection like any other: what
-//! it has proved of its sessions counts for it alone. Requests and answers pass unchanged. Whom a
-//! relay connects to it looks up in its own cluster map, so that it leads nowhere else.
+//! it has proved of its sessions counts for it alone. Requests and answers pass unchanged. The
+//! relay takes addresses from its own cluster map only, so that it leads nowhere else.
 
 use std::{
     collections::BTreeMap,
@@ -31,7 +31,7 @@ const MOST_OF_MACHINE: usize = 64;
 /// To reach the server in.
 const CONNECT: Duration = Duration::from_millis(1000);
 
-/// What comes before the body: whom it is for and what it asks.
+/// What comes before the body: the server that it is for, and what it asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Head {
     node: NodeId,
