@@ -103,10 +103,10 @@ class Chaos:
         return fault, time.monotonic() + seconds, cut, began
 
     def clients_are_hit(self, nodes, silent, left):
-        """A writer that is silent for 5 s while somebody looks at its files is evicted, and told so (docs/client.md). How long these
+        """A writer that is silent for 3.5 s while somebody looks at its files is evicted, and told so (docs/client.md). How long these
         really are, and for how much longer: to begin and to end a fault takes its time, where much else runs."""
         for node in nodes:
-            if silent > 4:
+            if silent > 2.5:
                 self.faults.client_is_hit(node, left + 6)
 
     def any_kind(self):

@@ -47,6 +47,7 @@ const DRIFT: std::ops::Range<f64> = 0.955..1.045;
 const SCARCE: Limits = Limits {
     term: Duration::from_millis(1500),
     patience: Duration::from_secs(5),
+    silence: Duration::from_millis(3500),
     of_session: 8,
     of_all: 20,
     of_inode: 3,

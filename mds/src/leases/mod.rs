@@ -26,6 +26,8 @@ pub struct Limits {
     pub term: Duration,
     /// How long a recall may be unanswered before its holder is to be evicted.
     pub patience: Duration,
+    /// How long a session may be silent before it is evicted for what it was asked, which is at least [`ASKED`] ago.
+    pub silence: Duration,
     /// Leases of one session, which then has to forget the oldest ones, and of all.
     pub of_session: usize,
     pub of_all: usize,
@@ -39,6 +41,8 @@ pub struct Limits {
 
 /// See [`Limits::hot`].
 pub const HOT: Duration = Duration::from_secs(1);
+/// A question that a silent session was asked so long ago counts as unanswered. A client that comes back has as long.
+pub const ASKED: Duration = Duration::from_secs(1);
 /// Recalls sent at a time.
 pub const MAX_RECALLS: usize = 4096;
 
@@ -47,6 +51,7 @@ impl Default for Limits {
         Limits {
             term: Duration::from_millis(1500),
             patience: Duration::from_secs(5),
+            silence: Duration::from_millis(3500),
             of_session: 65_536,
             of_all: 1 << 22,
             of_inode: 1024,

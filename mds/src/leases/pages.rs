@@ -137,8 +137,13 @@ impl Pages {
     }
 
     /// See [`Reports::overdue`].
-    pub fn overdue(&self, now: Duration, patience: Duration) -> Vec<(SessionId, Ino)> {
-        self.asked.overdue(now, patience)
+    pub fn overdue(&self, now: Duration, patience: Duration, silent: &BTreeSet<SessionId>) -> Vec<(SessionId, Ino)> {
+        self.asked.overdue(now, patience, silent)
+    }
+
+    /// See [`Reports::asked`].
+    pub fn asked(&self) -> impl Iterator<Item = SessionId> {
+        self.asked.asked()
     }
 
     /// Answers that are waited for.

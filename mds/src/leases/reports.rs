@@ -1,12 +1,15 @@
 //! Reports: what writers are asked to say before somebody else is told of the files that they write. Kept apart from what is
 //! to be forgotten: a report takes a round trip through the log, and forgetting must not wait for it.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use strake_proto::{Ino, SessionId};
 
 use super::{
-    MAX_RECALLS, Number,
+    ASKED, MAX_RECALLS, Number,
     rows::{Paging, Reporting},
 };
 
@@ -181,10 +184,21 @@ impl Reports {
         self.waited_for == 0
     }
 
-    /// What was asked for so long ago.
-    pub fn overdue(&self, now: Duration, patience: Duration) -> Vec<(SessionId, Ino)> {
-        let late = |r: &&Report| now.saturating_sub(r.since) >= patience;
-        self.writers.iter().flat_map(|(id, w)| w.asked.values().filter(late).map(|r| (*id, r.ino))).collect()
+    /// What was asked for so long ago; of those that are `silent`, longer than [`ASKED`] ago.
+    pub fn overdue(&self, now: Duration, patience: Duration, silent: &BTreeSet<SessionId>) -> Vec<(SessionId, Ino)> {
+        let late = |id: &SessionId, r: &Report| {
+            let waited = now.saturating_sub(r.since);
+            waited >= patience || waited >= ASKED && silent.contains(id)
+        };
+        let of = |(id, w): (&SessionId, &Writer)| {
+            w.asked.values().filter(|r| late(id, r)).map(|r| (*id, r.ino)).collect::<Vec<_>>()
+        };
+        self.writers.iter().flat_map(of).collect()
+    }
+
+    /// Who is asked for something.
+    pub fn asked(&self) -> impl Iterator<Item = SessionId> {
+        self.writers.keys().copied()
     }
 }
 
@@ -226,10 +240,21 @@ mod tests {
         assert!(r.ask(ms(1001), 1, 7) > n, "whoever comes now needs a later one than may be under way");
         assert_eq!(r.take(ms(1001), 1), [(n, 7), (n + 1, 7)]);
         r.reported(1, &[n + 1]);
-        assert!(r.overdue(ms(4999), ms(5000)).is_empty());
-        assert_eq!(r.overdue(ms(5000), ms(5000)), [(1, 7)]);
+        assert!(r.overdue(ms(4999), ms(5000), &BTreeSet::new()).is_empty());
+        assert_eq!(r.overdue(ms(5000), ms(5000), &BTreeSet::new()), [(1, 7)]);
         r.ended(1);
-        assert!(r.is_in(1, n) && r.overdue(ms(9000), ms(0)).is_empty() && r.is_empty());
+        assert!(r.is_in(1, n) && r.overdue(ms(9000), ms(0), &BTreeSet::new()).is_empty() && r.is_empty());
+    }
+
+    #[test]
+    fn a_silent_session_has_less_time() {
+        let (mut r, silent) = (Reports::new(2), BTreeSet::from([1]));
+        r.ask(ms(0), 1, 7);
+        r.ask(ms(500), 2, 8);
+        assert_eq!(r.asked().collect::<Vec<_>>(), [1, 2]);
+        assert!(r.overdue(ms(999), ms(5000), &silent).is_empty());
+        assert_eq!(r.overdue(ms(4000), ms(5000), &silent), [(1, 7)]);
+        assert_eq!(r.overdue(ms(5500), ms(5000), &silent), [(1, 7), (2, 8)]);
     }
 
     #[test]
@@ -237,19 +262,22 @@ mod tests {
         let mut r = Reports::new(2);
         let n = r.ask(ms(0), 1, 7);
         r.working(ms(10), 1, &[n, 99]);
-        assert_eq!(r.overdue(ms(5000), ms(5000)), [(1, 7)], "it was not sent, so nobody works at it");
+        assert_eq!(r.overdue(ms(5000), ms(5000), &BTreeSet::new()), [(1, 7)], "it was not sent, so nobody works at it");
         r.take(ms(100), 1);
         r.working(ms(4000), 1, &[n]);
         r.working(ms(4000), 2, &[n]);
-        assert!(r.overdue(ms(8999), ms(5000)).is_empty() && r.take(ms(4999), 1).is_empty());
-        assert_eq!((r.overdue(ms(9000), ms(5000)), r.take(ms(5000), 1)), (vec![(1, 7)], vec![(n, 7)]));
+        assert!(r.overdue(ms(8999), ms(5000), &BTreeSet::new()).is_empty() && r.take(ms(4999), 1).is_empty());
+        assert_eq!(
+            (r.overdue(ms(9000), ms(5000), &BTreeSet::new()), r.take(ms(5000), 1)),
+            (vec![(1, 7)], vec![(n, 7)])
+        );
         r.all_heard(ms(9000));
-        assert!(r.overdue(ms(13_999), ms(5000)).is_empty() && !r.is_in(1, n));
+        assert!(r.overdue(ms(13_999), ms(5000), &BTreeSet::new()).is_empty() && !r.is_in(1, n));
         let other = r.ask(ms(9000), 1, 8);
         r.excuse(ms(14_000), 1, 7);
-        assert_eq!(r.overdue(ms(18_999), ms(5000)), [(1, 8)], "it has its time again, for this file");
-        assert!(!r.is_in(1, n) && !r.is_in(1, other) && r.overdue(ms(19_000), ms(5000)).len() == 2);
+        assert_eq!(r.overdue(ms(18_999), ms(5000), &BTreeSet::new()), [(1, 8)], "it has its time again, for this file");
+        assert!(!r.is_in(1, n) && !r.is_in(1, other) && r.overdue(ms(19_000), ms(5000), &BTreeSet::new()).len() == 2);
         r.restart(ms(18_000), 8);
-        assert_eq!(r.overdue(ms(19_000), ms(5000)), [(1, 7)]);
+        assert_eq!(r.overdue(ms(19_000), ms(5000), &BTreeSet::new()), [(1, 7)]);
     }
 }

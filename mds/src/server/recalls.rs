@@ -626,8 +626,14 @@ impl Recalls {
         next.map_or(TICK, |at| at.saturating_sub(now).min(TICK))
     }
 
-    /// Ends what is over. Returns the sessions that did not forget for too long, and those that did not report, with the file.
-    fn tick(&self) -> (Vec<SessionId>, Vec<(SessionId, Ino)>) {
+    /// Who is asked to report, or for pages of mappings.
+    fn asked(&self) -> BTreeSet<SessionId> {
+        self.table.lock().as_ref().map(|t| t.reports.asked().chain(t.pages.asked()).collect()).unwrap_or_default()
+    }
+
+    /// Ends what is over. Returns the sessions that did not forget for too long, and those that did not report, with the file. Those
+    /// that are `gone` have not been heard of for a while.
+    fn tick(&self, gone: &BTreeSet<SessionId>) -> (Vec<SessionId>, Vec<(SessionId, Ino)>) {
         let now = self.env.boot();
         let mut table = self.table.lock();
         let Some(t) = table.as_mut() else { return Default::default() };
@@ -639,10 +645,10 @@ impl Recalls {
         }
         t.checks.expire(now, CHECK);
         let mut silent = t.leases.tick(now);
-        let keep_pages = t.pages.overdue(now, self.limits.patience);
+        let keep_pages = t.pages.overdue(now, self.limits.patience, gone);
         keep_pages.iter().for_each(|_| Paging::Late.taken());
         silent.extend(keep_pages.into_iter().map(|(id, _)| id));
-        let late = t.reports.overdue(now, self.limits.patience);
+        let late = t.reports.overdue(now, self.limits.patience, gone);
         drop(table);
         self.tell_news();
         (silent, late)
@@ -691,7 +697,12 @@ impl Mds {
                 () = sleep(self.recalls.pause()) => {}
                 () = self.recalls.alarm.notified() => continue,
             }
-            let (mut silent, late) = self.recalls.tick();
+            let (now, silence) = (self.env.boot(), self.recalls.limits.silence);
+            let gone = match self.recalls.asked() {
+                asked if asked.is_empty() => asked,
+                asked => self.with_lead(|l| Ok(l.sessions.silent(now, silence, asked))).unwrap_or_default(),
+            };
+            let (mut silent, late) = self.recalls.tick(&gone);
             // A report waits for the cut of its file, or for its end to be found, like everything that makes it grow; its sender
             // cannot help that.
             let namespace = &self.machine.namespace;

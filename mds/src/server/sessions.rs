@@ -118,6 +118,12 @@ impl Sessions {
         }
     }
 
+    /// Which of these were not heard of for `silence`: since this server began to lead, for those of a former leader.
+    pub fn silent(&self, now: Duration, silence: Duration, of: BTreeSet<SessionId>) -> BTreeSet<SessionId> {
+        let is = |id: &SessionId| self.entries.get(id).is_some_and(|e| now.saturating_sub(e.heard) >= silence);
+        of.into_iter().filter(is).collect()
+    }
+
     /// Sessions silent for `term`, now marked as ending. Those marked before and still there are named again.
     pub fn expire(&mut self, now: Duration, term: Duration) -> Vec<SessionId> {
         let mut out = Vec::new();
@@ -300,6 +306,8 @@ mod tests {
         assert_eq!(t.heard(s(31), 2).unwrap_err().code, Code::Overloaded, "its end is on the way");
         assert_eq!(t.expire(s(31), TERM), vec![2], "named until it is gone");
         t.remove(2);
+        let silent = |t: &Sessions, now| t.silent(s(now), s(3), BTreeSet::from([1, 2]));
+        assert_eq!((silent(&t, 22), silent(&t, 23)), (BTreeSet::new(), BTreeSet::from([1])));
         assert_eq!(t.expire(s(49), TERM), Vec::<u64>::new());
         t.all_heard(s(100));
         assert_eq!(t.expire(s(101), TERM), Vec::<u64>::new());
