@@ -28,6 +28,8 @@ const HEAD: usize = 12;
 /// Connections that one server passes on, and of those, of one machine's clients.
 const MOST: usize = 512;
 const MOST_OF_MACHINE: usize = 64;
+/// An answer is waited for so long, whatever its sender says.
+const LONGEST: Duration = Duration::from_secs(60);
 /// To reach the server in.
 const CONNECT: Duration = Duration::from_millis(1000);
 
@@ -64,9 +66,14 @@ impl Head {
     }
 }
 
+/// What is passed on in a body of [`opcode::RELAY`]: opcode and body.
+pub(crate) fn inner(body: &[u8]) -> Option<(u16, &[u8])> {
+    Some((Head::decode(body).ok()?.opcode, &body[HEAD..]))
+}
+
 /// The opcode of what is passed on in a body of [`opcode::RELAY`].
 pub fn asked(body: &[u8]) -> u16 {
-    Head::decode(body).map_or(0, |h| h.opcode)
+    inner(body).map_or(0, |(op, _)| op)
 }
 
 /// The way on from one connection to a server.
@@ -86,7 +93,7 @@ pub struct Relay {
 }
 
 /// The address without the port.
-fn machine(addr: &str) -> &str {
+pub(crate) fn machine(addr: &str) -> &str {
     addr.rsplit_once([':', '/']).map_or(addr, |(host, _)| host)
 }
 
@@ -100,20 +107,23 @@ impl Relay {
     pub async fn handle(
         &self,
         peer: &Peer,
-        m: Message,
+        mut m: Message,
         endpoints: impl FnOnce(NodeId) -> Option<Vec<String>>,
     ) -> Result<Message> {
-        let head = Head::decode(&m.body)?;
+        // Nothing keeps the body, and the room that it takes, when it is on its way.
+        let body = std::mem::take(&mut m.body);
+        let head = Head::decode(&body)?;
+        let body = body.slice(HEAD..);
         if matches!(head.opcode, opcode::RELAY | opcode::ROOM) {
             return Err(Error::new(Code::Inval, "this cannot be passed on"));
         }
         let onward = self.enter(peer, head.node)?;
-        let reached = self.reach(&onward, endpoints).await;
+        let reached = self.reach(&onward, endpoints).await.and_then(|conn| still_wanted(peer, conn));
         let (conn, answer) = match reached {
             Ok(conn) if head.opcode == 0 => return Ok(answer_of(&conn)),
             Ok(conn) => {
-                let inner = Message { opcode: head.opcode, body: m.body.slice(HEAD..), ..m };
-                let limit = Duration::from_millis(u64::from(head.limit_ms));
+                let inner = Message { opcode: head.opcode, body, ..m };
+                let limit = Duration::from_millis(u64::from(head.limit_ms)).min(LONGEST);
                 let answer = conn.call(inner, limit).await;
                 (Some(conn), answer)
             }
@@ -126,8 +136,9 @@ impl Relay {
                 if conn.is_some_and(|c| c.is_closed())
                     && let Some(back) = &peer.back
                 {
-                    self.disconnected(peer);
+                    // In this order: what comes over an open connection would be given a new way on.
                     back.close();
+                    self.disconnected(peer);
                 }
                 Err(e)
             }
@@ -195,6 +206,15 @@ impl Relay {
         }
         Err(last.context("passing requests on"))
     }
+}
+
+/// The sender's end may be over by now, and nobody ends this one then.
+fn still_wanted(peer: &Peer, conn: Arc<dyn Connection>) -> Result<Arc<dyn Connection>> {
+    if peer.back.as_ref().is_none_or(|b| b.is_closed()) {
+        conn.close();
+        return Err(Error::new(Code::Disconnected, "the connection is over"));
+    }
+    Ok(conn)
 }
 
 /// That a server is reached.
@@ -280,6 +300,9 @@ mod tests {
         "tcp:127.0.0.1:0".parse().unwrap()
     }
 
+    /// What the target answers to a READ.
+    const MUCH: usize = 3 << 20;
+
     /// Who asks it, and who is gone.
     #[derive(Default)]
     struct Target {
@@ -293,6 +316,9 @@ mod tests {
             self.peers.lock().push((peer.role, peer.id));
             match m.opcode {
                 opcode::ECHO => Ok(m),
+                opcode::READ => {
+                    Ok(Message::new(opcode::READ, "").with_payload(vec![crate::conformance::pattern(MUCH, 1)]))
+                }
                 _ => Err(Error::not_leader(3)),
             }
         }
@@ -328,10 +354,21 @@ mod tests {
     }
 
     async fn bed() -> Bed {
+        bed_with(Pool::new(64 << 20)).await
+    }
+
+    /// `pool`: of the server that passes on.
+    async fn bed_with(pool: Pool) -> Bed {
         let target = Arc::new(Target::default());
         let of_target = servers().listen(&any(), target.clone()).await.unwrap();
         let passes = Arc::new(Passes {
-            relay: Relay::new(Arc::new(servers())),
+            relay: Relay::new(Arc::new(TcpFabric::new(
+                Env::system(),
+                Identity::server(&[1; 32]),
+                None,
+                pool,
+                Default::default(),
+            ))),
             target: Mutex::new(Some(of_target.endpoint().clone())),
         });
         let of_relay = servers().listen(&any(), passes.clone()).await.unwrap();
@@ -438,6 +475,60 @@ mod tests {
         mine.pop();
         bed.until(|bed| bed.passes.relay.open.lock().len() < MOST_OF_MACHINE).await;
         bed.via(&from, TARGET).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn answers_that_are_passed_on_keep_to_the_pool() {
+        let pool = Pool::new(8 << 20);
+        let bed = bed_with(pool.clone()).await;
+        let conn = bed.via(&client(), TARGET).await.unwrap();
+        let read = || conn.call(Message::new(opcode::READ, ""), LONG);
+        assert_eq!(read().await.unwrap().payload_len(), MUCH);
+        let taken = pool.get(8 << 20).await.unwrap();
+        let e = read().await.unwrap_err();
+        assert_eq!(e.code, Code::Overloaded, "{e}");
+        assert_eq!(pool.stats().used, 8 << 20);
+        drop(taken);
+        assert_eq!(read().await.unwrap().payload_len(), MUCH, "the connection goes on");
+    }
+
+    /// Says that it is closed, and notes what is done with it.
+    struct Ends(AtomicBool);
+
+    #[async_trait]
+    impl Connection for Ends {
+        async fn call(&self, _: Message, _: Duration) -> Result<Message> {
+            Err(Error::new(Code::Disconnected, "nobody"))
+        }
+        fn is_closed(&self) -> bool {
+            self.0.load(SeqCst)
+        }
+        fn addr(&self) -> String {
+            "here".into()
+        }
+        fn close(&self) {
+            self.0.store(true, SeqCst);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_ends_while_the_server_is_reached_is_not_passed_on() {
+        let bed = bed().await;
+        let back = Arc::new(Ends(AtomicBool::new(false)));
+        let peer = Peer { role: Role::Client, addr: "tcp:h:1".into(), id: 5, back: Some(back.clone()) };
+        let asked = Head { node: TARGET, opcode: opcode::ECHO, limit_ms: u32::MAX }.before(b"");
+        let at = bed.of_target.as_ref().unwrap().endpoint().to_string();
+        let relay = &bed.passes.relay;
+        let e = relay.handle(&peer, Message::new(opcode::RELAY, asked), |_| {
+            // It ends just now.
+            back.close();
+            relay.disconnected(&peer);
+            Some(vec![at])
+        });
+        assert_eq!(e.await.unwrap_err().code, Code::Disconnected);
+        assert!(bed.target.peers.lock().is_empty(), "nothing is asked for nobody");
+        bed.until(|bed| bed.target.gone.load(SeqCst) == 1).await;
+        assert!(relay.open.lock().is_empty());
     }
 
     #[test]

@@ -1,10 +1,17 @@
 //! What is finite is shared: who is silent, or stops in the middle of a frame, keeps nobody else
 //! out.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::SeqCst},
+    },
+    time::Duration,
+};
 
+use async_trait::async_trait;
 use strake_fabric::{
-    Connection, Endpoint, Env, Fabric, Identity, Listener, Message, Pool, TcpFabric,
+    Connection, Endpoint, Env, Fabric, Identity, Listener, Message, Peer, Pool, Service, TcpFabric,
     conformance::TestService,
     tcp::{
         Options,
@@ -12,15 +19,17 @@ use strake_fabric::{
     },
 };
 use strake_proto::{
-    WIRE_VERSION,
+    ChunkId, Result, WIRE_VERSION,
     checksum::crc32c,
+    data::DataRequest,
     frame::{Header, Kind, MAX_BODY, MAX_PAYLOAD},
     opcode,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
-    time::{Instant, timeout},
+    net::{TcpSocket, TcpStream},
+    sync::Semaphore,
+    time::{Instant, sleep, timeout},
 };
 
 const LONG: Duration = Duration::from_secs(60);
@@ -47,17 +56,24 @@ async fn raw(at: &Endpoint) -> TcpStream {
 
 /// A client's connection on which frames are written by hand.
 async fn shaken(at: &Endpoint) -> TcpStream {
-    let mut s = raw(at).await;
+    shake(raw(at).await).await
+}
+
+async fn shake(mut s: TcpStream) -> TcpStream {
     handshake::dial(&mut s, &Party::new(client_identity(), None, [2; 32])).await.unwrap();
     s
 }
 
 fn header(body: &[u8], body_len: u32, payload_len: u32) -> [u8; 64] {
+    header_of(opcode::ECHO, body, body_len, payload_len)
+}
+
+fn header_of(opcode: u16, body: &[u8], body_len: u32, payload_len: u32) -> [u8; 64] {
     let h = Header {
         version: WIRE_VERSION,
         kind: Kind::Request,
         flags: 0,
-        opcode: opcode::ECHO,
+        opcode,
         status: 0,
         deadline_ms: 0,
         request_id: 1,
@@ -156,4 +172,168 @@ async fn bodies_have_their_room_before_they_are_read() {
         assert!(is_closed(s).await);
     }
     echo(&*conn, MAX_BODY as usize, 0).await;
+}
+
+/// Reads out of the pool, as storage servers do; answers with long bodies, as metadata servers do; and
+/// waits with requests that it has read.
+struct Answers {
+    pool: Pool,
+    made: AtomicUsize,
+    gone: AtomicUsize,
+    waiting: AtomicUsize,
+    gate: Semaphore,
+}
+
+/// Answered with a long body.
+const LIST: u16 = opcode::META;
+/// Answered when the gate is open.
+const POLL: u16 = opcode::RECALL;
+
+#[async_trait]
+impl Service for Answers {
+    async fn handle(&self, _: &Peer, m: Message) -> Result<Message> {
+        match m.opcode {
+            opcode::READ => {
+                let r = DataRequest::decode(&m.body)?;
+                let mut b = self.pool.get(r.len as usize).await?;
+                b.fill(7);
+                self.made.fetch_add(1, SeqCst);
+                Ok(Message::new(opcode::READ, "").with_payload(vec![b.freeze()]))
+            }
+            LIST => Ok(Message::new(LIST, vec![7; 1 << 20])),
+            POLL => {
+                drop(m);
+                self.waiting.fetch_add(1, SeqCst);
+                self.gate.acquire().await.unwrap().forget();
+                Ok(Message::new(POLL, ""))
+            }
+            _ => Ok(m),
+        }
+    }
+    fn disconnected(&self, _: &Peer) {
+        self.gone.fetch_add(1, SeqCst);
+    }
+}
+
+async fn answering(pool: u64, options: Options) -> (Arc<Answers>, Listener) {
+    let f = fabric(Identity::server(&[1; 32]), pool, options);
+    let service = Arc::new(Answers {
+        pool: f.pool().clone(),
+        made: AtomicUsize::new(0),
+        gone: AtomicUsize::new(0),
+        waiting: AtomicUsize::new(0),
+        gate: Semaphore::new(0),
+    });
+    let guard = f.listen(&"tcp:127.0.0.1:0".parse().unwrap(), service.clone()).await.unwrap();
+    (service, guard)
+}
+
+fn reading(len: u32) -> Vec<u8> {
+    let chunk = ChunkId { ino: 1, data: 1, index: 0 };
+    DataRequest { len, ..DataRequest::new(1, 1, 1, chunk) }.encode().to_vec()
+}
+
+/// A client, on another machine, that asks so often and never reads.
+async fn greedy(at: &Endpoint, opcode: u16, body: &[u8], times: usize) -> TcpStream {
+    let Endpoint::Tcp(host, port) = at else { unreachable!() };
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind("127.0.0.2:0".parse().unwrap()).unwrap();
+    let mut s = shake(socket.connect(format!("{host}:{port}").parse().unwrap()).await.unwrap()).await;
+    for _ in 0..times {
+        s.write_all(&header_of(opcode, body, body.len() as u32, 0)).await.unwrap();
+        s.write_all(body).await.unwrap();
+    }
+    s
+}
+
+#[tokio::test]
+async fn who_reads_nothing_has_so_much_read_for_it_and_is_left_in_the_end() {
+    let (service, guard) =
+        answering(1 << 30, Options { frame_pause: Duration::from_secs(3), ..Options::default() }).await;
+    let mute = greedy(guard.endpoint(), opcode::READ, &reading(4 << 20), 200).await;
+    sleep(Duration::from_secs(2)).await;
+    let used = service.pool.stats().used;
+    assert!((8 << 20..=64 << 20).contains(&used), "{used} bytes wait for who does not read");
+    assert_eq!(service.gone.load(SeqCst), 0, "nobody else needs them yet");
+    let end = async {
+        while service.gone.load(SeqCst) == 0 || service.pool.stats().used > 0 {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(Duration::from_secs(10), end).await.expect("it is not waited for any longer");
+    assert!(service.made.load(SeqCst) < 30, "what nobody waits for is not read");
+    drop(mute);
+}
+
+#[tokio::test]
+async fn who_reads_nothing_leaves_memory_to_other_machines() {
+    let (service, guard) = answering(64 << 20, Options::default()).await;
+    let mut mute = Vec::new();
+    for _ in 0..4 {
+        mute.push(greedy(guard.endpoint(), opcode::READ, &reading(4 << 20), 100).await);
+    }
+    sleep(Duration::from_millis(500)).await;
+    let client = fabric(client_identity(), 64 << 20, Options::default());
+    let conn = client.connect(guard.endpoint(), None).await.unwrap();
+    let began = Instant::now();
+    let got = conn.call(Message::new(opcode::READ, reading(4 << 20)), LONG).await.unwrap();
+    assert_eq!(got.payload_len(), 4 << 20);
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    assert_eq!(service.gone.load(SeqCst), 0);
+    // What more is wanted than there is: those who do not read are left soon.
+    let all = (0..12).map(|_| conn.call(Message::new(opcode::READ, reading(4 << 20)), LONG));
+    let all = futures_util::future::join_all(all).await;
+    assert!(all.iter().all(Result::is_ok));
+    drop(mute);
+}
+
+#[tokio::test]
+async fn long_answers_that_nobody_reads_are_bounded_and_short_ones_are_not_held_up() {
+    let options = Options { max_answer_bytes: 16 << 20, ..Options::default() };
+    let (service, guard) = answering(64 << 20, options).await;
+    let mut mute = Vec::new();
+    for _ in 0..3 {
+        mute.push(greedy(guard.endpoint(), LIST, b"", 100).await);
+    }
+    sleep(Duration::from_millis(300)).await;
+    let client = fabric(client_identity(), 64 << 20, Options::default());
+    let conn = client.connect(guard.endpoint(), None).await.unwrap();
+    let began = Instant::now();
+    echo(&*conn, 1000, 0).await;
+    assert!(began.elapsed() < Duration::from_millis(500), "{:?}", began.elapsed());
+    let got = conn.call(Message::new(LIST, ""), LONG).await.unwrap();
+    assert_eq!(got.body.len(), 1 << 20);
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    // Who reads nothing of what waits is left.
+    let left = async {
+        while service.gone.load(SeqCst) == 0 {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(Duration::from_secs(15), left).await.expect("it is not waited for any longer");
+    drop(mute);
+}
+
+#[tokio::test]
+async fn a_request_that_waits_gives_back_the_room_of_its_body() {
+    let (service, guard) = answering(16 << 20, Options { max_body_bytes: 8 << 20, ..Options::default() }).await;
+    let body = vec![0; MAX_BODY as usize];
+    let client = fabric(client_identity(), 64 << 20, Options::default());
+    let conn = client.connect(guard.endpoint(), None).await.unwrap();
+    let mut polls = Vec::new();
+    for n in 0..6 {
+        let (conn, m) = (conn.clone(), Message::new(POLL, body.clone()));
+        polls.push(tokio::spawn(async move { conn.call(m, LONG).await }));
+        let taken = async {
+            while service.waiting.load(SeqCst) <= n {
+                sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(Duration::from_secs(5), taken).await.expect("there is room for each");
+    }
+    echo(&*conn, body.len(), 0).await;
+    service.gate.add_permits(polls.len());
+    for poll in polls {
+        poll.await.unwrap().unwrap();
+    }
 }

@@ -7,6 +7,7 @@
 pub mod bulk;
 pub mod handshake;
 mod read;
+mod room;
 mod shared;
 #[cfg(test)]
 mod tests;
@@ -24,14 +25,11 @@ pub(crate) use bulk::{Bulk, Loan};
 use handshake::{Agreed, Party};
 use parking_lot::RwLock;
 pub use read::Incoming;
+use room::{Room, Shares};
 pub(crate) use shared::Shared;
 use shared::{Handle, Setup};
 use strake_proto::{Code, Error, Result};
-use tokio::{
-    io::AsyncWrite,
-    sync::{Semaphore, watch},
-    time::timeout,
-};
+use tokio::{io::AsyncWrite, sync::watch, time::timeout};
 
 use crate::{Connection, Env, Identity, Pool, Role, Service, quiet::Quiet, traffic::Totals};
 
@@ -53,12 +51,14 @@ pub struct Options {
     pub max_half_open: usize,
     /// Accepted connections of one listener: an eighth for servers only, and half of them for one machine at most.
     pub max_connections: usize,
-    /// A frame that has begun goes on at least this often, or its connection is closed.
+    /// A frame that has begun goes on at least this often, in both directions, or its connection is closed.
     pub frame_pause: Duration,
     /// The same while others wait for the memory that it takes.
     pub frame_pause_full: Duration,
-    /// Bytes of the bodies of requests of clients that are longer than 16 KiB, over all connections.
+    /// Bytes of the bodies of requests of clients that are longer than 16 KiB, over all connections. Half of them for one machine.
     pub max_body_bytes: usize,
+    /// Likewise of answers to clients that are not written yet.
+    pub max_answer_bytes: usize,
     /// A peer that owes an answer and sends nothing for this long is taken for dead.
     pub silence: Duration,
     /// How long the reader waits for a handler's place or for memory before it refuses a request.
@@ -80,6 +80,7 @@ impl Default for Options {
             frame_pause: Duration::from_secs(10),
             frame_pause_full: Duration::from_millis(200),
             max_body_bytes: 64 << 20,
+            max_answer_bytes: 128 << 20,
             silence: Duration::from_secs(2),
             room_wait: Duration::from_secs(1),
             drain: Duration::from_secs(1),
@@ -99,7 +100,13 @@ pub(crate) struct Streams {
     pub pool: Pool,
     pub options: Options,
     /// Room for long bodies, see [`Options::max_body_bytes`].
-    bodies: Arc<Semaphore>,
+    bodies: Arc<Shares>,
+    /// See [`Options::max_answer_bytes`].
+    answers: Arc<Shares>,
+    /// The pool, for answers to clients.
+    payloads: Arc<Shares>,
+    /// What comes over them is passed on to clients.
+    passes_on: bool,
     pub totals: Totals,
 }
 
@@ -107,7 +114,10 @@ impl Streams {
     pub fn new(env: Env, identity: Identity, cluster_uuid: Option<[u8; 16]>, pool: Pool, options: Options) -> Streams {
         let cluster = Arc::new(RwLock::new(cluster_uuid));
         Streams {
-            bodies: Arc::new(Semaphore::new(options.max_body_bytes)),
+            bodies: Arc::new(Shares::new(options.max_body_bytes)),
+            answers: Arc::new(Shares::new(options.max_answer_bytes)),
+            payloads: Arc::new(Shares::new(pool.stats().limit as usize)),
+            passes_on: false,
             env,
             identity,
             cluster,
@@ -117,9 +127,9 @@ impl Streams {
         }
     }
 
-    /// The same, proving no more than the client key.
+    /// The same, proving no more than the client key, for requests that are passed on.
     pub fn as_client(&self) -> Streams {
-        Streams { identity: self.identity.as_client(), ..self.clone() }
+        Streams { identity: self.identity.as_client(), passes_on: true, ..self.clone() }
     }
 
     pub fn set_cluster(&self, uuid: [u8; 16]) {
@@ -204,12 +214,13 @@ impl Streams {
             pool: self.pool.clone(),
             version: agreed.version,
             role: agreed.role,
+            room: Room::new(&self.options, self.bodies.of(&addr), self.answers.of(&addr), self.payloads.of(&addr)),
             bulk,
             addr,
             id: NEXT_ID.fetch_add(1, Relaxed),
             counter: self.totals.open(),
             service,
-            bodies: self.bodies.clone(),
+            passes_on: self.passes_on,
         }
     }
 }

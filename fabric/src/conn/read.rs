@@ -2,7 +2,9 @@
 //! buffer, so that many small frames cost one system call; payloads go from the socket into a pool buffer.
 
 use std::{
+    pin::Pin,
     sync::{Arc, atomic::Ordering::Relaxed},
+    task::Poll,
     time::Duration,
 };
 
@@ -17,23 +19,21 @@ use strake_proto::{
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt},
-    sync::OwnedSemaphorePermit,
     time::{Instant, timeout},
 };
 
 use super::{
-    bulk::{AskRoom, INLINE, REGIONS_HEAD, Regions, no_memory},
+    bulk::{AskRoom, INLINE, REGIONS_HEAD, Regions, expected, no_memory},
+    room::{Charge, SHORT_BODY},
     shared::{Hold, Outgoing, Owed, Phase, Place, Placed, Shared, Waiter, is_summed, outgoing, sum},
 };
-use crate::{Buf, BufMut, Message, Peer, Road, Role, Service};
+use crate::{Buf, BufMut, Message, Peer, Road, Role, Service, relay};
 
 /// Payloads with at least so much still to come are waited for in as large parts as the kernel allows.
 const LARGE: usize = 128 << 10;
 
 /// Bytes per second of a frame at least, while others wait for memory.
-const LEAST_RATE: u32 = 4 << 20;
-/// Bodies up to this length are bounded by the number of connections.
-const SHORT_BODY: u32 = 16 << 10;
+pub(super) const LEAST_RATE: u32 = 4 << 20;
 
 /// The receiving side of a stream.
 pub trait Incoming: AsyncRead + Send + Unpin + 'static {
@@ -130,7 +130,7 @@ impl<R: Incoming> Inbox<'_, R> {
         go_on(self.shared, &mut self.rd, to).await
     }
 
-    async fn body(&mut self, h: &Header) -> Result<Bytes> {
+    async fn body(&mut self, h: &Header, charge: Option<&Charge>) -> Result<Bytes> {
         let len = h.body_len as usize;
         let body = if len <= self.end - self.start {
             let b = Bytes::copy_from_slice(&self.buf[self.start..self.start + len]);
@@ -139,7 +139,10 @@ impl<R: Incoming> Inbox<'_, R> {
         } else {
             let mut b = vec![0; len];
             self.exact(&mut b).await?;
-            Bytes::from(b)
+            match charge {
+                Some(charge) => charge.on(b),
+                None => Bytes::from(b),
+            }
         };
         if crc32c(&body) != h.body_crc {
             return Err(Error::new(Code::Protocol, "frame body checksum mismatch"));
@@ -268,9 +271,20 @@ fn empty(h: &Header) -> Result<()> {
 }
 
 async fn response<R: Incoming>(s: &Arc<Shared>, inbox: &mut Inbox<'_, R>, h: &Header) -> Result<()> {
-    let body = inbox.body(h).await?;
     let placed = h.flags & FLAG_REGIONS != 0;
     let behind = if placed { 0 } else { h.payload_len };
+    let charge = match body_room(s, h, s.passes_on).await {
+        Ok(charge) => charge,
+        Err(e) => {
+            inbox.skip(h.body_len).await?;
+            inbox.skip(behind).await?;
+            if let Some(waiting) = s.take_waiting(h.request_id) {
+                waiting.answer(Err(e));
+            }
+            return Ok(());
+        }
+    };
+    let body = inbox.body(h, charge.as_ref()).await?;
     let Some(waiting) = s.take_waiting(h.request_id) else {
         // Given up by its caller.
         return inbox.skip(behind).await;
@@ -285,12 +299,17 @@ async fn response<R: Incoming>(s: &Arc<Shared>, inbox: &mut Inbox<'_, R>, h: &He
     } else if placed {
         Ok(Message { opcode: h.opcode, trace: h.trace, body, ..Message::default() })
     } else {
-        let buf = response_buffer(s, h.payload_len as usize).await;
-        match inbox.payload(h, buf).await? {
-            Payload::Whole(payload) => {
-                Ok(Message { opcode: h.opcode, trace: h.trace, body, payload, ..Message::default() })
+        match response_buffer(s, h.payload_len as usize).await {
+            Ok(buf) => match inbox.payload(h, buf).await? {
+                Payload::Whole(payload) => {
+                    Ok(Message { opcode: h.opcode, trace: h.trace, body, payload, ..Message::default() })
+                }
+                Payload::Damaged => Err(damaged()),
+            },
+            Err(e) => {
+                inbox.skip(behind).await?;
+                Err(e)
             }
-            Payload::Damaged => Err(damaged()),
         }
     };
     if waiting.loans.is_empty() && !placed {
@@ -364,23 +383,32 @@ pub(super) async fn pool_buffer(s: &Shared, len: usize) -> BufMut {
     }
 }
 
-/// Waits for the pool a while only: who holds its buffers may be waiting for a response behind this one.
-async fn response_buffer(s: &Arc<Shared>, len: usize) -> BufMut {
+/// Waits for the pool a while only: who holds its buffers may be waiting for a response behind this one. What is for somebody else
+/// keeps to the pool's limit: that one may ask for much and read nothing.
+async fn response_buffer(s: &Arc<Shared>, len: usize) -> Result<BufMut> {
     if len == 0 {
-        return s.pool.get_now(0);
+        return Ok(s.pool.get_now(0));
     }
     match waiting_for_room(s, s.pool.get(len)).await {
-        Some(Ok(b)) => b,
-        _ => s.pool.get_now(len),
+        Some(Ok(b)) => Ok(b),
+        _ if s.passes_on => {
+            let m = "the server that passes answers on has no memory for this one; try again later";
+            Err(Error::new(Code::Overloaded, m))
+        }
+        _ => Ok(s.pool.get_now(len)),
     }
+}
+
+/// What is there without waiting.
+pub(super) async fn at_once<T>(mut what: Pin<&mut impl Future<Output = T>>) -> Poll<T> {
+    std::future::poll_fn(|cx| Poll::Ready(what.as_mut().poll(cx))).await
 }
 
 /// Lets the reader wait, for at most `Options::room_wait`, while the peer gets signs of life.
 async fn waiting_for_room<T>(s: &Arc<Shared>, room: impl Future<Output = T>) -> Option<T> {
     tokio::pin!(room);
     // A timer and two counters are for those who must wait.
-    let now = std::future::poll_fn(|cx| std::task::Poll::Ready(room.as_mut().poll(cx))).await;
-    if let std::task::Poll::Ready(r) = now {
+    if let Poll::Ready(r) = at_once(room.as_mut()).await {
         return Some(r);
     }
     let _owed = s.owe();
@@ -408,15 +436,15 @@ async fn request_buffer(s: &Shared, len: usize, from: Role) -> Result<BufMut> {
     Ok(room?.swap_remove(0))
 }
 
-/// Room for the body of a client's request, before it is read. What servers send each other is bounded by what clients may send them.
-async fn body_room(s: &Arc<Shared>, h: &Header, from: Role) -> Result<Option<OwnedSemaphorePermit>> {
-    if h.body_len <= SHORT_BODY || from == Role::Server {
+/// Room for a body of a client's request, or for a client, before it is read. What servers send each other is bounded by what clients
+/// may send them.
+async fn body_room(s: &Arc<Shared>, h: &Header, of_client: bool) -> Result<Option<Charge>> {
+    if h.body_len <= SHORT_BODY || !of_client {
         return Ok(None);
     }
-    let bytes = (h.body_len as usize).min(s.options.max_body_bytes) as u32;
-    match waiting_for_room(s, s.bodies.clone().acquire_many_owned(bytes)).await {
-        Some(Ok(room)) => Ok(Some(room)),
-        _ => Err(Error::new(Code::Overloaded, "this server has too many long requests; try again later")),
+    match waiting_for_room(s, s.room.bodies.take(h.body_len as usize)).await {
+        Some(room) => Ok(Some(Charge::new(room))),
+        None => Err(Error::new(Code::Overloaded, "this server has too many long requests; try again later")),
     }
 }
 
@@ -429,9 +457,9 @@ async fn request<R: Incoming>(
 ) -> Result<()> {
     let arrived = Instant::now();
     let owed = s.owe();
-    let body_room = body_room(s, h, peer.role).await;
+    let body_room = body_room(s, h, peer.role == Role::Client).await;
     let body = match &body_room {
-        Ok(_) => inbox.body(h).await?,
+        Ok(charge) => inbox.body(h, charge.as_ref()).await?,
         Err(_) => {
             inbox.skip(h.body_len).await?;
             Bytes::new()
@@ -450,6 +478,7 @@ async fn request<R: Incoming>(
         room,
         lent,
         streamed: behind as usize > INLINE,
+        is_bounded: false,
         _owed: owed,
         done: false,
     };
@@ -478,7 +507,7 @@ async fn request<R: Incoming>(
         return Ok(());
     };
     let room = async {
-        let place = Place { _body: body_room, ..place(s, h.body_len as usize + len).await? };
+        let place = Place { _body: body_room.map(Charge::until), ..place(s, h.body_len as usize + len).await? };
         Ok((place, request_buffer(s, len, peer.role).await?))
     };
     let refusal = match waiting_for_room(s, room).await {
@@ -511,7 +540,13 @@ async fn request<R: Incoming>(
     Ok(())
 }
 
-async fn handle(answer: Answer, m: Message, peer: Arc<Peer>, service: Arc<dyn Service>) {
+async fn handle(mut answer: Answer, m: Message, peer: Arc<Peer>, service: Arc<dyn Service>) {
+    if peer.role == Role::Client {
+        answer.is_bounded = true;
+        if !answer.payload_room(answer_len(&m)).await {
+            return answer.send(Err(answer.shared.over()), None);
+        }
+    }
     let r = service.handle(&peer, m).await;
     answer.finish(r).await;
 }
@@ -545,7 +580,15 @@ async fn place(s: &Shared, bytes: usize) -> Result<Place> {
     let handler = s.handlers.clone().acquire_owned().await.map_err(closed)?;
     let bytes = bytes.min(s.options.max_inflight_bytes) as u32;
     let bytes = s.handler_bytes.clone().acquire_many_owned(bytes).await.map_err(closed)?;
-    Ok(Place { _handler: handler, _bytes: bytes, _body: None })
+    Ok(Place { _handler: handler, _bytes: bytes, _body: None, answer: None, answer_body: None })
+}
+
+/// How long the payload of the answer may be, where the request tells.
+fn answer_len(m: &Message) -> usize {
+    match m.opcode {
+        opcode::RELAY => relay::inner(&m.body).map_or(0, |(op, body)| expected(op, body)),
+        op => expected(op, &m.body),
+    }
 }
 
 /// A request's answer, which is sent exactly once: a handler that dies answers with an error.
@@ -560,14 +603,50 @@ struct Answer {
     lent: bool,
     /// A large payload came through the stream: the requester had no memory to lend, and is not asked for more.
     streamed: bool,
+    /// It is for a client, who may not read it.
+    is_bounded: bool,
     _owed: Owed,
     done: bool,
 }
 
 impl Answer {
+    /// Waits until so much of what was asked for before is written. False: nobody waits for the answer any more.
+    async fn payload_room(&mut self, len: usize) -> bool {
+        let s = &self.shared;
+        let Some(place) = self.place.as_mut().filter(|_| len > INLINE) else { return true };
+        let bytes = len.min(s.options.max_inflight_bytes) as u32;
+        let Ok(own) = s.room.payloads.clone().acquire_many_owned(bytes).await else { return false };
+        place.answer = Some((own, s.room.pool.take(len).await));
+        !self.is_late() && self.shared.phase() != Phase::Closed
+    }
+
+    /// Room for an answer's long body until it is written.
+    async fn body_room(&mut self, len: usize) -> Result<()> {
+        let s = &self.shared;
+        let Some(place) = self.place.as_mut().filter(|_| len > SHORT_BODY as usize) else { return Ok(()) };
+        let Ok(room) = timeout(s.options.room_wait, s.room.answers.take(len)).await else {
+            let m = "this server has too many long answers that are not read; try again later";
+            return Err(Error::new(Code::Overloaded, m));
+        };
+        place.answer_body = Some(room);
+        Ok(())
+    }
+
+    /// The caller counts from before the request was sent, so after that time it has gone for certain.
+    fn is_late(&self) -> bool {
+        let limit = Duration::from_millis(u64::from(self.header.deadline_ms));
+        self.header.deadline_ms > 0 && self.arrived.elapsed() > limit && !self.lent
+    }
+
     /// Brings a large payload to its place first, where the transport can.
     async fn finish(mut self, mut result: Result<Message>) {
         let mut placed = None;
+        if let Ok(len) = result.as_ref().map(|m| m.body.len())
+            && self.is_bounded
+            && let Err(e) = self.body_room(len).await
+        {
+            result = Err(e);
+        }
         let bulk = self.shared.bulk();
         if let (Some(bulk), Ok(m)) = (bulk, &mut result)
             && m.payload_len() > INLINE
@@ -607,11 +686,10 @@ impl Answer {
 
     fn send(&mut self, result: Result<Message>, placed: Option<Placed>) {
         self.done = true;
+        let late = self.is_late();
         let (s, h) = (&self.shared, &self.header);
         let hold = self.place.take().map_or(Hold::Nothing, Hold::Response);
-        // The caller counts from before the request was sent, so after that time it has gone for certain.
-        let limit = Duration::from_millis(u64::from(h.deadline_ms));
-        if h.deadline_ms > 0 && self.arrived.elapsed() > limit && !self.lent {
+        if late {
             return;
         }
         let mut hold = Some(hold);

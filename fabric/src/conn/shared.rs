@@ -40,6 +40,7 @@ use super::{
     bulk::{self, INLINE},
     read,
     read::Incoming,
+    room::{Room, Taken, Until},
     write,
 };
 use crate::{
@@ -70,7 +71,8 @@ pub(super) struct Setup {
     pub id: u64,
     pub counter: Counter,
     pub service: Option<Arc<dyn Service>>,
-    pub bodies: Arc<Semaphore>,
+    pub room: Room,
+    pub passes_on: bool,
 }
 
 /// A frame on its way out.
@@ -116,7 +118,10 @@ pub(crate) struct Place {
     pub _handler: OwnedSemaphorePermit,
     pub _bytes: OwnedSemaphorePermit,
     /// Of a long body.
-    pub _body: Option<OwnedSemaphorePermit>,
+    pub _body: Option<Until>,
+    /// Of the answer.
+    pub answer: Option<(OwnedSemaphorePermit, Taken)>,
+    pub answer_body: Option<Taken>,
 }
 
 /// A call that is to be answered.
@@ -163,8 +168,10 @@ pub(crate) struct Shared {
     window_bytes: Arc<Semaphore>,
     pub handlers: Arc<Semaphore>,
     pub handler_bytes: Arc<Semaphore>,
-    /// Of all connections.
-    pub bodies: Arc<Semaphore>,
+    /// For bodies and answers.
+    pub room: Room,
+    /// The answers are for clients of this server.
+    pub passes_on: bool,
     phase: watch::Sender<Phase>,
     /// The peer takes no new requests.
     going_away: AtomicBool,
@@ -206,7 +213,8 @@ where
         window_bytes: Arc::new(Semaphore::new(o.max_inflight_bytes)),
         handlers: Arc::new(Semaphore::new(o.max_handlers)),
         handler_bytes: Arc::new(Semaphore::new(o.max_inflight_bytes)),
-        bodies: setup.bodies,
+        room: setup.room,
+        passes_on: setup.passes_on,
         options: setup.options,
         env: setup.env,
         pool: setup.pool,
@@ -365,7 +373,7 @@ impl Shared {
 
     /// Whether somebody waits for memory for what comes, or is about to.
     pub fn is_short(&self) -> bool {
-        self.pool.is_waited_for() || self.bodies.available_permits() < MAX_BODY as usize
+        self.pool.is_waited_for() || self.room.is_short()
     }
 
     /// Bytes that went into the stream.
@@ -423,6 +431,7 @@ impl Shared {
         }
         self.window.close();
         self.window_bytes.close();
+        self.room.payloads.close();
         let bulk = self.bulk.write().take();
         drop(bulk);
         for w in waiting.into_values() {

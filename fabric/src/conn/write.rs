@@ -1,15 +1,19 @@
 //! The writer of a connection: takes what is queued, as much as there is up to a limit, and writes it with as few system
 //! calls as possible. Headers and small bodies are gathered in one scratch buffer; payloads are never copied.
 
-use std::{io::IoSlice, ops::Range, sync::atomic::Ordering::Relaxed};
+use std::{io::IoSlice, ops::Range, pin::pin, sync::atomic::Ordering::Relaxed, task::Poll, time::Duration};
 
 use strake_proto::{Code, Error, frame::HEADER_LEN};
 use tokio::{
     io::{AsyncWrite, AsyncWriteExt},
     sync::mpsc,
+    time::{Instant, timeout},
 };
 
-use super::shared::{Hold, Outgoing, Shared};
+use super::{
+    read::{LEAST_RATE, at_once},
+    shared::{Hold, Outgoing, Shared},
+};
 
 /// Frames written at once, at most.
 const BATCH: usize = 32;
@@ -79,6 +83,33 @@ fn bytes<'a>(piece: &Piece, batch: &'a [Outgoing], scratch: &'a [u8]) -> &'a [u8
     }
 }
 
+/// Waits for a write as long as it makes progress: what is to be written may hold memory that others wait for. `begun`: the batch.
+async fn goes_on<T>(
+    s: &Shared,
+    write: impl Future<Output = std::io::Result<T>>,
+    (begun, bytes): (Instant, usize),
+) -> std::io::Result<T> {
+    let mut write = pin!(write);
+    // A timer is for those who must wait.
+    if let Poll::Ready(r) = at_once(write.as_mut()).await {
+        return r;
+    }
+    let (o, mut waited) = (&s.options, Duration::ZERO);
+    // The peer's reader may wait for memory, too.
+    let (pause, least) = (o.frame_pause_full, o.room_wait * 2);
+    let batch = least + Duration::from_secs(bytes as u64) / LEAST_RATE;
+    loop {
+        if let Ok(r) = timeout(pause, write.as_mut()).await {
+            return r;
+        }
+        waited += pause;
+        if waited >= o.frame_pause || s.is_short() && (waited >= least || begun.elapsed() >= batch) {
+            let m = "the peer does not read what is sent to it";
+            return Err(std::io::Error::new(std::io::ErrorKind::TimedOut, m));
+        }
+    }
+}
+
 async fn write_pieces<W: AsyncWrite + Unpin>(
     s: &Shared,
     wr: &mut W,
@@ -86,6 +117,7 @@ async fn write_pieces<W: AsyncWrite + Unpin>(
     scratch: &[u8],
     pieces: &[Piece],
 ) -> std::io::Result<()> {
+    let whole = (Instant::now(), pieces.iter().map(|p| bytes(p, batch, scratch).len()).sum());
     let (mut at, mut done) = (0, 0);
     while at < pieces.len() {
         let mut slices = [IoSlice::new(&[]); SLICES];
@@ -95,7 +127,7 @@ async fn write_pieces<W: AsyncWrite + Unpin>(
             slices[n] = IoSlice::new(if i == 0 { &b[done..] } else { b });
             n += 1;
         }
-        let mut written = wr.write_vectored(&slices[..n]).await?;
+        let mut written = goes_on(s, wr.write_vectored(&slices[..n]), whole).await?;
         s.sent(written);
         let offered: usize = slices[..n].iter().map(|b| b.len()).sum();
         if written == 0 && offered > 0 {
@@ -112,5 +144,5 @@ async fn write_pieces<W: AsyncWrite + Unpin>(
             at += 1;
         }
     }
-    wr.flush().await
+    goes_on(s, wr.flush(), whole).await
 }

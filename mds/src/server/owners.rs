@@ -38,10 +38,12 @@ impl Owners {
         Ok(())
     }
 
-    /// The client on this connection, of this machine, knows the session's secret.
+    /// The client on this connection, of this machine, knows the session's secret. It counts there from now
+    /// on, unless that machine has its share: what others opened for it counts for them then.
     pub fn prove(&mut self, connection: u64, machine: &str, session: SessionId) {
         self.proved.entry(connection).or_default().insert(session);
-        if self.machines.get(&session).is_some_and(|known| known == machine) {
+        let full = self.counts.get(machine).is_some_and(|n| *n >= OF_MACHINE);
+        if self.machines.get(&session).is_some_and(|known| known == machine || full) {
             return;
         }
         self.leave(session);
@@ -91,6 +93,28 @@ mod tests {
         assert_eq!(o.counts["a"], 1, "it counts once");
         o.retain(|_| false);
         assert!(o.counts.is_empty() && o.machines.is_empty());
+    }
+
+    /// It opens them through another server, which they count for, and renews them directly.
+    #[test]
+    fn a_machine_has_no_more_sessions_by_way_of_another() {
+        let mut o = Owners::default();
+        let open =
+            |o: &mut Owners, machine: &str, id: u64| o.may_open(id, machine).map(|()| o.prove(id, machine, id)).is_ok();
+        let mut opened = 0;
+        for id in 0..3 * OF_MACHINE as u64 {
+            if open(&mut o, "relay", id) {
+                opened += 1;
+                o.prove(1 << 32 | id, "a", id);
+            }
+        }
+        assert_eq!((o.counts["a"], o.counts["relay"]), (OF_MACHINE, OF_MACHINE));
+        assert_eq!(opened, 2 * OF_MACHINE);
+        assert!(!open(&mut o, "a", 1 << 40));
+        // A leader that is new has nothing to leave it with.
+        let mut o = Owners::default();
+        (0..=OF_MACHINE as u64).for_each(|id| o.prove(id, "a", id));
+        assert_eq!(o.counts["a"], OF_MACHINE + 1);
     }
 
     #[test]

@@ -93,8 +93,9 @@ impl Mds {
         answer
     }
 
-    async fn answer(&self, peer: &Peer, request: Message) -> Result<Message> {
-        let body = request.body.clone();
+    async fn answer(&self, peer: &Peer, mut request: Message) -> Result<Message> {
+        // What waits keeps nothing of it that it does not need: long bodies share a room.
+        let body = std::mem::take(&mut request.body);
         let reply = match request.opcode {
             opcode::META => {
                 let body = few_numbers(MAX_DROPPED, DROPPED_TAG, at_most(MAX_OPS, OPS_TAG, body)?)?;
@@ -151,7 +152,7 @@ impl Mds {
                 self.of_this_life(peer, r.incarnation)?;
                 self.frontier(r).await?
             }
-            opcode::RAFT | opcode::SNAPSHOT => return self.node.handle(request).await,
+            opcode::RAFT | opcode::SNAPSHOT => return self.node.handle(Message { body, ..request }).await,
             other => return Err(unknown_opcode(other)),
         };
         if reply.len() > MAX_BODY as usize {

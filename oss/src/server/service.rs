@@ -79,7 +79,7 @@ fn check_damaged(r: &DataRequest) -> Result<()> {
 
 #[async_trait]
 impl Service for OssService {
-    async fn handle(&self, peer: &Peer, m: Message) -> Result<Message> {
+    async fn handle(&self, peer: &Peer, mut m: Message) -> Result<Message> {
         let server_only = matches!(
             m.opcode,
             opcode::TRIM
@@ -110,7 +110,8 @@ impl Service for OssService {
             _ if server_only => {}
             other => return Err(unknown_opcode(other)),
         }
-        let r = DataRequest::decode(&m.body)?;
+        // What waits does not keep the room of a long body.
+        let r = DataRequest::decode(&std::mem::take(&mut m.body))?;
         if !r.damaged.is_empty() && m.opcode != opcode::SYNC_PUT {
             return Err(inval("only what a target is filled with may be damaged"));
         }
