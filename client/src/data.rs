@@ -4,7 +4,7 @@
 //! goes to a replica of the reader's choice and is checked against the checksums in its reply.
 
 pub(crate) mod foreign;
-mod rounds;
+pub(crate) mod rounds;
 
 use std::{
     ops::Range,

@@ -15,7 +15,7 @@ use crate::{
     clocks::Copies,
     config::Counters,
     core::{Attempts, Core, Hold, room_for},
-    data::Update,
+    data::{Update, rounds::NewCaps},
     inode::{Inode, UpdateAt},
     retry::{DataVerdict, data_verdict},
     unstable::{Entry, Replay},
@@ -171,7 +171,7 @@ impl Core {
         request: DataRequest,
         at: &mut Attempts,
     ) -> Result<Option<Stamp>> {
-        let mut refused = None;
+        let (mut refused, mut new_caps) = (None, NewCaps::default());
         loop {
             let cap = match self.capability(inode, true, refused.as_ref()).await {
                 Ok(c) => c,
@@ -201,7 +201,10 @@ impl Core {
                 Err(e) => e,
             };
             match data_verdict(&e) {
-                DataVerdict::NewCapability if refused.is_none() => refused = Some(cap),
+                DataVerdict::NewCapability => {
+                    new_caps.next(self, at, e).await.map_err(|e| e.context("flush"))?;
+                    refused = Some(cap);
+                }
                 DataVerdict::SessionLost => {
                     self.verify_session().await;
                     at.pause(self, e).await?;

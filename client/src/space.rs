@@ -25,7 +25,8 @@ use crate::{
     budget::{Ask, Cost},
     core::Core,
     data::{chain_of, session_lost},
-    inode::Inode,
+    inode::{Cap, Inode},
+    retry::{DataVerdict, data_verdict},
 };
 
 /// Who waits to hold something back waits no longer than this for an answer.
@@ -110,6 +111,16 @@ impl Core {
 
     async fn ask_grant(self: &Arc<Self>, inode: &Inode, ask: &Ask, chain: ChainId) -> Result<u64> {
         let cap = self.capability(inode, true, None).await?;
+        match self.ask_grant_with(&cap, inode, ask, chain).await {
+            Err(e) if data_verdict(&e) == DataVerdict::NewCapability => {
+                let cap = self.capability(inode, true, Some(&cap)).await?;
+                self.ask_grant_with(&cap, inode, ask, chain).await
+            }
+            answer => answer,
+        }
+    }
+
+    async fn ask_grant_with(&self, cap: &Cap, inode: &Inode, ask: &Ask, chain: ChainId) -> Result<u64> {
         if cap.session != ask.session {
             return Err(session_lost());
         }

@@ -8,6 +8,7 @@ use common::*;
 use strake_client::{Client, Config, File};
 use strake_fabric::Buf;
 use strake_proto::{Code, layout::splitmix64, pb};
+use tokio::time::Instant;
 
 const RW: u32 = 2;
 
@@ -391,6 +392,74 @@ async fn capabilities_are_renewed_before_they_expire_and_after_a_refusal() {
     assert_eq!(direct.read(0, 10).await.unwrap_err().code, Code::BadCap);
 }
 
+#[tokio::test(start_paused = true)]
+async fn what_has_ended_is_asked_for_anew_at_once() {
+    let c = Cluster::new(3, 2);
+    let a = c.client(1).await;
+    let f = file(&a, -1).await;
+    let (reader, _) = a.open(&user(), f.ino(), 0o40000).await.unwrap();
+    f.write_all_at(0, &[1; 400_000]).await.unwrap();
+    let begun = Instant::now();
+    for i in 2..20 {
+        c.end_rights();
+        f.write_all_at(0, &[i; 400_000]).await.unwrap();
+        c.end_rights();
+        assert!(join(&reader.read(0, 1 << 20).await.unwrap()) == [i; 400_000]);
+        c.end_rights();
+        f.fsync().await.unwrap();
+        assert_eq!(a.stats().unstable_bytes, 0);
+    }
+    // Each message takes its time here; a pause of 2.5 ms at least for each of the 54 refusals would be more.
+    assert!(begun.elapsed() < Duration::from_millis(100), "{:?}", begun.elapsed());
+    assert_eq!(c.mds.opens(), 2, "renewals leave no open behind");
+    // Refused again and again, a flush and a write are repeated as often.
+    let one = c.client(2).await;
+    let g = one.create(&user(), one.root(), b"g", 0o644, RW, false, striped(65536, 1)).await.unwrap().0;
+    c.oss.faults(|f| f.bad_cap = 8);
+    g.write_all_at(0, &[1; 10]).await.unwrap();
+    c.oss.faults(|f| f.bad_cap = 8);
+    g.fsync().await.unwrap();
+    g.write_all_at(0, &[1; 10]).await.unwrap();
+    c.oss.faults(|f| f.bad_cap = 100);
+    assert_eq!(g.fsync().await.unwrap_err().code, Code::BadCap);
+    c.oss.faults(|f| f.bad_cap = 0);
+    g.fsync().await.expect("the bytes are kept");
+}
+
+#[tokio::test(start_paused = true)]
+async fn replays_go_on_when_the_right_they_began_under_has_ended() {
+    let c = Cluster::new(3, 2);
+    c.mds.want_releases();
+    let a = c.client(1).await;
+    let f = file(&a, -1).await;
+    f.write_all_at(0, &[1; 300_000]).await.unwrap();
+    c.restart(&[0, 1, 2]);
+    c.end_rights();
+    f.fsync().await.unwrap();
+    assert!(a.stats().replays > 0);
+    c.restart(&[0, 1, 2]);
+    assert!(content(&f).await == [1; 300_000]);
+
+    // Closed with an error: its bytes are kept, and become stable when the servers are back.
+    f.write_all_at(0, &[2; 300_000]).await.unwrap();
+    let ino = f.ino();
+    (0..3).for_each(|t| c.net.set_down(node(t), true));
+    assert_eq!(f.close().await.unwrap_err().code, Code::TimedOut);
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(!c.mds.is_written(ino), "released");
+    assert!(a.stats().unstable_bytes > 0);
+    c.restart(&[0, 1, 2]);
+    c.end_rights();
+    (0..3).for_each(|t| c.net.set_down(node(t), false));
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert_eq!(a.stats().unstable_bytes, 0);
+    c.restart(&[0, 1, 2]);
+    let (f, _) = a.open(&user(), ino, 0).await.unwrap();
+    assert!(content(&f).await == [2; 300_000]);
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(!c.mds.is_written(ino), "released again");
+}
+
 /// Writers, readers, restarts, map changes, lost replies and leader changes together, from a few seeds.
 #[tokio::test(start_paused = true)]
 async fn what_was_written_before_a_client_became_read_only_is_made_safe() {
@@ -427,7 +496,7 @@ async fn random_faults_against_a_model() {
         f.write_all_at(0, &model).await.unwrap();
         for i in 0..120u64 {
             let mut next = |n: u64| splitmix64(&mut rnd) % n;
-            match next(10) {
+            match next(11) {
                 0 => {
                     let t = next(4) as u32;
                     c.restart(&[t]);
@@ -452,6 +521,7 @@ async fn random_faults_against_a_model() {
                     f.truncate(1 << 20).await.unwrap();
                     model[size..].fill(0);
                 }
+                7 => c.end_rights(),
                 _ => {
                     let len = 1 + next(200_000) as usize;
                     let at = next((1 << 20) - len as u64) as usize;

@@ -16,6 +16,7 @@ impl Rights {
     pub const READ: Rights = Rights(1);
     pub const WRITE: Rights = Rights(2);
     pub const TRIM: Rights = Rights(4);
+    pub const ALL: Rights = Rights(RIGHTS);
 
     pub const fn has(self, other: Rights) -> bool {
         self.0 & other.0 == other.0
@@ -38,6 +39,29 @@ pub struct Capability {
     pub rights: Rights,
     /// Where the file's chunks are.
     pub bound: Bound,
+    /// The first log entry that the look at the right knew nothing of, see [`as_of`]. 0: not said, by a metadata server of
+    /// a version before this. What ends the right in this entry or a later one ends the capability.
+    pub as_of: u32,
+}
+
+/// A log index as capabilities have it: modulo 2^32, and the one before where that is 0, which errs to the safe side.
+pub const fn as_of(index: u64) -> u32 {
+    match index as u32 {
+        0 => u32::MAX,
+        n => n,
+    }
+}
+
+/// The index of an entry of which no capability that is still good knows nothing: whatever ended, ended it.
+pub const fn long_ago(applied: u64) -> u64 {
+    applied.wrapping_sub(1 << 30)
+}
+
+/// The log index that [`as_of`] made, by one that is not 2^31 entries away. 0 for what lies before the log's beginning.
+pub const fn index_near(as_of: u32, known: u64) -> u64 {
+    let ahead = as_of.wrapping_sub(known as u32).cast_signed() as i64;
+    let near = known.wrapping_add_signed(ahead);
+    if ahead < 0 && near > known { 0 } else { near }
 }
 
 /// The rights are in the lowest bits of their word, the bound in the others.
@@ -88,7 +112,7 @@ impl CapKey {
         b[32..40].copy_from_slice(&c.expiry_ms.to_le_bytes());
         let word = c.rights.0 & RIGHTS | c.bound.encode() << RIGHTS_BITS;
         b[40..44].copy_from_slice(&word.to_le_bytes());
-        // 44..48: key id, 0 today.
+        b[44..48].copy_from_slice(&c.as_of.to_le_bytes());
         let tag = mac(&self.0, &[&b[..48]]);
         b[48..64].copy_from_slice(&tag[..16]);
         b
@@ -122,6 +146,7 @@ pub fn peek(b: &[u8; CAP_LEN]) -> Capability {
         expiry_ms: u64_at(32),
         rights: Rights(word & RIGHTS),
         bound: Bound::decode(word >> RIGHTS_BITS),
+        as_of: (u64_at(40) >> 32) as u32,
     }
 }
 
@@ -140,6 +165,7 @@ mod tests {
             expiry_ms: 1000,
             rights: Rights::READ.and(Rights::WRITE),
             bound: Bound::One { chain: 77, bits: 30 },
+            as_of: 0x8000_0001,
         };
         let sealed = key.seal(&cap);
         assert_eq!(key.open(&sealed, 1000).unwrap(), cap);
@@ -151,6 +177,19 @@ mod tests {
             let mut b = sealed;
             b[bit / 8] ^= 1 << (bit % 8);
             assert_eq!(key.open(&b, 0).unwrap_err().code, Code::BadCap, "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn indices_are_told_from_those_around_them_across_the_end_of_32_bits() {
+        let end = 1u64 << 32;
+        for known in [0, 5, end - 3, end, end + 3, 7 * end + (1 << 31)] {
+            for index in [known.saturating_sub(2000), known, known + 1, known + 100_000] {
+                let near = index_near(as_of(index), known);
+                assert_eq!(near, if index % end == 0 { index.saturating_sub(1) } else { index }, "{index} at {known}");
+                assert_ne!(as_of(index), 0);
+            }
+            assert!(index_near(as_of(long_ago(known)), known) < known.max(1));
         }
     }
 }

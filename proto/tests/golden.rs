@@ -185,6 +185,7 @@ fn capability_and_keys() {
         expiry_ms: 0x35,
         rights: Rights::READ.and(Rights::TRIM),
         bound: Bound::Any,
+        as_of: 0,
     };
     let want = [
         "3100000000000000",
@@ -196,7 +197,11 @@ fn capability_and_keys() {
         "00000000",
         CAP_TAG,
     ];
-    same(&CapKey::from_cluster_key(&[7; 32]).seal(&c), &want);
+    let key = CapKey::from_cluster_key(&[7; 32]);
+    same(&key.seal(&c), &want);
+    let dated = key.seal(&Capability { as_of: 0x1234_5678, ..c });
+    same(&dated[..48], &[&want[..6], &["78563412"]].concat());
+    assert_ne!(dated[48..], key.seal(&c)[48..], "the MAC covers it");
     let bounds = [
         (Bound::One { chain: 0x12345, bits: 34 }, 0x1109_1a29),
         (Bound::Set { set: 3, start: 5, count: 17 }, 0x0044_029a),

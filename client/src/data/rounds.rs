@@ -13,14 +13,41 @@ use strake_proto::{
 
 use super::{chain_of, not_serving};
 use crate::{
+    config::Counters,
     core::{Attempts, Core},
     inode::{Cap, Inode},
     retry::{DataVerdict, data_verdict},
     route,
 };
 
-/// New capabilities asked for one request, before a refusal is an error.
-const MAX_NEW_CAPS: u32 = 3;
+/// New capabilities asked for one request, before a refusal is an error. Rights end while requests are on their way, and
+/// each storage server learns of it in its own time, so one request may be refused more than once.
+const MAX_NEW_CAPS: u32 = 8;
+
+/// The new capabilities that one request may have yet.
+pub(crate) struct NewCaps(u32);
+
+impl Default for NewCaps {
+    fn default() -> NewCaps {
+        NewCaps(MAX_NEW_CAPS)
+    }
+}
+
+impl NewCaps {
+    /// Returns when the next one may be asked for: the first at once. The refusal, if there were too many.
+    pub async fn next(&mut self, core: &Core, at: &mut Attempts, refusal: Error) -> Result<()> {
+        let first = self.0 == MAX_NEW_CAPS;
+        if self.0 == 0 {
+            return Err(refusal);
+        }
+        self.0 -= 1;
+        if first {
+            Counters::add(&core.stats.retries, 1);
+            return Ok(());
+        }
+        at.pause(core, refusal).await
+    }
+}
 
 /// The connection that a request takes.
 #[derive(Clone, Copy)]
@@ -46,7 +73,7 @@ pub(super) struct Retry<'a> {
     as_writer: bool,
     /// What the next attempt is made with.
     pub cap: Cap,
-    caps: u32,
+    caps: NewCaps,
     corrupt: u32,
 }
 
@@ -54,7 +81,7 @@ impl<'a> Retry<'a> {
     /// `as_writer`: under the right to write. `corrupt`: other attempts, where all had bad bytes.
     pub async fn begin(core: &'a Arc<Core>, inode: &'a Inode, as_writer: bool, corrupt: u32) -> Result<Retry<'a>> {
         let cap = core.capability(inode, as_writer, None).await?;
-        Ok(Retry { core, inode, as_writer, cap, caps: MAX_NEW_CAPS, corrupt })
+        Ok(Retry { core, inode, as_writer, cap, caps: NewCaps::default(), corrupt })
     }
 
     /// The pause after an attempt under `map`, and what may help. The error, where nothing does.
@@ -64,10 +91,10 @@ impl<'a> Retry<'a> {
                 self.corrupt -= 1;
                 self.core.refresh_and_pause(map, at, e).await
             }
-            DataVerdict::NewCapability if self.caps > 0 => {
-                self.caps -= 1;
+            DataVerdict::NewCapability => {
+                self.caps.next(self.core, at, e).await?;
                 self.cap = self.core.capability(self.inode, self.as_writer, Some(&self.cap)).await?;
-                at.pause(self.core, e).await
+                Ok(())
             }
             DataVerdict::SessionLost => {
                 self.core.verify_session().await;

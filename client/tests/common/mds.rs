@@ -49,6 +49,7 @@ struct State {
     next: u64,
     now_ns: i64,
     cap_ms: u64,
+    caps: u32,
     /// Mutations that ran, for exactly-once.
     ran: u64,
     /// Who may remember what of an inode, and what each has yet to forget, by rising numbers.
@@ -104,6 +105,7 @@ impl Mds {
             next: 100,
             now_ns: 1,
             cap_ms: u64::MAX / 2,
+            caps: 0,
             ran: 0,
             holders: BTreeMap::new(),
             owed: BTreeMap::new(),
@@ -195,6 +197,10 @@ impl Mds {
     }
     pub fn size_of(&self, ino: u64) -> u64 {
         self.state.lock().inodes[&ino].attr.size
+    }
+    /// Capabilities given so far; each has its number.
+    pub fn caps(&self) -> u32 {
+        self.state.lock().caps
     }
     /// Capabilities given from now on expire at this wall clock time, milliseconds.
     pub fn caps_expire(&self, at_ms: u64) {
@@ -547,6 +553,7 @@ impl Mds {
             s.writers.insert((session, ino), s.now_ns as u64);
         }
         let data = layout.components[0].data_id;
+        s.caps += 1;
         let cap = Capability {
             ino,
             data,
@@ -555,6 +562,7 @@ impl Mds {
             expiry_ms: s.cap_ms,
             rights,
             bound: strake_proto::Bound::Any,
+            as_of: s.caps,
         };
         *s.opens.entry((session, ino)).or_default() += 1;
         Ok(pb::OpResult {

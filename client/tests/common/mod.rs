@@ -100,6 +100,12 @@ impl Cluster {
         self.mds.set_map(map);
     }
 
+    /// All rights that were given so far end.
+    pub fn end_rights(&self) {
+        let caps = self.mds.caps();
+        self.oss.faults(|f| f.ended = caps);
+    }
+
     /// Takes a target out of all chains that have another replica.
     pub fn take_out(&self, target: u32) {
         self.change_map(|m| {

@@ -76,6 +76,8 @@ pub struct Faults {
     pub no_session: u32,
     /// So many requests are answered "bad capability".
     pub bad_cap: u32,
+    /// Capabilities up to this number have ended.
+    pub ended: u32,
 }
 
 #[derive(Default)]
@@ -180,6 +182,9 @@ impl Oss {
         let cap = self.key.open(&r.cap.ok_or_else(|| Error::new(Code::BadCap, "no capability"))?, now_ms)?;
         if cap.ino != r.chunk.ino || cap.session != r.session || !cap.rights.has(rights) {
             return err(Code::BadCap, "capability for something else");
+        }
+        if cap.as_of <= s.faults.ended {
+            return err(Code::BadCap, "what the capability stands for has ended");
         }
         Ok(())
     }

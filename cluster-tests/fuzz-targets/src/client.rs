@@ -89,6 +89,7 @@ fn result(op: &pb::Op) -> pb::OpResult {
                 expiry_ms: u64::MAX / 2,
                 rights: all,
                 bound: strake_proto::Bound::Any,
+                as_of: 0,
             };
             r.capability = CapKey::from_cluster_key(&[7; 32]).seal(&cap).to_vec().into();
             r.created = true;

@@ -220,6 +220,7 @@ fn heartbeat(i: &mut Input) -> Vec<u8> {
         incarnation: 0,
         leaseless: i.u8() & 1 == 1,
         number: i.number(),
+        endings_known: (i.u8() & 1 == 1).then(|| i.number()),
     }
     .encode_to_vec()
 }

@@ -176,7 +176,8 @@ impl Service for Authority {
             return Ok(Message::new(0, raw));
         }
         let evicted = vec![pb::Evicted { number: 1, session: 66, min_epoch: 2, below: false }];
-        Ok(Message::new(0, pb::HeartbeatReply { lease_ms: 2000, map: Some(map), evicted }.encode_to_vec()))
+        let reply = pb::HeartbeatReply { lease_ms: 2000, map: Some(map), evicted, endings: None };
+        Ok(Message::new(0, reply.encode_to_vec()))
     }
 }
 
@@ -327,6 +328,7 @@ fn request(i: &mut Input, epoch: u64) -> (Role, Message) {
         expiry_ms: u64::MAX,
         rights: all,
         bound: strake_proto::Bound::Any,
+        as_of: 0,
     };
     r.cap = Some(CapKey::from_cluster_key(&[7; 32]).seal(&cap));
     let payload = if payload.is_empty() { Vec::new() } else { vec![Buf::copy_from(&payload)] };

@@ -143,6 +143,7 @@ impl Mds {
             expiry_ms: u64::MAX / 2,
             rights,
             bound: strake_proto::Bound::Any,
+            as_of: 0,
         };
         result.capability = self.key.seal(&cap).to_vec().into();
     }

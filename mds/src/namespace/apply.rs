@@ -9,7 +9,7 @@ use std::{
 use bytes::Bytes;
 use prost::Message;
 use strake_proto::{
-    Code, Error, Incarnation, Result, SessionId,
+    Code, Error, Incarnation, Result, Rights, SessionId,
     ids::{ROOT_INO, shard_of},
     map::MapView,
     pb,
@@ -18,7 +18,7 @@ use strake_store::{Batch, MetaStore};
 
 use super::{
     FORMAT_ANEW, FORMAT_CHAINS, Memory,
-    effects::{self, Effect},
+    effects::{self, Effect, Ending},
     gc, keys, locks,
     ops::{self, DIR_SIZE},
     perm,
@@ -122,7 +122,10 @@ impl<'a> Apply<'a> {
             return Ok(refusal(Code::NoDev, "the file system is not formatted yet; try again"));
         }
         self.header.now_ns = self.header.now_ns.max(now_ns);
-        match self.command(index, command) {
+        let before = self.effects.len();
+        let answer = self.command(index, command);
+        self.effects[before..].iter_mut().for_each(|e| e.index = index);
+        match answer {
             Ok(reply) => Ok(reply),
             Err(Fail::Op(e) | Fail::Later(e)) => Ok(refused(&e)),
             Err(Fail::Store(e)) => Err(e.context(format!("applying log entry {index}"))),
@@ -404,7 +407,9 @@ impl<'a> Apply<'a> {
                 locks::end_session(t, *id, fence)?;
                 writers::release_all(t, *id, left)
             })?;
-            self.effects.push(Effect { ended: vec![(*id, !e.evict)], ..Default::default() });
+            // Storage servers hear of evictions otherwise.
+            let endings = if e.evict { vec![] } else { vec![Ending { session: *id, ino: 0, rights: Rights::ALL }] };
+            self.effects.push(Effect { ended: vec![(*id, !e.evict)], endings, ..Default::default() });
         }
         if e.evict { self.forget_old_evictions() } else { Ok(ok()) }
     }

@@ -1,9 +1,10 @@
 //! Operations on one inode: attributes, sizes, layouts.
 
-use strake_proto::{Code, pb};
+use strake_proto::{Code, Rights, pb};
 
 use super::{
     acl::Acl,
+    effects::Ending,
     gc,
     ops::{Inode, Run, check_size, opened, shown},
     perm::{self, S_ISGID, S_ISUID, W},
@@ -19,6 +20,7 @@ impl Run<'_, '_> {
     pub fn setattr(&mut self, o: &pb::SetAttr) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
         perm::changeable(&r)?;
+        let before = r.clone();
         self.may_setattr(&r, o)?;
         let sets_ids = o.mode.is_some_and(|m| m & (S_ISUID | S_ISGID) != 0);
         if sets_ids || o.mtime_ns.is_some() && !o.mtime_now {
@@ -62,7 +64,16 @@ impl Run<'_, '_> {
             acl.chmod(mode);
             r.acl = acl.encode();
         }
+        self.end_rights(&before, &r);
         Ok(shown(&self.save(r)))
+    }
+
+    /// What was given to others of the file ends, if this change may have taken the right to it.
+    pub fn end_rights(&mut self, before: &pb::InodeRecord, after: &pb::InodeRecord) {
+        if perm::takes_away(before, after) {
+            let ino = after.attr().ino;
+            self.t.notes.endings.push(Ending { session: 0, ino, rights: Rights::ALL });
+        }
     }
 
     fn after_write(&self, gid: u32, mode: u32) -> u32 {

@@ -6,10 +6,18 @@ use std::{
     collections::{BTreeMap, BTreeSet},
 };
 
-use strake_proto::{Ino, SessionId, pb};
+use strake_proto::{Ino, Rights, SessionId, pb};
 
 use super::writers;
 use pb::op::Op;
+
+/// What was given of these rights to a file's data ends. Session 0: to all sessions; inode 0: to all files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ending {
+    pub session: SessionId,
+    pub ino: Ino,
+    pub rights: Rights,
+}
 
 /// What a transaction saw and did.
 #[derive(Default)]
@@ -28,6 +36,7 @@ pub struct Notes {
     pub fences: Vec<(Ino, u64)>,
     /// Those of them that others write: how far they go is to be found out.
     pub ends: Vec<(Ino, u64)>,
+    pub endings: Vec<Ending>,
 }
 
 /// What an entry did. One that was refused has no effect but what it looked at.
@@ -50,12 +59,15 @@ pub struct Effect {
     pub holds_back: Option<SessionId>,
     /// Sessions that ended, and whether they said goodbye.
     pub ended: Vec<(SessionId, bool)>,
+    /// Rights that ended, and the index of the entry.
+    pub endings: Vec<Ending>,
+    pub index: u64,
 }
 
 impl Effect {
     pub(super) fn of(notes: Notes) -> Effect {
-        let Notes { looked, changed, writers, fences, ends, .. } = notes;
-        Effect { looked: looked.into_inner(), changed, writers, fences, ends, ..Default::default() }
+        let Notes { looked, changed, writers, fences, ends, endings, .. } = notes;
+        Effect { looked: looked.into_inner(), changed, writers, fences, ends, endings, ..Default::default() }
     }
 
     /// The part that stays if the entry was undone.

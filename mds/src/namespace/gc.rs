@@ -4,10 +4,12 @@ use prost::Message;
 use strake_proto::{Ino, pb};
 
 use super::{
+    effects::Ending,
     keys, locks,
     ops::Inode,
     perm, seals,
     txn::{Res, Txn},
+    writers,
 };
 
 /// The next of the numbers that order deletions, cuts and evictions.
@@ -54,6 +56,10 @@ pub fn remove_inode(t: &mut Txn<'_>, r: &pb::InodeRecord) -> Res<()> {
     }
     if perm::is_file(r.attr()) {
         discard_data(t, r);
+        if r.writers > 0 {
+            // A session closed it and did not release it.
+            t.notes.endings.push(Ending { session: 0, ino, rights: writers::TO_WRITE });
+        }
         locks::forget_file(t, ino)?;
         seals::forget_pages(t, r);
     }

@@ -166,6 +166,13 @@ pub fn only_drops_set_ids(c: &pb::Creds, r: &pb::InodeRecord, mode: u32) -> bool
     mode & 0o7777 == now & !(S_ISUID | S_ISGID) | mode & now & S_ISGID && may_strip(c, r)
 }
 
+/// Whether somebody may have had a right to a file's data before a change of it that he has not after.
+pub fn takes_away(before: &pb::InodeRecord, after: &pb::InodeRecord) -> bool {
+    let (b, a) = (before.attr(), after.attr());
+    let lists = before.acl != after.acl;
+    is_file(a) && ((b.uid, b.gid) != (a.uid, a.gid) || b.mode & 0o777 & !a.mode != 0 || lists)
+}
+
 /// Set-group-id without group execution means mandatory locking and stays.
 fn without_set_ids(mode: u32) -> u32 {
     let mode = mode & !S_ISUID;

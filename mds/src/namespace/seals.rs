@@ -9,10 +9,12 @@ use strake_proto::{
 };
 
 use super::{
+    effects::Ending,
     gc, keys,
     ops::{Inode, Run, shown},
     perm::{self, R},
     txn::{Res, Txn, fail},
+    writers,
 };
 use pb::seal::Step;
 
@@ -82,6 +84,9 @@ impl Run<'_, '_> {
         if r.trim.is_some() {
             return fail(Code::Busy, "bytes beyond the end of the file are still being removed; try again");
         }
+        // Nobody is on record as one who may write; this is for what was given out all the same.
+        let ino = r.attr().ino;
+        self.t.notes.endings.push(Ending { session: 0, ino, rights: writers::TO_WRITE });
         let id = gc::number(self.t);
         r.seal = Some(pb::SealInfo { id, ..Default::default() });
         let version = &mut self.t.header.format_version;

@@ -6,16 +6,21 @@
 //! its recorded end as soon as nobody else may be writing there, and before anybody new may. Beside others nothing can be cut:
 //! after an eviction it is found out how far the file goes, and that is its end then.
 
-use strake_proto::{Code, Error, Ino, SessionId, ops::O_ACCMODE, pb};
+use strake_proto::{Code, Error, Ino, Rights, SessionId, ops::O_ACCMODE, pb};
 
 use super::{
-    FORMAT_CHAINS, gc, keys,
+    FORMAT_CHAINS,
+    effects::Ending,
+    gc, keys,
     ops::{self, By, Inode},
     txn::{Fail, Res, Txn, fail},
 };
 
 /// Who wrote what was found is not known: not root, who alone keeps set-id bits.
 const NOBODY: u32 = 65_534;
+
+/// What whoever may write a file may do to its data, besides reading it.
+pub const TO_WRITE: Rights = Rights::WRITE.and(Rights::TRIM);
 
 pub fn asks_to_write(flags: u32) -> bool {
     flags & O_ACCMODE != 0
@@ -54,6 +59,10 @@ pub fn release(t: &mut Txn<'_>, session: SessionId, ino: Ino, opened: Option<u64
     if goes {
         t.delete(key);
         t.notes.writers.push((session, ino, false));
+        // The end of a session says so of all its files at once.
+        if opened.is_some() {
+            t.notes.endings.push(Ending { session, ino, rights: TO_WRITE });
+        }
     }
     let Some(mut r) = t.inode(ino)? else { return Ok(()) };
     r.writers = r.writers.saturating_sub(goes.into());

@@ -156,6 +156,7 @@ impl Run<'_, '_> {
 
     /// An ACL, or none. An access list sets the permission bits too, and is kept only if it says more than they do.
     fn set_acl(&mut self, mut r: pb::InodeRecord, name: &[u8], list: Option<Acl>) -> Res<pb::OpResult> {
+        let before = r.clone();
         let mut kept = list.as_ref().map(Acl::encode).unwrap_or_default();
         if let Some(list) = &list
             && name == acl::ACCESS
@@ -172,6 +173,7 @@ impl Run<'_, '_> {
         }
         *acl_field(&mut r, name) = kept;
         r.attr_mut().acls = acl::kinds(&r);
+        self.end_rights(&before, &r);
         let ino = self.save(r).attr().ino;
         Ok(pb::OpResult { ino, ..Default::default() })
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use strake_fabric::Peer;
-use strake_proto::{Code, Error, Ino, Result, pb};
+use strake_proto::{Code, Error, Ino, Result, cap::long_ago, pb};
 
 use super::{
     Mds,
@@ -13,7 +13,7 @@ use super::{
     reads::shown,
     recalls::Asker,
     room::Need,
-    service::{misread, ok},
+    service::{Gives, misread, ok},
 };
 use crate::{
     leases::rows::Reporting,
@@ -55,6 +55,8 @@ impl Mds {
     ) -> Result<pb::MetaReply> {
         let by = Asker { session: request.session, connection: request.connection };
         let (seq, number) = (request.seq, (request.seq, request.lowest_unanswered));
+        // Before it is asked whether the list ran: if not, its entry comes later.
+        let before = self.machine.namespace.version();
         self.recalls.in_time(term, by)?;
         self.recalls.dropped(term, by, seq, &std::mem::take(&mut request.dropped))?;
         (request.follower, request.ends_matter, request.rules) = (false, true, RULES);
@@ -63,6 +65,8 @@ impl Mds {
             Begun::First => Some(Looking { mds: self, by, seq }),
             Begun::Again => None,
         };
+        // Of one that ran the entry is not known: what it gives to read is to be asked for once more.
+        let looked = if looking.is_some() { before + 1 } else { long_ago(before) };
         if let (Some(_), Err(e)) = (&looking, self.check_room(term, by, &request.ops)?) {
             return Ok(self.refuse_list(by, seq, &e));
         }
@@ -90,7 +94,7 @@ impl Mds {
         if reply.results.iter().all(ok) {
             self.note_locks(by.session, &ops);
             self.wait_for_trims(term, &ops, &reply.results).await?;
-            self.note_handles(term, by, number, epoch, &ops, &mut reply.results)?;
+            self.note_handles(term, by, number, Gives { epoch, looked }, &ops, &mut reply.results)?;
         }
         self.recalls.settled(term, &depends).await?;
         if self.was_refused_for_nothing(term, by.session, &ops, &reply.results).await? {

@@ -6,10 +6,10 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message;
 use strake_fabric::watch;
-use strake_proto::{Code, Error, Incarnation, Ino, Result};
+use strake_proto::{Code, Error, Incarnation, Ino, Result, pb};
 use strake_store::{Batch, MetaStore};
 
-use super::{recalls::Recalls, recent::Recent};
+use super::{endings::Endings, recalls::Recalls, recent::Recent};
 use crate::{
     consensus::{Committed, StateMachine, StateSnapshot},
     namespace::{Namespace, effects::Effect},
@@ -23,6 +23,7 @@ pub struct Machine {
     applied: watch::Sender<u64>,
     recalls: Arc<Recalls>,
     recent: Mutex<Recent>,
+    endings: Mutex<Endings>,
 }
 
 impl Machine {
@@ -31,7 +32,8 @@ impl Machine {
         let namespace = Namespace::open(store)?;
         let index = namespace.header().applied_index;
         let (applied, recent) = (watch::Sender::new(index), Mutex::new(Recent::new(index)));
-        Ok(Machine { store: namespace.store(), namespace, applied, recalls, recent })
+        let endings = Mutex::new(Endings::new(index));
+        Ok(Machine { store: namespace.store(), namespace, applied, recalls, recent, endings })
     }
 
     /// The last applied index, whenever it changes.
@@ -42,6 +44,11 @@ impl Machine {
     /// Whether certainly none of these was changed after entry `index`, in what was applied up to now.
     pub fn same_since(&self, index: u64, inos: &BTreeSet<Ino>) -> bool {
         self.recent.lock().same_since(index, inos)
+    }
+
+    /// What ended rights after entry `known`, in what was applied up to now.
+    pub fn endings_after(&self, known: u64) -> pb::Endings {
+        self.endings.lock().after(known)
     }
 }
 
@@ -60,6 +67,8 @@ impl StateMachine for Machine {
         // Before any reader can see it.
         let tell = |effects: &[Effect]| {
             self.recent.lock().note(last.0, effects.iter().flat_map(|e| e.changed.iter().copied()));
+            let ended = effects.iter().flat_map(|e| e.endings.iter().map(|x| (e.index, *x)));
+            self.endings.lock().note(last.0, ended);
             self.recalls.tell(effects);
         };
         let replies = self.namespace.apply_and_tell(&entries, last, conf_state.as_deref(), tell)?;
@@ -105,6 +114,7 @@ impl StateMachine for Machine {
 
     fn restore_end(&self, index: u64, term: u64, conf_state: Vec<u8>) -> Result<()> {
         *self.recent.lock() = Recent::new(index);
+        *self.endings.lock() = Endings::new(index);
         self.recalls.begin();
         self.namespace.reload()?;
         let h = self.namespace.header();

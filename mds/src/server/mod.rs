@@ -5,7 +5,7 @@
 //! `followers` answers reads while this server does not lead, `recent` helps it. `heavy` has lists that are much work wait for each other.
 //! `owners` knows who may speak for which session.
 //! `leader` runs what only the leader does: membership ticks, session terms, orphans; `chunks` are its workers that cut
-//! and delete chunks at the storage servers, `ends` the one that looks there how far a file goes. `sessions` is its pure table of sessions and opens. `disk` starts all that
+//! and delete chunks at the storage servers, `ends` the one that looks there how far a file goes. `endings` is what ended rights to data, for storage servers. `sessions` is its pure table of sessions and opens. `disk` starts all that
 //! from a folder, `locks` and `waits` have clients wait for locks, `room` says which changes its disk has space for, `admin` serves gRPC,
 //! `members` changes the group, `verify` looks for damage in the state.
 
@@ -16,6 +16,7 @@ mod changes;
 mod chunks;
 pub mod config;
 pub mod disk;
+mod endings;
 mod ends;
 mod followers;
 mod heavy;

@@ -8,6 +8,7 @@ use strake_proto::{Code, Error, Ino, Result, pb};
 use super::{
     Mds,
     recalls::{Asker, Depends},
+    service::Gives,
 };
 use crate::{leases::rows::Leader, namespace::effects};
 
@@ -19,6 +20,8 @@ const ASKS: usize = 8;
 /// A state as it was read.
 struct Look {
     reply: pb::MetaReply,
+    /// The last entry that it knows of.
+    version: u64,
     depends: Depends,
     /// How far these files go is not known yet.
     endless: BTreeSet<Ino>,
@@ -49,7 +52,7 @@ impl Mds {
             term,
             by,
             (request.seq, request.lowest_unanswered),
-            epoch,
+            Gives { epoch, looked: look.version + 1 },
             &request.ops,
             &mut look.reply.results,
         )?;
@@ -109,7 +112,7 @@ impl Mds {
                 noted.retain(|ino| before.contains(ino));
             }
             let depends = Depends { inos: Some(read.looked), ticket };
-            return Ok(Look { reply: read.reply, depends, endless: read.endless, noted });
+            return Ok(Look { reply: read.reply, version: read.version, depends, endless: read.endless, noted });
         }
     }
 }

@@ -7,8 +7,11 @@ use bytes::Bytes;
 use prost::encoding::{self, WireType};
 use strake_fabric::{Message, Peer, Role, Service, unknown_opcode};
 use strake_proto::{
-    Bound, Capability, Code, Error, Incarnation, Ino, Kin, Result, Rights, SessionId, cap::same_bytes, frame::MAX_BODY,
-    map::MAX_EVICTED, opcode, pb,
+    Bound, Capability, Code, Error, Incarnation, Ino, Kin, Result, Rights, SessionId,
+    cap::{as_of, same_bytes},
+    frame::MAX_BODY,
+    map::MAX_EVICTED,
+    opcode, pb,
 };
 
 use super::{
@@ -58,6 +61,16 @@ mod tag {
     pub const REGISTER: u32 = 4;
     pub const HEARTBEAT: u32 = 2;
 }
+
+/// What is in the capabilities of one answer.
+#[derive(Clone, Copy)]
+pub(super) struct Gives {
+    /// Of the session.
+    pub epoch: u64,
+    /// The first entry of the log that was not applied when it was looked who may read.
+    pub looked: u64,
+}
+
 const S_IFMT: u32 = 0o170_000;
 const S_IFREG: u32 = 0o100_000;
 
@@ -362,7 +375,9 @@ impl Mds {
         let mut evicted = self.machine.namespace.evicted_after(request.evicted_seen);
         evicted.truncate(MAX_EVICTED);
         let newer = map.version() > request.map_version;
-        let reply = pb::HeartbeatReply { lease_ms, map: None, evicted };
+        // After the barrier: nothing that was answered before is missing.
+        let endings = request.endings_known.map(|known| self.machine.endings_after(known));
+        let reply = pb::HeartbeatReply { lease_ms, map: None, evicted, endings };
         Ok(if newer { map.encode_behind(&reply, tag::HEARTBEAT).into() } else { encode(&reply) })
     }
 
@@ -399,7 +414,7 @@ impl Mds {
         term: u64,
         by: Asker,
         number: (u64, u64),
-        epoch: u64,
+        gives: Gives,
         ops: &[pb::Op],
         results: &mut [pb::OpResult],
     ) -> Result<()> {
@@ -437,7 +452,7 @@ impl Mds {
                     *r = pb::OpResult { status: Some(e.to_status()), ..Default::default() };
                     return Ok(());
                 }
-                r.capability = self.capability(session, epoch, flags, r).unwrap_or_default();
+                r.capability = self.capability(session, gives, flags, r).unwrap_or_default();
             }
             l.sessions.count(session, by.connection, number.0);
             Ok(())
@@ -445,7 +460,7 @@ impl Mds {
     }
 
     /// The right to a regular file's data, as its open flags ask for it; the open itself was allowed.
-    fn capability(&self, session: SessionId, session_epoch: u64, flags: u32, r: &pb::OpResult) -> Option<Bytes> {
+    fn capability(&self, session: SessionId, gives: Gives, flags: u32, r: &pb::OpResult) -> Option<Bytes> {
         let attr = r.attr.as_ref().filter(|a| a.mode & S_IFMT == S_IFREG)?;
         let layout = r.layout.as_ref()?;
         let data = layout.components.first()?.data_id;
@@ -457,7 +472,10 @@ impl Mds {
         };
         let expiry_ms = self.env.unix_ms() + self.cfg.capability_ms;
         let bound = Bound::of(layout, &self.map());
-        let cap = Capability { ino: attr.ino, data, session, session_epoch, expiry_ms, rights, bound };
+        // One to write is an entry of the log.
+        let as_of = as_of(if r.writer != 0 { r.writer } else { gives.looked });
+        let session_epoch = gives.epoch;
+        let cap = Capability { ino: attr.ino, data, session, session_epoch, expiry_ms, rights, bound, as_of };
         Some(Bytes::copy_from_slice(&self.cap_key.seal(&cap)))
     }
 
@@ -524,7 +542,8 @@ mod tests {
             let register = pb::RegisterReply { node: 4, target_ids: vec![1, 2], ..Default::default() };
             let is = pb::RegisterReply::decode(&view.encode_behind(&register, tag::REGISTER)[..]).unwrap();
             assert_eq!(is, pb::RegisterReply { map: Some(map.clone()), ..register });
-            let beat = pb::HeartbeatReply { lease_ms: 5, map: None, evicted: vec![pb::Evicted::default()] };
+            let endings = Some(pb::Endings { through: 7, ..Default::default() });
+            let beat = pb::HeartbeatReply { lease_ms: 5, map: None, evicted: vec![pb::Evicted::default()], endings };
             let is = pb::HeartbeatReply::decode(&view.encode_behind(&beat, tag::HEARTBEAT)[..]).unwrap();
             assert_eq!(is, pb::HeartbeatReply { map: Some(map.clone()), ..beat });
         }

@@ -99,6 +99,9 @@ pub struct Config {
     /// Milliseconds for which an update may be on its way here from a client; one that comes later is to be sent again. 0 = for ever.
     #[serde(default = "defaults::update_life")]
     pub update_life_ms: u32,
+    /// Capabilities end here when the right that they stand for does. Off: when they expire.
+    #[serde(default = "defaults::end_capabilities")]
+    pub end_capabilities: bool,
 }
 
 /// More at a time than any machine does.
@@ -129,6 +132,9 @@ mod defaults {
     }
     pub fn keep_until_read() -> bool {
         true
+    }
+    pub fn end_capabilities() -> bool {
+        false
     }
     pub fn max_requests() -> usize {
         1024
@@ -162,6 +168,7 @@ impl Config {
             max_requests: defaults::max_requests(),
             peer_timeout_ms: defaults::peer_timeout(),
             update_life_ms: defaults::update_life(),
+            end_capabilities: defaults::end_capabilities(),
         }
     }
 

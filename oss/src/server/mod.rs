@@ -22,6 +22,7 @@ pub mod config;
 mod copies;
 mod damage;
 mod disk;
+mod endings;
 mod leave;
 mod node;
 mod out;

@@ -12,10 +12,10 @@ use std::{
 };
 
 use arc_swap::ArcSwap;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use strake_fabric::{Env, Pool};
 use strake_proto::{
-    CapKey, ChainId, Code, Error, Incarnation, Kin, Result, SessionId, TargetId,
+    CapKey, Capability, ChainId, Code, Error, Incarnation, Kin, Result, Rights, SessionId, TargetId,
     data::Clock,
     ids::TARGET_UNASSIGNED,
     map::{ChainExt, MapView},
@@ -30,6 +30,7 @@ use tokio::{
 use super::{
     Config, Parts, TargetConfig,
     damage::Damage,
+    endings::Endings,
     out::{self, Out},
     pace::{Fills, Foreground},
     peers::Peers,
@@ -261,6 +262,7 @@ pub struct Node {
     /// Heartbeats sent. One at a time: no lease is taken from the answer to an earlier one.
     beats: AtomicU64,
     evictions: Mutex<Evictions>,
+    endings: RwLock<Endings>,
     next_op: AtomicU64,
     stopped: AtomicBool,
     /// One map at a time, in order.
@@ -292,6 +294,7 @@ impl Node {
             lease_until: Mutex::default(),
             beats: AtomicU64::new(0),
             evictions: Mutex::default(),
+            endings: RwLock::default(),
             next_op: AtomicU64::new(1),
             stopped: AtomicBool::new(false),
             applying: Mutex::default(),
@@ -323,6 +326,11 @@ impl Node {
             return Err(Error::new(Code::NoSession, format!("session {session:x} was evicted")));
         }
         Ok(())
+    }
+
+    /// The rights of a capability that have not ended.
+    pub fn rights_left(&self, c: &Capability) -> Rights {
+        if self.cfg.end_capabilities { self.endings.read().left(c) } else { c.rights }
     }
 
     /// How late it is here, for updates to say; `None`: they live for ever.

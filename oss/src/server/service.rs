@@ -217,6 +217,10 @@ impl OssService {
         }
         self.check_bound(&c, r, index)?;
         self.node.check_session(c.session, c.session_epoch)?;
+        let left = self.node.rights_left(&c);
+        if !any.iter().any(|need| left.has(*need)) {
+            return Err(bad("what the capability stands for has ended; open the file again"));
+        }
         Ok(Some(c))
     }
 

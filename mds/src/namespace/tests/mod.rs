@@ -3,6 +3,7 @@
 mod acls;
 mod attrs;
 mod effects;
+mod endings;
 mod golden;
 mod layouts;
 mod locks;

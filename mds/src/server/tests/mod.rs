@@ -3,6 +3,7 @@
 mod anew;
 mod damage;
 mod disk;
+mod endings;
 mod ends;
 mod followers;
 mod full_disk;

@@ -16,7 +16,8 @@ use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{Buf, Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
 use strake_proto::{
-    CapKey, Code, Error, Result,
+    CapKey, Capability, Code, Error, Result, Rights,
+    cap::index_near,
     data::{DataReply, DataRequest, Extent, Extents, FLAG_TOMBSTONE, Version},
     ids::TARGET_UNASSIGNED,
     opcode, pb,
@@ -335,6 +336,8 @@ pub struct FakeOss {
     pub stored: Mutex<BTreeMap<u64, u32>>,
     pub looks: Mutex<Vec<DataRequest>>,
     pub evicted: Mutex<BTreeSet<u64>>,
+    /// What ended rights: what it knows, put together.
+    pub endings: Mutex<pb::Endings>,
     pub map: Mutex<pb::ClusterMap>,
 }
 
@@ -353,6 +356,7 @@ impl FakeOss {
                     ..Default::default()
                 }],
                 evicted_seen: seen,
+                endings_known: Some(self.endings.lock().through),
                 ..Default::default()
             };
             for i in 0..mds {
@@ -364,6 +368,7 @@ impl FakeOss {
                 if let Some(map) = reply.map {
                     *self.map.lock() = map;
                 }
+                self.take(reply.endings.expect("asked for"));
                 for e in reply.evicted {
                     seen = if self.busy.load(Ordering::Relaxed) { seen } else { seen.max(e.number) };
                     self.evicted.lock().insert(e.session);
@@ -376,6 +381,22 @@ impl FakeOss {
 }
 
 impl FakeOss {
+    fn take(&self, mut new: pb::Endings) {
+        let mut e = self.endings.lock();
+        assert!(new.through >= e.through && new.all.iter().all(|x| x.index > e.through));
+        (e.through, e.floor) = (new.through, e.floor.max(new.floor));
+        e.all.append(&mut new.all);
+    }
+
+    /// Whether it would refuse all these rights by a capability now.
+    pub fn refuses(&self, cap: &Capability, rights: Rights) -> bool {
+        let e = self.endings.lock();
+        let as_of = index_near(cap.as_of, e.through);
+        let meets = |x: &&pb::Ending| [0, cap.ino].contains(&x.ino) && [0, cap.session].contains(&x.session);
+        let ended = e.all.iter().filter(|x| x.index >= as_of).filter(meets).fold(0, |all, x| all | x.rights);
+        as_of <= e.floor || ended & rights.0 == rights.0
+    }
+
     fn look(&self, op: u16, r: &DataRequest) -> Message {
         let stored = self.stored.lock();
         let message =

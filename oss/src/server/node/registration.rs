@@ -17,7 +17,7 @@ use strake_proto::{
 use tokio::time::Instant;
 
 use super::{
-    super::{out, peers::MdsLink, replica::Replica},
+    super::{endings::Endings, out, peers::MdsLink, replica::Replica},
     Node, Target, follows,
 };
 
@@ -153,7 +153,11 @@ impl Node {
             }
             t.id.store(*id, Ordering::Release);
         }
-        self.joined.store(now, Ordering::Release);
+        if self.joined.swap(now, Ordering::AcqRel) != now {
+            // Another log: what is known of it is nothing, and all sessions of before are evicted.
+            *self.endings.write() = Endings::default();
+            *self.lease_until.lock() = Duration::ZERO;
+        }
         self.id.store(r.node, Ordering::Release);
         if new.is_some() {
             self.targets.store(Arc::new(all));
@@ -239,6 +243,7 @@ impl Node {
             incarnation: self.incarnation().0,
             leaseless: self.lease_left().is_zero(),
             number: self.beats.fetch_add(1, Ordering::Relaxed) + 1,
+            endings_known: self.cfg.end_capabilities.then(|| self.endings.read().known()),
         }
     }
 
@@ -258,8 +263,12 @@ impl Node {
         if let Some(map) = r.map {
             self.apply_map(map)?;
         }
-        if r.evicted.len() >= MAX_EVICTED {
-            // More may be pending: after a restart a lease would let sessions in that were evicted long ago.
+        let more_ended = r.endings.as_ref().is_some_and(|e| e.more);
+        if let Some(endings) = r.endings.filter(|_| self.cfg.end_capabilities) {
+            self.endings.write().take(&endings);
+        }
+        if r.evicted.len() >= MAX_EVICTED || more_ended {
+            // More may be pending: after a restart a lease would let sessions in that were evicted long ago, and rights that ended.
             self.kick.notify_one();
             return Ok(());
         }

@@ -155,7 +155,11 @@ pub struct Authority {
     pub map: Mutex<pb::ClusterMap>,
     seen: Mutex<BTreeMap<u32, Instant>>,
     pub evicted: Mutex<Vec<pb::Evicted>>,
-    /// What the last heartbeat said of them.
+    /// What ended rights. `None`: an older version, which does not know that.
+    pub endings: Mutex<Option<pb::Endings>>,
+    /// Entries of one answer; 0: all.
+    pub page: Mutex<usize>,
+    /// What the last heartbeat said of evictions.
     pub evicted_seen: Mutex<u64>,
     pub failed: Mutex<BTreeSet<u32>>,
     /// What was said of chains in the last registration.
@@ -197,6 +201,28 @@ impl Authority {
             ReplicaServing | ReplicaSyncing | ReplicaWaiting if lost(r.target) => r.set_state(ReplicaOffline),
             _ => {}
         });
+    }
+    fn endings_after(&self, known: Option<u64>) -> Option<pb::Endings> {
+        let mut e = self.endings.lock().clone()?;
+        let known = known.filter(|k| *k <= e.through)?;
+        e.all.retain(|x| x.index > known);
+        if known >= e.floor {
+            e.floor = 0;
+        }
+        let page = *self.page.lock();
+        if page != 0 && e.all.len() > page {
+            e.all.truncate(page);
+            (e.more, e.through) = (true, e.all[page - 1].index);
+        }
+        Some(e)
+    }
+    /// In the next entry of the log a session loses rights.
+    pub fn end(&self, session: u64, ino: u64, rights: Rights) -> u64 {
+        let mut all = self.endings.lock();
+        let e = all.get_or_insert_default();
+        e.through += 1;
+        e.all.push(pb::Ending { index: e.through, session, ino, rights: rights.0 });
+        e.through
     }
     pub fn tick(&self) {
         let (seen, failed) = (self.seen.lock(), self.failed.lock());
@@ -287,7 +313,9 @@ impl Service for Authority {
         let map = Some(self.map.lock().clone()).filter(|m| m.version > h.map_version);
         let evicted =
             self.evicted.lock().iter().filter(|e| e.number > h.evicted_seen).take(MAX_EVICTED).cloned().collect();
-        Ok(Message::new(0, pb::HeartbeatReply { lease_ms: LEASE.as_millis() as u32, map, evicted }.encode_to_vec()))
+        let endings = self.endings_after(h.endings_known);
+        let reply = pb::HeartbeatReply { lease_ms: LEASE.as_millis() as u32, map, evicted, endings };
+        Ok(Message::new(0, reply.encode_to_vec()))
     }
 }
 
@@ -415,6 +443,7 @@ impl Cluster {
             expiry_ms,
             rights,
             bound: strake_proto::Bound::Any,
+            as_of: 0,
         }
     }
 

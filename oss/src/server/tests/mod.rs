@@ -3,6 +3,7 @@
 mod bed;
 mod bounds;
 mod copies;
+mod endings;
 mod grants;
 mod kept;
 mod leaving;

@@ -81,6 +81,7 @@ impl Bed {
             expiry_ms: u64::MAX,
             rights,
             bound: strake_proto::Bound::Any,
+            as_of: 0,
         };
         let cap = Some(CapKey::from_cluster_key(&KEY).seal(&cap));
         DataRequest { cap, session: SESSION, ..DataRequest::new(CHAIN, self.authority.chain().epoch, to, chunk(index)) }

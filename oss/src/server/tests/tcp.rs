@@ -83,6 +83,7 @@ async fn two_servers_replicate_over_tcp_and_keep_it_across_a_restart() {
         expiry_ms: u64::MAX,
         rights,
         bound: strake_proto::Bound::Any,
+        as_of: 0,
     };
     let request = |to| DataRequest {
         cap: Some(cap_key.seal(&cap)),
