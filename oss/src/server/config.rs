@@ -134,7 +134,7 @@ mod defaults {
         true
     }
     pub fn end_capabilities() -> bool {
-        false
+        true
     }
     pub fn max_requests() -> usize {
         1024
