@@ -368,7 +368,6 @@ impl Cluster {
                 let mds = (1..=MDS).map(Endpoint::Sim).collect();
                 let mut config = oss_server::Config::new(format!("oss{node}"), Endpoint::Sim(node), mds);
                 config.scrub_every_s = SCRUB_EVERY_S;
-                config.end_capabilities = true;
                 let server = oss_server::start(config, parts).await?;
                 server.scrub(Some(Ask::Start));
                 Ok(server)
