@@ -105,10 +105,11 @@ impl Core {
                 () = self.lock_waits.changed.notified() => timeout(TOGETHER, call).await.ok(),
             };
             match answer {
-                None => {}
+                None => self.lock_waits.list.lock().not_told(),
                 Some(Ok(r)) => wake(self.lock_waits.list.lock().answered(&r)),
                 Some(Err(e)) if meta_passes(&e) || e.code == Code::NoSession => {
                     tracing::debug!("waiting for locks: {e}");
+                    self.lock_waits.list.lock().not_told();
                     sleep(PAUSE).await;
                 }
                 Some(Err(e)) => {

@@ -90,6 +90,11 @@ impl<W: Clone> List<W> {
         Some(self.all.values().map(one).collect())
     }
 
+    /// The leader may not have got the last list: an empty one is told again, too.
+    pub fn not_told(&mut self) {
+        self.shrunk = true;
+    }
+
     fn set(&mut self, id: u64, state: State) -> Option<W> {
         let w = self.all.get_mut(&id).filter(|w| matches!(w.state, State::Waits))?;
         w.state = state;
@@ -108,5 +113,20 @@ impl<W: Clone> List<W> {
         let failed: Vec<W> = r.deadlock.iter().filter_map(|id| self.set(*id, State::Failed(deadlock()))).collect();
         let ready = r.ready.iter().filter_map(|id| self.set(*id, State::Ready));
         failed.into_iter().chain(ready).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_empty_list_that_may_be_lost_is_told_again() {
+        let mut list = List::default();
+        assert!(list.enter(pb::LockWait { id: 1, ..Default::default() }, ()));
+        assert!(list.leave(1, false));
+        assert_eq!(list.told(false), Some(vec![]));
+        list.not_told();
+        assert_eq!((list.told(false), list.told(false)), (Some(vec![]), None));
     }
 }
