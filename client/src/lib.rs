@@ -65,8 +65,11 @@ mod segments;
 mod seqs;
 mod space;
 mod takeover;
-mod unlocking;
+#[doc(hidden)]
+pub mod unlocking;
 mod unstable;
+#[doc(hidden)]
+pub mod waiting;
 mod writeback;
 
 use std::{sync::Arc, time::Duration};

@@ -1,7 +1,7 @@
 //! What this client's programs wait for: one list, told to the metadata leader again and again, whoever that is. It says
 //! whose turn it is; the waiter then asks for the lock. See `docs/locks.md`.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -13,42 +13,16 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use crate::{core::Core, mds::META_TRY, retry::meta_passes};
+use crate::{core::Core, mds::META_TRY, retry::meta_passes, waiting::List};
 
 /// How long a list that changed waits for the answer to the one before: many changes make one list.
 const TOGETHER: Duration = Duration::from_millis(10);
 const PAUSE: Duration = Duration::from_millis(250);
 
-enum State {
-    Waits,
-    /// It is its turn.
-    Ready,
-    /// It has been told so, and tries.
-    Trying,
-    Failed(Error),
-}
-
-struct Waiter {
-    wait: pb::LockWait,
-    state: State,
-    news: Arc<Notify>,
-}
-
-#[derive(Default)]
-struct List {
-    /// The highest number given to a wait or a list.
-    last: u64,
-    all: BTreeMap<u64, Waiter>,
-    /// A task sends the list.
-    served: bool,
-    /// The leader was told of waits that are not on it any more.
-    shrunk: bool,
-}
-
 /// See the module.
 #[derive(Default)]
 pub(crate) struct LockWaits {
-    list: Mutex<List>,
+    list: Mutex<List<Arc<Notify>>>,
     changed: Notify,
 }
 
@@ -71,10 +45,9 @@ impl Place {
         let news = Arc::new(Notify::new());
         let waits = &core.lock_waits;
         let mut list = waits.list.lock();
-        let id = list.number(&core.env);
+        let id = list.number(now(&core.env));
         let wait = pb::LockWait { id, ino, owner, kind: kind as i32, span: Some(span), trying: false };
-        list.all.insert(id, Waiter { wait, state: State::Trying, news: news.clone() });
-        if !std::mem::replace(&mut list.served, true) {
+        if list.enter(wait, news.clone()) {
             core.env.spawn(core.clone().serve_lock_waits());
         }
         Place { core: core.clone(), id, news, done: false }
@@ -83,20 +56,11 @@ impl Place {
     /// Returns when the lock may be there for this one. `Deadlock` when it never will be.
     pub async fn turn(&self) -> Result<()> {
         let waits = &self.core.lock_waits;
-        if let Some(w) = waits.list.lock().all.get_mut(&self.id) {
-            w.state = State::Waits;
-        }
+        waits.list.lock().waits(self.id);
         waits.changed.notify_one();
         loop {
-            if let Some(w) = waits.list.lock().all.get_mut(&self.id) {
-                match &w.state {
-                    State::Ready => {
-                        w.state = State::Trying;
-                        return Ok(());
-                    }
-                    State::Failed(e) => return Err(e.clone()),
-                    State::Waits | State::Trying => {}
-                }
+            if let Some(turn) = waits.list.lock().turn(self.id) {
+                return turn;
             }
             self.news.notified().await;
         }
@@ -106,56 +70,19 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         let waits = &self.core.lock_waits;
-        let mut list = waits.list.lock();
-        list.all.remove(&self.id);
-        if !self.done {
-            list.shrunk = true;
-            drop(list);
+        if waits.list.lock().leave(self.id, self.done) {
             waits.changed.notify_one();
         }
     }
 }
 
-impl List {
-    /// A number that is used once, also by a later process with the same session: time goes on.
-    fn number(&mut self, env: &Env) -> u64 {
-        self.last = (self.last + 1).max(env.boot().as_nanos() as u64);
-        self.last
-    }
+/// Numbers are of the time, so that a later process with the same session goes on from there.
+fn now(env: &Env) -> u64 {
+    env.boot().as_nanos() as u64
+}
 
-    /// What to tell; `None` when there is nothing to tell, and nobody does any more.
-    fn told(&mut self, closed: bool) -> Option<Vec<pb::LockWait>> {
-        if closed {
-            self.fail(&Error::new(Code::Io, "the client was closed"));
-        }
-        if closed || self.all.is_empty() && !self.shrunk {
-            self.served = false;
-            return None;
-        }
-        self.shrunk = false;
-        let one = |w: &Waiter| pb::LockWait { trying: matches!(w.state, State::Trying), ..w.wait };
-        Some(self.all.values().map(one).collect())
-    }
-
-    fn set(&mut self, id: u64, state: State) {
-        if let Some(w) = self.all.get_mut(&id)
-            && matches!(w.state, State::Waits)
-        {
-            w.state = state;
-            w.news.notify_one();
-        }
-    }
-
-    fn fail(&mut self, e: &Error) {
-        let ids: Vec<u64> = self.all.keys().copied().collect();
-        ids.into_iter().for_each(|id| self.set(id, State::Failed(e.clone())));
-    }
-
-    fn answered(&mut self, r: pb::LockWaitReply) {
-        let deadlock = || Error::new(Code::Deadlock, "whoever has this lock waits for one of its owner's");
-        r.deadlock.into_iter().for_each(|id| self.set(id, State::Failed(deadlock())));
-        r.ready.into_iter().for_each(|id| self.set(id, State::Ready));
-    }
+fn wake(waiters: Vec<Arc<Notify>>) {
+    waiters.iter().for_each(|news| news.notify_one());
 }
 
 impl Core {
@@ -163,8 +90,12 @@ impl Core {
         loop {
             let (waits, number) = {
                 let mut list = self.lock_waits.list.lock();
-                let Some(waits) = list.told(self.is_closed()) else { return };
-                (waits, list.number(&self.env))
+                let closed = self.is_closed();
+                if closed {
+                    wake(list.fail(&Error::new(Code::Io, "the client was closed")));
+                }
+                let Some(waits) = list.told(closed) else { return };
+                (waits, list.number(now(&self.env)))
             };
             let mut call = std::pin::pin!(self.tell_lock_waits(waits, number));
             let answer = tokio::select! {
@@ -174,14 +105,15 @@ impl Core {
                 () = self.lock_waits.changed.notified() => timeout(TOGETHER, call).await.ok(),
             };
             match answer {
-                None => {}
-                Some(Ok(r)) => self.lock_waits.list.lock().answered(r),
+                None => self.lock_waits.list.lock().not_told(),
+                Some(Ok(r)) => wake(self.lock_waits.list.lock().answered(&r)),
                 Some(Err(e)) if meta_passes(&e) || e.code == Code::NoSession => {
                     tracing::debug!("waiting for locks: {e}");
+                    self.lock_waits.list.lock().not_told();
                     sleep(PAUSE).await;
                 }
                 Some(Err(e)) => {
-                    self.lock_waits.list.lock().fail(&e);
+                    wake(self.lock_waits.list.lock().fail(&e));
                     sleep(PAUSE).await;
                 }
             }

@@ -10,7 +10,9 @@ use tokio::sync::Notify;
 
 const COUNTS: usize = 64;
 
-struct Table {
+/// The pure part: what is under way, by numbers that rise.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Table {
     last: u64,
     /// Owners, by file and in the order in which they began.
     all: BTreeMap<(Ino, u64), u64>,
@@ -18,17 +20,52 @@ struct Table {
     begun: [u64; COUNTS],
 }
 
+impl Default for Table {
+    fn default() -> Table {
+        Table { last: 0, all: BTreeMap::new(), begun: [0; COUNTS] }
+    }
+}
+
+impl Table {
+    /// An owner gives something up. Returns a number of it, for [`Table::end`].
+    pub fn begin(&mut self, ino: Ino, owner: u64) -> u64 {
+        self.last += 1;
+        self.all.insert((ino, self.last), owner);
+        self.begun[ino as usize % COUNTS] += 1;
+        self.last
+    }
+
+    /// It is given up.
+    pub fn end(&mut self, ino: Ino, number: u64) {
+        self.all.remove(&(ino, number));
+    }
+
+    /// Whether an owner is giving something up there.
+    pub fn is_under_way(&self, ino: Ino, owner: u64) -> bool {
+        self.all.range((ino, 0)..=(ino, u64::MAX)).any(|(_, o)| *o == owner)
+    }
+
+    /// What is being given up of a file, to be compared with what is later.
+    pub fn of(&self, ino: Ino) -> Unlocks {
+        Unlocks { begun: self.begun[ino as usize % COUNTS], under_way: !self.is_done(ino, u64::MAX) }
+    }
+
+    /// What was begun last.
+    pub fn last(&self) -> u64 {
+        self.last
+    }
+
+    /// Whether nothing of a file is under way that was begun no later than this.
+    pub fn is_done(&self, ino: Ino, last: u64) -> bool {
+        self.all.range((ino, 0)..=(ino, last)).next().is_none()
+    }
+}
+
 /// See the module.
+#[derive(Default)]
 pub(crate) struct Unlockings {
     table: Mutex<Table>,
     ended: Notify,
-}
-
-impl Default for Unlockings {
-    fn default() -> Unlockings {
-        let table = Table { last: 0, all: BTreeMap::new(), begun: [0; COUNTS] };
-        Unlockings { table: Mutex::new(table), ended: Notify::new() }
-    }
 }
 
 /// Something that an owner gives up. It is given up when this is dropped.
@@ -39,7 +76,7 @@ pub struct Unlocking {
 }
 
 /// What was given up of a file, and is being, at one moment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Unlocks {
     begun: u64,
     under_way: bool,
@@ -59,33 +96,27 @@ impl Unlocks {
 
 impl Unlockings {
     pub fn begin(self: &Arc<Self>, ino: Ino, owner: u64) -> Unlocking {
-        let mut t = self.table.lock();
-        t.last += 1;
-        let at = (ino, t.last);
-        t.all.insert(at, owner);
-        t.begun[ino as usize % COUNTS] += 1;
+        let at = (ino, self.table.lock().begin(ino, owner));
         Unlocking { of: self.clone(), at, kept: Vec::new() }
     }
 
     pub fn is_under_way(&self, ino: Ino, owner: u64) -> bool {
-        self.table.lock().all.range((ino, 0)..=(ino, u64::MAX)).any(|(_, o)| *o == owner)
+        self.table.lock().is_under_way(ino, owner)
     }
 
     pub fn of(&self, ino: Ino) -> Unlocks {
-        let t = self.table.lock();
-        let under_way = t.all.range((ino, 0)..=(ino, u64::MAX)).next().is_some();
-        Unlocks { begun: t.begun[ino as usize % COUNTS], under_way }
+        self.table.lock().of(ino)
     }
 
     /// Returns when nothing is under way any more that is now.
     pub async fn done(&self, ino: Ino) {
-        let last = self.table.lock().last;
+        let last = self.table.lock().last();
         loop {
             let ended = self.ended.notified();
             tokio::pin!(ended);
             // From here on no end is missed.
             ended.as_mut().enable();
-            if self.table.lock().all.range((ino, 0)..=(ino, last)).next().is_none() {
+            if self.table.lock().is_done(ino, last) {
                 return;
             }
             ended.await;
@@ -105,7 +136,7 @@ impl Unlocking {
 impl Drop for Unlocking {
     fn drop(&mut self) {
         self.kept.clear();
-        self.of.table.lock().all.remove(&self.at);
+        self.of.table.lock().end(self.at.0, self.at.1);
         self.of.ended.notify_waiters();
     }
 }

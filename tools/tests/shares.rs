@@ -6,6 +6,8 @@
 mod common;
 #[path = "shares/places.rs"]
 mod places;
+#[path = "shares/rights.rs"]
+mod rights;
 #[path = "shares/work.rs"]
 mod work;
 

@@ -2,10 +2,12 @@
 //! broken promise is a shortest one.
 //!
 //! A [`Model`] is a world of real cores and the network between them; `leases` is that of `docs/leases.md`, `writeback` that of its
-//! section "Write-back", `chain` that of `docs/replication.md`, `pages` that of "Between nodes" in `docs/mappings.md`.
+//! section "Write-back", `chain` that of `docs/replication.md`, `pages` that of "Between nodes" in `docs/mappings.md`,
+//! `locks` that of `docs/locks.md`.
 
 pub mod chain;
 pub mod leases;
+pub mod locks;
 pub mod pages;
 pub mod writeback;
 

@@ -19,6 +19,7 @@ use tokio::time::timeout;
 use super::{
     OpenFile, Vfs,
     owners::{Around, Ended, Key, Outcome},
+    restart::{ending, keep_owner},
 };
 
 /// The largest offset the kernel knows; a lock to there is one to the end of the file.
@@ -96,16 +97,22 @@ impl Drop for Leaving {
 
 impl Around for Vfs {
     type Guard = Unlocking;
+    type Record = Record;
 
     fn fresh(&self) -> u64 {
         self.numbering.next()
+    }
+
+    fn keep(&self, key: Key, handle: u64, number: u64) -> Option<Record> {
+        keep_owner(self.keep.as_ref()?, key, handle, number)
     }
 
     fn is_ending(&self, ino: Ino, number: u64) -> bool {
         self.client.is_unlocking(ino, number)
     }
 
-    fn ends(&self, ino: Ino, number: u64, records: Vec<Record>) -> Unlocking {
+    fn ends(&self, (ino, flock, _): Key, number: u64, records: Vec<Record>) -> Unlocking {
+        records.iter().for_each(|r| ending(r, flock));
         self.client.unlocking(ino, number).keeping(records)
     }
 }
@@ -121,7 +128,7 @@ struct Asking<'a> {
 
 impl Drop for Asking<'_> {
     fn drop(&mut self) {
-        self.vfs.owners.asked(self.key, self.handle, self.number, self.outcome);
+        self.vfs.owners.lock().asked(self.key, self.handle, self.number, self.outcome);
     }
 }
 
@@ -144,7 +151,7 @@ impl Vfs {
     pub async fn getlk(&self, handle: u64, lock: &Lock) -> Result<Option<Holder>> {
         let ino = self.files.get(handle)?.ino;
         // Number 0 is nobody's.
-        let owner = self.owners.number(key(ino, lock, handle)).unwrap_or(0);
+        let owner = self.owners.lock().number(key(ino, lock, handle)).unwrap_or(0);
         let lock = Lock { owner, ..read(lock) };
         let ask = || self.client.get_lock(ino, &lock);
         let found = self.unless_over(ino, |found| matches!(found, Ok(Some(_))), ask).await?;
@@ -162,11 +169,12 @@ impl Vfs {
         if lock.mode == LockType::LockUnlock {
             return self.unlock(key, &read(lock)).await;
         }
-        let number = match self.owners.asks(key, handle, false, self) {
+        let known = self.owners.lock().asks(key, handle, false, self);
+        let number = match known {
             Some(number) => number,
             None => {
                 self.taken().await;
-                self.owners.asks(key, handle, true, self).unwrap_or_default()
+                self.owners.lock().asks(key, handle, true, self).unwrap_or_default()
             }
         };
         let mut asking = Asking { vfs: self, key, handle, number, outcome: Outcome::InDoubt };
@@ -217,10 +225,12 @@ impl Vfs {
 
     async fn unlock(&self, key: Key, lock: &Lock) -> Result<()> {
         // Nobody has asked for anything there.
-        let Some(known) = self.owners.known(key) else { return Ok(()) };
+        let known = self.owners.lock().known(key);
+        let Some(known) = known else { return Ok(()) };
         let locked = self.client.set_lock(key.0, &Lock { owner: known.number, ..*lock }, false).await?;
         if locked.left == 0 {
-            self.freed(self.owners.has_none(key, known));
+            let free = self.owners.lock().has_none(key, known);
+            self.freed(free);
         }
         Ok(())
     }
@@ -241,18 +251,20 @@ impl Vfs {
 
     /// close(2) of a descriptor by `owner`: its POSIX locks on the file.
     pub(super) fn closing(&self, ino: Ino, owner: u64) -> Leaving {
-        self.leaving(self.owners.gives_up((ino, false, owner), self).into_iter().collect())
+        let ended = self.owners.lock().gives_up((ino, false, owner), self);
+        self.leaving(ended.into_iter().collect())
     }
 
     /// The handle's last close: its flock, and what was locked through it alone and is still there.
     pub(super) fn released(&self, handle: u64, ino: Ino) -> Leaving {
-        self.leaving(self.owners.closed(ino, handle, self))
+        let ended = self.owners.lock().closed(ino, handle, self);
+        self.leaving(ended)
     }
 
     /// Goes on with what an owner took through a handle of a former daemon of the same mount, in `session`, whose the
     /// locks are.
     pub(super) fn adopt_lock(&self, key: Key, number: u64, handle: u64, session: SessionId, kept: Record) {
-        self.owners.adopt(key, number, handle, kept);
+        self.owners.lock().adopt(key, number, handle, kept);
         if let Ok(open) = self.files.get(handle) {
             open.locked_in.store(session, Relaxed);
         }
@@ -260,7 +272,7 @@ impl Vfs {
 
     /// Goes on with giving up what an owner had that ended under a former daemon.
     pub(super) fn adopt_ending(&self, (ino, flock): (Ino, bool), number: u64, kept: Record) {
-        let guard = self.ends(ino, number, vec![kept]);
+        let guard = self.client.unlocking(ino, number).keeping(vec![kept]);
         drop(self.client.give_up(ino, &unlock_all(flock, number), guard));
     }
 }

@@ -14,7 +14,8 @@ mod ioctl;
 mod known;
 mod locks;
 mod names;
-mod owners;
+#[doc(hidden)]
+pub mod owners;
 mod restart;
 mod subtree;
 mod telling;
@@ -124,7 +125,7 @@ pub struct Vfs {
     numbering: Numbering,
     files: Table<OpenFile>,
     dirs: Table<OpenDir>,
-    owners: Owners,
+    owners: Mutex<Owners<Record>>,
     /// From where closes come.
     queue: OnceLock<Arc<dyn Queue>>,
     /// Handles that the kernel has closed and that are not done with.
@@ -185,7 +186,7 @@ impl Vfs {
             numbering: Numbering::new(keep.clone()),
             files: Table::default(),
             dirs: Table::default(),
-            owners: Owners::new(keep.clone()),
+            owners: Mutex::default(),
             queue: OnceLock::new(),
             closings: watch::Sender::new(0),
             known: Known::new(keep.clone()),

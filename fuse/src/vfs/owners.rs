@@ -1,5 +1,5 @@
 //! Who took locks through which handles, and under which number the metadata servers know them. A
-//! pure table but for the records that the next daemon needs.
+//! pure table; the records that the next daemon needs come from [`Around`] it.
 //!
 //! The kernel's number for an owner is an address, which the next one may get while the unlock of
 //! the former is still under way. So servers are given numbers of our own, and none is given again:
@@ -9,23 +9,17 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     ops::RangeInclusive,
-    sync::Arc,
 };
 
-use parking_lot::Mutex;
-use strake_client::Keep;
-use strake_fabric::Record;
 use strake_proto::Ino;
-
-use super::restart::{ending, keep_owner};
 
 /// All of an owner's locks in a file: the inode, whether it is an flock, the kernel's number of the
 /// owner, or of an flock the handle.
-pub(super) type Key = (Ino, bool, u64);
+pub type Key = (Ino, bool, u64);
 
 /// What became of a request for a lock.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Outcome {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Outcome {
     /// The owner has something in the file.
     Holds,
     /// Nothing was changed.
@@ -35,23 +29,24 @@ pub(super) enum Outcome {
 }
 
 /// A handle through which an owner asked for locks.
-#[derive(Default)]
-struct Through {
-    kept: Option<Record>,
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Through<R> {
+    kept: Option<R>,
     /// It may have taken one.
     took: bool,
     asking: u32,
 }
 
 /// An owner in one file.
-struct Owner {
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Owner<R> {
     number: u64,
     /// Requests for locks so far.
     asked: u64,
-    handles: BTreeMap<u64, Through>,
+    handles: BTreeMap<u64, Through<R>>,
 }
 
-impl Owner {
+impl<R> Owner<R> {
     fn asks(&self) -> bool {
         self.handles.values().any(|t| t.asking > 0)
     }
@@ -59,7 +54,7 @@ impl Owner {
 
 /// An owner that has ended in a file, or gives all up that it has there.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Ended<G> {
+pub struct Ended<G> {
     pub key: Key,
     pub number: u64,
     /// Handles through which nobody has locks any more.
@@ -68,18 +63,18 @@ pub(super) struct Ended<G> {
     pub guard: G,
 }
 
-#[derive(Default)]
-struct Table {
-    owners: BTreeMap<Key, Owner>,
+/// See the module. `R` is what the next daemon finds of an owner and a handle, until it is dropped.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Owners<R> {
+    owners: BTreeMap<Key, Owner<R>>,
     /// Files of the owners of POSIX locks, by the kernel's number.
     files: BTreeMap<u64, BTreeSet<Ino>>,
 }
 
-/// See the module.
-#[derive(Default)]
-pub(super) struct Owners {
-    table: Mutex<Table>,
-    keep: Option<Arc<Keep>>,
+impl<R> Default for Owners<R> {
+    fn default() -> Owners<R> {
+        Owners { owners: BTreeMap::new(), files: BTreeMap::new() }
+    }
 }
 
 fn of_file(ino: Ino) -> RangeInclusive<Key> {
@@ -87,32 +82,35 @@ fn of_file(ino: Ino) -> RangeInclusive<Key> {
 }
 
 /// An owner at one moment.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Known {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Known {
     pub number: u64,
     asked: u64,
 }
 
-/// What is to be known of owners elsewhere, asked for while this table is locked.
-pub(super) trait Around {
+/// What is to be known of owners elsewhere, asked for by the table.
+pub trait Around {
     type Guard;
+    type Record;
     /// A number that nobody had.
     fn fresh(&self) -> u64;
+    /// Keeps for the next daemon that an owner asks for locks through a handle.
+    fn keep(&self, key: Key, handle: u64, number: u64) -> Option<Self::Record>;
     /// Whether an owner of this number is giving something up in the file.
     fn is_ending(&self, ino: Ino, number: u64) -> bool;
-    /// One is from now on. `records`: for as long as it lasts.
-    fn ends(&self, ino: Ino, number: u64, records: Vec<Record>) -> Self::Guard;
+    /// One is from now on. `records`: for as long as it lasts, and they say that the owner has ended.
+    fn ends(&self, key: Key, number: u64, records: Vec<Self::Record>) -> Self::Guard;
 }
 
-impl Table {
-    fn enter(&mut self, key: Key, number: u64) -> &mut Owner {
+impl<R> Owners<R> {
+    fn enter(&mut self, key: Key, number: u64) -> &mut Owner<R> {
         if !key.1 {
             self.files.entry(key.2).or_default().insert(key.0);
         }
         self.owners.entry(key).or_insert_with(|| Owner { number, asked: 0, handles: BTreeMap::new() })
     }
 
-    fn leave(&mut self, key: &Key) -> Option<Owner> {
+    fn leave(&mut self, key: &Key) -> Option<Owner<R>> {
         let owner = self.owners.remove(key)?;
         if let Some(files) = self.files.get_mut(&key.2).filter(|_| !key.1) {
             files.remove(&key.0);
@@ -125,7 +123,7 @@ impl Table {
 
     /// A process has one number in all files, so that a deadlock across files is seen; but none
     /// under which something is just being given up in this file.
-    fn new_number(&self, (ino, flock, owner): Key, around: &impl Around) -> u64 {
+    fn new_number(&self, (ino, flock, owner): Key, around: &impl Around<Record = R>) -> u64 {
         if flock {
             return owner;
         }
@@ -140,47 +138,37 @@ impl Table {
         handles.filter(|h| !is_used(h)).collect()
     }
 
-    fn end<A: Around>(&mut self, key: Key, around: &A) -> Option<Ended<A::Guard>> {
+    fn end<A: Around<Record = R>>(&mut self, key: Key, around: &A) -> Option<Ended<A::Guard>> {
         let owner = self.leave(&key)?;
-        let (handles, through): (Vec<u64>, Vec<Through>) = owner.handles.into_iter().unzip();
-        let records: Vec<Record> = through.into_iter().filter_map(|t| t.kept).collect();
-        records.iter().for_each(|r| ending(r, key.1));
-        let guard = around.ends(key.0, owner.number, records);
+        let (handles, through): (Vec<u64>, Vec<Through<R>>) = owner.handles.into_iter().unzip();
+        let guard = around.ends(key, owner.number, through.into_iter().filter_map(|t| t.kept).collect());
         Some(Ended { key, number: owner.number, free: self.free(key.0, handles.into_iter()), guard })
-    }
-}
-
-impl Owners {
-    /// With `keep` the next daemon knows them too.
-    pub fn new(keep: Option<Arc<Keep>>) -> Owners {
-        Owners { table: Mutex::default(), keep }
     }
 
     /// Somebody asks for a lock: the owner's number. Noted before it is asked for, so that the next
     /// daemon gives up what this one may have got. `None`, unless `sure`: the owner is known by
     /// other handles only. The kernel may have given its number to somebody else since, so it must
     /// be known first whether those are closed.
-    pub fn asks(&self, key: Key, handle: u64, sure: bool, around: &impl Around) -> Option<u64> {
-        let mut t = self.table.lock();
-        let known = t.owners.get(&key);
+    pub fn asks(&mut self, key: Key, handle: u64, sure: bool, around: &impl Around<Record = R>) -> Option<u64> {
+        let known = self.owners.get(&key);
         if !sure && known.is_some_and(|o| !o.handles.contains_key(&handle)) {
             return None;
         }
-        let number = known.map_or_else(|| t.new_number(key, around), |o| o.number);
-        let owner = t.enter(key, number);
+        let number = known.map_or_else(|| self.new_number(key, around), |o| o.number);
+        let owner = self.enter(key, number);
         owner.asked += 1;
-        let through = owner.handles.entry(handle).or_default();
+        let new = || Through { kept: None, took: false, asking: 0 };
+        let through = owner.handles.entry(handle).or_insert_with(new);
         if through.kept.is_none() {
-            through.kept = self.keep.as_ref().and_then(|k| keep_owner(k, key, handle, number));
+            through.kept = around.keep(key, handle, number);
         }
         through.asking += 1;
         Some(number)
     }
 
     /// It is over.
-    pub fn asked(&self, key: Key, handle: u64, number: u64, outcome: Outcome) {
-        let mut t = self.table.lock();
-        let Some(owner) = t.owners.get_mut(&key).filter(|o| o.number == number) else { return };
+    pub fn asked(&mut self, key: Key, handle: u64, number: u64, outcome: Outcome) {
+        let Some(owner) = self.owners.get_mut(&key).filter(|o| o.number == number) else { return };
         let Some(through) = owner.handles.get_mut(&handle) else { return };
         through.asking -= 1;
         through.took |= outcome != Outcome::Refused;
@@ -188,48 +176,45 @@ impl Owners {
             owner.handles.remove(&handle);
         }
         if owner.handles.is_empty() {
-            t.leave(&key);
+            self.leave(&key);
         }
     }
 
     /// The number of an owner that may have locks in the file.
     pub fn number(&self, key: Key) -> Option<u64> {
-        self.table.lock().owners.get(&key).map(|o| o.number)
+        self.owners.get(&key).map(|o| o.number)
     }
 
     /// What [`Owners::has_none`] must be told, as of before the unlock.
     pub fn known(&self, key: Key) -> Option<Known> {
-        self.table.lock().owners.get(&key).map(|o| Known { number: o.number, asked: o.asked })
+        self.owners.get(&key).map(|o| Known { number: o.number, asked: o.asked })
     }
 
     /// The owner had nothing there any more when it unlocked. Which handles have none left of
     /// anybody.
-    pub fn has_none(&self, key: Key, then: Known) -> Vec<u64> {
-        let mut t = self.table.lock();
-        if t.owners.get(&key).is_none_or(|o| (o.number, o.asked) != (then.number, then.asked) || o.asks()) {
+    pub fn has_none(&mut self, key: Key, then: Known) -> Vec<u64> {
+        if self.owners.get(&key).is_none_or(|o| (o.number, o.asked) != (then.number, then.asked) || o.asks()) {
             return Vec::new();
         }
-        let handles = t.leave(&key).map(|o| o.handles).unwrap_or_default();
-        t.free(key.0, handles.into_keys())
+        let handles = self.leave(&key).map(|o| o.handles).unwrap_or_default();
+        self.free(key.0, handles.into_keys())
     }
 
     /// A descriptor of the owner was closed: it gives up all it has in the file.
-    pub fn gives_up<A: Around>(&self, key: Key, around: &A) -> Option<Ended<A::Guard>> {
-        let mut t = self.table.lock();
-        let owner = t.owners.get(&key)?;
+    pub fn gives_up<A: Around<Record = R>>(&mut self, key: Key, around: &A) -> Option<Ended<A::Guard>> {
+        let owner = self.owners.get(&key)?;
         if owner.asks() {
             // Another of its threads may get a lock yet, which is of the same number.
             let number = owner.number;
-            return Some(Ended { key, number, free: Vec::new(), guard: around.ends(key.0, number, Vec::new()) });
+            return Some(Ended { key, number, free: Vec::new(), guard: around.ends(key, number, Vec::new()) });
         }
-        t.end(key, around)
+        self.end(key, around)
     }
 
     /// The handle goes: owners that had locks through it alone.
-    pub fn closed<A: Around>(&self, ino: Ino, handle: u64, around: &A) -> Vec<Ended<A::Guard>> {
-        let mut t = self.table.lock();
+    pub fn closed<A: Around<Record = R>>(&mut self, ino: Ino, handle: u64, around: &A) -> Vec<Ended<A::Guard>> {
         let mut last = Vec::new();
-        for (key, owner) in t.owners.range_mut(of_file(ino)) {
+        for (key, owner) in self.owners.range_mut(of_file(ino)) {
             let alone = owner.handles.len() == 1;
             if alone && owner.handles.contains_key(&handle) {
                 last.push(*key);
@@ -237,13 +222,22 @@ impl Owners {
                 owner.handles.remove(&handle);
             }
         }
-        last.into_iter().filter_map(|key| t.end(key, around)).collect()
+        last.into_iter().filter_map(|key| self.end(key, around)).collect()
     }
 
     /// Goes on with what an owner took through a handle of a former daemon.
-    pub fn adopt(&self, key: Key, number: u64, handle: u64, kept: Record) {
-        let mut t = self.table.lock();
-        t.enter(key, number).handles.insert(handle, Through { kept: Some(kept), took: true, asking: 0 });
+    pub fn adopt(&mut self, key: Key, number: u64, handle: u64, kept: R) {
+        self.enter(key, number).handles.insert(handle, Through { kept: Some(kept), took: true, asking: 0 });
+    }
+
+    /// What the next daemon finds of owners, by what it was noted for.
+    pub fn kept(&self) -> impl Iterator<Item = &R> {
+        self.owners.values().flat_map(|o| o.handles.values()).filter_map(|t| t.kept.as_ref())
+    }
+
+    /// Whether nobody has locks, or asks for some.
+    pub fn is_empty(&self) -> bool {
+        self.owners.is_empty() && self.files.is_empty()
     }
 }
 
@@ -259,6 +253,7 @@ mod tests {
 
     impl Around for World {
         type Guard = ();
+        type Record = ();
 
         fn fresh(&self) -> u64 {
             self.0.set(self.0.get() + 1);
@@ -269,12 +264,16 @@ mod tests {
             self.1.borrow().contains(&(ino, number))
         }
 
-        fn ends(&self, ino: Ino, number: u64, _: Vec<Record>) {
-            self.1.borrow_mut().push((ino, number));
+        fn keep(&self, _: Key, _: u64, _: u64) -> Option<()> {
+            None
+        }
+
+        fn ends(&self, key: Key, number: u64, _: Vec<()>) {
+            self.1.borrow_mut().push((key.0, number));
         }
     }
 
-    fn take(o: &Owners, w: &World, key: Key, handle: u64) -> u64 {
+    fn take(o: &mut Owners<()>, w: &World, key: Key, handle: u64) -> u64 {
         let number = o.asks(key, handle, true, w).unwrap();
         o.asked(key, handle, number, Outcome::Holds);
         number
@@ -286,9 +285,9 @@ mod tests {
 
     #[test]
     fn the_next_open_file_at_an_address_is_another_owner() {
-        let (o, w) = (Owners::default(), World::default());
+        let (mut o, w) = (Owners::default(), World::default());
         let ofd = (5, false, 77);
-        assert_eq!(take(&o, &w, ofd, 1), 100);
+        assert_eq!(take(&mut o, &w, ofd, 1), 100);
         assert_eq!(o.asks(ofd, 1, false, &w), Some(100), "the same handle");
         o.asked(ofd, 1, 100, Outcome::Refused);
         assert_eq!(o.asks(ofd, 2, false, &w), None, "is the first one closed?");
@@ -303,42 +302,45 @@ mod tests {
 
     #[test]
     fn an_flock_has_the_number_of_its_handle() {
-        let (o, w) = (Owners::default(), World::default());
-        assert_eq!((take(&o, &w, (5, true, 8), 8), take(&o, &w, (5, true, 9), 9)), (8, 9));
+        let (mut o, w) = (Owners::default(), World::default());
+        assert_eq!((take(&mut o, &w, (5, true, 8), 8), take(&mut o, &w, (5, true, 9), 9)), (8, 9));
         assert_eq!(keys(o.closed(5, 8, &w)), [((5, true, 8), 8)]);
         assert_eq!(o.number((5, true, 9)), Some(9));
     }
 
     #[test]
     fn a_refused_try_leaves_nothing_and_one_in_doubt_does() {
-        let (o, w) = (Owners::default(), World::default());
+        let (mut o, w) = (Owners::default(), World::default());
         for (outcome, left) in [(Outcome::Refused, None), (Outcome::InDoubt, Some(3)), (Outcome::Refused, Some(3))] {
             let number = o.asks((5, true, 3), 3, false, &w).unwrap();
             o.asked((5, true, 3), 3, number, outcome);
             assert_eq!(o.number((5, true, 3)), left, "{outcome:?}");
         }
         assert_eq!(keys(o.closed(5, 3, &w)), [((5, true, 3), 3)]);
-        assert!(o.table.lock().owners.is_empty() && o.table.lock().files.is_empty());
+        assert!(o.is_empty());
     }
 
     #[test]
     fn a_process_has_one_number_in_all_files_but_not_beside_its_own_unlock() {
-        let (o, w) = (Owners::default(), World::default());
+        let (mut o, w) = (Owners::default(), World::default());
         let (f, g) = ((5, false, 1), (6, false, 1));
-        assert_eq!((take(&o, &w, f, 1), take(&o, &w, g, 2), take(&o, &w, (5, false, 2), 1)), (100, 100, 101));
+        assert_eq!(
+            (take(&mut o, &w, f, 1), take(&mut o, &w, g, 2), take(&mut o, &w, (5, false, 2), 1)),
+            (100, 100, 101)
+        );
         assert_eq!(o.gives_up(f, &w).map(|e| (e.number, e.free)), Some((100, vec![])), "another locks through it");
-        assert_eq!(take(&o, &w, f, 1), 102, "the unlock of the former number is under way");
+        assert_eq!(take(&mut o, &w, f, 1), 102, "the unlock of the former number is under way");
         w.1.borrow_mut().clear();
         assert_eq!(o.gives_up(f, &w).map(|e| e.number), Some(102));
-        assert_eq!(take(&o, &w, f, 1), 100);
+        assert_eq!(take(&mut o, &w, f, 1), 100);
         assert!(o.gives_up((7, false, 1), &w).is_none());
     }
 
     #[test]
     fn a_wait_outlives_the_close_of_another_descriptor() {
-        let (o, w) = (Owners::default(), World::default());
+        let (mut o, w) = (Owners::default(), World::default());
         let posix = (5, false, 1);
-        let number = take(&o, &w, posix, 1);
+        let number = take(&mut o, &w, posix, 1);
         assert_eq!(o.asks(posix, 2, true, &w), Some(number));
         assert_eq!(o.gives_up(posix, &w).map(|e| e.number), Some(number));
         let known = o.known(posix).unwrap();
@@ -350,13 +352,13 @@ mod tests {
 
     #[test]
     fn handles_are_free_when_nobody_has_locks_through_them() {
-        let (o, w) = (Owners::default(), World::default());
+        let (mut o, w) = (Owners::default(), World::default());
         let (posix, flock) = ((5, false, 1), (5, true, 4));
-        let number = take(&o, &w, posix, 4);
-        take(&o, &w, flock, 4);
+        let number = take(&mut o, &w, posix, 4);
+        take(&mut o, &w, flock, 4);
         assert_eq!(o.has_none(flock, o.known(flock).unwrap()), Vec::<u64>::new());
         let before = o.known(posix).unwrap();
-        assert_eq!(take(&o, &w, posix, 4), number);
+        assert_eq!(take(&mut o, &w, posix, 4), number);
         assert_eq!(o.has_none(posix, before), Vec::<u64>::new(), "another thread has locked since");
         assert_eq!(o.has_none(posix, o.known(posix).unwrap()), [4]);
     }
@@ -382,7 +384,7 @@ mod tests {
     /// A mount with two threads, and its servers.
     #[derive(Default)]
     struct Mount {
-        owners: Owners,
+        owners: Owners<()>,
         world: World,
         queue: Vec<Asked>,
         threads: [Option<Asked>; 2],
@@ -460,7 +462,7 @@ mod tests {
         let (mut todo, mut ends) = (vec![Vec::new()], 0);
         while let Some(path) = todo.pop() {
             let mut m = Mount::default();
-            let first = take(&m.owners, &m.world, OFD, 1);
+            let first = take(&mut m.owners, &m.world, OFD, 1);
             m.held = Some(first);
             m.queue = vec![Asked::Release(1), Asked::Lock(2)];
             path.iter().for_each(|event| m.step(*event));

@@ -38,7 +38,7 @@ pub struct Owner {
 }
 
 /// What an owner wants of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Want {
     pub ino: Ino,
     pub who: Owner,

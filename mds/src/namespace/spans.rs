@@ -3,7 +3,7 @@
 use strake_proto::pb::{self, LockType};
 
 /// Bytes `start..=end`, locked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Span {
     pub start: u64,
     /// The last one; 2^64-1 is the end of any file.

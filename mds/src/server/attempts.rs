@@ -8,7 +8,7 @@ use strake_proto::{Code, Error, Result, SessionId};
 /// Requests of one session that are remembered.
 const MAX_OF_SESSION: usize = 1_024;
 
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Attempt {
     /// It is looked at: whether it is refused is not known yet.
     Looked,
@@ -18,7 +18,7 @@ enum Attempt {
     Refused(Error),
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Session {
     /// Its sender waits for no answer below.
     lowest: u64,
@@ -26,7 +26,7 @@ struct Session {
 }
 
 /// See the module.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Attempts {
     sessions: BTreeMap<SessionId, Session>,
 }

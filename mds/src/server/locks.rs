@@ -11,6 +11,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use super::{
     Mds, chunks,
     service::encode,
+    trying::{self, Verdict},
     waits::{Entry, MAX_LOOKS, MAX_SEARCH, Waits, is_of_pages},
 };
 use crate::namespace::{
@@ -63,7 +64,6 @@ impl Mds {
     /// See [`Mds::check_locks`]. Returns the fence of the file.
     async fn check_lock(&self, term: u64, want: &Want, op: &pb::Op) -> Result<u64> {
         let patient = matches!(&op.op, Some(Op::SetLock(o)) if o.patient);
-        let conflict = |m: &str| Error::new(Code::LockConflict, m);
         let mut turns = self.turns.subscribe();
         let mut asked = BTreeSet::new();
         loop {
@@ -77,20 +77,18 @@ impl Mds {
                 let (barring, fence) = self.machine.namespace.barring(want, MAX_ASKED)?;
                 Ok((barring, fence, turn))
             })?;
-            if !patient && self.settle(term, want, &barring, &mut asked).await? {
+            let verdict = trying::judge(want, patient, &barring, turn, &asked);
+            if let Verdict::Ask(new) = verdict {
+                self.ask_holders(term, want.ino, new, &mut asked).await?;
                 continue;
             }
             if is_of_pages(want) {
                 self.want_pages(term, want.ino, &barring.iter().map(|(who, _)| who.session).collect())?;
             }
-            if !barring.is_empty() {
-                return Err(conflict("another owner has the lock"));
-            }
-            if !turn {
-                return Ok(fence);
-            }
-            if patient {
-                return Err(conflict("it is another's turn"));
+            match verdict {
+                Verdict::Refused(m) => return Err(Error::new(Code::LockConflict, m)),
+                Verdict::Free => return Ok(fence),
+                Verdict::AfterTurn | Verdict::Ask(_) => {}
             }
             // A turn ends; the time limit is for what nobody tells of.
             let _ = timeout(TICK, turns.changed()).await;
@@ -107,14 +105,24 @@ impl Mds {
         barring: &[(Owner, Span)],
         asked: &mut BTreeSet<SessionId>,
     ) -> Result<bool> {
-        let barring = barring.iter().map(|(who, _)| who.session);
-        let new: BTreeSet<SessionId> = barring.filter(|id| *id != want.who.session && !asked.contains(id)).collect();
+        let new = trying::to_ask(want, barring, asked);
         if new.is_empty() {
             return Ok(false);
         }
-        self.recalls.check_locks(term, want.ino, &new).await?;
-        asked.extend(new);
+        self.ask_holders(term, want.ino, new, asked).await?;
         Ok(true)
+    }
+
+    async fn ask_holders(
+        &self,
+        term: u64,
+        ino: Ino,
+        new: BTreeSet<SessionId>,
+        asked: &mut BTreeSet<SessionId>,
+    ) -> Result<()> {
+        self.recalls.check_locks(term, ino, &new).await?;
+        asked.extend(new);
+        Ok(())
     }
 
     /// Whether the log refused a try because of a lock that is given up by now. Between [`Mds::check_locks`] and the log may come a

@@ -5,13 +5,16 @@
 //! `followers` answers reads while this server does not lead, `recent` helps it. `heavy` has lists that are much work wait for each other.
 //! `owners` knows who may speak for which session.
 //! `leader` runs what only the leader does: membership ticks, session terms, orphans; `chunks` are its workers that cut
-//! and delete chunks at the storage servers, `ends` the one that looks there how far a file goes. `endings` is what ended rights to data, for storage servers. `sessions` is its pure table of sessions and opens. `disk` starts all that
-//! from a folder, `locks` and `waits` have clients wait for locks, `room` says which changes its disk has space for, `admin` serves gRPC,
+//! and delete chunks at the storage servers, `ends` the one that looks there how far a file goes. `endings` is
+//! what ended rights to data, for storage servers. `sessions` is its pure table of sessions and opens. `disk`
+//! starts all that from a folder, `locks`, `trying` and `waits` have clients wait for locks, `room` says which
+//! changes its disk has space for, `admin` serves gRPC,
 //! `members` changes the group, `verify` looks for damage in the state.
 
 mod admin;
 mod anew;
-mod attempts;
+#[doc(hidden)]
+pub mod attempts;
 mod changes;
 mod chunks;
 pub mod config;
@@ -32,8 +35,11 @@ mod recent;
 mod room;
 mod service;
 pub mod sessions;
+#[doc(hidden)]
+pub mod trying;
 mod verify;
-mod waits;
+#[doc(hidden)]
+pub mod waits;
 
 #[cfg(test)]
 mod tests;

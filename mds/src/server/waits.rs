@@ -23,7 +23,7 @@ pub const MAX_SEARCH: usize = 1_000;
 pub const MAX_LOOKS: usize = 4_096;
 
 /// One entry of a client's list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Entry {
     /// The client's number for it.
     pub id: u64,
@@ -32,6 +32,7 @@ pub struct Entry {
     pub trying: bool,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Waiter {
     id: u64,
     want: Want,
@@ -40,7 +41,7 @@ struct Waiter {
     turn: Option<Duration>,
 }
 
-#[derive(Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Member {
     waits: BTreeMap<u64, u64>,
     heard: Duration,
@@ -51,7 +52,7 @@ struct Member {
 }
 
 /// See the module.
-#[derive(Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Waits {
     next: u64,
     /// By ticket: in the order in which they came.
@@ -65,6 +66,11 @@ impl Waits {
     /// Everybody's waits.
     pub fn len(&self) -> usize {
         self.waiters.len()
+    }
+
+    /// Whether nobody waits.
+    pub fn is_empty(&self) -> bool {
+        self.waiters.is_empty()
     }
 
     /// Takes a session's list in place of its last one, unless it is older than that. Returns the files it waits for, all

@@ -76,7 +76,6 @@ pub(crate) fn start(
         serve.keep_copies(c);
     }
     let progress = Arc::new(Progress::new(&channels));
-    serve.set_queue(&progress);
     // Without an agreement nothing was taken but the first request, which must come again too.
     let is_next = serve.is_next();
     let resends = agreed.get().is_none_or(|a| a.has(abi::init::HAS_RESEND));
@@ -96,6 +95,8 @@ pub(crate) fn start(
     {
         tracing::warn!("asking the kernel for what was not answered: {e}");
     }
+    // After that: what comes again is in the queue before the leader is told what programs still hold.
+    serve.set_queue(&progress);
     let pool = serve.pool();
     let session = Session::start(channels, Arc::new(serve), pool, agreed, progress);
     session.map_err(|e| Error::from(e).context("starting the threads of a mount"))
