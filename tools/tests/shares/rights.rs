@@ -8,6 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use bytes::Bytes;
 use strake_fabric::{Buf, Connection, Message};
 use strake_proto::{
     ChunkId, Code,
@@ -16,7 +17,7 @@ use strake_proto::{
     data::{DataRequest, Kind},
     ids::ROOT_INO,
     layout::StripeMap,
-    map::MapView,
+    map::{ChainExt, MapView},
     opcode, pb,
 };
 
@@ -72,7 +73,7 @@ impl<'a> Kept<'a> {
         self.seq += 1;
         let sums = checksum::block_sums(0, [&bytes[..]]);
         let r = DataRequest { kind: Kind::Write, sums, ..self.first.clone() };
-        self.ask(opcode::WRITE, r, vec![bytes.into()])
+        self.ask(opcode::WRITE, r, vec![Bytes::from(bytes).into()])
     }
     fn read(&self) -> Result<(), Code> {
         self.ask(opcode::READ, self.first.clone(), vec![])
@@ -101,7 +102,7 @@ fn user() -> pb::Creds {
 fn a_kept_capability_ends_with_its_right() {
     let Some(v) = Victim::new() else { return };
     let mut s = v.session();
-    let mut made = |name: &str, s: &mut Session<'_>| {
+    let made = |name: &str, s: &mut Session<'_>| {
         let mut k = Kept::new(&v, s, name);
         k.write(b'A').unwrap();
         k.read().unwrap();
