@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    os::unix::fs::PermissionsExt,
+    os::unix::fs::{MetadataExt, PermissionsExt},
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -15,7 +15,6 @@ use strake_proto::{
     cap::CAP_LEN,
     checksum,
     data::{DataRequest, Kind},
-    ids::ROOT_INO,
     layout::StripeMap,
     map::{ChainExt, MapView},
     opcode, pb,
@@ -36,12 +35,14 @@ struct Kept<'a> {
 }
 
 const BLOCK: u32 = 4096;
+/// A folder in which everybody may make files.
+const OPEN: &str = "open";
 
 impl<'a> Kept<'a> {
     /// A new file of a user's, opened to write.
     fn new(v: &'a Victim, s: &mut Session<'_>, name: &str) -> Kept<'a> {
         let op = pb::Create {
-            parent: ROOT_INO,
+            parent: fs::metadata(v.mount().join(OPEN)).unwrap().ino(),
             name: name.to_owned().into(),
             mode: 0o666,
             flags: libc::O_RDWR as u32,
@@ -102,6 +103,9 @@ fn user() -> pb::Creds {
 fn a_kept_capability_ends_with_its_right() {
     let Some(v) = Victim::new() else { return };
     let mut s = v.session();
+    let folder = v.mount().join(OPEN);
+    fs::create_dir(&folder).unwrap();
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
     let made = |name: &str, s: &mut Session<'_>| {
         let mut k = Kept::new(&v, s, name);
         k.write(b'A').unwrap();
@@ -122,14 +126,14 @@ fn a_kept_capability_ends_with_its_right() {
     // Nobody has it open when its mode changes.
     let mut private = made("private", &mut s);
     s.run(&user(), close(&private)).unwrap();
-    let path = v.mount().join("private");
+    let path = folder.join("private");
     fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
     private.ends("read after chmod", false);
 
     let mut sealed = made("sealed", &mut s);
     s.run(&user(), close(&sealed)).unwrap();
     sealed.ends("write before a seal", true);
-    let path = v.mount().join("sealed");
+    let path = folder.join("sealed");
     ok(&strake().args(["lfs", "seal"]).arg(&path).output().unwrap());
     assert_eq!(sealed.write(b'Z'), Err(Code::BadCap));
     ok(&strake().args(["lfs", "verify"]).arg(&path).output().unwrap());

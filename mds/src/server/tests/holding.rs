@@ -233,9 +233,9 @@ async fn one_that_is_cut_off_is_waited_for_and_then_evicted() {
     let began = Instant::now();
     while !oss.evicted.lock().contains(&session) {
         assert!(waits(&mut answer).await);
-        assert!(began.elapsed() < Duration::from_secs(8));
+        assert!(began.elapsed() < Duration::from_secs(4));
     }
-    assert!(began.elapsed() > Duration::from_secs(4));
+    assert!(began.elapsed() > Duration::from_millis(900), "asked first");
     assert!(waits(&mut answer).await, "what it sent may be on its way");
     oss.busy.store(false, Ordering::Relaxed);
     answer.await;

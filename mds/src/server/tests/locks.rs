@@ -424,7 +424,7 @@ async fn who_has_pages_is_asked_for_them_as_long_as_somebody_waits() {
     assert_eq!(code(&mut c, pages(f, LockType::LockRead)).await, Some(Code::LockConflict), "it is another's turn");
     let Op::SetLock(l) = pages(f, LockType::LockWrite) else { unreachable!() };
     assert_eq!(code(&mut b, Op::SetLock(pb::SetLock { wait: 1, ..l })).await, None);
-    // One that does not answer, though it renews, is evicted.
+    // One that does not answer, nor is heard of, is evicted.
     let (mut d, began) = (w.client(4).await, Instant::now());
     let waits = async {
         while code(&mut d, pages(f, LockType::LockWrite)).await.is_some() {
@@ -432,5 +432,5 @@ async fn who_has_pages_is_asked_for_them_as_long_as_somebody_waits() {
         }
     };
     tokio::time::timeout(Duration::from_secs(60), waits).await.unwrap();
-    assert!(began.elapsed() >= Duration::from_secs(5), "{:?}", began.elapsed());
+    assert!(began.elapsed() >= Duration::from_millis(3500), "{:?}", began.elapsed());
 }
