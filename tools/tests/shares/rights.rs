@@ -63,21 +63,31 @@ impl<'a> Kept<'a> {
     fn ino(&self) -> u64 {
         self.first.chunk.ino
     }
-    fn ask(&self, op: u16, r: DataRequest, payload: Vec<Buf>) -> Result<(), Code> {
+    /// Asked again as long as the server says that it cannot answer yet.
+    fn ask(&self, op: u16, r: &DataRequest, payload: &[Buf]) -> Result<(), Code> {
         let cap: [u8; CAP_LEN] = self.result.capability[..].try_into().unwrap();
-        let body = DataRequest { cap: Some(cap), session: self.session, seq: self.seq, len: BLOCK, ..r }.encode();
-        let m = Message::new(op, body).with_payload(payload);
-        self.v.runtime.block_on(self.conn.call(m, LONG)).map(drop).map_err(|e| e.code)
+        let body = DataRequest { cap: Some(cap), session: self.session, seq: self.seq, len: BLOCK, ..r.clone() };
+        let began = Instant::now();
+        loop {
+            let m = Message::new(op, body.encode()).with_payload(payload.to_vec());
+            match self.v.runtime.block_on(self.conn.call(m, LONG)) {
+                Ok(_) => return Ok(()),
+                Err(e) if e.code == Code::NotServing && began.elapsed() < LONG => {
+                    thread::sleep(Duration::from_millis(20));
+                }
+                Err(e) => return Err(e.code),
+            }
+        }
     }
     fn write(&mut self, byte: u8) -> Result<(), Code> {
         let bytes = vec![byte; BLOCK as usize];
         self.seq += 1;
         let sums = checksum::block_sums(0, [&bytes[..]]);
         let r = DataRequest { kind: Kind::Write, sums, ..self.first.clone() };
-        self.ask(opcode::WRITE, r, vec![Bytes::from(bytes).into()])
+        self.ask(opcode::WRITE, &r, &[Bytes::from(bytes).into()])
     }
     fn read(&self) -> Result<(), Code> {
-        self.ask(opcode::READ, self.first.clone(), vec![])
+        self.ask(opcode::READ, &self.first, &[])
     }
     /// Refused a second after its end, or as soon as a slow machine can.
     fn ends(&mut self, what: &str, writes: bool) {
