@@ -261,7 +261,7 @@ async fn who_reads_nothing_has_so_much_read_for_it_and_is_left_in_the_end() {
         }
     };
     timeout(Duration::from_secs(10), end).await.expect("it is not waited for any longer");
-    assert!(service.made.load(SeqCst) < 30, "what nobody waits for is not read");
+    assert!(service.made.load(SeqCst) < 30, "answers that cannot be sent are not read from the device");
     drop(mute);
 }
 

@@ -1,4 +1,5 @@
-//! Every order of events of small cases of file locks (`docs/locks.md`), and that the explorer finds mistakes made on purpose.
+//! Every order of events of small cases of file locks (`docs/locks.md`), and that the explorer
+//! finds mistakes made on purpose.
 
 use strake_explore::{
     explore,
@@ -17,7 +18,8 @@ fn one() -> Bounds {
     Bounds { programs: [2, 0], ..Bounds::default() }
 }
 
-/// The next open file gets the address of the one that is closed, beside a reader at the other mount.
+/// The next open file gets the address of the one that is closed, beside a reader at the other
+/// mount.
 fn reused() -> Bounds {
     Bounds { tries: 3, reads: 2, closes: 1, opens: 1, ..two() }
 }

@@ -166,7 +166,7 @@ pub fn only_drops_set_ids(c: &pb::Creds, r: &pb::InodeRecord, mode: u32) -> bool
     mode & 0o7777 == now & !(S_ISUID | S_ISGID) | mode & now & S_ISGID && may_strip(c, r)
 }
 
-/// Whether somebody may have had a right to a file's data before a change of it that he has not after.
+/// Whether a change of a file may take a right to its data from somebody.
 pub fn takes_away(before: &pb::InodeRecord, after: &pb::InodeRecord) -> bool {
     let (b, a) = (before.attr(), after.attr());
     let lists = before.acl != after.acl;

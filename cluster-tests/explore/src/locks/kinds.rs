@@ -75,7 +75,8 @@ pub struct Kept {
     pub number: u64,
 }
 
-/// Whether all that the kernel had queued is taken: `None` until nothing was to be read, then what threads had read and not noted.
+/// Whether all that the kernel had queued is taken: `None` until nothing was to be read, then what
+/// threads had read and not noted.
 pub type Taking = Option<Vec<Request>>;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

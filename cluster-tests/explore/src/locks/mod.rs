@@ -1,14 +1,17 @@
-//! The world of file locks, `docs/locks.md`: a log and its leader, and two mounts, each with a kernel, a daemon and a few programs
-//! that lock one file. The tables of owners, of what is being given up, of those who wait, of questions and of attempts are the
-//! product's, and so is the verdict on a try; what is around them is written after the shells.
+//! The world of file locks, `docs/locks.md`: a log and its leader, and two mounts, each with a
+//! kernel, a daemon and a few programs that lock one file. The tables of owners, of what is being
+//! given up, of those who wait, of questions and of attempts are the product's, and so is the
+//! verdict on a try; what is around them is written after the shells.
 //!
-//! The kernel queues FLUSH and RELEASE, and gives the address of what owned locks to the next program once close(2) has returned,
-//! while the RELEASE is still there. Threads of the daemon read, and note what they read later.
+//! The kernel queues FLUSH and RELEASE, and gives the address of what owned locks to the next
+//! program once close(2) has returned, while the RELEASE is still there. Threads of the daemon
+//! read, and note what they read later.
 //!
-//! The promises, in every world: no two programs have locks that conflict. Who was told that it has a lock has it, until it begins to
-//! give it up. A try is told of a conflict only where somebody had what is in its way, or asked for it and got it, while the try
-//! lasted: nobody whose unlock, close or interrupted request had returned before. Where nothing more happens by itself everybody was answered but those
-//! who wait for a lock that a program has, and nobody else's locks are left.
+//! The promises, in every world: no two programs have locks that conflict. Who was told that it has
+//! a lock has it, until it begins to give it up. A try is told of a conflict only where somebody
+//! had what is in its way, or asked for it and got it, while the try lasted: nobody whose unlock,
+//! close or interrupted request had returned before. Where nothing more happens by itself everybody
+//! was answered but those who wait for a lock that a program has, and nobody else's locks are left.
 
 mod kinds;
 mod leader;

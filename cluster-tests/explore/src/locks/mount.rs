@@ -690,7 +690,8 @@ impl World {
         Ok(())
     }
 
-    /// Its daemon is replaced: the kernel sends again what was not answered, and what was kept is there.
+    /// Its daemon is replaced: the kernel sends again what was not answered, and what was kept is
+    /// there.
     pub(super) fn restart(&mut self, i: usize) {
         let m = &mut self.mounts[i];
         let mut again: Vec<Request> = std::mem::take(&mut m.reading);
