@@ -1,6 +1,11 @@
 //! Calling the program and reading what it says.
 
-use std::process::{Command, Output};
+use std::{
+    fs,
+    process::{Command, Output},
+    thread,
+    time::{Duration, Instant},
+};
 
 pub fn strake() -> Command {
     Command::new(env!("CARGO_BIN_EXE_strake"))
@@ -16,9 +21,24 @@ pub fn ok(out: &Output) -> String {
     text(&out.stdout)
 }
 
-/// SIGKILL to the process of a file with a process id.
+/// SIGKILL to the process of a file with a process id. It has let go of its files and ports
+/// when this returns.
 pub fn kill(pid: &str) {
     signal(pid, rustix::process::Signal::KILL);
+    let start = Instant::now();
+    while holds_something(pid.trim()) {
+        assert!(start.elapsed() < Duration::from_secs(30), "process {pid} is killed and does not end");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A process that has ended may remain as a zombie until its parent looks. Its main thread may
+/// be one before its other threads, which keep its files open.
+fn holds_something(pid: &str) -> bool {
+    let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+    let zombie = stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['Z', 'X']));
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
+    !zombie || threads > 1
 }
 
 pub fn signal(pid: &str, signal: rustix::process::Signal) {
