@@ -45,11 +45,15 @@ impl Small {
         assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     }
 
-    /// Every server answers and every chain is whole.
+    /// What `strake status` says; an error unless every server answers and every chain is whole.
+    fn status(&self) -> std::io::Result<String> {
+        let out = strake().arg("status").arg("--dir").arg(self.dir()).output()?;
+        let said = String::from_utf8_lossy(&out.stdout).into_owned();
+        if out.status.success() { Ok(said) } else { Err(std::io::Error::other(said)) }
+    }
     #[track_caller]
     fn is_in_service(&self) {
-        let out = strake().arg("status").arg("--dir").arg(self.dir()).output().unwrap();
-        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stdout));
+        self.status().unwrap();
     }
     /// And nothing is left over or missing, once what was removed is gone.
     #[track_caller]
@@ -201,6 +205,19 @@ fn move_to(c: &Small, part: &str, disk: &Path) {
     c.up();
 }
 
+/// All that is left of a disk.
+fn take_all(ballast: &Path) {
+    let f = File::create(ballast).unwrap();
+    let (mut at, mut step) = (0, 64 << 20);
+    while step >= 4096 {
+        match rustix::fs::fallocate(&f, rustix::fs::FallocateFlags::empty(), at, step) {
+            Ok(()) => at += step,
+            Err(_) => step /= 2,
+        }
+    }
+    assert!(at > 64 << 20, "there was little to take: {at} bytes");
+}
+
 /// Something else takes the disk below a target whose file is sparse, at once, in the middle of writes; and gives it back.
 #[test]
 fn a_full_disk_below_a_target_hurts_nobody_for_long() {
@@ -238,29 +255,58 @@ fn a_full_disk_below_a_target_hurts_nobody_for_long() {
         thread::scope(|s| {
             s.spawn(|| {
                 thread::sleep(Duration::from_millis(500));
-                let f = File::create(&ballast).unwrap();
-                let (mut at, mut step) = (0, 64 << 20);
-                while step >= 4096 {
-                    match rustix::fs::fallocate(&f, rustix::fs::FallocateFlags::empty(), at, step) {
-                        Ok(()) => at += step,
-                        Err(_) => step /= 2,
-                    }
-                }
-                assert!(at > 64 << 20, "there was little to take: {at} bytes");
+                take_all(&ballast);
             });
             write_for(Duration::from_secs(4), true);
         });
         fs::remove_file(&ballast).unwrap();
-        soon("all in service again", || {
-            let out = strake().arg("status").arg("--dir").arg(c.dir()).output()?;
-            if out.status.success() { Ok(()) } else { Err(std::io::Error::other(String::from_utf8_lossy(&out.stdout))) }
-        });
+        soon("all in service again", || c.status());
         soon("a file after space was made", || put(&c.mnt().join("again"), &content(1)));
     }
     println!("{} files synced, {refused} refused", synced.len());
     assert_eq!(oss(), before, "it came back without a restart");
     for n in synced {
         assert!(fs::read(file(n)).unwrap() == content(n), "file {n} changed");
+    }
+    c.is_whole();
+}
+
+/// A cut and a removal are written down in the table of each replica. Where that takes nothing more, the target leaves its
+/// chains, and the others make them.
+#[test]
+fn files_are_cut_and_written_while_the_disk_below_a_target_is_full() {
+    if !can_mount() {
+        return;
+    }
+    let mut c = Small::new();
+    let Some(disk) = small_disk(&mut c, "1g") else { return };
+    c.up();
+    move_to(&c, "oss1", &disk);
+    let content = |n: usize| -> Vec<u8> { (0..MIB).map(|i| (i * 7 + i / 251 + n * 13) as u8).collect() };
+    let file = |n: usize| c.mnt().join(format!("f{n}"));
+    (0..20).for_each(|n| put(&file(n), &content(n)).unwrap());
+    let ballast = disk.join("ballast");
+    take_all(&ballast);
+    let mut longest = Duration::ZERO;
+    for n in 0..10 {
+        let began = Instant::now();
+        drop(File::create(file(n)).unwrap());
+        assert_eq!(fs::metadata(file(n)).unwrap().len(), 0);
+        longest = longest.max(began.elapsed());
+    }
+    println!("the longest cut took {longest:?}");
+    assert!(longest < Duration::from_secs(5), "{longest:?}");
+    soon("it has left its chains", || match c.status() {
+        Err(e) if e.to_string().contains("table takes no writes") => Ok(()),
+        other => Err(std::io::Error::other(format!("{other:?}"))),
+    });
+    (0..10).for_each(|n| soon("writes go on without it", || put(&file(n), &content(n + 100))));
+    fs::remove_file(file(10)).unwrap();
+    fs::remove_file(&ballast).unwrap();
+    soon("all in service again", || c.status());
+    for n in (0..20).filter(|n| *n != 10) {
+        let is = if n < 10 { content(n + 100) } else { content(n) };
+        assert!(fs::read(file(n)).unwrap() == is, "file {n} changed");
     }
     c.is_whole();
 }

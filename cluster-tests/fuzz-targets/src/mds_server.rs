@@ -209,6 +209,7 @@ fn heartbeat(i: &mut Input) -> Vec<u8> {
         lapses: i.number() as u32,
         stored: (0..i.u8() % 4).map(|_| pb::ChainBytes { chain: i.number() as u32, bytes: i.number() }).collect(),
         device: (i.u8() & 1 == 1).then(|| device(i)),
+        table_full: i.u8() & 1 == 1,
     };
     pb::HeartbeatRequest {
         node: 1001 + u32::from(i.u8() % 4),

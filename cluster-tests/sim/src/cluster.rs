@@ -637,7 +637,10 @@ impl Cluster {
                 Harm::Slow(by) => o.device.set_latency(&[Op::Write, Op::Flush], by),
                 Harm::Crawl(by) => o.device.set_latency(&[Op::Read, Op::Write, Op::Flush], by),
                 Harm::Full => (0..5).for_each(|n| o.device.fail(Op::Write, n, Code::NoSpc)),
-                Harm::Filled => o.device.fill_up(),
+                Harm::Filled => {
+                    o.device.fill_up();
+                    o.table.fail_next(strake_store::mem::Fault::Commit, u64::MAX, Code::NoSpc);
+                }
                 Harm::Error => o.device.fail(Op::Write, 0, Code::Io),
                 Harm::Corrupt => o.device.corrupt_read(dice),
             }
@@ -684,6 +687,7 @@ impl Cluster {
                 self.net.counts(h.kind);
             }
             o.device.end_faults();
+            o.table.fail_next(strake_store::mem::Fault::Commit, 0, Code::NoSpc);
             o.device.set_latency(&[Op::Read, Op::Write, Op::Flush], Duration::ZERO);
             return o.harmed;
         }

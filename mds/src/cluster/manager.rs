@@ -43,6 +43,9 @@ const GAP: Duration = Duration::from_millis(600);
 /// How long it then stays out at first, and at most.
 const SHUN_MIN: Duration = Duration::from_secs(10);
 const SHUN_MAX: Duration = Duration::from_secs(300);
+/// One that is asked to leave its chains does so within this time, or not at all: a storage server waits less for the
+/// answer to a heartbeat.
+const STEPS_OUT: Duration = Duration::from_secs(3);
 /// Back for so long, it stays out as at first when it has to go again.
 const FORGIVEN: Duration = Duration::from_secs(600);
 
@@ -90,6 +93,10 @@ struct Seen {
     number: u64,
     /// It was shut out and has given its lease up.
     leaseless: bool,
+    /// Its chunk table takes no writes for want of space.
+    table_full: bool,
+    /// When it was last asked to leave its chains for that.
+    asked_out: Option<Duration>,
 }
 
 /// A node that its peers cannot reach.
@@ -249,6 +256,7 @@ impl Manager {
             (s.at, s.stamp, s.number, s.leaseless) = (now, r.stamp, before.max(h.number), false);
             s.used = r.used;
             s.capacity = r.capacity;
+            s.table_full = r.table_full;
             if r.failed && s.failed != Some(r.stamp) {
                 (s.failed, s.failed_at) = (Some(r.stamp), now);
             }
@@ -288,6 +296,44 @@ impl Manager {
             return Err(Error::new(Code::Overloaded, "a map change about this node is under way; ask again"));
         }
         Ok(u32::try_from(self.options.lease.as_millis()).unwrap_or(u32::MAX))
+    }
+
+    /// Targets of a node that are to leave their chains until there is space, for the answer to its heartbeat. A cut or a
+    /// removal cannot be made where the chunk table takes no writes, though other replicas could make it.
+    pub fn step_out(&mut self, now: Duration, node: NodeId, map: &MapView) -> Vec<TargetId> {
+        let mut out = Vec::new();
+        // A leader before this one may have asked others.
+        if now.saturating_sub(self.elected) < STEPS_OUT {
+            return out;
+        }
+        for t in map.map.targets.iter().filter(|t| t.node == node && t.alive) {
+            let full = self.seen.get(&t.id).is_some_and(|s| s.stamp == t.stamp && s.table_full);
+            if full && self.can_spare(now, t.id, map) {
+                out.push(t.id);
+                // Before the next of this node is looked at: both at once could be all that a chain has.
+                self.seen.entry(t.id).or_default().asked_out = Some(now);
+            }
+        }
+        out
+    }
+
+    /// Whether each chain that this target serves, or is to serve, and has data of, has another replica in sync that stays.
+    fn can_spare(&self, now: Duration, target: TargetId, map: &MapView) -> bool {
+        let stored = self.seen.get(&target).and_then(|s| s.stored.as_ref());
+        let has_data = |c: &pb::Chain| stored.is_none_or(|all| all.iter().any(|(id, _)| *id == c.id));
+        let needed = |c: &&pb::Chain| {
+            let state = c.state_of(target);
+            matches!(state, Some(ReplicaState::ReplicaServing | ReplicaState::ReplicaLastsrv)) && has_data(c)
+        };
+        let stays = |t: TargetId| t != target && map.target(t).is_some_and(|t| self.stays(now, t));
+        map.map.chains.iter().filter(needed).all(|c| c.serving().any(stays))
+    }
+
+    /// Whether a target was heard of just now, can serve, and was not asked to leave its chains.
+    fn stays(&self, now: Duration, target: &pb::Target) -> bool {
+        let Some(s) = self.seen.get(&target.id).filter(|s| s.stamp == target.stamp) else { return false };
+        let asked = s.asked_out.is_some_and(|at| now.saturating_sub(at) < STEPS_OUT);
+        !asked && !s.table_full && now.saturating_sub(s.at) <= GAP && !self.lease_left(now, target).is_zero()
     }
 
     /// How much longer the lease of a target counts, zero if it ran out.

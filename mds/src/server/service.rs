@@ -367,17 +367,17 @@ impl Mds {
         self.with_lead(|l| l.manager.heartbeat(now, &request, &self.map()))?;
         // The holder counts its lease from before this, so no later leader can count it as over while it is not.
         self.node.read_barrier().await?;
-        let (lease_ms, map) = self.with_lead(|l| {
+        let (lease_ms, step_out, map) = self.with_lead(|l| {
             // Under the lock: whatever was resolved is in this map.
-            let map = self.map();
-            Ok((l.manager.grant(self.env.boot(), request.node, &map)?, map))
+            let (now, map) = (self.env.boot(), self.map());
+            Ok((l.manager.grant(now, request.node, &map)?, l.manager.step_out(now, request.node, &map), map))
         })?;
         let mut evicted = self.machine.namespace.evicted_after(request.evicted_seen);
         evicted.truncate(MAX_EVICTED);
         let newer = map.version() > request.map_version;
         // After the barrier: nothing that was answered before is missing.
         let endings = request.endings_known.map(|known| self.machine.endings_after(known));
-        let reply = pb::HeartbeatReply { lease_ms, map: None, evicted, endings };
+        let reply = pb::HeartbeatReply { lease_ms, map: None, evicted, endings, step_out };
         Ok(if newer { map.encode_behind(&reply, tag::HEARTBEAT).into() } else { encode(&reply) })
     }
 
@@ -543,7 +543,8 @@ mod tests {
             let is = pb::RegisterReply::decode(&view.encode_behind(&register, tag::REGISTER)[..]).unwrap();
             assert_eq!(is, pb::RegisterReply { map: Some(map.clone()), ..register });
             let endings = Some(pb::Endings { through: 7, ..Default::default() });
-            let beat = pb::HeartbeatReply { lease_ms: 5, map: None, evicted: vec![pb::Evicted::default()], endings };
+            let evicted = vec![pb::Evicted::default()];
+            let beat = pb::HeartbeatReply { lease_ms: 5, map: None, evicted, endings, step_out: vec![7] };
             let is = pb::HeartbeatReply::decode(&view.encode_behind(&beat, tag::HEARTBEAT)[..]).unwrap();
             assert_eq!(is, pb::HeartbeatReply { map: Some(map.clone()), ..beat });
         }

@@ -47,6 +47,8 @@ use crate::{
 const KEPT_EVICTED: usize = 65_536;
 /// Below this much free space an update is staged before anybody hears of it.
 const ROOM: u64 = 256 << 20;
+/// For so long a chunk table takes no writes before others are told.
+const TABLE_FULL: Duration = Duration::from_secs(1);
 /// How long a new target is tried to be registered.
 const JOIN: Duration = Duration::from_secs(20);
 /// Chunks of one target that are repaired at a time.
@@ -69,6 +71,8 @@ pub struct Target {
     unreadable: Mutex<Option<Error>>,
     /// How often it has left its chains for lack of space, and come back. Odd: it is out.
     lapses: AtomicU32,
+    /// Since when its chunk table takes no writes for want of space, on the boot clock.
+    table_full: Mutex<Option<Duration>>,
 }
 
 impl Target {
@@ -80,8 +84,21 @@ impl Target {
         });
         let (damage, scrub, repairs) = (Damage::of(engine.clone()), Scrub::new(position), Semaphore::new(REPAIRS));
         let (failed, unreadable, lapses) = (AtomicBool::new(false), Mutex::default(), AtomicU32::new(0));
-        let (foreground, fills) = (Foreground::default(), Fills::default());
-        Arc::new(Target { engine, stamp, id, damage, scrub, repairs, foreground, fills, failed, unreadable, lapses })
+        let (foreground, fills, table_full) = (Foreground::default(), Fills::default(), Mutex::default());
+        Arc::new(Target {
+            engine,
+            stamp,
+            id,
+            damage,
+            scrub,
+            repairs,
+            foreground,
+            fills,
+            failed,
+            unreadable,
+            lapses,
+            table_full,
+        })
     }
 
     pub fn id(&self) -> TargetId {
@@ -122,6 +139,22 @@ impl Target {
         if self.lapses.fetch_update(Ordering::AcqRel, Ordering::Acquire, |n| (n % 2 == 1).then_some(n + 1)).is_ok() {
             tracing::info!("target {} has space again and comes back", self.id());
         }
+    }
+    /// What came of the latest flush.
+    fn flushed(&self, now: Duration, result: &Result<()>) {
+        let mut full = self.table_full.lock();
+        match result {
+            Err(e) if e.code == Code::NoSpc => *full = full.or(Some(now)),
+            _ => *full = None,
+        }
+        drop(full);
+        if let Err(e) = result {
+            self.note(e);
+        }
+    }
+    /// Whether its chunk table takes no writes for want of space, and has not for a while.
+    fn table_is_full(&self, now: Duration) -> bool {
+        self.table_full.lock().is_some_and(|since| now.saturating_sub(since) >= TABLE_FULL)
     }
     /// An error of the engine: one of the device takes the target out.
     pub fn note(&self, e: &Error) {
@@ -393,15 +426,12 @@ impl Node {
 
     /// Flushes and scrubs a target from now on.
     pub fn tend(self: &Arc<Self>, target: &Arc<Target>) {
-        let (t, every) = (target.clone(), Duration::from_millis(self.cfg.flush_ms));
+        let (t, env, every) = (target.clone(), self.env.clone(), Duration::from_millis(self.cfg.flush_ms));
         let flush = async move {
             loop {
                 tokio::time::sleep(every).await;
-                if t.engine.is_dirty()
-                    && let Err(e) = t.engine.flush().await
-                {
-                    t.note(&e);
-                }
+                let flushed = if t.engine.is_dirty() { t.engine.flush().await } else { Ok(()) };
+                t.flushed(env.boot(), &flushed);
                 t.damage.sync().await;
             }
         };

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use prost::Message as _;
 use strake_fabric::{Endpoint, Message};
 use strake_proto::{
-    Code, Error, Incarnation, Result,
+    Code, Error, Incarnation, Result, TargetId,
     map::{MAX_EVICTED, MapView},
     opcode, pb,
 };
@@ -204,12 +204,13 @@ impl Node {
     /// What left for lack of space comes back when there is some, and when no replica takes itself for in sync that lacks
     /// something.
     fn look_for_space(&self) {
+        let now = self.env.boot();
         let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().cloned().collect();
         for t in self.targets().iter().filter(|t| t.lacks_space()) {
             // Out of all its chains in the map that this server acts on: while it has a lease for an older one it must stay out.
             let out = self.map.load().target(t.id()).is_some_and(|t| !t.alive);
             let told = out && !replicas.iter().any(|r| r.id == t.id() && r.has_failed());
-            if told && t.engine.device().spare() >= RETURN {
+            if told && t.engine.device().spare() >= RETURN && !t.table_is_full(now) {
                 t.come_back();
             }
         }
@@ -217,7 +218,7 @@ impl Node {
 
     fn heartbeat_request(&self) -> pb::HeartbeatRequest {
         let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().cloned().collect();
-        let map_version = self.map.load().version();
+        let (map_version, now) = (self.map.load().version(), self.env.boot());
         let report = |t: &Arc<Target>| {
             let u = t.engine.usage();
             let synced = replicas.iter().filter(|r| r.id == t.id() && r.has_synced()).map(|r| r.chain).collect();
@@ -232,6 +233,7 @@ impl Node {
                 lapses: t.lapses.load(Ordering::Acquire),
                 stored: t.engine.stored().into_iter().map(|(chain, bytes)| pb::ChainBytes { chain, bytes }).collect(),
                 device: Some(t.times()),
+                table_full: t.table_is_full(now),
             }
         };
         pb::HeartbeatRequest {
@@ -263,6 +265,7 @@ impl Node {
         if let Some(map) = r.map {
             self.apply_map(map)?;
         }
+        self.step_out(&r.step_out);
         let more_ended = r.endings.as_ref().is_some_and(|e| e.more);
         if let Some(endings) = r.endings.filter(|_| self.cfg.end_capabilities) {
             self.endings.write().take(&endings);
@@ -281,6 +284,15 @@ impl Node {
         let mut lease = self.lease_until.lock();
         *lease = until.max(*lease);
         Ok(())
+    }
+
+    /// Other replicas go on without these targets, which can take no cut and no removal.
+    fn step_out(&self, asked: &[TargetId]) {
+        let now = self.env.boot();
+        for t in self.targets().iter().filter(|t| asked.contains(&t.id()) && t.table_is_full(now)) {
+            t.fail(&Error::new(Code::NoSpc, "its chunk table takes no writes: the file system that it is in is full"));
+            self.kick.notify_one();
+        }
     }
 
     /// Others cannot reach this node. The metadata server need not wait for the end of the lease once it is told.

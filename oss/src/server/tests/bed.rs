@@ -162,6 +162,10 @@ pub struct Authority {
     /// What the last heartbeat said of evictions.
     pub evicted_seen: Mutex<u64>,
     pub failed: Mutex<BTreeSet<u32>>,
+    /// Targets whose tables took no writes when they were last heard of.
+    pub full: Mutex<BTreeSet<u32>>,
+    /// Those that are asked to leave.
+    pub step_out: Mutex<BTreeSet<u32>>,
     /// What was said of chains in the last registration.
     pub sights: Mutex<Vec<pb::ChainSight>>,
 }
@@ -301,6 +305,8 @@ impl Service for Authority {
         }
         for t in &h.targets {
             self.seen.lock().insert(t.target, Instant::now());
+            self.full.lock().remove(&t.target);
+            self.full.lock().extend(t.table_full.then_some(t.target));
             if t.failed || t.lapses % 2 == 1 {
                 self.failed.lock().insert(t.target);
             } else if t.lapses > 0 {
@@ -314,7 +320,8 @@ impl Service for Authority {
         let evicted =
             self.evicted.lock().iter().filter(|e| e.number > h.evicted_seen).take(MAX_EVICTED).cloned().collect();
         let endings = self.endings_after(h.endings_known);
-        let reply = pb::HeartbeatReply { lease_ms: LEASE.as_millis() as u32, map, evicted, endings };
+        let step_out = self.step_out.lock().iter().copied().collect();
+        let reply = pb::HeartbeatReply { lease_ms: LEASE.as_millis() as u32, map, evicted, endings, step_out };
         Ok(Message::new(0, reply.encode_to_vec()))
     }
 }

@@ -707,6 +707,55 @@ async fn a_target_that_lacks_space_leaves_its_chain_and_comes_back_by_itself() {
     }
 }
 
+/// The file system below a target takes no more of its table, though others can make the cuts that wait for it.
+#[tokio::test(start_paused = true)]
+async fn a_target_whose_table_is_full_leaves_its_chain_when_asked() {
+    use strake_store::mem::Fault;
+    for victim in 0..3 {
+        let c = Cluster::start(3).await;
+        c.write(0, 0, b"before", 1).await.unwrap();
+        c.whole().await;
+        let (epoch, table) = (c.authority.chain().epoch, &c.nodes[victim].table);
+        table.fail_next(Fault::Commit, u64::MAX, Code::NoSpc);
+        let began = Instant::now();
+        c.write(1, 0, b"not flushed", 2).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(900)).await;
+        assert!(c.authority.full.lock().is_empty(), "for a moment only, as far as is known");
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        assert_eq!(*c.authority.full.lock(), [victim as u32].into());
+        assert_eq!(c.authority.chain().epoch, epoch, "it waits until it is asked");
+        c.authority.step_out.lock().insert(victim as u32);
+        while c.authority.chain().epoch == epoch {
+            assert!(began.elapsed() < Duration::from_secs(5));
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        c.authority.step_out.lock().clear();
+        let server = c.nodes[victim].server.as_ref().unwrap();
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        assert_eq!(c.authority.chain().serving().count(), 2, "target {victim} stays out while its table is full");
+        assert!(!server.status().notices.is_empty());
+        c.write(1, 4096, b"after", 3).await.unwrap();
+        table.fail_next(Fault::Commit, 0, Code::NoSpc);
+        c.whole().await;
+        for t in 0..3 {
+            assert_eq!(c.read(t, 1, 4096, 5).await.unwrap().1, b"after", "target {victim} was out, {t} is read");
+            assert_eq!(c.read(t, 0, 0, 6).await.unwrap().1, b"before");
+        }
+        assert!(server.status().notices.is_empty());
+    }
+}
+
+/// A late answer asks for what is no longer so.
+#[tokio::test(start_paused = true)]
+async fn a_target_with_room_in_its_table_stays_though_it_is_asked_to_leave() {
+    let c = Cluster::start(3).await;
+    let epoch = c.authority.chain().epoch;
+    c.authority.step_out.lock().extend([0, 1, 2, 77]);
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    c.write(0, 0, b"goes on", 1).await.unwrap();
+    assert_eq!(c.authority.chain().epoch, epoch);
+}
+
 #[tokio::test(start_paused = true)]
 async fn writers_to_one_chunk_queue_and_all_succeed_with_a_resync_beside_them() {
     let mut c = Cluster::start(3).await;
