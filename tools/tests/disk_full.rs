@@ -6,6 +6,7 @@ use std::{
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     process::Command,
+    sync::atomic::{AtomicBool, Ordering::SeqCst},
     thread,
     time::{Duration, Instant},
 };
@@ -205,14 +206,27 @@ fn move_to(c: &Small, part: &str, disk: &Path) {
     c.up();
 }
 
-/// All that is left of a disk.
-fn take_all(ballast: &Path) {
+/// Sets it when it is dropped, also by a test that fails.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, SeqCst);
+    }
+}
+
+/// Takes all that is left of a disk, and what is given back meanwhile, until it is told to stop. `full`: once there is nothing.
+fn take_all(ballast: &Path, full: &AtomicBool, stop: &AtomicBool) {
     let f = File::create(ballast).unwrap();
     let (mut at, mut step) = (0, 64 << 20);
-    while step >= 4096 {
+    while !stop.load(SeqCst) {
         match rustix::fs::fallocate(&f, rustix::fs::FallocateFlags::empty(), at, step) {
-            Ok(()) => at += step,
-            Err(_) => step /= 2,
+            Ok(()) => (at, step) = (at + step, step * 2),
+            Err(_) if step > 4096 => step /= 2,
+            Err(_) => {
+                full.store(true, SeqCst);
+                thread::sleep(Duration::from_millis(2));
+            }
         }
     }
     assert!(at > 64 << 20, "there was little to take: {at} bytes");
@@ -251,13 +265,14 @@ fn a_full_disk_below_a_target_hurts_nobody_for_long() {
     };
     write_for(Duration::from_secs(1), false);
     for _ in 0..3 {
-        let ballast = disk.join("ballast");
+        let (ballast, stop) = (disk.join("ballast"), AtomicBool::default());
         thread::scope(|s| {
             s.spawn(|| {
                 thread::sleep(Duration::from_millis(500));
-                take_all(&ballast);
+                take_all(&ballast, &AtomicBool::default(), &stop);
             });
             write_for(Duration::from_secs(4), true);
+            stop.store(true, SeqCst);
         });
         fs::remove_file(&ballast).unwrap();
         soon("all in service again", || c.status());
@@ -285,23 +300,27 @@ fn files_are_cut_and_written_while_the_disk_below_a_target_is_full() {
     let content = |n: usize| -> Vec<u8> { (0..MIB).map(|i| (i * 7 + i / 251 + n * 13) as u8).collect() };
     let file = |n: usize| c.mnt().join(format!("f{n}"));
     (0..20).for_each(|n| put(&file(n), &content(n)).unwrap());
-    let ballast = disk.join("ballast");
-    take_all(&ballast);
-    let mut longest = Duration::ZERO;
-    for n in 0..10 {
-        let began = Instant::now();
-        drop(File::create(file(n)).unwrap());
-        assert_eq!(fs::metadata(file(n)).unwrap().len(), 0);
-        longest = longest.max(began.elapsed());
-    }
-    println!("the longest cut took {longest:?}");
-    assert!(longest < Duration::from_secs(5), "{longest:?}");
-    soon("it has left its chains", || match c.status() {
-        Err(e) if e.to_string().contains("table takes no writes") => Ok(()),
-        other => Err(std::io::Error::other(format!("{other:?}"))),
+    let (ballast, full, stop) = (disk.join("ballast"), AtomicBool::default(), AtomicBool::default());
+    thread::scope(|s| {
+        let _stop = Stop(&stop);
+        s.spawn(|| take_all(&ballast, &full, &stop));
+        soon("it is full", || full.load(SeqCst).then_some(()).ok_or_else(|| std::io::Error::other("it is not")));
+        let mut longest = Duration::ZERO;
+        for n in 0..10 {
+            let began = Instant::now();
+            drop(File::create(file(n)).unwrap());
+            assert_eq!(fs::metadata(file(n)).unwrap().len(), 0);
+            longest = longest.max(began.elapsed());
+        }
+        println!("the longest cut took {longest:?}");
+        assert!(longest < Duration::from_secs(5), "{longest:?}");
+        soon("it has left its chains", || match c.status() {
+            Err(e) if e.to_string().contains("is out of its chains: the file system it is in is full") => Ok(()),
+            other => Err(std::io::Error::other(format!("{other:?}"))),
+        });
+        (0..10).for_each(|n| soon("writes go on without it", || put(&file(n), &content(n + 100))));
+        fs::remove_file(file(10)).unwrap();
     });
-    (0..10).for_each(|n| soon("writes go on without it", || put(&file(n), &content(n + 100))));
-    fs::remove_file(file(10)).unwrap();
     fs::remove_file(&ballast).unwrap();
     soon("all in service again", || c.status());
     for n in (0..20).filter(|n| *n != 10) {

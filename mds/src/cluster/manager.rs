@@ -333,7 +333,8 @@ impl Manager {
     fn stays(&self, now: Duration, target: &pb::Target) -> bool {
         let Some(s) = self.seen.get(&target.id).filter(|s| s.stamp == target.stamp) else { return false };
         let asked = s.asked_out.is_some_and(|at| now.saturating_sub(at) < STEPS_OUT);
-        !asked && !s.table_full && now.saturating_sub(s.at) <= GAP && !self.lease_left(now, target).is_zero()
+        let goes = asked || s.table_full || self.leaving.contains(&target.id);
+        !goes && now.saturating_sub(s.at) <= GAP && !self.lease_left(now, target).is_zero()
     }
 
     /// How much longer the lease of a target counts, zero if it ran out.
