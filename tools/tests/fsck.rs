@@ -1,5 +1,6 @@
-//! `strake fsck --repair` on real processes: what is planted in the metadata of a stopped cluster, or in its chunks past the clients, is
-//! found, repaired under a mount that is written to, and gone.
+//! `strake fsck --repair` on real processes: what is planted in the metadata of a stopped cluster,
+//! or in its chunks past the clients, is found, repaired under a mount that is written to, and
+//! gone.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 mod common;
@@ -67,7 +68,8 @@ impl Small {
         assert_eq!(out.status.code(), Some(exit), "{}\n{}", text(&out.stdout), text(&out.stderr));
         serde_json::from_slice(&out.stdout).unwrap()
     }
-    /// Writes a chunk as a server of the cluster may: on any chain, on both replicas or on the last one alone.
+    /// Writes a chunk as a server of the cluster may: on any chain, on both replicas or on the last
+    /// one alone.
     fn plant(&self, chain: u32, (ino, data): (u64, u64), index: u64, both: bool) {
         let config = fs::read_to_string(self.dir().join("mds1.toml")).unwrap();
         let config: toml::Value = toml::from_str(&config).unwrap();
@@ -274,8 +276,8 @@ fn what_is_planted_is_repaired_under_a_mount_that_is_used() {
     assert_eq!(c.fsck(&["--read-data", "--repair"], 0)["findings"], Value::Array(vec![]));
 }
 
-/// Of a removed file, which one replica alone has; and of files that are there, on chains where they have nothing, as whoever may write
-/// to any chain can leave them.
+/// Of a removed file, which one replica alone has; and of files that are there, on chains where
+/// they have nothing, as whoever may write to any chain can leave them.
 #[test]
 fn leftovers_on_some_replicas_and_on_other_chains_go() {
     if !Path::new("/dev/fuse").exists() {

@@ -215,7 +215,8 @@ pub(super) async fn delete_files(mds: &Mds) {
 
 /// Runs `job` for all that `list` names, at most `parallel` at a time, and reports the finished ones by `done`. Looks for
 /// new ones when woken, after each job and every `poll`. `most`: the longest pause before a job is tried again. Never returns.
-/// Those that have done a part go on in half of the places, in turns; the others are for what comes.
+/// Those that have done a part go on in half of the places, in turns; the others are for what
+/// comes.
 pub(super) async fn work_off<K, T, W, J, D>(
     parallel: usize,
     (poll, most): (Duration, Duration),

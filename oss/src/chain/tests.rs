@@ -130,7 +130,8 @@ fn copies_that_come_after_their_data_was_removed_make_no_chunk() {
     let mut tail = One::new(TAIL);
     tail.core.data_is_gone(CHUNK.data);
     assert_eq!(tail.forward(1, 3, v(3, 1), v(0, 0)), ["refused 1 Stale"]);
-    // A copy of the removal makes no tombstone where there is none any more, and removes what is there.
+    // A copy of the removal makes no tombstone where there is none any more, and removes what is
+    // there.
     let removal = |id, number, prev| {
         let what = What::Forward { session: 0, seq: 0, version: v(3, number), prev };
         Input::Op(Op { id, chunk: CHUNK, epoch: 3, eager: true, what })

@@ -373,8 +373,9 @@ impl Replica {
         }
     }
 
-    /// Makes what a fill brought visible, unless its data was removed while it was stored. Under the lock: whoever forgets the
-    /// data's tombstones says so first, and then either finds this chunk or keeps it from being made.
+    /// Makes what a fill brought visible, unless its data was removed while it was stored. Under
+    /// the lock: whoever forgets the data's tombstones says so first, and then either finds this
+    /// chunk or keeps it from being made.
     pub(super) fn take_filled(&self, staged: Staged, r: &DataRequest) -> Result<()> {
         let inner = self.inner.lock();
         inner.core.check_member(r.epoch)?;

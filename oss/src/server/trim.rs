@@ -339,7 +339,8 @@ impl Replica {
         }
     }
 
-    /// Removes chunks of data that is gone for good, which the chain's head does not have: late FORWARDs made them.
+    /// Removes chunks of data that is gone for good, which the chain's head does not have: late
+    /// FORWARDs made them.
     async fn drop_leftovers(self: &Arc<Self>, epoch: u64, of: ChunkId, left: Vec<u64>) -> Result<()> {
         let Some(first) = left.first() else { return Ok(()) };
         let (chain, count, first) = (self.chain, left.len(), ChunkId { index: *first, ..of });

@@ -43,7 +43,8 @@ pub struct Place {
     pub there: bool,
     /// The chain that it is on has other chunks of the file.
     pub beside_others: bool,
-    /// The file's size, if that reaches no stripe of the chunk. Then nothing of it shows in the file, wherever it is.
+    /// The file's size, if that reaches no stripe of the chunk. Then nothing of it shows in the
+    /// file, wherever it is.
     pub beyond: Option<u64>,
 }
 
@@ -433,7 +434,8 @@ mod tests {
             Finding::Misplaced { chunk, path, chain: 3, target: 1, place }
         };
         let only = Some((7, 1, 3));
-        // The last stripe that some byte is in, be it one, may be the only copy; the next is beyond.
+        // The last stripe that some byte is in, be it one, may be the only copy; the next is
+        // beyond.
         for (size, first_gone) in [(0, 0), (1, 1), (1 << 20, 1), ((1 << 20) + 1, 2), (2 << 20, 2)] {
             assert_eq!(misplaced(first_gone, size).only_copy(), None, "{size}");
             if first_gone > 0 {

@@ -119,13 +119,14 @@ fn left(why: impl Into<String>, next: &'static str) -> Fate {
     Fate::Left { why: why.into(), next }
 }
 
-/// What keeps a chain from being cleared of a file, on which that has nothing else: it is cleared of all that the file has there, or
-/// of nothing. Inode, data and chain.
+/// What keeps a chain from being cleared of a file, on which that has nothing else: it is cleared
+/// of all that the file has there, or of nothing. Inode, data and chain.
 #[derive(Default)]
 struct Kept {
     /// [`Finding::only_copy`] of all looks.
     only: BTreeSet<(Ino, u64, u32)>,
-    /// Something is beyond the end of a file that somebody has open for writing: where that will be is not known.
+    /// Something is beyond the end of a file that somebody has open for writing: where that will be
+    /// is not known.
     open: BTreeSet<(Ino, u64, u32)>,
 }
 
