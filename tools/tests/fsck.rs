@@ -1,5 +1,6 @@
-//! `strake fsck --repair` on real processes: what is planted in the metadata of a stopped cluster is found, repaired under a mount that
-//! is written to, and gone.
+//! `strake fsck --repair` on real processes: what is planted in the metadata of a stopped cluster,
+//! or in its chunks past the clients, is found, repaired under a mount that is written to, and
+//! gone.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 mod common;
@@ -22,7 +23,14 @@ use bytes::Bytes;
 use common::{ok, strake, text};
 use prost::Message as _;
 use serde_json::Value;
-use strake_proto::pb;
+use strake_fabric::{Buf, Env, Fabric, Identity, Message, Pool, Roads, keyfile};
+use strake_proto::{
+    ChunkId,
+    checksum::block_sums,
+    data::{DataRequest, Kind, Version, Writer},
+    map::{ChainExt, MapView},
+    opcode, pb,
+};
 use strake_store::{Batch, FjallStore, MetaStore as _, Reader as _};
 
 /// One metadata server, two storage servers with one target each, mounted; stopped when dropped.
@@ -60,6 +68,41 @@ impl Small {
         assert_eq!(out.status.code(), Some(exit), "{}\n{}", text(&out.stdout), text(&out.stderr));
         serde_json::from_slice(&out.stdout).unwrap()
     }
+    /// Writes a chunk as a server of the cluster may: on any chain, on both replicas or on the last
+    /// one alone.
+    fn plant(&self, chain: u32, (ino, data): (u64, u64), index: u64, both: bool) {
+        let config = fs::read_to_string(self.dir().join("mds1.toml")).unwrap();
+        let config: toml::Value = toml::from_str(&config).unwrap();
+        let mds = config["mds"]["listen"].as_str().unwrap().parse().unwrap();
+        let key = keyfile::read(&self.dir().join("cluster.key")).unwrap();
+        let fabric = Roads::new(Env::system(), Identity::server(&key), None, Pool::default(), Default::default());
+        let ask = async {
+            let wait = Duration::from_secs(10);
+            let mds = fabric.connect(&mds, None).await.unwrap();
+            let m = Message::new(opcode::MAP, pb::MapRequest { have: 0 }.encode_to_vec());
+            let map = pb::MapReply::decode(mds.call(m, wait).await.unwrap().body).unwrap().map.unwrap();
+            let map = MapView::new(map).unwrap();
+            let c = map.chain(chain).unwrap();
+            let (to, bytes) = (if both { c.head() } else { c.tail() }.unwrap(), &b"planted"[..]);
+            let mut r = DataRequest {
+                kind: Kind::Write,
+                len: bytes.len() as u32,
+                sums: block_sums(0, [bytes]),
+                session: 1,
+                seq: 1,
+                ..DataRequest::new(chain, c.epoch, to, ChunkId { ino, data, index })
+            };
+            if !both {
+                r.version = Version { epoch: c.epoch, number: 1 };
+                r.writers = vec![Writer { session: 0, seq: 0, version: Version::default() }];
+            }
+            let opcode = if both { opcode::WRITE } else { opcode::FORWARD };
+            let m = Message::new(opcode, r.encode()).with_payload(vec![Buf::copy_from(bytes)]);
+            let at = map.node_of(to).unwrap().endpoints[0].parse().unwrap();
+            fabric.connect(&at, None).await.unwrap().call(m, wait).await.unwrap();
+        };
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(ask);
+    }
     /// The metadata of the stopped server.
     fn state(&self) -> FjallStore {
         FjallStore::open(self.dir().join("mds1/state")).unwrap()
@@ -90,9 +133,13 @@ fn change(store: &FjallStore, ino: u64, change: impl FnOnce(&mut pb::InodeRecord
     store.commit(batch).unwrap();
 }
 
-fn chains(store: &FjallStore, ino: u64) -> Vec<u32> {
+fn component(store: &FjallStore, ino: u64) -> pb::Component {
     let r = pb::InodeRecord::decode(store.get(&key(ino)).unwrap().unwrap()).unwrap();
-    r.layout.unwrap().components.remove(0).chains
+    r.layout.unwrap().components.remove(0)
+}
+
+fn chains(store: &FjallStore, ino: u64) -> Vec<u32> {
+    component(store, ino).chains
 }
 
 /// Makes, renames, cuts, appends to and removes files until it is told to stop; how many there are then.
@@ -227,4 +274,99 @@ fn what_is_planted_is_repaired_under_a_mount_that_is_used() {
         assert!(fs::read(c.mnt().join(name)).unwrap() == data, "{name}");
     }
     assert_eq!(c.fsck(&["--read-data", "--repair"], 0)["findings"], Value::Array(vec![]));
+}
+
+/// Of a removed file, which one replica alone has; and of files that are there, on chains where
+/// they have nothing, as whoever may write to any chain can leave them.
+#[test]
+fn leftovers_on_some_replicas_and_on_other_chains_go() {
+    if !Path::new("/dev/fuse").exists() {
+        println!("skipped: /dev/fuse is missing");
+        return;
+    }
+    let c = Small::new();
+    c.up();
+    let [one, two] = ["one", "two"].map(|name| c.mnt().join(name));
+    for (dir, count) in [(&one, "1"), (&two, "2")] {
+        fs::create_dir(dir).unwrap();
+        ok(&strake().args(["lfs", "setstripe", "-c", count, "-S", "64K"]).arg(dir).output().unwrap());
+    }
+    let data = pattern(5, 500_000);
+    let paths = [one.join("gone"), one.join("f"), one.join("sparse"), two.join("wide")];
+    for p in &paths {
+        fs::write(p, &data).unwrap();
+    }
+    let [gone, f, sparse, wide] = paths.clone().map(|p| fs::metadata(p).unwrap().ino());
+    fs::File::create(&paths[2]).unwrap().set_len(2_000_000).unwrap();
+    let whole_again = || {
+        assert!(fs::read(&paths[1]).unwrap() == data && fs::read(&paths[3]).unwrap() == data);
+        assert!(fs::read(&paths[2]).unwrap() == vec![0; 2_000_000]);
+    };
+    ok(&c.run(&["down"]));
+    let store = c.state();
+    let [gone, f, sparse, wide] = [gone, f, sparse, wide].map(|ino| ((ino, component(&store, ino).data_id), ino));
+    let used = chains(&store, wide.1);
+    let foreign = |ino| *used.iter().find(|id| **id != chains(&store, ino)[0]).unwrap();
+    let (of_gone, of_f, of_sparse) = (chains(&store, gone.1)[0], foreign(f.1), foreign(sparse.1));
+    drop(store);
+    c.up();
+    fs::remove_file(&paths[0]).unwrap();
+    let start = Instant::now();
+    while c.fsck(&[], 0)["pending_deletion"] != 0 {
+        assert!(start.elapsed() < Duration::from_secs(60));
+    }
+    // Servers know for as long as the chain stays as it is that its data is gone, and refuse it.
+    ok(&c.run(&["down"]));
+    c.up();
+
+    (0..5).for_each(|index| c.plant(of_gone, gone.0, index, false));
+    // Beyond the end, on both replicas and on one; on a chain that the file has as well.
+    c.plant(of_f, f.0, 100, true);
+    c.plant(of_f, f.0, 101, false);
+    c.plant(used[1], wide.0, 100, true);
+    // In a hole it may be the only copy, and keeps what else there is.
+    c.plant(of_sparse, sparse.0, 20, true);
+    c.plant(of_sparse, sparse.0, 200, true);
+    let found = c.fsck(&[], 4);
+    let list: Vec<&str> = found["findings"].as_array().unwrap().iter().map(|f| f.as_str().unwrap()).collect();
+    let count = |kind: &str| list.iter().filter(|f| f.starts_with(kind)).count();
+    // Two of them on one replica: of the first one its replicas differ.
+    assert_eq!((count("leaked: 5 chunks"), count("misplaced")), (1, 9), "{list:#?}");
+    assert_eq!(count("diverged"), 6, "{list:#?}");
+
+    // Nobody knows how far a file goes that somebody has open for writing.
+    let writer = fs::File::options().write(true).open(&paths[1]).unwrap();
+    let report = c.fsck(&["--repair"], 4);
+    let is =
+        |r: &&Value, ino: (u64, u64)| r["finding"].as_str().unwrap().contains(&format!(" {:x}.{:x}.", ino.0, ino.1));
+    let of_file = |report: &Value, ino| -> Vec<Value> {
+        of(report, "misplaced").into_iter().filter(|r| is(r, ino)).cloned().collect()
+    };
+    let all_say = |list: Vec<Value>, word: &str| {
+        assert!(!list.is_empty(), "{report:#}");
+        for r in list {
+            assert!(r["repaired"] == false && r["why"].as_str().unwrap().contains(word), "{word}: {r:#}");
+        }
+    };
+    assert!(of(&report, "leaked").iter().all(|r| r["repaired"] == true), "{report:#}");
+    all_say(of_file(&report, f.0), "open for writing");
+    assert!(of_file(&report, wide.0).iter().all(|r| r["repaired"] == true), "{report:#}");
+    drop(writer);
+    let report = c.fsck(&["--repair"], 4);
+    assert!(of_file(&report, f.0).iter().all(|r| r["repaired"] == true), "{report:#}");
+    let kept = of_file(&report, sparse.0);
+    assert_eq!(kept.len(), 4, "{report:#}");
+    let says = |word: &str| kept.iter().filter(|r| r["why"].as_str().unwrap().contains(word)).count();
+    assert_eq!((says("a hole"), says("others of it there")), (2, 2), "{kept:#?}");
+    whole_again();
+
+    // With its file it goes: while that is being deleted it waits, then no file has it.
+    fs::remove_file(&paths[2]).unwrap();
+    let start = Instant::now();
+    while c.run(&["fsck"]).status.code() == Some(0) {
+        assert!(start.elapsed() < Duration::from_secs(60));
+    }
+    let report = c.fsck(&["--repair"], 0);
+    assert!(!of(&report, "leaked").is_empty(), "{report:#}");
+    assert_eq!(c.fsck(&["--repair", "--read-data"], 0)["findings"], Value::Array(vec![]));
 }

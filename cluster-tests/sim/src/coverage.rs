@@ -40,6 +40,7 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("queue-full", RARE),
     ("forward-refused", RARE),
     ("forward-gone", RARE),
+    ("forward-forgotten", RARE),
     ("forward-joins", RARE),
     ("forward-queues", RARE),
     ("staging-failed", RARE),

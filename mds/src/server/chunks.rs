@@ -4,7 +4,10 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     future::Future,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -16,7 +19,7 @@ use futures_util::{
 use parking_lot::Mutex;
 use strake_fabric::{Connection, Fabric, Message};
 use strake_proto::{
-    ChainId, ChunkId, Code, Error, Ino, Result,
+    ChunkId, Code, Error, Ino, Result,
     data::{DataReply, DataRequest, FLAG_TOMBSTONE, Version},
     layout::{Cut, StripeMap},
     map::{ChainExt, MapView},
@@ -24,7 +27,10 @@ use strake_proto::{
 };
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::Mds;
+use super::{
+    Mds,
+    steps::{Did, Progress},
+};
 use pb::log_command::Command;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -32,8 +38,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// would otherwise try for a second, one after the other.
 const FAILURE_STANDS: Duration = Duration::from_millis(500);
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
-/// A storage server works so long on one TRIM, and says then where to go on.
-const TRIM_BUDGET_MS: u32 = 3000;
+/// After so long a file makes way for others, if some wait.
+const TURN: Duration = Duration::from_secs(3);
 /// Beyond so many connections those that broke are forgotten.
 const MAX_LINKS: usize = 1024;
 /// Chains of one file that are asked at the same time.
@@ -154,10 +160,12 @@ pub(super) async fn cut_files(mds: &Mds, term: u64) {
             fenced(mds, trim.fence)?;
             let map = mds.map();
             let stripes = StripeMap::resolve(ino, &layout, &map)?;
-            trim_chunks(mds, &map, &stripes, Some(&trim), (progress, trim.number)).await?;
+            if trim_chunks(mds, &map, &stripes, Some(&trim), (progress, trim.number)).await? == Did::Part {
+                return Ok(Did::Part);
+            }
             made.lock().cuts.insert((ino, trim.number));
         }
-        Ok(())
+        Ok(Did::All)
     };
     let done = |keys: Vec<(Ino, u64)>| async move {
         let each = |(ino, number)| mds.propose(Command::TrimDone(pb::TrimDone { ino, number }));
@@ -194,7 +202,7 @@ pub(super) async fn delete_files(mds: &Mds) {
     let progress = &Progress::default();
     let list = |n: usize| mds.machine.namespace.gc_queue(n).into_iter().map(|(n, r)| (n, (n, r))).collect::<Vec<_>>();
     let job = |(number, r): (u64, pb::GcRecord)| async move {
-        let Some(layout) = &r.layout else { return Ok(()) };
+        let Some(layout) = &r.layout else { return Ok(Did::All) };
         let map = mds.map();
         let stripes = StripeMap::resolve(r.ino, layout, &map)?;
         fenced_before(mds, number, &stripes, &map)?;
@@ -207,6 +215,8 @@ pub(super) async fn delete_files(mds: &Mds) {
 
 /// Runs `job` for all that `list` names, at most `parallel` at a time, and reports the finished ones by `done`. Looks for
 /// new ones when woken, after each job and every `poll`. `most`: the longest pause before a job is tried again. Never returns.
+/// Those that have done a part go on in half of the places, in turns; the others are for what
+/// comes.
 pub(super) async fn work_off<K, T, W, J, D>(
     parallel: usize,
     (poll, most): (Duration, Duration),
@@ -217,21 +227,22 @@ pub(super) async fn work_off<K, T, W, J, D>(
 ) where
     K: Ord + Copy + std::fmt::Debug,
     W: Future<Output = ()>,
-    J: Future<Output = Result<()>>,
+    J: Future<Output = Result<Did>>,
     D: Future<Output = Result<()>>,
 {
     let mut running = FuturesUnordered::new();
-    // Jobs that run or failed: when to try again, and the pause after that.
-    let mut busy: BTreeMap<K, (Option<Instant>, Duration)> = BTreeMap::new();
+    let mut busy: BTreeMap<K, Job> = BTreeMap::new();
     loop {
         let free = parallel - running.len();
+        let run_on = busy.values().filter(|job| job.runs_on()).count();
+        let mut long = parallel.div_ceil(2).saturating_sub(run_on);
         if free > 0 {
             let now = Instant::now();
             let listed = list(busy.len() + parallel);
             let due: BTreeSet<K> = listed.iter().map(|l| l.0).collect();
-            busy.retain(|k, (at, _)| at.is_none() || due.contains(k));
+            busy.retain(|k, job| job.at.is_none() || due.contains(k));
             // Those that failed must neither keep new ones away, nor be kept away by them: whoever is due for longest is first.
-            let mut fresh = busy.values().filter(|(at, pause)| at.is_some() && *pause == RETRY_MIN).count();
+            let mut fresh = busy.values().filter(|job| job.is_fresh()).count();
             let mut ready = Vec::new();
             for (key, what) in listed {
                 if !busy.contains_key(&key) {
@@ -240,26 +251,35 @@ pub(super) async fn work_off<K, T, W, J, D>(
                     }
                     fresh += 1;
                 }
-                let (at, _) = busy.entry(key).or_insert((Some(now), RETRY_MIN));
-                ready.extend(at.filter(|at| *at <= now).map(|at| (at, key, what)));
+                let job = busy.entry(key).or_insert_with(|| Job::new(now));
+                ready.extend(job.at.filter(|at| *at <= now).map(|at| (at, key, job.begun, what)));
             }
-            ready.sort_unstable_by_key(|(at, key, _)| (*at, *key));
-            for (_, key, what) in ready.into_iter().take(free) {
-                busy.entry(key).and_modify(|(at, _)| *at = None);
+            ready.sort_unstable_by_key(|(at, key, ..)| (*at, *key));
+            let has_place = |(_, _, begun, _): &(Instant, K, bool, T)| !begun || take_one(&mut long);
+            for (_, key, _, what) in ready.into_iter().filter(has_place).take(free) {
+                busy.entry(key).and_modify(|job| job.at = None);
                 let run = job(what);
                 running.push(async move { (key, run.await) });
             }
         }
         let wait = Instant::now() + poll;
-        let next_try = busy.values().filter_map(|(at, _)| *at).min().filter(|_| running.len() < parallel);
+        let waits = busy.values().filter(|job| !job.begun || long > 0);
+        let next_try = waits.filter_map(|job| job.at).min().filter(|_| running.len() < parallel);
         let until = next_try.map_or(wait, |t| t.min(wait)).max(Instant::now() + Duration::from_millis(1));
         tokio::select! {
             biased;
             Some((key, result)) = running.next(), if !running.is_empty() => {
                 let mut finished = Vec::new();
-                settle(&mut busy, &mut finished, key, result, most);
-                while let Some(Some((key, result))) = running.next().now_or_never() {
-                    settle(&mut busy, &mut finished, key, result, most);
+                let mut ended = vec![(key, result)];
+                while let Some(Some(next)) = running.next().now_or_never() {
+                    ended.push(next);
+                }
+                for (key, result) in ended {
+                    match result {
+                        Ok(Did::All) => finished.push(key),
+                        Ok(Did::Part) => made_way(&mut busy, key),
+                        Err(e) => failed(&mut busy, key, &e, most),
+                    }
                 }
                 if finished.is_empty() {
                     continue;
@@ -268,7 +288,7 @@ pub(super) async fn work_off<K, T, W, J, D>(
                 for key in finished {
                     match &reported {
                         Ok(()) => drop(busy.remove(&key)),
-                        Err(e) => settle(&mut busy, &mut Vec::new(), key, Err(e.clone()), most),
+                        Err(e) => failed(&mut busy, key, e, most),
                     }
                 }
             }
@@ -278,110 +298,98 @@ pub(super) async fn work_off<K, T, W, J, D>(
     }
 }
 
-fn settle<K: Ord + Copy + std::fmt::Debug>(
-    busy: &mut BTreeMap<K, (Option<Instant>, Duration)>,
-    finished: &mut Vec<K>,
-    key: K,
-    result: Result<()>,
-    most: Duration,
-) {
-    match result {
-        Ok(()) => finished.push(key),
-        Err(e) => {
-            tracing::debug!(?key, "to be tried again at the storage servers: {e}");
-            let state = busy.entry(key).or_insert((None, RETRY_MIN));
-            state.0 = Some(Instant::now() + state.1);
-            state.1 = (state.1 * 2).min(most);
-        }
+/// A job that runs or waits.
+struct Job {
+    /// Since when, or from when on, it waits.
+    at: Option<Instant>,
+    /// Before another try, if it fails.
+    pause: Duration,
+    /// It has done a part.
+    begun: bool,
+}
+
+impl Job {
+    fn new(at: Instant) -> Job {
+        Job { at: Some(at), pause: RETRY_MIN, begun: false }
+    }
+
+    fn is_fresh(&self) -> bool {
+        self.at.is_some() && self.pause == RETRY_MIN && !self.begun
+    }
+
+    fn runs_on(&self) -> bool {
+        self.at.is_none() && self.begun
     }
 }
 
-/// Where the removal of a file's chunks on a chain goes on: the first chunk left, and TRIM's `seq`
-/// for data that is gone for good.
-#[derive(Clone, Copy, Default)]
-struct Step {
-    index: u64,
-    seq: u64,
+fn take_one(places: &mut usize) -> bool {
+    let some = *places > 0;
+    *places -= usize::from(some);
+    some
 }
 
-/// How far this leader has come with jobs that take several requests: by the number of the cut or
-/// deletion, and by chain. A job that fails in between goes on there.
-#[derive(Default)]
-struct Progress(Mutex<BTreeMap<(u64, ChainId), Step>>);
+fn made_way<K: Ord>(busy: &mut BTreeMap<K, Job>, key: K) {
+    busy.insert(key, Job { begun: true, ..Job::new(Instant::now()) });
+}
 
-impl Progress {
-    fn of(&self, at: (u64, ChainId)) -> Step {
-        self.0.lock().get(&at).copied().unwrap_or_default()
-    }
-
-    fn done(&self, number: u64) {
-        let mut all = self.0.lock();
-        let chains: Vec<_> = all.range((number, 0)..=(number, ChainId::MAX)).map(|(at, _)| *at).collect();
-        for at in chains {
-            all.remove(&at);
-        }
-    }
-
-    /// Forgets those of jobs that others have ended.
-    fn retain(&self, wanted: impl Fn(u64) -> bool) {
-        self.0.lock().retain(|(number, _), _| wanted(*number));
-    }
+fn failed<K: Ord + Copy + std::fmt::Debug>(busy: &mut BTreeMap<K, Job>, key: K, e: &Error, most: Duration) {
+    tracing::debug!(?key, "to be tried again at the storage servers: {e}");
+    let now = Instant::now();
+    let job = busy.entry(key).or_insert_with(|| Job::new(now));
+    job.at = Some(now + job.pause);
+    job.pause = (job.pause * 2).min(most);
 }
 
 /// Cuts a file's chunks on all its chains, or removes all if its data is gone for good. `number`: of
-/// the job.
+/// the job. It makes way for others after a while, and after a failure begins nothing more.
 async fn trim_chunks(
     mds: &Mds,
     map: &MapView,
     stripes: &StripeMap,
     trim: Option<&pb::Trim>,
     (progress, number): (&Progress, u64),
-) -> Result<()> {
+) -> Result<Did> {
     let requests = trim_requests(stripes, trim.map(|t| t.size), map)?;
-    let calls = requests.into_iter().map(|(node, request)| async move {
-        let conn = mds.links.get(&node).await?;
-        let at = (number, request.chain);
-        loop {
-            let request = resumed(&request, progress.of(at));
+    let until = progress.has_room(requests.len()).then(|| Instant::now() + TURN);
+    let stop = &AtomicBool::new(false);
+    let calls = requests.into_iter().map(|(node, first)| async move {
+        let at = (number, first.chain);
+        let mut step = progress.of(at);
+        while !step.is_done(first.epoch) {
+            if stop.load(Ordering::Relaxed) || until.is_some_and(|until| Instant::now() >= until) {
+                return Ok(Did::Part);
+            }
+            let conn = mds.links.get(&node).await?;
+            let request = step.request(&first);
             let reply = match trim {
                 None => call(&*conn, &request).await?,
                 Some(trim) => cut_once(mds, &*conn, stripes.ino, trim, request.clone()).await?,
             };
-            let Some(step) = next_step(&request, &reply)? else { return Ok::<(), Error>(()) };
-            progress.0.lock().insert(at, step);
+            step = step.after(&request, &reply)?;
+            progress.put(at, step.clone());
         }
+        Ok::<Did, Error>(Did::All)
     });
     let mut calls = stream::iter(calls).buffer_unordered(CHAINS_AT_ONCE);
+    let (mut did, mut failed) = (Did::All, None);
     while let Some(r) = calls.next().await {
-        r?;
+        match r {
+            Ok(Did::All) => {}
+            Ok(Did::Part) => did = Did::Part,
+            Err(e) => {
+                // What is at work at a storage server would be in the way of the next try.
+                stop.store(true, Ordering::Relaxed);
+                failed.get_or_insert(e);
+            }
+        }
     }
-    progress.done(number);
-    Ok(())
-}
-
-/// The request that goes on where former ones have come to.
-fn resumed(request: &DataRequest, step: Step) -> DataRequest {
-    let mut r = DataRequest { offset: TRIM_BUDGET_MS, ..request.clone() };
-    if step.index > r.chunk.index || step.seq > 0 {
-        // The chunk before was cut by the first one.
-        (r.chunk.index, r.len, r.seq) = (step.index, u32::MAX, step.seq);
+    if let Some(e) = failed {
+        return Err(e);
     }
-    r
-}
-
-/// What is left of a TRIM, as its answer says. One of an older version has done all.
-fn next_step(request: &DataRequest, reply: &DataReply) -> Result<Option<Step>> {
-    if reply.stable || reply.len == 0 {
-        return Ok(None);
+    if did == Did::All {
+        progress.done(number);
     }
-    let step = Step { index: reply.version.number, seq: u64::from(reply.len - 1) };
-    let gone = request.flags & FLAG_TOMBSTONE != 0;
-    let from = Step { index: request.chunk.index, seq: if gone { request.seq } else { 0 } };
-    let forward = (step.seq, step.index) > (from.seq, from.index);
-    if !forward || step.seq > u64::from(gone) {
-        return Err(Error::new(Code::Protocol, "a storage server's TRIM does not come forward"));
-    }
-    Ok(Some(step))
+    Ok(did)
 }
 
 /// One round of a cut: a number for it, then the cut with it.
@@ -437,7 +445,7 @@ fn trim_requests(stripes: &StripeMap, size: Option<u64>, map: &MapView) -> Resul
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
 
     use async_trait::async_trait;
     use strake_fabric::{Endpoint, Listener, Pool, Service};
@@ -482,41 +490,6 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_trim_goes_on_where_its_answer_says() {
-        let chunk = ChunkId { ino: 4, data: 9, index: 3 };
-        let first = DataRequest { len: 100, ..DataRequest::new(7, 1, 1, chunk) };
-        let left = |index, len| DataReply { len, version: Version { epoch: 1, number: index }, ..DataReply::default() };
-        let begun = resumed(&first, Step::default());
-        assert_eq!((begun.chunk.index, begun.len, begun.offset), (3, 100, TRIM_BUDGET_MS));
-        let step = next_step(&begun, &left(500, 1)).unwrap().unwrap();
-        let next = resumed(&first, step);
-        assert_eq!((next.chunk.index, next.len), (500, u32::MAX), "the chunk before is cut once");
-        // Done; by one that knows no steps; and one that stays where it is.
-        assert!(next_step(&next, &DataReply { stable: true, ..left(0, 0) }).unwrap().is_none());
-        assert!(next_step(&next, &DataReply::default()).unwrap().is_none());
-        assert!(next_step(&next, &left(500, 1)).is_err() && next_step(&next, &left(1, 2)).is_err());
-        // For good: all are removed first, then the tombstones are forgotten.
-        let gone = DataRequest { len: u32::MAX, flags: FLAG_TOMBSTONE, chunk: ChunkId { index: 0, ..chunk }, ..first };
-        let removed = resumed(&gone, next_step(&gone, &left(500, 1)).unwrap().unwrap());
-        let step = next_step(&removed, &left(20, 2)).unwrap().unwrap();
-        let forgets = resumed(&gone, step);
-        assert_eq!((forgets.chunk.index, forgets.seq, forgets.len), (20, 1, u32::MAX));
-        assert!(next_step(&forgets, &left(600, 1)).is_err(), "no step back");
-    }
-
-    #[test]
-    fn how_far_a_job_came_is_kept_until_it_is_done() {
-        let progress = Progress::default();
-        for at in [(5, 1), (5, 2), (6, 1)] {
-            progress.0.lock().insert(at, Step { index: 9, seq: 0 });
-        }
-        progress.done(5);
-        assert_eq!((progress.of((5, 2)).index, progress.of((6, 1)).index), (0, 9));
-        progress.retain(|number| number == 7);
-        assert_eq!(progress.of((6, 1)).index, 0);
-    }
-
     #[tokio::test]
     async fn links_that_broke_are_forgotten_when_there_are_many() {
         let links = Links::new(Arc::new(Nowhere(Pool::new(1 << 20), Arc::default())));
@@ -558,7 +531,7 @@ mod tests {
             let (heal, slow) = (&heal, &slow);
             async move {
                 if heal.load(Ordering::Relaxed) || k == 40 {
-                    return Ok(());
+                    return Ok(Did::All);
                 }
                 if k < 32 {
                     slow.fetch_add(1, Ordering::Relaxed);
@@ -580,6 +553,58 @@ mod tests {
         heal.store(true, Ordering::Relaxed);
         assert!(timeout(Duration::from_secs(60), &mut work).await.is_err());
         assert_eq!(left.lock().len(), 0);
+    }
+
+    /// More than have a place, and none of them ends. Others come all the time.
+    #[tokio::test(start_paused = true)]
+    async fn long_jobs_take_turns_and_hold_up_no_short_ones() {
+        const LONG: u32 = 40;
+        let turns = Mutex::new(vec![0; LONG as usize]);
+        let short: Mutex<BTreeMap<u32, Instant>> = Mutex::default();
+        let worst = Mutex::new(Duration::ZERO);
+        let list = |n: usize| {
+            let short: Vec<u32> = short.lock().keys().copied().collect();
+            (0..LONG).chain(short).take(n).map(|k| (k, k)).collect::<Vec<_>>()
+        };
+        let job = |k: u32| {
+            let turns = &turns;
+            async move {
+                if k >= LONG {
+                    return Ok(Did::All);
+                }
+                turns.lock()[k as usize] += 1;
+                tokio::time::sleep(TURN).await;
+                Ok(Did::Part)
+            }
+        };
+        let done = |keys: Vec<u32>| {
+            for k in keys {
+                let came = short.lock().remove(&k).unwrap();
+                let mut worst = worst.lock();
+                *worst = came.elapsed().max(*worst);
+            }
+            std::future::ready(Ok(()))
+        };
+        let work = work_off(16, (CUT_POLL, RETRY_MAX), std::future::pending::<()>, list, job, done);
+        let comes = async {
+            // In their first turns they take all places.
+            tokio::time::sleep(TURN * 5).await;
+            for n in 0..1000 {
+                short.lock().insert(LONG + n, Instant::now());
+                tokio::time::sleep(Duration::from_millis(300)).await;
+            }
+            tokio::time::sleep(TURN).await;
+        };
+        tokio::select! {
+            () = work => unreachable!(),
+            () = comes => {}
+        }
+        assert_eq!(short.lock().len(), 0);
+        assert!(*worst.lock() <= CUT_POLL * 2, "{:?}", worst.lock());
+        let turns = turns.lock();
+        let (least, most) = (turns.iter().min().unwrap(), turns.iter().max().unwrap());
+        // 318 s, of which each of them has 8 / 40.
+        assert!(*least >= 19 && most - least <= 2, "{turns:?}");
     }
 
     #[tokio::test(start_paused = true)]

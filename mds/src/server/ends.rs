@@ -18,6 +18,7 @@ use strake_proto::{
 use super::{
     Mds,
     chunks::{CHAINS_AT_ONCE, fenced, work_off},
+    steps::Did,
 };
 use crate::leases::rows::Leader;
 use pb::log_command::Command;
@@ -34,7 +35,8 @@ const BLOCK_LEN: u32 = BLOCK as u32;
 pub(super) async fn find_ends(mds: &Mds, term: u64) {
     let list = |n: usize| mds.recalls.endless(n).into_iter().map(|file| (file, file.0)).collect::<Vec<_>>();
     let done = |found: Vec<(Ino, u64)>| async move { mds.recalls.ends_found(term, &found) };
-    work_off(AT_ONCE, (POLL, RETRY_MAX), std::future::pending, list, |ino| find_end(mds, ino), done).await;
+    let job = |ino| async move { find_end(mds, ino).await.map(|()| Did::All) };
+    work_off(AT_ONCE, (POLL, RETRY_MAX), std::future::pending, list, job, done).await;
 }
 
 /// `Ok`: it is known, or nobody needs to know any more.

@@ -35,6 +35,7 @@ mod recent;
 mod room;
 mod service;
 pub mod sessions;
+mod steps;
 #[doc(hidden)]
 pub mod trying;
 mod verify;

@@ -479,6 +479,10 @@ impl ChainCore {
             Event::ForwardKnown.taken();
             return Err(Outcome::Known { version });
         }
+        if writer.session == 0 && now == Version::default() && self.is_gone(op.chunk.data) {
+            Event::ForwardForgotten.taken();
+            return Err(Outcome::Known { version });
+        }
         if let Some(s) = self.spent.get(&op.chunk).filter(|s| version <= s.version) {
             Event::ForwardRefused.taken();
             let m = format!("version {version:?} of chunk {} was refused here before", op.chunk);

@@ -27,6 +27,8 @@ strake_proto::rows! {
         ForwardStarts = "forward-starts",
         /// A copy of a forward whose file was removed since.
         ForwardGone = "forward-gone",
+        /// A copy of a forward of its removal.
+        ForwardForgotten = "forward-forgotten",
         /// A forward that builds on something else.
         ForwardGap = "forward-gap",
         /// A forward of what is in the slot.

@@ -130,6 +130,15 @@ fn copies_that_come_after_their_data_was_removed_make_no_chunk() {
     let mut tail = One::new(TAIL);
     tail.core.data_is_gone(CHUNK.data);
     assert_eq!(tail.forward(1, 3, v(3, 1), v(0, 0)), ["refused 1 Stale"]);
+    // A copy of the removal makes no tombstone where there is none any more, and removes what is
+    // there.
+    let removal = |id, number, prev| {
+        let what = What::Forward { session: 0, seq: 0, version: v(3, number), prev };
+        Input::Op(Op { id, chunk: CHUNK, epoch: 3, eager: true, what })
+    };
+    assert_eq!(tail.go(removal(2, 2, v(0, 0))), ["known 2 n2"]);
+    tail.mem.0.insert(CHUNK, Committed { version: v(2, 7), ..Committed::default() });
+    assert_eq!(tail.go(removal(3, 2, v(2, 7))), ["stage 3"]);
     // A bounded number of them, the latest; none over the epoch, whose requests are refused from then on.
     for data in 100..100 + super::core::KEPT_GONE as u64 {
         r.core.data_is_gone(data);

@@ -24,6 +24,7 @@ use super::{
     node::{InWork, Node, Target},
     peers::Lane,
     repair::Unrepaired,
+    sync::was_removed,
     trim::{Cuts, Forget},
 };
 use crate::{
@@ -369,6 +370,21 @@ impl Replica {
         match inner.core.view() {
             v if v.epoch == epoch && !v.takes_updates() => self.engine().forget(staged),
             _ => Err(Error::new(Code::StaleEpoch, format!("chain {} has changed", self.chain))),
+        }
+    }
+
+    /// Makes what a fill brought visible, unless its data was removed while it was stored. Under
+    /// the lock: whoever forgets the data's tombstones says so first, and then either finds this
+    /// chunk or keeps it from being made.
+    pub(super) fn take_filled(&self, staged: Staged, r: &DataRequest) -> Result<()> {
+        let inner = self.inner.lock();
+        inner.core.check_member(r.epoch)?;
+        let gone = inner.core.is_gone(r.chunk.data);
+        match r.flags & FLAG_TOMBSTONE != 0 {
+            // The source has no record of it, or forgets it as well.
+            true if gone || r.version == Version::default() => self.engine().forget(staged),
+            false if gone => Err(was_removed(r.chunk)),
+            _ => self.engine().commit(staged, r.version, r.writers.clone()).map(drop),
         }
     }
 

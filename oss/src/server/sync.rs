@@ -44,6 +44,10 @@ pub(super) struct Sent {
     busy: bool,
 }
 
+pub(super) fn was_removed(chunk: ChunkId) -> Error {
+    Error::new(Code::Stale, format!("the data of chunk {chunk} was removed"))
+}
+
 /// A tombstone of version 0 stands for no record at all.
 fn same(a: Option<&ListEntry>, b: Option<&ListEntry>) -> bool {
     let state = |e: Option<&ListEntry>| e.map_or((Version::default(), true), |e| (e.version, e.tombstone));
@@ -255,7 +259,7 @@ impl Replica {
         let r = &carried.request;
         // After it was looked for: a tombstone that was forgotten would have told that this is late.
         if r.flags & FLAG_TOMBSTONE == 0 && self.is_gone(chunk.data) {
-            return Err(Error::new(Code::Stale, format!("the data of chunk {chunk} was removed")));
+            return Err(was_removed(chunk));
         }
         let expected = Version { epoch: r.session, number: r.seq };
         if now != expected && now != r.version {
@@ -272,11 +276,7 @@ impl Replica {
                 self.target.note(e);
             }
             self.check_member(epoch)?;
-            if r.version == Version::default() && r.flags & FLAG_TOMBSTONE != 0 {
-                self.engine().forget(staged?)?; // the source has no record of it
-            } else {
-                self.engine().commit(staged?, r.version, r.writers.clone())?;
-            }
+            self.take_filled(staged?, r)?;
             self.report_given(r);
         }
         let r = &carried.request;

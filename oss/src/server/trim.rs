@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use futures_util::{StreamExt, stream};
+use futures_util::{StreamExt, TryStreamExt, stream, stream::FuturesUnordered};
 use parking_lot::Mutex;
 use strake_proto::{
     ChunkId, Code, Error, Result,
@@ -240,30 +240,52 @@ async fn remove_for_good(replica: &Arc<Replica>, r: &DataRequest, trace: u64, bu
 /// Where there is more to do when the time is over, if there is.
 async fn remove(replica: &Arc<Replica>, r: &DataRequest, trace: u64, budget: &Budget) -> Result<Option<u64>> {
     // What is being written right now may make chunks that no list has yet: those are removed after it, in their slot.
-    let mut busy = replica.busy_from(r.chunk);
-    let (mut from, gone) = (r.chunk.index, r.flags & FLAG_TOMBSTONE != 0);
+    let mut busy: BTreeSet<u64> = replica.busy_from(r.chunk).into_iter().collect();
+    let mut from = r.chunk.index;
     loop {
         let page = replica.engine().chunks_of(r.chain, r.chunk.ino, r.chunk.data, from, PAGE)?;
-        let mut live: Vec<u64> = page.iter().filter(|e| !e.tombstone).map(|e| e.chunk.index).collect();
-        live.extend(std::mem::take(&mut busy).into_iter().filter(|i| !live.contains(i)).collect::<Vec<_>>());
-        let removals = live.into_iter().map(|i| update(replica, r, trace, Kind::Remove, i, 0));
-        let mut removals = stream::iter(removals).buffer_unordered(PARALLEL);
-        while let Some(done) = removals.next().await {
-            match done {
-                // What it was is not known, here or behind. The second step removes it at each of them.
-                Err(e) if gone && e.code == Code::Corrupt => {}
-                other => drop(other?),
-            }
+        let next = page.last().filter(|_| page.len() == PAGE).and_then(|e| e.chunk.index.checked_add(1));
+        let later = next.map(|next| busy.split_off(&next)).unwrap_or_default();
+        let mut due = std::mem::replace(&mut busy, later);
+        due.extend(page.iter().filter(|e| !e.tombstone).map(|e| e.chunk.index));
+        if let Some(left) = remove_all(replica, r, trace, due, budget).await? {
+            return Ok(Some(left));
         }
-        match page.last().and_then(|e| e.chunk.index.checked_add(1)) {
-            Some(next) if page.len() == PAGE => from = next,
-            _ => return Ok(None),
-        }
-        if budget.is_spent() {
-            return Ok(Some(from));
+        match next {
+            Some(next) if budget.is_spent() => return Ok(Some(next)),
+            Some(next) => from = next,
+            None => return Ok(None),
         }
         // A page of tombstones waits for nothing.
         tokio::task::yield_now().await;
+    }
+}
+
+/// The first of them that is left when the time is over. One is removed in any case.
+async fn remove_all(
+    replica: &Arc<Replica>,
+    r: &DataRequest,
+    trace: u64,
+    due: BTreeSet<u64>,
+    budget: &Budget,
+) -> Result<Option<u64>> {
+    let gone = r.flags & FLAG_TOMBSTONE != 0;
+    let (mut due, mut begun) = (due.into_iter(), 0);
+    let mut removals = FuturesUnordered::new();
+    loop {
+        while removals.len() < PARALLEL
+            && (begun == 0 || !budget.is_spent())
+            && let Some(index) = due.next()
+        {
+            begun += 1;
+            removals.push(update(replica, r, trace, Kind::Remove, index, 0));
+        }
+        match removals.next().await {
+            None => return Ok(due.next()),
+            // What it was is not known, here or behind. The second step removes it at each of them.
+            Some(Err(e)) if gone && e.code == Code::Corrupt => {}
+            Some(other) => drop(other?),
+        }
     }
 }
 
@@ -307,9 +329,7 @@ impl Replica {
         let most = if f.most == 0 { FORGET_PAGE } else { f.most.min(FORGET_PAGE) } as usize;
         loop {
             let forgot = self.engine().forget_tombstones(self.chain, file, from, most)?;
-            for index in forgot.left {
-                self.drop_leftover(epoch, ChunkId { index, ..f.from }).await?;
-            }
+            self.drop_leftovers(epoch, f.from, forgot.left).await?;
             match forgot.next {
                 // Who asks for all of it does not ask again.
                 Some(next) if f.most == 0 => from = next,
@@ -319,11 +339,21 @@ impl Replica {
         }
     }
 
-    /// Removes a chunk of data that is gone for good, which the chain's head does not have: a late FORWARD made it.
+    /// Removes chunks of data that is gone for good, which the chain's head does not have: late
+    /// FORWARDs made them.
+    async fn drop_leftovers(self: &Arc<Self>, epoch: u64, of: ChunkId, left: Vec<u64>) -> Result<()> {
+        let Some(first) = left.first() else { return Ok(()) };
+        let (chain, count, first) = (self.chain, left.len(), ChunkId { index: *first, ..of });
+        tracing::info!(
+            "chain {chain}: {count} chunks are left over from data that is gone and are removed, {first} first"
+        );
+        let removals = left.into_iter().map(|index| self.drop_leftover(epoch, ChunkId { index, ..of }));
+        stream::iter(removals).buffer_unordered(PARALLEL).try_collect().await
+    }
+
     async fn drop_leftover(self: &Arc<Self>, epoch: u64, chunk: ChunkId) -> Result<()> {
         let _hold = self.hold(chunk, epoch).await?;
         self.check_member(epoch)?;
-        tracing::info!("chain {}: chunk {chunk} is left over from data that is gone; it is removed", self.chain);
         let staged = self.engine().stage(self.key(chunk), Update::Remove).await?;
         self.engine().forget(staged)
     }

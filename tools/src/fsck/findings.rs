@@ -43,13 +43,25 @@ pub struct Place {
     pub there: bool,
     /// The chain that it is on has other chunks of the file.
     pub beside_others: bool,
+    /// The file's size, if that reaches no stripe of the chunk. Then nothing of it shows in the
+    /// file, wherever it is.
+    pub beyond: Option<u64>,
+}
+
+impl Place {
+    /// Whether it may be the only copy of bytes that the file should show.
+    pub fn may_be_only(&self) -> bool {
+        !self.there && self.beyond.is_none()
+    }
 }
 
 impl Finding {
     /// Inode, data and chain of a misplaced chunk that may be the only copy.
     pub fn only_copy(&self) -> Option<(Ino, u64, u32)> {
         match self {
-            Finding::Misplaced { chunk, chain, place, .. } if !place.there => Some((chunk.ino, chunk.data, *chain)),
+            Finding::Misplaced { chunk, chain, place, .. } if place.may_be_only() => {
+                Some((chunk.ino, chunk.data, *chain))
+            }
             _ => None,
         }
     }
@@ -96,6 +108,7 @@ pub fn compare(
         for e in list.iter().filter(|e| !e.tombstone) {
             let (chunk, target) = (e.chunk, *target);
             let cut = pending.get(&(chunk.ino, chunk.data));
+            let is_cut = |f: &FileInfo| cut.is_some_and(|size| chunk.index >= f.map.cut(*size).first_gone);
             match files.get(&chunk.ino).filter(|f| f.map.data == chunk.data) {
                 None if cut == Some(&0) => waiting += 1,
                 None if unread.contains(&chunk.ino) => {}
@@ -104,11 +117,11 @@ pub fn compare(
                     chains.insert(*chain);
                     *chunks += 1;
                 }
+                Some(f) if f.map.chains.contains(chain) && is_cut(f) => waiting += 1,
                 Some(f) if f.map.chain_of(chunk.index) != *chain => {
                     let place = place(map, f, lists, e, *chain);
                     findings.push(Finding::Misplaced { chunk, path: f.path.clone(), chain: *chain, target, place });
                 }
-                Some(f) if cut.is_some_and(|size| chunk.index >= f.map.cut(*size).first_gone) => waiting += 1,
                 Some(f) if chunk.index >= f.map.cut(f.size).first_gone => {
                     findings.push(Finding::BeyondEnd { chunk, path: f.path.clone(), target, size: f.size });
                 }
@@ -176,7 +189,8 @@ fn place(map: &MapView, file: &FileInfo, lists: &Lists, e: &ListEntry, on: u32) 
     let all: Option<Vec<&ListEntry>> = members.iter().map(of).collect();
     let same = |all: &Vec<&ListEntry>| all.windows(2).all(|w| w[0].version == w[1].version);
     let there = all.is_some_and(|all| !all.is_empty() && all.iter().all(|o| good(o)) && same(&all));
-    Place { chain, there, beside_others: file.map.chains.contains(&on) }
+    let beyond = (e.chunk.index >= file.map.cut(file.size).first_gone).then_some(file.size);
+    Place { chain, there, beside_others: file.map.chains.contains(&on), beyond }
 }
 
 /// Chunks of a file without holes that are nowhere, on chains that were listed.
@@ -234,7 +248,11 @@ pub fn text(f: &Finding) -> String {
             format!("tombstones: {tombstones} of inode {ino:#x}, data {data:#x}, on target {target}: no file has them")
         }
         Finding::Misplaced { chunk, path, chain, target, place } => {
-            let right = place.chain;
+            let right = match (place.beyond, place.there) {
+                (Some(size), _) => format!("{}, and the file has {size} bytes, which do not reach it", place.chain),
+                (None, true) => format!("{}, which has it, too", place.chain),
+                (None, false) => format!("{}, which does not have it whole: a hole, or the only copy", place.chain),
+            };
             format!("misplaced: chunk {chunk} ({path}) on target {target}, chain {chain}; its chain is {right}")
         }
         Finding::Diverged { chunk, chain, versions } => {
@@ -397,12 +415,45 @@ mod tests {
             ]);
             place(&map(), &files[&7], &lists, &entry(7, 1, 1), 3)
         };
-        let whole = Place { chain: 2, there: true, beside_others: false };
+        let whole = Place { chain: 2, there: true, beside_others: false, beyond: None };
         assert_eq!(place_of(vec![entry(7, 1, 1), entry(7, 3, 1)]), whole);
         assert!(!place_of(vec![entry(7, 3, 1)]).there);
         assert!(!place_of(vec![ListEntry { tombstone: true, ..entry(7, 1, 1) }]).there);
         assert!(!place_of(vec![ListEntry { len: 9, ..entry(7, 1, 1) }]).there, "shorter");
         assert!(!place_of(vec![entry(7, 1, 2)]).there, "they disagree");
         assert!(!place_of(vec![ListEntry { version: Version::default(), ..entry(7, 1, 1) }]).there, "damaged");
+    }
+
+    #[test]
+    fn what_no_byte_of_the_file_reaches_is_no_only_copy_of_it() {
+        let misplaced = |index, size| {
+            let mut files = files();
+            files.values_mut().for_each(|f| f.size = size);
+            let place = place(&map(), &files[&7], &Lists::new(), &entry(7, index, 1), 3);
+            let (chunk, path) = (ChunkId { ino: 7, data: 1, index }, "/f".into());
+            Finding::Misplaced { chunk, path, chain: 3, target: 1, place }
+        };
+        let only = Some((7, 1, 3));
+        // The last stripe that some byte is in, be it one, may be the only copy; the next is
+        // beyond.
+        for (size, first_gone) in [(0, 0), (1, 1), (1 << 20, 1), ((1 << 20) + 1, 2), (2 << 20, 2)] {
+            assert_eq!(misplaced(first_gone, size).only_copy(), None, "{size}");
+            if first_gone > 0 {
+                assert_eq!(misplaced(first_gone - 1, size).only_copy(), only, "{size}");
+            }
+        }
+        assert!(text(&misplaced(2, 5)).contains("has 5 bytes, which do not reach it"));
+        assert!(text(&misplaced(0, 5)).contains("only copy"));
+    }
+
+    #[test]
+    fn what_a_pending_cut_removes_waits_also_on_a_wrong_chain() {
+        let lists = Lists::from([((1, 1), vec![entry(7, 3, 1)]), ((3, 1), vec![entry(7, 3, 1)])]);
+        let pending = Pending::from([((7, 1), 2 << 20)]);
+        let (found, waiting) = compare(&map(), &files(), &lists, &pending, &BTreeSet::new());
+        // On a chain that the file does not use no cut comes by.
+        let on: Vec<_> = found.iter().filter(|f| matches!(f, Finding::Misplaced { .. })).collect();
+        assert!(matches!(on[..], [Finding::Misplaced { chain: 3, .. }]), "{found:?}");
+        assert_eq!(waiting, 1);
     }
 }

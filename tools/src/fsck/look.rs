@@ -303,7 +303,7 @@ async fn going(c: &dyn Connection) -> Result<Pending> {
 }
 
 /// Which of the files somebody has open for writing.
-async fn written(c: &dyn Connection, inos: &[Ino]) -> Result<BTreeSet<Ino>> {
+pub async fn written(c: &dyn Connection, inos: &[Ino]) -> Result<BTreeSet<Ino>> {
     let mut all = BTreeSet::new();
     for part in inos.chunks(PAGE as usize) {
         let request = pb::PendingRequest { kind: 4, after: 0, limit: PAGE, inos: part.to_vec() };

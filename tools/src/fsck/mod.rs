@@ -37,8 +37,8 @@ pub struct FsckArgs {
     #[arg(long)]
     read_data: bool,
     /// Repair what can be repaired safely while the file system is in use: leaked chunks, chunks beyond the end of their file,
-    /// misplaced ones that their chain has, too, tombstones that nobody needs, and names of inodes that do not exist. Looks again
-    /// afterwards.
+    /// misplaced ones that are beyond it or that their chain has, too, tombstones that nobody
+    /// needs, and names of inodes that do not exist. Looks again afterwards.
     #[arg(long)]
     repair: bool,
     /// Print the outcome as JSON.

@@ -13,11 +13,11 @@ use bytes::Bytes;
 use prost::Message as _;
 use serde_json::{Value, json};
 use strake_fabric::{Connection, Message};
-use strake_proto::{Code, Ino, Result, opcode, pb};
+use strake_proto::{ChunkId, Code, Ino, Result, opcode, pb};
 
 use super::{
-    findings::Finding,
-    look::{Checker, Outcome},
+    findings::{Finding, Place},
+    look::{Checker, Outcome, written},
 };
 use pb::{members_request::Change, repair::What};
 
@@ -119,17 +119,55 @@ fn left(why: impl Into<String>, next: &'static str) -> Fate {
     Fate::Left { why: why.into(), next }
 }
 
+/// What keeps a chain from being cleared of a file, on which that has nothing else: it is cleared
+/// of all that the file has there, or of nothing. Inode, data and chain.
+#[derive(Default)]
+struct Kept {
+    /// [`Finding::only_copy`] of all looks.
+    only: BTreeSet<(Ino, u64, u32)>,
+    /// Something is beyond the end of a file that somebody has open for writing: where that will be
+    /// is not known.
+    open: BTreeSet<(Ino, u64, u32)>,
+}
+
+impl Kept {
+    fn why(&self, chunk: &ChunkId, chain: u32, place: &Place) -> Option<Fate> {
+        let at = (chunk.ino, chunk.data, chain);
+        if self.only.contains(&at) {
+            let why = if place.may_be_only() {
+                "the chain where it should be does not have it whole: that is a hole, or this is the only copy"
+            } else {
+                "a chain is cleared of all that a file has there, and others of it there may be the only copy"
+            };
+            let next = "compare the file with another copy of it; when it is right or written anew, run fsck again";
+            return Some(left(why, next));
+        }
+        let open = self.open.contains(&at);
+        open.then(|| left("somebody has the file open for writing", "run fsck again when nobody writes it"))
+    }
+}
+
+/// Where files have something that goes only because it is beyond their end.
+fn beyond(findings: &[Finding]) -> BTreeSet<(Ino, u64, u32)> {
+    let of = |f: &Finding| match f {
+        Finding::Misplaced { chunk, chain, place, .. } if place.beyond.is_some() && !place.there => {
+            Some((chunk.ino, chunk.data, *chain))
+        }
+        _ => None,
+    };
+    findings.iter().filter_map(of).collect()
+}
+
 impl Plan {
-    /// `only`: [`Finding::only_copy`] of all looks. A chain is cleared of all that a file has there, or of nothing.
-    fn new(findings: &[Finding], only: &BTreeSet<(Ino, u64, u32)>) -> Plan {
-        let each: Vec<_> = findings.iter().map(|f| job(f, only)).collect();
+    fn new(findings: &[Finding], kept: &Kept) -> Plan {
+        let each: Vec<_> = findings.iter().map(|f| job(f, kept)).collect();
         let mut jobs: BTreeMap<Job, BTreeSet<u32>> = BTreeMap::new();
         for (f, job) in findings.iter().zip(&each) {
             let Ok(job) = job else { continue };
             let chains = jobs.entry(job.clone()).or_default();
             match f {
                 Finding::Leaked { chains: on, .. } | Finding::Tombstones { chains: on, .. } => chains.extend(on),
-                Finding::Misplaced { chain, .. } => drop(chains.insert(*chain)),
+                Finding::Misplaced { chain, .. } if matches!(job, Job::Chunks { .. }) => drop(chains.insert(*chain)),
                 _ => {}
             }
         }
@@ -137,8 +175,8 @@ impl Plan {
     }
 }
 
-/// What repairs a finding. `only`: inode, data and chain of misplaced chunks that their own chain does not have.
-fn job(f: &Finding, only: &BTreeSet<(Ino, u64, u32)>) -> Result<Job, Fate> {
+/// What repairs a finding.
+fn job(f: &Finding, kept: &Kept) -> Result<Job, Fate> {
     match f {
         Finding::Leaked { ino, data, .. } | Finding::Tombstones { ino, data, .. } => {
             Ok(Job::Chunks { ino: *ino, data: *data, misplaced: false })
@@ -151,15 +189,18 @@ fn job(f: &Finding, only: &BTreeSet<(Ino, u64, u32)>) -> Result<Job, Fate> {
             "the inode may exist, it only cannot be read now",
             "see that all metadata servers are well (`strake status`) and run fsck again",
         )),
-        Finding::Misplaced { place, .. } if place.beside_others => Err(left(
-            "the chain has other chunks of the file, of which this one cannot be told apart safely",
-            "copy the file, compare it, and remove the old one",
-        )),
-        Finding::Misplaced { chunk, chain, .. } if only.contains(&(chunk.ino, chunk.data, *chain)) => Err(left(
-            "the chain where chunks of the file should be does not have them: they may be the only copy",
-            "compare the file with another copy of it; when it is right or written anew, run fsck again",
-        )),
-        Finding::Misplaced { chunk, .. } => Ok(Job::Chunks { ino: chunk.ino, data: chunk.data, misplaced: true }),
+        Finding::Misplaced { chunk, place, .. } if place.beside_others => match place.beyond {
+            // A cut of a file removes all from its end on, on each of its chains.
+            Some(size) => Ok(Job::End { ino: chunk.ino, data: chunk.data, size }),
+            None => Err(left(
+                "the chain has other chunks of the file and cannot be cleared, and there is no cut before the file's end",
+                "copy the file, compare it, and remove the old one",
+            )),
+        },
+        Finding::Misplaced { chunk, chain, place, .. } => match kept.why(chunk, *chain, place) {
+            Some(fate) => Err(fate),
+            None => Ok(Job::Chunks { ino: chunk.ino, data: chunk.data, misplaced: true }),
+        },
         Finding::Diverged { .. } => Err(left(
             "which replica is right cannot be told from here",
             "run `strake scrub start --wait` and fsck again; if it stays, `strake target drain` the target with the older version",
@@ -185,7 +226,7 @@ impl Checker {
     /// Repairs what can be repaired; what became of each finding, in their order.
     pub async fn repair(&mut self, seen: &Outcome) -> Result<Vec<Fate>> {
         let findings = &seen.findings;
-        let plan = Plan::new(findings, &seen.only_copies);
+        let plan = Plan::new(findings, &self.kept(seen).await?);
         let mut refused = BTreeMap::new();
         let count = plan.jobs.len();
         for (n, (job, chains)) in plan.jobs.iter().enumerate() {
@@ -226,6 +267,16 @@ impl Checker {
             Err(fate) => fate.clone(),
         };
         Ok(findings.iter().zip(&plan.each).map(fate).collect())
+    }
+
+    async fn kept(&self, seen: &Outcome) -> Result<Kept> {
+        let mut open = beyond(&seen.findings);
+        if !open.is_empty() {
+            let inos: Vec<Ino> = open.iter().map(|at| at.0).collect::<BTreeSet<_>>().into_iter().collect();
+            let written = self.of_leader(async |c| written(c, &inos).await).await?;
+            open.retain(|at| written.contains(&at.0));
+        }
+        Ok(Kept { only: seen.only_copies.clone(), open })
     }
 
     /// Waits until what was asked for is deleted; the jobs that take longer.
@@ -305,22 +356,25 @@ fn again(f: &Finding, now: &Outcome) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use strake_proto::ChunkId;
-
-    use super::{super::findings::Place, *};
+    use super::*;
 
     fn leak(target: u32, chain: u32) -> Finding {
         Finding::Leaked { ino: 8, data: 5, target, chains: BTreeSet::from([chain]), chunks: 3 }
     }
 
     fn misplaced(index: u64, there: bool, beside_others: bool) -> Finding {
-        let (chunk, place) = (ChunkId { ino: 7, data: 1, index }, Place { chain: 2, there, beside_others });
+        let (chunk, beyond) = (ChunkId { ino: 7, data: 1, index }, (index > 5).then_some(500));
+        let place = Place { chain: 2, there, beside_others, beyond };
         Finding::Misplaced { chunk, path: "/f".into(), chain: 1, target: 1, place }
+    }
+
+    fn plan(findings: &[Finding], only: &BTreeSet<(Ino, u64, u32)>) -> Plan {
+        Plan::new(findings, &Kept { only: only.clone(), ..Kept::default() })
     }
 
     #[test]
     fn what_is_at_several_targets_is_asked_for_once() {
-        let plan = Plan::new(&[leak(1, 4), leak(2, 4), leak(3, 6)], &BTreeSet::new());
+        let plan = plan(&[leak(1, 4), leak(2, 4), leak(3, 6)], &BTreeSet::new());
         let jobs: Vec<_> = plan.jobs.iter().collect();
         assert_eq!(jobs, [(&Job::Chunks { ino: 8, data: 5, misplaced: false }, &BTreeSet::from([4, 6]))]);
         assert!(plan.each.iter().all(Result::is_ok));
@@ -329,7 +383,7 @@ mod tests {
     #[test]
     fn tombstones_go_with_the_chunks_of_the_same_data() {
         let tombstones = Finding::Tombstones { ino: 8, data: 5, target: 2, chains: BTreeSet::from([9]), tombstones: 4 };
-        let plan = Plan::new(&[leak(1, 4), tombstones.clone()], &BTreeSet::new());
+        let plan = plan(&[leak(1, 4), tombstones.clone()], &BTreeSet::new());
         let jobs: Vec<_> = plan.jobs.iter().collect();
         assert_eq!(jobs, [(&Job::Chunks { ino: 8, data: 5, misplaced: false }, &BTreeSet::from([4, 9]))]);
         let now = Outcome { listed: BTreeSet::from([2]), findings: vec![tombstones.clone()], ..Default::default() };
@@ -339,12 +393,35 @@ mod tests {
     #[test]
     fn what_may_be_the_only_copy_stays() {
         let only = |findings: &[Finding]| findings.iter().filter_map(Finding::only_copy).collect();
-        let jobs = |findings: &[Finding]| Plan::new(findings, &only(findings)).jobs.len();
+        let jobs = |findings: &[Finding]| plan(findings, &only(findings)).jobs.len();
         assert_eq!(jobs(&[misplaced(0, true, false), misplaced(1, true, false)]), 1);
         assert_eq!(jobs(&[misplaced(0, true, false), misplaced(1, false, false)]), 0, "a chain is cleared as a whole");
         assert_eq!(jobs(&[misplaced(0, true, true)]), 0);
         let in_one_look_only = only(&[misplaced(1, false, false)]);
-        assert_eq!(Plan::new(&[misplaced(0, true, false)], &in_one_look_only).jobs.len(), 0);
+        assert_eq!(plan(&[misplaced(0, true, false)], &in_one_look_only).jobs.len(), 0);
+    }
+
+    #[test]
+    fn what_is_beyond_the_end_goes_though_its_chain_does_not_have_it() {
+        let only = |findings: &[Finding]| findings.iter().filter_map(Finding::only_copy).collect();
+        let jobs = |findings: &[Finding]| plan(findings, &only(findings)).jobs.into_iter().collect::<Vec<_>>();
+        let cleared = Job::Chunks { ino: 7, data: 1, misplaced: true };
+        assert_eq!(jobs(&[misplaced(6, false, false)]), [(cleared, BTreeSet::from([1]))]);
+        let both = [misplaced(6, false, false), misplaced(1, false, false)];
+        assert_eq!(jobs(&both), [], "a chain is cleared as a whole");
+        let said = |f: &Finding, kept: &Kept| job(f, kept).unwrap_err().to_string();
+        let kept = Kept { only: only(&both), ..Kept::default() };
+        assert!(said(&both[0], &kept).contains("others of it there") && said(&both[1], &kept).contains("a hole"));
+        // On a chain of the file it is cut off.
+        let cut = Job::End { ino: 7, data: 1, size: 500 };
+        assert_eq!(jobs(&[misplaced(6, false, true), misplaced(1, false, true)]), [(cut, BTreeSet::new())]);
+        // Who writes the file may be about to say that it goes as far.
+        let open = beyond(&both);
+        assert_eq!(open, BTreeSet::from([(7, 1, 1)]));
+        let kept = Kept { open, ..Kept::default() };
+        assert!(said(&both[0], &kept).contains("open for writing"));
+        assert_eq!(Plan::new(&[misplaced(0, true, false), both[0].clone()], &kept).jobs.len(), 0);
+        assert_eq!(beyond(&[misplaced(6, true, false), misplaced(1, false, false)]), BTreeSet::new());
     }
 
     #[test]
@@ -357,8 +434,8 @@ mod tests {
             error: "e".into(),
             gone,
         };
-        assert!(job(&dangling(true), &BTreeSet::new()).is_ok());
-        assert!(job(&dangling(false), &BTreeSet::new()).is_err());
+        assert!(job(&dangling(true), &Kept::default()).is_ok());
+        assert!(job(&dangling(false), &Kept::default()).is_err());
     }
 
     #[test]

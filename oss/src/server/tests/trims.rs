@@ -6,12 +6,14 @@ use strake_fabric::{Buf, Role};
 use strake_proto::{
     ChunkId, Code,
     checksum::block_sums,
-    data::{DataReply, DataRequest, FLAG_TOMBSTONE, ListEntry, Version},
-    opcode,
+    data::{DataReply, DataRequest, FLAG_TOMBSTONE, Kind, ListEntry, Version, Writer},
+    map::ChainExt,
+    opcode, pb,
 };
+use tokio::time::Instant;
 
 use super::{
-    bed::{CHAIN, Cluster, chunk},
+    bed::{CHAIN, Cluster, bytes, chunk},
     scrub::{filled, flip_record, in_sync, key},
 };
 use crate::{
@@ -78,25 +80,37 @@ async fn a_cut_of_many_chunks_ends_in_steps_that_each_end_soon() {
         }
     }
     let version = Version { epoch: 1, number: 0 };
-    let mut cut = DataRequest { flags: 0, version, offset: 1, len: 4, ..gone(&c) };
+    let mut cut = DataRequest { flags: 0, version, offset: 10, len: 4, ..gone(&c) };
     cut.chunk.index = 1;
     let mut rounds = 0;
     loop {
         rounds += 1;
         let number = ask(&c, &DataRequest { seq: 0, ..cut.clone() }).await.version.number;
+        let begun = Instant::now();
         let done = ask(&c, &DataRequest { seq: number, ..cut.clone() }).await;
+        // A page of chunks would take some seventy.
+        assert!(begun.elapsed() < Duration::from_millis(20), "{:?}", begun.elapsed());
         if done.stable {
             break;
         }
         assert!(done.len == 1 && done.version.number > cut.chunk.index);
         (cut.chunk.index, cut.len) = (done.version.number, u32::MAX);
     }
-    assert!(rounds > 2, "{rounds}");
+    assert!(rounds > 4, "{rounds}");
     for target in 0..2 {
         let all = listed(&c, target).await;
         assert_eq!(all.len(), 4000, "tombstones of a file that is there stay");
         assert_eq!(all.iter().filter(|e| !e.tombstone).map(|e| (e.chunk.index, e.len)).collect::<Vec<_>>(), [(0, 4)]);
     }
+    // Who did all in another epoch asks only whether it is still so.
+    (cut.chunk.index, cut.len) = (u64::MAX, u32::MAX);
+    let number = ask(&c, &DataRequest { seq: 0, ..cut.clone() }).await.version.number;
+    let done = ask(&c, &DataRequest { seq: number, ..cut.clone() }).await;
+    assert_eq!((done.stable, done.stamps.len()), (true, 2));
+    let forgotten = DataRequest { seq: 1, offset: 10, chunk: chunk(u64::MAX), ..gone(&c) };
+    let done = ask(&c, &forgotten).await;
+    assert_eq!((done.stable, done.stamps.len()), (true, 2));
+    assert_eq!(listed(&c, 1).await.len(), 4000);
     // Who does not know of steps waits for all of it.
     assert!(ask(&c, &gone(&c)).await.stable);
     for target in 0..2 {
@@ -117,7 +131,9 @@ async fn what_only_some_replicas_have_of_a_removed_file_goes_too() {
     plant(&c, 0, 20_001, some()).await;
     plant(&c, 1, 20_005, some()).await;
     plant(&c, 2, 7, some()).await;
-    plant(&c, 2, 20_003, some()).await;
+    for index in 20_003..20_053 {
+        plant(&c, 2, index, some()).await;
+    }
     plant(&c, 2, 40_000, Update::Remove).await;
     for node in &c.nodes {
         node.device.set_latency(&[Op::Flush], Duration::from_millis(2));
@@ -128,6 +144,64 @@ async fn what_only_some_replicas_have_of_a_removed_file_goes_too() {
         assert_eq!(listed(&c, target).await, [], "target {target}");
         assert_eq!(c.nodes[target as usize].server.as_ref().unwrap().status().targets[0].chunks, 0);
     }
+}
+
+/// The network holds a copy of a removal's FORWARD back until the tombstones are forgotten.
+#[tokio::test(start_paused = true)]
+async fn a_removal_that_comes_again_when_its_tombstone_is_forgotten_leaves_none() {
+    let c = Cluster::start(2).await;
+    c.write(0, 0, b"some bytes", 1).await.unwrap();
+    let (tail, number) = (1 - c.head(), 2);
+    let (version, prev) = (Version { epoch: 1, number }, Version { epoch: 1, number: 1 });
+    let writers = vec![Writer { session: 0, seq: 0, version: prev }];
+    let late = DataRequest { kind: Kind::Remove, target: tail, len: 0, version, writers, ..gone(&c) };
+    let send = |r: DataRequest| {
+        let c = &c;
+        async move { c.call_as(Role::Server, tail, opcode::FORWARD, &r, &[]).await.map(|r| r.0.stable) }
+    };
+    remove_for_good(&c).await;
+    assert_eq!(listed(&c, tail).await, []);
+    assert!(send(late.clone()).await.unwrap());
+    // One of a cut that found nothing, of a time when the file was there.
+    let writers = vec![Writer { session: 0, seq: 0, version: Version::default() }];
+    assert!(send(DataRequest { flags: 0, writers, ..late }).await.unwrap());
+    assert_eq!(listed(&c, tail).await, []);
+}
+
+/// A fill stores a chunk that its source alone has, while the file is removed for good.
+#[tokio::test(start_paused = true)]
+async fn a_chunk_that_is_stored_by_a_fill_while_its_file_is_removed_is_not_taken() {
+    // It waits for long when it has sent a chunk.
+    let mut c = Cluster::start_with(2, |cfg| cfg.sync_rate = 1).await;
+    c.kill(1);
+    c.write(0, 0, &bytes(1, 6000), 1).await.unwrap();
+    c.boot(1).await;
+    let chunks = |c: &Cluster| c.nodes[1].server.as_ref().unwrap().status().targets[0].chunks;
+    while c.authority.chain().state_of(1) != Some(pb::ReplicaState::ReplicaSyncing) || chunks(&c) == 0 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let data = bytes(2, 6000);
+    let put = DataRequest {
+        kind: Kind::Replace,
+        len: 6000,
+        version: Version { epoch: 1, number: 1 },
+        sums: block_sums(0, [&data[..]]),
+        ..DataRequest::new(CHAIN, c.authority.chain().epoch, 1, chunk(7))
+    };
+    c.nodes[1].device.set_latency(&[Op::Write], Duration::from_millis(500));
+    let removed = async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        let begun = Instant::now();
+        remove_for_good(&c).await;
+        assert!(begun.elapsed() < Duration::from_millis(300), "{:?}", begun.elapsed());
+    };
+    let stored = c.call_as(Role::Server, 1, opcode::SYNC_PUT, &put, &data);
+    let (stored, ()) = tokio::join!(stored, removed);
+    assert_eq!((stored.unwrap_err().code, listed(&c, 1).await), (Code::Stale, vec![]));
+    // A tombstone that the fill brings late would stay as well.
+    let tombstone = DataRequest { flags: FLAG_TOMBSTONE, len: 0, sums: vec![], ..put };
+    c.call_as(Role::Server, 1, opcode::SYNC_PUT, &tombstone, &[]).await.unwrap();
+    assert_eq!(listed(&c, 1).await, []);
 }
 
 /// Its only copy: what it was is not known. Its file is removed all the same, and then the chain can be filled.
