@@ -176,7 +176,8 @@ impl Service for Authority {
             return Ok(Message::new(0, raw));
         }
         let evicted = vec![pb::Evicted { number: 1, session: 66, min_epoch: 2, below: false }];
-        let reply = pb::HeartbeatReply { lease_ms: 2000, map: Some(map), evicted, endings: None };
+        let step_out = vec![0, 1, 2];
+        let reply = pb::HeartbeatReply { lease_ms: 2000, map: Some(map), evicted, endings: None, step_out };
         Ok(Message::new(0, reply.encode_to_vec()))
     }
 }
