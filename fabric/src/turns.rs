@@ -24,7 +24,8 @@ use crate::relay::machine;
 
 /// Requests of one session that wait.
 const MOST_OF_SESSION: usize = 256;
-/// Requests that wait, for each that may be in work, of one machine. Sessions with none may have one more.
+/// Requests that wait, for each that may be in work, of one machine. Sessions with none may have
+/// one more.
 const MOST_OF_MACHINE: usize = 8;
 
 /// The heaviest request counts so many times less than all together.
@@ -92,14 +93,16 @@ impl<T: Waits> Table<T> {
         (self.max / 4).max(1)
     }
 
-    /// Whether there is room for one more of a machine, and of a session there. The last one may be too heavy by a part of itself.
+    /// Whether there is room for one more of a machine, and of a session there. The last one may be
+    /// too heavy by a part of itself.
     fn has_room(&self, machine: usize, session: usize) -> bool {
         let free = self.max.saturating_sub(self.work);
         let share = machine < free || session == 0 && free > self.max / 8 && free > 0;
         share && session < self.of_session()
     }
 
-    /// A request has come. Whoever waits has no room now, so a peer with room and none that waits goes first.
+    /// A request has come. Whoever waits has no room now, so a peer with room and none that waits
+    /// goes first.
     fn ask(&mut self, (at, session): &Name, weight: usize, what: T) -> Asked<T> {
         let max = self.max;
         let known = self.machines.get(at);
@@ -183,8 +186,8 @@ impl<T: Waits> Table<T> {
         begun
     }
 
-    /// Whose turn it is. The search is short: a machine is passed over for its share only while an eighth is free, which few
-    /// machines have in work, or for a session that has a quarter.
+    /// Whose turn it is. The search is short: a machine is passed over for its share only while an
+    /// eighth is free, which few machines have in work, or for a session that has a quarter.
     fn next(&self) -> Option<Name> {
         let free = self.max.saturating_sub(self.work);
         for (rank, at) in &self.line {
@@ -244,8 +247,8 @@ impl Turns {
         Turns(Arc::new(Mutex::new(Table::new(max))))
     }
 
-    /// Waits until a request that came from there is to be worked on. `weight`: 1, or more. `Overloaded`: not within `limit`, or too
-    /// many wait already.
+    /// Waits until a request that came from there is to be worked on. `weight`: 1, or more.
+    /// `Overloaded`: not within `limit`, or too many wait already.
     pub async fn take(&self, addr: &str, session: SessionId, weight: usize, limit: Duration) -> Result<Turn> {
         let name: Name = (machine(addr).into(), session);
         let full = |why: &str| {
@@ -279,7 +282,8 @@ impl Turns {
             let begun = self.0.lock().done(&name, weight);
             for (name, weight, tx) in begun {
                 let turn = Turn { of: Some((self.clone(), name, weight)) };
-                // One that nobody takes is over at once, and not by its drop: a chain of them would be as deep.
+                // One that nobody takes is over at once, and not by its drop: a chain of them would
+                // be as deep.
                 if let Err(mut turn) = tx.send(turn)
                     && let Some((_, name, weight)) = turn.of.take()
                 {

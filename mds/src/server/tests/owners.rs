@@ -110,3 +110,42 @@ async fn too_many_groups_and_too_much_work_are_refused_before_the_log() {
     let (a, b) = tokio::join!(a.run(long(1)), b.run(long(2)));
     assert!(a.unwrap().iter().chain(&b.unwrap()).all(|r| r.status.is_none()));
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_session_that_jumps_in_its_numbers_harms_itself_alone() {
+    let w = World::new(1, |_| ()).await;
+    let (mut a, mut b) = (w.client(1).await, w.client(2).await);
+    a.one(mkdir("a")).await;
+    b.one(mkdir("b")).await;
+    let server = w.server().await;
+    let log = || server.mds.machine.namespace.version();
+    let before = log();
+    let numbered = |c: &mut Client<'_>, seq, lowest, name: &str| {
+        let own = c.seq;
+        let r = pb::MetaRequest { seq, lowest_unanswered: lowest, ..c.request(vec![mkdir(name)]) };
+        c.seq = own;
+        r
+    };
+    // Neither end of the numbers, nor what no client reaches, gets as far as the log.
+    for seq in [u64::MAX, u64::MAX - 1, 1 << 63, a.seq + (1 << 48) + 1] {
+        let r = numbered(&mut a, seq, seq, "jump");
+        let e = a.send(&r).await.unwrap_err();
+        assert!(e.code == Code::Inval && e.message.contains("go up one by one"), "{seq}: {e}");
+    }
+    let r = numbered(&mut a, 0, 0, "none");
+    assert_eq!(a.send(&r).await.unwrap_err().code, Code::Inval);
+    assert_eq!(log(), before);
+    // What was refused has moved nothing: the session goes on.
+    a.one(mkdir("goes on")).await;
+    // As far as it may: then all below is over, for this session.
+    let far = a.seq + (1 << 40);
+    let r = numbered(&mut a, far, far, "far");
+    assert!(a.send(&r).await.unwrap()[0].status.is_none());
+    let before = log();
+    let r = numbered(&mut a, far - 1, far - 1, "behind");
+    assert_eq!(a.send(&r).await.unwrap_err().code, Code::ReplyGone);
+    assert_eq!(log(), before, "what is behind is not logged either");
+    a.seq = far;
+    a.one(mkdir("still")).await;
+    b.one(mkdir("untouched")).await;
+}
