@@ -1,6 +1,11 @@
 //! Sessions are their clients': nobody who counts their ids closes them or speaks for them, and
 //! nobody has all of them.
 
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering::Relaxed},
+};
+
 use bytes::Bytes;
 use strake_fabric::Message;
 use strake_proto::Result;
@@ -148,4 +153,43 @@ async fn a_session_that_jumps_in_its_numbers_harms_itself_alone() {
     a.seq = far;
     a.one(mkdir("still")).await;
     b.one(mkdir("untouched")).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_flood_of_changes_leaves_the_next_turn_to_another_client() {
+    const EACH: usize = 900;
+    let w = World::new(1, |_| ()).await;
+    let mut victim = w.client(9).await;
+    let at = w.leader().await as u32 + 1;
+    let (flood, own) = (w.net.connect(at, Role::Client), w.net.connect(at, Role::Client));
+    let done = Arc::new(AtomicUsize::new(0));
+    let mut tasks = Vec::new();
+    let mut clients = Vec::new();
+    for n in 1..=4u8 {
+        clients.push(w.client(n).await);
+    }
+    for (n, c) in clients.iter_mut().enumerate() {
+        for i in 0..EACH {
+            let r = pb::MetaRequest { lowest_unanswered: 1, ..c.request(vec![mkdir(&format!("{n}-{i}"))]) };
+            let (flood, done) = (flood.clone(), done.clone());
+            tasks.push(tokio::spawn(async move {
+                let r = call::<pb::MetaReply>(&*flood, opcode::META, &r).await;
+                done.fetch_add(usize::from(r.is_ok()), Relaxed);
+                r.map(|_| ())
+            }));
+        }
+    }
+    // All of them have been asked by then, and none is answered.
+    tokio::task::yield_now().await;
+    let r = victim.request(vec![mkdir("victim")]);
+    let _: pb::MetaReply = call(&*own, opcode::META, &r).await.unwrap();
+    let before = done.load(Relaxed);
+    assert!(before <= 600, "{before} were before it");
+    for t in tasks {
+        // Beyond what may wait they are told so.
+        let r = t.await.unwrap();
+        assert!(r.is_ok() || r.as_ref().is_err_and(|e| e.code == Code::Overloaded), "{r:?}");
+    }
+    assert!(done.load(Relaxed) > 1024, "what waited had its turn later");
+    assert_eq!(w.server().await.mds.fair.changes.in_work(), 0);
 }
